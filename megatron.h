@@ -5,8 +5,9 @@
  *   H  query heads                                G  query groups (key and value heads)
  *   D  channels of one head                       F  feed-forward size
  *   V  padded vocabulary                          L  layers
- * A shape such as [T, C] is row-major; an operand whose rows are further apart than their width says "stride".
- * Sizes and offsets are int64_t. Functions that can fail on the user's input return 0, or -1 with one line in mt_error.
+ * A shape such as [T, C] is row-major; an operand whose rows are further apart than they are wide has a stride, counted
+ * in elements. Sizes and offsets are int64_t. Functions that can fail on the user's input return 0, or -1 with one line
+ * in mt_error.
  */
 #ifndef MEGATRON_H
 #define MEGATRON_H
@@ -20,7 +21,7 @@
 extern "C" {
 #endif
 
-/* ---- §1 checks, arenas, random numbers ------------------------------------------------------------------------- */
+/* ==== §1 checks, arenas, random numbers =========================================================================== */
 
 /* One line for the user: what went wrong, where, and what to do. Parsers fill it and return -1; they never exit. */
 typedef struct mt_error {
@@ -30,18 +31,697 @@ typedef struct mt_error {
 /* Fills `error` as printf does and returns -1, so that a parser can `return mt_error_set(error, ...)`. */
 int mt_error_set(mt_error *error, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* Prints "PROGRAM: error: ..." on standard error and ends the job (MPI_Abort when several ranks run). Drivers only. */
-_Noreturn void mt_die(const char *format, ...) __attribute__((format(printf, 1, 2)));
+/* Prints "error: ..." on standard error and ends the job (MPI_Abort when several ranks run). For drivers. */
+void mt_die(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 
 /* A broken invariant of this program itself (never the user's input): names file and line, then ends the job. */
 #define MT_CHECK(condition)                                                                                            \
     ((condition) ? (void)0 : mt_die("internal check failed at %s:%d: %s", __FILE__, __LINE__, #condition))
 
-/* malloc/calloc/realloc that end the program, saying how much was asked for, rather than return NULL. */
+/* malloc, calloc, realloc and strdup that end the program, saying how much was asked for, rather than return NULL. */
 void *mt_malloc(int64_t bytes);
 void *mt_calloc(int64_t bytes);
 void *mt_realloc(void *memory, int64_t bytes);
 char *mt_strdup(const char *text);
+
+/* Seconds of a monotonic clock. */
+double mt_time(void);
+
+/* Element types, named as safetensors names them. Arithmetic operands are MT_F32 or MT_BF16. */
+typedef enum mt_dtype {
+    MT_F32,
+    MT_BF16,
+    MT_F16,
+    MT_F64,
+    MT_I8,
+    MT_U8,
+    MT_I16,
+    MT_U16,
+    MT_I32,
+    MT_U32,
+    MT_I64,
+    MT_U64,
+    MT_BOOL,
+    MT_F8_E4M3,
+    MT_F8_E5M2,
+    MT_NUM_DTYPES
+} mt_dtype;
+
+/* Bytes of one element. */
+int64_t mt_dtype_size(mt_dtype dtype);
+
+/* The safetensors name ("F32", "BF16", ...) and its inverse, which returns -1 for an unknown name. */
+const char *mt_dtype_name(mt_dtype dtype);
+int mt_dtype_parse(const char *name);
+
+/* bf16 and fp16 to float and back, rounding to nearest even. */
+float mt_bf16_to_f32(uint16_t bits);
+uint16_t mt_f32_to_bf16(float value);
+float mt_f16_to_f32(uint16_t bits);
+uint16_t mt_f32_to_f16(float value);
+
+/* A bump allocator. With base == NULL it only counts, so the code that lays buffers out also plans their memory. */
+typedef struct mt_arena {
+    char *base;
+    int64_t used;
+    int64_t capacity;
+} mt_arena;
+
+/* Returns `bytes` aligned to 256 from the arena (NULL while it only counts); running past capacity is a broken
+ * invariant. */
+void *mt_arena_alloc(mt_arena *arena, int64_t bytes);
+
+/* Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"): four words that depend on nothing but
+ * the key and the counter, so that a number drawn for a coordinate is the same on every layout. */
+void mt_philox(uint32_t out[4], uint64_t key, uint64_t counter_low, uint64_t counter_high);
+
+/* What is drawn is part of the key: mixes the run's seed with a purpose and an index (a layer, a parameter). */
+uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index);
+
+/* ==== §2 options ================================================================================================== */
+
+typedef enum mt_program { MT_PROGRAM_TRAIN = 1, MT_PROGRAM_INFER = 2 } mt_program;
+
+/* A list of words: --data-path a b c. */
+typedef struct mt_strings {
+    int64_t count;
+    char **items;
+} mt_strings;
+
+/* Every option by its Megatron name, with underscores. The table in megatron.c §2 gives each its default and its help;
+ * mt_options_finish derives what was left at 0 or NULL and checks everything. */
+typedef struct mt_options {
+    /* model */
+    int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
+    int64_t max_position_embeddings, vocab_size, make_vocab_size_divisible_by;
+    bool group_query_attention, swiglu, openai_gelu, qk_layernorm, untie_embeddings_and_output_weights;
+    bool add_bias_linear, add_qkv_bias;
+    char *normalization;           // LayerNorm | RMSNorm
+    char *position_embedding_type; // learned_absolute | rope | none
+    double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
+    int64_t window_size; // sliding-window attention: keys a query sees, itself included; 0 = all
+    double rotary_base, rotary_percent;
+    bool rotary_interleaved, use_rope_scaling;
+    char *rope_scaling_type; // none | linear | llama3 | yarn
+    double rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, yarn_beta_fast, yarn_beta_slow;
+    double yarn_mscale, yarn_mscale_all_dim, yarn_attention_factor;
+    int64_t original_max_position_embeddings;
+    /* training */
+    int64_t micro_batch_size, global_batch_size, seq_length, train_iters, train_samples;
+    mt_strings rampup_batch_size; // start, increment, samples
+    double lr, min_lr, lr_warmup_fraction, lr_warmup_init;
+    char *lr_decay_style; // constant | linear | cosine | inverse-square-root | WSD
+    char *lr_wsd_decay_style;
+    int64_t lr_decay_iters, lr_decay_samples, lr_warmup_iters, lr_warmup_samples, lr_wsd_decay_iters,
+        lr_wsd_decay_samples;
+    double weight_decay, start_weight_decay, end_weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad;
+    char *weight_decay_incr_style; // constant | linear | cosine
+    int64_t eval_interval, eval_iters, log_interval, seed;
+    double exit_duration_in_mins;
+    bool bf16;
+    char *device; // cpu
+    /* data */
+    mt_strings data_path, train_data_path, valid_data_path, test_data_path;
+    char *split, *tokenizer_type, *tokenizer_model, *dataloader_type, *tokens_file;
+    bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
+    /* checkpoints and reports */
+    char *load, *save, *hf_config, *metrics, *config;
+    int64_t save_interval;
+    bool finetune, no_load_optim, no_save_optim;
+    /* inference */
+    mt_strings prompt;
+    char *prompt_tokens, *score, *out, *entropy_out, *logits_out;
+    bool print_tokens;
+    double temperature, top_p;
+    int64_t top_k, max_new_tokens, max_sequences;
+    /* derived by mt_options_finish, or read from a Hugging Face config; not options themselves */
+    int64_t padded_vocab_size;
+    bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
+    char *hf_family;                      // gpt2 | llama | mistral | qwen2 | qwen3, or megatron: none of them fits
+    int64_t bos_token_id, eos_token_id;   // -1: none
+} mt_options;
+
+/* Reads the command line and the --config file that it may name (the command line wins), and for `infer` and for a run
+ * with --load or --hf-config the shape in config.json. Then mt_options_finish. `--help` prints and exits with 0. */
+int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error);
+
+/* Derives what was not given and checks every rule, before anything is allocated: the only validator. `world_size` is
+ * the number of ranks. */
+int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
+
+/* Sets every option to its default; frees what an options struct holds. */
+void mt_options_default(mt_options *options);
+void mt_options_free(mt_options *options);
+
+/* Reads a YAML text (flat or nested; keys with underscores or dashes) into options not named in `given`. */
+int mt_options_read_yaml(mt_options *options, const char *path, mt_error *error);
+
+/* Takes the shape from the text of a Hugging Face config.json; `path` is for messages. */
+int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error);
+
+/* Writes config.json for options->hf_family, such that transformers (and this program) loads the folder. Returns text
+ * to free. */
+char *mt_options_write_hf_config(const mt_options *options);
+
+/* Prints the options that differ from their defaults, by group. */
+void mt_options_print(const mt_options *options, mt_program program, FILE *file);
+
+/* Parameters of the model, and the floating-point operations of forward and backward over `num_sequences` (Megatron's
+ * num_floating_point_operations; recomputation is not counted). */
+int64_t mt_num_parameters(const mt_options *options);
+double mt_flops(const mt_options *options, int64_t num_sequences);
+
+/* ==== §3 kernels: one signature, two backends ======================================================================
+ */
+
+/* Where work is enqueued. On the CPU operations run at once and the stream is NULL. */
+typedef struct mt_stream mt_stream;
+
+/* A stretch of queries that attends to a stretch of keys. Row i of the queries sees key j of the span if
+ * j <= i + (k_len - q_len) when causal, and if j > i + (k_len - q_len) - window when window > 0. Packed sequences,
+ * context parallelism and decoding with a key/value cache are all lists of spans. */
+typedef struct mt_span {
+    int64_t q_start, q_len, k_start, k_len;
+    int64_t window; // 0: no window
+    bool causal;
+} mt_span;
+
+/* The spans of one micro-batch: the list on the host and where the device can read it. Query rows of different spans
+ * are disjoint; rows in no span are not touched. */
+typedef struct mt_spans {
+    const mt_span *host;
+    const mt_span *device;
+    int64_t count;
+} mt_spans;
+
+/* Dropout decides by coordinate, never by order: `key` names the run, the layer and the place; p == 0 is off. */
+typedef struct mt_dropout {
+    double p;
+    uint64_t key;
+} mt_dropout;
+
+/* Shape of attention: q is [Tq, H, D], k is [Tk, G, D], v is [Tk, G, Dv], out is [Tq, H, Dv]; strides between tokens.
+ * The index arrays name tokens globally for dropout and may be NULL without it. */
+typedef struct mt_attention {
+    int64_t num_heads, num_groups, head_size, value_size;
+    int64_t q_stride, k_stride, v_stride, out_stride;
+    float scale;
+    mt_dropout dropout;
+    const int64_t *q_index, *k_index; // [Tq], [Tk]
+} mt_attention;
+
+/* AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization"), with the step's bias corrections. */
+typedef struct mt_adamw {
+    float lr, beta1, beta2, eps, weight_decay;
+    float bias_correction1, bias_correction2; // 1 - beta^step
+} mt_adamw;
+
+/* ---- memory, copies and streams of a device */
+
+typedef void *mt_memory_alloc_fn(int64_t bytes);
+typedef void mt_memory_free_fn(void *memory);
+/* Copies between any two of host and device memory. */
+typedef void mt_memory_copy_fn(void *to, const void *from, int64_t bytes, mt_stream *stream);
+typedef void mt_memory_zero_fn(void *memory, int64_t bytes, mt_stream *stream);
+typedef mt_stream *mt_stream_create_fn(void);
+typedef void mt_stream_destroy_fn(mt_stream *stream);
+/* Waits for all that was enqueued. */
+typedef void mt_stream_wait_fn(mt_stream *stream);
+
+/* ---- linear layers; weights are [N, K] as torch.nn.Linear stores them */
+
+/* y[T, N] = x[T, K] w^T + bias[N] (bias may be NULL). */
+typedef void mt_linear_forward_fn(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
+                                  int64_t K, mt_dtype dtype, mt_stream *stream);
+/* dx[T, K] = dy[T, N] w. */
+typedef void mt_linear_backward_input_fn(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
+                                         mt_dtype dtype, mt_stream *stream);
+/* dw[N, K] += dy^T x and dbias[N] += column sums of dy (dbias may be NULL), both in fp32. Apart from the input's
+ * gradient so that a zero-bubble schedule can move it. */
+typedef void mt_linear_backward_weight_fn(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
+                                          int64_t K, mt_dtype dtype, mt_stream *stream);
+
+/* ---- embedding; the table holds rows [first, first + count) of the vocabulary */
+
+/* out[T, C] = w[ids - first], zero for ids outside the rows held; or += when accumulate. */
+typedef void mt_embedding_forward_fn(void *out, const int32_t *ids, const void *w, int64_t T, int64_t C, int64_t first,
+                                     int64_t count, bool accumulate, mt_dtype dtype, mt_stream *stream);
+/* dw[ids - first] += dout, in token order, so that runs repeat bit for bit. */
+typedef void mt_embedding_backward_fn(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
+                                      int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream);
+
+/* ---- norms over C of x[T, H, C]; H = 1 for hidden states, heads for q/k norm */
+
+/* y = x rstd w, rstd[T, H] = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich, "Root mean square layer normalization"). */
+typedef void mt_rmsnorm_forward_fn(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H, int64_t C,
+                                   int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype, mt_stream *stream);
+/* dx = dresidual + gradient through the norm (dresidual may be NULL, or dx itself; it has dx's stride); dw[C] +=. */
+typedef void mt_rmsnorm_backward_fn(void *dx, float *dw, const void *dy, const void *dresidual, const void *x,
+                                    const void *w, const float *rstd, int64_t T, int64_t H, int64_t C,
+                                    int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype,
+                                    mt_stream *stream);
+/* y[T, C] = (x - mean) rstd w + b (Ba et al., "Layer normalization"); mean, rstd are [T]. */
+typedef void mt_layernorm_forward_fn(void *y, float *mean, float *rstd, const void *x, const void *w, const void *b,
+                                     int64_t T, int64_t C, float eps, mt_dtype dtype, mt_stream *stream);
+/* dx = dresidual + gradient through the norm; dw[C] +=, db[C] +=. */
+typedef void mt_layernorm_backward_fn(void *dx, float *dw, float *db, const void *dy, const void *dresidual,
+                                      const void *x, const void *w, const float *mean, const float *rstd, int64_t T,
+                                      int64_t C, mt_dtype dtype, mt_stream *stream);
+
+/* ---- rotary positions (Su et al., "RoFormer"): turns the first R channels of every head of x[T, H, D] by its token's
+ * angle; cos, sin are [max_position, R / 2] in fp32. Pairs are (i, i + R/2), or (2i, 2i + 1) when interleaved. The
+ * other channels are copied. y may be x. The backward is the turn back. */
+
+typedef void mt_rope_forward_fn(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
+                                int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
+                                bool interleaved, mt_dtype dtype, mt_stream *stream);
+typedef void mt_rope_backward_fn(void *dx, const void *dy, const float *cos, const float *sin, const int32_t *positions,
+                                 int64_t T, int64_t H, int64_t D, int64_t R, int64_t dx_stride, int64_t dy_stride,
+                                 bool interleaved, mt_dtype dtype, mt_stream *stream);
+
+/* ---- attention over spans (Dao et al., "FlashAttention", for the saved log-sum-exp and the blockwise backward) */
+
+/* out = softmax(scale q k^T) v per head; lse[Tq, H] = log of the sum of exponentials. A query row of a span that sees
+ * no key gets out = 0 and lse = -inf. */
+typedef void mt_attention_forward_fn(void *out, float *lse, const void *q, const void *k, const void *v,
+                                     const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
+                                     mt_stream *stream);
+/* dq, dk, dv (strides of q, k, v) are written for all rows of the spans; key rows of several spans receive the sum.
+ * `row_dot` is scratch [Tq, H] for sum(out dout). Rows in no span are not touched. */
+typedef void mt_attention_backward_fn(void *dq, void *dk, void *dv, float *row_dot, const void *dout, const void *q,
+                                      const void *k, const void *v, const void *out, const float *lse,
+                                      const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
+                                      mt_stream *stream);
+
+/* ---- activations */
+
+/* y = gelu(x) for n elements: exact (erf), or its tanh approximation (Hendrycks & Gimpel). */
+typedef void mt_gelu_forward_fn(void *y, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype,
+                                mt_stream *stream);
+/* dx may be dy. */
+typedef void mt_gelu_backward_fn(void *dx, const void *dy, const void *x, int64_t n, bool tanh_approximation,
+                                 mt_dtype dtype, mt_stream *stream);
+/* y[T, F] = silu(gate) * up, with gate_up [T, 2F] = gate then up (Shazeer, "GLU variants improve transformer"). */
+typedef void mt_swiglu_forward_fn(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
+                                  mt_stream *stream);
+/* dgate_up may be gate_up. */
+typedef void mt_swiglu_backward_fn(void *dgate_up, const void *dy, const void *gate_up, int64_t T, int64_t F,
+                                   mt_dtype dtype, mt_stream *stream);
+
+/* ---- residual stream */
+
+/* out[T, C] = residual + dropout(x); residual may be NULL, out may be either. Element (t, c) is kept with probability
+ * 1 - p, by Philox at (token_index[t], first_channel + c), and scaled by 1 / (1 - p). */
+typedef void mt_dropout_add_forward_fn(void *out, const void *x, const void *residual, const int64_t *token_index,
+                                       int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,
+                                       mt_dtype dtype, mt_stream *stream);
+/* dx = dropout(dout); the residual's gradient is dout itself. */
+typedef void mt_dropout_add_backward_fn(void *dx, const void *dout, const int64_t *token_index, int64_t T, int64_t C,
+                                        int64_t first_channel, const mt_dropout *dropout, mt_dtype dtype,
+                                        mt_stream *stream);
+
+/* ---- rows: key/value caches, packing, the last tokens of prompts */
+
+/* to[rows[t]] = from[t], for T rows of `width` elements. */
+typedef void mt_scatter_rows_fn(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
+                                int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream);
+/* to[t] = from[rows[t]]. */
+typedef void mt_gather_rows_fn(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
+                               int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream);
+
+/* ---- cross-entropy over logits [T, stride], of which this rank's first `count` columns are the vocabulary's rows
+ * [first, first + count); columns past them are padding and take no probability. */
+
+/* One pass: row_max[T]; row_sum = sum exp(x - max); row_target = the label's logit, 0 where another rank holds it;
+ * row_weighted = sum exp(x - max) x (may be NULL). Ranks combine these four numbers a row, never logits. */
+typedef void mt_cross_entropy_forward_fn(float *row_max, float *row_sum, float *row_target, float *row_weighted,
+                                         const void *logits, const int32_t *labels, int64_t T, int64_t stride,
+                                         int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream);
+/* lse[T] = max + log(sum), loss[T] = lse - target, entropy[T] = lse - weighted / sum (NULL: not wanted). */
+typedef void mt_cross_entropy_loss_fn(float *loss, float *entropy, float *lse, const float *row_max,
+                                      const float *row_sum, const float *row_target, const float *row_weighted,
+                                      int64_t T, mt_stream *stream);
+/* dlogits = (softmax - onehot(label)) dloss[t], zero in the padding; dlogits may be logits. */
+typedef void mt_cross_entropy_backward_fn(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
+                                          const float *dloss, int64_t T, int64_t stride, int64_t first, int64_t count,
+                                          mt_dtype dtype, mt_stream *stream);
+/* sums[0] += sum(loss mask), sums[1] += sum(mask), in float64 and in token order. */
+typedef void mt_loss_accumulate_fn(double *sums, const float *loss, const float *mask, int64_t T, mt_stream *stream);
+
+/* ---- optimizer, over any stretch of a bucket */
+
+/* sum[0] += sum of squares. */
+typedef void mt_squared_norm_fn(double *sum, const float *x, int64_t n, mt_stream *stream);
+/* norm[0] = sqrt(sum_of_squares) / denominator, the gradient's norm; scale[0] = what every gradient is multiplied by:
+ * clip / (norm + 1e-6), if under 1 and clip > 0, over the denominator (the batch's tokens). */
+typedef void mt_gradient_scale_fn(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
+                                  float clip, mt_stream *stream);
+/* One AdamW step on n elements with gradient grad * scale[0]. `master` holds the fp32 weights of bf16 parameters and is
+ * NULL for fp32 ones. */
+typedef void mt_adamw_step_fn(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
+                              int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream);
+/* param[i] = mean + std * normal(key, first + i) with Box-Muller on Philox: parameters begin alike on every layout. */
+typedef void mt_random_normal_fn(void *param, int64_t n, uint64_t key, int64_t first, float mean, float std,
+                                 mt_dtype dtype, mt_stream *stream);
+/* Converts n elements between MT_F32 and MT_BF16. */
+typedef void mt_convert_fn(void *to, mt_dtype to_dtype, const void *from, mt_dtype from_dtype, int64_t n,
+                           mt_stream *stream);
+
+/* Every operation of the table, once: the struct, the CPU's prototypes and its table are made from this list, so the
+ * contracts of two backends cannot drift apart. */
+#define MT_OPERATIONS(OP)                                                                                              \
+    OP(memory_alloc)                                                                                                   \
+    OP(memory_free)                                                                                                    \
+    OP(memory_copy)                                                                                                    \
+    OP(memory_zero)                                                                                                    \
+    OP(stream_create)                                                                                                  \
+    OP(stream_destroy)                                                                                                 \
+    OP(stream_wait)                                                                                                    \
+    OP(linear_forward)                                                                                                 \
+    OP(linear_backward_input)                                                                                          \
+    OP(linear_backward_weight)                                                                                         \
+    OP(embedding_forward)                                                                                              \
+    OP(embedding_backward)                                                                                             \
+    OP(rmsnorm_forward)                                                                                                \
+    OP(rmsnorm_backward)                                                                                               \
+    OP(layernorm_forward)                                                                                              \
+    OP(layernorm_backward)                                                                                             \
+    OP(rope_forward)                                                                                                   \
+    OP(rope_backward)                                                                                                  \
+    OP(attention_forward)                                                                                              \
+    OP(attention_backward)                                                                                             \
+    OP(gelu_forward)                                                                                                   \
+    OP(gelu_backward)                                                                                                  \
+    OP(swiglu_forward)                                                                                                 \
+    OP(swiglu_backward)                                                                                                \
+    OP(dropout_add_forward)                                                                                            \
+    OP(dropout_add_backward)                                                                                           \
+    OP(scatter_rows)                                                                                                   \
+    OP(gather_rows)                                                                                                    \
+    OP(cross_entropy_forward)                                                                                          \
+    OP(cross_entropy_loss)                                                                                             \
+    OP(cross_entropy_backward)                                                                                         \
+    OP(loss_accumulate)                                                                                                \
+    OP(squared_norm)                                                                                                   \
+    OP(gradient_scale)                                                                                                 \
+    OP(adamw_step)                                                                                                     \
+    OP(random_normal)                                                                                                  \
+    OP(convert)
+
+typedef struct mt_ops {
+    const char *name; // "cpu"
+#define MT_OPERATION_FIELD(operation) mt_##operation##_fn *operation;
+    MT_OPERATIONS(MT_OPERATION_FIELD)
+#undef MT_OPERATION_FIELD
+} mt_ops;
+
+/* The plain C backend: the definition of what each operation computes. Needs no start. */
+extern const mt_ops mt_cpu_ops;
+
+/* Floating-point operations a second of the CPU's matrix product, n^3, best of a few: the benchmarks' ceiling. */
+double mt_cpu_matmul_rate(int64_t n);
+
+/* ==== §4 the rank grid and its groups; §5 collectives ==============================================================
+ */
+
+/* Ranks that talk to one another. A group of one needs no library. */
+typedef struct mt_group {
+    const char *name; // for messages: "world", "data"
+    int size, rank;
+    void *comm; // MPI_Comm *, NULL for a group of one
+} mt_group;
+
+typedef struct mt_grid {
+    mt_group world; // every rank of the job
+    mt_group data;  // ranks with the same parameters and different samples
+} mt_grid;
+
+/* Joins the job that mpirun or srun started; without one of them, a world of one rank and no MPI call at all. */
+void mt_grid_start(mt_grid *grid, int *argc, char ***argv);
+void mt_grid_stop(mt_grid *grid);
+
+/* buffer[count] = its sum (or maximum) over the group, the same bits on every rank. MT_F32 or MT_F64, host memory. */
+void mt_all_reduce_sum(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype);
+void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype);
+void mt_broadcast(const mt_group *group, void *buffer, int64_t bytes, int root);
+void mt_barrier(const mt_group *group);
+
+/* ==== §8 the parameter table =======================================================================================
+ */
+
+/* What a parameter is for. A layer's rows are found by (role, layer). */
+typedef enum mt_role {
+    MT_WORD_EMBEDDING,
+    MT_POSITION_EMBEDDING,
+    MT_INPUT_NORM,
+    MT_INPUT_NORM_BIAS,
+    MT_Q,
+    MT_K,
+    MT_V,
+    MT_Q_BIAS,
+    MT_K_BIAS,
+    MT_V_BIAS,
+    MT_Q_NORM,
+    MT_K_NORM,
+    MT_O,
+    MT_O_BIAS,
+    MT_MLP_NORM,
+    MT_MLP_NORM_BIAS,
+    MT_GATE,
+    MT_GATE_BIAS,
+    MT_UP, // the only first linear when the MLP has no gate
+    MT_UP_BIAS,
+    MT_DOWN,
+    MT_DOWN_BIAS,
+    MT_FINAL_NORM,
+    MT_FINAL_NORM_BIAS,
+    MT_LM_HEAD,
+    MT_NUM_ROLES
+} mt_role;
+
+typedef enum mt_init { MT_INIT_NORMAL, MT_INIT_ONES, MT_INIT_ZEROS } mt_init;
+
+/* One row a parameter: allocation, initialisation, gradient norm, decay and checkpoints read nothing else. */
+typedef struct mt_param {
+    mt_role role;
+    int64_t layer;         // -1 outside the layers
+    char hf_name[160];     // the Hugging Face tensor that holds it
+    int64_t hf_row;        // its first row in that tensor (GPT-2 stores q, k and v as one)
+    int64_t hf_rows_total; // rows of that whole tensor
+    bool hf_transposed;    // GPT-2 stores linear weights [in, out]
+    int64_t rows, cols;    // shape here; cols == 1 and is_vector for one-dimensional parameters
+    int64_t rows_stored;   // rows that exist in Hugging Face: the vocabulary without its padding
+    bool is_vector;
+    mt_init init;
+    double init_std;
+    bool weight_decay;
+    int64_t bucket, offset; // where it lies: element offset in the bucket
+    int shard_dim;          // dimension that the tensor group shards (0 rows, 1 columns), -1 replicated
+} mt_param;
+
+/* A layer's parameters in one flat stretch: matrices that decay first, then vectors that do not. */
+typedef struct mt_bucket {
+    int64_t count;       // elements, padded
+    int64_t decay_count; // the leading elements with weight decay
+    void *params;        // bf16 or fp32
+    float *grads;        // fp32, summed over micro-batches
+    float *master;       // fp32 weights of bf16 parameters, else NULL
+    float *m, *v;        // AdamW's moments
+} mt_bucket;
+
+/* A parameter as the model's code sees it: weights and their gradient. Both NULL where the model has none. */
+typedef struct mt_weight {
+    void *w;
+    float *dw;
+} mt_weight;
+
+/* Fills `params` (to free) with the table of the model that the options describe; returns the number of rows. Buckets:
+ * 0 embeddings, 1 + l layer l, L + 1 final norm and output layer. */
+int64_t mt_params_build(mt_param **params, const mt_options *options);
+
+/* ==== §9 layer; §10 model ==========================================================================================
+ */
+
+/* One micro-batch on this rank, in host memory: flat tokens and the spans of their sequences. */
+typedef struct mt_batch {
+    int64_t num_tokens;   // T
+    int32_t *tokens;      // [T]
+    int32_t *labels;      // [T]
+    float *loss_mask;     // [T] 1 where the label counts
+    int32_t *positions;   // [T] within the sequence
+    int64_t *token_index; // [T] sample * seq_length + offset: names the token in the whole run, for dropout
+    int64_t num_spans;
+    mt_span *spans; // room for one span a token
+} mt_batch;
+
+/* Allocates a batch for up to max_tokens tokens in one block; free it with mt_batch_free. */
+void mt_batch_alloc(mt_batch *batch, int64_t max_tokens);
+void mt_batch_free(mt_batch *batch);
+
+typedef struct mt_model mt_model;
+
+/* What a model is made for: its memory is planned from this. */
+typedef struct mt_model_plan {
+    int64_t max_tokens;   // tokens of the largest micro-batch or prefill
+    int64_t max_logits;   // rows of logits held at once
+    int64_t cache_rows;   // key/value cache rows a layer; 0: none
+    int64_t max_position; // positions that tokens may have (rotary tables)
+    bool train;           // gradients, optimizer state and saved activations
+} mt_model_plan;
+
+/* Lays out and allocates a model; parameters are not yet set. The plan is checked against memory first. */
+int mt_model_create(mt_model **model, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
+                    const mt_model_plan *plan, mt_error *error);
+void mt_model_destroy(mt_model *model);
+
+/* Prints the memory plan as a table: weights, gradients, optimizer, activations, caches. */
+void mt_model_print_plan(const mt_model *model, FILE *file);
+
+/* Draws the initial parameters by coordinate from options->seed. */
+void mt_model_init(mt_model *model);
+
+/* The tables, for checkpoints and tests. */
+const mt_param *mt_model_params(const mt_model *model, int64_t *count);
+mt_bucket *mt_model_buckets(mt_model *model, int64_t *count);
+const mt_options *mt_model_options(const mt_model *model);
+const mt_ops *mt_model_ops(const mt_model *model);
+mt_stream *mt_model_stream(const mt_model *model);
+mt_dtype mt_model_dtype(const mt_model *model);
+
+/* Forward over a batch, through the loss; adds to the step's loss sums. `training` turns dropout on. */
+void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
+
+/* Backward of the last forward: parameter gradients accumulate, for a loss that is the sum over unmasked tokens. */
+void mt_model_backward(mt_model *model);
+
+/* Results of the last forward, host copies of the device's: loss (the negative log-probability of the label) and
+ * entropy of every token, [T]; logits as fp32 [T, vocab_size] without padding. NULL: not wanted. */
+void mt_model_read(mt_model *model, float *loss, float *entropy, float *logits);
+
+/* Forward for generation: writes keys and values into cache rows cache_rows[T], attends over `batch->spans` whose k
+ * rows are cache rows, and returns fp32 logits [num_rows, vocab_size] of the batch rows asked for. labels, loss_mask
+ * and token_index are not read. */
+void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                     int64_t num_rows, float *logits);
+
+/* ==== §11 schedules ================================================================================================
+ */
+
+typedef enum mt_step_kind { MT_STEP_FORWARD, MT_STEP_BACKWARD } mt_step_kind;
+
+typedef struct mt_step {
+    mt_step_kind kind;
+    int64_t micro_batch;
+} mt_step;
+
+/* The 1F1B order (Narayanan et al., "PipeDream") of stage `rank` of `pp`: warm-up forwards, then one forward and one
+ * backward in turn, then the rest. With pp == 1: forward, backward, forward, backward. Returns 2 * micro_batches. */
+int64_t mt_schedule_1f1b(mt_step *steps, int64_t pp, int64_t rank, int64_t micro_batches);
+
+/* ==== §13 optimizer and §16 the training step ======================================================================
+ */
+
+/* The run's learning rate and weight decay after `consumed_samples` samples (Megatron's OptimizerParamScheduler). */
+double mt_learning_rate(const mt_options *options, int64_t consumed_samples);
+double mt_weight_decay(const mt_options *options, int64_t consumed_samples);
+
+/* Sequences of the step that begins after `consumed_samples` (constant, or ramped by --rampup-batch-size). */
+int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples);
+
+/* The whole state of a run besides parameters and moments: enough to continue it bit for bit. */
+typedef struct mt_run_state {
+    int64_t iteration;              // steps done
+    int64_t consumed_train_samples; // sequences trained on
+    int64_t consumed_valid_samples;
+    int64_t optimizer_step; // AdamW steps taken, for its bias correction
+} mt_run_state;
+
+/* What a step reports; sums and norms over the whole job. */
+typedef struct mt_metrics {
+    double loss;      // mean over unmasked tokens
+    double grad_norm; // before clipping
+    double learning_rate, weight_decay;
+    double tokens; // tokens in the step, masked or not
+    double seconds;
+} mt_metrics;
+
+/* Fills micro-batch `index` of this step; called once a micro-batch, in order. Returns 0 or -1 with error. */
+typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_error *error);
+
+/* One step over `micro_batches` micro-batches a rank: forwards and backwards by the schedule, gradients summed over the
+ * data group, norm, clipping, AdamW. Updates `state`. */
+int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
+                  mt_metrics *metrics, mt_error *error);
+
+/* Mean loss of `micro_batches` micro-batches a rank without training. */
+int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, double *loss,
+                mt_error *error);
+
+/* ==== §14 checkpoints and Hugging Face =============================================================================
+ */
+
+/* A tensor of a safetensors file: where it is and what it looks like. */
+typedef struct mt_tensor_info {
+    const char *name;
+    mt_dtype dtype;
+    int64_t num_dims;
+    int64_t shape[8];
+    const void *data; // in the mapped file
+    int64_t bytes;
+} mt_tensor_info;
+
+/* One safetensors file, or a folder of them with an index, mapped read-only. The header is validated whole: length,
+ * JSON, dtypes, shapes, offsets that tile the data without holes or overlaps. */
+typedef struct mt_safetensors mt_safetensors;
+int mt_safetensors_open(mt_safetensors **file, const char *path, mt_error *error);
+/* Validates an image in memory that the caller keeps; for tests and fuzzing. */
+int mt_safetensors_open_memory(mt_safetensors **file, const void *data, int64_t bytes, const char *name,
+                               mt_error *error);
+/* Opens DIR/model.safetensors, or every file of DIR/model.safetensors.index.json; `stem` is "model" or "optimizer". */
+int mt_safetensors_open_folder(mt_safetensors **file, const char *folder, const char *stem, mt_error *error);
+void mt_safetensors_close(mt_safetensors *file);
+int64_t mt_safetensors_count(const mt_safetensors *file);
+const mt_tensor_info *mt_safetensors_get(const mt_safetensors *file, int64_t index);
+/* NULL when there is no such tensor. */
+const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char *name);
+
+/* Saves folder/iter_NNNNNNN (config.json, safetensors, optimizer state, trainer.json, tokenizer files copied from
+ * `tokenizer_source` when not NULL), then makes it the folder's latest; `folder` itself also loads as a Hugging Face
+ * folder. Nothing that was good before is touched until the new one is whole. */
+int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *folder, mt_error *error);
+
+/* Loads weights from a Hugging Face folder or from a folder that mt_checkpoint_save wrote (its latest), and unless the
+ * options say otherwise the optimizer and `state`; without optimizer state the run starts at iteration 0. */
+int mt_checkpoint_load(mt_model *model, mt_run_state *state, const char *folder, mt_error *error);
+
+/* The folder that holds config.json: `folder` itself, or its latest iter_NNNNNNN. Returns text to free. */
+char *mt_checkpoint_resolve(const char *folder, mt_error *error);
+
+/* ==== §15 generation ===============================================================================================
+ */
+
+/* How the next token is chosen; temperature 0 is greedy, top_k 0 and top_p 1 keep every token. */
+typedef struct mt_sampling {
+    double temperature, top_p;
+    int64_t top_k;
+    uint64_t seed;
+} mt_sampling;
+
+/* Chooses from logits[vocab_size] by Philox at (sequence, position): the same draw whatever else is in the batch. */
+int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, int64_t sequence,
+                  int64_t position);
+
+/* One sequence being generated. */
+typedef struct mt_sequence {
+    int32_t *tokens; // prompt, then what was generated; room for max_tokens
+    int64_t num_tokens, num_cached, max_tokens;
+    bool finished;
+} mt_sequence;
+
+/* Advances every unfinished sequence by one token (the first call of a sequence reads its whole prompt). Ends a
+ * sequence at `eos` (-1: never) or at max_tokens. Returns the number still unfinished. */
+int64_t mt_generate_step(mt_model *model, mt_sequence *sequences, int64_t count, const mt_sampling *sampling,
+                         int32_t eos);
 
 #ifdef __cplusplus
 }
