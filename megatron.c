@@ -483,12 +483,839 @@ int64_t mt_num_parameters(const mt_options *options) {
 }
 
 /* ==== §9 attention, MLP, layer =================================================================================== */
+/* A transformer layer, forward and backward. Invariants: hidden states are [T, C] and never change layout; a backward
+ * reads as its forward reversed; gradients of activations are written, those of parameters accumulate in fp32. */
+
+/* A layer's parameters; q, k, v and gate, up are each one matrix because their rows are neighbours in the bucket. */
+typedef struct mt_layer {
+    mt_weight input_norm, input_norm_bias;
+    mt_weight qkv, qkv_bias; // [(H + 2G) D, C], [(H + 2G) D]
+    mt_weight q_norm, k_norm;
+    mt_weight o, o_bias; // [C, H D], [C]
+    mt_weight mlp_norm, mlp_norm_bias;
+    mt_weight fc1, fc1_bias; // [2F, C] gate then up, or [F, C]
+    mt_weight down, down_bias;
+} mt_layer;
+
+/* What a layer's forward leaves for its backward. */
+typedef struct mt_activations {
+    void *input;                    // [T, C] the residual stream as it enters
+    void *input_normed;             // [T, C]
+    float *input_mean, *input_rstd; // [T]
+    void *qkv;                      // [T, (H + 2G) D]; rotated in place unless q and k are normalised first
+    void *qk;                       // [T, (H + G) D] normalised and rotated q and k, with q/k norm
+    float *q_rstd, *k_rstd;         // [T, H], [T, G]
+    void *attended;                 // [T, H D]
+    float *lse;                     // [T, H]
+    void *middle;                   // [T, C] the residual stream between attention and MLP
+    void *mlp_normed;               // [T, C]
+    float *mlp_mean, *mlp_rstd;     // [T]
+    void *mlp_hidden;               // [T, 2F] or [T, F] before the activation
+    void *mlp_active;               // [T, F] after it
+} mt_activations;
+
+/* Buffers that every layer uses in turn. */
+typedef struct mt_scratch {
+    void *residual; // [T, C] the gradient of the residual stream
+    void *hidden;   // [T, C]
+    void *normed;   // [T, C] the gradient of a norm's output
+    void *wide;     // [T, max(2F, (H + 2G) D)]
+    void *active;   // [T, max(F, H D)]
+    void *dqk;      // [T, (H + G) D], with q/k norm
+    float *row_dot; // [T, H]
+} mt_scratch;
+
+struct mt_model {
+    const mt_options *options;
+    const mt_grid *grid;
+    const mt_ops *ops;
+    mt_stream *stream;
+    mt_dtype dtype;
+    mt_model_plan plan;
+    int64_t C, H, G, D, F, V, L; // as in megatron.h
+    /* parameters */
+    mt_param *params;
+    int64_t num_params, num_buckets;
+    mt_bucket *buckets;
+    mt_layer *layers;
+    mt_weight word_embedding, position_embedding, final_norm, final_norm_bias, lm_head;
+    float *rope_cos, *rope_sin; // [max_position, R / 2]
+    int64_t rotary_dim;         // R
+    /* memory */
+    mt_arena arena;
+    int64_t bytes[5];            // of each row of the printed plan
+    mt_activations *activations; // one a layer to train, one in all otherwise
+    mt_scratch scratch;
+    void *final_input, *final_normed, *logits;
+    float *final_mean, *final_rstd;
+    float *row_max, *row_sum, *row_target, *row_weighted, *lse, *loss, *entropy; // [max_logits]
+    float *logits_host;                                                          // [max_logits, vocab_size]
+    void **k_cache, **v_cache;                                                   // a layer: [cache_rows, G D]
+    double *sums;                                                                // loss, unmasked tokens, squared norm
+    float *grad_scale, *grad_norm;
+    /* the micro-batch of the last forward, on the device */
+    int64_t T, num_logits;
+    bool training;
+    int32_t *tokens, *labels, *positions, *cache_rows, *logit_rows;
+    float *loss_mask;
+    int64_t *token_index;
+    mt_span *device_spans;
+    mt_spans spans;
+};
+
+/* ==== §9a rotary tables ========================================================================================== */
+
+/* YaRN's boundary: the channel pair that turns `rotations` times over the original context (Peng et al., "YaRN"). */
+static double mt_yarn_pair(const mt_options *o, double rotations, int64_t R) {
+    double context = (double)o->original_max_position_embeddings;
+    return (double)R * log(context / (rotations * 2 * M_PI)) / (2 * log(o->rotary_base));
+}
+
+/* Frequency of channel pair i of R rotary channels, after the model's scaling; as Hugging Face computes it. */
+static double mt_rope_frequency(const mt_options *o, int64_t i, int64_t R) {
+    double frequency = pow(o->rotary_base, -2.0 * (double)i / (double)R), factor = o->rope_scaling_factor;
+    if (strcmp(o->rope_scaling_type, "linear") == 0) return frequency / factor;
+    if (strcmp(o->rope_scaling_type, "llama3") == 0) {
+        double turns = (double)o->original_max_position_embeddings * frequency / (2 * M_PI);
+        double low = o->rope_low_freq_factor, high = o->rope_high_freq_factor;
+        double smooth = fmin(fmax((turns - low) / (high - low), 0), 1); // 0: long waves, stretched; 1: short, kept
+        return (1 - smooth) * frequency / factor + smooth * frequency;
+    }
+    if (strcmp(o->rope_scaling_type, "yarn") == 0) {
+        double low = fmax(floor(mt_yarn_pair(o, o->yarn_beta_fast, R)), 0);
+        double high = fmin(ceil(mt_yarn_pair(o, o->yarn_beta_slow, R)), (double)R - 1);
+        if (low == high) high += 0.001;
+        double ramp = fmin(fmax(((double)i - low) / (high - low), 0), 1); // 0: extrapolate, 1: interpolate
+        return frequency * (1 - ramp) + frequency / factor * ramp;
+    }
+    return frequency;
+}
+
+static double mt_yarn_mscale(double factor, double mscale) {
+    return factor <= 1 ? 1 : 0.1 * mscale * log(factor) + 1;
+}
+
+/* YaRN also makes attention a little sharper, by scaling cos and sin. */
+static double mt_rope_amplitude(const mt_options *o) {
+    if (strcmp(o->rope_scaling_type, "yarn") != 0) return 1;
+    if (o->yarn_attention_factor > 0) return o->yarn_attention_factor;
+    double factor = o->rope_scaling_factor;
+    if (o->yarn_mscale > 0 && o->yarn_mscale_all_dim > 0)
+        return mt_yarn_mscale(factor, o->yarn_mscale) / mt_yarn_mscale(factor, o->yarn_mscale_all_dim);
+    return mt_yarn_mscale(factor, 1);
+}
+
+/* Computes the tables in double on the host, then copies them to the device. */
+static void mt_rope_tables(mt_model *model) {
+    int64_t R = model->rotary_dim, half = R / 2, count = model->plan.max_position * half;
+    float *cosines = mt_malloc(count * 4), *sines = mt_malloc(count * 4);
+    double amplitude = mt_rope_amplitude(model->options);
+    for (int64_t i = 0; i < half; i++) {
+        double frequency = mt_rope_frequency(model->options, i, R);
+        for (int64_t position = 0; position < model->plan.max_position; position++) {
+            cosines[position * half + i] = (float)(amplitude * cos((double)position * frequency));
+            sines[position * half + i] = (float)(amplitude * sin((double)position * frequency));
+        }
+    }
+    model->ops->memory_copy(model->rope_cos, cosines, count * 4, model->stream);
+    model->ops->memory_copy(model->rope_sin, sines, count * 4, model->stream);
+    model->ops->stream_wait(model->stream);
+    free(cosines);
+    free(sines);
+}
+
+/* ==== §9b attention ============================================================================================== */
+
+/* Dropout of one place of one layer; the key makes masks of different places independent. */
+enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
+enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3 };
+
+static mt_dropout mt_model_dropout(const mt_model *model, int64_t layer, int place) {
+    double p = place == MT_DROP_ATTENTION ? model->options->attention_dropout : model->options->hidden_dropout;
+    uint64_t index = (uint64_t)((layer + 1) * MT_NUM_DROPS + place);
+    return (mt_dropout){.p = model->training ? p : 0,
+                        .key = mt_random_key((uint64_t)model->options->seed, MT_RANDOM_DROPOUT, index)};
+}
+
+/* A pointer `elements` into an activation of the model's type. */
+static void *mt_at(const mt_model *model, void *base, int64_t elements) {
+    return (char *)base + elements * mt_dtype_size(model->dtype);
+}
+
+static void mt_norm_forward(const mt_model *m, void *y, float *mean, float *rstd, const void *x, mt_weight w,
+                            mt_weight b, int64_t T) {
+    float eps = (float)m->options->norm_epsilon;
+    if (mean)
+        m->ops->layernorm_forward(y, mean, rstd, x, w.w, b.w, T, m->C, eps, m->dtype, m->stream);
+    else
+        m->ops->rmsnorm_forward(y, rstd, x, w.w, T, 1, m->C, m->C, m->C, eps, m->dtype, m->stream);
+}
+
+/* dx = dresidual + the gradient through the norm. */
+static void mt_norm_backward(const mt_model *m, void *dx, const void *dy, const void *dresidual, const void *x,
+                             const float *mean, const float *rstd, mt_weight w, mt_weight b, int64_t T) {
+    if (mean)
+        m->ops->layernorm_backward(dx, w.dw, b.dw, dy, dresidual, x, w.w, mean, rstd, T, m->C, m->dtype, m->stream);
+    else
+        m->ops->rmsnorm_backward(dx, w.dw, dy, dresidual, x, w.w, rstd, T, 1, m->C, m->C, m->C, m->C, m->dtype,
+                                 m->stream);
+}
+
+/* Where attention finds q and k of this layer, and how far apart their tokens lie. */
+typedef struct mt_qkv_view {
+    void *q, *k, *v;
+    int64_t qk_stride, v_stride;
+} mt_qkv_view;
+
+/* Without q/k norm, q and k stay in the fused product; with it, they move to `qk` and only v stays. */
+static mt_qkv_view mt_view_qkv(const mt_model *m, void *qkv, void *qk) {
+    int64_t q_width = m->H * m->D, kv_width = m->G * m->D, stride = q_width + 2 * kv_width;
+    mt_qkv_view view = {.q = qkv, .k = mt_at(m, qkv, q_width), .v = mt_at(m, qkv, q_width + kv_width)};
+    view.qk_stride = view.v_stride = stride;
+    if (m->options->qk_layernorm) {
+        view.q = qk, view.k = mt_at(m, qk, q_width);
+        view.qk_stride = q_width + kv_width;
+    }
+    return view;
+}
+
+static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t qk_stride, int64_t v_stride) {
+    return (mt_attention){.num_heads = m->H,
+                          .num_groups = m->G,
+                          .head_size = m->D,
+                          .value_size = m->D,
+                          .q_stride = qk_stride,
+                          .k_stride = qk_stride,
+                          .v_stride = v_stride,
+                          .out_stride = m->H * m->D,
+                          .scale = 1.0f / sqrtf((float)m->D),
+                          .dropout = mt_model_dropout(m, layer, MT_DROP_ATTENTION),
+                          .q_index = m->token_index,
+                          .k_index = m->token_index};
+}
+
+/* q/k norm, then rotation: raw fused q and k in, ready q and k out (in place where there is no norm). */
+static void mt_qk_forward(const mt_model *m, const mt_layer *w, mt_activations *a) {
+    int64_t T = m->T, D = m->D, R = m->rotary_dim, raw_stride = (m->H + 2 * m->G) * D;
+    float eps = (float)m->options->norm_epsilon;
+    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
+    if (m->options->qk_layernorm) {
+        m->ops->rmsnorm_forward(view.q, a->q_rstd, a->qkv, w->q_norm.w, T, m->H, D, view.qk_stride, raw_stride, eps,
+                                m->dtype, m->stream);
+        m->ops->rmsnorm_forward(view.k, a->k_rstd, mt_at(m, a->qkv, m->H * D), w->k_norm.w, T, m->G, D, view.qk_stride,
+                                raw_stride, eps, m->dtype, m->stream);
+    }
+    if (R == 0) return;
+    bool interleaved = m->options->rotary_interleaved;
+    m->ops->rope_forward(view.q, view.q, m->rope_cos, m->rope_sin, m->positions, T, m->H, D, R, view.qk_stride,
+                         view.qk_stride, interleaved, m->dtype, m->stream);
+    m->ops->rope_forward(view.k, view.k, m->rope_cos, m->rope_sin, m->positions, T, m->G, D, R, view.qk_stride,
+                         view.qk_stride, interleaved, m->dtype, m->stream);
+}
+
+/* Gradients of ready q and k (in `dqkv`, or in dqk with q/k norm) to gradients of the fused product, `dqkv`. */
+static void mt_qk_backward(const mt_model *m, const mt_layer *w, const mt_activations *a, void *dqkv, void *dqk) {
+    int64_t T = m->T, D = m->D, R = m->rotary_dim, raw_stride = (m->H + 2 * m->G) * D;
+    mt_qkv_view d = mt_view_qkv(m, dqkv, dqk);
+    if (R > 0) {
+        bool interleaved = m->options->rotary_interleaved;
+        m->ops->rope_backward(d.q, d.q, m->rope_cos, m->rope_sin, m->positions, T, m->H, D, R, d.qk_stride, d.qk_stride,
+                              interleaved, m->dtype, m->stream);
+        m->ops->rope_backward(d.k, d.k, m->rope_cos, m->rope_sin, m->positions, T, m->G, D, R, d.qk_stride, d.qk_stride,
+                              interleaved, m->dtype, m->stream);
+    }
+    if (!m->options->qk_layernorm) return;
+    m->ops->rmsnorm_backward(dqkv, w->q_norm.dw, d.q, NULL, a->qkv, w->q_norm.w, a->q_rstd, T, m->H, D, raw_stride,
+                             d.qk_stride, raw_stride, m->dtype, m->stream);
+    m->ops->rmsnorm_backward(mt_at(m, dqkv, m->H * D), w->k_norm.dw, d.k, NULL, mt_at(m, a->qkv, m->H * D), w->k_norm.w,
+                             a->k_rstd, T, m->G, D, raw_stride, d.qk_stride, raw_stride, m->dtype, m->stream);
+}
+
+/* Generation: new keys and values go to their cache rows, and attention reads the cache instead. */
+static void mt_cache_update(const mt_model *m, int64_t layer, mt_qkv_view *view, mt_attention *shape) {
+    int64_t width = m->G * m->D;
+    m->ops->scatter_rows(m->k_cache[layer], view->k, m->cache_rows, m->T, width, width, view->qk_stride, m->dtype,
+                         m->stream);
+    m->ops->scatter_rows(m->v_cache[layer], view->v, m->cache_rows, m->T, width, width, view->v_stride, m->dtype,
+                         m->stream);
+    view->k = m->k_cache[layer];
+    view->v = m->v_cache[layer];
+    shape->k_stride = shape->v_stride = width;
+}
+
+/* middle = input + dropout(attention(norm(input))). `decode` attends over the cache. */
+static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activations *a, bool decode) {
+    const mt_layer *w = &m->layers[layer];
+    int64_t T = m->T, qkv_width = (m->H + 2 * m->G) * m->D;
+    mt_norm_forward(m, a->input_normed, a->input_mean, a->input_rstd, a->input, w->input_norm, w->input_norm_bias, T);
+    m->ops->linear_forward(a->qkv, a->input_normed, w->qkv.w, w->qkv_bias.w, T, qkv_width, m->C, m->dtype, m->stream);
+    mt_qk_forward(m, w, a);
+    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
+    mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
+    if (decode) mt_cache_update(m, layer, &view, &shape);
+    m->ops->attention_forward(a->attended, a->lse, view.q, view.k, view.v, &m->spans, &shape, m->dtype, m->stream);
+    m->ops->linear_forward(m->scratch.hidden, a->attended, w->o.w, w->o_bias.w, T, m->C, m->H * m->D, m->dtype,
+                           m->stream);
+    mt_dropout dropout = mt_model_dropout(m, layer, MT_DROP_ATTENTION_OUT);
+    m->ops->dropout_add_forward(a->middle, m->scratch.hidden, a->input, m->token_index, T, m->C, 0, &dropout, m->dtype,
+                                m->stream);
+}
+
+/* The gradient of the residual stream, scratch.residual, goes from `middle` to `input`. */
+static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activations *a) {
+    const mt_layer *w = &m->layers[layer];
+    mt_scratch *s = &m->scratch;
+    int64_t T = m->T, qkv_width = (m->H + 2 * m->G) * m->D, attended_width = m->H * m->D;
+    mt_dropout dropout = mt_model_dropout(m, layer, MT_DROP_ATTENTION_OUT);
+    const void *dout = s->residual;
+    if (dropout.p > 0) {
+        m->ops->dropout_add_backward(s->hidden, dout, m->token_index, T, m->C, 0, &dropout, m->dtype, m->stream);
+        dout = s->hidden;
+    }
+    m->ops->linear_backward_weight(w->o.dw, w->o_bias.dw, dout, a->attended, T, m->C, attended_width, m->dtype,
+                                   m->stream);
+    m->ops->linear_backward_input(s->active, dout, w->o.w, T, m->C, attended_width, m->dtype, m->stream);
+
+    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk), d = mt_view_qkv(m, s->wide, s->dqk);
+    mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
+    m->ops->attention_backward(d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v, a->attended, a->lse,
+                               &m->spans, &shape, m->dtype, m->stream);
+    mt_qk_backward(m, w, a, s->wide, s->dqk);
+    m->ops->linear_backward_weight(w->qkv.dw, w->qkv_bias.dw, s->wide, a->input_normed, T, qkv_width, m->C, m->dtype,
+                                   m->stream);
+    m->ops->linear_backward_input(s->normed, s->wide, w->qkv.w, T, qkv_width, m->C, m->dtype, m->stream);
+    mt_norm_backward(m, s->residual, s->normed, s->residual, a->input, a->input_mean, a->input_rstd, w->input_norm,
+                     w->input_norm_bias, T);
+}
+
+/* ==== §9c MLP ==================================================================================================== */
+
+/* output = middle + dropout(mlp(norm(middle))). */
+static void mt_mlp_block_forward(mt_model *m, int64_t layer, mt_activations *a, void *output) {
+    const mt_layer *w = &m->layers[layer];
+    int64_t T = m->T, F = m->F, fc1_width = m->options->swiglu ? 2 * F : F;
+    mt_norm_forward(m, a->mlp_normed, a->mlp_mean, a->mlp_rstd, a->middle, w->mlp_norm, w->mlp_norm_bias, T);
+    m->ops->linear_forward(a->mlp_hidden, a->mlp_normed, w->fc1.w, w->fc1_bias.w, T, fc1_width, m->C, m->dtype,
+                           m->stream);
+    if (m->options->swiglu)
+        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, T, F, m->dtype, m->stream);
+    else
+        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, T * F, m->options->openai_gelu, m->dtype, m->stream);
+    m->ops->linear_forward(m->scratch.hidden, a->mlp_active, w->down.w, w->down_bias.w, T, m->C, F, m->dtype,
+                           m->stream);
+    mt_dropout dropout = mt_model_dropout(m, layer, MT_DROP_MLP_OUT);
+    m->ops->dropout_add_forward(output, m->scratch.hidden, a->middle, m->token_index, T, m->C, 0, &dropout, m->dtype,
+                                m->stream);
+}
+
+/* The gradient of the residual stream, scratch.residual, goes from `output` to `middle`. */
+static void mt_mlp_block_backward(mt_model *m, int64_t layer, mt_activations *a) {
+    const mt_layer *w = &m->layers[layer];
+    mt_scratch *s = &m->scratch;
+    int64_t T = m->T, F = m->F, fc1_width = m->options->swiglu ? 2 * F : F;
+    mt_dropout dropout = mt_model_dropout(m, layer, MT_DROP_MLP_OUT);
+    const void *dout = s->residual;
+    if (dropout.p > 0) {
+        m->ops->dropout_add_backward(s->hidden, dout, m->token_index, T, m->C, 0, &dropout, m->dtype, m->stream);
+        dout = s->hidden;
+    }
+    m->ops->linear_backward_weight(w->down.dw, w->down_bias.dw, dout, a->mlp_active, T, m->C, F, m->dtype, m->stream);
+    m->ops->linear_backward_input(s->active, dout, w->down.w, T, m->C, F, m->dtype, m->stream);
+    if (m->options->swiglu)
+        m->ops->swiglu_backward(s->wide, s->active, a->mlp_hidden, T, F, m->dtype, m->stream);
+    else
+        m->ops->gelu_backward(s->wide, s->active, a->mlp_hidden, T * F, m->options->openai_gelu, m->dtype, m->stream);
+    m->ops->linear_backward_weight(w->fc1.dw, w->fc1_bias.dw, s->wide, a->mlp_normed, T, fc1_width, m->C, m->dtype,
+                                   m->stream);
+    m->ops->linear_backward_input(s->normed, s->wide, w->fc1.w, T, fc1_width, m->C, m->dtype, m->stream);
+    mt_norm_backward(m, s->residual, s->normed, s->residual, a->middle, a->mlp_mean, a->mlp_rstd, w->mlp_norm,
+                     w->mlp_norm_bias, T);
+}
+
+/* ==== §9d layer ================================================================================================== */
+
+static void mt_layer_forward(mt_model *m, int64_t layer, mt_activations *a, void *output, bool decode) {
+    mt_attention_block_forward(m, layer, a, decode);
+    mt_mlp_block_forward(m, layer, a, output);
+}
+
+static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a) {
+    mt_mlp_block_backward(m, layer, a);
+    mt_attention_block_backward(m, layer, a);
+}
 
 /* ==== §10 the model ============================================================================================== */
+/* Embedding, layers, output: memory laid out once, then forward, backward and decoding over it. Invariants: nothing is
+ * allocated after mt_model_create; the code that lays memory out also plans it, by running once over a counting arena.
+ */
+
+/* ==== §10a memory ================================================================================================ */
+
+enum { MT_PLAN_WEIGHTS, MT_PLAN_GRADIENTS, MT_PLAN_OPTIMIZER, MT_PLAN_ACTIVATIONS, MT_PLAN_CACHE, MT_NUM_PLANS };
+
+static int64_t mt_max(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+/* Parameters, gradients and optimizer state of every bucket. */
+static void mt_layout_buckets(mt_model *m, mt_arena *arena) {
+    int64_t start = arena->used;
+    for (int64_t i = 0; i < m->num_buckets; i++)
+        m->buckets[i].params = mt_arena_alloc(arena, m->buckets[i].count * mt_dtype_size(m->dtype));
+    m->bytes[MT_PLAN_WEIGHTS] = arena->used - start;
+    if (!m->plan.train) return;
+    start = arena->used;
+    for (int64_t i = 0; i < m->num_buckets; i++) m->buckets[i].grads = mt_arena_alloc(arena, m->buckets[i].count * 4);
+    m->bytes[MT_PLAN_GRADIENTS] = arena->used - start;
+    start = arena->used;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *bucket = &m->buckets[i];
+        if (m->dtype != MT_F32) bucket->master = mt_arena_alloc(arena, bucket->count * 4);
+        bucket->m = mt_arena_alloc(arena, bucket->count * 4);
+        bucket->v = mt_arena_alloc(arena, bucket->count * 4);
+    }
+    m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
+}
+
+/* One layer's activations for T tokens. */
+static void mt_layout_layer(const mt_model *m, mt_activations *a, mt_arena *arena) {
+    int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), fc1_width = m->options->swiglu ? 2 * m->F : m->F;
+    bool layernorm = strcmp(m->options->normalization, "LayerNorm") == 0;
+    a->input = mt_arena_alloc(arena, T * m->C * size);
+    a->input_normed = mt_arena_alloc(arena, T * m->C * size);
+    if (layernorm) a->input_mean = mt_arena_alloc(arena, T * 4);
+    a->input_rstd = mt_arena_alloc(arena, T * 4);
+    a->qkv = mt_arena_alloc(arena, T * (m->H + 2 * m->G) * m->D * size);
+    if (m->options->qk_layernorm) {
+        a->qk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
+        a->q_rstd = mt_arena_alloc(arena, T * m->H * 4);
+        a->k_rstd = mt_arena_alloc(arena, T * m->G * 4);
+    }
+    a->attended = mt_arena_alloc(arena, T * m->H * m->D * size);
+    a->lse = mt_arena_alloc(arena, T * m->H * 4);
+    a->middle = mt_arena_alloc(arena, T * m->C * size);
+    a->mlp_normed = mt_arena_alloc(arena, T * m->C * size);
+    if (layernorm) a->mlp_mean = mt_arena_alloc(arena, T * 4);
+    a->mlp_rstd = mt_arena_alloc(arena, T * 4);
+    a->mlp_hidden = mt_arena_alloc(arena, T * fc1_width * size);
+    a->mlp_active = mt_arena_alloc(arena, T * m->F * size);
+}
+
+/* The micro-batch on the device, the output layer, and what the backward of a layer needs. */
+static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
+    int64_t T = m->plan.max_tokens, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
+    bool layernorm = strcmp(m->options->normalization, "LayerNorm") == 0;
+    mt_scratch *s = &m->scratch;
+    m->tokens = mt_arena_alloc(arena, T * 4);
+    m->labels = mt_arena_alloc(arena, T * 4);
+    m->positions = mt_arena_alloc(arena, T * 4);
+    m->cache_rows = mt_arena_alloc(arena, T * 4);
+    m->logit_rows = mt_arena_alloc(arena, T * 4);
+    m->loss_mask = mt_arena_alloc(arena, T * 4);
+    m->token_index = mt_arena_alloc(arena, T * 8);
+    m->device_spans = mt_arena_alloc(arena, T * (int64_t)sizeof(mt_span));
+    m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
+    m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
+    m->sums = mt_arena_alloc(arena, 3 * 8);
+    m->grad_scale = mt_arena_alloc(arena, 4);
+    m->grad_norm = mt_arena_alloc(arena, 4);
+    m->final_input = mt_arena_alloc(arena, T * m->C * size);
+    m->final_normed = mt_arena_alloc(arena, T * m->C * size);
+    if (layernorm) m->final_mean = mt_arena_alloc(arena, T * 4);
+    m->final_rstd = mt_arena_alloc(arena, T * 4);
+    m->logits = mt_arena_alloc(arena, rows * m->V * size);
+    float **per_row[] = {&m->row_max, &m->row_sum, &m->row_target, &m->row_weighted, &m->lse, &m->loss, &m->entropy};
+    for (size_t i = 0; i < sizeof per_row / sizeof *per_row; i++) *per_row[i] = mt_arena_alloc(arena, rows * 4);
+    s->hidden = mt_arena_alloc(arena, T * m->C * size);
+    if (!m->plan.train) return;
+    s->residual = mt_arena_alloc(arena, T * m->C * size);
+    s->normed = mt_arena_alloc(arena, T * m->C * size);
+    s->wide = mt_arena_alloc(arena, T * mt_max((m->options->swiglu ? 2 : 1) * m->F, (m->H + 2 * m->G) * m->D) * size);
+    s->active = mt_arena_alloc(arena, T * mt_max(m->F, m->H * m->D) * size);
+    if (m->options->qk_layernorm) s->dqk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
+    s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
+}
+
+/* Lays out everything in the arena; with a counting arena, plans it. */
+static void mt_layout(mt_model *m, mt_arena *arena) {
+    mt_layout_buckets(m, arena);
+    int64_t start = arena->used;
+    for (int64_t layer = 0; layer < (m->plan.train ? m->L : 1); layer++)
+        mt_layout_layer(m, &m->activations[layer], arena);
+    mt_layout_workspace(m, arena);
+    m->bytes[MT_PLAN_ACTIVATIONS] = arena->used - start;
+    start = arena->used;
+    for (int64_t layer = 0; layer < m->L && m->plan.cache_rows > 0; layer++) {
+        int64_t bytes = m->plan.cache_rows * m->G * m->D * mt_dtype_size(m->dtype);
+        m->k_cache[layer] = mt_arena_alloc(arena, bytes);
+        m->v_cache[layer] = mt_arena_alloc(arena, bytes);
+    }
+    m->bytes[MT_PLAN_CACHE] = arena->used - start;
+}
+
+void mt_model_print_plan(const mt_model *m, FILE *file) {
+    static const char *const names[MT_NUM_PLANS] = {"weights", "gradients", "optimizer state", "activations",
+                                                    "KV cache"};
+    double parameters = (double)mt_num_parameters(m->options);
+    fprintf(file, "memory plan          MiB   bytes a parameter\n");
+    for (int i = 0; i < MT_NUM_PLANS; i++)
+        if (m->bytes[i] > 0)
+            fprintf(file, "  %-15s %9.1f   %6.2f\n", names[i], (double)m->bytes[i] / 1048576,
+                    (double)m->bytes[i] / parameters);
+    fprintf(file, "  %-15s %9.1f   %6.2f\n", "total", (double)m->arena.capacity / 1048576,
+            (double)m->arena.capacity / parameters);
+}
+
+/* ==== §10b creation ============================================================================================== */
+
+/* Buckets take their sizes from the table; the padding is what alignment leaves. */
+static void mt_buckets_size(mt_model *m) {
+    m->num_buckets = m->L + 2;
+    m->buckets = mt_calloc(m->num_buckets * (int64_t)sizeof(mt_bucket));
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        mt_bucket *bucket = &m->buckets[param->bucket];
+        bucket->count = mt_align(param->offset + param->rows * param->cols);
+        if (param->weight_decay) bucket->decay_count = bucket->count;
+    }
+}
+
+/* Where the model's code finds the parameter of a role: a fused matrix is found by its first row. */
+static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
+    mt_layer *layer = param->layer >= 0 ? &m->layers[param->layer] : NULL;
+    switch (param->role) {
+    case MT_WORD_EMBEDDING:
+        return &m->word_embedding;
+    case MT_POSITION_EMBEDDING:
+        return &m->position_embedding;
+    case MT_FINAL_NORM:
+        return &m->final_norm;
+    case MT_FINAL_NORM_BIAS:
+        return &m->final_norm_bias;
+    case MT_LM_HEAD:
+        return &m->lm_head;
+    case MT_INPUT_NORM:
+        return &layer->input_norm;
+    case MT_INPUT_NORM_BIAS:
+        return &layer->input_norm_bias;
+    case MT_Q:
+        return &layer->qkv;
+    case MT_Q_BIAS:
+        return &layer->qkv_bias;
+    case MT_Q_NORM:
+        return &layer->q_norm;
+    case MT_K_NORM:
+        return &layer->k_norm;
+    case MT_O:
+        return &layer->o;
+    case MT_O_BIAS:
+        return &layer->o_bias;
+    case MT_MLP_NORM:
+        return &layer->mlp_norm;
+    case MT_MLP_NORM_BIAS:
+        return &layer->mlp_norm_bias;
+    case MT_GATE:
+        return &layer->fc1;
+    case MT_GATE_BIAS:
+        return &layer->fc1_bias;
+    case MT_UP:
+        return m->options->swiglu ? NULL : &layer->fc1;
+    case MT_UP_BIAS:
+        return m->options->swiglu ? NULL : &layer->fc1_bias;
+    case MT_DOWN:
+        return &layer->down;
+    case MT_DOWN_BIAS:
+        return &layer->down_bias;
+    default:
+        return NULL; // k and v follow q
+    }
+}
+
+static void mt_bind_weights(mt_model *m) {
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        mt_bucket *bucket = &m->buckets[param->bucket];
+        mt_weight *weight = mt_model_weight(m, param);
+        if (!weight) continue;
+        weight->w = mt_at(m, bucket->params, param->offset);
+        weight->dw = m->plan.train ? bucket->grads + param->offset : NULL;
+    }
+    if (!m->options->untie_embeddings_and_output_weights) m->lm_head = m->word_embedding;
+}
+
+static void mt_model_shape(mt_model *m, const mt_options *o) {
+    m->C = o->hidden_size, m->H = o->num_attention_heads, m->G = o->num_query_groups, m->D = o->kv_channels;
+    m->F = o->ffn_hidden_size, m->V = o->padded_vocab_size, m->L = o->num_layers;
+    m->rotary_dim = 0;
+    if (strcmp(o->position_embedding_type, "rope") == 0)
+        m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
+}
+
+int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
+                    const mt_model_plan *plan, mt_error *error) {
+    mt_model *m = mt_calloc(sizeof *m);
+    m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
+    m->dtype = options->bf16 ? MT_BF16 : MT_F32;
+    mt_model_shape(m, options);
+    m->num_params = mt_params_build(&m->params, options);
+    mt_buckets_size(m);
+    m->layers = mt_calloc(m->L * (int64_t)sizeof(mt_layer));
+    m->activations = mt_calloc(m->L * (int64_t)sizeof(mt_activations));
+    m->k_cache = mt_calloc(m->L * (int64_t)sizeof(void *));
+    m->v_cache = mt_calloc(m->L * (int64_t)sizeof(void *));
+
+    mt_arena counting = {0};
+    mt_layout(m, &counting);
+    int64_t physical = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+    if (counting.used > physical) {
+        mt_error_set(error,
+                     "the model needs %.1f GiB of memory and this machine has %.1f GiB; lower --micro-batch-size "
+                     "or --seq-length, or take a smaller model",
+                     (double)counting.used / (1 << 30), (double)physical / (1 << 30));
+        mt_model_destroy(m);
+        return -1;
+    }
+    m->arena.capacity = counting.used;
+    m->arena.base = ops->memory_alloc(counting.used);
+    m->stream = ops->stream_create();
+    mt_layout(m, &m->arena);
+    mt_bind_weights(m);
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        ops->memory_zero(b->params, b->count * mt_dtype_size(m->dtype), m->stream);
+        float *states[] = {b->grads, b->master, b->m, b->v};
+        for (int k = 0; k < 4; k++)
+            if (states[k]) ops->memory_zero(states[k], b->count * 4, m->stream);
+    }
+    if (m->rotary_dim > 0) mt_rope_tables(m);
+    *out = m;
+    return 0;
+}
+
+void mt_model_destroy(mt_model *m) {
+    if (!m) return;
+    if (m->arena.base) {
+        m->ops->memory_free(m->arena.base);
+        m->ops->stream_destroy(m->stream);
+    }
+    free(m->params);
+    free(m->buckets);
+    free(m->layers);
+    free(m->activations);
+    free(m->k_cache);
+    free(m->v_cache);
+    free(m);
+}
+
+void mt_model_init(mt_model *m) {
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        mt_bucket *bucket = &m->buckets[param->bucket];
+        int64_t count = param->rows_stored * param->cols; // padding rows stay 0, whatever their number
+        if (param->init == MT_INIT_ZEROS) continue;
+        float mean = param->init == MT_INIT_ONES ? 1 : 0,
+              std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
+        uint64_t index = (uint64_t)((param->layer + 1) * MT_NUM_ROLES + param->role);
+        uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
+        void *weights = mt_at(m, bucket->params, param->offset);
+        m->ops->random_normal(weights, count, key, 0, mean, std, m->dtype, m->stream);
+        if (bucket->master) // drawn again rather than widened, so that the master weights are not rounded
+            m->ops->random_normal(bucket->master + param->offset, count, key, 0, mean, std, MT_F32, m->stream);
+    }
+}
+
+const mt_param *mt_model_params(const mt_model *m, int64_t *count) {
+    *count = m->num_params;
+    return m->params;
+}
+
+mt_bucket *mt_model_buckets(mt_model *m, int64_t *count) {
+    *count = m->num_buckets;
+    return m->buckets;
+}
+
+const mt_options *mt_model_options(const mt_model *m) {
+    return m->options;
+}
+
+const mt_ops *mt_model_ops(const mt_model *m) {
+    return m->ops;
+}
+
+mt_stream *mt_model_stream(const mt_model *m) {
+    return m->stream;
+}
+
+mt_dtype mt_model_dtype(const mt_model *m) {
+    return m->dtype;
+}
+
+/* ==== §10c forward and backward ================================================================================== */
+
+void mt_batch_alloc(mt_batch *batch, int64_t max_tokens) {
+    mt_arena arena = {0};
+    for (int pass = 0; pass < 2; pass++) { // the first pass counts
+        batch->tokens = mt_arena_alloc(&arena, max_tokens * 4);
+        batch->labels = mt_arena_alloc(&arena, max_tokens * 4);
+        batch->loss_mask = mt_arena_alloc(&arena, max_tokens * 4);
+        batch->positions = mt_arena_alloc(&arena, max_tokens * 4);
+        batch->token_index = mt_arena_alloc(&arena, max_tokens * 8);
+        batch->spans = mt_arena_alloc(&arena, max_tokens * (int64_t)sizeof(mt_span));
+        if (pass == 0) arena = (mt_arena){.base = mt_calloc(arena.used), .capacity = arena.used};
+    }
+    batch->num_tokens = batch->num_spans = 0;
+}
+
+void mt_batch_free(mt_batch *batch) {
+    free(batch->tokens); // the block's start
+    *batch = (mt_batch){0};
+}
+
+/* Copies a micro-batch to where the model's operations read it. */
+static void mt_load_batch(mt_model *m, const mt_batch *batch) {
+    const mt_ops *ops = m->ops;
+    int64_t T = batch->num_tokens;
+    MT_CHECK(T <= m->plan.max_tokens && batch->num_spans <= T);
+    m->T = T;
+    ops->memory_copy(m->tokens, batch->tokens, T * 4, m->stream);
+    ops->memory_copy(m->labels, batch->labels, T * 4, m->stream);
+    ops->memory_copy(m->positions, batch->positions, T * 4, m->stream);
+    ops->memory_copy(m->loss_mask, batch->loss_mask, T * 4, m->stream);
+    ops->memory_copy(m->token_index, batch->token_index, T * 8, m->stream);
+    ops->memory_copy(m->device_spans, batch->spans, batch->num_spans * (int64_t)sizeof(mt_span), m->stream);
+    m->spans = (mt_spans){.host = batch->spans, .device = m->device_spans, .count = batch->num_spans};
+}
+
+/* x[T, C] = dropout(word + position). */
+static void mt_embed_forward(mt_model *m, void *x) {
+    m->ops->embedding_forward(x, m->tokens, m->word_embedding.w, m->T, m->C, 0, m->V, false, m->dtype, m->stream);
+    if (m->position_embedding.w)
+        m->ops->embedding_forward(x, m->positions, m->position_embedding.w, m->T, m->C, 0,
+                                  m->options->max_position_embeddings, true, m->dtype, m->stream);
+    mt_dropout dropout = mt_model_dropout(m, -1, MT_DROP_EMBEDDING);
+    if (dropout.p > 0)
+        m->ops->dropout_add_forward(x, x, NULL, m->token_index, m->T, m->C, 0, &dropout, m->dtype, m->stream);
+}
+
+static void mt_embed_backward(mt_model *m, void *dx) {
+    mt_dropout dropout = mt_model_dropout(m, -1, MT_DROP_EMBEDDING);
+    if (dropout.p > 0)
+        m->ops->dropout_add_backward(dx, dx, m->token_index, m->T, m->C, 0, &dropout, m->dtype, m->stream);
+    if (m->position_embedding.w)
+        m->ops->embedding_backward(m->position_embedding.dw, dx, m->positions, m->T, m->C, 0,
+                                   m->options->max_position_embeddings, m->dtype, m->stream);
+    m->ops->embedding_backward(m->word_embedding.dw, dx, m->tokens, m->T, m->C, 0, m->V, m->dtype, m->stream);
+}
+
+/* Embedding and layers; the result is in final_input. */
+static void mt_forward_layers(mt_model *m, bool decode) {
+    mt_embed_forward(m, m->activations[0].input);
+    for (int64_t layer = 0; layer < m->L; layer++) {
+        mt_activations *a = &m->activations[m->plan.train ? layer : 0];
+        bool last = layer == m->L - 1;
+        void *output = last ? m->final_input : m->plan.train ? m->activations[layer + 1].input : a->input;
+        mt_layer_forward(m, layer, a, output, decode);
+    }
+}
+
+/* Final norm, logits and the loss of every token. */
+static void mt_loss_forward(mt_model *m) {
+    int64_t T = m->T, vocabulary = m->options->vocab_size;
+    float *weighted = m->training ? NULL : m->row_weighted;
+    MT_CHECK(T <= m->plan.max_logits);
+    mt_norm_forward(m, m->final_normed, m->final_mean, m->final_rstd, m->final_input, m->final_norm, m->final_norm_bias,
+                    T);
+    m->ops->linear_forward(m->logits, m->final_normed, m->lm_head.w, NULL, T, m->V, m->C, m->dtype, m->stream);
+    m->ops->cross_entropy_forward(m->row_max, m->row_sum, m->row_target, weighted, m->logits, m->labels, T, m->V, 0,
+                                  vocabulary, m->dtype, m->stream);
+    m->ops->cross_entropy_loss(m->loss, m->training ? NULL : m->entropy, m->lse, m->row_max, m->row_sum, m->row_target,
+                               weighted, T, m->stream);
+    m->ops->loss_accumulate(m->sums, m->loss, m->loss_mask, T, m->stream);
+    m->num_logits = T;
+}
+
+/* The loss is a sum over unmasked tokens, so its gradient by a token's loss is the mask itself. */
+static void mt_loss_backward(mt_model *m) {
+    int64_t T = m->T;
+    m->ops->cross_entropy_backward(m->logits, m->logits, m->labels, m->lse, m->loss_mask, T, m->V, 0,
+                                   m->options->vocab_size, m->dtype, m->stream);
+    m->ops->linear_backward_weight(m->lm_head.dw, NULL, m->logits, m->final_normed, T, m->V, m->C, m->dtype, m->stream);
+    m->ops->linear_backward_input(m->scratch.normed, m->logits, m->lm_head.w, T, m->V, m->C, m->dtype, m->stream);
+    mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, m->final_input, m->final_mean, m->final_rstd,
+                     m->final_norm, m->final_norm_bias, T);
+}
+
+void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
+    m->training = training;
+    mt_load_batch(m, batch);
+    mt_forward_layers(m, false);
+    mt_loss_forward(m);
+}
+
+void mt_model_backward(mt_model *m) {
+    MT_CHECK(m->plan.train && m->training);
+    mt_loss_backward(m);
+    for (int64_t layer = m->L - 1; layer >= 0; layer--) mt_layer_backward(m, layer, &m->activations[layer]);
+    mt_embed_backward(m, m->scratch.residual);
+}
+
+/* Copies logits to the host as fp32, without the padding columns. */
+static void mt_read_logits(mt_model *m, float *logits, int64_t rows) {
+    int64_t V = m->V, vocabulary = m->options->vocab_size, size = mt_dtype_size(m->dtype);
+    char *row = mt_malloc(V * size);
+    for (int64_t t = 0; t < rows; t++) {
+        m->ops->memory_copy(row, (char *)m->logits + t * V * size, V * size, m->stream);
+        m->ops->stream_wait(m->stream);
+        if (m->dtype == MT_F32)
+            memcpy(logits + t * vocabulary, row, (size_t)(vocabulary * 4));
+        else
+            for (int64_t i = 0; i < vocabulary; i++) logits[t * vocabulary + i] = mt_bf16_to_f32(((uint16_t *)row)[i]);
+    }
+    free(row);
+}
+
+void mt_model_read(mt_model *m, float *loss, float *entropy, float *logits) {
+    if (loss) m->ops->memory_copy(loss, m->loss, m->num_logits * 4, m->stream);
+    if (entropy) {
+        MT_CHECK(!m->training);
+        m->ops->memory_copy(entropy, m->entropy, m->num_logits * 4, m->stream);
+    }
+    m->ops->stream_wait(m->stream);
+    if (logits) mt_read_logits(m, logits, m->num_logits);
+}
+
+void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                     int64_t num_rows, float *logits) {
+    MT_CHECK(m->plan.cache_rows > 0 && num_rows <= m->plan.max_logits);
+    m->training = false;
+    mt_load_batch(m, batch);
+    m->ops->memory_copy(m->cache_rows, cache_rows, m->T * 4, m->stream);
+    m->ops->memory_copy(m->logit_rows, rows, num_rows * 4, m->stream);
+    mt_forward_layers(m, true);
+    m->ops->gather_rows(m->scratch.hidden, m->final_input, m->logit_rows, num_rows, m->C, m->C, m->C, m->dtype,
+                        m->stream);
+    mt_norm_forward(m, m->final_normed, m->final_mean, m->final_rstd, m->scratch.hidden, m->final_norm,
+                    m->final_norm_bias, num_rows);
+    m->ops->linear_forward(m->logits, m->final_normed, m->lm_head.w, NULL, num_rows, m->V, m->C, m->dtype, m->stream);
+    m->num_logits = num_rows;
+    mt_read_logits(m, logits, num_rows);
+}
 
 /* ==== §11 schedules ============================================================================================== */
 
 /* ==== §12 gradient buckets ======================================================================================= */
+/* Gradients of a bucket are one flat stretch, so the data group sums them in one call. Invariant: after
+ * mt_gradients_finish every rank holds the same gradients. */
+
+static void mt_gradients_zero(mt_model *m) {
+    for (int64_t i = 0; i < m->num_buckets; i++)
+        m->ops->memory_zero(m->buckets[i].grads, m->buckets[i].count * 4, m->stream);
+}
+
+static void mt_gradients_finish(mt_model *m) {
+    for (int64_t i = 0; i < m->num_buckets; i++)
+        mt_all_reduce_sum(&m->grid->data, m->buckets[i].grads, m->buckets[i].count, MT_F32);
+}
 
 /* ==== §13 optimizer ============================================================================================== */
 
@@ -497,3 +1324,96 @@ int64_t mt_num_parameters(const mt_options *options) {
 /* ==== §15 generation ============================================================================================= */
 
 /* ==== §16 the training step ====================================================================================== */
+/* A step, start to end: zero, forward and backward by the schedule, sum over ranks, clip, update. Invariants: the loss
+ * is a sum over tokens, divided once by the whole batch's count of unmasked tokens, so micro-batches and ranks do not
+ * change it; the host waits for the device only where it reads the metrics. */
+
+/* Loss and tokens of all ranks; sums[2], the squared norm, starts at 0. */
+static void mt_sums_finish(mt_model *m, double sums[2]) {
+    mt_all_reduce_sum(&m->grid->data, m->sums, 2, MT_F64);
+    m->ops->memory_copy(sums, m->sums, 2 * 8, m->stream);
+    m->ops->stream_wait(m->stream);
+}
+
+/* The weights' update, from finished gradients. */
+static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
+    const mt_options *o = m->options;
+    for (int64_t i = 0; i < m->num_buckets; i++)
+        m->ops->squared_norm(m->sums + 2, m->buckets[i].grads, m->buckets[i].count, m->stream);
+    m->ops->gradient_scale(m->grad_scale, m->grad_norm, m->sums + 2, m->sums + 1, (float)o->clip_grad, m->stream);
+    double step = (double)(state->optimizer_step + 1);
+    mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
+                      .beta1 = (float)o->adam_beta1,
+                      .beta2 = (float)o->adam_beta2,
+                      .eps = (float)o->adam_eps,
+                      .bias_correction1 = (float)(1 - pow(o->adam_beta1, step)),
+                      .bias_correction2 = (float)(1 - pow(o->adam_beta2, step))};
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        int64_t start[3] = {0, b->decay_count, b->count}; // decayed matrices, then the rest
+        for (int k = 0; k < 2; k++) {
+            int64_t first = start[k], count = start[k + 1] - first;
+            adamw.weight_decay = k == 0 ? (float)mt_weight_decay(o, state->consumed_train_samples) : 0;
+            m->ops->adamw_step(mt_at(m, b->params, first), b->master ? b->master + first : NULL, b->m + first,
+                               b->v + first, b->grads + first, m->grad_scale, count, &adamw, m->dtype, m->stream);
+        }
+    }
+}
+
+int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
+                  mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+    double begin = mt_time(), sums[2];
+    float grad_norm;
+    mt_gradients_zero(m);
+    m->ops->memory_zero(m->sums, 3 * 8, m->stream);
+    mt_step *steps = mt_malloc(2 * micro_batches * (int64_t)sizeof(mt_step));
+    int64_t count = mt_schedule_1f1b(steps, 1, 0, micro_batches), tokens = 0;
+    int status = 0;
+    for (int64_t i = 0; i < count && status == 0; i++) {
+        if (steps[i].kind == MT_STEP_BACKWARD) {
+            mt_model_backward(m);
+            continue;
+        }
+        status = source(context, steps[i].micro_batch, batch, error);
+        if (status == 0) mt_model_forward(m, batch, true);
+        tokens += batch->num_tokens;
+    }
+    free(steps);
+    if (status != 0) return status;
+
+    mt_sums_finish(m, sums);
+    if (!isfinite(sums[0]))
+        return mt_error_set(error,
+                            "iteration %lld: the loss is %g; lower --lr or look at the data (nothing was saved since)",
+                            (long long)state->iteration + 1, sums[0]);
+    mt_gradients_finish(m);
+    mt_optimizer_step(m, state);
+    m->ops->memory_copy(&grad_norm, m->grad_norm, 4, m->stream);
+    m->ops->stream_wait(m->stream);
+    *metrics = (mt_metrics){.loss = sums[1] > 0 ? sums[0] / sums[1] : 0,
+                            .grad_norm = grad_norm,
+                            .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
+                            .weight_decay = mt_weight_decay(m->options, state->consumed_train_samples),
+                            .tokens = (double)(tokens * m->grid->data.size)};
+    if (!isfinite(metrics->grad_norm))
+        return mt_error_set(error, "iteration %lld: the gradient norm is %g; lower --lr or look at the data",
+                            (long long)state->iteration + 1, metrics->grad_norm);
+    state->iteration++;
+    state->optimizer_step++;
+    state->consumed_train_samples += micro_batches * m->options->micro_batch_size * m->grid->data.size;
+    metrics->seconds = mt_time() - begin;
+    return 0;
+}
+
+int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
+                double *loss, mt_error *error) {
+    double sums[2];
+    m->ops->memory_zero(m->sums, 3 * 8, m->stream);
+    for (int64_t i = 0; i < micro_batches; i++) {
+        if (source(context, i, batch, error) != 0) return -1;
+        mt_model_forward(m, batch, false);
+    }
+    mt_sums_finish(m, sums);
+    *loss = sums[1] > 0 ? sums[0] / sums[1] : 0;
+    return 0;
+}

@@ -645,17 +645,18 @@ typedef struct mt_metrics {
     double seconds;
 } mt_metrics;
 
-/* Fills micro-batch `index` of this step; called once a micro-batch, in order. Returns 0 or -1 with error. */
+/* Fills `batch` with micro-batch `index` of this step; called once a micro-batch, in order. Returns 0 or -1 with error.
+ */
 typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_error *error);
 
 /* One step over `micro_batches` micro-batches a rank: forwards and backwards by the schedule, gradients summed over the
  * data group, norm, clipping, AdamW. Updates `state`. */
 int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
-                  mt_metrics *metrics, mt_error *error);
+                  mt_batch *batch, mt_metrics *metrics, mt_error *error);
 
 /* Mean loss of `micro_batches` micro-batches a rank without training. */
-int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, double *loss,
-                mt_error *error);
+int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
+                double *loss, mt_error *error);
 
 /* ==== §14 checkpoints and Hugging Face =============================================================================
  */
