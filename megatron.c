@@ -688,6 +688,7 @@ static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t
                           .k_stride = qk_stride,
                           .v_stride = v_stride,
                           .out_stride = m->H * m->D,
+                          .window = m->options->window_size,
                           .scale = 1.0f / sqrtf((float)m->D),
                           .dropout = mt_model_dropout(m, layer, MT_DROP_ATTENTION),
                           .q_index = m->token_index,

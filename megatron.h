@@ -198,11 +198,10 @@ double mt_flops(const mt_options *options, int64_t num_sequences);
 typedef struct mt_stream mt_stream;
 
 /* A stretch of queries that attends to a stretch of keys. Row i of the queries sees key j of the span if
- * j <= i + (k_len - q_len) when causal, and if j > i + (k_len - q_len) - window when window > 0. Packed sequences,
- * context parallelism and decoding with a key/value cache are all lists of spans. */
+ * j <= i + (k_len - q_len) when causal, and all keys otherwise. Packed sequences, context parallelism and decoding with
+ * a key/value cache are all lists of spans. */
 typedef struct mt_span {
     int64_t q_start, q_len, k_start, k_len;
-    int64_t window; // 0: no window
     bool causal;
 } mt_span;
 
@@ -220,11 +219,13 @@ typedef struct mt_dropout {
     uint64_t key;
 } mt_dropout;
 
-/* Shape of attention: q is [Tq, H, D], k is [Tk, G, D], v is [Tk, G, Dv], out is [Tq, H, Dv]; strides between tokens.
- * The index arrays name tokens globally for dropout and may be NULL without it. */
+/* What attention needs besides its spans. q is [Tq, H, D], k is [Tk, G, D], v is [Tk, G, Dv], out is [Tq, H, Dv];
+ * strides between tokens. With a window > 0, row i sees only keys j > i + (k_len - q_len) - window (Mistral's sliding
+ * window; 0 is none). The index arrays name tokens globally for dropout and may be NULL without it. */
 typedef struct mt_attention {
     int64_t num_heads, num_groups, head_size, value_size;
     int64_t q_stride, k_stride, v_stride, out_stride;
+    int64_t window;
     float scale;
     mt_dropout dropout;
     const int64_t *q_index, *k_index; // [Tq], [Tk]
