@@ -629,6 +629,9 @@ double mt_weight_decay(const mt_options *options, int64_t consumed_samples);
 /* Sequences of the step that begins after `consumed_samples` (constant, or ramped by --rampup-batch-size). */
 int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples);
 
+/* Samples that the first `iterations` steps consume together. */
+int64_t mt_consumed_samples(const mt_options *options, int64_t iterations);
+
 /* The whole state of a run besides parameters and moments: enough to continue it bit for bit. */
 typedef struct mt_run_state {
     int64_t iteration;              // steps done
@@ -658,6 +661,32 @@ int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, m
 /* Mean loss of `micro_batches` micro-batches a rank without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error);
+
+/* What rank 0 tells: a line an iteration on standard output and, with --metrics, an object a line in a file. */
+typedef struct mt_report {
+    const mt_options *options;
+    FILE *metrics;
+    bool prints;
+    int world_size;
+    int64_t first_iteration;
+    double start;
+} mt_report;
+
+/* Opens the metrics file; a run that goes on from iteration > 0 appends to it. An unwritable file is an error, here and
+ * below. */
+int mt_report_open(mt_report *report, const mt_options *options, const mt_grid *grid, const mt_run_state *state,
+                   mt_error *error);
+void mt_report_close(mt_report *report);
+
+/* The step that `state` now counts; every --log-interval iterations. */
+int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics, mt_error *error);
+
+/* The mean loss of "validation" or "test" after the steps that `state` counts. */
+int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
+                         mt_error *error);
+
+/* Any other line, on rank 0. */
+void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* ==== §14 checkpoints and Hugging Face =============================================================================
  */
