@@ -12,7 +12,7 @@
 ## make probe         look for libraries again
 ## make clean         remove what was built
 ##
-## Settings: OPT="-O2" CC=clang WITHOUT="mpi blas" (do without libraries) SANITIZE=1 (check memory accesses) WERROR=1 V=1
+## Settings: OPT="-O2" CC=clang WITHOUT="mpi blas" (do without libraries) SANITIZE=1 (check memory) WERROR=1 V=1
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,cc)
@@ -58,8 +58,8 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 # Floating point: no errno and no traps, and a*b+c may be one instruction. Nothing that reorders sums (-ffast-math).
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast
 
-.PHONY: all help everything test bench fuzz fuzz-programs plot pictures demo deps deps-dev probe lint format format-check
-.PHONY: clean FORCE
+.PHONY: all help everything test bench fuzz fuzz-programs plot pictures demo deps deps-dev probe lint
+.PHONY: format format-check clean FORCE
 all:
 
 # `make deps test` must look for libraries only once they are installed, so what follows deps is made by a second make.
@@ -72,7 +72,7 @@ $(wordlist 2,99,$(REST)): $(firstword $(REST))
 	@:
 else
 
-# ---- What the machine has (probe.sh), unless nothing is going to be compiled ------------------------------------------
+# ---- What the machine has (probe.sh), unless nothing is going to be compiled -----------------------------------------
 
 ifneq ($(filter-out help clean lint format format-check plot probe fuzz,$(or $(MAKECMDGOALS),all)),)
 include $(B)/config.mk
@@ -90,6 +90,7 @@ ALL_CFLAGS := -std=c11 -D_GNU_SOURCE -pthread -I. $(OPT) -g $(WARNINGS) $(MATHS)
 	$(if $(CUDA_DEFINES),$(CUDA_CFLAGS) $(CUDA_DEFINES)) $(CFLAGS)
 ALL_NVCCFLAGS := -std=c++17 -O3 -lineinfo -arch=$(CUDA_ARCH) -I. $(CUDA_DEFINES) $(if $(WERROR),-Werror all-warnings) \
 	$(NVCCFLAGS)
+ALL_FLAGS = $(ALL_CFLAGS) $(ALL_NVCCFLAGS) $(ALL_LIBS)
 ALL_LIBS := $(CHECKS) $(if $(CHECKS),-rdynamic) $(LDFLAGS) $(FOUND_LIBS) $(CUDA_LINK) -pthread -lm
 
 # These two files change when what they hold changes, and then what was built with them is built again.
@@ -98,7 +99,7 @@ $(B)/compiler: FORCE
 	@$(CC) --version 2>&1 | head -n 1 | cmp -s - $@ || $(CC) --version 2>&1 | head -n 1 >$@
 $(B)/flags: FORCE
 	@mkdir -p $(@D)
-	@echo '$(ALL_CFLAGS) $(ALL_NVCCFLAGS) $(ALL_LIBS)' | cmp -s - $@ || echo '$(ALL_CFLAGS) $(ALL_NVCCFLAGS) $(ALL_LIBS)' >$@
+	@echo '$(ALL_FLAGS)' | cmp -s - $@ || echo '$(ALL_FLAGS)' >$@
 $(B)/config.mk: Makefile probe.sh $(B)/compiler
 	@CC='$(CC)' WITHOUT='$(WITHOUT)' ./probe.sh $@
 
@@ -132,8 +133,9 @@ $(B)/%.cu.o: %.cu $(B)/flags
 
 # ---- Running it ------------------------------------------------------------------------------------------------------
 
-# Leaks inside MPI and OpenMP are not ours: tests/lsan.supp names them, where they are seen whole stacks deep.
-SANITIZER_SETTINGS := ASAN_OPTIONS=fast_unwind_on_malloc=0 LSAN_OPTIONS=suppressions=tests/lsan.supp:print_suppressions=0 UBSAN_OPTIONS=print_stacktrace=1
+# Leaks inside MPI and OpenMP are not ours: tests/lsan.supp names those libraries. To see them, stacks must be whole.
+SANITIZER_SETTINGS := ASAN_OPTIONS=fast_unwind_on_malloc=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	LSAN_OPTIONS=suppressions=$(CURDIR)/tests/lsan.supp:print_suppressions=0
 
 test: all $(TEST_PROGRAMS)
 	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)
@@ -189,7 +191,7 @@ DNF := gcc make pkgconf-pkg-config openmpi-devel openblas-devel jansson-devel li
 	utf8proc-devel libcmocka-devel gnuplot
 BREW := gcc make pkg-config open-mpi openblas libomp jansson libyaml pcre2 utf8proc cmocka gnuplot
 
-# Installs those of the packages $1 that are not there, without a question. $2 and $3: the names for other distributions.
+# Installs those of the packages $1 that are not there, without a question. $2 and $3: their names elsewhere.
 define install_packages
 @if ! command -v apt-get >/dev/null; then \
 	echo "no apt-get here; elsewhere the packages are:"; echo "  dnf install $2"; echo "  brew install $3"; exit; \

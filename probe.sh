@@ -1,10 +1,11 @@
 #!/bin/sh
-# Finds what this machine has by compiling and linking a small program with each library, prints a line for each with what
-# is done without it, and writes the flags to FILE, which the Makefile includes.
+# Finds what this machine has by compiling and linking a small program with each library, prints a line for each with
+# what is done without it, and writes the flags to FILE, which the Makefile includes.
 #
 #   usage: CC=gcc WITHOUT="mpi blas" ./probe.sh FILE
 #
-# WITHOUT names libraries to leave out although they are here. NVCC and CUDA_HOME say where CUDA is, if not in the usual place.
+# WITHOUT names libraries to leave out although they are here. NVCC and CUDA_HOME say where CUDA is, if not in its usual
+# place.
 set -u
 config=$1
 CC=${CC:-cc}
@@ -34,16 +35,16 @@ program() {
     echo "int main(void) { $2 }" >>"$work/probe.c"
 }
 
-# links CFLAGS|LIBS...: whether the program compiles and links with one of the candidates, which is then in found_cflags and
-# found_libs. Headers of libraries are system headers: their warnings are not ours.
+# links CFLAGS|LIBS...: whether the program compiles and links with one of the candidates, which is then in found_cflags
+# and found_libs. Headers of libraries are system headers: their warnings are not ours.
 links() {
     for candidate in "$@"; do
         found_cflags=$(echo "${candidate%%|*}" | sed 's/-I */-isystem /g')
         found_libs=${candidate#*|}
         # The flags are lists of words.
         # shellcheck disable=SC2086
-        $CC -std=c11 -D_GNU_SOURCE -Werror=implicit-function-declaration $found_cflags "$work/probe.c" -o "$work/probe" \
-            $found_libs >"$work/log" 2>&1 && return 0
+        $CC -std=c11 -D_GNU_SOURCE -Werror=implicit-function-declaration $found_cflags "$work/probe.c" \
+            -o "$work/probe" $found_libs >"$work/log" 2>&1 && return 0
     done
     return 1
 }
@@ -82,7 +83,7 @@ keep() {
 
 program stdio.h 'return puts("");'
 if ! links '|'; then
-    echo "  ✗ compiler  $CC does not compile and link a C11 program: make deps installs one, or name another with CC=..." >&2
+    echo "  ✗ compiler  $CC does not build a C11 program: make deps installs one, or name another with CC=..." >&2
     cat "$work/log" >&2
     exit 1
 fi

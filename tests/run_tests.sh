@@ -3,10 +3,10 @@
 #
 #   usage: tests/run_tests.sh DIR SUITE...
 #
-# SUITE is tests/test_SUITE.c, built as DIR/test_SUITE, or tests/test_SUITE.sh, or both. Suites named *_mpi run as four ranks.
-# A C suite is a cmocka program. A shell suite prints a line for each test, "ok NAME", "not ok NAME" or "skipped: REASON", or
-# nothing but its exit status counts: 77 is skipped. A suite that crashes, hangs or exits with an error without naming a
-# failed test counts as one more failure.
+# SUITE is tests/test_SUITE.c, built as DIR/test_SUITE, or tests/test_SUITE.sh, or both. Suites named *_mpi run as four
+# ranks. A C suite is a cmocka program. A shell suite prints a line for each test, "ok NAME", "not ok NAME" or "skipped:
+# REASON"; if it prints none, its exit status is the test (77 is skipped). A suite that crashes, hangs or exits with an
+# error without naming a failed test counts as one failure more.
 set -u
 directory=$1
 shift
@@ -19,7 +19,7 @@ if command -v timeout >/dev/null; then limited="timeout $limit"; else limited=''
 oversubscribe=''
 mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte' && oversubscribe='--oversubscribe --allow-run-as-root'
 
-# Runs a program as four ranks. Each writes its own log, and that of rank 0 is the suite's; the others are shown if they fail.
+# Runs a program as four ranks. Each writes its own log; that of rank 0 is the suite's, the others are shown on failure.
 run_ranks() {
     # shellcheck disable=SC2086,SC2016
     OMP_NUM_THREADS=1 $limited mpirun $oversubscribe -np 4 sh -c '
@@ -31,8 +31,8 @@ run_ranks() {
     return $status
 }
 
-# count LOG: prints PASSED FAILED SKIPPED of a suite's log, in cmocka's words or the shell suites'. A test that began and
-# neither passed nor was skipped failed, in whatever way.
+# count LOG: prints PASSED FAILED SKIPPED of a suite's log, in cmocka's words or the shell suites'. A test that began
+# and neither passed nor was skipped failed, in whatever way.
 count() {
     awk '/^\[ RUN / { run++ }
          /^\[ +OK +\]/ || /^ok / { passed++ }
