@@ -5,7 +5,7 @@
 ## make demo          prepare text, train a small Llama on it, draw its loss and let it write
 ## make test          run the tests; SUITES="tokenizer options" runs some
 ## make bench         run the benchmarks
-## make plot RUN=F    draw the curves of metrics files (F.jsonl, or several with commas between)
+## make plot RUN=F    draw the curves of a metrics file, or several (RUN=a.jsonl,b.jsonl), as a.svg or OUT=FILE.svg
 ## make pictures      draw the pictures of the notes
 ## make fuzz          look for crashes in the parsers; FUZZ_SECONDS=600 TARGET=name
 ## make lint          check the rules of the house;  make format: lay the code out;  make format-check
@@ -134,7 +134,7 @@ $(B)/%.cu.o: %.cu $(B)/flags
 # ---- Running it ------------------------------------------------------------------------------------------------------
 
 # Leaks inside MPI and OpenMP are not ours: tests/lsan.supp names those libraries. To see them, stacks must be whole.
-SANITIZER_SETTINGS := ASAN_OPTIONS=fast_unwind_on_malloc=0 UBSAN_OPTIONS=print_stacktrace=1 \
+SANITIZER_SETTINGS := ASAN_OPTIONS=$(if $(SANITIZE),fast_unwind_on_malloc=0) UBSAN_OPTIONS=print_stacktrace=1 \
 	LSAN_OPTIONS=suppressions=$(CURDIR)/tests/lsan.supp:print_suppressions=0
 
 test: all $(TEST_PROGRAMS)
@@ -151,7 +151,7 @@ demo: all
 	@MT_BIN='$(or $(BIN:%/=%),.)' data/demo.sh
 
 plot:
-	@data/plot.sh "$(RUN)"
+	@data/plot.sh "$(RUN)" $(OUT)
 
 FUZZ_SECONDS ?= 600
 fuzz:
