@@ -1,6 +1,6 @@
 #!/bin/sh
-# Draws the curves of training runs from the files that --metrics writes: loss, gradient norm, learning rate and tokens per
-# second, as an SVG; and the loss once more in characters, for the terminal.
+# Draws the curves of training runs from the files that --metrics writes: loss, gradient norm, learning rate and tokens
+# per second, as an SVG; and the loss once more in characters, for the terminal.
 #
 #   usage: data/plot.sh RUN.jsonl[,RUN.jsonl...] [OUTPUT.svg]
 set -eu
@@ -31,7 +31,7 @@ columns() {
             value("tokens_per_second") }' "$1"
 }
 
-# plot COLUMN STYLE SUFFIX: what gnuplot shall plot of every run, as a list with commas.
+# add_curves COLUMNS RUN: adds a run to what gnuplot plots, a list with commas; the word COLUMN stands for the column.
 curves=''
 validation=''
 add_curves() {
