@@ -270,6 +270,13 @@ int64_t mt_blend_surplus(int64_t target) {
     return (int64_t)ceil((double)target * (1 + 0.005));
 }
 
+/* How far a source is behind its share. The product is rounded before the difference: a fused multiply-add would break
+ * ties otherwise than Megatron does. */
+static double shortfall(double weight, double place, int64_t taken) {
+    volatile double share = weight * place;
+    return share - (double)taken;
+}
+
 /* At every step the source furthest behind its share is next, the first of equals. */
 static int build_blend(blended_dataset *blend, const double *weights, mt_error *error) {
     int64_t *taken = mt_calloc(blend->num_sources * (int64_t)sizeof *taken);
@@ -277,9 +284,9 @@ static int build_blend(blended_dataset *blend, const double *weights, mt_error *
     for (int64_t i = 0; i < blend->base.num_samples && result == 0; i++) {
         double place = i > 1 ? (double)i : 1;
         int64_t next = 0;
-        double furthest = weights[0] * place - (double)taken[0];
+        double furthest = shortfall(weights[0], place, taken[0]);
         for (int64_t s = 1; s < blend->num_sources; s++) {
-            double behind = weights[s] * place - (double)taken[s];
+            double behind = shortfall(weights[s], place, taken[s]);
             if (behind > furthest) {
                 furthest = behind;
                 next = s;
