@@ -222,7 +222,7 @@ int mt_loader_sample(mt_loader *loader, int64_t consumed_samples, int64_t row, i
 
 /* Fills `batch`, which has room for micro_batch_size * seq_length tokens, one sequence after another. The job's next
  * micro-batch is at consumed_samples + micro_batch_size * dp_size. One span a sequence, or one a document with
- * reset_attention_mask; window is left 0. */
+ * reset_attention_mask. */
 int mt_loader_fill(mt_loader *loader, int64_t consumed_samples, mt_batch *batch, mt_error *error);
 
 #ifdef __cplusplus
