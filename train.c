@@ -20,6 +20,7 @@ typedef struct run {
     mt_options options;
     mt_grid grid;
     mt_tokenizer *tokenizer;
+    mt_data_config data_config;
     mt_data *data;
     mt_loader *loaders[MT_NUM_SPLITS];
     mt_model *model;
@@ -63,27 +64,28 @@ static void open_data(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
     int64_t evaluations = o->eval_interval > 0 ? o->train_iters / o->eval_interval + 1 : 0;
-    mt_data_config config = {.data_path = o->data_path,
-                             .split = o->split,
-                             .split_data_path = {o->train_data_path, o->valid_data_path, o->test_data_path},
-                             .mock_data = o->mock_data,
-                             .tokens_file = o->tokens_file,
-                             .seq_length = o->seq_length,
-                             .seed = o->seed,
-                             .vocab_size = o->vocab_size,
-                             .eod_id = r->tokenizer ? mt_tokenizer_eod(r->tokenizer) : o->eos_token_id,
-                             .reset_position_ids = o->reset_position_ids,
-                             .reset_attention_mask = o->reset_attention_mask,
-                             .eod_mask_loss = o->eod_mask_loss,
-                             .dataloader_type = o->dataloader_type};
-    config.sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, o->train_iters);
-    config.sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;
-    config.sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->global_batch_size : 0;
-    check(mt_data_open(&r->data, &config, &error), &error);
+    mt_data_config *config = &r->data_config;
+    *config = (mt_data_config){.data_path = o->data_path,
+                               .split = o->split,
+                               .split_data_path = {o->train_data_path, o->valid_data_path, o->test_data_path},
+                               .mock_data = o->mock_data,
+                               .tokens_file = o->tokens_file,
+                               .seq_length = o->seq_length,
+                               .seed = o->seed,
+                               .vocab_size = o->vocab_size,
+                               .eod_id = r->tokenizer ? mt_tokenizer_eod(r->tokenizer) : o->eos_token_id,
+                               .reset_position_ids = o->reset_position_ids,
+                               .reset_attention_mask = o->reset_attention_mask,
+                               .eod_mask_loss = o->eod_mask_loss,
+                               .dataloader_type = o->dataloader_type};
+    config->sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, o->train_iters);
+    config->sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;
+    config->sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->global_batch_size : 0;
+    check(mt_data_open(&r->data, config, &error), &error);
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = mt_data_split(r->data, split);
         if (dataset)
-            check(mt_loader_open(&r->loaders[split], dataset, &config, o->micro_batch_size, r->grid.data.rank,
+            check(mt_loader_open(&r->loaders[split], dataset, config, o->micro_batch_size, r->grid.data.rank,
                                  r->grid.data.size, &error),
                   &error);
     }
@@ -143,7 +145,7 @@ static void train(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
     mt_metrics metrics;
-    int64_t saved = -1, test_samples = 0;
+    int64_t saved = r->state.iteration, validated = saved, test_samples = 0;
     bool stop = false;
     while (r->state.iteration < o->train_iters && !stop) {
         feed from = {r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples,
@@ -152,16 +154,21 @@ static void train(run *r) {
         check(mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch, &metrics, &error),
               &error);
         check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);
-        if (o->eval_interval > 0 && r->state.iteration % o->eval_interval == 0)
+        if (o->eval_interval > 0 && r->state.iteration % o->eval_interval == 0) {
             evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
+            validated = r->state.iteration;
+        }
         stop = should_stop(r);
-        if (stop || (o->save_interval > 0 && r->state.iteration % o->save_interval == 0))
-            save(r), saved = r->state.iteration;
+        if (stop || (o->save_interval > 0 && r->state.iteration % o->save_interval == 0)) {
+            save(r);
+            saved = r->state.iteration;
+        }
     }
     if (stop) {
         mt_report_line(&r->report, "stopped early after iteration %lld", (long long)r->state.iteration);
         return;
     }
+    if (validated != r->state.iteration) evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
     if (saved != r->state.iteration) save(r);
     evaluate(r, MT_SPLIT_TEST, "test", &test_samples);
 }
