@@ -145,7 +145,7 @@ static void train(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
     mt_metrics metrics;
-    int64_t saved = r->state.iteration, validated = saved, test_samples = 0;
+    int64_t saved = -1, validated = r->state.iteration, test_samples = 0; // without a step: converts
     bool stop = false;
     while (r->state.iteration < o->train_iters && !stop) {
         feed from = {r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples,
