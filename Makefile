@@ -105,7 +105,7 @@ $(B)/config.mk: Makefile probe.sh $(B)/compiler
 
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
-all: $(PROGRAMS)
+all: $(PROGRAMS) $(OBJECTS)
 everything: all $(TEST_PROGRAMS) $(BENCH_PROGRAMS) $(if $(wildcard notes/draw.c),$(B)/notes/draw)
 
 define link_program
