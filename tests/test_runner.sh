@@ -30,8 +30,8 @@ expect() {
 
 suite good <<'S'
 printf '[==========] Running 3 test(s).\n[ RUN      ] one\n[       OK ] one\n[ RUN      ] two\nskipped: no data\n'
-printf '[  SKIPPED ] two\n[ RUN      ] three\n[       OK ] three\n[==========] 3 test(s) run.\n[  PASSED  ] 2 test(s).\n'
-printf '[  SKIPPED ] 1 test(s), listed below:\n[  SKIPPED ] two\n'
+printf '[  SKIPPED ] two\n[ RUN      ] three\n[       OK ] three\n[==========] 3 test(s) run.\n'
+printf '[  PASSED  ] 2 test(s).\n[  SKIPPED ] 1 test(s), listed below:\n[  SKIPPED ] two\n'
 S
 suite bad <<'S'
 printf '[==========] Running 2 test(s).\n[ RUN      ] one\n[       OK ] one\n[ RUN      ] two\n[  FAILED  ] two\n'
