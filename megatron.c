@@ -916,6 +916,8 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
     bool layernorm = strcmp(m->options->normalization, "LayerNorm") == 0;
     mt_scratch *s = &m->scratch;
+    m->workspace_bytes = m->ops->workspace_bytes(T, m->C, m->H, m->D);
+    m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     m->tokens = mt_arena_alloc(arena, T * 4);
     m->labels = mt_arena_alloc(arena, T * 4);
     m->positions = mt_arena_alloc(arena, T * 4);
@@ -1087,8 +1089,8 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     }
     m->arena.capacity = counting.used;
     m->arena.base = ops->memory_alloc(counting.used);
-    m->stream = ops->stream_create();
     mt_layout(m, &m->arena);
+    m->stream = ops->stream_create(m->workspace, m->workspace_bytes);
     mt_bind_weights(m);
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];

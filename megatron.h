@@ -244,7 +244,11 @@ typedef void mt_memory_free_fn(void *memory);
 /* Copies between any two of host and device memory. */
 typedef void mt_memory_copy_fn(void *to, const void *from, int64_t bytes, mt_stream *stream);
 typedef void mt_memory_zero_fn(void *memory, int64_t bytes, mt_stream *stream);
-typedef mt_stream *mt_stream_create_fn(void);
+/* Bytes of device memory that operations on one stream may use between them, for T tokens, rows of C channels, and
+ * attention with H heads of D channels. 0 on the CPU. */
+typedef int64_t mt_workspace_bytes_fn(int64_t T, int64_t C, int64_t H, int64_t D);
+/* A stream whose operations use `workspace`, which outlives it. NULL on the CPU. */
+typedef mt_stream *mt_stream_create_fn(void *workspace, int64_t workspace_bytes);
 typedef void mt_stream_destroy_fn(mt_stream *stream);
 /* Waits for all that was enqueued. */
 typedef void mt_stream_wait_fn(mt_stream *stream);
@@ -395,6 +399,7 @@ typedef void mt_convert_fn(void *to, mt_dtype to_dtype, const void *from, mt_dty
     OP(memory_free)                                                                                                    \
     OP(memory_copy)                                                                                                    \
     OP(memory_zero)                                                                                                    \
+    OP(workspace_bytes)                                                                                                \
     OP(stream_create)                                                                                                  \
     OP(stream_destroy)                                                                                                 \
     OP(stream_wait)                                                                                                    \
