@@ -20,7 +20,7 @@ struct mt_stream {
 /* Every call is checked: a failure names the call, its place and the rank, and ends the job. */
 void mt_cuda_check(cudaError_t status, const char *call, const char *file, int line);
 void mt_cublas_check(cublasStatus_t status, const char *call, const char *file, int line);
-#define MT_CUDA(call) mt_cuda_check((call), #call, __FILE__, __LINE__)
+#define MT_CUDA(call)   mt_cuda_check((call), #call, __FILE__, __LINE__)
 #define MT_CUBLAS(call) mt_cublas_check((call), #call, __FILE__, __LINE__)
 /* After a kernel launch, which returns nothing itself. */
 #define MT_CUDA_LAUNCHED() mt_cuda_check(cudaGetLastError(), "kernel launch", __FILE__, __LINE__)

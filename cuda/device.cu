@@ -62,3 +62,56 @@ extern "C" void mt_cuda_memory_zero(void *memory, int64_t bytes, mt_stream *stre
 extern "C" void mt_cuda_stream_wait(mt_stream *stream) {
     MT_CUDA(cudaStreamSynchronize(mt_cuda_stream(stream)));
 }
+
+/* cuBLASLt runs its best Hopper kernels with 32 MiB; other operations keep partial sums there, and attention's backward
+ * its fp32 gradient of q. */
+extern "C" int64_t mt_cuda_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
+    int64_t cublas = 32 << 20, partial_sums = 4 * 132 * 2 * C * (int64_t)sizeof(float);
+    int64_t dq = T * H * D * (int64_t)sizeof(float), largest = cublas;
+    if (partial_sums > largest) largest = partial_sums;
+    if (dq > largest) largest = dq;
+    return largest;
+}
+
+extern "C" mt_stream *mt_cuda_stream_create(void *workspace, int64_t workspace_bytes) {
+    mt_stream *stream = (mt_stream *)mt_calloc(sizeof *stream);
+    stream->workspace = workspace;
+    stream->workspace_bytes = workspace_bytes;
+    MT_CUDA(cudaStreamCreateWithFlags(&stream->stream, cudaStreamNonBlocking));
+    MT_CUBLAS(cublasLtCreate(&stream->cublas));
+    return stream;
+}
+
+extern "C" void mt_cuda_stream_destroy(mt_stream *stream) {
+    MT_CUBLAS(cublasLtDestroy(stream->cublas));
+    MT_CUDA(cudaStreamDestroy(stream->stream));
+    free(stream);
+}
+
+/* ---- the table --------------------------------------------------------------------------------------------------- */
+
+static const mt_ops cuda_ops = {"cuda",
+#define MT_CUDA_ENTRY(operation) mt_cuda_##operation,
+                                MT_OPERATIONS(MT_CUDA_ENTRY)
+#undef MT_CUDA_ENTRY
+};
+
+extern "C" const mt_ops *mt_cuda_open(int device, mt_error *error) {
+    int count = 0;
+    cudaError_t status = cudaGetDeviceCount(&count);
+    if (status != cudaSuccess || count == 0) {
+        mt_error_set(error, "no GPU answers: %s", status == cudaSuccess ? "none is there" : cudaGetErrorString(status));
+        return NULL;
+    }
+    if (device >= count) {
+        mt_error_set(error, "GPU %d was asked for and this host has %d; start fewer ranks a host", device, count);
+        return NULL;
+    }
+    MT_CUDA(cudaSetDevice(device));
+    if (mt_cuda_device()->major < 8) {
+        mt_error_set(error, "GPU %d (%s) is older than compute capability 8.0; use --device cpu", device,
+                     mt_cuda_device()->name);
+        return NULL;
+    }
+    return &cuda_ops;
+}
