@@ -3134,6 +3134,16 @@ int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples
     return start + (int64_t)((double)consumed_samples / samples_per_increment) * increment;
 }
 
+int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
+    int64_t consumed = 0;
+    for (int64_t i = 0; i < iterations; i++) {
+        int64_t batch = mt_global_batch_size(options, consumed);
+        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // grown for good
+        consumed += batch;
+    }
+    return consumed;
+}
+
 /* ==== §14 checkpoints and Hugging Face =========================================================================== */
 
 /* ==== §15 generation ============================================================================================= */
@@ -3278,7 +3288,7 @@ static int mt_report_flush(const mt_report *report, mt_error *error) {
 int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
                         mt_error *error) {
     const mt_options *o = report->options;
-    int64_t iteration = state->iteration, total = o->train_iters;
+    int64_t iteration = state->iteration, total = o->num_iterations;
     if (!report->prints || (iteration % o->log_interval != 0 && iteration != total)) return 0;
     double rate = metrics->tokens / metrics->seconds;
     double flops = mt_flops(o, (int64_t)metrics->tokens / o->seq_length) / metrics->seconds / report->world_size;
