@@ -105,7 +105,7 @@ $(B)/config.mk: Makefile probe.sh $(B)/compiler
 
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
-all: $(PROGRAMS)
+all: $(PROGRAMS) $(OBJECTS)
 everything: all $(TEST_PROGRAMS) $(BENCH_PROGRAMS) $(if $(wildcard notes/draw.c),$(B)/notes/draw)
 
 define link_program
@@ -135,7 +135,7 @@ $(B)/%.cu.o: %.cu $(B)/flags
 
 # Leaks inside MPI and OpenMP are not ours: tests/lsan.supp names those libraries. To see them, stacks must be whole.
 SANITIZER_SETTINGS := ASAN_OPTIONS=$(if $(SANITIZE),fast_unwind_on_malloc=0) UBSAN_OPTIONS=print_stacktrace=1 \
-	LSAN_OPTIONS=suppressions=$(CURDIR)/tests/lsan.supp:print_suppressions=0
+	LSAN_OPTIONS="suppressions='$(CURDIR)/tests/lsan.supp':print_suppressions=0"
 
 test: all $(TEST_PROGRAMS)
 	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)

@@ -81,8 +81,8 @@ run_suite() {
     total_failed=$((total_failed + failed))
     total_skipped=$((total_skipped + skipped))
     if [ "$failed" = 0 ]; then
-        [ "$skipped" = 0 ] && note='' || note=", $skipped skipped"
-        echo "✓ $name: $passed tests$note ($seconds s)"
+        if [ "$skipped" = 0 ]; then note=''; else note=", $skipped skipped"; fi
+        echo "✓ $name: $passed passed$note ($seconds s)"
     else
         cat "$log"
         [ -f "$log.others" ] && cat "$log.others"

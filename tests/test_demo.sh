@@ -26,4 +26,5 @@ elif [ -s "$work/demo/loss.svg" ]; then
 else
     echo "not ok demo_draws_its_loss"
 fi
-if awk '/^\$ .*infer /{ sample = 1; next } /^More:/{ sample = 0 } sample' "$work/log" | grep -q .; then echo "ok demo_writes_text"; else echo "not ok demo_writes_text"; fi
+sample=$(awk '/^\$ .*infer / { writing = 1; next } /^More:/ { writing = 0 } writing' "$work/log")
+if [ -n "$sample" ]; then echo "ok demo_writes_text"; else echo "not ok demo_writes_text"; fi
