@@ -3211,13 +3211,11 @@ static json_t *mt_json_parse(const char *text, int64_t bytes, const char *path, 
 /* Opens a regular file for reading; -1 with error. */
 static int mt_file_open(const char *path, int64_t *bytes, mt_error *error) {
     struct stat status;
-    int descriptor = -1;
-    if (stat(path, &status) != 0 || !S_ISREG(status.st_mode) || (descriptor = open(path, O_RDONLY | O_CLOEXEC)) < 0) {
-        const char *reason = errno ? strerror(errno) : "not a file";
-        if (stat(path, &status) == 0 && !S_ISREG(status.st_mode))
-            reason = S_ISDIR(status.st_mode) ? "it is a folder, not a file" : "it is not a regular file";
-        return mt_error_set(error, "%s: cannot be read: %s", path, reason);
-    }
+    if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) // opening a pipe would wait for its writer
+        return mt_error_set(error, "%s: is no regular file; check the path", path);
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    if (descriptor < 0 || fstat(descriptor, &status) != 0)
+        return mt_error_set(error, "%s: cannot be read: %s; check the path and its permissions", path, strerror(errno));
     *bytes = status.st_size;
     return descriptor;
 }
