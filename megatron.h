@@ -230,13 +230,16 @@ typedef struct mt_dropout {
 
 /* What attention needs besides its spans. q is [Tq, H, D], k is [Tk, G, D], v is [Tk, G, Dv], out is [Tq, H, Dv];
  * strides between tokens. With a window > 0, row i sees only keys j > i + (k_len - q_len) - window (Mistral's sliding
- * window; 0 is none). The index arrays name tokens globally for dropout and may be NULL without it. */
+ * window; 0 is none). The index arrays name tokens globally for dropout and may be NULL without it: the probability of
+ * head h, query i and key j is kept when word k_index[j] % 4 of Philox at (q_index[i], (first_head + h) << 48 |
+ * k_index[j] / 4) is at least p 2^32. */
 typedef struct mt_attention {
     int64_t num_heads, num_groups, head_size, value_size;
     int64_t q_stride, k_stride, v_stride, out_stride;
     int64_t window;
     float scale;
     mt_dropout dropout;
+    int64_t first_head;               // number of head 0 in the whole model, where ranks share the heads
     const int64_t *q_index, *k_index; // [Tq], [Tk]
 } mt_attention;
 
@@ -344,8 +347,8 @@ typedef void mt_swiglu_backward_fn(void *dgate_up, const void *dy, const void *g
 
 /* ---- residual stream */
 
-/* out[T, C] = residual + dropout(x); residual may be NULL, out may be either. Element (t, c) is kept with probability
- * 1 - p, by Philox at (token_index[t], first_channel + c), and scaled by 1 / (1 - p). */
+/* out[T, C] = residual + dropout(x); residual may be NULL, out may be either. With i = first_channel + c, element (t,
+ * c) is kept when word i % 4 of Philox at (token_index[t], i / 4) is at least p 2^32, and scaled by 1 / (1 - p). */
 typedef void mt_dropout_add_forward_fn(void *out, const void *x, const void *residual, const int64_t *token_index,
                                        int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,
                                        mt_dtype dtype, mt_stream *stream);
