@@ -952,13 +952,14 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
 
 /* The folder whose config.json describes what --load names: its latest iter_NNNNNNN if it is one of ours. */
 static char *mt_options_load_folder(const char *folder) {
-    char *path = mt_malloc((int64_t)strlen(folder) + 64), digits[16] = "";
-    sprintf(path, "%s/latest_checkpointed_iteration.txt", folder);
+    int64_t bytes = (int64_t)strlen(folder) + 64;
+    char *path = mt_malloc(bytes), digits[16] = "";
+    snprintf(path, (size_t)bytes, "%s/latest_checkpointed_iteration.txt", folder);
     FILE *file = fopen(path, "r");
     if (file && !fgets(digits, sizeof digits, file)) digits[0] = 0;
     if (file) fclose(file);
-    sprintf(path, "%s/iter_%07ld", folder, strtol(digits, NULL, 10));
-    if (!isdigit((unsigned char)digits[0]) || access(path, F_OK) != 0) strcpy(path, folder);
+    snprintf(path, (size_t)bytes, "%s/iter_%07ld", folder, strtol(digits, NULL, 10));
+    if (!isdigit((unsigned char)digits[0]) || access(path, F_OK) != 0) snprintf(path, (size_t)bytes, "%s", folder);
     return path;
 }
 
@@ -1919,9 +1920,10 @@ static void mt_option_help(const mt_option *row, FILE *file) {
     snprintf(text, sizeof text, "%s", row->help);
     size_t end = strlen(text);
     if (row->type == MT_CHOICE) {
-        end += (size_t)snprintf(text + end, sizeof text - end, ":");
-        for (const char *at = row->values; *at; at += strcspn(at, "|"), at += *at == '|')
-            end += (size_t)snprintf(text + end, sizeof text - end, " %.*s", (int)strcspn(at, "|"), at);
+        int length = snprintf(text + end, sizeof text - end, ": %s", row->values);
+        for (size_t i = end; i < end + (size_t)length; i++)
+            if (text[i] == '|') text[i] = ' ';
+        end += (size_t)length;
     }
     if (row->fallback) snprintf(text + end, sizeof text - end, " (default %s)", row->fallback);
     if (fprintf(file, "%-*s", INDENT, left) > INDENT - 2) fprintf(file, "\n%*s", INDENT, "");
