@@ -604,6 +604,7 @@ void mt_options_free(mt_options *options) {
 enum { MT_CONFIG_BYTES = 1 << 22 };
 static int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path,
                                  bool has_weights, mt_error *error);
+static int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
 static void mt_options_derive_sizes(mt_options *options);
 static void mt_options_help(mt_program program, FILE *file);
 
@@ -714,33 +715,38 @@ static int mt_edit_distance(const char *a, size_t a_length, const char *b) {
     return row[b_length];
 }
 
-/* The program's option whose name is nearest; NULL when none is near. */
-static const char *mt_option_nearest(const char *name, size_t length, int program) {
-    const char *nearest = NULL;
+/* The program's option with the nearest name; NULL when none is near. */
+static const mt_option *mt_option_nearest(const char *name, size_t length, int program) {
+    const mt_option *nearest = NULL;
     int least = length < 6 ? 2 : 2 + (int)length / 4;
     if (length > 64) return NULL;
     for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
         if (!row->name || !(row->programs & program)) continue;
         int distance = mt_edit_distance(name, length, row->name);
-        if (distance < least) least = distance, nearest = row->name;
+        if (distance < least) least = distance, nearest = row;
     }
     return nearest;
 }
 
-/* Finds an option of the program, or says why there is none. `where` ends in what precedes the name. */
-static const mt_option *mt_option_lookup(const char *name, size_t length, mt_program program, const char *where,
+/* Finds an option of the program, or says why there is none. `place` is where a file names it ("run.yaml:3: "), or ""
+ * for the command line. */
+static const mt_option *mt_option_lookup(const char *name, size_t length, mt_program program, const char *place,
                                          mt_error *error) {
     const mt_option *row = mt_option_find(name, length);
     if (row && row->programs & (int)program) return row;
-    const char *nearest = row ? NULL : mt_option_nearest(name, length, (int)program);
+    const mt_option *nearest = row ? NULL : mt_option_nearest(name, length, (int)program);
+    const char *dashes = *place ? "" : "--";
+    char key[80] = "";
     int shown = length < 100 ? (int)length : 100;
+    if (nearest) mt_option_key(key, nearest);
     if (row)
-        mt_error_set(error, "%s%.*s is an option of %s, not of %s", where, shown, name,
+        mt_error_set(error, "%s%s%.*s is an option of %s, not of %s", place, dashes, shown, name,
                      program == MT_PROGRAM_TRAIN ? "infer" : "train", program == MT_PROGRAM_TRAIN ? "train" : "infer");
     else if (nearest)
-        mt_error_set(error, "unknown option %s%.*s; did you mean --%s?", where, shown, name, nearest);
+        mt_error_set(error, "%sunknown option %s%.*s; did you mean %s%s?", place, dashes, shown, name, dashes,
+                     *place ? key : nearest->name);
     else
-        mt_error_set(error, "unknown option %s%.*s; --help lists them all", where, shown, name);
+        mt_error_set(error, "%sunknown option %s%.*s; --help lists them all", place, dashes, shown, name);
     return NULL;
 }
 
@@ -757,7 +763,7 @@ static int mt_options_read_argument(mt_options *options, mt_program program, int
         return mt_error_set(error, "unexpected argument '%.100s'; options begin with -- (--help lists them)", argument);
     const char *equals = strchr(argument, '=');
     size_t length = equals ? (size_t)(equals - argument - 2) : strlen(argument) - 2;
-    const mt_option *row = mt_option_lookup(argument + 2, length, program, "--", error);
+    const mt_option *row = mt_option_lookup(argument + 2, length, program, "", error);
     if (!row) return -1;
     char where[80];
     snprintf(where, sizeof where, "--%s", row->name);
@@ -1285,6 +1291,8 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
         if (shape->num_attention_heads % (shape->num_query_groups ? shape->num_query_groups : 1) != 0)
             mt_config_fail(&config, "the %lld heads do not divide into %lld groups",
                            (long long)shape->num_attention_heads, (long long)shape->num_query_groups);
+        mt_error problem;
+        if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(&config, "%s", problem.text);
     }
     json_decref(config.root);
     return config.failed ? -1 : 0;
@@ -1576,7 +1584,7 @@ static int mt_options_check_ranges(const mt_options *options, mt_program program
     for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
         char left, right;
         double low, high;
-        if (!row->name || !(row->programs & (int)program)) continue;
+        if (!row->name || (row->origin == MT_OF_RUN && !(row->programs & (int)program))) continue;
         if (!mt_option_given(options, row->offset) && mt_option_is_default(options, row)) continue;
         char *text = mt_option_text(options, row);
         bool good = row->type != MT_CHOICE || mt_choice_has(row->values, text);
