@@ -31,8 +31,10 @@
 #include "megatron.h"
 
 #include <ctype.h>
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <ftw.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -40,6 +42,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -4543,30 +4546,22 @@ static json_t *mt_json_parse(const char *text, int64_t bytes, const char *path, 
 /* Opens a regular file for reading; -1 with error. */
 static int mt_file_open(const char *path, int64_t *bytes, mt_error *error) {
     struct stat status;
+    *bytes = 0;
     if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) // opening a pipe would wait for its writer
         return mt_error_set(error, "%s: is no regular file; check the path", path);
     int descriptor = open(path, O_RDONLY | O_CLOEXEC);
-    if (descriptor < 0 || fstat(descriptor, &status) != 0)
+    if (descriptor < 0)
         return mt_error_set(error, "%s: cannot be read: %s; check the path and its permissions", path, strerror(errno));
+    MT_CHECK(fstat(descriptor, &status) == 0);
     *bytes = status.st_size;
     return descriptor;
 }
 
-/* Reads a JSON file of at most 100 MB that must be an object; NULL with error. */
+/* Reads a JSON file that must be an object; NULL with error. */
 static json_t *mt_json_read(const char *path, mt_error *error) {
-    int64_t bytes, done = 0;
-    int descriptor = mt_file_open(path, &bytes, error);
-    if (descriptor < 0) return NULL;
-    if (bytes > MT_MAX_HEADER_BYTES) {
-        close(descriptor);
-        mt_error_set(error, "%s: %lld bytes are too many for this file; get it again", path, (long long)bytes);
-        return NULL;
-    }
-    char *text = mt_malloc(bytes);
-    for (ssize_t got = 1; done < bytes && got > 0; done += got > 0 ? got : 0)
-        got = read(descriptor, text + done, (size_t)(bytes - done));
-    close(descriptor);
-    json_t *json = mt_json_parse(text, done, path, error);
+    int64_t bytes;
+    char *text = mt_options_read_text(path, MT_MAX_HEADER_BYTES, &bytes, error);
+    json_t *json = text ? mt_json_parse(text, bytes, path, error) : NULL;
     free(text);
     return json;
 }
@@ -4895,8 +4890,9 @@ int mt_safetensors_open_folder(mt_safetensors **file, const char *folder, const 
                               "(save_pretrained of transformers does)",
                               folder);
     else
-        status =
-            mt_error_set(error, "%s: has neither %s.safetensors nor %s.safetensors.index.json", folder, stem, stem);
+        status = mt_error_set(
+            error, "%s: has neither %s.safetensors nor %s.safetensors.index.json; get the folder again, whole", folder,
+            stem, stem);
     free(whole);
     free(index);
     return mt_safetensors_finish(file, opened, status);
@@ -4946,6 +4942,20 @@ static void mt_param_read_rows(float *rows, const mt_param *param, const mt_tens
 static int64_t mt_param_chunk(const mt_param *param) {
     int64_t rows = MT_STAGING_BYTES / (param->cols * 4);
     return rows < 1 ? 1 : rows > param->rows_stored ? param->rows_stored : rows;
+}
+
+/* What is kept of a parameter, each under the parameter's name after a prefix. */
+typedef enum mt_kept { MT_KEPT_WEIGHTS, MT_KEPT_MASTER, MT_KEPT_M, MT_KEPT_V, MT_NUM_KEPT } mt_kept;
+
+static const char *const mt_kept_prefix[MT_NUM_KEPT] = {"", "master.", "exp_avg.", "exp_avg_sq."};
+
+/* Where it lies in the device's buckets. The master weights of an fp32 model are its weights. */
+static void *mt_param_place(const mt_model *m, const mt_param *param, mt_kept kept) {
+    const mt_bucket *bucket = &m->buckets[param->bucket];
+    float *floats[MT_NUM_KEPT] = {NULL, bucket->master, bucket->m, bucket->v};
+    if (kept == MT_KEPT_WEIGHTS || (kept == MT_KEPT_MASTER && m->dtype == MT_F32))
+        return (char *)bucket->params + param->offset * mt_dtype_size(m->dtype);
+    return floats[kept] ? floats[kept] + param->offset : NULL;
 }
 
 /* Loads a parameter's rows; padding rows become 0. `weights` (of the model's type) and `floats` are its places in the
@@ -5112,10 +5122,8 @@ static int mt_weights_load(mt_model *m, const char *folder, mt_error *error) {
     for (int64_t i = 0; i < m->num_params && status == 0; i++) {
         const mt_param *param = &m->params[i];
         const mt_tensor_info *tensor = mt_safetensors_find_param(file, param->hf_name);
-        mt_bucket *bucket = &m->buckets[param->bucket];
-        void *weights = (char *)bucket->params + param->offset * mt_dtype_size(m->dtype);
-        float *master = bucket->master ? bucket->master + param->offset : NULL;
-        int64_t not_finite = mt_param_load(m, param, tensor, weights, master);
+        float *master = m->dtype == MT_F32 ? NULL : mt_param_place(m, param, MT_KEPT_MASTER);
+        int64_t not_finite = mt_param_load(m, param, tensor, mt_param_place(m, param, MT_KEPT_WEIGHTS), master);
         if (not_finite > 0 && m->grid->world.rank == 0)
             fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", tensor->file,
                     (long long)not_finite, tensor->name);
@@ -5125,8 +5133,500 @@ static int mt_weights_load(mt_model *m, const char *folder, mt_error *error) {
 }
 
 /* ==== §14c saving ================================================================================================ */
+/* Everything is written into a folder of a temporary name beside its place, brought to disk, and renamed. The place of
+ * every byte follows from the parameter table before the first is written. */
+
+/* A Hugging Face tensor that is to be written: one parameter, or several that it holds one after another. */
+typedef struct mt_saved {
+    char name[192];
+    const mt_param *params;
+    int64_t num_params;
+    mt_kept kept;
+    mt_dtype dtype;
+    int64_t shape[2], num_dims;
+    int64_t shard, offset, bytes; // offset in the shard's data
+} mt_saved;
+
+/* All tensors of a stem, in order, and the files they go to. */
+typedef struct mt_saved_set {
+    mt_saved *tensors;
+    int64_t count, num_shards, bytes;
+    const char *stem;
+} mt_saved_set;
+
+static int mt_saved_compare(const void *a, const void *b) {
+    return strcmp(((const mt_saved *)a)->name, ((const mt_saved *)b)->name);
+}
+
+/* Appends one kind of value of every parameter. */
+static void mt_saved_add(mt_saved_set *set, const mt_model *m, mt_kept kept) {
+    for (int64_t i = 0, next; i < m->num_params; i = next) {
+        const mt_param *param = &m->params[i];
+        mt_saved *saved = &set->tensors[set->count++];
+        *saved = (mt_saved){.params = param, .kept = kept};
+        saved->dtype = kept == MT_KEPT_WEIGHTS ? m->dtype : MT_F32;
+        saved->num_dims = mt_param_shape(param, saved->shape);
+        saved->bytes = param->hf_rows_total * param->cols * mt_dtype_size(saved->dtype);
+        snprintf(saved->name, sizeof saved->name, "%s%s", mt_kept_prefix[kept], param->hf_name);
+        for (next = i; next < m->num_params && strcmp(m->params[next].hf_name, param->hf_name) == 0; next++)
+            saved->num_params++;
+    }
+}
+
+/* What a stem holds, in the order of names as upstream writes it, cut into files of at most max_shard_bytes. */
+static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem, int64_t max_shard_bytes) {
+    int64_t filled = 0;
+    *set = (mt_saved_set){.stem = stem, .num_shards = 1};
+    set->tensors = mt_malloc(MT_NUM_KEPT * m->num_params * (int64_t)sizeof(mt_saved));
+    if (strcmp(stem, "model") == 0) {
+        mt_saved_add(set, m, MT_KEPT_WEIGHTS);
+    } else {
+        if (m->dtype != MT_F32) mt_saved_add(set, m, MT_KEPT_MASTER);
+        mt_saved_add(set, m, MT_KEPT_M);
+        mt_saved_add(set, m, MT_KEPT_V);
+    }
+    qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
+    for (int64_t i = 0; i < set->count; i++) {
+        mt_saved *saved = &set->tensors[i];
+        if (filled > 0 && filled + saved->bytes > max_shard_bytes) set->num_shards++, filled = 0;
+        saved->shard = set->num_shards - 1, saved->offset = filled;
+        filled += saved->bytes, set->bytes += saved->bytes;
+    }
+}
+
+/* "model.safetensors", or "model-00001-of-00002.safetensors". */
+static void mt_shard_name(char name[64], const mt_saved_set *set, int64_t shard) {
+    if (set->num_shards == 1)
+        snprintf(name, 64, "%s.safetensors", set->stem);
+    else
+        snprintf(name, 64, "%s-%05lld-of-%05lld.safetensors", set->stem, (long long)shard + 1,
+                 (long long)set->num_shards);
+}
+
+/* ---- files */
+
+/* A file being written: what failed first is remembered in words. */
+typedef struct mt_output {
+    int descriptor;
+    const char *path;
+    mt_error *error;
+} mt_output;
+
+static int mt_write_error(mt_error *error, const char *path) {
+    if (errno == ENOSPC || errno == EDQUOT)
+        return mt_error_set(error, "%s: no space left on the disk; free some or choose another --save", path);
+    if (errno == EFBIG)
+        return mt_error_set(error, "%s: too large for the limit on file sizes; raise it (ulimit -f)", path);
+    return mt_error_set(error, "%s: cannot be written: %s; choose another --save", path, strerror(errno));
+}
+
+static int mt_output_open(mt_output *out, const char *path, mt_error *error) {
+    *out = (mt_output){.path = path, .error = error};
+    out->descriptor = open(path, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666);
+    return out->descriptor < 0 ? mt_write_error(error, path) : 0;
+}
+
+static int mt_output_write(const mt_output *out, int64_t offset, const void *data, int64_t bytes) {
+    for (int64_t done = 0; done < bytes;) {
+        ssize_t wrote = pwrite(out->descriptor, (const char *)data + done, (size_t)(bytes - done), offset + done);
+        if (wrote < 0 && errno == EINTR) continue;
+        if (wrote < 0) return mt_write_error(out->error, out->path);
+        done += wrote;
+    }
+    return 0;
+}
+
+/* Closes the file, whole and on disk when `status` was 0 and this returns 0. */
+static int mt_output_close(const mt_output *out, int status) {
+    if (status == 0 && fsync(out->descriptor) != 0) status = mt_write_error(out->error, out->path);
+    if (close(out->descriptor) != 0 && status == 0) status = mt_write_error(out->error, out->path);
+    return status;
+}
+
+static int mt_text_write(const char *folder, const char *name, const char *text, mt_error *error) {
+    mt_output out;
+    char *path = mt_path_join(folder, name);
+    int status = mt_output_open(&out, path, error);
+    if (status == 0) status = mt_output_close(&out, mt_output_write(&out, 0, text, (int64_t)strlen(text)));
+    free(path);
+    return status;
+}
+
+static int mt_json_write(const char *folder, const char *name, const json_t *json, mt_error *error) {
+    char *text = mt_json_print(json);
+    int status = mt_text_write(folder, name, text, error);
+    free(text);
+    return status;
+}
+
+/* ---- tensors */
+
+/* Length, JSON and padding of a file's header, to free; tensors[count] are the file's. */
+static char *mt_saved_header(const mt_saved *tensors, int64_t count, int64_t *bytes) {
+    char *text = mt_malloc(128 + count * 384);
+    int64_t used = 8 + sprintf(text + 8, "{\"__metadata__\":{\"format\":\"pt\"}"), length;
+    for (int64_t i = 0; i < count; i++) {
+        const mt_saved *saved = &tensors[i];
+        used += sprintf(text + used, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", saved->name,
+                        mt_dtype_name(saved->dtype), (long long)saved->shape[0]);
+        if (saved->num_dims == 2) used += sprintf(text + used, ",%lld", (long long)saved->shape[1]);
+        used += sprintf(text + used, "],\"data_offsets\":[%lld,%lld]}", (long long)saved->offset,
+                        (long long)(saved->offset + saved->bytes));
+    }
+    text[used++] = '}';
+    while (used % 8) text[used++] = ' '; // the data then begins aligned
+    length = used - 8;
+    memcpy(text, &length, 8);
+    *bytes = used;
+    return text;
+}
+
+/* Writes a parameter's rows where they belong in a tensor whose data begins at `start` in the file. */
+static int mt_param_write(const mt_output *out, const mt_model *m, const mt_param *param, const mt_saved *saved,
+                          int64_t start) {
+    int64_t size = mt_dtype_size(saved->dtype), cols = param->cols, chunk = mt_param_chunk(param), status = 0;
+    const char *place = mt_param_place(m, param, saved->kept);
+    char *staged = mt_malloc(chunk * cols * size),
+         *turned = param->hf_transposed ? mt_malloc(chunk * cols * size) : NULL;
+    for (int64_t first = 0; first < param->rows_stored && status == 0; first += chunk) {
+        int64_t count = param->rows_stored - first < chunk ? param->rows_stored - first : chunk;
+        int64_t row = param->hf_row + first;
+        m->ops->memory_copy(staged, place + first * cols * size, count * cols * size, m->stream);
+        m->ops->stream_wait(m->stream);
+        if (!turned) {
+            status = mt_output_write(out, start + row * cols * size, staged, count * cols * size);
+            continue;
+        }
+        for (int64_t r = 0; r < count; r++)
+            for (int64_t c = 0; c < cols; c++)
+                memcpy(turned + (c * count + r) * size, staged + (r * cols + c) * size, (size_t)size);
+        if (count == param->hf_rows_total) {
+            status = mt_output_write(out, start, turned, count * cols * size);
+            continue;
+        }
+        for (int64_t c = 0; c < cols && status == 0; c++)
+            status = mt_output_write(out, start + (c * param->hf_rows_total + row) * size, turned + c * count * size,
+                                     count * size);
+    }
+    free(staged);
+    free(turned);
+    return (int)status;
+}
+
+static int mt_shard_write(const mt_saved_set *set, int64_t shard, const mt_model *m, const char *path,
+                          mt_error *error) {
+    mt_output out;
+    int64_t first = 0, end, header_bytes;
+    while (set->tensors[first].shard < shard) first++;
+    for (end = first; end < set->count && set->tensors[end].shard == shard;) end++;
+    if (mt_output_open(&out, path, error) != 0) return -1;
+    char *header = mt_saved_header(set->tensors + first, end - first, &header_bytes);
+    int status = mt_output_write(&out, 0, header, header_bytes);
+    free(header);
+    for (int64_t i = first; i < end; i++) {
+        const mt_saved *saved = &set->tensors[i];
+        for (int64_t k = 0; k < saved->num_params && status == 0; k++)
+            status = mt_param_write(&out, m, &saved->params[k], saved, header_bytes + saved->offset);
+    }
+    return mt_output_close(&out, status);
+}
+
+/* Written for a single file too: loaders that take every *.safetensors of a folder then know the model's. */
+static int mt_saved_write_index(const mt_saved_set *set, const char *folder, mt_error *error) {
+    char name[64];
+    json_t *map = json_object();
+    for (int64_t i = 0; i < set->count; i++) {
+        mt_shard_name(name, set, set->tensors[i].shard);
+        mt_json_set_string(map, set->tensors[i].name, name);
+    }
+    json_t *index = json_pack("{s:{s:I}, s:o}", "metadata", "total_size", (json_int_t)set->bytes, "weight_map", map);
+    snprintf(name, sizeof name, "%s.safetensors.index.json", set->stem);
+    int status = mt_json_write(folder, name, index, error);
+    json_decref(index);
+    return status;
+}
+
+int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem, int64_t max_shard_bytes,
+                               mt_error *error) {
+    char name[64];
+    mt_saved_set set;
+    int status = 0;
+    mt_saved_plan(&set, m, stem, max_shard_bytes);
+    for (int64_t shard = 0; shard < set.num_shards && status == 0; shard++) {
+        mt_shard_name(name, &set, shard);
+        char *path = mt_path_join(folder, name);
+        status = mt_shard_write(&set, shard, m, path, error);
+        free(path);
+    }
+    if (status == 0) status = mt_saved_write_index(&set, folder, error);
+    free(set.tensors);
+    return status;
+}
+
+/* ---- folders */
+
+enum { MT_TRAINER_VERSION = 1 };
+static const int64_t mt_max_shard_bytes = 5000000000; // as save_pretrained's default was for long
+
+/* Where the run stands, and what it was begun with. */
+static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const char *folder, mt_error *error) {
+    const mt_options *o = m->options;
+    json_t *json = json_object();
+    mt_json_set_int(json, "version", MT_TRAINER_VERSION);
+    mt_json_set_int(json, "iteration", state->iteration);
+    mt_json_set_int(json, "consumed_train_samples", state->consumed_train_samples);
+    mt_json_set_int(json, "consumed_valid_samples", state->consumed_valid_samples);
+    mt_json_set_int(json, "optimizer_step", state->optimizer_step);
+    mt_json_set_int(json, "seed", o->seed);
+    mt_json_set_int(json, "seq_length", o->seq_length);
+    mt_json_set_int(json, "global_batch_size", o->global_batch_size);
+    mt_json_set_int(json, "micro_batch_size", o->micro_batch_size);
+    mt_json_set_int(json, "world_size", m->grid->world.size);
+    mt_json_set_string(json, "dtype", mt_dtype_name(m->dtype));
+    mt_json_set_real(json, "learning_rate", mt_learning_rate(o, state->consumed_train_samples));
+    int status = mt_json_write(folder, "trainer.json", json, error);
+    json_decref(json);
+    return status;
+}
+
+static int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error) {
+    if (options->bos_token_id < 0 && options->eos_token_id < 0) return 0;
+    json_t *json = json_object();
+    if (options->bos_token_id >= 0) mt_json_set_int(json, "bos_token_id", options->bos_token_id);
+    if (options->eos_token_id >= 0) mt_json_set_int(json, "eos_token_id", options->eos_token_id);
+    int status = mt_json_write(folder, "generation_config.json", json, error);
+    json_decref(json);
+    return status;
+}
+
+/* Everything of a checkpoint but the caller's own files. */
+static int mt_checkpoint_write(mt_model *m, const mt_run_state *state, const char *folder, mt_error *error) {
+    char *config = mt_options_write_hf_config(m->options);
+    int status = mt_text_write(folder, "config.json", config, error);
+    free(config);
+    if (status == 0) status = mt_generation_config_write(m->options, folder, error);
+    if (status == 0) status = mt_safetensors_save_folder(m, folder, "model", mt_max_shard_bytes, error);
+    if (status == 0 && m->plan.train && !m->options->no_save_optim)
+        status = mt_safetensors_save_folder(m, folder, "optimizer", mt_max_shard_bytes, error);
+    return status == 0 ? mt_trainer_write(m, state, folder, error) : -1;
+}
+
+/* Calls `visit` with every name in a folder, until one returns other than 0. */
+static int mt_folder_visit(const char *folder, int (*visit)(const char *folder, const char *name, void *context),
+                           void *context) {
+    DIR *directory = opendir(folder);
+    int status = 0;
+    if (!directory) return 0;
+    for (struct dirent *entry; status == 0 && (entry = readdir(directory));)
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
+            status = visit(folder, entry->d_name, context);
+    closedir(directory);
+    return status;
+}
+
+static int mt_remove_entry(const char *path, const struct stat *status, int type, struct FTW *walk) {
+    (void)status, (void)type, (void)walk;
+    return remove(path);
+}
+
+static void mt_folder_remove(const char *folder) {
+    nftw(folder, mt_remove_entry, 16, FTW_DEPTH | FTW_PHYS);
+}
+
+/* A run that was killed while it saved left iter_NNNNNNN.tmp-PID behind. */
+static int mt_remove_leftover(const char *folder, const char *name, void *context) {
+    int length = 0;
+    (void)context;
+    sscanf(name, "iter_%*[0-9].tmp-%*[0-9]%n", &length);
+    if (length == 0 || name[length]) return 0;
+    char *path = mt_path_join(folder, name);
+    mt_folder_remove(path);
+    free(path);
+    return 0;
+}
+
+static int mt_fsync_path(const char *path, mt_error *error) {
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    int status = descriptor >= 0 && (fsync(descriptor) == 0 || errno == EINVAL) ? 0 : mt_write_error(error, path);
+    if (descriptor >= 0) close(descriptor);
+    return status;
+}
+
+static int mt_fsync_entry(const char *folder, const char *name, void *error) {
+    char *path = mt_path_join(folder, name);
+    int status = mt_fsync_path(path, error);
+    free(path);
+    return status;
+}
+
+/* Exchanges two folders at once where the system can do that, else by way of a third name. */
+static int mt_folder_exchange(const char *a, const char *b) {
+#ifdef RENAME_EXCHANGE
+    if (renameat2(AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE) == 0) return 0;
+    if (errno != EINVAL && errno != ENOSYS) return -1;
+#endif
+    char *aside = mt_malloc((int64_t)strlen(b) + 8);
+    sprintf(aside, "%s.old", b);
+    int status = rename(b, aside);
+    if (status == 0 && (status = rename(a, b)) != 0) rename(aside, b);
+    if (status == 0) status = rename(aside, a);
+    free(aside);
+    return status;
+}
+
+/* Puts the whole folder `fresh` in its place; what was there goes only then. */
+static int mt_folder_place(const char *fresh, const char *place, mt_error *error) {
+    bool exists = access(place, F_OK) == 0;
+    int status = exists ? mt_folder_exchange(fresh, place) : rename(fresh, place);
+    if (status != 0) return mt_write_error(error, place);
+    if (exists) mt_folder_remove(fresh);
+    return 0;
+}
+
+/* Replaces folder/name by a text or by a link, all at once. */
+static int mt_file_replace(const char *folder, const char *name, const char *text, bool link, mt_error *error) {
+    char temporary[300];
+    snprintf(temporary, sizeof temporary, "%s.tmp-%lld", name, (long long)getpid());
+    char *from = mt_path_join(folder, temporary), *to = mt_path_join(folder, name);
+    unlink(from);
+    int status = link ? symlink(text, from) : mt_text_write(folder, temporary, text, error);
+    if (link && status != 0) mt_write_error(error, to);
+    if (status == 0 && rename(from, to) != 0) {
+        status = mt_write_error(error, to);
+        unlink(from);
+    }
+    free(from);
+    free(to);
+    return status;
+}
+
+/* Whether folder/name is one of the links that lead into the latest iteration. */
+static bool mt_is_own_link(const char *folder, const char *name) {
+    static const char start[] = "latest/";
+    char target[sizeof start - 1];
+    char *path = mt_path_join(folder, name);
+    ssize_t length = readlink(path, target, sizeof target);
+    free(path);
+    return length == (ssize_t)sizeof target && memcmp(target, start, sizeof target) == 0;
+}
+
+static bool mt_path_exists(const char *folder, const char *name) {
+    struct stat status;
+    char *path = mt_path_join(folder, name);
+    bool exists = lstat(path, &status) == 0;
+    free(path);
+    return exists;
+}
+
+/* Links a file of the iteration from the folder above, unless it is our own affair or something else has the name. */
+static int mt_link_file(const char *iteration, const char *name, void *folder) {
+    char target[300];
+    mt_error ignored;
+    (void)iteration;
+    if (strncmp(name, "optimizer", 9) == 0 || strcmp(name, "trainer.json") == 0) return 0;
+    if (mt_path_exists(folder, name) || strlen(name) > 255) return 0;
+    snprintf(target, sizeof target, "latest/%s", name);
+    mt_file_replace(folder, name, target, true, &ignored);
+    return 0;
+}
+
+/* Removes links whose file the latest iteration no longer has. */
+static int mt_unlink_stale(const char *folder, const char *name, void *context) {
+    (void)context;
+    if (!mt_is_own_link(folder, name) || mt_folder_has(folder, name)) return 0;
+    char *path = mt_path_join(folder, name);
+    unlink(path);
+    free(path);
+    return 0;
+}
+
+/* The folder's latest is `iteration`. Links are a service to other loaders: a file system without them is no error. */
+static int mt_checkpoint_publish(const char *folder, const char *iteration, int64_t number, mt_error *error) {
+    char text[32];
+    mt_error ignored;
+    snprintf(text, sizeof text, "%lld\n", (long long)number);
+    if (mt_file_replace(folder, "latest_checkpointed_iteration.txt", text, false, error) != 0) return -1;
+    if (mt_file_replace(folder, "latest", iteration, true, &ignored) == 0) {
+        char *path = mt_path_join(folder, iteration);
+        mt_folder_visit(folder, mt_unlink_stale, NULL);
+        mt_folder_visit(path, mt_link_file, (void *)folder);
+        free(path);
+    }
+    return mt_fsync_path(folder, error);
+}
+
+/* Creates a folder and those above it. */
+static int mt_folder_create(const char *folder, mt_error *error) {
+    char *path = mt_strdup(folder);
+    struct stat status;
+    for (char *slash = path + 1; *path && *slash; slash++) {
+        if (*slash != '/') continue;
+        *slash = 0;
+        mkdir(path, 0777); // the last one tells
+        *slash = '/';
+    }
+    int made = mkdir(path, 0777), reason = errno;
+    bool is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
+    free(path);
+    if (made == 0 || is_folder) return 0;
+    return mt_error_set(error, "%s: the folder cannot be made: %s; choose another --save", folder, strerror(reason));
+}
+
+/* Refuses a folder that is a model of its own, and one without room for `bytes`. */
+static int mt_checkpoint_check_folder(const char *folder, int64_t bytes, mt_error *error) {
+    static const char *const names[] = {"config.json", "model.safetensors", "model.safetensors.index.json"};
+    struct statvfs disk;
+    char target[8];
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (mt_path_exists(folder, names[i]) && !mt_is_own_link(folder, names[i]))
+            return mt_error_set(error,
+                                "%s: is a model's own folder (its %s was not put there by --save); choose another "
+                                "--save",
+                                folder, names[i]);
+    char *latest = mt_path_join(folder, "latest");
+    bool taken = mt_path_exists(folder, "latest") && readlink(latest, target, sizeof target) < 0;
+    free(latest);
+    if (taken) return mt_error_set(error, "%s/latest: is not a link of --save; choose another --save", folder);
+    if (statvfs(folder, &disk) != 0 || disk.f_blocks == 0) return 0; // the disk does not tell: writing will
+    double room = (double)disk.f_bavail * (double)disk.f_frsize;
+    if (room >= (double)bytes) return 0;
+    return mt_error_set(error,
+                        "%s: a checkpoint takes %.1f MB and the disk has %.1f MB left; free some or choose another "
+                        "--save",
+                        folder, (double)bytes / 1e6, room / 1e6);
+}
+
+/* Bytes of the safetensors of a checkpoint. */
+static int64_t mt_checkpoint_bytes(const mt_model *m) {
+    int64_t each = mt_dtype_size(m->dtype);
+    if (m->plan.train && !m->options->no_save_optim) each += m->dtype == MT_F32 ? 8 : 12;
+    return mt_num_parameters(m->options) * each;
+}
+
+int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
+                       void *context, mt_error *error) {
+    char name[64], temporary_name[128];
+    if (mt_folder_create(folder, error) != 0) return -1;
+    mt_folder_visit(folder, mt_remove_leftover, NULL);
+    if (mt_checkpoint_check_folder(folder, mt_checkpoint_bytes(m), error) != 0) return -1;
+    snprintf(name, sizeof name, "iter_%07lld", (long long)state->iteration);
+    snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", name, (long long)getpid());
+    char *temporary = mt_path_join(folder, temporary_name), *place = mt_path_join(folder, name);
+    int status = mt_folder_create(temporary, error);
+    if (status == 0) status = mt_checkpoint_write(m, state, temporary, error);
+    if (status == 0 && extra) status = extra(context, temporary, error);
+    if (status == 0) status = mt_folder_visit(temporary, mt_fsync_entry, error);
+    if (status == 0) status = mt_fsync_path(temporary, error);
+    if (status == 0) status = mt_folder_place(temporary, place, error);
+    if (status == 0) status = mt_checkpoint_publish(folder, name, state->iteration, error);
+    if (status != 0) mt_folder_remove(temporary);
+    free(temporary);
+    free(place);
+    return status;
+}
 
 /* ==== §14d resuming ============================================================================================== */
+/* Where a run left off, so that it goes on bit for bit. */
 
 /* The iteration that latest_checkpointed_iteration.txt names, or -1 with error. */
 static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
@@ -5174,11 +5674,99 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
     return NULL;
 }
 
+/* The tensor that keeps one kind of value of a parameter. */
+static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const mt_param *param, mt_kept kept) {
+    char name[192];
+    snprintf(name, sizeof name, "%s%s", mt_kept_prefix[kept], param->hf_name);
+    return mt_safetensors_find(file, name);
+}
+
+/* Moments and, where they were kept, master weights. A bf16 run may go on in fp32, from its master weights, and an fp32
+ * run in bf16, with its weights for master weights. */
+static int mt_optimizer_load(const mt_model *m, const char *folder, mt_error *error) {
+    mt_safetensors *file;
+    if (mt_safetensors_open_folder(&file, folder, "optimizer", error) != 0) return -1;
+    mt_kept first = mt_optimizer_find(file, &m->params[0], MT_KEPT_MASTER) ? MT_KEPT_MASTER : MT_KEPT_M;
+    int status = 0;
+    for (int load = 0; load < 2; load++) // everything is checked before anything is set
+        for (int64_t i = 0; i < m->num_params; i++)
+            for (int kept = first; kept < MT_NUM_KEPT && status == 0; kept++) {
+                const mt_param *param = &m->params[i];
+                const mt_tensor_info *tensor = mt_optimizer_find(file, param, (mt_kept)kept);
+                if (!tensor)
+                    status = mt_error_set(error,
+                                          "%s: the optimizer's state has no tensor \"%s%s\"; go on without it by "
+                                          "--no-load-optim, or get the folder again",
+                                          folder, mt_kept_prefix[kept], param->hf_name);
+                else if (load)
+                    mt_param_load(m, param, tensor, NULL, mt_param_place(m, param, (mt_kept)kept));
+                else
+                    status = mt_param_check(param, tensor, error);
+            }
+    mt_safetensors_close(file);
+    return status;
+}
+
+/* A whole number >= 0 of trainer.json. */
+static int mt_trainer_int(const json_t *json, const char *key, const char *path, int64_t *value, mt_error *error) {
+    const json_t *item = json_object_get(json, key);
+    *value = json_integer_value(item);
+    if (json_is_integer(item) && *value >= 0) return 0;
+    return mt_error_set(error, "%s: has no whole number \"%s\"; begin anew from these weights by --finetune", path,
+                        key);
+}
+
+/* Samples are counted and drawn in terms of these, so a run goes on with what it was begun with. */
+static int mt_trainer_agrees(const char *path, const char *option, int64_t then, int64_t now, mt_error *error) {
+    if (then == now) return 0;
+    return mt_error_set(error, "%s: the run was begun with %s %lld, not %lld; give that, or begin anew by --finetune",
+                        path, option, (long long)then, (long long)now);
+}
+
+static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *path, mt_error *error) {
+    int64_t version, seed, seq_length;
+    const struct {
+        const char *key;
+        int64_t *value;
+    } fields[] = {{"version", &version},
+                  {"iteration", &state->iteration},
+                  {"consumed_train_samples", &state->consumed_train_samples},
+                  {"consumed_valid_samples", &state->consumed_valid_samples},
+                  {"optimizer_step", &state->optimizer_step},
+                  {"seed", &seed},
+                  {"seq_length", &seq_length}};
+    json_t *json = mt_json_read(path, error);
+    int status = json ? 0 : -1;
+    for (size_t i = 0; i < sizeof fields / sizeof *fields && status == 0; i++)
+        status = mt_trainer_int(json, fields[i].key, path, fields[i].value, error);
+    json_decref(json);
+    if (status != 0) return -1;
+    if (version > MT_TRAINER_VERSION)
+        return mt_error_set(error, "%s: version %lld was written by a later version of this program; update it", path,
+                            (long long)version);
+    if (mt_trainer_agrees(path, "--seed", seed, m->options->seed, error) != 0) return -1;
+    return mt_trainer_agrees(path, "--seq-length", seq_length, m->options->seq_length, error);
+}
+
+/* The optimizer and the place in the run; `folder` is one iteration's. */
+static int mt_run_load(const mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
+    bool has_optimizer =
+        mt_folder_has(folder, "optimizer.safetensors") || mt_folder_has(folder, "optimizer.safetensors.index.json");
+    bool continues = mt_folder_has(folder, "trainer.json") && (has_optimizer || m->options->no_load_optim);
+    if (!m->plan.train || m->options->finetune || !continues) return 0;
+    char *path = mt_path_join(folder, "trainer.json");
+    int status = mt_trainer_read(m, state, path, error);
+    free(path);
+    if (status == 0 && m->options->no_load_optim) state->optimizer_step = 0; // the moments begin at 0 too
+    return status == 0 && !m->options->no_load_optim ? mt_optimizer_load(m, folder, error) : status;
+}
+
 int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
     char *resolved = mt_checkpoint_resolve(folder, error);
     if (!resolved) return -1;
     *state = (mt_run_state){0};
     int status = mt_weights_load(m, resolved, error);
+    if (status == 0) status = mt_run_load(m, state, resolved, error);
     free(resolved);
     return status;
 }

@@ -734,13 +734,30 @@ const mt_tensor_info *mt_safetensors_get(const mt_safetensors *file, int64_t ind
 /* NULL when there is no such tensor. */
 const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char *name);
 
-/* Saves folder/iter_NNNNNNN (config.json, safetensors, optimizer state, trainer.json, tokenizer files copied from
- * `tokenizer_source` when not NULL), then makes it the folder's latest; `folder` itself also loads as a Hugging Face
- * folder. Nothing that was good before is touched until the new one is whole. */
-int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *folder, mt_error *error);
+/* Writes the model's weights (stem "model") or its optimizer state ("optimizer": fp32 master weights of bf16 ones,
+ * exp_avg and exp_avg_sq, as master.NAME, exp_avg.NAME, exp_avg_sq.NAME) into a folder: whole tensors under Hugging
+ * Face names, in files of at most max_shard_bytes unless one tensor is larger, and their index. The folder must exist
+ * and hold no such files. */
+int mt_safetensors_save_folder(mt_model *model, const char *folder, const char *stem, int64_t max_shard_bytes,
+                               mt_error *error);
 
-/* Loads weights from a Hugging Face folder or from a folder that mt_checkpoint_save wrote (its latest), and unless the
- * options say otherwise the optimizer and `state`; without optimizer state the run starts at iteration 0. */
+/* Adds the caller's own files, such as the tokenizer's, to a checkpoint that is being written into `folder`. */
+typedef int mt_checkpoint_extra(void *context, const char *folder, mt_error *error);
+
+/* Saves folder/iter_NNNNNNN: config.json, safetensors, optimizer state (unless options->no_save_optim), trainer.json,
+ * and what `extra` adds when it is not NULL. Then makes it the latest: latest_checkpointed_iteration.txt names it, the
+ * link `latest` leads to it, and links beside that make `folder` itself a Hugging Face folder. Nothing that was good
+ * before is touched until the new one is whole and on disk. An error is: a full disk, a folder that cannot be written,
+ * or one that is a Hugging Face folder of its own. For one rank; the others wait. */
+int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
+                       void *context, mt_error *error);
+
+/* Loads weights from a Hugging Face folder or from one that mt_checkpoint_save wrote (its latest). A model made for
+ * training also gets its optimizer and `state` from it, and then continues bit for bit, unless options->finetune says
+ * to begin at iteration 0, or trainer.json or the optimizer's files are not there; with options->no_load_optim `state`
+ * continues with a fresh optimizer. Weights may be F32, BF16, F16 or F64. A missing tensor, one without a place in the
+ * model, a wrong shape, and a run that was begun with another seed or sequence length are errors; values that are not
+ * finite are reported on standard error. */
 int mt_checkpoint_load(mt_model *model, mt_run_state *state, const char *folder, mt_error *error);
 
 /* The folder that holds config.json: `folder` itself, or its latest iter_NNNNNNN. Returns text to free. */
