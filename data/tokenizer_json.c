@@ -194,7 +194,7 @@ static int read_pretokenizer(loader *l, mt_step *step, const json_t *object) {
     if (equals(type, "WhitespaceSplit")) return set_regex(l, step, MT_REMOVED, "\\s");
     if (equals(type, "Whitespace")) {
         step->invert = true;
-        return set_regex(l, step, MT_REMOVED, "\\w+|[^\\w\\s]+");
+        return set_regex(l, step, MT_REMOVED, "[\\w\\x{200C}\\x{200D}]+|[^\\w\\x{200C}\\x{200D}\\s]+");
     }
     return refuse(l, "pre_tokenizer", type);
 }
