@@ -8,13 +8,21 @@
  *   §5   collectives
  *   §8   the parameter table
  *   §9   attention, MLP, layer
+ *   §9a  rotary tables
+ *   §9b  attention
+ *   §9c  MLP
+ *   §9d  layer
  *   §10  the model
+ *   §10a memory
+ *   §10b creation
+ *   §10c forward and backward
  *   §11  schedules
  *   §12  gradient buckets
  *   §13  optimizer
  *   §14  checkpoints and Hugging Face
  *   §15  generation
  *   §16  the training step
+ *   §16b reports
  */
 #include "megatron.h"
 
@@ -26,6 +34,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -907,6 +916,8 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
     bool layernorm = strcmp(m->options->normalization, "LayerNorm") == 0;
     mt_scratch *s = &m->scratch;
+    m->workspace_bytes = m->ops->workspace_bytes(T, m->C, m->H, m->D);
+    m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     m->tokens = mt_arena_alloc(arena, T * 4);
     m->labels = mt_arena_alloc(arena, T * 4);
     m->positions = mt_arena_alloc(arena, T * 4);
@@ -1078,8 +1089,8 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     }
     m->arena.capacity = counting.used;
     m->arena.base = ops->memory_alloc(counting.used);
-    m->stream = ops->stream_create();
     mt_layout(m, &m->arena);
+    m->stream = ops->stream_create(m->workspace, m->workspace_bytes);
     mt_bind_weights(m);
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
@@ -1821,4 +1832,79 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
     mt_sums_finish(m, sums);
     *loss = sums[1] > 0 ? sums[0] / sums[1] : 0;
     return 0;
+}
+
+/* ==== §16b reports =============================================================================================== */
+
+/* Bytes of memory that this process has held at most. */
+static int64_t mt_peak_memory(void) {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return (int64_t)usage.ru_maxrss * 1024;
+}
+
+int mt_report_open(mt_report *report, const mt_options *options, const mt_grid *grid, const mt_run_state *state,
+                   mt_error *error) {
+    *report = (mt_report){.options = options, .world_size = grid->world.size, .first_iteration = state->iteration};
+    report->prints = grid->world.rank == 0;
+    report->start = mt_time();
+    if (!report->prints || !options->metrics) return 0;
+    report->metrics = fopen(options->metrics, state->iteration > 0 ? "a" : "w"); // a resumed run goes on in its file
+    if (!report->metrics)
+        return mt_error_set(error, "--metrics %s: cannot be written: %s", options->metrics, strerror(errno));
+    return 0;
+}
+
+void mt_report_close(mt_report *report) {
+    if (report->metrics) fclose(report->metrics);
+    report->metrics = NULL;
+}
+
+void mt_report_line(const mt_report *report, const char *format, ...) {
+    if (!report->prints) return;
+    va_list arguments;
+    va_start(arguments, format);
+    vprintf(format, arguments);
+    va_end(arguments);
+    printf("\n");
+    fflush(stdout);
+}
+
+/* Ends a line of the metrics file; each line is whole on the disk before the next step begins. */
+static int mt_report_flush(const mt_report *report, mt_error *error) {
+    if (fflush(report->metrics) == 0 && !ferror(report->metrics)) return 0;
+    return mt_error_set(error, "--metrics %s: cannot be written: %s", report->options->metrics, strerror(errno));
+}
+
+int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
+                        mt_error *error) {
+    const mt_options *o = report->options;
+    int64_t iteration = state->iteration, total = o->train_iters;
+    if (!report->prints || (iteration % o->log_interval != 0 && iteration != total)) return 0;
+    double rate = metrics->tokens / metrics->seconds;
+    double flops = mt_flops(o, (int64_t)metrics->tokens / o->seq_length) / metrics->seconds / report->world_size;
+    double pace = (mt_time() - report->start) / (double)(iteration - report->first_iteration);
+    int64_t left = (int64_t)(pace * (double)(total - iteration) + 0.5);
+    mt_report_line(
+        report, "%6lld/%lld %3d%%  loss %.4f  grad norm %.3f  lr %.2e  %.0f tokens/s  %.1f GFLOP/s  %lld:%02lld left",
+        (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, metrics->grad_norm,
+        metrics->learning_rate, rate, flops * 1e-9, (long long)(left / 60), (long long)(left % 60));
+    if (!report->metrics) return 0;
+    fprintf(report->metrics,
+            "{\"iteration\": %lld, \"lm_loss\": %.17g, \"grad_norm\": %.17g, \"learning_rate\": %.17g, "
+            "\"weight_decay\": %.17g, \"consumed_samples\": %lld, \"tokens_per_second\": %.6g, "
+            "\"tflops_per_device\": %.6g, \"iteration_ms\": %.6g, \"peak_memory_bytes\": %lld}\n",
+            (long long)iteration, metrics->loss, metrics->grad_norm, metrics->learning_rate, metrics->weight_decay,
+            (long long)state->consumed_train_samples, rate, flops * 1e-12, 1e3 * metrics->seconds,
+            (long long)mt_peak_memory());
+    return mt_report_flush(report, error);
+}
+
+int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
+                         mt_error *error) {
+    mt_report_line(report, "%6lld  %s loss %.4f  perplexity %.2f", (long long)state->iteration, split, loss, exp(loss));
+    if (!report->metrics) return 0;
+    fprintf(report->metrics, "{\"iteration\": %lld, \"%s_loss\": %.17g, \"%s_perplexity\": %.17g}\n",
+            (long long)state->iteration, split, loss, split, exp(loss));
+    return mt_report_flush(report, error);
 }

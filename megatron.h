@@ -244,7 +244,11 @@ typedef void mt_memory_free_fn(void *memory);
 /* Copies between any two of host and device memory. */
 typedef void mt_memory_copy_fn(void *to, const void *from, int64_t bytes, mt_stream *stream);
 typedef void mt_memory_zero_fn(void *memory, int64_t bytes, mt_stream *stream);
-typedef mt_stream *mt_stream_create_fn(void);
+/* Bytes of device memory that operations on one stream may use between them, for T tokens, rows of C channels, and
+ * attention with H heads of D channels. 0 on the CPU. */
+typedef int64_t mt_workspace_bytes_fn(int64_t T, int64_t C, int64_t H, int64_t D);
+/* A stream whose operations use `workspace`, which outlives it. NULL on the CPU. */
+typedef mt_stream *mt_stream_create_fn(void *workspace, int64_t workspace_bytes);
 typedef void mt_stream_destroy_fn(mt_stream *stream);
 /* Waits for all that was enqueued. */
 typedef void mt_stream_wait_fn(mt_stream *stream);
@@ -395,6 +399,7 @@ typedef void mt_convert_fn(void *to, mt_dtype to_dtype, const void *from, mt_dty
     OP(memory_free)                                                                                                    \
     OP(memory_copy)                                                                                                    \
     OP(memory_zero)                                                                                                    \
+    OP(workspace_bytes)                                                                                                \
     OP(stream_create)                                                                                                  \
     OP(stream_destroy)                                                                                                 \
     OP(stream_wait)                                                                                                    \
@@ -629,6 +634,9 @@ double mt_weight_decay(const mt_options *options, int64_t consumed_samples);
 /* Sequences of the step that begins after `consumed_samples` (constant, or ramped by --rampup-batch-size). */
 int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples);
 
+/* Samples that the first `iterations` steps consume together. */
+int64_t mt_consumed_samples(const mt_options *options, int64_t iterations);
+
 /* The whole state of a run besides parameters and moments: enough to continue it bit for bit. */
 typedef struct mt_run_state {
     int64_t iteration;              // steps done
@@ -658,6 +666,32 @@ int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, m
 /* Mean loss of `micro_batches` micro-batches a rank without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error);
+
+/* What rank 0 tells: a line an iteration on standard output and, with --metrics, an object a line in a file. */
+typedef struct mt_report {
+    const mt_options *options;
+    FILE *metrics;
+    bool prints;
+    int world_size;
+    int64_t first_iteration;
+    double start;
+} mt_report;
+
+/* Opens the metrics file; a run that goes on from iteration > 0 appends to it. An unwritable file is an error, here and
+ * below. */
+int mt_report_open(mt_report *report, const mt_options *options, const mt_grid *grid, const mt_run_state *state,
+                   mt_error *error);
+void mt_report_close(mt_report *report);
+
+/* The step that `state` now counts; every --log-interval iterations. */
+int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics, mt_error *error);
+
+/* The mean loss of "validation" or "test" after the steps that `state` counts. */
+int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
+                         mt_error *error);
+
+/* Any other line, on rank 0. */
+void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* ==== §14 checkpoints and Hugging Face =============================================================================
  */

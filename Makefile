@@ -1,0 +1,217 @@
+# megatron.c: `make deps demo` shows it at work, `make help` lists what else there is.
+#
+## make               build train, infer and data/preprocess (the first time: look for libraries)
+## make deps          install the distribution's packages that it uses
+## make demo          prepare text, train a small Llama on it, draw its loss and let it write
+## make test          run the tests; SUITES="tokenizer options" runs some
+## make bench         run the benchmarks
+## make plot RUN=F    draw the curves of a metrics file, or several (RUN=a.jsonl,b.jsonl), as a.svg or OUT=FILE.svg
+## make pictures      draw the pictures of the notes
+## make fuzz          look for crashes in the parsers; FUZZ_SECONDS=600 TARGET=name
+## make lint          check the rules of the house;  make format: lay the code out;  make format-check
+## make probe         look for libraries again
+## make clean         remove what was built
+##
+## Settings: OPT="-O2" CC=clang WITHOUT="mpi blas" (do without libraries) SANITIZE=1 (check memory) WERROR=1 V=1
+
+ifeq ($(origin CC),default)
+CC := $(if $(shell command -v gcc),gcc,cc)
+endif
+DEFAULT_CC := $(if $(filter gcc cc,$(CC)),,$(notdir $(lastword $(CC))))
+Q := $(if $(V),,@)
+
+# ---- One directory for each configuration, so that objects of different builds never meet ----------------------------
+
+comma := ,
+space := $(subst ,, )
+CONFIG := $(subst $(space),-,$(strip $(DEFAULT_CC) $(if $(FUZZER),fuzzer) $(if $(SANITIZE),sanitize) \
+	$(if $(strip $(WITHOUT)),without $(sort $(WITHOUT)))))
+B := build/$(or $(CONFIG),default)
+BIN := $(if $(CONFIG),$(B)/bin/)
+
+LIBRARIES := mpi blas openmp jansson yaml pcre2 utf8proc cmocka cuda nccl cudnn gnuplot
+ifneq ($(filter-out $(LIBRARIES),$(WITHOUT)),)
+$(error WITHOUT=$(WITHOUT): the libraries are $(LIBRARIES))
+endif
+
+# ---- Sources ---------------------------------------------------------------------------------------------------------
+
+MAINS := $(wildcard train.c infer.c data/preprocess.c)
+LIBRARY := $(filter-out $(MAINS),megatron.c $(wildcard data/*.c))
+SUITES ?= $(patsubst tests/test_%,%,$(basename $(wildcard tests/test_*.c tests/test_*.sh)))
+TESTS = $(if $(HAVE_CMOCKA),$(filter-out $(if $(HAVE_MPI),,%_mpi.c),$(wildcard $(SUITES:%=tests/test_%.c))))
+BENCHES := $(wildcard tests/bench_*.c)
+FUZZERS := $(if $(TARGET),tests/fuzz_$(TARGET).c,$(wildcard tests/fuzz_*.c))
+
+PROGRAMS := $(MAINS:%.c=$(BIN)%)
+TEST_PROGRAMS = $(TESTS:%.c=$(B)/%)
+BENCH_PROGRAMS := $(BENCHES:%.c=$(B)/%)
+FUZZ_PROGRAMS := $(FUZZERS:%.c=$(B)/%)
+OBJECTS := $(LIBRARY:%.c=$(B)/%.o) $(if $(SANITIZE)$(FUZZER),$(B)/tests/never_unload.o)
+
+# ---- Flags -----------------------------------------------------------------------------------------------------------
+
+OPT ?= $(if $(SANITIZE)$(FUZZER),-O1,-O3) -march=native
+WARNINGS := -Wall -Wextra $(if $(WERROR),-Werror)
+CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
+	$(if $(SANITIZE)$(FUZZER),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
+# Floating point: no errno and no traps, and a*b+c may be one instruction. Nothing that reorders sums (-ffast-math).
+MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast
+
+.PHONY: all help everything test bench fuzz fuzz-programs plot pictures demo deps deps-dev probe lint
+.PHONY: format format-check clean FORCE
+all:
+
+# `make deps test` must look for libraries only once they are installed, so what follows deps is made by a second make.
+ifneq ($(filter deps deps-dev,$(MAKECMDGOALS)),)
+REST := $(filter-out deps deps-dev,$(MAKECMDGOALS))
+.PHONY: $(REST)
+$(firstword $(REST)): $(filter deps deps-dev,$(MAKECMDGOALS))
+	+@$(MAKE) --no-print-directory $(REST)
+$(wordlist 2,99,$(REST)): $(firstword $(REST))
+	@:
+else
+
+# ---- What the machine has (probe.sh), unless nothing is going to be compiled -----------------------------------------
+
+ifneq ($(filter-out help clean lint format format-check plot probe fuzz,$(or $(MAKECMDGOALS),all)),)
+include $(B)/config.mk
+endif
+
+ifneq ($(and $(HAVE_CUDA),$(wildcard cuda/*.cu)),)
+OBJECTS += $(patsubst %.cu,$(B)/%.cu.o,$(wildcard cuda/*.cu))
+# One architecture: that of the GPU here, or Hopper where there is none.
+CUDA_ARCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),native,sm_90)
+CUDA_DEFINES := -DMT_HAVE_CUDA $(if $(HAVE_NCCL),-DMT_HAVE_NCCL) $(if $(HAVE_CUDNN),-DMT_HAVE_CUDNN)
+CUDA_LINK := $(NCCL_LIBS) $(CUDNN_LIBS) $(CUDA_LIBS)
+endif
+
+ALL_CFLAGS := -std=c11 -D_GNU_SOURCE -pthread -I. $(OPT) -g $(WARNINGS) $(MATHS) $(CHECKS) $(FOUND_CFLAGS) \
+	$(if $(CUDA_DEFINES),$(CUDA_CFLAGS) $(CUDA_DEFINES)) $(CFLAGS)
+ALL_NVCCFLAGS := -std=c++17 -O3 -lineinfo -arch=$(CUDA_ARCH) -I. $(CUDA_DEFINES) $(if $(WERROR),-Werror all-warnings) \
+	$(NVCCFLAGS)
+ALL_FLAGS = $(ALL_CFLAGS) $(ALL_NVCCFLAGS) $(ALL_LIBS)
+ALL_LIBS := $(CHECKS) $(if $(CHECKS),-rdynamic) $(LDFLAGS) $(FOUND_LIBS) $(CUDA_LINK) -pthread -lm
+
+# These two files change when what they hold changes, and then what was built with them is built again.
+$(B)/compiler: FORCE
+	@mkdir -p $(@D)
+	@$(CC) --version 2>&1 | head -n 1 | cmp -s - $@ || $(CC) --version 2>&1 | head -n 1 >$@
+$(B)/flags: FORCE
+	@mkdir -p $(@D)
+	@echo '$(ALL_FLAGS)' | cmp -s - $@ || echo '$(ALL_FLAGS)' >$@
+$(B)/config.mk: Makefile probe.sh $(B)/compiler
+	@CC='$(CC)' WITHOUT='$(WITHOUT)' ./probe.sh $@
+
+# ---- Programs --------------------------------------------------------------------------------------------------------
+
+all: $(PROGRAMS) $(OBJECTS)
+everything: all $(TEST_PROGRAMS) $(BENCH_PROGRAMS) $(if $(wildcard notes/draw.c),$(B)/notes/draw)
+
+define link_program
+@mkdir -p $(@D); $(if $(V),,echo "  LD  $@")
+$(Q)$(CC) $(filter %.o,$^) -o $@ $1 $(ALL_LIBS)
+endef
+
+$(PROGRAMS): $(BIN)%: $(B)/%.o $(OBJECTS) $(B)/flags
+	$(call link_program)
+$(TEST_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
+	$(call link_program,$(CMOCKA_LIBS))
+$(BENCH_PROGRAMS) $(B)/notes/draw: %: %.o $(OBJECTS) $(B)/flags
+	$(call link_program)
+$(FUZZ_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
+	$(call link_program,-fsanitize=fuzzer)
+
+$(B)/%.o: %.c $(B)/flags
+	@mkdir -p $(@D); $(if $(V),,echo "  CC  $<")
+	$(Q)$(CC) $(ALL_CFLAGS) $(if $(filter tests/%,$<),$(CMOCKA_CFLAGS)) -MMD -MP -c $< -o $@
+$(B)/%.cu.o: %.cu $(B)/flags
+	@mkdir -p $(@D); $(if $(V),,echo "  NVCC $<")
+	$(Q)$(NVCC) $(ALL_NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+.SECONDARY:
+-include $(wildcard $(B)/*.d $(B)/*/*.d)
+
+# ---- Running it ------------------------------------------------------------------------------------------------------
+
+# Leaks inside MPI and OpenMP are not ours: tests/lsan.supp names those libraries. To see them, stacks must be whole.
+SANITIZER_SETTINGS := ASAN_OPTIONS=$(if $(SANITIZE),fast_unwind_on_malloc=0) UBSAN_OPTIONS=print_stacktrace=1 \
+	LSAN_OPTIONS="suppressions='$(CURDIR)/tests/lsan.supp':print_suppressions=0"
+
+test: all $(TEST_PROGRAMS)
+	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)
+	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' HAVE_MPI='$(HAVE_MPI)' tests/run_tests.sh $(B)/tests $(SUITES)
+
+bench: all $(BENCH_PROGRAMS)
+	@for program in $(BENCH_PROGRAMS); do $$program || exit 1; done
+
+pictures: $(if $(wildcard notes/draw.c),$(B)/notes/draw)
+	$(if $^,$^ notes)
+
+demo: all
+	@MT_BIN='$(or $(BIN:%/=%),.)' data/demo.sh
+
+plot:
+	@data/plot.sh "$(RUN)" $(OUT)
+
+FUZZ_SECONDS ?= 600
+fuzz:
+	+@$(MAKE) --no-print-directory CC=$(or $(FUZZ_CC),clang) FUZZER=1 fuzz-programs
+fuzz-programs: $(FUZZ_PROGRAMS)
+	@$(SANITIZER_SETTINGS) tests/run_fuzz.sh $(FUZZ_SECONDS) $^
+
+# ---- Keeping the house -----------------------------------------------------------------------------------------------
+
+FORMATTED = $(wildcard *.c *.h data/*.c data/*.h tests/*.c tests/*.h notes/*.c cuda/*.cu cuda/*.cuh cuda/*.h)
+CLANG_FORMAT ?= clang-format
+
+lint:
+	@tests/lint
+format:
+	$(CLANG_FORMAT) -i $(FORMATTED)
+format-check:
+	$(CLANG_FORMAT) --dry-run --Werror $(FORMATTED)
+
+probe:
+	@rm -f $(B)/config.mk
+	+@$(MAKE) -s $(B)/config.mk
+
+help:
+	@sed -n 's/^## \{0,1\}//p' Makefile
+
+clean:
+	rm -rf build train infer data/preprocess
+
+endif
+
+# ---- Packages --------------------------------------------------------------------------------------------------------
+
+APT := build-essential pkg-config libopenmpi-dev openmpi-bin libopenblas-openmp-dev libjansson-dev libyaml-dev \
+	libpcre2-dev libutf8proc-dev libcmocka-dev gnuplot-nox
+DNF := gcc make pkgconf-pkg-config openmpi-devel openblas-devel jansson-devel libyaml-devel pcre2-devel \
+	utf8proc-devel libcmocka-devel gnuplot
+BREW := gcc make pkg-config open-mpi openblas libomp jansson libyaml pcre2 utf8proc cmocka gnuplot
+
+# Installs those of the packages $1 that are not there, without a question. $2 and $3: their names elsewhere.
+define install_packages
+@if ! command -v apt-get >/dev/null; then \
+	echo "no apt-get here; elsewhere the packages are:"; echo "  dnf install $2"; echo "  brew install $3"; exit; \
+fi; \
+for package in $1; do \
+	dpkg-query -W -f '$${Status}' $$package 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$package"; \
+done; \
+if [ -z "$$missing" ]; then echo "all packages are installed"; exit; fi; \
+root=; [ "$$(id -u)" = 0 ] || root=sudo; \
+apt="$$root env DEBIAN_FRONTEND=noninteractive apt-get -q"; \
+echo "installing:$$missing"; \
+$$apt update && $$apt install -y --no-install-recommends $$missing && rm -f build/*/config.mk
+endef
+
+deps:
+	$(call install_packages,$(APT),$(DNF),$(BREW))
+# What checking the project takes beside that (.ci/run): clang with its sanitizers, libFuzzer and OpenMP. Debian's and
+# Ubuntu's packages for clang NN differ in which of these come with it; each is named after NN.
+CLANG = $(shell apt-cache depends clang 2>/dev/null | sed -n 's/.*Depends: clang-\([0-9][0-9]*\)$$/\1/p')
+deps-dev: deps
+	$(call install_packages,clang clang-format $(CLANG:%=libomp-%-dev) \
+		$(if $(shell apt-cache show libclang-rt-$(CLANG)-dev 2>/dev/null),libclang-rt-$(CLANG)-dev),\
+		clang clang-tools-extra compiler-rt libomp-devel,llvm)

@@ -1,0 +1,264 @@
+/* dataset.c: every source of samples behind one question, and the splits of a run. */
+#include "dataset.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+int mt_dataset_get(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error) {
+    MT_CHECK(index >= 0 && index < dataset->num_samples);
+    return dataset->get(dataset, index, tokens, error);
+}
+
+void mt_dataset_free(mt_dataset *dataset) {
+    if (dataset) dataset->free(dataset);
+}
+
+/* ---- made-up tokens ---------------------------------------------------------------------------------------------- */
+
+typedef struct mock_dataset {
+    mt_dataset base;
+    int64_t vocab_size, eod_id;
+    uint64_t key;
+} mock_dataset;
+
+/* Token t of a sample is drawn at the coordinate (sample, t), so any sample can be made at any time. */
+static int mock_dataset_get(const mt_dataset *base, int64_t index, int32_t *tokens, mt_error *error) {
+    (void)error;
+    const mock_dataset *mock = (const mock_dataset *)base;
+    bool begin = true;
+    for (int64_t t = 0; t <= base->seq_length; t++) {
+        uint32_t word[4];
+        mt_philox(word, mock->key, (uint64_t)index, (uint64_t)t);
+        bool end = !begin && word[0] % 16 == 0;
+        if (begin || (end && mock->eod_id < 0))
+            tokens[t] = (int32_t)(word[1] % (uint64_t)mock->vocab_size);
+        else
+            tokens[t] = end ? (int32_t)mock->eod_id : (int32_t)((tokens[t - 1] + 1) % mock->vocab_size);
+        begin = tokens[t] == mock->eod_id;
+    }
+    return 0;
+}
+
+static void mock_dataset_free(mt_dataset *base) {
+    free(base);
+}
+
+static mt_dataset *mock_dataset_create(const mt_data_config *config, mt_split split) {
+    mock_dataset *mock = mt_calloc(sizeof *mock);
+    mock->base = (mt_dataset){config->sizes[split], config->seq_length, mock_dataset_get, mock_dataset_free};
+    mock->vocab_size = config->vocab_size;
+    mock->eod_id = config->eod_id < config->vocab_size ? config->eod_id : -1;
+    mock->key = mt_random_key((uint64_t)config->seed, UINT64_C(0x6d6f636b), (uint64_t)split); // "mock"
+    return &mock->base;
+}
+
+/* ---- a file of tokens -------------------------------------------------------------------------------------------- */
+
+typedef struct tokens_file_dataset {
+    mt_dataset base;
+    mt_mapping file;
+    char *path;
+    int64_t vocab_size;
+} tokens_file_dataset;
+
+static int tokens_file_get(const mt_dataset *base, int64_t index, int32_t *tokens, mt_error *error) {
+    const tokens_file_dataset *dataset = (const tokens_file_dataset *)base;
+    int64_t row = base->seq_length + 1;
+    memcpy(tokens, dataset->file.bytes + index * row * 4, (size_t)row * 4);
+    for (int64_t i = 0; i < row; i++)
+        if (tokens[i] < 0 || tokens[i] >= dataset->vocab_size)
+            return mt_error_set(error,
+                                "--tokens-file %s: sequence %lld holds token %d, but the vocabulary has %lld tokens",
+                                dataset->path, (long long)index, (int)tokens[i], (long long)dataset->vocab_size);
+    return 0;
+}
+
+static void tokens_file_free(mt_dataset *base) {
+    tokens_file_dataset *dataset = (tokens_file_dataset *)base;
+    mt_mapping_close(&dataset->file);
+    free(dataset->path);
+    free(dataset);
+}
+
+static int tokens_file_check(tokens_file_dataset *dataset, int64_t wanted, mt_error *error) {
+    int64_t row = dataset->base.seq_length + 1, size = dataset->file.size;
+    if (size % (row * 4) != 0)
+        return mt_error_set(error,
+                            "--tokens-file %s: %lld bytes are not whole sequences of %lld int32 (--seq-length + 1); "
+                            "change --seq-length or the file",
+                            dataset->path, (long long)size, (long long)row);
+    dataset->base.num_samples = size / (row * 4);
+    if (dataset->base.num_samples < wanted)
+        return mt_error_set(error,
+                            "--tokens-file %s: holds %lld sequences, training needs %lld; give a longer file or "
+                            "fewer --train-iters",
+                            dataset->path, (long long)dataset->base.num_samples, (long long)wanted);
+    return 0;
+}
+
+static int tokens_file_create(mt_dataset **out, const mt_data_config *config, mt_error *error) {
+    tokens_file_dataset *dataset = mt_calloc(sizeof *dataset);
+    dataset->base = (mt_dataset){0, config->seq_length, tokens_file_get, tokens_file_free};
+    dataset->path = mt_strdup(config->tokens_file);
+    dataset->vocab_size = config->vocab_size;
+    int result = mt_mapping_open(&dataset->file, config->tokens_file, error);
+    if (result == 0) result = tokens_file_check(dataset, config->sizes[MT_SPLIT_TRAIN], error);
+    if (result != 0) tokens_file_free(&dataset->base);
+    *out = result == 0 ? &dataset->base : NULL;
+    return result;
+}
+
+/* ---- the splits of a run ----------------------------------------------------------------------------------------- */
+
+struct mt_data {
+    mt_dataset *splits[MT_NUM_SPLITS];
+    int64_t num_indexed;
+    mt_indexed_dataset **indexed; // what the splits read
+};
+
+const mt_dataset *mt_data_split(const mt_data *data, mt_split split) {
+    return data->splits[split];
+}
+
+void mt_data_close(mt_data *data) {
+    if (!data) return;
+    for (int split = 0; split < MT_NUM_SPLITS; split++) mt_dataset_free(data->splits[split]);
+    for (int64_t i = 0; i < data->num_indexed; i++) mt_indexed_dataset_close(data->indexed[i]);
+    free(data->indexed);
+    free(data);
+}
+
+/* Opens every path of a blend; they are the last blend->count of data->indexed. */
+static int open_paths(mt_data *data, const mt_blend *blend, mt_error *error) {
+    int64_t count = data->num_indexed + blend->count;
+    data->indexed = mt_realloc(data->indexed, count * (int64_t)sizeof *data->indexed);
+    for (int64_t i = 0; i < blend->count; i++) {
+        if (mt_indexed_dataset_open(&data->indexed[data->num_indexed], blend->paths[i], error) != 0) return -1;
+        data->num_indexed++;
+    }
+    return 0;
+}
+
+/* One split of one path: its sequences between two fractions of the whole, rounded as Python rounds (half to even). */
+static int create_source(mt_dataset **out, const mt_indexed_dataset *indexed, const double share[2],
+                         int64_t num_samples, const mt_data_config *config, mt_error *error) {
+    double count = (double)mt_indexed_dataset_index(indexed)->num_sequences;
+    return mt_gpt_dataset_create(out, indexed, (int64_t)nearbyint(share[0] * count),
+                                 (int64_t)nearbyint(share[1] * count), num_samples, config, error);
+}
+
+/* Sources of a weighted blend are asked for their part and a little more; without weights each is read for one epoch
+ * and weighs what it holds. Sets `weights` and the blend's `size`. */
+static int create_sources(mt_dataset **sources, double *weights, int64_t *size, mt_indexed_dataset *const *indexed,
+                          const mt_blend *blend, const double share[2], const mt_data_config *config, mt_error *error) {
+    if (blend->weights) mt_weights_normalize(weights, blend->weights, blend->count);
+    int64_t wanted = *size, total = 0;
+    for (int64_t i = 0; i < blend->count; i++) {
+        int64_t target = blend->weights ? mt_blend_target(weights[i], wanted) : -1;
+        int64_t asked = blend->weights ? mt_blend_surplus(target) : -1;
+        if (create_source(&sources[i], indexed[i], share, asked, config, error) != 0) return -1;
+        if (!blend->weights) weights[i] = (double)sources[i]->num_samples;
+        total += blend->weights ? target : sources[i]->num_samples;
+    }
+    *size = blend->weights || total < wanted ? total : wanted;
+    return 0;
+}
+
+static int create_blend(mt_dataset **out, mt_indexed_dataset *const *indexed, const mt_blend *blend,
+                        const double share[2], int64_t size, const mt_data_config *config, mt_error *error) {
+    mt_dataset **sources = mt_calloc(blend->count * (int64_t)sizeof *sources);
+    double *weights = mt_calloc(blend->count * (int64_t)sizeof *weights);
+    int result = create_sources(sources, weights, &size, indexed, blend, share, config, error);
+    if (result == 0)
+        result = mt_blended_dataset_create(out, sources, weights, blend->count, size, error);
+    else
+        for (int64_t i = 0; i < blend->count; i++) mt_dataset_free(sources[i]);
+    free(sources);
+    free(weights);
+    return result;
+}
+
+/* One split of a blend; a lone path is read directly. `share` is the part of every path that belongs to the split. */
+static int create_split(mt_data *data, mt_split split, const mt_blend *blend, bool direct, const double share[2],
+                        const mt_data_config *config, mt_error *error) {
+    mt_indexed_dataset *const *indexed = data->indexed + data->num_indexed - blend->count;
+    int64_t size = config->sizes[split];
+    if (size == 0 || !(share[0] < share[1])) return 0;
+    if (direct) return create_source(&data->splits[split], indexed[0], share, size, config, error);
+    return create_blend(&data->splits[split], indexed, blend, share, size, config, error);
+}
+
+/* --data-path: all splits are cut from the same paths. */
+static int open_data_path(mt_data *data, const mt_data_config *config, mt_error *error) {
+    double edges[MT_NUM_SPLITS + 1];
+    mt_blend blend;
+    if (mt_split_parse(edges, config->split ? config->split : "969,30,1", error) != 0) return -1;
+    if (mt_blend_parse(&blend, &config->data_path, "--data-path", error) != 0) return -1;
+    bool direct = blend.count == 1 && !blend.weights;
+    int result = open_paths(data, &blend, error);
+    for (int split = 0; split < MT_NUM_SPLITS && result == 0; split++)
+        result = create_split(data, split, &blend, direct, edges + split, config, error);
+    mt_blend_free(&blend);
+    return result;
+}
+
+/* --train-data-path and so on: every split has paths of its own. */
+static int open_split_data_path(mt_data *data, mt_split split, const mt_data_config *config, mt_error *error) {
+    static const char *const options[] = {"--train-data-path", "--valid-data-path", "--test-data-path"};
+    static const double whole[2] = {0, 1};
+    mt_blend blend;
+    if (config->split_data_path[split].count == 0) return 0;
+    if (mt_blend_parse(&blend, &config->split_data_path[split], options[split], error) != 0) return -1;
+    int result = open_paths(data, &blend, error);
+    if (result == 0) result = create_split(data, split, &blend, blend.count == 1, whole, config, error);
+    mt_blend_free(&blend);
+    return result;
+}
+
+static int check_config(const mt_data_config *config, mt_error *error) {
+    int64_t split_paths = 0;
+    for (int split = 0; split < MT_NUM_SPLITS; split++) {
+        split_paths += config->split_data_path[split].count;
+        if (config->sizes[split] < 0 || config->sizes[split] >= UINT32_MAX - 1)
+            return mt_error_set(error, "%lld samples are more than can be numbered (%lld); train on fewer",
+                                (long long)config->sizes[split], (long long)UINT32_MAX - 2);
+    }
+    int sources = (config->data_path.count > 0) + (split_paths > 0) + config->mock_data + (config->tokens_file != NULL);
+    if (sources != 1)
+        return mt_error_set(error, "give exactly one of --data-path, --train-data-path (with --valid-data-path and "
+                                   "--test-data-path), --tokens-file and --mock-data");
+    if (split_paths > 0 && config->split)
+        return mt_error_set(error,
+                            "--split cuts --data-path and cannot go with --train-data-path, --valid-data-path or "
+                            "--test-data-path; leave it out");
+    if (config->seq_length < 1 || config->vocab_size < 1)
+        return mt_error_set(error, "--seq-length and the vocabulary size must be at least 1");
+    if (config->seed < 0 || config->seed > UINT32_MAX)
+        return mt_error_set(error, "--seed %lld: must lie in [0, 4294967295], as NumPy's", (long long)config->seed);
+    return 0;
+}
+
+static int open_splits(mt_data *data, const mt_data_config *config, mt_error *error) {
+    if (config->data_path.count > 0) return open_data_path(data, config, error);
+    if (config->tokens_file) return tokens_file_create(&data->splits[MT_SPLIT_TRAIN], config, error);
+    for (int split = 0; split < MT_NUM_SPLITS; split++) {
+        if (config->mock_data && config->sizes[split] > 0)
+            data->splits[split] = mock_dataset_create(config, split);
+        else if (open_split_data_path(data, split, config, error) != 0)
+            return -1;
+    }
+    return 0;
+}
+
+int mt_data_open(mt_data **out, const mt_data_config *config, mt_error *error) {
+    *out = NULL;
+    if (check_config(config, error) != 0) return -1;
+    mt_data *data = mt_calloc(sizeof *data);
+    if (open_splits(data, config, error) != 0) {
+        mt_data_close(data);
+        return -1;
+    }
+    *out = data;
+    return 0;
+}

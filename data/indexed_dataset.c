@@ -1,0 +1,418 @@
+/* indexed_dataset.c: Megatron's .bin/.idx pair, read through a memory map and written atomically. Little-endian hosts,
+ * as the format is. */
+#include "dataset.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define INDEX_MAGIC        "MMIDIDX\0\0" // nine bytes: the two zeros are written out
+#define INDEX_MAGIC_BYTES  9
+#define INDEX_HEADER_BYTES (INDEX_MAGIC_BYTES + 8 + 1 + 8 + 8)
+
+/* ---- files ------------------------------------------------------------------------------------------------------- */
+
+static int map_descriptor(mt_mapping *mapping, int descriptor, const char *path, mt_error *error) {
+    struct stat status;
+    if (fstat(descriptor, &status) != 0) return mt_error_set(error, "%s: %s", path, strerror(errno));
+    if (!S_ISREG(status.st_mode))
+        return mt_error_set(error, "%s: is not a regular file; only a file on disk can be mapped", path);
+    mapping->size = status.st_size;
+    if (mapping->size == 0) return 0; // mmap refuses empty files
+    void *bytes = mmap(NULL, (size_t)mapping->size, PROT_READ, MAP_SHARED, descriptor, 0);
+    if (bytes == MAP_FAILED) return mt_error_set(error, "%s: cannot be mapped: %s", path, strerror(errno));
+    mapping->bytes = bytes;
+    return 0;
+}
+
+int mt_mapping_open(mt_mapping *mapping, const char *path, mt_error *error) {
+    *mapping = (mt_mapping){0};
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    if (descriptor < 0) return mt_error_set(error, "%s: cannot be opened: %s", path, strerror(errno));
+    int result = map_descriptor(mapping, descriptor, path, error);
+    close(descriptor);
+    return result;
+}
+
+void mt_mapping_close(mt_mapping *mapping) {
+    if (mapping->bytes) munmap((void *)mapping->bytes, (size_t)mapping->size);
+    *mapping = (mt_mapping){0};
+}
+
+/* ---- the index --------------------------------------------------------------------------------------------------- */
+
+// The arrays of an .idx start at byte 34, so their items are not aligned.
+static int32_t load_i32(const uint8_t *array, int64_t index) {
+    int32_t value;
+    memcpy(&value, array + index * 4, sizeof value);
+    return value;
+}
+
+static int64_t load_i64(const uint8_t *array, int64_t index) {
+    int64_t value;
+    memcpy(&value, array + index * 8, sizeof value);
+    return value;
+}
+
+/* Megatron's token type codes. */
+static int dtype_from_code(mt_dtype *dtype, int code, const char *path, mt_error *error) {
+    static const mt_dtype dtypes[] = {
+        [1] = MT_U8, [2] = MT_I8, [3] = MT_I16, [4] = MT_I32, [5] = MT_I64, [6] = MT_F64, [7] = MT_F32, [8] = MT_U16};
+    if (code < 1 || code > 8)
+        return mt_error_set(error, "%s: token type %d is unknown (1 to 8 are defined); the file is damaged", path,
+                            code);
+    if (code == 6 || code == 7)
+        return mt_error_set(error, "%s: holds floating-point numbers, not tokens; prepare it with data/preprocess",
+                            path);
+    *dtype = dtypes[code];
+    return 0;
+}
+
+static int dtype_code(mt_dtype dtype) {
+    return dtype == MT_U16 ? 8 : 4;
+}
+
+static int64_t dtype_bytes(mt_dtype dtype) {
+    if (dtype == MT_U8 || dtype == MT_I8) return 1;
+    if (dtype == MT_I16 || dtype == MT_U16) return 2;
+    return dtype == MT_I64 ? 8 : 4;
+}
+
+static int check_sequences(const mt_indexed_index *index, int64_t bin_size, const char *path, mt_error *error) {
+    int64_t item = dtype_bytes(index->dtype);
+    for (int64_t i = 0; i < index->num_sequences; i++) {
+        int64_t length = load_i32(index->lengths, i), offset = load_i64(index->offsets, i);
+        if (length < 0)
+            return mt_error_set(error, "%s: sequence %lld has a negative length (%lld); the file is damaged", path,
+                                (long long)i, (long long)length);
+        if (offset < 0 || offset > bin_size || length * item > bin_size - offset)
+            return mt_error_set(
+                error,
+                "%s: sequence %lld (%lld tokens at byte %lld) lies outside the .bin file of %lld bytes; "
+                "the two files do not belong together or one is cut short",
+                path, (long long)i, (long long)length, (long long)offset, (long long)bin_size);
+    }
+    return 0;
+}
+
+static int check_documents(const mt_indexed_index *index, const char *path, mt_error *error) {
+    int64_t previous = 0;
+    for (int64_t d = 0; d <= index->num_documents; d++) {
+        int64_t entry = load_i64(index->documents, d);
+        if (entry < previous || entry > index->num_sequences || (d == 0 && entry != 0))
+            return mt_error_set(
+                error,
+                "%s: entry %lld of the document index is %lld, which does not ascend from 0 to the %lld "
+                "sequences; the file is damaged",
+                path, (long long)d, (long long)entry, (long long)index->num_sequences);
+        previous = entry;
+    }
+    if (previous != index->num_sequences)
+        return mt_error_set(error, "%s: the document index ends at sequence %lld of %lld; the file is damaged", path,
+                            (long long)previous, (long long)index->num_sequences);
+    return 0;
+}
+
+/* Finds the three arrays, after making sure that they fill the file exactly. */
+static int locate_arrays(mt_indexed_index *index, const uint8_t *bytes, int64_t size, const char *path,
+                         mt_error *error) {
+    uint64_t sequences, entries;
+    memcpy(&sequences, bytes + 18, 8);
+    memcpy(&entries, bytes + 26, 8);
+    uint64_t room = (uint64_t)(size - INDEX_HEADER_BYTES);
+    // A sequence takes 12 bytes and a document entry 8: no count beyond this can be true, and no sum below overflows.
+    bool possible = sequences <= room / 12 && entries <= room / 8 && entries >= 1;
+    if (!possible || sequences * 12 + entries * 8 != room)
+        return mt_error_set(
+            error,
+            "%s: %lld bytes cannot hold the %llu sequences and %llu document entries of its header; the "
+            "file is damaged",
+            path, (long long)size, (unsigned long long)sequences, (unsigned long long)entries);
+    index->num_sequences = (int64_t)sequences;
+    index->num_documents = (int64_t)entries - 1;
+    index->lengths = bytes + INDEX_HEADER_BYTES;
+    index->offsets = index->lengths + index->num_sequences * 4;
+    index->documents = index->offsets + index->num_sequences * 8;
+    return 0;
+}
+
+int mt_indexed_index_parse(mt_indexed_index *index, const void *bytes, int64_t size, int64_t bin_size, const char *path,
+                           mt_error *error) {
+    const uint8_t *header = bytes;
+    *index = (mt_indexed_index){0};
+    if (size < INDEX_HEADER_BYTES || memcmp(header, INDEX_MAGIC, INDEX_MAGIC_BYTES) != 0)
+        return mt_error_set(error,
+                            "%s: is not an index of Megatron (it must begin with MMIDIDX); prepare the data with "
+                            "data/preprocess",
+                            path);
+    uint64_t version;
+    memcpy(&version, header + INDEX_MAGIC_BYTES, 8);
+    if (version != 1)
+        return mt_error_set(error, "%s: index version %llu is unknown, only 1 is; prepare the data again", path,
+                            (unsigned long long)version);
+    if (dtype_from_code(&index->dtype, header[17], path, error) != 0) return -1;
+    if (locate_arrays(index, header, size, path, error) != 0) return -1;
+    if (check_sequences(index, bin_size, path, error) != 0) return -1;
+    return check_documents(index, path, error);
+}
+
+/* ---- reading ----------------------------------------------------------------------------------------------------- */
+
+struct mt_indexed_dataset {
+    mt_mapping bin, idx;
+    mt_indexed_index index;
+    char *prefix;
+};
+
+static char *path_with_suffix(const char *prefix, const char *suffix) {
+    char *path = mt_malloc((int64_t)(strlen(prefix) + strlen(suffix)) + 1);
+    return strcat(strcpy(path, prefix), suffix);
+}
+
+static int open_pair(mt_indexed_dataset *dataset, const char *bin_path, const char *idx_path, mt_error *error) {
+    if (mt_mapping_open(&dataset->idx, idx_path, error) != 0) return -1;
+    if (mt_mapping_open(&dataset->bin, bin_path, error) != 0) return -1;
+    return mt_indexed_index_parse(&dataset->index, dataset->idx.bytes, dataset->idx.size, dataset->bin.size, idx_path,
+                                  error);
+}
+
+int mt_indexed_dataset_open(mt_indexed_dataset **out, const char *prefix, mt_error *error) {
+    mt_indexed_dataset *dataset = mt_calloc(sizeof *dataset);
+    dataset->prefix = mt_strdup(prefix);
+    char *bin_path = path_with_suffix(prefix, ".bin"), *idx_path = path_with_suffix(prefix, ".idx");
+    int result = open_pair(dataset, bin_path, idx_path, error);
+    free(bin_path);
+    free(idx_path);
+    if (result != 0) {
+        mt_indexed_dataset_close(dataset);
+        dataset = NULL;
+    }
+    *out = dataset;
+    return result;
+}
+
+void mt_indexed_dataset_close(mt_indexed_dataset *dataset) {
+    if (!dataset) return;
+    mt_mapping_close(&dataset->bin);
+    mt_mapping_close(&dataset->idx);
+    free(dataset->prefix);
+    free(dataset);
+}
+
+const mt_indexed_index *mt_indexed_dataset_index(const mt_indexed_dataset *dataset) {
+    return &dataset->index;
+}
+
+const char *mt_indexed_dataset_prefix(const mt_indexed_dataset *dataset) {
+    return dataset->prefix;
+}
+
+int64_t mt_indexed_dataset_length(const mt_indexed_dataset *dataset, int64_t sequence) {
+    MT_CHECK(sequence >= 0 && sequence < dataset->index.num_sequences);
+    return load_i32(dataset->index.lengths, sequence);
+}
+
+/* The token at `bytes`. */
+static int64_t load_token(const uint8_t *bytes, mt_dtype dtype) {
+    int64_t value = 0;
+    memcpy(&value, bytes, (size_t)dtype_bytes(dtype)); // little-endian: the low bytes come first
+    if (dtype == MT_I8) return (int8_t)value;
+    if (dtype == MT_I16) return (int16_t)value;
+    if (dtype == MT_I32) return (int32_t)value;
+    return value;
+}
+
+/* The last document that begins at or before `sequence`. */
+static int64_t document_of_sequence(const mt_indexed_index *index, int64_t sequence) {
+    int64_t low = 0, high = index->num_documents;
+    while (high - low > 1) {
+        int64_t middle = low + (high - low) / 2;
+        if (load_i64(index->documents, middle) <= sequence)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+int mt_indexed_dataset_get(const mt_indexed_dataset *dataset, int64_t sequence, int64_t offset, int64_t count,
+                           int64_t vocab_size, int32_t *tokens, mt_error *error) {
+    const mt_indexed_index *index = &dataset->index;
+    MT_CHECK(offset >= 0 && count >= 0 && offset + count <= mt_indexed_dataset_length(dataset, sequence));
+    int64_t item = dtype_bytes(index->dtype);
+    const uint8_t *bytes = dataset->bin.bytes + load_i64(index->offsets, sequence) + offset * item;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t token = load_token(bytes + i * item, index->dtype);
+        if (token < 0 || token >= vocab_size)
+            return mt_error_set(error,
+                                "%s.bin: document %lld holds token %lld, but the vocabulary has %lld tokens; use the "
+                                "tokenizer that the data was prepared with",
+                                dataset->prefix, (long long)document_of_sequence(index, sequence), (long long)token,
+                                (long long)vocab_size);
+        tokens[i] = (int32_t)token;
+    }
+    return 0;
+}
+
+/* ---- writing ----------------------------------------------------------------------------------------------------- */
+
+// A file that is not there yet: written under a temporary name, then renamed.
+typedef struct pending_file {
+    char *path, *temporary;
+    FILE *stream;
+    bool published;
+} pending_file;
+
+struct mt_indexed_writer {
+    pending_file bin, idx;
+    mt_dtype dtype;
+    int32_t *lengths; // [num_sequences]
+    int64_t num_sequences, sequence_capacity;
+    int64_t *documents; // [num_documents + 1]
+    int64_t num_documents, document_capacity;
+    uint16_t *narrow; // scratch
+    int64_t narrow_capacity;
+};
+
+mt_dtype mt_indexed_dtype_for_vocab(int64_t vocab_size) {
+    return vocab_size < 65500 ? MT_U16 : MT_I32;
+}
+
+static int pending_open(pending_file *file, const char *prefix, const char *suffix, mt_error *error) {
+    char name[64];
+    snprintf(name, sizeof name, "%s.tmp-%ld", suffix, (long)getpid());
+    file->path = path_with_suffix(prefix, suffix);
+    file->temporary = path_with_suffix(prefix, name);
+    file->stream = fopen(file->temporary, "wb");
+    if (!file->stream)
+        return mt_error_set(error, "%s: cannot be created: %s; choose another output", file->temporary,
+                            strerror(errno));
+    return 0;
+}
+
+static int pending_fail(const pending_file *file, mt_error *error) {
+    const char *remedy = errno == ENOSPC ? "free some space or choose another output" : "choose another output";
+    return mt_error_set(error, "%s: cannot be written: %s; %s", file->path, strerror(errno), remedy);
+}
+
+static int pending_write(pending_file *file, const void *bytes, int64_t size, mt_error *error) {
+    if (size == 0 || fwrite(bytes, 1, (size_t)size, file->stream) == (size_t)size) return 0;
+    return pending_fail(file, error);
+}
+
+static int pending_seal(pending_file *file, mt_error *error) {
+    FILE *stream = file->stream;
+    file->stream = NULL;
+    if (fflush(stream) != 0 || fsync(fileno(stream)) != 0) {
+        int result = pending_fail(file, error);
+        fclose(stream);
+        return result;
+    }
+    return fclose(stream) == 0 ? 0 : pending_fail(file, error);
+}
+
+static int pending_publish(pending_file *file, mt_error *error) {
+    if (rename(file->temporary, file->path) != 0) return pending_fail(file, error);
+    file->published = true;
+    return 0;
+}
+
+static void pending_close(pending_file *file) {
+    if (file->stream) fclose(file->stream);
+    if (file->temporary && !file->published) unlink(file->temporary);
+    free(file->path);
+    free(file->temporary);
+}
+
+int mt_indexed_writer_open(mt_indexed_writer **out, const char *prefix, mt_dtype dtype, mt_error *error) {
+    MT_CHECK(dtype == MT_U16 || dtype == MT_I32);
+    mt_indexed_writer *writer = mt_calloc(sizeof *writer);
+    *out = writer;
+    writer->dtype = dtype;
+    writer->document_capacity = 1024;
+    writer->documents = mt_malloc(writer->document_capacity * (int64_t)sizeof *writer->documents);
+    writer->documents[0] = 0;
+    if (pending_open(&writer->bin, prefix, ".bin", error) == 0 &&
+        pending_open(&writer->idx, prefix, ".idx", error) == 0)
+        return 0;
+    mt_indexed_writer_close(writer);
+    *out = NULL;
+    return -1;
+}
+
+/* u16 files take a narrowed copy of the tokens. */
+static int write_tokens(mt_indexed_writer *writer, const int32_t *tokens, int64_t count, mt_error *error) {
+    if (writer->dtype == MT_I32) return pending_write(&writer->bin, tokens, count * 4, error);
+    if (count > writer->narrow_capacity) {
+        writer->narrow_capacity = count;
+        writer->narrow = mt_realloc(writer->narrow, count * 2);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        MT_CHECK(tokens[i] >= 0 && tokens[i] <= UINT16_MAX);
+        writer->narrow[i] = (uint16_t)tokens[i];
+    }
+    return pending_write(&writer->bin, writer->narrow, count * 2, error);
+}
+
+int mt_indexed_writer_add_document(mt_indexed_writer *writer, const int32_t *tokens, const int32_t *lengths,
+                                   int64_t num_sequences, mt_error *error) {
+    if (writer->num_sequences + num_sequences > writer->sequence_capacity) {
+        writer->sequence_capacity = 2 * (writer->num_sequences + num_sequences);
+        writer->lengths = mt_realloc(writer->lengths, writer->sequence_capacity * (int64_t)sizeof *writer->lengths);
+    }
+    if (writer->num_documents + 2 > writer->document_capacity) {
+        writer->document_capacity *= 2;
+        writer->documents =
+            mt_realloc(writer->documents, writer->document_capacity * (int64_t)sizeof *writer->documents);
+    }
+    int64_t count = 0;
+    for (int64_t i = 0; i < num_sequences; i++) {
+        writer->lengths[writer->num_sequences++] = lengths[i];
+        count += lengths[i];
+    }
+    writer->documents[++writer->num_documents] = writer->num_sequences;
+    return write_tokens(writer, tokens, count, error);
+}
+
+static int write_index(mt_indexed_writer *writer, mt_error *error) {
+    uint8_t header[INDEX_HEADER_BYTES] = INDEX_MAGIC;
+    uint64_t version = 1, sequences = (uint64_t)writer->num_sequences, entries = (uint64_t)writer->num_documents + 1;
+    memcpy(header + 9, &version, 8);
+    header[17] = (uint8_t)dtype_code(writer->dtype);
+    memcpy(header + 18, &sequences, 8);
+    memcpy(header + 26, &entries, 8);
+    pending_file *idx = &writer->idx;
+    if (pending_write(idx, header, sizeof header, error) != 0) return -1;
+    if (pending_write(idx, writer->lengths, writer->num_sequences * 4, error) != 0) return -1;
+    int64_t offset = 0;
+    for (int64_t i = 0; i < writer->num_sequences; i++) {
+        if (pending_write(idx, &offset, 8, error) != 0) return -1;
+        offset += writer->lengths[i] * dtype_bytes(writer->dtype);
+    }
+    return pending_write(idx, writer->documents, (writer->num_documents + 1) * 8, error);
+}
+
+int mt_indexed_writer_seal(mt_indexed_writer *writer, mt_error *error) {
+    if (write_index(writer, error) != 0) return -1;
+    if (pending_seal(&writer->bin, error) != 0) return -1;
+    return pending_seal(&writer->idx, error);
+}
+
+int mt_indexed_writer_publish(mt_indexed_writer *writer, mt_error *error) {
+    if (pending_publish(&writer->bin, error) != 0) return -1;
+    return pending_publish(&writer->idx, error);
+}
+
+void mt_indexed_writer_close(mt_indexed_writer *writer) {
+    if (!writer) return;
+    pending_close(&writer->bin);
+    pending_close(&writer->idx);
+    free(writer->lengths);
+    free(writer->documents);
+    free(writer->narrow);
+    free(writer);
+}

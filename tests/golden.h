@@ -1,0 +1,139 @@
+/* golden.h: the families of tests/golden/hf opened as `train` would open them; for the tests that train them. */
+#ifndef MT_TESTS_GOLDEN_H
+#define MT_TESTS_GOLDEN_H
+
+#include "../megatron.h"
+
+#include <jansson.h>
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+enum { STEPS = 10, SEQUENCES = 4, SEQ_LENGTH = 32, TOKENS = SEQUENCES * SEQ_LENGTH };
+
+static const char *const families[] = {"gpt2", "llama", "llama3_rope_tied", "qwen2", "qwen3"};
+enum { NUM_FAMILIES = sizeof families / sizeof *families };
+
+/* A family's folder opened as `train` would open it. */
+typedef struct fixture {
+    char folder[256];
+    mt_options options;
+    mt_model *model;
+    mt_batch batch;
+    int32_t *tokens; // [STEPS, SEQUENCES, SEQ_LENGTH + 1]
+} fixture;
+
+static void *read_file(const char *folder, const char *name, int64_t bytes) {
+    char path[512];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *file = fopen(path, "rb");
+    assert_non_null(file);
+    void *data = mt_malloc(bytes);
+    assert_int_equal(fread(data, 1, (size_t)bytes, file), bytes);
+    fclose(file);
+    return data;
+}
+
+static fixture open_family(const char *family, int64_t micro_batch_size, int64_t world_size, bool bf16) {
+    fixture f = {0};
+    mt_error error = {{0}};
+    char line[1024], *arguments[64];
+    int count = 0;
+    snprintf(f.folder, sizeof f.folder, "tests/golden/hf/%s", family);
+    snprintf(line, sizeof line,
+             "train --load %s --tokens-file %s/tokens.i32 --seq-length 32 --micro-batch-size %d --global-batch-size 4 "
+             "--train-iters 10 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --lr-warmup-iters 0 --adam-beta1 0.9 "
+             "--adam-beta2 0.95 --adam-eps 1e-8 --weight-decay 0.1 --clip-grad 1.0 --device cpu%s",
+             f.folder, f.folder, (int)micro_batch_size, bf16 ? " --bf16" : "");
+    for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
+    if (mt_options_parse(&f.options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0) fail_msg("%s", error.text);
+    if (mt_options_finish(&f.options, MT_PROGRAM_TRAIN, world_size, &error) != 0) fail_msg("%s", error.text);
+    f.tokens = read_file(f.folder, "tokens.i32", STEPS * SEQUENCES * (SEQ_LENGTH + 1) * 4);
+    mt_batch_alloc(&f.batch, TOKENS);
+    return f;
+}
+
+/* Separate from open_family so that the model's pointer to the options stays valid. */
+static void create_model(fixture *f, const mt_grid *grid) {
+    mt_error error = {{0}};
+    mt_run_state state = {0};
+    mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
+    if (mt_model_create(&f->model, &f->options, grid, &mt_cpu_ops, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_checkpoint_load(f->model, &state, f->folder, &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(state.iteration, 0);
+}
+
+static void close_family(fixture *f) {
+    mt_model_destroy(f->model);
+    mt_batch_free(&f->batch);
+    mt_options_free(&f->options);
+    free(f->tokens);
+}
+
+static void fill_batch(const fixture *f, int64_t step, int64_t first, int64_t sequences, mt_batch *batch) {
+    batch->num_tokens = sequences * SEQ_LENGTH;
+    batch->num_spans = sequences;
+    for (int64_t s = 0; s < sequences; s++) {
+        const int32_t *row = f->tokens + ((step * SEQUENCES) + first + s) * (SEQ_LENGTH + 1);
+        batch->spans[s] = (mt_span){s * SEQ_LENGTH, SEQ_LENGTH, s * SEQ_LENGTH, SEQ_LENGTH, true};
+        for (int64_t i = 0; i < SEQ_LENGTH; i++) {
+            int64_t t = s * SEQ_LENGTH + i;
+            batch->tokens[t] = row[i], batch->labels[t] = row[i + 1], batch->positions[t] = (int32_t)i;
+            batch->loss_mask[t] = 1, batch->token_index[t] = (step * SEQUENCES + first) * SEQ_LENGTH + t;
+        }
+    }
+}
+
+typedef struct source {
+    const fixture *fixture;
+    int64_t step, micro_batch_size, first, stride; // stride: sequences that all ranks take together
+} source;
+
+static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    (void)error;
+    const source *from = context;
+    fill_batch(from->fixture, from->step, from->first + index * from->stride, from->micro_batch_size, batch);
+    return 0;
+}
+
+/* Ten AdamW steps; losses and gradient norms before clipping. */
+static void train_ten_steps(const char *family, const mt_grid *grid, int64_t micro_batch_size, bool bf16,
+                            double losses[STEPS], double norms[STEPS]) {
+    fixture f = open_family(family, micro_batch_size, grid->world.size, bf16);
+    create_model(&f, grid);
+    mt_run_state run = {0};
+    mt_error error;
+    int64_t stride = micro_batch_size * grid->data.size;
+    for (int64_t step = 0; step < STEPS; step++) {
+        source from = {&f, step, micro_batch_size, grid->data.rank * micro_batch_size, stride};
+        mt_metrics metrics;
+        if (mt_train_step(f.model, &run, SEQUENCES / stride, next_micro_batch, &from, &f.batch, &metrics, &error))
+            fail_msg("%s", error.text);
+        losses[step] = metrics.loss, norms[step] = metrics.grad_norm;
+    }
+    assert_int_equal(run.iteration, STEPS);
+    assert_int_equal(run.consumed_train_samples, STEPS * SEQUENCES);
+    close_family(&f);
+}
+
+/* Fails unless losses and norms are those of expected.json to 1e-5. */
+static void assert_expected(const char *family, const double losses[STEPS], const double norms[STEPS]) {
+    char path[512];
+    snprintf(path, sizeof path, "tests/golden/hf/%s/expected.json", family);
+    json_t *expected = json_load_file(path, 0, NULL);
+    assert_non_null(expected);
+    for (size_t i = 0; i < STEPS; i++) {
+        double loss = json_real_value(json_array_get(json_object_get(expected, "losses"), i));
+        double norm = json_real_value(json_array_get(json_object_get(expected, "grad_norms"), i));
+        if (!(fabs(losses[i] - loss) <= 1e-5 * loss) || !(fabs(norms[i] - norm) <= 1e-5 * norm))
+            fail_msg("%s step %d: loss %.9f, expected %.9f; norm %.9f, expected %.9f", family, (int)i + 1, losses[i],
+                     loss, norms[i], norm);
+    }
+    json_decref(expected);
+}
+
+#endif

@@ -1,0 +1,44 @@
+#!/bin/sh
+# Runs libFuzzer targets one after another, each for some seconds, and reports those that crash, hang or leak.
+#
+#   usage: tests/run_fuzz.sh SECONDS PROGRAM...
+#
+# PROGRAM is build/fuzzer/tests/fuzz_TARGET. It starts from tests/fuzz_corpus/TARGET, where that exists, and from the
+# beginnings of the files in tests/golden that are of the target's kind by their names; what it finds gathers in
+# build/fuzz/corpus/TARGET. Inputs that fail are kept as build/fuzz/TARGET-*: run PROGRAM on one to see it fail again.
+set -u
+seconds=$1
+shift
+[ $# -gt 0 ] || { echo "no tests/fuzz_*.c: nothing to run"; exit 0; }
+export OMP_NUM_THREADS=1
+failed=''
+
+# The files of tests/golden that a target reads.
+seeds() {
+    case $1 in
+    *safetensors*) find tests/golden -name '*.safetensors' ;;
+    *idx* | *index* | *dataset*) find tests/golden -name '*.idx' ;;
+    *config* | *json*) find tests/golden -name '*.json' ;;
+    esac
+}
+
+for program in "$@"; do
+    target=$(basename "$program" | sed 's/^fuzz_//')
+    corpus=build/fuzz/corpus/$target
+    log=build/fuzz/$target.log
+    mkdir -p "$corpus"
+    seeds "$target" | while read -r file; do
+        head -c 16384 "$file" >"$corpus/$(echo "$file" | sed 's|^tests/golden/||; s|/|-|g')"
+    done
+    if [ -d "tests/fuzz_corpus/$target" ]; then cp -R "tests/fuzz_corpus/$target/." "$corpus"; fi
+    echo "$target: $(find "$corpus" -type f | wc -l) inputs to begin with, $seconds seconds (log: $log)"
+    if "$program" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
+        -artifact_prefix="build/fuzz/$target-" "$corpus" </dev/null >"$log" 2>&1; then
+        echo "✓ $target: $(sed -n 's/^stat::number_of_executed_units: *//p' "$log") inputs tried"
+    else
+        failed="$failed $target"
+        sed -n '/ERROR\|runtime error/,$p' "$log" | head -30
+        echo "✗ $target FAILED"
+    fi
+done
+[ -z "$failed" ] || { echo "failed:$failed"; exit 1; }

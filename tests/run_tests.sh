@@ -1,0 +1,109 @@
+#!/bin/sh
+# Runs test suites one after another, a line for each, and adds them up.
+#
+#   usage: tests/run_tests.sh DIR SUITE...
+#
+# SUITE is tests/test_SUITE.c, built as DIR/test_SUITE, or tests/test_SUITE.sh, or both. Suites named *_mpi run as four
+# ranks. A C suite is a cmocka program. A shell suite prints a line for each test, "ok NAME", "not ok NAME" or "skipped:
+# REASON"; if it prints none, its exit status is the test (77 is skipped). A suite that crashes, hangs or exits with an
+# error without naming a failed test counts as one failure more.
+set -u
+directory=$1
+shift
+total_passed=0 total_failed=0 total_skipped=0
+
+# Ranks on one machine share its cores, and containers often run as root.
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_btl_vader_single_copy_mechanism=none
+limit=${TEST_TIMEOUT:-900}
+if command -v timeout >/dev/null; then limited="timeout $limit"; else limited=''; fi
+oversubscribe=''
+mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte' && oversubscribe='--oversubscribe --allow-run-as-root'
+
+# Runs a program as four ranks. Each writes its own log; that of rank 0 is the suite's, the others are shown on failure.
+run_ranks() {
+    # shellcheck disable=SC2086,SC2016
+    OMP_NUM_THREADS=1 $limited mpirun $oversubscribe -np 4 sh -c '
+        rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}
+        exec "$1" >"$2.$rank" 2>&1' sh "$1" "$2" </dev/null >"$2.mpirun" 2>&1
+    status=$?
+    cp "$2.0" "$2" 2>/dev/null || : >"$2"
+    [ $status = 0 ] || cat "$2.1" "$2.2" "$2.3" "$2.mpirun" >>"$2.others" 2>/dev/null
+    return $status
+}
+
+# count LOG: prints PASSED FAILED SKIPPED of a suite's log, in cmocka's words or the shell suites'. A test that began
+# and neither passed nor was skipped failed, in whatever way.
+count() {
+    awk '/^\[ RUN / { run++ }
+         /^\[ +OK +\]/ || /^ok / { passed++ }
+         /^\[ +SKIPPED +\] [A-Za-z_]/ && !listed { skipped++ }
+         /^skipped:/ && !run { shell_skipped++ }
+         /^\[=+\].*test\(s\) run/ { listed = 1 }
+         /^\[=+\].*Running/ { listed = 0 }
+         /^not ok / { failed++ }
+         END { if (run) failed = run - passed - skipped
+               print passed + 0, failed + 0, skipped + shell_skipped }' "$1"
+}
+
+# run_suite NAME PROGRAM
+run_suite() {
+    name=$1 program=$2 log=$directory/$(basename "$2").log
+    mkdir -p "$directory"
+    rm -f "$log" "$log".*
+    began=$(date +%s)
+    case $name-$program in
+    *_mpi-* | *_mpi.sh-*)
+        if [ -z "${HAVE_MPI:-}" ] || ! command -v mpirun >/dev/null; then
+            total_skipped=$((total_skipped + 1))
+            echo "- $name: skipped, MPI is absent"
+            return
+        fi
+        run_ranks "$program" "$log"
+        ;;
+    *) $limited "$program" </dev/null >"$log" 2>&1 ;;
+    esac
+    status=$?
+    seconds=$(($(date +%s) - began))
+
+    # shellcheck disable=SC2046
+    set -- $(count "$log")
+    passed=$1 failed=$2 skipped=$3
+    if [ $((passed + failed + skipped)) = 0 ]; then
+        case $status in 0) passed=1 ;; 77) skipped=1 ;; esac
+    fi
+    case $status in
+    0) ;;
+    77) ;;
+    124) failed=$((failed + 1)) && echo "stopped after $limit seconds" >>"$log" ;;
+    *) if [ "$failed" = 0 ]; then failed=1 && echo "exit status $status" >>"$log"; fi ;;
+    esac
+    total_passed=$((total_passed + passed))
+    total_failed=$((total_failed + failed))
+    total_skipped=$((total_skipped + skipped))
+    if [ "$failed" = 0 ]; then
+        if [ "$skipped" = 0 ]; then note=''; else note=", $skipped skipped"; fi
+        echo "✓ $name: $passed passed$note ($seconds s)"
+    else
+        cat "$log"
+        [ -f "$log.others" ] && cat "$log.others"
+        echo "✗ $name: $failed FAILED ($program; the log is $log)"
+    fi
+}
+
+for suite in "$@"; do
+    found=no
+    if [ -f "tests/test_$suite.c" ]; then
+        found=yes
+        run_suite "$suite" "$directory/test_$suite"
+    fi
+    if [ -f "tests/test_$suite.sh" ]; then
+        found=yes
+        run_suite "$suite.sh" "tests/test_$suite.sh"
+    fi
+    if [ $found = no ]; then
+        total_failed=$((total_failed + 1))
+        echo "✗ $suite: there is no tests/test_$suite.c or tests/test_$suite.sh"
+    fi
+done
+echo "$total_passed passed, $total_failed failed, $total_skipped skipped"
+[ $total_failed = 0 ]

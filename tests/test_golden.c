@@ -1,0 +1,110 @@
+/* Five families of tiny models against Hugging Face transformers in float64: logits, losses, every gradient, ten steps.
+ */
+#include "golden.h"
+
+static const mt_grid grid = {.world = {.name = "world", .size = 1}, .data = {.name = "data", .size = 1}};
+
+static void assert_all_close(const char *what, const float *actual, const float *expected, int64_t count, double sign,
+                             double tolerance) {
+    for (int64_t i = 0; i < count; i++)
+        if (!(fabs(sign * actual[i] - expected[i]) <= tolerance))
+            fail_msg("%s[%lld] is %.8f, expected %.8f", what, (long long)i, sign * actual[i], expected[i]);
+}
+
+static void logits_logprobs_and_entropy_equal_transformers(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_FAMILIES; k++) {
+        fixture f = open_family(families[k], 4, 1, false);
+        create_model(&f, &grid);
+        int64_t vocabulary = f.options.vocab_size;
+        float *expected_logits = read_file(f.folder, "logits.f32", TOKENS * vocabulary * 4);
+        float *expected_logprobs = read_file(f.folder, "logprobs.f32", TOKENS * 4);
+        float *expected_entropy = read_file(f.folder, "entropy.f32", TOKENS * 4);
+        float *logits = mt_malloc(TOKENS * vocabulary * 4), loss[TOKENS], entropy[TOKENS];
+        fill_batch(&f, 0, 0, SEQUENCES, &f.batch);
+        mt_model_forward(f.model, &f.batch, false);
+        mt_model_read(f.model, loss, entropy, logits);
+        assert_all_close("logits", logits, expected_logits, TOKENS * vocabulary, 1, 1e-4);
+        assert_all_close("logprobs", loss, expected_logprobs, TOKENS, -1, 1e-4);
+        assert_all_close("entropy", entropy, expected_entropy, TOKENS, 1, 1e-4);
+        free(expected_logits), free(expected_logprobs), free(expected_entropy), free(logits);
+        close_family(&f);
+    }
+}
+
+/* Adds one parameter's squared distance from the reference gradient, and the reference's squared norm. */
+static void add_gradient_error(const mt_param *param, const float *grad, const float *expected, double *distance,
+                               double *norm) {
+    for (int64_t row = 0; row < param->rows_stored; row++)
+        for (int64_t col = 0; col < param->cols; col++) {
+            int64_t hf_row = param->hf_row + row;
+            int64_t at = param->hf_transposed ? col * param->hf_rows_total + hf_row : hf_row * param->cols + col;
+            double e = expected[at], d = (double)grad[row * param->cols + col] / TOKENS - e;
+            *distance += d * d, *norm += e * e;
+        }
+}
+
+static void every_gradient_equals_transformers(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_FAMILIES; k++) {
+        fixture f = open_family(families[k], 4, 1, false);
+        create_model(&f, &grid);
+        char folder[512];
+        snprintf(folder, sizeof folder, "%s/grads", f.folder);
+        mt_error error;
+        mt_safetensors *reference;
+        assert_int_equal(mt_safetensors_open_folder(&reference, folder, "model", &error), 0);
+        fill_batch(&f, 0, 0, SEQUENCES, &f.batch);
+        mt_model_forward(f.model, &f.batch, true);
+        mt_model_backward(f.model);
+        int64_t num_params, num_buckets;
+        const mt_param *params = mt_model_params(f.model, &num_params);
+        const mt_bucket *buckets = mt_model_buckets(f.model, &num_buckets);
+        for (int64_t i = 0, next; i < num_params; i = next) {
+            const mt_tensor_info *tensor = mt_safetensors_find(reference, params[i].hf_name);
+            if (!tensor) fail_msg("%s: no reference gradient of %s", families[k], params[i].hf_name);
+            double distance = 0, norm = 0;
+            for (next = i; next < num_params && strcmp(params[next].hf_name, params[i].hf_name) == 0; next++)
+                add_gradient_error(&params[next], buckets[params[next].bucket].grads + params[next].offset,
+                                   tensor->data, &distance, &norm);
+            if (!(sqrt(distance) <= 1e-4 * sqrt(norm)))
+                fail_msg("%s: gradient of %s is off by %g of its norm", families[k], params[i].hf_name,
+                         sqrt(distance / norm));
+        }
+        mt_safetensors_close(reference);
+        close_family(&f);
+    }
+}
+
+static void ten_steps_equal_pytorch_for_any_micro_batch_size(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_FAMILIES; k++)
+        for (int64_t micro_batch_size = 1; micro_batch_size <= 4; micro_batch_size *= 2) {
+            double losses[STEPS], norms[STEPS];
+            train_ten_steps(families[k], &grid, micro_batch_size, false, losses, norms);
+            assert_expected(families[k], losses, norms);
+        }
+}
+
+static void bf16_trains_to_within_two_percent_of_fp32(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_FAMILIES; k++) {
+        double losses[STEPS], norms[STEPS], reference[STEPS];
+        train_ten_steps(families[k], &grid, 2, false, reference, norms);
+        train_ten_steps(families[k], &grid, 2, true, losses, norms);
+        for (int i = 0; i < STEPS; i++)
+            if (!(fabs(losses[i] - reference[i]) <= 0.02 * reference[i]))
+                fail_msg("%s step %d: loss %g in bf16, %g in fp32", families[k], i + 1, losses[i], reference[i]);
+        assert_true(losses[STEPS - 1] != reference[STEPS - 1]); // else bf16 rounds nothing
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(logits_logprobs_and_entropy_equal_transformers),
+        cmocka_unit_test(every_gradient_equals_transformers),
+        cmocka_unit_test(ten_steps_equal_pytorch_for_any_micro_batch_size),
+        cmocka_unit_test(bf16_trains_to_within_two_percent_of_fp32),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,112 @@
+#!/bin/sh
+# Every rule of tests/lint reports a file that breaks it, and a file that keeps them all passes.
+set -u
+lint=$PWD/tests/lint
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work" || exit 1
+
+lines() { awk -v n="$1" -v text="$2" 'BEGIN { while (n-- > 0) print text }'; }
+
+# A project that keeps every rule: a function of 60 lines, a section of 700, a line of 120 characters.
+write_good() {
+    rm -rf ./*
+    mkdir -p tests data
+    {
+        printf '/* megatron.c\n *\n *   §1   errors and memory\n *   §2a  kernels: norms\n *   §2b  kernels: attention\n */\n'
+        printf '#include "megatron.h"\n\n/* ==== §1 errors and memory ==== */\n\n'
+        printf 'static const int table[] = {\n' && lines 80 '    1,' && printf '};\n\n'
+        printf 'static int a_long_name(int first,\n                       int second) {\n'
+        lines 58 '    first += second;'
+        printf '}\n\n/* ==== §2a kernels: norms ==== */\n' && lines 699 '// why' && printf '/* ==== §2b kernels: attention ==== */\n'
+        printf '// § %s\n' "$(lines 115 x | tr -d '\n')"
+    } >megatron.c
+    cat >megatron.h <<'H'
+#ifndef MEGATRON_H
+#define MEGATRON_H
+/* Of a group, the first has the comment. */
+int mt_first(int a);
+int mt_second(int a,
+              int b);
+
+typedef struct mt_thing {
+    int (*call)(int a);
+} mt_thing;
+
+typedef int (*mt_callback)(int a);
+
+// A function in a header.
+static inline int mt_third(int a) {
+    return mt_first(a);
+}
+#endif
+H
+    printf 'all:\n\ttrue\n' >Makefile
+    printf 'mkdtemp("/tmp/test-XXXXXX");\n' >tests/test_thing.c
+}
+
+# expect NAME PATTERN: the lint fails and says just this, in one line.
+expect() {
+    if output=$("$lint" . 2>&1); then
+        echo "not ok $1: passed"
+    elif [ "$(echo "$output" | wc -l)" = 1 ] && echo "$output" | grep -q "$2"; then
+        echo "ok $1"
+    else
+        echo "not ok $1: expected $2, got: $output"
+    fi
+    write_good
+}
+
+write_good
+if output=$("$lint" . 2>&1); then echo "ok good_code_passes"; else echo "not ok good_code_passes: $output"; fi
+
+sed -i.bak 's/^static int a_long_name/static int x;\n&/; s/^}$/    first++;\n}/' megatron.c && rm ./*.bak
+expect function_of_61_lines '^megatron.c:[0-9]*: function-length: a_long_name has 61 lines'
+
+{ printf '__global__ void __launch_bounds__(256) kernel(float *x) {\n' && lines 60 '    x++;' && echo '}'; } >data/thing.cu
+expect kernel_of_62_lines '^data/thing.cu:1: function-length: kernel has 62 lines'
+
+sed -i.bak 's|^/\* ==== §2b|// one more\n&|' megatron.c && rm ./*.bak
+expect section_of_701_lines '^megatron.c:[0-9]*: section-length: §2a has 701 lines'
+
+sed -i.bak '/^ \*   §2b/d' megatron.c && rm ./*.bak
+expect banner_missing_in_contents '^megatron.c:[0-9]*: contents: "§2b kernels: attention" is not in the contents'
+
+sed -i.bak 's/^ \*   §2b .*/&\n *   §3  routing/' megatron.c && rm ./*.bak
+expect contents_without_banner '^megatron.c:6: contents: "§3 routing" has no banner'
+
+sed -i.bak 's/^ \*   §2a .*/ *   §2a  kernels: softmax/' megatron.c && rm ./*.bak
+expect title_differs_from_contents '^megatron.c:[0-9]*: contents: .*norms.*softmax'
+
+printf '\nint mt_bare(int a);\n' >>megatron.h
+expect prototype_without_comment '^megatron.h:20: undocumented: mt_bare'
+
+printf '#pragma once\n\nint mt_bare(int a,\n            int b);\n' >data/thing.h
+expect prototype_of_two_lines_without_comment '^data/thing.h:3: undocumented: mt_bare'
+
+for word in TODO FIXME XXX HACK; do
+    echo "// $word: later" >data/thing.c
+    expect "unfinished_$word" '^data/thing.c:1: unfinished'
+done
+
+for path in /home/me/x /root/x /work/x /tmp/x; do
+    echo "const char *path = \"$path\";" >data/thing.c
+    expect "private_path_$path" '^data/thing.c:1: private-path'
+done
+
+printf '\tint x;\n' >data/thing.c
+expect tab '^data/thing.c:1: tab'
+
+echo 'int x; ' >data/thing.c
+expect trailing_space '^data/thing.c:1: trailing-space'
+
+{ printf '// ' && lines 118 x | tr -d '\n' && echo; } >data/thing.c
+expect line_of_121_characters '^data/thing.c:1: line-length: 121'
+
+{ echo 'int long_one(void) {' && lines 60 '    x++;' && echo '}'; } >data/thing.c
+echo 'function-length data/thing.c long_one a table reads best in one piece' >tests/lint_exceptions
+if output=$("$lint" . 2>&1); then echo "ok exception_excuses"; else echo "not ok exception_excuses: $output"; fi
+write_good
+
+echo 'function-length data/thing.c long_one a table reads best in one piece' >tests/lint_exceptions
+expect exception_that_excuses_nothing '^tests/lint_exceptions:1: exception: .*excuses nothing'

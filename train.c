@@ -1,0 +1,199 @@
+/* train.c: trains a GPT-family model. Options: ./train --help. What a step does is in megatron.c §16. */
+#include "megatron.h"
+
+#include "data/dataset.h"
+#include "data/tokenizer.h"
+
+#include <math.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* Where micro-batches come from: a split of the data, from a number of consumed samples on. */
+typedef struct feed {
+    mt_loader *loader;
+    int64_t consumed, stride; // samples; all ranks' samples of one micro-batch
+} feed;
+
+typedef struct run {
+    mt_options options;
+    mt_grid grid;
+    mt_tokenizer *tokenizer;
+    mt_data_config data_config;
+    mt_data *data;
+    mt_loader *loaders[MT_NUM_SPLITS];
+    mt_model *model;
+    mt_batch batch;
+    mt_run_state state;
+    mt_report report;
+    double start;
+} run;
+
+static volatile sig_atomic_t stop_requested;
+
+static void request_stop(int signal) {
+    (void)signal;
+    stop_requested = 1;
+}
+
+/* Functions that fail fill an error; here is where it ends the program. */
+static void check(int status, const mt_error *error) {
+    if (status != 0) mt_die("%s", error->text);
+}
+
+static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    feed *from = context;
+    return mt_loader_fill(from->loader, from->consumed + index * from->stride, batch, error);
+}
+
+/* The tokenizer gives the vocabulary's size and the end of document, where nothing else does. */
+static void open_tokenizer(run *r) {
+    mt_options *o = &r->options;
+    mt_error error;
+    if (!o->tokenizer_type) return;
+    check(mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, &error), &error);
+    int64_t vocab_size = mt_tokenizer_vocab_size(r->tokenizer);
+    if (o->vocab_size == 0) o->vocab_size = vocab_size;
+    if (o->vocab_size < vocab_size)
+        mt_die("--tokenizer-model has %lld tokens but the model's vocabulary only %lld: take the model's own tokenizer",
+               (long long)vocab_size, (long long)o->vocab_size);
+}
+
+static void open_data(run *r) {
+    const mt_options *o = &r->options;
+    mt_error error;
+    int64_t evaluations = o->eval_interval > 0 ? o->train_iters / o->eval_interval + 1 : 0;
+    mt_data_config *config = &r->data_config;
+    *config = (mt_data_config){.data_path = o->data_path,
+                               .split = o->split,
+                               .split_data_path = {o->train_data_path, o->valid_data_path, o->test_data_path},
+                               .mock_data = o->mock_data,
+                               .tokens_file = o->tokens_file,
+                               .seq_length = o->seq_length,
+                               .seed = o->seed,
+                               .vocab_size = o->vocab_size,
+                               .eod_id = r->tokenizer ? mt_tokenizer_eod(r->tokenizer) : o->eos_token_id,
+                               .reset_position_ids = o->reset_position_ids,
+                               .reset_attention_mask = o->reset_attention_mask,
+                               .eod_mask_loss = o->eod_mask_loss,
+                               .dataloader_type = o->dataloader_type};
+    config->sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, o->train_iters);
+    config->sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;
+    config->sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->global_batch_size : 0;
+    check(mt_data_open(&r->data, config, &error), &error);
+    for (int split = 0; split < MT_NUM_SPLITS; split++) {
+        const mt_dataset *dataset = mt_data_split(r->data, split);
+        if (dataset)
+            check(mt_loader_open(&r->loaders[split], dataset, config, o->micro_batch_size, r->grid.data.rank,
+                                 r->grid.data.size, &error),
+                  &error);
+    }
+}
+
+static void open_model(run *r) {
+    const mt_options *o = &r->options;
+    mt_error error;
+    int64_t tokens = o->micro_batch_size * o->seq_length;
+    mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = o->seq_length, .train = true};
+    check(mt_model_create(&r->model, o, &r->grid, &mt_cpu_ops, &plan, &error), &error);
+    if (r->grid.world.rank == 0) mt_model_print_plan(r->model, stdout);
+    if (o->load)
+        check(mt_checkpoint_load(r->model, &r->state, o->load, &error), &error);
+    else
+        mt_model_init(r->model);
+    mt_batch_alloc(&r->batch, tokens);
+}
+
+/* Mean loss over --eval-iters batches of a split; each evaluation goes on where the last one stopped. */
+static void evaluate(run *r, mt_split split, const char *name, int64_t *consumed) {
+    const mt_options *o = &r->options;
+    mt_error error;
+    double loss;
+    if (!r->loaders[split] || o->eval_iters == 0) return;
+    feed from = {r->loaders[split], *consumed, o->micro_batch_size * r->grid.data.size};
+    int64_t micro_batches = o->eval_iters * o->global_batch_size / from.stride;
+    check(mt_evaluate(r->model, micro_batches, next_micro_batch, &from, &r->batch, &loss, &error), &error);
+    *consumed += micro_batches * from.stride;
+    check(mt_report_evaluation(&r->report, &r->state, name, loss, &error), &error);
+}
+
+static int save_tokenizer(void *context, const char *folder, mt_error *error) {
+    const run *r = context;
+    return r->tokenizer ? mt_tokenizer_save(r->tokenizer, folder, error) : 0;
+}
+
+static void save(run *r) {
+    mt_error error;
+    if (!r->options.save) return;
+    if (r->grid.world.rank == 0) {
+        check(mt_checkpoint_save(r->model, &r->state, r->options.save, save_tokenizer, r, &error), &error);
+        mt_report_line(&r->report, "saved iteration %lld to %s", (long long)r->state.iteration, r->options.save);
+    }
+    mt_barrier(&r->grid.world);
+}
+
+/* True when SIGTERM or --exit-duration-in-mins ends the run early; every rank must see the same answer. */
+static bool should_stop(const run *r) {
+    double minutes = r->options.exit_duration_in_mins;
+    double stop = stop_requested || (minutes > 0 && mt_time() - r->start > 60 * minutes);
+    mt_all_reduce_max(&r->grid.world, &stop, 1, MT_F64);
+    return stop > 0;
+}
+
+static void train(run *r) {
+    const mt_options *o = &r->options;
+    mt_error error;
+    mt_metrics metrics;
+    int64_t saved = -1, validated = r->state.iteration, test_samples = 0; // without a step: converts
+    bool stop = false;
+    while (r->state.iteration < o->train_iters && !stop) {
+        feed from = {r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples,
+                     o->micro_batch_size * r->grid.data.size};
+        int64_t micro_batches = mt_global_batch_size(o, from.consumed) / from.stride;
+        check(mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch, &metrics, &error),
+              &error);
+        check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);
+        if (o->eval_interval > 0 && r->state.iteration % o->eval_interval == 0) {
+            evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
+            validated = r->state.iteration;
+        }
+        stop = should_stop(r);
+        if (stop || (o->save_interval > 0 && r->state.iteration % o->save_interval == 0)) {
+            save(r);
+            saved = r->state.iteration;
+        }
+    }
+    if (stop) {
+        mt_report_line(&r->report, "stopped early after iteration %lld", (long long)r->state.iteration);
+        return;
+    }
+    if (validated != r->state.iteration) evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
+    if (saved != r->state.iteration) save(r);
+    evaluate(r, MT_SPLIT_TEST, "test", &test_samples);
+}
+
+int main(int argc, char **argv) {
+    run r = {.start = mt_time()};
+    mt_error error;
+    mt_grid_start(&r.grid, &argc, &argv);
+    check(mt_options_parse(&r.options, MT_PROGRAM_TRAIN, argc, argv, &error), &error);
+    open_tokenizer(&r);
+    check(mt_options_finish(&r.options, MT_PROGRAM_TRAIN, r.grid.world.size, &error), &error);
+    if (r.grid.world.rank == 0) mt_options_print(&r.options, MT_PROGRAM_TRAIN, stdout);
+    open_data(&r);
+    open_model(&r);
+    check(mt_report_open(&r.report, &r.options, &r.grid, &r.state, &error), &error);
+    struct sigaction action = {.sa_handler = request_stop};
+    sigaction(SIGTERM, &action, NULL);
+    train(&r);
+    mt_report_close(&r.report);
+    for (int split = 0; split < MT_NUM_SPLITS; split++) mt_loader_close(r.loaders[split]);
+    mt_data_close(r.data);
+    mt_batch_free(&r.batch);
+    mt_model_destroy(r.model);
+    mt_tokenizer_close(r.tokenizer);
+    mt_options_free(&r.options);
+    mt_grid_stop(&r.grid);
+    return 0;
+}
