@@ -20,17 +20,11 @@ typedef struct run {
     int64_t context;         // tokens of a sequence at most
     mt_model *model;
     mt_generator *generator;
-    int64_t prompt_tokens, new_tokens; // so far, and the time they took
-    double prompt_seconds, new_seconds;
+    mt_decoder *decoder; // of the sequence being shown
+    mt_text text;
+    int64_t read, written; // tokens, and the time that they took
+    double read_seconds, write_seconds;
 } run;
-
-/* What becomes of a sequence on the way to standard output. */
-typedef struct reply {
-    int64_t first, next; // tokens that are shown begin here; the next to be turned into text
-    mt_decoder *decoder; // NULL: ids are shown
-    mt_text text;        // not shown yet
-    bool ended;
-} reply;
 
 /* Functions that fail fill an error; here is where it ends the program. */
 static void check(int status, const mt_error *error) {
@@ -46,9 +40,9 @@ static void open_tokenizer(run *r) {
     int status = o->tokenizer_type ? mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, &error)
                                    : mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error);
     if (status != 0) mt_die("%s; without a tokenizer: --prompt-tokens 1,2,3 --print-tokens", error.text);
-    const char *path = o->tokenizer_type ? o->tokenizer_model : r->folder;
-    check(mt_prompt_begins_with_bos(path, &begins, &error), &error);
+    check(mt_prompt_begins_with_bos(o->tokenizer_model ? o->tokenizer_model : r->folder, &begins, &error), &error);
     if (begins && o->bos_token_id >= 0) r->bos = mt_tokenizer_bos(r->tokenizer);
+    r->decoder = mt_decoder_open(r->tokenizer);
 }
 
 static void open_model(run *r, const mt_model_plan *plan) {
@@ -70,7 +64,7 @@ static void open_generator(run *r, int64_t count, int64_t max_tokens, int64_t pr
     r->generator = mt_generator_create(r->model, count, &sampling, &stops);
 }
 
-/* Encodes a text prompt as sequence `id`. */
+/* Encodes a text as sequence `id`. */
 static int begin_text(const run *r, mt_sequence *sequence, int64_t id, const char *text, mt_error *error) {
     mt_ids ids = {mt_malloc(4), 0, 1};
     if (r->bos >= 0) ids.data[ids.count++] = r->bos;
@@ -80,96 +74,63 @@ static int begin_text(const run *r, mt_sequence *sequence, int64_t id, const cha
     return status;
 }
 
-static void reply_append(reply *to, const char *text) {
-    int64_t bytes = (int64_t)strlen(text), needed = to->text.bytes + bytes;
-    if (needed > to->text.capacity) to->text.data = mt_realloc(to->text.data, to->text.capacity = 2 * needed);
-    memcpy(to->text.data + to->text.bytes, text, (size_t)bytes);
-    to->text.bytes = needed;
-}
-
-/* Turns tokens that are new into text, or into their ids. */
-static void reply_advance(const run *r, reply *to, const mt_sequence *sequence) {
+/* Shows token i as its id or its text. The decoder sees prompts too: it must know what it continues. */
+static void show_token(run *r, const mt_sequence *sequence, int64_t i, bool show) {
+    int32_t token = sequence->tokens[i];
     mt_error error;
-    char id[16];
-    for (; to->next < sequence->num_tokens; to->next++) {
-        int32_t token = sequence->tokens[to->next];
-        if (!to->decoder) {
-            snprintf(id, sizeof id, to->next > to->first ? " %d" : "%d", token);
-            reply_append(to, id);
-        } else if (!mt_tokenizer_is_special(r->tokenizer, token)) {
-            check(mt_decode_next(to->decoder, token, &to->text, &error), &error);
-        }
-    }
-    if (!sequence->finished || to->ended) return;
-    if (to->decoder) mt_decode_end(to->decoder, &to->text);
-    reply_append(to, "\n");
-    to->ended = true;
-}
-
-/* A reply shows ids of new tokens, or text: that of the prompt too, unless the reader has just typed it. */
-static void reply_begin(const run *r, reply *to, const mt_sequence *sequence, int64_t count, bool show_prompt) {
-    char header[64];
-    to->first = sequence->num_tokens;
     if (r->options.print_tokens) {
-        to->next = to->first;
+        if (i >= sequence->num_prompt) printf(i > sequence->num_prompt ? " %d" : "%d", token);
         return;
     }
-    snprintf(header, sizeof header, "%s== %lld of %lld ==\n", sequence->id > 0 ? "\n" : "", (long long)sequence->id + 1,
-             (long long)count);
-    if (count > 1) reply_append(to, header);
-    to->decoder = mt_decoder_open(r->tokenizer);
-    reply_advance(r, to, sequence); // the decoder must know what it continues
-    if (!show_prompt) to->text.bytes = 0;
+    if (mt_tokenizer_is_special(r->tokenizer, token)) return;
+    check(mt_decode_next(r->decoder, token, &r->text, &error), &error);
+    if (show) fwrite(r->text.data, 1, (size_t)r->text.bytes, stdout);
+    r->text.bytes = 0;
 }
 
-/* Generates sequences as one batch. They are shown in order, the first unfinished one as its tokens come. */
+/* Generates sequences as one batch, and shows them in order: the first unfinished one as its tokens come. */
 static void generate(run *r, mt_sequence *sequences, int64_t count, bool show_prompts) {
     mt_error error;
-    int64_t unfinished = 0, shown = 0;
-    reply *replies = mt_calloc(count * (int64_t)sizeof *replies);
-    for (int64_t s = 0; s < count; s++) {
-        reply_begin(r, &replies[s], &sequences[s], count, show_prompts);
-        unfinished += !sequences[s].finished;
-        r->prompt_tokens += sequences[s].num_tokens;
-    }
-    for (bool prompts = true;; prompts = false) {
-        for (int64_t s = 0; s < count; s++) reply_advance(r, &replies[s], &sequences[s]);
-        for (; shown < count; shown++) {
-            mt_text *text = &replies[shown].text;
-            fwrite(text->data, 1, (size_t)text->bytes, stdout);
-            text->bytes = 0;
-            if (!sequences[shown].finished) break;
+    bool titles = count > 1 && !r->options.print_tokens;
+    int64_t unfinished = mt_sequences_unfinished(sequences, count), s = 0, i = 0; // token i of sequence s is next
+    for (int64_t step = 0; s < count; step++) {
+        for (; s < count; s++, i = 0) {
+            if (titles && i == 0) printf("%s== %lld of %lld ==\n", s ? "\n" : "", (long long)s + 1, (long long)count);
+            for (; i < sequences[s].num_tokens; i++)
+                show_token(r, &sequences[s], i, show_prompts || i >= sequences[s].num_prompt);
+            if (!sequences[s].finished) break;
+            if (r->decoder) mt_decode_end(r->decoder, &r->text);
+            printf("%.*s\n", (int)r->text.bytes, r->text.bytes > 0 ? r->text.data : "");
+            r->text.bytes = 0;
         }
         if (fflush(stdout) != 0) mt_die("standard output: cannot be written: %s", strerror(errno));
         if (unfinished == 0) break;
         double start = mt_time();
-        if (!prompts) r->new_tokens += unfinished;
+        if (step > 0) r->written += unfinished;
         unfinished = mt_generator_step(r->generator, sequences, count, &error);
         if (unfinished < 0) mt_die("%s", error.text);
-        *(prompts ? &r->prompt_seconds : &r->new_seconds) += mt_time() - start;
+        *(step > 0 ? &r->write_seconds : &r->read_seconds) += mt_time() - start;
     }
-    for (int64_t s = 0; s < count; s++) {
-        mt_decoder_close(replies[s].decoder);
-        free(replies[s].text.data);
-        free(sequences[s].tokens);
+    for (int64_t k = 0; k < count; k++) {
+        r->read += sequences[k].num_prompt;
+        free(sequences[k].tokens);
     }
-    free(replies);
 }
 
 /* --prompt and --prompt-tokens: all at once. */
 static void answer_prompts(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
-    int64_t count = 0, longest = 0, prompt_tokens = 0;
+    int64_t count = o->prompt.count, longest = 0, prompt_tokens = 0;
     mt_sequence *sequences = NULL;
     if (o->prompt_tokens)
-        check(mt_sequences_parse(&sequences, &count, r->context, o, &error), &error);
+        check(mt_sequences_parse(&sequences, &count, o->prompt_tokens, r->context, o, &error), &error);
     else
-        sequences = mt_malloc((count = o->prompt.count) * (int64_t)sizeof *sequences);
+        sequences = mt_malloc(count * (int64_t)sizeof *sequences);
     for (int64_t s = 0; s < count; s++) {
         if (!o->prompt_tokens) check(begin_text(r, &sequences[s], s, o->prompt.items[s], &error), &error);
         if (sequences[s].max_tokens > longest) longest = sequences[s].max_tokens;
-        prompt_tokens += sequences[s].num_tokens;
+        prompt_tokens += sequences[s].num_prompt;
     }
     open_generator(r, count, longest, prompt_tokens);
     generate(r, sequences, count, true);
@@ -187,8 +148,7 @@ static bool answer_lines(run *r) {
     open_generator(r, 1, r->context, r->context);
     for (int64_t id = 0;; id++) {
         if (terminal) fprintf(stderr, "> ");
-        ssize_t length = getline(&line, &capacity, stdin);
-        if (length < 0) break;
+        if (getline(&line, &capacity, stdin) < 0) break;
         line[strcspn(line, "\r\n")] = '\0';
         if (line[0] == '\0') continue;
         if (begin_text(r, &sequence, id, line, &error) == 0) {
@@ -203,15 +163,18 @@ static bool answer_lines(run *r) {
     return all;
 }
 
+static double rate(int64_t tokens, double seconds) {
+    return seconds > 0 ? (double)tokens / seconds : 0;
+}
+
 static void score(run *r) {
     mt_error error;
     mt_model_plan plan = mt_score_plan(&r->options);
     open_model(r, &plan);
     double start = mt_time();
-    int64_t count = mt_score(r->model, &error);
+    int64_t count = mt_score(r->model, &error), tokens = count * r->options.seq_length;
     if (count < 0) mt_die("%s", error.text);
-    fprintf(stderr, "scored %lld sequences of %lld tokens (%.1f tokens/s)\n", (long long)count,
-            (long long)r->options.seq_length, (double)(count * r->options.seq_length) / (mt_time() - start));
+    fprintf(stderr, "scored %lld tokens, %.1f tokens/s\n", (long long)tokens, rate(tokens, mt_time() - start));
 }
 
 int main(int argc, char **argv) {
@@ -225,7 +188,8 @@ int main(int argc, char **argv) {
         mt_die("infer runs on one rank in this version; start it without mpirun");
     mt_barrier(&r.grid.world);
     check(mt_options_finish(o, MT_PROGRAM_INFER, r.grid.world.size, &error), &error);
-    if (!(r.folder = mt_checkpoint_resolve(o->load, &error))) mt_die("%s", error.text);
+    r.folder = mt_checkpoint_resolve(o->load, &error);
+    if (!r.folder) mt_die("%s", error.text);
     r.context = o->max_position_embeddings;
     if (o->score) {
         score(&r);
@@ -235,14 +199,15 @@ int main(int argc, char **argv) {
             answer_prompts(&r);
         else
             all = answer_lines(&r);
-        fprintf(stderr, "read %lld tokens (%.1f tokens/s), then wrote %lld (%.1f tokens/s)\n",
-                (long long)r.prompt_tokens, (double)r.prompt_tokens / r.prompt_seconds, (long long)r.new_tokens,
-                (double)r.new_tokens / r.new_seconds);
+        fprintf(stderr, "read %lld tokens, %.1f tokens/s; then wrote %lld, %.1f tokens/s\n", (long long)r.read,
+                rate(r.read, r.read_seconds), (long long)r.written, rate(r.written, r.write_seconds));
     }
     mt_generator_destroy(r.generator);
     mt_model_destroy(r.model);
+    mt_decoder_close(r.decoder);
     mt_tokenizer_close(r.tokenizer);
     mt_options_free(o);
+    free(r.text.data);
     free(r.folder);
     mt_grid_stop(&r.grid);
     return all ? 0 : 1;

@@ -1422,6 +1422,71 @@ int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sa
     return order[V - kept];
 }
 
+/* ---- prompts */
+
+int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
+                      const mt_options *o, mt_error *error) {
+    long long number = id + 1;
+    if (num_prompt == 0) return mt_error_set(error, "prompt %lld is empty; give it at least one token", number);
+    if (num_prompt >= context)
+        return mt_error_set(error,
+                            "prompt %lld has %lld tokens, which leaves no room for a new one in a context of %lld; "
+                            "shorten it",
+                            number, (long long)num_prompt, (long long)context);
+    for (int64_t i = 0; i < num_prompt; i++)
+        if (prompt[i] < 0 || prompt[i] >= o->vocab_size)
+            return mt_error_set(error,
+                                "prompt %lld: token %d is outside the model's vocabulary of %lld; take the model's own "
+                                "tokenizer",
+                                number, prompt[i], (long long)o->vocab_size);
+    int64_t room = context - num_prompt, new_tokens = o->max_new_tokens < room ? o->max_new_tokens : room;
+    *sequence = (mt_sequence){.id = id, .num_prompt = num_prompt, .num_tokens = num_prompt};
+    sequence->max_tokens = num_prompt + new_tokens;
+    sequence->finished = new_tokens == 0;
+    sequence->tokens = mt_malloc(sequence->max_tokens * 4);
+    memcpy(sequence->tokens, prompt, (size_t)(num_prompt * 4));
+    return 0;
+}
+
+int mt_sequences_parse(mt_sequence **sequences, int64_t *count, const char *text, int64_t context, const mt_options *o,
+                       mt_error *error) {
+    int64_t prompts = 1, begun = 0, length = 0;
+    for (const char *c = text; *c; c++) prompts += *c == ';';
+    *sequences = mt_malloc(prompts * (int64_t)sizeof **sequences);
+    int32_t *ids = mt_malloc((int64_t)strlen(text) * 4 + 4);
+    int status = 0;
+    for (char *end; begun < prompts && status == 0; text = end + 1) {
+        errno = 0;
+        long long id = strtoll(text, &end, 10);
+        if (end == text || errno != 0 || id < 0 || id > INT32_MAX || (*end != ',' && *end != ';' && *end != '\0')) {
+            status =
+                mt_error_set(error,
+                             "--prompt-tokens: no token id at \"%.20s\"; ids are whole numbers with commas between "
+                             "them, and semicolons between prompts",
+                             text);
+            break;
+        }
+        ids[length++] = (int32_t)id;
+        if (*end == ',') continue;
+        status = mt_sequence_begin(*sequences + begun, begun, ids, length, context, o, error);
+        begun += status == 0;
+        length = 0;
+    }
+    free(ids);
+    *count = begun;
+    if (status == 0) return 0;
+    while (begun > 0) free((*sequences)[--begun].tokens);
+    free(*sequences);
+    *sequences = NULL;
+    return -1;
+}
+
+int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count) {
+    int64_t unfinished = 0;
+    for (int64_t s = 0; s < count; s++) unfinished += !sequences[s].finished;
+    return unfinished;
+}
+
 /* ---- sequences in a batch */
 
 enum { MT_PREFILL_TOKENS = 512 }; // a piece of a prompt: long enough for fast matrix products, short enough for memory
@@ -1513,7 +1578,7 @@ static int mt_generator_append(mt_generator *g, mt_sequence *sequence, int64_t r
 }
 
 int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
-    int64_t next = 0, unfinished = 0;
+    int64_t next = 0;
     MT_CHECK(count <= g->max_sequences);
     while (next < count) { // passes over the model; one, unless prompts are longer than a batch
         g->batch.num_tokens = g->batch.num_spans = g->num_logits = 0;
@@ -1527,8 +1592,7 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
         for (int64_t row = 0; row < g->num_logits; row++)
             if (mt_generator_append(g, &sequences[g->logit_owner[row]], row, error) != 0) return -1;
     }
-    for (int64_t s = 0; s < count; s++) unfinished += !sequences[s].finished;
-    return unfinished;
+    return mt_sequences_unfinished(sequences, count);
 }
 
 /* ---- where texts begin and end */
@@ -1575,22 +1639,31 @@ static bool mt_processor_adds_bos(const json_t *processor) {
     return found;
 }
 
-int mt_prompt_begins_with_bos(const char *folder, bool *begins, mt_error *error) {
-    json_t *config, *tokenizer;
-    char sentencepiece[4096];
+int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error) {
+    json_t *config, *tokenizer = NULL;
+    char folder[4096], sentencepiece[4200];
+    struct stat status;
+    snprintf(folder, sizeof folder, "%s", path);
+    bool is_file = stat(path, &status) == 0 && S_ISREG(status.st_mode);
+    char *slash = strrchr(folder, '/');
+    if (is_file) snprintf(slash ? slash : folder, sizeof ".", slash ? "" : ".");
+    snprintf(sentencepiece, sizeof sentencepiece, is_file ? "%s" : "%s/tokenizer.model", path);
+    size_t length = strlen(sentencepiece);
+    bool is_sentencepiece = length > 6 && strcmp(sentencepiece + length - 6, ".model") == 0;
+
     if (mt_json_read_optional(&config, folder, "tokenizer_config.json", error) != 0) return -1;
-    if (mt_json_read_optional(&tokenizer, folder, "tokenizer.json", error) != 0) {
-        json_decref(config);
-        return -1;
-    }
+    if (!is_file || !is_sentencepiece)
+        if (mt_json_read_optional(&tokenizer, folder, "tokenizer.json", error) != 0) {
+            json_decref(config);
+            return -1;
+        }
     json_t *add_bos = json_object_get(config, "add_bos_token");
-    snprintf(sentencepiece, sizeof sentencepiece, "%s/tokenizer.model", folder);
     if (json_is_boolean(add_bos))
         *begins = json_is_true(add_bos);
     else if (tokenizer)
         *begins = mt_processor_adds_bos(json_object_get(tokenizer, "post_processor"));
     else
-        *begins = access(sentencepiece, F_OK) == 0; // Llama's SentencePiece tokenizers, as Hugging Face opens them
+        *begins = is_sentencepiece && access(sentencepiece, F_OK) == 0; // Llama's, as Hugging Face opens them
     json_decref(config);
     json_decref(tokenizer);
     return 0;

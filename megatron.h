@@ -762,20 +762,32 @@ typedef struct mt_stops {
  * config.json (options->eos_token_id); perhaps none. A damaged file is an error. */
 int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options, mt_error *error);
 
-/* Whether the tokenizer in `folder` begins a text with its BOS token when Hugging Face encodes one: as
- * tokenizer_config.json says (add_bos_token), else tokenizer.json's post-processor, else true for SentencePiece's
- * tokenizer.model. A damaged file is an error. */
-int mt_prompt_begins_with_bos(const char *folder, bool *begins, mt_error *error);
+/* Whether the tokenizer at `path`, a folder or a file, begins a text with its BOS token when Hugging Face encodes one:
+ * as the folder's tokenizer_config.json says (add_bos_token), else tokenizer.json's post-processor, else true for
+ * SentencePiece's .model. A damaged file is an error. */
+int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error);
 
 /* One sequence being generated. */
 typedef struct mt_sequence {
     int64_t id;         // names it in random draws
-    int32_t *tokens;    // the prompt, then what was generated; room for max_tokens
-    int64_t num_tokens; // of them so far, at least one
+    int32_t *tokens;    // the prompt, then what was generated; room for max_tokens; free it
+    int64_t num_prompt; // tokens of the prompt, at least one
+    int64_t num_tokens; // with those generated so far
     int64_t num_cached; // of these, with keys and values in the cache; 0 to begin
     int64_t max_tokens; // where it ends at the latest
     bool finished;
 } mt_sequence;
+
+/* Begins a sequence of prompt[num_prompt] tokens and up to options->max_new_tokens more, `context` in all. Errors: an
+ * empty prompt, one that fills the context, a token outside the vocabulary. */
+int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
+                      const mt_options *options, mt_error *error);
+
+/* Begins sequences of "1,2,3;4,5": ids with commas between them, semicolons between prompts. Free `sequences`. */
+int mt_sequences_parse(mt_sequence **sequences, int64_t *count, const char *text, int64_t context,
+                       const mt_options *options, mt_error *error);
+
+int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count);
 
 /* Generates sequences as one batch with a key/value cache. */
 typedef struct mt_generator mt_generator;
