@@ -552,6 +552,8 @@ struct mt_model {
     int64_t rotary_dim;         // R
     /* memory */
     mt_arena arena;
+    void *workspace; // of the stream
+    int64_t workspace_bytes;
     int64_t bytes[5];            // of each row of the printed plan
     mt_activations *activations; // one a layer to train, one in all otherwise
     mt_scratch scratch;
