@@ -74,6 +74,17 @@ static int begin_text(const run *r, mt_sequence *sequence, int64_t id, const cha
     return status;
 }
 
+/* Takes the ids of --prompt-tokens, whose form the options' validator has checked. */
+static int begin_tokens(const run *r, mt_sequence *sequence, mt_error *error) {
+    const char *text = r->options.prompt_tokens;
+    int32_t *ids = mt_malloc((int64_t)strlen(text) * 4);
+    int64_t count = 0;
+    for (char *end; *text; text = *end ? end + 1 : end) ids[count++] = (int32_t)strtol(text, &end, 10);
+    int status = mt_sequence_begin(sequence, 0, ids, count, r->context, &r->options, error);
+    free(ids);
+    return status;
+}
+
 /* Shows token i as its id or its text. The decoder sees prompts too: it must know what it continues. */
 static void show_token(run *r, const mt_sequence *sequence, int64_t i, bool show) {
     int32_t token = sequence->tokens[i];
@@ -117,18 +128,16 @@ static void generate(run *r, mt_sequence *sequences, int64_t count, bool show_pr
     }
 }
 
-/* --prompt and --prompt-tokens: all at once. */
+/* --prompt, all texts at once, or --prompt-tokens. */
 static void answer_prompts(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
-    int64_t count = o->prompt.count, longest = 0, prompt_tokens = 0;
-    mt_sequence *sequences = NULL;
-    if (o->prompt_tokens)
-        check(mt_sequences_parse(&sequences, &count, o->prompt_tokens, r->context, o, &error), &error);
-    else
-        sequences = mt_malloc(count * (int64_t)sizeof *sequences);
+    int64_t count = o->prompt_tokens ? 1 : o->prompt.count, longest = 0, prompt_tokens = 0;
+    mt_sequence *sequences = mt_malloc(count * (int64_t)sizeof *sequences);
     for (int64_t s = 0; s < count; s++) {
-        if (!o->prompt_tokens) check(begin_text(r, &sequences[s], s, o->prompt.items[s], &error), &error);
+        int status = o->prompt_tokens ? begin_tokens(r, &sequences[s], &error)
+                                      : begin_text(r, &sequences[s], s, o->prompt.items[s], &error);
+        check(status, &error);
         if (sequences[s].max_tokens > longest) longest = sequences[s].max_tokens;
         prompt_tokens += sequences[s].num_prompt;
     }

@@ -1450,39 +1450,6 @@ int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, 
     return 0;
 }
 
-int mt_sequences_parse(mt_sequence **sequences, int64_t *count, const char *text, int64_t context, const mt_options *o,
-                       mt_error *error) {
-    int64_t prompts = 1, begun = 0, length = 0;
-    for (const char *c = text; *c; c++) prompts += *c == ';';
-    *sequences = mt_malloc(prompts * (int64_t)sizeof **sequences);
-    int32_t *ids = mt_malloc((int64_t)strlen(text) * 4 + 4);
-    int status = 0;
-    for (char *end; begun < prompts && status == 0; text = end + 1) {
-        errno = 0;
-        long long id = strtoll(text, &end, 10);
-        if (end == text || errno != 0 || id < 0 || id > INT32_MAX || (*end != ',' && *end != ';' && *end != '\0')) {
-            status =
-                mt_error_set(error,
-                             "--prompt-tokens: no token id at \"%.20s\"; ids are whole numbers with commas between "
-                             "them, and semicolons between prompts",
-                             text);
-            break;
-        }
-        ids[length++] = (int32_t)id;
-        if (*end == ',') continue;
-        status = mt_sequence_begin(*sequences + begun, begun, ids, length, context, o, error);
-        begun += status == 0;
-        length = 0;
-    }
-    free(ids);
-    *count = begun;
-    if (status == 0) return 0;
-    while (begun > 0) free((*sequences)[--begun].tokens);
-    free(*sequences);
-    *sequences = NULL;
-    return -1;
-}
-
 int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count) {
     int64_t unfinished = 0;
     for (int64_t s = 0; s < count; s++) unfinished += !sequences[s].finished;

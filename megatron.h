@@ -783,10 +783,7 @@ typedef struct mt_sequence {
 int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
                       const mt_options *options, mt_error *error);
 
-/* Begins sequences of "1,2,3;4,5": ids with commas between them, semicolons between prompts. Free `sequences`. */
-int mt_sequences_parse(mt_sequence **sequences, int64_t *count, const char *text, int64_t context,
-                       const mt_options *options, mt_error *error);
-
+/* How many are not finished. */
 int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count);
 
 /* Generates sequences as one batch with a key/value cache. */
