@@ -124,6 +124,9 @@ static void generate(run *r, mt_sequence *sequences, int64_t count, bool show_pr
     }
     for (int64_t k = 0; k < count; k++) {
         r->read += sequences[k].num_prompt;
+        if (sequences[k].num_tokens == r->context && sequences[k].num_prompt + r->options.max_new_tokens > r->context)
+            fprintf(stderr, "note: prompt %lld ends at the context of %lld tokens\n", (long long)sequences[k].id + 1,
+                    (long long)r->context);
         free(sequences[k].tokens);
     }
 }
