@@ -122,6 +122,7 @@ typedef struct mt_options {
     int64_t window_size; // sliding-window attention: keys a query sees, itself included; 0 = all
     double rotary_base, rotary_percent;
     bool rotary_interleaved, use_rope_scaling;
+    int64_t rotary_seq_len_interpolation_factor;
     char *rope_scaling_type; // none | linear | llama3 | yarn
     double rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, yarn_beta_fast, yarn_beta_slow;
     double yarn_mscale, yarn_mscale_all_dim, yarn_attention_factor;
@@ -154,33 +155,41 @@ typedef struct mt_options {
     bool print_tokens;
     double temperature, top_p;
     int64_t top_k, max_new_tokens, max_sequences;
+    uint64_t given[3]; // a bit a row of the table: given by the user, so config.json does not override it
     /* derived by mt_options_finish, or read from a Hugging Face config; not options themselves */
     int64_t padded_vocab_size;
+    int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
     char *hf_family;                      // gpt2 | llama | mistral | qwen2 | qwen3, or megatron: none of them fits
     int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
 
-/* Reads the command line and the --config file that it may name (the command line wins), and for `infer` and for a run
- * with --load or --hf-config the shape in config.json. Then mt_options_finish. `--help` prints and exits with 0. */
+/* Sets defaults, then reads the --config file that the command line may name, the command line itself, which wins, and
+ * with --load or --hf-config the model's shape from config.json. `--help` prints and exits with 0. Nothing is derived
+ * or checked across options yet: when it knows the number of ranks, the caller sets vocab_size from its tokenizer if it
+ * is still 0 and calls mt_options_finish. Free the options also after an error. */
 int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error);
 
 /* Derives what was not given and checks every rule, before anything is allocated: the only validator. `world_size` is
- * the number of ranks. */
+ * the number of ranks. May be called again after a change. Afterwards add_qkv_bias, attention_output_bias and mlp_bias
+ * say which linear layers have biases, whatever option or file asked for them. */
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
-/* Sets every option to its default; frees what an options struct holds. */
+/* Sets every option of a struct that holds nothing yet to its default; frees what a struct holds. */
 void mt_options_default(mt_options *options);
 void mt_options_free(mt_options *options);
 
-/* Reads a YAML text (flat or nested; keys with underscores or dashes) into options not named in `given`. */
-int mt_options_read_yaml(mt_options *options, const char *path, mt_error *error);
+/* Reads a YAML text: names with underscores or dashes, flat or in sections, which only group; lists; true and false for
+ * flags; null leaves the default. `path` is for messages. Later settings win. */
+int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
+                         mt_error *error);
 
-/* Takes the shape from the text of a Hugging Face config.json; `path` is for messages. */
+/* Takes the shape from the text of a Hugging Face config.json, but for options that were given; `path` is for messages.
+ */
 int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error);
 
-/* Writes config.json for options->hf_family, such that transformers (and this program) loads the folder. Returns text
- * to free. */
+/* Writes config.json for options->hf_family (finished options), such that transformers (and this program) loads the
+ * folder; the family "megatron" is read by this program only. Returns text to free. */
 char *mt_options_write_hf_config(const mt_options *options);
 
 /* Prints the options that differ from their defaults, by group. */
@@ -699,10 +708,11 @@ void mt_report_line(const mt_report *report, const char *format, ...) __attribut
 /* A tensor of a safetensors file: where it is and what it looks like. */
 typedef struct mt_tensor_info {
     const char *name;
+    const char *file; // path of the file that holds it
     mt_dtype dtype;
-    int64_t num_dims;
+    int64_t num_dims; // 0 for a scalar
     int64_t shape[8];
-    const void *data; // in the mapped file
+    const void *data; // in the mapped file; need not be aligned
     int64_t bytes;
 } mt_tensor_info;
 

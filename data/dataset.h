@@ -26,6 +26,7 @@ typedef struct mt_mapping {
     int64_t size;
 } mt_mapping;
 
+/* Maps a file; missing, unreadable or not a regular file is an error. */
 int mt_mapping_open(mt_mapping *mapping, const char *path, mt_error *error);
 void mt_mapping_close(mt_mapping *mapping);
 
@@ -59,6 +60,7 @@ typedef struct mt_indexed_dataset mt_indexed_dataset;
 int mt_indexed_dataset_open(mt_indexed_dataset **dataset, const char *prefix, mt_error *error);
 void mt_indexed_dataset_close(mt_indexed_dataset *dataset);
 
+/* What was opened: its index, valid until the dataset is closed, and its PREFIX. */
 const mt_indexed_index *mt_indexed_dataset_index(const mt_indexed_dataset *dataset);
 const char *mt_indexed_dataset_prefix(const mt_indexed_dataset *dataset);
 
@@ -90,6 +92,7 @@ int mt_indexed_writer_publish(mt_indexed_writer *writer, mt_error *error);
 /* Removes what was not published and frees the writer. */
 void mt_indexed_writer_close(mt_indexed_writer *writer);
 
+/* MT_U16 or MT_I32, as Megatron's tool decides. */
 mt_dtype mt_indexed_dtype_for_vocab(int64_t vocab_size);
 
 /* ---- the random numbers of NumPy and PyTorch ---------------------------------------------------------------------
@@ -101,6 +104,7 @@ typedef struct mt_mt19937 {
     int position;
 } mt_mt19937;
 
+/* Starts the generator from a seed; its next 32 bits. */
 void mt_mt19937_seed(mt_mt19937 *random, uint32_t seed);
 uint32_t mt_mt19937_next(mt_mt19937 *random);
 
