@@ -5772,6 +5772,450 @@ int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_
 }
 
 /* ==== §15 generation ============================================================================================= */
+/* From logits to new tokens, and from tokens to their log-probabilities. Invariants: what a sequence draws depends on
+ * the seed, its id and the position, never on its neighbours in the batch; reading a prompt and adding a token are one
+ * and the same: a pass over the tokens that the cache does not hold yet. */
+
+/* ---- choosing a token */
+
+/* Softmax weight of a token, relative to the likeliest. */
+static double mt_token_weight(const float *logits, int32_t token, int32_t best, double temperature) {
+    return exp(((double)logits[token] - (double)logits[best]) / temperature);
+}
+
+/* Of two tokens, whether `a` comes first: the likelier, or the lower id. */
+static bool mt_token_before(const float *logits, int32_t a, int32_t b) {
+    return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+}
+
+/* Restores a heap of tokens (a parent comes before its children) whose element i may be too low. */
+static void mt_token_heap_sift(int32_t *heap, int64_t count, int64_t i, const float *logits) {
+    int32_t token = heap[i];
+    for (int64_t child; (child = 2 * i + 1) < count; i = child) {
+        if (child + 1 < count && mt_token_before(logits, heap[child + 1], heap[child])) child++;
+        if (!mt_token_before(logits, heap[child], token)) break;
+        heap[i] = heap[child];
+    }
+    heap[i] = token;
+}
+
+/* Takes the first token out of the heap order[0, count) and puts it at order[count - 1]. */
+static int32_t mt_token_heap_pop(int32_t *order, int64_t count, const float *logits) {
+    int32_t first = order[0];
+    order[0] = order[count - 1];
+    order[count - 1] = first;
+    mt_token_heap_sift(order, count - 1, 0, logits);
+    return first;
+}
+
+/* Sorts the tokens that may be chosen to the end of order[V], likeliest last, and no others: a heap is built in O(V),
+ * and few tokens leave it. Returns their number, and in `total` their weight. */
+static int64_t mt_tokens_keep(int32_t *order, int64_t V, const float *logits, int32_t best, const mt_sampling *sampling,
+                              double *total) {
+    double t = sampling->temperature, all = 0, sum = 0;
+    for (int64_t i = V / 2 - 1; i >= 0; i--) mt_token_heap_sift(order, V, i, logits);
+    int64_t most = sampling->top_k > 0 && sampling->top_k < V ? sampling->top_k : V, popped = 0, kept = 0;
+    if (most == V)
+        for (int64_t i = 0; i < V; i++) all += mt_token_weight(logits, order[i], best, t);
+    else
+        while (popped < most) all += mt_token_weight(logits, mt_token_heap_pop(order, V - popped++, logits), best, t);
+    for (; kept < most && (kept == 0 || sum < sampling->top_p * all); kept++) {
+        if (kept == popped) mt_token_heap_pop(order, V - popped++, logits);
+        sum += mt_token_weight(logits, order[V - 1 - kept], best, t);
+    }
+    *total = sum;
+    return kept;
+}
+
+/* The likeliest token, the lowest id among equals; -1 if a logit is not a number. */
+static int32_t mt_token_likeliest(const float *logits, int64_t V) {
+    int32_t best = 0;
+    bool numbers = true;
+    for (int32_t i = 0; i < V; i++) {
+        numbers &= !isnan(logits[i]);
+        if (logits[i] > logits[best]) best = i;
+    }
+    return numbers && isfinite(logits[best]) ? best : -1;
+}
+
+int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, int64_t sequence,
+                  int64_t position, int32_t *order) {
+    int64_t V = vocab_size, kept = V;
+    int32_t best = mt_token_likeliest(logits, V);
+    if (best < 0 || sampling->temperature == 0) return best;
+    for (int32_t i = 0; i < V; i++) order[i] = i;
+    double total = 0, sum = 0, t = sampling->temperature;
+    if (sampling->top_k > 0 || sampling->top_p < 1)
+        kept = mt_tokens_keep(order, V, logits, best, sampling, &total);
+    else
+        for (int64_t i = V - 1; i >= 0; i--) total += mt_token_weight(logits, order[i], best, t);
+
+    uint32_t words[4];
+    mt_philox(words, mt_random_key(sampling->seed, MT_RANDOM_SAMPLE, 0), (uint64_t)position, (uint64_t)sequence);
+    double uniform = (double)((uint64_t)words[0] << 21 | words[1] >> 11) * 0x1p-53; // [0, 1)
+    for (int64_t i = V - 1; i > V - kept; i--) {
+        sum += mt_token_weight(logits, order[i], best, t);
+        if (sum > uniform * total) return order[i];
+    }
+    return order[V - kept];
+}
+
+/* ---- prompts */
+
+int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
+                      const mt_options *o, mt_error *error) {
+    long long number = id + 1;
+    if (num_prompt == 0) return mt_error_set(error, "prompt %lld is empty; give it at least one token", number);
+    if (num_prompt >= context)
+        return mt_error_set(error,
+                            "prompt %lld has %lld tokens, which leaves no room for a new one in a context of %lld; "
+                            "shorten it",
+                            number, (long long)num_prompt, (long long)context);
+    for (int64_t i = 0; i < num_prompt; i++)
+        if (prompt[i] < 0 || prompt[i] >= o->vocab_size)
+            return mt_error_set(error,
+                                "prompt %lld: token %d is outside the model's vocabulary of %lld; take the model's own "
+                                "tokenizer",
+                                number, prompt[i], (long long)o->vocab_size);
+    int64_t room = context - num_prompt, new_tokens = o->max_new_tokens < room ? o->max_new_tokens : room;
+    *sequence = (mt_sequence){.id = id, .num_prompt = num_prompt, .num_tokens = num_prompt};
+    sequence->max_tokens = num_prompt + new_tokens;
+    sequence->finished = new_tokens == 0;
+    sequence->tokens = mt_malloc(sequence->max_tokens * 4);
+    memcpy(sequence->tokens, prompt, (size_t)(num_prompt * 4));
+    return 0;
+}
+
+int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count) {
+    int64_t unfinished = 0;
+    for (int64_t s = 0; s < count; s++) unfinished += !sequences[s].finished;
+    return unfinished;
+}
+
+/* ---- sequences in a batch */
+
+enum { MT_PREFILL_TOKENS = 512 }; // a piece of a prompt: long enough for fast matrix products, short enough for memory
+
+struct mt_generator {
+    mt_model *model;
+    mt_sampling sampling;
+    mt_stops stops;
+    int64_t max_sequences, rows_per_sequence; // sequence s owns cache rows [s, s + 1) * rows_per_sequence
+    mt_batch batch;
+    int32_t *cache_rows;  // [max_tokens] of the batch's tokens
+    int32_t *logit_rows;  // [max_sequences] batch rows whose logits are wanted
+    int64_t *logit_owner; // [max_sequences] and the sequences that they belong to
+    int64_t num_logits;
+    float *logits;  // [max_sequences, vocab_size]
+    int32_t *order; // [vocab_size], for mt_sample
+};
+
+mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
+    int64_t piece = prompt_tokens < MT_PREFILL_TOKENS ? prompt_tokens : MT_PREFILL_TOKENS;
+    return (mt_model_plan){.max_tokens = mt_max(piece, count),
+                           .max_logits = count,
+                           .cache_rows = count * max_tokens,
+                           .max_position = max_tokens};
+}
+
+mt_generator *mt_generator_create(mt_model *model, int64_t max_sequences, const mt_sampling *sampling,
+                                  const mt_stops *stops) {
+    mt_generator *g = mt_calloc(sizeof *g);
+    int64_t tokens = model->plan.max_tokens, vocabulary = model->options->vocab_size;
+    MT_CHECK(model->plan.cache_rows <= INT32_MAX && max_sequences <= model->plan.max_logits);
+    *g = (mt_generator){.model = model, .sampling = *sampling, .stops = *stops, .max_sequences = max_sequences};
+    g->rows_per_sequence = model->plan.cache_rows / max_sequences;
+    mt_batch_alloc(&g->batch, tokens);
+    g->cache_rows = mt_malloc(tokens * 4);
+    g->logit_rows = mt_malloc(max_sequences * 4);
+    g->logit_owner = mt_malloc(max_sequences * 8);
+    g->logits = mt_malloc(max_sequences * vocabulary * 4);
+    g->order = mt_malloc(vocabulary * 4);
+    return g;
+}
+
+void mt_generator_destroy(mt_generator *g) {
+    if (!g) return;
+    mt_batch_free(&g->batch);
+    free(g->cache_rows);
+    free(g->logit_rows);
+    free(g->logit_owner);
+    free(g->logits);
+    free(g->order);
+    free(g);
+}
+
+/* Adds the next tokens of sequence s that are not cached, as many as fit, as one span. Returns whether they all did. */
+static bool mt_generator_add(mt_generator *g, mt_sequence *sequence, int64_t s) {
+    mt_batch *batch = &g->batch;
+    int64_t start = batch->num_tokens, first_row = s * g->rows_per_sequence, cached = sequence->num_cached;
+    int64_t wanted = sequence->num_tokens - cached, room = g->model->plan.max_tokens - start;
+    int64_t count = wanted < room ? wanted : room;
+    if (count == 0) return false;
+    for (int64_t i = 0; i < count; i++) {
+        batch->tokens[start + i] = sequence->tokens[cached + i];
+        batch->positions[start + i] = (int32_t)(cached + i);
+        g->cache_rows[start + i] = (int32_t)(first_row + cached + i);
+    }
+    batch->spans[batch->num_spans++] = (mt_span){start, count, first_row, cached + count, true};
+    batch->num_tokens += count;
+    sequence->num_cached += count;
+    if (count < wanted) return false;
+    g->logit_rows[g->num_logits] = (int32_t)(start + count - 1);
+    g->logit_owner[g->num_logits++] = s;
+    return true;
+}
+
+/* Appends the token that the logits of row `row` of the last pass give. */
+static int mt_generator_append(mt_generator *g, mt_sequence *sequence, int64_t row, mt_error *error) {
+    int64_t vocabulary = g->model->options->vocab_size;
+    int32_t token =
+        mt_sample(g->logits + row * vocabulary, vocabulary, &g->sampling, sequence->id, sequence->num_tokens, g->order);
+    if (token < 0)
+        return mt_error_set(error,
+                            "the model's logits after token %lld are not all numbers; its weights are damaged, or too "
+                            "large for their precision",
+                            (long long)sequence->num_tokens);
+    sequence->tokens[sequence->num_tokens++] = token;
+    sequence->finished = sequence->num_tokens >= sequence->max_tokens;
+    for (int64_t i = 0; i < g->stops.count; i++) sequence->finished |= token == g->stops.ids[i];
+    return 0;
+}
+
+int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
+    int64_t next = 0;
+    MT_CHECK(count <= g->max_sequences);
+    while (next < count) { // passes over the model; one, unless prompts are longer than a batch
+        g->batch.num_tokens = g->batch.num_spans = g->num_logits = 0;
+        for (; next < count; next++) {
+            mt_sequence *sequence = &sequences[next];
+            MT_CHECK(sequence->num_tokens > 0 && sequence->max_tokens <= g->rows_per_sequence);
+            if (!sequence->finished && !mt_generator_add(g, sequence, next)) break;
+        }
+        if (g->batch.num_tokens == 0) break;
+        mt_model_decode(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->logits);
+        for (int64_t row = 0; row < g->num_logits; row++)
+            if (mt_generator_append(g, &sequences[g->logit_owner[row]], row, error) != 0) return -1;
+    }
+    return mt_sequences_unfinished(sequences, count);
+}
+
+/* ---- where texts begin and end */
+
+/* Reads a JSON object that may be absent (then *json is NULL). */
+static int mt_json_read_optional(json_t **json, const char *folder, const char *name, mt_error *error) {
+    char path[4096];
+    json_error_t problem;
+    *json = NULL;
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    if (access(path, F_OK) != 0) return 0;
+    *json = json_load_file(path, 0, &problem);
+    if (json_is_object(*json)) return 0;
+    json_decref(*json);
+    *json = NULL;
+    return mt_error_set(error, "%s:%d: %s; mend the file or remove it", path, problem.line,
+                        problem.text[0] ? problem.text : "is not a JSON object");
+}
+
+static void mt_stops_add(mt_stops *stops, int64_t id) {
+    if (id >= 0 && id <= INT32_MAX && stops->count < MT_MAX_STOPS) stops->ids[stops->count++] = (int32_t)id;
+}
+
+int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options, mt_error *error) {
+    json_t *config, *item;
+    size_t i;
+    stops->count = 0;
+    if (mt_json_read_optional(&config, folder, "generation_config.json", error) != 0) return -1;
+    json_t *eos = json_object_get(config, "eos_token_id");
+    if (json_is_integer(eos)) mt_stops_add(stops, json_integer_value(eos));
+    json_array_foreach(eos, i, item) if (json_is_integer(item)) mt_stops_add(stops, json_integer_value(item));
+    if (stops->count == 0) mt_stops_add(stops, options->eos_token_id);
+    json_decref(config);
+    return 0;
+}
+
+/* Whether tokenizer.json's post-processor puts a special token before a text (Llama 3's does, GPT-2's does not). */
+static bool mt_processor_adds_bos(const json_t *processor) {
+    json_t *item, *single = json_object_get(processor, "single");
+    size_t i;
+    if (json_object_get(json_array_get(single, 0), "SpecialToken")) return true;
+    bool found = false;
+    json_array_foreach(json_object_get(processor, "processors"), i, item) found |= mt_processor_adds_bos(item);
+    return found;
+}
+
+int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error) {
+    json_t *config, *tokenizer = NULL;
+    char folder[4096], sentencepiece[4200];
+    struct stat status;
+    snprintf(folder, sizeof folder, "%s", path);
+    bool is_file = stat(path, &status) == 0 && S_ISREG(status.st_mode);
+    char *slash = strrchr(folder, '/');
+    if (is_file) snprintf(slash ? slash : folder, sizeof ".", slash ? "" : ".");
+    snprintf(sentencepiece, sizeof sentencepiece, is_file ? "%s" : "%s/tokenizer.model", path);
+    size_t length = strlen(sentencepiece);
+    bool is_sentencepiece = length > 6 && strcmp(sentencepiece + length - 6, ".model") == 0;
+
+    if (mt_json_read_optional(&config, folder, "tokenizer_config.json", error) != 0) return -1;
+    if (!is_file || !is_sentencepiece)
+        if (mt_json_read_optional(&tokenizer, folder, "tokenizer.json", error) != 0) {
+            json_decref(config);
+            return -1;
+        }
+    json_t *add_bos = json_object_get(config, "add_bos_token");
+    if (json_is_boolean(add_bos))
+        *begins = json_is_true(add_bos);
+    else if (tokenizer)
+        *begins = mt_processor_adds_bos(json_object_get(tokenizer, "post_processor"));
+    else
+        *begins = is_sentencepiece && access(sentencepiece, F_OK) == 0; // Llama's, as Hugging Face opens them
+    json_decref(config);
+    json_decref(tokenizer);
+    return 0;
+}
+
+/* ---- log-probabilities of given tokens */
+
+/* A file of floats that takes its place only when it is whole. */
+typedef struct mt_float_file {
+    const char *path; // NULL: not wanted
+    char *temporary;
+    FILE *file;
+} mt_float_file;
+
+static int mt_float_file_open(mt_float_file *out, const char *path, mt_error *error) {
+    *out = (mt_float_file){.path = path};
+    if (!path) return 0;
+    int64_t length = (int64_t)strlen(path) + 32;
+    out->temporary = mt_malloc(length);
+    snprintf(out->temporary, (size_t)length, "%s.tmp.%ld", path, (long)getpid());
+    out->file = fopen(out->temporary, "wb");
+    if (out->file) return 0;
+    int status = mt_error_set(error, "%s: cannot be written: %s", path, strerror(errno));
+    free(out->temporary);
+    *out = (mt_float_file){0};
+    return status;
+}
+
+static int mt_float_file_write(mt_float_file *out, const float *values, int64_t count, mt_error *error) {
+    if (!out->path || (int64_t)fwrite(values, 4, (size_t)count, out->file) == count) return 0;
+    return mt_error_set(error, "%s: cannot be written: %s", out->path, strerror(errno));
+}
+
+/* Puts the file in its place if all went well so far, and otherwise removes it. Returns the status, or -1. */
+static int mt_float_file_close(mt_float_file *out, int status, mt_error *error) {
+    if (!out->path) return status;
+    bool whole = status == 0 && fflush(out->file) == 0 && fsync(fileno(out->file)) == 0;
+    int problem = errno;
+    if (fclose(out->file) != 0 && whole) whole = false, problem = errno;
+    if (whole && rename(out->temporary, out->path) != 0) whole = false, problem = errno;
+    if (!whole) unlink(out->temporary);
+    if (!whole && status == 0) status = mt_error_set(error, "%s: cannot be written: %s", out->path, strerror(problem));
+    free(out->temporary);
+    *out = (mt_float_file){0};
+    return status;
+}
+
+/* Opens the sequences to score and counts them. */
+static FILE *mt_score_open(const mt_options *o, int64_t *num_sequences, mt_error *error) {
+    FILE *file = fopen(o->score, "rb");
+    int64_t bytes_each = (o->seq_length + 1) * 4;
+    if (!file || fseeko(file, 0, SEEK_END) != 0) {
+        mt_error_set(error, "%s: cannot be read: %s", o->score, strerror(errno));
+        if (file) fclose(file);
+        return NULL;
+    }
+    int64_t bytes = ftello(file);
+    rewind(file);
+    *num_sequences = bytes / bytes_each;
+    if (bytes <= 0 || bytes % bytes_each != 0) {
+        mt_error_set(error,
+                     "%s: %lld bytes are not whole sequences of --seq-length %lld + 1 int32 tokens (%lld bytes each); "
+                     "give the length that the file was made for",
+                     o->score, (long long)bytes, (long long)o->seq_length, (long long)bytes_each);
+        fclose(file);
+        return NULL;
+    }
+    if (o->max_sequences > 0 && o->max_sequences < *num_sequences) *num_sequences = o->max_sequences;
+    return file;
+}
+
+/* Reads `count` sequences, of which `first` is the first, into a batch. `row` is room for one. */
+static int mt_score_read(mt_batch *batch, FILE *file, int64_t first, int64_t count, int32_t *row, const mt_options *o,
+                         mt_error *error) {
+    int64_t T = o->seq_length;
+    for (int64_t s = 0; s < count; s++) {
+        if ((int64_t)fread(row, 4, (size_t)(T + 1), file) != T + 1)
+            return mt_error_set(error, "%s: cannot be read: %s", o->score,
+                                ferror(file) ? strerror(errno) : "it became shorter while it was read");
+        for (int64_t i = 0; i <= T; i++)
+            if (row[i] < 0 || row[i] >= o->vocab_size)
+                return mt_error_set(error,
+                                    "%s: token %d at position %lld of sequence %lld is outside the model's vocabulary "
+                                    "of %lld",
+                                    o->score, row[i], (long long)i, (long long)(first + s), (long long)o->vocab_size);
+        for (int64_t i = 0, t = s * T; i < T; i++, t++) {
+            batch->tokens[t] = row[i];
+            batch->labels[t] = row[i + 1];
+            batch->loss_mask[t] = 1;
+            batch->positions[t] = (int32_t)i;
+            batch->token_index[t] = (first + s) * T + i;
+        }
+        batch->spans[s] = (mt_span){s * T, T, s * T, T, true};
+    }
+    batch->num_tokens = count * T;
+    batch->num_spans = count;
+    return 0;
+}
+
+mt_model_plan mt_score_plan(const mt_options *options) {
+    int64_t tokens = options->micro_batch_size * options->seq_length;
+    return (mt_model_plan){.max_tokens = tokens, .max_logits = tokens, .max_position = options->seq_length};
+}
+
+/* Scores the open file, a micro-batch at a time, into the open outputs. */
+static int mt_score_batches(mt_model *m, FILE *file, int64_t num_sequences, mt_float_file out[3], mt_error *error) {
+    const mt_options *o = m->options;
+    int64_t T = o->seq_length, tokens = o->micro_batch_size * T;
+    mt_batch batch;
+    mt_batch_alloc(&batch, tokens);
+    int32_t *row = mt_malloc((T + 1) * 4);
+    float *loss = mt_malloc(tokens * 4), *entropy = mt_malloc(tokens * 4);
+    float *logits = out[2].path ? mt_malloc(tokens * o->vocab_size * 4) : NULL;
+    int status = 0;
+    for (int64_t first = 0; first < num_sequences && status == 0; first += o->micro_batch_size) {
+        int64_t left = num_sequences - first, count = left < o->micro_batch_size ? left : o->micro_batch_size;
+        status = mt_score_read(&batch, file, first, count, row, o, error);
+        if (status != 0) break;
+        mt_model_forward(m, &batch, false);
+        mt_model_read(m, loss, entropy, logits);
+        for (int64_t t = 0; t < count * T; t++) loss[t] = -loss[t]; // the label's log-probability
+        status = mt_float_file_write(&out[0], loss, count * T, error);
+        if (status == 0) status = mt_float_file_write(&out[1], entropy, count * T, error);
+        if (status == 0) status = mt_float_file_write(&out[2], logits, count * T * o->vocab_size, error);
+    }
+    free(row);
+    free(loss);
+    free(entropy);
+    free(logits);
+    mt_batch_free(&batch);
+    return status;
+}
+
+int64_t mt_score(mt_model *model, mt_error *error) {
+    const mt_options *o = model->options;
+    const char *paths[3] = {o->out, o->entropy_out, o->logits_out};
+    mt_float_file out[3] = {{0}};
+    int64_t num_sequences = 0;
+    FILE *file = mt_score_open(o, &num_sequences, error);
+    if (!file) return -1;
+    int status = 0;
+    for (int i = 0; i < 3 && status == 0; i++) status = mt_float_file_open(&out[i], paths[i], error);
+    if (status == 0) status = mt_score_batches(model, file, num_sequences, out, error);
+    for (int i = 0; i < 3; i++) status = mt_float_file_close(&out[i], status, error);
+    fclose(file);
+    return status == 0 ? num_sequences : -1;
+}
 
 /* ==== §16 the training step ====================================================================================== */
 /* A step, start to end: zero, forward and backward by the schedule, sum over ranks, clip, update. Invariants: the loss

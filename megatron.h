@@ -766,28 +766,84 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error);
 /* ==== §15 generation ===============================================================================================
  */
 
-/* How the next token is chosen; temperature 0 is greedy, top_k 0 and top_p 1 keep every token. */
+/* How the next token is chosen: temperature 0 is greedy, top_k 0 and top_p 1 keep every token. */
 typedef struct mt_sampling {
     double temperature, top_p;
     int64_t top_k;
     uint64_t seed;
 } mt_sampling;
 
-/* Chooses from logits[vocab_size] by Philox at (sequence, position): the same draw whatever else is in the batch. */
+/* Chooses a token by logits[vocab_size]: the likeliest at temperature 0 (the lowest id among equals); else one drawn
+ * from softmax(logits / temperature), cut to the top_k likeliest and then to the fewest of these that hold top_p of
+ * their probability (Holtzman et al., "The curious case of neural text degeneration"; as Hugging Face does). Drawn by
+ * Philox at (sequence, position): the same draw whatever else is in the batch. `order` is scratch [vocab_size].
+ * Returns -1 if the logits are not all numbers. */
 int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, int64_t sequence,
-                  int64_t position);
+                  int64_t position, int32_t *order);
+
+/* Tokens that end a sequence. */
+enum { MT_MAX_STOPS = 16 };
+typedef struct mt_stops {
+    int32_t ids[MT_MAX_STOPS];
+    int64_t count;
+} mt_stops;
+
+/* Reads a model folder's end tokens: those of generation_config.json, which may list several, or else that of
+ * config.json (options->eos_token_id); perhaps none. A damaged file is an error. */
+int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options, mt_error *error);
+
+/* Whether the tokenizer at `path`, a folder or a file, begins a text with its BOS token when Hugging Face encodes one:
+ * as the folder's tokenizer_config.json says (add_bos_token), else tokenizer.json's post-processor, else true for
+ * SentencePiece's .model. A damaged file is an error. */
+int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error);
 
 /* One sequence being generated. */
 typedef struct mt_sequence {
-    int32_t *tokens; // prompt, then what was generated; room for max_tokens
-    int64_t num_tokens, num_cached, max_tokens;
+    int64_t id;         // names it in random draws
+    int32_t *tokens;    // the prompt, then what was generated; room for max_tokens; free it
+    int64_t num_prompt; // tokens of the prompt, at least one
+    int64_t num_tokens; // with those generated so far
+    int64_t num_cached; // of these, with keys and values in the cache; 0 to begin
+    int64_t max_tokens; // where it ends at the latest
     bool finished;
 } mt_sequence;
 
-/* Advances every unfinished sequence by one token (the first call of a sequence reads its whole prompt). Ends a
- * sequence at `eos` (-1: never) or at max_tokens. Returns the number still unfinished. */
-int64_t mt_generate_step(mt_model *model, mt_sequence *sequences, int64_t count, const mt_sampling *sampling,
-                         int32_t eos);
+/* Begins a sequence of prompt[num_prompt] tokens and up to options->max_new_tokens more, `context` in all. Errors: an
+ * empty prompt, one that fills the context, a token outside the vocabulary. */
+int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
+                      const mt_options *options, mt_error *error);
+
+/* How many are not finished. */
+int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count);
+
+/* Generates sequences as one batch with a key/value cache. */
+typedef struct mt_generator mt_generator;
+
+/* The memory plan of a model that generates up to `count` sequences of at most max_tokens tokens at once, from prompts
+ * of prompt_tokens tokens in all. */
+mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens);
+
+/* A generator for a model that was created by mt_generator_plan(max_sequences, ...). It keeps no sequences: a sequence
+ * that begins again with num_cached = 0 in the place of another is a new one. */
+mt_generator *mt_generator_create(mt_model *model, int64_t max_sequences, const mt_sampling *sampling,
+                                  const mt_stops *stops);
+void mt_generator_destroy(mt_generator *generator);
+
+/* Advances every unfinished sequence by one token; the first call reads the prompts, in pieces where they are longer
+ * than the plan's max_tokens. A sequence keeps its place in `sequences` [count] from call to call; it ends at a stop
+ * token, which it then includes, or at max_tokens. Returns how many are unfinished, or -1 with error if the model's
+ * logits are not numbers. */
+int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
+
+/* The memory plan for mt_score. */
+mt_model_plan mt_score_plan(const mt_options *options);
+
+/* Scores the first options->max_sequences (0: all) sequences of options->score, int32 [N, seq_length + 1], in
+ * micro-batches: writes fp32 files of each label's log-probability [N, seq_length] to options->out, its distribution's
+ * entropy in nats [N, seq_length] to entropy_out and the logits [N, seq_length, vocab_size] to logits_out, where these
+ * are given. Returns N, or -1 with error: a file that cannot be read or is not whole sequences, a token outside the
+ * vocabulary, an output that cannot be written (none is then left half-written). */
+int64_t mt_score(mt_model *model, mt_error *error);
 
 #ifdef __cplusplus
 }
