@@ -2052,6 +2052,22 @@ static inline void mt_row_close(void *y, int64_t offset, const float *row, int64
     for (int64_t i = 0; i < n; i++) bits[i] = mt_f32_to_bf16(row[i]);
 }
 
+/* The greatest of x[n], -inf when n == 0; in lanes, since compilers do not reorder a maximum that could meet a NaN. */
+static inline float mt_row_max(const float *x, int64_t n) {
+    enum { LANES = 16 };
+    float lanes[LANES], max = -INFINITY;
+    int64_t i = 0;
+    for (int64_t lane = 0; lane < LANES; lane++) lanes[lane] = -INFINITY;
+    for (; i + LANES <= n; i += LANES) {
+#pragma omp simd
+        for (int64_t lane = 0; lane < LANES; lane++)
+            lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
+    }
+    for (; i < n; i++) max = x[i] > max ? x[i] : max;
+    for (int64_t lane = 0; lane < LANES; lane++) max = lanes[lane] > max ? lanes[lane] : max;
+    return max;
+}
+
 /* exp(x) to about one unit in the last place, without a branch, so that loops over it become vector code:
  * 2^n e^r with |r| <= ln(2) / 2 and Cephes' polynomial for e^r. Right at both infinities, at NaN and under 2^-126. */
 static inline float mt_exp(float x) {
@@ -2717,16 +2733,17 @@ static mt_matrix mt_attention_load_v(float *scratch, const mt_attention_task *ta
  * running max and theirs, and adds them to the running sum. Returns what to multiply by all that was summed before. */
 static float mt_softmax_running(float *p, int64_t columns, int64_t begin, int64_t end, float scale, float *max,
                                 float *sum) {
-    float before = *max, top = -INFINITY, total = 0;
+    float before = *max, top, total = 0;
     begin = mt_max(0, mt_min(begin, columns));
     end = mt_max(begin, mt_min(end, columns));
-#pragma omp simd reduction(max : top)
-    for (int64_t j = begin; j < end; j++) top = p[j] * scale > top ? p[j] * scale : top;
+#pragma omp simd
+    for (int64_t j = begin; j < end; j++) p[j] *= scale;
+    top = mt_row_max(p + begin, end - begin);
     top = top > before ? top : before;
     for (int64_t j = 0; j < begin; j++) p[j] = 0;
 #pragma omp simd reduction(+ : total)
     for (int64_t j = begin; j < end; j++) {
-        p[j] = mt_exp(p[j] * scale - top);
+        p[j] = mt_exp(p[j] - top);
         total += p[j];
     }
     for (int64_t j = end; j < columns; j++) p[j] = 0;
@@ -3128,9 +3145,7 @@ static void mt_cpu_cross_entropy_forward(float *row_max, float *row_sum, float *
 #pragma omp parallel for if (T * count > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         const float *x = mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype);
-        float max = -INFINITY;
-#pragma omp simd reduction(max : max)
-        for (int64_t i = 0; i < count; i++) max = x[i] > max ? x[i] : max;
+        float max = mt_row_max(x, count);
         double sum = 0, weighted = 0;
         for (int64_t block = 0; block < count; block += MT_BLOCK) {
             float block_sum = 0, block_weighted = 0;
