@@ -866,43 +866,44 @@ static int mt_yaml_read_value(mt_yaml *yaml, const mt_option *row, const char *w
     return 0;
 }
 
-/* The event at hand is a key: reads it and its value. `depth` grows where the value is a section, whose name is not
- * kept: sections only group options. Leaves the last event of the value at hand. */
+/* The option `name`, whose value is at hand; `place` is where the file names it. */
+static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *place) {
+    char where[400];
+    const mt_option *row = mt_option_lookup(name, strlen(name), yaml->program, place, yaml->error);
+    if (!row) return -1;
+    snprintf(where, sizeof where, "%s%.80s", place, name);
+    if (yaml->event.type == YAML_MAPPING_START_EVENT)
+        return mt_error_set(yaml->error, "%s expects %s, not a section", where, mt_option_metavar(row));
+    int64_t index = mt_option_of(row->offset) - mt_option_table;
+    if (yaml->seen[index / 64] >> index % 64 & 1)
+        return mt_error_set(yaml->error, "%s is given twice in this file", where);
+    yaml->seen[index / 64] |= (uint64_t)1 << index % 64;
+    return mt_yaml_read_value(yaml, row, where);
+}
+
+/* The event at hand is a key: reads it and its value, whose last event is then at hand. Where the value is a section,
+ * `depth` grows instead; its name is not kept, because sections only group options. */
 static int mt_yaml_read_entry(mt_yaml *yaml, int *depth) {
-    char where[400], line[300];
+    char place[300];
     const char *key;
+    long long line = (long long)yaml->event.start_mark.line + 1;
     if (yaml->event.type != YAML_SCALAR_EVENT)
-        return mt_error_set(yaml->error, "%s:%lld: expects the name of an option", yaml->path,
-                            (long long)yaml->event.start_mark.line + 1);
-    snprintf(line, sizeof line, "%.250s:%lld: ", yaml->path, (long long)yaml->event.start_mark.line + 1);
+        return mt_error_set(yaml->error, "%s:%lld: expects the name of an option", yaml->path, line);
     if (mt_yaml_scalar(yaml, &key)) return -1;
     char *name = mt_strdup(key); // the event goes when its value comes
-    snprintf(where, sizeof where, "%s%.80s", line, name);
-    const mt_option *row = mt_option_find(name, strlen(name));
+    snprintf(place, sizeof place, "%.250s:%lld: ", yaml->path, line);
     int result = mt_yaml_next(yaml);
-    bool is_section = !result && !row && yaml->event.type == YAML_MAPPING_START_EVENT;
+    bool is_section = yaml->event.type == YAML_MAPPING_START_EVENT && !mt_option_find(name, strlen(name));
+    if (!result && !is_section) result = mt_yaml_read_option(yaml, name, place);
     if (!result && is_section && ++*depth > MT_YAML_DEPTH)
-        result = mt_error_set(yaml->error, "%s: sections are nested deeper than %d", where, MT_YAML_DEPTH);
-    if (!result && !is_section) {
-        row = mt_option_lookup(name, strlen(name), yaml->program, line, yaml->error);
-        int64_t index = row ? mt_option_of(row->offset) - mt_option_table : 0;
-        if (!row)
-            result = -1;
-        else if (yaml->event.type == YAML_MAPPING_START_EVENT)
-            result = mt_error_set(yaml->error, "%s expects %s, not a section", where, mt_option_metavar(row));
-        else if (yaml->seen[index / 64] >> index % 64 & 1)
-            result = mt_error_set(yaml->error, "%s is given twice in this file", where);
-        else
-            result = mt_yaml_read_value(yaml, row, where);
-        yaml->seen[index / 64] |= (uint64_t)1 << index % 64;
-    }
+        result = mt_error_set(yaml->error, "%s%.80s: sections are nested deeper than %d", place, name, MT_YAML_DEPTH);
     free(name);
     return result;
 }
 
 /* One document, a mapping; or nothing at all. */
 static int mt_yaml_read(mt_yaml *yaml) {
-    int depth = 0;
+    int depth = 1;
     do
         if (mt_yaml_next(yaml)) return -1;
     while (yaml->event.type == YAML_STREAM_START_EVENT || yaml->event.type == YAML_DOCUMENT_START_EVENT);
@@ -910,7 +911,6 @@ static int mt_yaml_read(mt_yaml *yaml) {
     if (yaml->event.type != YAML_MAPPING_START_EVENT)
         return mt_error_set(yaml->error, "%s:%lld: expects lines such as `num_layers: 12`", yaml->path,
                             (long long)yaml->event.start_mark.line + 1);
-    depth = 1;
     while (depth > 0) {
         if (mt_yaml_next(yaml)) return -1;
         if (yaml->event.type == YAML_MAPPING_END_EVENT)
@@ -1001,7 +1001,7 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
 
 /* ---- 2c config.json of Hugging Face */
 
-/* A config.json being read. The first error stays; after it every getter returns its fallback. */
+/* A config.json being read. Only the first error is kept, so that a reader can go on to its end. */
 typedef struct mt_config {
     json_t *root;
     const char *path;
@@ -1257,37 +1257,40 @@ static void mt_config_read_megatron(mt_config *config, mt_options *options) {
     options->mlp_bias = mt_config_bool(config, "mlp_bias", false);
 }
 
-/* Sets `shape`, which holds defaults, to what the text says. */
+/* Sets `shape`, which holds defaults, to what a file of a supported family says. */
+static void mt_config_read_family(mt_config *config, mt_options *shape, const char *family) {
+    mt_error problem;
+    mt_string_set(&shape->hf_family, family);
+    mt_config_read_size(config, "vocab_size", shape, MT_AT(vocab_size));
+    mt_config_read_option(config, config->root, "initializer_range", shape, MT_AT(init_method_std));
+    shape->bos_token_id = mt_config_token(config, "bos_token_id", shape->vocab_size);
+    shape->eos_token_id = mt_config_token(config, "eos_token_id", shape->vocab_size);
+    mt_config_refuse(config);
+    if (strcmp(family, "megatron") == 0)
+        mt_config_read_megatron(config, shape);
+    else if (strcmp(family, "gpt2") == 0)
+        mt_config_read_gpt2(config, shape);
+    else
+        mt_config_read_llama(config, shape);
+    if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(config, "%s", problem.text);
+    int64_t heads = shape->num_attention_heads, groups = shape->num_query_groups;
+    if (!config->failed && groups > 0 && heads % groups != 0)
+        mt_config_fail(config, "the %lld heads do not divide into %lld groups", (long long)heads, (long long)groups);
+}
+
 static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, mt_error *error) {
     json_error_t problem;
     mt_config config = {.path = path, .error = error};
     config.root = json_loadb(json, (size_t)bytes, JSON_REJECT_DUPLICATES, &problem);
     if (!config.root) return mt_error_set(error, "%s:%d: is not JSON: %s", path, problem.line, problem.text);
     const char *family = mt_config_string(&config, config.root, "model_type", NULL);
-    if (!json_is_object(config.root)) {
+    if (!json_is_object(config.root))
         mt_config_fail(&config, "must hold a JSON object");
-    } else if (!family || !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|megatron", family)) {
+    else if (!family || !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|megatron", family))
         mt_config_fail(&config, "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2 and qwen3 are supported",
                        family ? family : "missing");
-    } else {
-        mt_string_set(&shape->hf_family, family);
-        mt_config_read_size(&config, "vocab_size", shape, MT_AT(vocab_size));
-        mt_config_read_option(&config, config.root, "initializer_range", shape, MT_AT(init_method_std));
-        shape->bos_token_id = mt_config_token(&config, "bos_token_id", shape->vocab_size);
-        shape->eos_token_id = mt_config_token(&config, "eos_token_id", shape->vocab_size);
-        mt_config_refuse(&config);
-        if (strcmp(family, "megatron") == 0)
-            mt_config_read_megatron(&config, shape);
-        else if (strcmp(family, "gpt2") == 0)
-            mt_config_read_gpt2(&config, shape);
-        else
-            mt_config_read_llama(&config, shape);
-        mt_error problem;
-        if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(&config, "%s", problem.text);
-        if (!config.failed && shape->num_query_groups && shape->num_attention_heads % shape->num_query_groups != 0)
-            mt_config_fail(&config, "the %lld heads do not divide into %lld groups",
-                           (long long)shape->num_attention_heads, (long long)shape->num_query_groups);
-    }
+    else
+        mt_config_read_family(&config, shape, family);
     json_decref(config.root);
     return config.failed ? -1 : 0;
 }
