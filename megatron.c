@@ -313,7 +313,7 @@ static const mt_option mt_option_table[] = {
     {"rampup-batch-size", MT_LIST, MT_AT(rampup_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "START INCREMENT SAMPLES",
      "grow the global batch from START by INCREMENT over the first SAMPLES"},
     {"seq-length", MT_INT, MT_AT(seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741824]",
-     "tokens of a sequence; infer: of --score's, else the longest text"},
+     "tokens of a sequence; infer: with --score"},
     {"train-iters", MT_INT, MT_AT(train_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]", "steps to train"},
     {"train-samples", MT_INT, MT_AT(train_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "sequences to train on, instead"},
@@ -1324,6 +1324,7 @@ static int mt_options_take_shape(mt_options *options, const char *json, int64_t 
         result = mt_options_check_weights(options, &shape, path, error);
     }
     if (!result) {
+        // Biases that config.json tells apart from --disable-bias-linear stay unless the user said otherwise.
         bool same_biases =
             !mt_option_given(options, MT_AT(add_bias_linear)) || options->add_bias_linear == shape.add_bias_linear;
         options->attention_output_bias = same_biases && shape.attention_output_bias;
@@ -1400,7 +1401,7 @@ static void mt_config_write_gpt2(json_t *root, const mt_options *o) {
     mt_json_set_real(root, "attn_pdrop", o->attention_dropout);
 }
 
-/* RoPE's parameters as an object; `type` is the key that names the kind: rope_type, or type in the older form. */
+/* RoPE's parameters as an object; the newer form holds the base too. */
 static json_t *mt_config_rope(const mt_options *o, bool newer) {
     json_t *rope = json_object();
     bool is_llama3 = strcmp(o->rope_scaling_type, "llama3") == 0, is_yarn = strcmp(o->rope_scaling_type, "yarn") == 0;
@@ -1882,6 +1883,7 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
         return mt_error_set(error, "--score needs --out, --entropy-out or --logits-out");
     if (!o->score && mt_option_used(o, MT_AT(micro_batch_size)))
         return mt_error_set(error, "--micro-batch-size needs --score");
+    if (!o->score && mt_option_used(o, MT_AT(seq_length))) return mt_error_set(error, "--seq-length needs --score");
     return mt_options_check_prompt_tokens(o, error);
 }
 

@@ -320,6 +320,7 @@ static void infer_is_checked_too(void **state) {
         {"--out o", "--out needs --score"},
         {"--max-sequences 3", "--max-sequences needs --score"},
         {"--micro-batch-size 3", "--micro-batch-size needs --score"},
+        {"--seq-length 3", "--seq-length needs --score"},
         {"--score s --out o --seq-length 8 --top-k 3", "--score and --top-k exclude each other"},
         {"--top-p 0", "--top-p must be in (0,1]"},
         {"--top-p 1.5", "--top-p must be in (0,1]"},
