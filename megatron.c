@@ -3,6 +3,11 @@
  * Contents
  *   §1   checks, arenas, random numbers
  *   §2   options and their only validator
+ *   §2a  the table
+ *   §2b  the command line and YAML
+ *   §2c  config.json of Hugging Face
+ *   §2d  derivation and checks
+ *   §2e  printing
  *   §3   kernels in plain C
  *   §4   the rank grid and its groups
  *   §5   collectives
@@ -191,7 +196,16 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
  * over it. A value that the user gave is marked in `given`, so that config.json never overrides it. Every rule between
  * options is in mt_options_finish, which allocates nothing that a run needs and can be called again. */
 
-/* ---- 2a the table */
+/* What earlier parts need from later ones. */
+enum { MT_CONFIG_BYTES = 1 << 22 };
+static int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path,
+                                 bool has_weights, mt_error *error);
+static int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
+static void mt_options_derive_sizes(mt_options *options);
+static void mt_options_help(mt_program program, FILE *file);
+
+/* ==== §2a the table ============================================================================================== */
+/* A row per option, and the few functions that read and write the field that a row points at. */
 
 typedef enum mt_option_type {
     MT_FLAG,   // --swiglu
@@ -589,15 +603,8 @@ void mt_options_free(mt_options *options) {
     mt_string_set(&options->hf_family, NULL);
 }
 
-/* What parts a and b need from the later ones. */
-enum { MT_CONFIG_BYTES = 1 << 22 };
-static int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path,
-                                 bool has_weights, mt_error *error);
-static int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
-static void mt_options_derive_sizes(mt_options *options);
-static void mt_options_help(mt_program program, FILE *file);
-
-/* ---- 2b the command line and YAML */
+/* ==== §2b the command line and YAML ============================================================================== */
+/* Both end in mt_option_set with a row, a text and a place for messages; the rest is finding those three. */
 
 /* A plain decimal: strtoll would also take blanks, and octal or hexadecimal if asked. */
 static bool mt_parse_int(const char *text, int64_t *value) {
@@ -999,7 +1006,9 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
     return mt_options_read_shape(options, error);
 }
 
-/* ---- 2c config.json of Hugging Face */
+/* ==== §2c config.json of Hugging Face ============================================================================ */
+/* Five families of transformers, and one of our own for what none of them can say. Values are checked against the
+ * table, so what is written here can be read here. */
 
 /* A config.json being read. Only the first error is kept, so that a reader can go on to its end. */
 typedef struct mt_config {
@@ -1512,7 +1521,8 @@ char *mt_options_write_hf_config(const mt_options *options) {
     return text;
 }
 
-/* ---- 2d derivation and checks */
+/* ==== §2d derivation and checks ================================================================================== */
+/* What follows from what was given, and every rule between options, each error naming both sides. */
 
 /* Pairs of options: the first says nothing without the second. */
 static const size_t mt_option_needs[][2] = {
@@ -1911,7 +1921,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
 
-/* ---- 2e printing */
+/* ==== §2e printing =============================================================================================== */
 
 /* Prints words from `column` on, indented to `indent`, within 100 columns. */
 static void mt_print_wrapped(FILE *file, const char *text, int column, int indent) {
