@@ -153,6 +153,20 @@ static void assert_same_tensors(const char *folder, const char *expected_folder)
     mt_safetensors_close(expected);
 }
 
+static void assert_same_bytes(const char *folder, const char *expected_folder, const char *name) {
+    struct stat status, expected;
+    char path[512], expected_path[512];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    snprintf(expected_path, sizeof expected_path, "%s/%s", expected_folder, name);
+    assert_int_equal(stat(path, &status), 0);
+    assert_int_equal(stat(expected_path, &expected), 0);
+    assert_int_equal(status.st_size, expected.st_size);
+    char *x = read_file(folder, name, status.st_size), *y = read_file(expected_folder, name, status.st_size);
+    assert_memory_equal(x, y, (size_t)status.st_size);
+    free(x);
+    free(y);
+}
+
 /* ---- folders made from the golden ones */
 
 typedef struct changes {
@@ -240,6 +254,7 @@ static void every_family_comes_out_as_it_went_in(void **state) {
         create_model(&f, &grid);
         save(&f, &run, at(families[k]));
         assert_same_tensors(at(families[k]), f.folder);
+        assert_same_bytes(at(families[k]), f.folder, "model.safetensors"); // save_pretrained writes no other bytes
         create_model(&again, &grid);
         spoil(&again);
         load(&again, &run, at(families[k]));
