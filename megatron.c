@@ -5322,7 +5322,8 @@ static int mt_text_write(const char *folder, const char *name, const char *text,
 
 static int mt_json_write(const char *folder, const char *name, const json_t *json, mt_error *error) {
     char *text = mt_json_print(json);
-    int status = mt_text_write(folder, name, text, error);
+    text = mt_realloc(text, (int64_t)strlen(text) + 2);
+    int status = mt_text_write(folder, name, strcat(text, "\n"), error);
     free(text);
     return status;
 }
