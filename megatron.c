@@ -5955,6 +5955,25 @@ int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, 
     return 0;
 }
 
+int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, const mt_options *options,
+                      mt_error *error) {
+    int32_t *ids = mt_malloc((int64_t)strlen(text) * 4 + 4);
+    int64_t count = 0;
+    int status = 0;
+    for (const char *from = text; from && status == 0;) {
+        char *end;
+        errno = 0;
+        long long token = strtoll(from, &end, 10);
+        if (end == from || errno != 0 || token < 0 || token > INT32_MAX || (*end != ',' && *end != '\0'))
+            status = mt_error_set(error, "\"%.20s\" is no token id; give whole numbers with commas between them", from);
+        ids[count++] = (int32_t)token;
+        from = *end ? end + 1 : NULL;
+    }
+    if (status == 0) status = mt_sequence_begin(sequence, id, ids, count, context, options, error);
+    free(ids);
+    return status;
+}
+
 int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count) {
     int64_t unfinished = 0;
     for (int64_t s = 0; s < count; s++) unfinished += !sequences[s].finished;
@@ -5975,8 +5994,10 @@ struct mt_generator {
     int32_t *logit_rows;  // [max_sequences] batch rows whose logits are wanted
     int64_t *logit_owner; // [max_sequences] and the sequences that they belong to
     int64_t num_logits;
-    float *logits;  // [max_sequences, vocab_size]
-    int32_t *order; // [vocab_size], for mt_sample
+    float *logits;                      // [max_sequences, vocab_size]
+    int32_t *order;                     // [vocab_size], for mt_sample
+    int64_t read, written;              // tokens: of prompts, and added since
+    double read_seconds, write_seconds; // in steps that read prompts, and in the others
 };
 
 mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
@@ -6051,22 +6072,41 @@ static int mt_generator_append(mt_generator *g, mt_sequence *sequence, int64_t r
     return 0;
 }
 
-int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
+/* Passes over the model until every unfinished sequence has its next token: one, unless prompts are longer than a
+ * batch. */
+static int mt_generator_advance(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
     int64_t next = 0;
-    MT_CHECK(count <= g->max_sequences);
-    while (next < count) { // passes over the model; one, unless prompts are longer than a batch
+    while (next < count) {
         g->batch.num_tokens = g->batch.num_spans = g->num_logits = 0;
-        for (; next < count; next++) {
-            mt_sequence *sequence = &sequences[next];
-            MT_CHECK(sequence->num_tokens > 0 && sequence->max_tokens <= g->rows_per_sequence);
-            if (!sequence->finished && !mt_generator_add(g, sequence, next)) break;
-        }
+        for (; next < count; next++)
+            if (!sequences[next].finished && !mt_generator_add(g, &sequences[next], next)) break;
         if (g->batch.num_tokens == 0) break;
         mt_model_decode(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->logits);
         for (int64_t row = 0; row < g->num_logits; row++)
             if (mt_generator_append(g, &sequences[g->logit_owner[row]], row, error) != 0) return -1;
     }
+    return 0;
+}
+
+int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
+    double start = mt_time();
+    int64_t read = 0, unfinished = mt_sequences_unfinished(sequences, count);
+    MT_CHECK(count <= g->max_sequences);
+    for (int64_t s = 0; s < count; s++) {
+        MT_CHECK(sequences[s].num_tokens > 0 && sequences[s].max_tokens <= g->rows_per_sequence);
+        if (sequences[s].num_cached == 0 && !sequences[s].finished) read += sequences[s].num_tokens;
+    }
+    if (mt_generator_advance(g, sequences, count, error) != 0) return -1;
+    g->read += read;
+    g->written += read ? 0 : unfinished;
+    *(read ? &g->read_seconds : &g->write_seconds) += mt_time() - start;
     return mt_sequences_unfinished(sequences, count);
+}
+
+void mt_generator_print_rates(const mt_generator *g, FILE *file) {
+    fprintf(file, "read %lld tokens, %.1f tokens/s; then wrote %lld, %.1f tokens/s\n", (long long)g->read,
+            g->read ? (double)g->read / g->read_seconds : 0, (long long)g->written,
+            g->written ? (double)g->written / g->write_seconds : 0);
 }
 
 /* ---- where texts begin and end */
