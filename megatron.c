@@ -20,6 +20,10 @@
  *   §12  gradient buckets
  *   §13  optimizer
  *   §14  checkpoints and Hugging Face
+ *   §14a safetensors
+ *   §14b Hugging Face folders
+ *   §14c saving
+ *   §14d resuming
  *   §15  generation
  *   §16  the training step
  *   §16b reports
@@ -597,6 +601,7 @@ void mt_options_free(mt_options *options) {
 enum { MT_CONFIG_BYTES = 1 << 22 };
 static int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path,
                                  bool has_weights, mt_error *error);
+static int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
 static void mt_options_derive_sizes(mt_options *options);
 static void mt_options_help(mt_program program, FILE *file);
 
@@ -707,33 +712,38 @@ static int mt_edit_distance(const char *a, size_t a_length, const char *b) {
     return row[b_length];
 }
 
-/* The program's option whose name is nearest; NULL when none is near. */
-static const char *mt_option_nearest(const char *name, size_t length, int program) {
-    const char *nearest = NULL;
+/* The program's option with the nearest name; NULL when none is near. */
+static const mt_option *mt_option_nearest(const char *name, size_t length, int program) {
+    const mt_option *nearest = NULL;
     int least = length < 6 ? 2 : 2 + (int)length / 4;
     if (length > 64) return NULL;
     for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
         if (!row->name || !(row->programs & program)) continue;
         int distance = mt_edit_distance(name, length, row->name);
-        if (distance < least) least = distance, nearest = row->name;
+        if (distance < least) least = distance, nearest = row;
     }
     return nearest;
 }
 
-/* Finds an option of the program, or says why there is none. `where` ends in what precedes the name. */
-static const mt_option *mt_option_lookup(const char *name, size_t length, mt_program program, const char *where,
+/* Finds an option of the program, or says why there is none. `place` is where a file names it ("run.yaml:3: "), or ""
+ * for the command line. */
+static const mt_option *mt_option_lookup(const char *name, size_t length, mt_program program, const char *place,
                                          mt_error *error) {
     const mt_option *row = mt_option_find(name, length);
     if (row && row->programs & (int)program) return row;
-    const char *nearest = row ? NULL : mt_option_nearest(name, length, (int)program);
+    const mt_option *nearest = row ? NULL : mt_option_nearest(name, length, (int)program);
+    const char *dashes = *place ? "" : "--";
+    char key[80] = "";
     int shown = length < 100 ? (int)length : 100;
+    if (nearest) mt_option_key(key, nearest);
     if (row)
-        mt_error_set(error, "%s%.*s is an option of %s, not of %s", where, shown, name,
+        mt_error_set(error, "%s%s%.*s is an option of %s, not of %s", place, dashes, shown, name,
                      program == MT_PROGRAM_TRAIN ? "infer" : "train", program == MT_PROGRAM_TRAIN ? "train" : "infer");
     else if (nearest)
-        mt_error_set(error, "unknown option %s%.*s; did you mean --%s?", where, shown, name, nearest);
+        mt_error_set(error, "%sunknown option %s%.*s; did you mean %s%s?", place, dashes, shown, name, dashes,
+                     *place ? key : nearest->name);
     else
-        mt_error_set(error, "unknown option %s%.*s; --help lists them all", where, shown, name);
+        mt_error_set(error, "%sunknown option %s%.*s; --help lists them all", place, dashes, shown, name);
     return NULL;
 }
 
@@ -750,7 +760,7 @@ static int mt_options_read_argument(mt_options *options, mt_program program, int
         return mt_error_set(error, "unexpected argument '%.100s'; options begin with -- (--help lists them)", argument);
     const char *equals = strchr(argument, '=');
     size_t length = equals ? (size_t)(equals - argument - 2) : strlen(argument) - 2;
-    const mt_option *row = mt_option_lookup(argument + 2, length, program, "--", error);
+    const mt_option *row = mt_option_lookup(argument + 2, length, program, "", error);
     if (!row) return -1;
     char where[80];
     snprintf(where, sizeof where, "--%s", row->name);
@@ -1278,6 +1288,8 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
         if (shape->num_attention_heads % (shape->num_query_groups ? shape->num_query_groups : 1) != 0)
             mt_config_fail(&config, "the %lld heads do not divide into %lld groups",
                            (long long)shape->num_attention_heads, (long long)shape->num_query_groups);
+        mt_error problem;
+        if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(&config, "%s", problem.text);
     }
     json_decref(config.root);
     return config.failed ? -1 : 0;
@@ -1569,7 +1581,7 @@ static int mt_options_check_ranges(const mt_options *options, mt_program program
     for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
         char left, right;
         double low, high;
-        if (!row->name || !(row->programs & (int)program)) continue;
+        if (!row->name || (row->origin == MT_OF_RUN && !(row->programs & (int)program))) continue;
         if (!mt_option_given(options, row->offset) && mt_option_is_default(options, row)) continue;
         char *text = mt_option_text(options, row);
         bool good = row->type != MT_CHOICE || mt_choice_has(row->values, text);
@@ -3145,6 +3157,707 @@ int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
 }
 
 /* ==== §14 checkpoints and Hugging Face =========================================================================== */
+/* A checkpoint is a Hugging Face folder: config.json and safetensors under Hugging Face names with whole tensors, and
+ * beside them the optimizer's state in the same form and trainer.json. Invariants: what a file claims is checked before
+ * it is believed; every tensor is read and written through its row of the parameter table (§8), so any layout loads
+ * what any other saved; nothing half-written ever stands where something good stood. */
+
+/* ==== §14a safetensors =========================================================================================== */
+/* A file is the header's length in 8 bytes, the header in JSON, then the data, little-endian as this program's hosts
+ * are. The rules are those of the upstream implementation (huggingface/safetensors, safetensors/src/tensor.rs). */
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors data is used where it lies: little-endian");
+
+enum { MT_MAX_HEADER_BYTES = 100000000, MT_MAX_DIMS = 8 };
+
+typedef struct mt_image {
+    char *path; // its file, or what the caller calls it
+    const unsigned char *base;
+    int64_t bytes;
+    bool mapped; // else it is the caller's
+} mt_image;
+
+struct mt_safetensors {
+    int64_t num_images, count;
+    mt_image *images;
+    mt_tensor_info *tensors; // by name
+};
+
+/* What a file says may go into a message of one line: without control characters, and cut where it is long. */
+static const char *mt_printable(char out[128], const char *text) {
+    size_t length = strlen(text), kept = length < 120 ? length : 120;
+    for (size_t i = 0; i < kept; i++) out[i] = iscntrl((unsigned char)text[i]) ? '?' : text[i];
+    strcpy(out + kept, kept < length ? "..." : "");
+    return out;
+}
+
+static int mt_image_error(mt_error *error, const char *path, const char *what) {
+    return mt_error_set(error, "%s: not a whole safetensors file: %s; get it again", path, what);
+}
+
+static int mt_tensor_error(mt_error *error, const mt_tensor_info *tensor, const char *what) {
+    char name[128];
+    return mt_error_set(error, "%s: not a valid safetensors file: tensor \"%s\" %s; get it again", tensor->file,
+                        mt_printable(name, tensor->name), what);
+}
+
+/* Parses JSON that must be an object; NULL with error. Duplicate keys are refused, since readers would disagree. */
+static json_t *mt_json_parse(const char *text, int64_t bytes, const char *path, mt_error *error) {
+    json_error_t detail;
+    char reason[128];
+    json_t *json = json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, &detail);
+    if (json && json_is_object(json)) return json;
+    if (json)
+        mt_error_set(error, "%s: its JSON must be an object, between { and }; get the file again", path);
+    else
+        mt_error_set(error, "%s: bad JSON in line %d, column %d: %s; get the file again", path, detail.line,
+                     detail.column, mt_printable(reason, detail.text));
+    json_decref(json);
+    return NULL;
+}
+
+/* Opens a regular file for reading; -1 with error. */
+static int mt_file_open(const char *path, int64_t *bytes, mt_error *error) {
+    struct stat status;
+    if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) // opening a pipe would wait for its writer
+        return mt_error_set(error, "%s: is no regular file; check the path", path);
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    if (descriptor < 0 || fstat(descriptor, &status) != 0)
+        return mt_error_set(error, "%s: cannot be read: %s; check the path and its permissions", path, strerror(errno));
+    *bytes = status.st_size;
+    return descriptor;
+}
+
+/* Reads a JSON file of at most 100 MB that must be an object; NULL with error. */
+static json_t *mt_json_read(const char *path, mt_error *error) {
+    int64_t bytes, done = 0;
+    int descriptor = mt_file_open(path, &bytes, error);
+    if (descriptor < 0) return NULL;
+    if (bytes > MT_MAX_HEADER_BYTES) {
+        close(descriptor);
+        mt_error_set(error, "%s: %lld bytes are too many for this file; get it again", path, (long long)bytes);
+        return NULL;
+    }
+    char *text = mt_malloc(bytes);
+    for (ssize_t got = 1; done < bytes && got > 0; done += got > 0 ? got : 0)
+        got = read(descriptor, text + done, (size_t)(bytes - done));
+    close(descriptor);
+    json_t *json = mt_json_parse(text, done, path, error);
+    free(text);
+    return json;
+}
+
+/* Product of a shape in bytes, or -1 when it does not fit 63 bits. Zeros do not excuse an overflow (as upstream). */
+static int64_t mt_shape_bytes(const mt_tensor_info *tensor) {
+    int64_t bytes = mt_dtype_size(tensor->dtype), elements = 1;
+    for (int64_t i = 0; i < tensor->num_dims; i++)
+        if (__builtin_mul_overflow(elements, tensor->shape[i], &elements)) return -1;
+    return __builtin_mul_overflow(bytes, elements, &bytes) ? -1 : bytes;
+}
+
+/* Reads an array of whole numbers >= 0 into out[max]; returns how many, or -1. */
+static int64_t mt_json_integers(const json_t *array, int64_t *out, int64_t max) {
+    int64_t count = (int64_t)json_array_size(array);
+    if (!json_is_array(array) || count > max) return -1;
+    for (int64_t i = 0; i < count; i++) {
+        const json_t *item = json_array_get(array, (size_t)i);
+        out[i] = json_integer_value(item);
+        if (!json_is_integer(item) || out[i] < 0) return -1;
+    }
+    return count;
+}
+
+/* One entry of the header; tensor->name and ->file are set. `data` holds `bytes` bytes. */
+static int mt_tensor_parse(mt_tensor_info *tensor, const json_t *entry, const unsigned char *data, int64_t bytes,
+                           mt_error *error) {
+    const char *dtype = json_string_value(json_object_get(entry, "dtype"));
+    const json_t *shape = json_object_get(entry, "shape");
+    int64_t offsets[2];
+    if (!dtype) return mt_tensor_error(error, tensor, "has no dtype");
+    int parsed = mt_dtype_parse(dtype);
+    if (parsed < 0) {
+        char what[160], name[128];
+        snprintf(what, sizeof what, "has dtype \"%s\", which is not known", mt_printable(name, dtype));
+        return mt_tensor_error(error, tensor, what);
+    }
+    tensor->dtype = (mt_dtype)parsed;
+    if (json_array_size(shape) > MT_MAX_DIMS) return mt_tensor_error(error, tensor, "has more than 8 dimensions");
+    tensor->num_dims = mt_json_integers(shape, tensor->shape, MT_MAX_DIMS);
+    if (tensor->num_dims < 0) return mt_tensor_error(error, tensor, "has no shape of whole numbers from 0 on");
+    tensor->bytes = mt_shape_bytes(tensor);
+    if (tensor->bytes < 0) return mt_tensor_error(error, tensor, "has a shape whose size overflows");
+    if (mt_json_integers(json_object_get(entry, "data_offsets"), offsets, 2) != 2)
+        return mt_tensor_error(error, tensor, "has no data_offsets of two whole numbers from 0 on");
+    if (offsets[0] > offsets[1] || offsets[1] > bytes)
+        return mt_tensor_error(error, tensor, "lies outside the file's data: the file is cut short or damaged");
+    if (offsets[1] - offsets[0] != tensor->bytes)
+        return mt_tensor_error(error, tensor, "has data_offsets that do not fit its dtype and shape");
+    tensor->data = data + offsets[0];
+    return 0;
+}
+
+static int mt_tensor_by_place(const void *a, const void *b) {
+    const mt_tensor_info *x = a, *y = b;
+    const char *x_start = x->data, *y_start = y->data;
+    if (x_start != y_start) return x_start < y_start ? -1 : 1;
+    return (x->bytes > y->bytes) - (x->bytes < y->bytes);
+}
+
+static int mt_tensor_by_name(const void *a, const void *b) {
+    return strcmp(((const mt_tensor_info *)a)->name, ((const mt_tensor_info *)b)->name);
+}
+
+/* Tensors must follow one another from the first byte of the data to the last: what lies in no tensor, or in two, could
+ * be anything. */
+static int mt_tensors_tile(mt_tensor_info *tensors, int64_t count, const unsigned char *data, int64_t bytes,
+                           const char *path, mt_error *error) {
+    const unsigned char *end = data;
+    qsort(tensors, (size_t)count, sizeof *tensors, mt_tensor_by_place);
+    for (int64_t i = 0; i < count; i++) {
+        if (tensors[i].data != end)
+            return mt_tensor_error(error, &tensors[i], "does not begin where the one before it ends");
+        end += tensors[i].bytes;
+    }
+    if (end != data + bytes) return mt_image_error(error, path, "there are bytes after the last tensor");
+    return 0;
+}
+
+/* A tensor's entry takes three brackets and at least 48 bytes. Where brackets are denser there is no tensor, but each
+ * would cost hundreds of bytes once parsed. */
+static bool mt_header_is_dense(const char *text, int64_t bytes) {
+    int64_t brackets = 0;
+    bool in_string = false;
+    for (int64_t i = 0; i < bytes; i++) {
+        if (text[i] == '"') in_string = !in_string;
+        if (text[i] == '\\' && in_string) i++;
+        if (!in_string && (text[i] == '{' || text[i] == '[')) brackets++;
+    }
+    return brackets * 16 > bytes + 64;
+}
+
+/* Length and text of the header; -1 where it is no safetensors file. */
+static int64_t mt_header_length(const mt_image *image, mt_error *error) {
+    static const char lfs[] = "version https://git-lfs";
+    uint64_t length;
+    if (image->bytes >= (int64_t)sizeof lfs && memcmp(image->base, lfs, sizeof lfs - 1) == 0)
+        return mt_error_set(error, "%s: only a git-lfs pointer to the file; fetch it: git lfs pull", image->path);
+    if (image->bytes < (int64_t)sizeof length) return mt_image_error(error, image->path, "it is under 8 bytes long");
+    memcpy(&length, image->base, sizeof length);
+    if (length > MT_MAX_HEADER_BYTES)
+        return mt_image_error(error, image->path, "its first 8 bytes claim a header of over 100,000,000 bytes");
+    if (length > (uint64_t)image->bytes - sizeof length)
+        return mt_image_error(error, image->path, "it ends inside its header");
+    if (length == 0) return mt_image_error(error, image->path, "its header is empty");
+    if (mt_header_is_dense((const char *)image->base + sizeof length, (int64_t)length))
+        return mt_image_error(error, image->path, "its header has too many brackets for its length");
+    return (int64_t)length;
+}
+
+/* `__metadata__` maps strings to strings. */
+static int mt_metadata_check(const json_t *metadata, const char *path, mt_error *error) {
+    const char *key;
+    json_t *value;
+    if (!json_is_object(metadata)) return mt_image_error(error, path, "its __metadata__ is no object");
+    json_object_foreach((json_t *)metadata, key, value) if (!json_is_string(value)) return mt_image_error(
+        error, path, "its __metadata__ holds more than strings");
+    return 0;
+}
+
+/* Appends the tensors of a parsed header; the new ones are not yet in order. */
+static int mt_header_read(mt_safetensors *file, const mt_image *image, int64_t header_bytes, json_t *header,
+                          mt_error *error) {
+    const unsigned char *data = image->base + 8 + header_bytes;
+    int64_t first = file->count, bytes = image->bytes - 8 - header_bytes;
+    int64_t capacity = first + (int64_t)json_object_size(header);
+    const char *name;
+    json_t *entry;
+    file->tensors = mt_realloc(file->tensors, capacity * (int64_t)sizeof(mt_tensor_info));
+    json_object_foreach(header, name, entry) {
+        if (strcmp(name, "__metadata__") == 0) {
+            if (mt_metadata_check(entry, image->path, error) != 0) return -1;
+            continue;
+        }
+        mt_tensor_info *tensor = &file->tensors[file->count++];
+        *tensor = (mt_tensor_info){.name = mt_strdup(name), .file = image->path};
+        if (mt_tensor_parse(tensor, entry, data, bytes, error) != 0) return -1;
+    }
+    return mt_tensors_tile(file->tensors + first, file->count - first, data, bytes, image->path, error);
+}
+
+/* Takes one more image into `file`, which owns it from then on, also when this fails. */
+static int mt_safetensors_add(mt_safetensors *file, mt_image image, mt_error *error) {
+    file->images = mt_realloc(file->images, (file->num_images + 1) * (int64_t)sizeof image);
+    file->images[file->num_images++] = image;
+    int64_t header_bytes = mt_header_length(&image, error);
+    if (header_bytes < 0) return -1;
+    json_t *header = mt_json_parse((const char *)image.base + 8, header_bytes, image.path, error);
+    if (!header) return -1;
+    int status = mt_header_read(file, &image, header_bytes, header, error);
+    json_decref(header);
+    return status;
+}
+
+static int mt_safetensors_map(mt_safetensors *file, const char *path, mt_error *error) {
+    int64_t bytes;
+    int descriptor = mt_file_open(path, &bytes, error);
+    if (descriptor < 0) return -1;
+    mt_image image = {.path = mt_strdup(path), .bytes = bytes};
+    if (bytes > 0) {
+        void *base = mmap(NULL, (size_t)bytes, PROT_READ, MAP_PRIVATE, descriptor, 0);
+        image.mapped = base != MAP_FAILED;
+        image.base = base;
+    }
+    close(descriptor);
+    if (bytes > 0 && !image.mapped) {
+        free(image.path);
+        return mt_error_set(error, "%s: cannot be mapped: %s", path, strerror(errno));
+    }
+    return mt_safetensors_add(file, image, error);
+}
+
+/* Puts what was read in order and gives it out, or closes it when reading failed. */
+static int mt_safetensors_finish(mt_safetensors **out, mt_safetensors *file, int status) {
+    if (status != 0) {
+        mt_safetensors_close(file);
+        return -1;
+    }
+    if (file->count > 0) qsort(file->tensors, (size_t)file->count, sizeof *file->tensors, mt_tensor_by_name);
+    *out = file;
+    return 0;
+}
+
+int mt_safetensors_open(mt_safetensors **file, const char *path, mt_error *error) {
+    mt_safetensors *opened = mt_calloc(sizeof *opened);
+    return mt_safetensors_finish(file, opened, mt_safetensors_map(opened, path, error));
+}
+
+int mt_safetensors_open_memory(mt_safetensors **file, const void *data, int64_t bytes, const char *name,
+                               mt_error *error) {
+    mt_safetensors *opened = mt_calloc(sizeof *opened);
+    mt_image image = {.path = mt_strdup(name), .base = data, .bytes = bytes};
+    return mt_safetensors_finish(file, opened, mt_safetensors_add(opened, image, error));
+}
+
+void mt_safetensors_close(mt_safetensors *file) {
+    if (!file) return;
+    for (int64_t i = 0; i < file->count; i++) free((char *)file->tensors[i].name);
+    for (int64_t i = 0; i < file->num_images; i++) {
+        if (file->images[i].mapped) munmap((void *)file->images[i].base, (size_t)file->images[i].bytes);
+        free(file->images[i].path);
+    }
+    free(file->tensors);
+    free(file->images);
+    free(file);
+}
+
+int64_t mt_safetensors_count(const mt_safetensors *file) {
+    return file->count;
+}
+
+const mt_tensor_info *mt_safetensors_get(const mt_safetensors *file, int64_t index) {
+    MT_CHECK(index >= 0 && index < file->count);
+    return &file->tensors[index];
+}
+
+const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char *name) {
+    mt_tensor_info key = {.name = name};
+    if (file->count == 0) return NULL;
+    return bsearch(&key, file->tensors, (size_t)file->count, sizeof key, mt_tensor_by_name);
+}
+
+/* ==== §14b Hugging Face folders ================================================================================== */
+/* From a folder's tensors into the model's buckets. Each row of the parameter table says which rows of which tensor it
+ * is; what no row wants is refused unless it is known to carry nothing. */
+
+/* "FOLDER/NAME" to free. */
+static char *mt_path_join(const char *folder, const char *name) {
+    char *path = mt_malloc((int64_t)(strlen(folder) + strlen(name)) + 2);
+    sprintf(path, "%s/%s", folder, name);
+    return path;
+}
+
+/* "FOLDER/STEM SUFFIX" to free. */
+static char *mt_path_stem(const char *folder, const char *stem, const char *suffix) {
+    char *name = mt_malloc((int64_t)(strlen(stem) + strlen(suffix)) + 1);
+    sprintf(name, "%s%s", stem, suffix);
+    char *path = mt_path_join(folder, name);
+    free(name);
+    return path;
+}
+
+static bool mt_folder_has(const char *folder, const char *name) {
+    char *path = mt_path_join(folder, name);
+    bool exists = access(path, F_OK) == 0;
+    free(path);
+    return exists;
+}
+
+/* The image of `path` in a set that is being opened, or NULL. */
+static const mt_image *mt_safetensors_image(const mt_safetensors *file, const char *path) {
+    for (int64_t i = 0; i < file->num_images; i++)
+        if (strcmp(file->images[i].path, path) == 0) return &file->images[i];
+    return NULL;
+}
+
+/* Opens every file that the index names, each once. */
+static int mt_index_open_files(mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
+                               mt_error *error) {
+    const char *name;
+    json_t *value;
+    json_object_foreach(map, name, value) {
+        const char *part = json_string_value(value);
+        char printable[128];
+        if (!part || !*part || strchr(part, '/') || strcmp(part, "..") == 0 || strcmp(part, ".") == 0)
+            return mt_error_set(error, "%s: weight_map gives tensor \"%s\" no plain file name; get it again",
+                                index_path, mt_printable(printable, name));
+        char *path = mt_path_join(folder, part);
+        int status = mt_safetensors_image(file, path) ? 0 : mt_safetensors_map(file, path, error);
+        free(path);
+        if (status != 0) return -1;
+    }
+    return 0;
+}
+
+/* The index and the files must name the same tensors in the same places. */
+static int mt_index_check(const mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
+                          mt_error *error) {
+    size_t prefix = strlen(folder) + 1;
+    char printable[128];
+    for (int64_t i = 0; i < file->count; i++) {
+        const mt_tensor_info *tensor = &file->tensors[i];
+        const char *part = json_string_value(json_object_get(map, tensor->name));
+        if (!part || strcmp(part, tensor->file + prefix) != 0)
+            return mt_error_set(error, "%s: holds tensor \"%s\", which %s places %s%s; get both files again",
+                                tensor->file, mt_printable(printable, tensor->name), index_path,
+                                part ? "in " : "nowhere", part ? part : "");
+    }
+    if ((int64_t)json_object_size(map) == file->count) return 0;
+    const char *name;
+    json_t *value;
+    json_object_foreach(map, name, value) {
+        if (mt_safetensors_find(file, name)) continue;
+        return mt_error_set(error, "%s: places tensor \"%s\" in %s, which does not hold it; get both files again",
+                            index_path, mt_printable(printable, name), json_string_value(value));
+    }
+    return 0;
+}
+
+static int mt_index_read(mt_safetensors *file, const char *folder, const char *index_path, mt_error *error) {
+    json_t *index = mt_json_read(index_path, error);
+    if (!index) return -1;
+    json_t *map = json_object_get(index, "weight_map");
+    int status = json_is_object(map)
+                     ? mt_index_open_files(file, folder, index_path, map, error)
+                     : mt_error_set(error, "%s: has no object weight_map; get the file again", index_path);
+    if (status == 0 && file->count > 0)
+        qsort(file->tensors, (size_t)file->count, sizeof *file->tensors, mt_tensor_by_name);
+    if (status == 0) status = mt_index_check(file, folder, index_path, map, error);
+    json_decref(index);
+    return status;
+}
+
+int mt_safetensors_open_folder(mt_safetensors **file, const char *folder, const char *stem, mt_error *error) {
+    char *whole = mt_path_stem(folder, stem, ".safetensors");
+    char *index = mt_path_stem(folder, stem, ".safetensors.index.json");
+    mt_safetensors *opened = mt_calloc(sizeof *opened);
+    int status;
+    if (access(whole, F_OK) == 0) // before an index, as transformers does
+        status = mt_safetensors_map(opened, whole, error);
+    else if (access(index, F_OK) == 0)
+        status = mt_index_read(opened, folder, index, error);
+    else if (mt_folder_has(folder, "pytorch_model.bin") || mt_folder_has(folder, "pytorch_model.bin.index.json"))
+        status = mt_error_set(error,
+                              "%s: holds its weights as pytorch_model.bin only; save them as safetensors first "
+                              "(save_pretrained of transformers does)",
+                              folder);
+    else
+        status =
+            mt_error_set(error, "%s: has neither %s.safetensors nor %s.safetensors.index.json", folder, stem, stem);
+    free(whole);
+    free(index);
+    return mt_safetensors_finish(file, opened, status);
+}
+
+/* Bytes of a host buffer through which weights pass: at least one row, never the whole model a second time. */
+enum { MT_STAGING_BYTES = 64 << 20 };
+
+/* out[i * out_stride] = element i of stored numbers, i < n; `in` need not be aligned. */
+static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_dtype dtype, int64_t n) {
+    const char *from = in;
+    if (dtype == MT_F32 && out_stride == 1) {
+        memcpy(out, in, (size_t)n * sizeof *out);
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        uint16_t bits;
+        double wide;
+        float *to = &out[i * out_stride];
+        if (dtype == MT_F32) {
+            memcpy(to, from + i * 4, sizeof *to);
+        } else if (dtype == MT_F64) {
+            memcpy(&wide, from + i * 8, sizeof wide);
+            *to = (float)wide;
+        } else {
+            memcpy(&bits, from + i * 2, sizeof bits);
+            *to = dtype == MT_BF16 ? mt_bf16_to_f32(bits) : mt_f16_to_f32(bits);
+        }
+    }
+}
+
+/* rows[count, cols] in fp32 = rows [first, first + count) of a parameter, from the tensor that holds it. */
+static void mt_param_read_rows(float *rows, const mt_param *param, const mt_tensor_info *tensor, int64_t first,
+                               int64_t count) {
+    int64_t size = mt_dtype_size(tensor->dtype), row = param->hf_row + first;
+    const char *data = tensor->data;
+    if (!param->hf_transposed) {
+        mt_stored_to_f32(rows, 1, data + row * param->cols * size, tensor->dtype, count * param->cols);
+        return;
+    }
+    for (int64_t col = 0; col < param->cols; col++)
+        mt_stored_to_f32(rows + col, param->cols, data + (col * param->hf_rows_total + row) * size, tensor->dtype,
+                         count);
+}
+
+/* Rows of a parameter that pass through the staging buffer at once. */
+static int64_t mt_param_chunk(const mt_param *param) {
+    int64_t rows = MT_STAGING_BYTES / (param->cols * 4);
+    return rows < 1 ? 1 : rows > param->rows_stored ? param->rows_stored : rows;
+}
+
+/* Loads a parameter's rows; padding rows become 0. `weights` (of the model's type) and `floats` are its places in the
+ * device's buckets, either may be NULL. Returns the number of values that are not finite. */
+static int64_t mt_param_load(const mt_model *m, const mt_param *param, const mt_tensor_info *tensor, void *weights,
+                             float *floats) {
+    int64_t chunk = mt_param_chunk(param), cols = param->cols, not_finite = 0, size = mt_dtype_size(m->dtype);
+    int64_t stored = param->rows_stored, padding = (param->rows - stored) * cols;
+    float *staged = mt_malloc(chunk * cols * 4);
+    uint16_t *halves = weights && m->dtype == MT_BF16 ? mt_malloc(chunk * cols * 2) : NULL;
+    for (int64_t first = 0; first < stored; first += chunk) {
+        int64_t count = stored - first < chunk ? stored - first : chunk, n = count * cols, at = first * cols;
+        mt_param_read_rows(staged, param, tensor, first, count);
+        for (int64_t i = 0; i < n; i++) not_finite += !isfinite(staged[i]);
+        for (int64_t i = 0; halves && i < n; i++) halves[i] = mt_f32_to_bf16(staged[i]);
+        if (floats) m->ops->memory_copy(floats + at, staged, n * 4, m->stream);
+        if (weights)
+            m->ops->memory_copy((char *)weights + at * size, halves ? (void *)halves : staged, n * size, m->stream);
+        m->ops->stream_wait(m->stream); // before the buffers are filled again
+    }
+    if (floats && padding > 0) m->ops->memory_zero(floats + stored * cols, padding * 4, m->stream);
+    if (weights && padding > 0) m->ops->memory_zero((char *)weights + stored * cols * size, padding * size, m->stream);
+    free(staged);
+    free(halves);
+    return not_finite;
+}
+
+/* The options that decide on a parameter's rows, its columns, and whether it exists. */
+typedef struct mt_param_options {
+    const char *rows, *cols, *exists;
+} mt_param_options;
+
+static const mt_param_options mt_param_option[MT_NUM_ROLES] = {
+    [MT_WORD_EMBEDDING] = {"--vocab-size", "--hidden-size", NULL},
+    [MT_POSITION_EMBEDDING] = {"--max-position-embeddings", "--hidden-size", "--position-embedding-type"},
+    [MT_INPUT_NORM] = {"--hidden-size", NULL, NULL},
+    [MT_INPUT_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
+    [MT_Q] = {"--num-attention-heads and --kv-channels", "--hidden-size", NULL},
+    [MT_K] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
+    [MT_V] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
+    [MT_Q_BIAS] = {"--num-attention-heads and --kv-channels", NULL, "--add-qkv-bias"},
+    [MT_K_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
+    [MT_V_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
+    [MT_Q_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
+    [MT_K_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
+    [MT_O] = {"--hidden-size", "--num-attention-heads and --kv-channels", NULL},
+    [MT_O_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
+    [MT_MLP_NORM] = {"--hidden-size", NULL, NULL},
+    [MT_MLP_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
+    [MT_GATE] = {"--ffn-hidden-size", "--hidden-size", "--swiglu"},
+    [MT_GATE_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
+    [MT_UP] = {"--ffn-hidden-size", "--hidden-size", NULL},
+    [MT_UP_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
+    [MT_DOWN] = {"--hidden-size", "--ffn-hidden-size", NULL},
+    [MT_DOWN_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
+    [MT_FINAL_NORM] = {"--hidden-size", NULL, NULL},
+    [MT_FINAL_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
+    [MT_LM_HEAD] = {"--vocab-size", "--hidden-size", "--untie-embeddings-and-output-weights"},
+};
+
+/* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
+static int64_t mt_param_shape(const mt_param *param, int64_t shape[2]) {
+    shape[0] = param->hf_transposed ? param->cols : param->hf_rows_total;
+    shape[1] = param->hf_transposed ? param->hf_rows_total : param->cols;
+    return param->is_vector ? 1 : 2;
+}
+
+static const char *mt_shape_print(char out[256], const int64_t *shape, int64_t num_dims) {
+    int used = snprintf(out, 256, "[");
+    for (int64_t i = 0; i < num_dims; i++)
+        used += snprintf(out + used, 256 - (size_t)used, "%s%lld", i ? ", " : "", (long long)shape[i]);
+    snprintf(out + used, 256 - (size_t)used, "]");
+    return out;
+}
+
+/* A tensor that a parameter is to be read from must have its shape and be of floating point. */
+static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, mt_error *error) {
+    int64_t shape[2], num_dims = mt_param_shape(param, shape);
+    char found[256], expected[256];
+    const mt_param_options *option = &mt_param_option[param->role];
+    if (tensor->dtype != MT_F32 && tensor->dtype != MT_BF16 && tensor->dtype != MT_F16 && tensor->dtype != MT_F64)
+        return mt_error_set(error,
+                            "%s: tensor \"%s\" is %s; weights may be F32, BF16, F16 or F64, so take a checkpoint "
+                            "that is not quantized",
+                            tensor->file, tensor->name, mt_dtype_name(tensor->dtype));
+    if (tensor->num_dims == num_dims && memcmp(shape, tensor->shape, (size_t)num_dims * sizeof *shape) == 0) return 0;
+    bool cols_differ = tensor->num_dims == 2 && num_dims == 2 && tensor->shape[!param->hf_transposed] != param->cols;
+    return mt_error_set(error, "%s: tensor \"%s\" is %s and the model's %s; check %s or config.json", tensor->file,
+                        tensor->name, mt_shape_print(found, tensor->shape, tensor->num_dims),
+                        mt_shape_print(expected, shape, num_dims), cols_differ ? option->cols : option->rows);
+}
+
+/* The tensor of a name in the table; a model saved without its head has names without their first word. */
+static const mt_tensor_info *mt_safetensors_find_param(const mt_safetensors *file, const char *name) {
+    static const char *const prefixes[] = {"model.", "transformer."};
+    const mt_tensor_info *tensor = mt_safetensors_find(file, name);
+    for (int i = 0; !tensor && i < 2; i++)
+        if (strncmp(name, prefixes[i], strlen(prefixes[i])) == 0)
+            tensor = mt_safetensors_find(file, name + strlen(prefixes[i]));
+    return tensor;
+}
+
+static int mt_param_missing(const mt_param *param, const char *folder, const mt_safetensors *file, mt_error *error) {
+    const char *option = mt_param_option[param->role].exists;
+    if (param->role == MT_LM_HEAD)
+        return mt_error_set(error,
+                            "%s: has no tensor \"%s\"; if the model is tied, config.json must say "
+                            "\"tie_word_embeddings\": true (--untie-embeddings-and-output-weights is then left "
+                            "out)",
+                            folder, param->hf_name);
+    return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json%s%s%s%s", folder,
+                        param->hf_name, (long long)mt_safetensors_count(file), option ? ", " : "", option ? option : "",
+                        param->layer >= 0 ? " and --num-layers" : "", "");
+}
+
+static bool mt_ends_with(const char *text, const char *end) {
+    size_t length = strlen(text), end_length = strlen(end);
+    return length >= end_length && strcmp(text + length - end_length, end) == 0;
+}
+
+/* Tensors that old checkpoints carry and that hold no weights: tables that are computed, masks, the tied head. */
+static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
+    if (mt_ends_with(name, "rotary_emb.inv_freq") || mt_ends_with(name, ".attn.masked_bias")) return true;
+    if (strcmp(options->hf_family, "gpt2") == 0 && mt_ends_with(name, ".attn.bias")) return true;
+    return !options->untie_embeddings_and_output_weights && strcmp(name, "lm_head.weight") == 0;
+}
+
+static int mt_tensor_pointer_compare(const void *a, const void *b) {
+    const mt_tensor_info *x = *(const mt_tensor_info *const *)a, *y = *(const mt_tensor_info *const *)b;
+    return (x > y) - (x < y);
+}
+
+/* Every tensor must be wanted by a row: a weight that is silently left out would give another model. */
+static int mt_weights_check_unused(const mt_model *m, const mt_safetensors *file, mt_error *error) {
+    const mt_tensor_info **used = mt_malloc(m->num_params * (int64_t)sizeof *used), *unused = NULL;
+    for (int64_t i = 0; i < m->num_params; i++) used[i] = mt_safetensors_find_param(file, m->params[i].hf_name);
+    qsort(used, (size_t)m->num_params, sizeof *used, mt_tensor_pointer_compare);
+    for (int64_t i = 0; i < file->count && !unused; i++) {
+        const mt_tensor_info *tensor = &file->tensors[i];
+        if (mt_tensor_is_harmless(m->options, tensor->name)) continue;
+        if (!bsearch(&tensor, used, (size_t)m->num_params, sizeof *used, mt_tensor_pointer_compare)) unused = tensor;
+    }
+    free(used);
+    if (!unused) return 0;
+    char name[128];
+    return mt_error_set(error,
+                        "%s: tensor \"%s\" has no place in the model that the options describe; check "
+                        "config.json, --num-layers and the options for biases and norms",
+                        unused->file, mt_printable(name, unused->name));
+}
+
+/* Weights, and for bf16 the master weights, which keep what was stored. Everything is checked before anything is set.
+ */
+static int mt_weights_load(mt_model *m, const char *folder, mt_error *error) {
+    mt_safetensors *file;
+    if (mt_safetensors_open_folder(&file, folder, "model", error) != 0) return -1;
+    int status = 0;
+    for (int64_t i = 0; i < m->num_params && status == 0; i++) {
+        const mt_tensor_info *tensor = mt_safetensors_find_param(file, m->params[i].hf_name);
+        status = tensor ? mt_param_check(&m->params[i], tensor, error)
+                        : mt_param_missing(&m->params[i], folder, file, error);
+    }
+    if (status == 0) status = mt_weights_check_unused(m, file, error);
+    for (int64_t i = 0; i < m->num_params && status == 0; i++) {
+        const mt_param *param = &m->params[i];
+        const mt_tensor_info *tensor = mt_safetensors_find_param(file, param->hf_name);
+        mt_bucket *bucket = &m->buckets[param->bucket];
+        void *weights = (char *)bucket->params + param->offset * mt_dtype_size(m->dtype);
+        float *master = bucket->master ? bucket->master + param->offset : NULL;
+        int64_t not_finite = mt_param_load(m, param, tensor, weights, master);
+        if (not_finite > 0 && m->grid->world.rank == 0)
+            fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", tensor->file,
+                    (long long)not_finite, tensor->name);
+    }
+    mt_safetensors_close(file);
+    return status;
+}
+
+/* ==== §14c saving ================================================================================================ */
+
+/* ==== §14d resuming ============================================================================================== */
+
+/* The iteration that latest_checkpointed_iteration.txt names, or -1 with error. */
+static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
+    char text[32] = {0}, *end = text;
+    FILE *file = fopen(path, "r");
+    if (!file) return mt_error_set(error, "%s: cannot be read: %s", path, strerror(errno));
+    size_t length = fread(text, 1, sizeof text - 1, file);
+    fclose(file);
+    long long iteration = isdigit((unsigned char)text[0]) ? strtoll(text, &end, 10) : -1;
+    while (isspace((unsigned char)*end)) end++;
+    if (iteration < 0 || iteration > 999999999 || end != text + length)
+        return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it",
+                            path);
+    return iteration;
+}
+
+char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
+    struct stat status;
+    char name[64];
+    if (stat(folder, &status) != 0 || !S_ISDIR(status.st_mode)) {
+        mt_error_set(error, "%s: %s; name a folder that holds config.json, or one that --save wrote", folder,
+                     stat(folder, &status) != 0 ? strerror(errno) : "is a file, not a folder");
+        return NULL;
+    }
+    if (!mt_folder_has(folder, "latest_checkpointed_iteration.txt")) {
+        if (mt_folder_has(folder, "config.json")) return mt_strdup(folder);
+        mt_error_set(error,
+                     "%s: holds neither config.json nor latest_checkpointed_iteration.txt; name a Hugging Face "
+                     "folder, or one that --save wrote",
+                     folder);
+        return NULL;
+    }
+    char *path = mt_path_join(folder, "latest_checkpointed_iteration.txt");
+    int64_t iteration = mt_checkpoint_latest(path, error);
+    free(path);
+    if (iteration < 0) return NULL;
+    snprintf(name, sizeof name, "iter_%07lld", (long long)iteration);
+    path = mt_path_join(folder, name);
+    if (mt_folder_has(path, "config.json")) return path;
+    mt_error_set(error,
+                 "%s: has no config.json, but latest_checkpointed_iteration.txt beside it names iteration %lld; "
+                 "write the number of a whole iter_NNNNNNN in it",
+                 path, (long long)iteration);
+    free(path);
+    return NULL;
+}
+
+int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
+    char *resolved = mt_checkpoint_resolve(folder, error);
+    if (!resolved) return -1;
+    *state = (mt_run_state){0};
+    int status = mt_weights_load(m, resolved, error);
+    free(resolved);
+    return status;
+}
 
 /* ==== §15 generation ============================================================================================= */
 

@@ -708,10 +708,11 @@ void mt_report_line(const mt_report *report, const char *format, ...) __attribut
 /* A tensor of a safetensors file: where it is and what it looks like. */
 typedef struct mt_tensor_info {
     const char *name;
+    const char *file; // path of the file that holds it
     mt_dtype dtype;
-    int64_t num_dims;
+    int64_t num_dims; // 0 for a scalar
     int64_t shape[8];
-    const void *data; // in the mapped file
+    const void *data; // in the mapped file; need not be aligned
     int64_t bytes;
 } mt_tensor_info;
 
