@@ -187,7 +187,7 @@ static int regex_next(mt_encoder *encoder, const mt_pattern *pattern, const char
 
 #endif
 
-void mt_step_free(mt_step *step) {
+void mt_step_free(mt_rule *step) {
     mt_pattern_free(&step->pattern);
     free(step->content);
 }
@@ -230,7 +230,7 @@ static bool is_normal(mt_unicode_form form, const char *text, int64_t bytes) {
     return true;
 }
 
-static int normalize_unicode(const mt_step *step, const char *path, mt_text *out, const char *text, int64_t bytes,
+static int normalize_unicode(const mt_rule *step, const char *path, mt_text *out, const char *text, int64_t bytes,
                              mt_error *error) {
     if (is_normal(step->form, text, bytes)) {
         mt_text_append(out, text, bytes);
@@ -266,7 +266,7 @@ bool mt_is_word(uint32_t c) {
     return c >= 0x80 || (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || c == '_' || (c >= 'a' && c <= 'z');
 }
 
-static int normalize_unicode(const mt_step *step, const char *path, mt_text *out, const char *text, int64_t bytes,
+static int normalize_unicode(const mt_rule *step, const char *path, mt_text *out, const char *text, int64_t bytes,
                              mt_error *error) {
     (void)step, (void)path, (void)out, (void)text, (void)bytes;
     return mt_error_set(error, "%s: this program was built without utf8proc", path);
@@ -279,7 +279,7 @@ static int lowercase(const char *path, mt_text *out, const char *text, int64_t b
 
 #endif
 
-static void strip(const mt_step *step, mt_text *out, const char *text, int64_t bytes) {
+static void strip(const mt_rule *step, mt_text *out, const char *text, int64_t bytes) {
     int64_t start = 0, end = 0;
     bool any = false;
     for (int64_t i = 0; i < bytes;) {
@@ -298,7 +298,7 @@ static void strip(const mt_step *step, mt_text *out, const char *text, int64_t b
     mt_text_append(out, text + start, end - start);
 }
 
-static int replace(mt_encoder *encoder, const mt_step *step, mt_text *out, const char *text, int64_t bytes,
+static int replace(mt_encoder *encoder, const mt_rule *step, mt_text *out, const char *text, int64_t bytes,
                    mt_error *error) {
     int64_t copied = 0, start, end;
     for (int64_t from = 0; from <= bytes;) {
@@ -317,19 +317,19 @@ static int replace(mt_encoder *encoder, const mt_step *step, mt_text *out, const
 int mt_normalize(mt_encoder *encoder, const char **text, int64_t *bytes, mt_error *error) {
     const mt_tokenizer *tokenizer = encoder->tokenizer;
     for (int i = 0; i < tokenizer->normalizer_steps; i++) {
-        const mt_step *step = &tokenizer->normalizer[i];
+        const mt_rule *step = &tokenizer->normalizer[i];
         mt_text *out = &encoder->normalized[i % 2];
         int failed = 0;
         out->bytes = 0;
-        if (step->kind == MT_STEP_UNICODE) {
+        if (step->kind == MT_RULE_UNICODE) {
             failed = normalize_unicode(step, tokenizer->path, out, *text, *bytes, error);
-        } else if (step->kind == MT_STEP_LOWERCASE) {
+        } else if (step->kind == MT_RULE_LOWERCASE) {
             failed = lowercase(tokenizer->path, out, *text, *bytes, error);
-        } else if (step->kind == MT_STEP_STRIP) {
+        } else if (step->kind == MT_RULE_STRIP) {
             strip(step, out, *text, *bytes);
-        } else if (step->kind == MT_STEP_REPLACE) {
+        } else if (step->kind == MT_RULE_REPLACE) {
             failed = replace(encoder, step, out, *text, *bytes, error);
-        } else if (*bytes) { // MT_STEP_PREPEND
+        } else if (*bytes) { // MT_RULE_PREPEND
             mt_text_append(out, step->content, step->content_bytes);
             mt_text_append(out, *text, *bytes);
         }
@@ -380,7 +380,7 @@ static int split_span(mt_encoder *encoder, int index, bool first, const char *te
 
 static int split(mt_encoder *encoder, int index, bool first, const char *text, int64_t bytes, mt_ids *ids,
                  mt_error *error) {
-    const mt_step *step = &encoder->tokenizer->pretokenizer[index];
+    const mt_rule *step = &encoder->tokenizer->pretokenizer[index];
     mt_piece piece = {0};
     int64_t done = 0, start, end;
     for (int64_t from = 0; from < bytes;) {
@@ -400,7 +400,7 @@ static int split(mt_encoder *encoder, int index, bool first, const char *text, i
 
 static int metaspace(mt_encoder *encoder, int index, bool first, const char *text, int64_t bytes, mt_ids *ids,
                      mt_error *error) {
-    const mt_step *step = &encoder->tokenizer->pretokenizer[index];
+    const mt_rule *step = &encoder->tokenizer->pretokenizer[index];
     mt_text *out = &encoder->prefixed[index];
     out->bytes = 0;
     bool has_prefix = text[0] == ' ' || (bytes >= step->content_bytes &&
@@ -421,9 +421,9 @@ int mt_pretokenize(mt_encoder *encoder, int index, bool first, const char *text,
     const mt_tokenizer *tokenizer = encoder->tokenizer;
     if (!bytes) return 0;
     if (index == tokenizer->pretokenizer_steps) return mt_bpe_encode(encoder, text, bytes, ids, error);
-    const mt_step *step = &tokenizer->pretokenizer[index];
-    if (step->kind == MT_STEP_METASPACE) return metaspace(encoder, index, first, text, bytes, ids, error);
-    if (step->kind == MT_STEP_BYTE_LEVEL && step->prefix == MT_PREFIX_ALWAYS && text[0] != ' ') {
+    const mt_rule *step = &tokenizer->pretokenizer[index];
+    if (step->kind == MT_RULE_METASPACE) return metaspace(encoder, index, first, text, bytes, ids, error);
+    if (step->kind == MT_RULE_BYTE_LEVEL && step->prefix == MT_PREFIX_ALWAYS && text[0] != ' ') {
         mt_text *out = &encoder->prefixed[index];
         out->bytes = 0;
         mt_text_append(out, " ", 1);

@@ -411,7 +411,6 @@ static int encode_parts(mt_encoder *encoder, int pass, bool first, const char *t
             return -1;
         mt_ids_push(ids, added->id);
         done = end;
-        at = end;
     }
     if (done == bytes) return 0;
     return encode_part(encoder, pass, first && done == 0, text + done, bytes - done, ids, error);
@@ -493,7 +492,7 @@ static int decode_token(mt_decoder *decoder, int32_t id, mt_text *out, mt_error 
         int64_t drop = drops_space(decoder, id);
         mt_text_append(out, surface + drop, bytes - drop);
         if (bytes > drop) decoder->started = true;
-    } else if (tokenizer->join == MT_JOIN_METASPACE && decoder->tokens == 0) {
+    } else if (tokenizer->join == MT_JOIN_METASPACE && decoder->tokens == 0 && token->type == MT_TOKEN_NORMAL) {
         for (int64_t i = 0; i < bytes; i++)
             if (surface[i] != ' ') mt_text_append(out, surface + i, 1);
     } else {

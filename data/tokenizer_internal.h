@@ -94,26 +94,26 @@ typedef struct mt_pattern {
 
 typedef enum {
     // normalizers
-    MT_STEP_UNICODE, // form: MT_NFC ...
-    MT_STEP_LOWERCASE,
-    MT_STEP_PREPEND, // content
-    MT_STEP_REPLACE, // pattern by content
-    MT_STEP_STRIP,   // left, right
+    MT_RULE_UNICODE, // form: MT_NFC ...
+    MT_RULE_LOWERCASE,
+    MT_RULE_PREPEND, // content
+    MT_RULE_REPLACE, // pattern by content
+    MT_RULE_STRIP,   // left, right
     // pre-tokenizers
-    MT_STEP_SPLIT,      // pattern, behavior, invert
-    MT_STEP_BYTE_LEVEL, // prefix
-    MT_STEP_METASPACE,  // content (the replacement), prefix
+    MT_RULE_SPLIT,      // pattern, behavior, invert
+    MT_RULE_BYTE_LEVEL, // prefix
+    MT_RULE_METASPACE,  // content (the replacement), prefix
     // decoders, beside some of the above
-    MT_STEP_BYTE_FALLBACK,
-    MT_STEP_FUSE
-} mt_step_kind;
+    MT_RULE_BYTE_FALLBACK,
+    MT_RULE_FUSE
+} mt_rule_kind;
 
 typedef enum { MT_NFC, MT_NFD, MT_NFKC, MT_NFKD } mt_unicode_form;
 typedef enum { MT_ISOLATED, MT_REMOVED, MT_CONTIGUOUS, MT_MERGED_WITH_PREVIOUS, MT_MERGED_WITH_NEXT } mt_behavior;
 typedef enum { MT_PREFIX_NEVER, MT_PREFIX_FIRST, MT_PREFIX_ALWAYS } mt_prefix;
 
-typedef struct mt_step {
-    mt_step_kind kind;
+typedef struct mt_rule {
+    mt_rule_kind kind;
     mt_unicode_form form;
     mt_behavior behavior;
     mt_prefix prefix;
@@ -121,7 +121,7 @@ typedef struct mt_step {
     mt_pattern pattern;
     char *content;
     int64_t content_bytes;
-} mt_step;
+} mt_rule;
 
 typedef enum {
     MT_KIND_BYTES,
@@ -167,7 +167,7 @@ struct mt_tokenizer {
     bool byte_level; // words are bytes, not characters
     bool byte_fallback, fuse_unknown, ignore_merges;
 
-    mt_step normalizer[MT_MAX_STEPS], pretokenizer[MT_MAX_STEPS];
+    mt_rule normalizer[MT_MAX_STEPS], pretokenizer[MT_MAX_STEPS];
     int normalizer_steps, pretokenizer_steps;
     mt_added_token *added;
     int64_t added_count;
@@ -251,7 +251,7 @@ extern const char mt_gpt2_pattern[];
 int mt_pattern_compile(mt_pattern *out, const char *path, const char *regex, int64_t bytes, mt_error *error);
 void mt_pattern_literal(mt_pattern *out, const char *text, int64_t bytes);
 void mt_pattern_free(mt_pattern *pattern);
-void mt_step_free(mt_step *step);
+void mt_step_free(mt_rule *step);
 void mt_encoder_open_patterns(mt_encoder *encoder);
 void mt_encoder_close_patterns(mt_encoder *encoder);
 

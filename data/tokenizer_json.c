@@ -93,39 +93,39 @@ static int read_pattern(loader *l, mt_pattern *out, const json_t *pattern) {
     return mt_pattern_compile(out, l->path, regex.data, regex.bytes, l->error);
 }
 
-static void set_content(mt_step *step, mt_text content) {
+static void set_content(mt_rule *step, mt_text content) {
     step->content = mt_malloc(content.bytes + 1);
     memcpy(step->content, content.data, (size_t)content.bytes);
     step->content_bytes = content.bytes;
 }
 
-static int read_unicode_normalizer(loader *l, mt_step *step, mt_text type) {
+static int read_unicode_normalizer(loader *l, mt_rule *step, mt_text type) {
 #ifndef MT_HAVE_UTF8PROC
     (void)step;
     return mt_error_set(l->error, "%s: the normalizer %.60s needs utf8proc, which this program was built without; install "
                         "its development package and build again", l->path, type.data);
 #else
     (void)l;
-    step->kind = equals(type, "Lowercase") ? MT_STEP_LOWERCASE : MT_STEP_UNICODE;
+    step->kind = equals(type, "Lowercase") ? MT_RULE_LOWERCASE : MT_RULE_UNICODE;
     step->form = equals(type, "NFC") ? MT_NFC : equals(type, "NFD") ? MT_NFD : equals(type, "NFKC") ? MT_NFKC : MT_NFKD;
     return 0;
 #endif
 }
 
-static int read_normalizer(loader *l, mt_step *step, const json_t *object) {
+static int read_normalizer(loader *l, mt_rule *step, const json_t *object) {
     mt_text type = get_text(object, "type");
     if (equals(type, "NFC") || equals(type, "NFD") || equals(type, "NFKC") || equals(type, "NFKD") ||
         equals(type, "Lowercase"))
         return read_unicode_normalizer(l, step, type);
     if (equals(type, "Prepend")) {
-        step->kind = MT_STEP_PREPEND;
+        step->kind = MT_RULE_PREPEND;
         set_content(step, get_text(object, "prepend"));
     } else if (equals(type, "Replace")) {
-        step->kind = MT_STEP_REPLACE;
+        step->kind = MT_RULE_REPLACE;
         set_content(step, get_text(object, "content"));
         return read_pattern(l, &step->pattern, json_object_get(object, "pattern"));
     } else if (equals(type, "Strip")) {
-        step->kind = MT_STEP_STRIP;
+        step->kind = MT_RULE_STRIP;
         step->left = get_bool(object, "strip_left", true);
         step->right = get_bool(object, "strip_right", true);
     } else {
@@ -134,7 +134,7 @@ static int read_normalizer(loader *l, mt_step *step, const json_t *object) {
     return 0;
 }
 
-static int read_behavior(loader *l, mt_step *step, mt_text name) {
+static int read_behavior(loader *l, mt_rule *step, mt_text name) {
     static const char *const names[] = {"Isolated", "Removed", "Contiguous", "MergedWithPrevious", "MergedWithNext"};
     for (int i = 0; i < 5; i++) {
         step->behavior = (mt_behavior)i;
@@ -143,16 +143,16 @@ static int read_behavior(loader *l, mt_step *step, mt_text name) {
     return refuse(l, "split behavior", name);
 }
 
-static int set_regex(loader *l, mt_step *step, mt_behavior behavior, const char *regex) {
-    step->kind = MT_STEP_SPLIT;
+static int set_regex(loader *l, mt_rule *step, mt_behavior behavior, const char *regex) {
+    step->kind = MT_RULE_SPLIT;
     step->behavior = behavior;
     return mt_pattern_compile(&step->pattern, l->path, regex, (int64_t)strlen(regex), l->error);
 }
 
-static int read_metaspace(loader *l, mt_step *step, const json_t *object) {
+static int read_metaspace(loader *l, mt_rule *step, const json_t *object) {
     mt_text scheme = get_text(object, "prepend_scheme"), replacement = get_text(object, "replacement");
     if (!replacement.bytes) replacement = (mt_text){MT_SPACE_SYMBOL, 3, 0};
-    step->kind = MT_STEP_METASPACE;
+    step->kind = MT_RULE_METASPACE;
     step->behavior = MT_MERGED_WITH_NEXT;
     step->prefix = get_bool(object, "add_prefix_space", true) ? MT_PREFIX_ALWAYS : MT_PREFIX_NEVER;
     if (equals(scheme, "first")) step->prefix = MT_PREFIX_FIRST;
@@ -165,21 +165,21 @@ static int read_metaspace(loader *l, mt_step *step, const json_t *object) {
     return 0;
 }
 
-static int read_pretokenizer(loader *l, mt_step *step, const json_t *object) {
+static int read_pretokenizer(loader *l, mt_rule *step, const json_t *object) {
     mt_text type = get_text(object, "type");
     if (l->tokenizer->byte_level) return refuse(l, "pre_tokenizer after ByteLevel", type);
     if (equals(type, "ByteLevel")) {
         bool use_regex = get_bool(object, "use_regex", true);
         if (use_regex && set_regex(l, step, MT_ISOLATED, mt_gpt2_pattern)) return -1;
         if (!use_regex) mt_pattern_literal(&step->pattern, "", 0);
-        step->kind = MT_STEP_BYTE_LEVEL;
+        step->kind = MT_RULE_BYTE_LEVEL;
         step->prefix = get_bool(object, "add_prefix_space", true) ? MT_PREFIX_ALWAYS : MT_PREFIX_NEVER;
         l->tokenizer->byte_level = true;
         return 0;
     }
     if (equals(type, "Metaspace")) return read_metaspace(l, step, object);
     if (equals(type, "Split")) {
-        step->kind = MT_STEP_SPLIT;
+        step->kind = MT_RULE_SPLIT;
         step->invert = get_bool(object, "invert", false);
         if (read_behavior(l, step, get_text(object, "behavior"))) return -1;
         return read_pattern(l, &step->pattern, json_object_get(object, "pattern"));
@@ -194,15 +194,15 @@ static int read_pretokenizer(loader *l, mt_step *step, const json_t *object) {
     if (equals(type, "WhitespaceSplit")) return set_regex(l, step, MT_REMOVED, "\\s");
     if (equals(type, "Whitespace")) {
         step->invert = true;
-        return set_regex(l, step, MT_REMOVED, "\\w+|[^\\w\\s]+");
+        return set_regex(l, step, MT_REMOVED, "[\\w\\x{200C}\\x{200D}]+|[^\\w\\x{200C}\\x{200D}\\s]+");
     }
     return refuse(l, "pre_tokenizer", type);
 }
 
-typedef int step_reader(loader *l, mt_step *step, const json_t *object);
+typedef int step_reader(loader *l, mt_rule *step, const json_t *object);
 
 /* Reads a component into steps[*count]; a Sequence, whose members are at `members`, becomes several. */
-static int read_steps(loader *l, const json_t *object, const char *members, step_reader *read, mt_step *steps,
+static int read_steps(loader *l, const json_t *object, const char *members, step_reader *read, mt_rule *steps,
                       int *count, int depth) {
     if (is_missing(object)) return 0;
     if (!equals(get_text(object, "type"), "Sequence")) {
@@ -403,11 +403,11 @@ static int read_added_tokens(loader *l, const json_t *list) {
 
 /* ---- decoder --------------------------------------------------------------------------------------------------- */
 
-static int read_decoder(loader *l, mt_step *step, const json_t *object) {
+static int read_decoder(loader *l, mt_rule *step, const json_t *object) {
     mt_tokenizer *tokenizer = l->tokenizer;
     mt_text type = get_text(object, "type"), content = get_text(object, "content");
     const json_t *pattern = json_object_get(object, "pattern");
-    step->kind = MT_STEP_FUSE; // also of steps that act on the whole text only
+    step->kind = MT_RULE_FUSE; // also of steps that act on the whole text only
     if (equals(type, "Fuse")) {
         l->fused = true;
     } else if (equals(type, "Strip") && l->fused) {
@@ -418,14 +418,14 @@ static int read_decoder(loader *l, mt_step *step, const json_t *object) {
     } else if (l->fused) {
         return refuse(l, "decoder after Fuse", type);
     } else if (equals(type, "ByteLevel")) {
-        step->kind = MT_STEP_BYTE_LEVEL;
+        step->kind = MT_RULE_BYTE_LEVEL;
     } else if (equals(type, "ByteFallback")) {
-        step->kind = MT_STEP_BYTE_FALLBACK;
+        step->kind = MT_RULE_BYTE_FALLBACK;
     } else if (equals(type, "Metaspace")) {
         if (read_metaspace(l, step, object)) return -1;
         if (step->prefix != MT_PREFIX_NEVER) tokenizer->join = MT_JOIN_METASPACE;
     } else if (equals(type, "Replace") && json_is_string(json_object_get(pattern, "String"))) {
-        step->kind = MT_STEP_REPLACE;
+        step->kind = MT_RULE_REPLACE;
         set_content(step, content);
         return read_pattern(l, &step->pattern, pattern);
     } else {
@@ -442,7 +442,7 @@ static int fallback_byte(const mt_text *token) {
     return high && low ? (int)(16 * (high - digits) + (low - digits)) : -1;
 }
 
-static void replace_literal(mt_text *out, const mt_text *text, const mt_step *step) {
+static void replace_literal(mt_text *out, const mt_text *text, const mt_rule *step) {
     const char *from = text->bytes ? text->data : "", *end = from + text->bytes, *at;
     while (step->pattern.bytes &&
            (at = memmem(from, (size_t)(end - from), step->pattern.source, (size_t)step->pattern.bytes))) {
@@ -454,14 +454,14 @@ static void replace_literal(mt_text *out, const mt_text *text, const mt_step *st
 }
 
 /* Replaces token[0] by what one decoder makes of it; token[1] is scratch. */
-static void decode_token(mt_text token[2], const mt_step *step, bool added) {
+static void decode_token(mt_text token[2], const mt_rule *step, bool added) {
     token[1].bytes = 0;
-    int byte = step->kind == MT_STEP_BYTE_FALLBACK ? fallback_byte(&token[0]) : -1;
-    if (step->kind == MT_STEP_REPLACE || step->kind == MT_STEP_METASPACE)
+    int byte = step->kind == MT_RULE_BYTE_FALLBACK ? fallback_byte(&token[0]) : -1;
+    if (step->kind == MT_RULE_REPLACE || step->kind == MT_RULE_METASPACE)
         replace_literal(&token[1], &token[0], step);
     else if (byte >= 0)
         mt_text_append(&token[1], &(char){(char)byte}, 1);
-    else if (step->kind != MT_STEP_BYTE_LEVEL || added || !append_spelled_bytes(&token[1], token[0].data, token[0].bytes))
+    else if (step->kind != MT_RULE_BYTE_LEVEL || added || !append_spelled_bytes(&token[1], token[0].data, token[0].bytes))
         return;
     mt_text swap = token[0];
     token[0] = token[1];
@@ -469,7 +469,7 @@ static void decode_token(mt_text token[2], const mt_step *step, bool added) {
 }
 
 /* Runs every token through the decoders once, so that decoding only has to join what they left. */
-static void set_surfaces(loader *l, const mt_step *steps, int count) {
+static void set_surfaces(loader *l, const mt_rule *steps, int count) {
     mt_tokenizer *tokenizer = l->tokenizer;
     mt_text text[2] = {{0}, {0}};
     for (int32_t id = 0; id < tokenizer->vocab_size; id++) {
@@ -488,8 +488,8 @@ static void set_surfaces(loader *l, const mt_step *steps, int count) {
     free(text[1].data);
 }
 
-static void metaspace_decodes_to_space(mt_step *step) {
-    if (step->kind != MT_STEP_METASPACE) return;
+static void metaspace_decodes_to_space(mt_rule *step) {
+    if (step->kind != MT_RULE_METASPACE) return;
     mt_pattern_free(&step->pattern);
     mt_pattern_literal(&step->pattern, step->content, step->content_bytes);
     step->content[0] = ' ';
@@ -497,7 +497,7 @@ static void metaspace_decodes_to_space(mt_step *step) {
 }
 
 static int read_decoders(loader *l, const json_t *decoder) {
-    mt_step steps[MT_MAX_STEPS] = {0};
+    mt_rule steps[MT_MAX_STEPS] = {0};
     int count = 0;
     if (is_missing(decoder)) l->tokenizer->join = MT_JOIN_SPACE;
     int failed = read_steps(l, decoder, "decoders", read_decoder, steps, &count, 0);
@@ -597,7 +597,7 @@ static int load_gpt2(loader *l, json_t *vocabulary, const char *merges_path, con
     const mt_text end_of_text = {"<|endoftext|>", 13, 0};
     tokenizer->kind = MT_KIND_BPE;
     tokenizer->byte_level = true;
-    mt_step *step = &tokenizer->pretokenizer[tokenizer->pretokenizer_steps++];
+    mt_rule *step = &tokenizer->pretokenizer[tokenizer->pretokenizer_steps++];
     if (set_regex(l, step, MT_ISOLATED, mt_gpt2_pattern)) return -1;
     if (read_vocabulary(l, vocabulary)) return -1;
     find_byte_tokens(tokenizer);
@@ -609,7 +609,7 @@ static int load_gpt2(loader *l, json_t *vocabulary, const char *merges_path, con
         mt_trie_insert(&tokenizer->added_tries[0], end_of_text.data, end_of_text.bytes, 0);
     }
     tokenizer->eod = eod;
-    set_surfaces(l, &(mt_step){.kind = MT_STEP_BYTE_LEVEL}, 1);
+    set_surfaces(l, &(mt_rule){.kind = MT_RULE_BYTE_LEVEL}, 1);
     l->path = merges_path;
     return read_merges_file(l, merges);
 }

@@ -402,13 +402,13 @@ void mt_sentencepiece_encode_word(mt_encoder *encoder, const char *text, int32_t
 }
 
 /* A path to `end` from `start` by a token: kept if it is the first or the best so far. */
-static void offer_path(mt_path_node *path, int64_t start, int64_t end, int32_t id, double score) {
+static void offer_path(mt_path_node *path, int64_t start, int64_t end, int32_t id, float score) {
     if (path[end].start >= 0 && score <= path[end].score) return;
-    path[end] = (mt_path_node){(float)score, (int32_t)start, -1, id};
+    path[end] = (mt_path_node){score, (int32_t)start, -1, id};
 }
 
-/* Viterbi over the characters: the best path to each position, extended by every piece that begins there. Arithmetic as in
- * unigram_model.cc's EncodeOptimized, float sums compared in double, so that ties fall the same way. */
+/* Viterbi over the characters: the best path to each position, extended by every piece that begins there. Sums are
+ * float as in unigram_model.cc's EncodeOptimized, so that near ties fall the same way. */
 static void encode_unigram(mt_encoder *encoder, const char *text, int32_t bytes, mt_ids *ids) {
     const mt_tokenizer *tokenizer = encoder->tokenizer;
     const mt_trie *pieces = &tokenizer->pieces;
@@ -428,8 +428,8 @@ static void encode_unigram(mt_encoder *encoder, const char *text, int32_t bytes,
             node = mt_trie_step(pieces, node, text[end++]);
             if (node < 0 || pieces->values[node] < 0) continue;
             const mt_token *token = &tokenizer->tokens[pieces->values[node]];
-            double score = token->score;
-            if (token->type == MT_TOKEN_USER_DEFINED) score = (float)(end - start) * tokenizer->max_score - 0.1;
+            float score = token->score;
+            if (token->type == MT_TOKEN_USER_DEFINED) score = (float)(end - start) * tokenizer->max_score - 0.1f;
             offer_path(path, start, end, pieces->values[node], score + so_far);
             if (end - start == character) single = true;
         }
