@@ -9,6 +9,14 @@
  *   §2d  derivation and checks
  *   §2e  printing
  *   §3   kernels in plain C
+ *   §3a  threads, elements, memory
+ *   §3b  linear layers
+ *   §3c  embedding and norms
+ *   §3d  rotary positions
+ *   §3e  attention
+ *   §3f  activations, residual stream, rows
+ *   §3g  cross-entropy
+ *   §3h  optimizer and conversions
  *   §4   the rank grid and its groups
  *   §5   collectives
  *   §8   the parameter table
