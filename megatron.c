@@ -3,7 +3,20 @@
  * Contents
  *   §1   checks, arenas, random numbers
  *   §2   options and their only validator
+ *   §2a  the table
+ *   §2b  the command line and YAML
+ *   §2c  config.json of Hugging Face
+ *   §2d  derivation and checks
+ *   §2e  printing
  *   §3   kernels in plain C
+ *   §3a  threads, elements, memory
+ *   §3b  linear layers
+ *   §3c  embedding and norms
+ *   §3d  rotary positions
+ *   §3e  attention
+ *   §3f  activations, residual stream, rows
+ *   §3g  cross-entropy
+ *   §3h  optimizer and conversions
  *   §4   the rank grid and its groups
  *   §5   collectives
  *   §8   the parameter table
@@ -20,6 +33,10 @@
  *   §12  gradient buckets
  *   §13  optimizer
  *   §14  checkpoints and Hugging Face
+ *   §14a safetensors
+ *   §14b Hugging Face folders
+ *   §14c saving
+ *   §14d resuming
  *   §15  generation
  *   §16  the training step
  *   §16b reports
@@ -27,8 +44,10 @@
 #include "megatron.h"
 
 #include <ctype.h>
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <ftw.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -36,6 +55,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -198,8 +218,3151 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
 }
 
 /* ==== §2 options and their only validator ======================================================================== */
+/* A run is described by one flat struct and by nothing else. Invariants: the table below is the only place that knows
+ * an option's name, type, default and range; command line, YAML file, --help and the printed configuration are loops
+ * over it. A value that the user gave is marked in `given`, so that config.json never overrides it. Every rule between
+ * options is in mt_options_finish, which allocates nothing that a run needs and can be called again. */
+
+/* What earlier parts need from later ones. */
+enum { MT_CONFIG_BYTES = 1 << 22 };
+static int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path,
+                                 bool has_weights, mt_error *error);
+static int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
+static void mt_options_derive_sizes(mt_options *options);
+static void mt_options_help(mt_program program, FILE *file);
+
+/* ==== §2a the table ============================================================================================== */
+/* A row per option, and the few functions that read and write the field that a row points at. */
+
+typedef enum mt_option_type {
+    MT_FLAG,   // --swiglu
+    MT_NO,     // --disable-bias-linear: clears its field, whose default is true
+    MT_INT,    // plain decimals
+    MT_REAL,   // decimals, or with an exponent
+    MT_STRING, // one word
+    MT_CHOICE, // one of a|b|c
+    MT_LIST,   // one word or more
+} mt_option_type;
+
+/* Where a value may come from besides the user. */
+typedef enum mt_option_origin {
+    MT_OF_RUN,     // from nowhere
+    MT_OF_MODEL,   // the model's config.json, unless the user gave it
+    MT_OF_WEIGHTS, // the same, and weights that are loaded cannot do with another value
+} mt_option_origin;
+
+enum { MT_TRAIN = MT_PROGRAM_TRAIN, MT_INFER = MT_PROGRAM_INFER, MT_BOTH = MT_PROGRAM_TRAIN | MT_PROGRAM_INFER };
+
+/* A row per option. A row without a name opens a group, which `help` names. */
+typedef struct mt_option {
+    const char *name; // as on the command line; with underscores in YAML
+    mt_option_type type;
+    size_t offset; // of the field in mt_options; an alias is a later row with the same one
+    int programs;
+    mt_option_origin origin;
+    const char *fallback; // the default as the user would write it; NULL: none, or derived
+    const char *values;   // numbers: their range; choices: all of them; words: what they are
+    const char *help;
+} mt_option;
+
+#define MT_AT(field) offsetof(mt_options, field)
+
+static const mt_option mt_option_table[] = {
+    {.help = "model"},
+    {"num-layers", MT_INT, MT_AT(num_layers), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,10000]", "transformer layers"},
+    {"hidden-size", MT_INT, MT_AT(hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,1048576]", "width of hidden states"},
+    {"ffn-hidden-size", MT_INT, MT_AT(ffn_hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
+     "width of the MLP; 4 hidden sizes, with --swiglu 8/3 rounded down to 64s, when not given"},
+    {"num-attention-heads", MT_INT, MT_AT(num_attention_heads), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
+     "query heads"},
+    {"group-query-attention", MT_FLAG, MT_AT(group_query_attention), MT_TRAIN, MT_OF_MODEL, NULL, NULL,
+     "several query heads share a key and value head"},
+    {"num-query-groups", MT_INT, MT_AT(num_query_groups), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
+     "key and value heads with --group-query-attention; 1 when not given"},
+    {"kv-channels", MT_INT, MT_AT(kv_channels), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
+     "channels of a head; hidden size / heads when not given"},
+    {"max-position-embeddings", MT_INT, MT_AT(max_position_embeddings), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
+     "positions that a token may have; the sequence length when not given"},
+    {"vocab-size", MT_INT, MT_AT(vocab_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
+     "tokens of the vocabulary; the tokenizer's when not given"},
+    {"make-vocab-size-divisible-by", MT_INT, MT_AT(make_vocab_size_divisible_by), MT_TRAIN, MT_OF_RUN, "128",
+     "[1,1048576]", "the embedding has rows to a multiple of this"},
+    {"normalization", MT_CHOICE, MT_AT(normalization), MT_TRAIN, MT_OF_WEIGHTS, "LayerNorm", "LayerNorm|RMSNorm",
+     "kind of norm"},
+    {"norm-epsilon", MT_REAL, MT_AT(norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)", "epsilon of the norms"},
+    {"layernorm-epsilon", MT_REAL, MT_AT(norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)",
+     "the same by its older name"},
+    {"swiglu", MT_FLAG, MT_AT(swiglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL, "gated MLP with SiLU instead of GELU"},
+    {"openai-gelu", MT_FLAG, MT_AT(openai_gelu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+     "GELU by its tanh approximation, as GPT-2 has it"},
+    {"qk-layernorm", MT_FLAG, MT_AT(qk_layernorm), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+     "norm of every query and key head"},
+    {"untie-embeddings-and-output-weights", MT_FLAG, MT_AT(untie_embeddings_and_output_weights), MT_TRAIN,
+     MT_OF_WEIGHTS, NULL, NULL, "an output layer of its own"},
+    {"disable-bias-linear", MT_NO, MT_AT(add_bias_linear), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+     "linear layers without biases"},
+    {"add-qkv-bias", MT_FLAG, MT_AT(add_qkv_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+     "biases on queries, keys and values all the same"},
+    {"init-method-std", MT_REAL, MT_AT(init_method_std), MT_TRAIN, MT_OF_MODEL, "0.02", "[0,100]",
+     "standard deviation of initial weights"},
+    {"hidden-dropout", MT_REAL, MT_AT(hidden_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
+     "dropout of embeddings and of what a block adds"},
+    {"attention-dropout", MT_REAL, MT_AT(attention_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
+     "dropout of attention probabilities"},
+    {"window-size", MT_INT, MT_AT(window_size), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
+     "sliding window: keys that a query sees, itself included; all when not given"},
+
+    {.help = "positions"},
+    {"position-embedding-type", MT_CHOICE, MT_AT(position_embedding_type), MT_TRAIN, MT_OF_WEIGHTS, "learned_absolute",
+     "learned_absolute|rope|none", "how positions enter"},
+    {"rotary-base", MT_REAL, MT_AT(rotary_base), MT_TRAIN, MT_OF_MODEL, "10000", "(0,1e15]",
+     "base of rotary positions"},
+    {"rotary-percent", MT_REAL, MT_AT(rotary_percent), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1]",
+     "share of a head's channels that turn"},
+    {"rotary-interleaved", MT_FLAG, MT_AT(rotary_interleaved), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+     "turn channels (2i, 2i + 1) together, not (i, i + half)"},
+    {"rotary-seq-len-interpolation-factor", MT_INT, MT_AT(rotary_seq_len_interpolation_factor), MT_TRAIN, MT_OF_RUN,
+     NULL, "[1,1048576]", "linear scaling of positions by this"},
+    {"use-rope-scaling", MT_FLAG, MT_AT(use_rope_scaling), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "the scaling of Llama 3.1: --rope-scaling-type llama3"},
+    {"rope-scaling-type", MT_CHOICE, MT_AT(rope_scaling_type), MT_TRAIN, MT_OF_MODEL, "none", "none|linear|llama3|yarn",
+     "how rotary positions are stretched"},
+    {"rope-scaling-factor", MT_REAL, MT_AT(rope_scaling_factor), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1048576]",
+     "by how much; 8 for llama3 when not given"},
+    {"rope-low-freq-factor", MT_REAL, MT_AT(rope_low_freq_factor), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
+     "llama3: wavelengths above original / this are stretched"},
+    {"rope-high-freq-factor", MT_REAL, MT_AT(rope_high_freq_factor), MT_TRAIN, MT_OF_MODEL, "4", "(0,1048576]",
+     "llama3: wavelengths below original / this stay"},
+    {"original-max-position-embeddings", MT_INT, MT_AT(original_max_position_embeddings), MT_TRAIN, MT_OF_MODEL, NULL,
+     "[1,1073741824]", "llama3, yarn: positions before the stretch; 8192 for llama3 when not given"},
+    {"yarn-beta-fast", MT_REAL, MT_AT(yarn_beta_fast), MT_TRAIN, MT_OF_MODEL, "32", "(0,1048576]",
+     "yarn: turns above which channels stay"},
+    {"yarn-beta-slow", MT_REAL, MT_AT(yarn_beta_slow), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
+     "yarn: turns below which channels are stretched"},
+    {"yarn-mscale", MT_REAL, MT_AT(yarn_mscale), MT_TRAIN, MT_OF_MODEL, NULL, "[0,1048576]",
+     "yarn: scale of attention is g(mscale) / g(mscale-all-dim), g(m) = 0.1 m ln(factor) + 1"},
+    {"yarn-mscale-all-dim", MT_REAL, MT_AT(yarn_mscale_all_dim), MT_TRAIN, MT_OF_MODEL, NULL, "[0,1048576]",
+     "yarn: see --yarn-mscale"},
+    {"yarn-attention-factor", MT_REAL, MT_AT(yarn_attention_factor), MT_TRAIN, MT_OF_MODEL, NULL, "(0,1048576]",
+     "yarn: that scale itself; g(1) when none is given"},
+
+    {.help = "batches and length of training"},
+    {"micro-batch-size", MT_INT, MT_AT(micro_batch_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
+     "sequences a rank computes at once; infer: with --score"},
+    {"global-batch-size", MT_INT, MT_AT(global_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
+     "sequences of a step; micro batch size x ranks when not given"},
+    {"rampup-batch-size", MT_LIST, MT_AT(rampup_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "START INCREMENT SAMPLES",
+     "grow the global batch from START by INCREMENT over the first SAMPLES"},
+    {"seq-length", MT_INT, MT_AT(seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741824]",
+     "tokens of a sequence; infer: with --score"},
+    {"train-iters", MT_INT, MT_AT(train_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]", "steps to train"},
+    {"train-samples", MT_INT, MT_AT(train_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "sequences to train on, instead"},
+    {"exit-duration-in-mins", MT_REAL, MT_AT(exit_duration_in_mins), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
+     "save and stop after so many minutes"},
+    {"bf16", MT_FLAG, MT_AT(bf16), MT_BOTH, MT_OF_RUN, NULL, NULL, "parameters and activations in bf16, else fp32"},
+    {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "cpu", "cpu",
+     "where to compute; this version has the cpu only"},
+    {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,9223372036854775807]", "seed of everything drawn"},
+
+    {.help = "learning rate and optimizer"},
+    {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "highest learning rate"},
+    {"min-lr", MT_REAL, MT_AT(min_lr), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]", "lowest learning rate after warm-up"},
+    {"lr-decay-style", MT_CHOICE, MT_AT(lr_decay_style), MT_TRAIN, MT_OF_RUN, "linear",
+     "constant|linear|cosine|inverse-square-root|WSD", "how it falls"},
+    {"lr-decay-iters", MT_INT, MT_AT(lr_decay_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "steps until the lowest; --train-iters when not given"},
+    {"lr-decay-samples", MT_INT, MT_AT(lr_decay_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "sequences until the lowest; --train-samples when not given"},
+    {"lr-wsd-decay-style", MT_CHOICE, MT_AT(lr_wsd_decay_style), MT_TRAIN, MT_OF_RUN, "exponential",
+     "exponential|linear|cosine|minus_sqrt", "how WSD falls at its end"},
+    {"lr-wsd-decay-iters", MT_INT, MT_AT(lr_wsd_decay_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "steps of that fall"},
+    {"lr-wsd-decay-samples", MT_INT, MT_AT(lr_wsd_decay_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "sequences of that fall"},
+    {"lr-warmup-iters", MT_INT, MT_AT(lr_warmup_iters), MT_TRAIN, MT_OF_RUN, "0", "[0,1000000000000]",
+     "steps of linear warm-up"},
+    {"lr-warmup-samples", MT_INT, MT_AT(lr_warmup_samples), MT_TRAIN, MT_OF_RUN, "0", "[0,1000000000000]",
+     "sequences of linear warm-up"},
+    {"lr-warmup-fraction", MT_REAL, MT_AT(lr_warmup_fraction), MT_TRAIN, MT_OF_RUN, NULL, "[0,1)",
+     "warm-up as a share of the decay"},
+    {"lr-warmup-init", MT_REAL, MT_AT(lr_warmup_init), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
+     "learning rate that warm-up begins with"},
+    {"weight-decay", MT_REAL, MT_AT(weight_decay), MT_TRAIN, MT_OF_RUN, "0.01", "[0,1e6]",
+     "decay of matrices; vectors have none"},
+    {"start-weight-decay", MT_REAL, MT_AT(start_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
+     "weight decay at the start of its ramp"},
+    {"end-weight-decay", MT_REAL, MT_AT(end_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
+     "weight decay at the end of its ramp"},
+    {"weight-decay-incr-style", MT_CHOICE, MT_AT(weight_decay_incr_style), MT_TRAIN, MT_OF_RUN, "constant",
+     "constant|linear|cosine", "how weight decay ramps"},
+    {"adam-beta1", MT_REAL, MT_AT(adam_beta1), MT_TRAIN, MT_OF_RUN, "0.9", "[0,1)", "decay of the first moment"},
+    {"adam-beta2", MT_REAL, MT_AT(adam_beta2), MT_TRAIN, MT_OF_RUN, "0.999", "[0,1)", "decay of the second moment"},
+    {"adam-eps", MT_REAL, MT_AT(adam_eps), MT_TRAIN, MT_OF_RUN, "1e-8", "(0,1]", "added to its square root"},
+    {"clip-grad", MT_REAL, MT_AT(clip_grad), MT_TRAIN, MT_OF_RUN, "1", "[0,1e30]",
+     "largest norm of the gradient; 0 does not clip"},
+
+    {.help = "data"},
+    {"data-path", MT_LIST, MT_AT(data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
+     "indexed datasets, cut by --split: one prefix, several, or weight prefix weight prefix ..."},
+    {"split", MT_STRING, MT_AT(split), MT_TRAIN, MT_OF_RUN, "969,30,1", "A,B,C",
+     "parts of --data-path to train, validate and test on"},
+    {"train-data-path", MT_LIST, MT_AT(train_data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
+     "datasets to train on, instead of --data-path"},
+    {"valid-data-path", MT_LIST, MT_AT(valid_data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
+     "datasets to validate on"},
+    {"test-data-path", MT_LIST, MT_AT(test_data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX", "datasets to test on"},
+    {"mock-data", MT_FLAG, MT_AT(mock_data), MT_TRAIN, MT_OF_RUN, NULL, NULL, "make tokens up"},
+    {"tokens-file", MT_STRING, MT_AT(tokens_file), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
+     "int32 [iterations, global batch, seq + 1], fed in order"},
+    {"tokenizer-type", MT_CHOICE, MT_AT(tokenizer_type), MT_BOTH, MT_OF_RUN, NULL,
+     "HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer|ByteLevel",
+     "kind of tokenizer; found in the --load folder when not given"},
+    {"tokenizer-model", MT_STRING, MT_AT(tokenizer_model), MT_BOTH, MT_OF_RUN, NULL, "PATH", "its file or folder"},
+    {"dataloader-type", MT_CHOICE, MT_AT(dataloader_type), MT_TRAIN, MT_OF_RUN, "single", "single|cyclic",
+     "samples in order, once; or shuffled anew in every epoch"},
+    {"reset-position-ids", MT_FLAG, MT_AT(reset_position_ids), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "positions begin anew after an end of document"},
+    {"reset-attention-mask", MT_FLAG, MT_AT(reset_attention_mask), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "documents of a sample do not see one another"},
+    {"eod-mask-loss", MT_FLAG, MT_AT(eod_mask_loss), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "no loss where the input is an end of document"},
+
+    {.help = "evaluation, checkpoints, reports"},
+    {"eval-interval", MT_INT, MT_AT(eval_interval), MT_TRAIN, MT_OF_RUN, "1000", "[1,1000000000000]",
+     "steps between evaluations"},
+    {"eval-iters", MT_INT, MT_AT(eval_iters), MT_TRAIN, MT_OF_RUN, "100", "[0,1000000000]",
+     "global batches of an evaluation; 0: none"},
+    {"log-interval", MT_INT, MT_AT(log_interval), MT_TRAIN, MT_OF_RUN, "1", "[1,1000000000000]",
+     "steps between printed lines; Megatron prints every 100th"},
+    {"metrics", MT_STRING, MT_AT(metrics), MT_TRAIN, MT_OF_RUN, NULL, "FILE.jsonl", "write an object a step"},
+    {"load", MT_STRING, MT_AT(load), MT_BOTH, MT_OF_RUN, NULL, "DIR",
+     "a Hugging Face folder, or one that --save wrote: shape and weights"},
+    {"hf-config", MT_STRING, MT_AT(hf_config), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
+     "take the shape from a config.json, weights at random"},
+    {"save", MT_STRING, MT_AT(save), MT_TRAIN, MT_OF_RUN, NULL, "DIR", "write checkpoints here"},
+    {"save-interval", MT_INT, MT_AT(save_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "steps between checkpoints; only at the end when not given"},
+    {"finetune", MT_FLAG, MT_AT(finetune), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "load weights only and begin at iteration 0"},
+    {"no-load-optim", MT_FLAG, MT_AT(no_load_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not load optimizer state"},
+    {"no-save-optim", MT_FLAG, MT_AT(no_save_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not save optimizer state"},
+    {"config", MT_STRING, MT_AT(config), MT_BOTH, MT_OF_RUN, NULL, "FILE.yaml",
+     "read options from a file; the command line wins"},
+
+    {.help = "generation (interactive without --prompt)"},
+    {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT", "texts to continue"},
+    {"prompt-tokens", MT_STRING, MT_AT(prompt_tokens), MT_INFER, MT_OF_RUN, NULL, "1,2,3",
+     "tokens to continue; needs no tokenizer"},
+    {"print-tokens", MT_FLAG, MT_AT(print_tokens), MT_INFER, MT_OF_RUN, NULL, NULL, "print tokens, not text"},
+    {"max-new-tokens", MT_INT, MT_AT(max_new_tokens), MT_INFER, MT_OF_RUN, "256", "[0,1073741824]",
+     "tokens to add to a prompt"},
+    {"temperature", MT_REAL, MT_AT(temperature), MT_INFER, MT_OF_RUN, "1", "[0,1e6]", "0: always the likeliest token"},
+    {"top-k", MT_INT, MT_AT(top_k), MT_INFER, MT_OF_RUN, "0", "[0,16777216]", "draw from the k likeliest; 0: from all"},
+    {"top-p", MT_REAL, MT_AT(top_p), MT_INFER, MT_OF_RUN, "1", "(0,1]",
+     "draw from the likeliest that together have probability p"},
+
+    {.help = "scoring"},
+    {"score", MT_STRING, MT_AT(score), MT_INFER, MT_OF_RUN, NULL, "FILE.i32",
+     "int32 [sequences, seq length + 1] to score, forward only"},
+    {"out", MT_STRING, MT_AT(out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32", "log-probability of every label"},
+    {"entropy-out", MT_STRING, MT_AT(entropy_out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32",
+     "entropy of every distribution"},
+    {"logits-out", MT_STRING, MT_AT(logits_out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32", "all logits"},
+    {"max-sequences", MT_INT, MT_AT(max_sequences), MT_INFER, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "sequences to score; all when not given"},
+};
+
+enum { MT_NUM_OPTIONS = sizeof mt_option_table / sizeof mt_option_table[0] };
+
+_Static_assert(MT_NUM_OPTIONS <= 64 * sizeof((mt_options *)0)->given / sizeof(uint64_t),
+               "a bit of mt_options.given for every row");
+
+/* The first row of a field: aliases share its bit in `given`. */
+static const mt_option *mt_option_of(size_t offset) {
+    const mt_option *row = mt_option_table;
+    while (!row->name || row->offset != offset) row++;
+    return row;
+}
+
+static bool mt_option_given(const mt_options *options, size_t offset) {
+    int64_t index = mt_option_of(offset) - mt_option_table;
+    return options->given[index / 64] >> index % 64 & 1;
+}
+
+static void mt_option_mark(mt_options *options, const mt_option *row) {
+    int64_t index = mt_option_of(row->offset) - mt_option_table;
+    options->given[index / 64] |= (uint64_t)1 << index % 64;
+}
+
+static bool *mt_option_bool(const mt_options *options, const mt_option *row) {
+    return (bool *)((char *)options + row->offset);
+}
+
+static int64_t *mt_option_int(const mt_options *options, const mt_option *row) {
+    return (int64_t *)((char *)options + row->offset);
+}
+
+static double *mt_option_real(const mt_options *options, const mt_option *row) {
+    return (double *)((char *)options + row->offset);
+}
+
+static char **mt_option_string(const mt_options *options, const mt_option *row) {
+    return (char **)((char *)options + row->offset);
+}
+
+static mt_strings *mt_option_list(const mt_options *options, const mt_option *row) {
+    return (mt_strings *)((char *)options + row->offset);
+}
+
+static void mt_strings_free(mt_strings *strings) {
+    for (int64_t i = 0; i < strings->count; i++) free(strings->items[i]);
+    free(strings->items);
+    *strings = (mt_strings){0};
+}
+
+static void mt_strings_add(mt_strings *strings, const char *text) {
+    strings->items = mt_realloc(strings->items, (strings->count + 1) * (int64_t)sizeof(char *));
+    strings->items[strings->count++] = mt_strdup(text);
+}
+
+static void mt_string_set(char **string, const char *text) {
+    char *copy = text ? mt_strdup(text) : NULL; // before the free: text may be *string
+    free(*string);
+    *string = copy;
+}
+
+/* The fewest digits that read back as the same double. */
+static void mt_real_print(char text[32], double value) {
+    for (int digits = 6; digits <= 17; digits++) {
+        snprintf(text, 32, "%.*g", digits, value);
+        if (strtod(text, NULL) == value) return;
+    }
+}
+
+/* The value as the user would write it, to free; "" for a value that is not there. */
+static char *mt_option_text(const mt_options *options, const mt_option *row) {
+    char text[32] = "";
+    switch (row->type) {
+    case MT_FLAG:
+    case MT_NO:
+        return mt_strdup(*mt_option_bool(options, row) == (row->type == MT_FLAG) ? "true" : "false");
+    case MT_INT:
+        snprintf(text, sizeof text, "%lld", (long long)*mt_option_int(options, row));
+        return mt_strdup(text);
+    case MT_REAL:
+        mt_real_print(text, *mt_option_real(options, row));
+        return mt_strdup(text);
+    case MT_STRING:
+    case MT_CHOICE:
+        return mt_strdup(*mt_option_string(options, row) ? *mt_option_string(options, row) : "");
+    case MT_LIST:
+        break;
+    }
+    const mt_strings *list = mt_option_list(options, row);
+    int64_t bytes = 1;
+    for (int64_t i = 0; i < list->count; i++) bytes += (int64_t)strlen(list->items[i]) + 1;
+    char *all = mt_calloc(bytes), *end = all;
+    for (int64_t i = 0; i < list->count; i++) end += sprintf(end, i ? " %s" : "%s", list->items[i]);
+    return all;
+}
+
+/* The option's name in files: with underscores. */
+static void mt_option_key(char key[80], const mt_option *row) {
+    snprintf(key, 80, "%s", row->name);
+    for (char *at = key; *at; at++)
+        if (*at == '-') *at = '_';
+}
+
+/* Copies one option's value between structs. */
+static void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row) {
+    switch (row->type) {
+    case MT_FLAG:
+    case MT_NO:
+        *mt_option_bool(to, row) = *mt_option_bool(from, row);
+        break;
+    case MT_INT:
+        *mt_option_int(to, row) = *mt_option_int(from, row);
+        break;
+    case MT_REAL:
+        *mt_option_real(to, row) = *mt_option_real(from, row);
+        break;
+    case MT_STRING:
+    case MT_CHOICE:
+        mt_string_set(mt_option_string(to, row), *mt_option_string(from, row));
+        break;
+    case MT_LIST:
+        mt_strings_free(mt_option_list(to, row));
+        for (int64_t i = 0; i < mt_option_list(from, row)->count; i++)
+            mt_strings_add(mt_option_list(to, row), mt_option_list(from, row)->items[i]);
+        break;
+    }
+}
+
+static bool mt_option_is_default(const mt_options *options, const mt_option *row) {
+    mt_options defaults;
+    mt_options_default(&defaults);
+    char *value = mt_option_text(options, row), *fallback = mt_option_text(&defaults, row);
+    bool same = strcmp(value, fallback) == 0;
+    free(value), free(fallback), mt_options_free(&defaults);
+    return same;
+}
+
+/* Whether a number is in the range of the table, "[low,high]" with ( and ) for ends that are not in it. */
+static bool mt_option_in_range(const mt_option *row, double value) {
+    char left, right;
+    double low, high;
+    MT_CHECK(sscanf(row->values, "%c%lf,%lf%c", &left, &low, &high, &right) == 4);
+    return (left == '(' ? value > low : value >= low) && (right == ')' ? value < high : value <= high);
+}
+
+/* Given, and not only to say what is so anyway. */
+static bool mt_option_used(const mt_options *options, size_t offset) {
+    return mt_option_given(options, offset) && !mt_option_is_default(options, mt_option_of(offset));
+}
+
+void mt_options_free(mt_options *options) {
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name) continue;
+        if (row->type == MT_STRING || row->type == MT_CHOICE) mt_string_set(mt_option_string(options, row), NULL);
+        if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
+    }
+    mt_string_set(&options->hf_family, NULL);
+}
+
+/* ==== §2b the command line and YAML ============================================================================== */
+/* Both end in mt_option_set with a row, a text and a place for messages; the rest is finding those three. */
+
+/* A plain decimal: strtoll would also take blanks, and octal or hexadecimal if asked. */
+static bool mt_parse_int(const char *text, int64_t *value) {
+    const char *digits = text + (*text == '-');
+    if (!*digits || strspn(digits, "0123456789") != strlen(digits)) return false;
+    errno = 0;
+    *value = strtoll(text, NULL, 10);
+    return errno == 0;
+}
+
+static bool mt_parse_real(const char *text, double *value) {
+    char *end;
+    if (!*text || strspn(text, "0123456789+-.eE") != strlen(text)) return false; // no inf, nan or hexadecimal
+    *value = strtod(text, &end);
+    return *end == 0 && isfinite(*value);
+}
+
+/* Whether `text` is one of "a|b|c". */
+static bool mt_choice_has(const char *choices, const char *text) {
+    size_t length = strlen(text);
+    for (const char *at = choices; *at; at += strcspn(at, "|"), at += *at == '|')
+        if (strcspn(at, "|") == length && strncmp(at, text, length) == 0) return true;
+    return false;
+}
+
+/* Sets a value from its text and marks it as given; `where` names the option for messages. A list gets one more word.
+ */
+static int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where,
+                         mt_error *error) {
+    bool is_true = strcmp(text, "true") == 0;
+    switch (row->type) {
+    case MT_FLAG:
+    case MT_NO:
+        if (!is_true && strcmp(text, "false") != 0)
+            return mt_error_set(error, "%s expects true or false, got '%.100s'", where, text);
+        *mt_option_bool(options, row) = is_true == (row->type == MT_FLAG);
+        break;
+    case MT_INT:
+        if (!mt_parse_int(text, mt_option_int(options, row)))
+            return mt_error_set(error, "%s expects a whole number, got '%.100s'", where, text);
+        break;
+    case MT_REAL:
+        if (!mt_parse_real(text, mt_option_real(options, row)))
+            return mt_error_set(error, "%s expects a number, got '%.100s'", where, text);
+        break;
+    case MT_CHOICE:
+        if (!mt_choice_has(row->values, text))
+            return mt_error_set(error, "%s expects %s, got '%.100s' (%s)", where, row->values, text, row->help);
+        mt_string_set(mt_option_string(options, row), text);
+        break;
+    case MT_STRING:
+        if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
+        mt_string_set(mt_option_string(options, row), text);
+        break;
+    case MT_LIST:
+        mt_strings_add(mt_option_list(options, row), text);
+        break;
+    }
+    mt_option_mark(options, row);
+    return 0;
+}
+
+void mt_options_default(mt_options *options) {
+    mt_error unused;
+    memset(options, 0, sizeof *options);
+    options->bos_token_id = options->eos_token_id = -1;
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name) continue;
+        if (row->type == MT_NO) *mt_option_bool(options, row) = true;
+        if (row->fallback) MT_CHECK(mt_option_set(options, row, row->fallback, row->name, &unused) == 0);
+    }
+    memset(options->given, 0, sizeof options->given);
+}
+
+/* Names are compared with dashes; YAML writes underscores. */
+static bool mt_option_named(const mt_option *row, const char *name, size_t length) {
+    if (!row->name || strlen(row->name) != length) return false;
+    for (size_t i = 0; i < length; i++)
+        if (row->name[i] != (name[i] == '_' ? '-' : name[i])) return false;
+    return true;
+}
+
+static const mt_option *mt_option_find(const char *name, size_t length) {
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
+        if (mt_option_named(row, name, length)) return row;
+    return NULL;
+}
+
+/* Letters to insert, delete or exchange to get from one name to the other (Levenshtein); long names are cut. */
+static int mt_edit_distance(const char *a, size_t a_length, const char *b) {
+    enum { LONGEST = 64 };
+    int row[LONGEST + 1], b_length = (int)strlen(b) < LONGEST ? (int)strlen(b) : LONGEST;
+    for (int j = 0; j <= b_length; j++) row[j] = j;
+    for (int i = 1; i <= (int)a_length && i <= LONGEST; i++) {
+        int diagonal = row[0];
+        row[0] = i;
+        for (int j = 1; j <= b_length; j++) {
+            int replaced = diagonal + ((a[i - 1] == '_' ? '-' : a[i - 1]) != b[j - 1]);
+            int shorter = (row[j] < row[j - 1] ? row[j] : row[j - 1]) + 1;
+            diagonal = row[j];
+            row[j] = replaced < shorter ? replaced : shorter;
+        }
+    }
+    return row[b_length];
+}
+
+/* The program's option with the nearest name; NULL when none is near. */
+static const mt_option *mt_option_nearest(const char *name, size_t length, int program) {
+    const mt_option *nearest = NULL;
+    int least = length < 6 ? 2 : 2 + (int)length / 4;
+    if (length > 64) return NULL;
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name || !(row->programs & program)) continue;
+        int distance = mt_edit_distance(name, length, row->name);
+        if (distance < least) least = distance, nearest = row;
+    }
+    return nearest;
+}
+
+/* Finds an option of the program, or says why there is none. `place` is where a file names it ("run.yaml:3: "), or ""
+ * for the command line. */
+static const mt_option *mt_option_lookup(const char *name, size_t length, mt_program program, const char *place,
+                                         mt_error *error) {
+    const mt_option *row = mt_option_find(name, length);
+    if (row && row->programs & (int)program) return row;
+    const mt_option *nearest = row ? NULL : mt_option_nearest(name, length, (int)program);
+    const char *dashes = *place ? "" : "--";
+    char key[80] = "";
+    int shown = length < 100 ? (int)length : 100;
+    if (nearest) mt_option_key(key, nearest);
+    if (row)
+        mt_error_set(error, "%s%s%.*s is an option of %s, not of %s", place, dashes, shown, name,
+                     program == MT_PROGRAM_TRAIN ? "infer" : "train", program == MT_PROGRAM_TRAIN ? "train" : "infer");
+    else if (nearest)
+        mt_error_set(error, "%sunknown option %s%.*s; did you mean %s%s?", place, dashes, shown, name, dashes,
+                     *place ? key : nearest->name);
+    else
+        mt_error_set(error, "%sunknown option %s%.*s; --help lists them all", place, dashes, shown, name);
+    return NULL;
+}
+
+/* What the option expects, for --help and messages. */
+static const char *mt_option_metavar(const mt_option *row) {
+    return row->type == MT_INT ? "a whole number" : row->type == MT_REAL ? "a number" : row->values;
+}
+
+/* Takes the option at arguments[index]; returns the index after its values, or -1. */
+static int mt_options_read_argument(mt_options *options, mt_program program, int index, int count, char **arguments,
+                                    mt_error *error) {
+    const char *argument = arguments[index++];
+    if (strncmp(argument, "--", 2) != 0 || !argument[2])
+        return mt_error_set(error, "unexpected argument '%.100s'; options begin with -- (--help lists them)", argument);
+    const char *equals = strchr(argument, '=');
+    size_t length = equals ? (size_t)(equals - argument - 2) : strlen(argument) - 2;
+    const mt_option *row = mt_option_lookup(argument + 2, length, program, "", error);
+    if (!row) return -1;
+    char where[80];
+    snprintf(where, sizeof where, "--%s", row->name);
+    if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row)); // the last one wins
+    if (equals) return mt_option_set(options, row, equals + 1, where, error) ? -1 : index;
+    if (row->type == MT_FLAG || row->type == MT_NO)
+        return mt_option_set(options, row, "true", where, error) ? -1 : index;
+    int first = index;
+    while (index < count && strncmp(arguments[index], "--", 2) != 0 && (row->type == MT_LIST || index == first))
+        if (mt_option_set(options, row, arguments[index++], where, error)) return -1;
+    if (index == first) return mt_error_set(error, "%s expects %s, got nothing", where, mt_option_metavar(row));
+    return index;
+}
+
+static int mt_options_read_arguments(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
+    for (int index = 1; index < argc;) {
+        index = mt_options_read_argument(options, program, index, argc, argv, error);
+        if (index < 0) return -1;
+    }
+    return 0;
+}
+
+/* Reads a whole text file of at most `limit` bytes; NULL with error when that fails. Returns text to free. */
+static char *mt_options_read_text(const char *path, int64_t limit, int64_t *bytes, mt_error *error) {
+    struct stat status;
+    FILE *file = fopen(path, "rb");
+    if (!file || fstat(fileno(file), &status) != 0 || S_ISDIR(status.st_mode)) {
+        mt_error_set(error, "%s: cannot be read: %s", path, file ? "it is a folder" : strerror(errno));
+        if (file) fclose(file);
+        return NULL;
+    }
+    char *text = mt_malloc(limit + 1);
+    *bytes = (int64_t)fread(text, 1, (size_t)limit + 1, file);
+    bool failed = ferror(file) != 0;
+    fclose(file);
+    if (failed || *bytes > limit) {
+        mt_error_set(error, "%s: %s", path, failed ? strerror(errno) : "is far too large for a configuration");
+        free(text);
+        return NULL;
+    }
+    text[*bytes] = 0;
+    return text;
+}
+
+#ifdef MT_HAVE_YAML
+enum { MT_YAML_DEPTH = 8, MT_YAML_EVENTS = 100000 };
+
+/* A YAML text being read as a stream of events. */
+typedef struct mt_yaml {
+    yaml_parser_t parser;
+    yaml_event_t event;
+    bool has_event;
+    int64_t events;
+    uint64_t seen[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options that this text has named
+    mt_options *options;
+    mt_program program;
+    const char *path;
+    mt_error *error;
+} mt_yaml;
+
+/* Moves to the next event. Anchors are refused, and with them aliases that unfold without end. */
+static int mt_yaml_next(mt_yaml *yaml) {
+    if (yaml->has_event) yaml_event_delete(&yaml->event);
+    yaml->has_event = yaml_parser_parse(&yaml->parser, &yaml->event) != 0;
+    if (!yaml->has_event)
+        return mt_error_set(yaml->error, "%s:%lld: is not YAML: %s", yaml->path,
+                            (long long)yaml->parser.problem_mark.line + 1,
+                            yaml->parser.problem ? yaml->parser.problem : "it cannot be read");
+    const yaml_event_t *event = &yaml->event;
+    long long line = (long long)event->start_mark.line + 1;
+    if (++yaml->events > MT_YAML_EVENTS)
+        return mt_error_set(yaml->error, "%s:%lld: holds more than options could need", yaml->path, line);
+    if (event->type == YAML_ALIAS_EVENT || (event->type == YAML_SCALAR_EVENT && event->data.scalar.anchor) ||
+        (event->type == YAML_SEQUENCE_START_EVENT && event->data.sequence_start.anchor) ||
+        (event->type == YAML_MAPPING_START_EVENT && event->data.mapping_start.anchor))
+        return mt_error_set(yaml->error, "%s:%lld: anchors and aliases are not supported; write the value out",
+                            yaml->path, line);
+    return 0;
+}
+
+/* The event's text. A zero byte inside would cut it short. */
+static int mt_yaml_scalar(mt_yaml *yaml, const char **text) {
+    *text = (const char *)yaml->event.data.scalar.value;
+    if (strlen(*text) == yaml->event.data.scalar.length) return 0;
+    return mt_error_set(yaml->error, "%s:%lld: holds a zero byte", yaml->path,
+                        (long long)yaml->event.start_mark.line + 1);
+}
+
+static bool mt_yaml_is_null(const yaml_event_t *event) {
+    const char *text = (const char *)event->data.scalar.value;
+    return event->type == YAML_SCALAR_EVENT && event->data.scalar.style == YAML_PLAIN_SCALAR_STYLE &&
+           (!*text || strcmp(text, "~") == 0 || strcmp(text, "null") == 0);
+}
+
+/* The value of `row`: the event at hand is a scalar or begins a sequence. */
+static int mt_yaml_read_value(mt_yaml *yaml, const mt_option *row, const char *where) {
+    const char *text;
+    bool is_sequence = yaml->event.type == YAML_SEQUENCE_START_EVENT;
+    if (mt_yaml_is_null(&yaml->event)) return 0;
+    if (is_sequence && row->type != MT_LIST)
+        return mt_error_set(yaml->error, "%s expects %s, not a list", where, mt_option_metavar(row));
+    if (row->type == MT_LIST) mt_strings_free(mt_option_list(yaml->options, row));
+    if (is_sequence && mt_yaml_next(yaml)) return -1;
+    while (yaml->event.type != YAML_SEQUENCE_END_EVENT) {
+        if (yaml->event.type != YAML_SCALAR_EVENT)
+            return mt_error_set(yaml->error, "%s expects plain values in its list", where);
+        if (mt_yaml_scalar(yaml, &text) || mt_option_set(yaml->options, row, text, where, yaml->error)) return -1;
+        if (!is_sequence) return 0;
+        if (mt_yaml_next(yaml)) return -1;
+    }
+    return 0;
+}
+
+/* The option `name`, whose value is at hand; `place` is where the file names it. */
+static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *place) {
+    char where[400];
+    const mt_option *row = mt_option_lookup(name, strlen(name), yaml->program, place, yaml->error);
+    if (!row) return -1;
+    snprintf(where, sizeof where, "%s%.80s", place, name);
+    if (yaml->event.type == YAML_MAPPING_START_EVENT)
+        return mt_error_set(yaml->error, "%s expects %s, not a section", where, mt_option_metavar(row));
+    int64_t index = mt_option_of(row->offset) - mt_option_table;
+    if (yaml->seen[index / 64] >> index % 64 & 1)
+        return mt_error_set(yaml->error, "%s is given twice in this file", where);
+    yaml->seen[index / 64] |= (uint64_t)1 << index % 64;
+    return mt_yaml_read_value(yaml, row, where);
+}
+
+/* The event at hand is a key: reads it and its value, whose last event is then at hand. Where the value is a section,
+ * `depth` grows instead; its name is not kept, because sections only group options. */
+static int mt_yaml_read_entry(mt_yaml *yaml, int *depth) {
+    char place[300];
+    const char *key;
+    long long line = (long long)yaml->event.start_mark.line + 1;
+    if (yaml->event.type != YAML_SCALAR_EVENT)
+        return mt_error_set(yaml->error, "%s:%lld: expects the name of an option", yaml->path, line);
+    if (mt_yaml_scalar(yaml, &key)) return -1;
+    char *name = mt_strdup(key); // the event goes when its value comes
+    snprintf(place, sizeof place, "%.250s:%lld: ", yaml->path, line);
+    int result = mt_yaml_next(yaml);
+    bool is_section = yaml->event.type == YAML_MAPPING_START_EVENT && !mt_option_find(name, strlen(name));
+    if (!result && !is_section) result = mt_yaml_read_option(yaml, name, place);
+    if (!result && is_section && ++*depth > MT_YAML_DEPTH)
+        result = mt_error_set(yaml->error, "%s%.80s: sections are nested deeper than %d", place, name, MT_YAML_DEPTH);
+    free(name);
+    return result;
+}
+
+/* One document, a mapping; or nothing at all. */
+static int mt_yaml_read(mt_yaml *yaml) {
+    int depth = 1;
+    do
+        if (mt_yaml_next(yaml)) return -1;
+    while (yaml->event.type == YAML_STREAM_START_EVENT || yaml->event.type == YAML_DOCUMENT_START_EVENT);
+    if (yaml->event.type == YAML_STREAM_END_EVENT || mt_yaml_is_null(&yaml->event)) return 0;
+    if (yaml->event.type != YAML_MAPPING_START_EVENT)
+        return mt_error_set(yaml->error, "%s:%lld: expects lines such as `num_layers: 12`", yaml->path,
+                            (long long)yaml->event.start_mark.line + 1);
+    while (depth > 0) {
+        if (mt_yaml_next(yaml)) return -1;
+        if (yaml->event.type == YAML_MAPPING_END_EVENT)
+            depth--;
+        else if (mt_yaml_read_entry(yaml, &depth))
+            return -1;
+    }
+    if (mt_yaml_next(yaml) || mt_yaml_next(yaml)) return -1;
+    if (yaml->event.type == YAML_STREAM_END_EVENT) return 0;
+    return mt_error_set(yaml->error, "%s:%lld: a second document; options are one", yaml->path,
+                        (long long)yaml->event.start_mark.line + 1);
+}
+
+int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
+                         mt_error *error) {
+    mt_yaml yaml = {.options = options, .program = program, .path = path, .error = error};
+    if (!yaml_parser_initialize(&yaml.parser)) return mt_error_set(error, "%s: no memory to read YAML", path);
+    yaml_parser_set_input_string(&yaml.parser, (const unsigned char *)text, (size_t)bytes);
+    int result = mt_yaml_read(&yaml);
+    if (yaml.has_event) yaml_event_delete(&yaml.event);
+    yaml_parser_delete(&yaml.parser);
+    return result;
+}
+#else
+int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
+                         mt_error *error) {
+    (void)options, (void)program, (void)text, (void)bytes;
+    return mt_error_set(error, "--config %s: built without libyaml; `make deps` installs it", path);
+}
+#endif
+
+/* The folder whose config.json describes what --load names: its latest iter_NNNNNNN if it is one of ours. */
+static char *mt_options_load_folder(const char *folder) {
+    int64_t bytes = (int64_t)strlen(folder) + 64;
+    char *path = mt_malloc(bytes), digits[16] = "";
+    snprintf(path, (size_t)bytes, "%s/latest_checkpointed_iteration.txt", folder);
+    FILE *file = fopen(path, "r");
+    if (file && !fgets(digits, sizeof digits, file)) digits[0] = 0;
+    if (file) fclose(file);
+    snprintf(path, (size_t)bytes, "%s/iter_%07ld", folder, strtol(digits, NULL, 10));
+    if (!isdigit((unsigned char)digits[0]) || access(path, F_OK) != 0) snprintf(path, (size_t)bytes, "%s", folder);
+    return path;
+}
+
+/* Takes the model's shape from config.json, where --load or --hf-config says that there is one. */
+static int mt_options_read_shape(mt_options *options, mt_error *error) {
+    if (!options->load && !options->hf_config) return 0;
+    if (options->load && options->hf_config)
+        return mt_error_set(error, "--load and --hf-config exclude each other: the folder %s has a config.json",
+                            options->load);
+    int64_t bytes;
+    char *path = options->load ? mt_options_load_folder(options->load) : mt_strdup(options->hf_config);
+    if (options->load) path = strcat(mt_realloc(path, (int64_t)strlen(path) + 16), "/config.json");
+    char *json = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
+    int result = json ? mt_options_take_shape(options, json, bytes, path, options->load != NULL, error) : -1;
+    free(json), free(path);
+    return result;
+}
+
+static int mt_options_read_config(mt_options *options, mt_program program, const char *path, mt_error *error) {
+    int64_t bytes;
+    char *text = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
+    int result = text ? mt_options_read_yaml(options, program, text, bytes, path, error) : -1;
+    free(text);
+    if (!result && options->config)
+        return mt_error_set(error, "%s: names another --config; one file is read, from the command line", path);
+    return result;
+}
+
+int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
+    mt_options_default(options);
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-h") != 0) continue;
+        mt_options_help(program, stdout);
+        exit(0);
+    }
+    if (mt_options_read_arguments(options, program, argc, argv, error)) return -1;
+    if (options->config) { // once more, the file first: what comes later wins
+        char *path = mt_strdup(options->config);
+        mt_options_free(options);
+        mt_options_default(options);
+        int result = mt_options_read_config(options, program, path, error);
+        free(path);
+        if (result || mt_options_read_arguments(options, program, argc, argv, error)) return -1;
+    }
+    return mt_options_read_shape(options, error);
+}
+
+/* ==== §2c config.json of Hugging Face ============================================================================ */
+/* Five families of transformers, and one of our own for what none of them can say. Values are checked against the
+ * table, so what is written here can be read here. */
+
+/* A config.json being read. Only the first error is kept, so that a reader can go on to its end. */
+typedef struct mt_config {
+    json_t *root;
+    const char *path;
+    mt_error *error;
+    bool failed;
+} mt_config;
+
+__attribute__((format(printf, 2, 3))) static void mt_config_fail(mt_config *config, const char *format, ...) {
+    char text[800];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    if (!config->failed) mt_error_set(config->error, "%.200s: %s", config->path, text);
+    config->failed = true;
+}
+
+/* The value of a key; NULL when it is absent or null. */
+static json_t *mt_config_get(const json_t *object, const char *key) {
+    json_t *value = json_object_get(object, key);
+    return json_is_null(value) ? NULL : value;
+}
+
+/* Sets an option from a key, where the object has it; the table says its type and range. */
+static void mt_config_read_option(mt_config *config, const json_t *object, const char *key, mt_options *options,
+                                  size_t offset) {
+    const json_t *value = mt_config_get(object, key);
+    const mt_option *row = mt_option_of(offset);
+    if (!value) return;
+    if (row->type == MT_INT ? !json_is_integer(value) : !json_is_number(value)) {
+        mt_config_fail(config, "\"%s\" must be a %snumber", key, row->type == MT_INT ? "whole " : "");
+        return;
+    }
+    if (row->type == MT_INT)
+        *mt_option_int(options, row) = json_integer_value(value);
+    else
+        *mt_option_real(options, row) = json_number_value(value);
+    if (!mt_option_in_range(row, json_number_value(value)))
+        mt_config_fail(config, "\"%s\" is %g, must be in %s", key, json_number_value(value), row->values);
+}
+
+/* The same for a key that every file of the kind has. */
+static void mt_config_read_size(mt_config *config, const char *key, mt_options *options, size_t offset) {
+    if (!mt_config_get(config->root, key)) mt_config_fail(config, "\"%s\" is missing", key);
+    mt_config_read_option(config, config->root, key, options, offset);
+}
+
+static bool mt_config_bool(mt_config *config, const char *key, bool fallback) {
+    const json_t *value = mt_config_get(config->root, key);
+    if (value && !json_is_boolean(value)) mt_config_fail(config, "\"%s\" must be true or false", key);
+    return json_is_boolean(value) ? json_is_true(value) : fallback;
+}
+
+static const char *mt_config_string(mt_config *config, const json_t *object, const char *key, const char *fallback) {
+    const json_t *value = mt_config_get(object, key);
+    if (value && !json_is_string(value)) mt_config_fail(config, "\"%s\" must be a string", key);
+    return json_is_string(value) ? json_string_value(value) : fallback;
+}
+
+/* A token id, or the first of a list of them; -1 when there is none or the vocabulary does not hold it. */
+static int64_t mt_config_token(mt_config *config, const char *key, int64_t vocab_size) {
+    const json_t *value = mt_config_get(config->root, key);
+    if (json_is_array(value)) value = json_array_get(value, 0);
+    if (!value) return -1;
+    if (!json_is_integer(value)) mt_config_fail(config, "\"%s\" must be a token or a list of tokens", key);
+    int64_t token = json_integer_value(value);
+    return token >= 0 && token < vocab_size ? token : -1;
+}
+
+/* Keys that would change what the model computes, and are not supported when true. */
+static void mt_config_refuse(mt_config *config) {
+    static const char *const keys[] = {"scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
+                                       "add_cross_attention", "is_encoder_decoder", "use_mrope"};
+    for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++)
+        if (mt_config_bool(config, keys[i], false)) mt_config_fail(config, "\"%s\": true is not supported", keys[i]);
+    if (!mt_config_bool(config, "scale_attn_weights", true))
+        mt_config_fail(config, "\"scale_attn_weights\": false is not supported");
+    if (mt_config_get(config->root, "quantization_config"))
+        mt_config_fail(config, "quantized weights (\"quantization_config\") are not supported; load the fp32, bf16 or "
+                               "fp16 model");
+}
+
+/* The stretch of rotary positions, under either of its keys: newer files have rope_parameters with the base inside,
+ * older ones rope_scaling beside rope_theta. */
+static void mt_config_read_rope(mt_config *config, mt_options *options) {
+    static const struct {
+        const char *key;
+        size_t offset;
+    } numbers[] = {
+        {"factor", MT_AT(rope_scaling_factor)},
+        {"original_max_position_embeddings", MT_AT(original_max_position_embeddings)},
+        {"low_freq_factor", MT_AT(rope_low_freq_factor)},
+        {"high_freq_factor", MT_AT(rope_high_freq_factor)},
+        {"beta_fast", MT_AT(yarn_beta_fast)},
+        {"beta_slow", MT_AT(yarn_beta_slow)},
+        {"mscale", MT_AT(yarn_mscale)},
+        {"mscale_all_dim", MT_AT(yarn_mscale_all_dim)},
+        {"attention_factor", MT_AT(yarn_attention_factor)},
+    };
+    const json_t *rope = mt_config_get(config->root, "rope_parameters");
+    if (!rope) rope = mt_config_get(config->root, "rope_scaling");
+    if (rope && !json_is_object(rope)) mt_config_fail(config, "the parameters of RoPE must be an object");
+    const json_t *base = mt_config_get(rope, "rope_theta") ? rope : config->root;
+    mt_config_read_option(config, base, "rope_theta", options, MT_AT(rotary_base));
+    const char *older = mt_config_string(config, rope, "type", "default");
+    const char *type = mt_config_string(config, rope, "rope_type", older);
+    if (strcmp(type, "default") == 0) type = "none";
+    if (!mt_choice_has("none|linear|llama3|yarn", type))
+        mt_config_fail(config, "RoPE of type \"%.40s\" is not supported; default, linear, llama3 and yarn are", type);
+    const json_t *partial = mt_config_get(rope, "partial_rotary_factor");
+    if (!partial) partial = mt_config_get(config->root, "partial_rotary_factor");
+    if (partial && json_number_value(partial) != 1)
+        mt_config_fail(config, "\"partial_rotary_factor\" other than 1 is not supported");
+    if (json_is_false(json_object_get(rope, "truncate")))
+        mt_config_fail(config, "RoPE with \"truncate\": false is not supported");
+    mt_string_set(&options->rope_scaling_type, type);
+    if (strcmp(type, "none") == 0) return;
+    if (!mt_config_get(rope, "factor")) mt_config_fail(config, "RoPE of type \"%s\" needs a \"factor\"", type);
+    if (strcmp(type, "linear") != 0) options->original_max_position_embeddings = options->max_position_embeddings;
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
+        if (i == 0 || strcmp(type, "linear") != 0)
+            mt_config_read_option(config, rope, numbers[i].key, options, numbers[i].offset);
+}
+
+/* How many of the layers of a Qwen model look through the sliding window: layer_types says, or else those from
+ * max_window_layers on. */
+static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
+    const json_t *types = mt_config_get(config->root, "layer_types");
+    int64_t sliding = 0;
+    if (!types) {
+        const json_t *value = mt_config_get(config->root, "max_window_layers");
+        if (value && !json_is_integer(value)) mt_config_fail(config, "\"max_window_layers\" must be a whole number");
+        int64_t first = value ? json_integer_value(value) : 28; // Qwen2Config's default
+        return first >= num_layers ? 0 : first <= 0 ? num_layers : num_layers - first;
+    }
+    if (!json_is_array(types) || (int64_t)json_array_size(types) != num_layers)
+        mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)num_layers);
+    for (size_t i = 0; i < json_array_size(types); i++) {
+        const char *type = json_string_value(json_array_get(types, i));
+        if (!type || !mt_choice_has("full_attention|sliding_attention", type))
+            mt_config_fail(config, "\"layer_types\" holds %.40s; full_attention and sliding_attention are supported",
+                           type ? type : "something else than strings");
+        else
+            sliding += *type == 's';
+    }
+    return sliding;
+}
+
+static void mt_config_read_window(mt_config *config, mt_options *options) {
+    bool is_mistral = strcmp(options->hf_family, "mistral") == 0;
+    if (strcmp(options->hf_family, "llama") == 0) return; // transformers reads no window there
+    if (!is_mistral && !mt_config_bool(config, "use_sliding_window", false)) return;
+    if (!json_is_null(json_object_get(config->root, "sliding_window"))) options->window_size = 4096; // when not given
+    mt_config_read_option(config, config->root, "sliding_window", options, MT_AT(window_size));
+    if (is_mistral || options->window_size == 0) return;
+    int64_t sliding = mt_config_sliding_layers(config, options->num_layers);
+    if (sliding > 0 && sliding < options->num_layers)
+        mt_config_fail(config, "%lld of %lld layers have a sliding window; a mixture is not supported",
+                       (long long)sliding, (long long)options->num_layers);
+    if (sliding == 0) options->window_size = 0;
+}
+
+static void mt_config_read_gpt2(mt_config *config, mt_options *options) {
+    const char *activation = mt_config_string(config, config->root, "activation_function", "gelu_new");
+    mt_config_read_size(config, "n_layer", options, MT_AT(num_layers));
+    mt_config_read_size(config, "n_embd", options, MT_AT(hidden_size));
+    mt_config_read_size(config, "n_head", options, MT_AT(num_attention_heads));
+    mt_config_read_size(config, "n_positions", options, MT_AT(max_position_embeddings));
+    mt_config_read_option(config, config->root, "n_inner", options, MT_AT(ffn_hidden_size));
+    mt_config_read_option(config, config->root, "layer_norm_epsilon", options, MT_AT(norm_epsilon));
+    mt_config_read_option(config, config->root, "embd_pdrop", options, MT_AT(hidden_dropout));
+    double embedding_dropout = options->hidden_dropout;
+    options->hidden_dropout = 0.1; // GPT2Config's default, for all three
+    mt_config_read_option(config, config->root, "resid_pdrop", options, MT_AT(hidden_dropout));
+    mt_config_read_option(config, config->root, "attn_pdrop", options, MT_AT(attention_dropout));
+    if (embedding_dropout != options->hidden_dropout)
+        mt_config_fail(config, "\"embd_pdrop\" and \"resid_pdrop\" differ; one hidden dropout is supported: make them "
+                               "equal");
+    if (!mt_choice_has("gelu_new|gelu|gelu_pytorch_tanh", activation))
+        mt_config_fail(config,
+                       "\"activation_function\" \"%.40s\" is not supported; gelu_new, gelu_pytorch_tanh and gelu are",
+                       activation);
+    options->openai_gelu = strcmp(activation, "gelu") != 0;
+    options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", true);
+}
+
+/* The sizes of Llama, Mistral, Qwen2 and Qwen3. */
+static void mt_config_read_llama_sizes(mt_config *config, mt_options *options) {
+    mt_config_read_size(config, "num_hidden_layers", options, MT_AT(num_layers));
+    mt_config_read_size(config, "hidden_size", options, MT_AT(hidden_size));
+    mt_config_read_size(config, "intermediate_size", options, MT_AT(ffn_hidden_size));
+    mt_config_read_size(config, "num_attention_heads", options, MT_AT(num_attention_heads));
+    mt_config_read_size(config, "max_position_embeddings", options, MT_AT(max_position_embeddings));
+    mt_config_read_option(config, config->root, "num_key_value_heads", options, MT_AT(num_query_groups));
+    if (strcmp(options->hf_family, "llama") != 0 && !json_object_get(config->root, "num_key_value_heads"))
+        mt_config_fail(config, "\"num_key_value_heads\" is missing");
+    if (options->num_query_groups == options->num_attention_heads) options->num_query_groups = 0; // one group a head
+    options->group_query_attention = options->num_query_groups != 0;
+    bool is_qwen3 = strcmp(options->hf_family, "qwen3") == 0;
+    if (is_qwen3 && !json_object_get(config->root, "head_dim")) options->kv_channels = 128; // Qwen3Config's default
+    mt_config_read_option(config, config->root, "head_dim", options, MT_AT(kv_channels));
+}
+
+/* Llama, Mistral, Qwen2 and Qwen3: the same block but for biases, norms of heads and windows. */
+static void mt_config_read_llama(mt_config *config, mt_options *options) {
+    const char *activation = mt_config_string(config, config->root, "hidden_act", "silu");
+    bool is_qwen2 = strcmp(options->hf_family, "qwen2") == 0, is_qwen3 = strcmp(options->hf_family, "qwen3") == 0;
+    bool is_llama = strcmp(options->hf_family, "llama") == 0;
+    mt_config_read_llama_sizes(config, options);
+    options->norm_epsilon = 1e-6; // what their classes in transformers have by default
+    options->hidden_dropout = options->attention_dropout = 0;
+    mt_config_read_option(config, config->root, "rms_norm_eps", options, MT_AT(norm_epsilon));
+    mt_config_read_option(config, config->root, "hidden_dropout", options, MT_AT(hidden_dropout));
+    mt_config_read_option(config, config->root, "attention_dropout", options, MT_AT(attention_dropout));
+    if (!mt_choice_has("silu|swish", activation))
+        mt_config_fail(config, "\"hidden_act\" \"%.40s\" is not supported; silu is", activation);
+    options->swiglu = true;
+    options->qk_layernorm = is_qwen3;
+    mt_string_set(&options->normalization, "RMSNorm");
+    mt_string_set(&options->position_embedding_type, "rope");
+    options->attention_output_bias = (is_llama || is_qwen3) && mt_config_bool(config, "attention_bias", false);
+    options->add_qkv_bias = is_qwen2 || options->attention_output_bias;
+    options->mlp_bias = is_llama && mt_config_bool(config, "mlp_bias", false);
+    options->add_bias_linear = options->attention_output_bias && options->mlp_bias;
+    options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", false);
+    mt_config_read_rope(config, options);
+    mt_config_read_window(config, options);
+}
+
+/* A model that no family of transformers describes: this program's own options, under their names. */
+static void mt_config_read_megatron(mt_config *config, mt_options *options) {
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        char key[80], where[100], number[32];
+        if (!row->name || row->origin == MT_OF_RUN || mt_option_of(row->offset) != row) continue;
+        mt_option_key(key, row);
+        const json_t *value = mt_config_get(config->root, key);
+        if (!value) continue;
+        snprintf(where, sizeof where, "\"%s\"", key);
+        const char *text = json_is_boolean(value) ? (json_is_true(value) ? "true" : "false") : number;
+        if (json_is_integer(value))
+            snprintf(number, sizeof number, "%lld", (long long)json_integer_value(value));
+        else if (json_is_real(value))
+            mt_real_print(number, json_real_value(value));
+        else if (json_is_string(value))
+            text = json_string_value(value);
+        else if (!json_is_boolean(value))
+            text = "an array or object";
+        mt_error problem;
+        if (mt_option_set(options, row, text, where, &problem)) mt_config_fail(config, "%s", problem.text);
+    }
+    memset(options->given, 0, sizeof options->given);
+    options->attention_output_bias = mt_config_bool(config, "attention_output_bias", false);
+    options->mlp_bias = mt_config_bool(config, "mlp_bias", false);
+}
+
+/* Sets `shape`, which holds defaults, to what a file of a supported family says. */
+static void mt_config_read_family(mt_config *config, mt_options *shape, const char *family) {
+    mt_error problem;
+    mt_string_set(&shape->hf_family, family);
+    mt_config_read_size(config, "vocab_size", shape, MT_AT(vocab_size));
+    mt_config_read_option(config, config->root, "initializer_range", shape, MT_AT(init_method_std));
+    shape->bos_token_id = mt_config_token(config, "bos_token_id", shape->vocab_size);
+    shape->eos_token_id = mt_config_token(config, "eos_token_id", shape->vocab_size);
+    mt_config_refuse(config);
+    if (strcmp(family, "megatron") == 0)
+        mt_config_read_megatron(config, shape);
+    else if (strcmp(family, "gpt2") == 0)
+        mt_config_read_gpt2(config, shape);
+    else
+        mt_config_read_llama(config, shape);
+    if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(config, "%s", problem.text);
+    int64_t heads = shape->num_attention_heads, groups = shape->num_query_groups;
+    if (!config->failed && groups > 0 && heads % groups != 0)
+        mt_config_fail(config, "the %lld heads do not divide into %lld groups", (long long)heads, (long long)groups);
+}
+
+static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, mt_error *error) {
+    json_error_t problem;
+    mt_config config = {.path = path, .error = error};
+    config.root = json_loadb(json, (size_t)bytes, JSON_REJECT_DUPLICATES, &problem);
+    if (!config.root) return mt_error_set(error, "%s:%d: is not JSON: %s", path, problem.line, problem.text);
+    const char *family = mt_config_string(&config, config.root, "model_type", NULL);
+    if (!json_is_object(config.root))
+        mt_config_fail(&config, "must hold a JSON object");
+    else if (!family || !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|megatron", family))
+        mt_config_fail(&config, "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2 and qwen3 are supported",
+                       family ? family : "missing");
+    else
+        mt_config_read_family(&config, shape, family);
+    json_decref(config.root);
+    return config.failed ? -1 : 0;
+}
+
+/* Weights were trained for one value of these: another one that was given is an error. */
+static int mt_options_check_weights(const mt_options *options, const mt_options *shape, const char *path,
+                                    mt_error *error) {
+    bool learned = strcmp(shape->position_embedding_type, "learned_absolute") == 0;
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name || !mt_option_given(options, row->offset)) continue;
+        if (row->origin != MT_OF_WEIGHTS && !(learned && row->offset == MT_AT(max_position_embeddings))) continue;
+        char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
+        int result = 0;
+        if (strcmp(given, theirs) != 0)
+            result = mt_error_set(error, "--%s is %.60s, but the weights have %.60s (%.200s); leave the option out",
+                                  row->name, given, theirs, path);
+        free(given), free(theirs);
+        if (result) return result;
+    }
+    return 0;
+}
+
+/* Copies the model that config.json describes into the options that were not given. */
+static int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path,
+                                 bool has_weights, mt_error *error) {
+    mt_options shape;
+    mt_options_default(&shape);
+    int result = mt_config_read(&shape, json, bytes, path, error);
+    if (!result && has_weights) {
+        mt_options_derive_sizes(&shape);
+        result = mt_options_check_weights(options, &shape, path, error);
+    }
+    if (!result) {
+        // Biases that config.json tells apart from --disable-bias-linear stay unless the user said otherwise.
+        bool same_biases =
+            !mt_option_given(options, MT_AT(add_bias_linear)) || options->add_bias_linear == shape.add_bias_linear;
+        options->attention_output_bias = same_biases && shape.attention_output_bias;
+        options->mlp_bias = same_biases && shape.mlp_bias;
+        options->bos_token_id = shape.bos_token_id;
+        options->eos_token_id = shape.eos_token_id;
+        mt_string_set(&options->hf_family, shape.hf_family);
+        for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
+            if (row->name && row->origin != MT_OF_RUN && !mt_option_given(options, row->offset))
+                mt_option_copy(options, &shape, row);
+    }
+    mt_options_free(&shape);
+    return result;
+}
+
+int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error) {
+    return mt_options_take_shape(options, json, bytes, path, false, error);
+}
+
+/* Whether transformers' implementation of a family computes what the options describe. */
+static bool mt_family_fits(const mt_options *o, const char *family) {
+    bool qkv = o->add_qkv_bias, output = o->attention_output_bias, mlp = o->mlp_bias;
+    bool layernorm = strcmp(o->normalization, "LayerNorm") == 0;
+    if (strcmp(family, "gpt2") == 0)
+        return layernorm && strcmp(o->position_embedding_type, "learned_absolute") == 0 && !o->swiglu && qkv &&
+               output && mlp && !o->qk_layernorm && o->window_size == 0 &&
+               o->num_query_groups == o->num_attention_heads &&
+               o->kv_channels * o->num_attention_heads == o->hidden_size;
+    if (layernorm || strcmp(o->position_embedding_type, "rope") != 0 || !o->swiglu || o->rotary_percent != 1 ||
+        o->rotary_interleaved)
+        return false;
+    if (strcmp(family, "llama") == 0) return !o->qk_layernorm && qkv == output && o->window_size == 0;
+    if (strcmp(family, "mistral") == 0) return !o->qk_layernorm && !qkv && !output && !mlp;
+    if (strcmp(family, "qwen2") == 0) return !o->qk_layernorm && qkv && !output && !mlp;
+    if (strcmp(family, "qwen3") == 0) return o->qk_layernorm && qkv == output && !mlp;
+    return strcmp(family, "megatron") == 0;
+}
+
+/* Keeps the family that the shape came from while it fits, else finds one that does. */
+static void mt_options_derive_family(mt_options *options) {
+    static const char *const families[] = {"gpt2", "llama", "mistral", "qwen2", "qwen3"};
+    if (options->hf_family && mt_family_fits(options, options->hf_family)) return;
+    mt_string_set(&options->hf_family, "megatron");
+    for (size_t i = sizeof families / sizeof families[0]; i-- > 0;)
+        if (mt_family_fits(options, families[i])) mt_string_set(&options->hf_family, families[i]);
+}
+
+static void mt_json_set_int(json_t *object, const char *key, int64_t value) {
+    json_object_set_new(object, key, json_integer(value));
+}
+
+static void mt_json_set_real(json_t *object, const char *key, double value) {
+    json_object_set_new(object, key, json_real(value));
+}
+
+static void mt_json_set_bool(json_t *object, const char *key, bool value) {
+    json_object_set_new(object, key, json_boolean(value));
+}
+
+static void mt_json_set_string(json_t *object, const char *key, const char *value) {
+    json_object_set_new(object, key, json_string(value));
+}
+
+static void mt_config_write_gpt2(json_t *root, const mt_options *o) {
+    mt_json_set_int(root, "n_layer", o->num_layers);
+    mt_json_set_int(root, "n_embd", o->hidden_size);
+    mt_json_set_int(root, "n_head", o->num_attention_heads);
+    mt_json_set_int(root, "n_positions", o->max_position_embeddings);
+    mt_json_set_int(root, "n_inner", o->ffn_hidden_size);
+    mt_json_set_string(root, "activation_function", o->openai_gelu ? "gelu_new" : "gelu");
+    mt_json_set_real(root, "layer_norm_epsilon", o->norm_epsilon);
+    mt_json_set_real(root, "embd_pdrop", o->hidden_dropout);
+    mt_json_set_real(root, "resid_pdrop", o->hidden_dropout);
+    mt_json_set_real(root, "attn_pdrop", o->attention_dropout);
+}
+
+/* RoPE's parameters as an object; the newer form holds the base too. */
+static json_t *mt_config_rope(const mt_options *o, bool newer) {
+    json_t *rope = json_object();
+    bool is_llama3 = strcmp(o->rope_scaling_type, "llama3") == 0, is_yarn = strcmp(o->rope_scaling_type, "yarn") == 0;
+    bool is_none = strcmp(o->rope_scaling_type, "none") == 0;
+    mt_json_set_string(rope, "rope_type", is_none ? "default" : o->rope_scaling_type);
+    if (newer) mt_json_set_real(rope, "rope_theta", o->rotary_base);
+    if (!is_none) mt_json_set_real(rope, "factor", o->rope_scaling_factor);
+    if (is_llama3 || is_yarn)
+        mt_json_set_int(rope, "original_max_position_embeddings", o->original_max_position_embeddings);
+    if (is_llama3) {
+        mt_json_set_real(rope, "low_freq_factor", o->rope_low_freq_factor);
+        mt_json_set_real(rope, "high_freq_factor", o->rope_high_freq_factor);
+    }
+    if (is_yarn) {
+        mt_json_set_real(rope, "beta_fast", o->yarn_beta_fast);
+        mt_json_set_real(rope, "beta_slow", o->yarn_beta_slow);
+        mt_json_set_real(rope, "attention_factor", o->yarn_attention_factor);
+    }
+    return rope;
+}
+
+static void mt_config_write_llama(json_t *root, const mt_options *o) {
+    bool is_qwen = strncmp(o->hf_family, "qwen", 4) == 0;
+    mt_json_set_int(root, "num_hidden_layers", o->num_layers);
+    mt_json_set_int(root, "hidden_size", o->hidden_size);
+    mt_json_set_int(root, "intermediate_size", o->ffn_hidden_size);
+    mt_json_set_int(root, "num_attention_heads", o->num_attention_heads);
+    mt_json_set_int(root, "num_key_value_heads", o->num_query_groups);
+    mt_json_set_int(root, "head_dim", o->kv_channels);
+    mt_json_set_int(root, "max_position_embeddings", o->max_position_embeddings);
+    mt_json_set_string(root, "hidden_act", "silu");
+    mt_json_set_real(root, "rms_norm_eps", o->norm_epsilon);
+    mt_json_set_real(root, "attention_dropout", o->attention_dropout);
+    if (o->hidden_dropout > 0) mt_json_set_real(root, "hidden_dropout", o->hidden_dropout); // ours; theirs has none
+    if (strcmp(o->hf_family, "llama") == 0 || strcmp(o->hf_family, "qwen3") == 0)
+        mt_json_set_bool(root, "attention_bias", o->attention_output_bias);
+    if (strcmp(o->hf_family, "llama") == 0) mt_json_set_bool(root, "mlp_bias", o->mlp_bias);
+    json_object_set_new(root, "rope_parameters", mt_config_rope(o, true));
+    mt_json_set_real(root, "rope_theta", o->rotary_base); // this and the next: transformers before 5
+    json_object_set_new(root, "rope_scaling",
+                        strcmp(o->rope_scaling_type, "none") == 0 ? json_null() : mt_config_rope(o, false));
+    if (strcmp(o->hf_family, "llama") == 0) return;
+    json_object_set_new(root, "sliding_window", o->window_size ? json_integer(o->window_size) : json_null());
+    if (!is_qwen) return;
+    json_t *types = json_array();
+    for (int64_t layer = 0; layer < o->num_layers; layer++)
+        json_array_append_new(types, json_string(o->window_size ? "sliding_attention" : "full_attention"));
+    json_object_set_new(root, "layer_types", types);
+    mt_json_set_bool(root, "use_sliding_window", o->window_size > 0);
+    mt_json_set_int(root, "max_window_layers", o->window_size > 0 ? 0 : o->num_layers);
+}
+
+static void mt_config_write_megatron(json_t *root, const mt_options *options) {
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        char key[80];
+        if (!row->name || row->origin == MT_OF_RUN || mt_option_of(row->offset) != row) continue;
+        mt_option_key(key, row);
+        if (row->type == MT_FLAG) mt_json_set_bool(root, key, *mt_option_bool(options, row));
+        if (row->type == MT_NO) mt_json_set_bool(root, key, !*mt_option_bool(options, row));
+        if (row->type == MT_INT) mt_json_set_int(root, key, *mt_option_int(options, row));
+        if (row->type == MT_REAL) mt_json_set_real(root, key, *mt_option_real(options, row));
+        if (row->type == MT_CHOICE) mt_json_set_string(root, key, *mt_option_string(options, row));
+    }
+    mt_json_set_bool(root, "attention_output_bias", options->attention_output_bias);
+    mt_json_set_bool(root, "mlp_bias", options->mlp_bias);
+}
+
+/* The text with the fewest digits that reads back as the same numbers: 0.1, not 0.10000000000000001. */
+static char *mt_json_print(const json_t *root) {
+    for (size_t digits = 15;; digits++) {
+        char *text = json_dumps(root, JSON_INDENT(2) | JSON_REAL_PRECISION(digits));
+        json_t *again = json_loads(text, 0, NULL);
+        bool same = json_equal(root, again);
+        json_decref(again);
+        if (same || digits == 17) return text;
+        free(text);
+    }
+}
+
+char *mt_options_write_hf_config(const mt_options *options) {
+    static const char *const classes[][2] = {{"gpt2", "GPT2LMHeadModel"},       {"llama", "LlamaForCausalLM"},
+                                             {"mistral", "MistralForCausalLM"}, {"qwen2", "Qwen2ForCausalLM"},
+                                             {"qwen3", "Qwen3ForCausalLM"},     {"megatron", "MegatronForCausalLM"}};
+    const char *family = options->hf_family, *dtype = options->bf16 ? "bfloat16" : "float32";
+    json_t *root = json_object();
+    for (size_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
+        if (strcmp(family, classes[i][0]) == 0)
+            json_object_set_new(root, "architectures", json_pack("[s]", classes[i][1]));
+    mt_json_set_string(root, "model_type", family);
+    mt_json_set_int(root, "vocab_size", options->vocab_size);
+    mt_json_set_real(root, "initializer_range", options->init_method_std);
+    mt_json_set_bool(root, "tie_word_embeddings", !options->untie_embeddings_and_output_weights);
+    json_object_set_new(root, "bos_token_id",
+                        options->bos_token_id < 0 ? json_null() : json_integer(options->bos_token_id));
+    json_object_set_new(root, "eos_token_id",
+                        options->eos_token_id < 0 ? json_null() : json_integer(options->eos_token_id));
+    mt_json_set_string(root, "dtype", dtype);
+    mt_json_set_string(root, "torch_dtype", dtype); // transformers before 5
+    mt_json_set_bool(root, "use_cache", true);
+    if (strcmp(family, "gpt2") == 0)
+        mt_config_write_gpt2(root, options);
+    else if (strcmp(family, "megatron") == 0)
+        mt_config_write_megatron(root, options);
+    else
+        mt_config_write_llama(root, options);
+    char *text = mt_json_print(root);
+    json_decref(root);
+    return text;
+}
+
+/* ==== §2d derivation and checks ================================================================================== */
+/* What follows from what was given, and every rule between options, each error naming both sides. */
+
+/* Pairs of options: the first says nothing without the second. */
+static const size_t mt_option_needs[][2] = {
+    {MT_AT(save_interval), MT_AT(save)},
+    {MT_AT(no_save_optim), MT_AT(save)},
+    {MT_AT(finetune), MT_AT(load)},
+    {MT_AT(no_load_optim), MT_AT(load)},
+    {MT_AT(tokenizer_model), MT_AT(tokenizer_type)},
+    {MT_AT(split), MT_AT(data_path)},
+    {MT_AT(valid_data_path), MT_AT(train_data_path)},
+    {MT_AT(test_data_path), MT_AT(train_data_path)},
+    {MT_AT(rampup_batch_size), MT_AT(train_samples)},
+    {MT_AT(lr_decay_iters), MT_AT(train_iters)},
+    {MT_AT(lr_decay_samples), MT_AT(train_samples)},
+    {MT_AT(lr_warmup_iters), MT_AT(train_iters)},
+    {MT_AT(lr_warmup_samples), MT_AT(train_samples)},
+    {MT_AT(lr_wsd_decay_iters), MT_AT(train_iters)},
+    {MT_AT(lr_wsd_decay_samples), MT_AT(train_samples)},
+    {MT_AT(out), MT_AT(score)},
+    {MT_AT(entropy_out), MT_AT(score)},
+    {MT_AT(logits_out), MT_AT(score)},
+    {MT_AT(max_sequences), MT_AT(score)},
+};
+
+/* Pairs of options that contradict each other. */
+static const size_t mt_option_excludes[][2] = {
+    {MT_AT(train_iters), MT_AT(train_samples)},
+    {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_iters)},
+    {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_samples)},
+    {MT_AT(use_rope_scaling), MT_AT(rotary_seq_len_interpolation_factor)},
+    {MT_AT(rope_scaling_factor), MT_AT(rotary_seq_len_interpolation_factor)},
+    {MT_AT(data_path), MT_AT(train_data_path)},
+    {MT_AT(data_path), MT_AT(mock_data)},
+    {MT_AT(data_path), MT_AT(tokens_file)},
+    {MT_AT(train_data_path), MT_AT(mock_data)},
+    {MT_AT(train_data_path), MT_AT(tokens_file)},
+    {MT_AT(mock_data), MT_AT(tokens_file)},
+    {MT_AT(tokens_file), MT_AT(reset_position_ids)},
+    {MT_AT(tokens_file), MT_AT(reset_attention_mask)},
+    {MT_AT(tokens_file), MT_AT(eod_mask_loss)},
+    {MT_AT(tokens_file), MT_AT(dataloader_type)},
+    {MT_AT(prompt), MT_AT(prompt_tokens)},
+    {MT_AT(score), MT_AT(prompt)},
+    {MT_AT(score), MT_AT(prompt_tokens)},
+    {MT_AT(score), MT_AT(print_tokens)},
+    {MT_AT(score), MT_AT(max_new_tokens)},
+    {MT_AT(score), MT_AT(temperature)},
+    {MT_AT(score), MT_AT(top_k)},
+    {MT_AT(score), MT_AT(top_p)},
+};
+
+static int mt_options_check_pairs(const mt_options *options, mt_error *error) {
+    for (size_t i = 0; i < sizeof mt_option_needs / sizeof mt_option_needs[0]; i++) {
+        const mt_option *row = mt_option_of(mt_option_needs[i][0]), *other = mt_option_of(mt_option_needs[i][1]);
+        if (mt_option_used(options, row->offset) && mt_option_is_default(options, other))
+            return mt_error_set(error, "--%s needs --%s", row->name, other->name);
+    }
+    for (size_t i = 0; i < sizeof mt_option_excludes / sizeof mt_option_excludes[0]; i++) {
+        const mt_option *row = mt_option_of(mt_option_excludes[i][0]), *other = mt_option_of(mt_option_excludes[i][1]);
+        if (mt_option_used(options, row->offset) && mt_option_used(options, other->offset))
+            return mt_error_set(error, "--%s and --%s exclude each other; leave one out", row->name, other->name);
+    }
+    return 0;
+}
+
+/* Numbers against the ranges of the table, choices against their lists. What was neither given nor set is skipped. */
+static int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error) {
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name || (row->origin == MT_OF_RUN && !(row->programs & (int)program))) continue;
+        if (!mt_option_given(options, row->offset) && mt_option_is_default(options, row)) continue;
+        char *text = mt_option_text(options, row);
+        bool good = row->type != MT_CHOICE || mt_choice_has(row->values, text);
+        if (row->type == MT_INT) good = mt_option_in_range(row, (double)*mt_option_int(options, row));
+        if (row->type == MT_REAL) good = mt_option_in_range(row, *mt_option_real(options, row));
+        if (!good)
+            mt_error_set(error, "--%s must be %s%s, got %.100s", row->name, row->type == MT_CHOICE ? "" : "in ",
+                         row->values, text);
+        free(text);
+        if (!good) return -1;
+    }
+    return 0;
+}
+
+/* Sizes that follow from others, as Megatron has them. */
+static void mt_options_derive_sizes(mt_options *o) {
+    if (o->ffn_hidden_size == 0)
+        o->ffn_hidden_size = o->swiglu ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
+    if (o->num_query_groups == 0) o->num_query_groups = o->group_query_attention ? 1 : o->num_attention_heads;
+    if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
+}
+
+static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
+    const struct {
+        int64_t value;
+        const char *name;
+    } needed[] = {{o->num_layers, "num-layers"},
+                  {o->hidden_size, "hidden-size"},
+                  {o->num_attention_heads, "num-attention-heads"}};
+    for (int i = 0; i < 3; i++)
+        if (needed[i].value == 0)
+            return mt_error_set(error, "--%s is missing: give the model's shape by its options, --hf-config or --load",
+                                needed[i].name);
+    if (!o->group_query_attention && o->num_query_groups > 0 && o->num_query_groups != o->num_attention_heads)
+        return mt_error_set(error, "--num-query-groups %lld needs --group-query-attention",
+                            (long long)o->num_query_groups);
+    if (o->kv_channels == 0 && o->hidden_size % o->num_attention_heads != 0)
+        return mt_error_set(
+            error, "--hidden-size %lld must be a multiple of --num-attention-heads %lld, or --kv-channels given",
+            (long long)o->hidden_size, (long long)o->num_attention_heads);
+    mt_options_derive_sizes(o);
+    if (o->ffn_hidden_size == 0)
+        return mt_error_set(error, "--ffn-hidden-size is missing: --hidden-size %lld is too small to derive it",
+                            (long long)o->hidden_size);
+    if (o->num_attention_heads % o->num_query_groups != 0)
+        return mt_error_set(error, "--num-attention-heads %lld must be a multiple of --num-query-groups %lld",
+                            (long long)o->num_attention_heads, (long long)o->num_query_groups);
+    if (o->swiglu && o->openai_gelu)
+        return mt_error_set(error, "--swiglu and --openai-gelu exclude each other; leave one out");
+    if (o->add_bias_linear) o->add_qkv_bias = o->attention_output_bias = o->mlp_bias = true;
+    double attention = (double)o->num_attention_heads * (double)o->kv_channels;
+    double parameters =
+        (double)o->num_layers * (double)o->hidden_size * (4 * attention + 3 * (double)o->ffn_hidden_size);
+    if (parameters > 1e15)
+        return mt_error_set(error,
+                            "--num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and --kv-channels "
+                            "make %.3g parameters; at most 1e15 are supported",
+                            parameters);
+    return 0;
+}
+
+/* Options of rotary positions that were given where nothing would read them. */
+static int mt_options_check_rope(const mt_options *o, mt_error *error) {
+    static const size_t rotary[] = {MT_AT(rotary_base), MT_AT(rotary_percent), MT_AT(rotary_interleaved),
+                                    MT_AT(rotary_seq_len_interpolation_factor), MT_AT(use_rope_scaling)};
+    static const struct {
+        size_t offset;
+        const char *types;
+    } scaled[] = {
+        {MT_AT(rope_scaling_factor), "linear|llama3|yarn"},
+        {MT_AT(original_max_position_embeddings), "llama3|yarn"},
+        {MT_AT(rope_low_freq_factor), "llama3"},
+        {MT_AT(rope_high_freq_factor), "llama3"},
+        {MT_AT(yarn_beta_fast), "yarn"},
+        {MT_AT(yarn_beta_slow), "yarn"},
+        {MT_AT(yarn_mscale), "yarn"},
+        {MT_AT(yarn_mscale_all_dim), "yarn"},
+        {MT_AT(yarn_attention_factor), "yarn"},
+    };
+    bool is_rope = strcmp(o->position_embedding_type, "rope") == 0;
+    for (size_t i = 0; i < sizeof rotary / sizeof rotary[0]; i++)
+        if (!is_rope && mt_option_used(o, rotary[i]))
+            return mt_error_set(error, "--%s needs --position-embedding-type rope, which is %s",
+                                mt_option_of(rotary[i])->name, o->position_embedding_type);
+    if (!is_rope && strcmp(o->rope_scaling_type, "none") != 0)
+        return mt_error_set(error, "--rope-scaling-type needs --position-embedding-type rope, which is %s",
+                            o->position_embedding_type);
+    for (size_t i = 0; i < sizeof scaled / sizeof scaled[0]; i++)
+        if (mt_option_used(o, scaled[i].offset) && !mt_choice_has(scaled[i].types, o->rope_scaling_type))
+            return mt_error_set(error, "--%s needs --rope-scaling-type %s, which is %s",
+                                mt_option_of(scaled[i].offset)->name, scaled[i].types, o->rope_scaling_type);
+    return 0;
+}
+
+/* One kind of scaling from the three ways to ask for it, and what that kind needs. */
+static int mt_options_finish_rope(mt_options *o, mt_error *error) {
+    const char *asked = o->use_rope_scaling ? "llama3" : o->rotary_seq_len_interpolation_factor > 0 ? "linear" : NULL;
+    if (asked && mt_option_given(o, MT_AT(rope_scaling_type)) && strcmp(asked, o->rope_scaling_type) != 0)
+        return mt_error_set(error, "--rope-scaling-type %s and --%s exclude each other; leave one out",
+                            o->rope_scaling_type,
+                            o->use_rope_scaling ? "use-rope-scaling" : "rotary-seq-len-interpolation-factor");
+    if (asked) mt_string_set(&o->rope_scaling_type, asked);
+    if (mt_options_check_rope(o, error)) return -1;
+    if (strcmp(o->position_embedding_type, "rope") != 0) return 0;
+    int64_t turning = (int64_t)((double)o->kv_channels * o->rotary_percent);
+    if (turning < 2 || turning % 2 != 0)
+        return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g must be even for rotary positions",
+                            (long long)o->kv_channels, o->rotary_percent);
+    bool is_llama3 = strcmp(o->rope_scaling_type, "llama3") == 0, is_yarn = strcmp(o->rope_scaling_type, "yarn") == 0;
+    if (o->rotary_seq_len_interpolation_factor > 0)
+        o->rope_scaling_factor = (double)o->rotary_seq_len_interpolation_factor;
+    if (is_llama3 && o->rope_scaling_factor == 0) o->rope_scaling_factor = 8;
+    if (is_llama3 && o->original_max_position_embeddings == 0) o->original_max_position_embeddings = 8192;
+    if (strcmp(o->rope_scaling_type, "none") != 0 && o->rope_scaling_factor == 0)
+        return mt_error_set(error, "--rope-scaling-type %s needs --rope-scaling-factor", o->rope_scaling_type);
+    if (is_yarn && o->original_max_position_embeddings == 0)
+        return mt_error_set(error, "--rope-scaling-type yarn needs --original-max-position-embeddings");
+    if (is_llama3 && o->rope_low_freq_factor >= o->rope_high_freq_factor)
+        return mt_error_set(error, "--rope-low-freq-factor %g must be less than --rope-high-freq-factor %g",
+                            o->rope_low_freq_factor, o->rope_high_freq_factor);
+    if (is_yarn && o->yarn_attention_factor == 0) { // Peng et al., "YaRN"; DeepSeek's two factors
+        double stretch = 0.1 * log(o->rope_scaling_factor);
+        bool both = o->yarn_mscale > 0 && o->yarn_mscale_all_dim > 0;
+        o->yarn_attention_factor =
+            both ? (stretch * o->yarn_mscale + 1) / (stretch * o->yarn_mscale_all_dim + 1) : stretch + 1;
+    }
+    return 0;
+}
+
+/* Vocabulary, positions and the length of a sequence. */
+static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error *error) {
+    bool learned = strcmp(o->position_embedding_type, "learned_absolute") == 0;
+    if (o->vocab_size == 0)
+        return mt_error_set(error, "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and "
+                                   "--tokenizer-model");
+    o->padded_vocab_size = (o->vocab_size + o->make_vocab_size_divisible_by - 1) / o->make_vocab_size_divisible_by *
+                           o->make_vocab_size_divisible_by;
+    bool needs_length = program == MT_PROGRAM_TRAIN || o->score;
+    if (o->seq_length == 0 && needs_length)
+        return mt_error_set(error, "--seq-length is missing%s", o->score ? ": --score needs it" : "");
+    if (o->max_position_embeddings == 0) o->max_position_embeddings = o->seq_length;
+    if (o->seq_length == 0) o->seq_length = o->max_position_embeddings;
+    if (o->seq_length > o->max_position_embeddings && (learned || program == MT_PROGRAM_TRAIN))
+        return mt_error_set(error, "--seq-length %lld is more than --max-position-embeddings %lld; %s",
+                            (long long)o->seq_length, (long long)o->max_position_embeddings,
+                            learned && o->load ? "the weights have no more" : "lower the one or raise the other");
+    return 0;
+}
+
+/* `name` = `value` sequences must cut into micro-batches for every rank. */
+static int mt_options_check_batch(const mt_options *o, const char *name, int64_t value, int64_t world_size,
+                                  mt_error *error) {
+    int64_t together = o->micro_batch_size * world_size, less = value / together * together;
+    char other[64] = "";
+    if (value > 0 && value % together == 0) return 0;
+    if (less > 0) snprintf(other, sizeof other, "%lld or ", (long long)less);
+    return mt_error_set(error,
+                        "%s %lld must be a multiple of --micro-batch-size %lld times the data-parallel size %lld; "
+                        "try %s%lld",
+                        name, (long long)value, (long long)o->micro_batch_size, (long long)world_size, other,
+                        (long long)(less + together));
+}
+
+static int mt_options_finish_batches(mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t ramp[3] = {0};
+    if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * world_size;
+    if (mt_options_check_batch(o, "--global-batch-size", o->global_batch_size, world_size, error)) return -1;
+    if (o->rampup_batch_size.count == 0) return 0;
+    bool good = o->rampup_batch_size.count == 3;
+    for (int i = 0; i < 3 && good; i++)
+        good = mt_parse_int(o->rampup_batch_size.items[i], &ramp[i]) && ramp[i] > 0 && ramp[i] <= 1000000000000;
+    if (!good) return mt_error_set(error, "--rampup-batch-size expects three numbers: START INCREMENT SAMPLES");
+    if (ramp[0] > o->global_batch_size || (o->global_batch_size - ramp[0]) % ramp[1] != 0)
+        return mt_error_set(error,
+                            "--rampup-batch-size: from %lld by %lld does not reach --global-batch-size %lld; the way "
+                            "must be a multiple of the increment",
+                            (long long)ramp[0], (long long)ramp[1], (long long)o->global_batch_size);
+    if (mt_options_check_batch(o, "--rampup-batch-size's start", ramp[0], world_size, error)) return -1;
+    return mt_options_check_batch(o, "--rampup-batch-size's increment", ramp[1], world_size, error);
+}
+
+/* Lengths of the schedules, in samples. */
+typedef struct mt_durations {
+    double total, warmup, decay, wsd_decay;
+} mt_durations;
+
+static mt_durations mt_options_durations(const mt_options *o) {
+    double batch = (double)o->global_batch_size;
+    bool by_samples = o->train_samples > 0;
+    mt_durations d;
+    d.total = by_samples ? (double)o->train_samples : (double)o->train_iters * batch;
+    d.decay = by_samples ? (double)o->lr_decay_samples : (double)o->lr_decay_iters * batch;
+    if (d.decay == 0) d.decay = d.total;
+    d.warmup = by_samples ? (double)o->lr_warmup_samples : (double)o->lr_warmup_iters * batch;
+    if (o->lr_warmup_fraction > 0) d.warmup = o->lr_warmup_fraction * d.decay;
+    d.wsd_decay = by_samples ? (double)o->lr_wsd_decay_samples : (double)o->lr_wsd_decay_iters * batch;
+    return d;
+}
+
+/* Steps that train_samples make: whole batches of the size at that point, as Megatron counts them. */
+static int64_t mt_options_count_iterations(const mt_options *o) {
+    if (o->train_samples == 0) return o->train_iters;
+    if (o->rampup_batch_size.count == 0) return o->train_samples / o->global_batch_size;
+    int64_t ramp = strtoll(o->rampup_batch_size.items[2], NULL, 10), iterations = 0, consumed = 0;
+    int64_t end = ramp < o->train_samples ? ramp : o->train_samples;
+    while (consumed <= end) {
+        int64_t batch = mt_global_batch_size(o, consumed), low = 1, high = (end - consumed) / batch + 1;
+        while (low < high) { // the steps until the batch grows: sizes never shrink, so halve the interval
+            int64_t middle = low + (high - low + 1) / 2;
+            if (mt_global_batch_size(o, consumed + (middle - 1) * batch) == batch)
+                low = middle;
+            else
+                high = middle - 1;
+        }
+        iterations += low, consumed += low * batch;
+    }
+    if (o->train_samples > consumed) iterations += (o->train_samples - consumed) / o->global_batch_size;
+    return iterations;
+}
+
+static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
+    bool is_wsd = strcmp(o->lr_decay_style, "WSD") == 0;
+    if ((o->train_iters > 0) == (o->train_samples > 0))
+        return mt_error_set(error, "give one of --train-iters and --train-samples: how long to train");
+    o->num_iterations = mt_options_count_iterations(o);
+    if (o->num_iterations == 0)
+        return mt_error_set(error, "--train-samples %lld is less than one --global-batch-size %lld",
+                            (long long)o->train_samples, (long long)o->global_batch_size);
+    if (o->lr == 0) return mt_error_set(error, "--lr is missing");
+    if (o->min_lr > o->lr) return mt_error_set(error, "--min-lr %g must be at most --lr %g", o->min_lr, o->lr);
+    if (o->lr_warmup_init > o->lr)
+        return mt_error_set(error, "--lr-warmup-init %g must be at most --lr %g", o->lr_warmup_init, o->lr);
+    mt_durations d = mt_options_durations(o);
+    const char *unit = o->train_samples > 0 ? "samples" : "iters";
+    if (d.warmup >= d.decay)
+        return mt_error_set(error, "--lr-warmup-%s must be less than --lr-decay-%s (when not given: --train-%s)", unit,
+                            unit, unit);
+    if (is_wsd && (d.wsd_decay == 0 || d.wsd_decay > d.decay))
+        return mt_error_set(error, "--lr-decay-style WSD needs --lr-wsd-decay-%s, at most --lr-decay-%s", unit, unit);
+    if (!is_wsd && (d.wsd_decay > 0 || mt_option_used(o, MT_AT(lr_wsd_decay_style))))
+        return mt_error_set(error, "--lr-wsd-decay-* need --lr-decay-style WSD, which is %s", o->lr_decay_style);
+    bool ramps = strcmp(o->weight_decay_incr_style, "constant") != 0;
+    bool has_start = mt_option_given(o, MT_AT(start_weight_decay)),
+         has_end = mt_option_given(o, MT_AT(end_weight_decay));
+    if (!ramps && (has_start || has_end))
+        return mt_error_set(error, "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear "
+                                   "or cosine");
+    if (!ramps) o->start_weight_decay = o->end_weight_decay = o->weight_decay;
+    if (ramps && (!has_start || !has_end || o->start_weight_decay > o->end_weight_decay))
+        return mt_error_set(error,
+                            "--weight-decay-incr-style %s needs --start-weight-decay and --end-weight-decay, the "
+                            "first at most the second",
+                            o->weight_decay_incr_style);
+    return 0;
+}
+
+static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
+    if (!o->tokenizer_type) return 0;
+    bool has_file = strcmp(o->tokenizer_type, "ByteLevel") != 0;
+    if (has_file && !o->tokenizer_model)
+        return mt_error_set(error, "--tokenizer-type %s needs --tokenizer-model", o->tokenizer_type);
+    if (!has_file && o->tokenizer_model)
+        return mt_error_set(error, "--tokenizer-type ByteLevel reads no --tokenizer-model; leave one out");
+    return 0;
+}
+
+static int mt_options_check_data(const mt_options *o, mt_error *error) {
+    int sources = (o->data_path.count > 0) + (o->train_data_path.count > 0) + o->mock_data + (o->tokens_file != NULL);
+    if (sources != 1)
+        return mt_error_set(error, "give one source of data: --data-path, --train-data-path, --tokens-file or "
+                                   "--mock-data");
+    if ((o->reset_position_ids || o->reset_attention_mask || o->eod_mask_loss) && !o->tokenizer_type && !o->load)
+        return mt_error_set(error, "--%s needs --tokenizer-type, which knows the end of a document",
+                            o->reset_position_ids     ? "reset-position-ids"
+                            : o->reset_attention_mask ? "reset-attention-mask"
+                                                      : "eod-mask-loss");
+    return 0;
+}
+
+/* "1,2,3": tokens of the vocabulary. */
+static int mt_options_check_prompt_tokens(const mt_options *o, mt_error *error) {
+    for (const char *at = o->prompt_tokens; at;) {
+        char *end;
+        errno = 0;
+        long long token = strtoll(at, &end, 10);
+        if (!isdigit((unsigned char)*at) || (*end && *end != ','))
+            return mt_error_set(error, "--prompt-tokens expects numbers with commas between them, got '%.100s'", at);
+        if (errno != 0 || token >= o->vocab_size)
+            return mt_error_set(error, "--prompt-tokens: %lld is outside the vocabulary of %lld", token,
+                                (long long)o->vocab_size);
+        at = *end ? end + 1 : NULL;
+    }
+    return 0;
+}
+
+static int mt_options_check_infer(const mt_options *o, mt_error *error) {
+    if (!o->load) return mt_error_set(error, "--load is missing: the folder of the model to run");
+    if (o->score && !o->out && !o->entropy_out && !o->logits_out)
+        return mt_error_set(error, "--score needs --out, --entropy-out or --logits-out");
+    if (!o->score && mt_option_used(o, MT_AT(micro_batch_size)))
+        return mt_error_set(error, "--micro-batch-size needs --score");
+    if (!o->score && mt_option_used(o, MT_AT(seq_length))) return mt_error_set(error, "--seq-length needs --score");
+    return mt_options_check_prompt_tokens(o, error);
+}
+
+int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
+    MT_CHECK(world_size >= 1);
+    if (mt_options_check_ranges(options, program, error) || mt_options_check_pairs(options, error)) return -1;
+    if (mt_options_check_tokenizer(options, error)) return -1;
+    if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;
+    if (mt_options_finish_sizes(options, error) || mt_options_finish_rope(options, error)) return -1;
+    mt_options_derive_family(options);
+    if (mt_options_finish_lengths(options, program, error)) return -1;
+    if (program == MT_PROGRAM_INFER) return 0;
+    if (mt_options_check_data(options, error)) return -1;
+    if (mt_options_finish_batches(options, world_size, error)) return -1;
+    return mt_options_finish_schedules(options, error);
+}
+
+double mt_flops(const mt_options *o, int64_t num_sequences) {
+    double heads = (double)o->num_attention_heads, groups = (double)o->num_query_groups, D = (double)o->kv_channels;
+    double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
+    double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output, multiplications a token
+    double attention = heads * D * T;                                  // q k and p v, each over T / 2 keys
+    double mlp = (o->swiglu ? 3 : 2) * C * F;
+    double per_token = (double)o->num_layers * (projections + attention + mlp) + C * (double)o->padded_vocab_size;
+    return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
+}
+
+/* ==== §2e printing =============================================================================================== */
+
+/* Prints words from `column` on, indented to `indent`, within 100 columns. */
+static void mt_print_wrapped(FILE *file, const char *text, int column, int indent) {
+    enum { WIDTH = 100 };
+    while (*text) {
+        int length = (int)strcspn(text, " ");
+        if (column > indent && column + 1 + length > WIDTH) {
+            fprintf(file, "\n%*s", indent, "");
+            column = indent;
+        } else if (column > indent) {
+            fputc(' ', file);
+            column++;
+        }
+        fprintf(file, "%.*s", length, text);
+        column += length, text += length;
+        text += *text == ' ';
+    }
+    fputc('\n', file);
+}
+
+/* One option: its name and what it takes on the left, then help, choices and default. */
+static void mt_option_help(const mt_option *row, FILE *file) {
+    enum { INDENT = 34 };
+    char left[120], text[600];
+    const char *value = row->type == MT_INT || row->type == MT_REAL ? " N"
+                        : row->type == MT_CHOICE                    ? " NAME"
+                        : row->type == MT_LIST                      ? " ..."
+                                                                    : "";
+    if (row->type == MT_STRING || row->type == MT_LIST)
+        snprintf(left, sizeof left, "  --%s %s%s", row->name, row->values, value);
+    else
+        snprintf(left, sizeof left, "  --%s%s", row->name, value);
+    snprintf(text, sizeof text, "%s", row->help);
+    size_t end = strlen(text);
+    if (row->type == MT_CHOICE) {
+        int length = snprintf(text + end, sizeof text - end, ": %s", row->values);
+        for (size_t i = end; i < end + (size_t)length; i++)
+            if (text[i] == '|') text[i] = ' ';
+        end += (size_t)length;
+    }
+    if (row->fallback) snprintf(text + end, sizeof text - end, " (default %s)", row->fallback);
+    if (fprintf(file, "%-*s", INDENT, left) > INDENT - 2) fprintf(file, "\n%*s", INDENT, "");
+    mt_print_wrapped(file, text, INDENT, INDENT);
+}
+
+static void mt_options_help(mt_program program, FILE *file) {
+    fprintf(file, program == MT_PROGRAM_TRAIN ? "usage: train [options]; trains a GPT-family model\n"
+                                              : "usage: infer --load DIR [options]; runs a GPT-family model\n");
+    const char *group = NULL;
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name) group = row->help;
+        if (!row->name || !(row->programs & (int)program)) continue;
+        if (group) fprintf(file, "\n%s\n", group);
+        group = NULL;
+        mt_option_help(row, file);
+    }
+}
+
+void mt_options_print(const mt_options *options, mt_program program, FILE *file) {
+    const char *group = NULL;
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name) group = row->help;
+        if (!row->name || !(row->programs & (int)program) || mt_option_of(row->offset) != row) continue;
+        if (mt_option_is_default(options, row)) continue;
+        if (group) fprintf(file, "%s\n", group);
+        group = NULL;
+        char *text = mt_option_text(options, row);
+        fprintf(file, "  %-36s %s\n", row->name, text);
+        free(text);
+    }
+}
 
 /* ==== §3 kernels in plain C ====================================================================================== */
+/* The definition of what each operation computes, forward and backward side by side. Elements are stored as fp32 or
+ * bf16 and all arithmetic is fp32, with long sums in blocks or in fp64. Invariants: every output element has exactly
+ * one task that writes it, and every sum a fixed order, so that results do not depend on the number of threads; an
+ * activation's gradient is written (=), a parameter's gradient accumulates (+=). The only state is a scratch buffer per
+ * calling thread. */
+#ifdef MT_HAVE_OPENMP
+#include <omp.h>
+#else
+#pragma GCC diagnostic ignored "-Wunknown-pragmas" // the OpenMP pragmas below then mean nothing, which is right
+#endif
+
+/* One prototype an operation, from the list that the table at the end is made of. */
+#define MT_CPU_PROTOTYPE(operation) static mt_##operation##_fn mt_cpu_##operation;
+MT_OPERATIONS(MT_CPU_PROTOTYPE)
+#undef MT_CPU_PROTOTYPE
+
+/* ==== §3a threads, elements, memory ============================================================================== */
+/* Rows are computed as floats. For fp32 a row is used where it lies; for bf16 it passes through scratch, so that one
+ * body serves both: load what is read, open what is written, compute, close. */
+
+enum {
+    MT_BLOCK = 1024,      // elements of one task of an elementwise operation, and of one partial sum
+    MT_COLUMNS = 64,      // columns of one task of a reduction over rows
+    MT_PARALLEL = 1 << 14 // elements from which waking the other threads pays
+};
+
+static int64_t mt_min(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static int64_t mt_max(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+static int64_t mt_blocks(int64_t n, int64_t block) {
+    return (n + block - 1) / block;
+}
+
+/* Scratch for the threads of a parallel region, `floats` for each. It belongs to the calling thread, grows to the
+ * largest that was asked for and stays, so that a training step in its stride allocates nothing. */
+typedef struct mt_scratch {
+    float *memory;
+    int64_t floats;
+} mt_scratch;
+
+static mt_scratch mt_scratch_reserve(int64_t floats) {
+    static _Thread_local float *memory;
+    static _Thread_local int64_t capacity;
+    int64_t threads = 1;
+#ifdef MT_HAVE_OPENMP
+    threads = omp_get_max_threads();
+#endif
+    floats = mt_blocks(floats, 16) * 16; // whole cache lines: threads do not share one
+    if (threads * floats > capacity) {
+        free(memory);
+        capacity = threads * floats;
+        memory = mt_malloc(capacity * (int64_t)sizeof(float));
+    }
+    return (mt_scratch){memory, floats};
+}
+
+/* The slice of the thread that asks. */
+static float *mt_scratch_slice(mt_scratch scratch) {
+#ifdef MT_HAVE_OPENMP
+    return scratch.memory + omp_get_thread_num() * scratch.floats;
+#else
+    return scratch.memory;
+#endif
+}
+
+/* The n elements of x from `offset` on, as floats to read. */
+static inline const float *mt_row_load(float *scratch, const void *x, int64_t offset, int64_t n, mt_dtype dtype) {
+    if (dtype == MT_F32) return (const float *)x + offset;
+    const uint16_t *bits = (const uint16_t *)x + offset;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) scratch[i] = mt_bf16_to_f32(bits[i]);
+    return scratch;
+}
+
+/* Where the row of y at `offset` is computed as floats; mt_row_close then puts it in place. */
+static inline float *mt_row_open(float *scratch, void *y, int64_t offset, mt_dtype dtype) {
+    return dtype == MT_F32 ? (float *)y + offset : scratch;
+}
+
+static inline void mt_row_close(void *y, int64_t offset, const float *row, int64_t n, mt_dtype dtype) {
+    if (dtype == MT_F32) return; // it was computed in place
+    uint16_t *bits = (uint16_t *)y + offset;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) bits[i] = mt_f32_to_bf16(row[i]);
+}
+
+/* The greatest of x[n], -inf when n == 0; in lanes, since compilers do not reorder a maximum that could meet a NaN. */
+static inline float mt_row_max(const float *x, int64_t n) {
+    enum { LANES = 16 };
+    float lanes[LANES], max = -INFINITY;
+    int64_t i = 0;
+    for (int64_t lane = 0; lane < LANES; lane++) lanes[lane] = -INFINITY;
+    for (; i + LANES <= n; i += LANES) {
+#pragma omp simd
+        for (int64_t lane = 0; lane < LANES; lane++)
+            lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
+    }
+    for (; i < n; i++) max = x[i] > max ? x[i] : max;
+    for (int64_t lane = 0; lane < LANES; lane++) max = lanes[lane] > max ? lanes[lane] : max;
+    return max;
+}
+
+/* exp(x) to about one unit in the last place, without a branch, so that loops over it become vector code:
+ * 2^n e^r with |r| <= ln(2) / 2 and Cephes' polynomial for e^r. Right at both infinities, at NaN and under 2^-126. */
+static inline float mt_exp(float x) {
+    const float shift = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer that the low bits then hold
+    x = x < -104.0f ? -104.0f : x;
+    x = x > 89.0f ? 89.0f : x;
+    float shifted = x * 1.44269504f + shift, n = shifted - shift;
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union {
+        float value;
+        uint32_t bits;
+    } whole = {shifted}, low, high;
+    uint32_t power = whole.bits - 0x4b400000 + 256; // n + 256, in two halves: 2^n itself may overflow or be subnormal
+    low.bits = (power / 2 - 1) << 23;
+    high.bits = (power - power / 2 - 1) << 23;
+    return p * low.value * high.value;
+}
+
+static void *mt_cpu_memory_alloc(int64_t bytes) {
+    const int64_t page = 1 << 21; // huge pages spare the address translation that streaming through weights costs
+    if (bytes < page) return mt_malloc(bytes);
+    void *memory;
+    if (posix_memalign(&memory, (size_t)page, (size_t)bytes) != 0) return mt_malloc(bytes); // which says so
+    madvise(memory, (size_t)bytes, MADV_HUGEPAGE);
+    return memory;
+}
+
+static void mt_cpu_memory_free(void *memory) {
+    free(memory);
+}
+
+static void mt_cpu_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
+    (void)stream;
+    const int64_t piece = 1 << 18;
+#pragma omp parallel for if (bytes > 4 * piece)
+    for (int64_t i = 0; i < mt_blocks(bytes, piece); i++)
+        memcpy((char *)to + i * piece, (const char *)from + i * piece, (size_t)mt_min(piece, bytes - i * piece));
+}
+
+static void mt_cpu_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
+    (void)stream;
+    const int64_t piece = 1 << 18;
+#pragma omp parallel for if (bytes > 4 * piece)
+    for (int64_t i = 0; i < mt_blocks(bytes, piece); i++)
+        memset((char *)memory + i * piece, 0, (size_t)mt_min(piece, bytes - i * piece));
+}
+
+static int64_t mt_cpu_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
+    (void)T, (void)C, (void)H, (void)D; // threads have scratch of their own
+    return 0;
+}
+
+static mt_stream *mt_cpu_stream_create(void *workspace, int64_t workspace_bytes) {
+    (void)workspace, (void)workspace_bytes;
+    return NULL;
+}
+
+static void mt_cpu_stream_destroy(mt_stream *stream) {
+    (void)stream;
+}
+
+static void mt_cpu_stream_wait(mt_stream *stream) {
+    (void)stream;
+}
+
+/* ==== §3b linear layers ========================================================================================== */
+/* Three matrix products: y = x w^T, dx = dy w and dw += dy^T x. */
+
+enum { MT_PLAIN = 0, MT_TRANSPOSED = 1 };
+
+#ifdef MT_HAVE_BLAS
+static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
+                            int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
+    cblas_sgemm(CblasRowMajor, a_transposed ? CblasTrans : CblasNoTrans, b_transposed ? CblasTrans : CblasNoTrans,
+                (int)M, (int)N, (int)K, 1.0f, a, (int)lda, b, (int)ldb, accumulate ? 1.0f : 0.0f, c, (int)ldc);
+}
+#else
+enum { MT_PANEL = 32, MT_DEPTH = 256, MT_TILE = 4 };
+
+/* Copies b[k0 + k][n0 + n] for one depth of k and one panel of n into consecutive memory, padded with zeros. */
+static void mt_matmul_pack(float panel[MT_DEPTH][MT_PANEL], const float *b, int64_t ldb, bool transposed, int64_t k0,
+                           int64_t n0, int64_t depth, int64_t width) {
+    for (int64_t k = 0; k < depth; k++) {
+        for (int64_t n = 0; n < width; n++)
+            panel[k][n] = transposed ? b[(n0 + n) * ldb + k0 + k] : b[(k0 + k) * ldb + n0 + n];
+        for (int64_t n = width; n < MT_PANEL; n++) panel[k][n] = 0.0f;
+    }
+}
+
+/* Sums products for MT_TILE rows of c and one panel of its columns, which fit in registers; a's rows lie a_row apart,
+ * its columns a_column. Rows past `rows` repeat the last one. */
+static void mt_matmul_tile(float sums[MT_TILE][MT_PANEL], const float *a, int64_t a_row, int64_t a_column, int64_t rows,
+                           float panel[MT_DEPTH][MT_PANEL], int64_t depth) {
+    const float *a0 = a, *a1 = a + mt_min(1, rows - 1) * a_row, *a2 = a + mt_min(2, rows - 1) * a_row,
+                *a3 = a + mt_min(3, rows - 1) * a_row;
+    float s0[MT_PANEL] = {0}, s1[MT_PANEL] = {0}, s2[MT_PANEL] = {0}, s3[MT_PANEL] = {0};
+    for (int64_t k = 0; k < depth; k++) {
+        float f0 = a0[k * a_column], f1 = a1[k * a_column], f2 = a2[k * a_column], f3 = a3[k * a_column];
+#pragma omp simd
+        for (int64_t n = 0; n < MT_PANEL; n++) {
+            s0[n] += f0 * panel[k][n];
+            s1[n] += f1 * panel[k][n];
+            s2[n] += f2 * panel[k][n];
+            s3[n] += f3 * panel[k][n];
+        }
+    }
+    memcpy(sums[0], s0, sizeof s0);
+    memcpy(sums[1], s1, sizeof s1);
+    memcpy(sums[2], s2, sizeof s2);
+    memcpy(sums[3], s3, sizeof s3);
+}
+
+/* The product without a library: panels of b's columns by depths of K that stay in the first-level cache. */
+static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
+                            int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
+    int64_t a_row = a_transposed ? 1 : lda, a_column = a_transposed ? lda : 1;
+#pragma omp parallel for if (M * N * K > MT_PARALLEL * 16)
+    for (int64_t n0 = 0; n0 < N; n0 += MT_PANEL) {
+        float panel[MT_DEPTH][MT_PANEL], sums[MT_TILE][MT_PANEL];
+        int64_t width = mt_min(MT_PANEL, N - n0);
+        for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * ldc + n0, 0, (size_t)width * sizeof *c);
+        for (int64_t k0 = 0; k0 < K; k0 += MT_DEPTH) {
+            int64_t depth = mt_min(MT_DEPTH, K - k0);
+            mt_matmul_pack(panel, b, ldb, b_transposed, k0, n0, depth, width);
+            for (int64_t m0 = 0; m0 < M; m0 += MT_TILE) {
+                int64_t rows = mt_min(MT_TILE, M - m0);
+                mt_matmul_tile(sums, a + m0 * a_row + k0 * a_column, a_row, a_column, rows, panel, depth);
+                for (int64_t m = 0; m < rows; m++)
+                    for (int64_t n = 0; n < width; n++) c[(m0 + m) * ldc + n0 + n] += sums[m][n];
+            }
+        }
+    }
+}
+#endif
+
+/* The products of one row x[K] with four rows: four sums at a time keep the adders busy while memory streams. */
+static inline void mt_dot_four(float sums[4], const float *x, const float *const w[4], int64_t K) {
+    const float *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
+    float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+#pragma omp simd reduction(+ : s0, s1, s2, s3)
+    for (int64_t k = 0; k < K; k++) {
+        s0 += x[k] * w0[k];
+        s1 += x[k] * w1[k];
+        s2 += x[k] * w2[k];
+        s3 += x[k] * w3[k];
+    }
+    sums[0] = s0, sums[1] = s1, sums[2] = s2, sums[3] = s3;
+}
+
+/* The product for a few rows, where reading b once is all the work: a gemm would pack it first. */
+static void mt_matmul_small(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
+                            int64_t lda, int64_t ldb, bool b_transposed, bool accumulate) {
+    for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * ldc, 0, (size_t)N * sizeof *c);
+    for (int64_t n = 0; n < N && b_transposed; n += 4) {
+        const float *rows[4];
+        for (int64_t i = 0; i < 4; i++) rows[i] = b + mt_min(n + i, N - 1) * ldb;
+        for (int64_t m = 0; m < M; m++) {
+            float sums[4];
+            mt_dot_four(sums, a + m * lda, rows, K);
+            for (int64_t i = 0; i < mt_min(4, N - n); i++) c[m * ldc + n + i] += sums[i];
+        }
+    }
+    for (int64_t k = 0; k < K && !b_transposed; k++)
+        for (int64_t m = 0; m < M; m++) {
+            float factor = a[m * lda + k];
+#pragma omp simd
+            for (int64_t n = 0; n < N; n++) c[m * ldc + n] += factor * b[k * ldb + n];
+        }
+}
+
+/* c[M, N] = a b, or += when accumulate, with a [M, K] ([K, M] when transposed) and b [K, N] ([N, K] when transposed);
+ * ld* are the distances between rows as stored. */
+static void mt_matmul(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
+                      int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
+    if (M <= 4 && !a_transposed)
+        mt_matmul_small(c, a, b, M, N, K, ldc, lda, ldb, b_transposed, accumulate);
+    else
+        mt_matmul_large(c, a, b, M, N, K, ldc, lda, ldb, a_transposed, b_transposed, accumulate);
+}
+
+/* A block of a matrix as floats: where it lies for fp32, converted into scratch for bf16. */
+typedef struct mt_matrix {
+    const float *data;
+    int64_t stride;
+} mt_matrix;
+
+static mt_matrix mt_matrix_load(float *scratch, const void *x, int64_t offset, int64_t rows, int64_t columns,
+                                int64_t stride, mt_dtype dtype) {
+    if (dtype == MT_F32) return (mt_matrix){(const float *)x + offset, stride};
+#pragma omp parallel for if (rows * columns > MT_PARALLEL)
+    for (int64_t r = 0; r < rows; r++) mt_row_load(scratch + r * columns, x, offset + r * stride, columns, dtype);
+    return (mt_matrix){scratch, columns};
+}
+
+/* Few rows, as in decoding: every weight is read once, by the thread that needs it. */
+static void mt_linear_forward_small(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
+                                    int64_t K, mt_dtype dtype) {
+    mt_scratch scratch = mt_scratch_reserve((T + 4) * K);
+#pragma omp parallel if (N * K > MT_PARALLEL)
+    {
+        float *slice = mt_scratch_slice(scratch);
+        mt_matrix tokens = {slice, K};
+        if (dtype == MT_F32) tokens.data = x;
+        for (int64_t t = 0; t < T; t++) mt_row_load(slice + t * K, x, t * K, K, dtype);
+#pragma omp for
+        for (int64_t n = 0; n < N; n += 4) {
+            const float *rows[4];
+            for (int64_t i = 0; i < 4; i++)
+                rows[i] = mt_row_load(slice + (T + i) * K, w, mt_min(n + i, N - 1) * K, K, dtype);
+            for (int64_t t = 0; t < T; t++) {
+                float sums[4], one;
+                mt_dot_four(sums, tokens.data + t * K, rows, K);
+                for (int64_t i = 0; i < mt_min(4, N - n); i++) {
+                    if (bias) sums[i] += *mt_row_load(&one, bias, n + i, 1, dtype);
+                    float *out = mt_row_open(&one, y, t * N + n + i, dtype);
+                    *out = sums[i];
+                    mt_row_close(y, t * N + n + i, out, 1, dtype);
+                }
+            }
+        }
+    }
+}
+
+/* Tokens and features of one matrix product: all for fp32; for bf16 as many as are worth converting at once. */
+static int64_t mt_linear_block(int64_t n, int64_t block, mt_dtype dtype) {
+    return dtype == MT_F32 ? mt_max(n, 1) : mt_max(mt_min(n, block), 1);
+}
+
+static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
+                                  int64_t K, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    if (T <= 8) {
+        mt_linear_forward_small(y, x, w, bias, T, N, K, dtype);
+        return;
+    }
+    int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
+    float *scratch = NULL, *w_scratch = NULL, *y_scratch = NULL;
+    if (dtype != MT_F32) {
+        scratch = mt_scratch_reserve(T_block * K + N_block * K + T_block * N_block + N_block).memory;
+        w_scratch = scratch + T_block * K, y_scratch = w_scratch + N_block * K;
+    }
+    for (int64_t t = 0; t < T; t += T_block)
+        for (int64_t n = 0; n < N; n += N_block) {
+            int64_t rows = mt_min(T_block, T - t), columns = mt_min(N_block, N - n);
+            mt_matrix x_block = mt_matrix_load(scratch, x, t * K, rows, K, K, dtype);
+            mt_matrix w_block = mt_matrix_load(w_scratch, w, n * K, columns, K, K, dtype);
+            float *y_block = dtype == MT_F32 ? (float *)y : y_scratch;
+            int64_t y_stride = dtype == MT_F32 ? N : columns;
+            const float *b = NULL;
+            if (bias) b = mt_row_load(y_scratch + T_block * N_block, bias, n, columns, dtype);
+#pragma omp parallel for if (b && rows * columns > MT_PARALLEL)
+            for (int64_t r = 0; r < (b ? rows : 0); r++) memcpy(y_block + r * y_stride, b, (size_t)columns * sizeof *b);
+            mt_matmul(y_block, x_block.data, w_block.data, rows, columns, K, y_stride, K, K, MT_PLAIN, MT_TRANSPOSED,
+                      b != NULL);
+#pragma omp parallel for if (rows * columns > MT_PARALLEL)
+            for (int64_t r = 0; r < (dtype == MT_F32 ? 0 : rows); r++)
+                mt_row_close(y, (t + r) * N + n, y_block + r * y_stride, columns, dtype);
+        }
+}
+
+static void mt_cpu_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
+                                         mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
+    float *scratch = NULL, *w_scratch = NULL, *dx_scratch = NULL;
+    if (dtype != MT_F32) {
+        scratch = mt_scratch_reserve(T_block * N_block + N_block * K + T_block * K).memory;
+        w_scratch = scratch + T_block * N_block, dx_scratch = w_scratch + N_block * K;
+    }
+    for (int64_t t = 0; t < T; t += T_block) {
+        int64_t rows = mt_min(T_block, T - t);
+        float *dx_block = mt_row_open(dx_scratch, dx, t * K, dtype);
+        for (int64_t n = 0; n < N; n += N_block) {
+            int64_t columns = mt_min(N_block, N - n);
+            mt_matrix dy_block = mt_matrix_load(scratch, dy, t * N + n, rows, columns, N, dtype);
+            mt_matrix w_block = mt_matrix_load(w_scratch, w, n * K, columns, K, K, dtype);
+            mt_matmul(dx_block, dy_block.data, w_block.data, rows, K, columns, K, dy_block.stride, K, MT_PLAIN,
+                      MT_PLAIN, n > 0);
+        }
+#pragma omp parallel for if (rows * K > MT_PARALLEL)
+        for (int64_t r = 0; r < (dtype == MT_F32 ? 0 : rows); r++)
+            mt_row_close(dx, (t + r) * K, dx_block + r * K, K, dtype);
+    }
+}
+
+/* out[C] += column sums of x[T, C], each in token order. */
+static void mt_column_sums(float *out, const void *x, int64_t T, int64_t C, mt_dtype dtype) {
+#pragma omp parallel for if (T * C > MT_PARALLEL)
+    for (int64_t c = 0; c < C; c += MT_COLUMNS) {
+        float scratch[MT_COLUMNS], sums[MT_COLUMNS] = {0};
+        int64_t width = mt_min(MT_COLUMNS, C - c);
+        for (int64_t t = 0; t < T; t++) {
+            const float *row = mt_row_load(scratch, x, t * C + c, width, dtype);
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++) sums[i] += row[i];
+        }
+        for (int64_t i = 0; i < width; i++) out[c + i] += sums[i];
+    }
+}
+
+static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
+                                          int64_t K, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
+    float *scratch = NULL, *x_scratch = NULL;
+    if (dtype != MT_F32) {
+        scratch = mt_scratch_reserve(T_block * N_block + T_block * K).memory;
+        x_scratch = scratch + T_block * N_block;
+    }
+    for (int64_t t = 0; t < T; t += T_block) {
+        int64_t rows = mt_min(T_block, T - t);
+        mt_matrix x_block = mt_matrix_load(x_scratch, x, t * K, rows, K, K, dtype);
+        for (int64_t n = 0; n < N; n += N_block) {
+            int64_t columns = mt_min(N_block, N - n);
+            mt_matrix dy_block = mt_matrix_load(scratch, dy, t * N + n, rows, columns, N, dtype);
+            mt_matmul(dw + n * K, dy_block.data, x_block.data, columns, K, rows, K, dy_block.stride, K, MT_TRANSPOSED,
+                      MT_PLAIN, true);
+        }
+    }
+    if (dbias) mt_column_sums(dbias, dy, T, N, dtype);
+}
+
+double mt_cpu_matmul_rate(int64_t n) {
+    float *memory = mt_cpu_memory_alloc(3 * n * n * (int64_t)sizeof(float)), *a = memory, *b = a + n * n,
+          *c = b + n * n;
+    for (int64_t i = 0; i < 2 * n * n; i++) memory[i] = (float)(i % 7) - 3.0f;
+    double best = 1e30, begin = mt_time();
+    for (int64_t run = 0; run < 4 || (run < 20 && mt_time() - begin < 0.5); run++) {
+        double start = mt_time();
+        mt_matmul(c, a, b, n, n, n, n, n, n, MT_PLAIN, MT_PLAIN, false);
+        best = fmin(best, mt_time() - start);
+    }
+    mt_cpu_memory_free(memory);
+    return 2.0 * (double)n * (double)n * (double)n / best;
+}
+
+/* ==== §3c embedding and norms ==================================================================================== */
+
+static void mt_cpu_embedding_forward(void *out, const int32_t *ids, const void *w, int64_t T, int64_t C, int64_t first,
+                                     int64_t count, bool accumulate, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(2 * C);
+#pragma omp parallel for if (T * C > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch);
+        int64_t id = ids[t] - first;
+        bool held = id >= 0 && id < count;
+        if (accumulate && !held) continue;
+        float *row = mt_row_open(slice, out, t * C, dtype);
+        const float *before = accumulate ? mt_row_load(slice, out, t * C, C, dtype) : NULL;
+        const float *from = held ? mt_row_load(slice + C, w, id * C, C, dtype) : NULL;
+#pragma omp simd
+        for (int64_t c = 0; c < C; c++) row[c] = (before ? before[c] : 0.0f) + (from ? from[c] : 0.0f);
+        mt_row_close(out, t * C, row, C, dtype);
+    }
+}
+
+static void mt_cpu_embedding_backward(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
+                                      int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+#pragma omp parallel for if (T * C > MT_PARALLEL)
+    for (int64_t c = 0; c < C; c += MT_COLUMNS) { // by columns, so that one thread sees all tokens, in their order
+        float scratch[MT_COLUMNS];
+        int64_t width = mt_min(MT_COLUMNS, C - c);
+        for (int64_t t = 0; t < T; t++) {
+            int64_t id = ids[t] - first;
+            if (id < 0 || id >= count) continue;
+            const float *row = mt_row_load(scratch, dout, t * C + c, width, dtype);
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++) dw[id * C + c + i] += row[i];
+        }
+    }
+}
+
+static void mt_cpu_rmsnorm_forward(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H, int64_t C,
+                                   int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(3 * C);
+#pragma omp parallel for if (T * H * C > MT_PARALLEL)
+    for (int64_t r = 0; r < T * H; r++) {
+        int64_t t = r / H, h = r % H;
+        float *slice = mt_scratch_slice(scratch);
+        const float *in = mt_row_load(slice, x, t * x_stride + h * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
+        float *out = mt_row_open(slice + 2 * C, y, t * y_stride + h * C, dtype);
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t c = 0; c < C; c++) sum += in[c] * in[c];
+        float factor = 1.0f / sqrtf(sum / (float)C + eps);
+        rstd[r] = factor;
+#pragma omp simd
+        for (int64_t c = 0; c < C; c++) out[c] = in[c] * factor * weight[c];
+        mt_row_close(y, t * y_stride + h * C, out, C, dtype);
+    }
+}
+
+/* dw[C] += sum over rows of dy normalized, and db[C] += that of dy (db may be NULL), where normalized is
+ * (x - mean) rstd; mean may be NULL. By columns, so that each sum has one order. */
+static void mt_norm_backward_weight(float *dw, float *db, const void *dy, const void *x, const float *mean,
+                                    const float *rstd, int64_t T, int64_t H, int64_t C, int64_t dy_stride,
+                                    int64_t x_stride, mt_dtype dtype) {
+#pragma omp parallel for if (T * H * C > MT_PARALLEL)
+    for (int64_t c = 0; c < C; c += MT_COLUMNS) {
+        float dy_scratch[MT_COLUMNS], x_scratch[MT_COLUMNS], w_sums[MT_COLUMNS] = {0}, b_sums[MT_COLUMNS] = {0};
+        int64_t width = mt_min(MT_COLUMNS, C - c);
+        for (int64_t r = 0; r < T * H; r++) {
+            int64_t t = r / H, h = r % H;
+            const float *d = mt_row_load(dy_scratch, dy, t * dy_stride + h * C + c, width, dtype);
+            const float *in = mt_row_load(x_scratch, x, t * x_stride + h * C + c, width, dtype);
+            float center = mean ? mean[r] : 0.0f, factor = rstd[r];
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++) {
+                w_sums[i] += d[i] * (in[i] - center) * factor;
+                b_sums[i] += d[i];
+            }
+        }
+        for (int64_t i = 0; i < width; i++) dw[c + i] += w_sums[i];
+        for (int64_t i = 0; i < width && db; i++) db[c + i] += b_sums[i];
+    }
+}
+
+/* With n = x rstd and g = dy w, dx = rstd (g - n mean(g n)). */
+static void mt_cpu_rmsnorm_backward(void *dx, float *dw, const void *dy, const void *dresidual, const void *x,
+                                    const void *w, const float *rstd, int64_t T, int64_t H, int64_t C,
+                                    int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype,
+                                    mt_stream *stream) {
+    (void)stream;
+    mt_norm_backward_weight(dw, NULL, dy, x, NULL, rstd, T, H, C, dy_stride, x_stride, dtype);
+    mt_scratch scratch = mt_scratch_reserve(5 * C);
+#pragma omp parallel for if (T * H * C > MT_PARALLEL)
+    for (int64_t r = 0; r < T * H; r++) {
+        int64_t t = r / H, h = r % H;
+        float *slice = mt_scratch_slice(scratch);
+        const float *in = mt_row_load(slice, x, t * x_stride + h * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
+        const float *d = mt_row_load(slice + 2 * C, dy, t * dy_stride + h * C, C, dtype);
+        const float *residual = NULL;
+        if (dresidual) residual = mt_row_load(slice + 3 * C, dresidual, t * dx_stride + h * C, C, dtype);
+        float *out = mt_row_open(slice + 4 * C, dx, t * dx_stride + h * C, dtype);
+        float sum = 0, factor = rstd[r];
+#pragma omp simd reduction(+ : sum)
+        for (int64_t c = 0; c < C; c++) sum += d[c] * weight[c] * in[c];
+        float projection = sum * factor * factor / (float)C;
+#pragma omp simd
+        for (int64_t c = 0; c < C; c++)
+            out[c] = (residual ? residual[c] : 0.0f) + factor * (d[c] * weight[c] - in[c] * projection);
+        mt_row_close(dx, t * dx_stride + h * C, out, C, dtype);
+    }
+}
+
+static void mt_cpu_layernorm_forward(void *y, float *mean, float *rstd, const void *x, const void *w, const void *b,
+                                     int64_t T, int64_t C, float eps, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(4 * C);
+#pragma omp parallel for if (T * C > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch);
+        const float *in = mt_row_load(slice, x, t * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
+        const float *bias = mt_row_load(slice + 2 * C, b, 0, C, dtype);
+        float *out = mt_row_open(slice + 3 * C, y, t * C, dtype);
+        float sum = 0, squares = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t c = 0; c < C; c++) sum += in[c];
+        float center = sum / (float)C;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t c = 0; c < C; c++) squares += (in[c] - center) * (in[c] - center);
+        float factor = 1.0f / sqrtf(squares / (float)C + eps);
+        mean[t] = center;
+        rstd[t] = factor;
+#pragma omp simd
+        for (int64_t c = 0; c < C; c++) out[c] = (in[c] - center) * factor * weight[c] + bias[c];
+        mt_row_close(y, t * C, out, C, dtype);
+    }
+}
+
+/* With n = (x - mean) rstd and g = dy w, dx = rstd (g - mean(g) - n mean(g n)). */
+static void mt_cpu_layernorm_backward(void *dx, float *dw, float *db, const void *dy, const void *dresidual,
+                                      const void *x, const void *w, const float *mean, const float *rstd, int64_t T,
+                                      int64_t C, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_norm_backward_weight(dw, db, dy, x, mean, rstd, T, 1, C, C, C, dtype);
+    mt_scratch scratch = mt_scratch_reserve(5 * C);
+#pragma omp parallel for if (T * C > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch);
+        const float *in = mt_row_load(slice, x, t * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
+        const float *d = mt_row_load(slice + 2 * C, dy, t * C, C, dtype);
+        const float *residual = dresidual ? mt_row_load(slice + 3 * C, dresidual, t * C, C, dtype) : NULL;
+        float *out = mt_row_open(slice + 4 * C, dx, t * C, dtype);
+        float center = mean[t], factor = rstd[t], sum = 0, projection = 0;
+#pragma omp simd reduction(+ : sum, projection)
+        for (int64_t c = 0; c < C; c++) {
+            sum += d[c] * weight[c];
+            projection += d[c] * weight[c] * (in[c] - center);
+        }
+        sum /= (float)C;
+        projection *= factor * factor / (float)C;
+#pragma omp simd
+        for (int64_t c = 0; c < C; c++)
+            out[c] =
+                (residual ? residual[c] : 0.0f) + factor * (d[c] * weight[c] - sum - (in[c] - center) * projection);
+        mt_row_close(dx, t * C, out, C, dtype);
+    }
+}
+
+/* ==== §3d rotary positions ======================================================================================= */
+
+/* Turns by the angle, or back when direction is -1. */
+static void mt_rope_turn(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
+                         float direction, int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride,
+                         int64_t x_stride, bool interleaved, mt_dtype dtype) {
+    int64_t half = R / 2, step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
+    mt_scratch scratch = mt_scratch_reserve(2 * D);
+#pragma omp parallel for if (T * H * D > MT_PARALLEL)
+    for (int64_t r = 0; r < T * H; r++) {
+        int64_t t = r / H, h = r % H;
+        float *slice = mt_scratch_slice(scratch);
+        const float *in = mt_row_load(slice, x, t * x_stride + h * D, D, dtype);
+        float *out = mt_row_open(slice + D, y, t * y_stride + h * D, dtype);
+        const float *token_cos = cos + positions[t] * half, *token_sin = sin + positions[t] * half;
+#pragma omp simd
+        for (int64_t i = 0; i < half; i++) {
+            float a = in[i * step], b = in[i * step + partner], s = direction * token_sin[i];
+            out[i * step] = a * token_cos[i] - b * s;
+            out[i * step + partner] = b * token_cos[i] + a * s;
+        }
+        for (int64_t i = R; i < D; i++) out[i] = in[i];
+        mt_row_close(y, t * y_stride + h * D, out, D, dtype);
+    }
+}
+
+static void mt_cpu_rope_forward(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
+                                int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
+                                bool interleaved, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_rope_turn(y, x, cos, sin, positions, 1.0f, T, H, D, R, y_stride, x_stride, interleaved, dtype);
+}
+
+static void mt_cpu_rope_backward(void *dx, const void *dy, const float *cos, const float *sin, const int32_t *positions,
+                                 int64_t T, int64_t H, int64_t D, int64_t R, int64_t dx_stride, int64_t dy_stride,
+                                 bool interleaved, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_rope_turn(dx, dy, cos, sin, positions, -1.0f, T, H, D, R, dx_stride, dy_stride, interleaved, dtype);
+}
+
+/* ==== §3e attention ============================================================================================== */
+/* Blocks of queries by blocks of keys, so that the scores of a long sequence are never held whole. The forward keeps a
+ * running maximum and sum a query; the backward recomputes the probabilities from the saved lse. It runs in two halves,
+ * so that each output has one owner: a task of the first owns rows of dq, a task of the second rows of dk and dv. */
+
+enum { MT_QUERIES = 64, MT_KEYS = 128 };
+
+/* What every function below works on: the operands, and of them one head of one span. */
+typedef struct mt_attention_task {
+    const void *q, *k, *v, *out, *dout;
+    float *lse, *row_dot; // [Tq, H]
+    const mt_attention *shape;
+    const mt_span *span;
+    int64_t head;
+    mt_dtype dtype;
+} mt_attention_task;
+
+/* Factors of dropout, 0 or 1 / (1 - p), for the coordinates (low, high + first ... first + n - 1): four neighbours
+ * share one Philox counter, (low, high | index / 4), and take a word each. */
+static void mt_dropout_factors(float *factors, int64_t n, const mt_dropout *dropout, uint64_t low, uint64_t high,
+                               int64_t first) {
+    uint64_t threshold = (uint64_t)(dropout->p * 4294967296.0);
+    float kept = dropout->p < 1 ? (float)(1.0 / (1.0 - dropout->p)) : 0.0f;
+    uint32_t words[4];
+    for (int64_t i = 0; i < n; i++) {
+        int64_t index = first + i;
+        if (i == 0 || index % 4 == 0) mt_philox(words, dropout->key, low, high | (uint64_t)(index / 4));
+        factors[i] = words[index % 4] >= threshold ? kept : 0.0f;
+    }
+}
+
+/* Multiplies the probabilities p[rows, columns] of queries i0... and keys j0... by their dropout: query q_index at
+ * (q_index, head << 48 | k_index / 4), word k_index % 4. */
+static void mt_attention_dropout(float *p, const mt_attention_task *task, int64_t i0, int64_t j0, int64_t rows,
+                                 int64_t columns) {
+    const mt_attention *shape = task->shape;
+    const int64_t *q_index = shape->q_index + task->span->q_start + i0;
+    const int64_t *k_index = shape->k_index + task->span->k_start + j0;
+    uint64_t high = (uint64_t)(shape->first_head + task->head) << 48;
+    for (int64_t j = 0, run; j < columns; j += run) {
+        float factors[MT_KEYS];
+        for (run = 1; j + run < columns && k_index[j + run] == k_index[j] + run;) run++; // neighbours share counters
+        for (int64_t i = 0; i < rows; i++) {
+            mt_dropout_factors(factors, run, &shape->dropout, (uint64_t)q_index[i], high, k_index[j]);
+            for (int64_t r = 0; r < run; r++) p[i * columns + j + r] *= factors[r];
+        }
+    }
+}
+
+/* The keys [*begin, *end) of the span that query i sees. */
+static void mt_span_keys(const mt_span *span, int64_t window, int64_t i, int64_t *begin, int64_t *end) {
+    int64_t last = i + span->k_len - span->q_len;
+    *begin = window > 0 ? mt_max(0, last - window + 1) : 0;
+    *end = span->causal ? mt_max(0, mt_min(span->k_len, last + 1)) : span->k_len;
+    if (*begin > *end) *begin = *end;
+}
+
+/* The queries [*begin, *end) of the span of which any may see a key in [j0, j1). */
+static void mt_span_queries(const mt_span *span, int64_t window, int64_t j0, int64_t j1, int64_t *begin, int64_t *end) {
+    int64_t shift = span->k_len - span->q_len;
+    *begin = span->causal ? mt_max(0, j0 - shift) : 0;
+    *end = window > 0 ? mt_min(span->q_len, j1 - 1 - shift + window) : span->q_len;
+}
+
+/* Most queries and most key rows of any span, the end of all key rows, and the products of queries and keys. */
+typedef struct mt_spans_extent {
+    int64_t max_queries, key_rows, products;
+} mt_spans_extent;
+
+static mt_spans_extent mt_spans_measure(const mt_spans *spans) {
+    mt_spans_extent extent = {0};
+    for (int64_t s = 0; s < spans->count; s++) {
+        const mt_span *span = &spans->host[s];
+        extent.max_queries = mt_max(extent.max_queries, span->q_len);
+        extent.key_rows = mt_max(extent.key_rows, span->k_start + span->k_len);
+        extent.products += span->q_len * span->k_len;
+    }
+    return extent;
+}
+
+/* The blocks of q, k, v of a task's head as floats. */
+static mt_matrix mt_attention_load_q(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
+    const mt_attention *shape = task->shape;
+    int64_t offset = (task->span->q_start + i0) * shape->q_stride + task->head * shape->head_size;
+    return mt_matrix_load(scratch, task->q, offset, rows, shape->head_size, shape->q_stride, task->dtype);
+}
+
+static mt_matrix mt_attention_load_dout(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
+    const mt_attention *shape = task->shape;
+    int64_t offset = (task->span->q_start + i0) * shape->out_stride + task->head * shape->value_size;
+    return mt_matrix_load(scratch, task->dout, offset, rows, shape->value_size, shape->out_stride, task->dtype);
+}
+
+static mt_matrix mt_attention_load_k(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
+    const mt_attention *shape = task->shape;
+    int64_t group = task->head / (shape->num_heads / shape->num_groups);
+    int64_t offset = (task->span->k_start + j0) * shape->k_stride + group * shape->head_size;
+    return mt_matrix_load(scratch, task->k, offset, columns, shape->head_size, shape->k_stride, task->dtype);
+}
+
+static mt_matrix mt_attention_load_v(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
+    const mt_attention *shape = task->shape;
+    int64_t group = task->head / (shape->num_heads / shape->num_groups);
+    int64_t offset = (task->span->k_start + j0) * shape->v_stride + group * shape->value_size;
+    return mt_matrix_load(scratch, task->v, offset, columns, shape->value_size, shape->v_stride, task->dtype);
+}
+
+/* Turns a query's scores p[columns], of which it sees [begin, end), into exp(scale score - max) for the greater of the
+ * running max and theirs, and adds them to the running sum. Returns what to multiply by all that was summed before. */
+static float mt_softmax_running(float *p, int64_t columns, int64_t begin, int64_t end, float scale, float *max,
+                                float *sum) {
+    float before = *max, top, total = 0;
+    begin = mt_max(0, mt_min(begin, columns));
+    end = mt_max(begin, mt_min(end, columns));
+#pragma omp simd
+    for (int64_t j = begin; j < end; j++) p[j] *= scale;
+    top = mt_row_max(p + begin, end - begin);
+    top = top > before ? top : before;
+    for (int64_t j = 0; j < begin; j++) p[j] = 0;
+#pragma omp simd reduction(+ : total)
+    for (int64_t j = begin; j < end; j++) {
+        p[j] = mt_exp(p[j] - top);
+        total += p[j];
+    }
+    for (int64_t j = end; j < columns; j++) p[j] = 0;
+    float factor = before == -INFINITY ? 0.0f : mt_exp(before - top);
+    *max = top;
+    *sum = *sum * factor + total;
+    return factor;
+}
+
+/* One block of queries of one head: all of its keys, block by block. */
+static void mt_attention_forward_block(void *out, const mt_attention_task *task, int64_t i0, float *scratch) {
+    const mt_attention *shape = task->shape;
+    const mt_span *span = task->span;
+    int64_t D = shape->head_size, Dv = shape->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
+    float max[MT_QUERIES], sum[MT_QUERIES];
+    float *sums = scratch, *p = sums + MT_QUERIES * Dv, *q_scratch = p + MT_QUERIES * MT_KEYS;
+    float *k_scratch = q_scratch + MT_QUERIES * D, *v_scratch = k_scratch + MT_KEYS * D;
+    for (int64_t i = 0; i < rows; i++) max[i] = -INFINITY, sum[i] = 0;
+    memset(sums, 0, (size_t)(rows * Dv) * sizeof *sums);
+    mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
+    int64_t first, last, begin, end;
+    mt_span_keys(span, shape->window, i0, &first, &end);
+    mt_span_keys(span, shape->window, i0 + rows - 1, &begin, &last);
+    for (int64_t j0 = first; j0 < last; j0 += MT_KEYS) {
+        int64_t columns = mt_min(MT_KEYS, last - j0);
+        mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
+        mt_matrix v = mt_attention_load_v(v_scratch, task, j0, columns);
+        mt_matmul(p, q.data, k.data, rows, columns, D, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED, false);
+        for (int64_t i = 0; i < rows; i++) {
+            mt_span_keys(span, shape->window, i0 + i, &begin, &end);
+            float factor =
+                mt_softmax_running(p + i * columns, columns, begin - j0, end - j0, shape->scale, &max[i], &sum[i]);
+            for (int64_t c = 0; c < Dv && factor != 1.0f; c++) sums[i * Dv + c] *= factor;
+        }
+        if (shape->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
+        mt_matmul(sums, p, v.data, rows, Dv, columns, Dv, columns, v.stride, MT_PLAIN, MT_PLAIN, true);
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        int64_t row = span->q_start + i0 + i, offset = row * shape->out_stride + task->head * Dv;
+        float *target = mt_row_open(p, out, offset, task->dtype);
+        for (int64_t c = 0; c < Dv; c++) target[c] = sum[i] > 0 ? sums[i * Dv + c] / sum[i] : 0.0f;
+        mt_row_close(out, offset, target, Dv, task->dtype);
+        task->lse[row * shape->num_heads + task->head] = max[i] + logf(sum[i]);
+    }
+}
+
+static void mt_cpu_attention_forward(void *out, float *lse, const void *q, const void *k, const void *v,
+                                     const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
+                                     mt_stream *stream) {
+    (void)stream;
+    int64_t D = shape->head_size, Dv = shape->value_size, heads = shape->num_heads;
+    mt_spans_extent extent = mt_spans_measure(spans);
+    int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
+    mt_scratch scratch =
+        mt_scratch_reserve(MT_QUERIES * (D + Dv) + MT_KEYS * (D + Dv) + MT_QUERIES * mt_max(MT_KEYS, Dv));
+#pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
+    for (int64_t s = 0; s < spans->count; s++)
+        for (int64_t head = 0; head < heads; head++)
+            for (int64_t block = 0; block < blocks; block++) {
+                const mt_span *span = &spans->host[s];
+                if (block * MT_QUERIES >= span->q_len) continue;
+                mt_attention_task task = {
+                    .q = q, .k = k, .v = v, .lse = lse, .shape = shape, .span = span, .head = head, .dtype = dtype};
+                mt_attention_forward_block(out, &task, block * MT_QUERIES, mt_scratch_slice(scratch));
+            }
+}
+
+/* For queries i0... and keys j0... of a task's head: ds[rows, columns], the gradient of scale q k^T, times scale, and
+ * p[rows, columns], the probabilities after dropout, with which v was multiplied. */
+static void mt_attention_backward_scores(float *p, float *ds, const mt_attention_task *task, mt_matrix q, mt_matrix k,
+                                         mt_matrix v, mt_matrix dout, int64_t i0, int64_t j0, int64_t rows,
+                                         int64_t columns) {
+    const mt_attention *shape = task->shape;
+    const mt_span *span = task->span;
+    mt_matmul(p, q.data, k.data, rows, columns, shape->head_size, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED,
+              false);
+    mt_matmul(ds, dout.data, v.data, rows, columns, shape->value_size, columns, dout.stride, v.stride, MT_PLAIN,
+              MT_TRANSPOSED, false);
+    if (shape->dropout.p > 0) mt_attention_dropout(ds, task, i0, j0, rows, columns);
+    for (int64_t i = 0; i < rows; i++) {
+        int64_t begin, end, row = (span->q_start + i0 + i) * shape->num_heads + task->head;
+        float *p_row = p + i * columns, *ds_row = ds + i * columns, lse = task->lse[row], dot = task->row_dot[row];
+        mt_span_keys(span, shape->window, i0 + i, &begin, &end);
+        begin = mt_max(0, mt_min(begin - j0, columns));
+        end = mt_max(begin, mt_min(end - j0, columns));
+        for (int64_t j = 0; j < begin; j++) p_row[j] = ds_row[j] = 0;
+#pragma omp simd
+        for (int64_t j = begin; j < end; j++) {
+            p_row[j] = mt_exp(p_row[j] * shape->scale - lse);
+            ds_row[j] = p_row[j] * (ds_row[j] - dot) * shape->scale;
+        }
+        for (int64_t j = end; j < columns; j++) p_row[j] = ds_row[j] = 0;
+    }
+    if (shape->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
+}
+
+/* row_dot = sum(out dout) of a block of queries: what the softmax's gradient subtracts. */
+static void mt_attention_row_dot(const mt_attention_task *task, mt_matrix dout, int64_t i0, int64_t rows,
+                                 float *scratch) {
+    const mt_attention *shape = task->shape;
+    for (int64_t i = 0; i < rows; i++) {
+        int64_t row = task->span->q_start + i0 + i, offset = row * shape->out_stride + task->head * shape->value_size;
+        const float *out = mt_row_load(scratch, task->out, offset, shape->value_size, task->dtype);
+        const float *d = dout.data + i * dout.stride;
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t c = 0; c < shape->value_size; c++) sum += out[c] * d[c];
+        task->row_dot[row * shape->num_heads + task->head] = sum;
+    }
+}
+
+/* First half: dq of one block of queries of one head, and their row_dot. */
+static void mt_attention_backward_queries(void *dq, const mt_attention_task *task, int64_t i0, float *scratch) {
+    const mt_attention *shape = task->shape;
+    const mt_span *span = task->span;
+    int64_t D = shape->head_size, Dv = shape->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
+    float *sums = scratch, *p = sums + MT_QUERIES * D, *ds = p + MT_QUERIES * MT_KEYS;
+    float *q_scratch = ds + MT_QUERIES * MT_KEYS, *dout_scratch = q_scratch + MT_QUERIES * D;
+    float *k_scratch = dout_scratch + MT_QUERIES * Dv, *v_scratch = k_scratch + MT_KEYS * D;
+    mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
+    mt_matrix dout = mt_attention_load_dout(dout_scratch, task, i0, rows);
+    mt_attention_row_dot(task, dout, i0, rows, v_scratch);
+    memset(sums, 0, (size_t)(rows * D) * sizeof *sums);
+    int64_t first, last, ignored;
+    mt_span_keys(span, shape->window, i0, &first, &ignored);
+    mt_span_keys(span, shape->window, i0 + rows - 1, &ignored, &last);
+    for (int64_t j0 = first; j0 < last; j0 += MT_KEYS) {
+        int64_t columns = mt_min(MT_KEYS, last - j0);
+        mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
+        mt_matrix v = mt_attention_load_v(v_scratch, task, j0, columns);
+        mt_attention_backward_scores(p, ds, task, q, k, v, dout, i0, j0, rows, columns);
+        mt_matmul(sums, ds, k.data, rows, D, columns, D, columns, k.stride, MT_PLAIN, MT_PLAIN, true);
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        int64_t offset = (span->q_start + i0 + i) * shape->q_stride + task->head * D;
+        float *row = mt_row_open(sums + i * D, dq, offset, task->dtype);
+        if (task->dtype == MT_F32) memcpy(row, sums + i * D, (size_t)D * sizeof *row);
+        mt_row_close(dq, offset, row, D, task->dtype);
+    }
+}
+
+/* Adds to dk_sums[columns, D] and dv_sums[columns, Dv] what the queries of one span and head give its keys j0... */
+static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_attention_task *task, int64_t j0,
+                                       int64_t columns, float *scratch) {
+    const mt_attention *shape = task->shape;
+    int64_t D = shape->head_size, Dv = shape->value_size, begin, end;
+    float *p = scratch, *ds = p + MT_QUERIES * MT_KEYS, *q_scratch = ds + MT_QUERIES * MT_KEYS;
+    float *dout_scratch = q_scratch + MT_QUERIES * D, *k_scratch = dout_scratch + MT_QUERIES * Dv;
+    mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
+    mt_matrix v = mt_attention_load_v(k_scratch + MT_KEYS * D, task, j0, columns);
+    mt_span_queries(task->span, shape->window, j0, j0 + columns, &begin, &end);
+    for (int64_t i0 = begin; i0 < end; i0 += MT_QUERIES) {
+        int64_t rows = mt_min(MT_QUERIES, end - i0);
+        mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
+        mt_matrix dout = mt_attention_load_dout(dout_scratch, task, i0, rows);
+        mt_attention_backward_scores(p, ds, task, q, k, v, dout, i0, j0, rows, columns);
+        mt_matmul(dv_sums, p, dout.data, columns, Dv, rows, Dv, columns, dout.stride, MT_TRANSPOSED, MT_PLAIN, true);
+        mt_matmul(dk_sums, ds, q.data, columns, D, rows, D, columns, q.stride, MT_TRANSPOSED, MT_PLAIN, true);
+    }
+}
+
+/* Second half: dk and dv of the key rows [k0, k0 + MT_KEYS) of one group, over every span that has some of them and
+ * every head of the group, in order. Rows in no span stay as they are. */
+static void mt_attention_backward_group(void *dk, void *dv, mt_attention_task *task, const mt_spans *spans,
+                                        int64_t group, int64_t k0, float *scratch) {
+    const mt_attention *shape = task->shape;
+    int64_t D = shape->head_size, Dv = shape->value_size, heads = shape->num_heads / shape->num_groups;
+    float *dk_sums = scratch, *dv_sums = dk_sums + MT_KEYS * D;
+    bool covered[MT_KEYS] = {false};
+    memset(scratch, 0, (size_t)(MT_KEYS * (D + Dv)) * sizeof *scratch);
+    for (int64_t s = 0; s < spans->count; s++) {
+        const mt_span *span = task->span = &spans->host[s];
+        int64_t begin = mt_max(k0, span->k_start), end = mt_min(k0 + MT_KEYS, span->k_start + span->k_len);
+        if (begin >= end) continue;
+        for (int64_t j = begin; j < end; j++) covered[j - k0] = true;
+        for (task->head = group * heads; task->head < (group + 1) * heads; task->head++)
+            mt_attention_backward_keys(dk_sums + (begin - k0) * D, dv_sums + (begin - k0) * Dv, task,
+                                       begin - span->k_start, end - begin, dv_sums + MT_KEYS * Dv);
+    }
+    for (int64_t j = 0; j < MT_KEYS; j++) {
+        if (!covered[j]) continue;
+        int64_t k_offset = (k0 + j) * shape->k_stride + group * D, v_offset = (k0 + j) * shape->v_stride + group * Dv;
+        if (task->dtype == MT_F32) {
+            memcpy((float *)dk + k_offset, dk_sums + j * D, (size_t)D * sizeof(float));
+            memcpy((float *)dv + v_offset, dv_sums + j * Dv, (size_t)Dv * sizeof(float));
+        }
+        mt_row_close(dk, k_offset, dk_sums + j * D, D, task->dtype);
+        mt_row_close(dv, v_offset, dv_sums + j * Dv, Dv, task->dtype);
+    }
+}
+
+static void mt_cpu_attention_backward(void *dq, void *dk, void *dv, float *row_dot, const void *dout, const void *q,
+                                      const void *k, const void *v, const void *out, const float *lse,
+                                      const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
+                                      mt_stream *stream) {
+    (void)stream;
+    int64_t D = shape->head_size, Dv = shape->value_size, heads = shape->num_heads;
+    mt_spans_extent extent = mt_spans_measure(spans);
+    int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
+    mt_attention_task all = {.q = q,
+                             .k = k,
+                             .v = v,
+                             .out = out,
+                             .dout = dout,
+                             .lse = (float *)lse,
+                             .row_dot = row_dot,
+                             .shape = shape,
+                             .dtype = dtype};
+    mt_scratch scratch = mt_scratch_reserve((2 * MT_QUERIES + 2 * MT_KEYS) * (D + Dv) + 2 * MT_QUERIES * MT_KEYS);
+#pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
+    for (int64_t s = 0; s < spans->count; s++)
+        for (int64_t head = 0; head < heads; head++)
+            for (int64_t block = 0; block < blocks; block++) {
+                mt_attention_task task = all;
+                task.span = &spans->host[s];
+                task.head = head;
+                if (block * MT_QUERIES >= task.span->q_len) continue;
+                mt_attention_backward_queries(dq, &task, block * MT_QUERIES, mt_scratch_slice(scratch));
+            }
+#pragma omp parallel for collapse(2) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
+    for (int64_t k0 = 0; k0 < extent.key_rows; k0 += MT_KEYS)
+        for (int64_t group = 0; group < shape->num_groups; group++) {
+            mt_attention_task task = all;
+            mt_attention_backward_group(dk, dv, &task, spans, group, k0, mt_scratch_slice(scratch));
+        }
+}
+
+/* ==== §3f activations, residual stream, rows ===================================================================== */
+
+/* 1 / (1 + exp(-x)) */
+static inline float mt_sigmoid(float x) {
+    return 1.0f / (1.0f + mt_exp(-x));
+}
+
+/* The normal distribution function, erfc(-x / sqrt(2)) / 2, by the Chebyshev fit of Press et al., "Numerical recipes"
+ * (erfcc), of relative error under 1.2e-7. */
+static inline float mt_normal_cdf(float x) {
+    float z = fabsf(x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
+    float p = 0.17087277f;
+    p = p * t - 0.82215223f;
+    p = p * t + 1.48851587f;
+    p = p * t - 1.13520398f;
+    p = p * t + 0.27886807f;
+    p = p * t - 0.18628806f;
+    p = p * t + 0.09678418f;
+    p = p * t + 0.37409196f;
+    p = p * t + 1.00002368f;
+    float tail = 0.5f * t * mt_exp(-z * z - 1.26551223f + t * p);
+    return x < 0 ? tail : 1.0f - tail;
+}
+
+/* gelu(x) = x cdf(x). The approximation (1 + tanh(u)) / 2 of cdf is sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+ */
+static inline float mt_gelu_u2(float x) {
+    return 1.59576912f * (x + 0.044715f * x * x * x);
+}
+
+static void mt_cpu_gelu_forward(void *y, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype,
+                                mt_stream *stream) {
+    (void)stream;
+#pragma omp parallel for if (n > MT_PARALLEL)
+    for (int64_t block = 0; block < n; block += MT_BLOCK) {
+        float x_scratch[MT_BLOCK], y_scratch[MT_BLOCK];
+        int64_t count = mt_min(MT_BLOCK, n - block);
+        const float *in = mt_row_load(x_scratch, x, block, count, dtype);
+        float *out = mt_row_open(y_scratch, y, block, dtype);
+        if (tanh_approximation) {
+#pragma omp simd
+            for (int64_t i = 0; i < count; i++) out[i] = in[i] * mt_sigmoid(mt_gelu_u2(in[i]));
+        } else {
+#pragma omp simd
+            for (int64_t i = 0; i < count; i++) out[i] = in[i] * mt_normal_cdf(in[i]);
+        }
+        mt_row_close(y, block, out, count, dtype);
+    }
+}
+
+/* d(x cdf(x)) = cdf(x) + x density(x); for the approximation, with s = sigmoid(2 u), s + x s (1 - s) 2 u'. */
+static void mt_cpu_gelu_backward(void *dx, const void *dy, const void *x, int64_t n, bool tanh_approximation,
+                                 mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+#pragma omp parallel for if (n > MT_PARALLEL)
+    for (int64_t block = 0; block < n; block += MT_BLOCK) {
+        float x_scratch[MT_BLOCK], dy_scratch[MT_BLOCK], dx_scratch[MT_BLOCK];
+        int64_t count = mt_min(MT_BLOCK, n - block);
+        const float *in = mt_row_load(x_scratch, x, block, count, dtype);
+        const float *d = mt_row_load(dy_scratch, dy, block, count, dtype);
+        float *out = mt_row_open(dx_scratch, dx, block, dtype);
+        if (tanh_approximation) {
+#pragma omp simd
+            for (int64_t i = 0; i < count; i++) {
+                float s = mt_sigmoid(mt_gelu_u2(in[i]));
+                float slope = 1.59576912f * (1.0f + 3.0f * 0.044715f * in[i] * in[i]);
+                out[i] = d[i] * (s + in[i] * s * (1.0f - s) * slope);
+            }
+        } else {
+#pragma omp simd
+            for (int64_t i = 0; i < count; i++) {
+                float density = 0.39894228f * mt_exp(-0.5f * in[i] * in[i]);
+                out[i] = d[i] * (mt_normal_cdf(in[i]) + in[i] * density);
+            }
+        }
+        mt_row_close(dx, block, out, count, dtype);
+    }
+}
+
+static void mt_cpu_swiglu_forward(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
+                                  mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(3 * F);
+#pragma omp parallel for if (T * F > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch);
+        const float *gate = mt_row_load(slice, gate_up, t * 2 * F, F, dtype);
+        const float *up = mt_row_load(slice + F, gate_up, t * 2 * F + F, F, dtype);
+        float *out = mt_row_open(slice + 2 * F, y, t * F, dtype);
+#pragma omp simd
+        for (int64_t f = 0; f < F; f++) out[f] = gate[f] * mt_sigmoid(gate[f]) * up[f];
+        mt_row_close(y, t * F, out, F, dtype);
+    }
+}
+
+/* With s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s)). */
+static void mt_cpu_swiglu_backward(void *dgate_up, const void *dy, const void *gate_up, int64_t T, int64_t F,
+                                   mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(5 * F);
+#pragma omp parallel for if (T * F > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch);
+        const float *gate = mt_row_load(slice, gate_up, t * 2 * F, F, dtype);
+        const float *up = mt_row_load(slice + F, gate_up, t * 2 * F + F, F, dtype);
+        const float *d = mt_row_load(slice + 2 * F, dy, t * F, F, dtype);
+        float *dgate = mt_row_open(slice + 3 * F, dgate_up, t * 2 * F, dtype);
+        float *dup = mt_row_open(slice + 4 * F, dgate_up, t * 2 * F + F, dtype);
+#pragma omp simd
+        for (int64_t f = 0; f < F; f++) {
+            float g = gate[f], u = up[f], s = mt_sigmoid(g);
+            dgate[f] = d[f] * u * s * (1.0f + g * (1.0f - s));
+            dup[f] = d[f] * g * s;
+        }
+        mt_row_close(dgate_up, t * 2 * F, dgate, F, dtype);
+        mt_row_close(dgate_up, t * 2 * F + F, dup, F, dtype);
+    }
+}
+
+static void mt_cpu_dropout_add_forward(void *out, const void *x, const void *residual, const int64_t *token_index,
+                                       int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,
+                                       mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(4 * C);
+#pragma omp parallel for if (T * C > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch), *factors = slice + 3 * C;
+        const float *in = mt_row_load(slice, x, t * C, C, dtype);
+        const float *add = residual ? mt_row_load(slice + C, residual, t * C, C, dtype) : NULL;
+        float *row = mt_row_open(slice + 2 * C, out, t * C, dtype);
+        bool drop = dropout->p > 0;
+        if (drop) mt_dropout_factors(factors, C, dropout, (uint64_t)token_index[t], 0, first_channel);
+#pragma omp simd
+        for (int64_t c = 0; c < C; c++) row[c] = (add ? add[c] : 0.0f) + (drop ? in[c] * factors[c] : in[c]);
+        mt_row_close(out, t * C, row, C, dtype);
+    }
+}
+
+static void mt_cpu_dropout_add_backward(void *dx, const void *dout, const int64_t *token_index, int64_t T, int64_t C,
+                                        int64_t first_channel, const mt_dropout *dropout, mt_dtype dtype,
+                                        mt_stream *stream) {
+    mt_cpu_dropout_add_forward(dx, dout, NULL, token_index, T, C, first_channel, dropout, dtype, stream);
+}
+
+static void mt_cpu_scatter_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
+                                int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    int64_t size = mt_dtype_size(dtype);
+#pragma omp parallel for if (T * width > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++)
+        memcpy((char *)to + rows[t] * to_stride * size, (const char *)from + t * from_stride * size,
+               (size_t)(width * size));
+}
+
+static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
+                               int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    int64_t size = mt_dtype_size(dtype);
+#pragma omp parallel for if (T * width > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++)
+        memcpy((char *)to + t * to_stride * size, (const char *)from + rows[t] * from_stride * size,
+               (size_t)(width * size));
+}
+
+/* ==== §3g cross-entropy ========================================================================================== */
+
+static void mt_cpu_cross_entropy_forward(float *row_max, float *row_sum, float *row_target, float *row_weighted,
+                                         const void *logits, const int32_t *labels, int64_t T, int64_t stride,
+                                         int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(count);
+#pragma omp parallel for if (T * count > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        const float *x = mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype);
+        float max = mt_row_max(x, count);
+        double sum = 0, weighted = 0;
+        for (int64_t block = 0; block < count; block += MT_BLOCK) {
+            float block_sum = 0, block_weighted = 0;
+#pragma omp simd reduction(+ : block_sum, block_weighted)
+            for (int64_t i = block; i < mt_min(block + MT_BLOCK, count); i++) {
+                float e = mt_exp(x[i] - max);
+                block_sum += e;
+                block_weighted += e > 0 ? e * x[i] : 0.0f; // a logit of -inf weighs nothing
+            }
+            sum += block_sum;
+            weighted += block_weighted;
+        }
+        int64_t label = labels[t] - first;
+        row_max[t] = max;
+        row_sum[t] = (float)sum;
+        row_target[t] = label >= 0 && label < count ? x[label] : 0.0f;
+        if (row_weighted) row_weighted[t] = (float)weighted;
+    }
+}
+
+static void mt_cpu_cross_entropy_loss(float *loss, float *entropy, float *lse, const float *row_max,
+                                      const float *row_sum, const float *row_target, const float *row_weighted,
+                                      int64_t T, mt_stream *stream) {
+    (void)stream;
+    for (int64_t t = 0; t < T; t++) {
+        double log_sum = (double)row_max[t] + log((double)row_sum[t]);
+        lse[t] = (float)log_sum;
+        loss[t] = (float)(log_sum - (double)row_target[t]);
+        if (entropy) entropy[t] = (float)(log_sum - (double)row_weighted[t] / (double)row_sum[t]);
+    }
+}
+
+static void mt_cpu_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
+                                          const float *dloss, int64_t T, int64_t stride, int64_t first, int64_t count,
+                                          mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(count + stride);
+#pragma omp parallel for if (T * count > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch);
+        const float *x = mt_row_load(slice, logits, t * stride, count, dtype);
+        float *d = mt_row_open(slice + count, dlogits, t * stride, dtype), log_sum = lse[t], scale = dloss[t];
+        int64_t label = labels[t] - first;
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++) d[i] = mt_exp(x[i] - log_sum) * scale;
+        if (label >= 0 && label < count) d[label] -= scale;
+        for (int64_t i = count; i < stride; i++) d[i] = 0.0f;
+        mt_row_close(dlogits, t * stride, d, stride, dtype);
+    }
+}
+
+static void mt_cpu_loss_accumulate(double *sums, const float *loss, const float *mask, int64_t T, mt_stream *stream) {
+    (void)stream;
+    for (int64_t t = 0; t < T; t++) {
+        sums[0] += (double)loss[t] * (double)mask[t];
+        sums[1] += (double)mask[t];
+    }
+}
+
+/* ==== §3h optimizer and conversions ============================================================================== */
+
+static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
+    (void)stream;
+    enum { PARTS = 256 }; // however many threads there are
+    double parts[PARTS] = {0};
+    int64_t length = mt_blocks(n, (int64_t)PARTS * MT_BLOCK) * MT_BLOCK;
+#pragma omp parallel for if (n > MT_PARALLEL)
+    for (int64_t part = 0; part < PARTS; part++)
+        for (int64_t block = part * length; block < mt_min((part + 1) * length, n); block += MT_BLOCK) {
+            float squares = 0;
+#pragma omp simd reduction(+ : squares)
+            for (int64_t i = block; i < mt_min(block + MT_BLOCK, n); i++) squares += x[i] * x[i];
+            parts[part] += (double)squares;
+        }
+    double total = 0;
+    for (int64_t part = 0; part < PARTS; part++) total += parts[part];
+    sum[0] += total;
+}
+
+static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
+                                  float clip, mt_stream *stream) {
+    (void)stream;
+    double tokens = denominator[0] > 0 ? denominator[0] : 1.0; // a batch without unmasked tokens has no gradient
+    double size = sqrt(sum_of_squares[0]) / tokens, factor = clip > 0 ? (double)clip / (size + 1e-6) : 1.0;
+    norm[0] = (float)size;
+    scale[0] = (float)((factor < 1.0 ? factor : 1.0) / tokens);
+}
+
+static void mt_cpu_adamw_step(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
+                              int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    float beta1 = adamw->beta1, beta2 = adamw->beta2, eps = adamw->eps, grad_scale = scale[0];
+    float step = adamw->lr / adamw->bias_correction1, shrink = 1.0f - adamw->lr * adamw->weight_decay;
+    float root = 1.0f / sqrtf(adamw->bias_correction2);
+    float *weights = dtype == MT_F32 ? param : master;
+#pragma omp parallel for if (n > MT_PARALLEL)
+    for (int64_t block = 0; block < n; block += MT_BLOCK) {
+        int64_t end = mt_min(block + MT_BLOCK, n);
+#pragma omp simd
+        for (int64_t i = block; i < end; i++) {
+            float g = grad[i] * grad_scale;
+            m[i] = beta1 * m[i] + (1.0f - beta1) * g;
+            v[i] = beta2 * v[i] + (1.0f - beta2) * g * g;
+            weights[i] = weights[i] * shrink - step * m[i] / (sqrtf(v[i]) * root + eps);
+        }
+        mt_row_close(param, block, weights + block, end - block, dtype);
+    }
+}
+
+/* Two uniform words give two normal numbers (Box & Muller, "A note on the generation of random normal deviates"). */
+static void mt_box_muller(float normal[2], uint32_t word0, uint32_t word1) {
+    double uniform0 = ((double)word0 + 0.5) * 0x1p-32, uniform1 = ((double)word1 + 0.5) * 0x1p-32;
+    float radius = sqrtf(-2.0f * logf((float)uniform0)), angle = (float)(uniform1 * 6.283185307179586);
+    normal[0] = radius * cosf(angle);
+    normal[1] = radius * sinf(angle);
+}
+
+/* The normal numbers first ... first + n - 1 of a key: number i is the (i % 4)th of counter i / 4. */
+static void mt_cpu_random_normal(void *param, int64_t n, uint64_t key, int64_t first, float mean, float std,
+                                 mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+#pragma omp parallel for if (n > MT_PARALLEL)
+    for (int64_t block = 0; block < n; block += MT_BLOCK) {
+        float scratch[MT_BLOCK], normal[4];
+        int64_t count = mt_min(MT_BLOCK, n - block);
+        float *out = mt_row_open(scratch, param, block, dtype);
+        for (int64_t i = 0; i < count; i++) {
+            int64_t index = first + block + i;
+            if (i == 0 || index % 4 == 0) {
+                uint32_t words[4];
+                mt_philox(words, key, (uint64_t)(index / 4), 0);
+                mt_box_muller(normal, words[0], words[1]);
+                mt_box_muller(normal + 2, words[2], words[3]);
+            }
+            out[i] = mean + std * normal[index % 4];
+        }
+        mt_row_close(param, block, out, count, dtype);
+    }
+}
+
+static void mt_cpu_convert(void *to, mt_dtype to_dtype, const void *from, mt_dtype from_dtype, int64_t n,
+                           mt_stream *stream) {
+    (void)stream;
+#pragma omp parallel for if (n > MT_PARALLEL)
+    for (int64_t block = 0; block < n; block += MT_BLOCK) {
+        float scratch[MT_BLOCK];
+        int64_t count = mt_min(MT_BLOCK, n - block);
+        const float *row = mt_row_load(scratch, from, block, count, from_dtype);
+        if (to_dtype == MT_F32) memcpy((float *)to + block, row, (size_t)count * sizeof *row);
+        mt_row_close(to, block, row, count, to_dtype);
+    }
+}
+
+#define MT_CPU_ENTRY(operation) .operation = mt_cpu_##operation,
+const mt_ops mt_cpu_ops = {.name = "cpu", MT_OPERATIONS(MT_CPU_ENTRY)};
+#undef MT_CPU_ENTRY
 
 /* ==== §4 the rank grid and its groups ============================================================================ */
 /* Who works with whom. Invariants: a group of one rank needs no library and no call; every rank of a group sees its
@@ -524,7 +3687,7 @@ typedef struct mt_activations {
 } mt_activations;
 
 /* Buffers that every layer uses in turn. */
-typedef struct mt_scratch {
+typedef struct mt_layer_scratch {
     void *residual; // [T, C] the gradient of the residual stream
     void *hidden;   // [T, C]
     void *normed;   // [T, C] the gradient of a norm's output
@@ -532,7 +3695,7 @@ typedef struct mt_scratch {
     void *active;   // [T, max(F, H D)]
     void *dqk;      // [T, (H + G) D], with q/k norm
     float *row_dot; // [T, H]
-} mt_scratch;
+} mt_layer_scratch;
 
 struct mt_model {
     const mt_options *options;
@@ -556,7 +3719,7 @@ struct mt_model {
     int64_t workspace_bytes;
     int64_t bytes[5];            // of each row of the printed plan
     mt_activations *activations; // one a layer to train, one in all otherwise
-    mt_scratch scratch;
+    mt_layer_scratch scratch;
     void *final_input, *final_normed, *logits;
     float *final_mean, *final_rstd;
     float *row_max, *row_sum, *row_target, *row_weighted, *lse, *loss, *entropy; // [max_logits]
@@ -776,7 +3939,7 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
 /* The gradient of the residual stream, scratch.residual, goes from `middle` to `input`. */
 static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activations *a) {
     const mt_layer *w = &m->layers[layer];
-    mt_scratch *s = &m->scratch;
+    mt_layer_scratch *s = &m->scratch;
     int64_t T = m->T, qkv_width = (m->H + 2 * m->G) * m->D, attended_width = m->H * m->D;
     mt_dropout dropout = mt_model_dropout(m, layer, MT_DROP_ATTENTION_OUT);
     const void *dout = s->residual;
@@ -823,7 +3986,7 @@ static void mt_mlp_block_forward(mt_model *m, int64_t layer, mt_activations *a, 
 /* The gradient of the residual stream, scratch.residual, goes from `output` to `middle`. */
 static void mt_mlp_block_backward(mt_model *m, int64_t layer, mt_activations *a) {
     const mt_layer *w = &m->layers[layer];
-    mt_scratch *s = &m->scratch;
+    mt_layer_scratch *s = &m->scratch;
     int64_t T = m->T, F = m->F, fc1_width = m->options->swiglu ? 2 * F : F;
     mt_dropout dropout = mt_model_dropout(m, layer, MT_DROP_MLP_OUT);
     const void *dout = s->residual;
@@ -864,10 +4027,6 @@ static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a) {
 /* ==== §10a memory ================================================================================================ */
 
 enum { MT_PLAN_WEIGHTS, MT_PLAN_GRADIENTS, MT_PLAN_OPTIMIZER, MT_PLAN_ACTIVATIONS, MT_PLAN_CACHE, MT_NUM_PLANS };
-
-static int64_t mt_max(int64_t a, int64_t b) {
-    return a > b ? a : b;
-}
 
 /* Parameters, gradients and optimizer state of every bucket. */
 static void mt_layout_buckets(mt_model *m, mt_arena *arena) {
@@ -917,7 +4076,7 @@ static void mt_layout_layer(const mt_model *m, mt_activations *a, mt_arena *aren
 static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
     bool layernorm = strcmp(m->options->normalization, "LayerNorm") == 0;
-    mt_scratch *s = &m->scratch;
+    mt_layer_scratch *s = &m->scratch;
     m->workspace_bytes = m->ops->workspace_bytes(T, m->C, m->H, m->D);
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     m->tokens = mt_arena_alloc(arena, T * 4);
@@ -1317,6 +4476,18 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
 
 /* ==== §11 schedules ============================================================================================== */
 
+int64_t mt_schedule_1f1b(mt_step *steps, int64_t pp, int64_t rank, int64_t micro_batches) {
+    int64_t warmup = pp - rank - 1 < micro_batches ? pp - rank - 1 : micro_batches;
+    int64_t count = 0, forward = 0, backward = 0;
+    while (forward < warmup) steps[count++] = (mt_step){MT_STEP_FORWARD, forward++};
+    while (forward < micro_batches) {
+        steps[count++] = (mt_step){MT_STEP_FORWARD, forward++};
+        steps[count++] = (mt_step){MT_STEP_BACKWARD, backward++};
+    }
+    while (backward < micro_batches) steps[count++] = (mt_step){MT_STEP_BACKWARD, backward++};
+    return count;
+}
+
 /* ==== §12 gradient buckets ======================================================================================= */
 /* Gradients of a bucket are one flat stretch, so the data group sums them in one call. Invariant: after
  * mt_gradients_finish every rank holds the same gradients. */
@@ -1333,9 +4504,1835 @@ static void mt_gradients_finish(mt_model *m) {
 
 /* ==== §13 optimizer ============================================================================================== */
 
+/* The share of the way from the lowest learning rate to the highest that is left at the end of a WSD schedule. */
+static double mt_wsd_coefficient(const char *style, double ratio) {
+    if (strcmp(style, "linear") == 0) return 1 - ratio;
+    if (strcmp(style, "cosine") == 0) return 0.5 * (cos(M_PI * ratio) + 1);
+    if (strcmp(style, "minus_sqrt") == 0) return 1 - sqrt(ratio);
+    return 2 * pow(0.5, ratio) - 1; // exponential
+}
+
+double mt_learning_rate(const mt_options *options, int64_t consumed_samples) {
+    const char *style = options->lr_decay_style;
+    double lr = options->lr, min_lr = options->min_lr, init = options->lr_warmup_init, at = (double)consumed_samples;
+    mt_durations d = mt_options_durations(options);
+    if (d.warmup > 0 && at <= d.warmup) return init + (lr - init) * at / d.warmup;
+    if (strcmp(style, "constant") == 0) return lr;
+    if (at > d.decay) return min_lr;
+    if (strcmp(style, "inverse-square-root") == 0)
+        return fmax(min_lr, lr * sqrt(fmax(d.warmup, 1)) / sqrt(fmax(at, 1)));
+    double ratio = (at - d.warmup) / (d.decay - d.warmup), stable = d.decay - d.wsd_decay, coefficient;
+    if (strcmp(style, "linear") == 0)
+        coefficient = 1 - ratio;
+    else if (strcmp(style, "cosine") == 0)
+        coefficient = 0.5 * (cos(M_PI * ratio) + 1);
+    else // WSD: warm-up, stable, decay (Hu et al., "MiniCPM")
+        coefficient = at <= stable ? 1 : mt_wsd_coefficient(options->lr_wsd_decay_style, (at - stable) / d.wsd_decay);
+    return min_lr + coefficient * (lr - min_lr);
+}
+
+double mt_weight_decay(const mt_options *options, int64_t consumed_samples) {
+    double start = options->start_weight_decay, end = options->end_weight_decay;
+    double ratio = (double)consumed_samples / mt_options_durations(options).total;
+    if (ratio > 1 || strcmp(options->weight_decay_incr_style, "constant") == 0) return end;
+    if (strcmp(options->weight_decay_incr_style, "cosine") == 0) ratio = 0.5 * (cos(M_PI * (1 - ratio)) + 1);
+    return start + ratio * (end - start);
+}
+
+int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples) {
+    if (options->rampup_batch_size.count == 0) return options->global_batch_size;
+    char **ramp = options->rampup_batch_size.items;
+    int64_t start = strtoll(ramp[0], NULL, 10), increment = strtoll(ramp[1], NULL, 10);
+    int64_t samples = strtoll(ramp[2], NULL, 10), increments = (options->global_batch_size - start) / increment;
+    if (consumed_samples > samples || increments == 0) return options->global_batch_size;
+    double samples_per_increment = (double)samples / (double)increments;
+    return start + (int64_t)((double)consumed_samples / samples_per_increment) * increment;
+}
+
+int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
+    int64_t consumed = 0;
+    for (int64_t i = 0; i < iterations; i++) {
+        int64_t batch = mt_global_batch_size(options, consumed);
+        if (batch == options->global_batch_size) return consumed + (iterations - i) * batch; // grown for good
+        consumed += batch;
+    }
+    return consumed;
+}
+
 /* ==== §14 checkpoints and Hugging Face =========================================================================== */
+/* A checkpoint is a Hugging Face folder: config.json and safetensors under Hugging Face names with whole tensors, and
+ * beside them the optimizer's state in the same form and trainer.json. Invariants: what a file claims is checked before
+ * it is believed; every tensor is read and written through its row of the parameter table (§8), so any layout loads
+ * what any other saved; nothing half-written ever stands where something good stood. */
+
+/* ==== §14a safetensors =========================================================================================== */
+/* A file is the header's length in 8 bytes, the header in JSON, then the data, little-endian as this program's hosts
+ * are. The rules are those of the upstream implementation (huggingface/safetensors, safetensors/src/tensor.rs). */
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors data is used where it lies: little-endian");
+
+enum { MT_MAX_HEADER_BYTES = 100000000, MT_MAX_DIMS = 8 };
+
+typedef struct mt_image {
+    char *path; // its file, or what the caller calls it
+    const unsigned char *base;
+    int64_t bytes;
+    bool mapped; // else it is the caller's
+} mt_image;
+
+struct mt_safetensors {
+    int64_t num_images, count;
+    mt_image *images;
+    mt_tensor_info *tensors; // by name
+};
+
+/* What a file says may go into a message of one line: without control characters, and cut where it is long. */
+static const char *mt_printable(char out[128], const char *text) {
+    size_t length = strlen(text), kept = length < 120 ? length : 120;
+    for (size_t i = 0; i < kept; i++) out[i] = iscntrl((unsigned char)text[i]) ? '?' : text[i];
+    strcpy(out + kept, kept < length ? "..." : "");
+    return out;
+}
+
+static int mt_image_error(mt_error *error, const char *path, const char *what) {
+    return mt_error_set(error, "%s: not a whole safetensors file: %s; get it again", path, what);
+}
+
+static int mt_tensor_error(mt_error *error, const mt_tensor_info *tensor, const char *what) {
+    char name[128];
+    return mt_error_set(error, "%s: not a valid safetensors file: tensor \"%s\" %s; get it again", tensor->file,
+                        mt_printable(name, tensor->name), what);
+}
+
+/* Parses JSON that must be an object; NULL with error. Duplicate keys are refused, since readers would disagree. */
+static json_t *mt_json_parse(const char *text, int64_t bytes, const char *path, mt_error *error) {
+    json_error_t detail;
+    char reason[128];
+    json_t *json = json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, &detail);
+    if (json && json_is_object(json)) return json;
+    if (json)
+        mt_error_set(error, "%s: its JSON must be an object, between { and }; get the file again", path);
+    else
+        mt_error_set(error, "%s: bad JSON in line %d, column %d: %s; get the file again", path, detail.line,
+                     detail.column, mt_printable(reason, detail.text));
+    json_decref(json);
+    return NULL;
+}
+
+/* Opens a regular file for reading; -1 with error. */
+static int mt_file_open(const char *path, int64_t *bytes, mt_error *error) {
+    struct stat status;
+    *bytes = 0;
+    if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) // opening a pipe would wait for its writer
+        return mt_error_set(error, "%s: is no regular file; check the path", path);
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    if (descriptor < 0)
+        return mt_error_set(error, "%s: cannot be read: %s; check the path and its permissions", path, strerror(errno));
+    MT_CHECK(fstat(descriptor, &status) == 0);
+    *bytes = status.st_size;
+    return descriptor;
+}
+
+/* Reads a JSON file that must be an object; NULL with error. */
+static json_t *mt_json_read(const char *path, mt_error *error) {
+    int64_t bytes;
+    char *text = mt_options_read_text(path, MT_MAX_HEADER_BYTES, &bytes, error);
+    json_t *json = text ? mt_json_parse(text, bytes, path, error) : NULL;
+    free(text);
+    return json;
+}
+
+/* Product of a shape in bytes, or -1 when it does not fit 63 bits. Zeros do not excuse an overflow (as upstream). */
+static int64_t mt_shape_bytes(const mt_tensor_info *tensor) {
+    int64_t bytes = mt_dtype_size(tensor->dtype), elements = 1;
+    for (int64_t i = 0; i < tensor->num_dims; i++)
+        if (__builtin_mul_overflow(elements, tensor->shape[i], &elements)) return -1;
+    return __builtin_mul_overflow(bytes, elements, &bytes) ? -1 : bytes;
+}
+
+/* Reads an array of whole numbers >= 0 into out[max]; returns how many, or -1. */
+static int64_t mt_json_integers(const json_t *array, int64_t *out, int64_t max) {
+    int64_t count = (int64_t)json_array_size(array);
+    if (!json_is_array(array) || count > max) return -1;
+    for (int64_t i = 0; i < count; i++) {
+        const json_t *item = json_array_get(array, (size_t)i);
+        out[i] = json_integer_value(item);
+        if (!json_is_integer(item) || out[i] < 0) return -1;
+    }
+    return count;
+}
+
+/* One entry of the header; tensor->name and ->file are set. `data` holds `bytes` bytes. */
+static int mt_tensor_parse(mt_tensor_info *tensor, const json_t *entry, const unsigned char *data, int64_t bytes,
+                           mt_error *error) {
+    const char *dtype = json_string_value(json_object_get(entry, "dtype"));
+    const json_t *shape = json_object_get(entry, "shape");
+    int64_t offsets[2];
+    if (!dtype) return mt_tensor_error(error, tensor, "has no dtype");
+    int parsed = mt_dtype_parse(dtype);
+    if (parsed < 0) {
+        char what[160], name[128];
+        snprintf(what, sizeof what, "has dtype \"%s\", which is not known", mt_printable(name, dtype));
+        return mt_tensor_error(error, tensor, what);
+    }
+    tensor->dtype = (mt_dtype)parsed;
+    if (json_array_size(shape) > MT_MAX_DIMS) return mt_tensor_error(error, tensor, "has more than 8 dimensions");
+    tensor->num_dims = mt_json_integers(shape, tensor->shape, MT_MAX_DIMS);
+    if (tensor->num_dims < 0) return mt_tensor_error(error, tensor, "has no shape of whole numbers from 0 on");
+    tensor->bytes = mt_shape_bytes(tensor);
+    if (tensor->bytes < 0) return mt_tensor_error(error, tensor, "has a shape whose size overflows");
+    if (mt_json_integers(json_object_get(entry, "data_offsets"), offsets, 2) != 2)
+        return mt_tensor_error(error, tensor, "has no data_offsets of two whole numbers from 0 on");
+    if (offsets[0] > offsets[1] || offsets[1] > bytes)
+        return mt_tensor_error(error, tensor, "lies outside the file's data: the file is cut short or damaged");
+    if (offsets[1] - offsets[0] != tensor->bytes)
+        return mt_tensor_error(error, tensor, "has data_offsets that do not fit its dtype and shape");
+    tensor->data = data + offsets[0];
+    return 0;
+}
+
+static int mt_tensor_by_place(const void *a, const void *b) {
+    const mt_tensor_info *x = a, *y = b;
+    const char *x_start = x->data, *y_start = y->data;
+    if (x_start != y_start) return x_start < y_start ? -1 : 1;
+    return (x->bytes > y->bytes) - (x->bytes < y->bytes);
+}
+
+static int mt_tensor_by_name(const void *a, const void *b) {
+    return strcmp(((const mt_tensor_info *)a)->name, ((const mt_tensor_info *)b)->name);
+}
+
+/* Tensors must follow one another from the first byte of the data to the last: what lies in no tensor, or in two, could
+ * be anything. */
+static int mt_tensors_tile(mt_tensor_info *tensors, int64_t count, const unsigned char *data, int64_t bytes,
+                           const char *path, mt_error *error) {
+    const unsigned char *end = data;
+    qsort(tensors, (size_t)count, sizeof *tensors, mt_tensor_by_place);
+    for (int64_t i = 0; i < count; i++) {
+        if (tensors[i].data != end)
+            return mt_tensor_error(error, &tensors[i], "does not begin where the one before it ends");
+        end += tensors[i].bytes;
+    }
+    if (end != data + bytes) return mt_image_error(error, path, "there are bytes after the last tensor");
+    return 0;
+}
+
+/* A tensor's entry takes three brackets and at least 48 bytes. Where brackets are denser there is no tensor, but each
+ * would cost hundreds of bytes once parsed. */
+static bool mt_header_is_dense(const char *text, int64_t bytes) {
+    int64_t brackets = 0;
+    bool in_string = false;
+    for (int64_t i = 0; i < bytes; i++) {
+        if (text[i] == '"') in_string = !in_string;
+        if (text[i] == '\\' && in_string) i++;
+        if (!in_string && (text[i] == '{' || text[i] == '[')) brackets++;
+    }
+    return brackets * 16 > bytes + 64;
+}
+
+/* Length and text of the header; -1 where it is no safetensors file. */
+static int64_t mt_header_length(const mt_image *image, mt_error *error) {
+    static const char lfs[] = "version https://git-lfs";
+    uint64_t length;
+    if (image->bytes >= (int64_t)sizeof lfs && memcmp(image->base, lfs, sizeof lfs - 1) == 0)
+        return mt_error_set(error, "%s: only a git-lfs pointer to the file; fetch it: git lfs pull", image->path);
+    if (image->bytes < (int64_t)sizeof length) return mt_image_error(error, image->path, "it is under 8 bytes long");
+    memcpy(&length, image->base, sizeof length);
+    if (length > MT_MAX_HEADER_BYTES)
+        return mt_image_error(error, image->path, "its first 8 bytes claim a header of over 100,000,000 bytes");
+    if (length > (uint64_t)image->bytes - sizeof length)
+        return mt_image_error(error, image->path, "it ends inside its header");
+    if (length == 0) return mt_image_error(error, image->path, "its header is empty");
+    if (mt_header_is_dense((const char *)image->base + sizeof length, (int64_t)length))
+        return mt_image_error(error, image->path, "its header has too many brackets for its length");
+    return (int64_t)length;
+}
+
+/* `__metadata__` maps strings to strings. */
+static int mt_metadata_check(const json_t *metadata, const char *path, mt_error *error) {
+    const char *key;
+    json_t *value;
+    if (!json_is_object(metadata)) return mt_image_error(error, path, "its __metadata__ is no object");
+    json_object_foreach((json_t *)metadata, key, value) if (!json_is_string(value)) return mt_image_error(
+        error, path, "its __metadata__ holds more than strings");
+    return 0;
+}
+
+/* Appends the tensors of a parsed header; the new ones are not yet in order. */
+static int mt_header_read(mt_safetensors *file, const mt_image *image, int64_t header_bytes, json_t *header,
+                          mt_error *error) {
+    const unsigned char *data = image->base + 8 + header_bytes;
+    int64_t first = file->count, bytes = image->bytes - 8 - header_bytes;
+    int64_t capacity = first + (int64_t)json_object_size(header);
+    const char *name;
+    json_t *entry;
+    file->tensors = mt_realloc(file->tensors, capacity * (int64_t)sizeof(mt_tensor_info));
+    json_object_foreach(header, name, entry) {
+        if (strcmp(name, "__metadata__") == 0) {
+            if (mt_metadata_check(entry, image->path, error) != 0) return -1;
+            continue;
+        }
+        mt_tensor_info *tensor = &file->tensors[file->count++];
+        *tensor = (mt_tensor_info){.name = mt_strdup(name), .file = image->path};
+        if (mt_tensor_parse(tensor, entry, data, bytes, error) != 0) return -1;
+    }
+    return mt_tensors_tile(file->tensors + first, file->count - first, data, bytes, image->path, error);
+}
+
+/* Takes one more image into `file`, which owns it from then on, also when this fails. */
+static int mt_safetensors_add(mt_safetensors *file, mt_image image, mt_error *error) {
+    file->images = mt_realloc(file->images, (file->num_images + 1) * (int64_t)sizeof image);
+    file->images[file->num_images++] = image;
+    int64_t header_bytes = mt_header_length(&image, error);
+    if (header_bytes < 0) return -1;
+    json_t *header = mt_json_parse((const char *)image.base + 8, header_bytes, image.path, error);
+    if (!header) return -1;
+    int status = mt_header_read(file, &image, header_bytes, header, error);
+    json_decref(header);
+    return status;
+}
+
+static int mt_safetensors_map(mt_safetensors *file, const char *path, mt_error *error) {
+    int64_t bytes;
+    int descriptor = mt_file_open(path, &bytes, error);
+    if (descriptor < 0) return -1;
+    mt_image image = {.path = mt_strdup(path), .bytes = bytes};
+    if (bytes > 0) {
+        void *base = mmap(NULL, (size_t)bytes, PROT_READ, MAP_PRIVATE, descriptor, 0);
+        image.mapped = base != MAP_FAILED;
+        image.base = base;
+    }
+    close(descriptor);
+    if (bytes > 0 && !image.mapped) {
+        free(image.path);
+        return mt_error_set(error, "%s: cannot be mapped: %s", path, strerror(errno));
+    }
+    return mt_safetensors_add(file, image, error);
+}
+
+/* Puts what was read in order and gives it out, or closes it when reading failed. */
+static int mt_safetensors_finish(mt_safetensors **out, mt_safetensors *file, int status) {
+    if (status != 0) {
+        mt_safetensors_close(file);
+        return -1;
+    }
+    if (file->count > 0) qsort(file->tensors, (size_t)file->count, sizeof *file->tensors, mt_tensor_by_name);
+    *out = file;
+    return 0;
+}
+
+int mt_safetensors_open(mt_safetensors **file, const char *path, mt_error *error) {
+    mt_safetensors *opened = mt_calloc(sizeof *opened);
+    return mt_safetensors_finish(file, opened, mt_safetensors_map(opened, path, error));
+}
+
+int mt_safetensors_open_memory(mt_safetensors **file, const void *data, int64_t bytes, const char *name,
+                               mt_error *error) {
+    mt_safetensors *opened = mt_calloc(sizeof *opened);
+    mt_image image = {.path = mt_strdup(name), .base = data, .bytes = bytes};
+    return mt_safetensors_finish(file, opened, mt_safetensors_add(opened, image, error));
+}
+
+void mt_safetensors_close(mt_safetensors *file) {
+    if (!file) return;
+    for (int64_t i = 0; i < file->count; i++) free((char *)file->tensors[i].name);
+    for (int64_t i = 0; i < file->num_images; i++) {
+        if (file->images[i].mapped) munmap((void *)file->images[i].base, (size_t)file->images[i].bytes);
+        free(file->images[i].path);
+    }
+    free(file->tensors);
+    free(file->images);
+    free(file);
+}
+
+int64_t mt_safetensors_count(const mt_safetensors *file) {
+    return file->count;
+}
+
+const mt_tensor_info *mt_safetensors_get(const mt_safetensors *file, int64_t index) {
+    MT_CHECK(index >= 0 && index < file->count);
+    return &file->tensors[index];
+}
+
+const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char *name) {
+    mt_tensor_info key = {.name = name};
+    if (file->count == 0) return NULL;
+    return bsearch(&key, file->tensors, (size_t)file->count, sizeof key, mt_tensor_by_name);
+}
+
+/* ==== §14b Hugging Face folders ================================================================================== */
+/* From a folder's tensors into the model's buckets. Each row of the parameter table says which rows of which tensor it
+ * is; what no row wants is refused unless it is known to carry nothing. */
+
+/* "FOLDER/NAME" to free. */
+static char *mt_path_join(const char *folder, const char *name) {
+    char *path = mt_malloc((int64_t)(strlen(folder) + strlen(name)) + 2);
+    sprintf(path, "%s/%s", folder, name);
+    return path;
+}
+
+/* "FOLDER/STEM SUFFIX" to free. */
+static char *mt_path_stem(const char *folder, const char *stem, const char *suffix) {
+    char *name = mt_malloc((int64_t)(strlen(stem) + strlen(suffix)) + 1);
+    sprintf(name, "%s%s", stem, suffix);
+    char *path = mt_path_join(folder, name);
+    free(name);
+    return path;
+}
+
+static bool mt_folder_has(const char *folder, const char *name) {
+    char *path = mt_path_join(folder, name);
+    bool exists = access(path, F_OK) == 0;
+    free(path);
+    return exists;
+}
+
+/* The image of `path` in a set that is being opened, or NULL. */
+static const mt_image *mt_safetensors_image(const mt_safetensors *file, const char *path) {
+    for (int64_t i = 0; i < file->num_images; i++)
+        if (strcmp(file->images[i].path, path) == 0) return &file->images[i];
+    return NULL;
+}
+
+/* Opens every file that the index names, each once. */
+static int mt_index_open_files(mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
+                               mt_error *error) {
+    const char *name;
+    json_t *value;
+    json_object_foreach(map, name, value) {
+        const char *part = json_string_value(value);
+        char printable[128];
+        if (!part || !*part || strchr(part, '/') || strcmp(part, "..") == 0 || strcmp(part, ".") == 0)
+            return mt_error_set(error, "%s: weight_map gives tensor \"%s\" no plain file name; get it again",
+                                index_path, mt_printable(printable, name));
+        char *path = mt_path_join(folder, part);
+        int status = mt_safetensors_image(file, path) ? 0 : mt_safetensors_map(file, path, error);
+        free(path);
+        if (status != 0) return -1;
+    }
+    return 0;
+}
+
+/* The index and the files must name the same tensors in the same places. */
+static int mt_index_check(const mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
+                          mt_error *error) {
+    size_t prefix = strlen(folder) + 1;
+    char printable[128];
+    for (int64_t i = 0; i < file->count; i++) {
+        const mt_tensor_info *tensor = &file->tensors[i];
+        const char *part = json_string_value(json_object_get(map, tensor->name));
+        if (!part || strcmp(part, tensor->file + prefix) != 0)
+            return mt_error_set(error, "%s: holds tensor \"%s\", which %s places %s%s; get both files again",
+                                tensor->file, mt_printable(printable, tensor->name), index_path,
+                                part ? "in " : "nowhere", part ? part : "");
+    }
+    if ((int64_t)json_object_size(map) == file->count) return 0;
+    const char *name;
+    json_t *value;
+    json_object_foreach(map, name, value) {
+        if (mt_safetensors_find(file, name)) continue;
+        return mt_error_set(error, "%s: places tensor \"%s\" in %s, which does not hold it; get both files again",
+                            index_path, mt_printable(printable, name), json_string_value(value));
+    }
+    return 0;
+}
+
+static int mt_index_read(mt_safetensors *file, const char *folder, const char *index_path, mt_error *error) {
+    json_t *index = mt_json_read(index_path, error);
+    if (!index) return -1;
+    json_t *map = json_object_get(index, "weight_map");
+    int status = json_is_object(map)
+                     ? mt_index_open_files(file, folder, index_path, map, error)
+                     : mt_error_set(error, "%s: has no object weight_map; get the file again", index_path);
+    if (status == 0 && file->count > 0)
+        qsort(file->tensors, (size_t)file->count, sizeof *file->tensors, mt_tensor_by_name);
+    if (status == 0) status = mt_index_check(file, folder, index_path, map, error);
+    json_decref(index);
+    return status;
+}
+
+int mt_safetensors_open_folder(mt_safetensors **file, const char *folder, const char *stem, mt_error *error) {
+    char *whole = mt_path_stem(folder, stem, ".safetensors");
+    char *index = mt_path_stem(folder, stem, ".safetensors.index.json");
+    mt_safetensors *opened = mt_calloc(sizeof *opened);
+    int status;
+    if (access(whole, F_OK) == 0) // before an index, as transformers does
+        status = mt_safetensors_map(opened, whole, error);
+    else if (access(index, F_OK) == 0)
+        status = mt_index_read(opened, folder, index, error);
+    else if (mt_folder_has(folder, "pytorch_model.bin") || mt_folder_has(folder, "pytorch_model.bin.index.json"))
+        status = mt_error_set(error,
+                              "%s: holds its weights as pytorch_model.bin only; save them as safetensors first "
+                              "(save_pretrained of transformers does)",
+                              folder);
+    else
+        status = mt_error_set(
+            error, "%s: has neither %s.safetensors nor %s.safetensors.index.json; get the folder again, whole", folder,
+            stem, stem);
+    free(whole);
+    free(index);
+    return mt_safetensors_finish(file, opened, status);
+}
+
+/* Bytes of a host buffer through which weights pass: at least one row, never the whole model a second time. */
+enum { MT_STAGING_BYTES = 64 << 20 };
+
+/* out[i * out_stride] = element i of stored numbers, i < n; `in` need not be aligned. */
+static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_dtype dtype, int64_t n) {
+    const char *from = in;
+    if (dtype == MT_F32 && out_stride == 1) {
+        memcpy(out, in, (size_t)n * sizeof *out);
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        uint16_t bits;
+        double wide;
+        float *to = &out[i * out_stride];
+        if (dtype == MT_F32) {
+            memcpy(to, from + i * 4, sizeof *to);
+        } else if (dtype == MT_F64) {
+            memcpy(&wide, from + i * 8, sizeof wide);
+            *to = (float)wide;
+        } else {
+            memcpy(&bits, from + i * 2, sizeof bits);
+            *to = dtype == MT_BF16 ? mt_bf16_to_f32(bits) : mt_f16_to_f32(bits);
+        }
+    }
+}
+
+/* rows[count, cols] in fp32 = rows [first, first + count) of a parameter, from the tensor that holds it. */
+static void mt_param_read_rows(float *rows, const mt_param *param, const mt_tensor_info *tensor, int64_t first,
+                               int64_t count) {
+    int64_t size = mt_dtype_size(tensor->dtype), row = param->hf_row + first;
+    const char *data = tensor->data;
+    if (!param->hf_transposed) {
+        mt_stored_to_f32(rows, 1, data + row * param->cols * size, tensor->dtype, count * param->cols);
+        return;
+    }
+    for (int64_t col = 0; col < param->cols; col++)
+        mt_stored_to_f32(rows + col, param->cols, data + (col * param->hf_rows_total + row) * size, tensor->dtype,
+                         count);
+}
+
+/* Rows of a parameter that pass through the staging buffer at once. */
+static int64_t mt_param_chunk(const mt_param *param) {
+    int64_t rows = MT_STAGING_BYTES / (param->cols * 4);
+    return rows < 1 ? 1 : rows > param->rows_stored ? param->rows_stored : rows;
+}
+
+/* What is kept of a parameter, each under the parameter's name after a prefix. */
+typedef enum mt_kept { MT_KEPT_WEIGHTS, MT_KEPT_MASTER, MT_KEPT_M, MT_KEPT_V, MT_NUM_KEPT } mt_kept;
+
+static const char *const mt_kept_prefix[MT_NUM_KEPT] = {"", "master.", "exp_avg.", "exp_avg_sq."};
+
+/* Where it lies in the device's buckets. The master weights of an fp32 model are its weights. */
+static void *mt_param_place(const mt_model *m, const mt_param *param, mt_kept kept) {
+    const mt_bucket *bucket = &m->buckets[param->bucket];
+    float *floats[MT_NUM_KEPT] = {NULL, bucket->master, bucket->m, bucket->v};
+    if (kept == MT_KEPT_WEIGHTS || (kept == MT_KEPT_MASTER && m->dtype == MT_F32))
+        return (char *)bucket->params + param->offset * mt_dtype_size(m->dtype);
+    return floats[kept] ? floats[kept] + param->offset : NULL;
+}
+
+/* Loads a parameter's rows; padding rows become 0. `weights` (of the model's type) and `floats` are its places in the
+ * device's buckets, either may be NULL. Returns the number of values that are not finite. */
+static int64_t mt_param_load(const mt_model *m, const mt_param *param, const mt_tensor_info *tensor, void *weights,
+                             float *floats) {
+    int64_t chunk = mt_param_chunk(param), cols = param->cols, not_finite = 0, size = mt_dtype_size(m->dtype);
+    int64_t stored = param->rows_stored, padding = (param->rows - stored) * cols;
+    float *staged = mt_malloc(chunk * cols * 4);
+    uint16_t *halves = weights && m->dtype == MT_BF16 ? mt_malloc(chunk * cols * 2) : NULL;
+    for (int64_t first = 0; first < stored; first += chunk) {
+        int64_t count = stored - first < chunk ? stored - first : chunk, n = count * cols, at = first * cols;
+        mt_param_read_rows(staged, param, tensor, first, count);
+        for (int64_t i = 0; i < n; i++) not_finite += !isfinite(staged[i]);
+        for (int64_t i = 0; halves && i < n; i++) halves[i] = mt_f32_to_bf16(staged[i]);
+        if (floats) m->ops->memory_copy(floats + at, staged, n * 4, m->stream);
+        if (weights)
+            m->ops->memory_copy((char *)weights + at * size, halves ? (void *)halves : staged, n * size, m->stream);
+        m->ops->stream_wait(m->stream); // before the buffers are filled again
+    }
+    if (floats && padding > 0) m->ops->memory_zero(floats + stored * cols, padding * 4, m->stream);
+    if (weights && padding > 0) m->ops->memory_zero((char *)weights + stored * cols * size, padding * size, m->stream);
+    free(staged);
+    free(halves);
+    return not_finite;
+}
+
+/* The options that decide on a parameter's rows, its columns, and whether it exists. */
+typedef struct mt_param_options {
+    const char *rows, *cols, *exists;
+} mt_param_options;
+
+static const mt_param_options mt_param_option[MT_NUM_ROLES] = {
+    [MT_WORD_EMBEDDING] = {"--vocab-size", "--hidden-size", NULL},
+    [MT_POSITION_EMBEDDING] = {"--max-position-embeddings", "--hidden-size", "--position-embedding-type"},
+    [MT_INPUT_NORM] = {"--hidden-size", NULL, NULL},
+    [MT_INPUT_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
+    [MT_Q] = {"--num-attention-heads and --kv-channels", "--hidden-size", NULL},
+    [MT_K] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
+    [MT_V] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
+    [MT_Q_BIAS] = {"--num-attention-heads and --kv-channels", NULL, "--add-qkv-bias"},
+    [MT_K_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
+    [MT_V_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
+    [MT_Q_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
+    [MT_K_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
+    [MT_O] = {"--hidden-size", "--num-attention-heads and --kv-channels", NULL},
+    [MT_O_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
+    [MT_MLP_NORM] = {"--hidden-size", NULL, NULL},
+    [MT_MLP_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
+    [MT_GATE] = {"--ffn-hidden-size", "--hidden-size", "--swiglu"},
+    [MT_GATE_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
+    [MT_UP] = {"--ffn-hidden-size", "--hidden-size", NULL},
+    [MT_UP_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
+    [MT_DOWN] = {"--hidden-size", "--ffn-hidden-size", NULL},
+    [MT_DOWN_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
+    [MT_FINAL_NORM] = {"--hidden-size", NULL, NULL},
+    [MT_FINAL_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
+    [MT_LM_HEAD] = {"--vocab-size", "--hidden-size", "--untie-embeddings-and-output-weights"},
+};
+
+/* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
+static int64_t mt_param_shape(const mt_param *param, int64_t shape[2]) {
+    shape[0] = param->hf_transposed ? param->cols : param->hf_rows_total;
+    shape[1] = param->hf_transposed ? param->hf_rows_total : param->cols;
+    return param->is_vector ? 1 : 2;
+}
+
+static const char *mt_shape_print(char out[256], const int64_t *shape, int64_t num_dims) {
+    int used = snprintf(out, 256, "[");
+    for (int64_t i = 0; i < num_dims; i++)
+        used += snprintf(out + used, 256 - (size_t)used, "%s%lld", i ? ", " : "", (long long)shape[i]);
+    snprintf(out + used, 256 - (size_t)used, "]");
+    return out;
+}
+
+/* A tensor that a parameter is to be read from must have its shape and be of floating point. */
+static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, mt_error *error) {
+    int64_t shape[2], num_dims = mt_param_shape(param, shape);
+    char found[256], expected[256];
+    const mt_param_options *option = &mt_param_option[param->role];
+    if (tensor->dtype != MT_F32 && tensor->dtype != MT_BF16 && tensor->dtype != MT_F16 && tensor->dtype != MT_F64)
+        return mt_error_set(error,
+                            "%s: tensor \"%s\" is %s; weights may be F32, BF16, F16 or F64, so take a checkpoint "
+                            "that is not quantized",
+                            tensor->file, tensor->name, mt_dtype_name(tensor->dtype));
+    if (tensor->num_dims == num_dims && memcmp(shape, tensor->shape, (size_t)num_dims * sizeof *shape) == 0) return 0;
+    bool cols_differ = tensor->num_dims == 2 && num_dims == 2 && tensor->shape[!param->hf_transposed] != param->cols;
+    return mt_error_set(error, "%s: tensor \"%s\" is %s and the model's %s; check %s or config.json", tensor->file,
+                        tensor->name, mt_shape_print(found, tensor->shape, tensor->num_dims),
+                        mt_shape_print(expected, shape, num_dims), cols_differ ? option->cols : option->rows);
+}
+
+/* The tensor of a name in the table; a model saved without its head has names without their first word. */
+static const mt_tensor_info *mt_safetensors_find_param(const mt_safetensors *file, const char *name) {
+    static const char *const prefixes[] = {"model.", "transformer."};
+    const mt_tensor_info *tensor = mt_safetensors_find(file, name);
+    for (int i = 0; !tensor && i < 2; i++)
+        if (strncmp(name, prefixes[i], strlen(prefixes[i])) == 0)
+            tensor = mt_safetensors_find(file, name + strlen(prefixes[i]));
+    return tensor;
+}
+
+static int mt_param_missing(const mt_param *param, const char *folder, const mt_safetensors *file, mt_error *error) {
+    const char *option = mt_param_option[param->role].exists;
+    if (param->role == MT_LM_HEAD)
+        return mt_error_set(error,
+                            "%s: has no tensor \"%s\"; if the model is tied, config.json must say "
+                            "\"tie_word_embeddings\": true (--untie-embeddings-and-output-weights is then left "
+                            "out)",
+                            folder, param->hf_name);
+    return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json%s%s%s%s", folder,
+                        param->hf_name, (long long)mt_safetensors_count(file), option ? ", " : "", option ? option : "",
+                        param->layer >= 0 ? " and --num-layers" : "", "");
+}
+
+static bool mt_ends_with(const char *text, const char *end) {
+    size_t length = strlen(text), end_length = strlen(end);
+    return length >= end_length && strcmp(text + length - end_length, end) == 0;
+}
+
+/* Tensors that old checkpoints carry and that hold no weights: tables that are computed, masks, the tied head. */
+static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
+    if (mt_ends_with(name, "rotary_emb.inv_freq") || mt_ends_with(name, ".attn.masked_bias")) return true;
+    if (strcmp(options->hf_family, "gpt2") == 0 && mt_ends_with(name, ".attn.bias")) return true;
+    return !options->untie_embeddings_and_output_weights && strcmp(name, "lm_head.weight") == 0;
+}
+
+static int mt_tensor_pointer_compare(const void *a, const void *b) {
+    const mt_tensor_info *x = *(const mt_tensor_info *const *)a, *y = *(const mt_tensor_info *const *)b;
+    return (x > y) - (x < y);
+}
+
+/* Every tensor must be wanted by a row: a weight that is silently left out would give another model. */
+static int mt_weights_check_unused(const mt_model *m, const mt_safetensors *file, mt_error *error) {
+    const mt_tensor_info **used = mt_malloc(m->num_params * (int64_t)sizeof *used), *unused = NULL;
+    for (int64_t i = 0; i < m->num_params; i++) used[i] = mt_safetensors_find_param(file, m->params[i].hf_name);
+    qsort(used, (size_t)m->num_params, sizeof *used, mt_tensor_pointer_compare);
+    for (int64_t i = 0; i < file->count && !unused; i++) {
+        const mt_tensor_info *tensor = &file->tensors[i];
+        if (mt_tensor_is_harmless(m->options, tensor->name)) continue;
+        if (!bsearch(&tensor, used, (size_t)m->num_params, sizeof *used, mt_tensor_pointer_compare)) unused = tensor;
+    }
+    free(used);
+    if (!unused) return 0;
+    char name[128];
+    return mt_error_set(error,
+                        "%s: tensor \"%s\" has no place in the model that the options describe; check "
+                        "config.json, --num-layers and the options for biases and norms",
+                        unused->file, mt_printable(name, unused->name));
+}
+
+/* Weights, and for bf16 the master weights, which keep what was stored. Everything is checked before anything is set.
+ */
+static int mt_weights_load(mt_model *m, const char *folder, mt_error *error) {
+    mt_safetensors *file;
+    if (mt_safetensors_open_folder(&file, folder, "model", error) != 0) return -1;
+    int status = 0;
+    for (int64_t i = 0; i < m->num_params && status == 0; i++) {
+        const mt_tensor_info *tensor = mt_safetensors_find_param(file, m->params[i].hf_name);
+        status = tensor ? mt_param_check(&m->params[i], tensor, error)
+                        : mt_param_missing(&m->params[i], folder, file, error);
+    }
+    if (status == 0) status = mt_weights_check_unused(m, file, error);
+    for (int64_t i = 0; i < m->num_params && status == 0; i++) {
+        const mt_param *param = &m->params[i];
+        const mt_tensor_info *tensor = mt_safetensors_find_param(file, param->hf_name);
+        float *master = m->dtype == MT_F32 ? NULL : mt_param_place(m, param, MT_KEPT_MASTER);
+        int64_t not_finite = mt_param_load(m, param, tensor, mt_param_place(m, param, MT_KEPT_WEIGHTS), master);
+        if (not_finite > 0 && m->grid->world.rank == 0)
+            fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", tensor->file,
+                    (long long)not_finite, tensor->name);
+    }
+    mt_safetensors_close(file);
+    return status;
+}
+
+/* ==== §14c saving ================================================================================================ */
+/* Everything is written into a folder of a temporary name beside its place, brought to disk, and renamed. The place of
+ * every byte follows from the parameter table before the first is written. */
+
+/* A Hugging Face tensor that is to be written: one parameter, or several that it holds one after another. */
+typedef struct mt_saved {
+    char name[192];
+    const mt_param *params;
+    int64_t num_params;
+    mt_kept kept;
+    mt_dtype dtype;
+    int64_t shape[2], num_dims;
+    int64_t shard, offset, bytes; // offset in the shard's data
+} mt_saved;
+
+/* All tensors of a stem, in order, and the files they go to. */
+typedef struct mt_saved_set {
+    mt_saved *tensors;
+    int64_t count, num_shards, bytes;
+    const char *stem;
+} mt_saved_set;
+
+static int mt_saved_compare(const void *a, const void *b) {
+    return strcmp(((const mt_saved *)a)->name, ((const mt_saved *)b)->name);
+}
+
+/* Appends one kind of value of every parameter. */
+static void mt_saved_add(mt_saved_set *set, const mt_model *m, mt_kept kept) {
+    for (int64_t i = 0, next; i < m->num_params; i = next) {
+        const mt_param *param = &m->params[i];
+        mt_saved *saved = &set->tensors[set->count++];
+        *saved = (mt_saved){.params = param, .kept = kept};
+        saved->dtype = kept == MT_KEPT_WEIGHTS ? m->dtype : MT_F32;
+        saved->num_dims = mt_param_shape(param, saved->shape);
+        saved->bytes = param->hf_rows_total * param->cols * mt_dtype_size(saved->dtype);
+        snprintf(saved->name, sizeof saved->name, "%s%s", mt_kept_prefix[kept], param->hf_name);
+        for (next = i; next < m->num_params && strcmp(m->params[next].hf_name, param->hf_name) == 0; next++)
+            saved->num_params++;
+    }
+}
+
+/* What a stem holds, in the order of names as upstream writes it, cut into files of at most max_shard_bytes. */
+static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem, int64_t max_shard_bytes) {
+    int64_t filled = 0;
+    *set = (mt_saved_set){.stem = stem, .num_shards = 1};
+    set->tensors = mt_malloc(MT_NUM_KEPT * m->num_params * (int64_t)sizeof(mt_saved));
+    if (strcmp(stem, "model") == 0) {
+        mt_saved_add(set, m, MT_KEPT_WEIGHTS);
+    } else {
+        if (m->dtype != MT_F32) mt_saved_add(set, m, MT_KEPT_MASTER);
+        mt_saved_add(set, m, MT_KEPT_M);
+        mt_saved_add(set, m, MT_KEPT_V);
+    }
+    qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
+    for (int64_t i = 0; i < set->count; i++) {
+        mt_saved *saved = &set->tensors[i];
+        if (filled > 0 && filled + saved->bytes > max_shard_bytes) set->num_shards++, filled = 0;
+        saved->shard = set->num_shards - 1, saved->offset = filled;
+        filled += saved->bytes, set->bytes += saved->bytes;
+    }
+}
+
+/* "model.safetensors", or "model-00001-of-00002.safetensors". */
+static void mt_shard_name(char name[64], const mt_saved_set *set, int64_t shard) {
+    if (set->num_shards == 1)
+        snprintf(name, 64, "%s.safetensors", set->stem);
+    else
+        snprintf(name, 64, "%s-%05lld-of-%05lld.safetensors", set->stem, (long long)shard + 1,
+                 (long long)set->num_shards);
+}
+
+/* ---- files */
+
+/* A file being written: what failed first is remembered in words. */
+typedef struct mt_output {
+    int descriptor;
+    const char *path;
+    mt_error *error;
+} mt_output;
+
+static int mt_write_error(mt_error *error, const char *path) {
+    if (errno == ENOSPC || errno == EDQUOT)
+        return mt_error_set(error, "%s: no space left on the disk; free some or choose another --save", path);
+    if (errno == EFBIG)
+        return mt_error_set(error, "%s: too large for the limit on file sizes; raise it (ulimit -f)", path);
+    return mt_error_set(error, "%s: cannot be written: %s; choose another --save", path, strerror(errno));
+}
+
+static int mt_output_open(mt_output *out, const char *path, mt_error *error) {
+    *out = (mt_output){.path = path, .error = error};
+    out->descriptor = open(path, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666);
+    return out->descriptor < 0 ? mt_write_error(error, path) : 0;
+}
+
+static int mt_output_write(const mt_output *out, int64_t offset, const void *data, int64_t bytes) {
+    for (int64_t done = 0; done < bytes;) {
+        ssize_t wrote = pwrite(out->descriptor, (const char *)data + done, (size_t)(bytes - done), offset + done);
+        if (wrote < 0 && errno == EINTR) continue;
+        if (wrote < 0) return mt_write_error(out->error, out->path);
+        done += wrote;
+    }
+    return 0;
+}
+
+/* Closes the file, whole and on disk when `status` was 0 and this returns 0. */
+static int mt_output_close(const mt_output *out, int status) {
+    if (status == 0 && fsync(out->descriptor) != 0) status = mt_write_error(out->error, out->path);
+    if (close(out->descriptor) != 0 && status == 0) status = mt_write_error(out->error, out->path);
+    return status;
+}
+
+static int mt_text_write(const char *folder, const char *name, const char *text, mt_error *error) {
+    mt_output out;
+    char *path = mt_path_join(folder, name);
+    int status = mt_output_open(&out, path, error);
+    if (status == 0) status = mt_output_close(&out, mt_output_write(&out, 0, text, (int64_t)strlen(text)));
+    free(path);
+    return status;
+}
+
+static int mt_json_write(const char *folder, const char *name, const json_t *json, mt_error *error) {
+    char *text = mt_json_print(json);
+    text = mt_realloc(text, (int64_t)strlen(text) + 2);
+    int status = mt_text_write(folder, name, strcat(text, "\n"), error);
+    free(text);
+    return status;
+}
+
+/* ---- tensors */
+
+/* Length, JSON and padding of a file's header, to free; tensors[count] are the file's. */
+static char *mt_saved_header(const mt_saved *tensors, int64_t count, int64_t *bytes) {
+    char *text = mt_malloc(128 + count * 384);
+    int64_t used = 8 + sprintf(text + 8, "{\"__metadata__\":{\"format\":\"pt\"}"), length;
+    for (int64_t i = 0; i < count; i++) {
+        const mt_saved *saved = &tensors[i];
+        used += sprintf(text + used, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", saved->name,
+                        mt_dtype_name(saved->dtype), (long long)saved->shape[0]);
+        if (saved->num_dims == 2) used += sprintf(text + used, ",%lld", (long long)saved->shape[1]);
+        used += sprintf(text + used, "],\"data_offsets\":[%lld,%lld]}", (long long)saved->offset,
+                        (long long)(saved->offset + saved->bytes));
+    }
+    text[used++] = '}';
+    while (used % 8) text[used++] = ' '; // the data then begins aligned
+    length = used - 8;
+    memcpy(text, &length, 8);
+    *bytes = used;
+    return text;
+}
+
+/* Writes a parameter's rows where they belong in a tensor whose data begins at `start` in the file. */
+static int mt_param_write(const mt_output *out, const mt_model *m, const mt_param *param, const mt_saved *saved,
+                          int64_t start) {
+    int64_t size = mt_dtype_size(saved->dtype), cols = param->cols, chunk = mt_param_chunk(param), status = 0;
+    const char *place = mt_param_place(m, param, saved->kept);
+    char *staged = mt_malloc(chunk * cols * size),
+         *turned = param->hf_transposed ? mt_malloc(chunk * cols * size) : NULL;
+    for (int64_t first = 0; first < param->rows_stored && status == 0; first += chunk) {
+        int64_t count = param->rows_stored - first < chunk ? param->rows_stored - first : chunk;
+        int64_t row = param->hf_row + first;
+        m->ops->memory_copy(staged, place + first * cols * size, count * cols * size, m->stream);
+        m->ops->stream_wait(m->stream);
+        if (!turned) {
+            status = mt_output_write(out, start + row * cols * size, staged, count * cols * size);
+            continue;
+        }
+        for (int64_t r = 0; r < count; r++)
+            for (int64_t c = 0; c < cols; c++)
+                memcpy(turned + (c * count + r) * size, staged + (r * cols + c) * size, (size_t)size);
+        if (count == param->hf_rows_total) {
+            status = mt_output_write(out, start, turned, count * cols * size);
+            continue;
+        }
+        for (int64_t c = 0; c < cols && status == 0; c++)
+            status = mt_output_write(out, start + (c * param->hf_rows_total + row) * size, turned + c * count * size,
+                                     count * size);
+    }
+    free(staged);
+    free(turned);
+    return (int)status;
+}
+
+static int mt_shard_write(const mt_saved_set *set, int64_t shard, const mt_model *m, const char *path,
+                          mt_error *error) {
+    mt_output out;
+    int64_t first = 0, end, header_bytes;
+    while (set->tensors[first].shard < shard) first++;
+    for (end = first; end < set->count && set->tensors[end].shard == shard;) end++;
+    if (mt_output_open(&out, path, error) != 0) return -1;
+    char *header = mt_saved_header(set->tensors + first, end - first, &header_bytes);
+    int status = mt_output_write(&out, 0, header, header_bytes);
+    free(header);
+    for (int64_t i = first; i < end; i++) {
+        const mt_saved *saved = &set->tensors[i];
+        for (int64_t k = 0; k < saved->num_params && status == 0; k++)
+            status = mt_param_write(&out, m, &saved->params[k], saved, header_bytes + saved->offset);
+    }
+    return mt_output_close(&out, status);
+}
+
+/* Written for a single file too: loaders that take every *.safetensors of a folder then know the model's. */
+static int mt_saved_write_index(const mt_saved_set *set, const char *folder, mt_error *error) {
+    char name[64];
+    json_t *map = json_object();
+    for (int64_t i = 0; i < set->count; i++) {
+        mt_shard_name(name, set, set->tensors[i].shard);
+        mt_json_set_string(map, set->tensors[i].name, name);
+    }
+    json_t *index = json_pack("{s:{s:I}, s:o}", "metadata", "total_size", (json_int_t)set->bytes, "weight_map", map);
+    snprintf(name, sizeof name, "%s.safetensors.index.json", set->stem);
+    int status = mt_json_write(folder, name, index, error);
+    json_decref(index);
+    return status;
+}
+
+int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem, int64_t max_shard_bytes,
+                               mt_error *error) {
+    char name[64];
+    mt_saved_set set;
+    int status = 0;
+    mt_saved_plan(&set, m, stem, max_shard_bytes);
+    for (int64_t shard = 0; shard < set.num_shards && status == 0; shard++) {
+        mt_shard_name(name, &set, shard);
+        char *path = mt_path_join(folder, name);
+        status = mt_shard_write(&set, shard, m, path, error);
+        free(path);
+    }
+    if (status == 0) status = mt_saved_write_index(&set, folder, error);
+    free(set.tensors);
+    return status;
+}
+
+/* ---- folders */
+
+enum { MT_TRAINER_VERSION = 1 };
+static const int64_t mt_max_shard_bytes = 5000000000; // as save_pretrained's default was for long
+
+/* Where the run stands, and what it was begun with. */
+static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const char *folder, mt_error *error) {
+    const mt_options *o = m->options;
+    json_t *json = json_object();
+    mt_json_set_int(json, "version", MT_TRAINER_VERSION);
+    mt_json_set_int(json, "iteration", state->iteration);
+    mt_json_set_int(json, "consumed_train_samples", state->consumed_train_samples);
+    mt_json_set_int(json, "consumed_valid_samples", state->consumed_valid_samples);
+    mt_json_set_int(json, "optimizer_step", state->optimizer_step);
+    mt_json_set_int(json, "seed", o->seed);
+    mt_json_set_int(json, "seq_length", o->seq_length);
+    mt_json_set_int(json, "global_batch_size", o->global_batch_size);
+    mt_json_set_int(json, "micro_batch_size", o->micro_batch_size);
+    mt_json_set_int(json, "world_size", m->grid->world.size);
+    mt_json_set_string(json, "dtype", mt_dtype_name(m->dtype));
+    mt_json_set_real(json, "learning_rate", mt_learning_rate(o, state->consumed_train_samples));
+    int status = mt_json_write(folder, "trainer.json", json, error);
+    json_decref(json);
+    return status;
+}
+
+static int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error) {
+    if (options->bos_token_id < 0 && options->eos_token_id < 0) return 0;
+    json_t *json = json_object();
+    if (options->bos_token_id >= 0) mt_json_set_int(json, "bos_token_id", options->bos_token_id);
+    if (options->eos_token_id >= 0) mt_json_set_int(json, "eos_token_id", options->eos_token_id);
+    int status = mt_json_write(folder, "generation_config.json", json, error);
+    json_decref(json);
+    return status;
+}
+
+/* Everything of a checkpoint but the caller's own files. */
+static int mt_checkpoint_write(mt_model *m, const mt_run_state *state, const char *folder, mt_error *error) {
+    char *config = mt_options_write_hf_config(m->options);
+    int status = mt_text_write(folder, "config.json", config, error);
+    free(config);
+    if (status == 0) status = mt_generation_config_write(m->options, folder, error);
+    if (status == 0) status = mt_safetensors_save_folder(m, folder, "model", mt_max_shard_bytes, error);
+    if (status == 0 && m->plan.train && !m->options->no_save_optim)
+        status = mt_safetensors_save_folder(m, folder, "optimizer", mt_max_shard_bytes, error);
+    return status == 0 ? mt_trainer_write(m, state, folder, error) : -1;
+}
+
+/* Calls `visit` with every name in a folder, until one returns other than 0. */
+static int mt_folder_visit(const char *folder, int (*visit)(const char *folder, const char *name, void *context),
+                           void *context) {
+    DIR *directory = opendir(folder);
+    int status = 0;
+    if (!directory) return 0;
+    for (struct dirent *entry; status == 0 && (entry = readdir(directory));)
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
+            status = visit(folder, entry->d_name, context);
+    closedir(directory);
+    return status;
+}
+
+static int mt_remove_entry(const char *path, const struct stat *status, int type, struct FTW *walk) {
+    (void)status, (void)type, (void)walk;
+    return remove(path);
+}
+
+static void mt_folder_remove(const char *folder) {
+    nftw(folder, mt_remove_entry, 16, FTW_DEPTH | FTW_PHYS);
+}
+
+/* A run that was killed while it saved left iter_NNNNNNN.tmp-PID behind. */
+static int mt_remove_leftover(const char *folder, const char *name, void *context) {
+    int length = 0;
+    (void)context;
+    sscanf(name, "iter_%*[0-9].tmp-%*[0-9]%n", &length);
+    if (length == 0 || name[length]) return 0;
+    char *path = mt_path_join(folder, name);
+    mt_folder_remove(path);
+    free(path);
+    return 0;
+}
+
+static int mt_fsync_path(const char *path, mt_error *error) {
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    int status = descriptor >= 0 && (fsync(descriptor) == 0 || errno == EINVAL) ? 0 : mt_write_error(error, path);
+    if (descriptor >= 0) close(descriptor);
+    return status;
+}
+
+static int mt_fsync_entry(const char *folder, const char *name, void *error) {
+    char *path = mt_path_join(folder, name);
+    int status = mt_fsync_path(path, error);
+    free(path);
+    return status;
+}
+
+/* Exchanges two folders at once where the system can do that, else by way of a third name. */
+static int mt_folder_exchange(const char *a, const char *b) {
+#ifdef RENAME_EXCHANGE
+    if (renameat2(AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE) == 0) return 0;
+    if (errno != EINVAL && errno != ENOSYS) return -1;
+#endif
+    char *aside = mt_malloc((int64_t)strlen(b) + 8);
+    sprintf(aside, "%s.old", b);
+    int status = rename(b, aside);
+    if (status == 0 && (status = rename(a, b)) != 0) rename(aside, b);
+    if (status == 0) status = rename(aside, a);
+    free(aside);
+    return status;
+}
+
+/* Puts the whole folder `fresh` in its place; what was there goes only then. */
+static int mt_folder_place(const char *fresh, const char *place, mt_error *error) {
+    bool exists = access(place, F_OK) == 0;
+    int status = exists ? mt_folder_exchange(fresh, place) : rename(fresh, place);
+    if (status != 0) return mt_write_error(error, place);
+    if (exists) mt_folder_remove(fresh);
+    return 0;
+}
+
+/* Replaces folder/name by a text or by a link, all at once. */
+static int mt_file_replace(const char *folder, const char *name, const char *text, bool link, mt_error *error) {
+    char temporary[300];
+    snprintf(temporary, sizeof temporary, "%s.tmp-%lld", name, (long long)getpid());
+    char *from = mt_path_join(folder, temporary), *to = mt_path_join(folder, name);
+    unlink(from);
+    int status = link ? symlink(text, from) : mt_text_write(folder, temporary, text, error);
+    if (link && status != 0) mt_write_error(error, to);
+    if (status == 0 && rename(from, to) != 0) {
+        status = mt_write_error(error, to);
+        unlink(from);
+    }
+    free(from);
+    free(to);
+    return status;
+}
+
+/* Whether folder/name is one of the links that lead into the latest iteration. */
+static bool mt_is_own_link(const char *folder, const char *name) {
+    static const char start[] = "latest/";
+    char target[sizeof start - 1];
+    char *path = mt_path_join(folder, name);
+    ssize_t length = readlink(path, target, sizeof target);
+    free(path);
+    return length == (ssize_t)sizeof target && memcmp(target, start, sizeof target) == 0;
+}
+
+static bool mt_path_exists(const char *folder, const char *name) {
+    struct stat status;
+    char *path = mt_path_join(folder, name);
+    bool exists = lstat(path, &status) == 0;
+    free(path);
+    return exists;
+}
+
+/* Links a file of the iteration from the folder above, unless it is our own affair or something else has the name. */
+static int mt_link_file(const char *iteration, const char *name, void *folder) {
+    char target[300];
+    mt_error ignored;
+    (void)iteration;
+    if (strncmp(name, "optimizer", 9) == 0 || strcmp(name, "trainer.json") == 0) return 0;
+    if (mt_path_exists(folder, name) || strlen(name) > 255) return 0;
+    snprintf(target, sizeof target, "latest/%s", name);
+    mt_file_replace(folder, name, target, true, &ignored);
+    return 0;
+}
+
+/* Removes links whose file the latest iteration no longer has. */
+static int mt_unlink_stale(const char *folder, const char *name, void *context) {
+    (void)context;
+    if (!mt_is_own_link(folder, name) || mt_folder_has(folder, name)) return 0;
+    char *path = mt_path_join(folder, name);
+    unlink(path);
+    free(path);
+    return 0;
+}
+
+/* The folder's latest is `iteration`. Links are a service to other loaders: a file system without them is no error. */
+static int mt_checkpoint_publish(const char *folder, const char *iteration, int64_t number, mt_error *error) {
+    char text[32];
+    mt_error ignored;
+    snprintf(text, sizeof text, "%lld\n", (long long)number);
+    if (mt_file_replace(folder, "latest_checkpointed_iteration.txt", text, false, error) != 0) return -1;
+    if (mt_file_replace(folder, "latest", iteration, true, &ignored) == 0) {
+        char *path = mt_path_join(folder, iteration);
+        mt_folder_visit(folder, mt_unlink_stale, NULL);
+        mt_folder_visit(path, mt_link_file, (void *)folder);
+        free(path);
+    }
+    return mt_fsync_path(folder, error);
+}
+
+/* Creates a folder and those above it. */
+static int mt_folder_create(const char *folder, mt_error *error) {
+    char *path = mt_strdup(folder);
+    struct stat status;
+    for (char *slash = path + 1; *path && *slash; slash++) {
+        if (*slash != '/') continue;
+        *slash = 0;
+        mkdir(path, 0777); // the last one tells
+        *slash = '/';
+    }
+    int made = mkdir(path, 0777), reason = errno;
+    bool is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
+    free(path);
+    if (made == 0 || is_folder) return 0;
+    return mt_error_set(error, "%s: the folder cannot be made: %s; choose another --save", folder, strerror(reason));
+}
+
+/* Refuses a folder that is a model of its own, and one without room for `bytes`. */
+static int mt_checkpoint_check_folder(const char *folder, int64_t bytes, mt_error *error) {
+    static const char *const names[] = {"config.json", "model.safetensors", "model.safetensors.index.json"};
+    struct statvfs disk;
+    char target[8];
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (mt_path_exists(folder, names[i]) && !mt_is_own_link(folder, names[i]))
+            return mt_error_set(error,
+                                "%s: is a model's own folder (its %s was not put there by --save); choose another "
+                                "--save",
+                                folder, names[i]);
+    char *latest = mt_path_join(folder, "latest");
+    bool taken = mt_path_exists(folder, "latest") && readlink(latest, target, sizeof target) < 0;
+    free(latest);
+    if (taken) return mt_error_set(error, "%s/latest: is not a link of --save; choose another --save", folder);
+    if (statvfs(folder, &disk) != 0 || disk.f_blocks == 0) return 0; // the disk does not tell: writing will
+    double room = (double)disk.f_bavail * (double)disk.f_frsize;
+    if (room >= (double)bytes) return 0;
+    return mt_error_set(error,
+                        "%s: a checkpoint takes %.1f MB and the disk has %.1f MB left; free some or choose another "
+                        "--save",
+                        folder, (double)bytes / 1e6, room / 1e6);
+}
+
+/* Bytes of the safetensors of a checkpoint. */
+static int64_t mt_checkpoint_bytes(const mt_model *m) {
+    int64_t each = mt_dtype_size(m->dtype);
+    if (m->plan.train && !m->options->no_save_optim) each += m->dtype == MT_F32 ? 8 : 12;
+    return mt_num_parameters(m->options) * each;
+}
+
+int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
+                       void *context, mt_error *error) {
+    char name[64], temporary_name[128];
+    if (mt_folder_create(folder, error) != 0) return -1;
+    mt_folder_visit(folder, mt_remove_leftover, NULL);
+    if (mt_checkpoint_check_folder(folder, mt_checkpoint_bytes(m), error) != 0) return -1;
+    snprintf(name, sizeof name, "iter_%07lld", (long long)state->iteration);
+    snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", name, (long long)getpid());
+    char *temporary = mt_path_join(folder, temporary_name), *place = mt_path_join(folder, name);
+    int status = mt_folder_create(temporary, error);
+    if (status == 0) status = mt_checkpoint_write(m, state, temporary, error);
+    if (status == 0 && extra) status = extra(context, temporary, error);
+    if (status == 0) status = mt_folder_visit(temporary, mt_fsync_entry, error);
+    if (status == 0) status = mt_fsync_path(temporary, error);
+    if (status == 0) status = mt_folder_place(temporary, place, error);
+    if (status == 0) status = mt_checkpoint_publish(folder, name, state->iteration, error);
+    if (status != 0) mt_folder_remove(temporary);
+    free(temporary);
+    free(place);
+    return status;
+}
+
+/* ==== §14d resuming ============================================================================================== */
+/* Where a run left off, so that it goes on bit for bit. */
+
+/* The iteration that latest_checkpointed_iteration.txt names, or -1 with error. */
+static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
+    char text[32] = {0}, *end = text;
+    FILE *file = fopen(path, "r");
+    if (!file) return mt_error_set(error, "%s: cannot be read: %s", path, strerror(errno));
+    size_t length = fread(text, 1, sizeof text - 1, file);
+    fclose(file);
+    long long iteration = isdigit((unsigned char)text[0]) ? strtoll(text, &end, 10) : -1;
+    while (isspace((unsigned char)*end)) end++;
+    if (iteration < 0 || iteration > 999999999 || end != text + length)
+        return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it",
+                            path);
+    return iteration;
+}
+
+char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
+    struct stat status;
+    char name[64];
+    if (stat(folder, &status) != 0 || !S_ISDIR(status.st_mode)) {
+        mt_error_set(error, "%s: %s; name a folder that holds config.json, or one that --save wrote", folder,
+                     stat(folder, &status) != 0 ? strerror(errno) : "is a file, not a folder");
+        return NULL;
+    }
+    if (!mt_folder_has(folder, "latest_checkpointed_iteration.txt")) {
+        if (mt_folder_has(folder, "config.json")) return mt_strdup(folder);
+        mt_error_set(error,
+                     "%s: holds neither config.json nor latest_checkpointed_iteration.txt; name a Hugging Face "
+                     "folder, or one that --save wrote",
+                     folder);
+        return NULL;
+    }
+    char *path = mt_path_join(folder, "latest_checkpointed_iteration.txt");
+    int64_t iteration = mt_checkpoint_latest(path, error);
+    free(path);
+    if (iteration < 0) return NULL;
+    snprintf(name, sizeof name, "iter_%07lld", (long long)iteration);
+    path = mt_path_join(folder, name);
+    if (mt_folder_has(path, "config.json")) return path;
+    mt_error_set(error,
+                 "%s: has no config.json, but latest_checkpointed_iteration.txt beside it names iteration %lld; "
+                 "write the number of a whole iter_NNNNNNN in it",
+                 path, (long long)iteration);
+    free(path);
+    return NULL;
+}
+
+/* The tensor that keeps one kind of value of a parameter. */
+static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const mt_param *param, mt_kept kept) {
+    char name[192];
+    snprintf(name, sizeof name, "%s%s", mt_kept_prefix[kept], param->hf_name);
+    return mt_safetensors_find(file, name);
+}
+
+/* Moments and, where they were kept, master weights. A bf16 run may go on in fp32, from its master weights, and an fp32
+ * run in bf16, with its weights for master weights. */
+static int mt_optimizer_load(const mt_model *m, const char *folder, mt_error *error) {
+    mt_safetensors *file;
+    if (mt_safetensors_open_folder(&file, folder, "optimizer", error) != 0) return -1;
+    mt_kept first = mt_optimizer_find(file, &m->params[0], MT_KEPT_MASTER) ? MT_KEPT_MASTER : MT_KEPT_M;
+    int status = 0;
+    for (int load = 0; load < 2; load++) // everything is checked before anything is set
+        for (int64_t i = 0; i < m->num_params; i++)
+            for (int kept = first; kept < MT_NUM_KEPT && status == 0; kept++) {
+                const mt_param *param = &m->params[i];
+                const mt_tensor_info *tensor = mt_optimizer_find(file, param, (mt_kept)kept);
+                if (!tensor)
+                    status = mt_error_set(error,
+                                          "%s: the optimizer's state has no tensor \"%s%s\"; go on without it by "
+                                          "--no-load-optim, or get the folder again",
+                                          folder, mt_kept_prefix[kept], param->hf_name);
+                else if (load)
+                    mt_param_load(m, param, tensor, NULL, mt_param_place(m, param, (mt_kept)kept));
+                else
+                    status = mt_param_check(param, tensor, error);
+            }
+    mt_safetensors_close(file);
+    return status;
+}
+
+/* A whole number >= 0 of trainer.json. */
+static int mt_trainer_int(const json_t *json, const char *key, const char *path, int64_t *value, mt_error *error) {
+    const json_t *item = json_object_get(json, key);
+    *value = json_integer_value(item);
+    if (json_is_integer(item) && *value >= 0) return 0;
+    return mt_error_set(error, "%s: has no whole number \"%s\"; begin anew from these weights by --finetune", path,
+                        key);
+}
+
+/* Samples are counted and drawn in terms of these, so a run goes on with what it was begun with. */
+static int mt_trainer_agrees(const char *path, const char *option, int64_t then, int64_t now, mt_error *error) {
+    if (then == now) return 0;
+    return mt_error_set(error, "%s: the run was begun with %s %lld, not %lld; give that, or begin anew by --finetune",
+                        path, option, (long long)then, (long long)now);
+}
+
+static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *path, mt_error *error) {
+    int64_t version, seed, seq_length;
+    const struct {
+        const char *key;
+        int64_t *value;
+    } fields[] = {{"version", &version},
+                  {"iteration", &state->iteration},
+                  {"consumed_train_samples", &state->consumed_train_samples},
+                  {"consumed_valid_samples", &state->consumed_valid_samples},
+                  {"optimizer_step", &state->optimizer_step},
+                  {"seed", &seed},
+                  {"seq_length", &seq_length}};
+    json_t *json = mt_json_read(path, error);
+    int status = json ? 0 : -1;
+    for (size_t i = 0; i < sizeof fields / sizeof *fields && status == 0; i++)
+        status = mt_trainer_int(json, fields[i].key, path, fields[i].value, error);
+    json_decref(json);
+    if (status != 0) return -1;
+    if (version > MT_TRAINER_VERSION)
+        return mt_error_set(error, "%s: version %lld was written by a later version of this program; update it", path,
+                            (long long)version);
+    if (mt_trainer_agrees(path, "--seed", seed, m->options->seed, error) != 0) return -1;
+    return mt_trainer_agrees(path, "--seq-length", seq_length, m->options->seq_length, error);
+}
+
+/* The optimizer and the place in the run; `folder` is one iteration's. */
+static int mt_run_load(const mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
+    bool has_optimizer =
+        mt_folder_has(folder, "optimizer.safetensors") || mt_folder_has(folder, "optimizer.safetensors.index.json");
+    bool continues = mt_folder_has(folder, "trainer.json") && (has_optimizer || m->options->no_load_optim);
+    if (!m->plan.train || m->options->finetune || !continues) return 0;
+    char *path = mt_path_join(folder, "trainer.json");
+    int status = mt_trainer_read(m, state, path, error);
+    free(path);
+    if (status == 0 && m->options->no_load_optim) state->optimizer_step = 0; // the moments begin at 0 too
+    return status == 0 && !m->options->no_load_optim ? mt_optimizer_load(m, folder, error) : status;
+}
+
+int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
+    char *resolved = mt_checkpoint_resolve(folder, error);
+    if (!resolved) return -1;
+    *state = (mt_run_state){0};
+    int status = mt_weights_load(m, resolved, error);
+    if (status == 0) status = mt_run_load(m, state, resolved, error);
+    free(resolved);
+    return status;
+}
 
 /* ==== §15 generation ============================================================================================= */
+/* From logits to new tokens, and from tokens to their log-probabilities. Invariants: what a sequence draws depends on
+ * the seed, its id and the position, never on its neighbours in the batch; reading a prompt and adding a token are one
+ * and the same: a pass over the tokens that the cache does not hold yet. */
+
+/* ---- choosing a token */
+
+/* Softmax weight of a token, relative to the likeliest. */
+static double mt_token_weight(const float *logits, int32_t token, int32_t best, double temperature) {
+    return exp(((double)logits[token] - (double)logits[best]) / temperature);
+}
+
+/* Of two tokens, whether `a` comes first: the likelier, or the lower id. */
+static bool mt_token_before(const float *logits, int32_t a, int32_t b) {
+    return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+}
+
+/* Restores a heap of tokens (a parent comes before its children) whose element i may be too low. */
+static void mt_token_heap_sift(int32_t *heap, int64_t count, int64_t i, const float *logits) {
+    int32_t token = heap[i];
+    for (int64_t child; (child = 2 * i + 1) < count; i = child) {
+        if (child + 1 < count && mt_token_before(logits, heap[child + 1], heap[child])) child++;
+        if (!mt_token_before(logits, heap[child], token)) break;
+        heap[i] = heap[child];
+    }
+    heap[i] = token;
+}
+
+/* Takes the first token out of the heap order[0, count) and puts it at order[count - 1]. */
+static int32_t mt_token_heap_pop(int32_t *order, int64_t count, const float *logits) {
+    int32_t first = order[0];
+    order[0] = order[count - 1];
+    order[count - 1] = first;
+    mt_token_heap_sift(order, count - 1, 0, logits);
+    return first;
+}
+
+/* Sorts the tokens that may be chosen to the end of order[V], likeliest last, and no others: a heap is built in O(V),
+ * and few tokens leave it. Returns their number, and in `total` their weight. */
+static int64_t mt_tokens_keep(int32_t *order, int64_t V, const float *logits, int32_t best, const mt_sampling *sampling,
+                              double *total) {
+    double t = sampling->temperature, all = 0, sum = 0;
+    for (int64_t i = V / 2 - 1; i >= 0; i--) mt_token_heap_sift(order, V, i, logits);
+    int64_t most = sampling->top_k > 0 && sampling->top_k < V ? sampling->top_k : V, popped = 0, kept = 0;
+    if (most == V)
+        for (int64_t i = 0; i < V; i++) all += mt_token_weight(logits, order[i], best, t);
+    else
+        while (popped < most) all += mt_token_weight(logits, mt_token_heap_pop(order, V - popped++, logits), best, t);
+    for (; kept < most && (kept == 0 || sum < sampling->top_p * all); kept++) {
+        if (kept == popped) mt_token_heap_pop(order, V - popped++, logits);
+        sum += mt_token_weight(logits, order[V - 1 - kept], best, t);
+    }
+    *total = sum;
+    return kept;
+}
+
+/* The likeliest token, the lowest id among equals; -1 if a logit is not a number. */
+static int32_t mt_token_likeliest(const float *logits, int64_t V) {
+    int32_t best = 0;
+    bool numbers = true;
+    for (int32_t i = 0; i < V; i++) {
+        numbers &= !isnan(logits[i]);
+        if (logits[i] > logits[best]) best = i;
+    }
+    return numbers && isfinite(logits[best]) ? best : -1;
+}
+
+int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, int64_t sequence,
+                  int64_t position, int32_t *order) {
+    int64_t V = vocab_size, kept = V;
+    int32_t best = mt_token_likeliest(logits, V);
+    if (best < 0 || sampling->temperature == 0) return best;
+    for (int32_t i = 0; i < V; i++) order[i] = i;
+    double total = 0, sum = 0, t = sampling->temperature;
+    if (sampling->top_k > 0 || sampling->top_p < 1)
+        kept = mt_tokens_keep(order, V, logits, best, sampling, &total);
+    else
+        for (int64_t i = V - 1; i >= 0; i--) total += mt_token_weight(logits, order[i], best, t);
+
+    uint32_t words[4];
+    mt_philox(words, mt_random_key(sampling->seed, MT_RANDOM_SAMPLE, 0), (uint64_t)position, (uint64_t)sequence);
+    double uniform = (double)((uint64_t)words[0] << 21 | words[1] >> 11) * 0x1p-53; // [0, 1)
+    for (int64_t i = V - 1; i > V - kept; i--) {
+        sum += mt_token_weight(logits, order[i], best, t);
+        if (sum > uniform * total) return order[i];
+    }
+    return order[V - kept];
+}
+
+/* ---- prompts */
+
+int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
+                      const mt_options *o, mt_error *error) {
+    long long number = id + 1;
+    if (num_prompt == 0) return mt_error_set(error, "prompt %lld is empty; give it at least one token", number);
+    if (num_prompt >= context)
+        return mt_error_set(error,
+                            "prompt %lld has %lld tokens, which leaves no room for a new one in a context of %lld; "
+                            "shorten it",
+                            number, (long long)num_prompt, (long long)context);
+    for (int64_t i = 0; i < num_prompt; i++)
+        if (prompt[i] < 0 || prompt[i] >= o->vocab_size)
+            return mt_error_set(error,
+                                "prompt %lld: token %d is outside the model's vocabulary of %lld; take the model's own "
+                                "tokenizer",
+                                number, prompt[i], (long long)o->vocab_size);
+    int64_t room = context - num_prompt, new_tokens = o->max_new_tokens < room ? o->max_new_tokens : room;
+    *sequence = (mt_sequence){.id = id, .num_prompt = num_prompt, .num_tokens = num_prompt};
+    sequence->max_tokens = num_prompt + new_tokens;
+    sequence->finished = new_tokens == 0;
+    sequence->tokens = mt_malloc(sequence->max_tokens * 4);
+    memcpy(sequence->tokens, prompt, (size_t)(num_prompt * 4));
+    return 0;
+}
+
+int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, const mt_options *options,
+                      mt_error *error) {
+    int32_t *ids = mt_malloc((int64_t)strlen(text) * 4 + 4);
+    int64_t count = 0;
+    int status = 0;
+    for (const char *from = text; from && status == 0;) {
+        char *end;
+        errno = 0;
+        long long token = strtoll(from, &end, 10);
+        if (end == from || errno != 0 || token < 0 || token > INT32_MAX || (*end != ',' && *end != '\0'))
+            status = mt_error_set(error, "\"%.20s\" is no token id; give whole numbers with commas between them", from);
+        ids[count++] = (int32_t)token;
+        from = *end ? end + 1 : NULL;
+    }
+    if (status == 0) status = mt_sequence_begin(sequence, id, ids, count, context, options, error);
+    free(ids);
+    return status;
+}
+
+int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count) {
+    int64_t unfinished = 0;
+    for (int64_t s = 0; s < count; s++) unfinished += !sequences[s].finished;
+    return unfinished;
+}
+
+/* ---- sequences in a batch */
+
+enum { MT_PREFILL_TOKENS = 512 }; // a piece of a prompt: long enough for fast matrix products, short enough for memory
+
+struct mt_generator {
+    mt_model *model;
+    mt_sampling sampling;
+    mt_stops stops;
+    int64_t max_sequences, rows_per_sequence; // sequence s owns cache rows [s, s + 1) * rows_per_sequence
+    mt_batch batch;
+    int32_t *cache_rows;  // [max_tokens] of the batch's tokens
+    int32_t *logit_rows;  // [max_sequences] batch rows whose logits are wanted
+    int64_t *logit_owner; // [max_sequences] and the sequences that they belong to
+    int64_t num_logits;
+    float *logits;                      // [max_sequences, vocab_size]
+    int32_t *order;                     // [vocab_size], for mt_sample
+    int64_t read, written;              // tokens: of prompts, and added since
+    double read_seconds, write_seconds; // in steps that read prompts, and in the others
+};
+
+mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
+    int64_t piece = prompt_tokens < MT_PREFILL_TOKENS ? prompt_tokens : MT_PREFILL_TOKENS;
+    return (mt_model_plan){.max_tokens = mt_max(piece, count),
+                           .max_logits = count,
+                           .cache_rows = count * max_tokens,
+                           .max_position = max_tokens};
+}
+
+mt_generator *mt_generator_create(mt_model *model, int64_t max_sequences, const mt_sampling *sampling,
+                                  const mt_stops *stops) {
+    mt_generator *g = mt_calloc(sizeof *g);
+    int64_t tokens = model->plan.max_tokens, vocabulary = model->options->vocab_size;
+    MT_CHECK(model->plan.cache_rows <= INT32_MAX && max_sequences <= model->plan.max_logits);
+    *g = (mt_generator){.model = model, .sampling = *sampling, .stops = *stops, .max_sequences = max_sequences};
+    g->rows_per_sequence = model->plan.cache_rows / max_sequences;
+    mt_batch_alloc(&g->batch, tokens);
+    g->cache_rows = mt_malloc(tokens * 4);
+    g->logit_rows = mt_malloc(max_sequences * 4);
+    g->logit_owner = mt_malloc(max_sequences * 8);
+    g->logits = mt_malloc(max_sequences * vocabulary * 4);
+    g->order = mt_malloc(vocabulary * 4);
+    return g;
+}
+
+void mt_generator_destroy(mt_generator *g) {
+    if (!g) return;
+    mt_batch_free(&g->batch);
+    free(g->cache_rows);
+    free(g->logit_rows);
+    free(g->logit_owner);
+    free(g->logits);
+    free(g->order);
+    free(g);
+}
+
+/* Adds the next tokens of sequence s that are not cached, as many as fit, as one span. Returns whether they all did. */
+static bool mt_generator_add(mt_generator *g, mt_sequence *sequence, int64_t s) {
+    mt_batch *batch = &g->batch;
+    int64_t start = batch->num_tokens, first_row = s * g->rows_per_sequence, cached = sequence->num_cached;
+    int64_t wanted = sequence->num_tokens - cached, room = g->model->plan.max_tokens - start;
+    int64_t count = wanted < room ? wanted : room;
+    if (count == 0) return false;
+    for (int64_t i = 0; i < count; i++) {
+        batch->tokens[start + i] = sequence->tokens[cached + i];
+        batch->positions[start + i] = (int32_t)(cached + i);
+        g->cache_rows[start + i] = (int32_t)(first_row + cached + i);
+    }
+    batch->spans[batch->num_spans++] = (mt_span){start, count, first_row, cached + count, true};
+    batch->num_tokens += count;
+    sequence->num_cached += count;
+    if (count < wanted) return false;
+    g->logit_rows[g->num_logits] = (int32_t)(start + count - 1);
+    g->logit_owner[g->num_logits++] = s;
+    return true;
+}
+
+/* Appends the token that the logits of row `row` of the last pass give. */
+static int mt_generator_append(mt_generator *g, mt_sequence *sequence, int64_t row, mt_error *error) {
+    int64_t vocabulary = g->model->options->vocab_size;
+    int32_t token =
+        mt_sample(g->logits + row * vocabulary, vocabulary, &g->sampling, sequence->id, sequence->num_tokens, g->order);
+    if (token < 0)
+        return mt_error_set(error,
+                            "the model's logits after token %lld are not all numbers; its weights are damaged, or too "
+                            "large for their precision",
+                            (long long)sequence->num_tokens);
+    sequence->tokens[sequence->num_tokens++] = token;
+    sequence->finished = sequence->num_tokens >= sequence->max_tokens;
+    for (int64_t i = 0; i < g->stops.count; i++) sequence->finished |= token == g->stops.ids[i];
+    return 0;
+}
+
+/* Passes over the model until every unfinished sequence has its next token: one, unless prompts are longer than a
+ * batch. */
+static int mt_generator_advance(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
+    int64_t next = 0;
+    while (next < count) {
+        g->batch.num_tokens = g->batch.num_spans = g->num_logits = 0;
+        for (; next < count; next++)
+            if (!sequences[next].finished && !mt_generator_add(g, &sequences[next], next)) break;
+        if (g->batch.num_tokens == 0) break;
+        mt_model_decode(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->logits);
+        for (int64_t row = 0; row < g->num_logits; row++)
+            if (mt_generator_append(g, &sequences[g->logit_owner[row]], row, error) != 0) return -1;
+    }
+    return 0;
+}
+
+int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
+    double start = mt_time();
+    int64_t read = 0, unfinished = mt_sequences_unfinished(sequences, count);
+    MT_CHECK(count <= g->max_sequences);
+    for (int64_t s = 0; s < count; s++) {
+        MT_CHECK(sequences[s].num_tokens > 0 && sequences[s].max_tokens <= g->rows_per_sequence);
+        if (sequences[s].num_cached == 0 && !sequences[s].finished) read += sequences[s].num_tokens;
+    }
+    if (mt_generator_advance(g, sequences, count, error) != 0) return -1;
+    g->read += read;
+    g->written += read ? 0 : unfinished;
+    *(read ? &g->read_seconds : &g->write_seconds) += mt_time() - start;
+    return mt_sequences_unfinished(sequences, count);
+}
+
+void mt_generator_print_rates(const mt_generator *g, FILE *file) {
+    fprintf(file, "read %lld tokens, %.1f tokens/s; then wrote %lld, %.1f tokens/s\n", (long long)g->read,
+            g->read ? (double)g->read / g->read_seconds : 0, (long long)g->written,
+            g->written ? (double)g->written / g->write_seconds : 0);
+}
+
+/* ---- where texts begin and end */
+
+/* Reads a JSON object that may be absent (then *json is NULL). */
+static int mt_json_read_optional(json_t **json, const char *folder, const char *name, mt_error *error) {
+    char path[4096];
+    json_error_t problem;
+    *json = NULL;
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    if (access(path, F_OK) != 0) return 0;
+    *json = json_load_file(path, 0, &problem);
+    if (json_is_object(*json)) return 0;
+    json_decref(*json);
+    *json = NULL;
+    return mt_error_set(error, "%s:%d: %s; mend the file or remove it", path, problem.line,
+                        problem.text[0] ? problem.text : "is not a JSON object");
+}
+
+static void mt_stops_add(mt_stops *stops, int64_t id) {
+    if (id >= 0 && id <= INT32_MAX && stops->count < MT_MAX_STOPS) stops->ids[stops->count++] = (int32_t)id;
+}
+
+int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options, mt_error *error) {
+    json_t *config, *item;
+    size_t i;
+    stops->count = 0;
+    if (mt_json_read_optional(&config, folder, "generation_config.json", error) != 0) return -1;
+    json_t *eos = json_object_get(config, "eos_token_id");
+    if (json_is_integer(eos)) mt_stops_add(stops, json_integer_value(eos));
+    json_array_foreach(eos, i, item) if (json_is_integer(item)) mt_stops_add(stops, json_integer_value(item));
+    if (stops->count == 0) mt_stops_add(stops, options->eos_token_id);
+    json_decref(config);
+    return 0;
+}
+
+/* Whether tokenizer.json's post-processor puts a special token before a text (Llama 3's does, GPT-2's does not). */
+static bool mt_processor_adds_bos(const json_t *processor) {
+    json_t *item, *single = json_object_get(processor, "single");
+    size_t i;
+    if (json_object_get(json_array_get(single, 0), "SpecialToken")) return true;
+    bool found = false;
+    json_array_foreach(json_object_get(processor, "processors"), i, item) found |= mt_processor_adds_bos(item);
+    return found;
+}
+
+int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error) {
+    json_t *config, *tokenizer = NULL;
+    char folder[4096], sentencepiece[4200];
+    struct stat status;
+    snprintf(folder, sizeof folder, "%s", path);
+    bool is_file = stat(path, &status) == 0 && S_ISREG(status.st_mode);
+    char *slash = strrchr(folder, '/');
+    if (is_file) snprintf(slash ? slash : folder, sizeof ".", slash ? "" : ".");
+    snprintf(sentencepiece, sizeof sentencepiece, is_file ? "%s" : "%s/tokenizer.model", path);
+    size_t length = strlen(sentencepiece);
+    bool is_sentencepiece = length > 6 && strcmp(sentencepiece + length - 6, ".model") == 0;
+
+    if (mt_json_read_optional(&config, folder, "tokenizer_config.json", error) != 0) return -1;
+    if (!is_file || !is_sentencepiece)
+        if (mt_json_read_optional(&tokenizer, folder, "tokenizer.json", error) != 0) {
+            json_decref(config);
+            return -1;
+        }
+    json_t *add_bos = json_object_get(config, "add_bos_token");
+    if (json_is_boolean(add_bos))
+        *begins = json_is_true(add_bos);
+    else if (tokenizer)
+        *begins = mt_processor_adds_bos(json_object_get(tokenizer, "post_processor"));
+    else
+        *begins = is_sentencepiece && access(sentencepiece, F_OK) == 0; // Llama's, as Hugging Face opens them
+    json_decref(config);
+    json_decref(tokenizer);
+    return 0;
+}
+
+/* ---- log-probabilities of given tokens */
+
+/* A file of floats that takes its place only when it is whole. */
+typedef struct mt_float_file {
+    const char *path; // NULL: not wanted
+    char *temporary;
+    FILE *file;
+} mt_float_file;
+
+static int mt_float_file_open(mt_float_file *out, const char *path, mt_error *error) {
+    *out = (mt_float_file){.path = path};
+    if (!path) return 0;
+    int64_t length = (int64_t)strlen(path) + 32;
+    out->temporary = mt_malloc(length);
+    snprintf(out->temporary, (size_t)length, "%s.tmp.%ld", path, (long)getpid());
+    out->file = fopen(out->temporary, "wb");
+    if (out->file) return 0;
+    int status = mt_error_set(error, "%s: cannot be written: %s", path, strerror(errno));
+    free(out->temporary);
+    *out = (mt_float_file){0};
+    return status;
+}
+
+static int mt_float_file_write(mt_float_file *out, const float *values, int64_t count, mt_error *error) {
+    if (!out->path || (int64_t)fwrite(values, 4, (size_t)count, out->file) == count) return 0;
+    return mt_error_set(error, "%s: cannot be written: %s", out->path, strerror(errno));
+}
+
+/* Puts the file in its place if all went well so far, and otherwise removes it. Returns the status, or -1. */
+static int mt_float_file_close(mt_float_file *out, int status, mt_error *error) {
+    if (!out->path) return status;
+    bool whole = status == 0 && fflush(out->file) == 0 && fsync(fileno(out->file)) == 0;
+    int problem = errno;
+    if (fclose(out->file) != 0 && whole) whole = false, problem = errno;
+    if (whole && rename(out->temporary, out->path) != 0) whole = false, problem = errno;
+    if (!whole) unlink(out->temporary);
+    if (!whole && status == 0) status = mt_error_set(error, "%s: cannot be written: %s", out->path, strerror(problem));
+    free(out->temporary);
+    *out = (mt_float_file){0};
+    return status;
+}
+
+/* Opens the sequences to score and counts them. */
+static FILE *mt_score_open(const mt_options *o, int64_t *num_sequences, mt_error *error) {
+    FILE *file = fopen(o->score, "rb");
+    int64_t bytes_each = (o->seq_length + 1) * 4;
+    if (!file || fseeko(file, 0, SEEK_END) != 0) {
+        mt_error_set(error, "%s: cannot be read: %s", o->score, strerror(errno));
+        if (file) fclose(file);
+        return NULL;
+    }
+    int64_t bytes = ftello(file);
+    rewind(file);
+    *num_sequences = bytes / bytes_each;
+    if (bytes <= 0 || bytes % bytes_each != 0) {
+        mt_error_set(error,
+                     "%s: %lld bytes are not whole sequences of --seq-length %lld + 1 int32 tokens (%lld bytes each); "
+                     "give the length that the file was made for",
+                     o->score, (long long)bytes, (long long)o->seq_length, (long long)bytes_each);
+        fclose(file);
+        return NULL;
+    }
+    if (o->max_sequences > 0 && o->max_sequences < *num_sequences) *num_sequences = o->max_sequences;
+    return file;
+}
+
+/* Reads `count` sequences, of which `first` is the first, into a batch. `row` is room for one. */
+static int mt_score_read(mt_batch *batch, FILE *file, int64_t first, int64_t count, int32_t *row, const mt_options *o,
+                         mt_error *error) {
+    int64_t T = o->seq_length;
+    for (int64_t s = 0; s < count; s++) {
+        if ((int64_t)fread(row, 4, (size_t)(T + 1), file) != T + 1)
+            return mt_error_set(error, "%s: cannot be read: %s", o->score,
+                                ferror(file) ? strerror(errno) : "it became shorter while it was read");
+        for (int64_t i = 0; i <= T; i++)
+            if (row[i] < 0 || row[i] >= o->vocab_size)
+                return mt_error_set(error,
+                                    "%s: token %d at position %lld of sequence %lld is outside the model's vocabulary "
+                                    "of %lld",
+                                    o->score, row[i], (long long)i, (long long)(first + s), (long long)o->vocab_size);
+        for (int64_t i = 0, t = s * T; i < T; i++, t++) {
+            batch->tokens[t] = row[i];
+            batch->labels[t] = row[i + 1];
+            batch->loss_mask[t] = 1;
+            batch->positions[t] = (int32_t)i;
+            batch->token_index[t] = (first + s) * T + i;
+        }
+        batch->spans[s] = (mt_span){s * T, T, s * T, T, true};
+    }
+    batch->num_tokens = count * T;
+    batch->num_spans = count;
+    return 0;
+}
+
+mt_model_plan mt_score_plan(const mt_options *options) {
+    int64_t tokens = options->micro_batch_size * options->seq_length;
+    return (mt_model_plan){.max_tokens = tokens, .max_logits = tokens, .max_position = options->seq_length};
+}
+
+/* Scores the open file, a micro-batch at a time, into the open outputs. */
+static int mt_score_batches(mt_model *m, FILE *file, int64_t num_sequences, mt_float_file out[3], mt_error *error) {
+    const mt_options *o = m->options;
+    int64_t T = o->seq_length, tokens = o->micro_batch_size * T;
+    mt_batch batch;
+    mt_batch_alloc(&batch, tokens);
+    int32_t *row = mt_malloc((T + 1) * 4);
+    float *loss = mt_malloc(tokens * 4), *entropy = mt_malloc(tokens * 4);
+    float *logits = out[2].path ? mt_malloc(tokens * o->vocab_size * 4) : NULL;
+    int status = 0;
+    for (int64_t first = 0; first < num_sequences && status == 0; first += o->micro_batch_size) {
+        int64_t left = num_sequences - first, count = left < o->micro_batch_size ? left : o->micro_batch_size;
+        status = mt_score_read(&batch, file, first, count, row, o, error);
+        if (status != 0) break;
+        mt_model_forward(m, &batch, false);
+        mt_model_read(m, loss, entropy, logits);
+        for (int64_t t = 0; t < count * T; t++) loss[t] = -loss[t]; // the label's log-probability
+        status = mt_float_file_write(&out[0], loss, count * T, error);
+        if (status == 0) status = mt_float_file_write(&out[1], entropy, count * T, error);
+        if (status == 0) status = mt_float_file_write(&out[2], logits, count * T * o->vocab_size, error);
+    }
+    free(row);
+    free(loss);
+    free(entropy);
+    free(logits);
+    mt_batch_free(&batch);
+    return status;
+}
+
+int64_t mt_score(mt_model *model, mt_error *error) {
+    const mt_options *o = model->options;
+    const char *paths[3] = {o->out, o->entropy_out, o->logits_out};
+    mt_float_file out[3] = {{0}};
+    int64_t num_sequences = 0;
+    FILE *file = mt_score_open(o, &num_sequences, error);
+    if (!file) return -1;
+    int status = 0;
+    for (int i = 0; i < 3 && status == 0; i++) status = mt_float_file_open(&out[i], paths[i], error);
+    if (status == 0) status = mt_score_batches(model, file, num_sequences, out, error);
+    for (int i = 0; i < 3; i++) status = mt_float_file_close(&out[i], status, error);
+    fclose(file);
+    return status == 0 ? num_sequences : -1;
+}
 
 /* ==== §16 the training step ====================================================================================== */
 /* A step, start to end: zero, forward and backward by the schedule, sum over ranks, clip, update. Invariants: the loss
@@ -1477,7 +6474,7 @@ static int mt_report_flush(const mt_report *report, mt_error *error) {
 int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
                         mt_error *error) {
     const mt_options *o = report->options;
-    int64_t iteration = state->iteration, total = o->train_iters;
+    int64_t iteration = state->iteration, total = o->num_iterations;
     if (!report->prints || (iteration % o->log_interval != 0 && iteration != total)) return 0;
     double rate = metrics->tokens / metrics->seconds;
     double flops = mt_flops(o, (int64_t)metrics->tokens / o->seq_length) / metrics->seconds / report->world_size;

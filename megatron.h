@@ -122,6 +122,7 @@ typedef struct mt_options {
     int64_t window_size; // sliding-window attention: keys a query sees, itself included; 0 = all
     double rotary_base, rotary_percent;
     bool rotary_interleaved, use_rope_scaling;
+    int64_t rotary_seq_len_interpolation_factor;
     char *rope_scaling_type; // none | linear | llama3 | yarn
     double rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, yarn_beta_fast, yarn_beta_slow;
     double yarn_mscale, yarn_mscale_all_dim, yarn_attention_factor;
@@ -154,33 +155,41 @@ typedef struct mt_options {
     bool print_tokens;
     double temperature, top_p;
     int64_t top_k, max_new_tokens, max_sequences;
+    uint64_t given[3]; // a bit a row of the table: given by the user, so config.json does not override it
     /* derived by mt_options_finish, or read from a Hugging Face config; not options themselves */
     int64_t padded_vocab_size;
+    int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
     char *hf_family;                      // gpt2 | llama | mistral | qwen2 | qwen3, or megatron: none of them fits
     int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
 
-/* Reads the command line and the --config file that it may name (the command line wins), and for `infer` and for a run
- * with --load or --hf-config the shape in config.json. Then mt_options_finish. `--help` prints and exits with 0. */
+/* Sets defaults, then reads the --config file that the command line may name, the command line itself, which wins, and
+ * with --load or --hf-config the model's shape from config.json. `--help` prints and exits with 0. Nothing is derived
+ * or checked across options yet: when it knows the number of ranks, the caller sets vocab_size from its tokenizer if it
+ * is still 0 and calls mt_options_finish. Free the options also after an error. */
 int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error);
 
 /* Derives what was not given and checks every rule, before anything is allocated: the only validator. `world_size` is
- * the number of ranks. */
+ * the number of ranks. May be called again after a change. Afterwards add_qkv_bias, attention_output_bias and mlp_bias
+ * say which linear layers have biases, whatever option or file asked for them. */
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
-/* Sets every option to its default; frees what an options struct holds. */
+/* Sets every option of a struct that holds nothing yet to its default; frees what a struct holds. */
 void mt_options_default(mt_options *options);
 void mt_options_free(mt_options *options);
 
-/* Reads a YAML text (flat or nested; keys with underscores or dashes) into options not named in `given`. */
-int mt_options_read_yaml(mt_options *options, const char *path, mt_error *error);
+/* Reads a YAML text: names with underscores or dashes, flat or in sections, which only group; lists; true and false for
+ * flags; null leaves the default. `path` is for messages. Later settings win. */
+int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
+                         mt_error *error);
 
-/* Takes the shape from the text of a Hugging Face config.json; `path` is for messages. */
+/* Takes the shape from the text of a Hugging Face config.json, but for options that were given; `path` is for messages.
+ */
 int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error);
 
-/* Writes config.json for options->hf_family, such that transformers (and this program) loads the folder. Returns text
- * to free. */
+/* Writes config.json for options->hf_family (finished options), such that transformers (and this program) loads the
+ * folder; the family "megatron" is read by this program only. Returns text to free. */
 char *mt_options_write_hf_config(const mt_options *options);
 
 /* Prints the options that differ from their defaults, by group. */
@@ -221,13 +230,16 @@ typedef struct mt_dropout {
 
 /* What attention needs besides its spans. q is [Tq, H, D], k is [Tk, G, D], v is [Tk, G, Dv], out is [Tq, H, Dv];
  * strides between tokens. With a window > 0, row i sees only keys j > i + (k_len - q_len) - window (Mistral's sliding
- * window; 0 is none). The index arrays name tokens globally for dropout and may be NULL without it. */
+ * window; 0 is none). The index arrays name tokens globally for dropout and may be NULL without it: the probability of
+ * head h, query i and key j is kept when word k_index[j] % 4 of Philox at (q_index[i], (first_head + h) << 48 |
+ * k_index[j] / 4) is at least p 2^32. */
 typedef struct mt_attention {
     int64_t num_heads, num_groups, head_size, value_size;
     int64_t q_stride, k_stride, v_stride, out_stride;
     int64_t window;
     float scale;
     mt_dropout dropout;
+    int64_t first_head;               // number of head 0 in the whole model, where ranks share the heads
     const int64_t *q_index, *k_index; // [Tq], [Tk]
 } mt_attention;
 
@@ -335,8 +347,8 @@ typedef void mt_swiglu_backward_fn(void *dgate_up, const void *dy, const void *g
 
 /* ---- residual stream */
 
-/* out[T, C] = residual + dropout(x); residual may be NULL, out may be either. Element (t, c) is kept with probability
- * 1 - p, by Philox at (token_index[t], first_channel + c), and scaled by 1 / (1 - p). */
+/* out[T, C] = residual + dropout(x); residual may be NULL, out may be either. With i = first_channel + c, element (t,
+ * c) is kept when word i % 4 of Philox at (token_index[t], i / 4) is at least p 2^32, and scaled by 1 / (1 - p). */
 typedef void mt_dropout_add_forward_fn(void *out, const void *x, const void *residual, const int64_t *token_index,
                                        int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,
                                        mt_dtype dtype, mt_stream *stream);
@@ -702,10 +714,11 @@ void mt_report_line(const mt_report *report, const char *format, ...) __attribut
 /* A tensor of a safetensors file: where it is and what it looks like. */
 typedef struct mt_tensor_info {
     const char *name;
+    const char *file; // path of the file that holds it
     mt_dtype dtype;
-    int64_t num_dims;
+    int64_t num_dims; // 0 for a scalar
     int64_t shape[8];
-    const void *data; // in the mapped file
+    const void *data; // in the mapped file; need not be aligned
     int64_t bytes;
 } mt_tensor_info;
 
@@ -724,13 +737,30 @@ const mt_tensor_info *mt_safetensors_get(const mt_safetensors *file, int64_t ind
 /* NULL when there is no such tensor. */
 const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char *name);
 
-/* Saves folder/iter_NNNNNNN (config.json, safetensors, optimizer state, trainer.json, tokenizer files copied from
- * `tokenizer_source` when not NULL), then makes it the folder's latest; `folder` itself also loads as a Hugging Face
- * folder. Nothing that was good before is touched until the new one is whole. */
-int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *folder, mt_error *error);
+/* Writes the model's weights (stem "model") or its optimizer state ("optimizer": fp32 master weights of bf16 ones,
+ * exp_avg and exp_avg_sq, as master.NAME, exp_avg.NAME, exp_avg_sq.NAME) into a folder: whole tensors under Hugging
+ * Face names, in files of at most max_shard_bytes unless one tensor is larger, and their index. The folder must exist
+ * and hold no such files. */
+int mt_safetensors_save_folder(mt_model *model, const char *folder, const char *stem, int64_t max_shard_bytes,
+                               mt_error *error);
 
-/* Loads weights from a Hugging Face folder or from a folder that mt_checkpoint_save wrote (its latest), and unless the
- * options say otherwise the optimizer and `state`; without optimizer state the run starts at iteration 0. */
+/* Adds the caller's own files, such as the tokenizer's, to a checkpoint that is being written into `folder`. */
+typedef int mt_checkpoint_extra(void *context, const char *folder, mt_error *error);
+
+/* Saves folder/iter_NNNNNNN: config.json, safetensors, optimizer state (unless options->no_save_optim), trainer.json,
+ * and what `extra` adds when it is not NULL. Then makes it the latest: latest_checkpointed_iteration.txt names it, the
+ * link `latest` leads to it, and links beside that make `folder` itself a Hugging Face folder. Nothing that was good
+ * before is touched until the new one is whole and on disk. An error is: a full disk, a folder that cannot be written,
+ * or one that is a Hugging Face folder of its own. For one rank; the others wait. */
+int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
+                       void *context, mt_error *error);
+
+/* Loads weights from a Hugging Face folder or from one that mt_checkpoint_save wrote (its latest). A model made for
+ * training also gets its optimizer and `state` from it, and then continues bit for bit, unless options->finetune says
+ * to begin at iteration 0, or trainer.json or the optimizer's files are not there; with options->no_load_optim `state`
+ * continues with a fresh optimizer. Weights may be F32, BF16, F16 or F64. A missing tensor, one without a place in the
+ * model, a wrong shape, and a run that was begun with another seed or sequence length are errors; values that are not
+ * finite are reported on standard error. */
 int mt_checkpoint_load(mt_model *model, mt_run_state *state, const char *folder, mt_error *error);
 
 /* The folder that holds config.json: `folder` itself, or its latest iter_NNNNNNN. Returns text to free. */
@@ -739,28 +769,91 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error);
 /* ==== §15 generation ===============================================================================================
  */
 
-/* How the next token is chosen; temperature 0 is greedy, top_k 0 and top_p 1 keep every token. */
+/* How the next token is chosen: temperature 0 is greedy, top_k 0 and top_p 1 keep every token. */
 typedef struct mt_sampling {
     double temperature, top_p;
     int64_t top_k;
     uint64_t seed;
 } mt_sampling;
 
-/* Chooses from logits[vocab_size] by Philox at (sequence, position): the same draw whatever else is in the batch. */
+/* Chooses a token by logits[vocab_size]: the likeliest at temperature 0 (the lowest id among equals); else one drawn
+ * from softmax(logits / temperature), cut to the top_k likeliest and then to the fewest of these that hold top_p of
+ * their probability (Holtzman et al., "The curious case of neural text degeneration"; as Hugging Face does). Drawn by
+ * Philox at (sequence, position): the same draw whatever else is in the batch. `order` is scratch [vocab_size].
+ * Returns -1 if the logits are not all numbers. */
 int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, int64_t sequence,
-                  int64_t position);
+                  int64_t position, int32_t *order);
+
+/* Tokens that end a sequence. */
+enum { MT_MAX_STOPS = 16 };
+typedef struct mt_stops {
+    int32_t ids[MT_MAX_STOPS];
+    int64_t count;
+} mt_stops;
+
+/* Reads a model folder's end tokens: those of generation_config.json, which may list several, or else that of
+ * config.json (options->eos_token_id); perhaps none. A damaged file is an error. */
+int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options, mt_error *error);
+
+/* Whether the tokenizer at `path`, a folder or a file, begins a text with its BOS token when Hugging Face encodes one:
+ * as the folder's tokenizer_config.json says (add_bos_token), else tokenizer.json's post-processor, else true for
+ * SentencePiece's .model. A damaged file is an error. */
+int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error);
 
 /* One sequence being generated. */
 typedef struct mt_sequence {
-    int32_t *tokens; // prompt, then what was generated; room for max_tokens
-    int64_t num_tokens, num_cached, max_tokens;
+    int64_t id;         // names it in random draws
+    int32_t *tokens;    // the prompt, then what was generated; room for max_tokens; free it
+    int64_t num_prompt; // tokens of the prompt, at least one
+    int64_t num_tokens; // with those generated so far
+    int64_t num_cached; // of these, with keys and values in the cache; 0 to begin
+    int64_t max_tokens; // where it ends at the latest
     bool finished;
 } mt_sequence;
 
-/* Advances every unfinished sequence by one token (the first call of a sequence reads its whole prompt). Ends a
- * sequence at `eos` (-1: never) or at max_tokens. Returns the number still unfinished. */
-int64_t mt_generate_step(mt_model *model, mt_sequence *sequences, int64_t count, const mt_sampling *sampling,
-                         int32_t eos);
+/* Begins a sequence of prompt[num_prompt] tokens and up to options->max_new_tokens more, `context` in all. Errors: an
+ * empty prompt, one that fills the context, a token outside the vocabulary. */
+int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
+                      const mt_options *options, mt_error *error);
+
+/* mt_sequence_begin from a text such as "1,2,3"; one that is not ids is an error too. */
+int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, const mt_options *options,
+                      mt_error *error);
+
+/* How many are not finished. */
+int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count);
+
+/* Generates sequences as one batch with a key/value cache. */
+typedef struct mt_generator mt_generator;
+
+/* The memory plan of a model that generates up to `count` sequences of at most max_tokens tokens at once, from prompts
+ * of prompt_tokens tokens in all. */
+mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens);
+
+/* A generator for a model that was created by mt_generator_plan(max_sequences, ...). It keeps no sequences: a sequence
+ * that begins again with num_cached = 0 in the place of another is a new one. */
+mt_generator *mt_generator_create(mt_model *model, int64_t max_sequences, const mt_sampling *sampling,
+                                  const mt_stops *stops);
+void mt_generator_destroy(mt_generator *generator);
+
+/* Advances every unfinished sequence by one token; the first call reads the prompts, in pieces where they are longer
+ * than the plan's max_tokens. A sequence keeps its place in `sequences` [count] from call to call; it ends at a stop
+ * token, which it then includes, or at max_tokens. Returns how many are unfinished, or -1 with error if the model's
+ * logits are not numbers. */
+int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
+
+/* Prints how many tokens of prompts were read and how many tokens were then written, with their rates. */
+void mt_generator_print_rates(const mt_generator *generator, FILE *file);
+
+/* The memory plan for mt_score. */
+mt_model_plan mt_score_plan(const mt_options *options);
+
+/* Scores the first options->max_sequences (0: all) sequences of options->score, int32 [N, seq_length + 1], in
+ * micro-batches: writes fp32 files of each label's log-probability [N, seq_length] to options->out, its distribution's
+ * entropy in nats [N, seq_length] to entropy_out and the logits [N, seq_length, vocab_size] to logits_out, where these
+ * are given. Returns N, or -1 with error: a file that cannot be read or is not whole sequences, a token outside the
+ * vocabulary, an output that cannot be written (none is then left half-written). */
+int64_t mt_score(mt_model *model, mt_error *error);
 
 #ifdef __cplusplus
 }

@@ -63,7 +63,7 @@ static void open_tokenizer(run *r) {
 static void open_data(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
-    int64_t evaluations = o->eval_interval > 0 ? o->train_iters / o->eval_interval + 1 : 0;
+    int64_t evaluations = o->eval_interval > 0 ? o->num_iterations / o->eval_interval + 1 : 0;
     mt_data_config *config = &r->data_config;
     *config = (mt_data_config){.data_path = o->data_path,
                                .split = o->split,
@@ -78,7 +78,7 @@ static void open_data(run *r) {
                                .reset_attention_mask = o->reset_attention_mask,
                                .eod_mask_loss = o->eod_mask_loss,
                                .dataloader_type = o->dataloader_type};
-    config->sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, o->train_iters);
+    config->sizes[MT_SPLIT_TRAIN] = mt_consumed_samples(o, o->num_iterations);
     config->sizes[MT_SPLIT_VALID] = evaluations * o->eval_iters * o->global_batch_size;
     config->sizes[MT_SPLIT_TEST] = o->eval_interval > 0 ? o->eval_iters * o->global_batch_size : 0;
     check(mt_data_open(&r->data, config, &error), &error);
@@ -147,7 +147,7 @@ static void train(run *r) {
     mt_metrics metrics;
     int64_t saved = -1, validated = r->state.iteration, test_samples = 0; // without a step: converts
     bool stop = false;
-    while (r->state.iteration < o->train_iters && !stop) {
+    while (r->state.iteration < o->num_iterations && !stop) {
         feed from = {r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples,
                      o->micro_batch_size * r->grid.data.size};
         int64_t micro_batches = mt_global_batch_size(o, from.consumed) / from.stride;

@@ -1,0 +1,90 @@
+/* text.c: from files of text to documents. */
+#include "text.h"
+
+#include <jansson.h>
+#include <string.h>
+
+bool mt_text_is_blank(const char *text, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i++)
+        if (!memchr(" \t\r\n", text[i], 4)) return false;
+    return true;
+}
+
+/* Just past the newline that ends the first line; NULL if there is none. */
+static const char *line_end(const char *text, const char *end) {
+    const char *newline = memchr(text, '\n', (size_t)(end - text));
+    return newline ? newline + 1 : NULL;
+}
+
+/* A paragraph has a line that is not blank, then one that is, and ends where the next such line begins. */
+static const char *paragraph_end(const char *text, const char *end) {
+    bool has_text = false, has_gap = false;
+    while (text < end) {
+        const char *next = line_end(text, end);
+        bool blank = mt_text_is_blank(text, (next ? next : end) - text);
+        if (!blank && has_gap) return text;
+        if (!next) return NULL; // what is seen of the last line is not all of it
+        has_text = has_text || !blank;
+        has_gap = has_gap || (has_text && blank);
+        text = next;
+    }
+    return NULL;
+}
+
+const char *mt_text_document_end(mt_text_format format, const char *text, const char *end) {
+    if (format == MT_TEXT_FILE) return NULL;
+    return format == MT_TEXT_PARAGRAPHS ? paragraph_end(text, end) : line_end(text, end);
+}
+
+/* What jansson says of a bad line quotes the line, which may hold anything. */
+static int invalid_json(const json_error_t *json_error, mt_error *error) {
+    char text[sizeof json_error->text];
+    size_t length = strnlen(json_error->text, sizeof text - 1);
+    for (size_t i = 0; i < length; i++) {
+        unsigned char c = (unsigned char)json_error->text[i];
+        text[i] = c < 0x20 || c >= 0x7f ? '?' : (char)c;
+    }
+    text[length] = '\0';
+    if (json_error_code(json_error) == json_error_premature_end_of_input)
+        return mt_error_set(error, "is cut short (%s); correct or remove the line", text);
+    return mt_error_set(error, "is not valid JSON at column %d: %s; correct or remove the line", json_error->column,
+                        text);
+}
+
+/* A string, or the strings of a list. */
+static int visit_field(const json_t *field, int64_t key, const char *name, mt_jsonl_visit *visit, void *context,
+                       mt_error *error) {
+    bool list = json_is_array(field);
+    for (size_t i = 0; i < (list ? json_array_size(field) : 1); i++) {
+        const json_t *text = list ? json_array_get(field, i) : field;
+        if (!json_is_string(text))
+            return mt_error_set(error, "\"%s\" is not a string or a list of strings; correct or remove the line", name);
+        if (visit(context, key, json_string_value(text), (int64_t)json_string_length(text), error) != 0) return -1;
+    }
+    return 0;
+}
+
+static int visit_object(const json_t *object, const mt_strings *keys, mt_jsonl_visit *visit, void *context,
+                        mt_error *error) {
+    if (!json_is_object(object)) return mt_error_set(error, "is not a JSON object; correct or remove the line");
+    for (int64_t key = 0; key < keys->count; key++) {
+        const char *name = keys->items[key];
+        const json_t *field = json_object_get(object, name);
+        if (!field) return mt_error_set(error, "has no key \"%s\"; name one that it has with --json-keys", name);
+        if (visit_field(field, key, name, visit, context, error) != 0) return -1;
+    }
+    return 0;
+}
+
+int mt_jsonl_read(const char *line, int64_t bytes, const mt_strings *keys, mt_jsonl_visit *visit, void *context,
+                  mt_error *error) {
+    if (mt_text_is_blank(line, bytes)) return 0;
+    // Numbers are not read, so they may be as large as JSON lets them; NUL is a character like any other.
+    json_error_t json_error;
+    json_t *root =
+        json_loadb(line, (size_t)bytes, JSON_DECODE_ANY | JSON_DECODE_INT_AS_REAL | JSON_ALLOW_NUL, &json_error);
+    if (!root) return invalid_json(&json_error, error);
+    int result = visit_object(root, keys, visit, context, error);
+    json_decref(root);
+    return result;
+}

@@ -1,0 +1,564 @@
+/* tokenizer.c: opens, saves and closes tokenizers, cuts text at added tokens, and turns ids back into text. */
+#include "tokenizer_internal.h"
+
+#include <errno.h>
+#include <jansson.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define BYTE_LEVEL_MARKER "{\n  \"tokenizer_class\": \"ByteLevel\"\n}\n"
+
+/* ---- the vocabulary -------------------------------------------------------------------------------------------- */
+
+const char *mt_token_text(const mt_tokenizer *tokenizer, int32_t id) {
+    const char *strings = tokenizer->strings.data;
+    return strings ? strings + tokenizer->tokens[id].text : "";
+}
+
+int mt_token_add(mt_tokenizer *tokenizer, int64_t id, const char *text, int64_t bytes, mt_token_type type,
+                 mt_error *error) {
+    if (id < 0 || id >= MT_MAX_VOCAB)
+        return mt_error_set(error, "%s: token '%.*s' has id %lld; ids run from 0 to %d", tokenizer->path,
+                            (int)(bytes < 60 ? bytes : 60), text, (long long)id, MT_MAX_VOCAB - 1);
+    if (id >= tokenizer->token_capacity) {
+        int64_t old = tokenizer->token_capacity, size = sizeof *tokenizer->tokens;
+        tokenizer->token_capacity = 2 * id + 256;
+        tokenizer->tokens = mt_realloc(tokenizer->tokens, tokenizer->token_capacity * size);
+        memset(tokenizer->tokens + old, 0, (size_t)((tokenizer->token_capacity - old) * size));
+    }
+    mt_token *token = &tokenizer->tokens[id];
+    if (token->type != MT_TOKEN_ABSENT)
+        return mt_error_set(error, "%s: tokens '%.*s' and '%.*s' have the same id, %lld", tokenizer->path,
+                            token->text_bytes < 60 ? token->text_bytes : 60, mt_token_text(tokenizer, (int32_t)id),
+                            (int)(bytes < 60 ? bytes : 60), text, (long long)id);
+    if (bytes > INT32_MAX / 2) return mt_error_set(error, "%s: token %lld is too long", tokenizer->path, (long long)id);
+    int64_t at = tokenizer->strings.bytes;
+    *token = (mt_token){.text = at, .surface = at, .text_bytes = (int32_t)bytes, .surface_bytes = (int32_t)bytes};
+    token->type = (uint8_t)type;
+    mt_text_append(&tokenizer->strings, text, bytes);
+    if (id >= tokenizer->vocab_size) tokenizer->vocab_size = id + 1;
+    return 0;
+}
+
+/* The slot of the token with this text, or the empty one where it would go. */
+static int32_t *lookup_slot(const mt_tokenizer *tokenizer, const char *text, int64_t bytes) {
+    int64_t mask = tokenizer->lookup_capacity - 1, at = (int64_t)(mt_hash(text, bytes) & (uint64_t)mask);
+    for (;; at = (at + 1) & mask) {
+        int32_t id = tokenizer->lookup[at];
+        if (id < 0) return &tokenizer->lookup[at];
+        const mt_token *token = &tokenizer->tokens[id];
+        if (token->text_bytes == bytes && !memcmp(tokenizer->strings.data + token->text, text, (size_t)bytes))
+            return &tokenizer->lookup[at];
+    }
+}
+
+static void lookup_grow(mt_tokenizer *tokenizer) {
+    int32_t *old = tokenizer->lookup;
+    int64_t old_capacity = tokenizer->lookup_capacity;
+    tokenizer->lookup_capacity = old_capacity ? 2 * old_capacity : 1024;
+    tokenizer->lookup = mt_malloc(tokenizer->lookup_capacity * (int64_t)sizeof *tokenizer->lookup);
+    memset(tokenizer->lookup, -1, (size_t)tokenizer->lookup_capacity * sizeof *tokenizer->lookup);
+    for (int64_t i = 0; i < old_capacity; i++)
+        if (old[i] >= 0)
+            *lookup_slot(tokenizer, mt_token_text(tokenizer, old[i]), tokenizer->tokens[old[i]].text_bytes) = old[i];
+    free(old);
+}
+
+int32_t mt_token_index(mt_tokenizer *tokenizer, int32_t id) {
+    if (2 * (tokenizer->lookup_count + 1) > tokenizer->lookup_capacity) lookup_grow(tokenizer);
+    int32_t *slot = lookup_slot(tokenizer, mt_token_text(tokenizer, id), tokenizer->tokens[id].text_bytes);
+    if (*slot >= 0) return *slot;
+    tokenizer->lookup_count++;
+    return *slot = id;
+}
+
+int32_t mt_token_find(const mt_tokenizer *tokenizer, const char *text, int64_t bytes) {
+    return tokenizer->lookup_capacity ? *lookup_slot(tokenizer, text, bytes) : -1;
+}
+
+/* ---- files ----------------------------------------------------------------------------------------------------- */
+
+static char *join_path(const char *folder, const char *name) {
+    int64_t bytes = (int64_t)strlen(folder) + (int64_t)strlen(name) + 2;
+    char *path = mt_malloc(bytes);
+    snprintf(path, (size_t)bytes, "%s/%s", folder, name);
+    return path;
+}
+
+static bool is_folder(const char *path) {
+    struct stat info;
+    return stat(path, &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+static bool exists_in(const char *folder, const char *name) {
+    char *path = join_path(folder, name);
+    bool exists = access(path, F_OK) == 0;
+    free(path);
+    return exists;
+}
+
+static int read_file(const char *path, mt_text *out, mt_error *error) {
+    FILE *file = is_folder(path) ? (errno = EISDIR, NULL) : fopen(path, "rb");
+    if (!file) return mt_error_set(error, "%s: cannot be opened: %s", path, strerror(errno));
+    size_t got;
+    do {
+        mt_text_reserve(out, 1 << 16);
+        got = fread(out->data + out->bytes, 1, (size_t)(out->capacity - out->bytes), file);
+        out->bytes += (int64_t)got;
+    } while (got && out->bytes <= MT_MAX_TEXT);
+    int failed = ferror(file)               ? mt_error_set(error, "%s: cannot be read: %s", path, strerror(errno))
+                 : out->bytes > MT_MAX_TEXT ? mt_error_set(error, "%s: too large for a tokenizer", path)
+                                            : 0;
+    fclose(file);
+    return failed;
+}
+
+/* Writes `path` whole or not at all: under a temporary name first, which is renamed when all of it is on the disk. */
+static int write_file(const char *path, const mt_text *content, mt_error *error) {
+    char *temporary = mt_malloc((int64_t)strlen(path) + 5);
+    sprintf(temporary, "%s.tmp", path);
+    FILE *file = fopen(temporary, "wb");
+    bool written = file && fwrite(content->data, 1, (size_t)content->bytes, file) == (size_t)content->bytes &&
+                   fflush(file) == 0 && fsync(fileno(file)) == 0;
+    int why = errno;
+    if (file && fclose(file) != 0 && written) {
+        why = errno;
+        written = false;
+    }
+    if (written && rename(temporary, path) != 0) {
+        why = errno;
+        written = false;
+    }
+    if (file && !written) unlink(temporary);
+    free(temporary);
+    return written ? 0 : mt_error_set(error, "%s: cannot be written: %s", path, strerror(why));
+}
+
+/* Reads a file and keeps it, under the name by which a model folder knows it. */
+static int keep_file(mt_tokenizer *tokenizer, const char *path, const char *name, mt_error *error) {
+    mt_file *file = &tokenizer->files[tokenizer->file_count++];
+    file->name = mt_strdup(name);
+    return read_file(path, &file->content, error);
+}
+
+/* ---- opening --------------------------------------------------------------------------------------------------- */
+
+mt_tokenizer *mt_tokenizer_new(const char *path) {
+    mt_tokenizer *tokenizer = mt_calloc(sizeof *tokenizer);
+    tokenizer->path = mt_strdup(path);
+    tokenizer->eod = tokenizer->bos = tokenizer->unknown = -1;
+    memset(tokenizer->byte_ids, -1, sizeof tokenizer->byte_ids);
+    return tokenizer;
+}
+
+void mt_tokenizer_close(mt_tokenizer *tokenizer) {
+    if (!tokenizer) return;
+    for (int i = 0; i < MT_MAX_STEPS; i++) {
+        mt_step_free(&tokenizer->normalizer[i]);
+        mt_step_free(&tokenizer->pretokenizer[i]);
+    }
+    for (int i = 0; i < tokenizer->file_count; i++) {
+        free(tokenizer->files[i].name);
+        free(tokenizer->files[i].content.data);
+    }
+    mt_trie_free(&tokenizer->added_tries[0]);
+    mt_trie_free(&tokenizer->added_tries[1]);
+    mt_trie_free(&tokenizer->pieces);
+    mt_trie_free(&tokenizer->user_defined);
+    free(tokenizer->rules.units);
+    free(tokenizer->rules.replacements);
+    free(tokenizer->merges.slots);
+    free(tokenizer->added);
+    free(tokenizer->lookup);
+    free(tokenizer->strings.data);
+    free(tokenizer->tokens);
+    free(tokenizer->path);
+    free(tokenizer);
+}
+
+static int open_bytes(mt_tokenizer *tokenizer) {
+    tokenizer->kind = MT_KIND_BYTES;
+    tokenizer->eod = 256;
+    mt_error ignored;
+    for (int id = 0; id < 256; id++) mt_token_add(tokenizer, id, &(char){(char)id}, 1, MT_TOKEN_NORMAL, &ignored);
+    mt_token_add(tokenizer, 256, "", 0, MT_TOKEN_CONTROL, &ignored);
+    mt_file *marker = &tokenizer->files[tokenizer->file_count++];
+    marker->name = mt_strdup("tokenizer_config.json");
+    mt_text_append(&marker->content, BYTE_LEVEL_MARKER, (int64_t)strlen(BYTE_LEVEL_MARKER));
+    return 0;
+}
+
+static int open_json(mt_tokenizer *tokenizer, const char *path, mt_error *error) {
+    if (keep_file(tokenizer, path, "tokenizer.json", error)) return -1;
+    const char *slash = strrchr(path, '/');
+    char *folder = slash ? mt_strdup(path) : mt_strdup(".");
+    if (slash) folder[slash - path] = 0;
+    const char *config_name = "tokenizer_config.json";
+    int failed = 0;
+    if (exists_in(folder, config_name)) {
+        char *config_path = join_path(folder, config_name);
+        failed = keep_file(tokenizer, config_path, config_name, error);
+        free(config_path);
+    }
+    free(folder);
+    if (failed) return -1;
+    return mt_tokenizer_load_json(tokenizer, path, &tokenizer->files[0].content, &tokenizer->files[1].content, error);
+}
+
+static int open_sentencepiece(mt_tokenizer *tokenizer, const char *path, mt_error *error) {
+    if (keep_file(tokenizer, path, "tokenizer.model", error)) return -1;
+    return mt_tokenizer_load_sentencepiece(tokenizer, path, &tokenizer->files[0].content, error);
+}
+
+static int open_vocab_and_merges(mt_tokenizer *tokenizer, const char *vocab, const char *merges, mt_error *error) {
+    if (keep_file(tokenizer, vocab, "vocab.json", error) || keep_file(tokenizer, merges, "merges.txt", error))
+        return -1;
+    return mt_tokenizer_load_gpt2(tokenizer, vocab, &tokenizer->files[0].content, merges, &tokenizer->files[1].content,
+                                  error);
+}
+
+/* "VOCAB,MERGES", or VOCAB as .../Xvocab.json with .../Xmerges.txt beside it. */
+static int open_gpt2(mt_tokenizer *tokenizer, const char *path, mt_error *error) {
+    char *vocab = mt_strdup(path), *merges = NULL, *comma = strchr(vocab, ',');
+    const char *ending = "vocab.json";
+    int64_t stem = (int64_t)strlen(path) - (int64_t)strlen(ending);
+    if (comma) {
+        *comma = 0;
+        merges = mt_strdup(comma + 1);
+    } else if (stem >= 0 && !strcmp(path + stem, ending)) {
+        merges = mt_malloc(stem + 11);
+        snprintf(merges, (size_t)stem + 11, "%.*smerges.txt", (int)stem, path);
+    }
+    int failed = merges ? open_vocab_and_merges(tokenizer, vocab, merges, error)
+                        : mt_error_set(error,
+                                       "%s: give GPT2BPETokenizer a folder, VOCAB.json,MERGES.txt, or a file whose "
+                                       "name ends in vocab.json with merges.txt beside it",
+                                       path);
+    free(vocab);
+    free(merges);
+    return failed;
+}
+
+/* Opens folder/name by `open`. */
+static int open_in(mt_tokenizer *tokenizer, const char *folder, const char *name,
+                   int (*open)(mt_tokenizer *, const char *, mt_error *), mt_error *error) {
+    char *path = join_path(folder, name);
+    free(tokenizer->path);
+    tokenizer->path = mt_strdup(path);
+    int failed = open(tokenizer, path, error);
+    free(path);
+    return failed;
+}
+
+static int finish_open(mt_tokenizer **out, mt_tokenizer *tokenizer, int failed) {
+    if (failed) mt_tokenizer_close(tokenizer);
+    *out = failed ? NULL : tokenizer;
+    return failed ? -1 : 0;
+}
+
+int mt_tokenizer_open(mt_tokenizer **out, const char *type, const char *path, mt_error *error) {
+    *out = NULL;
+    bool bytes = !strcmp(type, "ByteLevel"), json = !strcmp(type, "HuggingFaceTokenizer");
+    bool sentencepiece = !strcmp(type, "SentencePieceTokenizer"), gpt2 = !strcmp(type, "GPT2BPETokenizer");
+    if (!bytes && !json && !sentencepiece && !gpt2)
+        return mt_error_set(error,
+                            "--tokenizer-type %s: not known; use HuggingFaceTokenizer, SentencePieceTokenizer, "
+                            "GPT2BPETokenizer or ByteLevel",
+                            type);
+    if (!bytes && (!path || !*path))
+        return mt_error_set(error, "--tokenizer-type %s: needs --tokenizer-model with the tokenizer's file", type);
+    mt_tokenizer *tokenizer = mt_tokenizer_new(bytes ? "ByteLevel" : path);
+    bool folder = !bytes && is_folder(path);
+    int failed;
+    if (bytes)
+        failed = open_bytes(tokenizer);
+    else if (json)
+        failed =
+            folder ? open_in(tokenizer, path, "tokenizer.json", open_json, error) : open_json(tokenizer, path, error);
+    else if (sentencepiece)
+        failed = folder ? open_in(tokenizer, path, "tokenizer.model", open_sentencepiece, error)
+                        : open_sentencepiece(tokenizer, path, error);
+    else
+        failed = folder ? open_in(tokenizer, path, "vocab.json", open_gpt2, error) : open_gpt2(tokenizer, path, error);
+    return finish_open(out, tokenizer, failed);
+}
+
+static bool has_byte_level_marker(const char *folder) {
+    char *path = join_path(folder, "tokenizer_config.json");
+    json_t *config = json_load_file(path, 0, NULL);
+    const char *class = json_string_value(json_object_get(config, "tokenizer_class"));
+    bool found = class && !strcmp(class, "ByteLevel");
+    json_decref(config);
+    free(path);
+    return found;
+}
+
+int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *error) {
+    *out = NULL;
+    if (has_byte_level_marker(folder)) return mt_tokenizer_open(out, "ByteLevel", NULL, error);
+    if (exists_in(folder, "tokenizer.json")) return mt_tokenizer_open(out, "HuggingFaceTokenizer", folder, error);
+    if (exists_in(folder, "tokenizer.model")) return mt_tokenizer_open(out, "SentencePieceTokenizer", folder, error);
+    if (exists_in(folder, "vocab.json") && exists_in(folder, "merges.txt"))
+        return mt_tokenizer_open(out, "GPT2BPETokenizer", folder, error);
+    return mt_error_set(error,
+                        "%s: holds no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt); put "
+                        "one there, or name one",
+                        folder);
+}
+
+int mt_tokenizer_save(const mt_tokenizer *tokenizer, const char *folder, mt_error *error) {
+    for (int i = 0; i < tokenizer->file_count; i++) {
+        char *path = join_path(folder, tokenizer->files[i].name);
+        int failed = write_file(path, &tokenizer->files[i].content, error);
+        free(path);
+        if (failed) return -1;
+    }
+    return 0;
+}
+
+int64_t mt_tokenizer_vocab_size(const mt_tokenizer *tokenizer) {
+    return tokenizer->vocab_size;
+}
+
+int32_t mt_tokenizer_eod(const mt_tokenizer *tokenizer) {
+    return tokenizer->eod;
+}
+
+int32_t mt_tokenizer_bos(const mt_tokenizer *tokenizer) {
+    return tokenizer->bos;
+}
+
+bool mt_tokenizer_is_special(const mt_tokenizer *tokenizer, int32_t id) {
+    if (id < 0 || id >= tokenizer->vocab_size) return false;
+    int type = tokenizer->tokens[id].type;
+    return type == MT_TOKEN_CONTROL || type == MT_TOKEN_UNKNOWN;
+}
+
+/* ---- encoding -------------------------------------------------------------------------------------------------- */
+
+mt_encoder *mt_encoder_open(const mt_tokenizer *tokenizer) {
+    mt_encoder *encoder = mt_calloc(sizeof *encoder);
+    encoder->tokenizer = tokenizer;
+    mt_encoder_open_patterns(encoder);
+    if (tokenizer->kind != MT_KIND_BYTES) encoder->cache = mt_calloc(MT_CACHE_SLOTS * (int64_t)sizeof *encoder->cache);
+    if (tokenizer->has_unused)
+        encoder->split_at = mt_calloc(tokenizer->vocab_size * (int64_t)sizeof *encoder->split_at);
+    return encoder;
+}
+
+void mt_encoder_close(mt_encoder *encoder) {
+    if (!encoder) return;
+    mt_encoder_close_patterns(encoder);
+    for (int i = 0; i < MT_MAX_STEPS; i++) free(encoder->prefixed[i].data);
+    free(encoder->normalized[0].data);
+    free(encoder->normalized[1].data);
+    free(encoder->repaired.data);
+    free(encoder->path);
+    free(encoder->split_at);
+    free(encoder->heap);
+    free(encoder->symbols);
+    free(encoder->cache);
+    free(encoder);
+}
+
+/* True if the character before text[at] (or the one at text[at], if `after`) exists and is a \w. */
+static bool word_beside(const char *text, int64_t bytes, int64_t at, bool after) {
+    uint32_t c = 0;
+    int64_t from = at;
+    if (!after)
+        for (from--; from > 0 && ((unsigned char)text[from] & 0xC0) == 0x80;) from--;
+    return from >= 0 && from < bytes && mt_utf8_decode(text + from, bytes - from, &c) && mt_is_word(c);
+}
+
+/* Widens the span of an added token over the white space that it strips, to the left as far as `limit`. */
+static void strip_around(const mt_added_token *added, const char *text, int64_t bytes, int64_t limit, int64_t *start,
+                         int64_t *end) {
+    uint32_t c;
+    int length;
+    while (added->rstrip && *end < bytes && (length = mt_utf8_decode(text + *end, bytes - *end, &c)) &&
+           mt_is_white_space(c))
+        *end += length;
+    while (added->lstrip && *start > limit) {
+        int64_t at = *start - 1;
+        while (at > limit && ((unsigned char)text[at] & 0xC0) == 0x80) at--;
+        if (!mt_utf8_decode(text + at, *start - at, &c) || !mt_is_white_space(c)) break;
+        *start = at;
+    }
+}
+
+static int encode_parts(mt_encoder *encoder, int pass, bool first, const char *text, int64_t bytes, mt_ids *ids,
+                        mt_error *error);
+
+/* Text without added tokens of this pass: after the first it is normalized, after the second cut into words. */
+static int encode_part(mt_encoder *encoder, int pass, bool first, const char *text, int64_t bytes, mt_ids *ids,
+                       mt_error *error) {
+    if (pass == 1) return mt_pretokenize(encoder, 0, first, text, bytes, ids, error);
+    if (mt_normalize(encoder, &text, &bytes, error)) return -1;
+    return encode_parts(encoder, 1, first, text, bytes, ids, error);
+}
+
+/* Cuts the text at the added tokens of a pass (0 before, 1 after normalization): leftmost first, the longest of
+ * several. `first`: the text's first byte is the document's. */
+static int encode_parts(mt_encoder *encoder, int pass, bool first, const char *text, int64_t bytes, mt_ids *ids,
+                        mt_error *error) {
+    const mt_trie *trie = &encoder->tokenizer->added_tries[pass];
+    int64_t done = 0;
+    for (int64_t at = 0; trie->count && at < bytes;) {
+        int32_t index = 0;
+        int64_t length = mt_trie_longest(trie, text + at, bytes - at, &index);
+        int64_t start = at, end = at + length;
+        at += length ? length : 1;
+        if (!length) continue;
+        const mt_added_token *added = &encoder->tokenizer->added[index];
+        if (added->single_word && (word_beside(text, bytes, start, false) || word_beside(text, bytes, end, true)))
+            continue;
+        strip_around(added, text, bytes, done, &start, &end);
+        if (start > done && encode_part(encoder, pass, first && done == 0, text + done, start - done, ids, error))
+            return -1;
+        mt_ids_push(ids, added->id);
+        done = end;
+    }
+    if (done == bytes) return 0;
+    return encode_part(encoder, pass, first && done == 0, text + done, bytes - done, ids, error);
+}
+
+static int encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
+    const mt_tokenizer *tokenizer = encoder->tokenizer;
+    if (bytes > MT_MAX_TEXT)
+        return mt_error_set(error, "a text of %lld bytes is longer than the %lld that are encoded at once; split it",
+                            (long long)bytes, (long long)MT_MAX_TEXT);
+    if (tokenizer->kind == MT_KIND_BYTES) {
+        for (int64_t i = 0; i < bytes; i++) mt_ids_push(ids, (unsigned char)text[i]);
+        return 0;
+    }
+    if (tokenizer->kind != MT_KIND_BPE) return mt_sentencepiece_encode(encoder, text, bytes, ids, error);
+    if (!mt_utf8_is_valid(text, bytes)) {
+        encoder->repaired.bytes = 0;
+        mt_utf8_repair(&encoder->repaired, text, bytes);
+        text = encoder->repaired.data;
+        bytes = encoder->repaired.bytes;
+    }
+    return encode_parts(encoder, 0, true, text, bytes, ids, error);
+}
+
+int mt_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
+    int64_t before = ids->count;
+    if (bytes <= 0 || !encode(encoder, text, bytes, ids, error)) return 0;
+    ids->count = before;
+    return -1;
+}
+
+int mt_tokenizer_encode(const mt_tokenizer *tokenizer, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
+    mt_encoder *encoder = mt_encoder_open(tokenizer);
+    int failed = mt_encode(encoder, text, bytes, ids, error);
+    mt_encoder_close(encoder);
+    return failed;
+}
+
+/* ---- decoding -------------------------------------------------------------------------------------------------- */
+
+struct mt_decoder {
+    const mt_tokenizer *tokenizer;
+    int64_t tokens;  // so far
+    bool started;    // leading space has been dealt with
+    int strip_left;  // leading spaces still to drop
+    mt_text pending; // bytes that do not make a whole character yet
+};
+
+static void decoder_restart(mt_decoder *decoder) {
+    decoder->tokens = 0;
+    decoder->started = false;
+    decoder->strip_left = decoder->tokenizer->strip_start;
+    decoder->pending.bytes = 0;
+}
+
+/* SentencePiece put a space before the text, so the first piece loses one. With remove_extra_whitespaces the next piece
+ * does too as long as nothing has been written (sentencepiece_processor.cc, DecodeSentencePiece). */
+static bool drops_space(mt_decoder *decoder, int32_t id) {
+    const mt_sentencepiece_rules *rules = &decoder->tokenizer->rules;
+    const mt_token *token = &decoder->tokenizer->tokens[id];
+    bool text =
+        token->type == MT_TOKEN_NORMAL || token->type == MT_TOKEN_USER_DEFINED || token->type == MT_TOKEN_UNUSED;
+    bool spaced = text && token->text_bytes >= 3 && !memcmp(mt_token_text(decoder->tokenizer, id), MT_SPACE_SYMBOL, 3);
+    if (decoder->started || !spaced || (!rules->add_dummy_prefix && !rules->remove_extra_whitespaces)) return false;
+    if (!rules->remove_extra_whitespaces) decoder->started = true;
+    return true;
+}
+
+/* Appends the bytes of one token. */
+static int decode_token(mt_decoder *decoder, int32_t id, mt_text *out, mt_error *error) {
+    const mt_tokenizer *tokenizer = decoder->tokenizer;
+    if (id < 0 || id >= tokenizer->vocab_size || tokenizer->tokens[id].type == MT_TOKEN_ABSENT)
+        return mt_error_set(error, "%s: token %d is not in the vocabulary of %lld", tokenizer->path, id,
+                            (long long)tokenizer->vocab_size);
+    const mt_token *token = &tokenizer->tokens[id];
+    const char *surface = tokenizer->strings.data + token->surface;
+    int64_t bytes = token->surface_bytes;
+    if (tokenizer->join == MT_JOIN_SPACE && decoder->tokens) mt_text_append(out, " ", 1);
+    if (tokenizer->join == MT_JOIN_SENTENCEPIECE) {
+        int64_t drop = drops_space(decoder, id);
+        mt_text_append(out, surface + drop, bytes - drop);
+        if (bytes > drop) decoder->started = true;
+    } else if (tokenizer->join == MT_JOIN_METASPACE && decoder->tokens == 0 && token->type == MT_TOKEN_NORMAL) {
+        for (int64_t i = 0; i < bytes; i++)
+            if (surface[i] != ' ') mt_text_append(out, surface + i, 1);
+    } else {
+        for (; bytes && decoder->strip_left && *surface == ' '; surface++, bytes--) decoder->strip_left--;
+        if (bytes) decoder->strip_left = 0;
+        mt_text_append(out, surface, bytes);
+    }
+    decoder->tokens++;
+    return 0;
+}
+
+int mt_tokenizer_decode(const mt_tokenizer *tokenizer, const int32_t *ids, int64_t count, mt_text *text,
+                        mt_error *error) {
+    mt_decoder decoder = {.tokenizer = tokenizer};
+    int64_t before = text->bytes;
+    decoder_restart(&decoder);
+    for (int64_t i = 0; i < count; i++) {
+        if (!decode_token(&decoder, ids[i], text, error)) continue;
+        text->bytes = before;
+        return -1;
+    }
+    return 0;
+}
+
+mt_decoder *mt_decoder_open(const mt_tokenizer *tokenizer) {
+    mt_decoder *decoder = mt_calloc(sizeof *decoder);
+    decoder->tokenizer = tokenizer;
+    decoder_restart(decoder);
+    return decoder;
+}
+
+void mt_decoder_close(mt_decoder *decoder) {
+    if (!decoder) return;
+    free(decoder->pending.data);
+    free(decoder);
+}
+
+int mt_decode_next(mt_decoder *decoder, int32_t id, mt_text *text, mt_error *error) {
+    mt_text *pending = &decoder->pending;
+    if (decode_token(decoder, id, pending, error)) return -1;
+    int64_t at = 0;
+    while (at < pending->bytes) {
+        mt_utf8_state state;
+        int length = mt_utf8_scan(pending->data + at, pending->bytes - at, &state);
+        if (state == MT_UTF8_CUT) break;
+        if (state == MT_UTF8_WHOLE)
+            mt_text_append(text, pending->data + at, length);
+        else
+            mt_utf8_append(text, 0xFFFD);
+        at += length;
+    }
+    pending->bytes -= at;
+    if (at) memmove(pending->data, pending->data + at, (size_t)pending->bytes);
+    return 0;
+}
+
+void mt_decode_end(mt_decoder *decoder, mt_text *text) {
+    if (decoder->pending.bytes) mt_utf8_append(text, 0xFFFD);
+    decoder_restart(decoder);
+}

@@ -1,0 +1,630 @@
+/* tokenizer_json.c: reads Hugging Face's tokenizer.json, and GPT-2's vocab.json with merges.txt. Every component that
+ * the file names is either done exactly or refused by name; unknown keys are ignored, as `tokenizers` does. */
+#include "tokenizer_internal.h"
+
+#include <jansson.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct loader {
+    mt_tokenizer *tokenizer;
+    const char *path;
+    mt_error *error;
+    const char *
+        *keys; // [key_count] each token as the file spells it, borrowed from the JSON; NULL: not in the vocabulary
+    int64_t key_count;
+    bool fused; // the decoders read so far include Fuse
+} loader;
+
+/* ---- JSON ------------------------------------------------------------------------------------------------------ */
+
+static json_t *parse_json(const char *path, const mt_text *text, mt_error *error) {
+    json_error_t why;
+    json_t *root = json_loadb(text->bytes ? text->data : "", (size_t)text->bytes, JSON_ALLOW_NUL, &why);
+    if (!root) {
+        mt_error_set(error, "%s: not JSON, or damaged, at line %d: %s", path, why.line, why.text);
+    } else if (!json_is_object(root)) {
+        mt_error_set(error, "%s: not a JSON object", path);
+        json_decref(root);
+        root = NULL;
+    }
+    return root;
+}
+
+static bool get_bool(const json_t *object, const char *key, bool otherwise) {
+    const json_t *value = json_object_get(object, key);
+    return json_is_boolean(value) ? json_is_true(value) : otherwise;
+}
+
+/* The string at `key`, "" if there is none. */
+static mt_text get_text(const json_t *object, const char *key) {
+    const json_t *value = json_object_get(object, key);
+    if (!json_is_string(value)) return (mt_text){"", 0, 0};
+    return (mt_text){(char *)json_string_value(value), (int64_t)json_string_length(value), 0};
+}
+
+static bool is_missing(const json_t *value) {
+    return !value || json_is_null(value);
+}
+
+static bool equals(mt_text text, const char *name) {
+    return text.bytes == (int64_t)strlen(name) && !memcmp(text.data, name, (size_t)text.bytes);
+}
+
+/* "FILE: PART of type 'X' is not supported ..." */
+static int refuse(loader *l, const char *part, mt_text type) {
+    return mt_error_set(l->error, "%s: a %s of type '%.60s' is not supported; use a tokenizer without it", l->path,
+                        part, type.data);
+}
+
+/* ---- byte-level vocabularies ----------------------------------------------------------------------------------- */
+
+/* GPT-2 spells each byte as a printable character: itself where it is one, else the next of U+0100, U+0101, ... The
+ * byte of a character, or -1. */
+static int byte_of_character(uint32_t c) {
+    if ((c >= 33 && c <= 126) || (c >= 161 && c <= 172) || (c >= 174 && c <= 255)) return (int)c;
+    if (c < 256 || c > 323) return -1;
+    int n = (int)c - 256; // bytes 0-32, 127-160, 173 in this order
+    return n < 33 ? n : n < 67 ? 127 + n - 33 : 173;
+}
+
+/* Appends the bytes that the token spells; false if it has a character that spells none. */
+static bool append_spelled_bytes(mt_text *out, const char *text, int64_t bytes) {
+    for (int64_t i = 0; i < bytes;) {
+        uint32_t c = 0;
+        int length = mt_utf8_decode(text + i, bytes - i, &c);
+        int byte = length ? byte_of_character(c) : -1;
+        if (byte < 0) return false;
+        mt_text_append(out, &(char){(char)byte}, 1);
+        i += length;
+    }
+    return true;
+}
+
+/* ---- normalizer and pre_tokenizer ------------------------------------------------------------------------------- */
+
+static int read_pattern(loader *l, mt_pattern *out, const json_t *pattern) {
+    mt_text literal = get_text(pattern, "String"), regex = get_text(pattern, "Regex");
+    if (json_is_string(json_object_get(pattern, "String"))) {
+        mt_pattern_literal(out, literal.data, literal.bytes);
+        return 0;
+    }
+    if (!json_is_string(json_object_get(pattern, "Regex")))
+        return mt_error_set(l->error, "%s: a pattern is neither a String nor a Regex", l->path);
+    return mt_pattern_compile(out, l->path, regex.data, regex.bytes, l->error);
+}
+
+static void set_content(mt_rule *step, mt_text content) {
+    step->content = mt_malloc(content.bytes + 1);
+    memcpy(step->content, content.data, (size_t)content.bytes);
+    step->content_bytes = content.bytes;
+}
+
+static int read_unicode_normalizer(loader *l, mt_rule *step, mt_text type) {
+#ifndef MT_HAVE_UTF8PROC
+    (void)step;
+    return mt_error_set(l->error,
+                        "%s: the normalizer %.60s needs utf8proc, which this program was built without; install "
+                        "its development package and build again",
+                        l->path, type.data);
+#else
+    (void)l;
+    step->kind = equals(type, "Lowercase") ? MT_RULE_LOWERCASE : MT_RULE_UNICODE;
+    step->form = equals(type, "NFC") ? MT_NFC : equals(type, "NFD") ? MT_NFD : equals(type, "NFKC") ? MT_NFKC : MT_NFKD;
+    return 0;
+#endif
+}
+
+static int read_normalizer(loader *l, mt_rule *step, const json_t *object) {
+    mt_text type = get_text(object, "type");
+    if (equals(type, "NFC") || equals(type, "NFD") || equals(type, "NFKC") || equals(type, "NFKD") ||
+        equals(type, "Lowercase"))
+        return read_unicode_normalizer(l, step, type);
+    if (equals(type, "Prepend")) {
+        step->kind = MT_RULE_PREPEND;
+        set_content(step, get_text(object, "prepend"));
+    } else if (equals(type, "Replace")) {
+        step->kind = MT_RULE_REPLACE;
+        set_content(step, get_text(object, "content"));
+        return read_pattern(l, &step->pattern, json_object_get(object, "pattern"));
+    } else if (equals(type, "Strip")) {
+        step->kind = MT_RULE_STRIP;
+        step->left = get_bool(object, "strip_left", true);
+        step->right = get_bool(object, "strip_right", true);
+    } else {
+        return refuse(l, "normalizer", type);
+    }
+    return 0;
+}
+
+static int read_behavior(loader *l, mt_rule *step, mt_text name) {
+    static const char *const names[] = {"Isolated", "Removed", "Contiguous", "MergedWithPrevious", "MergedWithNext"};
+    for (int i = 0; i < 5; i++) {
+        step->behavior = (mt_behavior)i;
+        if (equals(name, names[i])) return 0;
+    }
+    return refuse(l, "split behavior", name);
+}
+
+static int set_regex(loader *l, mt_rule *step, mt_behavior behavior, const char *regex) {
+    step->kind = MT_RULE_SPLIT;
+    step->behavior = behavior;
+    return mt_pattern_compile(&step->pattern, l->path, regex, (int64_t)strlen(regex), l->error);
+}
+
+static int read_metaspace(loader *l, mt_rule *step, const json_t *object) {
+    mt_text scheme = get_text(object, "prepend_scheme"), replacement = get_text(object, "replacement");
+    if (!replacement.bytes) replacement = (mt_text){MT_SPACE_SYMBOL, 3, 0};
+    step->kind = MT_RULE_METASPACE;
+    step->behavior = MT_MERGED_WITH_NEXT;
+    step->prefix = get_bool(object, "add_prefix_space", true) ? MT_PREFIX_ALWAYS : MT_PREFIX_NEVER;
+    if (equals(scheme, "first")) step->prefix = MT_PREFIX_FIRST;
+    if (equals(scheme, "never")) step->prefix = MT_PREFIX_NEVER;
+    if (equals(scheme, "always")) step->prefix = MT_PREFIX_ALWAYS;
+    if (scheme.bytes && !equals(scheme, "first") && !equals(scheme, "never") && !equals(scheme, "always"))
+        return refuse(l, "prepend_scheme", scheme);
+    set_content(step, replacement);
+    mt_pattern_literal(&step->pattern, replacement.data, get_bool(object, "split", true) ? replacement.bytes : 0);
+    return 0;
+}
+
+static int read_pretokenizer(loader *l, mt_rule *step, const json_t *object) {
+    mt_text type = get_text(object, "type");
+    if (l->tokenizer->byte_level) return refuse(l, "pre_tokenizer after ByteLevel", type);
+    if (equals(type, "ByteLevel")) {
+        bool use_regex = get_bool(object, "use_regex", true);
+        if (use_regex && set_regex(l, step, MT_ISOLATED, mt_gpt2_pattern)) return -1;
+        if (!use_regex) mt_pattern_literal(&step->pattern, "", 0);
+        step->kind = MT_RULE_BYTE_LEVEL;
+        step->prefix = get_bool(object, "add_prefix_space", true) ? MT_PREFIX_ALWAYS : MT_PREFIX_NEVER;
+        l->tokenizer->byte_level = true;
+        return 0;
+    }
+    if (equals(type, "Metaspace")) return read_metaspace(l, step, object);
+    if (equals(type, "Split")) {
+        step->kind = MT_RULE_SPLIT;
+        step->invert = get_bool(object, "invert", false);
+        if (read_behavior(l, step, get_text(object, "behavior"))) return -1;
+        return read_pattern(l, &step->pattern, json_object_get(object, "pattern"));
+    }
+    if (equals(type, "Digits"))
+        return set_regex(l, step, get_bool(object, "individual_digits", false) ? MT_ISOLATED : MT_CONTIGUOUS, "\\p{N}");
+    if (equals(type, "Punctuation")) {
+        if (set_regex(l, step, MT_ISOLATED, "[\\p{P}$+<=>^`|~]")) return -1;
+        mt_text behavior = get_text(object, "behavior");
+        return behavior.bytes ? read_behavior(l, step, behavior) : 0;
+    }
+    if (equals(type, "WhitespaceSplit")) return set_regex(l, step, MT_REMOVED, "\\s");
+    if (equals(type, "Whitespace")) {
+        step->invert = true;
+        return set_regex(l, step, MT_REMOVED, "[\\w\\x{200C}\\x{200D}]+|[^\\w\\x{200C}\\x{200D}\\s]+");
+    }
+    return refuse(l, "pre_tokenizer", type);
+}
+
+typedef int step_reader(loader *l, mt_rule *step, const json_t *object);
+
+/* Reads a component into steps[*count]; a Sequence, whose members are at `members`, becomes several. */
+static int read_steps(loader *l, const json_t *object, const char *members, step_reader *read, mt_rule *steps,
+                      int *count, int depth) {
+    if (is_missing(object)) return 0;
+    if (!equals(get_text(object, "type"), "Sequence")) {
+        if (*count == MT_MAX_STEPS)
+            return mt_error_set(l->error, "%s: more than %d %s are not supported", l->path, MT_MAX_STEPS, members);
+        return read(l, &steps[(*count)++], object);
+    }
+    const json_t *list = json_object_get(object, members), *member;
+    size_t i;
+    if (!json_is_array(list) || depth > 8)
+        return mt_error_set(l->error, "%s: a Sequence without its %s, or nested too deeply", l->path, members);
+    json_array_foreach(list, i, member) {
+        if (read_steps(l, member, members, read, steps, count, depth + 1)) return -1;
+    }
+    return 0;
+}
+
+/* ---- vocabulary and merges ------------------------------------------------------------------------------------- */
+
+static void remember_key(loader *l, int64_t id, const char *key) {
+    if (id >= l->key_count) {
+        int64_t larger = 2 * id + 256;
+        l->keys = mt_realloc(l->keys, larger * (int64_t)sizeof *l->keys);
+        for (int64_t i = l->key_count; i < larger; i++) l->keys[i] = NULL;
+        l->key_count = larger;
+    }
+    l->keys[id] = key;
+}
+
+/* Adds every token of the object {token: id}. Byte-level tokens are kept as the bytes that they spell; one that spells
+ * none cannot come from text and is only decoded. */
+static int read_vocabulary(loader *l, json_t *vocabulary) {
+    const char *key;
+    json_t *value;
+    mt_text spelled = {0};
+    int failed = 0;
+    if (!json_is_object(vocabulary) || !json_object_size(vocabulary))
+        return mt_error_set(l->error, "%s: has no vocabulary", l->path);
+    json_object_foreach(vocabulary, key, value) {
+        spelled.bytes = 0;
+        int64_t bytes = (int64_t)strlen(key);
+        bool is_bytes = l->tokenizer->byte_level && append_spelled_bytes(&spelled, key, bytes);
+        if (!json_is_integer(value)) {
+            failed = mt_error_set(l->error, "%s: the id of token '%.60s' is not an integer", l->path, key);
+            break;
+        }
+        int64_t id = json_integer_value(value);
+        failed = mt_token_add(l->tokenizer, id, is_bytes ? spelled.data : key, is_bytes ? spelled.bytes : bytes,
+                              MT_TOKEN_NORMAL, l->error);
+        if (failed) break;
+        remember_key(l, id, key);
+        if (is_bytes || !l->tokenizer->byte_level) mt_token_index(l->tokenizer, (int32_t)id);
+    }
+    free(spelled.data);
+    return failed;
+}
+
+/* The token that a side of a merge names; -1 if there is none. */
+static int32_t find_spelled(loader *l, mt_text *scratch, const char *text, int64_t bytes) {
+    if (!l->tokenizer->byte_level) return mt_token_find(l->tokenizer, text, bytes);
+    scratch->bytes = 0;
+    if (!append_spelled_bytes(scratch, text, bytes)) return -1;
+    return mt_token_find(l->tokenizer, scratch->data, scratch->bytes);
+}
+
+static int add_merge(loader *l, mt_text *scratch, int64_t rank, mt_text left, mt_text right) {
+    mt_text both = {0};
+    mt_text_append(&both, left.data, left.bytes);
+    mt_text_append(&both, right.data, right.bytes);
+    int32_t a = find_spelled(l, scratch, left.data, left.bytes), b = find_spelled(l, scratch, right.data, right.bytes);
+    int32_t merged = both.bytes ? find_spelled(l, scratch, both.data, both.bytes) : -1;
+    free(both.data);
+    if (a < 0 || b < 0 || merged < 0)
+        return mt_error_set(l->error, "%s: merge %lld, '%.*s' with '%.*s', names a token that the vocabulary lacks",
+                            l->path, (long long)rank, (int)(left.bytes < 60 ? left.bytes : 60), left.data,
+                            (int)(right.bytes < 60 ? right.bytes : 60), right.data);
+    mt_merge_add(l->tokenizer, a, b, merged, rank);
+    return 0;
+}
+
+/* "a b" */
+static int add_merge_line(loader *l, mt_text *scratch, int64_t rank, const char *line, int64_t bytes) {
+    const char *space = memchr(line, ' ', (size_t)bytes);
+    if (!space || memchr(space + 1, ' ', (size_t)(line + bytes - space - 1)))
+        return mt_error_set(l->error, "%s: merge %lld, '%.*s', is not two tokens with a space between them", l->path,
+                            (long long)rank, (int)(bytes < 60 ? bytes : 60), line);
+    mt_text left = {(char *)line, space - line, 0}, right = {(char *)space + 1, line + bytes - space - 1, 0};
+    return add_merge(l, scratch, rank, left, right);
+}
+
+static int read_merges(loader *l, const json_t *merges) {
+    mt_text scratch = {0};
+    const json_t *merge;
+    size_t rank;
+    int failed = json_is_array(merges) ? 0 : mt_error_set(l->error, "%s: the model has no merges", l->path);
+    json_array_foreach(merges, rank, merge) {
+        const json_t *a = json_array_get(merge, 0), *b = json_array_get(merge, 1);
+        if (json_is_string(merge)) {
+            failed = add_merge_line(l, &scratch, (int64_t)rank, json_string_value(merge),
+                                    (int64_t)json_string_length(merge));
+        } else if (json_is_string(a) && json_is_string(b) && json_array_size(merge) == 2) {
+            mt_text left = {(char *)json_string_value(a), (int64_t)json_string_length(a), 0};
+            mt_text right = {(char *)json_string_value(b), (int64_t)json_string_length(b), 0};
+            failed = add_merge(l, &scratch, (int64_t)rank, left, right);
+        } else {
+            failed = mt_error_set(l->error, "%s: merge %lld is not a pair of strings", l->path, (long long)rank);
+        }
+        if (failed) break;
+    }
+    free(scratch.data);
+    return failed;
+}
+
+/* byte_ids: the tokens of single bytes, or the fallback tokens <0xXX>. */
+static void find_byte_tokens(mt_tokenizer *tokenizer) {
+    for (int byte = 0; byte < 256; byte++) {
+        char name[8] = {(char)byte};
+        if (!tokenizer->byte_level) snprintf(name, sizeof name, "<0x%02X>", byte);
+        tokenizer->byte_ids[byte] = mt_token_find(tokenizer, name, tokenizer->byte_level ? 1 : 6);
+    }
+}
+
+static int read_model(loader *l, const json_t *model) {
+    mt_tokenizer *tokenizer = l->tokenizer;
+    mt_text type = get_text(model, "type"), unknown = get_text(model, "unk_token");
+    if (!json_is_object(model)) return mt_error_set(l->error, "%s: has no model", l->path);
+    if (type.bytes ? !equals(type, "BPE") : !json_object_get(model, "merges")) return refuse(l, "model", type);
+    if (get_text(model, "continuing_subword_prefix").bytes || get_text(model, "end_of_word_suffix").bytes)
+        return mt_error_set(l->error, "%s: continuing_subword_prefix and end_of_word_suffix are not supported",
+                            l->path);
+    if (json_number_value(json_object_get(model, "dropout")) != 0)
+        return mt_error_set(l->error, "%s: BPE dropout is not supported; set it to null", l->path);
+    tokenizer->kind = MT_KIND_BPE;
+    tokenizer->fuse_unknown = get_bool(model, "fuse_unk", false);
+    tokenizer->byte_fallback = get_bool(model, "byte_fallback", false);
+    tokenizer->ignore_merges = get_bool(model, "ignore_merges", false);
+    if (read_vocabulary(l, json_object_get(model, "vocab"))) return -1;
+    if (read_merges(l, json_object_get(model, "merges"))) return -1;
+    find_byte_tokens(tokenizer);
+    if (!json_is_string(json_object_get(model, "unk_token"))) return 0;
+    for (int64_t id = 0; id < tokenizer->vocab_size; id++)
+        if (l->keys[id] && equals(unknown, l->keys[id])) tokenizer->unknown = (int32_t)id;
+    if (tokenizer->unknown < 0)
+        return mt_error_set(l->error, "%s: unk_token '%.60s' is not in the vocabulary", l->path, unknown.data);
+    return 0;
+}
+
+/* ---- added tokens ---------------------------------------------------------------------------------------------- */
+
+/* A token that normalization applies to is looked for as normalization leaves it. */
+static int insert_added(mt_encoder *encoder, mt_tokenizer *tokenizer, int32_t index, mt_text content, mt_error *error) {
+    bool normalized = tokenizer->added[index].normalized;
+    const char *text = content.data;
+    int64_t bytes = content.bytes;
+    if (normalized && mt_normalize(encoder, &text, &bytes, error)) return -1;
+    if (bytes) mt_trie_insert(&tokenizer->added_tries[normalized], text, bytes, index);
+    return 0;
+}
+
+static int read_added_token(loader *l, mt_encoder *encoder, const json_t *object) {
+    mt_tokenizer *tokenizer = l->tokenizer;
+    mt_text content = get_text(object, "content");
+    const json_t *id_value = json_object_get(object, "id");
+    int64_t id = json_integer_value(id_value);
+    if (!json_is_integer(id_value) || !json_is_string(json_object_get(object, "content")))
+        return mt_error_set(l->error, "%s: an added token lacks its id or its content", l->path);
+    const char *key = id >= 0 && id < l->key_count ? l->keys[id] : NULL;
+    if (!key) {
+        if (mt_token_add(tokenizer, id, content.data, content.bytes, MT_TOKEN_USER_DEFINED, l->error)) return -1;
+    } else if (!equals(content, key)) {
+        return mt_error_set(l->error, "%s: added token '%.60s' has id %lld, which is that of '%.60s'", l->path,
+                            content.data, (long long)id, key);
+    }
+    mt_token *token = &tokenizer->tokens[id];
+    token->type = get_bool(object, "special", false) ? MT_TOKEN_CONTROL : MT_TOKEN_USER_DEFINED;
+    mt_added_token *added = &tokenizer->added[tokenizer->added_count];
+    *added = (mt_added_token){.id = (int32_t)id,
+                              .single_word = get_bool(object, "single_word", false),
+                              .lstrip = get_bool(object, "lstrip", false),
+                              .rstrip = get_bool(object, "rstrip", false),
+                              .normalized = get_bool(object, "normalized", token->type != MT_TOKEN_CONTROL)};
+    return insert_added(encoder, tokenizer, (int32_t)tokenizer->added_count++, content, l->error);
+}
+
+static int read_added_tokens(loader *l, const json_t *list) {
+    const json_t *object;
+    size_t i;
+    int failed = 0;
+    if (is_missing(list)) return 0;
+    l->tokenizer->added = mt_calloc((int64_t)json_array_size(list) * (int64_t)sizeof *l->tokenizer->added);
+    mt_encoder *encoder = mt_encoder_open(l->tokenizer);
+    json_array_foreach(list, i, object) {
+        failed = read_added_token(l, encoder, object);
+        if (failed) break;
+    }
+    mt_encoder_close(encoder);
+    return failed;
+}
+
+/* ---- decoder --------------------------------------------------------------------------------------------------- */
+
+static int read_decoder(loader *l, mt_rule *step, const json_t *object) {
+    mt_tokenizer *tokenizer = l->tokenizer;
+    mt_text type = get_text(object, "type"), content = get_text(object, "content");
+    const json_t *pattern = json_object_get(object, "pattern");
+    step->kind = MT_RULE_FUSE; // also of steps that act on the whole text only
+    if (equals(type, "Fuse")) {
+        l->fused = true;
+    } else if (equals(type, "Strip") && l->fused) {
+        int64_t start = json_integer_value(json_object_get(object, "start"));
+        if (!equals(content, " ") || start < 0 || start > 1000 || json_integer_value(json_object_get(object, "stop")))
+            return mt_error_set(l->error, "%s: the decoder Strip is supported for spaces at the start only", l->path);
+        tokenizer->strip_start = (int)start;
+    } else if (l->fused) {
+        return refuse(l, "decoder after Fuse", type);
+    } else if (equals(type, "ByteLevel")) {
+        step->kind = MT_RULE_BYTE_LEVEL;
+    } else if (equals(type, "ByteFallback")) {
+        step->kind = MT_RULE_BYTE_FALLBACK;
+    } else if (equals(type, "Metaspace")) {
+        if (read_metaspace(l, step, object)) return -1;
+        if (step->prefix != MT_PREFIX_NEVER) tokenizer->join = MT_JOIN_METASPACE;
+    } else if (equals(type, "Replace") && json_is_string(json_object_get(pattern, "String"))) {
+        step->kind = MT_RULE_REPLACE;
+        set_content(step, content);
+        return read_pattern(l, &step->pattern, pattern);
+    } else {
+        return refuse(l, "decoder", type);
+    }
+    return 0;
+}
+
+/* <0xXX>: its byte, otherwise -1. */
+static int fallback_byte(const mt_text *token) {
+    if (token->bytes != 6 || memcmp(token->data, "<0x", 3) || token->data[5] != '>') return -1;
+    static const char digits[] = "0123456789abcdef";
+    const char *high = memchr(digits, token->data[3] | 0x20, 16), *low = memchr(digits, token->data[4] | 0x20, 16);
+    return high && low ? (int)(16 * (high - digits) + (low - digits)) : -1;
+}
+
+static void replace_literal(mt_text *out, const mt_text *text, const mt_rule *step) {
+    const char *from = text->bytes ? text->data : "", *end = from + text->bytes, *at;
+    while (step->pattern.bytes &&
+           (at = memmem(from, (size_t)(end - from), step->pattern.source, (size_t)step->pattern.bytes))) {
+        mt_text_append(out, from, at - from);
+        mt_text_append(out, step->content, step->content_bytes);
+        from = at + step->pattern.bytes;
+    }
+    mt_text_append(out, from, end - from);
+}
+
+/* Replaces token[0] by what one decoder makes of it; token[1] is scratch. */
+static void decode_token(mt_text token[2], const mt_rule *step, bool added) {
+    token[1].bytes = 0;
+    int byte = step->kind == MT_RULE_BYTE_FALLBACK ? fallback_byte(&token[0]) : -1;
+    if (step->kind == MT_RULE_REPLACE || step->kind == MT_RULE_METASPACE)
+        replace_literal(&token[1], &token[0], step);
+    else if (byte >= 0)
+        mt_text_append(&token[1], &(char){(char)byte}, 1);
+    else if (step->kind != MT_RULE_BYTE_LEVEL || added ||
+             !append_spelled_bytes(&token[1], token[0].data, token[0].bytes))
+        return;
+    mt_text swap = token[0];
+    token[0] = token[1];
+    token[1] = swap;
+}
+
+/* Runs every token through the decoders once, so that decoding only has to join what they left. */
+static void set_surfaces(loader *l, const mt_rule *steps, int count) {
+    mt_tokenizer *tokenizer = l->tokenizer;
+    mt_text text[2] = {{0}, {0}};
+    for (int32_t id = 0; id < tokenizer->vocab_size; id++) {
+        mt_token *token = &tokenizer->tokens[id];
+        if (token->type == MT_TOKEN_ABSENT) continue;
+        const char *key = id < l->key_count ? l->keys[id] : NULL;
+        text[0].bytes = 0;
+        mt_text_append(&text[0], key ? key : mt_token_text(tokenizer, id),
+                       key ? (int64_t)strlen(key) : token->text_bytes);
+        bool added = token->type != MT_TOKEN_NORMAL;
+        for (int i = 0; i < count; i++) decode_token(text, &steps[i], added);
+        token->surface = tokenizer->strings.bytes;
+        token->surface_bytes = (int32_t)text[0].bytes;
+        mt_text_append(&tokenizer->strings, text[0].data, text[0].bytes);
+    }
+    free(text[0].data);
+    free(text[1].data);
+}
+
+static void metaspace_decodes_to_space(mt_rule *step) {
+    if (step->kind != MT_RULE_METASPACE) return;
+    mt_pattern_free(&step->pattern);
+    mt_pattern_literal(&step->pattern, step->content, step->content_bytes);
+    step->content[0] = ' ';
+    step->content_bytes = 1;
+}
+
+static int read_decoders(loader *l, const json_t *decoder) {
+    mt_rule steps[MT_MAX_STEPS] = {0};
+    int count = 0;
+    if (is_missing(decoder)) l->tokenizer->join = MT_JOIN_SPACE;
+    int failed = read_steps(l, decoder, "decoders", read_decoder, steps, &count, 0);
+    for (int i = 0; i < count && !failed; i++) metaspace_decodes_to_space(&steps[i]);
+    if (!failed) set_surfaces(l, steps, count);
+    for (int i = 0; i < count; i++) mt_step_free(&steps[i]);
+    return failed;
+}
+
+/* ---- the tokens that begin and end a text ----------------------------------------------------------------------- */
+
+static int32_t find_added(const mt_tokenizer *tokenizer, const char *content) {
+    int64_t bytes = (int64_t)strlen(content);
+    for (int64_t i = 0; i < tokenizer->added_count; i++) {
+        int32_t id = tokenizer->added[i].id;
+        if (tokenizer->tokens[id].text_bytes == bytes && !memcmp(mt_token_text(tokenizer, id), content, (size_t)bytes))
+            return id;
+    }
+    return -1;
+}
+
+/* The token that tokenizer_config.json gives at `key`, as a string or as an object with its content; -1 if none. */
+static int32_t configured_token(const mt_tokenizer *tokenizer, const json_t *config, const char *key) {
+    const json_t *value = json_object_get(config, key);
+    mt_text content = json_is_object(value) ? get_text(value, "content") : get_text(config, key);
+    int32_t id = find_added(tokenizer, content.data);
+    return id >= 0 || !content.bytes ? id : mt_token_find(tokenizer, content.data, content.bytes);
+}
+
+static void find_ends(mt_tokenizer *tokenizer, const json_t *config) {
+    static const char *const ends[] = {"<|end_of_text|>", "<|endoftext|>",        "</s>", "<eos>", "<|im_end|>",
+                                       "<|eot_id|>",      "<｜end▁of▁sentence｜>"};
+    static const char *const begins[] = {"<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>"};
+    tokenizer->eod = configured_token(tokenizer, config, "eos_token");
+    tokenizer->bos = configured_token(tokenizer, config, "bos_token");
+    for (size_t i = 0; i < sizeof ends / sizeof *ends && tokenizer->eod < 0; i++)
+        tokenizer->eod = find_added(tokenizer, ends[i]);
+    for (size_t i = 0; i < sizeof begins / sizeof *begins && tokenizer->bos < 0; i++)
+        tokenizer->bos = find_added(tokenizer, begins[i]);
+}
+
+/* ---- whole files ----------------------------------------------------------------------------------------------- */
+
+static int load_json(loader *l, const json_t *root, const json_t *config) {
+    mt_tokenizer *tokenizer = l->tokenizer;
+    if (read_steps(l, json_object_get(root, "normalizer"), "normalizers", read_normalizer, tokenizer->normalizer,
+                   &tokenizer->normalizer_steps, 0))
+        return -1;
+    if (read_steps(l, json_object_get(root, "pre_tokenizer"), "pretokenizers", read_pretokenizer,
+                   tokenizer->pretokenizer, &tokenizer->pretokenizer_steps, 0))
+        return -1;
+    if (read_model(l, json_object_get(root, "model"))) return -1;
+    if (read_added_tokens(l, json_object_get(root, "added_tokens"))) return -1;
+    if (read_decoders(l, json_object_get(root, "decoder"))) return -1;
+    mt_bpe_find_words(tokenizer);
+    find_ends(tokenizer, config);
+    return 0;
+}
+
+int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_text *json, const mt_text *config_json,
+                           mt_error *error) {
+    loader l = {.tokenizer = tokenizer, .path = path, .error = error};
+    json_t *config = NULL;
+    if (config_json && config_json->bytes) {
+        config = parse_json("tokenizer_config.json", config_json, error);
+        if (!config) return -1;
+    }
+    json_t *root = parse_json(path, json, error);
+    int failed = root ? load_json(&l, root, config) : -1;
+    free(l.keys);
+    json_decref(root);
+    json_decref(config);
+    return failed;
+}
+
+/* One merge a line, best first; a line that begins with #version is a comment. */
+static int read_merges_file(loader *l, const mt_text *merges) {
+    mt_text scratch = {0};
+    int64_t rank = 0;
+    int failed = 0;
+    const char *line = merges->bytes ? merges->data : "", *end = line + merges->bytes, *next;
+    for (; line < end && !failed; line = next) {
+        const char *stop = memchr(line, '\n', (size_t)(end - line));
+        next = stop ? stop + 1 : end;
+        int64_t bytes = (stop ? stop : end) - line;
+        if (bytes && line[bytes - 1] == '\r') bytes--;
+        if (!bytes || (bytes >= 8 && !memcmp(line, "#version", 8))) continue;
+        failed = add_merge_line(l, &scratch, rank++, line, bytes);
+    }
+    free(scratch.data);
+    return failed;
+}
+
+static int load_gpt2(loader *l, json_t *vocabulary, const char *merges_path, const mt_text *merges) {
+    mt_tokenizer *tokenizer = l->tokenizer;
+    const mt_text end_of_text = {"<|endoftext|>", 13, 0};
+    tokenizer->kind = MT_KIND_BPE;
+    tokenizer->byte_level = true;
+    mt_rule *step = &tokenizer->pretokenizer[tokenizer->pretokenizer_steps++];
+    if (set_regex(l, step, MT_ISOLATED, mt_gpt2_pattern)) return -1;
+    if (read_vocabulary(l, vocabulary)) return -1;
+    find_byte_tokens(tokenizer);
+    int32_t eod = mt_token_find(tokenizer, end_of_text.data, end_of_text.bytes);
+    if (eod >= 0) {
+        tokenizer->tokens[eod].type = MT_TOKEN_CONTROL;
+        tokenizer->added = mt_calloc(sizeof *tokenizer->added);
+        tokenizer->added[tokenizer->added_count++] = (mt_added_token){.id = eod};
+        mt_trie_insert(&tokenizer->added_tries[0], end_of_text.data, end_of_text.bytes, 0);
+    }
+    tokenizer->eod = eod;
+    set_surfaces(l, &(mt_rule){.kind = MT_RULE_BYTE_LEVEL}, 1);
+    l->path = merges_path;
+    return read_merges_file(l, merges);
+}
+
+int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, const mt_text *vocab,
+                           const char *merges_path, const mt_text *merges, mt_error *error) {
+    loader l = {.tokenizer = tokenizer, .path = vocab_path, .error = error};
+    json_t *root = parse_json(vocab_path, vocab, error);
+    int failed = root ? load_gpt2(&l, root, merges_path, merges) : -1;
+    free(l.keys);
+    json_decref(root);
+    return failed;
+}

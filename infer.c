@@ -1,0 +1,205 @@
+/* infer.c: continues texts with a trained model, or scores given tokens. Options: ./infer --help. How a token is
+ * generated is in megatron.c §15. */
+#include "megatron.h"
+
+#include "data/tokenizer.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { INTERACTIVE_CONTEXT = 8192 }; // tokens that the interactive mode has memory for, where the context is longer
+
+typedef struct run {
+    mt_options options;
+    mt_grid grid;
+    char *folder;            // holds config.json
+    mt_tokenizer *tokenizer; // NULL: token ids in, token ids out
+    int32_t bos;             // begins the model's texts; -1: none
+    int64_t context;         // tokens of a sequence at most
+    mt_model *model;
+    mt_generator *generator;
+    mt_decoder *decoder; // of the sequence being shown
+    mt_text text;
+} run;
+
+/* Functions that fail fill an error; here is where it ends the program. */
+static void check(int status, const mt_error *error) {
+    if (status != 0) mt_die("%s", error->text);
+}
+
+static void open_tokenizer(run *r) {
+    const mt_options *o = &r->options;
+    mt_error error;
+    bool begins;
+    r->bos = -1;
+    if (o->prompt_tokens && o->print_tokens) return;
+    int status = o->tokenizer_type ? mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, &error)
+                                   : mt_tokenizer_open_folder(&r->tokenizer, r->folder, &error);
+    if (status != 0) mt_die("%s; without a tokenizer: --prompt-tokens 1,2,3 --print-tokens", error.text);
+    check(mt_prompt_begins_with_bos(o->tokenizer_model ? o->tokenizer_model : r->folder, &begins, &error), &error);
+    if (begins && o->bos_token_id >= 0) r->bos = mt_tokenizer_bos(r->tokenizer);
+    r->decoder = mt_decoder_open(r->tokenizer);
+}
+
+static void open_model(run *r, const mt_model_plan *plan) {
+    mt_error error;
+    mt_run_state state = {0};
+    check(mt_model_create(&r->model, &r->options, &r->grid, &mt_cpu_ops, plan, &error), &error);
+    check(mt_checkpoint_load(r->model, &state, r->options.load, &error), &error);
+}
+
+static void open_generator(run *r, int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
+    const mt_options *o = &r->options;
+    mt_sampling sampling = {o->temperature, o->top_p, o->top_k, (uint64_t)o->seed};
+    mt_model_plan plan = mt_generator_plan(count, max_tokens, prompt_tokens);
+    mt_stops stops;
+    mt_error error;
+    check(mt_stops_read(&stops, r->folder, o, &error), &error);
+    if (stops.count == 0 && r->tokenizer) stops = (mt_stops){{mt_tokenizer_eod(r->tokenizer)}, 1};
+    open_model(r, &plan);
+    r->generator = mt_generator_create(r->model, count, &sampling, &stops);
+}
+
+/* Encodes a text as sequence `id`. */
+static int begin_text(const run *r, mt_sequence *sequence, int64_t id, const char *text, mt_error *error) {
+    mt_ids ids = {mt_malloc(4), 0, 1};
+    if (r->bos >= 0) ids.data[ids.count++] = r->bos;
+    int status = mt_tokenizer_encode(r->tokenizer, text, (int64_t)strlen(text), &ids, error);
+    if (status == 0) status = mt_sequence_begin(sequence, id, ids.data, ids.count, r->context, &r->options, error);
+    free(ids.data);
+    return status;
+}
+
+/* Shows token i as its id or its text. The decoder sees prompts too: it must know what it continues. */
+static void show_token(run *r, const mt_sequence *sequence, int64_t i, bool show) {
+    int32_t token = sequence->tokens[i];
+    mt_error error;
+    if (r->options.print_tokens) {
+        if (i >= sequence->num_prompt) printf(i > sequence->num_prompt ? " %d" : "%d", token);
+        return;
+    }
+    if (mt_tokenizer_is_special(r->tokenizer, token)) return;
+    check(mt_decode_next(r->decoder, token, &r->text, &error), &error);
+    if (show) fwrite(r->text.data, 1, (size_t)r->text.bytes, stdout);
+    r->text.bytes = 0;
+}
+
+/* Generates sequences as one batch, and shows them in order: the first unfinished one as its tokens come. */
+static void generate(run *r, mt_sequence *sequences, int64_t count, bool show_prompts) {
+    mt_error error;
+    bool titles = count > 1 && !r->options.print_tokens;
+    int64_t s = 0, i = 0; // token i of sequence s is the next to show
+    for (int64_t unfinished = mt_sequences_unfinished(sequences, count);;) {
+        for (; s < count; s++, i = 0) {
+            if (titles && i == 0) printf("%s== %lld of %lld ==\n", s ? "\n" : "", (long long)s + 1, (long long)count);
+            for (; i < sequences[s].num_tokens; i++)
+                show_token(r, &sequences[s], i, show_prompts || i >= sequences[s].num_prompt);
+            if (!sequences[s].finished) break;
+            if (r->decoder) mt_decode_end(r->decoder, &r->text);
+            printf("%.*s\n", (int)r->text.bytes, r->text.bytes > 0 ? r->text.data : "");
+            r->text.bytes = 0;
+        }
+        if (fflush(stdout) != 0) mt_die("standard output: cannot be written: %s", strerror(errno));
+        if (unfinished == 0) break;
+        unfinished = mt_generator_step(r->generator, sequences, count, &error);
+        if (unfinished < 0) mt_die("%s", error.text);
+    }
+    for (s = 0; s < count; s++) {
+        if (sequences[s].num_tokens == r->context && sequences[s].max_tokens == r->context)
+            fprintf(stderr, "note: prompt %lld ends at the context of %lld tokens\n", (long long)sequences[s].id + 1,
+                    (long long)r->context);
+        free(sequences[s].tokens);
+    }
+}
+
+/* --prompt, all texts at once, or --prompt-tokens. */
+static void answer_prompts(run *r) {
+    const mt_options *o = &r->options;
+    mt_error error;
+    int64_t count = o->prompt_tokens ? 1 : o->prompt.count, longest = 0, prompt_tokens = 0;
+    mt_sequence *sequences = mt_malloc(count * (int64_t)sizeof *sequences);
+    for (int64_t s = 0; s < count; s++) {
+        int status = o->prompt_tokens ? mt_sequence_parse(&sequences[s], s, o->prompt_tokens, r->context, o, &error)
+                                      : begin_text(r, &sequences[s], s, o->prompt.items[s], &error);
+        check(status, &error);
+        if (sequences[s].max_tokens > longest) longest = sequences[s].max_tokens;
+        prompt_tokens += sequences[s].num_prompt;
+    }
+    open_generator(r, count, longest, prompt_tokens);
+    generate(r, sequences, count, true);
+    free(sequences);
+}
+
+/* Without a prompt: each line of standard input is a new text to continue. Returns whether all could be. */
+static bool answer_lines(run *r) {
+    mt_error error;
+    mt_sequence sequence;
+    char *line = NULL;
+    size_t capacity = 0;
+    bool all = true, terminal = isatty(STDIN_FILENO);
+    if (r->context > INTERACTIVE_CONTEXT) r->context = INTERACTIVE_CONTEXT;
+    open_generator(r, 1, r->context, r->context);
+    for (int64_t id = 0;; id++) {
+        if (terminal) fprintf(stderr, "> ");
+        if (getline(&line, &capacity, stdin) < 0) break;
+        line[strcspn(line, "\r\n")] = '\0';
+        if (line[0] == '\0') continue;
+        if (begin_text(r, &sequence, id, line, &error) == 0) {
+            generate(r, &sequence, 1, false);
+        } else {
+            fprintf(stderr, "error: %s\n", error.text);
+            all = false;
+        }
+    }
+    if (ferror(stdin)) mt_die("standard input: cannot be read: %s", strerror(errno));
+    free(line);
+    return all;
+}
+
+static void score(run *r) {
+    mt_error error;
+    mt_model_plan plan = mt_score_plan(&r->options);
+    open_model(r, &plan);
+    double start = mt_time();
+    int64_t count = mt_score(r->model, &error);
+    if (count < 0) mt_die("%s", error.text);
+    fprintf(stderr, "scored %lld sequences, %.1f tokens/s\n", (long long)count,
+            (double)(count * r->options.seq_length) / (mt_time() - start));
+}
+
+int main(int argc, char **argv) {
+    run r = {0};
+    mt_options *o = &r.options;
+    mt_error error;
+    bool all = true;
+    mt_grid_start(&r.grid, &argc, &argv);
+    check(mt_options_parse(o, MT_PROGRAM_INFER, argc, argv, &error), &error);
+    if (r.grid.world.rank == 0 && r.grid.world.size > 1)
+        mt_die("infer runs on one rank in this version; start it without mpirun");
+    mt_barrier(&r.grid.world);
+    check(mt_options_finish(o, MT_PROGRAM_INFER, r.grid.world.size, &error), &error);
+    r.folder = mt_checkpoint_resolve(o->load, &error);
+    if (!r.folder) mt_die("%s", error.text);
+    r.context = o->max_position_embeddings;
+    if (o->score) {
+        score(&r);
+    } else {
+        open_tokenizer(&r);
+        if (o->prompt_tokens || o->prompt.count > 0)
+            answer_prompts(&r);
+        else
+            all = answer_lines(&r);
+        mt_generator_print_rates(r.generator, stderr);
+    }
+    mt_generator_destroy(r.generator);
+    mt_model_destroy(r.model);
+    mt_decoder_close(r.decoder);
+    mt_tokenizer_close(r.tokenizer);
+    mt_options_free(o);
+    free(r.text.data);
+    free(r.folder);
+    mt_grid_stop(&r.grid);
+    return all ? 0 : 1;
+}

@@ -1,0 +1,21 @@
+/* Any bytes as a YAML file of options: read or refused, and never past the validator with a value out of range. */
+#include "../megatron.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    mt_options options;
+    mt_error error;
+    mt_options_default(&options);
+    if (mt_options_read_yaml(&options, MT_PROGRAM_TRAIN, (const char *)data, (int64_t)size, "run.yaml", &error) == 0 &&
+        mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) == 0) {
+        if (options.num_layers < 1 || options.global_batch_size % options.micro_batch_size != 0) abort();
+        if (options.num_iterations < 1 || mt_global_batch_size(&options, 0) < 1) abort();
+        if (!(mt_learning_rate(&options, 0) <= options.lr) || !(mt_weight_decay(&options, 0) >= 0)) abort();
+    }
+    mt_options_free(&options);
+    return 0;
+}

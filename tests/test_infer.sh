@@ -1,0 +1,206 @@
+#!/bin/sh
+# The infer program: golden continuations and scores, prompts and lines of text, and what it says to bad input.
+set -u
+infer=$(cd "${MT_BIN:-.}" && pwd)/infer
+golden=tests/golden/hf
+story=${MT_SHARED:-../shared}/models/stories260K-hf
+work=$(mktemp -d "${TMPDIR:-/tmp}/mt_infer.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+failed=0
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
+
+# verdict NAME COMMAND...: the command is the test.
+verdict() {
+    name=$1
+    shift
+    if "$@"; then
+        echo "ok $name"
+    else
+        echo "not ok $name"
+        failed=1
+    fi
+}
+
+# refuses PATTERN ARGUMENTS...: infer fails with one line on standard error, which holds the pattern.
+refuses() {
+    pattern=$1
+    shift
+    if "$infer" "$@" >"$work/out" 2>"$work/err" </dev/null; then
+        echo "accepted: infer $*"
+        return 1
+    fi
+    if [ "$(wc -l <"$work/err")" = 1 ] && grep -q "^error: .*$pattern" "$work/err"; then return 0; fi
+    echo "wanted \"$pattern\" from infer $*, got:"
+    cat "$work/err"
+    return 1
+}
+
+# close A B TOLERANCE: two files of floats are as long as each other and differ by at most that.
+close() {
+    [ -s "$1" ] && [ "$(wc -c <"$1")" = "$(wc -c <"$2")" ] || return 1
+    od -An -v -tf4 -w4 "$1" >"$work/a"
+    od -An -v -tf4 -w4 "$2" >"$work/b"
+    paste "$work/a" "$work/b" | awk -v tolerance="$3" -v file="$1" '
+        { d = $1 - $2; if (d < 0) d = -d; if (!(d <= tolerance)) { bad = NR; print file ": " $0; exit } }
+        END { exit bad ? 1 : 0 }'
+}
+
+# ids N M: elements N to M of the greedy continuation in expected.json.
+ids() {
+    awk '/"greedy_ids"/ { on = 1; next } on && /\]/ { exit } on { gsub(/[ ,]/, ""); print }' "$1/expected.json" |
+        sed -n "$2,$3p" | paste -sd "$4" -
+}
+
+continues_as_transformers() {
+    for family in gpt2 llama llama3_rope_tied qwen2 qwen3; do
+        folder=$golden/$family
+        "$infer" --load "$folder" --prompt-tokens "$(ids "$folder" 1 8 ,)" --print-tokens --max-new-tokens 24 \
+            --temperature 0 >"$work/out" 2>"$work/err" || return 1
+        [ "$(cat "$work/out")" = "$(ids "$folder" 9 32 ' ')" ] || return 1
+    done
+}
+
+scores_as_transformers() {
+    for family in gpt2 llama llama3_rope_tied qwen2 qwen3; do
+        folder=$golden/$family
+        "$infer" --load "$folder" --score "$folder/tokens.i32" --seq-length 32 --max-sequences 4 --micro-batch-size 3 \
+            --out "$work/logprobs" --entropy-out "$work/entropy" --logits-out "$work/logits" 2>"$work/err" || return 1
+        close "$work/logprobs" "$folder/logprobs.f32" 1e-4 || return 1
+        close "$work/entropy" "$folder/entropy.f32" 1e-4 || return 1
+        close "$work/logits" "$folder/logits.f32" 1e-4 || return 1
+    done
+}
+
+scores_whole_file() {
+    "$infer" --load $golden/llama --score $golden/llama/tokens.i32 --seq-length 32 --out "$work/all" 2>"$work/err" &&
+        [ "$(wc -c <"$work/all")" = $((10 * 4 * 32 * 4)) ]
+}
+
+runs_in_bf16() {
+    "$infer" --load $golden/llama --prompt-tokens 5,6,7 --print-tokens --max-new-tokens 9 --bf16 >"$work/out" \
+        2>"$work/err" && [ "$(wc -w <"$work/out")" = 9 ]
+}
+
+# --seed repeats a draw; another seed gives another.
+repeats_by_seed() {
+    for seed in 1 1 2; do
+        "$infer" --load $golden/llama --prompt-tokens 5,6,7 --print-tokens --max-new-tokens 20 --seed $seed \
+            >>"$work/seeds" 2>"$work/err" || return 1
+    done
+    [ "$(sort "$work/seeds" | uniq | wc -l)" = 2 ] && [ "$(sed -n 1p "$work/seeds")" = "$(sed -n 2p "$work/seeds")" ]
+}
+
+# Several texts at once give what each gives alone, under a header each. (Greedy: draws depend on a prompt's place.)
+answers_several_prompts() {
+    for text in 'Hello' 'a longer text' 'x'; do
+        "$infer" --load $golden/gpt2 --tokenizer-type ByteLevel --temperature 0 --max-new-tokens 12 --prompt "$text" \
+            >>"$work/alone" 2>"$work/err" || return 1
+    done
+    "$infer" --load $golden/gpt2 --tokenizer-type ByteLevel --temperature 0 --max-new-tokens 12 \
+        --prompt 'Hello' 'a longer text' 'x' >"$work/together" 2>"$work/err" || return 1
+    grep -a '^== [123] of 3 ==$' "$work/together" | wc -l | grep -q 3 || return 1
+    [ "$(grep -av '^== . of 3 ==$' "$work/together" | grep -av '^$')" = "$(grep -av '^$' "$work/alone")" ]
+}
+
+# Without --prompt each line is continued; a line that cannot be is reported, and the others are answered.
+answers_lines() {
+    printf 'Hello\n\nworld' | "$infer" --load $golden/llama --tokenizer-type ByteLevel --print-tokens \
+        --max-new-tokens 5 >"$work/out" 2>"$work/err" || return 1
+    [ "$(wc -l <"$work/out")" = 2 ] && [ "$(wc -w <"$work/out")" = 10 ] || return 1
+    long=$(printf '%070d' 0)
+    printf '%s\nworld\n' "$long" | "$infer" --load $golden/llama --tokenizer-type ByteLevel --print-tokens \
+        --max-new-tokens 5 >"$work/out" 2>"$work/err" && return 1
+    [ "$(wc -w <"$work/out")" = 5 ] && grep -q '^error: .*70 tokens' "$work/err"
+}
+
+# The context of these models is 64 tokens: generation stops there.
+stops_at_the_context() {
+    "$infer" --load $golden/llama --prompt-tokens 5,6,7 --print-tokens --max-new-tokens 1000 --temperature 0 \
+        >"$work/out" 2>"$work/err" && [ "$(wc -w <"$work/out")" = 61 ] && grep -q 'context of 64' "$work/err"
+}
+
+writes_only_text_to_standard_output() {
+    "$infer" --load $golden/llama --prompt-tokens 5 --print-tokens --max-new-tokens 0 >"$work/out" 2>"$work/err" &&
+        [ "$(cat "$work/out")" = '' ] && grep -q 'tokens/s' "$work/err"
+}
+
+refuses_bad_prompts() {
+    refuses 'prompt-tokens.*--print-tokens' --load $golden/llama --prompt Hello &&
+        refuses 'empty' --load $golden/llama --tokenizer-type ByteLevel --prompt '' &&
+        refuses '160' --load $golden/llama --prompt-tokens 1,160,3 --print-tokens &&
+        refuses 'prompt-tokens' --load $golden/llama --prompt-tokens 1,,3 --print-tokens &&
+        refuses 'outside' --load $golden/llama --tokenizer-type ByteLevel --prompt "$(printf '\377')" &&
+        refuses '70 tokens' --load $golden/llama --tokenizer-type ByteLevel --prompt "$(printf '%070d' 0)" &&
+        refuses 'load' --prompt Hello &&
+        refuses 'nowhere' --load "$work/nowhere" --prompt-tokens 1 --print-tokens
+}
+
+# After each, nothing new lies where the output was to be.
+refuses_bad_scores() {
+    tokens=$golden/llama/tokens.i32
+    head -c 130 $tokens >"$work/odd.i32"
+    { head -c 200 $tokens && printf '\240\0\0\0' && head -c 60 $tokens; } >"$work/outside.i32"
+    : >"$work/empty.i32"
+    set -- --load $golden/llama --seq-length 32 --out "$work/kept"
+    echo good >"$work/kept"
+    refuses "odd.i32: 130 bytes" "$@" --score "$work/odd.i32" &&
+        refuses "empty.i32" "$@" --score "$work/empty.i32" &&
+        refuses "absent.i32" "$@" --score "$work/absent.i32" &&
+        refuses "$work" "$@" --score "$work" &&
+        refuses "outside.i32: token 160 at position 17 of sequence 1" "$@" --score "$work/outside.i32" &&
+        refuses "nowhere/x" "$@" --score $tokens --logits-out "$work/nowhere/x" &&
+        [ "$(cat "$work/kept")" = good ] && [ "$(find "$work" -name '*.tmp*')" = '' ]
+}
+
+# A limit on the size of files stands for the full disk.
+reports_a_full_disk() {
+    echo good >"$work/kept"
+    (
+        trap '' XFSZ
+        ulimit -f 8
+        refuses 'kept: cannot be written' --load $golden/llama --seq-length 32 --score $golden/llama/tokens.i32 \
+            --out "$work/small" --logits-out "$work/kept"
+    ) && [ "$(cat "$work/kept")" = good ] && [ "$(find "$work" -name '*.tmp*')" = '' ] || return 1
+    [ -w /dev/full ] || return 0
+    "$infer" --load $golden/llama --prompt-tokens 5 --print-tokens >/dev/full 2>"$work/err" && return 1
+    grep -q 'standard output' "$work/err"
+}
+
+refuses_several_ranks() {
+    mpirun --allow-run-as-root --oversubscribe -np 2 "$infer" --load $golden/llama --prompt-tokens 5 --print-tokens \
+        >"$work/out" 2>&1 && return 1
+    [ "$(grep -c 'error: infer runs on one rank' "$work/out")" = 1 ]
+}
+
+tells_its_story() {
+    "$infer" --load "$story" --prompt 'Once upon a time' --temperature 0 --max-new-tokens 60 >"$work/out" \
+        2>"$work/err" || return 1
+    grep -q '^Once upon a time, there was a little girl named Lily\. She loved to play outside' "$work/out" || return 1
+    echo 'Once upon a time' | "$infer" --load "$story" --temperature 0 --max-new-tokens 60 >"$work/line" \
+        2>"$work/err" || return 1
+    [ "Once upon a time$(cat "$work/line")" = "$(cat "$work/out")" ]
+}
+
+verdict greedy_continuations_equal_transformers continues_as_transformers
+verdict scores_entropies_and_logits_equal_transformers scores_as_transformers
+verdict score_takes_the_whole_file_by_default scores_whole_file
+verdict bf16_weights_generate runs_in_bf16
+verdict a_seed_repeats_a_text repeats_by_seed
+verdict several_prompts_are_answered_as_each_alone answers_several_prompts
+verdict each_line_of_standard_input_is_answered answers_lines
+verdict generation_stops_at_the_context_with_a_note stops_at_the_context
+verdict standard_output_holds_the_text_alone writes_only_text_to_standard_output
+verdict bad_prompts_are_refused_in_a_line refuses_bad_prompts
+verdict bad_scores_are_refused_and_leave_nothing refuses_bad_scores
+verdict a_full_disk_is_reported_and_keeps_what_was_there reports_a_full_disk
+if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
+    verdict several_ranks_are_refused refuses_several_ranks
+else
+    echo 'skipped: several_ranks_are_refused, MPI is absent'
+fi
+if [ -r "$story/config.json" ]; then
+    verdict stories260k_tells_its_story tells_its_story
+else
+    echo "skipped: stories260k_tells_its_story, $story is absent"
+fi
+exit $failed

@@ -1,0 +1,910 @@
+/* Options: command line, YAML, config.json, derivation and every class of bad input. */
+#include "../megatron.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+/* A run that is complete but for what a test adds. */
+#define SHAPE " --num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 300 --seq-length 16 "
+#define RUN   SHAPE "--mock-data --train-iters 10 --lr 1e-3 "
+
+/* Parses a command line given as one string, words between blanks, then finishes it for `world_size` ranks. */
+static int parse(mt_options *options, mt_program program, int64_t world_size, const char *line, mt_error *error) {
+    char *copy = mt_strdup(line), *words[128] = {"program"};
+    int count = 1;
+    for (char *word = strtok(copy, " "); word; word = strtok(NULL, " ")) words[count++] = word;
+    int result = mt_options_parse(options, program, count, words, error);
+    if (result == 0) result = mt_options_finish(options, program, world_size, error);
+    free(copy);
+    return result;
+}
+
+static void expect_good(mt_options *options, const char *line) {
+    mt_error error;
+    if (parse(options, MT_PROGRAM_TRAIN, 1, line, &error)) fail_msg("%s\n  gave: %s", line, error.text);
+}
+
+static void expect_error_of(mt_program program, int64_t world_size, const char *line, const char *expected) {
+    mt_options options;
+    mt_error error = {""};
+    if (parse(&options, program, world_size, line, &error) == 0) fail_msg("%s\n  was accepted", line);
+    if (!strstr(error.text, expected)) fail_msg("%s\n  gave: %s\n  not: %s", line, error.text, expected);
+    if (strchr(error.text, '\n')) fail_msg("more than one line: %s", error.text);
+    mt_options_free(&options);
+}
+
+static void expect_error(const char *line, const char *expected) {
+    expect_error_of(MT_PROGRAM_TRAIN, 1, line, expected);
+}
+
+static char *read_text(const char *path) {
+    FILE *file = fopen(path, "rb");
+    if (!file) fail_msg("%s cannot be read", path);
+    char *text = mt_calloc(1 << 16);
+    assert_true(fread(text, 1, (1 << 16) - 1, file) > 0);
+    fclose(file);
+    return text;
+}
+
+/* A new folder under the temporary files; remove_folder takes it and its config.json away again. */
+static char *make_folder(void) {
+    char *folder = mt_strdup("/tmp/mt_test_options_XXXXXX");
+    assert_non_null(mkdtemp(folder));
+    return folder;
+}
+
+static char *write_file(const char *folder, const char *name, const char *text) {
+    size_t bytes = strlen(folder) + strlen(name) + 2;
+    char *path = mt_malloc((int64_t)bytes);
+    snprintf(path, bytes, "%s/%s", folder, name);
+    FILE *file = fopen(path, "wb");
+    assert_non_null(file);
+    assert_int_equal(fwrite(text, 1, strlen(text), file), strlen(text));
+    assert_int_equal(fclose(file), 0);
+    return path;
+}
+
+static void remove_file(char *path) {
+    assert_int_equal(unlink(path), 0);
+    free(path);
+}
+
+static void remove_folder(char *folder) {
+    assert_int_equal(rmdir(folder), 0);
+    free(folder);
+}
+
+/* ---- the command line */
+
+static void defaults_are_those_of_megatron(void **state) {
+    (void)state;
+    mt_options options;
+    mt_options_default(&options);
+    assert_true(options.add_bias_linear && !options.swiglu && !options.untie_embeddings_and_output_weights);
+    assert_true(options.hidden_dropout == 0.1 && options.attention_dropout == 0.1 && options.norm_epsilon == 1e-5);
+    assert_true(options.adam_beta1 == 0.9 && options.adam_beta2 == 0.999 && options.adam_eps == 1e-8);
+    assert_true(options.clip_grad == 1 && options.weight_decay == 0.01 && options.init_method_std == 0.02);
+    assert_true(options.rotary_base == 10000 && options.rotary_percent == 1 && options.min_lr == 0);
+    assert_int_equal(options.seed, 1234);
+    assert_int_equal(options.eval_iters, 100);
+    assert_int_equal(options.eval_interval, 1000);
+    assert_int_equal(options.make_vocab_size_divisible_by, 128);
+    assert_string_equal(options.normalization, "LayerNorm");
+    assert_string_equal(options.position_embedding_type, "learned_absolute");
+    assert_string_equal(options.lr_decay_style, "linear");
+    assert_string_equal(options.split, "969,30,1");
+    assert_string_equal(options.dataloader_type, "single");
+    mt_options_free(&options);
+}
+
+static void command_line_sets_every_type(void **state) {
+    (void)state;
+    mt_options options;
+    expect_good(&options, SHAPE "--train-iters=12 --lr 2.5e-4 --lr-decay-style cosine --disable-bias-linear --bf16 "
+                                "--data-path 1 a 2 b --save out --seed 7 --lr 3e-4");
+    assert_int_equal(options.train_iters, 12);
+    assert_true(options.lr == 3e-4); // the last one wins
+    assert_string_equal(options.lr_decay_style, "cosine");
+    assert_true(!options.add_bias_linear && !options.mlp_bias && options.bf16);
+    assert_int_equal(options.data_path.count, 4);
+    assert_string_equal(options.data_path.items[3], "b");
+    assert_string_equal(options.save, "out");
+    assert_int_equal(options.seed, 7);
+    mt_options_free(&options);
+}
+
+static void shape_is_derived_as_megatron_does(void **state) {
+    (void)state;
+    mt_options options;
+    expect_good(&options, RUN);
+    assert_int_equal(options.ffn_hidden_size, 256);
+    assert_int_equal(options.kv_channels, 16);
+    assert_int_equal(options.num_query_groups, 4);
+    assert_int_equal(options.padded_vocab_size, 384);
+    assert_int_equal(options.max_position_embeddings, 16);
+    assert_int_equal(options.global_batch_size, 1);
+    assert_int_equal(options.num_iterations, 10);
+    assert_true(options.add_qkv_bias && options.attention_output_bias && options.mlp_bias);
+    assert_true(options.start_weight_decay == 0.01 && options.end_weight_decay == 0.01);
+    mt_options_free(&options);
+    expect_good(&options, RUN "--swiglu --hidden-size 256 --group-query-attention --make-vocab-size-divisible-by 1");
+    assert_int_equal(options.ffn_hidden_size, 640); // 4 * 256 * 2/3 = 682, down to a multiple of 64
+    assert_int_equal(options.num_query_groups, 1);
+    assert_int_equal(options.padded_vocab_size, 300);
+    mt_options_free(&options);
+}
+
+static void finish_twice_changes_nothing(void **state) {
+    (void)state;
+    mt_options options;
+    mt_error error;
+    char first[4096] = "", second[4096] = "";
+    expect_good(&options, RUN "--swiglu --position-embedding-type rope --use-rope-scaling --global-batch-size 8");
+    FILE *file = fmemopen(first, sizeof first, "w");
+    mt_options_print(&options, MT_PROGRAM_TRAIN, file);
+    fclose(file);
+    assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error), 0);
+    file = fmemopen(second, sizeof second, "w");
+    mt_options_print(&options, MT_PROGRAM_TRAIN, file);
+    fclose(file);
+    assert_string_equal(first, second);
+    assert_non_null(strstr(first, "rope-scaling-type"));
+    mt_options_free(&options);
+}
+
+static void vocabulary_may_come_from_the_tokenizer_after_parsing(void **state) {
+    (void)state;
+    mt_options options;
+    mt_error error;
+    char *words[] = {"train",
+                     "--num-layers",
+                     "1",
+                     "--hidden-size",
+                     "8",
+                     "--num-attention-heads",
+                     "1",
+                     "--seq-length",
+                     "8",
+                     "--mock-data",
+                     "--train-iters",
+                     "1",
+                     "--lr",
+                     "1",
+                     "--tokenizer-type",
+                     "ByteLevel"};
+    assert_int_equal(mt_options_parse(&options, MT_PROGRAM_TRAIN, 16, words, &error), 0);
+    assert_int_equal(options.vocab_size, 0);
+    assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error), -1);
+    assert_non_null(strstr(error.text, "--vocab-size"));
+    options.vocab_size = 257;
+    assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error), 0);
+    assert_int_equal(options.padded_vocab_size, 384);
+    mt_options_free(&options);
+}
+
+static void malformed_command_lines_are_refused_in_one_line(void **state) {
+    (void)state;
+    expect_error(RUN "--num-layer 3", "unknown option --num-layer; did you mean --num-layers?");
+    expect_error(RUN "--hiden-sise 3", "did you mean --hidden-size?");
+    expect_error(RUN "--qwertyuiop 3", "unknown option --qwertyuiop; --help lists them all");
+    expect_error(RUN "--prompt hello", "--prompt is an option of infer, not of train");
+    expect_error(RUN "--lr", "--lr expects a number, got nothing");
+    expect_error(RUN "--lr --bf16", "--lr expects a number, got nothing");
+    expect_error(RUN "--lr abc", "--lr expects a number, got 'abc'");
+    expect_error(RUN "--lr 1e", "--lr expects a number, got '1e'");
+    expect_error(RUN "--lr inf", "--lr expects a number, got 'inf'");
+    expect_error(RUN "--lr 1e999", "--lr expects a number");
+    expect_error(RUN "--num-layers 2.5", "--num-layers expects a whole number, got '2.5'");
+    expect_error(RUN "--num-layers 0x10", "--num-layers expects a whole number");
+    expect_error(RUN "--num-layers 99999999999999999999", "--num-layers expects a whole number");
+    expect_error(RUN "stray", "unexpected argument 'stray'");
+    expect_error(RUN "-x", "unexpected argument '-x'");
+    expect_error(RUN "--bf16=maybe", "--bf16 expects true or false");
+    expect_error(RUN "--device cuda", "--device expects cpu, got 'cuda'");
+    expect_error(RUN "--device auto", "this version has the cpu only");
+    expect_error(RUN "--normalization rms", "--normalization expects LayerNorm|RMSNorm, got 'rms'");
+    expect_error(RUN "--save=", "--save expects DIR, got nothing");
+    expect_error(RUN "--data-path", "--data-path expects PREFIX");
+}
+
+static void values_out_of_range_are_refused(void **state) {
+    (void)state;
+    expect_error(RUN "--num-layers 0", "--num-layers must be in [1,10000], got 0");
+    expect_error(RUN "--num-layers -3", "--num-layers must be in [1,10000], got -3");
+    expect_error(RUN "--hidden-dropout 1", "--hidden-dropout must be in [0,1), got 1");
+    expect_error(RUN "--attention-dropout -0.1", "--attention-dropout must be in [0,1)");
+    expect_error(RUN "--adam-beta2 1", "--adam-beta2 must be in [0,1), got 1");
+    expect_error(RUN "--lr 0", "--lr must be in (0,1e6], got 0");
+    expect_error(RUN "--rotary-percent 0", "--rotary-percent must be in (0,1]");
+    expect_error(RUN "--micro-batch-size 0", "--micro-batch-size must be in");
+    expect_error(RUN "--seed -1", "--seed must be in");
+    expect_error(RUN "--hidden-size 1048576 --num-layers 10000 --num-attention-heads 1024 --ffn-hidden-size 16777216",
+                 "parameters; at most");
+}
+
+static void shapes_that_cannot_be_are_refused(void **state) {
+    (void)state;
+    expect_error("--mock-data --train-iters 1 --lr 1 --seq-length 8 --vocab-size 9", "--num-layers is missing");
+    expect_error(RUN "--num-attention-heads 5", "--hidden-size 64 must be a multiple of --num-attention-heads 5");
+    expect_error(RUN "--num-query-groups 2", "--num-query-groups 2 needs --group-query-attention");
+    expect_error(RUN "--group-query-attention --num-query-groups 3",
+                 "--num-attention-heads 4 must be a multiple of --num-query-groups 3");
+    expect_error(RUN "--position-embedding-type rope --kv-channels 15", "must be even");
+    expect_error(RUN "--swiglu --openai-gelu", "--swiglu and --openai-gelu exclude each other");
+    expect_error(RUN "--swiglu --hidden-size 16", "--ffn-hidden-size is missing");
+    expect_error(RUN "--rotary-base 5", "--rotary-base needs --position-embedding-type rope");
+    expect_error(RUN "--position-embedding-type rope --use-rope-scaling --rope-scaling-type linear",
+                 "--rope-scaling-type linear and --use-rope-scaling exclude each other");
+    expect_error(RUN "--position-embedding-type rope --rope-scaling-factor 2",
+                 "--rope-scaling-factor needs --rope-scaling-type linear|llama3|yarn, which is none");
+    expect_error(RUN "--position-embedding-type rope --use-rope-scaling --yarn-mscale 2", "--yarn-mscale needs");
+    expect_error(RUN "--rope-scaling-type linear", "--rope-scaling-type needs --position-embedding-type rope");
+    expect_error(RUN "--position-embedding-type rope --rope-scaling-type yarn", "needs --rope-scaling-factor");
+    expect_error(RUN "--position-embedding-type rope --rope-scaling-type yarn --rope-scaling-factor 4",
+                 "needs --original-max-position-embeddings");
+    expect_error(RUN "--max-position-embeddings 8", "--seq-length 16 is more than --max-position-embeddings 8");
+    expect_error(
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data --train-iters 1 --lr 1",
+        "the vocabulary is unknown");
+}
+
+static void batches_and_lengths_that_cannot_be_are_refused(void **state) {
+    (void)state;
+    expect_error_of(MT_PROGRAM_TRAIN, 3, RUN "--micro-batch-size 4 --global-batch-size 32",
+                    "--global-batch-size 32 must be a multiple of --micro-batch-size 4 times the data-parallel size 3; "
+                    "try 24 or 36");
+    expect_error(SHAPE "--mock-data --lr 1", "--train-iters and --train-samples");
+    expect_error(RUN "--train-samples 100", "--train-iters and --train-samples exclude each other");
+    expect_error(SHAPE "--mock-data --lr 1 --train-samples 3 --global-batch-size 4", "less than one");
+    expect_error(RUN "--rampup-batch-size 1 1 5", "--rampup-batch-size needs --train-samples");
+    expect_error(SHAPE "--mock-data --lr 1 --train-samples 100 --global-batch-size 8 --rampup-batch-size 2 2",
+                 "--rampup-batch-size expects three numbers");
+    expect_error(SHAPE "--mock-data --lr 1 --train-samples 100 --global-batch-size 8 --rampup-batch-size 2 4 50",
+                 "does not reach --global-batch-size 8");
+    expect_error(RUN "--seq-length 0", "--seq-length must be in");
+    expect_error(
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --vocab-size 8 --mock-data --train-iters 1 --lr 1",
+        "--seq-length is missing");
+}
+
+static void schedules_that_cannot_be_are_refused(void **state) {
+    (void)state;
+    expect_error(SHAPE "--mock-data --train-iters 10", "--lr is missing");
+    expect_error(RUN "--min-lr 1", "--min-lr 1 must be at most --lr 0.001");
+    expect_error(RUN "--lr-warmup-iters 10", "--lr-warmup-iters must be less than --lr-decay-iters");
+    expect_error(RUN "--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "exclude each other");
+    expect_error(RUN "--lr-warmup-samples 2", "--lr-warmup-samples needs --train-samples");
+    expect_error(RUN "--lr-decay-style WSD", "WSD needs --lr-wsd-decay-iters");
+    expect_error(RUN "--lr-wsd-decay-iters 3", "need --lr-decay-style WSD");
+    expect_error(RUN "--start-weight-decay 0.1", "need --weight-decay-incr-style");
+    expect_error(RUN "--weight-decay-incr-style linear", "needs --start-weight-decay and --end-weight-decay");
+    expect_error(RUN "--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1",
+                 "the first at most the second");
+}
+
+static void data_and_checkpoints_that_conflict_are_refused(void **state) {
+    (void)state;
+    expect_error(SHAPE "--train-iters 1 --lr 1", "give one source of data");
+    expect_error(RUN "--data-path a", "--data-path and --mock-data exclude each other");
+    expect_error(SHAPE "--train-iters 1 --lr 1 --tokens-file t --reset-position-ids",
+                 "--tokens-file and --reset-position-ids exclude each other");
+    expect_error(RUN "--split 1,1,1", "--split needs --data-path");
+    expect_error(SHAPE "--train-iters 1 --lr 1 --data-path a --eod-mask-loss",
+                 "--eod-mask-loss needs --tokenizer-type");
+    expect_error(RUN "--valid-data-path a", "--valid-data-path needs --train-data-path");
+    expect_error(RUN "--tokenizer-model t", "--tokenizer-model needs --tokenizer-type");
+    expect_error(RUN "--tokenizer-type ByteLevel --tokenizer-model t", "ByteLevel reads no --tokenizer-model");
+    expect_error(RUN "--save-interval 3", "--save-interval needs --save");
+    expect_error(RUN "--finetune", "--finetune needs --load");
+    expect_error(RUN "--load x --hf-config y", "--load and --hf-config exclude each other");
+    expect_error(RUN "--load /nowhere", "/nowhere/config.json: cannot be read: No such file or directory");
+    expect_error(RUN "--hf-config /tmp", "/tmp: cannot be read: it is a folder");
+    expect_error(RUN "--config /nowhere.yaml", "/nowhere.yaml: cannot be read");
+}
+
+static void infer_is_checked_too(void **state) {
+    (void)state;
+    const char *load = "--load tests/golden/hf/llama ";
+    char line[300];
+    const char *const cases[][2] = {
+        {"--prompt a --prompt-tokens 1", "--prompt and --prompt-tokens exclude each other"},
+        {"--score s --seq-length 8", "--score needs --out, --entropy-out or --logits-out"},
+        {"--score s --out o", "--seq-length is missing: --score needs it"},
+        {"--out o", "--out needs --score"},
+        {"--max-sequences 3", "--max-sequences needs --score"},
+        {"--micro-batch-size 3", "--micro-batch-size needs --score"},
+        {"--seq-length 3", "--seq-length needs --score"},
+        {"--score s --out o --seq-length 8 --top-k 3", "--score and --top-k exclude each other"},
+        {"--top-p 0", "--top-p must be in (0,1]"},
+        {"--top-p 1.5", "--top-p must be in (0,1]"},
+        {"--temperature -1", "--temperature must be in"},
+        {"--prompt-tokens 1,x", "--prompt-tokens expects numbers"},
+        {"--prompt-tokens 1,,2", "--prompt-tokens expects numbers"},
+        {"--prompt-tokens 1,160", "160 is outside the vocabulary of 160"},
+        {"--prompt-tokens 99999999999999999999", "outside the vocabulary"},
+        {"--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"},
+        {"--lr 3", "--lr is an option of train, not of infer"},
+    };
+    expect_error_of(MT_PROGRAM_INFER, 1, "--prompt a", "--load is missing");
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        snprintf(line, sizeof line, "%s%s", load, cases[i][0]);
+        expect_error_of(MT_PROGRAM_INFER, 1, line, cases[i][1]);
+    }
+    mt_options options;
+    mt_error error;
+    snprintf(line, sizeof line, "%s--prompt-tokens 1,2,159 --temperature 0", load);
+    if (parse(&options, MT_PROGRAM_INFER, 1, line, &error)) fail_msg("%s", error.text);
+    assert_int_equal(options.seq_length, 64);
+    assert_string_equal(options.hf_family, "llama");
+    mt_options_free(&options);
+}
+
+/* ---- printing */
+
+static char *read_stream(FILE *file) {
+    char *text = mt_calloc(1 << 16);
+    rewind(file);
+    assert_true(fread(text, 1, (1 << 16) - 1, file) > 0);
+    fclose(file);
+    return text;
+}
+
+/* What `--help` prints, from a child process because it exits. */
+static char *help_of(mt_program program) {
+    FILE *file = tmpfile();
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        char *words[] = {"program", "--help"};
+        mt_options options;
+        mt_error error;
+        dup2(fileno(file), 1);
+        mt_options_parse(&options, program, 2, words, &error);
+        _exit(3); // --help returned
+    }
+    int status = -1;
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_int_equal(status, 0);
+    return read_stream(file);
+}
+
+static void help_shows_the_programs_own_options_within_100_columns(void **state) {
+    (void)state;
+    char *train = help_of(MT_PROGRAM_TRAIN), *infer = help_of(MT_PROGRAM_INFER);
+    assert_non_null(strstr(train, "--untie-embeddings-and-output-weights"));
+    assert_non_null(strstr(train, "(default 0.999)"));
+    assert_null(strstr(train, "--prompt"));
+    assert_non_null(strstr(infer, "--max-new-tokens"));
+    assert_null(strstr(infer, "--lr"));
+    for (const char *line = train; *line; line += strcspn(line, "\n") + 1) assert_true(strcspn(line, "\n") <= 100);
+    for (const char *line = infer; *line; line += strcspn(line, "\n") + 1) assert_true(strcspn(line, "\n") <= 100);
+    free(train), free(infer);
+}
+
+static void configuration_prints_what_differs_from_defaults(void **state) {
+    (void)state;
+    mt_options options;
+    expect_good(&options, RUN "--weight-decay 0.1 --adam-beta1 0.9");
+    FILE *file = tmpfile();
+    mt_options_print(&options, MT_PROGRAM_TRAIN, file);
+    char *text = read_stream(file);
+    assert_non_null(strstr(text, "weight-decay                         0.1\n"));
+    assert_non_null(strstr(text, "lr                                   0.001\n"));
+    assert_null(strstr(text, "adam-beta1"));
+    free(text);
+    mt_options_free(&options);
+}
+
+/* ---- YAML */
+
+#ifdef MT_HAVE_YAML
+static void yaml_sets_options_and_the_command_line_wins(void **state) {
+    (void)state;
+    mt_options options;
+    char *folder = make_folder(), line[300];
+    char *path =
+        write_file(folder, "run.yaml",
+                   "# a run\nmodel:\n  num_layers: 3\n  hidden-size: 64\n  attention: {num_attention_heads: 4}\n"
+                   "  swiglu: true\n  disable_bias_linear: false\nvocab_size: 300\nseq_length: 16\n"
+                   "data_path: [0.5, a, 0.5, \"b c\"]\nlr: 1e-3\ntrain_iters: 10\nsave: null\nsplit: ~\n");
+    snprintf(line, sizeof line, "--lr 5e-4 --config %s --num-layers 2", path);
+    expect_good(&options, line);
+    assert_int_equal(options.num_layers, 2);
+    assert_int_equal(options.hidden_size, 64);
+    assert_true(options.swiglu && options.add_bias_linear && options.lr == 5e-4);
+    assert_int_equal(options.data_path.count, 4);
+    assert_string_equal(options.data_path.items[3], "b c");
+    assert_null(options.save);
+    assert_string_equal(options.split, "969,30,1");
+    mt_options_free(&options);
+    snprintf(line, sizeof line, "--config %s --swiglu=false", path);
+    expect_good(&options, line);
+    assert_false(options.swiglu);
+    mt_options_free(&options);
+    remove_file(path);
+    remove_folder(folder);
+}
+
+static void expect_yaml_error(const char *text, const char *expected) {
+    mt_options options;
+    mt_error error = {""};
+    mt_options_default(&options);
+    if (mt_options_read_yaml(&options, MT_PROGRAM_TRAIN, text, (int64_t)strlen(text), "run.yaml", &error) == 0)
+        fail_msg("%s\n  was accepted", text);
+    if (!strstr(error.text, expected)) fail_msg("%s\n  gave: %s\n  not: %s", text, error.text, expected);
+    mt_options_free(&options);
+}
+
+static void bad_yaml_is_refused_with_file_and_line(void **state) {
+    (void)state;
+    expect_yaml_error("lr: 1\nnum_layer: 3\n", "run.yaml:2: unknown option num_layer; did you mean num_layers?");
+    expect_yaml_error("prompt: x\n", "run.yaml:1: prompt is an option of infer, not of train");
+    expect_yaml_error("lr: 1\nlr: 2\n", "run.yaml:2: lr is given twice in this file");
+    expect_yaml_error("norm_epsilon: 1\nlayernorm_epsilon: 2\n", "is given twice");
+    expect_yaml_error("lr: fast\n", "run.yaml:1: lr expects a number, got 'fast'");
+    expect_yaml_error("lr: [1, 2]\n", "lr expects a number, not a list");
+    expect_yaml_error("lr: {a: 1}\n", "lr expects a number, not a section");
+    expect_yaml_error("bf16: 1\n", "bf16 expects true or false");
+    expect_yaml_error("data_path: [[a]]\n", "expects plain values in its list");
+    expect_yaml_error("- lr\n", "expects lines such as");
+    expect_yaml_error("lr\n", "expects lines such as");
+    expect_yaml_error("? [a]\n: 3\n", "expects the name of an option");
+    expect_yaml_error("a: &x {lr: 1}\nb: *x\n", "anchors and aliases are not supported");
+    expect_yaml_error("lr: &x 1\n", "anchors and aliases are not supported");
+    expect_yaml_error("lr: \"1\n", "run.yaml:");
+    expect_yaml_error("lr: 1\n---\nlr: 2\n", "a second document");
+    expect_yaml_error("save: \"a\\0b\"\n", "holds a zero byte");
+    expect_yaml_error("a: {b: {c: {d: {e: {f: {g: {h: {i: 1}}}}}}}}\n", "nested deeper");
+}
+
+static void huge_yaml_is_refused(void **state) {
+    (void)state;
+    int64_t bytes = 1 << 20;
+    char *text = mt_malloc(bytes + 32);
+    int start = sprintf(text, "data_path: [");
+    for (int64_t i = start; i < bytes; i += 2) memcpy(text + i, "a,", 2);
+    strcpy(text + bytes, "a]\n");
+    expect_yaml_error(text, "more than options could need");
+    memset(text, '[', (size_t)bytes);
+    expect_yaml_error(text, "run.yaml");
+    free(text);
+    char *folder = make_folder(), line[300];
+    text = mt_malloc((5 << 20) + 1);
+    memset(text, '#', 5 << 20);
+    text[5 << 20] = 0;
+    char *path = write_file(folder, "huge.yaml", text);
+    snprintf(line, sizeof line, RUN "--config %s", path);
+    expect_error(line, "far too large");
+    free(text);
+    remove_file(path);
+    path = write_file(folder, "nested.yaml", "config: other.yaml\n");
+    snprintf(line, sizeof line, RUN "--config %s", path);
+    expect_error(line, "names another --config");
+    remove_file(path);
+    remove_folder(folder);
+}
+
+static void an_empty_yaml_sets_nothing(void **state) {
+    (void)state;
+    const char *const texts[] = {"", "# nothing\n", "---\n", "null\n"};
+    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
+        mt_options options;
+        mt_error error;
+        mt_options_default(&options);
+        int64_t bytes = (int64_t)strlen(texts[i]);
+        assert_int_equal(mt_options_read_yaml(&options, MT_PROGRAM_TRAIN, texts[i], bytes, "run.yaml", &error), 0);
+        assert_int_equal(options.given[0] | options.given[1] | options.given[2], 0);
+        mt_options_free(&options);
+    }
+}
+#else
+static void yaml_is_refused_without_the_library(void **state) {
+    (void)state;
+    mt_options options;
+    mt_error error;
+    mt_options_default(&options);
+    assert_int_equal(mt_options_read_yaml(&options, MT_PROGRAM_TRAIN, "", 0, "run.yaml", &error), -1);
+    assert_non_null(strstr(error.text, "built without libyaml"));
+    mt_options_free(&options);
+}
+#endif
+
+/* ---- config.json */
+
+/* The parameters of a model, counted here by hand so that a mistake in a shape shows. */
+static int64_t count_parameters(const mt_options *o) {
+    int64_t C = o->hidden_size, D = o->kv_channels, H = o->num_attention_heads, G = o->num_query_groups;
+    int64_t F = o->ffn_hidden_size, norm = strcmp(o->normalization, "LayerNorm") == 0 ? 2 * C : C;
+    int64_t layer = C * (H + 2 * G) * D + H * D * C + (o->swiglu ? 3 : 2) * C * F + 2 * norm;
+    if (o->add_qkv_bias) layer += (H + 2 * G) * D;
+    if (o->attention_output_bias) layer += C;
+    if (o->mlp_bias) layer += (o->swiglu ? 2 : 1) * F + C;
+    if (o->qk_layernorm) layer += 2 * D;
+    int64_t learned = strcmp(o->position_embedding_type, "learned_absolute") == 0 ? o->max_position_embeddings * C : 0;
+    int64_t embeddings = o->vocab_size * C * (o->untie_embeddings_and_output_weights ? 2 : 1);
+    return embeddings + learned + o->num_layers * layer + norm;
+}
+
+static void published_shapes_have_their_published_numbers_of_parameters(void **state) {
+    (void)state;
+    const struct {
+        const char *name, *family;
+        int64_t parameters; // 0: ours, nothing published
+    } models[] = {
+        {"gpt2-124m", "gpt2", 124439808},   {"gpt2-355m", "gpt2", 354823168},   {"gpt2-774m", "gpt2", 774030080},
+        {"gpt2-1558m", "gpt2", 1557611200}, {"llama3-8b", "llama", 8030261248}, {"llama3-70b", "llama", 70553706496},
+        {"qwen3-0.6b", "qwen3", 596049920}, {"qwen3-8b", "qwen3", 8190735360},  {"llama2c-110m", "llama", 109529856},
+        {"tiny-gpt2", "gpt2", 0},           {"tiny-llama", "llama", 0},         {"tiny-qwen3", "qwen3", 0},
+    };
+    for (size_t i = 0; i < sizeof models / sizeof models[0]; i++) {
+        mt_options options;
+        char line[300];
+        snprintf(line, sizeof line,
+                 "--hf-config data/configs/%s.json --mock-data --seq-length 256 --train-iters 1 --lr 1",
+                 models[i].name);
+        expect_good(&options, line);
+        assert_string_equal(options.hf_family, models[i].family);
+        if (models[i].parameters)
+            assert_int_equal(count_parameters(&options), models[i].parameters);
+        else
+            assert_true(count_parameters(&options) < 10000000);
+        mt_options_free(&options);
+    }
+}
+
+static void operation_count_of_llama3_8b_equals_megatron(void **state) {
+    (void)state;
+    mt_options options;
+    expect_good(&options,
+                "--hf-config data/configs/llama3-8b.json --mock-data --seq-length 8192 --train-iters 1 --lr 1");
+    assert_true(mt_flops(&options, 8) == 3373164235063296.0); // golden/megatron/flops.json
+    mt_options_free(&options);
+}
+
+static void golden_configs_are_read_as_their_families_are(void **state) {
+    (void)state;
+    mt_options o;
+    expect_good(&o, "--load tests/golden/hf/gpt2 --mock-data --seq-length 32 --train-iters 1 --lr 1");
+    assert_true(o.openai_gelu && !o.swiglu && !o.untie_embeddings_and_output_weights && o.mlp_bias && o.add_qkv_bias);
+    assert_true(o.hidden_dropout == 0 && o.attention_dropout == 0 && o.norm_epsilon == 1e-5);
+    assert_int_equal(o.ffn_hidden_size, 128);
+    assert_int_equal(o.eos_token_id, 1);
+    mt_options_free(&o);
+    expect_good(&o, "--load tests/golden/hf/qwen2 --mock-data --seq-length 32 --train-iters 1 --lr 1");
+    assert_true(o.add_qkv_bias && !o.attention_output_bias && !o.mlp_bias && o.rotary_base == 1e6 && !o.qk_layernorm);
+    assert_true(!o.untie_embeddings_and_output_weights && o.num_query_groups == 1 && o.window_size == 0);
+    mt_options_free(&o);
+    expect_good(&o, "--load tests/golden/hf/qwen3 --mock-data --seq-length 32 --train-iters 1 --lr 1");
+    assert_true(o.qk_layernorm && !o.add_qkv_bias && o.kv_channels == 16 && o.untie_embeddings_and_output_weights);
+    mt_options_free(&o);
+    expect_good(&o, "--load tests/golden/hf/llama3_rope_tied --mock-data --seq-length 32 --train-iters 1 --lr 1");
+    assert_string_equal(o.rope_scaling_type, "llama3");
+    assert_true(o.rope_scaling_factor == 8 && o.rope_low_freq_factor == 1 && o.rope_high_freq_factor == 4);
+    assert_true(o.original_max_position_embeddings == 16 && o.rotary_base == 500000);
+    mt_options_free(&o);
+    expect_error("--load tests/golden/hf/mixtral --mock-data --seq-length 32 --train-iters 1 --lr 1",
+                 "\"model_type\" is mixtral; gpt2, llama, mistral, qwen2 and qwen3 are supported");
+    expect_error("--load tests/golden/hf/deepseek_v3 --mock-data --seq-length 32 --train-iters 1 --lr 1",
+                 "deepseek_v3");
+}
+
+static void options_win_over_a_shape_but_not_over_weights(void **state) {
+    (void)state;
+    mt_options options;
+    expect_good(&options, "--hf-config data/configs/llama3-8b.json --num-layers 4 --rotary-base 20000 --mock-data "
+                          "--hidden-dropout 0.25 --seq-length 8 --train-iters 1 --lr 1");
+    assert_int_equal(options.num_layers, 4);
+    assert_int_equal(options.hidden_size, 4096);
+    assert_true(options.rotary_base == 20000 && options.hidden_dropout == 0.25 && options.attention_dropout == 0);
+    mt_options_free(&options);
+    const char *run = "--load tests/golden/hf/llama --mock-data --seq-length 8 --train-iters 1 --lr 1";
+    char line[300];
+    snprintf(line, sizeof line, "%s --num-layers 3", run);
+    expect_error(line, "--num-layers is 3, but the weights have 4 (tests/golden/hf/llama/config.json)");
+    snprintf(line, sizeof line, "%s --qk-layernorm", run);
+    expect_error(line, "--qk-layernorm is true, but the weights have false");
+    snprintf(line, sizeof line,
+             "%s --num-layers 4 --kv-channels 8 --swiglu --disable-bias-linear "
+             "--max-position-embeddings 128 --attention-dropout 0.5",
+             run);
+    expect_good(&options, line);
+    assert_true(options.max_position_embeddings == 128 && options.attention_dropout == 0.5);
+    mt_options_free(&options);
+    expect_error("--load tests/golden/hf/gpt2 --max-position-embeddings 128 --mock-data --seq-length 8 --train-iters 1 "
+                 "--lr 1",
+                 "--max-position-embeddings is 128, but the weights have 64");
+}
+
+static void the_latest_checkpoint_of_a_folder_is_described(void **state) {
+    (void)state;
+    mt_options options;
+    char *folder = make_folder(), inner[200], line[300];
+    char *text = read_text("tests/golden/hf/qwen3/config.json");
+    snprintf(inner, sizeof inner, "%s/iter_0000007", folder);
+    assert_int_equal(mkdir(inner, 0700), 0);
+    char *latest = write_file(folder, "latest_checkpointed_iteration.txt", "7\n");
+    char *config = write_file(inner, "config.json", text);
+    snprintf(line, sizeof line, "--load %s --mock-data --seq-length 8 --train-iters 1 --lr 1", folder);
+    expect_good(&options, line);
+    assert_string_equal(options.hf_family, "qwen3");
+    mt_options_free(&options);
+    remove_file(config), remove_file(latest), remove_folder(mt_strdup(inner)), remove_folder(folder);
+    free(text);
+}
+
+/* Llama's shape with something more, or something else (a later key may not repeat an earlier one). */
+#define LLAMA_SIZES                                                                                                    \
+    "\"num_hidden_layers\": 2, \"hidden_size\": 64, \"intermediate_size\": 128, \"num_attention_heads\": 4, "          \
+    "\"max_position_embeddings\": 4096, \"vocab_size\": 100"
+#define LLAMA "{\"model_type\": \"llama\", " LLAMA_SIZES
+#define QWEN2 "{\"model_type\": \"qwen2\", \"num_key_value_heads\": 2, " LLAMA_SIZES
+
+static int read_config(mt_options *options, const char *json, mt_error *error) {
+    mt_options_default(options);
+    options->mock_data = true;
+    options->seq_length = options->train_iters = 1;
+    options->lr = 1;
+    if (mt_options_read_hf_config(options, json, (int64_t)strlen(json), "config.json", error)) return -1;
+    return mt_options_finish(options, MT_PROGRAM_TRAIN, 1, error);
+}
+
+static void expect_config(mt_options *options, const char *json) {
+    mt_error error;
+    if (read_config(options, json, &error)) fail_msg("%s\n  gave: %s", json, error.text);
+}
+
+static void expect_config_error(const char *json, const char *expected) {
+    mt_options options;
+    mt_error error = {""};
+    if (read_config(&options, json, &error) == 0) fail_msg("%s\n  was accepted", json);
+    if (!strstr(error.text, expected)) fail_msg("%s\n  gave: %s\n  not: %s", json, error.text, expected);
+    mt_options_free(&options);
+}
+
+static void rope_is_read_in_both_forms(void **state) {
+    (void)state;
+    mt_options o;
+    expect_config(&o, LLAMA ", \"rope_theta\": 5e5, \"rope_scaling\": {\"type\": \"linear\", \"factor\": 2.5}}");
+    assert_string_equal(o.rope_scaling_type, "linear");
+    assert_true(o.rope_scaling_factor == 2.5 && o.rotary_base == 5e5);
+    mt_options_free(&o);
+    expect_config(&o,
+                  LLAMA ", \"rope_parameters\": {\"rope_theta\": 7, \"rope_type\": \"default\"}, \"rope_theta\": 8}");
+    assert_string_equal(o.rope_scaling_type, "none");
+    assert_true(o.rotary_base == 7);
+    mt_options_free(&o);
+    expect_config(&o, LLAMA ", \"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 4, "
+                            "\"original_max_position_embeddings\": 1024, \"beta_fast\": 16, \"mscale\": 1, "
+                            "\"mscale_all_dim\": 1}}");
+    assert_string_equal(o.rope_scaling_type, "yarn");
+    assert_true(o.yarn_beta_fast == 16 && o.yarn_beta_slow == 1 && o.yarn_attention_factor == 1);
+    assert_int_equal(o.original_max_position_embeddings, 1024);
+    mt_options_free(&o);
+    expect_config(&o, LLAMA ", \"rope_scaling\": {\"rope_type\": \"yarn\", \"factor\": 4}}");
+    assert_int_equal(o.original_max_position_embeddings, 4096);
+    assert_true(o.yarn_attention_factor > 1.138629 && o.yarn_attention_factor < 1.13863); // 0.1 ln 4 + 1
+    mt_options_free(&o);
+    expect_config_error(LLAMA ", \"rope_scaling\": {\"rope_type\": \"dynamic\", \"factor\": 4}}",
+                        "RoPE of type \"dynamic\" is not supported; default, linear, llama3 and yarn are");
+    expect_config_error(LLAMA ", \"rope_scaling\": {\"type\": \"longrope\"}}", "longrope");
+    expect_config_error(LLAMA ", \"rope_scaling\": {\"type\": \"linear\"}}", "needs a \"factor\"");
+    expect_config_error(LLAMA ", \"rope_scaling\": {\"type\": \"linear\", \"factor\": 0}}", "\"factor\" is 0");
+    expect_config_error(LLAMA ", \"rope_scaling\": [1]}", "must be an object");
+    expect_config_error(LLAMA ", \"rope_parameters\": {\"rope_type\": \"yarn\", \"factor\": 2, \"truncate\": false}}",
+                        "truncate");
+}
+
+static void windows_are_read_where_every_layer_has_one(void **state) {
+    (void)state;
+    mt_options o;
+    const char *mistral = "{\"model_type\": \"mistral\", \"num_key_value_heads\": 2, " LLAMA_SIZES "%s}";
+    char json[1000];
+    snprintf(json, sizeof json, mistral, ", \"sliding_window\": 17");
+    expect_config(&o, json);
+    assert_int_equal(o.window_size, 17);
+    assert_string_equal(o.hf_family, "mistral");
+    mt_options_free(&o);
+    snprintf(json, sizeof json, mistral, ", \"sliding_window\": null");
+    expect_config(&o, json);
+    assert_int_equal(o.window_size, 0);
+    mt_options_free(&o);
+    expect_config(&o, QWEN2 ", \"sliding_window\": 17}"); // use_sliding_window is false where it is not given
+    assert_int_equal(o.window_size, 0);
+    mt_options_free(&o);
+    expect_config(&o, QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"max_window_layers\": 0}");
+    assert_int_equal(o.window_size, 17);
+    mt_options_free(&o);
+    expect_config(&o, QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"max_window_layers\": 2}");
+    assert_int_equal(o.window_size, 0);
+    mt_options_free(&o);
+    expect_config_error(QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"max_window_layers\": 1}",
+                        "1 of 2 layers have a sliding window; a mixture is not supported");
+    expect_config_error(QWEN2 ", \"sliding_window\": 17, \"use_sliding_window\": true, \"layer_types\": "
+                              "[\"full_attention\", \"sliding_attention\"]}",
+                        "a mixture is not supported");
+    expect_config_error(QWEN2 ", \"use_sliding_window\": true, \"layer_types\": [\"full_attention\"]}",
+                        "must list 2 layers");
+    expect_config_error(QWEN2 ", \"use_sliding_window\": true, \"layer_types\": [\"linear_attention\", 3]}",
+                        "linear_attention");
+}
+
+static void biases_are_read_apart(void **state) {
+    (void)state;
+    mt_options o;
+    expect_config(&o, LLAMA ", \"attention_bias\": true, \"mlp_bias\": false}");
+    assert_true(o.add_qkv_bias && o.attention_output_bias && !o.mlp_bias && !o.add_bias_linear);
+    mt_options_free(&o);
+    expect_config(&o, LLAMA ", \"mlp_bias\": true}");
+    assert_true(!o.add_qkv_bias && !o.attention_output_bias && o.mlp_bias);
+    mt_options_free(&o);
+    expect_config(&o, QWEN2 "}");
+    assert_true(o.add_qkv_bias && !o.attention_output_bias && !o.mlp_bias);
+    mt_options_free(&o);
+}
+
+static void bad_configs_are_refused_by_key(void **state) {
+    (void)state;
+    expect_config_error("", "is not JSON");
+    expect_config_error("[1]", "must hold a JSON object");
+    expect_config_error("{}", "\"model_type\" is missing");
+    expect_config_error("{\"model_type\": 3}", "\"model_type\" must be a string");
+    expect_config_error("{\"model_type\": \"llama\"}", "is missing");
+    expect_config_error("{\"a\": 1, \"a\": 2}", "duplicate");
+    expect_config_error("{\"model_type\": \"llama\", \"vocab_size\": \"many\"}",
+                        "\"vocab_size\" must be a whole number");
+    expect_config_error("{\"model_type\": \"llama\", \"vocab_size\": -1}", "\"vocab_size\" is -1, must be in [1,");
+    expect_config_error("{\"model_type\": \"llama\", \"vocab_size\": 1e3}", "must be a whole number");
+    expect_config_error("{\"model_type\": \"llama\", \"vocab_size\": 99999999999999999999}", "is not JSON");
+    expect_config_error(LLAMA ", \"rms_norm_eps\": 2}", "\"rms_norm_eps\" is 2, must be in");
+    expect_config_error(LLAMA ", \"rms_norm_eps\": \"x\"}", "\"rms_norm_eps\" must be a number");
+    expect_config_error(LLAMA ", \"num_key_value_heads\": 3}", "the 4 heads do not divide into 3 groups");
+    expect_config_error(LLAMA ", \"hidden_act\": \"relu\"}", "\"hidden_act\" \"relu\" is not supported");
+    expect_config_error(LLAMA ", \"tie_word_embeddings\": 1}", "must be true or false");
+    expect_config_error(LLAMA ", \"quantization_config\": {}}", "quantized weights");
+    expect_config_error(LLAMA ", \"partial_rotary_factor\": 0.5}", "partial_rotary_factor");
+    expect_config_error(LLAMA ", \"head_dim\": 15}", "must be even");
+    expect_config_error(LLAMA ", \"eos_token_id\": \"x\"}", "\"eos_token_id\" must be a token");
+    expect_config_error("{\"model_type\": \"megatron\", \"vocab_size\": 9, \"num_query_groups\": -1, "
+                        "\"num_attention_heads\": -9223372036854775808}",
+                        "must be in");
+    expect_config_error("{\"model_type\": \"qwen2\", " LLAMA_SIZES "}", "\"num_key_value_heads\" is missing");
+    const char *gpt2 = "{\"model_type\": \"gpt2\", \"n_layer\": 1, \"n_head\": 2, \"n_embd\": 8, \"n_positions\": 8, "
+                       "\"vocab_size\": 9, %s}";
+    const char *const cases[][2] = {
+        {"\"activation_function\": \"relu\"", "\"activation_function\" \"relu\" is not supported"},
+        {"\"scale_attn_by_inverse_layer_idx\": true", "\"scale_attn_by_inverse_layer_idx\": true is not supported"},
+        {"\"reorder_and_upcast_attn\": true", "\"reorder_and_upcast_attn\": true is not supported"},
+        {"\"scale_attn_weights\": false", "\"scale_attn_weights\": false is not supported"},
+        {"\"embd_pdrop\": 0.5", "\"embd_pdrop\" and \"resid_pdrop\" differ"},
+        {"\"attn_pdrop\": 1", "\"attn_pdrop\" is 1"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char json[500];
+        snprintf(json, sizeof json, gpt2, cases[i][0]);
+        expect_config_error(json, cases[i][1]);
+    }
+    expect_config_error("{\"model_type\": \"megatron\", \"vocab_size\": 9, \"hidden_size\": -5}",
+                        "--hidden-size must be in");
+    expect_config_error("{\"model_type\": \"megatron\", \"vocab_size\": 9, \"swiglu\": 3}", "\"swiglu\" expects true");
+}
+
+static void tokens_are_the_first_of_a_list(void **state) {
+    (void)state;
+    mt_options o;
+    expect_config(&o, LLAMA ", \"bos_token_id\": 5, \"eos_token_id\": [7, 8]}");
+    assert_int_equal(o.bos_token_id, 5);
+    assert_int_equal(o.eos_token_id, 7);
+    mt_options_free(&o);
+    expect_config(&o, LLAMA ", \"bos_token_id\": null, \"eos_token_id\": 100}"); // the vocabulary ends at 99
+    assert_int_equal(o.bos_token_id, -1);
+    assert_int_equal(o.eos_token_id, -1);
+    mt_options_free(&o);
+}
+
+/* All that describes the model, printed: two of these are equal when the models are. */
+static char *describe(mt_options *o) {
+    FILE *file = tmpfile();
+    free(o->hf_config);
+    o->hf_config = NULL;
+    mt_options_print(o, MT_PROGRAM_TRAIN, file);
+    fprintf(file, "%s %d %d %lld %lld %lld\n", o->hf_family, o->attention_output_bias, o->mlp_bias,
+            (long long)o->bos_token_id, (long long)o->eos_token_id, (long long)o->padded_vocab_size);
+    return read_stream(file);
+}
+
+static void expect_round_trip(const char *line, const char *family) {
+    mt_options options, again;
+    char *folder = make_folder(), rest[400];
+    expect_good(&options, line);
+    assert_string_equal(options.hf_family, family);
+    char *json = mt_options_write_hf_config(&options), *path = write_file(folder, "config.json", json);
+    snprintf(rest, sizeof rest, "--hf-config %s --mock-data --seq-length 16 --train-iters 10 --lr 1e-3", path);
+    expect_good(&again, rest);
+    char *first = describe(&options), *second = describe(&again);
+    assert_string_equal(first, second);
+    assert_true(mt_flops(&options, 3) == mt_flops(&again, 3));
+    char *json_again = mt_options_write_hf_config(&again);
+    assert_string_equal(json, json_again);
+    free(first), free(second), free(json), free(json_again);
+    remove_file(path), remove_folder(folder);
+    mt_options_free(&options), mt_options_free(&again);
+}
+
+#define LIKE_LLAMA RUN "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+
+static void written_configs_read_back_as_the_same_model(void **state) {
+    (void)state;
+    const char *names[] = {"gpt2-124m", "gpt2-1558m", "llama3-8b", "qwen3-0.6b", "tiny-llama", "llama2c-110m"};
+    const char *families[] = {"gpt2", "gpt2", "llama", "qwen3", "llama", "llama"};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        char line[300];
+        snprintf(line, sizeof line,
+                 "--hf-config data/configs/%s.json --mock-data --seq-length 16 --train-iters 10 --lr 1e-3", names[i]);
+        expect_round_trip(line, families[i]);
+    }
+    expect_round_trip(RUN, "gpt2");
+    expect_round_trip(RUN "--norm-epsilon 1e-50", "gpt2");
+    expect_round_trip(RUN "--openai-gelu --untie-embeddings-and-output-weights --norm-epsilon 1e-6", "gpt2");
+    expect_round_trip(LIKE_LLAMA, "llama");
+    expect_round_trip(LIKE_LLAMA "--hidden-dropout 0 --attention-dropout 0.3 --init-method-std 0.0123", "llama");
+    expect_round_trip(LIKE_LLAMA "--use-rope-scaling=false --rope-scaling-type llama3 --rotary-base 5e5", "llama");
+    expect_round_trip(LIKE_LLAMA "--rope-scaling-type linear --rope-scaling-factor 2.5 --kv-channels 32", "llama");
+    expect_round_trip(LIKE_LLAMA "--rope-scaling-type yarn --rope-scaling-factor 4 --yarn-beta-slow 2 "
+                                 "--original-max-position-embeddings 4",
+                      "llama");
+    expect_round_trip(LIKE_LLAMA "--window-size 8", "mistral");
+    expect_round_trip(LIKE_LLAMA "--add-qkv-bias --group-query-attention --num-query-groups 2", "qwen2");
+    expect_round_trip(LIKE_LLAMA "--add-qkv-bias --window-size 5", "qwen2");
+    expect_round_trip(LIKE_LLAMA "--qk-layernorm --kv-channels 32", "qwen3");
+    expect_round_trip(RUN "--swiglu --normalization RMSNorm --position-embedding-type rope", "llama");
+    expect_round_trip(RUN "--swiglu --position-embedding-type rope --rotary-percent 0.5", "megatron");
+    expect_round_trip(RUN "--position-embedding-type none --disable-bias-linear --window-size 3", "megatron");
+    expect_round_trip(LIKE_LLAMA "--rotary-interleaved --add-qkv-bias", "megatron");
+    expect_round_trip(LIKE_LLAMA "--qk-layernorm --add-qkv-bias", "megatron");
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(defaults_are_those_of_megatron),
+        cmocka_unit_test(command_line_sets_every_type),
+        cmocka_unit_test(shape_is_derived_as_megatron_does),
+        cmocka_unit_test(finish_twice_changes_nothing),
+        cmocka_unit_test(vocabulary_may_come_from_the_tokenizer_after_parsing),
+        cmocka_unit_test(malformed_command_lines_are_refused_in_one_line),
+        cmocka_unit_test(values_out_of_range_are_refused),
+        cmocka_unit_test(shapes_that_cannot_be_are_refused),
+        cmocka_unit_test(batches_and_lengths_that_cannot_be_are_refused),
+        cmocka_unit_test(schedules_that_cannot_be_are_refused),
+        cmocka_unit_test(data_and_checkpoints_that_conflict_are_refused),
+        cmocka_unit_test(infer_is_checked_too),
+        cmocka_unit_test(help_shows_the_programs_own_options_within_100_columns),
+        cmocka_unit_test(configuration_prints_what_differs_from_defaults),
+#ifdef MT_HAVE_YAML
+        cmocka_unit_test(yaml_sets_options_and_the_command_line_wins),
+        cmocka_unit_test(bad_yaml_is_refused_with_file_and_line),
+        cmocka_unit_test(huge_yaml_is_refused),
+        cmocka_unit_test(an_empty_yaml_sets_nothing),
+#else
+        cmocka_unit_test(yaml_is_refused_without_the_library),
+#endif
+        cmocka_unit_test(published_shapes_have_their_published_numbers_of_parameters),
+        cmocka_unit_test(operation_count_of_llama3_8b_equals_megatron),
+        cmocka_unit_test(golden_configs_are_read_as_their_families_are),
+        cmocka_unit_test(options_win_over_a_shape_but_not_over_weights),
+        cmocka_unit_test(the_latest_checkpoint_of_a_folder_is_described),
+        cmocka_unit_test(rope_is_read_in_both_forms),
+        cmocka_unit_test(windows_are_read_where_every_layer_has_one),
+        cmocka_unit_test(biases_are_read_apart),
+        cmocka_unit_test(bad_configs_are_refused_by_key),
+        cmocka_unit_test(tokens_are_the_first_of_a_list),
+        cmocka_unit_test(written_configs_read_back_as_the_same_model),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,182 @@
+#!/bin/sh
+# data/preprocess from its command line. Prints "ok NAME" or "not ok NAME" for each test.
+program=${MT_BIN:-.}/data/preprocess
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+bytes='--tokenizer-type ByteLevel'
+status=0
+
+# check NAME: the commands in $scratch/test must all succeed. (`set -e` has no effect in the condition of an `if`.)
+check() {
+    (
+        set -e
+        . "$scratch/test"
+    ) >"$scratch/log" 2>&1
+    if [ $? = 0 ]; then
+        echo "ok $1"
+    else
+        echo "not ok $1"
+        cat "$scratch/log"
+        status=1
+    fi
+}
+
+# numbers TYPE FILE [SKIP BYTES]: the numbers of a binary file on one line.
+numbers() { od -An -v -t "$1" -w1000000 ${3:+-j "$3"} ${4:+-N "$4"} "$2" | sed 's/^ *//; s/  */ /g'; }
+same() { [ "$1" = "$2" ] || { echo "got '$1', expected '$2'"; false; }; }
+# refused WORDS COMMAND...: the command fails with one line that has these words.
+refused() {
+    words=$1
+    shift
+    if "$@" >"$scratch/out" 2>"$scratch/err"; then
+        echo "was accepted: $*"
+        return 1
+    fi
+    [ "$(wc -l <"$scratch/err")" = 1 ] || { echo "not one line:" && cat "$scratch/err" && return 1; }
+    grep -qF -- "$words" "$scratch/err" || { echo "does not say '$words':" && cat "$scratch/err" && return 1; }
+}
+nothing() { [ -z "$(find "$scratch" -name "$1*")" ] || { find "$scratch" -name "$1*" && false; }; }
+
+cat >"$scratch/test" <<'END'
+printf '{"text":"hello"}\n{"text":""}\n{"text":"h\\u00e9\\u0000!"}' >"$scratch/a.jsonl"
+$program --input "$scratch/a.jsonl" --output-prefix "$scratch/a" $bytes --append-eod --workers 2
+same "$(numbers u2 "$scratch/a_text_document.bin")" "104 101 108 108 111 256 104 195 169 0 33 256"
+same "$(head -c 9 "$scratch/a_text_document.idx" | od -An -c | tr -d ' ')" 'MMIDIDX\0\0'
+same "$(numbers u1 "$scratch/a_text_document.idx" 9 9)" "1 0 0 0 0 0 0 0 8"
+same "$(numbers u4 "$scratch/a_text_document.idx" 18 16)" "2 0 4 0"
+same "$(numbers d4 "$scratch/a_text_document.idx" 34 8)" "6 6"
+same "$(numbers d8 "$scratch/a_text_document.idx" 42)" "0 12 0 1 1 2"
+END
+check a_small_jsonl_becomes_the_expected_bytes
+
+cat >"$scratch/test" <<'END'
+printf '{"text":"ab","other":["x","","yz"]}\n\n{"other":[],"text":"c"}\n' >"$scratch/k.jsonl"
+$program --input "$scratch/k.jsonl" --json-keys text other --output-prefix "$scratch/k" $bytes --append-eod
+same "$(numbers u2 "$scratch/k_text_document.bin")" "97 98 256 99 256"
+same "$(numbers u2 "$scratch/k_other_document.bin")" "120 121 122 256"
+same "$(numbers d4 "$scratch/k_other_document.idx" 34 8)" "1 3"
+same "$(numbers d8 "$scratch/k_other_document.idx" 58)" "0 2 2"
+END
+check every_key_gets_files_of_its_own_and_lists_become_sequences
+
+cat >"$scratch/test" <<'END'
+printf '\none\ntwo\n \n\nthree\n\nfour' >"$scratch/p.txt"
+$program --input "$scratch/p.txt" --output-prefix "$scratch/p" $bytes
+same "$(numbers d4 "$scratch/p_text_document.idx" 34 12)" "12 7 4"
+$program --input "$scratch/p.txt" --output-prefix "$scratch/l" $bytes --documents lines
+same "$(numbers d4 "$scratch/l_text_document.idx" 34 32)" "1 4 4 2 1 6 1 4"
+$program --input "$scratch/p.txt" --output-prefix "$scratch/f" $bytes --documents file
+same "$(numbers d4 "$scratch/f_text_document.idx" 34 4)" "23"
+for p in p l f; do
+    same "$(numbers u2 "$scratch/${p}_text_document.bin")" "$(numbers u1 "$scratch/p.txt")"
+done
+END
+check documents_of_plain_text_put_together_are_the_file
+
+# Long lines, many lines, and lines that are longer than a batch.
+cat >"$scratch/test" <<'END'
+awk 'BEGIN { srand(1); for (i = 0; i < 20000; i++) { n = int(rand() * 200); if (i % 5000 == 7) n = 900000
+    s = sprintf("%d ", i); while (length(s) < n) s = s s; printf "{\"text\": \"%s\"}\n", s } }' >"$scratch/w.jsonl"
+for n in 1 2 5; do
+    $program --input "$scratch/w.jsonl" --output-prefix "$scratch/w$n" $bytes --append-eod --workers $n
+done
+cmp "$scratch/w1_text_document.bin" "$scratch/w2_text_document.bin"
+cmp "$scratch/w1_text_document.idx" "$scratch/w2_text_document.idx"
+cmp "$scratch/w1_text_document.bin" "$scratch/w5_text_document.bin"
+cmp "$scratch/w1_text_document.idx" "$scratch/w5_text_document.idx"
+same "$(numbers u4 "$scratch/w1_text_document.idx" 18 4)" 20000
+END
+check output_does_not_depend_on_the_number_of_workers
+
+cat >"$scratch/test" <<'END'
+i=0
+for line in '{"text":1}' '{"tex":"a"}' '["text"]' '{"text":"a"' '{"text":"a"} b' '{"text":["a",2]}' '{"text":"\xff"}' \
+    '{"text":"\\ud800"}' nonsense; do
+    printf '{"text":"fine"}\n\n'"$line"'\n{"text":"fine"}\n' >"$scratch/bad.jsonl"
+    printf 'good' >"$scratch/bad_text_document.bin"
+    refused "$scratch/bad.jsonl:3: " $program --input "$scratch/bad.jsonl" --output-prefix "$scratch/bad" $bytes
+    same "$(cat "$scratch/bad_text_document.bin")" good
+    rm "$scratch/bad_text_document.bin"
+    nothing bad_
+    i=$((i + 1))
+done
+same $i 9
+END
+check a_bad_line_stops_the_job_and_touches_no_output
+
+cat >"$scratch/test" <<'END'
+refused "did you mean --input?" $program --inptu x
+refused "unknown option" $program --zzzzzzz
+refused "needs a value" $program --input --workers 2
+refused "takes one value" $program --input a b
+refused "--output-prefix" $program --input "$scratch/a.jsonl" $bytes
+refused "--tokenizer-type" $program --input "$scratch/a.jsonl" --output-prefix "$scratch/n"
+refused "exactly one" $program $bytes
+refused "exactly one" $program $bytes --encode --decode
+refused "--workers 0" $program --input "$scratch/a.jsonl" --output-prefix "$scratch/n" $bytes --workers 0
+refused "--documents" $program --input "$scratch/a.jsonl" --output-prefix "$scratch/n" $bytes --documents lines
+refused "named twice" $program --input "$scratch/a.jsonl" --output-prefix "$scratch/n" $bytes --json-keys a a
+refused "absent.jsonl" $program --input "$scratch/absent.jsonl" --output-prefix "$scratch/n" $bytes
+refused "Is a directory" $program --input "$scratch" --output-prefix "$scratch/n" $bytes
+refused "cannot be created" $program --input "$scratch/a.jsonl" --output-prefix "$scratch/absent/n" $bytes
+: >"$scratch/empty.jsonl"
+refused "holds no documents" $program --input "$scratch/empty.jsonl" --output-prefix "$scratch/n" $bytes
+nothing n_
+END
+check wrong_options_are_refused_in_one_line
+
+cat >"$scratch/test" <<'END'
+job="$program --input $scratch/w.jsonl --output-prefix $scratch/n $bytes"
+refused "cannot be written" sh -c "ulimit -f 64; exec $job"
+nothing n_
+END
+check a_write_that_fails_is_reported_and_leaves_nothing
+
+cat >"$scratch/test" <<'END'
+mkdir "$scratch/disk"
+mount -t tmpfs -o size=64k tmpfs "$scratch/disk"
+trap 'umount "$scratch/disk"' EXIT
+refused "No space left" $program --input "$scratch/w.jsonl" --output-prefix "$scratch/disk/n" $bytes
+nothing n_
+END
+if (mkdir "$scratch/probe" && mount -t tmpfs tmpfs "$scratch/probe" && umount "$scratch/probe") 2>/dev/null; then
+    check a_full_disk_is_reported_and_leaves_nothing
+else
+    echo "skipped: a_full_disk_is_reported_and_leaves_nothing: a small disk cannot be mounted here"
+fi
+
+cat >"$scratch/test" <<'END'
+mkfifo "$scratch/pipe.jsonl"
+$program --input "$scratch/pipe.jsonl" --output-prefix "$scratch/n" $bytes 2>"$scratch/err" &
+pid=$!
+exec 3<>"$scratch/pipe.jsonl" # both ways, so that it opens even if nobody reads
+head -c 3000 "$scratch/w.jsonl" >&3
+tries=0
+until [ -n "$(find "$scratch" -name "n_*")" ] || [ $tries = 100 ]; do sleep 0.1 && tries=$((tries + 1)); done
+kill -TERM $pid
+exec 3>&-
+! wait $pid
+grep -q interrupted "$scratch/err"
+nothing n_
+END
+check an_interrupted_job_leaves_nothing
+
+cat >"$scratch/test" <<'END'
+same "$(printf 'a\nb\303\251' | $program --encode $bytes)" "97 10 98 195 169"
+same "$(printf 'a\nb\303\251' | $program --encode $bytes | wc -l)" 1
+same "$(printf '' | $program --encode $bytes)" ""
+printf 'a\n\000b\303\251' >"$scratch/raw"
+$program --encode $bytes <"$scratch/raw" | $program --decode $bytes | cmp - "$scratch/raw"
+END
+check encode_prints_ids_on_one_line_and_decode_reverses_it
+
+cat >"$scratch/test" <<'END'
+for ids in '1 x' '1 2.5' '-1' '99999999999' '1 256 257'; do
+    echo "$ids" >"$scratch/ids"
+    refused "" sh -c "$program --decode $bytes <$scratch/ids"
+done
+[ ! -e /dev/full ] || refused "No space left" sh -c "echo text | $program --encode $bytes >/dev/full"
+END
+check bad_ids_and_a_full_output_are_refused
+
+exit $status

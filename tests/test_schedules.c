@@ -1,0 +1,235 @@
+/* Learning rate, weight decay, batch ramp, operation counts and pipeline schedules against Megatron-LM's own answers.
+ */
+#include "../megatron.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+#include <jansson.h>
+
+static json_t *read_golden(const char *path) {
+    json_error_t problem;
+    json_t *root = json_load_file(path, 0, &problem);
+    if (!root) fail_msg("%s: %s", path, problem.text);
+    return root;
+}
+
+static double number(const json_t *object, const char *key) {
+    return json_number_value(json_object_get(object, key));
+}
+
+static void set_text(char **field, const char *text) {
+    free(*field);
+    *field = mt_strdup(text);
+}
+
+static void assert_near(double value, double expected, double tolerance) {
+    if (!(fabs(value - expected) <= tolerance * fabs(expected)))
+        fail_msg("%.17g is not %.17g to %g", value, expected, tolerance);
+}
+
+static void learning_rate_and_weight_decay_equal_megatron(void **state) {
+    (void)state;
+    json_t *cases = read_golden("tests/golden/megatron/lr_schedules.json"), *item;
+    size_t index, step;
+    assert_int_equal(json_array_size(cases), 16);
+    json_array_foreach(cases, index, item) {
+        const json_t *args = json_object_get(item, "args"), *value;
+        mt_options options;
+        mt_options_default(&options);
+        options.lr = number(args, "max_lr");
+        options.min_lr = number(args, "min_lr");
+        options.lr_warmup_init = number(args, "init_lr");
+        options.lr_warmup_samples = (int64_t)number(args, "lr_warmup_steps");
+        options.lr_decay_samples = (int64_t)number(args, "lr_decay_steps");
+        options.lr_wsd_decay_samples = (int64_t)number(args, "wsd_decay_steps");
+        options.train_samples = (int64_t)number(args, "wd_incr_steps");
+        options.start_weight_decay = number(args, "start_wd");
+        options.end_weight_decay = number(args, "end_wd");
+        set_text(&options.lr_decay_style, json_string_value(json_object_get(args, "lr_decay_style")));
+        set_text(&options.weight_decay_incr_style, json_string_value(json_object_get(args, "wd_incr_style")));
+        if (json_is_string(json_object_get(item, "wsd")))
+            set_text(&options.lr_wsd_decay_style, json_string_value(json_object_get(item, "wsd")));
+        assert_int_equal(json_array_size(json_object_get(item, "lr")), 221);
+        json_array_foreach(json_object_get(item, "lr"), step, value)
+            assert_near(mt_learning_rate(&options, (int64_t)step), json_number_value(value), 1e-12);
+        json_array_foreach(json_object_get(item, "wd"), step, value)
+            assert_near(mt_weight_decay(&options, (int64_t)step), json_number_value(value), 1e-12);
+        mt_options_free(&options);
+    }
+    json_decref(cases);
+}
+
+static void schedules_by_iterations_equal_those_by_samples(void **state) {
+    (void)state;
+    mt_options by_iters, by_samples;
+    mt_options_default(&by_iters);
+    mt_options_default(&by_samples);
+    by_iters.lr = by_samples.lr = 1e-3;
+    by_iters.global_batch_size = by_samples.global_batch_size = 8;
+    by_iters.train_iters = 100, by_samples.train_samples = 800;
+    by_iters.lr_decay_iters = 90, by_samples.lr_decay_samples = 720;
+    by_iters.lr_warmup_iters = 10, by_samples.lr_warmup_samples = 80;
+    for (int64_t consumed = 0; consumed <= 800; consumed += 8)
+        assert_true(mt_learning_rate(&by_iters, consumed) == mt_learning_rate(&by_samples, consumed));
+    assert_near(mt_learning_rate(&by_iters, 40), 0.5e-3, 1e-12);
+    by_iters.lr_warmup_iters = 0;
+    by_iters.lr_warmup_fraction = 0.5; // of the decay: 45 iterations
+    assert_near(mt_learning_rate(&by_iters, 180), 0.5e-3, 1e-12);
+    mt_options_free(&by_iters);
+    mt_options_free(&by_samples);
+}
+
+static void batch_ramp_grows_by_increments_as_megatron_counts(void **state) {
+    (void)state;
+    char *arguments[] = {"train",
+                         "--num-layers",
+                         "1",
+                         "--hidden-size",
+                         "8",
+                         "--vocab-size",
+                         "8",
+                         "--mock-data",
+                         "--seq-length",
+                         "8",
+                         "--lr",
+                         "1",
+                         "--num-attention-heads",
+                         "1",
+                         "--train-samples",
+                         "1000",
+                         "--global-batch-size",
+                         "32",
+                         "--rampup-batch-size",
+                         "8",
+                         "8",
+                         "300"};
+    mt_options options;
+    mt_error error;
+    assert_int_equal(mt_options_parse(&options, MT_PROGRAM_TRAIN, 22, arguments, &error), 0);
+    if (mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error)) fail_msg("%s", error.text);
+    assert_int_equal(mt_global_batch_size(&options, 0), 8);
+    assert_int_equal(mt_global_batch_size(&options, 99), 8); // 300 samples over three increments
+    assert_int_equal(mt_global_batch_size(&options, 100), 16);
+    assert_int_equal(mt_global_batch_size(&options, 200), 24);
+    assert_int_equal(mt_global_batch_size(&options, 300), 32);
+    assert_int_equal(mt_global_batch_size(&options, 301), 32);
+    int64_t iterations = 0, consumed = 0; // Megatron's update_train_iters
+    while (consumed <= 300) consumed += mt_global_batch_size(&options, consumed), iterations++;
+    iterations += (1000 - consumed) / 32;
+    assert_int_equal(options.num_iterations, iterations);
+    mt_options_free(&options);
+}
+
+static void operation_count_of_dense_models_equals_megatron(void **state) {
+    (void)state;
+    json_t *cases = read_golden("tests/golden/megatron/flops.json");
+    const json_t *item = json_array_get(cases, 0), *args = json_object_get(item, "args");
+    mt_options options;
+    mt_options_default(&options);
+    assert_string_equal(json_string_value(json_object_get(item, "name")), "llama3-8b");
+    options.num_layers = (int64_t)number(args, "num_layers");
+    options.hidden_size = (int64_t)number(args, "hidden_size");
+    options.ffn_hidden_size = (int64_t)number(args, "ffn_hidden_size");
+    options.num_attention_heads = (int64_t)number(args, "num_attention_heads");
+    options.num_query_groups = (int64_t)number(args, "num_query_groups");
+    options.kv_channels = (int64_t)number(args, "kv_channels");
+    options.seq_length = (int64_t)number(args, "seq_length");
+    options.padded_vocab_size = (int64_t)number(args, "padded_vocab_size");
+    options.swiglu = json_is_true(json_object_get(args, "swiglu"));
+    assert_true(mt_flops(&options, (int64_t)number(item, "batch")) == number(item, "flops"));
+    mt_options_free(&options);
+    json_decref(cases);
+}
+
+/* Forwards before the first backward. */
+static int64_t leading_forwards(const mt_step *steps, int64_t count) {
+    int64_t forwards = 0;
+    while (forwards < count && steps[forwards].kind == MT_STEP_FORWARD) forwards++;
+    return forwards;
+}
+
+static void warmup_of_1f1b_equals_megatron(void **state) {
+    (void)state;
+    json_t *cases = read_golden("tests/golden/megatron/pipeline_schedules.json"), *item, *rank_item;
+    mt_step steps[256];
+    size_t index, rank;
+    int64_t checked = 0;
+    json_array_foreach(cases, index, item) {
+        int64_t pp = (int64_t)number(item, "pp"), micro_batches = (int64_t)number(item, "microbatches");
+        if (number(item, "vp") != 1) continue;
+        json_array_foreach(json_object_get(item, "ranks"), rank, rank_item) {
+            int64_t warmup = (int64_t)number(rank_item, "warmup"), remaining = (int64_t)number(rank_item, "remaining");
+            int64_t count = mt_schedule_1f1b(steps, pp, (int64_t)rank, micro_batches);
+            assert_int_equal(count, 2 * micro_batches);
+            assert_int_equal(leading_forwards(steps, count),
+                             warmup + (remaining > 0)); // one more opens the steady part
+            checked++;
+        }
+    }
+    assert_true(checked > 0);
+    json_decref(cases);
+}
+
+/* Runs the lists of all stages: a forward needs its micro-batch from the stage before, a backward its gradient from the
+ * stage after. Sends never wait. */
+static void run_pipeline(int64_t pp, int64_t micro_batches) {
+    mt_step steps[8][48];
+    int64_t next[8] = {0}, forwards[8] = {0}, backwards[8] = {0}, peak[8] = {0}, done = 0;
+    bool moved = true;
+    for (int64_t rank = 0; rank < pp; rank++)
+        assert_int_equal(mt_schedule_1f1b(steps[rank], pp, rank, micro_batches), 2 * micro_batches);
+    while (moved) {
+        moved = false;
+        for (int64_t rank = 0; rank < pp; rank++) {
+            if (next[rank] == 2 * micro_batches) continue;
+            mt_step step = steps[rank][next[rank]];
+            bool is_forward = step.kind == MT_STEP_FORWARD;
+            bool ready = is_forward ? rank == 0 || forwards[rank - 1] > step.micro_batch
+                                    : forwards[rank] > step.micro_batch &&
+                                          (rank == pp - 1 || backwards[rank + 1] > step.micro_batch);
+            if (!ready) continue;
+            int64_t *passed = is_forward ? &forwards[rank] : &backwards[rank];
+            assert_int_equal(step.micro_batch, *passed); // each once, in order
+            ++*passed, next[rank]++, done++;
+            if (forwards[rank] - backwards[rank] > peak[rank]) peak[rank] = forwards[rank] - backwards[rank];
+            moved = true;
+        }
+    }
+    assert_int_equal(done, 2 * micro_batches * pp); // else some stage waits for ever
+    for (int64_t rank = 0; rank < pp; rank++)
+        assert_int_equal(peak[rank], micro_batches < pp - rank ? micro_batches : pp - rank);
+}
+
+static void lists_of_all_stages_run_without_deadlock_and_hold_few_micro_batches(void **state) {
+    (void)state;
+    for (int64_t pp = 1; pp <= 8; pp++)
+        for (int64_t micro_batches = 1; micro_batches <= 24; micro_batches++) run_pipeline(pp, micro_batches);
+}
+
+static void one_stage_alternates_forward_and_backward(void **state) {
+    (void)state;
+    mt_step steps[8];
+    assert_int_equal(mt_schedule_1f1b(steps, 1, 0, 4), 8);
+    for (int64_t i = 0; i < 8; i++) {
+        assert_int_equal(steps[i].kind, i % 2 ? MT_STEP_BACKWARD : MT_STEP_FORWARD);
+        assert_int_equal(steps[i].micro_batch, i / 2);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(learning_rate_and_weight_decay_equal_megatron),
+        cmocka_unit_test(schedules_by_iterations_equal_those_by_samples),
+        cmocka_unit_test(batch_ramp_grows_by_increments_as_megatron_counts),
+        cmocka_unit_test(operation_count_of_dense_models_equals_megatron),
+        cmocka_unit_test(warmup_of_1f1b_equals_megatron),
+        cmocka_unit_test(lists_of_all_stages_run_without_deadlock_and_hold_few_micro_batches),
+        cmocka_unit_test(one_stage_alternates_forward_and_backward),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
