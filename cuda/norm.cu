@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(512)
                  int64_t y_stride, int64_t x_stride, float eps) {
     constexpr int K = forward_packs;
     int row = blockIdx.x * blockDim.y + threadIdx.y;
-    int64_t t = row / H, h = row % H;
+    int64_t t = layernorm ? row : row / H, h = layernorm ? 0 : row % H;
     int chunk = K * N * blockDim.x, last = (C - 1) / chunk * chunk, length = row < rows ? C : 0;
     const T *x_row = x + t * x_stride + h * C;
     T *y_row = y + t * y_stride + h * C;
@@ -149,10 +149,10 @@ __global__ void __launch_bounds__(whole ? backward_threads : backward_threads / 
         if (layernorm) db_block[c] = 0;
     }
     mt_pack<T, N> xs[1], dys[1], residuals[1], weights[1];
-    if (last == 0) load_chunk(weights, w, 0, C); // the same for all rows
+    if (whole) load_chunk(weights, w, 0, C); // the same for all rows
     for (int row0 = blockIdx.x * blockDim.y; row0 < rows; row0 += gridDim.x * blockDim.y) {
         int row = row0 + threadIdx.y;
-        int64_t t = row / H, h = row % H;
+        int64_t t = layernorm ? row : row / H, h = layernorm ? 0 : row % H;
         int length = row < rows ? C : 0;
         const T *x_row = x + t * x_stride + h * C, *dy_row = dy + t * dy_stride + h * C;
         const T *residual_row = dresidual + t * dx_stride + h * C;
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(whole ? backward_threads : backward_threads / 
             load_chunk(xs, x_row, base, length);
             load_chunk(dys, dy_row, base, length);
             load_chunk(residuals, residual_row, base, dresidual ? length : 0);
-            if (last > 0) load_chunk(weights, w, base, C);
+            if (!whole) load_chunk(weights, w, base, C);
         };
         for (int base = 0; base <= last; base += chunk) { // past the row's end dy is 0 and adds nothing
             load(base);
@@ -175,14 +175,14 @@ __global__ void __launch_bounds__(whole ? backward_threads : backward_threads / 
         mt_row_sum(sums);
         float mean_g = layernorm ? sums[0] * (1.0f / C) : 0, mean_gn = sums[1] * (1.0f / C);
         for (int base = last; base >= 0; base -= chunk) {
-            if (base < last) load(base);
+            if (!whole && base < last) load(base);
             int c = base + threadIdx.x * N;
             if (c >= length) continue;
             for (int i = 0; i < N; i++) {
                 float d = mt_to_float(dys[0].value[i]), n = (mt_to_float(xs[0].value[i]) - mu) * scale;
                 float through = scale * (d * mt_to_float(weights[0].value[i]) - mean_g - n * mean_gn);
                 residuals[0].value[i] = mt_from_float<T>(mt_to_float(residuals[0].value[i]) + through);
-                if (base == last) {
+                if (whole || base == last) {
                     dw[i] += d * n;
                     db[i] += d;
                 } else {
