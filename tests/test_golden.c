@@ -70,8 +70,8 @@ static void every_gradient_equals_transformers(void **state) {
             if (!tensor) fail_msg("%s: no reference gradient of %s", families[k], params[i].hf_name);
             double distance = 0, norm = 0;
             for (next = i; next < num_params && strcmp(params[next].hf_name, params[i].hf_name) == 0; next++)
-                add_gradient_error(&params[next], buckets[params[next].bucket].grads + params[next].offset,
-                                   tensor->data, &distance, &norm);
+                add_gradient_error(f.model, &params[next], buckets[params[next].bucket].grads, tensor->data, &distance,
+                                   &norm);
             if (!(sqrt(distance) <= 1e-4 * sqrt(norm)))
                 fail_msg("%s: gradient of %s is off by %g of its norm", families[k], params[i].hf_name,
                          sqrt(distance / norm));
