@@ -12,10 +12,22 @@ __device__ static inline float sigmoid(float x) {
     return __fdividef(1, 1 + mt_exp(-x));
 }
 
-/* The normal distribution function, or its approximation (1 + tanh(u)) / 2 = sigmoid(2 u). */
+/* The normal distribution function, erfc(-x / sqrt(2)) / 2 by the Chebyshev fit of Press et al., "Numerical recipes"
+ * (erfcc), as on the CPU; or its approximation (1 + tanh(u)) / 2 = sigmoid(2 u). */
 template <bool tanh_approximation> __device__ static inline float normal_cdf(float x) {
-    return tanh_approximation ? sigmoid(1.59576912f * (x + 0.044715f * x * x * x))
-                              : 0.5f + 0.5f * erff(x * 0.70710678f);
+    if (tanh_approximation) return sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
+    float z = fabsf(x) * 0.70710678f, t = __fdividef(1, 1 + 0.5f * z);
+    float p = 0.17087277f;
+    p = p * t - 0.82215223f;
+    p = p * t + 1.48851587f;
+    p = p * t - 1.13520398f;
+    p = p * t + 0.27886807f;
+    p = p * t - 0.18628806f;
+    p = p * t + 0.09678418f;
+    p = p * t + 0.37409196f;
+    p = p * t + 1.00002368f;
+    float tail = 0.5f * t * mt_exp(-z * z - 1.26551223f + t * p);
+    return x < 0 ? tail : 1 - tail;
 }
 
 /* y = x cdf(x). Reads x, writes y: 4 bytes an element in bf16, 8 in fp32. */
@@ -259,7 +271,6 @@ __global__ void rope(T *y, const T *x, const float *cos, const float *sin, const
     const float *token_sin = sin + (int64_t)positions[blockIdx.x] * half;
     y += blockIdx.x * y_stride;
     x += blockIdx.x * x_stride;
-#pragma unroll 2
     for (int unit = threadIdx.x; unit < H * units; unit += blockDim.x) {
         int start = unit / units * D, j = unit % units;
         if (j >= turns) {
@@ -292,7 +303,7 @@ static void launch_rope(void *y, const void *x, const float *cos, const float *s
     mt_dispatch(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
-        mt_row_grid grid = mt_rows(H * mt_divide_up(R / 2 + (y == x ? 0 : D - R), N), 2);
+        mt_row_grid grid = mt_rows(H * mt_divide_up(R / 2 + (y == x ? 0 : D - R), N), 1);
         auto kernel = interleaved ? rope<E, N, true> : rope<E, N, false>;
         kernel<<<(unsigned)T, grid.threads, 0, mt_cuda_stream(stream)>>>(
             (E *)y, (const E *)x, cos, sin, positions, direction, (int)H, (int)D, (int)R, y_stride, x_stride);
@@ -425,12 +436,19 @@ __global__ void embedding_backward(float *dw, const T *dout, const uint32_t *key
     mt_pack<float, N> sums = mt_load<N>(dw + (int64_t)key * C + c);
     bool more = true;
     for (; more; place += rows_at_once) {
+        bool mine[rows_at_once];
+        uint32_t token[rows_at_once];
         mt_pack<T, N> rows[rows_at_once];
 #pragma unroll
         for (int r = 0; r < rows_at_once; r++) {
-            more = place + r < num_tokens && keys[place + r] == key;
-            rows[r] = more ? mt_load<N>(dout + (int64_t)tokens[place + r] * C + c) : mt_pack<T, N>{};
+            uint32_t at = min(place + r, num_tokens - 1);
+            mine[r] = at == place + r & keys[at] == key;
+            token[r] = tokens[at];
         }
+#pragma unroll
+        for (int r = 0; r < rows_at_once; r++)
+            rows[r] = mine[r] ? mt_load<N>(dout + (int64_t)token[r] * C + c) : mt_pack<T, N>{};
+        more = mine[rows_at_once - 1];
 #pragma unroll
         for (int r = 0; r < rows_at_once; r++)
             for (int i = 0; i < N; i++) sums.value[i] += mt_to_float(rows[r].value[i]);

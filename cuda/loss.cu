@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(forward_threads)
     float max = mt_warp_max(sums.max);
     if (threadIdx.x % 32 == 0) max_of_warp[threadIdx.x / 32] = max;
     __syncthreads();
-    for (int warp = 0; warp < blockDim.x / 32; warp++) max = fmaxf(max, max_of_warp[warp]);
+    max = mt_warp_max(max_of_warp[threadIdx.x % 32 % (blockDim.x / 32)]);
     raise_maximum(sums, max);
     float totals[2] = {sums.sum, sums.weighted};
     mt_row_sum(totals);

@@ -15,12 +15,44 @@
 /* N elements that are read or written together. */
 template <class T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) mt_pack { T value[N]; };
 
+/* The machine word that carries a pack; without it the compiler may store the elements one by one. */
+template <int bytes> struct mt_word {
+    using type = std::conditional_t<bytes % 16 == 0, uint4, std::conditional_t<bytes == 8, uint2, uint32_t>>;
+};
+template <> struct mt_word<2> { using type = uint16_t; };
+
 template <int N, class T> __device__ static inline mt_pack<T, N> mt_load(const T *from) {
-    return *(const mt_pack<T, N> *)from;
+    using word = typename mt_word<sizeof(mt_pack<T, N>)>::type;
+    constexpr int count = sizeof(mt_pack<T, N>) / sizeof(word);
+    word words[count];
+    for (int i = 0; i < count; i++) words[i] = ((const word *)from)[i];
+    mt_pack<T, N> pack;
+    memcpy(&pack, words, sizeof pack);
+    return pack;
+}
+
+/* A word of memory is written by one instruction; the compiler may split an assignment. */
+__device__ static inline void mt_store_word(uint4 *to, uint4 word) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z),
+                 "r"(word.w)
+                 : "memory");
+}
+__device__ static inline void mt_store_word(uint2 *to, uint2 word) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(word.x), "r"(word.y) : "memory");
+}
+__device__ static inline void mt_store_word(uint32_t *to, uint32_t word) {
+    *to = word;
+}
+__device__ static inline void mt_store_word(uint16_t *to, uint16_t word) {
+    *to = word;
 }
 
 template <class T, int N> __device__ static inline void mt_store(T *to, const mt_pack<T, N> &pack) {
-    *(mt_pack<T, N> *)to = pack;
+    using word = typename mt_word<sizeof(mt_pack<T, N>)>::type;
+    constexpr int count = sizeof(mt_pack<T, N>) / sizeof(word);
+    word words[count];
+    memcpy(words, &pack, sizeof pack);
+    for (int i = 0; i < count; i++) mt_store_word((word *)to + i, words[i]);
 }
 
 /* Whether every address and every length (in elements) is a multiple of sixteen bytes. */
@@ -90,14 +122,14 @@ template <int M> __device__ static inline void mt_row_sum(float (&x)[M]) {
         for (int m = 0; m < M; m++) x[m] += __shfl_xor_sync(0xffffffff, x[m], lane);
     if (blockDim.x <= 32) return;
     __shared__ float of_warp[M][32];
-    int thread = threadIdx.y * blockDim.x + threadIdx.x, first = threadIdx.y * blockDim.x / 32;
+    int thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x / 32, first = threadIdx.y * warps;
     __syncthreads(); // an earlier sum may still be read
     if (thread % 32 == 0)
         for (int m = 0; m < M; m++) of_warp[m][thread / 32] = x[m];
     __syncthreads();
     for (int m = 0; m < M; m++) {
-        x[m] = 0;
-        for (int warp = 0; warp < blockDim.x / 32; warp++) x[m] += of_warp[m][first + warp];
+        x[m] = of_warp[m][first + thread % warps];
+        for (int warp = warps / 2; warp > 0; warp /= 2) x[m] += __shfl_xor_sync(0xffffffff, x[m], warp);
     }
 }
 
