@@ -456,8 +456,11 @@ typedef struct mt_ops {
 /* The plain C backend: the definition of what each operation computes. Needs no start. */
 extern const mt_ops mt_cpu_ops;
 
-/* The CUDA backend on GPU `device` of this host; NULL with a reason where there is none (or the build has no CUDA). */
+/* The CUDA backend on GPU `device` of this host; NULL with a reason where none answers or the build has no CUDA. */
 const mt_ops *mt_cuda_open(int device, mt_error *error);
+
+/* The backend that --device names: cpu, cuda, or auto, which is cuda where a GPU answers. NULL is an error. */
+const mt_ops *mt_backend_open(const char *device, mt_error *error);
 
 /* Floating-point operations a second of the CPU's matrix product, n^3, best of a few: the benchmarks' ceiling. */
 double mt_cpu_matmul_rate(int64_t n);
