@@ -88,6 +88,34 @@ extern "C" void mt_cuda_stream_destroy(mt_stream *stream) {
     free(stream);
 }
 
+/* ---- events ------------------------------------------------------------------------------------------------------ */
+
+struct mt_event {
+    cudaEvent_t event;
+};
+
+extern "C" mt_event *mt_cuda_event_create(void) {
+    mt_event *event = (mt_event *)mt_malloc(sizeof *event);
+    MT_CUDA(cudaEventCreate(&event->event));
+    return event;
+}
+
+extern "C" void mt_cuda_event_destroy(mt_event *event) {
+    MT_CUDA(cudaEventDestroy(event->event));
+    free(event);
+}
+
+extern "C" void mt_cuda_event_record(mt_event *event, mt_stream *stream) {
+    MT_CUDA(cudaEventRecord(event->event, mt_cuda_stream(stream)));
+}
+
+extern "C" double mt_cuda_event_seconds(const mt_event *from, const mt_event *to) {
+    float milliseconds;
+    MT_CUDA(cudaEventSynchronize(to->event));
+    MT_CUDA(cudaEventElapsedTime(&milliseconds, from->event, to->event));
+    return milliseconds * 1e-3;
+}
+
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
 static const mt_ops cuda_ops = {"cuda",

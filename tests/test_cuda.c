@@ -524,7 +524,7 @@ enum { NUM_OPERATIONS = sizeof operations / sizeof *operations };
 
 static const mt_ops *gpu;
 static mt_stream *gpu_stream;
-static char no_gpu[1024] = "this build has no CUDA (make finds nvcc, or NVCC=... names it)";
+static mt_error no_gpu;
 
 /* The outputs of one run, on the host. */
 typedef struct results {
@@ -595,7 +595,7 @@ static void compare(operation *op, const int64_t *sizes, mt_dtype dtype) {
 static void gpu_agrees_with_cpu(void **state) {
     operation *op = *state;
     if (!gpu) {
-        print_message("skipped: %s\n", no_gpu);
+        print_message("skipped: %s\n", no_gpu.text);
         skip();
     }
     for (int64_t i = 0; op->shapes[i][0] != 0; i++) {
@@ -623,17 +623,11 @@ static void every_operation_is_tested(void **state) {
 static void *workspace;
 
 static void open_gpu(void) {
-#ifdef MT_HAVE_CUDA
-    mt_error error = {{0}};
-    gpu = mt_cuda_open(0, &error);
-    if (!gpu) {
-        memcpy(no_gpu, error.text, sizeof no_gpu);
-        return;
-    }
+    gpu = mt_cuda_open(0, &no_gpu);
+    if (!gpu) return;
     int64_t bytes = gpu->workspace_bytes(1024, 20000, 32, 256);
     workspace = gpu->memory_alloc(bytes);
     gpu_stream = gpu->stream_create(workspace, bytes);
-#endif
 }
 
 static void close_gpu(void) {
