@@ -298,7 +298,7 @@ __global__ void rope(T *y, const T *x, const float *cos, const float *sin, const
 static void launch_rope(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
                         float direction, int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
                         bool interleaved, mt_dtype dtype, mt_stream *stream) {
-    if (T == 0) return;
+    if (T == 0 || (R == 0 && y == x)) return;
     bool wide = mt_wide(dtype, {y, x, cos, sin}, {y_stride, x_stride, D, R / 2});
     mt_dispatch(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
@@ -442,7 +442,7 @@ __global__ void embedding_backward(float *dw, const T *dout, const uint32_t *key
 #pragma unroll
         for (int r = 0; r < rows_at_once; r++) {
             uint32_t at = min(place + r, num_tokens - 1);
-            mine[r] = at == place + r & keys[at] == key;
+            mine[r] = (at == place + r) & (keys[at] == key); // no branch: the loads go out together
             token[r] = tokens[at];
         }
 #pragma unroll

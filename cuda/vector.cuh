@@ -9,6 +9,7 @@
 
 #include "cuda.h"
 
+#include <cstring>
 #include <initializer_list>
 #include <type_traits>
 
@@ -95,7 +96,8 @@ static inline unsigned mt_blocks(int64_t threads, int64_t block) {
     return (unsigned)mt_divide_up(threads, block);
 }
 
-/* A grid over rows of `packs` packs each, `k` packs a thread: blocks never straddle rows, so that no thread divides. */
+/* A grid over rows of `packs` packs each, `k` packs a thread. Blocks never straddle rows, so that a thread finds its
+ * row by one division, whatever its packs. */
 struct mt_row_grid {
     unsigned blocks_per_row, threads;
 };
@@ -133,14 +135,11 @@ template <int M> __device__ static inline void mt_row_sum(float (&x)[M]) {
     }
 }
 
-/* 2^x and e^x by the special-function unit; its error is two units in the last place. */
-__device__ static inline float mt_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
+/* e^x by the special-function unit, right to a few units in the last place for the x of a softmax or a sigmoid. */
 __device__ static inline float mt_exp(float x) {
-    return mt_exp2(x * 1.44269504f);
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+    return y;
 }
 
 #endif
