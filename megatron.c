@@ -2207,10 +2207,28 @@ static void mt_cpu_stream_wait(mt_stream *stream) {
 enum { MT_PLAIN = 0, MT_TRANSPOSED = 1 };
 
 #ifdef MT_HAVE_BLAS
+static int64_t mt_halve(int64_t n) {
+    return mt_blocks(n, 128) * 64;
+}
+
+/* The library's product, cut into tiles that depend on the shape alone, each computed by one thread: left to itself the
+ * library cuts by the number of threads, and its edges round differently from its middle. */
 static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
                             int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
-    cblas_sgemm(CblasRowMajor, a_transposed ? CblasTrans : CblasNoTrans, b_transposed ? CblasTrans : CblasNoTrans,
-                (int)M, (int)N, (int)K, 1.0f, a, (int)lda, b, (int)ldb, accumulate ? 1.0f : 0.0f, c, (int)ldc);
+    int64_t rows = M, columns = N;
+    while (rows > 512) rows = mt_halve(rows);
+    while (columns > 768 || (columns > 192 && mt_blocks(M, rows) * mt_blocks(N, columns) < 4))
+        columns = mt_halve(columns);
+#ifdef OPENBLAS_THREAD
+    if (openblas_get_parallel() == OPENBLAS_THREAD && openblas_get_num_threads() > 1) openblas_set_num_threads(1);
+#endif
+#pragma omp parallel for collapse(2) schedule(dynamic) if (M * N * K > 1 << 18)
+    for (int64_t n = 0; n < N; n += columns)
+        for (int64_t m = 0; m < M; m += rows)
+            cblas_sgemm(CblasRowMajor, a_transposed ? CblasTrans : CblasNoTrans,
+                        b_transposed ? CblasTrans : CblasNoTrans, (int)mt_min(rows, M - m), (int)mt_min(columns, N - n),
+                        (int)K, 1.0f, a + (a_transposed ? m : m * lda), (int)lda, b + (b_transposed ? n * ldb : n),
+                        (int)ldb, accumulate ? 1.0f : 0.0f, c + m * ldc + n, (int)ldc);
 }
 #else
 enum { MT_PANEL = 32, MT_DEPTH = 256, MT_TILE = 4 };
