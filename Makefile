@@ -47,6 +47,7 @@ PROGRAMS := $(MAINS:%.c=$(BIN)%)
 TEST_PROGRAMS = $(TESTS:%.c=$(B)/%)
 BENCH_PROGRAMS := $(BENCHES:%.c=$(B)/%)
 FUZZ_PROGRAMS := $(FUZZERS:%.c=$(B)/%)
+DRAW := $(if $(wildcard notes/draw.c),$(B)/notes/draw)
 OBJECTS := $(LIBRARY:%.c=$(B)/%.o) $(if $(SANITIZE)$(FUZZER),$(B)/tests/never_unload.o)
 
 # ---- Flags -----------------------------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ $(B)/config.mk: Makefile probe.sh $(B)/compiler
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
 all: $(PROGRAMS) $(OBJECTS)
-everything: all $(TEST_PROGRAMS) $(BENCH_PROGRAMS) $(if $(wildcard notes/draw.c),$(B)/notes/draw)
+everything: all $(TEST_PROGRAMS) $(BENCH_PROGRAMS) $(DRAW)
 
 define link_program
 @mkdir -p $(@D); $(if $(V),,echo "  LD  $@")
@@ -117,7 +118,7 @@ $(PROGRAMS): $(BIN)%: $(B)/%.o $(OBJECTS) $(B)/flags
 	$(call link_program)
 $(TEST_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
 	$(call link_program,$(CMOCKA_LIBS))
-$(BENCH_PROGRAMS) $(B)/notes/draw: %: %.o $(OBJECTS) $(B)/flags
+$(BENCH_PROGRAMS) $(DRAW): %: %.o $(OBJECTS) $(B)/flags
 	$(call link_program)
 $(FUZZ_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
 	$(call link_program,-fsanitize=fuzzer)
@@ -137,14 +138,15 @@ $(B)/%.cu.o: %.cu $(B)/flags
 SANITIZER_SETTINGS := ASAN_OPTIONS=$(if $(SANITIZE),fast_unwind_on_malloc=0) UBSAN_OPTIONS=print_stacktrace=1 \
 	LSAN_OPTIONS="suppressions='$(CURDIR)/tests/lsan.supp':print_suppressions=0"
 
-test: all $(TEST_PROGRAMS)
+test: all $(TEST_PROGRAMS) $(DRAW)
 	@$(if $(HAVE_CMOCKA),:,echo "make test needs cmocka: make deps installs it" >&2; exit 1)
-	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' HAVE_MPI='$(HAVE_MPI)' tests/run_tests.sh $(B)/tests $(SUITES)
+	@$(SANITIZER_SETTINGS) MT_BIN='$(or $(BIN:%/=%),.)' MT_DRAW='$(DRAW)' HAVE_MPI='$(HAVE_MPI)' \
+		tests/run_tests.sh $(B)/tests $(SUITES)
 
 bench: all $(BENCH_PROGRAMS)
 	@for program in $(BENCH_PROGRAMS); do $$program || exit 1; done
 
-pictures: $(if $(wildcard notes/draw.c),$(B)/notes/draw)
+pictures: $(DRAW)
 	$(if $^,$^ notes)
 
 demo: all

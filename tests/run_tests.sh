@@ -14,6 +14,8 @@ total_passed=0 total_failed=0 total_skipped=0
 
 # Ranks on one machine share its cores, and containers often run as root.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_btl_vader_single_copy_mechanism=none
+# Threads that spin while others work make tiny models crawl on a busy machine.
+export OMP_WAIT_POLICY=passive
 limit=${TEST_TIMEOUT:-900}
 if command -v timeout >/dev/null; then limited="timeout $limit"; else limited=''; fi
 oversubscribe=''

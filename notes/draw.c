@@ -1,0 +1,899 @@
+/* draw.c: draws the pictures of the notes, from the program's own data structures.
+ *
+ *   usage: draw FOLDER        (make pictures: draw notes)
+ *
+ * Run in the root of the project, because it reads data/configs. Each picture asks the functions that training calls:
+ * a mask is what attention lets through, a bucket is what the parameter table says, a schedule is the list that the
+ * training step would run. So a picture cannot be wrong without the program being wrong.
+ */
+#include "../data/dataset.h"
+#include "../megatron.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* ---- SVG --------------------------------------------------------------------------------------------------------- */
+
+/* Every picture is an opaque light sheet, so that it reads the same on a light and on a dark page. */
+#define SHEET "#fdfdfb"
+#define INK   "#24292f"
+#define FAINT "#8a9199"
+#define GRID  "#d8dcd6"
+
+/* Fills that differ in lightness too, for readers and printers without colours. */
+static const char *const fills[] = {"#9cc3e6", "#f4b183", "#a9d18e", "#f2d675", "#c9b3de", "#e59a9a", "#9fd6cf"};
+enum { BLUE, ORANGE, GREEN, YELLOW, PURPLE, RED, TEAL, NUM_FILLS };
+
+/* An SVG file on its way. Lengths are in pixels. */
+typedef struct picture {
+    FILE *file;
+    char path[1024], temporary[1100];
+} picture;
+
+/* Where a text is held: by its start, its middle or its end. */
+typedef enum anchor { START, MIDDLE, END } anchor;
+
+static void check(int status, const mt_error *error) {
+    if (status != 0) mt_die("%s", error->text);
+}
+
+/* `name` is also the picture's title, which screen readers read. */
+static picture picture_open(const char *folder, const char *name, const char *title, int width, int height) {
+    picture p;
+    snprintf(p.path, sizeof p.path, "%s/%s.svg", folder, name);
+    snprintf(p.temporary, sizeof p.temporary, "%s.part", p.path);
+    p.file = fopen(p.temporary, "w");
+    if (!p.file) mt_die("%s: cannot be written: %s; name an existing folder", p.temporary, strerror(errno));
+    fprintf(p.file, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\"\n",
+            width, height, width, height);
+    fprintf(p.file,
+            " font-family=\"monospace\" font-size=\"11\" xml:space=\"preserve\" fill=\"%s\">\n<title>%s</title>\n", INK,
+            title);
+    fprintf(p.file, "<rect width=\"%d\" height=\"%d\" rx=\"8\" fill=\"%s\"/>\n", width, height, SHEET);
+    return p;
+}
+
+static void picture_close(picture *p) {
+    fprintf(p->file, "</svg>\n");
+    bool failed = ferror(p->file) || fflush(p->file) != 0;
+    if (fclose(p->file) != 0 || failed || rename(p->temporary, p->path) != 0) {
+        int reason = errno;
+        unlink(p->temporary);
+        mt_die("%s: cannot be written: %s", p->path, strerror(reason));
+    }
+}
+
+static void box(picture *p, double x, double y, double width, double height, const char *fill) {
+    fprintf(p->file, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\"/>\n", x, y, width, height,
+            fill);
+}
+
+/* A box with an outline, drawn inside its edges. */
+static void frame(picture *p, double x, double y, double width, double height, const char *fill) {
+    fprintf(p->file,
+            "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\" stroke=\"%s\" "
+            "stroke-width=\"0.6\"/>\n",
+            x, y, width, height, fill, INK);
+}
+
+static void line(picture *p, double x1, double y1, double x2, double y2, const char *stroke, double width) {
+    fprintf(p->file,
+            "<path d=\"M%.1f %.1fL%.1f %.1f\" stroke=\"%s\" stroke-width=\"%.1f\" stroke-linecap=\"round\"/>\n", x1, y1,
+            x2, y2, stroke, width);
+}
+
+/* A bracket above [x1, x2], open downwards. */
+static void bracket(picture *p, double x1, double x2, double y) {
+    fprintf(p->file, "<path d=\"M%.1f %.1fv-5H%.1fv5\" fill=\"none\" stroke=\"%s\"/>\n", x1 + 1, y, x2 - 1, INK);
+}
+
+static void text_in(picture *p, const char *colour, double x, double y, anchor anchor, const char *words) {
+    static const char *const names[] = {"start", "middle", "end"};
+    fprintf(p->file, "<text x=\"%.1f\" y=\"%.1f\"", x, y);
+    if (anchor != START) fprintf(p->file, " text-anchor=\"%s\"", names[anchor]);
+    if (strcmp(colour, INK) != 0) fprintf(p->file, " fill=\"%s\"", colour);
+    fprintf(p->file, ">");
+    for (; *words; words++) {
+        if (*words == '<')
+            fputs("&lt;", p->file);
+        else if (*words == '&')
+            fputs("&amp;", p->file);
+        else
+            fputc(*words, p->file);
+    }
+    fprintf(p->file, "</text>\n");
+}
+
+static void text(picture *p, double x, double y, anchor anchor, const char *format, ...)
+    __attribute__((format(printf, 5, 6)));
+
+static void text(picture *p, double x, double y, anchor anchor, const char *format, ...) {
+    char words[256];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(words, sizeof words, format, arguments);
+    va_end(arguments);
+    text_in(p, INK, x, y, anchor, words);
+}
+
+/* A count with its thousands apart: 15,730,944. Returns `buffer`. */
+static const char *grouped(int64_t value, char buffer[32]) {
+    char digits[24];
+    int count = snprintf(digits, sizeof digits, "%lld", (long long)value), used = 0;
+    for (int i = 0; i < count; i++) {
+        if (i > 0 && (count - i) % 3 == 0) buffer[used++] = ',';
+        buffer[used++] = digits[i];
+    }
+    buffer[used] = '\0';
+    return buffer;
+}
+
+/* The options of a training run on made-up tokens, as the command line would give them. */
+static void parse_options(mt_options *options, const char *const *words, int count) {
+    static const char *const common[] = {"train", "--mock-data", "--seq-length", "64", "--micro-batch-size", "4"};
+    enum { COMMON = sizeof common / sizeof *common };
+    char *arguments[64];
+    mt_error error;
+    MT_CHECK(COMMON + count <= 64);
+    for (int i = 0; i < COMMON + count; i++) arguments[i] = (char *)(i < COMMON ? common[i] : words[i - COMMON]);
+    check(mt_options_parse(options, MT_PROGRAM_TRAIN, COMMON + count, arguments, &error), &error);
+    check(mt_options_finish(options, MT_PROGRAM_TRAIN, 1, &error), &error);
+}
+
+/* A model's shape from data/configs. */
+static void open_shape(mt_options *options, const char *config) {
+    const char *const words[] = {"--hf-config", config, "--global-batch-size", "4", "--train-iters", "1",
+                                 "--lr",        "1e-3"};
+    parse_options(options, words, sizeof words / sizeof *words);
+}
+
+/* ---- 1: who sees whom -------------------------------------------------------------------------------------------- */
+
+/* A stream of letters as a dataset; a full stop ends a document. */
+#define LETTERS "we.eat.the.sun.up"
+
+static int letters_get(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error) {
+    (void)error;
+    for (int64_t i = 0; i <= dataset->seq_length; i++) tokens[i] = LETTERS[index * dataset->seq_length + i];
+    return 0;
+}
+
+/* The loader's batch of all 16 letters. */
+static void letters_batch(mt_batch *batch, int64_t seq_length, bool reset_attention_mask) {
+    mt_dataset dataset = {.num_samples = 16 / seq_length, .seq_length = seq_length, .get = letters_get};
+    mt_data_config config = {.seq_length = seq_length, .vocab_size = 128, .eod_id = '.'};
+    config.reset_attention_mask = reset_attention_mask;
+    mt_loader *loader;
+    mt_error error;
+    check(mt_loader_open(&loader, &dataset, &config, dataset.num_samples, 0, 1, &error), &error);
+    mt_batch_alloc(batch, 16);
+    check(mt_loader_fill(loader, 0, batch, &error), &error);
+    mt_loader_close(loader);
+}
+
+/* seen[rows, keys]: which keys attention lets each query see. Queries and keys are all zero, so a query weighs the keys
+ * that it sees alike, and values are the rows of the identity, so the output is the weights themselves. */
+static void attention_sees(bool *seen, const mt_span *spans, int64_t num_spans, int64_t rows, int64_t keys,
+                           int64_t window) {
+    enum { HEAD_SIZE = 8 };
+    float *zeros = mt_calloc((rows + keys) * HEAD_SIZE * 4), *identity = mt_calloc(keys * keys * 4);
+    float *out = mt_calloc(rows * keys * 4), *lse = mt_calloc(rows * 4);
+    for (int64_t i = 0; i < keys; i++) identity[i * keys + i] = 1;
+    mt_spans list = {.host = spans, .device = spans, .count = num_spans};
+    mt_attention shape = {.num_heads = 1, .num_groups = 1, .head_size = HEAD_SIZE, .value_size = keys, .scale = 1};
+    shape.q_stride = shape.k_stride = HEAD_SIZE;
+    shape.v_stride = shape.out_stride = keys;
+    shape.window = window;
+    mt_cpu_ops.attention_forward(out, lse, zeros, zeros, identity, &list, &shape, MT_F32, NULL);
+    for (int64_t i = 0; i < rows * keys; i++) seen[i] = out[i] > 0;
+    free(zeros), free(identity), free(out), free(lse);
+}
+
+/* A mask as a grid, query rows downwards and key rows rightwards, in its span's colour; a stretch of keys is one box.
+ */
+static void draw_mask(picture *p, double x, double y, double cell, const mt_span *spans, int64_t num_spans,
+                      int64_t rows, int64_t keys, int64_t window) {
+    bool *seen = mt_calloc(rows * keys);
+    attention_sees(seen, spans, num_spans, rows, keys, window);
+    box(p, x, y, cell * (double)keys, cell * (double)rows, "#ffffff");
+    for (int64_t s = 0; s < num_spans; s++)
+        for (int64_t i = spans[s].q_start; i < spans[s].q_start + spans[s].q_len; i++)
+            for (int64_t j = 0, end; j < keys; j = end) {
+                for (end = j + 1; end < keys && seen[i * keys + end] == seen[i * keys + j];) end++;
+                if (seen[i * keys + j])
+                    box(p, x + cell * (double)j, y + cell * (double)i, cell * (double)(end - j), cell,
+                        fills[s % NUM_FILLS]);
+            }
+    for (int64_t i = 0; i <= rows; i++)
+        line(p, x, y + cell * (double)i, x + cell * (double)keys, y + cell * (double)i, GRID, 0.6);
+    for (int64_t j = 0; j <= keys; j++)
+        line(p, x + cell * (double)j, y, x + cell * (double)j, y + cell * (double)rows, GRID, 0.6);
+    free(seen);
+}
+
+/* A batch of letters: its mask between the letters, and its spans below. */
+static void draw_batch(picture *p, double x, double y, const char *title, const mt_batch *batch, int64_t window) {
+    const double cell = 15;
+    text(p, x, y - 24, START, "%s", title);
+    for (int64_t i = 0; i < batch->num_tokens; i++) {
+        text(p, x + cell * ((double)i + 0.5), y - 5, MIDDLE, "%c", (char)batch->tokens[i]);
+        text(p, x - 8, y + cell * ((double)i + 0.75), MIDDLE, "%c", (char)batch->tokens[i]);
+    }
+    draw_mask(p, x, y, cell, batch->spans, batch->num_spans, batch->num_tokens, batch->num_tokens, window);
+    for (int64_t s = 0; s < batch->num_spans; s++) {
+        const mt_span *span = &batch->spans[s];
+        double below = y + cell * (double)batch->num_tokens + 18 + 15 * (double)s;
+        box(p, x, below - 9, 10, 10, fills[s % NUM_FILLS]);
+        text(p, x + 16, below, START, "q %lld+%lld  k %lld+%lld  causal", (long long)span->q_start,
+             (long long)span->q_len, (long long)span->k_start, (long long)span->k_len);
+    }
+}
+
+/* Decoding: two sequences go on by one token each, between them a third reads its prompt of four. */
+static void draw_decoding(picture *p, double x, double y) {
+    const double cell = 15;
+    static const mt_span spans[] = {{0, 1, 0, 6, true}, {1, 4, 8, 4, true}, {5, 1, 16, 8, true}};
+    static const char *const what[] = {"a token after 5 cached", "a prompt of 4", "a token after 7 cached"};
+    enum { SLOT = 8, SPANS = 3 };
+    text(p, x, y - 24, START, "decoding: T = 6 rows, keys in a cache of 3 x %d rows", SLOT);
+    for (int s = 0; s < SPANS; s++)
+        for (int j = 0; j < SLOT; j++) text(p, x + cell * (s * SLOT + j + 0.5), y - 5, MIDDLE, "%d", j);
+    draw_mask(p, x, y, cell, spans, SPANS, 6, SPANS * SLOT, 0);
+    for (int s = 1; s < SPANS; s++) line(p, x + cell * s * SLOT, y - 14, x + cell * s * SLOT, y + cell * 6, INK, 1);
+    for (int s = 0; s < SPANS; s++) {
+        double at = x + cell * SPANS * SLOT + 30, below = y + 24 + 22 * (double)s;
+        box(p, at, below - 9, 10, 10, fills[s]);
+        text(p, at + 16, below, START, "q %lld+%lld  k %lld+%lld  causal   %s", (long long)spans[s].q_start,
+             (long long)spans[s].q_len, (long long)spans[s].k_start, (long long)spans[s].k_len, what[s]);
+    }
+}
+
+static void draw_masks(const char *folder) {
+    picture p = picture_open(folder, "01-spans", "Attention masks of span lists", 900, 560);
+    mt_batch batch;
+    letters_batch(&batch, 8, false);
+    draw_batch(&p, 40, 50, "two sequences of 8 tokens", &batch, 0);
+    mt_batch_free(&batch);
+    letters_batch(&batch, 8, true);
+    draw_batch(&p, 335, 50, "the same, --reset-attention-mask", &batch, 0);
+    mt_batch_free(&batch);
+    letters_batch(&batch, 16, false);
+    draw_batch(&p, 630, 50, "one of 16, a window of 4", &batch, 4);
+    mt_batch_free(&batch);
+    draw_decoding(&p, 40, 450);
+    picture_close(&p);
+}
+
+/* ---- 2: a layer's bucket ----------------------------------------------------------------------------------------- */
+
+/* The table of a model, with the elements that each bucket holds. */
+typedef struct table {
+    mt_param *rows;
+    int64_t count, num_buckets;
+    int64_t *sizes; // [num_buckets]
+} table;
+
+static table table_open(const mt_options *options) {
+    table t = {.num_buckets = options->num_layers + 2};
+    t.count = mt_params_build(&t.rows, options);
+    t.sizes = mt_calloc(t.num_buckets * (int64_t)sizeof *t.sizes);
+    for (int64_t i = 0; i < t.count; i++)
+        t.sizes[t.rows[i].bucket] = t.rows[i].offset + t.rows[i].rows * t.rows[i].cols;
+    return t;
+}
+
+static void table_close(table *t) {
+    free(t->rows);
+    free(t->sizes);
+}
+
+static const mt_param *table_find(const table *t, mt_role role) {
+    for (int64_t i = 0; i < t->count; i++)
+        if (t->rows[i].role == role && t->rows[i].layer <= 0) return &t->rows[i];
+    return NULL;
+}
+
+/* A tensor's name without the model, the layer and the kind: "self_attn.q_proj". */
+static const char *short_name(const mt_param *param, char *name, size_t size) {
+    const char *start = strstr(param->hf_name, "layers.0.");
+    snprintf(name, size, "%s", start ? start + 9 : param->hf_name);
+    char *end = strstr(name, ".weight");
+    if (end) *end = '\0';
+    char *dot = strrchr(name, '.');
+    return dot ? dot + 1 : name;
+}
+
+/* The rows of bucket 1 from element `first` to `last`, to scale in [x, x + width]. */
+static void draw_stretch(picture *p, const table *t, int64_t first, int64_t last, double x, double y, double width) {
+    double scale = width / (double)(last - first);
+    int colour = 0;
+    for (int64_t i = 0; i < t->count; i++) {
+        const mt_param *param = &t->rows[i];
+        char name[160];
+        if (param->bucket != 1 || param->offset < first || param->offset >= last) continue;
+        double left = x + scale * (double)(param->offset - first), w = scale * (double)(param->rows * param->cols);
+        frame(p, left, y, w, 46, fills[colour++ % NUM_FILLS]);
+        bool narrow = w < 80 && !param->is_vector;
+        text(p, left + w / 2, y + (narrow ? 14 : 18), MIDDLE, "%s", short_name(param, name, sizeof name));
+        if (narrow) text(p, left + w / 2, y + 28, MIDDLE, "[%lld,", (long long)param->rows);
+        if (param->is_vector)
+            text(p, left + w / 2, y + 36, MIDDLE, "%lld", (long long)param->rows);
+        else if (narrow)
+            text(p, left + w / 2, y + 41, MIDDLE, "%lld]", (long long)param->cols);
+        else
+            text(p, left + w / 2, y + 36, MIDDLE, "[%lld, %lld]", (long long)param->rows, (long long)param->cols);
+    }
+}
+
+/* A bracket over neighbours that one matrix product reads as one matrix. */
+static void draw_fused(picture *p, const table *t, mt_role first, mt_role last, double x, double y, double scale) {
+    const mt_param *a = table_find(t, first), *b = table_find(t, last);
+    int64_t end = b->offset + b->rows * b->cols;
+    double left = x + scale * (double)a->offset, right = x + scale * (double)end;
+    bracket(p, left, right, y - 4);
+    text(p, (left + right) / 2, y - 14, MIDDLE, "one product: w[%lld, %lld]", (long long)((end - a->offset) / a->cols),
+         (long long)a->cols);
+}
+
+/* Bytes that one parameter takes, one box an array of the bucket. */
+static void draw_bytes(picture *p, double x, double y, const char *title, const char *const *names, const int *bytes,
+                       int count) {
+    const double per_byte = 21;
+    int total = 0;
+    for (int i = 0; i < count; i++) {
+        frame(p, x + per_byte * total, y, per_byte * bytes[i], 26, fills[i % NUM_FILLS]);
+        text(p, x + per_byte * (total + 0.5 * bytes[i]), y + 17, MIDDLE, "%s", names[i]);
+        total += bytes[i];
+    }
+    text(p, x, y - 7, START, "%s: %d bytes a parameter", title, total);
+}
+
+/* All buckets of the model side by side, to scale. */
+static void draw_buckets(picture *p, const table *t, double x, double y, double width) {
+    int64_t total = 0, before = 0;
+    for (int64_t b = 0; b < t->num_buckets; b++) total += t->sizes[b];
+    double scale = width / (double)total;
+    for (int64_t b = 0; b < t->num_buckets; b++) {
+        double left = x + scale * (double)before, w = scale * (double)t->sizes[b];
+        frame(p, left, y, w, 22, b == 0 ? fills[TEAL] : b == 1 ? fills[YELLOW] : "#eceee9");
+        if (b == 0) text(p, left + w / 2, y + 15, MIDDLE, "0: embedding");
+        before += t->sizes[b];
+    }
+    text(p, x + width, y - 7, END, "%lld: final norm", (long long)t->num_buckets - 1);
+}
+
+/* The same stretch of memory in two rows, the second enlarged. */
+static void draw_lens(picture *p, double x1, double x2, double y1, double left, double right, double y2) {
+    line(p, x1, y1, left, y2, FAINT, 0.6);
+    line(p, x2, y1, right, y2, FAINT, 0.6);
+}
+
+static void draw_bucket(const char *folder) {
+    static const char *const fp32[] = {"params", "grads", "m", "v"};
+    static const char *const bf16[] = {"params", "grads", "master", "m", "v"};
+    const double x = 25, width = 850;
+    char a[32], b[32];
+    mt_options options;
+    open_shape(&options, "data/configs/qwen3-0.6b.json");
+    table t = table_open(&options);
+    int64_t decay = 0, size = t.sizes[1], all = t.sizes[0] + size * options.num_layers;
+    for (int64_t i = 0; i < t.count; i++)
+        if (t.rows[i].bucket == 1 && t.rows[i].weight_decay) decay = t.rows[i].offset + t.rows[i].rows * t.rows[i].cols;
+
+    picture p = picture_open(folder, "02-bucket", "A layer's bucket as a memory map", 900, 510);
+    text(&p, x, 28, START, "Qwen3 0.6B: %s parameters in %lld buckets", grouped(mt_num_parameters(&options), a),
+         (long long)t.num_buckets);
+    draw_buckets(&p, &t, x, 52, width);
+    double first = x + width * (double)t.sizes[0] / (double)all, scale = width / (double)size;
+    draw_lens(&p, first, first + width * (double)size / (double)all, 76, x, x + width, 148);
+    draw_fused(&p, &t, MT_Q, MT_V, x, 150, scale);
+    draw_fused(&p, &t, MT_GATE, MT_UP, x, 150, scale);
+    draw_stretch(&p, &t, 0, decay, x, 150, scale * (double)decay);
+    text(&p, x, 214, START, "bucket 1, layer 0: %s elements; the first %s, its matrices, decay", grouped(size, a),
+         grouped(decay, b));
+    draw_lens(&p, x + scale * (double)decay, x + width, 198, x, x + width, 268);
+    draw_stretch(&p, &t, decay, size, x, 270, width);
+    text(&p, x, 334, START, "the last %s, its vectors, do not decay", grouped(size - decay, a));
+    draw_bytes(&p, x, 384, "fp32", fp32, (const int[]){4, 4, 4, 4}, 4);
+    draw_bytes(&p, x, 454, "--bf16", bf16, (const int[]){2, 4, 4, 4, 4}, 5);
+    text(&p, x + 400, 401, START, "x %s = %.0f MiB for this layer", grouped(size, a), 16 * (double)size / 1048576);
+    text(&p, x + 400, 471, START, "x %s = %.0f MiB", grouped(size, a), 18 * (double)size / 1048576);
+    picture_close(&p);
+    table_close(&t);
+    mt_options_free(&options);
+}
+
+/* ---- 3: the data flow of a layer --------------------------------------------------------------------------------- */
+
+/* A tensor of a layer's forward, what makes it, and what makes its gradient. */
+typedef struct flow {
+    const char *forward, *tensor;
+    int64_t width; // elements a token
+    bool saved;
+    const char *backward;
+} flow;
+
+/* The rows of a layer of a model with RMSNorm, q/k norm and SwiGLU; widths are those of the table's matrices. */
+static int layer_flow(flow *flows, const table *t) {
+    int64_t C = table_find(t, MT_O)->rows, q = table_find(t, MT_Q)->rows, k = table_find(t, MT_K)->rows;
+    int64_t v = table_find(t, MT_V)->rows, gate = table_find(t, MT_GATE)->rows, up = table_find(t, MT_UP)->rows;
+    const flow rows[] = {
+        {"", "input", C, true, "rmsnorm_backward, + residual"},
+        {"rmsnorm", "input_normed", C, true, "linear_backward (qkv)"},
+        {"linear (q k v)", "qkv", q + k + v, true, "rmsnorm_backward of the heads"},
+        {"rmsnorm of the heads, rope", "qk", q + k, true, "attention_backward, rope_backward"},
+        {"attention", "attended", q, true, "linear_backward (o)"},
+        {"linear (o)", "hidden", C, false, "dropout_add_backward"},
+        {"dropout_add", "middle", C, true, "rmsnorm_backward, + residual"},
+        {"rmsnorm", "mlp_normed", C, true, "linear_backward (gate up)"},
+        {"linear (gate up)", "mlp_hidden", gate + up, true, "swiglu_backward"},
+        {"swiglu", "mlp_active", gate, true, "linear_backward (down)"},
+        {"linear (down)", "hidden", C, false, "dropout_add_backward"},
+        {"dropout_add", "the next layer's input", C, false, "the next layer's backward"},
+    };
+    memcpy(flows, rows, sizeof rows);
+    return (int)(sizeof rows / sizeof *rows);
+}
+
+/* The residual stream passes by the operations: from one row's bar to another's, left of all. */
+static void draw_residual(picture *p, double x, double side, double y1, double y2) {
+    fprintf(p->file,
+            "<path d=\"M%.1f %.1fH%.1fV%.1fH%.1fm-5 -3l5 3l-5 3\" fill=\"none\" stroke=\"%s\" "
+            "stroke-width=\"1.2\"/>\n",
+            x, y1, side, y2, x, INK);
+}
+
+static void draw_layer(const char *folder) {
+    mt_options options;
+    open_shape(&options, "data/configs/qwen3-0.6b.json");
+    table t = table_open(&options);
+    flow flows[16];
+    char a[32], b[32];
+    int count = layer_flow(flows, &t);
+    const double x = 380, step = 34, top = 74, scale = 250.0 / 6144;
+    int64_t saved = 0;
+    picture p = picture_open(folder, "03-layer", "The data flow of a layer", 900, 540);
+    text(&p, 20, 28, START, "A layer of Qwen3 0.6B: T tokens of n elements between its operations");
+    text_in(&p, FAINT, 20, 56, START, "forward, downwards");
+    text_in(&p, FAINT, x, 56, MIDDLE, "tensor");
+    text_in(&p, FAINT, 660, 56, START, "what makes its gradient, upwards");
+    for (int i = 0; i < count; i++) {
+        double y = top + step * i, w = scale * (double)flows[i].width;
+        if (i > 0) text(&p, 20, y - 3, START, "%s", flows[i].forward);
+        if (i > 0) line(&p, x, y - 10, x, y, INK, 1);
+        frame(&p, x - w / 2, y, w, 18, flows[i].saved ? fills[BLUE] : "#ffffff");
+        text(&p, x + (w > 190 ? 0 : w / 2 + 8), y + 13, w > 190 ? MIDDLE : START, "%s [T, %lld]", flows[i].tensor,
+             (long long)flows[i].width);
+        text(&p, 660, y + 13, START, "%s", flows[i].backward);
+        if (flows[i].saved) saved += flows[i].width;
+    }
+    double left = x - scale * (double)flows[0].width / 2;
+    draw_residual(&p, left, x - 145, top + 9, top + step * 6 + 5);
+    draw_residual(&p, left, x - 145, top + step * 6 + 13, top + step * 11 + 9);
+    box(&p, 20, 500, 10, 10, fills[BLUE]);
+    text(&p, 36, 509, START,
+         "saved for the backward: %s elements a token, %s bytes in fp32; white: not this layer's own",
+         grouped(saved, a), grouped(saved * 4, b));
+    picture_close(&p);
+    table_close(&t);
+    mt_options_free(&options);
+}
+
+/* ---- 4: bytes and samples ---------------------------------------------------------------------------------------- */
+
+/* A pair of dataset files that exists for as long as it is drawn. */
+typedef struct small_data {
+    char prefix[1024];
+    mt_indexed_dataset *indexed;
+    uint8_t *idx, *bin;
+    int64_t idx_size, bin_size;
+} small_data;
+
+static uint8_t *read_whole(const char *path, int64_t *size) {
+    mt_mapping mapping;
+    mt_error error;
+    check(mt_mapping_open(&mapping, path, &error), &error);
+    uint8_t *bytes = mt_malloc(mapping.size);
+    if (mapping.size > 0) memcpy(bytes, mapping.bytes, (size_t)mapping.size);
+    *size = mapping.size;
+    mt_mapping_close(&mapping);
+    return bytes;
+}
+
+/* Writes documents that lie one after another in `tokens`, one sequence each, then opens them as training does. */
+static void small_data_open(small_data *data, const char *folder, const int32_t *tokens, const int32_t *lengths,
+                            int count) {
+    mt_indexed_writer *writer;
+    mt_error error;
+    char path[1100];
+    snprintf(data->prefix, sizeof data->prefix, "%s/draw-%ld", folder, (long)getpid());
+    check(mt_indexed_writer_open(&writer, data->prefix, mt_indexed_dtype_for_vocab(257), &error), &error);
+    for (int i = 0; i < count; tokens += lengths[i++])
+        check(mt_indexed_writer_add_document(writer, tokens, &lengths[i], 1, &error), &error);
+    check(mt_indexed_writer_seal(writer, &error), &error);
+    check(mt_indexed_writer_publish(writer, &error), &error);
+    mt_indexed_writer_close(writer);
+    snprintf(path, sizeof path, "%s.idx", data->prefix);
+    data->idx = read_whole(path, &data->idx_size);
+    int status = mt_indexed_dataset_open(&data->indexed, data->prefix, &error);
+    unlink(path); // what is open stays readable
+    snprintf(path, sizeof path, "%s.bin", data->prefix);
+    data->bin = read_whole(path, &data->bin_size);
+    unlink(path);
+    check(status, &error);
+}
+
+static void small_data_close(small_data *data) {
+    mt_indexed_dataset_close(data->indexed);
+    free(data->idx);
+    free(data->bin);
+}
+
+/* A stretch of bytes with a meaning. */
+typedef struct field {
+    int64_t size;
+    const char *name;
+    char value[64];
+} field;
+
+/* Appends the items of an array of 4- or 8-byte integers to a field's value. */
+static void list_items(field *f, const uint8_t *items, int64_t count, int64_t item_size) {
+    f->size = count * item_size;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t value = 0;
+        memcpy(&value, items + i * item_size, (size_t)item_size); // little-endian
+        size_t used = strlen(f->value);
+        snprintf(f->value + used, sizeof f->value - used, "%s%lld", i ? ", " : "", (long long)value);
+    }
+}
+
+/* The fields of an .idx file, in their order; returns their number. */
+static int index_fields(field *fields, const mt_indexed_index *index) {
+    int64_t n = index->num_sequences;
+    field header[] = {{9, "magic", "MMIDIDX\\0\\0"},
+                      {8, "version, u64", "1"},
+                      {1, "token type", ""},
+                      {8, "sequences, u64", ""},
+                      {8, "documents + 1, u64", ""},
+                      {0, "lengths, i32", ""},
+                      {0, "byte offsets in .bin, i64", ""},
+                      {0, "document index, i64", ""}};
+    snprintf(header[2].value, sizeof header[2].value, "8: %s", index->dtype == MT_U16 ? "u16" : "another");
+    snprintf(header[3].value, sizeof header[3].value, "%lld", (long long)n);
+    snprintf(header[4].value, sizeof header[4].value, "%lld", (long long)index->num_documents + 1);
+    list_items(&header[5], index->lengths, n, 4);
+    list_items(&header[6], index->offsets, n, 8);
+    list_items(&header[7], index->documents, index->num_documents + 1, 8);
+    memcpy(fields, header, sizeof header);
+    return (int)(sizeof header / sizeof *header);
+}
+
+/* Bytes in rows of 16, each in the colour of its field, and beside them what the fields say. Returns the height. */
+static double draw_hex(picture *p, double x, double y, const uint8_t *bytes, const field *fields, int count) {
+    const double cell = 25, height = 19;
+    int64_t at = 0;
+    for (int f = 0; f < count; f++) {
+        const char *fill = fills[f % NUM_FILLS];
+        double beside = y + height * f;
+        box(p, x + 16 * cell + 20, beside + 4, 10, 10, fill);
+        text(p, x + 16 * cell + 36, beside + 13, START, "byte %3lld  %-26s %s", (long long)at, fields[f].name,
+             fields[f].value);
+        for (int64_t end = at + fields[f].size; at < end; at++) {
+            double left = x + cell * (double)(at % 16), down = y + height * (double)(at / 16);
+            box(p, left, down, cell - 1, height - 1, fill);
+            text(p, left + cell / 2, down + 13, MIDDLE, "%02x", bytes[at]);
+        }
+    }
+    int64_t rows = (at + 15) / 16;
+    for (int64_t row = 0; row < rows; row++)
+        text(p, x - 8, y + height * (double)row + 13, END, "%lld", (long long)row * 16);
+    return height * (double)(rows > count ? rows : count);
+}
+
+static void draw_index(const char *folder) {
+    static const int32_t tokens[] = {'H', 'i', 256, 'w', 'e', ' ', 'a', 't', 'e', 256, 'o', 'k', 256};
+    static const int32_t lengths[] = {3, 7, 3};
+    static const char *const names[] = {"document 0", "document 1", "document 2"};
+    static const char *const words[] = {"H i 256", "w e _ a t e 256", "o k 256"};
+    small_data data = {0};
+    small_data_open(&data, folder, tokens, lengths, 3);
+    const mt_indexed_index *index = mt_indexed_dataset_index(data.indexed);
+    field fields[8], documents[3];
+    int count = index_fields(fields, index);
+    picture p = picture_open(folder, "04-index", "Every byte of a small dataset", 900, 300);
+    text(&p, 50, 28, START, "small_text_document.idx, %lld bytes", (long long)data.idx_size);
+    double y = 40 + draw_hex(&p, 50, 40, data.idx, fields, count);
+
+    for (int i = 0; i < 3; i++) {
+        documents[i] = (field){.size = lengths[i] * 2, .name = names[i]};
+        snprintf(documents[i].value, sizeof documents[i].value, "%s", words[i]);
+    }
+    text(&p, 50, y + 28, START, "small_text_document.bin, %lld bytes", (long long)data.bin_size);
+    draw_hex(&p, 50, y + 40, data.bin, documents, 3);
+    picture_close(&p);
+    small_data_close(&data);
+}
+
+/* ---- samples ---- */
+
+enum { DOCUMENTS = 6, SEQ_LENGTH = 8, MAX_SAMPLES = 16 };
+static const int32_t document_lengths[DOCUMENTS] = {9, 5, 12, 4, 7, 8};
+
+/* The documents' tokens say where they stand: 32 times the document plus the place in it. */
+static int64_t numbered_documents(int32_t *tokens) {
+    int64_t count = 0;
+    for (int d = 0; d < DOCUMENTS; d++)
+        for (int i = 0; i < document_lengths[d]; i++) tokens[count++] = 32 * d + i;
+    return count;
+}
+
+/* Cells of tokens, each with its place in its document, in the document's colour. */
+static void draw_tokens(picture *p, double x, double y, double cell, const int32_t *tokens, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        box(p, x + cell * (double)i, y, cell - 1, 20, fills[tokens[i] / 32 % NUM_FILLS]);
+        text(p, x + cell * ((double)i + 0.5), y + 14, MIDDLE, "%d", (int)(tokens[i] % 32));
+    }
+}
+
+/* Puts the samples of one epoch in the order of the stream: each begins with the last token of the one before. */
+static void stream_order(int *order, int32_t samples[][SEQ_LENGTH + 1], int count) {
+    for (int i = 0; i < count; i++) { // the first: no other sample ends with its first token
+        bool follows = false;
+        for (int j = 0; j < count; j++) follows |= samples[j][SEQ_LENGTH] == samples[i][0];
+        if (!follows) order[0] = i;
+    }
+    for (int place = 1; place < count; place++)
+        for (int j = 0; j < count; j++)
+            if (samples[j][0] == samples[order[place - 1]][SEQ_LENGTH]) order[place] = j;
+}
+
+static void draw_stream(picture *p, double x, double cell, int32_t samples[][SEQ_LENGTH + 1], int count,
+                        int64_t num_tokens) {
+    int order[MAX_SAMPLES] = {0};
+    int32_t stream[MAX_SAMPLES * SEQ_LENGTH + 1];
+    stream_order(order, samples, count);
+    for (int s = 0; s < count; s++) memcpy(stream + s * SEQ_LENGTH, samples[order[s]], sizeof samples[0]);
+    int64_t used = count * SEQ_LENGTH + 1;
+    text(p, x, 128, START, "one epoch: documents shuffled, end to end");
+    draw_tokens(p, x, 136, cell, stream, used);
+    for (int64_t i = used; i < num_tokens; i++) frame(p, x + cell * (double)i, 136, cell - 1, 20, SHEET);
+    text(p, x + cell * (double)used, 172, START, "left over");
+    text(p, x, 200, START, "samples of %d + 1 tokens, in the order in which training reads them", SEQ_LENGTH);
+    for (int s = 0; s < count; s++) {
+        double y = 212 + 24 * order[s];
+        draw_tokens(p, x + cell * s * SEQ_LENGTH, y, cell, samples[order[s]], SEQ_LENGTH + 1);
+        text(p, x - 6, y + 14, END, "%d", order[s]);
+        line(p, x + cell * s * SEQ_LENGTH, 158, x + cell * s * SEQ_LENGTH, y, GRID, 0.6);
+    }
+}
+
+static void draw_samples(const char *folder) {
+    int32_t tokens[64], samples[MAX_SAMPLES][SEQ_LENGTH + 1];
+    int64_t count = numbered_documents(tokens);
+    small_data data = {0};
+    mt_dataset *dataset;
+    mt_error error;
+    mt_data_config config = {.seq_length = SEQ_LENGTH, .vocab_size = 32 * DOCUMENTS, .seed = 1234};
+    small_data_open(&data, folder, tokens, document_lengths, DOCUMENTS);
+    check(mt_gpt_dataset_create(&dataset, data.indexed, 0, DOCUMENTS, -1, &config, &error), &error);
+    int num_samples = (int)dataset->num_samples;
+    MT_CHECK(num_samples <= MAX_SAMPLES);
+    for (int i = 0; i < num_samples; i++) check(mt_dataset_get(dataset, i, samples[i], &error), &error);
+
+    const double x = 40, cell = 18;
+    picture p = picture_open(folder, "04-samples", "From documents to samples", 900, 350);
+    text(&p, x, 28, START, "six documents in the file, %lld tokens", (long long)count);
+    draw_tokens(&p, x, 44, cell, tokens, count);
+    for (int d = 0, before = 0; d < DOCUMENTS; before += document_lengths[d++])
+        text(&p, x + cell * before, 80, START, "doc %d", d);
+    draw_stream(&p, x, cell, samples, num_samples, count);
+    picture_close(&p);
+    mt_dataset_free(dataset);
+    small_data_close(&data);
+}
+
+/* ---- 5: schedules ------------------------------------------------------------------------------------------------ */
+
+enum { MAX_STAGES = 4, MAX_MICRO_BATCHES = 16, FORWARD_TIME = 1, BACKWARD_TIME = 2 };
+
+/* The lists of all stages, and when each step starts if every step starts as soon as it can. */
+typedef struct timeline {
+    int64_t pp, micro_batches, end;
+    mt_step steps[MAX_STAGES][2 * MAX_MICRO_BATCHES];
+    int64_t start[MAX_STAGES][2 * MAX_MICRO_BATCHES];
+    int64_t finish[2][MAX_STAGES][MAX_MICRO_BATCHES]; // of forwards and of backwards; -1: not yet
+    int64_t live[MAX_STAGES];                         // micro-batches whose activations a stage holds at most
+} timeline;
+
+/* When the step's input is there, or -1 if it is not yet made: activations come from the stage before, gradients from
+ * the stage after. */
+static int64_t input_ready(const timeline *t, int64_t rank, mt_step step) {
+    if (step.kind == MT_STEP_FORWARD) return rank == 0 ? 0 : t->finish[0][rank - 1][step.micro_batch];
+    return rank == t->pp - 1 ? t->finish[0][rank][step.micro_batch] : t->finish[1][rank + 1][step.micro_batch];
+}
+
+/* Runs the stages' lists against one another; a list that could deadlock ends the program. */
+static void timeline_run(timeline *t) {
+    int64_t next[MAX_STAGES] = {0}, now[MAX_STAGES] = {0}, held[MAX_STAGES] = {0}, done = 0;
+    for (bool progress = true; progress;) {
+        progress = false;
+        for (int64_t rank = 0; rank < t->pp; rank++) {
+            if (next[rank] == 2 * t->micro_batches) continue;
+            mt_step step = t->steps[rank][next[rank]];
+            int64_t ready = input_ready(t, rank, step);
+            if (ready < 0) continue;
+            bool backward = step.kind == MT_STEP_BACKWARD;
+            int64_t start = ready > now[rank] ? ready : now[rank];
+            now[rank] = start + (backward ? BACKWARD_TIME : FORWARD_TIME);
+            t->start[rank][next[rank]++] = start;
+            t->finish[backward][rank][step.micro_batch] = now[rank];
+            held[rank] += backward ? -1 : 1;
+            if (held[rank] > t->live[rank]) t->live[rank] = held[rank];
+            if (now[rank] > t->end) t->end = now[rank];
+            progress = true, done++;
+        }
+    }
+    MT_CHECK(done == 2 * t->pp * t->micro_batches);
+}
+
+static void draw_timeline(picture *p, double x, double y, int64_t pp, int64_t micro_batches) {
+    const double unit = 23, height = 24;
+    timeline t = {.pp = pp, .micro_batches = micro_batches};
+    memset(t.finish, -1, sizeof t.finish);
+    for (int64_t rank = 0; rank < pp; rank++) mt_schedule_1f1b(t.steps[rank], pp, rank, micro_batches);
+    timeline_run(&t);
+    int64_t busy = micro_batches * (FORWARD_TIME + BACKWARD_TIME);
+    text(p, x, y - 10, START, "pp = %lld, %lld micro-batches: %lld of %lld units idle, %.0f%% of the work",
+         (long long)pp, (long long)micro_batches, (long long)(t.end - busy), (long long)t.end,
+         100.0 * (double)(t.end - busy) / (double)busy);
+    for (int64_t rank = 0; rank < pp; rank++) {
+        double top = y + height * (double)rank;
+        text(p, x - 8, top + 15, END, "%lld", (long long)rank);
+        box(p, x, top, unit * (double)t.end, height - 2, "#eceee9");
+        for (int64_t i = 0; i < 2 * micro_batches; i++) {
+            bool backward = t.steps[rank][i].kind == MT_STEP_BACKWARD;
+            double left = x + unit * (double)t.start[rank][i];
+            double width = unit * (backward ? BACKWARD_TIME : FORWARD_TIME);
+            frame(p, left, top, width, height - 2, fills[backward ? GREEN : BLUE]);
+            text(p, left + width / 2, top + 15, MIDDLE, "%lld", (long long)t.steps[rank][i].micro_batch);
+        }
+        text(p, x + unit * (double)t.end + 8, top + 15, START, "%lld", (long long)t.live[rank]);
+    }
+}
+
+static void draw_schedule(const char *folder) {
+    picture p = picture_open(folder, "05-schedule", "1F1B schedules", 900, 330);
+    text(&p, 20, 28, START,
+         "forwards (1 unit) and backwards (2 units) by micro-batch; left: stage; right: live micro-batches");
+    box(&p, 20, 40, 10, 10, fills[BLUE]);
+    text(&p, 36, 49, START, "forward");
+    box(&p, 110, 40, 10, 10, fills[GREEN]);
+    text(&p, 126, 49, START, "backward");
+    draw_timeline(&p, 40, 90, 1, 8);
+    draw_timeline(&p, 40, 160, 4, 8);
+    text_in(&p, FAINT, 40, 290, START,
+            "This version trains with pp = 1; the list of a longer pipeline is already the same function.");
+    picture_close(&p);
+}
+
+/* ---- learning rates ---- */
+
+enum { ITERATIONS = 100 };
+
+/* A run of 100 iterations that warms up for 10. */
+static void open_rates(mt_options *options, const char *style) {
+    // clang-format off
+    const char *const words[] = {
+        "--num-layers", "1", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "256",
+        "--max-position-embeddings", "64", "--train-iters", "100", "--global-batch-size", "4", "--lr", "1e-3",
+        "--min-lr", "1e-4", "--lr-warmup-iters", "10", "--lr-decay-style", style,
+        "--lr-wsd-decay-style", "linear", "--lr-wsd-decay-iters", "30"};
+    // clang-format on
+    int count = sizeof words / sizeof *words;
+    parse_options(options, words, strcmp(style, "WSD") == 0 ? count : count - 4);
+}
+
+static void draw_curve(picture *p, const mt_options *options, const char *stroke, double x, double y, double width,
+                       double height) {
+    fprintf(p->file, "<path d=\"");
+    for (int64_t i = 0; i <= ITERATIONS; i++) {
+        double rate = mt_learning_rate(options, i * options->global_batch_size);
+        fprintf(p->file, "%c%.1f %.1f", i ? 'L' : 'M', x + width * (double)i / ITERATIONS,
+                y + height * (1 - rate / 1e-3));
+    }
+    fprintf(p->file, "\" fill=\"none\" stroke=\"%s\" stroke-width=\"2\"/>\n", stroke);
+}
+
+static void draw_rates(const char *folder) {
+    static const char *const styles[] = {"constant", "inverse-square-root", "WSD", "linear", "cosine"};
+    static const char *const strokes[] = {"#5b6470", "#b8860b", "#2e7d32", "#c0561a", "#2f6db0"};
+    const double x = 70, y = 40, width = 560, height = 220;
+    picture p = picture_open(folder, "05-rates", "Learning-rate schedules", 900, 310);
+    for (int i = 0; i <= 10; i += 2) {
+        double across = y + height * (1 - i / 10.0);
+        line(&p, x, across, x + width, across, GRID, 0.6);
+        text(&p, x - 8, across + 4, END, "%.1fe-3", i / 10.0);
+    }
+    for (int i = 0; i <= ITERATIONS; i += 20) text(&p, x + width * i / ITERATIONS, y + height + 18, MIDDLE, "%d", i);
+    text(&p, x + width / 2, y + height + 36, MIDDLE, "iteration");
+    for (int s = 0; s < 5; s++) {
+        mt_options options;
+        open_rates(&options, styles[s]);
+        draw_curve(&p, &options, strokes[s], x, y, width, height);
+        line(&p, x + width + 30, y + 14 + 24 * s, x + width + 54, y + 14 + 24 * s, strokes[s], 2);
+        text(&p, x + width + 62, y + 18 + 24 * s, START, "%s", styles[s]);
+        mt_options_free(&options);
+    }
+    text(&p, x + width + 30, y + 150, START, "--lr 1e-3 --min-lr 1e-4");
+    text(&p, x + width + 30, y + 166, START, "--lr-warmup-iters 10");
+    text(&p, x + width + 30, y + 182, START, "--train-iters 100");
+    text(&p, x + width + 30, y + 198, START, "--lr-wsd-decay-iters 30");
+    picture_close(&p);
+}
+
+/* ---- 6: where the operations go ---------------------------------------------------------------------------------- */
+
+/* A bar of a step's floating-point operations: forward, and twice that in the backward. */
+static void draw_flops(picture *p, double y, double scale, const char *name, double flops, double total) {
+    const double x = 250;
+    for (int part = 0; part < 3; part++)
+        frame(p, x + scale * flops * part / 3, y, scale * flops / 3, 20,
+              fills[part == 0   ? BLUE
+                    : part == 1 ? GREEN
+                                : TEAL]);
+    text(p, x - 8, y + 14, END, "%s", name);
+    text(p, x + scale * flops + 8, y + 14, START, "%.1f GFLOP, %.1f%%", flops * 1e-9, 100 * flops / total);
+}
+
+/* 6 operations a weight and a token: multiply and add, in the forward and for each of two gradients. */
+static double matrix_flops(const table *t, mt_role first, mt_role last, int64_t tokens, int64_t layers) {
+    double elements = 0;
+    for (int role = (int)first; role <= (int)last; role++) {
+        const mt_param *param = table_find(t, (mt_role)role);
+        if (param) elements += (double)(param->rows * param->cols);
+    }
+    return 6 * elements * (double)(tokens * layers);
+}
+
+static void draw_step(const char *folder) {
+    mt_options o;
+    open_shape(&o, "data/configs/gpt2-124m.json");
+    table t = table_open(&o);
+    int64_t sequences = o.micro_batch_size, tokens = sequences * o.seq_length, L = o.num_layers;
+    const char *const names[] = {"q, k, v", "attention output", "MLP up", "MLP down", "logits", "attention itself"};
+    double flops[6] = {matrix_flops(&t, MT_Q, MT_V, tokens, L), matrix_flops(&t, MT_O, MT_O, tokens, L),
+                       matrix_flops(&t, MT_UP, MT_UP, tokens, L), matrix_flops(&t, MT_DOWN, MT_DOWN, tokens, L),
+                       matrix_flops(&t, MT_WORD_EMBEDDING, MT_WORD_EMBEDDING, tokens, 1)};
+    double total = mt_flops(&o, sequences), products = 0, most = 0;
+    for (int i = 0; i < 5; i++) products += flops[i], most = fmax(most, flops[i]);
+    flops[5] = total - products;
+    picture p = picture_open(folder, "06-step", "Operations of a training step", 900, 280);
+    text(&p, 20, 28, START, "GPT-2 124M, %lld x %lld tokens: %.1f GFLOP a step, of which matrix products %.1f",
+         (long long)sequences, (long long)o.seq_length, total * 1e-9, products * 1e-9);
+    static const char *const parts[] = {"forward", "gradient of the input", "gradient of the weights"};
+    for (int i = 0; i < 3; i++) {
+        box(&p, 20 + 190 * i, 44, 10, 10, fills[i == 0 ? BLUE : i == 1 ? GREEN : TEAL]);
+        text(&p, 36 + 190 * i, 53, START, "%s", parts[i]);
+    }
+    for (int i = 0; i < 6; i++) draw_flops(&p, 80 + 30 * i, 480 / most, names[i], flops[i], total);
+    picture_close(&p);
+    table_close(&t);
+    mt_options_free(&o);
+}
+
+int main(int argc, char **argv) {
+    if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
+    draw_masks(argv[1]);
+    draw_bucket(argv[1]);
+    draw_layer(argv[1]);
+    draw_index(argv[1]);
+    draw_samples(argv[1]);
+    draw_schedule(argv[1]);
+    draw_rates(argv[1]);
+    draw_step(argv[1]);
+    return 0;
+}
