@@ -4771,8 +4771,9 @@ static int mt_metadata_check(const json_t *metadata, const char *path, mt_error 
     const char *key;
     json_t *value;
     if (!json_is_object(metadata)) return mt_image_error(error, path, "its __metadata__ is no object");
-    json_object_foreach((json_t *)metadata, key, value) if (!json_is_string(value)) return mt_image_error(
-        error, path, "its __metadata__ holds more than strings");
+    json_object_foreach((json_t *)metadata, key, value) {
+        if (!json_is_string(value)) return mt_image_error(error, path, "its __metadata__ holds more than strings");
+    }
     return 0;
 }
 
@@ -4828,13 +4829,17 @@ static int mt_safetensors_map(mt_safetensors *file, const char *path, mt_error *
     return mt_safetensors_add(file, image, error);
 }
 
+static void mt_safetensors_sort(mt_safetensors *file) {
+    if (file->count > 0) qsort(file->tensors, (size_t)file->count, sizeof *file->tensors, mt_tensor_by_name);
+}
+
 /* Puts what was read in order and gives it out, or closes it when reading failed. */
 static int mt_safetensors_finish(mt_safetensors **out, mt_safetensors *file, int status) {
     if (status != 0) {
         mt_safetensors_close(file);
         return -1;
     }
-    if (file->count > 0) qsort(file->tensors, (size_t)file->count, sizeof *file->tensors, mt_tensor_by_name);
+    mt_safetensors_sort(file);
     *out = file;
     return 0;
 }
@@ -4912,6 +4917,13 @@ static const mt_image *mt_safetensors_image(const mt_safetensors *file, const ch
     return NULL;
 }
 
+/* A name in an index must be a file's in the folder itself. */
+static bool mt_is_plain_name(const char *name) {
+    if (!name || !*name || strchr(name, '/') || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) return false;
+    while (*name && !iscntrl((unsigned char)*name)) name++;
+    return *name == 0;
+}
+
 /* Opens every file that the index names, each once. */
 static int mt_index_open_files(mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
                                mt_error *error) {
@@ -4920,7 +4932,7 @@ static int mt_index_open_files(mt_safetensors *file, const char *folder, const c
     json_object_foreach(map, name, value) {
         const char *part = json_string_value(value);
         char printable[128];
-        if (!part || !*part || strchr(part, '/') || strcmp(part, "..") == 0 || strcmp(part, ".") == 0)
+        if (!mt_is_plain_name(part))
             return mt_error_set(error, "%s: weight_map gives tensor \"%s\" no plain file name; get it again",
                                 index_path, mt_printable(printable, name));
         char *path = mt_path_join(folder, part);
@@ -4962,8 +4974,7 @@ static int mt_index_read(mt_safetensors *file, const char *folder, const char *i
     int status = json_is_object(map)
                      ? mt_index_open_files(file, folder, index_path, map, error)
                      : mt_error_set(error, "%s: has no object weight_map; get the file again", index_path);
-    if (status == 0 && file->count > 0)
-        qsort(file->tensors, (size_t)file->count, sizeof *file->tensors, mt_tensor_by_name);
+    mt_safetensors_sort(file); // for mt_safetensors_find
     if (status == 0) status = mt_index_check(file, folder, index_path, map, error);
     json_decref(index);
     return status;
@@ -5156,13 +5167,12 @@ static int mt_param_missing(const mt_param *param, const char *folder, const mt_
     const char *option = mt_param_option[param->role].exists;
     if (param->role == MT_LM_HEAD)
         return mt_error_set(error,
-                            "%s: has no tensor \"%s\"; if the model is tied, config.json must say "
-                            "\"tie_word_embeddings\": true (--untie-embeddings-and-output-weights is then left "
-                            "out)",
-                            folder, param->hf_name);
-    return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json%s%s%s%s", folder,
-                        param->hf_name, (long long)mt_safetensors_count(file), option ? ", " : "", option ? option : "",
-                        param->layer >= 0 ? " and --num-layers" : "", "");
+                            "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
+                            "true, or leave out %s",
+                            folder, param->hf_name, option);
+    return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json, --num-layers%s%s", folder,
+                        param->hf_name, (long long)mt_safetensors_count(file), option ? " and " : "",
+                        option ? option : "");
 }
 
 static bool mt_ends_with(const char *text, const char *end) {
@@ -5299,7 +5309,7 @@ static void mt_shard_name(char name[64], const mt_saved_set *set, int64_t shard)
 
 /* ---- files */
 
-/* A file being written: what failed first is remembered in words. */
+/* A file being written, and where its errors go. */
 typedef struct mt_output {
     int descriptor;
     const char *path;
@@ -5379,10 +5389,11 @@ static char *mt_saved_header(const mt_saved *tensors, int64_t count, int64_t *by
 /* Writes a parameter's rows where they belong in a tensor whose data begins at `start` in the file. */
 static int mt_param_write(const mt_output *out, const mt_model *m, const mt_param *param, const mt_saved *saved,
                           int64_t start) {
-    int64_t size = mt_dtype_size(saved->dtype), cols = param->cols, chunk = mt_param_chunk(param), status = 0;
+    int64_t size = mt_dtype_size(saved->dtype), cols = param->cols, chunk = mt_param_chunk(param);
+    int status = 0;
     const char *place = mt_param_place(m, param, saved->kept);
-    char *staged = mt_malloc(chunk * cols * size),
-         *turned = param->hf_transposed ? mt_malloc(chunk * cols * size) : NULL;
+    char *staged = mt_malloc(chunk * cols * size);
+    char *turned = param->hf_transposed ? mt_malloc(chunk * cols * size) : NULL;
     for (int64_t first = 0; first < param->rows_stored && status == 0; first += chunk) {
         int64_t count = param->rows_stored - first < chunk ? param->rows_stored - first : chunk;
         int64_t row = param->hf_row + first;
@@ -5405,7 +5416,7 @@ static int mt_param_write(const mt_output *out, const mt_model *m, const mt_para
     }
     free(staged);
     free(turned);
-    return (int)status;
+    return status;
 }
 
 static int mt_shard_write(const mt_saved_set *set, int64_t shard, const mt_model *m, const char *path,
@@ -5446,6 +5457,7 @@ int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem
     char name[64];
     mt_saved_set set;
     int status = 0;
+    MT_CHECK(strcmp(stem, "model") == 0 || (strcmp(stem, "optimizer") == 0 && m->plan.train));
     mt_saved_plan(&set, m, stem, max_shard_bytes);
     for (int64_t shard = 0; shard < set.num_shards && status == 0; shard++) {
         mt_shard_name(name, &set, shard);
@@ -5528,15 +5540,19 @@ static void mt_folder_remove(const char *folder) {
     nftw(folder, mt_remove_entry, 16, FTW_DEPTH | FTW_PHYS);
 }
 
-/* A run that was killed while it saved left iter_NNNNNNN.tmp-PID behind. */
+/* What a run that was killed while it saved left behind. */
 static int mt_remove_leftover(const char *folder, const char *name, void *context) {
-    int length = 0;
+    static const char *const patterns[] = {"iter_%*[0-9].tmp-%*[0-9]%n", "latest.tmp-%*[0-9]%n",
+                                           "latest_checkpointed_iteration.txt.tmp-%*[0-9]%n"};
     (void)context;
-    sscanf(name, "iter_%*[0-9].tmp-%*[0-9]%n", &length);
-    if (length == 0 || name[length]) return 0;
-    char *path = mt_path_join(folder, name);
-    mt_folder_remove(path);
-    free(path);
+    for (size_t i = 0; i < sizeof patterns / sizeof *patterns; i++) {
+        int length = 0;
+        sscanf(name, patterns[i], &length);
+        if (length == 0 || name[length]) continue;
+        char *path = mt_path_join(folder, name);
+        mt_folder_remove(path);
+        free(path);
+    }
     return 0;
 }
 
@@ -5625,10 +5641,9 @@ static int mt_link_file(const char *iteration, const char *name, void *folder) {
     return 0;
 }
 
-/* Removes links whose file the latest iteration no longer has. */
-static int mt_unlink_stale(const char *folder, const char *name, void *context) {
-    (void)context;
-    if (!mt_is_own_link(folder, name) || mt_folder_has(folder, name)) return 0;
+/* Removes links whose file the latest iteration does not have under their name. */
+static int mt_unlink_stale(const char *folder, const char *name, void *iteration) {
+    if (!mt_is_own_link(folder, name) || mt_path_exists(iteration, name)) return 0;
     char *path = mt_path_join(folder, name);
     unlink(path);
     free(path);
@@ -5643,7 +5658,7 @@ static int mt_checkpoint_publish(const char *folder, const char *iteration, int6
     if (mt_file_replace(folder, "latest_checkpointed_iteration.txt", text, false, error) != 0) return -1;
     if (mt_file_replace(folder, "latest", iteration, true, &ignored) == 0) {
         char *path = mt_path_join(folder, iteration);
-        mt_folder_visit(folder, mt_unlink_stale, NULL);
+        mt_folder_visit(folder, mt_unlink_stale, path);
         mt_folder_visit(path, mt_link_file, (void *)folder);
         free(path);
     }
@@ -5667,7 +5682,14 @@ static int mt_folder_create(const char *folder, mt_error *error) {
     return mt_error_set(error, "%s: the folder cannot be made: %s; choose another --save", folder, strerror(reason));
 }
 
-/* Refuses a folder that is a model of its own, and one without room for `bytes`. */
+/* Bytes of the safetensors of a checkpoint. */
+static int64_t mt_checkpoint_bytes(const mt_model *m) {
+    int64_t each = mt_dtype_size(m->dtype);
+    if (m->plan.train && !m->options->no_save_optim) each += m->dtype == MT_F32 ? 8 : 12;
+    return mt_num_parameters(m->options) * each;
+}
+
+/* Refuses a folder that is a model of its own, and one that cannot take `bytes`. */
 static int mt_checkpoint_check_folder(const char *folder, int64_t bytes, mt_error *error) {
     static const char *const names[] = {"config.json", "model.safetensors", "model.safetensors.index.json"};
     struct statvfs disk;
@@ -5682,6 +5704,7 @@ static int mt_checkpoint_check_folder(const char *folder, int64_t bytes, mt_erro
     bool taken = mt_path_exists(folder, "latest") && readlink(latest, target, sizeof target) < 0;
     free(latest);
     if (taken) return mt_error_set(error, "%s/latest: is not a link of --save; choose another --save", folder);
+    if (access(folder, W_OK) != 0) return mt_write_error(error, folder);
     if (statvfs(folder, &disk) != 0 || disk.f_blocks == 0) return 0; // the disk does not tell: writing will
     double room = (double)disk.f_bavail * (double)disk.f_frsize;
     if (room >= (double)bytes) return 0;
@@ -5691,19 +5714,16 @@ static int mt_checkpoint_check_folder(const char *folder, int64_t bytes, mt_erro
                         folder, (double)bytes / 1e6, room / 1e6);
 }
 
-/* Bytes of the safetensors of a checkpoint. */
-static int64_t mt_checkpoint_bytes(const mt_model *m) {
-    int64_t each = mt_dtype_size(m->dtype);
-    if (m->plan.train && !m->options->no_save_optim) each += m->dtype == MT_F32 ? 8 : 12;
-    return mt_num_parameters(m->options) * each;
+int mt_checkpoint_prepare(const mt_model *m, const char *folder, mt_error *error) {
+    if (mt_folder_create(folder, error) != 0) return -1;
+    mt_folder_visit(folder, mt_remove_leftover, NULL);
+    return mt_checkpoint_check_folder(folder, mt_checkpoint_bytes(m), error);
 }
 
 int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
                        void *context, mt_error *error) {
     char name[64], temporary_name[128];
-    if (mt_folder_create(folder, error) != 0) return -1;
-    mt_folder_visit(folder, mt_remove_leftover, NULL);
-    if (mt_checkpoint_check_folder(folder, mt_checkpoint_bytes(m), error) != 0) return -1;
+    if (mt_checkpoint_prepare(m, folder, error) != 0) return -1;
     snprintf(name, sizeof name, "iter_%07lld", (long long)state->iteration);
     snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", name, (long long)getpid());
     char *temporary = mt_path_join(folder, temporary_name), *place = mt_path_join(folder, name);
@@ -5725,25 +5745,25 @@ int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folde
 
 /* The iteration that latest_checkpointed_iteration.txt names, or -1 with error. */
 static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
-    char text[32] = {0}, *end = text;
-    FILE *file = fopen(path, "r");
-    if (!file) return mt_error_set(error, "%s: cannot be read: %s", path, strerror(errno));
-    size_t length = fread(text, 1, sizeof text - 1, file);
-    fclose(file);
-    long long iteration = isdigit((unsigned char)text[0]) ? strtoll(text, &end, 10) : -1;
+    int64_t bytes;
+    char *text = mt_options_read_text(path, 64, &bytes, error);
+    if (!text) return -1;
+    char *end = text;
+    long long iteration = isdigit((unsigned char)*text) ? strtoll(text, &end, 10) : -1;
     while (isspace((unsigned char)*end)) end++;
-    if (iteration < 0 || iteration > 999999999 || end != text + length)
-        return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it",
-                            path);
-    return iteration;
+    bool is_number = iteration >= 0 && iteration <= 999999999 && end == text + bytes;
+    free(text);
+    if (is_number) return iteration;
+    return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it", path);
 }
 
 char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
     struct stat status;
     char name[64];
-    if (stat(folder, &status) != 0 || !S_ISDIR(status.st_mode)) {
+    bool found = stat(folder, &status) == 0;
+    if (!found || !S_ISDIR(status.st_mode)) {
         mt_error_set(error, "%s: %s; name a folder that holds config.json, or one that --save wrote", folder,
-                     stat(folder, &status) != 0 ? strerror(errno) : "is a file, not a folder");
+                     found ? "is a file, not a folder" : strerror(errno));
         return NULL;
     }
     if (!mt_folder_has(folder, "latest_checkpointed_iteration.txt")) {

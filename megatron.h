@@ -720,7 +720,7 @@ typedef struct mt_tensor_info {
 } mt_tensor_info;
 
 /* One safetensors file, or a folder of them with an index, mapped read-only. The header is validated whole: length,
- * JSON, dtypes, shapes, offsets that tile the data without holes or overlaps. */
+ * JSON, dtypes, shapes, offsets that tile the data without holes or overlaps. It must not shrink while it is open. */
 typedef struct mt_safetensors mt_safetensors;
 int mt_safetensors_open(mt_safetensors **file, const char *path, mt_error *error);
 /* Validates an image in memory that the caller keeps; for tests and fuzzing. */
@@ -740,6 +740,10 @@ const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char
  * and hold no such files. */
 int mt_safetensors_save_folder(mt_model *model, const char *folder, const char *stem, int64_t max_shard_bytes,
                                mt_error *error);
+
+/* Makes `folder` and checks that a checkpoint can be saved there: that it can be written, has the space, and is not a
+ * Hugging Face folder of its own. Saving does this itself; a driver does it before training. */
+int mt_checkpoint_prepare(const mt_model *model, const char *folder, mt_error *error);
 
 /* Adds the caller's own files, such as the tokenizer's, to a checkpoint that is being written into `folder`. */
 typedef int mt_checkpoint_extra(void *context, const char *folder, mt_error *error);
