@@ -153,6 +153,7 @@ static bool answer_lines(run *r) {
             all = false;
         }
     }
+    if (terminal) fprintf(stderr, "\n");
     if (ferror(stdin)) mt_die("standard input: cannot be read: %s", strerror(errno));
     free(line);
     return all;
@@ -160,7 +161,8 @@ static bool answer_lines(run *r) {
 
 static void score(run *r) {
     mt_error error;
-    mt_model_plan plan = mt_score_plan(&r->options);
+    mt_model_plan plan;
+    check(mt_score_plan(&plan, &r->options, &error), &error);
     open_model(r, &plan);
     double start = mt_time();
     int64_t count = mt_score(r->model, &error);

@@ -451,10 +451,12 @@ static const mt_option mt_option_table[] = {
      "read options from a file; the command line wins"},
 
     {.help = "generation (interactive without --prompt)"},
-    {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT", "texts to continue"},
+    {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
+     "texts to continue, all at once; several are shown in order, a header before each"},
     {"prompt-tokens", MT_STRING, MT_AT(prompt_tokens), MT_INFER, MT_OF_RUN, NULL, "1,2,3",
      "tokens to continue; needs no tokenizer"},
-    {"print-tokens", MT_FLAG, MT_AT(print_tokens), MT_INFER, MT_OF_RUN, NULL, NULL, "print tokens, not text"},
+    {"print-tokens", MT_FLAG, MT_AT(print_tokens), MT_INFER, MT_OF_RUN, NULL, NULL,
+     "print the ids of new tokens, a line for each prompt, not text"},
     {"max-new-tokens", MT_INT, MT_AT(max_new_tokens), MT_INFER, MT_OF_RUN, "256", "[0,1073741824]",
      "tokens to add to a prompt"},
     {"temperature", MT_REAL, MT_AT(temperature), MT_INFER, MT_OF_RUN, "1", "[0,1e6]", "0: always the likeliest token"},
@@ -6157,19 +6159,18 @@ void mt_generator_print_rates(const mt_generator *g, FILE *file) {
 
 /* ---- where texts begin and end */
 
-/* Reads a JSON object that may be absent (then *json is NULL). */
-static int mt_json_read_optional(json_t **json, const char *folder, const char *name, mt_error *error) {
-    char path[4096];
+/* Reads a JSON object from a file that may be absent (then *json is NULL). */
+static int mt_json_read_optional(json_t **json, const char *path, mt_error *error) {
     json_error_t problem;
     *json = NULL;
-    snprintf(path, sizeof path, "%s/%s", folder, name);
     if (access(path, F_OK) != 0) return 0;
     *json = json_load_file(path, 0, &problem);
     if (json_is_object(*json)) return 0;
+    bool is_json = *json != NULL;
     json_decref(*json);
     *json = NULL;
-    return mt_error_set(error, "%s:%d: %s; mend the file or remove it", path, problem.line,
-                        problem.text[0] ? problem.text : "is not a JSON object");
+    if (is_json) return mt_error_set(error, "%s: not a JSON object; mend the file or remove it", path);
+    return mt_error_set(error, "%s:%d: %s; mend the file or remove it", path, problem.line, problem.text);
 }
 
 static void mt_stops_add(mt_stops *stops, int64_t id) {
@@ -6177,10 +6178,12 @@ static void mt_stops_add(mt_stops *stops, int64_t id) {
 }
 
 int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options, mt_error *error) {
+    char path[4096];
     json_t *config, *item;
     size_t i;
     stops->count = 0;
-    if (mt_json_read_optional(&config, folder, "generation_config.json", error) != 0) return -1;
+    snprintf(path, sizeof path, "%s/generation_config.json", folder);
+    if (mt_json_read_optional(&config, path, error) != 0) return -1;
     json_t *eos = json_object_get(config, "eos_token_id");
     if (json_is_integer(eos)) mt_stops_add(stops, json_integer_value(eos));
     json_array_foreach(eos, i, item) if (json_is_integer(item)) mt_stops_add(stops, json_integer_value(item));
@@ -6200,32 +6203,29 @@ static bool mt_processor_adds_bos(const json_t *processor) {
 }
 
 int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error) {
-    json_t *config, *tokenizer = NULL;
-    char folder[4096], sentencepiece[4200];
+    char config_path[4096], json_path[4096], model_path[4096];
     struct stat status;
-    snprintf(folder, sizeof folder, "%s", path);
+    json_t *config, *tokenizer;
     bool is_file = stat(path, &status) == 0 && S_ISREG(status.st_mode);
-    char *slash = strrchr(folder, '/');
-    if (is_file) snprintf(slash ? slash : folder, sizeof ".", slash ? "" : ".");
-    snprintf(sentencepiece, sizeof sentencepiece, is_file ? "%s" : "%s/tokenizer.model", path);
-    size_t length = strlen(sentencepiece);
-    bool is_sentencepiece = length > 6 && strcmp(sentencepiece + length - 6, ".model") == 0;
+    int folder = (int)strlen(path); // bytes of its name
+    while (is_file && folder > 0 && path[folder - 1] != '/') folder--;
+    snprintf(config_path, sizeof config_path, "%.*s%stokenizer_config.json", folder, path, is_file ? "" : "/");
+    snprintf(json_path, sizeof json_path, "%s%s", path, is_file ? "" : "/tokenizer.json");
+    snprintf(model_path, sizeof model_path, "%s%s", path, is_file ? "" : "/tokenizer.model");
 
-    if (mt_json_read_optional(&config, folder, "tokenizer_config.json", error) != 0) return -1;
-    if (!is_file || !is_sentencepiece)
-        if (mt_json_read_optional(&tokenizer, folder, "tokenizer.json", error) != 0) {
-            json_decref(config);
-            return -1;
-        }
+    if (mt_json_read_optional(&config, config_path, error) != 0) return -1;
     json_t *add_bos = json_object_get(config, "add_bos_token");
-    if (json_is_boolean(add_bos))
-        *begins = json_is_true(add_bos);
-    else if (tokenizer)
-        *begins = mt_processor_adds_bos(json_object_get(tokenizer, "post_processor"));
-    else
-        *begins = is_sentencepiece && access(sentencepiece, F_OK) == 0; // Llama's, as Hugging Face opens them
+    bool is_said = json_is_boolean(add_bos);
+    *begins = json_is_true(add_bos);
     json_decref(config);
-    json_decref(tokenizer);
+    if (is_said) return 0;
+    if (mt_ends_with(json_path, ".json") && access(json_path, F_OK) == 0) {
+        if (mt_json_read_optional(&tokenizer, json_path, error) != 0) return -1;
+        *begins = mt_processor_adds_bos(json_object_get(tokenizer, "post_processor"));
+        json_decref(tokenizer);
+    } else {
+        *begins = mt_ends_with(model_path, ".model") && access(model_path, F_OK) == 0; // Llama's
+    }
     return 0;
 }
 
@@ -6273,17 +6273,16 @@ static int mt_float_file_close(mt_float_file *out, int status, mt_error *error) 
 
 /* Opens the sequences to score and counts them. */
 static FILE *mt_score_open(const mt_options *o, int64_t *num_sequences, mt_error *error) {
+    struct stat status;
     FILE *file = fopen(o->score, "rb");
-    int64_t bytes_each = (o->seq_length + 1) * 4;
-    if (!file || fseeko(file, 0, SEEK_END) != 0) {
+    if (!file || fstat(fileno(file), &status) != 0) {
         mt_error_set(error, "%s: cannot be read: %s", o->score, strerror(errno));
         if (file) fclose(file);
         return NULL;
     }
-    int64_t bytes = ftello(file);
-    rewind(file);
+    int64_t bytes = S_ISREG(status.st_mode) ? status.st_size : 0, bytes_each = (o->seq_length + 1) * 4;
     *num_sequences = bytes / bytes_each;
-    if (bytes <= 0 || bytes % bytes_each != 0) {
+    if (bytes == 0 || bytes % bytes_each != 0) {
         mt_error_set(error,
                      "%s: %lld bytes are not whole sequences of --seq-length %lld + 1 int32 tokens (%lld bytes each); "
                      "give the length that the file was made for",
@@ -6293,6 +6292,17 @@ static FILE *mt_score_open(const mt_options *o, int64_t *num_sequences, mt_error
     }
     if (o->max_sequences > 0 && o->max_sequences < *num_sequences) *num_sequences = o->max_sequences;
     return file;
+}
+
+int mt_score_plan(mt_model_plan *plan, const mt_options *o, mt_error *error) {
+    int64_t num_sequences;
+    FILE *file = mt_score_open(o, &num_sequences, error);
+    if (!file) return -1;
+    fclose(file);
+    int64_t at_once = o->micro_batch_size < num_sequences ? o->micro_batch_size : num_sequences;
+    int64_t tokens = at_once * o->seq_length;
+    *plan = (mt_model_plan){.max_tokens = tokens, .max_logits = tokens, .max_position = o->seq_length};
+    return 0;
 }
 
 /* Reads `count` sequences, of which `first` is the first, into a batch. `row` is room for one. */
@@ -6323,23 +6333,18 @@ static int mt_score_read(mt_batch *batch, FILE *file, int64_t first, int64_t cou
     return 0;
 }
 
-mt_model_plan mt_score_plan(const mt_options *options) {
-    int64_t tokens = options->micro_batch_size * options->seq_length;
-    return (mt_model_plan){.max_tokens = tokens, .max_logits = tokens, .max_position = options->seq_length};
-}
-
 /* Scores the open file, a micro-batch at a time, into the open outputs. */
 static int mt_score_batches(mt_model *m, FILE *file, int64_t num_sequences, mt_float_file out[3], mt_error *error) {
     const mt_options *o = m->options;
-    int64_t T = o->seq_length, tokens = o->micro_batch_size * T;
+    int64_t T = o->seq_length, tokens = m->plan.max_tokens, at_once = tokens / T;
     mt_batch batch;
     mt_batch_alloc(&batch, tokens);
     int32_t *row = mt_malloc((T + 1) * 4);
     float *loss = mt_malloc(tokens * 4), *entropy = mt_malloc(tokens * 4);
     float *logits = out[2].path ? mt_malloc(tokens * o->vocab_size * 4) : NULL;
     int status = 0;
-    for (int64_t first = 0; first < num_sequences && status == 0; first += o->micro_batch_size) {
-        int64_t left = num_sequences - first, count = left < o->micro_batch_size ? left : o->micro_batch_size;
+    for (int64_t first = 0; first < num_sequences && status == 0; first += at_once) {
+        int64_t count = num_sequences - first < at_once ? num_sequences - first : at_once;
         status = mt_score_read(&batch, file, first, count, row, o, error);
         if (status != 0) break;
         mt_model_forward(m, &batch, false);
