@@ -247,7 +247,7 @@ static int read_vocabulary(loader *l, json_t *vocabulary) {
     json_object_foreach(vocabulary, key, value) {
         spelled.bytes = 0;
         int64_t bytes = (int64_t)strlen(key);
-        bool is_bytes = l->tokenizer->byte_level && append_spelled_bytes(&spelled, key, bytes);
+        bool is_bytes = l->tokenizer->byte_level && bytes && append_spelled_bytes(&spelled, key, bytes);
         if (!json_is_integer(value)) {
             failed = mt_error_set(l->error, "%s: the id of token '%.60s' is not an integer", l->path, key);
             break;
@@ -268,7 +268,7 @@ static int32_t find_spelled(loader *l, mt_text *scratch, const char *text, int64
     if (!l->tokenizer->byte_level) return mt_token_find(l->tokenizer, text, bytes);
     scratch->bytes = 0;
     if (!append_spelled_bytes(scratch, text, bytes)) return -1;
-    return mt_token_find(l->tokenizer, scratch->data, scratch->bytes);
+    return mt_token_find(l->tokenizer, bytes ? scratch->data : "", scratch->bytes);
 }
 
 static int add_merge(loader *l, mt_text *scratch, int64_t rank, mt_text left, mt_text right) {
@@ -573,6 +573,7 @@ int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_t
     }
     json_t *root = parse_json(path, json, error);
     int failed = root ? load_json(&l, root, config) : -1;
+    if (failed) mt_error_one_line(error);
     free(l.keys);
     json_decref(root);
     json_decref(config);
@@ -624,6 +625,7 @@ int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, cons
     loader l = {.tokenizer = tokenizer, .path = vocab_path, .error = error};
     json_t *root = parse_json(vocab_path, vocab, error);
     int failed = root ? load_gpt2(&l, root, merges_path, merges) : -1;
+    if (failed) mt_error_one_line(error);
     free(l.keys);
     json_decref(root);
     return failed;
