@@ -100,19 +100,23 @@ static void set_content(mt_step *step, mt_text content) {
     step->content_bytes = content.bytes;
 }
 
-static int read_unicode_normalizer(loader *l, mt_step *step, mt_text type) {
-#ifndef MT_HAVE_UTF8PROC
-    (void)step;
-    return mt_error_set(l->error,
-                        "%s: the normalizer %.60s needs utf8proc, which this program was built without; install "
-                        "its development package and build again",
-                        l->path, type.data);
+static int need_utf8proc(loader *l, const char *what) {
+#ifdef MT_HAVE_UTF8PROC
+    (void)l, (void)what;
+    return 0;
 #else
-    (void)l;
+    return mt_error_set(
+        l->error,
+        "%s: %s needs utf8proc, which this program was built without; install its development package and "
+        "build again",
+        l->path, what);
+#endif
+}
+
+static int read_unicode_normalizer(loader *l, mt_step *step, mt_text type) {
     step->kind = equals(type, "Lowercase") ? MT_STEP_LOWERCASE : MT_STEP_UNICODE;
     step->form = equals(type, "NFC") ? MT_NFC : equals(type, "NFD") ? MT_NFD : equals(type, "NFKC") ? MT_NFKC : MT_NFKD;
-    return 0;
-#endif
+    return need_utf8proc(l, "its normalizer");
 }
 
 static int read_normalizer(loader *l, mt_step *step, const json_t *object) {
@@ -387,6 +391,7 @@ static int read_added_token(loader *l, mt_encoder *encoder, const json_t *object
                               .lstrip = get_bool(object, "lstrip", false),
                               .rstrip = get_bool(object, "rstrip", false),
                               .normalized = get_bool(object, "normalized", token->type != MT_TOKEN_CONTROL)};
+    if (added->single_word && need_utf8proc(l, "an added token with single_word")) return -1;
     return insert_added(encoder, tokenizer, (int32_t)tokenizer->added_count++, content, l->error);
 }
 

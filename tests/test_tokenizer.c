@@ -60,6 +60,18 @@ static void skip_without(const char *name) {
     skip();
 }
 
+#if defined MT_HAVE_PCRE2 && defined MT_HAVE_UTF8PROC
+enum { HAVE_LIBRARIES = 1 };
+#else
+enum { HAVE_LIBRARIES = 0 };
+#endif
+
+static void skip_without_libraries(void) {
+    if (HAVE_LIBRARIES) return;
+    printf("skipped: built without PCRE2 or utf8proc\n");
+    skip();
+}
+
 static void assert_ids(const mt_ids *ids, const json_t *expected, const char *text) {
     for (int64_t i = 0; i < ids->count && i < (int64_t)json_array_size(expected); i++)
         if (ids->data[i] != json_integer_value(json_array_get(expected, (size_t)i)))
@@ -119,11 +131,13 @@ static void check_golden(const char *type, const char *file, const char *name) {
 
 static void byte_level_json_matches_tokenizers(void **state) {
     (void)state;
+    skip_without_libraries();
     check_golden("HuggingFaceTokenizer", "bytelevel.json", "bytelevel_json");
 }
 
 static void normalizers_and_splits_match_tokenizers(void **state) {
     (void)state;
+    skip_without_libraries();
     check_golden("HuggingFaceTokenizer", "steps.json", "steps_json");
 }
 
@@ -135,11 +149,13 @@ static void metaspace_with_byte_fallback_matches_tokenizers(void **state) {
 
 static void fused_unknown_characters_match_tokenizers(void **state) {
     (void)state;
+    skip_without_libraries();
     check_golden("HuggingFaceTokenizer", "unknown.json", "unknown_json");
 }
 
 static void gpt2_vocab_and_merges_match_tokenizers(void **state) {
     (void)state;
+    skip_without_libraries();
     check_golden("GPT2BPETokenizer", "gpt2", "gpt2");
 }
 
@@ -196,6 +212,7 @@ static void check_vectors(const char *name, const char *type, const char *file) 
 
 static void encode_matches_reference_vectors_of_gpt2(void **state) {
     (void)state;
+    skip_without_libraries();
     skip_without("tokenizers/vectors/gpt-2.inp");
     check_vectors("gpt-2", "HuggingFaceTokenizer", "gpt2_tokenizer_hf.json");
     check_vectors("gpt-2", "GPT2BPETokenizer", "gpt2-vocab.json");
@@ -203,12 +220,14 @@ static void encode_matches_reference_vectors_of_gpt2(void **state) {
 
 static void encode_matches_reference_vectors_of_qwen2(void **state) {
     (void)state;
+    skip_without_libraries();
     skip_without("tokenizers/vectors/qwen2.inp");
     check_vectors("qwen2", "HuggingFaceTokenizer", "qwen3_tokenizer.json");
 }
 
 static void encode_matches_reference_vectors_of_llama3(void **state) {
     (void)state;
+    skip_without_libraries();
     skip_without("tokenizers/vectors/llama-bpe.inp");
     check_vectors("llama-bpe", "HuggingFaceTokenizer", "llama3_tokenizer.json");
 }
@@ -235,6 +254,7 @@ static void check_corpus(const json_t *row, mt_tokenizer *tokenizer) {
 
 static void whole_corpora_match_the_reference_libraries_and_decode_to_themselves(void **state) {
     (void)state;
+    skip_without_libraries();
     skip_without("text/wikitext2_valid.txt");
     skip_without("tokenizers/llama3_tokenizer.json");
     json_t *rows = read_json(GOLDEN "corpora.json");
@@ -281,6 +301,7 @@ static void bytes_are_their_own_ids(void **state) {
 
 static void invalid_utf8_is_encoded_as_replacement_characters(void **state) {
     (void)state;
+    skip_without_libraries();
     mt_tokenizer *tokenizer = open_or_fail("HuggingFaceTokenizer", GOLDEN "bytelevel.json");
     const char invalid[] = "a\xFF\xE2\x82z\xC0\x80\xF0\x9F\x98", repaired[] = "a\uFFFD\uFFFDz\uFFFD\uFFFD\uFFFD";
     mt_ids ids = {0};
@@ -319,6 +340,7 @@ static void streamed_bytes_come_out_as_whole_characters(void **state) {
 
 static void ids_outside_the_vocabulary_are_refused(void **state) {
     (void)state;
+    skip_without_libraries();
     mt_tokenizer *tokenizer = open_or_fail("HuggingFaceTokenizer", GOLDEN "bytelevel.json");
     mt_text out = {0};
     mt_error error;
@@ -381,6 +403,7 @@ static void check_save(const char *type, const char *path) {
 
 static void a_saved_tokenizer_is_found_in_its_folder(void **state) {
     (void)state;
+    skip_without_libraries();
     check_save("HuggingFaceTokenizer", GOLDEN "bytelevel.json");
     check_save("SentencePieceTokenizer", GOLDEN "unigram.model");
     check_save("GPT2BPETokenizer", GOLDEN "gpt2/vocab.json," GOLDEN "gpt2/merges.txt");
@@ -402,6 +425,7 @@ static void *encode_all(void *argument) {
 
 static void threads_share_a_tokenizer(void **state) {
     (void)state;
+    skip_without_libraries();
     mt_tokenizer *tokenizer = open_or_fail("HuggingFaceTokenizer", GOLDEN "bytelevel.json");
     worker workers[4] = {0};
     pthread_t threads[4];
@@ -462,13 +486,13 @@ static void damaged_or_unsupported_json_is_refused_by_name(void **state) {
     check_refused_json("{" MODEL ",\"added_tokens\":[{\"content\":\"x\"}]}", "lacks its id");
 }
 
-#ifdef MT_HAVE_PCRE2
 #define SPLIT(regex)                                                                                                   \
     "{" MODEL ",\"pre_tokenizer\":{\"type\":\"Split\",\"behavior\":\"Isolated\",\"pattern\":{\"Regex\":\"" regex "\"}" \
     "}}"
 
 static void bad_patterns_are_refused_and_catastrophic_ones_give_up(void **state) {
     (void)state;
+    skip_without_libraries();
     check_refused_json(SPLIT("(a"), "does not compile");
     check_refused_json(SPLIT("[a[b]]"), "Oniguruma");
     check_refused_json(SPLIT("\\\\h"), "Oniguruma");
@@ -485,7 +509,6 @@ static void bad_patterns_are_refused_and_catastrophic_ones_give_up(void **state)
     free(ids.data);
     mt_tokenizer_close(tokenizer);
 }
-#endif
 
 /* Every prefix of a model must be refused or usable; with a flipped byte likewise. The sanitizers watch. */
 static void truncated_and_corrupted_models_never_crash(void **state) {
@@ -532,6 +555,7 @@ static void missing_files_and_unknown_types_are_named(void **state) {
 
 static void a_megabyte_without_a_space_takes_no_quadratic_time(void **state) {
     (void)state;
+    skip_without_libraries();
     static const char *const files[] = {GOLDEN "bytelevel.json", GOLDEN "metaspace.json"};
     mt_text text = {mt_malloc(1 << 20), 1 << 20, 0};
     memset(text.data, 'a', 1 << 20);
@@ -548,6 +572,16 @@ static void a_megabyte_without_a_space_takes_no_quadratic_time(void **state) {
     free(text.data);
 }
 
+static void a_missing_library_is_named(void **state) {
+    (void)state;
+    mt_tokenizer *tokenizer;
+    mt_error error = {0};
+    int failed = mt_tokenizer_open(&tokenizer, "HuggingFaceTokenizer", GOLDEN "bytelevel.json", &error);
+    assert_int_equal(failed, HAVE_LIBRARIES ? 0 : -1);
+    if (failed) assert_non_null(strstr(error.text, "built without"));
+    mt_tokenizer_close(tokenizer);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(metaspace_with_byte_fallback_matches_tokenizers),
@@ -559,13 +593,12 @@ int main(void) {
         cmocka_unit_test(damaged_or_unsupported_json_is_refused_by_name),
         cmocka_unit_test(truncated_and_corrupted_models_never_crash),
         cmocka_unit_test(missing_files_and_unknown_types_are_named),
-#ifdef MT_HAVE_PCRE2
+        cmocka_unit_test(a_missing_library_is_named),
         cmocka_unit_test(fused_unknown_characters_match_tokenizers),
         cmocka_unit_test(gpt2_vocab_and_merges_match_tokenizers),
         cmocka_unit_test(encode_matches_reference_vectors_of_gpt2),
         cmocka_unit_test(encode_matches_reference_vectors_of_llama3),
         cmocka_unit_test(bad_patterns_are_refused_and_catastrophic_ones_give_up),
-#ifdef MT_HAVE_UTF8PROC
         cmocka_unit_test(byte_level_json_matches_tokenizers),
         cmocka_unit_test(normalizers_and_splits_match_tokenizers),
         cmocka_unit_test(encode_matches_reference_vectors_of_qwen2),
@@ -575,8 +608,6 @@ int main(void) {
         cmocka_unit_test(a_saved_tokenizer_is_found_in_its_folder),
         cmocka_unit_test(threads_share_a_tokenizer),
         cmocka_unit_test(a_megabyte_without_a_space_takes_no_quadratic_time),
-#endif
-#endif
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
