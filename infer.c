@@ -22,8 +22,6 @@ typedef struct run {
     mt_generator *generator;
     mt_decoder *decoder; // of the sequence being shown
     mt_text text;
-    int64_t read, written; // tokens, and the time that they took
-    double read_seconds, write_seconds;
 } run;
 
 /* Functions that fail fill an error; here is where it ends the program. */
@@ -74,17 +72,6 @@ static int begin_text(const run *r, mt_sequence *sequence, int64_t id, const cha
     return status;
 }
 
-/* Takes the ids of --prompt-tokens, whose form the options' validator has checked. */
-static int begin_tokens(const run *r, mt_sequence *sequence, mt_error *error) {
-    const char *text = r->options.prompt_tokens;
-    int32_t *ids = mt_malloc((int64_t)strlen(text) * 4);
-    int64_t count = 0;
-    for (char *end; *text; text = *end ? end + 1 : end) ids[count++] = (int32_t)strtol(text, &end, 10);
-    int status = mt_sequence_begin(sequence, 0, ids, count, r->context, &r->options, error);
-    free(ids);
-    return status;
-}
-
 /* Shows token i as its id or its text. The decoder sees prompts too: it must know what it continues. */
 static void show_token(run *r, const mt_sequence *sequence, int64_t i, bool show) {
     int32_t token = sequence->tokens[i];
@@ -103,8 +90,8 @@ static void show_token(run *r, const mt_sequence *sequence, int64_t i, bool show
 static void generate(run *r, mt_sequence *sequences, int64_t count, bool show_prompts) {
     mt_error error;
     bool titles = count > 1 && !r->options.print_tokens;
-    int64_t unfinished = mt_sequences_unfinished(sequences, count), s = 0, i = 0; // token i of sequence s is next
-    for (int64_t step = 0; s < count; step++) {
+    int64_t s = 0, i = 0; // token i of sequence s is the next to show
+    for (int64_t unfinished = mt_sequences_unfinished(sequences, count);;) {
         for (; s < count; s++, i = 0) {
             if (titles && i == 0) printf("%s== %lld of %lld ==\n", s ? "\n" : "", (long long)s + 1, (long long)count);
             for (; i < sequences[s].num_tokens; i++)
@@ -116,18 +103,14 @@ static void generate(run *r, mt_sequence *sequences, int64_t count, bool show_pr
         }
         if (fflush(stdout) != 0) mt_die("standard output: cannot be written: %s", strerror(errno));
         if (unfinished == 0) break;
-        double start = mt_time();
-        if (step > 0) r->written += unfinished;
         unfinished = mt_generator_step(r->generator, sequences, count, &error);
         if (unfinished < 0) mt_die("%s", error.text);
-        *(step > 0 ? &r->write_seconds : &r->read_seconds) += mt_time() - start;
     }
-    for (int64_t k = 0; k < count; k++) {
-        r->read += sequences[k].num_prompt;
-        if (sequences[k].num_tokens == r->context && sequences[k].num_prompt + r->options.max_new_tokens > r->context)
-            fprintf(stderr, "note: prompt %lld ends at the context of %lld tokens\n", (long long)sequences[k].id + 1,
+    for (s = 0; s < count; s++) {
+        if (sequences[s].num_tokens == r->context && sequences[s].max_tokens == r->context)
+            fprintf(stderr, "note: prompt %lld ends at the context of %lld tokens\n", (long long)sequences[s].id + 1,
                     (long long)r->context);
-        free(sequences[k].tokens);
+        free(sequences[s].tokens);
     }
 }
 
@@ -138,7 +121,7 @@ static void answer_prompts(run *r) {
     int64_t count = o->prompt_tokens ? 1 : o->prompt.count, longest = 0, prompt_tokens = 0;
     mt_sequence *sequences = mt_malloc(count * (int64_t)sizeof *sequences);
     for (int64_t s = 0; s < count; s++) {
-        int status = o->prompt_tokens ? begin_tokens(r, &sequences[s], &error)
+        int status = o->prompt_tokens ? mt_sequence_parse(&sequences[s], s, o->prompt_tokens, r->context, o, &error)
                                       : begin_text(r, &sequences[s], s, o->prompt.items[s], &error);
         check(status, &error);
         if (sequences[s].max_tokens > longest) longest = sequences[s].max_tokens;
@@ -175,18 +158,15 @@ static bool answer_lines(run *r) {
     return all;
 }
 
-static double rate(int64_t tokens, double seconds) {
-    return seconds > 0 ? (double)tokens / seconds : 0;
-}
-
 static void score(run *r) {
     mt_error error;
     mt_model_plan plan = mt_score_plan(&r->options);
     open_model(r, &plan);
     double start = mt_time();
-    int64_t count = mt_score(r->model, &error), tokens = count * r->options.seq_length;
+    int64_t count = mt_score(r->model, &error);
     if (count < 0) mt_die("%s", error.text);
-    fprintf(stderr, "scored %lld tokens, %.1f tokens/s\n", (long long)tokens, rate(tokens, mt_time() - start));
+    fprintf(stderr, "scored %lld sequences, %.1f tokens/s\n", (long long)count,
+            (double)(count * r->options.seq_length) / (mt_time() - start));
 }
 
 int main(int argc, char **argv) {
@@ -211,8 +191,7 @@ int main(int argc, char **argv) {
             answer_prompts(&r);
         else
             all = answer_lines(&r);
-        fprintf(stderr, "read %lld tokens, %.1f tokens/s; then wrote %lld, %.1f tokens/s\n", (long long)r.read,
-                rate(r.read, r.read_seconds), (long long)r.written, rate(r.written, r.write_seconds));
+        mt_generator_print_rates(r.generator, stderr);
     }
     mt_generator_destroy(r.generator);
     mt_model_destroy(r.model);

@@ -3,7 +3,20 @@
  * Contents
  *   §1   checks, arenas, random numbers
  *   §2   options and their only validator
+ *   §2a  the table
+ *   §2b  the command line and YAML
+ *   §2c  config.json of Hugging Face
+ *   §2d  derivation and checks
+ *   §2e  printing
  *   §3   kernels in plain C
+ *   §3a  threads, elements, memory
+ *   §3b  linear layers
+ *   §3c  embedding and norms
+ *   §3d  rotary positions
+ *   §3e  attention
+ *   §3f  activations, residual stream, rows
+ *   §3g  cross-entropy
+ *   §3h  optimizer and conversions
  *   §4   the rank grid and its groups
  *   §5   collectives
  *   §8   the parameter table
@@ -210,7 +223,16 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
  * over it. A value that the user gave is marked in `given`, so that config.json never overrides it. Every rule between
  * options is in mt_options_finish, which allocates nothing that a run needs and can be called again. */
 
-/* ---- 2a the table */
+/* What earlier parts need from later ones. */
+enum { MT_CONFIG_BYTES = 1 << 22 };
+static int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path,
+                                 bool has_weights, mt_error *error);
+static int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
+static void mt_options_derive_sizes(mt_options *options);
+static void mt_options_help(mt_program program, FILE *file);
+
+/* ==== §2a the table ============================================================================================== */
+/* A row per option, and the few functions that read and write the field that a row points at. */
 
 typedef enum mt_option_type {
     MT_FLAG,   // --swiglu
@@ -332,7 +354,7 @@ static const mt_option mt_option_table[] = {
     {"rampup-batch-size", MT_LIST, MT_AT(rampup_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "START INCREMENT SAMPLES",
      "grow the global batch from START by INCREMENT over the first SAMPLES"},
     {"seq-length", MT_INT, MT_AT(seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741824]",
-     "tokens of a sequence; infer: of --score's, else the longest text"},
+     "tokens of a sequence; infer: with --score"},
     {"train-iters", MT_INT, MT_AT(train_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]", "steps to train"},
     {"train-samples", MT_INT, MT_AT(train_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "sequences to train on, instead"},
@@ -586,6 +608,14 @@ static bool mt_option_is_default(const mt_options *options, const mt_option *row
     return same;
 }
 
+/* Whether a number is in the range of the table, "[low,high]" with ( and ) for ends that are not in it. */
+static bool mt_option_in_range(const mt_option *row, double value) {
+    char left, right;
+    double low, high;
+    MT_CHECK(sscanf(row->values, "%c%lf,%lf%c", &left, &low, &high, &right) == 4);
+    return (left == '(' ? value > low : value >= low) && (right == ')' ? value < high : value <= high);
+}
+
 /* Given, and not only to say what is so anyway. */
 static bool mt_option_used(const mt_options *options, size_t offset) {
     return mt_option_given(options, offset) && !mt_option_is_default(options, mt_option_of(offset));
@@ -600,15 +630,8 @@ void mt_options_free(mt_options *options) {
     mt_string_set(&options->hf_family, NULL);
 }
 
-/* What parts a and b need from the later ones. */
-enum { MT_CONFIG_BYTES = 1 << 22 };
-static int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path,
-                                 bool has_weights, mt_error *error);
-static int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
-static void mt_options_derive_sizes(mt_options *options);
-static void mt_options_help(mt_program program, FILE *file);
-
-/* ---- 2b the command line and YAML */
+/* ==== §2b the command line and YAML ============================================================================== */
+/* Both end in mt_option_set with a row, a text and a place for messages; the rest is finding those three. */
 
 /* A plain decimal: strtoll would also take blanks, and octal or hexadecimal if asked. */
 static bool mt_parse_int(const char *text, int64_t *value) {
@@ -877,43 +900,44 @@ static int mt_yaml_read_value(mt_yaml *yaml, const mt_option *row, const char *w
     return 0;
 }
 
-/* The event at hand is a key: reads it and its value. `depth` grows where the value is a section, whose name is not
- * kept: sections only group options. Leaves the last event of the value at hand. */
+/* The option `name`, whose value is at hand; `place` is where the file names it. */
+static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *place) {
+    char where[400];
+    const mt_option *row = mt_option_lookup(name, strlen(name), yaml->program, place, yaml->error);
+    if (!row) return -1;
+    snprintf(where, sizeof where, "%s%.80s", place, name);
+    if (yaml->event.type == YAML_MAPPING_START_EVENT)
+        return mt_error_set(yaml->error, "%s expects %s, not a section", where, mt_option_metavar(row));
+    int64_t index = mt_option_of(row->offset) - mt_option_table;
+    if (yaml->seen[index / 64] >> index % 64 & 1)
+        return mt_error_set(yaml->error, "%s is given twice in this file", where);
+    yaml->seen[index / 64] |= (uint64_t)1 << index % 64;
+    return mt_yaml_read_value(yaml, row, where);
+}
+
+/* The event at hand is a key: reads it and its value, whose last event is then at hand. Where the value is a section,
+ * `depth` grows instead; its name is not kept, because sections only group options. */
 static int mt_yaml_read_entry(mt_yaml *yaml, int *depth) {
-    char where[400], line[300];
+    char place[300];
     const char *key;
+    long long line = (long long)yaml->event.start_mark.line + 1;
     if (yaml->event.type != YAML_SCALAR_EVENT)
-        return mt_error_set(yaml->error, "%s:%lld: expects the name of an option", yaml->path,
-                            (long long)yaml->event.start_mark.line + 1);
-    snprintf(line, sizeof line, "%.250s:%lld: ", yaml->path, (long long)yaml->event.start_mark.line + 1);
+        return mt_error_set(yaml->error, "%s:%lld: expects the name of an option", yaml->path, line);
     if (mt_yaml_scalar(yaml, &key)) return -1;
     char *name = mt_strdup(key); // the event goes when its value comes
-    snprintf(where, sizeof where, "%s%.80s", line, name);
-    const mt_option *row = mt_option_find(name, strlen(name));
+    snprintf(place, sizeof place, "%.250s:%lld: ", yaml->path, line);
     int result = mt_yaml_next(yaml);
-    bool is_section = !result && !row && yaml->event.type == YAML_MAPPING_START_EVENT;
+    bool is_section = yaml->event.type == YAML_MAPPING_START_EVENT && !mt_option_find(name, strlen(name));
+    if (!result && !is_section) result = mt_yaml_read_option(yaml, name, place);
     if (!result && is_section && ++*depth > MT_YAML_DEPTH)
-        result = mt_error_set(yaml->error, "%s: sections are nested deeper than %d", where, MT_YAML_DEPTH);
-    if (!result && !is_section) {
-        row = mt_option_lookup(name, strlen(name), yaml->program, line, yaml->error);
-        int64_t index = row ? mt_option_of(row->offset) - mt_option_table : 0;
-        if (!row)
-            result = -1;
-        else if (yaml->event.type == YAML_MAPPING_START_EVENT)
-            result = mt_error_set(yaml->error, "%s expects %s, not a section", where, mt_option_metavar(row));
-        else if (yaml->seen[index / 64] >> index % 64 & 1)
-            result = mt_error_set(yaml->error, "%s is given twice in this file", where);
-        else
-            result = mt_yaml_read_value(yaml, row, where);
-        yaml->seen[index / 64] |= (uint64_t)1 << index % 64;
-    }
+        result = mt_error_set(yaml->error, "%s%.80s: sections are nested deeper than %d", place, name, MT_YAML_DEPTH);
     free(name);
     return result;
 }
 
 /* One document, a mapping; or nothing at all. */
 static int mt_yaml_read(mt_yaml *yaml) {
-    int depth = 0;
+    int depth = 1;
     do
         if (mt_yaml_next(yaml)) return -1;
     while (yaml->event.type == YAML_STREAM_START_EVENT || yaml->event.type == YAML_DOCUMENT_START_EVENT);
@@ -921,7 +945,6 @@ static int mt_yaml_read(mt_yaml *yaml) {
     if (yaml->event.type != YAML_MAPPING_START_EVENT)
         return mt_error_set(yaml->error, "%s:%lld: expects lines such as `num_layers: 12`", yaml->path,
                             (long long)yaml->event.start_mark.line + 1);
-    depth = 1;
     while (depth > 0) {
         if (mt_yaml_next(yaml)) return -1;
         if (yaml->event.type == YAML_MAPPING_END_EVENT)
@@ -1010,9 +1033,11 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
     return mt_options_read_shape(options, error);
 }
 
-/* ---- 2c config.json of Hugging Face */
+/* ==== §2c config.json of Hugging Face ============================================================================ */
+/* Five families of transformers, and one of our own for what none of them can say. Values are checked against the
+ * table, so what is written here can be read here. */
 
-/* A config.json being read. The first error stays; after it every getter returns its fallback. */
+/* A config.json being read. Only the first error is kept, so that a reader can go on to its end. */
 typedef struct mt_config {
     json_t *root;
     const char *path;
@@ -1036,39 +1061,28 @@ static json_t *mt_config_get(const json_t *object, const char *key) {
     return json_is_null(value) ? NULL : value;
 }
 
-static int64_t mt_config_int(mt_config *config, const json_t *object, const char *key, int64_t fallback, int64_t low,
-                             int64_t high) {
+/* Sets an option from a key, where the object has it; the table says its type and range. */
+static void mt_config_read_option(mt_config *config, const json_t *object, const char *key, mt_options *options,
+                                  size_t offset) {
     const json_t *value = mt_config_get(object, key);
-    if (!value) return fallback;
-    if (!json_is_integer(value)) {
-        mt_config_fail(config, "\"%s\" must be a whole number", key);
-    } else if (json_integer_value(value) < low || json_integer_value(value) > high) {
-        mt_config_fail(config, "\"%s\" is %lld, must be in [%lld,%lld]", key, (long long)json_integer_value(value),
-                       (long long)low, (long long)high);
-    } else {
-        return json_integer_value(value);
+    const mt_option *row = mt_option_of(offset);
+    if (!value) return;
+    if (row->type == MT_INT ? !json_is_integer(value) : !json_is_number(value)) {
+        mt_config_fail(config, "\"%s\" must be a %snumber", key, row->type == MT_INT ? "whole " : "");
+        return;
     }
-    return fallback;
+    if (row->type == MT_INT)
+        *mt_option_int(options, row) = json_integer_value(value);
+    else
+        *mt_option_real(options, row) = json_number_value(value);
+    if (!mt_option_in_range(row, json_number_value(value)))
+        mt_config_fail(config, "\"%s\" is %g, must be in %s", key, json_number_value(value), row->values);
 }
 
-/* A size, which every file must give. */
-static int64_t mt_config_size(mt_config *config, const char *key, int64_t high) {
+/* The same for a key that every file of the kind has. */
+static void mt_config_read_size(mt_config *config, const char *key, mt_options *options, size_t offset) {
     if (!mt_config_get(config->root, key)) mt_config_fail(config, "\"%s\" is missing", key);
-    return mt_config_int(config, config->root, key, 1, 1, high);
-}
-
-static double mt_config_real(mt_config *config, const json_t *object, const char *key, double fallback, double low,
-                             double high) {
-    const json_t *value = mt_config_get(object, key);
-    if (!value) return fallback;
-    if (!json_is_number(value)) {
-        mt_config_fail(config, "\"%s\" must be a number", key);
-    } else if (!(json_number_value(value) >= low && json_number_value(value) <= high)) {
-        mt_config_fail(config, "\"%s\" is %g, must be in [%g,%g]", key, json_number_value(value), low, high);
-    } else {
-        return json_number_value(value);
-    }
-    return fallback;
+    mt_config_read_option(config, config->root, key, options, offset);
 }
 
 static bool mt_config_bool(mt_config *config, const char *key, bool fallback) {
@@ -1104,43 +1118,48 @@ static void mt_config_refuse(mt_config *config) {
     if (mt_config_get(config->root, "quantization_config"))
         mt_config_fail(config, "quantized weights (\"quantization_config\") are not supported; load the fp32, bf16 or "
                                "fp16 model");
-    if (mt_config_real(config, config->root, "partial_rotary_factor", 1, 0, 1e9) != 1)
-        mt_config_fail(config, "\"partial_rotary_factor\" other than 1 is not supported");
 }
 
 /* The stretch of rotary positions, under either of its keys: newer files have rope_parameters with the base inside,
  * older ones rope_scaling beside rope_theta. */
 static void mt_config_read_rope(mt_config *config, mt_options *options) {
+    static const struct {
+        const char *key;
+        size_t offset;
+    } numbers[] = {
+        {"factor", MT_AT(rope_scaling_factor)},
+        {"original_max_position_embeddings", MT_AT(original_max_position_embeddings)},
+        {"low_freq_factor", MT_AT(rope_low_freq_factor)},
+        {"high_freq_factor", MT_AT(rope_high_freq_factor)},
+        {"beta_fast", MT_AT(yarn_beta_fast)},
+        {"beta_slow", MT_AT(yarn_beta_slow)},
+        {"mscale", MT_AT(yarn_mscale)},
+        {"mscale_all_dim", MT_AT(yarn_mscale_all_dim)},
+        {"attention_factor", MT_AT(yarn_attention_factor)},
+    };
     const json_t *rope = mt_config_get(config->root, "rope_parameters");
     if (!rope) rope = mt_config_get(config->root, "rope_scaling");
     if (rope && !json_is_object(rope)) mt_config_fail(config, "the parameters of RoPE must be an object");
     const json_t *base = mt_config_get(rope, "rope_theta") ? rope : config->root;
-    options->rotary_base = mt_config_real(config, base, "rope_theta", 10000, 1e-3, 1e15);
+    mt_config_read_option(config, base, "rope_theta", options, MT_AT(rotary_base));
     const char *older = mt_config_string(config, rope, "type", "default");
     const char *type = mt_config_string(config, rope, "rope_type", older);
     if (strcmp(type, "default") == 0) type = "none";
-    if (!mt_choice_has("none|linear|llama3|yarn", type)) {
+    if (!mt_choice_has("none|linear|llama3|yarn", type))
         mt_config_fail(config, "RoPE of type \"%.40s\" is not supported; default, linear, llama3 and yarn are", type);
-        return;
-    }
-    mt_string_set(&options->rope_scaling_type, type);
-    if (mt_config_real(config, rope, "partial_rotary_factor", 1, 0, 1e9) != 1)
+    const json_t *partial = mt_config_get(rope, "partial_rotary_factor");
+    if (!partial) partial = mt_config_get(config->root, "partial_rotary_factor");
+    if (partial && json_number_value(partial) != 1)
         mt_config_fail(config, "\"partial_rotary_factor\" other than 1 is not supported");
-    if (strcmp(type, "none") == 0) return;
-    options->rope_scaling_factor = mt_config_real(config, rope, "factor", 0, 1, 1048576);
-    if (!mt_config_get(rope, "factor")) mt_config_fail(config, "RoPE of type \"%s\" needs a \"factor\"", type);
-    if (strcmp(type, "linear") == 0) return;
-    options->original_max_position_embeddings =
-        mt_config_int(config, rope, "original_max_position_embeddings", options->max_position_embeddings, 1, 1 << 30);
-    options->rope_low_freq_factor = mt_config_real(config, rope, "low_freq_factor", 1, 1e-6, 1048576);
-    options->rope_high_freq_factor = mt_config_real(config, rope, "high_freq_factor", 4, 1e-6, 1048576);
-    options->yarn_beta_fast = mt_config_real(config, rope, "beta_fast", 32, 1e-6, 1048576);
-    options->yarn_beta_slow = mt_config_real(config, rope, "beta_slow", 1, 1e-6, 1048576);
-    options->yarn_mscale = mt_config_real(config, rope, "mscale", 0, 0, 1048576);
-    options->yarn_mscale_all_dim = mt_config_real(config, rope, "mscale_all_dim", 0, 0, 1048576);
-    options->yarn_attention_factor = mt_config_real(config, rope, "attention_factor", 0, 1e-6, 1048576);
     if (json_is_false(json_object_get(rope, "truncate")))
-        mt_config_fail(config, "RoPE of type \"yarn\" with \"truncate\": false is not supported");
+        mt_config_fail(config, "RoPE with \"truncate\": false is not supported");
+    mt_string_set(&options->rope_scaling_type, type);
+    if (strcmp(type, "none") == 0) return;
+    if (!mt_config_get(rope, "factor")) mt_config_fail(config, "RoPE of type \"%s\" needs a \"factor\"", type);
+    if (strcmp(type, "linear") != 0) options->original_max_position_embeddings = options->max_position_embeddings;
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
+        if (i == 0 || strcmp(type, "linear") != 0)
+            mt_config_read_option(config, rope, numbers[i].key, options, numbers[i].offset);
 }
 
 /* How many of the layers of a Qwen model look through the sliding window: layer_types says, or else those from
@@ -1149,8 +1168,10 @@ static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
     const json_t *types = mt_config_get(config->root, "layer_types");
     int64_t sliding = 0;
     if (!types) {
-        int64_t first = mt_config_int(config, config->root, "max_window_layers", 28, 0, 1 << 30);
-        return first < num_layers ? num_layers - first : 0;
+        const json_t *value = mt_config_get(config->root, "max_window_layers");
+        if (value && !json_is_integer(value)) mt_config_fail(config, "\"max_window_layers\" must be a whole number");
+        int64_t first = value ? json_integer_value(value) : 28; // Qwen2Config's default
+        return first >= num_layers ? 0 : first <= 0 ? num_layers : num_layers - first;
     }
     if (!json_is_array(types) || (int64_t)json_array_size(types) != num_layers)
         mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)num_layers);
@@ -1168,30 +1189,31 @@ static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
 static void mt_config_read_window(mt_config *config, mt_options *options) {
     bool is_mistral = strcmp(options->hf_family, "mistral") == 0;
     if (strcmp(options->hf_family, "llama") == 0) return; // transformers reads no window there
-    bool is_null = json_is_null(json_object_get(config->root, "sliding_window"));
-    int64_t window = mt_config_int(config, config->root, "sliding_window", is_null ? 0 : 4096, 1, 1 << 30);
-    if (!is_mistral && !mt_config_bool(config, "use_sliding_window", false)) window = 0;
-    if (!is_mistral && window > 0) {
-        int64_t sliding = mt_config_sliding_layers(config, options->num_layers);
-        if (sliding > 0 && sliding < options->num_layers)
-            mt_config_fail(config, "%lld of %lld layers have a sliding window; a mixture is not supported",
-                           (long long)sliding, (long long)options->num_layers);
-        if (sliding == 0) window = 0;
-    }
-    options->window_size = window;
+    if (!is_mistral && !mt_config_bool(config, "use_sliding_window", false)) return;
+    if (!json_is_null(json_object_get(config->root, "sliding_window"))) options->window_size = 4096; // when not given
+    mt_config_read_option(config, config->root, "sliding_window", options, MT_AT(window_size));
+    if (is_mistral || options->window_size == 0) return;
+    int64_t sliding = mt_config_sliding_layers(config, options->num_layers);
+    if (sliding > 0 && sliding < options->num_layers)
+        mt_config_fail(config, "%lld of %lld layers have a sliding window; a mixture is not supported",
+                       (long long)sliding, (long long)options->num_layers);
+    if (sliding == 0) options->window_size = 0;
 }
 
 static void mt_config_read_gpt2(mt_config *config, mt_options *options) {
     const char *activation = mt_config_string(config, config->root, "activation_function", "gelu_new");
-    options->num_layers = mt_config_size(config, "n_layer", 10000);
-    options->hidden_size = mt_config_size(config, "n_embd", 1 << 20);
-    options->num_attention_heads = mt_config_size(config, "n_head", 1 << 16);
-    options->max_position_embeddings = mt_config_size(config, "n_positions", 1 << 30);
-    options->ffn_hidden_size = mt_config_int(config, config->root, "n_inner", 0, 1, 1 << 24);
-    options->norm_epsilon = mt_config_real(config, config->root, "layer_norm_epsilon", 1e-5, 1e-30, 0.999);
-    options->hidden_dropout = mt_config_real(config, config->root, "resid_pdrop", 0.1, 0, 0.999999);
-    options->attention_dropout = mt_config_real(config, config->root, "attn_pdrop", 0.1, 0, 0.999999);
-    if (mt_config_real(config, config->root, "embd_pdrop", 0.1, 0, 0.999999) != options->hidden_dropout)
+    mt_config_read_size(config, "n_layer", options, MT_AT(num_layers));
+    mt_config_read_size(config, "n_embd", options, MT_AT(hidden_size));
+    mt_config_read_size(config, "n_head", options, MT_AT(num_attention_heads));
+    mt_config_read_size(config, "n_positions", options, MT_AT(max_position_embeddings));
+    mt_config_read_option(config, config->root, "n_inner", options, MT_AT(ffn_hidden_size));
+    mt_config_read_option(config, config->root, "layer_norm_epsilon", options, MT_AT(norm_epsilon));
+    mt_config_read_option(config, config->root, "embd_pdrop", options, MT_AT(hidden_dropout));
+    double embedding_dropout = options->hidden_dropout;
+    options->hidden_dropout = 0.1; // GPT2Config's default, for all three
+    mt_config_read_option(config, config->root, "resid_pdrop", options, MT_AT(hidden_dropout));
+    mt_config_read_option(config, config->root, "attn_pdrop", options, MT_AT(attention_dropout));
+    if (embedding_dropout != options->hidden_dropout)
         mt_config_fail(config, "\"embd_pdrop\" and \"resid_pdrop\" differ; one hidden dropout is supported: make them "
                                "equal");
     if (!mt_choice_has("gelu_new|gelu|gelu_pytorch_tanh", activation))
@@ -1199,8 +1221,24 @@ static void mt_config_read_gpt2(mt_config *config, mt_options *options) {
                        "\"activation_function\" \"%.40s\" is not supported; gelu_new, gelu_pytorch_tanh and gelu are",
                        activation);
     options->openai_gelu = strcmp(activation, "gelu") != 0;
-    options->add_bias_linear = true;
     options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", true);
+}
+
+/* The sizes of Llama, Mistral, Qwen2 and Qwen3. */
+static void mt_config_read_llama_sizes(mt_config *config, mt_options *options) {
+    mt_config_read_size(config, "num_hidden_layers", options, MT_AT(num_layers));
+    mt_config_read_size(config, "hidden_size", options, MT_AT(hidden_size));
+    mt_config_read_size(config, "intermediate_size", options, MT_AT(ffn_hidden_size));
+    mt_config_read_size(config, "num_attention_heads", options, MT_AT(num_attention_heads));
+    mt_config_read_size(config, "max_position_embeddings", options, MT_AT(max_position_embeddings));
+    mt_config_read_option(config, config->root, "num_key_value_heads", options, MT_AT(num_query_groups));
+    if (strcmp(options->hf_family, "llama") != 0 && !json_object_get(config->root, "num_key_value_heads"))
+        mt_config_fail(config, "\"num_key_value_heads\" is missing");
+    if (options->num_query_groups == options->num_attention_heads) options->num_query_groups = 0; // one group a head
+    options->group_query_attention = options->num_query_groups != 0;
+    bool is_qwen3 = strcmp(options->hf_family, "qwen3") == 0;
+    if (is_qwen3 && !json_object_get(config->root, "head_dim")) options->kv_channels = 128; // Qwen3Config's default
+    mt_config_read_option(config, config->root, "head_dim", options, MT_AT(kv_channels));
 }
 
 /* Llama, Mistral, Qwen2 and Qwen3: the same block but for biases, norms of heads and windows. */
@@ -1208,21 +1246,12 @@ static void mt_config_read_llama(mt_config *config, mt_options *options) {
     const char *activation = mt_config_string(config, config->root, "hidden_act", "silu");
     bool is_qwen2 = strcmp(options->hf_family, "qwen2") == 0, is_qwen3 = strcmp(options->hf_family, "qwen3") == 0;
     bool is_llama = strcmp(options->hf_family, "llama") == 0;
-    options->num_layers = mt_config_size(config, "num_hidden_layers", 10000);
-    options->hidden_size = mt_config_size(config, "hidden_size", 1 << 20);
-    options->ffn_hidden_size = mt_config_size(config, "intermediate_size", 1 << 24);
-    options->num_attention_heads = mt_config_size(config, "num_attention_heads", 1 << 16);
-    options->max_position_embeddings = mt_config_size(config, "max_position_embeddings", 1 << 30);
-    options->num_query_groups = mt_config_int(config, config->root, "num_key_value_heads", 0, 1, 1 << 16);
-    if (!is_llama && !json_object_get(config->root, "num_key_value_heads"))
-        mt_config_fail(config, "\"num_key_value_heads\" is missing");
-    if (options->num_query_groups == options->num_attention_heads) options->num_query_groups = 0; // one group a head
-    options->group_query_attention = options->num_query_groups != 0;
-    int64_t head_size = is_qwen3 && !json_object_get(config->root, "head_dim") ? 128 : 0; // Qwen3Config's default
-    options->kv_channels = mt_config_int(config, config->root, "head_dim", head_size, 1, 1 << 16);
-    options->norm_epsilon = mt_config_real(config, config->root, "rms_norm_eps", 1e-6, 1e-30, 0.999);
-    options->hidden_dropout = mt_config_real(config, config->root, "hidden_dropout", 0, 0, 0.999999);
-    options->attention_dropout = mt_config_real(config, config->root, "attention_dropout", 0, 0, 0.999999);
+    mt_config_read_llama_sizes(config, options);
+    options->norm_epsilon = 1e-6; // what their classes in transformers have by default
+    options->hidden_dropout = options->attention_dropout = 0;
+    mt_config_read_option(config, config->root, "rms_norm_eps", options, MT_AT(norm_epsilon));
+    mt_config_read_option(config, config->root, "hidden_dropout", options, MT_AT(hidden_dropout));
+    mt_config_read_option(config, config->root, "attention_dropout", options, MT_AT(attention_dropout));
     if (!mt_choice_has("silu|swish", activation))
         mt_config_fail(config, "\"hidden_act\" \"%.40s\" is not supported; silu is", activation);
     options->swiglu = true;
@@ -1264,37 +1293,40 @@ static void mt_config_read_megatron(mt_config *config, mt_options *options) {
     options->mlp_bias = mt_config_bool(config, "mlp_bias", false);
 }
 
-/* Sets `shape`, which holds defaults, to what the text says. */
+/* Sets `shape`, which holds defaults, to what a file of a supported family says. */
+static void mt_config_read_family(mt_config *config, mt_options *shape, const char *family) {
+    mt_error problem;
+    mt_string_set(&shape->hf_family, family);
+    mt_config_read_size(config, "vocab_size", shape, MT_AT(vocab_size));
+    mt_config_read_option(config, config->root, "initializer_range", shape, MT_AT(init_method_std));
+    shape->bos_token_id = mt_config_token(config, "bos_token_id", shape->vocab_size);
+    shape->eos_token_id = mt_config_token(config, "eos_token_id", shape->vocab_size);
+    mt_config_refuse(config);
+    if (strcmp(family, "megatron") == 0)
+        mt_config_read_megatron(config, shape);
+    else if (strcmp(family, "gpt2") == 0)
+        mt_config_read_gpt2(config, shape);
+    else
+        mt_config_read_llama(config, shape);
+    if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(config, "%s", problem.text);
+    int64_t heads = shape->num_attention_heads, groups = shape->num_query_groups;
+    if (!config->failed && groups > 0 && heads % groups != 0)
+        mt_config_fail(config, "the %lld heads do not divide into %lld groups", (long long)heads, (long long)groups);
+}
+
 static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, mt_error *error) {
     json_error_t problem;
     mt_config config = {.path = path, .error = error};
     config.root = json_loadb(json, (size_t)bytes, JSON_REJECT_DUPLICATES, &problem);
     if (!config.root) return mt_error_set(error, "%s:%d: is not JSON: %s", path, problem.line, problem.text);
     const char *family = mt_config_string(&config, config.root, "model_type", NULL);
-    if (!json_is_object(config.root)) {
+    if (!json_is_object(config.root))
         mt_config_fail(&config, "must hold a JSON object");
-    } else if (!family || !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|megatron", family)) {
+    else if (!family || !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|megatron", family))
         mt_config_fail(&config, "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2 and qwen3 are supported",
                        family ? family : "missing");
-    } else {
-        mt_string_set(&shape->hf_family, family);
-        shape->vocab_size = mt_config_size(&config, "vocab_size", 1 << 24);
-        shape->init_method_std = mt_config_real(&config, config.root, "initializer_range", 0.02, 0, 100);
-        shape->bos_token_id = mt_config_token(&config, "bos_token_id", shape->vocab_size);
-        shape->eos_token_id = mt_config_token(&config, "eos_token_id", shape->vocab_size);
-        mt_config_refuse(&config);
-        if (strcmp(family, "megatron") == 0)
-            mt_config_read_megatron(&config, shape);
-        else if (strcmp(family, "gpt2") == 0)
-            mt_config_read_gpt2(&config, shape);
-        else
-            mt_config_read_llama(&config, shape);
-        if (shape->num_attention_heads % (shape->num_query_groups ? shape->num_query_groups : 1) != 0)
-            mt_config_fail(&config, "the %lld heads do not divide into %lld groups",
-                           (long long)shape->num_attention_heads, (long long)shape->num_query_groups);
-        mt_error problem;
-        if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(&config, "%s", problem.text);
-    }
+    else
+        mt_config_read_family(&config, shape, family);
     json_decref(config.root);
     return config.failed ? -1 : 0;
 }
@@ -1328,6 +1360,7 @@ static int mt_options_take_shape(mt_options *options, const char *json, int64_t 
         result = mt_options_check_weights(options, &shape, path, error);
     }
     if (!result) {
+        // Biases that config.json tells apart from --disable-bias-linear stay unless the user said otherwise.
         bool same_biases =
             !mt_option_given(options, MT_AT(add_bias_linear)) || options->add_bias_linear == shape.add_bias_linear;
         options->attention_output_bias = same_biases && shape.attention_output_bias;
@@ -1404,7 +1437,7 @@ static void mt_config_write_gpt2(json_t *root, const mt_options *o) {
     mt_json_set_real(root, "attn_pdrop", o->attention_dropout);
 }
 
-/* RoPE's parameters as an object; `type` is the key that names the kind: rope_type, or type in the older form. */
+/* RoPE's parameters as an object; the newer form holds the base too. */
 static json_t *mt_config_rope(const mt_options *o, bool newer) {
     json_t *rope = json_object();
     bool is_llama3 = strcmp(o->rope_scaling_type, "llama3") == 0, is_yarn = strcmp(o->rope_scaling_type, "yarn") == 0;
@@ -1515,7 +1548,8 @@ char *mt_options_write_hf_config(const mt_options *options) {
     return text;
 }
 
-/* ---- 2d derivation and checks */
+/* ==== §2d derivation and checks ================================================================================== */
+/* What follows from what was given, and every rule between options, each error naming both sides. */
 
 /* Pairs of options: the first says nothing without the second. */
 static const size_t mt_option_needs[][2] = {
@@ -1546,6 +1580,7 @@ static const size_t mt_option_excludes[][2] = {
     {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_iters)},
     {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_samples)},
     {MT_AT(use_rope_scaling), MT_AT(rotary_seq_len_interpolation_factor)},
+    {MT_AT(rope_scaling_factor), MT_AT(rotary_seq_len_interpolation_factor)},
     {MT_AT(data_path), MT_AT(train_data_path)},
     {MT_AT(data_path), MT_AT(mock_data)},
     {MT_AT(data_path), MT_AT(tokens_file)},
@@ -1583,17 +1618,12 @@ static int mt_options_check_pairs(const mt_options *options, mt_error *error) {
 /* Numbers against the ranges of the table, choices against their lists. What was neither given nor set is skipped. */
 static int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error) {
     for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        char left, right;
-        double low, high;
         if (!row->name || (row->origin == MT_OF_RUN && !(row->programs & (int)program))) continue;
         if (!mt_option_given(options, row->offset) && mt_option_is_default(options, row)) continue;
         char *text = mt_option_text(options, row);
         bool good = row->type != MT_CHOICE || mt_choice_has(row->values, text);
-        if (row->type == MT_INT || row->type == MT_REAL) {
-            double value = row->type == MT_INT ? (double)*mt_option_int(options, row) : *mt_option_real(options, row);
-            MT_CHECK(sscanf(row->values, "%c%lf,%lf%c", &left, &low, &high, &right) == 4);
-            good = (left == '(' ? value > low : value >= low) && (right == ')' ? value < high : value <= high);
-        }
+        if (row->type == MT_INT) good = mt_option_in_range(row, (double)*mt_option_int(options, row));
+        if (row->type == MT_REAL) good = mt_option_in_range(row, *mt_option_real(options, row));
         if (!good)
             mt_error_set(error, "--%s must be %s%s, got %.100s", row->name, row->type == MT_CHOICE ? "" : "in ",
                          row->values, text);
@@ -1650,38 +1680,60 @@ static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* One kind of scaling from the three ways to ask for it, and what that kind needs. */
-static int mt_options_finish_rope(mt_options *o, mt_error *error) {
-    static const size_t rotary[] = {MT_AT(rotary_base),         MT_AT(rotary_percent),
-                                    MT_AT(rotary_interleaved),  MT_AT(rotary_seq_len_interpolation_factor),
-                                    MT_AT(use_rope_scaling),    MT_AT(rope_scaling_type),
-                                    MT_AT(rope_scaling_factor), MT_AT(original_max_position_embeddings)};
+/* Options of rotary positions that were given where nothing would read them. */
+static int mt_options_check_rope(const mt_options *o, mt_error *error) {
+    static const size_t rotary[] = {MT_AT(rotary_base), MT_AT(rotary_percent), MT_AT(rotary_interleaved),
+                                    MT_AT(rotary_seq_len_interpolation_factor), MT_AT(use_rope_scaling)};
+    static const struct {
+        size_t offset;
+        const char *types;
+    } scaled[] = {
+        {MT_AT(rope_scaling_factor), "linear|llama3|yarn"},
+        {MT_AT(original_max_position_embeddings), "llama3|yarn"},
+        {MT_AT(rope_low_freq_factor), "llama3"},
+        {MT_AT(rope_high_freq_factor), "llama3"},
+        {MT_AT(yarn_beta_fast), "yarn"},
+        {MT_AT(yarn_beta_slow), "yarn"},
+        {MT_AT(yarn_mscale), "yarn"},
+        {MT_AT(yarn_mscale_all_dim), "yarn"},
+        {MT_AT(yarn_attention_factor), "yarn"},
+    };
     bool is_rope = strcmp(o->position_embedding_type, "rope") == 0;
     for (size_t i = 0; i < sizeof rotary / sizeof rotary[0]; i++)
         if (!is_rope && mt_option_used(o, rotary[i]))
             return mt_error_set(error, "--%s needs --position-embedding-type rope, which is %s",
                                 mt_option_of(rotary[i])->name, o->position_embedding_type);
-    const char *asked = o->use_rope_scaling                          ? "llama3"
-                        : o->rotary_seq_len_interpolation_factor > 0 ? "linear"
-                                                                     : o->rope_scaling_type;
-    if (mt_option_given(o, MT_AT(rope_scaling_type)) && strcmp(asked, o->rope_scaling_type) != 0)
+    if (!is_rope && strcmp(o->rope_scaling_type, "none") != 0)
+        return mt_error_set(error, "--rope-scaling-type needs --position-embedding-type rope, which is %s",
+                            o->position_embedding_type);
+    for (size_t i = 0; i < sizeof scaled / sizeof scaled[0]; i++)
+        if (mt_option_used(o, scaled[i].offset) && !mt_choice_has(scaled[i].types, o->rope_scaling_type))
+            return mt_error_set(error, "--%s needs --rope-scaling-type %s, which is %s",
+                                mt_option_of(scaled[i].offset)->name, scaled[i].types, o->rope_scaling_type);
+    return 0;
+}
+
+/* One kind of scaling from the three ways to ask for it, and what that kind needs. */
+static int mt_options_finish_rope(mt_options *o, mt_error *error) {
+    const char *asked = o->use_rope_scaling ? "llama3" : o->rotary_seq_len_interpolation_factor > 0 ? "linear" : NULL;
+    if (asked && mt_option_given(o, MT_AT(rope_scaling_type)) && strcmp(asked, o->rope_scaling_type) != 0)
         return mt_error_set(error, "--rope-scaling-type %s and --%s exclude each other; leave one out",
                             o->rope_scaling_type,
                             o->use_rope_scaling ? "use-rope-scaling" : "rotary-seq-len-interpolation-factor");
-    mt_string_set(&o->rope_scaling_type, asked);
-    asked = o->rope_scaling_type;
-    if (o->rotary_seq_len_interpolation_factor > 0)
-        o->rope_scaling_factor = (double)o->rotary_seq_len_interpolation_factor;
-    if (!is_rope) return 0;
+    if (asked) mt_string_set(&o->rope_scaling_type, asked);
+    if (mt_options_check_rope(o, error)) return -1;
+    if (strcmp(o->position_embedding_type, "rope") != 0) return 0;
     int64_t turning = (int64_t)((double)o->kv_channels * o->rotary_percent);
     if (turning < 2 || turning % 2 != 0)
         return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g must be even for rotary positions",
                             (long long)o->kv_channels, o->rotary_percent);
-    bool is_llama3 = strcmp(asked, "llama3") == 0, is_yarn = strcmp(asked, "yarn") == 0;
+    bool is_llama3 = strcmp(o->rope_scaling_type, "llama3") == 0, is_yarn = strcmp(o->rope_scaling_type, "yarn") == 0;
+    if (o->rotary_seq_len_interpolation_factor > 0)
+        o->rope_scaling_factor = (double)o->rotary_seq_len_interpolation_factor;
     if (is_llama3 && o->rope_scaling_factor == 0) o->rope_scaling_factor = 8;
     if (is_llama3 && o->original_max_position_embeddings == 0) o->original_max_position_embeddings = 8192;
-    if (strcmp(asked, "none") != 0 && o->rope_scaling_factor == 0)
-        return mt_error_set(error, "--rope-scaling-type %s needs --rope-scaling-factor", asked);
+    if (strcmp(o->rope_scaling_type, "none") != 0 && o->rope_scaling_factor == 0)
+        return mt_error_set(error, "--rope-scaling-type %s needs --rope-scaling-factor", o->rope_scaling_type);
     if (is_yarn && o->original_max_position_embeddings == 0)
         return mt_error_set(error, "--rope-scaling-type yarn needs --original-max-position-embeddings");
     if (is_llama3 && o->rope_low_freq_factor >= o->rope_high_freq_factor)
@@ -1823,6 +1875,16 @@ static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
     return 0;
 }
 
+static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
+    if (!o->tokenizer_type) return 0;
+    bool has_file = strcmp(o->tokenizer_type, "ByteLevel") != 0;
+    if (has_file && !o->tokenizer_model)
+        return mt_error_set(error, "--tokenizer-type %s needs --tokenizer-model", o->tokenizer_type);
+    if (!has_file && o->tokenizer_model)
+        return mt_error_set(error, "--tokenizer-type ByteLevel reads no --tokenizer-model; leave one out");
+    return 0;
+}
+
 static int mt_options_check_data(const mt_options *o, mt_error *error) {
     int sources = (o->data_path.count > 0) + (o->train_data_path.count > 0) + o->mock_data + (o->tokens_file != NULL);
     if (sources != 1)
@@ -1858,15 +1920,14 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
         return mt_error_set(error, "--score needs --out, --entropy-out or --logits-out");
     if (!o->score && mt_option_used(o, MT_AT(micro_batch_size)))
         return mt_error_set(error, "--micro-batch-size needs --score");
-    bool has_tokenizer = o->tokenizer_type && strcmp(o->tokenizer_type, "ByteLevel") != 0;
-    if (has_tokenizer && !o->tokenizer_model)
-        return mt_error_set(error, "--tokenizer-type %s needs --tokenizer-model", o->tokenizer_type);
+    if (!o->score && mt_option_used(o, MT_AT(seq_length))) return mt_error_set(error, "--seq-length needs --score");
     return mt_options_check_prompt_tokens(o, error);
 }
 
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
     if (mt_options_check_ranges(options, program, error) || mt_options_check_pairs(options, error)) return -1;
+    if (mt_options_check_tokenizer(options, error)) return -1;
     if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;
     if (mt_options_finish_sizes(options, error) || mt_options_finish_rope(options, error)) return -1;
     mt_options_derive_family(options);
@@ -1887,7 +1948,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
 
-/* ---- 2e printing */
+/* ==== §2e printing =============================================================================================== */
 
 /* Prints words from `column` on, indented to `indent`, within 100 columns. */
 static void mt_print_wrapped(FILE *file, const char *text, int column, int indent) {
@@ -2050,6 +2111,22 @@ static inline void mt_row_close(void *y, int64_t offset, const float *row, int64
     uint16_t *bits = (uint16_t *)y + offset;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) bits[i] = mt_f32_to_bf16(row[i]);
+}
+
+/* The greatest of x[n], -inf when n == 0; in lanes, since compilers do not reorder a maximum that could meet a NaN. */
+static inline float mt_row_max(const float *x, int64_t n) {
+    enum { LANES = 16 };
+    float lanes[LANES], max = -INFINITY;
+    int64_t i = 0;
+    for (int64_t lane = 0; lane < LANES; lane++) lanes[lane] = -INFINITY;
+    for (; i + LANES <= n; i += LANES) {
+#pragma omp simd
+        for (int64_t lane = 0; lane < LANES; lane++)
+            lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
+    }
+    for (; i < n; i++) max = x[i] > max ? x[i] : max;
+    for (int64_t lane = 0; lane < LANES; lane++) max = lanes[lane] > max ? lanes[lane] : max;
+    return max;
 }
 
 /* exp(x) to about one unit in the last place, without a branch, so that loops over it become vector code:
@@ -2717,16 +2794,17 @@ static mt_matrix mt_attention_load_v(float *scratch, const mt_attention_task *ta
  * running max and theirs, and adds them to the running sum. Returns what to multiply by all that was summed before. */
 static float mt_softmax_running(float *p, int64_t columns, int64_t begin, int64_t end, float scale, float *max,
                                 float *sum) {
-    float before = *max, top = -INFINITY, total = 0;
+    float before = *max, top, total = 0;
     begin = mt_max(0, mt_min(begin, columns));
     end = mt_max(begin, mt_min(end, columns));
-#pragma omp simd reduction(max : top)
-    for (int64_t j = begin; j < end; j++) top = p[j] * scale > top ? p[j] * scale : top;
+#pragma omp simd
+    for (int64_t j = begin; j < end; j++) p[j] *= scale;
+    top = mt_row_max(p + begin, end - begin);
     top = top > before ? top : before;
     for (int64_t j = 0; j < begin; j++) p[j] = 0;
 #pragma omp simd reduction(+ : total)
     for (int64_t j = begin; j < end; j++) {
-        p[j] = mt_exp(p[j] * scale - top);
+        p[j] = mt_exp(p[j] - top);
         total += p[j];
     }
     for (int64_t j = end; j < columns; j++) p[j] = 0;
@@ -3128,9 +3206,7 @@ static void mt_cpu_cross_entropy_forward(float *row_max, float *row_sum, float *
 #pragma omp parallel for if (T * count > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         const float *x = mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype);
-        float max = -INFINITY;
-#pragma omp simd reduction(max : max)
-        for (int64_t i = 0; i < count; i++) max = x[i] > max ? x[i] : max;
+        float max = mt_row_max(x, count);
         double sum = 0, weighted = 0;
         for (int64_t block = 0; block < count; block += MT_BLOCK) {
             float block_sum = 0, block_weighted = 0;
@@ -5254,7 +5330,8 @@ static int mt_text_write(const char *folder, const char *name, const char *text,
 
 static int mt_json_write(const char *folder, const char *name, const json_t *json, mt_error *error) {
     char *text = mt_json_print(json);
-    int status = mt_text_write(folder, name, text, error);
+    text = mt_realloc(text, (int64_t)strlen(text) + 2);
+    int status = mt_text_write(folder, name, strcat(text, "\n"), error);
     free(text);
     return status;
 }
@@ -5886,6 +5963,25 @@ int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, 
     return 0;
 }
 
+int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, const mt_options *options,
+                      mt_error *error) {
+    int32_t *ids = mt_malloc((int64_t)strlen(text) * 4 + 4);
+    int64_t count = 0;
+    int status = 0;
+    for (const char *from = text; from && status == 0;) {
+        char *end;
+        errno = 0;
+        long long token = strtoll(from, &end, 10);
+        if (end == from || errno != 0 || token < 0 || token > INT32_MAX || (*end != ',' && *end != '\0'))
+            status = mt_error_set(error, "\"%.20s\" is no token id; give whole numbers with commas between them", from);
+        ids[count++] = (int32_t)token;
+        from = *end ? end + 1 : NULL;
+    }
+    if (status == 0) status = mt_sequence_begin(sequence, id, ids, count, context, options, error);
+    free(ids);
+    return status;
+}
+
 int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count) {
     int64_t unfinished = 0;
     for (int64_t s = 0; s < count; s++) unfinished += !sequences[s].finished;
@@ -5906,8 +6002,10 @@ struct mt_generator {
     int32_t *logit_rows;  // [max_sequences] batch rows whose logits are wanted
     int64_t *logit_owner; // [max_sequences] and the sequences that they belong to
     int64_t num_logits;
-    float *logits;  // [max_sequences, vocab_size]
-    int32_t *order; // [vocab_size], for mt_sample
+    float *logits;                      // [max_sequences, vocab_size]
+    int32_t *order;                     // [vocab_size], for mt_sample
+    int64_t read, written;              // tokens: of prompts, and added since
+    double read_seconds, write_seconds; // in steps that read prompts, and in the others
 };
 
 mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
@@ -5982,22 +6080,41 @@ static int mt_generator_append(mt_generator *g, mt_sequence *sequence, int64_t r
     return 0;
 }
 
-int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
+/* Passes over the model until every unfinished sequence has its next token: one, unless prompts are longer than a
+ * batch. */
+static int mt_generator_advance(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
     int64_t next = 0;
-    MT_CHECK(count <= g->max_sequences);
-    while (next < count) { // passes over the model; one, unless prompts are longer than a batch
+    while (next < count) {
         g->batch.num_tokens = g->batch.num_spans = g->num_logits = 0;
-        for (; next < count; next++) {
-            mt_sequence *sequence = &sequences[next];
-            MT_CHECK(sequence->num_tokens > 0 && sequence->max_tokens <= g->rows_per_sequence);
-            if (!sequence->finished && !mt_generator_add(g, sequence, next)) break;
-        }
+        for (; next < count; next++)
+            if (!sequences[next].finished && !mt_generator_add(g, &sequences[next], next)) break;
         if (g->batch.num_tokens == 0) break;
         mt_model_decode(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->logits);
         for (int64_t row = 0; row < g->num_logits; row++)
             if (mt_generator_append(g, &sequences[g->logit_owner[row]], row, error) != 0) return -1;
     }
+    return 0;
+}
+
+int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
+    double start = mt_time();
+    int64_t read = 0, unfinished = mt_sequences_unfinished(sequences, count);
+    MT_CHECK(count <= g->max_sequences);
+    for (int64_t s = 0; s < count; s++) {
+        MT_CHECK(sequences[s].num_tokens > 0 && sequences[s].max_tokens <= g->rows_per_sequence);
+        if (sequences[s].num_cached == 0 && !sequences[s].finished) read += sequences[s].num_tokens;
+    }
+    if (mt_generator_advance(g, sequences, count, error) != 0) return -1;
+    g->read += read;
+    g->written += read ? 0 : unfinished;
+    *(read ? &g->read_seconds : &g->write_seconds) += mt_time() - start;
     return mt_sequences_unfinished(sequences, count);
+}
+
+void mt_generator_print_rates(const mt_generator *g, FILE *file) {
+    fprintf(file, "read %lld tokens, %.1f tokens/s; then wrote %lld, %.1f tokens/s\n", (long long)g->read,
+            g->read ? (double)g->read / g->read_seconds : 0, (long long)g->written,
+            g->written ? (double)g->written / g->write_seconds : 0);
 }
 
 /* ---- where texts begin and end */

@@ -813,6 +813,10 @@ typedef struct mt_sequence {
 int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
                       const mt_options *options, mt_error *error);
 
+/* mt_sequence_begin from a text such as "1,2,3"; one that is not ids is an error too. */
+int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, const mt_options *options,
+                      mt_error *error);
+
 /* How many are not finished. */
 int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count);
 
@@ -834,6 +838,9 @@ void mt_generator_destroy(mt_generator *generator);
  * token, which it then includes, or at max_tokens. Returns how many are unfinished, or -1 with error if the model's
  * logits are not numbers. */
 int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
+
+/* Prints how many tokens of prompts were read and how many tokens were then written, with their rates. */
+void mt_generator_print_rates(const mt_generator *generator, FILE *file);
 
 /* The memory plan for mt_score. */
 mt_model_plan mt_score_plan(const mt_options *options);

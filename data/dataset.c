@@ -140,12 +140,16 @@ static int open_paths(mt_data *data, const mt_blend *blend, mt_error *error) {
     return 0;
 }
 
-/* One split of one path: its sequences between two fractions of the whole, rounded as Python rounds (half to even). */
+/* The first sequence beyond a fraction of the whole, rounded as Python rounds (half to even). */
+static int64_t sequence_at(const mt_indexed_dataset *indexed, double fraction) {
+    return (int64_t)nearbyint(fraction * (double)mt_indexed_dataset_index(indexed)->num_sequences);
+}
+
+/* One split of one path: its sequences between two fractions of the whole. */
 static int create_source(mt_dataset **out, const mt_indexed_dataset *indexed, const double share[2],
                          int64_t num_samples, const mt_data_config *config, mt_error *error) {
-    double count = (double)mt_indexed_dataset_index(indexed)->num_sequences;
-    return mt_gpt_dataset_create(out, indexed, (int64_t)nearbyint(share[0] * count),
-                                 (int64_t)nearbyint(share[1] * count), num_samples, config, error);
+    return mt_gpt_dataset_create(out, indexed, sequence_at(indexed, share[0]), sequence_at(indexed, share[1]),
+                                 num_samples, config, error);
 }
 
 /* Sources of a weighted blend are asked for their part and a little more; without weights each is read for one epoch
@@ -161,6 +165,13 @@ static int create_sources(mt_dataset **sources, double *weights, int64_t *size, 
         if (!blend->weights) weights[i] = (double)sources[i]->num_samples;
         total += blend->weights ? target : sources[i]->num_samples;
     }
+    bool ends = !config->dataloader_type || strcmp(config->dataloader_type, "single") == 0;
+    if (!blend->weights && total < wanted && ends)
+        return mt_error_set(
+            error,
+            "the data paths, of which %s is the first, hold %lld samples in one epoch, but the run needs "
+            "%lld; give a weight before every path, so that they are read more than once",
+            blend->paths[0], (long long)total, (long long)wanted);
     *size = blend->weights || total < wanted ? total : wanted;
     return 0;
 }
@@ -179,12 +190,20 @@ static int create_blend(mt_dataset **out, mt_indexed_dataset *const *indexed, co
     return result;
 }
 
+/* Few documents may leave a small share without any, which is no reason not to train on the others. */
+static bool lacks_documents(mt_indexed_dataset *const *indexed, int64_t count, const double share[2]) {
+    for (int64_t i = 0; i < count; i++)
+        if (sequence_at(indexed[i], share[0]) == sequence_at(indexed[i], share[1])) return true;
+    return false;
+}
+
 /* One split of a blend; a lone path is read directly. `share` is the part of every path that belongs to the split. */
 static int create_split(mt_data *data, mt_split split, const mt_blend *blend, bool direct, const double share[2],
                         const mt_data_config *config, mt_error *error) {
     mt_indexed_dataset *const *indexed = data->indexed + data->num_indexed - blend->count;
     int64_t size = config->sizes[split];
     if (size == 0 || !(share[0] < share[1])) return 0;
+    if (split != MT_SPLIT_TRAIN && lacks_documents(indexed, blend->count, share)) return 0;
     if (direct) return create_source(&data->splits[split], indexed[0], share, size, config, error);
     return create_blend(&data->splits[split], indexed, blend, share, size, config, error);
 }
@@ -228,10 +247,6 @@ static int check_config(const mt_data_config *config, mt_error *error) {
     if (sources != 1)
         return mt_error_set(error, "give exactly one of --data-path, --train-data-path (with --valid-data-path and "
                                    "--test-data-path), --tokens-file and --mock-data");
-    if (split_paths > 0 && config->split)
-        return mt_error_set(error,
-                            "--split cuts --data-path and cannot go with --train-data-path, --valid-data-path or "
-                            "--test-data-path; leave it out");
     if (config->seq_length < 1 || config->vocab_size < 1)
         return mt_error_set(error, "--seq-length and the vocabulary size must be at least 1");
     if (config->seed < 0 || config->seed > UINT32_MAX)

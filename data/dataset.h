@@ -26,7 +26,7 @@ typedef struct mt_mapping {
     int64_t size;
 } mt_mapping;
 
-/* Maps a file; missing, unreadable or not a regular file is an error. */
+/* Maps a file, and gives the map back. */
 int mt_mapping_open(mt_mapping *mapping, const char *path, mt_error *error);
 void mt_mapping_close(mt_mapping *mapping);
 
@@ -60,7 +60,7 @@ typedef struct mt_indexed_dataset mt_indexed_dataset;
 int mt_indexed_dataset_open(mt_indexed_dataset **dataset, const char *prefix, mt_error *error);
 void mt_indexed_dataset_close(mt_indexed_dataset *dataset);
 
-/* What was opened: its index, valid until the dataset is closed, and its PREFIX. */
+/* What it was opened with. */
 const mt_indexed_index *mt_indexed_dataset_index(const mt_indexed_dataset *dataset);
 const char *mt_indexed_dataset_prefix(const mt_indexed_dataset *dataset);
 
@@ -92,7 +92,7 @@ int mt_indexed_writer_publish(mt_indexed_writer *writer, mt_error *error);
 /* Removes what was not published and frees the writer. */
 void mt_indexed_writer_close(mt_indexed_writer *writer);
 
-/* MT_U16 or MT_I32, as Megatron's tool decides. */
+/* MT_U16 or MT_I32, as above. */
 mt_dtype mt_indexed_dtype_for_vocab(int64_t vocab_size);
 
 /* ---- the random numbers of NumPy and PyTorch ---------------------------------------------------------------------
@@ -104,7 +104,8 @@ typedef struct mt_mt19937 {
     int position;
 } mt_mt19937;
 
-/* Starts the generator from a seed; its next 32 bits. */
+/* init_genrand and genrand_int32 of the authors' own code; numpy.random.RandomState and torch.Generator use the same.
+ */
 void mt_mt19937_seed(mt_mt19937 *random, uint32_t seed);
 uint32_t mt_mt19937_next(mt_mt19937 *random);
 
@@ -124,7 +125,7 @@ typedef enum mt_split { MT_SPLIT_TRAIN, MT_SPLIT_VALID, MT_SPLIT_TEST, MT_NUM_SP
 typedef struct mt_data_config {
     /* --data-path: PREFIX; or several, blended by their sizes; or WEIGHT PREFIX WEIGHT PREFIX ... Cut by `split`. */
     mt_strings data_path;
-    const char *split; // --split, such as "969,30,1"; NULL: Megatron's default, the same
+    const char *split; // --split, such as "969,30,1", which NULL means too
     /* --train-data-path, --valid-data-path, --test-data-path: as data_path, each for a whole split. */
     mt_strings split_data_path[MT_NUM_SPLITS];
     bool mock_data;          // made-up tokens, see mt_data_open
@@ -158,9 +159,10 @@ void mt_dataset_free(mt_dataset *dataset);
 /* All splits of a run. */
 typedef struct mt_data mt_data;
 
-/* Opens what `config` names and builds the sample order of every split wanted. Splits have at least the size wanted
- * (more when the last epoch is not cut), except that a list of paths without weights is read for one epoch at most, as
- * in Megatron. Only the training split exists with tokens_file.
+/* Opens what `config` names and builds the sample order of every split wanted. Splits have at least the size wanted,
+ * and more when the last epoch is not cut. As in Megatron a list of paths without weights is read for one epoch:
+ * holding less than is wanted is then an error, unless dataloader_type is cyclic. Validation and test splits are left
+ * out where a path is so short that their share of it is no document. Only the training split exists with tokens_file.
  *
  * Mock documents count upwards from a random token; after every token the document ends with probability 1/16, in
  * eod_id or, where there is none, in a jump. What a model can learn is soon learnt: with an end of document the loss
@@ -168,7 +170,7 @@ typedef struct mt_data mt_data;
 int mt_data_open(mt_data **data, const mt_data_config *config, mt_error *error);
 void mt_data_close(mt_data *data);
 
-/* NULL when the split is not wanted or holds nothing. */
+/* NULL when the split is not wanted or was left out. */
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split);
 
 /* ---- the pieces of a GPT dataset, for those who build one by hand -------------------------------------------------

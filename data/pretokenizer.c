@@ -1,5 +1,5 @@
-/* pretokenizer.c: normalizes text and cuts it into words, as the `normalizer` and `pre_tokenizer` of a tokenizer.json say.
- * Regular expressions run on PCRE2 (compiled to machine code where it can), Unicode normalization on utf8proc. */
+/* pretokenizer.c: normalizes text and cuts it into words, as the `normalizer` and `pre_tokenizer` of a tokenizer.json
+ * say. Regular expressions run on PCRE2 (compiled to machine code where it can), Unicode normalization on utf8proc. */
 #include "tokenizer_internal.h"
 
 #include <stdlib.h>
@@ -14,8 +14,7 @@
 #endif
 
 /* The pattern of GPT-2's encoder.py. */
-const char mt_gpt2_pattern[] =
-    "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
+const char mt_gpt2_pattern[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
 /* ---- patterns -------------------------------------------------------------------------------------------------- */
 
@@ -27,8 +26,8 @@ void mt_pattern_literal(mt_pattern *out, const char *text, int64_t bytes) {
 
 #ifdef MT_HAVE_PCRE2
 
-/* tokenizer.json's patterns are written for Oniguruma. Where the same letters mean something else to PCRE2, they are spelled
- * out: \s is Unicode's White_Space (PCRE2 adds U+180E), \w also takes marks and connectors (PCRE2 does not). */
+/* tokenizer.json's patterns are written for Oniguruma. Where the same letters mean something else to PCRE2, they are
+ * spelled out: \s is Unicode's White_Space (PCRE2 adds U+180E), \w also takes marks and connectors (PCRE2 does not). */
 #define SPACES "\\t-\\r\\x{85}\\p{Z}"
 #define WORDS  "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{24B6}-\\x{24E9}"
 
@@ -100,8 +99,8 @@ int mt_pattern_compile(mt_pattern *out, const char *path, const char *regex, int
     if (!context) mt_die("out of memory: a pattern's compile context");
     pcre2_set_newline(context, PCRE2_NEWLINE_LF);
     pcre2_set_max_pattern_length(context, 1 << 16);
-    pcre2_code *compiled =
-        pcre2_compile((PCRE2_SPTR)(pattern.data ? pattern.data : ""), (PCRE2_SIZE)pattern.bytes, options, &code, &at, context);
+    pcre2_code *compiled = pcre2_compile((PCRE2_SPTR)(pattern.data ? pattern.data : ""), (PCRE2_SIZE)pattern.bytes,
+                                         options, &code, &at, context);
     pcre2_compile_context_free(context);
     free(pattern.data);
     if (!compiled) {
@@ -147,8 +146,8 @@ static int regex_next(mt_encoder *encoder, const mt_pattern *pattern, const char
     if (found < 0) {
         PCRE2_UCHAR why[160] = "";
         pcre2_get_error_message(found, why, sizeof why);
-        return mt_error_set(error, "%s: the pattern '%.200s' gives up on this text: %s",
-                            encoder->tokenizer->path, pattern->source, (char *)why);
+        return mt_error_set(error, "%s: the pattern '%.200s' gives up on this text: %s", encoder->tokenizer->path,
+                            pattern->source, (char *)why);
     }
     const PCRE2_SIZE *span = pcre2_get_ovector_pointer(encoder->match_data);
     *start = (int64_t)span[0];
@@ -160,10 +159,11 @@ static int regex_next(mt_encoder *encoder, const mt_pattern *pattern, const char
 
 int mt_pattern_compile(mt_pattern *out, const char *path, const char *regex, int64_t bytes, mt_error *error) {
     (void)out, (void)regex, (void)bytes;
-    return mt_error_set(error,
-                        "%s: this tokenizer splits text by a regular expression, and this program was built without PCRE2; "
-                        "install its development package and build again",
-                        path);
+    return mt_error_set(
+        error,
+        "%s: this tokenizer splits text by a regular expression, and this program was built without PCRE2; "
+        "install its development package and build again",
+        path);
 }
 
 void mt_pattern_free(mt_pattern *pattern) {
@@ -230,17 +230,65 @@ static bool is_normal(mt_unicode_form form, const char *text, int64_t bytes) {
     return true;
 }
 
+typedef struct mark {
+    int32_t codepoint;
+    int32_t combining_class;
+} mark;
+
+/* Appends the marks [count] in the order of their combining classes, equal ones as they come (bucket sort). */
+static void append_sorted(mt_text *out, const mark *marks, int64_t count) {
+    for (int combining_class = 1; count && combining_class < 256; combining_class++)
+        for (int64_t i = 0; i < count; i++)
+            if (marks[i].combining_class == combining_class) mt_utf8_append(out, (uint32_t)marks[i].codepoint);
+}
+
+/* utf8proc sorts a run of combining marks by swapping neighbours, in quadratic time. Sorting the long ones first, which
+ * is the first thing that every normalization form does to them, keeps hostile text linear. Returns false if there are
+ * none. */
+static bool sort_long_mark_runs(mt_text *out, const char *text, int64_t bytes) {
+    enum { LONG = 64 };
+    int64_t run = 0, count = 0;
+    mark *marks = NULL;
+    bool any = false;
+    for (int64_t i = 0; i < bytes && !any;) {
+        uint32_t c = 0;
+        i += mt_utf8_decode(text + i, bytes - i, &c);
+        run = utf8proc_get_property((utf8proc_int32_t)c)->combining_class ? run + 1 : 0;
+        any = run > LONG;
+    }
+    if (!any) return false;
+    marks = mt_malloc((bytes + 1) * (int64_t)sizeof *marks);
+    for (int64_t i = 0; i < bytes;) {
+        uint32_t c = 0;
+        i += mt_utf8_decode(text + i, bytes - i, &c);
+        marks[count] = (mark){(int32_t)c, utf8proc_get_property((utf8proc_int32_t)c)->combining_class};
+        if (marks[count++].combining_class) continue;
+        append_sorted(out, marks, count - 1);
+        mt_utf8_append(out, c);
+        count = 0;
+    }
+    append_sorted(out, marks, count);
+    free(marks);
+    return true;
+}
+
 static int normalize_unicode(const mt_rule *step, const char *path, mt_text *out, const char *text, int64_t bytes,
                              mt_error *error) {
     if (is_normal(step->form, text, bytes)) {
         mt_text_append(out, text, bytes);
         return 0;
     }
+    mt_text sorted = {0};
+    if (sort_long_mark_runs(&sorted, text, bytes)) {
+        text = sorted.data;
+        bytes = sorted.bytes;
+    }
     int options = UTF8PROC_STABLE;
     options |= step->form == MT_NFC || step->form == MT_NFKC ? UTF8PROC_COMPOSE : UTF8PROC_DECOMPOSE;
     if (step->form == MT_NFKC || step->form == MT_NFKD) options |= UTF8PROC_COMPAT;
     utf8proc_uint8_t *normal = NULL;
     utf8proc_ssize_t length = utf8proc_map((const utf8proc_uint8_t *)text, bytes, &normal, (utf8proc_option_t)options);
+    free(sorted.data);
     if (length < 0) return mt_error_set(error, "%s: normalizing the text: %s", path, utf8proc_errmsg(length));
     mt_text_append(out, (const char *)normal, length);
     free(normal);
@@ -403,8 +451,8 @@ static int metaspace(mt_encoder *encoder, int index, bool first, const char *tex
     const mt_rule *step = &encoder->tokenizer->pretokenizer[index];
     mt_text *out = &encoder->prefixed[index];
     out->bytes = 0;
-    bool has_prefix = text[0] == ' ' || (bytes >= step->content_bytes &&
-                                         !memcmp(text, step->content, (size_t)step->content_bytes));
+    bool has_prefix =
+        text[0] == ' ' || (bytes >= step->content_bytes && !memcmp(text, step->content, (size_t)step->content_bytes));
     if (!has_prefix && (step->prefix == MT_PREFIX_ALWAYS || (step->prefix == MT_PREFIX_FIRST && first)))
         mt_text_append(out, step->content, step->content_bytes);
     for (int64_t i = 0; i < bytes; i++) {

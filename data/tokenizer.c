@@ -108,7 +108,7 @@ static int read_file(const char *path, mt_text *out, mt_error *error) {
         got = fread(out->data + out->bytes, 1, (size_t)(out->capacity - out->bytes), file);
         out->bytes += (int64_t)got;
     } while (got && out->bytes <= MT_MAX_TEXT);
-    int failed = ferror(file) ? mt_error_set(error, "%s: cannot be read: %s", path, strerror(errno))
+    int failed = ferror(file)               ? mt_error_set(error, "%s: cannot be read: %s", path, strerror(errno))
                  : out->bytes > MT_MAX_TEXT ? mt_error_set(error, "%s: too large for a tokenizer", path)
                                             : 0;
     fclose(file);
@@ -213,7 +213,8 @@ static int open_sentencepiece(mt_tokenizer *tokenizer, const char *path, mt_erro
 }
 
 static int open_vocab_and_merges(mt_tokenizer *tokenizer, const char *vocab, const char *merges, mt_error *error) {
-    if (keep_file(tokenizer, vocab, "vocab.json", error) || keep_file(tokenizer, merges, "merges.txt", error)) return -1;
+    if (keep_file(tokenizer, vocab, "vocab.json", error) || keep_file(tokenizer, merges, "merges.txt", error))
+        return -1;
     return mt_tokenizer_load_gpt2(tokenizer, vocab, &tokenizer->files[0].content, merges, &tokenizer->files[1].content,
                                   error);
 }
@@ -231,8 +232,10 @@ static int open_gpt2(mt_tokenizer *tokenizer, const char *path, mt_error *error)
         snprintf(merges, (size_t)stem + 11, "%.*smerges.txt", (int)stem, path);
     }
     int failed = merges ? open_vocab_and_merges(tokenizer, vocab, merges, error)
-                        : mt_error_set(error, "%s: give GPT2BPETokenizer a folder, VOCAB.json,MERGES.txt, or a file whose "
-                                       "name ends in vocab.json with merges.txt beside it", path);
+                        : mt_error_set(error,
+                                       "%s: give GPT2BPETokenizer a folder, VOCAB.json,MERGES.txt, or a file whose "
+                                       "name ends in vocab.json with merges.txt beside it",
+                                       path);
     free(vocab);
     free(merges);
     return failed;
@@ -260,8 +263,10 @@ int mt_tokenizer_open(mt_tokenizer **out, const char *type, const char *path, mt
     bool bytes = !strcmp(type, "ByteLevel"), json = !strcmp(type, "HuggingFaceTokenizer");
     bool sentencepiece = !strcmp(type, "SentencePieceTokenizer"), gpt2 = !strcmp(type, "GPT2BPETokenizer");
     if (!bytes && !json && !sentencepiece && !gpt2)
-        return mt_error_set(error, "--tokenizer-type %s: not known; use HuggingFaceTokenizer, SentencePieceTokenizer, "
-                            "GPT2BPETokenizer or ByteLevel", type);
+        return mt_error_set(error,
+                            "--tokenizer-type %s: not known; use HuggingFaceTokenizer, SentencePieceTokenizer, "
+                            "GPT2BPETokenizer or ByteLevel",
+                            type);
     if (!bytes && (!path || !*path))
         return mt_error_set(error, "--tokenizer-type %s: needs --tokenizer-model with the tokenizer's file", type);
     mt_tokenizer *tokenizer = mt_tokenizer_new(bytes ? "ByteLevel" : path);
@@ -270,7 +275,8 @@ int mt_tokenizer_open(mt_tokenizer **out, const char *type, const char *path, mt
     if (bytes)
         failed = open_bytes(tokenizer);
     else if (json)
-        failed = folder ? open_in(tokenizer, path, "tokenizer.json", open_json, error) : open_json(tokenizer, path, error);
+        failed =
+            folder ? open_in(tokenizer, path, "tokenizer.json", open_json, error) : open_json(tokenizer, path, error);
     else if (sentencepiece)
         failed = folder ? open_in(tokenizer, path, "tokenizer.model", open_sentencepiece, error)
                         : open_sentencepiece(tokenizer, path, error);
@@ -296,8 +302,10 @@ int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *e
     if (exists_in(folder, "tokenizer.model")) return mt_tokenizer_open(out, "SentencePieceTokenizer", folder, error);
     if (exists_in(folder, "vocab.json") && exists_in(folder, "merges.txt"))
         return mt_tokenizer_open(out, "GPT2BPETokenizer", folder, error);
-    return mt_error_set(error, "%s: holds no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt); put "
-                        "one there, or name one", folder);
+    return mt_error_set(error,
+                        "%s: holds no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt); put "
+                        "one there, or name one",
+                        folder);
 }
 
 int mt_tokenizer_save(const mt_tokenizer *tokenizer, const char *folder, mt_error *error) {
@@ -391,8 +399,8 @@ static int encode_part(mt_encoder *encoder, int pass, bool first, const char *te
     return encode_parts(encoder, 1, first, text, bytes, ids, error);
 }
 
-/* Cuts the text at the added tokens of a pass (0 before, 1 after normalization): leftmost first, the longest of several.
- * `first`: the text's first byte is the document's. */
+/* Cuts the text at the added tokens of a pass (0 before, 1 after normalization): leftmost first, the longest of
+ * several. `first`: the text's first byte is the document's. */
 static int encode_parts(mt_encoder *encoder, int pass, bool first, const char *text, int64_t bytes, mt_ids *ids,
                         mt_error *error) {
     const mt_trie *trie = &encoder->tokenizer->added_tries[pass];
@@ -453,10 +461,10 @@ int mt_tokenizer_encode(const mt_tokenizer *tokenizer, const char *text, int64_t
 
 struct mt_decoder {
     const mt_tokenizer *tokenizer;
-    int64_t tokens;   // so far
-    bool started;     // leading space has been dealt with
-    int strip_left;   // leading spaces still to drop
-    mt_text pending;  // bytes that do not make a whole character yet
+    int64_t tokens;  // so far
+    bool started;    // leading space has been dealt with
+    int strip_left;  // leading spaces still to drop
+    mt_text pending; // bytes that do not make a whole character yet
 };
 
 static void decoder_restart(mt_decoder *decoder) {
@@ -466,12 +474,13 @@ static void decoder_restart(mt_decoder *decoder) {
     decoder->pending.bytes = 0;
 }
 
-/* SentencePiece put a space before the text, so the first piece loses one. With remove_extra_whitespaces the next piece does
- * too as long as nothing has been written (sentencepiece_processor.cc, DecodeSentencePiece). */
+/* SentencePiece put a space before the text, so the first piece loses one. With remove_extra_whitespaces the next piece
+ * does too as long as nothing has been written (sentencepiece_processor.cc, DecodeSentencePiece). */
 static bool drops_space(mt_decoder *decoder, int32_t id) {
     const mt_sentencepiece_rules *rules = &decoder->tokenizer->rules;
     const mt_token *token = &decoder->tokenizer->tokens[id];
-    bool text = token->type == MT_TOKEN_NORMAL || token->type == MT_TOKEN_USER_DEFINED || token->type == MT_TOKEN_UNUSED;
+    bool text =
+        token->type == MT_TOKEN_NORMAL || token->type == MT_TOKEN_USER_DEFINED || token->type == MT_TOKEN_UNUSED;
     bool spaced = text && token->text_bytes >= 3 && !memcmp(mt_token_text(decoder->tokenizer, id), MT_SPACE_SYMBOL, 3);
     if (decoder->started || !spaced || (!rules->add_dummy_prefix && !rules->remove_extra_whitespaces)) return false;
     if (!rules->remove_extra_whitespaces) decoder->started = true;

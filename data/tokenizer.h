@@ -5,12 +5,13 @@
  *   mt_decoder    turns ids that arrive one at a time into whole UTF-8 characters, as generation needs.
  *
  * Formats: Hugging Face tokenizer.json with a BPE model (byte-level as GPT-2, Qwen and Llama 3; metaspace with byte
- * fallback as Llama 2), GPT-2's vocab.json + merges.txt, SentencePiece .model (BPE and unigram), and raw bytes. Ids equal
- * those of the `tokenizers` and `sentencepiece` libraries. What a file asks for and is not supported is refused by name.
+ * fallback as Llama 2), GPT-2's vocab.json + merges.txt, SentencePiece .model (BPE and unigram), and raw bytes. Ids
+ * equal those of the `tokenizers` and `sentencepiece` libraries. What a file asks for and is not supported is refused
+ * by name.
  *
  * Text is bytes with a length: NUL is an ordinary character. Invalid UTF-8 is encoded as U+FFFD, as the reference
- * libraries do: once per ill-formed sequence for tokenizer.json and GPT-2 (as Python's errors="replace"), once per byte for
- * SentencePiece. ByteLevel passes every byte through.
+ * libraries do: once per ill-formed sequence for tokenizer.json and GPT-2 (as Python's errors="replace"), once per byte
+ * for SentencePiece. ByteLevel passes every byte through.
  */
 #ifndef MT_TOKENIZER_H
 #define MT_TOKENIZER_H
@@ -35,10 +36,9 @@ typedef struct mt_text {
 /* Opens a tokenizer. `type` and `path`:
  *   HuggingFaceTokenizer    tokenizer.json, or a folder that holds one
  *   SentencePieceTokenizer  a .model file, or a folder that holds tokenizer.model
- *   GPT2BPETokenizer        a folder with vocab.json and merges.txt; "VOCAB.json,MERGES.txt"; or VOCAB.json with the merges
- *                           beside it (X-vocab.json finds X-merges.txt)
- *   ByteLevel               no path: ids 0..255 are bytes, 256 ends a document
- * A missing, damaged or unsupported file is an error. */
+ *   GPT2BPETokenizer        a folder with vocab.json and merges.txt; "VOCAB.json,MERGES.txt"; or VOCAB.json with the
+ * merges beside it (X-vocab.json finds X-merges.txt) ByteLevel               no path: ids 0..255 are bytes, 256 ends a
+ * document A missing, damaged or unsupported file is an error. */
 int mt_tokenizer_open(mt_tokenizer **out, const char *type, const char *path, mt_error *error);
 
 /* Opens whatever tokenizer a model folder holds: a ByteLevel marker as mt_tokenizer_save writes it, tokenizer.json,
@@ -65,9 +65,9 @@ bool mt_tokenizer_is_special(const mt_tokenizer *tokenizer, int32_t id);
 mt_encoder *mt_encoder_open(const mt_tokenizer *tokenizer);
 void mt_encoder_close(mt_encoder *encoder);
 
-/* Appends the ids of `text` to `ids`. Adds no BOS and no EOD. Added tokens (such as <|endoftext|>) are recognised in the
- * text as `tokenizers` does; SentencePiece's control tokens are not, as `sentencepiece` does. Errors: text over 1 GiB, a
- * pattern of the tokenizer that PCRE2 gives up on; `ids` then holds what it held before. */
+/* Appends the ids of `text` to `ids`. Adds no BOS and no EOD. Added tokens (such as <|endoftext|>) are recognised in
+ * the text as `tokenizers` does; SentencePiece's control tokens are not, as `sentencepiece` does. Errors: text over 1
+ * GiB, a pattern of the tokenizer that PCRE2 gives up on; `ids` then holds what it held before. */
 int mt_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error);
 
 /* mt_encode with an encoder of its own, for a text or two. */

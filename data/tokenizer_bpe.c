@@ -1,9 +1,9 @@
 /* tokenizer_bpe.c: byte-pair encoding of one word (Sennrich et al. 2016, "Neural machine translation of rare words with
  * subword units"): begin with characters or bytes, and merge the best pair of neighbours until none may merge.
  *
- * A heap holds the pairs that may merge, so that a word of n symbols takes O(n log n), however long and hostile it is. A
- * pair in the heap may be stale, one of its sides having merged with another neighbour since: symbols only ever grow, so
- * it is current exactly if both sides are still there and together as long as they were. */
+ * A heap holds the pairs that may merge, so that a word of n symbols takes O(n log n), however long and hostile it is.
+ * A pair in the heap may be stale, one of its sides having merged with another neighbour since: symbols only ever grow,
+ * so it is current exactly if both sides are still there and together as long as they were. */
 #include "tokenizer_internal.h"
 
 #include <stdlib.h>
@@ -123,8 +123,7 @@ static bool push_fallback(mt_encoder *encoder, int64_t *count, const char *word,
     const int32_t *byte_ids = encoder->tokenizer->byte_ids;
     for (int32_t i = start; i < start + bytes; i++)
         if (byte_ids[(unsigned char)word[i]] < 0) return false;
-    for (int32_t i = start; i < start + bytes; i++)
-        symbol_push(encoder, count, byte_ids[(unsigned char)word[i]], i, 1);
+    for (int32_t i = start; i < start + bytes; i++) symbol_push(encoder, count, byte_ids[(unsigned char)word[i]], i, 1);
     return true;
 }
 
@@ -166,7 +165,8 @@ static void encode_new_word(mt_encoder *encoder, const char *word, int32_t bytes
     }
     int64_t count = first_symbols(encoder, word, bytes);
     mt_bpe_merge(encoder, word, count);
-    for (int32_t at = count ? 0 : -1; at >= 0; at = encoder->symbols[at].next) mt_ids_push(ids, encoder->symbols[at].id);
+    for (int32_t at = count ? 0 : -1; at >= 0; at = encoder->symbols[at].next)
+        mt_ids_push(ids, encoder->symbols[at].id);
 }
 
 /* Natural text repeats its words: each slot of the cache keeps the last word that hashed to it. */
@@ -206,7 +206,8 @@ void mt_bpe_find_words(mt_tokenizer *tokenizer) {
     if (tokenizer->byte_level || tokenizer->has_unused || mt_token_find(tokenizer, MT_SPACE_SYMBOL, 3) < 0) return;
     for (int32_t id = 0; id < tokenizer->vocab_size; id++) {
         const mt_token *token = &tokenizer->tokens[id];
-        if (token->type != MT_TOKEN_ABSENT && word_end(mt_token_text(tokenizer, id), token->text_bytes) < token->text_bytes)
+        if (token->type != MT_TOKEN_ABSENT &&
+            word_end(mt_token_text(tokenizer, id), token->text_bytes) < token->text_bytes)
             return;
     }
     tokenizer->words_at_spaces = true;

@@ -12,9 +12,9 @@
 
 #include "tokenizer.h"
 
-#define MT_MAX_VOCAB (1 << 22) // larger ids are taken for damage, so that a small file cannot claim much memory
-#define MT_MAX_STEPS 16        // steps of a normalizer, a pre-tokenizer or a decoder
-#define MT_MAX_TEXT  ((int64_t)1 << 30)
+#define MT_MAX_VOCAB    (1 << 22) // larger ids are taken for damage, so that a small file cannot claim much memory
+#define MT_MAX_STEPS    16        // steps of a normalizer, a pre-tokenizer or a decoder
+#define MT_MAX_TEXT     ((int64_t)1 << 30)
 #define MT_SPACE_SYMBOL "\xE2\x96\x81" // U+2581, what SentencePiece writes for a space
 
 /* ---- tokenizer_lookup.c ---------------------------------------------------------------------------------------- */
@@ -23,12 +23,12 @@
 typedef struct mt_map {
     struct mt_map_slot {
         uint64_t key_plus_one, value; // key_plus_one 0: empty
-    } *slots;
+    } * slots;
     int64_t count, capacity; // capacity is 0 or a power of two
 } mt_map;
 
-uint64_t *mt_map_find(const mt_map *map, uint64_t key);          // NULL if absent
-bool mt_map_insert(mt_map *map, uint64_t key, uint64_t value);   // false, and no change, if present
+uint64_t *mt_map_find(const mt_map *map, uint64_t key);        // NULL if absent
+bool mt_map_insert(mt_map *map, uint64_t key, uint64_t value); // false, and no change, if present
 
 /* A prefix tree over byte strings, each with a value of its own. Node 0 is the root. */
 typedef struct mt_trie {
@@ -39,7 +39,7 @@ typedef struct mt_trie {
 } mt_trie;
 
 void mt_trie_insert(mt_trie *trie, const char *text, int64_t bytes, int32_t value);
-int64_t mt_trie_step(const mt_trie *trie, int64_t node, char byte); // the child, or -1
+int64_t mt_trie_step(const mt_trie *trie, int64_t node, char byte);                            // the child, or -1
 int64_t mt_trie_longest(const mt_trie *trie, const char *text, int64_t bytes, int32_t *value); // its length, or 0
 void mt_trie_free(mt_trie *trie);
 
@@ -51,8 +51,8 @@ void mt_text_append(mt_text *text, const char *data, int64_t bytes);
 
 typedef enum { MT_UTF8_WHOLE, MT_UTF8_CUT, MT_UTF8_BAD } mt_utf8_state;
 
-/* Looks at the first character of text[bytes > 0] and returns how many bytes belong to it: a whole one, one that the end
- * of the text cuts short, or the longest beginning of one that what follows makes ill-formed. */
+/* Looks at the first character of text[bytes > 0] and returns how many bytes belong to it: a whole one, one that the
+ * end of the text cuts short, or the longest beginning of one that what follows makes ill-formed. */
 int mt_utf8_scan(const char *text, int64_t bytes, mt_utf8_state *state);
 int mt_utf8_decode(const char *text, int64_t bytes, uint32_t *codepoint); // the length, or 0 if ill-formed
 void mt_utf8_append(mt_text *text, uint32_t codepoint);
@@ -74,9 +74,9 @@ typedef enum {
 } mt_token_type;
 
 typedef struct mt_token {
-    int64_t text, surface;            // offsets in mt_tokenizer.strings: what it is encoded from, what it decodes to
+    int64_t text, surface; // offsets in mt_tokenizer.strings: what it is encoded from, what it decodes to
     int32_t text_bytes, surface_bytes;
-    float score;                      // SentencePiece
+    float score; // SentencePiece
     uint8_t type;
 } mt_token;
 

@@ -1,5 +1,5 @@
-/* tokenizer_json.c: reads Hugging Face's tokenizer.json, and GPT-2's vocab.json with merges.txt. Every component that the
- * file names is either done exactly or refused by name; unknown keys are ignored, as `tokenizers` does. */
+/* tokenizer_json.c: reads Hugging Face's tokenizer.json, and GPT-2's vocab.json with merges.txt. Every component that
+ * the file names is either done exactly or refused by name; unknown keys are ignored, as `tokenizers` does. */
 #include "tokenizer_internal.h"
 
 #include <jansson.h>
@@ -10,7 +10,8 @@ typedef struct loader {
     mt_tokenizer *tokenizer;
     const char *path;
     mt_error *error;
-    const char **keys; // [key_count] each token as the file spells it, borrowed from the JSON; NULL: not in the vocabulary
+    const char *
+        *keys; // [key_count] each token as the file spells it, borrowed from the JSON; NULL: not in the vocabulary
     int64_t key_count;
     bool fused; // the decoders read so far include Fuse
 } loader;
@@ -52,14 +53,14 @@ static bool equals(mt_text text, const char *name) {
 
 /* "FILE: PART of type 'X' is not supported ..." */
 static int refuse(loader *l, const char *part, mt_text type) {
-    return mt_error_set(l->error, "%s: a %s of type '%.60s' is not supported; use a tokenizer without it", l->path, part,
-                        type.data);
+    return mt_error_set(l->error, "%s: a %s of type '%.60s' is not supported; use a tokenizer without it", l->path,
+                        part, type.data);
 }
 
 /* ---- byte-level vocabularies ----------------------------------------------------------------------------------- */
 
-/* GPT-2 spells each byte as a printable character: itself where it is one, else the next of U+0100, U+0101, ... The byte of
- * a character, or -1. */
+/* GPT-2 spells each byte as a printable character: itself where it is one, else the next of U+0100, U+0101, ... The
+ * byte of a character, or -1. */
 static int byte_of_character(uint32_t c) {
     if ((c >= 33 && c <= 126) || (c >= 161 && c <= 172) || (c >= 174 && c <= 255)) return (int)c;
     if (c < 256 || c > 323) return -1;
@@ -102,8 +103,10 @@ static void set_content(mt_rule *step, mt_text content) {
 static int read_unicode_normalizer(loader *l, mt_rule *step, mt_text type) {
 #ifndef MT_HAVE_UTF8PROC
     (void)step;
-    return mt_error_set(l->error, "%s: the normalizer %.60s needs utf8proc, which this program was built without; install "
-                        "its development package and build again", l->path, type.data);
+    return mt_error_set(l->error,
+                        "%s: the normalizer %.60s needs utf8proc, which this program was built without; install "
+                        "its development package and build again",
+                        l->path, type.data);
 #else
     (void)l;
     step->kind = equals(type, "Lowercase") ? MT_RULE_LOWERCASE : MT_RULE_UNICODE;
@@ -232,8 +235,8 @@ static void remember_key(loader *l, int64_t id, const char *key) {
     l->keys[id] = key;
 }
 
-/* Adds every token of the object {token: id}. Byte-level tokens are kept as the bytes that they spell; one that spells none
- * cannot come from text and is only decoded. */
+/* Adds every token of the object {token: id}. Byte-level tokens are kept as the bytes that they spell; one that spells
+ * none cannot come from text and is only decoded. */
 static int read_vocabulary(loader *l, json_t *vocabulary) {
     const char *key;
     json_t *value;
@@ -276,8 +279,8 @@ static int add_merge(loader *l, mt_text *scratch, int64_t rank, mt_text left, mt
     int32_t merged = both.bytes ? find_spelled(l, scratch, both.data, both.bytes) : -1;
     free(both.data);
     if (a < 0 || b < 0 || merged < 0)
-        return mt_error_set(l->error, "%s: merge %lld, '%.*s' with '%.*s', names a token that the vocabulary lacks", l->path,
-                            (long long)rank, (int)(left.bytes < 60 ? left.bytes : 60), left.data,
+        return mt_error_set(l->error, "%s: merge %lld, '%.*s' with '%.*s', names a token that the vocabulary lacks",
+                            l->path, (long long)rank, (int)(left.bytes < 60 ? left.bytes : 60), left.data,
                             (int)(right.bytes < 60 ? right.bytes : 60), right.data);
     mt_merge_add(l->tokenizer, a, b, merged, rank);
     return 0;
@@ -331,7 +334,8 @@ static int read_model(loader *l, const json_t *model) {
     if (!json_is_object(model)) return mt_error_set(l->error, "%s: has no model", l->path);
     if (type.bytes ? !equals(type, "BPE") : !json_object_get(model, "merges")) return refuse(l, "model", type);
     if (get_text(model, "continuing_subword_prefix").bytes || get_text(model, "end_of_word_suffix").bytes)
-        return mt_error_set(l->error, "%s: continuing_subword_prefix and end_of_word_suffix are not supported", l->path);
+        return mt_error_set(l->error, "%s: continuing_subword_prefix and end_of_word_suffix are not supported",
+                            l->path);
     if (json_number_value(json_object_get(model, "dropout")) != 0)
         return mt_error_set(l->error, "%s: BPE dropout is not supported; set it to null", l->path);
     tokenizer->kind = MT_KIND_BPE;
@@ -372,8 +376,8 @@ static int read_added_token(loader *l, mt_encoder *encoder, const json_t *object
     if (!key) {
         if (mt_token_add(tokenizer, id, content.data, content.bytes, MT_TOKEN_USER_DEFINED, l->error)) return -1;
     } else if (!equals(content, key)) {
-        return mt_error_set(l->error, "%s: added token '%.60s' has id %lld, which is that of '%.60s'", l->path, content.data,
-                            (long long)id, key);
+        return mt_error_set(l->error, "%s: added token '%.60s' has id %lld, which is that of '%.60s'", l->path,
+                            content.data, (long long)id, key);
     }
     mt_token *token = &tokenizer->tokens[id];
     token->type = get_bool(object, "special", false) ? MT_TOKEN_CONTROL : MT_TOKEN_USER_DEFINED;
@@ -461,7 +465,8 @@ static void decode_token(mt_text token[2], const mt_rule *step, bool added) {
         replace_literal(&token[1], &token[0], step);
     else if (byte >= 0)
         mt_text_append(&token[1], &(char){(char)byte}, 1);
-    else if (step->kind != MT_RULE_BYTE_LEVEL || added || !append_spelled_bytes(&token[1], token[0].data, token[0].bytes))
+    else if (step->kind != MT_RULE_BYTE_LEVEL || added ||
+             !append_spelled_bytes(&token[1], token[0].data, token[0].bytes))
         return;
     mt_text swap = token[0];
     token[0] = token[1];
@@ -477,7 +482,8 @@ static void set_surfaces(loader *l, const mt_rule *steps, int count) {
         if (token->type == MT_TOKEN_ABSENT) continue;
         const char *key = id < l->key_count ? l->keys[id] : NULL;
         text[0].bytes = 0;
-        mt_text_append(&text[0], key ? key : mt_token_text(tokenizer, id), key ? (int64_t)strlen(key) : token->text_bytes);
+        mt_text_append(&text[0], key ? key : mt_token_text(tokenizer, id),
+                       key ? (int64_t)strlen(key) : token->text_bytes);
         bool added = token->type != MT_TOKEN_NORMAL;
         for (int i = 0; i < count; i++) decode_token(text, &steps[i], added);
         token->surface = tokenizer->strings.bytes;
@@ -528,10 +534,9 @@ static int32_t configured_token(const mt_tokenizer *tokenizer, const json_t *con
 }
 
 static void find_ends(mt_tokenizer *tokenizer, const json_t *config) {
-    static const char *const ends[] = {"<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>",
-                                       "<｜end▁of▁sentence｜>"};
-    static const char *const begins[] = {"<|begin_of_text|>", "<s>", "<bos>",
-                                         "<｜begin▁of▁sentence｜>"};
+    static const char *const ends[] = {"<|end_of_text|>", "<|endoftext|>",        "</s>", "<eos>", "<|im_end|>",
+                                       "<|eot_id|>",      "<｜end▁of▁sentence｜>"};
+    static const char *const begins[] = {"<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>"};
     tokenizer->eod = configured_token(tokenizer, config, "eos_token");
     tokenizer->bos = configured_token(tokenizer, config, "bos_token");
     for (size_t i = 0; i < sizeof ends / sizeof *ends && tokenizer->eod < 0; i++)

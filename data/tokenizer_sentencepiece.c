@@ -1,6 +1,7 @@
 /* tokenizer_sentencepiece.c: SentencePiece models (Kudo and Richardson 2018), BPE and unigram. The file is one protobuf
  * message, sentencepiece_model.proto's ModelProto; only what encoding and decoding need is read. Normalization and
- * segmentation follow sentencepiece's normalizer.cc, bpe_model.cc and unigram_model.cc step by step, since ids must agree. */
+ * segmentation follow sentencepiece's normalizer.cc, bpe_model.cc and unigram_model.cc step by step, since ids must
+ * agree. */
 #include "tokenizer_internal.h"
 
 #include <float.h>
@@ -171,8 +172,10 @@ static int find_byte_pieces(loader *l) {
         snprintf(name, sizeof name, "<0x%02X>", byte);
         int32_t id = mt_token_find(tokenizer, name, 6);
         if (id < 0 || tokenizer->tokens[id].type != MT_TOKEN_BYTE || found != 256)
-            return mt_error_set(l->error, "%s: byte_fallback needs the 256 byte pieces <0x00> to <0xFF>, and %s is missing "
-                                "or of another type", l->path, name);
+            return mt_error_set(l->error,
+                                "%s: byte_fallback needs the 256 byte pieces <0x00> to <0xFF>, and %s is missing "
+                                "or of another type",
+                                l->path, name);
         tokenizer->byte_ids[byte] = id;
     }
     tokenizer->byte_fallback = true;
@@ -209,8 +212,11 @@ static void set_surfaces(loader *l) {
 static int finish(loader *l) {
     mt_tokenizer *tokenizer = l->tokenizer;
     if (l->model_type != 1 && l->model_type != 2)
-        return mt_error_set(l->error, "%s: SentencePiece models of type %s are not supported; BPE and unigram are", l->path,
-                            l->model_type == 3 ? "word" : l->model_type == 4 ? "char" : "unknown");
+        return mt_error_set(l->error, "%s: SentencePiece models of type %s are not supported; BPE and unigram are",
+                            l->path,
+                            l->model_type == 3   ? "word"
+                            : l->model_type == 4 ? "char"
+                                                 : "unknown");
     tokenizer->kind = l->model_type == 1 ? MT_KIND_UNIGRAM : MT_KIND_SENTENCEPIECE_BPE;
     tokenizer->join = MT_JOIN_SENTENCEPIECE;
     tokenizer->min_score = FLT_MAX;
@@ -267,8 +273,8 @@ int mt_tokenizer_load_sentencepiece(mt_tokenizer *tokenizer, const char *path, c
 /* ---- normalization --------------------------------------------------------------------------------------------- */
 
 /* The longest rule of the charsmap that the text begins with: its length (0 if none) and its replacement. The units are
- * those of Darts-clone (Yata): bit 8 says that a leaf follows, the low byte is the label, the high bits an offset that is
- * XORed to the position. Every position is checked, since the file may be damaged. */
+ * those of Darts-clone (Yata): bit 8 says that a leaf follows, the low byte is the label, the high bits an offset that
+ * is XORed to the position. Every position is checked, since the file may be damaged. */
 static int64_t charsmap_find(const mt_sentencepiece_rules *rules, const char *text, int64_t bytes, const char **out) {
     if (!rules->unit_count) return 0;
     int64_t longest = 0, results = 0;
@@ -407,33 +413,46 @@ static void offer_path(mt_path_node *path, int64_t start, int64_t end, int32_t i
     path[end] = (mt_path_node){score, (int32_t)start, -1, id};
 }
 
-/* Viterbi over the characters: the best path to each position, extended by every piece that begins there. Sums are
- * float as in unigram_model.cc's EncodeOptimized, so that near ties fall the same way. */
+/* Extends the best path to `start` by every piece that begins there, or by an unknown character if none is as long as
+ * one. Returns the furthest position that is reached. */
+static int64_t extend_paths(const mt_tokenizer *tokenizer, mt_path_node *path, const char *text, int64_t bytes,
+                            int64_t start) {
+    const mt_trie *pieces = &tokenizer->pieces;
+    int64_t character = one_character(text + start, bytes - start), furthest = start + character;
+    bool single = false;
+    int64_t node = pieces->count ? 0 : -1;
+    for (int64_t end = start; end < bytes && node >= 0;) {
+        node = mt_trie_step(pieces, node, text[end++]);
+        if (node < 0 || pieces->values[node] < 0) continue;
+        const mt_token *token = &tokenizer->tokens[pieces->values[node]];
+        float score = token->score;
+        if (token->type == MT_TOKEN_USER_DEFINED) score = (float)(end - start) * tokenizer->max_score - 0.1f;
+        offer_path(path, start, end, pieces->values[node], score + path[start].score);
+        if (end - start == character) single = true;
+        if (end > furthest) furthest = end;
+    }
+    float unknown_score = tokenizer->min_score - 10.0f;
+    if (!single) offer_path(path, start, start + character, tokenizer->unknown, unknown_score + path[start].score);
+    return furthest;
+}
+
+/* Viterbi over the characters. Sums are float, and brought back to zero when they pass -100000, as sentencepiece 0.2
+ * does, so that near ties fall the same way in texts of any length. */
 static void encode_unigram(mt_encoder *encoder, const char *text, int32_t bytes, mt_ids *ids) {
     const mt_tokenizer *tokenizer = encoder->tokenizer;
-    const mt_trie *pieces = &tokenizer->pieces;
-    const float unknown_score = tokenizer->min_score - 10.0f;
     if (bytes + 1 > encoder->path_capacity) {
         encoder->path_capacity = 2 * ((int64_t)bytes + 1);
         encoder->path = mt_realloc(encoder->path, encoder->path_capacity * (int64_t)sizeof *encoder->path);
     }
     mt_path_node *path = encoder->path;
     for (int32_t i = 0; i <= bytes; i++) path[i] = (mt_path_node){0, -1, -1, -1};
-    for (int64_t start = 0, character; start < bytes; start += character) {
-        character = one_character(text + start, bytes - start);
-        bool single = false;
-        float so_far = path[start].score;
-        int64_t node = pieces->count ? 0 : -1;
-        for (int64_t end = start; end < bytes && node >= 0;) {
-            node = mt_trie_step(pieces, node, text[end++]);
-            if (node < 0 || pieces->values[node] < 0) continue;
-            const mt_token *token = &tokenizer->tokens[pieces->values[node]];
-            float score = token->score;
-            if (token->type == MT_TOKEN_USER_DEFINED) score = (float)(end - start) * tokenizer->max_score - 0.1f;
-            offer_path(path, start, end, pieces->values[node], score + so_far);
-            if (end - start == character) single = true;
-        }
-        if (!single) offer_path(path, start, start + character, tokenizer->unknown, unknown_score + so_far);
+    int64_t furthest = 0;
+    for (int64_t start = 0; start < bytes; start += one_character(text + start, bytes - start)) {
+        float base = path[start].score;
+        for (int64_t i = start; base < -100000.0f && i <= furthest; i++)
+            if (path[i].start >= 0) path[i].score -= base;
+        int64_t reached = extend_paths(tokenizer, path, text, bytes, start);
+        if (reached > furthest) furthest = reached;
     }
     for (int32_t end = bytes; end > 0; end = path[end].start) path[path[end].start].next = end;
     bool after_unknown = false;

@@ -101,8 +101,8 @@ static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_er
 }
 
 /* Ten AdamW steps; losses and gradient norms before clipping. */
-static void train_ten_steps(const char *family, const mt_grid *grid, int64_t micro_batch_size, bool bf16,
-                            double losses[STEPS], double norms[STEPS]) {
+__attribute__((unused)) static void train_ten_steps(const char *family, const mt_grid *grid, int64_t micro_batch_size,
+                                                    bool bf16, double losses[STEPS], double norms[STEPS]) {
     fixture f = open_family(family, micro_batch_size, grid->world.size, bf16);
     create_model(&f, grid);
     mt_run_state run = {0};
@@ -121,7 +121,8 @@ static void train_ten_steps(const char *family, const mt_grid *grid, int64_t mic
 }
 
 /* Fails unless losses and norms are those of expected.json to 1e-5. */
-static void assert_expected(const char *family, const double losses[STEPS], const double norms[STEPS]) {
+__attribute__((unused)) static void assert_expected(const char *family, const double losses[STEPS],
+                                                    const double norms[STEPS]) {
     char path[512];
     snprintf(path, sizeof path, "tests/golden/hf/%s/expected.json", family);
     json_t *expected = json_load_file(path, 0, NULL);

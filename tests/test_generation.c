@@ -426,6 +426,13 @@ static void prompts_that_cannot_be_continued_are_refused(void **state) {
     sequence = begin(&options, 0, prompt, 63, 64);
     assert_int_equal(sequence.max_tokens, 64);
     free(sequence.tokens);
+    static const char *const bad[] = {"", "1,,2", "1,2,", "x", "-1", "1 2", "99999999999999999999", "1,4294967296"};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        assert_int_equal(mt_sequence_parse(&sequence, 0, bad[i], 64, &options, &error), -1);
+    assert_int_equal(mt_sequence_parse(&sequence, 0, "7, 8,159", 64, &options, &error), 0);
+    assert_int_equal(sequence.num_prompt, 3);
+    assert_int_equal(sequence.tokens[2], 159);
+    free(sequence.tokens);
     options.max_new_tokens = 0;
     sequence = begin(&options, 0, prompt, 3, 64);
     assert_true(sequence.finished);

@@ -242,6 +242,10 @@ static void shapes_that_cannot_be_are_refused(void **state) {
     expect_error(RUN "--rotary-base 5", "--rotary-base needs --position-embedding-type rope");
     expect_error(RUN "--position-embedding-type rope --use-rope-scaling --rope-scaling-type linear",
                  "--rope-scaling-type linear and --use-rope-scaling exclude each other");
+    expect_error(RUN "--position-embedding-type rope --rope-scaling-factor 2",
+                 "--rope-scaling-factor needs --rope-scaling-type linear|llama3|yarn, which is none");
+    expect_error(RUN "--position-embedding-type rope --use-rope-scaling --yarn-mscale 2", "--yarn-mscale needs");
+    expect_error(RUN "--rope-scaling-type linear", "--rope-scaling-type needs --position-embedding-type rope");
     expect_error(RUN "--position-embedding-type rope --rope-scaling-type yarn", "needs --rope-scaling-factor");
     expect_error(RUN "--position-embedding-type rope --rope-scaling-type yarn --rope-scaling-factor 4",
                  "needs --original-max-position-embeddings");
@@ -296,6 +300,7 @@ static void data_and_checkpoints_that_conflict_are_refused(void **state) {
                  "--eod-mask-loss needs --tokenizer-type");
     expect_error(RUN "--valid-data-path a", "--valid-data-path needs --train-data-path");
     expect_error(RUN "--tokenizer-model t", "--tokenizer-model needs --tokenizer-type");
+    expect_error(RUN "--tokenizer-type ByteLevel --tokenizer-model t", "ByteLevel reads no --tokenizer-model");
     expect_error(RUN "--save-interval 3", "--save-interval needs --save");
     expect_error(RUN "--finetune", "--finetune needs --load");
     expect_error(RUN "--load x --hf-config y", "--load and --hf-config exclude each other");
@@ -315,6 +320,7 @@ static void infer_is_checked_too(void **state) {
         {"--out o", "--out needs --score"},
         {"--max-sequences 3", "--max-sequences needs --score"},
         {"--micro-batch-size 3", "--micro-batch-size needs --score"},
+        {"--seq-length 3", "--seq-length needs --score"},
         {"--score s --out o --seq-length 8 --top-k 3", "--score and --top-k exclude each other"},
         {"--top-p 0", "--top-p must be in (0,1]"},
         {"--top-p 1.5", "--top-p must be in (0,1]"},
@@ -765,6 +771,9 @@ static void bad_configs_are_refused_by_key(void **state) {
     expect_config_error(LLAMA ", \"partial_rotary_factor\": 0.5}", "partial_rotary_factor");
     expect_config_error(LLAMA ", \"head_dim\": 15}", "must be even");
     expect_config_error(LLAMA ", \"eos_token_id\": \"x\"}", "\"eos_token_id\" must be a token");
+    expect_config_error("{\"model_type\": \"megatron\", \"vocab_size\": 9, \"num_query_groups\": -1, "
+                        "\"num_attention_heads\": -9223372036854775808}",
+                        "must be in");
     expect_config_error("{\"model_type\": \"qwen2\", " LLAMA_SIZES "}", "\"num_key_value_heads\" is missing");
     const char *gpt2 = "{\"model_type\": \"gpt2\", \"n_layer\": 1, \"n_head\": 2, \"n_embd\": 8, \"n_positions\": 8, "
                        "\"vocab_size\": 9, %s}";
@@ -841,6 +850,7 @@ static void written_configs_read_back_as_the_same_model(void **state) {
         expect_round_trip(line, families[i]);
     }
     expect_round_trip(RUN, "gpt2");
+    expect_round_trip(RUN "--norm-epsilon 1e-50", "gpt2");
     expect_round_trip(RUN "--openai-gelu --untie-embeddings-and-output-weights --norm-epsilon 1e-6", "gpt2");
     expect_round_trip(LIKE_LLAMA, "llama");
     expect_round_trip(LIKE_LLAMA "--hidden-dropout 0 --attention-dropout 0.3 --init-method-std 0.0123", "llama");

@@ -126,7 +126,8 @@ END
 check wrong_options_are_refused_in_one_line
 
 cat >"$scratch/test" <<'END'
-refused "cannot be written" sh -c "ulimit -f 64; exec $program --input $scratch/w.jsonl --output-prefix $scratch/n $bytes"
+job="$program --input $scratch/w.jsonl --output-prefix $scratch/n $bytes"
+refused "cannot be written" sh -c "ulimit -f 64; exec $job"
 nothing n_
 END
 check a_write_that_fails_is_reported_and_leaves_nothing

@@ -1,0 +1,778 @@
+/* Checkpoints: weights in and out for every family, saving that never harms what is there, resuming bit for bit. */
+#include "golden.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static const mt_grid grid = {.world = {.name = "world", .size = 1}, .data = {.name = "data", .size = 1}};
+
+/* ---- a folder of its own for every test */
+
+static char root[64], paths[8][512];
+
+/* root/NAME; the last eight results stay valid. */
+static const char *at(const char *name) {
+    static int next;
+    char *path = paths[next++ % 8];
+    snprintf(path, sizeof paths[0], "%s/%s", root, name);
+    return path;
+}
+
+static int make_root(void **state) {
+    (void)state;
+    // in memory where that is possible: every save waits for the disk
+    strcpy(root, access("/dev/shm", W_OK) == 0 ? "/dev/shm/mt-checkpoint-XXXXXX" : "/tmp/mt-checkpoint-XXXXXX");
+    return mkdtemp(root) ? 0 : -1;
+}
+
+static int remove_root(void **state) {
+    (void)state;
+    char command[128];
+    snprintf(command, sizeof command, "rm -rf %s", root);
+    return system(command);
+}
+
+static void write_text(const char *path, const char *text) {
+    FILE *file = fopen(path, "wb");
+    assert_non_null(file);
+    assert_int_equal(fwrite(text, 1, strlen(text), file), strlen(text));
+    assert_int_equal(fclose(file), 0);
+}
+
+static bool exists(const char *path) {
+    struct stat status;
+    return lstat(path, &status) == 0;
+}
+
+static int64_t count_entries(const char *folder, const char *part) {
+    int64_t count = 0;
+    DIR *directory = opendir(folder);
+    assert_non_null(directory);
+    for (struct dirent *entry; (entry = readdir(directory));) count += strstr(entry->d_name, part) != NULL;
+    closedir(directory);
+    return count;
+}
+
+static void assert_says(const mt_error *error, const char *words) {
+    assert_null(strchr(error->text, '\n'));
+    assert_non_null(strchr(error->text, ';')); // what is wrong; what to do
+    if (!strstr(error->text, words)) fail_msg("\"%s\" does not say \"%s\"", error->text, words);
+}
+
+/* ---- models */
+
+static void load(fixture *f, mt_run_state *state, const char *folder) {
+    mt_error error;
+    if (mt_checkpoint_load(f->model, state, folder, &error) != 0) fail_msg("%s", error.text);
+}
+
+static void save(fixture *f, const mt_run_state *state, const char *folder) {
+    mt_error error;
+    if (mt_checkpoint_save(f->model, state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+}
+
+static void assert_load_fails(fixture *f, const char *folder, const char *words) {
+    mt_error error;
+    mt_run_state state;
+    if (mt_checkpoint_load(f->model, &state, folder, &error) == 0) fail_msg("loaded, but not for \"%s\"", words);
+    assert_says(&error, words);
+}
+
+static void assert_save_fails(fixture *f, const char *folder, const char *words) {
+    mt_error error;
+    mt_run_state state = {.iteration = 7};
+    if (mt_checkpoint_save(f->model, &state, folder, NULL, NULL, &error) == 0) fail_msg("saved, but not for %s", words);
+    assert_says(&error, words);
+}
+
+/* Fills every bucket, so that a value which is not loaded shows. */
+static void spoil(fixture *f) {
+    int64_t count;
+    mt_bucket *buckets = mt_model_buckets(f->model, &count);
+    for (int64_t i = 0; i < count; i++) {
+        memset(buckets[i].params, 0x3c, (size_t)(buckets[i].count * mt_dtype_size(mt_model_dtype(f->model))));
+        float *states[] = {buckets[i].master, buckets[i].m, buckets[i].v};
+        for (int k = 0; k < 3; k++)
+            if (states[k]) memset(states[k], 0x3c, (size_t)(buckets[i].count * 4));
+    }
+}
+
+/* Gives master weights and moments values that can be told apart. */
+static void fill_state(fixture *f) {
+    int64_t num_params, num_buckets;
+    const mt_param *params = mt_model_params(f->model, &num_params);
+    mt_bucket *buckets = mt_model_buckets(f->model, &num_buckets);
+    for (int64_t i = 0; i < num_params; i++) {
+        float *states[] = {buckets[params[i].bucket].master, buckets[params[i].bucket].m, buckets[params[i].bucket].v};
+        for (int k = 0; k < 3; k++)
+            for (int64_t e = 0; states[k] && e < params[i].rows_stored * params[i].cols; e++)
+                states[k][params[i].offset + e] = (float)(k + 1) + (float)(i * 4096 + e) * 0x1p-20f;
+    }
+}
+
+/* All of two models' parameters and optimizer state, padding rows included, bit for bit. */
+static void assert_same_model(fixture *a, fixture *b) {
+    int64_t num_params, num_buckets;
+    const mt_param *params = mt_model_params(a->model, &num_params);
+    mt_bucket *x = mt_model_buckets(a->model, &num_buckets), *y = mt_model_buckets(b->model, &num_buckets);
+    int64_t size = mt_dtype_size(mt_model_dtype(a->model));
+    for (int64_t i = 0; i < num_params; i++) {
+        int64_t count = params[i].rows * params[i].cols, offset = params[i].offset, bucket = params[i].bucket;
+        const mt_bucket *p = &x[bucket], *q = &y[bucket];
+        assert_memory_equal((char *)p->params + offset * size, (char *)q->params + offset * size, count * size);
+        assert_memory_equal(p->m + offset, q->m + offset, count * 4);
+        assert_memory_equal(p->v + offset, q->v + offset, count * 4);
+        if (p->master) assert_memory_equal(p->master + offset, q->master + offset, count * 4);
+    }
+}
+
+static mt_safetensors *open_tensors(const char *folder, const char *stem) {
+    mt_safetensors *file;
+    mt_error error;
+    if (mt_safetensors_open_folder(&file, folder, stem, &error) != 0) fail_msg("%s", error.text);
+    return file;
+}
+
+/* Two folders hold the same tensors: names, types, shapes, bytes. */
+static void assert_same_tensors(const char *folder, const char *expected_folder) {
+    mt_safetensors *file = open_tensors(folder, "model"), *expected = open_tensors(expected_folder, "model");
+    assert_int_equal(mt_safetensors_count(file), mt_safetensors_count(expected));
+    for (int64_t i = 0; i < mt_safetensors_count(file); i++) {
+        const mt_tensor_info *x = mt_safetensors_get(file, i), *y = mt_safetensors_get(expected, i);
+        assert_string_equal(x->name, y->name);
+        assert_int_equal(x->dtype, y->dtype);
+        assert_int_equal(x->num_dims, y->num_dims);
+        assert_memory_equal(x->shape, y->shape, (size_t)x->num_dims * 8);
+        if (x->bytes > 0) assert_memory_equal(x->data, y->data, x->bytes);
+    }
+    mt_safetensors_close(file);
+    mt_safetensors_close(expected);
+}
+
+static void assert_same_bytes(const char *folder, const char *expected_folder, const char *name) {
+    struct stat status, expected;
+    char path[512], expected_path[512];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    snprintf(expected_path, sizeof expected_path, "%s/%s", expected_folder, name);
+    assert_int_equal(stat(path, &status), 0);
+    assert_int_equal(stat(expected_path, &expected), 0);
+    assert_int_equal(status.st_size, expected.st_size);
+    char *x = read_file(folder, name, status.st_size), *y = read_file(expected_folder, name, status.st_size);
+    assert_memory_equal(x, y, (size_t)status.st_size);
+    free(x);
+    free(y);
+}
+
+/* ---- folders made from the golden ones */
+
+typedef struct changes {
+    mt_dtype dtype;         // what values are stored as
+    const char *strip;      // taken off the front of names
+    const char *drop;       // a tensor to leave out
+    const char *add[3];     // tensors to add, one value each
+    mt_dtype add_dtype;     // their type
+    const char *lengthen;   // a tensor whose last dimension is one larger
+    const char *not_finite; // a tensor whose first value is NaN
+} changes;
+
+static void store(char *to, float value, mt_dtype dtype) {
+    double wide = value;
+    uint16_t half = dtype == MT_F16 ? mt_f32_to_f16(value) : mt_f32_to_bf16(value);
+    memcpy(to,
+           dtype == MT_F64   ? (void *)&wide
+           : dtype == MT_F32 ? (void *)&value
+                             : &half,
+           (size_t)mt_dtype_size(dtype));
+}
+
+static float rounded(float value, mt_dtype dtype) {
+    return dtype == MT_F16    ? mt_f16_to_f32(mt_f32_to_f16(value))
+           : dtype == MT_BF16 ? mt_bf16_to_f32(mt_f32_to_bf16(value))
+                              : value;
+}
+
+/* Writes to/model.safetensors: the family's tensors with changes, its header unpadded so that data is not aligned. */
+static void write_changed(const char *family, const char *to, const changes *how) {
+    static char header[1 << 16];
+    char path[512], command[1024];
+    int64_t used = 0, end = 0, size = mt_dtype_size(how->dtype);
+    char *data = mt_malloc(1 << 24);
+    snprintf(path, sizeof path, "tests/golden/hf/%s", family);
+    snprintf(command, sizeof command, "mkdir -p %s && cp %s/config.json %s", to, path, to);
+    assert_int_equal(system(command), 0);
+    mt_safetensors *file = open_tensors(path, "model");
+    for (int64_t i = 0; i < mt_safetensors_count(file); i++) {
+        const mt_tensor_info *tensor = mt_safetensors_get(file, i);
+        const char *name = tensor->name;
+        int64_t count = tensor->bytes / 4, start = end;
+        if (how->drop && strcmp(name, how->drop) == 0) continue;
+        int64_t shape[2] = {tensor->shape[0], tensor->num_dims == 2 ? tensor->shape[1] : 1};
+        if (how->lengthen && strcmp(name, how->lengthen) == 0) {
+            shape[tensor->num_dims - 1]++;
+            count = shape[0] * shape[1];
+        }
+        for (int64_t e = 0; e < count; e++, end += size) {
+            float value = e < tensor->bytes / 4 ? ((const float *)tensor->data)[e] : 0;
+            if (e == 0 && how->not_finite && strcmp(name, how->not_finite) == 0) value = NAN;
+            store(data + end, value, how->dtype);
+        }
+        if (how->strip && strncmp(name, how->strip, strlen(how->strip)) == 0) name += strlen(how->strip);
+        used += sprintf(header + used, "%s\"%s\":{\"dtype\":\"%s\",\"shape\":[%d", used ? "," : "{", name,
+                        mt_dtype_name(how->dtype), (int)shape[0]);
+        if (tensor->num_dims == 2) used += sprintf(header + used, ",%d", (int)shape[1]);
+        used += sprintf(header + used, "],\"data_offsets\":[%d,%d]}", (int)start, (int)end);
+    }
+    for (int k = 0; k < 3 && how->add[k]; k++) {
+        int64_t start = end;
+        memset(data + end, 0, 8);
+        end += mt_dtype_size(how->add_dtype);
+        used += sprintf(header + used, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[1,1],\"data_offsets\":[%d,%d]}",
+                        how->add[k], mt_dtype_name(how->add_dtype), (int)start, (int)end);
+    }
+    header[used++] = '}';
+    if (used % 2 == 0) header[used++] = ' ';
+    snprintf(path, sizeof path, "%s/model.safetensors", to);
+    FILE *out = fopen(path, "wb");
+    assert_non_null(out);
+    fwrite(&used, 8, 1, out), fwrite(header, 1, (size_t)used, out), fwrite(data, 1, (size_t)end, out);
+    assert_int_equal(fclose(out), 0);
+    mt_safetensors_close(file);
+    free(data);
+}
+
+/* ---- weights in and out */
+
+static void every_family_comes_out_as_it_went_in(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_FAMILIES; k++) {
+        fixture f = open_family(families[k], 4, 1, false), again = open_family(families[k], 4, 1, false);
+        mt_run_state run = {0};
+        create_model(&f, &grid);
+        save(&f, &run, at(families[k]));
+        assert_same_tensors(at(families[k]), f.folder);
+        assert_same_bytes(at(families[k]), f.folder, "model.safetensors"); // save_pretrained writes no other bytes
+        create_model(&again, &grid);
+        spoil(&again);
+        load(&again, &run, at(families[k]));
+        assert_same_model(&f, &again);
+        close_family(&f);
+        close_family(&again);
+    }
+}
+
+static void small_shards_hold_the_same_tensors(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_FAMILIES; k++) {
+        mt_error error;
+        fixture f = open_family(families[k], 4, 1, false);
+        create_model(&f, &grid);
+        assert_int_equal(mkdir(at(families[k]), 0777), 0);
+        assert_int_equal(mt_safetensors_save_folder(f.model, at(families[k]), "model", 20000, &error), 0);
+        assert_true(count_entries(at(families[k]), "-of-0") > 3);
+        assert_same_tensors(at(families[k]), f.folder);
+        close_family(&f);
+    }
+}
+
+/* fp32, bf16, fp16 and fp64 files give the value that they store, exactly; a bf16 model keeps it as master weight. */
+static void every_stored_type_loads_exactly(void **state) {
+    (void)state;
+    static const mt_dtype dtypes[] = {MT_F32, MT_BF16, MT_F16, MT_F64};
+    for (int k = 0; k < 2 * 4; k++) {
+        const char *family = k % 2 ? "gpt2" : "qwen3";
+        changes how = {.dtype = dtypes[k / 2]};
+        write_changed(family, at("source"), &how);
+        fixture f = open_family(family, 4, 1, false), half = open_family(family, 4, 1, true);
+        mt_run_state run;
+        create_model(&f, &grid);
+        create_model(&half, &grid);
+        mt_safetensors *original = open_tensors(f.folder, "model");
+        load(&f, &run, at("source"));
+        load(&half, &run, at("source"));
+        int64_t num_params, num_buckets;
+        const mt_param *params = mt_model_params(f.model, &num_params);
+        mt_bucket *buckets = mt_model_buckets(f.model, &num_buckets),
+                  *halves = mt_model_buckets(half.model, &num_buckets);
+        for (int64_t i = 0; i < num_params; i++) {
+            const mt_param *p = &params[i];
+            const float *data = mt_safetensors_find(original, p->hf_name)->data;
+            for (int64_t r = 0; r < p->rows_stored; r++)
+                for (int64_t c = 0; c < p->cols; c++) {
+                    int64_t row = p->hf_row + r, e = p->offset + r * p->cols + c;
+                    float stored =
+                        rounded(data[p->hf_transposed ? c * p->hf_rows_total + row : row * p->cols + c], how.dtype);
+                    assert_true(((const float *)buckets[p->bucket].params)[e] == stored);
+                    assert_true(halves[p->bucket].master[e] == stored);
+                    assert_int_equal(((const uint16_t *)halves[p->bucket].params)[e], mt_f32_to_bf16(stored));
+                }
+        }
+        mt_safetensors_close(original);
+        close_family(&f);
+        close_family(&half);
+    }
+}
+
+static void rows_that_pad_the_vocabulary_become_zero(void **state) {
+    (void)state;
+    fixture f = open_family("llama", 4, 1, true);
+    create_model(&f, &grid);
+    spoil(&f);
+    mt_run_state run;
+    load(&f, &run, f.folder);
+    int64_t num_params, num_buckets, padding = 0;
+    const mt_param *params = mt_model_params(f.model, &num_params);
+    mt_bucket *buckets = mt_model_buckets(f.model, &num_buckets);
+    for (int64_t i = 0; i < num_params; i++)
+        for (int64_t e = params[i].rows_stored * params[i].cols; e < params[i].rows * params[i].cols; e++, padding++) {
+            assert_int_equal(((uint16_t *)buckets[params[i].bucket].params)[params[i].offset + e], 0);
+            assert_true(buckets[params[i].bucket].master[params[i].offset + e] == 0);
+        }
+    assert_int_equal(padding, 2 * (f.options.padded_vocab_size - 160) * 32);
+    assert_true(padding > 0);
+    close_family(&f);
+}
+
+/* What openai-community/gpt2 looks like: no "transformer.", masks among the weights. */
+static void names_without_their_prefix_and_old_masks_load(void **state) {
+    (void)state;
+    changes gpt2 = {.strip = "transformer.", .add = {"h.0.attn.bias", "h.3.attn.masked_bias"}};
+    changes llama = {.strip = "model.", .add = {"layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"}};
+    const char *const names[] = {"gpt2", "llama3_rope_tied"};
+    for (int k = 0; k < 2; k++) {
+        write_changed(names[k], at(names[k]), k ? &llama : &gpt2);
+        fixture f = open_family(names[k], 4, 1, false);
+        mt_run_state run = {0};
+        create_model(&f, &grid);
+        spoil(&f);
+        load(&f, &run, at(names[k]));
+        save(&f, &run, at("saved"));
+        assert_same_tensors(at("saved"), f.folder);
+        close_family(&f);
+    }
+}
+
+static void weights_that_do_not_fit_are_refused_by_name(void **state) {
+    (void)state;
+    static const struct {
+        changes how;
+        const char *words;
+    } cases[] = {
+        {{.drop = "model.layers.2.self_attn.k_proj.weight"}, "no tensor \"model.layers.2.self_attn.k_proj.weight\""},
+        {{.drop = "lm_head.weight"}, "tie_word_embeddings"},
+        {{.lengthen = "model.layers.1.mlp.up_proj.weight"},
+         "is [80, 33] and the model's [80, 32]; check --hidden-size"},
+        {{.lengthen = "model.layers.1.mlp.down_proj.weight"}, "check --ffn-hidden-size"},
+        {{.lengthen = "model.norm.weight"}, "is [33] and the model's [32]"},
+        {{.add = {"model.layers.4.input_layernorm.weight"}}, "\"model.layers.4.input_layernorm.weight\" has no place"},
+        {{.add = {"model.layers.0.self_attn.q_proj.bias"}}, "\"model.layers.0.self_attn.q_proj.bias\" has no place"},
+        {{.drop = "lm_head.weight", .add = {"lm_head.weight"}, .add_dtype = MT_I8}, "is I8; weights may be"},
+    };
+    fixture f = open_family("llama", 4, 1, false);
+    create_model(&f, &grid);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        write_changed("llama", at("changed"), &cases[i].how);
+        assert_load_fails(&f, at("changed"), cases[i].words);
+    }
+    close_family(&f);
+}
+
+static void values_that_are_not_finite_are_reported(void **state) {
+    (void)state;
+    changes how = {.not_finite = "model.norm.weight"};
+    write_changed("llama", at("source"), &how);
+    fixture f = open_family("llama", 4, 1, false);
+    create_model(&f, &grid);
+    mt_run_state run;
+    fflush(stderr);
+    int before = dup(2);
+    assert_non_null(freopen(at("stderr"), "w", stderr));
+    load(&f, &run, at("source"));
+    fflush(stderr);
+    dup2(before, 2);
+    close(before);
+    char text[512] = {0};
+    FILE *file = fopen(at("stderr"), "r");
+    assert_true(fread(text, 1, sizeof text - 1, file) > 0);
+    fclose(file);
+    assert_non_null(strstr(text, "warning: "));
+    assert_non_null(strstr(text, "1 values of tensor \"model.norm.weight\" are not finite"));
+    assert_ptr_equal(strchr(text, '\n'), text + strlen(text) - 1);
+    close_family(&f);
+}
+
+/* ---- saving */
+
+static void the_folder_itself_becomes_a_hugging_face_folder(void **state) {
+    (void)state;
+    char link[64] = {0};
+    fixture f = open_family("llama", 4, 1, false);
+    create_model(&f, &grid);
+    mt_run_state run = {.iteration = 10};
+    save(&f, &run, at("deep/er/out"));
+    assert_same_tensors(at("deep/er/out"), f.folder);
+    assert_same_tensors(at("deep/er/out/iter_0000010"), f.folder);
+    assert_true(readlink(at("deep/er/out/latest"), link, sizeof link) > 0);
+    assert_string_equal(link, "iter_0000010");
+    assert_true(exists(at("deep/er/out/config.json")));
+    assert_true(exists(at("deep/er/out/generation_config.json")));
+    assert_true(exists(at("deep/er/out/model.safetensors.index.json")));
+    assert_false(exists(at("deep/er/out/trainer.json")));
+    assert_false(exists(at("deep/er/out/optimizer.safetensors")));
+    mt_error error;
+    char *resolved = mt_checkpoint_resolve(at("deep/er/out"), &error);
+    assert_string_equal(resolved, at("deep/er/out/iter_0000010"));
+    free(resolved);
+    close_family(&f);
+}
+
+static int add_tokenizer(void *context, const char *folder, mt_error *error) {
+    char path[512];
+    if (!context) return mt_error_set(error, "tokenizer: is lost; find it");
+    snprintf(path, sizeof path, "%s/tokenizer.json", folder);
+    write_text(path, context);
+    return 0;
+}
+
+static void the_latest_moves_on_and_links_that_are_stale_go(void **state) {
+    (void)state;
+    mt_error error;
+    fixture f = open_family("llama", 4, 1, false);
+    create_model(&f, &grid);
+    mt_run_state run = {.iteration = 1};
+    assert_int_equal(mt_checkpoint_save(f.model, &run, at("out"), add_tokenizer, "{}", &error), 0);
+    assert_true(exists(at("out/tokenizer.json")));
+    write_text(at("out/notes.txt"), "the user's own");
+    run.iteration = 2;
+    save(&f, &run, at("out"));
+    assert_false(exists(at("out/tokenizer.json")));
+    assert_true(exists(at("out/iter_0000001/tokenizer.json")));
+    assert_true(exists(at("out/notes.txt")));
+    char *resolved = mt_checkpoint_resolve(at("out"), &error);
+    assert_string_equal(resolved, at("out/iter_0000002"));
+    free(resolved);
+    close_family(&f);
+}
+
+static void saving_an_iteration_again_replaces_it_whole(void **state) {
+    (void)state;
+    mt_error error;
+    fixture f = open_family("llama", 4, 1, false);
+    create_model(&f, &grid);
+    mt_run_state run = {.iteration = 3};
+    assert_int_equal(mt_checkpoint_save(f.model, &run, at("out"), add_tokenizer, "{}", &error), 0);
+    run.consumed_train_samples = 77;
+    save(&f, &run, at("out"));
+    assert_false(exists(at("out/iter_0000003/tokenizer.json")));
+    assert_int_equal(count_entries(at("out"), "iter_"), 1);
+    load(&f, &run, at("out"));
+    assert_int_equal(run.consumed_train_samples, 77);
+    close_family(&f);
+}
+
+static void what_a_killed_run_left_is_removed_and_nothing_else(void **state) {
+    (void)state;
+    fixture f = open_family("llama", 4, 1, false);
+    create_model(&f, &grid);
+    mt_run_state run = {.iteration = 1};
+    const char *const leftovers[] = {"out/iter_0000009.tmp-12345"};
+    const char *const others[] = {"out/iter_0000008", "out/iter_0000007.tmp-x", "out/my.tmp-1", "out/iter_.tmp-1"};
+    assert_int_equal(mkdir(at("out"), 0777), 0);
+    for (int i = 0; i < 4; i++) assert_int_equal(mkdir(at(others[i]), 0777), 0);
+    assert_int_equal(mkdir(at(leftovers[0]), 0777), 0);
+    assert_int_equal(mkdir(at("out/iter_0000009.tmp-12345/sub"), 0777), 0);
+    write_text(at("out/iter_0000009.tmp-12345/sub/file"), "half");
+    save(&f, &run, at("out"));
+    assert_false(exists(at(leftovers[0])));
+    for (int i = 0; i < 4; i++) assert_true(exists(at(others[i])));
+    close_family(&f);
+}
+
+static void someone_elses_model_is_not_overwritten(void **state) {
+    (void)state;
+    changes none = {0};
+    fixture f = open_family("llama", 4, 1, false);
+    create_model(&f, &grid);
+    write_changed("llama", at("model"), &none);
+    assert_save_fails(&f, at("model"), "choose another --save");
+    assert_same_tensors(at("model"), f.folder);
+    assert_int_equal(count_entries(at("model"), "iter_"), 0);
+    assert_int_equal(mkdir(at("other"), 0777), 0);
+    assert_int_equal(mkdir(at("other/latest"), 0777), 0);
+    assert_save_fails(&f, at("other"), "other/latest: is not a link");
+    write_text(at("file"), "");
+    assert_save_fails(&f, at("file"), "cannot be made");
+    assert_save_fails(&f, at("file/out"), "cannot be made");
+    close_family(&f);
+}
+
+/* The disk is "full" after `bytes` of a file; and then the checkpoint before must still be there and load. */
+static void a_full_disk_leaves_the_checkpoint_before(void **state) {
+    (void)state;
+    fixture f = open_family("llama", 4, 1, false);
+    create_model(&f, &grid);
+    mt_run_state run = {.iteration = 6};
+    save(&f, &run, at("out"));
+    struct rlimit before, limit;
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &before), 0);
+    signal(SIGXFSZ, SIG_IGN);
+    for (rlim_t bytes = 0; bytes < 400000; bytes = bytes * 3 + 500) {
+        limit = (struct rlimit){bytes, before.rlim_max};
+        setrlimit(RLIMIT_FSIZE, &limit);
+        mt_error error;
+        mt_run_state later = {.iteration = 7};
+        int status = mt_checkpoint_save(f.model, &later, at("out"), NULL, NULL, &error);
+        setrlimit(RLIMIT_FSIZE, &before);
+        assert_int_equal(status, -1);
+        assert_says(&error, "too large for the limit on file sizes");
+        assert_int_equal(count_entries(at("out"), "iter_"), 1);
+        assert_int_equal(count_entries(at("out"), "tmp"), 0);
+        load(&f, &run, at("out"));
+        assert_int_equal(run.iteration, 6);
+    }
+    close_family(&f);
+}
+
+static void a_failing_addition_leaves_the_checkpoint_before(void **state) {
+    (void)state;
+    mt_error error;
+    fixture f = open_family("llama", 4, 1, false);
+    create_model(&f, &grid);
+    mt_run_state run = {.iteration = 6};
+    save(&f, &run, at("out"));
+    assert_int_equal(mt_checkpoint_save(f.model, &run, at("out"), add_tokenizer, NULL, &error), -1);
+    assert_string_equal(error.text, "tokenizer: is lost; find it");
+    assert_int_equal(count_entries(at("out"), "iter_"), 1);
+    load(&f, &run, at("out"));
+    close_family(&f);
+}
+
+/* ---- resuming */
+
+static void moments_masters_and_the_place_in_the_run_return_bit_for_bit(void **state) {
+    (void)state;
+    for (int k = 0; k < 2 * NUM_FAMILIES; k++) {
+        fixture f = open_family(families[k / 2], 4, 1, k % 2), again = open_family(families[k / 2], 4, 1, k % 2);
+        mt_run_state run = {
+            .iteration = 5, .consumed_train_samples = 40, .consumed_valid_samples = 8, .optimizer_step = 4};
+        create_model(&f, &grid);
+        create_model(&again, &grid);
+        fill_state(&f);
+        save(&f, &run, at("out"));
+        spoil(&again);
+        mt_run_state loaded = {0};
+        load(&again, &loaded, at("out"));
+        assert_memory_equal(&loaded, &run, sizeof run);
+        assert_same_model(&f, &again);
+        close_family(&f);
+        close_family(&again);
+    }
+}
+
+static void train_steps(fixture *f, mt_run_state *run, int64_t first, int64_t count) {
+    mt_metrics metrics;
+    mt_error error;
+    for (int64_t step = first; step < first + count; step++) {
+        source from = {f, step, SEQUENCES, 0, SEQUENCES};
+        if (mt_train_step(f->model, run, 1, next_micro_batch, &from, &f->batch, &metrics, &error) != 0)
+            fail_msg("%s", error.text);
+    }
+}
+
+static void a_resumed_run_continues_bit_for_bit(void **state) {
+    (void)state;
+    for (int k = 0; k < 2 * NUM_FAMILIES; k++) {
+        fixture f = open_family(families[k / 2], 4, 1, k % 2), again = open_family(families[k / 2], 4, 1, k % 2);
+        mt_run_state run = {0}, resumed = {0};
+        create_model(&f, &grid);
+        create_model(&again, &grid);
+        train_steps(&f, &run, 0, 3);
+        save(&f, &run, at("out"));
+        load(&again, &resumed, at("out"));
+        train_steps(&f, &run, 3, 3);
+        train_steps(&again, &resumed, 3, 3);
+        assert_memory_equal(&resumed, &run, sizeof run);
+        assert_same_model(&f, &again);
+        close_family(&f);
+        close_family(&again);
+    }
+}
+
+/* The first moment of the first parameter: 0 in a fresh optimizer. */
+static float first_moment(fixture *f) {
+    int64_t count;
+    return mt_model_buckets(f->model, &count)[0].m[0];
+}
+
+static void options_say_what_a_run_takes_over(void **state) {
+    (void)state;
+    fixture f = open_family("llama", 4, 1, false);
+    create_model(&f, &grid);
+    fill_state(&f);
+    mt_run_state run = {.iteration = 5, .consumed_train_samples = 40, .optimizer_step = 4}, loaded;
+    save(&f, &run, at("out"));
+    static const struct {
+        bool finetune, no_load_optim;
+        int64_t iteration, samples, optimizer_step;
+        bool moments;
+    } cases[] = {{false, false, 5, 40, 4, true},
+                 {true, false, 0, 0, 0, false},
+                 {false, true, 5, 40, 0, false},
+                 {true, true, 0, 0, 0, false}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        fixture again = open_family("llama", 4, 1, false);
+        create_model(&again, &grid);
+        again.options.finetune = cases[i].finetune, again.options.no_load_optim = cases[i].no_load_optim;
+        load(&again, &loaded, at("out"));
+        assert_int_equal(loaded.iteration, cases[i].iteration);
+        assert_int_equal(loaded.consumed_train_samples, cases[i].samples);
+        assert_int_equal(loaded.optimizer_step, cases[i].optimizer_step);
+        assert_int_equal(first_moment(&again) != 0, cases[i].moments);
+        close_family(&again);
+    }
+    f.options.no_save_optim = true;
+    save(&f, &run, at("small"));
+    assert_int_equal(count_entries(at("small/iter_0000005"), "optimizer"), 0);
+    load(&f, &loaded, at("small"));
+    assert_int_equal(loaded.iteration, 0);
+    close_family(&f);
+}
+
+/* fp32 to bf16 keeps every weight as master weight; bf16 to fp32 goes on from the master weights. */
+static void a_run_may_change_its_precision(void **state) {
+    (void)state;
+    int64_t num_params, num_buckets;
+    for (int to_bf16 = 0; to_bf16 < 2; to_bf16++) {
+        fixture f = open_family("gpt2", 4, 1, !to_bf16), again = open_family("gpt2", 4, 1, to_bf16);
+        mt_run_state run = {.iteration = 5};
+        create_model(&f, &grid);
+        create_model(&again, &grid);
+        fill_state(&f);
+        save(&f, &run, at("out"));
+        load(&again, &run, at("out"));
+        const mt_param *params = mt_model_params(f.model, &num_params);
+        mt_bucket *from = mt_model_buckets(f.model, &num_buckets), *to = mt_model_buckets(again.model, &num_buckets);
+        for (int64_t i = 0; i < num_params; i++) {
+            const mt_bucket *x = &from[params[i].bucket], *y = &to[params[i].bucket];
+            const float *expected = to_bf16 ? x->params : x->master, *actual = to_bf16 ? y->master : y->params;
+            int64_t offset = params[i].offset, bytes = params[i].rows * params[i].cols * 4;
+            assert_memory_equal(expected + offset, actual + offset, bytes);
+            assert_memory_equal(x->v + offset, y->v + offset, bytes);
+        }
+        close_family(&f);
+        close_family(&again);
+    }
+}
+
+static void a_damaged_checkpoint_is_named_with_the_remedy(void **state) {
+    (void)state;
+    fixture f = open_family("llama", 4, 1, false);
+    create_model(&f, &grid);
+    mt_run_state run = {.iteration = 5};
+    assert_load_fails(&f, at("absent"), "No such file or directory; name a folder");
+    write_text(at("file"), "");
+    assert_load_fails(&f, at("file"), "is a file, not a folder");
+    assert_int_equal(mkdir(at("empty"), 0777), 0);
+    assert_load_fails(&f, at("empty"), "holds neither config.json nor latest_checkpointed_iteration.txt");
+    save(&f, &run, at("out"));
+    static const char *const latests[] = {"", "release", "5x", "-5", "99999999999999999999", "5 6"};
+    for (size_t i = 0; i < sizeof latests / sizeof *latests; i++) {
+        write_text(at("out/latest_checkpointed_iteration.txt"), latests[i]);
+        assert_load_fails(&f, at("out"), "latest_checkpointed_iteration.txt: holds no iteration number");
+    }
+    write_text(at("out/latest_checkpointed_iteration.txt"), "6");
+    assert_load_fails(&f, at("out"), "iter_0000006: has no config.json");
+    write_text(at("out/latest_checkpointed_iteration.txt"), " 5 \n");
+    assert_load_fails(&f, at("out"), "holds no iteration number");
+    write_text(at("out/latest_checkpointed_iteration.txt"), "5");
+    load(&f, &run, at("out"));
+    f.options.seed++;
+    assert_load_fails(&f, at("out"), "trainer.json: the run was begun with --seed");
+    f.options.seed--, f.options.seq_length++;
+    assert_load_fails(&f, at("out"), "trainer.json: the run was begun with --seq-length 32, not 33");
+    f.options.seq_length--;
+    write_text(at("out/iter_0000005/trainer.json"), "{\"version\":1,\"iteration\":\"five\"}");
+    assert_load_fails(&f, at("out"), "trainer.json: has no whole number \"iteration\"; begin anew");
+    write_text(at("out/iter_0000005/trainer.json"), "{");
+    assert_load_fails(&f, at("out"), "trainer.json: bad JSON");
+    unlink(at("out/iter_0000005/trainer.json"));
+    load(&f, &run, at("out"));
+    assert_int_equal(run.iteration, 0);
+    close_family(&f);
+}
+
+static void an_optimizer_without_a_tensor_is_refused(void **state) {
+    (void)state;
+    fixture f = open_family("llama", 4, 1, false), tied = open_family("llama3_rope_tied", 4, 1, false);
+    mt_error error;
+    mt_run_state run = {.iteration = 5};
+    create_model(&f, &grid);
+    create_model(&tied, &grid);
+    save(&f, &run, at("out"));
+    unlink(at("out/iter_0000005/optimizer.safetensors"));
+    assert_load_fails(&f, at("out"), "optimizer.safetensors");
+    unlink(at("out/iter_0000005/optimizer.safetensors.index.json"));
+    assert_int_equal(mt_safetensors_save_folder(tied.model, at("out/iter_0000005"), "optimizer", 1 << 30, &error), 0);
+    assert_load_fails(&f, at("out"), "the optimizer's state has no tensor \"exp_avg.lm_head.weight\"");
+    close_family(&f);
+    close_family(&tied);
+}
+
+/* Cuts every file of a checkpoint short, at every length of the first bytes and then some: an error, never a crash. */
+static void a_cut_checkpoint_never_loads(void **state) {
+    (void)state;
+    static const char *const names[] = {"config.json", "model.safetensors", "optimizer.safetensors", "trainer.json"};
+    fixture f = open_family("llama", 4, 1, false);
+    create_model(&f, &grid);
+    mt_run_state run = {.iteration = 1};
+    save(&f, &run, at("out"));
+    for (int k = 1; k < 4; k++) {
+        char path[512];
+        snprintf(path, sizeof path, "%s/out/iter_0000001/%s", root, names[k]);
+        struct stat status;
+        assert_int_equal(stat(path, &status), 0);
+        char *whole = read_file(at("out/iter_0000001"), names[k], status.st_size);
+        int64_t last = k == 3 ? status.st_size - 2 : status.st_size; // trainer.json ends in } and a new line, at most
+        for (int64_t cut = 0; cut < last; cut += cut < 100 ? 1 : 997) {
+            assert_int_equal(truncate(path, cut), 0);
+            assert_load_fails(&f, at("out"), names[k]);
+            FILE *file = fopen(path, "wb");
+            assert_int_equal(fwrite(whole, 1, (size_t)status.st_size, file), status.st_size);
+            fclose(file);
+        }
+        load(&f, &run, at("out"));
+        free(whole);
+    }
+    close_family(&f);
+}
+
+int main(void) {
+#define ROOT_TEST(test) cmocka_unit_test_setup_teardown(test, make_root, remove_root)
+    const struct CMUnitTest tests[] = {
+        ROOT_TEST(every_family_comes_out_as_it_went_in),
+        ROOT_TEST(small_shards_hold_the_same_tensors),
+        ROOT_TEST(every_stored_type_loads_exactly),
+        ROOT_TEST(rows_that_pad_the_vocabulary_become_zero),
+        ROOT_TEST(names_without_their_prefix_and_old_masks_load),
+        ROOT_TEST(weights_that_do_not_fit_are_refused_by_name),
+        ROOT_TEST(values_that_are_not_finite_are_reported),
+        ROOT_TEST(the_folder_itself_becomes_a_hugging_face_folder),
+        ROOT_TEST(the_latest_moves_on_and_links_that_are_stale_go),
+        ROOT_TEST(saving_an_iteration_again_replaces_it_whole),
+        ROOT_TEST(what_a_killed_run_left_is_removed_and_nothing_else),
+        ROOT_TEST(someone_elses_model_is_not_overwritten),
+        ROOT_TEST(a_full_disk_leaves_the_checkpoint_before),
+        ROOT_TEST(a_failing_addition_leaves_the_checkpoint_before),
+        ROOT_TEST(moments_masters_and_the_place_in_the_run_return_bit_for_bit),
+        ROOT_TEST(a_resumed_run_continues_bit_for_bit),
+        ROOT_TEST(options_say_what_a_run_takes_over),
+        ROOT_TEST(a_run_may_change_its_precision),
+        ROOT_TEST(a_damaged_checkpoint_is_named_with_the_remedy),
+        ROOT_TEST(an_optimizer_without_a_tensor_is_refused),
+        ROOT_TEST(a_cut_checkpoint_never_loads),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

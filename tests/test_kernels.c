@@ -1,0 +1,1253 @@
+/* The CPU's kernels against independent references in float64: every forward by value, every backward by central finite
+ * differences of the float64 forward. */
+#include "../megatron.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+#ifdef MT_HAVE_OPENMP
+#include <omp.h>
+#endif
+
+static const mt_ops *ops = &mt_cpu_ops;
+
+/* ==== operands with guard values around and between their rows =================================================== */
+
+enum { GUARD = 64, GUARD_BYTE = 0xA5 };
+
+typedef struct matrix {
+    mt_dtype dtype;
+    int64_t rows, width, stride, bytes;
+    char *memory, *data;
+} matrix;
+
+static matrix matrix_new(int64_t rows, int64_t width, int64_t stride, mt_dtype dtype) {
+    matrix m = {.dtype = dtype, .rows = rows, .width = width, .stride = stride};
+    int64_t size = mt_dtype_size(dtype);
+    m.bytes = (rows * stride + 2 * GUARD) * size;
+    m.memory = mt_malloc(m.bytes);
+    m.data = m.memory + GUARD * size;
+    memset(m.memory, GUARD_BYTE, (size_t)m.bytes);
+    return m;
+}
+
+static double matrix_read(const matrix *m, int64_t row, int64_t column) {
+    int64_t i = row * m->stride + column;
+    if (m->dtype == MT_F32) return ((float *)m->data)[i];
+    if (m->dtype == MT_F64) return ((double *)m->data)[i];
+    return mt_bf16_to_f32(((uint16_t *)m->data)[i]);
+}
+
+/* Stores values[rows, width]. */
+static void matrix_write(matrix *m, const double *values) {
+    for (int64_t r = 0; r < m->rows; r++)
+        for (int64_t c = 0; c < m->width; c++) {
+            double value = values[r * m->width + c];
+            if (m->dtype == MT_F32)
+                ((float *)m->data)[r * m->stride + c] = (float)value;
+            else
+                ((uint16_t *)m->data)[r * m->stride + c] = mt_f32_to_bf16((float)value);
+        }
+}
+
+static matrix matrix_from(const double *values, int64_t rows, int64_t width, int64_t stride, mt_dtype dtype) {
+    matrix m = matrix_new(rows, width, stride, dtype);
+    matrix_write(&m, values);
+    return m;
+}
+
+/* Reads values[rows, width], proves that nothing outside the rows was written, and frees. */
+static void matrix_take(matrix *m, double *values) {
+    int64_t size = mt_dtype_size(m->dtype);
+    for (int64_t r = 0; r < m->rows; r++)
+        for (int64_t c = 0; c < m->width; c++) {
+            if (values) values[r * m->width + c] = matrix_read(m, r, c);
+            memset(m->data + (r * m->stride + c) * size, GUARD_BYTE, (size_t)size);
+        }
+    for (int64_t i = 0; i < m->bytes; i++) assert_int_equal((unsigned char)m->memory[i], GUARD_BYTE);
+    free(m->memory);
+}
+
+/* The same where only the rows that `written` marks may have been written; others read as 0. */
+static void matrix_take_rows(matrix *m, double *values, const bool *written) {
+    int64_t size = mt_dtype_size(m->dtype);
+    double *all = mt_malloc(m->rows * m->width * 8);
+    for (int64_t r = 0; r < m->rows; r++)
+        for (int64_t i = 0; !written[r] && i < m->width * size; i++)
+            assert_int_equal((unsigned char)m->data[r * m->stride * size + i], GUARD_BYTE);
+    int64_t rows = m->rows, width = m->width;
+    matrix_take(m, all);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < width; c++) values[r * width + c] = written[r] ? all[r * width + c] : 0;
+    free(all);
+}
+
+/* ==== numbers ==================================================================================================== */
+
+static uint64_t random_state = 1;
+
+static uint64_t random_word(void) {
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state;
+}
+
+/* Uniform in [-1, 1), rounded to bf16, so that every element type holds it exactly. */
+static double random_value(void) {
+    double uniform = (double)(random_word() >> 11) / (double)(1ull << 52) - 1.0;
+    return mt_bf16_to_f32(mt_f32_to_bf16((float)uniform));
+}
+
+static double *random_values(int64_t n) {
+    double *values = mt_malloc((n + 1) * 8);
+    for (int64_t i = 0; i < n; i++) values[i] = random_value();
+    return values;
+}
+
+static double *zeros(int64_t n) {
+    return mt_calloc(n * 8);
+}
+
+static double norm_of(const double *x, int64_t n) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += x[i] * x[i];
+    return sqrt(sum);
+}
+
+/* |got - want| <= tolerance |want| as vectors. */
+static void assert_near(const char *what, const double *got, const double *want, int64_t n, double tolerance) {
+    double size = norm_of(want, n), error = 0;
+    for (int64_t i = 0; i < n; i++) error += (got[i] - want[i]) * (got[i] - want[i]);
+    error = sqrt(error);
+    if (!(error <= tolerance * size + 1e-30)) {
+        for (int64_t i = 0, shown = 0; i < n && shown < 5; i++)
+            if (!(fabs(got[i] - want[i]) <= tolerance * size)) {
+                print_error("%s[%lld]: %.9g, should be %.9g\n", what, (long long)i, got[i], want[i]);
+                shown++;
+            }
+        fail_msg("%s: error %g of norm %g", what, error, size);
+    }
+}
+
+/* Outputs of a forward: fp32 to a few roundings; bf16 to one rounding of each element. */
+static void assert_forward(const char *what, const double *got, const double *want, int64_t n, mt_dtype dtype) {
+    if (dtype == MT_F32) {
+        assert_near(what, got, want, n, 1e-6);
+        return;
+    }
+    double scale = norm_of(want, n) / sqrt((double)n);
+    for (int64_t i = 0; i < n; i++)
+        if (!(fabs(got[i] - want[i]) <= fabs(want[i]) / 256 * 1.001 + 1e-6 * scale))
+            fail_msg("%s[%lld] in bf16: %.9g, should be %.9g", what, (long long)i, got[i], want[i]);
+}
+
+/* Gradients: fp32 as issue and paper ask, bf16 to the roundings of what is stored. */
+static double gradient_tolerance(mt_dtype dtype) {
+    return dtype == MT_F32 ? 1e-5 : 1.0 / 256;
+}
+
+/* out[n_out] of in[n_in], in float64. */
+typedef void reference_fn(double *out, const double *in, const void *shape);
+
+enum { FEW = 600 }; // inputs up to which every element of a gradient is checked, and about how many of more
+
+/* Central differences of sum(dout out) by every `step`th input, and what of `got` is compared with them. */
+static void assert_gradient(const char *what, const double *got, reference_fn *reference, const void *shape,
+                            const double *in, int64_t n_in, const double *dout, int64_t n_out, mt_dtype dtype) {
+    int64_t step = n_in <= FEW ? 1 : n_in / FEW | 1, count = 0;
+    const double h = 1e-4;
+    double *point = mt_malloc(n_in * 8), *high = mt_malloc(n_out * 8), *low = mt_malloc(n_out * 8);
+    double *want = mt_malloc(n_in * 8), *have = mt_malloc(n_in * 8);
+    memcpy(point, in, (size_t)n_in * 8);
+    for (int64_t i = 0; i < n_in; i += step) {
+        point[i] = in[i] + h;
+        reference(high, point, shape);
+        point[i] = in[i] - h;
+        reference(low, point, shape);
+        point[i] = in[i];
+        double slope = 0;
+        for (int64_t o = 0; o < n_out; o++) slope += dout[o] != 0 ? dout[o] * (high[o] - low[o]) : 0;
+        want[count] = slope / (2 * h);
+        have[count++] = got[i];
+    }
+    assert_near(what, have, want, count, gradient_tolerance(dtype));
+    free(point), free(high), free(low), free(want), free(have);
+}
+
+static const mt_dtype both[2] = {MT_F32, MT_BF16};
+
+/* ==== §1: conversions and random numbers ========================================================================= */
+
+static void philox_gives_the_known_answers_of_random123(void **state) {
+    (void)state;
+    static const struct {
+        uint64_t low, high, key;
+        uint32_t out[4];
+    } known[3] = {
+        {0, 0, 0, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+        {~0ull, ~0ull, ~0ull, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+        {0x85a308d3243f6a88, 0x0370734413198a2e, 0x299f31d0a4093822, {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
+    };
+    for (int i = 0; i < 3; i++) {
+        uint32_t out[4];
+        mt_philox(out, known[i].key, known[i].low, known[i].high);
+        assert_memory_equal(out, known[i].out, sizeof out);
+    }
+}
+
+/* The float of a small format, computed with ldexp. */
+static double decode_small(uint32_t bits, int exponent_bits, int mantissa_bits) {
+    int exponent = (int)(bits >> mantissa_bits & ((1u << exponent_bits) - 1)), bias = (1 << (exponent_bits - 1)) - 1;
+    uint32_t mantissa = bits & ((1u << mantissa_bits) - 1);
+    double sign = bits >> (exponent_bits + mantissa_bits) & 1 ? -1 : 1;
+    if (exponent == (1 << exponent_bits) - 1) return mantissa ? NAN : sign * INFINITY;
+    if (exponent == 0) return sign * ldexp(mantissa, 1 - bias - mantissa_bits);
+    return sign * ldexp(mantissa + (1u << mantissa_bits), exponent - bias - mantissa_bits);
+}
+
+static void small_floats_convert_exactly_and_round_to_nearest_even(void **state) {
+    (void)state;
+    for (uint32_t bits = 0; bits < 65536; bits++) {
+        double half = decode_small(bits, 5, 10), brain = decode_small(bits, 8, 7);
+        assert_true(isnan(half) ? isnan(mt_f16_to_f32((uint16_t)bits)) : half == mt_f16_to_f32((uint16_t)bits));
+        assert_true(isnan(brain) ? isnan(mt_bf16_to_f32((uint16_t)bits)) : brain == mt_bf16_to_f32((uint16_t)bits));
+        if (isnan(half))
+            assert_true(isnan(mt_f16_to_f32(mt_f32_to_f16((float)half))));
+        else
+            assert_int_equal(mt_f32_to_f16((float)half), bits);
+        if (isnan(brain))
+            assert_true(isnan(mt_bf16_to_f32(mt_f32_to_bf16((float)brain))));
+        else
+            assert_int_equal(mt_f32_to_bf16((float)brain), bits);
+        if ((bits & 0x7fff) >= 0x7bff) continue; // the next one up is infinite, or nothing
+        double next = decode_small(bits + 1, 5, 10), middle = (half + next) / 2;
+        assert_int_equal(mt_f32_to_f16((float)middle), bits + (bits & 1));
+        assert_int_equal(mt_f32_to_f16(nextafterf((float)middle, (float)half)), bits);
+        assert_int_equal(mt_f32_to_f16(nextafterf((float)middle, (float)next)), bits + 1);
+    }
+    for (uint32_t bits = 0; bits < 0x7f7f; bits++) {
+        double low = decode_small(bits, 8, 7), high = decode_small(bits + 1, 8, 7), middle = (low + high) / 2;
+        assert_int_equal(mt_f32_to_bf16((float)middle), bits + (bits & 1));
+        assert_int_equal(mt_f32_to_bf16(nextafterf((float)middle, (float)low)), bits);
+        assert_int_equal(mt_f32_to_bf16(nextafterf((float)middle, (float)high)), bits + 1);
+    }
+}
+
+static void convert_matches_the_scalar_conversions_on_every_pattern(void **state) {
+    (void)state;
+    uint16_t *bits = mt_malloc(65536 * 2), *back = mt_malloc(65536 * 2);
+    float *values = mt_malloc(65536 * 4);
+    for (int i = 0; i < 65536; i++) bits[i] = (uint16_t)i;
+    ops->convert(values, MT_F32, bits, MT_BF16, 65536, NULL);
+    for (int i = 0; i < 65536; i++) {
+        float want = mt_bf16_to_f32((uint16_t)i);
+        assert_memory_equal(&values[i], &want, 4);
+    }
+    ops->convert(back, MT_BF16, values, MT_F32, 65536, NULL);
+    for (int i = 0; i < 65536; i++) assert_int_equal(back[i], mt_f32_to_bf16(values[i]));
+    ops->convert(back, MT_BF16, bits, MT_BF16, 65535, NULL);
+    for (int i = 0; i < 65535; i++)
+        if (!isnan(values[i])) assert_int_equal(back[i], i);
+    free(bits), free(back), free(values);
+}
+
+static void exp_is_within_two_units_in_the_last_place(void **state) {
+    (void)state; // softmax's numerator over a sum of one is exp itself
+    enum { N = 400000 };
+    float *x = mt_malloc(N * 4), *y = mt_malloc(N * 4), zero = 0, one = 1;
+    int32_t label = -1;
+    for (int64_t i = 0; i < N; i++) x[i] = -103.9f + 192.6f * (float)i / N;
+    x[0] = 0.0f, x[1] = -INFINITY, x[2] = NAN, x[3] = INFINITY, x[4] = 1e30f, x[5] = -1e30f, x[6] = 88.8f;
+    ops->cross_entropy_backward(y, x, &label, &zero, &one, 1, N, 0, N, MT_F32, NULL);
+    assert_true(y[0] == 1.0f && y[1] == 0.0f && isnan(y[2]) && y[3] == INFINITY && y[4] == INFINITY && y[5] == 0.0f);
+    assert_true(y[6] == INFINITY);
+    for (int64_t i = 7; i < N; i++) {
+        double want = exp((double)x[i]), unit = fmax(ldexp(1, ilogb(want) - 23), ldexp(1, -149));
+        if (!(fabs((double)y[i] - want) <= 2 * unit)) fail_msg("exp(%.9g) = %.9g", (double)x[i], (double)y[i]);
+    }
+    free(x), free(y);
+}
+
+static void random_normal_depends_on_key_and_element_alone(void **state) {
+    (void)state;
+    enum { N = 5001 };
+    float whole[N], part[N];
+    ops->random_normal(whole, N, 77, 0, 0.5f, 2.0f, MT_F32, NULL);
+    for (int64_t first = 1; first < N; first += 997) {
+        ops->random_normal(part, N - first, 77, first, 0.5f, 2.0f, MT_F32, NULL);
+        assert_memory_equal(part, whole + first, (size_t)(N - first) * 4);
+    }
+    uint16_t rounded[N];
+    ops->random_normal(rounded, N, 77, 0, 0.5f, 2.0f, MT_BF16, NULL);
+    for (int i = 0; i < N; i++) assert_int_equal(rounded[i], mt_f32_to_bf16(whole[i]));
+    ops->random_normal(part, N, 78, 0, 0.5f, 2.0f, MT_F32, NULL);
+    assert_memory_not_equal(part, whole, sizeof whole);
+    uint32_t words[4]; // number 5 is the second of counter 1
+    mt_philox(words, 77, 1, 0);
+    double radius = sqrt(-2 * log((words[0] + 0.5) / 4294967296.0));
+    double want = 0.5 + 2 * radius * sin(2 * M_PI * ((words[1] + 0.5) / 4294967296.0));
+    assert_true(fabs((double)whole[5] - want) < 1e-5);
+}
+
+static void random_normal_has_the_moments_and_tail_of_a_normal(void **state) {
+    (void)state;
+    enum { N = 1 << 20 };
+    float *x = mt_malloc(N * 4);
+    ops->random_normal(x, N, 1234, 0, 0, 1, MT_F32, NULL);
+    double moments[5] = {0}, tail = 0, neighbours = 0;
+    for (int64_t i = 0; i < N; i++) {
+        double power = 1;
+        for (int k = 1; k <= 4; k++) moments[k] += power *= (double)x[i];
+        tail += fabsf(x[i]) > 3;
+        if (i) neighbours += (double)x[i] * (double)x[i - 1];
+    }
+    double error = 1 / sqrt(N); // five standard errors of each
+    assert_true(fabs(moments[1] / N) < 5 * error);
+    assert_true(fabs(moments[2] / N - 1) < 5 * sqrt(2) * error);
+    assert_true(fabs(moments[3] / N) < 5 * sqrt(15) * error);
+    assert_true(fabs(moments[4] / N - 3) < 5 * sqrt(96) * error);
+    assert_true(fabs(tail / N - 0.0026998) < 5 * sqrt(0.0027) * error);
+    assert_true(fabs(neighbours / N) < 5 * error);
+    free(x);
+}
+
+/* ==== linear ===================================================================================================== */
+
+typedef struct linear_shape {
+    int64_t T, N, K;
+    bool bias;
+} linear_shape;
+
+static void linear_reference(double *y, const double *in, const void *shape) {
+    const linear_shape *s = shape;
+    const double *x = in, *w = x + s->T * s->K, *bias = w + s->N * s->K;
+    for (int64_t t = 0; t < s->T; t++)
+        for (int64_t n = 0; n < s->N; n++) {
+            double sum = s->bias ? bias[n] : 0;
+            for (int64_t k = 0; k < s->K; k++) sum += x[t * s->K + k] * w[n * s->K + k];
+            y[t * s->N + n] = sum;
+        }
+}
+
+static void check_linear(const linear_shape *s, mt_dtype dtype) {
+    int64_t T = s->T, N = s->N, K = s->K, n_in = T * K + N * K + N;
+    double *in = random_values(n_in), *dy = random_values(T * N), *start = random_values(N * K + N);
+    double *y = zeros(T * N), *want = zeros(T * N), *grad = zeros(n_in);
+    matrix x_m = matrix_from(in, T, K, K, dtype), w_m = matrix_from(in + T * K, N, K, K, dtype);
+    matrix b_m = matrix_from(in + T * K + N * K, 1, N, N, dtype), y_m = matrix_new(T, N, N, dtype);
+    ops->linear_forward(y_m.data, x_m.data, w_m.data, s->bias ? b_m.data : NULL, T, N, K, dtype, NULL);
+    matrix_take(&y_m, y);
+    linear_reference(want, in, s);
+    assert_forward("y", y, want, T * N, dtype);
+    matrix dy_m = matrix_from(dy, T, N, N, dtype), dx_m = matrix_new(T, K, K, dtype);
+    matrix dw_m = matrix_from(start, N, K, K, MT_F32), db_m = matrix_from(start + N * K, 1, N, N, MT_F32);
+    ops->linear_backward_input(dx_m.data, dy_m.data, w_m.data, T, N, K, dtype, NULL);
+    ops->linear_backward_weight((float *)dw_m.data, s->bias ? (float *)db_m.data : NULL, dy_m.data, x_m.data, T, N, K,
+                                dtype, NULL);
+    matrix_take(&dx_m, grad);
+    matrix_take(&dw_m, grad + T * K);
+    matrix_take(&db_m, grad + T * K + N * K);
+    for (int64_t i = 0; i < N * K + N; i++) grad[T * K + i] -= start[i]; // it was added to
+    assert_gradient("linear", grad, linear_reference, s, in, n_in, dy, T * N, dtype);
+    matrix_take(&x_m, NULL), matrix_take(&w_m, NULL), matrix_take(&b_m, NULL), matrix_take(&dy_m, NULL);
+    free(in), free(dy), free(start), free(y), free(want), free(grad);
+}
+
+static void linear_matches_float64_and_finite_differences(void **state) {
+    (void)state;
+    static const linear_shape shapes[] = {{1, 1, 1, true},   {1, 37, 19, true},  {3, 5, 64, false}, {8, 6, 7, true},
+                                          {9, 33, 17, true}, {17, 70, 5, false}, {5, 130, 33, true}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int d = 0; d < 2; d++) check_linear(&shapes[i], both[d]);
+}
+
+/* Sizes past every block: exact products of small integers, so that no order of summation matters. */
+static void linear_is_exact_on_integers_past_every_block(void **state) {
+    (void)state;
+    const int64_t T = 521, N = 1031, K = 259;
+    for (int d = 0; d < 2; d++) {
+        double *x = zeros(T * K), *w = zeros(N * K), *dy = zeros(T * N), *zero = zeros(N * K);
+        for (int64_t i = 0; i < T * K; i++) x[i] = (double)(random_word() % 3) - 1;
+        for (int64_t i = 0; i < N * K; i++) w[i] = (double)(random_word() % 3) - 1;
+        for (int64_t i = 0; i < T * N; i++) dy[i] = (double)(random_word() % 3) - 1;
+        matrix x_m = matrix_from(x, T, K, K, both[d]), w_m = matrix_from(w, N, K, K, both[d]);
+        matrix dy_m = matrix_from(dy, T, N, N, both[d]), y_m = matrix_new(T, N, N, both[d]);
+        matrix dx_m = matrix_new(T, K, K, both[d]), dw_m = matrix_from(zero, N, K, K, MT_F32);
+        ops->linear_forward(y_m.data, x_m.data, w_m.data, NULL, T, N, K, both[d], NULL);
+        ops->linear_backward_input(dx_m.data, dy_m.data, w_m.data, T, N, K, both[d], NULL);
+        ops->linear_backward_weight((float *)dw_m.data, NULL, dy_m.data, x_m.data, T, N, K, both[d], NULL);
+        for (int64_t i = 0; i < 3000; i++) {
+            int64_t t = (int64_t)(random_word() % (uint64_t)T), n = (int64_t)(random_word() % (uint64_t)N);
+            int64_t k = (int64_t)(random_word() % (uint64_t)K);
+            double y = 0, dx = 0, dw = 0;
+            for (int64_t j = 0; j < K; j++) y += x[t * K + j] * w[n * K + j];
+            for (int64_t j = 0; j < N; j++) dx += dy[t * N + j] * w[j * K + k];
+            for (int64_t j = 0; j < T; j++) dw += dy[j * N + n] * x[j * K + k];
+            assert_true(matrix_read(&y_m, t, n) == y && matrix_read(&dx_m, t, k) == dx);
+            assert_true(matrix_read(&dw_m, n, k) == dw);
+        }
+        matrix_take(&x_m, NULL), matrix_take(&w_m, NULL), matrix_take(&dy_m, NULL), matrix_take(&y_m, NULL);
+        matrix_take(&dx_m, NULL), matrix_take(&dw_m, NULL);
+        free(x), free(w), free(dy), free(zero);
+    }
+}
+
+/* ==== embedding and norms ======================================================================================== */
+
+typedef struct embedding_shape {
+    int64_t T, C, first, count;
+    bool accumulate;
+    int32_t ids[8];
+} embedding_shape;
+
+/* in = w[count, C], then what out held before [T, C]. */
+static void embedding_reference(double *out, const double *in, const void *shape) {
+    const embedding_shape *s = shape;
+    for (int64_t t = 0; t < s->T; t++)
+        for (int64_t c = 0; c < s->C; c++) {
+            int64_t id = s->ids[t] - s->first;
+            double row = id >= 0 && id < s->count ? in[id * s->C + c] : 0;
+            out[t * s->C + c] = row + (s->accumulate ? in[(s->count + t) * s->C + c] : 0);
+        }
+}
+
+static void embedding_matches_float64_and_finite_differences(void **state) {
+    (void)state;
+    static const embedding_shape shapes[] = {
+        {1, 1, 0, 1, false, {0}},
+        {8, 67, 0, 5, false, {0, 4, 4, 2, 4, 0, 1, 3}},
+        {8, 130, 10, 3, false, {9, 10, 12, 13, 12, 12, 2000000000, 0}},
+        {7, 9, 10, 3, true, {9, 10, 12, 13, 12, 12, -1}},
+    };
+    for (int i = 0; i < 8; i++) {
+        const embedding_shape *s = &shapes[i / 2];
+        mt_dtype dtype = both[i % 2];
+        int64_t T = s->T, C = s->C, n_w = s->count * C;
+        double *in = random_values(n_w + T * C), *dout = random_values(T * C), *start = random_values(n_w);
+        double *out = zeros(T * C), *want = zeros(T * C), *grad = zeros(n_w + T * C);
+        matrix w = matrix_from(in, s->count, C, C, dtype), out_m = matrix_new(T, C, C, dtype);
+        if (s->accumulate) matrix_write(&out_m, in + n_w);
+        ops->embedding_forward(out_m.data, s->ids, w.data, T, C, s->first, s->count, s->accumulate, dtype, NULL);
+        matrix_take(&out_m, out);
+        embedding_reference(want, in, s);
+        assert_forward("out", out, want, T * C, dtype);
+        matrix dw = matrix_from(start, s->count, C, C, MT_F32), dout_m = matrix_from(dout, T, C, C, dtype);
+        ops->embedding_backward((float *)dw.data, dout_m.data, s->ids, T, C, s->first, s->count, dtype, NULL);
+        matrix_take(&dw, grad);
+        for (int64_t j = 0; j < n_w; j++) grad[j] -= start[j];
+        if (s->accumulate) memcpy(grad + n_w, dout, (size_t)(T * C) * 8); // what was there is added as it is
+        assert_gradient("embedding", grad, embedding_reference, s, in, n_w + T * C, dout, T * C, dtype);
+        matrix_take(&w, NULL), matrix_take(&dout_m, NULL);
+        free(in), free(dout), free(start), free(out), free(want), free(grad);
+    }
+}
+
+typedef struct norm_shape {
+    int64_t T, H, C, x_stride, y_stride;
+    bool layer;   // LayerNorm: H == 1, no strides
+    int residual; // 0 none, 1 its own, 2 in dx
+} norm_shape;
+
+/* in = x[T, H, C], w[C], b[C]; out = y. eps is 1e-5. */
+static void norm_reference(double *y, const double *in, const void *shape) {
+    const norm_shape *s = shape;
+    const double *w = in + s->T * s->H * s->C, *b = w + s->C;
+    for (int64_t r = 0; r < s->T * s->H; r++) {
+        const double *x = in + r * s->C;
+        double mean = 0, square = 0;
+        for (int64_t c = 0; c < s->C && s->layer; c++) mean += x[c] / (double)s->C;
+        for (int64_t c = 0; c < s->C; c++) square += (x[c] - mean) * (x[c] - mean) / (double)s->C;
+        for (int64_t c = 0; c < s->C; c++)
+            y[r * s->C + c] = (x[c] - mean) / sqrt(square + 1e-5) * w[c] + (s->layer ? b[c] : 0);
+    }
+}
+
+static void check_norm(const norm_shape *s, mt_dtype dtype) {
+    int64_t T = s->T, H = s->H, C = s->C, n = T * H * C, n_in = n + 2 * C, width = H * C;
+    double *in = random_values(n_in), *dy = random_values(n), *res = random_values(n), *start = random_values(2 * C);
+    double *y = zeros(n), *want = zeros(n), *grad = zeros(n_in);
+    matrix x = matrix_from(in, T, width, s->x_stride, dtype), w = matrix_from(in + n, 1, C, C, dtype);
+    matrix b = matrix_from(in + n + C, 1, C, C, dtype), y_m = matrix_new(T, width, s->y_stride, dtype);
+    matrix mean = matrix_new(1, T, T, MT_F32), rstd = matrix_new(1, T * H, T * H, MT_F32);
+    matrix dy_m = matrix_from(dy, T, width, s->y_stride, dtype), dx = matrix_new(T, width, s->x_stride, dtype);
+    matrix dw = matrix_from(start, 1, C, C, MT_F32), db = matrix_from(start + C, 1, C, C, MT_F32);
+    matrix residual = matrix_from(res, T, width, s->x_stride, dtype);
+    if (s->residual == 2) matrix_write(&dx, res);
+    const void *r = s->residual == 0 ? NULL : s->residual == 1 ? residual.data : dx.data;
+    if (s->layer) {
+        ops->layernorm_forward(y_m.data, (float *)mean.data, (float *)rstd.data, x.data, w.data, b.data, T, C, 1e-5f,
+                               dtype, NULL);
+        ops->layernorm_backward(dx.data, (float *)dw.data, (float *)db.data, dy_m.data, r, x.data, w.data,
+                                (float *)mean.data, (float *)rstd.data, T, C, dtype, NULL);
+    } else {
+        ops->rmsnorm_forward(y_m.data, (float *)rstd.data, x.data, w.data, T, H, C, s->y_stride, s->x_stride, 1e-5f,
+                             dtype, NULL);
+        ops->rmsnorm_backward(dx.data, (float *)dw.data, dy_m.data, r, x.data, w.data, (float *)rstd.data, T, H, C,
+                              s->x_stride, s->y_stride, s->x_stride, dtype, NULL);
+    }
+    matrix_take(&y_m, y);
+    norm_reference(want, in, s);
+    assert_forward("y", y, want, n, dtype);
+    matrix_take(&dx, grad), matrix_take(&dw, grad + n), matrix_take(&db, grad + n + C);
+    for (int64_t i = 0; i < 2 * C; i++) grad[n + i] -= start[i];
+    for (int64_t i = 0; i < n && s->residual; i++) grad[i] -= res[i];
+    assert_gradient("norm", grad, norm_reference, s, in, n_in, dy, n, dtype);
+    matrix_take(&x, NULL), matrix_take(&w, NULL), matrix_take(&b, NULL), matrix_take(&dy_m, NULL);
+    matrix_take(&mean, NULL), matrix_take(&rstd, NULL), matrix_take(&residual, NULL);
+    free(in), free(dy), free(res), free(start), free(y), free(want), free(grad);
+}
+
+static void norms_match_float64_and_finite_differences(void **state) {
+    (void)state;
+    static const norm_shape shapes[] = {
+        {1, 1, 8, 8, 8, false, 0},       {5, 1, 67, 67, 67, false, 1},  {3, 4, 16, 80, 64, false, 2},
+        {2, 3, 130, 401, 390, false, 0}, {1, 1, 8, 8, 8, true, 0},      {5, 1, 67, 67, 67, true, 1},
+        {7, 1, 130, 130, 130, true, 2},  {300, 1, 96, 96, 96, true, 1}, {90, 3, 64, 200, 192, false, 1},
+    };
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int d = 0; d < 2; d++) check_norm(&shapes[i], both[d]);
+}
+
+/* ==== rotary positions =========================================================================================== */
+
+typedef struct rope_shape {
+    int64_t T, H, D, R;
+    bool interleaved, in_place;
+} rope_shape;
+
+static double rope_angle(int64_t t, int64_t i) {
+    return (double)(t * 3 % 7) * pow(0.3, (double)i);
+}
+
+static void rope_reference(double *y, const double *x, const void *shape) {
+    const rope_shape *s = shape;
+    memcpy(y, x, (size_t)(s->T * s->H * s->D) * 8);
+    for (int64_t r = 0; r < s->T * s->H; r++)
+        for (int64_t i = 0; i < s->R / 2; i++) {
+            int64_t a = r * s->D + (s->interleaved ? 2 * i : i), b = s->interleaved ? a + 1 : a + s->R / 2;
+            double c = cos(rope_angle(r / s->H, i)), n = sin(rope_angle(r / s->H, i));
+            y[a] = x[a] * c - x[b] * n;
+            y[b] = x[a] * n + x[b] * c;
+        }
+}
+
+static void rope_matches_float64_and_finite_differences(void **state) {
+    (void)state;
+    static const rope_shape shapes[] = {{1, 1, 8, 8, false, false},  {5, 3, 24, 24, false, true},
+                                        {4, 2, 10, 6, false, false}, {5, 3, 24, 24, true, false},
+                                        {4, 2, 10, 6, true, true},   {3, 1, 256, 128, false, false}};
+    for (int k = 0; k < 12; k++) {
+        const rope_shape *s = &shapes[k / 2];
+        mt_dtype dtype = both[k % 2];
+        int64_t width = s->H * s->D, n = s->T * width, half = s->R / 2, stride = width + 5;
+        float cosines[7 * 128], sines[7 * 128];
+        int32_t positions[8];
+        for (int64_t t = 0; t < s->T; t++) positions[t] = (int32_t)(t * 3 % 7);
+        for (int64_t t = 0; t < s->T; t++)
+            for (int64_t i = 0; i < half; i++) {
+                cosines[positions[t] * half + i] = (float)cos(rope_angle(t, i));
+                sines[positions[t] * half + i] = (float)sin(rope_angle(t, i));
+            }
+        double *x = random_values(n), *dy = random_values(n), *y = zeros(n), *want = zeros(n), *dx = zeros(n);
+        matrix x_m = matrix_from(x, s->T, width, stride, dtype), y_m = matrix_new(s->T, width, stride, dtype);
+        if (s->in_place) matrix_write(&y_m, x);
+        ops->rope_forward(y_m.data, s->in_place ? y_m.data : x_m.data, cosines, sines, positions, s->T, s->H, s->D,
+                          s->R, stride, stride, s->interleaved, dtype, NULL);
+        matrix_take(&y_m, y);
+        rope_reference(want, x, s);
+        assert_forward("rope", y, want, n, dtype);
+        matrix dy_m = matrix_from(dy, s->T, width, stride, dtype), dx_m = matrix_new(s->T, width, width, dtype);
+        ops->rope_backward(dx_m.data, dy_m.data, cosines, sines, positions, s->T, s->H, s->D, s->R, width, stride,
+                           s->interleaved, dtype, NULL);
+        matrix_take(&dx_m, dx);
+        assert_gradient("rope", dx, rope_reference, s, x, n, dy, n, dtype);
+        matrix_take(&x_m, NULL), matrix_take(&dy_m, NULL);
+        free(x), free(dy), free(y), free(want), free(dx);
+    }
+}
+
+/* ==== attention ================================================================================================== */
+
+typedef struct attention_shape {
+    int64_t H, G, D, Dv, Tq, Tk, num_spans;
+    mt_span spans[4];
+    double dropout;
+    int64_t first_head;
+} attention_shape;
+
+static int64_t query_name(int64_t row) {
+    return 1000 + row * 7;
+}
+
+static int64_t key_name(int64_t row) {
+    return row < 6 ? 3 + row : 1ll << 33 | row * 3 % 64; // neighbours at first, scattered later
+}
+
+static double attention_kept(const attention_shape *s, int64_t head, int64_t q_row, int64_t k_row) {
+    uint32_t words[4];
+    if (s->dropout == 0) return 1;
+    uint64_t key = (uint64_t)key_name(k_row);
+    mt_philox(words, 99, (uint64_t)query_name(q_row), (uint64_t)(s->first_head + head) << 48 | key >> 2);
+    return words[key & 3] >= s->dropout * 4294967296.0 ? 1 / (1 - s->dropout) : 0;
+}
+
+/* in = q[Tq, H, D], k[Tk, G, D], v[Tk, G, Dv]; out[Tq, H, Dv], then lse[Tq, H]; 0 for rows in no span. scale 0.3. */
+static void attention_reference(double *out, const double *in, const void *shape) {
+    const attention_shape *s = shape;
+    const double *q = in, *k = q + s->Tq * s->H * s->D, *v = k + s->Tk * s->G * s->D;
+    double *lse = out + s->Tq * s->H * s->Dv, scores[1024];
+    memset(out, 0, (size_t)(s->Tq * s->H * (s->Dv + 1)) * 8);
+    for (int64_t n = 0; n < s->num_spans; n++)
+        for (int64_t i = 0; i < s->spans[n].q_len; i++)
+            for (int64_t h = 0; h < s->H; h++) {
+                const mt_span *span = &s->spans[n];
+                int64_t row = span->q_start + i, g = h / (s->H / s->G), last = i + span->k_len - span->q_len;
+                double sum = 0;
+                for (int64_t j = 0; j < span->k_len; j++) {
+                    bool seen = (!span->causal || j <= last) && (span->window == 0 || j > last - span->window);
+                    double dot = 0;
+                    for (int64_t d = 0; d < s->D && seen; d++)
+                        dot += q[(row * s->H + h) * s->D + d] * k[((span->k_start + j) * s->G + g) * s->D + d];
+                    scores[j] = seen ? exp(0.3 * dot) : 0;
+                    sum += scores[j];
+                }
+                lse[row * s->H + h] = log(sum);
+                for (int64_t j = 0; j < span->k_len; j++) {
+                    if (scores[j] == 0) continue;
+                    double p = scores[j] / sum * attention_kept(s, h, row, span->k_start + j);
+                    for (int64_t d = 0; d < s->Dv; d++)
+                        out[(row * s->H + h) * s->Dv + d] += p * v[((span->k_start + j) * s->G + g) * s->Dv + d];
+                }
+            }
+}
+
+/* Keeps the rows that spans cover. */
+static void attention_rows(const attention_shape *s, bool *queries, bool *keys) {
+    memset(queries, 0, (size_t)s->Tq);
+    memset(keys, 0, (size_t)s->Tk);
+    for (int64_t n = 0; n < s->num_spans; n++) {
+        const mt_span *span = &s->spans[n];
+        for (int64_t i = 0; i < span->q_len; i++) queries[span->q_start + i] = true;
+        for (int64_t j = 0; j < span->k_len; j++) keys[span->k_start + j] = true;
+    }
+}
+
+/* lse against the reference (-inf where nothing is seen). */
+static void assert_lse(const attention_shape *s, matrix *lse, const double *want, const bool *queries) {
+    double *got = zeros(s->Tq * s->H);
+    matrix_take_rows(lse, got, queries);
+    for (int64_t i = 0; i < s->Tq * s->H; i++)
+        assert_true(isinf(want[i]) ? got[i] == want[i] : fabs(got[i] - want[i]) < 2e-6 * (1 + fabs(want[i])));
+    free(got);
+}
+
+static void check_attention(const attention_shape *s, mt_dtype dtype) {
+    int64_t n_q = s->Tq * s->H * s->D, n_k = s->Tk * s->G * s->D, n_v = s->Tk * s->G * s->Dv, n_in = n_q + n_k + n_v;
+    int64_t n_out = s->Tq * s->H * s->Dv, n_lse = s->Tq * s->H, *names = mt_malloc((s->Tq + s->Tk) * 8);
+    double *in = random_values(n_in), *dout = random_values(n_out + n_lse), *got = zeros(n_out), *grad = zeros(n_in);
+    double *want = zeros(n_out + n_lse);
+    bool *queries = mt_malloc(s->Tq), *keys = mt_malloc(s->Tk);
+    memset(dout + n_out, 0, (size_t)n_lse * 8); // the loss depends on out alone
+    attention_rows(s, queries, keys);
+    for (int64_t i = 0; i < s->Tq; i++) names[i] = query_name(i);
+    for (int64_t j = 0; j < s->Tk; j++) names[s->Tq + j] = key_name(j);
+    mt_attention shape = {.num_heads = s->H,
+                          .num_groups = s->G,
+                          .head_size = s->D,
+                          .value_size = s->Dv,
+                          .q_stride = s->H * s->D + 3,
+                          .k_stride = s->G * s->D + 8,
+                          .v_stride = s->G * s->Dv + 1,
+                          .out_stride = s->H * s->Dv + 2,
+                          .scale = 0.3f,
+                          .dropout = {s->dropout, 99},
+                          .first_head = s->first_head,
+                          .q_index = names,
+                          .k_index = names + s->Tq};
+    mt_spans spans = {s->spans, s->spans, s->num_spans};
+    matrix q = matrix_from(in, s->Tq, s->H * s->D, shape.q_stride, dtype);
+    matrix k = matrix_from(in + n_q, s->Tk, s->G * s->D, shape.k_stride, dtype);
+    matrix v = matrix_from(in + n_q + n_k, s->Tk, s->G * s->Dv, shape.v_stride, dtype);
+    matrix out = matrix_new(s->Tq, s->H * s->Dv, shape.out_stride, dtype), lse = matrix_new(s->Tq, s->H, s->H, MT_F32);
+    ops->attention_forward(out.data, (float *)lse.data, q.data, k.data, v.data, &spans, &shape, dtype, NULL);
+    matrix dout_m = matrix_from(dout, s->Tq, s->H * s->Dv, shape.out_stride, dtype);
+    matrix dq = matrix_new(s->Tq, s->H * s->D, shape.q_stride, dtype);
+    matrix dk = matrix_new(s->Tk, s->G * s->D, shape.k_stride, dtype);
+    matrix dv = matrix_new(s->Tk, s->G * s->Dv, shape.v_stride, dtype), row_dot = matrix_new(s->Tq, s->H, s->H, MT_F32);
+    ops->attention_backward(dq.data, dk.data, dv.data, (float *)row_dot.data, dout_m.data, q.data, k.data, v.data,
+                            out.data, (float *)lse.data, &spans, &shape, dtype, NULL);
+    attention_reference(want, in, s);
+    matrix_take_rows(&out, got, queries);
+    assert_forward("out", got, want, n_out, dtype);
+    assert_lse(s, &lse, want + n_out, queries);
+    matrix_take_rows(&dq, grad, queries);
+    matrix_take_rows(&dk, grad + n_q, keys);
+    matrix_take_rows(&dv, grad + n_q + n_k, keys);
+    assert_gradient("attention", grad, attention_reference, s, in, n_in, dout, n_out + n_lse, dtype);
+    matrix_take(&q, NULL), matrix_take(&k, NULL), matrix_take(&v, NULL), matrix_take(&dout_m, NULL);
+    matrix_take(&row_dot, NULL);
+    free(names), free(in), free(dout), free(got), free(grad), free(want), free(queries), free(keys);
+}
+
+static void attention_matches_float64_and_finite_differences(void **state) {
+    (void)state;
+    static const attention_shape shapes[] = {
+        {1, 1, 8, 8, 1, 1, 1, {{0, 1, 0, 1, 0, true}}, 0, 0},
+        {3, 3, 16, 16, 13, 13, 1, {{0, 13, 0, 13, 0, true}}, 0, 0},
+        {4, 2, 8, 8, 15, 15, 3, {{0, 5, 0, 5, 0, true}, {5, 7, 5, 7, 0, true}, {13, 1, 13, 1, 0, true}}, 0, 0},
+        {4, 1, 8, 8, 11, 11, 1, {{0, 11, 0, 11, 3, true}}, 0, 0},
+        {2, 1, 8, 8, 2, 20, 2, {{0, 1, 0, 9, 0, true}, {1, 1, 10, 7, 4, true}}, 0, 0}, // decoding
+        {2, 1, 8, 8, 7, 12, 1, {{1, 5, 1, 10, 0, true}}, 0, 0},                        // prefill after a prefix
+        {2, 2, 24, 16, 9, 6, 1, {{0, 9, 0, 6, 0, false}}, 0, 0},                       // Dv != D, all see all
+        {2, 1, 8, 12, 8, 8, 2, {{0, 4, 0, 4, 0, true}, {4, 4, 0, 8, 0, true}}, 0, 0},  // spans that share keys
+        {2, 1, 8, 8, 8, 8, 2, {{4, 4, 2, 6, 0, true}, {0, 4, 0, 4, 2, false}}, 0, 0},  // the same, out of order
+        {1, 1, 8, 8, 9, 4, 1, {{0, 9, 0, 4, 0, true}}, 0, 0},                          // rows that see no key
+        {1, 1, 8, 8, 4, 6, 3, {{0, 3, 0, 3, 0, true}, {3, 0, 3, 2, 0, true}, {3, 1, 6, 0, 0, true}}, 0, 0}, // empty
+        {2, 2, 256, 256, 3, 3, 1, {{0, 3, 0, 3, 0, true}}, 0, 0},
+        {3, 1, 8, 8, 12, 12, 1, {{0, 12, 0, 12, 0, true}}, 0.3, 5},
+        {2, 2, 8, 8, 10, 10, 2, {{0, 3, 0, 3, 0, true}, {3, 7, 3, 7, 0, false}}, 0.5, 0},
+        {2, 1, 8, 8, 299, 299, 2, {{0, 160, 0, 160, 0, true}, {163, 136, 163, 136, 0, true}}, 0, 0},
+        {1, 1, 16, 8, 200, 333, 1, {{0, 200, 0, 333, 0, true}}, 0.1, 0},
+        {2, 1, 8, 8, 300, 300, 1, {{0, 300, 0, 300, 70, true}}, 0, 0},
+        {1, 1, 8, 8, 70, 200, 1, {{0, 70, 0, 200, 30, false}}, 0, 0},
+    };
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int d = 0; d < 2; d++) check_attention(&shapes[i], both[d]);
+}
+
+/* ==== activations ================================================================================================ */
+
+typedef struct gelu_shape {
+    int64_t n;
+    bool tanh;
+} gelu_shape;
+
+static void gelu_reference(double *y, const double *x, const void *shape) {
+    const gelu_shape *s = shape;
+    for (int64_t i = 0; i < s->n; i++) {
+        double u = sqrt(2 / M_PI) * (x[i] + 0.044715 * x[i] * x[i] * x[i]);
+        y[i] = s->tanh ? 0.5 * x[i] * (1 + tanh(u)) : 0.5 * x[i] * erfc(-x[i] / sqrt(2));
+    }
+}
+
+static void gelu_matches_float64_and_finite_differences(void **state) {
+    (void)state;
+    for (int k = 0; k < 4; k++) {
+        gelu_shape s = {1600, k / 2 == 1};
+        mt_dtype dtype = both[k % 2];
+        double *x = random_values(s.n), *dy = random_values(s.n), *y = zeros(s.n), *want = zeros(s.n);
+        for (int64_t i = 0; i < s.n; i++) x[i] *= i % 2 ? 8 : 2;
+        matrix x_m = matrix_from(x, 1, s.n, s.n, dtype), y_m = matrix_new(1, s.n, s.n, dtype);
+        matrix dy_m = matrix_from(dy, 1, s.n, s.n, dtype), dx_m = matrix_new(1, s.n, s.n, dtype);
+        ops->gelu_forward(y_m.data, x_m.data, s.n, s.tanh, dtype, NULL);
+        ops->gelu_backward(dx_m.data, dy_m.data, x_m.data, s.n, s.tanh, dtype, NULL);
+        ops->gelu_backward(dy_m.data, dy_m.data, x_m.data, s.n, s.tanh, dtype, NULL); // in place
+        assert_memory_equal(dx_m.data, dy_m.data, (size_t)(s.n * mt_dtype_size(dtype)));
+        matrix_take(&y_m, y);
+        gelu_reference(want, x, &s);
+        assert_forward("gelu", y, want, s.n, dtype);
+        matrix_take(&dx_m, y);
+        assert_gradient("gelu", y, gelu_reference, &s, x, s.n, dy, s.n, dtype);
+        matrix_take(&x_m, NULL), matrix_take(&dy_m, NULL);
+        free(x), free(dy), free(y), free(want);
+    }
+}
+
+static void swiglu_reference(double *y, const double *x, const void *shape) {
+    const int64_t *s = shape, F = s[1];
+    for (int64_t t = 0; t < s[0]; t++)
+        for (int64_t f = 0; f < F; f++) {
+            double gate = x[t * 2 * F + f];
+            y[t * F + f] = gate / (1 + exp(-gate)) * x[t * 2 * F + F + f];
+        }
+}
+
+static void swiglu_matches_float64_and_finite_differences(void **state) {
+    (void)state;
+    static const int64_t shapes[3][2] = {{1, 1}, {3, 37}, {70, 301}};
+    for (int k = 0; k < 6; k++) {
+        int64_t T = shapes[k / 2][0], F = shapes[k / 2][1], n = T * F;
+        mt_dtype dtype = both[k % 2];
+        double *x = random_values(2 * n), *dy = random_values(n), *y = zeros(2 * n), *want = zeros(n);
+        for (int64_t i = 0; i < 2 * n; i++) x[i] *= 4;
+        matrix x_m = matrix_from(x, T, 2 * F, 2 * F, dtype), y_m = matrix_new(T, F, F, dtype);
+        matrix dy_m = matrix_from(dy, T, F, F, dtype), dx_m = matrix_new(T, 2 * F, 2 * F, dtype);
+        ops->swiglu_forward(y_m.data, x_m.data, T, F, dtype, NULL);
+        ops->swiglu_backward(dx_m.data, dy_m.data, x_m.data, T, F, dtype, NULL);
+        ops->swiglu_backward(x_m.data, dy_m.data, x_m.data, T, F, dtype, NULL); // in place
+        assert_memory_equal(dx_m.data, x_m.data, (size_t)(2 * n * mt_dtype_size(dtype)));
+        matrix_take(&y_m, y);
+        swiglu_reference(want, x, shapes[k / 2]);
+        assert_forward("swiglu", y, want, n, dtype);
+        matrix_take(&dx_m, y);
+        assert_gradient("swiglu", y, swiglu_reference, shapes[k / 2], x, 2 * n, dy, n, dtype);
+        matrix_take(&x_m, NULL), matrix_take(&dy_m, NULL);
+        free(x), free(dy), free(y), free(want);
+    }
+}
+
+/* ==== residual stream and rows =================================================================================== */
+
+typedef struct dropout_shape {
+    int64_t T, C, first_channel;
+    bool residual;
+    double p;
+} dropout_shape;
+
+/* in = x[T, C], residual[T, C]; token t is named 5 t + 2^40. */
+static void dropout_reference(double *out, const double *in, const void *shape) {
+    const dropout_shape *s = shape;
+    for (int64_t t = 0; t < s->T; t++)
+        for (int64_t c = 0; c < s->C; c++) {
+            uint32_t words[4];
+            uint64_t channel = (uint64_t)(s->first_channel + c);
+            mt_philox(words, 4321, (uint64_t)(5 * t + (1ll << 40)), channel >> 2);
+            double factor = words[channel & 3] >= s->p * 4294967296.0 ? 1 / (1 - s->p) : 0;
+            if (s->p == 0) factor = 1;
+            out[t * s->C + c] = in[t * s->C + c] * factor + (s->residual ? in[(s->T + t) * s->C + c] : 0);
+        }
+}
+
+static void dropout_add_matches_float64_and_finite_differences(void **state) {
+    (void)state;
+    static const dropout_shape shapes[] = {{1, 1, 0, true, 0},
+                                           {5, 37, 0, true, 0.1},
+                                           {3, 66, 31, false, 0.5},
+                                           {4, 7, 2, true, 0.9},
+                                           {300, 70, 0, true, 0}};
+    for (int k = 0; k < 10; k++) {
+        const dropout_shape *s = &shapes[k / 2];
+        mt_dtype dtype = both[k % 2];
+        int64_t T = s->T, C = s->C, n = T * C, *names = mt_malloc(T * 8);
+        for (int64_t t = 0; t < T; t++) names[t] = 5 * t + (1ll << 40);
+        mt_dropout dropout = {s->p, 4321};
+        double *in = random_values(2 * n), *dout = random_values(n), *got = zeros(2 * n), *want = zeros(n);
+        matrix x = matrix_from(in, T, C, C, dtype), r = matrix_from(in + n, T, C, C, dtype);
+        matrix out = matrix_new(T, C, C, dtype), dout_m = matrix_from(dout, T, C, C, dtype);
+        matrix dx = matrix_new(T, C, C, dtype);
+        ops->dropout_add_forward(out.data, x.data, s->residual ? r.data : NULL, names, T, C, s->first_channel, &dropout,
+                                 dtype, NULL);
+        ops->dropout_add_backward(dx.data, dout_m.data, names, T, C, s->first_channel, &dropout, dtype, NULL);
+        void *target = s->residual ? r.data : x.data; // in place
+        ops->dropout_add_forward(target, x.data, s->residual ? r.data : NULL, names, T, C, s->first_channel, &dropout,
+                                 dtype, NULL);
+        assert_memory_equal(target, out.data, (size_t)(n * mt_dtype_size(dtype)));
+        matrix_take(&out, got);
+        dropout_reference(want, in, s);
+        assert_forward("dropout", got, want, n, dtype);
+        matrix_take(&dx, got);
+        if (s->residual) memcpy(got + n, dout, (size_t)n * 8); // the residual's gradient is dout itself
+        assert_gradient("dropout", got, dropout_reference, s, in, 2 * n, dout, n, dtype);
+        matrix_take(&x, NULL), matrix_take(&r, NULL), matrix_take(&dout_m, NULL);
+        free(names), free(in), free(dout), free(got), free(want);
+    }
+}
+
+static void dropout_keeps_its_share_and_does_not_depend_on_where_a_row_lies(void **state) {
+    (void)state;
+    enum { T = 200, C = 1024 };
+    float *x = mt_malloc(T * C * 4), *y = mt_malloc(T * C * 4), part[C];
+    int64_t names[T], kept = 0;
+    for (int64_t i = 0; i < T * C; i++) x[i] = 1;
+    for (int64_t t = 0; t < T; t++) names[t] = t;
+    mt_dropout dropout = {0.2, 7};
+    ops->dropout_add_forward(y, x, NULL, names, T, C, 0, &dropout, MT_F32, NULL);
+    for (int64_t i = 0; i < T * C; i++) {
+        assert_true(y[i] == 0 || y[i] == 1.25f);
+        kept += y[i] != 0;
+    }
+    assert_true(fabs((double)kept / (T * C) - 0.8) < 5 * 0.4 / sqrt(T * C));
+    ops->dropout_add_forward(part, x, NULL, names + 41, 1, C - 333, 333, &dropout, MT_F32, NULL);
+    assert_memory_equal(part, y + 41 * C + 333, (C - 333) * 4);
+    free(x), free(y);
+}
+
+static void rows_scatter_and_gather_within_their_width(void **state) {
+    (void)state;
+    static const int32_t rows[4] = {6, 0, 3, 2};
+    for (int d = 0; d < 2; d++) {
+        double *from = random_values(4 * 5), *got = zeros(8 * 5);
+        bool written[8] = {true, false, true, true, false, false, true, false};
+        matrix a = matrix_from(from, 4, 5, 7, both[d]), b = matrix_new(8, 5, 9, both[d]),
+               c = matrix_new(4, 5, 6, both[d]);
+        ops->scatter_rows(b.data, a.data, rows, 4, 5, 9, 7, both[d], NULL);
+        ops->gather_rows(c.data, b.data, rows, 4, 5, 6, 9, both[d], NULL);
+        matrix_take_rows(&b, got, written);
+        for (int t = 0; t < 4; t++) assert_memory_equal(got + rows[t] * 5, from + t * 5, 5 * 8);
+        matrix_take(&c, got);
+        assert_memory_equal(got, from, 4 * 5 * 8);
+        matrix_take(&a, NULL);
+        free(from), free(got);
+    }
+}
+
+/* ==== cross-entropy ============================================================================================== */
+
+typedef struct loss_shape {
+    int64_t T, V, stride;
+    const int32_t *labels;
+} loss_shape;
+
+/* out = loss[T], entropy[T] of in = logits[T, V]. */
+static void loss_reference(double *out, const double *in, const void *shape) {
+    const loss_shape *s = shape;
+    for (int64_t t = 0; t < s->T; t++) {
+        const double *x = in + t * s->V;
+        double sum = 0, weighted = 0;
+        for (int64_t i = 0; i < s->V; i++) sum += exp(x[i]), weighted += exp(x[i]) * x[i];
+        out[t] = log(sum) - (s->labels[t] >= 0 && s->labels[t] < s->V ? x[s->labels[t]] : 0);
+        out[s->T + t] = log(sum) - weighted / sum;
+    }
+}
+
+/* Runs the forward over `parts` ranks that share the vocabulary, combines their four numbers a row, and the loss. */
+static void loss_over_parts(const matrix *logits, const loss_shape *s, int64_t parts, float *loss, float *entropy,
+                            float *lse) {
+    float all[4][64], part[4][64];
+    int64_t size = mt_dtype_size(logits->dtype), each = (s->V + parts - 1) / parts;
+    for (int64_t t = 0; t < s->T; t++) all[0][t] = -INFINITY, all[1][t] = all[2][t] = all[3][t] = 0;
+    for (int64_t first = 0; first < s->V; first += each) {
+        int64_t count = first + each < s->V ? each : s->V - first;
+        ops->cross_entropy_forward(part[0], part[1], part[2], part[3], logits->data + first * size, s->labels, s->T,
+                                   logits->stride, first, count, logits->dtype, NULL);
+        for (int64_t t = 0; t < s->T; t++) {
+            float max = fmaxf(all[0][t], part[0][t]), a = expf(all[0][t] - max), b = expf(part[0][t] - max);
+            all[0][t] = max;
+            all[1][t] = all[1][t] * a + part[1][t] * b;
+            all[2][t] += part[2][t];
+            all[3][t] = all[3][t] * a + part[3][t] * b;
+        }
+    }
+    ops->cross_entropy_loss(loss, entropy, lse, all[0], all[1], all[2], all[3], s->T, NULL);
+}
+
+static void check_cross_entropy(const loss_shape *s, int64_t parts, mt_dtype dtype) {
+    int64_t T = s->T, V = s->V, n = T * V, size = mt_dtype_size(dtype), each = (V + parts - 1) / parts;
+    double *x = random_values(n), *dout = random_values(2 * T), *got = zeros(n + 2 * T), *want = zeros(2 * T);
+    float loss[64], entropy[64], lse[64], dloss[64];
+    for (int64_t i = 0; i < n; i++) x[i] *= 8;
+    for (int64_t t = 0; t < T; t++) dloss[t] = (float)dout[t], dout[T + t] = 0;
+    matrix logits = matrix_from(x, T, V, s->stride, dtype), dlogits = matrix_new(T, s->stride, s->stride, dtype);
+    loss_over_parts(&logits, s, parts, loss, entropy, lse);
+    loss_reference(want, x, s);
+    for (int64_t t = 0; t < T; t++) got[t] = (double)loss[t], got[T + t] = (double)entropy[t];
+    assert_near("loss", got, want, T, 1e-6);
+    assert_near("entropy", got + T, want + T, T, 2e-6);
+    for (int64_t first = 0; first < V; first += each) {
+        int64_t count = first + each < V ? each : V - first;
+        matrix part = matrix_new(T, s->stride, s->stride, dtype); // of which the last ranks' columns are padding
+        double *values = zeros(T * s->stride);
+        ops->cross_entropy_backward(part.data, logits.data + first * size, s->labels, lse, dloss, T, s->stride, first,
+                                    count, dtype, NULL);
+        matrix_take(&part, values);
+        for (int64_t t = 0; t < T; t++) {
+            memcpy(got + t * V + first, values + t * s->stride, (size_t)count * 8);
+            for (int64_t i = count; i < s->stride; i++) assert_true(values[t * s->stride + i] == 0);
+        }
+        free(values);
+    }
+    assert_gradient("cross-entropy", got, loss_reference, s, x, n, dout, 2 * T, dtype);
+    ops->cross_entropy_backward(dlogits.data, logits.data, s->labels, lse, dloss, T, s->stride, 0, V, dtype, NULL);
+    ops->cross_entropy_backward(logits.data, logits.data, s->labels, lse, dloss, T, s->stride, 0, V, dtype, NULL);
+    assert_memory_equal(logits.data, dlogits.data, (size_t)(T * s->stride * size)); // in place
+    logits.width = s->stride;
+    matrix_take(&logits, NULL), matrix_take(&dlogits, NULL);
+    free(x), free(dout), free(got), free(want);
+}
+
+static void cross_entropy_matches_float64_and_finite_differences(void **state) {
+    (void)state;
+    static const int32_t few[] = {0, 12, 3, -100, 6, 13}, many[] = {1024, 0, 2068, 1023};
+    static const loss_shape shapes[] = {{1, 1, 1, few}, {6, 13, 16, few}, {6, 13, 13, few}, {4, 2069, 2080, many}};
+    for (int k = 0; k < 8; k++) {
+        check_cross_entropy(&shapes[k / 2], 1, both[k % 2]);
+        check_cross_entropy(&shapes[k / 2], 3, both[k % 2]);
+    }
+}
+
+static void cross_entropy_survives_large_logits_and_minus_infinity(void **state) {
+    (void)state;
+    float logits[2][4] = {{30000, 29999, -30000, -INFINITY}, {-INFINITY, -INFINITY, -1e30f, 5}};
+    float max[2], sum[2], target[2], weighted[2], loss[2], entropy[2], lse[2];
+    int32_t labels[2] = {1, 3};
+    ops->cross_entropy_forward(max, sum, target, weighted, logits, labels, 2, 4, 0, 4, MT_F32, NULL);
+    ops->cross_entropy_loss(loss, entropy, lse, max, sum, target, weighted, 2, NULL);
+    assert_true(fabs((double)loss[0] - (1 + log1p(exp(-1)))) < 5e-3 && loss[1] == 0 && entropy[1] == 0);
+    ops->cross_entropy_forward(max, sum, target, NULL, logits, labels, 2, 4, 0, 4, MT_F32, NULL);
+    ops->cross_entropy_loss(loss, NULL, lse, max, sum, target, NULL, 2, NULL);
+    assert_true(loss[1] == 0);
+}
+
+static void loss_accumulates_under_its_mask(void **state) {
+    (void)state;
+    double sums[2] = {10, 1};
+    float loss[3] = {0.5f, 100, 2}, mask[3] = {1, 0, 1};
+    ops->loss_accumulate(sums, loss, mask, 3, NULL);
+    assert_true(sums[0] == 12.5 && sums[1] == 3);
+}
+
+/* ==== optimizer ================================================================================================== */
+
+static void squared_norm_is_exact_to_fp32_blocks(void **state) {
+    (void)state;
+    static const int64_t lengths[] = {0, 1, 1023, 1025, 70001, 262144 + 5};
+    for (int k = 0; k < 6; k++) {
+        double *x = random_values(lengths[k]), want = 3, sum = 3;
+        matrix m = matrix_from(x, 1, lengths[k], lengths[k], MT_F32);
+        for (int64_t i = 0; i < lengths[k]; i++) want += x[i] * x[i];
+        ops->squared_norm(&sum, (float *)m.data, lengths[k], NULL);
+        assert_true(fabs(sum - want) <= 1e-6 * want);
+        matrix_take(&m, NULL);
+        free(x);
+    }
+}
+
+static void gradient_scale_clips_and_divides_by_the_tokens(void **state) {
+    (void)state;
+    double squares = 400, tokens = 4, none = 0;
+    float scale, norm;
+    ops->gradient_scale(&scale, &norm, &squares, &tokens, 1.0f, NULL); // norm 5, clipped to 1
+    assert_true(norm == 5 && fabs((double)scale - 1 / (5 + 1e-6) / 4) < 1e-8);
+    ops->gradient_scale(&scale, &norm, &squares, &tokens, 6.0f, NULL);
+    assert_true(norm == 5 && scale == 0.25f);
+    ops->gradient_scale(&scale, &norm, &squares, &tokens, 0.0f, NULL);
+    assert_true(norm == 5 && scale == 0.25f);
+    squares = 0;
+    ops->gradient_scale(&scale, &norm, &squares, &none, 1.0f, NULL); // no unmasked token
+    assert_true(norm == 0 && scale == 1);
+}
+
+static void adamw_follows_its_formula_for_several_steps(void **state) {
+    (void)state;
+    enum { N = 40003 };
+    for (int d = 0; d < 2; d++) {
+        double *w = random_values(N), *g = random_values(N), *m = zeros(N), *v = zeros(N), *got = zeros(N);
+        matrix param = matrix_from(w, 1, N, N, both[d]), master = matrix_from(w, 1, N, N, MT_F32);
+        matrix m_m = matrix_from(m, 1, N, N, MT_F32), v_m = matrix_from(v, 1, N, N, MT_F32);
+        for (int step = 1; step <= 3; step++) {
+            for (int i = 0; i < N; i++) g[i] = random_value();
+            matrix grad = matrix_from(g, 1, N, N, MT_F32);
+            mt_adamw adamw = {
+                1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1 - powf(0.9f, (float)step), 1 - powf(0.95f, (float)step)};
+            float scale = 0.5f;
+            for (int i = 0; i < N; i++) {
+                m[i] = 0.9 * m[i] + 0.1 * g[i] / 2;
+                v[i] = 0.95 * v[i] + 0.05 * g[i] * g[i] / 4;
+                double update = m[i] / (1 - pow(0.9, step)) / (sqrt(v[i] / (1 - pow(0.95, step))) + 1e-8);
+                w[i] -= 1e-2 * (update + 0.1 * w[i]);
+            }
+            ops->adamw_step(param.data, both[d] == MT_F32 ? NULL : (float *)master.data, (float *)m_m.data,
+                            (float *)v_m.data, (float *)grad.data, &scale, N, &adamw, both[d], NULL);
+            matrix_take(&grad, NULL);
+        }
+        for (int i = 0; i < N && d == 1; i++)
+            assert_int_equal(((uint16_t *)param.data)[i], mt_f32_to_bf16(((float *)master.data)[i]));
+        matrix_take(d == 0 ? &param : &master, got), matrix_take(d == 0 ? &master : &param, NULL);
+        assert_near("weights", got, w, N, 2e-6);
+        matrix_take(&m_m, got);
+        assert_near("m", got, m, N, 2e-6);
+        matrix_take(&v_m, got);
+        assert_near("v", got, v, N, 2e-6);
+        free(w), free(g), free(m), free(v), free(got);
+    }
+}
+
+static void memory_is_zeroed_and_copied_whole(void **state) {
+    (void)state;
+    static const int64_t sizes[] = {1, 4097, (1 << 20) + 3, (5 << 20) + 17};
+    for (int k = 0; k < 4; k++) {
+        char *a = ops->memory_alloc(sizes[k]), *b = ops->memory_alloc(sizes[k] + 1);
+        memset(b, 7, (size_t)sizes[k] + 1);
+        ops->memory_zero(a, sizes[k], NULL);
+        for (int64_t i = 0; i < sizes[k]; i++) assert_int_equal(a[i], 0);
+        for (int64_t i = 0; i < sizes[k]; i++) a[i] = (char)(i * 31);
+        mt_stream *stream = ops->stream_create();
+        ops->memory_copy(b, a, sizes[k], stream);
+        ops->stream_wait(stream);
+        ops->stream_destroy(stream);
+        assert_memory_equal(a, b, (size_t)sizes[k]);
+        assert_int_equal(b[sizes[k]], 7);
+        ops->memory_free(a);
+        ops->memory_free(b);
+    }
+}
+
+/* ==== the same bits every time =================================================================================== */
+
+static uint64_t hash_bytes(uint64_t hash, const void *data, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i++) hash = (hash ^ ((const unsigned char *)data)[i]) * 0x100000001b3;
+    return hash;
+}
+
+/* Operands of a middling shape for every operation, and room for what they write. */
+typedef struct operands {
+    mt_dtype dtype;
+    char *in[6];  // [T, 4 C] elements each
+    char *out[6]; // the same
+    float *stats[6], *grads[3];
+    int32_t ids[300];
+    int64_t names[300];
+} operands;
+
+enum { REPEAT_T = 300, REPEAT_C = 192, REPEAT_N = REPEAT_T * 4 * REPEAT_C };
+
+static void operands_fill(operands *o, mt_dtype dtype) {
+    random_state = 42;
+    o->dtype = dtype;
+    for (int i = 0; i < 6; i++) {
+        float *values = mt_malloc(REPEAT_N * 4);
+        ops->random_normal(values, REPEAT_N, (uint64_t)i, 0, 0, 1, MT_F32, NULL);
+        o->in[i] = mt_malloc(REPEAT_N * mt_dtype_size(dtype));
+        ops->convert(o->in[i], dtype, values, MT_F32, REPEAT_N, NULL);
+        o->out[i] = mt_calloc(REPEAT_N * mt_dtype_size(dtype));
+        o->stats[i] = mt_calloc(REPEAT_T * REPEAT_C * 4);
+        if (i < 3) o->grads[i] = mt_calloc(REPEAT_N * 4);
+        free(values);
+    }
+    for (int i = 0; i < REPEAT_T; i++) o->ids[i] = (int32_t)(random_word() % 100), o->names[i] = i;
+}
+
+static uint64_t operands_take(operands *o, uint64_t hash) {
+    for (int i = 0; i < 6; i++) {
+        hash = hash_bytes(hash, o->out[i], REPEAT_N * mt_dtype_size(o->dtype));
+        hash = hash_bytes(hash, o->stats[i], REPEAT_T * REPEAT_C * 4);
+        if (i < 3) hash = hash_bytes(hash, o->grads[i], REPEAT_N * 4), free(o->grads[i]);
+        free(o->in[i]), free(o->out[i]), free(o->stats[i]);
+    }
+    return hash;
+}
+
+static uint64_t hash_linear(mt_dtype dtype) {
+    operands o;
+    int64_t T = REPEAT_T, C = REPEAT_C;
+    operands_fill(&o, dtype);
+    ops->linear_forward(o.out[0], o.in[0], o.in[1], o.in[2], T, 3 * C + 5, C, dtype, NULL);
+    ops->linear_forward(o.out[1], o.in[0], o.in[1], o.in[2], 2, 3 * C + 5, C, dtype, NULL);
+    ops->linear_backward_input(o.out[2], o.in[0], o.in[1], T, 3 * C + 5, C, dtype, NULL);
+    ops->linear_backward_weight(o.grads[0], o.grads[1], o.in[0], o.in[2], T, 3 * C + 5, C, dtype, NULL);
+    return operands_take(&o, 1);
+}
+
+static uint64_t hash_rows(mt_dtype dtype) {
+    operands o;
+    int64_t T = REPEAT_T, C = REPEAT_C;
+    mt_dropout dropout = {0.1, 5};
+    operands_fill(&o, dtype);
+    ops->embedding_forward(o.out[0], o.ids, o.in[0], T, C, 0, 100, false, dtype, NULL);
+    ops->embedding_backward(o.grads[0], o.in[1], o.ids, T, C, 0, 100, dtype, NULL);
+    ops->layernorm_forward(o.out[1], o.stats[0], o.stats[1], o.in[0], o.in[1], o.in[2], T, C, 1e-5f, dtype, NULL);
+    ops->layernorm_backward(o.out[2], o.grads[1], o.grads[2], o.in[3], o.in[4], o.in[0], o.in[1], o.stats[0],
+                            o.stats[1], T, C, dtype, NULL);
+    ops->rmsnorm_forward(o.out[3], o.stats[2], o.in[0], o.in[1], T, 3, C / 3, C, C, 1e-5f, dtype, NULL);
+    ops->rmsnorm_backward(o.out[4], o.grads[2], o.in[3], NULL, o.in[0], o.in[1], o.stats[2], T, 3, C / 3, C, C, C,
+                          dtype, NULL);
+    ops->dropout_add_forward(o.out[5], o.in[0], o.in[1], o.names, T, C, 0, &dropout, dtype, NULL);
+    return operands_take(&o, 2);
+}
+
+static uint64_t hash_attention(mt_dtype dtype) {
+    operands o;
+    int64_t C = REPEAT_C;
+    mt_span list[3] = {{0, 150, 0, 150, 0, true}, {150, 30, 100, 130, 0, false}, {200, 100, 200, 100, 17, true}};
+    mt_spans spans = {list, list, 3};
+    operands_fill(&o, dtype);
+    mt_attention shape = {.num_heads = 6,
+                          .num_groups = 2,
+                          .head_size = 32,
+                          .value_size = 32,
+                          .q_stride = C,
+                          .k_stride = C,
+                          .v_stride = C,
+                          .out_stride = C,
+                          .scale = 0.2f,
+                          .dropout = {0.1, 3},
+                          .q_index = o.names,
+                          .k_index = o.names};
+    ops->attention_forward(o.out[0], o.stats[0], o.in[0], o.in[1], o.in[2], &spans, &shape, dtype, NULL);
+    ops->attention_backward(o.out[1], o.out[2], o.out[3], o.stats[1], o.in[3], o.in[0], o.in[1], o.in[2], o.out[0],
+                            o.stats[0], &spans, &shape, dtype, NULL);
+    return operands_take(&o, 3);
+}
+
+static uint64_t hash_loss_and_optimizer(mt_dtype dtype) {
+    operands o;
+    int64_t T = REPEAT_T, V = 4 * REPEAT_C;
+    double sum = 0;
+    operands_fill(&o, dtype);
+    for (int i = 0; i < T; i++) o.stats[4][i] = 1;
+    ops->cross_entropy_forward(o.stats[0], o.stats[1], o.stats[2], o.stats[3], o.in[0], o.ids, T, V, 0, V - 3, dtype,
+                               NULL);
+    ops->cross_entropy_backward(o.out[0], o.in[0], o.ids, o.stats[0], o.stats[4], T, V, 0, V - 3, dtype, NULL);
+    ops->swiglu_forward(o.out[1], o.in[0], T, V / 2, dtype, NULL);
+    ops->gelu_forward(o.out[2], o.in[0], T * V, true, dtype, NULL);
+    ops->gelu_backward(o.out[3], o.in[1], o.in[0], T * V, false, dtype, NULL);
+    ops->random_normal(o.grads[0], T * V, 1, 3, 0, 1, MT_F32, NULL);
+    ops->squared_norm(&sum, o.grads[0], T * V, NULL);
+    return operands_take(&o, hash_bytes(4, &sum, 8));
+}
+
+static uint64_t hash_everything(mt_dtype dtype) {
+    return hash_linear(dtype) ^ hash_rows(dtype) * 3 ^ hash_attention(dtype) * 5 ^ hash_loss_and_optimizer(dtype) * 7;
+}
+
+static void runs_repeat_bit_for_bit(void **state) {
+    (void)state;
+    for (int d = 0; d < 2; d++) assert_true(hash_everything(both[d]) == hash_everything(both[d]));
+}
+
+static void the_number_of_threads_changes_no_bit(void **state) {
+    (void)state;
+#ifdef MT_HAVE_OPENMP
+    static uint64_t (*const parts[4])(mt_dtype) = {hash_linear, hash_rows, hash_attention, hash_loss_and_optimizer};
+    int threads = omp_get_max_threads();
+    for (int part = 0; part < 4; part++)
+        for (int d = 0; d < 2; d++) {
+            omp_set_num_threads(1);
+            uint64_t want = parts[part](both[d]);
+            for (int n = 2; n <= 3; n++) {
+                omp_set_num_threads(n);
+                if (parts[part](both[d]) != want) fail_msg("part %d differs on %d threads", part, n);
+            }
+        }
+    omp_set_num_threads(threads);
+#else
+    skip();
+#endif
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(philox_gives_the_known_answers_of_random123),
+        cmocka_unit_test(small_floats_convert_exactly_and_round_to_nearest_even),
+        cmocka_unit_test(convert_matches_the_scalar_conversions_on_every_pattern),
+        cmocka_unit_test(exp_is_within_two_units_in_the_last_place),
+        cmocka_unit_test(random_normal_depends_on_key_and_element_alone),
+        cmocka_unit_test(random_normal_has_the_moments_and_tail_of_a_normal),
+        cmocka_unit_test(linear_matches_float64_and_finite_differences),
+        cmocka_unit_test(linear_is_exact_on_integers_past_every_block),
+        cmocka_unit_test(embedding_matches_float64_and_finite_differences),
+        cmocka_unit_test(norms_match_float64_and_finite_differences),
+        cmocka_unit_test(rope_matches_float64_and_finite_differences),
+        cmocka_unit_test(attention_matches_float64_and_finite_differences),
+        cmocka_unit_test(gelu_matches_float64_and_finite_differences),
+        cmocka_unit_test(swiglu_matches_float64_and_finite_differences),
+        cmocka_unit_test(dropout_add_matches_float64_and_finite_differences),
+        cmocka_unit_test(dropout_keeps_its_share_and_does_not_depend_on_where_a_row_lies),
+        cmocka_unit_test(rows_scatter_and_gather_within_their_width),
+        cmocka_unit_test(cross_entropy_matches_float64_and_finite_differences),
+        cmocka_unit_test(cross_entropy_survives_large_logits_and_minus_infinity),
+        cmocka_unit_test(loss_accumulates_under_its_mask),
+        cmocka_unit_test(squared_norm_is_exact_to_fp32_blocks),
+        cmocka_unit_test(gradient_scale_clips_and_divides_by_the_tokens),
+        cmocka_unit_test(adamw_follows_its_formula_for_several_steps),
+        cmocka_unit_test(memory_is_zeroed_and_copied_whole),
+        cmocka_unit_test(runs_repeat_bit_for_bit),
+        cmocka_unit_test(the_number_of_threads_changes_no_bit),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
