@@ -99,7 +99,7 @@ void mt_die(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     fflush(stdout);
-    if (mt_launch_rank() > 0) usleep(500000); // what every rank finds is told once: rank 0's end ends the others
+    if (mt_launch_rank() > 0) sleep(2); // what every rank finds is told once: rank 0's end ends the others
     fprintf(stderr, "error: ");
     vfprintf(stderr, format, arguments);
     fprintf(stderr, "\n");
