@@ -177,8 +177,8 @@ int main(int argc, char **argv) {
     mt_options *o = &r.options;
     mt_error error;
     bool all = true;
-    mt_grid_start(&r.grid, &argc, &argv);
     check(mt_options_parse(o, MT_PROGRAM_INFER, argc, argv, &error), &error);
+    mt_grid_start(&r.grid, &argc, &argv);
     if (r.grid.world.rank == 0 && r.grid.world.size > 1)
         mt_die("infer runs on one rank in this version; start it without mpirun");
     mt_barrier(&r.grid.world);

@@ -82,13 +82,24 @@ int mt_error_set(mt_error *error, const char *format, ...) {
     va_start(arguments, format);
     vsnprintf(error->text, sizeof error->text, format, arguments);
     va_end(arguments);
+    for (char *c = error->text; *c; c++)
+        if (iscntrl((unsigned char)*c)) *c = '?'; // a name quoted from a file must not break the line
     return -1;
+}
+
+/* This process's rank as the launcher tells it, before MPI itself is started. */
+static int mt_launch_rank(void) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (getenv(names[i])) return atoi(getenv(names[i]));
+    return 0;
 }
 
 void mt_die(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     fflush(stdout);
+    if (mt_launch_rank() > 0) sleep(2); // what every rank finds is told once: rank 0's end ends the others
     fprintf(stderr, "error: ");
     vfprintf(stderr, format, arguments);
     fprintf(stderr, "\n");
@@ -978,19 +989,6 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
 }
 #endif
 
-/* The folder whose config.json describes what --load names: its latest iter_NNNNNNN if it is one of ours. */
-static char *mt_options_load_folder(const char *folder) {
-    int64_t bytes = (int64_t)strlen(folder) + 64;
-    char *path = mt_malloc(bytes), digits[16] = "";
-    snprintf(path, (size_t)bytes, "%s/latest_checkpointed_iteration.txt", folder);
-    FILE *file = fopen(path, "r");
-    if (file && !fgets(digits, sizeof digits, file)) digits[0] = 0;
-    if (file) fclose(file);
-    snprintf(path, (size_t)bytes, "%s/iter_%07ld", folder, strtol(digits, NULL, 10));
-    if (!isdigit((unsigned char)digits[0]) || access(path, F_OK) != 0) snprintf(path, (size_t)bytes, "%s", folder);
-    return path;
-}
-
 /* Takes the model's shape from config.json, where --load or --hf-config says that there is one. */
 static int mt_options_read_shape(mt_options *options, mt_error *error) {
     if (!options->load && !options->hf_config) return 0;
@@ -998,7 +996,8 @@ static int mt_options_read_shape(mt_options *options, mt_error *error) {
         return mt_error_set(error, "--load and --hf-config exclude each other: the folder %s has a config.json",
                             options->load);
     int64_t bytes;
-    char *path = options->load ? mt_options_load_folder(options->load) : mt_strdup(options->hf_config);
+    char *path = options->load ? mt_checkpoint_resolve(options->load, error) : mt_strdup(options->hf_config);
+    if (!path) return -1;
     if (options->load) path = strcat(mt_realloc(path, (int64_t)strlen(path) + 16), "/config.json");
     char *json = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
     int result = json ? mt_options_take_shape(options, json, bytes, path, options->load != NULL, error) : -1;
@@ -1020,7 +1019,7 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
     mt_options_default(options);
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-h") != 0) continue;
-        mt_options_help(program, stdout);
+        if (mt_launch_rank() == 0) mt_options_help(program, stdout);
         exit(0);
     }
     if (mt_options_read_arguments(options, program, argc, argv, error)) return -1;
@@ -1992,7 +1991,10 @@ static void mt_option_help(const mt_option *row, FILE *file) {
         end += (size_t)length;
     }
     if (row->fallback) snprintf(text + end, sizeof text - end, " (default %s)", row->fallback);
-    if (fprintf(file, "%-*s", INDENT, left) > INDENT - 2) fprintf(file, "\n%*s", INDENT, "");
+    if (strlen(left) > INDENT - 2)
+        fprintf(file, "%s\n%*s", left, INDENT, "");
+    else
+        fprintf(file, "%-*s", INDENT, left);
     mt_print_wrapped(file, text, INDENT, INDENT);
 }
 
