@@ -153,6 +153,7 @@ static bool answer_lines(run *r) {
             all = false;
         }
     }
+    if (terminal) fprintf(stderr, "\n");
     if (ferror(stdin)) mt_die("standard input: cannot be read: %s", strerror(errno));
     free(line);
     return all;
@@ -160,7 +161,8 @@ static bool answer_lines(run *r) {
 
 static void score(run *r) {
     mt_error error;
-    mt_model_plan plan = mt_score_plan(&r->options);
+    mt_model_plan plan;
+    check(mt_score_plan(&plan, &r->options, &error), &error);
     open_model(r, &plan);
     double start = mt_time();
     int64_t count = mt_score(r->model, &error);
@@ -174,8 +176,8 @@ int main(int argc, char **argv) {
     mt_options *o = &r.options;
     mt_error error;
     bool all = true;
-    mt_grid_start(&r.grid, &argc, &argv);
     check(mt_options_parse(o, MT_PROGRAM_INFER, argc, argv, &error), &error);
+    mt_grid_start(&r.grid, &argc, &argv);
     if (r.grid.world.rank == 0 && r.grid.world.size > 1)
         mt_die("infer runs on one rank in this version; start it without mpirun");
     mt_barrier(&r.grid.world);

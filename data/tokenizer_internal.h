@@ -197,6 +197,9 @@ const char *mt_token_text(const mt_tokenizer *tokenizer, int32_t id);
 int32_t mt_token_index(mt_tokenizer *tokenizer, int32_t id); // makes it findable by text; the id found if taken
 int32_t mt_token_find(const mt_tokenizer *tokenizer, const char *text, int64_t bytes); // -1 if absent
 
+/* Messages quote tokens, which may hold anything: makes line breaks and other control characters '?'. */
+void mt_error_one_line(mt_error *error);
+
 /* ---- the encoder ----------------------------------------------------------------------------------------------- */
 
 /* A run of the word that is one token so far; a doubly linked list in an array. */
