@@ -1991,7 +1991,10 @@ static void mt_option_help(const mt_option *row, FILE *file) {
         end += (size_t)length;
     }
     if (row->fallback) snprintf(text + end, sizeof text - end, " (default %s)", row->fallback);
-    if (fprintf(file, "%-*s", INDENT, left) > INDENT - 2) fprintf(file, "\n%*s", INDENT, "");
+    if (strlen(left) > INDENT - 2)
+        fprintf(file, "%s\n%*s", left, INDENT, "");
+    else
+        fprintf(file, "%-*s", INDENT, left);
     mt_print_wrapped(file, text, INDENT, INDENT);
 }
 
