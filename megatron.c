@@ -1454,10 +1454,10 @@ static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_strea
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t part = 0; part < PARTS; part++)
         for (int64_t block = part * length; block < mt_min((part + 1) * length, n); block += MT_BLOCK) {
-            float squares = 0;
+            double squares = 0;
 #pragma omp simd reduction(+ : squares)
-            for (int64_t i = block; i < mt_min(block + MT_BLOCK, n); i++) squares += x[i] * x[i];
-            parts[part] += (double)squares;
+            for (int64_t i = block; i < mt_min(block + MT_BLOCK, n); i++) squares += (double)x[i] * (double)x[i];
+            parts[part] += squares;
         }
     double total = 0;
     for (int64_t part = 0; part < PARTS; part++) total += parts[part];
