@@ -148,7 +148,7 @@ static void decode_token(void) { // the linear layers of one token, dim 768, hid
     ops->linear_forward(buffers[0], buffers[2], w, NULL, 1, 32000, 768, dtype, NULL);
 }
 static void decode_attention(void) { // one query of every sequence against 1024 cached keys a layer
-    mt_span span = {0, 1, 0, 1024, 0, true};
+    mt_span span = {0, 1, 0, 1024, true};
     mt_spans one = {&span, &span, 1};
     mt_attention shape = attention;
     shape.k_stride = shape.v_stride = C;
@@ -231,7 +231,7 @@ int main(void) {
     }
     ops->memory_zero(buffers[6], (int64_t)PARAMS * 4, NULL); // AdamW's v is not negative
     for (int t = 0; t < T; t++) ids[t] = t * 191 % 1000, positions[t] = t % SEQ, names[t] = t;
-    for (int s = 0; s < T / SEQ; s++) span_list[s] = (mt_span){s * SEQ, SEQ, s * SEQ, SEQ, 0, true};
+    for (int s = 0; s < T / SEQ; s++) span_list[s] = (mt_span){s * SEQ, SEQ, s * SEQ, SEQ, true};
     copy_rate = 8.0 * PARAMS / best_time(copy_memory);
     read_rate = 4.0 * PARAMS / best_time(read_memory);
     matmul_rate = mt_cpu_matmul_rate(2048);
