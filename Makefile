@@ -17,7 +17,7 @@
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,cc)
 endif
-DEFAULT_CC := $(if $(filter gcc cc,$(CC)),,$(notdir $(lastword $(CC))))
+DEFAULT_CC := $(if $(filter gcc cc,$(notdir $(CC))),,$(notdir $(lastword $(CC))))
 Q := $(if $(V),,@)
 
 # ---- One directory for each configuration, so that objects of different builds never meet ----------------------------

@@ -82,8 +82,9 @@ static void show_token(run *r, const mt_sequence *sequence, int64_t i, bool show
         return;
     }
     if (mt_tokenizer_is_special(r->tokenizer, token)) return;
-    check(mt_decode_next(r->decoder, token, &r->text, &error), &error);
+    bool known = mt_decode_next(r->decoder, token, &r->text, &error) == 0; // a model may have more tokens
     if (show) fwrite(r->text.data, 1, (size_t)r->text.bytes, stdout);
+    if (show && !known) fputs("\xEF\xBF\xBD", stdout); // U+FFFD, the replacement character
     r->text.bytes = 0;
 }
 
@@ -154,6 +155,7 @@ static bool answer_lines(run *r) {
             all = false;
         }
     }
+    if (terminal) fprintf(stderr, "\n");
     if (ferror(stdin)) mt_die("standard input: cannot be read: %s", strerror(errno));
     free(line);
     return all;
@@ -161,7 +163,8 @@ static bool answer_lines(run *r) {
 
 static void score(run *r) {
     mt_error error;
-    mt_model_plan plan = mt_score_plan(&r->options);
+    mt_model_plan plan;
+    check(mt_score_plan(&plan, &r->options, &error), &error);
     open_model(r, &plan);
     double start = mt_time();
     int64_t count = mt_score(r->model, &error);
@@ -175,8 +178,8 @@ int main(int argc, char **argv) {
     mt_options *o = &r.options;
     mt_error error;
     bool all = true;
-    mt_grid_start(&r.grid, &argc, &argv);
     check(mt_options_parse(o, MT_PROGRAM_INFER, argc, argv, &error), &error);
+    mt_grid_start(&r.grid, &argc, &argv);
     if (r.grid.world.rank == 0 && r.grid.world.size > 1)
         mt_die("infer runs on one rank in this version; start it without mpirun");
     mt_barrier(&r.grid.world);

@@ -82,13 +82,24 @@ int mt_error_set(mt_error *error, const char *format, ...) {
     va_start(arguments, format);
     vsnprintf(error->text, sizeof error->text, format, arguments);
     va_end(arguments);
+    for (char *c = error->text; *c; c++)
+        if (iscntrl((unsigned char)*c)) *c = '?'; // a name quoted from a file must not break the line
     return -1;
+}
+
+/* This process's rank as the launcher tells it, before MPI itself is started. */
+static int mt_launch_rank(void) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (getenv(names[i])) return atoi(getenv(names[i]));
+    return 0;
 }
 
 void mt_die(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     fflush(stdout);
+    if (mt_launch_rank() > 0) sleep(2); // what every rank finds is told once: rank 0's end ends the others
     fprintf(stderr, "error: ");
     vfprintf(stderr, format, arguments);
     fprintf(stderr, "\n");
@@ -451,10 +462,12 @@ static const mt_option mt_option_table[] = {
      "read options from a file; the command line wins"},
 
     {.help = "generation (interactive without --prompt)"},
-    {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT", "texts to continue"},
+    {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
+     "texts to continue, all at once; several are shown in order, a header before each"},
     {"prompt-tokens", MT_STRING, MT_AT(prompt_tokens), MT_INFER, MT_OF_RUN, NULL, "1,2,3",
      "tokens to continue; needs no tokenizer"},
-    {"print-tokens", MT_FLAG, MT_AT(print_tokens), MT_INFER, MT_OF_RUN, NULL, NULL, "print tokens, not text"},
+    {"print-tokens", MT_FLAG, MT_AT(print_tokens), MT_INFER, MT_OF_RUN, NULL, NULL,
+     "print the ids of new tokens, a line for each prompt, not text"},
     {"max-new-tokens", MT_INT, MT_AT(max_new_tokens), MT_INFER, MT_OF_RUN, "256", "[0,1073741824]",
      "tokens to add to a prompt"},
     {"temperature", MT_REAL, MT_AT(temperature), MT_INFER, MT_OF_RUN, "1", "[0,1e6]", "0: always the likeliest token"},
@@ -976,19 +989,6 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
 }
 #endif
 
-/* The folder whose config.json describes what --load names: its latest iter_NNNNNNN if it is one of ours. */
-static char *mt_options_load_folder(const char *folder) {
-    int64_t bytes = (int64_t)strlen(folder) + 64;
-    char *path = mt_malloc(bytes), digits[16] = "";
-    snprintf(path, (size_t)bytes, "%s/latest_checkpointed_iteration.txt", folder);
-    FILE *file = fopen(path, "r");
-    if (file && !fgets(digits, sizeof digits, file)) digits[0] = 0;
-    if (file) fclose(file);
-    snprintf(path, (size_t)bytes, "%s/iter_%07ld", folder, strtol(digits, NULL, 10));
-    if (!isdigit((unsigned char)digits[0]) || access(path, F_OK) != 0) snprintf(path, (size_t)bytes, "%s", folder);
-    return path;
-}
-
 /* Takes the model's shape from config.json, where --load or --hf-config says that there is one. */
 static int mt_options_read_shape(mt_options *options, mt_error *error) {
     if (!options->load && !options->hf_config) return 0;
@@ -996,7 +996,8 @@ static int mt_options_read_shape(mt_options *options, mt_error *error) {
         return mt_error_set(error, "--load and --hf-config exclude each other: the folder %s has a config.json",
                             options->load);
     int64_t bytes;
-    char *path = options->load ? mt_options_load_folder(options->load) : mt_strdup(options->hf_config);
+    char *path = options->load ? mt_checkpoint_resolve(options->load, error) : mt_strdup(options->hf_config);
+    if (!path) return -1;
     if (options->load) path = strcat(mt_realloc(path, (int64_t)strlen(path) + 16), "/config.json");
     char *json = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
     int result = json ? mt_options_take_shape(options, json, bytes, path, options->load != NULL, error) : -1;
@@ -1018,7 +1019,7 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
     mt_options_default(options);
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-h") != 0) continue;
-        mt_options_help(program, stdout);
+        if (mt_launch_rank() == 0) mt_options_help(program, stdout);
         exit(0);
     }
     if (mt_options_read_arguments(options, program, argc, argv, error)) return -1;
@@ -1990,7 +1991,10 @@ static void mt_option_help(const mt_option *row, FILE *file) {
         end += (size_t)length;
     }
     if (row->fallback) snprintf(text + end, sizeof text - end, " (default %s)", row->fallback);
-    if (fprintf(file, "%-*s", INDENT, left) > INDENT - 2) fprintf(file, "\n%*s", INDENT, "");
+    if (strlen(left) > INDENT - 2)
+        fprintf(file, "%s\n%*s", left, INDENT, "");
+    else
+        fprintf(file, "%-*s", INDENT, left);
     mt_print_wrapped(file, text, INDENT, INDENT);
 }
 
@@ -2154,6 +2158,23 @@ static inline float mt_exp(float x) {
     return p * low.value * high.value;
 }
 
+/* Factors of dropout, 0 or 1 / (1 - p), for the coordinates (low, high + first ... first + n - 1): four neighbours
+ * share one Philox counter, (low, high | index / 4), and take a word each. */
+static void mt_dropout_factors(float *factors, int64_t n, const mt_dropout *dropout, uint64_t low, uint64_t high,
+                               int64_t first) {
+    enum { COUNTERS = 16 }; // drawn at once, as vector code
+    uint32_t words[4 * COUNTERS];
+    uint32_t threshold = dropout->p < 1 ? (uint32_t)(dropout->p * 4294967296.0) : UINT32_MAX;
+    float kept = dropout->p < 1 ? (float)(1.0 / (1.0 - dropout->p)) : 0.0f;
+    for (int64_t start = first / 4 * 4; start < first + n; start += 4 * COUNTERS) {
+#pragma omp simd
+        for (int64_t c = 0; c < COUNTERS; c++)
+            mt_philox(words + 4 * c, dropout->key, low, high | (uint64_t)(start / 4 + c));
+        int64_t begin = mt_max(start, first), end = mt_min(start + 4 * COUNTERS, first + n);
+        for (int64_t i = begin; i < end; i++) factors[i - first] = words[i - start] >= threshold ? kept : 0.0f;
+    }
+}
+
 static void *mt_cpu_memory_alloc(int64_t bytes) {
     const int64_t page = 1 << 21; // huge pages spare the address translation that streaming through weights costs
     if (bytes < page) return mt_malloc(bytes);
@@ -2207,10 +2228,28 @@ static void mt_cpu_stream_wait(mt_stream *stream) {
 enum { MT_PLAIN = 0, MT_TRANSPOSED = 1 };
 
 #ifdef MT_HAVE_BLAS
+static int64_t mt_halve(int64_t n) {
+    return mt_blocks(n, 128) * 64;
+}
+
+/* The library's product, cut into tiles that depend on the shape alone, each computed by one thread: left to itself the
+ * library cuts by the number of threads, and its edges round differently from its middle. */
 static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
                             int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
-    cblas_sgemm(CblasRowMajor, a_transposed ? CblasTrans : CblasNoTrans, b_transposed ? CblasTrans : CblasNoTrans,
-                (int)M, (int)N, (int)K, 1.0f, a, (int)lda, b, (int)ldb, accumulate ? 1.0f : 0.0f, c, (int)ldc);
+    int64_t rows = M, columns = N;
+    while (rows > 512) rows = mt_halve(rows);
+    while (columns > 768 || (columns > 192 && mt_blocks(M, rows) * mt_blocks(N, columns) < 4))
+        columns = mt_halve(columns);
+#ifdef OPENBLAS_THREAD
+    if (openblas_get_parallel() == OPENBLAS_THREAD && openblas_get_num_threads() > 1) openblas_set_num_threads(1);
+#endif
+#pragma omp parallel for collapse(2) schedule(dynamic) if (M * N * K > 1 << 18)
+    for (int64_t n = 0; n < N; n += columns)
+        for (int64_t m = 0; m < M; m += rows)
+            cblas_sgemm(CblasRowMajor, a_transposed ? CblasTrans : CblasNoTrans,
+                        b_transposed ? CblasTrans : CblasNoTrans, (int)mt_min(rows, M - m), (int)mt_min(columns, N - n),
+                        (int)K, 1.0f, a + (a_transposed ? m : m * lda), (int)lda, b + (b_transposed ? n * ldb : n),
+                        (int)ldb, accumulate ? 1.0f : 0.0f, c + m * ldc + n, (int)ldc);
 }
 #else
 enum { MT_PANEL = 32, MT_DEPTH = 256, MT_TILE = 4 };
@@ -2699,20 +2738,6 @@ typedef struct mt_attention_task {
     int64_t head;
     mt_dtype dtype;
 } mt_attention_task;
-
-/* Factors of dropout, 0 or 1 / (1 - p), for the coordinates (low, high + first ... first + n - 1): four neighbours
- * share one Philox counter, (low, high | index / 4), and take a word each. */
-static void mt_dropout_factors(float *factors, int64_t n, const mt_dropout *dropout, uint64_t low, uint64_t high,
-                               int64_t first) {
-    uint64_t threshold = (uint64_t)(dropout->p * 4294967296.0);
-    float kept = dropout->p < 1 ? (float)(1.0 / (1.0 - dropout->p)) : 0.0f;
-    uint32_t words[4];
-    for (int64_t i = 0; i < n; i++) {
-        int64_t index = first + i;
-        if (i == 0 || index % 4 == 0) mt_philox(words, dropout->key, low, high | (uint64_t)(index / 4));
-        factors[i] = words[index % 4] >= threshold ? kept : 0.0f;
-    }
-}
 
 /* Multiplies the probabilities p[rows, columns] of queries i0... and keys j0... by their dropout: query q_index at
  * (q_index, head << 48 | k_index / 4), word k_index % 4. */
@@ -3276,10 +3301,10 @@ static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_strea
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t part = 0; part < PARTS; part++)
         for (int64_t block = part * length; block < mt_min((part + 1) * length, n); block += MT_BLOCK) {
-            float squares = 0;
+            double squares = 0;
 #pragma omp simd reduction(+ : squares)
-            for (int64_t i = block; i < mt_min(block + MT_BLOCK, n); i++) squares += x[i] * x[i];
-            parts[part] += (double)squares;
+            for (int64_t i = block; i < mt_min(block + MT_BLOCK, n); i++) squares += (double)x[i] * (double)x[i];
+            parts[part] += squares;
         }
     double total = 0;
     for (int64_t part = 0; part < PARTS; part++) total += parts[part];
@@ -4767,8 +4792,9 @@ static int mt_metadata_check(const json_t *metadata, const char *path, mt_error 
     const char *key;
     json_t *value;
     if (!json_is_object(metadata)) return mt_image_error(error, path, "its __metadata__ is no object");
-    json_object_foreach((json_t *)metadata, key, value) if (!json_is_string(value)) return mt_image_error(
-        error, path, "its __metadata__ holds more than strings");
+    json_object_foreach((json_t *)metadata, key, value) {
+        if (!json_is_string(value)) return mt_image_error(error, path, "its __metadata__ holds more than strings");
+    }
     return 0;
 }
 
@@ -4824,13 +4850,17 @@ static int mt_safetensors_map(mt_safetensors *file, const char *path, mt_error *
     return mt_safetensors_add(file, image, error);
 }
 
+static void mt_safetensors_sort(mt_safetensors *file) {
+    if (file->count > 0) qsort(file->tensors, (size_t)file->count, sizeof *file->tensors, mt_tensor_by_name);
+}
+
 /* Puts what was read in order and gives it out, or closes it when reading failed. */
 static int mt_safetensors_finish(mt_safetensors **out, mt_safetensors *file, int status) {
     if (status != 0) {
         mt_safetensors_close(file);
         return -1;
     }
-    if (file->count > 0) qsort(file->tensors, (size_t)file->count, sizeof *file->tensors, mt_tensor_by_name);
+    mt_safetensors_sort(file);
     *out = file;
     return 0;
 }
@@ -4908,6 +4938,13 @@ static const mt_image *mt_safetensors_image(const mt_safetensors *file, const ch
     return NULL;
 }
 
+/* A name in an index must be a file's in the folder itself. */
+static bool mt_is_plain_name(const char *name) {
+    if (!name || !*name || strchr(name, '/') || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) return false;
+    while (*name && !iscntrl((unsigned char)*name)) name++;
+    return *name == 0;
+}
+
 /* Opens every file that the index names, each once. */
 static int mt_index_open_files(mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
                                mt_error *error) {
@@ -4916,7 +4953,7 @@ static int mt_index_open_files(mt_safetensors *file, const char *folder, const c
     json_object_foreach(map, name, value) {
         const char *part = json_string_value(value);
         char printable[128];
-        if (!part || !*part || strchr(part, '/') || strcmp(part, "..") == 0 || strcmp(part, ".") == 0)
+        if (!mt_is_plain_name(part))
             return mt_error_set(error, "%s: weight_map gives tensor \"%s\" no plain file name; get it again",
                                 index_path, mt_printable(printable, name));
         char *path = mt_path_join(folder, part);
@@ -4958,8 +4995,7 @@ static int mt_index_read(mt_safetensors *file, const char *folder, const char *i
     int status = json_is_object(map)
                      ? mt_index_open_files(file, folder, index_path, map, error)
                      : mt_error_set(error, "%s: has no object weight_map; get the file again", index_path);
-    if (status == 0 && file->count > 0)
-        qsort(file->tensors, (size_t)file->count, sizeof *file->tensors, mt_tensor_by_name);
+    mt_safetensors_sort(file); // for mt_safetensors_find
     if (status == 0) status = mt_index_check(file, folder, index_path, map, error);
     json_decref(index);
     return status;
@@ -5152,13 +5188,12 @@ static int mt_param_missing(const mt_param *param, const char *folder, const mt_
     const char *option = mt_param_option[param->role].exists;
     if (param->role == MT_LM_HEAD)
         return mt_error_set(error,
-                            "%s: has no tensor \"%s\"; if the model is tied, config.json must say "
-                            "\"tie_word_embeddings\": true (--untie-embeddings-and-output-weights is then left "
-                            "out)",
-                            folder, param->hf_name);
-    return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json%s%s%s%s", folder,
-                        param->hf_name, (long long)mt_safetensors_count(file), option ? ", " : "", option ? option : "",
-                        param->layer >= 0 ? " and --num-layers" : "", "");
+                            "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
+                            "true, or leave out %s",
+                            folder, param->hf_name, option);
+    return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json, --num-layers%s%s", folder,
+                        param->hf_name, (long long)mt_safetensors_count(file), option ? " and " : "",
+                        option ? option : "");
 }
 
 static bool mt_ends_with(const char *text, const char *end) {
@@ -5295,7 +5330,7 @@ static void mt_shard_name(char name[64], const mt_saved_set *set, int64_t shard)
 
 /* ---- files */
 
-/* A file being written: what failed first is remembered in words. */
+/* A file being written, and where its errors go. */
 typedef struct mt_output {
     int descriptor;
     const char *path;
@@ -5375,10 +5410,11 @@ static char *mt_saved_header(const mt_saved *tensors, int64_t count, int64_t *by
 /* Writes a parameter's rows where they belong in a tensor whose data begins at `start` in the file. */
 static int mt_param_write(const mt_output *out, const mt_model *m, const mt_param *param, const mt_saved *saved,
                           int64_t start) {
-    int64_t size = mt_dtype_size(saved->dtype), cols = param->cols, chunk = mt_param_chunk(param), status = 0;
+    int64_t size = mt_dtype_size(saved->dtype), cols = param->cols, chunk = mt_param_chunk(param);
+    int status = 0;
     const char *place = mt_param_place(m, param, saved->kept);
-    char *staged = mt_malloc(chunk * cols * size),
-         *turned = param->hf_transposed ? mt_malloc(chunk * cols * size) : NULL;
+    char *staged = mt_malloc(chunk * cols * size);
+    char *turned = param->hf_transposed ? mt_malloc(chunk * cols * size) : NULL;
     for (int64_t first = 0; first < param->rows_stored && status == 0; first += chunk) {
         int64_t count = param->rows_stored - first < chunk ? param->rows_stored - first : chunk;
         int64_t row = param->hf_row + first;
@@ -5401,7 +5437,7 @@ static int mt_param_write(const mt_output *out, const mt_model *m, const mt_para
     }
     free(staged);
     free(turned);
-    return (int)status;
+    return status;
 }
 
 static int mt_shard_write(const mt_saved_set *set, int64_t shard, const mt_model *m, const char *path,
@@ -5442,6 +5478,7 @@ int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem
     char name[64];
     mt_saved_set set;
     int status = 0;
+    MT_CHECK(strcmp(stem, "model") == 0 || (strcmp(stem, "optimizer") == 0 && m->plan.train));
     mt_saved_plan(&set, m, stem, max_shard_bytes);
     for (int64_t shard = 0; shard < set.num_shards && status == 0; shard++) {
         mt_shard_name(name, &set, shard);
@@ -5524,15 +5561,19 @@ static void mt_folder_remove(const char *folder) {
     nftw(folder, mt_remove_entry, 16, FTW_DEPTH | FTW_PHYS);
 }
 
-/* A run that was killed while it saved left iter_NNNNNNN.tmp-PID behind. */
+/* What a run that was killed while it saved left behind. */
 static int mt_remove_leftover(const char *folder, const char *name, void *context) {
-    int length = 0;
+    static const char *const patterns[] = {"iter_%*[0-9].tmp-%*[0-9]%n", "latest.tmp-%*[0-9]%n",
+                                           "latest_checkpointed_iteration.txt.tmp-%*[0-9]%n"};
     (void)context;
-    sscanf(name, "iter_%*[0-9].tmp-%*[0-9]%n", &length);
-    if (length == 0 || name[length]) return 0;
-    char *path = mt_path_join(folder, name);
-    mt_folder_remove(path);
-    free(path);
+    for (size_t i = 0; i < sizeof patterns / sizeof *patterns; i++) {
+        int length = 0;
+        sscanf(name, patterns[i], &length);
+        if (length == 0 || name[length]) continue;
+        char *path = mt_path_join(folder, name);
+        mt_folder_remove(path);
+        free(path);
+    }
     return 0;
 }
 
@@ -5621,10 +5662,9 @@ static int mt_link_file(const char *iteration, const char *name, void *folder) {
     return 0;
 }
 
-/* Removes links whose file the latest iteration no longer has. */
-static int mt_unlink_stale(const char *folder, const char *name, void *context) {
-    (void)context;
-    if (!mt_is_own_link(folder, name) || mt_folder_has(folder, name)) return 0;
+/* Removes links whose file the latest iteration does not have under their name. */
+static int mt_unlink_stale(const char *folder, const char *name, void *iteration) {
+    if (!mt_is_own_link(folder, name) || mt_path_exists(iteration, name)) return 0;
     char *path = mt_path_join(folder, name);
     unlink(path);
     free(path);
@@ -5639,7 +5679,7 @@ static int mt_checkpoint_publish(const char *folder, const char *iteration, int6
     if (mt_file_replace(folder, "latest_checkpointed_iteration.txt", text, false, error) != 0) return -1;
     if (mt_file_replace(folder, "latest", iteration, true, &ignored) == 0) {
         char *path = mt_path_join(folder, iteration);
-        mt_folder_visit(folder, mt_unlink_stale, NULL);
+        mt_folder_visit(folder, mt_unlink_stale, path);
         mt_folder_visit(path, mt_link_file, (void *)folder);
         free(path);
     }
@@ -5663,7 +5703,14 @@ static int mt_folder_create(const char *folder, mt_error *error) {
     return mt_error_set(error, "%s: the folder cannot be made: %s; choose another --save", folder, strerror(reason));
 }
 
-/* Refuses a folder that is a model of its own, and one without room for `bytes`. */
+/* Bytes of the safetensors of a checkpoint. */
+static int64_t mt_checkpoint_bytes(const mt_model *m) {
+    int64_t each = mt_dtype_size(m->dtype);
+    if (m->plan.train && !m->options->no_save_optim) each += m->dtype == MT_F32 ? 8 : 12;
+    return mt_num_parameters(m->options) * each;
+}
+
+/* Refuses a folder that is a model of its own, and one that cannot take `bytes`. */
 static int mt_checkpoint_check_folder(const char *folder, int64_t bytes, mt_error *error) {
     static const char *const names[] = {"config.json", "model.safetensors", "model.safetensors.index.json"};
     struct statvfs disk;
@@ -5678,6 +5725,7 @@ static int mt_checkpoint_check_folder(const char *folder, int64_t bytes, mt_erro
     bool taken = mt_path_exists(folder, "latest") && readlink(latest, target, sizeof target) < 0;
     free(latest);
     if (taken) return mt_error_set(error, "%s/latest: is not a link of --save; choose another --save", folder);
+    if (access(folder, W_OK) != 0) return mt_write_error(error, folder);
     if (statvfs(folder, &disk) != 0 || disk.f_blocks == 0) return 0; // the disk does not tell: writing will
     double room = (double)disk.f_bavail * (double)disk.f_frsize;
     if (room >= (double)bytes) return 0;
@@ -5687,19 +5735,16 @@ static int mt_checkpoint_check_folder(const char *folder, int64_t bytes, mt_erro
                         folder, (double)bytes / 1e6, room / 1e6);
 }
 
-/* Bytes of the safetensors of a checkpoint. */
-static int64_t mt_checkpoint_bytes(const mt_model *m) {
-    int64_t each = mt_dtype_size(m->dtype);
-    if (m->plan.train && !m->options->no_save_optim) each += m->dtype == MT_F32 ? 8 : 12;
-    return mt_num_parameters(m->options) * each;
+int mt_checkpoint_prepare(const mt_model *m, const char *folder, mt_error *error) {
+    if (mt_folder_create(folder, error) != 0) return -1;
+    mt_folder_visit(folder, mt_remove_leftover, NULL);
+    return mt_checkpoint_check_folder(folder, mt_checkpoint_bytes(m), error);
 }
 
 int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
                        void *context, mt_error *error) {
     char name[64], temporary_name[128];
-    if (mt_folder_create(folder, error) != 0) return -1;
-    mt_folder_visit(folder, mt_remove_leftover, NULL);
-    if (mt_checkpoint_check_folder(folder, mt_checkpoint_bytes(m), error) != 0) return -1;
+    if (mt_checkpoint_prepare(m, folder, error) != 0) return -1;
     snprintf(name, sizeof name, "iter_%07lld", (long long)state->iteration);
     snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", name, (long long)getpid());
     char *temporary = mt_path_join(folder, temporary_name), *place = mt_path_join(folder, name);
@@ -5721,25 +5766,25 @@ int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folde
 
 /* The iteration that latest_checkpointed_iteration.txt names, or -1 with error. */
 static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
-    char text[32] = {0}, *end = text;
-    FILE *file = fopen(path, "r");
-    if (!file) return mt_error_set(error, "%s: cannot be read: %s", path, strerror(errno));
-    size_t length = fread(text, 1, sizeof text - 1, file);
-    fclose(file);
-    long long iteration = isdigit((unsigned char)text[0]) ? strtoll(text, &end, 10) : -1;
+    int64_t bytes;
+    char *text = mt_options_read_text(path, 64, &bytes, error);
+    if (!text) return -1;
+    char *end = text;
+    long long iteration = isdigit((unsigned char)*text) ? strtoll(text, &end, 10) : -1;
     while (isspace((unsigned char)*end)) end++;
-    if (iteration < 0 || iteration > 999999999 || end != text + length)
-        return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it",
-                            path);
-    return iteration;
+    bool is_number = iteration >= 0 && iteration <= 999999999 && end == text + bytes;
+    free(text);
+    if (is_number) return iteration;
+    return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it", path);
 }
 
 char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
     struct stat status;
     char name[64];
-    if (stat(folder, &status) != 0 || !S_ISDIR(status.st_mode)) {
+    bool found = stat(folder, &status) == 0;
+    if (!found || !S_ISDIR(status.st_mode)) {
         mt_error_set(error, "%s: %s; name a folder that holds config.json, or one that --save wrote", folder,
-                     stat(folder, &status) != 0 ? strerror(errno) : "is a file, not a folder");
+                     found ? "is a file, not a folder" : strerror(errno));
         return NULL;
     }
     if (!mt_folder_has(folder, "latest_checkpointed_iteration.txt")) {
@@ -6133,19 +6178,18 @@ void mt_generator_print_rates(const mt_generator *g, FILE *file) {
 
 /* ---- where texts begin and end */
 
-/* Reads a JSON object that may be absent (then *json is NULL). */
-static int mt_json_read_optional(json_t **json, const char *folder, const char *name, mt_error *error) {
-    char path[4096];
+/* Reads a JSON object from a file that may be absent (then *json is NULL). */
+static int mt_json_read_optional(json_t **json, const char *path, mt_error *error) {
     json_error_t problem;
     *json = NULL;
-    snprintf(path, sizeof path, "%s/%s", folder, name);
     if (access(path, F_OK) != 0) return 0;
     *json = json_load_file(path, 0, &problem);
     if (json_is_object(*json)) return 0;
+    bool is_json = *json != NULL;
     json_decref(*json);
     *json = NULL;
-    return mt_error_set(error, "%s:%d: %s; mend the file or remove it", path, problem.line,
-                        problem.text[0] ? problem.text : "is not a JSON object");
+    if (is_json) return mt_error_set(error, "%s: not a JSON object; mend the file or remove it", path);
+    return mt_error_set(error, "%s:%d: %s; mend the file or remove it", path, problem.line, problem.text);
 }
 
 static void mt_stops_add(mt_stops *stops, int64_t id) {
@@ -6153,10 +6197,12 @@ static void mt_stops_add(mt_stops *stops, int64_t id) {
 }
 
 int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options, mt_error *error) {
+    char path[4096];
     json_t *config, *item;
     size_t i;
     stops->count = 0;
-    if (mt_json_read_optional(&config, folder, "generation_config.json", error) != 0) return -1;
+    snprintf(path, sizeof path, "%s/generation_config.json", folder);
+    if (mt_json_read_optional(&config, path, error) != 0) return -1;
     json_t *eos = json_object_get(config, "eos_token_id");
     if (json_is_integer(eos)) mt_stops_add(stops, json_integer_value(eos));
     json_array_foreach(eos, i, item) if (json_is_integer(item)) mt_stops_add(stops, json_integer_value(item));
@@ -6176,32 +6222,29 @@ static bool mt_processor_adds_bos(const json_t *processor) {
 }
 
 int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error) {
-    json_t *config, *tokenizer = NULL;
-    char folder[4096], sentencepiece[4200];
+    char config_path[4096], json_path[4096], model_path[4096];
     struct stat status;
-    snprintf(folder, sizeof folder, "%s", path);
+    json_t *config, *tokenizer;
     bool is_file = stat(path, &status) == 0 && S_ISREG(status.st_mode);
-    char *slash = strrchr(folder, '/');
-    if (is_file) snprintf(slash ? slash : folder, sizeof ".", slash ? "" : ".");
-    snprintf(sentencepiece, sizeof sentencepiece, is_file ? "%s" : "%s/tokenizer.model", path);
-    size_t length = strlen(sentencepiece);
-    bool is_sentencepiece = length > 6 && strcmp(sentencepiece + length - 6, ".model") == 0;
+    int folder = (int)strlen(path); // bytes of its name
+    while (is_file && folder > 0 && path[folder - 1] != '/') folder--;
+    snprintf(config_path, sizeof config_path, "%.*s%stokenizer_config.json", folder, path, is_file ? "" : "/");
+    snprintf(json_path, sizeof json_path, "%s%s", path, is_file ? "" : "/tokenizer.json");
+    snprintf(model_path, sizeof model_path, "%s%s", path, is_file ? "" : "/tokenizer.model");
 
-    if (mt_json_read_optional(&config, folder, "tokenizer_config.json", error) != 0) return -1;
-    if (!is_file || !is_sentencepiece)
-        if (mt_json_read_optional(&tokenizer, folder, "tokenizer.json", error) != 0) {
-            json_decref(config);
-            return -1;
-        }
+    if (mt_json_read_optional(&config, config_path, error) != 0) return -1;
     json_t *add_bos = json_object_get(config, "add_bos_token");
-    if (json_is_boolean(add_bos))
-        *begins = json_is_true(add_bos);
-    else if (tokenizer)
-        *begins = mt_processor_adds_bos(json_object_get(tokenizer, "post_processor"));
-    else
-        *begins = is_sentencepiece && access(sentencepiece, F_OK) == 0; // Llama's, as Hugging Face opens them
+    bool is_said = json_is_boolean(add_bos);
+    *begins = json_is_true(add_bos);
     json_decref(config);
-    json_decref(tokenizer);
+    if (is_said) return 0;
+    if (mt_ends_with(json_path, ".json") && access(json_path, F_OK) == 0) {
+        if (mt_json_read_optional(&tokenizer, json_path, error) != 0) return -1;
+        *begins = mt_processor_adds_bos(json_object_get(tokenizer, "post_processor"));
+        json_decref(tokenizer);
+    } else {
+        *begins = mt_ends_with(model_path, ".model") && access(model_path, F_OK) == 0; // Llama's
+    }
     return 0;
 }
 
@@ -6249,17 +6292,16 @@ static int mt_float_file_close(mt_float_file *out, int status, mt_error *error) 
 
 /* Opens the sequences to score and counts them. */
 static FILE *mt_score_open(const mt_options *o, int64_t *num_sequences, mt_error *error) {
+    struct stat status;
     FILE *file = fopen(o->score, "rb");
-    int64_t bytes_each = (o->seq_length + 1) * 4;
-    if (!file || fseeko(file, 0, SEEK_END) != 0) {
+    if (!file || fstat(fileno(file), &status) != 0) {
         mt_error_set(error, "%s: cannot be read: %s", o->score, strerror(errno));
         if (file) fclose(file);
         return NULL;
     }
-    int64_t bytes = ftello(file);
-    rewind(file);
+    int64_t bytes = S_ISREG(status.st_mode) ? status.st_size : 0, bytes_each = (o->seq_length + 1) * 4;
     *num_sequences = bytes / bytes_each;
-    if (bytes <= 0 || bytes % bytes_each != 0) {
+    if (bytes == 0 || bytes % bytes_each != 0) {
         mt_error_set(error,
                      "%s: %lld bytes are not whole sequences of --seq-length %lld + 1 int32 tokens (%lld bytes each); "
                      "give the length that the file was made for",
@@ -6269,6 +6311,17 @@ static FILE *mt_score_open(const mt_options *o, int64_t *num_sequences, mt_error
     }
     if (o->max_sequences > 0 && o->max_sequences < *num_sequences) *num_sequences = o->max_sequences;
     return file;
+}
+
+int mt_score_plan(mt_model_plan *plan, const mt_options *o, mt_error *error) {
+    int64_t num_sequences;
+    FILE *file = mt_score_open(o, &num_sequences, error);
+    if (!file) return -1;
+    fclose(file);
+    int64_t at_once = o->micro_batch_size < num_sequences ? o->micro_batch_size : num_sequences;
+    int64_t tokens = at_once * o->seq_length;
+    *plan = (mt_model_plan){.max_tokens = tokens, .max_logits = tokens, .max_position = o->seq_length};
+    return 0;
 }
 
 /* Reads `count` sequences, of which `first` is the first, into a batch. `row` is room for one. */
@@ -6299,23 +6352,18 @@ static int mt_score_read(mt_batch *batch, FILE *file, int64_t first, int64_t cou
     return 0;
 }
 
-mt_model_plan mt_score_plan(const mt_options *options) {
-    int64_t tokens = options->micro_batch_size * options->seq_length;
-    return (mt_model_plan){.max_tokens = tokens, .max_logits = tokens, .max_position = options->seq_length};
-}
-
 /* Scores the open file, a micro-batch at a time, into the open outputs. */
 static int mt_score_batches(mt_model *m, FILE *file, int64_t num_sequences, mt_float_file out[3], mt_error *error) {
     const mt_options *o = m->options;
-    int64_t T = o->seq_length, tokens = o->micro_batch_size * T;
+    int64_t T = o->seq_length, tokens = m->plan.max_tokens, at_once = tokens / T;
     mt_batch batch;
     mt_batch_alloc(&batch, tokens);
     int32_t *row = mt_malloc((T + 1) * 4);
     float *loss = mt_malloc(tokens * 4), *entropy = mt_malloc(tokens * 4);
     float *logits = out[2].path ? mt_malloc(tokens * o->vocab_size * 4) : NULL;
     int status = 0;
-    for (int64_t first = 0; first < num_sequences && status == 0; first += o->micro_batch_size) {
-        int64_t left = num_sequences - first, count = left < o->micro_batch_size ? left : o->micro_batch_size;
+    for (int64_t first = 0; first < num_sequences && status == 0; first += at_once) {
+        int64_t count = num_sequences - first < at_once ? num_sequences - first : at_once;
         status = mt_score_read(&batch, file, first, count, row, o, error);
         if (status != 0) break;
         mt_model_forward(m, &batch, false);

@@ -734,7 +734,7 @@ typedef struct mt_tensor_info {
 } mt_tensor_info;
 
 /* One safetensors file, or a folder of them with an index, mapped read-only. The header is validated whole: length,
- * JSON, dtypes, shapes, offsets that tile the data without holes or overlaps. */
+ * JSON, dtypes, shapes, offsets that tile the data without holes or overlaps. It must not shrink while it is open. */
 typedef struct mt_safetensors mt_safetensors;
 int mt_safetensors_open(mt_safetensors **file, const char *path, mt_error *error);
 /* Validates an image in memory that the caller keeps; for tests and fuzzing. */
@@ -754,6 +754,10 @@ const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char
  * and hold no such files. */
 int mt_safetensors_save_folder(mt_model *model, const char *folder, const char *stem, int64_t max_shard_bytes,
                                mt_error *error);
+
+/* Makes `folder` and checks that a checkpoint can be saved there: that it can be written, has the space, and is not a
+ * Hugging Face folder of its own. Saving does this itself; a driver does it before training. */
+int mt_checkpoint_prepare(const mt_model *model, const char *folder, mt_error *error);
 
 /* Adds the caller's own files, such as the tokenizer's, to a checkpoint that is being written into `folder`. */
 typedef int mt_checkpoint_extra(void *context, const char *folder, mt_error *error);
@@ -856,14 +860,14 @@ int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64
 /* Prints how many tokens of prompts were read and how many tokens were then written, with their rates. */
 void mt_generator_print_rates(const mt_generator *generator, FILE *file);
 
-/* The memory plan for mt_score. */
-mt_model_plan mt_score_plan(const mt_options *options);
+/* The memory plan for mt_score: a micro-batch, or the whole file if that is less. Errors: those of reading it. */
+int mt_score_plan(mt_model_plan *plan, const mt_options *options, mt_error *error);
 
-/* Scores the first options->max_sequences (0: all) sequences of options->score, int32 [N, seq_length + 1], in
- * micro-batches: writes fp32 files of each label's log-probability [N, seq_length] to options->out, its distribution's
- * entropy in nats [N, seq_length] to entropy_out and the logits [N, seq_length, vocab_size] to logits_out, where these
- * are given. Returns N, or -1 with error: a file that cannot be read or is not whole sequences, a token outside the
- * vocabulary, an output that cannot be written (none is then left half-written). */
+/* Scores the first options->max_sequences (0: all) sequences of options->score, int32 [N, seq_length + 1]: writes fp32
+ * files of each label's log-probability [N, seq_length] to options->out, its distribution's entropy in nats [N,
+ * seq_length] to entropy_out and the logits [N, seq_length, vocab_size] to logits_out, where these are given. Returns
+ * N, or -1 with error: a file that cannot be read or is not whole sequences, a token outside the vocabulary, an output
+ * that cannot be written (none is then left half-written). */
 int64_t mt_score(mt_model *model, mt_error *error);
 
 #ifdef __cplusplus

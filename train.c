@@ -47,20 +47,31 @@ static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_er
     return mt_loader_fill(from->loader, from->consumed + index * from->stride, batch, error);
 }
 
-/* The tokenizer gives the vocabulary's size and the end of document, where nothing else does. */
+/* The tokenizer gives the vocabulary's size and the end of document, where nothing else does. A loaded model's own is
+ * taken along, so that what is saved can speak. */
 static void open_tokenizer(run *r) {
     mt_options *o = &r->options;
     mt_error error;
-    if (!o->tokenizer_type) return;
-    check(mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, &error), &error);
+    if (o->tokenizer_type)
+        check(mt_tokenizer_open(&r->tokenizer, o->tokenizer_type, o->tokenizer_model, &error), &error);
+    else if (o->load) {
+        char *folder = mt_checkpoint_resolve(o->load, &error);
+        if (folder && mt_tokenizer_open_folder(&r->tokenizer, folder, &error) != 0) {
+            if (o->save && r->grid.world.rank == 0) printf("no tokenizer is taken along: %s\n", error.text);
+            r->tokenizer = NULL;
+        }
+        free(folder);
+    }
+    if (!r->tokenizer) return;
     int64_t vocab_size = mt_tokenizer_vocab_size(r->tokenizer);
     if (o->vocab_size == 0) o->vocab_size = vocab_size;
-    if (o->vocab_size < vocab_size)
+    if (o->tokenizer_type && o->vocab_size < vocab_size)
         mt_die("--tokenizer-model has %lld tokens but the model's vocabulary only %lld: take the model's own tokenizer",
                (long long)vocab_size, (long long)o->vocab_size);
 }
 
 static void open_data(run *r) {
+    static const char *const names[MT_NUM_SPLITS] = {"training", "validation", "test"};
     const mt_options *o = &r->options;
     mt_error error;
     int64_t evaluations = o->eval_interval > 0 ? o->num_iterations / o->eval_interval + 1 : 0;
@@ -84,6 +95,8 @@ static void open_data(run *r) {
     check(mt_data_open(&r->data, config, &error), &error);
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         const mt_dataset *dataset = mt_data_split(r->data, split);
+        if (!dataset && config->sizes[split] > 0 && r->grid.world.rank == 0)
+            printf("there is no %s data: that loss is not reported\n", names[split]);
         if (dataset)
             check(mt_loader_open(&r->loaders[split], dataset, config, o->micro_batch_size, r->grid.data.rank,
                                  r->grid.data.size, &error),
@@ -177,8 +190,8 @@ static void train(run *r) {
 int main(int argc, char **argv) {
     run r = {.start = mt_time()};
     mt_error error;
-    mt_grid_start(&r.grid, &argc, &argv);
     check(mt_options_parse(&r.options, MT_PROGRAM_TRAIN, argc, argv, &error), &error);
+    mt_grid_start(&r.grid, &argc, &argv);
     open_tokenizer(&r);
     check(mt_options_finish(&r.options, MT_PROGRAM_TRAIN, r.grid.world.size, &error), &error);
     if (r.grid.world.rank == 0) mt_options_print(&r.options, MT_PROGRAM_TRAIN, stdout);

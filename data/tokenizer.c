@@ -13,8 +13,7 @@
 /* ---- the vocabulary -------------------------------------------------------------------------------------------- */
 
 const char *mt_token_text(const mt_tokenizer *tokenizer, int32_t id) {
-    const char *strings = tokenizer->strings.data;
-    return strings ? strings + tokenizer->tokens[id].text : "";
+    return tokenizer->strings.data + tokenizer->tokens[id].text;
 }
 
 int mt_token_add(mt_tokenizer *tokenizer, int64_t id, const char *text, int64_t bytes, mt_token_type type,
@@ -76,6 +75,11 @@ int32_t mt_token_index(mt_tokenizer *tokenizer, int32_t id) {
 
 int32_t mt_token_find(const mt_tokenizer *tokenizer, const char *text, int64_t bytes) {
     return tokenizer->lookup_capacity ? *lookup_slot(tokenizer, text, bytes) : -1;
+}
+
+void mt_error_one_line(mt_error *error) {
+    for (char *c = error->text; *c; c++)
+        if ((unsigned char)*c < 0x20 || *c == 0x7F) *c = '?';
 }
 
 /* ---- files ----------------------------------------------------------------------------------------------------- */
@@ -150,14 +154,15 @@ mt_tokenizer *mt_tokenizer_new(const char *path) {
     tokenizer->path = mt_strdup(path);
     tokenizer->eod = tokenizer->bos = tokenizer->unknown = -1;
     memset(tokenizer->byte_ids, -1, sizeof tokenizer->byte_ids);
+    mt_text_append(&tokenizer->strings, "", 1); // so that an empty token has an address too
     return tokenizer;
 }
 
 void mt_tokenizer_close(mt_tokenizer *tokenizer) {
     if (!tokenizer) return;
     for (int i = 0; i < MT_MAX_STEPS; i++) {
-        mt_step_free(&tokenizer->normalizer[i]);
-        mt_step_free(&tokenizer->pretokenizer[i]);
+        mt_rule_free(&tokenizer->normalizer[i]);
+        mt_rule_free(&tokenizer->pretokenizer[i]);
     }
     for (int i = 0; i < tokenizer->file_count; i++) {
         free(tokenizer->files[i].name);

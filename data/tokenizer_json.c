@@ -100,19 +100,23 @@ static void set_content(mt_rule *step, mt_text content) {
     step->content_bytes = content.bytes;
 }
 
-static int read_unicode_normalizer(loader *l, mt_rule *step, mt_text type) {
-#ifndef MT_HAVE_UTF8PROC
-    (void)step;
-    return mt_error_set(l->error,
-                        "%s: the normalizer %.60s needs utf8proc, which this program was built without; install "
-                        "its development package and build again",
-                        l->path, type.data);
+static int need_utf8proc(loader *l, const char *what) {
+#ifdef MT_HAVE_UTF8PROC
+    (void)l, (void)what;
+    return 0;
 #else
-    (void)l;
+    return mt_error_set(
+        l->error,
+        "%s: %s needs utf8proc, which this program was built without; install its development package and "
+        "build again",
+        l->path, what);
+#endif
+}
+
+static int read_unicode_normalizer(loader *l, mt_rule *step, mt_text type) {
     step->kind = equals(type, "Lowercase") ? MT_RULE_LOWERCASE : MT_RULE_UNICODE;
     step->form = equals(type, "NFC") ? MT_NFC : equals(type, "NFD") ? MT_NFD : equals(type, "NFKC") ? MT_NFKC : MT_NFKD;
-    return 0;
-#endif
+    return need_utf8proc(l, "its normalizer");
 }
 
 static int read_normalizer(loader *l, mt_rule *step, const json_t *object) {
@@ -247,7 +251,7 @@ static int read_vocabulary(loader *l, json_t *vocabulary) {
     json_object_foreach(vocabulary, key, value) {
         spelled.bytes = 0;
         int64_t bytes = (int64_t)strlen(key);
-        bool is_bytes = l->tokenizer->byte_level && append_spelled_bytes(&spelled, key, bytes);
+        bool is_bytes = l->tokenizer->byte_level && bytes && append_spelled_bytes(&spelled, key, bytes);
         if (!json_is_integer(value)) {
             failed = mt_error_set(l->error, "%s: the id of token '%.60s' is not an integer", l->path, key);
             break;
@@ -268,7 +272,7 @@ static int32_t find_spelled(loader *l, mt_text *scratch, const char *text, int64
     if (!l->tokenizer->byte_level) return mt_token_find(l->tokenizer, text, bytes);
     scratch->bytes = 0;
     if (!append_spelled_bytes(scratch, text, bytes)) return -1;
-    return mt_token_find(l->tokenizer, scratch->data, scratch->bytes);
+    return mt_token_find(l->tokenizer, bytes ? scratch->data : "", scratch->bytes);
 }
 
 static int add_merge(loader *l, mt_text *scratch, int64_t rank, mt_text left, mt_text right) {
@@ -387,6 +391,7 @@ static int read_added_token(loader *l, mt_encoder *encoder, const json_t *object
                               .lstrip = get_bool(object, "lstrip", false),
                               .rstrip = get_bool(object, "rstrip", false),
                               .normalized = get_bool(object, "normalized", token->type != MT_TOKEN_CONTROL)};
+    if (added->single_word && need_utf8proc(l, "an added token with single_word")) return -1;
     return insert_added(encoder, tokenizer, (int32_t)tokenizer->added_count++, content, l->error);
 }
 
@@ -509,7 +514,7 @@ static int read_decoders(loader *l, const json_t *decoder) {
     int failed = read_steps(l, decoder, "decoders", read_decoder, steps, &count, 0);
     for (int i = 0; i < count && !failed; i++) metaspace_decodes_to_space(&steps[i]);
     if (!failed) set_surfaces(l, steps, count);
-    for (int i = 0; i < count; i++) mt_step_free(&steps[i]);
+    for (int i = 0; i < count; i++) mt_rule_free(&steps[i]);
     return failed;
 }
 
@@ -573,6 +578,7 @@ int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_t
     }
     json_t *root = parse_json(path, json, error);
     int failed = root ? load_json(&l, root, config) : -1;
+    if (failed) mt_error_one_line(error);
     free(l.keys);
     json_decref(root);
     json_decref(config);
@@ -624,6 +630,7 @@ int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, cons
     loader l = {.tokenizer = tokenizer, .path = vocab_path, .error = error};
     json_t *root = parse_json(vocab_path, vocab, error);
     int failed = root ? load_gpt2(&l, root, merges_path, merges) : -1;
+    if (failed) mt_error_one_line(error);
     free(l.keys);
     json_decref(root);
     return failed;

@@ -20,7 +20,7 @@ uint64_t mt_hash(const char *text, int64_t bytes) {
         hash = mix(hash ^ word);
     }
     word = 0;
-    memcpy(&word, text, (size_t)bytes);
+    if (bytes) memcpy(&word, text, (size_t)bytes);
     return mix(hash ^ word);
 }
 

@@ -245,6 +245,23 @@ static int finish(loader *l) {
     return 0;
 }
 
+static int load_model(loader *l, const mt_text *model) {
+    reader r = {model->data, model->data + model->bytes};
+    field f;
+    int more;
+    while ((more = read_field(&r, &f)) > 0) {
+        int failed = 0;
+        if (f.number >= 1 && f.number <= 5 && f.wire != 2) return damaged(l, "a field");
+        if (f.number == 1) failed = read_piece(l, &f);
+        if (f.number == 2) failed = read_trainer(l, &f);
+        if (f.number == 3) failed = read_normalizer(l, &f);
+        if (f.number == 5) failed = refuse_denormalizer(l, &f);
+        if (failed) return -1;
+    }
+    if (more < 0 || !l->tokenizer->vocab_size) return damaged(l, "the file");
+    return finish(l);
+}
+
 int mt_tokenizer_load_sentencepiece(mt_tokenizer *tokenizer, const char *path, const mt_text *model, mt_error *error) {
     loader l = {.tokenizer = tokenizer, .error = error, .path = path, .model_type = 1};
     l.bos = (mt_text){"<s>", 3, 0};
@@ -253,21 +270,10 @@ int mt_tokenizer_load_sentencepiece(mt_tokenizer *tokenizer, const char *path, c
     tokenizer->rules.add_dummy_prefix = true;
     tokenizer->rules.remove_extra_whitespaces = true;
     tokenizer->rules.escape_whitespaces = true;
-    if (!model->bytes) return mt_error_set(error, "%s: is empty", path);
-    reader r = {model->data, model->data + model->bytes};
-    field f;
-    int more;
-    while ((more = read_field(&r, &f)) > 0) {
-        int failed = 0;
-        if (f.number >= 1 && f.number <= 5 && f.wire != 2) return damaged(&l, "a field");
-        if (f.number == 1) failed = read_piece(&l, &f);
-        if (f.number == 2) failed = read_trainer(&l, &f);
-        if (f.number == 3) failed = read_normalizer(&l, &f);
-        if (f.number == 5) failed = refuse_denormalizer(&l, &f);
-        if (failed) return -1;
-    }
-    if (more < 0 || !tokenizer->vocab_size) return damaged(&l, "the file");
-    return finish(&l);
+    if (!model->bytes) return mt_error_set(error, "%s: is empty; fetch the file again", path);
+    if (!load_model(&l, model)) return 0;
+    mt_error_one_line(error);
+    return -1;
 }
 
 /* ---- normalization --------------------------------------------------------------------------------------------- */

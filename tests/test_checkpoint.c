@@ -478,15 +478,18 @@ static void what_a_killed_run_left_is_removed_and_nothing_else(void **state) {
     fixture f = open_family("llama", 4, 1, false);
     create_model(&f, &grid);
     mt_run_state run = {.iteration = 1};
-    const char *const leftovers[] = {"out/iter_0000009.tmp-12345"};
     const char *const others[] = {"out/iter_0000008", "out/iter_0000007.tmp-x", "out/my.tmp-1", "out/iter_.tmp-1"};
     assert_int_equal(mkdir(at("out"), 0777), 0);
     for (int i = 0; i < 4; i++) assert_int_equal(mkdir(at(others[i]), 0777), 0);
-    assert_int_equal(mkdir(at(leftovers[0]), 0777), 0);
+    assert_int_equal(mkdir(at("out/iter_0000009.tmp-12345"), 0777), 0);
     assert_int_equal(mkdir(at("out/iter_0000009.tmp-12345/sub"), 0777), 0);
     write_text(at("out/iter_0000009.tmp-12345/sub/file"), "half");
+    write_text(at("out/latest_checkpointed_iteration.txt.tmp-12345"), "9");
+    assert_int_equal(symlink("iter_0000009", at("out/latest.tmp-12345")), 0);
+    assert_int_equal(symlink("latest/config.json", at("out/config.json.tmp-12345")), 0);
     save(&f, &run, at("out"));
-    assert_false(exists(at(leftovers[0])));
+    assert_false(exists(at("out/iter_0000009.tmp-12345")));
+    assert_int_equal(count_entries(at("out"), "12345"), 0);
     for (int i = 0; i < 4; i++) assert_true(exists(at(others[i])));
     close_family(&f);
 }
@@ -504,6 +507,10 @@ static void someone_elses_model_is_not_overwritten(void **state) {
     assert_int_equal(mkdir(at("other/latest"), 0777), 0);
     assert_save_fails(&f, at("other"), "other/latest: is not a link");
     write_text(at("file"), "");
+    mt_error error;
+    assert_int_equal(mt_checkpoint_prepare(f.model, at("model"), &error), -1);
+    assert_says(&error, "is a model's own folder");
+    assert_int_equal(mt_checkpoint_prepare(f.model, at("new/one"), &error), 0);
     assert_save_fails(&f, at("file"), "cannot be made");
     assert_save_fails(&f, at("file/out"), "cannot be made");
     close_family(&f);

@@ -489,6 +489,11 @@ static void texts_begin_with_bos_where_hugging_face_adds_one(void **state) {
     snprintf(path, sizeof path, "%s/other.model", folder);
     assert_int_equal(mt_prompt_begins_with_bos(path, &begins, &error), 0);
     assert_true(begins);
+    write_text(folder, "other.json", llama3);
+    snprintf(path, sizeof path, "%s/other.json", folder);
+    assert_int_equal(mt_prompt_begins_with_bos(path, &begins, &error), 0);
+    assert_true(begins);
+    write_text(folder, "other.json", NULL);
     write_text(folder, names[0], "{\"add_bos_token\": ");
     assert_int_equal(mt_prompt_begins_with_bos(folder, &begins, &error), -1);
     assert_non_null(strstr(error.text, "tokenizer_config.json"));

@@ -304,7 +304,7 @@ static void data_and_checkpoints_that_conflict_are_refused(void **state) {
     expect_error(RUN "--save-interval 3", "--save-interval needs --save");
     expect_error(RUN "--finetune", "--finetune needs --load");
     expect_error(RUN "--load x --hf-config y", "--load and --hf-config exclude each other");
-    expect_error(RUN "--load /nowhere", "/nowhere/config.json: cannot be read: No such file or directory");
+    expect_error(RUN "--load /nowhere", "/nowhere: No such file or directory");
     expect_error(RUN "--hf-config /tmp", "/tmp: cannot be read: it is a folder");
     expect_error(RUN "--config /nowhere.yaml", "/nowhere.yaml: cannot be read");
 }

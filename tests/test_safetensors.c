@@ -324,7 +324,8 @@ static void an_index_that_does_not_fit_its_files_is_refused(void **state) {
 
 static void file_names_in_an_index_do_not_leave_the_folder(void **state) {
     (void)state;
-    static const char *const names[] = {"../x.safetensors", "/etc/passwd", "..", ".", "", "a/b.safetensors"};
+    static const char *const names[] = {"../x.safetensors", "/etc/passwd",     "..", ".", "",
+                                        "a/b.safetensors",  "a\\n.safetensors"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         char text[256];
         snprintf(text, sizeof text, "{\"weight_map\":{\"a\":\"%s\"}}", names[i]);

@@ -1,0 +1,613 @@
+/* test_tokenizer.c: ids and texts equal those of the reference libraries; damaged tokenizer files are refused in one
+ * line. */
+#include "../data/tokenizer_internal.h"
+
+#include <jansson.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#define GOLDEN "tests/golden/tokenizer/"
+
+/* ---- helpers --------------------------------------------------------------------------------------------------- */
+
+static mt_tokenizer *open_or_fail(const char *type, const char *path) {
+    mt_tokenizer *tokenizer;
+    mt_error error;
+    if (mt_tokenizer_open(&tokenizer, type, path, &error)) fail_msg("%s", error.text);
+    return tokenizer;
+}
+
+static json_t *read_json(const char *path) {
+    json_error_t why;
+    json_t *root = json_load_file(path, JSON_ALLOW_NUL, &why);
+    if (!root) fail_msg("%s:%d: %s", path, why.line, why.text);
+    return root;
+}
+
+static mt_text read_whole(const char *path) {
+    mt_text text = {0};
+    FILE *file = fopen(path, "rb");
+    if (!file) fail_msg("%s: cannot be opened", path);
+    for (size_t got = 1; got; text.bytes += (int64_t)got) {
+        mt_text_reserve(&text, 1 << 16);
+        got = fread(text.data + text.bytes, 1, 1 << 16, file);
+    }
+    fclose(file);
+    mt_text_append(&text, "", 1); // so that it is a C string too
+    text.bytes--;
+    return text;
+}
+
+/* The path of a file beside the repository, or NULL if it is not there. */
+static const char *shared(const char *name) {
+    static char path[512];
+    const char *folder = getenv("MT_SHARED");
+    snprintf(path, sizeof path, "%s/%s", folder ? folder : "../shared", name);
+    return access(path, R_OK) ? NULL : path;
+}
+
+static void skip_without(const char *name) {
+    if (shared(name)) return;
+    printf("skipped: ../shared/%s is absent\n", name);
+    skip();
+}
+
+#if defined MT_HAVE_PCRE2 && defined MT_HAVE_UTF8PROC
+enum { HAVE_LIBRARIES = 1 };
+#else
+enum { HAVE_LIBRARIES = 0 };
+#endif
+
+static void skip_without_libraries(void) {
+    if (HAVE_LIBRARIES) return;
+    printf("skipped: built without PCRE2 or utf8proc\n");
+    skip();
+}
+
+static void assert_ids(const mt_ids *ids, const json_t *expected, const char *text) {
+    for (int64_t i = 0; i < ids->count && i < (int64_t)json_array_size(expected); i++)
+        if (ids->data[i] != json_integer_value(json_array_get(expected, (size_t)i)))
+            fail_msg("'%s': id %lld is %d, not %lld", text, (long long)i, ids->data[i],
+                     (long long)json_integer_value(json_array_get(expected, (size_t)i)));
+    if (ids->count != (int64_t)json_array_size(expected))
+        fail_msg("'%s': %lld ids, not %zu", text, (long long)ids->count, json_array_size(expected));
+}
+
+static void decode_in_stream(const mt_tokenizer *tokenizer, const mt_ids *ids, mt_text *out) {
+    mt_error error;
+    mt_decoder *decoder = mt_decoder_open(tokenizer);
+    for (int64_t i = 0; i < ids->count; i++) {
+        assert_int_equal(mt_decode_next(decoder, ids->data[i], out, &error), 0);
+        assert_true(mt_utf8_is_valid(out->data, out->bytes)); // whole characters after every token
+    }
+    mt_decode_end(decoder, out);
+    mt_decoder_close(decoder);
+}
+
+/* Every string of strings.json becomes the ids of NAME_expected.json, and those its text. */
+static void check_golden(const char *type, const char *file, const char *name) {
+    char path[256];
+    snprintf(path, sizeof path, GOLDEN "%s_expected.json", name);
+    json_t *strings = read_json(GOLDEN "strings.json"), *expected = read_json(path);
+    snprintf(path, sizeof path, GOLDEN "%s", file);
+    mt_tokenizer *tokenizer = open_or_fail(type, path);
+    mt_encoder *encoder = mt_encoder_open(tokenizer);
+    mt_error error;
+    assert_int_equal(json_array_size(strings), json_array_size(expected));
+    for (size_t i = 0; i < json_array_size(strings); i++) {
+        const json_t *string = json_array_get(strings, i), *answer = json_array_get(expected, i);
+        const json_t *decoded = json_object_get(answer, "text");
+        const char *text = json_string_value(string);
+        mt_ids ids = {0};
+        mt_text out = {0}, streamed = {0};
+        assert_int_equal(mt_encode(encoder, text, (int64_t)json_string_length(string), &ids, &error), 0);
+        assert_ids(&ids, json_object_get(answer, "ids"), text);
+        assert_int_equal(mt_tokenizer_decode(tokenizer, ids.data, ids.count, &out, &error), 0);
+        mt_text_append(&out, "", 1);
+        assert_string_equal(out.data, json_string_value(decoded));
+        assert_int_equal(out.bytes - 1, json_string_length(decoded));
+        decode_in_stream(tokenizer, &ids, &streamed);
+        assert_int_equal(streamed.bytes, out.bytes - 1);
+        if (streamed.bytes) assert_memory_equal(streamed.data, out.data, (size_t)streamed.bytes);
+        free(streamed.data);
+        free(out.data);
+        free(ids.data);
+    }
+    mt_encoder_close(encoder);
+    mt_tokenizer_close(tokenizer);
+    json_decref(strings);
+    json_decref(expected);
+}
+
+/* ---- the reference libraries' answers --------------------------------------------------------------------------- */
+
+static void byte_level_json_matches_tokenizers(void **state) {
+    (void)state;
+    skip_without_libraries();
+    check_golden("HuggingFaceTokenizer", "bytelevel.json", "bytelevel_json");
+}
+
+static void normalizers_and_splits_match_tokenizers(void **state) {
+    (void)state;
+    skip_without_libraries();
+    check_golden("HuggingFaceTokenizer", "steps.json", "steps_json");
+}
+
+static void metaspace_with_byte_fallback_matches_tokenizers(void **state) {
+    (void)state;
+    check_golden("HuggingFaceTokenizer", "metaspace.json", "metaspace_json");
+    check_golden("HuggingFaceTokenizer", "metaspace_first.json", "metaspace_first_json");
+}
+
+static void fused_unknown_characters_match_tokenizers(void **state) {
+    (void)state;
+    skip_without_libraries();
+    check_golden("HuggingFaceTokenizer", "unknown.json", "unknown_json");
+}
+
+static void gpt2_vocab_and_merges_match_tokenizers(void **state) {
+    (void)state;
+    skip_without_libraries();
+    check_golden("GPT2BPETokenizer", "gpt2", "gpt2");
+}
+
+static void sentencepiece_unigram_matches_sentencepiece(void **state) {
+    (void)state;
+    check_golden("SentencePieceTokenizer", "unigram.model", "unigram_model");
+}
+
+static void sentencepiece_bpe_matches_sentencepiece(void **state) {
+    (void)state;
+    check_golden("SentencePieceTokenizer", "bpe.model", "bpe_model");
+}
+
+/* In the .inp file a line __ggml_vocab_test__ follows each text, the last one too; the .out file a line of ids for
+ * each. */
+static void check_vectors(const char *name, const char *type, const char *file) {
+    const char *separator = "\n__ggml_vocab_test__\n";
+    char path[256];
+    snprintf(path, sizeof path, "tokenizers/vectors/%s.inp", name);
+    mt_text inputs = read_whole(shared(path));
+    snprintf(path, sizeof path, "tokenizers/vectors/%s.out", name);
+    mt_text outputs = read_whole(shared(path));
+    snprintf(path, sizeof path, "tokenizers/%s", file);
+    mt_tokenizer *tokenizer = open_or_fail(type, shared(path));
+    char *line = outputs.data;
+    int vectors = 0;
+    for (const char *text = inputs.data, *next; text && *text; text = next, vectors++) {
+        const char *stop = strstr(text, separator);
+        int64_t bytes = stop ? stop - text : (int64_t)strlen(text);
+        next = stop ? stop + strlen(separator) : NULL;
+        mt_ids ids = {0};
+        mt_error error;
+        assert_int_equal(mt_tokenizer_encode(tokenizer, text, bytes, &ids, &error), 0);
+        char *line_end = strchr(line, '\n');
+        assert_non_null(line_end);
+        *line_end = 0;
+        for (int64_t i = 0; i < ids.count; i++) {
+            char *after;
+            long id = strtol(line, &after, 10);
+            assert_true(after > line);
+            if (id != ids.data[i]) fail_msg("%s: '%.*s': id %d, not %ld", name, (int)bytes, text, ids.data[i], id);
+            line = after;
+        }
+        assert_int_equal(strspn(line, " "), strlen(line)); // no more ids were expected
+        line = line_end + 1;
+        free(ids.data);
+    }
+    assert_true(vectors > 40);
+    assert_int_equal(*line, 0);
+    mt_tokenizer_close(tokenizer);
+    free(inputs.data);
+    free(outputs.data);
+}
+
+static void encode_matches_reference_vectors_of_gpt2(void **state) {
+    (void)state;
+    skip_without_libraries();
+    skip_without("tokenizers/vectors/gpt-2.inp");
+    check_vectors("gpt-2", "HuggingFaceTokenizer", "gpt2_tokenizer_hf.json");
+    check_vectors("gpt-2", "GPT2BPETokenizer", "gpt2-vocab.json");
+}
+
+static void encode_matches_reference_vectors_of_qwen2(void **state) {
+    (void)state;
+    skip_without_libraries();
+    skip_without("tokenizers/vectors/qwen2.inp");
+    check_vectors("qwen2", "HuggingFaceTokenizer", "qwen3_tokenizer.json");
+}
+
+static void encode_matches_reference_vectors_of_llama3(void **state) {
+    (void)state;
+    skip_without_libraries();
+    skip_without("tokenizers/vectors/llama-bpe.inp");
+    check_vectors("llama-bpe", "HuggingFaceTokenizer", "llama3_tokenizer.json");
+}
+
+static void check_corpus(const json_t *row, mt_tokenizer *tokenizer) {
+    char name[256], hash[32];
+    snprintf(name, sizeof name, "text/%s", json_string_value(json_object_get(row, "text")));
+    mt_text text = read_whole(shared(name)), decoded = {0};
+    mt_ids ids = {0};
+    mt_error error;
+    assert_int_equal(mt_tokenizer_encode(tokenizer, text.data, text.bytes, &ids, &error), 0);
+    uint64_t fnv = 0xCBF29CE484222325u;
+    for (int64_t i = 0; i < ids.count; i++) fnv = (fnv ^ (uint32_t)ids.data[i]) * 0x100000001B3u;
+    snprintf(hash, sizeof hash, "%016llx", (unsigned long long)fnv);
+    assert_int_equal(ids.count, json_integer_value(json_object_get(row, "count")));
+    assert_string_equal(hash, json_string_value(json_object_get(row, "fnv1a")));
+    assert_int_equal(mt_tokenizer_decode(tokenizer, ids.data, ids.count, &decoded, &error), 0);
+    assert_int_equal(decoded.bytes, text.bytes); // these four lose nothing
+    assert_memory_equal(decoded.data, text.data, (size_t)text.bytes);
+    free(decoded.data);
+    free(ids.data);
+    free(text.data);
+}
+
+static void whole_corpora_match_the_reference_libraries_and_decode_to_themselves(void **state) {
+    (void)state;
+    skip_without_libraries();
+    skip_without("text/wikitext2_valid.txt");
+    skip_without("tokenizers/llama3_tokenizer.json");
+    json_t *rows = read_json(GOLDEN "corpora.json");
+    mt_tokenizer *tokenizer = NULL;
+    const char *opened = "";
+    for (size_t i = 0; i < json_array_size(rows); i++) {
+        const json_t *row = json_array_get(rows, i);
+        const char *file = json_string_value(json_object_get(row, "tokenizer"));
+        char name[256];
+        snprintf(name, sizeof name, "tokenizers/%s", file);
+        if (strcmp(opened, file)) {
+            mt_tokenizer_close(tokenizer);
+            tokenizer = open_or_fail(json_string_value(json_object_get(row, "type")), shared(name));
+            opened = file;
+        }
+        check_corpus(row, tokenizer);
+    }
+    mt_tokenizer_close(tokenizer);
+    json_decref(rows);
+}
+
+/* ---- the interface ---------------------------------------------------------------------------------------------- */
+
+static void bytes_are_their_own_ids(void **state) {
+    (void)state;
+    mt_tokenizer *tokenizer = open_or_fail("ByteLevel", NULL);
+    const char text[] = "a\0\xFF\x80 z";
+    mt_ids ids = {0};
+    mt_text out = {0};
+    mt_error error;
+    assert_int_equal(mt_tokenizer_vocab_size(tokenizer), 257);
+    assert_int_equal(mt_tokenizer_eod(tokenizer), 256);
+    assert_int_equal(mt_tokenizer_encode(tokenizer, text, 6, &ids, &error), 0);
+    assert_int_equal(ids.count, 6);
+    for (int i = 0; i < 6; i++) assert_int_equal(ids.data[i], (unsigned char)text[i]);
+    mt_ids_push(&ids, 256);
+    assert_int_equal(mt_tokenizer_decode(tokenizer, ids.data, ids.count, &out, &error), 0);
+    assert_int_equal(out.bytes, 6);
+    assert_memory_equal(out.data, text, 6);
+    free(out.data);
+    free(ids.data);
+    mt_tokenizer_close(tokenizer);
+}
+
+static void invalid_utf8_is_encoded_as_replacement_characters(void **state) {
+    (void)state;
+    skip_without_libraries();
+    mt_tokenizer *tokenizer = open_or_fail("HuggingFaceTokenizer", GOLDEN "bytelevel.json");
+    const char invalid[] = "a\xFF\xE2\x82z\xC0\x80\xF0\x9F\x98", repaired[] = "a\uFFFD\uFFFDz\uFFFD\uFFFD\uFFFD";
+    mt_ids ids = {0};
+    mt_text out = {0};
+    mt_error error;
+    assert_int_equal(mt_tokenizer_encode(tokenizer, invalid, sizeof invalid - 1, &ids, &error), 0);
+    assert_int_equal(mt_tokenizer_decode(tokenizer, ids.data, ids.count, &out, &error), 0);
+    mt_text_append(&out, "", 1);
+    assert_string_equal(out.data, repaired);
+    free(out.data);
+    free(ids.data);
+    mt_tokenizer_close(tokenizer);
+}
+
+static void streamed_bytes_come_out_as_whole_characters(void **state) {
+    (void)state;
+    mt_tokenizer *tokenizer = open_or_fail("ByteLevel", NULL);
+    mt_decoder *decoder = mt_decoder_open(tokenizer);
+    mt_text out = {0};
+    mt_error error;
+    const unsigned char llama[] = {0xF0, 0x9F, 0xA6, 0x99};
+    for (int i = 0; i < 3; i++) assert_int_equal(mt_decode_next(decoder, llama[i], &out, &error), 0);
+    assert_int_equal(out.bytes, 0);
+    mt_decode_next(decoder, llama[3], &out, &error);
+    assert_int_equal(out.bytes, 4);
+    mt_decode_next(decoder, 0xE2, &out, &error); // cut short by what follows, then by the end
+    mt_decode_next(decoder, 'x', &out, &error);
+    mt_decode_next(decoder, 0xE2, &out, &error);
+    mt_decode_end(decoder, &out);
+    mt_text_append(&out, "", 1);
+    assert_string_equal(out.data, "\U0001F999\uFFFDx\uFFFD");
+    free(out.data);
+    mt_decoder_close(decoder);
+    mt_tokenizer_close(tokenizer);
+}
+
+static void ids_outside_the_vocabulary_are_refused(void **state) {
+    (void)state;
+    skip_without_libraries();
+    mt_tokenizer *tokenizer = open_or_fail("HuggingFaceTokenizer", GOLDEN "bytelevel.json");
+    mt_text out = {0};
+    mt_error error;
+    mt_text_append(&out, "kept", 4);
+    const int32_t bad[][2] = {{1, -1}, {1, (int32_t)mt_tokenizer_vocab_size(tokenizer)}, {1, INT32_MAX}};
+    for (int i = 0; i < 3; i++) {
+        error.text[0] = 0;
+        assert_int_equal(mt_tokenizer_decode(tokenizer, bad[i], 2, &out, &error), -1);
+        assert_non_null(strstr(error.text, "not in the vocabulary"));
+        assert_int_equal(out.bytes, 4);
+    }
+    free(out.data);
+    mt_tokenizer_close(tokenizer);
+}
+
+static void documents_end_with_the_usual_or_the_configured_token(void **state) {
+    (void)state;
+    mt_tokenizer *tokenizer = open_or_fail("HuggingFaceTokenizer", GOLDEN "metaspace.json");
+    assert_int_equal(mt_tokenizer_bos(tokenizer), 1);
+    assert_int_equal(mt_tokenizer_eod(tokenizer), 2);
+    assert_true(mt_tokenizer_is_special(tokenizer, 2));
+    assert_false(mt_tokenizer_is_special(tokenizer, 100));
+    mt_tokenizer_close(tokenizer);
+    tokenizer = mt_tokenizer_new("tokenizer.json");
+    mt_text json = read_whole(GOLDEN "metaspace.json");
+    mt_text config = {"{\"eos_token\": {\"content\": \"<s>\"}, \"bos_token\": \"</s>\"}", 54, 0};
+    mt_error error;
+    assert_int_equal(mt_tokenizer_load_json(tokenizer, "tokenizer.json", &json, &config, &error), 0);
+    assert_int_equal(mt_tokenizer_bos(tokenizer), 2);
+    assert_int_equal(mt_tokenizer_eod(tokenizer), 1);
+    mt_tokenizer_close(tokenizer);
+    free(json.data);
+}
+
+static void check_save(const char *type, const char *path) {
+    char folder[] = "/tmp/mt_tokenizer_XXXXXX", command[64];
+    assert_non_null(mkdtemp(folder));
+    mt_tokenizer *tokenizer = open_or_fail(type, path), *again;
+    mt_error error;
+    const char *text = "Save me, and find me again.";
+    mt_ids before = {0}, after = {0};
+    assert_int_equal(mt_tokenizer_open_folder(&again, folder, &error), -1);
+    assert_non_null(strstr(error.text, folder));
+    assert_int_equal(mt_tokenizer_save(tokenizer, folder, &error), 0);
+    if (mt_tokenizer_open_folder(&again, folder, &error)) fail_msg("%s", error.text);
+    assert_int_equal(mt_tokenizer_eod(tokenizer), mt_tokenizer_eod(again));
+    assert_int_equal(mt_tokenizer_encode(tokenizer, text, (int64_t)strlen(text), &before, &error), 0);
+    assert_int_equal(mt_tokenizer_encode(again, text, (int64_t)strlen(text), &after, &error), 0);
+    assert_int_equal(before.count, after.count);
+    assert_memory_equal(before.data, after.data, (size_t)before.count * sizeof *before.data);
+    snprintf(command, sizeof command, "rm -r %s", folder);
+    assert_int_equal(system(command), 0);
+    assert_int_equal(mt_tokenizer_save(tokenizer, folder, &error), -1); // the folder is gone
+    assert_non_null(strstr(error.text, "cannot be written"));
+    free(before.data);
+    free(after.data);
+    mt_tokenizer_close(tokenizer);
+    mt_tokenizer_close(again);
+}
+
+static void a_saved_tokenizer_is_found_in_its_folder(void **state) {
+    (void)state;
+    skip_without_libraries();
+    check_save("HuggingFaceTokenizer", GOLDEN "bytelevel.json");
+    check_save("SentencePieceTokenizer", GOLDEN "unigram.model");
+    check_save("GPT2BPETokenizer", GOLDEN "gpt2/vocab.json," GOLDEN "gpt2/merges.txt");
+    check_save("ByteLevel", NULL);
+}
+
+typedef struct worker {
+    const mt_tokenizer *tokenizer;
+    mt_text text;
+    mt_ids ids;
+} worker;
+
+static void *encode_all(void *argument) {
+    worker *w = argument;
+    mt_error error;
+    mt_tokenizer_encode(w->tokenizer, w->text.data, w->text.bytes, &w->ids, &error);
+    return NULL;
+}
+
+static void threads_share_a_tokenizer(void **state) {
+    (void)state;
+    skip_without_libraries();
+    mt_tokenizer *tokenizer = open_or_fail("HuggingFaceTokenizer", GOLDEN "bytelevel.json");
+    worker workers[4] = {0};
+    pthread_t threads[4];
+    for (int i = 0; i < 4; i++) {
+        workers[i].tokenizer = tokenizer;
+        workers[i].text = read_whole("data/tokenizer.c");
+        assert_int_equal(pthread_create(&threads[i], NULL, encode_all, &workers[i]), 0);
+    }
+    for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);
+    assert_true(workers[0].ids.count > 1000);
+    for (int i = 0; i < 4; i++) {
+        assert_int_equal(workers[i].ids.count, workers[0].ids.count);
+        assert_memory_equal(workers[i].ids.data, workers[0].ids.data, (size_t)workers[0].ids.count * sizeof(int32_t));
+    }
+    for (int i = 0; i < 4; i++) {
+        free(workers[i].ids.data);
+        free(workers[i].text.data);
+    }
+    mt_tokenizer_close(tokenizer);
+}
+
+/* ---- bad input -------------------------------------------------------------------------------------------------- */
+
+#define VOCAB "\"vocab\":{\"a\":0,\"b\":1,\"ab\":2}"
+#define MODEL "\"model\":{\"type\":\"BPE\"," VOCAB ",\"merges\":[\"a b\"]}"
+
+static void check_refused_json(const char *json, const char *reason) {
+    mt_tokenizer *tokenizer = mt_tokenizer_new("t.json");
+    mt_text text = {(char *)json, (int64_t)strlen(json), 0};
+    mt_error error = {0};
+    if (!mt_tokenizer_load_json(tokenizer, "t.json", &text, NULL, &error)) fail_msg("accepted: %s", json);
+    if (!strstr(error.text, reason)) fail_msg("'%s' lacks '%s'", error.text, reason);
+    assert_non_null(strstr(error.text, "t.json"));
+    assert_null(strchr(error.text, '\n'));
+    mt_tokenizer_close(tokenizer);
+}
+
+static void damaged_or_unsupported_json_is_refused_by_name(void **state) {
+    (void)state;
+    check_refused_json("", "not JSON");
+    check_refused_json("[]", "not a JSON object");
+    check_refused_json("{}", "no model");
+    check_refused_json("{\"model\":{\"type\":\"WordPiece\"}}", "WordPiece");
+    check_refused_json("{\"model\":{\"type\":\"BPE\",\"vocab\":{},\"merges\":[]}}", "no vocabulary");
+    check_refused_json("{\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":-1},\"merges\":[]}}", "-1");
+    check_refused_json("{\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":1099511627776},\"merges\":[]}}", "1099511627776");
+    check_refused_json("{\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":0,\"b\\n\":0},\"merges\":[]}}", "the same id");
+    check_refused_json("{\"model\":{\"type\":\"BPE\",\"vocab\":{\"a\":\"0\"},\"merges\":[]}}", "not an integer");
+    check_refused_json("{\"model\":{\"type\":\"BPE\"," VOCAB "}}", "no merges");
+    check_refused_json("{\"model\":{\"type\":\"BPE\"," VOCAB ",\"merges\":[\"a c\"]}}", "vocabulary lacks");
+    check_refused_json("{\"model\":{\"type\":\"BPE\"," VOCAB ",\"merges\":[\"ab\"]}}", "merge 0");
+    check_refused_json("{\"model\":{\"type\":\"BPE\"," VOCAB ",\"merges\":[],\"unk_token\":\"?\"}}", "unk_token");
+    check_refused_json("{\"model\":{\"type\":\"BPE\"," VOCAB ",\"merges\":[],\"dropout\":0.1}}", "dropout");
+    check_refused_json("{" MODEL ",\"normalizer\":{\"type\":\"BertNormalizer\"}}", "BertNormalizer");
+    check_refused_json("{" MODEL ",\"pre_tokenizer\":{\"type\":\"UnicodeScripts\"}}", "UnicodeScripts");
+    check_refused_json("{" MODEL ",\"decoder\":{\"type\":\"WordPiece\"}}", "WordPiece");
+    check_refused_json("{" MODEL ",\"added_tokens\":[{\"id\":0,\"content\":\"x\"}]}", "id 0");
+    check_refused_json("{" MODEL ",\"added_tokens\":[{\"content\":\"x\"}]}", "lacks its id");
+}
+
+#define SPLIT(regex)                                                                                                   \
+    "{" MODEL ",\"pre_tokenizer\":{\"type\":\"Split\",\"behavior\":\"Isolated\",\"pattern\":{\"Regex\":\"" regex "\"}" \
+    "}}"
+
+static void bad_patterns_are_refused_and_catastrophic_ones_give_up(void **state) {
+    (void)state;
+    skip_without_libraries();
+    check_refused_json(SPLIT("(a"), "does not compile");
+    check_refused_json(SPLIT("[a[b]]"), "Oniguruma");
+    check_refused_json(SPLIT("\\\\h"), "Oniguruma");
+    mt_tokenizer *tokenizer = mt_tokenizer_new("t.json");
+    mt_text json = {SPLIT("(a|aa)+[bc]"), (int64_t)strlen(SPLIT("(a|aa)+[bc]")), 0};
+    mt_error error = {0};
+    mt_ids ids = {0};
+    char text[200];
+    memset(text, 'a', sizeof text);
+    assert_int_equal(mt_tokenizer_load_json(tokenizer, "t.json", &json, NULL, &error), 0);
+    assert_int_equal(mt_tokenizer_encode(tokenizer, text, sizeof text, &ids, &error), -1);
+    assert_non_null(strstr(error.text, "gives up"));
+    assert_int_equal(ids.count, 0);
+    free(ids.data);
+    mt_tokenizer_close(tokenizer);
+}
+
+/* Every prefix of a model must be refused or usable; with a flipped byte likewise. The sanitizers watch. */
+static void truncated_and_corrupted_models_never_crash(void **state) {
+    (void)state;
+    static const char *const files[] = {GOLDEN "unigram.model", GOLDEN "bpe.model"};
+    uint64_t seed = 1;
+    for (int f = 0; f < 2; f++) {
+        mt_text whole = read_whole(files[f]);
+        for (int i = 0; i < 200; i++) {
+            seed = seed * 6364136223846793005u + 1442695040888963407u;
+            mt_text part = {whole.data, i % 2 ? whole.bytes : (int64_t)((seed >> 33) % (uint64_t)whole.bytes), 0};
+            char *flipped = &whole.data[(seed >> 20) % (uint64_t)whole.bytes], was = *flipped;
+            if (i % 2) *flipped ^= (char)(1 << (seed >> 61));
+            mt_tokenizer *tokenizer = mt_tokenizer_new("t.model");
+            mt_error error = {0};
+            mt_ids ids = {0};
+            if (mt_tokenizer_load_sentencepiece(tokenizer, "t.model", &part, &error))
+                assert_non_null(strstr(error.text, "t.model"));
+            else
+                assert_int_equal(mt_tokenizer_encode(tokenizer, "caf\xC3\xA9 <sep> \xEF\xBC\xA1", 14, &ids, &error), 0);
+            *flipped = was;
+            free(ids.data);
+            mt_tokenizer_close(tokenizer);
+        }
+        free(whole.data);
+    }
+}
+
+static void missing_files_and_unknown_types_are_named(void **state) {
+    (void)state;
+    mt_tokenizer *tokenizer;
+    mt_error error;
+    assert_int_equal(mt_tokenizer_open(&tokenizer, "HuggingFaceTokenizer", "no/such.json", &error), -1);
+    assert_non_null(strstr(error.text, "no/such.json"));
+    assert_int_equal(mt_tokenizer_open(&tokenizer, "SentencePieceTokenizer", NULL, &error), -1);
+    assert_non_null(strstr(error.text, "--tokenizer-model"));
+    assert_int_equal(mt_tokenizer_open(&tokenizer, "GPT2BPETokenizer", GOLDEN "bpe.model", &error), -1);
+    assert_non_null(strstr(error.text, "merges.txt"));
+    assert_int_equal(mt_tokenizer_open(&tokenizer, "WordPiece", "x", &error), -1);
+    assert_non_null(strstr(error.text, "ByteLevel"));
+    assert_int_equal(mt_tokenizer_open_folder(&tokenizer, "tests", &error), -1);
+    assert_non_null(strstr(error.text, "holds no tokenizer"));
+}
+
+static void a_megabyte_without_a_space_takes_no_quadratic_time(void **state) {
+    (void)state;
+    skip_without_libraries();
+    static const char *const files[] = {GOLDEN "bytelevel.json", GOLDEN "metaspace.json"};
+    mt_text text = {mt_malloc(1 << 20), 1 << 20, 0};
+    memset(text.data, 'a', 1 << 20);
+    for (int f = 0; f < 2; f++) {
+        mt_tokenizer *tokenizer = open_or_fail("HuggingFaceTokenizer", files[f]);
+        mt_ids ids = {0};
+        mt_error error;
+        clock_t start = clock();
+        assert_int_equal(mt_tokenizer_encode(tokenizer, text.data, text.bytes, &ids, &error), 0);
+        assert_true((double)(clock() - start) / CLOCKS_PER_SEC < 60); // quadratic time would be hours
+        free(ids.data);
+        mt_tokenizer_close(tokenizer);
+    }
+    free(text.data);
+}
+
+static void a_missing_library_is_named(void **state) {
+    (void)state;
+    mt_tokenizer *tokenizer;
+    mt_error error = {0};
+    int failed = mt_tokenizer_open(&tokenizer, "HuggingFaceTokenizer", GOLDEN "bytelevel.json", &error);
+    assert_int_equal(failed, HAVE_LIBRARIES ? 0 : -1);
+    if (failed) assert_non_null(strstr(error.text, "built without"));
+    mt_tokenizer_close(tokenizer);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(metaspace_with_byte_fallback_matches_tokenizers),
+        cmocka_unit_test(sentencepiece_unigram_matches_sentencepiece),
+        cmocka_unit_test(sentencepiece_bpe_matches_sentencepiece),
+        cmocka_unit_test(bytes_are_their_own_ids),
+        cmocka_unit_test(streamed_bytes_come_out_as_whole_characters),
+        cmocka_unit_test(documents_end_with_the_usual_or_the_configured_token),
+        cmocka_unit_test(damaged_or_unsupported_json_is_refused_by_name),
+        cmocka_unit_test(truncated_and_corrupted_models_never_crash),
+        cmocka_unit_test(missing_files_and_unknown_types_are_named),
+        cmocka_unit_test(a_missing_library_is_named),
+        cmocka_unit_test(fused_unknown_characters_match_tokenizers),
+        cmocka_unit_test(gpt2_vocab_and_merges_match_tokenizers),
+        cmocka_unit_test(encode_matches_reference_vectors_of_gpt2),
+        cmocka_unit_test(encode_matches_reference_vectors_of_llama3),
+        cmocka_unit_test(bad_patterns_are_refused_and_catastrophic_ones_give_up),
+        cmocka_unit_test(byte_level_json_matches_tokenizers),
+        cmocka_unit_test(normalizers_and_splits_match_tokenizers),
+        cmocka_unit_test(encode_matches_reference_vectors_of_qwen2),
+        cmocka_unit_test(whole_corpora_match_the_reference_libraries_and_decode_to_themselves),
+        cmocka_unit_test(invalid_utf8_is_encoded_as_replacement_characters),
+        cmocka_unit_test(ids_outside_the_vocabulary_are_refused),
+        cmocka_unit_test(a_saved_tokenizer_is_found_in_its_folder),
+        cmocka_unit_test(threads_share_a_tokenizer),
+        cmocka_unit_test(a_megabyte_without_a_space_takes_no_quadratic_time),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
