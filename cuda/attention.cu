@@ -44,7 +44,8 @@ __device__ static key_range visible_keys(const mt_span &span, int64_t i, int64_t
 __device__ static float dropout_factor(const mt_attention &shape, int64_t head, int64_t query, int64_t key) {
     if (shape.dropout.p <= 0) return 1;
     int64_t k = shape.k_index[key];
-    uint4 words = mt_cuda_philox(shape.dropout.key, shape.q_index[query], (uint64_t)head << 48 | (uint64_t)k >> 2);
+    uint4 words = mt_cuda_philox(shape.dropout.key, shape.q_index[query],
+                                 (uint64_t)(shape.first_head + head) << 48 | (uint64_t)k >> 2);
     uint32_t word = (k & 3) == 0 ? words.x : (k & 3) == 1 ? words.y : (k & 3) == 2 ? words.z : words.w;
     return (double)word >= shape.dropout.p * 4294967296.0 ? (float)(1 / (1 - shape.dropout.p)) : 0;
 }

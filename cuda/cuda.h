@@ -54,6 +54,7 @@ __device__ static inline float mt_to_float(float x) {
 __device__ static inline float mt_to_float(__nv_bfloat16 x) {
     return __bfloat162float(x);
 }
+/* Rounds to nearest even. */
 template <class T> __device__ static inline T mt_from_float(float x);
 template <> __device__ inline float mt_from_float<float>(float x) {
     return x;
