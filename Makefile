@@ -90,9 +90,8 @@ endif
 
 ALL_CFLAGS := -std=c11 -D_GNU_SOURCE -pthread -I. $(OPT) -g $(WARNINGS) $(MATHS) $(CHECKS) $(FOUND_CFLAGS) \
 	$(if $(CUDA_DEFINES),$(CUDA_CFLAGS) $(CUDA_DEFINES)) $(CFLAGS)
-ALL_NVCCFLAGS := -std=c++17 -O3 -lineinfo \
-	$(foreach a,$(CUDA_ARCH),-gencode=arch=compute_$a,code=sm_$a) -I. $(CUDA_DEFINES) $(if $(WERROR),-Werror all-warnings) \
-	$(NVCCFLAGS)
+ALL_NVCCFLAGS := -std=c++17 -O3 -lineinfo $(foreach a,$(CUDA_ARCH),-gencode=arch=compute_$a,code=sm_$a) -I. \
+	$(CUDA_DEFINES) $(if $(WERROR),-Werror all-warnings) $(NVCCFLAGS)
 ALL_FLAGS = $(ALL_CFLAGS) $(ALL_NVCCFLAGS) $(ALL_LIBS)
 ALL_LIBS := $(CHECKS) $(if $(CHECKS),-rdynamic) $(LDFLAGS) $(FOUND_LIBS) $(CUDA_LINK) -pthread -lm
 
