@@ -3762,7 +3762,7 @@ struct mt_model {
     void *final_input, *final_normed, *logits;
     float *final_mean, *final_rstd;
     float *row_max, *row_sum, *row_target, *row_weighted, *lse, *loss, *entropy; // [max_logits]
-    float *logits_host;                                                          // [max_logits, vocab_size]
+    void *staged_logits;                                                         // [MT_STAGED_ROWS, V] on the host
     void **k_cache, **v_cache;                                                   // a layer: [cache_rows, G D]
     double *sums;                                                                // loss, unmasked tokens, squared norm
     float *grad_scale, *grad_norm;
@@ -4065,6 +4065,9 @@ static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a) {
 
 /* ==== §10a memory ================================================================================================ */
 
+/* Rows of logits that travel to the host at once. */
+enum { MT_STAGED_ROWS = 16 };
+
 enum { MT_PLAN_WEIGHTS, MT_PLAN_GRADIENTS, MT_PLAN_OPTIMIZER, MT_PLAN_ACTIVATIONS, MT_PLAN_CACHE, MT_NUM_PLANS };
 
 /* Parameters, gradients and optimizer state of every bucket. */
@@ -4287,6 +4290,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
         mt_model_destroy(m);
         return -1;
     }
+    m->staged_logits = mt_malloc(MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype));
     m->arena.capacity = counting.used;
     m->arena.base = ops->memory_alloc(counting.used);
     mt_layout(m, &m->arena);
@@ -4310,6 +4314,7 @@ void mt_model_destroy(mt_model *m) {
         m->ops->memory_free(m->arena.base);
         m->ops->stream_destroy(m->stream);
     }
+    free(m->staged_logits);
     free(m->params);
     free(m->buckets);
     free(m->layers);
@@ -4474,16 +4479,19 @@ void mt_model_backward(mt_model *m) {
 /* Copies logits to the host as fp32, without the padding columns. */
 static void mt_read_logits(mt_model *m, float *logits, int64_t rows) {
     int64_t V = m->V, vocabulary = m->options->vocab_size, size = mt_dtype_size(m->dtype);
-    char *row = mt_malloc(V * size);
-    for (int64_t t = 0; t < rows; t++) {
-        m->ops->memory_copy(row, (char *)m->logits + t * V * size, V * size, m->stream);
+    for (int64_t first = 0; first < rows; first += MT_STAGED_ROWS) {
+        int64_t count = rows - first < MT_STAGED_ROWS ? rows - first : MT_STAGED_ROWS;
+        m->ops->memory_copy(m->staged_logits, mt_at(m, m->logits, first * V), count * V * size, m->stream);
         m->ops->stream_wait(m->stream);
-        if (m->dtype == MT_F32)
-            memcpy(logits + t * vocabulary, row, (size_t)(vocabulary * 4));
-        else
-            for (int64_t i = 0; i < vocabulary; i++) logits[t * vocabulary + i] = mt_bf16_to_f32(((uint16_t *)row)[i]);
+        for (int64_t t = 0; t < count; t++) {
+            const char *row = (const char *)m->staged_logits + t * V * size;
+            float *to = logits + (first + t) * vocabulary;
+            if (m->dtype == MT_F32)
+                memcpy(to, row, (size_t)(vocabulary * 4));
+            else
+                for (int64_t i = 0; i < vocabulary; i++) to[i] = mt_bf16_to_f32(((const uint16_t *)row)[i]);
+        }
     }
-    free(row);
 }
 
 void mt_model_read(mt_model *m, float *loss, float *entropy, float *logits) {
