@@ -3397,8 +3397,13 @@ const mt_ops *mt_cuda_open(int device, mt_error *error) {
 }
 #endif
 
-const mt_ops *mt_backend_open(const char *device, mt_error *error) {
-    if (strcmp(device, "cpu") == 0) return &mt_cpu_ops;
+const mt_ops *mt_backend_open(const char *device, int64_t world_size, mt_error *error) {
+    if (strcmp(device, "cpu") == 0 || (strcmp(device, "auto") == 0 && world_size > 1)) return &mt_cpu_ops;
+    if (world_size > 1) {
+        mt_error_set(error, "--device cuda works on one rank in this version; start it without mpirun, or take "
+                            "--device cpu");
+        return NULL;
+    }
     const mt_ops *ops = mt_cuda_open(0, error);
     return ops || strcmp(device, "cuda") == 0 ? ops : &mt_cpu_ops;
 }

@@ -467,8 +467,9 @@ void mt_cuda_event_destroy(mt_event *event);
 void mt_cuda_event_record(mt_event *event, mt_stream *stream);
 double mt_cuda_event_seconds(const mt_event *from, const mt_event *to);
 
-/* The backend that --device names: cpu, cuda, or auto, which is cuda where a GPU answers. NULL is an error. */
-const mt_ops *mt_backend_open(const char *device, mt_error *error);
+/* The backend that --device names: cpu, cuda, or auto, which is cuda for one rank where a GPU answers. NULL is an
+ * error. */
+const mt_ops *mt_backend_open(const char *device, int64_t world_size, mt_error *error);
 
 /* Floating-point operations a second of the CPU's matrix product, n^3, best of a few: the benchmarks' ceiling. */
 double mt_cpu_matmul_rate(int64_t n);
