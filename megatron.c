@@ -376,8 +376,8 @@ static const mt_option mt_option_table[] = {
     {"exit-duration-in-mins", MT_REAL, MT_AT(exit_duration_in_mins), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
      "save and stop after so many minutes"},
     {"bf16", MT_FLAG, MT_AT(bf16), MT_BOTH, MT_OF_RUN, NULL, NULL, "parameters and activations in bf16, else fp32"},
-    {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "cpu", "cpu",
-     "where to compute; this version has the cpu only"},
+    {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "auto", "auto|cpu|cuda",
+     "where to compute; auto: on a GPU where one answers"},
     {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,9223372036854775807]", "seed of everything drawn"},
 
     {.help = "learning rate and optimizer"},
@@ -3392,6 +3392,20 @@ static void mt_cpu_convert(void *to, mt_dtype to_dtype, const void *from, mt_dty
 #define MT_CPU_ENTRY(operation) .operation = mt_cpu_##operation,
 const mt_ops mt_cpu_ops = {.name = "cpu", MT_OPERATIONS(MT_CPU_ENTRY)};
 #undef MT_CPU_ENTRY
+
+#ifndef MT_HAVE_CUDA
+const mt_ops *mt_cuda_open(int device, mt_error *error) {
+    (void)device;
+    mt_error_set(error, "this build has no CUDA; install the CUDA toolkit and run make again, or take --device cpu");
+    return NULL;
+}
+#endif
+
+const mt_ops *mt_backend_open(const char *device, mt_error *error) {
+    if (strcmp(device, "cpu") == 0) return &mt_cpu_ops;
+    const mt_ops *ops = mt_cuda_open(0, error);
+    return ops || strcmp(device, "cuda") == 0 ? ops : &mt_cpu_ops;
+}
 
 /* ==== §4 the rank grid and its groups ============================================================================ */
 /* Who works with whom. Invariants: a group of one rank needs no library and no call; every rank of a group sees its
