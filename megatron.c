@@ -179,11 +179,15 @@ uint16_t mt_f32_to_bf16(float value) {
 }
 
 float mt_f16_to_f32(uint16_t bits) {
-    int exponent = bits >> 10 & 31, mantissa = bits & 1023;
-    float magnitude = exponent == 31  ? (mantissa ? NAN : INFINITY)
-                      : exponent == 0 ? ldexpf((float)mantissa, -24)
-                                      : ldexpf((float)(mantissa + 1024), exponent - 25);
-    return bits & 0x8000 ? -magnitude : magnitude;
+    uint32_t word = (uint32_t)(bits & 0x7fff) << 13, sign = (uint32_t)(bits & 0x8000) << 16;
+    float value;
+    memcpy(&value, &word, sizeof value);
+    value *= 0x1p112f; // the exponents' biases differ by 112; subnormal numbers become normal by the product
+    memcpy(&word, &value, sizeof word);
+    if (value >= 65536) word |= 0x7f800000; // infinity and NaN keep the largest exponent
+    word |= sign;
+    memcpy(&value, &word, sizeof value);
+    return value;
 }
 
 uint16_t mt_f32_to_f16(float value) {
@@ -5072,9 +5076,11 @@ static void mt_param_read_rows(float *rows, const mt_param *param, const mt_tens
         mt_stored_to_f32(rows, 1, data + row * param->cols * size, tensor->dtype, count * param->cols);
         return;
     }
-    for (int64_t col = 0; col < param->cols; col++)
-        mt_stored_to_f32(rows + col, param->cols, data + (col * param->hf_rows_total + row) * size, tensor->dtype,
-                         count);
+    for (int64_t r = 0; r < count; r += 64) // 64 rows at a time stay in the cache while the columns pass
+        for (int64_t col = 0; col < param->cols; col++)
+            mt_stored_to_f32(rows + r * param->cols + col, param->cols,
+                             data + (col * param->hf_rows_total + row + r) * size, tensor->dtype,
+                             count - r < 64 ? count - r : 64);
 }
 
 /* Rows of a parameter that pass through the staging buffer at once. */
@@ -5420,6 +5426,17 @@ static char *mt_saved_header(const mt_saved *tensors, int64_t count, int64_t *by
     return text;
 }
 
+/* to[cols, rows] = from[rows, cols] transposed, elements of 2 or 4 bytes; 64 rows at a time stay in the cache. */
+static void mt_transpose(void *to, const void *from, int64_t rows, int64_t cols, int64_t size) {
+    for (int64_t first = 0; first < rows; first += 64)
+        for (int64_t c = 0; c < cols; c++)
+            for (int64_t r = first; r < rows && r < first + 64; r++)
+                if (size == 4)
+                    ((uint32_t *)to)[c * rows + r] = ((const uint32_t *)from)[r * cols + c];
+                else
+                    ((uint16_t *)to)[c * rows + r] = ((const uint16_t *)from)[r * cols + c];
+}
+
 /* Writes a parameter's rows where they belong in a tensor whose data begins at `start` in the file. */
 static int mt_param_write(const mt_output *out, const mt_model *m, const mt_param *param, const mt_saved *saved,
                           int64_t start) {
@@ -5437,9 +5454,7 @@ static int mt_param_write(const mt_output *out, const mt_model *m, const mt_para
             status = mt_output_write(out, start + row * cols * size, staged, count * cols * size);
             continue;
         }
-        for (int64_t r = 0; r < count; r++)
-            for (int64_t c = 0; c < cols; c++)
-                memcpy(turned + (c * count + r) * size, staged + (r * cols + c) * size, (size_t)size);
+        mt_transpose(turned, staged, count, cols, size);
         if (count == param->hf_rows_total) {
             status = mt_output_write(out, start, turned, count * cols * size);
             continue;
