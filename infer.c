@@ -81,8 +81,9 @@ static void show_token(run *r, const mt_sequence *sequence, int64_t i, bool show
         return;
     }
     if (mt_tokenizer_is_special(r->tokenizer, token)) return;
-    check(mt_decode_next(r->decoder, token, &r->text, &error), &error);
+    bool known = mt_decode_next(r->decoder, token, &r->text, &error) == 0; // a model may have more tokens
     if (show) fwrite(r->text.data, 1, (size_t)r->text.bytes, stdout);
+    if (show && !known) fputs("\xEF\xBF\xBD", stdout); // U+FFFD, the replacement character
     r->text.bytes = 0;
 }
 

@@ -2158,6 +2158,23 @@ static inline float mt_exp(float x) {
     return p * low.value * high.value;
 }
 
+/* Factors of dropout, 0 or 1 / (1 - p), for the coordinates (low, high + first ... first + n - 1): four neighbours
+ * share one Philox counter, (low, high | index / 4), and take a word each. */
+static void mt_dropout_factors(float *factors, int64_t n, const mt_dropout *dropout, uint64_t low, uint64_t high,
+                               int64_t first) {
+    enum { COUNTERS = 16 }; // drawn at once, as vector code
+    uint32_t words[4 * COUNTERS];
+    uint32_t threshold = dropout->p < 1 ? (uint32_t)(dropout->p * 4294967296.0) : UINT32_MAX;
+    float kept = dropout->p < 1 ? (float)(1.0 / (1.0 - dropout->p)) : 0.0f;
+    for (int64_t start = first / 4 * 4; start < first + n; start += 4 * COUNTERS) {
+#pragma omp simd
+        for (int64_t c = 0; c < COUNTERS; c++)
+            mt_philox(words + 4 * c, dropout->key, low, high | (uint64_t)(start / 4 + c));
+        int64_t begin = mt_max(start, first), end = mt_min(start + 4 * COUNTERS, first + n);
+        for (int64_t i = begin; i < end; i++) factors[i - first] = words[i - start] >= threshold ? kept : 0.0f;
+    }
+}
+
 static void *mt_cpu_memory_alloc(int64_t bytes) {
     const int64_t page = 1 << 21; // huge pages spare the address translation that streaming through weights costs
     if (bytes < page) return mt_malloc(bytes);
@@ -2722,20 +2739,6 @@ typedef struct mt_attention_task {
     mt_dtype dtype;
 } mt_attention_task;
 
-/* Factors of dropout, 0 or 1 / (1 - p), for the coordinates (low, high + first ... first + n - 1): four neighbours
- * share one Philox counter, (low, high | index / 4), and take a word each. */
-static void mt_dropout_factors(float *factors, int64_t n, const mt_dropout *dropout, uint64_t low, uint64_t high,
-                               int64_t first) {
-    uint64_t threshold = (uint64_t)(dropout->p * 4294967296.0);
-    float kept = dropout->p < 1 ? (float)(1.0 / (1.0 - dropout->p)) : 0.0f;
-    uint32_t words[4];
-    for (int64_t i = 0; i < n; i++) {
-        int64_t index = first + i;
-        if (i == 0 || index % 4 == 0) mt_philox(words, dropout->key, low, high | (uint64_t)(index / 4));
-        factors[i] = words[index % 4] >= threshold ? kept : 0.0f;
-    }
-}
-
 /* Multiplies the probabilities p[rows, columns] of queries i0... and keys j0... by their dropout: query q_index at
  * (q_index, head << 48 | k_index / 4), word k_index % 4. */
 static void mt_attention_dropout(float *p, const mt_attention_task *task, int64_t i0, int64_t j0, int64_t rows,
@@ -3298,10 +3301,10 @@ static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_strea
 #pragma omp parallel for if (n > MT_PARALLEL)
     for (int64_t part = 0; part < PARTS; part++)
         for (int64_t block = part * length; block < mt_min((part + 1) * length, n); block += MT_BLOCK) {
-            float squares = 0;
+            double squares = 0;
 #pragma omp simd reduction(+ : squares)
-            for (int64_t i = block; i < mt_min(block + MT_BLOCK, n); i++) squares += x[i] * x[i];
-            parts[part] += (double)squares;
+            for (int64_t i = block; i < mt_min(block + MT_BLOCK, n); i++) squares += (double)x[i] * (double)x[i];
+            parts[part] += squares;
         }
     double total = 0;
     for (int64_t part = 0; part < PARTS; part++) total += parts[part];

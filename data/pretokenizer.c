@@ -187,7 +187,7 @@ static int regex_next(mt_encoder *encoder, const mt_pattern *pattern, const char
 
 #endif
 
-void mt_step_free(mt_rule *step) {
+void mt_rule_free(mt_rule *step) {
     mt_pattern_free(&step->pattern);
     free(step->content);
 }

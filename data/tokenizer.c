@@ -161,8 +161,8 @@ mt_tokenizer *mt_tokenizer_new(const char *path) {
 void mt_tokenizer_close(mt_tokenizer *tokenizer) {
     if (!tokenizer) return;
     for (int i = 0; i < MT_MAX_STEPS; i++) {
-        mt_step_free(&tokenizer->normalizer[i]);
-        mt_step_free(&tokenizer->pretokenizer[i]);
+        mt_rule_free(&tokenizer->normalizer[i]);
+        mt_rule_free(&tokenizer->pretokenizer[i]);
     }
     for (int i = 0; i < tokenizer->file_count; i++) {
         free(tokenizer->files[i].name);

@@ -49,6 +49,7 @@ int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *e
  * place when it is complete, so that mt_tokenizer_open_folder and other libraries find it there. */
 int mt_tokenizer_save(const mt_tokenizer *tokenizer, const char *folder, mt_error *error);
 
+/* Frees it; its encoders and decoders must be closed before. NULL is fine, here and below. */
 void mt_tokenizer_close(mt_tokenizer *tokenizer);
 
 /* Ids run from 0 to vocab_size - 1; a vocabulary may leave some of them unused. */
@@ -62,6 +63,7 @@ int32_t mt_tokenizer_bos(const mt_tokenizer *tokenizer);
 /* True for ids that stand for no text of their own, such as <s> or <|im_end|>; a program that shows text skips them. */
 bool mt_tokenizer_is_special(const mt_tokenizer *tokenizer, int32_t id);
 
+/* One thread's encoder; the tokenizer must outlive it. */
 mt_encoder *mt_encoder_open(const mt_tokenizer *tokenizer);
 void mt_encoder_close(mt_encoder *encoder);
 
@@ -78,6 +80,7 @@ int mt_tokenizer_encode(const mt_tokenizer *tokenizer, const char *text, int64_t
 int mt_tokenizer_decode(const mt_tokenizer *tokenizer, const int32_t *ids, int64_t count, mt_text *text,
                         mt_error *error);
 
+/* A decoder that stands at the start of a text; the tokenizer must outlive it. */
 mt_decoder *mt_decoder_open(const mt_tokenizer *tokenizer);
 void mt_decoder_close(mt_decoder *decoder);
 

@@ -38,13 +38,16 @@ typedef struct mt_trie {
     bool starts[256]; // bytes that some string begins with
 } mt_trie;
 
+/* Strings to values; a value inserted again replaces the old one. */
 void mt_trie_insert(mt_trie *trie, const char *text, int64_t bytes, int32_t value);
 int64_t mt_trie_step(const mt_trie *trie, int64_t node, char byte);                            // the child, or -1
 int64_t mt_trie_longest(const mt_trie *trie, const char *text, int64_t bytes, int32_t *value); // its length, or 0
 void mt_trie_free(mt_trie *trie);
 
+/* Mixes well for tables of our own; not against an adversary. */
 uint64_t mt_hash(const char *text, int64_t bytes);
 
+/* Growing arrays: one id; room for more bytes; bytes. */
 void mt_ids_push(mt_ids *ids, int32_t id);
 void mt_text_reserve(mt_text *text, int64_t more);
 void mt_text_append(mt_text *text, const char *data, int64_t bytes);
@@ -251,10 +254,13 @@ struct mt_encoder {
 
 extern const char mt_gpt2_pattern[];
 
+/* A regular expression (refused without PCRE2), or a text to find as it is. */
 int mt_pattern_compile(mt_pattern *out, const char *path, const char *regex, int64_t bytes, mt_error *error);
 void mt_pattern_literal(mt_pattern *out, const char *text, int64_t bytes);
 void mt_pattern_free(mt_pattern *pattern);
-void mt_step_free(mt_rule *step);
+void mt_rule_free(mt_rule *rule);
+
+/* What PCRE2 needs for each thread. */
 void mt_encoder_open_patterns(mt_encoder *encoder);
 void mt_encoder_close_patterns(mt_encoder *encoder);
 
@@ -269,6 +275,7 @@ bool mt_is_word(uint32_t codepoint); // \w
 
 /* ---- tokenizer_bpe.c ------------------------------------------------------------------------------------------- */
 
+/* A rule that pair (left, right) becomes `merged`; then encoding one word by such rules. */
 void mt_merge_add(mt_tokenizer *tokenizer, int32_t left, int32_t right, int32_t merged, int64_t rank);
 int mt_bpe_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error);
 
@@ -281,13 +288,16 @@ mt_symbol *mt_symbols_reserve(mt_encoder *encoder, int64_t count);
 
 /* ---- the loaders: fill a zeroed tokenizer from memory; `path` is for messages ------------------------------------ */
 
+/* Each refuses by name what it does not know. */
 int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_text *json, const mt_text *config,
                            mt_error *error);
 int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, const mt_text *vocab,
                            const char *merges_path, const mt_text *merges, mt_error *error);
 int mt_tokenizer_load_sentencepiece(mt_tokenizer *tokenizer, const char *path, const mt_text *model, mt_error *error);
+/* An empty one, which remembers where it comes from. */
 mt_tokenizer *mt_tokenizer_new(const char *path);
 
+/* One word, or a whole text, by SentencePiece's rules. */
 void mt_sentencepiece_encode_word(mt_encoder *encoder, const char *text, int32_t bytes, mt_ids *ids);
 int mt_sentencepiece_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error);
 

@@ -514,7 +514,7 @@ static int read_decoders(loader *l, const json_t *decoder) {
     int failed = read_steps(l, decoder, "decoders", read_decoder, steps, &count, 0);
     for (int i = 0; i < count && !failed; i++) metaspace_decodes_to_space(&steps[i]);
     if (!failed) set_surfaces(l, steps, count);
-    for (int i = 0; i < count; i++) mt_step_free(&steps[i]);
+    for (int i = 0; i < count; i++) mt_rule_free(&steps[i]);
     return failed;
 }
 

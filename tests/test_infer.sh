@@ -181,6 +181,12 @@ tells_its_story() {
     [ "Once upon a time$(cat "$work/line")" = "$(cat "$work/out")" ]
 }
 
+# That model has 512 tokens, the bytes are 257: the others show as U+FFFD.
+shows_tokens_that_the_tokenizer_lacks() {
+    "$infer" --load "$story" --tokenizer-type ByteLevel --prompt 'Once' --temperature 5 --max-new-tokens 40 \
+        >"$work/out" 2>"$work/err" && grep -aq "^Once.*$(printf '\357\277\275')" "$work/out"
+}
+
 verdict greedy_continuations_equal_transformers continues_as_transformers
 verdict scores_entropies_and_logits_equal_transformers scores_as_transformers
 verdict score_takes_the_whole_file_by_default scores_whole_file
@@ -200,6 +206,7 @@ else
 fi
 if [ -r "$story/config.json" ]; then
     verdict stories260k_tells_its_story tells_its_story
+    verdict tokens_without_text_are_shown_as_replacements shows_tokens_that_the_tokenizer_lacks
 else
     echo "skipped: stories260k_tells_its_story, $story is absent"
 fi
