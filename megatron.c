@@ -466,16 +466,28 @@ static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M,
 }
 #endif
 
-/* The products of one row x[K] with four rows: four sums at a time keep the adders busy while memory streams. */
-static inline void mt_dot_four(float sums[4], const float *x, const float *const w[4], int64_t K) {
-    const float *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
+/* The products of one row x[K] with four rows of weights, fp32 or bf16 as they are stored: four sums at a time keep the
+ * adders busy while memory streams. */
+static inline void mt_dot_four(float sums[4], const float *x, const void *const w[4], int64_t K, mt_dtype dtype) {
     float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+    if (dtype == MT_F32) {
+        const float *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
 #pragma omp simd reduction(+ : s0, s1, s2, s3)
-    for (int64_t k = 0; k < K; k++) {
-        s0 += x[k] * w0[k];
-        s1 += x[k] * w1[k];
-        s2 += x[k] * w2[k];
-        s3 += x[k] * w3[k];
+        for (int64_t k = 0; k < K; k++) {
+            s0 += x[k] * w0[k];
+            s1 += x[k] * w1[k];
+            s2 += x[k] * w2[k];
+            s3 += x[k] * w3[k];
+        }
+    } else {
+        const uint16_t *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
+#pragma omp simd reduction(+ : s0, s1, s2, s3)
+        for (int64_t k = 0; k < K; k++) {
+            s0 += x[k] * mt_bf16_to_f32(w0[k]);
+            s1 += x[k] * mt_bf16_to_f32(w1[k]);
+            s2 += x[k] * mt_bf16_to_f32(w2[k]);
+            s3 += x[k] * mt_bf16_to_f32(w3[k]);
+        }
     }
     sums[0] = s0, sums[1] = s1, sums[2] = s2, sums[3] = s3;
 }
@@ -485,11 +497,11 @@ static void mt_matmul_small(float *c, const float *a, const float *b, int64_t M,
                             int64_t lda, int64_t ldb, bool b_transposed, bool accumulate) {
     for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * ldc, 0, (size_t)N * sizeof *c);
     for (int64_t n = 0; n < N && b_transposed; n += 4) {
-        const float *rows[4];
+        const void *rows[4];
         for (int64_t i = 0; i < 4; i++) rows[i] = b + mt_min(n + i, N - 1) * ldb;
         for (int64_t m = 0; m < M; m++) {
             float sums[4];
-            mt_dot_four(sums, a + m * lda, rows, K);
+            mt_dot_four(sums, a + m * lda, rows, K, MT_F32);
             for (int64_t i = 0; i < mt_min(4, N - n); i++) c[m * ldc + n + i] += sums[i];
         }
     }
@@ -528,28 +540,20 @@ static mt_matrix mt_matrix_load(float *scratch, const void *x, int64_t offset, i
 /* Few rows, as in decoding: every weight is read once, by the thread that needs it. */
 static void mt_linear_forward_small(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                     int64_t K, mt_dtype dtype) {
-    mt_scratch scratch = mt_scratch_reserve((T + 4) * K);
-#pragma omp parallel if (N * K > MT_PARALLEL)
-    {
-        float *slice = mt_scratch_slice(scratch);
-        mt_matrix tokens = {slice, K};
-        if (dtype == MT_F32) tokens.data = x;
-        for (int64_t t = 0; t < T; t++) mt_row_load(slice + t * K, x, t * K, K, dtype);
-#pragma omp for
-        for (int64_t n = 0; n < N; n += 4) {
-            const float *rows[4];
-            for (int64_t i = 0; i < 4; i++)
-                rows[i] = mt_row_load(slice + (T + i) * K, w, mt_min(n + i, N - 1) * K, K, dtype);
-            for (int64_t t = 0; t < T; t++) {
-                float sums[4], one;
-                mt_dot_four(sums, tokens.data + t * K, rows, K);
-                for (int64_t i = 0; i < mt_min(4, N - n); i++) {
-                    if (bias) sums[i] += *mt_row_load(&one, bias, n + i, 1, dtype);
-                    float *out = mt_row_open(&one, y, t * N + n + i, dtype);
-                    *out = sums[i];
-                    mt_row_close(y, t * N + n + i, out, 1, dtype);
-                }
-            }
+    int64_t size = mt_dtype_size(dtype);
+    mt_matrix tokens = mt_matrix_load(mt_scratch_reserve(T * K).memory, x, 0, T, K, K, dtype);
+#pragma omp parallel for if (N * K > MT_PARALLEL)
+    for (int64_t n = 0; n < N; n += 4) {
+        const void *rows[4];
+        int64_t count = mt_min(4, N - n);
+        for (int64_t i = 0; i < 4; i++) rows[i] = (const char *)w + mt_min(n + i, N - 1) * K * size;
+        for (int64_t t = 0; t < T; t++) {
+            float sums[4], scratch[4];
+            mt_dot_four(sums, tokens.data + t * K, rows, K, dtype);
+            const float *add = bias ? mt_row_load(scratch, bias, n, count, dtype) : NULL;
+            float *out = mt_row_open(scratch, y, t * N + n, dtype);
+            for (int64_t i = 0; i < count; i++) out[i] = sums[i] + (add ? add[i] : 0.0f);
+            mt_row_close(y, t * N + n, out, count, dtype);
         }
     }
 }
