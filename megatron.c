@@ -195,8 +195,11 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
  * calling thread. */
 #ifdef MT_HAVE_OPENMP
 #include <omp.h>
-#else
-#pragma GCC diagnostic ignored "-Wunknown-pragmas" // the OpenMP pragmas below then mean nothing, which is right
+#endif
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunknown-pragmas" // without OpenMP its pragmas mean nothing, which is right
+#ifdef __clang__
+#pragma GCC diagnostic ignored "-Wpass-failed" // a loop that did not become vector code is right, only slower
 #endif
 
 /* One prototype an operation, from the list that the table at the end is made of. */
@@ -226,27 +229,32 @@ static int64_t mt_blocks(int64_t n, int64_t block) {
     return (n + block - 1) / block;
 }
 
-/* Scratch for the threads of a parallel region, `floats` for each. It belongs to the calling thread, grows to the
- * largest that was asked for and stays, so that a training step in its stride allocates nothing. */
+/* Scratch of the calling thread: it grows to the largest that was asked for and stays, so that a training step in its
+ * stride allocates nothing. The next call may move it. */
+static float *mt_scratch_grow(int64_t floats) {
+    static _Thread_local float *memory;
+    static _Thread_local int64_t capacity;
+    if (floats > capacity || !memory) {
+        free(memory);
+        capacity = floats;
+        memory = mt_malloc(capacity * (int64_t)sizeof(float));
+    }
+    return memory;
+}
+
+/* The same shared out to the threads of a parallel region, `floats` for each. */
 typedef struct mt_scratch {
     float *memory;
     int64_t floats;
 } mt_scratch;
 
 static mt_scratch mt_scratch_reserve(int64_t floats) {
-    static _Thread_local float *memory;
-    static _Thread_local int64_t capacity;
     int64_t threads = 1;
 #ifdef MT_HAVE_OPENMP
     threads = omp_get_max_threads();
 #endif
     floats = mt_blocks(floats, 16) * 16; // whole cache lines: threads do not share one
-    if (threads * floats > capacity) {
-        free(memory);
-        capacity = threads * floats;
-        memory = mt_malloc(capacity * (int64_t)sizeof(float));
-    }
-    return (mt_scratch){memory, floats};
+    return (mt_scratch){mt_scratch_grow(threads * floats), floats};
 }
 
 /* The slice of the thread that asks. */
@@ -541,7 +549,7 @@ static mt_matrix mt_matrix_load(float *scratch, const void *x, int64_t offset, i
 static void mt_linear_forward_small(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                     int64_t K, mt_dtype dtype) {
     int64_t size = mt_dtype_size(dtype);
-    mt_matrix tokens = mt_matrix_load(mt_scratch_reserve(T * K).memory, x, 0, T, K, K, dtype);
+    mt_matrix tokens = mt_matrix_load(mt_scratch_grow(T * K), x, 0, T, K, K, dtype);
 #pragma omp parallel for if (N * K > MT_PARALLEL)
     for (int64_t n = 0; n < N; n += 4) {
         const void *rows[4];
@@ -558,9 +566,23 @@ static void mt_linear_forward_small(void *y, const void *x, const void *w, const
     }
 }
 
-/* Tokens and features of one matrix product: all for fp32; for bf16 as many as are worth converting at once. */
+/* How many of n tokens or features go into one matrix product: all in fp32; in bf16 what is worth converting at once.
+ */
 static int64_t mt_linear_block(int64_t n, int64_t block, mt_dtype dtype) {
-    return dtype == MT_F32 ? mt_max(n, 1) : mt_max(mt_min(n, block), 1);
+    return mt_max(1, dtype == MT_F32 ? n : mt_min(n, block));
+}
+
+/* Floats of scratch that a block of a matrix takes. */
+static int64_t mt_matrix_scratch(int64_t rows, int64_t columns, mt_dtype dtype) {
+    return dtype == MT_F32 ? 0 : rows * columns;
+}
+
+/* Rows that were computed in scratch, put in place at the stride of y. */
+static void mt_matrix_store(void *y, int64_t offset, const float *block, int64_t rows, int64_t columns, int64_t stride,
+                            mt_dtype dtype) {
+    if (dtype == MT_F32) return; // they were computed in place
+#pragma omp parallel for if (rows * columns > MT_PARALLEL)
+    for (int64_t r = 0; r < rows; r++) mt_row_close(y, offset + r * stride, block + r * columns, columns, dtype);
 }
 
 static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
@@ -571,52 +593,45 @@ static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const v
         return;
     }
     int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
-    float *scratch = NULL, *w_scratch = NULL, *y_scratch = NULL;
-    if (dtype != MT_F32) {
-        scratch = mt_scratch_reserve(T_block * K + N_block * K + T_block * N_block + N_block).memory;
-        w_scratch = scratch + T_block * K, y_scratch = w_scratch + N_block * K;
-    }
-    for (int64_t t = 0; t < T; t += T_block)
+    int64_t x_floats = mt_matrix_scratch(T_block, K, dtype), w_floats = mt_matrix_scratch(N_block, K, dtype);
+    int64_t y_floats = mt_matrix_scratch(T_block, N_block, dtype);
+    float *x_scratch = mt_scratch_grow(x_floats + w_floats + y_floats + N_block), *w_scratch = x_scratch + x_floats;
+    float *y_scratch = w_scratch + w_floats, *bias_scratch = y_scratch + y_floats;
+    for (int64_t t = 0; t < T; t += T_block) {
+        int64_t rows = mt_min(T_block, T - t);
+        mt_matrix x_block = mt_matrix_load(x_scratch, x, t * K, rows, K, K, dtype);
         for (int64_t n = 0; n < N; n += N_block) {
-            int64_t rows = mt_min(T_block, T - t), columns = mt_min(N_block, N - n);
-            mt_matrix x_block = mt_matrix_load(scratch, x, t * K, rows, K, K, dtype);
+            int64_t columns = mt_min(N_block, N - n), y_stride = dtype == MT_F32 ? N : columns;
             mt_matrix w_block = mt_matrix_load(w_scratch, w, n * K, columns, K, K, dtype);
-            float *y_block = dtype == MT_F32 ? (float *)y : y_scratch;
-            int64_t y_stride = dtype == MT_F32 ? N : columns;
-            const float *b = NULL;
-            if (bias) b = mt_row_load(y_scratch + T_block * N_block, bias, n, columns, dtype);
-#pragma omp parallel for if (b && rows * columns > MT_PARALLEL)
+            const float *b = bias ? mt_row_load(bias_scratch, bias, n, columns, dtype) : NULL;
+            float *y_block = mt_row_open(y_scratch, y, t * N + n, dtype);
+#pragma omp parallel for if (rows * columns > MT_PARALLEL)
             for (int64_t r = 0; r < (b ? rows : 0); r++) memcpy(y_block + r * y_stride, b, (size_t)columns * sizeof *b);
             mt_matmul(y_block, x_block.data, w_block.data, rows, columns, K, y_stride, K, K, MT_PLAIN, MT_TRANSPOSED,
                       b != NULL);
-#pragma omp parallel for if (rows * columns > MT_PARALLEL)
-            for (int64_t r = 0; r < (dtype == MT_F32 ? 0 : rows); r++)
-                mt_row_close(y, (t + r) * N + n, y_block + r * y_stride, columns, dtype);
+            mt_matrix_store(y, t * N + n, y_block, rows, columns, N, dtype);
         }
+    }
 }
 
 static void mt_cpu_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
                                          mt_dtype dtype, mt_stream *stream) {
     (void)stream;
     int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
-    float *scratch = NULL, *w_scratch = NULL, *dx_scratch = NULL;
-    if (dtype != MT_F32) {
-        scratch = mt_scratch_reserve(T_block * N_block + N_block * K + T_block * K).memory;
-        w_scratch = scratch + T_block * N_block, dx_scratch = w_scratch + N_block * K;
-    }
+    int64_t dy_floats = mt_matrix_scratch(T_block, N_block, dtype), w_floats = mt_matrix_scratch(N_block, K, dtype);
+    float *dy_scratch = mt_scratch_grow(dy_floats + w_floats + mt_matrix_scratch(T_block, K, dtype));
+    float *w_scratch = dy_scratch + dy_floats, *dx_scratch = w_scratch + w_floats;
     for (int64_t t = 0; t < T; t += T_block) {
         int64_t rows = mt_min(T_block, T - t);
         float *dx_block = mt_row_open(dx_scratch, dx, t * K, dtype);
         for (int64_t n = 0; n < N; n += N_block) {
             int64_t columns = mt_min(N_block, N - n);
-            mt_matrix dy_block = mt_matrix_load(scratch, dy, t * N + n, rows, columns, N, dtype);
+            mt_matrix dy_block = mt_matrix_load(dy_scratch, dy, t * N + n, rows, columns, N, dtype);
             mt_matrix w_block = mt_matrix_load(w_scratch, w, n * K, columns, K, K, dtype);
             mt_matmul(dx_block, dy_block.data, w_block.data, rows, K, columns, K, dy_block.stride, K, MT_PLAIN,
                       MT_PLAIN, n > 0);
         }
-#pragma omp parallel for if (rows * K > MT_PARALLEL)
-        for (int64_t r = 0; r < (dtype == MT_F32 ? 0 : rows); r++)
-            mt_row_close(dx, (t + r) * K, dx_block + r * K, K, dtype);
+        mt_matrix_store(dx, t * K, dx_block, rows, K, K, dtype);
     }
 }
 
@@ -639,17 +654,15 @@ static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *d
                                           int64_t K, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
     int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
-    float *scratch = NULL, *x_scratch = NULL;
-    if (dtype != MT_F32) {
-        scratch = mt_scratch_reserve(T_block * N_block + T_block * K).memory;
-        x_scratch = scratch + T_block * N_block;
-    }
+    int64_t dy_floats = mt_matrix_scratch(T_block, N_block, dtype);
+    float *dy_scratch = mt_scratch_grow(dy_floats + mt_matrix_scratch(T_block, K, dtype));
+    float *x_scratch = dy_scratch + dy_floats;
     for (int64_t t = 0; t < T; t += T_block) {
         int64_t rows = mt_min(T_block, T - t);
         mt_matrix x_block = mt_matrix_load(x_scratch, x, t * K, rows, K, K, dtype);
         for (int64_t n = 0; n < N; n += N_block) {
             int64_t columns = mt_min(N_block, N - n);
-            mt_matrix dy_block = mt_matrix_load(scratch, dy, t * N + n, rows, columns, N, dtype);
+            mt_matrix dy_block = mt_matrix_load(dy_scratch, dy, t * N + n, rows, columns, N, dtype);
             mt_matmul(dw + n * K, dy_block.data, x_block.data, columns, K, rows, K, dy_block.stride, K, MT_TRANSPOSED,
                       MT_PLAIN, true);
         }
@@ -1548,6 +1561,7 @@ static void mt_cpu_convert(void *to, mt_dtype to_dtype, const void *from, mt_dty
 #define MT_CPU_ENTRY(operation) .operation = mt_cpu_##operation,
 const mt_ops mt_cpu_ops = {.name = "cpu", MT_OPERATIONS(MT_CPU_ENTRY)};
 #undef MT_CPU_ENTRY
+#pragma GCC diagnostic pop
 
 /* ==== §4 the rank grid and its groups ============================================================================ */
 
