@@ -397,7 +397,8 @@ static int64_t mt_halve(int64_t n) {
 }
 
 /* The library's product, cut into tiles that depend on the shape alone, each computed by one thread: left to itself the
- * library cuts by the number of threads, and its edges round differently from its middle. */
+ * library cuts by the number of threads, and its edges round differently from its middle. Under 2^18 products OpenBLAS
+ * keeps to one thread anyway. */
 static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
                             int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
     int64_t rows = M, columns = N;
