@@ -192,9 +192,8 @@ static dim3 naive_grid(const mt_spans *spans, int64_t count, int64_t heads, bool
 
 template <class E> static void forward(const mt_attention_call *c) {
     dim3 grid = naive_grid(c->spans, c->spans->count, c->shape->num_heads, false), block(32, WARPS);
-    naive_forward<E><<<grid, block, 0, mt_cuda_stream(c->stream)>>>((E *)c->out, c->lse, (const E *)c->q,
-                                                                    (const E *)c->k, (const E *)c->v, c->spans->device,
-                                                                    *c->shape);
+    naive_forward<E><<<grid, block, 0, mt_cuda_stream(c->stream)>>>(
+        (E *)c->out, c->lse, (const E *)c->q, (const E *)c->k, (const E *)c->v, c->spans->device, *c->shape);
     MT_CUDA_LAUNCHED();
 }
 

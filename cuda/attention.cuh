@@ -67,8 +67,8 @@ struct tile {
     int first, head;
 };
 
-/* Tile number `index` of all that cover the spans. Every warp finds it for itself: each lane counts the tiles of a span,
- * a scan gives where they end, and the first that ends past `index` owns it. */
+/* Tile number `index` of all that cover the spans. Every warp finds it for itself: each lane counts the tiles of a
+ * span, a scan gives where they end, and the first that ends past `index` owns it. */
 template <bool OF_KEYS> __device__ __forceinline__ tile tile_find(const flash_task &task, int index, int size) {
     const unsigned all = 0xffffffff;
     int lane = threadIdx.x % 32;

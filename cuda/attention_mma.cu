@@ -1,9 +1,10 @@
 /* attention_mma.cu: the second rung of attention, FlashAttention on the tensor cores of sm_80 and up.
  *
- * The definition reads every key and value from memory once a query: 4 D bytes for 4 D flops. Here a block of four warps
- * takes a tile of queries and walks over the keys in tiles that all of its queries share (Dao, "FlashAttention-2"), so a
- * key is read once a tile of 128 queries: 128 flops a byte, from L2. What the scores would need is never stored:
- * they live in registers as the result of one product, become weights there, and are the operand of the next.
+ * The definition reads every key and value from memory once a query: 4 D bytes for 4 D flops. Here a block of four
+ * warps takes a tile of queries and walks over the keys in tiles that all of its queries share (Dao,
+ * "FlashAttention-2"), so a key is read once a tile of 128 queries: 128 flops a byte, from L2. What the scores would
+ * need is never stored: they live in registers as the result of one product, become weights there, and are the operand
+ * of the next.
  *
  * Each warp owns 16 or 32 rows of the tile alone. The mma instruction leaves its result with the lanes that its operand
  * a wants (see mt_mma), so weights go from one product into the next without shared memory, and warps meet only to hand
@@ -32,8 +33,7 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const bf16 *from, int64
 #pragma unroll
     for (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
         int row = first + i;
-        mt_copy16_async(tile + mt_tile_chunk<ROWS>(row, chunk), from + i * stride,
-                        row < count && chunk * 8 < channels);
+        mt_copy16_async(tile + mt_tile_chunk<ROWS>(row, chunk), from + i * stride, row < count && chunk * 8 < channels);
     }
 }
 
@@ -158,8 +158,8 @@ __device__ __forceinline__ void hide(float (&score)[TILES][N][4], const band &b,
             }
 }
 
-/* Stores the warp's rows of c, those of the tile's `count` rows, to rows at `to`. They pass through the warp's rows of a
- * tile that nobody else reads, so that sixteen bytes at a time go to memory. */
+/* Stores the warp's rows of c, those of the tile's `count` rows, to rows at `to`. They pass through the warp's rows of
+ * a tile that nobody else reads, so that sixteen bytes at a time go to memory. */
 template <int TILES, int D>
 __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, int channels,
                                            const float (&c)[TILES][D / 8][4], uint32_t tile, bool accumulate) {
@@ -178,7 +178,8 @@ __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, 
     for (int i = lane; i < 16 * TILES * CHUNKS; i += 32) {
         int row = warp_row + i / CHUNKS, chunk = i % CHUNKS;
         if (row >= count || chunk * 8 >= channels) continue;
-        uint4 *at = (uint4 *)(to + row * stride + chunk * 8), x = mt_load_shared16(tile + mt_tile_chunk<ROWS>(row, chunk));
+        uint4 *at = (uint4 *)(to + row * stride + chunk * 8),
+              x = mt_load_shared16(tile + mt_tile_chunk<ROWS>(row, chunk));
         if (accumulate) {
             uint4 old = *at;
             x = make_uint4(add_bf16(x.x, old.x), add_bf16(x.y, old.y), add_bf16(x.z, old.z), add_bf16(x.w, old.w));
@@ -190,16 +191,15 @@ __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
 /* Registers hold c for 16 TILES rows: D / 2 fp32 a lane for each 16 rows of outputs, KEYS / 2 for scores. Two row tiles
- * a warp use each ldmatrix of keys and values twice, which mma on Hopper needs: shared memory gives 128 bytes a clock.*/
+ * a warp use each ldmatrix of keys and values twice, which mma on Hopper needs: shared memory gives 128 bytes a
+ * clock.*/
 template <int D> struct forward_size {
     static constexpr int TILES = D > 128 ? 1 : 2, QUERIES = 16 * TILES * WARPS, KEYS = 64;
     static constexpr int STAGE = 2 * KEYS * D * 2, BYTES = QUERIES * D * 2 + 2 * STAGE; // a stage: keys and values
 };
 
 /* Largest score so far and the lane's part of the sum of weights, of rows row_of(t, 2 h). */
-template <int TILES> struct softmax {
-    float largest[TILES][2], total[TILES][2];
-};
+template <int TILES> struct softmax { float largest[TILES][2], total[TILES][2]; };
 
 template <int TILES> __device__ __forceinline__ void softmax_begin(softmax<TILES> &s) {
 #pragma unroll
@@ -340,9 +340,7 @@ template <int D> struct backward_q_size {
 };
 
 /* What a query's weights need, of rows row_of(t, 2 h): lse times log2 e, +inf where there is no weight. */
-template <int TILES> struct row_stats {
-    float lse[TILES][2], dot[TILES][2];
-};
+template <int TILES> struct row_stats { float lse[TILES][2], dot[TILES][2]; };
 
 template <int TILES>
 __device__ __forceinline__ void load_row_stats(row_stats<TILES> &s, const float *lse, const float *row_dot,
@@ -471,7 +469,8 @@ __device__ __forceinline__ void gradients_by_column(float (&weight)[TILES][N][4]
 }
 
 /* A tile of queries at `q_tile`, its dout behind it and lse and row_dot at `stats`: what they add to dk and dv of the
- * keys at `k_tile`, whose values are behind them. `query` and `key`: where the tile and the warp's keys are in the span. */
+ * keys at `k_tile`, whose values are behind them. `query` and `key`: where the tile and the warp's keys are in the
+ * span. */
 template <int D, bool DK, bool DV, int TILES, int MK, int MV>
 __device__ __forceinline__ void backward_kv_step(float (&dk)[TILES][MK][4], float (&dv)[TILES][MV][4], uint32_t k_tile,
                                                  uint32_t q_tile, const float *stats, const band &seen, int query,

@@ -46,10 +46,10 @@ __device__ __forceinline__ void mt_ldmatrix_transposed(uint32_t (&r)[4], uint32_
  * (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1); of a the pairs that begin at (g, 2t), (g + 8, 2t), (g, 2t + 8),
  * (g + 8, 2t + 8); of b, pairs along its first index, those that begin at (2t, g) and (2t + 8, g). */
 __device__ __forceinline__ void mt_mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 /* Two floats as a pair of bf16, the first in the low half. */
