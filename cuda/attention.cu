@@ -2,8 +2,8 @@
  *
  * The first rung is the definition: a warp a query and head walks over its keys and keeps the softmax as it goes
  * (Milakov & Gimelshein, "Online normalizer calculation for softmax"). It serves every type, head size and span, and is
- * what the rungs above it are tested against. */
-#include "cuda.h"
+ * what the rungs above it are tested against: attention_mma.cu is the next. */
+#include "attention.cuh"
 
 /* ---- naive ------------------------------------------------------------------------------------------------------- */
 
@@ -168,15 +168,17 @@ template <class E> __global__ void zero_rows(E *x, const mt_span *spans, int64_t
             x[(span.k_start + j) * stride + c] = mt_from_float<E>(0);
 }
 
-/* ---- what the table holds ---------------------------------------------------------------------------------------- */
+template <class E> static void clear_keys(const mt_attention_call *c) {
+    const mt_attention *s = c->shape;
+    cudaStream_t stream = mt_cuda_stream(c->stream);
+    dim3 rows((unsigned)c->spans->count, 256);
+    zero_rows<E><<<rows, 128, 0, stream>>>((E *)c->dk, c->spans->device, s->k_stride, s->num_groups * s->head_size);
+    zero_rows<E><<<rows, 128, 0, stream>>>((E *)c->dv, c->spans->device, s->v_stride, s->num_groups * s->value_size);
+    MT_CUDA_LAUNCHED();
+}
 
-/* True when some key row belongs to two spans: their gradients then have to be added one span after another. */
-static bool spans_share_keys(const mt_spans *spans) {
-    for (int64_t i = 1; i < spans->count; i++) { // lists are in order but for context parallelism's
-        const mt_span *a = &spans->host[i - 1], *b = &spans->host[i];
-        if (b->k_start < a->k_start + a->k_len) return true;
-    }
-    return false;
+void mt_attention_clear_keys(const mt_attention_call *call) {
+    MT_CUDA_DISPATCH(call->dtype, clear_keys, call);
 }
 
 static dim3 naive_grid(const mt_spans *spans, int64_t count, int64_t heads, bool over_keys) {
@@ -189,48 +191,72 @@ static dim3 naive_grid(const mt_spans *spans, int64_t count, int64_t heads, bool
     return dim3((unsigned)count, (unsigned)heads, (unsigned)(blocks < 1024 ? blocks : 1024));
 }
 
-template <class E>
-static void forward(void *out, float *lse, const void *q, const void *k, const void *v, const mt_spans *spans,
-                    const mt_attention *shape, mt_stream *stream) {
-    dim3 grid = naive_grid(spans, spans->count, shape->num_heads, false), block(32, WARPS);
-    naive_forward<E><<<grid, block, 0, mt_cuda_stream(stream)>>>((E *)out, lse, (const E *)q, (const E *)k,
-                                                                 (const E *)v, spans->device, *shape);
+template <class E> static void forward(const mt_attention_call *c) {
+    dim3 grid = naive_grid(c->spans, c->spans->count, c->shape->num_heads, false), block(32, WARPS);
+    naive_forward<E><<<grid, block, 0, mt_cuda_stream(c->stream)>>>(
+        (E *)c->out, c->lse, (const E *)c->q, (const E *)c->k, (const E *)c->v, c->spans->device, *c->shape);
     MT_CUDA_LAUNCHED();
 }
 
-template <class E>
-static void backward(void *dq, void *dk, void *dv, float *row_dot, const void *dout, const void *q, const void *k,
-                     const void *v, const void *out, const float *lse, const mt_spans *spans, const mt_attention *shape,
-                     mt_stream *stream) {
-    cudaStream_t s = mt_cuda_stream(stream);
-    dim3 grid = naive_grid(spans, spans->count, shape->num_heads, false), block(32, WARPS);
-    naive_backward_q<E><<<grid, block, 0, s>>>((E *)dq, row_dot, (const E *)dout, (const E *)q, (const E *)k,
-                                               (const E *)v, (const E *)out, lse, spans->device, *shape);
+template <class E> static void backward(const mt_attention_call *c) {
+    const E *dout = (const E *)c->dout, *q = (const E *)c->q, *k = (const E *)c->k, *v = (const E *)c->v;
+    const mt_spans *spans = c->spans;
+    cudaStream_t stream = mt_cuda_stream(c->stream);
+    dim3 grid = naive_grid(spans, spans->count, c->shape->num_heads, false), block(32, WARPS);
+    naive_backward_q<E><<<grid, block, 0, stream>>>((E *)c->dq, c->row_dot, dout, q, k, v, (const E *)c->out, c->lse,
+                                                    spans->device, *c->shape);
     MT_CUDA_LAUNCHED();
-    dim3 rows((unsigned)spans->count, 256);
-    zero_rows<E><<<rows, 128, 0, s>>>((E *)dk, spans->device, shape->k_stride, shape->num_groups * shape->head_size);
-    zero_rows<E><<<rows, 128, 0, s>>>((E *)dv, spans->device, shape->v_stride, shape->num_groups * shape->value_size);
-    MT_CUDA_LAUNCHED();
+    clear_keys<E>(c);
     int64_t together = spans_share_keys(spans) ? 1 : spans->count;
     for (int64_t first = 0; first < spans->count; first += together) {
-        dim3 kv_grid = naive_grid(spans, together, shape->num_groups, true);
-        naive_backward_kv<E><<<kv_grid, block, 0, s>>>((E *)dk, (E *)dv, row_dot, (const E *)dout, (const E *)q,
-                                                       (const E *)k, (const E *)v, lse, spans->device, first, *shape);
+        dim3 kv_grid = naive_grid(spans, together, c->shape->num_groups, true);
+        naive_backward_kv<E><<<kv_grid, block, 0, stream>>>((E *)c->dk, (E *)c->dv, c->row_dot, dout, q, k, v, c->lse,
+                                                            spans->device, first, *c->shape);
         MT_CUDA_LAUNCHED();
     }
 }
 
+extern "C" bool mt_attention_naive_forward(const mt_attention_call *call) {
+    if (call->shape->head_size > MAX_CHANNELS || call->shape->value_size > MAX_CHANNELS) return false;
+    MT_CUDA_DISPATCH(call->dtype, forward, call);
+    return true;
+}
+
+extern "C" bool mt_attention_naive_backward(const mt_attention_call *call) {
+    if (call->shape->head_size > MAX_CHANNELS || call->shape->value_size > MAX_CHANNELS) return false;
+    MT_CUDA_DISPATCH(call->dtype, backward, call);
+    return true;
+}
+
+/* ---- the ladder, and what the table holds ------------------------------------------------------------------------ */
+
+extern "C" const mt_attention_rung mt_attention_rungs[MT_NUM_ATTENTION_RUNGS] = {
+    {"naive", mt_attention_naive_forward, mt_attention_naive_backward},
+    {"mma", mt_attention_mma_forward, mt_attention_mma_backward},
+};
+
 extern "C" void mt_cuda_attention_forward(void *out, float *lse, const void *q, const void *k, const void *v,
                                           const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
                                           mt_stream *stream) {
-    MT_CHECK(shape->head_size <= MAX_CHANNELS && shape->value_size <= MAX_CHANNELS);
-    MT_CUDA_DISPATCH(dtype, forward, out, lse, q, k, v, spans, shape, stream);
+    mt_attention_call call = {};
+    call.out = out, call.lse = lse, call.q = q, call.k = k, call.v = v;
+    call.spans = spans, call.shape = shape, call.dtype = dtype, call.stream = stream;
+    if (spans->count == 0) return;
+    int rung = MT_NUM_ATTENTION_RUNGS - 1;
+    while (rung > 0 && !mt_attention_rungs[rung].forward(&call)) rung--;
+    if (rung == 0) MT_CHECK(mt_attention_rungs[0].forward(&call));
 }
 
 extern "C" void mt_cuda_attention_backward(void *dq, void *dk, void *dv, float *row_dot, const void *dout,
                                            const void *q, const void *k, const void *v, const void *out,
                                            const float *lse, const mt_spans *spans, const mt_attention *shape,
                                            mt_dtype dtype, mt_stream *stream) {
-    MT_CHECK(shape->head_size <= MAX_CHANNELS && shape->value_size <= MAX_CHANNELS);
-    MT_CUDA_DISPATCH(dtype, backward, dq, dk, dv, row_dot, dout, q, k, v, out, lse, spans, shape, stream);
+    mt_attention_call call = {};
+    call.dq = dq, call.dk = dk, call.dv = dv, call.row_dot = row_dot, call.dout = dout;
+    call.q = q, call.k = k, call.v = v, call.out = (void *)out, call.lse = (float *)lse;
+    call.spans = spans, call.shape = shape, call.dtype = dtype, call.stream = stream;
+    if (spans->count == 0) return;
+    int rung = MT_NUM_ATTENTION_RUNGS - 1;
+    while (rung > 0 && !mt_attention_rungs[rung].backward(&call)) rung--;
+    if (rung == 0) MT_CHECK(mt_attention_rungs[0].backward(&call));
 }

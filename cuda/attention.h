@@ -1,0 +1,40 @@
+/* attention.h: the ladder of attention. Each rung computes the same thing, faster and for less: the definition takes
+ * any operands, the rungs above it what their hardware is good at. */
+#ifndef MT_ATTENTION_H
+#define MT_ATTENTION_H
+
+#include "../megatron.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The operands of attention_forward or attention_backward under the names of their prototypes; those that a direction
+ * lacks are NULL. */
+typedef struct mt_attention_call {
+    void *out; // read by the backward
+    float *lse;
+    void *dq, *dk, *dv;
+    float *row_dot;
+    const void *dout, *q, *k, *v;
+    const mt_spans *spans;
+    const mt_attention *shape;
+    mt_dtype dtype;
+    mt_stream *stream;
+} mt_attention_call;
+
+/* Each returns whether the rung serves these operands on this GPU; where it does not, nothing was enqueued. */
+typedef struct mt_attention_rung {
+    const char *name;
+    bool (*forward)(const mt_attention_call *call);
+    bool (*backward)(const mt_attention_call *call);
+} mt_attention_rung;
+
+/* From the definition up: the last that serves a call is the fastest. */
+enum { MT_NUM_ATTENTION_RUNGS = 2 };
+extern const mt_attention_rung mt_attention_rungs[MT_NUM_ATTENTION_RUNGS];
+
+#ifdef __cplusplus
+}
+#endif
+#endif

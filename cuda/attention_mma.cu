@@ -1,0 +1,616 @@
+/* attention_mma.cu: the second rung of attention, FlashAttention on the tensor cores of sm_80 and up.
+ *
+ * The definition reads every key and value from memory once a query: 4 D bytes for 4 D flops. Here a block of four
+ * warps takes a tile of queries and walks over the keys in tiles that all of its queries share (Dao,
+ * "FlashAttention-2"), so a key is read once a tile of 128 queries: 128 flops a byte, from L2. What the scores would
+ * need is never stored: they live in registers as the result of one product, become weights there, and are the operand
+ * of the next.
+ *
+ * Each warp owns 16 or 32 rows of the tile alone. The mma instruction leaves its result with the lanes that its operand
+ * a wants (see mt_mma), so weights go from one product into the next without shared memory, and warps meet only to hand
+ * over tiles of keys. While a tile is worked on, the next one is on its way (cp.async) into a second buffer.
+ *
+ * The forward's floor is 4 Tq Tk D H flops, half of that under a causal mask. The backward computes the scores again
+ * and needs five products instead of two, 2.5 times as many flops; here it runs as two kernels, like the definition:
+ * one owns rows of dq, the other rows of dk and dv. Seven products, but no atomics: runs repeat bit for bit.
+ * mma reaches about two thirds of what Hopper's wgmma does; that is the next rung. */
+#include "attention.cuh"
+#include "mma.cuh"
+#include "vector.cuh"
+
+enum { WARPS = 4, THREADS = 32 * WARPS, ROW_DOT_QUERIES = 16 };
+
+static constexpr float LOG2_E = 1.44269504f;
+
+/* ---- tiles in shared memory -------------------------------------------------------------------------------------- */
+
+/* Starts the copy of `count` rows (up to ROWS) of `channels` channels (up to D); the rest of the tile becomes 0. */
+template <int ROWS, int D>
+__device__ __forceinline__ void load_tile(uint32_t tile, const bf16 *from, int64_t stride, int count, int channels) {
+    constexpr int CHUNKS = D / 8, ROWS_AT_ONCE = THREADS / CHUNKS;
+    int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
+    from += first * stride + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
+        int row = first + i;
+        mt_copy16_async(tile + mt_tile_chunk<ROWS>(row, chunk), from + i * stride, row < count && chunk * 8 < channels);
+    }
+}
+
+/* Starts the copy of `count` keys (up to ROWS) from row `key` and, after them, their values. */
+template <int ROWS, int D>
+__device__ __forceinline__ void load_keys(uint32_t to, const flash_task &task, int64_t key, int group, int count) {
+    const mt_attention &s = task.shape;
+    const int channels = (int)s.head_size;
+    load_tile<ROWS, D>(to, task.k + key * s.k_stride + group * channels, s.k_stride, count, channels);
+    load_tile<ROWS, D>(to + ROWS * D * 2, task.v + key * s.v_stride + group * channels, s.v_stride, count, channels);
+}
+
+/* The same of queries and their dout. */
+template <int ROWS, int D>
+__device__ __forceinline__ void load_queries(uint32_t to, const flash_task &task, int64_t query, int head, int count) {
+    const mt_attention &s = task.shape;
+    const int channels = (int)s.head_size;
+    load_tile<ROWS, D>(to, task.q + query * s.q_stride + head * channels, s.q_stride, count, channels);
+    load_tile<ROWS, D>(to + ROWS * D * 2, task.dout + query * s.out_stride + head * channels, s.out_stride, count,
+                       channels);
+}
+
+/* c[16 TILES, N] += a[16 TILES, D] b[N, D]^T: the warp's rows of tile a by all rows of tile b. */
+template <int TILES, int N, int D>
+__device__ __forceinline__ void multiply_rows(float (&c)[TILES][N / 8][4], uint32_t a, uint32_t b) {
+    constexpr int A_ROWS = 16 * TILES * WARPS;
+    int row = threadIdx.x / 32 * 16 * TILES;
+    uint32_t down = mt_lane_down(), across = mt_lane_across();
+#pragma unroll
+    for (int k = 0; k < D; k += 16) {
+        uint32_t x[TILES][4], y[4];
+#pragma unroll
+        for (int t = 0; t < TILES; t++) mt_ldmatrix(x[t], mt_tile_block<A_ROWS>(a, down, row + 16 * t, k));
+#pragma unroll
+        for (int n = 0; n < N; n += 16) {
+            mt_ldmatrix(y, mt_tile_block<N>(b, across, n, k));
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                mt_mma(c[t][n / 8], x[t], y[0], y[1]);
+                mt_mma(c[t][n / 8 + 1], x[t], y[2], y[3]);
+            }
+        }
+    }
+}
+
+/* c[16 TILES, D] += p[16 TILES, N] x[N, D]: weights in registers by all rows of tile x. */
+template <int TILES, int N, int D>
+__device__ __forceinline__ void multiply_weights(float (&c)[TILES][D / 8][4], const uint32_t (&p)[TILES][N / 16][4],
+                                                 uint32_t x) {
+    uint32_t down = mt_lane_down();
+#pragma unroll
+    for (int k = 0; k < N; k += 16)
+#pragma unroll
+        for (int n = 0; n < D; n += 16) {
+            uint32_t y[4];
+            mt_ldmatrix_transposed(y, mt_tile_block<N>(x, down, k, n));
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                mt_mma(c[t][n / 8], p[t][k / 16], y[0], y[1]);
+                mt_mma(c[t][n / 8 + 1], p[t][k / 16], y[2], y[3]);
+            }
+        }
+}
+
+/* A result in fp32 as the operand a of the next product: two 8-column blocks of the one are a 16-column block of the
+ * other, and every lane already holds what it needs. */
+template <int TILES, int N>
+__device__ __forceinline__ void pack_weights(uint32_t (&p)[TILES][N][4], const float (&c)[TILES][2 * N][4]) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < 2 * N; n++) {
+            p[t][n / 2][n % 2 * 2] = mt_pack_bf16(c[t][n][0], c[t][n][1]);
+            p[t][n / 2][n % 2 * 2 + 1] = mt_pack_bf16(c[t][n][2], c[t][n][3]);
+        }
+}
+
+template <int TILES, int N> __device__ __forceinline__ void clear(float (&c)[TILES][N][4]) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) c[t][n][e] = 0;
+}
+
+template <int TILES, int N> __device__ __forceinline__ void scale_all(float (&c)[TILES][N][4], float scale) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) c[t][n][e] *= scale;
+}
+
+/* The row and column in the warp's part of a result of element e of c[t][n]. */
+__device__ __forceinline__ int row_of(int t, int e) {
+    return 16 * t + threadIdx.x % 32 / 4 + e / 2 * 8;
+}
+__device__ __forceinline__ int col_of(int n, int e) {
+    return 8 * n + threadIdx.x % 4 * 2 + e % 2;
+}
+
+__device__ __forceinline__ uint32_t add_bf16(uint32_t a, uint32_t b) {
+    float low = __uint_as_float(a << 16) + __uint_as_float(b << 16);
+    float high = __uint_as_float(a & 0xffff0000) + __uint_as_float(b & 0xffff0000);
+    return mt_pack_bf16(low, high);
+}
+
+/* Scores of keys that their queries do not see become -inf. Queries are the rows, or the columns when TRANSPOSED. */
+template <bool TRANSPOSED, int TILES, int N>
+__device__ __forceinline__ void hide(float (&score)[TILES][N][4], const band &b, int first_query, int first_key) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                int row = row_of(t, e), col = col_of(n, e);
+                if (!sees(b, first_query + (TRANSPOSED ? col : row), first_key + (TRANSPOSED ? row : col)))
+                    score[t][n][e] = -INFINITY;
+            }
+}
+
+/* Stores the warp's rows of c, those of the tile's `count` rows, to rows at `to`. They pass through the warp's rows of
+ * a tile that nobody else reads, so that sixteen bytes at a time go to memory. */
+template <int TILES, int D>
+__device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, int channels,
+                                           const float (&c)[TILES][D / 8][4], uint32_t tile, bool accumulate) {
+    constexpr int ROWS = 16 * TILES * WARPS, CHUNKS = D / 8;
+    int warp_row = threadIdx.x / 32 * 16 * TILES, lane = threadIdx.x % 32;
+    __syncwarp();
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < D / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e += 2)
+                mt_store_shared(tile + mt_tile_chunk<ROWS>(warp_row + row_of(t, e), n) + col_of(0, 0) * 2,
+                                mt_pack_bf16(c[t][n][e], c[t][n][e + 1]));
+    __syncwarp();
+    for (int i = lane; i < 16 * TILES * CHUNKS; i += 32) {
+        int row = warp_row + i / CHUNKS, chunk = i % CHUNKS;
+        if (row >= count || chunk * 8 >= channels) continue;
+        uint4 *at = (uint4 *)(to + row * stride + chunk * 8),
+              x = mt_load_shared16(tile + mt_tile_chunk<ROWS>(row, chunk));
+        if (accumulate) {
+            uint4 old = *at;
+            x = make_uint4(add_bf16(x.x, old.x), add_bf16(x.y, old.y), add_bf16(x.z, old.z), add_bf16(x.w, old.w));
+        }
+        *at = x;
+    }
+}
+
+/* ---- forward ----------------------------------------------------------------------------------------------------- */
+
+/* Registers hold c for 16 TILES rows: D / 2 fp32 a lane for each 16 rows of outputs, KEYS / 2 for scores. Two row tiles
+ * a warp use each ldmatrix of keys and values twice, which mma on Hopper needs: shared memory gives 128 bytes a
+ * clock.*/
+template <int D> struct forward_size {
+    static constexpr int TILES = D > 128 ? 1 : 2, QUERIES = 16 * TILES * WARPS, KEYS = 64;
+    static constexpr int STAGE = 2 * KEYS * D * 2, BYTES = QUERIES * D * 2 + 2 * STAGE; // a stage: keys and values
+};
+
+/* Largest score so far and the lane's part of the sum of weights, of rows row_of(t, 2 h). */
+template <int TILES> struct softmax { float largest[TILES][2], total[TILES][2]; };
+
+template <int TILES> __device__ __forceinline__ void softmax_begin(softmax<TILES> &s) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) s.largest[t][h] = -INFINITY, s.total[t][h] = 0;
+}
+
+/* Scores become weights relative to the largest so far; what was summed relative to an older one shrinks. exp(x) is
+ * 2^(x log2 e), with log2 e in `scale`: one multiply-add and one special-function instruction a score. */
+template <int TILES, int N, int M>
+__device__ __forceinline__ void softmax_step(softmax<TILES> &s, float (&score)[TILES][N][4], float (&out)[TILES][M][4],
+                                             float scale) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float largest = s.largest[t][h], sum = 0;
+#pragma unroll
+            for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(score[t][n][2 * h], score[t][n][2 * h + 1]));
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 1)); // a row lies in four lanes
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 2));
+            float base = largest == -INFINITY ? 0 : largest * scale; // nothing seen yet: no -inf minus -inf
+            float shrink = mt_exp2(s.largest[t][h] * scale - base);
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++) {
+                    score[t][n][e] = mt_exp2(score[t][n][e] * scale - base);
+                    sum += score[t][n][e];
+                }
+#pragma unroll
+            for (int n = 0; n < M; n++) out[t][n][2 * h] *= shrink, out[t][n][2 * h + 1] *= shrink;
+            s.largest[t][h] = largest;
+            s.total[t][h] = s.total[t][h] * shrink + sum;
+        }
+}
+
+/* Outputs are divided by the sums, and lse goes to memory; `to` is that of the warp's first row. */
+template <int TILES, int M>
+__device__ __forceinline__ void softmax_finish(softmax<TILES> &s, float (&out)[TILES][M][4], float *to, int64_t heads,
+                                               int count, float scale) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float total = s.total[t][h];
+            total += __shfl_xor_sync(0xffffffff, total, 1);
+            total += __shfl_xor_sync(0xffffffff, total, 2);
+            float inverse = total > 0 ? 1 / total : 0;
+#pragma unroll
+            for (int n = 0; n < M; n++) out[t][n][2 * h] *= inverse, out[t][n][2 * h + 1] *= inverse;
+            int row = row_of(t, 2 * h);
+            if (threadIdx.x % 4 == 0 && row < count)
+                to[row * heads] = total > 0 ? s.largest[t][h] * scale + logf(total) : -INFINITY;
+        }
+}
+
+template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_forward(const flash_task task) {
+    using size = forward_size<D>;
+    constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
+    extern __shared__ __align__(1024) char memory[];
+    const uint32_t q_tile = mt_shared_address(memory), stages = q_tile + QUERIES * D * 2;
+    const mt_attention &shape = task.shape;
+    const int channels = (int)shape.head_size, warp_row = threadIdx.x / 32 * 16 * TILES;
+    const tile t = tile_of_block<false>(task, blockIdx.x, QUERIES);
+    const int group = t.head / (int)(shape.num_heads / shape.num_groups), rows = (int)t.span.q_len - t.first;
+    const band seen = band_of(t.span, shape.window);
+    const range keys = keys_of(seen, t.first, QUERIES);
+    const int64_t query = t.span.q_start + t.first;
+    auto load_stage = [&](int number, int key) {
+        load_keys<KEYS, D>(stages + number * size::STAGE, task, t.span.k_start + key, group, seen.k_len - key);
+    };
+
+    float out[TILES][D / 8][4];
+    softmax<TILES> state;
+    clear(out);
+    softmax_begin(state);
+    load_tile<QUERIES, D>(q_tile, task.q + query * shape.q_stride + t.head * channels, shape.q_stride, rows, channels);
+    int key = keys.first / KEYS * KEYS, number = 0;
+    if (key < keys.end) load_stage(0, key);
+    for (; key < keys.end; key += KEYS, number ^= 1) {
+        mt_copies_wait();
+        __syncthreads(); // this stage is here, and nobody reads the other one any more
+        if (key + KEYS < keys.end) load_stage(number ^ 1, key + KEYS);
+        const uint32_t k_tile = stages + number * size::STAGE, v_tile = k_tile + KEYS * D * 2;
+        float score[TILES][KEYS / 8][4];
+        uint32_t weights[TILES][KEYS / 16][4];
+        clear(score);
+        multiply_rows<TILES, KEYS, D>(score, q_tile, k_tile);
+        if (!all_see(seen, t.first + warp_row, 16 * TILES, key, KEYS))
+            hide<false>(score, seen, t.first + warp_row, key);
+        softmax_step(state, score, out, shape.scale * LOG2_E);
+        pack_weights(weights, score);
+        multiply_weights<TILES, KEYS, D>(out, weights, v_tile);
+    }
+    mt_copies_wait(); // where the queries saw no key, they may still be on their way
+    __syncthreads();
+    softmax_finish(state, out, task.lse + (query + warp_row) * shape.num_heads + t.head, shape.num_heads,
+                   rows - warp_row, shape.scale);
+    store_rows<TILES, D>(task.out + query * shape.out_stride + t.head * channels, shape.out_stride, rows, channels, out,
+                         q_tile, false);
+}
+
+/* ---- backward ---------------------------------------------------------------------------------------------------- */
+
+/* With p the weights and dp = dout v^T, the gradient of the scaled scores is ds = p (dp - row_dot), and
+ * dq = scale ds k, dk = scale ds^T q, dv = p^T dout. lse gives p back at once: no running maximum here. */
+
+/* row_dot = sum(out dout) for every query and head: reads 4 D bytes for each, once. D / 8 lanes share a row. */
+template <int D> __global__ void __launch_bounds__(THREADS) mma_row_dots(const flash_task task) {
+    constexpr int LANES = D / 8, AT_ONCE = THREADS / LANES;
+    const mt_attention &shape = task.shape;
+    const tile t = tile_find<false>(task, blockIdx.x, ROW_DOT_QUERIES);
+    int heads = (int)shape.num_heads, rows = min(ROW_DOT_QUERIES, (int)t.span.q_len - t.first);
+    int channel = threadIdx.x % LANES * 8;
+    for (int base = 0; base < rows * heads; base += AT_ONCE) {
+        int pair = base + threadIdx.x / LANES, row = pair / heads, head = pair % heads;
+        bool mine = row < rows;
+        int64_t query = t.span.q_start + t.first + row;
+        float sum = 0;
+        if (mine && channel < shape.head_size) {
+            int64_t at = query * shape.out_stride + head * shape.head_size + channel;
+            mt_pack<bf16, 8> out = mt_load<8>(task.out + at), dout = mt_load<8>(task.dout + at);
+#pragma unroll
+            for (int i = 0; i < 8; i++) sum += mt_to_float(out.value[i]) * mt_to_float(dout.value[i]);
+        }
+#pragma unroll
+        for (int lane = LANES / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lane);
+        if (mine && channel == 0) task.row_dot[query * heads + head] = sum;
+    }
+}
+
+/* dq: a block owns queries and walks over keys, as the forward does. Registers hold dq, scores and dp. */
+template <int D> struct backward_q_size {
+    static constexpr int TILES = D > 128 ? 1 : 2, QUERIES = 16 * TILES * WARPS, KEYS = D > 64 ? 32 : 64;
+    static constexpr int OWN = QUERIES * D * 2, STAGE = 2 * KEYS * D * 2, BYTES = 2 * OWN + 2 * STAGE;
+};
+
+/* What a query's weights need, of rows row_of(t, 2 h): lse times log2 e, +inf where there is no weight. */
+template <int TILES> struct row_stats { float lse[TILES][2], dot[TILES][2]; };
+
+template <int TILES>
+__device__ __forceinline__ void load_row_stats(row_stats<TILES> &s, const float *lse, const float *row_dot,
+                                               int64_t heads, int count) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int row = row_of(t, 2 * h);
+            float at = row < count ? lse[row * heads] : -INFINITY;
+            s.lse[t][h] = at == -INFINITY ? INFINITY : at * LOG2_E;
+            s.dot[t][h] = row < count ? row_dot[row * heads] : 0;
+        }
+}
+
+/* score = its weight times (dp - row_dot). */
+template <int TILES, int N>
+__device__ __forceinline__ void gradients_by_row(float (&score)[TILES][N][4], const float (&dp)[TILES][N][4],
+                                                 const row_stats<TILES> &stats, float scale) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                float weight = mt_exp2(score[t][n][e] * scale - stats.lse[t][e / 2]);
+                score[t][n][e] = weight * (dp[t][n][e] - stats.dot[t][e / 2]);
+            }
+}
+
+template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_q(const flash_task task) {
+    using size = backward_q_size<D>;
+    constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
+    extern __shared__ __align__(1024) char memory[];
+    const uint32_t q_tile = mt_shared_address(memory), dout_tile = q_tile + QUERIES * D * 2;
+    const uint32_t stages = dout_tile + QUERIES * D * 2;
+    const mt_attention &shape = task.shape;
+    const tile t = tile_of_block<false>(task, blockIdx.x, QUERIES);
+    const int group = t.head / (int)(shape.num_heads / shape.num_groups), rows = (int)t.span.q_len - t.first;
+    const int warp_row = threadIdx.x / 32 * 16 * TILES;
+    const band seen = band_of(t.span, shape.window);
+    const range keys = keys_of(seen, t.first, QUERIES);
+    const int64_t query = t.span.q_start + t.first, stat = (query + warp_row) * shape.num_heads + t.head;
+    auto load_stage = [&](int number, int key) {
+        load_keys<KEYS, D>(stages + number * size::STAGE, task, t.span.k_start + key, group, seen.k_len - key);
+    };
+
+    float dq[TILES][D / 8][4];
+    row_stats<TILES> stats;
+    clear(dq);
+    load_row_stats(stats, task.lse + stat, task.row_dot + stat, shape.num_heads, rows - warp_row);
+    load_queries<QUERIES, D>(q_tile, task, query, t.head, rows);
+    int key = keys.first / KEYS * KEYS, number = 0;
+    if (key < keys.end) load_stage(0, key);
+    for (; key < keys.end; key += KEYS, number ^= 1) {
+        mt_copies_wait();
+        __syncthreads();
+        if (key + KEYS < keys.end) load_stage(number ^ 1, key + KEYS);
+        const uint32_t k_tile = stages + number * size::STAGE, v_tile = k_tile + KEYS * D * 2;
+        float score[TILES][KEYS / 8][4], dp[TILES][KEYS / 8][4];
+        uint32_t weights[TILES][KEYS / 16][4];
+        clear(score);
+        clear(dp);
+        multiply_rows<TILES, KEYS, D>(score, q_tile, k_tile);
+        multiply_rows<TILES, KEYS, D>(dp, dout_tile, v_tile);
+        if (!all_see(seen, t.first + warp_row, 16 * TILES, key, KEYS))
+            hide<false>(score, seen, t.first + warp_row, key);
+        gradients_by_row(score, dp, stats, shape.scale * LOG2_E);
+        pack_weights(weights, score);
+        multiply_weights<TILES, KEYS, D>(dq, weights, k_tile);
+    }
+    mt_copies_wait();
+    __syncthreads();
+    scale_all(dq, shape.scale);
+    store_rows<TILES, D>(task.dq + query * shape.q_stride + t.head * (int)shape.head_size, shape.q_stride, rows,
+                         (int)shape.head_size, dq, q_tile, false);
+}
+
+/* dk and dv: a block owns keys and walks over the queries that see them, of all heads of the group. It works on the
+ * transposed scores k q^T, whose rows are its own. Registers hold dk, dv, scores and dp; above 128 channels that is too
+ * many, and dk and dv take a kernel each. */
+template <int D> struct backward_kv_size {
+    static constexpr int TILES = D > 64 ? 1 : 2, KEYS = 16 * TILES * WARPS, QUERIES = D == 128 ? 64 : 32;
+    static constexpr int OWN = 2 * KEYS * D * 2, TILE = QUERIES * D * 2; // keys and values; queries, or their dout
+    static constexpr int STATS = OWN + 4 * TILE, BYTES = STATS + 4 * QUERIES * 4; // where lse and row_dot are
+};
+
+/* Starts the copy of lse and row_dot of `count` queries, from `at` on and `heads` apart, to QUERIES floats of each. */
+template <int QUERIES>
+__device__ __forceinline__ void load_stats(uint32_t to, const flash_task &task, int64_t at, int64_t heads, int count) {
+    static_assert(2 * QUERIES <= THREADS, "a thread a number");
+    int row = threadIdx.x % QUERIES;
+    const float *from = threadIdx.x < QUERIES ? task.lse : task.row_dot;
+    if (threadIdx.x < 2 * QUERIES) mt_copy4_async(to + threadIdx.x * 4, from + at + row * heads, row < count);
+}
+
+/* Transposed scores become weights. A query that sees nothing has lse = -inf and only hidden scores: -inf - -1e30.
+ * Rows of queries past the end are all zero, so their weight of 1 adds nothing. */
+template <int TILES, int N>
+__device__ __forceinline__ void weights_by_column(float (&score)[TILES][N][4], const float *lse, float scale) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float base = fmaxf(lse[col_of(n, e)], -1e30f) * LOG2_E;
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                score[t][n][e] = mt_exp2(score[t][n][e] * scale - base);
+                score[t][n][e + 2] = mt_exp2(score[t][n][e + 2] * scale - base);
+            }
+        }
+}
+
+/* weight = weight (dp - row_dot). */
+template <int TILES, int N>
+__device__ __forceinline__ void gradients_by_column(float (&weight)[TILES][N][4], const float (&dp)[TILES][N][4],
+                                                    const float *row_dot) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float dot = row_dot[col_of(n, e)];
+#pragma unroll
+            for (int t = 0; t < TILES; t++) weight[t][n][e] *= dp[t][n][e] - dot;
+        }
+}
+
+/* A tile of queries at `q_tile`, its dout behind it and lse and row_dot at `stats`: what they add to dk and dv of the
+ * keys at `k_tile`, whose values are behind them. `query` and `key`: where the tile and the warp's keys are in the
+ * span. */
+template <int D, bool DK, bool DV, int TILES, int MK, int MV>
+__device__ __forceinline__ void backward_kv_step(float (&dk)[TILES][MK][4], float (&dv)[TILES][MV][4], uint32_t k_tile,
+                                                 uint32_t q_tile, const float *stats, const band &seen, int query,
+                                                 int key, float scale) {
+    using size = backward_kv_size<D>;
+    constexpr int QUERIES = size::QUERIES;
+    const uint32_t v_tile = k_tile + size::OWN / 2, dout_tile = q_tile + size::TILE;
+    float score[TILES][QUERIES / 8][4];
+    uint32_t weights[TILES][QUERIES / 16][4];
+    clear(score);
+    multiply_rows<TILES, QUERIES, D>(score, k_tile, q_tile);
+    if (!all_see(seen, query, QUERIES, key, 16 * TILES)) hide<true>(score, seen, query, key);
+    weights_by_column(score, stats, scale * LOG2_E);
+    if constexpr (DV) {
+        pack_weights(weights, score);
+        multiply_weights<TILES, QUERIES, D>(dv, weights, dout_tile);
+    }
+    if constexpr (DK) {
+        float dp[TILES][QUERIES / 8][4];
+        clear(dp);
+        multiply_rows<TILES, QUERIES, D>(dp, v_tile, dout_tile);
+        gradients_by_column(score, dp, stats + QUERIES);
+        pack_weights(weights, score);
+        multiply_weights<TILES, QUERIES, D>(dk, weights, q_tile);
+    }
+}
+
+template <int D, bool DK, bool DV>
+__global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_kv(const flash_task task) {
+    using size = backward_kv_size<D>;
+    constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
+    extern __shared__ __align__(1024) char memory[];
+    const uint32_t k_tile = mt_shared_address(memory), stages = k_tile + size::OWN;
+    const mt_attention &shape = task.shape;
+    const int channels = (int)shape.head_size, heads = (int)(shape.num_heads / shape.num_groups);
+    const tile t = tile_of_block<true>(task, blockIdx.x, KEYS); // its head is a group
+    const band seen = band_of(t.span, shape.window);
+    const range queries = queries_of(seen, t.first, KEYS);
+    const int first_query = queries.first / QUERIES * QUERIES, rows = seen.k_len - t.first;
+    const int tiles = max(0, queries.end - first_query + QUERIES - 1) / QUERIES, steps = tiles * heads;
+    const int64_t key = t.span.k_start + t.first;
+    auto load_stage = [&](int step) {
+        int head = t.head * heads + step / tiles, first = first_query + step % tiles * QUERIES;
+        int64_t query = t.span.q_start + first;
+        uint32_t stats = k_tile + size::STATS + step % 2 * 2 * QUERIES * 4;
+        load_queries<QUERIES, D>(stages + step % 2 * 2 * size::TILE, task, query, head, seen.q_len - first);
+        load_stats<QUERIES>(stats, task, query * shape.num_heads + head, shape.num_heads, seen.q_len - first);
+    };
+
+    float dk[TILES][DK ? D / 8 : 1][4], dv[TILES][DV ? D / 8 : 1][4];
+    clear(dk);
+    clear(dv);
+    load_keys<KEYS, D>(k_tile, task, key, t.head, rows);
+    if (steps > 0) load_stage(0);
+    for (int step = 0; step < steps; step++) {
+        mt_copies_wait();
+        __syncthreads();
+        if (step + 1 < steps) load_stage(step + 1);
+        backward_kv_step<D, DK, DV>(dk, dv, k_tile, stages + step % 2 * 2 * size::TILE,
+                                    (const float *)(memory + size::STATS) + step % 2 * 2 * QUERIES, seen,
+                                    first_query + step % tiles * QUERIES, t.first + threadIdx.x / 32 * 16 * TILES,
+                                    shape.scale);
+    }
+    mt_copies_wait();
+    __syncthreads();
+    if constexpr (DK) {
+        scale_all(dk, shape.scale);
+        store_rows<TILES, D>(task.dk + key * shape.k_stride + t.head * channels, shape.k_stride, rows, channels, dk,
+                             k_tile, task.accumulate);
+    }
+    if constexpr (DV)
+        store_rows<TILES, D>(task.dv + key * shape.v_stride + t.head * channels, shape.v_stride, rows, channels, dv,
+                             k_tile + size::OWN / 2, task.accumulate);
+}
+
+/* ---- launches ---------------------------------------------------------------------------------------------------- */
+
+/* A block for every tile of `rows` queries or keys and every one of `heads` heads (groups for keys). */
+static void launch(void (*kernel)(flash_task), flash_task task, const mt_attention_call *call, bool of_keys, int rows,
+                   int bytes) {
+    const mt_attention *shape = call->shape;
+    int64_t heads = of_keys ? shape->num_groups : shape->num_heads;
+    task.num_tiles = tile_count(call->spans, of_keys, rows);
+    task.heads_together = heads_in_section(call, heads, heads / shape->num_groups);
+    if (task.num_tiles == 0) return;
+    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    kernel<<<(unsigned)(task.num_tiles * heads), THREADS, bytes, mt_cuda_stream(call->stream)>>>(task);
+    MT_CUDA_LAUNCHED();
+}
+
+template <int D> static bool forward(const mt_attention_call *call) {
+    using size = forward_size<D>;
+    if (size::BYTES > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
+    launch(mma_forward<D>, flash_task_of(call), call, false, size::QUERIES, size::BYTES);
+    return true;
+}
+
+template <int D> static void launch_backward_kv(const flash_task &task, const mt_attention_call *call) {
+    using size = backward_kv_size<D>;
+    if constexpr (D <= 128) {
+        launch(mma_backward_kv<D, true, true>, task, call, true, size::KEYS, size::BYTES);
+    } else {
+        launch(mma_backward_kv<D, true, false>, task, call, true, size::KEYS, size::BYTES);
+        launch(mma_backward_kv<D, false, true>, task, call, true, size::KEYS, size::BYTES);
+    }
+}
+
+template <int D> static bool backward(const mt_attention_call *call) {
+    using size = backward_q_size<D>;
+    int bytes = size::BYTES > backward_kv_size<D>::BYTES ? size::BYTES : backward_kv_size<D>::BYTES;
+    if (bytes > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
+    flash_task task = flash_task_of(call);
+    int blocks = tile_count(call->spans, false, ROW_DOT_QUERIES);
+    if (blocks > 0) mma_row_dots<D><<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(call->stream)>>>(task);
+    MT_CUDA_LAUNCHED();
+    launch(mma_backward_q<D>, task, call, false, size::QUERIES, size::BYTES);
+    if (!spans_share_keys(call->spans)) {
+        launch_backward_kv<D>(task, call);
+        return true;
+    }
+    mt_attention_clear_keys(call);
+    for (int64_t i = 0; i < call->spans->count; i++) {
+        mt_spans one = {call->spans->host + i, call->spans->device + i, 1};
+        mt_attention_call part = *call;
+        part.spans = &one;
+        task = flash_task_of(&part);
+        task.accumulate = true;
+        launch_backward_kv<D>(task, &part);
+    }
+    return true;
+}
+
+extern "C" bool mt_attention_mma_forward(const mt_attention_call *call) {
+    int64_t D = call->shape->head_size;
+    if (!flash_serves(call)) return false;
+    return D <= 64 ? forward<64>(call) : D <= 128 ? forward<128>(call) : forward<256>(call);
+}
+
+extern "C" bool mt_attention_mma_backward(const mt_attention_call *call) {
+    int64_t D = call->shape->head_size;
+    if (!flash_serves(call)) return false;
+    return D <= 64 ? backward<64>(call) : D <= 128 ? backward<128>(call) : backward<256>(call);
+}

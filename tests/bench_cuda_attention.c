@@ -1,0 +1,117 @@
+/* How fast each rung of the GPU's attention is: milliseconds and TFLOP/s, forward and backward. A causal forward does
+ * 4 T T / 2 H D flops a sequence (two products, each entry a multiply and an add), the backward 2.5 times that; what a
+ * rung computes twice is not counted.
+ *
+ *   usage: bench_cuda_attention [RUNG]
+ */
+#include "../megatron.h"
+
+#ifndef MT_HAVE_CUDA
+int main(void) {
+    puts("attention on the GPU: skipped, built without CUDA");
+    return 0;
+}
+#else
+#include "../cuda/attention.h"
+
+#include <cuda_runtime.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { ROUNDS = 10 };
+
+typedef struct bench_shape {
+    int64_t T, sequences, H, G, D;
+} bench_shape;
+
+static const mt_ops *ops;
+
+static void *random_bf16(int64_t n) {
+    float *floats = ops->memory_alloc(n * 4);
+    void *x = ops->memory_alloc(n * 2);
+    ops->random_normal(floats, n, (uint64_t)n, 0, 0, 1, MT_F32, NULL);
+    ops->convert(x, MT_BF16, floats, MT_F32, n, NULL);
+    ops->stream_wait(NULL);
+    ops->memory_free(floats);
+    return x;
+}
+
+/* The median of some runs in milliseconds after a warm-up, or a negative number where the rung does not serve. */
+static float measure(bool (*direction)(const mt_attention_call *), const mt_attention_call *call, int rounds) {
+    float times[ROUNDS];
+    cudaEvent_t start, end;
+    if (!direction(call)) return -1;
+    if (cudaEventCreate(&start) != cudaSuccess || cudaEventCreate(&end) != cudaSuccess) mt_die("CUDA: no events");
+    for (int i = 0; i < rounds; i++) {
+        cudaEventRecord(start, NULL);
+        direction(call);
+        cudaEventRecord(end, NULL);
+        if (cudaEventSynchronize(end) != cudaSuccess) mt_die("CUDA: %s", cudaGetErrorString(cudaGetLastError()));
+        cudaEventElapsedTime(&times[i], start, end);
+        for (int j = i; j > 0 && times[j] < times[j - 1]; j--) {
+            float swap = times[j];
+            times[j] = times[j - 1], times[j - 1] = swap;
+        }
+    }
+    cudaEventDestroy(start), cudaEventDestroy(end);
+    return times[rounds / 2];
+}
+
+static void bench(const bench_shape *s, const char *only) {
+    int64_t rows = s->T * s->sequences, width = (s->H + 2 * s->G) * s->D, out_width = s->H * s->D;
+    mt_span *host = mt_malloc(s->sequences * (int64_t)sizeof *host);
+    for (int64_t i = 0; i < s->sequences; i++) host[i] = (mt_span){i * s->T, s->T, i * s->T, s->T, true};
+    mt_span *device = ops->memory_alloc(s->sequences * (int64_t)sizeof *host);
+    ops->memory_copy(device, host, s->sequences * (int64_t)sizeof *host, NULL);
+    mt_spans spans = {.host = host, .device = device, .count = s->sequences};
+    mt_attention shape = {.num_heads = s->H,
+                          .num_groups = s->G,
+                          .head_size = s->D,
+                          .value_size = s->D,
+                          .q_stride = width,
+                          .k_stride = width,
+                          .v_stride = width,
+                          .out_stride = out_width,
+                          .scale = 0.088f};
+    uint16_t *qkv = random_bf16(rows * width), *dqkv = ops->memory_alloc(rows * width * 2);
+    mt_attention_call forward = {.out = ops->memory_alloc(rows * out_width * 2),
+                                 .lse = ops->memory_alloc(rows * s->H * 4),
+                                 .q = qkv,
+                                 .k = qkv + out_width,
+                                 .v = qkv + out_width + s->G * s->D,
+                                 .spans = &spans,
+                                 .shape = &shape,
+                                 .dtype = MT_BF16};
+    mt_attention_call backward = forward;
+    backward.dq = dqkv, backward.dk = dqkv + out_width, backward.dv = dqkv + out_width + s->G * s->D;
+    backward.row_dot = ops->memory_alloc(rows * s->H * 4);
+    backward.dout = random_bf16(rows * out_width);
+    double flops = 4.0 * (double)s->T * (double)s->T / 2 * (double)(s->H * s->D * s->sequences);
+    for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) {
+        const mt_attention_rung *rung = &mt_attention_rungs[r];
+        if (only ? strcmp(only, rung->name) != 0 : r == 0) continue; // the definition takes seconds
+        float f = measure(rung->forward, &forward, ROUNDS), b = measure(rung->backward, &backward, ROUNDS);
+        printf("attention %-6s T %6lld x %-3lld H %2lld/%-2lld D %3lld: forward %8.3f ms %6.1f TFLOP/s, backward %8.3f "
+               "ms %6.1f TFLOP/s\n",
+               rung->name, (long long)s->T, (long long)s->sequences, (long long)s->H, (long long)s->G, (long long)s->D,
+               (double)f, flops / (double)f / 1e9, (double)b, 2.5 * flops / (double)b / 1e9);
+        fflush(stdout);
+    }
+    ops->memory_free(qkv), ops->memory_free(dqkv), ops->memory_free(forward.out), ops->memory_free(forward.lse);
+    ops->memory_free(backward.row_dot), ops->memory_free((void *)backward.dout), ops->memory_free(device);
+    free(host);
+}
+
+int main(int argc, char **argv) {
+    static const bench_shape shapes[] = {{4096, 2, 32, 8, 128},  {8192, 1, 32, 8, 128},  {8192, 2, 32, 32, 128},
+                                         {32768, 1, 32, 8, 128}, {1024, 64, 12, 12, 64}, {1024, 16, 25, 25, 64}};
+    mt_error error;
+    ops = mt_cuda_open(0, &error);
+    if (!ops) {
+        printf("attention on the GPU: skipped, %s\n", error.text);
+        return 0;
+    }
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) bench(&shapes[i], argc > 1 ? argv[1] : NULL);
+    return 0;
+}
+#endif

@@ -1,0 +1,418 @@
+/* Every rung of the GPU's attention against the CPU's in fp32, on the same inputs: values of bf16. Rows stand in a
+ * fused q, k, v buffer as a model's do, and what lies between and around them must stay as it was.
+ *
+ * Tolerances, of norms: a bf16 keeps 8 bits, so an output's rounding is 2^-9 at most and about 1.1e-3 in norm. Weights
+ * are rounded once before they meet values, and gradients of scores once before they meet queries and keys, each about
+ * 1.1e-3 more; the backward also starts from outputs that were rounded. Forward 4e-3, backward 8e-3; a wrong element,
+ * or a key too few, is far more than that. No single element may be off by 2e-2 of the largest. */
+#include "../megatron.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#ifndef MT_HAVE_CUDA
+
+static void every_rung_matches_the_cpu(void **state) {
+    (void)state;
+    print_message("skipped: built without CUDA\n");
+    skip();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(every_rung_matches_the_cpu)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
+
+#else
+#include "../cuda/attention.h"
+
+static const mt_ops *gpu; // NULL where no GPU answers
+
+static int open_gpu(void **state) {
+    (void)state;
+    mt_error error;
+    gpu = mt_cuda_open(0, &error);
+    if (!gpu) print_message("skipped: %s\n", error.text);
+    return 0;
+}
+
+/* ==== numbers ==================================================================================================== */
+
+static uint64_t random_state = 88172645463325252u;
+
+static uint64_t random_word(void) {
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state;
+}
+
+static int64_t random_below(int64_t n) {
+    return (int64_t)(random_word() % (uint64_t)n);
+}
+
+static const uint16_t POISON = 0xA5A5; // in outputs, before anything is written
+
+static uint16_t *new_poisoned(int64_t n) {
+    uint16_t *x = mt_malloc(n * 2);
+    for (int64_t i = 0; i < n; i++) x[i] = POISON;
+    return x;
+}
+
+static uint16_t *new_random(int64_t n) {
+    uint16_t *x = mt_malloc(n * 2);
+    for (int64_t i = 0; i < n; i++) x[i] = mt_f32_to_bf16((float)((double)(random_word() >> 11) / (1ull << 52) - 1));
+    return x;
+}
+
+static float *as_floats(const uint16_t *x, int64_t n) {
+    float *y = mt_malloc(n * 4);
+    for (int64_t i = 0; i < n; i++) y[i] = mt_bf16_to_f32(x[i]);
+    return y;
+}
+
+/* ==== one problem ================================================================================================ */
+
+enum { MAX_SPANS = 100 };
+
+typedef struct problem {
+    int64_t H, G, D, window;
+    int64_t Tq, Tk, count;
+    mt_span spans[MAX_SPANS];
+} problem;
+
+/* In host memory; each buffer has guard elements at its end. q, k and v are columns of `qkv`, their gradients of
+ * `dqkv`; out and dout have a stride of their own. */
+typedef struct operands {
+    int64_t stride, out_stride, num_qkv, num_out, num_lse;
+    uint16_t *qkv, *dout, *out, *dqkv;
+    float *lse;
+} operands;
+
+enum { GUARD = 64 };
+
+static operands operands_new(const problem *p) {
+    operands o = {.stride = (p->H + 2 * p->G) * p->D + 8, .out_stride = p->H * p->D + 16};
+    int64_t rows = p->Tq > p->Tk ? p->Tq : p->Tk;
+    o.num_qkv = rows * o.stride + GUARD;
+    o.num_out = p->Tq * o.out_stride + GUARD;
+    o.num_lse = p->Tq * p->H + GUARD;
+    o.qkv = new_random(o.num_qkv);
+    o.dout = new_random(o.num_out);
+    o.out = new_poisoned(o.num_out);
+    o.dqkv = new_poisoned(o.num_qkv);
+    o.lse = mt_malloc(o.num_lse * 4);
+    for (int64_t i = 0; i < o.num_lse; i++) o.lse[i] = 12345;
+    return o;
+}
+
+static void operands_free(operands *o) {
+    free(o->qkv), free(o->dout), free(o->out), free(o->dqkv), free(o->lse);
+}
+
+static mt_attention shape_of(const problem *p, const operands *o) {
+    return (mt_attention){.num_heads = p->H,
+                          .num_groups = p->G,
+                          .head_size = p->D,
+                          .value_size = p->D,
+                          .q_stride = o->stride,
+                          .k_stride = o->stride,
+                          .v_stride = o->stride,
+                          .out_stride = o->out_stride,
+                          .window = p->window,
+                          .scale = 2.5f / sqrtf((float)p->D)};
+}
+
+/* The same in fp32 by the CPU, from the same inputs. */
+typedef struct answer {
+    float *out, *lse, *dqkv;
+} answer;
+
+static answer answer_of(const problem *p, const operands *o) {
+    mt_attention shape = shape_of(p, o);
+    mt_spans spans = {.host = p->spans, .device = p->spans, .count = p->count};
+    float *qkv = as_floats(o->qkv, o->num_qkv), *dout = as_floats(o->dout, o->num_out);
+    answer a = {as_floats(o->out, o->num_out), mt_malloc(o->num_lse * 4), as_floats(o->dqkv, o->num_qkv)};
+    float *row_dot = mt_malloc(o->num_lse * 4), *k = qkv + p->H * p->D, *v = k + p->G * p->D;
+    float *dk = a.dqkv + p->H * p->D, *dv = dk + p->G * p->D;
+    memcpy(a.lse, o->lse, (size_t)o->num_lse * 4);
+    mt_cpu_ops.attention_forward(a.out, a.lse, qkv, k, v, &spans, &shape, MT_F32, NULL);
+    mt_cpu_ops.attention_backward(a.dqkv, dk, dv, row_dot, dout, qkv, k, v, a.out, a.lse, &spans, &shape, MT_F32, NULL);
+    free(qkv), free(dout), free(row_dot);
+    return a;
+}
+
+static void answer_free(answer *a) {
+    free(a->out), free(a->lse), free(a->dqkv);
+}
+
+static void *to_gpu(const void *from, int64_t bytes) {
+    void *to = gpu->memory_alloc(bytes);
+    gpu->memory_copy(to, from, bytes, NULL);
+    gpu->stream_wait(NULL);
+    return to;
+}
+
+static void from_gpu(void *to, void *from, int64_t bytes) {
+    gpu->memory_copy(to, from, bytes, NULL);
+    gpu->stream_wait(NULL);
+    gpu->memory_free(from);
+}
+
+/* Runs a rung over `o`, whose outputs it fills. False where the rung does not serve the problem. */
+static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *o) {
+    mt_attention shape = shape_of(p, o);
+    mt_span *device_spans = to_gpu(p->spans, (p->count + 1) * (int64_t)sizeof(mt_span));
+    mt_spans spans = {.host = p->spans, .device = device_spans, .count = p->count};
+    uint16_t *qkv = to_gpu(o->qkv, o->num_qkv * 2), *dqkv = to_gpu(o->dqkv, o->num_qkv * 2);
+    float *row_dot = to_gpu(o->lse, o->num_lse * 4);
+    int64_t k = p->H * p->D, v = k + p->G * p->D;
+    mt_attention_call call = {.out = to_gpu(o->out, o->num_out * 2),
+                              .lse = to_gpu(o->lse, o->num_lse * 4),
+                              .q = qkv,
+                              .k = qkv + k,
+                              .v = qkv + v,
+                              .spans = &spans,
+                              .shape = &shape,
+                              .dtype = MT_BF16};
+    bool served = rung->forward(&call);
+    call.dq = dqkv, call.dk = dqkv + k, call.dv = dqkv + v, call.row_dot = row_dot;
+    call.dout = to_gpu(o->dout, o->num_out * 2);
+    if (served) served = rung->backward(&call);
+    from_gpu(o->out, call.out, o->num_out * 2);
+    from_gpu(o->lse, call.lse, o->num_lse * 4);
+    from_gpu(o->dqkv, dqkv, o->num_qkv * 2);
+    gpu->memory_free(device_spans), gpu->memory_free(qkv), gpu->memory_free(row_dot);
+    gpu->memory_free((void *)call.dout);
+    return served;
+}
+
+/* ==== comparing ================================================================================================== */
+
+static void describe(const problem *p) {
+    print_error("H %d G %d D %d window %d Tq %d Tk %d\n", (int)p->H, (int)p->G, (int)p->D, (int)p->window, (int)p->Tq,
+                (int)p->Tk);
+    for (int64_t i = 0; i < p->count; i++)
+        print_error("  queries %d + %d, keys %d + %d%s\n", (int)p->spans[i].q_start, (int)p->spans[i].q_len,
+                    (int)p->spans[i].k_start, (int)p->spans[i].k_len, p->spans[i].causal ? ", causal" : "");
+}
+
+/* Columns [first, first + width) of rows `stride` apart: near `want` where it was written, and untouched elsewhere. */
+static void assert_columns(const char *what, const problem *p, const uint16_t *got, const float *want, int64_t n,
+                           int64_t stride, int64_t first, int64_t width, double tolerance) {
+    const float poison = mt_bf16_to_f32(POISON);
+    double error = 0, size = 0, worst = 0, largest = 0;
+    int64_t worst_at = -1;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t column = i % stride;
+        if (column < first || column >= first + width) continue;
+        if (want[i] == poison) {
+            if (got[i] == POISON) continue;
+            describe(p);
+            fail_msg("%s: row %d column %d was written", what, (int)(i / stride), (int)column);
+        }
+        double w = (double)want[i], difference = fabs((double)mt_bf16_to_f32(got[i]) - w);
+        if (!(difference <= worst)) worst = difference, worst_at = i; // NaN too
+        error += difference * difference;
+        size += w * w;
+        largest = fmax(largest, fabs(w));
+    }
+    if (sqrt(error) <= tolerance * sqrt(size) + 1e-20 && worst <= 2e-2 * largest + 1e-20) return;
+    describe(p);
+    fail_msg("%s: error %.3g of norm %.3g; at row %d column %d %.5g, should be %.5g", what, sqrt(error), sqrt(size),
+             (int)(worst_at / stride), (int)(worst_at % stride), (double)mt_bf16_to_f32(got[worst_at]),
+             (double)want[worst_at]);
+}
+
+static void assert_answer(const char *rung, const problem *p, const operands *o, const answer *a) {
+    char what[64];
+    const struct {
+        const char *name;
+        int64_t first, width;
+    } parts[] = {{"dq", 0, p->H * p->D},
+                 {"dk", p->H * p->D, p->G * p->D},
+                 {"dv", (p->H + p->G) * p->D, p->G * p->D},
+                 {"padding", (p->H + 2 * p->G) * p->D, 8}};
+    snprintf(what, sizeof what, "%s: out", rung);
+    assert_columns(what, p, o->out, a->out, o->num_out, o->out_stride, 0, o->out_stride, 4e-3);
+    for (int i = 0; i < 4; i++) {
+        snprintf(what, sizeof what, "%s: %s", rung, parts[i].name);
+        assert_columns(what, p, o->dqkv, a->dqkv, o->num_qkv, o->stride, parts[i].first, parts[i].width, 8e-3);
+    }
+    for (int64_t i = 0; i < o->num_lse; i++) {
+        bool near = a->lse[i] == o->lse[i] || fabsf(a->lse[i] - o->lse[i]) <= 1e-4f * (1 + fabsf(a->lse[i]));
+        if (near) continue;
+        describe(p);
+        fail_msg("%s: lse[%d] is %.7g, should be %.7g", rung, (int)i, (double)o->lse[i], (double)a->lse[i]);
+    }
+}
+
+/* `must`: the rungs from the first on that have to serve the problem. */
+static void check(const problem *p, int must) {
+    operands fresh = operands_new(p);
+    answer a = answer_of(p, &fresh);
+    for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) {
+        operands o = fresh;
+        o.out = new_poisoned(o.num_out);
+        o.dqkv = new_poisoned(o.num_qkv);
+        o.lse = mt_malloc(o.num_lse * 4);
+        memcpy(o.lse, fresh.lse, (size_t)o.num_lse * 4);
+        bool served = run_rung(&mt_attention_rungs[r], p, &o);
+        if (served) assert_answer(mt_attention_rungs[r].name, p, &o, &a);
+        if (!served && r < must) fail_msg("%s does not serve D %d", mt_attention_rungs[r].name, (int)p->D);
+        free(o.out), free(o.dqkv), free(o.lse);
+    }
+    operands_free(&fresh);
+    answer_free(&a);
+}
+
+/* What a GPU with little shared memory may leave to the definition. */
+static int must_serve(int64_t D) {
+    return D <= 128 ? 2 : 1;
+}
+
+/* ==== tests ====================================================================================================== */
+
+static void check_one_span(int64_t H, int64_t G, int64_t D, int64_t q_len, int64_t k_len, bool causal, int64_t window) {
+    problem p = {.H = H, .G = G, .D = D, .window = window, .Tq = q_len, .Tk = k_len, .count = 1};
+    p.spans[0] = (mt_span){0, q_len, 0, k_len, causal};
+    check(&p, must_serve(D));
+}
+
+static void every_head_size_matches_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    for (int64_t D = 8; D <= 256; D += 8) check_one_span(2, 1, D, 150, 150, true, 0);
+}
+
+static void every_length_around_a_tile_matches_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const int64_t lengths[] = {1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 255, 257, 400};
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
+        for (int64_t D = 64; D <= 256; D *= 2) check_one_span(1, 1, D, lengths[i], lengths[i], true, 0);
+}
+
+static void queries_fewer_or_more_than_keys_match_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const int64_t lengths[][2] = {{1, 1}, {1, 700}, {2, 129}, {64, 300}, {130, 131}, {200, 70}, {129, 1}};
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
+        for (int causal = 0; causal < 2; causal++) {
+            check_one_span(4, 2, 64, lengths[i][0], lengths[i][1], causal, 0);
+            check_one_span(2, 2, 128, lengths[i][0], lengths[i][1], causal, 0);
+            check_one_span(1, 1, 192, lengths[i][0], lengths[i][1], causal, 0);
+        }
+}
+
+static void windows_match_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const int64_t windows[] = {1, 7, 32, 64, 100, 128, 250, 1000};
+    for (size_t i = 0; i < sizeof windows / sizeof *windows; i++) {
+        check_one_span(2, 1, 64, 300, 300, true, windows[i]);
+        check_one_span(2, 1, 128, 300, 420, true, windows[i]);
+        check_one_span(1, 1, 128, 200, 170, false, windows[i]);
+        check_one_span(1, 1, 256, 200, 200, true, windows[i]);
+    }
+}
+
+static void grouped_heads_match_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    for (int64_t heads = 1; heads <= 8; heads *= 2) {
+        check_one_span(heads, 1, 64, 140, 140, true, 0);
+        check_one_span(3 * heads, 3, 128, 140, 140, true, 0);
+    }
+}
+
+/* Queries of spans are disjoint, with gaps; keys are too, or are shared as context parallelism shares them. */
+static problem random_problem(void) {
+    static const int64_t sizes[] = {8, 40, 64, 72, 96, 128, 136, 256};
+    problem p = {.G = 1 + random_below(3), .D = sizes[random_below(8)], .count = 1 + random_below(12)};
+    p.H = p.G * (1 << random_below(3));
+    p.window = random_below(3) == 0 ? 1 + random_below(200) : 0;
+    bool shared = random_below(4) == 0;
+    for (int64_t i = 0; i < p.count; i++) {
+        int64_t longest = random_below(3) == 0 ? 200 : 40;
+        mt_span s = {
+            .q_start = p.Tq + random_below(3), .q_len = 1 + random_below(longest), .causal = random_below(3) > 0};
+        s.k_len = random_below(2) ? s.q_len : 1 + random_below(longest);
+        s.k_start = shared ? random_below(30) : p.Tk + random_below(3);
+        p.Tq = s.q_start + s.q_len;
+        if (s.k_start + s.k_len > p.Tk) p.Tk = s.k_start + s.k_len;
+        p.spans[i] = s;
+    }
+    p.Tq += random_below(3), p.Tk += random_below(3);
+    return p;
+}
+
+static void random_spans_match_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    for (int i = 0; i < 60; i++) {
+        problem p = random_problem();
+        check(&p, must_serve(p.D));
+    }
+}
+
+static void more_spans_than_a_warp_has_lanes_match_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    problem p = {.H = 2, .G = 1, .D = 64, .count = MAX_SPANS};
+    for (int64_t i = 0; i < p.count; i++) {
+        int64_t length = i % 7 == 0 ? 0 : 1 + random_below(20);
+        p.spans[i] = (mt_span){p.Tq, length, p.Tk, length, true};
+        p.Tq += length, p.Tk += length;
+    }
+    check(&p, must_serve(p.D));
+}
+
+static void long_sequences_match_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    check_one_span(4, 1, 128, 2000, 2000, true, 0);
+    check_one_span(3, 3, 64, 2048, 2048, true, 0);
+}
+
+static void two_runs_repeat_bit_for_bit(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    problem p = {.H = 8, .G = 2, .D = 128, .Tq = 3000, .Tk = 3000, .count = 2};
+    p.spans[0] = (mt_span){0, 1900, 0, 1900, true};
+    p.spans[1] = (mt_span){1900, 1100, 1900, 1100, true};
+    for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) {
+        operands first = operands_new(&p), again = first;
+        again.out = new_poisoned(first.num_out);
+        again.dqkv = new_poisoned(first.num_qkv);
+        again.lse = mt_malloc(first.num_lse * 4);
+        memcpy(again.lse, first.lse, (size_t)first.num_lse * 4);
+        bool served = run_rung(&mt_attention_rungs[r], &p, &first);
+        if (served) run_rung(&mt_attention_rungs[r], &p, &again);
+        assert_memory_equal(first.out, again.out, (size_t)first.num_out * 2);
+        assert_memory_equal(first.dqkv, again.dqkv, (size_t)first.num_qkv * 2);
+        free(again.out), free(again.dqkv), free(again.lse);
+        operands_free(&first);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_head_size_matches_the_cpu),
+        cmocka_unit_test(every_length_around_a_tile_matches_the_cpu),
+        cmocka_unit_test(queries_fewer_or_more_than_keys_match_the_cpu),
+        cmocka_unit_test(windows_match_the_cpu),
+        cmocka_unit_test(grouped_heads_match_the_cpu),
+        cmocka_unit_test(random_spans_match_the_cpu),
+        cmocka_unit_test(more_spans_than_a_warp_has_lanes_match_the_cpu),
+        cmocka_unit_test(long_sequences_match_the_cpu),
+        cmocka_unit_test(two_runs_repeat_bit_for_bit),
+    };
+    return cmocka_run_group_tests(tests, open_gpu, NULL);
+}
+#endif
