@@ -2187,6 +2187,10 @@ static void mt_dropout_factors(float *factors, int64_t n, const mt_dropout *drop
     }
 }
 
+static int64_t mt_cpu_memory_available(void) {
+    return (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
+}
+
 static void *mt_cpu_memory_alloc(int64_t bytes) {
     const int64_t page = 1 << 21; // huge pages spare the address translation that streaming through weights costs
     if (bytes < page) return mt_malloc(bytes);
@@ -4309,12 +4313,13 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
 
     mt_arena counting = {0};
     mt_layout(m, &counting);
-    int64_t physical = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    if (counting.used > physical) {
+    int64_t available = ops->memory_available();
+    if (counting.used > available) {
         mt_error_set(error,
-                     "the model needs %.1f GiB of memory and this machine has %.1f GiB; lower --micro-batch-size "
-                     "or --seq-length, or take a smaller model",
-                     (double)counting.used / (1 << 30), (double)physical / (1 << 30));
+                     "the model needs %.1f GiB of memory and the %s has %.1f GiB; lower --micro-batch-size or %s, or "
+                     "take a smaller model",
+                     (double)counting.used / (1 << 30), strcmp(ops->name, "cpu") == 0 ? "machine" : "GPU",
+                     (double)available / (1 << 30), plan->train ? "--seq-length" : "--max-new-tokens");
         mt_model_destroy(m);
         return -1;
     }

@@ -251,6 +251,8 @@ typedef struct mt_adamw {
 
 /* ---- memory, copies and streams of a device */
 
+/* Bytes that a model may take: what the GPU has free, or the machine's whole memory. */
+typedef int64_t mt_memory_available_fn(void);
 typedef void *mt_memory_alloc_fn(int64_t bytes);
 typedef void mt_memory_free_fn(void *memory);
 /* Copies between any two of host and device memory. */
@@ -407,6 +409,7 @@ typedef void mt_convert_fn(void *to, mt_dtype to_dtype, const void *from, mt_dty
 /* Every operation of the table, once: the struct, the CPU's prototypes and its table are made from this list, so the
  * contracts of two backends cannot drift apart. */
 #define MT_OPERATIONS(OP)                                                                                              \
+    OP(memory_available)                                                                                               \
     OP(memory_alloc)                                                                                                   \
     OP(memory_free)                                                                                                    \
     OP(memory_copy)                                                                                                    \

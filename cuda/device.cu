@@ -33,6 +33,12 @@ void *mt_cuda_workspace(mt_stream *stream, int64_t bytes) {
 
 /* ---- memory and streams ------------------------------------------------------------------------------------------ */
 
+extern "C" int64_t mt_cuda_memory_available(void) {
+    size_t free_bytes = 0, total = 0;
+    MT_CUDA(cudaMemGetInfo(&free_bytes, &total));
+    return (int64_t)free_bytes;
+}
+
 extern "C" void *mt_cuda_memory_alloc(int64_t bytes) {
     void *memory = NULL;
     cudaError_t status = cudaMalloc(&memory, (size_t)bytes);
