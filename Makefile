@@ -81,16 +81,17 @@ endif
 
 ifneq ($(and $(HAVE_CUDA),$(wildcard cuda/*.cu)),)
 OBJECTS += $(patsubst %.cu,$(B)/%.cu.o,$(wildcard cuda/*.cu))
-# One architecture: that of the GPU here, or Hopper where there is none.
-CUDA_ARCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),native,sm_90)
+# The architecture of the GPU here, or both of sm_80 and Hopper where there is none.
+GPU_ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u))
+CUDA_ARCH ?= $(patsubst 90,90a,$(or $(GPU_ARCH),80 90))
 CUDA_DEFINES := -DMT_HAVE_CUDA $(if $(HAVE_NCCL),-DMT_HAVE_NCCL) $(if $(HAVE_CUDNN),-DMT_HAVE_CUDNN)
 CUDA_LINK := $(NCCL_LIBS) $(CUDNN_LIBS) $(CUDA_LIBS)
 endif
 
 ALL_CFLAGS := -std=c11 -D_GNU_SOURCE -pthread -I. $(OPT) -g $(WARNINGS) $(MATHS) $(CHECKS) $(FOUND_CFLAGS) \
 	$(if $(CUDA_DEFINES),$(CUDA_CFLAGS) $(CUDA_DEFINES)) $(CFLAGS)
-ALL_NVCCFLAGS := -std=c++17 -O3 -lineinfo -arch=$(CUDA_ARCH) -I. $(CUDA_DEFINES) $(if $(WERROR),-Werror all-warnings) \
-	$(NVCCFLAGS)
+ALL_NVCCFLAGS := -std=c++17 -O3 -lineinfo $(foreach a,$(CUDA_ARCH),-gencode=arch=compute_$a,code=sm_$a) -I. \
+	$(CUDA_DEFINES) $(if $(WERROR),-Werror all-warnings) $(NVCCFLAGS)
 ALL_FLAGS = $(ALL_CFLAGS) $(ALL_NVCCFLAGS) $(ALL_LIBS)
 ALL_LIBS := $(CHECKS) $(if $(CHECKS),-rdynamic) $(LDFLAGS) $(FOUND_LIBS) $(CUDA_LINK) -pthread -lm
 

@@ -179,11 +179,15 @@ uint16_t mt_f32_to_bf16(float value) {
 }
 
 float mt_f16_to_f32(uint16_t bits) {
-    int exponent = bits >> 10 & 31, mantissa = bits & 1023;
-    float magnitude = exponent == 31  ? (mantissa ? NAN : INFINITY)
-                      : exponent == 0 ? ldexpf((float)mantissa, -24)
-                                      : ldexpf((float)(mantissa + 1024), exponent - 25);
-    return bits & 0x8000 ? -magnitude : magnitude;
+    uint32_t word = (uint32_t)(bits & 0x7fff) << 13, sign = (uint32_t)(bits & 0x8000) << 16;
+    float value;
+    memcpy(&value, &word, sizeof value);
+    value *= 0x1p112f; // the exponents' biases differ by 112; subnormal numbers become normal by the product
+    memcpy(&word, &value, sizeof word);
+    if (value >= 65536) word |= 0x7f800000; // infinity and NaN keep the largest exponent
+    word |= sign;
+    memcpy(&value, &word, sizeof value);
+    return value;
 }
 
 uint16_t mt_f32_to_f16(float value) {
@@ -372,8 +376,8 @@ static const mt_option mt_option_table[] = {
     {"exit-duration-in-mins", MT_REAL, MT_AT(exit_duration_in_mins), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
      "save and stop after so many minutes"},
     {"bf16", MT_FLAG, MT_AT(bf16), MT_BOTH, MT_OF_RUN, NULL, NULL, "parameters and activations in bf16, else fp32"},
-    {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "cpu", "cpu",
-     "where to compute; this version has the cpu only"},
+    {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "auto", "auto|cpu|cuda",
+     "where to compute; auto: on a GPU where one answers"},
     {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,9223372036854775807]", "seed of everything drawn"},
 
     {.help = "learning rate and optimizer"},
@@ -2033,8 +2037,11 @@ void mt_options_print(const mt_options *options, mt_program program, FILE *file)
  * calling thread. */
 #ifdef MT_HAVE_OPENMP
 #include <omp.h>
-#else
-#pragma GCC diagnostic ignored "-Wunknown-pragmas" // the OpenMP pragmas below then mean nothing, which is right
+#endif
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunknown-pragmas" // without OpenMP its pragmas mean nothing, which is right
+#ifdef __clang__
+#pragma GCC diagnostic ignored "-Wpass-failed" // a loop that did not become vector code is right, only slower
 #endif
 
 /* One prototype an operation, from the list that the table at the end is made of. */
@@ -2064,27 +2071,32 @@ static int64_t mt_blocks(int64_t n, int64_t block) {
     return (n + block - 1) / block;
 }
 
-/* Scratch for the threads of a parallel region, `floats` for each. It belongs to the calling thread, grows to the
- * largest that was asked for and stays, so that a training step in its stride allocates nothing. */
+/* Scratch of the calling thread: it grows to the largest that was asked for and stays, so that a training step in its
+ * stride allocates nothing. The next call may move it. */
+static float *mt_scratch_grow(int64_t floats) {
+    static _Thread_local float *memory;
+    static _Thread_local int64_t capacity;
+    if (floats > capacity || !memory) {
+        free(memory);
+        capacity = floats;
+        memory = mt_malloc(capacity * (int64_t)sizeof(float));
+    }
+    return memory;
+}
+
+/* The same shared out to the threads of a parallel region, `floats` for each. */
 typedef struct mt_scratch {
     float *memory;
     int64_t floats;
 } mt_scratch;
 
 static mt_scratch mt_scratch_reserve(int64_t floats) {
-    static _Thread_local float *memory;
-    static _Thread_local int64_t capacity;
     int64_t threads = 1;
 #ifdef MT_HAVE_OPENMP
     threads = omp_get_max_threads();
 #endif
     floats = mt_blocks(floats, 16) * 16; // whole cache lines: threads do not share one
-    if (threads * floats > capacity) {
-        free(memory);
-        capacity = threads * floats;
-        memory = mt_malloc(capacity * (int64_t)sizeof(float));
-    }
-    return (mt_scratch){memory, floats};
+    return (mt_scratch){mt_scratch_grow(threads * floats), floats};
 }
 
 /* The slice of the thread that asks. */
@@ -2233,7 +2245,8 @@ static int64_t mt_halve(int64_t n) {
 }
 
 /* The library's product, cut into tiles that depend on the shape alone, each computed by one thread: left to itself the
- * library cuts by the number of threads, and its edges round differently from its middle. */
+ * library cuts by the number of threads, and its edges round differently from its middle. Under 2^18 products OpenBLAS
+ * keeps to one thread anyway. */
 static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M, int64_t N, int64_t K, int64_t ldc,
                             int64_t lda, int64_t ldb, bool a_transposed, bool b_transposed, bool accumulate) {
     int64_t rows = M, columns = N;
@@ -2310,16 +2323,28 @@ static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M,
 }
 #endif
 
-/* The products of one row x[K] with four rows: four sums at a time keep the adders busy while memory streams. */
-static inline void mt_dot_four(float sums[4], const float *x, const float *const w[4], int64_t K) {
-    const float *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
+/* The products of one row x[K] with four rows of weights, fp32 or bf16 as they are stored: four sums at a time keep the
+ * adders busy while memory streams. */
+static inline void mt_dot_four(float sums[4], const float *x, const void *const w[4], int64_t K, mt_dtype dtype) {
     float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+    if (dtype == MT_F32) {
+        const float *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
 #pragma omp simd reduction(+ : s0, s1, s2, s3)
-    for (int64_t k = 0; k < K; k++) {
-        s0 += x[k] * w0[k];
-        s1 += x[k] * w1[k];
-        s2 += x[k] * w2[k];
-        s3 += x[k] * w3[k];
+        for (int64_t k = 0; k < K; k++) {
+            s0 += x[k] * w0[k];
+            s1 += x[k] * w1[k];
+            s2 += x[k] * w2[k];
+            s3 += x[k] * w3[k];
+        }
+    } else {
+        const uint16_t *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
+#pragma omp simd reduction(+ : s0, s1, s2, s3)
+        for (int64_t k = 0; k < K; k++) {
+            s0 += x[k] * mt_bf16_to_f32(w0[k]);
+            s1 += x[k] * mt_bf16_to_f32(w1[k]);
+            s2 += x[k] * mt_bf16_to_f32(w2[k]);
+            s3 += x[k] * mt_bf16_to_f32(w3[k]);
+        }
     }
     sums[0] = s0, sums[1] = s1, sums[2] = s2, sums[3] = s3;
 }
@@ -2329,11 +2354,11 @@ static void mt_matmul_small(float *c, const float *a, const float *b, int64_t M,
                             int64_t lda, int64_t ldb, bool b_transposed, bool accumulate) {
     for (int64_t m = 0; m < M && !accumulate; m++) memset(c + m * ldc, 0, (size_t)N * sizeof *c);
     for (int64_t n = 0; n < N && b_transposed; n += 4) {
-        const float *rows[4];
+        const void *rows[4];
         for (int64_t i = 0; i < 4; i++) rows[i] = b + mt_min(n + i, N - 1) * ldb;
         for (int64_t m = 0; m < M; m++) {
             float sums[4];
-            mt_dot_four(sums, a + m * lda, rows, K);
+            mt_dot_four(sums, a + m * lda, rows, K, MT_F32);
             for (int64_t i = 0; i < mt_min(4, N - n); i++) c[m * ldc + n + i] += sums[i];
         }
     }
@@ -2372,35 +2397,41 @@ static mt_matrix mt_matrix_load(float *scratch, const void *x, int64_t offset, i
 /* Few rows, as in decoding: every weight is read once, by the thread that needs it. */
 static void mt_linear_forward_small(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                     int64_t K, mt_dtype dtype) {
-    mt_scratch scratch = mt_scratch_reserve((T + 4) * K);
-#pragma omp parallel if (N * K > MT_PARALLEL)
-    {
-        float *slice = mt_scratch_slice(scratch);
-        mt_matrix tokens = {slice, K};
-        if (dtype == MT_F32) tokens.data = x;
-        for (int64_t t = 0; t < T; t++) mt_row_load(slice + t * K, x, t * K, K, dtype);
-#pragma omp for
-        for (int64_t n = 0; n < N; n += 4) {
-            const float *rows[4];
-            for (int64_t i = 0; i < 4; i++)
-                rows[i] = mt_row_load(slice + (T + i) * K, w, mt_min(n + i, N - 1) * K, K, dtype);
-            for (int64_t t = 0; t < T; t++) {
-                float sums[4], one;
-                mt_dot_four(sums, tokens.data + t * K, rows, K);
-                for (int64_t i = 0; i < mt_min(4, N - n); i++) {
-                    if (bias) sums[i] += *mt_row_load(&one, bias, n + i, 1, dtype);
-                    float *out = mt_row_open(&one, y, t * N + n + i, dtype);
-                    *out = sums[i];
-                    mt_row_close(y, t * N + n + i, out, 1, dtype);
-                }
-            }
+    int64_t size = mt_dtype_size(dtype);
+    mt_matrix tokens = mt_matrix_load(mt_scratch_grow(T * K), x, 0, T, K, K, dtype);
+#pragma omp parallel for if (N * K > MT_PARALLEL)
+    for (int64_t n = 0; n < N; n += 4) {
+        const void *rows[4];
+        int64_t count = mt_min(4, N - n);
+        for (int64_t i = 0; i < 4; i++) rows[i] = (const char *)w + mt_min(n + i, N - 1) * K * size;
+        for (int64_t t = 0; t < T; t++) {
+            float sums[4], scratch[4];
+            mt_dot_four(sums, tokens.data + t * K, rows, K, dtype);
+            const float *add = bias ? mt_row_load(scratch, bias, n, count, dtype) : NULL;
+            float *out = mt_row_open(scratch, y, t * N + n, dtype);
+            for (int64_t i = 0; i < count; i++) out[i] = sums[i] + (add ? add[i] : 0.0f);
+            mt_row_close(y, t * N + n, out, count, dtype);
         }
     }
 }
 
-/* Tokens and features of one matrix product: all for fp32; for bf16 as many as are worth converting at once. */
+/* How many of n tokens or features go into one matrix product: all in fp32; in bf16 what is worth converting at once.
+ */
 static int64_t mt_linear_block(int64_t n, int64_t block, mt_dtype dtype) {
-    return dtype == MT_F32 ? mt_max(n, 1) : mt_max(mt_min(n, block), 1);
+    return mt_max(1, dtype == MT_F32 ? n : mt_min(n, block));
+}
+
+/* Floats of scratch that a block of a matrix takes. */
+static int64_t mt_matrix_scratch(int64_t rows, int64_t columns, mt_dtype dtype) {
+    return dtype == MT_F32 ? 0 : rows * columns;
+}
+
+/* Rows that were computed in scratch, put in place at the stride of y. */
+static void mt_matrix_store(void *y, int64_t offset, const float *block, int64_t rows, int64_t columns, int64_t stride,
+                            mt_dtype dtype) {
+    if (dtype == MT_F32) return; // they were computed in place
+#pragma omp parallel for if (rows * columns > MT_PARALLEL)
+    for (int64_t r = 0; r < rows; r++) mt_row_close(y, offset + r * stride, block + r * columns, columns, dtype);
 }
 
 static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
@@ -2411,52 +2442,45 @@ static void mt_cpu_linear_forward(void *y, const void *x, const void *w, const v
         return;
     }
     int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
-    float *scratch = NULL, *w_scratch = NULL, *y_scratch = NULL;
-    if (dtype != MT_F32) {
-        scratch = mt_scratch_reserve(T_block * K + N_block * K + T_block * N_block + N_block).memory;
-        w_scratch = scratch + T_block * K, y_scratch = w_scratch + N_block * K;
-    }
-    for (int64_t t = 0; t < T; t += T_block)
+    int64_t x_floats = mt_matrix_scratch(T_block, K, dtype), w_floats = mt_matrix_scratch(N_block, K, dtype);
+    int64_t y_floats = mt_matrix_scratch(T_block, N_block, dtype);
+    float *x_scratch = mt_scratch_grow(x_floats + w_floats + y_floats + N_block), *w_scratch = x_scratch + x_floats;
+    float *y_scratch = w_scratch + w_floats, *bias_scratch = y_scratch + y_floats;
+    for (int64_t t = 0; t < T; t += T_block) {
+        int64_t rows = mt_min(T_block, T - t);
+        mt_matrix x_block = mt_matrix_load(x_scratch, x, t * K, rows, K, K, dtype);
         for (int64_t n = 0; n < N; n += N_block) {
-            int64_t rows = mt_min(T_block, T - t), columns = mt_min(N_block, N - n);
-            mt_matrix x_block = mt_matrix_load(scratch, x, t * K, rows, K, K, dtype);
+            int64_t columns = mt_min(N_block, N - n), y_stride = dtype == MT_F32 ? N : columns;
             mt_matrix w_block = mt_matrix_load(w_scratch, w, n * K, columns, K, K, dtype);
-            float *y_block = dtype == MT_F32 ? (float *)y : y_scratch;
-            int64_t y_stride = dtype == MT_F32 ? N : columns;
-            const float *b = NULL;
-            if (bias) b = mt_row_load(y_scratch + T_block * N_block, bias, n, columns, dtype);
-#pragma omp parallel for if (b && rows * columns > MT_PARALLEL)
+            const float *b = bias ? mt_row_load(bias_scratch, bias, n, columns, dtype) : NULL;
+            float *y_block = mt_row_open(y_scratch, y, t * N + n, dtype);
+#pragma omp parallel for if (rows * columns > MT_PARALLEL)
             for (int64_t r = 0; r < (b ? rows : 0); r++) memcpy(y_block + r * y_stride, b, (size_t)columns * sizeof *b);
             mt_matmul(y_block, x_block.data, w_block.data, rows, columns, K, y_stride, K, K, MT_PLAIN, MT_TRANSPOSED,
                       b != NULL);
-#pragma omp parallel for if (rows * columns > MT_PARALLEL)
-            for (int64_t r = 0; r < (dtype == MT_F32 ? 0 : rows); r++)
-                mt_row_close(y, (t + r) * N + n, y_block + r * y_stride, columns, dtype);
+            mt_matrix_store(y, t * N + n, y_block, rows, columns, N, dtype);
         }
+    }
 }
 
 static void mt_cpu_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
                                          mt_dtype dtype, mt_stream *stream) {
     (void)stream;
     int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
-    float *scratch = NULL, *w_scratch = NULL, *dx_scratch = NULL;
-    if (dtype != MT_F32) {
-        scratch = mt_scratch_reserve(T_block * N_block + N_block * K + T_block * K).memory;
-        w_scratch = scratch + T_block * N_block, dx_scratch = w_scratch + N_block * K;
-    }
+    int64_t dy_floats = mt_matrix_scratch(T_block, N_block, dtype), w_floats = mt_matrix_scratch(N_block, K, dtype);
+    float *dy_scratch = mt_scratch_grow(dy_floats + w_floats + mt_matrix_scratch(T_block, K, dtype));
+    float *w_scratch = dy_scratch + dy_floats, *dx_scratch = w_scratch + w_floats;
     for (int64_t t = 0; t < T; t += T_block) {
         int64_t rows = mt_min(T_block, T - t);
         float *dx_block = mt_row_open(dx_scratch, dx, t * K, dtype);
         for (int64_t n = 0; n < N; n += N_block) {
             int64_t columns = mt_min(N_block, N - n);
-            mt_matrix dy_block = mt_matrix_load(scratch, dy, t * N + n, rows, columns, N, dtype);
+            mt_matrix dy_block = mt_matrix_load(dy_scratch, dy, t * N + n, rows, columns, N, dtype);
             mt_matrix w_block = mt_matrix_load(w_scratch, w, n * K, columns, K, K, dtype);
             mt_matmul(dx_block, dy_block.data, w_block.data, rows, K, columns, K, dy_block.stride, K, MT_PLAIN,
                       MT_PLAIN, n > 0);
         }
-#pragma omp parallel for if (rows * K > MT_PARALLEL)
-        for (int64_t r = 0; r < (dtype == MT_F32 ? 0 : rows); r++)
-            mt_row_close(dx, (t + r) * K, dx_block + r * K, K, dtype);
+        mt_matrix_store(dx, t * K, dx_block, rows, K, K, dtype);
     }
 }
 
@@ -2479,17 +2503,15 @@ static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *d
                                           int64_t K, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
     int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
-    float *scratch = NULL, *x_scratch = NULL;
-    if (dtype != MT_F32) {
-        scratch = mt_scratch_reserve(T_block * N_block + T_block * K).memory;
-        x_scratch = scratch + T_block * N_block;
-    }
+    int64_t dy_floats = mt_matrix_scratch(T_block, N_block, dtype);
+    float *dy_scratch = mt_scratch_grow(dy_floats + mt_matrix_scratch(T_block, K, dtype));
+    float *x_scratch = dy_scratch + dy_floats;
     for (int64_t t = 0; t < T; t += T_block) {
         int64_t rows = mt_min(T_block, T - t);
         mt_matrix x_block = mt_matrix_load(x_scratch, x, t * K, rows, K, K, dtype);
         for (int64_t n = 0; n < N; n += N_block) {
             int64_t columns = mt_min(N_block, N - n);
-            mt_matrix dy_block = mt_matrix_load(scratch, dy, t * N + n, rows, columns, N, dtype);
+            mt_matrix dy_block = mt_matrix_load(dy_scratch, dy, t * N + n, rows, columns, N, dtype);
             mt_matmul(dw + n * K, dy_block.data, x_block.data, columns, K, rows, K, dy_block.stride, K, MT_TRANSPOSED,
                       MT_PLAIN, true);
         }
@@ -3388,6 +3410,26 @@ static void mt_cpu_convert(void *to, mt_dtype to_dtype, const void *from, mt_dty
 #define MT_CPU_ENTRY(operation) .operation = mt_cpu_##operation,
 const mt_ops mt_cpu_ops = {.name = "cpu", MT_OPERATIONS(MT_CPU_ENTRY)};
 #undef MT_CPU_ENTRY
+#pragma GCC diagnostic pop
+
+#ifndef MT_HAVE_CUDA
+const mt_ops *mt_cuda_open(int device, mt_error *error) {
+    (void)device;
+    mt_error_set(error, "this build has no CUDA; install the CUDA toolkit and run make again, or take --device cpu");
+    return NULL;
+}
+#endif
+
+const mt_ops *mt_backend_open(const char *device, int64_t world_size, mt_error *error) {
+    if (strcmp(device, "cpu") == 0 || (strcmp(device, "auto") == 0 && world_size > 1)) return &mt_cpu_ops;
+    if (world_size > 1) {
+        mt_error_set(error, "--device cuda works on one rank in this version; start it without mpirun, or take "
+                            "--device cpu");
+        return NULL;
+    }
+    const mt_ops *ops = mt_cuda_open(0, error);
+    return ops || strcmp(device, "cuda") == 0 ? ops : &mt_cpu_ops;
+}
 
 /* ==== §4 the rank grid and its groups ============================================================================ */
 /* Who works with whom. Invariants: a group of one rank needs no library and no call; every rank of a group sees its
@@ -3748,7 +3790,7 @@ struct mt_model {
     void *final_input, *final_normed, *logits;
     float *final_mean, *final_rstd;
     float *row_max, *row_sum, *row_target, *row_weighted, *lse, *loss, *entropy; // [max_logits]
-    float *logits_host;                                                          // [max_logits, vocab_size]
+    void *staged_logits;                                                         // [MT_STAGED_ROWS, V] on the host
     void **k_cache, **v_cache;                                                   // a layer: [cache_rows, G D]
     double *sums;                                                                // loss, unmasked tokens, squared norm
     float *grad_scale, *grad_norm;
@@ -4051,6 +4093,9 @@ static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a) {
 
 /* ==== §10a memory ================================================================================================ */
 
+/* Rows of logits that travel to the host at once. */
+enum { MT_STAGED_ROWS = 16 };
+
 enum { MT_PLAN_WEIGHTS, MT_PLAN_GRADIENTS, MT_PLAN_OPTIMIZER, MT_PLAN_ACTIVATIONS, MT_PLAN_CACHE, MT_NUM_PLANS };
 
 /* Parameters, gradients and optimizer state of every bucket. */
@@ -4273,6 +4318,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
         mt_model_destroy(m);
         return -1;
     }
+    m->staged_logits = mt_malloc(MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype));
     m->arena.capacity = counting.used;
     m->arena.base = ops->memory_alloc(counting.used);
     mt_layout(m, &m->arena);
@@ -4296,6 +4342,7 @@ void mt_model_destroy(mt_model *m) {
         m->ops->memory_free(m->arena.base);
         m->ops->stream_destroy(m->stream);
     }
+    free(m->staged_logits);
     free(m->params);
     free(m->buckets);
     free(m->layers);
@@ -4460,16 +4507,19 @@ void mt_model_backward(mt_model *m) {
 /* Copies logits to the host as fp32, without the padding columns. */
 static void mt_read_logits(mt_model *m, float *logits, int64_t rows) {
     int64_t V = m->V, vocabulary = m->options->vocab_size, size = mt_dtype_size(m->dtype);
-    char *row = mt_malloc(V * size);
-    for (int64_t t = 0; t < rows; t++) {
-        m->ops->memory_copy(row, (char *)m->logits + t * V * size, V * size, m->stream);
+    for (int64_t first = 0; first < rows; first += MT_STAGED_ROWS) {
+        int64_t count = rows - first < MT_STAGED_ROWS ? rows - first : MT_STAGED_ROWS;
+        m->ops->memory_copy(m->staged_logits, mt_at(m, m->logits, first * V), count * V * size, m->stream);
         m->ops->stream_wait(m->stream);
-        if (m->dtype == MT_F32)
-            memcpy(logits + t * vocabulary, row, (size_t)(vocabulary * 4));
-        else
-            for (int64_t i = 0; i < vocabulary; i++) logits[t * vocabulary + i] = mt_bf16_to_f32(((uint16_t *)row)[i]);
+        for (int64_t t = 0; t < count; t++) {
+            const char *row = (const char *)m->staged_logits + t * V * size;
+            float *to = logits + (first + t) * vocabulary;
+            if (m->dtype == MT_F32)
+                memcpy(to, row, (size_t)(vocabulary * 4));
+            else
+                for (int64_t i = 0; i < vocabulary; i++) to[i] = mt_bf16_to_f32(((const uint16_t *)row)[i]);
+        }
     }
-    free(row);
 }
 
 void mt_model_read(mt_model *m, float *loss, float *entropy, float *logits) {
@@ -5045,9 +5095,11 @@ static void mt_param_read_rows(float *rows, const mt_param *param, const mt_tens
         mt_stored_to_f32(rows, 1, data + row * param->cols * size, tensor->dtype, count * param->cols);
         return;
     }
-    for (int64_t col = 0; col < param->cols; col++)
-        mt_stored_to_f32(rows + col, param->cols, data + (col * param->hf_rows_total + row) * size, tensor->dtype,
-                         count);
+    for (int64_t r = 0; r < count; r += 64) // 64 rows at a time stay in the cache while the columns pass
+        for (int64_t col = 0; col < param->cols; col++)
+            mt_stored_to_f32(rows + r * param->cols + col, param->cols,
+                             data + (col * param->hf_rows_total + row + r) * size, tensor->dtype,
+                             count - r < 64 ? count - r : 64);
 }
 
 /* Rows of a parameter that pass through the staging buffer at once. */
@@ -5393,6 +5445,17 @@ static char *mt_saved_header(const mt_saved *tensors, int64_t count, int64_t *by
     return text;
 }
 
+/* to[cols, rows] = from[rows, cols] transposed, elements of 2 or 4 bytes; 64 rows at a time stay in the cache. */
+static void mt_transpose(void *to, const void *from, int64_t rows, int64_t cols, int64_t size) {
+    for (int64_t first = 0; first < rows; first += 64)
+        for (int64_t c = 0; c < cols; c++)
+            for (int64_t r = first; r < rows && r < first + 64; r++)
+                if (size == 4)
+                    ((uint32_t *)to)[c * rows + r] = ((const uint32_t *)from)[r * cols + c];
+                else
+                    ((uint16_t *)to)[c * rows + r] = ((const uint16_t *)from)[r * cols + c];
+}
+
 /* Writes a parameter's rows where they belong in a tensor whose data begins at `start` in the file. */
 static int mt_param_write(const mt_output *out, const mt_model *m, const mt_param *param, const mt_saved *saved,
                           int64_t start) {
@@ -5410,9 +5473,7 @@ static int mt_param_write(const mt_output *out, const mt_model *m, const mt_para
             status = mt_output_write(out, start + row * cols * size, staged, count * cols * size);
             continue;
         }
-        for (int64_t r = 0; r < count; r++)
-            for (int64_t c = 0; c < cols; c++)
-                memcpy(turned + (c * count + r) * size, staged + (r * cols + c) * size, (size_t)size);
+        mt_transpose(turned, staged, count, cols, size);
         if (count == param->hf_rows_total) {
             status = mt_output_write(out, start, turned, count * cols * size);
             continue;

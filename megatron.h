@@ -456,6 +456,21 @@ typedef struct mt_ops {
 /* The plain C backend: the definition of what each operation computes. Needs no start. */
 extern const mt_ops mt_cpu_ops;
 
+/* The CUDA backend on GPU `device` of this host; NULL with a reason where none answers or the build has no CUDA. */
+const mt_ops *mt_cuda_open(int device, mt_error *error);
+
+/* A moment on a stream of the CUDA backend, to time what is enqueued between two of them; only in builds with CUDA. The
+ * seconds between two moments are known once the second has passed, which mt_cuda_event_seconds waits for. */
+typedef struct mt_event mt_event;
+mt_event *mt_cuda_event_create(void);
+void mt_cuda_event_destroy(mt_event *event);
+void mt_cuda_event_record(mt_event *event, mt_stream *stream);
+double mt_cuda_event_seconds(const mt_event *from, const mt_event *to);
+
+/* The backend that --device names: cpu, cuda, or auto, which is cuda for one rank where a GPU answers. NULL is an
+ * error. */
+const mt_ops *mt_backend_open(const char *device, int64_t world_size, mt_error *error);
+
 /* Floating-point operations a second of the CPU's matrix product, n^3, best of a few: the benchmarks' ceiling. */
 double mt_cpu_matmul_rate(int64_t n);
 

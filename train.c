@@ -109,7 +109,9 @@ static void open_model(run *r) {
     mt_error error;
     int64_t tokens = o->micro_batch_size * o->seq_length;
     mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = o->seq_length, .train = true};
-    check(mt_model_create(&r->model, o, &r->grid, &mt_cpu_ops, &plan, &error), &error);
+    const mt_ops *ops = mt_backend_open(o->device, r->grid.world.size, &error);
+    check(ops ? mt_model_create(&r->model, o, &r->grid, ops, &plan, &error) : -1, &error);
+    if (o->save && r->grid.world.rank == 0) check(mt_checkpoint_prepare(r->model, o->save, &error), &error);
     if (r->grid.world.rank == 0) mt_model_print_plan(r->model, stdout);
     if (o->load)
         check(mt_checkpoint_load(r->model, &r->state, o->load, &error), &error);

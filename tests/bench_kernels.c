@@ -238,7 +238,7 @@ int main(void) {
     printf("copy %.1f GB/s (read and write), read %.1f GB/s, sgemm %.0f GFLOP/s\n", copy_rate / 1e9, read_rate / 1e9,
            matmul_rate / 1e9);
     run_all();
-    dtype = MT_BF16; // the values are fp32 patterns read as pairs of bf16: half are small numbers, half are noise
+    dtype = MT_BF16;
     for (int i = 0; i < 4; i++) ops->random_normal(buffers[i], PARAMS, (uint64_t)i, 0, 0, 0.1f, MT_BF16, NULL);
     run_all();
     for (int i = 0; i < 8; i++) ops->memory_free(buffers[i]);

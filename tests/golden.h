@@ -18,6 +18,9 @@ enum { STEPS = 10, SEQUENCES = 4, SEQ_LENGTH = 32, TOKENS = SEQUENCES * SEQ_LENG
 static const char *const families[] = {"gpt2", "llama", "llama3_rope_tied", "qwen2", "qwen3"};
 enum { NUM_FAMILIES = sizeof families / sizeof *families };
 
+/* The backend that models are created on. */
+static const mt_ops *backend = &mt_cpu_ops;
+
 /* A family's folder opened as `train` would open it. */
 typedef struct fixture {
     char folder[256];
@@ -62,7 +65,7 @@ static void create_model(fixture *f, const mt_grid *grid) {
     mt_error error = {{0}};
     mt_run_state state = {0};
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
-    if (mt_model_create(&f->model, &f->options, grid, &mt_cpu_ops, &plan, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&f->model, &f->options, grid, backend, &plan, &error) != 0) fail_msg("%s", error.text);
     if (mt_checkpoint_load(f->model, &state, f->folder, &error) != 0) fail_msg("%s", error.text);
     assert_int_equal(state.iteration, 0);
 }

@@ -33,8 +33,12 @@ static void logits_logprobs_and_entropy_equal_transformers(void **state) {
 }
 
 /* Adds one parameter's squared distance from the reference gradient, and the reference's squared norm. */
-static void add_gradient_error(const mt_param *param, const float *grad, const float *expected, double *distance,
-                               double *norm) {
+static void add_gradient_error(const mt_model *model, const mt_param *param, const float *grads, const float *expected,
+                               double *distance, double *norm) {
+    int64_t bytes = param->rows_stored * param->cols * 4;
+    float *grad = mt_malloc(bytes); // the bucket may lie on a GPU
+    mt_model_ops(model)->memory_copy(grad, grads + param->offset, bytes, mt_model_stream(model));
+    mt_model_ops(model)->stream_wait(mt_model_stream(model));
     for (int64_t row = 0; row < param->rows_stored; row++)
         for (int64_t col = 0; col < param->cols; col++) {
             int64_t hf_row = param->hf_row + row;
@@ -42,6 +46,7 @@ static void add_gradient_error(const mt_param *param, const float *grad, const f
             double e = expected[at], d = (double)grad[row * param->cols + col] / TOKENS - e;
             *distance += d * d, *norm += e * e;
         }
+    free(grad);
 }
 
 static void every_gradient_equals_transformers(void **state) {
@@ -65,8 +70,8 @@ static void every_gradient_equals_transformers(void **state) {
             if (!tensor) fail_msg("%s: no reference gradient of %s", families[k], params[i].hf_name);
             double distance = 0, norm = 0;
             for (next = i; next < num_params && strcmp(params[next].hf_name, params[i].hf_name) == 0; next++)
-                add_gradient_error(&params[next], buckets[params[next].bucket].grads + params[next].offset,
-                                   tensor->data, &distance, &norm);
+                add_gradient_error(f.model, &params[next], buckets[params[next].bucket].grads, tensor->data, &distance,
+                                   &norm);
             if (!(sqrt(distance) <= 1e-4 * sqrt(norm)))
                 fail_msg("%s: gradient of %s is off by %g of its norm", families[k], params[i].hf_name,
                          sqrt(distance / norm));
@@ -99,6 +104,14 @@ static void bf16_trains_to_within_two_percent_of_fp32(void **state) {
     }
 }
 
+static void no_gpu_answers(void **state) {
+    (void)state;
+    mt_error error;
+    mt_cuda_open(0, &error);
+    print_message("skipped on a GPU: %s\n", error.text);
+    skip();
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(logits_logprobs_and_entropy_equal_transformers),
@@ -106,5 +119,10 @@ int main(void) {
         cmocka_unit_test(ten_steps_equal_pytorch_for_any_micro_batch_size),
         cmocka_unit_test(bf16_trains_to_within_two_percent_of_fp32),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    const struct CMUnitTest none[] = {cmocka_unit_test(no_gpu_answers)};
+    mt_error error;
+    int failures = cmocka_run_group_tests_name("cpu", tests, NULL, NULL);
+    backend = mt_cuda_open(0, &error);
+    if (!backend) return failures + cmocka_run_group_tests_name("cuda", none, NULL, NULL);
+    return failures + cmocka_run_group_tests_name("cuda", tests, NULL, NULL);
 }

@@ -1,0 +1,523 @@
+/* activation.cu: what touches every element once: activations, residual stream, rotary positions, rows, embedding. */
+#include "vector.cuh"
+
+#include <cub/device/device_radix_sort.cuh>
+
+/* Packs that a thread asks for before it uses the first. */
+static constexpr int packs_per_thread = 4;
+
+/* ---- GELU -------------------------------------------------------------------------------------------------------- */
+
+__device__ static inline float sigmoid(float x) {
+    return __fdividef(1, 1 + mt_exp(-x));
+}
+
+/* The normal distribution function, erfc(-x / sqrt(2)) / 2 by the Chebyshev fit of Press et al., "Numerical recipes"
+ * (erfcc), as on the CPU; or its approximation (1 + tanh(u)) / 2 = sigmoid(2 u). */
+template <bool tanh_approximation> __device__ static inline float normal_cdf(float x) {
+    if (tanh_approximation) return sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
+    float z = fabsf(x) * 0.70710678f, t = __fdividef(1, 1 + 0.5f * z);
+    float p = 0.17087277f;
+    p = p * t - 0.82215223f;
+    p = p * t + 1.48851587f;
+    p = p * t - 1.13520398f;
+    p = p * t + 0.27886807f;
+    p = p * t - 0.18628806f;
+    p = p * t + 0.09678418f;
+    p = p * t + 0.37409196f;
+    p = p * t + 1.00002368f;
+    float tail = 0.5f * t * mt_exp(-z * z - 1.26551223f + t * p);
+    return x < 0 ? tail : 1 - tail;
+}
+
+/* y = x cdf(x). Reads x, writes y: 4 bytes an element in bf16, 8 in fp32. */
+template <class T, int N, bool tanh_approximation>
+__global__ void gelu_forward(T *y, const T *x, int64_t begin, int64_t end) {
+    constexpr int K = packs_per_thread;
+    int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
+    mt_pack<T, N> packs[K];
+#pragma unroll
+    for (int k = 0; k < K; k++)
+        if (first + k * step < end) packs[k] = mt_load<N>(x + first + k * step);
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= end) break;
+        for (int i = 0; i < N; i++) {
+            float in = mt_to_float(packs[k].value[i]);
+            packs[k].value[i] = mt_from_float<T>(in * normal_cdf<tanh_approximation>(in));
+        }
+        mt_store(y + first + k * step, packs[k]);
+    }
+}
+
+/* dx = dy (cdf + x cdf'). Reads dy and x, writes dx: 6 bytes an element in bf16, 12 in fp32. */
+template <class T, int N, bool tanh_approximation>
+__global__ void gelu_backward(T *dx, const T *dy, const T *x, int64_t begin, int64_t end) {
+    constexpr int K = packs_per_thread / 2;
+    int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
+    mt_pack<T, N> xs[K], dys[K];
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= end) break;
+        xs[k] = mt_load<N>(x + first + k * step);
+        dys[k] = mt_load<N>(dy + first + k * step);
+    }
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= end) break;
+        for (int i = 0; i < N; i++) {
+            float in = mt_to_float(xs[k].value[i]), cdf = normal_cdf<tanh_approximation>(in);
+            float density = tanh_approximation ? cdf * (1 - cdf) * 1.59576912f * (1 + 3 * 0.044715f * in * in)
+                                               : 0.39894228f * mt_exp(-0.5f * in * in);
+            xs[k].value[i] = mt_from_float<T>(mt_to_float(dys[k].value[i]) * (cdf + in * density));
+        }
+        mt_store(dx + first + k * step, xs[k]);
+    }
+}
+
+template <class T, int N>
+static void launch_gelu_forward(void *y, const void *x, int64_t begin, int64_t end, bool tanh_approximation,
+                                cudaStream_t stream) {
+    unsigned blocks = mt_blocks(end - begin, 256 * packs_per_thread * N);
+    auto kernel = tanh_approximation ? gelu_forward<T, N, true> : gelu_forward<T, N, false>;
+    kernel<<<blocks, 256, 0, stream>>>((T *)y, (const T *)x, begin, end);
+    MT_CUDA_LAUNCHED();
+}
+
+extern "C" void mt_cuda_gelu_forward(void *y, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype,
+                                     mt_stream *stream) {
+    mt_dispatch(dtype, true, [&](auto type, auto width) {
+        mt_split<decltype(width)::value>(n, mt_wide(dtype, {y, x}, {}), [&](int64_t begin, int64_t end, auto width) {
+            launch_gelu_forward<decltype(type), decltype(width)::value>(y, x, begin, end, tanh_approximation,
+                                                                        mt_cuda_stream(stream));
+        });
+    });
+}
+
+template <class T, int N>
+static void launch_gelu_backward(void *dx, const void *dy, const void *x, int64_t begin, int64_t end,
+                                 bool tanh_approximation, cudaStream_t stream) {
+    unsigned blocks = mt_blocks(end - begin, 256 * packs_per_thread / 2 * N);
+    auto kernel = tanh_approximation ? gelu_backward<T, N, true> : gelu_backward<T, N, false>;
+    kernel<<<blocks, 256, 0, stream>>>((T *)dx, (const T *)dy, (const T *)x, begin, end);
+    MT_CUDA_LAUNCHED();
+}
+
+extern "C" void mt_cuda_gelu_backward(void *dx, const void *dy, const void *x, int64_t n, bool tanh_approximation,
+                                      mt_dtype dtype, mt_stream *stream) {
+    mt_dispatch(dtype, true, [&](auto type, auto width) {
+        bool wide = mt_wide(dtype, {dx, dy, x}, {});
+        mt_split<decltype(width)::value>(n, wide, [&](int64_t begin, int64_t end, auto width) {
+            launch_gelu_backward<decltype(type), decltype(width)::value>(dx, dy, x, begin, end, tanh_approximation,
+                                                                         mt_cuda_stream(stream));
+        });
+    });
+}
+
+/* ---- SwiGLU ------------------------------------------------------------------------------------------------------ */
+
+/* y = gate sigmoid(gate) up. Reads gate and up, writes y: 6 bytes an element of y in bf16, 12 in fp32. */
+template <class T, int N> __global__ void swiglu_forward(T *y, const T *gate_up, int F, int blocks_per_row) {
+    constexpr int K = packs_per_thread / 2;
+    int64_t row = blockIdx.x / blocks_per_row;
+    int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
+    const T *gate_row = gate_up + row * 2 * F, *up_row = gate_row + F;
+    mt_pack<T, N> gates[K], ups[K];
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= F) break;
+        gates[k] = mt_load<N>(gate_row + first + k * step);
+        ups[k] = mt_load<N>(up_row + first + k * step);
+    }
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= F) break;
+        for (int i = 0; i < N; i++) {
+            float gate = mt_to_float(gates[k].value[i]), up = mt_to_float(ups[k].value[i]);
+            gates[k].value[i] = mt_from_float<T>(gate * sigmoid(gate) * up);
+        }
+        mt_store(y + row * F + first + k * step, gates[k]);
+    }
+}
+
+/* With s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s)). Reads dy, gate and up, writes dgate and
+ * dup: 10 bytes an element of y in bf16, 20 in fp32. */
+template <class T, int N>
+__global__ void swiglu_backward(T *dgate_up, const T *dy, const T *gate_up, int F, int blocks_per_row) {
+    constexpr int K = packs_per_thread / 2;
+    int64_t row = blockIdx.x / blocks_per_row;
+    int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
+    const T *gate_row = gate_up + row * 2 * F, *up_row = gate_row + F, *dy_row = dy + row * F;
+    T *dgate_row = dgate_up + row * 2 * F, *dup_row = dgate_row + F;
+    mt_pack<T, N> gates[K], ups[K], dys[K];
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= F) break;
+        gates[k] = mt_load<N>(gate_row + first + k * step);
+        ups[k] = mt_load<N>(up_row + first + k * step);
+        dys[k] = mt_load<N>(dy_row + first + k * step);
+    }
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= F) break;
+        for (int i = 0; i < N; i++) {
+            float gate = mt_to_float(gates[k].value[i]), up = mt_to_float(ups[k].value[i]);
+            float s = sigmoid(gate), d = mt_to_float(dys[k].value[i]);
+            gates[k].value[i] = mt_from_float<T>(d * up * s * (1 + gate * (1 - s)));
+            ups[k].value[i] = mt_from_float<T>(d * gate * s);
+        }
+        mt_store(dgate_row + first + k * step, gates[k]);
+        mt_store(dup_row + first + k * step, ups[k]);
+    }
+}
+
+extern "C" void mt_cuda_swiglu_forward(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
+                                       mt_stream *stream) {
+    if (T == 0) return;
+    mt_dispatch(dtype, mt_wide(dtype, {y, gate_up}, {F}), [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        mt_row_grid grid = mt_rows(mt_divide_up(F, N), packs_per_thread / 2);
+        swiglu_forward<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
+            (E *)y, (const E *)gate_up, (int)F, grid.blocks_per_row);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+extern "C" void mt_cuda_swiglu_backward(void *dgate_up, const void *dy, const void *gate_up, int64_t T, int64_t F,
+                                        mt_dtype dtype, mt_stream *stream) {
+    if (T == 0) return;
+    mt_dispatch(dtype, mt_wide(dtype, {dgate_up, dy, gate_up}, {F}), [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        mt_row_grid grid = mt_rows(mt_divide_up(F, N), packs_per_thread / 2);
+        swiglu_backward<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
+            (E *)dgate_up, (const E *)dy, (const E *)gate_up, (int)F, grid.blocks_per_row);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+/* ---- residual stream --------------------------------------------------------------------------------------------- */
+
+/* out = residual + dropout(x). An element is kept where its word of Philox is at least `threshold`; four neighbours
+ * share a counter. Reads x and residual, writes out: 6 bytes an element in bf16, 12 in fp32 (4 and 8 without
+ * residual). */
+template <class T, int N>
+__global__ void dropout_add(T *out, const T *x, const T *residual, const int64_t *token_index, int C,
+                            int blocks_per_row, int64_t first_channel, uint64_t key, uint64_t threshold, float kept) {
+    constexpr int K = packs_per_thread / 2;
+    int64_t row = blockIdx.x / blocks_per_row, offset = row * C;
+    int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
+    uint64_t token = threshold > 0 ? (uint64_t)token_index[row] : 0;
+    mt_pack<T, N> xs[K], residuals[K];
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= C) break;
+        xs[k] = mt_load<N>(x + offset + first + k * step);
+        residuals[k] = residual ? mt_load<N>(residual + offset + first + k * step) : mt_pack<T, N>{};
+    }
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= C) break;
+        int64_t channel = first_channel + first + k * step; // a multiple of 4 where N > 1
+        uint4 words = make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < N; i++) {
+            if (i % 4 == 0 && threshold > 0) words = mt_cuda_philox(key, token, (uint64_t)(channel + i) / 4);
+            int place = N == 1 ? channel % 4 : i % 4;
+            uint32_t word = place == 0 ? words.x : place == 1 ? words.y : place == 2 ? words.z : words.w;
+            float factor = word >= threshold ? kept : 0;
+            xs[k].value[i] =
+                mt_from_float<T>(mt_to_float(residuals[k].value[i]) + mt_to_float(xs[k].value[i]) * factor);
+        }
+        mt_store(out + offset + first + k * step, xs[k]);
+    }
+}
+
+extern "C" void mt_cuda_dropout_add_forward(void *out, const void *x, const void *residual, const int64_t *token_index,
+                                            int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,
+                                            mt_dtype dtype, mt_stream *stream) {
+    if (T == 0) return;
+    double p = dropout->p > 0 ? dropout->p : 0;
+    uint64_t threshold = (uint64_t)(p * 4294967296.0), key = dropout->key;
+    float kept = p < 1 ? (float)(1 / (1 - p)) : 0;
+    bool wide = mt_wide(dtype, {out, x, residual}, {C}) && first_channel % 4 == 0;
+    mt_dispatch(dtype, wide, [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        mt_row_grid grid = mt_rows(mt_divide_up(C, N), packs_per_thread / 2);
+        dropout_add<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
+            (E *)out, (const E *)x, (const E *)residual, token_index, (int)C, grid.blocks_per_row, first_channel, key,
+            threshold, kept);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+extern "C" void mt_cuda_dropout_add_backward(void *dx, const void *dout, const int64_t *token_index, int64_t T,
+                                             int64_t C, int64_t first_channel, const mt_dropout *dropout,
+                                             mt_dtype dtype, mt_stream *stream) {
+    mt_cuda_dropout_add_forward(dx, dout, NULL, token_index, T, C, first_channel, dropout, dtype, stream);
+}
+
+/* ---- rotary positions -------------------------------------------------------------------------------------------- */
+
+/* Turns x's pairs by their angle, or back when `direction` is -1. A thread turns N pairs: two packs, half a rotation
+ * apart, or next to one another when interleaved. Packs past the rotary channels are copied, unless y is x. Reads x,
+ * writes y: 4 bytes an element in bf16, 8 in fp32. */
+template <class T, int N, bool interleaved>
+__global__ void rope(T *y, const T *x, const float *cos, const float *sin, const int32_t *positions, float direction,
+                     int H, int D, int R, int64_t y_stride, int64_t x_stride) {
+    int half = R / 2, turns = half / N, units = turns + (y == x ? 0 : (D - R) / N); // of one head
+    const float *token_cos = cos + (int64_t)positions[blockIdx.x] * half;
+    const float *token_sin = sin + (int64_t)positions[blockIdx.x] * half;
+    y += blockIdx.x * y_stride;
+    x += blockIdx.x * x_stride;
+    for (int unit = threadIdx.x; unit < H * units; unit += blockDim.x) {
+        int start = unit / units * D, j = unit % units;
+        if (j >= turns) {
+            int copied = start + R + (j - turns) * N;
+            mt_store(y + copied, mt_load<N>(x + copied));
+            continue;
+        }
+        int low = start + (interleaved ? 2 * j * N : j * N), high = interleaved ? low + N : low + half;
+        mt_pack<T, N> lows = mt_load<N>(x + low), highs = mt_load<N>(x + high);
+        mt_pack<float, N> c = mt_load<N>(token_cos + j * N), s = mt_load<N>(token_sin + j * N);
+        T both[2 * N];
+        for (int i = 0; i < N; i++) both[i] = lows.value[i], both[N + i] = highs.value[i];
+        for (int i = 0; i < N; i++) {
+            T &a = both[interleaved ? 2 * i : i], &b = both[interleaved ? 2 * i + 1 : N + i];
+            float from_a = mt_to_float(a), from_b = mt_to_float(b), turned_sin = direction * s.value[i];
+            a = mt_from_float<T>(from_a * c.value[i] - from_b * turned_sin);
+            b = mt_from_float<T>(from_b * c.value[i] + from_a * turned_sin);
+        }
+        for (int i = 0; i < N; i++) lows.value[i] = both[i], highs.value[i] = both[N + i];
+        mt_store(y + low, lows);
+        mt_store(y + high, highs);
+    }
+}
+
+static void launch_rope(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
+                        float direction, int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
+                        bool interleaved, mt_dtype dtype, mt_stream *stream) {
+    if (T == 0 || (R == 0 && y == x)) return;
+    bool wide = mt_wide(dtype, {y, x, cos, sin}, {y_stride, x_stride, D, R / 2});
+    mt_dispatch(dtype, wide, [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        mt_row_grid grid = mt_rows(H * mt_divide_up(R / 2 + (y == x ? 0 : D - R), N), 1);
+        auto kernel = interleaved ? rope<E, N, true> : rope<E, N, false>;
+        kernel<<<(unsigned)T, grid.threads, 0, mt_cuda_stream(stream)>>>(
+            (E *)y, (const E *)x, cos, sin, positions, direction, (int)H, (int)D, (int)R, y_stride, x_stride);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+extern "C" void mt_cuda_rope_forward(void *y, const void *x, const float *cos, const float *sin,
+                                     const int32_t *positions, int64_t T, int64_t H, int64_t D, int64_t R,
+                                     int64_t y_stride, int64_t x_stride, bool interleaved, mt_dtype dtype,
+                                     mt_stream *stream) {
+    launch_rope(y, x, cos, sin, positions, 1, T, H, D, R, y_stride, x_stride, interleaved, dtype, stream);
+}
+
+extern "C" void mt_cuda_rope_backward(void *dx, const void *dy, const float *cos, const float *sin,
+                                      const int32_t *positions, int64_t T, int64_t H, int64_t D, int64_t R,
+                                      int64_t dx_stride, int64_t dy_stride, bool interleaved, mt_dtype dtype,
+                                      mt_stream *stream) {
+    launch_rope(dx, dy, cos, sin, positions, -1, T, H, D, R, dx_stride, dy_stride, interleaved, dtype, stream);
+}
+
+/* ---- rows -------------------------------------------------------------------------------------------------------- */
+
+/* to[to_rows[t]] = from[from_rows[t]], where rows that are NULL are t itself. Reads and writes each element: 4 bytes in
+ * bf16, 8 in fp32. */
+template <class T, int N>
+__global__ void copy_rows(T *to, const T *from, const int32_t *to_rows, const int32_t *from_rows, int width,
+                          int64_t to_stride, int64_t from_stride, int blocks_per_row) {
+    constexpr int K = packs_per_thread;
+    int64_t row = blockIdx.x / blocks_per_row;
+    int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
+    to += (to_rows ? to_rows[row] : row) * to_stride;
+    from += (from_rows ? from_rows[row] : row) * from_stride;
+    mt_pack<T, N> packs[K];
+#pragma unroll
+    for (int k = 0; k < K; k++)
+        if (first + k * step < width) packs[k] = mt_load<N>(from + first + k * step);
+#pragma unroll
+    for (int k = 0; k < K; k++)
+        if (first + k * step < width) mt_store(to + first + k * step, packs[k]);
+}
+
+static void launch_copy_rows(void *to, const void *from, const int32_t *to_rows, const int32_t *from_rows, int64_t T,
+                             int64_t width, int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
+    if (T == 0) return;
+    mt_dispatch(dtype, mt_wide(dtype, {to, from}, {width, to_stride, from_stride}), [&](auto type, auto pack) {
+        using E = decltype(type);
+        constexpr int N = decltype(pack)::value;
+        mt_row_grid grid = mt_rows(mt_divide_up(width, N), packs_per_thread);
+        copy_rows<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
+            (E *)to, (const E *)from, to_rows, from_rows, (int)width, to_stride, from_stride, grid.blocks_per_row);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+extern "C" void mt_cuda_scatter_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
+                                     int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
+    launch_copy_rows(to, from, rows, NULL, T, width, to_stride, from_stride, dtype, stream);
+}
+
+extern "C" void mt_cuda_gather_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
+                                    int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
+    launch_copy_rows(to, from, NULL, rows, T, width, to_stride, from_stride, dtype, stream);
+}
+
+/* ---- embedding --------------------------------------------------------------------------------------------------- */
+
+/* out[t] (+)= w[ids[t] - first], or 0 for ids outside [first, first + count). Reads w's row, writes out: 4 bytes an
+ * element in bf16, 8 in fp32; 6 and 12 when accumulating. */
+template <class T, int N>
+__global__ void embedding_forward(T *out, const int32_t *ids, const T *w, int C, int64_t first_id, int64_t count,
+                                  bool accumulate, int blocks_per_row) {
+    constexpr int K = packs_per_thread / 2;
+    int64_t row = blockIdx.x / blocks_per_row, id = ids[row] - first_id;
+    bool held = id >= 0 && id < count;
+    int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
+    out += row * C;
+    w += held ? id * C : 0;
+    if (accumulate && !held) return;
+    mt_pack<T, N> packs[K], before[K];
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= C) break;
+        packs[k] = held ? mt_load<N>(w + first + k * step) : mt_pack<T, N>{};
+        if (accumulate) before[k] = mt_load<N>(out + first + k * step);
+    }
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= C) break;
+        for (int i = 0; accumulate && i < N; i++)
+            packs[k].value[i] = mt_from_float<T>(mt_to_float(before[k].value[i]) + mt_to_float(packs[k].value[i]));
+        mt_store(out + first + k * step, packs[k]);
+    }
+}
+
+extern "C" void mt_cuda_embedding_forward(void *out, const int32_t *ids, const void *w, int64_t T, int64_t C,
+                                          int64_t first, int64_t count, bool accumulate, mt_dtype dtype,
+                                          mt_stream *stream) {
+    if (T == 0) return;
+    mt_dispatch(dtype, mt_wide(dtype, {out, w}, {C}), [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        mt_row_grid grid = mt_rows(mt_divide_up(C, N), packs_per_thread / 2);
+        embedding_forward<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
+            (E *)out, ids, (const E *)w, (int)C, first, count, accumulate, grid.blocks_per_row);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+/* Keys to sort tokens by: the row of dw, or `count` for ids that are not held here. */
+__global__ void embedding_keys(uint32_t *keys, uint32_t *tokens, const int32_t *ids, int64_t T, int64_t first,
+                               int64_t count) {
+    int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (t >= T) return;
+    int64_t row = ids[t] - first;
+    keys[t] = (uint32_t)(row >= 0 && row < count ? row : count);
+    tokens[t] = (uint32_t)t;
+}
+
+/* `keys` and `tokens` are sorted, tokens with one key in their order. The blocks at the first token of a key add all of
+ * its tokens to their columns of dw's row, so that each sum has one owner and one order. Reads dout once, and reads and
+ * writes the rows of dw that occur: 2 bytes an element of dout in bf16 (4 in fp32) and 8 an element of those rows. */
+template <class T, int N>
+__global__ void embedding_backward(float *dw, const T *dout, const uint32_t *keys, const uint32_t *tokens,
+                                   uint32_t num_tokens, uint32_t count, int C, int blocks_per_row) {
+    constexpr int rows_at_once = 8;
+    uint32_t place = blockIdx.x / blocks_per_row, key = keys[place];
+    int c = (blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x) * N;
+    if (key == count || (place > 0 && keys[place - 1] == key) || c >= C) return;
+    mt_pack<float, N> sums = mt_load<N>(dw + (int64_t)key * C + c);
+    bool more = true;
+    for (; more; place += rows_at_once) {
+        bool mine[rows_at_once];
+        uint32_t token[rows_at_once];
+        mt_pack<T, N> rows[rows_at_once];
+#pragma unroll
+        for (int r = 0; r < rows_at_once; r++) {
+            uint32_t at = min(place + r, num_tokens - 1);
+            mine[r] = (at == place + r) & (keys[at] == key); // no branch: the loads go out together
+            token[r] = tokens[at];
+        }
+#pragma unroll
+        for (int r = 0; r < rows_at_once; r++)
+            rows[r] = mine[r] ? mt_load<N>(dout + (int64_t)token[r] * C + c) : mt_pack<T, N>{};
+        more = mine[rows_at_once - 1];
+#pragma unroll
+        for (int r = 0; r < rows_at_once; r++)
+            for (int i = 0; i < N; i++) sums.value[i] += mt_to_float(rows[r].value[i]);
+    }
+    mt_store(dw + (int64_t)key * C + c, sums);
+}
+
+extern "C" void mt_cuda_embedding_backward(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
+                                           int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
+    if (T == 0) return;
+    int bits = 1;
+    while (count >> bits) bits++;
+    uint32_t *none = NULL;
+    size_t sort_bytes = 0;
+    MT_CUDA(cub::DeviceRadixSort::SortPairs(NULL, sort_bytes, none, none, none, none, (int)T, 0, bits));
+    int64_t array = mt_divide_up(T, 64) * 64;
+    uint32_t *keys = (uint32_t *)mt_cuda_workspace(stream, 4 * array * 4 + (int64_t)sort_bytes);
+    uint32_t *tokens = keys + array, *sorted_keys = tokens + array, *sorted_tokens = sorted_keys + array;
+    cudaStream_t on = mt_cuda_stream(stream);
+    embedding_keys<<<mt_blocks(T, 256), 256, 0, on>>>(keys, tokens, ids, T, first, count);
+    MT_CUDA_LAUNCHED();
+    MT_CUDA(cub::DeviceRadixSort::SortPairs(sorted_tokens + array, sort_bytes, keys, sorted_keys, tokens, sorted_tokens,
+                                            (int)T, 0, bits, on));
+    mt_dispatch(dtype, mt_wide(dtype, {dw, dout}, {C}), [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        mt_row_grid grid = mt_rows(mt_divide_up(C, N), 1);
+        embedding_backward<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, on>>>(
+            dw, (const E *)dout, sorted_keys, sorted_tokens, (uint32_t)T, (uint32_t)count, (int)C, grid.blocks_per_row);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+/* ---- conversions ------------------------------------------------------------------------------------------------- */
+
+/* Reads and writes each element: 6 bytes between fp32 and bf16. */
+template <class To, class From, int N> __global__ void convert(To *to, const From *from, int64_t begin, int64_t end) {
+    constexpr int K = packs_per_thread / 2;
+    int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
+    mt_pack<From, N> packs[K];
+#pragma unroll
+    for (int k = 0; k < K; k++)
+        if (first + k * step < end) packs[k] = mt_load<N>(from + first + k * step);
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= end) break;
+        mt_pack<To, N> converted;
+        for (int i = 0; i < N; i++) converted.value[i] = mt_from_float<To>(mt_to_float(packs[k].value[i]));
+        mt_store(to + first + k * step, converted);
+    }
+}
+
+template <class To, class From>
+static void launch_convert(void *to, const void *from, int64_t n, bool wide, cudaStream_t stream) {
+    mt_split<8>(n, wide, [&](int64_t begin, int64_t end, auto width) {
+        constexpr int N = decltype(width)::value;
+        unsigned blocks = mt_blocks(end - begin, 256 * packs_per_thread / 2 * N);
+        convert<To, From, N><<<blocks, 256, 0, stream>>>((To *)to, (const From *)from, begin, end);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+extern "C" void mt_cuda_convert(void *to, mt_dtype to_dtype, const void *from, mt_dtype from_dtype, int64_t n,
+                                mt_stream *stream) {
+    bool wide = mt_wide(MT_F32, {to, from}, {});
+    if (to_dtype == from_dtype)
+        mt_cuda_memory_copy(to, from, n * mt_dtype_size(to_dtype), stream);
+    else if (to_dtype == MT_F32)
+        launch_convert<float, __nv_bfloat16>(to, from, n, wide, mt_cuda_stream(stream));
+    else
+        launch_convert<__nv_bfloat16, float>(to, from, n, wide, mt_cuda_stream(stream));
+}

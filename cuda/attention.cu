@@ -1,0 +1,236 @@
+/* attention.cu: attention over spans, as a ladder.
+ *
+ * The first rung is the definition: a warp a query and head walks over its keys and keeps the softmax as it goes
+ * (Milakov & Gimelshein, "Online normalizer calculation for softmax"). It serves every type, head size and span, and is
+ * what the rungs above it are tested against. */
+#include "cuda.h"
+
+/* ---- naive ------------------------------------------------------------------------------------------------------- */
+
+enum { WARPS = 4, MAX_CHANNELS = 256, CHANNELS = MAX_CHANNELS / 32 }; // CHANNELS: a lane's share of a head
+
+/* A head's channels over the lanes of a warp: lane l holds channels l, l + 32, ... */
+template <class E> __device__ static void load_head(float x[CHANNELS], const E *row, int64_t size, int lane) {
+#pragma unroll
+    for (int i = 0; i < CHANNELS; i++) x[i] = lane + 32 * i < size ? mt_to_float(row[lane + 32 * i]) : 0;
+}
+
+template <class E> __device__ static void store_head(E *row, const float x[CHANNELS], int64_t size, int lane) {
+#pragma unroll
+    for (int i = 0; i < CHANNELS; i++)
+        if (lane + 32 * i < size) row[lane + 32 * i] = mt_from_float<E>(x[i]);
+}
+
+__device__ static float dot(const float a[CHANNELS], const float b[CHANNELS]) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < CHANNELS; i++) sum += a[i] * b[i];
+    return mt_warp_sum(sum);
+}
+
+/* Keys [first, end) that row i of a span's queries sees. */
+struct key_range {
+    int64_t first, end;
+};
+
+__device__ static key_range visible_keys(const mt_span &span, int64_t i, int64_t window) {
+    int64_t last = i + span.k_len - span.q_len;
+    key_range range = {0, span.causal ? min(last + 1, span.k_len) : span.k_len};
+    if (window > 0) range.first = max(range.first, last - window + 1);
+    return range;
+}
+
+/* 0, or 1 / (1 - p): what dropout multiplies the probability of (query, key) by. As the CPU draws it. */
+__device__ static float dropout_factor(const mt_attention &shape, int64_t head, int64_t query, int64_t key) {
+    if (shape.dropout.p <= 0) return 1;
+    int64_t k = shape.k_index[key];
+    uint4 words = mt_cuda_philox(shape.dropout.key, shape.q_index[query],
+                                 (uint64_t)(shape.first_head + head) << 48 | (uint64_t)k >> 2);
+    uint32_t word = (k & 3) == 0 ? words.x : (k & 3) == 1 ? words.y : (k & 3) == 2 ? words.z : words.w;
+    return (double)word >= shape.dropout.p * 4294967296.0 ? (float)(1 / (1 - shape.dropout.p)) : 0;
+}
+
+template <class E>
+__global__ void naive_forward(E *out, float *lse, const E *q, const E *k, const E *v, const mt_span *spans,
+                              mt_attention shape) {
+    const mt_span span = spans[blockIdx.x];
+    int lane = threadIdx.x;
+    int64_t head = blockIdx.y, group = head / (shape.num_heads / shape.num_groups);
+    for (int64_t i = blockIdx.z * WARPS + threadIdx.y; i < span.q_len; i += gridDim.z * WARPS) {
+        int64_t query = span.q_start + i;
+        float q_row[CHANNELS], sum[CHANNELS] = {0}, largest = -INFINITY, total = 0;
+        load_head(q_row, q + query * shape.q_stride + head * shape.head_size, shape.head_size, lane);
+        key_range keys = visible_keys(span, i, shape.window);
+        for (int64_t j = keys.first; j < keys.end; j++) {
+            int64_t key = span.k_start + j;
+            float row[CHANNELS];
+            load_head(row, k + key * shape.k_stride + group * shape.head_size, shape.head_size, lane);
+            float score = shape.scale * dot(q_row, row), higher = fmaxf(largest, score);
+            float shrink = expf(largest - higher), weight = expf(score - higher);
+            total = total * shrink + weight;
+            weight *= dropout_factor(shape, head, query, key);
+            load_head(row, v + key * shape.v_stride + group * shape.value_size, shape.value_size, lane);
+#pragma unroll
+            for (int c = 0; c < CHANNELS; c++) sum[c] = sum[c] * shrink + weight * row[c];
+            largest = higher;
+        }
+#pragma unroll
+        for (int c = 0; c < CHANNELS; c++) sum[c] = total > 0 ? sum[c] / total : 0;
+        store_head(out + query * shape.out_stride + head * shape.value_size, sum, shape.value_size, lane);
+        if (lane == 0) lse[query * shape.num_heads + head] = total > 0 ? largest + logf(total) : -INFINITY;
+    }
+}
+
+/* What a query and a key say to each other, of which every gradient is made. */
+struct pair {
+    float weight;     // the probability, after dropout
+    float score_grad; // the gradient of the scaled score
+};
+
+__device__ static pair revisit(const float q[CHANNELS], const float k[CHANNELS], const float v[CHANNELS],
+                               const float dout[CHANNELS], float lse, float row_dot, const mt_attention &shape,
+                               int64_t head, int64_t query, int64_t key) {
+    float probability = expf(shape.scale * dot(q, k) - lse), factor = dropout_factor(shape, head, query, key);
+    return {probability * factor, probability * (factor * dot(dout, v) - row_dot)};
+}
+
+/* row_dot = sum(out dout) and dq, for every query. */
+template <class E>
+__global__ void naive_backward_q(E *dq, float *row_dot, const E *dout, const E *q, const E *k, const E *v, const E *out,
+                                 const float *lse, const mt_span *spans, mt_attention shape) {
+    const mt_span span = spans[blockIdx.x];
+    int lane = threadIdx.x;
+    int64_t head = blockIdx.y, group = head / (shape.num_heads / shape.num_groups);
+    for (int64_t i = blockIdx.z * WARPS + threadIdx.y; i < span.q_len; i += gridDim.z * WARPS) {
+        int64_t query = span.q_start + i, row = query * shape.num_heads + head;
+        int64_t out_at = query * shape.out_stride + head * shape.value_size;
+        float q_row[CHANNELS], dout_row[CHANNELS], other[CHANNELS], value[CHANNELS], sum[CHANNELS] = {0};
+        load_head(q_row, q + query * shape.q_stride + head * shape.head_size, shape.head_size, lane);
+        load_head(dout_row, dout + out_at, shape.value_size, lane);
+        load_head(other, out + out_at, shape.value_size, lane);
+        float out_dot = dot(other, dout_row);
+        if (lane == 0) row_dot[row] = out_dot;
+        key_range keys = visible_keys(span, i, shape.window);
+        for (int64_t j = keys.first; j < keys.end; j++) {
+            int64_t key = span.k_start + j;
+            load_head(other, k + key * shape.k_stride + group * shape.head_size, shape.head_size, lane);
+            load_head(value, v + key * shape.v_stride + group * shape.value_size, shape.value_size, lane);
+            pair p = revisit(q_row, other, value, dout_row, lse[row], out_dot, shape, head, query, key);
+#pragma unroll
+            for (int c = 0; c < CHANNELS; c++) sum[c] += shape.scale * p.score_grad * other[c];
+        }
+        store_head(dq + query * shape.q_stride + head * shape.head_size, sum, shape.head_size, lane);
+    }
+}
+
+/* dk and dv of every key of spans [first, first + gridDim.x), from all queries that see it; added to what is there. */
+template <class E>
+__global__ void naive_backward_kv(E *dk, E *dv, const float *row_dot, const E *dout, const E *q, const E *k, const E *v,
+                                  const float *lse, const mt_span *spans, int64_t first, mt_attention shape) {
+    const mt_span span = spans[first + blockIdx.x];
+    int lane = threadIdx.x;
+    int64_t group = blockIdx.y, heads = shape.num_heads / shape.num_groups;
+    for (int64_t j = blockIdx.z * WARPS + threadIdx.y; j < span.k_len; j += gridDim.z * WARPS) {
+        int64_t key = span.k_start + j;
+        float k_row[CHANNELS], v_row[CHANNELS], q_row[CHANNELS], dout_row[CHANNELS], dk_row[CHANNELS], dv_row[CHANNELS];
+        E *dk_at = dk + key * shape.k_stride + group * shape.head_size;
+        E *dv_at = dv + key * shape.v_stride + group * shape.value_size;
+        load_head(k_row, k + key * shape.k_stride + group * shape.head_size, shape.head_size, lane);
+        load_head(v_row, v + key * shape.v_stride + group * shape.value_size, shape.value_size, lane);
+        load_head(dk_row, dk_at, shape.head_size, lane);
+        load_head(dv_row, dv_at, shape.value_size, lane);
+        for (int64_t i = 0; i < span.q_len; i++) {
+            key_range keys = visible_keys(span, i, shape.window);
+            if (j < keys.first || j >= keys.end) continue;
+            int64_t query = span.q_start + i;
+            for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
+                int64_t row = query * shape.num_heads + head;
+                load_head(q_row, q + query * shape.q_stride + head * shape.head_size, shape.head_size, lane);
+                load_head(dout_row, dout + query * shape.out_stride + head * shape.value_size, shape.value_size, lane);
+                pair p = revisit(q_row, k_row, v_row, dout_row, lse[row], row_dot[row], shape, head, query, key);
+#pragma unroll
+                for (int c = 0; c < CHANNELS; c++) {
+                    dk_row[c] += shape.scale * p.score_grad * q_row[c];
+                    dv_row[c] += p.weight * dout_row[c];
+                }
+            }
+        }
+        store_head(dk_at, dk_row, shape.head_size, lane);
+        store_head(dv_at, dv_row, shape.value_size, lane);
+    }
+}
+
+/* Zeroes the rows that gradients of keys and values will be added to. */
+template <class E> __global__ void zero_rows(E *x, const mt_span *spans, int64_t stride, int64_t width) {
+    const mt_span span = spans[blockIdx.x];
+    for (int64_t j = blockIdx.y; j < span.k_len; j += gridDim.y)
+        for (int64_t c = threadIdx.x; c < width; c += blockDim.x)
+            x[(span.k_start + j) * stride + c] = mt_from_float<E>(0);
+}
+
+/* ---- what the table holds ---------------------------------------------------------------------------------------- */
+
+/* True when some key row belongs to two spans: their gradients then have to be added one span after another. */
+static bool spans_share_keys(const mt_spans *spans) {
+    for (int64_t i = 1; i < spans->count; i++) { // lists are in order but for context parallelism's
+        const mt_span *a = &spans->host[i - 1], *b = &spans->host[i];
+        if (b->k_start < a->k_start + a->k_len) return true;
+    }
+    return false;
+}
+
+static dim3 naive_grid(const mt_spans *spans, int64_t count, int64_t heads, bool over_keys) {
+    int64_t longest = 1;
+    for (int64_t i = 0; i < spans->count; i++) {
+        int64_t length = over_keys ? spans->host[i].k_len : spans->host[i].q_len;
+        if (length > longest) longest = length;
+    }
+    int64_t blocks = mt_divide_up(longest, WARPS);
+    return dim3((unsigned)count, (unsigned)heads, (unsigned)(blocks < 1024 ? blocks : 1024));
+}
+
+template <class E>
+static void forward(void *out, float *lse, const void *q, const void *k, const void *v, const mt_spans *spans,
+                    const mt_attention *shape, mt_stream *stream) {
+    dim3 grid = naive_grid(spans, spans->count, shape->num_heads, false), block(32, WARPS);
+    naive_forward<E><<<grid, block, 0, mt_cuda_stream(stream)>>>((E *)out, lse, (const E *)q, (const E *)k,
+                                                                 (const E *)v, spans->device, *shape);
+    MT_CUDA_LAUNCHED();
+}
+
+template <class E>
+static void backward(void *dq, void *dk, void *dv, float *row_dot, const void *dout, const void *q, const void *k,
+                     const void *v, const void *out, const float *lse, const mt_spans *spans, const mt_attention *shape,
+                     mt_stream *stream) {
+    cudaStream_t s = mt_cuda_stream(stream);
+    dim3 grid = naive_grid(spans, spans->count, shape->num_heads, false), block(32, WARPS);
+    naive_backward_q<E><<<grid, block, 0, s>>>((E *)dq, row_dot, (const E *)dout, (const E *)q, (const E *)k,
+                                               (const E *)v, (const E *)out, lse, spans->device, *shape);
+    MT_CUDA_LAUNCHED();
+    dim3 rows((unsigned)spans->count, 256);
+    zero_rows<E><<<rows, 128, 0, s>>>((E *)dk, spans->device, shape->k_stride, shape->num_groups * shape->head_size);
+    zero_rows<E><<<rows, 128, 0, s>>>((E *)dv, spans->device, shape->v_stride, shape->num_groups * shape->value_size);
+    MT_CUDA_LAUNCHED();
+    int64_t together = spans_share_keys(spans) ? 1 : spans->count;
+    for (int64_t first = 0; first < spans->count; first += together) {
+        dim3 kv_grid = naive_grid(spans, together, shape->num_groups, true);
+        naive_backward_kv<E><<<kv_grid, block, 0, s>>>((E *)dk, (E *)dv, row_dot, (const E *)dout, (const E *)q,
+                                                       (const E *)k, (const E *)v, lse, spans->device, first, *shape);
+        MT_CUDA_LAUNCHED();
+    }
+}
+
+extern "C" void mt_cuda_attention_forward(void *out, float *lse, const void *q, const void *k, const void *v,
+                                          const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
+                                          mt_stream *stream) {
+    MT_CHECK(shape->head_size <= MAX_CHANNELS && shape->value_size <= MAX_CHANNELS);
+    MT_CUDA_DISPATCH(dtype, forward, out, lse, q, k, v, spans, shape, stream);
+}
+
+extern "C" void mt_cuda_attention_backward(void *dq, void *dk, void *dv, float *row_dot, const void *dout,
+                                           const void *q, const void *k, const void *v, const void *out,
+                                           const float *lse, const mt_spans *spans, const mt_attention *shape,
+                                           mt_dtype dtype, mt_stream *stream) {
+    MT_CHECK(shape->head_size <= MAX_CHANNELS && shape->value_size <= MAX_CHANNELS);
+    MT_CUDA_DISPATCH(dtype, backward, dq, dk, dv, row_dot, dout, q, k, v, out, lse, spans, shape, stream);
+}

@@ -1,0 +1,178 @@
+/* loss.cu: cross-entropy over logits that are read once forward and rewritten once backward; fp32 logits never exist.
+ */
+#include "vector.cuh"
+
+#include <cfloat>
+
+/* ---- forward: one pass, by a running maximum (Milakov & Gimelshein, "Online normalizer calculation for softmax") --
+ */
+
+static constexpr int forward_threads = 512, forward_packs = 4;
+
+/* sum = sum exp(x - max) and weighted = sum exp(x - max) x over the logits seen so far. */
+struct softmax_sums {
+    float max, sum, weighted;
+};
+
+__device__ static inline void raise_maximum(softmax_sums &sums, float max) {
+    float factor = mt_exp(sums.max - max);
+    sums = {max, sums.sum * factor, sums.weighted * factor};
+}
+
+template <class T, int N> __device__ static inline void add_logits(softmax_sums &sums, const mt_pack<T, N> &logits) {
+    float max = sums.max;
+    for (int i = 0; i < N; i++) max = fmaxf(max, mt_to_float(logits.value[i]));
+    raise_maximum(sums, max);
+    for (int i = 0; i < N; i++) {
+        float x = mt_to_float(logits.value[i]), e = mt_exp(x - max);
+        sums.sum += e;
+        sums.weighted += e * fmaxf(x, -FLT_MAX); // a logit of -inf weighs nothing
+    }
+}
+
+/* A block a row. Reads each logit: 2 bytes in bf16, 4 in fp32. */
+template <class T, int N>
+__global__ void __launch_bounds__(forward_threads)
+    cross_entropy_forward(float *row_max, float *row_sum, float *row_target, float *row_weighted, const T *logits,
+                          const int32_t *labels, int64_t stride, int64_t first, int count) {
+    constexpr int K = forward_packs;
+    const T *row = logits + blockIdx.x * stride;
+    int whole = count / N * N, step = blockDim.x * N;
+    softmax_sums sums = {-FLT_MAX, 0, 0};
+    for (int base = threadIdx.x * N; base < whole; base += K * step) {
+        mt_pack<T, N> packs[K];
+#pragma unroll
+        for (int k = 0; k < K; k++)
+            if (base + k * step < whole) packs[k] = mt_load<N>(row + base + k * step);
+#pragma unroll
+        for (int k = 0; k < K; k++)
+            if (base + k * step < whole) add_logits(sums, packs[k]);
+    }
+    if (whole + (int)threadIdx.x < count) add_logits(sums, mt_load<1>(row + whole + threadIdx.x));
+
+    __shared__ float max_of_warp[32];
+    float max = mt_warp_max(sums.max);
+    if (threadIdx.x % 32 == 0) max_of_warp[threadIdx.x / 32] = max;
+    __syncthreads();
+    max = mt_warp_max(max_of_warp[threadIdx.x % 32 % (blockDim.x / 32)]);
+    raise_maximum(sums, max);
+    float totals[2] = {sums.sum, sums.weighted};
+    mt_row_sum(totals);
+    if (threadIdx.x != 0) return;
+    int64_t label = labels[blockIdx.x] - first;
+    row_max[blockIdx.x] = max;
+    row_sum[blockIdx.x] = totals[0];
+    row_target[blockIdx.x] = label >= 0 && label < count ? mt_to_float(row[label]) : 0;
+    if (row_weighted) row_weighted[blockIdx.x] = totals[1];
+}
+
+extern "C" void mt_cuda_cross_entropy_forward(float *row_max, float *row_sum, float *row_target, float *row_weighted,
+                                              const void *logits, const int32_t *labels, int64_t T, int64_t stride,
+                                              int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
+    if (T == 0) return;
+    mt_dispatch(dtype, mt_wide(dtype, {logits}, {stride}), [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        dim3 block = mt_reduction_block(mt_divide_up(count, N), forward_packs, 32, forward_threads);
+        if (block.x < 32) block = dim3(32);
+        cross_entropy_forward<E, N><<<(unsigned)T, block.x, 0, mt_cuda_stream(stream)>>>(
+            row_max, row_sum, row_target, row_weighted, (const E *)logits, labels, stride, first, (int)count);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+/* Reads four numbers a token and writes three. */
+__global__ void cross_entropy_loss(float *loss, float *entropy, float *lse, const float *row_max, const float *row_sum,
+                                   const float *row_target, const float *row_weighted, int64_t T) {
+    int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (t >= T) return;
+    double log_sum = (double)row_max[t] + log((double)row_sum[t]);
+    lse[t] = (float)log_sum;
+    loss[t] = (float)(log_sum - row_target[t]);
+    if (entropy) entropy[t] = (float)(log_sum - (double)row_weighted[t] / row_sum[t]);
+}
+
+extern "C" void mt_cuda_cross_entropy_loss(float *loss, float *entropy, float *lse, const float *row_max,
+                                           const float *row_sum, const float *row_target, const float *row_weighted,
+                                           int64_t T, mt_stream *stream) {
+    if (T == 0) return;
+    cross_entropy_loss<<<mt_blocks(T, 128), 128, 0, mt_cuda_stream(stream)>>>(loss, entropy, lse, row_max, row_sum,
+                                                                              row_target, row_weighted, T);
+    MT_CUDA_LAUNCHED();
+}
+
+/* ---- backward ---------------------------------------------------------------------------------------------------- */
+
+static constexpr int backward_packs = 4;
+
+/* dlogits = (exp(x - lse) - onehot(label)) dloss. Reads and writes each logit: 4 bytes in bf16, 8 in fp32. */
+template <class T, int N>
+__global__ void cross_entropy_backward(T *dlogits, const T *logits, const int32_t *labels, const float *lse,
+                                       const float *dloss, int stride, int64_t first_label, int count,
+                                       int blocks_per_row) {
+    constexpr int K = backward_packs;
+    int64_t row = blockIdx.x / blocks_per_row, label = labels[row] - first_label;
+    int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
+    int target = label >= 0 && label < count ? (int)label : -1;
+    logits += row * stride;
+    dlogits += row * stride;
+    mt_pack<T, N> packs[K];
+#pragma unroll
+    for (int k = 0; k < K; k++)
+        if (first + k * step < stride) packs[k] = mt_load<N>(logits + first + k * step);
+    float log_sum = lse[row], scale = dloss[row];
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        int c = first + k * step;
+        if (c >= stride) break;
+        for (int i = 0; i < N; i++) {
+            float d = mt_exp(mt_to_float(packs[k].value[i]) - log_sum) * scale;
+            if (c + i == target) d -= scale;
+            packs[k].value[i] = mt_from_float<T>(c + i < count ? d : 0);
+        }
+        mt_store(dlogits + c, packs[k]);
+    }
+}
+
+extern "C" void mt_cuda_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels,
+                                               const float *lse, const float *dloss, int64_t T, int64_t stride,
+                                               int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
+    if (T == 0) return;
+    mt_dispatch(dtype, mt_wide(dtype, {dlogits, logits}, {stride}), [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        mt_row_grid grid = mt_rows(mt_divide_up(stride, N), backward_packs);
+        cross_entropy_backward<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
+            (E *)dlogits, (const E *)logits, labels, lse, dloss, (int)stride, first, (int)count, grid.blocks_per_row);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+/* ---- the step's sums --------------------------------------------------------------------------------------------- */
+
+/* One block; every thread sums each blockDim.x-th token, then thread 0 adds the threads' sums in order, a warp's worth
+ * at a time. Reads two numbers a token. */
+__global__ void __launch_bounds__(1024) loss_accumulate(double *sums, const float *loss, const float *mask, int64_t T) {
+    __shared__ double losses[32], masks[32];
+    double loss_sum = 0, mask_sum = 0;
+    for (int64_t t = threadIdx.x; t < T; t += blockDim.x) {
+        loss_sum += (double)loss[t] * mask[t];
+        mask_sum += mask[t];
+    }
+    for (int lane = 16; lane > 0; lane /= 2) {
+        loss_sum += __shfl_xor_sync(0xffffffff, loss_sum, lane);
+        mask_sum += __shfl_xor_sync(0xffffffff, mask_sum, lane);
+    }
+    if (threadIdx.x % 32 == 0) losses[threadIdx.x / 32] = loss_sum, masks[threadIdx.x / 32] = mask_sum;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    for (int warp = 1; warp < 32; warp++) loss_sum += losses[warp], mask_sum += masks[warp];
+    sums[0] += loss_sum;
+    sums[1] += mask_sum;
+}
+
+extern "C" void mt_cuda_loss_accumulate(double *sums, const float *loss, const float *mask, int64_t T,
+                                        mt_stream *stream) {
+    loss_accumulate<<<1, 1024, 0, mt_cuda_stream(stream)>>>(sums, loss, mask, T);
+    MT_CUDA_LAUNCHED();
+}

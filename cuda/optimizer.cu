@@ -1,0 +1,164 @@
+/* optimizer.cu: the gradient's norm, AdamW over any stretch of a bucket, initial parameters. */
+#include "vector.cuh"
+
+/* ---- the gradient's norm ----------------------------------------------------------------------------------------- */
+
+static constexpr int norm_blocks = 1024, norm_threads = 256;
+
+/* Sum over the 256 threads of a block, for thread 0. */
+__device__ static double block_sum(double sum) {
+    __shared__ double of_warp[norm_threads / 32];
+    for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lane);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x != 0) return 0;
+    for (int warp = 1; warp < norm_threads / 32; warp++) sum += of_warp[warp];
+    return sum;
+}
+
+/* partial[block] = sum of squares of every gridDim.x-th stretch. A pack is summed in fp32, the packs in fp64. Reads x:
+ * 4 bytes an element. */
+template <int N>
+__global__ void __launch_bounds__(norm_threads)
+    squared_norm(double *partial, const float *x, int64_t begin, int64_t end) {
+    constexpr int K = 4;
+    int64_t step = blockDim.x * N, stretch = K * step;
+    double sum = 0;
+    for (int64_t i = begin + blockIdx.x * stretch + threadIdx.x * N; i < end; i += gridDim.x * stretch) {
+        mt_pack<float, N> packs[K];
+#pragma unroll
+        for (int k = 0; k < K; k++) packs[k] = i + k * step < end ? mt_load<N>(x + i + k * step) : mt_pack<float, N>{};
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            float squares = 0;
+            for (int j = 0; j < N; j++) squares += packs[k].value[j] * packs[k].value[j];
+            sum += squares;
+        }
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+
+__global__ void __launch_bounds__(norm_threads) add_squared_norms(double *sum, const double *partial, int count) {
+    double total = 0;
+    for (int i = threadIdx.x; i < count; i += norm_threads) total += partial[i];
+    total = block_sum(total);
+    if (threadIdx.x == 0) sum[0] += total;
+}
+
+extern "C" void mt_cuda_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
+    mt_split<4>(n, mt_wide(MT_F32, {x}, {}), [&](int64_t begin, int64_t end, auto width) {
+        constexpr int N = decltype(width)::value;
+        int64_t blocks = mt_divide_up(end - begin, norm_threads * 4 * N);
+        if (blocks > norm_blocks) blocks = norm_blocks;
+        double *partial = (double *)mt_cuda_workspace(stream, blocks * (int64_t)sizeof *partial);
+        squared_norm<N><<<(unsigned)blocks, norm_threads, 0, mt_cuda_stream(stream)>>>(partial, x, begin, end);
+        MT_CUDA_LAUNCHED();
+        add_squared_norms<<<1, norm_threads, 0, mt_cuda_stream(stream)>>>(sum, partial, (int)blocks);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+__global__ void gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
+                               float clip) {
+    double tokens = denominator[0] > 0 ? denominator[0] : 1; // a batch without unmasked tokens has no gradient
+    double size = sqrt(sum_of_squares[0]) / tokens, factor = clip > 0 ? clip / (size + 1e-6) : 1;
+    norm[0] = (float)size;
+    scale[0] = (float)((factor < 1 ? factor : 1) / tokens);
+}
+
+extern "C" void mt_cuda_gradient_scale(float *scale, float *norm, const double *sum_of_squares,
+                                       const double *denominator, float clip, mt_stream *stream) {
+    gradient_scale<<<1, 1, 0, mt_cuda_stream(stream)>>>(scale, norm, sum_of_squares, denominator, clip);
+    MT_CUDA_LAUNCHED();
+}
+
+/* ---- AdamW ------------------------------------------------------------------------------------------------------- */
+
+/* Reads grad, m, v and the fp32 weights, writes m, v, the weights and their bf16 copy: 30 bytes an element for bf16
+ * parameters, 28 for fp32 ones, whose `copy` is NULL. */
+template <int N>
+__global__ void __launch_bounds__(256)
+    adamw_step(float *weights, __nv_bfloat16 *copy, float *m, float *v, const float *grad, const float *scale,
+               int64_t begin, int64_t end, mt_adamw adamw) {
+    constexpr int K = 2;
+    int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
+    mt_pack<float, N> grads[K], ms[K], vs[K], ws[K];
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= end) break;
+        grads[k] = mt_load<N>(grad + first + k * step);
+        ms[k] = mt_load<N>(m + first + k * step);
+        vs[k] = mt_load<N>(v + first + k * step);
+        ws[k] = mt_load<N>(weights + first + k * step);
+    }
+    float grad_scale = scale[0], rate = adamw.lr / adamw.bias_correction1;
+    float shrink = 1 - adamw.lr * adamw.weight_decay, root = 1 / sqrtf(adamw.bias_correction2);
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= end) break;
+        mt_pack<__nv_bfloat16, N> rounded;
+        for (int i = 0; i < N; i++) {
+            float g = grads[k].value[i] * grad_scale;
+            ms[k].value[i] = adamw.beta1 * ms[k].value[i] + (1 - adamw.beta1) * g;
+            vs[k].value[i] = adamw.beta2 * vs[k].value[i] + (1 - adamw.beta2) * g * g;
+            ws[k].value[i] =
+                ws[k].value[i] * shrink - rate * ms[k].value[i] / (sqrtf(vs[k].value[i]) * root + adamw.eps);
+            rounded.value[i] = __float2bfloat16_rn(ws[k].value[i]);
+        }
+        mt_store(m + first + k * step, ms[k]);
+        mt_store(v + first + k * step, vs[k]);
+        mt_store(weights + first + k * step, ws[k]);
+        if (copy) mt_store(copy + first + k * step, rounded);
+    }
+}
+
+extern "C" void mt_cuda_adamw_step(void *param, float *master, float *m, float *v, const float *grad,
+                                   const float *scale, int64_t n, const mt_adamw *adamw, mt_dtype dtype,
+                                   mt_stream *stream) {
+    float *weights = dtype == MT_F32 ? (float *)param : master;
+    __nv_bfloat16 *copy = dtype == MT_F32 ? NULL : (__nv_bfloat16 *)param;
+    bool wide = mt_wide(MT_F32, {weights, m, v, grad}, {}) && (uintptr_t)copy % 8 == 0;
+    mt_split<4>(n, wide, [&](int64_t begin, int64_t end, auto width) {
+        constexpr int N = decltype(width)::value;
+        adamw_step<N><<<mt_blocks(end - begin, 256 * 2 * N), 256, 0, mt_cuda_stream(stream)>>>(
+            weights, copy, m, v, grad, scale, begin, end, *adamw);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+/* ---- initial parameters ------------------------------------------------------------------------------------------ */
+
+/* Two uniform words give two normal numbers (Box & Muller), as mt_box_muller of megatron.c. */
+__device__ static float2 box_muller(uint32_t word0, uint32_t word1) {
+    double uniform0 = (word0 + 0.5) * 0x1p-32, uniform1 = (word1 + 0.5) * 0x1p-32;
+    float radius = sqrtf(-2 * logf((float)uniform0)), angle = (float)(uniform1 * 6.283185307179586), sine, cosine;
+    sincosf(angle, &sine, &cosine);
+    return make_float2(radius * cosine, radius * sine);
+}
+
+/* A thread draws the four numbers of one counter, of which the stretch may hold only some. Writes 2 bytes an element in
+ * bf16, 4 in fp32; once in a run, so plainly. */
+template <class T>
+__global__ void random_normal(T *param, int64_t n, uint64_t key, int64_t first, float mean, float std) {
+    int64_t counter = first / 4 + (int64_t)blockIdx.x * blockDim.x + threadIdx.x, start = counter * 4 - first;
+    if (start >= n) return;
+    uint4 words = mt_cuda_philox(key, (uint64_t)counter, 0);
+    float2 low = box_muller(words.x, words.y), high = box_muller(words.z, words.w);
+    float normal[4] = {low.x, low.y, high.x, high.y};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (start + i >= 0 && start + i < n) param[start + i] = mt_from_float<T>(mean + std * normal[i]);
+}
+
+extern "C" void mt_cuda_random_normal(void *param, int64_t n, uint64_t key, int64_t first, float mean, float std,
+                                      mt_dtype dtype, mt_stream *stream) {
+    if (n == 0) return;
+    mt_dispatch(dtype, false, [&](auto type, auto) {
+        using E = decltype(type);
+        int64_t counters = (first + n - 1) / 4 - first / 4 + 1;
+        random_normal<<<mt_blocks(counters, 256), 256, 0, mt_cuda_stream(stream)>>>((E *)param, n, key, first, mean,
+                                                                                    std);
+        MT_CUDA_LAUNCHED();
+    });
+}

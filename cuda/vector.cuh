@@ -1,0 +1,145 @@
+/* vector.cuh: how the memory-bound kernels touch memory.
+ *
+ * They are as fast as the memory when each thread asks for sixteen bytes at a time and for several such packs before it
+ * uses the first. A kernel is written once for packs of N elements; where addresses or lengths are no multiples of
+ * sixteen bytes, the same kernel is launched with N = 1.
+ */
+#ifndef MT_CUDA_VECTOR_CUH
+#define MT_CUDA_VECTOR_CUH
+
+#include "cuda.h"
+
+#include <cstring>
+#include <initializer_list>
+#include <type_traits>
+
+/* N elements that are read or written together. */
+template <class T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) mt_pack { T value[N]; };
+
+/* The machine word that carries a pack; without it the compiler may store the elements one by one. */
+template <int bytes> struct mt_word {
+    using type = std::conditional_t<bytes % 16 == 0, uint4, std::conditional_t<bytes == 8, uint2, uint32_t>>;
+};
+template <> struct mt_word<2> { using type = uint16_t; };
+
+template <int N, class T> __device__ static inline mt_pack<T, N> mt_load(const T *from) {
+    using word = typename mt_word<sizeof(mt_pack<T, N>)>::type;
+    constexpr int count = sizeof(mt_pack<T, N>) / sizeof(word);
+    word words[count];
+    for (int i = 0; i < count; i++) words[i] = ((const word *)from)[i];
+    mt_pack<T, N> pack;
+    memcpy(&pack, words, sizeof pack);
+    return pack;
+}
+
+/* A word of memory is written by one instruction; the compiler may split an assignment. */
+__device__ static inline void mt_store_word(uint4 *to, uint4 word) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z),
+                 "r"(word.w)
+                 : "memory");
+}
+__device__ static inline void mt_store_word(uint2 *to, uint2 word) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(word.x), "r"(word.y) : "memory");
+}
+__device__ static inline void mt_store_word(uint32_t *to, uint32_t word) {
+    *to = word;
+}
+__device__ static inline void mt_store_word(uint16_t *to, uint16_t word) {
+    *to = word;
+}
+
+template <class T, int N> __device__ static inline void mt_store(T *to, const mt_pack<T, N> &pack) {
+    using word = typename mt_word<sizeof(mt_pack<T, N>)>::type;
+    constexpr int count = sizeof(mt_pack<T, N>) / sizeof(word);
+    word words[count];
+    memcpy(words, &pack, sizeof pack);
+    for (int i = 0; i < count; i++) mt_store_word((word *)to + i, words[i]);
+}
+
+/* Whether every address and every length (in elements) is a multiple of sixteen bytes. */
+static inline bool mt_wide(mt_dtype dtype, std::initializer_list<const void *> addresses,
+                           std::initializer_list<int64_t> lengths) {
+    for (const void *address : addresses)
+        if ((uintptr_t)address % 16 != 0) return false;
+    for (int64_t length : lengths)
+        if (length * mt_dtype_size(dtype) % 16 != 0) return false;
+    return true;
+}
+
+template <int N> using mt_width = std::integral_constant<int, N>;
+
+/* Calls body(T(), mt_width<N>()) for the type that `dtype` names; N is sixteen bytes' worth where `wide`, else 1. */
+template <class Body> static void mt_dispatch(mt_dtype dtype, bool wide, Body body) {
+    if (dtype == MT_F32) {
+        if (wide)
+            body(float(), mt_width<4>());
+        else
+            body(float(), mt_width<1>());
+    } else {
+        if (wide)
+            body(__nv_bfloat16(), mt_width<8>());
+        else
+            body(__nv_bfloat16(), mt_width<1>());
+    }
+}
+
+/* Calls body(begin, end, mt_width<N>()) for the packs of N elements in [0, n), then with N = 1 for the few that are
+ * left, or for all of them where the addresses are not `wide`. */
+template <int N, class Body> static void mt_split(int64_t n, bool wide, Body body) {
+    int64_t whole = wide ? n / N * N : 0;
+    if (whole > 0) body((int64_t)0, whole, mt_width<N>());
+    if (whole < n) body(whole, n, mt_width<1>());
+}
+
+/* Blocks that together hold `threads` threads in blocks of `block`. */
+static inline unsigned mt_blocks(int64_t threads, int64_t block) {
+    return (unsigned)mt_divide_up(threads, block);
+}
+
+/* A grid over rows of `packs` packs each, `k` packs a thread. Blocks never straddle rows, so that a thread finds its
+ * row by one division, whatever its packs. */
+struct mt_row_grid {
+    unsigned blocks_per_row, threads;
+};
+
+static inline mt_row_grid mt_rows(int64_t packs, int64_t k) {
+    int64_t blocks = mt_divide_up(packs, 256 * k);
+    int64_t threads = mt_divide_up(mt_divide_up(packs, blocks * k), 32) * 32;
+    return {(unsigned)blocks, (unsigned)threads};
+}
+
+/* A block for rows that are reduced: blockDim.x threads, a power of two up to `largest`, share a row of `packs` packs,
+ * `k` each; short rows are put together until the block has `smallest` threads. */
+static inline dim3 mt_reduction_block(int64_t packs, int64_t k, unsigned smallest, unsigned largest) {
+    unsigned width = 1;
+    while (width < largest && width * k < packs) width *= 2;
+    return dim3(width, width < smallest ? smallest / width : 1);
+}
+
+/* x[m] = its sum over the blockDim.x threads that share a row, the same bits in all of them. Every thread of the block
+ * calls it. */
+template <int M> __device__ static inline void mt_row_sum(float (&x)[M]) {
+    for (int lane = min(blockDim.x, 32) / 2; lane > 0; lane /= 2)
+#pragma unroll
+        for (int m = 0; m < M; m++) x[m] += __shfl_xor_sync(0xffffffff, x[m], lane);
+    if (blockDim.x <= 32) return;
+    __shared__ float of_warp[M][32];
+    int thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x / 32, first = threadIdx.y * warps;
+    __syncthreads(); // an earlier sum may still be read
+    if (thread % 32 == 0)
+        for (int m = 0; m < M; m++) of_warp[m][thread / 32] = x[m];
+    __syncthreads();
+    for (int m = 0; m < M; m++) {
+        x[m] = of_warp[m][first + thread % warps];
+        for (int warp = warps / 2; warp > 0; warp /= 2) x[m] += __shfl_xor_sync(0xffffffff, x[m], warp);
+    }
+}
+
+/* e^x by the special-function unit, right to a few units in the last place for the x of a softmax or a sigmoid. */
+__device__ static inline float mt_exp(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+    return y;
+}
+
+#endif

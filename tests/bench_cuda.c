@@ -1,0 +1,324 @@
+/* How fast the GPU's memory-bound operations are: the bytes that each must move, over its time, against the rate of a
+ * large copy in the same run. The shapes are those of Llama 3 8B (8192 tokens) and GPT-2 (small and XL). Each operation
+ * goes round several sets of buffers that together no cache holds. */
+#include "../megatron.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#ifndef MT_HAVE_CUDA
+int main(void) {
+    printf("bench_cuda: skipped: this build has no CUDA\n");
+    return 0;
+}
+#else
+
+enum { MAX_TOKENS = 65536, BATCHES = 9, BATCH = 6 };
+static const int64_t pool_bytes = (int64_t)9 << 30, rotated_bytes = (int64_t)1 << 30;
+
+typedef struct bench {
+    const mt_ops *ops;
+    mt_stream *stream;
+    char *pool;
+    mt_arena arena; // over the set of buffers in use; while base is NULL, an operation only counts its memory
+    mt_dtype dtype;
+    int32_t *words, *positions, *rows; // [MAX_TOKENS] ids as frequent as in text, 0 ... 1023 in turn, a permutation
+    int64_t *names;                    // [MAX_TOKENS]
+    mt_event *from, *to;
+    double copy_rate; // bytes a second
+} bench;
+
+static void *elements(bench *b, int64_t count) {
+    return mt_arena_alloc(&b->arena, count * mt_dtype_size(b->dtype));
+}
+static float *floats(bench *b, int64_t count) {
+    return mt_arena_alloc(&b->arena, count * 4);
+}
+
+/* Each operation below enqueues itself once, unless memory is only counted, and returns the bytes it must move. */
+typedef double bench_fn(bench *b, const int64_t *n);
+#define ENQUEUE(operation, ...)                                                                                        \
+    do {                                                                                                               \
+        if (b->arena.base) b->ops->operation(__VA_ARGS__, b->stream);                                                  \
+    } while (0)
+
+static double size(const bench *b) {
+    return (double)mt_dtype_size(b->dtype);
+}
+
+static double rmsnorm_forward(bench *b, const int64_t *n) { // T, H, C
+    int64_t width = n[1] * n[2];
+    void *y = elements(b, n[0] * width), *x = elements(b, n[0] * width), *w = elements(b, n[2]);
+    float *rstd = floats(b, n[0] * n[1]);
+    ENQUEUE(rmsnorm_forward, y, rstd, x, w, n[0], n[1], n[2], width, width, 1e-5f, b->dtype);
+    return 2 * size(b) * (double)(n[0] * width);
+}
+
+static double rmsnorm_backward(bench *b, const int64_t *n) { // and the residual's gradient, for H = 1
+    int64_t width = n[1] * n[2];
+    void *dx = elements(b, n[0] * width), *dy = elements(b, n[0] * width), *x = elements(b, n[0] * width);
+    void *w = elements(b, n[2]);
+    float *dw = floats(b, n[2]), *rstd = floats(b, n[0] * n[1]);
+    ENQUEUE(rmsnorm_backward, dx, dw, dy, n[1] == 1 ? dx : NULL, x, w, rstd, n[0], n[1], n[2], width, width, width,
+            b->dtype);
+    return (n[1] == 1 ? 4 : 3) * size(b) * (double)(n[0] * width);
+}
+
+static double layernorm_forward(bench *b, const int64_t *n) { // T, C
+    void *y = elements(b, n[0] * n[1]), *x = elements(b, n[0] * n[1]), *w = elements(b, n[1]),
+         *bias = elements(b, n[1]);
+    float *mean = floats(b, n[0]), *rstd = floats(b, n[0]);
+    ENQUEUE(layernorm_forward, y, mean, rstd, x, w, bias, n[0], n[1], 1e-5f, b->dtype);
+    return 2 * size(b) * (double)(n[0] * n[1]);
+}
+
+static double layernorm_backward(bench *b, const int64_t *n) {
+    void *dx = elements(b, n[0] * n[1]), *dy = elements(b, n[0] * n[1]), *x = elements(b, n[0] * n[1]);
+    void *w = elements(b, n[1]);
+    float *dw = floats(b, n[1]), *db = floats(b, n[1]), *mean = floats(b, n[0]), *rstd = floats(b, n[0]);
+    ENQUEUE(layernorm_backward, dx, dw, db, dy, dx, x, w, mean, rstd, n[0], n[1], b->dtype);
+    return 4 * size(b) * (double)(n[0] * n[1]);
+}
+
+static double rope_forward(bench *b, const int64_t *n) { // T, H, D, the fused product's width; in place
+    void *x = elements(b, n[0] * n[3]);
+    float *cos = floats(b, 1024 * n[2] / 2), *sin = floats(b, 1024 * n[2] / 2);
+    ENQUEUE(rope_forward, x, x, cos, sin, b->positions, n[0], n[1], n[2], n[2], n[3], n[3], false, b->dtype);
+    return 2 * size(b) * (double)(n[0] * n[1] * n[2]);
+}
+
+static double gelu_forward(bench *b, const int64_t *n) { // elements, tanh
+    void *y = elements(b, n[0]), *x = elements(b, n[0]);
+    ENQUEUE(gelu_forward, y, x, n[0], n[1], b->dtype);
+    return 2 * size(b) * (double)n[0];
+}
+
+static double gelu_backward(bench *b, const int64_t *n) {
+    void *dx = elements(b, n[0]), *dy = elements(b, n[0]), *x = elements(b, n[0]);
+    ENQUEUE(gelu_backward, dx, dy, x, n[0], n[1], b->dtype);
+    return 3 * size(b) * (double)n[0];
+}
+
+static double swiglu_forward(bench *b, const int64_t *n) { // T, F
+    void *y = elements(b, n[0] * n[1]), *gate_up = elements(b, n[0] * 2 * n[1]);
+    ENQUEUE(swiglu_forward, y, gate_up, n[0], n[1], b->dtype);
+    return 3 * size(b) * (double)(n[0] * n[1]);
+}
+
+static double swiglu_backward(bench *b, const int64_t *n) {
+    void *d = elements(b, n[0] * 2 * n[1]), *dy = elements(b, n[0] * n[1]), *gate_up = elements(b, n[0] * 2 * n[1]);
+    ENQUEUE(swiglu_backward, d, dy, gate_up, n[0], n[1], b->dtype);
+    return 5 * size(b) * (double)(n[0] * n[1]);
+}
+
+static double dropout_add(bench *b, const int64_t *n) { // T, C, p in percent
+    mt_dropout dropout = {(double)n[2] / 100, 7};
+    void *out = elements(b, n[0] * n[1]), *x = elements(b, n[0] * n[1]), *residual = elements(b, n[0] * n[1]);
+    ENQUEUE(dropout_add_forward, out, x, residual, b->names, n[0], n[1], 0, &dropout, b->dtype);
+    return 3 * size(b) * (double)(n[0] * n[1]);
+}
+
+static double scatter_rows(bench *b, const int64_t *n) { // T, width
+    void *to = elements(b, MAX_TOKENS * n[1]), *from = elements(b, n[0] * n[1]);
+    ENQUEUE(scatter_rows, to, from, b->rows, n[0], n[1], n[1], n[1], b->dtype);
+    return 2 * size(b) * (double)(n[0] * n[1]);
+}
+
+static double embedding_forward(bench *b, const int64_t *n) { // T, C, vocabulary
+    void *out = elements(b, n[0] * n[1]), *w = elements(b, n[2] * n[1]);
+    ENQUEUE(embedding_forward, out, b->words, w, n[0], n[1], 0, n[2], false, b->dtype);
+    return 2 * size(b) * (double)(n[0] * n[1]);
+}
+
+static double embedding_backward(bench *b, const int64_t *n) { // T, C, vocabulary; 1024 of them are positions
+    float *dw = floats(b, n[2] * n[1]);
+    void *dout = elements(b, n[0] * n[1]);
+    ENQUEUE(embedding_backward, dw, dout, n[2] == 1024 ? b->positions : b->words, n[0], n[1], 0, n[2], b->dtype);
+    return size(b) * (double)(n[0] * n[1]); // and 8 bytes an element of the rows that occur, not counted
+}
+
+static double cross_entropy_forward(bench *b, const int64_t *n) { // T, stride, vocabulary
+    void *logits = elements(b, n[0] * n[1]);
+    float *max = floats(b, n[0]), *sum = floats(b, n[0]), *target = floats(b, n[0]);
+    ENQUEUE(cross_entropy_forward, max, sum, target, NULL, logits, b->words, n[0], n[1], 0, n[2], b->dtype);
+    return size(b) * (double)(n[0] * n[1]);
+}
+
+static double cross_entropy_backward(bench *b, const int64_t *n) {
+    void *logits = elements(b, n[0] * n[1]);
+    float *lse = floats(b, n[0]), *dloss = floats(b, n[0]);
+    ENQUEUE(cross_entropy_backward, logits, logits, b->words, lse, dloss, n[0], n[1], 0, n[2], b->dtype);
+    return 2 * size(b) * (double)(n[0] * n[1]);
+}
+
+static double squared_norm(bench *b, const int64_t *n) { // elements
+    double *sum = mt_arena_alloc(&b->arena, 8);
+    float *x = floats(b, n[0]);
+    ENQUEUE(squared_norm, sum, x, n[0]);
+    return 4 * (double)n[0];
+}
+
+static double adamw_step(bench *b, const int64_t *n) {
+    mt_adamw adamw = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.1f, 0.05f};
+    void *param = elements(b, n[0]);
+    float *master = b->dtype == MT_BF16 ? floats(b, n[0]) : NULL, *m = floats(b, n[0]), *v = floats(b, n[0]);
+    float *grad = floats(b, n[0]), *scale = floats(b, 1);
+    ENQUEUE(adamw_step, param, master, m, v, grad, scale, n[0], &adamw, b->dtype);
+    return (b->dtype == MT_BF16 ? 30 : 28) * (double)n[0];
+}
+
+static double convert(bench *b, const int64_t *n) {
+    void *narrow = elements(b, n[0]);
+    float *wide = floats(b, n[0]);
+    ENQUEUE(convert, narrow, b->dtype, wide, MT_F32, n[0]);
+    return (4 + size(b)) * (double)n[0];
+}
+
+static double random_normal(bench *b, const int64_t *n) {
+    void *param = elements(b, n[0]);
+    ENQUEUE(random_normal, param, n[0], 1, 0, 1, 0.25f, b->dtype);
+    return size(b) * (double)n[0];
+}
+
+static const struct {
+    const char *name;
+    bench_fn *enqueue;
+    mt_dtype dtype;
+    int64_t sizes[4];
+} cases[] = {
+    {"rmsnorm_forward", rmsnorm_forward, MT_BF16, {8192, 1, 4096}},
+    {"rmsnorm_backward", rmsnorm_backward, MT_BF16, {8192, 1, 4096}},
+    {"rmsnorm_forward", rmsnorm_forward, MT_F32, {8192, 1, 4096}},
+    {"rmsnorm_backward", rmsnorm_backward, MT_F32, {8192, 1, 4096}},
+    {"rmsnorm_forward of q", rmsnorm_forward, MT_BF16, {8192, 32, 128}},
+    {"rmsnorm_backward of q", rmsnorm_backward, MT_BF16, {8192, 32, 128}},
+    {"layernorm_forward", layernorm_forward, MT_BF16, {65536, 768}},
+    {"layernorm_backward", layernorm_backward, MT_BF16, {65536, 768}},
+    {"layernorm_forward", layernorm_forward, MT_BF16, {16384, 1600}},
+    {"layernorm_backward", layernorm_backward, MT_BF16, {16384, 1600}},
+    {"rope_forward of q", rope_forward, MT_BF16, {8192, 32, 128, 6144}},
+    {"rope_forward of k", rope_forward, MT_BF16, {8192, 8, 128, 6144}},
+    {"swiglu_forward", swiglu_forward, MT_BF16, {8192, 14336}},
+    {"swiglu_backward", swiglu_backward, MT_BF16, {8192, 14336}},
+    {"gelu_forward, tanh", gelu_forward, MT_BF16, {65536ll * 3072, 1}},
+    {"gelu_backward, tanh", gelu_backward, MT_BF16, {65536ll * 3072, 1}},
+    {"gelu_forward, exact", gelu_forward, MT_BF16, {65536ll * 3072, 0}},
+    {"gelu_backward, exact", gelu_backward, MT_BF16, {65536ll * 3072, 0}},
+    {"residual without dropout", dropout_add, MT_BF16, {8192, 4096, 0}},
+    {"residual and dropout", dropout_add, MT_BF16, {65536, 768, 10}},
+    {"scatter_rows", scatter_rows, MT_BF16, {8192, 1024}},
+    {"embedding_forward", embedding_forward, MT_BF16, {8192, 4096, 128256}},
+    {"embedding_backward", embedding_backward, MT_BF16, {8192, 4096, 128256}},
+    {"embedding_backward", embedding_backward, MT_BF16, {65536, 768, 50257}},
+    {"embedding_backward", embedding_backward, MT_BF16, {65536, 768, 1024}},
+    {"cross_entropy_forward", cross_entropy_forward, MT_BF16, {8192, 128256, 128256}},
+    {"cross_entropy_backward", cross_entropy_backward, MT_BF16, {8192, 128256, 128256}},
+    {"cross_entropy_forward", cross_entropy_forward, MT_BF16, {16384, 50304, 50257}},
+    {"cross_entropy_backward", cross_entropy_backward, MT_BF16, {16384, 50304, 50257}},
+    {"squared_norm", squared_norm, MT_F32, {218112000}},
+    {"adamw_step", adamw_step, MT_BF16, {218112000}}, // a layer of Llama 3 8B
+    {"adamw_step", adamw_step, MT_F32, {124475904}},
+    {"convert", convert, MT_BF16, {218112000}},
+    {"random_normal", random_normal, MT_BF16, {218112000}},
+};
+
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* Median seconds of one call over batches, each call on the next of `sets` sets of buffers. */
+static double measure(bench *b, bench_fn *enqueue, const int64_t *sizes, int64_t set_bytes) {
+    int64_t sets = rotated_bytes / set_bytes + 1, set = 0;
+    double seconds[BATCHES];
+    for (int batch = -1; batch < BATCHES; batch++) { // the first warms up
+        mt_cuda_event_record(b->from, b->stream);
+        for (int i = 0; i < BATCH; i++, set = (set + 1) % sets) {
+            b->arena = (mt_arena){b->pool + set * set_bytes, 0, set_bytes};
+            enqueue(b, sizes);
+        }
+        mt_cuda_event_record(b->to, b->stream);
+        double total = mt_cuda_event_seconds(b->from, b->to);
+        if (batch >= 0) seconds[batch] = total / BATCH;
+    }
+    qsort(seconds, BATCHES, sizeof *seconds, compare_doubles);
+    return seconds[BATCHES / 2];
+}
+
+static double copy(bench *b, const int64_t *n) {
+    char *to = mt_arena_alloc(&b->arena, n[0]), *from = mt_arena_alloc(&b->arena, n[0]);
+    ENQUEUE(memory_copy, to, from, n[0]);
+    return 2 * (double)n[0];
+}
+
+/* Bytes of one set of buffers. */
+static int64_t count_bytes(bench *b, bench_fn *enqueue, const int64_t *sizes) {
+    b->arena = (mt_arena){0};
+    enqueue(b, sizes);
+    if (b->arena.used + rotated_bytes > pool_bytes) mt_die("bench_cuda: a case is larger than the pool");
+    return b->arena.used;
+}
+
+static void *upload(bench *b, const void *data, int64_t bytes) {
+    void *device = b->ops->memory_alloc(bytes);
+    b->ops->memory_copy(device, data, bytes, b->stream);
+    b->ops->stream_wait(b->stream);
+    return device;
+}
+
+static void make_indices(bench *b) {
+    int32_t *words = mt_malloc(3 * MAX_TOKENS * 4), *positions = words + MAX_TOKENS, *rows = positions + MAX_TOKENS;
+    int64_t *names = mt_malloc(MAX_TOKENS * 8);
+    for (int64_t t = 0; t < MAX_TOKENS; t++) {
+        uint32_t random[4];
+        mt_philox(random, 1, (uint64_t)t, 0);
+        words[t] = (int32_t)(exp(random[0] * 0x1p-32 * log(50257)) - 1); // the k-th word is 1 / k times as frequent
+        positions[t] = (int32_t)(t % 1024);
+        rows[t] = (int32_t)(t * 40503 % MAX_TOKENS);
+        names[t] = t;
+    }
+    b->words = upload(b, words, MAX_TOKENS * 4);
+    b->positions = upload(b, positions, MAX_TOKENS * 4);
+    b->rows = upload(b, rows, MAX_TOKENS * 4);
+    b->names = upload(b, names, MAX_TOKENS * 8);
+    free(words);
+    free(names);
+}
+
+int main(void) {
+    mt_error error;
+    bench b = {.ops = mt_cuda_open(0, &error)};
+    if (!b.ops) {
+        printf("bench_cuda: skipped: %s\n", error.text);
+        return 0;
+    }
+    int64_t workspace_bytes = b.ops->workspace_bytes(MAX_TOKENS, 4096, 32, 128);
+    void *workspace = b.ops->memory_alloc(workspace_bytes);
+    b.stream = b.ops->stream_create(workspace, workspace_bytes);
+    b.pool = b.ops->memory_alloc(pool_bytes);
+    b.ops->random_normal(b.pool, pool_bytes / 2, 1, 0, 1, 0.25f, MT_BF16, b.stream); // as fp32 also normal
+    make_indices(&b);
+    b.from = mt_cuda_event_create();
+    b.to = mt_cuda_event_create();
+
+    const int64_t copied[] = {pool_bytes / 5 * 2 / 256 * 256};
+    int64_t bytes = 2 * copied[0];
+    b.copy_rate = 2 * (double)copied[0] / measure(&b, copy, copied, bytes);
+    printf("a copy of %.1f GB moves %.3f TB/s (read and written)\n\n", (double)copied[0] * 1e-9, b.copy_rate * 1e-12);
+    printf("%-26s %-26s %10s %8s %8s\n", "operation", "sizes", "time, us", "TB/s", "of copy");
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const int64_t *n = cases[i].sizes;
+        char sizes[64];
+        b.dtype = cases[i].dtype;
+        int used = snprintf(sizes, sizeof sizes, "%s %lld", mt_dtype_name(b.dtype), (long long)n[0]);
+        for (int k = 1; k < 4 && n[k] > 0; k++)
+            used += snprintf(sizes + used, sizeof sizes - (size_t)used, " x %lld", (long long)n[k]);
+        bytes = count_bytes(&b, cases[i].enqueue, n);
+        double moved = cases[i].enqueue(&b, n), seconds = measure(&b, cases[i].enqueue, n, bytes);
+        printf("%-26s %-26s %10.1f %8.3f %7.1f%%\n", cases[i].name, sizes, seconds * 1e6, moved / seconds * 1e-12,
+               100 * moved / seconds / b.copy_rate);
+    }
+    b.ops->stream_destroy(b.stream);
+    return 0;
+}
+#endif

@@ -1,0 +1,650 @@
+/* Every operation of the table on the GPU against the CPU, on random shapes, awkward ones among them. An operation's
+ * test is written once, for any backend; its fp32 run on the CPU, on the inputs that the GPU gets (rounded to bf16 for
+ * a bf16 run), is the answer. Outputs begin as NaN, so that elements that nothing wrote show, and so do elements that
+ * were written but should not be. A second run on the GPU must give the same bits. */
+#include "../megatron.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+enum { MAX_BUFFERS = 24, MAX_SIZES = 8 };
+
+/* ---- one run of one operation ------------------------------------------------------------------------------------ */
+
+typedef struct buffer {
+    void *device;
+    int64_t count;
+    mt_dtype dtype;
+    bool is_output;
+} buffer;
+
+typedef struct run {
+    const mt_ops *ops;
+    mt_stream *stream;
+    mt_dtype dtype;    // of activations and parameters
+    bool round_inputs; // to bf16, for the answer to a bf16 run
+    uint64_t seed;
+    int64_t num_buffers;
+    buffer buffers[MAX_BUFFERS];
+} run;
+
+/* What fills a buffer. */
+typedef enum fill { POISON, NORMAL, POSITIVE, ONES } fill;
+
+static void write_element(void *data, int64_t i, mt_dtype dtype, double value) {
+    if (dtype == MT_BF16) ((uint16_t *)data)[i] = mt_f32_to_bf16((float)value);
+    if (dtype == MT_F32) ((float *)data)[i] = (float)value;
+    if (dtype == MT_F64) ((double *)data)[i] = value;
+}
+
+static double read_element(const void *data, int64_t i, mt_dtype dtype) {
+    if (dtype == MT_BF16) return mt_bf16_to_f32(((const uint16_t *)data)[i]);
+    return dtype == MT_F32 ? ((const float *)data)[i] : ((const double *)data)[i];
+}
+
+static void *upload(run *r, const void *data, int64_t count, mt_dtype dtype, bool is_output) {
+    assert_true(r->num_buffers < MAX_BUFFERS);
+    int64_t bytes = count * mt_dtype_size(dtype);
+    void *device = r->ops->memory_alloc(bytes);
+    r->ops->memory_copy(device, data, bytes, r->stream);
+    r->ops->stream_wait(r->stream);
+    r->buffers[r->num_buffers++] = (buffer){device, count, dtype, is_output};
+    return device;
+}
+
+/* A new buffer of the run: the same numbers in every run of one shape. */
+static void *numbers(run *r, mt_dtype dtype, int64_t count, fill with, bool is_output) {
+    void *data = mt_malloc(count * mt_dtype_size(dtype));
+    bool rounds = dtype == MT_BF16 || (dtype == r->dtype && r->round_inputs);
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t words[4];
+        mt_philox(words, r->seed + (uint64_t)r->num_buffers, (uint64_t)i, 0);
+        double uniform = words[0] * 0x1p-32, value = NAN; // four of them make a nearly normal number
+        if (with == NORMAL) value = (uniform + (words[1] + 0.0 + words[2] + words[3]) * 0x1p-32 - 2) * 1.7320508;
+        if (with == POSITIVE) value = 0.5 + uniform;
+        if (with == ONES) value = words[2] % 4 ? 1 : 0;
+        if (rounds && with != POISON) value = mt_bf16_to_f32(mt_f32_to_bf16((float)value));
+        write_element(data, i, dtype, value);
+    }
+    void *device = upload(r, data, count, dtype, is_output);
+    free(data);
+    return device;
+}
+
+static void *input(run *r, int64_t count) {
+    return numbers(r, r->dtype, count, NORMAL, false);
+}
+static void *output(run *r, int64_t count) {
+    return numbers(r, r->dtype, count, POISON, true);
+}
+static void *changed(run *r, int64_t count) { // read and written
+    return numbers(r, r->dtype, count, NORMAL, true);
+}
+static float *float_input(run *r, int64_t count, fill with) {
+    mt_dtype dtype = r->dtype;
+    r->dtype = MT_F64; // an fp32 input is not rounded in any run
+    float *device = numbers(r, MT_F32, count, with, false);
+    r->dtype = dtype;
+    return device;
+}
+static float *float_output(run *r, int64_t count) {
+    return numbers(r, MT_F32, count, POISON, true);
+}
+static float *float_changed(run *r, int64_t count, fill with) {
+    float *device = float_input(r, count, with);
+    r->buffers[r->num_buffers - 1].is_output = true;
+    return device;
+}
+
+/* count whole numbers in [low, high), or a permutation of [0, high) cut off at count. */
+static int32_t *integers(run *r, int64_t count, int64_t low, int64_t high, bool distinct) {
+    int64_t room = distinct ? high : count;
+    int32_t *data = mt_malloc(room * 4);
+    for (int64_t i = 0; i < room; i++) {
+        uint32_t words[4];
+        mt_philox(words, r->seed + (uint64_t)r->num_buffers, (uint64_t)i, 1);
+        data[i] = (int32_t)(distinct ? i : low + words[0] % (high - low));
+        int64_t other = distinct ? words[0] % (i + 1) : i;
+        int32_t swapped = data[i];
+        data[i] = data[other], data[other] = swapped;
+    }
+    int32_t *device = upload(r, data, count, MT_I32, false);
+    free(data);
+    return device;
+}
+
+/* Names of tokens in the whole run: neighbours mostly, some beyond 32 bits. */
+static int64_t *token_names(run *r, int64_t count) {
+    int64_t *data = mt_malloc(count * 8);
+    for (int64_t i = 0; i < count; i++) data[i] = (i % 7 == 6 ? (int64_t)1 << 33 : 1000003) + i;
+    int64_t *device = upload(r, data, count, MT_I64, false);
+    free(data);
+    return device;
+}
+
+/* ---- the operations ---------------------------------------------------------------------------------------------- */
+
+static void linear_forward(run *r, const int64_t *n) { // T, N, K, bias
+    void *y = output(r, n[0] * n[1]), *x = input(r, n[0] * n[2]), *w = input(r, n[1] * n[2]);
+    void *bias = n[3] ? input(r, n[1]) : NULL;
+    r->ops->linear_forward(y, x, w, bias, n[0], n[1], n[2], r->dtype, r->stream);
+}
+
+static void linear_backward_input(run *r, const int64_t *n) {
+    void *dx = output(r, n[0] * n[2]), *dy = input(r, n[0] * n[1]), *w = input(r, n[1] * n[2]);
+    r->ops->linear_backward_input(dx, dy, w, n[0], n[1], n[2], r->dtype, r->stream);
+}
+
+static void linear_backward_weight(run *r, const int64_t *n) {
+    float *dw = float_changed(r, n[1] * n[2], NORMAL), *dbias = n[3] ? float_changed(r, n[1], NORMAL) : NULL;
+    void *dy = input(r, n[0] * n[1]), *x = input(r, n[0] * n[2]);
+    r->ops->linear_backward_weight(dw, dbias, dy, x, n[0], n[1], n[2], r->dtype, r->stream);
+}
+
+static void embedding_forward(run *r, const int64_t *n) { // T, C, first, count, vocabulary, accumulate
+    void *out = n[5] ? changed(r, n[0] * n[1]) : output(r, n[0] * n[1]), *w = input(r, n[3] * n[1]);
+    int32_t *ids = integers(r, n[0], 0, n[4], false);
+    r->ops->embedding_forward(out, ids, w, n[0], n[1], n[2], n[3], n[5], r->dtype, r->stream);
+}
+
+static void embedding_backward(run *r, const int64_t *n) {
+    float *dw = float_changed(r, n[3] * n[1], NORMAL);
+    void *dout = input(r, n[0] * n[1]);
+    int32_t *ids = integers(r, n[0], 0, n[4], false);
+    r->ops->embedding_backward(dw, dout, ids, n[0], n[1], n[2], n[3], r->dtype, r->stream);
+}
+
+static void rmsnorm_forward(run *r, const int64_t *n) { // T, H, C, y's gap, x's gap, dresidual (0 none, 1, 2 in dx)
+    int64_t y_stride = n[1] * n[2] + n[3], x_stride = n[1] * n[2] + n[4];
+    void *y = output(r, n[0] * y_stride), *x = input(r, n[0] * x_stride), *w = input(r, n[2]);
+    float *rstd = float_output(r, n[0] * n[1]);
+    r->ops->rmsnorm_forward(y, rstd, x, w, n[0], n[1], n[2], y_stride, x_stride, 1e-5f, r->dtype, r->stream);
+}
+
+static void rmsnorm_backward(run *r, const int64_t *n) {
+    int64_t stride = n[1] * n[2] + n[3], x_stride = n[1] * n[2] + n[4];
+    void *dx = n[5] == 2 ? changed(r, n[0] * stride) : output(r, n[0] * stride);
+    void *dresidual = n[5] == 2 ? dx : n[5] == 1 ? input(r, n[0] * stride) : NULL;
+    void *dy = input(r, n[0] * x_stride), *x = input(r, n[0] * x_stride), *w = input(r, n[2]);
+    float *dw = float_changed(r, n[2], NORMAL), *rstd = float_input(r, n[0] * n[1], POSITIVE);
+    r->ops->rmsnorm_backward(dx, dw, dy, dresidual, x, w, rstd, n[0], n[1], n[2], stride, x_stride, x_stride, r->dtype,
+                             r->stream);
+}
+
+static void layernorm_forward(run *r, const int64_t *n) {
+    int64_t T = n[0] * n[1], C = n[2];
+    void *y = output(r, T * C), *x = input(r, T * C), *w = input(r, C), *b = input(r, C);
+    float *mean = float_output(r, T), *rstd = float_output(r, T);
+    r->ops->layernorm_forward(y, mean, rstd, x, w, b, T, C, 1e-5f, r->dtype, r->stream);
+}
+
+static void layernorm_backward(run *r, const int64_t *n) {
+    int64_t T = n[0] * n[1], C = n[2];
+    void *dx = n[5] == 2 ? changed(r, T * C) : output(r, T * C);
+    void *dresidual = n[5] == 2 ? dx : n[5] == 1 ? input(r, T * C) : NULL;
+    void *dy = input(r, T * C), *x = input(r, T * C), *w = input(r, C);
+    float *dw = float_changed(r, C, NORMAL), *db = float_changed(r, C, NORMAL);
+    float *mean = float_input(r, T, NORMAL), *rstd = float_input(r, T, POSITIVE);
+    r->ops->layernorm_backward(dx, dw, db, dy, dresidual, x, w, mean, rstd, T, C, r->dtype, r->stream);
+}
+
+static void rope(run *r, const int64_t *n, mt_rope_forward_fn *turn) { // T, H, D, R, y's gap, x's gap, interleaved
+    int64_t y_stride = n[1] * n[2] + n[4], x_stride = n[1] * n[2] + n[5];
+    void *x = n[5] < 0 ? NULL : input(r, n[0] * x_stride), *y = x ? output(r, n[0] * y_stride) : NULL;
+    if (!x) x = y = changed(r, n[0] * y_stride), x_stride = y_stride; // in place
+    float *cos = float_input(r, 50 * n[3] / 2, NORMAL), *sin = float_input(r, 50 * n[3] / 2, NORMAL);
+    int32_t *positions = integers(r, n[0], 0, 50, false);
+    turn(y, x, cos, sin, positions, n[0], n[1], n[2], n[3], y_stride, x_stride, n[6], r->dtype, r->stream);
+}
+static void rope_forward(run *r, const int64_t *n) {
+    rope(r, n, r->ops->rope_forward);
+}
+static void rope_backward(run *r, const int64_t *n) {
+    rope(r, n, r->ops->rope_backward);
+}
+
+static void gelu_forward(run *r, const int64_t *n) { // elements, elements before the first, tanh
+    int64_t size = mt_dtype_size(r->dtype);
+    char *y = output(r, n[1] + n[0]), *x = input(r, n[1] + n[0]);
+    r->ops->gelu_forward(y + n[1] * size, x + n[1] * size, n[0], n[2], r->dtype, r->stream);
+}
+
+static void gelu_backward(run *r, const int64_t *n) {
+    int64_t size = mt_dtype_size(r->dtype);
+    char *dx = changed(r, n[1] + n[0]), *x = input(r, n[1] + n[0]);
+    r->ops->gelu_backward(dx + n[1] * size, dx + n[1] * size, x + n[1] * size, n[0], n[2], r->dtype, r->stream);
+}
+
+static void swiglu_forward(run *r, const int64_t *n) { // T, F
+    void *y = output(r, n[0] * n[1]), *gate_up = input(r, n[0] * 2 * n[1]);
+    r->ops->swiglu_forward(y, gate_up, n[0], n[1], r->dtype, r->stream);
+}
+
+static void swiglu_backward(run *r, const int64_t *n) {
+    void *gate_up = changed(r, n[0] * 2 * n[1]), *dy = input(r, n[0] * n[1]);
+    r->ops->swiglu_backward(gate_up, dy, gate_up, n[0], n[1], r->dtype, r->stream);
+}
+
+static void dropout_add_forward(run *r, const int64_t *n) { // T, C, first channel, p in percent, residual
+    mt_dropout dropout = {(double)n[3] / 100, 0x123456789abcdefull};
+    void *out = output(r, n[0] * n[1]), *x = input(r, n[0] * n[1]), *residual = n[4] ? input(r, n[0] * n[1]) : NULL;
+    r->ops->dropout_add_forward(out, x, residual, token_names(r, n[0]), n[0], n[1], n[2], &dropout, r->dtype,
+                                r->stream);
+}
+
+static void dropout_add_backward(run *r, const int64_t *n) {
+    mt_dropout dropout = {(double)n[3] / 100, 0x123456789abcdefull};
+    void *dx = changed(r, n[0] * n[1]);
+    r->ops->dropout_add_backward(dx, dx, token_names(r, n[0]), n[0], n[1], n[2], &dropout, r->dtype, r->stream);
+}
+
+static void scatter_rows(run *r, const int64_t *n) { // T, width, to's gap, from's gap
+    void *to = output(r, 2 * n[0] * (n[1] + n[2])), *from = input(r, n[0] * (n[1] + n[3]));
+    int32_t *rows = integers(r, n[0], 0, 2 * n[0], true);
+    r->ops->scatter_rows(to, from, rows, n[0], n[1], n[1] + n[2], n[1] + n[3], r->dtype, r->stream);
+}
+
+static void gather_rows(run *r, const int64_t *n) {
+    void *to = output(r, n[0] * (n[1] + n[2])), *from = input(r, 2 * n[0] * (n[1] + n[3]));
+    int32_t *rows = integers(r, n[0], 0, 2 * n[0], false);
+    r->ops->gather_rows(to, from, rows, n[0], n[1], n[1] + n[2], n[1] + n[3], r->dtype, r->stream);
+}
+
+static void cross_entropy_forward(run *r, const int64_t *n) { // T, stride, first, count, vocabulary, entropy
+    void *logits = input(r, n[0] * n[1]);
+    int32_t *labels = integers(r, n[0], 0, n[4], false);
+    float *max = float_output(r, n[0]), *sum = float_output(r, n[0]), *target = float_output(r, n[0]);
+    float *weighted = n[5] ? float_output(r, n[0]) : NULL;
+    r->ops->cross_entropy_forward(max, sum, target, weighted, logits, labels, n[0], n[1], n[2], n[3], r->dtype,
+                                  r->stream);
+}
+
+static void cross_entropy_loss(run *r, const int64_t *n) {
+    float *loss = float_output(r, n[0]), *entropy = n[5] ? float_output(r, n[0]) : NULL, *lse = float_output(r, n[0]);
+    float *max = float_input(r, n[0], NORMAL), *sum = float_input(r, n[0], POSITIVE);
+    float *target = float_input(r, n[0], NORMAL), *weighted = n[5] ? float_input(r, n[0], NORMAL) : NULL;
+    r->ops->cross_entropy_loss(loss, entropy, lse, max, sum, target, weighted, n[0], r->stream);
+}
+
+static void cross_entropy_backward(run *r, const int64_t *n) {
+    void *logits = changed(r, n[0] * n[1]);
+    int32_t *labels = integers(r, n[0], 0, n[4], false);
+    float *lse = float_input(r, n[0], POSITIVE), *dloss = float_input(r, n[0], NORMAL);
+    r->ops->cross_entropy_backward(logits, logits, labels, lse, dloss, n[0], n[1], n[2], n[3], r->dtype, r->stream);
+}
+
+static void loss_accumulate(run *r, const int64_t *n) {
+    double *sums = numbers(r, MT_F64, 2, NORMAL, true);
+    float *loss = float_input(r, n[0], POSITIVE), *mask = float_input(r, n[0], ONES);
+    r->ops->loss_accumulate(sums, loss, mask, n[0], r->stream);
+}
+
+static void squared_norm(run *r, const int64_t *n) { // elements, elements before the first
+    double *sum = numbers(r, MT_F64, 1, POSITIVE, true);
+    float *x = float_input(r, n[1] + n[0], NORMAL);
+    r->ops->squared_norm(sum, x + n[1], n[0], r->stream);
+}
+
+static void gradient_scale(run *r, const int64_t *n) { // clip in percent
+    double *sum = numbers(r, MT_F64, 1, POSITIVE, false), *tokens = numbers(r, MT_F64, 1, POSITIVE, false);
+    float *scale = float_output(r, 1), *norm = float_output(r, 1);
+    r->ops->gradient_scale(scale, norm, sum, tokens, (float)n[0] / 100, r->stream);
+}
+
+static void adamw_step(run *r, const int64_t *n) { // elements, elements before the first
+    int64_t first = n[1], room = n[0] + first;
+    mt_adamw adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1 - 0.9f, 1 - 0.95f};
+    bool is_bf16 = r->dtype == MT_BF16 || r->round_inputs;
+    char *param = is_bf16 ? output(r, room) : changed(r, room);
+    float *master = is_bf16 ? float_changed(r, room, NORMAL) : NULL;
+    float *m = float_changed(r, room, NORMAL), *v = float_changed(r, room, POSITIVE);
+    float *grad = float_input(r, room, NORMAL), *scale = float_input(r, 1, POSITIVE);
+    if (r->dtype == MT_F32 && is_bf16) { // the answer in fp32: the step on `master`, whose copy is the parameter
+        r->ops->adamw_step(master + first, NULL, m + first, v + first, grad + first, scale, n[0], &adamw, MT_F32,
+                           r->stream);
+        r->ops->memory_copy((float *)param + first, master + first, n[0] * 4, r->stream);
+        return;
+    }
+    r->ops->adamw_step(param + first * mt_dtype_size(r->dtype), master ? master + first : NULL, m + first, v + first,
+                       grad + first, scale, n[0], &adamw, r->dtype, r->stream);
+}
+
+static void random_normal(run *r, const int64_t *n) { // elements, elements before the first, first
+    char *param = output(r, n[1] + n[0]);
+    r->ops->random_normal(param + n[1] * mt_dtype_size(r->dtype), n[0], 0xfeedfacecafebeefull, n[2], 0.5f, 0.02f,
+                          r->dtype, r->stream);
+}
+
+static void convert(run *r, const int64_t *n) { // elements, elements before the first
+    float *wide = float_input(r, n[1] + n[0], NORMAL), *back = float_output(r, n[1] + n[0]);
+    char *narrow = output(r, n[1] + n[0]);
+    int64_t skipped = n[1] * mt_dtype_size(r->dtype);
+    r->ops->convert(narrow + skipped, r->dtype, wide + n[1], MT_F32, n[0], r->stream);
+    r->ops->convert(back + n[1], MT_F32, narrow + skipped, r->dtype, n[0], r->stream);
+}
+
+/* ---- attention --------------------------------------------------------------------------------------------------- */
+
+typedef enum span_kind { ONE, FULL, PACKED, DECODE, SHARED_KEYS, FEW_KEYS } span_kind;
+
+/* Fills spans for about T queries; returns their number and the rows of q and of k. */
+static int64_t make_spans(mt_span *spans, span_kind kind, int64_t T, int64_t *queries, int64_t *keys) {
+    int64_t count = 0;
+    *queries = *keys = T;
+    if (kind == ONE || kind == FULL) spans[count++] = (mt_span){0, T, 0, T, kind == ONE};
+    if (kind == PACKED) // lengths 1, 3, 9, 27, ... and the last two rows of nobody
+        for (int64_t start = 0, length = 1; start < T - 2; start += length, length *= 3) {
+            if (length > T - 2 - start) length = T - 2 - start;
+            spans[count++] = (mt_span){start, length, start, length, true};
+        }
+    if (kind == DECODE) { // T sequences of one new token, keys in caches of 40 rows each
+        *keys = 40 * T;
+        for (int64_t t = 0; t < T; t++) spans[count++] = (mt_span){t, 1, 40 * t, 1 + t * 7 % 40, true};
+    }
+    if (kind == SHARED_KEYS) { // queries in two halves that see all keys of the first, as context parallelism has them
+        int64_t half = T / 2;
+        spans[count++] = (mt_span){0, half, 0, half, true};
+        spans[count++] = (mt_span){half, T - half, 0, half, false};
+        spans[count - 1].k_len = half;
+    }
+    if (kind == FEW_KEYS) { // the first queries see nothing
+        *keys = T / 2;
+        spans[count++] = (mt_span){0, T, 0, T / 2, true};
+    }
+    return count;
+}
+
+/* Sizes: T, heads, groups, D, Dv, window, spans, dropout in percent. */
+typedef struct attention_case {
+    mt_span spans[64];
+    mt_spans list;
+    mt_attention shape;
+    void *q, *k, *v;
+    int64_t queries, keys;
+} attention_case;
+
+static void make_attention(attention_case *a, run *r, const int64_t *n) {
+    int64_t D = n[3], Dv = n[4], H = n[1], G = n[2];
+    int64_t count = make_spans(a->spans, (span_kind)n[6], n[0], &a->queries, &a->keys);
+    mt_span *spans = r->ops->memory_alloc(count * (int64_t)sizeof *spans);
+    r->ops->memory_copy(spans, a->spans, count * (int64_t)sizeof *spans, r->stream);
+    r->buffers[r->num_buffers++] = (buffer){spans, 0, MT_U8, false};
+    a->list = (mt_spans){a->spans, spans, count};
+    bool fused = D == Dv && a->queries == a->keys; // one buffer of q, k and v, as the layer has it
+    int64_t width = (H + 2 * G) * D, size = mt_dtype_size(r->dtype);
+    a->shape = (mt_attention){.num_heads = H,
+                              .num_groups = G,
+                              .head_size = D,
+                              .value_size = Dv,
+                              .q_stride = fused ? width : H * D,
+                              .k_stride = fused ? width : G * D,
+                              .v_stride = fused ? width : G * Dv,
+                              .out_stride = H * Dv,
+                              .window = n[5],
+                              .scale = 1 / sqrtf((float)D),
+                              .dropout = {(double)n[7] / 100, 0xabcdef0123ull}};
+    if (n[7] > 0) {
+        a->shape.q_index = token_names(r, a->queries);
+        a->shape.k_index = token_names(r, a->keys);
+        a->shape.first_head = 3;
+    }
+    a->q = input(r, fused ? a->queries * width : a->queries * H * D);
+    a->k = fused ? (char *)a->q + H * D * size : input(r, a->keys * G * D);
+    a->v = fused ? (char *)a->q + (H + G) * D * size : input(r, a->keys * G * Dv);
+}
+
+static void attention_forward(run *r, const int64_t *n) {
+    attention_case a;
+    make_attention(&a, r, n);
+    void *out = output(r, a.queries * n[1] * n[4]);
+    float *lse = float_output(r, a.queries * n[1]);
+    r->ops->attention_forward(out, lse, a.q, a.k, a.v, &a.list, &a.shape, r->dtype, r->stream);
+}
+
+static void attention_backward(run *r, const int64_t *n) {
+    attention_case a;
+    make_attention(&a, r, n);
+    void *out = numbers(r, r->dtype, a.queries * n[1] * n[4], POISON, false), *dout = input(r, a.queries * n[1] * n[4]);
+    float *lse = numbers(r, MT_F32, a.queries * n[1], POISON, false),
+          *row_dot = float_input(r, a.queries * n[1], NORMAL);
+    int64_t size = mt_dtype_size(r->dtype), q_stride = a.shape.q_stride, fused = q_stride != n[1] * n[3];
+    char *dq = output(r, a.queries * q_stride);
+    void *dk = fused ? dq + n[1] * n[3] * size : output(r, a.keys * a.shape.k_stride);
+    void *dv = fused ? dq + (n[1] + n[2]) * n[3] * size : output(r, a.keys * a.shape.v_stride);
+    r->ops->attention_forward(out, lse, a.q, a.k, a.v, &a.list, &a.shape, r->dtype, r->stream);
+    r->ops->attention_backward(dq, dk, dv, row_dot, dout, a.q, a.k, a.v, out, lse, &a.list, &a.shape, r->dtype,
+                               r->stream);
+}
+
+/* ---- the table --------------------------------------------------------------------------------------------------- */
+
+/* Errors are ||actual - answer|| / ||answer|| of each output. fp32 is right to 1e-5; a result rounded to bf16 once is
+ * off by 2^-8 at most; where intermediate results pass through bf16 matrix products, `bf16_tolerance` is larger. */
+#define ONCE 0.00392 // 2^-8, and a little for rounding in fp32
+typedef struct operation {
+    const char *name;
+    void (*test)(run *r, const int64_t *sizes);
+    double bf16_tolerance;
+    const int64_t (*shapes)[MAX_SIZES]; // to the first whose first size is 0
+    double worst[2];                    // errors found, fp32 and bf16
+} operation;
+
+/* Sizes, which each test names above. */
+static const int64_t linear_shapes[][MAX_SIZES] = {{1, 8, 8, 1},       {1, 24, 40, 0},     {7, 33, 17, 1},
+                                                   {64, 64, 64, 0},    {130, 257, 96, 1},  {5, 1000, 64, 0},
+                                                   {200, 320, 136, 1}, {333, 128, 512, 0}, {0}};
+static const int64_t embedding_shapes[][MAX_SIZES] = {
+    {1, 8, 0, 10, 10, 0},           {1, 24, 0, 10, 10, 1},       {100, 7, 0, 3, 3, 0},
+    {333, 64, 20, 30, 70, 1},       {1000, 96, 0, 1, 1, 0},      {257, 1600, 0, 17, 17, 1},
+    {300, 40, 50257, 11, 60000, 0}, {999, 264, 5, 900, 1000, 0}, {0}};
+static const int64_t norm_shapes[][MAX_SIZES] = {{1, 1, 24, 0, 0, 0},
+                                                 {1, 1, 1, 0, 0, 1},
+                                                 {5, 3, 8, 16, 8, 1},
+                                                 {33, 4, 64, 5, 3, 0},
+                                                 {100, 32, 128, 0, 512, 0},
+                                                 {17, 1, 768, 0, 0, 2},
+                                                 {301, 1, 1600, 0, 0, 1},
+                                                 {7, 1, 4096, 0, 0, 2},
+                                                 {3, 1, 5001, 0, 0, 2},
+                                                 {2, 1, 20000, 0, 0, 1},
+                                                 {700, 1, 4104, 8, 24, 1},
+                                                 {1000, 7, 24, 0, 0, 0},
+                                                 {0}};
+static const int64_t rope_shapes[][MAX_SIZES] = {
+    {1, 1, 8, 8, 0, 0, 0},      {1, 1, 8, 8, 0, -1, 1},      {7, 3, 16, 8, 0, 0, 0},
+    {7, 3, 24, 6, 1, 2, 1},     {33, 32, 128, 128, 0, 0, 0}, {33, 8, 128, 128, 64, -1, 0},
+    {19, 4, 256, 64, 16, 8, 1}, {5, 2, 64, 64, 8, -1, 1},    {0}};
+static const int64_t element_shapes[][MAX_SIZES] = {
+    {1, 0, 0}, {3, 1, 1}, {8, 0, 1}, {1000, 0, 0}, {100003, 0, 1}, {100003, 64, 0}, {8192, 3, 1}, {300001, 0, 5}, {0}};
+static const int64_t square_shapes[][MAX_SIZES] = {{1, 0}, {3, 1}, {1000, 0}, {100003, 64}, {5000001, 0}, {0}};
+static const int64_t swiglu_shapes[][MAX_SIZES] = {{1, 1}, {1, 24}, {7, 33}, {129, 344}, {33, 14336}, {5, 4099}, {0}};
+static const int64_t dropout_shapes[][MAX_SIZES] = {{1, 1, 0, 50, 1},      {1, 24, 0, 0, 1},        {33, 64, 64, 10, 1},
+                                                    {129, 1600, 0, 50, 0}, {7, 33, 3, 30, 1},       {65, 128, 2, 20, 0},
+                                                    {5, 5003, 0, 100, 1},  {9, 96, 1 << 20, 90, 1}, {0}};
+static const int64_t row_shapes[][MAX_SIZES] = {
+    {1, 1, 0, 0}, {1, 24, 0, 8}, {7, 33, 1, 2}, {100, 1024, 0, 512}, {65, 3000, 8, 16}, {40, 20000, 0, 0}, {0}};
+static const int64_t logit_shapes[][MAX_SIZES] = {{1, 1, 0, 1, 1, 1},
+                                                  {1, 24, 0, 24, 24, 0},
+                                                  {7, 33, 0, 31, 31, 1},
+                                                  {30, 50304, 0, 50257, 50257, 1},
+                                                  {33, 4096, 4096, 4000, 9000, 1},
+                                                  {5, 128256, 0, 128256, 128256, 0},
+                                                  {300, 1000, 100, 999, 2000, 1},
+                                                  {5, 5003, 0, 5003, 5003, 1},
+                                                  {0}};
+static const int64_t scale_shapes[][MAX_SIZES] = {{50}, {1000}, {-1}, {0}};
+static const int64_t attention_shapes[][MAX_SIZES] = {
+    {1, 1, 1, 8, 8, 0, ONE, 0},         {7, 1, 1, 16, 16, 0, ONE, 0},     {100, 4, 2, 64, 64, 0, ONE, 0},
+    {129, 4, 1, 128, 128, 0, ONE, 0},   {65, 2, 2, 256, 256, 0, ONE, 0},  {200, 6, 2, 40, 40, 0, PACKED, 0},
+    {130, 2, 2, 96, 96, 0, FULL, 0},    {333, 3, 3, 64, 64, 50, ONE, 0},  {150, 2, 1, 128, 128, 17, PACKED, 0},
+    {20, 8, 2, 128, 128, 0, DECODE, 0}, {33, 4, 4, 8, 8, 5, DECODE, 0},   {140, 4, 2, 64, 64, 0, SHARED_KEYS, 0},
+    {77, 2, 2, 32, 32, 0, FEW_KEYS, 0}, {90, 2, 1, 24, 16, 0, ONE, 0},    {50, 2, 2, 192, 128, 0, FULL, 0},
+    {70, 4, 2, 64, 64, 0, PACKED, 30},  {40, 2, 1, 128, 128, 9, ONE, 50}, {0}};
+
+static operation operations[] = {
+    {"linear_forward", linear_forward, ONCE, linear_shapes, {0}},
+    {"linear_backward_input", linear_backward_input, ONCE, linear_shapes, {0}},
+    {"linear_backward_weight", linear_backward_weight, ONCE, linear_shapes, {0}},
+    {"embedding_forward", embedding_forward, ONCE, embedding_shapes, {0}},
+    {"embedding_backward", embedding_backward, ONCE, embedding_shapes, {0}},
+    {"rmsnorm_forward", rmsnorm_forward, ONCE, norm_shapes, {0}},
+    {"rmsnorm_backward", rmsnorm_backward, ONCE, norm_shapes, {0}},
+    {"layernorm_forward", layernorm_forward, ONCE, norm_shapes, {0}},
+    {"layernorm_backward", layernorm_backward, ONCE, norm_shapes, {0}},
+    {"rope_forward", rope_forward, ONCE, rope_shapes, {0}},
+    {"rope_backward", rope_backward, ONCE, rope_shapes, {0}},
+    {"attention_forward", attention_forward, 5e-3, attention_shapes, {0}},
+    {"attention_backward", attention_backward, 1e-2, attention_shapes, {0}},
+    {"gelu_forward", gelu_forward, ONCE, element_shapes, {0}},
+    {"gelu_backward", gelu_backward, ONCE, element_shapes, {0}},
+    {"swiglu_forward", swiglu_forward, ONCE, swiglu_shapes, {0}},
+    {"swiglu_backward", swiglu_backward, ONCE, swiglu_shapes, {0}},
+    {"dropout_add_forward", dropout_add_forward, ONCE, dropout_shapes, {0}},
+    {"dropout_add_backward", dropout_add_backward, ONCE, dropout_shapes, {0}},
+    {"scatter_rows", scatter_rows, ONCE, row_shapes, {0}},
+    {"gather_rows", gather_rows, ONCE, row_shapes, {0}},
+    {"cross_entropy_forward", cross_entropy_forward, ONCE, logit_shapes, {0}},
+    {"cross_entropy_loss", cross_entropy_loss, ONCE, logit_shapes, {0}},
+    {"cross_entropy_backward", cross_entropy_backward, ONCE, logit_shapes, {0}},
+    {"loss_accumulate", loss_accumulate, ONCE, element_shapes, {0}},
+    {"squared_norm", squared_norm, ONCE, square_shapes, {0}},
+    {"gradient_scale", gradient_scale, ONCE, scale_shapes, {0}},
+    {"adamw_step", adamw_step, ONCE, element_shapes, {0}},
+    {"random_normal", random_normal, ONCE, element_shapes, {0}},
+    {"convert", convert, ONCE, element_shapes, {0}},
+};
+enum { NUM_OPERATIONS = sizeof operations / sizeof *operations };
+
+/* ---- comparing --------------------------------------------------------------------------------------------------- */
+
+static const mt_ops *gpu;
+static mt_stream *gpu_stream;
+static mt_error no_gpu;
+
+/* The outputs of one run, on the host. */
+typedef struct results {
+    int64_t count;
+    buffer outputs[MAX_BUFFERS];
+} results;
+
+static void execute(results *out, const operation *op, const int64_t *sizes, const mt_ops *ops, mt_stream *stream,
+                    mt_dtype dtype, bool round_inputs) {
+    run r = {
+        .ops = ops, .stream = stream, .dtype = dtype, .round_inputs = round_inputs, .seed = (uint64_t)sizes[0] << 8};
+    op->test(&r, sizes);
+    ops->stream_wait(stream);
+    out->count = 0;
+    for (int64_t i = 0; i < r.num_buffers; i++) {
+        buffer *b = &r.buffers[i];
+        if (b->is_output) {
+            int64_t bytes = b->count * mt_dtype_size(b->dtype);
+            void *host = mt_malloc(bytes);
+            ops->memory_copy(host, b->device, bytes, stream);
+            ops->stream_wait(stream);
+            out->outputs[out->count++] = (buffer){host, b->count, b->dtype, true};
+        }
+        ops->memory_free(b->device);
+    }
+}
+
+static void results_free(results *r) {
+    for (int64_t i = 0; i < r->count; i++) free(r->outputs[i].device);
+}
+
+/* ||actual - answer|| / ||answer||; NaN where one was written and the other not. Infinities must be the same. */
+static double relative_error(const buffer *actual, const buffer *answer) {
+    double difference = 0, norm = 0;
+    for (int64_t i = 0; i < answer->count; i++) {
+        double a = read_element(actual->device, i, actual->dtype), b = read_element(answer->device, i, answer->dtype);
+        if (isnan(a) != isnan(b)) return NAN;
+        if (isnan(b) || a == b) a = b = isfinite(b) ? b : 0;
+        difference += (a - b) * (a - b);
+        norm += b * b;
+    }
+    return difference == 0 ? 0 : sqrt(difference / norm);
+}
+
+static void compare(operation *op, const int64_t *sizes, mt_dtype dtype) {
+    results actual, again, answer;
+    execute(&answer, op, sizes, &mt_cpu_ops, NULL, MT_F32, dtype == MT_BF16);
+    execute(&actual, op, sizes, gpu, gpu_stream, dtype, false);
+    execute(&again, op, sizes, gpu, gpu_stream, dtype, false);
+    char place[200];
+    snprintf(place, sizeof place, "%s %s {%lld, %lld, %lld, %lld, %lld, %lld, %lld, %lld}", op->name,
+             mt_dtype_name(dtype), (long long)sizes[0], (long long)sizes[1], (long long)sizes[2], (long long)sizes[3],
+             (long long)sizes[4], (long long)sizes[5], (long long)sizes[6], (long long)sizes[7]);
+    assert_int_equal(actual.count, answer.count);
+    double *worst = &op->worst[dtype == MT_BF16];
+    for (int64_t i = 0; i < answer.count; i++) {
+        const buffer *a = &actual.outputs[i];
+        double error = relative_error(a, &answer.outputs[i]);
+        double tolerance = dtype == MT_F32 ? 1e-5 : op->bf16_tolerance;
+        if (!(error <= *worst)) *worst = error;
+        if (!(error <= tolerance)) fail_msg("%s: output %d is off by %g", place, (int)i, error);
+        if (memcmp(a->device, again.outputs[i].device, (size_t)(a->count * mt_dtype_size(a->dtype))) != 0)
+            fail_msg("%s: output %d differs between two runs", place, (int)i);
+    }
+    results_free(&actual), results_free(&again), results_free(&answer);
+}
+
+static void gpu_agrees_with_cpu(void **state) {
+    operation *op = *state;
+    if (!gpu) {
+        print_message("skipped: %s\n", no_gpu.text);
+        skip();
+    }
+    for (int64_t i = 0; op->shapes[i][0] != 0; i++) {
+        compare(op, op->shapes[i], MT_F32);
+        compare(op, op->shapes[i], MT_BF16);
+    }
+}
+
+/* Memory and streams are at work in every other test. */
+static void every_operation_is_tested(void **state) {
+    (void)state;
+    static const char *const all[] = {
+#define NAME(operation) #operation,
+        MT_OPERATIONS(NAME)
+#undef NAME
+    };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        bool found = strncmp(all[i], "memory_", 7) == 0 || strncmp(all[i], "stream_", 7) == 0 ||
+                     strcmp(all[i], "workspace_bytes") == 0;
+        for (size_t j = 0; j < NUM_OPERATIONS; j++) found |= strcmp(all[i], operations[j].name) == 0;
+        if (!found) fail_msg("%s is not tested", all[i]);
+    }
+}
+
+static void *workspace;
+
+static void open_gpu(void) {
+    gpu = mt_cuda_open(0, &no_gpu);
+    if (!gpu) return;
+    int64_t bytes = gpu->workspace_bytes(1024, 20000, 32, 256);
+    workspace = gpu->memory_alloc(bytes);
+    gpu_stream = gpu->stream_create(workspace, bytes);
+}
+
+static void close_gpu(void) {
+    if (!gpu) return;
+    gpu->stream_destroy(gpu_stream);
+    gpu->memory_free(workspace);
+    printf("\n%-26s %12s %12s\n", "worst error", "fp32", "bf16");
+    for (size_t i = 0; i < NUM_OPERATIONS; i++)
+        printf("%-26s %12.2e %12.2e\n", operations[i].name, operations[i].worst[0], operations[i].worst[1]);
+}
+
+int main(void) {
+    struct CMUnitTest tests[NUM_OPERATIONS + 1] = {cmocka_unit_test(every_operation_is_tested)};
+    for (size_t i = 0; i < NUM_OPERATIONS; i++)
+        tests[i + 1] = (struct CMUnitTest){operations[i].name, gpu_agrees_with_cpu, NULL, NULL, &operations[i]};
+    open_gpu();
+    int failed = cmocka_run_group_tests_name("cuda", tests, NULL, NULL);
+    close_gpu();
+    return failed;
+}
