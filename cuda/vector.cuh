@@ -135,11 +135,16 @@ template <int M> __device__ static inline void mt_row_sum(float (&x)[M]) {
     }
 }
 
-/* e^x by the special-function unit, right to a few units in the last place for the x of a softmax or a sigmoid. */
-__device__ static inline float mt_exp(float x) {
+/* 2^x and e^x by the special-function unit, right to a few units in the last place for the x of a softmax or a sigmoid.
+ */
+__device__ static inline float mt_exp2(float x) {
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+__device__ static inline float mt_exp(float x) {
+    return mt_exp2(x * 1.44269504f);
 }
 
 #endif
