@@ -57,7 +57,7 @@ WARNINGS := -Wall -Wextra $(if $(WERROR),-Werror)
 CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 	$(if $(SANITIZE)$(FUZZER),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
 # Floating point: no errno and no traps, and a*b+c may be one instruction. Nothing that reorders sums (-ffast-math).
-MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast
+MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
 .PHONY: all help everything test bench fuzz fuzz-programs plot pictures demo deps deps-dev probe lint
 .PHONY: format format-check clean FORCE

@@ -2504,7 +2504,7 @@ static void mt_column_sums(float *out, const void *x, int64_t T, int64_t C, mt_d
 }
 
 static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
-                                          int64_t K, mt_dtype dtype, mt_stream *stream) {
+                                          int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
     int64_t T_block = mt_linear_block(T, 512, dtype), N_block = mt_linear_block(N, 1024, dtype);
     int64_t dy_floats = mt_matrix_scratch(T_block, N_block, dtype);
@@ -2517,7 +2517,7 @@ static void mt_cpu_linear_backward_weight(float *dw, float *dbias, const void *d
             int64_t columns = mt_min(N_block, N - n);
             mt_matrix dy_block = mt_matrix_load(dy_scratch, dy, t * N + n, rows, columns, N, dtype);
             mt_matmul(dw + n * K, dy_block.data, x_block.data, columns, K, rows, K, dy_block.stride, K, MT_TRANSPOSED,
-                      MT_PLAIN, true);
+                      MT_PLAIN, accumulate || t > 0);
         }
     }
     if (dbias) mt_column_sums(dbias, dy, T, N, dtype);
@@ -3801,6 +3801,7 @@ struct mt_model {
     /* the micro-batch of the last forward, on the device */
     int64_t T, num_logits;
     bool training;
+    bool accumulates; // the step's first backward writes the gradients of matrices, later ones add
     int32_t *tokens, *labels, *positions, *cache_rows, *logit_rows;
     float *loss_mask;
     int64_t *token_index;
@@ -4018,8 +4019,8 @@ static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activatio
         m->ops->dropout_add_backward(s->hidden, dout, m->token_index, T, m->C, 0, &dropout, m->dtype, m->stream);
         dout = s->hidden;
     }
-    m->ops->linear_backward_weight(w->o.dw, w->o_bias.dw, dout, a->attended, T, m->C, attended_width, m->dtype,
-                                   m->stream);
+    m->ops->linear_backward_weight(w->o.dw, w->o_bias.dw, dout, a->attended, T, m->C, attended_width, m->accumulates,
+                                   m->dtype, m->stream);
     m->ops->linear_backward_input(s->active, dout, w->o.w, T, m->C, attended_width, m->dtype, m->stream);
 
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk), d = mt_view_qkv(m, s->wide, s->dqk);
@@ -4027,8 +4028,8 @@ static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activatio
     m->ops->attention_backward(d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v, a->attended, a->lse,
                                &m->spans, &shape, m->dtype, m->stream);
     mt_qk_backward(m, w, a, s->wide, s->dqk);
-    m->ops->linear_backward_weight(w->qkv.dw, w->qkv_bias.dw, s->wide, a->input_normed, T, qkv_width, m->C, m->dtype,
-                                   m->stream);
+    m->ops->linear_backward_weight(w->qkv.dw, w->qkv_bias.dw, s->wide, a->input_normed, T, qkv_width, m->C,
+                                   m->accumulates, m->dtype, m->stream);
     m->ops->linear_backward_input(s->normed, s->wide, w->qkv.w, T, qkv_width, m->C, m->dtype, m->stream);
     mt_norm_backward(m, s->residual, s->normed, s->residual, a->input, a->input_mean, a->input_rstd, w->input_norm,
                      w->input_norm_bias, T);
@@ -4065,14 +4066,15 @@ static void mt_mlp_block_backward(mt_model *m, int64_t layer, mt_activations *a)
         m->ops->dropout_add_backward(s->hidden, dout, m->token_index, T, m->C, 0, &dropout, m->dtype, m->stream);
         dout = s->hidden;
     }
-    m->ops->linear_backward_weight(w->down.dw, w->down_bias.dw, dout, a->mlp_active, T, m->C, F, m->dtype, m->stream);
+    m->ops->linear_backward_weight(w->down.dw, w->down_bias.dw, dout, a->mlp_active, T, m->C, F, m->accumulates,
+                                   m->dtype, m->stream);
     m->ops->linear_backward_input(s->active, dout, w->down.w, T, m->C, F, m->dtype, m->stream);
     if (m->options->swiglu)
         m->ops->swiglu_backward(s->wide, s->active, a->mlp_hidden, T, F, m->dtype, m->stream);
     else
         m->ops->gelu_backward(s->wide, s->active, a->mlp_hidden, T * F, m->options->openai_gelu, m->dtype, m->stream);
-    m->ops->linear_backward_weight(w->fc1.dw, w->fc1_bias.dw, s->wide, a->mlp_normed, T, fc1_width, m->C, m->dtype,
-                                   m->stream);
+    m->ops->linear_backward_weight(w->fc1.dw, w->fc1_bias.dw, s->wide, a->mlp_normed, T, fc1_width, m->C,
+                                   m->accumulates, m->dtype, m->stream);
     m->ops->linear_backward_input(s->normed, s->wide, w->fc1.w, T, fc1_width, m->C, m->dtype, m->stream);
     mt_norm_backward(m, s->residual, s->normed, s->residual, a->middle, a->mlp_mean, a->mlp_rstd, w->mlp_norm,
                      w->mlp_norm_bias, T);
@@ -4489,7 +4491,8 @@ static void mt_loss_backward(mt_model *m) {
     int64_t T = m->T;
     m->ops->cross_entropy_backward(m->logits, m->logits, m->labels, m->lse, m->loss_mask, T, m->V, 0,
                                    m->options->vocab_size, m->dtype, m->stream);
-    m->ops->linear_backward_weight(m->lm_head.dw, NULL, m->logits, m->final_normed, T, m->V, m->C, m->dtype, m->stream);
+    m->ops->linear_backward_weight(m->lm_head.dw, NULL, m->logits, m->final_normed, T, m->V, m->C, m->accumulates,
+                                   m->dtype, m->stream);
     m->ops->linear_backward_input(m->scratch.normed, m->logits, m->lm_head.w, T, m->V, m->C, m->dtype, m->stream);
     mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, m->final_input, m->final_mean, m->final_rstd,
                      m->final_norm, m->final_norm_bias, T);
@@ -4507,6 +4510,7 @@ void mt_model_backward(mt_model *m) {
     mt_loss_backward(m);
     for (int64_t layer = m->L - 1; layer >= 0; layer--) mt_layer_backward(m, layer, &m->activations[layer]);
     mt_embed_backward(m, m->scratch.residual);
+    m->accumulates = true;
 }
 
 /* Copies logits to the host as fp32, without the padding columns. */
@@ -4572,9 +4576,25 @@ int64_t mt_schedule_1f1b(mt_step *steps, int64_t pp, int64_t rank, int64_t micro
 /* Gradients of a bucket are one flat stretch, so the data group sums them in one call. Invariant: after
  * mt_gradients_finish every rank holds the same gradients. */
 
-static void mt_gradients_zero(mt_model *m) {
-    for (int64_t i = 0; i < m->num_buckets; i++)
-        m->ops->memory_zero(m->buckets[i].grads, m->buckets[i].count * 4, m->stream);
+/* True for a matrix whose gradient comes from a product, or from one before anything else is added to it. */
+static bool mt_gradient_is_written(const mt_model *m, const mt_param *param) {
+    if (param->role == MT_POSITION_EMBEDDING) return false;
+    return param->role != MT_WORD_EMBEDDING || !m->options->untie_embeddings_and_output_weights;
+}
+
+/* Begins a step: zeroes what is only ever added to, which is little; the products write the rest. */
+static void mt_gradients_begin(mt_model *m) {
+    m->accumulates = false;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        m->ops->memory_zero(b->grads + b->decay_count, (b->count - b->decay_count) * 4, m->stream);
+    }
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        if (param->is_vector || mt_gradient_is_written(m, param)) continue;
+        float *grads = m->buckets[param->bucket].grads + param->offset;
+        m->ops->memory_zero(grads, param->rows * param->cols * 4, m->stream);
+    }
 }
 
 static void mt_gradients_finish(mt_model *m) {
@@ -6489,7 +6509,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
                   mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     double begin = mt_time(), sums[2];
     float grad_norm;
-    mt_gradients_zero(m);
+    mt_gradients_begin(m);
     m->ops->memory_zero(m->sums, 3 * 8, m->stream);
     mt_step *steps = mt_malloc(2 * micro_batches * (int64_t)sizeof(mt_step));
     int64_t count = mt_schedule_1f1b(steps, 1, 0, micro_batches), tokens = 0;

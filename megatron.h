@@ -275,10 +275,10 @@ typedef void mt_linear_forward_fn(void *y, const void *x, const void *w, const v
 /* dx[T, K] = dy[T, N] w. */
 typedef void mt_linear_backward_input_fn(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
                                          mt_dtype dtype, mt_stream *stream);
-/* dw[N, K] += dy^T x and dbias[N] += column sums of dy (dbias may be NULL), both in fp32. Apart from the input's
- * gradient so that a zero-bubble schedule can move it. */
+/* dw[N, K] = dy^T x, or += when accumulate, and dbias[N] += column sums of dy (dbias may be NULL), both in fp32. Apart
+ * from the input's gradient so that a zero-bubble schedule can move it. */
 typedef void mt_linear_backward_weight_fn(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
-                                          int64_t K, mt_dtype dtype, mt_stream *stream);
+                                          int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream);
 
 /* ---- embedding; the table holds rows [first, first + count) of the vocabulary */
 

@@ -213,8 +213,9 @@ static void bias_backward(float *dbias, const void *dy, int64_t T, int64_t N, mt
 }
 
 extern "C" void mt_cuda_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T,
-                                               int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
-    product shape = {false, true, true, false, K, N, T, dtype, MT_F32};
+                                               int64_t N, int64_t K, bool accumulate, mt_dtype dtype,
+                                               mt_stream *stream) {
+    product shape = {false, true, accumulate, false, K, N, T, dtype, MT_F32};
     run(&shape, dw, x, dy, NULL, stream);
     if (dbias) bias_backward(dbias, dy, T, N, dtype, stream);
 }

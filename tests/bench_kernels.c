@@ -41,7 +41,7 @@ static void linear_fc1_backward_input(void) {
     ops->linear_backward_input(buffers[0], buffers[1], buffers[2], T, F, C, dtype, NULL);
 }
 static void linear_fc1_backward_weight(void) {
-    ops->linear_backward_weight(buffers[0], buffers[4], buffers[1], buffers[2], T, F, C, dtype, NULL);
+    ops->linear_backward_weight(buffers[0], buffers[4], buffers[1], buffers[2], T, F, C, true, dtype, NULL);
 }
 static void linear_head(void) {
     ops->linear_forward(buffers[0], buffers[1], buffers[2], NULL, T, V, C, dtype, NULL);

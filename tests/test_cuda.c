@@ -141,9 +141,10 @@ static void linear_backward_input(run *r, const int64_t *n) {
 }
 
 static void linear_backward_weight(run *r, const int64_t *n) {
-    float *dw = float_changed(r, n[1] * n[2], NORMAL), *dbias = n[3] ? float_changed(r, n[1], NORMAL) : NULL;
+    float *dw = n[4] ? float_output(r, n[1] * n[2]) : float_changed(r, n[1] * n[2], NORMAL);
+    float *dbias = n[3] ? float_changed(r, n[1], NORMAL) : NULL;
     void *dy = input(r, n[0] * n[1]), *x = input(r, n[0] * n[2]);
-    r->ops->linear_backward_weight(dw, dbias, dy, x, n[0], n[1], n[2], r->dtype, r->stream);
+    r->ops->linear_backward_weight(dw, dbias, dy, x, n[0], n[1], n[2], !n[4], r->dtype, r->stream);
 }
 
 static void embedding_forward(run *r, const int64_t *n) { // T, C, first, count, vocabulary, accumulate
@@ -435,9 +436,10 @@ typedef struct operation {
 } operation;
 
 /* Sizes, which each test names above. */
-static const int64_t linear_shapes[][MAX_SIZES] = {{1, 8, 8, 1},       {1, 24, 40, 0},     {7, 33, 17, 1},
-                                                   {64, 64, 64, 0},    {130, 257, 96, 1},  {5, 1000, 64, 0},
-                                                   {200, 320, 136, 1}, {333, 128, 512, 0}, {0}};
+/* T, N, K, bias, whether the weight's gradient is written rather than added to */
+static const int64_t linear_shapes[][MAX_SIZES] = {{1, 8, 8, 1, 0},       {1, 24, 40, 0, 0},     {7, 33, 17, 1, 1},
+                                                   {64, 64, 64, 0, 0},    {130, 257, 96, 1, 1},  {5, 1000, 64, 0, 0},
+                                                   {200, 320, 136, 1, 0}, {333, 128, 512, 0, 1}, {0}};
 static const int64_t embedding_shapes[][MAX_SIZES] = {
     {1, 8, 0, 10, 10, 0},           {1, 24, 0, 10, 10, 1},       {100, 7, 0, 3, 3, 0},
     {333, 64, 20, 30, 70, 1},       {1000, 96, 0, 1, 1, 0},      {257, 1600, 0, 17, 17, 1},

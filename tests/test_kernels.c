@@ -348,7 +348,7 @@ static void check_linear(const linear_shape *s, mt_dtype dtype) {
     matrix dw_m = matrix_from(start, N, K, K, MT_F32), db_m = matrix_from(start + N * K, 1, N, N, MT_F32);
     ops->linear_backward_input(dx_m.data, dy_m.data, w_m.data, T, N, K, dtype, NULL);
     ops->linear_backward_weight((float *)dw_m.data, s->bias ? (float *)db_m.data : NULL, dy_m.data, x_m.data, T, N, K,
-                                dtype, NULL);
+                                true, dtype, NULL);
     matrix_take(&dx_m, grad);
     matrix_take(&dw_m, grad + T * K);
     matrix_take(&db_m, grad + T * K + N * K);
@@ -380,7 +380,8 @@ static void linear_is_exact_on_integers_past_every_block(void **state) {
         matrix dx_m = matrix_new(T, K, K, both[d]), dw_m = matrix_from(zero, N, K, K, MT_F32);
         ops->linear_forward(y_m.data, x_m.data, w_m.data, NULL, T, N, K, both[d], NULL);
         ops->linear_backward_input(dx_m.data, dy_m.data, w_m.data, T, N, K, both[d], NULL);
-        ops->linear_backward_weight((float *)dw_m.data, NULL, dy_m.data, x_m.data, T, N, K, both[d], NULL);
+        for (int64_t i = 0; i < N * K; i++) ((float *)dw_m.data)[i] = NAN; // is written, not added to
+        ops->linear_backward_weight((float *)dw_m.data, NULL, dy_m.data, x_m.data, T, N, K, false, both[d], NULL);
         for (int64_t i = 0; i < 3000; i++) {
             int64_t t = (int64_t)(random_word() % (uint64_t)T), n = (int64_t)(random_word() % (uint64_t)N);
             int64_t k = (int64_t)(random_word() % (uint64_t)K);
@@ -1131,7 +1132,7 @@ static uint64_t hash_linear(mt_dtype dtype) {
     ops->linear_forward(o.out[0], o.in[0], o.in[1], o.in[2], T, 3 * C + 5, C, dtype, NULL);
     ops->linear_forward(o.out[1], o.in[0], o.in[1], o.in[2], 2, 3 * C + 5, C, dtype, NULL);
     ops->linear_backward_input(o.out[2], o.in[0], o.in[1], T, 3 * C + 5, C, dtype, NULL);
-    ops->linear_backward_weight(o.grads[0], o.grads[1], o.in[0], o.in[2], T, 3 * C + 5, C, dtype, NULL);
+    ops->linear_backward_weight(o.grads[0], o.grads[1], o.in[0], o.in[2], T, 3 * C + 5, C, true, dtype, NULL);
     return operands_take(&o, 1);
 }
 
