@@ -378,6 +378,8 @@ static const mt_option mt_option_table[] = {
     {"bf16", MT_FLAG, MT_AT(bf16), MT_BOTH, MT_OF_RUN, NULL, NULL, "parameters and activations in bf16, else fp32"},
     {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "auto", "auto|cpu|cuda",
      "where to compute; auto: on a GPU where one answers"},
+    {"deterministic-mode", MT_FLAG, MT_AT(deterministic_mode), MT_BOTH, MT_OF_RUN, NULL, NULL,
+     "two runs on a GPU have the same bits: algorithms are not chosen by measuring"},
     {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,9223372036854775807]", "seed of everything drawn"},
 
     {.help = "learning rate and optimizer"},
@@ -2225,8 +2227,8 @@ static int64_t mt_cpu_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D
     return 0;
 }
 
-static mt_stream *mt_cpu_stream_create(void *workspace, int64_t workspace_bytes) {
-    (void)workspace, (void)workspace_bytes;
+static mt_stream *mt_cpu_stream_create(void *workspace, int64_t workspace_bytes, bool deterministic) {
+    (void)workspace, (void)workspace_bytes, (void)deterministic;
     return NULL;
 }
 
@@ -4329,7 +4331,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->arena.capacity = counting.used;
     m->arena.base = ops->memory_alloc(counting.used);
     mt_layout(m, &m->arena);
-    m->stream = ops->stream_create(m->workspace, m->workspace_bytes);
+    m->stream = ops->stream_create(m->workspace, m->workspace_bytes, options->deterministic_mode);
     mt_bind_weights(m);
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];

@@ -139,8 +139,8 @@ typedef struct mt_options {
     char *weight_decay_incr_style; // constant | linear | cosine
     int64_t eval_interval, eval_iters, log_interval, seed;
     double exit_duration_in_mins;
-    bool bf16;
-    char *device; // cpu
+    bool bf16, deterministic_mode;
+    char *device; // auto | cpu | cuda
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
     char *split, *tokenizer_type, *tokenizer_model, *dataloader_type, *tokens_file;
@@ -261,8 +261,9 @@ typedef void mt_memory_zero_fn(void *memory, int64_t bytes, mt_stream *stream);
 /* Bytes of device memory that operations on one stream may use between them, for T tokens, rows of C channels, and
  * attention with H heads of D channels. 0 on the CPU. */
 typedef int64_t mt_workspace_bytes_fn(int64_t T, int64_t C, int64_t H, int64_t D);
-/* A stream whose operations use `workspace`, which outlives it. NULL on the CPU. */
-typedef mt_stream *mt_stream_create_fn(void *workspace, int64_t workspace_bytes);
+/* A stream whose operations use `workspace`, which outlives it. NULL on the CPU. `deterministic`: nothing is chosen by
+ * measuring, so that two runs have the same bits; the CPU's always have. */
+typedef mt_stream *mt_stream_create_fn(void *workspace, int64_t workspace_bytes, bool deterministic);
 typedef void mt_stream_destroy_fn(mt_stream *stream);
 /* Waits for all that was enqueued. */
 typedef void mt_stream_wait_fn(mt_stream *stream);

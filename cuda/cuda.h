@@ -15,6 +15,7 @@ struct mt_stream {
     cublasLtHandle_t cublas;
     void *workspace; // the caller's, on the device
     int64_t workspace_bytes;
+    bool deterministic; // choose no algorithm by measuring
 };
 
 /* Every call is checked: a failure names the call, its place and the rank, and ends the job. */

@@ -79,10 +79,11 @@ extern "C" int64_t mt_cuda_workspace_bytes(int64_t T, int64_t C, int64_t H, int6
     return largest;
 }
 
-extern "C" mt_stream *mt_cuda_stream_create(void *workspace, int64_t workspace_bytes) {
+extern "C" mt_stream *mt_cuda_stream_create(void *workspace, int64_t workspace_bytes, bool deterministic) {
     mt_stream *stream = (mt_stream *)mt_calloc(sizeof *stream);
     stream->workspace = workspace;
     stream->workspace_bytes = workspace_bytes;
+    stream->deterministic = deterministic;
     MT_CUDA(cudaStreamCreateWithFlags(&stream->stream, cudaStreamNonBlocking));
     MT_CUBLAS(cublasLtCreate(&stream->cublas));
     return stream;

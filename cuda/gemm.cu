@@ -135,7 +135,8 @@ static void choose(plan *p, void *d, const void *a, const void *b, mt_stream *st
                                              CANDIDATES, candidates, &count));
     MT_CHECK(count > 0);
     MT_CUBLAS(cublasLtMatmulPreferenceDestroy(preference));
-    int best = p->shape.cols >= MEASURED_COLUMNS && count > 1 ? fastest(p, d, a, b, candidates, count, stream) : 0;
+    bool measures = p->shape.cols >= MEASURED_COLUMNS && count > 1 && !stream->deterministic;
+    int best = measures ? fastest(p, d, a, b, candidates, count, stream) : 0;
     p->algorithm = candidates[best].algo;
 }
 

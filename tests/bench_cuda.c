@@ -294,7 +294,7 @@ int main(void) {
     }
     int64_t workspace_bytes = b.ops->workspace_bytes(MAX_TOKENS, 4096, 32, 128);
     void *workspace = b.ops->memory_alloc(workspace_bytes);
-    b.stream = b.ops->stream_create(workspace, workspace_bytes);
+    b.stream = b.ops->stream_create(workspace, workspace_bytes, false);
     b.pool = b.ops->memory_alloc(pool_bytes);
     b.ops->random_normal(b.pool, pool_bytes / 2, 1, 0, 1, 0.25f, MT_BF16, b.stream); // as fp32 also normal
     make_indices(&b);

@@ -629,7 +629,7 @@ static void open_gpu(void) {
     if (!gpu) return;
     int64_t bytes = gpu->workspace_bytes(1024, 20000, 32, 256);
     workspace = gpu->memory_alloc(bytes);
-    gpu_stream = gpu->stream_create(workspace, bytes);
+    gpu_stream = gpu->stream_create(workspace, bytes, false);
 }
 
 static void close_gpu(void) {

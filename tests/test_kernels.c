@@ -1069,7 +1069,7 @@ static void memory_is_zeroed_and_copied_whole(void **state) {
         ops->memory_zero(a, sizes[k], NULL);
         for (int64_t i = 0; i < sizes[k]; i++) assert_int_equal(a[i], 0);
         for (int64_t i = 0; i < sizes[k]; i++) a[i] = (char)(i * 31);
-        mt_stream *stream = ops->stream_create(NULL, 0);
+        mt_stream *stream = ops->stream_create(NULL, 0, false);
         ops->memory_copy(b, a, sizes[k], stream);
         ops->stream_wait(stream);
         ops->stream_destroy(stream);
