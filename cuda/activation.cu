@@ -42,11 +42,9 @@ __global__ void gelu_forward(T *y, const T *x, int64_t begin, int64_t end) {
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= end) break;
-        for (int i = 0; i < N; i++) {
-            float in = mt_to_float(packs[k].value[i]);
-            packs[k].value[i] = mt_from_float<T>(in * normal_cdf<tanh_approximation>(in));
-        }
-        mt_store(y + first + k * step, packs[k]);
+        mt_pack<float, N> out = mt_to_float(packs[k]);
+        for (int i = 0; i < N; i++) out.value[i] *= normal_cdf<tanh_approximation>(out.value[i]);
+        mt_store(y + first + k * step, mt_from_float<T>(out));
     }
 }
 
@@ -65,13 +63,14 @@ __global__ void gelu_backward(T *dx, const T *dy, const T *x, int64_t begin, int
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= end) break;
+        mt_pack<float, N> x_pack = mt_to_float(xs[k]), d = mt_to_float(dys[k]);
         for (int i = 0; i < N; i++) {
-            float in = mt_to_float(xs[k].value[i]), cdf = normal_cdf<tanh_approximation>(in);
+            float in = x_pack.value[i], cdf = normal_cdf<tanh_approximation>(in);
             float density = tanh_approximation ? cdf * (1 - cdf) * 1.59576912f * (1 + 3 * 0.044715f * in * in)
                                                : 0.39894228f * mt_exp(-0.5f * in * in);
-            xs[k].value[i] = mt_from_float<T>(mt_to_float(dys[k].value[i]) * (cdf + in * density));
+            d.value[i] *= cdf + in * density;
         }
-        mt_store(dx + first + k * step, xs[k]);
+        mt_store(dx + first + k * step, mt_from_float<T>(d));
     }
 }
 
@@ -132,11 +131,9 @@ template <class T, int N> __global__ void swiglu_forward(T *y, const T *gate_up,
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= F) break;
-        for (int i = 0; i < N; i++) {
-            float gate = mt_to_float(gates[k].value[i]), up = mt_to_float(ups[k].value[i]);
-            gates[k].value[i] = mt_from_float<T>(gate * sigmoid(gate) * up);
-        }
-        mt_store(y + row * F + first + k * step, gates[k]);
+        mt_pack<float, N> gate = mt_to_float(gates[k]), up = mt_to_float(ups[k]);
+        for (int i = 0; i < N; i++) gate.value[i] *= sigmoid(gate.value[i]) * up.value[i];
+        mt_store(y + row * F + first + k * step, mt_from_float<T>(gate));
     }
 }
 
@@ -160,14 +157,14 @@ __global__ void swiglu_backward(T *dgate_up, const T *dy, const T *gate_up, int 
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= F) break;
+        mt_pack<float, N> gate = mt_to_float(gates[k]), up = mt_to_float(ups[k]), d = mt_to_float(dys[k]);
         for (int i = 0; i < N; i++) {
-            float gate = mt_to_float(gates[k].value[i]), up = mt_to_float(ups[k].value[i]);
-            float s = sigmoid(gate), d = mt_to_float(dys[k].value[i]);
-            gates[k].value[i] = mt_from_float<T>(d * up * s * (1 + gate * (1 - s)));
-            ups[k].value[i] = mt_from_float<T>(d * gate * s);
+            float g = gate.value[i], s = sigmoid(g), ds = d.value[i] * s;
+            gate.value[i] = ds * up.value[i] * (1 + g * (1 - s));
+            up.value[i] = ds * g;
         }
-        mt_store(dgate_row + first + k * step, gates[k]);
-        mt_store(dup_row + first + k * step, ups[k]);
+        mt_store(dgate_row + first + k * step, mt_from_float<T>(gate));
+        mt_store(dup_row + first + k * step, mt_from_float<T>(up));
     }
 }
 
@@ -214,22 +211,21 @@ __global__ void dropout_add(T *out, const T *x, const T *residual, const int64_t
     for (int k = 0; k < K; k++) {
         if (first + k * step >= C) break;
         xs[k] = mt_load<N>(x + offset + first + k * step);
-        residuals[k] = residual ? mt_load<N>(residual + offset + first + k * step) : mt_pack<T, N>{};
+        residuals[k] = mt_load<N>(residual + offset + first + k * step, residual != NULL);
     }
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= C) break;
         int64_t channel = first_channel + first + k * step; // a multiple of 4 where N > 1
+        mt_pack<float, N> in = mt_to_float(xs[k]), sum = mt_to_float(residuals[k]);
         uint4 words = make_uint4(0, 0, 0, 0);
         for (int i = 0; i < N; i++) {
             if (i % 4 == 0 && threshold > 0) words = mt_cuda_philox(key, token, (uint64_t)(channel + i) / 4);
             int place = N == 1 ? channel % 4 : i % 4;
             uint32_t word = place == 0 ? words.x : place == 1 ? words.y : place == 2 ? words.z : words.w;
-            float factor = word >= threshold ? kept : 0;
-            xs[k].value[i] =
-                mt_from_float<T>(mt_to_float(residuals[k].value[i]) + mt_to_float(xs[k].value[i]) * factor);
+            sum.value[i] += in.value[i] * (word >= threshold ? kept : 0);
         }
-        mt_store(out + offset + first + k * step, xs[k]);
+        mt_store(out + offset + first + k * step, mt_from_float<T>(sum));
     }
 }
 
@@ -279,19 +275,19 @@ __global__ void rope(T *y, const T *x, const float *cos, const float *sin, const
             continue;
         }
         int low = start + (interleaved ? 2 * j * N : j * N), high = interleaved ? low + N : low + half;
-        mt_pack<T, N> lows = mt_load<N>(x + low), highs = mt_load<N>(x + high);
+        mt_pack<float, N> lows = mt_to_float(mt_load<N>(x + low)), highs = mt_to_float(mt_load<N>(x + high));
         mt_pack<float, N> c = mt_load<N>(token_cos + j * N), s = mt_load<N>(token_sin + j * N);
-        T both[2 * N];
+        float both[2 * N];
         for (int i = 0; i < N; i++) both[i] = lows.value[i], both[N + i] = highs.value[i];
         for (int i = 0; i < N; i++) {
-            T &a = both[interleaved ? 2 * i : i], &b = both[interleaved ? 2 * i + 1 : N + i];
-            float from_a = mt_to_float(a), from_b = mt_to_float(b), turned_sin = direction * s.value[i];
-            a = mt_from_float<T>(from_a * c.value[i] - from_b * turned_sin);
-            b = mt_from_float<T>(from_b * c.value[i] + from_a * turned_sin);
+            float &a = both[interleaved ? 2 * i : i], &b = both[interleaved ? 2 * i + 1 : N + i];
+            float from_a = a, from_b = b, turned_sin = direction * s.value[i];
+            a = from_a * c.value[i] - from_b * turned_sin;
+            b = from_b * c.value[i] + from_a * turned_sin;
         }
         for (int i = 0; i < N; i++) lows.value[i] = both[i], highs.value[i] = both[N + i];
-        mt_store(y + low, lows);
-        mt_store(y + high, highs);
+        mt_store(y + low, mt_from_float<T>(lows));
+        mt_store(y + high, mt_from_float<T>(highs));
     }
 }
 
@@ -387,15 +383,15 @@ __global__ void embedding_forward(T *out, const int32_t *ids, const T *w, int C,
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= C) break;
-        packs[k] = held ? mt_load<N>(w + first + k * step) : mt_pack<T, N>{};
+        packs[k] = mt_load<N>(w + first + k * step, held);
         if (accumulate) before[k] = mt_load<N>(out + first + k * step);
     }
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= C) break;
-        for (int i = 0; accumulate && i < N; i++)
-            packs[k].value[i] = mt_from_float<T>(mt_to_float(before[k].value[i]) + mt_to_float(packs[k].value[i]));
-        mt_store(out + first + k * step, packs[k]);
+        mt_pack<float, N> sum = mt_to_float(packs[k]), was = mt_to_float(before[k]);
+        for (int i = 0; accumulate && i < N; i++) sum.value[i] += was.value[i];
+        mt_store(out + first + k * step, mt_from_float<T>(sum));
     }
 }
 
@@ -423,36 +419,74 @@ __global__ void embedding_keys(uint32_t *keys, uint32_t *tokens, const int32_t *
     tokens[t] = (uint32_t)t;
 }
 
-/* `keys` and `tokens` are sorted, tokens with one key in their order. The blocks at the first token of a key add all of
- * its tokens to their columns of dw's row, so that each sum has one owner and one order. Reads dout once, and reads and
- * writes the rows of dw that occur: 2 bytes an element of dout in bf16 (4 in fp32) and 8 an element of those rows. */
+/* The sorted tokens are cut into pieces of `piece` places, so that a frequent id is shared by many blocks. The tokens
+ * of one key in one piece have an owner, the blocks at the first of them, which adds them in their order: to dw's row
+ * where the key has no other piece, else into a row of `partial`, where piece p has row 2 p for a key that began before
+ * it and row 2 p + 1 for one that begins in it. */
+static constexpr uint32_t piece = 64;
+
+/* How many of the first `count` of keys[0], keys[stride], ... are `key`; the keys are sorted and the first is `key`.
+ * Every thread of a warp calls it. */
+__device__ static inline uint32_t count_equal(const uint32_t *keys, uint32_t stride, uint32_t count, uint32_t key) {
+    for (uint32_t first = threadIdx.x % 32, found = 0;; first += 32) {
+        uint32_t equal = __popc(__ballot_sync(0xffffffff, first < count && keys[first * stride] == key));
+        found += equal;
+        if (equal < 32) return found;
+    }
+}
+
+/* Adds from[of(0)], from[of(1)], ... to `sums`, up to `count` rows; several are on their way together. */
+template <class T, int N, class Row>
+__device__ static inline void add_rows(mt_pack<float, N> &sums, const T *from, uint32_t count, int C, Row of) {
+    constexpr uint32_t at_once = 8;
+    for (uint32_t first = 0; first < count; first += at_once) {
+        uint32_t rows[at_once];
+        mt_pack<T, N> packs[at_once];
+#pragma unroll
+        for (uint32_t r = 0; r < at_once; r++) rows[r] = of(min(first + r, count - 1));
+#pragma unroll
+        for (uint32_t r = 0; r < at_once; r++) packs[r] = mt_load<N>(from + (int64_t)rows[r] * C, first + r < count);
+#pragma unroll
+        for (uint32_t r = 0; r < at_once; r++) {
+            mt_pack<float, N> row = mt_to_float(packs[r]);
+            for (int i = 0; i < N; i++) sums.value[i] += row.value[i];
+        }
+    }
+}
+
+/* `keys` and `tokens` are sorted, tokens with one key in their order. Reads dout once, and reads and writes the rows of
+ * dw that occur: 2 bytes an element of dout in bf16 (4 in fp32) and 8 an element of those rows. */
 template <class T, int N>
-__global__ void embedding_backward(float *dw, const T *dout, const uint32_t *keys, const uint32_t *tokens,
-                                   uint32_t num_tokens, uint32_t count, int C, int blocks_per_row) {
-    constexpr int rows_at_once = 8;
+__global__ void __launch_bounds__(256, 4)
+    embedding_backward(float *dw, float *partial, const T *dout, const uint32_t *keys, const uint32_t *tokens,
+                       uint32_t num_tokens, uint32_t count, int C, int blocks_per_row) {
     uint32_t place = blockIdx.x / blocks_per_row, key = keys[place];
     int c = (blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x) * N;
-    if (key == count || (place > 0 && keys[place - 1] == key) || c >= C) return;
+    bool begins = place == 0 || keys[place - 1] != key;
+    if (key == count || (!begins && place % piece != 0)) return;
+    uint32_t in_piece = min(place / piece * piece + piece, num_tokens) - place;
+    uint32_t rows = count_equal(keys + place, 1, in_piece, key), next = place + rows;
+    bool ends = rows < in_piece || next == num_tokens || keys[next] != key;
+    if (c >= C) return;
+    float *to = begins && ends ? dw + (int64_t)key * C : partial + (int64_t)(place / piece * 2 + begins) * C;
+    mt_pack<float, N> sums = mt_load<N>(to + c, begins && ends);
+    add_rows(sums, dout + c, rows, C, [&](uint32_t r) { return tokens[place + r]; });
+    mt_store(to + c, sums);
+}
+
+/* The blocks of a piece in which a key begins that goes on after it add that key's pieces in their order. */
+template <int N>
+__global__ void __launch_bounds__(256, 4)
+    embedding_add_pieces(float *dw, const float *partial, const uint32_t *keys, uint32_t num_tokens, uint32_t count,
+                         int C, int blocks_per_row) {
+    uint32_t first = blockIdx.x / blocks_per_row, next = (first + 1) * piece, key = keys[next];
+    int c = (blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x) * N;
+    bool began_before = first > 0 && keys[first * piece - 1] == key;
+    if (key == count || keys[next - 1] != key || began_before) return;
+    uint32_t rows = 1 + count_equal(keys + next, piece, (num_tokens - next - 1) / piece + 1, key);
+    if (c >= C) return;
     mt_pack<float, N> sums = mt_load<N>(dw + (int64_t)key * C + c);
-    bool more = true;
-    for (; more; place += rows_at_once) {
-        bool mine[rows_at_once];
-        uint32_t token[rows_at_once];
-        mt_pack<T, N> rows[rows_at_once];
-#pragma unroll
-        for (int r = 0; r < rows_at_once; r++) {
-            uint32_t at = min(place + r, num_tokens - 1);
-            mine[r] = (at == place + r) & (keys[at] == key); // no branch: the loads go out together
-            token[r] = tokens[at];
-        }
-#pragma unroll
-        for (int r = 0; r < rows_at_once; r++)
-            rows[r] = mine[r] ? mt_load<N>(dout + (int64_t)token[r] * C + c) : mt_pack<T, N>{};
-        more = mine[rows_at_once - 1];
-#pragma unroll
-        for (int r = 0; r < rows_at_once; r++)
-            for (int i = 0; i < N; i++) sums.value[i] += mt_to_float(rows[r].value[i]);
-    }
+    add_rows(sums, partial + c, rows, C, [&](uint32_t r) { return (first + r) * 2 + (r == 0); });
     mt_store(dw + (int64_t)key * C + c, sums);
 }
 
@@ -464,9 +498,12 @@ extern "C" void mt_cuda_embedding_backward(float *dw, const void *dout, const in
     uint32_t *none = NULL;
     size_t sort_bytes = 0;
     MT_CUDA(cub::DeviceRadixSort::SortPairs(NULL, sort_bytes, none, none, none, none, (int)T, 0, bits));
-    int64_t array = mt_divide_up(T, 64) * 64;
-    uint32_t *keys = (uint32_t *)mt_cuda_workspace(stream, 4 * array * 4 + (int64_t)sort_bytes);
-    uint32_t *tokens = keys + array, *sorted_keys = tokens + array, *sorted_tokens = sorted_keys + array;
+    int64_t array = mt_divide_up(T, 64) * 64, pieces = mt_divide_up(T, piece);
+    int64_t partial_room = mt_divide_up(pieces * 2 * C * 4, 256) * 256;
+    char *workspace = (char *)mt_cuda_workspace(stream, partial_room + 4 * array * 4 + (int64_t)sort_bytes);
+    float *partial = (float *)workspace;
+    uint32_t *keys = (uint32_t *)(workspace + partial_room), *tokens = keys + array;
+    uint32_t *sorted_keys = tokens + array, *sorted_tokens = sorted_keys + array;
     cudaStream_t on = mt_cuda_stream(stream);
     embedding_keys<<<mt_blocks(T, 256), 256, 0, on>>>(keys, tokens, ids, T, first, count);
     MT_CUDA_LAUNCHED();
@@ -477,7 +514,12 @@ extern "C" void mt_cuda_embedding_backward(float *dw, const void *dout, const in
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(C, N), 1);
         embedding_backward<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, on>>>(
-            dw, (const E *)dout, sorted_keys, sorted_tokens, (uint32_t)T, (uint32_t)count, (int)C, grid.blocks_per_row);
+            dw, partial, (const E *)dout, sorted_keys, sorted_tokens, (uint32_t)T, (uint32_t)count, (int)C,
+            grid.blocks_per_row);
+        MT_CUDA_LAUNCHED();
+        if (pieces == 1) return;
+        embedding_add_pieces<N><<<(unsigned)(pieces - 1) * grid.blocks_per_row, grid.threads, 0, on>>>(
+            dw, partial, sorted_keys, (uint32_t)T, (uint32_t)count, (int)C, grid.blocks_per_row);
         MT_CUDA_LAUNCHED();
     });
 }
@@ -495,9 +537,7 @@ template <class To, class From, int N> __global__ void convert(To *to, const Fro
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= end) break;
-        mt_pack<To, N> converted;
-        for (int i = 0; i < N; i++) converted.value[i] = mt_from_float<To>(mt_to_float(packs[k].value[i]));
-        mt_store(to + first + k * step, converted);
+        mt_store(to + first + k * step, mt_from_float<To>(mt_to_float(packs[k])));
     }
 }
 

@@ -7,7 +7,7 @@
 /* ---- forward: one pass, by a running maximum (Milakov & Gimelshein, "Online normalizer calculation for softmax") --
  */
 
-static constexpr int forward_threads = 512, forward_packs = 4;
+static constexpr int forward_threads = 256, forward_packs = 4;
 
 /* sum = sum exp(x - max) and weighted = sum exp(x - max) x over the logits seen so far. */
 struct softmax_sums {
@@ -19,19 +19,21 @@ __device__ static inline void raise_maximum(softmax_sums &sums, float max) {
     sums = {max, sums.sum * factor, sums.weighted * factor};
 }
 
-template <class T, int N> __device__ static inline void add_logits(softmax_sums &sums, const mt_pack<T, N> &logits) {
+template <bool entropy, class T, int N>
+__device__ static inline void add_logits(softmax_sums &sums, const mt_pack<T, N> &logits) {
+    mt_pack<float, N> x = mt_to_float(logits);
     float max = sums.max;
-    for (int i = 0; i < N; i++) max = fmaxf(max, mt_to_float(logits.value[i]));
+    for (int i = 0; i < N; i++) max = fmaxf(max, x.value[i]);
     raise_maximum(sums, max);
     for (int i = 0; i < N; i++) {
-        float x = mt_to_float(logits.value[i]), e = mt_exp(x - max);
+        float e = mt_exp(x.value[i] - max);
         sums.sum += e;
-        sums.weighted += e * fmaxf(x, -FLT_MAX); // a logit of -inf weighs nothing
+        if (entropy) sums.weighted += e * fmaxf(x.value[i], -FLT_MAX); // a logit of -inf weighs nothing
     }
 }
 
 /* A block a row. Reads each logit: 2 bytes in bf16, 4 in fp32. */
-template <class T, int N>
+template <class T, int N, bool entropy>
 __global__ void __launch_bounds__(forward_threads)
     cross_entropy_forward(float *row_max, float *row_sum, float *row_target, float *row_weighted, const T *logits,
                           const int32_t *labels, int64_t stride, int64_t first, int count) {
@@ -46,9 +48,9 @@ __global__ void __launch_bounds__(forward_threads)
             if (base + k * step < whole) packs[k] = mt_load<N>(row + base + k * step);
 #pragma unroll
         for (int k = 0; k < K; k++)
-            if (base + k * step < whole) add_logits(sums, packs[k]);
+            if (base + k * step < whole) add_logits<entropy>(sums, packs[k]);
     }
-    if (whole + (int)threadIdx.x < count) add_logits(sums, mt_load<1>(row + whole + threadIdx.x));
+    if (whole + (int)threadIdx.x < count) add_logits<entropy>(sums, mt_load<1>(row + whole + threadIdx.x));
 
     __shared__ float max_of_warp[32];
     float max = mt_warp_max(sums.max);
@@ -57,13 +59,13 @@ __global__ void __launch_bounds__(forward_threads)
     max = mt_warp_max(max_of_warp[threadIdx.x % 32 % (blockDim.x / 32)]);
     raise_maximum(sums, max);
     float totals[2] = {sums.sum, sums.weighted};
-    mt_row_sum(totals);
+    mt_row_sum(totals, 0);
     if (threadIdx.x != 0) return;
     int64_t label = labels[blockIdx.x] - first;
     row_max[blockIdx.x] = max;
     row_sum[blockIdx.x] = totals[0];
     row_target[blockIdx.x] = label >= 0 && label < count ? mt_to_float(row[label]) : 0;
-    if (row_weighted) row_weighted[blockIdx.x] = totals[1];
+    if (entropy) row_weighted[blockIdx.x] = totals[1];
 }
 
 extern "C" void mt_cuda_cross_entropy_forward(float *row_max, float *row_sum, float *row_target, float *row_weighted,
@@ -75,7 +77,8 @@ extern "C" void mt_cuda_cross_entropy_forward(float *row_max, float *row_sum, fl
         constexpr int N = decltype(width)::value;
         dim3 block = mt_reduction_block(mt_divide_up(count, N), forward_packs, 32, forward_threads);
         if (block.x < 32) block = dim3(32);
-        cross_entropy_forward<E, N><<<(unsigned)T, block.x, 0, mt_cuda_stream(stream)>>>(
+        auto kernel = row_weighted ? cross_entropy_forward<E, N, true> : cross_entropy_forward<E, N, false>;
+        kernel<<<(unsigned)T, block.x, 0, mt_cuda_stream(stream)>>>(
             row_max, row_sum, row_target, row_weighted, (const E *)logits, labels, stride, first, (int)count);
         MT_CUDA_LAUNCHED();
     });
@@ -125,12 +128,13 @@ __global__ void cross_entropy_backward(T *dlogits, const T *logits, const int32_
     for (int k = 0; k < K; k++) {
         int c = first + k * step;
         if (c >= stride) break;
+        mt_pack<float, N> out = mt_to_float(packs[k]);
         for (int i = 0; i < N; i++) {
-            float d = mt_exp(mt_to_float(packs[k].value[i]) - log_sum) * scale;
+            float d = mt_exp(out.value[i] - log_sum) * scale;
             if (c + i == target) d -= scale;
-            packs[k].value[i] = mt_from_float<T>(c + i < count ? d : 0);
+            out.value[i] = c + i < count ? d : 0;
         }
-        mt_store(dlogits + c, packs[k]);
+        mt_store(dlogits + c, mt_from_float<T>(out));
     }
 }
 

@@ -3,7 +3,7 @@
 
 /* ---- the gradient's norm ----------------------------------------------------------------------------------------- */
 
-static constexpr int norm_blocks = 1024, norm_threads = 256;
+static constexpr int norm_blocks_per_sm = 4, norm_threads = 256;
 
 /* Sum over the 256 threads of a block, for thread 0. */
 __device__ static double block_sum(double sum) {
@@ -16,18 +16,18 @@ __device__ static double block_sum(double sum) {
     return sum;
 }
 
-/* partial[block] = sum of squares of every gridDim.x-th stretch. A pack is summed in fp32, the packs in fp64. Reads x:
- * 4 bytes an element. */
+/* partial[block] = sum of squares of every gridDim.x-th stretch. A pack is summed in fp32, the packs in fp64. As many
+ * blocks as run at once, so that none begins when the others are done. Reads x: 4 bytes an element. */
 template <int N>
-__global__ void __launch_bounds__(norm_threads)
+__global__ void __launch_bounds__(norm_threads, norm_blocks_per_sm)
     squared_norm(double *partial, const float *x, int64_t begin, int64_t end) {
-    constexpr int K = 4;
+    constexpr int K = 8;
     int64_t step = blockDim.x * N, stretch = K * step;
     double sum = 0;
     for (int64_t i = begin + blockIdx.x * stretch + threadIdx.x * N; i < end; i += gridDim.x * stretch) {
         mt_pack<float, N> packs[K];
 #pragma unroll
-        for (int k = 0; k < K; k++) packs[k] = i + k * step < end ? mt_load<N>(x + i + k * step) : mt_pack<float, N>{};
+        for (int k = 0; k < K; k++) packs[k] = mt_load<N>(x + i + k * step, i + k * step < end);
 #pragma unroll
         for (int k = 0; k < K; k++) {
             float squares = 0;
@@ -49,8 +49,9 @@ __global__ void __launch_bounds__(norm_threads) add_squared_norms(double *sum, c
 extern "C" void mt_cuda_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
     mt_split<4>(n, mt_wide(MT_F32, {x}, {}), [&](int64_t begin, int64_t end, auto width) {
         constexpr int N = decltype(width)::value;
-        int64_t blocks = mt_divide_up(end - begin, norm_threads * 4 * N);
-        if (blocks > norm_blocks) blocks = norm_blocks;
+        int64_t blocks = mt_divide_up(end - begin, norm_threads * N);
+        int64_t at_once = norm_blocks_per_sm * mt_cuda_device()->multiProcessorCount;
+        if (blocks > at_once) blocks = at_once;
         double *partial = (double *)mt_cuda_workspace(stream, blocks * (int64_t)sizeof *partial);
         squared_norm<N><<<(unsigned)blocks, norm_threads, 0, mt_cuda_stream(stream)>>>(partial, x, begin, end);
         MT_CUDA_LAUNCHED();
@@ -97,19 +98,17 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= end) break;
-        mt_pack<__nv_bfloat16, N> rounded;
         for (int i = 0; i < N; i++) {
             float g = grads[k].value[i] * grad_scale;
             ms[k].value[i] = adamw.beta1 * ms[k].value[i] + (1 - adamw.beta1) * g;
             vs[k].value[i] = adamw.beta2 * vs[k].value[i] + (1 - adamw.beta2) * g * g;
             ws[k].value[i] =
                 ws[k].value[i] * shrink - rate * ms[k].value[i] / (sqrtf(vs[k].value[i]) * root + adamw.eps);
-            rounded.value[i] = __float2bfloat16_rn(ws[k].value[i]);
         }
         mt_store(m + first + k * step, ms[k]);
         mt_store(v + first + k * step, vs[k]);
         mt_store(weights + first + k * step, ws[k]);
-        if (copy) mt_store(copy + first + k * step, rounded);
+        if (copy) mt_store(copy + first + k * step, mt_from_float<__nv_bfloat16>(ws[k]));
     }
 }
 

@@ -13,8 +13,12 @@
 #include <initializer_list>
 #include <type_traits>
 
-/* N elements that are read or written together. */
+/* N elements that are read or written together. bf16 stay in the words they came in: as elements of two bytes they
+ * would cost so many instructions to take out and put back that these set a kernel's time, not its bytes. Kernels
+ * calculate on mt_to_float(pack) and store mt_from_float<T>(pack). */
 template <class T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) mt_pack { T value[N]; };
+template <int N> struct alignas(2 * N < 16 ? 2 * N : 16) mt_pack<__nv_bfloat16, N> { uint32_t pairs[N / 2]; };
+template <> struct mt_pack<__nv_bfloat16, 1> { uint16_t bits; };
 
 /* The machine word that carries a pack; without it the compiler may store the elements one by one. */
 template <int bytes> struct mt_word {
@@ -22,11 +26,13 @@ template <int bytes> struct mt_word {
 };
 template <> struct mt_word<2> { using type = uint16_t; };
 
-template <int N, class T> __device__ static inline mt_pack<T, N> mt_load(const T *from) {
+/* The pack at `from`, or zeros where it is not `there`. */
+template <int N, class T> __device__ static inline mt_pack<T, N> mt_load(const T *from, bool there = true) {
     using word = typename mt_word<sizeof(mt_pack<T, N>)>::type;
     constexpr int count = sizeof(mt_pack<T, N>) / sizeof(word);
-    word words[count];
-    for (int i = 0; i < count; i++) words[i] = ((const word *)from)[i];
+    word words[count] = {};
+    if (there)
+        for (int i = 0; i < count; i++) words[i] = ((const word *)from)[i];
     mt_pack<T, N> pack;
     memcpy(&pack, words, sizeof pack);
     return pack;
@@ -54,6 +60,42 @@ template <class T, int N> __device__ static inline void mt_store(T *to, const mt
     word words[count];
     memcpy(words, &pack, sizeof pack);
     for (int i = 0; i < count; i++) mt_store_word((word *)to + i, words[i]);
+}
+
+/* A pack's elements in fp32. */
+template <int N> __device__ static inline mt_pack<float, N> mt_to_float(const mt_pack<float, N> &pack) {
+    return pack;
+}
+template <int N> __device__ static inline mt_pack<float, N> mt_to_float(const mt_pack<__nv_bfloat16, N> &pack) {
+    mt_pack<float, N> wide;
+    if constexpr (N == 1)
+        wide.value[0] = __uint_as_float((uint32_t)pack.bits << 16);
+    else
+        for (int i = 0; i < N; i++)
+            wide.value[i] = __uint_as_float(i % 2 == 0 ? pack.pairs[i / 2] << 16 : pack.pairs[i / 2] & 0xffff0000);
+    return wide;
+}
+
+/* Rounds to nearest even. */
+template <class T, int N> __device__ static inline mt_pack<T, N> mt_from_float(const mt_pack<float, N> &wide) {
+    if constexpr (std::is_same_v<T, float>) {
+        return wide;
+    } else if constexpr (N == 1) {
+        return {__bfloat16_as_ushort(__float2bfloat16_rn(wide.value[0]))};
+    } else {
+        mt_pack<T, N> pack;
+        for (int i = 0; i < N; i += 2) {
+            __nv_bfloat162 pair = __floats2bfloat162_rn(wide.value[i], wide.value[i + 1]);
+            memcpy(&pack.pairs[i / 2], &pair, sizeof pair);
+        }
+        return pack;
+    }
+}
+
+/* Keeps a bf16 pack as it is between two uses: the compiler would keep its fp32 values, in twice the registers. */
+template <class T, int N> __device__ static inline void mt_keep_packed(mt_pack<T, N> &pack) {
+    if constexpr (!std::is_same_v<T, float> && N > 1)
+        for (int i = 0; i < N / 2; i++) asm volatile("" : "+r"(pack.pairs[i]));
 }
 
 /* Whether every address and every length (in elements) is a multiple of sixteen bytes. */
@@ -108,31 +150,29 @@ static inline mt_row_grid mt_rows(int64_t packs, int64_t k) {
     return {(unsigned)blocks, (unsigned)threads};
 }
 
-/* A block for rows that are reduced: blockDim.x threads, a power of two up to `largest`, share a row of `packs` packs,
- * `k` each; short rows are put together until the block has `smallest` threads. */
-static inline dim3 mt_reduction_block(int64_t packs, int64_t k, unsigned smallest, unsigned largest) {
-    unsigned width = 1;
-    while (width < largest && width * k < packs) width *= 2;
-    return dim3(width, width < smallest ? smallest / width : 1);
+/* A block for rows that are reduced: blockDim.x threads share a row of `packs` packs, `k` each; they are a power of two
+ * within a warp, or whole warps up to `largest` threads. Short rows are put together to about `smallest` threads. */
+static inline dim3 mt_reduction_block(int64_t packs, int64_t k, int64_t smallest, int64_t largest) {
+    int64_t threads = mt_divide_up(packs, k), width = 1;
+    while (width < threads && width < 32) width *= 2;
+    if (width < threads) width = mt_divide_up(threads, 32) * 32;
+    if (width > largest) width = largest;
+    return dim3((unsigned)width, (unsigned)(width < smallest ? smallest / width : 1));
 }
 
 /* x[m] = its sum over the blockDim.x threads that share a row, the same bits in all of them. Every thread of the block
- * calls it. */
-template <int M> __device__ static inline void mt_row_sum(float (&x)[M]) {
+ * calls it. `turn` is 0 and 1 alternately, so that a sum is not overwritten by the next while it is read. */
+template <int M> __device__ static inline void mt_row_sum(float (&x)[M], int turn) {
     for (int lane = min(blockDim.x, 32) / 2; lane > 0; lane /= 2)
 #pragma unroll
         for (int m = 0; m < M; m++) x[m] += __shfl_xor_sync(0xffffffff, x[m], lane);
     if (blockDim.x <= 32) return;
-    __shared__ float of_warp[M][32];
-    int thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x / 32, first = threadIdx.y * warps;
-    __syncthreads(); // an earlier sum may still be read
-    if (thread % 32 == 0)
-        for (int m = 0; m < M; m++) of_warp[m][thread / 32] = x[m];
+    __shared__ float of_warp[2][M][32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, first = threadIdx.y * warps;
+    if (lane == 0)
+        for (int m = 0; m < M; m++) of_warp[turn][m][first + warp] = x[m];
     __syncthreads();
-    for (int m = 0; m < M; m++) {
-        x[m] = of_warp[m][first + thread % warps];
-        for (int warp = warps / 2; warp > 0; warp /= 2) x[m] += __shfl_xor_sync(0xffffffff, x[m], warp);
-    }
+    for (int m = 0; m < M; m++) x[m] = mt_warp_sum(lane < warps ? of_warp[turn][m][first + lane] : 0);
 }
 
 /* 2^x and e^x by the special-function unit, right to a few units in the last place for the x of a softmax or a sigmoid.
