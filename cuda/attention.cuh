@@ -37,10 +37,6 @@ __device__ __forceinline__ band band_of(const mt_span &span, int64_t window) {
     return {span.causal ? shift : everything, behind, (int)span.q_len, (int)span.k_len};
 }
 
-__device__ __forceinline__ bool sees(const band &b, int i, int j) {
-    return j < b.k_len && j <= i + b.ahead && j >= i - b.behind;
-}
-
 /* Whether `queries` queries from i all see `keys` keys from j: then no element has to be masked. */
 __device__ __forceinline__ bool all_see(const band &b, int i, int queries, int j, int keys) {
     return j + keys <= b.k_len && j + keys - 1 <= i + b.ahead && j >= i + queries - 1 - b.behind;

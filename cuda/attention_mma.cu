@@ -143,19 +143,23 @@ __device__ __forceinline__ uint32_t add_bf16(uint32_t a, uint32_t b) {
     return mt_pack_bf16(low, high);
 }
 
-/* Scores of keys that their queries do not see become -inf. Queries are the rows, or the columns when TRANSPOSED. */
+/* Scores of keys that their queries do not see become -inf. Rows are queries, or keys when TRANSPOSED. */
 template <bool TRANSPOSED, int TILES, int N>
 __device__ __forceinline__ void hide(float (&score)[TILES][N][4], const band &b, int first_query, int first_key) {
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
-        for (int n = 0; n < N; n++)
+        for (int h = 0; h < 2; h++) {
+            int row = row_of(t, 2 * h), col = col_of(0, 0);
+            range visible = TRANSPOSED ? queries_of(b, first_key + row, 1) : keys_of(b, first_query + row, 1);
+            int first = visible.first - (TRANSPOSED ? first_query : first_key) - col;
+            int end = visible.end - (TRANSPOSED ? first_query : first_key) - col;
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                int row = row_of(t, e), col = col_of(n, e);
-                if (!sees(b, first_query + (TRANSPOSED ? col : row), first_key + (TRANSPOSED ? row : col)))
-                    score[t][n][e] = -INFINITY;
-            }
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+                    if (8 * n + e < first || 8 * n + e >= end) score[t][n][2 * h + e] = -INFINITY;
+        }
 }
 
 /* Stores the warp's rows of c, those of the tile's `count` rows, to rows at `to`. They pass through the warp's rows of
@@ -270,8 +274,8 @@ template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma
     const band seen = band_of(t.span, shape.window);
     const range keys = keys_of(seen, t.first, QUERIES);
     const int64_t query = t.span.q_start + t.first;
-    auto load_stage = [&](int number, int key) {
-        load_keys<KEYS, D>(stages + number * size::STAGE, task, t.span.k_start + key, group, seen.k_len - key);
+    auto load_stage = [&](int key) {
+        load_keys<KEYS, D>(stages + key / KEYS % 2 * size::STAGE, task, t.span.k_start + key, group, seen.k_len - key);
     };
 
     float out[TILES][D / 8][4];
@@ -279,13 +283,13 @@ template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma
     clear(out);
     softmax_begin(state);
     load_tile<QUERIES, D>(q_tile, task.q + query * shape.q_stride + t.head * channels, shape.q_stride, rows, channels);
-    int key = keys.first / KEYS * KEYS, number = 0;
-    if (key < keys.end) load_stage(0, key);
-    for (; key < keys.end; key += KEYS, number ^= 1) {
+    int key = keys.first / KEYS * KEYS;
+    if (key < keys.end) load_stage(key);
+    for (; key < keys.end; key += KEYS) {
         mt_copies_wait();
         __syncthreads(); // this stage is here, and nobody reads the other one any more
-        if (key + KEYS < keys.end) load_stage(number ^ 1, key + KEYS);
-        const uint32_t k_tile = stages + number * size::STAGE, v_tile = k_tile + KEYS * D * 2;
+        if (key + KEYS < keys.end) load_stage(key + KEYS);
+        const uint32_t k_tile = stages + key / KEYS % 2 * size::STAGE, v_tile = k_tile + KEYS * D * 2;
         float score[TILES][KEYS / 8][4];
         uint32_t weights[TILES][KEYS / 16][4];
         clear(score);
@@ -384,8 +388,8 @@ template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma
     const band seen = band_of(t.span, shape.window);
     const range keys = keys_of(seen, t.first, QUERIES);
     const int64_t query = t.span.q_start + t.first, stat = (query + warp_row) * shape.num_heads + t.head;
-    auto load_stage = [&](int number, int key) {
-        load_keys<KEYS, D>(stages + number * size::STAGE, task, t.span.k_start + key, group, seen.k_len - key);
+    auto load_stage = [&](int key) {
+        load_keys<KEYS, D>(stages + key / KEYS % 2 * size::STAGE, task, t.span.k_start + key, group, seen.k_len - key);
     };
 
     float dq[TILES][D / 8][4];
@@ -393,13 +397,13 @@ template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma
     clear(dq);
     load_row_stats(stats, task.lse + stat, task.row_dot + stat, shape.num_heads, rows - warp_row);
     load_queries<QUERIES, D>(q_tile, task, query, t.head, rows);
-    int key = keys.first / KEYS * KEYS, number = 0;
-    if (key < keys.end) load_stage(0, key);
-    for (; key < keys.end; key += KEYS, number ^= 1) {
+    int key = keys.first / KEYS * KEYS;
+    if (key < keys.end) load_stage(key);
+    for (; key < keys.end; key += KEYS) {
         mt_copies_wait();
         __syncthreads();
-        if (key + KEYS < keys.end) load_stage(number ^ 1, key + KEYS);
-        const uint32_t k_tile = stages + number * size::STAGE, v_tile = k_tile + KEYS * D * 2;
+        if (key + KEYS < keys.end) load_stage(key + KEYS);
+        const uint32_t k_tile = stages + key / KEYS % 2 * size::STAGE, v_tile = k_tile + KEYS * D * 2;
         float score[TILES][KEYS / 8][4], dp[TILES][KEYS / 8][4];
         uint32_t weights[TILES][KEYS / 16][4];
         clear(score);
