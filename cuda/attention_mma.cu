@@ -327,9 +327,10 @@ template <int D> __global__ void __launch_bounds__(THREADS) mma_row_dots(const f
         float sum = 0;
         if (mine && channel < shape.head_size) {
             int64_t at = query * shape.out_stride + head * shape.head_size + channel;
-            mt_pack<bf16, 8> out = mt_load<8>(task.out + at), dout = mt_load<8>(task.dout + at);
+            mt_pack<float, 8> out = mt_to_float(mt_load<8>(task.out + at));
+            mt_pack<float, 8> dout = mt_to_float(mt_load<8>(task.dout + at));
 #pragma unroll
-            for (int i = 0; i < 8; i++) sum += mt_to_float(out.value[i]) * mt_to_float(dout.value[i]);
+            for (int i = 0; i < 8; i++) sum += out.value[i] * dout.value[i];
         }
 #pragma unroll
         for (int lane = LANES / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lane);
