@@ -1,10 +1,11 @@
 /* Every rung of the GPU's attention against the CPU's in fp32, on the same inputs: values of bf16. Rows stand in a
  * fused q, k, v buffer as a model's do, and what lies between and around them must stay as it was.
  *
- * Tolerances, of norms: a bf16 keeps 8 bits, so an output's rounding is 2^-9 at most and about 1.1e-3 in norm. Weights
- * are rounded once before they meet values, and gradients of scores once before they meet queries and keys, each about
- * 1.1e-3 more; the backward also starts from outputs that were rounded. Forward 4e-3, backward 8e-3; a wrong element,
- * or a key too few, is far more than that. No single element may be off by 2e-2 of the largest. */
+ * Tolerances, of norms: a bf16 keeps 8 bits, so rounding is 2^-9 of an element at most and about 1.1e-3 in norm.
+ * Outputs are rounded once, and weights before they meet values: 1.6e-3 expected, 4e-3 allowed. Gradients are rounded
+ * once, gradients of scores before they meet queries and keys, and once more a span where spans share keys: 1.6e-3 to
+ * 5e-3 expected, 8e-3 allowed. A wrong element or a key too few is far more. No single element is off by 2e-2 of the
+ * largest. Where everything cancels, as for a sequence of one token, 1e-5 is the rounding of fp32 sums. */
 #include "../megatron.h"
 
 #include <math.h>
@@ -86,7 +87,7 @@ typedef struct problem {
     mt_span spans[MAX_SPANS];
 } problem;
 
-/* In host memory; each buffer has guard elements at its end. q, k and v are columns of `qkv`, their gradients of
+/* In host memory, with guard elements at the end of each buffer. q, k and v are columns of `qkv`, their gradients of
  * `dqkv`; out and dout have a stride of their own. */
 typedef struct operands {
     int64_t stride, out_stride, num_qkv, num_out, num_lse;
@@ -95,6 +96,7 @@ typedef struct operands {
 } operands;
 
 enum { GUARD = 64 };
+static const float NO_LSE = 12345;
 
 static operands operands_new(const problem *p) {
     operands o = {.stride = (p->H + 2 * p->G) * p->D + 8, .out_stride = p->H * p->D + 16};
@@ -107,12 +109,8 @@ static operands operands_new(const problem *p) {
     o.out = new_poisoned(o.num_out);
     o.dqkv = new_poisoned(o.num_qkv);
     o.lse = mt_malloc(o.num_lse * 4);
-    for (int64_t i = 0; i < o.num_lse; i++) o.lse[i] = 12345;
+    for (int64_t i = 0; i < o.num_lse; i++) o.lse[i] = NO_LSE;
     return o;
-}
-
-static void operands_free(operands *o) {
-    free(o->qkv), free(o->dout), free(o->out), free(o->dqkv), free(o->lse);
 }
 
 static mt_attention shape_of(const problem *p, const operands *o) {
@@ -128,27 +126,27 @@ static mt_attention shape_of(const problem *p, const operands *o) {
                           .scale = 2.5f / sqrtf((float)p->D)};
 }
 
-/* The same in fp32 by the CPU, from the same inputs. */
+/* The same in fp32 by the CPU. The backward starts from the out and lse that it is given, as a rung's backward starts
+ * from its own: how they were rounded is the forward's error, and judged there. */
 typedef struct answer {
     float *out, *lse, *dqkv;
 } answer;
 
-static answer answer_of(const problem *p, const operands *o) {
-    mt_attention shape = shape_of(p, o);
+static answer answer_of(const problem *p, const operands *given) {
+    mt_attention shape = shape_of(p, given);
     mt_spans spans = {.host = p->spans, .device = p->spans, .count = p->count};
-    float *qkv = as_floats(o->qkv, o->num_qkv), *dout = as_floats(o->dout, o->num_out);
-    answer a = {as_floats(o->out, o->num_out), mt_malloc(o->num_lse * 4), as_floats(o->dqkv, o->num_qkv)};
-    float *row_dot = mt_malloc(o->num_lse * 4), *k = qkv + p->H * p->D, *v = k + p->G * p->D;
-    float *dk = a.dqkv + p->H * p->D, *dv = dk + p->G * p->D;
-    memcpy(a.lse, o->lse, (size_t)o->num_lse * 4);
+    float *qkv = as_floats(given->qkv, given->num_qkv), *k = qkv + p->H * p->D, *v = k + p->G * p->D;
+    float *dout = as_floats(given->dout, given->num_out), *out = as_floats(given->out, given->num_out);
+    uint16_t *untouched_out = new_poisoned(given->num_out), *untouched = new_poisoned(given->num_qkv);
+    answer a = {.out = as_floats(untouched_out, given->num_out), .dqkv = as_floats(untouched, given->num_qkv)};
+    float *row_dot = mt_malloc(given->num_lse * 4), *dk = a.dqkv + p->H * p->D, *dv = dk + p->G * p->D;
+    a.lse = mt_malloc(given->num_lse * 4);
+    for (int64_t i = 0; i < given->num_lse; i++) a.lse[i] = NO_LSE;
     mt_cpu_ops.attention_forward(a.out, a.lse, qkv, k, v, &spans, &shape, MT_F32, NULL);
-    mt_cpu_ops.attention_backward(a.dqkv, dk, dv, row_dot, dout, qkv, k, v, a.out, a.lse, &spans, &shape, MT_F32, NULL);
-    free(qkv), free(dout), free(row_dot);
+    mt_cpu_ops.attention_backward(a.dqkv, dk, dv, row_dot, dout, qkv, k, v, out, given->lse, &spans, &shape, MT_F32,
+                                  NULL);
+    free(qkv), free(dout), free(out), free(row_dot), free(untouched_out), free(untouched);
     return a;
-}
-
-static void answer_free(answer *a) {
-    free(a->out), free(a->lse), free(a->dqkv);
 }
 
 static void *to_gpu(const void *from, int64_t bytes) {
@@ -207,7 +205,7 @@ static void assert_columns(const char *what, const problem *p, const uint16_t *g
                            int64_t stride, int64_t first, int64_t width, double tolerance) {
     const float poison = mt_bf16_to_f32(POISON);
     double error = 0, size = 0, worst = 0, largest = 0;
-    int64_t worst_at = -1;
+    int64_t worst_at = -1, count = 0;
     for (int64_t i = 0; i < n; i++) {
         int64_t column = i % stride;
         if (column < first || column >= first + width) continue;
@@ -221,8 +219,9 @@ static void assert_columns(const char *what, const problem *p, const uint16_t *g
         error += difference * difference;
         size += w * w;
         largest = fmax(largest, fabs(w));
+        count++;
     }
-    if (sqrt(error) <= tolerance * sqrt(size) + 1e-20 && worst <= 2e-2 * largest + 1e-20) return;
+    if (sqrt(error) <= tolerance * sqrt(size) + 1e-5 * sqrt((double)count) && worst <= 2e-2 * largest + 1e-5) return;
     describe(p);
     fail_msg("%s: error %.3g of norm %.3g; at row %d column %d %.5g, should be %.5g", what, sqrt(error), sqrt(size),
              (int)(worst_at / stride), (int)(worst_at % stride), (double)mt_bf16_to_f32(got[worst_at]),
@@ -252,23 +251,36 @@ static void assert_answer(const char *rung, const problem *p, const operands *o,
     }
 }
 
+/* Fresh outputs for the same inputs. */
+static operands operands_again(const operands *from) {
+    operands o = *from;
+    o.out = new_poisoned(o.num_out);
+    o.dqkv = new_poisoned(o.num_qkv);
+    o.lse = mt_malloc(o.num_lse * 4);
+    for (int64_t i = 0; i < o.num_lse; i++) o.lse[i] = NO_LSE;
+    return o;
+}
+
+static void outputs_free(operands *o) {
+    free(o->out), free(o->dqkv), free(o->lse);
+}
+
 /* `must`: the rungs from the first on that have to serve the problem. */
 static void check(const problem *p, int must) {
-    operands fresh = operands_new(p);
-    answer a = answer_of(p, &fresh);
+    operands inputs = operands_new(p);
     for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) {
-        operands o = fresh;
-        o.out = new_poisoned(o.num_out);
-        o.dqkv = new_poisoned(o.num_qkv);
-        o.lse = mt_malloc(o.num_lse * 4);
-        memcpy(o.lse, fresh.lse, (size_t)o.num_lse * 4);
-        bool served = run_rung(&mt_attention_rungs[r], p, &o);
-        if (served) assert_answer(mt_attention_rungs[r].name, p, &o, &a);
-        if (!served && r < must) fail_msg("%s does not serve D %d", mt_attention_rungs[r].name, (int)p->D);
-        free(o.out), free(o.dqkv), free(o.lse);
+        operands o = operands_again(&inputs);
+        if (run_rung(&mt_attention_rungs[r], p, &o)) {
+            answer a = answer_of(p, &o);
+            assert_answer(mt_attention_rungs[r].name, p, &o, &a);
+            free(a.out), free(a.lse), free(a.dqkv);
+        } else if (r < must) {
+            fail_msg("%s does not serve D %d", mt_attention_rungs[r].name, (int)p->D);
+        }
+        outputs_free(&o);
     }
-    operands_free(&fresh);
-    answer_free(&a);
+    free(inputs.qkv), free(inputs.dout);
+    outputs_free(&inputs);
 }
 
 /* What a GPU with little shared memory may leave to the definition. */
@@ -387,17 +399,14 @@ static void two_runs_repeat_bit_for_bit(void **state) {
     p.spans[0] = (mt_span){0, 1900, 0, 1900, true};
     p.spans[1] = (mt_span){1900, 1100, 1900, 1100, true};
     for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) {
-        operands first = operands_new(&p), again = first;
-        again.out = new_poisoned(first.num_out);
-        again.dqkv = new_poisoned(first.num_qkv);
-        again.lse = mt_malloc(first.num_lse * 4);
-        memcpy(again.lse, first.lse, (size_t)first.num_lse * 4);
-        bool served = run_rung(&mt_attention_rungs[r], &p, &first);
-        if (served) run_rung(&mt_attention_rungs[r], &p, &again);
+        operands first = operands_new(&p), again = operands_again(&first);
+        bool served = run_rung(&mt_attention_rungs[r], &p, &first) && run_rung(&mt_attention_rungs[r], &p, &again);
+        assert_true(served || r >= must_serve(p.D));
         assert_memory_equal(first.out, again.out, (size_t)first.num_out * 2);
+        assert_memory_equal(first.lse, again.lse, (size_t)first.num_lse * 4);
         assert_memory_equal(first.dqkv, again.dqkv, (size_t)first.num_qkv * 2);
-        free(again.out), free(again.dqkv), free(again.lse);
-        operands_free(&first);
+        free(first.qkv), free(first.dout);
+        outputs_free(&first), outputs_free(&again);
     }
 }
 
