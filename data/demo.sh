@@ -8,7 +8,7 @@
 set -eu
 bin=${MT_BIN:-.}
 model=${DEMO_DIR:-runs/demo}
-iterations=${DEMO_ITERS:-300}
+iterations=${DEMO_ITERS:-400}
 corpus=$model/data/corpus
 
 run() {
