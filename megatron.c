@@ -6574,10 +6574,17 @@ static int64_t mt_peak_memory(void) {
     return (int64_t)usage.ru_maxrss * 1024;
 }
 
-int mt_report_open(mt_report *report, const mt_options *options, const mt_grid *grid, const mt_run_state *state,
-                   mt_error *error) {
-    *report = (mt_report){.options = options, .world_size = grid->world.size, .first_iteration = state->iteration};
-    report->prints = grid->world.rank == 0;
+int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error) {
+    const mt_options *options = model->options;
+    *report = (mt_report){.options = options, .first_iteration = state->iteration};
+    report->world_size = model->grid->world.size;
+    report->prints = model->grid->world.rank == 0;
+#ifdef MT_HAVE_CUDA
+    if (strcmp(model->ops->name, "cuda") == 0) {
+        report->device_bytes = model->arena.capacity;
+        report->peak_flops = mt_cuda_peak_flops(model->dtype);
+    }
+#endif
     report->start = mt_time();
     if (!report->prints || !options->metrics) return 0;
     report->metrics = fopen(options->metrics, state->iteration > 0 ? "a" : "w"); // a resumed run goes on in its file
@@ -6616,10 +6623,15 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
     double flops = mt_flops(o, (int64_t)metrics->tokens / o->seq_length) / metrics->seconds / report->world_size;
     double pace = (mt_time() - report->start) / (double)(iteration - report->first_iteration);
     int64_t left = (int64_t)(pace * (double)(total - iteration) + 0.5);
-    mt_report_line(
-        report, "%6lld/%lld %3d%%  loss %.4f  grad norm %.3f  lr %.2e  %.0f tokens/s  %.1f GFLOP/s  %lld:%02lld left",
-        (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, metrics->grad_norm,
-        metrics->learning_rate, rate, flops * 1e-9, (long long)(left / 60), (long long)(left % 60));
+    char speed[64];
+    if (report->peak_flops > 0)
+        snprintf(speed, sizeof speed, "%.1f%% MFU", 100 * flops / report->peak_flops);
+    else
+        snprintf(speed, sizeof speed, "%.1f GFLOP/s", flops * 1e-9);
+    mt_report_line(report, "%6lld/%lld %3d%%  loss %.4f  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %lld:%02lld left",
+                   (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss,
+                   metrics->grad_norm, metrics->learning_rate, rate, speed, (long long)(left / 60),
+                   (long long)(left % 60));
     if (!report->metrics) return 0;
     fprintf(report->metrics,
             "{\"iteration\": %lld, \"lm_loss\": %.17g, \"grad_norm\": %.17g, \"learning_rate\": %.17g, "
@@ -6627,7 +6639,7 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
             "\"tflops_per_device\": %.6g, \"iteration_ms\": %.6g, \"peak_memory_bytes\": %lld}\n",
             (long long)iteration, metrics->loss, metrics->grad_norm, metrics->learning_rate, metrics->weight_decay,
             (long long)state->consumed_train_samples, rate, flops * 1e-12, 1e3 * metrics->seconds,
-            (long long)mt_peak_memory());
+            (long long)(report->device_bytes > 0 ? report->device_bytes : mt_peak_memory()));
     return mt_report_flush(report, error);
 }
 

@@ -475,6 +475,9 @@ double mt_cuda_event_seconds(const mt_event *from, const mt_event *to);
  * error. */
 const mt_ops *mt_backend_open(const char *device, int64_t world_size, mt_error *error);
 
+/* Dense operations a second that NVIDIA states for this GPU's matrix products of a type; 0 for GPUs not listed. */
+double mt_cuda_peak_flops(mt_dtype dtype);
+
 /* Floating-point operations a second of the CPU's matrix product, n^3, best of a few: the benchmarks' ceiling. */
 double mt_cpu_matmul_rate(int64_t n);
 
@@ -705,13 +708,14 @@ typedef struct mt_report {
     bool prints;
     int world_size;
     int64_t first_iteration;
+    int64_t device_bytes; // a GPU's memory that the run holds; 0 on the CPU, whose peak is asked for
+    double peak_flops;    // of the device for this type, stated by its maker; 0: not known
     double start;
 } mt_report;
 
 /* Opens the metrics file; a run that goes on from iteration > 0 appends to it. An unwritable file is an error, here and
  * below. */
-int mt_report_open(mt_report *report, const mt_options *options, const mt_grid *grid, const mt_run_state *state,
-                   mt_error *error);
+int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error);
 void mt_report_close(mt_report *report);
 
 /* The step that `state` now counts; every --log-interval iterations. */

@@ -198,7 +198,7 @@ int main(int argc, char **argv) {
     if (r.grid.world.rank == 0) mt_options_print(&r.options, MT_PROGRAM_TRAIN, stdout);
     open_data(&r);
     open_model(&r);
-    check(mt_report_open(&r.report, &r.options, &r.grid, &r.state, &error), &error);
+    check(mt_report_open(&r.report, r.model, &r.state, &error), &error);
     struct sigaction action = {.sa_handler = request_stop};
     sigaction(SIGTERM, &action, NULL);
     train(&r);

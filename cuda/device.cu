@@ -26,6 +26,19 @@ const cudaDeviceProp *mt_cuda_device(void) {
     return &properties;
 }
 
+extern "C" double mt_cuda_peak_flops(mt_dtype dtype) {
+    static const struct {
+        const char *name;
+        double bf16, fp32;
+    } gpus[] = {{"H100 PCIe", 756e12, 51e12},
+                {"H100", 989.4e12, 66.9e12},
+                {"H200", 989.4e12, 66.9e12},
+                {"A100", 312e12, 19.5e12}};
+    for (const auto &gpu : gpus)
+        if (strstr(mt_cuda_device()->name, gpu.name)) return dtype == MT_BF16 ? gpu.bf16 : gpu.fp32;
+    return 0;
+}
+
 void *mt_cuda_workspace(mt_stream *stream, int64_t bytes) {
     MT_CHECK(stream && bytes <= stream->workspace_bytes);
     return stream->workspace;
