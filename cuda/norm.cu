@@ -79,8 +79,7 @@ __global__ void __launch_bounds__(512)
             mt_pack<float, N> out = mt_to_float(packs[k]), weight = mt_to_float(weights[k]);
             mt_pack<float, N> bias = {};
             if (layernorm) bias = mt_to_float(biases[k]);
-            for (int i = 0; i < N; i++)
-                out.value[i] = (out.value[i] - mu) * scale * weight.value[i] + bias.value[i];
+            for (int i = 0; i < N; i++) out.value[i] = (out.value[i] - mu) * scale * weight.value[i] + bias.value[i];
             mt_store(y_row + c, mt_from_float<T>(out));
         }
     }
