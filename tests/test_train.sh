@@ -1,0 +1,186 @@
+#!/bin/sh
+# The train program: golden losses, resuming, stopping early, metrics, YAML, and what it says to bad input.
+set -u
+train=$(cd "${MT_BIN:-.}" && pwd)/train
+golden=tests/golden/hf
+work=$(mktemp -d "${TMPDIR:-/tmp}/mt_train.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+failed=0
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+verdict() {
+    name=$1
+    shift
+    if "$@"; then
+        echo "ok $name"
+    else
+        echo "not ok $name"
+        failed=1
+    fi
+}
+
+# refuses PATTERN ARGUMENTS...: train fails with one line on standard error, which holds the pattern.
+refuses() {
+    pattern=$1
+    shift
+    if "$train" "$@" >"$work/out" 2>"$work/err" </dev/null; then
+        echo "accepted: train $*"
+        return 1
+    fi
+    if [ "$(wc -l <"$work/err")" = 1 ] && grep -q "^error: .*$pattern" "$work/err"; then return 0; fi
+    echo "wanted \"$pattern\" from train $*, got:"
+    cat "$work/err"
+    return 1
+}
+
+# metric FILE NAME: its values, a line for each iteration.
+metric() {
+    sed -n "s/.*\"$2\": \([-+.0-9e]*\).*/\1/p" "$1"
+}
+
+optimizer='--lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --lr-warmup-iters 0 --adam-beta1 0.9 --adam-beta2 0.95
+    --adam-eps 1e-8 --weight-decay 0.1 --clip-grad 1.0 --device cpu'
+
+# golden_run FAMILY ARGUMENTS...: ten steps on the family's own tokens.
+golden_run() {
+    family=$1
+    shift
+    # shellcheck disable=SC2086
+    "$train" --load "$golden/$family" --tokens-file "$golden/$family/tokens.i32" --seq-length 32 --micro-batch-size 1 \
+        --global-batch-size 4 --train-iters 10 $optimizer "$@" >"$work/out" 2>"$work/err" || {
+        cat "$work/err"
+        return 1
+    }
+}
+
+losses_and_norms_are_those_of_expected_json() {
+    for family in gpt2 llama llama3_rope_tied qwen2 qwen3; do
+        golden_run "$family" --metrics "$work/m.jsonl" || return 1
+        for pair in losses:lm_loss grad_norms:grad_norm; do
+            awk -v key="\"${pair%%:*}\"" '$0 ~ key { on = 1; next } on && /\]/ { exit }
+                on { gsub(/[ ,]/, ""); print }' "$golden/$family/expected.json" >"$work/want"
+            metric "$work/m.jsonl" "${pair##*:}" >"$work/got"
+            [ "$(wc -l <"$work/got")" = 10 ] || return 1
+            paste "$work/got" "$work/want" | awk -v family="$family" '
+                { d = ($1 - $2) / $2; if (d < 0) d = -d; if (!(d <= 1e-5)) { print family ": " $0; bad = 1; exit } }
+                END { exit bad }' || return 1
+        done
+    done
+}
+
+metrics_name_everything() {
+    golden_run llama --metrics "$work/m.jsonl" || return 1
+    for key in iteration lm_loss grad_norm learning_rate tokens_per_second tflops_per_device iteration_ms \
+        peak_memory_bytes; do
+        [ "$(metric "$work/m.jsonl" $key | wc -l)" = 10 ] || return 1
+    done
+}
+
+small='--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 --seq-length 16
+    --vocab-size 96 --mock-data --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-style cosine
+    --eval-iters 1 --eval-interval 4 --device cpu'
+
+# small_run ARGUMENTS...: a small GPT with dropout, on made-up tokens.
+small_run() {
+    # shellcheck disable=SC2086
+    "$train" $small "$@" >"$work/out" 2>"$work/err" || {
+        cat "$work/err"
+        return 1
+    }
+}
+
+a_resumed_run_repeats_bit_for_bit() {
+    for precision in '' --bf16; do
+        # shellcheck disable=SC2086
+        small_run $precision --train-iters 12 --save "$work/whole" --metrics "$work/whole.jsonl" &&
+            small_run $precision --train-iters 12 --save "$work/parts" --save-interval 5 &&
+            echo 5 >"$work/parts/latest_checkpointed_iteration.txt" &&
+            small_run $precision --train-iters 12 --load "$work/parts" --save "$work/again" --metrics "$work/parts.jsonl" ||
+            return 1
+        metric "$work/whole.jsonl" lm_loss | tail -n 7 >"$work/a"
+        metric "$work/parts.jsonl" lm_loss >"$work/b"
+        [ "$(wc -l <"$work/b")" = 7 ] && cmp "$work/a" "$work/b" || return 1
+        for file in model optimizer; do
+            cmp "$work/whole/latest/$file.safetensors" "$work/again/latest/$file.safetensors" || return 1
+        done
+        rm -rf "$work/whole" "$work/parts" "$work/again" "$work/parts.jsonl" # a resumed run appends to its metrics
+    done
+}
+
+sigterm_saves_and_ends_well() {
+    # shellcheck disable=SC2086
+    "$train" $small --train-iters 100000000 --save "$work/stopped" --metrics "$work/m.jsonl" >"$work/out" 2>&1 &
+    process=$!
+    for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
+        sleep 0.5
+        [ "$(wc -l <"$work/m.jsonl" 2>/dev/null || echo 0)" -gt 3 ] && break
+    done
+    kill -TERM $process
+    wait $process || return 1
+    iteration=$(cat "$work/stopped/latest_checkpointed_iteration.txt") && [ "$iteration" -gt 0 ] &&
+        grep -q "stopped early after iteration $iteration" "$work/out"
+}
+
+time_over_saves_and_ends_well() {
+    small_run --train-iters 100000000 --exit-duration-in-mins 0.01 --save "$work/timed" &&
+        [ "$(cat "$work/timed/latest_checkpointed_iteration.txt")" -gt 0 ]
+}
+
+yaml_says_what_the_command_line_says() {
+    cat >"$work/run.yaml" <<END
+model:
+  num_layers: 2
+  hidden_size: 32
+  num_attention_heads: 4
+  max_position_embeddings: 16
+  vocab_size: 96
+data: {mock_data: true, seq_length: 16}
+micro_batch_size: 2
+global_batch_size: 4
+lr: 1e-5
+lr_decay_style: cosine
+eval_iters: 1
+eval_interval: 4
+device: cpu
+train_iters: 3
+END
+    small_run --train-iters 3 --metrics "$work/line.jsonl" || return 1
+    if ! "$train" --config "$work/run.yaml" --lr 1e-2 --metrics "$work/yaml.jsonl" >"$work/out" 2>"$work/err"; then
+        grep -q 'without libyaml' "$work/err" # and then this test has nothing more to say
+        return
+    fi
+    metric "$work/line.jsonl" lm_loss >"$work/a"
+    metric "$work/yaml.jsonl" lm_loss >"$work/b"
+    [ -s "$work/a" ] && cmp "$work/a" "$work/b"
+}
+
+the_loss_falls_to_what_the_data_allow() {
+    small_run --train-iters 200 --hidden-dropout 0 --attention-dropout 0 --metrics "$work/m.jsonl" --lr-warmup-iters 20 &&
+        metric "$work/m.jsonl" lm_loss | awk 'NR == 1 { first = $1 } { last = $1 } END { exit !(last < 0.6 * first) }'
+}
+
+a_bad_folder_is_refused_before_training() {
+    : >"$work/file"
+    # shellcheck disable=SC2086
+    refuses "$work/file" $small --train-iters 3 --save "$work/file/under"
+}
+
+a_full_disk_is_told() {
+    [ -w /dev/full ] || return 0
+    # shellcheck disable=SC2086
+    refuses "/dev/full" $small --train-iters 3 --metrics /dev/full
+}
+
+verdict losses_and_norms_are_those_of_expected_json losses_and_norms_are_those_of_expected_json
+verdict metrics_name_everything metrics_name_everything
+verdict a_resumed_run_repeats_bit_for_bit a_resumed_run_repeats_bit_for_bit
+verdict sigterm_saves_and_ends_well sigterm_saves_and_ends_well
+verdict time_over_saves_and_ends_well time_over_saves_and_ends_well
+verdict yaml_says_what_the_command_line_says yaml_says_what_the_command_line_says
+verdict the_loss_falls_to_what_the_data_allow the_loss_falls_to_what_the_data_allow
+verdict a_bad_folder_is_refused_before_training a_bad_folder_is_refused_before_training
+verdict a_full_disk_is_told a_full_disk_is_told
+# shellcheck disable=SC2086
+verdict an_unknown_option_names_the_nearest refuses 'did you mean --num-layers' --num-layer 3
+verdict two_sources_of_data_are_refused refuses 'mock-data' --mock-data --data-path x $small --train-iters 1
+exit $failed
