@@ -95,7 +95,8 @@ a_resumed_run_repeats_bit_for_bit() {
         small_run $precision --train-iters 12 --save "$work/whole" --metrics "$work/whole.jsonl" &&
             small_run $precision --train-iters 12 --save "$work/parts" --save-interval 5 &&
             echo 5 >"$work/parts/latest_checkpointed_iteration.txt" &&
-            small_run $precision --train-iters 12 --load "$work/parts" --save "$work/again" --metrics "$work/parts.jsonl" ||
+            small_run $precision --train-iters 12 --load "$work/parts" --save "$work/again" \
+                --metrics "$work/parts.jsonl" ||
             return 1
         metric "$work/whole.jsonl" lm_loss | tail -n 7 >"$work/a"
         metric "$work/parts.jsonl" lm_loss >"$work/b"
@@ -155,7 +156,8 @@ END
 }
 
 the_loss_falls_to_what_the_data_allow() {
-    small_run --train-iters 200 --hidden-dropout 0 --attention-dropout 0 --metrics "$work/m.jsonl" --lr-warmup-iters 20 &&
+    small_run --train-iters 200 --hidden-dropout 0 --attention-dropout 0 --lr-warmup-iters 20 \
+        --metrics "$work/m.jsonl" &&
         metric "$work/m.jsonl" lm_loss | awk 'NR == 1 { first = $1 } { last = $1 } END { exit !(last < 0.6 * first) }'
 }
 
