@@ -6650,7 +6650,7 @@ int mt_report_evaluation(const mt_report *report, const mt_run_state *state, con
  * a moment after, and the work that its arguments ask for; records are read when the step is over. On the CPU a moment
  * is the clock's, on a GPU an event in the stream, so that the host waits for nothing within a step. Operations get no
  * context, so the profile is a static object, for one thread and one run at a time. Invariants: results do not change;
- * nothing is recorded outside of a step. */
+ * nothing is recorded outside of a step. Where a GPU waits for the host, a call's time includes its launch. */
 
 typedef struct mt_moment {
     double seconds;
@@ -6764,8 +6764,8 @@ static mt_work mt_work_bytes(int64_t elements, int64_t bytes_each) {
     return (mt_work){.bytes = (double)elements * (double)bytes_each};
 }
 
-/* Products over D channels and over Dv channels, for each query and key that it sees: q k^T and p v forward; backward
- * q k^T once more, dq, dk and p^T dout, dout v^T. */
+/* The pairs of a query and a key that it sees take over_d products of D channels (forward q k^T; backward that again,
+ * dq and dk) and over_dv of Dv (forward p v; backward dout v^T and dv). */
 static mt_work mt_work_attention(const mt_spans *spans, const mt_attention *shape, int over_d, int over_dv) {
     int64_t pairs = 0;
     for (int64_t s = 0; s < spans->count; s++)
@@ -7111,7 +7111,7 @@ static void mt_profile_print_row(const mt_profile_row *row, const mt_profile *su
     double steps = (double)sums->steps, rate = (computes ? row->flops : row->bytes) / row->seconds;
     char text[32];
     mt_rate_format(text, rate, computes ? "FLOP" : "B");
-    fprintf(file, "  %-22s %8.6g %11.3f %6.1f%% %15s %9.1f%%\n", row->name, (double)row->calls / steps,
+    fprintf(file, "  %-22s %8.6g %11.3f %6.1f%% %15s %11.1f%%\n", row->name, (double)row->calls / steps,
             1e3 * row->seconds / steps, 100 * row->seconds / sums->seconds, text,
             100 * rate / (computes ? ceilings->flops : ceilings->bytes));
 }
@@ -7133,7 +7133,7 @@ void mt_profile_print(mt_dtype dtype, FILE *file) {
     qsort(rows, MT_NUM_OPERATIONS, sizeof *rows, mt_profile_by_time);
     fprintf(file, "profile of %lld steps without the first; ceilings: product %s, copy %s (%s)\n",
             (long long)sums->steps, flops, bytes, mt_profiler.ops->name);
-    fprintf(file, "  %-22s %8s %11s %7s %15s %10s\n", "operation", "calls", "ms a step", "share", "rate", "of ceiling");
+    fprintf(file, "  %-22s %8s %11s %7s %15s %12s\n", "operation", "calls", "ms a step", "share", "rate", "of ceiling");
     for (int i = 0; i < MT_NUM_OPERATIONS; i++) {
         if (rows[i].calls == 0) continue;
         mt_profile_print_row(&rows[i], sums, &ceilings, file);

@@ -125,7 +125,7 @@ static void expect_same_steps_and_all_time(const mt_ops *ops) {
         assert_true(profile->rows[i].calls == 0 || profile->rows[i].seconds > 0);
         sum += profile->rows[i].seconds;
     }
-    assert_true(sum > 0.2 * profile->seconds); // the operations are what a step does
+    if (ops == &mt_cpu_ops) assert_true(sum > 0.2 * profile->seconds); // a GPU may wait for the host
     assert_true(sum <= profile->seconds);
     mt_profile_close();
 }
@@ -163,7 +163,7 @@ static void work_equals_the_count_from_the_parameter_table(void **state) {
     assert_true(rows[MT_OPERATION_linear_forward].flops == linear);
     assert_true(rows[MT_OPERATION_linear_backward_input].flops == linear);
     assert_true(rows[MT_OPERATION_linear_backward_weight].flops == linear);
-    /* 4 products forward and 10 backward, in units of D, for each head and each key that a query sees */
+    /* 2 products of D channels forward and 5 backward, for each head and each key that a query sees */
     double seen = passes * 2 * SEQUENCES * (SEQ_LENGTH * (SEQ_LENGTH + 1) / 2) * 64; // layers, and H D
     assert_true(rows[MT_OPERATION_attention_forward].flops == 4 * seen);
     assert_true(rows[MT_OPERATION_attention_backward].flops == 10 * seen);
