@@ -40,6 +40,9 @@
  *   §15  generation
  *   §16  the training step
  *   §16b reports
+ *   §17  profile
+ *   §17a the timed operations
+ *   §17b the ceilings and the table
  */
 #include "megatron.h"
 
@@ -453,6 +456,8 @@ static const mt_option mt_option_table[] = {
     {"log-interval", MT_INT, MT_AT(log_interval), MT_TRAIN, MT_OF_RUN, "1", "[1,1000000000000]",
      "steps between printed lines; Megatron prints every 100th"},
     {"metrics", MT_STRING, MT_AT(metrics), MT_TRAIN, MT_OF_RUN, NULL, "FILE.jsonl", "write an object a step"},
+    {"profile", MT_FLAG, MT_AT(profile), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "time every operation and print, at the end, where a step's time went"},
     {"load", MT_STRING, MT_AT(load), MT_BOTH, MT_OF_RUN, NULL, "DIR",
      "a Hugging Face folder, or one that --save wrote: shape and weights"},
     {"hf-config", MT_STRING, MT_AT(hf_config), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
@@ -6650,4 +6655,503 @@ int mt_report_evaluation(const mt_report *report, const mt_run_state *state, con
     fprintf(report->metrics, "{\"iteration\": %lld, \"%s_loss\": %.17g, \"%s_perplexity\": %.17g}\n",
             (long long)state->iteration, split, loss, split, exp(loss));
     return mt_report_flush(report, error);
+}
+
+/* ==== §17 profile ================================================================================================= */
+/* Where a step's time goes: a table of operations that times the real ones. A call becomes a record: a moment before,
+ * a moment after, and the work that its arguments ask for; records are read when the step is over. On the CPU a moment
+ * is the clock's, on a GPU an event in the stream, so that the host waits for nothing within a step. Operations get no
+ * context, so the profile is a static object, for one thread and one run at a time. Invariants: results do not change;
+ * nothing is recorded outside of a step. Where a GPU waits for the host, a call's time includes its launch. */
+
+typedef struct mt_moment {
+    double seconds;
+    mt_event *event; // on a GPU; made once, then used again in every step
+} mt_moment;
+
+/* What a call must at least do: floating-point operations of products, or else bytes read and written. */
+typedef struct mt_work {
+    double flops, bytes;
+} mt_work;
+
+typedef struct mt_call {
+    mt_operation operation;
+    mt_work work;
+    mt_moment begin, end;
+} mt_call;
+
+static struct {
+    const mt_ops *ops; // the real operations
+    mt_ops timed;      // the table given out
+    bool on_gpu, recording, warm;
+    double step_begin;
+    mt_call *calls; // of this step; their room stays for the next
+    int64_t num_calls, max_calls;
+    mt_profile sums;
+} mt_profiler;
+
+static void mt_moment_mark(mt_moment *moment, mt_stream *stream) {
+#ifdef MT_HAVE_CUDA
+    if (mt_profiler.on_gpu) {
+        if (!moment->event) moment->event = mt_cuda_event_create();
+        mt_cuda_event_record(moment->event, stream);
+        return;
+    }
+#endif
+    (void)stream;
+    moment->seconds = mt_time();
+}
+
+/* On a GPU waits for the second moment. */
+static double mt_moment_seconds(const mt_moment *from, const mt_moment *to) {
+#ifdef MT_HAVE_CUDA
+    if (mt_profiler.on_gpu) return mt_cuda_event_seconds(from->event, to->event);
+#endif
+    return to->seconds - from->seconds;
+}
+
+static void mt_moment_free(mt_moment *moment) {
+#ifdef MT_HAVE_CUDA
+    if (moment->event) mt_cuda_event_destroy(moment->event);
+#endif
+    *moment = (mt_moment){0};
+}
+
+static void mt_call_begin(mt_operation operation, mt_work work, mt_stream *stream) {
+    if (!mt_profiler.recording) return;
+    if (mt_profiler.num_calls == mt_profiler.max_calls) { // grows in the first step, which is not counted
+        int64_t old = mt_profiler.max_calls, room = mt_max(1024, 2 * old);
+        mt_profiler.calls = mt_realloc(mt_profiler.calls, room * (int64_t)sizeof(mt_call));
+        memset(mt_profiler.calls + old, 0, (size_t)(room - old) * sizeof(mt_call));
+        mt_profiler.max_calls = room;
+    }
+    mt_call *call = &mt_profiler.calls[mt_profiler.num_calls];
+    call->operation = operation;
+    call->work = work;
+    mt_moment_mark(&call->begin, stream);
+}
+
+static void mt_call_end(mt_stream *stream) {
+    if (mt_profiler.recording) mt_moment_mark(&mt_profiler.calls[mt_profiler.num_calls++].end, stream);
+}
+
+void mt_profile_step_begin(void) {
+    mt_profiler.num_calls = 0;
+    mt_profiler.recording = true;
+    mt_profiler.step_begin = mt_time();
+}
+
+void mt_profile_step_end(void) {
+    double seconds = mt_time() - mt_profiler.step_begin;
+    mt_profiler.recording = false;
+    if (!mt_profiler.warm) {
+        mt_profiler.warm = true;
+        return;
+    }
+    mt_profiler.sums.steps++;
+    mt_profiler.sums.seconds += seconds;
+    for (int64_t i = 0; i < mt_profiler.num_calls; i++) {
+        const mt_call *call = &mt_profiler.calls[i];
+        mt_profile_row *row = &mt_profiler.sums.rows[call->operation];
+        row->calls++;
+        row->seconds += mt_moment_seconds(&call->begin, &call->end);
+        row->flops += call->work.flops;
+        row->bytes += call->work.bytes;
+    }
+}
+
+const mt_profile *mt_profile_read(void) {
+    return &mt_profiler.sums;
+}
+
+/* ==== §17a the timed operations ================================================================================== */
+/* One function an operation: the work, then the real call between two moments. Bytes are those that must move: each
+ * operand once, without what is small beside the rows (indices, weights of norms, statistics). */
+
+static mt_work mt_work_product(int64_t T, int64_t N, int64_t K) {
+    return (mt_work){.flops = 2.0 * (double)T * (double)N * (double)K};
+}
+
+static mt_work mt_work_bytes(int64_t elements, int64_t bytes_each) {
+    return (mt_work){.bytes = (double)elements * (double)bytes_each};
+}
+
+/* The pairs of a query and a key that it sees take over_d products of D channels (forward q k^T; backward that again,
+ * dq and dk) and over_dv of Dv (forward p v; backward dout v^T and dv). */
+static mt_work mt_work_attention(const mt_spans *spans, const mt_attention *shape, int over_d, int over_dv) {
+    int64_t pairs = 0;
+    for (int64_t s = 0; s < spans->count; s++)
+        for (int64_t i = 0, begin, end; i < spans->host[s].q_len; i++) {
+            mt_span_keys(&spans->host[s], shape->window, i, &begin, &end);
+            pairs += end - begin;
+        }
+    int64_t channels = over_d * shape->head_size + over_dv * shape->value_size;
+    return mt_work_product(pairs, shape->num_heads, channels);
+}
+
+#define MT_TIMED(operation, work, ...)                                                                                 \
+    do {                                                                                                               \
+        mt_call_begin(MT_OPERATION_##operation, work, stream);                                                         \
+        mt_profiler.ops->operation(__VA_ARGS__, stream);                                                               \
+        mt_call_end(stream);                                                                                           \
+    } while (0)
+
+static void mt_timed_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
+    MT_TIMED(memory_copy, mt_work_bytes(bytes, 2), to, from, bytes);
+}
+
+static void mt_timed_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
+    MT_TIMED(memory_zero, mt_work_bytes(bytes, 1), memory, bytes);
+}
+
+static void mt_timed_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
+                                    int64_t K, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(linear_forward, mt_work_product(T, N, K), y, x, w, bias, T, N, K, dtype);
+}
+
+static void mt_timed_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
+                                           mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(linear_backward_input, mt_work_product(T, N, K), dx, dy, w, T, N, K, dtype);
+}
+
+static void mt_timed_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T,
+                                            int64_t N, int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(linear_backward_weight, mt_work_product(T, N, K), dw, dbias, dy, x, T, N, K, accumulate, dtype);
+}
+
+static void mt_timed_embedding_forward(void *out, const int32_t *ids, const void *w, int64_t T, int64_t C,
+                                       int64_t first, int64_t count, bool accumulate, mt_dtype dtype,
+                                       mt_stream *stream) {
+    MT_TIMED(embedding_forward, mt_work_bytes(T * C, (accumulate ? 3 : 2) * mt_dtype_size(dtype)), out, ids, w, T, C,
+             first, count, accumulate, dtype);
+}
+
+/* Only dout is counted: how many rows of dw occur, which move 8 bytes an element, the host does not know. */
+static void mt_timed_embedding_backward(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
+                                        int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(embedding_backward, mt_work_bytes(T * C, mt_dtype_size(dtype)), dw, dout, ids, T, C, first, count, dtype);
+}
+
+static void mt_timed_rmsnorm_forward(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H,
+                                     int64_t C, int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype,
+                                     mt_stream *stream) {
+    MT_TIMED(rmsnorm_forward, mt_work_bytes(T * H * C, 2 * mt_dtype_size(dtype)), y, rstd, x, w, T, H, C, y_stride,
+             x_stride, eps, dtype);
+}
+
+static void mt_timed_rmsnorm_backward(void *dx, float *dw, const void *dy, const void *dresidual, const void *x,
+                                      const void *w, const float *rstd, int64_t T, int64_t H, int64_t C,
+                                      int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype,
+                                      mt_stream *stream) {
+    MT_TIMED(rmsnorm_backward, mt_work_bytes(T * H * C, (dresidual ? 4 : 3) * mt_dtype_size(dtype)), dx, dw, dy,
+             dresidual, x, w, rstd, T, H, C, dx_stride, dy_stride, x_stride, dtype);
+}
+
+static void mt_timed_layernorm_forward(void *y, float *mean, float *rstd, const void *x, const void *w, const void *b,
+                                       int64_t T, int64_t C, float eps, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(layernorm_forward, mt_work_bytes(T * C, 2 * mt_dtype_size(dtype)), y, mean, rstd, x, w, b, T, C, eps,
+             dtype);
+}
+
+static void mt_timed_layernorm_backward(void *dx, float *dw, float *db, const void *dy, const void *dresidual,
+                                        const void *x, const void *w, const float *mean, const float *rstd, int64_t T,
+                                        int64_t C, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(layernorm_backward, mt_work_bytes(T * C, (dresidual ? 4 : 3) * mt_dtype_size(dtype)), dx, dw, db, dy,
+             dresidual, x, w, mean, rstd, T, C, dtype);
+}
+
+/* In place, the channels that are not turned stay where they are. */
+static void mt_timed_rope_forward(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
+                                  int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
+                                  bool interleaved, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(rope_forward, mt_work_bytes(T * H * (y == x ? R : D), 2 * mt_dtype_size(dtype)), y, x, cos, sin, positions,
+             T, H, D, R, y_stride, x_stride, interleaved, dtype);
+}
+
+static void mt_timed_rope_backward(void *dx, const void *dy, const float *cos, const float *sin,
+                                   const int32_t *positions, int64_t T, int64_t H, int64_t D, int64_t R,
+                                   int64_t dx_stride, int64_t dy_stride, bool interleaved, mt_dtype dtype,
+                                   mt_stream *stream) {
+    MT_TIMED(rope_backward, mt_work_bytes(T * H * (dx == dy ? R : D), 2 * mt_dtype_size(dtype)), dx, dy, cos, sin,
+             positions, T, H, D, R, dx_stride, dy_stride, interleaved, dtype);
+}
+
+static void mt_timed_attention_forward(void *out, float *lse, const void *q, const void *k, const void *v,
+                                       const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
+                                       mt_stream *stream) {
+    MT_TIMED(attention_forward, mt_work_attention(spans, shape, 1, 1), out, lse, q, k, v, spans, shape, dtype);
+}
+
+static void mt_timed_attention_backward(void *dq, void *dk, void *dv, float *row_dot, const void *dout, const void *q,
+                                        const void *k, const void *v, const void *out, const float *lse,
+                                        const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
+                                        mt_stream *stream) {
+    MT_TIMED(attention_backward, mt_work_attention(spans, shape, 3, 2), dq, dk, dv, row_dot, dout, q, k, v, out, lse,
+             spans, shape, dtype);
+}
+
+static void mt_timed_gelu_forward(void *y, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype,
+                                  mt_stream *stream) {
+    MT_TIMED(gelu_forward, mt_work_bytes(n, 2 * mt_dtype_size(dtype)), y, x, n, tanh_approximation, dtype);
+}
+
+static void mt_timed_gelu_backward(void *dx, const void *dy, const void *x, int64_t n, bool tanh_approximation,
+                                   mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(gelu_backward, mt_work_bytes(n, 3 * mt_dtype_size(dtype)), dx, dy, x, n, tanh_approximation, dtype);
+}
+
+static void mt_timed_swiglu_forward(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
+                                    mt_stream *stream) {
+    MT_TIMED(swiglu_forward, mt_work_bytes(T * F, 3 * mt_dtype_size(dtype)), y, gate_up, T, F, dtype);
+}
+
+static void mt_timed_swiglu_backward(void *dgate_up, const void *dy, const void *gate_up, int64_t T, int64_t F,
+                                     mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(swiglu_backward, mt_work_bytes(T * F, 5 * mt_dtype_size(dtype)), dgate_up, dy, gate_up, T, F, dtype);
+}
+
+static void mt_timed_dropout_add_forward(void *out, const void *x, const void *residual, const int64_t *token_index,
+                                         int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,
+                                         mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(dropout_add_forward, mt_work_bytes(T * C, (residual ? 3 : 2) * mt_dtype_size(dtype)), out, x, residual,
+             token_index, T, C, first_channel, dropout, dtype);
+}
+
+static void mt_timed_dropout_add_backward(void *dx, const void *dout, const int64_t *token_index, int64_t T, int64_t C,
+                                          int64_t first_channel, const mt_dropout *dropout, mt_dtype dtype,
+                                          mt_stream *stream) {
+    MT_TIMED(dropout_add_backward, mt_work_bytes(T * C, 2 * mt_dtype_size(dtype)), dx, dout, token_index, T, C,
+             first_channel, dropout, dtype);
+}
+
+static void mt_timed_scatter_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
+                                  int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(scatter_rows, mt_work_bytes(T * width, 2 * mt_dtype_size(dtype)), to, from, rows, T, width, to_stride,
+             from_stride, dtype);
+}
+
+static void mt_timed_gather_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
+                                 int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(gather_rows, mt_work_bytes(T * width, 2 * mt_dtype_size(dtype)), to, from, rows, T, width, to_stride,
+             from_stride, dtype);
+}
+
+static void mt_timed_cross_entropy_forward(float *row_max, float *row_sum, float *row_target, float *row_weighted,
+                                           const void *logits, const int32_t *labels, int64_t T, int64_t stride,
+                                           int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(cross_entropy_forward, mt_work_bytes(T * count, mt_dtype_size(dtype)), row_max, row_sum, row_target,
+             row_weighted, logits, labels, T, stride, first, count, dtype);
+}
+
+static void mt_timed_cross_entropy_loss(float *loss, float *entropy, float *lse, const float *row_max,
+                                        const float *row_sum, const float *row_target, const float *row_weighted,
+                                        int64_t T, mt_stream *stream) {
+    MT_TIMED(cross_entropy_loss, mt_work_bytes(T, (entropy ? 7 : 5) * 4), loss, entropy, lse, row_max, row_sum,
+             row_target, row_weighted, T);
+}
+
+/* Reads the vocabulary's columns and writes the padding's too. */
+static void mt_timed_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
+                                            const float *dloss, int64_t T, int64_t stride, int64_t first, int64_t count,
+                                            mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(cross_entropy_backward, mt_work_bytes(T * (count + stride), mt_dtype_size(dtype)), dlogits, logits, labels,
+             lse, dloss, T, stride, first, count, dtype);
+}
+
+static void mt_timed_loss_accumulate(double *sums, const float *loss, const float *mask, int64_t T, mt_stream *stream) {
+    MT_TIMED(loss_accumulate, mt_work_bytes(T, 8), sums, loss, mask, T);
+}
+
+static void mt_timed_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
+    MT_TIMED(squared_norm, mt_work_bytes(n, 4), sum, x, n);
+}
+
+static void mt_timed_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
+                                    float clip, mt_stream *stream) {
+    MT_TIMED(gradient_scale, mt_work_bytes(1, 24), scale, norm, sum_of_squares, denominator, clip);
+}
+
+/* Reads the gradient; reads and writes both moments and the fp32 weights; writes the bf16 copy. */
+static void mt_timed_adamw_step(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
+                                int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(adamw_step, mt_work_bytes(n, 28 + (master ? mt_dtype_size(dtype) : 0)), param, master, m, v, grad, scale,
+             n, adamw, dtype);
+}
+
+static void mt_timed_random_normal(void *param, int64_t n, uint64_t key, int64_t first, float mean, float std,
+                                   mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(random_normal, mt_work_bytes(n, mt_dtype_size(dtype)), param, n, key, first, mean, std, dtype);
+}
+
+static void mt_timed_convert(void *to, mt_dtype to_dtype, const void *from, mt_dtype from_dtype, int64_t n,
+                             mt_stream *stream) {
+    MT_TIMED(convert, mt_work_bytes(n, mt_dtype_size(to_dtype) + mt_dtype_size(from_dtype)), to, to_dtype, from,
+             from_dtype, n);
+}
+
+/* What gives no work to the device is the real operation itself. */
+static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
+    return (mt_ops){
+        .name = ops->name,
+        .memory_available = ops->memory_available,
+        .memory_alloc = ops->memory_alloc,
+        .memory_free = ops->memory_free,
+        .memory_copy = mt_timed_memory_copy,
+        .memory_zero = mt_timed_memory_zero,
+        .workspace_bytes = ops->workspace_bytes,
+        .stream_create = ops->stream_create,
+        .stream_destroy = ops->stream_destroy,
+        .stream_wait = ops->stream_wait,
+        .linear_forward = mt_timed_linear_forward,
+        .linear_backward_input = mt_timed_linear_backward_input,
+        .linear_backward_weight = mt_timed_linear_backward_weight,
+        .embedding_forward = mt_timed_embedding_forward,
+        .embedding_backward = mt_timed_embedding_backward,
+        .rmsnorm_forward = mt_timed_rmsnorm_forward,
+        .rmsnorm_backward = mt_timed_rmsnorm_backward,
+        .layernorm_forward = mt_timed_layernorm_forward,
+        .layernorm_backward = mt_timed_layernorm_backward,
+        .rope_forward = mt_timed_rope_forward,
+        .rope_backward = mt_timed_rope_backward,
+        .attention_forward = mt_timed_attention_forward,
+        .attention_backward = mt_timed_attention_backward,
+        .gelu_forward = mt_timed_gelu_forward,
+        .gelu_backward = mt_timed_gelu_backward,
+        .swiglu_forward = mt_timed_swiglu_forward,
+        .swiglu_backward = mt_timed_swiglu_backward,
+        .dropout_add_forward = mt_timed_dropout_add_forward,
+        .dropout_add_backward = mt_timed_dropout_add_backward,
+        .scatter_rows = mt_timed_scatter_rows,
+        .gather_rows = mt_timed_gather_rows,
+        .cross_entropy_forward = mt_timed_cross_entropy_forward,
+        .cross_entropy_loss = mt_timed_cross_entropy_loss,
+        .cross_entropy_backward = mt_timed_cross_entropy_backward,
+        .loss_accumulate = mt_timed_loss_accumulate,
+        .squared_norm = mt_timed_squared_norm,
+        .gradient_scale = mt_timed_gradient_scale,
+        .adamw_step = mt_timed_adamw_step,
+        .random_normal = mt_timed_random_normal,
+        .convert = mt_timed_convert,
+    };
+}
+
+const mt_ops *mt_profile_open(const mt_ops *ops) {
+#define MT_PROFILE_ROW(operation) {.name = #operation},
+    mt_profiler.sums = (mt_profile){.rows = {MT_OPERATIONS(MT_PROFILE_ROW)}};
+#undef MT_PROFILE_ROW
+    mt_profiler.ops = ops;
+    mt_profiler.timed = mt_profile_timed_ops(ops);
+    mt_profiler.on_gpu = strcmp(ops->name, "cuda") == 0;
+    mt_profiler.recording = mt_profiler.warm = false;
+    return &mt_profiler.timed;
+}
+
+void mt_profile_close(void) {
+    for (int64_t i = 0; i < mt_profiler.max_calls; i++) {
+        mt_moment_free(&mt_profiler.calls[i].begin);
+        mt_moment_free(&mt_profiler.calls[i].end);
+    }
+    free(mt_profiler.calls);
+    mt_profiler.calls = NULL;
+    mt_profiler.num_calls = mt_profiler.max_calls = 0;
+}
+
+/* ==== §17b the ceilings and the table ============================================================================ */
+
+/* The best of a few batches of a few calls, in seconds a call: a copy of `bytes`, or y = x w^T of n^3 when n > 0. */
+static double mt_profile_best(void *to, const void *from, int64_t bytes, const void *w, int64_t n, mt_dtype dtype,
+                              mt_stream *stream) {
+    enum { BATCHES = 5, CALLS = 4 };
+    const mt_ops *ops = mt_profiler.ops;
+    mt_moment begin = {0}, end = {0};
+    double best = INFINITY;
+    for (int batch = 0; batch <= BATCHES; batch++) { // the first one warms up
+        mt_moment_mark(&begin, stream);
+        for (int i = 0; i < CALLS; i++)
+            if (n > 0)
+                ops->linear_forward(to, from, w, NULL, n, n, n, dtype, stream);
+            else
+                ops->memory_copy(to, from, bytes, stream);
+        mt_moment_mark(&end, stream);
+        double seconds = mt_moment_seconds(&begin, &end) / CALLS;
+        if (batch > 0) best = fmin(best, seconds);
+    }
+    mt_moment_free(&begin);
+    mt_moment_free(&end);
+    return best;
+}
+
+/* Operations a second of a large product of this type, and bytes a second, read and written, of a large copy. */
+static mt_work mt_profile_ceilings(mt_dtype dtype) {
+    const int64_t n = 8192, bytes = n * n * 4;
+    const mt_ops *ops = mt_profiler.ops;
+    int64_t workspace_bytes = ops->workspace_bytes(n, n, 1, 8);
+    void *workspace = workspace_bytes > 0 ? ops->memory_alloc(workspace_bytes) : NULL;
+    mt_stream *stream = ops->stream_create(workspace, workspace_bytes, false);
+    char *memory = ops->memory_alloc(3 * bytes), *x = memory + bytes, *w = x + bytes;
+    ops->memory_zero(memory, 2 * bytes, stream);
+    mt_work rates = {.bytes = 2.0 * (double)bytes / mt_profile_best(memory, x, bytes, NULL, 0, dtype, stream)};
+    if (mt_profiler.on_gpu) {
+        ops->random_normal(x, n * n, 1, 0, 0, 1, dtype, stream);
+        ops->random_normal(w, n * n, 2, 0, 0, 1, dtype, stream);
+        double seconds = mt_profile_best(memory, x, 0, w, n, dtype, stream);
+        rates.flops = 2.0 * (double)n * (double)n * (double)n / seconds;
+    } else
+        rates.flops = mt_cpu_matmul_rate(2048);
+    ops->stream_wait(stream);
+    ops->memory_free(memory);
+    ops->stream_destroy(stream);
+    if (workspace) ops->memory_free(workspace);
+    return rates;
+}
+
+static int mt_profile_by_time(const void *a, const void *b) {
+    double x = ((const mt_profile_row *)a)->seconds, y = ((const mt_profile_row *)b)->seconds;
+    return (x < y) - (x > y);
+}
+
+/* A rate such as "712.1 TFLOP/s" or "31.2 GB/s". */
+static void mt_rate_format(char text[32], double rate, const char *unit) {
+    bool tera = rate >= 1e12;
+    snprintf(text, 32, "%.*f %c%s/s", tera && rate < 1e14 ? 2 : 1, rate * (tera ? 1e-12 : 1e-9), tera ? 'T' : 'G',
+             unit);
+}
+
+static void mt_profile_print_row(const mt_profile_row *row, const mt_profile *sums, const mt_work *ceilings,
+                                 FILE *file) {
+    bool computes = row->flops > 0;
+    double steps = (double)sums->steps, rate = (computes ? row->flops : row->bytes) / row->seconds;
+    char text[32];
+    mt_rate_format(text, rate, computes ? "FLOP" : "B");
+    fprintf(file, "  %-22s %8.6g %11.3f %6.1f%% %15s %11.1f%%\n", row->name, (double)row->calls / steps,
+            1e3 * row->seconds / steps, 100 * row->seconds / sums->seconds, text,
+            100 * rate / (computes ? ceilings->flops : ceilings->bytes));
+}
+
+void mt_profile_print(mt_dtype dtype, FILE *file) {
+    const mt_profile *sums = &mt_profiler.sums;
+    mt_profile_row rows[MT_NUM_OPERATIONS];
+    double steps = (double)sums->steps, rest = sums->seconds;
+    char flops[32], bytes[32];
+    mt_work ceilings = sums->steps > 0 ? mt_profile_ceilings(dtype) : (mt_work){0};
+    if (!file) return;
+    if (sums->steps == 0) {
+        fprintf(file, "profile: no step to show, since the first is not counted; raise --train-iters\n");
+        return;
+    }
+    mt_rate_format(flops, ceilings.flops, "FLOP");
+    mt_rate_format(bytes, ceilings.bytes, "B");
+    memcpy(rows, sums->rows, sizeof rows);
+    qsort(rows, MT_NUM_OPERATIONS, sizeof *rows, mt_profile_by_time);
+    fprintf(file, "profile of %lld steps without the first; ceilings: product %s, copy %s (%s)\n",
+            (long long)sums->steps, flops, bytes, mt_profiler.ops->name);
+    fprintf(file, "  %-22s %8s %11s %7s %15s %12s\n", "operation", "calls", "ms a step", "share", "rate", "of ceiling");
+    for (int i = 0; i < MT_NUM_OPERATIONS; i++) {
+        if (rows[i].calls == 0) continue;
+        mt_profile_print_row(&rows[i], sums, &ceilings, file);
+        rest -= rows[i].seconds;
+    }
+    fprintf(file, "  %-22s %8s %11.3f %6.1f%%\n", "outside of operations", "", 1e3 * rest / steps,
+            100 * rest / sums->seconds);
+    fprintf(file, "  %-22s %8s %11.3f %6.1f%%\n", "a step", "", 1e3 * sums->seconds / steps, 100.0);
 }

@@ -148,7 +148,7 @@ typedef struct mt_options {
     /* checkpoints and reports */
     char *load, *save, *hf_config, *metrics, *config;
     int64_t save_interval;
-    bool finetune, no_load_optim, no_save_optim;
+    bool profile, finetune, no_load_optim, no_save_optim;
     /* inference */
     mt_strings prompt;
     char *prompt_tokens, *score, *out, *entropy_out, *logits_out;
@@ -878,6 +878,48 @@ int mt_score_plan(mt_model_plan *plan, const mt_options *options, mt_error *erro
  * N, or -1 with error: a file that cannot be read or is not whole sequences, a token outside the vocabulary, an output
  * that cannot be written (none is then left half-written). */
 int64_t mt_score(mt_model *model, mt_error *error);
+
+/* ==== §17 profile ==================================================================================================
+ */
+
+typedef enum mt_operation {
+#define MT_OPERATION_NAME(operation) MT_OPERATION_##operation,
+    MT_OPERATIONS(MT_OPERATION_NAME)
+#undef MT_OPERATION_NAME
+        MT_NUM_OPERATIONS
+} mt_operation;
+
+/* Sums over the profiled steps for one operation: time on the device, and the least work that the arguments ask for,
+ * which is floating-point operations for matrix products and attention and bytes read and written for the others. */
+typedef struct mt_profile_row {
+    const char *name;
+    int64_t calls;
+    double seconds, flops, bytes;
+} mt_profile_row;
+
+typedef struct mt_profile {
+    int64_t steps; // without the first, in which memory is touched and algorithms are chosen
+    double seconds;
+    mt_profile_row rows[MT_NUM_OPERATIONS]; // by mt_operation
+} mt_profile;
+
+/* A table whose operations are those of `ops` and are timed in the steps of the profile. There is one profile a
+ * process, because operations have no context; to open begins it anew. */
+const mt_ops *mt_profile_open(const mt_ops *ops);
+void mt_profile_close(void);
+
+/* Around one training step, at whose end the device is idle. A GPU's times are read only then. */
+void mt_profile_step_begin(void);
+void mt_profile_step_end(void);
+
+/* The sums so far. */
+const mt_profile *mt_profile_read(void);
+
+/* Prints the operations by time, with their rates as parts of what a large matrix product of this type and a large copy
+ * reach; over 100% works in a cache, or spares a copy's reading of what it overwrites. These are measured now: with
+ * several ranks, all call it at once, as they trained at once, and those whose `file` is NULL print nothing. It takes
+ * 768 MiB of memory for the moment, so the model is better gone. */
+void mt_profile_print(mt_dtype dtype, FILE *file);
 
 #ifdef __cplusplus
 }

@@ -110,6 +110,7 @@ static void open_model(run *r) {
     int64_t tokens = o->micro_batch_size * o->seq_length;
     mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = o->seq_length, .train = true};
     const mt_ops *ops = mt_backend_open(o->device, r->grid.world.size, &error);
+    if (ops && o->profile) ops = mt_profile_open(ops);
     check(ops ? mt_model_create(&r->model, o, &r->grid, ops, &plan, &error) : -1, &error);
     if (o->save && r->grid.world.rank == 0) check(mt_checkpoint_prepare(r->model, o->save, &error), &error);
     if (r->grid.world.rank == 0) mt_model_print_plan(r->model, stdout);
@@ -166,8 +167,10 @@ static void train(run *r) {
         feed from = {r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples,
                      o->micro_batch_size * r->grid.data.size};
         int64_t micro_batches = mt_global_batch_size(o, from.consumed) / from.stride;
+        if (o->profile) mt_profile_step_begin();
         check(mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch, &metrics, &error),
               &error);
+        if (o->profile) mt_profile_step_end();
         check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);
         if (o->eval_interval > 0 && r->state.iteration % o->eval_interval == 0) {
             evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
@@ -186,6 +189,14 @@ static void train(run *r) {
     if (validated != r->state.iteration) evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
     if (saved != r->state.iteration) save(r);
     evaluate(r, MT_SPLIT_TEST, "test", &test_samples);
+}
+
+/* Every rank measures its ceilings, so that they share the machine as the steps did. */
+static void print_profile(const run *r) {
+    if (!r->options.profile) return;
+    mt_barrier(&r->grid.world);
+    mt_profile_print(r->options.bf16 ? MT_BF16 : MT_F32, r->grid.world.rank == 0 ? stdout : NULL);
+    mt_profile_close();
 }
 
 int main(int argc, char **argv) {
@@ -207,6 +218,7 @@ int main(int argc, char **argv) {
     mt_data_close(r.data);
     mt_batch_free(&r.batch);
     mt_model_destroy(r.model);
+    print_profile(&r);
     mt_tokenizer_close(r.tokenizer);
     mt_options_free(&r.options);
     mt_grid_stop(&r.grid);

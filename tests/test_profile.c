@@ -1,0 +1,235 @@
+/* --profile: the timed operations change nothing, count what the model asks for, and account for the step's time. */
+#include "../megatron.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+enum { STEPS = 4, MICRO_BATCHES = 2, SEQUENCES = 2, SEQ_LENGTH = 32, TOKENS = SEQUENCES * SEQ_LENGTH };
+
+static char *llama[] = {"train",
+                        "--num-layers",
+                        "2",
+                        "--hidden-size",
+                        "64",
+                        "--num-attention-heads",
+                        "4",
+                        "--group-query-attention",
+                        "--num-query-groups",
+                        "2",
+                        "--vocab-size",
+                        "300",
+                        "--swiglu",
+                        "--normalization",
+                        "RMSNorm",
+                        "--position-embedding-type",
+                        "rope",
+                        "--disable-bias-linear",
+                        "--untie-embeddings-and-output-weights",
+                        "--seq-length",
+                        "32",
+                        "--micro-batch-size",
+                        "2",
+                        "--global-batch-size",
+                        "4",
+                        "--train-iters",
+                        "4",
+                        "--lr",
+                        "1e-2",
+                        "--hidden-dropout",
+                        "0.1",
+                        "--attention-dropout",
+                        "0",
+                        "--deterministic-mode",
+                        "--mock-data"};
+
+static int random_micro_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    (void)error;
+    const mt_options *options = context;
+    batch->num_tokens = TOKENS;
+    batch->num_spans = SEQUENCES;
+    for (int64_t s = 0; s < SEQUENCES; s++)
+        batch->spans[s] = (mt_span){s * SEQ_LENGTH, SEQ_LENGTH, s * SEQ_LENGTH, SEQ_LENGTH, true};
+    for (int64_t t = 0; t < TOKENS; t++) {
+        uint32_t words[4];
+        mt_philox(words, 1, (uint64_t)t, (uint64_t)index);
+        batch->tokens[t] = (int32_t)(words[0] % (uint64_t)options->vocab_size);
+        batch->labels[t] = (int32_t)(words[1] % (uint64_t)options->vocab_size);
+        batch->positions[t] = (int32_t)(t % SEQ_LENGTH);
+        batch->loss_mask[t] = 1;
+        batch->token_index[t] = index * TOKENS + t;
+    }
+    return 0;
+}
+
+static void read_options(mt_options *options) {
+    mt_error error;
+    if (mt_options_parse(options, MT_PROGRAM_TRAIN, sizeof llama / sizeof *llama, llama, &error) != 0 ||
+        mt_options_finish(options, MT_PROGRAM_TRAIN, 1, &error) != 0)
+        fail_msg("%s", error.text);
+}
+
+/* Trains a few steps, profiled or not, and gives each step's loss and norm. */
+static void train(const mt_ops *ops, bool profiled, mt_metrics *metrics) {
+    static const mt_grid grid = {.world = {.name = "world", .size = 1}, .data = {.name = "data", .size = 1}};
+    mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
+    mt_options options;
+    mt_model *model;
+    mt_batch batch;
+    mt_run_state state = {0};
+    mt_error error;
+    read_options(&options);
+    if (profiled) ops = mt_profile_open(ops);
+    if (mt_model_create(&model, &options, &grid, ops, &plan, &error) != 0) fail_msg("%s", error.text);
+    mt_model_init(model);
+    mt_batch_alloc(&batch, TOKENS);
+    for (int i = 0; i < STEPS; i++) {
+        if (profiled) mt_profile_step_begin();
+        if (mt_train_step(model, &state, MICRO_BATCHES, random_micro_batch, &options, &batch, &metrics[i], &error) != 0)
+            fail_msg("%s", error.text);
+        if (profiled) mt_profile_step_end();
+    }
+    mt_batch_free(&batch);
+    mt_model_destroy(model);
+    mt_options_free(&options);
+}
+
+static const mt_ops *cuda_or_skip(void) {
+    mt_error error;
+    const mt_ops *ops = mt_cuda_open(0, &error);
+    if (!ops) {
+        print_message("skipped: %s\n", error.text);
+        skip();
+    }
+    return ops;
+}
+
+static void expect_same_steps_and_all_time(const mt_ops *ops) {
+    mt_metrics plain[STEPS], profiled[STEPS];
+    train(ops, false, plain);
+    train(ops, true, profiled);
+    for (int i = 0; i < STEPS; i++) {
+        assert_true(plain[i].loss == profiled[i].loss);
+        assert_true(plain[i].grad_norm == profiled[i].grad_norm);
+    }
+    assert_true(plain[STEPS - 1].loss != plain[0].loss);
+    const mt_profile *profile = mt_profile_read();
+    double sum = 0;
+    assert_int_equal(profile->steps, STEPS - 1);
+    for (int i = 0; i < MT_NUM_OPERATIONS; i++) {
+        assert_true(profile->rows[i].seconds >= 0);
+        assert_true((profile->rows[i].calls > 0) == (profile->rows[i].flops + profile->rows[i].bytes > 0));
+        assert_true(profile->rows[i].calls == 0 || profile->rows[i].seconds > 0);
+        sum += profile->rows[i].seconds;
+    }
+    if (ops == &mt_cpu_ops) assert_true(sum > 0.2 * profile->seconds); // a GPU may wait for the host
+    assert_true(sum <= profile->seconds);
+    mt_profile_close();
+}
+
+static void profiled_steps_have_the_same_losses_and_their_times_sum_to_no_more(void **state) {
+    (void)state;
+    expect_same_steps_and_all_time(&mt_cpu_ops);
+}
+
+static void so_they_do_on_a_gpu(void **state) {
+    (void)state;
+    expect_same_steps_and_all_time(cuda_or_skip());
+}
+
+/* Elements of the matrices that multiply every token. */
+static double product_weights(const mt_options *options) {
+    mt_param *params;
+    int64_t count = mt_params_build(&params, options);
+    double weights = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (!params[i].is_vector && params[i].role != MT_WORD_EMBEDDING)
+            weights += (double)params[i].rows * (double)params[i].cols;
+    free(params);
+    return weights;
+}
+
+static void work_equals_the_count_from_the_parameter_table(void **state) {
+    (void)state;
+    mt_metrics metrics[STEPS];
+    mt_options options;
+    read_options(&options);
+    train(&mt_cpu_ops, true, metrics);
+    const mt_profile_row *rows = mt_profile_read()->rows;
+    const double passes = (STEPS - 1) * MICRO_BATCHES, linear = passes * 2 * TOKENS * product_weights(&options);
+    assert_true(rows[MT_OPERATION_linear_forward].flops == linear);
+    assert_true(rows[MT_OPERATION_linear_backward_input].flops == linear);
+    assert_true(rows[MT_OPERATION_linear_backward_weight].flops == linear);
+    /* 2 products of D channels forward and 5 backward, for each head and each key that a query sees */
+    double seen = passes * 2 * SEQUENCES * (SEQ_LENGTH * (SEQ_LENGTH + 1) / 2) * 64; // layers, and H D
+    assert_true(rows[MT_OPERATION_attention_forward].flops == 4 * seen);
+    assert_true(rows[MT_OPERATION_attention_backward].flops == 10 * seen);
+    assert_true(rows[MT_OPERATION_swiglu_forward].bytes ==
+                passes * 2 * TOKENS * (double)options.ffn_hidden_size * 3 * 4);
+    assert_true(rows[MT_OPERATION_squared_norm].calls == (STEPS - 1) * 4); // a bucket
+    assert_true(rows[MT_OPERATION_adamw_step].bytes == 7 * rows[MT_OPERATION_squared_norm].bytes);
+    assert_int_equal(rows[MT_OPERATION_random_normal].calls, 0); // parameters are drawn before the steps
+    mt_profile_close();
+    mt_options_free(&options);
+}
+
+/* What mt_profile_print prints, to free. */
+static char *print_table(void) {
+    char *text;
+    size_t bytes;
+    FILE *file = open_memstream(&text, &bytes);
+    mt_profile_print(MT_F32, file);
+    fclose(file);
+    return text;
+}
+
+static void table_lists_the_operations_by_time_and_what_is_left(void **state) {
+    (void)state;
+    mt_metrics metrics[STEPS];
+    train(&mt_cpu_ops, true, metrics);
+    char *text = print_table(), *rest = NULL;
+    double last = 1e30, sum = 0;
+    int rows = 0;
+    for (char *line = strtok_r(text, "\n", &rest); line; line = strtok_r(NULL, "\n", &rest)) {
+        char name[32], rate[16], unit[16];
+        double calls, ms, share, of_ceiling;
+        if (sscanf(line, "%31s %lf %lf %lf%% %15s %15s %lf%%", name, &calls, &ms, &share, rate, unit, &of_ceiling) ==
+            7) {
+            rows++;
+            assert_true(ms <= last && calls > 0 && of_ceiling >= 0);
+            last = ms, sum += share;
+            if (strcmp(name, "linear_forward") == 0) assert_non_null(strstr(unit, "FLOP/s"));
+            if (strcmp(name, "adamw_step") == 0) assert_non_null(strstr(unit, "B/s"));
+        } else if (sscanf(line, " outside of operations %lf %lf%%", &ms, &share) == 2)
+            sum += share;
+    }
+    assert_true(rows >= 18);
+    assert_true(sum > 98 && sum < 102); // each share is rounded
+    free(text);
+    mt_profile_close();
+}
+
+static void one_step_alone_leaves_nothing_to_show(void **state) {
+    (void)state;
+    mt_profile_open(&mt_cpu_ops);
+    mt_profile_step_begin();
+    mt_profile_step_end();
+    char *text = print_table();
+    assert_non_null(strstr(text, "raise --train-iters"));
+    free(text);
+    mt_profile_close();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(profiled_steps_have_the_same_losses_and_their_times_sum_to_no_more),
+        cmocka_unit_test(so_they_do_on_a_gpu),
+        cmocka_unit_test(work_equals_the_count_from_the_parameter_table),
+        cmocka_unit_test(table_lists_the_operations_by_time_and_what_is_left),
+        cmocka_unit_test(one_step_alone_leaves_nothing_to_show),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
