@@ -4345,6 +4345,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
         for (int k = 0; k < 4; k++)
             if (states[k]) ops->memory_zero(states[k], b->count * 4, m->stream);
     }
+    ops->memory_zero(m->sums, 3 * 8, m->stream);
     if (m->rotary_dim > 0) mt_rope_tables(m);
     *out = m;
     return 0;
