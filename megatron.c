@@ -3801,9 +3801,11 @@ struct mt_model {
     void *final_input, *final_normed, *logits;
     float *final_mean, *final_rstd;
     float *row_max, *row_sum, *row_target, *row_weighted, *lse, *loss, *entropy; // [max_logits]
-    void *staged_logits;                                                         // [MT_STAGED_ROWS, V] on the host
-    void **k_cache, **v_cache;                                                   // a layer: [cache_rows, G D]
-    double *sums;                                                                // loss, unmasked tokens, squared norm
+    mt_step *steps; // the schedule, [2 * max_micro_batches]
+    int64_t max_micro_batches;
+    void *staged_logits;       // [MT_STAGED_ROWS, V] on the host
+    void **k_cache, **v_cache; // a layer: [cache_rows, G D]
+    double *sums;              // loss, unmasked tokens, squared norm
     float *grad_scale, *grad_norm;
     /* the micro-batch of the last forward, on the device */
     int64_t T, num_logits;
@@ -4357,6 +4359,7 @@ void mt_model_destroy(mt_model *m) {
         m->ops->memory_free(m->arena.base);
         m->ops->stream_destroy(m->stream);
     }
+    free(m->steps);
     free(m->staged_logits);
     free(m->params);
     free(m->buckets);
@@ -6519,8 +6522,12 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     float grad_norm;
     mt_gradients_begin(m);
     m->ops->memory_zero(m->sums, 3 * 8, m->stream);
-    mt_step *steps = mt_malloc(2 * micro_batches * (int64_t)sizeof(mt_step));
-    int64_t count = mt_schedule_1f1b(steps, 1, 0, micro_batches), tokens = 0;
+    if (micro_batches > m->max_micro_batches) { // the first step, and where the batch ramp grows
+        m->steps = mt_realloc(m->steps, 2 * micro_batches * (int64_t)sizeof(mt_step));
+        m->max_micro_batches = micro_batches;
+    }
+    const mt_step *steps = m->steps;
+    int64_t count = mt_schedule_1f1b(m->steps, 1, 0, micro_batches), tokens = 0;
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
         if (steps[i].kind == MT_STEP_BACKWARD) {
@@ -6531,7 +6538,6 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
         if (status == 0) mt_model_forward(m, batch, true);
         tokens += batch->num_tokens;
     }
-    free(steps);
     if (status != 0) return status;
 
     mt_sums_finish(m, sums);
