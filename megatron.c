@@ -3801,8 +3801,8 @@ struct mt_model {
     void *final_input, *final_normed, *logits;
     float *final_mean, *final_rstd;
     float *row_max, *row_sum, *row_target, *row_weighted, *lse, *loss, *entropy; // [max_logits]
-    mt_step *steps; // the schedule, [2 * max_micro_batches]
-    int64_t max_micro_batches;
+    mt_step *steps;                                                              // the schedule, [max_steps]
+    int64_t max_steps;
     void *staged_logits;       // [MT_STAGED_ROWS, V] on the host
     void **k_cache, **v_cache; // a layer: [cache_rows, G D]
     double *sums;              // loss, unmasked tokens, squared norm
@@ -4571,16 +4571,86 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
 
 /* ==== §11 schedules ============================================================================================== */
 
-int64_t mt_schedule_1f1b(mt_step *steps, int64_t pp, int64_t rank, int64_t micro_batches) {
-    int64_t warmup = pp - rank - 1 < micro_batches ? pp - rank - 1 : micro_batches;
-    int64_t count = 0, forward = 0, backward = 0;
-    while (forward < warmup) steps[count++] = (mt_step){MT_STEP_FORWARD, forward++};
-    while (forward < micro_batches) {
-        steps[count++] = (mt_step){MT_STEP_FORWARD, forward++};
-        steps[count++] = (mt_step){MT_STEP_BACKWARD, backward++};
+/* Who computes what when, as lists. Invariants: a list is a pure function of the schedule and the rank; every
+ * micro-batch's every chunk is in it once forward and, but for evaluation, once backward; the lists of all ranks run
+ * against one another without deadlock, whenever sends do not wait for their receivers. */
+
+/* A list on its way; with steps == NULL it only counts. */
+typedef struct mt_step_list {
+    const mt_schedule *schedule;
+    int64_t rank, count;
+    mt_step *steps;
+} mt_step_list;
+
+static void mt_list_add(mt_step_list *list, mt_step_kind kind, int64_t micro_batch, int64_t chunk, int64_t peer) {
+    if (list->steps) list->steps[list->count] = (mt_step){kind, micro_batch, chunk, (int)peer};
+    list->count++;
+}
+
+/* The `index`-th forward of a rank, the same on all: group by group, chunk by chunk, micro-batch by micro-batch. Only
+ * the last group may be smaller. Backwards have the same order with chunks counted from the last. */
+static void mt_schedule_order(const mt_schedule *s, int64_t index, int64_t *micro_batch, int64_t *chunk) {
+    int64_t group = s->vp == 1 ? s->micro_batches : s->group;
+    int64_t first = index / (group * s->vp) * group, size = s->micro_batches - first;
+    if (size > group) size = group;
+    index -= first * s->vp;
+    *micro_batch = first + index % size;
+    *chunk = index / size;
+}
+
+static void mt_list_forward(mt_step_list *list, int64_t index) {
+    const mt_schedule *s = list->schedule;
+    int64_t micro_batch, chunk, stage;
+    mt_schedule_order(s, index, &micro_batch, &chunk);
+    stage = chunk * s->pp + list->rank;
+    if (stage > 0) mt_list_add(list, MT_STEP_RECV_FORWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
+    mt_list_add(list, MT_STEP_FORWARD, micro_batch, chunk, -1);
+    if (stage < s->pp * s->vp - 1)
+        mt_list_add(list, MT_STEP_SEND_FORWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
+}
+
+/* `kind` is MT_STEP_BACKWARD or MT_STEP_BACKWARD_INPUT. */
+static void mt_list_backward(mt_step_list *list, mt_step_kind kind, int64_t index) {
+    const mt_schedule *s = list->schedule;
+    int64_t micro_batch, chunk, stage;
+    mt_schedule_order(s, index, &micro_batch, &chunk);
+    chunk = s->vp - 1 - chunk;
+    stage = chunk * s->pp + list->rank;
+    if (stage < s->pp * s->vp - 1)
+        mt_list_add(list, MT_STEP_RECV_BACKWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
+    mt_list_add(list, kind, micro_batch, chunk, -1);
+    if (stage > 0) mt_list_add(list, MT_STEP_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
+}
+
+/* Forwards before the first backward, but for the one that opens the steady part. */
+static int64_t mt_schedule_warmup(const mt_schedule *s, int64_t rank) {
+    int64_t total = s->micro_batches * s->vp, ahead = s->pp - rank - 1;
+    if (s->kind == MT_SCHEDULE_INTERLEAVED) ahead = 2 * ahead + (s->vp - 1) * s->group;
+    return s->kind == MT_SCHEDULE_FORWARD_ONLY || ahead > total ? total : ahead;
+}
+
+static bool mt_schedule_is_legal(const mt_schedule *s) {
+    if (s->pp < 1 || s->vp < 1 || s->micro_batches < 1 || (s->vp > 1 && (s->pp == 1 || s->group < 1))) return false;
+    if (s->kind == MT_SCHEDULE_FORWARD_ONLY) return true;
+    if (s->kind != MT_SCHEDULE_INTERLEAVED) return s->vp == 1;
+    int64_t rest = s->micro_batches % s->group;
+    return s->vp > 1 && s->group >= s->pp && s->group <= s->micro_batches && (rest == 0 || rest >= s->pp);
+}
+
+int64_t mt_schedule_steps(mt_step *steps, const mt_schedule *s, int64_t rank) {
+    MT_CHECK(mt_schedule_is_legal(s) && rank >= 0 && rank < s->pp);
+    mt_step_list list = {.schedule = s, .rank = rank, .steps = steps};
+    int64_t total = s->micro_batches * s->vp, warmup = mt_schedule_warmup(s, rank), forward = 0, weight = 0;
+    bool splits = s->kind == MT_SCHEDULE_ZB_H1;
+    while (forward < warmup) mt_list_forward(&list, forward++);
+    if (s->kind == MT_SCHEDULE_FORWARD_ONLY) return list.count;
+    for (int64_t backward = 0; backward < total; backward++) {
+        if (forward < total) mt_list_forward(&list, forward++);
+        mt_list_backward(&list, splits ? MT_STEP_BACKWARD_INPUT : MT_STEP_BACKWARD, backward);
+        if (splits && backward >= rank) mt_list_add(&list, MT_STEP_BACKWARD_WEIGHT, weight++, 0, -1);
     }
-    while (backward < micro_batches) steps[count++] = (mt_step){MT_STEP_BACKWARD, backward++};
-    return count;
+    while (splits && weight < total) mt_list_add(&list, MT_STEP_BACKWARD_WEIGHT, weight++, 0, -1);
+    return list.count;
 }
 
 /* ==== §12 gradient buckets ======================================================================================= */
@@ -6522,12 +6592,14 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     float grad_norm;
     mt_gradients_begin(m);
     m->ops->memory_zero(m->sums, 3 * 8, m->stream);
-    if (micro_batches > m->max_micro_batches) { // the first step, and where the batch ramp grows
-        m->steps = mt_realloc(m->steps, 2 * micro_batches * (int64_t)sizeof(mt_step));
-        m->max_micro_batches = micro_batches;
+    const mt_schedule schedule = {MT_SCHEDULE_1F1B, 1, 1, micro_batches, micro_batches};
+    int64_t count = mt_schedule_steps(NULL, &schedule, 0), tokens = 0;
+    if (count > m->max_steps) { // the first step, and where the batch ramp grows
+        m->steps = mt_realloc(m->steps, count * (int64_t)sizeof(mt_step));
+        m->max_steps = count;
     }
     const mt_step *steps = m->steps;
-    int64_t count = mt_schedule_1f1b(m->steps, 1, 0, micro_batches), tokens = 0;
+    mt_schedule_steps(m->steps, &schedule, 0);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
         if (steps[i].kind == MT_STEP_BACKWARD) {

@@ -647,16 +647,58 @@ void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cach
 /* ==== §11 schedules ================================================================================================
  */
 
-typedef enum mt_step_kind { MT_STEP_FORWARD, MT_STEP_BACKWARD } mt_step_kind;
+/* What a rank does next. Forwards and backwards are of one micro-batch on one chunk: a virtual stage of this rank. A
+ * backward is whole, or in two parts that a zero-bubble schedule may do apart. */
+typedef enum mt_step_kind {
+    MT_STEP_FORWARD,
+    MT_STEP_BACKWARD,        // gradients of the input and of the weights
+    MT_STEP_BACKWARD_INPUT,  // of the input only; the weights' follow later
+    MT_STEP_BACKWARD_WEIGHT, // of the weights; the micro-batch's activations are free afterwards
+    MT_STEP_SEND_FORWARD,    // starts to send the chunk's output; the buffer is free when that is done
+    MT_STEP_RECV_FORWARD,    // waits for the chunk's input
+    MT_STEP_SEND_BACKWARD,   // starts to send the gradient of the chunk's input
+    MT_STEP_RECV_BACKWARD,   // waits for the gradient of the chunk's output
+} mt_step_kind;
 
 typedef struct mt_step {
     mt_step_kind kind;
     int64_t micro_batch;
+    int64_t chunk; // of this rank, 0..vp - 1, for sends and receives too
+    int peer;      // pipeline rank to send to or to receive from, else -1
 } mt_step;
 
-/* The 1F1B order (Narayanan et al., "PipeDream") of stage `rank` of `pp`: warm-up forwards, then one forward and one
- * backward in turn, then the rest. With pp == 1: forward, backward, forward, backward. Returns 2 * micro_batches. */
-int64_t mt_schedule_1f1b(mt_step *steps, int64_t pp, int64_t rank, int64_t micro_batches);
+typedef enum mt_schedule_kind {
+    MT_SCHEDULE_1F1B,
+    MT_SCHEDULE_INTERLEAVED,
+    MT_SCHEDULE_ZB_H1,
+    MT_SCHEDULE_FORWARD_ONLY
+} mt_schedule_kind;
+
+/* Legal are: 1F1B and ZB-H1 with vp == 1; interleaved with pp > 1, vp > 1, pp <= group <= micro_batches and
+ * micro_batches % group 0 or at least pp; forward-only with any, but pp > 1 where vp > 1. */
+typedef struct mt_schedule {
+    mt_schedule_kind kind;
+    int64_t pp;            // pipeline ranks
+    int64_t vp;            // chunks (virtual stages) a rank
+    int64_t micro_batches; // of a step
+    int64_t group;         // micro-batches that pass a chunk before the next chunk's turn; not read with vp == 1
+} mt_schedule;
+
+/* Writes the list of pipeline rank `rank` and returns its length; `steps` may be NULL to count. A pure function.
+ *
+ * Virtual stage chunk * pp + rank feeds the next one: the same chunk of the next rank, or chunk + 1 of rank 0 after the
+ * last rank. A send follows the step that makes the tensor, a receive comes right before the step that needs it. Sends
+ * only start and receives are best posted early, by looking ahead in the list: that overlaps them with the steps
+ * between. From rank a to rank b, a's sends of one direction (forward: activations; backward: gradients) are in the
+ * order of b's receives, so messages need no names. With pp == 2 and vp > 1 both directions run from a to b, and then
+ * not in one common order: give each direction a channel of its own (an MPI tag, an NCCL communicator).
+ *
+ * 1F1B: Narayanan et al., "PipeDream-Flush"; pp - rank - 1 forwards of warm-up, then a forward and a backward in turn,
+ * then the rest. Interleaved: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+ * Megatron-LM"; 2 (pp - rank - 1) + (vp - 1) group of warm-up, orders as Megatron's get_schedule_table. ZB-H1: Qi et
+ * al., "Zero bubble pipeline parallelism"; as 1F1B, with the weights' gradients `rank` micro-batches late, where they
+ * fill what was idle. Forward-only: evaluation. */
+int64_t mt_schedule_steps(mt_step *steps, const mt_schedule *schedule, int64_t rank);
 
 /* ==== §13 optimizer and §16 the training step ======================================================================
  */

@@ -744,7 +744,13 @@ static void draw_timeline(picture *p, double x, double y, int64_t pp, int64_t mi
     const double unit = 23, height = 24;
     timeline t = {.pp = pp, .micro_batches = micro_batches};
     memset(t.finish, -1, sizeof t.finish);
-    for (int64_t rank = 0; rank < pp; rank++) mt_schedule_1f1b(t.steps[rank], pp, rank, micro_batches);
+    const mt_schedule schedule = {MT_SCHEDULE_1F1B, pp, 1, micro_batches, pp};
+    for (int64_t rank = 0; rank < pp; rank++) {
+        mt_step steps[6 * MAX_MICRO_BATCHES];
+        int64_t count = mt_schedule_steps(steps, &schedule, rank), kept = 0;
+        for (int64_t i = 0; i < count; i++)
+            if (steps[i].peer < 0) t.steps[rank][kept++] = steps[i];
+    }
     timeline_run(&t);
     int64_t busy = micro_batches * (FORWARD_TIME + BACKWARD_TIME);
     text(p, x, y - 10, START, "pp = %lld, %lld micro-batches: %lld of %lld units idle, %.0f%% of the work",
