@@ -3285,6 +3285,28 @@ static void mt_cpu_cross_entropy_forward(float *row_max, float *row_sum, float *
     }
 }
 
+static void mt_cpu_cross_entropy_combine(float *row_max, float *row_sum, float *row_target, float *row_weighted,
+                                         const float *parts, int64_t n, int64_t T, mt_stream *stream) {
+    (void)stream;
+    int64_t part = (row_weighted ? 4 : 3) * T;
+    for (int64_t t = 0; t < T; t++) {
+        float max = -INFINITY;
+        double sum = 0, target = 0, weighted = 0;
+        for (int64_t i = 0; i < n; i++) max = fmaxf(max, parts[i * part + t]);
+        for (int64_t i = 0; i < n; i++) {
+            const float *share = parts + i * part + t;
+            double scale = exp((double)share[0] - (double)max); // 0 for a share without any of the vocabulary
+            sum += scale * (double)share[T];
+            target += (double)share[2 * T];
+            if (row_weighted) weighted += scale * (double)share[3 * T];
+        }
+        row_max[t] = max;
+        row_sum[t] = (float)sum;
+        row_target[t] = (float)target;
+        if (row_weighted) row_weighted[t] = (float)weighted;
+    }
+}
+
 static void mt_cpu_cross_entropy_loss(float *loss, float *entropy, float *lse, const float *row_max,
                                       const float *row_sum, const float *row_target, const float *row_weighted,
                                       int64_t T, mt_stream *stream) {
@@ -3555,6 +3577,193 @@ void mt_barrier(const mt_group *group) {
 #endif
 }
 
+/* ==== §6 conjugate regions ======================================================================================= */
+/* Where tensor parallelism begins and ends (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation
+ * recomputation in large transformer models"). Ranks of the tensor group share the heads and the width between a
+ * column- and a row-parallel product. Outside, hidden states are whole on every rank, or, with sequence parallelism,
+ * cut by rows. Each region is a pair whose backward is its conjugate's forward:
+ *
+ *   copy_to_tensor_region               forward: nothing              backward: all-reduce
+ *   reduce_from_tensor_region           forward: all-reduce           backward: nothing
+ *   gather_from_sequence_region         forward: all-gather rows      backward: reduce-scatter rows
+ *   reduce_scatter_to_sequence_region   forward: reduce-scatter rows  backward: all-gather rows
+ *
+ * Both pairs move the same bytes; the second keeps 1/t of the activations. Invariant: what a function returns is
+ * complete on its stream. */
+
+/* What the regions of a micro-batch need to know. */
+typedef struct mt_tensor_parallel {
+    const mt_ops *ops;
+    const mt_group *group;
+    mt_stream *stream, *comm; // where products run, and where communication runs beside them
+    mt_dtype dtype;
+    bool sequence_parallel;
+    bool accumulates;         // gradients of weights are added to, not written
+    int64_t T, rows;          // tokens; and rows of hidden states here: T, or T / group size
+    void *gathered, *partial; // [T, C] each under sequence parallelism: a whole operand, and a sum to be scattered
+    float *loss_parts;        // [group size, 4, T], of the vocabulary-parallel loss
+} mt_tensor_parallel;
+
+/* x[T, C], whole -> x; its gradient is a part on every rank -> the sum, in place. */
+static const void *mt_copy_to_tensor_region_forward(const void *x) {
+    return x;
+}
+static void mt_copy_to_tensor_region_backward(const mt_tensor_parallel *tp, void *dx, int64_t C, mt_stream *stream) {
+    tp->ops->all_reduce(dx, tp->T * C, MT_SUM, tp->dtype, tp->group, stream);
+}
+
+/* x[T, C], a part on every rank -> the sum, in place; its gradient is whole -> itself. */
+static void mt_reduce_from_tensor_region_forward(const mt_tensor_parallel *tp, void *x, int64_t C) {
+    tp->ops->all_reduce(x, tp->T * C, MT_SUM, tp->dtype, tp->group, tp->stream);
+}
+static const void *mt_reduce_from_tensor_region_backward(const void *dx) {
+    return dx;
+}
+
+/* x[T / t, C], this rank's rows -> y[T, C], all rows; dy[T, C] is a part on every rank -> dx[T / t, C], the sum's rows.
+ */
+static void mt_gather_from_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C,
+                                                   mt_stream *stream) {
+    tp->ops->all_gather(y, x, tp->rows * C, tp->dtype, tp->group, stream);
+}
+static void mt_gather_from_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C,
+                                                    mt_stream *stream) {
+    tp->ops->reduce_scatter(dx, dy, tp->rows * C, tp->dtype, tp->group, stream);
+}
+
+/* x[T, C], a part on every rank -> y[T / t, C], the sum's rows; dy[T / t, C] -> dx[T, C], all rows. */
+static void mt_reduce_scatter_to_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x,
+                                                         int64_t C) {
+    mt_gather_from_sequence_region_backward(tp, y, x, C, tp->stream);
+}
+static void mt_reduce_scatter_to_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy,
+                                                          int64_t C) {
+    mt_gather_from_sequence_region_forward(tp, dx, dy, C, tp->stream);
+}
+
+/* ---- the pair that a model uses, by whether it is sequence parallel */
+
+/* Into a region: hidden states [rows, C] -> all rows of them, for a product with a share of the weights. */
+static const void *mt_region_enter_forward(const mt_tensor_parallel *tp, const void *x, int64_t C, mt_stream *stream) {
+    if (!tp->sequence_parallel) return mt_copy_to_tensor_region_forward(x);
+    mt_gather_from_sequence_region_forward(tp, tp->gathered, x, C, stream);
+    return tp->gathered;
+}
+
+/* The gradient of that product by all rows, a part in `partial` -> dx[rows, C]. */
+static void mt_region_enter_backward(const mt_tensor_parallel *tp, void *dx, const void *partial, int64_t C,
+                                     mt_stream *stream) {
+    if (!tp->sequence_parallel)
+        mt_copy_to_tensor_region_backward(tp, dx, C, stream); // dx is the part itself
+    else
+        mt_gather_from_sequence_region_backward(tp, dx, partial, C, stream);
+}
+
+/* Where a product puts its part of `out`, or of its gradient. */
+static void *mt_region_partial(const mt_tensor_parallel *tp, void *out) {
+    return tp->sequence_parallel ? tp->partial : out;
+}
+
+/* Out of a region: the parts in mt_region_partial(out) -> out[rows, C]. */
+static void mt_region_leave_forward(const mt_tensor_parallel *tp, void *out, int64_t C) {
+    if (!tp->sequence_parallel)
+        mt_reduce_from_tensor_region_forward(tp, out, C);
+    else
+        mt_reduce_scatter_to_sequence_region_forward(tp, out, tp->partial, C);
+}
+
+/* dout[rows, C] -> the gradient by all rows. */
+static const void *mt_region_leave_backward(const mt_tensor_parallel *tp, const void *dout, int64_t C) {
+    if (!tp->sequence_parallel) return mt_reduce_from_tensor_region_backward(dout);
+    mt_reduce_scatter_to_sequence_region_backward(tp, tp->gathered, dout, C);
+    return tp->gathered;
+}
+
+/* ==== §7 parallel linear layers, embedding, loss ================================================================= */
+/* A weight cut by rows (column parallel, as Megatron calls it after the mathematical transpose) gives every rank some
+ * outputs; one cut by columns (row parallel) takes some inputs and gives a part of the sum. With a group of one these
+ * are the plain operations. Invariant: gradients of weights need no communication. */
+
+/* Which half of a backward to do. */
+enum { MT_PART_INPUT = 1, MT_PART_WEIGHT = 2, MT_PART_BOTH = 3 };
+
+/* y[T, N] = x w^T + bias for this rank's N outputs, x[rows, K]. */
+static void mt_column_linear_forward(const mt_tensor_parallel *tp, void *y, const void *x, mt_weight w, mt_weight bias,
+                                     int64_t N, int64_t K) {
+    x = mt_region_enter_forward(tp, x, K, tp->stream);
+    tp->ops->linear_forward(y, x, w.w, bias.w, tp->T, N, K, tp->dtype, tp->stream);
+}
+
+/* dx[rows, K], dw and dbias of dy[T, N]. x is gathered while the first product runs, dx reduced during the second. */
+static void mt_column_linear_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, const void *x,
+                                      mt_weight w, mt_weight bias, int64_t N, int64_t K, int parts) {
+    const mt_ops *ops = tp->ops;
+    mt_stream *stream = tp->stream, *comm = tp->comm;
+    bool parallel = tp->group->size > 1;
+    if (parallel && (parts & MT_PART_WEIGHT)) {
+        ops->stream_follow(comm, stream);
+        x = mt_region_enter_forward(tp, x, K, comm);
+    }
+    if (parts & MT_PART_INPUT)
+        ops->linear_backward_input(mt_region_partial(tp, dx), dy, w.w, tp->T, N, K, tp->dtype, stream);
+    if (parallel && (parts & MT_PART_WEIGHT)) ops->stream_follow(stream, comm);
+    if (parallel && (parts & MT_PART_INPUT)) {
+        ops->stream_follow(comm, stream);
+        mt_region_enter_backward(tp, dx, tp->partial, K, comm);
+    }
+    if (parts & MT_PART_WEIGHT)
+        ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, stream);
+    if (parallel && (parts & MT_PART_INPUT)) ops->stream_follow(stream, comm);
+}
+
+/* out[rows, N] = the sum over ranks of x[T, K] w^T, plus the bias, which the first rank's part carries. */
+static void mt_row_linear_forward(const mt_tensor_parallel *tp, void *out, const void *x, mt_weight w, mt_weight bias,
+                                  int64_t N, int64_t K) {
+    const void *own_bias = tp->group->rank == 0 ? bias.w : NULL;
+    tp->ops->linear_forward(mt_region_partial(tp, out), x, w.w, own_bias, tp->T, N, K, tp->dtype, tp->stream);
+    mt_region_leave_forward(tp, out, N);
+}
+
+/* dx[T, K], dw and dbias of dout[rows, N]; every rank sums the same dbias over all rows. */
+static void mt_row_linear_backward(const mt_tensor_parallel *tp, void *dx, const void *dout, const void *x, mt_weight w,
+                                   mt_weight bias, int64_t N, int64_t K, int parts) {
+    const void *dy = mt_region_leave_backward(tp, dout, N);
+    if (parts & MT_PART_WEIGHT)
+        tp->ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, tp->stream);
+    if (parts & MT_PART_INPUT) tp->ops->linear_backward_input(dx, dy, w.w, tp->T, N, K, tp->dtype, tp->stream);
+}
+
+/* out[rows, C] = the rows of ids[T], of which every rank holds `count` from `first` on. */
+static void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const int32_t *ids, mt_weight w,
+                                       int64_t C, int64_t first, int64_t count) {
+    tp->ops->embedding_forward(mt_region_partial(tp, out), ids, w.w, tp->T, C, first, count, false, tp->dtype,
+                               tp->stream);
+    mt_region_leave_forward(tp, out, C);
+}
+
+static void mt_vocab_embedding_backward(const mt_tensor_parallel *tp, const void *dout, const int32_t *ids, mt_weight w,
+                                        int64_t C, int64_t first, int64_t count) {
+    const void *dwhole = mt_region_leave_backward(tp, dout, C);
+    tp->ops->embedding_backward(w.dw, dwhole, ids, tp->T, C, first, count, tp->dtype, tp->stream);
+}
+
+/* Loss, log-sum-exp and, if wanted, entropy of T rows, from each rank's columns [first, first + count) of the logits:
+ * ranks exchange three or four numbers a row (`stats` [4, T]) instead of logits. The backward is local. */
+static void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, float *loss, float *entropy, float *lse,
+                                           float *stats, const void *logits, const int32_t *labels, int64_t T,
+                                           int64_t stride, int64_t first, int64_t count) {
+    const mt_ops *ops = tp->ops;
+    int64_t num_stats = entropy ? 4 : 3;
+    float *max = stats, *sum = stats + T, *target = stats + 2 * T, *weighted = entropy ? stats + 3 * T : NULL;
+    ops->cross_entropy_forward(max, sum, target, weighted, logits, labels, T, stride, first, count, tp->dtype,
+                               tp->stream);
+    if (tp->group->size > 1) {
+        ops->all_gather(tp->loss_parts, stats, num_stats * T, MT_F32, tp->group, tp->stream);
+        ops->cross_entropy_combine(max, sum, target, weighted, tp->loss_parts, tp->group->size, T, tp->stream);
+    }
+    ops->cross_entropy_loss(loss, entropy, lse, max, sum, target, weighted, T, tp->stream);
+}
+
 /* ==== §8 the parameter table ===================================================================================== */
 /* A row per parameter, and nothing about a parameter anywhere else. Invariants: rows of one layer lie in one bucket,
  * matrices (which decay) before vectors (which do not); q, k, v and gate, up are neighbours without a gap, so that one
@@ -3563,9 +3772,10 @@ void mt_barrier(const mt_group *group) {
 /* The table as it grows, with what each new row needs to know. */
 typedef struct mt_param_table {
     mt_param *rows;
-    int64_t count;
+    int64_t count, bucket;
     const mt_options *options;
     bool is_gpt2;
+    int64_t tp, tp_rank;
 } mt_param_table;
 
 /* Names of a role within its layer (or of the whole tensor, outside the layers). */
@@ -3606,12 +3816,14 @@ static mt_param *mt_param_add(mt_param_table *table, mt_role role, int64_t layer
     mt_param *param = &table->rows[table->count++];
     const char *name = table->is_gpt2 ? mt_param_names[role].gpt2 : mt_param_names[role].llama;
     *param = (mt_param){.role = role, .layer = layer, .rows = rows, .cols = cols, .shard_dim = -1};
-    param->rows_stored = param->hf_rows_total = rows;
+    param->whole_rows = param->rows_stored = param->hf_rows_total = rows;
+    param->whole_cols = cols;
     param->is_vector = cols == 1;
     param->weight_decay = !param->is_vector;
     param->init = param->is_vector ? MT_INIT_ZEROS : MT_INIT_NORMAL;
     param->init_std = table->options->init_method_std;
-    param->bucket = layer + 1; // the embeddings' rows and the last bucket's say so themselves
+    param->bucket = table->bucket;
+    param->counted = table->tp_rank == 0; // until it is sharded
     if (layer < 0)
         snprintf(param->hf_name, sizeof param->hf_name, "%s", name);
     else
@@ -3620,21 +3832,53 @@ static mt_param *mt_param_add(mt_param_table *table, mt_role role, int64_t layer
     return param;
 }
 
-/* A norm's weight, and its bias for LayerNorm. */
-static void mt_param_add_norm(mt_param_table *table, mt_role role, int64_t layer, int64_t width) {
-    mt_param_add(table, role, layer, width, 1)->init = MT_INIT_ONES;
-    if (strcmp(table->options->normalization, "LayerNorm") == 0)
-        mt_param_add(table, (mt_role)(role + 1), layer, width, 1);
+/* Leaves of a row what share `index` of `parts` equal ones holds of its dimension `dim`. */
+static mt_param *mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t index) {
+    int64_t *size = dim == 0 ? &param->rows : &param->cols;
+    MT_CHECK(*size % parts == 0);
+    *size /= parts;
+    *(dim == 0 ? &param->first_row : &param->first_col) = index * *size;
+    param->shard_dim = dim;
+    param->counted = true;
+    return param;
 }
 
-/* q, k and v: three rows here; GPT-2 stores one tensor that holds them one after another. */
+/* A row that the tensor group shards. */
+static mt_param *mt_param_add_sharded(mt_param_table *table, mt_role role, int64_t layer, int64_t rows, int64_t cols,
+                                      int dim) {
+    return mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, table->tp, table->tp_rank);
+}
+
+/* A norm's weight, and its bias for LayerNorm. */
+static void mt_param_add_norm(mt_param_table *table, mt_role role, int64_t layer, int64_t width) {
+    mt_param *param = mt_param_add(table, role, layer, width, 1);
+    param->init = MT_INIT_ONES, param->gradient = MT_GRADIENT_ROWS;
+    if (strcmp(table->options->normalization, "LayerNorm") == 0)
+        mt_param_add(table, (mt_role)(role + 1), layer, width, 1)->gradient = MT_GRADIENT_ROWS;
+}
+
+/* The norm of every query or key head, which all heads share. */
+static void mt_param_add_head_norm(mt_param_table *table, mt_role role, int64_t layer) {
+    mt_param *param = mt_param_add(table, role, layer, table->options->kv_channels, 1);
+    param->init = MT_INIT_ONES, param->gradient = MT_GRADIENT_HEADS;
+}
+
+/* q, k and v: three rows here; GPT-2 stores one tensor that holds them one after another. Ranks share the heads; where
+ * there are fewer kv heads than ranks, neighbours hold the same one. */
 static void mt_param_add_qkv(mt_param_table *table, mt_role first_role, int64_t layer, int64_t cols) {
     const mt_options *o = table->options;
     int64_t q_rows = o->num_attention_heads * o->kv_channels, kv_rows = o->num_query_groups * o->kv_channels;
     int64_t rows[3] = {q_rows, kv_rows, kv_rows}, before = 0;
+    int64_t kv_parts = mt_min(o->num_query_groups, table->tp), replicas = table->tp / kv_parts;
     for (int i = 0; i < 3; i++) {
         mt_param *param = mt_param_add(table, (mt_role)(first_role + i), layer, rows[i], cols);
-        param->shard_dim = 0;
+        if (i == 0) {
+            mt_param_shard(param, 0, table->tp, table->tp_rank);
+        } else {
+            mt_param_shard(param, 0, kv_parts, table->tp_rank / replicas);
+            param->counted = table->tp_rank % replicas == 0;
+            if (replicas > 1) param->gradient = MT_GRADIENT_REPLICA;
+        }
         if (!table->is_gpt2) continue;
         param->hf_row = before;
         param->hf_rows_total = q_rows + 2 * kv_rows;
@@ -3646,26 +3890,23 @@ static void mt_params_add_layer(mt_param_table *table, int64_t layer) {
     const mt_options *o = table->options;
     int64_t C = o->hidden_size, F = o->ffn_hidden_size, attention_width = o->num_attention_heads * o->kv_channels;
     double output_std = o->init_method_std / sqrt(2.0 * (double)o->num_layers);
-    mt_param *param;
     mt_param_add_qkv(table, MT_Q, layer, C);
-    param = mt_param_add(table, MT_O, layer, C, attention_width);
-    param->shard_dim = 1, param->init_std = output_std;
-    if (o->swiglu) mt_param_add(table, MT_GATE, layer, F, C)->shard_dim = 0;
-    mt_param_add(table, MT_UP, layer, F, C)->shard_dim = 0;
-    param = mt_param_add(table, MT_DOWN, layer, C, F);
-    param->shard_dim = 1, param->init_std = output_std;
+    mt_param_add_sharded(table, MT_O, layer, C, attention_width, 1)->init_std = output_std;
+    if (o->swiglu) mt_param_add_sharded(table, MT_GATE, layer, F, C, 0);
+    mt_param_add_sharded(table, MT_UP, layer, F, C, 0);
+    mt_param_add_sharded(table, MT_DOWN, layer, C, F, 1)->init_std = output_std;
 
     mt_param_add_norm(table, MT_INPUT_NORM, layer, C);
-    if (o->add_qkv_bias) mt_param_add_qkv(table, MT_Q_BIAS, layer, 1);
-    if (o->qk_layernorm) {
-        mt_param_add(table, MT_Q_NORM, layer, o->kv_channels, 1)->init = MT_INIT_ONES;
-        mt_param_add(table, MT_K_NORM, layer, o->kv_channels, 1)->init = MT_INIT_ONES;
-    }
-    if (o->attention_output_bias) mt_param_add(table, MT_O_BIAS, layer, C, 1);
     mt_param_add_norm(table, MT_MLP_NORM, layer, C);
+    if (o->qk_layernorm) {
+        mt_param_add_head_norm(table, MT_Q_NORM, layer);
+        mt_param_add_head_norm(table, MT_K_NORM, layer);
+    }
+    if (o->add_qkv_bias) mt_param_add_qkv(table, MT_Q_BIAS, layer, 1);
+    if (o->attention_output_bias) mt_param_add(table, MT_O_BIAS, layer, C, 1);
     if (o->mlp_bias) {
-        if (o->swiglu) mt_param_add(table, MT_GATE_BIAS, layer, F, 1)->shard_dim = 0;
-        mt_param_add(table, MT_UP_BIAS, layer, F, 1)->shard_dim = 0;
+        if (o->swiglu) mt_param_add_sharded(table, MT_GATE_BIAS, layer, F, 1, 0);
+        mt_param_add_sharded(table, MT_UP_BIAS, layer, F, 1, 0);
         mt_param_add(table, MT_DOWN_BIAS, layer, C, 1);
     }
 }
@@ -3703,22 +3944,45 @@ static void mt_params_place(mt_param_table *table) {
     }
 }
 
-int64_t mt_params_build(mt_param **params, const mt_options *options) {
-    mt_param_table table = {.options = options, .is_gpt2 = strcmp(options->hf_family, "gpt2") == 0};
-    int64_t L = options->num_layers, C = options->hidden_size, V = options->padded_vocab_size;
-    table.rows = mt_calloc((L + 1) * MT_NUM_ROLES * (int64_t)sizeof(mt_param));
-    mt_param *param = mt_param_add(&table, MT_WORD_EMBEDDING, -1, V, C);
-    param->shard_dim = 0, param->rows_stored = param->hf_rows_total = options->vocab_size;
-    if (strcmp(options->position_embedding_type, "learned_absolute") == 0)
-        mt_param_add(&table, MT_POSITION_EMBEDDING, -1, options->max_position_embeddings, C);
-    for (int64_t layer = 0; layer < L; layer++) mt_params_add_layer(&table, layer);
-    int64_t first_of_last_bucket = table.count;
-    if (options->untie_embeddings_and_output_weights) {
-        param = mt_param_add(&table, MT_LM_HEAD, -1, V, C);
-        param->shard_dim = 0, param->rows_stored = param->hf_rows_total = options->vocab_size;
+/* One chunk's rows, from its first bucket on; the table's next free bucket is the one behind its last. */
+static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
+    const mt_options *o = table->options;
+    int64_t C = o->hidden_size, V = o->padded_vocab_size;
+    bool tied = !o->untie_embeddings_and_output_weights;
+    mt_param *param;
+    if (stage->embedding) {
+        param = mt_param_add_sharded(table, MT_WORD_EMBEDDING, -1, V, C, 0);
+        param->rows_stored = param->hf_rows_total = o->vocab_size;
+        table->bucket++;
+        if (strcmp(o->position_embedding_type, "learned_absolute") == 0) {
+            param = mt_param_add(table, MT_POSITION_EMBEDDING, -1, o->max_position_embeddings, C);
+            param->gradient = MT_GRADIENT_ROWS;
+            table->bucket++;
+        }
     }
-    mt_param_add_norm(&table, MT_FINAL_NORM, -1, C);
-    for (int64_t i = first_of_last_bucket; i < table.count; i++) table.rows[i].bucket = L + 1;
+    for (int64_t i = 0; i < stage->num_layers; i++, table->bucket++) mt_params_add_layer(table, stage->first_layer + i);
+    if (!stage->loss) return;
+    if (!tied || !has_embedding) {
+        param = mt_param_add_sharded(table, tied ? MT_WORD_EMBEDDING : MT_LM_HEAD, -1, V, C, 0);
+        param->rows_stored = param->hf_rows_total = o->vocab_size;
+        if (tied) param->counted = false, table->bucket++;
+    }
+    mt_param_add_norm(table, MT_FINAL_NORM, -1, C);
+    table->bucket++;
+}
+
+int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_place *place) {
+    mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
+    mt_place whole = {.stages = &whole_model, .num_stages = 1, .tp = 1};
+    if (!place) place = &whole;
+    mt_param_table table = {.options = options, .tp = place->tp, .tp_rank = place->tp_rank};
+    table.is_gpt2 = strcmp(options->hf_family, "gpt2") == 0;
+    table.rows = mt_calloc((options->num_layers + 2) * MT_NUM_ROLES * (int64_t)sizeof(mt_param));
+    bool has_embedding = false;
+    for (int64_t i = 0; i < place->num_stages; i++) {
+        has_embedding |= place->stages[i].embedding;
+        mt_params_add_stage(&table, &place->stages[i], has_embedding);
+    }
     mt_params_place(&table);
     *params = table.rows;
     return table.count;
@@ -3726,8 +3990,8 @@ int64_t mt_params_build(mt_param **params, const mt_options *options) {
 
 int64_t mt_num_parameters(const mt_options *options) {
     mt_param *params;
-    int64_t count = mt_params_build(&params, options), total = 0;
-    for (int64_t i = 0; i < count; i++) total += params[i].rows_stored * params[i].cols;
+    int64_t count = mt_params_build(&params, options, NULL), total = 0;
+    for (int64_t i = 0; i < count; i++) total += params[i].rows_stored * params[i].whole_cols;
     free(params);
     return total;
 }
@@ -3738,6 +4002,7 @@ int64_t mt_num_parameters(const mt_options *options) {
 
 /* A layer's parameters; q, k, v and gate, up are each one matrix because their rows are neighbours in the bucket. */
 typedef struct mt_layer {
+    int64_t number; // in the whole model
     mt_weight input_norm, input_norm_bias;
     mt_weight qkv, qkv_bias; // [(H + 2G) D, C], [(H + 2G) D]
     mt_weight q_norm, k_norm;
@@ -3747,33 +4012,63 @@ typedef struct mt_layer {
     mt_weight down, down_bias;
 } mt_layer;
 
-/* What a layer's forward leaves for its backward. */
+/* What a layer's forward leaves for its backward. R rows of hidden states are the micro-batch's T tokens, or under
+ * sequence parallelism this rank's share of them; heads and width are this rank's share. */
 typedef struct mt_activations {
-    void *input;                    // [T, C] the residual stream as it enters
-    void *input_normed;             // [T, C]
-    float *input_mean, *input_rstd; // [T]
+    void *input;                    // [R, C] the residual stream as it enters
+    void *input_normed;             // [R, C]
+    float *input_mean, *input_rstd; // [R]
     void *qkv;                      // [T, (H + 2G) D]; rotated in place unless q and k are normalised first
     void *qk;                       // [T, (H + G) D] normalised and rotated q and k, with q/k norm
     float *q_rstd, *k_rstd;         // [T, H], [T, G]
     void *attended;                 // [T, H D]
     float *lse;                     // [T, H]
-    void *middle;                   // [T, C] the residual stream between attention and MLP
-    void *mlp_normed;               // [T, C]
-    float *mlp_mean, *mlp_rstd;     // [T]
+    void *middle;                   // [R, C] the residual stream between attention and MLP
+    void *mlp_normed;               // [R, C]
+    float *mlp_mean, *mlp_rstd;     // [R]
     void *mlp_hidden;               // [T, 2F] or [T, F] before the activation
     void *mlp_active;               // [T, F] after it
 } mt_activations;
 
 /* Buffers that every layer uses in turn. */
 typedef struct mt_layer_scratch {
-    void *residual; // [T, C] the gradient of the residual stream
-    void *hidden;   // [T, C]
-    void *normed;   // [T, C] the gradient of a norm's output
+    void *residual; // [R, C] the gradient of the residual stream
+    void *spare;    // [R, C] where it goes when a split backward must keep the old one
+    void *hidden;   // [R, C]
+    void *normed;   // [R, C] the gradient of a norm's output
     void *wide;     // [T, max(2F, (H + 2G) D)]
     void *active;   // [T, max(F, H D)]
     void *dqk;      // [T, (H + G) D], with q/k norm
     float *row_dot; // [T, H]
 } mt_layer_scratch;
+
+/* A micro-batch on one chunk, from its forward to its backward: what it is, and what its forward left. */
+typedef struct mt_slot {
+    int64_t chunk, micro_batch; // micro_batch -1: free
+    int64_t T, rows;            // tokens, and rows of hidden states on this rank
+    int32_t *tokens, *labels, *positions; // [T]
+    float *loss_mask;
+    int64_t *token_index;
+    mt_span *host_spans, *device_spans;
+    int64_t num_spans;
+    mt_activations *layers; // of the chunk, or one that all share where nothing is kept
+    void *output;           // [R, C] the residual stream as it leaves the chunk
+    void *final_normed;     // [R, C], here and below of a chunk with the loss
+    float *final_mean, *final_rstd;
+    void *logits; // [max_logits, V]
+    float *lse;
+} mt_slot;
+
+/* One end of a channel to a neighbour in the pipeline, with two buffers so that the next message is under way while the
+ * last one is used. */
+typedef struct mt_link {
+    mt_channel *channel; // NULL: there is no such neighbour
+    void *buffers[2];    // [R, C]
+    int64_t tickets[2];
+    int64_t started, finished; // messages
+} mt_link;
+
+enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LINK_SEND_BACKWARD, MT_NUM_LINKS };
 
 struct mt_model {
     const mt_options *options;
@@ -3782,12 +4077,23 @@ struct mt_model {
     mt_stream *stream;
     mt_dtype dtype;
     mt_model_plan plan;
-    int64_t C, H, G, D, F, V, L; // as in megatron.h
+    int64_t C, D;       // as in megatron.h
+    int64_t H, G, F, V; // this rank's share of heads, groups, width and padded vocabulary
+    int64_t vocab_first, vocab_count; // the rows of the vocabulary in that share that are not padding
+    int64_t max_rows;                 // R of the largest micro-batch
+    /* this rank's part of the model */
+    mt_stage *stages;     // [num_chunks]
+    int64_t num_chunks;   // virtual stages of this rank
+    int64_t *first_local; // [num_chunks + 1] the chunks' first layers among this rank's
+    int64_t num_layers;   // of this rank
+    bool has_embedding, has_loss;
     /* parameters */
     mt_param *params;
     int64_t num_params, num_buckets;
     mt_bucket *buckets;
-    mt_layer *layers;
+    mt_layer *layers; // [num_layers]
+    int64_t first_layer_bucket;
+    int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not here
     mt_weight word_embedding, position_embedding, final_norm, final_norm_bias, lm_head;
     float *rope_cos, *rope_sin; // [max_position, R / 2]
     int64_t rotary_dim;         // R
@@ -3795,26 +4101,33 @@ struct mt_model {
     mt_arena arena;
     void *workspace; // of the stream
     int64_t workspace_bytes;
-    int64_t bytes[5];            // of each row of the printed plan
-    mt_activations *activations; // one a layer to train, one in all otherwise
+    mt_stream *comm_stream; // of tensor parallelism
+    void *comm_workspace;
+    int64_t bytes[5]; // of each row of the printed plan
+    int64_t *slots_per_chunk;
+    mt_slot *slots; // chunk by chunk
+    int64_t num_slots;
     mt_layer_scratch scratch;
-    void *final_input, *final_normed, *logits;
-    float *final_mean, *final_rstd;
-    float *row_max, *row_sum, *row_target, *row_weighted, *lse, *loss, *entropy; // [max_logits]
-    mt_step *steps;                                                              // the schedule, [max_steps]
+    mt_tensor_parallel tp;
+    mt_link links[MT_NUM_LINKS];
+    float *row_stats, *loss, *entropy; // [4, max_logits], [max_logits]
+    mt_step *steps;                    // the schedule
     int64_t max_steps;
-    void *staged_logits;       // [MT_STAGED_ROWS, V] on the host
+    void *gathered_logits;     // [tensor ranks, MT_STAGED_ROWS, V]
+    void *staged_logits;       // the same on the host
     void **k_cache, **v_cache; // a layer: [cache_rows, G D]
     double *sums;              // loss, unmasked tokens, squared norm
     float *grad_scale, *grad_norm;
-    /* the micro-batch of the last forward, on the device */
+    int32_t *cache_rows, *logit_rows;
+    /* the micro-batch at hand: its slot's, on the device */
+    mt_slot *slot;
     int64_t T, num_logits;
+    int64_t rows, first_row; // of hidden states on this rank, of T; the first of them
     bool training;
     bool accumulates; // the step's first backward writes the gradients of matrices, later ones add
-    int32_t *tokens, *labels, *positions, *cache_rows, *logit_rows;
+    int32_t *tokens, *labels, *positions;
     float *loss_mask;
     int64_t *token_index;
-    mt_span *device_spans;
     mt_spans spans;
 };
 
@@ -3916,6 +4229,43 @@ static void mt_norm_backward(const mt_model *m, void *dx, const void *dy, const 
                                  m->stream);
 }
 
+/* out = residual + dropout(scratch.hidden). */
+static void mt_residual_forward(const mt_model *m, void *out, const void *residual, int64_t number, int place) {
+    mt_dropout dropout = mt_model_dropout(m, number, place);
+    m->ops->dropout_add_forward(out, m->scratch.hidden, residual, m->token_index + m->first_row, m->rows, m->C, 0,
+                                &dropout, m->dtype, m->stream);
+}
+
+/* The gradient of what was dropped and added: that of the residual stream, or in scratch.hidden. */
+static const void *mt_residual_backward(const mt_model *m, int64_t number, int place) {
+    const mt_layer_scratch *s = &m->scratch;
+    mt_dropout dropout = mt_model_dropout(m, number, place);
+    if (dropout.p == 0) return s->residual;
+    m->ops->dropout_add_backward(s->hidden, s->residual, m->token_index + m->first_row, m->rows, m->C, 0, &dropout,
+                                 m->dtype, m->stream);
+    return s->hidden;
+}
+
+/* Copies `count` elements over an activation that is no longer needed. */
+static void mt_keep(const mt_model *m, void *to, const void *from, int64_t count) {
+    m->ops->memory_copy(to, from, count * mt_dtype_size(m->dtype), m->stream);
+}
+
+/* scratch.residual += the gradient through a block's norm, whose input is x. With MT_PART_INPUT alone, x then makes
+ * place for `dout`, which the weights' part will need. */
+static void mt_residual_norm_backward(mt_model *m, void *x, const void *dout, const float *mean, const float *rstd,
+                                      mt_weight w, mt_weight b, int parts) {
+    mt_layer_scratch *s = &m->scratch;
+    if (parts == MT_PART_BOTH) {
+        mt_norm_backward(m, s->residual, s->normed, s->residual, x, mean, rstd, w, b, m->rows);
+        return;
+    }
+    void *old = s->residual;
+    mt_norm_backward(m, s->spare, s->normed, old, x, mean, rstd, w, b, m->rows);
+    mt_keep(m, x, dout, m->rows * m->C);
+    s->residual = s->spare, s->spare = old;
+}
+
 /* Where attention finds q and k of this layer, and how far apart their tokens lie. */
 typedef struct mt_qkv_view {
     void *q, *k, *v;
@@ -3945,7 +4295,8 @@ static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t
                           .out_stride = m->H * m->D,
                           .window = m->options->window_size,
                           .scale = 1.0f / sqrtf((float)m->D),
-                          .dropout = mt_model_dropout(m, layer, MT_DROP_ATTENTION),
+                          .dropout = mt_model_dropout(m, m->layers[layer].number, MT_DROP_ATTENTION),
+                          .first_head = m->grid->tensor.rank * m->H,
                           .q_index = m->token_index,
                           .k_index = m->token_index};
 }
@@ -4002,91 +4353,80 @@ static void mt_cache_update(const mt_model *m, int64_t layer, mt_qkv_view *view,
 /* middle = input + dropout(attention(norm(input))). `decode` attends over the cache. */
 static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activations *a, bool decode) {
     const mt_layer *w = &m->layers[layer];
-    int64_t T = m->T, qkv_width = (m->H + 2 * m->G) * m->D;
-    mt_norm_forward(m, a->input_normed, a->input_mean, a->input_rstd, a->input, w->input_norm, w->input_norm_bias, T);
-    m->ops->linear_forward(a->qkv, a->input_normed, w->qkv.w, w->qkv_bias.w, T, qkv_width, m->C, m->dtype, m->stream);
+    mt_norm_forward(m, a->input_normed, a->input_mean, a->input_rstd, a->input, w->input_norm, w->input_norm_bias,
+                    m->rows);
+    mt_column_linear_forward(&m->tp, a->qkv, a->input_normed, w->qkv, w->qkv_bias, (m->H + 2 * m->G) * m->D, m->C);
     mt_qk_forward(m, w, a);
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
     mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
     if (decode) mt_cache_update(m, layer, &view, &shape);
     m->ops->attention_forward(a->attended, a->lse, view.q, view.k, view.v, &m->spans, &shape, m->dtype, m->stream);
-    m->ops->linear_forward(m->scratch.hidden, a->attended, w->o.w, w->o_bias.w, T, m->C, m->H * m->D, m->dtype,
-                           m->stream);
-    mt_dropout dropout = mt_model_dropout(m, layer, MT_DROP_ATTENTION_OUT);
-    m->ops->dropout_add_forward(a->middle, m->scratch.hidden, a->input, m->token_index, T, m->C, 0, &dropout, m->dtype,
-                                m->stream);
+    mt_row_linear_forward(&m->tp, m->scratch.hidden, a->attended, w->o, w->o_bias, m->C, m->H * m->D);
+    mt_residual_forward(m, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT);
 }
 
-/* The gradient of the residual stream, scratch.residual, goes from `middle` to `input`. */
-static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activations *a) {
+/* The gradient of the residual stream, scratch.residual, goes from `middle` to `input`. With MT_PART_INPUT alone, what
+ * the weights' part will need takes the place of what is no longer needed: see mt_layer_backward_weight. */
+static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
     const mt_layer *w = &m->layers[layer];
     mt_layer_scratch *s = &m->scratch;
-    int64_t T = m->T, qkv_width = (m->H + 2 * m->G) * m->D, attended_width = m->H * m->D;
-    mt_dropout dropout = mt_model_dropout(m, layer, MT_DROP_ATTENTION_OUT);
-    const void *dout = s->residual;
-    if (dropout.p > 0) {
-        m->ops->dropout_add_backward(s->hidden, dout, m->token_index, T, m->C, 0, &dropout, m->dtype, m->stream);
-        dout = s->hidden;
-    }
-    m->ops->linear_backward_weight(w->o.dw, w->o_bias.dw, dout, a->attended, T, m->C, attended_width, m->accumulates,
-                                   m->dtype, m->stream);
-    m->ops->linear_backward_input(s->active, dout, w->o.w, T, m->C, attended_width, m->dtype, m->stream);
+    int64_t qkv_width = (m->H + 2 * m->G) * m->D;
+    const void *dout = mt_residual_backward(m, w->number, MT_DROP_ATTENTION_OUT);
+    mt_row_linear_backward(&m->tp, s->active, dout, a->attended, w->o, w->o_bias, m->C, m->H * m->D, parts);
 
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk), d = mt_view_qkv(m, s->wide, s->dqk);
     mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
     m->ops->attention_backward(d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v, a->attended, a->lse,
                                &m->spans, &shape, m->dtype, m->stream);
     mt_qk_backward(m, w, a, s->wide, s->dqk);
-    m->ops->linear_backward_weight(w->qkv.dw, w->qkv_bias.dw, s->wide, a->input_normed, T, qkv_width, m->C,
-                                   m->accumulates, m->dtype, m->stream);
-    m->ops->linear_backward_input(s->normed, s->wide, w->qkv.w, T, qkv_width, m->C, m->dtype, m->stream);
-    mt_norm_backward(m, s->residual, s->normed, s->residual, a->input, a->input_mean, a->input_rstd, w->input_norm,
-                     w->input_norm_bias, T);
+    if (parts == MT_PART_INPUT) mt_keep(m, a->qkv, s->wide, m->T * qkv_width);
+    mt_column_linear_backward(&m->tp, s->normed, s->wide, a->input_normed, w->qkv, w->qkv_bias, qkv_width, m->C, parts);
+    mt_residual_norm_backward(m, a->input, dout, a->input_mean, a->input_rstd, w->input_norm, w->input_norm_bias,
+                              parts);
 }
 
 /* ==== §9c MLP ==================================================================================================== */
 
+static void mt_activation_forward(const mt_model *m, mt_activations *a) {
+    if (m->options->swiglu)
+        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, m->T, m->F, m->dtype, m->stream);
+    else
+        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, m->T * m->F, m->options->openai_gelu, m->dtype, m->stream);
+}
+
+static void mt_activation_backward(const mt_model *m, void *dhidden, const void *dactive, const mt_activations *a) {
+    if (m->options->swiglu)
+        m->ops->swiglu_backward(dhidden, dactive, a->mlp_hidden, m->T, m->F, m->dtype, m->stream);
+    else
+        m->ops->gelu_backward(dhidden, dactive, a->mlp_hidden, m->T * m->F, m->options->openai_gelu, m->dtype,
+                              m->stream);
+}
+
+static int64_t mt_fc1_width(const mt_model *m) {
+    return m->options->swiglu ? 2 * m->F : m->F;
+}
+
 /* output = middle + dropout(mlp(norm(middle))). */
 static void mt_mlp_block_forward(mt_model *m, int64_t layer, mt_activations *a, void *output) {
     const mt_layer *w = &m->layers[layer];
-    int64_t T = m->T, F = m->F, fc1_width = m->options->swiglu ? 2 * F : F;
-    mt_norm_forward(m, a->mlp_normed, a->mlp_mean, a->mlp_rstd, a->middle, w->mlp_norm, w->mlp_norm_bias, T);
-    m->ops->linear_forward(a->mlp_hidden, a->mlp_normed, w->fc1.w, w->fc1_bias.w, T, fc1_width, m->C, m->dtype,
-                           m->stream);
-    if (m->options->swiglu)
-        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, T, F, m->dtype, m->stream);
-    else
-        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, T * F, m->options->openai_gelu, m->dtype, m->stream);
-    m->ops->linear_forward(m->scratch.hidden, a->mlp_active, w->down.w, w->down_bias.w, T, m->C, F, m->dtype,
-                           m->stream);
-    mt_dropout dropout = mt_model_dropout(m, layer, MT_DROP_MLP_OUT);
-    m->ops->dropout_add_forward(output, m->scratch.hidden, a->middle, m->token_index, T, m->C, 0, &dropout, m->dtype,
-                                m->stream);
+    mt_norm_forward(m, a->mlp_normed, a->mlp_mean, a->mlp_rstd, a->middle, w->mlp_norm, w->mlp_norm_bias, m->rows);
+    mt_column_linear_forward(&m->tp, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, mt_fc1_width(m), m->C);
+    mt_activation_forward(m, a);
+    mt_row_linear_forward(&m->tp, m->scratch.hidden, a->mlp_active, w->down, w->down_bias, m->C, m->F);
+    mt_residual_forward(m, output, a->middle, w->number, MT_DROP_MLP_OUT);
 }
 
 /* The gradient of the residual stream, scratch.residual, goes from `output` to `middle`. */
-static void mt_mlp_block_backward(mt_model *m, int64_t layer, mt_activations *a) {
+static void mt_mlp_block_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
     const mt_layer *w = &m->layers[layer];
     mt_layer_scratch *s = &m->scratch;
-    int64_t T = m->T, F = m->F, fc1_width = m->options->swiglu ? 2 * F : F;
-    mt_dropout dropout = mt_model_dropout(m, layer, MT_DROP_MLP_OUT);
-    const void *dout = s->residual;
-    if (dropout.p > 0) {
-        m->ops->dropout_add_backward(s->hidden, dout, m->token_index, T, m->C, 0, &dropout, m->dtype, m->stream);
-        dout = s->hidden;
-    }
-    m->ops->linear_backward_weight(w->down.dw, w->down_bias.dw, dout, a->mlp_active, T, m->C, F, m->accumulates,
-                                   m->dtype, m->stream);
-    m->ops->linear_backward_input(s->active, dout, w->down.w, T, m->C, F, m->dtype, m->stream);
-    if (m->options->swiglu)
-        m->ops->swiglu_backward(s->wide, s->active, a->mlp_hidden, T, F, m->dtype, m->stream);
-    else
-        m->ops->gelu_backward(s->wide, s->active, a->mlp_hidden, T * F, m->options->openai_gelu, m->dtype, m->stream);
-    m->ops->linear_backward_weight(w->fc1.dw, w->fc1_bias.dw, s->wide, a->mlp_normed, T, fc1_width, m->C,
-                                   m->accumulates, m->dtype, m->stream);
-    m->ops->linear_backward_input(s->normed, s->wide, w->fc1.w, T, fc1_width, m->C, m->dtype, m->stream);
-    mt_norm_backward(m, s->residual, s->normed, s->residual, a->middle, a->mlp_mean, a->mlp_rstd, w->mlp_norm,
-                     w->mlp_norm_bias, T);
+    const void *dout = mt_residual_backward(m, w->number, MT_DROP_MLP_OUT);
+    mt_row_linear_backward(&m->tp, s->active, dout, a->mlp_active, w->down, w->down_bias, m->C, m->F, parts);
+    mt_activation_backward(m, s->wide, s->active, a);
+    if (parts == MT_PART_INPUT) mt_keep(m, a->mlp_hidden, s->wide, m->T * mt_fc1_width(m));
+    mt_column_linear_backward(&m->tp, s->normed, s->wide, a->mlp_normed, w->fc1, w->fc1_bias, mt_fc1_width(m), m->C,
+                              parts);
+    mt_residual_norm_backward(m, a->middle, dout, a->mlp_mean, a->mlp_rstd, w->mlp_norm, w->mlp_norm_bias, parts);
 }
 
 /* ==== §9d layer ================================================================================================== */
@@ -4096,9 +4436,23 @@ static void mt_layer_forward(mt_model *m, int64_t layer, mt_activations *a, void
     mt_mlp_block_forward(m, layer, a, output);
 }
 
-static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a) {
-    mt_mlp_block_backward(m, layer, a);
-    mt_attention_block_backward(m, layer, a);
+static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
+    mt_mlp_block_backward(m, layer, a, parts);
+    mt_attention_block_backward(m, layer, a, parts);
+}
+
+/* The weights' gradients of a layer whose backward was MT_PART_INPUT. That left each product's output gradient where a
+ * value was that only the input's backward reads: of fc1 in mlp_hidden, of qkv in qkv, of down in middle and of o in
+ * input. So a split backward needs no memory of its own (Qi et al., "Zero bubble pipeline parallelism"). */
+static void mt_layer_backward_weight(mt_model *m, int64_t layer, mt_activations *a) {
+    const mt_layer *w = &m->layers[layer];
+    const mt_tensor_parallel *tp = &m->tp;
+    int64_t qkv_width = (m->H + 2 * m->G) * m->D;
+    mt_row_linear_backward(tp, NULL, a->middle, a->mlp_active, w->down, w->down_bias, m->C, m->F, MT_PART_WEIGHT);
+    mt_column_linear_backward(tp, NULL, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, mt_fc1_width(m), m->C,
+                              MT_PART_WEIGHT);
+    mt_row_linear_backward(tp, NULL, a->input, a->attended, w->o, w->o_bias, m->C, m->H * m->D, MT_PART_WEIGHT);
+    mt_column_linear_backward(tp, NULL, a->qkv, a->input_normed, w->qkv, w->qkv_bias, qkv_width, m->C, MT_PART_WEIGHT);
 }
 
 /* ==== §10 the model ============================================================================================== */
@@ -7022,6 +7376,12 @@ static void mt_timed_cross_entropy_forward(float *row_max, float *row_sum, float
              row_weighted, logits, labels, T, stride, first, count, dtype);
 }
 
+static void mt_timed_cross_entropy_combine(float *row_max, float *row_sum, float *row_target, float *row_weighted,
+                                           const float *parts, int64_t n, int64_t T, mt_stream *stream) {
+    MT_TIMED(cross_entropy_combine, mt_work_bytes((n + 1) * T, (row_weighted ? 4 : 3) * 4), row_max, row_sum,
+             row_target, row_weighted, parts, n, T);
+}
+
 static void mt_timed_cross_entropy_loss(float *loss, float *entropy, float *lse, const float *row_max,
                                         const float *row_sum, const float *row_target, const float *row_weighted,
                                         int64_t T, mt_stream *stream) {
@@ -7103,6 +7463,7 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .scatter_rows = mt_timed_scatter_rows,
         .gather_rows = mt_timed_gather_rows,
         .cross_entropy_forward = mt_timed_cross_entropy_forward,
+        .cross_entropy_combine = mt_timed_cross_entropy_combine,
         .cross_entropy_loss = mt_timed_cross_entropy_loss,
         .cross_entropy_backward = mt_timed_cross_entropy_backward,
         .loss_accumulate = mt_timed_loss_accumulate,

@@ -377,6 +377,10 @@ typedef void mt_gather_rows_fn(void *to, const void *from, const int32_t *rows, 
 typedef void mt_cross_entropy_forward_fn(float *row_max, float *row_sum, float *row_target, float *row_weighted,
                                          const void *logits, const int32_t *labels, int64_t T, int64_t stride,
                                          int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream);
+/* The four numbers of a row for the whole vocabulary, from those of `n` shares of it: parts[n, 4, T] are the shares'
+ * row_max, row_sum, row_target and row_weighted; parts[n, 3, T] and row_weighted NULL without the last. */
+typedef void mt_cross_entropy_combine_fn(float *row_max, float *row_sum, float *row_target, float *row_weighted,
+                                         const float *parts, int64_t n, int64_t T, mt_stream *stream);
 /* lse[T] = max + log(sum), loss[T] = lse - target, entropy[T] = lse - weighted / sum (NULL: not wanted). */
 typedef void mt_cross_entropy_loss_fn(float *loss, float *entropy, float *lse, const float *row_max,
                                       const float *row_sum, const float *row_target, const float *row_weighted,
@@ -441,6 +445,7 @@ typedef void mt_convert_fn(void *to, mt_dtype to_dtype, const void *from, mt_dty
     OP(scatter_rows)                                                                                                   \
     OP(gather_rows)                                                                                                    \
     OP(cross_entropy_forward)                                                                                          \
+    OP(cross_entropy_combine)                                                                                          \
     OP(cross_entropy_loss)                                                                                             \
     OP(cross_entropy_backward)                                                                                         \
     OP(loss_accumulate)                                                                                                \
@@ -541,22 +546,34 @@ typedef enum mt_role {
 
 typedef enum mt_init { MT_INIT_NORMAL, MT_INIT_ONES, MT_INIT_ZEROS } mt_init;
 
+/* What backward leaves in a parameter's gradient on one rank, and so what finishes it. */
+typedef enum mt_gradient {
+    MT_GRADIENT_WHOLE,   // the gradient of what this rank holds
+    MT_GRADIENT_ROWS,    // under sequence parallelism the part of this rank's rows: summed over the tensor group
+    MT_GRADIENT_HEADS,   // the part of this rank's heads: summed over the tensor group
+    MT_GRADIENT_REPLICA, // of a kv head that several ranks hold, the part of this rank's query heads: over kv_replicas
+} mt_gradient;
+
 /* One row a parameter: allocation, initialisation, gradient norm, decay and checkpoints read nothing else. */
 typedef struct mt_param {
     mt_role role;
-    int64_t layer;         // -1 outside the layers
+    int64_t layer;         // of the whole model; -1 outside the layers
     char hf_name[160];     // the Hugging Face tensor that holds it
     int64_t hf_row;        // its first row in that tensor (GPT-2 stores q, k and v as one)
     int64_t hf_rows_total; // rows of that whole tensor
     bool hf_transposed;    // GPT-2 stores linear weights [in, out]
-    int64_t rows, cols;    // shape here; cols == 1 and is_vector for one-dimensional parameters
-    int64_t rows_stored;   // rows that exist in Hugging Face: the vocabulary without its padding
+    int64_t rows, cols;    // shape on this rank; cols == 1 and is_vector for one-dimensional parameters
+    int64_t whole_rows, whole_cols; // shape in the whole model
+    int64_t first_row, first_col;   // what lies here begins there
+    int64_t rows_stored;   // of the whole rows, those that exist in Hugging Face: the vocabulary without its padding
     bool is_vector;
     mt_init init;
     double init_std;
     bool weight_decay;
     int64_t bucket, offset; // where it lies: element offset in the bucket
     int shard_dim;          // dimension that the tensor group shards (0 rows, 1 columns), -1 replicated
+    mt_gradient gradient;
+    bool counted; // by this rank in the global norm and in checkpoints: one copy of every element is
 } mt_param;
 
 /* A layer's parameters in one flat stretch: matrices that decay first, then vectors that do not. */
@@ -575,9 +592,24 @@ typedef struct mt_weight {
     float *dw;
 } mt_weight;
 
-/* Fills `params` (to free) with the table of the model that the options describe; returns the number of rows. Buckets:
- * 0 embeddings, 1 + l layer l, L + 1 final norm and output layer. */
-int64_t mt_params_build(mt_param **params, const mt_options *options);
+/* A virtual stage: which part of the model one chunk of a pipeline rank holds. */
+typedef struct mt_stage {
+    int64_t first_layer, num_layers;
+    bool embedding, loss; // the embeddings before the layers; the final norm and the output layer after them
+} mt_stage;
+
+/* Which part of the model a rank holds: its chunks in order, and its share of what the tensor group shards. */
+typedef struct mt_place {
+    const mt_stage *stages; // [num_stages]
+    int64_t num_stages;
+    int64_t tp, tp_rank;
+} mt_place;
+
+/* Fills `params` (to free) with the table of what lies at a place, or of the whole model where `place` is NULL; returns
+ * the number of rows. Buckets in this order, as far as they are here: the word embedding; learned positions; each
+ * layer; the word embedding again for a tied output layer on another rank than the embedding; final norm and output
+ * layer. The word embedding is alone in its bucket so that its two copies lie alike in their shards. */
+int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_place *place);
 
 /* ==== §9 layer; §10 model ==========================================================================================
  */

@@ -84,6 +84,35 @@ extern "C" void mt_cuda_cross_entropy_forward(float *row_max, float *row_sum, fl
     });
 }
 
+/* Reads three or four numbers a token and share, and writes as many a token. */
+__global__ void cross_entropy_combine(float *row_max, float *row_sum, float *row_target, float *row_weighted,
+                                      const float *parts, int64_t n, int64_t T) {
+    int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, part = (row_weighted ? 4 : 3) * T;
+    if (t >= T) return;
+    float max = -INFINITY;
+    double sum = 0, target = 0, weighted = 0;
+    for (int64_t i = 0; i < n; i++) max = fmaxf(max, parts[i * part + t]);
+    for (int64_t i = 0; i < n; i++) {
+        const float *share = parts + i * part + t;
+        double scale = exp((double)share[0] - (double)max); // 0 for a share without any of the vocabulary
+        sum += scale * share[T];
+        target += share[2 * T];
+        if (row_weighted) weighted += scale * share[3 * T];
+    }
+    row_max[t] = max;
+    row_sum[t] = (float)sum;
+    row_target[t] = (float)target;
+    if (row_weighted) row_weighted[t] = (float)weighted;
+}
+
+extern "C" void mt_cuda_cross_entropy_combine(float *row_max, float *row_sum, float *row_target, float *row_weighted,
+                                              const float *parts, int64_t n, int64_t T, mt_stream *stream) {
+    if (T == 0) return;
+    cross_entropy_combine<<<mt_blocks(T, 128), 128, 0, mt_cuda_stream(stream)>>>(row_max, row_sum, row_target,
+                                                                                 row_weighted, parts, n, T);
+    MT_CUDA_LAUNCHED();
+}
+
 /* Reads four numbers a token and writes three. */
 __global__ void cross_entropy_loss(float *loss, float *entropy, float *lse, const float *row_max, const float *row_sum,
                                    const float *row_target, const float *row_weighted, int64_t T) {
