@@ -4487,14 +4487,18 @@ static void mt_layout_buckets(mt_model *m, mt_arena *arena) {
     m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
 }
 
+static bool mt_uses_layernorm(const mt_model *m) {
+    return strcmp(m->options->normalization, "LayerNorm") == 0;
+}
+
 /* One layer's activations for T tokens. */
 static void mt_layout_layer(const mt_model *m, mt_activations *a, mt_arena *arena) {
-    int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), fc1_width = m->options->swiglu ? 2 * m->F : m->F;
-    bool layernorm = strcmp(m->options->normalization, "LayerNorm") == 0;
-    a->input = mt_arena_alloc(arena, T * m->C * size);
-    a->input_normed = mt_arena_alloc(arena, T * m->C * size);
-    if (layernorm) a->input_mean = mt_arena_alloc(arena, T * 4);
-    a->input_rstd = mt_arena_alloc(arena, T * 4);
+    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
+    bool layernorm = mt_uses_layernorm(m);
+    a->input = mt_arena_alloc(arena, R * m->C * size);
+    a->input_normed = mt_arena_alloc(arena, R * m->C * size);
+    if (layernorm) a->input_mean = mt_arena_alloc(arena, R * 4);
+    a->input_rstd = mt_arena_alloc(arena, R * 4);
     a->qkv = mt_arena_alloc(arena, T * (m->H + 2 * m->G) * m->D * size);
     if (m->options->qk_layernorm) {
         a->qk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
@@ -4503,46 +4507,75 @@ static void mt_layout_layer(const mt_model *m, mt_activations *a, mt_arena *aren
     }
     a->attended = mt_arena_alloc(arena, T * m->H * m->D * size);
     a->lse = mt_arena_alloc(arena, T * m->H * 4);
-    a->middle = mt_arena_alloc(arena, T * m->C * size);
-    a->mlp_normed = mt_arena_alloc(arena, T * m->C * size);
-    if (layernorm) a->mlp_mean = mt_arena_alloc(arena, T * 4);
-    a->mlp_rstd = mt_arena_alloc(arena, T * 4);
-    a->mlp_hidden = mt_arena_alloc(arena, T * fc1_width * size);
+    a->middle = mt_arena_alloc(arena, R * m->C * size);
+    a->mlp_normed = mt_arena_alloc(arena, R * m->C * size);
+    if (layernorm) a->mlp_mean = mt_arena_alloc(arena, R * 4);
+    a->mlp_rstd = mt_arena_alloc(arena, R * 4);
+    a->mlp_hidden = mt_arena_alloc(arena, T * mt_fc1_width(m) * size);
     a->mlp_active = mt_arena_alloc(arena, T * m->F * size);
 }
 
-/* The micro-batch on the device, the output layer, and what the backward of a layer needs. */
+/* What one micro-batch keeps on one chunk. */
+static void mt_layout_slot(const mt_model *m, mt_slot *slot, mt_arena *arena) {
+    int64_t T = m->plan.max_tokens, R = m->max_rows, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
+    int64_t layers = m->stages[slot->chunk].num_layers;
+    slot->tokens = mt_arena_alloc(arena, T * 4);
+    slot->labels = mt_arena_alloc(arena, T * 4);
+    slot->positions = mt_arena_alloc(arena, T * 4);
+    slot->loss_mask = mt_arena_alloc(arena, T * 4);
+    slot->token_index = mt_arena_alloc(arena, T * 8);
+    slot->device_spans = mt_arena_alloc(arena, T * (int64_t)sizeof(mt_span));
+    for (int64_t layer = 0; layer < (m->plan.train ? layers : 1); layer++)
+        mt_layout_layer(m, &slot->layers[layer], arena);
+    slot->output = mt_arena_alloc(arena, R * m->C * size);
+    if (!m->stages[slot->chunk].loss) return;
+    slot->final_normed = mt_arena_alloc(arena, R * m->C * size);
+    if (mt_uses_layernorm(m)) slot->final_mean = mt_arena_alloc(arena, R * 4);
+    slot->final_rstd = mt_arena_alloc(arena, R * 4);
+    slot->logits = mt_arena_alloc(arena, rows * m->V * size);
+    slot->lse = mt_arena_alloc(arena, rows * 4);
+}
+
+/* What tensor and pipeline parallelism exchange. */
+static void mt_layout_parallel(mt_model *m, mt_arena *arena) {
+    int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
+    if (m->tp.sequence_parallel) {
+        m->tp.gathered = mt_arena_alloc(arena, T * m->C * size);
+        m->tp.partial = mt_arena_alloc(arena, T * m->C * size);
+    }
+    if (ranks > 1 && m->has_loss) {
+        m->tp.loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
+        m->gathered_logits = mt_arena_alloc(arena, ranks * MT_STAGED_ROWS * m->V * size);
+    }
+    for (int i = 0; i < MT_NUM_LINKS; i++)
+        for (int k = 0; k < 2 && m->links[i].channel; k++)
+            m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * size);
+}
+
+/* What operations share from one micro-batch to the next. */
 static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
-    int64_t T = m->plan.max_tokens, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
-    bool layernorm = strcmp(m->options->normalization, "LayerNorm") == 0;
+    int64_t T = m->plan.max_tokens, R = m->max_rows, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
     mt_layer_scratch *s = &m->scratch;
     m->workspace_bytes = m->ops->workspace_bytes(T, m->C, m->H, m->D);
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
-    m->tokens = mt_arena_alloc(arena, T * 4);
-    m->labels = mt_arena_alloc(arena, T * 4);
-    m->positions = mt_arena_alloc(arena, T * 4);
     m->cache_rows = mt_arena_alloc(arena, T * 4);
     m->logit_rows = mt_arena_alloc(arena, T * 4);
-    m->loss_mask = mt_arena_alloc(arena, T * 4);
-    m->token_index = mt_arena_alloc(arena, T * 8);
-    m->device_spans = mt_arena_alloc(arena, T * (int64_t)sizeof(mt_span));
     m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->sums = mt_arena_alloc(arena, 3 * 8);
     m->grad_scale = mt_arena_alloc(arena, 4);
     m->grad_norm = mt_arena_alloc(arena, 4);
-    m->final_input = mt_arena_alloc(arena, T * m->C * size);
-    m->final_normed = mt_arena_alloc(arena, T * m->C * size);
-    if (layernorm) m->final_mean = mt_arena_alloc(arena, T * 4);
-    m->final_rstd = mt_arena_alloc(arena, T * 4);
-    m->logits = mt_arena_alloc(arena, rows * m->V * size);
-    float **per_row[] = {&m->row_max, &m->row_sum, &m->row_target, &m->row_weighted, &m->lse, &m->loss, &m->entropy};
-    for (size_t i = 0; i < sizeof per_row / sizeof *per_row; i++) *per_row[i] = mt_arena_alloc(arena, rows * 4);
-    s->hidden = mt_arena_alloc(arena, T * m->C * size);
+    if (m->has_loss) {
+        m->row_stats = mt_arena_alloc(arena, 4 * rows * 4);
+        m->loss = mt_arena_alloc(arena, rows * 4);
+        m->entropy = mt_arena_alloc(arena, rows * 4);
+    }
+    s->hidden = mt_arena_alloc(arena, R * m->C * size);
     if (!m->plan.train) return;
-    s->residual = mt_arena_alloc(arena, T * m->C * size);
-    s->normed = mt_arena_alloc(arena, T * m->C * size);
-    s->wide = mt_arena_alloc(arena, T * mt_max((m->options->swiglu ? 2 : 1) * m->F, (m->H + 2 * m->G) * m->D) * size);
+    s->residual = mt_arena_alloc(arena, R * m->C * size);
+    if (mt_splits_backward(m->options)) s->spare = mt_arena_alloc(arena, R * m->C * size);
+    s->normed = mt_arena_alloc(arena, R * m->C * size);
+    s->wide = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m), (m->H + 2 * m->G) * m->D) * size);
     s->active = mt_arena_alloc(arena, T * mt_max(m->F, m->H * m->D) * size);
     if (m->options->qk_layernorm) s->dqk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
     s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
@@ -4552,12 +4585,12 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
 static void mt_layout(mt_model *m, mt_arena *arena) {
     mt_layout_buckets(m, arena);
     int64_t start = arena->used;
-    for (int64_t layer = 0; layer < (m->plan.train ? m->L : 1); layer++)
-        mt_layout_layer(m, &m->activations[layer], arena);
+    for (int64_t i = 0; i < m->num_slots; i++) mt_layout_slot(m, &m->slots[i], arena);
     mt_layout_workspace(m, arena);
+    mt_layout_parallel(m, arena);
     m->bytes[MT_PLAN_ACTIVATIONS] = arena->used - start;
     start = arena->used;
-    for (int64_t layer = 0; layer < m->L && m->plan.cache_rows > 0; layer++) {
+    for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
         int64_t bytes = m->plan.cache_rows * m->G * m->D * mt_dtype_size(m->dtype);
         m->k_cache[layer] = mt_arena_alloc(arena, bytes);
         m->v_cache[layer] = mt_arena_alloc(arena, bytes);
@@ -4568,7 +4601,8 @@ static void mt_layout(mt_model *m, mt_arena *arena) {
 void mt_model_print_plan(const mt_model *m, FILE *file) {
     static const char *const names[MT_NUM_PLANS] = {"weights", "gradients", "optimizer state", "activations",
                                                     "KV cache"};
-    double parameters = (double)mt_num_parameters(m->options);
+    double parameters = 0; // of this rank
+    for (int64_t i = 0; i < m->num_params; i++) parameters += (double)(m->params[i].rows * m->params[i].cols);
     fprintf(file, "memory plan          MiB   bytes a parameter\n");
     for (int i = 0; i < MT_NUM_PLANS; i++)
         if (m->bytes[i] > 0)
@@ -4582,7 +4616,7 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
 
 /* Buckets take their sizes from the table; the padding is what alignment leaves. */
 static void mt_buckets_size(mt_model *m) {
-    m->num_buckets = m->L + 2;
+    m->num_buckets = m->num_params > 0 ? m->params[m->num_params - 1].bucket + 1 : 0;
     m->buckets = mt_calloc(m->num_buckets * (int64_t)sizeof(mt_bucket));
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
@@ -4592,12 +4626,28 @@ static void mt_buckets_size(mt_model *m) {
     }
 }
 
+/* Which bucket holds what; a model's first layer's is the one behind the embeddings'. */
+static void mt_buckets_find(mt_model *m) {
+    bool tied = !m->options->untie_embeddings_and_output_weights;
+    m->word_bucket = m->position_bucket = m->head_bucket = m->output_bucket = m->first_layer_bucket = -1;
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        if (param->layer >= 0 && m->first_layer_bucket < 0) m->first_layer_bucket = param->bucket;
+        if (param->role == MT_WORD_EMBEDDING && (m->has_embedding || tied))
+            *(m->has_embedding ? &m->word_bucket : &m->head_bucket) = param->bucket;
+        if (param->role == MT_POSITION_EMBEDDING) m->position_bucket = param->bucket;
+        if (param->role == MT_LM_HEAD) m->head_bucket = param->bucket;
+        if (param->role == MT_FINAL_NORM) m->output_bucket = param->bucket;
+    }
+    if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
+}
+
 /* Where the model's code finds the parameter of a role: a fused matrix is found by its first row. */
 static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
-    mt_layer *layer = param->layer >= 0 ? &m->layers[param->layer] : NULL;
+    mt_layer *layer = param->layer >= 0 ? &m->layers[param->bucket - m->first_layer_bucket] : NULL;
     switch (param->role) {
     case MT_WORD_EMBEDDING:
-        return &m->word_embedding;
+        return m->has_embedding ? &m->word_embedding : &m->lm_head;
     case MT_POSITION_EMBEDDING:
         return &m->position_embedding;
     case MT_FINAL_NORM:
@@ -4652,15 +4702,123 @@ static void mt_bind_weights(mt_model *m) {
         weight->w = mt_at(m, bucket->params, param->offset);
         weight->dw = m->plan.train ? bucket->grads + param->offset : NULL;
     }
-    if (!m->options->untie_embeddings_and_output_weights) m->lm_head = m->word_embedding;
+    if (m->head_bucket >= 0 && m->head_bucket == m->word_bucket) m->lm_head = m->word_embedding;
 }
 
+/* This rank's share of every size. */
 static void mt_model_shape(mt_model *m, const mt_options *o) {
-    m->C = o->hidden_size, m->H = o->num_attention_heads, m->G = o->num_query_groups, m->D = o->kv_channels;
-    m->F = o->ffn_hidden_size, m->V = o->padded_vocab_size, m->L = o->num_layers;
+    int64_t tp = m->grid->tensor.size, rank = m->grid->tensor.rank;
+    m->C = o->hidden_size, m->D = o->kv_channels;
+    m->H = o->num_attention_heads / tp, m->G = mt_max(o->num_query_groups / tp, 1);
+    m->F = o->ffn_hidden_size / tp, m->V = o->padded_vocab_size / tp;
+    m->vocab_first = rank * m->V;
+    m->vocab_count = mt_max(mt_min(o->vocab_size - m->vocab_first, m->V), 0);
     m->rotary_dim = 0;
     if (strcmp(o->position_embedding_type, "rope") == 0)
         m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
+    m->tp = (mt_tensor_parallel){.ops = m->ops, .group = &m->grid->tensor, .dtype = m->dtype};
+    m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // generation has too few rows to cut
+    m->max_rows = m->tp.sequence_parallel ? m->plan.max_tokens / tp : m->plan.max_tokens;
+}
+
+/* The chunks of this pipeline rank and the layers in them. */
+static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
+    int64_t pp = m->grid->pipeline.size, vp = mt_num_chunks(o), rank = m->grid->pipeline.rank;
+    mt_stage *all = mt_malloc(pp * vp * (int64_t)sizeof *all);
+    if (mt_layout_build(all, o, error) != 0) {
+        free(all);
+        return -1;
+    }
+    m->num_chunks = vp;
+    m->stages = mt_malloc(vp * (int64_t)sizeof *all);
+    m->first_local = mt_calloc((vp + 1) * 8);
+    for (int64_t chunk = 0; chunk < vp; chunk++) {
+        m->stages[chunk] = all[chunk * pp + rank];
+        m->first_local[chunk + 1] = m->first_local[chunk] + m->stages[chunk].num_layers;
+        m->has_embedding |= m->stages[chunk].embedding;
+        m->has_loss |= m->stages[chunk].loss;
+    }
+    m->num_layers = m->first_local[vp];
+    free(all);
+    m->layers = mt_calloc(m->num_layers * (int64_t)sizeof(mt_layer));
+    for (int64_t chunk = 0; chunk < vp; chunk++)
+        for (int64_t i = 0; i < m->stages[chunk].num_layers; i++)
+            m->layers[m->first_local[chunk] + i].number = m->stages[chunk].first_layer + i;
+    return 0;
+}
+
+/* The schedule of a step; evaluation is forward only. */
+static mt_schedule mt_model_schedule(const mt_model *m, int64_t micro_batches, bool training) {
+    mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
+    if (!training) schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
+    return schedule;
+}
+
+/* As many slots for a chunk as its list ever has micro-batches between forward and backward. */
+static void mt_model_slots(mt_model *m) {
+    int64_t *live = mt_calloc(m->num_chunks * 8);
+    m->slots_per_chunk = mt_calloc(m->num_chunks * 8);
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) m->slots_per_chunk[chunk] = 1;
+    int64_t micro_batches = m->plan.train ? mt_micro_batches(m->options, m->options->global_batch_size) : 0;
+    if (micro_batches > 0 && m->grid->pipeline.size > 1) {
+        mt_schedule schedule = mt_model_schedule(m, micro_batches, true);
+        int64_t count = mt_schedule_steps(NULL, &schedule, m->grid->pipeline.rank);
+        mt_step *steps = mt_malloc(count * (int64_t)sizeof *steps);
+        mt_schedule_steps(steps, &schedule, m->grid->pipeline.rank);
+        for (int64_t i = 0; i < count; i++) {
+            int64_t chunk = steps[i].chunk;
+            // a slot is taken when its input begins to arrive, and free when its last backward is done
+            if (steps[i].kind == MT_STEP_FORWARD) live[chunk]++;
+            if (steps[i].kind == MT_STEP_BACKWARD || steps[i].kind == MT_STEP_BACKWARD_WEIGHT) live[chunk]--;
+            m->slots_per_chunk[chunk] = mt_max(m->slots_per_chunk[chunk], live[chunk]);
+        }
+        free(steps);
+    }
+    free(live);
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) m->num_slots += m->slots_per_chunk[chunk];
+    m->slots = mt_calloc(m->num_slots * (int64_t)sizeof(mt_slot));
+    mt_slot *slot = m->slots;
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
+        for (int64_t i = 0; i < m->slots_per_chunk[chunk]; i++, slot++) {
+            *slot = (mt_slot){.chunk = chunk, .micro_batch = -1};
+            slot->layers = mt_calloc((m->stages[chunk].num_layers + 1) * (int64_t)sizeof(mt_activations));
+            slot->host_spans = mt_malloc(m->plan.max_tokens * (int64_t)sizeof(mt_span));
+        }
+}
+
+/* Channels to both neighbours. With several chunks the pipeline is a ring; every rank opens them in one order, which is
+ * even links before odd ones, so that no chain of ranks waits for itself. */
+static void mt_model_links(mt_model *m) {
+    const mt_group *pipeline = &m->grid->pipeline;
+    int pp = pipeline->size, rank = pipeline->rank, links = m->num_chunks > 1 ? pp : pp - 1;
+    if (pp == 1) return;
+    for (int direction = 0; direction < 2; direction++) // 0: activations to the next rank; 1: gradients back
+        for (int from = 0; from < links; from++) {
+            int to = (from + 1) % pp, source = direction ? to : from, target = direction ? from : to;
+            if (rank != from && rank != to) continue;
+            mt_channel *channel = m->ops->channel_open(pipeline, source, target, direction);
+            int link = rank == source ? (direction ? MT_LINK_SEND_BACKWARD : MT_LINK_SEND_FORWARD)
+                                      : (direction ? MT_LINK_RECV_BACKWARD : MT_LINK_RECV_FORWARD);
+            m->links[link].channel = channel;
+        }
+}
+
+static int mt_model_allocate(mt_model *m, mt_error *error) {
+    mt_arena counting = {0};
+    mt_layout(m, &counting);
+    int64_t available = m->ops->memory_available();
+    if (counting.used > available)
+        return mt_error_set(
+            error,
+            "the model needs %.1f GiB of memory and the %s has %.1f GiB; lower --micro-batch-size or %s, or "
+            "take a smaller model",
+            (double)counting.used / (1 << 30), strcmp(m->ops->name, "cpu") == 0 ? "machine" : "GPU",
+            (double)available / (1 << 30), m->plan.train ? "--seq-length" : "--max-new-tokens");
+    m->staged_logits = mt_malloc(m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype));
+    m->arena.capacity = counting.used;
+    m->arena.base = m->ops->memory_alloc(counting.used);
+    mt_layout(m, &m->arena);
+    return 0;
 }
 
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
@@ -4669,30 +4827,24 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;
     mt_model_shape(m, options);
-    m->num_params = mt_params_build(&m->params, options);
-    mt_buckets_size(m);
-    m->layers = mt_calloc(m->L * (int64_t)sizeof(mt_layer));
-    m->activations = mt_calloc(m->L * (int64_t)sizeof(mt_activations));
-    m->k_cache = mt_calloc(m->L * (int64_t)sizeof(void *));
-    m->v_cache = mt_calloc(m->L * (int64_t)sizeof(void *));
-
-    mt_arena counting = {0};
-    mt_layout(m, &counting);
-    int64_t available = ops->memory_available();
-    if (counting.used > available) {
-        mt_error_set(error,
-                     "the model needs %.1f GiB of memory and the %s has %.1f GiB; lower --micro-batch-size or %s, or "
-                     "take a smaller model",
-                     (double)counting.used / (1 << 30), strcmp(ops->name, "cpu") == 0 ? "machine" : "GPU",
-                     (double)available / (1 << 30), plan->train ? "--seq-length" : "--max-new-tokens");
+    if (mt_model_stages(m, options, error) != 0) {
         mt_model_destroy(m);
         return -1;
     }
-    m->staged_logits = mt_malloc(MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype));
-    m->arena.capacity = counting.used;
-    m->arena.base = ops->memory_alloc(counting.used);
-    mt_layout(m, &m->arena);
-    m->stream = ops->stream_create(m->workspace, m->workspace_bytes, options->deterministic_mode);
+    mt_place place = {m->stages, m->num_chunks, grid->tensor.size, grid->tensor.rank};
+    m->num_params = mt_params_build(&m->params, options, &place);
+    mt_buckets_size(m);
+    mt_buckets_find(m);
+    m->k_cache = mt_calloc(m->num_layers * (int64_t)sizeof(void *));
+    m->v_cache = mt_calloc(m->num_layers * (int64_t)sizeof(void *));
+    mt_model_slots(m);
+    mt_model_links(m);
+    if (mt_model_allocate(m, error) != 0) {
+        mt_model_destroy(m);
+        return -1;
+    }
+    m->stream = m->tp.stream = ops->stream_create(m->workspace, m->workspace_bytes, options->deterministic_mode);
+    m->comm_stream = m->tp.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
     mt_bind_weights(m);
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
@@ -4709,35 +4861,60 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
 
 void mt_model_destroy(mt_model *m) {
     if (!m) return;
+    for (int i = 0; i < MT_NUM_LINKS; i++) m->ops->channel_close(m->links[i].channel);
     if (m->arena.base) {
-        m->ops->memory_free(m->arena.base);
+        m->ops->stream_destroy(m->comm_stream);
         m->ops->stream_destroy(m->stream);
+        m->ops->memory_free(m->arena.base);
     }
+    for (int64_t i = 0; i < m->num_slots; i++) {
+        free(m->slots[i].layers);
+        free(m->slots[i].host_spans);
+    }
+    free(m->slots);
+    free(m->slots_per_chunk);
+    free(m->stages);
+    free(m->first_local);
     free(m->steps);
     free(m->staged_logits);
     free(m->params);
     free(m->buckets);
     free(m->layers);
-    free(m->activations);
     free(m->k_cache);
     free(m->v_cache);
     free(m);
+}
+
+/* Draws elements [row, row + rows) x all columns of what lies here of a parameter into `to`: each by its index in the
+ * whole parameter, so that every layout begins alike. */
+static void mt_param_draw(const mt_model *m, const mt_param *param, void *to, mt_dtype dtype, int64_t rows) {
+    float mean = param->init == MT_INIT_ONES ? 1 : 0, std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
+    uint64_t index = (uint64_t)((param->layer + 1) * MT_NUM_ROLES + param->role);
+    uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
+    int64_t first = param->first_row * param->whole_cols + param->first_col;
+    if (param->cols == param->whole_cols) {
+        m->ops->random_normal(to, rows * param->cols, key, first, mean, std, dtype, m->stream);
+        return;
+    }
+    for (int64_t row = 0; row < rows; row++)
+        m->ops->random_normal((char *)to + row * param->cols * mt_dtype_size(dtype), param->cols, key,
+                              first + row * param->whole_cols, mean, std, dtype, m->stream);
+}
+
+/* Rows of what lies here of a parameter that are no padding. */
+static int64_t mt_param_rows_stored(const mt_param *param) {
+    return mt_max(mt_min(param->rows_stored - param->first_row, param->rows), 0);
 }
 
 void mt_model_init(mt_model *m) {
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
         mt_bucket *bucket = &m->buckets[param->bucket];
-        int64_t count = param->rows_stored * param->cols; // padding rows stay 0, whatever their number
+        int64_t rows = mt_param_rows_stored(param); // padding rows stay 0, whatever their number
         if (param->init == MT_INIT_ZEROS) continue;
-        float mean = param->init == MT_INIT_ONES ? 1 : 0,
-              std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
-        uint64_t index = (uint64_t)((param->layer + 1) * MT_NUM_ROLES + param->role);
-        uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
-        void *weights = mt_at(m, bucket->params, param->offset);
-        m->ops->random_normal(weights, count, key, 0, mean, std, m->dtype, m->stream);
+        mt_param_draw(m, param, mt_at(m, bucket->params, param->offset), m->dtype, rows);
         if (bucket->master) // drawn again rather than widened, so that the master weights are not rounded
-            m->ops->random_normal(bucket->master + param->offset, count, key, 0, mean, std, MT_F32, m->stream);
+            mt_param_draw(m, param, bucket->master + param->offset, MT_F32, rows);
     }
 }
 
