@@ -4981,6 +4981,7 @@ int64_t mt_layout_count(const mt_options *options, mt_error *error) {
 
 /* Layers by the letters: the embedding first of all, the loss last of all, once each. */
 static int mt_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
+    MT_CHECK(mt_layout_count(o, error) <= o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
     char *letters = mt_layout_unfold(o->pipeline_model_parallel_layout, error);
     if (!letters) return -1;
     int64_t layers = 0, stage = 0;

@@ -332,6 +332,235 @@ static void one_rank_alternates_forward_and_backward(void **state) {
     }
 }
 
+/* ---- layouts */
+
+/* The options of a pipeline without a model, finished for one rank: --print-schedule needs no more. */
+static int open_pipeline(mt_options *options, const char *line, mt_error *error) {
+    char text[512], *words[64] = {"train", "--print-schedule"};
+    int count = 2;
+    snprintf(text, sizeof text, "%s", line);
+    for (char *word = strtok(text, " "); word; word = strtok(NULL, " ")) words[count++] = word;
+    int status = mt_options_parse(options, MT_PROGRAM_TRAIN, count, words, error);
+    return status ? status : mt_options_finish(options, MT_PROGRAM_TRAIN, 1, error);
+}
+
+/* A layout as text: per stage, in the order of layers, E, the layers' numbers, L. */
+static void assert_layout(const char *line, const char *expected) {
+    mt_options options;
+    mt_error error;
+    mt_stage stages[64];
+    char text[512] = "", *end = text;
+    if (open_pipeline(&options, line, &error)) fail_msg("%s: %s", line, error.text);
+    int64_t count = options.pipeline_model_parallel_size * options.num_virtual_stages_per_pipeline_rank;
+    assert_int_equal(mt_layout_build(stages, &options, &error), 0);
+    for (int64_t i = 0; i < count; i++) {
+        end += sprintf(end, "%s%s", i ? "|" : "", stages[i].embedding ? "E" : "");
+        for (int64_t l = 0; l < stages[i].num_layers; l++)
+            end += sprintf(end, "%s%lld", l ? "," : "", (long long)(stages[i].first_layer + l));
+        end += sprintf(end, "%s", stages[i].loss ? "L" : "");
+    }
+    if (strcmp(text, expected) != 0) fail_msg("%s\n  gave %s\n  not %s", line, text, expected);
+    mt_options_free(&options);
+}
+
+static void assert_refused(const char *line, const char *expected) {
+    mt_options options;
+    mt_error error = {""};
+    if (open_pipeline(&options, line, &error) == 0) fail_msg("%s was accepted", line);
+    if (!strstr(error.text, expected) || strchr(error.text, '\n'))
+        fail_msg("%s\n  gave: %s\n  not: %s", line, error.text, expected);
+    mt_options_free(&options);
+}
+
+static void layouts_share_layers_out(void **state) {
+    (void)state;
+    assert_layout("--num-layers 4 --pipeline-model-parallel-size 2", "E0,1|2,3L");
+    // stage v of rank p holds layers from v L / vp + p L / pp / vp
+    assert_layout("--num-layers 8 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+                  "--global-batch-size 2",
+                  "E0,1|2,3|4,5|6,7L");
+    assert_layout("--num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+                  "--global-batch-size 2",
+                  "E0|1|2|3|4|5|6|7L");
+    assert_layout("--num-layers 7 --pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1",
+                  "E0|1,2,3|4,5,6L");
+    assert_layout("--num-layers 7 --pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1 "
+                  "--decoder-last-pipeline-num-layers 2",
+                  "E0|1,2,3,4|5,6L");
+    assert_layout("--num-layers 12 --pipeline-model-parallel-size 3 --decoder-last-pipeline-num-layers 4 "
+                  "--num-virtual-stages-per-pipeline-rank 2 --global-batch-size 3",
+                  "E0,1|2,3|4,5|6,7|8,9|10,11L");
+    assert_layout("--num-layers 10 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 4 "
+                  "--num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2",
+                  "E0,1,2|3,4|5,6,7|8,9L");
+    assert_layout("--num-layers 6 --pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split "
+                  "--account-for-loss-in-pipeline-split",
+                  "E0,1,2|3,4,5L");
+    assert_layout("--num-layers 5 --pipeline-model-parallel-size 3 --account-for-loss-in-pipeline-split",
+                  "E0,1|2,3|4L");
+    assert_layout("--num-layers 2 --pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split "
+                  "--account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 1 "
+                  "--global-batch-size 2",
+                  "E|0|1|L");
+    assert_layout("--num-layers 4 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E||t*4|L",
+                  "E||0,1,2,3|L");
+    assert_layout("--num-layers 61 --pipeline-model-parallel-size 31 --pipeline-model-parallel-layout "
+                  "Et*3|(tt|)*29,L",
+                  "E0,1,2|3,4|5,6|7,8|9,10|11,12|13,14|15,16|17,18|19,20|21,22|23,24|25,26|27,28|29,30|31,32|33,34|"
+                  "35,36|37,38|39,40|41,42|43,44|45,46|47,48|49,50|51,52|53,54|55,56|57,58|59,60|L");
+}
+
+/* How many of `name` Megatron's stage has. */
+static int64_t entries(const json_t *stage, const char *name) {
+    int64_t count = 0;
+    for (size_t i = 0; i < json_array_size(stage); i++)
+        count += strcmp(json_string_value(json_array_get(stage, i)), name) == 0;
+    return count;
+}
+
+static void layout_strings_equal_megatron(void **state) {
+    (void)state;
+    json_t *cases = read_golden("tests/golden/megatron/pipeline_layouts.json"), *item;
+    size_t index;
+    int64_t built = 0, refused = 0;
+    json_array_foreach(cases, index, item) {
+        const json_t *expected = json_object_get(item, "stages"); // [pp][vp]
+        const char *layout = json_string_value(json_object_get(item, "layout"));
+        int64_t pp = number(item, "pp"), vp = number(item, "vpp"), layers = 0;
+        char line[300];
+        mt_options options;
+        mt_error error;
+        mt_stage stages[64];
+        for (int64_t i = 0; i < pp * vp; i++)
+            layers += entries(json_array_get(json_array_get(expected, (size_t)(i % pp)), (size_t)(i / pp)), "decoder");
+        snprintf(line, sizeof line,
+                 "--num-layers %d --pipeline-model-parallel-size %d --global-batch-size 8 "
+                 "--pipeline-model-parallel-layout %s",
+                 expected ? (int)layers : 9, (int)pp, layout);
+        if (!expected) {
+            assert_refused(line, "has 5 stages; they must be a multiple of --pipeline-model-parallel-size 4");
+            refused++;
+            continue;
+        }
+        if (open_pipeline(&options, line, &error)) fail_msg("%s: %s", line, error.text);
+        assert_int_equal(options.num_virtual_stages_per_pipeline_rank, vp);
+        assert_int_equal(mt_layout_build(stages, &options, &error), 0);
+        for (int64_t i = 0; i < pp * vp; i++) {
+            const json_t *stage = json_array_get(json_array_get(expected, (size_t)(i % pp)), (size_t)(i / pp));
+            assert_int_equal(stages[i].num_layers, entries(stage, "decoder"));
+            assert_int_equal(stages[i].embedding, entries(stage, "embedding"));
+            assert_int_equal(stages[i].loss, entries(stage, "loss"));
+        }
+        mt_options_free(&options);
+        built++;
+    }
+    assert_int_equal(built, 4);
+    assert_int_equal(refused, 1);
+    json_decref(cases);
+}
+
+#define TWO "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout "
+
+static void layouts_that_cannot_be_are_refused(void **state) {
+    (void)state;
+    assert_refused("--num-layers 5 --pipeline-model-parallel-size 2", "--num-layers, 5, must be a multiple of 2");
+    assert_refused("--num-layers 6 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+                   "--num-layers, 6, must be a multiple of 2 pipeline ranks times 2 virtual stages");
+    assert_refused("--num-layers 6 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+                   "--num-layers 6 must be a multiple of");
+    assert_refused("--num-layers 6 --pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split",
+                   "--num-layers with what --account-for-* counts, 7, must be");
+    assert_refused("--num-layers 6 --pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1",
+                   "the layers of the other ranks, 5, must be");
+    assert_refused("--num-layers 6 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 "
+                   "--decoder-last-pipeline-num-layers 4",
+                   "5 together, do not fit --num-layers 6 on 2 ranks");
+    assert_refused("--num-layers 6 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 7",
+                   "do not fit");
+    assert_refused(TWO "Ett|ttmL", "there is no multi-token prediction yet at 'mL'");
+    assert_refused(TWO "Ett|ttx", "not understood at 'x'");
+    assert_refused(TWO "Ett|t*0L", "repeats too often, or not at all at '*0L'");
+    assert_refused(TWO "Et|t*9999999999999999999L", "repeats too often");
+    assert_refused(TWO "E(t*99999)*99999|L", "repeats too often");
+    assert_refused(TWO "E(tt|ttL", "a bracket is not closed");
+    assert_refused(TWO "E(tt)|ttL", "not understood at ')|ttL'");
+    assert_refused(TWO "tt|ttL", "must begin with E and end with L");
+    assert_refused(TWO "Ett|tt", "must begin with E and end with L");
+    assert_refused(TWO "Ett|EttL", "must begin with E and end with L, once each");
+    assert_refused(TWO "Ett|tL", "has 3 layers, but --num-layers is 4");
+    assert_refused(TWO "Ett|t|tL", "has 3 stages; they must be a multiple of");
+    assert_refused(TWO "Ett|ttL --account-for-loss-in-pipeline-split", "exclude each other");
+    assert_refused(TWO "Ett|ttL --decoder-first-pipeline-num-layers 2", "exclude each other");
+    assert_refused("--num-layers 4 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2 "
+                   "--account-for-embedding-in-pipeline-split",
+                   "exclude each other");
+}
+
+#define FOUR "--num-layers 8 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+
+static void schedules_that_cannot_be_are_refused(void **state) {
+    (void)state;
+    assert_refused("--num-layers 8 --num-virtual-stages-per-pipeline-rank 2",
+                   "--num-virtual-stages-per-pipeline-rank needs --pipeline-model-parallel-size");
+    assert_refused(FOUR "--global-batch-size 3", "is 3 micro-batches, fewer than the 4 of");
+    assert_refused(FOUR "--global-batch-size 6", "groups of 4 leave 2 over, fewer than --pipeline-model-parallel-size");
+    assert_refused(FOUR "--global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 3",
+                   "-virtual-pipeline-stage 3 must be at least --pipeline-model-parallel-size 4");
+    assert_refused(FOUR "--global-batch-size 8 --pipeline-schedule zb-h1", "zb-h1 has one stage a rank");
+    assert_refused(FOUR "--global-batch-size 8 --pipeline-schedule 1f1b", "1f1b has one stage a rank");
+    assert_refused("--num-layers 8 --pipeline-schedule zb-h1", "zb-h1 needs --pipeline-model-parallel-size above 1");
+    assert_refused("--num-layers 8 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved",
+                   "interleaved needs several virtual stages");
+    assert_refused("--num-layers 8 --pipeline-model-parallel-size 2 "
+                   "--microbatch-group-size-per-virtual-pipeline-stage 2",
+                   "needs several virtual stages");
+    assert_refused("--pipeline-model-parallel-size 2", "--num-layers is missing");
+    assert_refused(FOUR "--train-samples 100 --global-batch-size 12 --rampup-batch-size 4 2 50",
+                   "a batch of 6 sequences is 6 micro-batches; groups of 4 leave 2 over");
+    mt_options options;
+    mt_error error;
+    assert_int_equal(open_pipeline(&options, FOUR "--global-batch-size 16", &error), 0);
+    assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 6, &error), -1);
+    assert_non_null(strstr(error.text, "must divide the number of ranks, which is 6"));
+    assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 8, &error), 0);
+    assert_int_equal(options.data_parallel_size, 2);
+    mt_schedule schedule = mt_schedule_of(&options, 8);
+    assert_int_equal(schedule.kind, MT_SCHEDULE_INTERLEAVED);
+    assert_true(schedule.pp == 4 && schedule.vp == 2 && schedule.micro_batches == 8 && schedule.group == 4);
+    assert_string_equal(options.pipeline_schedule, "interleaved");
+    mt_options_free(&options);
+}
+
+/* ---- pictures */
+
+static void schedule_prints_as_drawn_by_hand(void **state) {
+    (void)state;
+    mt_options options;
+    mt_error error;
+    char text[4096] = "";
+    assert_int_equal(
+        open_pipeline(&options, "--num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 2", &error), 0);
+    FILE *file = tmpfile();
+    assert_int_equal(mt_schedule_print(&options, file, &error), 0);
+    rewind(file);
+    assert_true(fread(text, 1, sizeof text - 1, file) > 0);
+    fclose(file);
+    assert_string_equal(text, "1F1B schedule: 2 ranks of 1 stage, 2 micro-batches\n\n"
+                              "rank 0: embedding layers 0-1\n"
+                              "rank 1: layers 2-3 loss\n\n"
+                              "rank 0  0 1 . . [0 ]. [1 ]  peak 2\n"
+                              "rank 1  . 0 [0 ]1 [1 ]. .   peak 1\n\n"
+                              "3 is a forward of micro-batch 3, [3 ] its backward; forward = 1 unit, backward = 2.\n"
+                              "peak: live micro-batches. Bubble: 3 of 9 units, 50.0% of the work.\n");
+    free(options.print_schedule);
+    options.print_schedule = mt_strdup("/nonexistent/schedule.svg");
+    file = tmpfile();
+    assert_int_equal(mt_schedule_print(&options, file, &error), -1);
+    assert_non_null(strstr(error.text, "--print-schedule /nonexistent/schedule.svg: cannot be written: No such"));
+    fclose(file);
+    mt_options_free(&options);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(orders_equal_megatron),
@@ -343,6 +572,11 @@ int main(void) {
         cmocka_unit_test(bubbles_of_equal_costs_are_as_theory_says),
         cmocka_unit_test(bubbles_follow_the_costs),
         cmocka_unit_test(one_rank_alternates_forward_and_backward),
+        cmocka_unit_test(layouts_share_layers_out),
+        cmocka_unit_test(layout_strings_equal_megatron),
+        cmocka_unit_test(layouts_that_cannot_be_are_refused),
+        cmocka_unit_test(schedules_that_cannot_be_are_refused),
+        cmocka_unit_test(schedule_prints_as_drawn_by_hand),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
