@@ -5189,6 +5189,9 @@ static int mt_timeline_save(const mt_timeline *t, const char *path, mt_error *er
 int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
     const mt_step_costs units = {1, 1, 1, 0};
     mt_schedule s = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
+    if (s.pp * s.vp > 1000000 / s.micro_batches)
+        return mt_error_set(error, "--print-schedule draws at most a million forwards; lower --global-batch-size, %lld",
+                            (long long)o->global_batch_size);
     mt_stage *stages = mt_malloc(s.pp * s.vp * (int64_t)sizeof(mt_stage));
     mt_timeline timeline;
     char title[200];

@@ -7,6 +7,7 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -558,6 +559,39 @@ static void schedule_prints_as_drawn_by_hand(void **state) {
     assert_int_equal(mt_schedule_print(&options, file, &error), -1);
     assert_non_null(strstr(error.text, "--print-schedule /nonexistent/schedule.svg: cannot be written: No such"));
     fclose(file);
+    options.global_batch_size = 1 << 30;
+    assert_int_equal(mt_schedule_print(&options, stdout, &error), -1);
+    assert_non_null(strstr(error.text, "--print-schedule draws at most a million forwards"));
+    mt_options_free(&options);
+}
+
+/* --print-schedule FILE.svg: a whole SVG with a box for every forward and backward. */
+static void schedule_is_drawn_into_a_file(void **state) {
+    (void)state;
+    mt_options options;
+    mt_error error;
+    char path[] = "/tmp/mt_test_schedule_XXXXXX", text[16384] = "";
+    int boxes = 0, file = mkstemp(path);
+    assert_true(file >= 0);
+    close(file);
+    assert_int_equal(open_pipeline(&options,
+                                   "--num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 3 "
+                                   "--pipeline-schedule zb-h1",
+                                   &error),
+                     0);
+    free(options.print_schedule);
+    options.print_schedule = mt_strdup(path);
+    FILE *sink = tmpfile(), *svg;
+    assert_int_equal(mt_schedule_print(&options, sink, &error), 0);
+    fclose(sink);
+    svg = fopen(path, "r");
+    assert_non_null(svg);
+    assert_true(fread(text, 1, sizeof text - 1, svg) > 0);
+    fclose(svg);
+    unlink(path);
+    assert_true(strncmp(text, "<svg ", 5) == 0 && strcmp(text + strlen(text) - 7, "</svg>\n") == 0);
+    for (const char *at = text; (at = strstr(at, "fill-opacity")); at++) boxes++;
+    assert_int_equal(boxes, 2 * 3 * 3); // ranks, micro-batches; forward and two parts of a backward
     mt_options_free(&options);
 }
 
@@ -577,6 +611,7 @@ int main(void) {
         cmocka_unit_test(layouts_that_cannot_be_are_refused),
         cmocka_unit_test(schedules_that_cannot_be_are_refused),
         cmocka_unit_test(schedule_prints_as_drawn_by_hand),
+        cmocka_unit_test(schedule_is_drawn_into_a_file),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
