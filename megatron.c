@@ -2101,6 +2101,7 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
 
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
+    options->data_parallel_size = world_size; // to train, what the pipeline leaves of it
     if (mt_options_check_ranges(options, program, error) || mt_options_check_pairs(options, error)) return -1;
     if (options->print_schedule) return mt_options_finish_pipeline(options, world_size, error);
     if (mt_options_check_tokenizer(options, error)) return -1;
