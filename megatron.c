@@ -30,6 +30,10 @@
  *   §10b creation
  *   §10c forward and backward
  *   §11  schedules
+ *   §11a lists
+ *   §11b simulated time
+ *   §11c layouts
+ *   §11d pictures
  *   §12  gradient buckets
  *   §13  optimizer
  *   §14  checkpoints and Hugging Face
@@ -253,13 +257,14 @@ static void mt_options_help(mt_program program, FILE *file);
 /* A row per option, and the few functions that read and write the field that a row points at. */
 
 typedef enum mt_option_type {
-    MT_FLAG,   // --swiglu
-    MT_NO,     // --disable-bias-linear: clears its field, whose default is true
-    MT_INT,    // plain decimals
-    MT_REAL,   // decimals, or with an exponent
-    MT_STRING, // one word
-    MT_CHOICE, // one of a|b|c
-    MT_LIST,   // one word or more
+    MT_FLAG,     // --swiglu
+    MT_NO,       // --disable-bias-linear: clears its field, whose default is true
+    MT_INT,      // plain decimals
+    MT_REAL,     // decimals, or with an exponent
+    MT_STRING,   // one word
+    MT_OPTIONAL, // one word, or none, which is "-"
+    MT_CHOICE,   // one of a|b|c
+    MT_LIST,     // one word or more
 } mt_option_type;
 
 /* Where a value may come from besides the user. */
@@ -384,6 +389,31 @@ static const mt_option mt_option_table[] = {
     {"deterministic-mode", MT_FLAG, MT_AT(deterministic_mode), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "two runs on a GPU have the same bits: algorithms are not chosen by measuring"},
     {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,9223372036854775807]", "seed of everything drawn"},
+
+    {.help = "pipeline"},
+    {"pipeline-model-parallel-size", MT_INT, MT_AT(pipeline_model_parallel_size), MT_TRAIN, MT_OF_RUN, "1", "[1,10000]",
+     "ranks that share the layers"},
+    {"num-virtual-stages-per-pipeline-rank", MT_INT, MT_AT(num_virtual_stages_per_pipeline_rank), MT_TRAIN, MT_OF_RUN,
+     "1", "[1,10000]", "pieces that a rank's layers are cut into: a shorter bubble, more messages"},
+    {"num-layers-per-virtual-pipeline-stage", MT_INT, MT_AT(num_layers_per_virtual_pipeline_stage), MT_TRAIN, MT_OF_RUN,
+     NULL, "[1,10000]", "the same, by the layers of a piece"},
+    {"microbatch-group-size-per-virtual-pipeline-stage", MT_INT,
+     MT_AT(microbatch_group_size_per_virtual_pipeline_stage), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
+     "micro-batches that pass a piece before the next piece's turn; the pipeline size when not given"},
+    {"decoder-first-pipeline-num-layers", MT_INT, MT_AT(decoder_first_pipeline_num_layers), MT_TRAIN, MT_OF_RUN, NULL,
+     "[1,10000]", "layers of the first rank, when it has other than its share"},
+    {"decoder-last-pipeline-num-layers", MT_INT, MT_AT(decoder_last_pipeline_num_layers), MT_TRAIN, MT_OF_RUN, NULL,
+     "[1,10000]", "layers of the last rank"},
+    {"account-for-embedding-in-pipeline-split", MT_FLAG, MT_AT(account_for_embedding_in_pipeline_split), MT_TRAIN,
+     MT_OF_RUN, NULL, NULL, "the embedding counts as a layer when layers are shared out"},
+    {"account-for-loss-in-pipeline-split", MT_FLAG, MT_AT(account_for_loss_in_pipeline_split), MT_TRAIN, MT_OF_RUN,
+     NULL, NULL, "the loss counts as a layer too"},
+    {"pipeline-model-parallel-layout", MT_STRING, MT_AT(pipeline_model_parallel_layout), MT_TRAIN, MT_OF_RUN, NULL,
+     "'Et*3|(tt|)*6L'", "the stages in letters: E embedding, t layer, L loss, | between stages, *n repeats"},
+    {"pipeline-schedule", MT_CHOICE, MT_AT(pipeline_schedule), MT_TRAIN, MT_OF_RUN, NULL, "1f1b|interleaved|zb-h1",
+     "order of forwards and backwards; interleaved where a rank has several stages, else 1f1b, when not given"},
+    {"print-schedule", MT_OPTIONAL, MT_AT(print_schedule), MT_TRAIN, MT_OF_RUN, NULL, "FILE.svg",
+     "print stages and schedule as a picture, or draw it into a file too, and exit; needs no mpirun"},
 
     {.help = "learning rate and optimizer"},
     {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "highest learning rate"},
@@ -578,6 +608,7 @@ static char *mt_option_text(const mt_options *options, const mt_option *row) {
         mt_real_print(text, *mt_option_real(options, row));
         return mt_strdup(text);
     case MT_STRING:
+    case MT_OPTIONAL:
     case MT_CHOICE:
         return mt_strdup(*mt_option_string(options, row) ? *mt_option_string(options, row) : "");
     case MT_LIST:
@@ -612,6 +643,7 @@ static void mt_option_copy(mt_options *to, const mt_options *from, const mt_opti
         *mt_option_real(to, row) = *mt_option_real(from, row);
         break;
     case MT_STRING:
+    case MT_OPTIONAL:
     case MT_CHOICE:
         mt_string_set(mt_option_string(to, row), *mt_option_string(from, row));
         break;
@@ -648,7 +680,8 @@ static bool mt_option_used(const mt_options *options, size_t offset) {
 void mt_options_free(mt_options *options) {
     for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
         if (!row->name) continue;
-        if (row->type == MT_STRING || row->type == MT_CHOICE) mt_string_set(mt_option_string(options, row), NULL);
+        if (row->type == MT_STRING || row->type == MT_OPTIONAL || row->type == MT_CHOICE)
+            mt_string_set(mt_option_string(options, row), NULL);
         if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
     }
     mt_string_set(&options->hf_family, NULL);
@@ -709,6 +742,10 @@ static int mt_option_set(mt_options *options, const mt_option *row, const char *
     case MT_STRING:
         if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
         mt_string_set(mt_option_string(options, row), text);
+        break;
+    case MT_OPTIONAL: // a file may say true or false
+        if (!*text) return mt_error_set(error, "%s expects %s or nothing at all", where, row->values);
+        mt_string_set(mt_option_string(options, row), is_true ? "-" : strcmp(text, "false") == 0 ? NULL : text);
         break;
     case MT_LIST:
         mt_strings_add(mt_option_list(options, row), text);
@@ -821,6 +858,8 @@ static int mt_options_read_argument(mt_options *options, mt_program program, int
     int first = index;
     while (index < count && strncmp(arguments[index], "--", 2) != 0 && (row->type == MT_LIST || index == first))
         if (mt_option_set(options, row, arguments[index++], where, error)) return -1;
+    if (index == first && row->type == MT_OPTIONAL)
+        return mt_option_set(options, row, "true", where, error) ? -1 : index;
     if (index == first) return mt_error_set(error, "%s expects %s, got nothing", where, mt_option_metavar(row));
     return index;
 }
@@ -1584,6 +1623,13 @@ static const size_t mt_option_needs[][2] = {
     {MT_AT(entropy_out), MT_AT(score)},
     {MT_AT(logits_out), MT_AT(score)},
     {MT_AT(max_sequences), MT_AT(score)},
+    {MT_AT(num_virtual_stages_per_pipeline_rank), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(account_for_embedding_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(account_for_loss_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(pipeline_model_parallel_layout), MT_AT(pipeline_model_parallel_size)},
 };
 
 /* Pairs of options that contradict each other. */
@@ -1611,6 +1657,19 @@ static const size_t mt_option_excludes[][2] = {
     {MT_AT(score), MT_AT(temperature)},
     {MT_AT(score), MT_AT(top_k)},
     {MT_AT(score), MT_AT(top_p)},
+    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(num_virtual_stages_per_pipeline_rank)},
+    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(decoder_first_pipeline_num_layers)},
+    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(decoder_last_pipeline_num_layers)},
+    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(account_for_embedding_in_pipeline_split)},
+    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(account_for_loss_in_pipeline_split)},
+    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(account_for_embedding_in_pipeline_split)},
+    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(account_for_loss_in_pipeline_split)},
+    {MT_AT(pipeline_model_parallel_layout), MT_AT(num_virtual_stages_per_pipeline_rank)},
+    {MT_AT(pipeline_model_parallel_layout), MT_AT(num_layers_per_virtual_pipeline_stage)},
+    {MT_AT(pipeline_model_parallel_layout), MT_AT(decoder_first_pipeline_num_layers)},
+    {MT_AT(pipeline_model_parallel_layout), MT_AT(decoder_last_pipeline_num_layers)},
+    {MT_AT(pipeline_model_parallel_layout), MT_AT(account_for_embedding_in_pipeline_split)},
+    {MT_AT(pipeline_model_parallel_layout), MT_AT(account_for_loss_in_pipeline_split)},
 };
 
 static int mt_options_check_pairs(const mt_options *options, mt_error *error) {
@@ -1780,24 +1839,106 @@ static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error
     return 0;
 }
 
+/* Virtual stages a rank, by whichever option says it. */
+static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
+    if (o->pipeline_model_parallel_layout) {
+        int64_t count = mt_layout_count(o, error);
+        if (count < 0) return -1;
+        if (count % pp != 0)
+            return mt_error_set(error,
+                                "--pipeline-model-parallel-layout has %lld stages; they must be a multiple of "
+                                "--pipeline-model-parallel-size %lld",
+                                (long long)count, (long long)pp);
+        o->num_virtual_stages_per_pipeline_rank = count / pp;
+    } else if (per_stage > 0) {
+        int64_t layers = o->num_layers + o->account_for_embedding_in_pipeline_split;
+        layers += o->account_for_loss_in_pipeline_split;
+        if (layers % (pp * per_stage) != 0)
+            return mt_error_set(error,
+                                "--num-layers %lld%s must be a multiple of --pipeline-model-parallel-size %lld times "
+                                "--num-layers-per-virtual-pipeline-stage %lld",
+                                (long long)o->num_layers,
+                                layers > o->num_layers ? " with what --account-for-* counts" : "", (long long)pp,
+                                (long long)per_stage);
+        o->num_virtual_stages_per_pipeline_rank = layers / (pp * per_stage);
+    } else if (!mt_option_given(o, MT_AT(num_virtual_stages_per_pipeline_rank)))
+        o->num_virtual_stages_per_pipeline_rank = 1;
+    if (pp * o->num_virtual_stages_per_pipeline_rank > 1000000)
+        return mt_error_set(error, "--num-virtual-stages-per-pipeline-rank %lld is too many for %lld ranks",
+                            (long long)o->num_virtual_stages_per_pipeline_rank, (long long)pp);
+    return 0;
+}
+
+/* The order of work, and whether it can do with these stages. */
+static int mt_options_finish_order(mt_options *o, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
+    int64_t *group = &o->microbatch_group_size_per_virtual_pipeline_stage;
+    if (pp > 1 && !mt_option_given(o, MT_AT(pipeline_schedule)))
+        mt_string_set(&o->pipeline_schedule, vp > 1 ? "interleaved" : "1f1b");
+    const char *schedule = o->pipeline_schedule ? o->pipeline_schedule : "1f1b";
+    bool interleaved = strcmp(schedule, "interleaved") == 0;
+    if (interleaved && vp == 1)
+        return mt_error_set(error, "--pipeline-schedule interleaved needs several virtual stages: give "
+                                   "--num-virtual-stages-per-pipeline-rank");
+    if (!interleaved && vp > 1)
+        return mt_error_set(error,
+                            "--pipeline-schedule %s has one stage a rank, but there are %lld: leave it out, or "
+                            "--num-virtual-stages-per-pipeline-rank and what else makes them",
+                            schedule, (long long)vp);
+    if (strcmp(schedule, "zb-h1") == 0 && pp == 1)
+        return mt_error_set(error, "--pipeline-schedule zb-h1 needs --pipeline-model-parallel-size above 1");
+    if (!mt_option_given(o, MT_AT(microbatch_group_size_per_virtual_pipeline_stage))) *group = vp > 1 ? pp : 0;
+    if (vp == 1 && *group > 0)
+        return mt_error_set(error, "--microbatch-group-size-per-virtual-pipeline-stage needs several virtual stages: "
+                                   "give --num-virtual-stages-per-pipeline-rank");
+    if (vp > 1 && *group < pp)
+        return mt_error_set(error,
+                            "--microbatch-group-size-per-virtual-pipeline-stage %lld must be at least "
+                            "--pipeline-model-parallel-size %lld",
+                            (long long)*group, (long long)pp);
+    return 0;
+}
+
+/* Interleaved groups must be full, or the last one long enough to fill the pipeline. */
+static int mt_options_check_micro_batches(const mt_options *o, int64_t batch_size, mt_error *error) {
+    int64_t micro_batches = batch_size / (o->micro_batch_size * o->data_parallel_size);
+    int64_t pp = o->pipeline_model_parallel_size, group = o->microbatch_group_size_per_virtual_pipeline_stage;
+    if (o->num_virtual_stages_per_pipeline_rank == 1) return 0;
+    if (micro_batches < group)
+        return mt_error_set(error,
+                            "a batch of %lld sequences is %lld micro-batches, fewer than the %lld of "
+                            "--microbatch-group-size-per-virtual-pipeline-stage (when not given: "
+                            "--pipeline-model-parallel-size); raise the batch",
+                            (long long)batch_size, (long long)micro_batches, (long long)group);
+    if (micro_batches % group != 0 && micro_batches % group < pp)
+        return mt_error_set(error,
+                            "a batch of %lld sequences is %lld micro-batches; groups of %lld leave %lld over, fewer "
+                            "than --pipeline-model-parallel-size %lld: change the batch or "
+                            "--microbatch-group-size-per-virtual-pipeline-stage",
+                            (long long)batch_size, (long long)micro_batches, (long long)group,
+                            (long long)(micro_batches % group), (long long)pp);
+    return 0;
+}
+
 /* `name` = `value` sequences must cut into micro-batches for every rank. */
-static int mt_options_check_batch(const mt_options *o, const char *name, int64_t value, int64_t world_size,
-                                  mt_error *error) {
-    int64_t together = o->micro_batch_size * world_size, less = value / together * together;
+static int mt_options_check_batch(const mt_options *o, const char *name, int64_t value, mt_error *error) {
+    int64_t together = o->micro_batch_size * o->data_parallel_size, less = value / together * together;
     char other[64] = "";
     if (value > 0 && value % together == 0) return 0;
     if (less > 0) snprintf(other, sizeof other, "%lld or ", (long long)less);
     return mt_error_set(error,
                         "%s %lld must be a multiple of --micro-batch-size %lld times the data-parallel size %lld; "
                         "try %s%lld",
-                        name, (long long)value, (long long)o->micro_batch_size, (long long)world_size, other,
+                        name, (long long)value, (long long)o->micro_batch_size, (long long)o->data_parallel_size, other,
                         (long long)(less + together));
 }
 
-static int mt_options_finish_batches(mt_options *o, int64_t world_size, mt_error *error) {
+static int mt_options_finish_batches(mt_options *o, mt_error *error) {
     int64_t ramp[3] = {0};
-    if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * world_size;
-    if (mt_options_check_batch(o, "--global-batch-size", o->global_batch_size, world_size, error)) return -1;
+    if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
+    if (mt_options_check_batch(o, "--global-batch-size", o->global_batch_size, error)) return -1;
+    if (mt_options_check_micro_batches(o, o->global_batch_size, error)) return -1;
     if (o->rampup_batch_size.count == 0) return 0;
     bool good = o->rampup_batch_size.count == 3;
     for (int i = 0; i < 3 && good; i++)
@@ -1808,8 +1949,30 @@ static int mt_options_finish_batches(mt_options *o, int64_t world_size, mt_error
                             "--rampup-batch-size: from %lld by %lld does not reach --global-batch-size %lld; the way "
                             "must be a multiple of the increment",
                             (long long)ramp[0], (long long)ramp[1], (long long)o->global_batch_size);
-    if (mt_options_check_batch(o, "--rampup-batch-size's start", ramp[0], world_size, error)) return -1;
-    return mt_options_check_batch(o, "--rampup-batch-size's increment", ramp[1], world_size, error);
+    if (mt_options_check_batch(o, "--rampup-batch-size's start", ramp[0], error)) return -1;
+    if (mt_options_check_batch(o, "--rampup-batch-size's increment", ramp[1], error)) return -1;
+    for (int64_t size = ramp[0]; o->num_virtual_stages_per_pipeline_rank > 1 && size < o->global_batch_size;
+         size += ramp[1])
+        if (mt_options_check_micro_batches(o, size, error)) return -1;
+    return 0;
+}
+
+/* Ranks, stages, their order, and batches, which are shared by the ranks that hold the same stage. */
+static int mt_options_finish_pipeline(mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size;
+    if (o->num_layers == 0)
+        return mt_error_set(error, "--num-layers is missing: give the model's shape by its options, --hf-config or "
+                                   "--load");
+    if (o->print_schedule && world_size == 1) world_size = pp; // a picture needs no ranks
+    if (world_size % pp != 0)
+        return mt_error_set(error, "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
+                            (long long)pp, (long long)world_size);
+    o->data_parallel_size = world_size / pp;
+    if (mt_options_finish_virtual_stages(o, error) || mt_options_finish_order(o, error)) return -1;
+    mt_stage *stages = mt_calloc(pp * o->num_virtual_stages_per_pipeline_rank * (int64_t)sizeof(mt_stage));
+    int status = mt_layout_build(stages, o, error);
+    free(stages);
+    return status ? status : mt_options_finish_batches(o, error);
 }
 
 /* Lengths of the schedules, in samples. */
@@ -1938,7 +2101,9 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
 
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
+    options->data_parallel_size = world_size; // to train, what the pipeline leaves of it
     if (mt_options_check_ranges(options, program, error) || mt_options_check_pairs(options, error)) return -1;
+    if (options->print_schedule) return mt_options_finish_pipeline(options, world_size, error);
     if (mt_options_check_tokenizer(options, error)) return -1;
     if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;
     if (mt_options_finish_sizes(options, error) || mt_options_finish_rope(options, error)) return -1;
@@ -1946,7 +2111,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     if (mt_options_finish_lengths(options, program, error)) return -1;
     if (program == MT_PROGRAM_INFER) return 0;
     if (mt_options_check_data(options, error)) return -1;
-    if (mt_options_finish_batches(options, world_size, error)) return -1;
+    if (mt_options_finish_pipeline(options, world_size, error)) return -1;
     return mt_options_finish_schedules(options, error);
 }
 
@@ -1989,7 +2154,9 @@ static void mt_option_help(const mt_option *row, FILE *file) {
                         : row->type == MT_CHOICE                    ? " NAME"
                         : row->type == MT_LIST                      ? " ..."
                                                                     : "";
-    if (row->type == MT_STRING || row->type == MT_LIST)
+    if (row->type == MT_OPTIONAL)
+        snprintf(left, sizeof left, "  --%s [%s]", row->name, row->values);
+    else if (row->type == MT_STRING || row->type == MT_LIST)
         snprintf(left, sizeof left, "  --%s %s%s", row->name, row->values, value);
     else
         snprintf(left, sizeof left, "  --%s%s", row->name, value);
@@ -5102,9 +5269,12 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
 
 /* ==== §11 schedules ============================================================================================== */
 
-/* Who computes what when, as lists. Invariants: a list is a pure function of the schedule and the rank; every
- * micro-batch's every chunk is in it once forward and, but for evaluation, once backward; the lists of all ranks run
- * against one another without deadlock, whenever sends do not wait for their receivers. */
+/* Who holds which layers and who computes what when. Invariants: everything here is a pure function of options and
+ * rank; every micro-batch's every chunk is in a list once forward and, but for evaluation, once backward; the lists of
+ * all ranks run against one another without deadlock; what is said about them (time, memory) is counted on the lists.
+ */
+
+/* ==== §11a lists ================================================================================================= */
 
 /* A list on its way; with steps == NULL it only counts. */
 typedef struct mt_step_list {
@@ -5182,6 +5352,402 @@ int64_t mt_schedule_steps(mt_step *steps, const mt_schedule *s, int64_t rank) {
     }
     while (splits && weight < total) mt_list_add(&list, MT_STEP_BACKWARD_WEIGHT, weight++, 0, -1);
     return list.count;
+}
+
+/* ==== §11b simulated time ======================================================================================== */
+/* Invariant: messages of one rank in one direction are received in the order in which they were sent, so a channel is
+ * two counters and the times at which they moved. */
+
+/* Channel 2 * rank holds what a rank sends forward, 2 * rank + 1 what it sends backward. */
+typedef struct mt_channels {
+    int64_t in_flight, capacity;
+    int64_t *sent, *taken;      // [2 pp]
+    double *ready_at, *free_at; // [2 pp, capacity]
+} mt_channels;
+
+/* Sends at `now`, or when there is room; false while that is not known. */
+static bool mt_channel_send(mt_channels *c, int64_t channel, double cost, double *now) {
+    int64_t index = c->sent[channel], before = index - c->in_flight;
+    if (c->in_flight > 0 && before >= c->taken[channel]) return false;
+    if (c->in_flight > 0 && before >= 0) *now = fmax(*now, c->free_at[channel * c->capacity + before]);
+    c->ready_at[channel * c->capacity + index] = *now + cost;
+    c->sent[channel]++;
+    return true;
+}
+
+static bool mt_channel_receive(mt_channels *c, int64_t channel, double *now) {
+    int64_t index = c->taken[channel];
+    if (index == c->sent[channel]) return false;
+    *now = fmax(*now, c->ready_at[channel * c->capacity + index]);
+    c->free_at[channel * c->capacity + index] = *now;
+    c->taken[channel]++;
+    return true;
+}
+
+static double mt_step_cost(mt_step_kind kind, const mt_step_costs *costs) {
+    if (kind == MT_STEP_FORWARD) return costs->forward;
+    return (kind != MT_STEP_BACKWARD_WEIGHT ? costs->backward_input : 0) +
+           (kind != MT_STEP_BACKWARD_INPUT ? costs->backward_weight : 0);
+}
+
+/* Runs the step of `rank` at `index`; false if it has to wait for another rank's. */
+static bool mt_timeline_step(mt_timeline *t, mt_channels *channels, const mt_step_costs *costs, int64_t rank,
+                             int64_t index, double *now) {
+    mt_step step = t->steps[index];
+    bool backward = step.kind == MT_STEP_SEND_BACKWARD || step.kind == MT_STEP_RECV_BACKWARD;
+    double start = *now;
+    switch (step.kind) {
+    case MT_STEP_SEND_FORWARD:
+    case MT_STEP_SEND_BACKWARD:
+        if (!mt_channel_send(channels, 2 * rank + backward, costs->send, now)) return false;
+        break;
+    case MT_STEP_RECV_FORWARD:
+    case MT_STEP_RECV_BACKWARD:
+        if (!mt_channel_receive(channels, 2 * (int64_t)step.peer + backward, now)) return false;
+        break;
+    default:
+        *now += mt_step_cost(step.kind, costs);
+    }
+    t->start[index] = start, t->end[index] = *now;
+    return true;
+}
+
+/* Counts on the list of one rank: the work, and the forwards that wait for their backward. */
+static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_step_costs *costs) {
+    double work = 0;
+    int64_t held = 0;
+    for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
+        mt_step_kind kind = t->steps[i].kind;
+        if (kind > MT_STEP_BACKWARD_WEIGHT) continue;
+        work += mt_step_cost(kind, costs);
+        if (kind == MT_STEP_BACKWARD || kind == MT_STEP_BACKWARD_WEIGHT) held--;
+        if (kind == MT_STEP_FORWARD && t->schedule.kind != MT_SCHEDULE_FORWARD_ONLY) held++;
+        if (held > t->live[rank]) t->live[rank] = held;
+    }
+    return work;
+}
+
+int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_step_costs *costs, int64_t in_flight) {
+    int64_t pp = schedule->pp, capacity = schedule->micro_batches * schedule->vp, done = 0;
+    *t = (mt_timeline){.schedule = *schedule, .first = mt_calloc((pp + 1) * 8), .live = mt_calloc(pp * 8)};
+    for (int64_t r = 0; r < pp; r++) t->first[r + 1] = t->first[r] + mt_schedule_steps(NULL, schedule, r);
+    t->steps = mt_malloc(t->first[pp] * (int64_t)sizeof(mt_step));
+    t->start = mt_calloc(t->first[pp] * 8), t->end = mt_calloc(t->first[pp] * 8);
+    for (int64_t r = 0; r < pp; r++) mt_schedule_steps(t->steps + t->first[r], schedule, r);
+    int64_t *counters = mt_calloc(5 * pp * 8), *next = counters + 4 * pp;
+    double *times = mt_calloc((4 * capacity + 1) * pp * 8), *now = times + 4 * capacity * pp;
+    mt_channels channels = {in_flight, capacity, counters, counters + 2 * pp, times, times + 2 * pp * capacity};
+    for (bool progress = true; progress;) {
+        progress = false;
+        for (int64_t r = 0; r < pp; r++)
+            for (; t->first[r] + next[r] < t->first[r + 1]; next[r]++, done++, progress = true)
+                if (!mt_timeline_step(t, &channels, costs, r, t->first[r] + next[r], &now[r])) break;
+    }
+    double work = 0;
+    for (int64_t r = 0; r < pp; r++) {
+        work += mt_timeline_count(t, r, costs);
+        t->span = fmax(t->span, now[r]);
+    }
+    t->bubble = (t->span * (double)pp - work) / work;
+    free(counters), free(times);
+    return done == t->first[pp] ? 0 : -1;
+}
+
+void mt_timeline_free(mt_timeline *t) {
+    free(t->first), free(t->steps), free(t->start), free(t->end), free(t->live);
+    *t = (mt_timeline){.first = NULL};
+}
+
+/* ==== §11c layouts =============================================================================================== */
+
+enum { MT_LAYOUT_LETTERS = 100000 };
+
+/* A layout's letters with repeats written out, to free; NULL with error. Commas only part. */
+static char *mt_layout_unfold(const char *layout, mt_error *error) {
+    char *letters = mt_malloc(MT_LAYOUT_LETTERS + 1);
+    int64_t count = 0, open = -1, last = 0; // where the brackets opened; where what may be repeated begins
+    const char *at = layout, *problem = NULL;
+    for (; *at && !problem; at++) {
+        if (*at == ',') continue;
+        if (*at == '(' && open < 0)
+            open = count;
+        else if (*at == ')' && open >= 0 && at[1] == '*')
+            last = open, open = -1;
+        else if (*at == '*' && at > layout && (strchr("EtL|m", at[-1]) || at[-1] == ')') &&
+                 isdigit((unsigned char)at[1])) {
+            char *end;
+            errno = 0;
+            int64_t times = strtoll(at + 1, &end, 10), length = count - last;
+            if (errno || times < 1 || times > MT_LAYOUT_LETTERS || count + (times - 1) * length > MT_LAYOUT_LETTERS) {
+                problem = "repeats too often, or not at all";
+                break;
+            }
+            for (; times > 1; times--, count += length) memcpy(letters + count, letters + last, (size_t)length);
+            at = end - 1;
+        } else if (strchr("EtL|", *at) && count < MT_LAYOUT_LETTERS) {
+            last = count;
+            letters[count++] = *at;
+        } else
+            problem = *at == 'm' ? "there is no multi-token prediction yet" : "not understood";
+        if (problem) break;
+    }
+    if (!problem && open >= 0) problem = "a bracket is not closed";
+    letters[count] = 0;
+    if (!problem) return letters;
+    free(letters);
+    mt_error_set(error,
+                 "--pipeline-model-parallel-layout '%.200s': %s at '%.20s'; letters are E, t, L and |, and (tt|)*3 "
+                 "repeats",
+                 layout, problem, at);
+    return NULL;
+}
+
+int64_t mt_layout_count(const mt_options *options, mt_error *error) {
+    char *letters = mt_layout_unfold(options->pipeline_model_parallel_layout, error);
+    if (!letters) return -1;
+    int64_t count = 1;
+    for (const char *at = letters; *at; at++) count += *at == '|';
+    free(letters);
+    return count;
+}
+
+/* Layers by the letters: the embedding first of all, the loss last of all, once each. */
+static int mt_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
+    MT_CHECK(mt_layout_count(o, error) <= o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
+    char *letters = mt_layout_unfold(o->pipeline_model_parallel_layout, error);
+    if (!letters) return -1;
+    int64_t layers = 0, stage = 0;
+    const char *last = letters + strlen(letters) - (*letters != 0);
+    bool good = *letters == 'E' && *last == 'L';
+    for (const char *at = letters; *at; at++) {
+        if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
+        if (*at == 't') stages[stage].num_layers++, layers++;
+        stage += *at == '|';
+    }
+    free(letters);
+    if (!good)
+        return mt_error_set(error,
+                            "--pipeline-model-parallel-layout '%.200s' must begin with E and end with L, once each",
+                            o->pipeline_model_parallel_layout);
+    if (layers != o->num_layers)
+        return mt_error_set(error,
+                            "--pipeline-model-parallel-layout '%.200s' has %lld layers, but --num-layers is %lld",
+                            o->pipeline_model_parallel_layout, (long long)layers, (long long)o->num_layers);
+    return 0;
+}
+
+/* `layers` in `ranks` equal parts of `vp` equal stages; `what` names the layers for messages. */
+static int64_t mt_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks, mt_error *error) {
+    int64_t vp = o->num_virtual_stages_per_pipeline_rank;
+    if (layers >= 0 && layers % (ranks * vp) == 0) return layers / (ranks * vp);
+    return mt_error_set(error,
+                        "%s, %lld, must be a multiple of %lld pipeline ranks times %lld virtual stages: change "
+                        "--num-layers, --pipeline-model-parallel-size or --num-virtual-stages-per-pipeline-rank",
+                        what, (long long)layers, (long long)ranks, (long long)vp);
+}
+
+/* First and last rank with layers of their own; those between share the rest. */
+static int mt_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *error) {
+    int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
+    int64_t first = o->decoder_first_pipeline_num_layers, last = o->decoder_last_pipeline_num_layers;
+    int64_t middle = pp - (first > 0) - (last > 0), rest = o->num_layers - first - last, share[3] = {0};
+    if (rest < 0 || (middle == 0 && rest > 0))
+        return mt_error_set(error,
+                            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, %lld "
+                            "together, do not fit --num-layers %lld on %lld ranks",
+                            (long long)(first + last), (long long)o->num_layers, (long long)pp);
+    share[0] = mt_layout_share(o, "--decoder-first-pipeline-num-layers", first, 1, error);
+    if (share[0] < 0) return -1;
+    share[2] = mt_layout_share(o, "--decoder-last-pipeline-num-layers", last, 1, error);
+    if (share[2] < 0) return -1;
+    if (middle > 0) share[1] = mt_layout_share(o, "the layers of the other ranks", rest, middle, error);
+    if (share[1] < 0) return -1;
+    for (int64_t i = 0; i < pp * vp; i++) {
+        bool is_first = i % pp == 0 && first > 0, is_last = i % pp == pp - 1 && last > 0;
+        stages[i].num_layers = share[is_first ? 0 : is_last ? 2 : 1];
+    }
+    return 0;
+}
+
+int mt_layout_build(mt_stage *stages, const mt_options *o, mt_error *error) {
+    int64_t count = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank, layer = 0;
+    bool embedding = o->account_for_embedding_in_pipeline_split, loss = o->account_for_loss_in_pipeline_split;
+    memset(stages, 0, (size_t)count * sizeof *stages);
+    if (o->pipeline_model_parallel_layout) {
+        if (mt_layout_read(stages, o, error)) return -1;
+    } else if (o->decoder_first_pipeline_num_layers > 0 || o->decoder_last_pipeline_num_layers > 0) {
+        if (mt_layout_uneven(stages, o, error)) return -1;
+    } else {
+        const char *what = embedding || loss ? "--num-layers with what --account-for-* counts" : "--num-layers";
+        int64_t share =
+            mt_layout_share(o, what, o->num_layers + embedding + loss, o->pipeline_model_parallel_size, error);
+        if (share < 0) return -1;
+        for (int64_t i = 0; i < count; i++) stages[i].num_layers = share;
+        stages[0].num_layers -= embedding;
+        stages[count - 1].num_layers -= loss;
+    }
+    stages[0].embedding = stages[count - 1].loss = true;
+    for (int64_t i = 0; i < count; layer += stages[i++].num_layers) stages[i].first_layer = layer;
+    return 0;
+}
+
+mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
+    mt_schedule s = {.pp = o->pipeline_model_parallel_size,
+                     .vp = o->num_virtual_stages_per_pipeline_rank,
+                     .micro_batches = micro_batches,
+                     .group = o->microbatch_group_size_per_virtual_pipeline_stage};
+    bool is_zb_h1 = o->pipeline_schedule && strcmp(o->pipeline_schedule, "zb-h1") == 0;
+    s.kind = s.vp > 1 ? MT_SCHEDULE_INTERLEAVED : is_zb_h1 ? MT_SCHEDULE_ZB_H1 : MT_SCHEDULE_1F1B;
+    return s;
+}
+
+/* ==== §11d pictures ============================================================================================== */
+/* Time in characters, or as SVG. Chunks are letters from a on, or shades. */
+
+static void mt_layout_print(const mt_stage *stages, const mt_schedule *s, FILE *file) {
+    for (int64_t rank = 0; rank < s->pp; rank++) {
+        fprintf(file, "rank %lld:", (long long)rank);
+        for (int64_t i = rank; i < s->pp * s->vp; i += s->pp) {
+            const mt_stage *stage = &stages[i];
+            if (s->vp > 1) fprintf(file, "%s %c", i == rank ? "" : ";", (char)('a' + i / s->pp % 26));
+            fprintf(file, "%s", stage->embedding ? " embedding" : "");
+            if (stage->num_layers == 1) fprintf(file, " layer %lld", (long long)stage->first_layer);
+            if (stage->num_layers > 1)
+                fprintf(file, " layers %lld-%lld", (long long)stage->first_layer,
+                        (long long)(stage->first_layer + stage->num_layers - 1));
+            fprintf(file, "%s", stage->loss ? " loss" : stage->num_layers == 0 && !stage->embedding ? " empty" : "");
+        }
+        fprintf(file, "\n");
+    }
+}
+
+/* One rank's row: `width` characters a unit. Forward "3 ", backward "[3 ]", its parts "[3" and "3]". */
+static void mt_timeline_row(const mt_timeline *t, int64_t rank, int width, char *row) {
+    int64_t units = llround(t->span);
+    for (int64_t i = 0; i < units * width; i++) row[i] = i % width == width - 2 ? '.' : ' ';
+    row[units * width] = 0;
+    for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
+        const mt_step *step = &t->steps[i];
+        if (step->peer >= 0) continue;
+        char label[32], suffix[2] = {t->schedule.vp > 1 ? (char)('a' + step->chunk % 26) : '\0', '\0'};
+        int length = snprintf(label, sizeof label, "%lld%s", (long long)step->micro_batch, suffix);
+        int64_t from = llround(t->start[i]) * width, to = llround(t->end[i]) * width;
+        memset(row + from, ' ', (size_t)(to - from));
+        bool begins = step->kind == MT_STEP_BACKWARD || step->kind == MT_STEP_BACKWARD_INPUT;
+        memcpy(row + from + (begins ? width : width - 1) - length, label, (size_t)length);
+        if (begins) row[from] = '[';
+        if (step->kind == MT_STEP_BACKWARD || step->kind == MT_STEP_BACKWARD_WEIGHT) row[to - 1] = ']';
+    }
+}
+
+/* All rows, in strips of at most 100 columns. */
+static void mt_timeline_print(const mt_timeline *t, FILE *file) {
+    char text[32];
+    int width = snprintf(text, sizeof text, "%lld", (long long)(t->schedule.micro_batches - 1)) + 1;
+    int margin = snprintf(text, sizeof text, "rank %lld  ", (long long)(t->schedule.pp - 1));
+    if (t->schedule.vp > 1 || t->schedule.kind == MT_SCHEDULE_ZB_H1) width++;
+    int64_t units = llround(t->span), strip = (100 - margin - 12) / width;
+    char *row = mt_malloc(units * width + 1);
+    for (int64_t first = 0; first < units; first += strip) {
+        int64_t shown = first + strip < units ? strip : units - first;
+        if (first > 0) fprintf(file, "\n");
+        for (int64_t rank = 0; rank < t->schedule.pp; rank++) {
+            mt_timeline_row(t, rank, width, row);
+            snprintf(text, sizeof text, "rank %lld", (long long)rank);
+            fprintf(file, "%-*s%.*s", margin, text, (int)shown * width, row + first * width);
+            if (first + strip >= units) fprintf(file, "  peak %lld", (long long)t->live[rank]);
+            fprintf(file, "\n");
+        }
+    }
+    free(row);
+}
+
+void mt_timeline_draw(const mt_timeline *t, FILE *svg, double x, double y, double unit) {
+    static const char *const fills[] = {"#9cc3e6", "#a9d18e", "#a9d18e", "#9fd6cf"}; // by mt_step_kind
+    const double height = 24;
+    for (int64_t rank = 0; rank < t->schedule.pp; rank++) {
+        double top = y + height * (double)rank;
+        fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\">%lld</text>\n", x - 8, top + 15, (long long)rank);
+        fprintf(svg, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"#eceee9\"/>\n", x, top,
+                unit * t->span, height - 2);
+        for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
+            const mt_step *step = &t->steps[i];
+            if (step->peer >= 0) continue;
+            double left = x + unit * t->start[i], width = unit * (t->end[i] - t->start[i]);
+            double opacity = 1 - 0.7 * (double)step->chunk / (double)t->schedule.vp;
+            fprintf(svg,
+                    "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\" fill-opacity=\"%.2f\" "
+                    "stroke=\"#24292f\" stroke-width=\"0.6\"/>\n",
+                    left, top, width, height - 2, fills[step->kind], opacity);
+            fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%lld</text>\n", left + width / 2, top + 15,
+                    (long long)step->micro_batch);
+        }
+        fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\">%lld</text>\n", x + unit * t->span + 8, top + 15,
+                (long long)t->live[rank]);
+    }
+}
+
+/* "interleaved schedule: 4 ranks of 2 stages, 8 micro-batches" */
+static void mt_schedule_title(const mt_schedule *s, char title[200]) {
+    static const char *const names[] = {"1F1B", "interleaved", "ZB-H1", "forward-only"};
+    snprintf(title, 200, "%s schedule: %lld ranks of %lld stage%s, %lld micro-batches", names[s->kind],
+             (long long)s->pp, (long long)s->vp, s->vp > 1 ? "s" : "", (long long)s->micro_batches);
+}
+
+static int mt_timeline_save(const mt_timeline *t, const char *path, mt_error *error) {
+    const double unit = 24;
+    char title[200];
+    mt_schedule_title(&t->schedule, title);
+    double width = fmax(60 + unit * t->span + 60, 640), height = 90 + 24 * (double)t->schedule.pp;
+    FILE *svg = fopen(path, "w");
+    if (!svg) return mt_error_set(error, "--print-schedule %s: cannot be written: %s", path, strerror(errno));
+    fprintf(svg,
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %.0f %.0f\" width=\"%.0f\" height=\"%.0f\" "
+            "font-family=\"monospace\" font-size=\"11\" fill=\"#24292f\">\n<title>%s</title>\n"
+            "<rect width=\"%.0f\" height=\"%.0f\" rx=\"8\" fill=\"#fdfdfb\"/>\n",
+            width, height, width, height, title, width, height);
+    fprintf(svg,
+            "<text x=\"40\" y=\"24\">%s: bubble %.1f%% of the work</text>\n<text x=\"40\" y=\"44\">blue: forward, "
+            "green: backward, teal: its weights' part; lighter: later stages; right: live micro-batches</text>\n",
+            title, 100 * t->bubble);
+    mt_timeline_draw(t, svg, 40, 64, unit);
+    fprintf(svg, "</svg>\n");
+    bool failed = ferror(svg) != 0;
+    if (fclose(svg) != 0 || failed)
+        return mt_error_set(error, "--print-schedule %s: cannot be written: %s", path, strerror(errno));
+    return 0;
+}
+
+int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
+    const mt_step_costs units = {1, 1, 1, 0};
+    mt_schedule s = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
+    if (s.pp * s.vp > 1000000 / s.micro_batches)
+        return mt_error_set(error, "--print-schedule draws at most a million forwards; lower --global-batch-size, %lld",
+                            (long long)o->global_batch_size);
+    mt_stage *stages = mt_malloc(s.pp * s.vp * (int64_t)sizeof(mt_stage));
+    mt_timeline timeline;
+    char title[200];
+    int status = mt_layout_build(stages, o, error);
+    if (status == 0) {
+        MT_CHECK(mt_timeline_create(&timeline, &s, &units, 0) == 0);
+        mt_schedule_title(&s, title);
+        fprintf(file, "%s\n\n", title);
+        mt_layout_print(stages, &s, file);
+        fprintf(file, "\n");
+        mt_timeline_print(&timeline, file);
+        fprintf(file,
+                "\n3 is a forward of micro-batch 3%s, %s; forward = 1 unit, backward = 2.\n"
+                "peak: live micro-batches%s. Bubble: %lld of %lld units, %.1f%% of the work.\n",
+                s.vp > 1 ? " (a, b, ...: of which stage)" : "",
+                s.kind == MT_SCHEDULE_ZB_H1 ? "[3 the backward of its input, 3] of the weights" : "[3 ] its backward",
+                s.vp > 1 ? " x stages" : "",
+                (long long)llround(timeline.span * timeline.bubble / (1 + timeline.bubble)),
+                (long long)llround(timeline.span), 100 * timeline.bubble);
+        if (strcmp(o->print_schedule, "-") != 0) status = mt_timeline_save(&timeline, o->print_schedule, error);
+        mt_timeline_free(&timeline);
+    }
+    free(stages);
+    return status;
 }
 
 /* ==== §12 gradient buckets ======================================================================================= */

@@ -141,6 +141,14 @@ typedef struct mt_options {
     double exit_duration_in_mins;
     bool bf16, deterministic_mode;
     char *device; // auto | cpu | cuda
+    /* pipeline */
+    int64_t pipeline_model_parallel_size, num_virtual_stages_per_pipeline_rank, num_layers_per_virtual_pipeline_stage;
+    int64_t microbatch_group_size_per_virtual_pipeline_stage;
+    int64_t decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers;
+    bool account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split;
+    char *pipeline_model_parallel_layout;
+    char *pipeline_schedule; // 1f1b | interleaved | zb-h1
+    char *print_schedule;    // an SVG file, or "-": only on the terminal
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
     char *split, *tokenizer_type, *tokenizer_model, *dataloader_type, *tokens_file;
@@ -158,6 +166,7 @@ typedef struct mt_options {
     uint64_t given[3]; // a bit a row of the table: given by the user, so config.json does not override it
     /* derived by mt_options_finish, or read from a Hugging Face config; not options themselves */
     int64_t padded_vocab_size;
+    int64_t data_parallel_size;           // ranks that share a batch
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
     char *hf_family;                      // gpt2 | llama | mistral | qwen2 | qwen3, or megatron: none of them fits
@@ -731,6 +740,59 @@ typedef struct mt_schedule {
  * al., "Zero bubble pipeline parallelism"; as 1F1B, with the weights' gradients `rank` micro-batches late, where they
  * fill what was idle. Forward-only: evaluation. */
 int64_t mt_schedule_steps(mt_step *steps, const mt_schedule *schedule, int64_t rank);
+
+/* What steps of one chunk take, in any unit of time; `send`: from a send to when its receiver may go on. A whole
+ * backward takes both parts. */
+typedef struct mt_step_costs {
+    double forward, backward_input, backward_weight, send;
+} mt_step_costs;
+
+/* The lists of all ranks run against one another, each step as soon as it can. Rank r's steps are those from first[r]
+ * to first[r + 1] - 1. */
+typedef struct mt_timeline {
+    mt_schedule schedule;
+    int64_t *first; // [pp + 1]
+    mt_step *steps;
+    double *start, *end; // of each step; a receive lasts while the rank waits, a send no time
+    int64_t *live;       // [pp] micro-batches times chunks whose activations a rank holds at most: from a forward to
+                         // the end of its backward, the weights' part included; 0 for forward-only
+    double span;         // when the last rank is done
+    double bubble;       // idle time as a part of the work, over all ranks
+} mt_timeline;
+
+/* Simulates a schedule. From one rank in one direction at most `in_flight` messages are sent and not yet received; the
+ * next send waits (0: none ever does). Returns -1 if the ranks wait for each other for ever: not with in_flight == 0,
+ * nor from group - pp + 1 on (vp > 1), nor from 1 on (vp == 1). So much room must senders' buffers and posted receives
+ * have together. Free the timeline in either case. */
+int mt_timeline_create(mt_timeline *timeline, const mt_schedule *schedule, const mt_step_costs *costs,
+                       int64_t in_flight);
+void mt_timeline_free(mt_timeline *timeline);
+
+/* Draws a timeline as elements of an SVG file, `unit` pixels a unit of time, its corner at (x, y): a row a rank with
+ * its number on the left and live micro-batches on the right. */
+void mt_timeline_draw(const mt_timeline *timeline, FILE *svg, double x, double y, double unit);
+
+/* What a virtual stage holds. */
+typedef struct mt_stage {
+    int64_t first_layer, num_layers; // may be none
+    bool embedding, loss;            // loss: final norm and output layer too
+} mt_stage;
+
+/* The stages of checked options, stages[chunk * pp + rank]: equal ones; uneven first and last ones; the embedding and
+ * the loss counted as layers; or as --pipeline-model-parallel-layout says, in Megatron's letters: E embedding, t layer,
+ * L loss, | between stages, x*n and (xyz)*n repeat. Errors: layers that do not divide, a layout that does not fit. */
+int mt_layout_build(mt_stage *stages, const mt_options *options, mt_error *error);
+
+/* The virtual stages that options->pipeline_model_parallel_layout has, or -1 with error: a letter out of place. */
+int64_t mt_layout_count(const mt_options *options, mt_error *error);
+
+/* The schedule of finished options for steps of so many micro-batches. */
+mt_schedule mt_schedule_of(const mt_options *options, int64_t micro_batches);
+
+/* --print-schedule: prints layout, schedule in characters (a row a rank, forward and each part of a backward one unit),
+ * peak live micro-batches and bubble of finished options, and draws it into the SVG file that the option may name. An
+ * unwritable file is an error. */
+int mt_schedule_print(const mt_options *options, FILE *file, mt_error *error);
 
 /* ==== §13 optimizer and §16 the training step ======================================================================
  */

@@ -199,13 +199,27 @@ static void print_profile(const run *r) {
     mt_profile_close();
 }
 
+/* --print-schedule, instead of training. */
+static int print_schedule(run *r) {
+    mt_error error;
+    check(mt_options_finish(&r->options, MT_PROGRAM_TRAIN, r->grid.world.size, &error), &error);
+    if (r->grid.world.rank == 0) check(mt_schedule_print(&r->options, stdout, &error), &error);
+    mt_options_free(&r->options);
+    mt_grid_stop(&r->grid);
+    return 0;
+}
+
 int main(int argc, char **argv) {
     run r = {.start = mt_time()};
     mt_error error;
     check(mt_options_parse(&r.options, MT_PROGRAM_TRAIN, argc, argv, &error), &error);
     mt_grid_start(&r.grid, &argc, &argv);
+    if (r.options.print_schedule) return print_schedule(&r);
     open_tokenizer(&r);
     check(mt_options_finish(&r.options, MT_PROGRAM_TRAIN, r.grid.world.size, &error), &error);
+    if (r.options.pipeline_model_parallel_size > 1)
+        mt_die("--pipeline-model-parallel-size %lld: pipelines do not run yet; --print-schedule shows this one",
+               (long long)r.options.pipeline_model_parallel_size);
     if (r.grid.world.rank == 0) mt_options_print(&r.options, MT_PROGRAM_TRAIN, stdout);
     open_data(&r);
     open_model(&r);

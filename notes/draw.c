@@ -698,91 +698,30 @@ static void draw_samples(const char *folder) {
 
 /* ---- 5: schedules ------------------------------------------------------------------------------------------------ */
 
-enum { MAX_STAGES = 4, MAX_MICRO_BATCHES = 16, FORWARD_TIME = 1, BACKWARD_TIME = 2 };
-
-/* The lists of all stages, and when each step starts if every step starts as soon as it can. */
-typedef struct timeline {
-    int64_t pp, micro_batches, end;
-    mt_step steps[MAX_STAGES][2 * MAX_MICRO_BATCHES];
-    int64_t start[MAX_STAGES][2 * MAX_MICRO_BATCHES];
-    int64_t finish[2][MAX_STAGES][MAX_MICRO_BATCHES]; // of forwards and of backwards; -1: not yet
-    int64_t live[MAX_STAGES];                         // micro-batches whose activations a stage holds at most
-} timeline;
-
-/* When the step's input is there, or -1 if it is not yet made: activations come from the stage before, gradients from
- * the stage after. */
-static int64_t input_ready(const timeline *t, int64_t rank, mt_step step) {
-    if (step.kind == MT_STEP_FORWARD) return rank == 0 ? 0 : t->finish[0][rank - 1][step.micro_batch];
-    return rank == t->pp - 1 ? t->finish[0][rank][step.micro_batch] : t->finish[1][rank + 1][step.micro_batch];
-}
-
-/* Runs the stages' lists against one another; a list that could deadlock ends the program. */
-static void timeline_run(timeline *t) {
-    int64_t next[MAX_STAGES] = {0}, now[MAX_STAGES] = {0}, held[MAX_STAGES] = {0}, done = 0;
-    for (bool progress = true; progress;) {
-        progress = false;
-        for (int64_t rank = 0; rank < t->pp; rank++) {
-            if (next[rank] == 2 * t->micro_batches) continue;
-            mt_step step = t->steps[rank][next[rank]];
-            int64_t ready = input_ready(t, rank, step);
-            if (ready < 0) continue;
-            bool backward = step.kind == MT_STEP_BACKWARD;
-            int64_t start = ready > now[rank] ? ready : now[rank];
-            now[rank] = start + (backward ? BACKWARD_TIME : FORWARD_TIME);
-            t->start[rank][next[rank]++] = start;
-            t->finish[backward][rank][step.micro_batch] = now[rank];
-            held[rank] += backward ? -1 : 1;
-            if (held[rank] > t->live[rank]) t->live[rank] = held[rank];
-            if (now[rank] > t->end) t->end = now[rank];
-            progress = true, done++;
-        }
-    }
-    MT_CHECK(done == 2 * t->pp * t->micro_batches);
-}
-
-static void draw_timeline(picture *p, double x, double y, int64_t pp, int64_t micro_batches) {
-    const double unit = 23, height = 24;
-    timeline t = {.pp = pp, .micro_batches = micro_batches};
-    memset(t.finish, -1, sizeof t.finish);
-    const mt_schedule schedule = {MT_SCHEDULE_1F1B, pp, 1, micro_batches, pp};
-    for (int64_t rank = 0; rank < pp; rank++) {
-        mt_step steps[6 * MAX_MICRO_BATCHES];
-        int64_t count = mt_schedule_steps(steps, &schedule, rank), kept = 0;
-        for (int64_t i = 0; i < count; i++)
-            if (steps[i].peer < 0) t.steps[rank][kept++] = steps[i];
-    }
-    timeline_run(&t);
-    int64_t busy = micro_batches * (FORWARD_TIME + BACKWARD_TIME);
-    text(p, x, y - 10, START, "pp = %lld, %lld micro-batches: %lld of %lld units idle, %.0f%% of the work",
-         (long long)pp, (long long)micro_batches, (long long)(t.end - busy), (long long)t.end,
-         100.0 * (double)(t.end - busy) / (double)busy);
-    for (int64_t rank = 0; rank < pp; rank++) {
-        double top = y + height * (double)rank;
-        text(p, x - 8, top + 15, END, "%lld", (long long)rank);
-        box(p, x, top, unit * (double)t.end, height - 2, "#eceee9");
-        for (int64_t i = 0; i < 2 * micro_batches; i++) {
-            bool backward = t.steps[rank][i].kind == MT_STEP_BACKWARD;
-            double left = x + unit * (double)t.start[rank][i];
-            double width = unit * (backward ? BACKWARD_TIME : FORWARD_TIME);
-            frame(p, left, top, width, height - 2, fills[backward ? GREEN : BLUE]);
-            text(p, left + width / 2, top + 15, MIDDLE, "%lld", (long long)t.steps[rank][i].micro_batch);
-        }
-        text(p, x + unit * (double)t.end + 8, top + 15, START, "%lld", (long long)t.live[rank]);
-    }
+/* One schedule against time, with its bubble. `unit` is the pixels of a stage's forward; its backward takes two. */
+static void draw_timeline(picture *p, double x, double y, double unit, const mt_schedule *schedule, const char *name) {
+    const double part = 1 / (double)schedule->vp;
+    const mt_step_costs costs = {part, part, part, 0};
+    mt_timeline t;
+    MT_CHECK(mt_timeline_create(&t, schedule, &costs, 0) == 0);
+    double work = 3 * (double)schedule->micro_batches;
+    text(p, x, y - 10, START, "%s: %.4g of %.4g units idle, %.1f%% of the work", name, t.span - work, t.span,
+         100 * t.bubble);
+    mt_timeline_draw(&t, p->file, x, y, unit);
+    mt_timeline_free(&t);
 }
 
 static void draw_schedule(const char *folder) {
-    picture p = picture_open(folder, "05-schedule", "1F1B schedules", 900, 330);
+    const mt_schedule one = {MT_SCHEDULE_1F1B, 1, 1, 8, 0}, four = {MT_SCHEDULE_1F1B, 4, 1, 8, 0};
+    picture p = picture_open(folder, "05-schedule", "1F1B schedules", 900, 290);
     text(&p, 20, 28, START,
-         "forwards (1 unit) and backwards (2 units) by micro-batch; left: stage; right: live micro-batches");
+         "forwards (1 unit) and backwards (2 units) by micro-batch; left: rank; right: live micro-batches");
     box(&p, 20, 40, 10, 10, fills[BLUE]);
     text(&p, 36, 49, START, "forward");
     box(&p, 110, 40, 10, 10, fills[GREEN]);
     text(&p, 126, 49, START, "backward");
-    draw_timeline(&p, 40, 90, 1, 8);
-    draw_timeline(&p, 40, 160, 4, 8);
-    text_in(&p, FAINT, 40, 290, START,
-            "This version trains with pp = 1; the list of a longer pipeline is already the same function.");
+    draw_timeline(&p, 40, 90, 23, &one, "pp = 1, 8 micro-batches");
+    draw_timeline(&p, 40, 160, 23, &four, "pp = 4, 8 micro-batches");
     picture_close(&p);
 }
 
@@ -891,6 +830,61 @@ static void draw_step(const char *folder) {
     mt_options_free(&o);
 }
 
+/* ---- 7: pipelines ------------------------------------------------------------------------------------------------ */
+
+static void draw_pipelines(const char *folder) {
+    const mt_schedule plain = {MT_SCHEDULE_1F1B, 4, 1, 8, 0}, interleaved = {MT_SCHEDULE_INTERLEAVED, 4, 2, 8, 4},
+                      zero_bubble = {MT_SCHEDULE_ZB_H1, 4, 1, 8, 0};
+    static const char *const names[] = {"forward", "backward (of the input)", "of the weights, apart"};
+    picture p = picture_open(folder, "07-schedules", "Three pipeline schedules", 900, 470);
+    for (int i = 0; i < 3; i++) {
+        box(&p, 20 + 190 * i, 20, 10, 10, fills[i == 0 ? BLUE : i == 1 ? GREEN : TEAL]);
+        text(&p, 36 + 190 * i, 29, START, "%s", names[i]);
+    }
+    text(&p, 590, 29, START, "lighter: later layers; right: live");
+    draw_timeline(&p, 40, 70, 24, &plain, "1F1B");
+    draw_timeline(&p, 40, 210, 24, &interleaved, "interleaved, 2 stages a rank");
+    draw_timeline(&p, 40, 350, 24, &zero_bubble, "ZB-H1");
+    picture_close(&p);
+}
+
+/* The idle share of the work by micro-batches: what the lists take when they run. */
+static void draw_bubbles(const char *folder) {
+    enum { PP = 8, MOST = 64 };
+    static const mt_schedule kinds[] = {{MT_SCHEDULE_1F1B, PP, 1, 0, 0},
+                                        {MT_SCHEDULE_INTERLEAVED, PP, 2, 0, PP},
+                                        {MT_SCHEDULE_INTERLEAVED, PP, 4, 0, PP},
+                                        {MT_SCHEDULE_ZB_H1, PP, 1, 0, 0}};
+    static const char *const names[] = {"1F1B", "interleaved, 2 stages a rank", "interleaved, 4 stages a rank",
+                                        "ZB-H1"};
+    static const char *const strokes[] = {"#5b6470", "#c0561a", "#b8860b", "#2f6db0"};
+    const mt_step_costs costs = {1, 1, 1, 0};
+    const double x = 70, y = 40, width = 520, height = 200;
+    picture p = picture_open(folder, "07-bubbles", "Bubbles of pipeline schedules", 900, 290);
+    for (int i = 0; i <= 4; i++) {
+        line(&p, x, y + height * (1 - i / 4.0), x + width, y + height * (1 - i / 4.0), GRID, 0.6);
+        text(&p, x - 8, y + height * (1 - i / 4.0) + 4, END, "%d%%", 25 * i);
+    }
+    for (int m = PP; m <= MOST; m += PP) text(&p, x + width * (m - PP) / (MOST - PP), y + height + 18, MIDDLE, "%d", m);
+    text(&p, x + width / 2, y + height + 36, MIDDLE, "micro-batches a step, on %d ranks", PP);
+    for (int k = 0; k < 4; k++) {
+        fprintf(p.file, "<path d=\"");
+        for (int64_t m = PP; m <= MOST; m += PP) {
+            mt_schedule schedule = kinds[k];
+            mt_timeline t;
+            schedule.micro_batches = m;
+            MT_CHECK(mt_timeline_create(&t, &schedule, &costs, 0) == 0);
+            fprintf(p.file, "%c%.1f %.1f", m > PP ? 'L' : 'M', x + width * (double)(m - PP) / (MOST - PP),
+                    y + height * (1 - t.bubble));
+            mt_timeline_free(&t);
+        }
+        fprintf(p.file, "\" fill=\"none\" stroke=\"%s\" stroke-width=\"2\"/>\n", strokes[k]);
+        line(&p, x + width + 30, y + 14 + 24 * k, x + width + 54, y + 14 + 24 * k, strokes[k], 2);
+        text(&p, x + width + 62, y + 18 + 24 * k, START, "%s", names[k]);
+    }
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_masks(argv[1]);
@@ -901,5 +895,7 @@ int main(int argc, char **argv) {
     draw_schedule(argv[1]);
     draw_rates(argv[1]);
     draw_step(argv[1]);
+    draw_pipelines(argv[1]);
+    draw_bubbles(argv[1]);
     return 0;
 }

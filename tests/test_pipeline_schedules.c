@@ -7,6 +7,7 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -76,9 +77,541 @@ static void orders_equal_megatron(void **state) {
     json_decref(cases);
 }
 
+/* ---- all lists of up to 8 ranks, 4 stages a rank and 24 micro-batches */
+
+/* Calls `check` with every legal schedule of the kind. */
+static int64_t for_all_schedules(mt_schedule_kind kind, void (*check)(const mt_schedule *)) {
+    int64_t count = 0;
+    bool many = kind == MT_SCHEDULE_INTERLEAVED || kind == MT_SCHEDULE_FORWARD_ONLY;
+    for (int64_t pp = 1; pp <= MAX_PP; pp++)
+        for (int64_t vp = kind == MT_SCHEDULE_INTERLEAVED ? 2 : 1; vp <= (many && pp > 1 ? MAX_VP : 1); vp++)
+            for (int64_t m = 1; m <= 24; m++)
+                for (int64_t group = pp; group <= (vp > 1 ? m : pp); group++) {
+                    if (vp > 1 && m % group != 0 && m % group < pp) continue;
+                    const mt_schedule schedule = {kind, pp, vp, m, group};
+                    check(&schedule);
+                    count++;
+                }
+    return count;
+}
+
+static void for_every_schedule(void (*check)(const mt_schedule *)) {
+    assert_int_equal(for_all_schedules(MT_SCHEDULE_1F1B, check), 8 * 24);
+    assert_int_equal(for_all_schedules(MT_SCHEDULE_ZB_H1, check), 8 * 24);
+    assert_true(for_all_schedules(MT_SCHEDULE_INTERLEAVED, check) > 2000);
+    assert_true(for_all_schedules(MT_SCHEDULE_FORWARD_ONLY, check) > 2000);
+}
+
+static void describe(const mt_schedule *s, const char *what) {
+    fail_msg("kind %d, pp %d, vp %d, %d micro-batches, group %d: %s", (int)s->kind, (int)s->pp, (int)s->vp,
+             (int)s->micro_batches, (int)s->group, what);
+}
+
+/* How often each virtual stage did what to each micro-batch, and which messages are on their way. */
+typedef struct progress {
+    int done[4][MAX_PP * MAX_VP][MAX_MICRO_BATCHES]; // by mt_step_kind
+    int sent[2][MAX_PP * MAX_VP][MAX_MICRO_BATCHES]; // by direction and the virtual stage that sent
+    int received[2][MAX_PP * MAX_VP][MAX_MICRO_BATCHES];
+} progress;
+
+/* Does one step, asserting all that it needs; false if it is a receive whose message is not sent yet. Messages are
+ * found by name: virtual stage and micro-batch. */
+static bool take_step(progress *p, const mt_schedule *s, int64_t rank, const mt_step *step) {
+    int64_t stage = step->chunk * s->pp + rank, last = s->pp * s->vp - 1, m = step->micro_batch;
+    assert_true(step->chunk >= 0 && step->chunk < s->vp && m >= 0 && m < s->micro_batches);
+    if (step->kind > MT_STEP_BACKWARD_WEIGHT) {
+        bool backward = step->kind == MT_STEP_SEND_BACKWARD || step->kind == MT_STEP_RECV_BACKWARD;
+        bool sends = step->kind == MT_STEP_SEND_FORWARD || step->kind == MT_STEP_SEND_BACKWARD;
+        int64_t other = stage + (sends != backward ? 1 : -1); // the virtual stage at the other end
+        assert_true(other >= 0 && other <= last);
+        assert_int_equal(step->peer, other % s->pp);
+        assert_int_not_equal(step->peer, rank);
+        if (sends) {
+            int made = backward ? p->done[MT_STEP_BACKWARD][stage][m] + p->done[MT_STEP_BACKWARD_INPUT][stage][m]
+                                : p->done[MT_STEP_FORWARD][stage][m];
+            assert_int_equal(made, 1);
+            assert_int_equal(p->sent[backward][stage][m]++, 0);
+            return true;
+        }
+        if (!p->sent[backward][other][m]) return false;
+        assert_int_equal(p->received[backward][stage][m]++, 0);
+        return true;
+    }
+    assert_int_equal(step->peer, -1);
+    assert_int_equal(p->done[step->kind][stage][m]++, 0);
+    if (step->kind == MT_STEP_FORWARD && stage > 0) assert_int_equal(p->received[0][stage][m], 1);
+    if (step->kind == MT_STEP_BACKWARD || step->kind == MT_STEP_BACKWARD_INPUT) {
+        assert_int_equal(p->done[MT_STEP_FORWARD][stage][m], 1);
+        if (stage < last) assert_int_equal(p->received[1][stage][m], 1);
+    }
+    if (step->kind == MT_STEP_BACKWARD_WEIGHT) assert_int_equal(p->done[MT_STEP_BACKWARD_INPUT][stage][m], 1);
+    return true;
+}
+
+/* Every stage did to every micro-batch what the schedule is for, once. */
+static void assert_complete(const progress *p, const mt_schedule *s) {
+    bool trains = s->kind != MT_SCHEDULE_FORWARD_ONLY, splits = s->kind == MT_SCHEDULE_ZB_H1;
+    int64_t last = s->pp * s->vp - 1;
+    for (int64_t stage = 0; stage <= last; stage++)
+        for (int64_t m = 0; m < s->micro_batches; m++) {
+            assert_int_equal(p->done[MT_STEP_FORWARD][stage][m], 1);
+            assert_int_equal(p->done[MT_STEP_BACKWARD][stage][m], trains && !splits);
+            assert_int_equal(p->done[MT_STEP_BACKWARD_INPUT][stage][m], splits);
+            assert_int_equal(p->done[MT_STEP_BACKWARD_WEIGHT][stage][m], splits);
+            assert_int_equal(p->sent[0][stage][m], stage < last);
+            assert_int_equal(p->received[0][stage][m], stage > 0);
+            assert_int_equal(p->sent[1][stage][m], trains && stage > 0);
+            assert_int_equal(p->received[1][stage][m], trains && stage < last);
+        }
+}
+
+static void check_dependencies(const mt_schedule *s) {
+    static mt_step steps[MAX_PP][MAX_STEPS];
+    static progress p;
+    int64_t count[MAX_PP], next[MAX_PP] = {0}, left = 0;
+    memset(&p, 0, sizeof p);
+    for (int64_t r = 0; r < s->pp; r++) left += count[r] = mt_schedule_steps(steps[r], s, r);
+    for (bool moves = true; moves;) {
+        moves = false;
+        for (int64_t r = 0; r < s->pp; r++)
+            for (; next[r] < count[r] && take_step(&p, s, r, &steps[r][next[r]]); left--) next[r]++, moves = true;
+    }
+    if (left > 0) describe(s, "the ranks wait for one another for ever");
+    assert_complete(&p, s);
+}
+
+static void every_stage_computes_every_micro_batch_once_from_what_it_was_sent(void **state) {
+    (void)state;
+    for_every_schedule(check_dependencies);
+}
+
+/* The messages of one rank in one direction, by the virtual stage that sends and the micro-batch. */
+static int64_t messages(int64_t *names, const mt_schedule *s, int64_t rank, mt_step_kind kind, int64_t to_sender) {
+    mt_step steps[MAX_STEPS];
+    int64_t count = mt_schedule_steps(steps, s, rank), kept = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (steps[i].kind == kind)
+            names[kept++] = (steps[i].chunk * s->pp + rank + to_sender) * MAX_MICRO_BATCHES + steps[i].micro_batch;
+    return kept;
+}
+
+static void check_message_order(const mt_schedule *s) {
+    int64_t sent[MAX_STEPS], received[MAX_STEPS];
+    for (int64_t a = 0; a < s->pp && s->pp > 1; a++)
+        for (int backward = 0; backward < 2; backward++) {
+            int64_t b = (a + (backward ? s->pp - 1 : 1)) % s->pp;
+            int64_t count = messages(sent, s, a, backward ? MT_STEP_SEND_BACKWARD : MT_STEP_SEND_FORWARD, 0);
+            int64_t other =
+                messages(received, s, b, backward ? MT_STEP_RECV_BACKWARD : MT_STEP_RECV_FORWARD, backward ? 1 : -1);
+            if (count != other || memcmp(sent, received, (size_t)count * sizeof *sent) != 0)
+                describe(s, "receives are in another order than sends");
+        }
+}
+
+static void messages_of_a_direction_are_received_in_the_order_of_their_sends(void **state) {
+    (void)state;
+    for_every_schedule(check_message_order);
+}
+
+static const mt_step_costs units = {1, 1, 1, 0};
+
+/* With unlimited room, with the least that the contract names, and with slow messages. */
+static void check_room(const mt_schedule *s) {
+    const mt_step_costs slow = {1, 1, 1, 7};
+    int64_t least = s->vp > 1 ? s->group - s->pp + 1 : 1;
+    for (int64_t in_flight = 0; in_flight <= least; in_flight += least) {
+        mt_timeline timeline;
+        if (mt_timeline_create(&timeline, s, &slow, in_flight)) describe(s, "stops for want of room");
+        mt_timeline_free(&timeline);
+    }
+}
+
+static void lists_run_without_deadlock_with_little_room_for_messages(void **state) {
+    (void)state;
+    for_every_schedule(check_room);
+}
+
+static void too_little_room_for_messages_is_a_deadlock(void **state) {
+    (void)state;
+    const mt_schedule wide = {MT_SCHEDULE_INTERLEAVED, 2, 2, 24, 24};
+    mt_timeline timeline;
+    assert_int_equal(mt_timeline_create(&timeline, &wide, &units, 1), -1);
+    mt_timeline_free(&timeline);
+    assert_int_equal(mt_timeline_create(&timeline, &wide, &units, 23), 0);
+    mt_timeline_free(&timeline);
+}
+
+static int64_t least_of(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+/* Micro-batches between forward and the backward of the input at most, counted here. */
+static int64_t in_backward_of_input(const mt_timeline *t, int64_t rank) {
+    int64_t held = 0, most = 0;
+    for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
+        held += t->steps[i].kind == MT_STEP_FORWARD;
+        held -= t->steps[i].kind == MT_STEP_BACKWARD || t->steps[i].kind == MT_STEP_BACKWARD_INPUT;
+        if (held > most) most = held;
+    }
+    return most;
+}
+
+/* 1F1B: pp - rank. Interleaved: the warm-up and one. ZB-H1: pp on every rank, which 1F1B has on its first; of these
+ * pp - rank wait for the gradient of their input. */
+static void check_peak(const mt_schedule *s) {
+    mt_timeline t;
+    assert_int_equal(mt_timeline_create(&t, s, &units, 0), 0);
+    for (int64_t r = 0; r < s->pp; r++) {
+        int64_t expected = least_of(s->micro_batches, s->pp - r);
+        if (s->kind == MT_SCHEDULE_INTERLEAVED)
+            expected = least_of(s->micro_batches * s->vp, 2 * (s->pp - r - 1) + (s->vp - 1) * s->group + 1);
+        if (s->kind != MT_SCHEDULE_FORWARD_ONLY) assert_int_equal(in_backward_of_input(&t, r), expected);
+        if (s->kind == MT_SCHEDULE_ZB_H1) expected = least_of(s->micro_batches, s->pp);
+        if (s->kind == MT_SCHEDULE_FORWARD_ONLY) expected = 0;
+        if (t.live[r] != expected) describe(s, "holds another number of micro-batches");
+    }
+    mt_timeline_free(&t);
+}
+
+static void peak_live_micro_batches_are_as_theory_says(void **state) {
+    (void)state;
+    for_every_schedule(check_peak);
+}
+
+/* ---- time */
+
+static double span_of(const mt_schedule *s, const mt_step_costs *costs) {
+    mt_timeline t;
+    assert_int_equal(mt_timeline_create(&t, s, costs, 0), 0);
+    double span = t.span, step = costs->forward + costs->backward_input + costs->backward_weight;
+    if (s->kind == MT_SCHEDULE_FORWARD_ONLY) step = costs->forward;
+    double work = (double)(s->micro_batches * s->vp) * step;
+    assert_true(fabs(t.bubble - (span - work) / work) < 1e-12);
+    mt_timeline_free(&t);
+    return span;
+}
+
+/* With forward, gradient of the input and of the weights one unit each. ZB-H1's bubble is a third of 1F1B's; too few
+ * micro-batches to fill the pipeline take a forward and a backward through all ranks, then two units each on the first
+ * rank. Interleaved formulas are for whole groups of pp. */
+static void check_span(const mt_schedule *s) {
+    double m = (double)s->micro_batches, vp = (double)s->vp, ahead = (double)(s->pp - 1),
+           expected = 3 * (m * vp + ahead);
+    if (s->vp > 1 && (s->group != s->pp || s->micro_batches % s->pp != 0)) return;
+    if (s->kind == MT_SCHEDULE_ZB_H1) expected = s->micro_batches < s->pp ? 2 * ahead + 1 + 2 * m : 3 * m + ahead;
+    if (s->kind == MT_SCHEDULE_FORWARD_ONLY) expected = m * vp + ahead;
+    if (span_of(s, &units) != expected) describe(s, "takes another time than theory says");
+}
+
+static void bubbles_of_equal_costs_are_as_theory_says(void **state) {
+    (void)state;
+    for_every_schedule(check_span);
+}
+
+/* Narayanan et al.: (pp - 1) (f + b), divided by vp when interleaved. Qi et al., table 1: (pp - 1) (f + b - w) where a
+ * forward and a backward of the input take the same time. */
+static void bubbles_follow_the_costs(void **state) {
+    (void)state;
+    const mt_step_costs costs = {2, 2, 1, 0}, part = {1, 1, 0.5, 0}, sends = {1, 1, 1, 0.25};
+    const mt_schedule plain = {MT_SCHEDULE_1F1B, 4, 1, 12, 0}, interleaved = {MT_SCHEDULE_INTERLEAVED, 4, 2, 12, 4},
+                      zero_bubble = {MT_SCHEDULE_ZB_H1, 4, 1, 12, 0}, forward = {MT_SCHEDULE_FORWARD_ONLY, 4, 1, 12, 0};
+    assert_true(span_of(&plain, &costs) == 12 * 5 + 3 * (2 + 2 + 1));
+    assert_true(span_of(&interleaved, &part) == 12 * 5 + 3 * (2 + 2 + 1) / 2.0);
+    assert_true(span_of(&zero_bubble, &costs) == 12 * 5 + 3 * (2 + 2 - 1));
+    assert_true(span_of(&forward, &sends) == 12 + 3 * 1.25);
+}
+
+static void one_rank_alternates_forward_and_backward(void **state) {
+    (void)state;
+    const mt_schedule schedule = {MT_SCHEDULE_1F1B, 1, 1, 4, 0};
+    mt_step steps[8];
+    assert_int_equal(mt_schedule_steps(steps, &schedule, 0), 8);
+    for (int64_t i = 0; i < 8; i++) {
+        assert_int_equal(steps[i].kind, i % 2 ? MT_STEP_BACKWARD : MT_STEP_FORWARD);
+        assert_int_equal(steps[i].micro_batch, i / 2);
+        assert_int_equal(steps[i].peer, -1);
+    }
+}
+
+/* ---- layouts */
+
+/* The options of a pipeline without a model, finished for one rank: --print-schedule needs no more. */
+static int open_pipeline(mt_options *options, const char *line, mt_error *error) {
+    char text[512], *words[64] = {"train", "--print-schedule"};
+    int count = 2;
+    snprintf(text, sizeof text, "%s", line);
+    for (char *word = strtok(text, " "); word; word = strtok(NULL, " ")) words[count++] = word;
+    int status = mt_options_parse(options, MT_PROGRAM_TRAIN, count, words, error);
+    return status ? status : mt_options_finish(options, MT_PROGRAM_TRAIN, 1, error);
+}
+
+/* A layout as text: per stage, in the order of layers, E, the layers' numbers, L. */
+static void assert_layout(const char *line, const char *expected) {
+    mt_options options;
+    mt_error error;
+    mt_stage stages[64];
+    char text[512] = "", *end = text;
+    if (open_pipeline(&options, line, &error)) fail_msg("%s: %s", line, error.text);
+    int64_t count = options.pipeline_model_parallel_size * options.num_virtual_stages_per_pipeline_rank;
+    assert_int_equal(mt_layout_build(stages, &options, &error), 0);
+    for (int64_t i = 0; i < count; i++) {
+        end += sprintf(end, "%s%s", i ? "|" : "", stages[i].embedding ? "E" : "");
+        for (int64_t l = 0; l < stages[i].num_layers; l++)
+            end += sprintf(end, "%s%lld", l ? "," : "", (long long)(stages[i].first_layer + l));
+        end += sprintf(end, "%s", stages[i].loss ? "L" : "");
+    }
+    if (strcmp(text, expected) != 0) fail_msg("%s\n  gave %s\n  not %s", line, text, expected);
+    mt_options_free(&options);
+}
+
+static void assert_refused(const char *line, const char *expected) {
+    mt_options options;
+    mt_error error = {""};
+    if (open_pipeline(&options, line, &error) == 0) fail_msg("%s was accepted", line);
+    if (!strstr(error.text, expected) || strchr(error.text, '\n'))
+        fail_msg("%s\n  gave: %s\n  not: %s", line, error.text, expected);
+    mt_options_free(&options);
+}
+
+static void layouts_share_layers_out(void **state) {
+    (void)state;
+    assert_layout("--num-layers 4 --pipeline-model-parallel-size 2", "E0,1|2,3L");
+    // stage v of rank p holds layers from v L / vp + p L / pp / vp
+    assert_layout("--num-layers 8 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+                  "--global-batch-size 2",
+                  "E0,1|2,3|4,5|6,7L");
+    assert_layout("--num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+                  "--global-batch-size 2",
+                  "E0|1|2|3|4|5|6|7L");
+    assert_layout("--num-layers 7 --pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1",
+                  "E0|1,2,3|4,5,6L");
+    assert_layout("--num-layers 7 --pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1 "
+                  "--decoder-last-pipeline-num-layers 2",
+                  "E0|1,2,3,4|5,6L");
+    assert_layout("--num-layers 12 --pipeline-model-parallel-size 3 --decoder-last-pipeline-num-layers 4 "
+                  "--num-virtual-stages-per-pipeline-rank 2 --global-batch-size 3",
+                  "E0,1|2,3|4,5|6,7|8,9|10,11L");
+    assert_layout("--num-layers 10 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 4 "
+                  "--num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2",
+                  "E0,1,2|3,4|5,6,7|8,9L");
+    assert_layout("--num-layers 6 --pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split "
+                  "--account-for-loss-in-pipeline-split",
+                  "E0,1,2|3,4,5L");
+    assert_layout("--num-layers 5 --pipeline-model-parallel-size 3 --account-for-loss-in-pipeline-split",
+                  "E0,1|2,3|4L");
+    assert_layout("--num-layers 2 --pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split "
+                  "--account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 1 "
+                  "--global-batch-size 2",
+                  "E|0|1|L");
+    assert_layout("--num-layers 4 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E||t*4|L",
+                  "E||0,1,2,3|L");
+    assert_layout("--num-layers 61 --pipeline-model-parallel-size 31 --pipeline-model-parallel-layout "
+                  "Et*3|(tt|)*29,L",
+                  "E0,1,2|3,4|5,6|7,8|9,10|11,12|13,14|15,16|17,18|19,20|21,22|23,24|25,26|27,28|29,30|31,32|33,34|"
+                  "35,36|37,38|39,40|41,42|43,44|45,46|47,48|49,50|51,52|53,54|55,56|57,58|59,60|L");
+}
+
+/* How many of `name` Megatron's stage has. */
+static int64_t entries(const json_t *stage, const char *name) {
+    int64_t count = 0;
+    for (size_t i = 0; i < json_array_size(stage); i++)
+        count += strcmp(json_string_value(json_array_get(stage, i)), name) == 0;
+    return count;
+}
+
+static void layout_strings_equal_megatron(void **state) {
+    (void)state;
+    json_t *cases = read_golden("tests/golden/megatron/pipeline_layouts.json"), *item;
+    size_t index;
+    int64_t built = 0, refused = 0;
+    json_array_foreach(cases, index, item) {
+        const json_t *expected = json_object_get(item, "stages"); // [pp][vp]
+        const char *layout = json_string_value(json_object_get(item, "layout"));
+        int64_t pp = number(item, "pp"), vp = number(item, "vpp"), layers = 0;
+        char line[300];
+        mt_options options;
+        mt_error error;
+        mt_stage stages[64];
+        for (int64_t i = 0; i < pp * vp; i++)
+            layers += entries(json_array_get(json_array_get(expected, (size_t)(i % pp)), (size_t)(i / pp)), "decoder");
+        snprintf(line, sizeof line,
+                 "--num-layers %d --pipeline-model-parallel-size %d --global-batch-size 8 "
+                 "--pipeline-model-parallel-layout %s",
+                 expected ? (int)layers : 9, (int)pp, layout);
+        if (!expected) {
+            assert_refused(line, "has 5 stages; they must be a multiple of --pipeline-model-parallel-size 4");
+            refused++;
+            continue;
+        }
+        if (open_pipeline(&options, line, &error)) fail_msg("%s: %s", line, error.text);
+        assert_int_equal(options.num_virtual_stages_per_pipeline_rank, vp);
+        assert_int_equal(mt_layout_build(stages, &options, &error), 0);
+        for (int64_t i = 0; i < pp * vp; i++) {
+            const json_t *stage = json_array_get(json_array_get(expected, (size_t)(i % pp)), (size_t)(i / pp));
+            assert_int_equal(stages[i].num_layers, entries(stage, "decoder"));
+            assert_int_equal(stages[i].embedding, entries(stage, "embedding"));
+            assert_int_equal(stages[i].loss, entries(stage, "loss"));
+        }
+        mt_options_free(&options);
+        built++;
+    }
+    assert_int_equal(built, 4);
+    assert_int_equal(refused, 1);
+    json_decref(cases);
+}
+
+#define TWO "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout "
+
+static void layouts_that_cannot_be_are_refused(void **state) {
+    (void)state;
+    assert_refused("--num-layers 5 --pipeline-model-parallel-size 2", "--num-layers, 5, must be a multiple of 2");
+    assert_refused("--num-layers 6 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+                   "--num-layers, 6, must be a multiple of 2 pipeline ranks times 2 virtual stages");
+    assert_refused("--num-layers 6 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+                   "--num-layers 6 must be a multiple of");
+    assert_refused("--num-layers 6 --pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split",
+                   "--num-layers with what --account-for-* counts, 7, must be");
+    assert_refused("--num-layers 6 --pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1",
+                   "the layers of the other ranks, 5, must be");
+    assert_refused("--num-layers 6 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 "
+                   "--decoder-last-pipeline-num-layers 4",
+                   "5 together, do not fit --num-layers 6 on 2 ranks");
+    assert_refused("--num-layers 6 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 7",
+                   "do not fit");
+    assert_refused(TWO "Ett|ttmL", "there is no multi-token prediction yet at 'mL'");
+    assert_refused(TWO "Ett|ttx", "not understood at 'x'");
+    assert_refused(TWO "Ett|t*0L", "repeats too often, or not at all at '*0L'");
+    assert_refused(TWO "Et|t*9999999999999999999L", "repeats too often");
+    assert_refused(TWO "E(t*99999)*99999|L", "repeats too often");
+    assert_refused(TWO "E(tt|ttL", "a bracket is not closed");
+    assert_refused(TWO "E(tt)|ttL", "not understood at ')|ttL'");
+    assert_refused(TWO "tt|ttL", "must begin with E and end with L");
+    assert_refused(TWO "Ett|tt", "must begin with E and end with L");
+    assert_refused(TWO "Ett|EttL", "must begin with E and end with L, once each");
+    assert_refused(TWO "Ett|tL", "has 3 layers, but --num-layers is 4");
+    assert_refused(TWO "Ett|t|tL", "has 3 stages; they must be a multiple of");
+    assert_refused(TWO "Ett|ttL --account-for-loss-in-pipeline-split", "exclude each other");
+    assert_refused(TWO "Ett|ttL --decoder-first-pipeline-num-layers 2", "exclude each other");
+    assert_refused("--num-layers 4 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2 "
+                   "--account-for-embedding-in-pipeline-split",
+                   "exclude each other");
+}
+
+#define FOUR "--num-layers 8 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+
+static void schedules_that_cannot_be_are_refused(void **state) {
+    (void)state;
+    assert_refused("--num-layers 8 --num-virtual-stages-per-pipeline-rank 2",
+                   "--num-virtual-stages-per-pipeline-rank needs --pipeline-model-parallel-size");
+    assert_refused(FOUR "--global-batch-size 3", "is 3 micro-batches, fewer than the 4 of");
+    assert_refused(FOUR "--global-batch-size 6", "groups of 4 leave 2 over, fewer than --pipeline-model-parallel-size");
+    assert_refused(FOUR "--global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 3",
+                   "-virtual-pipeline-stage 3 must be at least --pipeline-model-parallel-size 4");
+    assert_refused(FOUR "--global-batch-size 8 --pipeline-schedule zb-h1", "zb-h1 has one stage a rank");
+    assert_refused(FOUR "--global-batch-size 8 --pipeline-schedule 1f1b", "1f1b has one stage a rank");
+    assert_refused("--num-layers 8 --pipeline-schedule zb-h1", "zb-h1 needs --pipeline-model-parallel-size above 1");
+    assert_refused("--num-layers 8 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved",
+                   "interleaved needs several virtual stages");
+    assert_refused("--num-layers 8 --pipeline-model-parallel-size 2 "
+                   "--microbatch-group-size-per-virtual-pipeline-stage 2",
+                   "needs several virtual stages");
+    assert_refused("--pipeline-model-parallel-size 2", "--num-layers is missing");
+    assert_refused(FOUR "--train-samples 100 --global-batch-size 12 --rampup-batch-size 4 2 50",
+                   "a batch of 6 sequences is 6 micro-batches; groups of 4 leave 2 over");
+    mt_options options;
+    mt_error error;
+    assert_int_equal(open_pipeline(&options, FOUR "--global-batch-size 16", &error), 0);
+    assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 6, &error), -1);
+    assert_non_null(strstr(error.text, "must divide the number of ranks, which is 6"));
+    assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 8, &error), 0);
+    assert_int_equal(options.data_parallel_size, 2);
+    mt_schedule schedule = mt_schedule_of(&options, 8);
+    assert_int_equal(schedule.kind, MT_SCHEDULE_INTERLEAVED);
+    assert_true(schedule.pp == 4 && schedule.vp == 2 && schedule.micro_batches == 8 && schedule.group == 4);
+    assert_string_equal(options.pipeline_schedule, "interleaved");
+    mt_options_free(&options);
+}
+
+/* ---- pictures */
+
+static void schedule_prints_as_drawn_by_hand(void **state) {
+    (void)state;
+    mt_options options;
+    mt_error error;
+    char text[4096] = "";
+    assert_int_equal(
+        open_pipeline(&options, "--num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 2", &error), 0);
+    FILE *file = tmpfile();
+    assert_int_equal(mt_schedule_print(&options, file, &error), 0);
+    rewind(file);
+    assert_true(fread(text, 1, sizeof text - 1, file) > 0);
+    fclose(file);
+    assert_string_equal(text, "1F1B schedule: 2 ranks of 1 stage, 2 micro-batches\n\n"
+                              "rank 0: embedding layers 0-1\n"
+                              "rank 1: layers 2-3 loss\n\n"
+                              "rank 0  0 1 . . [0 ]. [1 ]  peak 2\n"
+                              "rank 1  . 0 [0 ]1 [1 ]. .   peak 1\n\n"
+                              "3 is a forward of micro-batch 3, [3 ] its backward; forward = 1 unit, backward = 2.\n"
+                              "peak: live micro-batches. Bubble: 3 of 9 units, 50.0% of the work.\n");
+    free(options.print_schedule);
+    options.print_schedule = mt_strdup("/nonexistent/schedule.svg");
+    file = tmpfile();
+    assert_int_equal(mt_schedule_print(&options, file, &error), -1);
+    assert_non_null(strstr(error.text, "--print-schedule /nonexistent/schedule.svg: cannot be written: No such"));
+    fclose(file);
+    options.global_batch_size = 1 << 30;
+    assert_int_equal(mt_schedule_print(&options, stdout, &error), -1);
+    assert_non_null(strstr(error.text, "--print-schedule draws at most a million forwards"));
+    mt_options_free(&options);
+}
+
+/* --print-schedule FILE.svg: a whole SVG with a box for every forward and backward. */
+static void schedule_is_drawn_into_a_file(void **state) {
+    (void)state;
+    mt_options options;
+    mt_error error;
+    char path[] = "/tmp/mt_test_schedule_XXXXXX", text[16384] = "";
+    int boxes = 0, file = mkstemp(path);
+    assert_true(file >= 0);
+    close(file);
+    assert_int_equal(open_pipeline(&options,
+                                   "--num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 3 "
+                                   "--pipeline-schedule zb-h1",
+                                   &error),
+                     0);
+    free(options.print_schedule);
+    options.print_schedule = mt_strdup(path);
+    FILE *sink = tmpfile(), *svg;
+    assert_int_equal(mt_schedule_print(&options, sink, &error), 0);
+    fclose(sink);
+    svg = fopen(path, "r");
+    assert_non_null(svg);
+    assert_true(fread(text, 1, sizeof text - 1, svg) > 0);
+    fclose(svg);
+    unlink(path);
+    assert_true(strncmp(text, "<svg ", 5) == 0 && strcmp(text + strlen(text) - 7, "</svg>\n") == 0);
+    for (const char *at = text; (at = strstr(at, "fill-opacity")); at++) boxes++;
+    assert_int_equal(boxes, 2 * 3 * 3); // ranks, micro-batches; forward and two parts of a backward
+    mt_options_free(&options);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(orders_equal_megatron),
+        cmocka_unit_test(every_stage_computes_every_micro_batch_once_from_what_it_was_sent),
+        cmocka_unit_test(messages_of_a_direction_are_received_in_the_order_of_their_sends),
+        cmocka_unit_test(lists_run_without_deadlock_with_little_room_for_messages),
+        cmocka_unit_test(too_little_room_for_messages_is_a_deadlock),
+        cmocka_unit_test(peak_live_micro_batches_are_as_theory_says),
+        cmocka_unit_test(bubbles_of_equal_costs_are_as_theory_says),
+        cmocka_unit_test(bubbles_follow_the_costs),
+        cmocka_unit_test(one_rank_alternates_forward_and_backward),
+        cmocka_unit_test(layouts_share_layers_out),
+        cmocka_unit_test(layout_strings_equal_megatron),
+        cmocka_unit_test(layouts_that_cannot_be_are_refused),
+        cmocka_unit_test(schedules_that_cannot_be_are_refused),
+        cmocka_unit_test(schedule_prints_as_drawn_by_hand),
+        cmocka_unit_test(schedule_is_drawn_into_a_file),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
