@@ -45,6 +45,12 @@ static inline int64_t mt_divide_up(int64_t a, int64_t b) {
 MT_OPERATIONS(MT_CUDA_PROTOTYPE)
 #undef MT_CUDA_PROTOTYPE
 
+/* y[T, N] = x[T, K] w^T + bias[N] (or NULL) for few rows. Returns whether it serves: up to MT_GEMV_ROWS rows whose
+ * operands can be read sixteen bytes at a time; where it does not, nothing was enqueued. */
+enum { MT_GEMV_ROWS = 8 };
+bool mt_cuda_gemv(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
+                  mt_dtype dtype, mt_stream *stream);
+
 /* Calls `function<float>` or `function<__nv_bfloat16>` as `dtype` says. */
 #define MT_CUDA_DISPATCH(dtype, function, ...)                                                                         \
     ((dtype) == MT_F32 ? function<float>(__VA_ARGS__) : function<__nv_bfloat16>(__VA_ARGS__))
