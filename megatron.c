@@ -2211,6 +2211,14 @@ static void mt_cpu_memory_free(void *memory) {
     free(memory);
 }
 
+static void *mt_cpu_memory_alloc_host(int64_t bytes) {
+    return mt_malloc(bytes);
+}
+
+static void mt_cpu_memory_free_host(void *memory) {
+    free(memory);
+}
+
 static void mt_cpu_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
     (void)stream;
     const int64_t piece = 1 << 18;
@@ -3324,6 +3332,26 @@ static void mt_cpu_loss_accumulate(double *sums, const float *loss, const float 
     }
 }
 
+/* The column of the greatest of x[n], the lowest among equals; -1 if one is not a number or the greatest not finite. */
+static int32_t mt_row_likeliest(const float *x, int64_t n) {
+    int32_t best = 0;
+    bool numbers = true;
+    for (int32_t i = 0; i < n; i++) {
+        numbers &= !isnan(x[i]);
+        if (x[i] > x[best]) best = i;
+    }
+    return numbers && isfinite(x[best]) ? best : -1;
+}
+
+static void mt_cpu_likeliest(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
+                             mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(count);
+#pragma omp parallel for if (T * count > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++)
+        ids[t] = mt_row_likeliest(mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype), count);
+}
+
 /* ==== §3h optimizer and conversions ============================================================================== */
 
 static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
@@ -3775,6 +3803,23 @@ typedef struct mt_layer_scratch {
     float *row_dot; // [T, H]
 } mt_layer_scratch;
 
+/* Where the arrays of a micro-batch lie in one block of memory. The host's block and the device's are laid out alike,
+ * so that one copy brings over what a pass needs. */
+typedef struct mt_batch_block {
+    int32_t *cache_rows, *logit_rows; // to decode
+    mt_span *spans;                   // always, as tokens and positions
+    int32_t *tokens, *positions;
+    int32_t *labels; // for the loss and for dropout, as what follows
+    float *loss_mask;
+    int64_t *token_index;
+} mt_batch_block;
+
+/* The graph of a decode step of some number of sequences; captured in the second such step. */
+typedef struct mt_step_graph {
+    bool has_run;
+    mt_graph *graph;
+} mt_step_graph;
+
 struct mt_model {
     const mt_options *options;
     const mt_grid *grid;
@@ -3803,18 +3848,22 @@ struct mt_model {
     float *row_max, *row_sum, *row_target, *row_weighted, *lse, *loss, *entropy; // [max_logits]
     mt_step *steps; // the schedule, [2 * max_micro_batches]
     int64_t max_micro_batches;
-    void *staged_logits;       // [MT_STAGED_ROWS, V] on the host
-    void **k_cache, **v_cache; // a layer: [cache_rows, G D]
-    double *sums;              // loss, unmasked tokens, squared norm
+    void *staged_logits;        // [MT_STAGED_ROWS, V] or [max_logits] token ids, on the host
+    int32_t *likeliest;         // [max_logits]
+    mt_step_graph *step_graphs; // [max_logits + 1] by the number of sequences, for decoding
+    mt_span *step_spans;        // [max_logits] bounds of a step's spans
+    void **k_cache, **v_cache;  // a layer: [cache_rows, G D]
+    double *sums;               // loss, unmasked tokens, squared norm
     float *grad_scale, *grad_norm;
     /* the micro-batch of the last forward, on the device */
     int64_t T, num_logits;
     bool training;
     bool accumulates; // the step's first backward writes the gradients of matrices, later ones add
+    int64_t batch_bytes;
+    char *device_batch, *staged_batch; // blocks of it, on the device and on the host
     int32_t *tokens, *labels, *positions, *cache_rows, *logit_rows;
     float *loss_mask;
     int64_t *token_index;
-    mt_span *device_spans;
     mt_spans spans;
 };
 
@@ -4103,8 +4152,8 @@ static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a) {
 
 /* ==== §10 the model ============================================================================================== */
 /* Embedding, layers, output: memory laid out once, then forward, backward and decoding over it. Invariants: nothing is
- * allocated after mt_model_create; the code that lays memory out also plans it, by running once over a counting arena.
- */
+ * allocated after mt_model_create but what a backend's graphs take; the code that lays memory out also plans it, by
+ * running once over a counting arena. */
 
 /* ==== §10a memory ================================================================================================ */
 
@@ -4157,6 +4206,21 @@ static void mt_layout_layer(const mt_model *m, mt_activations *a, mt_arena *aren
     a->mlp_active = mt_arena_alloc(arena, T * m->F * size);
 }
 
+/* Lays out a micro-batch of T tokens and num_spans spans. What decoding needs and what training needs is each one
+ * stretch of the block. */
+static mt_batch_block mt_layout_batch(mt_arena *arena, int64_t T, int64_t num_spans) {
+    mt_batch_block block;
+    block.cache_rows = mt_arena_alloc(arena, T * 4);
+    block.logit_rows = mt_arena_alloc(arena, T * 4);
+    block.spans = mt_arena_alloc(arena, num_spans * (int64_t)sizeof(mt_span));
+    block.tokens = mt_arena_alloc(arena, T * 4);
+    block.positions = mt_arena_alloc(arena, T * 4);
+    block.labels = mt_arena_alloc(arena, T * 4);
+    block.loss_mask = mt_arena_alloc(arena, T * 4);
+    block.token_index = mt_arena_alloc(arena, T * 8);
+    return block;
+}
+
 /* The micro-batch on the device, the output layer, and what the backward of a layer needs. */
 static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
@@ -4164,14 +4228,10 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     mt_layer_scratch *s = &m->scratch;
     m->workspace_bytes = m->ops->workspace_bytes(T, m->C, m->H, m->D);
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
-    m->tokens = mt_arena_alloc(arena, T * 4);
-    m->labels = mt_arena_alloc(arena, T * 4);
-    m->positions = mt_arena_alloc(arena, T * 4);
-    m->cache_rows = mt_arena_alloc(arena, T * 4);
-    m->logit_rows = mt_arena_alloc(arena, T * 4);
-    m->loss_mask = mt_arena_alloc(arena, T * 4);
-    m->token_index = mt_arena_alloc(arena, T * 8);
-    m->device_spans = mt_arena_alloc(arena, T * (int64_t)sizeof(mt_span));
+    mt_arena batch = {0};
+    mt_layout_batch(&batch, T, T);
+    m->batch_bytes = batch.used;
+    m->device_batch = mt_arena_alloc(arena, m->batch_bytes);
     m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->sums = mt_arena_alloc(arena, 3 * 8);
@@ -4182,6 +4242,7 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     if (layernorm) m->final_mean = mt_arena_alloc(arena, T * 4);
     m->final_rstd = mt_arena_alloc(arena, T * 4);
     m->logits = mt_arena_alloc(arena, rows * m->V * size);
+    m->likeliest = mt_arena_alloc(arena, rows * 4);
     float **per_row[] = {&m->row_max, &m->row_sum, &m->row_target, &m->row_weighted, &m->lse, &m->loss, &m->entropy};
     for (size_t i = 0; i < sizeof per_row / sizeof *per_row; i++) *per_row[i] = mt_arena_alloc(arena, rows * 4);
     s->hidden = mt_arena_alloc(arena, T * m->C * size);
@@ -4309,6 +4370,15 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
         m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
 }
 
+/* No span of a step sees more keys than a sequence may have, which bounds the grids that graphs keep. */
+static void mt_decode_create(mt_model *m) {
+    int64_t longest = mt_min(m->plan.max_position, m->plan.cache_rows);
+    m->step_graphs = mt_calloc((m->plan.max_logits + 1) * (int64_t)sizeof(mt_step_graph));
+    m->step_spans = mt_malloc(m->plan.max_logits * (int64_t)sizeof(mt_span));
+    for (int64_t i = 0; i < m->plan.max_logits; i++)
+        m->step_spans[i] = (mt_span){.q_start = i, .q_len = 1, .k_len = longest, .causal = true};
+}
+
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
     mt_model *m = mt_calloc(sizeof *m);
@@ -4334,7 +4404,10 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
         mt_model_destroy(m);
         return -1;
     }
-    m->staged_logits = mt_malloc(MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype));
+    m->staged_logits =
+        ops->memory_alloc_host(mt_max(MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype), plan->max_logits * 4));
+    m->staged_batch = ops->memory_alloc_host(m->batch_bytes);
+    if (plan->cache_rows > 0) mt_decode_create(m);
     m->arena.capacity = counting.used;
     m->arena.base = ops->memory_alloc(counting.used);
     mt_layout(m, &m->arena);
@@ -4355,12 +4428,17 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
 
 void mt_model_destroy(mt_model *m) {
     if (!m) return;
-    if (m->arena.base) {
-        m->ops->memory_free(m->arena.base);
+    if (m->arena.base) { // it was created whole
+        for (int64_t i = 0; m->step_graphs && i <= m->plan.max_logits; i++)
+            if (m->step_graphs[i].graph) m->ops->graph_destroy(m->step_graphs[i].graph);
         m->ops->stream_destroy(m->stream);
+        m->ops->memory_free_host(m->staged_logits);
+        m->ops->memory_free_host(m->staged_batch);
+        m->ops->memory_free(m->arena.base);
     }
+    free(m->step_graphs);
+    free(m->step_spans);
     free(m->steps);
-    free(m->staged_logits);
     free(m->params);
     free(m->buckets);
     free(m->layers);
@@ -4434,19 +4512,30 @@ void mt_batch_free(mt_batch *batch) {
     *batch = (mt_batch){0};
 }
 
+/* Says where the model's operations find a micro-batch on the device. */
+static void mt_place_batch(mt_model *m, const mt_batch *batch) {
+    int64_t T = batch->num_tokens;
+    MT_CHECK(T <= m->plan.max_tokens && batch->num_spans <= T);
+    mt_arena arena = {.base = m->device_batch, .capacity = m->batch_bytes};
+    mt_batch_block block = mt_layout_batch(&arena, T, batch->num_spans);
+    m->T = T;
+    m->cache_rows = block.cache_rows, m->logit_rows = block.logit_rows;
+    m->tokens = block.tokens, m->positions = block.positions, m->labels = block.labels;
+    m->loss_mask = block.loss_mask, m->token_index = block.token_index;
+    m->spans = (mt_spans){.host = batch->spans, .device = block.spans, .count = batch->num_spans};
+}
+
 /* Copies a micro-batch to where the model's operations read it. */
 static void mt_load_batch(mt_model *m, const mt_batch *batch) {
     const mt_ops *ops = m->ops;
     int64_t T = batch->num_tokens;
-    MT_CHECK(T <= m->plan.max_tokens && batch->num_spans <= T);
-    m->T = T;
+    mt_place_batch(m, batch);
     ops->memory_copy(m->tokens, batch->tokens, T * 4, m->stream);
     ops->memory_copy(m->labels, batch->labels, T * 4, m->stream);
     ops->memory_copy(m->positions, batch->positions, T * 4, m->stream);
     ops->memory_copy(m->loss_mask, batch->loss_mask, T * 4, m->stream);
     ops->memory_copy(m->token_index, batch->token_index, T * 8, m->stream);
-    ops->memory_copy(m->device_spans, batch->spans, batch->num_spans * (int64_t)sizeof(mt_span), m->stream);
-    m->spans = (mt_spans){.host = batch->spans, .device = m->device_spans, .count = batch->num_spans};
+    ops->memory_copy((void *)m->spans.device, batch->spans, batch->num_spans * (int64_t)sizeof(mt_span), m->stream);
 }
 
 /* x[T, C] = dropout(word + position). */
@@ -4552,21 +4641,81 @@ void mt_model_read(mt_model *m, float *loss, float *entropy, float *logits) {
     if (logits) mt_read_logits(m, logits, m->num_logits);
 }
 
+/* Puts what a pass of decoding reads into the host's block. The copy of the last pass is done: its results were waited
+ * for. */
+static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                              int64_t num_rows) {
+    int64_t T = batch->num_tokens, num_spans = batch->num_spans;
+    MT_CHECK(m->plan.cache_rows > 0 && num_rows <= m->plan.max_logits && num_rows <= T);
+    m->training = false;
+    m->num_logits = num_rows;
+    mt_place_batch(m, batch);
+    mt_arena arena = {.base = m->staged_batch, .capacity = m->batch_bytes};
+    mt_batch_block block = mt_layout_batch(&arena, T, num_spans);
+    memcpy(block.cache_rows, cache_rows, (size_t)T * 4);
+    memcpy(block.logit_rows, rows, (size_t)num_rows * 4);
+    memcpy(block.spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
+    memcpy(block.tokens, batch->tokens, (size_t)T * 4);
+    memcpy(block.positions, batch->positions, (size_t)T * 4);
+}
+
+/* From the host's block to logits; what a graph holds. */
+static void mt_decode_pass(mt_model *m) {
+    int64_t rows = m->num_logits, bytes = (char *)m->labels - m->device_batch;
+    m->ops->memory_copy(m->device_batch, m->staged_batch, bytes, m->stream);
+    mt_forward_layers(m, true);
+    if (rows == 0) return; // a piece of a prompt
+    m->ops->gather_rows(m->scratch.hidden, m->final_input, m->logit_rows, rows, m->C, m->C, m->C, m->dtype, m->stream);
+    mt_norm_forward(m, m->final_normed, m->final_mean, m->final_rstd, m->scratch.hidden, m->final_norm,
+                    m->final_norm_bias, rows);
+    m->ops->linear_forward(m->logits, m->final_normed, m->lm_head.w, NULL, rows, m->V, m->C, m->dtype, m->stream);
+}
+
+/* Whether a pass adds one token to each of its sequences: then it consists of the same operations on the same memory as
+ * every other step of as many sequences, whatever their lengths. */
+static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch) {
+    if (batch->num_spans != m->T || m->num_logits != m->T) return false;
+    for (int64_t i = 0; i < m->T; i++)
+        if (batch->spans[i].q_len != 1) return false;
+    return true;
+}
+
+/* A step is so short that enqueuing its operations one by one would take longer than they do: from the second step on,
+ * once they have prepared themselves, a graph enqueues them all. */
+static void mt_decode_enqueue(mt_model *m, const mt_batch *batch) {
+    bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch);
+    mt_step_graph *step = is_step ? &m->step_graphs[m->T] : NULL;
+    if (!is_step || !step->has_run) {
+        mt_decode_pass(m);
+        if (is_step) step->has_run = true;
+        return;
+    }
+    for (int64_t i = 0; i < m->T; i++) MT_CHECK(batch->spans[i].k_len <= m->step_spans[i].k_len);
+    if (!step->graph) {
+        m->spans.host = m->step_spans;
+        m->ops->graph_begin(m->stream);
+        mt_decode_pass(m);
+        step->graph = m->ops->graph_end(m->stream);
+    }
+    m->ops->graph_launch(step->graph, m->stream);
+}
+
 void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                      int64_t num_rows, float *logits) {
-    MT_CHECK(m->plan.cache_rows > 0 && num_rows <= m->plan.max_logits);
-    m->training = false;
-    mt_load_batch(m, batch);
-    m->ops->memory_copy(m->cache_rows, cache_rows, m->T * 4, m->stream);
-    m->ops->memory_copy(m->logit_rows, rows, num_rows * 4, m->stream);
-    mt_forward_layers(m, true);
-    m->ops->gather_rows(m->scratch.hidden, m->final_input, m->logit_rows, num_rows, m->C, m->C, m->C, m->dtype,
-                        m->stream);
-    mt_norm_forward(m, m->final_normed, m->final_mean, m->final_rstd, m->scratch.hidden, m->final_norm,
-                    m->final_norm_bias, num_rows);
-    m->ops->linear_forward(m->logits, m->final_normed, m->lm_head.w, NULL, num_rows, m->V, m->C, m->dtype, m->stream);
-    m->num_logits = num_rows;
+    mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
+    mt_decode_enqueue(m, batch);
     mt_read_logits(m, logits, num_rows);
+    if (num_rows == 0) m->ops->stream_wait(m->stream);
+}
+
+void mt_model_decode_likeliest(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                               int64_t num_rows, int32_t *tokens) {
+    mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
+    mt_decode_enqueue(m, batch);
+    m->ops->likeliest(m->likeliest, m->logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
+    m->ops->memory_copy(m->staged_logits, m->likeliest, num_rows * 4, m->stream);
+    m->ops->stream_wait(m->stream);
+    memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
 }
 
 /* ==== §11 schedules ============================================================================================== */
@@ -6046,21 +6195,10 @@ static int64_t mt_tokens_keep(int32_t *order, int64_t V, const float *logits, in
     return kept;
 }
 
-/* The likeliest token, the lowest id among equals; -1 if a logit is not a number. */
-static int32_t mt_token_likeliest(const float *logits, int64_t V) {
-    int32_t best = 0;
-    bool numbers = true;
-    for (int32_t i = 0; i < V; i++) {
-        numbers &= !isnan(logits[i]);
-        if (logits[i] > logits[best]) best = i;
-    }
-    return numbers && isfinite(logits[best]) ? best : -1;
-}
-
 int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, int64_t sequence,
                   int64_t position, int32_t *order) {
     int64_t V = vocab_size, kept = V;
-    int32_t best = mt_token_likeliest(logits, V);
+    int32_t best = mt_row_likeliest(logits, V);
     if (best < 0 || sampling->temperature == 0) return best;
     for (int32_t i = 0; i < V; i++) order[i] = i;
     double total = 0, sum = 0, t = sampling->temperature;
@@ -6144,7 +6282,8 @@ struct mt_generator {
     int32_t *logit_rows;  // [max_sequences] batch rows whose logits are wanted
     int64_t *logit_owner; // [max_sequences] and the sequences that they belong to
     int64_t num_logits;
-    float *logits;                      // [max_sequences, vocab_size]
+    float *logits;                      // [max_sequences, vocab_size], unless the likeliest token is chosen
+    int32_t *likeliest;                 // [max_sequences] then
     int32_t *order;                     // [vocab_size], for mt_sample
     int64_t read, written;              // tokens: of prompts, and added since
     double read_seconds, write_seconds; // in steps that read prompts, and in the others
@@ -6169,7 +6308,10 @@ mt_generator *mt_generator_create(mt_model *model, int64_t max_sequences, const 
     g->cache_rows = mt_malloc(tokens * 4);
     g->logit_rows = mt_malloc(max_sequences * 4);
     g->logit_owner = mt_malloc(max_sequences * 8);
-    g->logits = mt_malloc(max_sequences * vocabulary * 4);
+    if (sampling->temperature == 0)
+        g->likeliest = mt_malloc(max_sequences * 4);
+    else
+        g->logits = mt_malloc(max_sequences * vocabulary * 4);
     g->order = mt_malloc(vocabulary * 4);
     return g;
 }
@@ -6181,6 +6323,7 @@ void mt_generator_destroy(mt_generator *g) {
     free(g->logit_rows);
     free(g->logit_owner);
     free(g->logits);
+    free(g->likeliest);
     free(g->order);
     free(g);
 }
@@ -6209,8 +6352,9 @@ static bool mt_generator_add(mt_generator *g, mt_sequence *sequence, int64_t s) 
 /* Appends the token that the logits of row `row` of the last pass give. */
 static int mt_generator_append(mt_generator *g, mt_sequence *sequence, int64_t row, mt_error *error) {
     int64_t vocabulary = g->model->options->vocab_size;
-    int32_t token =
-        mt_sample(g->logits + row * vocabulary, vocabulary, &g->sampling, sequence->id, sequence->num_tokens, g->order);
+    int32_t token = g->likeliest ? g->likeliest[row]
+                                 : mt_sample(g->logits + row * vocabulary, vocabulary, &g->sampling, sequence->id,
+                                             sequence->num_tokens, g->order);
     if (token < 0)
         return mt_error_set(error,
                             "the model's logits after token %lld are not all numbers; its weights are damaged, or too "
@@ -6231,7 +6375,10 @@ static int mt_generator_advance(mt_generator *g, mt_sequence *sequences, int64_t
         for (; next < count; next++)
             if (!sequences[next].finished && !mt_generator_add(g, &sequences[next], next)) break;
         if (g->batch.num_tokens == 0) break;
-        mt_model_decode(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->logits);
+        if (g->likeliest)
+            mt_model_decode_likeliest(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->likeliest);
+        else
+            mt_model_decode(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->logits);
         for (int64_t row = 0; row < g->num_logits; row++)
             if (mt_generator_append(g, &sequences[g->logit_owner[row]], row, error) != 0) return -1;
     }
@@ -6969,6 +7116,11 @@ static void mt_timed_loss_accumulate(double *sums, const float *loss, const floa
     MT_TIMED(loss_accumulate, mt_work_bytes(T, 8), sums, loss, mask, T);
 }
 
+static void mt_timed_likeliest(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count,
+                               mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(likeliest, mt_work_bytes(T * count, mt_dtype_size(dtype)), ids, logits, T, stride, count, dtype);
+}
+
 static void mt_timed_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
     MT_TIMED(squared_norm, mt_work_bytes(n, 4), sum, x, n);
 }
@@ -6996,13 +7148,15 @@ static void mt_timed_convert(void *to, mt_dtype to_dtype, const void *from, mt_d
              from_dtype, n);
 }
 
-/* What gives no work to the device is the real operation itself. */
+/* What gives no work to the device is the real operation itself. Graphs are left out: what they hold has no moments. */
 static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
     return (mt_ops){
         .name = ops->name,
         .memory_available = ops->memory_available,
         .memory_alloc = ops->memory_alloc,
         .memory_free = ops->memory_free,
+        .memory_alloc_host = ops->memory_alloc_host,
+        .memory_free_host = ops->memory_free_host,
         .memory_copy = mt_timed_memory_copy,
         .memory_zero = mt_timed_memory_zero,
         .workspace_bytes = ops->workspace_bytes,
@@ -7034,6 +7188,7 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .cross_entropy_loss = mt_timed_cross_entropy_loss,
         .cross_entropy_backward = mt_timed_cross_entropy_backward,
         .loss_accumulate = mt_timed_loss_accumulate,
+        .likeliest = mt_timed_likeliest,
         .squared_norm = mt_timed_squared_norm,
         .gradient_scale = mt_timed_gradient_scale,
         .adamw_step = mt_timed_adamw_step,

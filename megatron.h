@@ -255,6 +255,10 @@ typedef struct mt_adamw {
 typedef int64_t mt_memory_available_fn(void);
 typedef void *mt_memory_alloc_fn(int64_t bytes);
 typedef void mt_memory_free_fn(void *memory);
+/* Host memory that a device copies to and from by itself, while the host goes on: pinned for a GPU, plain on the CPU.
+ */
+typedef void *mt_memory_alloc_host_fn(int64_t bytes);
+typedef void mt_memory_free_host_fn(void *memory);
 /* Copies between any two of host and device memory. */
 typedef void mt_memory_copy_fn(void *to, const void *from, int64_t bytes, mt_stream *stream);
 typedef void mt_memory_zero_fn(void *memory, int64_t bytes, mt_stream *stream);
@@ -388,6 +392,11 @@ typedef void mt_cross_entropy_backward_fn(void *dlogits, const void *logits, con
 /* sums[0] += sum(loss mask), sums[1] += sum(mask), in float64 and in token order. */
 typedef void mt_loss_accumulate_fn(double *sums, const float *loss, const float *mask, int64_t T, mt_stream *stream);
 
+/* ids[T] = the column of the greatest of logits[T, stride]'s first `count` columns, the lowest among equals; -1 where a
+ * logit is not a number or the greatest is not finite. */
+typedef void mt_likeliest_fn(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
+                             mt_stream *stream);
+
 /* ---- optimizer, over any stretch of a bucket */
 
 /* sum[0] += sum of squares. */
@@ -407,12 +416,26 @@ typedef void mt_random_normal_fn(void *param, int64_t n, uint64_t key, int64_t f
 typedef void mt_convert_fn(void *to, mt_dtype to_dtype, const void *from, mt_dtype from_dtype, int64_t n,
                            mt_stream *stream);
 
+/* ---- graphs: many operations that are enqueued at once, for those too short to be enqueued one by one. Not on the
+ * CPU.
+ *
+ * Between begin and end, operations on the stream are not run but kept, with their arguments, for every launch. What
+ * changes from launch to launch lies in memory that they read: a span's k_start and k_len too, as the device holds it,
+ * while the host's list bounds k_len from above. Every operation must have run with the same sizes before. */
+typedef struct mt_graph mt_graph;
+typedef void mt_graph_begin_fn(mt_stream *stream);
+typedef mt_graph *mt_graph_end_fn(mt_stream *stream);
+typedef void mt_graph_launch_fn(const mt_graph *graph, mt_stream *stream);
+typedef void mt_graph_destroy_fn(mt_graph *graph);
+
 /* Every operation of the table, once: the struct, the CPU's prototypes and its table are made from this list, so the
  * contracts of two backends cannot drift apart. */
 #define MT_OPERATIONS(OP)                                                                                              \
     OP(memory_available)                                                                                               \
     OP(memory_alloc)                                                                                                   \
     OP(memory_free)                                                                                                    \
+    OP(memory_alloc_host)                                                                                              \
+    OP(memory_free_host)                                                                                               \
     OP(memory_copy)                                                                                                    \
     OP(memory_zero)                                                                                                    \
     OP(workspace_bytes)                                                                                                \
@@ -444,16 +467,25 @@ typedef void mt_convert_fn(void *to, mt_dtype to_dtype, const void *from, mt_dty
     OP(cross_entropy_loss)                                                                                             \
     OP(cross_entropy_backward)                                                                                         \
     OP(loss_accumulate)                                                                                                \
+    OP(likeliest)                                                                                                      \
     OP(squared_norm)                                                                                                   \
     OP(gradient_scale)                                                                                                 \
     OP(adamw_step)                                                                                                     \
     OP(random_normal)                                                                                                  \
     OP(convert)
 
+/* Those that a backend may lack: NULL in its table, and the caller does without. */
+#define MT_OPTIONAL_OPERATIONS(OP)                                                                                     \
+    OP(graph_begin)                                                                                                    \
+    OP(graph_end)                                                                                                      \
+    OP(graph_launch)                                                                                                   \
+    OP(graph_destroy)
+
 typedef struct mt_ops {
     const char *name; // "cpu"
 #define MT_OPERATION_FIELD(operation) mt_##operation##_fn *operation;
     MT_OPERATIONS(MT_OPERATION_FIELD)
+    MT_OPTIONAL_OPERATIONS(MT_OPERATION_FIELD)
 #undef MT_OPERATION_FIELD
 } mt_ops;
 
@@ -643,6 +675,11 @@ void mt_model_read(mt_model *model, float *loss, float *entropy, float *logits);
  * and token_index are not read. */
 void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                      int64_t num_rows, float *logits);
+
+/* The same with the likeliest token of each of these rows, tokens[num_rows], instead of the logits: the lowest id among
+ * equals, -1 where the logits are not all numbers. */
+void mt_model_decode_likeliest(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                               int64_t num_rows, int32_t *tokens);
 
 /* ==== §11 schedules ================================================================================================
  */

@@ -43,6 +43,7 @@ static inline int64_t mt_divide_up(int64_t a, int64_t b) {
 /* Prototypes of the whole table; they are C functions. */
 #define MT_CUDA_PROTOTYPE(operation) extern "C" mt_##operation##_fn mt_cuda_##operation;
 MT_OPERATIONS(MT_CUDA_PROTOTYPE)
+MT_OPTIONAL_OPERATIONS(MT_CUDA_PROTOTYPE)
 #undef MT_CUDA_PROTOTYPE
 
 /* y[T, N] = x[T, K] w^T + bias[N] (or NULL) for few rows. Returns whether it serves: up to MT_GEMV_ROWS rows whose

@@ -70,6 +70,16 @@ extern "C" void mt_cuda_memory_free(void *memory) {
     MT_CUDA(cudaFree(memory));
 }
 
+extern "C" void *mt_cuda_memory_alloc_host(int64_t bytes) {
+    void *memory = NULL;
+    MT_CUDA(cudaMallocHost(&memory, (size_t)bytes));
+    return memory;
+}
+
+extern "C" void mt_cuda_memory_free_host(void *memory) {
+    MT_CUDA(cudaFreeHost(memory));
+}
+
 extern "C" void mt_cuda_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
     MT_CUDA(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDefault, mt_cuda_stream(stream)));
 }
@@ -138,11 +148,39 @@ extern "C" double mt_cuda_event_seconds(const mt_event *from, const mt_event *to
     return milliseconds * 1e-3;
 }
 
+/* ---- graphs ------------------------------------------------------------------------------------------------------ */
+
+struct mt_graph {
+    cudaGraphExec_t graph;
+};
+
+extern "C" void mt_cuda_graph_begin(mt_stream *stream) {
+    MT_CUDA(cudaStreamBeginCapture(stream->stream, cudaStreamCaptureModeThreadLocal));
+}
+
+extern "C" mt_graph *mt_cuda_graph_end(mt_stream *stream) {
+    cudaGraph_t captured;
+    mt_graph *graph = (mt_graph *)mt_malloc(sizeof *graph);
+    MT_CUDA(cudaStreamEndCapture(stream->stream, &captured));
+    MT_CUDA(cudaGraphInstantiate(&graph->graph, captured, 0));
+    MT_CUDA(cudaGraphDestroy(captured));
+    return graph;
+}
+
+extern "C" void mt_cuda_graph_launch(const mt_graph *graph, mt_stream *stream) {
+    MT_CUDA(cudaGraphLaunch(graph->graph, stream->stream));
+}
+
+extern "C" void mt_cuda_graph_destroy(mt_graph *graph) {
+    MT_CUDA(cudaGraphExecDestroy(graph->graph));
+    free(graph);
+}
+
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
 static const mt_ops cuda_ops = {"cuda",
 #define MT_CUDA_ENTRY(operation) mt_cuda_##operation,
-                                MT_OPERATIONS(MT_CUDA_ENTRY)
+                                MT_OPERATIONS(MT_CUDA_ENTRY) MT_OPTIONAL_OPERATIONS(MT_CUDA_ENTRY)
 #undef MT_CUDA_ENTRY
 };
 

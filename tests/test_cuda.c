@@ -44,6 +44,7 @@ static void write_element(void *data, int64_t i, mt_dtype dtype, double value) {
 
 static double read_element(const void *data, int64_t i, mt_dtype dtype) {
     if (dtype == MT_BF16) return mt_bf16_to_f32(((const uint16_t *)data)[i]);
+    if (dtype == MT_I32) return ((const int32_t *)data)[i];
     return dtype == MT_F32 ? ((const float *)data)[i] : ((const double *)data)[i];
 }
 
@@ -285,6 +286,13 @@ static void loss_accumulate(run *r, const int64_t *n) {
     r->ops->loss_accumulate(sums, loss, mask, n[0], r->stream);
 }
 
+static void likeliest(run *r, const int64_t *n) { // T, stride, -, columns; bf16 logits have equals
+    void *logits = input(r, n[0] * n[1]);
+    int32_t *ids = integers(r, n[0], -9, -1, false);
+    r->buffers[r->num_buffers - 1].is_output = true;
+    r->ops->likeliest(ids, logits, n[0], n[1], n[3], r->dtype, r->stream);
+}
+
 static void squared_norm(run *r, const int64_t *n) { // elements, elements before the first
     double *sum = numbers(r, MT_F64, 1, POSITIVE, true);
     float *x = float_input(r, n[1] + n[0], NORMAL);
@@ -524,6 +532,7 @@ static operation operations[] = {
     {"cross_entropy_loss", cross_entropy_loss, ONCE, logit_shapes, {0}},
     {"cross_entropy_backward", cross_entropy_backward, ONCE, logit_shapes, {0}},
     {"loss_accumulate", loss_accumulate, ONCE, element_shapes, {0}},
+    {"likeliest", likeliest, 0, logit_shapes, {0}},
     {"squared_norm", squared_norm, ONCE, square_shapes, {0}},
     {"gradient_scale", gradient_scale, ONCE, scale_shapes, {0}},
     {"adamw_step", adamw_step, ONCE, element_shapes, {0}},

@@ -1,9 +1,11 @@
-/* Decoding on the GPU: attention of few queries over many keys, and linear layers of few rows, against float64.
+/* Decoding on the GPU: attention of few queries over many keys, and linear layers of few rows, against float64; steps
+ * in graphs against steps whose operations are enqueued one by one, the CPU and Hugging Face transformers.
  *
  * Tolerances, of norms: fp32 sums are right to 1e-5; a result rounded to bf16 once is off by 2^-9 of an element at most
  * and about 1.7e-3 in norm, so 4e-3 is allowed. A key too few or too many is far more. */
 #include "../megatron.h"
 
+#include <jansson.h>
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -374,6 +376,191 @@ static void linear_layers_of_few_rows_match_float64_and_do_not_mix_rows(void **s
         }
 }
 
+/* ==== graphs ===================================================================================================== */
+
+enum { SEQUENCES = 3, STEPS = 14, HALF = STEPS / 2, CONTEXT = 64 };
+
+static const char *const families[] = {"gpt2", "llama", "llama3_rope_tied", "qwen2", "qwen3"};
+enum { NUM_FAMILIES = sizeof families / sizeof *families };
+static const mt_grid grid = {.world = {.name = "world", .size = 1}, .data = {.name = "data", .size = 1}};
+
+static int64_t launches; // of graphs
+
+static void count_launch(const mt_graph *graph, mt_stream *on) {
+    launches++;
+    gpu->graph_launch(graph, on);
+}
+
+/* The GPU's table with its launches counted, and without graphs. */
+static mt_ops counted_ops(void) {
+    mt_ops ops = *gpu;
+    ops.graph_launch = count_launch;
+    return ops;
+}
+
+static mt_ops plain_ops(void) {
+    mt_ops ops = *gpu;
+    ops.graph_begin = NULL;
+    return ops;
+}
+
+static mt_options read_family(int family, bool bf16) {
+    char folder[256];
+    mt_options options;
+    mt_error error = {{0}};
+    snprintf(folder, sizeof folder, "tests/golden/hf/%s", families[family]);
+    char *arguments[] = {"infer", "--load", folder, "--max-new-tokens", "24", "--bf16"};
+    if (mt_options_parse(&options, MT_PROGRAM_INFER, bf16 ? 6 : 5, arguments, &error) != 0 ||
+        mt_options_finish(&options, MT_PROGRAM_INFER, 1, &error) != 0)
+        fail_msg("%s", error.text);
+    return options;
+}
+
+static mt_model *create_model(const mt_options *options, const mt_ops *ops, const mt_model_plan *plan) {
+    mt_model *model;
+    mt_error error = {{0}};
+    mt_run_state state = {0};
+    if (mt_model_create(&model, options, &grid, ops, plan, &error) != 0 ||
+        mt_checkpoint_load(model, &state, options->load, &error) != 0)
+        fail_msg("%s", error.text);
+    return model;
+}
+
+/* One pass that adds counts[s] tokens to each of the first n sequences, which hold `held` already. */
+static void decode_pass(mt_model *model, mt_batch *batch, int64_t n, int64_t *held, const int64_t *counts,
+                        float *logits) {
+    int32_t cache_rows[CONTEXT], rows[SEQUENCES];
+    int64_t V = mt_model_options(model)->vocab_size;
+    batch->num_tokens = 0, batch->num_spans = n;
+    for (int64_t s = 0; s < n; s++) {
+        int64_t start = batch->num_tokens;
+        for (int64_t i = 0; i < counts[s]; i++) {
+            int64_t t = start + i, position = held[s] + i;
+            batch->tokens[t] = (int32_t)((position * 37 + s * 11 + 5) % V);
+            batch->positions[t] = (int32_t)position;
+            cache_rows[t] = (int32_t)(s * CONTEXT + position);
+        }
+        held[s] += counts[s];
+        batch->num_tokens += counts[s];
+        batch->spans[s] = (mt_span){start, counts[s], s * CONTEXT, held[s], true};
+        rows[s] = (int32_t)batch->num_tokens - 1;
+    }
+    mt_model_decode(model, batch, cache_rows, rows, n, logits);
+}
+
+/* Logits of three prompts, of HALF steps of the three sequences, and of as many of two of them; to free. */
+static float *decode_logits(const mt_options *options, const mt_ops *ops, int64_t *count) {
+    const int64_t prompts[SEQUENCES] = {3, 1, 9}, one[SEQUENCES] = {1, 1, 1};
+    mt_model_plan plan = {
+        .max_tokens = CONTEXT, .max_logits = SEQUENCES, .cache_rows = SEQUENCES * CONTEXT, .max_position = CONTEXT};
+    mt_model *model = create_model(options, ops, &plan);
+    mt_batch batch;
+    mt_batch_alloc(&batch, CONTEXT);
+    int64_t held[SEQUENCES] = {0}, V = options->vocab_size;
+    float *logits = mt_malloc((STEPS + 1) * SEQUENCES * V * 4), *to = logits;
+    for (int step = -1; step < STEPS; step++) {
+        int64_t n = step < HALF ? SEQUENCES : SEQUENCES - 1;
+        decode_pass(model, &batch, n, held, step < 0 ? prompts : one, to);
+        to += n * V;
+    }
+    *count = to - logits;
+    mt_batch_free(&batch);
+    mt_model_destroy(model);
+    return logits;
+}
+
+static void assert_near(const char *family, const float *logits, const float *answer, int64_t count) {
+    double error = 0, size = 0;
+    for (int64_t i = 0; i < count; i++) {
+        double difference = (double)logits[i] - (double)answer[i];
+        error += difference * difference, size += (double)answer[i] * (double)answer[i];
+    }
+    if (!(sqrt(error) <= 1e-5 * sqrt(size)))
+        fail_msg("%s: logits are off by %.3g of norm %.3g", family, sqrt(error), sqrt(size));
+}
+
+static void steps_in_graphs_have_the_bits_of_plain_steps_and_the_logits_of_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const mt_ops counted = counted_ops(), plain = plain_ops();
+    for (int k = 0; k < NUM_FAMILIES; k++)
+        for (int bf16 = 0; bf16 < 2; bf16++) {
+            mt_options options = read_family(k, bf16);
+            int64_t count, again;
+            launches = 0;
+            float *in_graphs = decode_logits(&options, &counted, &count);
+            assert_int_equal(launches, 2 * (HALF - 1)); // all steps but the first of three and of two sequences
+            float *one_by_one = decode_logits(&options, &plain, &again);
+            assert_int_equal(launches, 2 * (HALF - 1));
+            assert_int_equal(count, again);
+            assert_memory_equal(in_graphs, one_by_one, (size_t)count * 4);
+            if (!bf16) {
+                float *answer = decode_logits(&options, &mt_cpu_ops, &again);
+                assert_near(families[k], in_graphs, answer, count);
+                free(answer);
+            }
+            free(in_graphs), free(one_by_one);
+            mt_options_free(&options);
+        }
+}
+
+/* Sequences of unequal prompts that end at different steps; sequence 0 continues the family's golden text. */
+static void generate(const mt_options *options, const mt_ops *ops, const mt_sampling *sampling, const int32_t *golden,
+                     int64_t count, mt_sequence *sequences) {
+    const mt_stops stops = {.count = 0};
+    mt_error error = {{0}};
+    for (int64_t s = 0; s < count; s++) {
+        int32_t prompt[CONTEXT];
+        for (int64_t i = 0; i < 8 + 3 * s; i++)
+            prompt[i] = s == 0 ? golden[i] : (int32_t)((i * 31 + 7 * s) % options->vocab_size);
+        if (mt_sequence_begin(&sequences[s], s, prompt, 8 + 3 * s, CONTEXT, options, &error) != 0)
+            fail_msg("%s", error.text);
+        sequences[s].max_tokens -= 5 * s;
+    }
+    mt_model_plan plan = mt_generator_plan(count, CONTEXT, 16); // prompts in pieces
+    mt_model *model = create_model(options, ops, &plan);
+    mt_generator *generator = mt_generator_create(model, count, sampling, &stops);
+    int64_t unfinished = count;
+    while (unfinished > 0) {
+        unfinished = mt_generator_step(generator, sequences, count, &error);
+        if (unfinished < 0) fail_msg("%s", error.text);
+    }
+    mt_generator_destroy(generator);
+    mt_model_destroy(model);
+}
+
+static void generated_tokens_are_those_of_plain_steps_and_of_transformers(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const mt_ops counted = counted_ops(), plain = plain_ops();
+    const mt_sampling samplings[] = {{.temperature = 0, .top_p = 1},
+                                     {.temperature = 0.8, .top_p = 0.95, .top_k = 40, .seed = 3}};
+    for (int k = 0; k < NUM_FAMILIES; k++)
+        for (int drawn = 0; drawn < 2; drawn++) {
+            mt_options options = read_family(k, false);
+            mt_sequence a[SEQUENCES], b[SEQUENCES];
+            char path[512];
+            snprintf(path, sizeof path, "%s/expected.json", options.load);
+            json_t *root = json_load_file(path, 0, NULL), *item;
+            int32_t golden[CONTEXT];
+            size_t i;
+            json_array_foreach(json_object_get(root, "greedy_ids"), i, item) golden[i] =
+                (int32_t)json_integer_value(item);
+            launches = 0;
+            generate(&options, &counted, &samplings[drawn], golden, SEQUENCES, a);
+            assert_in_range(launches, 10, 24);
+            generate(&options, &plain, &samplings[drawn], golden, SEQUENCES, b);
+            for (int64_t s = 0; s < SEQUENCES; s++) {
+                assert_int_equal(a[s].num_tokens, b[s].num_tokens);
+                assert_memory_equal(a[s].tokens, b[s].tokens, (size_t)a[s].num_tokens * 4);
+            }
+            if (!drawn) assert_memory_equal(a[0].tokens, golden, 32 * 4);
+            for (int64_t s = 0; s < SEQUENCES; s++) free(a[s].tokens), free(b[s].tokens);
+            json_decref(root);
+            mt_options_free(&options);
+        }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(few_queries_match_float64),
@@ -383,6 +570,8 @@ int main(void) {
         cmocka_unit_test(a_sequence_has_the_same_bits_beside_others),
         cmocka_unit_test(what_decoding_does_not_ask_for_is_left_to_other_rungs),
         cmocka_unit_test(linear_layers_of_few_rows_match_float64_and_do_not_mix_rows),
+        cmocka_unit_test(steps_in_graphs_have_the_bits_of_plain_steps_and_the_logits_of_the_cpu),
+        cmocka_unit_test(generated_tokens_are_those_of_plain_steps_and_of_transformers),
     };
     return cmocka_run_group_tests(tests, open_gpu, close_gpu);
 }
