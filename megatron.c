@@ -2253,6 +2253,22 @@ static void mt_cpu_stream_wait(mt_stream *stream) {
     (void)stream;
 }
 
+static mt_event *mt_cpu_event_create(void) {
+    return NULL;
+}
+
+static void mt_cpu_event_destroy(mt_event *event) {
+    (void)event;
+}
+
+static void mt_cpu_event_record(mt_event *event, mt_stream *stream) {
+    (void)event, (void)stream;
+}
+
+static void mt_cpu_event_wait(mt_event *event) {
+    (void)event;
+}
+
 /* ==== §3b linear layers ========================================================================================== */
 /* Three matrix products: y = x w^T, dx = dy w and dw += dy^T x. */
 
@@ -3860,7 +3876,10 @@ struct mt_model {
     bool training;
     bool accumulates; // the step's first backward writes the gradients of matrices, later ones add
     int64_t batch_bytes;
-    char *device_batch, *staged_batch; // blocks of it, on the device and on the host
+    char *device_batch;    // its block
+    char *staged_batch[2]; // blocks on the host, which take turns: one is filled while the other is copied
+    mt_event *copied[2];   // the moments when they have been
+    int staged;            // the one filled last
     int32_t *tokens, *labels, *positions, *cache_rows, *logit_rows;
     float *loss_mask;
     int64_t *token_index;
@@ -4406,7 +4425,10 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     }
     m->staged_logits =
         ops->memory_alloc_host(mt_max(MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype), plan->max_logits * 4));
-    m->staged_batch = ops->memory_alloc_host(m->batch_bytes);
+    for (int i = 0; i < 2; i++) {
+        m->staged_batch[i] = ops->memory_alloc_host(m->batch_bytes);
+        m->copied[i] = ops->event_create();
+    }
     if (plan->cache_rows > 0) mt_decode_create(m);
     m->arena.capacity = counting.used;
     m->arena.base = ops->memory_alloc(counting.used);
@@ -4433,7 +4455,10 @@ void mt_model_destroy(mt_model *m) {
             if (m->step_graphs[i].graph) m->ops->graph_destroy(m->step_graphs[i].graph);
         m->ops->stream_destroy(m->stream);
         m->ops->memory_free_host(m->staged_logits);
-        m->ops->memory_free_host(m->staged_batch);
+        for (int i = 0; i < 2; i++) {
+            m->ops->memory_free_host(m->staged_batch[i]);
+            m->ops->event_destroy(m->copied[i]);
+        }
         m->ops->memory_free(m->arena.base);
     }
     free(m->step_graphs);
@@ -4512,30 +4537,37 @@ void mt_batch_free(mt_batch *batch) {
     *batch = (mt_batch){0};
 }
 
-/* Says where the model's operations find a micro-batch on the device. */
-static void mt_place_batch(mt_model *m, const mt_batch *batch) {
-    int64_t T = batch->num_tokens;
-    MT_CHECK(T <= m->plan.max_tokens && batch->num_spans <= T);
-    mt_arena arena = {.base = m->device_batch, .capacity = m->batch_bytes};
-    mt_batch_block block = mt_layout_batch(&arena, T, batch->num_spans);
+/* Says where the model's operations find a micro-batch on the device, and returns where it goes in the host's block. */
+static mt_batch_block mt_place_batch(mt_model *m, const mt_batch *batch, int staged) {
+    int64_t T = batch->num_tokens, num_spans = batch->num_spans;
+    MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
+    mt_arena on_device = {.base = m->device_batch, .capacity = m->batch_bytes};
+    mt_arena on_host = {.base = m->staged_batch[staged], .capacity = m->batch_bytes};
+    mt_batch_block block = mt_layout_batch(&on_device, T, num_spans);
     m->T = T;
     m->cache_rows = block.cache_rows, m->logit_rows = block.logit_rows;
     m->tokens = block.tokens, m->positions = block.positions, m->labels = block.labels;
     m->loss_mask = block.loss_mask, m->token_index = block.token_index;
-    m->spans = (mt_spans){.host = batch->spans, .device = block.spans, .count = batch->num_spans};
+    m->spans = (mt_spans){.host = batch->spans, .device = block.spans, .count = num_spans};
+    m->staged = staged;
+    m->ops->event_wait(m->copied[staged]); // what was in the host's block has left it
+    return mt_layout_batch(&on_host, T, num_spans);
 }
 
-/* Copies a micro-batch to where the model's operations read it. */
+/* Enqueues the copy of a micro-batch to where the model's operations read it. The host goes on at once: it may fill
+ * `batch` again and hand over the next micro-batch while the device is still busy with this one. */
 static void mt_load_batch(mt_model *m, const mt_batch *batch) {
-    const mt_ops *ops = m->ops;
-    int64_t T = batch->num_tokens;
-    mt_place_batch(m, batch);
-    ops->memory_copy(m->tokens, batch->tokens, T * 4, m->stream);
-    ops->memory_copy(m->labels, batch->labels, T * 4, m->stream);
-    ops->memory_copy(m->positions, batch->positions, T * 4, m->stream);
-    ops->memory_copy(m->loss_mask, batch->loss_mask, T * 4, m->stream);
-    ops->memory_copy(m->token_index, batch->token_index, T * 8, m->stream);
-    ops->memory_copy((void *)m->spans.device, batch->spans, batch->num_spans * (int64_t)sizeof(mt_span), m->stream);
+    mt_batch_block block = mt_place_batch(m, batch, !m->staged);
+    size_t T = (size_t)batch->num_tokens;
+    memcpy(block.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
+    memcpy(block.tokens, batch->tokens, T * 4);
+    memcpy(block.positions, batch->positions, T * 4);
+    memcpy(block.labels, batch->labels, T * 4);
+    memcpy(block.loss_mask, batch->loss_mask, T * 4);
+    memcpy(block.token_index, batch->token_index, T * 8);
+    int64_t bytes = (char *)(block.token_index + T) - (char *)block.spans;
+    m->ops->memory_copy((void *)m->spans.device, block.spans, bytes, m->stream);
+    m->ops->event_record(m->copied[m->staged], m->stream);
 }
 
 /* x[T, C] = dropout(word + position). */
@@ -4641,28 +4673,25 @@ void mt_model_read(mt_model *m, float *loss, float *entropy, float *logits) {
     if (logits) mt_read_logits(m, logits, m->num_logits);
 }
 
-/* Puts what a pass of decoding reads into the host's block. The copy of the last pass is done: its results were waited
- * for. */
+/* Puts what a pass of decoding reads into the host's block: always the same one, because graphs keep its address. */
 static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                               int64_t num_rows) {
-    int64_t T = batch->num_tokens, num_spans = batch->num_spans;
-    MT_CHECK(m->plan.cache_rows > 0 && num_rows <= m->plan.max_logits && num_rows <= T);
+    size_t T = (size_t)batch->num_tokens;
+    MT_CHECK(m->plan.cache_rows > 0 && num_rows <= m->plan.max_logits && num_rows <= batch->num_tokens);
     m->training = false;
     m->num_logits = num_rows;
-    mt_place_batch(m, batch);
-    mt_arena arena = {.base = m->staged_batch, .capacity = m->batch_bytes};
-    mt_batch_block block = mt_layout_batch(&arena, T, num_spans);
-    memcpy(block.cache_rows, cache_rows, (size_t)T * 4);
+    mt_batch_block block = mt_place_batch(m, batch, 0);
+    memcpy(block.cache_rows, cache_rows, T * 4);
     memcpy(block.logit_rows, rows, (size_t)num_rows * 4);
-    memcpy(block.spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
-    memcpy(block.tokens, batch->tokens, (size_t)T * 4);
-    memcpy(block.positions, batch->positions, (size_t)T * 4);
+    memcpy(block.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
+    memcpy(block.tokens, batch->tokens, T * 4);
+    memcpy(block.positions, batch->positions, T * 4);
 }
 
-/* From the host's block to logits; what a graph holds. */
+/* From the host's block to logits; what a graph holds. Its results are waited for, and so is its copy. */
 static void mt_decode_pass(mt_model *m) {
     int64_t rows = m->num_logits, bytes = (char *)m->labels - m->device_batch;
-    m->ops->memory_copy(m->device_batch, m->staged_batch, bytes, m->stream);
+    m->ops->memory_copy(m->device_batch, m->staged_batch[0], bytes, m->stream);
     mt_forward_layers(m, true);
     if (rows == 0) return; // a piece of a prompt
     m->ops->gather_rows(m->scratch.hidden, m->final_input, m->logit_rows, rows, m->C, m->C, m->C, m->dtype, m->stream);
@@ -7163,6 +7192,10 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .stream_create = ops->stream_create,
         .stream_destroy = ops->stream_destroy,
         .stream_wait = ops->stream_wait,
+        .event_create = ops->event_create,
+        .event_destroy = ops->event_destroy,
+        .event_record = ops->event_record,
+        .event_wait = ops->event_wait,
         .linear_forward = mt_timed_linear_forward,
         .linear_backward_input = mt_timed_linear_backward_input,
         .linear_backward_weight = mt_timed_linear_backward_weight,

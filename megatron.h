@@ -272,6 +272,16 @@ typedef void mt_stream_destroy_fn(mt_stream *stream);
 /* Waits for all that was enqueued. */
 typedef void mt_stream_wait_fn(mt_stream *stream);
 
+/* ---- events: moments on a stream, by which the host learns how far the device has come. NULL on the CPU */
+
+typedef struct mt_event mt_event;
+typedef mt_event *mt_event_create_fn(void);
+typedef void mt_event_destroy_fn(mt_event *event);
+/* The moment when all that was enqueued before is done. */
+typedef void mt_event_record_fn(mt_event *event, mt_stream *stream);
+/* Waits for the moment that was recorded last; at once where none was. */
+typedef void mt_event_wait_fn(mt_event *event);
+
 /* ---- linear layers; weights are [N, K] as torch.nn.Linear stores them */
 
 /* y[T, N] = x[T, K] w^T + bias[N] (bias may be NULL). */
@@ -442,6 +452,10 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
     OP(stream_create)                                                                                                  \
     OP(stream_destroy)                                                                                                 \
     OP(stream_wait)                                                                                                    \
+    OP(event_create)                                                                                                   \
+    OP(event_destroy)                                                                                                  \
+    OP(event_record)                                                                                                   \
+    OP(event_wait)                                                                                                     \
     OP(linear_forward)                                                                                                 \
     OP(linear_backward_input)                                                                                          \
     OP(linear_backward_weight)                                                                                         \
@@ -495,9 +509,8 @@ extern const mt_ops mt_cpu_ops;
 /* The CUDA backend on GPU `device` of this host; NULL with a reason where none answers or the build has no CUDA. */
 const mt_ops *mt_cuda_open(int device, mt_error *error);
 
-/* A moment on a stream of the CUDA backend, to time what is enqueued between two of them; only in builds with CUDA. The
- * seconds between two moments are known once the second has passed, which mt_cuda_event_seconds waits for. */
-typedef struct mt_event mt_event;
+/* The events of the CUDA backend, to time what is enqueued between two of them; only in builds with CUDA. The seconds
+ * between two moments are known once the second has passed, which mt_cuda_event_seconds waits for. */
 mt_event *mt_cuda_event_create(void);
 void mt_cuda_event_destroy(mt_event *event);
 void mt_cuda_event_record(mt_event *event, mt_stream *stream);

@@ -141,6 +141,10 @@ extern "C" void mt_cuda_event_record(mt_event *event, mt_stream *stream) {
     MT_CUDA(cudaEventRecord(event->event, mt_cuda_stream(stream)));
 }
 
+extern "C" void mt_cuda_event_wait(mt_event *event) {
+    MT_CUDA(cudaEventSynchronize(event->event));
+}
+
 extern "C" double mt_cuda_event_seconds(const mt_event *from, const mt_event *to) {
     float milliseconds;
     MT_CUDA(cudaEventSynchronize(to->event));

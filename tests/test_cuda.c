@@ -625,7 +625,7 @@ static void gpu_agrees_with_cpu(void **state) {
     }
 }
 
-/* Memory and streams are at work in every other test. */
+/* Memory and streams are at work in every other test, events in one of their own. */
 static void every_operation_is_tested(void **state) {
     (void)state;
     static const char *const all[] = {
@@ -635,10 +635,37 @@ static void every_operation_is_tested(void **state) {
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         bool found = strncmp(all[i], "memory_", 7) == 0 || strncmp(all[i], "stream_", 7) == 0 ||
-                     strcmp(all[i], "workspace_bytes") == 0;
+                     strncmp(all[i], "event_", 6) == 0 || strcmp(all[i], "workspace_bytes") == 0;
         for (size_t j = 0; j < NUM_OPERATIONS; j++) found |= strcmp(all[i], operations[j].name) == 0;
         if (!found) fail_msg("%s is not tested", all[i]);
     }
+}
+
+/* The copy behind which an event was recorded is done when the event has passed; one that was never recorded is not
+ * waited for. */
+static void an_event_has_passed_when_what_was_enqueued_before_is_done(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const int64_t count = (int64_t)1 << 26;
+    int32_t *host = gpu->memory_alloc_host(count * 4), *device = gpu->memory_alloc(count * 4);
+    mt_event *done = gpu->event_create(), *never = gpu->event_create();
+    for (int32_t turn = 1; turn <= 3; turn++) {
+        for (int64_t i = 0; i < count; i++) host[i] = turn + (int32_t)i;
+        gpu->memory_copy(device, host, count * 4, gpu_stream);
+        gpu->event_record(done, gpu_stream);
+        gpu->event_wait(never);
+        gpu->event_wait(done);
+        memset(host, 0, (size_t)count * 4); // has left
+        gpu->memory_copy(host, device, count * 4, gpu_stream);
+        gpu->event_record(done, gpu_stream);
+        gpu->event_wait(done);
+        int64_t wrong = 0;
+        for (int64_t i = 0; i < count; i++) wrong += host[i] != turn + (int32_t)i;
+        assert_int_equal(wrong, 0);
+    }
+    gpu->event_destroy(done), gpu->event_destroy(never);
+    gpu->memory_free(device);
+    gpu->memory_free_host(host);
 }
 
 static void *workspace;
@@ -661,9 +688,11 @@ static void close_gpu(void) {
 }
 
 int main(void) {
-    struct CMUnitTest tests[NUM_OPERATIONS + 1] = {cmocka_unit_test(every_operation_is_tested)};
+    struct CMUnitTest tests[NUM_OPERATIONS + 2] = {
+        cmocka_unit_test(every_operation_is_tested),
+        cmocka_unit_test(an_event_has_passed_when_what_was_enqueued_before_is_done)};
     for (size_t i = 0; i < NUM_OPERATIONS; i++)
-        tests[i + 1] = (struct CMUnitTest){operations[i].name, gpu_agrees_with_cpu, NULL, NULL, &operations[i]};
+        tests[i + 2] = (struct CMUnitTest){operations[i].name, gpu_agrees_with_cpu, NULL, NULL, &operations[i]};
     open_gpu();
     int failed = cmocka_run_group_tests_name("cuda", tests, NULL, NULL);
     close_gpu();
