@@ -3836,6 +3836,18 @@ typedef struct mt_step_graph {
     mt_graph *graph;
 } mt_step_graph;
 
+/* What a training step reports, as the device computed it. */
+typedef struct mt_step_result {
+    double sums[2]; // loss, unmasked tokens
+    float grad_norm;
+} mt_step_result;
+
+/* A training step that was enqueued. Two take turns, so that the host is at most two steps ahead of the device. */
+typedef struct mt_step_slot {
+    int64_t iteration; // 0: none that is still to be checked
+    mt_event *done;    // when its result has arrived; NULL where it always has
+} mt_step_slot;
+
 struct mt_model {
     const mt_options *options;
     const mt_grid *grid;
@@ -3870,6 +3882,10 @@ struct mt_model {
     mt_span *step_spans;        // [max_logits] bounds of a step's spans
     void **k_cache, **v_cache;  // a layer: [cache_rows, G D]
     double *sums;               // loss, unmasked tokens, squared norm
+    int64_t num_steps;          // training steps so far; slot and result of a step are numbered by it
+    mt_step_slot slots[2];
+    mt_step_result *results;              // [2] in host memory
+    double unread_tokens, unread_seconds; // of the steps since metrics were read
     float *grad_scale, *grad_norm;
     /* the micro-batch of the last forward, on the device */
     int64_t T, num_logits;
@@ -4425,9 +4441,11 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     }
     m->staged_logits =
         ops->memory_alloc_host(mt_max(MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype), plan->max_logits * 4));
+    m->results = ops->memory_alloc_host(2 * (int64_t)sizeof(mt_step_result));
     for (int i = 0; i < 2; i++) {
         m->staged_batch[i] = ops->memory_alloc_host(m->batch_bytes);
         m->copied[i] = ops->event_create();
+        m->slots[i].done = ops->event_create();
     }
     if (plan->cache_rows > 0) mt_decode_create(m);
     m->arena.capacity = counting.used;
@@ -4455,9 +4473,11 @@ void mt_model_destroy(mt_model *m) {
             if (m->step_graphs[i].graph) m->ops->graph_destroy(m->step_graphs[i].graph);
         m->ops->stream_destroy(m->stream);
         m->ops->memory_free_host(m->staged_logits);
+        m->ops->memory_free_host(m->results);
         for (int i = 0; i < 2; i++) {
             m->ops->memory_free_host(m->staged_batch[i]);
             m->ops->event_destroy(m->copied[i]);
+            m->ops->event_destroy(m->slots[i].done);
         }
         m->ops->memory_free(m->arena.base);
     }
@@ -6658,14 +6678,8 @@ int64_t mt_score(mt_model *model, mt_error *error) {
 /* ==== §16 the training step ====================================================================================== */
 /* A step, start to end: zero, forward and backward by the schedule, sum over ranks, clip, update. Invariants: the loss
  * is a sum over tokens, divided once by the whole batch's count of unmasked tokens, so micro-batches and ranks do not
- * change it; the host waits for the device only where it reads the metrics. */
-
-/* Loss and tokens of all ranks; sums[2], the squared norm, starts at 0. */
-static void mt_sums_finish(mt_model *m, double sums[2]) {
-    mt_all_reduce_sum(&m->grid->data, m->sums, 2, MT_F64);
-    m->ops->memory_copy(sums, m->sums, 2 * 8, m->stream);
-    m->ops->stream_wait(m->stream);
-}
+ * change it; the host waits for the device only where it reads the metrics, and so as to stay within two steps of it.
+ */
 
 /* The weights' update, from finished gradients. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
@@ -6692,51 +6706,97 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     }
 }
 
-int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
-                  mt_batch *batch, mt_metrics *metrics, mt_error *error) {
-    double begin = mt_time(), sums[2];
-    float grad_norm;
+/* Forwards and backwards of all micro-batches, summed over the ranks; adds to `tokens`. */
+static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context,
+                             mt_batch *batch, int64_t *tokens, mt_error *error) {
     mt_gradients_begin(m);
-    m->ops->memory_zero(m->sums, 3 * 8, m->stream);
-    if (micro_batches > m->max_micro_batches) { // the first step, and where the batch ramp grows
+    m->ops->memory_zero(m->sums, 3 * 8, m->stream); // the squared norm too
+    if (micro_batches > m->max_micro_batches) {     // the first step, and where the batch ramp grows
         m->steps = mt_realloc(m->steps, 2 * micro_batches * (int64_t)sizeof(mt_step));
         m->max_micro_batches = micro_batches;
     }
     const mt_step *steps = m->steps;
-    int64_t count = mt_schedule_1f1b(m->steps, 1, 0, micro_batches), tokens = 0;
-    int status = 0;
-    for (int64_t i = 0; i < count && status == 0; i++) {
+    int64_t count = mt_schedule_1f1b(m->steps, 1, 0, micro_batches);
+    for (int64_t i = 0; i < count; i++) {
         if (steps[i].kind == MT_STEP_BACKWARD) {
             mt_model_backward(m);
             continue;
         }
-        status = source(context, steps[i].micro_batch, batch, error);
-        if (status == 0) mt_model_forward(m, batch, true);
-        tokens += batch->num_tokens;
+        if (source(context, steps[i].micro_batch, batch, error) != 0) return -1;
+        mt_model_forward(m, batch, true);
+        *tokens += batch->num_tokens;
     }
-    if (status != 0) return status;
+    mt_all_reduce_sum(&m->grid->data, m->sums, 2, MT_F64);
+    mt_gradients_finish(m);
+    return 0;
+}
 
-    mt_sums_finish(m, sums);
-    if (!isfinite(sums[0]))
+/* Enqueues the copies of what a step reports. */
+static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
+    mt_step_result *result = &m->results[slot];
+    m->ops->memory_copy(result->sums, m->sums, sizeof result->sums, m->stream);
+    m->ops->memory_copy(&result->grad_norm, m->grad_norm, sizeof result->grad_norm, m->stream);
+    m->ops->event_record(m->slots[slot].done, m->stream);
+    m->slots[slot].iteration = iteration;
+}
+
+/* Waits for a slot's result, and checks it. */
+static int mt_step_check(mt_model *m, int slot, mt_error *error) {
+    long long iteration = m->slots[slot].iteration;
+    const mt_step_result *result = &m->results[slot];
+    if (iteration == 0) return 0;
+    m->ops->event_wait(m->slots[slot].done);
+    m->slots[slot].iteration = 0;
+    if (!isfinite(result->sums[0]))
         return mt_error_set(error,
                             "iteration %lld: the loss is %g; lower --lr or look at the data (nothing was saved since)",
-                            (long long)state->iteration + 1, sums[0]);
-    mt_gradients_finish(m);
+                            iteration, result->sums[0]);
+    if (!isfinite(result->grad_norm))
+        return mt_error_set(error, "iteration %lld: the gradient norm is %g; lower --lr or look at the data", iteration,
+                            (double)result->grad_norm);
+    return 0;
+}
+
+/* Waits for all steps: the one before the last, then the last. */
+static int mt_steps_check(mt_model *m, mt_error *error) {
+    int older = (int)(m->num_steps % 2);
+    return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
+}
+
+int mt_train_finish(mt_model *m, mt_error *error) {
+    double begin = mt_time();
+    int status = mt_steps_check(m, error);
+    m->unread_seconds += mt_time() - begin;
+    return status;
+}
+
+int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
+                  mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+    double begin = mt_time();
+    int slot = (int)(m->num_steps % 2);
+    int64_t tokens = 0;
+    if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last: its slot is taken now
+    if (mt_step_gradients(m, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
     mt_optimizer_step(m, state);
-    m->ops->memory_copy(&grad_norm, m->grad_norm, 4, m->stream);
-    m->ops->stream_wait(m->stream);
-    *metrics = (mt_metrics){.loss = sums[1] > 0 ? sums[0] / sums[1] : 0,
-                            .grad_norm = grad_norm,
-                            .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
-                            .weight_decay = mt_weight_decay(m->options, state->consumed_train_samples),
-                            .tokens = (double)(tokens * m->grid->data.size)};
-    if (!isfinite(metrics->grad_norm))
-        return mt_error_set(error, "iteration %lld: the gradient norm is %g; lower --lr or look at the data",
-                            (long long)state->iteration + 1, metrics->grad_norm);
+    mt_step_report(m, slot, state->iteration + 1);
+    m->num_steps++;
+    if (metrics || !m->slots[slot].done)
+        if (mt_steps_check(m, error) != 0) return -1;
+    m->unread_tokens += (double)(tokens * m->grid->data.size);
+    m->unread_seconds += mt_time() - begin;
+    if (metrics) {
+        const mt_step_result *result = &m->results[slot];
+        *metrics = (mt_metrics){.loss = result->sums[1] > 0 ? result->sums[0] / result->sums[1] : 0,
+                                .grad_norm = (double)result->grad_norm,
+                                .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
+                                .weight_decay = mt_weight_decay(m->options, state->consumed_train_samples),
+                                .tokens = (double)(tokens * m->grid->data.size)};
+        metrics->seconds = m->unread_seconds * metrics->tokens / m->unread_tokens;
+        m->unread_tokens = m->unread_seconds = 0;
+    }
     state->iteration++;
     state->optimizer_step++;
     state->consumed_train_samples += micro_batches * m->options->micro_batch_size * m->grid->data.size;
-    metrics->seconds = mt_time() - begin;
     return 0;
 }
 
@@ -6748,7 +6808,9 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
         if (source(context, i, batch, error) != 0) return -1;
         mt_model_forward(m, batch, false);
     }
-    mt_sums_finish(m, sums);
+    mt_all_reduce_sum(&m->grid->data, m->sums, 2, MT_F64);
+    m->ops->memory_copy(sums, m->sums, 2 * 8, m->stream);
+    m->ops->stream_wait(m->stream);
     *loss = sums[1] > 0 ? sums[0] / sums[1] : 0;
     return 0;
 }
@@ -6802,11 +6864,15 @@ static int mt_report_flush(const mt_report *report, mt_error *error) {
     return mt_error_set(error, "--metrics %s: cannot be written: %s", report->options->metrics, strerror(errno));
 }
 
+bool mt_report_is_due(const mt_report *report, int64_t iteration) {
+    return iteration % report->options->log_interval == 0 || iteration == report->options->num_iterations;
+}
+
 int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
                         mt_error *error) {
     const mt_options *o = report->options;
     int64_t iteration = state->iteration, total = o->num_iterations;
-    if (!report->prints || (iteration % o->log_interval != 0 && iteration != total)) return 0;
+    if (!report->prints || !mt_report_is_due(report, iteration)) return 0;
     double rate = metrics->tokens / metrics->seconds;
     double flops = mt_flops(o, (int64_t)metrics->tokens / o->seq_length) / metrics->seconds / report->world_size;
     double pace = (mt_time() - report->start) / (double)(iteration - report->first_iteration);

@@ -734,8 +734,8 @@ typedef struct mt_metrics {
     double loss;      // mean over unmasked tokens
     double grad_norm; // before clipping
     double learning_rate, weight_decay;
-    double tokens; // tokens in the step, masked or not
-    double seconds;
+    double tokens;  // tokens in the step, masked or not
+    double seconds; // that the step took, at the rate of all steps since metrics were read last
 } mt_metrics;
 
 /* Fills `batch` with micro-batch `index` of this step; called once a micro-batch, in order. Returns 0 or -1 with error.
@@ -743,9 +743,14 @@ typedef struct mt_metrics {
 typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_error *error);
 
 /* One step over `micro_batches` micro-batches a rank: forwards and backwards by the schedule, gradients summed over the
- * data group, norm, clipping, AdamW. Updates `state`. */
+ * data group, norm, clipping, AdamW. Updates `state`. With metrics == NULL the host only enqueues the step, up to two
+ * before it waits; reading metrics waits for the device. A loss or a gradient norm that is not finite is an error of
+ * this call or, where metrics are not read, of one of the next two or of mt_train_finish. */
 int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error);
+
+/* Waits for the steps that were enqueued, and checks them: before what they made is saved, evaluated or timed. */
+int mt_train_finish(mt_model *model, mt_error *error);
 
 /* Mean loss of `micro_batches` micro-batches a rank without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
@@ -768,7 +773,10 @@ typedef struct mt_report {
 int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error);
 void mt_report_close(mt_report *report);
 
-/* The step that `state` now counts; every --log-interval iterations. */
+/* Whether the step that ends at `iteration` is told: every --log-interval iterations, and the last. */
+bool mt_report_is_due(const mt_report *report, int64_t iteration);
+
+/* The step that `state` now counts, if it is due. */
 int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics, mt_error *error);
 
 /* The mean loss of "validation" or "test" after the steps that `state` counts. */
