@@ -431,7 +431,8 @@ typedef void mt_convert_fn(void *to, mt_dtype to_dtype, const void *from, mt_dty
  *
  * Between begin and end, operations on the stream are not run but kept, with their arguments, for every launch. What
  * changes from launch to launch lies in memory that they read: a span's k_start and k_len too, as the device holds it,
- * while the host's list bounds k_len from above. Every operation must have run with the same sizes before. */
+ * while the host's list bounds k_len from above. Weights do not change in a graph. Every operation must have run with
+ * the same sizes before. */
 typedef struct mt_graph mt_graph;
 typedef void mt_graph_begin_fn(mt_stream *stream);
 typedef mt_graph *mt_graph_end_fn(mt_stream *stream);

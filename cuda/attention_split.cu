@@ -248,6 +248,7 @@ template <class E> __global__ void __launch_bounds__(32 * JOINING_WARPS) join_sp
     const mt_span span = task.spans[blockIdx.y];
     const band b = band_of(span, s.window);
     const cut c = cut_of(b, task.max_splits);
+    mt_begin_next();
     int heads = (int)s.num_heads, D = (int)s.head_size, i = blockIdx.x / heads, head = blockIdx.x % heads;
     if (i >= b.q_len) return;
     int splits = (max(c.end - c.first, 0) + c.keys - 1) / c.keys, lane = threadIdx.x % 32, warp = threadIdx.x / 32;

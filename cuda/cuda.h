@@ -16,6 +16,7 @@ struct mt_stream {
     void *workspace; // the caller's, on the device
     int64_t workspace_bytes;
     bool deterministic; // choose no algorithm by measuring
+    bool capturing;     // between graph_begin and graph_end
 };
 
 /* Every call is checked: a failure names the call, its place and the rank, and ends the job. */
@@ -28,6 +29,15 @@ void mt_cublas_check(cublasStatus_t status, const char *call, const char *file, 
 
 /* The device's properties, read once. */
 const cudaDeviceProp *mt_cuda_device(void);
+
+/* Allows a launch on the stream to begin early, where that is possible; `attribute` must live as long as the config. */
+static inline void mt_cuda_early(cudaLaunchConfig_t *config, cudaLaunchAttribute *attribute, const mt_stream *stream) {
+    if (!stream || !stream->capturing || mt_cuda_device()->major < 9) return;
+    attribute->id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute->val.programmaticStreamSerializationAllowed = 1;
+    config->attrs = attribute;
+    config->numAttrs = 1;
+}
 
 /* The stream's workspace, when it holds at least `bytes`; too small is a broken invariant (mt_cuda_workspace_bytes). */
 void *mt_cuda_workspace(mt_stream *stream, int64_t bytes);
@@ -91,6 +101,20 @@ __device__ static inline uint4 mt_cuda_philox(uint64_t key, uint64_t counter_low
         key1 += 0xBB67AE85;
     }
     return c;
+}
+
+/* In a graph, on Hopper and later, a kernel launched with mt_cuda_early may begin before the one ahead of it in the
+ * stream is done: when each of its blocks has called mt_begin_next, or ended. What it reads of that kernel's results,
+ * and all that it writes, then has to come after mt_wait_for_previous. Elsewhere these do nothing. */
+__device__ static inline void mt_begin_next(void) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ static inline void mt_wait_for_previous(void) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 /* Sum and maximum over a warp; every lane gets it. */

@@ -160,11 +160,13 @@ struct mt_graph {
 
 extern "C" void mt_cuda_graph_begin(mt_stream *stream) {
     MT_CUDA(cudaStreamBeginCapture(stream->stream, cudaStreamCaptureModeThreadLocal));
+    stream->capturing = true;
 }
 
 extern "C" mt_graph *mt_cuda_graph_end(mt_stream *stream) {
     cudaGraph_t captured;
     mt_graph *graph = (mt_graph *)mt_malloc(sizeof *graph);
+    stream->capturing = false;
     MT_CUDA(cudaStreamEndCapture(stream->stream, &captured));
     MT_CUDA(cudaGraphInstantiate(&graph->graph, captured, 0));
     MT_CUDA(cudaGraphDestroy(captured));

@@ -2,7 +2,8 @@
  *
  * Such a product is as fast as w can be read, so a warp takes one output column or a few (rows of w), reads them once
  * with sixteen-byte loads and multiplies them by every row of x. A sum is made in the same order whatever T and R are:
- * a row's result does not depend on the rows beside it. */
+ * a row's result does not depend on the rows beside it. In a graph the first loads of w, which no kernel there writes,
+ * do not wait for the kernel that writes x. */
 #include "vector.cuh"
 
 enum { WARPS = 4 };
@@ -54,6 +55,7 @@ __global__ void __launch_bounds__(32 * WARPS)
         for (int u = 0; u < U; u++)
 #pragma unroll
             for (int r = 0; r < R; r++) packs[u][r] = load_once(columns[r] + base + u * step, base + u * step < K);
+        if (base == lane * P) mt_wait_for_previous();
 #pragma unroll
         for (int u = 0; u < U; u++) {
             if (base + u * step >= K) break;
@@ -81,18 +83,21 @@ __global__ void __launch_bounds__(32 * WARPS)
 /* More columns a warp spare reading x again, where there are enough of them to keep every multiprocessor busy. */
 template <class E, int rows>
 static void launch(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
-                   cudaStream_t stream) {
+                   mt_stream *stream) {
     constexpr int few = rows <= 2 ? 1 : 2, many = 2 * few, enough = 16384;
     auto kernel = N < enough ? gemv<E, rows, few, 4> : gemv<E, rows, many, 8 / many>;
-    int64_t columns = WARPS * (N < enough ? few : many);
-    kernel<<<mt_blocks(N, columns), 32 * WARPS, 0, stream>>>((E *)y, (const E *)x, (const E *)w, (const E *)bias,
-                                                             (int)T, N, K);
-    MT_CUDA_LAUNCHED();
+    cudaLaunchAttribute early;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = mt_blocks(N, WARPS * (N < enough ? few : many));
+    config.blockDim = 32 * WARPS;
+    config.stream = mt_cuda_stream(stream);
+    mt_cuda_early(&config, &early, stream);
+    MT_CUDA(cudaLaunchKernelEx(&config, kernel, (E *)y, (const E *)x, (const E *)w, (const E *)bias, (int)T, N, K));
 }
 
 template <class E>
 static void launch_rows(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
-                        cudaStream_t stream) {
+                        mt_stream *stream) {
     auto launcher = T == 1 ? launch<E, 1> : T == 2 ? launch<E, 2> : T <= 4 ? launch<E, 4> : launch<E, 8>;
     launcher(y, x, w, bias, T, N, K, stream);
 }
@@ -100,6 +105,6 @@ static void launch_rows(void *y, const void *x, const void *w, const void *bias,
 bool mt_cuda_gemv(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
                   mt_dtype dtype, mt_stream *stream) {
     if (T < 1 || T > MT_GEMV_ROWS || !mt_wide(dtype, {x, w}, {K})) return false;
-    MT_CUDA_DISPATCH(dtype, launch_rows, y, x, w, bias, T, N, K, mt_cuda_stream(stream));
+    MT_CUDA_DISPATCH(dtype, launch_rows, y, x, w, bias, T, N, K, stream);
     return true;
 }
