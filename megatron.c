@@ -2429,6 +2429,14 @@ static void mt_cpu_memory_free(void *memory) {
     free(memory);
 }
 
+static void *mt_cpu_memory_alloc_host(int64_t bytes) {
+    return mt_malloc(bytes);
+}
+
+static void mt_cpu_memory_free_host(void *memory) {
+    free(memory);
+}
+
 static void mt_cpu_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
     (void)stream;
     const int64_t piece = 1 << 18;
@@ -2461,6 +2469,22 @@ static void mt_cpu_stream_destroy(mt_stream *stream) {
 
 static void mt_cpu_stream_wait(mt_stream *stream) {
     (void)stream;
+}
+
+static mt_event *mt_cpu_event_create(void) {
+    return NULL;
+}
+
+static void mt_cpu_event_destroy(mt_event *event) {
+    (void)event;
+}
+
+static void mt_cpu_event_record(mt_event *event, mt_stream *stream) {
+    (void)event, (void)stream;
+}
+
+static void mt_cpu_event_wait(mt_event *event) {
+    (void)event;
 }
 
 /* ==== §3b linear layers ========================================================================================== */
@@ -3562,6 +3586,26 @@ static void mt_cpu_loss_accumulate(double *sums, const float *loss, const float 
         sums[0] += (double)loss[t] * (double)mask[t];
         sums[1] += (double)mask[t];
     }
+}
+
+/* The column of the greatest of x[n], the lowest among equals; -1 if one is not a number or the greatest not finite. */
+static int32_t mt_row_likeliest(const float *x, int64_t n) {
+    int32_t best = 0;
+    bool numbers = true;
+    for (int32_t i = 0; i < n; i++) {
+        numbers &= !isnan(x[i]);
+        if (x[i] > x[best]) best = i;
+    }
+    return numbers && isfinite(x[best]) ? best : -1;
+}
+
+static void mt_cpu_likeliest(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
+                             mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(count);
+#pragma omp parallel for if (T * count > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++)
+        ids[t] = mt_row_likeliest(mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype), count);
 }
 
 /* ==== §3h optimizer and conversions ============================================================================== */
@@ -5002,14 +5046,42 @@ typedef struct mt_layer_scratch {
     float *row_dot; // [T, H]
 } mt_layer_scratch;
 
-/* A micro-batch on one chunk, from its forward to its backward: what it is, and what its forward left. */
-typedef struct mt_slot {
-    int64_t chunk, micro_batch; // micro_batch -1: free
-    int64_t T, rows;            // tokens, and rows of hidden states on this rank
-    int32_t *tokens, *labels, *positions; // [T]
+/* Where the arrays of a micro-batch lie in one block of memory. The host's block and the device's are laid out alike,
+ * so that one copy brings over what a pass needs. */
+typedef struct mt_batch_block {
+    int32_t *cache_rows, *logit_rows; // to decode
+    mt_span *spans;                   // always, as tokens and positions
+    int32_t *tokens, *positions;
+    int32_t *labels; // for the loss and for dropout, as what follows
     float *loss_mask;
     int64_t *token_index;
-    mt_span *host_spans, *device_spans;
+} mt_batch_block;
+
+/* The graph of a decode step of some number of sequences; captured in the second such step. */
+typedef struct mt_step_graph {
+    bool has_run;
+    mt_graph *graph;
+} mt_step_graph;
+
+/* What a training step reports, as the device computed it. */
+typedef struct mt_step_result {
+    double sums[2]; // loss, unmasked tokens
+    float grad_norm;
+} mt_step_result;
+
+/* A training step that was enqueued. Two take turns, so that the host is at most two steps ahead of the device. */
+typedef struct mt_pending_step {
+    int64_t iteration; // 0: none that is still to be checked
+    mt_event *done;    // when its result has arrived; NULL where it always has
+} mt_pending_step;
+
+/* A micro-batch on one chunk, from its forward to its backward: what it is, and what its forward left. */
+typedef struct mt_micro_batch {
+    int64_t chunk, index;  // index -1: nothing is here
+    int64_t T, rows;       // tokens, and rows of hidden states on this rank
+    char *device_batch;    // the block of `batch`
+    mt_batch_block batch;  // on the device
+    mt_span *host_spans;   // [num_spans]
     int64_t num_spans;
     mt_activations *layers; // of the chunk, or one that all share where nothing is kept
     void *output;           // [R, C] the residual stream as it leaves the chunk
@@ -5017,15 +5089,15 @@ typedef struct mt_slot {
     float *final_mean, *final_rstd;
     void *logits; // [max_logits, V]
     float *lse;
-} mt_slot;
+} mt_micro_batch;
 
-/* One end of a channel to a neighbour in the pipeline, with two buffers so that the next message is under way while the
- * last one is used. */
+/* One end of a channel to a neighbour in the pipeline, with buffers for messages that are under way. */
 typedef struct mt_link {
     mt_channel *channel; // NULL: there is no such neighbour
-    void *buffers[2];    // [R, C]
-    int64_t tickets[2];
-    int64_t started, finished; // messages
+    int64_t num_buffers;
+    void **buffers;             // [num_buffers] of [R, C]
+    int64_t *tickets;           // [num_buffers]
+    int64_t started, finished;  // messages
 } mt_link;
 
 enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LINK_SEND_BACKWARD, MT_NUM_LINKS };
@@ -5064,28 +5136,39 @@ struct mt_model {
     mt_stream *comm_stream; // of tensor parallelism
     void *comm_workspace;
     int64_t bytes[5]; // of each row of the printed plan
-    int64_t *slots_per_chunk;
-    mt_slot *slots; // chunk by chunk
-    int64_t num_slots;
+    mt_micro_batch *micro_batches; // room for those that are live at once, chunk by chunk
+    int64_t num_micro_batches;
+    int64_t batch_bytes;   // of a micro-batch's block
+    char *staged_batch[2]; // blocks on the host, which take turns: one is filled while the other is copied
+    mt_event *copied[2];   // the moments when they have been
+    int staged;            // the one filled last
+    mt_batch local_batch;  // this rank's part of a batch whose sequences ranks share
     mt_layer_scratch scratch;
     mt_tensor_parallel tp;
     mt_link links[MT_NUM_LINKS];
     float *row_stats, *loss, *entropy; // [4, max_logits], [max_logits]
     mt_step *steps;                    // the schedule
     int64_t max_steps;
-    void *gathered_logits;     // [tensor ranks, MT_STAGED_ROWS, V]
-    void *staged_logits;       // the same on the host
-    void **k_cache, **v_cache; // a layer: [cache_rows, G D]
-    double *sums;              // loss, unmasked tokens, squared norm
+    void *gathered_logits;      // [tensor ranks, MT_STAGED_ROWS, V]
+    void *staged_logits;        // the same on the host, or [max_logits] token ids
+    int32_t *likeliest;         // [max_logits]
+    mt_step_graph *step_graphs; // [max_logits + 1] by the number of sequences, for decoding
+    mt_span *step_spans;        // [max_logits] bounds of a step's spans
+    void **k_cache, **v_cache;  // a layer: [cache_rows, G D]
+    double *sums;               // loss, unmasked tokens, squared norm
+    int64_t num_steps;          // training steps so far; what is pending of a step is numbered by it
+    mt_pending_step pending[2];
+    mt_step_result *results;              // [2] in host memory
+    double unread_tokens, unread_seconds; // of the steps since metrics were read
     float *grad_scale, *grad_norm;
     int32_t *cache_rows, *logit_rows;
-    /* the micro-batch at hand: its slot's, on the device */
-    mt_slot *slot;
+    /* the micro-batch at hand, on the device */
+    mt_micro_batch *at;
     int64_t T, num_logits;
     int64_t rows, first_row; // of hidden states on this rank, of T; the first of them
     bool training;
-    bool accumulates; // the step's first backward writes the gradients of matrices, later ones add
-    int32_t *tokens, *labels, *positions;
+    bool last_backward; // of this chunk in this step
+    int32_t *tokens, *labels, *positions, *cache_rows, *logit_rows;
     float *loss_mask;
     int64_t *token_index;
     mt_spans spans;
@@ -5189,11 +5272,32 @@ static void mt_norm_backward(const mt_model *m, void *dx, const void *dy, const 
                                  m->stream);
 }
 
-/* out = residual + dropout(scratch.hidden). */
-static void mt_residual_forward(const mt_model *m, void *out, const void *residual, int64_t number, int place) {
+/* A norm of the model: its parameters and where its results go. */
+typedef struct mt_norm {
+    mt_weight w, b;
+    void *y;
+    float *mean, *rstd;
+} mt_norm;
+
+static mt_norm mt_input_norm(const mt_model *m, int64_t layer, const mt_activations *a) {
+    const mt_layer *w = &m->layers[layer];
+    return (mt_norm){w->input_norm, w->input_norm_bias, a->input_normed, a->input_mean, a->input_rstd};
+}
+
+/* out = residual + dropout(scratch.hidden), and where a `norm` follows, its results too: in one pass over them if the
+ * backend can. */
+static void mt_residual_forward(const mt_model *m, void *out, const void *residual, int64_t number, int place,
+                                const mt_norm *norm) {
     mt_dropout dropout = mt_model_dropout(m, number, place);
-    m->ops->dropout_add_forward(out, m->scratch.hidden, residual, m->token_index + m->first_row, m->rows, m->C, 0,
-                                &dropout, m->dtype, m->stream);
+    const int64_t *index = m->token_index + m->first_row;
+    const void *x = m->scratch.hidden;
+    if (norm && m->ops->residual_norm_forward) {
+        m->ops->residual_norm_forward(norm->y, norm->mean, norm->rstd, out, x, residual, index, norm->w.w, norm->b.w,
+                                      m->rows, m->C, &dropout, (float)m->options->norm_epsilon, m->dtype, m->stream);
+        return;
+    }
+    m->ops->dropout_add_forward(out, x, residual, index, m->rows, m->C, 0, &dropout, m->dtype, m->stream);
+    if (norm) mt_norm_forward(m, norm->y, norm->mean, norm->rstd, out, norm->w, norm->b, m->rows);
 }
 
 /* The gradient of what was dropped and added: that of the residual stream, or in scratch.hidden. */
@@ -5310,11 +5414,10 @@ static void mt_cache_update(const mt_model *m, int64_t layer, mt_qkv_view *view,
     shape->k_stride = shape->v_stride = width;
 }
 
-/* middle = input + dropout(attention(norm(input))). `decode` attends over the cache. */
+/* middle = input + dropout(attention(norm(input))), from input_normed on, to the MLP's norm of it. `decode` attends
+ * over the cache. */
 static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activations *a, bool decode) {
     const mt_layer *w = &m->layers[layer];
-    mt_norm_forward(m, a->input_normed, a->input_mean, a->input_rstd, a->input, w->input_norm, w->input_norm_bias,
-                    m->rows);
     mt_column_linear_forward(&m->tp, a->qkv, a->input_normed, w->qkv, w->qkv_bias, (m->H + 2 * m->G) * m->D, m->C);
     mt_qk_forward(m, w, a);
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
@@ -5322,7 +5425,8 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
     if (decode) mt_cache_update(m, layer, &view, &shape);
     m->ops->attention_forward(a->attended, a->lse, view.q, view.k, view.v, &m->spans, &shape, m->dtype, m->stream);
     mt_row_linear_forward(&m->tp, m->scratch.hidden, a->attended, w->o, w->o_bias, m->C, m->H * m->D);
-    mt_residual_forward(m, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT);
+    mt_norm mlp_norm = {w->mlp_norm, w->mlp_norm_bias, a->mlp_normed, a->mlp_mean, a->mlp_rstd};
+    mt_residual_forward(m, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, &mlp_norm);
 }
 
 /* The gradient of the residual stream, scratch.residual, goes from `middle` to `input`. With MT_PART_INPUT alone, what
@@ -5366,14 +5470,13 @@ static int64_t mt_fc1_width(const mt_model *m) {
     return m->options->swiglu ? 2 * m->F : m->F;
 }
 
-/* output = middle + dropout(mlp(norm(middle))). */
-static void mt_mlp_block_forward(mt_model *m, int64_t layer, mt_activations *a, void *output) {
+/* output = middle + dropout(mlp(norm(middle))), from mlp_normed on, to the norm that follows, if one does. */
+static void mt_mlp_block_forward(mt_model *m, int64_t layer, mt_activations *a, void *output, const mt_norm *next) {
     const mt_layer *w = &m->layers[layer];
-    mt_norm_forward(m, a->mlp_normed, a->mlp_mean, a->mlp_rstd, a->middle, w->mlp_norm, w->mlp_norm_bias, m->rows);
     mt_column_linear_forward(&m->tp, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, mt_fc1_width(m), m->C);
     mt_activation_forward(m, a);
     mt_row_linear_forward(&m->tp, m->scratch.hidden, a->mlp_active, w->down, w->down_bias, m->C, m->F);
-    mt_residual_forward(m, output, a->middle, w->number, MT_DROP_MLP_OUT);
+    mt_residual_forward(m, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
 }
 
 /* The gradient of the residual stream, scratch.residual, goes from `output` to `middle`. */
@@ -5391,9 +5494,11 @@ static void mt_mlp_block_backward(mt_model *m, int64_t layer, mt_activations *a,
 
 /* ==== §9d layer ================================================================================================== */
 
-static void mt_layer_forward(mt_model *m, int64_t layer, mt_activations *a, void *output, bool decode) {
+/* From the layer's input and its norm to the output and, if there is one, the `next` layer's norm of it. */
+static void mt_layer_forward(mt_model *m, int64_t layer, mt_activations *a, void *output, const mt_norm *next,
+                             bool decode) {
     mt_attention_block_forward(m, layer, a, decode);
-    mt_mlp_block_forward(m, layer, a, output);
+    mt_mlp_block_forward(m, layer, a, output, next);
 }
 
 static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
@@ -5417,8 +5522,8 @@ static void mt_layer_backward_weight(mt_model *m, int64_t layer, mt_activations 
 
 /* ==== §10 the model ============================================================================================== */
 /* Embedding, layers, output: memory laid out once, then forward, backward and decoding over it. Invariants: nothing is
- * allocated after mt_model_create; the code that lays memory out also plans it, by running once over a counting arena.
- */
+ * allocated after mt_model_create but what a backend's graphs take; the code that lays memory out also plans it, by
+ * running once over a counting arena. */
 
 /* ==== §10a memory ================================================================================================ */
 
@@ -5445,6 +5550,16 @@ static void mt_layout_buckets(mt_model *m, mt_arena *arena) {
         bucket->v = mt_arena_alloc(arena, bucket->count * 4);
     }
     m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
+}
+
+/* A zero-bubble schedule does a backward in two parts. */
+static bool mt_splits_backward(const mt_model *m) {
+    return m->grid->pipeline.size > 1 && mt_schedule_of(m->options, 1).kind == MT_SCHEDULE_ZB_H1;
+}
+
+/* Logits need no memory of their own where nothing happens between a micro-batch's loss and its backward. */
+static bool mt_logits_overlap(const mt_model *m) {
+    return m->num_micro_batches == 1 && m->has_loss;
 }
 
 static bool mt_uses_layernorm(const mt_model *m) {
@@ -5475,25 +5590,35 @@ static void mt_layout_layer(const mt_model *m, mt_activations *a, mt_arena *aren
     a->mlp_active = mt_arena_alloc(arena, T * m->F * size);
 }
 
+/* Lays out a micro-batch of T tokens and num_spans spans. What decoding needs and what training needs is each one
+ * stretch of the block. */
+static mt_batch_block mt_layout_batch(mt_arena *arena, int64_t T, int64_t num_spans) {
+    mt_batch_block block;
+    block.cache_rows = mt_arena_alloc(arena, T * 4);
+    block.logit_rows = mt_arena_alloc(arena, T * 4);
+    block.spans = mt_arena_alloc(arena, num_spans * (int64_t)sizeof(mt_span));
+    block.tokens = mt_arena_alloc(arena, T * 4);
+    block.positions = mt_arena_alloc(arena, T * 4);
+    block.labels = mt_arena_alloc(arena, T * 4);
+    block.loss_mask = mt_arena_alloc(arena, T * 4);
+    block.token_index = mt_arena_alloc(arena, T * 8);
+    return block;
+}
+
 /* What one micro-batch keeps on one chunk. */
-static void mt_layout_slot(const mt_model *m, mt_slot *slot, mt_arena *arena) {
-    int64_t T = m->plan.max_tokens, R = m->max_rows, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
-    int64_t layers = m->stages[slot->chunk].num_layers;
-    slot->tokens = mt_arena_alloc(arena, T * 4);
-    slot->labels = mt_arena_alloc(arena, T * 4);
-    slot->positions = mt_arena_alloc(arena, T * 4);
-    slot->loss_mask = mt_arena_alloc(arena, T * 4);
-    slot->token_index = mt_arena_alloc(arena, T * 8);
-    slot->device_spans = mt_arena_alloc(arena, T * (int64_t)sizeof(mt_span));
-    for (int64_t layer = 0; layer < (m->plan.train ? layers : 1); layer++)
-        mt_layout_layer(m, &slot->layers[layer], arena);
-    slot->output = mt_arena_alloc(arena, R * m->C * size);
-    if (!m->stages[slot->chunk].loss) return;
-    slot->final_normed = mt_arena_alloc(arena, R * m->C * size);
-    if (mt_uses_layernorm(m)) slot->final_mean = mt_arena_alloc(arena, R * 4);
-    slot->final_rstd = mt_arena_alloc(arena, R * 4);
-    slot->logits = mt_arena_alloc(arena, rows * m->V * size);
-    slot->lse = mt_arena_alloc(arena, rows * 4);
+static void mt_layout_micro_batch(const mt_model *m, mt_micro_batch *at, mt_arena *arena) {
+    int64_t R = m->max_rows, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
+    const mt_stage *stage = &m->stages[at->chunk];
+    at->device_batch = mt_arena_alloc(arena, m->batch_bytes);
+    for (int64_t layer = 0; layer < (m->plan.train ? stage->num_layers : 1); layer++)
+        mt_layout_layer(m, &at->layers[layer], arena);
+    at->output = mt_arena_alloc(arena, R * m->C * size);
+    if (!stage->loss) return;
+    at->final_normed = mt_arena_alloc(arena, R * m->C * size);
+    if (mt_uses_layernorm(m)) at->final_mean = mt_arena_alloc(arena, R * 4);
+    at->final_rstd = mt_arena_alloc(arena, R * 4);
+    at->lse = mt_arena_alloc(arena, rows * 4);
+    if (!mt_logits_overlap(m)) at->logits = mt_arena_alloc(arena, rows * m->V * size);
 }
 
 /* What tensor and pipeline parallelism exchange. */
@@ -5508,18 +5633,42 @@ static void mt_layout_parallel(mt_model *m, mt_arena *arena) {
         m->gathered_logits = mt_arena_alloc(arena, ranks * MT_STAGED_ROWS * m->V * size);
     }
     for (int i = 0; i < MT_NUM_LINKS; i++)
-        for (int k = 0; k < 2 && m->links[i].channel; k++)
+        for (int64_t k = 0; k < m->links[i].num_buffers; k++)
             m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * size);
+}
+
+/* Buffers that layers use in turn, and, where they overlap, the logits over those of them that hold nothing between
+ * the last layer's forward and its backward: then the output layer alone is at work, and of the scratch it writes only
+ * the gradients of the residual stream and of the norm. */
+static void mt_layout_scratch(mt_model *m, mt_arena *arena) {
+    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
+    int64_t q_width = m->H * m->D, kv_width = m->G * m->D;
+    mt_layer_scratch *s = &m->scratch;
+    if (m->plan.train) {
+        s->residual = mt_arena_alloc(arena, R * m->C * size);
+        if (mt_splits_backward(m)) s->spare = mt_arena_alloc(arena, R * m->C * size);
+        s->normed = mt_arena_alloc(arena, R * m->C * size);
+    }
+    int64_t start = arena->used;
+    s->hidden = mt_arena_alloc(arena, R * m->C * size);
+    if (m->plan.train) {
+        s->wide = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m), q_width + 2 * kv_width) * size);
+        s->active = mt_arena_alloc(arena, T * mt_max(m->F, q_width) * size);
+        if (m->options->qk_layernorm) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
+        s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
+    }
+    int64_t end = arena->used;
+    if (!mt_logits_overlap(m)) return;
+    arena->used = start;
+    m->micro_batches[0].logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
+    arena->used = mt_max(arena->used, end);
 }
 
 /* What operations share from one micro-batch to the next. */
 static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
-    int64_t T = m->plan.max_tokens, R = m->max_rows, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
-    mt_layer_scratch *s = &m->scratch;
+    int64_t T = m->plan.max_tokens, rows = m->plan.max_logits;
     m->workspace_bytes = m->ops->workspace_bytes(T, m->C, m->H, m->D);
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
-    m->cache_rows = mt_arena_alloc(arena, T * 4);
-    m->logit_rows = mt_arena_alloc(arena, T * 4);
     m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->sums = mt_arena_alloc(arena, 3 * 8);
@@ -5530,22 +5679,15 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
         m->loss = mt_arena_alloc(arena, rows * 4);
         m->entropy = mt_arena_alloc(arena, rows * 4);
     }
-    s->hidden = mt_arena_alloc(arena, R * m->C * size);
-    if (!m->plan.train) return;
-    s->residual = mt_arena_alloc(arena, R * m->C * size);
-    if (mt_splits_backward(m->options)) s->spare = mt_arena_alloc(arena, R * m->C * size);
-    s->normed = mt_arena_alloc(arena, R * m->C * size);
-    s->wide = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m), (m->H + 2 * m->G) * m->D) * size);
-    s->active = mt_arena_alloc(arena, T * mt_max(m->F, m->H * m->D) * size);
-    if (m->options->qk_layernorm) s->dqk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
-    s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
+    m->likeliest = mt_arena_alloc(arena, rows * 4);
+    mt_layout_scratch(m, arena);
 }
 
 /* Lays out everything in the arena; with a counting arena, plans it. */
 static void mt_layout(mt_model *m, mt_arena *arena) {
     mt_layout_buckets(m, arena);
     int64_t start = arena->used;
-    for (int64_t i = 0; i < m->num_slots; i++) mt_layout_slot(m, &m->slots[i], arena);
+    for (int64_t i = 0; i < m->num_micro_batches; i++) mt_layout_micro_batch(m, &m->micro_batches[i], arena);
     mt_layout_workspace(m, arena);
     mt_layout_parallel(m, arena);
     m->bytes[MT_PLAN_ACTIVATIONS] = arena->used - start;
@@ -5683,7 +5825,7 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
 
 /* The chunks of this pipeline rank and the layers in them. */
 static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
-    int64_t pp = m->grid->pipeline.size, vp = mt_num_chunks(o), rank = m->grid->pipeline.rank;
+    int64_t pp = m->grid->pipeline.size, vp = o->num_virtual_stages_per_pipeline_rank, rank = m->grid->pipeline.rank;
     mt_stage *all = mt_malloc(pp * vp * (int64_t)sizeof *all);
     if (mt_layout_build(all, o, error) != 0) {
         free(all);
@@ -5707,59 +5849,64 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* The schedule of a step; evaluation is forward only. */
-static mt_schedule mt_model_schedule(const mt_model *m, int64_t micro_batches, bool training) {
-    mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
-    if (!training) schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
-    return schedule;
-}
-
-/* As many slots for a chunk as its list ever has micro-batches between forward and backward. */
-static void mt_model_slots(mt_model *m) {
-    int64_t *live = mt_calloc(m->num_chunks * 8);
-    m->slots_per_chunk = mt_calloc(m->num_chunks * 8);
-    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) m->slots_per_chunk[chunk] = 1;
-    int64_t micro_batches = m->plan.train ? mt_micro_batches(m->options, m->options->global_batch_size) : 0;
-    if (micro_batches > 0 && m->grid->pipeline.size > 1) {
-        mt_schedule schedule = mt_model_schedule(m, micro_batches, true);
-        int64_t count = mt_schedule_steps(NULL, &schedule, m->grid->pipeline.rank);
-        mt_step *steps = mt_malloc(count * (int64_t)sizeof *steps);
-        mt_schedule_steps(steps, &schedule, m->grid->pipeline.rank);
-        for (int64_t i = 0; i < count; i++) {
-            int64_t chunk = steps[i].chunk;
-            // a slot is taken when its input begins to arrive, and free when its last backward is done
-            if (steps[i].kind == MT_STEP_FORWARD) live[chunk]++;
-            if (steps[i].kind == MT_STEP_BACKWARD || steps[i].kind == MT_STEP_BACKWARD_WEIGHT) live[chunk]--;
-            m->slots_per_chunk[chunk] = mt_max(m->slots_per_chunk[chunk], live[chunk]);
-        }
-        free(steps);
+/* live[chunk] = how many micro-batches a step's list ever has between forward and backward; at least one. */
+static void mt_model_count_live(const mt_model *m, int64_t *live) {
+    const mt_options *o = m->options;
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) live[chunk] = 1;
+    if (!m->plan.train || m->grid->pipeline.size == 1) return;
+    mt_schedule schedule = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
+    int64_t count = mt_schedule_steps(NULL, &schedule, m->grid->pipeline.rank);
+    int64_t *now = mt_calloc(m->num_chunks * 8);
+    mt_step *steps = mt_malloc(count * (int64_t)sizeof *steps);
+    mt_schedule_steps(steps, &schedule, m->grid->pipeline.rank);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t chunk = steps[i].chunk;
+        if (steps[i].kind == MT_STEP_FORWARD) now[chunk]++;
+        if (steps[i].kind == MT_STEP_BACKWARD || steps[i].kind == MT_STEP_BACKWARD_WEIGHT) now[chunk]--;
+        live[chunk] = mt_max(live[chunk], now[chunk]);
     }
-    free(live);
-    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) m->num_slots += m->slots_per_chunk[chunk];
-    m->slots = mt_calloc(m->num_slots * (int64_t)sizeof(mt_slot));
-    mt_slot *slot = m->slots;
-    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
-        for (int64_t i = 0; i < m->slots_per_chunk[chunk]; i++, slot++) {
-            *slot = (mt_slot){.chunk = chunk, .micro_batch = -1};
-            slot->layers = mt_calloc((m->stages[chunk].num_layers + 1) * (int64_t)sizeof(mt_activations));
-            slot->host_spans = mt_malloc(m->plan.max_tokens * (int64_t)sizeof(mt_span));
-        }
+    free(now);
+    free(steps);
 }
 
-/* Channels to both neighbours. With several chunks the pipeline is a ring; every rank opens them in one order, which is
- * even links before odd ones, so that no chain of ranks waits for itself. */
+/* Room for so many micro-batches. */
+static void mt_model_micro_batches(mt_model *m) {
+    int64_t *live = mt_calloc(m->num_chunks * 8);
+    mt_model_count_live(m, live);
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) m->num_micro_batches += live[chunk];
+    m->micro_batches = mt_calloc(m->num_micro_batches * (int64_t)sizeof(mt_micro_batch));
+    mt_micro_batch *at = m->micro_batches;
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
+        for (int64_t i = 0; i < live[chunk]; i++, at++) {
+            *at = (mt_micro_batch){.chunk = chunk, .index = -1};
+            at->layers = mt_calloc((m->stages[chunk].num_layers + 1) * (int64_t)sizeof(mt_activations));
+            at->host_spans = mt_malloc(m->plan.max_tokens * (int64_t)sizeof(mt_span));
+        }
+    free(live);
+    mt_arena batch = {0};
+    mt_layout_batch(&batch, m->plan.max_tokens, m->plan.max_tokens);
+    m->batch_bytes = batch.used;
+}
+
+/* Channels to both neighbours, which form a ring where ranks have several chunks. Ranks open them in one order. A
+ * sender and a receiver together hold as many messages as a schedule has under way (mt_timeline_create). */
 static void mt_model_links(mt_model *m) {
     const mt_group *pipeline = &m->grid->pipeline;
-    int pp = pipeline->size, rank = pipeline->rank, links = m->num_chunks > 1 ? pp : pp - 1;
+    int pp = pipeline->size, rank = pipeline->rank;
     if (pp == 1) return;
+    int64_t group = mt_schedule_of(m->options, 1).group, buffers = mt_max(2, (group - pp + 2) / 2);
     for (int direction = 0; direction < 2; direction++) // 0: activations to the next rank; 1: gradients back
-        for (int from = 0; from < links; from++) {
-            int to = (from + 1) % pp, source = direction ? to : from, target = direction ? from : to;
-            if (rank != from && rank != to) continue;
-            mt_channel *channel = m->ops->channel_open(pipeline, source, target, direction);
-            int link = rank == source ? (direction ? MT_LINK_SEND_BACKWARD : MT_LINK_SEND_FORWARD)
-                                      : (direction ? MT_LINK_RECV_BACKWARD : MT_LINK_RECV_FORWARD);
-            m->links[link].channel = channel;
+        for (int from = 0; from < pp; from++) {
+            int to = (from + (direction ? pp - 1 : 1)) % pp;
+            bool wraps = direction ? from == 0 : to == 0;
+            if ((wraps && m->num_chunks == 1) || (rank != from && rank != to)) continue;
+            if (direction && !m->plan.train) continue;
+            int kind = rank == from ? (direction ? MT_LINK_SEND_BACKWARD : MT_LINK_SEND_FORWARD)
+                                    : (direction ? MT_LINK_RECV_BACKWARD : MT_LINK_RECV_FORWARD);
+            m->links[kind] = (mt_link){.channel = m->ops->channel_open(pipeline, from, to, direction)};
+            m->links[kind].num_buffers = buffers;
+            m->links[kind].buffers = mt_calloc(buffers * (int64_t)sizeof(void *));
+            m->links[kind].tickets = mt_calloc(buffers * 8);
         }
 }
 
@@ -5774,19 +5921,34 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
             "take a smaller model",
             (double)counting.used / (1 << 30), strcmp(m->ops->name, "cpu") == 0 ? "machine" : "GPU",
             (double)available / (1 << 30), m->plan.train ? "--seq-length" : "--max-new-tokens");
-    m->staged_logits = mt_malloc(m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype));
+    int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
+    m->staged_logits = m->ops->memory_alloc_host(mt_max(staged_bytes, m->plan.max_logits * 4));
+    m->results = m->ops->memory_alloc_host(2 * (int64_t)sizeof(mt_step_result));
+    for (int i = 0; i < 2; i++) {
+        m->staged_batch[i] = m->ops->memory_alloc_host(m->batch_bytes);
+        m->copied[i] = m->ops->event_create();
+        m->pending[i].done = m->ops->event_create();
+    }
+    if (m->grid->context.size > 1) mt_batch_alloc(&m->local_batch, m->plan.max_tokens);
     m->arena.capacity = counting.used;
     m->arena.base = m->ops->memory_alloc(counting.used);
     mt_layout(m, &m->arena);
     return 0;
 }
 
+/* No span of a step sees more keys than a sequence may have, which bounds the grids that graphs keep. */
+static void mt_decode_create(mt_model *m) {
+    int64_t longest = mt_min(m->plan.max_position, m->plan.cache_rows);
+    m->step_graphs = mt_calloc((m->plan.max_logits + 1) * (int64_t)sizeof(mt_step_graph));
+    m->step_spans = mt_malloc(m->plan.max_logits * (int64_t)sizeof(mt_span));
+    for (int64_t i = 0; i < m->plan.max_logits; i++)
+        m->step_spans[i] = (mt_span){.q_start = i, .q_len = 1, .k_len = longest, .causal = true};
+}
+
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
-    if (grid->tensor.size > 1 || grid->pipeline.size > 1 || grid->context.size > 1)
-        return mt_error_set(error, "this version computes with data parallelism only: leave out "
-                                   "--tensor-model-parallel-size, --pipeline-model-parallel-size and "
-                                   "--context-parallel-size");
+    if (grid->context.size > 1)
+        return mt_error_set(error, "this version does not share sequences: leave out --context-parallel-size");
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;
@@ -5801,14 +5963,15 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     mt_buckets_find(m);
     m->k_cache = mt_calloc(m->num_layers * (int64_t)sizeof(void *));
     m->v_cache = mt_calloc(m->num_layers * (int64_t)sizeof(void *));
-    mt_model_slots(m);
+    mt_model_micro_batches(m);
     mt_model_links(m);
     if (mt_model_allocate(m, error) != 0) {
         mt_model_destroy(m);
         return -1;
     }
+    if (plan->cache_rows > 0) mt_decode_create(m);
     m->stream = m->tp.stream = ops->stream_create(m->workspace, m->workspace_bytes, options->deterministic_mode);
-    m->comm_stream = m->tp.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
+    m->tp.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
     mt_bind_weights(m);
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
@@ -5825,22 +5988,36 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
 
 void mt_model_destroy(mt_model *m) {
     if (!m) return;
-    for (int i = 0; i < MT_NUM_LINKS; i++) m->ops->channel_close(m->links[i].channel);
-    if (m->arena.base) {
-        m->ops->stream_destroy(m->comm_stream);
+    if (m->arena.base) { // it was created whole
+        for (int64_t i = 0; m->step_graphs && i <= m->plan.max_logits; i++)
+            if (m->step_graphs[i].graph) m->ops->graph_destroy(m->step_graphs[i].graph);
+        m->ops->stream_destroy(m->tp.comm);
         m->ops->stream_destroy(m->stream);
+        m->ops->memory_free_host(m->staged_logits);
+        m->ops->memory_free_host(m->results);
+        for (int i = 0; i < 2; i++) {
+            m->ops->memory_free_host(m->staged_batch[i]);
+            m->ops->event_destroy(m->copied[i]);
+            m->ops->event_destroy(m->pending[i].done);
+        }
         m->ops->memory_free(m->arena.base);
     }
-    for (int64_t i = 0; i < m->num_slots; i++) {
-        free(m->slots[i].layers);
-        free(m->slots[i].host_spans);
+    for (int i = 0; i < MT_NUM_LINKS; i++) {
+        m->ops->channel_close(m->links[i].channel);
+        free(m->links[i].buffers);
+        free(m->links[i].tickets);
     }
-    free(m->slots);
-    free(m->slots_per_chunk);
+    for (int64_t i = 0; i < m->num_micro_batches; i++) {
+        free(m->micro_batches[i].layers);
+        free(m->micro_batches[i].host_spans);
+    }
+    mt_batch_free(&m->local_batch);
+    free(m->micro_batches);
     free(m->stages);
     free(m->first_local);
+    free(m->step_graphs);
+    free(m->step_spans);
     free(m->steps);
-    free(m->staged_logits);
     free(m->params);
     free(m->buckets);
     free(m->layers);
@@ -5929,139 +6106,376 @@ void mt_batch_free(mt_batch *batch) {
     *batch = (mt_batch){0};
 }
 
-/* Copies a micro-batch to where the model's operations read it. */
-static void mt_load_batch(mt_model *m, const mt_batch *batch) {
-    const mt_ops *ops = m->ops;
-    int64_t T = batch->num_tokens;
-    MT_CHECK(T <= m->plan.max_tokens && batch->num_spans <= T);
-    m->T = T;
-    ops->memory_copy(m->tokens, batch->tokens, T * 4, m->stream);
-    ops->memory_copy(m->labels, batch->labels, T * 4, m->stream);
-    ops->memory_copy(m->positions, batch->positions, T * 4, m->stream);
-    ops->memory_copy(m->loss_mask, batch->loss_mask, T * 4, m->stream);
-    ops->memory_copy(m->token_index, batch->token_index, T * 8, m->stream);
-    ops->memory_copy(m->device_spans, batch->spans, batch->num_spans * (int64_t)sizeof(mt_span), m->stream);
-    m->spans = (mt_spans){.host = batch->spans, .device = m->device_spans, .count = batch->num_spans};
+/* Says where operations find a micro-batch: on the device in `at`, while in the host's list of its spans. */
+static void mt_micro_batch_enter(mt_model *m, mt_micro_batch *at) {
+    const mt_batch_block *batch = &at->batch;
+    m->at = at;
+    m->T = m->tp.T = at->T, m->rows = m->tp.rows = at->rows;
+    m->first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * at->rows : 0;
+    m->cache_rows = batch->cache_rows, m->logit_rows = batch->logit_rows;
+    m->tokens = batch->tokens, m->positions = batch->positions, m->labels = batch->labels;
+    m->loss_mask = batch->loss_mask, m->token_index = batch->token_index;
+    m->spans = (mt_spans){.host = at->host_spans, .device = batch->spans, .count = at->num_spans};
 }
 
-/* x[T, C] = dropout(word + position). */
+/* Gives a batch its place on the device, enters it, and returns where it goes in the host's block `staged`. */
+static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch, int staged) {
+    int64_t T = batch->num_tokens, num_spans = batch->num_spans;
+    MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
+    mt_arena on_device = {.base = at->device_batch, .capacity = m->batch_bytes};
+    mt_arena on_host = {.base = m->staged_batch[staged], .capacity = m->batch_bytes};
+    at->batch = mt_layout_batch(&on_device, T, num_spans);
+    at->T = T;
+    at->rows = m->tp.sequence_parallel ? T / m->grid->tensor.size : T;
+    MT_CHECK(!m->tp.sequence_parallel || T % m->grid->tensor.size == 0);
+    at->num_spans = num_spans;
+    memcpy(at->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
+    mt_micro_batch_enter(m, at);
+    m->staged = staged;
+    m->ops->event_wait(m->copied[staged]); // what was in the host's block has left it
+    return mt_layout_batch(&on_host, T, num_spans);
+}
+
+/* Enqueues the copy of a micro-batch to where the model's operations read it. The host goes on at once: it may fill
+ * `batch` again and hand over the next micro-batch while the device is still busy with this one. */
+static void mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch) {
+    mt_batch_block block = mt_place_batch(m, at, batch, !m->staged);
+    size_t T = (size_t)batch->num_tokens;
+    memcpy(block.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
+    memcpy(block.tokens, batch->tokens, T * 4);
+    memcpy(block.positions, batch->positions, T * 4);
+    memcpy(block.labels, batch->labels, T * 4);
+    memcpy(block.loss_mask, batch->loss_mask, T * 4);
+    memcpy(block.token_index, batch->token_index, T * 8);
+    int64_t bytes = (char *)(block.token_index + T) - (char *)block.spans;
+    m->ops->memory_copy((void *)m->spans.device, block.spans, bytes, m->stream);
+    m->ops->event_record(m->copied[m->staged], m->stream);
+}
+
+/* ---- a chunk's parts */
+
+/* x[R, C] = dropout(word + position). */
 static void mt_embed_forward(mt_model *m, void *x) {
-    m->ops->embedding_forward(x, m->tokens, m->word_embedding.w, m->T, m->C, 0, m->V, false, m->dtype, m->stream);
-    if (m->position_embedding.w)
-        m->ops->embedding_forward(x, m->positions, m->position_embedding.w, m->T, m->C, 0,
+    mt_bucket_acquire(m, m->word_bucket);
+    mt_vocab_embedding_forward(&m->tp, x, m->tokens, m->word_embedding, m->C, m->vocab_first, m->V);
+    mt_bucket_release(m, m->word_bucket);
+    if (m->position_bucket >= 0) {
+        mt_bucket_acquire(m, m->position_bucket);
+        m->ops->embedding_forward(x, m->positions + m->first_row, m->position_embedding.w, m->rows, m->C, 0,
                                   m->options->max_position_embeddings, true, m->dtype, m->stream);
+        mt_bucket_release(m, m->position_bucket);
+    }
     mt_dropout dropout = mt_model_dropout(m, -1, MT_DROP_EMBEDDING);
     if (dropout.p > 0)
-        m->ops->dropout_add_forward(x, x, NULL, m->token_index, m->T, m->C, 0, &dropout, m->dtype, m->stream);
+        m->ops->dropout_add_forward(x, x, NULL, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
+                                    m->stream);
 }
 
 static void mt_embed_backward(mt_model *m, void *dx) {
     mt_dropout dropout = mt_model_dropout(m, -1, MT_DROP_EMBEDDING);
     if (dropout.p > 0)
-        m->ops->dropout_add_backward(dx, dx, m->token_index, m->T, m->C, 0, &dropout, m->dtype, m->stream);
-    if (m->position_embedding.w)
-        m->ops->embedding_backward(m->position_embedding.dw, dx, m->positions, m->T, m->C, 0,
+        m->ops->dropout_add_backward(dx, dx, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
+                                     m->stream);
+    if (m->position_bucket >= 0) {
+        mt_bucket_gradients_acquire(m, m->position_bucket);
+        m->ops->embedding_backward(m->position_embedding.dw, dx, m->positions + m->first_row, m->rows, m->C, 0,
                                    m->options->max_position_embeddings, m->dtype, m->stream);
-    m->ops->embedding_backward(m->word_embedding.dw, dx, m->tokens, m->T, m->C, 0, m->V, m->dtype, m->stream);
+        mt_bucket_gradients_release(m, m->position_bucket, m->last_backward);
+    }
+    mt_bucket_gradients_acquire(m, m->word_bucket);
+    mt_vocab_embedding_backward(&m->tp, dx, m->tokens, m->word_embedding, m->C, m->vocab_first, m->V);
+    mt_bucket_gradients_release(m, m->word_bucket, m->last_backward);
 }
 
-/* Embedding and layers; the result is in final_input. */
-static void mt_forward_layers(mt_model *m, bool decode) {
-    mt_embed_forward(m, m->activations[0].input);
-    for (int64_t layer = 0; layer < m->L; layer++) {
-        mt_activations *a = &m->activations[m->plan.train ? layer : 0];
-        bool last = layer == m->L - 1;
-        void *output = last ? m->final_input : m->plan.train ? m->activations[layer + 1].input : a->input;
-        mt_layer_forward(m, layer, a, output, decode);
+/* Final norm and logits of `rows` rows of x[rows, C]. */
+static void mt_output_forward(mt_model *m, const void *x, int64_t rows) {
+    mt_micro_batch *at = m->at;
+    mt_bucket_acquire(m, m->output_bucket);
+    if (m->head_bucket != m->output_bucket) mt_bucket_acquire(m, m->head_bucket);
+    mt_norm_forward(m, at->final_normed, at->final_mean, at->final_rstd, x, m->final_norm, m->final_norm_bias, rows);
+    mt_column_linear_forward(&m->tp, at->logits, at->final_normed, m->lm_head, (mt_weight){0}, m->V, m->C);
+    if (m->head_bucket != m->output_bucket) mt_bucket_release(m, m->head_bucket);
+    mt_bucket_release(m, m->output_bucket);
+}
+
+/* Logits and the loss of every token. */
+static void mt_loss_forward(mt_model *m) {
+    MT_CHECK(m->T <= m->plan.max_logits);
+    mt_output_forward(m, m->at->output, m->rows);
+    mt_vocab_cross_entropy_forward(&m->tp, m->loss, m->training ? NULL : m->entropy, m->at->lse, m->row_stats,
+                                   m->at->logits, m->labels, m->T, m->V, m->vocab_first, m->vocab_count);
+    m->ops->loss_accumulate(m->sums, m->loss, m->loss_mask, m->T, m->stream);
+    m->num_logits = m->T;
+}
+
+/* The loss is a sum over unmasked tokens, so its gradient by a token's loss is the mask itself. A tied head's gradient
+ * is complete only when the embedding has added its own. */
+static void mt_loss_backward(mt_model *m) {
+    mt_micro_batch *at = m->at;
+    bool own_head = m->head_bucket != m->output_bucket;
+    m->ops->cross_entropy_backward(at->logits, at->logits, m->labels, at->lse, m->loss_mask, m->T, m->V, m->vocab_first,
+                                   m->vocab_count, m->dtype, m->stream);
+    mt_bucket_acquire(m, m->output_bucket);
+    if (own_head) mt_bucket_acquire(m, m->head_bucket);
+    if (own_head) mt_bucket_gradients_acquire(m, m->head_bucket);
+    bool accumulates = m->tp.accumulates; // of the head, whose product comes first
+    mt_bucket_gradients_acquire(m, m->output_bucket);
+    if (own_head) m->tp.accumulates = accumulates;
+    mt_column_linear_backward(&m->tp, m->scratch.normed, at->logits, at->final_normed, m->lm_head, (mt_weight){0}, m->V,
+                              m->C, MT_PART_BOTH);
+    mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->output, at->final_mean, at->final_rstd,
+                     m->final_norm, m->final_norm_bias, m->rows);
+    mt_bucket_gradients_release(m, m->output_bucket, m->last_backward);
+    if (own_head && m->head_bucket != m->word_bucket)
+        mt_bucket_gradients_release(m, m->head_bucket, m->last_backward);
+    if (own_head) mt_bucket_release(m, m->head_bucket);
+    mt_bucket_release(m, m->output_bucket);
+}
+
+/* The residual stream as it enters the chunk of the micro-batch at hand. */
+static void *mt_chunk_input(const mt_model *m) {
+    return m->stages[m->at->chunk].num_layers > 0 ? m->at->layers[0].input : m->at->output;
+}
+
+/* Embedding, if it is here, and layers. */
+static void mt_chunk_forward(mt_model *m, bool decode) {
+    mt_micro_batch *at = m->at;
+    const mt_stage *stage = &m->stages[at->chunk];
+    int64_t first = m->first_local[at->chunk], n = stage->num_layers;
+    if (stage->embedding) mt_embed_forward(m, mt_chunk_input(m));
+    for (int64_t i = 0, bucket = m->first_layer_bucket + first; i < n; i++, bucket++) {
+        bool last = i == n - 1;
+        mt_activations *a = &at->layers[m->plan.train ? i : 0], *next = m->plan.train ? a + 1 : a;
+        if (i == 0) mt_bucket_acquire(m, bucket);
+        mt_norm norm = mt_input_norm(m, first + i, a);
+        if (i == 0) mt_norm_forward(m, norm.y, norm.mean, norm.rstd, a->input, norm.w, norm.b, m->rows);
+        if (!last) mt_bucket_acquire(m, bucket + 1); // the next layer's norm is fused with the end of this one
+        if (!last) norm = mt_input_norm(m, first + i + 1, next);
+        mt_layer_forward(m, first + i, a, last ? at->output : next->input, last ? NULL : &norm, decode);
+        mt_bucket_release(m, bucket);
     }
 }
 
-/* Final norm, logits and the loss of every token. */
-static void mt_loss_forward(mt_model *m) {
-    int64_t T = m->T, vocabulary = m->options->vocab_size;
-    float *weighted = m->training ? NULL : m->row_weighted;
-    MT_CHECK(T <= m->plan.max_logits);
-    mt_norm_forward(m, m->final_normed, m->final_mean, m->final_rstd, m->final_input, m->final_norm, m->final_norm_bias,
-                    T);
-    m->ops->linear_forward(m->logits, m->final_normed, m->lm_head.w, NULL, T, m->V, m->C, m->dtype, m->stream);
-    m->ops->cross_entropy_forward(m->row_max, m->row_sum, m->row_target, weighted, m->logits, m->labels, T, m->V, 0,
-                                  vocabulary, m->dtype, m->stream);
-    m->ops->cross_entropy_loss(m->loss, m->training ? NULL : m->entropy, m->lse, m->row_max, m->row_sum, m->row_target,
-                               weighted, T, m->stream);
-    m->ops->loss_accumulate(m->sums, m->loss, m->loss_mask, T, m->stream);
-    m->num_logits = T;
+/* scratch.residual, the gradient of the chunk's output, becomes that of its input. */
+static void mt_chunk_backward(mt_model *m, int parts) {
+    mt_micro_batch *at = m->at;
+    const mt_stage *stage = &m->stages[at->chunk];
+    for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
+        int64_t layer = m->first_local[at->chunk] + i, bucket = m->first_layer_bucket + layer;
+        mt_bucket_acquire(m, bucket);
+        if (parts == MT_PART_BOTH) mt_bucket_gradients_acquire(m, bucket);
+        mt_layer_backward(m, layer, &at->layers[i], parts);
+        if (parts == MT_PART_BOTH) mt_bucket_gradients_release(m, bucket, m->last_backward);
+        mt_bucket_release(m, bucket);
+    }
+    if (stage->embedding) mt_embed_backward(m, m->scratch.residual);
 }
 
-/* The loss is a sum over unmasked tokens, so its gradient by a token's loss is the mask itself. */
-static void mt_loss_backward(mt_model *m) {
-    int64_t T = m->T;
-    m->ops->cross_entropy_backward(m->logits, m->logits, m->labels, m->lse, m->loss_mask, T, m->V, 0,
-                                   m->options->vocab_size, m->dtype, m->stream);
-    m->ops->linear_backward_weight(m->lm_head.dw, NULL, m->logits, m->final_normed, T, m->V, m->C, m->accumulates,
-                                   m->dtype, m->stream);
-    m->ops->linear_backward_input(m->scratch.normed, m->logits, m->lm_head.w, T, m->V, m->C, m->dtype, m->stream);
-    mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, m->final_input, m->final_mean, m->final_rstd,
-                     m->final_norm, m->final_norm_bias, T);
+static void mt_chunk_backward_weight(mt_model *m) {
+    const mt_micro_batch *at = m->at;
+    for (int64_t i = m->stages[at->chunk].num_layers - 1; i >= 0; i--) {
+        int64_t layer = m->first_local[at->chunk] + i, bucket = m->first_layer_bucket + layer;
+        mt_bucket_gradients_acquire(m, bucket);
+        mt_layer_backward_weight(m, layer, &at->layers[i]);
+        mt_bucket_gradients_release(m, bucket, m->last_backward);
+    }
+}
+
+/* ---- between chunks */
+
+/* Begins to receive the next message of a link, if a buffer is free for it. */
+static bool mt_link_start(mt_model *m, mt_link *link, int64_t count) {
+    int64_t k = link->started % link->num_buffers;
+    if (link->started - link->finished == link->num_buffers) return false;
+    link->tickets[k] = m->ops->channel_recv(link->channel, link->buffers[k], count, m->dtype, m->stream);
+    link->started++;
+    return true;
+}
+
+/* to[count] = the oldest message that was not taken yet. */
+static void mt_link_take(mt_model *m, mt_link *link, void *to, int64_t count) {
+    if (link->started == link->finished) mt_link_start(m, link, count);
+    int64_t k = link->finished++ % link->num_buffers;
+    m->ops->channel_wait(link->channel, link->tickets[k], m->stream);
+    m->ops->memory_copy(to, link->buffers[k], count * mt_dtype_size(m->dtype), m->stream);
+}
+
+/* Sends a copy of from[count], which may then be written again. */
+static void mt_link_send(mt_model *m, mt_link *link, const void *from, int64_t count) {
+    int64_t k = link->started % link->num_buffers;
+    if (link->started >= link->num_buffers) m->ops->channel_wait(link->channel, link->tickets[k], m->stream);
+    m->ops->memory_copy(link->buffers[k], from, count * mt_dtype_size(m->dtype), m->stream);
+    link->tickets[k] = m->ops->channel_send(link->channel, link->buffers[k], count, m->dtype, m->stream);
+    link->started++;
+}
+
+/* Chunks without the embedding take what the stage before sends, chunks without the loss send theirs on. */
+static void mt_stage_forward(mt_model *m, bool decode) {
+    const mt_stage *stage = &m->stages[m->at->chunk];
+    if (!stage->embedding) mt_link_take(m, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m), m->rows * m->C);
+    mt_chunk_forward(m, decode);
+    if (!stage->loss) mt_link_send(m, &m->links[MT_LINK_SEND_FORWARD], m->at->output, m->rows * m->C);
+}
+
+static void mt_stage_backward(mt_model *m, int parts) {
+    const mt_stage *stage = &m->stages[m->at->chunk];
+    if (stage->loss)
+        mt_loss_backward(m);
+    else
+        mt_link_take(m, &m->links[MT_LINK_RECV_BACKWARD], m->scratch.residual, m->rows * m->C);
+    mt_chunk_backward(m, parts);
+    if (!stage->embedding) mt_link_send(m, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.residual, m->rows * m->C);
+}
+
+/* ---- a whole model's forward, and its backward on one rank */
+
+/* Room of a chunk that holds nothing. */
+static mt_micro_batch *mt_micro_batch_free(mt_model *m, int64_t chunk) {
+    for (int64_t i = 0; i < m->num_micro_batches; i++)
+        if (m->micro_batches[i].chunk == chunk && m->micro_batches[i].index < 0) return &m->micro_batches[i];
+    MT_CHECK(!"there is room for every live micro-batch");
+    return NULL;
 }
 
 void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
+    MT_CHECK(!training || m->grid->pipeline.size == 1);
     m->training = training;
-    mt_load_batch(m, batch);
-    mt_forward_layers(m, false);
-    mt_loss_forward(m);
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
+        mt_load_batch(m, mt_micro_batch_free(m, chunk), batch);
+        mt_stage_forward(m, false);
+        if (m->stages[chunk].loss) mt_loss_forward(m);
+    }
 }
 
 void mt_model_backward(mt_model *m) {
-    MT_CHECK(m->plan.train && m->training);
-    mt_loss_backward(m);
-    for (int64_t layer = m->L - 1; layer >= 0; layer--) mt_layer_backward(m, layer, &m->activations[layer]);
-    mt_embed_backward(m, m->scratch.residual);
-    m->accumulates = true;
+    MT_CHECK(m->plan.train && m->training && m->grid->pipeline.size == 1);
+    mt_stage_backward(m, MT_PART_BOTH);
 }
 
-/* Copies logits to the host as fp32, without the padding columns. */
+/* What the last pipeline rank has in host memory, to all that its pipeline consists of. */
+static void mt_model_share(const mt_model *m, void *buffer, int64_t bytes) {
+    mt_broadcast(&m->grid->pipeline, buffer, bytes, m->grid->pipeline.size - 1);
+}
+
+/* Copies logits to the host as fp32, without the padding columns; every rank gets them. */
 static void mt_read_logits(mt_model *m, float *logits, int64_t rows) {
     int64_t V = m->V, vocabulary = m->options->vocab_size, size = mt_dtype_size(m->dtype);
-    for (int64_t first = 0; first < rows; first += MT_STAGED_ROWS) {
-        int64_t count = rows - first < MT_STAGED_ROWS ? rows - first : MT_STAGED_ROWS;
-        m->ops->memory_copy(m->staged_logits, mt_at(m, m->logits, first * V), count * V * size, m->stream);
-        m->ops->stream_wait(m->stream);
-        for (int64_t t = 0; t < count; t++) {
-            const char *row = (const char *)m->staged_logits + t * V * size;
-            float *to = logits + (first + t) * vocabulary;
-            if (m->dtype == MT_F32)
-                memcpy(to, row, (size_t)(vocabulary * 4));
-            else
-                for (int64_t i = 0; i < vocabulary; i++) to[i] = mt_bf16_to_f32(((const uint16_t *)row)[i]);
+    int ranks = m->grid->tensor.size;
+    for (int64_t first = 0; first < rows && m->has_loss; first += MT_STAGED_ROWS) {
+        int64_t count = mt_min(rows - first, MT_STAGED_ROWS);
+        const void *shares = mt_at(m, m->at->logits, first * V);
+        if (ranks > 1) {
+            m->ops->all_gather(m->gathered_logits, shares, count * V, m->dtype, &m->grid->tensor, m->stream);
+            shares = m->gathered_logits;
         }
+        m->ops->memory_copy(m->staged_logits, shares, ranks * count * V * size, m->stream);
+        m->ops->stream_wait(m->stream);
+        for (int64_t t = 0; t < count; t++)
+            for (int64_t rank = 0; rank < ranks; rank++) {
+                const char *row = (const char *)m->staged_logits + (rank * count + t) * V * size;
+                float *to = logits + (first + t) * vocabulary + rank * V;
+                int64_t columns = mt_min(V, vocabulary - rank * V);
+                if (m->dtype == MT_F32 && columns > 0) memcpy(to, row, (size_t)(columns * 4));
+                for (int64_t i = 0; m->dtype != MT_F32 && i < columns; i++)
+                    to[i] = mt_bf16_to_f32(((const uint16_t *)row)[i]);
+            }
     }
+    mt_model_share(m, logits, rows * vocabulary * 4);
 }
 
 void mt_model_read(mt_model *m, float *loss, float *entropy, float *logits) {
-    if (loss) m->ops->memory_copy(loss, m->loss, m->num_logits * 4, m->stream);
-    if (entropy) {
+    int64_t T = m->T;
+    if (loss && m->has_loss) m->ops->memory_copy(loss, m->loss, T * 4, m->stream);
+    if (entropy && m->has_loss) {
         MT_CHECK(!m->training);
-        m->ops->memory_copy(entropy, m->entropy, m->num_logits * 4, m->stream);
+        m->ops->memory_copy(entropy, m->entropy, T * 4, m->stream);
     }
     m->ops->stream_wait(m->stream);
-    if (logits) mt_read_logits(m, logits, m->num_logits);
+    if (loss) mt_model_share(m, loss, T * 4);
+    if (entropy) mt_model_share(m, entropy, T * 4);
+    if (logits) mt_read_logits(m, logits, T);
+}
+
+/* Puts what a pass of decoding reads into the host's block: always the same one, because graphs keep its address. */
+static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                              int64_t num_rows) {
+    size_t T = (size_t)batch->num_tokens;
+    MT_CHECK(m->plan.cache_rows > 0 && num_rows <= m->plan.max_logits && num_rows <= batch->num_tokens);
+    m->training = false;
+    m->num_logits = num_rows;
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
+        mt_batch_block block = mt_place_batch(m, mt_micro_batch_free(m, chunk), batch, 0);
+        memcpy(block.cache_rows, cache_rows, T * 4);
+        memcpy(block.logit_rows, rows, (size_t)num_rows * 4);
+        memcpy(block.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
+        memcpy(block.tokens, batch->tokens, T * 4);
+        memcpy(block.positions, batch->positions, T * 4);
+    }
+}
+
+/* From the host's block to logits; what a graph holds. Its results are waited for, and so is its copy. */
+static void mt_decode_pass(mt_model *m) {
+    int64_t rows = m->num_logits;
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
+        mt_micro_batch_enter(m, mt_micro_batch_free(m, chunk));
+        int64_t bytes = (char *)m->labels - m->at->device_batch;
+        m->ops->memory_copy(m->at->device_batch, m->staged_batch[0], bytes, m->stream);
+        mt_stage_forward(m, true);
+    }
+    if (rows == 0 || !m->has_loss) return; // a piece of a prompt, or another rank's logits
+    m->ops->gather_rows(m->scratch.hidden, m->at->output, m->logit_rows, rows, m->C, m->C, m->C, m->dtype, m->stream);
+    m->tp.T = m->tp.rows = rows;
+    mt_output_forward(m, m->scratch.hidden, rows);
+}
+
+/* Whether a pass adds one token to each of its sequences: then it consists of the same operations on the same memory as
+ * every other step of as many sequences, whatever their lengths. */
+static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch) {
+    if (batch->num_spans != m->T || m->num_logits != m->T || m->grid->world.size > 1) return false;
+    for (int64_t i = 0; i < m->T; i++)
+        if (batch->spans[i].q_len != 1) return false;
+    return true;
+}
+
+/* A step is so short that enqueuing its operations one by one would take longer than they do: from the second step on,
+ * once they have prepared themselves, a graph enqueues them all. */
+static void mt_decode_enqueue(mt_model *m, const mt_batch *batch) {
+    bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch);
+    mt_step_graph *step = is_step ? &m->step_graphs[m->T] : NULL;
+    if (!is_step || !step->has_run) {
+        mt_decode_pass(m);
+        if (is_step) step->has_run = true;
+        return;
+    }
+    for (int64_t i = 0; i < m->T; i++) MT_CHECK(batch->spans[i].k_len <= m->step_spans[i].k_len);
+    if (!step->graph) {
+        memcpy(m->at->host_spans, m->step_spans, (size_t)m->T * sizeof(mt_span));
+        m->ops->graph_begin(m->stream);
+        mt_decode_pass(m);
+        step->graph = m->ops->graph_end(m->stream);
+    }
+    m->ops->graph_launch(step->graph, m->stream);
 }
 
 void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                      int64_t num_rows, float *logits) {
-    MT_CHECK(m->plan.cache_rows > 0 && num_rows <= m->plan.max_logits);
-    m->training = false;
-    mt_load_batch(m, batch);
-    m->ops->memory_copy(m->cache_rows, cache_rows, m->T * 4, m->stream);
-    m->ops->memory_copy(m->logit_rows, rows, num_rows * 4, m->stream);
-    mt_forward_layers(m, true);
-    m->ops->gather_rows(m->scratch.hidden, m->final_input, m->logit_rows, num_rows, m->C, m->C, m->C, m->dtype,
-                        m->stream);
-    mt_norm_forward(m, m->final_normed, m->final_mean, m->final_rstd, m->scratch.hidden, m->final_norm,
-                    m->final_norm_bias, num_rows);
-    m->ops->linear_forward(m->logits, m->final_normed, m->lm_head.w, NULL, num_rows, m->V, m->C, m->dtype, m->stream);
-    m->num_logits = num_rows;
-    mt_read_logits(m, logits, num_rows);
+    mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
+    mt_decode_enqueue(m, batch);
+    if (num_rows == 0)
+        m->ops->stream_wait(m->stream);
+    else
+        mt_read_logits(m, logits, num_rows);
+}
+
+void mt_model_decode_likeliest(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                               int64_t num_rows, int32_t *tokens) {
+    MT_CHECK(m->grid->world.size == 1);
+    mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
+    mt_decode_enqueue(m, batch);
+    m->ops->likeliest(m->likeliest, m->at->logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
+    m->ops->memory_copy(m->staged_logits, m->likeliest, num_rows * 4, m->stream);
+    m->ops->stream_wait(m->stream);
+    memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
 }
 
 /* ==== §11 schedules ============================================================================================== */
@@ -8010,21 +8424,10 @@ static int64_t mt_tokens_keep(int32_t *order, int64_t V, const float *logits, in
     return kept;
 }
 
-/* The likeliest token, the lowest id among equals; -1 if a logit is not a number. */
-static int32_t mt_token_likeliest(const float *logits, int64_t V) {
-    int32_t best = 0;
-    bool numbers = true;
-    for (int32_t i = 0; i < V; i++) {
-        numbers &= !isnan(logits[i]);
-        if (logits[i] > logits[best]) best = i;
-    }
-    return numbers && isfinite(logits[best]) ? best : -1;
-}
-
 int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, int64_t sequence,
                   int64_t position, int32_t *order) {
     int64_t V = vocab_size, kept = V;
-    int32_t best = mt_token_likeliest(logits, V);
+    int32_t best = mt_row_likeliest(logits, V);
     if (best < 0 || sampling->temperature == 0) return best;
     for (int32_t i = 0; i < V; i++) order[i] = i;
     double total = 0, sum = 0, t = sampling->temperature;
@@ -8108,7 +8511,8 @@ struct mt_generator {
     int32_t *logit_rows;  // [max_sequences] batch rows whose logits are wanted
     int64_t *logit_owner; // [max_sequences] and the sequences that they belong to
     int64_t num_logits;
-    float *logits;                      // [max_sequences, vocab_size]
+    float *logits;                      // [max_sequences, vocab_size], unless the likeliest token is chosen
+    int32_t *likeliest;                 // [max_sequences] then
     int32_t *order;                     // [vocab_size], for mt_sample
     int64_t read, written;              // tokens: of prompts, and added since
     double read_seconds, write_seconds; // in steps that read prompts, and in the others
@@ -8133,7 +8537,10 @@ mt_generator *mt_generator_create(mt_model *model, int64_t max_sequences, const 
     g->cache_rows = mt_malloc(tokens * 4);
     g->logit_rows = mt_malloc(max_sequences * 4);
     g->logit_owner = mt_malloc(max_sequences * 8);
-    g->logits = mt_malloc(max_sequences * vocabulary * 4);
+    if (sampling->temperature == 0 && model->grid->world.size == 1) // one rank has whole logits on its device
+        g->likeliest = mt_malloc(max_sequences * 4);
+    else
+        g->logits = mt_malloc(max_sequences * vocabulary * 4);
     g->order = mt_malloc(vocabulary * 4);
     return g;
 }
@@ -8145,6 +8552,7 @@ void mt_generator_destroy(mt_generator *g) {
     free(g->logit_rows);
     free(g->logit_owner);
     free(g->logits);
+    free(g->likeliest);
     free(g->order);
     free(g);
 }
@@ -8173,8 +8581,9 @@ static bool mt_generator_add(mt_generator *g, mt_sequence *sequence, int64_t s) 
 /* Appends the token that the logits of row `row` of the last pass give. */
 static int mt_generator_append(mt_generator *g, mt_sequence *sequence, int64_t row, mt_error *error) {
     int64_t vocabulary = g->model->options->vocab_size;
-    int32_t token =
-        mt_sample(g->logits + row * vocabulary, vocabulary, &g->sampling, sequence->id, sequence->num_tokens, g->order);
+    int32_t token = g->likeliest ? g->likeliest[row]
+                                 : mt_sample(g->logits + row * vocabulary, vocabulary, &g->sampling, sequence->id,
+                                             sequence->num_tokens, g->order);
     if (token < 0)
         return mt_error_set(error,
                             "the model's logits after token %lld are not all numbers; its weights are damaged, or too "
@@ -8195,7 +8604,10 @@ static int mt_generator_advance(mt_generator *g, mt_sequence *sequences, int64_t
         for (; next < count; next++)
             if (!sequences[next].finished && !mt_generator_add(g, &sequences[next], next)) break;
         if (g->batch.num_tokens == 0) break;
-        mt_model_decode(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->logits);
+        if (g->likeliest)
+            mt_model_decode_likeliest(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->likeliest);
+        else
+            mt_model_decode(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->logits);
         for (int64_t row = 0; row < g->num_logits; row++)
             if (mt_generator_append(g, &sequences[g->logit_owner[row]], row, error) != 0) return -1;
     }
@@ -8446,14 +8858,8 @@ int64_t mt_score(mt_model *model, mt_error *error) {
 /* ==== §16 the training step ====================================================================================== */
 /* A step, start to end: zero, forward and backward by the schedule, sum over ranks, clip, update. Invariants: the loss
  * is a sum over tokens, divided once by the whole batch's count of unmasked tokens, so micro-batches and ranks do not
- * change it; the host waits for the device only where it reads the metrics. */
-
-/* Loss and tokens of all ranks; sums[2], the squared norm, starts at 0. */
-static void mt_sums_finish(mt_model *m, double sums[2]) {
-    m->ops->all_reduce(m->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
-    m->ops->memory_copy(sums, m->sums, 2 * 8, m->stream);
-    m->ops->stream_wait(m->stream);
-}
+ * change it; the host waits for the device only where it reads the metrics, and so as to stay within two steps of it.
+ */
 
 /* The weights' update, from finished gradients. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
@@ -8480,53 +8886,89 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     }
 }
 
-int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
-                  mt_batch *batch, mt_metrics *metrics, mt_error *error) {
-    double begin = mt_time(), sums[2];
-    float grad_norm;
+/* Forwards and backwards of all micro-batches, summed over the ranks; adds to `tokens`. */
+static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context,
+                             mt_batch *batch, int64_t *tokens, mt_error *error) {
     mt_gradients_begin(m);
-    m->ops->memory_zero(m->sums, 3 * 8, m->stream);
-    const mt_schedule schedule = {MT_SCHEDULE_1F1B, 1, 1, micro_batches, micro_batches};
-    int64_t count = mt_schedule_steps(NULL, &schedule, 0), tokens = 0;
-    if (count > m->max_steps) { // the first step, and where the batch ramp grows
-        m->steps = mt_realloc(m->steps, count * (int64_t)sizeof(mt_step));
-        m->max_steps = count;
-    }
-    const mt_step *steps = m->steps;
-    mt_schedule_steps(m->steps, &schedule, 0);
-    int status = 0;
-    for (int64_t i = 0; i < count && status == 0; i++) {
-        if (steps[i].kind == MT_STEP_BACKWARD) {
+@@9@@        if (steps[i].kind == MT_STEP_BACKWARD) {
             mt_model_backward(m);
             continue;
         }
-        status = source(context, steps[i].micro_batch, batch, error);
-        if (status == 0) mt_model_forward(m, batch, true);
-        tokens += batch->num_tokens;
+        if (source(context, steps[i].micro_batch, batch, error) != 0) return -1;
+        mt_model_forward(m, batch, true);
+        *tokens += batch->num_tokens;
     }
-    if (status != 0) return status;
+    mt_all_reduce_sum(&m->grid->data, m->sums, 2, MT_F64);
+    mt_gradients_finish(m);
+    return 0;
+}
 
-    mt_sums_finish(m, sums);
-    if (!isfinite(sums[0]))
+/* Enqueues the copies of what a step reports. */
+static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
+    mt_step_result *result = &m->results[slot];
+    m->ops->memory_copy(result->sums, m->sums, sizeof result->sums, m->stream);
+    m->ops->memory_copy(&result->grad_norm, m->grad_norm, sizeof result->grad_norm, m->stream);
+    m->ops->event_record(m->slots[slot].done, m->stream);
+    m->slots[slot].iteration = iteration;
+}
+
+/* Waits for a slot's result, and checks it. */
+static int mt_step_check(mt_model *m, int slot, mt_error *error) {
+    long long iteration = m->slots[slot].iteration;
+    const mt_step_result *result = &m->results[slot];
+    if (iteration == 0) return 0;
+    m->ops->event_wait(m->slots[slot].done);
+    m->slots[slot].iteration = 0;
+    if (!isfinite(result->sums[0]))
         return mt_error_set(error,
                             "iteration %lld: the loss is %g; lower --lr or look at the data (nothing was saved since)",
-                            (long long)state->iteration + 1, sums[0]);
-    mt_gradients_finish(m);
+                            iteration, result->sums[0]);
+    if (!isfinite(result->grad_norm))
+        return mt_error_set(error, "iteration %lld: the gradient norm is %g; lower --lr or look at the data", iteration,
+                            (double)result->grad_norm);
+    return 0;
+}
+
+/* Waits for all steps: the one before the last, then the last. */
+static int mt_steps_check(mt_model *m, mt_error *error) {
+    int older = (int)(m->num_steps % 2);
+    return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
+}
+
+int mt_train_finish(mt_model *m, mt_error *error) {
+    double begin = mt_time();
+    int status = mt_steps_check(m, error);
+    m->unread_seconds += mt_time() - begin;
+    return status;
+}
+
+int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
+                  mt_batch *batch, mt_metrics *metrics, mt_error *error) {
+    double begin = mt_time();
+    int slot = (int)(m->num_steps % 2);
+    int64_t tokens = 0;
+    if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last: its slot is taken now
+    if (mt_step_gradients(m, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
     mt_optimizer_step(m, state);
-    m->ops->memory_copy(&grad_norm, m->grad_norm, 4, m->stream);
-    m->ops->stream_wait(m->stream);
-    *metrics = (mt_metrics){.loss = sums[1] > 0 ? sums[0] / sums[1] : 0,
-                            .grad_norm = grad_norm,
-                            .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
-                            .weight_decay = mt_weight_decay(m->options, state->consumed_train_samples),
-                            .tokens = (double)(tokens * m->grid->data.size)};
-    if (!isfinite(metrics->grad_norm))
-        return mt_error_set(error, "iteration %lld: the gradient norm is %g; lower --lr or look at the data",
-                            (long long)state->iteration + 1, metrics->grad_norm);
+    mt_step_report(m, slot, state->iteration + 1);
+    m->num_steps++;
+    if (metrics || !m->slots[slot].done)
+        if (mt_steps_check(m, error) != 0) return -1;
+    m->unread_tokens += (double)(tokens * m->grid->data.size);
+    m->unread_seconds += mt_time() - begin;
+    if (metrics) {
+        const mt_step_result *result = &m->results[slot];
+        *metrics = (mt_metrics){.loss = result->sums[1] > 0 ? result->sums[0] / result->sums[1] : 0,
+                                .grad_norm = (double)result->grad_norm,
+                                .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
+                                .weight_decay = mt_weight_decay(m->options, state->consumed_train_samples),
+                                .tokens = (double)(tokens * m->grid->data.size)};
+        metrics->seconds = m->unread_seconds * metrics->tokens / m->unread_tokens;
+        m->unread_tokens = m->unread_seconds = 0;
+    }
     state->iteration++;
     state->optimizer_step++;
     state->consumed_train_samples += micro_batches * m->options->micro_batch_size * m->grid->data.size;
-    metrics->seconds = mt_time() - begin;
     return 0;
 }
 
@@ -8538,7 +8980,9 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
         if (source(context, i, batch, error) != 0) return -1;
         mt_model_forward(m, batch, false);
     }
-    mt_sums_finish(m, sums);
+    mt_all_reduce_sum(&m->grid->data, m->sums, 2, MT_F64);
+    m->ops->memory_copy(sums, m->sums, 2 * 8, m->stream);
+    m->ops->stream_wait(m->stream);
     *loss = sums[1] > 0 ? sums[0] / sums[1] : 0;
     return 0;
 }
@@ -8592,11 +9036,15 @@ static int mt_report_flush(const mt_report *report, mt_error *error) {
     return mt_error_set(error, "--metrics %s: cannot be written: %s", report->options->metrics, strerror(errno));
 }
 
+bool mt_report_is_due(const mt_report *report, int64_t iteration) {
+    return iteration % report->options->log_interval == 0 || iteration == report->options->num_iterations;
+}
+
 int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
                         mt_error *error) {
     const mt_options *o = report->options;
     int64_t iteration = state->iteration, total = o->num_iterations;
-    if (!report->prints || (iteration % o->log_interval != 0 && iteration != total)) return 0;
+    if (!report->prints || !mt_report_is_due(report, iteration)) return 0;
     double rate = metrics->tokens / metrics->seconds;
     double flops = mt_flops(o, (int64_t)metrics->tokens / o->seq_length) / metrics->seconds / report->world_size;
     double pace = (mt_time() - report->start) / (double)(iteration - report->first_iteration);
@@ -8941,6 +9389,11 @@ static void mt_timed_loss_accumulate(double *sums, const float *loss, const floa
     MT_TIMED(loss_accumulate, mt_work_bytes(T, 8), sums, loss, mask, T);
 }
 
+static void mt_timed_likeliest(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count,
+                               mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(likeliest, mt_work_bytes(T * count, mt_dtype_size(dtype)), ids, logits, T, stride, count, dtype);
+}
+
 static void mt_timed_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
     MT_TIMED(squared_norm, mt_work_bytes(n, 4), sum, x, n);
 }
@@ -9025,19 +9478,25 @@ static void mt_timed_channel_wait(mt_channel *channel, int64_t ticket, mt_stream
     MT_TIMED(channel_wait, mt_work_bytes(channel->bytes[ticket % MT_CHANNEL_TICKETS], 1), channel, ticket);
 }
 
-/* What gives no work to the device is the real operation itself. */
+/* What gives no work to the device is the real operation itself. Graphs are left out: what they hold has no moments. */
 static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
     return (mt_ops){
         .name = ops->name,
         .memory_available = ops->memory_available,
         .memory_alloc = ops->memory_alloc,
         .memory_free = ops->memory_free,
+        .memory_alloc_host = ops->memory_alloc_host,
+        .memory_free_host = ops->memory_free_host,
         .memory_copy = mt_timed_memory_copy,
         .memory_zero = mt_timed_memory_zero,
         .workspace_bytes = ops->workspace_bytes,
         .stream_create = ops->stream_create,
         .stream_destroy = ops->stream_destroy,
         .stream_wait = ops->stream_wait,
+        .event_create = ops->event_create,
+        .event_destroy = ops->event_destroy,
+        .event_record = ops->event_record,
+        .event_wait = ops->event_wait,
         .linear_forward = mt_timed_linear_forward,
         .linear_backward_input = mt_timed_linear_backward_input,
         .linear_backward_weight = mt_timed_linear_backward_weight,
@@ -9064,6 +9523,7 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .cross_entropy_loss = mt_timed_cross_entropy_loss,
         .cross_entropy_backward = mt_timed_cross_entropy_backward,
         .loss_accumulate = mt_timed_loss_accumulate,
+        .likeliest = mt_timed_likeliest,
         .squared_norm = mt_timed_squared_norm,
         .gradient_scale = mt_timed_gradient_scale,
         .adamw_step = mt_timed_adamw_step,

@@ -267,6 +267,10 @@ typedef struct mt_adamw {
 typedef int64_t mt_memory_available_fn(void);
 typedef void *mt_memory_alloc_fn(int64_t bytes);
 typedef void mt_memory_free_fn(void *memory);
+/* Host memory that a device copies to and from by itself, while the host goes on: pinned for a GPU, plain on the CPU.
+ */
+typedef void *mt_memory_alloc_host_fn(int64_t bytes);
+typedef void mt_memory_free_host_fn(void *memory);
 /* Copies between any two of host and device memory. */
 typedef void mt_memory_copy_fn(void *to, const void *from, int64_t bytes, mt_stream *stream);
 typedef void mt_memory_zero_fn(void *memory, int64_t bytes, mt_stream *stream);
@@ -279,6 +283,16 @@ typedef mt_stream *mt_stream_create_fn(void *workspace, int64_t workspace_bytes,
 typedef void mt_stream_destroy_fn(mt_stream *stream);
 /* Waits for all that was enqueued. */
 typedef void mt_stream_wait_fn(mt_stream *stream);
+
+/* ---- events: moments on a stream, by which the host learns how far the device has come. NULL on the CPU */
+
+typedef struct mt_event mt_event;
+typedef mt_event *mt_event_create_fn(void);
+typedef void mt_event_destroy_fn(mt_event *event);
+/* The moment when all that was enqueued before is done. */
+typedef void mt_event_record_fn(mt_event *event, mt_stream *stream);
+/* Waits for the moment that was recorded last; at once where none was. */
+typedef void mt_event_wait_fn(mt_event *event);
 
 /* ---- linear layers; weights are [N, K] as torch.nn.Linear stores them */
 
@@ -404,6 +418,11 @@ typedef void mt_cross_entropy_backward_fn(void *dlogits, const void *logits, con
 /* sums[0] += sum(loss mask), sums[1] += sum(mask), in float64 and in token order. */
 typedef void mt_loss_accumulate_fn(double *sums, const float *loss, const float *mask, int64_t T, mt_stream *stream);
 
+/* ids[T] = the column of the greatest of logits[T, stride]'s first `count` columns, the lowest among equals; -1 where a
+ * logit is not a number or the greatest is not finite. */
+typedef void mt_likeliest_fn(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
+                             mt_stream *stream);
+
 /* ---- optimizer, over any stretch of a bucket */
 
 /* sum[0] += sum of squares. */
@@ -490,18 +509,37 @@ typedef void mt_channel_wait_fn(mt_channel *channel, int64_t ticket, mt_stream *
 /* Waits for what is under way and frees the channel, which may be NULL. */
 typedef void mt_channel_close_fn(mt_channel *channel);
 
+/* ---- graphs: many operations that are enqueued at once, for those too short to be enqueued one by one. Not on the
+ * CPU.
+ *
+ * Between begin and end, operations on the stream are not run but kept, with their arguments, for every launch. What
+ * changes from launch to launch lies in memory that they read: a span's k_start and k_len too, as the device holds it,
+ * while the host's list bounds k_len from above. Weights do not change in a graph. Every operation must have run with
+ * the same sizes before. */
+typedef struct mt_graph mt_graph;
+typedef void mt_graph_begin_fn(mt_stream *stream);
+typedef mt_graph *mt_graph_end_fn(mt_stream *stream);
+typedef void mt_graph_launch_fn(const mt_graph *graph, mt_stream *stream);
+typedef void mt_graph_destroy_fn(mt_graph *graph);
+
 /* Every operation of the table, once: the struct, the CPU's prototypes and its table are made from this list, so the
  * contracts of two backends cannot drift apart. */
 #define MT_OPERATIONS(OP)                                                                                              \
     OP(memory_available)                                                                                               \
     OP(memory_alloc)                                                                                                   \
     OP(memory_free)                                                                                                    \
+    OP(memory_alloc_host)                                                                                              \
+    OP(memory_free_host)                                                                                               \
     OP(memory_copy)                                                                                                    \
     OP(memory_zero)                                                                                                    \
     OP(workspace_bytes)                                                                                                \
     OP(stream_create)                                                                                                  \
     OP(stream_destroy)                                                                                                 \
     OP(stream_wait)                                                                                                    \
+    OP(event_create)                                                                                                   \
+    OP(event_destroy)                                                                                                  \
+    OP(event_record)                                                                                                   \
+    OP(event_wait)                                                                                                     \
     OP(linear_forward)                                                                                                 \
     OP(linear_backward_input)                                                                                          \
     OP(linear_backward_weight)                                                                                         \
@@ -528,6 +566,7 @@ typedef void mt_channel_close_fn(mt_channel *channel);
     OP(cross_entropy_loss)                                                                                             \
     OP(cross_entropy_backward)                                                                                         \
     OP(loss_accumulate)                                                                                                \
+    OP(likeliest)                                                                                                      \
     OP(squared_norm)                                                                                                   \
     OP(gradient_scale)                                                                                                 \
     OP(adamw_step)                                                                                                     \
@@ -546,10 +585,18 @@ typedef void mt_channel_close_fn(mt_channel *channel);
     OP(channel_wait)                                                                                                   \
     OP(channel_close)
 
+/* Those that a backend may lack: NULL in its table, and the caller does without. */
+#define MT_OPTIONAL_OPERATIONS(OP)                                                                                     \
+    OP(graph_begin)                                                                                                    \
+    OP(graph_end)                                                                                                      \
+    OP(graph_launch)                                                                                                   \
+    OP(graph_destroy)
+
 typedef struct mt_ops {
     const char *name; // "cpu"
 #define MT_OPERATION_FIELD(operation) mt_##operation##_fn *operation;
     MT_OPERATIONS(MT_OPERATION_FIELD)
+    MT_OPTIONAL_OPERATIONS(MT_OPERATION_FIELD)
 #undef MT_OPERATION_FIELD
 } mt_ops;
 
@@ -559,9 +606,8 @@ extern const mt_ops mt_cpu_ops;
 /* The CUDA backend on GPU `device` of this host; NULL with a reason where none answers or the build has no CUDA. */
 const mt_ops *mt_cuda_open(int device, mt_error *error);
 
-/* A moment on a stream of the CUDA backend, to time what is enqueued between two of them; only in builds with CUDA. The
- * seconds between two moments are known once the second has passed, which mt_cuda_event_seconds waits for. */
-typedef struct mt_event mt_event;
+/* The events of the CUDA backend, to time what is enqueued between two of them; only in builds with CUDA. The seconds
+ * between two moments are known once the second has passed, which mt_cuda_event_seconds waits for. */
 mt_event *mt_cuda_event_create(void);
 void mt_cuda_event_destroy(mt_event *event);
 void mt_cuda_event_record(mt_event *event, mt_stream *stream);
@@ -852,6 +898,11 @@ void mt_model_read(mt_model *model, float *loss, float *entropy, float *logits);
 void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                      int64_t num_rows, float *logits);
 
+/* The same with the likeliest token of each of these rows, tokens[num_rows], instead of the logits: the lowest id among
+ * equals, -1 where the logits are not all numbers. */
+void mt_model_decode_likeliest(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                               int64_t num_rows, int32_t *tokens);
+
 /* ==== §11 schedules ================================================================================================
  */
 
@@ -981,8 +1032,8 @@ typedef struct mt_metrics {
     double loss;      // mean over unmasked tokens
     double grad_norm; // before clipping
     double learning_rate, weight_decay;
-    double tokens; // tokens in the step, masked or not
-    double seconds;
+    double tokens;  // tokens in the step, masked or not
+    double seconds; // that the step took, at the rate of all steps since metrics were read last
 } mt_metrics;
 
 /* Fills `batch` with micro-batch `index` of this step; called once a micro-batch, in order. Returns 0 or -1 with error.
@@ -990,9 +1041,14 @@ typedef struct mt_metrics {
 typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_error *error);
 
 /* One step over `micro_batches` micro-batches a rank: forwards and backwards by the schedule, gradients summed over the
- * data group, norm, clipping, AdamW. Updates `state`. */
+ * data group, norm, clipping, AdamW. Updates `state`. With metrics == NULL the host only enqueues the step, up to two
+ * before it waits; reading metrics waits for the device. A loss or a gradient norm that is not finite is an error of
+ * this call or, where metrics are not read, of one of the next two or of mt_train_finish. */
 int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error);
+
+/* Waits for the steps that were enqueued, and checks them: before what they made is saved, evaluated or timed. */
+int mt_train_finish(mt_model *model, mt_error *error);
 
 /* Mean loss of `micro_batches` micro-batches a rank without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
@@ -1015,7 +1071,10 @@ typedef struct mt_report {
 int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error);
 void mt_report_close(mt_report *report);
 
-/* The step that `state` now counts; every --log-interval iterations. */
+/* Whether the step that ends at `iteration` is told: every --log-interval iterations, and the last. */
+bool mt_report_is_due(const mt_report *report, int64_t iteration);
+
+/* The step that `state` now counts, if it is due. */
 int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics, mt_error *error);
 
 /* The mean loss of "validation" or "test" after the steps that `state` counts. */

@@ -127,6 +127,7 @@ static void evaluate(run *r, mt_split split, const char *name, int64_t *consumed
     mt_error error;
     double loss;
     if (!r->loaders[split] || o->eval_iters == 0) return;
+    check(mt_train_finish(r->model, &error), &error);
     feed from = {r->loaders[split], *consumed, o->micro_batch_size * r->grid.data.size};
     int64_t micro_batches = o->eval_iters * o->global_batch_size / from.stride;
     check(mt_evaluate(r->model, micro_batches, next_micro_batch, &from, &r->batch, &loss, &error), &error);
@@ -142,6 +143,7 @@ static int save_tokenizer(void *context, const char *folder, mt_error *error) {
 static void save(run *r) {
     mt_error error;
     if (!r->options.save) return;
+    check(mt_train_finish(r->model, &error), &error);
     if (r->grid.world.rank == 0) {
         check(mt_checkpoint_save(r->model, &r->state, r->options.save, save_tokenizer, r, &error), &error);
         mt_report_line(&r->report, "saved iteration %lld to %s", (long long)r->state.iteration, r->options.save);
@@ -167,11 +169,13 @@ static void train(run *r) {
         feed from = {r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples,
                      o->micro_batch_size * r->grid.data.size};
         int64_t micro_batches = mt_global_batch_size(o, from.consumed) / from.stride;
+        bool told = o->profile || mt_report_is_due(&r->report, r->state.iteration + 1);
         if (o->profile) mt_profile_step_begin();
-        check(mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch, &metrics, &error),
+        check(mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch,
+                            told ? &metrics : NULL, &error),
               &error);
         if (o->profile) mt_profile_step_end();
-        check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);
+        if (told) check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);
         if (o->eval_interval > 0 && r->state.iteration % o->eval_interval == 0) {
             evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
             validated = r->state.iteration;
@@ -182,6 +186,7 @@ static void train(run *r) {
             saved = r->state.iteration;
         }
     }
+    check(mt_train_finish(r->model, &error), &error);
     if (stop) {
         mt_report_line(&r->report, "stopped early after iteration %lld", (long long)r->state.iteration);
         return;

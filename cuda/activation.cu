@@ -34,6 +34,7 @@ template <bool tanh_approximation> __device__ static inline float normal_cdf(flo
 template <class T, int N, bool tanh_approximation>
 __global__ void gelu_forward(T *y, const T *x, int64_t begin, int64_t end) {
     constexpr int K = packs_per_thread;
+    mt_begin_next();
     int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
     mt_pack<T, N> packs[K];
 #pragma unroll
@@ -118,6 +119,7 @@ extern "C" void mt_cuda_gelu_backward(void *dx, const void *dy, const void *x, i
 /* y = gate sigmoid(gate) up. Reads gate and up, writes y: 6 bytes an element of y in bf16, 12 in fp32. */
 template <class T, int N> __global__ void swiglu_forward(T *y, const T *gate_up, int F, int blocks_per_row) {
     constexpr int K = packs_per_thread / 2;
+    mt_begin_next();
     int64_t row = blockIdx.x / blocks_per_row;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
     const T *gate_row = gate_up + row * 2 * F, *up_row = gate_row + F;

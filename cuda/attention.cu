@@ -233,6 +233,7 @@ extern "C" bool mt_attention_naive_backward(const mt_attention_call *call) {
 extern "C" const mt_attention_rung mt_attention_rungs[MT_NUM_ATTENTION_RUNGS] = {
     {"naive", mt_attention_naive_forward, mt_attention_naive_backward},
     {"mma", mt_attention_mma_forward, mt_attention_mma_backward},
+    {"split", mt_attention_split_forward, mt_attention_split_backward},
 };
 
 extern "C" void mt_cuda_attention_forward(void *out, float *lse, const void *q, const void *k, const void *v,

@@ -11,6 +11,8 @@ typedef __nv_bfloat16 bf16;
 /* The rungs above the definition, fields of mt_attention_rungs. */
 extern "C" bool mt_attention_mma_forward(const mt_attention_call *call);
 extern "C" bool mt_attention_mma_backward(const mt_attention_call *call);
+extern "C" bool mt_attention_split_forward(const mt_attention_call *call);
+extern "C" bool mt_attention_split_backward(const mt_attention_call *call);
 
 /* What a kernel gets, by value. */
 struct flash_task {

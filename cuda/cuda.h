@@ -16,6 +16,7 @@ struct mt_stream {
     void *workspace; // the caller's, on the device
     int64_t workspace_bytes;
     bool deterministic;   // choose no algorithm by measuring
+    bool capturing;       // between graph_begin and graph_end
     cudaEvent_t followed; // the moment that another stream waits for
 };
 
@@ -29,6 +30,15 @@ void mt_cublas_check(cublasStatus_t status, const char *call, const char *file, 
 
 /* The device's properties, read once. */
 const cudaDeviceProp *mt_cuda_device(void);
+
+/* Allows a launch on the stream to begin early, where that is possible; `attribute` must live as long as the config. */
+static inline void mt_cuda_early(cudaLaunchConfig_t *config, cudaLaunchAttribute *attribute, const mt_stream *stream) {
+    if (!stream || !stream->capturing || mt_cuda_device()->major < 9) return;
+    attribute->id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute->val.programmaticStreamSerializationAllowed = 1;
+    config->attrs = attribute;
+    config->numAttrs = 1;
+}
 
 /* The stream's workspace, when it holds at least `bytes`; too small is a broken invariant (mt_cuda_workspace_bytes). */
 void *mt_cuda_workspace(mt_stream *stream, int64_t bytes);
@@ -49,7 +59,14 @@ static inline int64_t mt_divide_up(int64_t a, int64_t b) {
 /* Prototypes of the whole table; they are C functions. */
 #define MT_CUDA_PROTOTYPE(operation) extern "C" mt_##operation##_fn mt_cuda_##operation;
 MT_OPERATIONS(MT_CUDA_PROTOTYPE)
+MT_OPTIONAL_OPERATIONS(MT_CUDA_PROTOTYPE)
 #undef MT_CUDA_PROTOTYPE
+
+/* y[T, N] = x[T, K] w^T + bias[N] (or NULL) for few rows. Returns whether it serves: up to MT_GEMV_ROWS rows whose
+ * operands can be read sixteen bytes at a time; where it does not, nothing was enqueued. */
+enum { MT_GEMV_ROWS = 8 };
+bool mt_cuda_gemv(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
+                  mt_dtype dtype, mt_stream *stream);
 
 /* Calls `function<float>` or `function<__nv_bfloat16>` as `dtype` says. */
 #define MT_CUDA_DISPATCH(dtype, function, ...)                                                                         \
@@ -90,6 +107,20 @@ __device__ static inline uint4 mt_cuda_philox(uint64_t key, uint64_t counter_low
         key1 += 0xBB67AE85;
     }
     return c;
+}
+
+/* In a graph, on Hopper and later, a kernel launched with mt_cuda_early may begin before the one ahead of it in the
+ * stream is done: when each of its blocks has called mt_begin_next, or ended. What it reads of that kernel's results,
+ * and all that it writes, then has to come after mt_wait_for_previous. Elsewhere these do nothing. */
+__device__ static inline void mt_begin_next(void) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ static inline void mt_wait_for_previous(void) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 /* Sum and maximum over a warp; every lane gets it. */

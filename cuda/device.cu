@@ -70,6 +70,16 @@ extern "C" void mt_cuda_memory_free(void *memory) {
     MT_CUDA(cudaFree(memory));
 }
 
+extern "C" void *mt_cuda_memory_alloc_host(int64_t bytes) {
+    void *memory = NULL;
+    MT_CUDA(cudaMallocHost(&memory, (size_t)bytes));
+    return memory;
+}
+
+extern "C" void mt_cuda_memory_free_host(void *memory) {
+    MT_CUDA(cudaFreeHost(memory));
+}
+
 extern "C" void mt_cuda_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
     if (mt_cuda_comm_is_open()) { // a copy to pageable host memory waits for the stream; do it where peers are watched
         cudaPointerAttributes attributes;
@@ -139,6 +149,10 @@ extern "C" void mt_cuda_event_record(mt_event *event, mt_stream *stream) {
     MT_CUDA(cudaEventRecord(event->event, mt_cuda_stream(stream)));
 }
 
+extern "C" void mt_cuda_event_wait(mt_event *event) {
+    MT_CUDA(cudaEventSynchronize(event->event));
+}
+
 extern "C" double mt_cuda_event_seconds(const mt_event *from, const mt_event *to) {
     float milliseconds;
     MT_CUDA(cudaEventSynchronize(to->event));
@@ -146,11 +160,41 @@ extern "C" double mt_cuda_event_seconds(const mt_event *from, const mt_event *to
     return milliseconds * 1e-3;
 }
 
+/* ---- graphs ------------------------------------------------------------------------------------------------------ */
+
+struct mt_graph {
+    cudaGraphExec_t graph;
+};
+
+extern "C" void mt_cuda_graph_begin(mt_stream *stream) {
+    MT_CUDA(cudaStreamBeginCapture(stream->stream, cudaStreamCaptureModeThreadLocal));
+    stream->capturing = true;
+}
+
+extern "C" mt_graph *mt_cuda_graph_end(mt_stream *stream) {
+    cudaGraph_t captured;
+    mt_graph *graph = (mt_graph *)mt_malloc(sizeof *graph);
+    stream->capturing = false;
+    MT_CUDA(cudaStreamEndCapture(stream->stream, &captured));
+    MT_CUDA(cudaGraphInstantiate(&graph->graph, captured, 0));
+    MT_CUDA(cudaGraphDestroy(captured));
+    return graph;
+}
+
+extern "C" void mt_cuda_graph_launch(const mt_graph *graph, mt_stream *stream) {
+    MT_CUDA(cudaGraphLaunch(graph->graph, stream->stream));
+}
+
+extern "C" void mt_cuda_graph_destroy(mt_graph *graph) {
+    MT_CUDA(cudaGraphExecDestroy(graph->graph));
+    free(graph);
+}
+
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
 static const mt_ops cuda_ops = {"cuda",
 #define MT_CUDA_ENTRY(operation) mt_cuda_##operation,
-                                MT_OPERATIONS(MT_CUDA_ENTRY)
+                                MT_OPERATIONS(MT_CUDA_ENTRY) MT_OPTIONAL_OPERATIONS(MT_CUDA_ENTRY)
 #undef MT_CUDA_ENTRY
 };
 

@@ -161,6 +161,7 @@ static void run(const product *shape, void *d, const void *a, const void *b, con
 
 extern "C" void mt_cuda_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                        int64_t K, mt_dtype dtype, mt_stream *stream) {
+    if (mt_cuda_gemv(y, x, w, bias, T, N, K, dtype, stream)) return;
     product shape = {true, false, false, bias != NULL, N, T, K, dtype, dtype};
     run(&shape, y, w, x, bias, stream);
 }

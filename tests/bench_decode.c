@@ -1,7 +1,8 @@
-/* How fast one text is generated, against what the memory allows: a new token needs every weight once, so bytes of
- * weights over the read bandwidth is a floor of its time. The shape is llama2.c's 110M model, with random weights.
+/* How fast texts are generated, against what the memory allows: a new token needs every weight once, so bytes of
+ * weights over the read bandwidth is a floor of its time. The shape is llama2.c's 110M model, with random weights. On a
+ * GPU the bandwidth is that of a large copy, and batches of texts and steps without graphs are measured too.
  *
- *   usage: bench_decode [OPTIONS OF train, such as --bf16 or another --hf-config]
+ *   usage: bench_decode [OPTIONS OF train, such as --bf16, --device cuda or another --hf-config]
  */
 #include "../megatron.h"
 
@@ -13,7 +14,7 @@
 #pragma GCC diagnostic ignored "-Wunknown-pragmas" // one thread then does it all
 #endif
 
-enum { PROMPT = 4, NEW_TOKENS = 64, ROUNDS = 5, MAX_ARGUMENTS = 64 };
+enum { PROMPT = 4, NEW_TOKENS = 64, ROUNDS = 5, MAX_TEXTS = 64, MAX_ARGUMENTS = 64 };
 
 static int num_threads(void) {
 #ifdef MT_HAVE_OPENMP
@@ -47,31 +48,80 @@ static double read_bandwidth(void) {
     return best;
 }
 
-/* Bytes of the weights that a new token needs: all but an embedding table that is not the output layer's too. */
-static double bytes_per_token(const mt_options *o) {
+/* Bytes a second that a GPU's large copy reads and writes together. */
+static double copy_bandwidth(const mt_ops *ops) {
+    const int64_t bytes = (int64_t)1 << 30, calls = 8;
+    char *memory = ops->memory_alloc(2 * bytes);
+    mt_stream *stream = ops->stream_create(NULL, 0, true);
+    double best = 0;
+    for (int round = 0; round < ROUNDS; round++) {
+        double start = mt_time();
+        for (int64_t i = 0; i < calls; i++) ops->memory_copy(memory, memory + bytes, bytes, stream);
+        ops->stream_wait(stream);
+        double rate = 2.0 * (double)(bytes * calls) / (mt_time() - start);
+        if (rate > best) best = rate;
+    }
+    ops->stream_destroy(stream);
+    ops->memory_free(memory);
+    return best;
+}
+
+/* Bytes of the weights that a step needs: all but an embedding table that is not the output layer's too. */
+static double bytes_per_step(const mt_options *o) {
     double weights = (double)mt_num_parameters(o);
     if (o->untie_embeddings_and_output_weights) weights -= (double)o->vocab_size * (double)o->hidden_size;
     return weights * (o->bf16 ? 2 : 4);
 }
 
-/* Tokens a second after the prompt: the best of some rounds. */
-static double decode_rate(mt_generator *generator, const mt_options *options) {
+/* Steps a second after the prompts: the best of some rounds. */
+static double decode_rate(mt_generator *generator, const mt_options *options, int64_t texts) {
     const int32_t prompt[PROMPT] = {1, 9, 5, 7};
+    mt_sequence sequences[MAX_TEXTS];
     double best = 0;
     mt_error error;
     for (int round = 0; round < ROUNDS; round++) {
-        mt_sequence sequence;
-        if (mt_sequence_begin(&sequence, round, prompt, PROMPT, PROMPT + NEW_TOKENS, options, &error) != 0 ||
-            mt_generator_step(generator, &sequence, 1, &error) < 0)
-            mt_die("%s", error.text);
+        for (int64_t s = 0; s < texts; s++)
+            if (mt_sequence_begin(&sequences[s], s, prompt, PROMPT, PROMPT + NEW_TOKENS, options, &error) != 0)
+                mt_die("%s", error.text);
+        int64_t unfinished = mt_generator_step(generator, sequences, texts, &error);
         double start = mt_time();
-        while (!sequence.finished)
-            if (mt_generator_step(generator, &sequence, 1, &error) < 0) mt_die("%s", error.text);
+        while (unfinished > 0) unfinished = mt_generator_step(generator, sequences, texts, &error);
+        if (unfinished < 0) mt_die("%s", error.text);
         double rate = (NEW_TOKENS - 1) / (mt_time() - start);
         if (rate > best) best = rate;
-        free(sequence.tokens);
+        for (int64_t s = 0; s < texts; s++) free(sequences[s].tokens);
     }
     return best;
+}
+
+/* Measures and prints the rate of `texts` texts at once. */
+static void bench(const mt_options *options, const mt_ops *ops, int64_t texts, double bandwidth) {
+    const mt_grid grid = {.world = {.name = "world", .size = 1}, .data = {.name = "data", .size = 1}};
+    const mt_sampling greedy = {.temperature = 0, .top_p = 1};
+    const mt_stops stops = {.count = 0};
+    mt_model_plan plan = mt_generator_plan(texts, PROMPT + NEW_TOKENS, PROMPT * texts);
+    mt_model *model;
+    mt_error error;
+    bool on_cpu = ops == &mt_cpu_ops;
+    if (mt_model_create(&model, options, &grid, ops, &plan, &error) != 0) mt_die("%s", error.text);
+    mt_model_init(model);
+    mt_generator *generator = mt_generator_create(model, texts, &greedy, &stops);
+    if (on_cpu) bandwidth = read_bandwidth();
+    double rate = decode_rate(generator, options, texts), bytes = bytes_per_step(options);
+    double again = on_cpu ? read_bandwidth() : 0;
+    if (again > bandwidth) bandwidth = again;
+    printf("decode %lld at once, %.0fM parameters, %s, ", (long long)texts, (double)mt_num_parameters(options) / 1e6,
+           options->bf16 ? "bf16" : "fp32");
+    if (on_cpu)
+        printf("%d threads", num_threads());
+    else
+        printf("%s", ops->graph_begin ? "GPU with graphs" : "GPU without graphs");
+    printf(": %.1f tokens/s, %.3f ms a step; reading %.0f MB a step at %.1f GB/s would give %.1f, so %.0f%%\n",
+           rate * (double)texts, 1e3 / rate, bytes / 1e6, bandwidth / 1e9, bandwidth / bytes * (double)texts,
+           100 * rate * bytes / bandwidth);
+    fflush(stdout);
+    mt_generator_destroy(generator);
+    mt_model_destroy(model);
 }
 
 int main(int argc, char **argv) {
@@ -88,8 +138,10 @@ int main(int argc, char **argv) {
                                       "--global-batch-size",
                                       "1",
                                       "--seq-length",
-                                      "64"};
-    int count = 14;
+                                      "64",
+                                      "--device",
+                                      "cpu"};
+    int count = 16;
     for (int i = 1; i < argc && count < MAX_ARGUMENTS; i++) arguments[count++] = argv[i];
     mt_options options;
     mt_error error;
@@ -97,24 +149,17 @@ int main(int argc, char **argv) {
         mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0)
         mt_die("%s", error.text);
     options.max_new_tokens = NEW_TOKENS;
-    const mt_grid grid = MT_GRID_OF_ONE;
-    const mt_sampling greedy = {.temperature = 0, .top_p = 1};
-    const mt_stops stops = {.count = 0};
-    mt_model_plan plan = mt_generator_plan(1, PROMPT + NEW_TOKENS, PROMPT);
-    mt_model *model;
-    if (mt_model_create(&model, &options, &grid, &mt_cpu_ops, &plan, &error) != 0) mt_die("%s", error.text);
-    mt_model_init(model);
-    mt_generator *generator = mt_generator_create(model, 1, &greedy, &stops);
-
-    double bandwidth = read_bandwidth(), rate = decode_rate(generator, &options);
-    double again = read_bandwidth(), bytes = bytes_per_token(&options);
-    if (again > bandwidth) bandwidth = again;
-    printf("decode, %.0fM parameters, %s, %d threads: %.1f tokens/s; reading %.0f MB a token at %.1f GB/s would give "
-           "%.1f, so %.0f%% (goal: 70%%)\n",
-           (double)mt_num_parameters(&options) / 1e6, options.bf16 ? "bf16" : "fp32", num_threads(), rate, bytes / 1e6,
-           bandwidth / 1e9, bandwidth / bytes, 100 * rate * bytes / bandwidth);
-    mt_generator_destroy(generator);
-    mt_model_destroy(model);
+    const mt_ops *ops = mt_backend_open(options.device, &grid, &error);
+    if (!ops) mt_die("%s", error.text);
+    if (ops == &mt_cpu_ops) {
+        bench(&options, ops, 1, 0);
+    } else {
+        double bandwidth = copy_bandwidth(ops);
+        mt_ops plain = *ops;
+        plain.graph_begin = NULL;
+        bench(&options, &plain, 1, bandwidth);
+        for (int64_t texts = 1; texts <= MAX_TEXTS; texts *= 2) bench(&options, ops, texts, bandwidth);
+    }
     mt_options_free(&options);
     return 0;
 }

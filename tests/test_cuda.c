@@ -44,6 +44,7 @@ static void write_element(void *data, int64_t i, mt_dtype dtype, double value) {
 
 static double read_element(const void *data, int64_t i, mt_dtype dtype) {
     if (dtype == MT_BF16) return mt_bf16_to_f32(((const uint16_t *)data)[i]);
+    if (dtype == MT_I32) return ((const int32_t *)data)[i];
     return dtype == MT_F32 ? ((const float *)data)[i] : ((const double *)data)[i];
 }
 
@@ -285,6 +286,13 @@ static void loss_accumulate(run *r, const int64_t *n) {
     r->ops->loss_accumulate(sums, loss, mask, n[0], r->stream);
 }
 
+static void likeliest(run *r, const int64_t *n) { // T, stride, -, columns; bf16 logits have equals
+    void *logits = input(r, n[0] * n[1]);
+    int32_t *ids = integers(r, n[0], -9, -1, false);
+    r->buffers[r->num_buffers - 1].is_output = true;
+    r->ops->likeliest(ids, logits, n[0], n[1], n[3], r->dtype, r->stream);
+}
+
 static void squared_norm(run *r, const int64_t *n) { // elements, elements before the first
     double *sum = numbers(r, MT_F64, 1, POSITIVE, true);
     float *x = float_input(r, n[1] + n[0], NORMAL);
@@ -437,9 +445,19 @@ typedef struct operation {
 
 /* Sizes, which each test names above. */
 /* T, N, K, bias, whether the weight's gradient is written rather than added to */
-static const int64_t linear_shapes[][MAX_SIZES] = {{1, 8, 8, 1, 0},       {1, 24, 40, 0, 0},     {7, 33, 17, 1, 1},
-                                                   {64, 64, 64, 0, 0},    {130, 257, 96, 1, 1},  {5, 1000, 64, 0, 0},
-                                                   {200, 320, 136, 1, 0}, {333, 128, 512, 0, 1}, {0}};
+static const int64_t linear_shapes[][MAX_SIZES] = {{1, 8, 8, 1, 0},
+                                                   {1, 24, 40, 0, 0},
+                                                   {7, 33, 17, 1, 1},
+                                                   {64, 64, 64, 0, 0},
+                                                   {130, 257, 96, 1, 1},
+                                                   {5, 1000, 64, 0, 0},
+                                                   {200, 320, 136, 1, 0},
+                                                   {333, 128, 512, 0, 1},
+                                                   {1, 2304, 768, 1, 0},
+                                                   {2, 768, 3072, 1, 1},
+                                                   {4, 17001, 96, 0, 0},
+                                                   {8, 520, 1032, 1, 1},
+                                                   {0}};
 static const int64_t embedding_shapes[][MAX_SIZES] = {
     {1, 8, 0, 10, 10, 0},           {1, 24, 0, 10, 10, 1},       {100, 7, 0, 3, 3, 0},
     {333, 64, 20, 30, 70, 1},       {1000, 96, 0, 1, 1, 0},      {257, 1600, 0, 17, 17, 1},
@@ -514,6 +532,7 @@ static operation operations[] = {
     {"cross_entropy_loss", cross_entropy_loss, ONCE, logit_shapes, {0}},
     {"cross_entropy_backward", cross_entropy_backward, ONCE, logit_shapes, {0}},
     {"loss_accumulate", loss_accumulate, ONCE, element_shapes, {0}},
+    {"likeliest", likeliest, 0, logit_shapes, {0}},
     {"squared_norm", squared_norm, ONCE, square_shapes, {0}},
     {"gradient_scale", gradient_scale, ONCE, scale_shapes, {0}},
     {"adamw_step", adamw_step, ONCE, element_shapes, {0}},
@@ -606,7 +625,7 @@ static void gpu_agrees_with_cpu(void **state) {
     }
 }
 
-/* Memory and streams are at work in every other test. */
+/* Memory and streams are at work in every other test, events in one of their own. */
 static void every_operation_is_tested(void **state) {
     (void)state;
     static const char *const all[] = {
@@ -616,10 +635,37 @@ static void every_operation_is_tested(void **state) {
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
         bool found = strncmp(all[i], "memory_", 7) == 0 || strncmp(all[i], "stream_", 7) == 0 ||
-                     strcmp(all[i], "workspace_bytes") == 0;
+                     strncmp(all[i], "event_", 6) == 0 || strcmp(all[i], "workspace_bytes") == 0;
         for (size_t j = 0; j < NUM_OPERATIONS; j++) found |= strcmp(all[i], operations[j].name) == 0;
         if (!found) fail_msg("%s is not tested", all[i]);
     }
+}
+
+/* The copy behind which an event was recorded is done when the event has passed; one that was never recorded is not
+ * waited for. */
+static void an_event_has_passed_when_what_was_enqueued_before_is_done(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const int64_t count = (int64_t)1 << 26;
+    int32_t *host = gpu->memory_alloc_host(count * 4), *device = gpu->memory_alloc(count * 4);
+    mt_event *done = gpu->event_create(), *never = gpu->event_create();
+    for (int32_t turn = 1; turn <= 3; turn++) {
+        for (int64_t i = 0; i < count; i++) host[i] = turn + (int32_t)i;
+        gpu->memory_copy(device, host, count * 4, gpu_stream);
+        gpu->event_record(done, gpu_stream);
+        gpu->event_wait(never);
+        gpu->event_wait(done);
+        memset(host, 0, (size_t)count * 4); // has left
+        gpu->memory_copy(host, device, count * 4, gpu_stream);
+        gpu->event_record(done, gpu_stream);
+        gpu->event_wait(done);
+        int64_t wrong = 0;
+        for (int64_t i = 0; i < count; i++) wrong += host[i] != turn + (int32_t)i;
+        assert_int_equal(wrong, 0);
+    }
+    gpu->event_destroy(done), gpu->event_destroy(never);
+    gpu->memory_free(device);
+    gpu->memory_free_host(host);
 }
 
 static void *workspace;
@@ -642,9 +688,11 @@ static void close_gpu(void) {
 }
 
 int main(void) {
-    struct CMUnitTest tests[NUM_OPERATIONS + 1] = {cmocka_unit_test(every_operation_is_tested)};
+    struct CMUnitTest tests[NUM_OPERATIONS + 2] = {
+        cmocka_unit_test(every_operation_is_tested),
+        cmocka_unit_test(an_event_has_passed_when_what_was_enqueued_before_is_done)};
     for (size_t i = 0; i < NUM_OPERATIONS; i++)
-        tests[i + 1] = (struct CMUnitTest){operations[i].name, gpu_agrees_with_cpu, NULL, NULL, &operations[i]};
+        tests[i + 2] = (struct CMUnitTest){operations[i].name, gpu_agrees_with_cpu, NULL, NULL, &operations[i]};
     open_gpu();
     int failed = cmocka_run_group_tests_name("cuda", tests, NULL, NULL);
     close_gpu();

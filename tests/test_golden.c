@@ -104,6 +104,71 @@ static void bf16_trains_to_within_two_percent_of_fp32(void **state) {
     }
 }
 
+static int train_step(fixture *f, mt_run_state *run, mt_metrics *metrics, mt_error *error) {
+    source from = {f, run->iteration % STEPS, 1, 0, 1};
+    return mt_train_step(f->model, run, SEQUENCES, next_micro_batch, &from, &f->batch, metrics, error);
+}
+
+static void metrics_that_are_not_read_change_nothing(void **state) {
+    (void)state;
+    double losses[STEPS], norms[STEPS];
+    train_ten_steps("llama", &grid, 1, false, losses, norms);
+    fixture f = open_family("llama", 1, 1, false);
+    create_model(&f, &grid);
+    mt_run_state run = {0};
+    mt_error error;
+    mt_metrics metrics;
+    double begin = mt_time(), seconds = 0;
+    for (int64_t last = 0, step = 0; step < STEPS; step++) {
+        bool read = step == 2 || step == 3 || step == STEPS - 1;
+        if (train_step(&f, &run, read ? &metrics : NULL, &error) != 0) fail_msg("%s", error.text);
+        if (step == 5 && mt_train_finish(f.model, &error) != 0) fail_msg("%s", error.text);
+        if (!read) continue;
+        assert_true(metrics.loss == losses[step] && metrics.grad_norm == norms[step]);
+        assert_true(metrics.tokens == TOKENS && metrics.seconds > 0);
+        seconds += metrics.seconds * (double)(step + 1 - last); // of all steps since the last reading
+        last = step + 1;
+    }
+    double elapsed = mt_time() - begin;
+    assert_true(seconds <= elapsed && seconds > 0.5 * elapsed);
+    assert_int_equal(run.iteration, STEPS);
+    assert_int_equal(run.optimizer_step, STEPS);
+    close_family(&f);
+}
+
+/* A weight becomes NaN. */
+static void poison(mt_model *model) {
+    const mt_ops *ops = mt_model_ops(model);
+    const float nan = NAN;
+    int64_t count;
+    mt_bucket *last = mt_model_buckets(model, &count);
+    last += count - 1; // the final norm is in it
+    ops->memory_copy((float *)last->params + last->decay_count, &nan, 4, mt_model_stream(model));
+    ops->stream_wait(mt_model_stream(model));
+}
+
+static void a_loss_that_is_not_finite_is_told_of_its_step_by_the_next_two(void **state) {
+    (void)state;
+    for (int64_t more = 0; more <= 3; more++) { // steps after the bad one
+        fixture f = open_family("llama", 1, 1, false);
+        create_model(&f, &grid);
+        mt_run_state run = {0};
+        mt_error error = {{0}};
+        int status = 0;
+        for (int64_t step = 0; step < 4 + more && status == 0; step++) {
+            if (step == 3) poison(f.model);
+            status = train_step(&f, &run, NULL, &error);
+            if (step < 3) assert_int_equal(status, 0);
+        }
+        if (more >= 2) assert_int_equal(status, -1);
+        if (status == 0) status = mt_train_finish(f.model, &error);
+        assert_int_equal(status, -1);
+        assert_non_null(strstr(error.text, "iteration 4: the loss is"));
+        assert_in_range(run.iteration, 3, 5);
+        close_family(&f);
+    }
+}
+
 static void no_gpu_answers(void **state) {
     (void)state;
     mt_error error;
@@ -118,6 +183,8 @@ int main(void) {
         cmocka_unit_test(every_gradient_equals_transformers),
         cmocka_unit_test(ten_steps_equal_pytorch_for_any_micro_batch_size),
         cmocka_unit_test(bf16_trains_to_within_two_percent_of_fp32),
+        cmocka_unit_test(metrics_that_are_not_read_change_nothing),
+        cmocka_unit_test(a_loss_that_is_not_finite_is_told_of_its_step_by_the_next_two),
     };
     const struct CMUnitTest none[] = {cmocka_unit_test(no_gpu_answers)};
     mt_error error;

@@ -1224,6 +1224,24 @@ static void the_number_of_threads_changes_no_bit(void **state) {
 #endif
 }
 
+static void likeliest_is_the_first_of_the_greatest_and_needs_numbers(void **state) {
+    (void)state;
+    enum { T = 5, STRIDE = 6, COUNT = 5 };
+    const float logits[T][STRIDE] = {{1, 3, 2, 3, 0, 9}, // the last column is padding
+                                     {-INFINITY, -5, -7, -INFINITY, -6, 0},
+                                     {1, NAN, 2, 0, 0, 0},
+                                     {-INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, 0},
+                                     {0, 0, 0, 0, INFINITY, 0}};
+    const int32_t expected[T] = {1, 1, -1, -1, -1};
+    uint16_t rounded[T * STRIDE];
+    int32_t ids[T];
+    ops->likeliest(ids, logits, T, STRIDE, COUNT, MT_F32, NULL);
+    assert_memory_equal(ids, expected, sizeof ids);
+    ops->convert(rounded, MT_BF16, logits, MT_F32, T * STRIDE, NULL);
+    ops->likeliest(ids, rounded, T, STRIDE, COUNT, MT_BF16, NULL);
+    assert_memory_equal(ids, expected, sizeof ids);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(philox_gives_the_known_answers_of_random123),
@@ -1246,6 +1264,7 @@ int main(void) {
         cmocka_unit_test(cross_entropy_matches_float64_and_finite_differences),
         cmocka_unit_test(cross_entropy_survives_large_logits_and_minus_infinity),
         cmocka_unit_test(loss_accumulates_under_its_mask),
+        cmocka_unit_test(likeliest_is_the_first_of_the_greatest_and_needs_numbers),
         cmocka_unit_test(squared_norm_sums_in_float64),
         cmocka_unit_test(gradient_scale_clips_and_divides_by_the_tokens),
         cmocka_unit_test(adamw_follows_its_formula_for_several_steps),

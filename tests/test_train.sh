@@ -76,6 +76,16 @@ metrics_name_everything() {
     done
 }
 
+steps_that_are_not_told_change_nothing() {
+    golden_run qwen3 --metrics "$work/all.jsonl" && golden_run qwen3 --log-interval 4 --metrics "$work/some.jsonl" ||
+        return 1
+    for key in iteration lm_loss grad_norm learning_rate consumed_samples; do
+        metric "$work/all.jsonl" $key | awk 'NR == 4 || NR == 8 || NR == 10' >"$work/a"
+        metric "$work/some.jsonl" $key >"$work/b"
+        [ "$(wc -l <"$work/b")" = 3 ] && cmp "$work/a" "$work/b" || return 1
+    done
+}
+
 small='--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 --seq-length 16
     --vocab-size 96 --mock-data --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-style cosine
     --eval-iters 1 --eval-interval 4 --device cpu'
@@ -175,6 +185,7 @@ a_full_disk_is_told() {
 
 verdict losses_and_norms_are_those_of_expected_json losses_and_norms_are_those_of_expected_json
 verdict metrics_name_everything metrics_name_everything
+verdict steps_that_are_not_told_change_nothing steps_that_are_not_told_change_nothing
 verdict a_resumed_run_repeats_bit_for_bit a_resumed_run_repeats_bit_for_bit
 verdict sigterm_saves_and_ends_well sigterm_saves_and_ends_well
 verdict time_over_saves_and_ends_well time_over_saves_and_ends_well

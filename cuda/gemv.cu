@@ -1,0 +1,110 @@
+/* gemv.cu: linear layers of a few rows, as decoding asks for: y[T, N] = x[T, K] w^T with T <= 8.
+ *
+ * Such a product is as fast as w can be read, so a warp takes one output column or a few (rows of w), reads them once
+ * with sixteen-byte loads and multiplies them by every row of x. A sum is made in the same order whatever T and R are:
+ * a row's result does not depend on the rows beside it. In a graph the first loads of w, which no kernel there writes,
+ * do not wait for the kernel that writes x. */
+#include "vector.cuh"
+
+enum { WARPS = 4 };
+
+/* Sixteen bytes of w: read once, so they do not displace x in the first cache. */
+template <class E> __device__ static inline mt_pack<E, 16 / sizeof(E)> load_once(const E *from, bool there) {
+    uint4 word = {};
+    if (there)
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+                     : "l"(from));
+    mt_pack<E, 16 / sizeof(E)> pack;
+    memcpy(&pack, &word, sizeof pack);
+    return pack;
+}
+
+/* Sums n values (a power of two) over the lanes of a warp: value i ends in sums[0] of lanes i * 32 / n and after. Each
+ * lane gives half of its values away in a step, which takes n shuffles instead of 5 n. */
+template <int n> __device__ static inline void sum_over_lanes(float (&sums)[n], int lane) {
+    int bit = 16;
+#pragma unroll
+    for (int half = n / 2; half > 0; half /= 2, bit /= 2) {
+        bool upper = lane & bit;
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            float kept = upper ? sums[i + half] : sums[i], given = upper ? sums[i] : sums[i + half];
+            sums[i] = kept + __shfl_xor_sync(0xffffffff, given, bit);
+        }
+    }
+    for (; bit > 0; bit /= 2) sums[0] += __shfl_xor_sync(0xffffffff, sums[0], bit);
+}
+
+/* A warp makes R columns of up to `rows` rows of y; U packs of each row of w are on their way together. Reads w once:
+ * 2 bytes an element in bf16, 4 in fp32. */
+template <class E, int rows, int R, int U>
+__global__ void __launch_bounds__(32 * WARPS)
+    gemv(E *y, const E *x, const E *w, const E *bias, int T, int64_t N, int64_t K) {
+    constexpr int P = 16 / sizeof(E), n = rows * R, step = 32 * P;
+    int lane = threadIdx.x % 32;
+    int64_t first = ((int64_t)blockIdx.x * WARPS + threadIdx.x / 32) * R;
+    if (first >= N) return;
+    const E *columns[R]; // past the last they are the last again, and not stored
+#pragma unroll
+    for (int r = 0; r < R; r++) columns[r] = w + min(first + r, N - 1) * K;
+    float sums[n] = {};
+    for (int64_t base = lane * P; base < K; base += U * step) {
+        mt_pack<E, P> packs[U][R];
+#pragma unroll
+        for (int u = 0; u < U; u++)
+#pragma unroll
+            for (int r = 0; r < R; r++) packs[u][r] = load_once(columns[r] + base + u * step, base + u * step < K);
+        if (base == lane * P) mt_wait_for_previous();
+#pragma unroll
+        for (int u = 0; u < U; u++) {
+            if (base + u * step >= K) break;
+            mt_pack<float, P> weights[R];
+#pragma unroll
+            for (int r = 0; r < R; r++) weights[r] = mt_to_float(packs[u][r]);
+#pragma unroll
+            for (int t = 0; t < rows; t++) {
+                mt_pack<float, P> in = mt_to_float(mt_load<P>(x + t * K + base + u * step, t < T));
+#pragma unroll
+                for (int r = 0; r < R; r++)
+#pragma unroll
+                    for (int i = 0; i < P; i++)
+                        sums[r * rows + t] = fmaf(weights[r].value[i], in.value[i], sums[r * rows + t]);
+            }
+        }
+    }
+    sum_over_lanes(sums, lane);
+    int mine = lane / (32 / n), t = mine % rows;
+    int64_t column = first + mine / rows;
+    if (lane % (32 / n) != 0 || t >= T || column >= N) return;
+    y[t * N + column] = mt_from_float<E>(sums[0] + (bias ? mt_to_float(bias[column]) : 0));
+}
+
+/* More columns a warp spare reading x again, where there are enough of them to keep every multiprocessor busy. */
+template <class E, int rows>
+static void launch(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
+                   mt_stream *stream) {
+    constexpr int few = rows <= 2 ? 1 : 2, many = 2 * few, enough = 16384;
+    auto kernel = N < enough ? gemv<E, rows, few, 4> : gemv<E, rows, many, 8 / many>;
+    cudaLaunchAttribute early;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = mt_blocks(N, WARPS * (N < enough ? few : many));
+    config.blockDim = 32 * WARPS;
+    config.stream = mt_cuda_stream(stream);
+    mt_cuda_early(&config, &early, stream);
+    MT_CUDA(cudaLaunchKernelEx(&config, kernel, (E *)y, (const E *)x, (const E *)w, (const E *)bias, (int)T, N, K));
+}
+
+template <class E>
+static void launch_rows(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
+                        mt_stream *stream) {
+    auto launcher = T == 1 ? launch<E, 1> : T == 2 ? launch<E, 2> : T <= 4 ? launch<E, 4> : launch<E, 8>;
+    launcher(y, x, w, bias, T, N, K, stream);
+}
+
+bool mt_cuda_gemv(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
+                  mt_dtype dtype, mt_stream *stream) {
+    if (T < 1 || T > MT_GEMV_ROWS || !mt_wide(dtype, {x, w}, {K})) return false;
+    MT_CUDA_DISPATCH(dtype, launch_rows, y, x, w, bias, T, N, K, stream);
+    return true;
+}

@@ -1,0 +1,578 @@
+/* Decoding on the GPU: attention of few queries over many keys, and linear layers of few rows, against float64; steps
+ * in graphs against steps whose operations are enqueued one by one, the CPU and Hugging Face transformers.
+ *
+ * Tolerances, of norms: fp32 sums are right to 1e-5; a result rounded to bf16 once is off by 2^-9 of an element at most
+ * and about 1.7e-3 in norm, so 4e-3 is allowed. A key too few or too many is far more. */
+#include "../megatron.h"
+
+#include <jansson.h>
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#ifndef MT_HAVE_CUDA
+
+static void few_queries_match_float64(void **state) {
+    (void)state;
+    print_message("skipped: built without CUDA\n");
+    skip();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(few_queries_match_float64)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
+
+#else
+#include "../cuda/attention.h"
+
+static const mt_ops *gpu; // NULL where no GPU answers
+static mt_stream *stream;
+static void *workspace;
+
+static int open_gpu(void **state) {
+    (void)state;
+    mt_error error;
+    gpu = mt_cuda_open(0, &error);
+    if (!gpu) {
+        print_message("skipped: %s\n", error.text);
+        return 0;
+    }
+    int64_t bytes = gpu->workspace_bytes(64, 4096, 32, 128);
+    workspace = gpu->memory_alloc(bytes);
+    stream = gpu->stream_create(workspace, bytes, true);
+    return 0;
+}
+
+static int close_gpu(void **state) {
+    (void)state;
+    if (!gpu) return 0;
+    gpu->stream_destroy(stream);
+    gpu->memory_free(workspace);
+    return 0;
+}
+
+/* ==== numbers ==================================================================================================== */
+
+static const double POISON = -776; // in outputs, before anything is written; a bf16 holds it
+
+/* A buffer on the host and its copy on the GPU. */
+typedef struct buffer {
+    int64_t count;
+    mt_dtype dtype;
+    void *host, *device;
+} buffer;
+
+static double element(const buffer *b, int64_t i) {
+    return b->dtype == MT_F32 ? (double)((float *)b->host)[i] : (double)mt_bf16_to_f32(((uint16_t *)b->host)[i]);
+}
+
+static void set_element(const buffer *b, int64_t i, double x) {
+    if (b->dtype == MT_F32)
+        ((float *)b->host)[i] = (float)x;
+    else
+        ((uint16_t *)b->host)[i] = mt_f32_to_bf16((float)x);
+}
+
+static int64_t buffer_bytes(const buffer *b) {
+    return b->count * mt_dtype_size(b->dtype);
+}
+
+/* Numbers in [-1, 1) that `seed` names, or POISON for seed 0. */
+static buffer new_buffer(mt_dtype dtype, int64_t count, uint64_t seed) {
+    buffer b = {.count = count, .dtype = dtype};
+    b.host = mt_malloc(buffer_bytes(&b));
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t words[4];
+        mt_philox(words, seed, (uint64_t)i, 0);
+        set_element(&b, i, seed ? words[0] * 0x1p-31 - 1 : POISON);
+    }
+    b.device = gpu->memory_alloc(buffer_bytes(&b));
+    gpu->memory_copy(b.device, b.host, buffer_bytes(&b), stream);
+    gpu->stream_wait(stream);
+    return b;
+}
+
+static void fetch(buffer *b) {
+    gpu->memory_copy(b->host, b->device, buffer_bytes(b), stream);
+    gpu->stream_wait(stream);
+}
+
+static void free_buffer(buffer *b) {
+    gpu->memory_free(b->device);
+    free(b->host);
+}
+
+/* ==== attention ================================================================================================== */
+
+enum { MAX_SPANS = 40 };
+
+typedef struct problem {
+    int64_t H, G, D, window, Tq, Tk, count;
+    mt_span spans[MAX_SPANS];
+} problem;
+
+typedef struct operands {
+    buffer q, k, v, out, lse;
+} operands;
+
+static operands new_operands(const problem *p, mt_dtype dtype) {
+    return (operands){new_buffer(dtype, p->Tq * (p->H * p->D + 8), 1), new_buffer(dtype, p->Tk * (p->G * p->D + 16), 2),
+                      new_buffer(dtype, p->Tk * p->G * p->D, 3), new_buffer(dtype, p->Tq * (p->H * p->D + 8), 0),
+                      new_buffer(MT_F32, p->Tq * p->H, 0)};
+}
+
+static void free_operands(operands *o) {
+    free_buffer(&o->q), free_buffer(&o->k), free_buffer(&o->v), free_buffer(&o->out), free_buffer(&o->lse);
+}
+
+static mt_attention shape_of(const problem *p) {
+    return (mt_attention){.num_heads = p->H,
+                          .num_groups = p->G,
+                          .head_size = p->D,
+                          .value_size = p->D,
+                          .q_stride = p->H * p->D + 8,
+                          .k_stride = p->G * p->D + 16,
+                          .v_stride = p->G * p->D,
+                          .out_stride = p->H * p->D + 8,
+                          .window = p->window,
+                          .scale = 2.5f / sqrtf((float)p->D)};
+}
+
+static const mt_attention_rung *rung_named(const char *name) {
+    for (int i = 0; i < MT_NUM_ATTENTION_RUNGS; i++)
+        if (strcmp(mt_attention_rungs[i].name, name) == 0) return &mt_attention_rungs[i];
+    fail_msg("there is no rung %s", name);
+    return NULL;
+}
+
+/* Runs a rung. `bound`: the host's list says that every span has so many keys (0: what is true). */
+static void run_rung(const char *name, const problem *p, operands *o, int64_t bound) {
+    mt_span told[MAX_SPANS], *device = gpu->memory_alloc(sizeof told);
+    mt_attention shape = shape_of(p);
+    memcpy(told, p->spans, sizeof told);
+    gpu->memory_copy(device, p->spans, sizeof told, stream);
+    gpu->stream_wait(stream);
+    for (int64_t i = 0; bound > 0 && i < p->count; i++) told[i].k_len = bound;
+    mt_spans spans = {.host = told, .device = device, .count = p->count};
+    mt_attention_call call = {.out = o->out.device,
+                              .lse = o->lse.device,
+                              .q = o->q.device,
+                              .k = o->k.device,
+                              .v = o->v.device,
+                              .spans = &spans,
+                              .shape = &shape,
+                              .dtype = o->q.dtype,
+                              .stream = stream};
+    if (!rung_named(name)->forward(&call)) fail_msg("%s does not serve D %d", name, (int)p->D);
+    fetch(&o->out), fetch(&o->lse);
+    gpu->memory_free(device);
+}
+
+/* One query and head in float64, out [D]; returns the log-sum-exp. */
+static double answer_of(const problem *p, const operands *o, const mt_span *s, int64_t i, int64_t head, double *out) {
+    mt_attention shape = shape_of(p);
+    int64_t group = head / (p->H / p->G), last = i + s->k_len - s->q_len;
+    double max = -INFINITY, sum = 0, *scores = mt_malloc((s->k_len + 1) * 8);
+    for (int64_t j = 0; j < s->k_len; j++) {
+        bool seen = (!s->causal || j <= last) && (p->window == 0 || j > last - p->window);
+        double dot = 0;
+        for (int64_t c = 0; c < p->D; c++)
+            dot += element(&o->q, (s->q_start + i) * shape.q_stride + head * p->D + c) *
+                   element(&o->k, (s->k_start + j) * shape.k_stride + group * p->D + c);
+        scores[j] = seen ? dot * (double)shape.scale : -INFINITY;
+        max = fmax(max, scores[j]);
+    }
+    for (int64_t c = 0; c < p->D; c++) out[c] = 0;
+    for (int64_t j = 0; j < s->k_len && isfinite(max); j++) {
+        double weight = exp(scores[j] - max);
+        sum += weight;
+        for (int64_t c = 0; c < p->D; c++)
+            out[c] += weight * element(&o->v, (s->k_start + j) * shape.v_stride + group * p->D + c);
+    }
+    for (int64_t c = 0; c < p->D && sum > 0; c++) out[c] /= sum;
+    free(scores);
+    return max + log(sum);
+}
+
+/* What lies beside the heads and in rows of no span is still POISON; every span's rows are near float64. */
+static void assert_attention(const char *what, const problem *p, const operands *o, double tolerance) {
+    int64_t stride = p->H * p->D + 8, untouched = 0, expected = p->Tq * stride;
+    double error = 0, size = 0, want[256];
+    for (int64_t n = 0; n < p->count; n++)
+        for (int64_t i = 0; i < p->spans[n].q_len; i++)
+            for (int64_t head = 0; head < p->H; head++) {
+                int64_t query = p->spans[n].q_start + i;
+                double lse = answer_of(p, o, &p->spans[n], i, head, want), got = element(&o->lse, query * p->H + head);
+                if (!(got == lse || fabs(got - lse) <= 1e-5 * (1 + fabs(lse))))
+                    fail_msg("%s D %d: lse of query %d head %d is %.8g, should be %.8g", what, (int)p->D, (int)query,
+                             (int)head, got, lse);
+                for (int64_t c = 0; c < p->D; c++) {
+                    double difference = element(&o->out, query * stride + head * p->D + c) - want[c];
+                    error += difference * difference, size += want[c] * want[c];
+                }
+                expected -= p->D;
+            }
+    for (int64_t i = 0; i < o->out.count; i++) untouched += element(&o->out, i) == POISON;
+    if (!(sqrt(error) <= tolerance * sqrt(size)))
+        fail_msg("%s H %d G %d D %d window %d: error %.3g of norm %.3g", what, (int)p->H, (int)p->G, (int)p->D,
+                 (int)p->window, sqrt(error), sqrt(size));
+    assert_int_equal(untouched, expected);
+}
+
+static void check_attention(const problem *p) {
+    const mt_dtype dtypes[] = {MT_BF16, MT_F32};
+    for (int d = 0; d < 2; d++) {
+        operands o = new_operands(p, dtypes[d]);
+        double tolerance = dtypes[d] == MT_F32 ? 1e-5 : 4e-3;
+        run_rung("split", p, &o, 0);
+        assert_attention("split", p, &o, tolerance);
+        operands again = new_operands(p, dtypes[d]);
+        run_rung("naive", p, &again, 0);
+        assert_attention("naive", p, &again, tolerance);
+        run_rung("split", p, &again, 5000);
+        assert_memory_equal(o.out.host, again.out.host, (size_t)buffer_bytes(&o.out));
+        assert_memory_equal(o.lse.host, again.lse.host, (size_t)buffer_bytes(&o.lse));
+        free_operands(&o), free_operands(&again);
+    }
+}
+
+static problem one_span(int64_t H, int64_t G, int64_t D, int64_t q_len, int64_t k_len, bool causal, int64_t window) {
+    problem p = {.H = H, .G = G, .D = D, .window = window, .Tq = q_len + 1, .Tk = k_len + 3, .count = 1};
+    p.spans[0] = (mt_span){1, q_len, 3, k_len, causal};
+    return p;
+}
+
+static void few_queries_match_float64(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const int64_t heads[][2] = {{1, 1}, {4, 1}, {8, 2}, {7, 1}, {12, 12}, {24, 2}};
+    const int64_t lengths[][2] = {{1, 1}, {1, 64}, {1, 65}, {1, 700}, {2, 129}, {8, 333}, {5, 3}, {1, 4500}};
+    for (size_t i = 0; i < sizeof heads / sizeof *heads; i++)
+        for (size_t j = 0; j < sizeof lengths / sizeof *lengths; j++) {
+            problem p = one_span(heads[i][0], heads[i][1], 64, lengths[j][0], lengths[j][1], j % 3 != 2, 0);
+            check_attention(&p);
+        }
+}
+
+static void every_head_size_matches_float64(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    for (int64_t D = 8; D <= 256; D += 8) {
+        problem p = one_span(4, 2, D, 1 + D / 8 % 3, 150, true, 0);
+        check_attention(&p);
+    }
+}
+
+static void windows_match_float64(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const int64_t windows[] = {1, 7, 64, 100, 1000};
+    for (size_t i = 0; i < sizeof windows / sizeof *windows; i++)
+        for (int64_t queries = 1; queries <= 8; queries += 7) {
+            problem p = one_span(4, 2, 128, queries, 420, i != 2, windows[i]);
+            check_attention(&p);
+        }
+}
+
+/* As a generator's batch: a span a sequence, lengths as they come, some with no key. */
+static problem many_sequences(int64_t count) {
+    problem p = {.H = 8, .G = 2, .D = 128, .count = count};
+    for (int64_t i = 0; i < count; i++) {
+        int64_t keys = i % 9 == 5 ? 0 : 1 + i * i * 37 % 1100;
+        p.spans[i] = (mt_span){p.Tq + 1, 1, p.Tk, keys, true};
+        p.Tq += 1 + i % 2, p.Tk += keys;
+    }
+    p.Tq += 1, p.Tk += 1;
+    return p;
+}
+
+static void batches_of_sequences_match_float64(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    for (int64_t count = 2; count <= MAX_SPANS; count += 19) {
+        problem p = many_sequences(count);
+        check_attention(&p);
+    }
+}
+
+static void a_sequence_has_the_same_bits_beside_others(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    problem all = many_sequences(MAX_SPANS / 2), one = all;
+    operands together = new_operands(&all, MT_BF16), alone = new_operands(&all, MT_BF16);
+    run_rung("split", &all, &together, 0);
+    one.count = 1;
+    for (int64_t i = 0; i < all.count; i++) {
+        one.spans[0] = all.spans[i];
+        run_rung("split", &one, &alone, 0);
+    }
+    assert_memory_equal(together.out.host, alone.out.host, (size_t)buffer_bytes(&alone.out));
+    assert_memory_equal(together.lse.host, alone.lse.host, (size_t)buffer_bytes(&alone.lse));
+    free_operands(&together), free_operands(&alone);
+}
+
+static void what_decoding_does_not_ask_for_is_left_to_other_rungs(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    problem p = one_span(2, 1, 64, 9, 100, true, 0); // too many queries
+    mt_spans spans = {.host = p.spans, .device = NULL, .count = 1};
+    mt_attention shape = shape_of(&p);
+    mt_attention_call call = {.spans = &spans, .shape = &shape, .dtype = MT_BF16, .stream = stream};
+    assert_false(rung_named("split")->forward(&call));
+    p.spans[0].q_len = 1;
+    shape.dropout.p = 0.1;
+    assert_false(rung_named("split")->forward(&call));
+    assert_false(rung_named("split")->backward(&call));
+}
+
+/* ==== linear layers ============================================================================================== */
+
+/* y of T rows; what follows it stays POISON. */
+static buffer linear(const buffer *x, const buffer *w, const buffer *bias, int64_t T, int64_t N, int64_t K) {
+    buffer y = new_buffer(x->dtype, T * N + 64, 0);
+    gpu->linear_forward(y.device, x->device, w->device, bias ? bias->device : NULL, T, N, K, x->dtype, stream);
+    fetch(&y);
+    for (int64_t i = T * N; i < y.count; i++) assert_true(element(&y, i) == POISON);
+    return y;
+}
+
+static void assert_linear(const buffer *y, const buffer *x, const buffer *w, const buffer *bias, int64_t T, int64_t N,
+                          int64_t K) {
+    double error = 0, size = 0, tolerance = x->dtype == MT_F32 ? 1e-5 : 4e-3;
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t n = 0; n < N; n++) {
+            double sum = bias ? element(bias, n) : 0;
+            for (int64_t k = 0; k < K; k++) sum += element(x, t * K + k) * element(w, n * K + k);
+            double difference = element(y, t * N + n) - sum;
+            error += difference * difference, size += sum * sum;
+        }
+    if (!(sqrt(error) <= tolerance * sqrt(size)))
+        fail_msg("T %d N %d K %d: error %.3g of norm %.3g", (int)T, (int)N, (int)K, sqrt(error), sqrt(size));
+}
+
+static void linear_layers_of_few_rows_match_float64_and_do_not_mix_rows(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const int64_t shapes[][2] = {{1, 8}, {33, 40}, {768, 768}, {300, 3072}, {17000, 64}, {20001, 24}, {50, 4096}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int d = 0; d < 4; d++) {
+            mt_dtype dtype = d % 2 ? MT_F32 : MT_BF16;
+            int64_t N = shapes[i][0], K = shapes[i][1];
+            buffer x = new_buffer(dtype, 8 * K, 5), w = new_buffer(dtype, N * K, 6), b = new_buffer(dtype, N, 7);
+            const buffer *bias = d / 2 ? &b : NULL;
+            buffer all = linear(&x, &w, bias, 8, N, K);
+            assert_linear(&all, &x, &w, bias, 8, N, K);
+            for (int64_t T = 1; T < 8; T++) {
+                buffer y = linear(&x, &w, bias, T, N, K);
+                assert_memory_equal(y.host, all.host, (size_t)(T * N * mt_dtype_size(dtype)));
+                free_buffer(&y);
+            }
+            free_buffer(&x), free_buffer(&w), free_buffer(&b), free_buffer(&all);
+        }
+}
+
+/* ==== graphs ===================================================================================================== */
+
+enum { SEQUENCES = 3, STEPS = 14, HALF = STEPS / 2, CONTEXT = 64 };
+
+static const char *const families[] = {"gpt2", "llama", "llama3_rope_tied", "qwen2", "qwen3"};
+enum { NUM_FAMILIES = sizeof families / sizeof *families };
+static const mt_grid grid = {.world = {.name = "world", .size = 1}, .data = {.name = "data", .size = 1}};
+
+static int64_t launches; // of graphs
+
+static void count_launch(const mt_graph *graph, mt_stream *on) {
+    launches++;
+    gpu->graph_launch(graph, on);
+}
+
+/* The GPU's table with its launches counted, and without graphs. */
+static mt_ops counted_ops(void) {
+    mt_ops ops = *gpu;
+    ops.graph_launch = count_launch;
+    return ops;
+}
+
+static mt_ops plain_ops(void) {
+    mt_ops ops = *gpu;
+    ops.graph_begin = NULL;
+    return ops;
+}
+
+static mt_options read_family(int family, bool bf16) {
+    char folder[256];
+    mt_options options;
+    mt_error error = {{0}};
+    snprintf(folder, sizeof folder, "tests/golden/hf/%s", families[family]);
+    char *arguments[] = {"infer", "--load", folder, "--max-new-tokens", "24", "--bf16"};
+    if (mt_options_parse(&options, MT_PROGRAM_INFER, bf16 ? 6 : 5, arguments, &error) != 0 ||
+        mt_options_finish(&options, MT_PROGRAM_INFER, 1, &error) != 0)
+        fail_msg("%s", error.text);
+    return options;
+}
+
+static mt_model *create_model(const mt_options *options, const mt_ops *ops, const mt_model_plan *plan) {
+    mt_model *model;
+    mt_error error = {{0}};
+    mt_run_state state = {0};
+    if (mt_model_create(&model, options, &grid, ops, plan, &error) != 0 ||
+        mt_checkpoint_load(model, &state, options->load, &error) != 0)
+        fail_msg("%s", error.text);
+    return model;
+}
+
+/* One pass that adds counts[s] tokens to each of the first n sequences, which hold `held` already. */
+static void decode_pass(mt_model *model, mt_batch *batch, int64_t n, int64_t *held, const int64_t *counts,
+                        float *logits) {
+    int32_t cache_rows[CONTEXT], rows[SEQUENCES];
+    int64_t V = mt_model_options(model)->vocab_size;
+    batch->num_tokens = 0, batch->num_spans = n;
+    for (int64_t s = 0; s < n; s++) {
+        int64_t start = batch->num_tokens;
+        for (int64_t i = 0; i < counts[s]; i++) {
+            int64_t t = start + i, position = held[s] + i;
+            batch->tokens[t] = (int32_t)((position * 37 + s * 11 + 5) % V);
+            batch->positions[t] = (int32_t)position;
+            cache_rows[t] = (int32_t)(s * CONTEXT + position);
+        }
+        held[s] += counts[s];
+        batch->num_tokens += counts[s];
+        batch->spans[s] = (mt_span){start, counts[s], s * CONTEXT, held[s], true};
+        rows[s] = (int32_t)batch->num_tokens - 1;
+    }
+    mt_model_decode(model, batch, cache_rows, rows, n, logits);
+}
+
+/* Logits of three prompts, of HALF steps of the three sequences, and of as many of two of them; to free. */
+static float *decode_logits(const mt_options *options, const mt_ops *ops, int64_t *count) {
+    const int64_t prompts[SEQUENCES] = {3, 1, 9}, one[SEQUENCES] = {1, 1, 1};
+    mt_model_plan plan = {
+        .max_tokens = CONTEXT, .max_logits = SEQUENCES, .cache_rows = SEQUENCES * CONTEXT, .max_position = CONTEXT};
+    mt_model *model = create_model(options, ops, &plan);
+    mt_batch batch;
+    mt_batch_alloc(&batch, CONTEXT);
+    int64_t held[SEQUENCES] = {0}, V = options->vocab_size;
+    float *logits = mt_malloc((STEPS + 1) * SEQUENCES * V * 4), *to = logits;
+    for (int step = -1; step < STEPS; step++) {
+        int64_t n = step < HALF ? SEQUENCES : SEQUENCES - 1;
+        decode_pass(model, &batch, n, held, step < 0 ? prompts : one, to);
+        to += n * V;
+    }
+    *count = to - logits;
+    mt_batch_free(&batch);
+    mt_model_destroy(model);
+    return logits;
+}
+
+static void assert_near(const char *family, const float *logits, const float *answer, int64_t count) {
+    double error = 0, size = 0;
+    for (int64_t i = 0; i < count; i++) {
+        double difference = (double)logits[i] - (double)answer[i];
+        error += difference * difference, size += (double)answer[i] * (double)answer[i];
+    }
+    if (!(sqrt(error) <= 1e-5 * sqrt(size)))
+        fail_msg("%s: logits are off by %.3g of norm %.3g", family, sqrt(error), sqrt(size));
+}
+
+static void steps_in_graphs_have_the_bits_of_plain_steps_and_the_logits_of_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const mt_ops counted = counted_ops(), plain = plain_ops();
+    for (int k = 0; k < NUM_FAMILIES; k++)
+        for (int bf16 = 0; bf16 < 2; bf16++) {
+            mt_options options = read_family(k, bf16);
+            int64_t count, again;
+            launches = 0;
+            float *in_graphs = decode_logits(&options, &counted, &count);
+            assert_int_equal(launches, 2 * (HALF - 1)); // all steps but the first of three and of two sequences
+            float *one_by_one = decode_logits(&options, &plain, &again);
+            assert_int_equal(launches, 2 * (HALF - 1));
+            assert_int_equal(count, again);
+            assert_memory_equal(in_graphs, one_by_one, (size_t)count * 4);
+            if (!bf16) {
+                float *answer = decode_logits(&options, &mt_cpu_ops, &again);
+                assert_near(families[k], in_graphs, answer, count);
+                free(answer);
+            }
+            free(in_graphs), free(one_by_one);
+            mt_options_free(&options);
+        }
+}
+
+/* Sequences of unequal prompts that end at different steps; sequence 0 continues the family's golden text. */
+static void generate(const mt_options *options, const mt_ops *ops, const mt_sampling *sampling, const int32_t *golden,
+                     int64_t count, mt_sequence *sequences) {
+    const mt_stops stops = {.count = 0};
+    mt_error error = {{0}};
+    for (int64_t s = 0; s < count; s++) {
+        int32_t prompt[CONTEXT];
+        for (int64_t i = 0; i < 8 + 3 * s; i++)
+            prompt[i] = s == 0 ? golden[i] : (int32_t)((i * 31 + 7 * s) % options->vocab_size);
+        if (mt_sequence_begin(&sequences[s], s, prompt, 8 + 3 * s, CONTEXT, options, &error) != 0)
+            fail_msg("%s", error.text);
+        sequences[s].max_tokens -= 5 * s;
+    }
+    mt_model_plan plan = mt_generator_plan(count, CONTEXT, 16); // prompts in pieces
+    mt_model *model = create_model(options, ops, &plan);
+    mt_generator *generator = mt_generator_create(model, count, sampling, &stops);
+    int64_t unfinished = count;
+    while (unfinished > 0) {
+        unfinished = mt_generator_step(generator, sequences, count, &error);
+        if (unfinished < 0) fail_msg("%s", error.text);
+    }
+    mt_generator_destroy(generator);
+    mt_model_destroy(model);
+}
+
+static void generated_tokens_are_those_of_plain_steps_and_of_transformers(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const mt_ops counted = counted_ops(), plain = plain_ops();
+    const mt_sampling samplings[] = {{.temperature = 0, .top_p = 1},
+                                     {.temperature = 0.8, .top_p = 0.95, .top_k = 40, .seed = 3}};
+    for (int k = 0; k < NUM_FAMILIES; k++)
+        for (int drawn = 0; drawn < 2; drawn++) {
+            mt_options options = read_family(k, false);
+            mt_sequence a[SEQUENCES], b[SEQUENCES];
+            char path[512];
+            snprintf(path, sizeof path, "%s/expected.json", options.load);
+            json_t *root = json_load_file(path, 0, NULL), *item;
+            int32_t golden[CONTEXT];
+            size_t i;
+            json_array_foreach(json_object_get(root, "greedy_ids"), i, item) golden[i] =
+                (int32_t)json_integer_value(item);
+            launches = 0;
+            generate(&options, &counted, &samplings[drawn], golden, SEQUENCES, a);
+            assert_in_range(launches, 10, 24);
+            generate(&options, &plain, &samplings[drawn], golden, SEQUENCES, b);
+            for (int64_t s = 0; s < SEQUENCES; s++) {
+                assert_int_equal(a[s].num_tokens, b[s].num_tokens);
+                assert_memory_equal(a[s].tokens, b[s].tokens, (size_t)a[s].num_tokens * 4);
+            }
+            if (!drawn) assert_memory_equal(a[0].tokens, golden, 32 * 4);
+            for (int64_t s = 0; s < SEQUENCES; s++) free(a[s].tokens), free(b[s].tokens);
+            json_decref(root);
+            mt_options_free(&options);
+        }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(few_queries_match_float64),
+        cmocka_unit_test(every_head_size_matches_float64),
+        cmocka_unit_test(windows_match_float64),
+        cmocka_unit_test(batches_of_sequences_match_float64),
+        cmocka_unit_test(a_sequence_has_the_same_bits_beside_others),
+        cmocka_unit_test(what_decoding_does_not_ask_for_is_left_to_other_rungs),
+        cmocka_unit_test(linear_layers_of_few_rows_match_float64_and_do_not_mix_rows),
+        cmocka_unit_test(steps_in_graphs_have_the_bits_of_plain_steps_and_the_logits_of_the_cpu),
+        cmocka_unit_test(generated_tokens_are_those_of_plain_steps_and_of_transformers),
+    };
+    return cmocka_run_group_tests(tests, open_gpu, close_gpu);
+}
+#endif
