@@ -62,6 +62,31 @@ template <class T, int N> __device__ static inline void mt_store(T *to, const mt
     for (int i = 0; i < count; i++) mt_store_word((word *)to + i, words[i]);
 }
 
+/* Begins to copy the pack at `from`, or zeros where it is not `there`, to shared memory; no register holds it on its
+ * way. Packs of less than four bytes, which the hardware does not copy so, are copied at once. */
+template <class T, int N>
+__device__ static inline void mt_load_async(mt_pack<T, N> *shared, const T *from, bool there) {
+    constexpr int bytes = sizeof(mt_pack<T, N>);
+    if constexpr (bytes == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+                     "l"(from), "r"(there ? 16 : 0)
+                     : "memory");
+    else if constexpr (bytes >= 4)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+                     "l"(from), "n"(bytes), "r"(there ? bytes : 0)
+                     : "memory");
+    else
+        *shared = mt_load<N>(from, there);
+}
+
+/* Ends a group of copies; waits until all but the last `pending` groups of this thread are there. */
+__device__ static inline void mt_load_async_commit(void) {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int pending> __device__ static inline void mt_load_async_wait(void) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
 /* A pack's elements in fp32. */
 template <int N> __device__ static inline mt_pack<float, N> mt_to_float(const mt_pack<float, N> &pack) {
     return pack;
