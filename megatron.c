@@ -3916,6 +3916,33 @@ static void mt_norm_backward(const mt_model *m, void *dx, const void *dy, const 
                                  m->stream);
 }
 
+/* A norm of the model: its parameters and where its results go. */
+typedef struct mt_norm {
+    mt_weight w, b;
+    void *y;
+    float *mean, *rstd;
+} mt_norm;
+
+static mt_norm mt_input_norm(const mt_model *m, int64_t layer) {
+    const mt_layer *w = &m->layers[layer];
+    const mt_activations *a = &m->activations[m->plan.train ? layer : 0];
+    return (mt_norm){w->input_norm, w->input_norm_bias, a->input_normed, a->input_mean, a->input_rstd};
+}
+
+/* sum = residual + dropout(x), and where a `norm` follows, its results too: in one pass over them if the backend can.
+ */
+static void mt_residual_forward(const mt_model *m, void *sum, const void *x, const void *residual,
+                                const mt_dropout *dropout, const mt_norm *norm) {
+    if (norm && m->ops->residual_norm_forward) {
+        m->ops->residual_norm_forward(norm->y, norm->mean, norm->rstd, sum, x, residual, m->token_index, norm->w.w,
+                                      norm->b.w, m->T, m->C, dropout, (float)m->options->norm_epsilon, m->dtype,
+                                      m->stream);
+        return;
+    }
+    m->ops->dropout_add_forward(sum, x, residual, m->token_index, m->T, m->C, 0, dropout, m->dtype, m->stream);
+    if (norm) mt_norm_forward(m, norm->y, norm->mean, norm->rstd, sum, norm->w, norm->b, m->T);
+}
+
 /* Where attention finds q and k of this layer, and how far apart their tokens lie. */
 typedef struct mt_qkv_view {
     void *q, *k, *v;
@@ -3999,11 +4026,11 @@ static void mt_cache_update(const mt_model *m, int64_t layer, mt_qkv_view *view,
     shape->k_stride = shape->v_stride = width;
 }
 
-/* middle = input + dropout(attention(norm(input))). `decode` attends over the cache. */
+/* middle = input + dropout(attention(norm(input))), from input_normed on, to the MLP's norm of it. `decode` attends
+ * over the cache. */
 static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activations *a, bool decode) {
     const mt_layer *w = &m->layers[layer];
     int64_t T = m->T, qkv_width = (m->H + 2 * m->G) * m->D;
-    mt_norm_forward(m, a->input_normed, a->input_mean, a->input_rstd, a->input, w->input_norm, w->input_norm_bias, T);
     m->ops->linear_forward(a->qkv, a->input_normed, w->qkv.w, w->qkv_bias.w, T, qkv_width, m->C, m->dtype, m->stream);
     mt_qk_forward(m, w, a);
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
@@ -4013,8 +4040,8 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
     m->ops->linear_forward(m->scratch.hidden, a->attended, w->o.w, w->o_bias.w, T, m->C, m->H * m->D, m->dtype,
                            m->stream);
     mt_dropout dropout = mt_model_dropout(m, layer, MT_DROP_ATTENTION_OUT);
-    m->ops->dropout_add_forward(a->middle, m->scratch.hidden, a->input, m->token_index, T, m->C, 0, &dropout, m->dtype,
-                                m->stream);
+    mt_norm mlp_norm = {w->mlp_norm, w->mlp_norm_bias, a->mlp_normed, a->mlp_mean, a->mlp_rstd};
+    mt_residual_forward(m, a->middle, m->scratch.hidden, a->input, &dropout, &mlp_norm);
 }
 
 /* The gradient of the residual stream, scratch.residual, goes from `middle` to `input`. */
@@ -4046,11 +4073,10 @@ static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activatio
 
 /* ==== §9c MLP ==================================================================================================== */
 
-/* output = middle + dropout(mlp(norm(middle))). */
-static void mt_mlp_block_forward(mt_model *m, int64_t layer, mt_activations *a, void *output) {
+/* output = middle + dropout(mlp(norm(middle))), from mlp_normed on, to the norm that follows, if one does. */
+static void mt_mlp_block_forward(mt_model *m, int64_t layer, mt_activations *a, void *output, const mt_norm *next) {
     const mt_layer *w = &m->layers[layer];
     int64_t T = m->T, F = m->F, fc1_width = m->options->swiglu ? 2 * F : F;
-    mt_norm_forward(m, a->mlp_normed, a->mlp_mean, a->mlp_rstd, a->middle, w->mlp_norm, w->mlp_norm_bias, T);
     m->ops->linear_forward(a->mlp_hidden, a->mlp_normed, w->fc1.w, w->fc1_bias.w, T, fc1_width, m->C, m->dtype,
                            m->stream);
     if (m->options->swiglu)
@@ -4060,8 +4086,7 @@ static void mt_mlp_block_forward(mt_model *m, int64_t layer, mt_activations *a, 
     m->ops->linear_forward(m->scratch.hidden, a->mlp_active, w->down.w, w->down_bias.w, T, m->C, F, m->dtype,
                            m->stream);
     mt_dropout dropout = mt_model_dropout(m, layer, MT_DROP_MLP_OUT);
-    m->ops->dropout_add_forward(output, m->scratch.hidden, a->middle, m->token_index, T, m->C, 0, &dropout, m->dtype,
-                                m->stream);
+    mt_residual_forward(m, output, m->scratch.hidden, a->middle, &dropout, next);
 }
 
 /* The gradient of the residual stream, scratch.residual, goes from `output` to `middle`. */
@@ -4091,9 +4116,11 @@ static void mt_mlp_block_backward(mt_model *m, int64_t layer, mt_activations *a)
 
 /* ==== §9d layer ================================================================================================== */
 
-static void mt_layer_forward(mt_model *m, int64_t layer, mt_activations *a, void *output, bool decode) {
+/* From the layer's input and its norm to the output and, if there is one, the `next` layer's norm of it. */
+static void mt_layer_forward(mt_model *m, int64_t layer, mt_activations *a, void *output, const mt_norm *next,
+                             bool decode) {
     mt_attention_block_forward(m, layer, a, decode);
-    mt_mlp_block_forward(m, layer, a, output);
+    mt_mlp_block_forward(m, layer, a, output, next);
 }
 
 static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a) {
@@ -4472,12 +4499,15 @@ static void mt_embed_backward(mt_model *m, void *dx) {
 
 /* Embedding and layers; the result is in final_input. */
 static void mt_forward_layers(mt_model *m, bool decode) {
+    mt_norm norm = mt_input_norm(m, 0);
     mt_embed_forward(m, m->activations[0].input);
+    mt_norm_forward(m, norm.y, norm.mean, norm.rstd, m->activations[0].input, norm.w, norm.b, m->T);
     for (int64_t layer = 0; layer < m->L; layer++) {
         mt_activations *a = &m->activations[m->plan.train ? layer : 0];
         bool last = layer == m->L - 1;
         void *output = last ? m->final_input : m->plan.train ? m->activations[layer + 1].input : a->input;
-        mt_layer_forward(m, layer, a, output, decode);
+        if (!last) norm = mt_input_norm(m, layer + 1);
+        mt_layer_forward(m, layer, a, output, last ? NULL : &norm, decode);
     }
 }
 
@@ -6996,7 +7026,15 @@ static void mt_timed_convert(void *to, mt_dtype to_dtype, const void *from, mt_d
              from_dtype, n);
 }
 
-/* What gives no work to the device is the real operation itself. */
+static void mt_timed_residual_norm_forward(void *y, float *mean, float *rstd, void *sum, const void *x,
+                                           const void *residual, const int64_t *token_index, const void *w,
+                                           const void *b, int64_t T, int64_t C, const mt_dropout *dropout, float eps,
+                                           mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(residual_norm_forward, mt_work_bytes(T * C, 4 * mt_dtype_size(dtype)), y, mean, rstd, sum, x, residual,
+             token_index, w, b, T, C, dropout, eps, dtype);
+}
+
+/* What gives no work to the device is the real operation itself; what a backend does not have, its profile has not. */
 static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
     return (mt_ops){
         .name = ops->name,
@@ -7039,12 +7077,13 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .adamw_step = mt_timed_adamw_step,
         .random_normal = mt_timed_random_normal,
         .convert = mt_timed_convert,
+        .residual_norm_forward = ops->residual_norm_forward ? mt_timed_residual_norm_forward : NULL,
     };
 }
 
 const mt_ops *mt_profile_open(const mt_ops *ops) {
 #define MT_PROFILE_ROW(operation) {.name = #operation},
-    mt_profiler.sums = (mt_profile){.rows = {MT_OPERATIONS(MT_PROFILE_ROW)}};
+    mt_profiler.sums = (mt_profile){.rows = {MT_ALL_OPERATIONS(MT_PROFILE_ROW)}};
 #undef MT_PROFILE_ROW
     mt_profiler.ops = ops;
     mt_profiler.timed = mt_profile_timed_ops(ops);

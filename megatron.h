@@ -360,6 +360,13 @@ typedef void mt_dropout_add_backward_fn(void *dx, const void *dout, const int64_
                                         int64_t first_channel, const mt_dropout *dropout, mt_dtype dtype,
                                         mt_stream *stream);
 
+/* Fused: sum[T, C] = residual + dropout(x) and y, mean, rstd = LayerNorm(sum), or without a mean y, rstd =
+ * RMSNorm(sum). sum may be x or residual; b is NULL for RMSNorm. */
+typedef void mt_residual_norm_forward_fn(void *y, float *mean, float *rstd, void *sum, const void *x,
+                                         const void *residual, const int64_t *token_index, const void *w, const void *b,
+                                         int64_t T, int64_t C, const mt_dropout *dropout, float eps, mt_dtype dtype,
+                                         mt_stream *stream);
+
 /* ---- rows: key/value caches, packing, the last tokens of prompts */
 
 /* to[rows[t]] = from[t], for T rows of `width` elements. */
@@ -407,8 +414,8 @@ typedef void mt_random_normal_fn(void *param, int64_t n, uint64_t key, int64_t f
 typedef void mt_convert_fn(void *to, mt_dtype to_dtype, const void *from, mt_dtype from_dtype, int64_t n,
                            mt_stream *stream);
 
-/* Every operation of the table, once: the struct, the CPU's prototypes and its table are made from this list, so the
- * contracts of two backends cannot drift apart. */
+/* Every operation that a backend must have, once: the struct, the CPU's prototypes and its table are made from this
+ * list, so the contracts of two backends cannot drift apart. */
 #define MT_OPERATIONS(OP)                                                                                              \
     OP(memory_available)                                                                                               \
     OP(memory_alloc)                                                                                                   \
@@ -450,10 +457,18 @@ typedef void mt_convert_fn(void *to, mt_dtype to_dtype, const void *from, mt_dty
     OP(random_normal)                                                                                                  \
     OP(convert)
 
+/* Those that a backend may have: several of the above in one pass over memory. Where one is NULL, as all are on the
+ * CPU, the layer calls those that it stands for, and that is its definition. */
+#define MT_FUSED_OPERATIONS(OP) OP(residual_norm_forward)
+
+#define MT_ALL_OPERATIONS(OP)                                                                                          \
+    MT_OPERATIONS(OP)                                                                                                  \
+    MT_FUSED_OPERATIONS(OP)
+
 typedef struct mt_ops {
     const char *name; // "cpu"
 #define MT_OPERATION_FIELD(operation) mt_##operation##_fn *operation;
-    MT_OPERATIONS(MT_OPERATION_FIELD)
+    MT_ALL_OPERATIONS(MT_OPERATION_FIELD)
 #undef MT_OPERATION_FIELD
 } mt_ops;
 
@@ -884,7 +899,7 @@ int64_t mt_score(mt_model *model, mt_error *error);
 
 typedef enum mt_operation {
 #define MT_OPERATION_NAME(operation) MT_OPERATION_##operation,
-    MT_OPERATIONS(MT_OPERATION_NAME)
+    MT_ALL_OPERATIONS(MT_OPERATION_NAME)
 #undef MT_OPERATION_NAME
         MT_NUM_OPERATIONS
 } mt_operation;

@@ -196,16 +196,15 @@ extern "C" void mt_cuda_swiglu_backward(void *dgate_up, const void *dy, const vo
 
 /* ---- residual stream --------------------------------------------------------------------------------------------- */
 
-/* out = residual + dropout(x). An element is kept where its word of Philox is at least `threshold`; four neighbours
- * share a counter. Reads x and residual, writes out: 6 bytes an element in bf16, 12 in fp32 (4 and 8 without
- * residual). */
+/* out = residual + dropout(x). Reads x and residual, writes out: 6 bytes an element in bf16, 12 in fp32 (4 and 8
+ * without residual). */
 template <class T, int N>
 __global__ void dropout_add(T *out, const T *x, const T *residual, const int64_t *token_index, int C,
-                            int blocks_per_row, int64_t first_channel, uint64_t key, uint64_t threshold, float kept) {
+                            int blocks_per_row, int64_t first_channel, mt_masks masks) {
     constexpr int K = packs_per_thread / 2;
     int64_t row = blockIdx.x / blocks_per_row, offset = row * C;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
-    uint64_t token = threshold > 0 ? (uint64_t)token_index[row] : 0;
+    uint64_t token = masks.threshold > 0 ? (uint64_t)token_index[row] : 0;
     mt_pack<T, N> xs[K], residuals[K];
 #pragma unroll
     for (int k = 0; k < K; k++) {
@@ -216,15 +215,8 @@ __global__ void dropout_add(T *out, const T *x, const T *residual, const int64_t
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= C) break;
-        int64_t channel = first_channel + first + k * step; // a multiple of 4 where N > 1
-        mt_pack<float, N> in = mt_to_float(xs[k]), sum = mt_to_float(residuals[k]);
-        uint4 words = make_uint4(0, 0, 0, 0);
-        for (int i = 0; i < N; i++) {
-            if (i % 4 == 0 && threshold > 0) words = mt_cuda_philox(key, token, (uint64_t)(channel + i) / 4);
-            int place = N == 1 ? channel % 4 : i % 4;
-            uint32_t word = place == 0 ? words.x : place == 1 ? words.y : place == 2 ? words.z : words.w;
-            sum.value[i] += in.value[i] * (word >= threshold ? kept : 0);
-        }
+        mt_pack<float, N> sum = mt_add_dropped(mt_to_float(xs[k]), mt_to_float(residuals[k]), masks, token,
+                                               first_channel + first + k * step);
         mt_store(out + offset + first + k * step, mt_from_float<T>(sum));
     }
 }
@@ -233,17 +225,14 @@ extern "C" void mt_cuda_dropout_add_forward(void *out, const void *x, const void
                                             int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,
                                             mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
-    double p = dropout->p > 0 ? dropout->p : 0;
-    uint64_t threshold = (uint64_t)(p * 4294967296.0), key = dropout->key;
-    float kept = p < 1 ? (float)(1 / (1 - p)) : 0;
     bool wide = mt_wide(dtype, {out, x, residual}, {C}) && first_channel % 4 == 0;
     mt_dispatch(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(C, N), packs_per_thread / 2);
         dropout_add<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
-            (E *)out, (const E *)x, (const E *)residual, token_index, (int)C, grid.blocks_per_row, first_channel, key,
-            threshold, kept);
+            (E *)out, (const E *)x, (const E *)residual, token_index, (int)C, grid.blocks_per_row, first_channel,
+            mt_dropout_masks(dropout));
         MT_CUDA_LAUNCHED();
     });
 }

@@ -42,7 +42,7 @@ static inline int64_t mt_divide_up(int64_t a, int64_t b) {
 
 /* Prototypes of the whole table; they are C functions. */
 #define MT_CUDA_PROTOTYPE(operation) extern "C" mt_##operation##_fn mt_cuda_##operation;
-MT_OPERATIONS(MT_CUDA_PROTOTYPE)
+MT_ALL_OPERATIONS(MT_CUDA_PROTOTYPE)
 #undef MT_CUDA_PROTOTYPE
 
 /* Calls `function<float>` or `function<__nv_bfloat16>` as `dtype` says. */

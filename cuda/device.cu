@@ -142,7 +142,7 @@ extern "C" double mt_cuda_event_seconds(const mt_event *from, const mt_event *to
 
 static const mt_ops cuda_ops = {"cuda",
 #define MT_CUDA_ENTRY(operation) mt_cuda_##operation,
-                                MT_OPERATIONS(MT_CUDA_ENTRY)
+                                MT_ALL_OPERATIONS(MT_CUDA_ENTRY)
 #undef MT_CUDA_ENTRY
 };
 

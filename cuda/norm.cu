@@ -1,4 +1,4 @@
-/* norm.cu: RMSNorm and LayerNorm, forward and backward.
+/* norm.cu: RMSNorm and LayerNorm, forward and backward, and the forward together with the residual sum before it.
  *
  * RMSNorm is LayerNorm without the mean and the bias, so one kernel does both. blockDim.x threads share a row and keep
  * it in registers between its reduction and its use. What sets the pace is how many bytes are on their way: a thread
@@ -28,6 +28,8 @@ static constexpr int forward_packs = 8, forward_block = 512;
 __host__ __device__ static constexpr int forward_residents(int element_bytes, int K) {
     return element_bytes > 2 ? 1 : K > 3 ? 2 : K > 2 ? 3 : 4;
 }
+/* With a residual, which comes in as many packs again and whose masks need registers too. */
+static constexpr int residual_packs = 4;
 
 /* The operands, by the names that megatron.h gives them. */
 template <class T> struct forward_task {
@@ -38,34 +40,59 @@ template <class T> struct forward_task {
     int C;
     int64_t y_stride, x_stride;
     float eps;
+    T *sum; // what is normalised where a residual is added to x: [rows, C]
+    const T *residual;
+    const int64_t *token_index;
+    mt_masks masks;
 };
 
-/* Reads x, writes y: 4 bytes an element in bf16, 8 in fp32. `whole`: a chunk holds the row, which spares the registers
- * that walking takes. Weights come from the first cache, since every row asks for them again. */
-template <class T, int N, int K, bool layernorm, bool whole>
-__global__ void __launch_bounds__(forward_block, forward_residents(sizeof(T), K))
+/* packs = sum = residual + dropout(packs), in the chunk at `base` of a row; rounded as one who reads sum has it. */
+template <int K, int N, class T>
+__device__ static inline void add_residual(mt_pack<T, N> (&packs)[K], const forward_task<T> &task, int64_t row,
+                                           int base, int length) {
+    mt_pack<T, N> residuals[K];
+    load_chunk(residuals, task.residual + row * task.C, base, length);
+    uint64_t token = length > 0 && task.masks.threshold > 0 ? (uint64_t)task.token_index[row] : 0;
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        int c = base + (k * blockDim.x + threadIdx.x) * N;
+        if (c >= length) continue;
+        packs[k] =
+            mt_from_float<T>(mt_add_dropped(mt_to_float(packs[k]), mt_to_float(residuals[k]), task.masks, token, c));
+        mt_store(task.sum + row * task.C + c, packs[k]);
+    }
+}
+
+/* Reads x, writes y: 4 bytes an element in bf16, 8 in fp32; where it `adds`, reads x and residual and writes sum and y:
+ * 8 and 16. `whole`: a chunk holds the row, which spares the registers that walking takes. Weights come from the first
+ * cache, since every row asks for them again. */
+template <class T, int N, int K, bool layernorm, bool adds, bool whole>
+__global__ void __launch_bounds__(forward_block, adds ? 1 : forward_residents(sizeof(T), K))
     norm_forward(const forward_task<T> task) {
     unsigned row = blockIdx.x * blockDim.y + threadIdx.y, rows = task.rows;
     int64_t t = layernorm ? row : row / task.H, h = layernorm ? 0 : row % task.H;
     int C = task.C, chunk = K * N * blockDim.x, last = whole ? 0 : (C - 1) / chunk * chunk, length = row < rows ? C : 0;
-    const T *x_row = task.x + t * task.x_stride + h * C;
+    const T *x_row = task.x + t * task.x_stride + h * C, *again = adds ? task.sum + t * C : x_row;
     T *y_row = task.y + t * task.y_stride + h * C;
     mt_pack<T, N> packs[K];
     float sum[1] = {0}, squares[1] = {0}, mu = 0, inverse_C = __frcp_rn(C);
-    if (layernorm) {
+    if (layernorm || adds) {
         for (int base = 0; base <= last; base += chunk) {
             load_chunk(packs, x_row, base, length);
+            if (adds) add_residual(packs, task, t, base, length);
 #pragma unroll
             for (int k = 0; k < K; k++) {
                 mt_pack<float, N> in = mt_to_float(packs[k]);
                 for (int i = 0; i < N; i++) sum[0] += in.value[i];
             }
         }
+    }
+    if (layernorm) {
         mt_row_sum(sum, 0);
         mu = sum[0] * inverse_C;
     }
     for (int base = last; base >= 0; base -= chunk) {
-        if (!layernorm || base < last) load_chunk(packs, x_row, base, length);
+        if ((!layernorm && !adds) || base < last) load_chunk(packs, again, base, length);
 #pragma unroll
         for (int k = 0; k < K; k++) {
             if (base + (k * blockDim.x + threadIdx.x) * N >= length) continue;
@@ -81,7 +108,7 @@ __global__ void __launch_bounds__(forward_block, forward_residents(sizeof(T), K)
         if (layernorm) task.mean[row] = mu;
     }
     for (int base = 0; base <= last; base += chunk) {
-        if (base > 0) load_chunk(packs, x_row, base, length);
+        if (base > 0) load_chunk(packs, again, base, length);
 #pragma unroll
         for (int k = 0; k < K; k++) {
             int c = base + (k * blockDim.x + threadIdx.x) * N;
@@ -111,49 +138,69 @@ template <int most, class Body> static void with_packs(int64_t k, Body body) {
     body(mt_width<most>());
 }
 
-template <bool layernorm, class T, int N, int K>
+template <bool layernorm, bool adds, class T, int N, int K>
 static void launch_forward_packs(const forward_task<T> &task, cudaStream_t stream) {
     int64_t packs = mt_divide_up(task.C, N);
     dim3 block = mt_reduction_block(packs, K, packs <= 32 * K ? 128 : 64, forward_block);
     bool whole = packs <= K * (int64_t)block.x;
-    auto kernel = norm_forward<T, N, K, layernorm, true>;
-    if constexpr (K == forward_packs)
-        if (!whole) kernel = norm_forward<T, N, K, layernorm, false>;
+    auto kernel = norm_forward<T, N, K, layernorm, adds, true>;
+    if constexpr (K == (adds ? residual_packs : forward_packs))
+        if (!whole) kernel = norm_forward<T, N, K, layernorm, adds, false>;
     kernel<<<mt_blocks(task.rows, block.y), block, 0, stream>>>(task);
     MT_CUDA_LAUNCHED();
 }
 
-template <bool layernorm>
-static void launch_forward(void *y, float *mean, float *rstd, const void *x, const void *w, const void *b, int64_t T,
-                           int64_t H, int64_t C, int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype,
-                           mt_stream *stream) {
-    if (T == 0) return;
-    bool wide = mt_wide(dtype, {y, x, w, b}, {C, y_stride, x_stride});
-    mt_dispatch(dtype, wide, [&](auto type, auto width) {
-        using E = decltype(type);
-        constexpr int N = decltype(width)::value;
-        forward_task<E> task = {
-            (E *)y,      mean,   rstd,     (const E *)x, (const E *)w, (const E *)b, (unsigned)(T * H),
-            (unsigned)H, (int)C, y_stride, x_stride,     eps};
-        if constexpr (N == 1)
-            launch_forward_packs<layernorm, E, 1, forward_packs>(task, mt_cuda_stream(stream));
-        else
-            with_packs<forward_packs>(packs_of_a_thread(C / N, forward_packs), [&](auto k) {
-                launch_forward_packs<layernorm, E, N, decltype(k)::value>(task, mt_cuda_stream(stream));
-            });
-    });
+template <bool layernorm, bool adds, class T, int N>
+static void launch_forward(const forward_task<T> &task, cudaStream_t stream) {
+    constexpr int most = adds ? residual_packs : forward_packs;
+    if constexpr (N == 1)
+        launch_forward_packs<layernorm, adds, T, 1, most>(task, stream);
+    else
+        with_packs<most>(packs_of_a_thread(task.C / N, most), [&](auto k) {
+            launch_forward_packs<layernorm, adds, T, N, decltype(k)::value>(task, stream);
+        });
 }
 
 extern "C" void mt_cuda_rmsnorm_forward(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H,
                                         int64_t C, int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype,
                                         mt_stream *stream) {
-    launch_forward<false>(y, NULL, rstd, x, w, NULL, T, H, C, y_stride, x_stride, eps, dtype, stream);
+    if (T == 0) return;
+    mt_dispatch(dtype, mt_wide(dtype, {y, x, w}, {C, y_stride, x_stride}), [&](auto type, auto width) {
+        using E = decltype(type);
+        forward_task<E> task = {(E *)y,      NULL,   rstd,     (const E *)x, (const E *)w, NULL, (unsigned)(T * H),
+                                (unsigned)H, (int)C, y_stride, x_stride,     eps};
+        launch_forward<false, false, E, decltype(width)::value>(task, mt_cuda_stream(stream));
+    });
 }
 
 extern "C" void mt_cuda_layernorm_forward(void *y, float *mean, float *rstd, const void *x, const void *w,
                                           const void *b, int64_t T, int64_t C, float eps, mt_dtype dtype,
                                           mt_stream *stream) {
-    launch_forward<true>(y, mean, rstd, x, w, b, T, 1, C, C, C, eps, dtype, stream);
+    if (T == 0) return;
+    mt_dispatch(dtype, mt_wide(dtype, {y, x, w, b}, {C}), [&](auto type, auto width) {
+        using E = decltype(type);
+        forward_task<E> task = {(E *)y, mean, rstd, (const E *)x, (const E *)w, (const E *)b, (unsigned)T, 1,
+                                (int)C, C,    C,    eps};
+        launch_forward<true, false, E, decltype(width)::value>(task, mt_cuda_stream(stream));
+    });
+}
+
+extern "C" void mt_cuda_residual_norm_forward(void *y, float *mean, float *rstd, void *sum, const void *x,
+                                              const void *residual, const int64_t *token_index, const void *w,
+                                              const void *b, int64_t T, int64_t C, const mt_dropout *dropout, float eps,
+                                              mt_dtype dtype, mt_stream *stream) {
+    if (T == 0) return;
+    mt_dispatch(dtype, mt_wide(dtype, {y, sum, x, residual, w, b}, {C}), [&](auto type, auto width) {
+        using E = decltype(type);
+        forward_task<E> task = {(E *)y, mean, rstd, (const E *)x, (const E *)w, (const E *)b, (unsigned)T, 1,
+                                (int)C, C,    C,    eps};
+        task.sum = (E *)sum, task.residual = (const E *)residual, task.token_index = token_index;
+        task.masks = mt_dropout_masks(dropout);
+        if (mean)
+            launch_forward<true, true, E, decltype(width)::value>(task, mt_cuda_stream(stream));
+        else
+            launch_forward<false, true, E, decltype(width)::value>(task, mt_cuda_stream(stream));
+    });
 }
 
 /* ---- backward ----------------------------------------------------------------------------------------------------

@@ -118,6 +118,16 @@ static double dropout_add(bench *b, const int64_t *n) { // T, C, p in percent
     return 3 * size(b) * (double)(n[0] * n[1]);
 }
 
+static double residual_norm(bench *b, const int64_t *n) { // T, C, p in percent, LayerNorm
+    mt_dropout dropout = {(double)n[2] / 100, 7};
+    void *y = elements(b, n[0] * n[1]), *sum = elements(b, n[0] * n[1]), *x = elements(b, n[0] * n[1]);
+    void *residual = elements(b, n[0] * n[1]), *w = elements(b, n[1]), *bias = elements(b, n[1]);
+    float *mean = floats(b, n[0]), *rstd = floats(b, n[0]);
+    ENQUEUE(residual_norm_forward, y, n[3] ? mean : NULL, rstd, sum, x, residual, b->names, w, n[3] ? bias : NULL, n[0],
+            n[1], &dropout, 1e-5f, b->dtype);
+    return 4 * size(b) * (double)(n[0] * n[1]);
+}
+
 static double scatter_rows(bench *b, const int64_t *n) { // T, width
     void *to = elements(b, MAX_TOKENS * n[1]), *from = elements(b, n[0] * n[1]);
     ENQUEUE(scatter_rows, to, from, b->rows, n[0], n[1], n[1], n[1], b->dtype);
@@ -216,6 +226,10 @@ static const struct {
     {"gelu_backward, exact", gelu_backward, MT_BF16, {65536ll * 3072, 0}},
     {"residual without dropout", dropout_add, MT_BF16, {8192, 4096, 0}},
     {"residual and dropout", dropout_add, MT_BF16, {65536, 768, 10}},
+    {"residual and RMSNorm", residual_norm, MT_BF16, {8192, 4096, 0, 0}},
+    {"residual and LayerNorm", residual_norm, MT_BF16, {65536, 768, 0, 1}},
+    {"residual and LayerNorm", residual_norm, MT_BF16, {16384, 1600, 0, 1}},
+    {"with dropout", residual_norm, MT_BF16, {65536, 768, 10, 1}},
     {"scatter_rows", scatter_rows, MT_BF16, {8192, 1024}},
     {"embedding_forward", embedding_forward, MT_BF16, {8192, 4096, 128256}},
     {"embedding_backward", embedding_backward, MT_BF16, {8192, 4096, 128256}},

@@ -244,6 +244,28 @@ static void dropout_add_backward(run *r, const int64_t *n) {
     r->ops->dropout_add_backward(dx, dx, token_names(r, n[0]), n[0], n[1], n[2], &dropout, r->dtype, r->stream);
 }
 
+/* T, C, p in percent, sum (0 new, 1 in residual, 2 in x), LayerNorm; by the operations that it stands for if there is
+ * no fused one. */
+static void residual_norm_forward(run *r, const int64_t *n) {
+    mt_dropout dropout = {(double)n[2] / 100, 0x123456789abcdefull};
+    int64_t T = n[0], C = n[1], *names = token_names(r, T);
+    void *x = n[3] == 2 ? changed(r, T * C) : input(r, T * C);
+    void *residual = n[3] == 1 ? changed(r, T * C) : input(r, T * C);
+    void *sum = n[3] == 2 ? x : n[3] == 1 ? residual : output(r, T * C), *y = output(r, T * C);
+    void *w = input(r, C), *b = n[4] ? input(r, C) : NULL;
+    float *mean = n[4] ? float_output(r, T) : NULL, *rstd = float_output(r, T);
+    if (r->ops->residual_norm_forward) {
+        r->ops->residual_norm_forward(y, mean, rstd, sum, x, residual, names, w, b, T, C, &dropout, 1e-5f, r->dtype,
+                                      r->stream);
+        return;
+    }
+    r->ops->dropout_add_forward(sum, x, residual, names, T, C, 0, &dropout, r->dtype, r->stream);
+    if (n[4])
+        r->ops->layernorm_forward(y, mean, rstd, sum, w, b, T, C, 1e-5f, r->dtype, r->stream);
+    else
+        r->ops->rmsnorm_forward(y, rstd, sum, w, T, 1, C, C, C, 1e-5f, r->dtype, r->stream);
+}
+
 static void scatter_rows(run *r, const int64_t *n) { // T, width, to's gap, from's gap
     void *to = output(r, 2 * n[0] * (n[1] + n[2])), *from = input(r, n[0] * (n[1] + n[3]));
     int32_t *rows = integers(r, n[0], 0, 2 * n[0], true);
@@ -462,6 +484,11 @@ static const int64_t swiglu_shapes[][MAX_SIZES] = {{1, 1}, {1, 24}, {7, 33}, {12
 static const int64_t dropout_shapes[][MAX_SIZES] = {{1, 1, 0, 50, 1},      {1, 24, 0, 0, 1},        {33, 64, 64, 10, 1},
                                                     {129, 1600, 0, 50, 0}, {7, 33, 3, 30, 1},       {65, 128, 2, 20, 0},
                                                     {5, 5003, 0, 100, 1},  {9, 96, 1 << 20, 90, 1}, {0}};
+static const int64_t residual_norm_shapes[][MAX_SIZES] = {
+    {5, 8, 0, 0, 0},      {6, 24, 50, 1, 1},    {33, 33, 10, 0, 1},   {129, 64, 0, 2, 1},
+    {100, 768, 10, 0, 1}, {1000, 768, 0, 1, 0}, {301, 1600, 0, 0, 1}, {40, 1600, 30, 2, 0},
+    {65, 1280, 0, 1, 1},  {50, 4096, 0, 0, 0},  {50, 4096, 20, 1, 1}, {7, 5003, 40, 0, 1},
+    {9, 12288, 0, 0, 1},  {5, 20000, 10, 0, 0}, {5, 40008, 0, 1, 1},  {0}};
 static const int64_t row_shapes[][MAX_SIZES] = {
     {1, 1, 0, 0}, {1, 24, 0, 8}, {7, 33, 1, 2}, {100, 1024, 0, 512}, {65, 3000, 8, 16}, {40, 20000, 0, 0}, {0}};
 static const int64_t logit_shapes[][MAX_SIZES] = {{1, 1, 0, 1, 1, 1},
@@ -502,6 +529,7 @@ static operation operations[] = {
     {"swiglu_backward", swiglu_backward, ONCE, swiglu_shapes, {0}},
     {"dropout_add_forward", dropout_add_forward, ONCE, dropout_shapes, {0}},
     {"dropout_add_backward", dropout_add_backward, ONCE, dropout_shapes, {0}},
+    {"residual_norm_forward", residual_norm_forward, ONCE, residual_norm_shapes, {0}},
     {"scatter_rows", scatter_rows, ONCE, row_shapes, {0}},
     {"gather_rows", gather_rows, ONCE, row_shapes, {0}},
     {"cross_entropy_forward", cross_entropy_forward, ONCE, logit_shapes, {0}},
@@ -519,6 +547,7 @@ enum { NUM_OPERATIONS = sizeof operations / sizeof *operations };
 /* ---- comparing --------------------------------------------------------------------------------------------------- */
 
 static const mt_ops *gpu;
+static mt_ops gpu_unfused; // the same table without fused operations
 static mt_stream *gpu_stream;
 static mt_error no_gpu;
 
@@ -565,6 +594,26 @@ static double relative_error(const buffer *actual, const buffer *answer) {
     return difference == 0 ? 0 : sqrt(difference / norm);
 }
 
+/* Fails unless each output of `actual` is within the operation's tolerance of the answer's. */
+static void expect_close(operation *op, const results *actual, const results *answer, mt_dtype dtype,
+                         const char *place) {
+    double *worst = &op->worst[dtype == MT_BF16], tolerance = dtype == MT_F32 ? 1e-5 : op->bf16_tolerance;
+    assert_int_equal(actual->count, answer->count);
+    for (int64_t i = 0; i < answer->count; i++) {
+        double error = relative_error(&actual->outputs[i], &answer->outputs[i]);
+        if (!(error <= *worst)) *worst = error;
+        if (!(error <= tolerance)) fail_msg("%s: output %d is off by %g", place, (int)i, error);
+    }
+}
+
+static bool is_fused(const operation *op) {
+#define SAME(operation)                                                                                                \
+    if (strcmp(op->name, #operation) == 0) return true;
+    MT_FUSED_OPERATIONS(SAME)
+#undef SAME
+    return false;
+}
+
 static void compare(operation *op, const int64_t *sizes, mt_dtype dtype) {
     results actual, again, answer;
     execute(&answer, op, sizes, &mt_cpu_ops, NULL, MT_F32, dtype == MT_BF16);
@@ -574,16 +623,17 @@ static void compare(operation *op, const int64_t *sizes, mt_dtype dtype) {
     snprintf(place, sizeof place, "%s %s {%lld, %lld, %lld, %lld, %lld, %lld, %lld, %lld}", op->name,
              mt_dtype_name(dtype), (long long)sizes[0], (long long)sizes[1], (long long)sizes[2], (long long)sizes[3],
              (long long)sizes[4], (long long)sizes[5], (long long)sizes[6], (long long)sizes[7]);
-    assert_int_equal(actual.count, answer.count);
-    double *worst = &op->worst[dtype == MT_BF16];
-    for (int64_t i = 0; i < answer.count; i++) {
+    expect_close(op, &actual, &answer, dtype, place);
+    for (int64_t i = 0; i < actual.count; i++) {
         const buffer *a = &actual.outputs[i];
-        double error = relative_error(a, &answer.outputs[i]);
-        double tolerance = dtype == MT_F32 ? 1e-5 : op->bf16_tolerance;
-        if (!(error <= *worst)) *worst = error;
-        if (!(error <= tolerance)) fail_msg("%s: output %d is off by %g", place, (int)i, error);
         if (memcmp(a->device, again.outputs[i].device, (size_t)(a->count * mt_dtype_size(a->dtype))) != 0)
             fail_msg("%s: output %d differs between two runs", place, (int)i);
+    }
+    if (is_fused(op)) { // also against the operations that it stands for, on the GPU itself
+        results unfused;
+        execute(&unfused, op, sizes, &gpu_unfused, gpu_stream, dtype, false);
+        expect_close(op, &actual, &unfused, dtype, place);
+        results_free(&unfused);
     }
     results_free(&actual), results_free(&again), results_free(&answer);
 }
@@ -605,7 +655,7 @@ static void every_operation_is_tested(void **state) {
     (void)state;
     static const char *const all[] = {
 #define NAME(operation) #operation,
-        MT_OPERATIONS(NAME)
+        MT_ALL_OPERATIONS(NAME)
 #undef NAME
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
@@ -621,6 +671,10 @@ static void *workspace;
 static void open_gpu(void) {
     gpu = mt_cuda_open(0, &no_gpu);
     if (!gpu) return;
+    gpu_unfused = *gpu;
+#define UNFUSE(operation) gpu_unfused.operation = NULL;
+    MT_FUSED_OPERATIONS(UNFUSE)
+#undef UNFUSE
     int64_t bytes = gpu->workspace_bytes(1024, 40960, 32, 256);
     workspace = gpu->memory_alloc(bytes);
     gpu_stream = gpu->stream_create(workspace, bytes, false);

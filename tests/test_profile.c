@@ -97,6 +97,41 @@ static void train(const mt_ops *ops, bool profiled, mt_metrics *metrics) {
     mt_options_free(&options);
 }
 
+/* A fused operation as its contract defines it, for a backend that has it. */
+static void residual_norm_forward(void *y, float *mean, float *rstd, void *sum, const void *x, const void *residual,
+                                  const int64_t *token_index, const void *w, const void *b, int64_t T, int64_t C,
+                                  const mt_dropout *dropout, float eps, mt_dtype dtype, mt_stream *stream) {
+    mt_cpu_ops.dropout_add_forward(sum, x, residual, token_index, T, C, 0, dropout, dtype, stream);
+    if (mean)
+        mt_cpu_ops.layernorm_forward(y, mean, rstd, sum, w, b, T, C, eps, dtype, stream);
+    else
+        mt_cpu_ops.rmsnorm_forward(y, rstd, sum, w, T, 1, C, C, C, eps, dtype, stream);
+}
+
+/* The layer calls a fused operation where the backend has it, and it alone, with the same results to the last bit. */
+static void fused_operations_take_the_place_of_those_they_stand_for(void **state) {
+    (void)state;
+    mt_metrics plain[STEPS], fused[STEPS];
+    mt_ops ops = mt_cpu_ops;
+    ops.residual_norm_forward = residual_norm_forward;
+    train(&mt_cpu_ops, true, plain);
+    const double passes = (STEPS - 1) * MICRO_BATCHES;
+    const mt_profile_row *rows = mt_profile_read()->rows;
+    assert_int_equal(rows[MT_OPERATION_residual_norm_forward].calls, 0);
+    assert_true(rows[MT_OPERATION_rmsnorm_forward].calls == passes * 5);     // two layers and the output
+    assert_true(rows[MT_OPERATION_dropout_add_forward].calls == passes * 5); // and the embedding
+    mt_profile_close();
+    train(&ops, true, fused);
+    assert_true(rows[MT_OPERATION_residual_norm_forward].calls == passes * 3);
+    assert_true(rows[MT_OPERATION_rmsnorm_forward].calls == passes * 2);
+    assert_true(rows[MT_OPERATION_dropout_add_forward].calls == passes * 2);
+    mt_profile_close();
+    for (int i = 0; i < STEPS; i++) {
+        assert_true(plain[i].loss == fused[i].loss);
+        assert_true(plain[i].grad_norm == fused[i].grad_norm);
+    }
+}
+
 static const mt_ops *cuda_or_skip(void) {
     mt_error error;
     const mt_ops *ops = mt_cuda_open(0, &error);
@@ -227,6 +262,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(profiled_steps_have_the_same_losses_and_their_times_sum_to_no_more),
         cmocka_unit_test(so_they_do_on_a_gpu),
+        cmocka_unit_test(fused_operations_take_the_place_of_those_they_stand_for),
         cmocka_unit_test(work_equals_the_count_from_the_parameter_table),
         cmocka_unit_test(table_lists_the_operations_by_time_and_what_is_left),
         cmocka_unit_test(one_step_alone_leaves_nothing_to_show),
