@@ -3981,7 +3981,15 @@ static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t
 static void mt_qk_forward(const mt_model *m, const mt_layer *w, mt_activations *a) {
     int64_t T = m->T, D = m->D, R = m->rotary_dim, raw_stride = (m->H + 2 * m->G) * D;
     float eps = (float)m->options->norm_epsilon;
+    bool interleaved = m->options->rotary_interleaved;
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
+    if (R == 0 && !m->options->qk_layernorm) return;
+    if (m->ops->qk_forward) {
+        m->ops->qk_forward(view.q, a->q_rstd, a->k_rstd, a->qkv, w->q_norm.w, w->k_norm.w, m->rope_cos, m->rope_sin,
+                           m->positions, T, m->H, m->G, D, R, view.qk_stride, raw_stride, interleaved, eps, m->dtype,
+                           m->stream);
+        return;
+    }
     if (m->options->qk_layernorm) {
         m->ops->rmsnorm_forward(view.q, a->q_rstd, a->qkv, w->q_norm.w, T, m->H, D, view.qk_stride, raw_stride, eps,
                                 m->dtype, m->stream);
@@ -3989,7 +3997,6 @@ static void mt_qk_forward(const mt_model *m, const mt_layer *w, mt_activations *
                                 raw_stride, eps, m->dtype, m->stream);
     }
     if (R == 0) return;
-    bool interleaved = m->options->rotary_interleaved;
     m->ops->rope_forward(view.q, view.q, m->rope_cos, m->rope_sin, m->positions, T, m->H, D, R, view.qk_stride,
                          view.qk_stride, interleaved, m->dtype, m->stream);
     m->ops->rope_forward(view.k, view.k, m->rope_cos, m->rope_sin, m->positions, T, m->G, D, R, view.qk_stride,
@@ -3999,9 +4006,16 @@ static void mt_qk_forward(const mt_model *m, const mt_layer *w, mt_activations *
 /* Gradients of ready q and k (in `dqkv`, or in dqk with q/k norm) to gradients of the fused product, `dqkv`. */
 static void mt_qk_backward(const mt_model *m, const mt_layer *w, const mt_activations *a, void *dqkv, void *dqk) {
     int64_t T = m->T, D = m->D, R = m->rotary_dim, raw_stride = (m->H + 2 * m->G) * D;
+    bool interleaved = m->options->rotary_interleaved;
     mt_qkv_view d = mt_view_qkv(m, dqkv, dqk);
+    if (R == 0 && !m->options->qk_layernorm) return;
+    if (m->ops->qk_backward) {
+        m->ops->qk_backward(dqkv, w->q_norm.dw, w->k_norm.dw, d.q, a->qkv, w->q_norm.w, w->k_norm.w, a->q_rstd,
+                            a->k_rstd, m->rope_cos, m->rope_sin, m->positions, T, m->H, m->G, D, R, raw_stride,
+                            d.qk_stride, raw_stride, interleaved, m->dtype, m->stream);
+        return;
+    }
     if (R > 0) {
-        bool interleaved = m->options->rotary_interleaved;
         m->ops->rope_backward(d.q, d.q, m->rope_cos, m->rope_sin, m->positions, T, m->H, D, R, d.qk_stride, d.qk_stride,
                               interleaved, m->dtype, m->stream);
         m->ops->rope_backward(d.k, d.k, m->rope_cos, m->rope_sin, m->positions, T, m->G, D, R, d.qk_stride, d.qk_stride,
@@ -6913,6 +6927,25 @@ static void mt_timed_rope_backward(void *dx, const void *dy, const float *cos, c
              positions, T, H, D, R, dx_stride, dy_stride, interleaved, dtype);
 }
 
+/* In place, as above. */
+static void mt_timed_qk_forward(void *qk, float *q_rstd, float *k_rstd, const void *qkv, const void *q_w,
+                                const void *k_w, const float *cos, const float *sin, const int32_t *positions,
+                                int64_t T, int64_t H, int64_t G, int64_t D, int64_t R, int64_t qk_stride,
+                                int64_t qkv_stride, bool interleaved, float eps, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(qk_forward, mt_work_bytes(T * (H + G) * (qk == qkv ? R : D), 2 * mt_dtype_size(dtype)), qk, q_rstd, k_rstd,
+             qkv, q_w, k_w, cos, sin, positions, T, H, G, D, R, qk_stride, qkv_stride, interleaved, eps, dtype);
+}
+
+static void mt_timed_qk_backward(void *dqkv, float *dq_w, float *dk_w, void *dqk, const void *qkv, const void *q_w,
+                                 const void *k_w, const float *q_rstd, const float *k_rstd, const float *cos,
+                                 const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t G, int64_t D,
+                                 int64_t R, int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride,
+                                 bool interleaved, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(qk_backward, mt_work_bytes(T * (H + G) * (dqkv == dqk ? R : D), (q_w ? 3 : 2) * mt_dtype_size(dtype)),
+             dqkv, dq_w, dk_w, dqk, qkv, q_w, k_w, q_rstd, k_rstd, cos, sin, positions, T, H, G, D, R, dqkv_stride,
+             dqk_stride, qkv_stride, interleaved, dtype);
+}
+
 static void mt_timed_attention_forward(void *out, float *lse, const void *q, const void *k, const void *v,
                                        const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
                                        mt_stream *stream) {
@@ -7077,6 +7110,8 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .adamw_step = mt_timed_adamw_step,
         .random_normal = mt_timed_random_normal,
         .convert = mt_timed_convert,
+        .qk_forward = ops->qk_forward ? mt_timed_qk_forward : NULL,
+        .qk_backward = ops->qk_backward ? mt_timed_qk_backward : NULL,
         .residual_norm_forward = ops->residual_norm_forward ? mt_timed_residual_norm_forward : NULL,
     };
 }

@@ -319,6 +319,21 @@ typedef void mt_rope_backward_fn(void *dx, const void *dy, const float *cos, con
                                  int64_t T, int64_t H, int64_t D, int64_t R, int64_t dx_stride, int64_t dy_stride,
                                  bool interleaved, mt_dtype dtype, mt_stream *stream);
 
+/* Fused, for the H heads of q and then G of k that begin each row of qkv: RMSNorm over D with q_w[D] and k_w[D], unless
+ * these and q_rstd[T, H], k_rstd[T, G] are NULL, then the turn. qk has the heads in the same order; it may be qkv where
+ * there is no norm. */
+typedef void mt_qk_forward_fn(void *qk, float *q_rstd, float *k_rstd, const void *qkv, const void *q_w, const void *k_w,
+                              const float *cos, const float *sin, const int32_t *positions, int64_t T, int64_t H,
+                              int64_t G, int64_t D, int64_t R, int64_t qk_stride, int64_t qkv_stride, bool interleaved,
+                              float eps, mt_dtype dtype, mt_stream *stream);
+/* The q and k heads of dqkv, which may be dqk where there is no norm; dq_w[D] += and dk_w[D] +=. dqk is scratch
+ * afterwards. */
+typedef void mt_qk_backward_fn(void *dqkv, float *dq_w, float *dk_w, void *dqk, const void *qkv, const void *q_w,
+                               const void *k_w, const float *q_rstd, const float *k_rstd, const float *cos,
+                               const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t G, int64_t D,
+                               int64_t R, int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride, bool interleaved,
+                               mt_dtype dtype, mt_stream *stream);
+
 /* ---- attention over spans (Dao et al., "FlashAttention", for the saved log-sum-exp and the blockwise backward) */
 
 /* out = softmax(scale q k^T) v per head; lse[Tq, H] = log of the sum of exponentials. A query row of a span that sees
@@ -459,7 +474,10 @@ typedef void mt_convert_fn(void *to, mt_dtype to_dtype, const void *from, mt_dty
 
 /* Those that a backend may have: several of the above in one pass over memory. Where one is NULL, as all are on the
  * CPU, the layer calls those that it stands for, and that is its definition. */
-#define MT_FUSED_OPERATIONS(OP) OP(residual_norm_forward)
+#define MT_FUSED_OPERATIONS(OP)                                                                                        \
+    OP(qk_forward)                                                                                                     \
+    OP(qk_backward)                                                                                                    \
+    OP(residual_norm_forward)
 
 #define MT_ALL_OPERATIONS(OP)                                                                                          \
     MT_OPERATIONS(OP)                                                                                                  \

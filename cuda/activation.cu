@@ -1,4 +1,4 @@
-/* activation.cu: what touches every element once: activations, residual stream, rotary positions, rows, embedding. */
+/* activation.cu: what touches every element once: activations, residual stream, rows, embedding. */
 #include "vector.cuh"
 
 #include <cub/device/device_radix_sort.cuh>
@@ -241,73 +241,6 @@ extern "C" void mt_cuda_dropout_add_backward(void *dx, const void *dout, const i
                                              int64_t C, int64_t first_channel, const mt_dropout *dropout,
                                              mt_dtype dtype, mt_stream *stream) {
     mt_cuda_dropout_add_forward(dx, dout, NULL, token_index, T, C, first_channel, dropout, dtype, stream);
-}
-
-/* ---- rotary positions -------------------------------------------------------------------------------------------- */
-
-/* Turns x's pairs by their angle, or back when `direction` is -1. A thread turns N pairs: two packs, half a rotation
- * apart, or next to one another when interleaved. Packs past the rotary channels are copied, unless y is x. Reads x,
- * writes y: 4 bytes an element in bf16, 8 in fp32. */
-template <class T, int N, bool interleaved>
-__global__ void rope(T *y, const T *x, const float *cos, const float *sin, const int32_t *positions, float direction,
-                     int H, int D, int R, int64_t y_stride, int64_t x_stride) {
-    int half = R / 2, turns = half / N, units = turns + (y == x ? 0 : (D - R) / N); // of one head
-    const float *token_cos = cos + (int64_t)positions[blockIdx.x] * half;
-    const float *token_sin = sin + (int64_t)positions[blockIdx.x] * half;
-    y += blockIdx.x * y_stride;
-    x += blockIdx.x * x_stride;
-    for (int unit = threadIdx.x; unit < H * units; unit += blockDim.x) {
-        int start = unit / units * D, j = unit % units;
-        if (j >= turns) {
-            int copied = start + R + (j - turns) * N;
-            mt_store(y + copied, mt_load<N>(x + copied));
-            continue;
-        }
-        int low = start + (interleaved ? 2 * j * N : j * N), high = interleaved ? low + N : low + half;
-        mt_pack<float, N> lows = mt_to_float(mt_load<N>(x + low)), highs = mt_to_float(mt_load<N>(x + high));
-        mt_pack<float, N> c = mt_load<N>(token_cos + j * N), s = mt_load<N>(token_sin + j * N);
-        float both[2 * N];
-        for (int i = 0; i < N; i++) both[i] = lows.value[i], both[N + i] = highs.value[i];
-        for (int i = 0; i < N; i++) {
-            float &a = both[interleaved ? 2 * i : i], &b = both[interleaved ? 2 * i + 1 : N + i];
-            float from_a = a, from_b = b, turned_sin = direction * s.value[i];
-            a = from_a * c.value[i] - from_b * turned_sin;
-            b = from_b * c.value[i] + from_a * turned_sin;
-        }
-        for (int i = 0; i < N; i++) lows.value[i] = both[i], highs.value[i] = both[N + i];
-        mt_store(y + low, mt_from_float<T>(lows));
-        mt_store(y + high, mt_from_float<T>(highs));
-    }
-}
-
-static void launch_rope(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
-                        float direction, int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
-                        bool interleaved, mt_dtype dtype, mt_stream *stream) {
-    if (T == 0 || (R == 0 && y == x)) return;
-    bool wide = mt_wide(dtype, {y, x, cos, sin}, {y_stride, x_stride, D, R / 2});
-    mt_dispatch(dtype, wide, [&](auto type, auto width) {
-        using E = decltype(type);
-        constexpr int N = decltype(width)::value;
-        mt_row_grid grid = mt_rows(H * mt_divide_up(R / 2 + (y == x ? 0 : D - R), N), 1);
-        auto kernel = interleaved ? rope<E, N, true> : rope<E, N, false>;
-        kernel<<<(unsigned)T, grid.threads, 0, mt_cuda_stream(stream)>>>(
-            (E *)y, (const E *)x, cos, sin, positions, direction, (int)H, (int)D, (int)R, y_stride, x_stride);
-        MT_CUDA_LAUNCHED();
-    });
-}
-
-extern "C" void mt_cuda_rope_forward(void *y, const void *x, const float *cos, const float *sin,
-                                     const int32_t *positions, int64_t T, int64_t H, int64_t D, int64_t R,
-                                     int64_t y_stride, int64_t x_stride, bool interleaved, mt_dtype dtype,
-                                     mt_stream *stream) {
-    launch_rope(y, x, cos, sin, positions, 1, T, H, D, R, y_stride, x_stride, interleaved, dtype, stream);
-}
-
-extern "C" void mt_cuda_rope_backward(void *dx, const void *dy, const float *cos, const float *sin,
-                                      const int32_t *positions, int64_t T, int64_t H, int64_t D, int64_t R,
-                                      int64_t dx_stride, int64_t dy_stride, bool interleaved, mt_dtype dtype,
-                                      mt_stream *stream) {
-    launch_rope(dx, dy, cos, sin, positions, -1, T, H, D, R, dx_stride, dy_stride, interleaved, dtype, stream);
 }
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */

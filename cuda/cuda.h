@@ -32,6 +32,11 @@ const cudaDeviceProp *mt_cuda_device(void);
 /* The stream's workspace, when it holds at least `bytes`; too small is a broken invariant (mt_cuda_workspace_bytes). */
 void *mt_cuda_workspace(mt_stream *stream, int64_t bytes);
 
+/* The second half of a sum over rows, in a fixed order: to[C] += the sum of the first `blocks` rows of partial[., C],
+ * and more[C] += that of the `more_blocks` rows after them (none where it is NULL). */
+void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_blocks, const float *partial, int64_t C,
+                          mt_stream *stream);
+
 static inline cudaStream_t mt_cuda_stream(mt_stream *stream) {
     return stream ? stream->stream : (cudaStream_t)0;
 }

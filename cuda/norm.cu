@@ -424,12 +424,13 @@ __global__ void __launch_bounds__(512) norm_backward_long(const backward_task<T>
     }
 }
 
-/* dw[C] += the sums of the blocks, and for a second row of the grid db. */
-__global__ void __launch_bounds__(1024) add_partials(float *dw, float *db, const float *partial, int blocks, int C) {
+/* For a second row of the grid, `more` gets the rows after the first `blocks`. */
+__global__ void __launch_bounds__(1024)
+    add_partials(float *to, float *more, const float *partial, int blocks, int more_blocks, int C) {
     __shared__ float sums[32][32];
-    float *to = blockIdx.y == 0 ? dw : db, sum = 0;
+    float sum = 0;
     int c = blockIdx.x * 32 + threadIdx.x;
-    partial += (int64_t)blockIdx.y * blocks * C;
+    if (blockIdx.y == 1) partial += (int64_t)blocks * C, blocks = more_blocks, to = more;
     if (c < C)
 #pragma unroll 8
         for (int block = threadIdx.y; block < blocks; block += 32) sum += partial[(int64_t)block * C + c];
@@ -438,6 +439,14 @@ __global__ void __launch_bounds__(1024) add_partials(float *dw, float *db, const
     if (threadIdx.y != 0 || c >= C) return;
     for (int y = 1; y < 32; y++) sum += sums[y][threadIdx.x];
     to[c] += sum;
+}
+
+void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_blocks, const float *partial, int64_t C,
+                          mt_stream *stream) {
+    dim3 grid(mt_blocks(C, 32), more ? 2 : 1);
+    add_partials<<<grid, dim3(32, 32), 0, mt_cuda_stream(stream)>>>(to, more, partial, (int)blocks, (int)more_blocks,
+                                                                    (int)C);
+    MT_CUDA_LAUNCHED();
 }
 
 /* Walks the rows; returns how many blocks left their sums in task.partial, which has room for any number. */
@@ -492,9 +501,7 @@ static void launch_backward(void *dx, float *dw, float *db, const void *dy, cons
                                  (unsigned)(T * H), (unsigned)H,  (int)C,        dx_stride,
                                  dy_stride,         x_stride};
         int64_t blocks = launch_rows<E, decltype(width)::value, layernorm>(task, mt_cuda_stream(stream));
-        dim3 grid(mt_blocks(C, 32), layernorm ? 2 : 1);
-        add_partials<<<grid, dim3(32, 32), 0, mt_cuda_stream(stream)>>>(dw, db, partial, (int)blocks, (int)C);
-        MT_CUDA_LAUNCHED();
+        mt_cuda_add_partials(dw, blocks, db, blocks, partial, C, stream);
     });
 }
 

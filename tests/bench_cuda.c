@@ -87,6 +87,27 @@ static double rope_forward(bench *b, const int64_t *n) { // T, H, D, the fused p
     return 2 * size(b) * (double)(n[0] * n[1] * n[2]);
 }
 
+static double qk_forward(bench *b, const int64_t *n) { // T, H, G, norm; D = 128
+    int64_t D = 128, width = (n[1] + 2 * n[2]) * D, qk_width = (n[1] + n[2]) * D;
+    void *qkv = elements(b, n[0] * width), *qk = n[3] ? elements(b, n[0] * qk_width) : qkv, *w = elements(b, D);
+    float *cos = floats(b, 1024 * D / 2), *sin = floats(b, 1024 * D / 2), *rstd = floats(b, n[0] * (n[1] + n[2]));
+    ENQUEUE(qk_forward, qk, n[3] ? rstd : NULL, n[3] ? rstd + n[0] * n[1] : NULL, qkv, n[3] ? w : NULL, n[3] ? w : NULL,
+            cos, sin, b->positions, n[0], n[1], n[2], D, D, n[3] ? qk_width : width, width, false, 1e-5f, b->dtype);
+    return 2 * size(b) * (double)(n[0] * qk_width);
+}
+
+static double qk_backward(bench *b, const int64_t *n) {
+    int64_t D = 128, width = (n[1] + 2 * n[2]) * D, qk_width = (n[1] + n[2]) * D;
+    void *dqkv = elements(b, n[0] * width), *dqk = n[3] ? elements(b, n[0] * qk_width) : dqkv, *w = elements(b, D);
+    void *qkv = n[3] ? elements(b, n[0] * width) : NULL;
+    float *cos = floats(b, 1024 * D / 2), *sin = floats(b, 1024 * D / 2), *rstd = floats(b, n[0] * (n[1] + n[2]));
+    float *dw = floats(b, 2 * D);
+    ENQUEUE(qk_backward, dqkv, n[3] ? dw : NULL, n[3] ? dw + D : NULL, dqk, qkv, n[3] ? w : NULL, n[3] ? w : NULL,
+            n[3] ? rstd : NULL, n[3] ? rstd + n[0] * n[1] : NULL, cos, sin, b->positions, n[0], n[1], n[2], D, D, width,
+            n[3] ? qk_width : width, width, false, b->dtype);
+    return (n[3] ? 3 : 2) * size(b) * (double)(n[0] * qk_width);
+}
+
 static double gelu_forward(bench *b, const int64_t *n) { // elements, tanh
     void *y = elements(b, n[0]), *x = elements(b, n[0]);
     ENQUEUE(gelu_forward, y, x, n[0], n[1], b->dtype);
@@ -218,6 +239,9 @@ static const struct {
     {"rmsnorm_backward", rmsnorm_backward, MT_BF16, {8192, 1, 8192}},
     {"rope_forward of q", rope_forward, MT_BF16, {8192, 32, 128, 6144}},
     {"rope_forward of k", rope_forward, MT_BF16, {8192, 8, 128, 6144}},
+    {"rotate q and k", qk_forward, MT_BF16, {8192, 32, 8, 0}},
+    {"norm, rotate q and k", qk_forward, MT_BF16, {8192, 32, 8, 1}},
+    {"their backward", qk_backward, MT_BF16, {8192, 32, 8, 1}},
     {"swiglu_forward", swiglu_forward, MT_BF16, {8192, 14336}},
     {"swiglu_backward", swiglu_backward, MT_BF16, {8192, 14336}},
     {"gelu_forward, tanh", gelu_forward, MT_BF16, {65536ll * 3072, 1}},

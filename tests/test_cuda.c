@@ -209,6 +209,80 @@ static void rope_backward(run *r, const int64_t *n) {
     rope(r, n, r->ops->rope_backward);
 }
 
+/* T, H, G, D, R, norm, interleaved, gap between rows; without norm and gap in place. Where there is no fused operation,
+ * as megatron.h defines it by others. */
+typedef struct qk_case {
+    int64_t T, H, G, D, R, qkv_stride, qk_stride;
+    bool norm, interleaved;
+    float *cos, *sin, *q_rstd, *k_rstd;
+    int32_t *positions;
+    void *q_w, *k_w;
+} qk_case;
+
+static qk_case make_qk(run *r, const int64_t *n) {
+    qk_case c = {.T = n[0], .H = n[1], .G = n[2], .D = n[3], .R = n[4], .norm = n[5], .interleaved = n[6]};
+    c.qkv_stride = (c.H + 2 * c.G) * c.D + n[7];
+    c.qk_stride = c.norm || n[7] ? (c.H + c.G) * c.D + 2 * n[7] : c.qkv_stride;
+    c.cos = float_input(r, 50 * c.R / 2 + 1, NORMAL), c.sin = float_input(r, 50 * c.R / 2 + 1, NORMAL);
+    c.positions = integers(r, c.T, 0, 50, false);
+    if (c.norm) c.q_w = input(r, c.D), c.k_w = input(r, c.D);
+    return c;
+}
+
+static void *k_of(const run *r, const qk_case *c, void *row) {
+    return (char *)row + c->H * c->D * mt_dtype_size(r->dtype);
+}
+
+static void qk_forward(run *r, const int64_t *n) {
+    qk_case c = make_qk(r, n);
+    bool in_place = c.qk_stride == c.qkv_stride && !c.norm;
+    void *qkv = in_place ? changed(r, c.T * c.qkv_stride) : input(r, c.T * c.qkv_stride);
+    void *qk = in_place ? qkv : output(r, c.T * c.qk_stride), *from = c.norm ? qk : qkv;
+    int64_t from_stride = c.norm ? c.qk_stride : c.qkv_stride;
+    if (c.norm) c.q_rstd = float_output(r, c.T * c.H), c.k_rstd = float_output(r, c.T * c.G);
+    if (r->ops->qk_forward) {
+        r->ops->qk_forward(qk, c.q_rstd, c.k_rstd, qkv, c.q_w, c.k_w, c.cos, c.sin, c.positions, c.T, c.H, c.G, c.D,
+                           c.R, c.qk_stride, c.qkv_stride, c.interleaved, 1e-5f, r->dtype, r->stream);
+        return;
+    }
+    if (c.norm) {
+        r->ops->rmsnorm_forward(qk, c.q_rstd, qkv, c.q_w, c.T, c.H, c.D, c.qk_stride, c.qkv_stride, 1e-5f, r->dtype,
+                                r->stream);
+        r->ops->rmsnorm_forward(k_of(r, &c, qk), c.k_rstd, k_of(r, &c, qkv), c.k_w, c.T, c.G, c.D, c.qk_stride,
+                                c.qkv_stride, 1e-5f, r->dtype, r->stream);
+    }
+    r->ops->rope_forward(qk, from, c.cos, c.sin, c.positions, c.T, c.H, c.D, c.R, c.qk_stride, from_stride,
+                         c.interleaved, r->dtype, r->stream);
+    r->ops->rope_forward(k_of(r, &c, qk), k_of(r, &c, from), c.cos, c.sin, c.positions, c.T, c.G, c.D, c.R, c.qk_stride,
+                         from_stride, c.interleaved, r->dtype, r->stream);
+}
+
+static void qk_backward(run *r, const int64_t *n) {
+    qk_case c = make_qk(r, n);
+    bool in_place = c.qk_stride == c.qkv_stride && !c.norm;
+    void *dqk = in_place ? changed(r, c.T * c.qk_stride) : input(r, c.T * c.qk_stride);
+    void *dqkv = in_place ? dqk : output(r, c.T * c.qkv_stride), *qkv = input(r, c.T * c.qkv_stride);
+    void *turned = c.norm ? dqk : dqkv;
+    int64_t turned_stride = c.norm ? c.qk_stride : c.qkv_stride;
+    float *dq_w = c.norm ? float_changed(r, c.D, NORMAL) : NULL, *dk_w = c.norm ? float_changed(r, c.D, NORMAL) : NULL;
+    if (c.norm) c.q_rstd = float_input(r, c.T * c.H, POSITIVE), c.k_rstd = float_input(r, c.T * c.G, POSITIVE);
+    if (r->ops->qk_backward) {
+        r->ops->qk_backward(dqkv, dq_w, dk_w, dqk, qkv, c.q_w, c.k_w, c.q_rstd, c.k_rstd, c.cos, c.sin, c.positions,
+                            c.T, c.H, c.G, c.D, c.R, c.qkv_stride, c.qk_stride, c.qkv_stride, c.interleaved, r->dtype,
+                            r->stream);
+        return;
+    }
+    r->ops->rope_backward(turned, dqk, c.cos, c.sin, c.positions, c.T, c.H, c.D, c.R, turned_stride, c.qk_stride,
+                          c.interleaved, r->dtype, r->stream);
+    r->ops->rope_backward(k_of(r, &c, turned), k_of(r, &c, dqk), c.cos, c.sin, c.positions, c.T, c.G, c.D, c.R,
+                          turned_stride, c.qk_stride, c.interleaved, r->dtype, r->stream);
+    if (!c.norm) return;
+    r->ops->rmsnorm_backward(dqkv, dq_w, turned, NULL, qkv, c.q_w, c.q_rstd, c.T, c.H, c.D, c.qkv_stride, c.qk_stride,
+                             c.qkv_stride, r->dtype, r->stream);
+    r->ops->rmsnorm_backward(k_of(r, &c, dqkv), dk_w, k_of(r, &c, turned), NULL, k_of(r, &c, qkv), c.k_w, c.k_rstd, c.T,
+                             c.G, c.D, c.qkv_stride, c.qk_stride, c.qkv_stride, r->dtype, r->stream);
+}
+
 static void gelu_forward(run *r, const int64_t *n) { // elements, elements before the first, tanh
     int64_t size = mt_dtype_size(r->dtype);
     char *y = output(r, n[1] + n[0]), *x = input(r, n[1] + n[0]);
@@ -477,6 +551,14 @@ static const int64_t rope_shapes[][MAX_SIZES] = {
     {1, 1, 8, 8, 0, 0, 0},      {1, 1, 8, 8, 0, -1, 1},      {7, 3, 16, 8, 0, 0, 0},
     {7, 3, 24, 6, 1, 2, 1},     {33, 32, 128, 128, 0, 0, 0}, {33, 8, 128, 128, 64, -1, 0},
     {19, 4, 256, 64, 16, 8, 1}, {5, 2, 64, 64, 8, -1, 1},    {0}};
+static const int64_t qk_shapes[][MAX_SIZES] = {{1, 1, 1, 8, 8, 0, 0, 0},         {7, 3, 1, 16, 8, 1, 0, 0},
+                                               {7, 2, 2, 24, 6, 1, 1, 3},        {33, 32, 8, 128, 128, 0, 0, 0},
+                                               {33, 32, 8, 128, 128, 1, 0, 8},   {300, 5, 1, 64, 64, 1, 1, 0},
+                                               {19, 4, 2, 256, 64, 0, 1, 16},    {41, 4, 2, 256, 256, 1, 0, 0},
+                                               {5, 12, 12, 64, 16, 0, 0, 0},     {21, 4, 4, 96, 96, 1, 0, 0},
+                                               {13, 2, 1, 80, 32, 1, 0, 0},      {29, 3, 3, 40, 0, 1, 0, 0},
+                                               {1000, 16, 4, 128, 128, 1, 0, 0}, {9, 2, 1, 130, 64, 1, 0, 0},
+                                               {6, 2, 1, 130, 64, 0, 1, 2},      {0}};
 static const int64_t element_shapes[][MAX_SIZES] = {
     {1, 0, 0}, {3, 1, 1}, {8, 0, 1}, {1000, 0, 0}, {100003, 0, 1}, {100003, 64, 0}, {8192, 3, 1}, {300001, 0, 5}, {0}};
 static const int64_t square_shapes[][MAX_SIZES] = {{1, 0}, {3, 1}, {1000, 0}, {100003, 64}, {5000001, 0}, {0}};
@@ -521,6 +603,8 @@ static operation operations[] = {
     {"layernorm_backward", layernorm_backward, ONCE, norm_shapes, {0}},
     {"rope_forward", rope_forward, ONCE, rope_shapes, {0}},
     {"rope_backward", rope_backward, ONCE, rope_shapes, {0}},
+    {"qk_forward", qk_forward, ONCE, qk_shapes, {0}},
+    {"qk_backward", qk_backward, ONCE, qk_shapes, {0}},
     {"attention_forward", attention_forward, 5e-3, attention_shapes, {0}},
     {"attention_backward", attention_backward, 1e-2, attention_shapes, {0}},
     {"gelu_forward", gelu_forward, ONCE, element_shapes, {0}},

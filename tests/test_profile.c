@@ -108,16 +108,48 @@ static void residual_norm_forward(void *y, float *mean, float *rstd, void *sum, 
         mt_cpu_ops.rmsnorm_forward(y, rstd, sum, w, T, 1, C, C, C, eps, dtype, stream);
 }
 
+static char *at(void *row, int64_t elements, mt_dtype dtype) {
+    return (char *)row + elements * mt_dtype_size(dtype);
+}
+
+/* The model here has no q/k norm. */
+static void qk_forward(void *qk, float *q_rstd, float *k_rstd, const void *qkv, const void *q_w, const void *k_w,
+                       const float *cos, const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t G,
+                       int64_t D, int64_t R, int64_t qk_stride, int64_t qkv_stride, bool interleaved, float eps,
+                       mt_dtype dtype, mt_stream *stream) {
+    (void)q_rstd, (void)k_rstd, (void)eps;
+    assert_true(!q_w && !k_w && qk == qkv && qk_stride == qkv_stride);
+    void *k = at(qk, H * D, dtype);
+    mt_cpu_ops.rope_forward(qk, qk, cos, sin, positions, T, H, D, R, qk_stride, qk_stride, interleaved, dtype, stream);
+    mt_cpu_ops.rope_forward(k, k, cos, sin, positions, T, G, D, R, qk_stride, qk_stride, interleaved, dtype, stream);
+}
+
+static void qk_backward(void *dqkv, float *dq_w, float *dk_w, void *dqk, const void *qkv, const void *q_w,
+                        const void *k_w, const float *q_rstd, const float *k_rstd, const float *cos, const float *sin,
+                        const int32_t *positions, int64_t T, int64_t H, int64_t G, int64_t D, int64_t R,
+                        int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride, bool interleaved, mt_dtype dtype,
+                        mt_stream *stream) {
+    (void)qkv, (void)q_rstd, (void)k_rstd, (void)qkv_stride;
+    assert_true(!q_w && !k_w && !dq_w && !dk_w && dqkv == dqk && dqkv_stride == dqk_stride);
+    void *dk = at(dqk, H * D, dtype);
+    mt_cpu_ops.rope_backward(dqk, dqk, cos, sin, positions, T, H, D, R, dqk_stride, dqk_stride, interleaved, dtype,
+                             stream);
+    mt_cpu_ops.rope_backward(dk, dk, cos, sin, positions, T, G, D, R, dqk_stride, dqk_stride, interleaved, dtype,
+                             stream);
+}
+
 /* The layer calls a fused operation where the backend has it, and it alone, with the same results to the last bit. */
 static void fused_operations_take_the_place_of_those_they_stand_for(void **state) {
     (void)state;
     mt_metrics plain[STEPS], fused[STEPS];
     mt_ops ops = mt_cpu_ops;
     ops.residual_norm_forward = residual_norm_forward;
+    ops.qk_forward = qk_forward, ops.qk_backward = qk_backward;
     train(&mt_cpu_ops, true, plain);
     const double passes = (STEPS - 1) * MICRO_BATCHES;
     const mt_profile_row *rows = mt_profile_read()->rows;
     assert_int_equal(rows[MT_OPERATION_residual_norm_forward].calls, 0);
+    assert_int_equal(rows[MT_OPERATION_qk_forward].calls + rows[MT_OPERATION_qk_backward].calls, 0);
     assert_true(rows[MT_OPERATION_rmsnorm_forward].calls == passes * 5);     // two layers and the output
     assert_true(rows[MT_OPERATION_dropout_add_forward].calls == passes * 5); // and the embedding
     mt_profile_close();
@@ -125,6 +157,9 @@ static void fused_operations_take_the_place_of_those_they_stand_for(void **state
     assert_true(rows[MT_OPERATION_residual_norm_forward].calls == passes * 3);
     assert_true(rows[MT_OPERATION_rmsnorm_forward].calls == passes * 2);
     assert_true(rows[MT_OPERATION_dropout_add_forward].calls == passes * 2);
+    assert_true(rows[MT_OPERATION_qk_forward].calls == passes * 2);
+    assert_true(rows[MT_OPERATION_qk_backward].calls == passes * 2);
+    assert_int_equal(rows[MT_OPERATION_rope_forward].calls + rows[MT_OPERATION_rope_backward].calls, 0);
     mt_profile_close();
     for (int i = 0; i < STEPS; i++) {
         assert_true(plain[i].loss == fused[i].loss);
