@@ -90,8 +90,8 @@ int mt_error_set(mt_error *error, const char *format, ...) {
     return -1;
 }
 
-/* This process's rank as the launcher tells it, before MPI itself is started. */
-static int mt_launch_rank(void) {
+/* Known before MPI itself is started. */
+int mt_launch_rank(void) {
     static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (getenv(names[i])) return atoi(getenv(names[i]));

@@ -34,6 +34,9 @@ int mt_error_set(mt_error *error, const char *format, ...) __attribute__((format
 /* Prints "error: ..." on standard error and ends the job (MPI_Abort when several ranks run). For drivers. */
 void mt_die(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 
+/* This process's number in the job, as its launcher's environment has it; 0 without a launcher. For messages. */
+int mt_launch_rank(void);
+
 /* A broken invariant of this program itself (never the user's input): names file and line, then ends the job. */
 #define MT_CHECK(condition)                                                                                            \
     ((condition) ? (void)0 : mt_die("internal check failed at %s:%d: %s", __FILE__, __LINE__, #condition))

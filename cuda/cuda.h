@@ -18,7 +18,10 @@ struct mt_stream {
     bool deterministic; // choose no algorithm by measuring
 };
 
-/* Every call is checked: a failure names the call, its place and the rank, and ends the job. */
+/* Every call is checked: a failure names the call and its place, the operation that made it, the rank and the reason,
+ * and ends the job. mt_cuda_fail is that end, for any library. */
+void mt_cuda_fail(const char *library, const char *call, const char *file, int line, const char *reason)
+    __attribute__((noreturn));
 void mt_cuda_check(cudaError_t status, const char *call, const char *file, int line);
 void mt_cublas_check(cublasStatus_t status, const char *call, const char *file, int line);
 #define MT_CUDA(call)   mt_cuda_check((call), #call, __FILE__, __LINE__)

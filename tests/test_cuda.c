@@ -9,6 +9,7 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -750,6 +751,50 @@ static void every_operation_is_tested(void **state) {
     }
 }
 
+/* ---- failures ---------------------------------------------------------------------------------------------------- */
+
+/* What this program does as a process of its own that is to fail. */
+static int fail_on_purpose(const char *how) {
+    mt_error error;
+    const mt_ops *ops = mt_cuda_open(0, &error);
+    if (!ops) return 2;
+    if (strcmp(how, "memory") == 0) ops->memory_alloc((int64_t)1 << 50);
+    if (strcmp(how, "copy") == 0) ops->memory_copy(NULL, NULL, 4096, NULL);
+    return 0;
+}
+
+/* It ends with status 1 and one line, in which every one of `words` is. */
+static void expect_failure(const char *how, const char *const *words) {
+    char path[512], command[640], line[2048] = "";
+    ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
+    assert_true(length > 0);
+    path[length] = 0;
+    snprintf(command, sizeof command, "OMPI_COMM_WORLD_RANK=3 '%s' %s 2>&1", path, how);
+    FILE *output = popen(command, "r");
+    assert_non_null(output);
+    size_t bytes = fread(line, 1, sizeof line - 1, output);
+    line[bytes] = 0;
+    assert_int_equal(pclose(output), 1 << 8);
+    assert_ptr_equal(strchr(line, '\n'), line + bytes - 1);
+    for (; *words; words++)
+        if (!strstr(line, *words)) fail_msg("'%s' is not in: %s", *words, line);
+}
+
+static void failures_name_place_operation_and_rank_and_what_to_change(void **state) {
+    (void)state;
+    static const char *const memory[] = {"cudaMalloc",   "cuda/device.cu:",        "memory_alloc",
+                                         "rank 3",       "GiB are free",           "--micro-batch-size",
+                                         "--seq-length", "1125899906842624 bytes", NULL};
+    static const char *const copy[] = {"cudaMemcpyAsync", "cuda/device.cu:", "in memory_copy",
+                                       "rank 3",          "invalid",         NULL};
+    if (!gpu) {
+        print_message("skipped: %s\n", no_gpu.text);
+        skip();
+    }
+    expect_failure("memory", memory);
+    expect_failure("copy", copy);
+}
+
 static void *workspace;
 
 static void open_gpu(void) {
@@ -773,10 +818,13 @@ static void close_gpu(void) {
         printf("%-26s %12.2e %12.2e\n", operations[i].name, operations[i].worst[0], operations[i].worst[1]);
 }
 
-int main(void) {
-    struct CMUnitTest tests[NUM_OPERATIONS + 1] = {cmocka_unit_test(every_operation_is_tested)};
+int main(int argc, char **argv) {
+    struct CMUnitTest tests[NUM_OPERATIONS + 2] = {
+        cmocka_unit_test(every_operation_is_tested),
+        cmocka_unit_test(failures_name_place_operation_and_rank_and_what_to_change)};
+    if (argc > 1) return fail_on_purpose(argv[1]);
     for (size_t i = 0; i < NUM_OPERATIONS; i++)
-        tests[i + 1] = (struct CMUnitTest){operations[i].name, gpu_agrees_with_cpu, NULL, NULL, &operations[i]};
+        tests[i + 2] = (struct CMUnitTest){operations[i].name, gpu_agrees_with_cpu, NULL, NULL, &operations[i]};
     open_gpu();
     int failed = cmocka_run_group_tests_name("cuda", tests, NULL, NULL);
     close_gpu();
