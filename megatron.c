@@ -4198,11 +4198,34 @@ static void mt_layout_layer(const mt_model *m, mt_activations *a, mt_arena *aren
     a->mlp_active = mt_arena_alloc(arena, T * m->F * size);
 }
 
+/* Buffers that layers use in turn, and the logits, which lie over those of them that hold nothing between the last
+ * layer's forward and its backward: then the output layer alone is at work, and of the scratch it writes only the
+ * gradients of the residual stream and of the norm. */
+static void mt_layout_scratch(mt_model *m, mt_arena *arena) {
+    int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), q_width = m->H * m->D, kv_width = m->G * m->D;
+    mt_layer_scratch *s = &m->scratch;
+    if (m->plan.train) {
+        s->residual = mt_arena_alloc(arena, T * m->C * size);
+        s->normed = mt_arena_alloc(arena, T * m->C * size);
+    }
+    int64_t start = arena->used;
+    s->hidden = mt_arena_alloc(arena, T * m->C * size);
+    if (m->plan.train) {
+        s->wide = mt_arena_alloc(arena, T * mt_max((m->options->swiglu ? 2 : 1) * m->F, q_width + 2 * kv_width) * size);
+        s->active = mt_arena_alloc(arena, T * mt_max(m->F, q_width) * size);
+        if (m->options->qk_layernorm) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
+        s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
+    }
+    int64_t end = arena->used;
+    arena->used = start;
+    m->logits = mt_arena_alloc(arena, m->plan.max_logits * m->V * size);
+    arena->used = mt_max(arena->used, end);
+}
+
 /* The micro-batch on the device, the output layer, and what the backward of a layer needs. */
 static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
     bool layernorm = strcmp(m->options->normalization, "LayerNorm") == 0;
-    mt_layer_scratch *s = &m->scratch;
     m->workspace_bytes = m->ops->workspace_bytes(T, m->C, m->H, m->D);
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     m->tokens = mt_arena_alloc(arena, T * 4);
@@ -4222,17 +4245,9 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     m->final_normed = mt_arena_alloc(arena, T * m->C * size);
     if (layernorm) m->final_mean = mt_arena_alloc(arena, T * 4);
     m->final_rstd = mt_arena_alloc(arena, T * 4);
-    m->logits = mt_arena_alloc(arena, rows * m->V * size);
     float **per_row[] = {&m->row_max, &m->row_sum, &m->row_target, &m->row_weighted, &m->lse, &m->loss, &m->entropy};
     for (size_t i = 0; i < sizeof per_row / sizeof *per_row; i++) *per_row[i] = mt_arena_alloc(arena, rows * 4);
-    s->hidden = mt_arena_alloc(arena, T * m->C * size);
-    if (!m->plan.train) return;
-    s->residual = mt_arena_alloc(arena, T * m->C * size);
-    s->normed = mt_arena_alloc(arena, T * m->C * size);
-    s->wide = mt_arena_alloc(arena, T * mt_max((m->options->swiglu ? 2 : 1) * m->F, (m->H + 2 * m->G) * m->D) * size);
-    s->active = mt_arena_alloc(arena, T * mt_max(m->F, m->H * m->D) * size);
-    if (m->options->qk_layernorm) s->dqk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
-    s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
+    mt_layout_scratch(m, arena);
 }
 
 /* Lays out everything in the arena; with a counting arena, plans it. */
