@@ -41,7 +41,7 @@ static double planned_activations(const char *vocab_size) {
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = TOKENS, .train = true};
     mt_options options;
     mt_error error;
-    mt_model *model;
+    mt_model *model = NULL;
     if (mt_options_parse(&options, MT_PROGRAM_TRAIN, sizeof arguments / sizeof *arguments, arguments, &error) != 0 ||
         mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0 ||
         mt_model_create(&model, &options, &grid, &mt_cpu_ops, &plan, &error) != 0)
