@@ -5,6 +5,7 @@
 ## make demo          prepare text, train a small Llama on it, draw its loss and let it write
 ## make test          run the tests; SUITES="tokenizer options" runs some
 ## make bench         run the benchmarks
+## make bench-gpu     measure the GPU at real shapes, training included, beside what others reach; takes minutes
 ## make plot RUN=F    draw the curves of a metrics file, or several (RUN=a.jsonl,b.jsonl), as a.svg or OUT=FILE.svg
 ## make pictures      draw the pictures of the notes
 ## make fuzz          look for crashes in the parsers; FUZZ_SECONDS=600 TARGET=name
@@ -59,7 +60,7 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 # Floating point: no errno and no traps, and a*b+c may be one instruction. Nothing that reorders sums (-ffast-math).
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
-.PHONY: all help everything test bench fuzz fuzz-programs plot pictures demo deps deps-dev probe lint
+.PHONY: all help everything test bench bench-gpu fuzz fuzz-programs plot pictures demo deps deps-dev probe lint
 .PHONY: format format-check clean FORCE
 all:
 
@@ -146,6 +147,9 @@ test: all $(TEST_PROGRAMS) $(DRAW)
 
 bench: all $(BENCH_PROGRAMS)
 	@for program in $(BENCH_PROGRAMS); do $$program || exit 1; done
+
+bench-gpu: all $(filter %/bench_cuda %/bench_cuda_attention,$(BENCH_PROGRAMS))
+	@MT_BIN='$(or $(BIN:%/=%),.)' tests/bench_gpu.sh $(B)/tests
 
 pictures: $(DRAW)
 	$(if $^,$^ notes)

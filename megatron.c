@@ -96,8 +96,8 @@ int mt_error_set(mt_error *error, const char *format, ...) {
     return -1;
 }
 
-/* This process's rank as the launcher tells it, before MPI itself is started. */
-static int mt_launch_rank(void) {
+/* Known before MPI itself is started. */
+int mt_launch_rank(void) {
     static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (getenv(names[i])) return atoi(getenv(names[i]));
@@ -5369,7 +5369,15 @@ static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t
 static void mt_qk_forward(const mt_model *m, const mt_layer *w, mt_activations *a) {
     int64_t T = m->T, D = m->D, R = m->rotary_dim, raw_stride = (m->H + 2 * m->G) * D;
     float eps = (float)m->options->norm_epsilon;
+    bool interleaved = m->options->rotary_interleaved;
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
+    if (R == 0 && !m->options->qk_layernorm) return;
+    if (m->ops->qk_forward) {
+        m->ops->qk_forward(view.q, a->q_rstd, a->k_rstd, a->qkv, w->q_norm.w, w->k_norm.w, m->rope_cos, m->rope_sin,
+                           m->positions, T, m->H, m->G, D, R, view.qk_stride, raw_stride, interleaved, eps, m->dtype,
+                           m->stream);
+        return;
+    }
     if (m->options->qk_layernorm) {
         m->ops->rmsnorm_forward(view.q, a->q_rstd, a->qkv, w->q_norm.w, T, m->H, D, view.qk_stride, raw_stride, eps,
                                 m->dtype, m->stream);
@@ -5377,7 +5385,6 @@ static void mt_qk_forward(const mt_model *m, const mt_layer *w, mt_activations *
                                 raw_stride, eps, m->dtype, m->stream);
     }
     if (R == 0) return;
-    bool interleaved = m->options->rotary_interleaved;
     m->ops->rope_forward(view.q, view.q, m->rope_cos, m->rope_sin, m->positions, T, m->H, D, R, view.qk_stride,
                          view.qk_stride, interleaved, m->dtype, m->stream);
     m->ops->rope_forward(view.k, view.k, m->rope_cos, m->rope_sin, m->positions, T, m->G, D, R, view.qk_stride,
@@ -5387,9 +5394,16 @@ static void mt_qk_forward(const mt_model *m, const mt_layer *w, mt_activations *
 /* Gradients of ready q and k (in `dqkv`, or in dqk with q/k norm) to gradients of the fused product, `dqkv`. */
 static void mt_qk_backward(const mt_model *m, const mt_layer *w, const mt_activations *a, void *dqkv, void *dqk) {
     int64_t T = m->T, D = m->D, R = m->rotary_dim, raw_stride = (m->H + 2 * m->G) * D;
+    bool interleaved = m->options->rotary_interleaved;
     mt_qkv_view d = mt_view_qkv(m, dqkv, dqk);
+    if (R == 0 && !m->options->qk_layernorm) return;
+    if (m->ops->qk_backward) {
+        m->ops->qk_backward(dqkv, w->q_norm.dw, w->k_norm.dw, d.q, a->qkv, w->q_norm.w, w->k_norm.w, a->q_rstd,
+                            a->k_rstd, m->rope_cos, m->rope_sin, m->positions, T, m->H, m->G, D, R, raw_stride,
+                            d.qk_stride, raw_stride, interleaved, m->dtype, m->stream);
+        return;
+    }
     if (R > 0) {
-        bool interleaved = m->options->rotary_interleaved;
         m->ops->rope_backward(d.q, d.q, m->rope_cos, m->rope_sin, m->positions, T, m->H, D, R, d.qk_stride, d.qk_stride,
                               interleaved, m->dtype, m->stream);
         m->ops->rope_backward(d.k, d.k, m->rope_cos, m->rope_sin, m->positions, T, m->G, D, R, d.qk_stride, d.qk_stride,
@@ -6971,9 +6985,22 @@ static bool mt_gradient_is_written(const mt_model *m, const mt_param *param) {
     return param->role != MT_WORD_EMBEDDING || !m->options->untie_embeddings_and_output_weights;
 }
 
+static void mt_bucket_acquire(mt_model *m, int64_t bucket) {
+    (void)m, (void)bucket;
+}
+static void mt_bucket_release(mt_model *m, int64_t bucket) {
+    (void)m, (void)bucket;
+}
+static void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
+    m->tp.accumulates = m->buckets[bucket].accumulates;
+}
+static void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
+    (void)last;
+    m->buckets[bucket].accumulates = true;
+}
+
 /* Begins a step: zeroes what is only ever added to, which is little; the products write the rest. */
 static void mt_gradients_begin(mt_model *m) {
-    m->accumulates = false;
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
         m->ops->memory_zero(b->grads + b->decay_count, (b->count - b->decay_count) * 4, m->stream);
@@ -6991,7 +7018,7 @@ static void mt_gradients_finish(mt_model *m) {
         m->ops->all_reduce(m->buckets[i].grads, m->buckets[i].count, MT_SUM, MT_F32, &m->grid->data_context, m->stream);
 }
 
-/* ==== §13 optimizer ============================================================================================== */
+@@S12B@@/* ==== §13 optimizer ============================================================================================== */
 
 /* The share of the way from the lowest learning rate to the highest that is left at the end of a WSD schedule. */
 static double mt_wsd_coefficient(const char *style, double ratio) {
@@ -9297,6 +9324,25 @@ static void mt_timed_rope_backward(void *dx, const void *dy, const float *cos, c
              positions, T, H, D, R, dx_stride, dy_stride, interleaved, dtype);
 }
 
+/* In place, as above. */
+static void mt_timed_qk_forward(void *qk, float *q_rstd, float *k_rstd, const void *qkv, const void *q_w,
+                                const void *k_w, const float *cos, const float *sin, const int32_t *positions,
+                                int64_t T, int64_t H, int64_t G, int64_t D, int64_t R, int64_t qk_stride,
+                                int64_t qkv_stride, bool interleaved, float eps, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(qk_forward, mt_work_bytes(T * (H + G) * (qk == qkv ? R : D), 2 * mt_dtype_size(dtype)), qk, q_rstd, k_rstd,
+             qkv, q_w, k_w, cos, sin, positions, T, H, G, D, R, qk_stride, qkv_stride, interleaved, eps, dtype);
+}
+
+static void mt_timed_qk_backward(void *dqkv, float *dq_w, float *dk_w, void *dqk, const void *qkv, const void *q_w,
+                                 const void *k_w, const float *q_rstd, const float *k_rstd, const float *cos,
+                                 const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t G, int64_t D,
+                                 int64_t R, int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride,
+                                 bool interleaved, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(qk_backward, mt_work_bytes(T * (H + G) * (dqkv == dqk ? R : D), (q_w ? 3 : 2) * mt_dtype_size(dtype)),
+             dqkv, dq_w, dk_w, dqk, qkv, q_w, k_w, q_rstd, k_rstd, cos, sin, positions, T, H, G, D, R, dqkv_stride,
+             dqk_stride, qkv_stride, interleaved, dtype);
+}
+
 static void mt_timed_attention_forward(void *out, float *lse, const void *q, const void *k, const void *v,
                                        const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
                                        mt_stream *stream) {
@@ -9478,7 +9524,15 @@ static void mt_timed_channel_wait(mt_channel *channel, int64_t ticket, mt_stream
     MT_TIMED(channel_wait, mt_work_bytes(channel->bytes[ticket % MT_CHANNEL_TICKETS], 1), channel, ticket);
 }
 
-/* What gives no work to the device is the real operation itself. Graphs are left out: what they hold has no moments. */
+static void mt_timed_residual_norm_forward(void *y, float *mean, float *rstd, void *sum, const void *x,
+                                           const void *residual, const int64_t *token_index, const void *w,
+                                           const void *b, int64_t T, int64_t C, const mt_dropout *dropout, float eps,
+                                           mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(residual_norm_forward, mt_work_bytes(T * C, 4 * mt_dtype_size(dtype)), y, mean, rstd, sum, x, residual,
+             token_index, w, b, T, C, dropout, eps, dtype);
+}
+
+/* What gives no work to the device is the real operation itself; what a backend does not have, its profile has not. */
 static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
     return (mt_ops){
         .name = ops->name,
@@ -9541,12 +9595,15 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .channel_recv = ops->channel_recv,
         .channel_wait = mt_timed_channel_wait,
         .channel_close = ops->channel_close,
+        .qk_forward = ops->qk_forward ? mt_timed_qk_forward : NULL,
+        .qk_backward = ops->qk_backward ? mt_timed_qk_backward : NULL,
+        .residual_norm_forward = ops->residual_norm_forward ? mt_timed_residual_norm_forward : NULL,
     };
 }
 
 const mt_ops *mt_profile_open(const mt_ops *ops) {
 #define MT_PROFILE_ROW(operation) {.name = #operation},
-    mt_profiler.sums = (mt_profile){.rows = {MT_OPERATIONS(MT_PROFILE_ROW)}};
+    mt_profiler.sums = (mt_profile){.rows = {MT_ALL_OPERATIONS(MT_PROFILE_ROW)}};
 #undef MT_PROFILE_ROW
     mt_profiler.ops = ops;
     mt_profiler.timed = mt_profile_timed_ops(ops);

@@ -34,6 +34,9 @@ int mt_error_set(mt_error *error, const char *format, ...) __attribute__((format
 /* Prints "error: ..." on standard error and ends the job (MPI_Abort when several ranks run). For drivers. */
 void mt_die(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 
+/* This process's number in the job, as its launcher's environment has it; 0 without a launcher. For messages. */
+int mt_launch_rank(void);
+
 /* A broken invariant of this program itself (never the user's input): names file and line, then ends the job. */
 #define MT_CHECK(condition)                                                                                            \
     ((condition) ? (void)0 : mt_die("internal check failed at %s:%d: %s", __FILE__, __LINE__, #condition))
@@ -345,6 +348,21 @@ typedef void mt_rope_backward_fn(void *dx, const void *dy, const float *cos, con
                                  int64_t T, int64_t H, int64_t D, int64_t R, int64_t dx_stride, int64_t dy_stride,
                                  bool interleaved, mt_dtype dtype, mt_stream *stream);
 
+/* Fused, for the H heads of q and then G of k that begin each row of qkv: RMSNorm over D with q_w[D] and k_w[D], unless
+ * these and q_rstd[T, H], k_rstd[T, G] are NULL, then the turn. qk has the heads in the same order; it may be qkv where
+ * there is no norm. */
+typedef void mt_qk_forward_fn(void *qk, float *q_rstd, float *k_rstd, const void *qkv, const void *q_w, const void *k_w,
+                              const float *cos, const float *sin, const int32_t *positions, int64_t T, int64_t H,
+                              int64_t G, int64_t D, int64_t R, int64_t qk_stride, int64_t qkv_stride, bool interleaved,
+                              float eps, mt_dtype dtype, mt_stream *stream);
+/* The q and k heads of dqkv, which may be dqk where there is no norm; dq_w[D] += and dk_w[D] +=. dqk is scratch
+ * afterwards. */
+typedef void mt_qk_backward_fn(void *dqkv, float *dq_w, float *dk_w, void *dqk, const void *qkv, const void *q_w,
+                               const void *k_w, const float *q_rstd, const float *k_rstd, const float *cos,
+                               const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t G, int64_t D,
+                               int64_t R, int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride, bool interleaved,
+                               mt_dtype dtype, mt_stream *stream);
+
 /* ---- attention over spans (Dao et al., "FlashAttention", for the saved log-sum-exp and the blockwise backward) */
 
 /* out = softmax(scale q k^T) v per head; lse[Tq, H] = log of the sum of exponentials. A query row of a span that sees
@@ -385,6 +403,13 @@ typedef void mt_dropout_add_forward_fn(void *out, const void *x, const void *res
 typedef void mt_dropout_add_backward_fn(void *dx, const void *dout, const int64_t *token_index, int64_t T, int64_t C,
                                         int64_t first_channel, const mt_dropout *dropout, mt_dtype dtype,
                                         mt_stream *stream);
+
+/* Fused: sum[T, C] = residual + dropout(x) and y, mean, rstd = LayerNorm(sum), or without a mean y, rstd =
+ * RMSNorm(sum). sum may be x or residual; b is NULL for RMSNorm. */
+typedef void mt_residual_norm_forward_fn(void *y, float *mean, float *rstd, void *sum, const void *x,
+                                         const void *residual, const int64_t *token_index, const void *w, const void *b,
+                                         int64_t T, int64_t C, const mt_dropout *dropout, float eps, mt_dtype dtype,
+                                         mt_stream *stream);
 
 /* ---- rows: key/value caches, packing, the last tokens of prompts */
 
@@ -524,6 +549,8 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
 
 /* Every operation of the table, once: the struct, the CPU's prototypes and its table are made from this list, so the
  * contracts of two backends cannot drift apart. */
+/* Every operation that a backend must have, once: the struct, the CPU's prototypes and its table are made from this
+ * list, so the contracts of two backends cannot drift apart. */
 #define MT_OPERATIONS(OP)                                                                                              \
     OP(memory_available)                                                                                               \
     OP(memory_alloc)                                                                                                   \
@@ -592,11 +619,22 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
     OP(graph_launch)                                                                                                   \
     OP(graph_destroy)
 
+/* Those that a backend may have: several of the above in one pass over memory. Where one is NULL, as all are on the
+ * CPU, the layer calls those that it stands for, and that is its definition. */
+#define MT_FUSED_OPERATIONS(OP)                                                                                        \
+    OP(qk_forward)                                                                                                     \
+    OP(qk_backward)                                                                                                    \
+    OP(residual_norm_forward)
+
+#define MT_ALL_OPERATIONS(OP)                                                                                          \
+    MT_OPERATIONS(OP)                                                                                                  \
+    MT_OPTIONAL_OPERATIONS(OP)                                                                                         \
+    MT_FUSED_OPERATIONS(OP)
+
 typedef struct mt_ops {
     const char *name; // "cpu"
 #define MT_OPERATION_FIELD(operation) mt_##operation##_fn *operation;
-    MT_OPERATIONS(MT_OPERATION_FIELD)
-    MT_OPTIONAL_OPERATIONS(MT_OPERATION_FIELD)
+    MT_ALL_OPERATIONS(MT_OPERATION_FIELD)
 #undef MT_OPERATION_FIELD
 } mt_ops;
 
@@ -1240,7 +1278,7 @@ int64_t mt_score(mt_model *model, mt_error *error);
 
 typedef enum mt_operation {
 #define MT_OPERATION_NAME(operation) MT_OPERATION_##operation,
-    MT_OPERATIONS(MT_OPERATION_NAME)
+    MT_ALL_OPERATIONS(MT_OPERATION_NAME)
 #undef MT_OPERATION_NAME
         MT_NUM_OPERATIONS
 } mt_operation;

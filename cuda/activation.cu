@@ -1,4 +1,4 @@
-/* activation.cu: what touches every element once: activations, residual stream, rotary positions, rows, embedding. */
+/* activation.cu: what touches every element once: activations, residual stream, rows, embedding. */
 #include "vector.cuh"
 
 #include <cub/device/device_radix_sort.cuh>
@@ -198,16 +198,15 @@ extern "C" void mt_cuda_swiglu_backward(void *dgate_up, const void *dy, const vo
 
 /* ---- residual stream --------------------------------------------------------------------------------------------- */
 
-/* out = residual + dropout(x). An element is kept where its word of Philox is at least `threshold`; four neighbours
- * share a counter. Reads x and residual, writes out: 6 bytes an element in bf16, 12 in fp32 (4 and 8 without
- * residual). */
+/* out = residual + dropout(x). Reads x and residual, writes out: 6 bytes an element in bf16, 12 in fp32 (4 and 8
+ * without residual). */
 template <class T, int N>
 __global__ void dropout_add(T *out, const T *x, const T *residual, const int64_t *token_index, int C,
-                            int blocks_per_row, int64_t first_channel, uint64_t key, uint64_t threshold, float kept) {
+                            int blocks_per_row, int64_t first_channel, mt_masks masks) {
     constexpr int K = packs_per_thread / 2;
     int64_t row = blockIdx.x / blocks_per_row, offset = row * C;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
-    uint64_t token = threshold > 0 ? (uint64_t)token_index[row] : 0;
+    uint64_t token = masks.threshold > 0 ? (uint64_t)token_index[row] : 0;
     mt_pack<T, N> xs[K], residuals[K];
 #pragma unroll
     for (int k = 0; k < K; k++) {
@@ -218,15 +217,8 @@ __global__ void dropout_add(T *out, const T *x, const T *residual, const int64_t
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= C) break;
-        int64_t channel = first_channel + first + k * step; // a multiple of 4 where N > 1
-        mt_pack<float, N> in = mt_to_float(xs[k]), sum = mt_to_float(residuals[k]);
-        uint4 words = make_uint4(0, 0, 0, 0);
-        for (int i = 0; i < N; i++) {
-            if (i % 4 == 0 && threshold > 0) words = mt_cuda_philox(key, token, (uint64_t)(channel + i) / 4);
-            int place = N == 1 ? channel % 4 : i % 4;
-            uint32_t word = place == 0 ? words.x : place == 1 ? words.y : place == 2 ? words.z : words.w;
-            sum.value[i] += in.value[i] * (word >= threshold ? kept : 0);
-        }
+        mt_pack<float, N> sum = mt_add_dropped(mt_to_float(xs[k]), mt_to_float(residuals[k]), masks, token,
+                                               first_channel + first + k * step);
         mt_store(out + offset + first + k * step, mt_from_float<T>(sum));
     }
 }
@@ -235,17 +227,14 @@ extern "C" void mt_cuda_dropout_add_forward(void *out, const void *x, const void
                                             int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,
                                             mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
-    double p = dropout->p > 0 ? dropout->p : 0;
-    uint64_t threshold = (uint64_t)(p * 4294967296.0), key = dropout->key;
-    float kept = p < 1 ? (float)(1 / (1 - p)) : 0;
     bool wide = mt_wide(dtype, {out, x, residual}, {C}) && first_channel % 4 == 0;
     mt_dispatch(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(C, N), packs_per_thread / 2);
         dropout_add<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
-            (E *)out, (const E *)x, (const E *)residual, token_index, (int)C, grid.blocks_per_row, first_channel, key,
-            threshold, kept);
+            (E *)out, (const E *)x, (const E *)residual, token_index, (int)C, grid.blocks_per_row, first_channel,
+            mt_dropout_masks(dropout));
         MT_CUDA_LAUNCHED();
     });
 }
@@ -254,73 +243,6 @@ extern "C" void mt_cuda_dropout_add_backward(void *dx, const void *dout, const i
                                              int64_t C, int64_t first_channel, const mt_dropout *dropout,
                                              mt_dtype dtype, mt_stream *stream) {
     mt_cuda_dropout_add_forward(dx, dout, NULL, token_index, T, C, first_channel, dropout, dtype, stream);
-}
-
-/* ---- rotary positions -------------------------------------------------------------------------------------------- */
-
-/* Turns x's pairs by their angle, or back when `direction` is -1. A thread turns N pairs: two packs, half a rotation
- * apart, or next to one another when interleaved. Packs past the rotary channels are copied, unless y is x. Reads x,
- * writes y: 4 bytes an element in bf16, 8 in fp32. */
-template <class T, int N, bool interleaved>
-__global__ void rope(T *y, const T *x, const float *cos, const float *sin, const int32_t *positions, float direction,
-                     int H, int D, int R, int64_t y_stride, int64_t x_stride) {
-    int half = R / 2, turns = half / N, units = turns + (y == x ? 0 : (D - R) / N); // of one head
-    const float *token_cos = cos + (int64_t)positions[blockIdx.x] * half;
-    const float *token_sin = sin + (int64_t)positions[blockIdx.x] * half;
-    y += blockIdx.x * y_stride;
-    x += blockIdx.x * x_stride;
-    for (int unit = threadIdx.x; unit < H * units; unit += blockDim.x) {
-        int start = unit / units * D, j = unit % units;
-        if (j >= turns) {
-            int copied = start + R + (j - turns) * N;
-            mt_store(y + copied, mt_load<N>(x + copied));
-            continue;
-        }
-        int low = start + (interleaved ? 2 * j * N : j * N), high = interleaved ? low + N : low + half;
-        mt_pack<float, N> lows = mt_to_float(mt_load<N>(x + low)), highs = mt_to_float(mt_load<N>(x + high));
-        mt_pack<float, N> c = mt_load<N>(token_cos + j * N), s = mt_load<N>(token_sin + j * N);
-        float both[2 * N];
-        for (int i = 0; i < N; i++) both[i] = lows.value[i], both[N + i] = highs.value[i];
-        for (int i = 0; i < N; i++) {
-            float &a = both[interleaved ? 2 * i : i], &b = both[interleaved ? 2 * i + 1 : N + i];
-            float from_a = a, from_b = b, turned_sin = direction * s.value[i];
-            a = from_a * c.value[i] - from_b * turned_sin;
-            b = from_b * c.value[i] + from_a * turned_sin;
-        }
-        for (int i = 0; i < N; i++) lows.value[i] = both[i], highs.value[i] = both[N + i];
-        mt_store(y + low, mt_from_float<T>(lows));
-        mt_store(y + high, mt_from_float<T>(highs));
-    }
-}
-
-static void launch_rope(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
-                        float direction, int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
-                        bool interleaved, mt_dtype dtype, mt_stream *stream) {
-    if (T == 0 || (R == 0 && y == x)) return;
-    bool wide = mt_wide(dtype, {y, x, cos, sin}, {y_stride, x_stride, D, R / 2});
-    mt_dispatch(dtype, wide, [&](auto type, auto width) {
-        using E = decltype(type);
-        constexpr int N = decltype(width)::value;
-        mt_row_grid grid = mt_rows(H * mt_divide_up(R / 2 + (y == x ? 0 : D - R), N), 1);
-        auto kernel = interleaved ? rope<E, N, true> : rope<E, N, false>;
-        kernel<<<(unsigned)T, grid.threads, 0, mt_cuda_stream(stream)>>>(
-            (E *)y, (const E *)x, cos, sin, positions, direction, (int)H, (int)D, (int)R, y_stride, x_stride);
-        MT_CUDA_LAUNCHED();
-    });
-}
-
-extern "C" void mt_cuda_rope_forward(void *y, const void *x, const float *cos, const float *sin,
-                                     const int32_t *positions, int64_t T, int64_t H, int64_t D, int64_t R,
-                                     int64_t y_stride, int64_t x_stride, bool interleaved, mt_dtype dtype,
-                                     mt_stream *stream) {
-    launch_rope(y, x, cos, sin, positions, 1, T, H, D, R, y_stride, x_stride, interleaved, dtype, stream);
-}
-
-extern "C" void mt_cuda_rope_backward(void *dx, const void *dy, const float *cos, const float *sin,
-                                      const int32_t *positions, int64_t T, int64_t H, int64_t D, int64_t R,
-                                      int64_t dx_stride, int64_t dy_stride, bool interleaved, mt_dtype dtype,
-                                      mt_stream *stream) {
-    launch_rope(dx, dy, cos, sin, positions, -1, T, H, D, R, dx_stride, dy_stride, interleaved, dtype, stream);
 }
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */

@@ -20,7 +20,10 @@ struct mt_stream {
     cudaEvent_t followed; // the moment that another stream waits for
 };
 
-/* Every call is checked: a failure names the call, its place and the rank, and ends the job. */
+/* Every call is checked: a failure names the call and its place, the operation that made it, the rank and the reason,
+ * and ends the job. mt_cuda_fail is that end, for any library. */
+void mt_cuda_fail(const char *library, const char *call, const char *file, int line, const char *reason)
+    __attribute__((noreturn));
 void mt_cuda_check(cudaError_t status, const char *call, const char *file, int line);
 void mt_cublas_check(cublasStatus_t status, const char *call, const char *file, int line);
 #define MT_CUDA(call)   mt_cuda_check((call), #call, __FILE__, __LINE__)
@@ -48,6 +51,11 @@ void *mt_cuda_workspace(mt_stream *stream, int64_t bytes);
 bool mt_cuda_comm_is_open(void);
 void mt_cuda_comm_wait(cudaStream_t stream);
 
+/* The second half of a sum over rows, in a fixed order: to[C] += the sum of the first `blocks` rows of partial[., C],
+ * and more[C] += that of the `more_blocks` rows after them (none where it is NULL). */
+void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_blocks, const float *partial, int64_t C,
+                          mt_stream *stream);
+
 static inline cudaStream_t mt_cuda_stream(mt_stream *stream) {
     return stream ? stream->stream : (cudaStream_t)0;
 }
@@ -58,8 +66,7 @@ static inline int64_t mt_divide_up(int64_t a, int64_t b) {
 
 /* Prototypes of the whole table; they are C functions. */
 #define MT_CUDA_PROTOTYPE(operation) extern "C" mt_##operation##_fn mt_cuda_##operation;
-MT_OPERATIONS(MT_CUDA_PROTOTYPE)
-MT_OPTIONAL_OPERATIONS(MT_CUDA_PROTOTYPE)
+MT_ALL_OPERATIONS(MT_CUDA_PROTOTYPE)
 #undef MT_CUDA_PROTOTYPE
 
 /* y[T, N] = x[T, K] w^T + bias[N] (or NULL) for few rows. Returns whether it serves: up to MT_GEMV_ROWS rows whose

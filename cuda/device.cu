@@ -4,15 +4,55 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* ---- failures ---------------------------------------------------------------------------------------------------- */
+
+/* The operation of the table that is being enqueued, NULL outside of one. */
+static const char *operation_at_work;
+
+void mt_cuda_fail(const char *library, const char *call, const char *file, int line, const char *reason) {
+    mt_die("%s: %s at %s:%d, in %s, on rank %d: %s", library, call, file, line,
+           operation_at_work ? operation_at_work : "no operation", mt_launch_rank(), reason);
+}
+
+/* `asked`: bytes, or 0 where the driver or a library asked for memory of its own. */
+static void __attribute__((noreturn)) out_of_memory(const char *call, const char *file, int line, int64_t asked) {
+    size_t free_bytes = 0, total = 0;
+    char reason[512], wanted[128] = "memory of its own was";
+    cudaMemGetInfo(&free_bytes, &total);
+    if (asked > 0)
+        snprintf(wanted, sizeof wanted, "%lld bytes (%.2f GiB) were", (long long)asked, (double)asked / (1 << 30));
+    snprintf(reason, sizeof reason,
+             "out of GPU memory: %s asked for and %.2f of %.2f GiB are free; lower --micro-batch-size or --seq-length, "
+             "take a smaller model, or end what else runs on this GPU",
+             wanted, (double)free_bytes / (1 << 30), (double)total / (1 << 30));
+    mt_cuda_fail("CUDA", call, file, line, reason);
+}
+
+/* Whether a kernel that was enqueued before may be to blame: such an error is told by whichever call comes next. */
+static bool may_be_older(cudaError_t status) {
+    return status == cudaErrorIllegalAddress || status == cudaErrorMisalignedAddress ||
+           status == cudaErrorLaunchFailure || status == cudaErrorIllegalInstruction || status == cudaErrorAssert ||
+           status == cudaErrorInvalidAddressSpace || status == cudaErrorInvalidPc || status == cudaErrorLaunchTimeout ||
+           status == cudaErrorHardwareStackError;
+}
+
 void mt_cuda_check(cudaError_t status, const char *call, const char *file, int line) {
     if (status == cudaSuccess) return;
-    mt_die("CUDA: %s at %s:%d: %s (%s)", call, file, line, cudaGetErrorString(status), cudaGetErrorName(status));
+    if (status == cudaErrorMemoryAllocation) out_of_memory(call, file, line, 0);
+    char reason[512];
+    snprintf(reason, sizeof reason, "%s (%s)%s", cudaGetErrorString(status), cudaGetErrorName(status),
+             may_be_older(status) ? "; an operation before it may be at fault, which CUDA_LAUNCH_BLOCKING=1 finds"
+                                  : "");
+    mt_cuda_fail("CUDA", call, file, line, reason);
 }
 
 void mt_cublas_check(cublasStatus_t status, const char *call, const char *file, int line) {
     if (status == CUBLAS_STATUS_SUCCESS) return;
-    mt_die("cuBLASLt: %s at %s:%d: %s", call, file, line, cublasLtGetStatusString(status));
+    if (status == CUBLAS_STATUS_ALLOC_FAILED) out_of_memory(call, file, line, 0);
+    mt_cuda_fail("cuBLASLt", call, file, line, cublasLtGetStatusString(status));
 }
+
+/* ---- the device -------------------------------------------------------------------------------------------------- */
 
 const cudaDeviceProp *mt_cuda_device(void) {
     static cudaDeviceProp properties;
@@ -55,14 +95,8 @@ extern "C" int64_t mt_cuda_memory_available(void) {
 extern "C" void *mt_cuda_memory_alloc(int64_t bytes) {
     void *memory = NULL;
     cudaError_t status = cudaMalloc(&memory, (size_t)bytes);
-    if (status == cudaErrorMemoryAllocation) {
-        size_t free_bytes = 0, total = 0;
-        cudaMemGetInfo(&free_bytes, &total);
-        mt_die("out of GPU memory: %.2f GiB were asked for and %.2f of %.2f GiB are free; lower --micro-batch-size or "
-               "--seq-length, or take a smaller model",
-               (double)bytes / (1 << 30), (double)free_bytes / (1 << 30), (double)total / (1 << 30));
-    }
-    MT_CUDA(status);
+    if (status == cudaErrorMemoryAllocation) out_of_memory("cudaMalloc", __FILE__, __LINE__, bytes);
+    mt_cuda_check(status, "cudaMalloc", __FILE__, __LINE__);
     return memory;
 }
 
@@ -101,7 +135,7 @@ extern "C" void mt_cuda_stream_wait(mt_stream *stream) {
 /* cuBLASLt runs its best Hopper kernels with 32 MiB; other operations keep partial sums there, the embedding's backward
  * its sorted tokens too, and attention's backward its fp32 gradient of q. */
 extern "C" int64_t mt_cuda_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
-    int64_t cublas = 32 << 20, partial_sums = 4 * 132 * 2 * C * (int64_t)sizeof(float);
+    int64_t cublas = 32 << 20, partial_sums = 4ll * mt_cuda_device()->multiProcessorCount * 2 * C * 4;
     int64_t dq = T * H * D * (int64_t)sizeof(float), largest = cublas;
     int64_t embedding = T * (C / 8 + 32) + 8 * C + (1 << 20);
     if (embedding > largest) largest = embedding;
@@ -192,9 +226,32 @@ extern "C" void mt_cuda_graph_destroy(mt_graph *graph) {
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
+/* An operation as the table has it: failures within it name it. */
+template <class Function, Function *function, const char *name> struct named;
+template <class Result, class... Arguments, Result (*function)(Arguments...), const char *name>
+struct named<Result(Arguments...), function, name> {
+    struct at_work {
+        const char *outer = operation_at_work;
+        at_work() {
+            operation_at_work = name;
+        }
+        ~at_work() {
+            operation_at_work = outer;
+        }
+    };
+    static Result call(Arguments... arguments) {
+        at_work scope;
+        return function(arguments...);
+    }
+};
+
+#define MT_CUDA_NAME(operation) static constexpr char name_of_##operation[] = #operation;
+MT_ALL_OPERATIONS(MT_CUDA_NAME)
+#undef MT_CUDA_NAME
+
 static const mt_ops cuda_ops = {"cuda",
-#define MT_CUDA_ENTRY(operation) mt_cuda_##operation,
-                                MT_OPERATIONS(MT_CUDA_ENTRY) MT_OPTIONAL_OPERATIONS(MT_CUDA_ENTRY)
+#define MT_CUDA_ENTRY(operation) named<mt_##operation##_fn, mt_cuda_##operation, name_of_##operation>::call,
+                                MT_ALL_OPERATIONS(MT_CUDA_ENTRY)
 #undef MT_CUDA_ENTRY
 };
 

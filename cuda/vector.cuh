@@ -62,6 +62,31 @@ template <class T, int N> __device__ static inline void mt_store(T *to, const mt
     for (int i = 0; i < count; i++) mt_store_word((word *)to + i, words[i]);
 }
 
+/* Begins to copy the pack at `from`, or zeros where it is not `there`, to shared memory; no register holds it on its
+ * way. Packs of less than four bytes, which the hardware does not copy so, are copied at once. */
+template <class T, int N>
+__device__ static inline void mt_load_async(mt_pack<T, N> *shared, const T *from, bool there) {
+    constexpr int bytes = sizeof(mt_pack<T, N>);
+    if constexpr (bytes == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+                     "l"(from), "r"(there ? 16 : 0)
+                     : "memory");
+    else if constexpr (bytes >= 4)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+                     "l"(from), "n"(bytes), "r"(there ? bytes : 0)
+                     : "memory");
+    else
+        *shared = mt_load<N>(from, there);
+}
+
+/* Ends a group of copies; waits until all but the last `pending` groups of this thread are there. */
+__device__ static inline void mt_load_async_commit(void) {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int pending> __device__ static inline void mt_load_async_wait(void) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
 /* A pack's elements in fp32. */
 template <int N> __device__ static inline mt_pack<float, N> mt_to_float(const mt_pack<float, N> &pack) {
     return pack;
@@ -173,6 +198,32 @@ template <int M> __device__ static inline void mt_row_sum(float (&x)[M], int tur
         for (int m = 0; m < M; m++) of_warp[turn][m][first + warp] = x[m];
     __syncthreads();
     for (int m = 0; m < M; m++) x[m] = mt_warp_sum(lane < warps ? of_warp[turn][m][first + lane] : 0);
+}
+
+/* mt_dropout as a kernel uses it: an element is kept where its word of Philox is at least `threshold`. */
+struct mt_masks {
+    uint64_t key, threshold;
+    float kept;
+};
+
+static inline mt_masks mt_dropout_masks(const mt_dropout *dropout) {
+    double p = dropout->p > 0 ? dropout->p : 0;
+    return {dropout->key, (uint64_t)(p * 4294967296.0), p < 1 ? (float)(1 / (1 - p)) : 0};
+}
+
+/* residual + dropout(x) for the pack of token `token` at `channel`, a multiple of 4 where N > 1: four neighbours share
+ * a counter. */
+template <int N>
+__device__ static inline mt_pack<float, N> mt_add_dropped(const mt_pack<float, N> &x, mt_pack<float, N> residual,
+                                                          const mt_masks &masks, uint64_t token, int64_t channel) {
+    uint4 words = make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < N; i++) {
+        if (i % 4 == 0 && masks.threshold > 0) words = mt_cuda_philox(masks.key, token, (uint64_t)(channel + i) / 4);
+        int place = N == 1 ? channel % 4 : i % 4;
+        uint32_t word = place == 0 ? words.x : place == 1 ? words.y : place == 2 ? words.z : words.w;
+        residual.value[i] += x.value[i] * (word >= masks.threshold ? masks.kept : 0);
+    }
+    return residual;
 }
 
 /* 2^x and e^x by the special-function unit, right to a few units in the last place for the x of a softmax or a sigmoid.

@@ -87,6 +87,27 @@ static double rope_forward(bench *b, const int64_t *n) { // T, H, D, the fused p
     return 2 * size(b) * (double)(n[0] * n[1] * n[2]);
 }
 
+static double qk_forward(bench *b, const int64_t *n) { // T, H, G, norm; D = 128
+    int64_t D = 128, width = (n[1] + 2 * n[2]) * D, qk_width = (n[1] + n[2]) * D;
+    void *qkv = elements(b, n[0] * width), *qk = n[3] ? elements(b, n[0] * qk_width) : qkv, *w = elements(b, D);
+    float *cos = floats(b, 1024 * D / 2), *sin = floats(b, 1024 * D / 2), *rstd = floats(b, n[0] * (n[1] + n[2]));
+    ENQUEUE(qk_forward, qk, n[3] ? rstd : NULL, n[3] ? rstd + n[0] * n[1] : NULL, qkv, n[3] ? w : NULL, n[3] ? w : NULL,
+            cos, sin, b->positions, n[0], n[1], n[2], D, D, n[3] ? qk_width : width, width, false, 1e-5f, b->dtype);
+    return 2 * size(b) * (double)(n[0] * qk_width);
+}
+
+static double qk_backward(bench *b, const int64_t *n) {
+    int64_t D = 128, width = (n[1] + 2 * n[2]) * D, qk_width = (n[1] + n[2]) * D;
+    void *dqkv = elements(b, n[0] * width), *dqk = n[3] ? elements(b, n[0] * qk_width) : dqkv, *w = elements(b, D);
+    void *qkv = n[3] ? elements(b, n[0] * width) : NULL;
+    float *cos = floats(b, 1024 * D / 2), *sin = floats(b, 1024 * D / 2), *rstd = floats(b, n[0] * (n[1] + n[2]));
+    float *dw = floats(b, 2 * D);
+    ENQUEUE(qk_backward, dqkv, n[3] ? dw : NULL, n[3] ? dw + D : NULL, dqk, qkv, n[3] ? w : NULL, n[3] ? w : NULL,
+            n[3] ? rstd : NULL, n[3] ? rstd + n[0] * n[1] : NULL, cos, sin, b->positions, n[0], n[1], n[2], D, D, width,
+            n[3] ? qk_width : width, width, false, b->dtype);
+    return (n[3] ? 3 : 2) * size(b) * (double)(n[0] * qk_width);
+}
+
 static double gelu_forward(bench *b, const int64_t *n) { // elements, tanh
     void *y = elements(b, n[0]), *x = elements(b, n[0]);
     ENQUEUE(gelu_forward, y, x, n[0], n[1], b->dtype);
@@ -116,6 +137,16 @@ static double dropout_add(bench *b, const int64_t *n) { // T, C, p in percent
     void *out = elements(b, n[0] * n[1]), *x = elements(b, n[0] * n[1]), *residual = elements(b, n[0] * n[1]);
     ENQUEUE(dropout_add_forward, out, x, residual, b->names, n[0], n[1], 0, &dropout, b->dtype);
     return 3 * size(b) * (double)(n[0] * n[1]);
+}
+
+static double residual_norm(bench *b, const int64_t *n) { // T, C, p in percent, LayerNorm
+    mt_dropout dropout = {(double)n[2] / 100, 7};
+    void *y = elements(b, n[0] * n[1]), *sum = elements(b, n[0] * n[1]), *x = elements(b, n[0] * n[1]);
+    void *residual = elements(b, n[0] * n[1]), *w = elements(b, n[1]), *bias = elements(b, n[1]);
+    float *mean = floats(b, n[0]), *rstd = floats(b, n[0]);
+    ENQUEUE(residual_norm_forward, y, n[3] ? mean : NULL, rstd, sum, x, residual, b->names, w, n[3] ? bias : NULL, n[0],
+            n[1], &dropout, 1e-5f, b->dtype);
+    return 4 * size(b) * (double)(n[0] * n[1]);
 }
 
 static double scatter_rows(bench *b, const int64_t *n) { // T, width
@@ -196,8 +227,21 @@ static const struct {
     {"layernorm_backward", layernorm_backward, MT_BF16, {65536, 768}},
     {"layernorm_forward", layernorm_forward, MT_BF16, {16384, 1600}},
     {"layernorm_backward", layernorm_backward, MT_BF16, {16384, 1600}},
+    {"layernorm_forward", layernorm_forward, MT_BF16, {32768, 1280}},
+    {"layernorm_backward", layernorm_backward, MT_BF16, {32768, 1280}},
+    {"layernorm_forward", layernorm_forward, MT_BF16, {4096, 12288}},
+    {"layernorm_backward", layernorm_backward, MT_BF16, {4096, 12288}},
+    {"rmsnorm_forward", rmsnorm_forward, MT_BF16, {16384, 1, 2048}},
+    {"rmsnorm_backward", rmsnorm_backward, MT_BF16, {16384, 1, 2048}},
+    {"rmsnorm_forward", rmsnorm_forward, MT_BF16, {8192, 1, 5120}},
+    {"rmsnorm_backward", rmsnorm_backward, MT_BF16, {8192, 1, 5120}},
+    {"rmsnorm_forward", rmsnorm_forward, MT_BF16, {8192, 1, 8192}},
+    {"rmsnorm_backward", rmsnorm_backward, MT_BF16, {8192, 1, 8192}},
     {"rope_forward of q", rope_forward, MT_BF16, {8192, 32, 128, 6144}},
     {"rope_forward of k", rope_forward, MT_BF16, {8192, 8, 128, 6144}},
+    {"rotate q and k", qk_forward, MT_BF16, {8192, 32, 8, 0}},
+    {"norm, rotate q and k", qk_forward, MT_BF16, {8192, 32, 8, 1}},
+    {"their backward", qk_backward, MT_BF16, {8192, 32, 8, 1}},
     {"swiglu_forward", swiglu_forward, MT_BF16, {8192, 14336}},
     {"swiglu_backward", swiglu_backward, MT_BF16, {8192, 14336}},
     {"gelu_forward, tanh", gelu_forward, MT_BF16, {65536ll * 3072, 1}},
@@ -206,6 +250,10 @@ static const struct {
     {"gelu_backward, exact", gelu_backward, MT_BF16, {65536ll * 3072, 0}},
     {"residual without dropout", dropout_add, MT_BF16, {8192, 4096, 0}},
     {"residual and dropout", dropout_add, MT_BF16, {65536, 768, 10}},
+    {"residual and RMSNorm", residual_norm, MT_BF16, {8192, 4096, 0, 0}},
+    {"residual and LayerNorm", residual_norm, MT_BF16, {65536, 768, 0, 1}},
+    {"residual and LayerNorm", residual_norm, MT_BF16, {16384, 1600, 0, 1}},
+    {"with dropout", residual_norm, MT_BF16, {65536, 768, 10, 1}},
     {"scatter_rows", scatter_rows, MT_BF16, {8192, 1024}},
     {"embedding_forward", embedding_forward, MT_BF16, {8192, 4096, 128256}},
     {"embedding_backward", embedding_backward, MT_BF16, {8192, 4096, 128256}},

@@ -9,6 +9,7 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -210,6 +211,80 @@ static void rope_backward(run *r, const int64_t *n) {
     rope(r, n, r->ops->rope_backward);
 }
 
+/* T, H, G, D, R, norm, interleaved, gap between rows; without norm and gap in place. Where there is no fused operation,
+ * as megatron.h defines it by others. */
+typedef struct qk_case {
+    int64_t T, H, G, D, R, qkv_stride, qk_stride;
+    bool norm, interleaved;
+    float *cos, *sin, *q_rstd, *k_rstd;
+    int32_t *positions;
+    void *q_w, *k_w;
+} qk_case;
+
+static qk_case make_qk(run *r, const int64_t *n) {
+    qk_case c = {.T = n[0], .H = n[1], .G = n[2], .D = n[3], .R = n[4], .norm = n[5], .interleaved = n[6]};
+    c.qkv_stride = (c.H + 2 * c.G) * c.D + n[7];
+    c.qk_stride = c.norm || n[7] ? (c.H + c.G) * c.D + 2 * n[7] : c.qkv_stride;
+    c.cos = float_input(r, 50 * c.R / 2 + 1, NORMAL), c.sin = float_input(r, 50 * c.R / 2 + 1, NORMAL);
+    c.positions = integers(r, c.T, 0, 50, false);
+    if (c.norm) c.q_w = input(r, c.D), c.k_w = input(r, c.D);
+    return c;
+}
+
+static void *k_of(const run *r, const qk_case *c, void *row) {
+    return (char *)row + c->H * c->D * mt_dtype_size(r->dtype);
+}
+
+static void qk_forward(run *r, const int64_t *n) {
+    qk_case c = make_qk(r, n);
+    bool in_place = c.qk_stride == c.qkv_stride && !c.norm;
+    void *qkv = in_place ? changed(r, c.T * c.qkv_stride) : input(r, c.T * c.qkv_stride);
+    void *qk = in_place ? qkv : output(r, c.T * c.qk_stride), *from = c.norm ? qk : qkv;
+    int64_t from_stride = c.norm ? c.qk_stride : c.qkv_stride;
+    if (c.norm) c.q_rstd = float_output(r, c.T * c.H), c.k_rstd = float_output(r, c.T * c.G);
+    if (r->ops->qk_forward) {
+        r->ops->qk_forward(qk, c.q_rstd, c.k_rstd, qkv, c.q_w, c.k_w, c.cos, c.sin, c.positions, c.T, c.H, c.G, c.D,
+                           c.R, c.qk_stride, c.qkv_stride, c.interleaved, 1e-5f, r->dtype, r->stream);
+        return;
+    }
+    if (c.norm) {
+        r->ops->rmsnorm_forward(qk, c.q_rstd, qkv, c.q_w, c.T, c.H, c.D, c.qk_stride, c.qkv_stride, 1e-5f, r->dtype,
+                                r->stream);
+        r->ops->rmsnorm_forward(k_of(r, &c, qk), c.k_rstd, k_of(r, &c, qkv), c.k_w, c.T, c.G, c.D, c.qk_stride,
+                                c.qkv_stride, 1e-5f, r->dtype, r->stream);
+    }
+    r->ops->rope_forward(qk, from, c.cos, c.sin, c.positions, c.T, c.H, c.D, c.R, c.qk_stride, from_stride,
+                         c.interleaved, r->dtype, r->stream);
+    r->ops->rope_forward(k_of(r, &c, qk), k_of(r, &c, from), c.cos, c.sin, c.positions, c.T, c.G, c.D, c.R, c.qk_stride,
+                         from_stride, c.interleaved, r->dtype, r->stream);
+}
+
+static void qk_backward(run *r, const int64_t *n) {
+    qk_case c = make_qk(r, n);
+    bool in_place = c.qk_stride == c.qkv_stride && !c.norm;
+    void *dqk = in_place ? changed(r, c.T * c.qk_stride) : input(r, c.T * c.qk_stride);
+    void *dqkv = in_place ? dqk : output(r, c.T * c.qkv_stride), *qkv = input(r, c.T * c.qkv_stride);
+    void *turned = c.norm ? dqk : dqkv;
+    int64_t turned_stride = c.norm ? c.qk_stride : c.qkv_stride;
+    float *dq_w = c.norm ? float_changed(r, c.D, NORMAL) : NULL, *dk_w = c.norm ? float_changed(r, c.D, NORMAL) : NULL;
+    if (c.norm) c.q_rstd = float_input(r, c.T * c.H, POSITIVE), c.k_rstd = float_input(r, c.T * c.G, POSITIVE);
+    if (r->ops->qk_backward) {
+        r->ops->qk_backward(dqkv, dq_w, dk_w, dqk, qkv, c.q_w, c.k_w, c.q_rstd, c.k_rstd, c.cos, c.sin, c.positions,
+                            c.T, c.H, c.G, c.D, c.R, c.qkv_stride, c.qk_stride, c.qkv_stride, c.interleaved, r->dtype,
+                            r->stream);
+        return;
+    }
+    r->ops->rope_backward(turned, dqk, c.cos, c.sin, c.positions, c.T, c.H, c.D, c.R, turned_stride, c.qk_stride,
+                          c.interleaved, r->dtype, r->stream);
+    r->ops->rope_backward(k_of(r, &c, turned), k_of(r, &c, dqk), c.cos, c.sin, c.positions, c.T, c.G, c.D, c.R,
+                          turned_stride, c.qk_stride, c.interleaved, r->dtype, r->stream);
+    if (!c.norm) return;
+    r->ops->rmsnorm_backward(dqkv, dq_w, turned, NULL, qkv, c.q_w, c.q_rstd, c.T, c.H, c.D, c.qkv_stride, c.qk_stride,
+                             c.qkv_stride, r->dtype, r->stream);
+    r->ops->rmsnorm_backward(k_of(r, &c, dqkv), dk_w, k_of(r, &c, turned), NULL, k_of(r, &c, qkv), c.k_w, c.k_rstd, c.T,
+                             c.G, c.D, c.qkv_stride, c.qk_stride, c.qkv_stride, r->dtype, r->stream);
+}
+
 static void gelu_forward(run *r, const int64_t *n) { // elements, elements before the first, tanh
     int64_t size = mt_dtype_size(r->dtype);
     char *y = output(r, n[1] + n[0]), *x = input(r, n[1] + n[0]);
@@ -243,6 +318,28 @@ static void dropout_add_backward(run *r, const int64_t *n) {
     mt_dropout dropout = {(double)n[3] / 100, 0x123456789abcdefull};
     void *dx = changed(r, n[0] * n[1]);
     r->ops->dropout_add_backward(dx, dx, token_names(r, n[0]), n[0], n[1], n[2], &dropout, r->dtype, r->stream);
+}
+
+/* T, C, p in percent, sum (0 new, 1 in residual, 2 in x), LayerNorm; by the operations that it stands for if there is
+ * no fused one. */
+static void residual_norm_forward(run *r, const int64_t *n) {
+    mt_dropout dropout = {(double)n[2] / 100, 0x123456789abcdefull};
+    int64_t T = n[0], C = n[1], *names = token_names(r, T);
+    void *x = n[3] == 2 ? changed(r, T * C) : input(r, T * C);
+    void *residual = n[3] == 1 ? changed(r, T * C) : input(r, T * C);
+    void *sum = n[3] == 2 ? x : n[3] == 1 ? residual : output(r, T * C), *y = output(r, T * C);
+    void *w = input(r, C), *b = n[4] ? input(r, C) : NULL;
+    float *mean = n[4] ? float_output(r, T) : NULL, *rstd = float_output(r, T);
+    if (r->ops->residual_norm_forward) {
+        r->ops->residual_norm_forward(y, mean, rstd, sum, x, residual, names, w, b, T, C, &dropout, 1e-5f, r->dtype,
+                                      r->stream);
+        return;
+    }
+    r->ops->dropout_add_forward(sum, x, residual, names, T, C, 0, &dropout, r->dtype, r->stream);
+    if (n[4])
+        r->ops->layernorm_forward(y, mean, rstd, sum, w, b, T, C, 1e-5f, r->dtype, r->stream);
+    else
+        r->ops->rmsnorm_forward(y, rstd, sum, w, T, 1, C, C, C, 1e-5f, r->dtype, r->stream);
 }
 
 static void scatter_rows(run *r, const int64_t *n) { // T, width, to's gap, from's gap
@@ -462,23 +559,25 @@ static const int64_t embedding_shapes[][MAX_SIZES] = {
     {1, 8, 0, 10, 10, 0},           {1, 24, 0, 10, 10, 1},       {100, 7, 0, 3, 3, 0},
     {333, 64, 20, 30, 70, 1},       {1000, 96, 0, 1, 1, 0},      {257, 1600, 0, 17, 17, 1},
     {300, 40, 50257, 11, 60000, 0}, {999, 264, 5, 900, 1000, 0}, {0}};
-static const int64_t norm_shapes[][MAX_SIZES] = {{1, 1, 24, 0, 0, 0},
-                                                 {1, 1, 1, 0, 0, 1},
-                                                 {5, 3, 8, 16, 8, 1},
-                                                 {33, 4, 64, 5, 3, 0},
-                                                 {100, 32, 128, 0, 512, 0},
-                                                 {17, 1, 768, 0, 0, 2},
-                                                 {301, 1, 1600, 0, 0, 1},
-                                                 {7, 1, 4096, 0, 0, 2},
-                                                 {3, 1, 5001, 0, 0, 2},
-                                                 {2, 1, 20000, 0, 0, 1},
-                                                 {700, 1, 4104, 8, 24, 1},
-                                                 {1000, 7, 24, 0, 0, 0},
-                                                 {0}};
+static const int64_t norm_shapes[][MAX_SIZES] = {
+    {1, 1, 24, 0, 0, 0},       {1, 1, 1, 0, 0, 1},      {5, 3, 8, 16, 8, 1},      {33, 4, 64, 5, 3, 0},
+    {100, 32, 128, 0, 512, 0}, {17, 1, 768, 0, 0, 2},   {301, 1, 1600, 0, 0, 1},  {7, 1, 4096, 0, 0, 2},
+    {3, 1, 5001, 0, 0, 2},     {2, 1, 20000, 0, 0, 1},  {700, 1, 4104, 8, 24, 1}, {1000, 7, 24, 0, 0, 0},
+    {1300, 1, 1600, 0, 0, 2},  {2001, 1, 768, 0, 0, 0}, {133, 9, 256, 0, 0, 0},   {50, 1, 1280, 0, 0, 1},
+    {40, 1, 2048, 8, 0, 0},    {39, 1, 2056, 0, 0, 2},  {300, 1, 6152, 0, 0, 2},  {9, 1, 8200, 0, 16, 1},
+    {270, 1, 12288, 0, 0, 2},  {3, 1, 16384, 0, 0, 0},  {2, 1, 40008, 0, 0, 1},   {0}};
 static const int64_t rope_shapes[][MAX_SIZES] = {
     {1, 1, 8, 8, 0, 0, 0},      {1, 1, 8, 8, 0, -1, 1},      {7, 3, 16, 8, 0, 0, 0},
     {7, 3, 24, 6, 1, 2, 1},     {33, 32, 128, 128, 0, 0, 0}, {33, 8, 128, 128, 64, -1, 0},
     {19, 4, 256, 64, 16, 8, 1}, {5, 2, 64, 64, 8, -1, 1},    {0}};
+static const int64_t qk_shapes[][MAX_SIZES] = {{1, 1, 1, 8, 8, 0, 0, 0},         {7, 3, 1, 16, 8, 1, 0, 0},
+                                               {7, 2, 2, 24, 6, 1, 1, 3},        {33, 32, 8, 128, 128, 0, 0, 0},
+                                               {33, 32, 8, 128, 128, 1, 0, 8},   {300, 5, 1, 64, 64, 1, 1, 0},
+                                               {19, 4, 2, 256, 64, 0, 1, 16},    {41, 4, 2, 256, 256, 1, 0, 0},
+                                               {5, 12, 12, 64, 16, 0, 0, 0},     {21, 4, 4, 96, 96, 1, 0, 0},
+                                               {13, 2, 1, 80, 32, 1, 0, 0},      {29, 3, 3, 40, 0, 1, 0, 0},
+                                               {1000, 16, 4, 128, 128, 1, 0, 0}, {9, 2, 1, 130, 64, 1, 0, 0},
+                                               {6, 2, 1, 130, 64, 0, 1, 2},      {0}};
 static const int64_t element_shapes[][MAX_SIZES] = {
     {1, 0, 0}, {3, 1, 1}, {8, 0, 1}, {1000, 0, 0}, {100003, 0, 1}, {100003, 64, 0}, {8192, 3, 1}, {300001, 0, 5}, {0}};
 static const int64_t square_shapes[][MAX_SIZES] = {{1, 0}, {3, 1}, {1000, 0}, {100003, 64}, {5000001, 0}, {0}};
@@ -486,6 +585,11 @@ static const int64_t swiglu_shapes[][MAX_SIZES] = {{1, 1}, {1, 24}, {7, 33}, {12
 static const int64_t dropout_shapes[][MAX_SIZES] = {{1, 1, 0, 50, 1},      {1, 24, 0, 0, 1},        {33, 64, 64, 10, 1},
                                                     {129, 1600, 0, 50, 0}, {7, 33, 3, 30, 1},       {65, 128, 2, 20, 0},
                                                     {5, 5003, 0, 100, 1},  {9, 96, 1 << 20, 90, 1}, {0}};
+static const int64_t residual_norm_shapes[][MAX_SIZES] = {
+    {5, 8, 0, 0, 0},      {6, 24, 50, 1, 1},    {33, 33, 10, 0, 1},   {129, 64, 0, 2, 1},
+    {100, 768, 10, 0, 1}, {1000, 768, 0, 1, 0}, {301, 1600, 0, 0, 1}, {40, 1600, 30, 2, 0},
+    {65, 1280, 0, 1, 1},  {50, 4096, 0, 0, 0},  {50, 4096, 20, 1, 1}, {7, 5003, 40, 0, 1},
+    {9, 12288, 0, 0, 1},  {5, 20000, 10, 0, 0}, {5, 40008, 0, 1, 1},  {0}};
 static const int64_t row_shapes[][MAX_SIZES] = {
     {1, 1, 0, 0}, {1, 24, 0, 8}, {7, 33, 1, 2}, {100, 1024, 0, 512}, {65, 3000, 8, 16}, {40, 20000, 0, 0}, {0}};
 static const int64_t logit_shapes[][MAX_SIZES] = {{1, 1, 0, 1, 1, 1},
@@ -518,6 +622,8 @@ static operation operations[] = {
     {"layernorm_backward", layernorm_backward, ONCE, norm_shapes, {0}},
     {"rope_forward", rope_forward, ONCE, rope_shapes, {0}},
     {"rope_backward", rope_backward, ONCE, rope_shapes, {0}},
+    {"qk_forward", qk_forward, ONCE, qk_shapes, {0}},
+    {"qk_backward", qk_backward, ONCE, qk_shapes, {0}},
     {"attention_forward", attention_forward, 5e-3, attention_shapes, {0}},
     {"attention_backward", attention_backward, 1e-2, attention_shapes, {0}},
     {"gelu_forward", gelu_forward, ONCE, element_shapes, {0}},
@@ -526,6 +632,7 @@ static operation operations[] = {
     {"swiglu_backward", swiglu_backward, ONCE, swiglu_shapes, {0}},
     {"dropout_add_forward", dropout_add_forward, ONCE, dropout_shapes, {0}},
     {"dropout_add_backward", dropout_add_backward, ONCE, dropout_shapes, {0}},
+    {"residual_norm_forward", residual_norm_forward, ONCE, residual_norm_shapes, {0}},
     {"scatter_rows", scatter_rows, ONCE, row_shapes, {0}},
     {"gather_rows", gather_rows, ONCE, row_shapes, {0}},
     {"cross_entropy_forward", cross_entropy_forward, ONCE, logit_shapes, {0}},
@@ -544,6 +651,7 @@ enum { NUM_OPERATIONS = sizeof operations / sizeof *operations };
 /* ---- comparing --------------------------------------------------------------------------------------------------- */
 
 static const mt_ops *gpu;
+static mt_ops gpu_unfused; // the same table without fused operations
 static mt_stream *gpu_stream;
 static mt_error no_gpu;
 
@@ -590,6 +698,26 @@ static double relative_error(const buffer *actual, const buffer *answer) {
     return difference == 0 ? 0 : sqrt(difference / norm);
 }
 
+/* Fails unless each output of `actual` is within the operation's tolerance of the answer's. */
+static void expect_close(operation *op, const results *actual, const results *answer, mt_dtype dtype,
+                         const char *place) {
+    double *worst = &op->worst[dtype == MT_BF16], tolerance = dtype == MT_F32 ? 1e-5 : op->bf16_tolerance;
+    assert_int_equal(actual->count, answer->count);
+    for (int64_t i = 0; i < answer->count; i++) {
+        double error = relative_error(&actual->outputs[i], &answer->outputs[i]);
+        if (!(error <= *worst)) *worst = error;
+        if (!(error <= tolerance)) fail_msg("%s: output %d is off by %g", place, (int)i, error);
+    }
+}
+
+static bool is_fused(const operation *op) {
+#define SAME(operation)                                                                                                \
+    if (strcmp(op->name, #operation) == 0) return true;
+    MT_FUSED_OPERATIONS(SAME)
+#undef SAME
+    return false;
+}
+
 static void compare(operation *op, const int64_t *sizes, mt_dtype dtype) {
     results actual, again, answer;
     execute(&answer, op, sizes, &mt_cpu_ops, NULL, MT_F32, dtype == MT_BF16);
@@ -599,16 +727,17 @@ static void compare(operation *op, const int64_t *sizes, mt_dtype dtype) {
     snprintf(place, sizeof place, "%s %s {%lld, %lld, %lld, %lld, %lld, %lld, %lld, %lld}", op->name,
              mt_dtype_name(dtype), (long long)sizes[0], (long long)sizes[1], (long long)sizes[2], (long long)sizes[3],
              (long long)sizes[4], (long long)sizes[5], (long long)sizes[6], (long long)sizes[7]);
-    assert_int_equal(actual.count, answer.count);
-    double *worst = &op->worst[dtype == MT_BF16];
-    for (int64_t i = 0; i < answer.count; i++) {
+    expect_close(op, &actual, &answer, dtype, place);
+    for (int64_t i = 0; i < actual.count; i++) {
         const buffer *a = &actual.outputs[i];
-        double error = relative_error(a, &answer.outputs[i]);
-        double tolerance = dtype == MT_F32 ? 1e-5 : op->bf16_tolerance;
-        if (!(error <= *worst)) *worst = error;
-        if (!(error <= tolerance)) fail_msg("%s: output %d is off by %g", place, (int)i, error);
         if (memcmp(a->device, again.outputs[i].device, (size_t)(a->count * mt_dtype_size(a->dtype))) != 0)
             fail_msg("%s: output %d differs between two runs", place, (int)i);
+    }
+    if (is_fused(op)) { // also against the operations that it stands for, on the GPU itself
+        results unfused;
+        execute(&unfused, op, sizes, &gpu_unfused, gpu_stream, dtype, false);
+        expect_close(op, &actual, &unfused, dtype, place);
+        results_free(&unfused);
     }
     results_free(&actual), results_free(&again), results_free(&answer);
 }
@@ -630,7 +759,7 @@ static void every_operation_is_tested(void **state) {
     (void)state;
     static const char *const all[] = {
 #define NAME(operation) #operation,
-        MT_OPERATIONS(NAME)
+        MT_ALL_OPERATIONS(NAME)
 #undef NAME
     };
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
@@ -666,6 +795,48 @@ static void an_event_has_passed_when_what_was_enqueued_before_is_done(void **sta
     gpu->event_destroy(done), gpu->event_destroy(never);
     gpu->memory_free(device);
     gpu->memory_free_host(host);
+/* ---- failures ---------------------------------------------------------------------------------------------------- */
+
+/* What this program does as a process of its own that is to fail. */
+static int fail_on_purpose(const char *how) {
+    mt_error error;
+    const mt_ops *ops = mt_cuda_open(0, &error);
+    if (!ops) return 2;
+    if (strcmp(how, "memory") == 0) ops->memory_alloc((int64_t)1 << 50);
+    if (strcmp(how, "copy") == 0) ops->memory_copy(NULL, NULL, 4096, NULL);
+    return 0;
+}
+
+/* It ends with status 1 and one line, in which every one of `words` is. */
+static void expect_failure(const char *how, const char *const *words) {
+    char path[512], command[640], line[2048] = "";
+    ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
+    assert_true(length > 0);
+    path[length] = 0;
+    snprintf(command, sizeof command, "OMPI_COMM_WORLD_RANK=3 '%s' %s 2>&1", path, how);
+    FILE *output = popen(command, "r");
+    assert_non_null(output);
+    size_t bytes = fread(line, 1, sizeof line - 1, output);
+    line[bytes] = 0;
+    assert_int_equal(pclose(output), 1 << 8);
+    assert_ptr_equal(strchr(line, '\n'), line + bytes - 1);
+    for (; *words; words++)
+        if (!strstr(line, *words)) fail_msg("'%s' is not in: %s", *words, line);
+}
+
+static void failures_name_place_operation_and_rank_and_what_to_change(void **state) {
+    (void)state;
+    static const char *const memory[] = {"cudaMalloc",   "cuda/device.cu:",        "memory_alloc",
+                                         "rank 3",       "GiB are free",           "--micro-batch-size",
+                                         "--seq-length", "1125899906842624 bytes", NULL};
+    static const char *const copy[] = {"cudaMemcpyAsync", "cuda/device.cu:", "in memory_copy",
+                                       "rank 3",          "invalid",         NULL};
+    if (!gpu) {
+        print_message("skipped: %s\n", no_gpu.text);
+        skip();
+    }
+    expect_failure("memory", memory);
+    expect_failure("copy", copy);
 }
 
 static void *workspace;
@@ -673,7 +844,11 @@ static void *workspace;
 static void open_gpu(void) {
     gpu = mt_cuda_open(0, &no_gpu);
     if (!gpu) return;
-    int64_t bytes = gpu->workspace_bytes(1024, 20000, 32, 256);
+    gpu_unfused = *gpu;
+#define UNFUSE(operation) gpu_unfused.operation = NULL;
+    MT_FUSED_OPERATIONS(UNFUSE)
+#undef UNFUSE
+    int64_t bytes = gpu->workspace_bytes(1024, 40960, 32, 256);
     workspace = gpu->memory_alloc(bytes);
     gpu_stream = gpu->stream_create(workspace, bytes, false);
 }
@@ -687,12 +862,14 @@ static void close_gpu(void) {
         printf("%-26s %12.2e %12.2e\n", operations[i].name, operations[i].worst[0], operations[i].worst[1]);
 }
 
-int main(void) {
-    struct CMUnitTest tests[NUM_OPERATIONS + 2] = {
+int main(int argc, char **argv) {
+    struct CMUnitTest tests[NUM_OPERATIONS + 3] = {
         cmocka_unit_test(every_operation_is_tested),
-        cmocka_unit_test(an_event_has_passed_when_what_was_enqueued_before_is_done)};
+        cmocka_unit_test(an_event_has_passed_when_what_was_enqueued_before_is_done),
+        cmocka_unit_test(failures_name_place_operation_and_rank_and_what_to_change)};
+    if (argc > 1) return fail_on_purpose(argv[1]);
     for (size_t i = 0; i < NUM_OPERATIONS; i++)
-        tests[i + 2] = (struct CMUnitTest){operations[i].name, gpu_agrees_with_cpu, NULL, NULL, &operations[i]};
+        tests[i + 3] = (struct CMUnitTest){operations[i].name, gpu_agrees_with_cpu, NULL, NULL, &operations[i]};
     open_gpu();
     int failed = cmocka_run_group_tests_name("cuda", tests, NULL, NULL);
     close_gpu();

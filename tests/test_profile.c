@@ -97,6 +97,76 @@ static void train(const mt_ops *ops, bool profiled, mt_metrics *metrics) {
     mt_options_free(&options);
 }
 
+/* A fused operation as its contract defines it, for a backend that has it. */
+static void residual_norm_forward(void *y, float *mean, float *rstd, void *sum, const void *x, const void *residual,
+                                  const int64_t *token_index, const void *w, const void *b, int64_t T, int64_t C,
+                                  const mt_dropout *dropout, float eps, mt_dtype dtype, mt_stream *stream) {
+    mt_cpu_ops.dropout_add_forward(sum, x, residual, token_index, T, C, 0, dropout, dtype, stream);
+    if (mean)
+        mt_cpu_ops.layernorm_forward(y, mean, rstd, sum, w, b, T, C, eps, dtype, stream);
+    else
+        mt_cpu_ops.rmsnorm_forward(y, rstd, sum, w, T, 1, C, C, C, eps, dtype, stream);
+}
+
+static char *at(void *row, int64_t elements, mt_dtype dtype) {
+    return (char *)row + elements * mt_dtype_size(dtype);
+}
+
+/* The model here has no q/k norm. */
+static void qk_forward(void *qk, float *q_rstd, float *k_rstd, const void *qkv, const void *q_w, const void *k_w,
+                       const float *cos, const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t G,
+                       int64_t D, int64_t R, int64_t qk_stride, int64_t qkv_stride, bool interleaved, float eps,
+                       mt_dtype dtype, mt_stream *stream) {
+    (void)q_rstd, (void)k_rstd, (void)eps;
+    assert_true(!q_w && !k_w && qk == qkv && qk_stride == qkv_stride);
+    void *k = at(qk, H * D, dtype);
+    mt_cpu_ops.rope_forward(qk, qk, cos, sin, positions, T, H, D, R, qk_stride, qk_stride, interleaved, dtype, stream);
+    mt_cpu_ops.rope_forward(k, k, cos, sin, positions, T, G, D, R, qk_stride, qk_stride, interleaved, dtype, stream);
+}
+
+static void qk_backward(void *dqkv, float *dq_w, float *dk_w, void *dqk, const void *qkv, const void *q_w,
+                        const void *k_w, const float *q_rstd, const float *k_rstd, const float *cos, const float *sin,
+                        const int32_t *positions, int64_t T, int64_t H, int64_t G, int64_t D, int64_t R,
+                        int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride, bool interleaved, mt_dtype dtype,
+                        mt_stream *stream) {
+    (void)qkv, (void)q_rstd, (void)k_rstd, (void)qkv_stride;
+    assert_true(!q_w && !k_w && !dq_w && !dk_w && dqkv == dqk && dqkv_stride == dqk_stride);
+    void *dk = at(dqk, H * D, dtype);
+    mt_cpu_ops.rope_backward(dqk, dqk, cos, sin, positions, T, H, D, R, dqk_stride, dqk_stride, interleaved, dtype,
+                             stream);
+    mt_cpu_ops.rope_backward(dk, dk, cos, sin, positions, T, G, D, R, dqk_stride, dqk_stride, interleaved, dtype,
+                             stream);
+}
+
+/* The layer calls a fused operation where the backend has it, and it alone, with the same results to the last bit. */
+static void fused_operations_take_the_place_of_those_they_stand_for(void **state) {
+    (void)state;
+    mt_metrics plain[STEPS], fused[STEPS];
+    mt_ops ops = mt_cpu_ops;
+    ops.residual_norm_forward = residual_norm_forward;
+    ops.qk_forward = qk_forward, ops.qk_backward = qk_backward;
+    train(&mt_cpu_ops, true, plain);
+    const double passes = (STEPS - 1) * MICRO_BATCHES;
+    const mt_profile_row *rows = mt_profile_read()->rows;
+    assert_int_equal(rows[MT_OPERATION_residual_norm_forward].calls, 0);
+    assert_int_equal(rows[MT_OPERATION_qk_forward].calls + rows[MT_OPERATION_qk_backward].calls, 0);
+    assert_true(rows[MT_OPERATION_rmsnorm_forward].calls == passes * 5);     // two layers and the output
+    assert_true(rows[MT_OPERATION_dropout_add_forward].calls == passes * 5); // and the embedding
+    mt_profile_close();
+    train(&ops, true, fused);
+    assert_true(rows[MT_OPERATION_residual_norm_forward].calls == passes * 3);
+    assert_true(rows[MT_OPERATION_rmsnorm_forward].calls == passes * 2);
+    assert_true(rows[MT_OPERATION_dropout_add_forward].calls == passes * 2);
+    assert_true(rows[MT_OPERATION_qk_forward].calls == passes * 2);
+    assert_true(rows[MT_OPERATION_qk_backward].calls == passes * 2);
+    assert_int_equal(rows[MT_OPERATION_rope_forward].calls + rows[MT_OPERATION_rope_backward].calls, 0);
+    mt_profile_close();
+    for (int i = 0; i < STEPS; i++) {
+        assert_true(plain[i].loss == fused[i].loss);
+        assert_true(plain[i].grad_norm == fused[i].grad_norm);
+    }
+}
+
 static const mt_ops *cuda_or_skip(void) {
     mt_error error;
     const mt_ops *ops = mt_cuda_open(0, &error);
@@ -227,6 +297,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(profiled_steps_have_the_same_losses_and_their_times_sum_to_no_more),
         cmocka_unit_test(so_they_do_on_a_gpu),
+        cmocka_unit_test(fused_operations_take_the_place_of_those_they_stand_for),
         cmocka_unit_test(work_equals_the_count_from_the_parameter_table),
         cmocka_unit_test(table_lists_the_operations_by_time_and_what_is_left),
         cmocka_unit_test(one_step_alone_leaves_nothing_to_show),

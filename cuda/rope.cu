@@ -1,0 +1,348 @@
+/* rope.cu: rotary positions, alone or together with the norm of q and k before it: one pass over the heads of a token.
+ *
+ * A lane has one unit of a head, which is two packs that turn together: half a rotation apart, or next to one another
+ * when interleaved. Past the rotary channels a unit is two neighbouring packs, which are only normalised or copied. The
+ * lanes of a head are neighbours in a warp, so that the norm's sum needs no barrier, and a lane has the same unit of
+ * several heads, for which it asks at once and which share its angles.
+ */
+#include "vector.cuh"
+
+static constexpr int heads_per_lane = 4, block_threads = 256;
+
+/* [T, heads, D]: H heads of q, then heads - H of k. `lanes` is the power of two that share a head and `groups` how many
+ * such groups share a token, each with every groups-th head. */
+template <class T> struct heads_task {
+    T *y;
+    const T *x;
+    float *q_rstd, *k_rstd;
+    const T *q_w, *k_w;
+    const float *cos, *sin;
+    const int32_t *positions;
+    float direction, eps; // direction -1 turns back
+    unsigned tokens, H, heads, groups, lanes;
+    int D, R;
+    int64_t y_stride, x_stride;
+};
+
+/* A lane's unit: where its packs begin in a head, and whether they are there. */
+struct unit_place {
+    int low, high, angle; // angle: the first of its cos and sin, -1 if it does not turn
+    bool has_low, has_high;
+};
+
+template <int N, bool interleaved> __device__ static inline unit_place place_unit(int unit, int D, int R) {
+    int turns = R / 2 / N, rest = unit - turns;
+    if (unit < turns) {
+        int low = interleaved ? 2 * unit * N : unit * N;
+        return {low, interleaved ? low + N : low + R / 2, unit * N, true, true};
+    }
+    int low = R + 2 * rest * N;
+    return {low, low + N, -1, low < D, low + N < D};
+}
+
+/* Turns a unit's pairs by their angles. */
+template <int N, bool interleaved>
+__device__ static inline void turn(mt_pack<float, N> &low, mt_pack<float, N> &high, const mt_pack<float, N> &c,
+                                   const mt_pack<float, N> &s, float direction) {
+    float both[2 * N];
+    for (int i = 0; i < N; i++) both[i] = low.value[i], both[N + i] = high.value[i];
+    for (int i = 0; i < N; i++) {
+        float &a = both[interleaved ? 2 * i : i], &b = both[interleaved ? 2 * i + 1 : N + i];
+        float from_a = a, from_b = b, turned_sin = direction * s.value[i];
+        a = from_a * c.value[i] - from_b * turned_sin;
+        b = from_b * c.value[i] + from_a * turned_sin;
+    }
+    for (int i = 0; i < N; i++) low.value[i] = both[i], high.value[i] = both[N + i];
+}
+
+/* The sum over the `lanes` neighbours, at most a warp, that share a head. */
+__device__ static inline float sum_over_lanes(float x, unsigned lanes) {
+    for (unsigned lane = lanes / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(0xffffffff, x, lane);
+    return x;
+}
+
+/* y = turn(norm(x)) or turn(x). Reads x, writes y: 4 bytes an element in bf16, 8 in fp32. */
+template <class T, int N, bool interleaved, bool norm> __global__ void turn_heads(const heads_task<T> task) {
+    constexpr int K = heads_per_lane;
+    unsigned thread = blockIdx.x * blockDim.x + threadIdx.x, lane = thread % task.lanes, group = thread / task.lanes;
+    unsigned token = group / task.groups, first = group % task.groups;
+    const unit_place unit = place_unit<N, interleaved>(lane, task.D, task.R);
+    const bool there = token < task.tokens, turns = unit.angle >= 0, in_place = !norm && task.y == task.x;
+    const bool has_low = there && unit.has_low && (turns || !in_place);
+    const bool has_high = there && unit.has_high && (turns || !in_place);
+    const T *x = task.x + token * task.x_stride;
+    mt_pack<T, N> lows[K], highs[K];
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        unsigned head = first + k * task.groups;
+        lows[k] = mt_load<N>(x + head * task.D + unit.low, has_low && head < task.heads);
+        highs[k] = mt_load<N>(x + head * task.D + unit.high, has_high && head < task.heads);
+    }
+    int64_t angle = there && turns ? (int64_t)task.positions[token] * (task.R / 2) + unit.angle : 0;
+    mt_pack<float, N> c = mt_load<N>(task.cos + angle, there && turns),
+                      s = mt_load<N>(task.sin + angle, there && turns);
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        unsigned head = first + k * task.groups;
+        mt_pack<float, N> low = mt_to_float(lows[k]), high = mt_to_float(highs[k]);
+        if (norm) {
+            float squares = 0;
+            for (int i = 0; i < N; i++) squares += low.value[i] * low.value[i] + high.value[i] * high.value[i];
+            float rstd = rsqrtf(sum_over_lanes(squares, task.lanes) / task.D + task.eps);
+            bool is_q = head < task.H;
+            const T *w = is_q ? task.q_w : task.k_w;
+            if (lane == 0 && there && head < task.heads) {
+                float *to = is_q ? task.q_rstd + (int64_t)token * task.H + head
+                                 : task.k_rstd + (int64_t)token * (task.heads - task.H) + (head - task.H);
+                *to = rstd;
+            }
+            mt_pack<float, N> w_low = mt_to_float(mt_load<N>(w + unit.low, has_low));
+            mt_pack<float, N> w_high = mt_to_float(mt_load<N>(w + unit.high, has_high));
+            for (int i = 0; i < N; i++) low.value[i] *= rstd * w_low.value[i], high.value[i] *= rstd * w_high.value[i];
+        }
+        if (head >= task.heads) continue;
+        if (turns) turn<N, interleaved>(low, high, c, s, task.direction);
+        T *y = task.y + token * task.y_stride + head * task.D;
+        if (has_low) mt_store(y + unit.low, mt_from_float<T>(low));
+        if (has_high) mt_store(y + unit.high, mt_from_float<T>(high));
+    }
+}
+
+/* Lanes for a head of D channels, R of which turn; `all`: the others are at work too. */
+static int64_t lanes_of_head(int64_t D, int64_t R, int64_t N, bool all) {
+    int64_t units = R / 2 / N + (all ? mt_divide_up(D - R, 2 * N) : 0), lanes = 1;
+    while (lanes < units) lanes *= 2;
+    return lanes;
+}
+
+template <class T, int N> static void launch_turn(heads_task<T> task, bool interleaved, cudaStream_t stream) {
+    bool norm = task.q_w || task.k_w;
+    task.lanes = (unsigned)lanes_of_head(task.D, task.R, N, norm || task.y != task.x);
+    task.groups = (unsigned)mt_divide_up(task.heads, heads_per_lane);
+    MT_CHECK(task.lanes <= 512); // heads of 1024 channels, or of 4096 and more where they are aligned
+    unsigned threads = task.lanes > block_threads ? task.lanes : block_threads;
+    auto kernel = interleaved ? norm ? turn_heads<T, N, true, true> : turn_heads<T, N, true, false>
+                  : norm ? turn_heads<T, N, false, true>
+                              : turn_heads<T, N, false, false>;
+    int64_t all = (int64_t)task.tokens * task.groups * task.lanes;
+    kernel<<<mt_blocks(all, threads), threads, 0, stream>>>(task);
+    MT_CUDA_LAUNCHED();
+}
+
+static void launch_rope(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
+                        float direction, int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
+                        bool interleaved, mt_dtype dtype, mt_stream *stream) {
+    if (T == 0 || (R == 0 && y == x)) return;
+    bool wide = mt_wide(dtype, {y, x, cos, sin}, {y_stride, x_stride, D, R / 2});
+    mt_dispatch(dtype, wide, [&](auto type, auto width) {
+        using E = decltype(type);
+        heads_task<E> task = {};
+        task.y = (E *)y, task.x = (const E *)x, task.cos = cos, task.sin = sin, task.positions = positions;
+        task.direction = direction, task.tokens = (unsigned)T, task.H = task.heads = (unsigned)H;
+        task.D = (int)D, task.R = (int)R, task.y_stride = y_stride, task.x_stride = x_stride;
+        launch_turn<E, decltype(width)::value>(task, interleaved, mt_cuda_stream(stream));
+    });
+}
+
+extern "C" void mt_cuda_rope_forward(void *y, const void *x, const float *cos, const float *sin,
+                                     const int32_t *positions, int64_t T, int64_t H, int64_t D, int64_t R,
+                                     int64_t y_stride, int64_t x_stride, bool interleaved, mt_dtype dtype,
+                                     mt_stream *stream) {
+    launch_rope(y, x, cos, sin, positions, 1, T, H, D, R, y_stride, x_stride, interleaved, dtype, stream);
+}
+
+extern "C" void mt_cuda_rope_backward(void *dx, const void *dy, const float *cos, const float *sin,
+                                      const int32_t *positions, int64_t T, int64_t H, int64_t D, int64_t R,
+                                      int64_t dx_stride, int64_t dy_stride, bool interleaved, mt_dtype dtype,
+                                      mt_stream *stream) {
+    launch_rope(dx, dy, cos, sin, positions, -1, T, H, D, R, dx_stride, dy_stride, interleaved, dtype, stream);
+}
+
+/* ---- norm and rotation of q and k -------------------------------------------------------------------------------- */
+
+/* Whether a head's units fit in a warp, as its norm needs. */
+static bool warp_holds_head(mt_dtype dtype, bool wide, int64_t D, int64_t R) {
+    return lanes_of_head(D, R, wide ? 16 / mt_dtype_size(dtype) : 1, true) <= 32;
+}
+
+/* `elements` into a row of this type. */
+static void *at(const void *row, int64_t elements, mt_dtype dtype) {
+    return (char *)row + elements * mt_dtype_size(dtype);
+}
+
+extern "C" void mt_cuda_qk_forward(void *qk, float *q_rstd, float *k_rstd, const void *qkv, const void *q_w,
+                                   const void *k_w, const float *cos, const float *sin, const int32_t *positions,
+                                   int64_t T, int64_t H, int64_t G, int64_t D, int64_t R, int64_t qk_stride,
+                                   int64_t qkv_stride, bool interleaved, float eps, mt_dtype dtype, mt_stream *stream) {
+    if (T == 0) return;
+    bool wide = mt_wide(dtype, {qk, qkv, q_w, k_w, cos, sin}, {qk_stride, qkv_stride, D, R / 2});
+    if (!q_w) {
+        launch_rope(qk, qkv, cos, sin, positions, 1, T, H + G, D, R, qk_stride, qkv_stride, interleaved, dtype, stream);
+        return;
+    }
+    if (!warp_holds_head(dtype, wide, D, R)) {
+        void *k = at(qk, H * D, dtype);
+        mt_cuda_rmsnorm_forward(qk, q_rstd, qkv, q_w, T, H, D, qk_stride, qkv_stride, eps, dtype, stream);
+        mt_cuda_rmsnorm_forward(k, k_rstd, at(qkv, H * D, dtype), k_w, T, G, D, qk_stride, qkv_stride, eps, dtype,
+                                stream);
+        launch_rope(qk, qk, cos, sin, positions, 1, T, H + G, D, R, qk_stride, qk_stride, interleaved, dtype, stream);
+        return;
+    }
+    mt_dispatch(dtype, wide, [&](auto type, auto width) {
+        using E = decltype(type);
+        heads_task<E> task = {};
+        task.y = (E *)qk, task.x = (const E *)qkv, task.q_rstd = q_rstd, task.k_rstd = k_rstd;
+        task.q_w = (const E *)q_w, task.k_w = (const E *)k_w, task.cos = cos, task.sin = sin;
+        task.positions = positions, task.direction = 1, task.eps = eps, task.tokens = (unsigned)T;
+        task.H = (unsigned)H, task.heads = (unsigned)(H + G), task.D = (int)D, task.R = (int)R;
+        task.y_stride = qk_stride, task.x_stride = qkv_stride;
+        launch_turn<E, decltype(width)::value>(task, interleaved, mt_cuda_stream(stream));
+    });
+}
+
+/* The first q_blocks blocks walk the heads of q, the others those of k, and each leaves its sums for the weights'
+ * gradient in its row of partial[blocks, D]. */
+template <class T> struct heads_backward_task {
+    T *dx;
+    float *partial;
+    const T *dy, *x, *q_w, *k_w;
+    const float *q_rstd, *k_rstd, *cos, *sin;
+    const int32_t *positions;
+    unsigned tokens, H, G, lanes, q_blocks;
+    int D, R;
+    int64_t dx_stride, dy_stride, x_stride;
+};
+
+/* A pack of the norm's backward: with n = x rstd and g = dy w, dw += dy n, and returns sum g n. Then d is g, x is n. */
+template <int N>
+__device__ static inline float norm_products(mt_pack<float, N> &d, mt_pack<float, N> &x, mt_pack<float, N> &dw,
+                                             const mt_pack<float, N> &w, float rstd) {
+    float sum = 0;
+    for (int i = 0; i < N; i++) {
+        x.value[i] *= rstd;
+        dw.value[i] += d.value[i] * x.value[i];
+        d.value[i] *= w.value[i];
+        sum += d.value[i] * x.value[i];
+    }
+    return sum;
+}
+
+/* Adds up dw over the block's groups of lanes, in their order. */
+template <int N>
+__device__ static inline void store_head_sums(float *to, const mt_pack<float, N> &low, const mt_pack<float, N> &high,
+                                              const unit_place &unit, unsigned lanes, int D) {
+    __shared__ float shared[block_threads * 2 * N];
+    unsigned groups = blockDim.x / lanes;
+    float *mine = shared + threadIdx.x / lanes * D;
+    for (int i = 0; i < N; i++) {
+        if (unit.has_low) mine[unit.low + i] = low.value[i];
+        if (unit.has_high) mine[unit.high + i] = high.value[i];
+    }
+    __syncthreads();
+    for (int c = threadIdx.x; c < D; c += blockDim.x) {
+        float sum = 0;
+        for (unsigned group = 0; group < groups; group++) sum += shared[group * D + c];
+        to[c] = sum;
+    }
+}
+
+/* dx = the norm's gradient of dy turned back. Reads dy and x, writes dx: 6 bytes an element in bf16, 12 in fp32. */
+template <class T, int N, bool interleaved>
+__global__ void __launch_bounds__(block_threads, 2) turn_norm_backward(const heads_backward_task<T> task) {
+    constexpr int K = heads_per_lane / 2;
+    const bool is_q = blockIdx.x < task.q_blocks;
+    const unsigned heads = is_q ? task.H : task.G, groups = (heads + K - 1) / K, lanes = task.lanes;
+    const unsigned block = is_q ? blockIdx.x : blockIdx.x - task.q_blocks;
+    const unsigned blocks = is_q ? task.q_blocks : gridDim.x - task.q_blocks, at_once = blockDim.x / lanes;
+    const int column = is_q ? 0 : task.H * task.D;
+    const float *rstds = is_q ? task.q_rstd : task.k_rstd;
+    const T *w = is_q ? task.q_w : task.k_w;
+    const unit_place unit = place_unit<N, interleaved>(threadIdx.x % lanes, task.D, task.R);
+    const mt_pack<T, N> w_low = mt_load<N>(w + unit.low, unit.has_low),
+                        w_high = mt_load<N>(w + unit.high, unit.has_high);
+    mt_pack<float, N> dw_low = {}, dw_high = {};
+    for (unsigned base = block * at_once; base < task.tokens * groups; base += blocks * at_once) {
+        unsigned group = base + threadIdx.x / lanes, token = group / groups, first = group % groups;
+        bool there = token < task.tokens, turns = there && unit.angle >= 0;
+        mt_pack<T, N> dy_low[K], dy_high[K], x_low[K], x_high[K];
+        float rstd[K];
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            unsigned head = first + k * groups;
+            bool has = there && head < heads;
+            const T *dy = task.dy + token * task.dy_stride + column + head * task.D;
+            const T *x = task.x + token * task.x_stride + column + head * task.D;
+            dy_low[k] = mt_load<N>(dy + unit.low, has && unit.has_low);
+            dy_high[k] = mt_load<N>(dy + unit.high, has && unit.has_high);
+            x_low[k] = mt_load<N>(x + unit.low, has && unit.has_low);
+            x_high[k] = mt_load<N>(x + unit.high, has && unit.has_high);
+            rstd[k] = has ? rstds[(int64_t)token * heads + head] : 0;
+        }
+        int64_t angle = turns ? (int64_t)task.positions[token] * (task.R / 2) + unit.angle : 0;
+        mt_pack<float, N> c = mt_load<N>(task.cos + angle, turns), s = mt_load<N>(task.sin + angle, turns);
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            unsigned head = first + k * groups;
+            mt_pack<float, N> d_low = mt_to_float(dy_low[k]), d_high = mt_to_float(dy_high[k]);
+            mt_pack<float, N> n_low = mt_to_float(x_low[k]), n_high = mt_to_float(x_high[k]);
+            if (turns) turn<N, interleaved>(d_low, d_high, c, s, -1);
+            float sum = norm_products(d_low, n_low, dw_low, mt_to_float(w_low), rstd[k]);
+            sum += norm_products(d_high, n_high, dw_high, mt_to_float(w_high), rstd[k]);
+            float mean = sum_over_lanes(sum, lanes) / task.D;
+            if (!there || head >= heads) continue;
+            for (int i = 0; i < N; i++) {
+                d_low.value[i] = rstd[k] * (d_low.value[i] - n_low.value[i] * mean);
+                d_high.value[i] = rstd[k] * (d_high.value[i] - n_high.value[i] * mean);
+            }
+            T *dx = task.dx + token * task.dx_stride + column + head * task.D;
+            if (unit.has_low) mt_store(dx + unit.low, mt_from_float<T>(d_low));
+            if (unit.has_high) mt_store(dx + unit.high, mt_from_float<T>(d_high));
+        }
+    }
+    store_head_sums(task.partial + (int64_t)blockIdx.x * task.D, dw_low, dw_high, unit, lanes, task.D);
+}
+
+/* Blocks are shared out as the heads are, so that q's and k's end together. */
+template <class T, int N>
+static void launch_turn_norm_backward(heads_backward_task<T> task, float *dq_w, float *dk_w, bool interleaved,
+                                      mt_stream *stream) {
+    int64_t heads = task.H + task.G, blocks = mt_cuda_device()->multiProcessorCount * 2ll;
+    int64_t k_blocks = mt_divide_up(blocks * task.G, heads);
+    task.lanes = (unsigned)lanes_of_head(task.D, task.R, N, true);
+    task.q_blocks = (unsigned)(blocks - k_blocks);
+    task.partial = (float *)mt_cuda_workspace(stream, blocks * task.D * (int64_t)sizeof(float));
+    auto kernel = interleaved ? turn_norm_backward<T, N, true> : turn_norm_backward<T, N, false>;
+    kernel<<<(unsigned)blocks, block_threads, 0, mt_cuda_stream(stream)>>>(task);
+    MT_CUDA_LAUNCHED();
+    mt_cuda_add_partials(dq_w, task.q_blocks, dk_w, k_blocks, task.partial, task.D, stream);
+}
+
+extern "C" void mt_cuda_qk_backward(void *dqkv, float *dq_w, float *dk_w, void *dqk, const void *qkv, const void *q_w,
+                                    const void *k_w, const float *q_rstd, const float *k_rstd, const float *cos,
+                                    const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t G,
+                                    int64_t D, int64_t R, int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride,
+                                    bool interleaved, mt_dtype dtype, mt_stream *stream) {
+    if (T == 0) return;
+    bool wide = mt_wide(dtype, {dqkv, dqk, qkv, q_w, k_w, cos, sin}, {dqkv_stride, dqk_stride, qkv_stride, D, R / 2});
+    if (!q_w || !warp_holds_head(dtype, wide, D, R)) {
+        void *turned = q_w ? dqk : dqkv;
+        launch_rope(turned, dqk, cos, sin, positions, -1, T, H + G, D, R, q_w ? dqk_stride : dqkv_stride, dqk_stride,
+                    interleaved, dtype, stream);
+        if (!q_w) return;
+        mt_cuda_rmsnorm_backward(dqkv, dq_w, turned, NULL, qkv, q_w, q_rstd, T, H, D, dqkv_stride, dqk_stride,
+                                 qkv_stride, dtype, stream);
+        mt_cuda_rmsnorm_backward(at(dqkv, H * D, dtype), dk_w, at(turned, H * D, dtype), NULL, at(qkv, H * D, dtype),
+                                 k_w, k_rstd, T, G, D, dqkv_stride, dqk_stride, qkv_stride, dtype, stream);
+        return;
+    }
+    mt_dispatch(dtype, wide, [&](auto type, auto width) {
+        using E = decltype(type);
+        heads_backward_task<E> task = {};
+        task.dx = (E *)dqkv, task.dy = (const E *)dqk, task.x = (const E *)qkv;
+        task.q_w = (const E *)q_w, task.k_w = (const E *)k_w, task.q_rstd = q_rstd, task.k_rstd = k_rstd;
+        task.cos = cos, task.sin = sin, task.positions = positions, task.tokens = (unsigned)T;
+        task.H = (unsigned)H, task.G = (unsigned)G, task.D = (int)D, task.R = (int)R;
+        task.dx_stride = dqkv_stride, task.dy_stride = dqk_stride, task.x_stride = qkv_stride;
+        launch_turn_norm_backward<E, decltype(width)::value>(task, dq_w, dk_w, interleaved, stream);
+    });
+}

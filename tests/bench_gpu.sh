@@ -1,0 +1,124 @@
+#!/bin/sh
+# Measures the GPU backend at real shapes and ends with a short table: operations against the copy rate of the same run,
+# attention, and whole training steps on random tokens, beside what others reach (tests/bench_gpu.txt).
+#
+#   usage: tests/bench_gpu.sh DIR [TABLE]      from the root of the project; `make bench-gpu` does so
+#
+# DIR holds bench_cuda and bench_cuda_attention and keeps the logs; MT_BIN is the folder of the program train. Takes
+# minutes and the whole of one GPU. Exits with 1, and says why, where no GPU answers or something failed; a figure below
+# what is wanted is marked, and is no failure.
+set -u
+directory=$1 table=${2:-tests/bench_gpu.txt} bin=${MT_BIN:-.}
+failed=0
+
+# rows KIND: the table's rows of a kind, without it.
+rows() {
+    sed -n "s/^$1 *| *//p" "$table"
+}
+
+# field NUMBER: of the row on standard input.
+field() {
+    cut -d '|' -f "$1" | sed 's/^ *//; s/ *$//'
+}
+
+# Tokens a second in the last half of a run's metrics: the median.
+median_rate() {
+    sed -n 's/.*"tokens_per_second": \([0-9.e+]*\).*/\1/p' "$1" | tail -n 6 | sort -g |
+        awk '{ rate[NR] = $1 } END { if (NR) printf "%.0f\n", rate[int((NR + 1) / 2)] }'
+}
+
+# train_row ROW NUMBER: runs a training case and adds its line to the summary.
+train_row() {
+    name=$(echo "$1" | field 1) log=$directory/bench_gpu_train_$2
+    echo "train: $name"
+    rm -f "$log.jsonl"
+    # shellcheck disable=SC2046
+    "$bin/train" --mock-data --bf16 --lr 1e-5 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --train-iters 12 \
+        --device cuda --metrics "$log.jsonl" $(echo "$1" | field 5) >"$log.log" 2>&1
+    status=$?
+    rate=$(median_rate "$log.jsonl" 2>/dev/null)
+    if [ $status != 0 ] || [ -z "$rate" ]; then
+        tail -n 3 "$log.log"
+        failed=1 rate=failed
+    else
+        tail -n 1 "$log.log"
+    fi
+    echo "$1" | awk -F ' *[|] *' -v rate="$rate" '{
+        note = rate == "failed" ? "" : rate < $2 ? "below the peer" : rate < $4 ? "below the goal" : ""
+        printf "%-36s %14s %22s %10s  %s\n", $1, rate, $2 " " $3, $4, note }' >>"$summary"
+}
+
+# Of several implementations the best counts: one line a shape of the table.
+attention_rows() {
+    rows attention | awk -F ' *[|] *' -v log_file="$1" '
+        function number_before(word) { return match(rest, "[0-9.]+ " word) ? substr(rest, RSTART) + 0 : 0 }
+        BEGIN {
+            while ((getline line < log_file) > 0) {
+                if (line !~ /^attention .*forward.*backward/) continue
+                shape = line
+                sub(/^attention +[^ ]+ +/, "", shape)
+                rest = shape
+                sub(/:.*/, "", shape)
+                gsub(/ +/, " ", shape)
+                forward = number_before("TFLOP/s")
+                sub(/.*backward/, "", rest)
+                backward = number_before("TFLOP/s")
+                if (forward > best[shape, 1]) best[shape, 1] = forward
+                if (backward > best[shape, 2]) best[shape, 2] = backward
+            }
+        }
+        {
+            split($2, peer, " ")
+            for (pass = 1; pass <= 2; pass++) {
+                found = best[$1, pass]
+                printf "%-36s %14s %22s %10s  %s\n", (pass == 1 ? "attention " $1 : "  its backward"),
+                    (found ? sprintf("%.0f TFLOP/s", found) : "not measured"), peer[pass] " " $3, peer[pass],
+                    (!found || found >= peer[pass] ? "" : "below the peer")
+            }
+        }'
+}
+
+# The operations that miss the wanted part of the copy rate, and how many do not.
+memory_rows() {
+    wanted=$(rows memory | field 1)
+    awk -v wanted="$wanted" '
+        /^a copy of/ { print "copy: " $7, $8 }
+        $NF ~ /^[0-9.]+%$/ {
+            all++
+            if ($NF + 0 >= wanted) next
+            missed++
+            line = $0
+            gsub(/ +/, " ", line)
+            print "below " wanted "% of the copy rate: " line
+        }
+        END { printf "operations at %d%% of the copy rate or more: %d of %d\n", wanted, all - missed, all }' "$1"
+}
+
+if [ ! -x "$directory/bench_cuda" ] || [ ! -x "$bin/train" ]; then
+    echo "bench-gpu: $directory/bench_cuda and $bin/train are not there; make bench-gpu builds them" >&2
+    exit 1
+fi
+summary=$directory/bench_gpu.summary
+: >"$summary"
+"$directory/bench_cuda" >"$directory/bench_gpu_memory.log" 2>&1 || failed=1
+cat "$directory/bench_gpu_memory.log"
+if grep -q skipped "$directory/bench_gpu_memory.log"; then
+    echo "bench-gpu: nothing was measured: $(sed -n 's/.*skipped: //p' "$directory/bench_gpu_memory.log")" >&2
+    exit 1
+fi
+"$directory/bench_cuda_attention" >"$directory/bench_gpu_attention.log" 2>&1 || failed=1
+cat "$directory/bench_gpu_attention.log"
+number=0
+rows train >"$directory/bench_gpu.cases"
+while IFS= read -r row; do
+    number=$((number + 1))
+    train_row "$row" $number </dev/null
+done <"$directory/bench_gpu.cases"
+
+echo
+printf '%-36s %14s %22s %10s\n' '' measured peer wanted
+cat "$summary"
+attention_rows "$directory/bench_gpu_attention.log"
+memory_rows "$directory/bench_gpu_memory.log"
+[ $failed = 0 ] || echo "bench-gpu: something failed; the logs are in $directory" >&2
+exit $failed

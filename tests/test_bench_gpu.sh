@@ -1,0 +1,69 @@
+#!/bin/sh
+# tests/bench_gpu.sh reads what the benchmarks and train print, and fails in words where there is nothing to measure.
+set -u
+bench=$PWD/tests/bench_gpu.sh table=$PWD/tests/bench_gpu.txt
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir "$work/bin"
+
+# program NAME: an executable, the script on standard input.
+program() {
+    { echo '#!/bin/sh' && cat; } >"$work/bin/$1"
+    chmod +x "$work/bin/$1"
+}
+
+# expect NAME STATUS PATTERN...: runs the script; each pattern is found in what it prints.
+expect() {
+    name=$1 status=$2 missing=''
+    shift 2
+    MT_BIN=$work/bin "$bench" "$work/bin" "$table" >"$work/output" 2>&1
+    got=$?
+    for pattern in "$@"; do
+        grep -q -- "$pattern" "$work/output" || missing="$missing '$pattern'"
+    done
+    if [ $got = "$status" ] && [ -z "$missing" ]; then
+        echo "ok $name"
+    else
+        echo "not ok $name: exit $got, without$missing"
+        cat "$work/output"
+    fi
+}
+
+expect without_programs_it_says_so 1 'bench_cuda and .* are not there'
+
+program train <<'END'
+echo "error: no GPU" >&2
+exit 1
+END
+program bench_cuda <<'END'
+echo "bench_cuda: skipped: no GPU answers: none is there"
+END
+program bench_cuda_attention </dev/null
+expect without_a_gpu_it_says_so_and_fails 1 'nothing was measured: no GPU answers'
+
+program bench_cuda <<'END'
+echo "a copy of 3.9 GB moves 4.250 TB/s (read and written)"
+echo "operation                  sizes                        time, us     TB/s  of copy"
+echo "rmsnorm_forward            BF16 8192 x 1 x 4096             37.2    3.600    84.9%"
+echo "swiglu_forward             BF16 8192 x 14336               165.0    4.200   100.1%"
+END
+program bench_cuda_attention <<'END'
+shape='T   4096 x 2   H 32/8  D 128'
+echo "attention mma    $shape: forward    0.820 ms  335.0 TFLOP/s, backward    2.800 ms  245.0 TFLOP/s"
+echo "attention wgmma  $shape: forward    0.482 ms  570.5 TFLOP/s, backward    3.800 ms  181.0 TFLOP/s"
+END
+expect a_run_that_fails_is_named 1 'Llama 3 8B, 8 layers, 2 x 4096 *failed' 'error: no GPU' 'something failed'
+
+program train <<'END'
+while [ "$1" != --metrics ]; do shift; done
+for rate in 1 2 3 4 5 6 36000 38000 37000 900000 35000 39000; do
+    echo "{\"iteration\": 1, \"tokens_per_second\": $rate, \"tflops_per_device\": 1}"
+done >"$2"
+echo "12/12 100%"
+END
+expect the_last_half_counts_by_its_median 0 '2 x 4096 *37000 *33896 PyTorch *37500  below the goal' \
+    '8 micro-batches a step *37000 *39197 PyTorch *41000  below the peer'
+expect the_best_implementation_counts 0 'T 4096 x 2 H 32/8 D 128 *57[01] TFLOP/s *559 cuDNN' \
+    'its backward *245 TFLOP/s *392 cuDNN *392  below the peer' 'T 8192 x 1 H 32/8 D 128 *not measured'
+expect operations_below_the_goal_are_listed 0 'below 85% of the copy rate: rmsnorm_forward BF16 8192 x 1 x 4096' \
+    'at 85% of the copy rate or more: 1 of 2' 'copy: 4.250 TB/s'
