@@ -385,6 +385,16 @@ static const mt_option mt_option_table[] = {
      "two runs on a GPU have the same bits: algorithms are not chosen by measuring"},
     {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,9223372036854775807]", "seed of everything drawn"},
 
+    {.help = "data parallelism"},
+    {"use-distributed-optimizer", MT_FLAG, MT_AT(use_distributed_optimizer), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "each rank keeps and updates its part of the optimizer's state: --data-parallel-sharding-strategy optim"},
+    {"data-parallel-sharding-strategy", MT_CHOICE, MT_AT(data_parallel_sharding_strategy), MT_TRAIN, MT_OF_RUN,
+     "no_shard", "no_shard|optim|optim_grads|optim_grads_params", "what data-parallel ranks share out among them"},
+    {"overlap-grad-reduce", MT_FLAG, MT_AT(overlap_grad_reduce), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "sum a layer's gradients over the ranks while the backward goes on"},
+    {"overlap-param-gather", MT_FLAG, MT_AT(overlap_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "gather a layer's parameters while the layer before it computes"},
+
     {.help = "learning rate and optimizer"},
     {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "highest learning rate"},
     {"min-lr", MT_REAL, MT_AT(min_lr), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]", "lowest learning rate after warm-up"},
@@ -1887,6 +1897,25 @@ static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* The distributed optimizer is a strategy's older name; the strategy alone is read afterwards. */
+static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
+    bool whole = strcmp(o->data_parallel_sharding_strategy, "no_shard") == 0;
+    if (whole && o->use_distributed_optimizer) {
+        if (mt_option_given(o, MT_AT(data_parallel_sharding_strategy)))
+            return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard "
+                                       "exclude each other; leave one out");
+        mt_string_set(&o->data_parallel_sharding_strategy, "optim");
+        whole = false;
+    }
+    if (o->overlap_param_gather && whole)
+        return mt_error_set(error, "--overlap-param-gather needs --use-distributed-optimizer or a "
+                                   "--data-parallel-sharding-strategy other than no_shard, under which every rank has "
+                                   "all parameters");
+    if (o->overlap_param_gather && !o->overlap_grad_reduce)
+        return mt_error_set(error, "--overlap-param-gather needs --overlap-grad-reduce");
+    return 0;
+}
+
 static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
     if (!o->tokenizer_type) return 0;
     bool has_file = strcmp(o->tokenizer_type, "ByteLevel") != 0;
@@ -1947,6 +1976,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     if (program == MT_PROGRAM_INFER) return 0;
     if (mt_options_check_data(options, error)) return -1;
     if (mt_options_finish_batches(options, world_size, error)) return -1;
+    if (mt_options_finish_sharding(options, error)) return -1;
     return mt_options_finish_schedules(options, error);
 }
 

@@ -141,6 +141,9 @@ typedef struct mt_options {
     double exit_duration_in_mins;
     bool bf16, deterministic_mode;
     char *device; // auto | cpu | cuda
+    /* data parallelism */
+    bool use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather;
+    char *data_parallel_sharding_strategy; // no_shard | optim | optim_grads | optim_grads_params
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
     char *split, *tokenizer_type, *tokenizer_model, *dataloader_type, *tokens_file;
