@@ -3374,6 +3374,12 @@ static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_strea
     sum[0] += total;
 }
 
+static void mt_cpu_accumulate(float *sum, const float *x, int64_t n, mt_stream *stream) {
+    (void)stream;
+#pragma omp parallel for simd if (n > MT_PARALLEL)
+    for (int64_t i = 0; i < n; i++) sum[i] += x[i];
+}
+
 static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
                                   float clip, mt_stream *stream) {
     (void)stream;
@@ -3805,6 +3811,40 @@ typedef struct mt_layer_scratch {
     float *row_dot; // [T, H]
 } mt_layer_scratch;
 
+/* Room for one whole bucket of which ranks keep shards. */
+typedef struct mt_slot {
+    void *memory;
+    int64_t bucket; // whose values are here, -1: nobody's
+    int64_t users;  // who must not lose them
+    int64_t age;    // when it was last taken: the older one is given away
+} mt_slot;
+
+/* Two for layers, the one at work and its neighbour; one for the matrices of the vocabulary, which are larger. */
+enum { MT_SLOT_LAYER, MT_SLOT_NEIGHBOUR, MT_SLOT_VOCABULARY, MT_NUM_SLOTS };
+
+/* Where a bucket stands in this step. */
+typedef struct mt_bucket_progress {
+    bool is_vocabulary;   // which slots it takes
+    bool stale;           // parameters are to be gathered since the optimizer's step
+    bool holds_gradients; // between mt_bucket_gradients_acquire and _release
+    bool has_gradients;   // of earlier micro-batches of this step
+    bool reduced;         // their sum over ranks has begun
+} mt_bucket_progress;
+
+/* Data parallelism (§12). */
+typedef struct mt_sharding {
+    mt_strategy strategy;
+    mt_stream *grad_stream, *param_stream; // the model's own without overlap
+    bool prefetches;
+    mt_slot param_slots[MT_NUM_SLOTS], grad_slots[MT_NUM_SLOTS];
+    mt_bucket_progress *progress; // a bucket
+    int64_t age;                  // slots taken so far
+    int64_t travelled, direction; // the last bucket acquired, and to which side
+    const mt_slot *reducing;      // whose sum over ranks may still be under way
+    int64_t gathered_bucket;      // state that mt_bucket_gather_state has in the gradients' place
+    mt_kept gathered_kept;
+} mt_sharding;
+
 struct mt_model {
     const mt_options *options;
     const mt_grid *grid;
@@ -3817,6 +3857,7 @@ struct mt_model {
     mt_param *params;
     int64_t num_params, num_buckets;
     mt_bucket *buckets;
+    mt_sharding sharding;
     mt_layer *layers;
     mt_weight word_embedding, position_embedding, final_norm, final_norm_bias, lm_head;
     float *rope_cos, *rope_sin; // [max_position, R / 2]
@@ -3825,7 +3866,7 @@ struct mt_model {
     mt_arena arena;
     void *workspace; // of the stream
     int64_t workspace_bytes;
-    int64_t bytes[5];            // of each row of the printed plan
+    int64_t bytes[6];            // of each row of the printed plan
     mt_activations *activations; // one a layer to train, one in all otherwise
     mt_layer_scratch scratch;
     void *final_input, *final_normed, *logits;
@@ -3840,7 +3881,8 @@ struct mt_model {
     /* the micro-batch of the last forward, on the device */
     int64_t T, num_logits;
     bool training;
-    bool accumulates; // the step's first backward writes the gradients of matrices, later ones add
+    bool accumulates;   // the bucket's first backward in a step writes the gradients of matrices, later ones add
+    bool last_backward; // no other micro-batch follows in this step
     int32_t *tokens, *labels, *positions, *cache_rows, *logit_rows;
     float *loss_mask;
     int64_t *token_index;
@@ -4141,26 +4183,60 @@ static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a) {
 /* Rows of logits that travel to the host at once. */
 enum { MT_STAGED_ROWS = 16 };
 
-enum { MT_PLAN_WEIGHTS, MT_PLAN_GRADIENTS, MT_PLAN_OPTIMIZER, MT_PLAN_ACTIVATIONS, MT_PLAN_CACHE, MT_NUM_PLANS };
+enum {
+    MT_PLAN_WEIGHTS,
+    MT_PLAN_GRADIENTS,
+    MT_PLAN_OPTIMIZER,
+    MT_PLAN_SLOTS,
+    MT_PLAN_ACTIVATIONS,
+    MT_PLAN_CACHE,
+    MT_NUM_PLANS
+};
 
-/* Parameters, gradients and optimizer state of every bucket. */
+/* What §12 does for memory and creation. */
+static void mt_layout_slots(mt_model *m, mt_arena *arena);
+static void mt_sharding_open(mt_model *m);
+static void mt_sharding_start(mt_model *m);
+static void mt_sharding_close(mt_model *m);
+static void mt_params_settle(mt_model *m);
+static void mt_params_changed(mt_model *m);
+
+/* A part of `whole`, or of the memory that is being counted. */
+static void *mt_inside(void *whole, int64_t bytes) {
+    return whole ? (char *)whole + bytes : NULL;
+}
+
+/* What every rank has of all buckets: parameters and gradients whole or in shards, and its part of AdamW's state. */
 static void mt_layout_buckets(mt_model *m, mt_arena *arena) {
-    int64_t start = arena->used;
-    for (int64_t i = 0; i < m->num_buckets; i++)
-        m->buckets[i].params = mt_arena_alloc(arena, m->buckets[i].count * mt_dtype_size(m->dtype));
+    int64_t start = arena->used, size = mt_dtype_size(m->dtype);
+    mt_strategy strategy = m->sharding.strategy;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        if (strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
+        b->param_shard = strategy < MT_SHARD_PARAMS ? mt_inside(b->params, b->shard_first * size)
+                                                    : mt_arena_alloc(arena, b->shard_count * size);
+    }
     m->bytes[MT_PLAN_WEIGHTS] = arena->used - start;
     if (!m->plan.train) return;
     start = arena->used;
-    for (int64_t i = 0; i < m->num_buckets; i++) m->buckets[i].grads = mt_arena_alloc(arena, m->buckets[i].count * 4);
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        if (strategy < MT_SHARD_GRADS) b->grads = mt_arena_alloc(arena, b->count * 4);
+        b->grad_shard = strategy < MT_SHARD_GRADS ? mt_inside(b->grads, b->shard_first * 4)
+                                                  : mt_arena_alloc(arena, b->shard_count * 4);
+    }
     m->bytes[MT_PLAN_GRADIENTS] = arena->used - start;
     start = arena->used;
     for (int64_t i = 0; i < m->num_buckets; i++) {
-        mt_bucket *bucket = &m->buckets[i];
-        if (m->dtype != MT_F32) bucket->master = mt_arena_alloc(arena, bucket->count * 4);
-        bucket->m = mt_arena_alloc(arena, bucket->count * 4);
-        bucket->v = mt_arena_alloc(arena, bucket->count * 4);
+        mt_bucket *b = &m->buckets[i];
+        if (m->dtype != MT_F32) b->master = mt_arena_alloc(arena, b->shard_count * 4);
+        b->m = mt_arena_alloc(arena, b->shard_count * 4);
+        b->v = mt_arena_alloc(arena, b->shard_count * 4);
     }
     m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
+    start = arena->used;
+    mt_layout_slots(m, arena);
+    m->bytes[MT_PLAN_SLOTS] = arena->used - start;
 }
 
 /* One layer's activations for T tokens. */
@@ -4242,8 +4318,8 @@ static void mt_layout(mt_model *m, mt_arena *arena) {
 }
 
 void mt_model_print_plan(const mt_model *m, FILE *file) {
-    static const char *const names[MT_NUM_PLANS] = {"weights", "gradients", "optimizer state", "activations",
-                                                    "KV cache"};
+    static const char *const names[MT_NUM_PLANS] = {"weights",       "gradients",   "optimizer state",
+                                                    "whole buckets", "activations", "KV cache"};
     double parameters = (double)mt_num_parameters(m->options);
     fprintf(file, "memory plan          MiB   bytes a parameter\n");
     for (int i = 0; i < MT_NUM_PLANS; i++)
@@ -4256,15 +4332,23 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
 
 /* ==== §10b creation ============================================================================================== */
 
-/* Buckets take their sizes from the table; the padding is what alignment leaves. */
+/* Buckets take their sizes from the table; the padding is what alignment leaves. A bucket that ranks share out is
+ * padded on, so that shards are of one size and aligned as parameters are. */
 static void mt_buckets_size(mt_model *m) {
-    m->num_buckets = m->L + 2;
-    m->buckets = mt_calloc(m->num_buckets * (int64_t)sizeof(mt_bucket));
+    int64_t shards = m->sharding.strategy == MT_NO_SHARD ? 1 : m->grid->data_context.size;
+    int64_t multiple = shards * MT_PARAM_ALIGNMENT;
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
-        mt_bucket *bucket = &m->buckets[param->bucket];
-        bucket->count = mt_align(param->offset + param->rows * param->cols);
-        if (param->weight_decay) bucket->decay_count = bucket->count;
+        mt_bucket *b = &m->buckets[param->bucket];
+        if (b->num_params++ == 0) b->first_param = i;
+        b->count = mt_align(param->offset + param->rows * param->cols);
+        if (param->weight_decay) b->decay_count = b->count;
+    }
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        b->count = (b->count + multiple - 1) / multiple * multiple;
+        b->shard_count = b->count / shards;
+        b->shard_first = shards > 1 ? m->grid->data_context.rank * b->shard_count : 0;
     }
 }
 
@@ -4319,16 +4403,17 @@ static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
     }
 }
 
-static void mt_bind_weights(mt_model *m) {
-    for (int64_t i = 0; i < m->num_params; i++) {
+/* Gives the model's code the pointers into a bucket, NULL where its values are not whole now. */
+static void mt_bind_weights(mt_model *m, int64_t bucket) {
+    const mt_bucket *b = &m->buckets[bucket];
+    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
-        mt_bucket *bucket = &m->buckets[param->bucket];
         mt_weight *weight = mt_model_weight(m, param);
         if (!weight) continue;
-        weight->w = mt_at(m, bucket->params, param->offset);
-        weight->dw = m->plan.train ? bucket->grads + param->offset : NULL;
+        weight->w = mt_inside(b->params, param->offset * mt_dtype_size(m->dtype));
+        weight->dw = mt_inside(b->grads, param->offset * 4);
+        if (param->role == MT_WORD_EMBEDDING && !m->options->untie_embeddings_and_output_weights) m->lm_head = *weight;
     }
-    if (!m->options->untie_embeddings_and_output_weights) m->lm_head = m->word_embedding;
 }
 
 static void mt_model_shape(mt_model *m, const mt_options *o) {
@@ -4346,6 +4431,9 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;
     mt_model_shape(m, options);
     m->num_params = mt_params_build(&m->params, options);
+    m->num_buckets = m->L + 2;
+    m->buckets = mt_calloc(m->num_buckets * (int64_t)sizeof(mt_bucket));
+    mt_sharding_open(m);
     mt_buckets_size(m);
     m->layers = mt_calloc(m->L * (int64_t)sizeof(mt_layer));
     m->activations = mt_calloc(m->L * (int64_t)sizeof(mt_activations));
@@ -4369,14 +4457,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->arena.base = ops->memory_alloc(counting.used);
     mt_layout(m, &m->arena);
     m->stream = ops->stream_create(m->workspace, m->workspace_bytes, options->deterministic_mode);
-    mt_bind_weights(m);
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
-        ops->memory_zero(b->params, b->count * mt_dtype_size(m->dtype), m->stream);
-        float *states[] = {b->grads, b->master, b->m, b->v};
-        for (int k = 0; k < 4; k++)
-            if (states[k]) ops->memory_zero(states[k], b->count * 4, m->stream);
-    }
+    mt_sharding_start(m);
     ops->memory_zero(m->sums, 3 * 8, m->stream);
     if (m->rotary_dim > 0) mt_rope_tables(m);
     *out = m;
@@ -4387,8 +4468,10 @@ void mt_model_destroy(mt_model *m) {
     if (!m) return;
     if (m->arena.base) {
         m->ops->memory_free(m->arena.base);
+        mt_sharding_close(m);
         m->ops->stream_destroy(m->stream);
     }
+    free(m->sharding.progress);
     free(m->steps);
     free(m->staged_logits);
     free(m->params);
@@ -4400,20 +4483,26 @@ void mt_model_destroy(mt_model *m) {
     free(m);
 }
 
+/* Draws those of a parameter's values that the part of its bucket has. */
+static void mt_param_draw(mt_model *m, const mt_param *param, mt_kept kept) {
+    mt_part part = mt_bucket_part(m, param->bucket, kept);
+    int64_t count = param->rows_stored * param->cols; // padding rows stay 0, whatever their number
+    int64_t begin = mt_max(param->offset, part.first), end = mt_min(param->offset + count, part.first + part.count);
+    if (!part.data || begin >= end) return;
+    float mean = param->init == MT_INIT_ONES ? 1 : 0, std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
+    uint64_t index = (uint64_t)((param->layer + 1) * MT_NUM_ROLES + param->role);
+    uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
+    m->ops->random_normal((char *)part.data + (begin - part.first) * mt_dtype_size(part.dtype), end - begin, key,
+                          begin - param->offset, mean, std, part.dtype, m->stream);
+}
+
 void mt_model_init(mt_model *m) {
+    mt_params_changed(m);
     for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        mt_bucket *bucket = &m->buckets[param->bucket];
-        int64_t count = param->rows_stored * param->cols; // padding rows stay 0, whatever their number
-        if (param->init == MT_INIT_ZEROS) continue;
-        float mean = param->init == MT_INIT_ONES ? 1 : 0,
-              std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
-        uint64_t index = (uint64_t)((param->layer + 1) * MT_NUM_ROLES + param->role);
-        uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
-        void *weights = mt_at(m, bucket->params, param->offset);
-        m->ops->random_normal(weights, count, key, 0, mean, std, m->dtype, m->stream);
-        if (bucket->master) // drawn again rather than widened, so that the master weights are not rounded
-            m->ops->random_normal(bucket->master + param->offset, count, key, 0, mean, std, MT_F32, m->stream);
+        if (m->params[i].init == MT_INIT_ZEROS) continue;
+        mt_param_draw(m, &m->params[i], MT_KEPT_WEIGHTS);
+        if (m->dtype != MT_F32) // drawn again rather than widened, so that the master weights are not rounded
+            mt_param_draw(m, &m->params[i], MT_KEPT_MASTER);
     }
 }
 
@@ -4423,6 +4512,7 @@ const mt_param *mt_model_params(const mt_model *m, int64_t *count) {
 }
 
 mt_bucket *mt_model_buckets(mt_model *m, int64_t *count) {
+    mt_params_settle(m);
     *count = m->num_buckets;
     return m->buckets;
 }
@@ -4494,7 +4584,7 @@ static void mt_embed_backward(mt_model *m, void *dx) {
     mt_dropout dropout = mt_model_dropout(m, -1, MT_DROP_EMBEDDING);
     if (dropout.p > 0)
         m->ops->dropout_add_backward(dx, dx, m->token_index, m->T, m->C, 0, &dropout, m->dtype, m->stream);
-    if (m->position_embedding.w)
+    if (m->position_embedding.dw)
         m->ops->embedding_backward(m->position_embedding.dw, dx, m->positions, m->T, m->C, 0,
                                    m->options->max_position_embeddings, m->dtype, m->stream);
     m->ops->embedding_backward(m->word_embedding.dw, dx, m->tokens, m->T, m->C, 0, m->V, m->dtype, m->stream);
@@ -4502,13 +4592,28 @@ static void mt_embed_backward(mt_model *m, void *dx) {
 
 /* Embedding and layers; the result is in final_input. */
 static void mt_forward_layers(mt_model *m, bool decode) {
+    mt_bucket_acquire(m, 0);
     mt_embed_forward(m, m->activations[0].input);
+    mt_bucket_release(m, 0);
     for (int64_t layer = 0; layer < m->L; layer++) {
         mt_activations *a = &m->activations[m->plan.train ? layer : 0];
         bool last = layer == m->L - 1;
         void *output = last ? m->final_input : m->plan.train ? m->activations[layer + 1].input : a->input;
+        mt_bucket_acquire(m, 1 + layer);
         mt_layer_forward(m, layer, a, output, decode);
+        mt_bucket_release(m, 1 + layer);
     }
+}
+
+/* The buckets of the final norm and of the output layer, which is the embedding where they are tied. */
+static void mt_output_acquire(mt_model *m) {
+    if (!m->options->untie_embeddings_and_output_weights) mt_bucket_acquire(m, 0);
+    mt_bucket_acquire(m, m->L + 1);
+}
+
+static void mt_output_release(mt_model *m) {
+    mt_bucket_release(m, m->L + 1);
+    if (!m->options->untie_embeddings_and_output_weights) mt_bucket_release(m, 0);
 }
 
 /* Final norm, logits and the loss of every token. */
@@ -4516,9 +4621,11 @@ static void mt_loss_forward(mt_model *m) {
     int64_t T = m->T, vocabulary = m->options->vocab_size;
     float *weighted = m->training ? NULL : m->row_weighted;
     MT_CHECK(T <= m->plan.max_logits);
+    mt_output_acquire(m);
     mt_norm_forward(m, m->final_normed, m->final_mean, m->final_rstd, m->final_input, m->final_norm, m->final_norm_bias,
                     T);
     m->ops->linear_forward(m->logits, m->final_normed, m->lm_head.w, NULL, T, m->V, m->C, m->dtype, m->stream);
+    mt_output_release(m);
     m->ops->cross_entropy_forward(m->row_max, m->row_sum, m->row_target, weighted, m->logits, m->labels, T, m->V, 0,
                                   vocabulary, m->dtype, m->stream);
     m->ops->cross_entropy_loss(m->loss, m->training ? NULL : m->entropy, m->lse, m->row_max, m->row_sum, m->row_target,
@@ -4530,6 +4637,9 @@ static void mt_loss_forward(mt_model *m) {
 /* The loss is a sum over unmasked tokens, so its gradient by a token's loss is the mask itself. */
 static void mt_loss_backward(mt_model *m) {
     int64_t T = m->T;
+    mt_output_acquire(m);
+    mt_bucket_gradients_acquire(m, m->L + 1);
+    if (!m->options->untie_embeddings_and_output_weights) mt_bucket_gradients_acquire(m, 0); // until mt_embed_backward
     m->ops->cross_entropy_backward(m->logits, m->logits, m->labels, m->lse, m->loss_mask, T, m->V, 0,
                                    m->options->vocab_size, m->dtype, m->stream);
     m->ops->linear_backward_weight(m->lm_head.dw, NULL, m->logits, m->final_normed, T, m->V, m->C, m->accumulates,
@@ -4537,6 +4647,8 @@ static void mt_loss_backward(mt_model *m) {
     m->ops->linear_backward_input(m->scratch.normed, m->logits, m->lm_head.w, T, m->V, m->C, m->dtype, m->stream);
     mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, m->final_input, m->final_mean, m->final_rstd,
                      m->final_norm, m->final_norm_bias, T);
+    mt_bucket_gradients_release(m, m->L + 1, m->last_backward);
+    mt_output_release(m);
 }
 
 void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
@@ -4549,9 +4661,16 @@ void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
 void mt_model_backward(mt_model *m) {
     MT_CHECK(m->plan.train && m->training);
     mt_loss_backward(m);
-    for (int64_t layer = m->L - 1; layer >= 0; layer--) mt_layer_backward(m, layer, &m->activations[layer]);
+    for (int64_t layer = m->L - 1; layer >= 0; layer--) {
+        mt_bucket_acquire(m, 1 + layer);
+        mt_bucket_gradients_acquire(m, 1 + layer);
+        mt_layer_backward(m, layer, &m->activations[layer]);
+        mt_bucket_gradients_release(m, 1 + layer, m->last_backward);
+        mt_bucket_release(m, 1 + layer);
+    }
+    mt_bucket_gradients_acquire(m, 0);
     mt_embed_backward(m, m->scratch.residual);
-    m->accumulates = true;
+    mt_bucket_gradients_release(m, 0, m->last_backward);
 }
 
 /* Copies logits to the host as fp32, without the padding columns. */
@@ -4592,9 +4711,11 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
     mt_forward_layers(m, true);
     m->ops->gather_rows(m->scratch.hidden, m->final_input, m->logit_rows, num_rows, m->C, m->C, m->C, m->dtype,
                         m->stream);
+    mt_output_acquire(m);
     mt_norm_forward(m, m->final_normed, m->final_mean, m->final_rstd, m->scratch.hidden, m->final_norm,
                     m->final_norm_bias, num_rows);
     m->ops->linear_forward(m->logits, m->final_normed, m->lm_head.w, NULL, num_rows, m->V, m->C, m->dtype, m->stream);
+    mt_output_release(m);
     m->num_logits = num_rows;
     mt_read_logits(m, logits, num_rows);
 }
@@ -4614,33 +4735,326 @@ int64_t mt_schedule_1f1b(mt_step *steps, int64_t pp, int64_t rank, int64_t micro
 }
 
 /* ==== §12 gradient buckets ======================================================================================= */
-/* Gradients of a bucket are one flat stretch, so the data group sums them in one call. Invariant: after
- * mt_gradients_finish every rank holds the same gradients. */
+/* Data parallelism: every rank of the data group computes its own micro-batches, and then all make one update. Per
+ * bucket, an all-reduce does that; or a reduce-scatter of gradients, an update of one shard a rank, and an all-gather
+ * of parameters, which move as many bytes, while each rank keeps a shard of AdamW's state only (Rajbhandari et al.,
+ * "ZeRO"). The strategies differ in what else exists only as shards between uses. Invariants: ranks make the same calls
+ * in the same order; what moves is ordered by streams, and the host waits for nothing; padding has zero gradients. */
+
+/* ==== §12a buckets that move ===================================================================================== */
+
+static const mt_group *mt_sharding_group(const mt_model *m) {
+    return &m->grid->data_context;
+}
+
+/* What goes to `stream` from now on waits for what `other` holds now. */
+static void mt_follow(const mt_model *m, mt_stream *stream, mt_stream *other) {
+    if (stream != other) m->ops->stream_follow(stream, other);
+}
+
+/* The strategy that the options ask for, where there is something to train and someone to share it with. */
+static mt_strategy mt_strategy_of(const mt_model *m) {
+    static const char *const names[] = {"no_shard", "optim", "optim_grads", "optim_grads_params"};
+    int strategy = MT_NO_SHARD;
+    if (!m->plan.train || mt_sharding_group(m)->size == 1) return MT_NO_SHARD;
+    while (strcmp(names[strategy], m->options->data_parallel_sharding_strategy) != 0) strategy++;
+    return (mt_strategy)strategy;
+}
+
+/* Before buckets have sizes: the strategy, and which of them hold a matrix of the vocabulary. */
+static void mt_sharding_open(mt_model *m) {
+    mt_sharding *s = &m->sharding;
+    s->strategy = mt_strategy_of(m);
+    s->progress = mt_calloc(m->num_buckets * (int64_t)sizeof *s->progress);
+    for (int64_t i = 0; i < m->num_params; i++)
+        if (m->params[i].role == MT_WORD_EMBEDDING || m->params[i].role == MT_LM_HEAD)
+            s->progress[m->params[i].bucket].is_vocabulary = true;
+}
+
+/* Room for whole buckets, where only shards stay: each slot as large as the largest bucket that may take it. */
+static void mt_layout_slots(mt_model *m, mt_arena *arena) {
+    mt_sharding *s = &m->sharding;
+    int64_t largest[2] = {0, 0}; // of layers, of those with the vocabulary
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        int64_t *count = &largest[s->progress[i].is_vocabulary];
+        *count = mt_max(*count, m->buckets[i].count);
+    }
+    for (int slot = 0; slot < MT_NUM_SLOTS; slot++) {
+        int64_t count = largest[slot == MT_SLOT_VOCABULARY];
+        s->param_slots[slot] = s->grad_slots[slot] = (mt_slot){.bucket = -1};
+        if (s->strategy >= MT_SHARD_PARAMS)
+            s->param_slots[slot].memory = mt_arena_alloc(arena, count * mt_dtype_size(m->dtype));
+        if (s->strategy >= MT_SHARD_GRADS) s->grad_slots[slot].memory = mt_arena_alloc(arena, count * 4);
+    }
+}
+
+/* Once there is memory: everything is zero, and moves on streams of its own where it is to overlap. */
+static void mt_sharding_start(mt_model *m) {
+    mt_sharding *s = &m->sharding;
+    const mt_options *o = m->options;
+    bool alone = mt_sharding_group(m)->size == 1 || !m->plan.train;
+    s->grad_stream = s->param_stream = m->stream;
+    if (!alone && o->overlap_grad_reduce) s->grad_stream = m->ops->stream_create(NULL, 0, o->deterministic_mode);
+    s->prefetches = s->strategy != MT_NO_SHARD && o->overlap_param_gather;
+    if (s->prefetches) s->param_stream = m->ops->stream_create(NULL, 0, o->deterministic_mode);
+    s->gathered_bucket = s->travelled = -1;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(m->dtype), m->stream);
+        if (b->grads) m->ops->memory_zero(b->grads, b->count * 4, m->stream);
+        for (int kept = 0; kept < MT_NUM_KEPT; kept++) {
+            mt_part part = mt_bucket_part(m, i, (mt_kept)kept);
+            if (part.data) mt_part_write(m, &part, 0, NULL, b->count);
+        }
+        mt_bind_weights(m, i);
+    }
+}
+
+static void mt_sharding_close(mt_model *m) {
+    mt_sharding *s = &m->sharding;
+    if (s->grad_stream != m->stream) m->ops->stream_destroy(s->grad_stream);
+    if (s->param_stream != m->stream) m->ops->stream_destroy(s->param_stream);
+}
+
+/* The slot that holds a bucket, or NULL. */
+static mt_slot *mt_slot_find(mt_slot *slots, int64_t bucket) {
+    for (int i = 0; i < MT_NUM_SLOTS; i++)
+        if (slots[i].bucket == bucket) return &slots[i];
+    return NULL;
+}
+
+/* The slot for a bucket of its kind that nobody uses and that was taken longest ago, or NULL. */
+static mt_slot *mt_slot_free(const mt_model *m, mt_slot *slots, int64_t bucket) {
+    bool is_vocabulary = m->sharding.progress[bucket].is_vocabulary;
+    int first = is_vocabulary ? MT_SLOT_VOCABULARY : 0, end = is_vocabulary ? MT_NUM_SLOTS : MT_SLOT_VOCABULARY;
+    mt_slot *oldest = NULL;
+    for (int i = first; i < end; i++)
+        if (slots[i].users == 0 && (!oldest || slots[i].age < oldest->age)) oldest = &slots[i];
+    return oldest;
+}
+
+static mt_slot *mt_slot_take(mt_model *m, mt_slot *slots, int64_t bucket) {
+    mt_slot *slot = mt_slot_free(m, slots, bucket);
+    MT_CHECK(slot);
+    slot->bucket = bucket, slot->age = ++m->sharding.age;
+    return slot;
+}
+
+/* ---- parameters */
+
+/* Begins to make a bucket's parameters whole and current, unless they are or are about to be. */
+static void mt_bucket_gather(mt_model *m, int64_t bucket) {
+    mt_sharding *s = &m->sharding;
+    mt_bucket *b = &m->buckets[bucket];
+    void *whole = b->params;
+    if (s->strategy == MT_SHARD_PARAMS) {
+        if (mt_slot_find(s->param_slots, bucket)) return;
+        whole = mt_slot_take(m, s->param_slots, bucket)->memory;
+        mt_follow(m, s->param_stream, m->stream); // who used the slot has read it
+    } else if (!s->progress[bucket].stale) {
+        return;
+    }
+    s->progress[bucket].stale = false;
+    m->ops->all_gather(whole, b->param_shard, b->shard_count, m->dtype, mt_sharding_group(m), s->param_stream);
+}
+
+/* The bucket that is used after this one, or -1: calls go up in a forward and down in a backward, and turn at the ends.
+ * A jump, such as to the embedding as output layer, is no direction. */
+static int64_t mt_bucket_next(mt_sharding *s, int64_t bucket, int64_t num_buckets) {
+    int64_t distance = s->travelled < 0 ? 0 : bucket - s->travelled;
+    if (distance == 1 || distance == -1) s->direction = distance;
+    if (distance == 0 && bucket == 0) s->direction = 1;
+    if (distance == 0 && bucket == num_buckets - 1) s->direction = -1;
+    s->travelled = bucket;
+    int64_t next = bucket + s->direction;
+    bool jumped = distance > 1 || distance < -1;
+    return jumped || s->direction == 0 || next < 0 || next >= num_buckets ? -1 : next;
+}
+
+void mt_bucket_acquire(mt_model *m, int64_t bucket) {
+    mt_sharding *s = &m->sharding;
+    if (s->strategy == MT_NO_SHARD) return;
+    mt_bucket_gather(m, bucket);
+    mt_follow(m, m->stream, s->param_stream); // of this bucket; what comes next is asked for afterwards
+    if (s->strategy == MT_SHARD_PARAMS) {
+        mt_slot *slot = mt_slot_find(s->param_slots, bucket);
+        slot->users++;
+        m->buckets[bucket].params = slot->memory;
+        mt_bind_weights(m, bucket);
+    }
+    int64_t next = mt_bucket_next(s, bucket, m->num_buckets);
+    if (s->prefetches && next >= 0 && mt_slot_free(m, s->param_slots, next)) mt_bucket_gather(m, next);
+}
+
+void mt_bucket_release(mt_model *m, int64_t bucket) {
+    if (m->sharding.strategy != MT_SHARD_PARAMS || --mt_slot_find(m->sharding.param_slots, bucket)->users > 0) return;
+    m->buckets[bucket].params = NULL; // the slot may still be read for the next use, but through acquire only
+    mt_bind_weights(m, bucket);
+}
+
+/* Whatever reads parameters outside a step finds them current. */
+static void mt_params_settle(mt_model *m) {
+    if (m->sharding.strategy == MT_NO_SHARD || m->sharding.strategy == MT_SHARD_PARAMS) return;
+    for (int64_t i = 0; i < m->num_buckets; i++) mt_bucket_gather(m, i);
+    mt_follow(m, m->stream, m->sharding.param_stream);
+}
+
+/* Before parameters are set, or after they were updated: what was gathered of them is void. */
+static void mt_params_changed(mt_model *m) {
+    mt_sharding *s = &m->sharding;
+    mt_follow(m, m->stream, s->param_stream);
+    for (int i = 0; i < MT_NUM_SLOTS; i++) s->param_slots[i].bucket = -1;
+    s->gathered_bucket = -1;
+}
+
+/* ---- gradients */
 
 /* True for a matrix whose gradient comes from a product, or from one before anything else is added to it. */
 static bool mt_gradient_is_written(const mt_model *m, const mt_param *param) {
-    if (param->role == MT_POSITION_EMBEDDING) return false;
+    if (param->is_vector || param->role == MT_POSITION_EMBEDDING) return false;
     return param->role != MT_WORD_EMBEDDING || !m->options->untie_embeddings_and_output_weights;
 }
 
-/* Begins a step: zeroes what is only ever added to, which is little; the products write the rest. */
-static void mt_gradients_begin(mt_model *m) {
-    m->accumulates = false;
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
-        m->ops->memory_zero(b->grads + b->decay_count, (b->count - b->decay_count) * 4, m->stream);
-    }
-    for (int64_t i = 0; i < m->num_params; i++) {
+/* Zeroes what is only ever added to, and the padding, which is little; the products write the rest. */
+static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
+    int64_t start = 0; // of the stretch to zero
+    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
-        if (param->is_vector || mt_gradient_is_written(m, param)) continue;
-        float *grads = m->buckets[param->bucket].grads + param->offset;
-        m->ops->memory_zero(grads, param->rows * param->cols * 4, m->stream);
+        if (!mt_gradient_is_written(m, param)) continue;
+        if (param->offset > start) m->ops->memory_zero(b->grads + start, (param->offset - start) * 4, m->stream);
+        start = param->offset + param->rows * param->cols;
     }
+    if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
 }
 
+void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
+    mt_sharding *s = &m->sharding;
+    mt_bucket *b = &m->buckets[bucket];
+    mt_bucket_progress *progress = &s->progress[bucket];
+    bool begun = progress->holds_gradients;
+    progress->holds_gradients = true;
+    m->accumulates = begun || (progress->has_gradients && s->strategy < MT_SHARD_GRADS);
+    if (s->strategy >= MT_SHARD_GRADS && !begun) {
+        mt_slot *slot = mt_slot_take(m, s->grad_slots, bucket);
+        slot->users++;
+        if (slot == s->reducing) mt_follow(m, m->stream, s->grad_stream);
+        b->grads = slot->memory;
+        mt_bind_weights(m, bucket);
+    }
+    if (!m->accumulates) mt_bucket_zero_gradients(m, b);
+}
+
+/* Begins the sum over ranks of what this rank has in the bucket's whole gradients. */
+static void mt_bucket_reduce(mt_model *m, int64_t bucket) {
+    mt_sharding *s = &m->sharding;
+    mt_bucket *b = &m->buckets[bucket];
+    mt_bucket_progress *progress = &s->progress[bucket];
+    const mt_group *group = mt_sharding_group(m);
+    bool adds = s->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard of earlier micro-batches
+    float *sum = adds ? b->grads + b->shard_first : b->grad_shard;
+    mt_follow(m, s->grad_stream, m->stream);
+    if (s->strategy == MT_NO_SHARD)
+        m->ops->all_reduce(b->grads, b->count, MT_SUM, MT_F32, group, s->grad_stream);
+    else
+        m->ops->reduce_scatter(sum, b->grads, b->shard_count, MT_F32, group, s->grad_stream);
+    if (adds) m->ops->accumulate(b->grad_shard, sum, b->shard_count, s->grad_stream);
+    progress->reduced = true;
+}
+
+void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
+    mt_sharding *s = &m->sharding;
+    mt_bucket_progress *progress = &s->progress[bucket];
+    if (s->strategy < MT_SHARD_GRADS) {
+        if (last && m->options->overlap_grad_reduce) mt_bucket_reduce(m, bucket);
+    } else {
+        mt_follow(m, m->stream, s->grad_stream); // all sums but the one that begins now: their slots are free again
+        mt_bucket_reduce(m, bucket);
+        mt_slot *slot = mt_slot_find(s->grad_slots, bucket);
+        slot->users = 0, slot->bucket = -1;
+        s->reducing = slot;
+        m->buckets[bucket].grads = NULL;
+        mt_bind_weights(m, bucket);
+    }
+    progress->holds_gradients = false;
+    progress->has_gradients = true;
+}
+
+/* Begins a step: no bucket has gradients. */
+static void mt_gradients_begin(mt_model *m) {
+    mt_sharding *s = &m->sharding;
+    s->gathered_bucket = -1;
+    for (int64_t i = 0; i < m->num_buckets; i++) s->progress[i].has_gradients = s->progress[i].reduced = false;
+}
+
+/* Afterwards every rank has the sum over all ranks: of its shard, or the same bits of the whole. */
 static void mt_gradients_finish(mt_model *m) {
+    mt_sharding *s = &m->sharding;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        MT_CHECK(s->progress[i].has_gradients && !s->progress[i].holds_gradients);
+        if (!s->progress[i].reduced) mt_bucket_reduce(m, i);
+    }
+    mt_follow(m, m->stream, s->grad_stream);
+    mt_follow(m, m->stream, s->param_stream); // the update writes what a prefetch may still read
+}
+
+/* sums[2] = the squared norm of all gradients, each element counted once. */
+static void mt_gradients_norm(mt_model *m) {
     for (int64_t i = 0; i < m->num_buckets; i++)
-        mt_all_reduce_sum(&m->grid->data, m->buckets[i].grads, m->buckets[i].count, MT_F32);
+        m->ops->squared_norm(m->sums + 2, m->buckets[i].grad_shard, m->buckets[i].shard_count, m->stream);
+    if (m->sharding.strategy != MT_NO_SHARD)
+        m->ops->all_reduce(m->sums + 2, 1, MT_SUM, MT_F64, mt_sharding_group(m), m->stream);
+}
+
+/* Parameters after an update of shards: gathered now, or each bucket before its first use. */
+static void mt_params_finish(mt_model *m) {
+    mt_sharding *s = &m->sharding;
+    mt_params_changed(m);
+    if (s->strategy == MT_NO_SHARD || s->strategy == MT_SHARD_PARAMS) return;
+    for (int64_t i = 0; i < m->num_buckets; i++) s->progress[i].stale = true;
+    mt_follow(m, s->param_stream, m->stream);
+    if (!s->prefetches) mt_params_settle(m);
+}
+
+/* ==== §12b shards and wholes ===================================================================================== */
+/* How initialisation and checkpoints, which think in parameters, reach values of which a rank has a part. */
+
+mt_part mt_bucket_part(const mt_model *m, int64_t bucket, mt_kept kept) {
+    const mt_bucket *b = &m->buckets[bucket];
+    float *floats[MT_NUM_KEPT] = {NULL, b->master, b->m, b->v};
+    if (kept != MT_KEPT_WEIGHTS && (kept != MT_KEPT_MASTER || m->dtype != MT_F32))
+        return (mt_part){floats[kept], b->shard_first, b->shard_count, MT_F32};
+    if (m->sharding.strategy == MT_SHARD_PARAMS)
+        return (mt_part){b->param_shard, b->shard_first, b->shard_count, m->dtype};
+    return (mt_part){b->params, 0, b->count, m->dtype};
+}
+
+void mt_part_write(mt_model *m, const mt_part *part, int64_t at, const void *from, int64_t n) {
+    int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
+    int64_t size = mt_dtype_size(part->dtype);
+    if (begin >= end) return;
+    void *to = (char *)part->data + (begin - part->first) * size;
+    if (from)
+        m->ops->memory_copy(to, (const char *)from + (begin - at) * size, (end - begin) * size, m->stream);
+    else
+        m->ops->memory_zero(to, (end - begin) * size, m->stream);
+}
+
+const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_kept kept) {
+    mt_sharding *s = &m->sharding;
+    mt_bucket *b = &m->buckets[bucket];
+    mt_part part = mt_bucket_part(m, bucket, kept);
+    if (kept == MT_KEPT_WEIGHTS || (kept == MT_KEPT_MASTER && m->dtype == MT_F32)) {
+        mt_bucket_gather(m, bucket);
+        mt_follow(m, m->stream, s->param_stream);
+        return s->strategy == MT_SHARD_PARAMS ? mt_slot_find(s->param_slots, bucket)->memory : b->params;
+    }
+    if (s->strategy == MT_NO_SHARD) return part.data;
+    int slot = s->progress[bucket].is_vocabulary ? MT_SLOT_VOCABULARY : MT_SLOT_LAYER;
+    void *whole = s->strategy >= MT_SHARD_GRADS ? s->grad_slots[slot].memory : b->grads;
+    if (s->gathered_bucket == bucket && s->gathered_kept == kept) return whole;
+    m->ops->all_gather(whole, part.data, b->shard_count, MT_F32, mt_sharding_group(m), m->stream);
+    s->gathered_bucket = bucket, s->gathered_kept = kept;
+    return whole;
 }
 
 /* ==== §13 optimizer ============================================================================================== */
@@ -5174,40 +5588,28 @@ static int64_t mt_param_chunk(const mt_param *param) {
     return rows < 1 ? 1 : rows > param->rows_stored ? param->rows_stored : rows;
 }
 
-/* What is kept of a parameter, each under the parameter's name after a prefix. */
-typedef enum mt_kept { MT_KEPT_WEIGHTS, MT_KEPT_MASTER, MT_KEPT_M, MT_KEPT_V, MT_NUM_KEPT } mt_kept;
-
 static const char *const mt_kept_prefix[MT_NUM_KEPT] = {"", "master.", "exp_avg.", "exp_avg_sq."};
 
-/* Where it lies in the device's buckets. The master weights of an fp32 model are its weights. */
-static void *mt_param_place(const mt_model *m, const mt_param *param, mt_kept kept) {
-    const mt_bucket *bucket = &m->buckets[param->bucket];
-    float *floats[MT_NUM_KEPT] = {NULL, bucket->master, bucket->m, bucket->v};
-    if (kept == MT_KEPT_WEIGHTS || (kept == MT_KEPT_MASTER && m->dtype == MT_F32))
-        return (char *)bucket->params + param->offset * mt_dtype_size(m->dtype);
-    return floats[kept] ? floats[kept] + param->offset : NULL;
-}
-
-/* Loads a parameter's rows; padding rows become 0. `weights` (of the model's type) and `floats` are its places in the
- * device's buckets, either may be NULL. Returns the number of values that are not finite. */
-static int64_t mt_param_load(const mt_model *m, const mt_param *param, const mt_tensor_info *tensor, void *weights,
-                             float *floats) {
-    int64_t chunk = mt_param_chunk(param), cols = param->cols, not_finite = 0, size = mt_dtype_size(m->dtype);
+/* Loads a parameter's rows into those parts of its bucket that this rank has (of the model's type and of floats, either
+ * may be NULL); padding rows become 0. Returns the number of values that are not finite. */
+static int64_t mt_param_load(mt_model *m, const mt_param *param, const mt_tensor_info *tensor, const mt_part *weights,
+                             const mt_part *floats) {
+    int64_t chunk = mt_param_chunk(param), cols = param->cols, not_finite = 0;
     int64_t stored = param->rows_stored, padding = (param->rows - stored) * cols;
     float *staged = mt_malloc(chunk * cols * 4);
     uint16_t *halves = weights && m->dtype == MT_BF16 ? mt_malloc(chunk * cols * 2) : NULL;
     for (int64_t first = 0; first < stored; first += chunk) {
-        int64_t count = stored - first < chunk ? stored - first : chunk, n = count * cols, at = first * cols;
+        int64_t count = stored - first < chunk ? stored - first : chunk, n = count * cols;
+        int64_t at = param->offset + first * cols;
         mt_param_read_rows(staged, param, tensor, first, count);
         for (int64_t i = 0; i < n; i++) not_finite += !isfinite(staged[i]);
         for (int64_t i = 0; halves && i < n; i++) halves[i] = mt_f32_to_bf16(staged[i]);
-        if (floats) m->ops->memory_copy(floats + at, staged, n * 4, m->stream);
-        if (weights)
-            m->ops->memory_copy((char *)weights + at * size, halves ? (void *)halves : staged, n * size, m->stream);
+        if (floats) mt_part_write(m, floats, at, staged, n);
+        if (weights) mt_part_write(m, weights, at, halves ? (void *)halves : staged, n);
         m->ops->stream_wait(m->stream); // before the buffers are filled again
     }
-    if (floats && padding > 0) m->ops->memory_zero(floats + stored * cols, padding * 4, m->stream);
-    if (weights && padding > 0) m->ops->memory_zero((char *)weights + stored * cols * size, padding * size, m->stream);
+    if (floats) mt_part_write(m, floats, param->offset + stored * cols, NULL, padding);
+    if (weights) mt_part_write(m, weights, param->offset + stored * cols, NULL, padding);
     free(staged);
     free(halves);
     return not_finite;
@@ -5348,11 +5750,14 @@ static int mt_weights_load(mt_model *m, const char *folder, mt_error *error) {
                         : mt_param_missing(&m->params[i], folder, file, error);
     }
     if (status == 0) status = mt_weights_check_unused(m, file, error);
+    mt_params_changed(m);
     for (int64_t i = 0; i < m->num_params && status == 0; i++) {
         const mt_param *param = &m->params[i];
         const mt_tensor_info *tensor = mt_safetensors_find_param(file, param->hf_name);
-        float *master = m->dtype == MT_F32 ? NULL : mt_param_place(m, param, MT_KEPT_MASTER);
-        int64_t not_finite = mt_param_load(m, param, tensor, mt_param_place(m, param, MT_KEPT_WEIGHTS), master);
+        mt_part weights = mt_bucket_part(m, param->bucket, MT_KEPT_WEIGHTS);
+        mt_part master = mt_bucket_part(m, param->bucket, MT_KEPT_MASTER);
+        bool has_master = m->dtype != MT_F32 && master.data;
+        int64_t not_finite = mt_param_load(m, param, tensor, &weights, has_master ? &master : NULL);
         if (not_finite > 0 && m->grid->world.rank == 0)
             fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", tensor->file,
                     (long long)not_finite, tensor->name);
@@ -5522,12 +5927,13 @@ static void mt_transpose(void *to, const void *from, int64_t rows, int64_t cols,
                     ((uint16_t *)to)[c * rows + r] = ((const uint16_t *)from)[r * cols + c];
 }
 
-/* Writes a parameter's rows where they belong in a tensor whose data begins at `start` in the file. */
+/* Writes a parameter's rows, from the whole bucket's values, where they belong in a tensor whose data begins at `start`
+ * in the file. */
 static int mt_param_write(const mt_output *out, const mt_model *m, const mt_param *param, const mt_saved *saved,
-                          int64_t start) {
+                          const void *bucket, int64_t start) {
     int64_t size = mt_dtype_size(saved->dtype), cols = param->cols, chunk = mt_param_chunk(param);
     int status = 0;
-    const char *place = mt_param_place(m, param, saved->kept);
+    const char *place = (const char *)bucket + param->offset * size;
     char *staged = mt_malloc(chunk * cols * size);
     char *turned = param->hf_transposed ? mt_malloc(chunk * cols * size) : NULL;
     for (int64_t first = 0; first < param->rows_stored && status == 0; first += chunk) {
@@ -5553,22 +5959,29 @@ static int mt_param_write(const mt_output *out, const mt_model *m, const mt_para
     return status;
 }
 
-static int mt_shard_write(const mt_saved_set *set, int64_t shard, const mt_model *m, const char *path,
-                          mt_error *error) {
+/* One file; rank 0 writes it, and every rank gives what it has. */
+static int mt_shard_write(const mt_saved_set *set, int64_t shard, mt_model *m, const char *path, mt_error *error) {
     mt_output out;
-    int64_t first = 0, end, header_bytes;
+    int64_t first = 0, end, header_bytes = 0;
+    bool writes = m->grid->world.rank == 0;
     while (set->tensors[first].shard < shard) first++;
     for (end = first; end < set->count && set->tensors[end].shard == shard;) end++;
-    if (mt_output_open(&out, path, error) != 0) return -1;
-    char *header = mt_saved_header(set->tensors + first, end - first, &header_bytes);
-    int status = mt_output_write(&out, 0, header, header_bytes);
-    free(header);
+    int status = writes ? mt_output_open(&out, path, error) : 0;
+    bool opened = writes && status == 0;
+    if (opened) {
+        char *header = mt_saved_header(set->tensors + first, end - first, &header_bytes);
+        status = mt_output_write(&out, 0, header, header_bytes);
+        free(header);
+    }
     for (int64_t i = first; i < end; i++) {
         const mt_saved *saved = &set->tensors[i];
-        for (int64_t k = 0; k < saved->num_params && status == 0; k++)
-            status = mt_param_write(&out, m, &saved->params[k], saved, header_bytes + saved->offset);
+        for (int64_t k = 0; k < saved->num_params; k++) { // after an error too: other ranks wait for this one's part
+            const void *bucket = mt_bucket_gather_state(m, saved->params[k].bucket, saved->kept);
+            if (opened && status == 0)
+                status = mt_param_write(&out, m, &saved->params[k], saved, bucket, header_bytes + saved->offset);
+        }
     }
-    return mt_output_close(&out, status);
+    return opened ? mt_output_close(&out, status) : status;
 }
 
 /* Written for a single file too: loaders that take every *.safetensors of a folder then know the model's. */
@@ -5586,6 +5999,13 @@ static int mt_saved_write_index(const mt_saved_set *set, const char *folder, mt_
     return status;
 }
 
+/* What became of it on rank 0, which writes, becomes every rank's status and error. */
+static int mt_ranks_agree(const mt_model *m, int status, mt_error *error) {
+    mt_broadcast(&m->grid->world, &status, sizeof status, 0);
+    if (status != 0) mt_broadcast(&m->grid->world, error, sizeof *error, 0);
+    return status;
+}
+
 int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem, int64_t max_shard_bytes,
                                mt_error *error) {
     char name[64];
@@ -5596,12 +6016,12 @@ int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem
     for (int64_t shard = 0; shard < set.num_shards && status == 0; shard++) {
         mt_shard_name(name, &set, shard);
         char *path = mt_path_join(folder, name);
-        status = mt_shard_write(&set, shard, m, path, error);
+        status = mt_ranks_agree(m, mt_shard_write(&set, shard, m, path, error), error);
         free(path);
     }
-    if (status == 0) status = mt_saved_write_index(&set, folder, error);
+    if (status == 0 && m->grid->world.rank == 0) status = mt_saved_write_index(&set, folder, error);
     free(set.tensors);
-    return status;
+    return mt_ranks_agree(m, status, error);
 }
 
 /* ---- folders */
@@ -5642,14 +6062,20 @@ static int mt_generation_config_write(const mt_options *options, const char *fol
 
 /* Everything of a checkpoint but the caller's own files. */
 static int mt_checkpoint_write(mt_model *m, const mt_run_state *state, const char *folder, mt_error *error) {
-    char *config = mt_options_write_hf_config(m->options);
-    int status = mt_text_write(folder, "config.json", config, error);
-    free(config);
-    if (status == 0) status = mt_generation_config_write(m->options, folder, error);
+    bool writes = m->grid->world.rank == 0;
+    int status = 0;
+    if (writes) {
+        char *config = mt_options_write_hf_config(m->options);
+        status = mt_text_write(folder, "config.json", config, error);
+        free(config);
+        if (status == 0) status = mt_generation_config_write(m->options, folder, error);
+    }
+    status = mt_ranks_agree(m, status, error);
     if (status == 0) status = mt_safetensors_save_folder(m, folder, "model", mt_max_shard_bytes, error);
     if (status == 0 && m->plan.train && !m->options->no_save_optim)
         status = mt_safetensors_save_folder(m, folder, "optimizer", mt_max_shard_bytes, error);
-    return status == 0 ? mt_trainer_write(m, state, folder, error) : -1;
+    if (status == 0 && writes) status = mt_trainer_write(m, state, folder, error);
+    return status;
 }
 
 /* Calls `visit` with every name in a folder, until one returns other than 0. */
@@ -5854,24 +6280,34 @@ int mt_checkpoint_prepare(const mt_model *m, const char *folder, mt_error *error
     return mt_checkpoint_check_folder(folder, mt_checkpoint_bytes(m), error);
 }
 
+/* Rank 0's last steps: a folder that is whole and on disk takes its place and becomes the latest. */
+static int mt_checkpoint_place(const char *temporary, const char *folder, const char *name, int64_t iteration,
+                               mt_error *error) {
+    char *place = mt_path_join(folder, name);
+    int status = mt_folder_visit(temporary, mt_fsync_entry, error);
+    if (status == 0) status = mt_fsync_path(temporary, error);
+    if (status == 0) status = mt_folder_place(temporary, place, error);
+    if (status == 0) status = mt_checkpoint_publish(folder, name, iteration, error);
+    free(place);
+    return status;
+}
+
 int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
                        void *context, mt_error *error) {
     char name[64], temporary_name[128];
-    if (mt_checkpoint_prepare(m, folder, error) != 0) return -1;
+    bool writes = m->grid->world.rank == 0;
     snprintf(name, sizeof name, "iter_%07lld", (long long)state->iteration);
     snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", name, (long long)getpid());
-    char *temporary = mt_path_join(folder, temporary_name), *place = mt_path_join(folder, name);
-    int status = mt_folder_create(temporary, error);
+    int status = mt_ranks_agree(m, writes ? mt_checkpoint_prepare(m, folder, error) : 0, error);
+    if (status != 0) return -1;
+    char *temporary = mt_path_join(folder, temporary_name);
+    status = mt_ranks_agree(m, writes ? mt_folder_create(temporary, error) : 0, error);
     if (status == 0) status = mt_checkpoint_write(m, state, temporary, error);
-    if (status == 0 && extra) status = extra(context, temporary, error);
-    if (status == 0) status = mt_folder_visit(temporary, mt_fsync_entry, error);
-    if (status == 0) status = mt_fsync_path(temporary, error);
-    if (status == 0) status = mt_folder_place(temporary, place, error);
-    if (status == 0) status = mt_checkpoint_publish(folder, name, state->iteration, error);
-    if (status != 0) mt_folder_remove(temporary);
+    if (status == 0 && writes && extra) status = extra(context, temporary, error);
+    if (status == 0 && writes) status = mt_checkpoint_place(temporary, folder, name, state->iteration, error);
+    if (status != 0 && writes) mt_folder_remove(temporary);
     free(temporary);
-    free(place);
-    return status;
+    return mt_ranks_agree(m, status, error);
 }
 
 /* ==== §14d resuming ============================================================================================== */
@@ -5930,9 +6366,15 @@ static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const
     return mt_safetensors_find(file, name);
 }
 
+/* Into the bucket's fp32 values; an fp32 model's weights are its master weights. */
+static void mt_optimizer_load_param(mt_model *m, const mt_param *param, const mt_tensor_info *tensor, mt_kept kept) {
+    mt_part part = mt_bucket_part(m, param->bucket, kept);
+    mt_param_load(m, param, tensor, NULL, &part);
+}
+
 /* Moments and, where they were kept, master weights. A bf16 run may go on in fp32, from its master weights, and an fp32
  * run in bf16, with its weights for master weights. */
-static int mt_optimizer_load(const mt_model *m, const char *folder, mt_error *error) {
+static int mt_optimizer_load(mt_model *m, const char *folder, mt_error *error) {
     mt_safetensors *file;
     if (mt_safetensors_open_folder(&file, folder, "optimizer", error) != 0) return -1;
     mt_kept first = mt_optimizer_find(file, &m->params[0], MT_KEPT_MASTER) ? MT_KEPT_MASTER : MT_KEPT_M;
@@ -5948,7 +6390,7 @@ static int mt_optimizer_load(const mt_model *m, const char *folder, mt_error *er
                                           "--no-load-optim, or get the folder again",
                                           folder, mt_kept_prefix[kept], param->hf_name);
                 else if (load)
-                    mt_param_load(m, param, tensor, NULL, mt_param_place(m, param, (mt_kept)kept));
+                    mt_optimizer_load_param(m, param, tensor, (mt_kept)kept);
                 else
                     status = mt_param_check(param, tensor, error);
             }
@@ -5998,7 +6440,7 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *p
 }
 
 /* The optimizer and the place in the run; `folder` is one iteration's. */
-static int mt_run_load(const mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
+static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
     bool has_optimizer =
         mt_folder_has(folder, "optimizer.safetensors") || mt_folder_has(folder, "optimizer.safetensors.index.json");
     bool continues = mt_folder_has(folder, "trainer.json") && (has_optimizer || m->options->no_load_optim);
@@ -6524,8 +6966,7 @@ static void mt_sums_finish(mt_model *m, double sums[2]) {
 /* The weights' update, from finished gradients. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
-    for (int64_t i = 0; i < m->num_buckets; i++)
-        m->ops->squared_norm(m->sums + 2, m->buckets[i].grads, m->buckets[i].count, m->stream);
+    mt_gradients_norm(m);
     m->ops->gradient_scale(m->grad_scale, m->grad_norm, m->sums + 2, m->sums + 1, (float)o->clip_grad, m->stream);
     double step = (double)(state->optimizer_step + 1);
     mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
@@ -6536,14 +6977,17 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
                       .bias_correction2 = (float)(1 - pow(o->adam_beta2, step))};
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
-        int64_t start[3] = {0, b->decay_count, b->count}; // decayed matrices, then the rest
+        int64_t decays = mt_min(mt_max(b->decay_count - b->shard_first, 0), b->shard_count); // of this rank's shard
+        int64_t start[3] = {0, decays, b->shard_count}; // decayed matrices, then the rest
         for (int k = 0; k < 2; k++) {
             int64_t first = start[k], count = start[k + 1] - first;
+            if (count == 0) continue;
             adamw.weight_decay = k == 0 ? (float)mt_weight_decay(o, state->consumed_train_samples) : 0;
-            m->ops->adamw_step(mt_at(m, b->params, first), b->master ? b->master + first : NULL, b->m + first,
-                               b->v + first, b->grads + first, m->grad_scale, count, &adamw, m->dtype, m->stream);
+            m->ops->adamw_step(mt_at(m, b->param_shard, first), b->master ? b->master + first : NULL, b->m + first,
+                               b->v + first, b->grad_shard + first, m->grad_scale, count, &adamw, m->dtype, m->stream);
         }
     }
+    mt_params_finish(m);
 }
 
 int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
@@ -6561,6 +7005,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
         if (steps[i].kind == MT_STEP_BACKWARD) {
+            m->last_backward = i == count - 1;
             mt_model_backward(m);
             continue;
         }
@@ -6568,6 +7013,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
         if (status == 0) mt_model_forward(m, batch, true);
         tokens += batch->num_tokens;
     }
+    m->last_backward = false;
     if (status != 0) return status;
 
     mt_sums_finish(m, sums);
@@ -6999,6 +7445,10 @@ static void mt_timed_loss_accumulate(double *sums, const float *loss, const floa
     MT_TIMED(loss_accumulate, mt_work_bytes(T, 8), sums, loss, mask, T);
 }
 
+static void mt_timed_accumulate(float *sum, const float *x, int64_t n, mt_stream *stream) {
+    MT_TIMED(accumulate, mt_work_bytes(n, 12), sum, x, n);
+}
+
 static void mt_timed_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
     MT_TIMED(squared_norm, mt_work_bytes(n, 4), sum, x, n);
 }
@@ -7064,6 +7514,7 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .cross_entropy_loss = mt_timed_cross_entropy_loss,
         .cross_entropy_backward = mt_timed_cross_entropy_backward,
         .loss_accumulate = mt_timed_loss_accumulate,
+        .accumulate = mt_timed_accumulate,
         .squared_norm = mt_timed_squared_norm,
         .gradient_scale = mt_timed_gradient_scale,
         .adamw_step = mt_timed_adamw_step,
