@@ -31,6 +31,8 @@
  *   §10c forward and backward
  *   §11  schedules
  *   §12  gradient buckets
+ *   §12a buckets that move
+ *   §12b shards and wholes
  *   §13  optimizer
  *   §14  checkpoints and Hugging Face
  *   §14a safetensors

@@ -222,6 +222,111 @@ static void every_strategy_trains_in_bf16_to_within_two_percent(void **state) {
     }
 }
 
+/* ---- streams */
+
+/* A backend whose second and third stream do nothing before another stream follows them: the latest that a GPU may be.
+ * What is not waited for is then missing, and what is overwritten too early is lost. */
+typedef struct late_call {
+    void (*run)(const struct late_call *call);
+    void *out;
+    const void *in;
+    int64_t count;
+    mt_dtype dtype;
+    const mt_group *group;
+} late_call;
+
+enum { MAX_LATE_CALLS = 64, MAX_STREAMS = 3 };
+typedef struct late_stream {
+    late_call calls[MAX_LATE_CALLS];
+    int count;
+} late_stream;
+static late_stream late_streams[MAX_STREAMS];
+static int num_streams, most_late_calls;
+
+static void run_all_reduce(const late_call *c) {
+    mt_cpu_ops.all_reduce(c->out, c->count, MT_SUM, c->dtype, c->group, NULL);
+}
+
+static void run_all_gather(const late_call *c) {
+    mt_cpu_ops.all_gather(c->out, c->in, c->count, c->dtype, c->group, NULL);
+}
+
+static void run_reduce_scatter(const late_call *c) {
+    mt_cpu_ops.reduce_scatter(c->out, c->in, c->count, c->dtype, c->group, NULL);
+}
+
+static void run_accumulate(const late_call *c) {
+    mt_cpu_ops.accumulate(c->out, c->in, c->count, NULL);
+}
+
+static void call_late(mt_stream *stream, late_call call) {
+    late_stream *to = (late_stream *)(void *)stream;
+    if (to == &late_streams[0]) { // the model's own stream: at once
+        call.run(&call);
+        return;
+    }
+    assert_true(to->count < MAX_LATE_CALLS);
+    to->calls[to->count++] = call;
+    if (to->count > most_late_calls) most_late_calls = to->count;
+}
+
+static void late_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype, const mt_group *group,
+                            mt_stream *stream) {
+    assert_int_equal(reduction, MT_SUM);
+    call_late(stream, (late_call){run_all_reduce, buffer, NULL, count, dtype, group});
+}
+
+static void late_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                            mt_stream *stream) {
+    call_late(stream, (late_call){run_all_gather, out, in, count, dtype, group});
+}
+
+static void late_reduce_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                                mt_stream *stream) {
+    call_late(stream, (late_call){run_reduce_scatter, out, in, count, dtype, group});
+}
+
+static void late_accumulate(float *sum, const float *x, int64_t n, mt_stream *stream) {
+    call_late(stream, (late_call){run_accumulate, sum, x, n, MT_F32, NULL});
+}
+
+static void late_follow(mt_stream *stream, mt_stream *other) {
+    late_stream *from = (late_stream *)(void *)other;
+    assert_ptr_not_equal(stream, other);
+    for (int i = 0; i < from->count; i++) from->calls[i].run(&from->calls[i]);
+    from->count = 0;
+}
+
+static mt_stream *late_create(void *workspace, int64_t bytes, bool deterministic) {
+    (void)workspace, (void)bytes, (void)deterministic;
+    assert_true(num_streams < MAX_STREAMS);
+    late_streams[num_streams].count = 0;
+    return (mt_stream *)(void *)&late_streams[num_streams++];
+}
+
+static void late_destroy(mt_stream *stream) {
+    assert_int_equal(((late_stream *)(void *)stream)->count, 0);
+    num_streams--;
+}
+
+static void streams_wait_for_what_they_need(void **state) {
+    (void)state;
+    mt_ops late = mt_cpu_ops;
+    late.all_reduce = late_all_reduce, late.all_gather = late_all_gather, late.reduce_scatter = late_reduce_scatter;
+    late.accumulate = late_accumulate, late.stream_follow = late_follow;
+    late.stream_create = late_create, late.stream_destroy = late_destroy;
+    for (int variant = 0; variant < 2 * NUM_STRATEGIES; variant++) {
+        const char *words = variant % 2 ? tied : untied;
+        outcome expected = ten_steps(&alone, words, 0, false, 2 * grid.world.size);
+        backend = &late, most_late_calls = 0;
+        outcome o = ten_steps(&grid, words, variant / 2, true, 2);
+        backend = &mt_cpu_ops;
+        assert_same_outcome(&o, &expected, 1e-5, strategies[variant / 2]);
+        assert_true(most_late_calls > 0); // else nothing would overlap
+        free(o.weights), free(expected.weights);
+    }
+}
+
 /* ---- the golden families */
 
 static void set_strategy(mt_options *options, int strategy) {
@@ -437,6 +542,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(every_strategy_trains_tied_models_like_one_rank),
         cmocka_unit_test(every_strategy_trains_untied_models_like_one_rank),
         cmocka_unit_test(every_strategy_trains_in_bf16_to_within_two_percent),
+        cmocka_unit_test(streams_wait_for_what_they_need),
         cmocka_unit_test(every_strategy_trains_every_family_like_pytorch_on_one),
         cmocka_unit_test(every_rank_ends_with_the_same_weights),
         cmocka_unit_test(initial_weights_do_not_depend_on_the_strategy),
