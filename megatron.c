@@ -35,6 +35,8 @@
  *   §11c layouts
  *   §11d pictures
  *   §12  gradient buckets
+ *   §12a buckets that move
+ *   §12b shards and wholes
  *   §13  optimizer
  *   §14  checkpoints and Hugging Face
  *   §14a safetensors
@@ -141,6 +143,14 @@ void *mt_realloc(void *memory, int64_t bytes) {
 
 char *mt_strdup(const char *text) {
     return strcpy(mt_malloc((int64_t)strlen(text) + 1), text);
+}
+
+static int64_t mt_min(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static int64_t mt_max(int64_t a, int64_t b) {
+    return a > b ? a : b;
 }
 
 double mt_time(void) {
@@ -424,6 +434,14 @@ static const mt_option mt_option_table[] = {
      "order of forwards and backwards; interleaved where a rank has several stages, else 1f1b, when not given"},
     {"print-schedule", MT_OPTIONAL, MT_AT(print_schedule), MT_TRAIN, MT_OF_RUN, NULL, "FILE.svg",
      "print stages and schedule as a picture, or draw it into a file too, and exit; needs no mpirun"},
+    {"use-distributed-optimizer", MT_FLAG, MT_AT(use_distributed_optimizer), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "each rank keeps and updates its part of the optimizer's state: --data-parallel-sharding-strategy optim"},
+    {"data-parallel-sharding-strategy", MT_CHOICE, MT_AT(data_parallel_sharding_strategy), MT_TRAIN, MT_OF_RUN,
+     "no_shard", "no_shard|optim|optim_grads|optim_grads_params", "what data-parallel ranks share out among them"},
+    {"overlap-grad-reduce", MT_FLAG, MT_AT(overlap_grad_reduce), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "sum a layer's gradients over the ranks while the backward goes on"},
+    {"overlap-param-gather", MT_FLAG, MT_AT(overlap_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "gather a layer's parameters while the layer before it computes"},
 
     {.help = "learning rate and optimizer"},
     {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "highest learning rate"},
@@ -2089,6 +2107,25 @@ static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* The distributed optimizer is a strategy's older name; the strategy alone is read afterwards. */
+static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
+    bool whole = strcmp(o->data_parallel_sharding_strategy, "no_shard") == 0;
+    if (whole && o->use_distributed_optimizer) {
+        if (mt_option_given(o, MT_AT(data_parallel_sharding_strategy)))
+            return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard "
+                                       "exclude each other; leave one out");
+        mt_string_set(&o->data_parallel_sharding_strategy, "optim");
+        whole = false;
+    }
+    if (o->overlap_param_gather && whole)
+        return mt_error_set(error, "--overlap-param-gather needs --use-distributed-optimizer or a "
+                                   "--data-parallel-sharding-strategy other than no_shard, under which every rank has "
+                                   "all parameters");
+    if (o->overlap_param_gather && !o->overlap_grad_reduce)
+        return mt_error_set(error, "--overlap-param-gather needs --overlap-grad-reduce");
+    return 0;
+}
+
 static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
     if (!o->tokenizer_type) return 0;
     bool has_file = strcmp(o->tokenizer_type, "ByteLevel") != 0;
@@ -2163,6 +2200,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
                             (long long)world_size, (long long)options->tensor_model_parallel_size,
                             (long long)options->pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;
+    if (mt_options_finish_sharding(options, error)) return -1;
     return mt_options_finish_schedules(options, error);
 }
 
@@ -2283,14 +2321,6 @@ enum {
     MT_COLUMNS = 64,      // columns of one task of a reduction over rows
     MT_PARALLEL = 1 << 14 // elements from which waking the other threads pays
 };
-
-static int64_t mt_min(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
-static int64_t mt_max(int64_t a, int64_t b) {
-    return a > b ? a : b;
-}
 
 static int64_t mt_blocks(int64_t n, int64_t block) {
     return (n + block - 1) / block;
@@ -3626,6 +3656,12 @@ static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_strea
     double total = 0;
     for (int64_t part = 0; part < PARTS; part++) total += parts[part];
     sum[0] += total;
+}
+
+static void mt_cpu_accumulate(float *sum, const float *x, int64_t n, mt_stream *stream) {
+    (void)stream;
+#pragma omp parallel for simd if (n > MT_PARALLEL)
+    for (int64_t i = 0; i < n; i++) sum[i] += x[i];
 }
 
 static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
@@ -5048,6 +5084,40 @@ typedef struct mt_layer_scratch {
     float *row_dot; // [T, H]
 } mt_layer_scratch;
 
+/* Room for one whole bucket of which ranks keep shards. */
+typedef struct mt_slot {
+    void *memory;
+    int64_t bucket; // whose values are here, -1: nobody's
+    int64_t users;  // who must not lose them
+    int64_t age;    // when it was last taken: the older one is given away
+} mt_slot;
+
+/* Two for layers, the one at work and its neighbour; one for the matrices of the vocabulary, which are larger. */
+enum { MT_SLOT_LAYER, MT_SLOT_NEIGHBOUR, MT_SLOT_VOCABULARY, MT_NUM_SLOTS };
+
+/* Where a bucket stands in this step. */
+typedef struct mt_bucket_progress {
+    bool is_vocabulary;   // which slots it takes
+    bool stale;           // parameters are to be gathered since the optimizer's step
+    bool holds_gradients; // between mt_bucket_gradients_acquire and _release
+    bool has_gradients;   // of earlier micro-batches of this step
+    bool reduced;         // their sum over ranks has begun
+} mt_bucket_progress;
+
+/* Data parallelism (§12). */
+typedef struct mt_sharding {
+    mt_strategy strategy;
+    mt_stream *grad_stream, *param_stream; // the model's own without overlap
+    bool prefetches;
+    mt_slot param_slots[MT_NUM_SLOTS], grad_slots[MT_NUM_SLOTS];
+    mt_bucket_progress *progress; // a bucket
+    int64_t age;                  // slots taken so far
+    int64_t travelled, direction; // the last bucket acquired, and to which side
+    const mt_slot *reducing;      // whose sum over ranks may still be under way
+    int64_t gathered_bucket;      // state that mt_bucket_gather_state has in the gradients' place
+    mt_kept gathered_kept;
+} mt_sharding;
+
 /* Where the arrays of a micro-batch lie in one block of memory. The host's block and the device's are laid out alike,
  * so that one copy brings over what a pass needs. */
 typedef struct mt_batch_block {
@@ -5128,6 +5198,7 @@ struct mt_model {
     mt_layer *layers; // [num_layers]
     int64_t first_layer_bucket;
     int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not here
+    mt_sharding sharding;
     mt_weight word_embedding, position_embedding, final_norm, final_norm_bias, lm_head;
     float *rope_cos, *rope_sin; // [max_position, R / 2]
     int64_t rotary_dim;         // R
@@ -5135,9 +5206,7 @@ struct mt_model {
     mt_arena arena;
     void *workspace; // of the stream
     int64_t workspace_bytes;
-    mt_stream *comm_stream; // of tensor parallelism
-    void *comm_workspace;
-    int64_t bytes[5]; // of each row of the printed plan
+    int64_t bytes[6]; // of each row of the printed plan
     mt_micro_batch *micro_batches; // room for those that are live at once, chunk by chunk
     int64_t num_micro_batches;
     int64_t batch_bytes;   // of a micro-batch's block
@@ -5163,7 +5232,6 @@ struct mt_model {
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were read
     float *grad_scale, *grad_norm;
-    int32_t *cache_rows, *logit_rows;
     /* the micro-batch at hand, on the device */
     mt_micro_batch *at;
     int64_t T, num_logits;
@@ -5546,26 +5614,60 @@ static void mt_layer_backward_weight(mt_model *m, int64_t layer, mt_activations 
 /* Rows of logits that travel to the host at once. */
 enum { MT_STAGED_ROWS = 16 };
 
-enum { MT_PLAN_WEIGHTS, MT_PLAN_GRADIENTS, MT_PLAN_OPTIMIZER, MT_PLAN_ACTIVATIONS, MT_PLAN_CACHE, MT_NUM_PLANS };
+enum {
+    MT_PLAN_WEIGHTS,
+    MT_PLAN_GRADIENTS,
+    MT_PLAN_OPTIMIZER,
+    MT_PLAN_SLOTS,
+    MT_PLAN_ACTIVATIONS,
+    MT_PLAN_CACHE,
+    MT_NUM_PLANS
+};
 
-/* Parameters, gradients and optimizer state of every bucket. */
+/* What §12 does for memory and creation. */
+static void mt_layout_slots(mt_model *m, mt_arena *arena);
+static void mt_sharding_open(mt_model *m);
+static void mt_sharding_start(mt_model *m);
+static void mt_sharding_close(mt_model *m);
+static void mt_params_settle(mt_model *m);
+static void mt_params_changed(mt_model *m);
+
+/* A part of `whole`, or of the memory that is being counted. */
+static void *mt_inside(void *whole, int64_t bytes) {
+    return whole ? (char *)whole + bytes : NULL;
+}
+
+/* What every rank has of all buckets: parameters and gradients whole or in shards, and its part of AdamW's state. */
 static void mt_layout_buckets(mt_model *m, mt_arena *arena) {
-    int64_t start = arena->used;
-    for (int64_t i = 0; i < m->num_buckets; i++)
-        m->buckets[i].params = mt_arena_alloc(arena, m->buckets[i].count * mt_dtype_size(m->dtype));
+    int64_t start = arena->used, size = mt_dtype_size(m->dtype);
+    mt_strategy strategy = m->sharding.strategy;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        if (strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
+        b->param_shard = strategy < MT_SHARD_PARAMS ? mt_inside(b->params, b->shard_first * size)
+                                                    : mt_arena_alloc(arena, b->shard_count * size);
+    }
     m->bytes[MT_PLAN_WEIGHTS] = arena->used - start;
     if (!m->plan.train) return;
     start = arena->used;
-    for (int64_t i = 0; i < m->num_buckets; i++) m->buckets[i].grads = mt_arena_alloc(arena, m->buckets[i].count * 4);
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        if (strategy < MT_SHARD_GRADS) b->grads = mt_arena_alloc(arena, b->count * 4);
+        b->grad_shard = strategy < MT_SHARD_GRADS ? mt_inside(b->grads, b->shard_first * 4)
+                                                  : mt_arena_alloc(arena, b->shard_count * 4);
+    }
     m->bytes[MT_PLAN_GRADIENTS] = arena->used - start;
     start = arena->used;
     for (int64_t i = 0; i < m->num_buckets; i++) {
-        mt_bucket *bucket = &m->buckets[i];
-        if (m->dtype != MT_F32) bucket->master = mt_arena_alloc(arena, bucket->count * 4);
-        bucket->m = mt_arena_alloc(arena, bucket->count * 4);
-        bucket->v = mt_arena_alloc(arena, bucket->count * 4);
+        mt_bucket *b = &m->buckets[i];
+        if (m->dtype != MT_F32) b->master = mt_arena_alloc(arena, b->shard_count * 4);
+        b->m = mt_arena_alloc(arena, b->shard_count * 4);
+        b->v = mt_arena_alloc(arena, b->shard_count * 4);
     }
     m->bytes[MT_PLAN_OPTIMIZER] = arena->used - start;
+    start = arena->used;
+    mt_layout_slots(m, arena);
+    m->bytes[MT_PLAN_SLOTS] = arena->used - start;
 }
 
 /* A zero-bubble schedule does a backward in two parts. */
@@ -5717,8 +5819,8 @@ static void mt_layout(mt_model *m, mt_arena *arena) {
 }
 
 void mt_model_print_plan(const mt_model *m, FILE *file) {
-    static const char *const names[MT_NUM_PLANS] = {"weights", "gradients", "optimizer state", "activations",
-                                                    "KV cache"};
+    static const char *const names[MT_NUM_PLANS] = {"weights",       "gradients",   "optimizer state",
+                                                    "whole buckets", "activations", "KV cache"};
     double parameters = 0; // of this rank
     for (int64_t i = 0; i < m->num_params; i++) parameters += (double)(m->params[i].rows * m->params[i].cols);
     fprintf(file, "memory plan          MiB   bytes a parameter\n");
@@ -5732,15 +5834,23 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
 
 /* ==== §10b creation ============================================================================================== */
 
-/* Buckets take their sizes from the table; the padding is what alignment leaves. */
+/* Buckets take their sizes from the table; the padding is what alignment leaves. A bucket that ranks share out is
+ * padded on, so that shards are of one size and aligned as parameters are. */
 static void mt_buckets_size(mt_model *m) {
-    m->num_buckets = m->num_params > 0 ? m->params[m->num_params - 1].bucket + 1 : 0;
-    m->buckets = mt_calloc(m->num_buckets * (int64_t)sizeof(mt_bucket));
+    int64_t shards = m->sharding.strategy == MT_NO_SHARD ? 1 : m->grid->data_context.size;
+    int64_t multiple = shards * MT_PARAM_ALIGNMENT;
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
-        mt_bucket *bucket = &m->buckets[param->bucket];
-        bucket->count = mt_align(param->offset + param->rows * param->cols);
-        if (param->weight_decay) bucket->decay_count = bucket->count;
+        mt_bucket *b = &m->buckets[param->bucket];
+        if (b->num_params++ == 0) b->first_param = i;
+        b->count = mt_align(param->offset + param->rows * param->cols);
+        if (param->weight_decay) b->decay_count = b->count;
+    }
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        b->count = (b->count + multiple - 1) / multiple * multiple;
+        b->shard_count = b->count / shards;
+        b->shard_first = shards > 1 ? m->grid->data_context.rank * b->shard_count : 0;
     }
 }
 
@@ -5811,16 +5921,17 @@ static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
     }
 }
 
-static void mt_bind_weights(mt_model *m) {
-    for (int64_t i = 0; i < m->num_params; i++) {
+/* Gives the model's code the pointers into a bucket, NULL where its values are not whole now. */
+static void mt_bind_weights(mt_model *m, int64_t bucket) {
+    const mt_bucket *b = &m->buckets[bucket];
+    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
-        mt_bucket *bucket = &m->buckets[param->bucket];
         mt_weight *weight = mt_model_weight(m, param);
         if (!weight) continue;
-        weight->w = mt_at(m, bucket->params, param->offset);
-        weight->dw = m->plan.train ? bucket->grads + param->offset : NULL;
+        weight->w = mt_inside(b->params, param->offset * mt_dtype_size(m->dtype));
+        weight->dw = mt_inside(b->grads, param->offset * 4);
+        if (param->bucket == m->word_bucket && m->word_bucket == m->head_bucket) m->lm_head = *weight; // tied, and here
     }
-    if (m->head_bucket >= 0 && m->head_bucket == m->word_bucket) m->lm_head = m->word_embedding;
 }
 
 /* This rank's share of every size. */
@@ -5975,6 +6086,9 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     }
     mt_place place = {m->stages, m->num_chunks, grid->tensor.size, grid->tensor.rank};
     m->num_params = mt_params_build(&m->params, options, &place);
+    m->num_buckets = m->num_params > 0 ? m->params[m->num_params - 1].bucket + 1 : 0;
+    m->buckets = mt_calloc(m->num_buckets * (int64_t)sizeof(mt_bucket));
+    mt_sharding_open(m);
     mt_buckets_size(m);
     mt_buckets_find(m);
     m->k_cache = mt_calloc(m->num_layers * (int64_t)sizeof(void *));
@@ -5988,14 +6102,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     if (plan->cache_rows > 0) mt_decode_create(m);
     m->stream = m->tp.stream = ops->stream_create(m->workspace, m->workspace_bytes, options->deterministic_mode);
     m->tp.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
-    mt_bind_weights(m);
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
-        ops->memory_zero(b->params, b->count * mt_dtype_size(m->dtype), m->stream);
-        float *states[] = {b->grads, b->master, b->m, b->v};
-        for (int k = 0; k < 4; k++)
-            if (states[k]) ops->memory_zero(states[k], b->count * 4, m->stream);
-    }
+    mt_sharding_start(m);
     ops->memory_zero(m->sums, 3 * 8, m->stream);
     if (m->rotary_dim > 0) mt_rope_tables(m);
     *out = m;
@@ -6008,6 +6115,7 @@ void mt_model_destroy(mt_model *m) {
         for (int64_t i = 0; m->step_graphs && i <= m->plan.max_logits; i++)
             if (m->step_graphs[i].graph) m->ops->graph_destroy(m->step_graphs[i].graph);
         m->ops->stream_destroy(m->tp.comm);
+        mt_sharding_close(m);
         m->ops->stream_destroy(m->stream);
         m->ops->memory_free_host(m->staged_logits);
         m->ops->memory_free_host(m->results);
@@ -6033,6 +6141,7 @@ void mt_model_destroy(mt_model *m) {
     free(m->first_local);
     free(m->step_graphs);
     free(m->step_spans);
+    free(m->sharding.progress);
     free(m->steps);
     free(m->params);
     free(m->buckets);
@@ -6042,36 +6151,45 @@ void mt_model_destroy(mt_model *m) {
     free(m);
 }
 
-/* Draws elements [row, row + rows) x all columns of what lies here of a parameter into `to`: each by its index in the
- * whole parameter, so that every layout begins alike. */
-static void mt_param_draw(const mt_model *m, const mt_param *param, void *to, mt_dtype dtype, int64_t rows) {
-    float mean = param->init == MT_INIT_ONES ? 1 : 0, std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
-    uint64_t index = (uint64_t)((param->layer + 1) * MT_NUM_ROLES + param->role);
-    uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
-    int64_t first = param->first_row * param->whole_cols + param->first_col;
-    if (param->cols == param->whole_cols) {
-        m->ops->random_normal(to, rows * param->cols, key, first, mean, std, dtype, m->stream);
-        return;
-    }
-    for (int64_t row = 0; row < rows; row++)
-        m->ops->random_normal((char *)to + row * param->cols * mt_dtype_size(dtype), param->cols, key,
-                              first + row * param->whole_cols, mean, std, dtype, m->stream);
-}
-
 /* Rows of what lies here of a parameter that are no padding. */
 static int64_t mt_param_rows_stored(const mt_param *param) {
     return mt_max(mt_min(param->rows_stored - param->first_row, param->rows), 0);
 }
 
+/* Draws one run of a parameter's values, those that the part of its bucket has: bucket elements [at, at + n), of which
+ * the first has index `first` in the whole parameter. */
+static void mt_run_draw(mt_model *m, const mt_param *param, const mt_part *part, int64_t at, int64_t n, int64_t first) {
+    int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
+    if (begin >= end) return;
+    float mean = param->init == MT_INIT_ONES ? 1 : 0, std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
+    uint64_t index = (uint64_t)((param->layer + 1) * MT_NUM_ROLES + param->role);
+    uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
+    m->ops->random_normal((char *)part->data + (begin - part->first) * mt_dtype_size(part->dtype), end - begin, key,
+                          first + begin - at, mean, std, part->dtype, m->stream);
+}
+
+/* Draws what lies here of a parameter: each value by its index in the whole parameter, so that every layout begins
+ * alike. */
+static void mt_param_draw(mt_model *m, const mt_param *param, mt_kept kept) {
+    mt_part part = mt_bucket_part(m, param->bucket, kept);
+    int64_t rows = mt_param_rows_stored(param); // padding rows stay 0, whatever their number
+    int64_t first = param->first_row * param->whole_cols + param->first_col;
+    if (!part.data) return;
+    if (param->cols == param->whole_cols)
+        mt_run_draw(m, param, &part, param->offset, rows * param->cols, first);
+    else
+        for (int64_t row = 0; row < rows; row++)
+            mt_run_draw(m, param, &part, param->offset + row * param->cols, param->cols,
+                        first + row * param->whole_cols);
+}
+
 void mt_model_init(mt_model *m) {
+    mt_params_changed(m);
     for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        mt_bucket *bucket = &m->buckets[param->bucket];
-        int64_t rows = mt_param_rows_stored(param); // padding rows stay 0, whatever their number
-        if (param->init == MT_INIT_ZEROS) continue;
-        mt_param_draw(m, param, mt_at(m, bucket->params, param->offset), m->dtype, rows);
-        if (bucket->master) // drawn again rather than widened, so that the master weights are not rounded
-            mt_param_draw(m, param, bucket->master + param->offset, MT_F32, rows);
+        if (m->params[i].init == MT_INIT_ZEROS) continue;
+        mt_param_draw(m, &m->params[i], MT_KEPT_WEIGHTS);
+        if (m->dtype != MT_F32) // drawn again rather than widened, so that the master weights are not rounded
+            mt_param_draw(m, &m->params[i], MT_KEPT_MASTER);
     }
 }
 
@@ -6081,6 +6199,7 @@ const mt_param *mt_model_params(const mt_model *m, int64_t *count) {
 }
 
 mt_bucket *mt_model_buckets(mt_model *m, int64_t *count) {
+    mt_params_settle(m);
     *count = m->num_buckets;
     return m->buckets;
 }
@@ -6978,49 +7097,377 @@ int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
 }
 
 /* ==== §12 gradient buckets ======================================================================================= */
-/* Gradients of a bucket are one flat stretch, so the data group sums them in one call. Invariant: after
- * mt_gradients_finish every rank holds the same gradients. */
+/* Data parallelism: every rank of the data group computes its own micro-batches, and then all make one update. Per
+ * bucket, an all-reduce does that; or a reduce-scatter of gradients, an update of one shard a rank, and an all-gather
+ * of parameters, which move as many bytes, while each rank keeps a shard of AdamW's state only (Rajbhandari et al.,
+ * "ZeRO"). The strategies differ in what else exists only as shards between uses. Invariants: ranks make the same calls
+ * in the same order; what moves is ordered by streams, and the host waits for nothing; padding has zero gradients. */
+
+/* ==== §12a buckets that move ===================================================================================== */
+
+static const mt_group *mt_sharding_group(const mt_model *m) {
+    return &m->grid->data_context;
+}
+
+/* What goes to `stream` from now on waits for what `other` holds now. */
+static void mt_follow(const mt_model *m, mt_stream *stream, mt_stream *other) {
+    if (stream != other) m->ops->stream_follow(stream, other);
+}
+
+/* The strategy that the options ask for, where there is something to train and someone to share it with. */
+static mt_strategy mt_strategy_of(const mt_model *m) {
+    static const char *const names[] = {"no_shard", "optim", "optim_grads", "optim_grads_params"};
+    int strategy = MT_NO_SHARD;
+    if (!m->plan.train || mt_sharding_group(m)->size == 1) return MT_NO_SHARD;
+    while (strcmp(names[strategy], m->options->data_parallel_sharding_strategy) != 0) strategy++;
+    return (mt_strategy)strategy;
+}
+
+/* Before buckets have sizes: the strategy, and which of them hold a matrix of the vocabulary. */
+static void mt_sharding_open(mt_model *m) {
+    mt_sharding *s = &m->sharding;
+    s->strategy = mt_strategy_of(m);
+    s->progress = mt_calloc(m->num_buckets * (int64_t)sizeof *s->progress);
+    for (int64_t i = 0; i < m->num_params; i++)
+        if (m->params[i].role == MT_WORD_EMBEDDING || m->params[i].role == MT_LM_HEAD)
+            s->progress[m->params[i].bucket].is_vocabulary = true;
+}
+
+/* Room for whole buckets, where only shards stay: each slot as large as the largest bucket that may take it. */
+static void mt_layout_slots(mt_model *m, mt_arena *arena) {
+    mt_sharding *s = &m->sharding;
+    int64_t largest[2] = {0, 0}; // of layers, of those with the vocabulary
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        int64_t *count = &largest[s->progress[i].is_vocabulary];
+        *count = mt_max(*count, m->buckets[i].count);
+    }
+    for (int slot = 0; slot < MT_NUM_SLOTS; slot++) {
+        int64_t count = largest[slot == MT_SLOT_VOCABULARY];
+        s->param_slots[slot] = s->grad_slots[slot] = (mt_slot){.bucket = -1};
+        if (s->strategy >= MT_SHARD_PARAMS)
+            s->param_slots[slot].memory = mt_arena_alloc(arena, count * mt_dtype_size(m->dtype));
+        if (s->strategy >= MT_SHARD_GRADS) s->grad_slots[slot].memory = mt_arena_alloc(arena, count * 4);
+    }
+}
+
+/* Once there is memory: everything is zero, and moves on streams of its own where it is to overlap. */
+static void mt_sharding_start(mt_model *m) {
+    mt_sharding *s = &m->sharding;
+    const mt_options *o = m->options;
+    bool alone = mt_sharding_group(m)->size == 1 || !m->plan.train;
+    s->grad_stream = s->param_stream = m->stream;
+    if (!alone && o->overlap_grad_reduce) s->grad_stream = m->ops->stream_create(NULL, 0, o->deterministic_mode);
+    s->prefetches = s->strategy != MT_NO_SHARD && o->overlap_param_gather;
+    if (s->prefetches) s->param_stream = m->ops->stream_create(NULL, 0, o->deterministic_mode);
+    s->gathered_bucket = s->travelled = -1;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        mt_bucket *b = &m->buckets[i];
+        if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(m->dtype), m->stream);
+        if (b->grads) m->ops->memory_zero(b->grads, b->count * 4, m->stream);
+        for (int kept = 0; kept < MT_NUM_KEPT; kept++) {
+            mt_part part = mt_bucket_part(m, i, (mt_kept)kept);
+            if (part.data) mt_part_write(m, &part, 0, NULL, b->count);
+        }
+        mt_bind_weights(m, i);
+    }
+}
+
+static void mt_sharding_close(mt_model *m) {
+    mt_sharding *s = &m->sharding;
+    if (s->grad_stream != m->stream) m->ops->stream_destroy(s->grad_stream);
+    if (s->param_stream != m->stream) m->ops->stream_destroy(s->param_stream);
+}
+
+/* The slot that holds a bucket, or NULL. */
+static mt_slot *mt_slot_find(mt_slot *slots, int64_t bucket) {
+    for (int i = 0; i < MT_NUM_SLOTS; i++)
+        if (slots[i].bucket == bucket) return &slots[i];
+    return NULL;
+}
+
+/* The slot for a bucket of its kind that nobody uses and that was taken longest ago, or NULL. */
+static mt_slot *mt_slot_free(const mt_model *m, mt_slot *slots, int64_t bucket) {
+    bool is_vocabulary = m->sharding.progress[bucket].is_vocabulary;
+    int first = is_vocabulary ? MT_SLOT_VOCABULARY : 0, end = is_vocabulary ? MT_NUM_SLOTS : MT_SLOT_VOCABULARY;
+    mt_slot *oldest = NULL;
+    for (int i = first; i < end; i++)
+        if (slots[i].users == 0 && (!oldest || slots[i].age < oldest->age)) oldest = &slots[i];
+    return oldest;
+}
+
+static mt_slot *mt_slot_take(mt_model *m, mt_slot *slots, int64_t bucket) {
+    mt_slot *slot = mt_slot_free(m, slots, bucket);
+    MT_CHECK(slot);
+    slot->bucket = bucket, slot->age = ++m->sharding.age;
+    return slot;
+}
+
+/* ---- parameters */
+
+/* Begins to make a bucket's parameters whole and current, unless they are or are about to be. */
+static void mt_bucket_gather(mt_model *m, int64_t bucket) {
+    mt_sharding *s = &m->sharding;
+    mt_bucket *b = &m->buckets[bucket];
+    void *whole = b->params;
+    if (s->strategy == MT_SHARD_PARAMS) {
+        if (mt_slot_find(s->param_slots, bucket)) return;
+        whole = mt_slot_take(m, s->param_slots, bucket)->memory;
+        mt_follow(m, s->param_stream, m->stream); // who used the slot has read it
+    } else if (!s->progress[bucket].stale) {
+        return;
+    }
+    s->progress[bucket].stale = false;
+    m->ops->all_gather(whole, b->param_shard, b->shard_count, m->dtype, mt_sharding_group(m), s->param_stream);
+}
+
+/* The bucket that is used after this one, or -1: calls go up in a forward and down in a backward, and turn at the ends.
+ * A jump, such as to the embedding as output layer, is no direction. */
+static int64_t mt_bucket_next(mt_sharding *s, int64_t bucket, int64_t num_buckets) {
+    int64_t distance = s->travelled < 0 ? 0 : bucket - s->travelled;
+    if (distance == 1 || distance == -1) s->direction = distance;
+    if (distance == 0 && bucket == 0) s->direction = 1;
+    if (distance == 0 && bucket == num_buckets - 1) s->direction = -1;
+    s->travelled = bucket;
+    int64_t next = bucket + s->direction;
+    bool jumped = distance > 1 || distance < -1;
+    return jumped || s->direction == 0 || next < 0 || next >= num_buckets ? -1 : next;
+}
+
+void mt_bucket_acquire(mt_model *m, int64_t bucket) {
+    mt_sharding *s = &m->sharding;
+    if (s->strategy == MT_NO_SHARD) return;
+    mt_bucket_gather(m, bucket);
+    mt_follow(m, m->stream, s->param_stream); // of this bucket; what comes next is asked for afterwards
+    if (s->strategy == MT_SHARD_PARAMS) {
+        mt_slot *slot = mt_slot_find(s->param_slots, bucket);
+        slot->users++;
+        m->buckets[bucket].params = slot->memory;
+        mt_bind_weights(m, bucket);
+    }
+    int64_t next = mt_bucket_next(s, bucket, m->num_buckets);
+    if (s->prefetches && next >= 0 && mt_slot_free(m, s->param_slots, next)) mt_bucket_gather(m, next);
+}
+
+void mt_bucket_release(mt_model *m, int64_t bucket) {
+    if (m->sharding.strategy != MT_SHARD_PARAMS || --mt_slot_find(m->sharding.param_slots, bucket)->users > 0) return;
+    m->buckets[bucket].params = NULL; // the slot may still be read for the next use, but through acquire only
+    mt_bind_weights(m, bucket);
+}
+
+/* Whatever reads parameters outside a step finds them current. */
+static void mt_params_settle(mt_model *m) {
+    if (m->sharding.strategy == MT_NO_SHARD || m->sharding.strategy == MT_SHARD_PARAMS) return;
+    for (int64_t i = 0; i < m->num_buckets; i++) mt_bucket_gather(m, i);
+    mt_follow(m, m->stream, m->sharding.param_stream);
+}
+
+/* Before parameters are set, or after they were updated: what was gathered of them is void. */
+static void mt_params_changed(mt_model *m) {
+    mt_sharding *s = &m->sharding;
+    mt_follow(m, m->stream, s->param_stream);
+    for (int i = 0; i < MT_NUM_SLOTS; i++) s->param_slots[i].bucket = -1;
+    s->gathered_bucket = -1;
+}
+
+/* ---- gradients */
 
 /* True for a matrix whose gradient comes from a product, or from one before anything else is added to it. */
 static bool mt_gradient_is_written(const mt_model *m, const mt_param *param) {
-    if (param->role == MT_POSITION_EMBEDDING) return false;
-    return param->role != MT_WORD_EMBEDDING || !m->options->untie_embeddings_and_output_weights;
+    if (param->is_vector || param->role == MT_POSITION_EMBEDDING) return false;
+    return param->role != MT_WORD_EMBEDDING || param->bucket == m->head_bucket;
 }
 
-static void mt_bucket_acquire(mt_model *m, int64_t bucket) {
-    (void)m, (void)bucket;
-}
-static void mt_bucket_release(mt_model *m, int64_t bucket) {
-    (void)m, (void)bucket;
-}
-static void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
-    m->tp.accumulates = m->buckets[bucket].accumulates;
-}
-static void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
-    (void)last;
-    m->buckets[bucket].accumulates = true;
-}
-
-/* Begins a step: zeroes what is only ever added to, which is little; the products write the rest. */
-static void mt_gradients_begin(mt_model *m) {
-    for (int64_t i = 0; i < m->num_buckets; i++) {
-        mt_bucket *b = &m->buckets[i];
-        m->ops->memory_zero(b->grads + b->decay_count, (b->count - b->decay_count) * 4, m->stream);
-    }
-    for (int64_t i = 0; i < m->num_params; i++) {
+/* Zeroes what is only ever added to, and the padding, which is little; the products write the rest. */
+static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
+    int64_t start = 0; // of the stretch to zero
+    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
-        if (param->is_vector || mt_gradient_is_written(m, param)) continue;
-        float *grads = m->buckets[param->bucket].grads + param->offset;
-        m->ops->memory_zero(grads, param->rows * param->cols * 4, m->stream);
+        if (!mt_gradient_is_written(m, param)) continue;
+        if (param->offset > start) m->ops->memory_zero(b->grads + start, (param->offset - start) * 4, m->stream);
+        start = param->offset + param->rows * param->cols;
+    }
+    if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
+}
+
+void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
+    mt_sharding *s = &m->sharding;
+    mt_bucket *b = &m->buckets[bucket];
+    mt_bucket_progress *progress = &s->progress[bucket];
+    bool begun = progress->holds_gradients;
+    progress->holds_gradients = true;
+    m->tp.accumulates = begun || (progress->has_gradients && s->strategy < MT_SHARD_GRADS);
+    if (s->strategy >= MT_SHARD_GRADS && !begun) {
+        mt_slot *slot = mt_slot_take(m, s->grad_slots, bucket);
+        slot->users++;
+        if (slot == s->reducing) mt_follow(m, m->stream, s->grad_stream);
+        b->grads = slot->memory;
+        mt_bind_weights(m, bucket);
+    }
+    if (!m->tp.accumulates) mt_bucket_zero_gradients(m, b);
+}
+
+/* Begins the sum over ranks of what this rank has in the bucket's whole gradients. */
+static void mt_bucket_reduce(mt_model *m, int64_t bucket) {
+    mt_sharding *s = &m->sharding;
+    mt_bucket *b = &m->buckets[bucket];
+    mt_bucket_progress *progress = &s->progress[bucket];
+    const mt_group *group = mt_sharding_group(m);
+    bool adds = s->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard of earlier micro-batches
+    float *sum = adds ? b->grads + b->shard_first : b->grad_shard;
+    mt_follow(m, s->grad_stream, m->stream);
+    if (s->strategy == MT_NO_SHARD)
+        m->ops->all_reduce(b->grads, b->count, MT_SUM, MT_F32, group, s->grad_stream);
+    else
+        m->ops->reduce_scatter(sum, b->grads, b->shard_count, MT_F32, group, s->grad_stream);
+    if (adds) m->ops->accumulate(b->grad_shard, sum, b->shard_count, s->grad_stream);
+    progress->reduced = true;
+}
+
+void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
+    mt_sharding *s = &m->sharding;
+    mt_bucket_progress *progress = &s->progress[bucket];
+    if (s->strategy < MT_SHARD_GRADS) {
+        if (last && m->options->overlap_grad_reduce) mt_bucket_reduce(m, bucket);
+    } else {
+        mt_follow(m, m->stream, s->grad_stream); // all sums but the one that begins now: their slots are free again
+        mt_bucket_reduce(m, bucket);
+        mt_slot *slot = mt_slot_find(s->grad_slots, bucket);
+        slot->users = 0, slot->bucket = -1;
+        s->reducing = slot;
+        m->buckets[bucket].grads = NULL;
+        mt_bind_weights(m, bucket);
+    }
+    progress->holds_gradients = false;
+    progress->has_gradients = true;
+}
+
+/* Begins a step: no bucket has gradients. */
+static void mt_gradients_begin(mt_model *m) {
+    mt_sharding *s = &m->sharding;
+    s->gathered_bucket = -1;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        s->progress[i].has_gradients = s->progress[i].reduced = false;
+        if (!mt_splits_backward(m)) continue;
+        // a split backward reaches a bucket's parts in no order, so all of them add
+        m->ops->memory_zero(m->buckets[i].grads, m->buckets[i].count * 4, m->stream);
+        s->progress[i].has_gradients = true;
     }
 }
 
+/* Afterwards every rank has the sum over all ranks: of its shard, or the same bits of the whole. */
 static void mt_gradients_finish(mt_model *m) {
-    for (int64_t i = 0; i < m->num_buckets; i++)
-        m->ops->all_reduce(m->buckets[i].grads, m->buckets[i].count, MT_SUM, MT_F32, &m->grid->data_context, m->stream);
+    mt_sharding *s = &m->sharding;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        MT_CHECK(s->progress[i].has_gradients && !s->progress[i].holds_gradients);
+        if (!s->progress[i].reduced) mt_bucket_reduce(m, i);
+    }
+    mt_follow(m, m->stream, s->grad_stream);
+    mt_follow(m, m->stream, s->param_stream); // the update writes what a prefetch may still read
 }
 
-@@S12B@@/* ==== §13 optimizer ============================================================================================== */
+/* This rank's part of the gradients of a run of parameters, [*begin, *begin + the result) of grad_shard. */
+static int64_t mt_gradient_run(const mt_model *m, const mt_param *first, const mt_param *last, int64_t *begin) {
+    const mt_bucket *b = &m->buckets[first->bucket];
+    int64_t end = mt_min(last->offset + last->rows * last->cols - b->shard_first, b->shard_count);
+    *begin = mt_max(first->offset - b->shard_first, 0);
+    return mt_max(end - *begin, 0);
+}
+
+/* The group over which the model's ranks hold parts of a parameter's gradient, or NULL. */
+static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *param) {
+    if (param->gradient == MT_GRADIENT_REPLICA) return &m->grid->kv_replicas;
+    bool in_parts = param->gradient == MT_GRADIENT_HEADS ||
+                    (param->gradient == MT_GRADIENT_ROWS && m->tp.sequence_parallel);
+    return in_parts && m->grid->tensor.size > 1 ? &m->grid->tensor : NULL;
+}
+
+/* Adds what ranks of one model have of the same gradient: parameters that all tensor-parallel ranks hold but use on
+ * their own rows or heads only, and the two copies of a tied word embedding. Neighbours travel together. */
+static void mt_gradients_finish_model(mt_model *m) {
+    for (int64_t i = 0, next; i < m->num_params; i = next) {
+        const mt_param *param = &m->params[i];
+        const mt_group *group = mt_gradient_group(m, param);
+        int64_t begin, count;
+        for (next = i + 1; next < m->num_params; next++)
+            if (m->params[next].bucket != param->bucket || mt_gradient_group(m, &m->params[next]) != group) break;
+        if (!group || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0) continue;
+        m->ops->all_reduce(m->buckets[param->bucket].grad_shard + begin, count, MT_SUM, MT_F32, group, m->stream);
+    }
+    int64_t word = m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
+    bool tied = !m->options->untie_embeddings_and_output_weights;
+    if (tied && m->grid->embedding.size > 1 && word >= 0)
+        m->ops->all_reduce(m->buckets[word].grad_shard, m->buckets[word].shard_count, MT_SUM, MT_F32,
+                           &m->grid->embedding, m->stream);
+}
+
+/* sums[2] = the squared norm of all gradients, each element counted once. */
+static void mt_gradients_norm(mt_model *m) {
+    for (int64_t i = 0, next; i < m->num_params; i = next) {
+        const mt_param *param = &m->params[i];
+        int64_t begin, count;
+        for (next = i + 1; next < m->num_params; next++)
+            if (m->params[next].bucket != param->bucket || m->params[next].counted != param->counted) break;
+        if (!param->counted || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0) continue;
+        m->ops->squared_norm(m->sums + 2, m->buckets[param->bucket].grad_shard + begin, count, m->stream);
+    }
+    if (m->sharding.strategy != MT_NO_SHARD)
+        m->ops->all_reduce(m->sums + 2, 1, MT_SUM, MT_F64, mt_sharding_group(m), m->stream);
+    m->ops->all_reduce(m->sums + 2, 1, MT_SUM, MT_F64, &m->grid->model, m->stream);
+}
+
+/* Parameters after an update of shards: gathered now, or each bucket before its first use. */
+static void mt_params_finish(mt_model *m) {
+    mt_sharding *s = &m->sharding;
+    mt_params_changed(m);
+    if (s->strategy == MT_NO_SHARD || s->strategy == MT_SHARD_PARAMS) return;
+    for (int64_t i = 0; i < m->num_buckets; i++) s->progress[i].stale = true;
+    mt_follow(m, s->param_stream, m->stream);
+    if (!s->prefetches) mt_params_settle(m);
+}
+
+/* ==== §12b shards and wholes ===================================================================================== */
+/* How initialisation and checkpoints, which think in parameters, reach values of which a rank has a part. */
+
+mt_part mt_bucket_part(const mt_model *m, int64_t bucket, mt_kept kept) {
+    const mt_bucket *b = &m->buckets[bucket];
+    float *floats[MT_NUM_KEPT] = {NULL, b->master, b->m, b->v};
+    if (kept != MT_KEPT_WEIGHTS && (kept != MT_KEPT_MASTER || m->dtype != MT_F32))
+        return (mt_part){floats[kept], b->shard_first, b->shard_count, MT_F32};
+    if (m->sharding.strategy == MT_SHARD_PARAMS)
+        return (mt_part){b->param_shard, b->shard_first, b->shard_count, m->dtype};
+    return (mt_part){b->params, 0, b->count, m->dtype};
+}
+
+void mt_part_write(mt_model *m, const mt_part *part, int64_t at, const void *from, int64_t n) {
+    int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
+    int64_t size = mt_dtype_size(part->dtype);
+    if (begin >= end) return;
+    void *to = (char *)part->data + (begin - part->first) * size;
+    if (from)
+        m->ops->memory_copy(to, (const char *)from + (begin - at) * size, (end - begin) * size, m->stream);
+    else
+        m->ops->memory_zero(to, (end - begin) * size, m->stream);
+}
+
+const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_kept kept) {
+    mt_sharding *s = &m->sharding;
+    mt_bucket *b = &m->buckets[bucket];
+    mt_part part = mt_bucket_part(m, bucket, kept);
+    if (kept == MT_KEPT_WEIGHTS || (kept == MT_KEPT_MASTER && m->dtype == MT_F32)) {
+        mt_bucket_gather(m, bucket);
+        mt_follow(m, m->stream, s->param_stream);
+        return s->strategy == MT_SHARD_PARAMS ? mt_slot_find(s->param_slots, bucket)->memory : b->params;
+    }
+    if (s->strategy == MT_NO_SHARD) return part.data;
+    int slot = s->progress[bucket].is_vocabulary ? MT_SLOT_VOCABULARY : MT_SLOT_LAYER;
+    void *whole = s->strategy >= MT_SHARD_GRADS ? s->grad_slots[slot].memory : b->grads;
+    if (s->gathered_bucket == bucket && s->gathered_kept == kept) return whole;
+    m->ops->all_gather(whole, part.data, b->shard_count, MT_F32, mt_sharding_group(m), m->stream);
+    s->gathered_bucket = bucket, s->gathered_kept = kept;
+    return whole;
+}
+
+/* ==== §13 optimizer ============================================================================================== */
 
 /* The share of the way from the lowest learning rate to the highest that is left at the end of a WSD schedule. */
 static double mt_wsd_coefficient(const char *style, double ratio) {
@@ -7551,40 +7998,28 @@ static int64_t mt_param_chunk(const mt_param *param) {
     return rows < 1 ? 1 : rows > param->rows_stored ? param->rows_stored : rows;
 }
 
-/* What is kept of a parameter, each under the parameter's name after a prefix. */
-typedef enum mt_kept { MT_KEPT_WEIGHTS, MT_KEPT_MASTER, MT_KEPT_M, MT_KEPT_V, MT_NUM_KEPT } mt_kept;
-
 static const char *const mt_kept_prefix[MT_NUM_KEPT] = {"", "master.", "exp_avg.", "exp_avg_sq."};
 
-/* Where it lies in the device's buckets. The master weights of an fp32 model are its weights. */
-static void *mt_param_place(const mt_model *m, const mt_param *param, mt_kept kept) {
-    const mt_bucket *bucket = &m->buckets[param->bucket];
-    float *floats[MT_NUM_KEPT] = {NULL, bucket->master, bucket->m, bucket->v};
-    if (kept == MT_KEPT_WEIGHTS || (kept == MT_KEPT_MASTER && m->dtype == MT_F32))
-        return (char *)bucket->params + param->offset * mt_dtype_size(m->dtype);
-    return floats[kept] ? floats[kept] + param->offset : NULL;
-}
-
-/* Loads a parameter's rows; padding rows become 0. `weights` (of the model's type) and `floats` are its places in the
- * device's buckets, either may be NULL. Returns the number of values that are not finite. */
-static int64_t mt_param_load(const mt_model *m, const mt_param *param, const mt_tensor_info *tensor, void *weights,
-                             float *floats) {
-    int64_t chunk = mt_param_chunk(param), cols = param->cols, not_finite = 0, size = mt_dtype_size(m->dtype);
+/* Loads a parameter's rows into those parts of its bucket that this rank has (of the model's type and of floats, either
+ * may be NULL); padding rows become 0. Returns the number of values that are not finite. */
+static int64_t mt_param_load(mt_model *m, const mt_param *param, const mt_tensor_info *tensor, const mt_part *weights,
+                             const mt_part *floats) {
+    int64_t chunk = mt_param_chunk(param), cols = param->cols, not_finite = 0;
     int64_t stored = param->rows_stored, padding = (param->rows - stored) * cols;
     float *staged = mt_malloc(chunk * cols * 4);
     uint16_t *halves = weights && m->dtype == MT_BF16 ? mt_malloc(chunk * cols * 2) : NULL;
     for (int64_t first = 0; first < stored; first += chunk) {
-        int64_t count = stored - first < chunk ? stored - first : chunk, n = count * cols, at = first * cols;
+        int64_t count = stored - first < chunk ? stored - first : chunk, n = count * cols;
+        int64_t at = param->offset + first * cols;
         mt_param_read_rows(staged, param, tensor, first, count);
         for (int64_t i = 0; i < n; i++) not_finite += !isfinite(staged[i]);
         for (int64_t i = 0; halves && i < n; i++) halves[i] = mt_f32_to_bf16(staged[i]);
-        if (floats) m->ops->memory_copy(floats + at, staged, n * 4, m->stream);
-        if (weights)
-            m->ops->memory_copy((char *)weights + at * size, halves ? (void *)halves : staged, n * size, m->stream);
+        if (floats) mt_part_write(m, floats, at, staged, n);
+        if (weights) mt_part_write(m, weights, at, halves ? (void *)halves : staged, n);
         m->ops->stream_wait(m->stream); // before the buffers are filled again
     }
-    if (floats && padding > 0) m->ops->memory_zero(floats + stored * cols, padding * 4, m->stream);
-    if (weights && padding > 0) m->ops->memory_zero((char *)weights + stored * cols * size, padding * size, m->stream);
+    if (floats) mt_part_write(m, floats, param->offset + stored * cols, NULL, padding);
+    if (weights) mt_part_write(m, weights, param->offset + stored * cols, NULL, padding);
     free(staged);
     free(halves);
     return not_finite;
@@ -7725,11 +8160,14 @@ static int mt_weights_load(mt_model *m, const char *folder, mt_error *error) {
                         : mt_param_missing(&m->params[i], folder, file, error);
     }
     if (status == 0) status = mt_weights_check_unused(m, file, error);
+    mt_params_changed(m);
     for (int64_t i = 0; i < m->num_params && status == 0; i++) {
         const mt_param *param = &m->params[i];
         const mt_tensor_info *tensor = mt_safetensors_find_param(file, param->hf_name);
-        float *master = m->dtype == MT_F32 ? NULL : mt_param_place(m, param, MT_KEPT_MASTER);
-        int64_t not_finite = mt_param_load(m, param, tensor, mt_param_place(m, param, MT_KEPT_WEIGHTS), master);
+        mt_part weights = mt_bucket_part(m, param->bucket, MT_KEPT_WEIGHTS);
+        mt_part master = mt_bucket_part(m, param->bucket, MT_KEPT_MASTER);
+        bool has_master = m->dtype != MT_F32 && master.data;
+        int64_t not_finite = mt_param_load(m, param, tensor, &weights, has_master ? &master : NULL);
         if (not_finite > 0 && m->grid->world.rank == 0)
             fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", tensor->file,
                     (long long)not_finite, tensor->name);
@@ -7899,12 +8337,13 @@ static void mt_transpose(void *to, const void *from, int64_t rows, int64_t cols,
                     ((uint16_t *)to)[c * rows + r] = ((const uint16_t *)from)[r * cols + c];
 }
 
-/* Writes a parameter's rows where they belong in a tensor whose data begins at `start` in the file. */
+/* Writes a parameter's rows, from the whole bucket's values, where they belong in a tensor whose data begins at `start`
+ * in the file. */
 static int mt_param_write(const mt_output *out, const mt_model *m, const mt_param *param, const mt_saved *saved,
-                          int64_t start) {
+                          const void *bucket, int64_t start) {
     int64_t size = mt_dtype_size(saved->dtype), cols = param->cols, chunk = mt_param_chunk(param);
     int status = 0;
-    const char *place = mt_param_place(m, param, saved->kept);
+    const char *place = (const char *)bucket + param->offset * size;
     char *staged = mt_malloc(chunk * cols * size);
     char *turned = param->hf_transposed ? mt_malloc(chunk * cols * size) : NULL;
     for (int64_t first = 0; first < param->rows_stored && status == 0; first += chunk) {
@@ -7930,22 +8369,29 @@ static int mt_param_write(const mt_output *out, const mt_model *m, const mt_para
     return status;
 }
 
-static int mt_shard_write(const mt_saved_set *set, int64_t shard, const mt_model *m, const char *path,
-                          mt_error *error) {
-    mt_output out;
-    int64_t first = 0, end, header_bytes;
+/* One file; rank 0 writes it, and every rank gives what it has. */
+static int mt_shard_write(const mt_saved_set *set, int64_t shard, mt_model *m, const char *path, mt_error *error) {
+    mt_output out = {0};
+    int64_t first = 0, end, header_bytes = 0;
+    bool writes = m->grid->world.rank == 0;
     while (set->tensors[first].shard < shard) first++;
     for (end = first; end < set->count && set->tensors[end].shard == shard;) end++;
-    if (mt_output_open(&out, path, error) != 0) return -1;
-    char *header = mt_saved_header(set->tensors + first, end - first, &header_bytes);
-    int status = mt_output_write(&out, 0, header, header_bytes);
-    free(header);
+    int status = writes ? mt_output_open(&out, path, error) : 0;
+    bool opened = writes && status == 0;
+    if (opened) {
+        char *header = mt_saved_header(set->tensors + first, end - first, &header_bytes);
+        status = mt_output_write(&out, 0, header, header_bytes);
+        free(header);
+    }
     for (int64_t i = first; i < end; i++) {
         const mt_saved *saved = &set->tensors[i];
-        for (int64_t k = 0; k < saved->num_params && status == 0; k++)
-            status = mt_param_write(&out, m, &saved->params[k], saved, header_bytes + saved->offset);
+        for (int64_t k = 0; k < saved->num_params; k++) { // after an error too: other ranks wait for this one's part
+            const void *bucket = mt_bucket_gather_state(m, saved->params[k].bucket, saved->kept);
+            if (opened && status == 0)
+                status = mt_param_write(&out, m, &saved->params[k], saved, bucket, header_bytes + saved->offset);
+        }
     }
-    return mt_output_close(&out, status);
+    return opened ? mt_output_close(&out, status) : status;
 }
 
 /* Written for a single file too: loaders that take every *.safetensors of a folder then know the model's. */
@@ -7963,6 +8409,13 @@ static int mt_saved_write_index(const mt_saved_set *set, const char *folder, mt_
     return status;
 }
 
+/* What became of it on rank 0, which writes, becomes every rank's status and error. */
+static int mt_ranks_agree(const mt_model *m, int status, mt_error *error) {
+    mt_broadcast(&m->grid->world, &status, sizeof status, 0);
+    if (status != 0) mt_broadcast(&m->grid->world, error, sizeof *error, 0);
+    return status;
+}
+
 int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem, int64_t max_shard_bytes,
                                mt_error *error) {
     char name[64];
@@ -7973,12 +8426,12 @@ int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem
     for (int64_t shard = 0; shard < set.num_shards && status == 0; shard++) {
         mt_shard_name(name, &set, shard);
         char *path = mt_path_join(folder, name);
-        status = mt_shard_write(&set, shard, m, path, error);
+        status = mt_ranks_agree(m, mt_shard_write(&set, shard, m, path, error), error);
         free(path);
     }
-    if (status == 0) status = mt_saved_write_index(&set, folder, error);
+    if (status == 0 && m->grid->world.rank == 0) status = mt_saved_write_index(&set, folder, error);
     free(set.tensors);
-    return status;
+    return mt_ranks_agree(m, status, error);
 }
 
 /* ---- folders */
@@ -8019,14 +8472,20 @@ static int mt_generation_config_write(const mt_options *options, const char *fol
 
 /* Everything of a checkpoint but the caller's own files. */
 static int mt_checkpoint_write(mt_model *m, const mt_run_state *state, const char *folder, mt_error *error) {
-    char *config = mt_options_write_hf_config(m->options);
-    int status = mt_text_write(folder, "config.json", config, error);
-    free(config);
-    if (status == 0) status = mt_generation_config_write(m->options, folder, error);
+    bool writes = m->grid->world.rank == 0;
+    int status = 0;
+    if (writes) {
+        char *config = mt_options_write_hf_config(m->options);
+        status = mt_text_write(folder, "config.json", config, error);
+        free(config);
+        if (status == 0) status = mt_generation_config_write(m->options, folder, error);
+    }
+    status = mt_ranks_agree(m, status, error);
     if (status == 0) status = mt_safetensors_save_folder(m, folder, "model", mt_max_shard_bytes, error);
     if (status == 0 && m->plan.train && !m->options->no_save_optim)
         status = mt_safetensors_save_folder(m, folder, "optimizer", mt_max_shard_bytes, error);
-    return status == 0 ? mt_trainer_write(m, state, folder, error) : -1;
+    if (status == 0 && writes) status = mt_trainer_write(m, state, folder, error);
+    return status;
 }
 
 /* Calls `visit` with every name in a folder, until one returns other than 0. */
@@ -8231,24 +8690,34 @@ int mt_checkpoint_prepare(const mt_model *m, const char *folder, mt_error *error
     return mt_checkpoint_check_folder(folder, mt_checkpoint_bytes(m), error);
 }
 
+/* Rank 0's last steps: a folder that is whole and on disk takes its place and becomes the latest. */
+static int mt_checkpoint_place(const char *temporary, const char *folder, const char *name, int64_t iteration,
+                               mt_error *error) {
+    char *place = mt_path_join(folder, name);
+    int status = mt_folder_visit(temporary, mt_fsync_entry, error);
+    if (status == 0) status = mt_fsync_path(temporary, error);
+    if (status == 0) status = mt_folder_place(temporary, place, error);
+    if (status == 0) status = mt_checkpoint_publish(folder, name, iteration, error);
+    free(place);
+    return status;
+}
+
 int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
                        void *context, mt_error *error) {
     char name[64], temporary_name[128];
-    if (mt_checkpoint_prepare(m, folder, error) != 0) return -1;
+    bool writes = m->grid->world.rank == 0;
     snprintf(name, sizeof name, "iter_%07lld", (long long)state->iteration);
     snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", name, (long long)getpid());
-    char *temporary = mt_path_join(folder, temporary_name), *place = mt_path_join(folder, name);
-    int status = mt_folder_create(temporary, error);
+    int status = mt_ranks_agree(m, writes ? mt_checkpoint_prepare(m, folder, error) : 0, error);
+    if (status != 0) return -1;
+    char *temporary = mt_path_join(folder, temporary_name);
+    status = mt_ranks_agree(m, writes ? mt_folder_create(temporary, error) : 0, error);
     if (status == 0) status = mt_checkpoint_write(m, state, temporary, error);
-    if (status == 0 && extra) status = extra(context, temporary, error);
-    if (status == 0) status = mt_folder_visit(temporary, mt_fsync_entry, error);
-    if (status == 0) status = mt_fsync_path(temporary, error);
-    if (status == 0) status = mt_folder_place(temporary, place, error);
-    if (status == 0) status = mt_checkpoint_publish(folder, name, state->iteration, error);
-    if (status != 0) mt_folder_remove(temporary);
+    if (status == 0 && writes && extra) status = extra(context, temporary, error);
+    if (status == 0 && writes) status = mt_checkpoint_place(temporary, folder, name, state->iteration, error);
+    if (status != 0 && writes) mt_folder_remove(temporary);
     free(temporary);
-    free(place);
-    return status;
+    return mt_ranks_agree(m, status, error);
 }
 
 /* ==== §14d resuming ============================================================================================== */
@@ -8307,9 +8776,15 @@ static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const
     return mt_safetensors_find(file, name);
 }
 
+/* Into the bucket's fp32 values; an fp32 model's weights are its master weights. */
+static void mt_optimizer_load_param(mt_model *m, const mt_param *param, const mt_tensor_info *tensor, mt_kept kept) {
+    mt_part part = mt_bucket_part(m, param->bucket, kept);
+    mt_param_load(m, param, tensor, NULL, &part);
+}
+
 /* Moments and, where they were kept, master weights. A bf16 run may go on in fp32, from its master weights, and an fp32
  * run in bf16, with its weights for master weights. */
-static int mt_optimizer_load(const mt_model *m, const char *folder, mt_error *error) {
+static int mt_optimizer_load(mt_model *m, const char *folder, mt_error *error) {
     mt_safetensors *file;
     if (mt_safetensors_open_folder(&file, folder, "optimizer", error) != 0) return -1;
     mt_kept first = mt_optimizer_find(file, &m->params[0], MT_KEPT_MASTER) ? MT_KEPT_MASTER : MT_KEPT_M;
@@ -8325,7 +8800,7 @@ static int mt_optimizer_load(const mt_model *m, const char *folder, mt_error *er
                                           "--no-load-optim, or get the folder again",
                                           folder, mt_kept_prefix[kept], param->hf_name);
                 else if (load)
-                    mt_param_load(m, param, tensor, NULL, mt_param_place(m, param, (mt_kept)kept));
+                    mt_optimizer_load_param(m, param, tensor, (mt_kept)kept);
                 else
                     status = mt_param_check(param, tensor, error);
             }
@@ -8375,7 +8850,7 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *p
 }
 
 /* The optimizer and the place in the run; `folder` is one iteration's. */
-static int mt_run_load(const mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
+static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
     bool has_optimizer =
         mt_folder_has(folder, "optimizer.safetensors") || mt_folder_has(folder, "optimizer.safetensors.index.json");
     bool continues = mt_folder_has(folder, "trainer.json") && (has_optimizer || m->options->no_load_optim);
@@ -8893,8 +9368,7 @@ int64_t mt_score(mt_model *model, mt_error *error) {
 /* The weights' update, from finished gradients. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
-    for (int64_t i = 0; i < m->num_buckets; i++)
-        m->ops->squared_norm(m->sums + 2, m->buckets[i].grads, m->buckets[i].count, m->stream);
+    mt_gradients_norm(m);
     m->ops->gradient_scale(m->grad_scale, m->grad_norm, m->sums + 2, m->sums + 1, (float)o->clip_grad, m->stream);
     double step = (double)(state->optimizer_step + 1);
     mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
@@ -8905,30 +9379,121 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
                       .bias_correction2 = (float)(1 - pow(o->adam_beta2, step))};
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
-        int64_t start[3] = {0, b->decay_count, b->count}; // decayed matrices, then the rest
+        int64_t decays = mt_min(mt_max(b->decay_count - b->shard_first, 0), b->shard_count); // of this rank's shard
+        int64_t start[3] = {0, decays, b->shard_count}; // decayed matrices, then the rest
         for (int k = 0; k < 2; k++) {
             int64_t first = start[k], count = start[k + 1] - first;
+            if (count == 0) continue;
             adamw.weight_decay = k == 0 ? (float)mt_weight_decay(o, state->consumed_train_samples) : 0;
-            m->ops->adamw_step(mt_at(m, b->params, first), b->master ? b->master + first : NULL, b->m + first,
-                               b->v + first, b->grads + first, m->grad_scale, count, &adamw, m->dtype, m->stream);
+            m->ops->adamw_step(mt_at(m, b->param_shard, first), b->master ? b->master + first : NULL, b->m + first,
+                               b->v + first, b->grad_shard + first, m->grad_scale, count, &adamw, m->dtype, m->stream);
         }
     }
+    mt_params_finish(m);
+}
+
+/* Where micro-batches come from, and the tokens in those that the first stage had. */
+typedef struct mt_source {
+    mt_batch_source *read;
+    void *context;
+    mt_batch *batch;
+    int64_t tokens;
+} mt_source;
+
+/* The live micro-batch of a step. */
+static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_step *step) {
+    for (int64_t i = 0; i < m->num_micro_batches; i++)
+        if (m->micro_batches[i].chunk == step->chunk && m->micro_batches[i].index == step->micro_batch)
+            return &m->micro_batches[i];
+    MT_CHECK(!"a backward follows its forward");
+    return NULL;
+}
+
+static int mt_step_forward(mt_model *m, const mt_step *step, mt_source *from, mt_error *error) {
+    mt_micro_batch *at = mt_micro_batch_free(m, step->chunk);
+    if (from->read(from->context, step->micro_batch, from->batch, error) != 0) return -1;
+    if (step->chunk == 0) from->tokens += from->batch->num_tokens;
+    mt_load_batch(m, at, from->batch);
+    if (m->training) at->index = step->micro_batch;
+    mt_stage_forward(m, false);
+    if (m->stages[step->chunk].loss) mt_loss_forward(m);
+    return 0;
+}
+
+/* `remaining` [num_chunks] counts the micro-batches whose part of the backward is still to come. */
+static void mt_step_backward(mt_model *m, const mt_step *step, int64_t *remaining) {
+    mt_micro_batch *at = mt_micro_batch_find(m, step);
+    mt_micro_batch_enter(m, at);
+    m->last_backward = --remaining[step->chunk] == 0;
+    if (step->kind == MT_STEP_BACKWARD_WEIGHT)
+        mt_chunk_backward_weight(m);
+    else
+        mt_stage_backward(m, step->kind == MT_STEP_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT);
+    if (step->kind != MT_STEP_BACKWARD_INPUT) at->index = -1;
+}
+
+/* Receives what the next steps will need, as far as there is room, so that it travels while this step computes. */
+static void mt_receive_ahead(mt_model *m, const mt_step *steps, int64_t count, int64_t now, int64_t *next) {
+    enum { MT_STEPS_AHEAD = 8 };
+    for (*next = mt_max(*next, now); *next < count && *next < now + MT_STEPS_AHEAD; ++*next) {
+        mt_step_kind kind = steps[*next].kind;
+        if (kind != MT_STEP_RECV_FORWARD && kind != MT_STEP_RECV_BACKWARD) continue;
+        mt_link *link = &m->links[kind == MT_STEP_RECV_FORWARD ? MT_LINK_RECV_FORWARD : MT_LINK_RECV_BACKWARD];
+        if (!mt_link_start(m, link, m->max_rows * m->C)) return;
+    }
+}
+
+/* Writes this rank's list to m->steps and returns its length. */
+static int64_t mt_list_steps(mt_model *m, const mt_schedule *schedule) {
+    int rank = m->grid->pipeline.rank;
+    int64_t count = mt_schedule_steps(NULL, schedule, rank);
+    if (count > m->max_steps) { // the first step, and where the batch ramp grows
+        m->steps = mt_realloc(m->steps, count * (int64_t)sizeof(mt_step));
+        m->max_steps = count;
+    }
+    return mt_schedule_steps(m->steps, schedule, rank);
+}
+
+/* Does what the schedule lists for this rank. Sends and receives are part of the forwards and backwards: a message
+ * leaves as soon as it is computed, and is waited for where it is needed. */
+static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool training, mt_source *from, mt_error *error) {
+    int64_t count = mt_list_steps(m, schedule), ahead = 0;
+    int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
+    for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
+    m->training = training;
+    int status = 0;
+    for (int64_t i = 0; i < count && status == 0; i++) {
+        const mt_step *step = &m->steps[i];
+        if (m->grid->pipeline.size > 1) mt_receive_ahead(m, m->steps, count, i, &ahead);
+        if (step->kind == MT_STEP_FORWARD)
+            status = mt_step_forward(m, step, from, error);
+        else if (step->kind == MT_STEP_BACKWARD_WEIGHT)
+            mt_step_backward(m, step, weights);
+        else if (step->kind == MT_STEP_BACKWARD || step->kind == MT_STEP_BACKWARD_INPUT)
+            mt_step_backward(m, step, inputs);
+    }
+    free(inputs);
+    return status;
+}
+
+/* Loss and tokens of the whole job: of all samples and sequences, from the ranks with the loss. */
+static void mt_sums_finish(mt_model *m) {
+    m->ops->all_reduce(m->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
+    m->ops->all_reduce(m->sums, 2, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
 }
 
 /* Forwards and backwards of all micro-batches, summed over the ranks; adds to `tokens`. */
 static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context,
                              mt_batch *batch, int64_t *tokens, mt_error *error) {
     mt_gradients_begin(m);
-@@9@@        if (steps[i].kind == MT_STEP_BACKWARD) {
-            mt_model_backward(m);
-            continue;
-        }
-        if (source(context, steps[i].micro_batch, batch, error) != 0) return -1;
-        mt_model_forward(m, batch, true);
-        *tokens += batch->num_tokens;
-    }
-    mt_all_reduce_sum(&m->grid->data, m->sums, 2, MT_F64);
+    m->ops->memory_zero(m->sums, 3 * 8, m->stream); // the squared norm too
+    mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
+    mt_source from = {source, context, batch, 0};
+    if (mt_run_schedule(m, &schedule, true, &from, error) != 0) return -1;
+    *tokens += from.tokens;
+    mt_sums_finish(m);
     mt_gradients_finish(m);
+    mt_gradients_finish_model(m);
     return 0;
 }
 
@@ -8937,17 +9502,17 @@ static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
     mt_step_result *result = &m->results[slot];
     m->ops->memory_copy(result->sums, m->sums, sizeof result->sums, m->stream);
     m->ops->memory_copy(&result->grad_norm, m->grad_norm, sizeof result->grad_norm, m->stream);
-    m->ops->event_record(m->slots[slot].done, m->stream);
-    m->slots[slot].iteration = iteration;
+    m->ops->event_record(m->pending[slot].done, m->stream);
+    m->pending[slot].iteration = iteration;
 }
 
 /* Waits for a slot's result, and checks it. */
 static int mt_step_check(mt_model *m, int slot, mt_error *error) {
-    long long iteration = m->slots[slot].iteration;
+    long long iteration = m->pending[slot].iteration;
     const mt_step_result *result = &m->results[slot];
     if (iteration == 0) return 0;
-    m->ops->event_wait(m->slots[slot].done);
-    m->slots[slot].iteration = 0;
+    m->ops->event_wait(m->pending[slot].done);
+    m->pending[slot].iteration = 0;
     if (!isfinite(result->sums[0]))
         return mt_error_set(error,
                             "iteration %lld: the loss is %g; lower --lr or look at the data (nothing was saved since)",
@@ -8981,7 +9546,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     mt_optimizer_step(m, state);
     mt_step_report(m, slot, state->iteration + 1);
     m->num_steps++;
-    if (metrics || !m->slots[slot].done)
+    if (metrics || !m->pending[slot].done)
         if (mt_steps_check(m, error) != 0) return -1;
     m->unread_tokens += (double)(tokens * m->grid->data.size);
     m->unread_seconds += mt_time() - begin;
@@ -9005,11 +9570,11 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
                 double *loss, mt_error *error) {
     double sums[2];
     m->ops->memory_zero(m->sums, 3 * 8, m->stream);
-    for (int64_t i = 0; i < micro_batches; i++) {
-        if (source(context, i, batch, error) != 0) return -1;
-        mt_model_forward(m, batch, false);
-    }
-    mt_all_reduce_sum(&m->grid->data, m->sums, 2, MT_F64);
+    mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
+    schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
+    mt_source from = {source, context, batch, 0};
+    if (micro_batches > 0 && mt_run_schedule(m, &schedule, false, &from, error) != 0) return -1;
+    mt_sums_finish(m);
     m->ops->memory_copy(sums, m->sums, 2 * 8, m->stream);
     m->ops->stream_wait(m->stream);
     *loss = sums[1] > 0 ? sums[0] / sums[1] : 0;
@@ -9442,6 +10007,10 @@ static void mt_timed_likeliest(int32_t *ids, const void *logits, int64_t T, int6
     MT_TIMED(likeliest, mt_work_bytes(T * count, mt_dtype_size(dtype)), ids, logits, T, stride, count, dtype);
 }
 
+static void mt_timed_accumulate(float *sum, const float *x, int64_t n, mt_stream *stream) {
+    MT_TIMED(accumulate, mt_work_bytes(n, 12), sum, x, n);
+}
+
 static void mt_timed_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
     MT_TIMED(squared_norm, mt_work_bytes(n, 4), sum, x, n);
 }
@@ -9580,6 +10149,7 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .cross_entropy_backward = mt_timed_cross_entropy_backward,
         .loss_accumulate = mt_timed_loss_accumulate,
         .likeliest = mt_timed_likeliest,
+        .accumulate = mt_timed_accumulate,
         .squared_norm = mt_timed_squared_norm,
         .gradient_scale = mt_timed_gradient_scale,
         .adamw_step = mt_timed_adamw_step,

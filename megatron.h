@@ -155,6 +155,8 @@ typedef struct mt_options {
     char *pipeline_model_parallel_layout;
     char *pipeline_schedule; // 1f1b | interleaved | zb-h1
     char *print_schedule;    // an SVG file, or "-": only on the terminal
+    bool use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather;
+    char *data_parallel_sharding_strategy; // no_shard | optim | optim_grads | optim_grads_params
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
     char *split, *tokenizer_type, *tokenizer_model, *dataloader_type, *tokens_file;
@@ -456,6 +458,8 @@ typedef void mt_squared_norm_fn(double *sum, const float *x, int64_t n, mt_strea
  * clip / (norm + 1e-6), if under 1 and clip > 0, over the denominator (the batch's tokens). */
 typedef void mt_gradient_scale_fn(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
                                   float clip, mt_stream *stream);
+/* sum[n] += x[n]. */
+typedef void mt_accumulate_fn(float *sum, const float *x, int64_t n, mt_stream *stream);
 /* One AdamW step on n elements with gradient grad * scale[0]. `master` holds the fp32 weights of bf16 parameters and is
  * NULL for fp32 ones. */
 typedef void mt_adamw_step_fn(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
@@ -594,6 +598,7 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
     OP(cross_entropy_backward)                                                                                         \
     OP(loss_accumulate)                                                                                                \
     OP(likeliest)                                                                                                      \
+    OP(accumulate)                                                                                                     \
     OP(squared_norm)                                                                                                   \
     OP(gradient_scale)                                                                                                 \
     OP(adamw_step)                                                                                                     \
@@ -836,14 +841,21 @@ typedef struct mt_param {
     bool counted; // by this rank in the global norm and in checkpoints: one copy of every element is
 } mt_param;
 
-/* A layer's parameters in one flat stretch: matrices that decay first, then vectors that do not. */
+/* A layer's parameters in one flat stretch: matrices that decay first, then vectors that do not. Where data-parallel
+ * ranks share something out (--data-parallel-sharding-strategy), this rank's shard is the elements [shard_first,
+ * shard_first + shard_count); else it is the whole. */
 typedef struct mt_bucket {
     int64_t count;       // elements, padded
     int64_t decay_count; // the leading elements with weight decay
-    void *params;        // bf16 or fp32
-    float *grads;        // fp32, summed over micro-batches
-    float *master;       // fp32 weights of bf16 parameters, else NULL
-    float *m, *v;        // AdamW's moments
+    int64_t shard_first, shard_count;
+    void *params;        // [count] bf16 or fp32; NULL while this rank has the shard only
+    float *grads;        // [count] fp32, summed over micro-batches; NULL while this rank has the shard only
+    void *param_shard;   // [shard_count], inside params where those always exist
+    float *grad_shard;   // [shard_count], inside grads where those always exist; the sum over ranks
+    float *master;       // [shard_count] fp32 weights of bf16 parameters, else NULL
+    float *m, *v;        // [shard_count] AdamW's moments
+    int64_t first_param; // rows [first_param, first_param + num_params) of the table
+    int64_t num_params;
 } mt_bucket;
 
 /* A parameter as the model's code sees it: weights and their gradient. Both NULL where the model has none. */
@@ -912,7 +924,8 @@ void mt_model_print_plan(const mt_model *model, FILE *file);
 /* Draws the initial parameters by coordinate from options->seed. */
 void mt_model_init(mt_model *model);
 
-/* The tables, for checkpoints and tests. */
+/* The tables, for checkpoints and tests. Buckets whose parameters are still to be gathered after an optimizer step are
+ * gathered first, so every rank of the data group asks for them. */
 const mt_param *mt_model_params(const mt_model *model, int64_t *count);
 mt_bucket *mt_model_buckets(mt_model *model, int64_t *count);
 const mt_options *mt_model_options(const mt_model *model);
@@ -1044,6 +1057,47 @@ mt_schedule mt_schedule_of(const mt_options *options, int64_t micro_batches);
  * unwritable file is an error. */
 int mt_schedule_print(const mt_options *options, FILE *file, mt_error *error);
 
+/* ==== §12 gradient buckets =========================================================================================
+ */
+
+/* What data-parallel ranks share out: nothing; AdamW's state; also gradients; also parameters (Rajbhandari et al.,
+ * "ZeRO", stages 0 to 3). */
+typedef enum mt_strategy { MT_NO_SHARD, MT_SHARD_OPTIM, MT_SHARD_GRADS, MT_SHARD_PARAMS } mt_strategy;
+
+/* Around every use of a bucket's weights, in forward and backward: between the two its pointers are bound and its
+ * parameters whole and current. All ranks of the data group make the same calls in the same order, because a call may
+ * gather, or begin to gather what is used next: the neighbour on the side to which calls have been going. */
+void mt_bucket_acquire(mt_model *model, int64_t bucket);
+void mt_bucket_release(mt_model *model, int64_t bucket);
+
+/* Before a backward adds to a bucket's gradients, and once they hold the whole of this micro-batch. The first may be
+ * called again before the second, where a bucket is used in two places. It decides whether matrix products write these
+ * gradients or add to them. `last`: no other micro-batch of this step will add to them, so their sum over the ranks can
+ * begin. */
+void mt_bucket_gradients_acquire(mt_model *model, int64_t bucket);
+void mt_bucket_gradients_release(mt_model *model, int64_t bucket, bool last);
+
+/* What is kept of a parameter; the master weights of an fp32 model are its weights. */
+typedef enum mt_kept { MT_KEPT_WEIGHTS, MT_KEPT_MASTER, MT_KEPT_M, MT_KEPT_V, MT_NUM_KEPT } mt_kept;
+
+/* All `count` elements of one kind of a bucket's values, of the model's type for weights, else fp32, on the device:
+ * gathered from the data group, whose ranks all call it, and valid until the next call. Not in a step: it may take the
+ * gradients' place. */
+const void *mt_bucket_gather_state(mt_model *model, int64_t bucket, mt_kept kept);
+
+/* The elements of one kind that this rank has: [first, first + count) of the bucket, at `data` (NULL: it keeps none).
+ */
+typedef struct mt_part {
+    void *data;
+    int64_t first, count;
+    mt_dtype dtype;
+} mt_part;
+mt_part mt_bucket_part(const mt_model *model, int64_t bucket, mt_kept kept);
+
+/* Sets elements [at, at + n) of the bucket, or those of them that the part has, from host memory of the part's type;
+ * NULL: to zero. Enqueued on the model's stream. */
+void mt_part_write(mt_model *model, const mt_part *part, int64_t at, const void *from, int64_t n);
+
 /* ==== §13 optimizer and §16 the training step ======================================================================
  */
 
@@ -1169,7 +1223,8 @@ typedef int mt_checkpoint_extra(void *context, const char *folder, mt_error *err
  * and what `extra` adds when it is not NULL. Then makes it the latest: latest_checkpointed_iteration.txt names it, the
  * link `latest` leads to it, and links beside that make `folder` itself a Hugging Face folder. Nothing that was good
  * before is touched until the new one is whole and on disk. An error is: a full disk, a folder that cannot be written,
- * or one that is a Hugging Face folder of its own. For one rank; the others wait. */
+ * or one that is a Hugging Face folder of its own. Every rank calls it: rank 0 writes, the others give what only they
+ * have, and all return the same. */
 int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
                        void *context, mt_error *error);
 

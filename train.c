@@ -144,11 +144,8 @@ static void save(run *r) {
     mt_error error;
     if (!r->options.save) return;
     check(mt_train_finish(r->model, &error), &error);
-    if (r->grid.world.rank == 0) {
-        check(mt_checkpoint_save(r->model, &r->state, r->options.save, save_tokenizer, r, &error), &error);
-        mt_report_line(&r->report, "saved iteration %lld to %s", (long long)r->state.iteration, r->options.save);
-    }
-    mt_barrier(&r->grid.world);
+    check(mt_checkpoint_save(r->model, &r->state, r->options.save, save_tokenizer, r, &error), &error);
+    mt_report_line(&r->report, "saved iteration %lld to %s", (long long)r->state.iteration, r->options.save);
 }
 
 /* True when SIGTERM or --exit-duration-in-mins ends the run early; every rank must see the same answer. */

@@ -1,4 +1,4 @@
-/* optimizer.cu: the gradient's norm, AdamW over any stretch of a bucket, initial parameters. */
+/* optimizer.cu: sums and the norm of gradients, AdamW over any stretch of a bucket, initial parameters. */
 #include "vector.cuh"
 
 /* ---- the gradient's norm ----------------------------------------------------------------------------------------- */
@@ -56,6 +56,34 @@ extern "C" void mt_cuda_squared_norm(double *sum, const float *x, int64_t n, mt_
         squared_norm<N><<<(unsigned)blocks, norm_threads, 0, mt_cuda_stream(stream)>>>(partial, x, begin, end);
         MT_CUDA_LAUNCHED();
         add_squared_norms<<<1, norm_threads, 0, mt_cuda_stream(stream)>>>(sum, partial, (int)blocks);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+/* sum[i] += x[i]. Reads both, writes the sum: 12 bytes an element. */
+template <int N>
+__global__ void __launch_bounds__(256) accumulate(float *sum, const float *x, int64_t begin, int64_t end) {
+    constexpr int K = 4;
+    int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
+    mt_pack<float, N> sums[K], xs[K];
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= end) break;
+        sums[k] = mt_load<N>(sum + first + k * step);
+        xs[k] = mt_load<N>(x + first + k * step);
+    }
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= end) break;
+        for (int i = 0; i < N; i++) sums[k].value[i] += xs[k].value[i];
+        mt_store(sum + first + k * step, sums[k]);
+    }
+}
+
+extern "C" void mt_cuda_accumulate(float *sum, const float *x, int64_t n, mt_stream *stream) {
+    mt_split<4>(n, mt_wide(MT_F32, {sum, x}, {}), [&](int64_t begin, int64_t end, auto width) {
+        constexpr int N = decltype(width)::value;
+        accumulate<N><<<mt_blocks(end - begin, 256 * 4 * N), 256, 0, mt_cuda_stream(stream)>>>(sum, x, begin, end);
         MT_CUDA_LAUNCHED();
     });
 }

@@ -882,6 +882,209 @@ static void draw_bubbles(const char *folder) {
         line(&p, x + width + 30, y + 14 + 24 * k, x + width + 54, y + 14 + 24 * k, strokes[k], 2);
         text(&p, x + width + 62, y + 18 + 24 * k, START, "%s", names[k]);
     }
+/* ---- 9: what a data-parallel rank keeps, and when it talks ---------------------------------------------------------
+ */
+
+enum { SHARING_RANKS = 4, SHARING_RANK = 1, NUM_STRATEGIES = 4 };
+static const char *const strategies[NUM_STRATEGIES] = {"no_shard", "optim", "optim_grads", "optim_grads_params"};
+
+/* A small model on one rank of four; nobody answers the others' calls, so none is made but to draw it. */
+typedef struct sharer {
+    mt_options options;
+    mt_grid grid;
+    mt_model *model;
+} sharer;
+
+static void sharer_open(sharer *s, const char *strategy, bool overlaps, const mt_ops *ops) {
+    const char *words[] = {"--num-layers",
+                           "4",
+                           "--hidden-size",
+                           "64",
+                           "--num-attention-heads",
+                           "4",
+                           "--vocab-size",
+                           "512",
+                           "--train-iters",
+                           "1",
+                           "--lr",
+                           "1",
+                           "--bf16",
+                           "--data-parallel-sharding-strategy",
+                           strategy,
+                           "--overlap-grad-reduce",
+                           "--overlap-param-gather"};
+    mt_error error;
+    *s = (sharer){.grid = MT_GRID_OF_ONE};
+    s->grid.data_context.size = SHARING_RANKS, s->grid.data_context.rank = SHARING_RANK;
+    parse_options(&s->options, words, (int)(sizeof words / sizeof *words) - (overlaps ? 0 : 2));
+    mt_model_plan plan = {.max_tokens = 16, .max_logits = 16, .max_position = 64, .train = true};
+    check(mt_model_create(&s->model, &s->options, &s->grid, ops, &plan, &error), &error);
+}
+
+static void sharer_close(sharer *s) {
+    mt_model_destroy(s->model);
+    mt_options_free(&s->options);
+}
+
+/* One array of a bucket: what of it the rank always has is filled. Returns the bytes. */
+static int64_t draw_array(picture *p, double x, double y, double width, const mt_bucket *b, bool whole, int64_t size,
+                          const char *fill) {
+    double scale = width / (double)b->count;
+    frame(p, x, y, width, 16, "#eceee9");
+    if (whole)
+        frame(p, x, y, width, 16, fill);
+    else
+        frame(p, x + scale * (double)b->shard_first, y, scale * (double)b->shard_count, 16, fill);
+    return (whole ? b->count : b->shard_count) * size;
+}
+
+static void draw_strategy(picture *p, double y, const char *strategy) {
+    static const char *const names[] = {"params", "grads", "master", "m", "v"};
+    sharer s;
+    int64_t count, bytes = 0;
+    sharer_open(&s, strategy, false, &mt_cpu_ops);
+    const mt_bucket *b = &mt_model_buckets(s.model, &count)[1];
+    for (int i = 0; i < 5; i++) {
+        bool whole = i == 0 ? b->params != NULL : i == 1 ? b->grads != NULL : b->shard_count == b->count;
+        double x = 190 + i * 118;
+        bytes += draw_array(p, x, y, 104, b, whole, i == 0 ? 2 : 4, fills[i]);
+        if (y < 90) text(p, x + 52, y - 8, MIDDLE, "%s", names[i]);
+    }
+    text(p, 25, y + 12, START, "%s", strategy);
+    text(p, 790, y + 12, START, "%.1f bytes", (double)bytes / (double)b->count);
+    sharer_close(&s);
+}
+
+/* A stretch of time on a stream, for a bucket. */
+typedef struct stretch {
+    int stream;
+    double begin, end;
+    int64_t bucket;
+} stretch;
+
+/* What a backend would do, and when: matrix products and collectives take a time by their size and do nothing else. */
+enum { MAX_STRETCHES = 512, COMPUTE = 0, NUM_LANES = 3 };
+static struct {
+    stretch stretches[MAX_STRETCHES];
+    int count, streams;
+    double now[NUM_LANES]; // when a stream is through with what it has
+    const mt_bucket *buckets;
+    int64_t num_buckets;
+} recorder;
+
+static int lane_of(mt_stream *stream) {
+    return (int)((double *)(void *)stream - recorder.now);
+}
+
+/* Whose values lie at `values`. */
+static int64_t bucket_at(const void *values) {
+    for (int64_t i = 0; i < recorder.num_buckets; i++) {
+        const mt_bucket *b = &recorder.buckets[i];
+        const char *arrays[] = {b->params, (const char *)b->grads, b->param_shard};
+        int64_t bytes[] = {b->count * 2, b->count * 4, b->shard_count * 2};
+        for (int k = 0; k < 3; k++)
+            if (arrays[k] && (const char *)values >= arrays[k] && (const char *)values < arrays[k] + bytes[k]) return i;
+    }
+    mt_die("a picture of values that are in no bucket");
+}
+
+static void record(mt_stream *stream, double duration, const void *values) {
+    int lane = lane_of(stream);
+    MT_CHECK(recorder.count < MAX_STRETCHES);
+    recorder.stretches[recorder.count++] =
+        (stretch){lane, recorder.now[lane], recorder.now[lane] + duration, bucket_at(values)};
+    recorder.now[lane] += duration;
+}
+
+static mt_stream *recorded_create(void *workspace, int64_t bytes, bool deterministic) {
+    (void)workspace, (void)bytes, (void)deterministic;
+    MT_CHECK(recorder.streams < NUM_LANES);
+    return (mt_stream *)(void *)&recorder.now[recorder.streams++];
+}
+
+static void recorded_follow(mt_stream *stream, mt_stream *other) {
+    double *now = &recorder.now[lane_of(stream)];
+    *now = fmax(*now, recorder.now[lane_of(other)]);
+}
+
+static void recorded_product(mt_stream *stream, int64_t T, int64_t N, int64_t K, const void *weights) {
+    record(stream, (double)(T * N * K) * 1e-5, weights);
+}
+
+static void recorded_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
+                             mt_dtype dtype, mt_stream *stream) {
+    (void)y, (void)x, (void)bias, (void)dtype;
+    recorded_product(stream, T, N, K, w);
+}
+
+static void recorded_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
+                                    mt_dtype dtype, mt_stream *stream) {
+    (void)dx, (void)dy, (void)dtype;
+    recorded_product(stream, T, N, K, w);
+}
+
+static void recorded_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
+                                     int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
+    (void)dbias, (void)dy, (void)x, (void)accumulate, (void)dtype;
+    recorded_product(stream, T, N, K, dw);
+}
+
+static void recorded_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                            mt_stream *stream) {
+    (void)out;
+    record(stream, (double)(count * mt_dtype_size(dtype) * (group->size - 1)) * 3e-5, in);
+}
+
+static void recorded_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                             mt_stream *stream) {
+    (void)out;
+    record(stream, (double)(count * mt_dtype_size(dtype) * (group->size - 1)) * 3e-5, in);
+}
+
+static void recorded_destroy(mt_stream *stream) {
+    (void)stream;
+    recorder.streams--;
+}
+
+/* A forward and a backward: a row a stream, a box a piece of work, one colour a bucket. */
+static void draw_talk(picture *p, double y, bool overlaps, double scale) {
+    static const char *const lanes[2][NUM_LANES] = {{"one stream"}, {"compute", "gradients", "parameters"}};
+    mt_ops ops = mt_cpu_ops;
+    mt_batch batch = {0};
+    sharer s;
+    ops.stream_create = recorded_create, ops.stream_follow = recorded_follow, ops.stream_destroy = recorded_destroy;
+    ops.linear_forward = recorded_forward, ops.linear_backward_input = recorded_backward_input;
+    ops.linear_backward_weight = recorded_backward_weight;
+    ops.all_gather = recorded_gather, ops.reduce_scatter = recorded_scatter;
+    memset(&recorder, 0, sizeof recorder);
+    sharer_open(&s, "optim_grads_params", overlaps, &ops);
+    recorder.buckets = mt_model_buckets(s.model, &recorder.num_buckets);
+    letters_batch(&batch, 16, false);
+    mt_model_forward(s.model, &batch, true);
+    mt_model_backward(s.model);
+    for (int lane = 0; lane < recorder.streams; lane++)
+        text(p, 25, y + 30 * lane + 14, START, "%s", lanes[overlaps][lane]);
+    double end = 0;
+    for (int i = 0; i < recorder.count; i++) {
+        const stretch *at = &recorder.stretches[i];
+        const char *fill = at->bucket == 0 ? fills[TEAL] : fills[(at->bucket - 1) % TEAL];
+        frame(p, 110 + scale * at->begin, y + 30 * at->stream, scale * (at->end - at->begin), 22, fill);
+        end = fmax(end, at->end);
+    }
+    text(p, 110 + scale * end + 8, y + 14, START, "%.0f", end);
+    mt_batch_free(&batch);
+    sharer_close(&s);
+}
+
+static void draw_sharing(const char *folder) {
+    picture p = picture_open(folder, "09-shards", "What data-parallel ranks share out", 900, 400);
+    text(&p, 25, 28, START, "A layer's bucket on rank %d of %d: what is always there, and its bytes a parameter",
+         SHARING_RANK, SHARING_RANKS);
+    for (int i = 0; i < NUM_STRATEGIES; i++) draw_strategy(&p, 70 + 26 * i, strategies[i]);
+    text(&p, 25, 214, START,
+         "A forward and a backward with optim_grads_params, a colour a bucket: matrix products, gathers, sums");
+    draw_talk(&p, 236, false, 5);
+    draw_talk(&p, 284, true, 5);
     picture_close(&p);
 }
 
@@ -897,5 +1100,6 @@ int main(int argc, char **argv) {
     draw_step(argv[1]);
     draw_pipelines(argv[1]);
     draw_bubbles(argv[1]);
+    draw_sharing(argv[1]);
     return 0;
 }

@@ -390,6 +390,11 @@ static void likeliest(run *r, const int64_t *n) { // T, stride, -, columns; bf16
     r->ops->likeliest(ids, logits, n[0], n[1], n[3], r->dtype, r->stream);
 }
 
+static void accumulate(run *r, const int64_t *n) { // elements, elements before the first
+    float *sum = float_changed(r, n[1] + n[0], NORMAL), *x = float_input(r, n[1] + n[0], NORMAL);
+    r->ops->accumulate(sum + n[1], x + n[1], n[0], r->stream);
+}
+
 static void squared_norm(run *r, const int64_t *n) { // elements, elements before the first
     double *sum = numbers(r, MT_F64, 1, POSITIVE, true);
     float *x = float_input(r, n[1] + n[0], NORMAL);
@@ -640,6 +645,7 @@ static operation operations[] = {
     {"cross_entropy_backward", cross_entropy_backward, ONCE, logit_shapes, {0}},
     {"loss_accumulate", loss_accumulate, ONCE, element_shapes, {0}},
     {"likeliest", likeliest, 0, logit_shapes, {0}},
+    {"accumulate", accumulate, ONCE, element_shapes, {0}},
     {"squared_norm", squared_norm, ONCE, square_shapes, {0}},
     {"gradient_scale", gradient_scale, ONCE, scale_shapes, {0}},
     {"adamw_step", adamw_step, ONCE, element_shapes, {0}},

@@ -996,6 +996,20 @@ static void loss_accumulates_under_its_mask(void **state) {
 
 /* ==== optimizer ================================================================================================== */
 
+static void accumulate_adds_every_element_once(void **state) {
+    (void)state;
+    const int64_t lengths[] = {1, 64, 100003};
+    for (int k = 0; k < 3; k++) {
+        int64_t n = lengths[k];
+        float *sum = mt_malloc(n * 4), *x = mt_malloc(n * 4);
+        for (int64_t i = 0; i < n; i++) sum[i] = (float)(i % 1000), x[i] = (float)(i % 7) + 0.5f;
+        ops->accumulate(sum, x, n, NULL);
+        ops->accumulate(sum, x, n, NULL);
+        for (int64_t i = 0; i < n; i++) assert_true(sum[i] == (float)(i % 1000 + i % 7 * 2 + 1));
+        free(sum), free(x);
+    }
+}
+
 static void squared_norm_sums_in_float64(void **state) {
     (void)state;
     static const int64_t lengths[] = {0, 1, 1023, 1025, 70001, 262144 + 5};
@@ -1265,6 +1279,7 @@ int main(void) {
         cmocka_unit_test(cross_entropy_survives_large_logits_and_minus_infinity),
         cmocka_unit_test(loss_accumulates_under_its_mask),
         cmocka_unit_test(likeliest_is_the_first_of_the_greatest_and_needs_numbers),
+        cmocka_unit_test(accumulate_adds_every_element_once),
         cmocka_unit_test(squared_norm_sums_in_float64),
         cmocka_unit_test(gradient_scale_clips_and_divides_by_the_tokens),
         cmocka_unit_test(adamw_follows_its_formula_for_several_steps),

@@ -353,6 +353,39 @@ static void data_and_checkpoints_that_conflict_are_refused(void **state) {
     expect_error(RUN "--config /nowhere.yaml", "/nowhere.yaml: cannot be read");
 }
 
+static void strategies_of_data_parallelism_are_checked(void **state) {
+    (void)state;
+    const struct {
+        const char *words, *strategy;
+    } good[] = {{"", "no_shard"},
+                {"--overlap-grad-reduce", "no_shard"},
+                {"--use-distributed-optimizer", "optim"},
+                {"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", "optim"},
+                {"--use-distributed-optimizer --data-parallel-sharding-strategy optim_grads", "optim_grads"},
+                {"--data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather",
+                 "optim_grads_params"}};
+    for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
+        char line[512];
+        mt_options options;
+        mt_error error;
+        snprintf(line, sizeof line, RUN "%s", good[i].words);
+        expect_good(&options, line);
+        assert_string_equal(options.data_parallel_sharding_strategy, good[i].strategy);
+        assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 4, &error), -1); // global batch of one rank
+        options.global_batch_size = 0;
+        assert_int_equal(mt_options_finish(&options, MT_PROGRAM_TRAIN, 4, &error), 0); // once more
+        assert_string_equal(options.data_parallel_sharding_strategy, good[i].strategy);
+        mt_options_free(&options);
+    }
+    expect_error(RUN "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
+                 "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard exclude each other");
+    expect_error(RUN "--overlap-grad-reduce --overlap-param-gather",
+                 "--overlap-param-gather needs --use-distributed-optimizer");
+    expect_error(RUN "--use-distributed-optimizer --overlap-param-gather",
+                 "--overlap-param-gather needs --overlap-grad-reduce");
+    expect_error(RUN "--data-parallel-sharding-strategy zero", "no_shard|optim|optim_grads|optim_grads_params");
+}
+
 static void infer_is_checked_too(void **state) {
     (void)state;
     const char *load = "--load tests/golden/hf/llama ";
@@ -929,6 +962,7 @@ int main(void) {
         cmocka_unit_test(batches_and_lengths_that_cannot_be_are_refused),
         cmocka_unit_test(schedules_that_cannot_be_are_refused),
         cmocka_unit_test(data_and_checkpoints_that_conflict_are_refused),
+        cmocka_unit_test(strategies_of_data_parallelism_are_checked),
         cmocka_unit_test(infer_is_checked_too),
         cmocka_unit_test(help_shows_the_programs_own_options_within_100_columns),
         cmocka_unit_test(configuration_prints_what_differs_from_defaults),
