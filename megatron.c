@@ -6101,7 +6101,8 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     }
     if (plan->cache_rows > 0) mt_decode_create(m);
     m->stream = m->tp.stream = ops->stream_create(m->workspace, m->workspace_bytes, options->deterministic_mode);
-    m->tp.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
+    m->tp.comm = m->stream;
+    if (grid->tensor.size > 1) m->tp.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
     mt_sharding_start(m);
     ops->memory_zero(m->sums, 3 * 8, m->stream);
     if (m->rotary_dim > 0) mt_rope_tables(m);
@@ -6114,7 +6115,7 @@ void mt_model_destroy(mt_model *m) {
     if (m->arena.base) { // it was created whole
         for (int64_t i = 0; m->step_graphs && i <= m->plan.max_logits; i++)
             if (m->step_graphs[i].graph) m->ops->graph_destroy(m->step_graphs[i].graph);
-        m->ops->stream_destroy(m->tp.comm);
+        if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
         mt_sharding_close(m);
         m->ops->stream_destroy(m->stream);
         m->ops->memory_free_host(m->staged_logits);

@@ -279,7 +279,7 @@ typedef struct table {
 
 static table table_open(const mt_options *options) {
     table t = {.num_buckets = options->num_layers + 2};
-    t.count = mt_params_build(&t.rows, options);
+    t.count = mt_params_build(&t.rows, options, NULL);
     t.sizes = mt_calloc(t.num_buckets * (int64_t)sizeof *t.sizes);
     for (int64_t i = 0; i < t.count; i++)
         t.sizes[t.rows[i].bucket] = t.rows[i].offset + t.rows[i].rows * t.rows[i].cols;
@@ -882,6 +882,9 @@ static void draw_bubbles(const char *folder) {
         line(&p, x + width + 30, y + 14 + 24 * k, x + width + 54, y + 14 + 24 * k, strokes[k], 2);
         text(&p, x + width + 62, y + 18 + 24 * k, START, "%s", names[k]);
     }
+    picture_close(&p);
+}
+
 /* ---- 9: what a data-parallel rank keeps, and when it talks ---------------------------------------------------------
  */
 

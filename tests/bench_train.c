@@ -36,7 +36,7 @@ static int by_value(const void *a, const void *b) {
 /* The matrix products of a step: 6 operations a weight of the linear layers and a token. */
 static double product_flops(const mt_options *o) {
     mt_param *params;
-    int64_t count = mt_params_build(&params, o);
+    int64_t count = mt_params_build(&params, o, NULL);
     double weights = 0;
     for (int64_t i = 0; i < count; i++) {
         bool is_table = params[i].role == MT_POSITION_EMBEDDING ||

@@ -801,6 +801,8 @@ static void an_event_has_passed_when_what_was_enqueued_before_is_done(void **sta
     gpu->event_destroy(done), gpu->event_destroy(never);
     gpu->memory_free(device);
     gpu->memory_free_host(host);
+}
+
 /* ---- failures ---------------------------------------------------------------------------------------------------- */
 
 /* What this program does as a process of its own that is to fail. */

@@ -213,7 +213,7 @@ static void so_they_do_on_a_gpu(void **state) {
 /* Elements of the matrices that multiply every token. */
 static double product_weights(const mt_options *options) {
     mt_param *params;
-    int64_t count = mt_params_build(&params, options);
+    int64_t count = mt_params_build(&params, options, NULL);
     double weights = 0;
     for (int64_t i = 0; i < count; i++)
         if (!params[i].is_vector && params[i].role != MT_WORD_EMBEDDING)
