@@ -1,0 +1,408 @@
+/* attention_hopper.cu: the third rung of attention, FlashAttention on the tensor cores of sm_90a (Shah et al.,
+ * "FlashAttention-3").
+ *
+ * mma.sync makes a warp fetch its operands to registers and wait for every product; it reaches two thirds of the
+ * tensor cores' rate. wgmma reads operands from shared memory, for 64 rows at once, while the warps do something else.
+ * So the work is cut by role. In a block, one warp only asks the memory engine (TMA) for tiles; warpgroups of 128
+ * threads, each with 64 rows of its own, only calculate. They meet at barriers in shared memory, a pair for every
+ * buffer: "filled" and "free" again (see ring). What the mma rung says of weights in registers holds here too: wgmma
+ * leaves its result where the next product wants its operand a.
+ *
+ * Scores take two products and an exponential each: for D 128, 128 by 128 scores are 2048 clocks of the tensor cores
+ * and 1024 of the special-function units, so the two must run at the same time. A warpgroup starts the scores of a tile
+ * and the outputs of the tile before it together, and does the softmax of the one under the product of the other; and
+ * the warpgroups of a block do not do the same thing at the same time.
+ *
+ * The backward is two kernels as in the mma rung, without atomics: one owns queries, the other keys, and both keep
+ * weights and their gradients in registers, because the second works on transposed scores. */
+#include "attention.cuh"
+
+#ifdef MT_HAVE_SM90A
+#include "hopper.cuh"
+
+enum { WARPGROUP = 128 };
+
+/* ---- buffers ----------------------------------------------------------------------------------------------------- */
+
+/* STAGES buffers that are filled and emptied in turn; use number n is of buffer n % STAGES. */
+template <int STAGES> struct ring {
+    uint32_t barriers;
+    static constexpr int BYTES = STAGES * 16;
+
+    __device__ __forceinline__ uint32_t filled(int n) const {
+        return barriers + n % STAGES * 16;
+    }
+    __device__ __forceinline__ uint32_t free(int n) const {
+        return barriers + n % STAGES * 16 + 8;
+    }
+    /* `fillers` arrivals (and the announced bytes) fill a buffer, one of each of `warps` frees it. */
+    __device__ __forceinline__ void init(int fillers, int warps) const {
+        for (int n = 0; n < STAGES; n++) mt_barrier_init(filled(n), fillers), mt_barrier_init(free(n), warps);
+    }
+    __device__ __forceinline__ void wait_filled(int n) const {
+        mt_barrier_wait(filled(n), n / STAGES % 2);
+    }
+    __device__ __forceinline__ void wait_free(int n) const {
+        mt_barrier_wait(free(n), n / STAGES % 2 ^ 1);
+    }
+    __device__ __forceinline__ void release(int n) const {
+        if (threadIdx.x % 32 == 0) mt_barrier_arrive(free(n));
+    }
+};
+
+/* Tensors as TMA sees them: [panels of 64 channels, rows, 64], in boxes of all panels of a head and a tile's rows. */
+struct tensor_maps {
+    CUtensorMap q, dout, k, v;
+};
+
+/* Rows [count, ROWS) of a tile become 0, before the warpgroup that calls it reads them: rows behind a span's last are
+ * of another span or of nobody, and a weight of 0 times NaN is NaN. */
+template <int ROWS, int D> __device__ __forceinline__ void clear_tail(uint32_t tile, int count) {
+    for (int panel = 0; panel < D / 64; panel++)
+        for (int at = count * 128 + threadIdx.x % WARPGROUP * 16; at < ROWS * 128; at += WARPGROUP * 16)
+            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + panel * ROWS * 128 + at), "r"(0)
+                         : "memory");
+}
+__device__ __forceinline__ void tail_cleared() {
+    mt_fence_async();
+    mt_named_barrier_wait(1 + threadIdx.x / WARPGROUP, WARPGROUP);
+}
+
+/* Which of `count` tiles a block takes in a round. They come with the most work first; every other round goes
+ * backwards, so that no block always gets the largest. */
+__device__ __forceinline__ int tile_of_round(int round) {
+    int place = round % 2 ? (int)gridDim.x - 1 - (int)blockIdx.x : (int)blockIdx.x;
+    return round * (int)gridDim.x + place;
+}
+
+/* The producer's warp hands out tiles: `turn` lies behind the ring of what the tile's owners read first. */
+enum { NO_MORE = -1 };
+
+/* ---- products ---------------------------------------------------------------------------------------------------- */
+
+/* Starts c[64, N] = a[64, D] b[N, D]^T, with a in a tile of A_ROWS rows. */
+template <int D, int A_ROWS, int N>
+__device__ __forceinline__ void multiply_rows(float (&c)[1][N / 8][4], uint32_t a, uint32_t b) {
+#pragma unroll
+    for (int k = 0; k < D; k += 16)
+        mt_wgmma(c[0], mt_wgmma_operand(a + k / 64 * A_ROWS * 128 + k % 64 * 2, 16),
+                 mt_wgmma_operand(b + k / 64 * N * 128 + k % 64 * 2, 16), k > 0);
+    mt_wgmma_commit();
+}
+
+/* Starts c[64, D] += p[64, ROWS] x[ROWS, D], with weights p in registers. */
+template <int D, int ROWS>
+__device__ __forceinline__ void multiply_weights(float (&c)[1][D / 8][4], const uint32_t (&p)[1][ROWS / 16][4],
+                                                 uint32_t x) {
+#pragma unroll
+    for (int k = 0; k < ROWS; k += 16) mt_wgmma(c[0], p[0][k / 16], mt_wgmma_operand(x + k * 128, ROWS * 128), true);
+    mt_wgmma_commit();
+}
+
+/* x[j] of lane i of a quad and x[i] of lane j change places. */
+__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (j & bit) continue;
+            bool upper = threadIdx.x & bit;
+            uint32_t got = __shfl_xor_sync(0xffffffff, upper ? x[j] : x[j + bit], bit);
+            if (upper)
+                x[j] = got;
+            else
+                x[j + bit] = got;
+        }
+}
+
+/* Stores the warp's 16 rows of c, those of the `count` that exist, to rows at `to`. A lane has two channels of every
+ * block of 8; four blocks are exchanged in a quad so that it stores sixteen bytes. */
+template <int D>
+__device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, const float (&c)[1][D / 8][4],
+                                           bool accumulate) {
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int n = 0; n < D / 8; n += 4) {
+            uint32_t x[4];
+            int row = row_of(0, 2 * h);
+#pragma unroll
+            for (int j = 0; j < 4; j++) x[j] = mt_pack_bf16(c[0][n + j][2 * h], c[0][n + j][2 * h + 1]);
+            transpose_quad(x);
+            if (row >= count) continue;
+            uint4 *at = (uint4 *)(to + row * stride + (n + threadIdx.x % 4) * 8);
+            if (accumulate) {
+                uint4 old = *at;
+                x[0] = add_bf16(x[0], old.x), x[1] = add_bf16(x[1], old.y);
+                x[2] = add_bf16(x[2], old.z), x[3] = add_bf16(x[3], old.w);
+            }
+            *at = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+}
+
+/* ---- forward ----------------------------------------------------------------------------------------------------- */
+
+/* `GROUPS` warpgroups calculate. A lane holds D / 2 outputs, 64 scores and, as pairs, 32 weights: of the 65536
+ * registers two warpgroups get 240 a thread, or three 160. */
+template <int D, int GROUPS> struct forward_size {
+    static constexpr int QUERIES = 64 * GROUPS, KEYS = 128, STAGES = 2, THREADS = WARPGROUP * (1 + GROUPS);
+    static constexpr int FEW = GROUPS == 2 ? 40 : 32, MANY = GROUPS == 2 ? 232 : 160; // registers
+    static constexpr int TILE = KEYS * D * 2, K = QUERIES * D * 2, V = K + STAGES * TILE;
+    static constexpr int Q_RING = V + STAGES * TILE, K_RING = Q_RING + ring<1>::BYTES;
+    static constexpr int V_RING = K_RING + ring<STAGES>::BYTES, TURN = V_RING + ring<STAGES>::BYTES;
+    static constexpr int BYTES = TURN + (int)sizeof(tile);
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <int D, int GROUPS>
+__device__ __forceinline__ void forward_load(const flash_task &task, const tensor_maps &maps, char *memory) {
+    using size = forward_size<D, GROUPS>;
+    constexpr int KEYS = size::KEYS, PANELS = D / 64;
+    const uint32_t at = mt_shared_address(memory);
+    const ring<1> q_ring{at + size::Q_RING};
+    const ring<size::STAGES> k_ring{at + size::K_RING}, v_ring{at + size::V_RING};
+    const int tiles = task.num_tiles * (int)task.shape.num_heads;
+    tile *turn = (tile *)(memory + size::TURN);
+    int n = 0, round = 0;
+    for (int index; (index = tile_of_round(round)) < tiles; round++) {
+        const tile t = tile_of_block<false>(task, index, size::QUERIES);
+        if (threadIdx.x % 32 == 0) {
+            const int group = t.head / (int)(task.shape.num_heads / task.shape.num_groups);
+            const range keys = keys_of(band_of(t.span, task.shape.window), t.first, size::QUERIES);
+            q_ring.wait_free(round);
+            *turn = t;
+            mt_barrier_arrive_expect(q_ring.filled(round), size::K);
+            mt_copy_tile(at, maps.q, (int)t.span.q_start + t.first, t.head * PANELS, q_ring.filled(round));
+            for (int key = keys.first / KEYS * KEYS; key < keys.end; key += KEYS, n++) {
+                const int row = (int)t.span.k_start + key, to = n % size::STAGES * size::TILE;
+                k_ring.wait_free(n);
+                mt_barrier_arrive_expect(k_ring.filled(n), size::TILE);
+                mt_copy_tile(at + size::K + to, maps.k, row, group * PANELS, k_ring.filled(n));
+                v_ring.wait_free(n);
+                mt_barrier_arrive_expect(v_ring.filled(n), size::TILE);
+                mt_copy_tile(at + size::V + to, maps.v, row, group * PANELS, v_ring.filled(n));
+            }
+        }
+        __syncwarp();
+    }
+    if (threadIdx.x % 32 == 0) {
+        q_ring.wait_free(round);
+        turn->head = NO_MORE;
+        mt_barrier_arrive(q_ring.filled(round));
+    }
+}
+
+template <int D, int GROUPS, bool TURNS>
+__device__ __forceinline__ void forward_work(const flash_task &task, char *memory) {
+    using size = forward_size<D, GROUPS>;
+    constexpr int KEYS = size::KEYS, STAGES = size::STAGES;
+    const uint32_t at = mt_shared_address(memory);
+    const ring<1> q_ring{at + size::Q_RING};
+    const ring<STAGES> k_ring{at + size::K_RING}, v_ring{at + size::V_RING};
+    const mt_attention &shape = task.shape;
+    const int group = threadIdx.x / WARPGROUP - 1, warp_row = (threadIdx.x / 32 - 4) * 16, heads = (int)shape.num_heads;
+    const uint32_t q_tile = at + group * 64 * 128;
+    const float scale = shape.scale * LOG2_E;
+    float out[1][D / 8][4], score[1][KEYS / 8][4], shrink[1][2];
+    uint32_t weights[1][KEYS / 16][4];
+    softmax<1> state;
+    int n = 0;
+    if (TURNS && group == GROUPS - 1) mt_named_barrier_arrive(8, 2 * WARPGROUP);
+    for (int round = 0;; round++) {
+        q_ring.wait_filled(round);
+        const tile t = *(const tile *)(memory + size::TURN);
+        if (t.head == NO_MORE) break;
+        const band seen = band_of(t.span, shape.window);
+        const range keys = keys_of(seen, t.first, size::QUERIES);
+        int key = keys.first / KEYS * KEYS;
+        auto start_scores = [&]() {
+            k_ring.wait_filled(n);
+            mt_wgmma_hold(score[0]);
+            mt_wgmma_fence();
+            multiply_rows<D, size::QUERIES, KEYS>(score, q_tile, at + size::K + n % STAGES * size::TILE);
+        };
+        auto start_outputs = [&](int m) {
+            v_ring.wait_filled(m);
+            mt_wgmma_hold(out[0]);
+            mt_wgmma_fence();
+            multiply_weights<D, KEYS>(out, weights, at + size::V + m % STAGES * size::TILE);
+        };
+        auto weigh_scores = [&]() {
+            if (!all_see(seen, t.first + warp_row, 16, key, KEYS)) hide<false>(score, seen, t.first + warp_row, key);
+            softmax_step(state, score, shrink, scale);
+        };
+
+        clear(out);
+        softmax_begin(state);
+        if (key < keys.end) {
+            start_scores();
+            mt_wgmma_wait<0>();
+            mt_wgmma_hold(score[0]);
+            k_ring.release(n);
+            weigh_scores();
+            pack_weights(weights, score);
+            for (key += KEYS; key < keys.end; key += KEYS) {
+                n++;
+                if (TURNS) mt_named_barrier_wait(8 + group, 2 * WARPGROUP);
+                start_scores();
+                start_outputs(n - 1);
+                if (TURNS) mt_named_barrier_arrive(8 + (group + 1) % GROUPS, 2 * WARPGROUP);
+                mt_wgmma_wait<1>();
+                mt_wgmma_hold(score[0]);
+                k_ring.release(n);
+                weigh_scores();
+                mt_wgmma_wait<0>();
+                mt_wgmma_hold(out[0]);
+                v_ring.release(n - 1);
+                scale_rows(out, shrink);
+                pack_weights(weights, score);
+            }
+            q_ring.release(round);
+            if (key > seen.k_len) {
+                v_ring.wait_filled(n);
+                clear_tail<KEYS, D>(at + size::V + n % STAGES * size::TILE, seen.k_len - (key - KEYS));
+                tail_cleared();
+            }
+            start_outputs(n);
+            mt_wgmma_wait<0>();
+            mt_wgmma_hold(out[0]);
+            v_ring.release(n);
+            n++;
+        } else {
+            q_ring.release(round);
+        }
+        const int64_t query = t.span.q_start + t.first + warp_row;
+        const int rows = seen.q_len - t.first - warp_row;
+        softmax_finish(state, out, task.lse + query * heads + t.head, heads, rows, shape.scale);
+        store_rows<D>(task.out + query * shape.out_stride + t.head * D, shape.out_stride, rows, out, false);
+    }
+}
+#endif
+
+template <int D, int GROUPS, bool TURNS>
+__global__ void __launch_bounds__(forward_size<D, GROUPS>::THREADS, 1)
+    hopper_forward(const flash_task task, const __grid_constant__ tensor_maps maps) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using size = forward_size<D, GROUPS>;
+    extern __shared__ __align__(1024) char memory[];
+    if (threadIdx.x == 0) {
+        const uint32_t at = mt_shared_address(memory);
+        ring<1>{at + size::Q_RING}.init(1, 4 * GROUPS);
+        ring<size::STAGES>{at + size::K_RING}.init(1, 4 * GROUPS);
+        ring<size::STAGES>{at + size::V_RING}.init(1, 4 * GROUPS);
+        mt_barriers_ready();
+    }
+    __syncthreads();
+    if (threadIdx.x < WARPGROUP) {
+        mt_registers_shrink<size::FEW>();
+        if (threadIdx.x < 32) forward_load<D, GROUPS>(task, maps, memory);
+    } else {
+        mt_registers_grow<size::MANY>();
+        forward_work<D, GROUPS, TURNS>(task, memory);
+    }
+#endif
+}
+
+/* ---- launches ---------------------------------------------------------------------------------------------------- */
+
+typedef CUresult encode_fn(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                           const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                           CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/* The driver's function that makes tensor maps, found at run time so that programs need not link to the driver. */
+static encode_fn *tensor_map_encoder(void) {
+    static void *encode;
+    if (!encode) {
+        cudaDriverEntryPointQueryResult found;
+        MT_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found));
+        MT_CHECK(found == cudaDriverEntryPointSuccess && encode);
+    }
+    return (encode_fn *)encode;
+}
+
+/* `rows` rows of `heads` heads of D channels, read in tiles of `box` rows of a head. */
+static CUtensorMap tensor_map(const void *x, int64_t rows, int64_t stride, int64_t heads, int64_t D, int box) {
+    CUtensorMap map;
+    cuuint64_t sizes[] = {64, (cuuint64_t)rows, (cuuint64_t)(heads * D / 64)}, bytes[] = {(cuuint64_t)stride * 2, 128};
+    cuuint32_t boxes[] = {64, (cuuint32_t)box, (cuuint32_t)(D / 64)}, ones[] = {1, 1, 1};
+    CUresult result = tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)x, sizes, bytes, boxes,
+                                           ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    MT_CHECK(result == CUDA_SUCCESS);
+    return map;
+}
+
+/* Maps of what the spans cover, in tiles of so many queries and keys. */
+static tensor_maps maps_of(const mt_attention_call *call, int queries, int keys) {
+    const mt_attention *s = call->shape;
+    int64_t H = s->num_heads, G = s->num_groups, D = s->head_size, q_rows = 1, k_rows = 1;
+    for (int64_t i = 0; i < call->spans->count; i++) {
+        const mt_span *span = &call->spans->host[i];
+        if (span->q_len > 0 && span->q_start + span->q_len > q_rows) q_rows = span->q_start + span->q_len;
+        if (span->k_len > 0 && span->k_start + span->k_len > k_rows) k_rows = span->k_start + span->k_len;
+    }
+    tensor_maps maps = {};
+    maps.q = tensor_map(call->q, q_rows, s->q_stride, H, D, queries);
+    if (call->dout) maps.dout = tensor_map(call->dout, q_rows, s->out_stride, H, D, queries);
+    maps.k = tensor_map(call->k, k_rows, s->k_stride, G, D, keys);
+    maps.v = tensor_map(call->v, k_rows, s->v_stride, G, D, keys);
+    return maps;
+}
+
+template <int D, int GROUPS, bool TURNS> static bool forward(const mt_attention_call *call) {
+    using size = forward_size<D, GROUPS>;
+    flash_task task = flash_task_of(call);
+    int64_t heads = call->shape->num_heads;
+    task.num_tiles = tile_count(call->spans, false, size::QUERIES);
+    task.heads_together = heads_in_section(call, heads, heads / call->shape->num_groups);
+    if (task.num_tiles == 0) return true;
+    const auto kernel = hopper_forward<D, GROUPS, TURNS>;
+    int tiles = (int)(task.num_tiles * heads), processors = mt_cuda_device()->multiProcessorCount;
+    unsigned blocks = (unsigned)(tiles < processors ? tiles : processors);
+    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size::BYTES));
+    tensor_maps maps = maps_of(call, size::QUERIES, size::KEYS);
+    kernel<<<blocks, size::THREADS, size::BYTES, mt_cuda_stream(call->stream)>>>(task, maps);
+    MT_CUDA_LAUNCHED();
+    return true;
+}
+
+/* sm_90a is Hopper's alone: its code runs on no later GPU. */
+static bool hopper_serves(const mt_attention_call *call) {
+    int64_t D = call->shape->head_size;
+    return mt_cuda_device()->major == 9 && flash_serves(call) && (D == 64 || D == 128);
+}
+
+extern "C" bool mt_attention_hopper_forward(const mt_attention_call *call) {
+    if (!hopper_serves(call)) return false;
+    const char *variant = getenv("HOPPER_VARIANT");
+    int turns = variant ? atoi(variant) : 0;
+    if (call->shape->head_size == 64) switch (turns) {
+        case 1:
+            return forward<64, 3, false>(call);
+        case 2:
+            return forward<64, 2, true>(call);
+        case 3:
+            return forward<64, 3, true>(call);
+        default:
+            return forward<64, 2, false>(call);
+        }
+    return turns & 1 ? forward<128, 2, true>(call) : forward<128, 2, false>(call);
+}
+
+extern "C" bool mt_attention_hopper_backward(const mt_attention_call *call) {
+    return mt_attention_mma_backward(call);
+}
+
+#else
+
+extern "C" bool mt_attention_hopper_forward(const mt_attention_call *call) {
+    (void)call;
+    return false;
+}
+
+extern "C" bool mt_attention_hopper_backward(const mt_attention_call *call) {
+    (void)call;
+    return false;
+}
+
+#endif
