@@ -366,6 +366,21 @@ static inline bool spans_share_keys(const mt_spans *spans) {
 /* Zeroes dk and dv of all keys of the spans, for gradients that are added. */
 void mt_attention_clear_keys(const mt_attention_call *call);
 
+/* Has dk and dv made for all spans at once, or added up a span at a time where spans share keys. */
+static inline void over_disjoint_keys(const mt_attention_call *call,
+                                      void (*launch)(const flash_task &task, const mt_attention_call *call)) {
+    if (!spans_share_keys(call->spans)) return launch(flash_task_of(call), call);
+    mt_attention_clear_keys(call);
+    for (int64_t i = 0; i < call->spans->count; i++) {
+        mt_spans one = {call->spans->host + i, call->spans->device + i, 1};
+        mt_attention_call part = *call;
+        part.spans = &one;
+        flash_task task = flash_task_of(&part);
+        task.accumulate = true;
+        launch(task, &part);
+    }
+}
+
 /* row_dot = sum(out dout) for every query and head, which both passes of a backward need. */
 void mt_attention_row_dots(const mt_attention_call *call);
 

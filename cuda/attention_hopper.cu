@@ -46,6 +46,7 @@ template <int STAGES> struct ring {
         mt_barrier_wait(free(n), n / STAGES % 2 ^ 1);
     }
     __device__ __forceinline__ void release(int n) const {
+        __syncwarp();
         if (threadIdx.x % 32 == 0) mt_barrier_arrive(free(n));
     }
 };
@@ -68,15 +69,50 @@ __device__ __forceinline__ void tail_cleared() {
     mt_named_barrier_wait(1 + threadIdx.x / WARPGROUP, WARPGROUP);
 }
 
-/* Which of `count` tiles a block takes in a round. They come with the most work first; every other round goes
- * backwards, so that no block always gets the largest. */
-__device__ __forceinline__ int tile_of_round(int round) {
-    int place = round % 2 ? (int)gridDim.x - 1 - (int)blockIdx.x : (int)blockIdx.x;
-    return round * (int)gridDim.x + place;
-}
+/* ---- who works on which tile ------------------------------------------------------------------------------------- */
 
-/* The producer's warp hands out tiles: `turn` lies behind the ring of what the tile's owners read first. */
-enum { NO_MORE = -1 };
+/* A block works on one tile after another. A warp of its own finds them, while the tile before is worked on. */
+enum { NO_MORE = -1 }; // the head of the tile behind the last
+struct tile_queue {
+    ring<2> turns;
+    tile *slots;
+    static constexpr int BYTES = 2 * (int)sizeof(tile) + ring<2>::BYTES;
+
+    __device__ __forceinline__ tile_queue(char *memory) {
+        slots = (tile *)memory;
+        turns.barriers = mt_shared_address(memory + 2 * sizeof(tile));
+    }
+    __device__ __forceinline__ void put(int round, const tile &t) const {
+        if (threadIdx.x % 32 == 0) {
+            turns.wait_free(round);
+            slots[round % 2] = t;
+            mt_barrier_arrive(turns.filled(round));
+        }
+        __syncwarp();
+    }
+    __device__ __forceinline__ tile get(int round) const {
+        turns.wait_filled(round);
+        tile t = slots[round % 2];
+        turns.release(round);
+        return t;
+    }
+};
+
+/* Tiles come with the most work first, in every section and span. So that no block always gets the largest of a round,
+ * blocks change places from round to round, by a part of the grid that no small number of rounds makes whole. */
+template <bool OF_KEYS>
+__device__ __forceinline__ void hand_out_tiles(const flash_task &task, const tile_queue &queue, int64_t heads,
+                                               int size) {
+    const int blocks = (int)gridDim.x, tiles = task.num_tiles * (int)heads, step = (int)(blocks * 0.381966f);
+    int round = 0, place = (int)blockIdx.x;
+    for (; round * blocks + place < tiles; round++) {
+        queue.put(round, tile_of_block<OF_KEYS>(task, round * blocks + place, size));
+        place = (place + step) % blocks;
+    }
+    tile none = {};
+    none.head = NO_MORE;
+    queue.put(round, none);
+}
 
 /* ---- products ---------------------------------------------------------------------------------------------------- */
 
@@ -149,8 +185,8 @@ template <int D, int GROUPS> struct forward_size {
     static constexpr int FEW = GROUPS == 2 ? 40 : 32, MANY = GROUPS == 2 ? 232 : 160; // registers
     static constexpr int TILE = KEYS * D * 2, K = QUERIES * D * 2, V = K + STAGES * TILE;
     static constexpr int Q_RING = V + STAGES * TILE, K_RING = Q_RING + ring<1>::BYTES;
-    static constexpr int V_RING = K_RING + ring<STAGES>::BYTES, TURN = V_RING + ring<STAGES>::BYTES;
-    static constexpr int BYTES = TURN + (int)sizeof(tile);
+    static constexpr int V_RING = K_RING + ring<STAGES>::BYTES, TILES = V_RING + ring<STAGES>::BYTES;
+    static constexpr int BYTES = TILES + tile_queue::BYTES;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -161,34 +197,26 @@ __device__ __forceinline__ void forward_load(const flash_task &task, const tenso
     const uint32_t at = mt_shared_address(memory);
     const ring<1> q_ring{at + size::Q_RING};
     const ring<size::STAGES> k_ring{at + size::K_RING}, v_ring{at + size::V_RING};
-    const int tiles = task.num_tiles * (int)task.shape.num_heads;
-    tile *turn = (tile *)(memory + size::TURN);
-    int n = 0, round = 0;
-    for (int index; (index = tile_of_round(round)) < tiles; round++) {
-        const tile t = tile_of_block<false>(task, index, size::QUERIES);
-        if (threadIdx.x % 32 == 0) {
-            const int group = t.head / (int)(task.shape.num_heads / task.shape.num_groups);
-            const range keys = keys_of(band_of(t.span, task.shape.window), t.first, size::QUERIES);
-            q_ring.wait_free(round);
-            *turn = t;
-            mt_barrier_arrive_expect(q_ring.filled(round), size::K);
-            mt_copy_tile(at, maps.q, (int)t.span.q_start + t.first, t.head * PANELS, q_ring.filled(round));
-            for (int key = keys.first / KEYS * KEYS; key < keys.end; key += KEYS, n++) {
-                const int row = (int)t.span.k_start + key, to = n % size::STAGES * size::TILE;
-                k_ring.wait_free(n);
-                mt_barrier_arrive_expect(k_ring.filled(n), size::TILE);
-                mt_copy_tile(at + size::K + to, maps.k, row, group * PANELS, k_ring.filled(n));
-                v_ring.wait_free(n);
-                mt_barrier_arrive_expect(v_ring.filled(n), size::TILE);
-                mt_copy_tile(at + size::V + to, maps.v, row, group * PANELS, v_ring.filled(n));
-            }
-        }
-        __syncwarp();
-    }
-    if (threadIdx.x % 32 == 0) {
+    const tile_queue queue(memory + size::TILES);
+    int n = 0;
+    for (int round = 0;; round++) {
+        const tile t = queue.get(round);
+        if (t.head == NO_MORE) break;
+        if (threadIdx.x % 32 != 0) continue;
+        const int group = t.head / (int)(task.shape.num_heads / task.shape.num_groups);
+        const range keys = keys_of(band_of(t.span, task.shape.window), t.first, size::QUERIES);
         q_ring.wait_free(round);
-        turn->head = NO_MORE;
-        mt_barrier_arrive(q_ring.filled(round));
+        mt_barrier_arrive_expect(q_ring.filled(round), size::K);
+        mt_copy_tile(at, maps.q, (int)t.span.q_start + t.first, t.head * PANELS, q_ring.filled(round));
+        for (int key = keys.first / KEYS * KEYS; key < keys.end; key += KEYS, n++) {
+            const int row = (int)t.span.k_start + key, to = n % size::STAGES * size::TILE;
+            k_ring.wait_free(n);
+            mt_barrier_arrive_expect(k_ring.filled(n), size::TILE);
+            mt_copy_tile(at + size::K + to, maps.k, row, group * PANELS, k_ring.filled(n));
+            v_ring.wait_free(n);
+            mt_barrier_arrive_expect(v_ring.filled(n), size::TILE);
+            mt_copy_tile(at + size::V + to, maps.v, row, group * PANELS, v_ring.filled(n));
+        }
     }
 }
 
@@ -199,6 +227,7 @@ __device__ __forceinline__ void forward_work(const flash_task &task, char *memor
     const uint32_t at = mt_shared_address(memory);
     const ring<1> q_ring{at + size::Q_RING};
     const ring<STAGES> k_ring{at + size::K_RING}, v_ring{at + size::V_RING};
+    const tile_queue queue(memory + size::TILES);
     const mt_attention &shape = task.shape;
     const int group = threadIdx.x / WARPGROUP - 1, warp_row = (threadIdx.x / 32 - 4) * 16, heads = (int)shape.num_heads;
     const uint32_t q_tile = at + group * 64 * 128;
@@ -209,9 +238,9 @@ __device__ __forceinline__ void forward_work(const flash_task &task, char *memor
     int n = 0;
     if (TURNS && group == GROUPS - 1) mt_named_barrier_arrive(8, 2 * WARPGROUP);
     for (int round = 0;; round++) {
-        q_ring.wait_filled(round);
-        const tile t = *(const tile *)(memory + size::TURN);
+        const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
+        q_ring.wait_filled(round);
         const band seen = band_of(t.span, shape.window);
         const range keys = keys_of(seen, t.first, size::QUERIES);
         int key = keys.first / KEYS * KEYS;
@@ -290,15 +319,315 @@ __global__ void __launch_bounds__(forward_size<D, GROUPS>::THREADS, 1)
         ring<1>{at + size::Q_RING}.init(1, 4 * GROUPS);
         ring<size::STAGES>{at + size::K_RING}.init(1, 4 * GROUPS);
         ring<size::STAGES>{at + size::V_RING}.init(1, 4 * GROUPS);
+        tile_queue(memory + size::TILES).turns.init(1, 4 * GROUPS + 1);
         mt_barriers_ready();
     }
     __syncthreads();
     if (threadIdx.x < WARPGROUP) {
         mt_registers_shrink<size::FEW>();
         if (threadIdx.x < 32) forward_load<D, GROUPS>(task, maps, memory);
+        if (threadIdx.x / 32 == 1)
+            hand_out_tiles<false>(task, tile_queue(memory + size::TILES), task.shape.num_heads, size::QUERIES);
     } else {
         mt_registers_grow<size::MANY>();
         forward_work<D, GROUPS, TURNS>(task, memory);
+    }
+#endif
+}
+
+/* ---- backward: dq ------------------------------------------------------------------------------------------------ */
+
+/* Two warpgroups calculate. A lane holds D / 2 of dq, KEYS / 2 scores, as many dp and half as many pairs. */
+template <int D> struct backward_q_size {
+    static constexpr int GROUPS = 2, QUERIES = 64 * GROUPS, KEYS = D == 64 ? 128 : 64, STAGES = D == 64 ? 2 : 3;
+    static constexpr int THREADS = WARPGROUP * (1 + GROUPS), FEW = 40, MANY = 232;
+    static constexpr int TILE = KEYS * D * 2, DOUT = QUERIES * D * 2, KV = 2 * DOUT; // a stage: keys and their values
+    static constexpr int Q_RING = KV + STAGES * 2 * TILE, KV_RING = Q_RING + ring<1>::BYTES;
+    static constexpr int TILES = KV_RING + ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <int D>
+__device__ __forceinline__ void backward_q_load(const flash_task &task, const tensor_maps &maps, char *memory) {
+    using size = backward_q_size<D>;
+    constexpr int KEYS = size::KEYS, PANELS = D / 64;
+    const uint32_t at = mt_shared_address(memory);
+    const ring<1> q_ring{at + size::Q_RING};
+    const ring<size::STAGES> kv_ring{at + size::KV_RING};
+    const tile_queue queue(memory + size::TILES);
+    int n = 0;
+    for (int round = 0;; round++) {
+        const tile t = queue.get(round);
+        if (t.head == NO_MORE) break;
+        if (threadIdx.x % 32 != 0) continue;
+        const int group = t.head / (int)(task.shape.num_heads / task.shape.num_groups);
+        const range keys = keys_of(band_of(t.span, task.shape.window), t.first, size::QUERIES);
+        const int query = (int)t.span.q_start + t.first;
+        q_ring.wait_free(round);
+        mt_barrier_arrive_expect(q_ring.filled(round), size::KV);
+        mt_copy_tile(at, maps.q, query, t.head * PANELS, q_ring.filled(round));
+        mt_copy_tile(at + size::DOUT, maps.dout, query, t.head * PANELS, q_ring.filled(round));
+        for (int key = keys.first / KEYS * KEYS; key < keys.end; key += KEYS, n++) {
+            const int row = (int)t.span.k_start + key;
+            const uint32_t to = at + size::KV + n % size::STAGES * 2 * size::TILE;
+            kv_ring.wait_free(n);
+            mt_barrier_arrive_expect(kv_ring.filled(n), 2 * size::TILE);
+            mt_copy_tile(to, maps.k, row, group * PANELS, kv_ring.filled(n));
+            mt_copy_tile(to + size::TILE, maps.v, row, group * PANELS, kv_ring.filled(n));
+        }
+    }
+}
+
+template <int D> __device__ __forceinline__ void backward_q_work(const flash_task &task, char *memory) {
+    using size = backward_q_size<D>;
+    constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
+    const uint32_t at = mt_shared_address(memory);
+    const ring<1> q_ring{at + size::Q_RING};
+    const ring<size::STAGES> kv_ring{at + size::KV_RING};
+    const tile_queue queue(memory + size::TILES);
+    const mt_attention &shape = task.shape;
+    const int group = threadIdx.x / WARPGROUP - 1, warp_row = (threadIdx.x / 32 - 4) * 16;
+    const uint32_t q_tile = at + group * 64 * 128, dout_tile = q_tile + size::DOUT;
+    float dq[1][D / 8][4], score[1][KEYS / 8][4], dp[1][KEYS / 8][4];
+    uint32_t weights[1][KEYS / 16][4];
+    row_stats<1> stats;
+    int n = 0;
+    for (int round = 0;; round++) {
+        const tile t = queue.get(round);
+        if (t.head == NO_MORE) break;
+        const band seen = band_of(t.span, shape.window);
+        const range keys = keys_of(seen, t.first, QUERIES);
+        const int64_t query = t.span.q_start + t.first + warp_row, stat = query * shape.num_heads + t.head;
+        const int rows = seen.q_len - t.first - warp_row, first = n;
+        load_row_stats(stats, task.lse + stat, task.row_dot + stat, shape.num_heads, rows);
+        clear(dq);
+        q_ring.wait_filled(round);
+        for (int key = keys.first / KEYS * KEYS; key < keys.end; key += KEYS, n++) {
+            const uint32_t k_tile = at + size::KV + n % size::STAGES * 2 * size::TILE, v_tile = k_tile + size::TILE;
+            kv_ring.wait_filled(n);
+            if (key + KEYS > seen.k_len) {
+                clear_tail<KEYS, D>(k_tile, seen.k_len - key);
+                clear_tail<KEYS, D>(v_tile, seen.k_len - key);
+                tail_cleared();
+            }
+            mt_wgmma_hold(score[0]);
+            mt_wgmma_hold(dp[0]);
+            mt_wgmma_fence();
+            multiply_rows<D, QUERIES, KEYS>(score, q_tile, k_tile);
+            multiply_rows<D, QUERIES, KEYS>(dp, dout_tile, v_tile);
+            mt_wgmma_wait<1>(); // the scores, and dq of the tile before
+            mt_wgmma_hold(score[0]);
+            if (n > first) kv_ring.release(n - 1);
+            if (!all_see(seen, t.first + warp_row, 16, key, KEYS)) hide<false>(score, seen, t.first + warp_row, key);
+            weights_by_row(score, stats, shape.scale * LOG2_E);
+            mt_wgmma_wait<0>();
+            mt_wgmma_hold(dp[0]);
+            gradients_by_row(score, dp, stats);
+            pack_weights(weights, score);
+            mt_wgmma_hold(dq[0]);
+            mt_wgmma_fence();
+            multiply_weights<D, KEYS>(dq, weights, k_tile);
+        }
+        q_ring.release(round);
+        mt_wgmma_wait<0>();
+        mt_wgmma_hold(dq[0]);
+        if (n > first) kv_ring.release(n - 1);
+        scale_all(dq, shape.scale);
+        store_rows<D>(task.dq + query * shape.q_stride + t.head * D, shape.q_stride, rows, dq, false);
+    }
+}
+#endif
+
+template <int D>
+__global__ void __launch_bounds__(backward_q_size<D>::THREADS, 1)
+    hopper_backward_q(const flash_task task, const __grid_constant__ tensor_maps maps) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using size = backward_q_size<D>;
+    extern __shared__ __align__(1024) char memory[];
+    const tile_queue queue(memory + size::TILES);
+    if (threadIdx.x == 0) {
+        const uint32_t at = mt_shared_address(memory);
+        ring<1>{at + size::Q_RING}.init(1, 4 * size::GROUPS);
+        ring<size::STAGES>{at + size::KV_RING}.init(1, 4 * size::GROUPS);
+        queue.turns.init(1, 4 * size::GROUPS + 1);
+        mt_barriers_ready();
+    }
+    __syncthreads();
+    if (threadIdx.x < WARPGROUP) {
+        mt_registers_shrink<size::FEW>();
+        if (threadIdx.x < 32) backward_q_load<D>(task, maps, memory);
+        if (threadIdx.x / 32 == 1) hand_out_tiles<false>(task, queue, task.shape.num_heads, size::QUERIES);
+    } else {
+        mt_registers_grow<size::MANY>();
+        backward_q_work<D>(task, memory);
+    }
+#endif
+}
+
+/* ---- backward: dk and dv ----------------------------------------------------------------------------------------- */
+
+/* Two warpgroups calculate. A lane holds D / 2 of dk and of dv, QUERIES / 2 transposed scores, as many dp, and half as
+ * many pairs of each. A stage is a tile of queries, their dout, lse and row_dot; all heads of the group come in turn.
+ */
+template <int D> struct backward_kv_size {
+    static constexpr int GROUPS = 2, KEYS = 64 * GROUPS, QUERIES = 64, STAGES = 3;
+    static constexpr int THREADS = WARPGROUP * (1 + GROUPS), FEW = 40, MANY = 232;
+    static constexpr int TILE = QUERIES * D * 2, V = KEYS * D * 2, Q = 2 * V, STATS = Q + STAGES * 2 * TILE;
+    static constexpr int KV_RING = STATS + STAGES * 2 * QUERIES * 4, Q_RING = KV_RING + ring<1>::BYTES;
+    static constexpr int TILES = Q_RING + ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
+};
+
+/* The queries that see a tile of keys, of all heads of the group: `tiles` tiles a head from `first` on. */
+struct query_steps {
+    int first, tiles, count;
+};
+template <int D>
+__device__ __forceinline__ query_steps steps_of(const flash_task &task, const tile &t, const band &seen) {
+    constexpr int QUERIES = backward_kv_size<D>::QUERIES;
+    const range queries = queries_of(seen, t.first, backward_kv_size<D>::KEYS);
+    int first = queries.first / QUERIES * QUERIES, tiles = max(0, queries.end - first + QUERIES - 1) / QUERIES;
+    return {first, tiles, tiles * (int)(task.shape.num_heads / task.shape.num_groups)};
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <int D>
+__device__ __forceinline__ void backward_kv_load(const flash_task &task, const tensor_maps &maps, char *memory) {
+    using size = backward_kv_size<D>;
+    constexpr int QUERIES = size::QUERIES, PANELS = D / 64;
+    const uint32_t at = mt_shared_address(memory);
+    const ring<1> kv_ring{at + size::KV_RING};
+    const ring<size::STAGES> q_ring{at + size::Q_RING};
+    const tile_queue queue(memory + size::TILES);
+    const int heads = (int)task.shape.num_heads, lane = threadIdx.x % 32;
+    int n = 0;
+    for (int round = 0;; round++) {
+        const tile t = queue.get(round);
+        if (t.head == NO_MORE) break;
+        const query_steps steps = steps_of<D>(task, t, band_of(t.span, task.shape.window));
+        kv_ring.wait_free(round);
+        if (lane == 0) {
+            mt_barrier_arrive_expect(kv_ring.filled(round), size::Q);
+            mt_copy_tile(at, maps.k, (int)t.span.k_start + t.first, t.head * PANELS, kv_ring.filled(round));
+            mt_copy_tile(at + size::V, maps.v, (int)t.span.k_start + t.first, t.head * PANELS, kv_ring.filled(round));
+        }
+        int head = t.head * heads / (int)task.shape.num_groups, first = steps.first;
+        for (int step = 0; step < steps.count; step++, n++) {
+            const int query = (int)t.span.q_start + first, left = (int)t.span.q_len - first;
+            const uint32_t to = at + size::Q + n % size::STAGES * 2 * size::TILE;
+            const uint32_t stats = at + size::STATS + n % size::STAGES * 2 * QUERIES * 4;
+            q_ring.wait_free(n);
+            if (lane == 0) {
+                mt_barrier_arrive_expect(q_ring.filled(n), 2 * size::TILE);
+                mt_copy_tile(to, maps.q, query, head * PANELS, q_ring.filled(n));
+                mt_copy_tile(to + size::TILE, maps.dout, query, head * PANELS, q_ring.filled(n));
+            }
+            for (int row = lane; row < QUERIES; row += 32) {
+                const int64_t from = (int64_t)(query + row) * heads + head;
+                mt_copy4_async(stats + row * 4, task.lse + from, row < left);
+                mt_copy4_async(stats + (QUERIES + row) * 4, task.row_dot + from, row < left);
+            }
+            mt_barrier_arrive_after_copies(q_ring.filled(n));
+            first += QUERIES;
+            if (first >= steps.first + steps.tiles * QUERIES) first = steps.first, head++;
+        }
+    }
+}
+
+template <int D> __device__ __forceinline__ void backward_kv_work(const flash_task &task, char *memory) {
+    using size = backward_kv_size<D>;
+    constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
+    const uint32_t at = mt_shared_address(memory);
+    const ring<1> kv_ring{at + size::KV_RING};
+    const ring<size::STAGES> q_ring{at + size::Q_RING};
+    const tile_queue queue(memory + size::TILES);
+    const mt_attention &shape = task.shape;
+    const int group = threadIdx.x / WARPGROUP - 1, warp_row = (threadIdx.x / 32 - 4) * 16;
+    const uint32_t k_tile = at + group * 64 * 128, v_tile = k_tile + size::V;
+    float dk[1][D / 8][4], dv[1][D / 8][4], score[1][QUERIES / 8][4], dp[1][QUERIES / 8][4];
+    uint32_t weights[1][QUERIES / 16][4];
+    int n = 0;
+    for (int round = 0;; round++) {
+        const tile t = queue.get(round);
+        if (t.head == NO_MORE) break;
+        const band seen = band_of(t.span, shape.window);
+        const query_steps steps = steps_of<D>(task, t, seen);
+        int first = steps.first;
+        clear(dk);
+        clear(dv);
+        kv_ring.wait_filled(round);
+        for (int step = 0; step < steps.count; step++, n++) {
+            const uint32_t q_tile = at + size::Q + n % size::STAGES * 2 * size::TILE, dout_tile = q_tile + size::TILE;
+            const float *stats = (const float *)(memory + size::STATS) + n % size::STAGES * 2 * QUERIES;
+            q_ring.wait_filled(n);
+            if (first + QUERIES > seen.q_len) {
+                clear_tail<QUERIES, D>(q_tile, seen.q_len - first);
+                clear_tail<QUERIES, D>(dout_tile, seen.q_len - first);
+                tail_cleared();
+            }
+            mt_wgmma_hold(score[0]);
+            mt_wgmma_hold(dp[0]);
+            mt_wgmma_fence();
+            multiply_rows<D, KEYS, QUERIES>(score, k_tile, q_tile);
+            mt_wgmma_wait<0>(); // the scores, and dk of the tile before
+            mt_wgmma_hold(score[0]);
+            if (step > 0) q_ring.release(n - 1);
+            if (!all_see(seen, first, QUERIES, t.first + warp_row, 16))
+                hide<true>(score, seen, first, t.first + warp_row);
+            weights_by_column(score, stats, shape.scale * LOG2_E);
+            pack_weights(weights, score);
+            mt_wgmma_hold(dv[0]);
+            mt_wgmma_hold(dp[0]);
+            mt_wgmma_fence();
+            multiply_rows<D, KEYS, QUERIES>(dp, v_tile, dout_tile);
+            multiply_weights<D, QUERIES>(dv, weights, dout_tile);
+            mt_wgmma_wait<1>();
+            mt_wgmma_hold(dp[0]);
+            gradients_by_column(score, dp, stats + QUERIES);
+            mt_wgmma_wait<0>(); // nobody reads the weights any more
+            mt_wgmma_hold(dv[0]);
+            pack_weights(weights, score);
+            mt_wgmma_hold(dk[0]);
+            mt_wgmma_fence();
+            multiply_weights<D, QUERIES>(dk, weights, q_tile);
+            first += QUERIES;
+            if (first >= steps.first + steps.tiles * QUERIES) first = steps.first;
+        }
+        kv_ring.release(round);
+        mt_wgmma_wait<0>();
+        mt_wgmma_hold(dk[0]);
+        mt_wgmma_hold(dv[0]);
+        if (steps.count > 0) q_ring.release(n - 1);
+        const int64_t key = t.span.k_start + t.first + warp_row;
+        const int rows = seen.k_len - t.first - warp_row;
+        scale_all(dk, shape.scale);
+        store_rows<D>(task.dk + key * shape.k_stride + t.head * D, shape.k_stride, rows, dk, task.accumulate);
+        store_rows<D>(task.dv + key * shape.v_stride + t.head * D, shape.v_stride, rows, dv, task.accumulate);
+    }
+}
+#endif
+
+template <int D>
+__global__ void __launch_bounds__(backward_kv_size<D>::THREADS, 1)
+    hopper_backward_kv(const flash_task task, const __grid_constant__ tensor_maps maps) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using size = backward_kv_size<D>;
+    extern __shared__ __align__(1024) char memory[];
+    const tile_queue queue(memory + size::TILES);
+    if (threadIdx.x == 0) {
+        const uint32_t at = mt_shared_address(memory);
+        ring<1>{at + size::KV_RING}.init(1, 4 * size::GROUPS);
+        ring<size::STAGES>{at + size::Q_RING}.init(1 + 32, 4 * size::GROUPS); // 32 lanes copy lse and row_dot
+        queue.turns.init(1, 4 * size::GROUPS + 1);
+        mt_barriers_ready();
+    }
+    __syncthreads();
+    if (threadIdx.x < WARPGROUP) {
+        mt_registers_shrink<size::FEW>();
+        if (threadIdx.x < 32) backward_kv_load<D>(task, maps, memory);
+        if (threadIdx.x / 32 == 1) hand_out_tiles<true>(task, queue, task.shape.num_groups, size::KEYS);
+    } else {
+        mt_registers_grow<size::MANY>();
+        backward_kv_work<D>(task, memory);
     }
 #endif
 }
@@ -349,20 +678,42 @@ static tensor_maps maps_of(const mt_attention_call *call, int queries, int keys)
     return maps;
 }
 
-template <int D, int GROUPS, bool TURNS> static bool forward(const mt_attention_call *call) {
-    using size = forward_size<D, GROUPS>;
-    flash_task task = flash_task_of(call);
-    int64_t heads = call->shape->num_heads;
-    task.num_tiles = tile_count(call->spans, false, size::QUERIES);
-    task.heads_together = heads_in_section(call, heads, heads / call->shape->num_groups);
-    if (task.num_tiles == 0) return true;
-    const auto kernel = hopper_forward<D, GROUPS, TURNS>;
-    int tiles = (int)(task.num_tiles * heads), processors = mt_cuda_device()->multiProcessorCount;
-    unsigned blocks = (unsigned)(tiles < processors ? tiles : processors);
-    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size::BYTES));
-    tensor_maps maps = maps_of(call, size::QUERIES, size::KEYS);
-    kernel<<<blocks, size::THREADS, size::BYTES, mt_cuda_stream(call->stream)>>>(task, maps);
+/* For every tile of queries, or of keys, and every one of `heads` heads (groups for keys): as many blocks as the GPU
+ * has multiprocessors, or one a tile. */
+template <class Size>
+static void launch(void (*kernel)(flash_task, tensor_maps), flash_task task, const mt_attention_call *call,
+                   bool of_keys, bool block_a_tile) {
+    const mt_attention *shape = call->shape;
+    int64_t heads = of_keys ? shape->num_groups : shape->num_heads;
+    task.num_tiles = tile_count(call->spans, of_keys, of_keys ? Size::KEYS : Size::QUERIES);
+    task.heads_together = heads_in_section(call, heads, heads / shape->num_groups);
+    if (task.num_tiles == 0) return;
+    int64_t blocks = task.num_tiles * heads, processors = mt_cuda_device()->multiProcessorCount;
+    if (!block_a_tile && blocks > processors) blocks = processors;
+    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Size::BYTES));
+    tensor_maps maps = maps_of(call, Size::QUERIES, Size::KEYS);
+    kernel<<<(unsigned)blocks, Size::THREADS, Size::BYTES, mt_cuda_stream(call->stream)>>>(task, maps);
     MT_CUDA_LAUNCHED();
+}
+
+static int variant(void) {
+    const char *text = getenv("HOPPER_VARIANT");
+    return text ? atoi(text) : 0;
+}
+
+template <int D, int GROUPS, bool TURNS> static bool forward(const mt_attention_call *call) {
+    launch<forward_size<D, GROUPS>>(hopper_forward<D, GROUPS, TURNS>, flash_task_of(call), call, false, variant() & 4);
+    return true;
+}
+
+template <int D> static void launch_backward_kv(const flash_task &task, const mt_attention_call *call) {
+    launch<backward_kv_size<D>>(hopper_backward_kv<D>, task, call, true, !(variant() & 16));
+}
+
+template <int D> static bool backward(const mt_attention_call *call) {
+    mt_attention_row_dots(call);
+    launch<backward_q_size<D>>(hopper_backward_q<D>, flash_task_of(call), call, false, variant() & 8);
+    over_disjoint_keys(call, launch_backward_kv<D>);
     return true;
 }
 
@@ -390,7 +741,8 @@ extern "C" bool mt_attention_hopper_forward(const mt_attention_call *call) {
 }
 
 extern "C" bool mt_attention_hopper_backward(const mt_attention_call *call) {
-    return mt_attention_mma_backward(call);
+    if (!hopper_serves(call)) return false;
+    return call->shape->head_size == 64 ? backward<64>(call) : backward<128>(call);
 }
 
 #else

@@ -412,22 +412,9 @@ template <int D> static bool backward(const mt_attention_call *call) {
     using size = backward_q_size<D>;
     int bytes = size::BYTES > backward_kv_size<D>::BYTES ? size::BYTES : backward_kv_size<D>::BYTES;
     if (bytes > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
-    flash_task task = flash_task_of(call);
     mt_attention_row_dots(call);
-    launch(mma_backward_q<D>, task, call, false, size::QUERIES, size::BYTES);
-    if (!spans_share_keys(call->spans)) {
-        launch_backward_kv<D>(task, call);
-        return true;
-    }
-    mt_attention_clear_keys(call);
-    for (int64_t i = 0; i < call->spans->count; i++) {
-        mt_spans one = {call->spans->host + i, call->spans->device + i, 1};
-        mt_attention_call part = *call;
-        part.spans = &one;
-        task = flash_task_of(&part);
-        task.accumulate = true;
-        launch_backward_kv<D>(task, &part);
-    }
+    launch(mma_backward_q<D>, flash_task_of(call), call, false, size::QUERIES, size::BYTES);
+    over_disjoint_keys(call, launch_backward_kv<D>);
     return true;
 }
 
