@@ -24,6 +24,7 @@ struct flash_task {
     const mt_span *spans;
     int num_spans, num_tiles, heads_together;
     bool accumulate; // add to dk and dv what is there
+    int *counter;    // of tiles taken, where blocks take one after another
     mt_attention shape;
 };
 

@@ -71,43 +71,48 @@ __device__ __forceinline__ void tail_cleared() {
 
 /* ---- who works on which tile ------------------------------------------------------------------------------------- */
 
-/* A block works on one tile after another. A warp of its own finds them, while the tile before is worked on. */
+/* A block works on one tile after another. A warp of its own finds the next while one is worked on. */
 enum { NO_MORE = -1 }; // the head of the tile behind the last
 struct tile_queue {
-    ring<2> turns;
-    tile *slots;
-    static constexpr int BYTES = 2 * (int)sizeof(tile) + ring<2>::BYTES;
+    ring<1> turns;
+    tile *slot;
+    static constexpr int BYTES = (int)sizeof(tile) + ring<1>::BYTES;
 
     __device__ __forceinline__ tile_queue(char *memory) {
-        slots = (tile *)memory;
-        turns.barriers = mt_shared_address(memory + 2 * sizeof(tile));
+        slot = (tile *)memory;
+        turns.barriers = mt_shared_address(memory + sizeof(tile));
     }
     __device__ __forceinline__ void put(int round, const tile &t) const {
         if (threadIdx.x % 32 == 0) {
             turns.wait_free(round);
-            slots[round % 2] = t;
+            *slot = t;
             mt_barrier_arrive(turns.filled(round));
         }
         __syncwarp();
     }
     __device__ __forceinline__ tile get(int round) const {
         turns.wait_filled(round);
-        tile t = slots[round % 2];
+        tile t = *slot;
         turns.release(round);
         return t;
     }
 };
 
-/* Tiles come with the most work first, in every section and span. So that no block always gets the largest of a round,
- * blocks change places from round to round, by a part of the grid that no small number of rounds makes whole. */
+/* Tiles come with the most work first, in every section and span. A block begins with the one of its number; when it is
+ * about to be free, it takes the next that no block has: the `counter` says which. */
 template <bool OF_KEYS>
 __device__ __forceinline__ void hand_out_tiles(const flash_task &task, const tile_queue &queue, int64_t heads,
                                                int size) {
-    const int blocks = (int)gridDim.x, tiles = task.num_tiles * (int)heads, step = (int)(blocks * 0.381966f);
-    int round = 0, place = (int)blockIdx.x;
-    for (; round * blocks + place < tiles; round++) {
-        queue.put(round, tile_of_block<OF_KEYS>(task, round * blocks + place, size));
-        place = (place + step) % blocks;
+    const int tiles = task.num_tiles * (int)heads;
+    int round = 0, index = (int)blockIdx.x;
+    while (index < tiles) {
+        queue.put(round++, tile_of_block<OF_KEYS>(task, index, size));
+        if (!task.counter) break;
+        if (threadIdx.x % 32 == 0) {
+            queue.turns.wait_free(round); // not earlier: whoever is free first should have it
+            index = (int)gridDim.x + atomicAdd(task.counter, 1);
+        }
+        index = __shfl_sync(0xffffffff, index, 0);
     }
     tile none = {};
     none.head = NO_MORE;
@@ -338,18 +343,19 @@ __global__ void __launch_bounds__(forward_size<D, GROUPS>::THREADS, 1)
 /* ---- backward: dq ------------------------------------------------------------------------------------------------ */
 
 /* Two warpgroups calculate. A lane holds D / 2 of dq, KEYS / 2 scores, as many dp and half as many pairs. */
-template <int D> struct backward_q_size {
-    static constexpr int GROUPS = 2, QUERIES = 64 * GROUPS, KEYS = D == 64 ? 128 : 64, STAGES = D == 64 ? 2 : 3;
-    static constexpr int THREADS = WARPGROUP * (1 + GROUPS), FEW = 40, MANY = 232;
-    static constexpr int TILE = KEYS * D * 2, DOUT = QUERIES * D * 2, KV = 2 * DOUT; // a stage: keys and their values
+template <int D, int GROUPS> struct backward_q_size {
+    static constexpr int QUERIES = 64 * GROUPS, KEYS = D == 64 && GROUPS == 2 ? 128 : 64, STAGES = KEYS == 128 ? 2 : 3;
+    static constexpr int THREADS = WARPGROUP * (1 + GROUPS);
+    static constexpr int FEW = GROUPS == 2 ? 40 : 32, MANY = GROUPS == 2 ? 232 : 160; // registers
+    static constexpr int TILE = KEYS * D * 2, DOUT = QUERIES * D * 2, KV = 2 * DOUT;  // a stage: keys and their values
     static constexpr int Q_RING = KV + STAGES * 2 * TILE, KV_RING = Q_RING + ring<1>::BYTES;
     static constexpr int TILES = KV_RING + ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-template <int D>
+template <int D, int GROUPS>
 __device__ __forceinline__ void backward_q_load(const flash_task &task, const tensor_maps &maps, char *memory) {
-    using size = backward_q_size<D>;
+    using size = backward_q_size<D, GROUPS>;
     constexpr int KEYS = size::KEYS, PANELS = D / 64;
     const uint32_t at = mt_shared_address(memory);
     const ring<1> q_ring{at + size::Q_RING};
@@ -378,8 +384,8 @@ __device__ __forceinline__ void backward_q_load(const flash_task &task, const te
     }
 }
 
-template <int D> __device__ __forceinline__ void backward_q_work(const flash_task &task, char *memory) {
-    using size = backward_q_size<D>;
+template <int D, int GROUPS> __device__ __forceinline__ void backward_q_work(const flash_task &task, char *memory) {
+    using size = backward_q_size<D, GROUPS>;
     constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
     const uint32_t at = mt_shared_address(memory);
     const ring<1> q_ring{at + size::Q_RING};
@@ -438,28 +444,28 @@ template <int D> __device__ __forceinline__ void backward_q_work(const flash_tas
 }
 #endif
 
-template <int D>
-__global__ void __launch_bounds__(backward_q_size<D>::THREADS, 1)
+template <int D, int GROUPS>
+__global__ void __launch_bounds__(backward_q_size<D, GROUPS>::THREADS, 1)
     hopper_backward_q(const flash_task task, const __grid_constant__ tensor_maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using size = backward_q_size<D>;
+    using size = backward_q_size<D, GROUPS>;
     extern __shared__ __align__(1024) char memory[];
     const tile_queue queue(memory + size::TILES);
     if (threadIdx.x == 0) {
         const uint32_t at = mt_shared_address(memory);
-        ring<1>{at + size::Q_RING}.init(1, 4 * size::GROUPS);
-        ring<size::STAGES>{at + size::KV_RING}.init(1, 4 * size::GROUPS);
-        queue.turns.init(1, 4 * size::GROUPS + 1);
+        ring<1>{at + size::Q_RING}.init(1, 4 * GROUPS);
+        ring<size::STAGES>{at + size::KV_RING}.init(1, 4 * GROUPS);
+        queue.turns.init(1, 4 * GROUPS + 1);
         mt_barriers_ready();
     }
     __syncthreads();
     if (threadIdx.x < WARPGROUP) {
         mt_registers_shrink<size::FEW>();
-        if (threadIdx.x < 32) backward_q_load<D>(task, maps, memory);
+        if (threadIdx.x < 32) backward_q_load<D, GROUPS>(task, maps, memory);
         if (threadIdx.x / 32 == 1) hand_out_tiles<false>(task, queue, task.shape.num_heads, size::QUERIES);
     } else {
         mt_registers_grow<size::MANY>();
-        backward_q_work<D>(task, memory);
+        backward_q_work<D, GROUPS>(task, memory);
     }
 #endif
 }
@@ -469,9 +475,9 @@ __global__ void __launch_bounds__(backward_q_size<D>::THREADS, 1)
 /* Two warpgroups calculate. A lane holds D / 2 of dk and of dv, QUERIES / 2 transposed scores, as many dp, and half as
  * many pairs of each. A stage is a tile of queries, their dout, lse and row_dot; all heads of the group come in turn.
  */
-template <int D> struct backward_kv_size {
-    static constexpr int GROUPS = 2, KEYS = 64 * GROUPS, QUERIES = 64, STAGES = 3;
-    static constexpr int THREADS = WARPGROUP * (1 + GROUPS), FEW = 40, MANY = 232;
+template <int D, int GROUPS> struct backward_kv_size {
+    static constexpr int KEYS = 64 * GROUPS, QUERIES = 64, STAGES = 3, THREADS = WARPGROUP * (1 + GROUPS);
+    static constexpr int FEW = GROUPS == 2 ? 40 : 32, MANY = GROUPS == 2 ? 232 : 160; // registers
     static constexpr int TILE = QUERIES * D * 2, V = KEYS * D * 2, Q = 2 * V, STATS = Q + STAGES * 2 * TILE;
     static constexpr int KV_RING = STATS + STAGES * 2 * QUERIES * 4, Q_RING = KV_RING + ring<1>::BYTES;
     static constexpr int TILES = Q_RING + ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
@@ -481,18 +487,18 @@ template <int D> struct backward_kv_size {
 struct query_steps {
     int first, tiles, count;
 };
-template <int D>
+template <int D, int GROUPS>
 __device__ __forceinline__ query_steps steps_of(const flash_task &task, const tile &t, const band &seen) {
-    constexpr int QUERIES = backward_kv_size<D>::QUERIES;
-    const range queries = queries_of(seen, t.first, backward_kv_size<D>::KEYS);
+    constexpr int QUERIES = backward_kv_size<D, GROUPS>::QUERIES;
+    const range queries = queries_of(seen, t.first, backward_kv_size<D, GROUPS>::KEYS);
     int first = queries.first / QUERIES * QUERIES, tiles = max(0, queries.end - first + QUERIES - 1) / QUERIES;
     return {first, tiles, tiles * (int)(task.shape.num_heads / task.shape.num_groups)};
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-template <int D>
+template <int D, int GROUPS>
 __device__ __forceinline__ void backward_kv_load(const flash_task &task, const tensor_maps &maps, char *memory) {
-    using size = backward_kv_size<D>;
+    using size = backward_kv_size<D, GROUPS>;
     constexpr int QUERIES = size::QUERIES, PANELS = D / 64;
     const uint32_t at = mt_shared_address(memory);
     const ring<1> kv_ring{at + size::KV_RING};
@@ -503,7 +509,7 @@ __device__ __forceinline__ void backward_kv_load(const flash_task &task, const t
     for (int round = 0;; round++) {
         const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
-        const query_steps steps = steps_of<D>(task, t, band_of(t.span, task.shape.window));
+        const query_steps steps = steps_of<D, GROUPS>(task, t, band_of(t.span, task.shape.window));
         kv_ring.wait_free(round);
         if (lane == 0) {
             mt_barrier_arrive_expect(kv_ring.filled(round), size::Q);
@@ -533,8 +539,8 @@ __device__ __forceinline__ void backward_kv_load(const flash_task &task, const t
     }
 }
 
-template <int D> __device__ __forceinline__ void backward_kv_work(const flash_task &task, char *memory) {
-    using size = backward_kv_size<D>;
+template <int D, int GROUPS> __device__ __forceinline__ void backward_kv_work(const flash_task &task, char *memory) {
+    using size = backward_kv_size<D, GROUPS>;
     constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
     const uint32_t at = mt_shared_address(memory);
     const ring<1> kv_ring{at + size::KV_RING};
@@ -550,7 +556,7 @@ template <int D> __device__ __forceinline__ void backward_kv_work(const flash_ta
         const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
         const band seen = band_of(t.span, shape.window);
-        const query_steps steps = steps_of<D>(task, t, seen);
+        const query_steps steps = steps_of<D, GROUPS>(task, t, seen);
         int first = steps.first;
         clear(dk);
         clear(dv);
@@ -606,28 +612,28 @@ template <int D> __device__ __forceinline__ void backward_kv_work(const flash_ta
 }
 #endif
 
-template <int D>
-__global__ void __launch_bounds__(backward_kv_size<D>::THREADS, 1)
+template <int D, int GROUPS>
+__global__ void __launch_bounds__(backward_kv_size<D, GROUPS>::THREADS, 1)
     hopper_backward_kv(const flash_task task, const __grid_constant__ tensor_maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using size = backward_kv_size<D>;
+    using size = backward_kv_size<D, GROUPS>;
     extern __shared__ __align__(1024) char memory[];
     const tile_queue queue(memory + size::TILES);
     if (threadIdx.x == 0) {
         const uint32_t at = mt_shared_address(memory);
-        ring<1>{at + size::KV_RING}.init(1, 4 * size::GROUPS);
-        ring<size::STAGES>{at + size::Q_RING}.init(1 + 32, 4 * size::GROUPS); // 32 lanes copy lse and row_dot
-        queue.turns.init(1, 4 * size::GROUPS + 1);
+        ring<1>{at + size::KV_RING}.init(1, 4 * GROUPS);
+        ring<size::STAGES>{at + size::Q_RING}.init(1 + 32, 4 * GROUPS); // 32 lanes copy lse and row_dot
+        queue.turns.init(1, 4 * GROUPS + 1);
         mt_barriers_ready();
     }
     __syncthreads();
     if (threadIdx.x < WARPGROUP) {
         mt_registers_shrink<size::FEW>();
-        if (threadIdx.x < 32) backward_kv_load<D>(task, maps, memory);
+        if (threadIdx.x < 32) backward_kv_load<D, GROUPS>(task, maps, memory);
         if (threadIdx.x / 32 == 1) hand_out_tiles<true>(task, queue, task.shape.num_groups, size::KEYS);
     } else {
         mt_registers_grow<size::MANY>();
-        backward_kv_work<D>(task, memory);
+        backward_kv_work<D, GROUPS>(task, memory);
     }
 #endif
 }
@@ -689,7 +695,11 @@ static void launch(void (*kernel)(flash_task, tensor_maps), flash_task task, con
     task.heads_together = heads_in_section(call, heads, heads / shape->num_groups);
     if (task.num_tiles == 0) return;
     int64_t blocks = task.num_tiles * heads, processors = mt_cuda_device()->multiProcessorCount;
-    if (!block_a_tile && blocks > processors) blocks = processors;
+    if (call->stream && !block_a_tile && blocks > processors) {
+        blocks = processors;
+        task.counter = (int *)mt_cuda_workspace(call->stream, sizeof *task.counter);
+        MT_CUDA(cudaMemsetAsync(task.counter, 0, sizeof *task.counter, call->stream->stream));
+    }
     MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Size::BYTES));
     tensor_maps maps = maps_of(call, Size::QUERIES, Size::KEYS);
     kernel<<<(unsigned)blocks, Size::THREADS, Size::BYTES, mt_cuda_stream(call->stream)>>>(task, maps);
@@ -706,14 +716,15 @@ template <int D, int GROUPS, bool TURNS> static bool forward(const mt_attention_
     return true;
 }
 
-template <int D> static void launch_backward_kv(const flash_task &task, const mt_attention_call *call) {
-    launch<backward_kv_size<D>>(hopper_backward_kv<D>, task, call, true, !(variant() & 16));
+template <int D, int GROUPS> static void launch_backward_kv(const flash_task &task, const mt_attention_call *call) {
+    launch<backward_kv_size<D, GROUPS>>(hopper_backward_kv<D, GROUPS>, task, call, true, !(variant() & 16));
 }
 
-template <int D> static bool backward(const mt_attention_call *call) {
+template <int D, int GROUPS_Q, int GROUPS_KV> static bool backward(const mt_attention_call *call) {
     mt_attention_row_dots(call);
-    launch<backward_q_size<D>>(hopper_backward_q<D>, flash_task_of(call), call, false, variant() & 8);
-    over_disjoint_keys(call, launch_backward_kv<D>);
+    launch<backward_q_size<D, GROUPS_Q>>(hopper_backward_q<D, GROUPS_Q>, flash_task_of(call), call, false,
+                                         variant() & 8);
+    over_disjoint_keys(call, launch_backward_kv<D, GROUPS_KV>);
     return true;
 }
 
@@ -742,7 +753,17 @@ extern "C" bool mt_attention_hopper_forward(const mt_attention_call *call) {
 
 extern "C" bool mt_attention_hopper_backward(const mt_attention_call *call) {
     if (!hopper_serves(call)) return false;
-    return call->shape->head_size == 64 ? backward<64>(call) : backward<128>(call);
+    if (call->shape->head_size == 64) switch (variant() & 96) {
+        case 32:
+            return backward<64, 3, 2>(call);
+        case 64:
+            return backward<64, 2, 3>(call);
+        case 96:
+            return backward<64, 3, 3>(call);
+        default:
+            return backward<64, 2, 2>(call);
+        }
+    return backward<128, 2, 2>(call);
 }
 
 #else

@@ -33,12 +33,14 @@ int main(void) {
 #include "../cuda/attention.h"
 
 static const mt_ops *gpu; // NULL where no GPU answers
+static mt_stream *stream; // with a workspace, as a model's has
 
 static int open_gpu(void **state) {
     (void)state;
     mt_error error;
     gpu = mt_cuda_open(0, &error);
     if (!gpu) print_message("skipped: %s\n", error.text);
+    if (gpu) stream = gpu->stream_create(gpu->memory_alloc(1 << 20), 1 << 20, true);
     return 0;
 }
 
@@ -163,7 +165,7 @@ static void from_gpu(void *to, void *from, int64_t bytes) {
 }
 
 /* Runs a rung over `o`, whose outputs it fills. False where the rung does not serve the problem. */
-static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *o) {
+static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *o, mt_stream *on) {
     mt_attention shape = shape_of(p, o);
     mt_span *device_spans = to_gpu(p->spans, (p->count + 1) * (int64_t)sizeof(mt_span));
     mt_spans spans = {.host = p->spans, .device = device_spans, .count = p->count};
@@ -177,11 +179,13 @@ static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *
                               .v = qkv + v,
                               .spans = &spans,
                               .shape = &shape,
-                              .dtype = MT_BF16};
+                              .dtype = MT_BF16,
+                              .stream = on};
     bool served = rung->forward(&call);
     call.dq = dqkv, call.dk = dqkv + k, call.dv = dqkv + v, call.row_dot = row_dot;
     call.dout = to_gpu(o->dout, o->num_out * 2);
     if (served) served = rung->backward(&call);
+    gpu->stream_wait(on);
     from_gpu(o->out, call.out, o->num_out * 2);
     from_gpu(o->lse, call.lse, o->num_lse * 4);
     from_gpu(o->dqkv, dqkv, o->num_qkv * 2);
@@ -270,7 +274,7 @@ static void check(const problem *p, int must) {
     operands inputs = operands_new(p);
     for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) {
         operands o = operands_again(&inputs);
-        if (run_rung(&mt_attention_rungs[r], p, &o)) {
+        if (run_rung(&mt_attention_rungs[r], p, &o, stream)) {
             answer a = answer_of(p, &o);
             assert_answer(mt_attention_rungs[r].name, p, &o, &a);
             free(a.out), free(a.lse), free(a.dqkv);
@@ -400,7 +404,8 @@ static void two_runs_repeat_bit_for_bit(void **state) {
     p.spans[1] = (mt_span){1900, 1100, 1900, 1100, true};
     for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) {
         operands first = operands_new(&p), again = operands_again(&first);
-        bool served = run_rung(&mt_attention_rungs[r], &p, &first) && run_rung(&mt_attention_rungs[r], &p, &again);
+        bool served = run_rung(&mt_attention_rungs[r], &p, &first, stream) &&
+                      run_rung(&mt_attention_rungs[r], &p, &again, NULL); // and without a workspace
         assert_true(served || r >= must_serve(p.D));
         assert_memory_equal(first.out, again.out, (size_t)first.num_out * 2);
         assert_memory_equal(first.lse, again.lse, (size_t)first.num_lse * 4);
