@@ -205,6 +205,7 @@ __device__ __forceinline__ void forward_load(const flash_task &task, const tenso
     const tile_queue queue(memory + size::TILES);
     int n = 0;
     for (int round = 0;; round++) {
+        __syncwarp(); // lanes that waited for the next tile already would hold up the one that still loads
         const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
         if (threadIdx.x % 32 != 0) continue;
@@ -363,6 +364,7 @@ __device__ __forceinline__ void backward_q_load(const flash_task &task, const te
     const tile_queue queue(memory + size::TILES);
     int n = 0;
     for (int round = 0;; round++) {
+        __syncwarp(); // lanes that waited for the next tile already would hold up the one that still loads
         const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
         if (threadIdx.x % 32 != 0) continue;
