@@ -73,26 +73,27 @@ __device__ __forceinline__ void tail_cleared() {
 
 /* A block works on one tile after another. A warp of its own finds the next while one is worked on. */
 enum { NO_MORE = -1 }; // the head of the tile behind the last
+enum { AHEAD = 2 };
 struct tile_queue {
-    ring<1> turns;
-    tile *slot;
-    static constexpr int BYTES = (int)sizeof(tile) + ring<1>::BYTES;
+    ring<AHEAD> turns;
+    tile *slots;
+    static constexpr int BYTES = AHEAD * (int)sizeof(tile) + ring<AHEAD>::BYTES;
 
     __device__ __forceinline__ tile_queue(char *memory) {
-        slot = (tile *)memory;
-        turns.barriers = mt_shared_address(memory + sizeof(tile));
+        slots = (tile *)memory;
+        turns.barriers = mt_shared_address(memory + AHEAD * sizeof(tile));
     }
     __device__ __forceinline__ void put(int round, const tile &t) const {
         if (threadIdx.x % 32 == 0) {
             turns.wait_free(round);
-            *slot = t;
+            slots[round % AHEAD] = t;
             mt_barrier_arrive(turns.filled(round));
         }
         __syncwarp();
     }
     __device__ __forceinline__ tile get(int round) const {
         turns.wait_filled(round);
-        tile t = *slot;
+        tile t = slots[round % AHEAD];
         turns.release(round);
         return t;
     }
@@ -544,6 +545,7 @@ __device__ __forceinline__ void backward_kv_load(const flash_task &task, const t
 template <int D, int GROUPS> __device__ __forceinline__ void backward_kv_work(const flash_task &task, char *memory) {
     using size = backward_kv_size<D, GROUPS>;
     constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
+    constexpr bool EARLY = D == 64 && GROUPS == 2;
     const uint32_t at = mt_shared_address(memory);
     const ring<1> kv_ring{at + size::KV_RING};
     const ring<size::STAGES> q_ring{at + size::Q_RING};
@@ -576,7 +578,11 @@ template <int D, int GROUPS> __device__ __forceinline__ void backward_kv_work(co
             mt_wgmma_hold(dp[0]);
             mt_wgmma_fence();
             multiply_rows<D, KEYS, QUERIES>(score, k_tile, q_tile);
-            mt_wgmma_wait<0>(); // the scores, and dk of the tile before
+            if (EARLY) multiply_rows<D, KEYS, QUERIES>(dp, v_tile, dout_tile);
+            if (EARLY)
+                mt_wgmma_wait<1>();
+            else
+                mt_wgmma_wait<0>(); // the scores, and dk of the tile before
             mt_wgmma_hold(score[0]);
             if (step > 0) q_ring.release(n - 1);
             if (!all_see(seen, first, QUERIES, t.first + warp_row, 16))
@@ -586,7 +592,7 @@ template <int D, int GROUPS> __device__ __forceinline__ void backward_kv_work(co
             mt_wgmma_hold(dv[0]);
             mt_wgmma_hold(dp[0]);
             mt_wgmma_fence();
-            multiply_rows<D, KEYS, QUERIES>(dp, v_tile, dout_tile);
+            if (!EARLY) multiply_rows<D, KEYS, QUERIES>(dp, v_tile, dout_tile);
             multiply_weights<D, QUERIES>(dv, weights, dout_tile);
             mt_wgmma_wait<1>();
             mt_wgmma_hold(dp[0]);
