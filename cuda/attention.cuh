@@ -211,9 +211,13 @@ __device__ __forceinline__ void softmax_step(softmax<TILES> &s, float (&score)[T
     for (int t = 0; t < TILES; t++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float largest = s.largest[t][h], sum = 0;
+            float largest = s.largest[t][h], other = -INFINITY, sum[2] = {0, 0}; // two chains are half as long
 #pragma unroll
-            for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(score[t][n][2 * h], score[t][n][2 * h + 1]));
+            for (int n = 0; n < N; n++) {
+                largest = fmaxf(largest, score[t][n][2 * h]);
+                other = fmaxf(other, score[t][n][2 * h + 1]);
+            }
+            largest = fmaxf(largest, other);
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 1)); // a row lies in four lanes
             largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 2));
             float base = largest == -INFINITY ? 0 : largest * scale; // nothing seen yet: no -inf minus -inf
@@ -223,10 +227,10 @@ __device__ __forceinline__ void softmax_step(softmax<TILES> &s, float (&score)[T
 #pragma unroll
                 for (int e = 2 * h; e < 2 * h + 2; e++) {
                     score[t][n][e] = mt_exp2(score[t][n][e] * scale - base);
-                    sum += score[t][n][e];
+                    sum[e % 2] += score[t][n][e];
                 }
             s.largest[t][h] = largest;
-            s.total[t][h] = s.total[t][h] * shrink[t][h] + sum;
+            s.total[t][h] = s.total[t][h] * shrink[t][h] + (sum[0] + sum[1]);
         }
 }
 

@@ -125,10 +125,11 @@ __device__ __forceinline__ void hand_out_tiles(const flash_task &task, const til
 /* Starts c[64, N] = a[64, D] b[N, D]^T, with a in a tile of A_ROWS rows. */
 template <int D, int A_ROWS, int N>
 __device__ __forceinline__ void multiply_rows(float (&c)[1][N / 8][4], uint32_t a, uint32_t b) {
+    const uint64_t a_rows = mt_wgmma_operand(a, 16), b_rows = mt_wgmma_operand(b, 16);
 #pragma unroll
     for (int k = 0; k < D; k += 16)
-        mt_wgmma(c[0], mt_wgmma_operand(a + k / 64 * A_ROWS * 128 + k % 64 * 2, 16),
-                 mt_wgmma_operand(b + k / 64 * N * 128 + k % 64 * 2, 16), k > 0);
+        mt_wgmma(c[0], mt_wgmma_moved(a_rows, k / 64 * A_ROWS * 128 + k % 64 * 2),
+                 mt_wgmma_moved(b_rows, k / 64 * N * 128 + k % 64 * 2), k > 0);
     mt_wgmma_commit();
 }
 
@@ -136,8 +137,9 @@ __device__ __forceinline__ void multiply_rows(float (&c)[1][N / 8][4], uint32_t 
 template <int D, int ROWS>
 __device__ __forceinline__ void multiply_weights(float (&c)[1][D / 8][4], const uint32_t (&p)[1][ROWS / 16][4],
                                                  uint32_t x) {
+    const uint64_t rows = mt_wgmma_operand(x, ROWS * 128);
 #pragma unroll
-    for (int k = 0; k < ROWS; k += 16) mt_wgmma(c[0], p[0][k / 16], mt_wgmma_operand(x + k * 128, ROWS * 128), true);
+    for (int k = 0; k < ROWS; k += 16) mt_wgmma(c[0], p[0][k / 16], mt_wgmma_moved(rows, k * 128), true);
     mt_wgmma_commit();
 }
 

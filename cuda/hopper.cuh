@@ -110,6 +110,10 @@ __device__ __forceinline__ uint64_t mt_wgmma_operand(uint32_t address, int panel
     return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
            (uint64_t)1 << 62;
 }
+/* The operand `bytes` further on. */
+__device__ __forceinline__ uint64_t mt_wgmma_moved(uint64_t operand, int bytes) {
+    return operand + (uint64_t)(bytes >> 4);
+}
 
 /* Start c[64, N] = a[64, 16] b[N, 16]^T, or += with `add`. A warp has 16 of the rows, its lanes the elements that
  * mt_mma names: c[n] is the block of columns 8 n. */
