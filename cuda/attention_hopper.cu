@@ -20,7 +20,7 @@
 #ifdef MT_HAVE_SM90A
 #include "hopper.cuh"
 
-enum { WARPGROUP = 128 };
+enum { WARPGROUP = 128, WORKERS = 2, THREADS = WARPGROUP * (1 + WORKERS) }; // of a block, WORKERS warpgroups calculate
 
 /* ---- buffers ----------------------------------------------------------------------------------------------------- */
 
@@ -71,53 +71,57 @@ __device__ __forceinline__ void tail_cleared() {
 
 /* ---- who works on which tile ------------------------------------------------------------------------------------- */
 
-/* A block works on one tile after another. A warp of its own finds the next while one is worked on. */
+/* A block works on one tile after another. A warp of its own finds the next one, once all of this one was asked for. */
 enum { NO_MORE = -1 }; // the head of the tile behind the last
-enum { AHEAD = 2 };
 struct tile_queue {
-    ring<AHEAD> turns;
-    tile *slots;
-    static constexpr int BYTES = AHEAD * (int)sizeof(tile) + ring<AHEAD>::BYTES;
+    tile *slot;
+    ring<1> turns;
+    static constexpr int BYTES = (int)sizeof(tile) + ring<1>::BYTES;
 
-    __device__ __forceinline__ tile_queue(char *memory) {
-        slots = (tile *)memory;
-        turns.barriers = mt_shared_address(memory + AHEAD * sizeof(tile));
+    __device__ __forceinline__ explicit tile_queue(char *memory) {
+        slot = (tile *)memory;
+        turns.barriers = mt_shared_address(memory + sizeof(tile));
+    }
+    __device__ __forceinline__ void init() const {
+        turns.init(1, 4 * WORKERS + 1);
     }
     __device__ __forceinline__ void put(int round, const tile &t) const {
         if (threadIdx.x % 32 == 0) {
-            turns.wait_free(round);
-            slots[round % AHEAD] = t;
+            *slot = t;
             mt_barrier_arrive(turns.filled(round));
         }
         __syncwarp();
     }
+    /* Everyone releases the turn when it has read the tile; who loads it, when it has asked for the last of it. */
     __device__ __forceinline__ tile get(int round) const {
         turns.wait_filled(round);
-        tile t = slots[round % AHEAD];
-        turns.release(round);
-        return t;
+        return *slot;
     }
 };
 
-/* Tiles come with the most work first, in every section and span. A block begins with the one of its number; when it is
- * about to be free, it takes the next that no block has: the `counter` says which. */
+/* The first tile that no block has yet. Without a counter there is a block for every tile. */
+__device__ __forceinline__ int next_tile(const flash_task &task) {
+    if (!task.counter) return 1 << 30;
+    int taken = 0;
+    if (threadIdx.x % 32 == 0) taken = atomicAdd(task.counter, 1);
+    return (int)gridDim.x + __shfl_sync(0xffffffff, taken, 0);
+}
+
+/* Tiles come with the most work first, so that the last are short. A block begins with the one of its number, and takes
+ * another when it is about to be free: which block gets which is chance, what it calculates is not. */
 template <bool OF_KEYS>
 __device__ __forceinline__ void hand_out_tiles(const flash_task &task, const tile_queue &queue, int64_t heads,
                                                int size) {
     const int tiles = task.num_tiles * (int)heads;
-    int round = 0, index = (int)blockIdx.x;
-    while (index < tiles) {
-        queue.put(round++, tile_of_block<OF_KEYS>(task, index, size));
-        if (!task.counter) break;
-        if (threadIdx.x % 32 == 0) {
-            queue.turns.wait_free(round); // not earlier: whoever is free first should have it
-            index = (int)gridDim.x + atomicAdd(task.counter, 1);
-        }
-        index = __shfl_sync(0xffffffff, index, 0);
+    for (int round = 0, index = (int)blockIdx.x;; round++) {
+        queue.turns.wait_free(round);
+        if (round > 0) index = next_tile(task);
+        tile t = {};
+        t.head = NO_MORE;
+        if (index < tiles) t = tile_of_block<OF_KEYS>(task, index, size);
+        queue.put(round, t);
+        if (index >= tiles) break;
     }
-    tile none = {};
-    none.head = NO_MORE;
-    queue.put(round, none);
 }
 
 /* ---- products ---------------------------------------------------------------------------------------------------- */
@@ -186,11 +190,9 @@ __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, 
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
-/* `GROUPS` warpgroups calculate. A lane holds D / 2 outputs, 64 scores and, as pairs, 32 weights: of the 65536
- * registers two warpgroups get 240 a thread, or three 160. */
-template <int D, int GROUPS> struct forward_size {
-    static constexpr int QUERIES = 64 * GROUPS, KEYS = 128, STAGES = 2, THREADS = WARPGROUP * (1 + GROUPS);
-    static constexpr int FEW = GROUPS == 2 ? 40 : 32, MANY = GROUPS == 2 ? 232 : 160; // registers
+/* A lane holds D / 2 outputs, 64 scores and, as pairs, 32 weights. */
+template <int D> struct forward_size {
+    static constexpr int QUERIES = 64 * WORKERS, KEYS = 128, STAGES = 2;
     static constexpr int TILE = KEYS * D * 2, K = QUERIES * D * 2, V = K + STAGES * TILE;
     static constexpr int Q_RING = V + STAGES * TILE, K_RING = Q_RING + ring<1>::BYTES;
     static constexpr int V_RING = K_RING + ring<STAGES>::BYTES, TILES = V_RING + ring<STAGES>::BYTES;
@@ -198,9 +200,9 @@ template <int D, int GROUPS> struct forward_size {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-template <int D, int GROUPS>
+template <int D>
 __device__ __forceinline__ void forward_load(const flash_task &task, const tensor_maps &maps, char *memory) {
-    using size = forward_size<D, GROUPS>;
+    using size = forward_size<D>;
     constexpr int KEYS = size::KEYS, PANELS = D / 64;
     const uint32_t at = mt_shared_address(memory);
     const ring<1> q_ring{at + size::Q_RING};
@@ -208,10 +210,8 @@ __device__ __forceinline__ void forward_load(const flash_task &task, const tenso
     const tile_queue queue(memory + size::TILES);
     int n = 0;
     for (int round = 0;; round++) {
-        __syncwarp(); // lanes that waited for the next tile already would hold up the one that still loads
         const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
-        if (threadIdx.x % 32 != 0) continue;
         const int group = t.head / (int)(task.shape.num_heads / task.shape.num_groups);
         const range keys = keys_of(band_of(t.span, task.shape.window), t.first, size::QUERIES);
         q_ring.wait_free(round);
@@ -226,13 +226,14 @@ __device__ __forceinline__ void forward_load(const flash_task &task, const tenso
             mt_barrier_arrive_expect(v_ring.filled(n), size::TILE);
             mt_copy_tile(at + size::V + to, maps.v, row, group * PANELS, v_ring.filled(n));
         }
+        mt_barrier_arrive(queue.turns.free(round));
     }
 }
 
-template <int D, int GROUPS, bool TURNS>
-__device__ __forceinline__ void forward_work(const flash_task &task, char *memory) {
-    using size = forward_size<D, GROUPS>;
+template <int D> __device__ __forceinline__ void forward_work(const flash_task &task, char *memory) {
+    using size = forward_size<D>;
     constexpr int KEYS = size::KEYS, STAGES = size::STAGES;
+    constexpr bool TURNS = D > 64; // the warpgroups start products in turn, so that one's softmax is under the other's
     const uint32_t at = mt_shared_address(memory);
     const ring<1> q_ring{at + size::Q_RING};
     const ring<STAGES> k_ring{at + size::K_RING}, v_ring{at + size::V_RING};
@@ -245,10 +246,11 @@ __device__ __forceinline__ void forward_work(const flash_task &task, char *memor
     uint32_t weights[1][KEYS / 16][4];
     softmax<1> state;
     int n = 0;
-    if (TURNS && group == GROUPS - 1) mt_named_barrier_arrive(8, 2 * WARPGROUP);
+    if (TURNS && group == 1) mt_named_barrier_arrive(8, 2 * WARPGROUP);
     for (int round = 0;; round++) {
         const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
+        queue.turns.release(round);
         q_ring.wait_filled(round);
         const band seen = band_of(t.span, shape.window);
         const range keys = keys_of(seen, t.first, size::QUERIES);
@@ -284,7 +286,7 @@ __device__ __forceinline__ void forward_work(const flash_task &task, char *memor
                 if (TURNS) mt_named_barrier_wait(8 + group, 2 * WARPGROUP);
                 start_scores();
                 start_outputs(n - 1);
-                if (TURNS) mt_named_barrier_arrive(8 + (group + 1) % GROUPS, 2 * WARPGROUP);
+                if (TURNS) mt_named_barrier_arrive(8 + (group ^ 1), 2 * WARPGROUP);
                 mt_wgmma_wait<1>();
                 mt_wgmma_hold(score[0]);
                 k_ring.release(n);
@@ -317,49 +319,47 @@ __device__ __forceinline__ void forward_work(const flash_task &task, char *memor
 }
 #endif
 
-template <int D, int GROUPS, bool TURNS>
-__global__ void __launch_bounds__(forward_size<D, GROUPS>::THREADS, 1)
+template <int D>
+__global__ void __launch_bounds__(THREADS, 1)
     hopper_forward(const flash_task task, const __grid_constant__ tensor_maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using size = forward_size<D, GROUPS>;
+    using size = forward_size<D>;
     extern __shared__ __align__(1024) char memory[];
     if (threadIdx.x == 0) {
         const uint32_t at = mt_shared_address(memory);
-        ring<1>{at + size::Q_RING}.init(1, 4 * GROUPS);
-        ring<size::STAGES>{at + size::K_RING}.init(1, 4 * GROUPS);
-        ring<size::STAGES>{at + size::V_RING}.init(1, 4 * GROUPS);
-        tile_queue(memory + size::TILES).turns.init(1, 4 * GROUPS + 1);
+        ring<1>{at + size::Q_RING}.init(1, 4 * WORKERS);
+        ring<size::STAGES>{at + size::K_RING}.init(1, 4 * WORKERS);
+        ring<size::STAGES>{at + size::V_RING}.init(1, 4 * WORKERS);
+        tile_queue(memory + size::TILES).init();
         mt_barriers_ready();
     }
     __syncthreads();
     if (threadIdx.x < WARPGROUP) {
-        mt_registers_shrink<size::FEW>();
-        if (threadIdx.x < 32) forward_load<D, GROUPS>(task, maps, memory);
+        mt_registers_shrink<40>();
+        if (threadIdx.x == 0) forward_load<D>(task, maps, memory);
         if (threadIdx.x / 32 == 1)
             hand_out_tiles<false>(task, tile_queue(memory + size::TILES), task.shape.num_heads, size::QUERIES);
     } else {
-        mt_registers_grow<size::MANY>();
-        forward_work<D, GROUPS, TURNS>(task, memory);
+        mt_registers_grow<232>();
+        forward_work<D>(task, memory);
     }
 #endif
 }
 
 /* ---- backward: dq ------------------------------------------------------------------------------------------------ */
 
-/* Two warpgroups calculate. A lane holds D / 2 of dq, KEYS / 2 scores, as many dp and half as many pairs. */
-template <int D, int GROUPS> struct backward_q_size {
-    static constexpr int QUERIES = 64 * GROUPS, KEYS = D == 64 && GROUPS == 2 ? 128 : 64, STAGES = KEYS == 128 ? 2 : 3;
-    static constexpr int THREADS = WARPGROUP * (1 + GROUPS);
-    static constexpr int FEW = GROUPS == 2 ? 40 : 32, MANY = GROUPS == 2 ? 232 : 160; // registers
-    static constexpr int TILE = KEYS * D * 2, DOUT = QUERIES * D * 2, KV = 2 * DOUT;  // a stage: keys and their values
+/* A lane holds D / 2 of dq, KEYS / 2 scores, as many dp and half as many pairs. */
+template <int D> struct backward_q_size {
+    static constexpr int QUERIES = 64 * WORKERS, KEYS = D > 64 ? 64 : 128, STAGES = D > 64 ? 3 : 2;
+    static constexpr int TILE = KEYS * D * 2, DOUT = QUERIES * D * 2, KV = 2 * DOUT; // a stage: keys and their values
     static constexpr int Q_RING = KV + STAGES * 2 * TILE, KV_RING = Q_RING + ring<1>::BYTES;
     static constexpr int TILES = KV_RING + ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-template <int D, int GROUPS>
+template <int D>
 __device__ __forceinline__ void backward_q_load(const flash_task &task, const tensor_maps &maps, char *memory) {
-    using size = backward_q_size<D, GROUPS>;
+    using size = backward_q_size<D>;
     constexpr int KEYS = size::KEYS, PANELS = D / 64;
     const uint32_t at = mt_shared_address(memory);
     const ring<1> q_ring{at + size::Q_RING};
@@ -367,10 +367,8 @@ __device__ __forceinline__ void backward_q_load(const flash_task &task, const te
     const tile_queue queue(memory + size::TILES);
     int n = 0;
     for (int round = 0;; round++) {
-        __syncwarp(); // lanes that waited for the next tile already would hold up the one that still loads
         const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
-        if (threadIdx.x % 32 != 0) continue;
         const int group = t.head / (int)(task.shape.num_heads / task.shape.num_groups);
         const range keys = keys_of(band_of(t.span, task.shape.window), t.first, size::QUERIES);
         const int query = (int)t.span.q_start + t.first;
@@ -386,11 +384,12 @@ __device__ __forceinline__ void backward_q_load(const flash_task &task, const te
             mt_copy_tile(to, maps.k, row, group * PANELS, kv_ring.filled(n));
             mt_copy_tile(to + size::TILE, maps.v, row, group * PANELS, kv_ring.filled(n));
         }
+        mt_barrier_arrive(queue.turns.free(round));
     }
 }
 
-template <int D, int GROUPS> __device__ __forceinline__ void backward_q_work(const flash_task &task, char *memory) {
-    using size = backward_q_size<D, GROUPS>;
+template <int D> __device__ __forceinline__ void backward_q_work(const flash_task &task, char *memory) {
+    using size = backward_q_size<D>;
     constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
     const uint32_t at = mt_shared_address(memory);
     const ring<1> q_ring{at + size::Q_RING};
@@ -406,6 +405,7 @@ template <int D, int GROUPS> __device__ __forceinline__ void backward_q_work(con
     for (int round = 0;; round++) {
         const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
+        queue.turns.release(round);
         const band seen = band_of(t.span, shape.window);
         const range keys = keys_of(seen, t.first, QUERIES);
         const int64_t query = t.span.q_start + t.first + warp_row, stat = query * shape.num_heads + t.head;
@@ -449,40 +449,38 @@ template <int D, int GROUPS> __device__ __forceinline__ void backward_q_work(con
 }
 #endif
 
-template <int D, int GROUPS>
-__global__ void __launch_bounds__(backward_q_size<D, GROUPS>::THREADS, 1)
+template <int D>
+__global__ void __launch_bounds__(THREADS, 1)
     hopper_backward_q(const flash_task task, const __grid_constant__ tensor_maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using size = backward_q_size<D, GROUPS>;
+    using size = backward_q_size<D>;
     extern __shared__ __align__(1024) char memory[];
     const tile_queue queue(memory + size::TILES);
     if (threadIdx.x == 0) {
         const uint32_t at = mt_shared_address(memory);
-        ring<1>{at + size::Q_RING}.init(1, 4 * GROUPS);
-        ring<size::STAGES>{at + size::KV_RING}.init(1, 4 * GROUPS);
-        queue.turns.init(1, 4 * GROUPS + 1);
+        ring<1>{at + size::Q_RING}.init(1, 4 * WORKERS);
+        ring<size::STAGES>{at + size::KV_RING}.init(1, 4 * WORKERS);
+        queue.init();
         mt_barriers_ready();
     }
     __syncthreads();
     if (threadIdx.x < WARPGROUP) {
-        mt_registers_shrink<size::FEW>();
-        if (threadIdx.x < 32) backward_q_load<D, GROUPS>(task, maps, memory);
+        mt_registers_shrink<40>();
+        if (threadIdx.x == 0) backward_q_load<D>(task, maps, memory);
         if (threadIdx.x / 32 == 1) hand_out_tiles<false>(task, queue, task.shape.num_heads, size::QUERIES);
     } else {
-        mt_registers_grow<size::MANY>();
-        backward_q_work<D, GROUPS>(task, memory);
+        mt_registers_grow<232>();
+        backward_q_work<D>(task, memory);
     }
 #endif
 }
 
 /* ---- backward: dk and dv ----------------------------------------------------------------------------------------- */
 
-/* Two warpgroups calculate. A lane holds D / 2 of dk and of dv, QUERIES / 2 transposed scores, as many dp, and half as
- * many pairs of each. A stage is a tile of queries, their dout, lse and row_dot; all heads of the group come in turn.
- */
-template <int D, int GROUPS> struct backward_kv_size {
-    static constexpr int KEYS = 64 * GROUPS, QUERIES = 64, STAGES = 3, THREADS = WARPGROUP * (1 + GROUPS);
-    static constexpr int FEW = GROUPS == 2 ? 40 : 32, MANY = GROUPS == 2 ? 232 : 160; // registers
+/* A lane holds D / 2 of dk and of dv, 32 transposed scores, as many dp, and 16 pairs. A stage is a tile of queries,
+ * their dout, lse and row_dot; all heads of the group come in turn. */
+template <int D> struct backward_kv_size {
+    static constexpr int KEYS = 64 * WORKERS, QUERIES = 64, STAGES = 3;
     static constexpr int TILE = QUERIES * D * 2, V = KEYS * D * 2, Q = 2 * V, STATS = Q + STAGES * 2 * TILE;
     static constexpr int KV_RING = STATS + STAGES * 2 * QUERIES * 4, Q_RING = KV_RING + ring<1>::BYTES;
     static constexpr int TILES = Q_RING + ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
@@ -492,18 +490,18 @@ template <int D, int GROUPS> struct backward_kv_size {
 struct query_steps {
     int first, tiles, count;
 };
-template <int D, int GROUPS>
+template <int D>
 __device__ __forceinline__ query_steps steps_of(const flash_task &task, const tile &t, const band &seen) {
-    constexpr int QUERIES = backward_kv_size<D, GROUPS>::QUERIES;
-    const range queries = queries_of(seen, t.first, backward_kv_size<D, GROUPS>::KEYS);
+    constexpr int QUERIES = backward_kv_size<D>::QUERIES;
+    const range queries = queries_of(seen, t.first, backward_kv_size<D>::KEYS);
     int first = queries.first / QUERIES * QUERIES, tiles = max(0, queries.end - first + QUERIES - 1) / QUERIES;
     return {first, tiles, tiles * (int)(task.shape.num_heads / task.shape.num_groups)};
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-template <int D, int GROUPS>
+template <int D>
 __device__ __forceinline__ void backward_kv_load(const flash_task &task, const tensor_maps &maps, char *memory) {
-    using size = backward_kv_size<D, GROUPS>;
+    using size = backward_kv_size<D>;
     constexpr int QUERIES = size::QUERIES, PANELS = D / 64;
     const uint32_t at = mt_shared_address(memory);
     const ring<1> kv_ring{at + size::KV_RING};
@@ -514,7 +512,7 @@ __device__ __forceinline__ void backward_kv_load(const flash_task &task, const t
     for (int round = 0;; round++) {
         const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
-        const query_steps steps = steps_of<D, GROUPS>(task, t, band_of(t.span, task.shape.window));
+        const query_steps steps = steps_of<D>(task, t, band_of(t.span, task.shape.window));
         kv_ring.wait_free(round);
         if (lane == 0) {
             mt_barrier_arrive_expect(kv_ring.filled(round), size::Q);
@@ -541,13 +539,14 @@ __device__ __forceinline__ void backward_kv_load(const flash_task &task, const t
             first += QUERIES;
             if (first >= steps.first + steps.tiles * QUERIES) first = steps.first, head++;
         }
+        queue.turns.release(round);
     }
 }
 
-template <int D, int GROUPS> __device__ __forceinline__ void backward_kv_work(const flash_task &task, char *memory) {
-    using size = backward_kv_size<D, GROUPS>;
+template <int D> __device__ __forceinline__ void backward_kv_work(const flash_task &task, char *memory) {
+    using size = backward_kv_size<D>;
     constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
-    constexpr bool EARLY = D == 64 && GROUPS == 2;
+    constexpr bool EARLY = D == 64; // start dp with the scores: there are registers for both
     const uint32_t at = mt_shared_address(memory);
     const ring<1> kv_ring{at + size::KV_RING};
     const ring<size::STAGES> q_ring{at + size::Q_RING};
@@ -561,8 +560,9 @@ template <int D, int GROUPS> __device__ __forceinline__ void backward_kv_work(co
     for (int round = 0;; round++) {
         const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
+        queue.turns.release(round);
         const band seen = band_of(t.span, shape.window);
-        const query_steps steps = steps_of<D, GROUPS>(task, t, seen);
+        const query_steps steps = steps_of<D>(task, t, seen);
         int first = steps.first;
         clear(dk);
         clear(dv);
@@ -622,28 +622,28 @@ template <int D, int GROUPS> __device__ __forceinline__ void backward_kv_work(co
 }
 #endif
 
-template <int D, int GROUPS>
-__global__ void __launch_bounds__(backward_kv_size<D, GROUPS>::THREADS, 1)
+template <int D>
+__global__ void __launch_bounds__(THREADS, 1)
     hopper_backward_kv(const flash_task task, const __grid_constant__ tensor_maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using size = backward_kv_size<D, GROUPS>;
+    using size = backward_kv_size<D>;
     extern __shared__ __align__(1024) char memory[];
     const tile_queue queue(memory + size::TILES);
     if (threadIdx.x == 0) {
         const uint32_t at = mt_shared_address(memory);
-        ring<1>{at + size::KV_RING}.init(1, 4 * GROUPS);
-        ring<size::STAGES>{at + size::Q_RING}.init(1 + 32, 4 * GROUPS); // 32 lanes copy lse and row_dot
-        queue.turns.init(1, 4 * GROUPS + 1);
+        ring<1>{at + size::KV_RING}.init(1, 4 * WORKERS);
+        ring<size::STAGES>{at + size::Q_RING}.init(1 + 32, 4 * WORKERS); // 32 lanes copy lse and row_dot
+        queue.init();
         mt_barriers_ready();
     }
     __syncthreads();
     if (threadIdx.x < WARPGROUP) {
-        mt_registers_shrink<size::FEW>();
-        if (threadIdx.x < 32) backward_kv_load<D, GROUPS>(task, maps, memory);
+        mt_registers_shrink<40>();
+        if (threadIdx.x < 32) backward_kv_load<D>(task, maps, memory);
         if (threadIdx.x / 32 == 1) hand_out_tiles<true>(task, queue, task.shape.num_groups, size::KEYS);
     } else {
-        mt_registers_grow<size::MANY>();
-        backward_kv_work<D, GROUPS>(task, memory);
+        mt_registers_grow<232>();
+        backward_kv_work<D>(task, memory);
     }
 #endif
 }
@@ -694,48 +694,36 @@ static tensor_maps maps_of(const mt_attention_call *call, int queries, int keys)
     return maps;
 }
 
-/* For every tile of queries, or of keys, and every one of `heads` heads (groups for keys): as many blocks as the GPU
- * has multiprocessors, or one a tile. */
+/* For every tile of queries, or of keys, and every one of `heads` heads (groups for keys). Blocks fill the GPU once and
+ * take tiles from a counter in the stream's workspace; without one there are as many as tiles. */
 template <class Size>
 static void launch(void (*kernel)(flash_task, tensor_maps), flash_task task, const mt_attention_call *call,
-                   bool of_keys, bool block_a_tile) {
+                   bool of_keys) {
     const mt_attention *shape = call->shape;
     int64_t heads = of_keys ? shape->num_groups : shape->num_heads;
     task.num_tiles = tile_count(call->spans, of_keys, of_keys ? Size::KEYS : Size::QUERIES);
     task.heads_together = heads_in_section(call, heads, heads / shape->num_groups);
     if (task.num_tiles == 0) return;
     int64_t blocks = task.num_tiles * heads, processors = mt_cuda_device()->multiProcessorCount;
-    if (call->stream && !block_a_tile && blocks > processors) {
+    if (call->stream && blocks > processors) {
         blocks = processors;
         task.counter = (int *)mt_cuda_workspace(call->stream, sizeof *task.counter);
         MT_CUDA(cudaMemsetAsync(task.counter, 0, sizeof *task.counter, call->stream->stream));
     }
     MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Size::BYTES));
     tensor_maps maps = maps_of(call, Size::QUERIES, Size::KEYS);
-    kernel<<<(unsigned)blocks, Size::THREADS, Size::BYTES, mt_cuda_stream(call->stream)>>>(task, maps);
+    kernel<<<(unsigned)blocks, THREADS, Size::BYTES, mt_cuda_stream(call->stream)>>>(task, maps);
     MT_CUDA_LAUNCHED();
 }
 
-static int variant(void) {
-    const char *text = getenv("HOPPER_VARIANT");
-    return text ? atoi(text) : 0;
+template <int D> static void launch_backward_kv(const flash_task &task, const mt_attention_call *call) {
+    launch<backward_kv_size<D>>(hopper_backward_kv<D>, task, call, true);
 }
 
-template <int D, int GROUPS, bool TURNS> static bool forward(const mt_attention_call *call) {
-    launch<forward_size<D, GROUPS>>(hopper_forward<D, GROUPS, TURNS>, flash_task_of(call), call, false, variant() & 4);
-    return true;
-}
-
-template <int D, int GROUPS> static void launch_backward_kv(const flash_task &task, const mt_attention_call *call) {
-    launch<backward_kv_size<D, GROUPS>>(hopper_backward_kv<D, GROUPS>, task, call, true, !(variant() & 16));
-}
-
-template <int D, int GROUPS_Q, int GROUPS_KV> static bool backward(const mt_attention_call *call) {
+template <int D> static void backward(const mt_attention_call *call) {
     mt_attention_row_dots(call);
-    launch<backward_q_size<D, GROUPS_Q>>(hopper_backward_q<D, GROUPS_Q>, flash_task_of(call), call, false,
-                                         variant() & 8);
-    over_disjoint_keys(call, launch_backward_kv<D, GROUPS_KV>);
-    return true;
+    launch<backward_q_size<D>>(hopper_backward_q<D>, flash_task_of(call), call, false);
+    over_disjoint_keys(call, launch_backward_kv<D>);
 }
 
 /* sm_90a is Hopper's alone: its code runs on no later GPU. */
@@ -746,34 +734,20 @@ static bool hopper_serves(const mt_attention_call *call) {
 
 extern "C" bool mt_attention_hopper_forward(const mt_attention_call *call) {
     if (!hopper_serves(call)) return false;
-    const char *variant = getenv("HOPPER_VARIANT");
-    int turns = variant ? atoi(variant) : 0;
-    if (call->shape->head_size == 64) switch (turns) {
-        case 1:
-            return forward<64, 3, false>(call);
-        case 2:
-            return forward<64, 2, true>(call);
-        case 3:
-            return forward<64, 3, true>(call);
-        default:
-            return forward<64, 2, false>(call);
-        }
-    return turns & 1 ? forward<128, 2, true>(call) : forward<128, 2, false>(call);
+    if (call->shape->head_size == 64)
+        launch<forward_size<64>>(hopper_forward<64>, flash_task_of(call), call, false);
+    else
+        launch<forward_size<128>>(hopper_forward<128>, flash_task_of(call), call, false);
+    return true;
 }
 
 extern "C" bool mt_attention_hopper_backward(const mt_attention_call *call) {
     if (!hopper_serves(call)) return false;
-    if (call->shape->head_size == 64) switch (variant() & 96) {
-        case 32:
-            return backward<64, 3, 2>(call);
-        case 64:
-            return backward<64, 2, 3>(call);
-        case 96:
-            return backward<64, 3, 3>(call);
-        default:
-            return backward<64, 2, 2>(call);
-        }
-    return backward<128, 2, 2>(call);
+    if (call->shape->head_size == 64)
+        backward<64>(call);
+    else
+        backward<128>(call);
+    return true;
 }
 
 #else
