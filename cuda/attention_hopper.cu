@@ -230,91 +230,114 @@ __device__ __forceinline__ void forward_load(const flash_task &task, const tenso
     }
 }
 
-template <int D> __device__ __forceinline__ void forward_work(const flash_task &task, char *memory) {
+/* A warpgroup of the forward and what it holds; `row` is where its warp's rows are in the span. */
+template <int D> struct forward_worker {
     using size = forward_size<D>;
-    constexpr int KEYS = size::KEYS, STAGES = size::STAGES;
-    constexpr bool TURNS = D > 64; // the warpgroups start products in turn, so that one's softmax is under the other's
-    const uint32_t at = mt_shared_address(memory);
-    const ring<1> q_ring{at + size::Q_RING};
-    const ring<STAGES> k_ring{at + size::K_RING}, v_ring{at + size::V_RING};
-    const tile_queue queue(memory + size::TILES);
-    const mt_attention &shape = task.shape;
-    const int group = threadIdx.x / WARPGROUP - 1, warp_row = (threadIdx.x / 32 - 4) * 16, heads = (int)shape.num_heads;
-    const uint32_t q_tile = at + group * 64 * 128;
-    const float scale = shape.scale * LOG2_E;
+    static constexpr int KEYS = size::KEYS, STAGES = size::STAGES;
+    /* The warpgroups start products in turn, so that the softmax of one falls under the products of the other. Where D
+     * is small these are too short for that. */
+    static constexpr bool TURNS = D > 64;
+    uint32_t at, q_tile;
+    int group, row;
+    float scale;
+    band seen;
     float out[1][D / 8][4], score[1][KEYS / 8][4], shrink[1][2];
     uint32_t weights[1][KEYS / 16][4];
     softmax<1> state;
+
+    __device__ __forceinline__ ring<1> q_ring() const {
+        return {at + size::Q_RING};
+    }
+    __device__ __forceinline__ ring<STAGES> k_ring() const {
+        return {at + size::K_RING};
+    }
+    __device__ __forceinline__ ring<STAGES> v_ring() const {
+        return {at + size::V_RING};
+    }
+
+    __device__ __forceinline__ void start_scores(int n) {
+        k_ring().wait_filled(n);
+        mt_wgmma_hold(score[0]);
+        mt_wgmma_fence();
+        multiply_rows<D, size::QUERIES, KEYS>(score, q_tile, at + size::K + n % STAGES * size::TILE);
+    }
+    __device__ __forceinline__ void start_outputs(int n) {
+        v_ring().wait_filled(n);
+        mt_wgmma_hold(out[0]);
+        mt_wgmma_fence();
+        multiply_weights<D, KEYS>(out, weights, at + size::V + n % STAGES * size::TILE);
+    }
+    template <int PENDING> __device__ __forceinline__ void weigh_scores(int n, int key) {
+        mt_wgmma_wait<PENDING>();
+        mt_wgmma_hold(score[0]);
+        k_ring().release(n);
+        if (!all_see(seen, row, 16, key, KEYS)) hide<false>(score, seen, row, key);
+        softmax_step(state, score, shrink, scale);
+    }
+    __device__ __forceinline__ void finish_outputs(int n) {
+        mt_wgmma_wait<0>();
+        mt_wgmma_hold(out[0]);
+        v_ring().release(n);
+    }
+
+    /* All keys of a range that is not empty; their tiles are use number n and on. Returns the number behind the last.
+     */
+    __device__ __forceinline__ int walk(const range &keys, int n, int round) {
+        int key = keys.first / KEYS * KEYS;
+        start_scores(n);
+        weigh_scores<0>(n, key);
+        pack_weights(weights, score);
+        for (key += KEYS; key < keys.end; key += KEYS) {
+            n++;
+            if (TURNS) mt_named_barrier_wait(8 + group, 2 * WARPGROUP);
+            start_scores(n);
+            start_outputs(n - 1);
+            if (TURNS) mt_named_barrier_arrive(8 + (group ^ 1), 2 * WARPGROUP);
+            weigh_scores<1>(n, key);
+            finish_outputs(n - 1);
+            scale_rows(out, shrink);
+            pack_weights(weights, score);
+        }
+        q_ring().release(round);
+        if (key > seen.k_len) {
+            v_ring().wait_filled(n);
+            clear_tail<KEYS, D>(at + size::V + n % STAGES * size::TILE, seen.k_len - (key - KEYS));
+            tail_cleared();
+        }
+        start_outputs(n);
+        finish_outputs(n);
+        return n + 1;
+    }
+};
+
+template <int D> __device__ __forceinline__ void forward_work(const flash_task &task, char *memory) {
+    using size = forward_size<D>;
+    const tile_queue queue(memory + size::TILES);
+    const mt_attention &shape = task.shape;
+    const int warp_row = (threadIdx.x / 32 - 4) * 16, heads = (int)shape.num_heads;
+    forward_worker<D> worker;
+    worker.at = mt_shared_address(memory), worker.group = threadIdx.x / WARPGROUP - 1;
+    worker.q_tile = worker.at + worker.group * 64 * 128;
+    worker.scale = shape.scale * LOG2_E;
     int n = 0;
-    if (TURNS && group == 1) mt_named_barrier_arrive(8, 2 * WARPGROUP);
+    if (worker.TURNS && worker.group == 1) mt_named_barrier_arrive(8, 2 * WARPGROUP); // the other begins
     for (int round = 0;; round++) {
         const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
         queue.turns.release(round);
-        q_ring.wait_filled(round);
-        const band seen = band_of(t.span, shape.window);
-        const range keys = keys_of(seen, t.first, size::QUERIES);
-        int key = keys.first / KEYS * KEYS;
-        auto start_scores = [&]() {
-            k_ring.wait_filled(n);
-            mt_wgmma_hold(score[0]);
-            mt_wgmma_fence();
-            multiply_rows<D, size::QUERIES, KEYS>(score, q_tile, at + size::K + n % STAGES * size::TILE);
-        };
-        auto start_outputs = [&](int m) {
-            v_ring.wait_filled(m);
-            mt_wgmma_hold(out[0]);
-            mt_wgmma_fence();
-            multiply_weights<D, KEYS>(out, weights, at + size::V + m % STAGES * size::TILE);
-        };
-        auto weigh_scores = [&]() {
-            if (!all_see(seen, t.first + warp_row, 16, key, KEYS)) hide<false>(score, seen, t.first + warp_row, key);
-            softmax_step(state, score, shrink, scale);
-        };
-
-        clear(out);
-        softmax_begin(state);
-        if (key < keys.end) {
-            start_scores();
-            mt_wgmma_wait<0>();
-            mt_wgmma_hold(score[0]);
-            k_ring.release(n);
-            weigh_scores();
-            pack_weights(weights, score);
-            for (key += KEYS; key < keys.end; key += KEYS) {
-                n++;
-                if (TURNS) mt_named_barrier_wait(8 + group, 2 * WARPGROUP);
-                start_scores();
-                start_outputs(n - 1);
-                if (TURNS) mt_named_barrier_arrive(8 + (group ^ 1), 2 * WARPGROUP);
-                mt_wgmma_wait<1>();
-                mt_wgmma_hold(score[0]);
-                k_ring.release(n);
-                weigh_scores();
-                mt_wgmma_wait<0>();
-                mt_wgmma_hold(out[0]);
-                v_ring.release(n - 1);
-                scale_rows(out, shrink);
-                pack_weights(weights, score);
-            }
-            q_ring.release(round);
-            if (key > seen.k_len) {
-                v_ring.wait_filled(n);
-                clear_tail<KEYS, D>(at + size::V + n % STAGES * size::TILE, seen.k_len - (key - KEYS));
-                tail_cleared();
-            }
-            start_outputs(n);
-            mt_wgmma_wait<0>();
-            mt_wgmma_hold(out[0]);
-            v_ring.release(n);
-            n++;
-        } else {
-            q_ring.release(round);
-        }
-        const int64_t query = t.span.q_start + t.first + warp_row;
-        const int rows = seen.q_len - t.first - warp_row;
-        softmax_finish(state, out, task.lse + query * heads + t.head, heads, rows, shape.scale);
-        store_rows<D>(task.out + query * shape.out_stride + t.head * D, shape.out_stride, rows, out, false);
+        worker.seen = band_of(t.span, shape.window), worker.row = t.first + warp_row;
+        const range keys = keys_of(worker.seen, t.first, size::QUERIES);
+        clear(worker.out);
+        softmax_begin(worker.state);
+        worker.q_ring().wait_filled(round);
+        if (keys.first < keys.end)
+            n = worker.walk(keys, n, round);
+        else
+            worker.q_ring().release(round);
+        const int64_t query = t.span.q_start + worker.row;
+        const int rows = worker.seen.q_len - worker.row;
+        softmax_finish(worker.state, worker.out, task.lse + query * heads + t.head, heads, rows, shape.scale);
+        store_rows<D>(task.out + query * shape.out_stride + t.head * D, shape.out_stride, rows, worker.out, false);
     }
 }
 #endif
@@ -543,81 +566,98 @@ __device__ __forceinline__ void backward_kv_load(const flash_task &task, const t
     }
 }
 
+/* A warpgroup of this kernel and what it holds; `row` is where its warp's keys are in the span. */
+template <int D> struct backward_kv_worker {
+    using size = backward_kv_size<D>;
+    static constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
+    static constexpr bool EARLY = D == 64; // dp can start with the scores: there are registers for both
+    char *memory;
+    uint32_t at, k_tile, v_tile;
+    int row;
+    float scale;
+    band seen;
+    float dk[1][D / 8][4], dv[1][D / 8][4], score[1][QUERIES / 8][4], dp[1][QUERIES / 8][4];
+    uint32_t pairs[1][QUERIES / 16][4]; // weights, and then gradients of scores
+
+    __device__ __forceinline__ ring<1> kv_ring() const {
+        return {at + size::KV_RING};
+    }
+    __device__ __forceinline__ ring<size::STAGES> q_ring() const {
+        return {at + size::Q_RING};
+    }
+
+    /* What the tile of queries from `query` on, use number n, adds to dk and dv. Leaves the product for dk running. */
+    __device__ __forceinline__ void step(int n, int query, bool is_first) {
+        const uint32_t q_tile = at + size::Q + n % size::STAGES * 2 * size::TILE, dout_tile = q_tile + size::TILE;
+        const float *stats = (const float *)(memory + size::STATS) + n % size::STAGES * 2 * QUERIES;
+        q_ring().wait_filled(n);
+        if (query + QUERIES > seen.q_len) {
+            clear_tail<QUERIES, D>(q_tile, seen.q_len - query);
+            clear_tail<QUERIES, D>(dout_tile, seen.q_len - query);
+            tail_cleared();
+        }
+        mt_wgmma_hold(score[0]);
+        mt_wgmma_hold(dp[0]);
+        mt_wgmma_fence();
+        multiply_rows<D, KEYS, QUERIES>(score, k_tile, q_tile);
+        if (EARLY) multiply_rows<D, KEYS, QUERIES>(dp, v_tile, dout_tile);
+        mt_wgmma_wait<EARLY ? 1 : 0>(); // for the scores, and for dk of the step before
+        mt_wgmma_hold(score[0]);
+        if (!is_first) q_ring().release(n - 1);
+        if (!all_see(seen, query, QUERIES, row, 16)) hide<true>(score, seen, query, row);
+        weights_by_column(score, stats, scale * LOG2_E);
+        pack_weights(pairs, score);
+        mt_wgmma_hold(dv[0]);
+        mt_wgmma_hold(dp[0]);
+        mt_wgmma_fence();
+        if (!EARLY) multiply_rows<D, KEYS, QUERIES>(dp, v_tile, dout_tile);
+        multiply_weights<D, QUERIES>(dv, pairs, dout_tile);
+        mt_wgmma_wait<1>();
+        mt_wgmma_hold(dp[0]);
+        gradients_by_column(score, dp, stats + QUERIES);
+        mt_wgmma_wait<0>(); // nobody reads the weights any more
+        mt_wgmma_hold(dv[0]);
+        pack_weights(pairs, score);
+        mt_wgmma_hold(dk[0]);
+        mt_wgmma_fence();
+        multiply_weights<D, QUERIES>(dk, pairs, q_tile);
+    }
+};
+
 template <int D> __device__ __forceinline__ void backward_kv_work(const flash_task &task, char *memory) {
     using size = backward_kv_size<D>;
-    constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
-    constexpr bool EARLY = D == 64; // start dp with the scores: there are registers for both
-    const uint32_t at = mt_shared_address(memory);
-    const ring<1> kv_ring{at + size::KV_RING};
-    const ring<size::STAGES> q_ring{at + size::Q_RING};
     const tile_queue queue(memory + size::TILES);
     const mt_attention &shape = task.shape;
     const int group = threadIdx.x / WARPGROUP - 1, warp_row = (threadIdx.x / 32 - 4) * 16;
-    const uint32_t k_tile = at + group * 64 * 128, v_tile = k_tile + size::V;
-    float dk[1][D / 8][4], dv[1][D / 8][4], score[1][QUERIES / 8][4], dp[1][QUERIES / 8][4];
-    uint32_t weights[1][QUERIES / 16][4];
+    backward_kv_worker<D> worker;
+    worker.memory = memory, worker.at = mt_shared_address(memory), worker.scale = shape.scale;
+    worker.k_tile = worker.at + group * 64 * 128, worker.v_tile = worker.k_tile + size::V;
     int n = 0;
     for (int round = 0;; round++) {
         const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
         queue.turns.release(round);
-        const band seen = band_of(t.span, shape.window);
-        const query_steps steps = steps_of<D>(task, t, seen);
-        int first = steps.first;
-        clear(dk);
-        clear(dv);
-        kv_ring.wait_filled(round);
+        worker.seen = band_of(t.span, shape.window), worker.row = t.first + warp_row;
+        const query_steps steps = steps_of<D>(task, t, worker.seen);
+        int query = steps.first;
+        clear(worker.dk);
+        clear(worker.dv);
+        worker.kv_ring().wait_filled(round);
         for (int step = 0; step < steps.count; step++, n++) {
-            const uint32_t q_tile = at + size::Q + n % size::STAGES * 2 * size::TILE, dout_tile = q_tile + size::TILE;
-            const float *stats = (const float *)(memory + size::STATS) + n % size::STAGES * 2 * QUERIES;
-            q_ring.wait_filled(n);
-            if (first + QUERIES > seen.q_len) {
-                clear_tail<QUERIES, D>(q_tile, seen.q_len - first);
-                clear_tail<QUERIES, D>(dout_tile, seen.q_len - first);
-                tail_cleared();
-            }
-            mt_wgmma_hold(score[0]);
-            mt_wgmma_hold(dp[0]);
-            mt_wgmma_fence();
-            multiply_rows<D, KEYS, QUERIES>(score, k_tile, q_tile);
-            if (EARLY) multiply_rows<D, KEYS, QUERIES>(dp, v_tile, dout_tile);
-            if (EARLY)
-                mt_wgmma_wait<1>();
-            else
-                mt_wgmma_wait<0>(); // the scores, and dk of the tile before
-            mt_wgmma_hold(score[0]);
-            if (step > 0) q_ring.release(n - 1);
-            if (!all_see(seen, first, QUERIES, t.first + warp_row, 16))
-                hide<true>(score, seen, first, t.first + warp_row);
-            weights_by_column(score, stats, shape.scale * LOG2_E);
-            pack_weights(weights, score);
-            mt_wgmma_hold(dv[0]);
-            mt_wgmma_hold(dp[0]);
-            mt_wgmma_fence();
-            if (!EARLY) multiply_rows<D, KEYS, QUERIES>(dp, v_tile, dout_tile);
-            multiply_weights<D, QUERIES>(dv, weights, dout_tile);
-            mt_wgmma_wait<1>();
-            mt_wgmma_hold(dp[0]);
-            gradients_by_column(score, dp, stats + QUERIES);
-            mt_wgmma_wait<0>(); // nobody reads the weights any more
-            mt_wgmma_hold(dv[0]);
-            pack_weights(weights, score);
-            mt_wgmma_hold(dk[0]);
-            mt_wgmma_fence();
-            multiply_weights<D, QUERIES>(dk, weights, q_tile);
-            first += QUERIES;
-            if (first >= steps.first + steps.tiles * QUERIES) first = steps.first;
+            worker.step(n, query, step == 0);
+            query += size::QUERIES;
+            if (query >= steps.first + steps.tiles * size::QUERIES) query = steps.first; // the next head
         }
-        kv_ring.release(round);
+        worker.kv_ring().release(round);
         mt_wgmma_wait<0>();
-        mt_wgmma_hold(dk[0]);
-        mt_wgmma_hold(dv[0]);
-        if (steps.count > 0) q_ring.release(n - 1);
-        const int64_t key = t.span.k_start + t.first + warp_row;
-        const int rows = seen.k_len - t.first - warp_row;
-        scale_all(dk, shape.scale);
-        store_rows<D>(task.dk + key * shape.k_stride + t.head * D, shape.k_stride, rows, dk, task.accumulate);
-        store_rows<D>(task.dv + key * shape.v_stride + t.head * D, shape.v_stride, rows, dv, task.accumulate);
+        mt_wgmma_hold(worker.dk[0]);
+        mt_wgmma_hold(worker.dv[0]);
+        if (steps.count > 0) worker.q_ring().release(n - 1);
+        const int64_t key = t.span.k_start + worker.row;
+        const int rows = worker.seen.k_len - worker.row;
+        scale_all(worker.dk, shape.scale);
+        store_rows<D>(task.dk + key * shape.k_stride + t.head * D, shape.k_stride, rows, worker.dk, task.accumulate);
+        store_rows<D>(task.dv + key * shape.v_stride + t.head * D, shape.v_stride, rows, worker.dv, task.accumulate);
     }
 }
 #endif
