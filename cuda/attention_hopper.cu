@@ -147,6 +147,18 @@ __device__ __forceinline__ void multiply_weights(float (&c)[1][D / 8][4], const 
     mt_wgmma_commit();
 }
 
+/* The warpgroups start products in turn, so that what one calculates between its products falls under the products of
+ * the other. The first of them begins. */
+__device__ __forceinline__ void turns_begin(int group) {
+    if (group == 1) mt_named_barrier_arrive(8, WORKERS * WARPGROUP);
+}
+__device__ __forceinline__ void turn_take(int group) {
+    mt_named_barrier_wait(8 + group, WORKERS * WARPGROUP);
+}
+__device__ __forceinline__ void turn_pass(int group) {
+    mt_named_barrier_arrive(8 + (group ^ 1), WORKERS * WARPGROUP);
+}
+
 /* x[j] of lane i of a quad and x[i] of lane j change places. */
 __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
 #pragma unroll
@@ -234,9 +246,7 @@ __device__ __forceinline__ void forward_load(const flash_task &task, const tenso
 template <int D> struct forward_worker {
     using size = forward_size<D>;
     static constexpr int KEYS = size::KEYS, STAGES = size::STAGES;
-    /* The warpgroups start products in turn, so that the softmax of one falls under the products of the other. Where D
-     * is small these are too short for that. */
-    static constexpr bool TURNS = D > 64;
+    static constexpr bool TURNS = D > 64; // for fewer channels products are shorter than a softmax
     uint32_t at, q_tile;
     int group, row;
     float scale;
@@ -289,10 +299,10 @@ template <int D> struct forward_worker {
         pack_weights(weights, score);
         for (key += KEYS; key < keys.end; key += KEYS) {
             n++;
-            if (TURNS) mt_named_barrier_wait(8 + group, 2 * WARPGROUP);
+            if (TURNS) turn_take(group);
             start_scores(n);
             start_outputs(n - 1);
-            if (TURNS) mt_named_barrier_arrive(8 + (group ^ 1), 2 * WARPGROUP);
+            if (TURNS) turn_pass(group);
             weigh_scores<1>(n, key);
             finish_outputs(n - 1);
             scale_rows(out, shrink);
@@ -320,7 +330,7 @@ template <int D> __device__ __forceinline__ void forward_work(const flash_task &
     worker.q_tile = worker.at + worker.group * 64 * 128;
     worker.scale = shape.scale * LOG2_E;
     int n = 0;
-    if (worker.TURNS && worker.group == 1) mt_named_barrier_arrive(8, 2 * WARPGROUP); // the other begins
+    if (worker.TURNS) turns_begin(worker.group);
     for (int round = 0;; round++) {
         const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
@@ -425,6 +435,7 @@ template <int D> __device__ __forceinline__ void backward_q_work(const flash_tas
     uint32_t weights[1][KEYS / 16][4];
     row_stats<1> stats;
     int n = 0;
+    turns_begin(group);
     for (int round = 0;; round++) {
         const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
@@ -446,9 +457,11 @@ template <int D> __device__ __forceinline__ void backward_q_work(const flash_tas
             }
             mt_wgmma_hold(score[0]);
             mt_wgmma_hold(dp[0]);
+            turn_take(group);
             mt_wgmma_fence();
             multiply_rows<D, QUERIES, KEYS>(score, q_tile, k_tile);
             multiply_rows<D, QUERIES, KEYS>(dp, dout_tile, v_tile);
+            turn_pass(group);
             mt_wgmma_wait<1>(); // the scores, and dq of the tile before
             mt_wgmma_hold(score[0]);
             if (n > first) kv_ring.release(n - 1);
@@ -503,7 +516,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 /* A lane holds D / 2 of dk and of dv, 32 transposed scores, as many dp, and 16 pairs. A stage is a tile of queries,
  * their dout, lse and row_dot; all heads of the group come in turn. */
 template <int D> struct backward_kv_size {
-    static constexpr int KEYS = 64 * WORKERS, QUERIES = 64, STAGES = 3;
+    static constexpr int KEYS = 64 * WORKERS, QUERIES = 64, STAGES = 4;
     static constexpr int TILE = QUERIES * D * 2, V = KEYS * D * 2, Q = 2 * V, STATS = Q + STAGES * 2 * TILE;
     static constexpr int KV_RING = STATS + STAGES * 2 * QUERIES * 4, Q_RING = KV_RING + ring<1>::BYTES;
     static constexpr int TILES = Q_RING + ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
