@@ -342,7 +342,7 @@ static void every_length_around_a_tile_matches_the_cpu(void **state) {
 static void queries_fewer_or_more_than_keys_match_the_cpu(void **state) {
     (void)state;
     if (!gpu) skip();
-    const int64_t lengths[][2] = {{1, 1}, {1, 700}, {2, 129}, {64, 300}, {130, 131}, {200, 70}, {129, 1}};
+    const int64_t lengths[][2] = {{1, 1}, {1, 700}, {2, 129}, {64, 300}, {130, 131}, {200, 70}, {129, 1}, {140, 0}};
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
         for (int causal = 0; causal < 2; causal++) {
             check_one_span(4, 2, 64, lengths[i][0], lengths[i][1], causal, 0);
