@@ -85,7 +85,8 @@ OBJECTS += $(patsubst %.cu,$(B)/%.cu.o,$(wildcard cuda/*.cu))
 # The architecture of the GPU here, or both of sm_80 and Hopper where there is none.
 GPU_ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u))
 CUDA_ARCH ?= $(patsubst 90,90a,$(or $(GPU_ARCH),80 90))
-CUDA_DEFINES := -DMT_HAVE_CUDA $(if $(HAVE_NCCL),-DMT_HAVE_NCCL) $(if $(HAVE_CUDNN),-DMT_HAVE_CUDNN)
+CUDA_DEFINES := -DMT_HAVE_CUDA $(if $(filter 90a,$(CUDA_ARCH)),-DMT_HAVE_SM90A) \
+	$(if $(HAVE_NCCL),-DMT_HAVE_NCCL) $(if $(HAVE_CUDNN),-DMT_HAVE_CUDNN)
 CUDA_LINK := $(NCCL_LIBS) $(CUDNN_LIBS) $(CUDA_LIBS)
 endif
 

@@ -2,7 +2,7 @@
  *
  * The first rung is the definition: a warp a query and head walks over its keys and keeps the softmax as it goes
  * (Milakov & Gimelshein, "Online normalizer calculation for softmax"). It serves every type, head size and span, and is
- * what the rungs above it are tested against: attention_mma.cu is the next. */
+ * what the rungs above it are tested against: attention_mma.cu is the next, attention_hopper.cu the one after. */
 #include "attention.cuh"
 
 /* ---- naive ------------------------------------------------------------------------------------------------------- */
@@ -233,6 +233,7 @@ extern "C" bool mt_attention_naive_backward(const mt_attention_call *call) {
 extern "C" const mt_attention_rung mt_attention_rungs[MT_NUM_ATTENTION_RUNGS] = {
     {"naive", mt_attention_naive_forward, mt_attention_naive_backward},
     {"mma", mt_attention_mma_forward, mt_attention_mma_backward},
+    {"hopper", mt_attention_hopper_forward, mt_attention_hopper_backward},
     {"split", mt_attention_split_forward, mt_attention_split_backward},
 };
 

@@ -5,12 +5,16 @@
 
 #include "attention.h"
 #include "cuda.h"
+#include "mma.cuh"
+#include "vector.cuh"
 
 typedef __nv_bfloat16 bf16;
 
 /* The rungs above the definition, fields of mt_attention_rungs. */
 extern "C" bool mt_attention_mma_forward(const mt_attention_call *call);
 extern "C" bool mt_attention_mma_backward(const mt_attention_call *call);
+extern "C" bool mt_attention_hopper_forward(const mt_attention_call *call);
+extern "C" bool mt_attention_hopper_backward(const mt_attention_call *call);
 extern "C" bool mt_attention_split_forward(const mt_attention_call *call);
 extern "C" bool mt_attention_split_backward(const mt_attention_call *call);
 
@@ -22,6 +26,7 @@ struct flash_task {
     const mt_span *spans;
     int num_spans, num_tiles, heads_together;
     bool accumulate; // add to dk and dv what is there
+    int *counter;    // of tiles taken, where blocks take one after another
     mt_attention shape;
 };
 
@@ -103,6 +108,228 @@ template <bool OF_KEYS> __device__ __forceinline__ tile tile_of_block(const flas
     return t;
 }
 
+/* ---- results of tensor cores in registers -------------------------------------------------------------------------
+ */
+
+/* mma.sync and wgmma leave a result alike: a warp holds 16 rows a tile, a lane of each block of 8 columns the four
+ * elements c[tile][block] that mt_mma names. What follows works on such results, warp by warp. */
+
+static constexpr float LOG2_E = 1.44269504f;
+
+/* A result in fp32 as the operand a of the next product: two 8-column blocks of the one are a 16-column block of the
+ * other, and every lane already holds what it needs. */
+template <int TILES, int N>
+__device__ __forceinline__ void pack_weights(uint32_t (&p)[TILES][N][4], const float (&c)[TILES][2 * N][4]) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < 2 * N; n++) {
+            p[t][n / 2][n % 2 * 2] = mt_pack_bf16(c[t][n][0], c[t][n][1]);
+            p[t][n / 2][n % 2 * 2 + 1] = mt_pack_bf16(c[t][n][2], c[t][n][3]);
+        }
+}
+
+template <int TILES, int N> __device__ __forceinline__ void clear(float (&c)[TILES][N][4]) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) c[t][n][e] = 0;
+}
+
+template <int TILES, int N> __device__ __forceinline__ void scale_all(float (&c)[TILES][N][4], float scale) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) c[t][n][e] *= scale;
+}
+
+template <int TILES, int N>
+__device__ __forceinline__ void scale_rows(float (&c)[TILES][N][4], const float (&scale)[TILES][2]) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) c[t][n][e] *= scale[t][e / 2];
+}
+
+/* The row and column in the warp's part of a result of element e of c[t][n]. */
+__device__ __forceinline__ int row_of(int t, int e) {
+    return 16 * t + threadIdx.x % 32 / 4 + e / 2 * 8;
+}
+__device__ __forceinline__ int col_of(int n, int e) {
+    return 8 * n + threadIdx.x % 4 * 2 + e % 2;
+}
+
+__device__ __forceinline__ uint32_t add_bf16(uint32_t a, uint32_t b) {
+    float low = __uint_as_float(a << 16) + __uint_as_float(b << 16);
+    float high = __uint_as_float(a & 0xffff0000) + __uint_as_float(b & 0xffff0000);
+    return mt_pack_bf16(low, high);
+}
+
+/* Scores of keys that their queries do not see become -inf. Rows are queries, or keys when TRANSPOSED. */
+template <bool TRANSPOSED, int TILES, int N>
+__device__ __forceinline__ void hide(float (&score)[TILES][N][4], const band &b, int first_query, int first_key) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int row = row_of(t, 2 * h), col = col_of(0, 0);
+            range visible = TRANSPOSED ? queries_of(b, first_key + row, 1) : keys_of(b, first_query + row, 1);
+            int first = visible.first - (TRANSPOSED ? first_query : first_key) - col;
+            int end = visible.end - (TRANSPOSED ? first_query : first_key) - col;
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+                    if (8 * n + e < first || 8 * n + e >= end) score[t][n][2 * h + e] = -INFINITY;
+        }
+}
+
+/* ---- from scores to weights, and their gradients ------------------------------------------------------------------
+ */
+
+/* Largest score so far and the lane's part of the sum of weights, of rows row_of(t, 2 h). */
+template <int TILES> struct softmax { float largest[TILES][2], total[TILES][2]; };
+
+template <int TILES> __device__ __forceinline__ void softmax_begin(softmax<TILES> &s) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) s.largest[t][h] = -INFINITY, s.total[t][h] = 0;
+}
+
+/* Scores become weights relative to the largest so far; what was summed relative to an older one has to shrink, the
+ * outputs too (scale_rows). exp(x) is 2^(x log2 e), with log2 e in `scale`: one multiply-add and one special-function
+ * instruction a score. */
+template <int TILES, int N>
+__device__ __forceinline__ void softmax_step(softmax<TILES> &s, float (&score)[TILES][N][4], float (&shrink)[TILES][2],
+                                             float scale) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float largest = s.largest[t][h], other = -INFINITY, sum[2] = {0, 0}; // two chains are half as long
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                largest = fmaxf(largest, score[t][n][2 * h]);
+                other = fmaxf(other, score[t][n][2 * h + 1]);
+            }
+            largest = fmaxf(largest, other);
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 1)); // a row lies in four lanes
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 2));
+            float base = largest == -INFINITY ? 0 : largest * scale; // nothing seen yet: no -inf minus -inf
+            shrink[t][h] = mt_exp2(s.largest[t][h] * scale - base);
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++) {
+                    score[t][n][e] = mt_exp2(score[t][n][e] * scale - base);
+                    sum[e % 2] += score[t][n][e];
+                }
+            s.largest[t][h] = largest;
+            s.total[t][h] = s.total[t][h] * shrink[t][h] + (sum[0] + sum[1]);
+        }
+}
+
+/* Outputs are divided by the sums, and lse goes to memory; `to` is that of the warp's first row. */
+template <int TILES, int M>
+__device__ __forceinline__ void softmax_finish(softmax<TILES> &s, float (&out)[TILES][M][4], float *to, int64_t heads,
+                                               int count, float scale) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float total = s.total[t][h];
+            total += __shfl_xor_sync(0xffffffff, total, 1);
+            total += __shfl_xor_sync(0xffffffff, total, 2);
+            float inverse = total > 0 ? 1 / total : 0;
+#pragma unroll
+            for (int n = 0; n < M; n++) out[t][n][2 * h] *= inverse, out[t][n][2 * h + 1] *= inverse;
+            int row = row_of(t, 2 * h);
+            if (threadIdx.x % 4 == 0 && row < count)
+                to[row * heads] = total > 0 ? s.largest[t][h] * scale + logf(total) : -INFINITY;
+        }
+}
+
+/* What a query's weights need, of rows row_of(t, 2 h): lse times log2 e, +inf where there is no weight. */
+template <int TILES> struct row_stats { float lse[TILES][2], dot[TILES][2]; };
+
+template <int TILES>
+__device__ __forceinline__ void load_row_stats(row_stats<TILES> &s, const float *lse, const float *row_dot,
+                                               int64_t heads, int count) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int row = row_of(t, 2 * h);
+            float at = row < count ? lse[row * heads] : -INFINITY;
+            s.lse[t][h] = at == -INFINITY ? INFINITY : at * LOG2_E;
+            s.dot[t][h] = row < count ? row_dot[row * heads] : 0;
+        }
+}
+
+/* Scores become weights. */
+template <int TILES, int N>
+__device__ __forceinline__ void weights_by_row(float (&score)[TILES][N][4], const row_stats<TILES> &stats,
+                                               float scale) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) score[t][n][e] = mt_exp2(score[t][n][e] * scale - stats.lse[t][e / 2]);
+}
+
+/* weight = weight (dp - row_dot). */
+template <int TILES, int N>
+__device__ __forceinline__ void gradients_by_row(float (&weight)[TILES][N][4], const float (&dp)[TILES][N][4],
+                                                 const row_stats<TILES> &stats) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) weight[t][n][e] *= dp[t][n][e] - stats.dot[t][e / 2];
+}
+
+/* Transposed scores become weights. A query that sees nothing has lse = -inf and only hidden scores: -inf - -1e30.
+ * Rows of queries past the end are all zero, so their weight of 1 adds nothing. */
+template <int TILES, int N>
+__device__ __forceinline__ void weights_by_column(float (&score)[TILES][N][4], const float *lse, float scale) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            float base = fmaxf(lse[col_of(n, e)], -1e30f) * LOG2_E;
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                score[t][n][e] = mt_exp2(score[t][n][e] * scale - base);
+                score[t][n][e + 2] = mt_exp2(score[t][n][e + 2] * scale - base);
+            }
+        }
+}
+
+/* weight = weight (dp - row_dot). */
+template <int TILES, int N>
+__device__ __forceinline__ void gradients_by_column(float (&weight)[TILES][N][4], const float (&dp)[TILES][N][4],
+                                                    const float *row_dot) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float dot = row_dot[col_of(n, e)];
+#pragma unroll
+            for (int t = 0; t < TILES; t++) weight[t][n][e] *= dp[t][n][e] - dot;
+        }
+}
+
+/* ---- launches ---------------------------------------------------------------------------------------------------- */
+
 static inline int tile_count(const mt_spans *spans, bool of_keys, int size) {
     int64_t count = 0;
     for (int64_t i = 0; i < spans->count; i++)
@@ -145,6 +372,24 @@ static inline bool spans_share_keys(const mt_spans *spans) {
 
 /* Zeroes dk and dv of all keys of the spans, for gradients that are added. */
 void mt_attention_clear_keys(const mt_attention_call *call);
+
+/* Has dk and dv made for all spans at once, or added up a span at a time where spans share keys. */
+static inline void over_disjoint_keys(const mt_attention_call *call,
+                                      void (*launch)(const flash_task &task, const mt_attention_call *call)) {
+    if (!spans_share_keys(call->spans)) return launch(flash_task_of(call), call);
+    mt_attention_clear_keys(call);
+    for (int64_t i = 0; i < call->spans->count; i++) {
+        mt_spans one = {call->spans->host + i, call->spans->device + i, 1};
+        mt_attention_call part = *call;
+        part.spans = &one;
+        flash_task task = flash_task_of(&part);
+        task.accumulate = true;
+        launch(task, &part);
+    }
+}
+
+/* row_dot = sum(out dout) for every query and head, which both passes of a backward need. */
+void mt_attention_row_dots(const mt_attention_call *call);
 
 /* What the flash rungs take: bf16 in rows that sixteen-byte loads can read, no dropout, as many value channels as
  * channels, up to 256. */

@@ -31,7 +31,7 @@ typedef struct mt_attention_rung {
 } mt_attention_rung;
 
 /* From the definition up: the last that serves a call is the fastest. */
-enum { MT_NUM_ATTENTION_RUNGS = 3 };
+enum { MT_NUM_ATTENTION_RUNGS = 4 };
 extern const mt_attention_rung mt_attention_rungs[MT_NUM_ATTENTION_RUNGS];
 
 #ifdef __cplusplus

@@ -13,14 +13,12 @@
  * The forward's floor is 4 Tq Tk D H flops, half of that under a causal mask. The backward computes the scores again
  * and needs five products instead of two, 2.5 times as many flops; here it runs as two kernels, like the definition:
  * one owns rows of dq, the other rows of dk and dv. Seven products, but no atomics: runs repeat bit for bit.
- * mma reaches about two thirds of what Hopper's wgmma does; that is the next rung. */
+ * mma reaches about two thirds of what Hopper's wgmma does; that is the next rung, attention_hopper.cu. */
 #include "attention.cuh"
 #include "mma.cuh"
 #include "vector.cuh"
 
 enum { WARPS = 4, THREADS = 32 * WARPS, ROW_DOT_QUERIES = 16 };
-
-static constexpr float LOG2_E = 1.44269504f;
 
 /* ---- tiles in shared memory -------------------------------------------------------------------------------------- */
 
@@ -98,70 +96,6 @@ __device__ __forceinline__ void multiply_weights(float (&c)[TILES][D / 8][4], co
         }
 }
 
-/* A result in fp32 as the operand a of the next product: two 8-column blocks of the one are a 16-column block of the
- * other, and every lane already holds what it needs. */
-template <int TILES, int N>
-__device__ __forceinline__ void pack_weights(uint32_t (&p)[TILES][N][4], const float (&c)[TILES][2 * N][4]) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-        for (int n = 0; n < 2 * N; n++) {
-            p[t][n / 2][n % 2 * 2] = mt_pack_bf16(c[t][n][0], c[t][n][1]);
-            p[t][n / 2][n % 2 * 2 + 1] = mt_pack_bf16(c[t][n][2], c[t][n][3]);
-        }
-}
-
-template <int TILES, int N> __device__ __forceinline__ void clear(float (&c)[TILES][N][4]) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) c[t][n][e] = 0;
-}
-
-template <int TILES, int N> __device__ __forceinline__ void scale_all(float (&c)[TILES][N][4], float scale) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) c[t][n][e] *= scale;
-}
-
-/* The row and column in the warp's part of a result of element e of c[t][n]. */
-__device__ __forceinline__ int row_of(int t, int e) {
-    return 16 * t + threadIdx.x % 32 / 4 + e / 2 * 8;
-}
-__device__ __forceinline__ int col_of(int n, int e) {
-    return 8 * n + threadIdx.x % 4 * 2 + e % 2;
-}
-
-__device__ __forceinline__ uint32_t add_bf16(uint32_t a, uint32_t b) {
-    float low = __uint_as_float(a << 16) + __uint_as_float(b << 16);
-    float high = __uint_as_float(a & 0xffff0000) + __uint_as_float(b & 0xffff0000);
-    return mt_pack_bf16(low, high);
-}
-
-/* Scores of keys that their queries do not see become -inf. Rows are queries, or keys when TRANSPOSED. */
-template <bool TRANSPOSED, int TILES, int N>
-__device__ __forceinline__ void hide(float (&score)[TILES][N][4], const band &b, int first_query, int first_key) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            int row = row_of(t, 2 * h), col = col_of(0, 0);
-            range visible = TRANSPOSED ? queries_of(b, first_key + row, 1) : keys_of(b, first_query + row, 1);
-            int first = visible.first - (TRANSPOSED ? first_query : first_key) - col;
-            int end = visible.end - (TRANSPOSED ? first_query : first_key) - col;
-#pragma unroll
-            for (int n = 0; n < N; n++)
-#pragma unroll
-                for (int e = 0; e < 2; e++)
-                    if (8 * n + e < first || 8 * n + e >= end) score[t][n][2 * h + e] = -INFINITY;
-        }
-}
-
 /* Stores the warp's rows of c, those of the tile's `count` rows, to rows at `to`. They pass through the warp's rows of
  * a tile that nobody else reads, so that sixteen bytes at a time go to memory. */
 template <int TILES, int D>
@@ -202,66 +136,6 @@ template <int D> struct forward_size {
     static constexpr int STAGE = 2 * KEYS * D * 2, BYTES = QUERIES * D * 2 + 2 * STAGE; // a stage: keys and values
 };
 
-/* Largest score so far and the lane's part of the sum of weights, of rows row_of(t, 2 h). */
-template <int TILES> struct softmax { float largest[TILES][2], total[TILES][2]; };
-
-template <int TILES> __device__ __forceinline__ void softmax_begin(softmax<TILES> &s) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) s.largest[t][h] = -INFINITY, s.total[t][h] = 0;
-}
-
-/* Scores become weights relative to the largest so far; what was summed relative to an older one shrinks. exp(x) is
- * 2^(x log2 e), with log2 e in `scale`: one multiply-add and one special-function instruction a score. */
-template <int TILES, int N, int M>
-__device__ __forceinline__ void softmax_step(softmax<TILES> &s, float (&score)[TILES][N][4], float (&out)[TILES][M][4],
-                                             float scale) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float largest = s.largest[t][h], sum = 0;
-#pragma unroll
-            for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(score[t][n][2 * h], score[t][n][2 * h + 1]));
-            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 1)); // a row lies in four lanes
-            largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 2));
-            float base = largest == -INFINITY ? 0 : largest * scale; // nothing seen yet: no -inf minus -inf
-            float shrink = mt_exp2(s.largest[t][h] * scale - base);
-#pragma unroll
-            for (int n = 0; n < N; n++)
-#pragma unroll
-                for (int e = 2 * h; e < 2 * h + 2; e++) {
-                    score[t][n][e] = mt_exp2(score[t][n][e] * scale - base);
-                    sum += score[t][n][e];
-                }
-#pragma unroll
-            for (int n = 0; n < M; n++) out[t][n][2 * h] *= shrink, out[t][n][2 * h + 1] *= shrink;
-            s.largest[t][h] = largest;
-            s.total[t][h] = s.total[t][h] * shrink + sum;
-        }
-}
-
-/* Outputs are divided by the sums, and lse goes to memory; `to` is that of the warp's first row. */
-template <int TILES, int M>
-__device__ __forceinline__ void softmax_finish(softmax<TILES> &s, float (&out)[TILES][M][4], float *to, int64_t heads,
-                                               int count, float scale) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float total = s.total[t][h];
-            total += __shfl_xor_sync(0xffffffff, total, 1);
-            total += __shfl_xor_sync(0xffffffff, total, 2);
-            float inverse = total > 0 ? 1 / total : 0;
-#pragma unroll
-            for (int n = 0; n < M; n++) out[t][n][2 * h] *= inverse, out[t][n][2 * h + 1] *= inverse;
-            int row = row_of(t, 2 * h);
-            if (threadIdx.x % 4 == 0 && row < count)
-                to[row * heads] = total > 0 ? s.largest[t][h] * scale + logf(total) : -INFINITY;
-        }
-}
-
 template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_forward(const flash_task task) {
     using size = forward_size<D>;
     constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
@@ -290,13 +164,14 @@ template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma
         __syncthreads(); // this stage is here, and nobody reads the other one any more
         if (key + KEYS < keys.end) load_stage(key + KEYS);
         const uint32_t k_tile = stages + key / KEYS % 2 * size::STAGE, v_tile = k_tile + KEYS * D * 2;
-        float score[TILES][KEYS / 8][4];
+        float score[TILES][KEYS / 8][4], shrink[TILES][2];
         uint32_t weights[TILES][KEYS / 16][4];
         clear(score);
         multiply_rows<TILES, KEYS, D>(score, q_tile, k_tile);
         if (!all_see(seen, t.first + warp_row, 16 * TILES, key, KEYS))
             hide<false>(score, seen, t.first + warp_row, key);
-        softmax_step(state, score, out, shape.scale * LOG2_E);
+        softmax_step(state, score, shrink, shape.scale * LOG2_E);
+        scale_rows(out, shrink);
         pack_weights(weights, score);
         multiply_weights<TILES, KEYS, D>(out, weights, v_tile);
     }
@@ -344,38 +219,6 @@ template <int D> struct backward_q_size {
     static constexpr int OWN = QUERIES * D * 2, STAGE = 2 * KEYS * D * 2, BYTES = 2 * OWN + 2 * STAGE;
 };
 
-/* What a query's weights need, of rows row_of(t, 2 h): lse times log2 e, +inf where there is no weight. */
-template <int TILES> struct row_stats { float lse[TILES][2], dot[TILES][2]; };
-
-template <int TILES>
-__device__ __forceinline__ void load_row_stats(row_stats<TILES> &s, const float *lse, const float *row_dot,
-                                               int64_t heads, int count) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            int row = row_of(t, 2 * h);
-            float at = row < count ? lse[row * heads] : -INFINITY;
-            s.lse[t][h] = at == -INFINITY ? INFINITY : at * LOG2_E;
-            s.dot[t][h] = row < count ? row_dot[row * heads] : 0;
-        }
-}
-
-/* score = its weight times (dp - row_dot). */
-template <int TILES, int N>
-__device__ __forceinline__ void gradients_by_row(float (&score)[TILES][N][4], const float (&dp)[TILES][N][4],
-                                                 const row_stats<TILES> &stats, float scale) {
-#pragma unroll
-    for (int t = 0; t < TILES; t++)
-#pragma unroll
-        for (int n = 0; n < N; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                float weight = mt_exp2(score[t][n][e] * scale - stats.lse[t][e / 2]);
-                score[t][n][e] = weight * (dp[t][n][e] - stats.dot[t][e / 2]);
-            }
-}
-
 template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_q(const flash_task task) {
     using size = backward_q_size<D>;
     constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
@@ -413,7 +256,8 @@ template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma
         multiply_rows<TILES, KEYS, D>(dp, dout_tile, v_tile);
         if (!all_see(seen, t.first + warp_row, 16 * TILES, key, KEYS))
             hide<false>(score, seen, t.first + warp_row, key);
-        gradients_by_row(score, dp, stats, shape.scale * LOG2_E);
+        weights_by_row(score, stats, shape.scale * LOG2_E);
+        gradients_by_row(score, dp, stats);
         pack_weights(weights, score);
         multiply_weights<TILES, KEYS, D>(dq, weights, k_tile);
     }
@@ -440,37 +284,6 @@ __device__ __forceinline__ void load_stats(uint32_t to, const flash_task &task, 
     int row = threadIdx.x % QUERIES;
     const float *from = threadIdx.x < QUERIES ? task.lse : task.row_dot;
     if (threadIdx.x < 2 * QUERIES) mt_copy4_async(to + threadIdx.x * 4, from + at + row * heads, row < count);
-}
-
-/* Transposed scores become weights. A query that sees nothing has lse = -inf and only hidden scores: -inf - -1e30.
- * Rows of queries past the end are all zero, so their weight of 1 adds nothing. */
-template <int TILES, int N>
-__device__ __forceinline__ void weights_by_column(float (&score)[TILES][N][4], const float *lse, float scale) {
-#pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            float base = fmaxf(lse[col_of(n, e)], -1e30f) * LOG2_E;
-#pragma unroll
-            for (int t = 0; t < TILES; t++) {
-                score[t][n][e] = mt_exp2(score[t][n][e] * scale - base);
-                score[t][n][e + 2] = mt_exp2(score[t][n][e + 2] * scale - base);
-            }
-        }
-}
-
-/* weight = weight (dp - row_dot). */
-template <int TILES, int N>
-__device__ __forceinline__ void gradients_by_column(float (&weight)[TILES][N][4], const float (&dp)[TILES][N][4],
-                                                    const float *row_dot) {
-#pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            float dot = row_dot[col_of(n, e)];
-#pragma unroll
-            for (int t = 0; t < TILES; t++) weight[t][n][e] *= dp[t][n][e] - dot;
-        }
 }
 
 /* A tile of queries at `q_tile`, its dout behind it and lse and row_dot at `stats`: what they add to dk and dv of the
@@ -583,28 +396,25 @@ template <int D> static void launch_backward_kv(const flash_task &task, const mt
     }
 }
 
+template <int D> static void row_dots(const mt_attention_call *call) {
+    int blocks = tile_count(call->spans, false, ROW_DOT_QUERIES);
+    if (blocks == 0) return;
+    mma_row_dots<D><<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(call->stream)>>>(flash_task_of(call));
+    MT_CUDA_LAUNCHED();
+}
+
+void mt_attention_row_dots(const mt_attention_call *call) {
+    int64_t D = call->shape->head_size;
+    return D <= 64 ? row_dots<64>(call) : D <= 128 ? row_dots<128>(call) : row_dots<256>(call);
+}
+
 template <int D> static bool backward(const mt_attention_call *call) {
     using size = backward_q_size<D>;
     int bytes = size::BYTES > backward_kv_size<D>::BYTES ? size::BYTES : backward_kv_size<D>::BYTES;
     if (bytes > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
-    flash_task task = flash_task_of(call);
-    int blocks = tile_count(call->spans, false, ROW_DOT_QUERIES);
-    if (blocks > 0) mma_row_dots<D><<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(call->stream)>>>(task);
-    MT_CUDA_LAUNCHED();
-    launch(mma_backward_q<D>, task, call, false, size::QUERIES, size::BYTES);
-    if (!spans_share_keys(call->spans)) {
-        launch_backward_kv<D>(task, call);
-        return true;
-    }
-    mt_attention_clear_keys(call);
-    for (int64_t i = 0; i < call->spans->count; i++) {
-        mt_spans one = {call->spans->host + i, call->spans->device + i, 1};
-        mt_attention_call part = *call;
-        part.spans = &one;
-        task = flash_task_of(&part);
-        task.accumulate = true;
-        launch_backward_kv<D>(task, &part);
-    }
+    mt_attention_row_dots(call);
+    launch(mma_backward_q<D>, flash_task_of(call), call, false, size::QUERIES, size::BYTES);
+    over_disjoint_keys(call, launch_backward_kv<D>);
     return true;
 }
 

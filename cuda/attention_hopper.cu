@@ -1,0 +1,819 @@
+/* attention_hopper.cu: the third rung of attention, FlashAttention on the tensor cores of sm_90a (Shah et al.,
+ * "FlashAttention-3").
+ *
+ * mma.sync makes a warp fetch its operands to registers and wait for every product; it reaches two thirds of the
+ * tensor cores' rate. wgmma reads operands from shared memory, for 64 rows at once, while the warps do something else.
+ * So the work is cut by role. In a block, one warp finds out what to work on, one only asks the memory engine (TMA) for
+ * tiles, and two warpgroups of 128 threads, each with 64 rows of its own, only calculate; they get most of the
+ * registers. They meet at barriers in shared memory, a pair for every buffer: "filled" and "free" again (see ring).
+ * What the mma rung says of weights in registers holds here too: wgmma leaves its result where the next product wants
+ * its operand a.
+ *
+ * Scores take two products and an exponential each: for D 128, 128 by 128 scores are 2048 clocks of the tensor cores
+ * and 1024 of the special-function units, so the two must run at the same time. A warpgroup starts the scores of a tile
+ * and the outputs of the tile before it together, and does the softmax of the one under the product of the other; and
+ * the warpgroups of a block do not do the same thing at the same time.
+ *
+ * The backward is two kernels as in the mma rung, without atomics, so that runs repeat bit for bit: one owns queries,
+ * the other keys, and both keep weights and their gradients in registers, because the second works on transposed
+ * scores. That is seven products for five: tensor cores at 630 TFLOP/s, near what a large GEMM gets, do 450 that count.
+ * A kernel that adds up dq in memory could do without two of them, and would not repeat. */
+#include "attention.cuh"
+
+#ifdef MT_HAVE_SM90A
+#include "hopper.cuh"
+
+enum { WARPGROUP = 128, WORKERS = 2, THREADS = WARPGROUP * (1 + WORKERS) }; // of a block, WORKERS warpgroups calculate
+
+/* ---- buffers ----------------------------------------------------------------------------------------------------- */
+
+/* STAGES buffers that are filled and emptied in turn; use number n is of buffer n % STAGES. */
+template <int STAGES> struct ring {
+    uint32_t barriers;
+    static constexpr int BYTES = STAGES * 16;
+
+    __device__ __forceinline__ uint32_t filled(int n) const {
+        return barriers + n % STAGES * 16;
+    }
+    __device__ __forceinline__ uint32_t free(int n) const {
+        return barriers + n % STAGES * 16 + 8;
+    }
+    /* `fillers` arrivals (and the announced bytes) fill a buffer, one of each of `warps` frees it. */
+    __device__ __forceinline__ void init(int fillers, int warps) const {
+        for (int n = 0; n < STAGES; n++) mt_barrier_init(filled(n), fillers), mt_barrier_init(free(n), warps);
+    }
+    __device__ __forceinline__ void wait_filled(int n) const {
+        mt_barrier_wait(filled(n), n / STAGES % 2);
+    }
+    __device__ __forceinline__ void wait_free(int n) const {
+        mt_barrier_wait(free(n), n / STAGES % 2 ^ 1);
+    }
+    __device__ __forceinline__ void release(int n) const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mt_barrier_arrive(free(n));
+    }
+};
+
+/* Tensors as TMA sees them: [panels of 64 channels, rows, 64], in boxes of all panels of a head and a tile's rows. */
+struct tensor_maps {
+    CUtensorMap q, dout, k, v;
+};
+
+/* Rows [count, ROWS) of a tile become 0; tail_cleared() then lets the warpgroup's products read it. Rows behind a
+ * span's last are of another span or of nobody, and a weight of 0 times NaN is NaN. */
+template <int ROWS, int D> __device__ __forceinline__ void clear_tail(uint32_t tile, int count) {
+    for (int panel = 0; panel < D / 64; panel++)
+        for (int at = count * 128 + threadIdx.x % WARPGROUP * 16; at < ROWS * 128; at += WARPGROUP * 16)
+            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + panel * ROWS * 128 + at), "r"(0)
+                         : "memory");
+}
+__device__ __forceinline__ void tail_cleared() {
+    mt_fence_async();
+    mt_named_barrier_wait(1 + threadIdx.x / WARPGROUP, WARPGROUP);
+}
+/* Of two tiles that lie one behind the other. */
+template <int ROWS, int D> __device__ __forceinline__ void clear_tails(uint32_t tiles, int count) {
+    clear_tail<ROWS, D>(tiles, count);
+    clear_tail<ROWS, D>(tiles + ROWS * D * 2, count);
+    tail_cleared();
+}
+
+/* ---- who works on which tile ------------------------------------------------------------------------------------- */
+
+/* A block works on one tile after another. A warp of its own finds the next one, once all of this one was asked for. */
+enum { NO_MORE = -1 }; // the head of the tile behind the last
+struct tile_queue {
+    tile *slot;
+    ring<1> turns;
+    static constexpr int BYTES = (int)sizeof(tile) + ring<1>::BYTES;
+
+    __device__ __forceinline__ explicit tile_queue(char *memory) {
+        slot = (tile *)memory;
+        turns.barriers = mt_shared_address(memory + sizeof(tile));
+    }
+    __device__ __forceinline__ void init() const {
+        turns.init(1, 4 * WORKERS + 1);
+    }
+    __device__ __forceinline__ void put(int round, const tile &t) const {
+        if (threadIdx.x % 32 == 0) {
+            *slot = t;
+            mt_barrier_arrive(turns.filled(round));
+        }
+        __syncwarp();
+    }
+    /* Everyone releases the turn when it has read the tile; who loads it, when it has asked for the last of it. */
+    __device__ __forceinline__ tile get(int round) const {
+        turns.wait_filled(round);
+        return *slot;
+    }
+};
+
+/* The first tile that no block has yet. Without a counter there is a block for every tile. */
+__device__ __forceinline__ int next_tile(const flash_task &task) {
+    if (!task.counter) return 1 << 30;
+    int taken = 0;
+    if (threadIdx.x % 32 == 0) taken = atomicAdd(task.counter, 1);
+    return (int)gridDim.x + __shfl_sync(0xffffffff, taken, 0);
+}
+
+/* Tiles come with the most work first, so that the last are short. A block begins with the one of its number, and takes
+ * another when it is about to be free: which block gets which is chance, what it calculates is not. */
+template <bool OF_KEYS>
+__device__ __forceinline__ void hand_out_tiles(const flash_task &task, const tile_queue &queue, int64_t heads,
+                                               int size) {
+    const int tiles = task.num_tiles * (int)heads;
+    for (int round = 0, index = (int)blockIdx.x;; round++) {
+        queue.turns.wait_free(round);
+        if (round > 0) index = next_tile(task);
+        tile t = {};
+        t.head = NO_MORE;
+        if (index < tiles) t = tile_of_block<OF_KEYS>(task, index, size);
+        queue.put(round, t);
+        if (index >= tiles) break;
+    }
+}
+
+/* ---- products ---------------------------------------------------------------------------------------------------- */
+
+/* Starts c[64, N] = a[64, D] b[N, D]^T, with a in a tile of A_ROWS rows. */
+template <int D, int A_ROWS, int N>
+__device__ __forceinline__ void multiply_rows(float (&c)[1][N / 8][4], uint32_t a, uint32_t b) {
+    const uint64_t a_rows = mt_wgmma_operand(a, 16), b_rows = mt_wgmma_operand(b, 16);
+#pragma unroll
+    for (int k = 0; k < D; k += 16)
+        mt_wgmma(c[0], mt_wgmma_moved(a_rows, k / 64 * A_ROWS * 128 + k % 64 * 2),
+                 mt_wgmma_moved(b_rows, k / 64 * N * 128 + k % 64 * 2), k > 0);
+    mt_wgmma_commit();
+}
+
+/* Starts c[64, D] += p[64, ROWS] x[ROWS, D], with weights p in registers. */
+template <int D, int ROWS>
+__device__ __forceinline__ void multiply_weights(float (&c)[1][D / 8][4], const uint32_t (&p)[1][ROWS / 16][4],
+                                                 uint32_t x) {
+    const uint64_t rows = mt_wgmma_operand(x, ROWS * 128);
+#pragma unroll
+    for (int k = 0; k < ROWS; k += 16) mt_wgmma(c[0], p[0][k / 16], mt_wgmma_moved(rows, k * 128), true);
+    mt_wgmma_commit();
+}
+
+/* The warpgroups start products in turn, so that what one calculates between its products falls under the products of
+ * the other. The first of them begins. */
+__device__ __forceinline__ void turns_begin(int group) {
+    if (group == 1) mt_named_barrier_arrive(8, WORKERS * WARPGROUP);
+}
+__device__ __forceinline__ void turn_take(int group) {
+    mt_named_barrier_wait(8 + group, WORKERS * WARPGROUP);
+}
+__device__ __forceinline__ void turn_pass(int group) {
+    mt_named_barrier_arrive(8 + (group ^ 1), WORKERS * WARPGROUP);
+}
+
+/* x[j] of lane i of a quad and x[i] of lane j change places. */
+__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (j & bit) continue;
+            bool upper = threadIdx.x & bit;
+            uint32_t got = __shfl_xor_sync(0xffffffff, upper ? x[j] : x[j + bit], bit);
+            if (upper)
+                x[j] = got;
+            else
+                x[j + bit] = got;
+        }
+}
+
+/* Stores the warp's 16 rows of c, those of the `count` that exist, to rows at `to`. A lane has two channels of every
+ * block of 8; four blocks are exchanged in a quad so that it stores sixteen bytes. */
+template <int D>
+__device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, const float (&c)[1][D / 8][4],
+                                           bool accumulate) {
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int n = 0; n < D / 8; n += 4) {
+            uint32_t x[4];
+            int row = row_of(0, 2 * h);
+#pragma unroll
+            for (int j = 0; j < 4; j++) x[j] = mt_pack_bf16(c[0][n + j][2 * h], c[0][n + j][2 * h + 1]);
+            transpose_quad(x);
+            if (row >= count) continue;
+            uint4 *at = (uint4 *)(to + row * stride + (n + threadIdx.x % 4) * 8);
+            if (accumulate) {
+                uint4 old = *at;
+                x[0] = add_bf16(x[0], old.x), x[1] = add_bf16(x[1], old.y);
+                x[2] = add_bf16(x[2], old.z), x[3] = add_bf16(x[3], old.w);
+            }
+            *at = make_uint4(x[0], x[1], x[2], x[3]);
+        }
+}
+
+/* ---- forward ----------------------------------------------------------------------------------------------------- */
+
+/* A lane holds D / 2 outputs, 64 scores and, as pairs, 32 weights. */
+template <int D> struct forward_size {
+    static constexpr int QUERIES = 64 * WORKERS, KEYS = 128, STAGES = 2;
+    static constexpr int TILE = KEYS * D * 2, K = QUERIES * D * 2, V = K + STAGES * TILE;
+    static constexpr int Q_RING = V + STAGES * TILE, K_RING = Q_RING + ring<1>::BYTES;
+    static constexpr int V_RING = K_RING + ring<STAGES>::BYTES, TILES = V_RING + ring<STAGES>::BYTES;
+    static constexpr int BYTES = TILES + tile_queue::BYTES;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <int D>
+__device__ __forceinline__ void forward_load(const flash_task &task, const tensor_maps &maps, char *memory) {
+    using size = forward_size<D>;
+    constexpr int KEYS = size::KEYS, PANELS = D / 64;
+    const uint32_t at = mt_shared_address(memory);
+    const ring<1> q_ring{at + size::Q_RING};
+    const ring<size::STAGES> k_ring{at + size::K_RING}, v_ring{at + size::V_RING};
+    const tile_queue queue(memory + size::TILES);
+    int n = 0;
+    for (int round = 0;; round++) {
+        const tile t = queue.get(round);
+        if (t.head == NO_MORE) break;
+        const int group = t.head / (int)(task.shape.num_heads / task.shape.num_groups);
+        const range keys = keys_of(band_of(t.span, task.shape.window), t.first, size::QUERIES);
+        q_ring.wait_free(round);
+        mt_barrier_arrive_expect(q_ring.filled(round), size::K);
+        mt_copy_tile(at, maps.q, (int)t.span.q_start + t.first, t.head * PANELS, q_ring.filled(round));
+        for (int key = keys.first / KEYS * KEYS; key < keys.end; key += KEYS, n++) {
+            const int row = (int)t.span.k_start + key, to = n % size::STAGES * size::TILE;
+            k_ring.wait_free(n);
+            mt_barrier_arrive_expect(k_ring.filled(n), size::TILE);
+            mt_copy_tile(at + size::K + to, maps.k, row, group * PANELS, k_ring.filled(n));
+            v_ring.wait_free(n);
+            mt_barrier_arrive_expect(v_ring.filled(n), size::TILE);
+            mt_copy_tile(at + size::V + to, maps.v, row, group * PANELS, v_ring.filled(n));
+        }
+        mt_barrier_arrive(queue.turns.free(round));
+    }
+}
+
+/* A warpgroup of the forward and what it holds; `row` is where its warp's rows are in the span. */
+template <int D> struct forward_worker {
+    using size = forward_size<D>;
+    static constexpr int KEYS = size::KEYS, STAGES = size::STAGES;
+    static constexpr bool TURNS = D > 64; // for fewer channels products are shorter than a softmax
+    uint32_t at, q_tile;
+    int group, row;
+    float scale;
+    band seen;
+    float out[1][D / 8][4], score[1][KEYS / 8][4], shrink[1][2];
+    uint32_t weights[1][KEYS / 16][4];
+    softmax<1> state;
+
+    __device__ __forceinline__ ring<1> q_ring() const {
+        return {at + size::Q_RING};
+    }
+    __device__ __forceinline__ ring<STAGES> k_ring() const {
+        return {at + size::K_RING};
+    }
+    __device__ __forceinline__ ring<STAGES> v_ring() const {
+        return {at + size::V_RING};
+    }
+
+    __device__ __forceinline__ void start_scores(int n) {
+        k_ring().wait_filled(n);
+        mt_wgmma_hold(score[0]);
+        mt_wgmma_fence();
+        multiply_rows<D, size::QUERIES, KEYS>(score, q_tile, at + size::K + n % STAGES * size::TILE);
+    }
+    __device__ __forceinline__ void start_outputs(int n) {
+        v_ring().wait_filled(n);
+        mt_wgmma_hold(out[0]);
+        mt_wgmma_fence();
+        multiply_weights<D, KEYS>(out, weights, at + size::V + n % STAGES * size::TILE);
+    }
+    template <int PENDING> __device__ __forceinline__ void weigh_scores(int n, int key) {
+        mt_wgmma_wait<PENDING>();
+        mt_wgmma_hold(score[0]);
+        k_ring().release(n);
+        if (!all_see(seen, row, 16, key, KEYS)) hide<false>(score, seen, row, key);
+        softmax_step(state, score, shrink, scale);
+    }
+    __device__ __forceinline__ void finish_outputs(int n) {
+        mt_wgmma_wait<0>();
+        mt_wgmma_hold(out[0]);
+        v_ring().release(n);
+    }
+
+    /* All keys of a range that is not empty; their tiles are use number n and on. Returns the number behind the last.
+     */
+    __device__ __forceinline__ int walk(const range &keys, int n, int round) {
+        int key = keys.first / KEYS * KEYS;
+        start_scores(n);
+        weigh_scores<0>(n, key);
+        pack_weights(weights, score);
+        for (key += KEYS; key < keys.end; key += KEYS) {
+            n++;
+            if (TURNS) turn_take(group);
+            start_scores(n);
+            start_outputs(n - 1);
+            if (TURNS) turn_pass(group);
+            weigh_scores<1>(n, key);
+            finish_outputs(n - 1);
+            scale_rows(out, shrink);
+            pack_weights(weights, score);
+        }
+        q_ring().release(round);
+        if (key > seen.k_len) {
+            v_ring().wait_filled(n);
+            clear_tail<KEYS, D>(at + size::V + n % STAGES * size::TILE, seen.k_len - (key - KEYS));
+            tail_cleared();
+        }
+        start_outputs(n);
+        finish_outputs(n);
+        return n + 1;
+    }
+};
+
+template <int D> __device__ __forceinline__ void forward_work(const flash_task &task, char *memory) {
+    using size = forward_size<D>;
+    const tile_queue queue(memory + size::TILES);
+    const mt_attention &shape = task.shape;
+    const int warp_row = (threadIdx.x / 32 - 4) * 16, heads = (int)shape.num_heads;
+    forward_worker<D> worker;
+    worker.at = mt_shared_address(memory), worker.group = threadIdx.x / WARPGROUP - 1;
+    worker.q_tile = worker.at + worker.group * 64 * 128;
+    worker.scale = shape.scale * LOG2_E;
+    int n = 0;
+    if (worker.TURNS) turns_begin(worker.group);
+    for (int round = 0;; round++) {
+        const tile t = queue.get(round);
+        if (t.head == NO_MORE) break;
+        queue.turns.release(round);
+        worker.seen = band_of(t.span, shape.window), worker.row = t.first + warp_row;
+        const range keys = keys_of(worker.seen, t.first, size::QUERIES);
+        clear(worker.out);
+        softmax_begin(worker.state);
+        worker.q_ring().wait_filled(round);
+        if (keys.first < keys.end)
+            n = worker.walk(keys, n, round);
+        else
+            worker.q_ring().release(round);
+        const int64_t query = t.span.q_start + worker.row;
+        const int rows = worker.seen.q_len - worker.row;
+        softmax_finish(worker.state, worker.out, task.lse + query * heads + t.head, heads, rows, shape.scale);
+        store_rows<D>(task.out + query * shape.out_stride + t.head * D, shape.out_stride, rows, worker.out, false);
+    }
+}
+#endif
+
+template <int D>
+__global__ void __launch_bounds__(THREADS, 1)
+    hopper_forward(const flash_task task, const __grid_constant__ tensor_maps maps) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using size = forward_size<D>;
+    extern __shared__ __align__(1024) char memory[];
+    if (threadIdx.x == 0) {
+        const uint32_t at = mt_shared_address(memory);
+        ring<1>{at + size::Q_RING}.init(1, 4 * WORKERS);
+        ring<size::STAGES>{at + size::K_RING}.init(1, 4 * WORKERS);
+        ring<size::STAGES>{at + size::V_RING}.init(1, 4 * WORKERS);
+        tile_queue(memory + size::TILES).init();
+        mt_barriers_ready();
+    }
+    __syncthreads();
+    if (threadIdx.x < WARPGROUP) {
+        mt_registers_shrink<40>();
+        if (threadIdx.x == 0) forward_load<D>(task, maps, memory);
+        if (threadIdx.x / 32 == 1)
+            hand_out_tiles<false>(task, tile_queue(memory + size::TILES), task.shape.num_heads, size::QUERIES);
+    } else {
+        mt_registers_grow<232>();
+        forward_work<D>(task, memory);
+    }
+#endif
+}
+
+/* ---- backward: dq ------------------------------------------------------------------------------------------------ */
+
+/* A lane holds D / 2 of dq, KEYS / 2 scores, as many dp and half as many pairs. */
+template <int D> struct backward_q_size {
+    static constexpr int QUERIES = 64 * WORKERS, KEYS = D > 64 ? 64 : 128, STAGES = D > 64 ? 3 : 2;
+    static constexpr int TILE = KEYS * D * 2, DOUT = QUERIES * D * 2, KV = 2 * DOUT; // a stage: keys and their values
+    static constexpr int Q_RING = KV + STAGES * 2 * TILE, KV_RING = Q_RING + ring<1>::BYTES;
+    static constexpr int TILES = KV_RING + ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <int D>
+__device__ __forceinline__ void backward_q_load(const flash_task &task, const tensor_maps &maps, char *memory) {
+    using size = backward_q_size<D>;
+    constexpr int KEYS = size::KEYS, PANELS = D / 64;
+    const uint32_t at = mt_shared_address(memory);
+    const ring<1> q_ring{at + size::Q_RING};
+    const ring<size::STAGES> kv_ring{at + size::KV_RING};
+    const tile_queue queue(memory + size::TILES);
+    int n = 0;
+    for (int round = 0;; round++) {
+        const tile t = queue.get(round);
+        if (t.head == NO_MORE) break;
+        const int group = t.head / (int)(task.shape.num_heads / task.shape.num_groups);
+        const range keys = keys_of(band_of(t.span, task.shape.window), t.first, size::QUERIES);
+        const int query = (int)t.span.q_start + t.first;
+        q_ring.wait_free(round);
+        mt_barrier_arrive_expect(q_ring.filled(round), size::KV);
+        mt_copy_tile(at, maps.q, query, t.head * PANELS, q_ring.filled(round));
+        mt_copy_tile(at + size::DOUT, maps.dout, query, t.head * PANELS, q_ring.filled(round));
+        for (int key = keys.first / KEYS * KEYS; key < keys.end; key += KEYS, n++) {
+            const int row = (int)t.span.k_start + key;
+            const uint32_t to = at + size::KV + n % size::STAGES * 2 * size::TILE;
+            kv_ring.wait_free(n);
+            mt_barrier_arrive_expect(kv_ring.filled(n), 2 * size::TILE);
+            mt_copy_tile(to, maps.k, row, group * PANELS, kv_ring.filled(n));
+            mt_copy_tile(to + size::TILE, maps.v, row, group * PANELS, kv_ring.filled(n));
+        }
+        mt_barrier_arrive(queue.turns.free(round));
+    }
+}
+
+template <int D> __device__ __forceinline__ void backward_q_work(const flash_task &task, char *memory) {
+    using size = backward_q_size<D>;
+    constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
+    const uint32_t at = mt_shared_address(memory);
+    const ring<1> q_ring{at + size::Q_RING};
+    const ring<size::STAGES> kv_ring{at + size::KV_RING};
+    const tile_queue queue(memory + size::TILES);
+    const mt_attention &shape = task.shape;
+    const int group = threadIdx.x / WARPGROUP - 1, warp_row = (threadIdx.x / 32 - 4) * 16;
+    const uint32_t q_tile = at + group * 64 * 128, dout_tile = q_tile + size::DOUT;
+    float dq[1][D / 8][4], score[1][KEYS / 8][4], dp[1][KEYS / 8][4];
+    uint32_t weights[1][KEYS / 16][4];
+    row_stats<1> stats;
+    int n = 0;
+    turns_begin(group);
+    for (int round = 0;; round++) {
+        const tile t = queue.get(round);
+        if (t.head == NO_MORE) break;
+        queue.turns.release(round);
+        const band seen = band_of(t.span, shape.window);
+        const range keys = keys_of(seen, t.first, QUERIES);
+        const int64_t query = t.span.q_start + t.first + warp_row, stat = query * shape.num_heads + t.head;
+        const int rows = seen.q_len - t.first - warp_row, first = n;
+        load_row_stats(stats, task.lse + stat, task.row_dot + stat, shape.num_heads, rows);
+        clear(dq);
+        q_ring.wait_filled(round);
+        for (int key = keys.first / KEYS * KEYS; key < keys.end; key += KEYS, n++) {
+            const uint32_t k_tile = at + size::KV + n % size::STAGES * 2 * size::TILE, v_tile = k_tile + size::TILE;
+            kv_ring.wait_filled(n);
+            if (key + KEYS > seen.k_len) clear_tails<KEYS, D>(k_tile, seen.k_len - key);
+            mt_wgmma_hold(score[0]);
+            mt_wgmma_hold(dp[0]);
+            turn_take(group);
+            mt_wgmma_fence();
+            multiply_rows<D, QUERIES, KEYS>(score, q_tile, k_tile);
+            multiply_rows<D, QUERIES, KEYS>(dp, dout_tile, v_tile);
+            turn_pass(group);
+            mt_wgmma_wait<1>(); // the scores, and dq of the tile before
+            mt_wgmma_hold(score[0]);
+            if (n > first) kv_ring.release(n - 1);
+            if (!all_see(seen, t.first + warp_row, 16, key, KEYS)) hide<false>(score, seen, t.first + warp_row, key);
+            weights_by_row(score, stats, shape.scale * LOG2_E);
+            mt_wgmma_wait<0>();
+            mt_wgmma_hold(dp[0]);
+            gradients_by_row(score, dp, stats);
+            pack_weights(weights, score);
+            mt_wgmma_hold(dq[0]);
+            mt_wgmma_fence();
+            multiply_weights<D, KEYS>(dq, weights, k_tile);
+        }
+        q_ring.release(round);
+        mt_wgmma_wait<0>();
+        mt_wgmma_hold(dq[0]);
+        if (n > first) kv_ring.release(n - 1);
+        scale_all(dq, shape.scale);
+        store_rows<D>(task.dq + query * shape.q_stride + t.head * D, shape.q_stride, rows, dq, false);
+    }
+}
+#endif
+
+template <int D>
+__global__ void __launch_bounds__(THREADS, 1)
+    hopper_backward_q(const flash_task task, const __grid_constant__ tensor_maps maps) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using size = backward_q_size<D>;
+    extern __shared__ __align__(1024) char memory[];
+    const tile_queue queue(memory + size::TILES);
+    if (threadIdx.x == 0) {
+        const uint32_t at = mt_shared_address(memory);
+        ring<1>{at + size::Q_RING}.init(1, 4 * WORKERS);
+        ring<size::STAGES>{at + size::KV_RING}.init(1, 4 * WORKERS);
+        queue.init();
+        mt_barriers_ready();
+    }
+    __syncthreads();
+    if (threadIdx.x < WARPGROUP) {
+        mt_registers_shrink<40>();
+        if (threadIdx.x == 0) backward_q_load<D>(task, maps, memory);
+        if (threadIdx.x / 32 == 1) hand_out_tiles<false>(task, queue, task.shape.num_heads, size::QUERIES);
+    } else {
+        mt_registers_grow<232>();
+        backward_q_work<D>(task, memory);
+    }
+#endif
+}
+
+/* ---- backward: dk and dv ----------------------------------------------------------------------------------------- */
+
+/* A lane holds D / 2 of dk and of dv, 32 transposed scores, as many dp, and 16 pairs. A stage is a tile of queries,
+ * their dout, lse and row_dot; all heads of the group come in turn. */
+template <int D> struct backward_kv_size {
+    static constexpr int KEYS = 64 * WORKERS, QUERIES = 64, STAGES = 4;
+    static constexpr int TILE = QUERIES * D * 2, V = KEYS * D * 2, Q = 2 * V, STATS = Q + STAGES * 2 * TILE;
+    static constexpr int KV_RING = STATS + STAGES * 2 * QUERIES * 4, Q_RING = KV_RING + ring<1>::BYTES;
+    static constexpr int TILES = Q_RING + ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
+};
+
+/* The queries that see a tile of keys, of all heads of the group: `tiles` tiles a head from `first` on. */
+struct query_steps {
+    int first, tiles, count;
+};
+template <int D>
+__device__ __forceinline__ query_steps steps_of(const flash_task &task, const tile &t, const band &seen) {
+    constexpr int QUERIES = backward_kv_size<D>::QUERIES;
+    const range queries = queries_of(seen, t.first, backward_kv_size<D>::KEYS);
+    int first = queries.first / QUERIES * QUERIES, tiles = max(0, queries.end - first + QUERIES - 1) / QUERIES;
+    return {first, tiles, tiles * (int)(task.shape.num_heads / task.shape.num_groups)};
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <int D>
+__device__ __forceinline__ void backward_kv_load(const flash_task &task, const tensor_maps &maps, char *memory) {
+    using size = backward_kv_size<D>;
+    constexpr int QUERIES = size::QUERIES, PANELS = D / 64;
+    const uint32_t at = mt_shared_address(memory);
+    const ring<1> kv_ring{at + size::KV_RING};
+    const ring<size::STAGES> q_ring{at + size::Q_RING};
+    const tile_queue queue(memory + size::TILES);
+    const int heads = (int)task.shape.num_heads, lane = threadIdx.x % 32;
+    int n = 0;
+    for (int round = 0;; round++) {
+        const tile t = queue.get(round);
+        if (t.head == NO_MORE) break;
+        const query_steps steps = steps_of<D>(task, t, band_of(t.span, task.shape.window));
+        kv_ring.wait_free(round);
+        if (lane == 0) {
+            mt_barrier_arrive_expect(kv_ring.filled(round), size::Q);
+            mt_copy_tile(at, maps.k, (int)t.span.k_start + t.first, t.head * PANELS, kv_ring.filled(round));
+            mt_copy_tile(at + size::V, maps.v, (int)t.span.k_start + t.first, t.head * PANELS, kv_ring.filled(round));
+        }
+        int head = t.head * heads / (int)task.shape.num_groups, first = steps.first;
+        for (int step = 0; step < steps.count; step++, n++) {
+            const int query = (int)t.span.q_start + first, left = (int)t.span.q_len - first;
+            const uint32_t to = at + size::Q + n % size::STAGES * 2 * size::TILE;
+            const uint32_t stats = at + size::STATS + n % size::STAGES * 2 * QUERIES * 4;
+            q_ring.wait_free(n);
+            if (lane == 0) {
+                mt_barrier_arrive_expect(q_ring.filled(n), 2 * size::TILE);
+                mt_copy_tile(to, maps.q, query, head * PANELS, q_ring.filled(n));
+                mt_copy_tile(to + size::TILE, maps.dout, query, head * PANELS, q_ring.filled(n));
+            }
+            for (int row = lane; row < QUERIES; row += 32) {
+                const int64_t from = (int64_t)(query + row) * heads + head;
+                mt_copy4_async(stats + row * 4, task.lse + from, row < left);
+                mt_copy4_async(stats + (QUERIES + row) * 4, task.row_dot + from, row < left);
+            }
+            mt_barrier_arrive_after_copies(q_ring.filled(n));
+            first += QUERIES;
+            if (first >= steps.first + steps.tiles * QUERIES) first = steps.first, head++;
+        }
+        queue.turns.release(round);
+    }
+}
+
+/* A warpgroup of this kernel and what it holds; `row` is where its warp's keys are in the span. */
+template <int D> struct backward_kv_worker {
+    using size = backward_kv_size<D>;
+    static constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
+    static constexpr bool EARLY = D == 64; // dp can start with the scores: there are registers for both
+    char *memory;
+    uint32_t at, k_tile, v_tile;
+    int row;
+    float scale;
+    band seen;
+    float dk[1][D / 8][4], dv[1][D / 8][4], score[1][QUERIES / 8][4], dp[1][QUERIES / 8][4];
+    uint32_t pairs[1][QUERIES / 16][4]; // weights, and then gradients of scores
+
+    __device__ __forceinline__ ring<1> kv_ring() const {
+        return {at + size::KV_RING};
+    }
+    __device__ __forceinline__ ring<size::STAGES> q_ring() const {
+        return {at + size::Q_RING};
+    }
+
+    /* What the tile of queries from `query` on, use number n, adds to dk and dv. Leaves the product for dk running. */
+    __device__ __forceinline__ void step(int n, int query, bool is_first) {
+        const uint32_t q_tile = at + size::Q + n % size::STAGES * 2 * size::TILE, dout_tile = q_tile + size::TILE;
+        const float *stats = (const float *)(memory + size::STATS) + n % size::STAGES * 2 * QUERIES;
+        q_ring().wait_filled(n);
+        if (query + QUERIES > seen.q_len) clear_tails<QUERIES, D>(q_tile, seen.q_len - query);
+        mt_wgmma_hold(score[0]);
+        mt_wgmma_hold(dp[0]);
+        mt_wgmma_fence();
+        multiply_rows<D, KEYS, QUERIES>(score, k_tile, q_tile);
+        if (EARLY) multiply_rows<D, KEYS, QUERIES>(dp, v_tile, dout_tile);
+        mt_wgmma_wait<EARLY ? 1 : 0>(); // for the scores, and for dk of the step before
+        mt_wgmma_hold(score[0]);
+        if (!is_first) q_ring().release(n - 1);
+        if (!all_see(seen, query, QUERIES, row, 16)) hide<true>(score, seen, query, row);
+        weights_by_column(score, stats, scale * LOG2_E);
+        pack_weights(pairs, score);
+        mt_wgmma_hold(dv[0]);
+        mt_wgmma_hold(dp[0]);
+        mt_wgmma_fence();
+        if (!EARLY) multiply_rows<D, KEYS, QUERIES>(dp, v_tile, dout_tile);
+        multiply_weights<D, QUERIES>(dv, pairs, dout_tile);
+        mt_wgmma_wait<1>();
+        mt_wgmma_hold(dp[0]);
+        gradients_by_column(score, dp, stats + QUERIES);
+        mt_wgmma_wait<0>(); // nobody reads the weights any more
+        mt_wgmma_hold(dv[0]);
+        pack_weights(pairs, score);
+        mt_wgmma_hold(dk[0]);
+        mt_wgmma_fence();
+        multiply_weights<D, QUERIES>(dk, pairs, q_tile);
+    }
+};
+
+template <int D> __device__ __forceinline__ void backward_kv_work(const flash_task &task, char *memory) {
+    using size = backward_kv_size<D>;
+    const tile_queue queue(memory + size::TILES);
+    const mt_attention &shape = task.shape;
+    const int group = threadIdx.x / WARPGROUP - 1, warp_row = (threadIdx.x / 32 - 4) * 16;
+    backward_kv_worker<D> worker;
+    worker.memory = memory, worker.at = mt_shared_address(memory), worker.scale = shape.scale;
+    worker.k_tile = worker.at + group * 64 * 128, worker.v_tile = worker.k_tile + size::V;
+    int n = 0;
+    for (int round = 0;; round++) {
+        const tile t = queue.get(round);
+        if (t.head == NO_MORE) break;
+        queue.turns.release(round);
+        worker.seen = band_of(t.span, shape.window), worker.row = t.first + warp_row;
+        const query_steps steps = steps_of<D>(task, t, worker.seen);
+        int query = steps.first;
+        clear(worker.dk);
+        clear(worker.dv);
+        worker.kv_ring().wait_filled(round);
+        for (int step = 0; step < steps.count; step++, n++) {
+            worker.step(n, query, step == 0);
+            query += size::QUERIES;
+            if (query >= steps.first + steps.tiles * size::QUERIES) query = steps.first; // the next head
+        }
+        worker.kv_ring().release(round);
+        mt_wgmma_wait<0>();
+        mt_wgmma_hold(worker.dk[0]);
+        mt_wgmma_hold(worker.dv[0]);
+        if (steps.count > 0) worker.q_ring().release(n - 1);
+        const int64_t key = t.span.k_start + worker.row;
+        const int rows = worker.seen.k_len - worker.row;
+        scale_all(worker.dk, shape.scale);
+        store_rows<D>(task.dk + key * shape.k_stride + t.head * D, shape.k_stride, rows, worker.dk, task.accumulate);
+        store_rows<D>(task.dv + key * shape.v_stride + t.head * D, shape.v_stride, rows, worker.dv, task.accumulate);
+    }
+}
+#endif
+
+template <int D>
+__global__ void __launch_bounds__(THREADS, 1)
+    hopper_backward_kv(const flash_task task, const __grid_constant__ tensor_maps maps) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using size = backward_kv_size<D>;
+    extern __shared__ __align__(1024) char memory[];
+    const tile_queue queue(memory + size::TILES);
+    if (threadIdx.x == 0) {
+        const uint32_t at = mt_shared_address(memory);
+        ring<1>{at + size::KV_RING}.init(1, 4 * WORKERS);
+        ring<size::STAGES>{at + size::Q_RING}.init(1 + 32, 4 * WORKERS); // 32 lanes copy lse and row_dot
+        queue.init();
+        mt_barriers_ready();
+    }
+    __syncthreads();
+    if (threadIdx.x < WARPGROUP) {
+        mt_registers_shrink<40>();
+        if (threadIdx.x < 32) backward_kv_load<D>(task, maps, memory);
+        if (threadIdx.x / 32 == 1) hand_out_tiles<true>(task, queue, task.shape.num_groups, size::KEYS);
+    } else {
+        mt_registers_grow<232>();
+        backward_kv_work<D>(task, memory);
+    }
+#endif
+}
+
+/* ---- launches ---------------------------------------------------------------------------------------------------- */
+
+typedef CUresult encode_fn(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                           const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                           CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/* The driver's function that makes tensor maps, found at run time so that programs need not link to the driver. */
+static encode_fn *tensor_map_encoder(void) {
+    static void *encode;
+    if (!encode) {
+        cudaDriverEntryPointQueryResult found;
+        MT_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found));
+        MT_CHECK(found == cudaDriverEntryPointSuccess && encode);
+    }
+    return (encode_fn *)encode;
+}
+
+/* `rows` rows of `heads` heads of D channels, read in tiles of `box` rows of a head. */
+static CUtensorMap tensor_map(const void *x, int64_t rows, int64_t stride, int64_t heads, int64_t D, int box) {
+    CUtensorMap map;
+    cuuint64_t sizes[] = {64, (cuuint64_t)rows, (cuuint64_t)(heads * D / 64)}, bytes[] = {(cuuint64_t)stride * 2, 128};
+    cuuint32_t boxes[] = {64, (cuuint32_t)box, (cuuint32_t)(D / 64)}, ones[] = {1, 1, 1};
+    CUresult result = tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)x, sizes, bytes, boxes,
+                                           ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    MT_CHECK(result == CUDA_SUCCESS);
+    return map;
+}
+
+/* Maps of what the spans cover, in tiles of so many queries and keys. */
+static tensor_maps maps_of(const mt_attention_call *call, int queries, int keys) {
+    const mt_attention *s = call->shape;
+    int64_t H = s->num_heads, G = s->num_groups, D = s->head_size, q_rows = 1, k_rows = 1;
+    for (int64_t i = 0; i < call->spans->count; i++) {
+        const mt_span *span = &call->spans->host[i];
+        if (span->q_len > 0 && span->q_start + span->q_len > q_rows) q_rows = span->q_start + span->q_len;
+        if (span->k_len > 0 && span->k_start + span->k_len > k_rows) k_rows = span->k_start + span->k_len;
+    }
+    tensor_maps maps = {};
+    maps.q = tensor_map(call->q, q_rows, s->q_stride, H, D, queries);
+    if (call->dout) maps.dout = tensor_map(call->dout, q_rows, s->out_stride, H, D, queries);
+    maps.k = tensor_map(call->k, k_rows, s->k_stride, G, D, keys);
+    maps.v = tensor_map(call->v, k_rows, s->v_stride, G, D, keys);
+    return maps;
+}
+
+/* For every tile of queries, or of keys, and every one of `heads` heads (groups for keys). Blocks fill the GPU once and
+ * take tiles from a counter in the stream's workspace; without one there are as many as tiles. */
+template <class Size>
+static void launch(void (*kernel)(flash_task, tensor_maps), flash_task task, const mt_attention_call *call,
+                   bool of_keys) {
+    const mt_attention *shape = call->shape;
+    int64_t heads = of_keys ? shape->num_groups : shape->num_heads;
+    task.num_tiles = tile_count(call->spans, of_keys, of_keys ? Size::KEYS : Size::QUERIES);
+    task.heads_together = heads_in_section(call, heads, heads / shape->num_groups);
+    if (task.num_tiles == 0) return;
+    int64_t blocks = task.num_tiles * heads, processors = mt_cuda_device()->multiProcessorCount;
+    if (call->stream && blocks > processors) {
+        blocks = processors;
+        task.counter = (int *)mt_cuda_workspace(call->stream, sizeof *task.counter);
+        MT_CUDA(cudaMemsetAsync(task.counter, 0, sizeof *task.counter, call->stream->stream));
+    }
+    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Size::BYTES));
+    tensor_maps maps = maps_of(call, Size::QUERIES, Size::KEYS);
+    kernel<<<(unsigned)blocks, THREADS, Size::BYTES, mt_cuda_stream(call->stream)>>>(task, maps);
+    MT_CUDA_LAUNCHED();
+}
+
+template <int D> static void launch_backward_kv(const flash_task &task, const mt_attention_call *call) {
+    launch<backward_kv_size<D>>(hopper_backward_kv<D>, task, call, true);
+}
+
+template <int D> static void backward(const mt_attention_call *call) {
+    mt_attention_row_dots(call);
+    launch<backward_q_size<D>>(hopper_backward_q<D>, flash_task_of(call), call, false);
+    over_disjoint_keys(call, launch_backward_kv<D>);
+}
+
+/* sm_90a is Hopper's alone: its code runs on no later GPU. A tensor map needs a tensor, if only of no rows. */
+static bool hopper_serves(const mt_attention_call *call) {
+    int64_t D = call->shape->head_size;
+    return mt_cuda_device()->major == 9 && flash_serves(call) && (D == 64 || D == 128) && call->q && call->k && call->v;
+}
+
+extern "C" bool mt_attention_hopper_forward(const mt_attention_call *call) {
+    if (!hopper_serves(call)) return false;
+    if (call->shape->head_size == 64)
+        launch<forward_size<64>>(hopper_forward<64>, flash_task_of(call), call, false);
+    else
+        launch<forward_size<128>>(hopper_forward<128>, flash_task_of(call), call, false);
+    return true;
+}
+
+extern "C" bool mt_attention_hopper_backward(const mt_attention_call *call) {
+    if (!hopper_serves(call)) return false;
+    if (call->shape->head_size == 64)
+        backward<64>(call);
+    else
+        backward<128>(call);
+    return true;
+}
+
+#else
+
+extern "C" bool mt_attention_hopper_forward(const mt_attention_call *call) {
+    (void)call;
+    return false;
+}
+
+extern "C" bool mt_attention_hopper_backward(const mt_attention_call *call) {
+    (void)call;
+    return false;
+}
+
+#endif
