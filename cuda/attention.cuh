@@ -12,6 +12,10 @@ typedef __nv_bfloat16 bf16;
 extern "C" bool mt_attention_mma_forward(const mt_attention_call *call);
 extern "C" bool mt_attention_mma_backward(const mt_attention_call *call);
 
+/* Runs the call on cuDNN where its shape's backend says so, under `auto` where cuDNN was faster than `ours`, and by
+ * `ours` otherwise (attention_cudnn.cu). */
+bool mt_attention_run(const mt_attention_call *call, bool backward, mt_attention_direction *ours);
+
 /* What a kernel gets, by value. */
 struct flash_task {
     const bf16 *q, *k, *v, *dout;

@@ -32,6 +32,9 @@ const cudaDeviceProp *mt_cuda_device(void);
 /* The stream's workspace, when it holds at least `bytes`; too small is a broken invariant (mt_cuda_workspace_bytes). */
 void *mt_cuda_workspace(mt_stream *stream, int64_t bytes);
 
+/* What attention by cuDNN needs of it for T tokens, H heads of D channels; 0 in a build without cuDNN. */
+int64_t mt_attention_cudnn_workspace_bytes(int64_t T, int64_t H, int64_t D);
+
 static inline cudaStream_t mt_cuda_stream(mt_stream *stream) {
     return stream ? stream->stream : (cudaStream_t)0;
 }

@@ -1,8 +1,8 @@
-/* How fast each rung of the GPU's attention is: milliseconds and TFLOP/s, forward and backward. A causal forward does
- * 4 T T / 2 H D flops a sequence (two products, each entry a multiply and an add), the backward 2.5 times that; what a
- * rung computes twice is not counted.
+/* How fast each rung of the GPU's attention and cuDNN's is: milliseconds and TFLOP/s, forward and backward. A causal
+ * forward does 4 T T / 2 H D flops a sequence (two products, each entry a multiply and an add), the backward 2.5 times
+ * that; what a rung computes twice is not counted.
  *
- *   usage: bench_cuda_attention [RUNG]
+ *   usage: bench_cuda_attention [RUNG | cudnn]
  */
 #include "../megatron.h"
 
@@ -14,7 +14,6 @@ int main(void) {
 #else
 #include "../cuda/attention.h"
 
-#include <cuda_runtime.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -25,35 +24,34 @@ typedef struct bench_shape {
 } bench_shape;
 
 static const mt_ops *ops;
+static mt_stream *stream;
 
 static void *random_bf16(int64_t n) {
     float *floats = ops->memory_alloc(n * 4);
     void *x = ops->memory_alloc(n * 2);
-    ops->random_normal(floats, n, (uint64_t)n, 0, 0, 1, MT_F32, NULL);
-    ops->convert(x, MT_BF16, floats, MT_F32, n, NULL);
-    ops->stream_wait(NULL);
+    ops->random_normal(floats, n, (uint64_t)n, 0, 0, 1, MT_F32, stream);
+    ops->convert(x, MT_BF16, floats, MT_F32, n, stream);
+    ops->stream_wait(stream);
     ops->memory_free(floats);
     return x;
 }
 
 /* The median of some runs in milliseconds after a warm-up, or a negative number where the rung does not serve. */
-static float measure(bool (*direction)(const mt_attention_call *), const mt_attention_call *call, int rounds) {
-    float times[ROUNDS];
-    cudaEvent_t start, end;
+static double measure(mt_attention_direction *direction, const mt_attention_call *call, int rounds) {
+    double times[ROUNDS];
+    mt_event *start = mt_cuda_event_create(), *end = mt_cuda_event_create();
     if (!direction(call)) return -1;
-    if (cudaEventCreate(&start) != cudaSuccess || cudaEventCreate(&end) != cudaSuccess) mt_die("CUDA: no events");
     for (int i = 0; i < rounds; i++) {
-        cudaEventRecord(start, NULL);
+        mt_cuda_event_record(start, stream);
         direction(call);
-        cudaEventRecord(end, NULL);
-        if (cudaEventSynchronize(end) != cudaSuccess) mt_die("CUDA: %s", cudaGetErrorString(cudaGetLastError()));
-        cudaEventElapsedTime(&times[i], start, end);
+        mt_cuda_event_record(end, stream);
+        times[i] = mt_cuda_event_seconds(start, end) * 1e3;
         for (int j = i; j > 0 && times[j] < times[j - 1]; j--) {
-            float swap = times[j];
+            double swap = times[j];
             times[j] = times[j - 1], times[j - 1] = swap;
         }
     }
-    cudaEventDestroy(start), cudaEventDestroy(end);
+    mt_cuda_event_destroy(start), mt_cuda_event_destroy(end);
     return times[rounds / 2];
 }
 
@@ -62,7 +60,7 @@ static void bench(const bench_shape *s, const char *only) {
     mt_span *host = mt_malloc(s->sequences * (int64_t)sizeof *host);
     for (int64_t i = 0; i < s->sequences; i++) host[i] = (mt_span){i * s->T, s->T, i * s->T, s->T, true};
     mt_span *device = ops->memory_alloc(s->sequences * (int64_t)sizeof *host);
-    ops->memory_copy(device, host, s->sequences * (int64_t)sizeof *host, NULL);
+    ops->memory_copy(device, host, s->sequences * (int64_t)sizeof *host, stream);
     mt_spans spans = {.host = host, .device = device, .count = s->sequences};
     mt_attention shape = {.num_heads = s->H,
                           .num_groups = s->G,
@@ -81,20 +79,22 @@ static void bench(const bench_shape *s, const char *only) {
                                  .v = qkv + out_width + s->G * s->D,
                                  .spans = &spans,
                                  .shape = &shape,
-                                 .dtype = MT_BF16};
+                                 .dtype = MT_BF16,
+                                 .stream = stream};
     mt_attention_call backward = forward;
     backward.dq = dqkv, backward.dk = dqkv + out_width, backward.dv = dqkv + out_width + s->G * s->D;
     backward.row_dot = ops->memory_alloc(rows * s->H * 4);
     backward.dout = random_bf16(rows * out_width);
     double flops = 4.0 * (double)s->T * (double)s->T / 2 * (double)(s->H * s->D * s->sequences);
-    for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) {
-        const mt_attention_rung *rung = &mt_attention_rungs[r];
+    for (int r = 0; r <= MT_NUM_ATTENTION_RUNGS; r++) {
+        const mt_attention_rung *rung = r < MT_NUM_ATTENTION_RUNGS ? &mt_attention_rungs[r] : &mt_attention_cudnn;
         if (only ? strcmp(only, rung->name) != 0 : r == 0) continue; // the definition takes seconds
-        float f = measure(rung->forward, &forward, ROUNDS), b = measure(rung->backward, &backward, ROUNDS);
+        double f = measure(rung->forward, &forward, ROUNDS), b = measure(rung->backward, &backward, ROUNDS);
+        if (f < 0 || b < 0) continue;
         printf("attention %-6s T %6lld x %-3lld H %2lld/%-2lld D %3lld: forward %8.3f ms %6.1f TFLOP/s, backward %8.3f "
                "ms %6.1f TFLOP/s\n",
                rung->name, (long long)s->T, (long long)s->sequences, (long long)s->H, (long long)s->G, (long long)s->D,
-               (double)f, flops / (double)f / 1e9, (double)b, 2.5 * flops / (double)b / 1e9);
+               f, flops / f / 1e9, b, 2.5 * flops / b / 1e9);
         fflush(stdout);
     }
     ops->memory_free(qkv), ops->memory_free(dqkv), ops->memory_free(forward.out), ops->memory_free(forward.lse);
@@ -111,7 +111,17 @@ int main(int argc, char **argv) {
         printf("attention on the GPU: skipped, %s\n", error.text);
         return 0;
     }
+    int64_t workspace_bytes = 0;
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        const bench_shape *s = &shapes[i];
+        int64_t bytes = ops->workspace_bytes(s->T * s->sequences, s->H * s->D, s->H, s->D);
+        if (bytes > workspace_bytes) workspace_bytes = bytes;
+    }
+    void *workspace = ops->memory_alloc(workspace_bytes);
+    stream = ops->stream_create(workspace, workspace_bytes, false);
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) bench(&shapes[i], argc > 1 ? argv[1] : NULL);
+    ops->stream_destroy(stream);
+    ops->memory_free(workspace);
     return 0;
 }
 #endif
