@@ -385,7 +385,7 @@ static const mt_option mt_option_table[] = {
      "attention on a GPU: fused kernels (flash), cuDNN's where sequences are equally long and flash elsewhere (cudnn), "
      "the plain kernels (unfused); auto: the faster of flash and cudnn, measured once"},
     {"deterministic-mode", MT_FLAG, MT_AT(deterministic_mode), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "two runs on a GPU have the same bits: algorithms are not chosen by measuring"},
+     "two runs on a GPU have the same bits: algorithms are not chosen by measuring, and only those that repeat"},
     {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,9223372036854775807]", "seed of everything drawn"},
 
     {.help = "learning rate and optimizer"},

@@ -513,6 +513,30 @@ static void cudnn_leaves_to_others_what_is_no_batch(void **state) {
     }
 }
 
+/* The workspace that a model of the same tokens and heads would plan is enough for cuDNN's plans. */
+static void cudnn_works_in_the_planned_workspace(void **state) {
+    (void)state;
+    skip_without_cudnn();
+    mt_stream *other = stream;
+    for (int64_t D = 8; D <= 128; D += 40)
+        for (int64_t G = 4; G <= 16; G *= 4) {
+            problem p = batch(4, 2048, 2048, 0, true);
+            p.D = D, p.G = G, p.H = 16;
+            int64_t bytes = gpu->workspace_bytes(p.Tq, p.H * D, p.H, D);
+            void *planned = gpu->memory_alloc(bytes);
+            stream = gpu->stream_create(planned, bytes, false);
+            operands o = operands_new(&p);
+            bool served = run_rung(&mt_attention_cudnn, &p, &o);
+            gpu->stream_destroy(stream);
+            gpu->memory_free(planned);
+            free(o.qkv), free(o.dout);
+            outputs_free(&o);
+            if (!served) describe(&p);
+            assert_true(served);
+        }
+    stream = other;
+}
+
 /* A batch long enough for `auto` to measure, one that is too short for it, and spans that are no batch. */
 static void every_backend_of_the_table_matches_the_cpu(void **state) {
     (void)state;
@@ -559,6 +583,7 @@ int main(void) {
         cmocka_unit_test(two_runs_repeat_bit_for_bit),
         cmocka_unit_test(cudnn_serves_batches_and_matches_the_cpu),
         cmocka_unit_test(cudnn_leaves_to_others_what_is_no_batch),
+        cmocka_unit_test(cudnn_works_in_the_planned_workspace),
         cmocka_unit_test(every_backend_of_the_table_matches_the_cpu),
         cmocka_unit_test(deterministic_auto_repeats_bit_for_bit),
     };
