@@ -37,17 +37,17 @@ static void *random_bf16(int64_t n) {
 }
 
 /* The median of some runs in milliseconds after a warm-up, or a negative number where the rung does not serve. */
-static double measure(mt_attention_direction *direction, const mt_attention_call *call, int rounds) {
-    double times[ROUNDS];
-    mt_event *start = mt_cuda_event_create(), *end = mt_cuda_event_create();
+static float measure(bool (*direction)(const mt_attention_call *), const mt_attention_call *call, int rounds) {
+    float times[ROUNDS];
     if (!direction(call)) return -1;
+    mt_event *start = mt_cuda_event_create(), *end = mt_cuda_event_create();
     for (int i = 0; i < rounds; i++) {
         mt_cuda_event_record(start, stream);
         direction(call);
         mt_cuda_event_record(end, stream);
-        times[i] = mt_cuda_event_seconds(start, end) * 1e3;
+        times[i] = (float)(1e3 * mt_cuda_event_seconds(start, end));
         for (int j = i; j > 0 && times[j] < times[j - 1]; j--) {
-            double swap = times[j];
+            float swap = times[j];
             times[j] = times[j - 1], times[j - 1] = swap;
         }
     }
@@ -89,7 +89,8 @@ static void bench(const bench_shape *s, const char *only) {
     for (int r = 0; r <= MT_NUM_ATTENTION_RUNGS; r++) {
         const mt_attention_rung *rung = r < MT_NUM_ATTENTION_RUNGS ? &mt_attention_rungs[r] : &mt_attention_cudnn;
         if (only ? strcmp(only, rung->name) != 0 : r == 0) continue; // the definition takes seconds
-        double f = measure(rung->forward, &forward, ROUNDS), b = measure(rung->backward, &backward, ROUNDS);
+        double f = (double)measure(rung->forward, &forward, ROUNDS),
+               b = (double)measure(rung->backward, &backward, ROUNDS);
         if (f < 0 || b < 0) continue;
         printf("attention %-6s T %6lld x %-3lld H %2lld/%-2lld D %3lld: forward %8.3f ms %6.1f TFLOP/s, backward %8.3f "
                "ms %6.1f TFLOP/s\n",

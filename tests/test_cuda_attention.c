@@ -195,7 +195,7 @@ static bool table_backward(const mt_attention_call *c) {
 static const mt_attention_rung table = {"the table", table_forward, table_backward};
 
 /* Runs a rung over `o`, whose outputs it fills. False where the rung does not serve the problem. */
-static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *o) {
+static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *o, mt_stream *on) {
     mt_attention shape = shape_of(p, o);
     mt_span *device_spans = to_gpu(p->spans, (p->count + 1) * (int64_t)sizeof(mt_span));
     mt_spans spans = {.host = p->spans, .device = device_spans, .count = p->count};
@@ -210,12 +210,12 @@ static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *
                               .spans = &spans,
                               .shape = &shape,
                               .dtype = MT_BF16,
-                              .stream = p->deterministic ? deterministic_stream : stream};
+                              .stream = on};
     bool served = rung->forward(&call);
     call.dq = dqkv, call.dk = dqkv + k, call.dv = dqkv + v, call.row_dot = row_dot;
     call.dout = to_gpu(o->dout, o->num_out * 2);
     if (served) served = rung->backward(&call);
-    gpu->stream_wait(call.stream);
+    gpu->stream_wait(on);
     from_gpu(o->out, call.out, o->num_out * 2);
     from_gpu(o->lse, call.lse, o->num_lse * 4);
     from_gpu(o->dqkv, dqkv, o->num_qkv * 2);
@@ -301,7 +301,7 @@ static void outputs_free(operands *o) {
 
 static void check_rung(const mt_attention_rung *rung, const problem *p, const operands *inputs, bool must) {
     operands o = operands_again(inputs);
-    if (run_rung(rung, p, &o)) {
+    if (run_rung(rung, p, &o, p->deterministic ? deterministic_stream : stream)) {
         answer a = answer_of(p, &o);
         assert_answer(rung->name, p, &o, &a);
         free(a.out), free(a.lse), free(a.dqkv);
@@ -446,7 +446,8 @@ static void two_runs_repeat_bit_for_bit(void **state) {
     p.spans[1] = (mt_span){1900, 1100, 1900, 1100, true};
     for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) {
         operands first = operands_new(&p), again = operands_again(&first);
-        bool served = run_rung(&mt_attention_rungs[r], &p, &first) && run_rung(&mt_attention_rungs[r], &p, &again);
+        bool served = run_rung(&mt_attention_rungs[r], &p, &first, stream) &&
+                      run_rung(&mt_attention_rungs[r], &p, &again, NULL); // and without a workspace
         assert_true(served || r >= must_serve(p.D));
         assert_memory_equal(first.out, again.out, (size_t)first.num_out * 2);
         assert_memory_equal(first.lse, again.lse, (size_t)first.num_lse * 4);
@@ -507,7 +508,7 @@ static void cudnn_leaves_to_others_what_is_no_batch(void **state) {
     problems[5].D = 136;
     for (size_t i = 0; i < sizeof problems / sizeof *problems; i++) {
         operands o = operands_new(&problems[i]);
-        assert_false(run_rung(&mt_attention_cudnn, &problems[i], &o));
+        assert_false(run_rung(&mt_attention_cudnn, &problems[i], &o, stream));
         free(o.qkv), free(o.dout);
         outputs_free(&o);
     }
@@ -517,24 +518,22 @@ static void cudnn_leaves_to_others_what_is_no_batch(void **state) {
 static void cudnn_works_in_the_planned_workspace(void **state) {
     (void)state;
     skip_without_cudnn();
-    mt_stream *other = stream;
     for (int64_t D = 8; D <= 128; D += 40)
         for (int64_t G = 4; G <= 16; G *= 4) {
             problem p = batch(4, 2048, 2048, 0, true);
             p.D = D, p.G = G, p.H = 16;
             int64_t bytes = gpu->workspace_bytes(p.Tq, p.H * D, p.H, D);
             void *planned = gpu->memory_alloc(bytes);
-            stream = gpu->stream_create(planned, bytes, false);
+            mt_stream *on = gpu->stream_create(planned, bytes, false);
             operands o = operands_new(&p);
-            bool served = run_rung(&mt_attention_cudnn, &p, &o);
-            gpu->stream_destroy(stream);
+            bool served = run_rung(&mt_attention_cudnn, &p, &o, on);
+            gpu->stream_destroy(on);
             gpu->memory_free(planned);
             free(o.qkv), free(o.dout);
             outputs_free(&o);
             if (!served) describe(&p);
             assert_true(served);
         }
-    stream = other;
 }
 
 /* A batch long enough for `auto` to measure, one that is too short for it, and spans that are no batch. */
@@ -555,11 +554,11 @@ static void deterministic_auto_repeats_bit_for_bit(void **state) {
     (void)state;
     if (!gpu) skip();
     problem p = batch(2, 1024, 1024, 0, true);
-    p.deterministic = true;
+    mt_stream *on = deterministic_stream;
     operands first = operands_new(&p), again = operands_again(&first), flash = operands_again(&first);
-    assert_true(run_rung(&table, &p, &first) && run_rung(&table, &p, &again));
+    assert_true(run_rung(&table, &p, &first, on) && run_rung(&table, &p, &again, on));
     p.backend = MT_ATTENTION_FLASH;
-    assert_true(run_rung(&table, &p, &flash));
+    assert_true(run_rung(&table, &p, &flash, on));
     const operands *others[] = {&again, &flash};
     for (int i = 0; i < 2; i++) {
         assert_memory_equal(first.out, others[i]->out, (size_t)first.num_out * 2);
