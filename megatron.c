@@ -398,8 +398,11 @@ static const mt_option mt_option_table[] = {
     {"bf16", MT_FLAG, MT_AT(bf16), MT_BOTH, MT_OF_RUN, NULL, NULL, "parameters and activations in bf16, else fp32"},
     {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "auto", "auto|cpu|cuda",
      "where to compute; auto: on a GPU where one answers"},
+    {"attention-backend", MT_CHOICE, MT_AT(attention_backend), MT_BOTH, MT_OF_RUN, "auto", "auto|flash|cudnn|unfused",
+     "attention on a GPU: fused kernels (flash), cuDNN's where sequences are equally long and flash elsewhere (cudnn), "
+     "the plain kernels (unfused); auto: the faster of flash and cudnn, measured once"},
     {"deterministic-mode", MT_FLAG, MT_AT(deterministic_mode), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "two runs on a GPU have the same bits: algorithms are not chosen by measuring"},
+     "two runs on a GPU have the same bits: algorithms are not chosen by measuring, and only those that repeat"},
     {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,9223372036854775807]", "seed of everything drawn"},
 
     {.help = "parallelism"},
@@ -2136,6 +2139,41 @@ static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* Sequences that cuDNN takes are whole tiles of so many tokens, its heads at most so many channels. */
+enum { MT_CUDNN_TOKENS = 128, MT_CUDNN_CHANNELS = 128 };
+
+/* What cuDNN's attention cannot do, and the CPU, which has one implementation. */
+static int mt_options_check_attention(const mt_options *o, mt_program program, mt_error *error) {
+    const char *backend = o->attention_backend;
+    bool is_cudnn = strcmp(backend, "cudnn") == 0, trains = program == MT_PROGRAM_TRAIN;
+    if ((is_cudnn || strcmp(backend, "unfused") == 0) && strcmp(o->device, "cpu") == 0)
+        return mt_error_set(error, "--attention-backend %s needs --device cuda; leave it out", backend);
+    if (!is_cudnn) return 0;
+    if (!o->bf16) return mt_error_set(error, "--attention-backend cudnn needs --bf16");
+    if (trains && o->attention_dropout > 0)
+        return mt_error_set(error, "--attention-backend cudnn needs --attention-dropout 0, which is %g",
+                            o->attention_dropout);
+    if (trains && o->deterministic_mode)
+        return mt_error_set(error,
+                            "--attention-backend cudnn and --deterministic-mode exclude each other: its backward "
+                            "does not repeat bit for bit; use flash");
+    if (o->window_size > 0) return mt_error_set(error, "--attention-backend cudnn has no --window-size; use flash");
+    if (o->kv_channels % 8 != 0 || o->kv_channels > MT_CUDNN_CHANNELS)
+        return mt_error_set(error,
+                            "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %d, and "
+                            "--kv-channels is %lld; use flash",
+                            MT_CUDNN_CHANNELS, (long long)o->kv_channels);
+    if (trains && o->seq_length % MT_CUDNN_TOKENS != 0)
+        return mt_error_set(error,
+                            "--attention-backend cudnn needs a --seq-length that is a multiple of %d, not %lld; "
+                            "use flash",
+                            MT_CUDNN_TOKENS, (long long)o->seq_length);
+#ifndef MT_HAVE_CUDNN
+    return mt_error_set(error, "--attention-backend cudnn: built without cuDNN; install it and make, or use flash");
+#endif
+    return 0;
+}
+
 static int mt_options_check_data(const mt_options *o, mt_error *error) {
     int sources = (o->data_path.count > 0) + (o->train_data_path.count > 0) + o->mock_data + (o->tokens_file != NULL);
     if (sources != 1)
@@ -2190,6 +2228,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     if (mt_options_finish_sizes(options, error) || mt_options_finish_rope(options, error)) return -1;
     mt_options_derive_family(options);
     if (mt_options_finish_lengths(options, program, error)) return -1;
+    if (mt_options_check_attention(options, program, error)) return -1;
     if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_finish_parallel(options, world_size, error)) return -1;
     if (mt_options_finish_pipeline(options, error)) return -1;
@@ -5418,6 +5457,12 @@ static mt_qkv_view mt_view_qkv(const mt_model *m, void *qkv, void *qk) {
     return view;
 }
 
+static mt_attention_backend mt_attention_backend_of(const mt_options *o) {
+    if (strcmp(o->attention_backend, "flash") == 0) return MT_ATTENTION_FLASH;
+    if (strcmp(o->attention_backend, "cudnn") == 0) return MT_ATTENTION_CUDNN;
+    return strcmp(o->attention_backend, "unfused") == 0 ? MT_ATTENTION_UNFUSED : MT_ATTENTION_AUTO;
+}
+
 static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t qk_stride, int64_t v_stride) {
     return (mt_attention){.num_heads = m->H,
                           .num_groups = m->G,
@@ -5431,6 +5476,7 @@ static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t
                           .scale = 1.0f / sqrtf((float)m->D),
                           .dropout = mt_model_dropout(m, m->layers[layer].number, MT_DROP_ATTENTION),
                           .first_head = m->grid->tensor.rank * m->H,
+                          .backend = mt_attention_backend_of(m->options),
                           .q_index = m->token_index,
                           .k_index = m->token_index};
 }
@@ -6076,6 +6122,10 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
                     const mt_model_plan *plan, mt_error *error) {
     if (grid->context.size > 1)
         return mt_error_set(error, "this version does not share sequences: leave out --context-parallel-size");
+    mt_attention_backend backend = mt_attention_backend_of(options);
+    if (strcmp(ops->name, "cpu") == 0 && (backend == MT_ATTENTION_CUDNN || backend == MT_ATTENTION_UNFUSED))
+        return mt_error_set(error, "--attention-backend %s needs a GPU, and this run is on the CPU; leave it out",
+                            options->attention_backend);
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;

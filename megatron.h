@@ -143,7 +143,8 @@ typedef struct mt_options {
     int64_t eval_interval, eval_iters, log_interval, seed;
     double exit_duration_in_mins;
     bool bf16, deterministic_mode;
-    char *device; // auto | cpu | cuda
+    char *device;            // auto | cpu | cuda
+    char *attention_backend; // auto | flash | cudnn | unfused
     /* parallelism */
     int64_t tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size;
     bool sequence_parallel;
@@ -245,6 +246,11 @@ typedef struct mt_dropout {
     uint64_t key;
 } mt_dropout;
 
+/* Which implementation of attention runs (--attention-backend): the fastest that serves the call, this project's fused
+ * kernels, cuDNN's for spans that are a batch of equally long sequences (else the fused kernels), or the definition. A
+ * CPU has one implementation. */
+typedef enum { MT_ATTENTION_AUTO, MT_ATTENTION_FLASH, MT_ATTENTION_CUDNN, MT_ATTENTION_UNFUSED } mt_attention_backend;
+
 /* What attention needs besides its spans. q is [Tq, H, D], k is [Tk, G, D], v is [Tk, G, Dv], out is [Tq, H, Dv];
  * strides between tokens. With a window > 0, row i sees only keys j > i + (k_len - q_len) - window (Mistral's sliding
  * window; 0 is none). The index arrays name tokens globally for dropout and may be NULL without it: the probability of
@@ -255,6 +261,7 @@ typedef struct mt_attention {
     int64_t q_stride, k_stride, v_stride, out_stride;
     int64_t window;
     float scale;
+    mt_attention_backend backend;
     mt_dropout dropout;
     int64_t first_head;               // number of head 0 in the whole model, where ranks share the heads
     const int64_t *q_index, *k_index; // [Tq], [Tk]

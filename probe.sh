@@ -165,7 +165,7 @@ if wanted cuda && "$nvcc" "$work/probe.cu" -o "$work/probe" -lcublasLt -lcublas 
     program nccl.h 'int v; return ncclGetVersion(&v);'
     look NCCL "$nccl_used" "$nccl_missing" "-I$cuda/include|-lnccl $cuda_libs" &&
         echo "NCCL_LIBS = $found_libs" >>"$work/config"
-    program cudnn.h 'return cudnnGetVersion() == 0;'
+    program cudnn.h '_Static_assert(CUDNN_VERSION >= 91000, "9.10 or later"); return cudnnGetVersion() == 0;'
     look cuDNN "$cudnn_used" "$cudnn_missing" "-I$cuda/include|-lcudnn $cuda_libs" &&
         echo "CUDNN_LIBS = $found_libs" >>"$work/config"
 else

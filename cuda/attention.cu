@@ -237,6 +237,23 @@ extern "C" const mt_attention_rung mt_attention_rungs[MT_NUM_ATTENTION_RUNGS] = 
     {"split", mt_attention_split_forward, mt_attention_split_backward},
 };
 
+/* The rung to try first: `unfused` is the definition. */
+static int top_rung(const mt_attention_call *call) {
+    return call->shape->backend == MT_ATTENTION_UNFUSED ? 0 : MT_NUM_ATTENTION_RUNGS - 1;
+}
+
+static bool climb_forward(const mt_attention_call *call) {
+    int rung = top_rung(call);
+    while (rung >= 0 && !mt_attention_rungs[rung].forward(call)) rung--;
+    return rung >= 0;
+}
+
+static bool climb_backward(const mt_attention_call *call) {
+    int rung = top_rung(call);
+    while (rung >= 0 && !mt_attention_rungs[rung].backward(call)) rung--;
+    return rung >= 0;
+}
+
 extern "C" void mt_cuda_attention_forward(void *out, float *lse, const void *q, const void *k, const void *v,
                                           const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
                                           mt_stream *stream) {
@@ -244,9 +261,7 @@ extern "C" void mt_cuda_attention_forward(void *out, float *lse, const void *q, 
     call.out = out, call.lse = lse, call.q = q, call.k = k, call.v = v;
     call.spans = spans, call.shape = shape, call.dtype = dtype, call.stream = stream;
     if (spans->count == 0) return;
-    int rung = MT_NUM_ATTENTION_RUNGS - 1;
-    while (rung > 0 && !mt_attention_rungs[rung].forward(&call)) rung--;
-    if (rung == 0) MT_CHECK(mt_attention_rungs[0].forward(&call));
+    MT_CHECK(mt_attention_run(&call, false, climb_forward));
 }
 
 extern "C" void mt_cuda_attention_backward(void *dq, void *dk, void *dv, float *row_dot, const void *dout,
@@ -258,7 +273,5 @@ extern "C" void mt_cuda_attention_backward(void *dq, void *dk, void *dv, float *
     call.q = q, call.k = k, call.v = v, call.out = (void *)out, call.lse = (float *)lse;
     call.spans = spans, call.shape = shape, call.dtype = dtype, call.stream = stream;
     if (spans->count == 0) return;
-    int rung = MT_NUM_ATTENTION_RUNGS - 1;
-    while (rung > 0 && !mt_attention_rungs[rung].backward(&call)) rung--;
-    if (rung == 0) MT_CHECK(mt_attention_rungs[0].backward(&call));
+    MT_CHECK(mt_attention_run(&call, true, climb_backward));
 }

@@ -18,6 +18,10 @@ extern "C" bool mt_attention_hopper_backward(const mt_attention_call *call);
 extern "C" bool mt_attention_split_forward(const mt_attention_call *call);
 extern "C" bool mt_attention_split_backward(const mt_attention_call *call);
 
+/* Runs the call on cuDNN where its shape's backend says so, under `auto` where cuDNN was faster than `ours`, and by
+ * `ours` otherwise (attention_cudnn.cu). */
+bool mt_attention_run(const mt_attention_call *call, bool backward, mt_attention_direction *ours);
+
 /* What a kernel gets, by value. */
 struct flash_task {
     const bf16 *q, *k, *v, *dout;

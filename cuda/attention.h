@@ -24,15 +24,19 @@ typedef struct mt_attention_call {
 } mt_attention_call;
 
 /* Each returns whether the rung serves these operands on this GPU; where it does not, nothing was enqueued. */
+typedef bool mt_attention_direction(const mt_attention_call *call);
 typedef struct mt_attention_rung {
     const char *name;
-    bool (*forward)(const mt_attention_call *call);
-    bool (*backward)(const mt_attention_call *call);
+    mt_attention_direction *forward, *backward;
 } mt_attention_rung;
 
 /* From the definition up: the last that serves a call is the fastest. */
 enum { MT_NUM_ATTENTION_RUNGS = 4 };
 extern const mt_attention_rung mt_attention_rungs[MT_NUM_ATTENTION_RUNGS];
+
+/* cuDNN beside the ladder: serves spans that are a batch of sequences, in a stream with a workspace, and nothing in a
+ * build without cuDNN. Its backward does not repeat bit for bit. */
+extern const mt_attention_rung mt_attention_cudnn;
 
 #ifdef __cplusplus
 }

@@ -55,6 +55,8 @@ void mt_cuda_comm_wait(cudaStream_t stream);
  * and more[C] += that of the `more_blocks` rows after them (none where it is NULL). */
 void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_blocks, const float *partial, int64_t C,
                           mt_stream *stream);
+/* What attention by cuDNN needs of it for T tokens, H heads of D channels; 0 in a build without cuDNN. */
+int64_t mt_attention_cudnn_workspace_bytes(int64_t T, int64_t H, int64_t D);
 
 static inline cudaStream_t mt_cuda_stream(mt_stream *stream) {
     return stream ? stream->stream : (cudaStream_t)0;

@@ -133,7 +133,7 @@ extern "C" void mt_cuda_stream_wait(mt_stream *stream) {
 }
 
 /* cuBLASLt runs its best Hopper kernels with 32 MiB; other operations keep partial sums there, the embedding's backward
- * its sorted tokens too, and attention's backward its fp32 gradient of q. */
+ * its sorted tokens too, and attention's backward its fp32 gradient of q, or what cuDNN needs. */
 extern "C" int64_t mt_cuda_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
     int64_t cublas = 32 << 20, partial_sums = 4ll * mt_cuda_device()->multiProcessorCount * 2 * C * 4;
     int64_t dq = T * H * D * (int64_t)sizeof(float), largest = cublas;
@@ -141,6 +141,8 @@ extern "C" int64_t mt_cuda_workspace_bytes(int64_t T, int64_t C, int64_t H, int6
     if (embedding > largest) largest = embedding;
     if (partial_sums > largest) largest = partial_sums;
     if (dq > largest) largest = dq;
+    int64_t cudnn = mt_attention_cudnn_workspace_bytes(T, H, D);
+    if (cudnn > largest) largest = cudnn;
     return largest;
 }
 

@@ -1,8 +1,8 @@
-/* How fast each rung of the GPU's attention is: milliseconds and TFLOP/s, forward and backward. A causal forward does
- * 4 T T / 2 H D flops a sequence (two products, each entry a multiply and an add), the backward 2.5 times that; what a
- * rung computes twice is not counted.
+/* How fast each rung of the GPU's attention and cuDNN's is: milliseconds and TFLOP/s, forward and backward. A causal
+ * forward does 4 T T / 2 H D flops a sequence (two products, each entry a multiply and an add), the backward 2.5 times
+ * that; what a rung computes twice is not counted.
  *
- *   usage: bench_cuda_attention [RUNG]
+ *   usage: bench_cuda_attention [RUNG | cudnn]
  */
 #include "../megatron.h"
 
@@ -29,9 +29,9 @@ static mt_stream *stream;
 static void *random_bf16(int64_t n) {
     float *floats = ops->memory_alloc(n * 4);
     void *x = ops->memory_alloc(n * 2);
-    ops->random_normal(floats, n, (uint64_t)n, 0, 0, 1, MT_F32, NULL);
-    ops->convert(x, MT_BF16, floats, MT_F32, n, NULL);
-    ops->stream_wait(NULL);
+    ops->random_normal(floats, n, (uint64_t)n, 0, 0, 1, MT_F32, stream);
+    ops->convert(x, MT_BF16, floats, MT_F32, n, stream);
+    ops->stream_wait(stream);
     ops->memory_free(floats);
     return x;
 }
@@ -60,7 +60,7 @@ static void bench(const bench_shape *s, const char *only) {
     mt_span *host = mt_malloc(s->sequences * (int64_t)sizeof *host);
     for (int64_t i = 0; i < s->sequences; i++) host[i] = (mt_span){i * s->T, s->T, i * s->T, s->T, true};
     mt_span *device = ops->memory_alloc(s->sequences * (int64_t)sizeof *host);
-    ops->memory_copy(device, host, s->sequences * (int64_t)sizeof *host, NULL);
+    ops->memory_copy(device, host, s->sequences * (int64_t)sizeof *host, stream);
     mt_spans spans = {.host = host, .device = device, .count = s->sequences};
     mt_attention shape = {.num_heads = s->H,
                           .num_groups = s->G,
@@ -86,14 +86,16 @@ static void bench(const bench_shape *s, const char *only) {
     backward.row_dot = ops->memory_alloc(rows * s->H * 4);
     backward.dout = random_bf16(rows * out_width);
     double flops = 4.0 * (double)s->T * (double)s->T / 2 * (double)(s->H * s->D * s->sequences);
-    for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) {
-        const mt_attention_rung *rung = &mt_attention_rungs[r];
+    for (int r = 0; r <= MT_NUM_ATTENTION_RUNGS; r++) {
+        const mt_attention_rung *rung = r < MT_NUM_ATTENTION_RUNGS ? &mt_attention_rungs[r] : &mt_attention_cudnn;
         if (only ? strcmp(only, rung->name) != 0 : r == 0) continue; // the definition takes seconds
-        float f = measure(rung->forward, &forward, ROUNDS), b = measure(rung->backward, &backward, ROUNDS);
+        double f = (double)measure(rung->forward, &forward, ROUNDS),
+               b = (double)measure(rung->backward, &backward, ROUNDS);
+        if (f < 0 || b < 0) continue;
         printf("attention %-6s T %6lld x %-3lld H %2lld/%-2lld D %3lld: forward %8.3f ms %6.1f TFLOP/s, backward %8.3f "
                "ms %6.1f TFLOP/s\n",
                rung->name, (long long)s->T, (long long)s->sequences, (long long)s->H, (long long)s->G, (long long)s->D,
-               (double)f, flops / (double)f / 1e9, (double)b, 2.5 * flops / (double)b / 1e9);
+               f, flops / f / 1e9, b, 2.5 * flops / b / 1e9);
         fflush(stdout);
     }
     ops->memory_free(qkv), ops->memory_free(dqkv), ops->memory_free(forward.out), ops->memory_free(forward.lse);
@@ -112,8 +114,17 @@ int main(int argc, char **argv) {
         printf("attention on the GPU: skipped, %s\n", error.text);
         return 0;
     }
-    stream = ops->stream_create(ops->memory_alloc(1 << 20), 1 << 20, true);
+    int64_t workspace_bytes = 0;
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        const bench_shape *s = &shapes[i];
+        int64_t bytes = ops->workspace_bytes(s->T * s->sequences, s->H * s->D, s->H, s->D);
+        if (bytes > workspace_bytes) workspace_bytes = bytes;
+    }
+    void *workspace = ops->memory_alloc(workspace_bytes);
+    stream = ops->stream_create(workspace, workspace_bytes, false);
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) bench(&shapes[i], argc > 1 ? argv[1] : NULL);
+    ops->stream_destroy(stream);
+    ops->memory_free(workspace);
     return 0;
 }
 #endif

@@ -1,5 +1,5 @@
-/* Every rung of the GPU's attention against the CPU's in fp32, on the same inputs: values of bf16. Rows stand in a
- * fused q, k, v buffer as a model's do, and what lies between and around them must stay as it was.
+/* Every rung of the GPU's attention and cuDNN's against the CPU's in fp32, on the same inputs: values of bf16. Rows
+ * stand in a fused q, k, v buffer as a model's do, and what lies between and around them must stay as it was.
  *
  * Tolerances, of norms: a bf16 keeps 8 bits, so rounding is 2^-9 of an element at most and about 1.1e-3 in norm.
  * Outputs are rounded once, and weights before they meet values: 1.6e-3 expected, 4e-3 allowed. Gradients are rounded
@@ -35,14 +35,29 @@ int main(void) {
 #include <cuda_runtime.h>
 
 static const mt_ops *gpu; // NULL where no GPU answers
-static mt_stream *stream; // with a workspace, as a model's has
+static mt_stream *stream, *deterministic_stream;
+static void *workspace;
 
 static int open_gpu(void **state) {
     (void)state;
     mt_error error;
     gpu = mt_cuda_open(0, &error);
-    if (!gpu) print_message("skipped: %s\n", error.text);
-    if (gpu) stream = gpu->stream_create(gpu->memory_alloc(1 << 20), 1 << 20, true);
+    if (!gpu) {
+        print_message("skipped: %s\n", error.text);
+        return 0;
+    }
+    int64_t workspace_bytes = gpu->workspace_bytes(4096, 8, 8, 128);
+    workspace = gpu->memory_alloc(workspace_bytes);
+    stream = gpu->stream_create(workspace, workspace_bytes, false);
+    deterministic_stream = gpu->stream_create(workspace, workspace_bytes, true);
+    return 0;
+}
+
+static int close_gpu(void **state) {
+    (void)state;
+    if (!gpu) return 0;
+    gpu->stream_destroy(stream), gpu->stream_destroy(deterministic_stream);
+    gpu->memory_free(workspace);
     return 0;
 }
 
@@ -87,6 +102,8 @@ enum { MAX_SPANS = 100 };
 
 typedef struct problem {
     int64_t H, G, D, window;
+    mt_attention_backend backend; // for what runs through the table
+    bool deterministic;
     int64_t Tq, Tk, count;
     mt_span spans[MAX_SPANS];
 } problem;
@@ -144,6 +161,7 @@ static mt_attention shape_of(const problem *p, const operands *o) {
                           .v_stride = o->stride,
                           .out_stride = o->out_stride,
                           .window = p->window,
+                          .backend = p->backend,
                           .scale = 2.5f / sqrtf((float)p->D)};
 }
 
@@ -172,16 +190,28 @@ static answer answer_of(const problem *p, const operands *given) {
 
 static void *to_gpu(const void *from, int64_t bytes) {
     void *to = gpu->memory_alloc(bytes);
-    gpu->memory_copy(to, from, bytes, NULL);
-    gpu->stream_wait(NULL);
+    gpu->memory_copy(to, from, bytes, stream);
+    gpu->stream_wait(stream);
     return to;
 }
 
 static void from_gpu(void *to, void *from, int64_t bytes) {
-    gpu->memory_copy(to, from, bytes, NULL);
-    gpu->stream_wait(NULL);
+    gpu->memory_copy(to, from, bytes, stream);
+    gpu->stream_wait(stream);
     gpu->memory_free(from);
 }
+
+/* The operations of the table, which choose an implementation themselves, in the form of a rung. */
+static bool table_forward(const mt_attention_call *c) {
+    gpu->attention_forward(c->out, c->lse, c->q, c->k, c->v, c->spans, c->shape, c->dtype, c->stream);
+    return true;
+}
+static bool table_backward(const mt_attention_call *c) {
+    gpu->attention_backward(c->dq, c->dk, c->dv, c->row_dot, c->dout, c->q, c->k, c->v, c->out, c->lse, c->spans,
+                            c->shape, c->dtype, c->stream);
+    return true;
+}
+static const mt_attention_rung table = {"the table", table_forward, table_backward};
 
 /* Runs a rung over `o`, whose outputs it fills. False where the rung does not serve the problem. */
 static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *o, mt_stream *on) {
@@ -288,20 +318,32 @@ static void outputs_free(operands *o) {
     free(o->out), free(o->dqkv), free(o->lse);
 }
 
-/* `must`: the rungs from the first on that have to serve the problem. */
+static void check_rung(const mt_attention_rung *rung, const problem *p, const operands *inputs, bool must) {
+    operands o = operands_again(inputs);
+    if (run_rung(rung, p, &o, p->deterministic ? deterministic_stream : stream)) {
+        answer a = answer_of(p, &o);
+        assert_answer(rung->name, p, &o, &a);
+        free(a.out), free(a.lse), free(a.dqkv);
+    } else if (must) {
+        describe(p);
+        fail_msg("%s does not serve D %d", rung->name, (int)p->D);
+    }
+    outputs_free(&o);
+}
+
+/* `must`: the rungs from the first on that have to serve the problem. cuDNN is checked where it serves it. */
 static void check(const problem *p, int must) {
     operands inputs = operands_new(p);
-    for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) {
-        operands o = operands_again(&inputs);
-        if (run_rung(&mt_attention_rungs[r], p, &o, stream)) {
-            answer a = answer_of(p, &o);
-            assert_answer(mt_attention_rungs[r].name, p, &o, &a);
-            free(a.out), free(a.lse), free(a.dqkv);
-        } else if (r < must) {
-            fail_msg("%s does not serve D %d", mt_attention_rungs[r].name, (int)p->D);
-        }
-        outputs_free(&o);
-    }
+    for (int r = 0; r < MT_NUM_ATTENTION_RUNGS; r++) check_rung(&mt_attention_rungs[r], p, &inputs, r < must);
+    check_rung(&mt_attention_cudnn, p, &inputs, false);
+    free(inputs.qkv), free(inputs.dout);
+    outputs_free(&inputs);
+}
+
+/* The same for one implementation alone, which has to serve it. */
+static void check_one(const mt_attention_rung *rung, const problem *p) {
+    operands inputs = operands_new(p);
+    check_rung(rung, p, &inputs, true);
     free(inputs.qkv), free(inputs.dout);
     outputs_free(&inputs);
 }
@@ -440,6 +482,118 @@ static void two_runs_repeat_bit_for_bit(void **state) {
     }
 }
 
+/* `count` sequences of q_len queries and k_len keys, `gap` rows apart. */
+static problem batch(int64_t count, int64_t q_len, int64_t k_len, int64_t gap, bool causal) {
+    problem p = {.H = 4, .G = 2, .D = 128, .count = count};
+    for (int64_t i = 0; i < count; i++) {
+        p.spans[i] = (mt_span){gap + i * (q_len + gap), q_len, gap + i * (k_len + gap), k_len, causal};
+        p.Tq = p.spans[i].q_start + q_len + gap, p.Tk = p.spans[i].k_start + k_len + gap;
+    }
+    return p;
+}
+
+static void skip_without_cudnn(void) {
+    if (!gpu) skip();
+#ifndef MT_HAVE_CUDNN
+    print_message("skipped: built without cuDNN\n");
+    skip();
+#endif
+}
+
+static void cudnn_serves_batches_and_matches_the_cpu(void **state) {
+    (void)state;
+    skip_without_cudnn();
+    const problem problems[] = {batch(1, 128, 128, 0, true),  batch(1, 1024, 1024, 0, true),
+                                batch(3, 256, 256, 0, true),  batch(4, 384, 384, 5, true),
+                                batch(2, 256, 256, 0, false), batch(2, 128, 384, 3, false),
+                                batch(2, 512, 128, 0, false), batch(1, 640, 640, 7, true)};
+    for (size_t i = 0; i < sizeof problems / sizeof *problems; i++)
+        for (int64_t G = 1; G <= 4; G *= 2) {
+            problem p = problems[i];
+            p.G = G;
+            check_one(&mt_attention_cudnn, &p);
+            p.D = 64, p.H = 12, p.G = 3 * G;
+            check_one(&mt_attention_cudnn, &p);
+        }
+    for (int64_t D = 8; D <= 128; D += 8) {
+        problem p = batch(2, 256, 256, 1, true);
+        p.D = D, p.H = 5, p.G = 5;
+        check_one(&mt_attention_cudnn, &p);
+    }
+}
+
+static void cudnn_leaves_to_others_what_is_no_batch(void **state) {
+    (void)state;
+    skip_without_cudnn();
+    problem problems[] = {batch(1, 100, 100, 0, true), batch(1, 128, 256, 0, true), batch(2, 128, 128, 0, true),
+                          batch(3, 128, 128, 0, true), batch(2, 128, 128, 0, true), batch(1, 128, 128, 0, true)};
+    problems[2].spans[1].causal = false;
+    problems[3].spans[2].q_start++, problems[3].Tq++;
+    problems[4].spans[1].k_start = 0; // both would write the gradients of these keys
+    problems[5].D = 136;
+    for (size_t i = 0; i < sizeof problems / sizeof *problems; i++) {
+        operands o = operands_new(&problems[i]);
+        assert_false(run_rung(&mt_attention_cudnn, &problems[i], &o, stream));
+        free(o.qkv), free(o.dout);
+        outputs_free(&o);
+    }
+}
+
+/* The workspace that a model of the same tokens and heads would plan is enough for cuDNN's plans. */
+static void cudnn_works_in_the_planned_workspace(void **state) {
+    (void)state;
+    skip_without_cudnn();
+    for (int64_t D = 8; D <= 128; D += 40)
+        for (int64_t G = 4; G <= 16; G *= 4) {
+            problem p = batch(4, 2048, 2048, 0, true);
+            p.D = D, p.G = G, p.H = 16;
+            int64_t bytes = gpu->workspace_bytes(p.Tq, p.H * D, p.H, D);
+            void *planned = gpu->memory_alloc(bytes);
+            mt_stream *on = gpu->stream_create(planned, bytes, false);
+            operands o = operands_new(&p);
+            bool served = run_rung(&mt_attention_cudnn, &p, &o, on);
+            gpu->stream_destroy(on);
+            gpu->memory_free(planned);
+            free(o.qkv), free(o.dout);
+            outputs_free(&o);
+            if (!served) describe(&p);
+            assert_true(served);
+        }
+}
+
+/* A batch long enough for `auto` to measure, one that is too short for it, and spans that are no batch. */
+static void every_backend_of_the_table_matches_the_cpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    problem problems[] = {batch(2, 512, 512, 0, true), batch(2, 128, 128, 0, true), batch(2, 100, 100, 0, true)};
+    for (size_t i = 0; i < sizeof problems / sizeof *problems; i++)
+        for (int b = MT_ATTENTION_AUTO; b <= MT_ATTENTION_UNFUSED; b++)
+            for (int deterministic = 0; deterministic < 2; deterministic++) {
+                problems[i].backend = (mt_attention_backend)b, problems[i].deterministic = deterministic;
+                check_one(&table, &problems[i]); // measures
+                check_one(&table, &problems[i]);
+            }
+}
+
+static void deterministic_auto_repeats_bit_for_bit(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    problem p = batch(2, 1024, 1024, 0, true);
+    mt_stream *on = deterministic_stream;
+    operands first = operands_new(&p), again = operands_again(&first), flash = operands_again(&first);
+    assert_true(run_rung(&table, &p, &first, on) && run_rung(&table, &p, &again, on));
+    p.backend = MT_ATTENTION_FLASH;
+    assert_true(run_rung(&table, &p, &flash, on));
+    const operands *others[] = {&again, &flash};
+    for (int i = 0; i < 2; i++) {
+        assert_memory_equal(first.out, others[i]->out, (size_t)first.num_out * 2);
+        assert_memory_equal(first.lse, others[i]->lse, (size_t)first.num_lse * 4);
+        assert_memory_equal(first.dqkv, others[i]->dqkv, (size_t)first.num_qkv * 2);
+    }
+    free(first.qkv), free(first.dout);
+    outputs_free(&first), outputs_free(&again), outputs_free(&flash);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_head_size_matches_the_cpu),
@@ -451,7 +605,12 @@ int main(void) {
         cmocka_unit_test(more_spans_than_a_warp_has_lanes_match_the_cpu),
         cmocka_unit_test(long_sequences_match_the_cpu),
         cmocka_unit_test(two_runs_repeat_bit_for_bit),
+        cmocka_unit_test(cudnn_serves_batches_and_matches_the_cpu),
+        cmocka_unit_test(cudnn_leaves_to_others_what_is_no_batch),
+        cmocka_unit_test(cudnn_works_in_the_planned_workspace),
+        cmocka_unit_test(every_backend_of_the_table_matches_the_cpu),
+        cmocka_unit_test(deterministic_auto_repeats_bit_for_bit),
     };
-    return cmocka_run_group_tests(tests, open_gpu, NULL);
+    return cmocka_run_group_tests(tests, open_gpu, close_gpu);
 }
 #endif

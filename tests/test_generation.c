@@ -42,6 +42,25 @@ static mt_model *create_model(const mt_options *options, const mt_model_plan *pl
     return model;
 }
 
+/* `auto` may turn out to be a CPU, after the options were checked. */
+static void a_model_on_the_cpu_has_no_backend_of_a_gpu(void **state) {
+    (void)state;
+    const mt_model_plan plan = {.max_tokens = 8, .max_logits = 8, .max_position = 8};
+    const char *backends[] = {"unfused", "cudnn"};
+    for (int i = 0; i < 2; i++) {
+        mt_options options = read_options("tests/golden/hf/gpt2");
+        mt_error error = {{0}};
+        mt_model *model = NULL;
+        free(options.attention_backend);
+        options.attention_backend = mt_strdup(backends[i]);
+        assert_int_equal(mt_model_create(&model, &options, &grid, &mt_cpu_ops, &plan, &error), -1);
+        assert_non_null(strstr(error.text, "needs a GPU, and this run is on the CPU"));
+        assert_non_null(strstr(error.text, backends[i]));
+        assert_null(model);
+        mt_options_free(&options);
+    }
+}
+
 static mt_options read_family(int family) {
     char folder[256];
     snprintf(folder, sizeof folder, "tests/golden/hf/%s", families[family]);
@@ -569,6 +588,7 @@ static void stories260k_gives_its_reference_logits_and_story(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_model_on_the_cpu_has_no_backend_of_a_gpu),
         cmocka_unit_test(draws_follow_the_softmax_at_any_temperature),
         cmocka_unit_test(top_k_draws_from_the_k_likeliest_in_proportion),
         cmocka_unit_test(top_p_draws_from_the_fewest_that_hold_p),

@@ -386,6 +386,40 @@ static void strategies_of_data_parallelism_are_checked(void **state) {
     expect_error(RUN "--data-parallel-sharding-strategy zero", "no_shard|optim|optim_grads|optim_grads_params");
 }
 
+/* What cuDNN's attention cannot do, before whether it is there. */
+#define FOR_CUDNN RUN "--attention-backend cudnn --bf16 --attention-dropout 0 --seq-length 256 "
+
+static void attention_backends_that_cannot_serve_are_refused(void **state) {
+    (void)state;
+    const char *good[] = {RUN "--attention-backend flash --device cpu", RUN "--attention-backend unfused",
+                          RUN "--attention-backend auto --deterministic-mode"};
+    mt_options options;
+    mt_options_default(&options);
+    assert_string_equal(options.attention_backend, "auto");
+    mt_options_free(&options);
+    for (size_t i = 0; i < sizeof good / sizeof *good; i++) {
+        expect_good(&options, good[i]);
+        mt_options_free(&options);
+    }
+    expect_error(RUN "--attention-backend fast", "--attention-backend expects auto|flash|cudnn|unfused, got 'fast'");
+    expect_error(RUN "--attention-backend unfused --device cpu", "--attention-backend unfused needs --device cuda");
+    expect_error(FOR_CUDNN "--device cpu", "--attention-backend cudnn needs --device cuda");
+    expect_error(FOR_CUDNN "--bf16=false", "--attention-backend cudnn needs --bf16");
+    expect_error(FOR_CUDNN "--attention-dropout 0.25", "cudnn needs --attention-dropout 0, which is 0.25");
+    expect_error(FOR_CUDNN "--deterministic-mode", "cudnn and --deterministic-mode exclude each other");
+    expect_error(FOR_CUDNN "--window-size 64", "cudnn has no --window-size");
+    expect_error(FOR_CUDNN "--kv-channels 20", "a multiple of 8 channels, at most 128, and --kv-channels is 20");
+    expect_error(FOR_CUDNN "--kv-channels 136", "a multiple of 8 channels, at most 128, and --kv-channels is 136");
+    expect_error(FOR_CUDNN "--seq-length 200", "--seq-length that is a multiple of 128, not 200");
+#ifdef MT_HAVE_CUDNN
+    expect_good(&options, FOR_CUDNN);
+    assert_string_equal(options.attention_backend, "cudnn");
+    mt_options_free(&options);
+#else
+    expect_error(FOR_CUDNN, "--attention-backend cudnn: built without cuDNN");
+#endif
+}
+
 static void infer_is_checked_too(void **state) {
     (void)state;
     const char *load = "--load tests/golden/hf/llama ";
@@ -963,6 +997,7 @@ int main(void) {
         cmocka_unit_test(schedules_that_cannot_be_are_refused),
         cmocka_unit_test(data_and_checkpoints_that_conflict_are_refused),
         cmocka_unit_test(strategies_of_data_parallelism_are_checked),
+        cmocka_unit_test(attention_backends_that_cannot_serve_are_refused),
         cmocka_unit_test(infer_is_checked_too),
         cmocka_unit_test(help_shows_the_programs_own_options_within_100_columns),
         cmocka_unit_test(configuration_prints_what_differs_from_defaults),

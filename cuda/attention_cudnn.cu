@@ -1,0 +1,553 @@
+/* attention_cudnn.cu: attention by cuDNN, beside the ladder.
+ *
+ * cuDNN is told what to compute, as a graph of small operations on tensors that mostly exist in name only (virtual): it
+ * recognises the pattern and runs one fused kernel of its own. The graphs below are those that NVIDIA's cudnn-frontend
+ * builds for scaled dot-product attention, written with the C interface. A graph becomes a plan once a shape, and plans
+ * are kept.
+ *
+ * A call is served when its spans are a batch: equally long, equally far apart, of one kind. cuDNN keeps its
+ * log-sum-exp as [B, H, S]; a small kernel turns it into our [T, H] and back. Its backward adds up the gradient of q in
+ * fp32 in the order in which its blocks happen to come, so two runs differ in the last bits. */
+#include "attention.cuh"
+
+#include <math.h>
+#include <string.h>
+
+#ifdef MT_HAVE_CUDNN
+#include <cudnn.h>
+
+static_assert(CUDNN_VERSION >= 91000, "cuDNN 9.10 is the oldest whose attention takes these graphs");
+
+typedef cudnnBackendDescriptor_t descriptor;
+
+/* ---- the batch that spans are ------------------------------------------------------------------------------------ */
+
+enum { LENGTH_MULTIPLE = 128, MAX_CUDNN_CHANNELS = 128 };
+
+/* Sequence b holds query rows first_q + b step_q ..., key rows first_k + b step_k .... */
+struct batch {
+    int64_t B, Sq, Sk, first_q, first_k, step_q, step_k;
+    bool causal;
+};
+
+static bool batch_of(const mt_spans *spans, batch *b) {
+    const mt_span *s = spans->host;
+    *b = {spans->count, s->q_len, s->k_len, s->q_start, s->k_start, s->q_len, s->k_len, s->causal};
+    if (b->B > 1) b->step_q = s[1].q_start - s->q_start, b->step_k = s[1].k_start - s->k_start;
+    if (b->step_q < b->Sq || b->step_k < b->Sk) return false; // keys of two spans would be written twice
+    for (int64_t i = 1; i < b->B; i++)
+        if (s[i].q_len != b->Sq || s[i].k_len != b->Sk || s[i].causal != b->causal ||
+            s[i].q_start != s->q_start + i * b->step_q || s[i].k_start != s->k_start + i * b->step_k)
+            return false;
+    return true;
+}
+
+/* Whole tiles only (backwards of other lengths want padding masks), and the causal mask from the first key on. */
+static bool cudnn_serves(const mt_attention_call *call, batch *b) {
+    const mt_attention *s = call->shape;
+    return call->stream && flash_serves(call) && s->head_size <= MAX_CUDNN_CHANNELS && s->window == 0 &&
+           batch_of(call->spans, b) && b->Sq > 0 && b->Sk > 0 && b->Sq % LENGTH_MULTIPLE == 0 &&
+           b->Sk % LENGTH_MULTIPLE == 0 && (!b->causal || b->Sq == b->Sk);
+}
+
+/* ---- graphs ------------------------------------------------------------------------------------------------------ */
+
+/* The tensors that exist: numbers by which a plan and its pointers meet. Others are numbered from FIRST_VIRTUAL on. */
+enum { NO_TENSOR, Q, K, V, OUT, STATS, DOUT, ROW_DOT, DQ, DK, DV, DQ_SUM, SCALE, ONE, LOWEST, FIRST_VIRTUAL };
+enum { MAX_DESCRIPTORS = 160, MAX_OPERATIONS = 40, MAX_CONFIGS = 8 };
+
+struct graph {
+    batch b;
+    mt_attention shape;
+    cudnnStatus_t status; // of the first call that failed; the later ones are left out
+    int num_descriptors, num_operations;
+    int64_t num_tensors;
+    descriptor descriptors[MAX_DESCRIPTORS], operations[MAX_OPERATIONS];
+};
+
+static void note(graph *g, cudnnStatus_t status) {
+    if (g->status == CUDNN_STATUS_SUCCESS) g->status = status;
+}
+
+static descriptor create(graph *g, cudnnBackendDescriptorType_t type) {
+    descriptor d = NULL;
+    MT_CHECK(g->num_descriptors < MAX_DESCRIPTORS);
+    note(g, cudnnBackendCreateDescriptor(type, &d));
+    g->descriptors[g->num_descriptors++] = d;
+    return d;
+}
+
+static void set(graph *g, descriptor d, cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type,
+                int64_t count, const void *values) {
+    if (g->status == CUDNN_STATUS_SUCCESS) note(g, cudnnBackendSetAttribute(d, name, type, count, values));
+}
+
+static void set_descriptor(graph *g, descriptor d, cudnnBackendAttributeName_t name, descriptor value) {
+    if (value) set(g, d, name, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &value);
+}
+
+static void set_type(graph *g, descriptor d, cudnnBackendAttributeName_t name, cudnnDataType_t type) {
+    set(g, d, name, CUDNN_TYPE_DATA_TYPE, 1, &type);
+}
+
+static descriptor finish(graph *g, descriptor d) {
+    if (g->status == CUDNN_STATUS_SUCCESS) note(g, cudnnBackendFinalize(d));
+    return d;
+}
+
+static void graph_free(graph *g) {
+    for (int i = g->num_descriptors - 1; i >= 0; i--)
+        if (g->descriptors[i]) cudnnBackendDestroyDescriptor(g->descriptors[i]);
+    g->num_descriptors = 0;
+}
+
+/* A tensor of four dimensions; uid NO_TENSOR for a virtual one. */
+static descriptor tensor(graph *g, int64_t uid, cudnnDataType_t type, const int64_t sizes[4],
+                         const int64_t strides[4]) {
+    descriptor d = create(g, CUDNN_BACKEND_TENSOR_DESCRIPTOR);
+    int64_t alignment = 16, number = uid == NO_TENSOR ? FIRST_VIRTUAL + g->num_tensors++ : uid;
+    bool is_virtual = uid == NO_TENSOR, by_value = uid == SCALE || uid == ONE || uid == LOWEST;
+    set_type(g, d, CUDNN_ATTR_TENSOR_DATA_TYPE, type);
+    set(g, d, CUDNN_ATTR_TENSOR_DIMENSIONS, CUDNN_TYPE_INT64, 4, sizes);
+    set(g, d, CUDNN_ATTR_TENSOR_STRIDES, CUDNN_TYPE_INT64, 4, strides);
+    set(g, d, CUDNN_ATTR_TENSOR_UNIQUE_ID, CUDNN_TYPE_INT64, 1, &number);
+    set(g, d, CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, CUDNN_TYPE_INT64, 1, &alignment);
+    set(g, d, CUDNN_ATTR_TENSOR_IS_VIRTUAL, CUDNN_TYPE_BOOLEAN, 1, &is_virtual);
+    set(g, d, CUDNN_ATTR_TENSOR_IS_BY_VALUE, CUDNN_TYPE_BOOLEAN, 1, &by_value);
+    return finish(g, d);
+}
+
+/* [B, heads, rows, columns], packed. */
+static descriptor packed(graph *g, int64_t uid, cudnnDataType_t type, int64_t heads, int64_t rows, int64_t columns) {
+    const int64_t sizes[] = {g->b.B, heads, rows, columns};
+    const int64_t strides[] = {heads * rows * columns, rows * columns, columns, 1};
+    return tensor(g, uid, type, sizes, strides);
+}
+
+/* One number, given with the pointers. */
+static descriptor number(graph *g, int64_t uid) {
+    const int64_t ones[] = {1, 1, 1, 1};
+    return tensor(g, uid, CUDNN_DATA_FLOAT, ones, ones);
+}
+
+/* Scores [B, H, Sq, Sk], and a number a query [B, H, Sq, 1]. */
+static descriptor scores(graph *g, cudnnDataType_t type) {
+    return packed(g, NO_TENSOR, type, g->shape.num_heads, g->b.Sq, g->b.Sk);
+}
+static descriptor rows(graph *g, int64_t uid) {
+    return packed(g, uid, CUDNN_DATA_FLOAT, g->shape.num_heads, g->b.Sq, 1);
+}
+
+/* q, out and their gradients: [B, H, Sq, D] at `stride` between tokens. */
+static descriptor queries(graph *g, int64_t uid, int64_t stride) {
+    const int64_t D = g->shape.head_size, sizes[] = {g->b.B, g->shape.num_heads, g->b.Sq, D};
+    const int64_t strides[] = {g->b.step_q * stride, D, stride, 1};
+    return tensor(g, uid, CUDNN_DATA_BFLOAT16, sizes, strides);
+}
+
+/* k, v and their gradients: [B, G, Sk, D], or transposed, [B, G, D, Sk]. */
+static descriptor keys(graph *g, int64_t uid, cudnnDataType_t type, int64_t stride, bool transposed) {
+    const int64_t D = g->shape.head_size, Sk = g->b.Sk, G = g->shape.num_groups, step = g->b.step_k * stride;
+    const int64_t sizes[] = {g->b.B, G, transposed ? D : Sk, transposed ? Sk : D};
+    const int64_t strides[] = {step, D, transposed ? 1 : stride, transposed ? stride : 1};
+    return tensor(g, uid, type, sizes, strides);
+}
+
+/* ---- operations -------------------------------------------------------------------------------------------------- */
+
+static void operation(graph *g, descriptor d) {
+    MT_CHECK(g->num_operations < MAX_OPERATIONS);
+    g->operations[g->num_operations++] = finish(g, d);
+}
+
+/* y = mode(x, b, t); b and t may be NULL. */
+static descriptor pointwise(graph *g, cudnnPointwiseMode_t mode, descriptor x, descriptor b, descriptor t, descriptor y,
+                            cudnnDataType_t compute = CUDNN_DATA_FLOAT, int64_t axis = -1) {
+    descriptor how = create(g, CUDNN_BACKEND_POINTWISE_DESCRIPTOR);
+    set(g, how, CUDNN_ATTR_POINTWISE_MODE, CUDNN_TYPE_POINTWISE_MODE, 1, &mode);
+    set_type(g, how, CUDNN_ATTR_POINTWISE_MATH_PREC, compute);
+    if (axis >= 0) set(g, how, CUDNN_ATTR_POINTWISE_AXIS, CUDNN_TYPE_INT64, 1, &axis);
+    finish(g, how);
+    descriptor d = create(g, CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR);
+    set_descriptor(g, d, CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR, how);
+    set_descriptor(g, d, CUDNN_ATTR_OPERATION_POINTWISE_XDESC, x);
+    set_descriptor(g, d, CUDNN_ATTR_OPERATION_POINTWISE_BDESC, b);
+    set_descriptor(g, d, CUDNN_ATTR_OPERATION_POINTWISE_TDESC, t);
+    set_descriptor(g, d, CUDNN_ATTR_OPERATION_POINTWISE_YDESC, y);
+    operation(g, d);
+    return y;
+}
+
+/* c = a b for matrices of the last two dimensions; a head of b may serve several of a. */
+static descriptor matmul(graph *g, descriptor a, descriptor b, descriptor c) {
+    descriptor how = create(g, CUDNN_BACKEND_MATMUL_DESCRIPTOR);
+    set_type(g, how, CUDNN_ATTR_MATMUL_COMP_TYPE, CUDNN_DATA_FLOAT);
+    finish(g, how);
+    descriptor d = create(g, CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR);
+    set_descriptor(g, d, CUDNN_ATTR_OPERATION_MATMUL_ADESC, a);
+    set_descriptor(g, d, CUDNN_ATTR_OPERATION_MATMUL_BDESC, b);
+    set_descriptor(g, d, CUDNN_ATTR_OPERATION_MATMUL_CDESC, c);
+    set_descriptor(g, d, CUDNN_ATTR_OPERATION_MATMUL_DESC, how);
+    operation(g, d);
+    return c;
+}
+
+/* Over the dimensions of x that y lacks. */
+static descriptor reduce(graph *g, cudnnReduceTensorOp_t op, descriptor x, descriptor y) {
+    descriptor how = create(g, CUDNN_BACKEND_REDUCTION_DESCRIPTOR);
+    set(g, how, CUDNN_ATTR_REDUCTION_OPERATOR, CUDNN_TYPE_REDUCTION_OPERATOR_TYPE, 1, &op);
+    set_type(g, how, CUDNN_ATTR_REDUCTION_COMP_TYPE, CUDNN_DATA_FLOAT);
+    finish(g, how);
+    descriptor d = create(g, CUDNN_BACKEND_OPERATION_REDUCTION_DESCRIPTOR);
+    set_descriptor(g, d, CUDNN_ATTR_OPERATION_REDUCTION_XDESC, x);
+    set_descriptor(g, d, CUDNN_ATTR_OPERATION_REDUCTION_YDESC, y);
+    set_descriptor(g, d, CUDNN_ATTR_OPERATION_REDUCTION_DESC, how);
+    operation(g, d);
+    return y;
+}
+
+static descriptor reshape(graph *g, descriptor x, descriptor y) {
+    descriptor d = create(g, CUDNN_BACKEND_OPERATION_RESHAPE_DESCRIPTOR);
+    set_descriptor(g, d, CUDNN_ATTR_OPERATION_RESHAPE_XDESC, x);
+    set_descriptor(g, d, CUDNN_ATTR_OPERATION_RESHAPE_YDESC, y);
+    operation(g, d);
+    return y;
+}
+
+/* Scores of keys after the query, which the mask hides, become the lowest number. */
+static descriptor mask(graph *g, descriptor s) {
+    if (!g->b.causal) return s;
+    descriptor row =
+        pointwise(g, CUDNN_POINTWISE_GEN_INDEX, s, NULL, NULL, scores(g, CUDNN_DATA_INT32), CUDNN_DATA_FLOAT, 2);
+    descriptor column =
+        pointwise(g, CUDNN_POINTWISE_GEN_INDEX, s, NULL, NULL, scores(g, CUDNN_DATA_INT32), CUDNN_DATA_FLOAT, 3);
+    descriptor seen =
+        pointwise(g, CUDNN_POINTWISE_CMP_GE, row, column, NULL, scores(g, CUDNN_DATA_BOOLEAN), CUDNN_DATA_BOOLEAN);
+    return pointwise(g, CUDNN_POINTWISE_BINARY_SELECT, s, number(g, LOWEST), seen, scores(g, CUDNN_DATA_FLOAT));
+}
+
+/* ---- forward and backward ---------------------------------------------------------------------------------------- */
+
+static void describe_forward(graph *g) {
+    const mt_attention *s = &g->shape;
+    const cudnnDataType_t f32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
+    descriptor p = matmul(g, queries(g, Q, s->q_stride), keys(g, K, bf16, s->k_stride, true), scores(g, f32));
+    p = mask(g, pointwise(g, CUDNN_POINTWISE_MUL, p, number(g, SCALE), NULL, scores(g, f32)));
+    descriptor max = reduce(g, CUDNN_REDUCE_TENSOR_MAX, p, rows(g, NO_TENSOR));
+    p = pointwise(g, CUDNN_POINTWISE_SUB, p, max, NULL, scores(g, f32));
+    p = pointwise(g, CUDNN_POINTWISE_EXP, p, NULL, NULL, scores(g, f32));
+    descriptor sum = reduce(g, CUDNN_REDUCE_TENSOR_ADD, p, rows(g, NO_TENSOR));
+    descriptor log_sum = pointwise(g, CUDNN_POINTWISE_LOG, sum, NULL, NULL, rows(g, NO_TENSOR));
+    pointwise(g, CUDNN_POINTWISE_ADD, max, log_sum, NULL, rows(g, STATS));
+    p = pointwise(g, CUDNN_POINTWISE_DIV, p, sum, NULL, scores(g, bf16));
+    matmul(g, p, keys(g, V, bf16, s->v_stride, false), queries(g, OUT, s->out_stride));
+}
+
+/* A transposed view of [B, H, Sq, Sk] as an operand in bf16. */
+static descriptor transposed(graph *g, descriptor x) {
+    const int64_t H = g->shape.num_heads, Sq = g->b.Sq, Sk = g->b.Sk;
+    const int64_t sizes[] = {g->b.B, H, Sk, Sq}, strides[] = {H * Sq * Sk, Sq * Sk, 1, Sk};
+    return reshape(g, x, tensor(g, NO_TENSOR, CUDNN_DATA_BFLOAT16, sizes, strides));
+}
+
+/* gradient = a b summed over the heads that share keys. */
+static void key_gradient(graph *g, descriptor a, descriptor b, int64_t uid, int64_t stride) {
+    const mt_attention *s = &g->shape;
+    descriptor gradient = keys(g, uid, CUDNN_DATA_BFLOAT16, stride, false);
+    if (s->num_heads == s->num_groups) {
+        matmul(g, a, b, gradient);
+        return;
+    }
+    descriptor of_heads = packed(g, NO_TENSOR, CUDNN_DATA_BFLOAT16, s->num_heads, g->b.Sk, s->head_size);
+    reduce(g, CUDNN_REDUCE_TENSOR_ADD, matmul(g, a, b, of_heads), gradient);
+}
+
+static void describe_backward(graph *g) {
+    const mt_attention *s = &g->shape;
+    const int64_t H = s->num_heads, D = s->head_size;
+    const cudnnDataType_t f32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
+    descriptor q = queries(g, Q, s->q_stride), dout = queries(g, DOUT, s->out_stride), scale = number(g, SCALE);
+    descriptor kt = keys(g, K, bf16, s->k_stride, true), vt = keys(g, V, bf16, s->v_stride, true);
+    // row_dot = sum(dout out)
+    descriptor x = packed(g, NO_TENSOR, f32, H, g->b.Sq, D);
+    x = pointwise(g, CUDNN_POINTWISE_MUL, dout, queries(g, OUT, s->out_stride), NULL, x);
+    x = reduce(g, CUDNN_REDUCE_TENSOR_ADD, x, rows(g, NO_TENSOR));
+    descriptor row_dot = pointwise(g, CUDNN_POINTWISE_MUL, x, number(g, ONE), NULL, rows(g, ROW_DOT));
+    // p = exp(scale q k^T - lse), dv = p^T dout
+    descriptor p = matmul(g, q, kt, scores(g, f32));
+    p = pointwise(g, CUDNN_POINTWISE_MUL, p, scale, NULL, scores(g, f32));
+    p = mask(g, pointwise(g, CUDNN_POINTWISE_SUB, p, rows(g, STATS), NULL, scores(g, f32)));
+    p = pointwise(g, CUDNN_POINTWISE_EXP, p, NULL, NULL, scores(g, f32));
+    key_gradient(g, transposed(g, p), dout, DV, s->v_stride);
+    // ds = scale p (dout v^T - row_dot), dk = ds^T q
+    descriptor ds = matmul(g, dout, vt, scores(g, f32));
+    ds = pointwise(g, CUDNN_POINTWISE_SUB, ds, row_dot, NULL, scores(g, f32));
+    ds = pointwise(g, CUDNN_POINTWISE_MUL, ds, p, NULL, scores(g, f32));
+    ds = pointwise(g, CUDNN_POINTWISE_MUL, ds, scale, NULL, scores(g, f32));
+    key_gradient(g, transposed(g, ds), q, DK, s->k_stride);
+    // dq = ds k, added up in fp32
+    descriptor k = reshape(g, kt, keys(g, NO_TENSOR, f32, s->k_stride, false));
+    descriptor sum = matmul(g, ds, k, packed(g, DQ_SUM, f32, H, g->b.Sq, D));
+    pointwise(g, CUDNN_POINTWISE_IDENTITY, sum, NULL, NULL, queries(g, DQ, s->q_stride));
+}
+
+/* ---- plans ------------------------------------------------------------------------------------------------------- */
+
+/* What a plan depends on; compared as bytes, so zero it before filling. */
+struct plan_key {
+    int64_t B, H, G, Sq, Sk, D, step_q, step_k, q_stride, k_stride, v_stride, out_stride;
+    int64_t causal, backward;
+};
+
+enum choice { NOT_MEASURED, CUDNN_IS_FASTER, OURS_IS_FASTER };
+
+struct plan {
+    plan_key key;
+    graph g;              // what the plan was made from lives as long as the plan
+    descriptor execution; // NULL: cuDNN has no engine for it
+    int64_t workspace_bytes;
+    choice choice; // for `auto`
+    plan *next;
+};
+
+/* Plans live as long as the process. */
+static plan *plans;
+
+/* NULL where cuDNN does not start: a part of it is missing, say. */
+static cudnnHandle_t cudnn_handle(void) {
+    static cudnnHandle_t handle;
+    static bool tried;
+    if (!tried && cudnnCreate(&handle) != CUDNN_STATUS_SUCCESS) handle = NULL;
+    tried = true;
+    return handle;
+}
+
+/* The first of the heuristic's engines that makes a plan within the workspace. */
+static void choose_engine(plan *p, int64_t workspace_bytes) {
+    graph *g = &p->g;
+    cudnnHandle_t handle = cudnn_handle();
+    const cudnnBackendHeurMode_t mode = CUDNN_HEUR_MODE_A;
+    descriptor configs[MAX_CONFIGS], whole = create(g, CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
+    set(g, whole, CUDNN_ATTR_OPERATIONGRAPH_HANDLE, CUDNN_TYPE_HANDLE, 1, &handle);
+    set(g, whole, CUDNN_ATTR_OPERATIONGRAPH_OPS, CUDNN_TYPE_BACKEND_DESCRIPTOR, g->num_operations, g->operations);
+    finish(g, whole);
+    descriptor heuristic = create(g, CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR);
+    set_descriptor(g, heuristic, CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, whole);
+    set(g, heuristic, CUDNN_ATTR_ENGINEHEUR_MODE, CUDNN_TYPE_HEUR_MODE, 1, &mode);
+    finish(g, heuristic);
+    for (int i = 0; i < MAX_CONFIGS; i++) configs[i] = create(g, CUDNN_BACKEND_ENGINECFG_DESCRIPTOR);
+    int64_t count = 0, one = 1;
+    if (g->status == CUDNN_STATUS_SUCCESS)
+        note(g, cudnnBackendGetAttribute(heuristic, CUDNN_ATTR_ENGINEHEUR_RESULTS, CUDNN_TYPE_BACKEND_DESCRIPTOR,
+                                         MAX_CONFIGS, &count, configs));
+    for (int i = 0; g->status == CUDNN_STATUS_SUCCESS && i < count && i < MAX_CONFIGS && !p->execution; i++) {
+        descriptor execution = create(g, CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR);
+        set(g, execution, CUDNN_ATTR_EXECUTION_PLAN_HANDLE, CUDNN_TYPE_HANDLE, 1, &handle);
+        set_descriptor(g, execution, CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, configs[i]);
+        if (g->status != CUDNN_STATUS_SUCCESS || cudnnBackendFinalize(execution) != CUDNN_STATUS_SUCCESS) continue;
+        note(g, cudnnBackendGetAttribute(execution, CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1, &one,
+                                         &p->workspace_bytes));
+        if (p->workspace_bytes <= workspace_bytes) p->execution = execution;
+    }
+}
+
+/* Sizes of our own buffers in the workspace, before cuDNN's: the log-sum-exp as cuDNN keeps it, and the backward's sum
+ * of dq. */
+static int64_t stats_bytes(const plan_key *key) {
+    return mt_divide_up(key->B * key->H * key->Sq * (int64_t)sizeof(float), 256) * 256;
+}
+static int64_t dq_sum_bytes(const plan_key *key) {
+    return key->backward ? key->B * key->H * key->Sq * key->D * (int64_t)sizeof(float) : 0;
+}
+
+static plan *plan_of(const mt_attention_call *call, const batch *b, bool backward) {
+    const mt_attention *s = call->shape;
+    plan_key key;
+    memset(&key, 0, sizeof key);
+    key = {b->B,      s->num_heads, s->num_groups, b->Sq,       b->Sk,         s->head_size, b->step_q,
+           b->step_k, s->q_stride,  s->k_stride,   s->v_stride, s->out_stride, b->causal,    backward};
+    for (plan *p = plans; p; p = p->next)
+        if (memcmp(&p->key, &key, sizeof key) == 0) return p;
+    plan *p = (plan *)mt_calloc(sizeof *p);
+    p->key = key, p->g.b = *b, p->g.shape = *s;
+    p->next = plans, plans = p;
+    if (!cudnn_handle()) return p;
+    if (backward)
+        describe_backward(&p->g);
+    else
+        describe_forward(&p->g);
+    choose_engine(p, call->stream->workspace_bytes - stats_bytes(&key) - dq_sum_bytes(&key));
+    if (!p->execution) graph_free(&p->g);
+    return p;
+}
+
+/* ---- running them ------------------------------------------------------------------------------------------------ */
+
+static void check(cudnnStatus_t status) {
+    char reason[256] = "";
+    if (status == CUDNN_STATUS_SUCCESS) return;
+    cudnnGetLastErrorString(reason, sizeof reason);
+    mt_die("cuDNN: attention: %s: %s", cudnnGetErrorString(status), reason);
+}
+
+/* lse[T, H] from cuDNN's stats[B, H, S], or the other way; a block turns 32 x 32 of them. */
+enum { SIDE = 32, SIDE_ROWS = 8 };
+template <bool TO_LSE>
+__global__ void turn_stats(float *lse, float *stats, int64_t H, int64_t S, int64_t first, int64_t step) {
+    __shared__ float block[SIDE][SIDE + 1];
+    int64_t s0 = (int64_t)blockIdx.x * SIDE, h0 = (int64_t)blockIdx.y * SIDE, b = blockIdx.z;
+    lse += (first + b * step + s0) * H + h0, stats += (b * H + h0) * S + s0;
+    int64_t heads = min((int64_t)SIDE, H - h0), queries = min((int64_t)SIDE, S - s0), x = threadIdx.x;
+    for (int64_t y = threadIdx.y; y < SIDE; y += SIDE_ROWS) {
+        if (TO_LSE && y < heads && x < queries) block[y][x] = stats[y * S + x];
+        if (!TO_LSE && y < queries && x < heads) block[x][y] = lse[y * H + x];
+    }
+    __syncthreads();
+    for (int64_t y = threadIdx.y; y < SIDE; y += SIDE_ROWS) {
+        if (TO_LSE && y < queries && x < heads) lse[y * H + x] = block[x][y];
+        if (!TO_LSE && y < heads && x < queries) stats[y * S + x] = block[y][x];
+    }
+}
+
+template <bool TO_LSE> static void turn(const mt_attention_call *call, const batch *b, float *stats) {
+    int64_t H = call->shape->num_heads;
+    dim3 grid((unsigned)mt_divide_up(b->Sq, SIDE), (unsigned)mt_divide_up(H, SIDE), (unsigned)b->B);
+    turn_stats<TO_LSE>
+        <<<grid, dim3(SIDE, SIDE_ROWS), 0, call->stream->stream>>>(call->lse, stats, H, b->Sq, b->first_q, b->step_q);
+    MT_CUDA_LAUNCHED();
+}
+
+/* `data` by the numbers of the tensors; those that are NULL are not of this graph. */
+static void execute(const plan *p, void *const data[FIRST_VIRTUAL], void *workspace, mt_stream *stream) {
+    int64_t uids[FIRST_VIRTUAL], count = 0;
+    void *pointers[FIRST_VIRTUAL];
+    for (int64_t uid = NO_TENSOR + 1; uid < FIRST_VIRTUAL; uid++)
+        if (data[uid]) uids[count] = uid, pointers[count++] = data[uid];
+    descriptor pack;
+    check(cudnnSetStream(cudnn_handle(), stream->stream));
+    check(cudnnBackendCreateDescriptor(CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR, &pack));
+    check(cudnnBackendSetAttribute(pack, CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, CUDNN_TYPE_INT64, count, uids));
+    check(cudnnBackendSetAttribute(pack, CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, count, pointers));
+    check(cudnnBackendSetAttribute(pack, CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, 1, &workspace));
+    check(cudnnBackendFinalize(pack));
+    check(cudnnBackendExecute(cudnn_handle(), p->execution, pack));
+    check(cudnnBackendDestroyDescriptor(pack));
+}
+
+/* Row `first` of an operand of bf16. */
+static void *at(const void *operand, int64_t first, int64_t stride) {
+    return (bf16 *)operand + first * stride;
+}
+
+static void run(const plan *p, const mt_attention_call *call, const batch *b) {
+    const mt_attention *s = call->shape;
+    const bool backward = p->key.backward;
+    float scale = s->scale, one = 1, lowest = -INFINITY;
+    int64_t own = stats_bytes(&p->key) + dq_sum_bytes(&p->key);
+    char *workspace = (char *)mt_cuda_workspace(call->stream, own + p->workspace_bytes);
+    float *stats = (float *)workspace;
+    void *data[FIRST_VIRTUAL] = {};
+    data[Q] = at(call->q, b->first_q, s->q_stride), data[OUT] = at(call->out, b->first_q, s->out_stride);
+    data[K] = at(call->k, b->first_k, s->k_stride), data[V] = at(call->v, b->first_k, s->v_stride);
+    data[STATS] = stats, data[SCALE] = &scale;
+    if (b->causal) data[LOWEST] = &lowest;
+    if (backward) {
+        data[DOUT] = at(call->dout, b->first_q, s->out_stride), data[DQ] = at(call->dq, b->first_q, s->q_stride);
+        data[DK] = at(call->dk, b->first_k, s->k_stride), data[DV] = at(call->dv, b->first_k, s->v_stride);
+        data[ROW_DOT] = call->row_dot + b->first_q * s->num_heads, data[ONE] = &one;
+        data[DQ_SUM] = workspace + stats_bytes(&p->key);
+        turn<false>(call, b, stats);
+    }
+    execute(p, data, workspace + own, call->stream);
+    if (!backward) turn<true>(call, b, stats);
+}
+
+static bool run_cudnn(const mt_attention_call *call, bool backward) {
+    batch b;
+    if (!cudnn_serves(call, &b)) return false;
+    const plan *p = plan_of(call, &b, backward);
+    if (p->execution) {
+        run(p, call, &b);
+    } else if (call->shape->backend == MT_ATTENTION_CUDNN) {
+        mt_die("cuDNN %lld has no attention for %lld sequences of %lld tokens, heads %lld/%lld, %lld channels on this "
+               "GPU; use --attention-backend flash",
+               (long long)cudnnGetVersion(), (long long)b.B, (long long)b.Sq, (long long)p->key.H, (long long)p->key.G,
+               (long long)p->key.D);
+    }
+    return p->execution != NULL;
+}
+
+/* ---- auto -------------------------------------------------------------------------------------------------------- */
+
+/* Shorter sequences are not worth a plan. */
+enum { MEASURED_LENGTH = 512, WARM_UPS = 1, TRIALS = 3 };
+
+static float measure(const mt_attention_call *call, mt_attention_direction *direction) {
+    float milliseconds = 0;
+    cudaEvent_t start, end;
+    MT_CUDA(cudaEventCreate(&start));
+    MT_CUDA(cudaEventCreate(&end));
+    for (int i = 0; i < WARM_UPS; i++) direction(call);
+    MT_CUDA(cudaEventRecord(start, call->stream->stream));
+    for (int i = 0; i < TRIALS; i++) direction(call);
+    MT_CUDA(cudaEventRecord(end, call->stream->stream));
+    MT_CUDA(cudaEventSynchronize(end));
+    MT_CUDA(cudaEventElapsedTime(&milliseconds, start, end));
+    MT_CUDA(cudaEventDestroy(start));
+    MT_CUDA(cudaEventDestroy(end));
+    return milliseconds;
+}
+
+/* The first call of a shape runs both on its operands, which costs no more than those runs: outputs are written, not
+ * added to. What is chosen by measuring does not repeat, and neither does cuDNN's backward. */
+static bool cudnn_is_faster(const mt_attention_call *call, bool backward, mt_attention_direction *ours) {
+    batch b;
+    if (!call->stream || call->stream->deterministic || !cudnn_serves(call, &b) || b.Sq < MEASURED_LENGTH) return false;
+    plan *p = plan_of(call, &b, backward);
+    if (!p->execution) return false;
+    mt_attention_direction *cudnn = backward ? mt_attention_cudnn.backward : mt_attention_cudnn.forward;
+    if (p->choice == NOT_MEASURED)
+        p->choice = measure(call, cudnn) < measure(call, ours) ? CUDNN_IS_FASTER : OURS_IS_FASTER;
+    return p->choice == CUDNN_IS_FASTER;
+}
+
+/* cuDNN's own part of the backward's workspace: gradients of k and v for every head, where heads share keys. */
+int64_t mt_attention_cudnn_workspace_bytes(int64_t T, int64_t H, int64_t D) {
+    const int64_t slack = 16 << 20, dq_sum = 4 * D, of_heads = 2 * 2 * D, stats = 4;
+    return D <= MAX_CUDNN_CHANNELS ? T * H * (dq_sum + of_heads + stats) + slack : 0;
+}
+
+#else
+
+static bool run_cudnn(const mt_attention_call *call, bool backward) {
+    (void)call, (void)backward;
+    return false;
+}
+
+static bool cudnn_is_faster(const mt_attention_call *call, bool backward, mt_attention_direction *ours) {
+    (void)call, (void)backward, (void)ours;
+    return false;
+}
+
+int64_t mt_attention_cudnn_workspace_bytes(int64_t T, int64_t H, int64_t D) {
+    (void)T, (void)H, (void)D;
+    return 0;
+}
+#endif
+
+static bool cudnn_forward(const mt_attention_call *call) {
+    return run_cudnn(call, false);
+}
+
+static bool cudnn_backward(const mt_attention_call *call) {
+    return run_cudnn(call, true);
+}
+
+extern "C" const mt_attention_rung mt_attention_cudnn = {"cudnn", cudnn_forward, cudnn_backward};
+
+bool mt_attention_run(const mt_attention_call *call, bool backward, mt_attention_direction *ours) {
+    mt_attention_backend backend = call->shape->backend;
+    bool asks =
+        backend == MT_ATTENTION_CUDNN || (backend == MT_ATTENTION_AUTO && cudnn_is_faster(call, backward, ours));
+    return (asks && run_cudnn(call, backward)) || ours(call);
+}
