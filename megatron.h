@@ -333,6 +333,21 @@ typedef void mt_attention_backward_fn(void *dq, void *dk, void *dv, float *row_d
                                       const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
                                       mt_stream *stream);
 
+/* ---- attention in parts: context parallelism attends to blocks of keys one after another and adds up what they give
+ */
+
+/* Puts attention to some keys, out and lse, together with attention of the same queries to others, part and part_lse:
+ * with s = log(exp(lse) + exp(part_lse)), out = exp(lse - s) out + exp(part_lse - s) part and lse = s, or when `first`
+ * out = part and lse = part_lse. For the query rows of `spans`; out[Tq, H, Dv] is fp32, part[Tq, H, Dv] of `dtype` (Liu
+ * et al., "Ring attention with blockwise transformers"). */
+typedef void mt_attention_merge_fn(float *out, float *lse, const void *part, const float *part_lse,
+                                   const mt_spans *spans, int64_t H, int64_t Dv, bool first, mt_dtype dtype,
+                                   mt_stream *stream);
+/* sum[t] += x[t], or = when `first`, for rows of `width` elements: the key rows of `spans`, or their query rows. A key
+ * row is in one span only. sum[T, width] is fp32. */
+typedef void mt_accumulate_rows_fn(float *sum, const void *x, const mt_spans *spans, bool of_keys, int64_t width,
+                                   int64_t x_stride, bool first, mt_dtype dtype, mt_stream *stream);
+
 /* ---- activations */
 
 /* y = gelu(x) for n elements: exact (erf), or its tanh approximation (Hendrycks & Gimpel). */
@@ -432,6 +447,8 @@ typedef void mt_convert_fn(void *to, mt_dtype to_dtype, const void *from, mt_dty
     OP(rope_backward)                                                                                                  \
     OP(attention_forward)                                                                                              \
     OP(attention_backward)                                                                                             \
+    OP(attention_merge)                                                                                                \
+    OP(accumulate_rows)                                                                                                \
     OP(gelu_forward)                                                                                                   \
     OP(gelu_backward)                                                                                                  \
     OP(swiglu_forward)                                                                                                 \
@@ -597,6 +614,59 @@ typedef struct mt_batch {
 /* Allocates a batch for up to max_tokens tokens in one block; free it with mt_batch_free. */
 void mt_batch_alloc(mt_batch *batch, int64_t max_tokens);
 void mt_batch_free(mt_batch *batch);
+
+/* ---- context parallelism: each sequence is cut over the ranks of the context group */
+
+/* Rank `rank`'s part of a micro-batch for context parallelism over `cp` ranks: of every sequence, cut into 2 cp chunks,
+ * chunks rank and 2 cp - 1 - rank, in this order. Tokens, labels, masks, positions and indices follow; there is a span
+ * a sequence. `local` has room for whole->num_tokens / cp tokens. Errors: a sequence that does not divide by 2 cp, or
+ * spans that are not whole causal sequences one after another. */
+int mt_batch_context_shard(mt_batch *local, const mt_batch *whole, int64_t cp, int64_t rank, mt_error *error);
+
+/* How attention gets the keys that other ranks hold; Megatron's --cp-comm-type. */
+typedef enum mt_cp_comm_type {
+    MT_CP_P2P,        // they go round a ring, hidden behind the attention to those before
+    MT_CP_ALL_GATHER, // every rank gets all
+    MT_CP_A2A,        // ranks trade tokens for heads
+    MT_CP_A2A_P2P,    // trade within groups of neighbours, ring across them
+} mt_cp_comm_type;
+
+/* What the attention of a rank is made for. The context group is a2a->size x ring->size ranks, neighbours in a2a: for
+ * p2p and all_gather `a2a` is a group of one and `ring` the context group, for a2a it is the other way round. Both
+ * outlive the context; heads and groups divide by a2a->size. */
+typedef struct mt_context_plan {
+    mt_cp_comm_type comm_type;
+    const mt_group *a2a, *ring;
+    int64_t max_tokens;            // T, of this rank
+    int64_t num_heads, num_groups; // of this rank: H, G
+    int64_t head_size, value_size;
+    mt_dtype dtype;
+    bool train;
+} mt_context_plan;
+
+/* The attention of context parallelism over one micro-batch after another. Nothing is allocated after its creation. */
+typedef struct mt_context mt_context;
+
+/* Bytes of device memory that it works in. */
+int64_t mt_context_bytes(const mt_context_plan *plan);
+
+/* Makes it over `memory` of mt_context_bytes, which outlives it. Every rank of both groups calls it. */
+mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, void *memory, mt_stream *stream);
+void mt_context_destroy(mt_context *context);
+
+/* Makes a micro-batch, of which this rank computes its mt_batch_context_shard, the one that the next calls work on. */
+void mt_context_load(mt_context *context, const mt_batch *whole, mt_stream *stream);
+
+/* attention_forward over the whole sequences of the loaded micro-batch, for the T query rows of this rank, whose keys
+ * and values, too, are all that it gives. out_stride is H Dv. Without an a2a group lse[T, H] is that of
+ * attention_forward; with one it is in the order of mt_context_attention_backward, for which it is. A window needs
+ * all_gather or a2a. */
+void mt_context_attention_forward(mt_context *context, void *out, float *lse, const void *q, const void *k,
+                                  const void *v, const mt_attention *shape, mt_stream *stream);
+/* attention_backward: dq, dk, dv of this rank's rows, summed over all ranks whose queries saw them. */
+void mt_context_attention_backward(mt_context *context, void *dq, void *dk, void *dv, float *row_dot, const void *dout,
+                                   const void *q, const void *k, const void *v, const void *out, const float *lse,
+                                   const mt_attention *shape, mt_stream *stream);
 
 typedef struct mt_model mt_model;
 
