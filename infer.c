@@ -46,7 +46,7 @@ static void open_tokenizer(run *r) {
 static void open_model(run *r, const mt_model_plan *plan) {
     mt_error error;
     mt_run_state state = {0};
-    const mt_ops *ops = mt_backend_open(r->options.device, r->grid.world.size, &error);
+    const mt_ops *ops = mt_backend_open(r->options.device, &r->grid, &error);
     check(ops ? mt_model_create(&r->model, &r->options, &r->grid, ops, plan, &error) : -1, &error);
     check(mt_checkpoint_load(r->model, &state, r->options.load, &error), &error);
 }

@@ -53,6 +53,8 @@
 #include <fcntl.h>
 #include <ftw.h>
 #include <math.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
@@ -385,6 +387,18 @@ static const mt_option mt_option_table[] = {
     {"deterministic-mode", MT_FLAG, MT_AT(deterministic_mode), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "two runs on a GPU have the same bits: algorithms are not chosen by measuring"},
     {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,9223372036854775807]", "seed of everything drawn"},
+
+    {.help = "parallelism"},
+    {"tensor-model-parallel-size", MT_INT, MT_AT(tensor_model_parallel_size), MT_TRAIN, MT_OF_RUN, "1", "[1,1048576]",
+     "ranks that share every layer: heads, MLP and vocabulary"},
+    {"pipeline-model-parallel-size", MT_INT, MT_AT(pipeline_model_parallel_size), MT_TRAIN, MT_OF_RUN, "1",
+     "[1,1048576]", "ranks that hold the layers one after another"},
+    {"context-parallel-size", MT_INT, MT_AT(context_parallel_size), MT_TRAIN, MT_OF_RUN, "1", "[1,1048576]",
+     "ranks that share every sequence"},
+    {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "tensor-parallel ranks share the tokens of norms and dropout"},
+    {"distributed-timeout-seconds", MT_INT, MT_AT(distributed_timeout_seconds), MT_TRAIN, MT_OF_RUN, "600",
+     "[1,1000000000]", "end the job when a rank waits so long for another"},
 
     {.help = "learning rate and optimizer"},
     {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "highest learning rate"},
@@ -1767,8 +1781,8 @@ static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error
     if (o->vocab_size == 0)
         return mt_error_set(error, "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and "
                                    "--tokenizer-model");
-    o->padded_vocab_size = (o->vocab_size + o->make_vocab_size_divisible_by - 1) / o->make_vocab_size_divisible_by *
-                           o->make_vocab_size_divisible_by;
+    int64_t rows = o->make_vocab_size_divisible_by * o->tensor_model_parallel_size;
+    o->padded_vocab_size = (o->vocab_size + rows - 1) / rows * rows;
     bool needs_length = program == MT_PROGRAM_TRAIN || o->score;
     if (o->seq_length == 0 && needs_length)
         return mt_error_set(error, "--seq-length is missing%s", o->score ? ": --score needs it" : "");
@@ -1781,24 +1795,57 @@ static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error
     return 0;
 }
 
+/* What every rank gets of the model, of a sequence and of the batch; the ranks that are left work on other samples. */
+static int mt_options_finish_parallel(mt_options *o, int64_t world_size, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, pp = o->pipeline_model_parallel_size, cp = o->context_parallel_size;
+    int64_t model = tp * pp * cp, groups = o->num_query_groups;
+    const char *tensor = "--tensor-model-parallel-size";
+    if (model > world_size || world_size % model != 0)
+        return mt_error_set(error,
+                            "%s %lld x --pipeline-model-parallel-size %lld x --context-parallel-size %lld are %lld "
+                            "ranks of one model, and %lld ranks are no multiple of that; start others or lower a size",
+                            tensor, (long long)tp, (long long)pp, (long long)cp, (long long)model,
+                            (long long)world_size);
+    o->data_parallel_size = world_size / model;
+    if (o->num_attention_heads % tp != 0)
+        return mt_error_set(error, "--num-attention-heads %lld must be a multiple of %s %lld",
+                            (long long)o->num_attention_heads, tensor, (long long)tp);
+    if (groups % tp != 0 && tp % groups != 0)
+        return mt_error_set(error, "--num-query-groups %lld must be a multiple or a divisor of %s %lld",
+                            (long long)groups, tensor, (long long)tp);
+    if (o->ffn_hidden_size % tp != 0)
+        return mt_error_set(error, "--ffn-hidden-size %lld must be a multiple of %s %lld",
+                            (long long)o->ffn_hidden_size, tensor, (long long)tp);
+    if (o->sequence_parallel && tp == 1)
+        return mt_error_set(error, "--sequence-parallel needs %s of 2 or more; raise it or leave the flag out", tensor);
+    if (cp > 1 && o->seq_length % (2 * cp) != 0)
+        return mt_error_set(error, "--seq-length %lld must be a multiple of 2 x --context-parallel-size %lld",
+                            (long long)o->seq_length, (long long)cp);
+    if (o->sequence_parallel && o->seq_length % (tp * cp) != 0)
+        return mt_error_set(error,
+                            "--seq-length %lld must be a multiple of %s %lld x --context-parallel-size %lld for "
+                            "--sequence-parallel",
+                            (long long)o->seq_length, tensor, (long long)tp, (long long)cp);
+    return 0;
+}
+
 /* `name` = `value` sequences must cut into micro-batches for every rank. */
-static int mt_options_check_batch(const mt_options *o, const char *name, int64_t value, int64_t world_size,
-                                  mt_error *error) {
-    int64_t together = o->micro_batch_size * world_size, less = value / together * together;
+static int mt_options_check_batch(const mt_options *o, const char *name, int64_t value, mt_error *error) {
+    int64_t together = o->micro_batch_size * o->data_parallel_size, less = value / together * together;
     char other[64] = "";
     if (value > 0 && value % together == 0) return 0;
     if (less > 0) snprintf(other, sizeof other, "%lld or ", (long long)less);
     return mt_error_set(error,
                         "%s %lld must be a multiple of --micro-batch-size %lld times the data-parallel size %lld; "
                         "try %s%lld",
-                        name, (long long)value, (long long)o->micro_batch_size, (long long)world_size, other,
+                        name, (long long)value, (long long)o->micro_batch_size, (long long)o->data_parallel_size, other,
                         (long long)(less + together));
 }
 
-static int mt_options_finish_batches(mt_options *o, int64_t world_size, mt_error *error) {
+static int mt_options_finish_batches(mt_options *o, mt_error *error) {
     int64_t ramp[3] = {0};
-    if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * world_size;
-    if (mt_options_check_batch(o, "--global-batch-size", o->global_batch_size, world_size, error)) return -1;
+    if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
+    if (mt_options_check_batch(o, "--global-batch-size", o->global_batch_size, error)) return -1;
     if (o->rampup_batch_size.count == 0) return 0;
     bool good = o->rampup_batch_size.count == 3;
     for (int i = 0; i < 3 && good; i++)
@@ -1809,8 +1856,8 @@ static int mt_options_finish_batches(mt_options *o, int64_t world_size, mt_error
                             "--rampup-batch-size: from %lld by %lld does not reach --global-batch-size %lld; the way "
                             "must be a multiple of the increment",
                             (long long)ramp[0], (long long)ramp[1], (long long)o->global_batch_size);
-    if (mt_options_check_batch(o, "--rampup-batch-size's start", ramp[0], world_size, error)) return -1;
-    return mt_options_check_batch(o, "--rampup-batch-size's increment", ramp[1], world_size, error);
+    if (mt_options_check_batch(o, "--rampup-batch-size's start", ramp[0], error)) return -1;
+    return mt_options_check_batch(o, "--rampup-batch-size's increment", ramp[1], error);
 }
 
 /* Lengths of the schedules, in samples. */
@@ -1939,6 +1986,7 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
 
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
+    options->data_parallel_size = world_size;
     if (mt_options_check_ranges(options, program, error) || mt_options_check_pairs(options, error)) return -1;
     if (mt_options_check_tokenizer(options, error)) return -1;
     if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;
@@ -1947,7 +1995,8 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     if (mt_options_finish_lengths(options, program, error)) return -1;
     if (program == MT_PROGRAM_INFER) return 0;
     if (mt_options_check_data(options, error)) return -1;
-    if (mt_options_finish_batches(options, world_size, error)) return -1;
+    if (mt_options_finish_parallel(options, world_size, error)) return -1;
+    if (mt_options_finish_batches(options, error)) return -1;
     return mt_options_finish_schedules(options, error);
 }
 
@@ -3476,22 +3525,20 @@ const mt_ops *mt_cuda_open(int device, mt_error *error) {
     mt_error_set(error, "this build has no CUDA; install the CUDA toolkit and run make again, or take --device cpu");
     return NULL;
 }
-#endif
 
-const mt_ops *mt_backend_open(const char *device, int64_t world_size, mt_error *error) {
-    if (strcmp(device, "cpu") == 0 || (strcmp(device, "auto") == 0 && world_size > 1)) return &mt_cpu_ops;
-    if (world_size > 1) {
-        mt_error_set(error, "--device cuda works on one rank in this version; start it without mpirun, or take "
-                            "--device cpu");
-        return NULL;
-    }
-    const mt_ops *ops = mt_cuda_open(0, error);
-    return ops || strcmp(device, "cuda") == 0 ? ops : &mt_cpu_ops;
+int mt_cuda_group_open(mt_group *group, mt_error *error) {
+    return mt_error_set(error, "group %s: this build has no CUDA", group->name);
 }
+
+void mt_cuda_group_close(mt_group *group) {
+    group->nccl = NULL;
+}
+#endif
 
 /* ==== §4 the rank grid and its groups ============================================================================ */
 /* Who works with whom. Invariants: a group of one rank needs no library and no call; every rank of a group sees its
- * members in the same order. One process is one rank. */
+ * members in the same order, that of their world ranks; which ranks make a group is a pure function of the sizes. One
+ * process is one rank. */
 
 /* True when mpirun, srun or another launcher started this process: MPI_Init alone would start a helper daemon. */
 static bool mt_launched_by_mpi(void) {
@@ -3501,37 +3548,140 @@ static bool mt_launched_by_mpi(void) {
     return false;
 }
 
+/* This rank's number among those of its host, and how many they are. */
+static void mt_host_ranks(const mt_group *world, int *rank, int *size) {
+    *rank = 0, *size = 1;
 #ifdef MT_HAVE_MPI
+    if (!world->comm) return;
+    MPI_Comm host;
+    MPI_Comm_split_type(*(MPI_Comm *)world->comm, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
+    MPI_Comm_rank(host, rank);
+    MPI_Comm_size(host, size);
+    MPI_Comm_free(&host);
+#else
+    (void)world;
+#endif
+}
+
 /* Ranks on one host share its cores; without this each would start a thread for every core. */
-static void mt_share_threads(void) {
+static void mt_share_threads(const mt_group *world) {
 #ifdef MT_HAVE_OPENMP
     if (getenv("OMP_NUM_THREADS")) return;
-    MPI_Comm host;
-    int local_ranks;
-    MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
-    MPI_Comm_size(host, &local_ranks);
-    MPI_Comm_free(&host);
+    int local_rank, local_ranks;
+    mt_host_ranks(world, &local_rank, &local_ranks);
     int cores = omp_get_num_procs(), all_cores = (int)sysconf(_SC_NPROCESSORS_ONLN);
     if (cores == all_cores) cores /= local_ranks; // else mpirun has bound this rank to its own cores
     omp_set_num_threads(cores > 1 ? cores : 1);
+#else
+    (void)world;
 #endif
 }
-#endif
+
+mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
+    static const size_t offsets[MT_NUM_GROUP_KINDS] = {
+        [MT_GROUP_WORLD] = offsetof(mt_grid, world),
+        [MT_GROUP_TENSOR] = offsetof(mt_grid, tensor),
+        [MT_GROUP_CONTEXT] = offsetof(mt_grid, context),
+        [MT_GROUP_DATA] = offsetof(mt_grid, data),
+        [MT_GROUP_DATA_CONTEXT] = offsetof(mt_grid, data_context),
+        [MT_GROUP_PIPELINE] = offsetof(mt_grid, pipeline),
+        [MT_GROUP_EMBEDDING] = offsetof(mt_grid, embedding),
+        [MT_GROUP_MODEL] = offsetof(mt_grid, model),
+        [MT_GROUP_TENSOR_CONTEXT] = offsetof(mt_grid, tensor_context),
+        [MT_GROUP_EXPERT] = offsetof(mt_grid, expert),
+        [MT_GROUP_EXPERT_TENSOR] = offsetof(mt_grid, expert_tensor),
+        [MT_GROUP_EXPERT_DATA] = offsetof(mt_grid, expert_data),
+        [MT_GROUP_KV_REPLICAS] = offsetof(mt_grid, kv_replicas),
+    };
+    return (mt_group *)((char *)grid + offsets[kind]);
+}
+
+mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
+    mt_grid_shape shape = {.tensor = options->tensor_model_parallel_size,
+                           .context = options->context_parallel_size,
+                           .pipeline = options->pipeline_model_parallel_size,
+                           .expert = 1,
+                           .expert_tensor = 1,
+                           .num_query_groups = options->num_query_groups};
+    shape.data = world_size / (shape.tensor * shape.context * shape.pipeline);
+    shape.expert_data = world_size / (shape.expert_tensor * shape.expert * shape.pipeline);
+    MT_CHECK(shape.tensor * shape.context * shape.data * shape.pipeline == world_size);
+    MT_CHECK(shape.expert_tensor * shape.expert * shape.expert_data * shape.pipeline == world_size);
+    return shape;
+}
+
+/* The ranks that differ from `rank` only in the dimensions that are free, counting the first dimension fastest. */
+static int mt_grid_free_dimensions(int *members, const int64_t sizes[4], const bool is_free[4], int rank) {
+    int64_t stride[5] = {1};
+    for (int d = 0; d < 4; d++) stride[d + 1] = stride[d] * sizes[d];
+    int count = 0;
+    for (int64_t other = 0; other < stride[4]; other++) {
+        bool together = true;
+        for (int d = 0; d < 4; d++)
+            together = together && (is_free[d] || other / stride[d] % sizes[d] == rank / stride[d] % sizes[d]);
+        if (together) members[count++] = (int)other;
+    }
+    return count;
+}
+
+/* Of `count` members in a row keeps the first and the last, if `rank` is one of them, else `rank` alone. */
+static int mt_grid_keep_ends(int *members, int count, int rank) {
+    int last = members[count - 1];
+    if (count == 1 || (rank != members[0] && rank != last)) {
+        members[0] = rank;
+        return 1;
+    }
+    members[1] = last;
+    return 2;
+}
+
+/* Of a tensor group keeps the neighbours that hold the same key and value head. */
+static int mt_grid_keep_replicas(int *members, int count, int64_t num_query_groups, int rank) {
+    int copies = num_query_groups > 0 && num_query_groups < count ? count / (int)num_query_groups : 1, place = 0;
+    while (members[place] != rank) place++;
+    memmove(members, members + place / copies * copies, (size_t)copies * sizeof(int));
+    return copies;
+}
+
+int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, int rank) {
+    static const bool is_free[MT_NUM_GROUP_KINDS][4] = {
+        // tp, cp, dp, pp; for experts etp, ep, edp, pp
+        [MT_GROUP_WORLD] = {true, true, true, true},
+        [MT_GROUP_TENSOR] = {true, false, false, false},
+        [MT_GROUP_CONTEXT] = {false, true, false, false},
+        [MT_GROUP_DATA] = {false, false, true, false},
+        [MT_GROUP_DATA_CONTEXT] = {false, true, true, false},
+        [MT_GROUP_PIPELINE] = {false, false, false, true},
+        [MT_GROUP_EMBEDDING] = {false, false, false, true},
+        [MT_GROUP_MODEL] = {true, false, false, true},
+        [MT_GROUP_TENSOR_CONTEXT] = {true, true, false, false},
+        [MT_GROUP_EXPERT] = {false, true, false, false},
+        [MT_GROUP_EXPERT_TENSOR] = {true, false, false, false},
+        [MT_GROUP_EXPERT_DATA] = {false, false, true, false},
+        [MT_GROUP_KV_REPLICAS] = {true, false, false, false},
+    };
+    const int64_t dense[4] = {s->tensor, s->context, s->data, s->pipeline};
+    const int64_t expert[4] = {s->expert_tensor, s->expert, s->expert_data, s->pipeline};
+    bool of_experts = kind == MT_GROUP_EXPERT || kind == MT_GROUP_EXPERT_TENSOR || kind == MT_GROUP_EXPERT_DATA;
+    int count = mt_grid_free_dimensions(members, of_experts ? expert : dense, is_free[kind], rank);
+    if (kind == MT_GROUP_EMBEDDING) return mt_grid_keep_ends(members, count, rank);
+    if (kind == MT_GROUP_KV_REPLICAS) return mt_grid_keep_replicas(members, count, s->num_query_groups, rank);
+    return count;
+}
 
 void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
-    grid->world = (mt_group){.name = "world", .size = 1, .rank = 0};
-    grid->data = (mt_group){.name = "data", .size = 1, .rank = 0};
+    *grid = (mt_grid)MT_GRID_OF_ONE;
     if (!mt_launched_by_mpi()) return;
 #ifdef MT_HAVE_MPI
-    static MPI_Comm world;
+    MPI_Comm *world = mt_malloc(sizeof *world);
     MPI_Init(argc, argv);
-    world = MPI_COMM_WORLD;
-    grid->world.comm = &world;
-    MPI_Comm_size(world, &grid->world.size);
-    MPI_Comm_rank(world, &grid->world.rank);
-    grid->data = grid->world;
-    grid->data.name = "data";
-    mt_share_threads();
+    *world = MPI_COMM_WORLD;
+    grid->world.comm = world;
+    MPI_Comm_size(*world, &grid->world.size);
+    MPI_Comm_rank(*world, &grid->world.rank);
+    grid->world.members = mt_malloc(grid->world.size * (int64_t)sizeof(int));
+    for (int i = 0; i < grid->world.size; i++) grid->world.members[i] = i;
+    mt_share_threads(&grid->world);
 #else
     (void)argc, (void)argv;
     const char *size = getenv("OMPI_COMM_WORLD_SIZE");
@@ -3541,65 +3691,697 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
 #endif
 }
 
-void mt_grid_stop(mt_grid *grid) {
+/* Makes one group; all ranks of the world call it together, since each is in one group of every kind. */
+static void mt_group_make(mt_group *group, const mt_group *world, const int *members, int count) {
+    group->size = count;
+    group->rank = 0;
+    group->members = mt_malloc(count * (int64_t)sizeof(int));
+    memcpy(group->members, members, (size_t)count * sizeof(int));
+    while (members[group->rank] != world->rank) group->rank++;
 #ifdef MT_HAVE_MPI
-    if (grid->world.comm) MPI_Finalize();
+    if (!world->comm) return;
+    MPI_Comm comm;
+    MPI_Comm_split(*(MPI_Comm *)world->comm, count > 1 ? members[0] : MPI_UNDEFINED, world->rank, &comm);
+    if (count == 1) return;
+    group->comm = mt_malloc(sizeof comm);
+    *(MPI_Comm *)group->comm = comm;
 #endif
-    grid->world.comm = grid->data.comm = NULL;
+}
+
+/* The watchdog: a thread that looks at what this rank waits for. A rank that hangs keeps all others waiting, so the job
+ * ends with a line from each of them; the rank without a line is the one to look at. One process is one rank and ops
+ * have no context, so it is a static object. */
+static struct {
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t stops;
+    bool running, stopping;
+    int rank;
+    double timeout, since;
+    const char *operation, *group;           // waited for since; NULL: nothing
+    const char *last_operation, *last_group; // enqueued last on a device
+} mt_watch = {.lock = PTHREAD_MUTEX_INITIALIZER, .stops = PTHREAD_COND_INITIALIZER};
+
+void mt_watch_begin(const char *operation, const char *group) {
+    if (!mt_watch.running) return;
+    pthread_mutex_lock(&mt_watch.lock);
+    mt_watch.operation = operation, mt_watch.group = group;
+    mt_watch.since = mt_time();
+    pthread_mutex_unlock(&mt_watch.lock);
+}
+
+void mt_watch_end(void) {
+    if (!mt_watch.running) return;
+    pthread_mutex_lock(&mt_watch.lock);
+    mt_watch.operation = NULL;
+    pthread_mutex_unlock(&mt_watch.lock);
+}
+
+void mt_watch_note(const char *operation, const char *group) {
+    if (!mt_watch.running) return;
+    pthread_mutex_lock(&mt_watch.lock);
+    mt_watch.last_operation = operation, mt_watch.last_group = group;
+    pthread_mutex_unlock(&mt_watch.lock);
+}
+
+/* Says what was waited for and ends the job. The others get a moment to say theirs. */
+static void mt_watch_bark(void) {
+    char last[160] = "";
+    if (mt_watch.last_operation)
+        snprintf(last, sizeof last, " (enqueued last: %s in group %s)", mt_watch.last_operation, mt_watch.last_group);
+    fprintf(
+        stderr,
+        "error: rank %d waited more than %g s for %s in group %s%s: a rank that does not say so too hangs or is far "
+        "behind; --distributed-timeout-seconds sets the time\n",
+        mt_watch.rank, mt_watch.timeout, mt_watch.operation, mt_watch.group, last);
+    sleep(1);
+    alarm(10); // should MPI be in no state to abort
+#ifdef MT_HAVE_MPI
+    MPI_Abort(MPI_COMM_WORLD, 1);
+#endif
+    _exit(1);
+}
+
+static void *mt_watch_run(void *unused) {
+    (void)unused;
+    pthread_mutex_lock(&mt_watch.lock);
+    while (!mt_watch.stopping) {
+        struct timespec next;
+        clock_gettime(CLOCK_REALTIME, &next);
+        next.tv_nsec += 250000000;
+        next.tv_sec += next.tv_nsec / 1000000000;
+        next.tv_nsec %= 1000000000;
+        pthread_cond_timedwait(&mt_watch.stops, &mt_watch.lock, &next);
+        if (mt_watch.operation && mt_time() - mt_watch.since > mt_watch.timeout) mt_watch_bark();
+    }
+    pthread_mutex_unlock(&mt_watch.lock);
+    return NULL;
+}
+
+static void mt_watch_start(int rank, double timeout) {
+    if (mt_watch.running) return;
+    sigset_t all, old; // signals are for the thread that trains
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    mt_watch.rank = rank, mt_watch.timeout = timeout, mt_watch.stopping = false;
+    mt_watch.operation = mt_watch.last_operation = NULL;
+    mt_watch.running = pthread_create(&mt_watch.thread, NULL, mt_watch_run, NULL) == 0;
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    if (!mt_watch.running) mt_die("the watchdog's thread cannot be started");
+}
+
+static void mt_watch_stop(void) {
+    if (!mt_watch.running) return;
+    pthread_mutex_lock(&mt_watch.lock);
+    mt_watch.stopping = true;
+    pthread_cond_signal(&mt_watch.stops);
+    pthread_mutex_unlock(&mt_watch.lock);
+    pthread_join(mt_watch.thread, NULL);
+    mt_watch.running = false;
+}
+
+int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error) {
+    int64_t together =
+        options->tensor_model_parallel_size * options->context_parallel_size * options->pipeline_model_parallel_size;
+    if (together < 1 || grid->world.size % together != 0)
+        return mt_error_set(error, "%d ranks do not divide by the %lld that hold one model", grid->world.size,
+                            (long long)together);
+    mt_grid_shape shape = mt_grid_shape_of(options, grid->world.size);
+    int *members = mt_malloc(grid->world.size * (int64_t)sizeof(int));
+    for (int kind = MT_GROUP_WORLD + 1; kind < MT_NUM_GROUP_KINDS; kind++) {
+        int count = mt_grid_members(members, &shape, kind, grid->world.rank);
+        mt_group_make(mt_grid_group(grid, kind), &grid->world, members, count);
+    }
+    free(members);
+    if (grid->world.size > 1) mt_watch_start(grid->world.rank, (double)options->distributed_timeout_seconds);
+    return 0;
+}
+
+/* Appends ranks to a line as runs: "3", "0-3", or "0-24:8" for every eighth. Returns the new length. */
+static int mt_grid_write_members(char *line, int length, int room, const int *members, int count) {
+    for (int i = 0, next; i < count; i = next) {
+        int step = i + 1 < count ? members[i + 1] - members[i] : 1;
+        for (next = i + 1; next < count && members[next] - members[next - 1] == step;) next++;
+        if (next - i == 2 && step > 1) next--; // two ranks far apart are no run
+        length += snprintf(line + length, (size_t)mt_max(0, room - length), "%s%d", i > 0 ? "," : "", members[i]);
+        if (next - i == 1) continue;
+        length += snprintf(line + length, (size_t)mt_max(0, room - length), "-%d", members[next - 1]);
+        if (step > 1) length += snprintf(line + length, (size_t)mt_max(0, room - length), ":%d", step);
+    }
+    return length;
+}
+
+void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file) {
+    enum { WIDTH = 68 };
+    int world = grid->world.size, *members = mt_malloc(world * (int64_t)sizeof(int));
+    mt_grid_shape shape = mt_grid_shape_of(options, world);
+    fprintf(file, "%-16s %5s %6s  ranks (0-6:2 is 0,2,4,6)\n", "group", "size", "groups");
+    for (int kind = 0; kind < MT_NUM_GROUP_KINDS; kind++) {
+        char line[WIDTH + 1] = "";
+        int length = 0, groups = 0, size = 1;
+        for (int rank = 0; rank < world; rank++) {
+            char text[WIDTH + 1];
+            int count = mt_grid_members(members, &shape, kind, rank);
+            if (members[0] != rank || count == 1) continue; // each group once, at its first rank
+            int added = mt_grid_write_members(text, 0, sizeof text, members, count);
+            groups++, size = count;
+            if (length >= WIDTH - 3) continue; // the line is full
+            if (length + added + 1 > WIDTH - 4 || added >= WIDTH)
+                length = WIDTH - 3, strcat(line, " ...");
+            else
+                length += snprintf(line + length, sizeof line - (size_t)length, "%s%s", length ? " " : "", text);
+        }
+        const char *name = mt_grid_group((mt_grid *)grid, kind)->name;
+        if (groups == 0)
+            fprintf(file, "%-16s %5d\n", name, 1);
+        else
+            fprintf(file, "%-16s %5d %6d  %s\n", name, size, groups, line);
+    }
+    free(members);
+}
+
+/* The first kind of group with the same members: such groups share a communicator. */
+static mt_group *mt_grid_same_members(mt_grid *grid, mt_group_kind kind) {
+    const mt_group *group = mt_grid_group(grid, kind);
+    for (int k = 0; k < (int)kind; k++) {
+        mt_group *other = mt_grid_group(grid, k);
+        if (other->size != group->size) continue;
+        if (memcmp(other->members, group->members, (size_t)group->size * sizeof(int)) == 0) return other;
+    }
+    return NULL;
+}
+
+const mt_ops *mt_backend_open(const char *device, mt_grid *grid, mt_error *error) {
+    if (strcmp(device, "cpu") == 0) return &mt_cpu_ops;
+    int local_rank, local_ranks;
+    mt_host_ranks(&grid->world, &local_rank, &local_ranks);
+    const mt_ops *ops = mt_cuda_open(local_rank, error);
+#ifndef MT_HAVE_NCCL
+    if (ops && grid->world.size > 1) {
+        mt_error_set(error, "several GPUs need NCCL, which this build does not have; install it and run make again, "
+                            "start one rank, or take --device cpu");
+        ops = NULL;
+    }
+#endif
+    if (strcmp(device, "auto") == 0) { // a GPU for every rank, or for none
+        double missing = ops == NULL;
+        mt_all_reduce_max(&grid->world, &missing, 1, MT_F64);
+        if (missing > 0) return &mt_cpu_ops;
+    }
+    for (int kind = 0; ops && kind < MT_NUM_GROUP_KINDS; kind++) {
+        mt_group *group = mt_grid_group(grid, kind);
+        if (group->size == 1 || group->nccl) continue;
+        const mt_group *same = mt_grid_same_members(grid, kind);
+        if (same)
+            group->nccl = same->nccl;
+        else if (mt_cuda_group_open(group, error) != 0)
+            return NULL;
+    }
+    return ops;
+}
+
+void mt_grid_stop(mt_grid *grid) {
+    for (int kind = MT_NUM_GROUP_KINDS - 1; kind >= 0; kind--) {
+        mt_group *group = mt_grid_group(grid, kind);
+        if (group->nccl && !mt_grid_same_members(grid, kind)) mt_cuda_group_close(group);
+    }
+    mt_watch_stop();
+#ifdef MT_HAVE_MPI
+    bool started = grid->world.comm != NULL;
+#endif
+    for (int kind = MT_NUM_GROUP_KINDS - 1; kind >= 0; kind--) {
+        mt_group *group = mt_grid_group(grid, kind);
+#ifdef MT_HAVE_MPI
+        if (group->comm && kind != MT_GROUP_WORLD) MPI_Comm_free(group->comm);
+#endif
+        free(group->comm);
+        free(group->members);
+    }
+#ifdef MT_HAVE_MPI
+    if (started) MPI_Finalize();
+#endif
+    *grid = (mt_grid)MT_GRID_OF_ONE;
 }
 
 /* ==== §5 collectives ============================================================================================= */
-/* What groups do together. Invariants: every rank of the group calls in the same order; a sum has the same bits on
- * every rank; a group of one returns at once. */
+/* What groups do together, on the CPU by MPI (cuda/comm.cu: on GPUs by NCCL). Invariants: every rank of the group calls
+ * in the same order; a sum is made in rank order, so it has the same bits on every rank and in every run; a group of
+ * one returns at once. */
+
+/* Tags of messages: those within collectives, of mt_send, and of channels. */
+enum { MT_TAG_COLLECTIVE = 0, MT_TAG_HOST = 1, MT_TAG_CHANNEL = 1024, MT_TAGS = 32768 };
+
+/* ---- messages */
 
 #ifdef MT_HAVE_MPI
-/* MPI's counts are int, so a long buffer goes in pieces. */
-static void mt_all_reduce(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype, MPI_Op operation) {
-    MT_CHECK(dtype == MT_F32 || dtype == MT_F64);
-    const int64_t piece = 1 << 28;
-    for (int64_t start = 0; start < count; start += piece) {
-        int64_t length = count - start < piece ? count - start : piece;
-        char *from = (char *)buffer + start * mt_dtype_size(dtype);
-        int status = MPI_Allreduce(MPI_IN_PLACE, from, (int)length, dtype == MT_F32 ? MPI_FLOAT : MPI_DOUBLE, operation,
-                                   *(MPI_Comm *)group->comm);
-        if (status != MPI_SUCCESS) mt_die("all-reduce failed in group %s on rank %d", group->name, group->rank);
-    }
+static void mt_mpi_check(int status, const char *call, const mt_group *group) {
+    if (status != MPI_SUCCESS) mt_die("%s failed in group %s on its rank %d", call, group->name, group->rank);
+}
+
+/* MPI's counts are int: `count` elements of `type` are any number of bytes. Freed by mt_mpi_bytes_free, also while a
+ * message still uses it. */
+typedef struct mt_mpi_bytes {
+    MPI_Datatype type;
+    int count;
+} mt_mpi_bytes;
+
+static mt_mpi_bytes mt_mpi_bytes_of(int64_t bytes) {
+    const int64_t piece = 1 << 30;
+    if (bytes <= piece) return (mt_mpi_bytes){MPI_BYTE, (int)bytes};
+    MPI_Datatype whole, types[2], both;
+    int lengths[2] = {(int)(bytes / piece), (int)(bytes % piece)};
+    MPI_Aint offsets[2] = {0, (MPI_Aint)(bytes / piece * piece)};
+    MPI_Type_contiguous((int)piece, MPI_BYTE, &whole);
+    types[0] = whole, types[1] = MPI_BYTE;
+    MPI_Type_create_struct(2, lengths, offsets, types, &both);
+    MPI_Type_commit(&both);
+    MPI_Type_free(&whole);
+    return (mt_mpi_bytes){both, 1};
+}
+
+static void mt_mpi_bytes_free(mt_mpi_bytes *bytes) {
+    if (bytes->type != MPI_BYTE) MPI_Type_free(&bytes->type);
+}
+
+static MPI_Comm mt_mpi_comm(const mt_group *group) {
+    return *(MPI_Comm *)group->comm;
+}
+
+static void mt_mpi_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag) {
+    mt_mpi_bytes length = mt_mpi_bytes_of(bytes);
+    mt_mpi_check(MPI_Send(buffer, length.count, length.type, to, tag, mt_mpi_comm(group)), "MPI_Send", group);
+    mt_mpi_bytes_free(&length);
+}
+
+static void mt_mpi_start_receive(const mt_group *group, void *buffer, int64_t bytes, int from, int tag,
+                                 MPI_Request *request) {
+    mt_mpi_bytes length = mt_mpi_bytes_of(bytes);
+    mt_mpi_check(MPI_Irecv(buffer, length.count, length.type, from, tag, mt_mpi_comm(group), request), "MPI_Irecv",
+                 group);
+    mt_mpi_bytes_free(&length);
+}
+
+/* A step of a collective: sends to one rank while it receives from another. */
+static void mt_mpi_exchange(const mt_group *group, const void *out, int64_t out_bytes, int to, void *in,
+                            int64_t in_bytes, int from) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    if (in_bytes > 0) mt_mpi_start_receive(group, in, in_bytes, from, MT_TAG_COLLECTIVE, &request);
+    if (out_bytes > 0) mt_mpi_send(group, out, out_bytes, to, MT_TAG_COLLECTIVE);
+    mt_mpi_check(MPI_Wait(&request, MPI_STATUS_IGNORE), "MPI_Wait", group);
 }
 #endif
 
-void mt_all_reduce_sum(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype) {
-    if (group->size == 1) return;
+void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag) {
+    MT_CHECK(to != group->rank && to < group->size && tag >= 0 && tag < MT_TAG_CHANNEL - MT_TAG_HOST);
 #ifdef MT_HAVE_MPI
-    mt_all_reduce(group, buffer, count, dtype, MPI_SUM);
+    mt_watch_begin("send", group->name);
+    mt_mpi_send(group, buffer, bytes, to, MT_TAG_HOST + tag);
+    mt_watch_end();
 #else
-    (void)buffer, (void)count, (void)dtype;
+    (void)buffer, (void)bytes; // without MPI no group has another rank
 #endif
 }
 
-void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype) {
-    if (group->size == 1) return;
+void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from, int tag) {
+    MT_CHECK(from != group->rank && from < group->size && tag >= 0 && tag < MT_TAG_CHANNEL - MT_TAG_HOST);
 #ifdef MT_HAVE_MPI
-    mt_all_reduce(group, buffer, count, dtype, MPI_MAX);
+    MPI_Request request;
+    mt_watch_begin("receive", group->name);
+    mt_mpi_start_receive(group, buffer, bytes, from, MT_TAG_HOST + tag, &request);
+    mt_mpi_check(MPI_Wait(&request, MPI_STATUS_IGNORE), "MPI_Wait", group);
+    mt_watch_end();
 #else
-    (void)buffer, (void)count, (void)dtype;
-#endif
-}
-
-void mt_broadcast(const mt_group *group, void *buffer, int64_t bytes, int root) {
-    if (group->size == 1) return;
-#ifdef MT_HAVE_MPI
-    MT_CHECK(bytes <= INT32_MAX);
-    MPI_Bcast(buffer, (int)bytes, MPI_BYTE, root, *(MPI_Comm *)group->comm);
-#else
-    (void)buffer, (void)bytes, (void)root;
+    (void)buffer, (void)bytes; // without MPI no group has another rank
 #endif
 }
 
 void mt_barrier(const mt_group *group) {
     if (group->size == 1) return;
 #ifdef MT_HAVE_MPI
-    MPI_Barrier(*(MPI_Comm *)group->comm);
+    mt_watch_begin("barrier", group->name);
+    mt_mpi_check(MPI_Barrier(mt_mpi_comm(group)), "MPI_Barrier", group);
+    mt_watch_end();
 #endif
+}
+
+/* ---- sums in rank order */
+
+#ifdef MT_HAVE_MPI
+static void mt_reduce_doubles(double *out, const double *rows, int size, int64_t stride, int64_t n,
+                              mt_reduction reduction) {
+#pragma omp parallel for if (n > MT_PARALLEL)
+    for (int64_t i = 0; i < n; i++) {
+        double value = rows[i];
+        for (int r = 1; r < size; r++) {
+            double x = rows[r * stride + i];
+            value = reduction == MT_SUM ? value + x : x > value ? x : value;
+        }
+        out[i] = value;
+    }
+}
+
+/* out[n] = the sum or maximum of rows[size, n], row 0 first; rows are `stride` elements apart. */
+static void mt_reduce_rows(void *out, const void *rows, int size, int64_t stride, int64_t n, mt_reduction reduction,
+                           mt_dtype dtype) {
+    if (dtype == MT_F64) {
+        mt_reduce_doubles(out, rows, size, stride, n, reduction);
+        return;
+    }
+#pragma omp parallel for if (n > MT_PARALLEL)
+    for (int64_t block = 0; block < n; block += MT_BLOCK) {
+        float sums[MT_BLOCK], scratch[MT_BLOCK];
+        int64_t count = mt_min(MT_BLOCK, n - block);
+        memcpy(sums, mt_row_load(scratch, rows, block, count, dtype), (size_t)count * sizeof(float));
+        for (int r = 1; r < size; r++) {
+            const float *x = mt_row_load(scratch, rows, r * stride + block, count, dtype);
+            if (reduction == MT_SUM)
+                for (int64_t i = 0; i < count; i++) sums[i] += x[i];
+            else
+                for (int64_t i = 0; i < count; i++) sums[i] = x[i] > sums[i] ? x[i] : sums[i];
+        }
+        if (dtype == MT_F32) memcpy((float *)out + block, sums, (size_t)count * sizeof(float));
+        mt_row_close(out, block, sums, count, dtype);
+    }
+}
+
+/* Elements of a slice that ranks sum at once, such that their rows fit a bounded scratch. */
+static int64_t mt_reduce_slice(const mt_group *group) {
+    return mt_max(1024, (1 << 20) / group->size);
+}
+
+static int64_t mt_clamp(int64_t x, int64_t low, int64_t high) {
+    return mt_min(mt_max(x, low), high);
+}
+
+/* out = the reduction of slice `rank` over the group. Slice r is at in + r * stride, n elements or what is left of it
+ * before `end`. All ranks send first: `out` may lie in the own slice. */
+static void mt_mpi_reduce_slices(void *out, const char *in, int64_t stride, int64_t n, int64_t end,
+                                 const mt_group *group, mt_reduction reduction, mt_dtype dtype) {
+    int size = group->size, rank = group->rank;
+    int64_t width = mt_dtype_size(dtype), own = mt_clamp(end - rank * stride, 0, n);
+    char *rows = (char *)mt_scratch_grow(mt_blocks(size * n * width, 4));
+    memcpy(rows + rank * n * width, in + rank * stride * width, (size_t)(own * width));
+    for (int step = 1; step < size; step++) {
+        int to = (rank + step) % size, from = (rank - step + size) % size;
+        mt_mpi_exchange(group, in + to * stride * width, mt_clamp(end - to * stride, 0, n) * width, to,
+                        rows + from * n * width, own * width, from);
+    }
+    mt_reduce_rows(out, rows, size, n, own, reduction, dtype);
+}
+
+/* A few numbers: one gather, and every rank makes the same sum. */
+static void mt_mpi_all_reduce_small(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
+                                    const mt_group *group) {
+    int64_t bytes = count * mt_dtype_size(dtype);
+    char *rows = (char *)mt_scratch_grow(mt_blocks(group->size * bytes, 4));
+    mt_mpi_check(MPI_Allgather(buffer, (int)bytes, MPI_BYTE, rows, (int)bytes, MPI_BYTE, mt_mpi_comm(group)),
+                 "MPI_Allgather", group);
+    mt_reduce_rows(buffer, rows, group->size, count, count, reduction, dtype);
+}
+
+/* Every rank sums a slice, then sends it to all: each moves 2 (size - 1) / size of the buffer. */
+static void mt_mpi_all_reduce(char *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
+                              const mt_group *group) {
+    int size = group->size, rank = group->rank;
+    int64_t width = mt_dtype_size(dtype), together = mt_reduce_slice(group) * size;
+    if (count * width <= 1 << 14) {
+        mt_mpi_all_reduce_small(buffer, count, reduction, dtype, group);
+        return;
+    }
+    for (int64_t start = 0; start < count; start += together) {
+        char *piece = buffer + start * width;
+        int64_t end = mt_min(together, count - start), n = mt_blocks(end, size);
+        int64_t own = mt_clamp(end - rank * n, 0, n);
+        mt_mpi_reduce_slices(piece + rank * n * width, piece, n, n, end, group, reduction, dtype);
+        for (int step = 1; step < size; step++) {
+            int to = (rank + step) % size, from = (rank - step + size) % size;
+            mt_mpi_exchange(group, piece + rank * n * width, own * width, to, piece + from * n * width,
+                            mt_clamp(end - from * n, 0, n) * width, from);
+        }
+    }
+}
+#endif
+
+static void mt_host_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
+                               const mt_group *group) {
+    MT_CHECK(dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F64);
+    if (group->size == 1 || count == 0) return;
+#ifdef MT_HAVE_MPI
+    mt_watch_begin("all_reduce", group->name);
+    mt_mpi_all_reduce(buffer, count, reduction, dtype, group);
+    mt_watch_end();
+#else
+    (void)buffer, (void)reduction;
+#endif
+}
+
+static void mt_cpu_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
+                              const mt_group *group, mt_stream *stream) {
+    (void)stream;
+    mt_host_all_reduce(buffer, count, reduction, dtype, group);
+}
+
+static void mt_cpu_reduce_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                                  mt_stream *stream) {
+    (void)stream;
+    MT_CHECK(dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F64);
+    int64_t width = mt_dtype_size(dtype);
+    if (group->size == 1 && out != in) memmove(out, in, (size_t)(count * width));
+    if (group->size == 1 || count == 0) return;
+#ifdef MT_HAVE_MPI
+    int64_t slice = mt_reduce_slice(group);
+    mt_watch_begin("reduce_scatter", group->name);
+    for (int64_t start = 0; start < count; start += slice)
+        mt_mpi_reduce_slices((char *)out + start * width, (const char *)in + start * width, count,
+                             mt_min(slice, count - start), group->size * count - start, group, MT_SUM, dtype);
+    mt_watch_end();
+#endif
+}
+
+void mt_all_reduce_sum(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype) {
+    mt_host_all_reduce(buffer, count, MT_SUM, dtype, group);
+}
+
+void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype) {
+    mt_host_all_reduce(buffer, count, MT_MAX, dtype, group);
+}
+
+/* ---- what only moves */
+
+static void mt_cpu_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                              mt_stream *stream) {
+    (void)stream;
+    int64_t bytes = count * mt_dtype_size(dtype);
+    char *own = (char *)out + group->rank * bytes;
+    if (own != in) memmove(own, in, (size_t)bytes);
+    if (group->size == 1 || count == 0) return;
+#ifdef MT_HAVE_MPI
+    mt_watch_begin("all_gather", group->name);
+    for (int step = 1; step < group->size; step++) {
+        int to = (group->rank + step) % group->size, from = (group->rank - step + group->size) % group->size;
+        mt_mpi_exchange(group, own, bytes, to, (char *)out + from * bytes, bytes, from);
+    }
+    mt_watch_end();
+#endif
+}
+
+static void mt_cpu_all_to_all(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                              mt_stream *stream) {
+    (void)stream;
+    int64_t bytes = count * mt_dtype_size(dtype), own = group->rank * bytes;
+    if (out != in) memmove((char *)out + own, (const char *)in + own, (size_t)bytes);
+    if (group->size == 1 || count == 0) return;
+    MT_CHECK(out != in);
+#ifdef MT_HAVE_MPI
+    mt_watch_begin("all_to_all", group->name);
+    for (int step = 1; step < group->size; step++) {
+        int to = (group->rank + step) % group->size, from = (group->rank - step + group->size) % group->size;
+        mt_mpi_exchange(group, (const char *)in + to * bytes, bytes, to, (char *)out + from * bytes, bytes, from);
+    }
+    mt_watch_end();
+#endif
+}
+
+static int64_t mt_sum_before(const int64_t *counts, int end) {
+    int64_t sum = 0;
+    for (int i = 0; i < end; i++) sum += counts[i];
+    return sum;
+}
+
+static void mt_cpu_all_to_all_v(void *out, const int64_t *out_counts, const void *in, const int64_t *in_counts,
+                                mt_dtype dtype, const mt_group *group, mt_stream *stream) {
+    (void)stream;
+    int rank = group->rank;
+    int64_t width = mt_dtype_size(dtype);
+    MT_CHECK(out_counts[rank] == in_counts[rank]);
+    if (out != in)
+        memmove((char *)out + mt_sum_before(out_counts, rank) * width,
+                (const char *)in + mt_sum_before(in_counts, rank) * width, (size_t)(in_counts[rank] * width));
+    if (group->size == 1) return;
+#ifdef MT_HAVE_MPI
+    mt_watch_begin("all_to_all_v", group->name);
+    for (int step = 1; step < group->size; step++) {
+        int to = (rank + step) % group->size, from = (rank - step + group->size) % group->size;
+        mt_mpi_exchange(group, (const char *)in + mt_sum_before(in_counts, to) * width, in_counts[to] * width, to,
+                        (char *)out + mt_sum_before(out_counts, from) * width, out_counts[from] * width, from);
+    }
+    mt_watch_end();
+#endif
+}
+
+void mt_broadcast(const mt_group *group, void *buffer, int64_t bytes, int root) {
+    if (group->size == 1) return;
+#ifdef MT_HAVE_MPI
+    const int64_t piece = 1 << 30;
+    mt_watch_begin("broadcast", group->name);
+    for (int64_t start = 0; start < bytes; start += piece)
+        mt_mpi_check(
+            MPI_Bcast((char *)buffer + start, (int)mt_min(piece, bytes - start), MPI_BYTE, root, mt_mpi_comm(group)),
+            "MPI_Bcast", group);
+    mt_watch_end();
+#else
+    (void)buffer, (void)bytes, (void)root;
+#endif
+}
+
+static void mt_cpu_broadcast(void *buffer, int64_t count, mt_dtype dtype, int root, const mt_group *group,
+                             mt_stream *stream) {
+    (void)stream;
+    mt_broadcast(group, buffer, count * mt_dtype_size(dtype), root);
+}
+
+static void mt_cpu_stream_follow(mt_stream *stream, mt_stream *other) {
+    (void)stream, (void)other; // everything is done at once
+}
+
+/* ---- channels */
+
+typedef struct mt_cpu_channel {
+    mt_channel head;
+#ifdef MT_HAVE_MPI
+    MPI_Request requests[MT_CHANNEL_TICKETS]; // of ticket i at i % MT_CHANNEL_TICKETS
+#endif
+} mt_cpu_channel;
+
+static mt_channel *mt_cpu_channel_open(const mt_group *group, int from, int to, int id) {
+    MT_CHECK(from != to && from < group->size && to < group->size && id >= 0 && id < MT_TAGS - MT_TAG_CHANNEL);
+    if (group->rank != from && group->rank != to) return NULL;
+    mt_cpu_channel *channel = mt_calloc(sizeof *channel);
+    channel->head = (mt_channel){.group = group, .from = from, .to = to, .id = id};
+#ifdef MT_HAVE_MPI
+    for (int i = 0; i < MT_CHANNEL_TICKETS; i++) channel->requests[i] = MPI_REQUEST_NULL;
+#endif
+    return &channel->head;
+}
+
+static void mt_cpu_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *stream) {
+    (void)stream;
+    MT_CHECK(ticket >= 0 && ticket < channel->next);
+    if (ticket + MT_CHANNEL_TICKETS < channel->next) return; // its place was needed, so it was waited for then
+#ifdef MT_HAVE_MPI
+    MPI_Request *request = &((mt_cpu_channel *)channel)->requests[ticket % MT_CHANNEL_TICKETS];
+    mt_watch_begin(channel->group->rank == channel->from ? "channel_send" : "channel_recv", channel->group->name);
+    mt_mpi_check(MPI_Wait(request, MPI_STATUS_IGNORE), "MPI_Wait", channel->group);
+    mt_watch_end();
+#endif
+}
+
+/* The place of the next message, free, and its ticket. */
+static int64_t mt_cpu_channel_next(mt_channel *channel, int64_t bytes) {
+    int64_t ticket = channel->next;
+    if (ticket >= MT_CHANNEL_TICKETS) mt_cpu_channel_wait(channel, ticket - MT_CHANNEL_TICKETS, NULL);
+    channel->bytes[ticket % MT_CHANNEL_TICKETS] = bytes;
+    channel->next++;
+    return ticket;
+}
+
+static int64_t mt_cpu_channel_send(mt_channel *channel, const void *buffer, int64_t count, mt_dtype dtype,
+                                   mt_stream *stream) {
+    (void)stream;
+    MT_CHECK(channel->group->rank == channel->from);
+    int64_t bytes = count * mt_dtype_size(dtype), ticket = mt_cpu_channel_next(channel, bytes);
+#ifdef MT_HAVE_MPI
+    mt_mpi_bytes length = mt_mpi_bytes_of(bytes);
+    mt_mpi_check(MPI_Isend(buffer, length.count, length.type, channel->to, MT_TAG_CHANNEL + channel->id,
+                           mt_mpi_comm(channel->group),
+                           &((mt_cpu_channel *)channel)->requests[ticket % MT_CHANNEL_TICKETS]),
+                 "MPI_Isend", channel->group);
+    mt_mpi_bytes_free(&length);
+#else
+    (void)buffer;
+#endif
+    return ticket;
+}
+
+static int64_t mt_cpu_channel_recv(mt_channel *channel, void *buffer, int64_t count, mt_dtype dtype,
+                                   mt_stream *stream) {
+    (void)stream;
+    MT_CHECK(channel->group->rank == channel->to);
+    int64_t bytes = count * mt_dtype_size(dtype), ticket = mt_cpu_channel_next(channel, bytes);
+#ifdef MT_HAVE_MPI
+    mt_mpi_start_receive(channel->group, buffer, bytes, channel->from, MT_TAG_CHANNEL + channel->id,
+                         &((mt_cpu_channel *)channel)->requests[ticket % MT_CHANNEL_TICKETS]);
+#else
+    (void)buffer;
+#endif
+    return ticket;
+}
+
+static void mt_cpu_channel_close(mt_channel *channel) {
+    if (!channel) return;
+    for (int64_t i = mt_max(0, channel->next - MT_CHANNEL_TICKETS); i < channel->next; i++)
+        mt_cpu_channel_wait(channel, i, NULL);
+    free(channel);
+}
+
+/* ---- options that every rank must share */
+
+/* The values of all options, one after another, each ended by a 0; NULL counts the bytes. */
+static int64_t mt_options_values(const mt_options *options, char *values) {
+    int64_t bytes = 0;
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name || mt_option_of(row->offset) != row) continue;
+        char *text = mt_option_text(options, row);
+        int64_t length = (int64_t)strlen(text) + 1;
+        if (values) memcpy(values + bytes, text, (size_t)length);
+        bytes += length;
+        free(text);
+    }
+    return bytes;
+}
+
+/* Compares with the values of rank 0; says where they differ. */
+static bool mt_options_differ(const mt_options *options, const char *values, int64_t bytes, int rank, mt_error *error) {
+    const char *end = values + bytes;
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name || mt_option_of(row->offset) != row) continue;
+        const char *theirs = values < end ? values : "";
+        char *ours = mt_option_text(options, row);
+        bool differs = strcmp(ours, theirs) != 0;
+        if (differs)
+            mt_error_set(error, "rank %d has --%s '%.200s' and rank 0 '%.200s'; give every rank the same options", rank,
+                         row->name, ours, theirs);
+        free(ours);
+        if (differs) return true;
+        values += strlen(theirs) + 1;
+    }
+    return false;
+}
+
+int mt_options_agree(const mt_options *options, const mt_group *world, mt_error *error) {
+    if (world->size == 1) return 0;
+    int64_t bytes = mt_options_values(options, NULL);
+    mt_broadcast(world, &bytes, sizeof bytes, 0);
+    char *values = mt_calloc(bytes + 1);
+    if (world->rank == 0) mt_options_values(options, values);
+    mt_broadcast(world, values, bytes, 0);
+    bool differs = mt_options_differ(options, values, bytes, world->rank, error);
+    free(values);
+    double first = differs ? world->size - world->rank : 0; // the largest is that of the lowest rank
+    mt_all_reduce_max(world, &first, 1, MT_F64);
+    if (first == 0) return 0;
+    mt_broadcast(world, error->text, sizeof error->text, world->size - (int)first); // every rank fails alike
+    return -1;
 }
 
 /* ==== §8 the parameter table ===================================================================================== */
@@ -4882,6 +5664,10 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
 
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
+    if (grid->tensor.size > 1 || grid->pipeline.size > 1 || grid->context.size > 1)
+        return mt_error_set(error, "this version computes with data parallelism only: leave out "
+                                   "--tensor-model-parallel-size, --pipeline-model-parallel-size and "
+                                   "--context-parallel-size");
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;
@@ -5181,7 +5967,7 @@ static void mt_gradients_begin(mt_model *m) {
 
 static void mt_gradients_finish(mt_model *m) {
     for (int64_t i = 0; i < m->num_buckets; i++)
-        mt_all_reduce_sum(&m->grid->data, m->buckets[i].grads, m->buckets[i].count, MT_F32);
+        m->ops->all_reduce(m->buckets[i].grads, m->buckets[i].count, MT_SUM, MT_F32, &m->grid->data_context, m->stream);
 }
 
 /* ==== §13 optimizer ============================================================================================== */
@@ -7057,7 +7843,7 @@ int64_t mt_score(mt_model *model, mt_error *error) {
 
 /* Loss and tokens of all ranks; sums[2], the squared norm, starts at 0. */
 static void mt_sums_finish(mt_model *m, double sums[2]) {
-    mt_all_reduce_sum(&m->grid->data, m->sums, 2, MT_F64);
+    m->ops->all_reduce(m->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
     m->ops->memory_copy(sums, m->sums, 2 * 8, m->stream);
     m->ops->stream_wait(m->stream);
 }
@@ -7585,6 +8371,63 @@ static void mt_timed_convert(void *to, mt_dtype to_dtype, const void *from, mt_d
              from_dtype, n);
 }
 
+/* Collectives count what each rank sends, and receives, at least. A group of one does nothing and is not recorded. */
+
+static void mt_timed_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
+                                const mt_group *group, mt_stream *stream) {
+    if (group->size == 1) return;
+    mt_work work = mt_work_bytes(count, 2 * mt_dtype_size(dtype)); // in two halves: summed slices, then the slices
+    work.bytes *= (double)(group->size - 1) / group->size;
+    MT_TIMED(all_reduce, work, buffer, count, reduction, dtype, group);
+}
+
+static void mt_timed_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                                mt_stream *stream) {
+    if (group->size == 1)
+        mt_profiler.ops->all_gather(out, in, count, dtype, group, stream);
+    else
+        MT_TIMED(all_gather, mt_work_bytes((group->size - 1) * count, mt_dtype_size(dtype)), out, in, count, dtype,
+                 group);
+}
+
+static void mt_timed_reduce_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                                    mt_stream *stream) {
+    if (group->size == 1)
+        mt_profiler.ops->reduce_scatter(out, in, count, dtype, group, stream);
+    else
+        MT_TIMED(reduce_scatter, mt_work_bytes((group->size - 1) * count, mt_dtype_size(dtype)), out, in, count, dtype,
+                 group);
+}
+
+static void mt_timed_all_to_all(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                                mt_stream *stream) {
+    if (group->size == 1)
+        mt_profiler.ops->all_to_all(out, in, count, dtype, group, stream);
+    else
+        MT_TIMED(all_to_all, mt_work_bytes((group->size - 1) * count, mt_dtype_size(dtype)), out, in, count, dtype,
+                 group);
+}
+
+static void mt_timed_all_to_all_v(void *out, const int64_t *out_counts, const void *in, const int64_t *in_counts,
+                                  mt_dtype dtype, const mt_group *group, mt_stream *stream) {
+    int64_t sent = mt_sum_before(in_counts, group->size) - in_counts[group->rank];
+    if (group->size == 1)
+        mt_profiler.ops->all_to_all_v(out, out_counts, in, in_counts, dtype, group, stream);
+    else
+        MT_TIMED(all_to_all_v, mt_work_bytes(sent, mt_dtype_size(dtype)), out, out_counts, in, in_counts, dtype, group);
+}
+
+static void mt_timed_broadcast(void *buffer, int64_t count, mt_dtype dtype, int root, const mt_group *group,
+                               mt_stream *stream) {
+    if (group->size == 1) return;
+    MT_TIMED(broadcast, mt_work_bytes(count, mt_dtype_size(dtype)), buffer, count, dtype, root, group);
+}
+
+/* The time that a message keeps the stream waiting; to start one takes none. */
+static void mt_timed_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *stream) {
+    MT_TIMED(channel_wait, mt_work_bytes(channel->bytes[ticket % MT_CHANNEL_TICKETS], 1), channel, ticket);
+}
+
 /* What gives no work to the device is the real operation itself. */
 static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
     return (mt_ops){
@@ -7630,6 +8473,18 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .adamw_step = mt_timed_adamw_step,
         .random_normal = mt_timed_random_normal,
         .convert = mt_timed_convert,
+        .all_reduce = mt_timed_all_reduce,
+        .all_gather = mt_timed_all_gather,
+        .reduce_scatter = mt_timed_reduce_scatter,
+        .all_to_all = mt_timed_all_to_all,
+        .all_to_all_v = mt_timed_all_to_all_v,
+        .broadcast = mt_timed_broadcast,
+        .stream_follow = ops->stream_follow,
+        .channel_open = ops->channel_open,
+        .channel_send = ops->channel_send,
+        .channel_recv = ops->channel_recv,
+        .channel_wait = mt_timed_channel_wait,
+        .channel_close = ops->channel_close,
     };
 }
 

@@ -141,6 +141,10 @@ typedef struct mt_options {
     double exit_duration_in_mins;
     bool bf16, deterministic_mode;
     char *device; // auto | cpu | cuda
+    /* parallelism */
+    int64_t tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size;
+    bool sequence_parallel;
+    int64_t distributed_timeout_seconds;
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
     char *split, *tokenizer_type, *tokenizer_model, *dataloader_type, *tokens_file;
@@ -157,6 +161,7 @@ typedef struct mt_options {
     int64_t top_k, max_new_tokens, max_sequences;
     uint64_t given[3]; // a bit a row of the table: given by the user, so config.json does not override it
     /* derived by mt_options_finish, or read from a Hugging Face config; not options themselves */
+    int64_t data_parallel_size; // ranks / (tensor, pipeline and context sizes)
     int64_t padded_vocab_size;
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
@@ -422,6 +427,73 @@ typedef void mt_random_normal_fn(void *param, int64_t n, uint64_t key, int64_t f
 typedef void mt_convert_fn(void *to, mt_dtype to_dtype, const void *from, mt_dtype from_dtype, int64_t n,
                            mt_stream *stream);
 
+/* ---- collectives of §5, on the backend's device memory, enqueued like any operation. Every rank of the group calls in
+ * the same order with the same count. A group of one returns at once, or copies where `out` is not `in`. Counts are
+ * elements and may be past 2^31. Sums have the same bits on every rank and in every run: the CPU adds in rank order;
+ * NCCL keeps its own order, which a layout does not change. */
+
+/* Ranks that work together, in the order of their world ranks. A group of one needs no library. */
+typedef struct mt_group {
+    const char *name; // for messages: "world", "data"
+    int size, rank;   // of this process in the group
+    int *members;     // [size] world ranks; NULL: rank 0 alone
+    void *comm;       // MPI_Comm *, NULL for a group of one
+    void *nccl;       // the CUDA backend's ncclComm_t, NULL otherwise
+} mt_group;
+
+typedef enum mt_reduction { MT_SUM, MT_MAX } mt_reduction;
+
+/* buffer[count] = its sum or maximum over the group; MT_F32, MT_BF16 or MT_F64. The CPU sums bf16 in fp32 and rounds
+ * once. */
+typedef void mt_all_reduce_fn(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
+                              const mt_group *group, mt_stream *stream);
+/* out[size, count] = in[count] of every rank, in rank order; `in` may be out + rank * count. Any type. */
+typedef void mt_all_gather_fn(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                              mt_stream *stream);
+/* out[count] = the sum over the group of row `rank` of in[size, count]; `out` may be that row. Types and sums as in
+ * all_reduce. */
+typedef void mt_reduce_scatter_fn(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                                  mt_stream *stream);
+/* out[size, count]: row r is row `rank` of rank r's in[size, count]. `out` and `in` do not overlap. Any type. */
+typedef void mt_all_to_all_fn(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                              mt_stream *stream);
+/* The same with in_counts[size] elements for each rank and out_counts[size] from each, packed one after another. The
+ * counts are in host memory and may be reused when the call returns. */
+typedef void mt_all_to_all_v_fn(void *out, const int64_t *out_counts, const void *in, const int64_t *in_counts,
+                                mt_dtype dtype, const mt_group *group, mt_stream *stream);
+/* buffer[count] = rank root's. Any type. */
+typedef void mt_broadcast_fn(void *buffer, int64_t count, mt_dtype dtype, int root, const mt_group *group,
+                             mt_stream *stream);
+/* What is enqueued on `stream` from now on waits for all that `other` holds now. */
+typedef void mt_stream_follow_fn(mt_stream *stream, mt_stream *other);
+
+/* ---- channels: messages of a pipeline, from one rank of a group to another, in order. Directions never wait for one
+ * another: each has its own tag, or stream and communicator. */
+
+/* The head of a backend's channel, which follows it. */
+enum { MT_CHANNEL_TICKETS = 64 }; // messages that may be under way, not waited for, at once
+typedef struct mt_channel {
+    const mt_group *group;
+    int from, to, id;                  // ranks of the group; the number that tells channels between them apart
+    int64_t next;                      // ticket of the next message
+    int64_t bytes[MT_CHANNEL_TICKETS]; // of ticket i at i % MT_CHANNEL_TICKETS
+} mt_channel;
+
+/* Both ends call it with the same arguments; NULL for other ranks. It may wait for the other end, so every rank opens
+ * its channels in one order: by ascending id, then ascending `from`. `group` outlives the channel. */
+typedef mt_channel *mt_channel_open_fn(const mt_group *group, int from, int to, int id);
+/* Sends or receives buffer[count] once all that `stream` holds now is done; returns the message's ticket, 0, 1, 2, ...
+ * The buffer is the channel's until channel_wait. The n-th receive takes the n-th message, of the same count and type.
+ * With MT_CHANNEL_TICKETS messages under way, the host first waits for the oldest. */
+typedef int64_t mt_channel_send_fn(mt_channel *channel, const void *buffer, int64_t count, mt_dtype dtype,
+                                   mt_stream *stream);
+typedef int64_t mt_channel_recv_fn(mt_channel *channel, void *buffer, int64_t count, mt_dtype dtype, mt_stream *stream);
+/* What is enqueued on `stream` from now on happens after that message is through: sent, and its buffer free, or
+ * received, and its data there. */
+typedef void mt_channel_wait_fn(mt_channel *channel, int64_t ticket, mt_stream *stream);
+/* Waits for what is under way and frees the channel, which may be NULL. */
+typedef void mt_channel_close_fn(mt_channel *channel);
+
 /* Every operation of the table, once: the struct, the CPU's prototypes and its table are made from this list, so the
  * contracts of two backends cannot drift apart. */
 #define MT_OPERATIONS(OP)                                                                                              \
@@ -465,7 +537,19 @@ typedef void mt_convert_fn(void *to, mt_dtype to_dtype, const void *from, mt_dty
     OP(gradient_scale)                                                                                                 \
     OP(adamw_step)                                                                                                     \
     OP(random_normal)                                                                                                  \
-    OP(convert)
+    OP(convert)                                                                                                        \
+    OP(all_reduce)                                                                                                     \
+    OP(all_gather)                                                                                                     \
+    OP(reduce_scatter)                                                                                                 \
+    OP(all_to_all)                                                                                                     \
+    OP(all_to_all_v)                                                                                                   \
+    OP(broadcast)                                                                                                      \
+    OP(stream_follow)                                                                                                  \
+    OP(channel_open)                                                                                                   \
+    OP(channel_send)                                                                                                   \
+    OP(channel_recv)                                                                                                   \
+    OP(channel_wait)                                                                                                   \
+    OP(channel_close)
 
 typedef struct mt_ops {
     const char *name; // "cpu"
@@ -488,10 +572,6 @@ void mt_cuda_event_destroy(mt_event *event);
 void mt_cuda_event_record(mt_event *event, mt_stream *stream);
 double mt_cuda_event_seconds(const mt_event *from, const mt_event *to);
 
-/* The backend that --device names: cpu, cuda, or auto, which is cuda for one rank where a GPU answers. NULL is an
- * error. */
-const mt_ops *mt_backend_open(const char *device, int64_t world_size, mt_error *error);
-
 /* Dense operations a second that NVIDIA states for this GPU's matrix products of a type; 0 for GPUs not listed. */
 double mt_cuda_peak_flops(mt_dtype dtype);
 
@@ -501,27 +581,115 @@ double mt_cpu_matmul_rate(int64_t n);
 /* ==== §4 the rank grid and its groups; §5 collectives ==============================================================
  */
 
-/* Ranks that talk to one another. A group of one needs no library. */
-typedef struct mt_group {
-    const char *name; // for messages: "world", "data"
-    int size, rank;
-    void *comm; // MPI_Comm *, NULL for a group of one
-} mt_group;
+/* Every group that a rank is in. Dense layers see the world as tp x cp x dp x pp, experts as etp x ep x edp x pp, the
+ * first letter fastest, with the same pipeline groups. */
+typedef enum mt_group_kind {
+    MT_GROUP_WORLD,
+    MT_GROUP_TENSOR,
+    MT_GROUP_CONTEXT,
+    MT_GROUP_DATA,
+    MT_GROUP_DATA_CONTEXT,
+    MT_GROUP_PIPELINE,
+    MT_GROUP_EMBEDDING,
+    MT_GROUP_MODEL,
+    MT_GROUP_TENSOR_CONTEXT,
+    MT_GROUP_EXPERT,
+    MT_GROUP_EXPERT_TENSOR,
+    MT_GROUP_EXPERT_DATA,
+    MT_GROUP_KV_REPLICAS,
+    MT_NUM_GROUP_KINDS
+} mt_group_kind;
 
 typedef struct mt_grid {
-    mt_group world; // every rank of the job
-    mt_group data;  // ranks with the same parameters and different samples
+    mt_group world;          // every rank of the job
+    mt_group tensor;         // each holds a part of every layer
+    mt_group context;        // each holds a part of every sequence
+    mt_group data;           // the same parameters, different samples
+    mt_group data_context;   // dp and cp: gradients and loss sums are added over it
+    mt_group pipeline;       // the stages, first to last
+    mt_group embedding;      // {first, last} stage, which share tied embeddings; alone elsewhere and with one stage
+    mt_group model;          // tp and pp: together they hold the model, so the global norm is summed over it
+    mt_group tensor_context; // tp and cp
+    mt_group expert, expert_tensor, expert_data;
+    mt_group
+        kv_replicas; // ranks of the tensor group with the same key and value head, where heads are fewer than ranks
 } mt_grid;
 
-/* Joins the job that mpirun or srun started; without one of them, a world of one rank and no MPI call at all. */
+/* A job of one rank without a launcher: `static const mt_grid grid = MT_GRID_OF_ONE`. */
+#define MT_GROUP_OF_ONE(its_name)                                                                                      \
+    { .name = its_name, .size = 1 }
+#define MT_GRID_OF_ONE                                                                                                 \
+    {                                                                                                                  \
+        .world = MT_GROUP_OF_ONE("world"), .tensor = MT_GROUP_OF_ONE("tensor"), .context = MT_GROUP_OF_ONE("context"), \
+        .data = MT_GROUP_OF_ONE("data"), .data_context = MT_GROUP_OF_ONE("data-context"),                              \
+        .pipeline = MT_GROUP_OF_ONE("pipeline"), .embedding = MT_GROUP_OF_ONE("embedding"),                            \
+        .model = MT_GROUP_OF_ONE("model"), .tensor_context = MT_GROUP_OF_ONE("tensor-context"),                        \
+        .expert = MT_GROUP_OF_ONE("expert"), .expert_tensor = MT_GROUP_OF_ONE("expert-tensor"),                        \
+        .expert_data = MT_GROUP_OF_ONE("expert-data"), .kv_replicas = MT_GROUP_OF_ONE("kv-replicas")                   \
+    }
+
+/* The sizes that groups follow from. world = tensor context data pipeline = expert_tensor expert expert_data pipeline.
+ */
+typedef struct mt_grid_shape {
+    int64_t tensor, context, data, pipeline;
+    int64_t expert_tensor, expert, expert_data;
+    int64_t num_query_groups;
+} mt_grid_shape;
+
+/* The shape that finished options give `world_size` ranks. */
+mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size);
+
+/* Writes the world ranks of `rank`'s group of a kind into members[world size], ascending; returns how many. No call to
+ * anything: Megatron-LM's RankGenerator, order tp-cp-ep-dp-pp. */
+int mt_grid_members(int *members, const mt_grid_shape *shape, mt_group_kind kind, int rank);
+
+/* The group of a kind. */
+mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind);
+
+/* Joins the job that mpirun or srun started; without one of them, a world of one rank and no MPI call at all. The other
+ * groups are of one rank until mt_grid_build. */
 void mt_grid_start(mt_grid *grid, int *argc, char ***argv);
+
+/* Makes all groups for finished options; every rank calls it. With several ranks it also starts the watchdog, which
+ * ends the job when one operation keeps this rank waiting for more than options->distributed_timeout_seconds. */
+int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error);
+
+/* Prints the groups of every kind, a line each. */
+void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file);
+
+/* Leaves the job and frees the groups. Streams and channels are gone before. */
 void mt_grid_stop(mt_grid *grid);
 
-/* buffer[count] = its sum (or maximum) over the group, the same bits on every rank. MT_F32 or MT_F64, host memory. */
+/* Fails on every rank, naming the first rank and option that differ from rank 0's. Every rank calls it, after
+ * mt_options_finish. */
+int mt_options_agree(const mt_options *options, const mt_group *world, mt_error *error);
+
+/* The backend that --device names, ready for the grid's groups, so after mt_grid_build: cpu, cuda (a GPU for each rank
+ * of a host, by the rank's number there, and NCCL between several), or auto, which is cuda where that works for every
+ * rank. NULL is an error. */
+const mt_ops *mt_backend_open(const char *device, mt_grid *grid, mt_error *error);
+
+/* The CUDA backend's communicator for a group of several ranks, which all call it, and its end; mt_backend_open and
+ * mt_grid_stop do that for the groups of a grid. Groups with the same members may share one. */
+int mt_cuda_group_open(mt_group *group, mt_error *error);
+void mt_cuda_group_close(mt_group *group);
+
+/* The same on host memory, through MPI whatever the backend: buffer[count] = its sum (or maximum) over the group,
+ * MT_F32, MT_BF16 or MT_F64; and a barrier. */
 void mt_all_reduce_sum(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype);
 void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype);
 void mt_broadcast(const mt_group *group, void *buffer, int64_t bytes, int root);
 void mt_barrier(const mt_group *group);
+/* One message between two ranks of a group; tags are from 0 to 32767. */
+void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag);
+void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from, int tag);
+
+/* Around what may wait for other ranks: the watchdog looks at the operation and group between begin and end, one pair
+ * at a time. mt_watch_note remembers what was enqueued last on a device, where the host does not wait; the strings
+ * outlive the run. */
+void mt_watch_begin(const char *operation, const char *group);
+void mt_watch_end(void);
+void mt_watch_note(const char *operation, const char *group);
 
 /* ==== §8 the parameter table =======================================================================================
  */

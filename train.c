@@ -109,7 +109,7 @@ static void open_model(run *r) {
     mt_error error;
     int64_t tokens = o->micro_batch_size * o->seq_length;
     mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = o->seq_length, .train = true};
-    const mt_ops *ops = mt_backend_open(o->device, r->grid.world.size, &error);
+    const mt_ops *ops = mt_backend_open(o->device, &r->grid, &error);
     if (ops && o->profile) ops = mt_profile_open(ops);
     check(ops ? mt_model_create(&r->model, o, &r->grid, ops, &plan, &error) : -1, &error);
     if (o->save && r->grid.world.rank == 0) check(mt_checkpoint_prepare(r->model, o->save, &error), &error);
@@ -206,7 +206,10 @@ int main(int argc, char **argv) {
     mt_grid_start(&r.grid, &argc, &argv);
     open_tokenizer(&r);
     check(mt_options_finish(&r.options, MT_PROGRAM_TRAIN, r.grid.world.size, &error), &error);
+    check(mt_options_agree(&r.options, &r.grid.world, &error), &error);
+    check(mt_grid_build(&r.grid, &r.options, &error), &error);
     if (r.grid.world.rank == 0) mt_options_print(&r.options, MT_PROGRAM_TRAIN, stdout);
+    if (r.grid.world.rank == 0 && r.grid.world.size > 1) mt_grid_print(&r.grid, &r.options, stdout);
     open_data(&r);
     open_model(&r);
     check(mt_report_open(&r.report, r.model, &r.state, &error), &error);

@@ -97,7 +97,7 @@ int main(int argc, char **argv) {
         mt_options_finish(&options, MT_PROGRAM_TRAIN, 1, &error) != 0)
         mt_die("%s", error.text);
     options.max_new_tokens = NEW_TOKENS;
-    const mt_grid grid = {.world = {.name = "world", .size = 1}, .data = {.name = "data", .size = 1}};
+    const mt_grid grid = MT_GRID_OF_ONE;
     const mt_sampling greedy = {.temperature = 0, .top_p = 1};
     const mt_stops stops = {.count = 0};
     mt_model_plan plan = mt_generator_plan(1, PROMPT + NEW_TOKENS, PROMPT);

@@ -8,7 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static const mt_grid grid = {.world = {.name = "world", .size = 1}, .data = {.name = "data", .size = 1}};
+static const mt_grid grid = MT_GRID_OF_ONE;
 
 /* ---- a folder of its own for every test */
 

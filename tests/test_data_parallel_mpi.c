@@ -37,7 +37,12 @@ static void every_rank_ends_with_the_same_weights(void **state) {
 }
 
 int main(int argc, char **argv) {
+    mt_options options;
+    mt_error error;
     mt_grid_start(&grid, &argc, &argv);
+    mt_options_default(&options);
+    if (mt_grid_build(&grid, &options, &error) != 0) mt_die("%s", error.text);
+    mt_options_free(&options);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(ranks_together_train_like_pytorch_on_one),
         cmocka_unit_test(every_rank_ends_with_the_same_weights),

@@ -13,7 +13,7 @@
 
 #include <cmocka.h>
 
-static const mt_grid grid = {.world = {.name = "world", .size = 1}, .data = {.name = "data", .size = 1}};
+static const mt_grid grid = MT_GRID_OF_ONE;
 static const char *const families[] = {"gpt2", "llama", "llama3_rope_tied", "qwen2", "qwen3"};
 enum { NUM_FAMILIES = sizeof families / sizeof *families };
 static const mt_stops no_stops = {.count = 0};

@@ -2,7 +2,7 @@
  */
 #include "golden.h"
 
-static const mt_grid grid = {.world = {.name = "world", .size = 1}, .data = {.name = "data", .size = 1}};
+static const mt_grid grid = MT_GRID_OF_ONE;
 
 static void assert_all_close(const char *what, const float *actual, const float *expected, int64_t count, double sign,
                              double tolerance) {

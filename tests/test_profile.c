@@ -74,7 +74,7 @@ static void read_options(mt_options *options) {
 
 /* Trains a few steps, profiled or not, and gives each step's loss and norm. */
 static void train(const mt_ops *ops, bool profiled, mt_metrics *metrics) {
-    static const mt_grid grid = {.world = {.name = "world", .size = 1}, .data = {.name = "data", .size = 1}};
+    static const mt_grid grid = MT_GRID_OF_ONE;
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
     mt_options options;
     mt_model *model;
