@@ -3929,7 +3929,7 @@ void mt_grid_stop(mt_grid *grid) {
  * one returns at once. */
 
 /* Tags of messages: those within collectives, of mt_send, and of channels. */
-enum { MT_TAG_COLLECTIVE = 0, MT_TAG_HOST = 1, MT_TAG_CHANNEL = 1024, MT_TAGS = 32768 };
+enum { MT_TAG_COLLECTIVE = 0, MT_TAG_HOST = 1, MT_TAG_CHANNEL = MT_TAG_HOST + MT_HOST_TAGS, MT_TAGS = 32768 };
 
 /* ---- messages */
 
@@ -3992,7 +3992,7 @@ static void mt_mpi_exchange(const mt_group *group, const void *out, int64_t out_
 #endif
 
 void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag) {
-    MT_CHECK(to != group->rank && to < group->size && tag >= 0 && tag < MT_TAG_CHANNEL - MT_TAG_HOST);
+    MT_CHECK(to != group->rank && to < group->size && tag >= 0 && tag < MT_HOST_TAGS);
 #ifdef MT_HAVE_MPI
     mt_watch_begin("send", group->name);
     mt_mpi_send(group, buffer, bytes, to, MT_TAG_HOST + tag);
@@ -4003,7 +4003,7 @@ void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to, i
 }
 
 void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from, int tag) {
-    MT_CHECK(from != group->rank && from < group->size && tag >= 0 && tag < MT_TAG_CHANNEL - MT_TAG_HOST);
+    MT_CHECK(from != group->rank && from < group->size && tag >= 0 && tag < MT_HOST_TAGS);
 #ifdef MT_HAVE_MPI
     MPI_Request request;
     mt_watch_begin("receive", group->name);

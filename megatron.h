@@ -680,13 +680,14 @@ void mt_all_reduce_sum(const mt_group *group, void *buffer, int64_t count, mt_dt
 void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype);
 void mt_broadcast(const mt_group *group, void *buffer, int64_t bytes, int root);
 void mt_barrier(const mt_group *group);
-/* One message between two ranks of a group; tags are from 0 to 32767. */
+/* One message between two ranks of a group, with a tag under MT_HOST_TAGS; the last is the CUDA backend's. */
+enum { MT_HOST_TAGS = 1000 };
 void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag);
 void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from, int tag);
 
-/* Around what may wait for other ranks: the watchdog looks at the operation and group between begin and end, one pair
- * at a time. mt_watch_note remembers what was enqueued last on a device, where the host does not wait; the strings
- * outlive the run. */
+/* Around what may wait for other ranks: the watchdog looks at the operation and group (NULL: none) between begin and
+ * end, one pair at a time. mt_watch_note remembers what was enqueued last on a device, where the host does not wait;
+ * the strings outlive the run. */
 void mt_watch_begin(const char *operation, const char *group);
 void mt_watch_end(void);
 void mt_watch_note(const char *operation, const char *group);

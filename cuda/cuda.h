@@ -15,7 +15,8 @@ struct mt_stream {
     cublasLtHandle_t cublas;
     void *workspace; // the caller's, on the device
     int64_t workspace_bytes;
-    bool deterministic; // choose no algorithm by measuring
+    bool deterministic;   // choose no algorithm by measuring
+    cudaEvent_t followed; // the moment that another stream waits for
 };
 
 /* Every call is checked: a failure names the call, its place and the rank, and ends the job. */
@@ -31,6 +32,11 @@ const cudaDeviceProp *mt_cuda_device(void);
 
 /* The stream's workspace, when it holds at least `bytes`; too small is a broken invariant (mt_cuda_workspace_bytes). */
 void *mt_cuda_workspace(mt_stream *stream, int64_t bytes);
+
+/* Whether NCCL works on this device; and waiting for a stream then, such that a peer's failure or the watchdog ends the
+ * job rather than that this rank waits for ever. */
+bool mt_cuda_comm_is_open(void);
+void mt_cuda_comm_wait(cudaStream_t stream);
 
 static inline cudaStream_t mt_cuda_stream(mt_stream *stream) {
     return stream ? stream->stream : (cudaStream_t)0;

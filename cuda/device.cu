@@ -71,6 +71,11 @@ extern "C" void mt_cuda_memory_free(void *memory) {
 }
 
 extern "C" void mt_cuda_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
+    if (mt_cuda_comm_is_open()) { // a copy to pageable host memory waits for the stream; do it where peers are watched
+        cudaPointerAttributes attributes;
+        MT_CUDA(cudaPointerGetAttributes(&attributes, to));
+        if (attributes.type == cudaMemoryTypeUnregistered) mt_cuda_comm_wait(mt_cuda_stream(stream));
+    }
     MT_CUDA(cudaMemcpyAsync(to, from, (size_t)bytes, cudaMemcpyDefault, mt_cuda_stream(stream)));
 }
 
@@ -79,6 +84,7 @@ extern "C" void mt_cuda_memory_zero(void *memory, int64_t bytes, mt_stream *stre
 }
 
 extern "C" void mt_cuda_stream_wait(mt_stream *stream) {
+    if (mt_cuda_comm_is_open()) mt_cuda_comm_wait(mt_cuda_stream(stream));
     MT_CUDA(cudaStreamSynchronize(mt_cuda_stream(stream)));
 }
 
@@ -100,12 +106,14 @@ extern "C" mt_stream *mt_cuda_stream_create(void *workspace, int64_t workspace_b
     stream->workspace_bytes = workspace_bytes;
     stream->deterministic = deterministic;
     MT_CUDA(cudaStreamCreateWithFlags(&stream->stream, cudaStreamNonBlocking));
+    MT_CUDA(cudaEventCreateWithFlags(&stream->followed, cudaEventDisableTiming));
     MT_CUBLAS(cublasLtCreate(&stream->cublas));
     return stream;
 }
 
 extern "C" void mt_cuda_stream_destroy(mt_stream *stream) {
     MT_CUBLAS(cublasLtDestroy(stream->cublas));
+    MT_CUDA(cudaEventDestroy(stream->followed));
     MT_CUDA(cudaStreamDestroy(stream->stream));
     free(stream);
 }

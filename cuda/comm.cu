@@ -1,0 +1,335 @@
+/* comm.cu: the collectives and channels of megatron.c §5 on GPUs, through NCCL. A group's communicator is made from an
+ * id that its first rank sends round through MPI. NCCL works on the stream like any kernel, so the host waits only in
+ * mt_cuda_comm_wait, which is also where errors of other ranks are seen. */
+#include "cuda.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef MT_HAVE_NCCL
+#include <nccl.h>
+
+static void mt_nccl_check(ncclResult_t status, const char *call, const mt_group *group, const char *file, int line) {
+    if (status == ncclSuccess) return;
+    mt_die("NCCL: %s at %s:%d in group %s on its rank %d: %s: %s", call, file, line, group->name, group->rank,
+           ncclGetErrorString(status), ncclGetLastError(NULL));
+}
+#define MT_NCCL(group, call) mt_nccl_check((call), #call, group, __FILE__, __LINE__)
+
+/* ---- communicators, and waiting for them */
+
+/* Every communicator that is open, for errors that come up between calls. */
+static struct {
+    ncclComm_t comm;
+    const mt_group *group;
+} * mt_comms;
+static int mt_num_comms;
+
+static ncclComm_t mt_comm_open(const ncclUniqueId *id, int size, int rank, const mt_group *group) {
+    ncclComm_t comm;
+    mt_watch_begin("opening a communicator", group->name);
+    MT_NCCL(group, ncclCommInitRank(&comm, size, *id, rank));
+    mt_watch_end();
+    mt_comms = (decltype(mt_comms))mt_realloc(mt_comms, (mt_num_comms + 1) * (int64_t)sizeof *mt_comms);
+    mt_comms[mt_num_comms++] = {comm, group};
+    return comm;
+}
+
+static void mt_comm_close(ncclComm_t comm, const mt_group *group) {
+    int i = 0;
+    while (mt_comms[i].comm != comm) i++;
+    mt_comms[i] = mt_comms[--mt_num_comms];
+    if (mt_num_comms == 0) {
+        free(mt_comms);
+        mt_comms = NULL;
+    }
+    mt_watch_begin("closing a communicator", group->name);
+    MT_NCCL(group, ncclCommDestroy(comm));
+    mt_watch_end();
+}
+
+extern "C" int mt_cuda_group_open(mt_group *group, mt_error *error) {
+    if (group->size == 1) return 0;
+    if (!group->comm) return mt_error_set(error, "group %s has no MPI to agree through", group->name);
+    ncclUniqueId id;
+    if (group->rank == 0) MT_NCCL(group, ncclGetUniqueId(&id));
+    mt_broadcast(group, &id, sizeof id, 0);
+    group->nccl = mt_comm_open(&id, group->size, group->rank, group);
+    return 0;
+}
+
+extern "C" void mt_cuda_group_close(mt_group *group) {
+    if (group->nccl) mt_comm_close((ncclComm_t)group->nccl, group);
+    group->nccl = NULL;
+}
+
+/* A peer that fails leaves kernels here that never end; NCCL then says so. */
+static void mt_comms_check(void) {
+    for (int i = 0; i < mt_num_comms; i++) {
+        ncclResult_t state = ncclSuccess;
+        const mt_group *group = mt_comms[i].group;
+        MT_NCCL(group, ncclCommGetAsyncError(mt_comms[i].comm, &state));
+        if (state != ncclInProgress) mt_nccl_check(state, "an earlier operation", group, __FILE__, __LINE__);
+    }
+}
+
+bool mt_cuda_comm_is_open(void) {
+    return mt_num_comms > 0;
+}
+
+/* Waits until query() says that something on the device is done. */
+template <class Query> static void mt_comm_wait(const char *what, const char *group, Query query) {
+    double checked = mt_time();
+    mt_watch_begin(what, group);
+    for (;;) {
+        cudaError_t status = query();
+        if (status == cudaSuccess) break;
+        if (status != cudaErrorNotReady) MT_CUDA(status);
+        if (mt_time() - checked < 0.01) continue;
+        mt_comms_check();
+        checked = mt_time();
+    }
+    mt_watch_end();
+}
+
+void mt_cuda_comm_wait(cudaStream_t stream) {
+    mt_comm_wait("the GPU", NULL, [stream] { return cudaStreamQuery(stream); });
+}
+
+static ncclComm_t mt_comm(const mt_group *group) {
+    MT_CHECK(group->nccl); // mt_backend_open made it
+    return (ncclComm_t)group->nccl;
+}
+
+static ncclDataType_t mt_nccl_type(mt_dtype dtype) {
+    MT_CHECK(dtype == MT_F32 || dtype == MT_BF16 || dtype == MT_F64);
+    return dtype == MT_F32 ? ncclFloat32 : dtype == MT_BF16 ? ncclBfloat16 : ncclFloat64;
+}
+#else
+extern "C" int mt_cuda_group_open(mt_group *group, mt_error *error) {
+    return mt_error_set(error, "group %s: this build has no NCCL", group->name);
+}
+
+extern "C" void mt_cuda_group_close(mt_group *group) {
+    group->nccl = NULL;
+}
+
+bool mt_cuda_comm_is_open(void) {
+    return false;
+}
+
+void mt_cuda_comm_wait(cudaStream_t stream) {
+    MT_CUDA(cudaStreamSynchronize(stream));
+}
+#endif
+
+/* ---- collectives */
+
+/* What a group of one does: `out` becomes `in`. */
+static void mt_copy_alone(void *out, const void *in, int64_t bytes, mt_stream *stream) {
+    if (out == in || bytes == 0) return;
+    MT_CUDA(cudaMemcpyAsync(out, in, (size_t)bytes, cudaMemcpyDeviceToDevice, mt_cuda_stream(stream)));
+}
+
+extern "C" void mt_cuda_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
+                                   const mt_group *group, mt_stream *stream) {
+    if (group->size == 1 || count == 0) return;
+#ifdef MT_HAVE_NCCL
+    mt_watch_note("all_reduce", group->name);
+    MT_NCCL(group, ncclAllReduce(buffer, buffer, (size_t)count, mt_nccl_type(dtype),
+                                 reduction == MT_SUM ? ncclSum : ncclMax, mt_comm(group), mt_cuda_stream(stream)));
+#endif
+}
+
+extern "C" void mt_cuda_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                                   mt_stream *stream) {
+    int64_t bytes = count * mt_dtype_size(dtype);
+    if (group->size == 1) mt_copy_alone(out, in, bytes, stream);
+    if (group->size == 1 || count == 0) return;
+#ifdef MT_HAVE_NCCL
+    mt_watch_note("all_gather", group->name);
+    MT_NCCL(group, ncclAllGather(in, out, (size_t)bytes, ncclInt8, mt_comm(group), mt_cuda_stream(stream)));
+#endif
+}
+
+extern "C" void mt_cuda_reduce_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                                       mt_stream *stream) {
+    if (group->size == 1) mt_copy_alone(out, in, count * mt_dtype_size(dtype), stream);
+    if (group->size == 1 || count == 0) return;
+#ifdef MT_HAVE_NCCL
+    mt_watch_note("reduce_scatter", group->name);
+    MT_NCCL(group, ncclReduceScatter(in, out, (size_t)count, mt_nccl_type(dtype), ncclSum, mt_comm(group),
+                                     mt_cuda_stream(stream)));
+#endif
+}
+
+extern "C" void mt_cuda_all_to_all_v(void *out, const int64_t *out_counts, const void *in, const int64_t *in_counts,
+                                     mt_dtype dtype, const mt_group *group, mt_stream *stream) {
+    int64_t width = mt_dtype_size(dtype);
+    if (group->size == 1) {
+        mt_copy_alone(out, in, in_counts[0] * width, stream);
+        return;
+    }
+#ifdef MT_HAVE_NCCL
+    const char *from = (const char *)in;
+    char *to = (char *)out;
+    mt_watch_note("all_to_all", group->name);
+    MT_NCCL(group, ncclGroupStart());
+    for (int rank = 0; rank < group->size; rank++) {
+        size_t sent = (size_t)(in_counts[rank] * width), received = (size_t)(out_counts[rank] * width);
+        if (sent) MT_NCCL(group, ncclSend(from, sent, ncclInt8, rank, mt_comm(group), mt_cuda_stream(stream)));
+        if (received) MT_NCCL(group, ncclRecv(to, received, ncclInt8, rank, mt_comm(group), mt_cuda_stream(stream)));
+        from += sent, to += received;
+    }
+    MT_NCCL(group, ncclGroupEnd());
+#else
+    (void)out_counts;
+#endif
+}
+
+extern "C" void mt_cuda_all_to_all(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                                   mt_stream *stream) {
+    int64_t bytes = count * mt_dtype_size(dtype);
+    if (group->size == 1) mt_copy_alone(out, in, bytes, stream);
+    if (group->size == 1 || count == 0) return;
+#ifdef MT_HAVE_NCCL
+    mt_watch_note("all_to_all", group->name);
+    MT_NCCL(group, ncclGroupStart());
+    for (int rank = 0; rank < group->size; rank++) {
+        cudaStream_t on = mt_cuda_stream(stream);
+        MT_NCCL(group, ncclSend((const char *)in + rank * bytes, (size_t)bytes, ncclInt8, rank, mt_comm(group), on));
+        MT_NCCL(group, ncclRecv((char *)out + rank * bytes, (size_t)bytes, ncclInt8, rank, mt_comm(group), on));
+    }
+    MT_NCCL(group, ncclGroupEnd());
+#endif
+}
+
+extern "C" void mt_cuda_broadcast(void *buffer, int64_t count, mt_dtype dtype, int root, const mt_group *group,
+                                  mt_stream *stream) {
+    if (group->size == 1 || count == 0) return;
+#ifdef MT_HAVE_NCCL
+    mt_watch_note("broadcast", group->name);
+    MT_NCCL(group, ncclBroadcast(buffer, buffer, (size_t)(count * mt_dtype_size(dtype)), ncclInt8, root, mt_comm(group),
+                                 mt_cuda_stream(stream)));
+#else
+    (void)buffer, (void)dtype, (void)root, (void)stream;
+#endif
+}
+
+/* A wait takes the event as it was recorded last when it is enqueued, so one event a stream serves for ever. */
+static void mt_follow(cudaStream_t stream, cudaStream_t other, cudaEvent_t event) {
+    MT_CUDA(cudaEventRecord(event, other));
+    MT_CUDA(cudaStreamWaitEvent(stream, event, 0));
+}
+
+extern "C" void mt_cuda_stream_follow(mt_stream *stream, mt_stream *other) {
+    MT_CHECK(stream && other);
+    if (stream == other) return;
+    mt_follow(stream->stream, other->stream, other->followed);
+}
+
+/* ---- channels */
+
+#ifdef MT_HAVE_NCCL
+/* Two ranks and one direction: a communicator and a stream of its own, so that nothing else keeps a message waiting. */
+typedef struct mt_cuda_channel {
+    mt_channel head;
+    ncclComm_t comm;
+    cudaStream_t stream;
+    cudaEvent_t ready;                    // what the caller's stream held when a message was asked for
+    cudaEvent_t done[MT_CHANNEL_TICKETS]; // of ticket i at i % MT_CHANNEL_TICKETS
+} mt_cuda_channel;
+
+extern "C" mt_channel *mt_cuda_channel_open(const mt_group *group, int from, int to, int id) {
+    MT_CHECK(from != to && from < group->size && to < group->size && id >= 0);
+    if (group->rank != from && group->rank != to) return NULL;
+    mt_cuda_channel *channel = (mt_cuda_channel *)mt_calloc(sizeof *channel);
+    ncclUniqueId unique;
+    channel->head = {.group = group, .from = from, .to = to, .id = id};
+    if (group->rank == from) {
+        MT_NCCL(group, ncclGetUniqueId(&unique));
+        mt_send(group, &unique, sizeof unique, to, MT_HOST_TAGS - 1);
+    } else
+        mt_receive(group, &unique, sizeof unique, from, MT_HOST_TAGS - 1);
+    channel->comm = mt_comm_open(&unique, 2, group->rank == to, group);
+    int least, greatest; // a message goes ahead of the kernels that wait for a place on the device
+    MT_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    MT_CUDA(cudaStreamCreateWithPriority(&channel->stream, cudaStreamNonBlocking, greatest));
+    MT_CUDA(cudaEventCreateWithFlags(&channel->ready, cudaEventDisableTiming));
+    for (cudaEvent_t &event : channel->done) MT_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    return &channel->head;
+}
+
+/* Takes the next ticket, whose place must be free, and makes the channel follow the caller's stream. */
+static int64_t mt_channel_begin(mt_channel *head, int64_t bytes, const char *what, mt_stream *stream) {
+    mt_cuda_channel *channel = (mt_cuda_channel *)head;
+    int64_t ticket = head->next++, place = ticket % MT_CHANNEL_TICKETS;
+    cudaEvent_t oldest = channel->done[place];
+    if (ticket >= MT_CHANNEL_TICKETS)
+        mt_comm_wait(what, head->group->name, [oldest] { return cudaEventQuery(oldest); });
+    head->bytes[place] = bytes;
+    mt_follow(channel->stream, mt_cuda_stream(stream), channel->ready);
+    mt_watch_note(what, head->group->name);
+    return ticket;
+}
+
+extern "C" int64_t mt_cuda_channel_send(mt_channel *head, const void *buffer, int64_t count, mt_dtype dtype,
+                                        mt_stream *stream) {
+    mt_cuda_channel *channel = (mt_cuda_channel *)head;
+    MT_CHECK(head->group->rank == head->from);
+    int64_t bytes = count * mt_dtype_size(dtype), ticket = mt_channel_begin(head, bytes, "channel_send", stream);
+    if (bytes > 0) MT_NCCL(head->group, ncclSend(buffer, (size_t)bytes, ncclInt8, 1, channel->comm, channel->stream));
+    MT_CUDA(cudaEventRecord(channel->done[ticket % MT_CHANNEL_TICKETS], channel->stream));
+    return ticket;
+}
+
+extern "C" int64_t mt_cuda_channel_recv(mt_channel *head, void *buffer, int64_t count, mt_dtype dtype,
+                                        mt_stream *stream) {
+    mt_cuda_channel *channel = (mt_cuda_channel *)head;
+    MT_CHECK(head->group->rank == head->to);
+    int64_t bytes = count * mt_dtype_size(dtype), ticket = mt_channel_begin(head, bytes, "channel_recv", stream);
+    if (bytes > 0) MT_NCCL(head->group, ncclRecv(buffer, (size_t)bytes, ncclInt8, 0, channel->comm, channel->stream));
+    MT_CUDA(cudaEventRecord(channel->done[ticket % MT_CHANNEL_TICKETS], channel->stream));
+    return ticket;
+}
+
+extern "C" void mt_cuda_channel_wait(mt_channel *head, int64_t ticket, mt_stream *stream) {
+    MT_CHECK(ticket >= 0 && ticket < head->next);
+    if (ticket + MT_CHANNEL_TICKETS < head->next) return; // its place was needed, so it was waited for then
+    cudaEvent_t done = ((mt_cuda_channel *)head)->done[ticket % MT_CHANNEL_TICKETS];
+    MT_CUDA(cudaStreamWaitEvent(mt_cuda_stream(stream), done, 0));
+}
+
+extern "C" void mt_cuda_channel_close(mt_channel *head) {
+    if (!head) return;
+    mt_cuda_channel *channel = (mt_cuda_channel *)head;
+    mt_cuda_comm_wait(channel->stream);
+    mt_comm_close(channel->comm, head->group);
+    for (cudaEvent_t event : channel->done) MT_CUDA(cudaEventDestroy(event));
+    MT_CUDA(cudaEventDestroy(channel->ready));
+    MT_CUDA(cudaStreamDestroy(channel->stream));
+    free(channel);
+}
+#else
+/* Without NCCL no group has two ranks, so there is nothing to open a channel between. */
+extern "C" mt_channel *mt_cuda_channel_open(const mt_group *group, int, int, int) {
+    MT_CHECK(group->size > 1);
+    return NULL;
+}
+
+extern "C" int64_t mt_cuda_channel_send(mt_channel *, const void *, int64_t, mt_dtype, mt_stream *) {
+    mt_die("a channel needs NCCL, which this build does not have");
+}
+
+extern "C" int64_t mt_cuda_channel_recv(mt_channel *, void *, int64_t, mt_dtype, mt_stream *) {
+    mt_die("a channel needs NCCL, which this build does not have");
+}
+
+extern "C" void mt_cuda_channel_wait(mt_channel *, int64_t, mt_stream *) {
+    mt_die("a channel needs NCCL, which this build does not have");
+}
+
+extern "C" void mt_cuda_channel_close(mt_channel *channel) {
+    MT_CHECK(!channel);
+}
+#endif
