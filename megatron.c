@@ -397,6 +397,10 @@ static const mt_option mt_option_table[] = {
      "ranks that share every sequence"},
     {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "tensor-parallel ranks share the tokens of norms and dropout"},
+    {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_TRAIN, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
+     "how context-parallel ranks get one another's keys: round a ring, all at once, tokens traded for heads, or both"},
+    {"hierarchical-context-parallel-sizes", MT_LIST, MT_AT(hierarchical_context_parallel_sizes), MT_TRAIN, MT_OF_RUN,
+     NULL, "A2A RING", "with a2a+p2p: neighbours that trade, and how many such groups form a ring"},
     {"distributed-timeout-seconds", MT_INT, MT_AT(distributed_timeout_seconds), MT_TRAIN, MT_OF_RUN, "600",
      "[1,1000000000]", "end the job when a rank waits so long for another"},
 
@@ -1829,6 +1833,47 @@ static int mt_options_finish_parallel(mt_options *o, int64_t world_size, mt_erro
     return 0;
 }
 
+/* The two sizes of --hierarchical-context-parallel-sizes, which make the context group. */
+static int mt_options_read_hierarchy(mt_options *o, mt_error *error) {
+    const mt_strings *sizes = &o->hierarchical_context_parallel_sizes;
+    bool is_hierarchical = strcmp(o->cp_comm_type, "a2a+p2p") == 0;
+    int64_t a2a = 1, ring = 0;
+    if (!is_hierarchical && sizes->count > 0)
+        return mt_error_set(error, "--hierarchical-context-parallel-sizes needs --cp-comm-type a2a+p2p, which is %s",
+                            o->cp_comm_type);
+    if (!is_hierarchical || (o->context_parallel_size == 1 && sizes->count == 0)) return 0;
+    bool good = sizes->count == 2 && mt_parse_int(sizes->items[0], &a2a) && mt_parse_int(sizes->items[1], &ring);
+    if (!good || a2a < 1 || ring < 1 || a2a > o->context_parallel_size || a2a * ring != o->context_parallel_size)
+        return mt_error_set(error,
+                            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A2A RING, two numbers "
+                            "whose product is --context-parallel-size %lld",
+                            (long long)o->context_parallel_size);
+    o->context_a2a_size = a2a;
+    return 0;
+}
+
+/* What --cp-comm-type asks of heads and windows. With one context rank it says nothing, as in Megatron. */
+static int mt_options_finish_context(mt_options *o, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
+    int64_t heads = o->num_attention_heads / tp, groups = o->num_query_groups < tp ? 1 : o->num_query_groups / tp;
+    bool gather = strcmp(o->cp_comm_type, "all_gather") == 0;
+    o->context_a2a_size = strcmp(o->cp_comm_type, "a2a") == 0 ? cp : 1;
+    if (mt_options_read_hierarchy(o, error)) return -1;
+    int64_t a2a = o->context_a2a_size;
+    if (heads % a2a != 0 || groups % a2a != 0)
+        return mt_error_set(error,
+                            "--cp-comm-type %s shares the heads of a rank among %lld: %lld query heads and %lld key "
+                            "and value heads (--num-attention-heads and --num-query-groups over "
+                            "--tensor-model-parallel-size) must be multiples of it; take p2p or all_gather",
+                            o->cp_comm_type, (long long)a2a, (long long)heads, (long long)groups);
+    if (o->window_size > 0 && cp > a2a && !gather)
+        return mt_error_set(error,
+                            "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "
+                            "apart; take all_gather or a2a",
+                            (long long)o->window_size, o->cp_comm_type);
+    return 0;
+}
+
 /* `name` = `value` sequences must cut into micro-batches for every rank. */
 static int mt_options_check_batch(const mt_options *o, const char *name, int64_t value, mt_error *error) {
     int64_t together = o->micro_batch_size * o->data_parallel_size, less = value / together * together;
@@ -1996,6 +2041,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     if (program == MT_PROGRAM_INFER) return 0;
     if (mt_options_check_data(options, error)) return -1;
     if (mt_options_finish_parallel(options, world_size, error)) return -1;
+    if (mt_options_finish_context(options, error)) return -1;
     if (mt_options_finish_batches(options, error)) return -1;
     return mt_options_finish_schedules(options, error);
 }
@@ -3592,6 +3638,8 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
         [MT_GROUP_EXPERT_TENSOR] = offsetof(mt_grid, expert_tensor),
         [MT_GROUP_EXPERT_DATA] = offsetof(mt_grid, expert_data),
         [MT_GROUP_KV_REPLICAS] = offsetof(mt_grid, kv_replicas),
+        [MT_GROUP_CONTEXT_A2A] = offsetof(mt_grid, context_a2a),
+        [MT_GROUP_CONTEXT_RING] = offsetof(mt_grid, context_ring),
     };
     return (mt_group *)((char *)grid + offsets[kind]);
 }
@@ -3602,7 +3650,8 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .pipeline = options->pipeline_model_parallel_size,
                            .expert = 1,
                            .expert_tensor = 1,
-                           .num_query_groups = options->num_query_groups};
+                           .num_query_groups = options->num_query_groups,
+                           .context_a2a = options->context_a2a_size};
     shape.data = world_size / (shape.tensor * shape.context * shape.pipeline);
     shape.expert_data = world_size / (shape.expert_tensor * shape.expert * shape.pipeline);
     MT_CHECK(shape.tensor * shape.context * shape.data * shape.pipeline == world_size);
@@ -3643,6 +3692,15 @@ static int mt_grid_keep_replicas(int *members, int count, int64_t num_query_grou
     return copies;
 }
 
+/* Of a context group keeps the `neighbours` in a row that `rank` is one of, or those in its place in every such row. */
+static int mt_grid_keep_level(int *members, int count, int neighbours, bool in_a_row, int rank) {
+    int place = 0, kept = in_a_row ? neighbours : count / neighbours;
+    while (members[place] != rank) place++;
+    int first = in_a_row ? place / neighbours * neighbours : place % neighbours, step = in_a_row ? 1 : neighbours;
+    for (int i = 0; i < kept; i++) members[i] = members[first + i * step];
+    return kept;
+}
+
 int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, int rank) {
     static const bool is_free[MT_NUM_GROUP_KINDS][4] = {
         // tp, cp, dp, pp; for experts etp, ep, edp, pp
@@ -3659,12 +3717,16 @@ int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, in
         [MT_GROUP_EXPERT_TENSOR] = {true, false, false, false},
         [MT_GROUP_EXPERT_DATA] = {false, false, true, false},
         [MT_GROUP_KV_REPLICAS] = {true, false, false, false},
+        [MT_GROUP_CONTEXT_A2A] = {false, true, false, false},
+        [MT_GROUP_CONTEXT_RING] = {false, true, false, false},
     };
     const int64_t dense[4] = {s->tensor, s->context, s->data, s->pipeline};
     const int64_t expert[4] = {s->expert_tensor, s->expert, s->expert_data, s->pipeline};
     bool of_experts = kind == MT_GROUP_EXPERT || kind == MT_GROUP_EXPERT_TENSOR || kind == MT_GROUP_EXPERT_DATA;
     int count = mt_grid_free_dimensions(members, of_experts ? expert : dense, is_free[kind], rank);
     if (kind == MT_GROUP_EMBEDDING) return mt_grid_keep_ends(members, count, rank);
+    if (kind == MT_GROUP_CONTEXT_A2A || kind == MT_GROUP_CONTEXT_RING)
+        return mt_grid_keep_level(members, count, (int)mt_max(1, s->context_a2a), kind == MT_GROUP_CONTEXT_A2A, rank);
     if (kind == MT_GROUP_KV_REPLICAS) return mt_grid_keep_replicas(members, count, s->num_query_groups, rank);
     return count;
 }
@@ -4645,6 +4707,10 @@ struct mt_model {
     int64_t *token_index;
     mt_span *device_spans;
     mt_spans spans;
+    /* context parallelism; NULL without */
+    mt_context *context;
+    void *context_memory;
+    mt_batch shard; // this rank's part of the micro-batch
 };
 
 /* ==== §9a rotary tables ========================================================================================== */
@@ -4838,7 +4904,10 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
     mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
     if (decode) mt_cache_update(m, layer, &view, &shape);
-    m->ops->attention_forward(a->attended, a->lse, view.q, view.k, view.v, &m->spans, &shape, m->dtype, m->stream);
+    if (m->context)
+        mt_context_attention_forward(m->context, a->attended, a->lse, view.q, view.k, view.v, &shape, m->stream);
+    else
+        m->ops->attention_forward(a->attended, a->lse, view.q, view.k, view.v, &m->spans, &shape, m->dtype, m->stream);
     m->ops->linear_forward(m->scratch.hidden, a->attended, w->o.w, w->o_bias.w, T, m->C, m->H * m->D, m->dtype,
                            m->stream);
     mt_dropout dropout = mt_model_dropout(m, layer, MT_DROP_ATTENTION_OUT);
@@ -4863,8 +4932,12 @@ static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activatio
 
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk), d = mt_view_qkv(m, s->wide, s->dqk);
     mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
-    m->ops->attention_backward(d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v, a->attended, a->lse,
-                               &m->spans, &shape, m->dtype, m->stream);
+    if (m->context)
+        mt_context_attention_backward(m->context, d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v,
+                                      a->attended, a->lse, &shape, m->stream);
+    else
+        m->ops->attention_backward(d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v, a->attended, a->lse,
+                                   &m->spans, &shape, m->dtype, m->stream);
     mt_qk_backward(m, w, a, s->wide, s->dqk);
     m->ops->linear_backward_weight(w->qkv.dw, w->qkv_bias.dw, s->wide, a->input_normed, T, qkv_width, m->C,
                                    m->accumulates, m->dtype, m->stream);
@@ -5510,6 +5583,23 @@ static void mt_layout_layer(const mt_model *m, mt_activations *a, mt_arena *aren
     a->mlp_active = mt_arena_alloc(arena, T * m->F * size);
 }
 
+/* What context parallelism's attention is made for. */
+static mt_context_plan mt_model_context_plan(const mt_model *m) {
+    static const char *const types[] = {"p2p", "all_gather", "a2a", "a2a+p2p"}; // mt_cp_comm_type
+    int type = 0;
+    while (strcmp(types[type], m->options->cp_comm_type) != 0) type++;
+    return (mt_context_plan){.comm_type = (mt_cp_comm_type)type,
+                             .a2a = &m->grid->context_a2a,
+                             .ring = &m->grid->context_ring,
+                             .max_tokens = m->plan.max_tokens,
+                             .num_heads = m->H,
+                             .num_groups = m->G,
+                             .head_size = m->D,
+                             .value_size = m->D,
+                             .dtype = m->dtype,
+                             .train = m->plan.train};
+}
+
 /* The micro-batch on the device, the output layer, and what the backward of a layer needs. */
 static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
@@ -5538,6 +5628,10 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     float **per_row[] = {&m->row_max, &m->row_sum, &m->row_target, &m->row_weighted, &m->lse, &m->loss, &m->entropy};
     for (size_t i = 0; i < sizeof per_row / sizeof *per_row; i++) *per_row[i] = mt_arena_alloc(arena, rows * 4);
     s->hidden = mt_arena_alloc(arena, T * m->C * size);
+    if (m->grid->context.size > 1) {
+        mt_context_plan context = mt_model_context_plan(m);
+        m->context_memory = mt_arena_alloc(arena, mt_context_bytes(&context));
+    }
     if (!m->plan.train) return;
     s->residual = mt_arena_alloc(arena, T * m->C * size);
     s->normed = mt_arena_alloc(arena, T * m->C * size);
@@ -5664,10 +5758,9 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
 
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
-    if (grid->tensor.size > 1 || grid->pipeline.size > 1 || grid->context.size > 1)
-        return mt_error_set(error, "this version computes with data parallelism only: leave out "
-                                   "--tensor-model-parallel-size, --pipeline-model-parallel-size and "
-                                   "--context-parallel-size");
+    if (grid->tensor.size > 1 || grid->pipeline.size > 1)
+        return mt_error_set(error, "this version computes with data and context parallelism only: leave out "
+                                   "--tensor-model-parallel-size and --pipeline-model-parallel-size");
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;
@@ -5697,6 +5790,11 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     mt_layout(m, &m->arena);
     m->stream = ops->stream_create(m->workspace, m->workspace_bytes, options->deterministic_mode);
     mt_bind_weights(m);
+    if (m->grid->context.size > 1) {
+        mt_context_plan context = mt_model_context_plan(m);
+        m->context = mt_context_create(&context, ops, m->context_memory, m->stream);
+        mt_batch_alloc(&m->shard, m->plan.max_tokens);
+    }
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
         ops->memory_zero(b->params, b->count * mt_dtype_size(m->dtype), m->stream);
@@ -5712,6 +5810,8 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
 
 void mt_model_destroy(mt_model *m) {
     if (!m) return;
+    mt_context_destroy(m->context);
+    mt_batch_free(&m->shard);
     if (m->arena.base) {
         m->ops->memory_free(m->arena.base);
         m->ops->stream_destroy(m->stream);
@@ -5868,6 +5968,13 @@ static void mt_loss_backward(mt_model *m) {
 
 void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
     m->training = training;
+    if (m->context) {
+        mt_error error;
+        const mt_group *context = &m->grid->context;
+        MT_CHECK(mt_batch_context_shard(&m->shard, batch, context->size, context->rank, &error) == 0);
+        mt_context_load(m->context, batch, m->stream);
+        batch = &m->shard;
+    }
     mt_load_batch(m, batch);
     mt_forward_layers(m, false);
     mt_loss_forward(m);
@@ -7873,6 +7980,14 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     }
 }
 
+/* The next micro-batch, one that this layout can work on. */
+static int mt_next_batch(const mt_model *m, mt_batch_source *source, void *context, int64_t index, mt_batch *batch,
+                         mt_error *error) {
+    int64_t cp = m->grid->context.size;
+    if (source(context, index, batch, error) != 0) return -1;
+    return cp > 1 ? mt_batch_check_context(batch, cp, error) : 0;
+}
+
 int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     double begin = mt_time(), sums[2];
@@ -7891,7 +8006,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
             mt_model_backward(m);
             continue;
         }
-        status = source(context, steps[i].micro_batch, batch, error);
+        status = mt_next_batch(m, source, context, steps[i].micro_batch, batch, error);
         if (status == 0) mt_model_forward(m, batch, true);
         tokens += batch->num_tokens;
     }
@@ -7926,7 +8041,7 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
     double sums[2];
     m->ops->memory_zero(m->sums, 3 * 8, m->stream);
     for (int64_t i = 0; i < micro_batches; i++) {
-        if (source(context, i, batch, error) != 0) return -1;
+        if (mt_next_batch(m, source, context, i, batch, error) != 0) return -1;
         mt_model_forward(m, batch, false);
     }
     mt_sums_finish(m, sums);

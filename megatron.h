@@ -144,6 +144,8 @@ typedef struct mt_options {
     /* parallelism */
     int64_t tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size;
     bool sequence_parallel;
+    char *cp_comm_type;                             // p2p | all_gather | a2a | a2a+p2p
+    mt_strings hierarchical_context_parallel_sizes; // a2a, ring
     int64_t distributed_timeout_seconds;
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
@@ -162,6 +164,7 @@ typedef struct mt_options {
     uint64_t given[3]; // a bit a row of the table: given by the user, so config.json does not override it
     /* derived by mt_options_finish, or read from a Hugging Face config; not options themselves */
     int64_t data_parallel_size; // ranks / (tensor, pipeline and context sizes)
+    int64_t context_a2a_size;   // ranks of the context group that trade tokens for heads; 1: none
     int64_t padded_vocab_size;
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
@@ -597,6 +600,8 @@ typedef enum mt_group_kind {
     MT_GROUP_EXPERT_TENSOR,
     MT_GROUP_EXPERT_DATA,
     MT_GROUP_KV_REPLICAS,
+    MT_GROUP_CONTEXT_A2A,
+    MT_GROUP_CONTEXT_RING,
     MT_NUM_GROUP_KINDS
 } mt_group_kind;
 
@@ -611,6 +616,7 @@ typedef struct mt_grid {
     mt_group model;          // tp and pp: together they hold the model, so the global norm is summed over it
     mt_group tensor_context; // tp and cp
     mt_group expert, expert_tensor, expert_data;
+    mt_group context_a2a, context_ring; // neighbours of the context group that trade tokens for heads, and across
     mt_group
         kv_replicas; // ranks of the tensor group with the same key and value head, where heads are fewer than ranks
 } mt_grid;
@@ -625,7 +631,8 @@ typedef struct mt_grid {
         .pipeline = MT_GROUP_OF_ONE("pipeline"), .embedding = MT_GROUP_OF_ONE("embedding"),                            \
         .model = MT_GROUP_OF_ONE("model"), .tensor_context = MT_GROUP_OF_ONE("tensor-context"),                        \
         .expert = MT_GROUP_OF_ONE("expert"), .expert_tensor = MT_GROUP_OF_ONE("expert-tensor"),                        \
-        .expert_data = MT_GROUP_OF_ONE("expert-data"), .kv_replicas = MT_GROUP_OF_ONE("kv-replicas")                   \
+        .expert_data = MT_GROUP_OF_ONE("expert-data"), .kv_replicas = MT_GROUP_OF_ONE("kv-replicas"),                  \
+        .context_a2a = MT_GROUP_OF_ONE("context-a2a"), .context_ring = MT_GROUP_OF_ONE("context-ring")                 \
     }
 
 /* The sizes that groups follow from. world = tensor context data pipeline = expert_tensor expert expert_data pipeline.
@@ -634,6 +641,7 @@ typedef struct mt_grid_shape {
     int64_t tensor, context, data, pipeline;
     int64_t expert_tensor, expert, expert_data;
     int64_t num_query_groups;
+    int64_t context_a2a; // ranks of a context group that trade tokens for heads; 0 is 1
 } mt_grid_shape;
 
 /* The shape that finished options give `world_size` ranks. */
@@ -867,7 +875,9 @@ const mt_ops *mt_model_ops(const mt_model *model);
 mt_stream *mt_model_stream(const mt_model *model);
 mt_dtype mt_model_dtype(const mt_model *model);
 
-/* Forward over a batch, through the loss; adds to the step's loss sums. `training` turns dropout on. */
+/* Forward over a batch, through the loss; adds to the step's loss sums. `training` turns dropout on. With context
+ * parallelism the batch is the whole one, and results are those of this rank's mt_batch_context_shard of it, which must
+ * be possible. */
 void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
 
 /* Backward of the last forward: parameter gradients accumulate, for a loss that is the sum over unmasked tokens. */
