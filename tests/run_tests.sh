@@ -4,9 +4,9 @@
 #   usage: tests/run_tests.sh DIR SUITE...
 #
 # SUITE is tests/test_SUITE.c, built as DIR/test_SUITE, or tests/test_SUITE.sh, or both. Suites named *_mpi run as four
-# ranks. A C suite is a cmocka program. A shell suite prints a line for each test, "ok NAME", "not ok NAME" or "skipped:
-# REASON"; if it prints none, its exit status is the test (77 is skipped). A suite that crashes, hangs or exits with an
-# error without naming a failed test counts as one failure more.
+# ranks, *_mpi8 as eight. A C suite is a cmocka program. A shell suite prints a line for each test, "ok NAME", "not ok
+# NAME" or "skipped: REASON"; if it prints none, its exit status is the test (77 is skipped). A suite that crashes, hangs
+# or exits with an error without naming a failed test counts as one failure more.
 set -u
 directory=$1
 shift
@@ -21,15 +21,16 @@ if command -v timeout >/dev/null; then limited="timeout $limit"; else limited=''
 oversubscribe=''
 mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte' && oversubscribe='--oversubscribe --allow-run-as-root'
 
-# Runs a program as four ranks. Each writes its own log; that of rank 0 is the suite's, the others are shown on failure.
+# run_ranks COUNT PROGRAM LOG: each rank writes its own log; that of rank 0 is the suite's, the others are shown on
+# failure.
 run_ranks() {
     # shellcheck disable=SC2086,SC2016
-    OMP_NUM_THREADS=1 $limited mpirun $oversubscribe -np 4 sh -c '
+    OMP_NUM_THREADS=1 $limited mpirun $oversubscribe -np "$1" sh -c '
         rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}
-        exec "$1" >"$2.$rank" 2>&1' sh "$1" "$2" </dev/null >"$2.mpirun" 2>&1
+        exec "$1" >"$2.$rank" 2>&1' sh "$2" "$3" </dev/null >"$3.mpirun" 2>&1
     status=$?
-    cp "$2.0" "$2" 2>/dev/null || : >"$2"
-    [ $status = 0 ] || cat "$2.1" "$2.2" "$2.3" "$2.mpirun" >>"$2.others" 2>/dev/null
+    cp "$3.0" "$3" 2>/dev/null || : >"$3"
+    [ $status = 0 ] || cat "$3".[1-9] "$3.mpirun" >>"$3.others" 2>/dev/null
     return $status
 }
 
@@ -54,13 +55,14 @@ run_suite() {
     rm -f "$log" "$log".*
     began=$(date +%s)
     case $name-$program in
-    *_mpi-* | *_mpi.sh-*)
+    *_mpi-* | *_mpi.sh-* | *_mpi8-*)
         if [ -z "${HAVE_MPI:-}" ] || ! command -v mpirun >/dev/null; then
             total_skipped=$((total_skipped + 1))
             echo "- $name: skipped, MPI is absent"
             return
         fi
-        run_ranks "$program" "$log"
+        case $name in *_mpi8) ranks=8 ;; *) ranks=4 ;; esac
+        run_ranks $ranks "$program" "$log"
         ;;
     *) $limited "$program" </dev/null >"$log" 2>&1 ;;
     esac

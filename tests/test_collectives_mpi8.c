@@ -1,0 +1,116 @@
+/* Collectives and channels of the CPU backend through MPI, in groups of 1, 2, 3, 4 and 8 ranks: sums have the bits of a
+ * sum in rank order on the host, and what only moves arrives where it should. Run by mpirun. */
+#include "../megatron.h"
+
+#include "collectives.h"
+
+#include <mpi.h>
+
+static mt_grid grid;
+
+/* The groups of `size` neighbours; what is left over is a smaller one. */
+static mt_group neighbours(int size, MPI_Comm *comm) {
+    mt_group group = {.name = "neighbours", .comm = comm};
+    MPI_Comm_split(*(MPI_Comm *)grid.world.comm, grid.world.rank / size, grid.world.rank, comm);
+    MPI_Comm_size(*comm, &group.size);
+    MPI_Comm_rank(*comm, &group.rank);
+    return group;
+}
+
+static void check_size(int size) {
+    MPI_Comm comm;
+    mt_group group = neighbours(size, &comm);
+    check_group(&group);
+    MPI_Comm_free(&comm);
+}
+
+static void a_group_of_1_only_copies(void **state) {
+    (void)state;
+    mt_group alone = MT_GROUP_OF_ONE("alone");
+    check_group(&alone);
+}
+
+static void groups_of_2_agree_with_the_host(void **state) {
+    (void)state;
+    check_size(2);
+}
+
+static void groups_of_3_agree_with_the_host(void **state) {
+    (void)state;
+    check_size(3);
+}
+
+static void groups_of_4_agree_with_the_host(void **state) {
+    (void)state;
+    check_size(4);
+}
+
+static void a_group_of_all_agrees_with_the_host(void **state) {
+    (void)state;
+    check_group(&grid.world);
+}
+
+/* Host values go the same way whatever the backend. */
+static void host_values_are_summed_and_maximised(void **state) {
+    (void)state;
+    double sum[2] = {1.5, grid.world.rank}, max = -grid.world.rank;
+    int size = grid.world.size;
+    mt_all_reduce_sum(&grid.world, sum, 2, MT_F64);
+    mt_all_reduce_max(&grid.world, &max, 1, MT_F64);
+    assert_true(sum[0] == 1.5 * size && sum[1] == size * (size - 1) / 2.0 && max == 0);
+    int token = grid.world.rank == 0 ? 41 : 0; // passed on from rank to rank
+    if (grid.world.rank > 0) mt_receive(&grid.world, &token, sizeof token, grid.world.rank - 1, 3);
+    token++;
+    if (grid.world.rank + 1 < size) mt_send(&grid.world, &token, sizeof token, grid.world.rank + 1, 3);
+    assert_int_equal(token, 42 + grid.world.rank);
+}
+
+/* Every group of a grid adds up its own members' ranks. */
+static void groups_of_a_grid_hold_their_members(void **state) {
+    (void)state;
+    int world = grid.world.size;
+    for (int tp = 1; tp <= world; tp++)
+        for (int pp = 1; tp * pp <= world; pp++) {
+            if (world % (tp * pp) != 0) continue;
+            mt_grid here = grid; // the world alone is shared
+            mt_options options;
+            mt_error error;
+            mt_options_default(&options);
+            options.tensor_model_parallel_size = tp, options.pipeline_model_parallel_size = pp;
+            options.context_parallel_size = world / (tp * pp) % 2 == 0 ? 2 : 1;
+            options.num_query_groups = 1;
+            assert_int_equal(mt_grid_build(&here, &options, &error), 0);
+            for (int kind = 0; kind < MT_NUM_GROUP_KINDS; kind++) {
+                mt_group *group = mt_grid_group(&here, kind);
+                double sum = here.world.rank, expected = 0;
+                for (int i = 0; i < group->size; i++) expected += group->members[i];
+                assert_int_equal(group->members[group->rank], here.world.rank);
+                mt_cpu_ops.all_reduce(&sum, 1, MT_SUM, MT_F64, group, NULL);
+                assert_true(sum == expected);
+                if (kind == MT_GROUP_WORLD) continue;
+                if (group->comm) MPI_Comm_free(group->comm);
+                free(group->comm);
+                free(group->members);
+            }
+            mt_options_free(&options);
+        }
+}
+
+int main(int argc, char **argv) {
+    mt_grid_start(&grid, &argc, &argv);
+    if (!grid.world.comm) mt_die("start me with mpirun");
+    ops = &mt_cpu_ops;
+    rounds_like_the_host = true;
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_group_of_1_only_copies),
+        cmocka_unit_test(groups_of_2_agree_with_the_host),
+        cmocka_unit_test(groups_of_3_agree_with_the_host),
+        cmocka_unit_test(groups_of_4_agree_with_the_host),
+        cmocka_unit_test(a_group_of_all_agrees_with_the_host),
+        cmocka_unit_test(host_values_are_summed_and_maximised),
+        cmocka_unit_test(groups_of_a_grid_hold_their_members),
+    };
+    int failures = cmocka_run_group_tests(tests, NULL, NULL);
+    mt_grid_stop(&grid);
+    return failures;
+}

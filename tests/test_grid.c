@@ -1,0 +1,176 @@
+/* The rank grid: which ranks make a group, against coordinates counted out one by one and Megatron-LM's own example. */
+#include "../megatron.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+enum { RANKS = 512 };
+
+typedef struct place {
+    int64_t tp, cp, dp, pp, etp, ep, edp;
+} place;
+
+/* Ranks in the order tp-cp-ep-dp-pp, counted by nested loops. */
+static void count_places(place *places, const mt_grid_shape *s) {
+    int rank = 0;
+    for (int64_t pp = 0; pp < s->pipeline; pp++)
+        for (int64_t dp = 0; dp < s->data; dp++)
+            for (int64_t cp = 0; cp < s->context; cp++)
+                for (int64_t tp = 0; tp < s->tensor; tp++, rank++)
+                    places[rank].pp = pp, places[rank].dp = dp, places[rank].cp = cp, places[rank].tp = tp;
+    rank = 0;
+    for (int64_t pp = 0; pp < s->pipeline; pp++)
+        for (int64_t edp = 0; edp < s->expert_data; edp++)
+            for (int64_t ep = 0; ep < s->expert; ep++)
+                for (int64_t etp = 0; etp < s->expert_tensor; etp++, rank++) {
+                    assert_int_equal(places[rank].pp, pp); // both grids have the same stages
+                    places[rank].edp = edp, places[rank].ep = ep, places[rank].etp = etp;
+                }
+}
+
+static bool same_head(const mt_grid_shape *s, int64_t tp, int64_t other) {
+    if (s->num_query_groups >= s->tensor) return tp == other;
+    int64_t ranks_a_head = s->tensor / s->num_query_groups;
+    return tp / ranks_a_head == other / ranks_a_head;
+}
+
+/* Whether two ranks are in one group of a kind, in words: what they share. */
+static bool together(const mt_grid_shape *s, mt_group_kind kind, const place *a, const place *b) {
+    bool tp = a->tp == b->tp, cp = a->cp == b->cp, dp = a->dp == b->dp, pp = a->pp == b->pp;
+    bool ends = a == b || ((a->pp == 0 || a->pp == s->pipeline - 1) && (b->pp == 0 || b->pp == s->pipeline - 1));
+    switch (kind) {
+    case MT_GROUP_WORLD:
+        return true;
+    case MT_GROUP_TENSOR:
+        return cp && dp && pp;
+    case MT_GROUP_CONTEXT:
+        return tp && dp && pp;
+    case MT_GROUP_DATA:
+        return tp && cp && pp;
+    case MT_GROUP_DATA_CONTEXT:
+        return tp && pp;
+    case MT_GROUP_PIPELINE:
+        return tp && cp && dp;
+    case MT_GROUP_EMBEDDING:
+        return tp && cp && dp && ends;
+    case MT_GROUP_MODEL:
+        return cp && dp;
+    case MT_GROUP_TENSOR_CONTEXT:
+        return dp && pp;
+    case MT_GROUP_EXPERT:
+        return a->etp == b->etp && a->edp == b->edp && pp;
+    case MT_GROUP_EXPERT_TENSOR:
+        return a->ep == b->ep && a->edp == b->edp && pp;
+    case MT_GROUP_EXPERT_DATA:
+        return a->etp == b->etp && a->ep == b->ep && pp;
+    case MT_GROUP_KV_REPLICAS:
+        return cp && dp && pp && same_head(s, a->tp, b->tp);
+    default:
+        fail_msg("a kind of group without words: %d", (int)kind);
+        return false;
+    }
+}
+
+static void check_shape(const mt_grid_shape *s) {
+    static place places[RANKS];
+    int members[RANKS], world = (int)(s->tensor * s->context * s->data * s->pipeline);
+    count_places(places, s);
+    for (int kind = 0; kind < MT_NUM_GROUP_KINDS; kind++)
+        for (int rank = 0; rank < world; rank++) {
+            int count = mt_grid_members(members, s, kind, rank), next = 0;
+            for (int other = 0; other < world; other++)
+                if (together(s, kind, &places[rank], &places[other])) {
+                    if (next >= count || members[next] != other)
+                        fail_msg("tp %d cp %d dp %d pp %d: kind %d of rank %d lacks %d", (int)s->tensor,
+                                 (int)s->context, (int)s->data, (int)s->pipeline, kind, rank, other);
+                    next++;
+                }
+            assert_int_equal(next, count);
+        }
+}
+
+static void groups_are_those_of_the_coordinates_for_many_sizes(void **state) {
+    (void)state;
+    int shapes = 0;
+    for (int64_t tp = 1; tp <= 8; tp *= 2)
+        for (int64_t cp = 1; cp <= 4; cp++)
+            for (int64_t dp = 1; dp <= 4; dp++)
+                for (int64_t pp = 1; pp <= 4; pp++)
+                    for (int64_t heads = 1; heads <= tp; heads *= 2)
+                        for (int64_t ep = 1; ep <= 4; ep *= 2)
+                            for (int64_t etp = 1; etp <= 2; etp++) {
+                                int64_t stage = tp * cp * dp;
+                                if (stage * pp > 96 || stage % (ep * etp) != 0) continue;
+                                mt_grid_shape s = {tp, cp, dp, pp, etp, ep, stage / (ep * etp), heads};
+                                check_shape(&s);
+                                shapes++;
+                            }
+    assert_true(shapes > 500);
+}
+
+static void expect_members(const mt_grid_shape *s, mt_group_kind kind, int rank, int count, const int *expected) {
+    int members[RANKS];
+    assert_int_equal(mt_grid_members(members, s, kind, rank), count);
+    assert_memory_equal(members, expected, (size_t)count * sizeof(int));
+}
+
+/* The docstring of initialize_model_parallel: 16 GPUs, 2 tensor and 4 pipeline ranks. */
+static void groups_are_those_of_megatrons_example(void **state) {
+    (void)state;
+    mt_grid_shape s = {2, 1, 2, 4, 1, 1, 4, 8};
+    expect_members(&s, MT_GROUP_DATA, 0, 2, (int[]){0, 2});
+    expect_members(&s, MT_GROUP_DATA, 7, 2, (int[]){5, 7});
+    expect_members(&s, MT_GROUP_DATA, 12, 2, (int[]){12, 14});
+    expect_members(&s, MT_GROUP_TENSOR, 9, 2, (int[]){8, 9});
+    expect_members(&s, MT_GROUP_PIPELINE, 0, 4, (int[]){0, 4, 8, 12});
+    expect_members(&s, MT_GROUP_PIPELINE, 11, 4, (int[]){3, 7, 11, 15});
+    expect_members(&s, MT_GROUP_EMBEDDING, 15, 2, (int[]){3, 15});
+    expect_members(&s, MT_GROUP_EMBEDDING, 7, 1, (int[]){7});
+    expect_members(&s, MT_GROUP_MODEL, 2, 8, (int[]){2, 3, 6, 7, 10, 11, 14, 15});
+}
+
+/* With 2 heads over 8 tensor ranks, four neighbours hold the same one. */
+static void ranks_with_the_same_key_head_are_neighbours(void **state) {
+    (void)state;
+    mt_grid_shape s = {8, 1, 2, 1, 1, 1, 16, 2};
+    expect_members(&s, MT_GROUP_KV_REPLICAS, 5, 4, (int[]){4, 5, 6, 7});
+    expect_members(&s, MT_GROUP_KV_REPLICAS, 8, 4, (int[]){8, 9, 10, 11});
+    s.num_query_groups = 8;
+    expect_members(&s, MT_GROUP_KV_REPLICAS, 5, 1, (int[]){5});
+}
+
+static void the_table_is_compact_for_64_ranks(void **state) {
+    (void)state;
+    mt_grid grid = MT_GRID_OF_ONE;
+    mt_options options;
+    char text[4096] = "", *line = text;
+    mt_options_default(&options);
+    options.tensor_model_parallel_size = 4, options.context_parallel_size = 2;
+    options.pipeline_model_parallel_size = 4, options.num_query_groups = 2;
+    grid.world.size = 64;
+    FILE *file = fmemopen(text, sizeof text, "w");
+    mt_grid_print(&grid, &options, file);
+    fclose(file);
+    mt_options_free(&options);
+    assert_non_null(strstr(text, "world               64      1  0-63\n"));
+    assert_non_null(strstr(text, "tensor               4     16  0-3 4-7 8-11"));
+    assert_non_null(strstr(text, "pipeline             4     16  0-48:16 1-49:16"));
+    assert_non_null(strstr(text, "kv-replicas          2     32  0-1 2-3 4-5"));
+    assert_non_null(strstr(text, "embedding            2     16  0,48 1,49"));
+    assert_non_null(strstr(text, "expert               1\n"));
+    for (char *end; (end = strchr(line, '\n')); line = end + 1) assert_in_range(end - line, 1, 100);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(groups_are_those_of_the_coordinates_for_many_sizes),
+        cmocka_unit_test(groups_are_those_of_megatrons_example),
+        cmocka_unit_test(ranks_with_the_same_key_head_are_neighbours),
+        cmocka_unit_test(the_table_is_compact_for_64_ranks),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
