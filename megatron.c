@@ -5236,28 +5236,50 @@ void mt_context_destroy(mt_context *c) {
 
 /* ---- the micro-batch: who sees whom, and where rows go */
 
-/* The lists of spans, from the whole batch's. */
+/* One rank's list of whole local sequences, or of what it computes with keys from ranks before or after it. */
+static int64_t mt_ring_list(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int list) {
+    for (int64_t s = 0; s < num_spans; s++) {
+        int64_t n = whole[s].q_len / ranks, at = whole[s].q_start / ranks, half = n / 2;
+        if (list == MT_CONTEXT_WHOLE) spans[s] = (mt_span){at, n, at, n, true};
+        if (list == MT_CONTEXT_EARLIER) spans[s] = (mt_span){at, n, at, half, false};
+        if (list == MT_CONTEXT_LATER) spans[s] = (mt_span){at + half, half, at, n, false};
+    }
+    return num_spans;
+}
+
+/* The list for keys of rank `source`. */
+static int mt_ring_list_of(int64_t rank, int64_t source) {
+    return source == rank ? MT_CONTEXT_WHOLE : source < rank ? MT_CONTEXT_EARLIER : MT_CONTEXT_LATER;
+}
+
+int64_t mt_ring_spans(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank,
+                      int64_t source) {
+    return mt_ring_list(spans, whole, num_spans, ranks, mt_ring_list_of(rank, source));
+}
+
+/* With the keys of all ranks in order, both chunks of a rank's queries see those up to their own end. */
+static int64_t mt_gather_list(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank) {
+    int64_t count = 0;
+    for (int64_t s = 0; s < num_spans; s++) {
+        int64_t keys = whole[s].k_start, at = keys / ranks, chunk = whole[s].q_len / (2 * ranks);
+        spans[count++] = (mt_span){at, chunk, keys, (rank + 1) * chunk, true};
+        spans[count++] = (mt_span){at + chunk, chunk, keys, (2 * ranks - rank) * chunk, true};
+    }
+    return count;
+}
+
+/* The lists that the micro-batch's attention takes, from the whole batch's spans. */
 static void mt_context_list_spans(mt_context *c, const mt_batch *whole, mt_stream *stream) {
-    int64_t P = c->plan.ring->size, r = c->plan.ring->rank, count = 0;
-    mt_span *host = c->host_spans;
+    int64_t P = c->plan.ring->size, rank = c->plan.ring->rank, count = 0;
     bool gather = c->plan.comm_type == MT_CP_ALL_GATHER && P > 1;
     for (int list = 0; list < (gather || P == 1 ? 1 : MT_CONTEXT_LISTS); list++) {
-        c->lists[list] = (mt_spans){.host = host + count, .device = c->spans + count};
-        for (int64_t s = 0; s < whole->num_spans; s++) {
-            int64_t keys = whole->spans[s].k_start, n = whole->spans[s].q_len / P, at = keys / P, half = n / 2;
-            if (gather) {
-                host[count++] = (mt_span){at, half, keys, (r + 1) * half, true};
-                host[count++] = (mt_span){at + half, half, keys, (2 * P - r) * half, true};
-            } else if (list == MT_CONTEXT_WHOLE)
-                host[count++] = (mt_span){at, n, at, n, true};
-            else if (list == MT_CONTEXT_EARLIER)
-                host[count++] = (mt_span){at, n, at, half, false};
-            else
-                host[count++] = (mt_span){at + half, half, at, n, false};
-        }
-        c->lists[list].count = host + count - c->lists[list].host;
+        mt_span *host = c->host_spans + count;
+        c->lists[list] = (mt_spans){.host = host, .device = c->spans + count};
+        c->lists[list].count = gather ? mt_gather_list(host, whole->spans, whole->num_spans, P, rank)
+                                      : mt_ring_list(host, whole->spans, whole->num_spans, P, list);
+        count += c->lists[list].count;
     }
-    c->ops->memory_copy(c->spans, host, count * (int64_t)sizeof(mt_span), stream);
+    c->ops->memory_copy(c->spans, c->host_spans, count * (int64_t)sizeof(mt_span), stream);
 }
 
 void mt_context_load(mt_context *c, const mt_batch *whole, mt_stream *stream) {
@@ -5330,7 +5352,7 @@ static const mt_spans *mt_ring_step(const mt_context *c, int64_t i, mt_attention
     shape->k_stride = shape->v_stride = shape->num_groups * (shape->head_size + shape->value_size);
     shape->k_index = c->index + source * c->M;
     shape->q_index = c->index + r * c->M;
-    return &c->lists[source == r ? MT_CONTEXT_WHOLE : source < r ? MT_CONTEXT_EARLIER : MT_CONTEXT_LATER];
+    return &c->lists[mt_ring_list_of(r, source)];
 }
 
 static void mt_ring_forward(mt_context *c, const mt_context_call *call) {

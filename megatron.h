@@ -800,6 +800,12 @@ void mt_batch_free(mt_batch *batch);
  * spans that are not whole causal sequences one after another. */
 int mt_batch_context_shard(mt_batch *local, const mt_batch *whole, int64_t cp, int64_t rank, mt_error *error);
 
+/* What rank `rank` of a ring computes in the step in which it has the keys of rank `source`: one span a sequence of
+ * `whole`, with rows of its own shard and of the source's. Returns num_spans. Over all sources each query meets each
+ * key that it sees once, and every rank has the same work in every step. */
+int64_t mt_ring_spans(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank,
+                      int64_t source);
+
 /* How attention gets the keys that other ranks hold; Megatron's --cp-comm-type. */
 typedef enum mt_cp_comm_type {
     MT_CP_P2P,        // they go round a ring, hidden behind the attention to those before

@@ -1,5 +1,6 @@
 /* Context parallelism: attention of sequences that lie over several ranks is that of one rank, whichever way the ranks
- * get one another's keys. Run by mpirun on 2, 4 or 8 ranks, which form groups of every size up to their number. */
+ * get one another's keys, and so is training. Run by mpirun on a power of two of ranks, which form groups of every size
+ * up to their number. */
 #include "golden.h"
 
 #include <mpi.h>
@@ -45,7 +46,7 @@ static float random_number(uint64_t key, int64_t i) {
     return mt_bf16_to_f32(mt_f32_to_bf16((float)words[0] * 0x1p-31f - 1)); // so that both types hold it
 }
 
-/* Sequences of 4, 1, 2 and 3 times 2 cp tokens (and a little more of the first), indices that are no neighbours. */
+/* Sequences of 9, 1, 2 and 5 times 2 cp tokens, with indices far apart. */
 static void fill_whole_batch(mt_batch *batch, int64_t cp) {
     static const int64_t lengths[] = {9, 1, 2, 5};
     batch->num_tokens = 0;
@@ -224,10 +225,10 @@ static void check_layout(const layout *l, const attention_case *c, mt_dtype dtyp
     mt_context *context = mt_context_create(&plan, ops, memory, NULL);
     int64_t all = whole.num_spans, tokens = whole.num_tokens;
     check_batch(context, c, l, &whole, &local, dtype);
-    whole.num_spans = 2, whole.num_tokens = whole.spans[2].q_start; // fewer and shorter sequences, then all again
-    check_batch(context, c, l, &whole, &local, dtype);
-    whole.num_spans = all, whole.num_tokens = tokens;
-    check_batch(context, c, l, &whole, &local, dtype);
+    for (int again = 0; again < 2 && dtype == MT_F32; again++) { // fewer sequences, then all again
+        whole.num_spans = again ? all : 2, whole.num_tokens = again ? tokens : whole.spans[2].q_start;
+        check_batch(context, c, l, &whole, &local, dtype);
+    }
     mt_context_destroy(context);
     for (int i = 0; i < 64; i++) assert_int_equal(memory[bytes + i], 0xff);
     free(memory);
@@ -235,10 +236,11 @@ static void check_layout(const layout *l, const attention_case *c, mt_dtype dtyp
     group_free(&a2a), group_free(&ring);
 }
 
-/* Every way in which up to `world` ranks can share a sequence. */
+/* Every way in which up to `world` ranks can share a sequence, and one rank alone. */
 static int64_t all_layouts(layout *layouts) {
     int64_t count = 0;
-    for (int cp = 1; cp <= grid.world.size; cp *= 2) {
+    layouts[count++] = (layout){MT_CP_P2P, 1, 1};
+    for (int cp = 2; cp <= grid.world.size; cp *= 2) {
         layouts[count++] = (layout){MT_CP_P2P, 1, cp};
         layouts[count++] = (layout){MT_CP_ALL_GATHER, 1, cp};
         layouts[count++] = (layout){MT_CP_A2A, cp, 1};
@@ -330,6 +332,77 @@ static void sequences_that_cannot_be_shared_out_are_refused(void **state) {
     mt_batch_free(&whole), mt_batch_free(&local);
 }
 
+/* ---- training ---------------------------------------------------------------------------------------------------- */
+
+static void grid_free(mt_grid *built) {
+    for (int kind = MT_GROUP_WORLD + 1; kind < MT_NUM_GROUP_KINDS; kind++) {
+        mt_group *group = mt_grid_group(built, kind);
+        if (group->comm) MPI_Comm_free(group->comm);
+        free(group->comm);
+        free(group->members);
+    }
+}
+
+/* Ten steps of a family over 2 x 4, 4 x 2 or 8 x 1 context and data ranks are PyTorch's on one. */
+static void train_over(const char *family, int cp, const char *type) {
+    char text[200];
+    snprintf(text, sizeof text, "--context-parallel-size %d --cp-comm-type %s", cp, type);
+    more_options = text;
+    fixture f = open_family(family, 1, grid.world.size, false);
+    mt_grid built = grid; // the world alone is shared
+    mt_error error;
+    double losses[STEPS], norms[STEPS];
+    if (mt_grid_build(&built, &f.options, &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(built.context.size, cp);
+    mt_options_free(&f.options), mt_batch_free(&f.batch), free(f.tokens);
+    train_ten_steps(family, &built, SEQUENCES / built.data.size, false, losses, norms);
+    assert_expected(family, losses, norms);
+    grid_free(&built);
+    more_options = "";
+}
+
+static void every_way_trains_like_pytorch_on_one_rank(void **state) {
+    (void)state;
+    if (grid.world.size != 8) skip();
+    for (int k = 0; k < NUM_FAMILIES; k++) train_over(families[k], 4, "p2p");
+    train_over("llama", 8, "p2p");
+    train_over("gpt2", 8, "all_gather");
+    train_over("qwen3", 4, "all_gather");
+    train_over("gpt2", 4, "a2a");
+    train_over("llama", 2, "a2a");
+    train_over("qwen3", 4, "a2a+p2p --hierarchical-context-parallel-sizes 2 2");
+    train_over("gpt2", 8, "a2a+p2p --hierarchical-context-parallel-sizes 4 2");
+    train_over("llama", 8, "a2a+p2p --hierarchical-context-parallel-sizes 2 4");
+}
+
+static int batch_of_odd_length(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    (void)index, (void)error;
+    fill_batch(context, 0, 0, 1, batch);
+    batch->spans[0].q_len = batch->spans[0].k_len = 15;
+    batch->spans[1] = (mt_span){15, 17, 15, 17, true};
+    batch->num_spans = 2;
+    return 0;
+}
+
+/* A document of 15 tokens over 8 ranks stops training in words. */
+static void training_names_a_sequence_that_cannot_be_shared_out(void **state) {
+    (void)state;
+    if (grid.world.size != 8) skip();
+    more_options = "--context-parallel-size 8";
+    fixture f = open_family("llama", 4, grid.world.size, false);
+    mt_grid built = grid;
+    mt_run_state run = {0};
+    mt_metrics metrics;
+    mt_error error;
+    if (mt_grid_build(&built, &f.options, &error) != 0) fail_msg("%s", error.text);
+    create_model(&f, &built);
+    assert_int_equal(mt_train_step(f.model, &run, 1, batch_of_odd_length, &f, &f.batch, &metrics, &error), -1);
+    assert_non_null(strstr(error.text, "a sequence of 15 tokens does not divide into the 2 x 8 chunks"));
+    close_family(&f);
+    grid_free(&built);
+    more_options = "";
+}
+
 int main(int argc, char **argv) {
     mt_grid_start(&grid, &argc, &argv);
     const struct CMUnitTest tests[] = {
@@ -337,6 +410,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(sequences_that_cannot_be_shared_out_are_refused),
         cmocka_unit_test(every_way_is_attention_of_one_rank),
         cmocka_unit_test(every_way_is_attention_of_one_rank_to_the_rounding_of_bf16),
+        cmocka_unit_test(every_way_trains_like_pytorch_on_one_rank),
+        cmocka_unit_test(training_names_a_sequence_that_cannot_be_shared_out),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     mt_grid_stop(&grid);
