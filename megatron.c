@@ -3826,6 +3826,7 @@ static void mt_watch_bark(void) {
 
 static void *mt_watch_run(void *unused) {
     (void)unused;
+    double looked = mt_time();
     pthread_mutex_lock(&mt_watch.lock);
     while (!mt_watch.stopping) {
         struct timespec next;
@@ -3834,7 +3835,11 @@ static void *mt_watch_run(void *unused) {
         next.tv_sec += next.tv_nsec / 1000000000;
         next.tv_nsec %= 1000000000;
         pthread_cond_timedwait(&mt_watch.stops, &mt_watch.lock, &next);
-        if (mt_watch.operation && mt_time() - mt_watch.since > mt_watch.timeout) mt_watch_bark();
+        double now = mt_time(), slept = now - looked;
+        if (slept > 1)
+            mt_watch.since = fmin(now, mt_watch.since + slept); // this process was stopped: it is the culprit
+        looked = now;
+        if (mt_watch.operation && now - mt_watch.since > mt_watch.timeout) mt_watch_bark();
     }
     pthread_mutex_unlock(&mt_watch.lock);
     return NULL;
@@ -3922,6 +3927,8 @@ void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file) {
     free(members);
 }
 
+static int mt_agree(const mt_group *world, bool failed, mt_error *error);
+
 /* The first kind of group with the same members: such groups share a communicator. */
 static mt_group *mt_grid_same_members(mt_grid *grid, mt_group_kind kind) {
     const mt_group *group = mt_grid_group(grid, kind);
@@ -3945,11 +3952,8 @@ const mt_ops *mt_backend_open(const char *device, mt_grid *grid, mt_error *error
         ops = NULL;
     }
 #endif
-    if (strcmp(device, "auto") == 0) { // a GPU for every rank, or for none
-        double missing = ops == NULL;
-        mt_all_reduce_max(&grid->world, &missing, 1, MT_F64);
-        if (missing > 0) return &mt_cpu_ops;
-    }
+    if (mt_agree(&grid->world, ops == NULL, error) != 0) // a GPU for every rank, or for none
+        return strcmp(device, "auto") == 0 ? &mt_cpu_ops : NULL;
     for (int kind = 0; ops && kind < MT_NUM_GROUP_KINDS; kind++) {
         mt_group *group = mt_grid_group(grid, kind);
         if (group->size == 1 || group->nccl) continue;
@@ -4396,7 +4400,16 @@ static void mt_cpu_channel_close(mt_channel *channel) {
     free(channel);
 }
 
-/* ---- options that every rank must share */
+/* ---- what every rank must agree on */
+
+/* Fails on every rank where one has failed, with the error of the first that has. */
+static int mt_agree(const mt_group *world, bool failed, mt_error *error) {
+    double first = failed ? world->size - world->rank : 0; // the largest is that of the lowest rank
+    mt_all_reduce_max(world, &first, 1, MT_F64);
+    if (first == 0) return 0;
+    mt_broadcast(world, error->text, sizeof error->text, world->size - (int)first);
+    return -1;
+}
 
 /* The values of all options, one after another, each ended by a 0; NULL counts the bytes. */
 static int64_t mt_options_values(const mt_options *options, char *values) {
@@ -4439,11 +4452,7 @@ int mt_options_agree(const mt_options *options, const mt_group *world, mt_error 
     mt_broadcast(world, values, bytes, 0);
     bool differs = mt_options_differ(options, values, bytes, world->rank, error);
     free(values);
-    double first = differs ? world->size - world->rank : 0; // the largest is that of the lowest rank
-    mt_all_reduce_max(world, &first, 1, MT_F64);
-    if (first == 0) return 0;
-    mt_broadcast(world, error->text, sizeof error->text, world->size - (int)first); // every rank fails alike
-    return -1;
+    return mt_agree(world, differs, error);
 }
 
 /* ==== §8 the parameter table ===================================================================================== */

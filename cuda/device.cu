@@ -162,7 +162,10 @@ extern "C" const mt_ops *mt_cuda_open(int device, mt_error *error) {
         return NULL;
     }
     if (device >= count) {
-        mt_error_set(error, "GPU %d was asked for and this host has %d; start fewer ranks a host", device, count);
+        mt_error_set(error,
+                     "this host has %d GPUs and a rank of it asks for GPU %d, counted from 0; start at most one rank "
+                     "for each GPU",
+                     count, device);
         return NULL;
     }
     MT_CUDA(cudaSetDevice(device));

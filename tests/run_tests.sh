@@ -5,8 +5,8 @@
 #
 # SUITE is tests/test_SUITE.c, built as DIR/test_SUITE, or tests/test_SUITE.sh, or both. Suites named *_mpi run as four
 # ranks, *_mpi8 as eight. A C suite is a cmocka program. A shell suite prints a line for each test, "ok NAME", "not ok
-# NAME" or "skipped: REASON"; if it prints none, its exit status is the test (77 is skipped). A suite that crashes, hangs
-# or exits with an error without naming a failed test counts as one failure more.
+# NAME" or "skipped: REASON"; if it prints none, its exit status is the test (77 is skipped). A suite that crashes,
+# hangs or exits with an error without naming a failed test counts as one failure more.
 set -u
 directory=$1
 shift
