@@ -3609,6 +3609,7 @@ static void mt_host_ranks(const mt_group *world, int *rank, int *size) {
 #endif
 }
 
+#ifdef MT_HAVE_MPI
 /* Ranks on one host share its cores; without this each would start a thread for every core. */
 static void mt_share_threads(const mt_group *world) {
 #ifdef MT_HAVE_OPENMP
@@ -3622,6 +3623,7 @@ static void mt_share_threads(const mt_group *world) {
     (void)world;
 #endif
 }
+#endif
 
 mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
     static const size_t offsets[MT_NUM_GROUP_KINDS] = {

@@ -14,6 +14,7 @@ total_passed=0 total_failed=0 total_skipped=0
 
 # Ranks on one machine share its cores, and containers often run as root.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_btl_vader_single_copy_mechanism=none
+export OMPI_MCA_mpi_yield_when_idle=1
 # Threads that spin while others work make tiny models crawl on a busy machine.
 export OMP_WAIT_POLICY=passive
 limit=${TEST_TIMEOUT:-900}

@@ -65,6 +65,40 @@ static void host_values_are_summed_and_maximised(void **state) {
     assert_int_equal(token, 42 + grid.world.rank);
 }
 
+/* Takes 9 GiB and a minute, so it runs where MT_TEST_LARGE is set. */
+static void counts_past_2_to_the_31_work(void **state) {
+    (void)state;
+    if (!getenv("MT_TEST_LARGE")) {
+        printf("skipped: MT_TEST_LARGE is not set\n");
+        skip();
+    }
+    const int64_t n = ((int64_t)1 << 31) + 11, probes[] = {0, 12345, ((int64_t)1 << 31) - 1, n - 1};
+    MPI_Comm comm;
+    mt_group group = neighbours(2, &comm);
+    if (grid.world.rank < 2) { // the others have nothing to do
+        uint8_t *bytes = mt_calloc(2 * n), *own = bytes + group.rank * n, *other = bytes + (1 - group.rank) * n;
+        for (int i = 0; i < 4; i++) own[probes[i]] = (uint8_t)(10 * group.rank + i + 1);
+        ops->all_gather(bytes, own, n, MT_U8, &group, NULL);
+        for (int i = 0; i < 4; i++) assert_int_equal(other[probes[i]], 10 * (1 - group.rank) + i + 1);
+        mt_channel *channel = ops->channel_open(&group, 0, 1, 5);
+        for (int i = 0; i < 4; i++) own[probes[i]] = (uint8_t)(100 + i);
+        int64_t ticket = group.rank == 0 ? ops->channel_send(channel, own, n, MT_U8, NULL)
+                                         : ops->channel_recv(channel, other, n, MT_U8, NULL);
+        ops->channel_wait(channel, ticket, NULL);
+        for (int i = 0; i < 4; i++) assert_int_equal(bytes[probes[i]], 100 + i);
+        ops->channel_close(channel);
+        ops->broadcast(bytes, n, MT_U8, 1, &group, NULL);
+        for (int i = 0; i < 4; i++) assert_int_equal(bytes[probes[i]], 100 + i);
+        memset(bytes, 0, (size_t)(2 * n));
+        for (int i = 0; i < 4; i++) put(bytes, probes[i], MT_BF16, 1 + i + group.rank);
+        ops->all_reduce(bytes, n, MT_SUM, MT_BF16, &group, NULL);
+        for (int i = 0; i < 4; i++) assert_true(get(bytes, probes[i], MT_BF16) == 2 * (1 + i) + 1);
+        free(bytes);
+    }
+    MPI_Comm_free(&comm);
+    mt_barrier(&grid.world);
+}
+
 /* Every group of a grid adds up its own members' ranks. */
 static void groups_of_a_grid_hold_their_members(void **state) {
     (void)state;
@@ -109,6 +143,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_group_of_all_agrees_with_the_host),
         cmocka_unit_test(host_values_are_summed_and_maximised),
         cmocka_unit_test(groups_of_a_grid_hold_their_members),
+        cmocka_unit_test(counts_past_2_to_the_31_work),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     mt_grid_stop(&grid);

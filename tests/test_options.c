@@ -254,6 +254,51 @@ static void shapes_that_cannot_be_are_refused(void **state) {
         "the vocabulary is unknown");
 }
 
+static void ranks_are_shared_out_and_what_is_left_is_data_parallel(void **state) {
+    (void)state;
+    mt_options options;
+    mt_error error;
+    const char *line = RUN "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel "
+                           "--micro-batch-size 3";
+    if (parse(&options, MT_PROGRAM_TRAIN, 12, line, &error)) fail_msg("%s", error.text);
+    assert_int_equal(options.data_parallel_size, 3);
+    assert_int_equal(options.global_batch_size, 9);
+    assert_int_equal(options.padded_vocab_size, 512); // a multiple of 128 for each of the two
+    assert_int_equal(options.distributed_timeout_seconds, 600);
+    mt_options_free(&options);
+    expect_good(&options, RUN);
+    assert_int_equal(options.data_parallel_size, 1);
+    mt_options_free(&options);
+}
+
+static void layouts_that_cannot_be_are_refused(void **state) {
+    (void)state;
+    expect_error_of(MT_PROGRAM_TRAIN, 6, RUN "--tensor-model-parallel-size 4",
+                    "--tensor-model-parallel-size 4 x --pipeline-model-parallel-size 1 x --context-parallel-size 1 are "
+                    "4 ranks of one model, and 6 ranks are no multiple of that");
+    expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--context-parallel-size 4", "are 4 ranks of one model, and 2 ranks");
+    expect_error_of(MT_PROGRAM_TRAIN, 3, RUN "--tensor-model-parallel-size 3",
+                    "--num-attention-heads 4 must be a multiple of --tensor-model-parallel-size 3");
+    expect_error_of(MT_PROGRAM_TRAIN, 2,
+                    RUN "--num-attention-heads 6 --kv-channels 8 --group-query-attention --num-query-groups 3 "
+                        "--tensor-model-parallel-size 2",
+                    "--num-query-groups 3 must be a multiple or a divisor of --tensor-model-parallel-size 2");
+    expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--tensor-model-parallel-size 2 --ffn-hidden-size 63",
+                    "--ffn-hidden-size 63 must be a multiple of --tensor-model-parallel-size 2");
+    expect_error(RUN "--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size of 2 or more");
+    expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--seq-length 14 --context-parallel-size 2",
+                    "--seq-length 14 must be a multiple of 2 x --context-parallel-size 2");
+    expect_error_of(MT_PROGRAM_TRAIN, 2,
+                    RUN
+                    "--seq-length 15 --tensor-model-parallel-size 2 --sequence-parallel --max-position-embeddings 16",
+                    "--seq-length 15 must be a multiple of --tensor-model-parallel-size 2 x --context-parallel-size 1");
+    expect_error_of(MT_PROGRAM_TRAIN, 4,
+                    RUN "--tensor-model-parallel-size 2 --micro-batch-size 4 --global-batch-size 12",
+                    "--global-batch-size 12 must be a multiple of --micro-batch-size 4 times the data-parallel size 2; "
+                    "try 8 or 16");
+    expect_error(RUN "--distributed-timeout-seconds 0", "--distributed-timeout-seconds must be in");
+}
+
 static void batches_and_lengths_that_cannot_be_are_refused(void **state) {
     (void)state;
     expect_error_of(MT_PROGRAM_TRAIN, 3, RUN "--micro-batch-size 4 --global-batch-size 32",
@@ -920,6 +965,8 @@ int main(void) {
         cmocka_unit_test(malformed_command_lines_are_refused_in_one_line),
         cmocka_unit_test(values_out_of_range_are_refused),
         cmocka_unit_test(shapes_that_cannot_be_are_refused),
+        cmocka_unit_test(ranks_are_shared_out_and_what_is_left_is_data_parallel),
+        cmocka_unit_test(layouts_that_cannot_be_are_refused),
         cmocka_unit_test(batches_and_lengths_that_cannot_be_are_refused),
         cmocka_unit_test(context_parallelism_that_cannot_be_is_refused),
         cmocka_unit_test(schedules_that_cannot_be_are_refused),
