@@ -25,6 +25,7 @@
  *   §9b  attention
  *   §9c  MLP
  *   §9d  layer
+ *   §9e  context parallelism
  *   §10  the model
  *   §10a memory
  *   §10b creation
@@ -414,7 +415,11 @@ static const mt_option mt_option_table[] = {
      "ranks that share every sequence"},
     {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "tensor-parallel ranks share the tokens of norms and dropout"},
-    {"distributed-timeout-seconds", MT_INT, MT_AT(distributed_timeout_seconds), MT_BOTH, MT_OF_RUN, "600",
+    {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_TRAIN, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
+     "how context-parallel ranks get one another's keys: round a ring, all at once, tokens traded for heads, or both"},
+    {"hierarchical-context-parallel-sizes", MT_LIST, MT_AT(hierarchical_context_parallel_sizes), MT_TRAIN, MT_OF_RUN,
+     NULL, "A2A RING", "with a2a+p2p: neighbours that trade, and how many such groups form a ring"},
+    {"distributed-timeout-seconds", MT_INT, MT_AT(distributed_timeout_seconds), MT_TRAIN, MT_OF_RUN, "600",
      "[1,1000000000]", "end the job when a rank waits so long for another"},
     {"num-virtual-stages-per-pipeline-rank", MT_INT, MT_AT(num_virtual_stages_per_pipeline_rank), MT_TRAIN, MT_OF_RUN,
      "1", "[1,10000]", "pieces that a rank's layers are cut into: a shorter bubble, more messages"},
@@ -1986,6 +1991,47 @@ static int mt_options_finish_parallel(mt_options *o, int64_t world_size, mt_erro
     return 0;
 }
 
+/* The two sizes of --hierarchical-context-parallel-sizes, which make the context group. */
+static int mt_options_read_hierarchy(mt_options *o, mt_error *error) {
+    const mt_strings *sizes = &o->hierarchical_context_parallel_sizes;
+    bool is_hierarchical = strcmp(o->cp_comm_type, "a2a+p2p") == 0;
+    int64_t a2a = 1, ring = 0;
+    if (!is_hierarchical && sizes->count > 0)
+        return mt_error_set(error, "--hierarchical-context-parallel-sizes needs --cp-comm-type a2a+p2p, which is %s",
+                            o->cp_comm_type);
+    if (!is_hierarchical || (o->context_parallel_size == 1 && sizes->count == 0)) return 0;
+    bool good = sizes->count == 2 && mt_parse_int(sizes->items[0], &a2a) && mt_parse_int(sizes->items[1], &ring);
+    if (!good || a2a < 1 || ring < 1 || a2a > o->context_parallel_size || a2a * ring != o->context_parallel_size)
+        return mt_error_set(error,
+                            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A2A RING, two numbers "
+                            "whose product is --context-parallel-size %lld",
+                            (long long)o->context_parallel_size);
+    o->context_a2a_size = a2a;
+    return 0;
+}
+
+/* What --cp-comm-type asks of heads and windows. With one context rank it says nothing, as in Megatron. */
+static int mt_options_finish_context(mt_options *o, mt_error *error) {
+    int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
+    int64_t heads = o->num_attention_heads / tp, groups = o->num_query_groups < tp ? 1 : o->num_query_groups / tp;
+    bool gather = strcmp(o->cp_comm_type, "all_gather") == 0;
+    o->context_a2a_size = strcmp(o->cp_comm_type, "a2a") == 0 ? cp : 1;
+    if (mt_options_read_hierarchy(o, error)) return -1;
+    int64_t a2a = o->context_a2a_size;
+    if (heads % a2a != 0 || groups % a2a != 0)
+        return mt_error_set(error,
+                            "--cp-comm-type %s shares the heads of a rank among %lld: %lld query heads and %lld key "
+                            "and value heads (--num-attention-heads and --num-query-groups over "
+                            "--tensor-model-parallel-size) must be multiples of it; take p2p or all_gather",
+                            o->cp_comm_type, (long long)a2a, (long long)heads, (long long)groups);
+    if (o->window_size > 0 && cp > a2a && !gather)
+        return mt_error_set(error,
+                            "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "
+                            "apart; take all_gather or a2a",
+                            (long long)o->window_size, o->cp_comm_type);
+    return 0;
+}
+
 /* `name` = `value` sequences must cut into micro-batches for every rank. */
 static int mt_options_check_batch(const mt_options *o, const char *name, int64_t value, mt_error *error) {
     int64_t together = o->micro_batch_size * o->data_parallel_size, less = value / together * together;
@@ -2231,6 +2277,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     if (mt_options_check_attention(options, program, error)) return -1;
     if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_finish_parallel(options, world_size, error)) return -1;
+    if (mt_options_finish_context(options, error)) return -1;
     if (mt_options_finish_pipeline(options, error)) return -1;
     if (program == MT_PROGRAM_INFER && options->data_parallel_size > 1)
         return mt_error_set(error,
@@ -3401,6 +3448,52 @@ static void mt_cpu_attention_backward(void *dq, void *dk, void *dv, float *row_d
         }
 }
 
+/* out = exp(lse - s) out + exp(part_lse - s) part with s = log(exp(lse) + exp(part_lse)), of one query and head. */
+static float mt_merge_head(float *out, const float *part, float lse, float part_lse, int64_t Dv, bool first) {
+    float before = first ? -INFINITY : lse, top = fmaxf(before, part_lse);
+    float total = first || top == -INFINITY ? part_lse : top + log1pf(expf(fminf(before, part_lse) - top));
+    float keep = total == -INFINITY ? 0.0f : expf(before - total);
+    float add = total == -INFINITY ? 0.0f : expf(part_lse - total);
+    if (first)
+        for (int64_t c = 0; c < Dv; c++) out[c] = part[c];
+    else
+#pragma omp simd
+        for (int64_t c = 0; c < Dv; c++) out[c] = keep * out[c] + add * part[c];
+    return total;
+}
+
+static void mt_cpu_attention_merge(float *out, float *lse, const void *part, const float *part_lse,
+                                   const mt_spans *spans, int64_t H, int64_t Dv, bool first, mt_dtype dtype,
+                                   mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(Dv);
+    for (int64_t s = 0; s < spans->count; s++) {
+        const mt_span *span = &spans->host[s];
+#pragma omp parallel for if (span->q_len * H * Dv > MT_PARALLEL)
+        for (int64_t i = span->q_start * H; i < (span->q_start + span->q_len) * H; i++) {
+            const float *row = mt_row_load(mt_scratch_slice(scratch), part, i * Dv, Dv, dtype);
+            lse[i] = mt_merge_head(out + i * Dv, row, lse[i], part_lse[i], Dv, first);
+        }
+    }
+}
+
+static void mt_cpu_accumulate_rows(float *sum, const void *x, const mt_spans *spans, bool of_keys, int64_t width,
+                                   int64_t x_stride, bool first, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(width);
+    for (int64_t s = 0; s < spans->count; s++) {
+        const mt_span *span = &spans->host[s];
+        int64_t start = of_keys ? span->k_start : span->q_start, length = of_keys ? span->k_len : span->q_len;
+#pragma omp parallel for if (length * width > MT_PARALLEL)
+        for (int64_t t = start; t < start + length; t++) {
+            const float *row = mt_row_load(mt_scratch_slice(scratch), x, t * x_stride, width, dtype);
+            float *to = sum + t * width;
+#pragma omp simd
+            for (int64_t c = 0; c < width; c++) to[c] = (first ? 0.0f : to[c]) + row[c];
+        }
+    }
+}
+
 /* ==== §3f activations, residual stream, rows ===================================================================== */
 
 /* 1 / (1 + exp(-x)) */
@@ -3857,6 +3950,8 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
         [MT_GROUP_EXPERT_TENSOR] = offsetof(mt_grid, expert_tensor),
         [MT_GROUP_EXPERT_DATA] = offsetof(mt_grid, expert_data),
         [MT_GROUP_KV_REPLICAS] = offsetof(mt_grid, kv_replicas),
+        [MT_GROUP_CONTEXT_A2A] = offsetof(mt_grid, context_a2a),
+        [MT_GROUP_CONTEXT_RING] = offsetof(mt_grid, context_ring),
     };
     return (mt_group *)((char *)grid + offsets[kind]);
 }
@@ -3867,7 +3962,8 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .pipeline = options->pipeline_model_parallel_size,
                            .expert = 1,
                            .expert_tensor = 1,
-                           .num_query_groups = options->num_query_groups};
+                           .num_query_groups = options->num_query_groups,
+                           .context_a2a = options->context_a2a_size};
     shape.data = world_size / (shape.tensor * shape.context * shape.pipeline);
     shape.expert_data = world_size / (shape.expert_tensor * shape.expert * shape.pipeline);
     MT_CHECK(shape.tensor * shape.context * shape.data * shape.pipeline == world_size);
@@ -3908,6 +4004,15 @@ static int mt_grid_keep_replicas(int *members, int count, int64_t num_query_grou
     return copies;
 }
 
+/* Of a context group keeps the `neighbours` in a row that `rank` is one of, or those in its place in every such row. */
+static int mt_grid_keep_level(int *members, int count, int neighbours, bool in_a_row, int rank) {
+    int place = 0, kept = in_a_row ? neighbours : count / neighbours;
+    while (members[place] != rank) place++;
+    int first = in_a_row ? place / neighbours * neighbours : place % neighbours, step = in_a_row ? 1 : neighbours;
+    for (int i = 0; i < kept; i++) members[i] = members[first + i * step];
+    return kept;
+}
+
 int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, int rank) {
     static const bool is_free[MT_NUM_GROUP_KINDS][4] = {
         // tp, cp, dp, pp; for experts etp, ep, edp, pp
@@ -3924,12 +4029,16 @@ int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, in
         [MT_GROUP_EXPERT_TENSOR] = {true, false, false, false},
         [MT_GROUP_EXPERT_DATA] = {false, false, true, false},
         [MT_GROUP_KV_REPLICAS] = {true, false, false, false},
+        [MT_GROUP_CONTEXT_A2A] = {false, true, false, false},
+        [MT_GROUP_CONTEXT_RING] = {false, true, false, false},
     };
     const int64_t dense[4] = {s->tensor, s->context, s->data, s->pipeline};
     const int64_t expert[4] = {s->expert_tensor, s->expert, s->expert_data, s->pipeline};
     bool of_experts = kind == MT_GROUP_EXPERT || kind == MT_GROUP_EXPERT_TENSOR || kind == MT_GROUP_EXPERT_DATA;
     int count = mt_grid_free_dimensions(members, of_experts ? expert : dense, is_free[kind], rank);
     if (kind == MT_GROUP_EMBEDDING) return mt_grid_keep_ends(members, count, rank);
+    if (kind == MT_GROUP_CONTEXT_A2A || kind == MT_GROUP_CONTEXT_RING)
+        return mt_grid_keep_level(members, count, (int)mt_max(1, s->context_a2a), kind == MT_GROUP_CONTEXT_A2A, rank);
     if (kind == MT_GROUP_KV_REPLICAS) return mt_grid_keep_replicas(members, count, s->num_query_groups, rank);
     return count;
 }
@@ -5188,12 +5297,13 @@ typedef struct mt_pending_step {
 
 /* A micro-batch on one chunk, from its forward to its backward: what it is, and what its forward left. */
 typedef struct mt_micro_batch {
-    int64_t chunk, index;  // index -1: nothing is here
-    int64_t T, rows;       // tokens, and rows of hidden states on this rank
-    char *device_batch;    // the block of `batch`
-    mt_batch_block batch;  // on the device
-    mt_span *host_spans;   // [num_spans]
+    int64_t chunk, index; // index -1: nothing is here
+    int64_t T, rows;      // tokens, and rows of hidden states on this rank
+    char *device_batch;   // the block of `batch`
+    mt_batch_block batch; // on the device
+    mt_span *host_spans;  // [num_spans]
     int64_t num_spans;
+    mt_batch whole;         // what the context group shares of it: spans and indices of all its tokens
     mt_activations *layers; // of the chunk, or one that all share where nothing is kept
     void *output;           // [R, C] the residual stream as it leaves the chunk
     void *final_normed;     // [R, C], here and below of a chunk with the loss
@@ -5206,9 +5316,9 @@ typedef struct mt_micro_batch {
 typedef struct mt_link {
     mt_channel *channel; // NULL: there is no such neighbour
     int64_t num_buffers;
-    void **buffers;             // [num_buffers] of [R, C]
-    int64_t *tickets;           // [num_buffers]
-    int64_t started, finished;  // messages
+    void **buffers;            // [num_buffers] of [R, C]
+    int64_t *tickets;          // [num_buffers]
+    int64_t started, finished; // messages
 } mt_link;
 
 enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LINK_SEND_BACKWARD, MT_NUM_LINKS };
@@ -5220,8 +5330,8 @@ struct mt_model {
     mt_stream *stream;
     mt_dtype dtype;
     mt_model_plan plan;
-    int64_t C, D;       // as in megatron.h
-    int64_t H, G, F, V; // this rank's share of heads, groups, width and padded vocabulary
+    int64_t C, D;                     // as in megatron.h
+    int64_t H, G, F, V;               // this rank's share of heads, groups, width and padded vocabulary
     int64_t vocab_first, vocab_count; // the rows of the vocabulary in that share that are not padding
     int64_t max_rows;                 // R of the largest micro-batch
     /* this rank's part of the model */
@@ -5245,7 +5355,7 @@ struct mt_model {
     mt_arena arena;
     void *workspace; // of the stream
     int64_t workspace_bytes;
-    int64_t bytes[6]; // of each row of the printed plan
+    int64_t bytes[6];              // of each row of the printed plan
     mt_micro_batch *micro_batches; // room for those that are live at once, chunk by chunk
     int64_t num_micro_batches;
     int64_t batch_bytes;   // of a micro-batch's block
@@ -5271,8 +5381,10 @@ struct mt_model {
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were read
     float *grad_scale, *grad_norm;
+    mt_context *context; // attention of ranks that share sequences, NULL for one rank
     /* the micro-batch at hand, on the device */
     mt_micro_batch *at;
+    const mt_micro_batch *in_context; // the one that `context` was last told
     int64_t T, num_logits;
     int64_t rows, first_row; // of hidden states on this rank, of T; the first of them
     bool training;
@@ -5281,6 +5393,8 @@ struct mt_model {
     float *loss_mask;
     int64_t *token_index;
     mt_spans spans;
+    /* context parallelism; NULL without */
+    void *context_memory;
 };
 
 /* ==== §9a rotary tables ========================================================================================== */
@@ -5553,7 +5667,10 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
     mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
     if (decode) mt_cache_update(m, layer, &view, &shape);
-    m->ops->attention_forward(a->attended, a->lse, view.q, view.k, view.v, &m->spans, &shape, m->dtype, m->stream);
+    if (m->context)
+        mt_context_attention_forward(m->context, a->attended, a->lse, view.q, view.k, view.v, &shape, m->stream);
+    else
+        m->ops->attention_forward(a->attended, a->lse, view.q, view.k, view.v, &m->spans, &shape, m->dtype, m->stream);
     mt_row_linear_forward(&m->tp, m->scratch.hidden, a->attended, w->o, w->o_bias, m->C, m->H * m->D);
     mt_norm mlp_norm = {w->mlp_norm, w->mlp_norm_bias, a->mlp_normed, a->mlp_mean, a->mlp_rstd};
     mt_residual_forward(m, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, &mlp_norm);
@@ -5570,8 +5687,12 @@ static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activatio
 
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk), d = mt_view_qkv(m, s->wide, s->dqk);
     mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
-    m->ops->attention_backward(d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v, a->attended, a->lse,
-                               &m->spans, &shape, m->dtype, m->stream);
+    if (m->context)
+        mt_context_attention_backward(m->context, d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v,
+                                      a->attended, a->lse, &shape, m->stream);
+    else
+        m->ops->attention_backward(d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v, a->attended, a->lse,
+                                   &m->spans, &shape, m->dtype, m->stream);
     mt_qk_backward(m, w, a, s->wide, s->dqk);
     if (parts == MT_PART_INPUT) mt_keep(m, a->qkv, s->wide, m->T * qkv_width);
     mt_column_linear_backward(&m->tp, s->normed, s->wide, a->input_normed, w->qkv, w->qkv_bias, qkv_width, m->C, parts);
@@ -5648,6 +5769,552 @@ static void mt_layer_backward_weight(mt_model *m, int64_t layer, mt_activations 
                               MT_PART_WEIGHT);
     mt_row_linear_backward(tp, NULL, a->input, a->attended, w->o, w->o_bias, m->C, m->H * m->D, MT_PART_WEIGHT);
     mt_column_linear_backward(tp, NULL, a->qkv, a->input_normed, w->qkv, w->qkv_bias, qkv_width, m->C, MT_PART_WEIGHT);
+}
+
+/* ==== §9e context parallelism ==================================================================================== */
+/* A sequence over several ranks. Each is cut into 2 cp chunks, of which rank r owns chunks r and 2 cp - 1 - r: under a
+ * causal mask an early and a late chunk together see as much as any other pair. Everything but attention works on the
+ * rows that the rank has; attention fetches what is missing in one of four ways (--cp-comm-type). Two levels serve them
+ * all: within the a2a group ranks trade tokens for heads, so that each has all tokens of the group and a share of the
+ * heads; across the ring group keys and values travel (p2p) or are gathered (all_gather). The ranks of an a2a group are
+ * neighbours, and neighbours' chunks are again two chunks of a coarser zig-zag, so that the levels compose. Invariants:
+ * local rows are in order of position within every sequence; partial sums are fp32 and are added in a fixed order;
+ * nothing is saved for the backward but what attention of one rank saves: it fetches again. */
+
+/* The rows of a batch that `rank` of `size` owns, in order, where the batch is its spans and nothing else. Returns how
+ * many. */
+static int64_t mt_zigzag_rows(int32_t *rows, const mt_span *spans, int64_t num_spans, int64_t size, int64_t rank) {
+    int64_t count = 0;
+    for (int64_t s = 0; s < num_spans; s++) {
+        int64_t chunk = spans[s].q_len / (2 * size), owned[2] = {rank, 2 * size - 1 - rank};
+        for (int half = 0; half < 2; half++)
+            for (int64_t i = 0; i < chunk; i++) rows[count++] = (int32_t)(spans[s].q_start + owned[half] * chunk + i);
+    }
+    return count;
+}
+
+/* Whether the batch's spans follow one another, are whole causal sequences, and divide by 2 cp. */
+static int mt_batch_check_context(const mt_batch *batch, int64_t cp, mt_error *error) {
+    int64_t end = 0;
+    for (int64_t s = 0; s < batch->num_spans; s++) {
+        const mt_span *span = &batch->spans[s];
+        if (span->q_start != end || span->k_start != end || span->q_len != span->k_len || !span->causal)
+            return mt_error_set(error,
+                                "sequence %lld of the micro-batch is not a whole causal sequence that follows "
+                                "the one before; --context-parallel-size %lld needs that",
+                                (long long)s, (long long)cp);
+        if (span->q_len % (2 * cp) != 0)
+            return mt_error_set(error,
+                                "a sequence of %lld tokens does not divide into the 2 x %lld chunks of "
+                                "--context-parallel-size; pad it to a multiple of %lld, or leave out what cuts samples "
+                                "into documents (--reset-attention-mask)",
+                                (long long)span->q_len, (long long)cp, (long long)(2 * cp));
+        end += span->q_len;
+    }
+    if (end == batch->num_tokens) return 0;
+    return mt_error_set(error,
+                        "%lld tokens of the micro-batch are in no sequence; --context-parallel-size %lld cannot "
+                        "share them out",
+                        (long long)(batch->num_tokens - end), (long long)cp);
+}
+
+int mt_batch_context_shard(mt_batch *local, const mt_batch *whole, int64_t cp, int64_t rank, mt_error *error) {
+    MT_CHECK(cp >= 1 && rank >= 0 && rank < cp);
+    if (mt_batch_check_context(whole, cp, error)) return -1;
+    int64_t t = 0;
+    for (int64_t s = 0; s < whole->num_spans; s++) {
+        const mt_span *span = &whole->spans[s];
+        int64_t chunk = span->q_len / (2 * cp), owned[2] = {rank, 2 * cp - 1 - rank};
+        local->spans[s] = (mt_span){.q_start = t, .q_len = 2 * chunk, .k_start = t, .k_len = 2 * chunk, .causal = true};
+        for (int half = 0; half < 2; half++)
+            for (int64_t i = 0; i < chunk; i++, t++) {
+                int64_t from = span->q_start + owned[half] * chunk + i;
+                local->tokens[t] = whole->tokens[from];
+                local->labels[t] = whole->labels[from];
+                local->loss_mask[t] = whole->loss_mask[from];
+                local->positions[t] = whole->positions[from];
+                local->token_index[t] = whole->token_index[from];
+            }
+    }
+    local->num_tokens = t;
+    local->num_spans = whole->num_spans;
+    return 0;
+}
+
+/* Which list of spans an attention takes. */
+enum {
+    MT_CONTEXT_WHOLE, // the rows that are here, causal; with all_gather both chunks of queries to all keys before them
+    MT_CONTEXT_EARLIER, // keys of a rank before this one: all queries see the first half
+    MT_CONTEXT_LATER,   // keys of a rank after this one: the second half of the queries sees all
+    MT_CONTEXT_LISTS
+};
+
+/* A buffer on its way to the next rank of the ring while another comes from the rank before. */
+typedef struct mt_ring_shift {
+    mt_channel *to, *from;
+    int64_t sent, received; // tickets
+} mt_ring_shift;
+
+struct mt_context {
+    mt_context_plan plan;
+    const mt_ops *ops;
+    /* the micro-batch */
+    int64_t T, M, N;   // rows of this rank, of its a2a group, of the whole batch
+    int32_t *identity; // [M] 0, 1, 2, ...
+    int32_t *rows;     // [M] where rows that the a2a group brings belong, or [N] those that all_gather brings
+    int64_t *index;    // token_index: [M] of every ring rank in turn; with all_gather [N] in order
+    mt_span *spans;    // [MT_CONTEXT_LISTS] lists on the device, one after another
+    mt_spans lists[MT_CONTEXT_LISTS];
+    int32_t *host_rows; // [N]
+    int64_t *host_index;
+    mt_span *host_spans;
+    /* a2a: what leaves and arrives, [T, the widest], and the operands with all rows of the group and fewer heads */
+    void *send, *receive;
+    void *q, *k, *v, *out, *dout, *dq, *dk, *dv;
+    /* ring: keys and values [M, G (D + Dv)], here and coming; what one block gives; sums */
+    void *kv[2], *part, *dkv_part;
+    float *part_lse, *sum, *dkv_sum[2];
+    mt_ring_shift kv_shift, sum_shift;
+    /* all_gather: keys and values of all ranks, by rank and by position, and gradients */
+    void *gathered, *ordered, *dkv_ordered;
+    float *wide;
+};
+
+/* What attention works on: the operands of attention_forward and attention_backward under their names. */
+typedef struct mt_context_call {
+    void *out, *dq, *dk, *dv;
+    float *lse, *row_dot;
+    const void *q, *k, *v, *dout;
+    mt_attention shape;
+    mt_stream *stream;
+} mt_context_call;
+
+/* A pointer `elements` into a buffer of the plan's type. */
+static void *mt_context_at(const mt_context *c, const void *base, int64_t elements) {
+    return (char *)base + elements * mt_dtype_size(c->plan.dtype);
+}
+
+/* Elements of a row of keys and values, as they travel. */
+static int64_t mt_context_kv_width(const mt_context_plan *plan) {
+    return plan->num_groups / plan->a2a->size * (plan->head_size + plan->value_size);
+}
+
+/* ---- memory */
+
+static void mt_context_layout_ring(mt_context *c, mt_arena *arena) {
+    const mt_context_plan *p = &c->plan;
+    int64_t size = mt_dtype_size(p->dtype), heads = p->num_heads / p->a2a->size, M = c->M;
+    int64_t kv = mt_context_kv_width(p), widest = heads * mt_max(p->head_size, p->value_size);
+    c->kv[0] = mt_arena_alloc(arena, M * kv * size);
+    if (p->comm_type == MT_CP_ALL_GATHER) {
+        c->gathered = mt_arena_alloc(arena, c->N * kv * size);
+        c->ordered = mt_arena_alloc(arena, c->N * kv * size);
+        if (!p->train) return;
+        c->dkv_ordered = mt_arena_alloc(arena, c->N * kv * size);
+        if (p->dtype != MT_F32) c->wide = mt_arena_alloc(arena, c->N * kv * 4);
+    } else {
+        c->kv[1] = mt_arena_alloc(arena, M * kv * size);
+        c->part = mt_arena_alloc(arena, M * widest * size);
+        c->part_lse = mt_arena_alloc(arena, M * heads * 4);
+        c->sum = mt_arena_alloc(arena, M * widest * 4);
+        if (!p->train) return;
+        c->dkv_sum[1] = mt_arena_alloc(arena, M * kv * 4);
+    }
+    c->dkv_sum[0] = mt_arena_alloc(arena, M * kv * 4);
+    c->dkv_part = mt_arena_alloc(arena, M * kv * size);
+}
+
+static void mt_context_layout_a2a(mt_context *c, mt_arena *arena) {
+    const mt_context_plan *p = &c->plan;
+    int64_t size = mt_dtype_size(p->dtype), T = p->max_tokens; // M rows of 1 / A of the heads are T rows of all
+    int64_t D = p->head_size, Dv = p->value_size, H = p->num_heads, G = p->num_groups;
+    c->send = mt_arena_alloc(arena, T * H * mt_max(D, Dv) * size);
+    c->receive = mt_arena_alloc(arena, T * H * mt_max(D, Dv) * size);
+    c->q = mt_arena_alloc(arena, T * H * D * size);
+    c->k = mt_arena_alloc(arena, T * G * D * size);
+    c->v = mt_arena_alloc(arena, T * G * Dv * size);
+    c->out = mt_arena_alloc(arena, T * H * Dv * size);
+    if (!p->train) return;
+    c->dout = mt_arena_alloc(arena, T * H * Dv * size);
+    c->dq = mt_arena_alloc(arena, T * H * D * size);
+    c->dk = mt_arena_alloc(arena, T * G * D * size);
+    c->dv = mt_arena_alloc(arena, T * G * Dv * size);
+}
+
+static void mt_context_layout(mt_context *c, mt_arena *arena) {
+    int64_t max_spans = c->plan.max_tokens / 2; // each has two tokens here at least, or is whole
+    if (c->plan.a2a->size * c->plan.ring->size == 1) max_spans = c->plan.max_tokens;
+    c->M = c->plan.max_tokens * c->plan.a2a->size;
+    c->N = c->M * c->plan.ring->size;
+    c->identity = mt_arena_alloc(arena, c->M * 4);
+    c->rows = mt_arena_alloc(arena, c->N * 4);
+    c->index = mt_arena_alloc(arena, c->N * 8);
+    c->spans = mt_arena_alloc(arena, MT_CONTEXT_LISTS * max_spans * (int64_t)sizeof(mt_span));
+    if (c->plan.ring->size > 1) mt_context_layout_ring(c, arena);
+    if (c->plan.a2a->size > 1) mt_context_layout_a2a(c, arena);
+}
+
+int64_t mt_context_bytes(const mt_context_plan *plan) {
+    mt_context context = {.plan = *plan};
+    mt_arena counting = {0};
+    mt_context_layout(&context, &counting);
+    return counting.used;
+}
+
+/* Every rank of the ring opens all of its channels, in one order; it keeps the two that are its own. */
+static void mt_context_open_ring(mt_context *c) {
+    const mt_group *ring = c->plan.ring;
+    mt_ring_shift *shifts[] = {&c->kv_shift, &c->sum_shift};
+    for (int id = 0; id < 2 && ring->size > 1 && c->plan.comm_type != MT_CP_ALL_GATHER; id++)
+        for (int from = 0; from < ring->size; from++) {
+            int to = (from + 1) % ring->size;
+            mt_channel *channel = c->ops->channel_open(ring, from, to, id);
+            if (from == ring->rank) shifts[id]->to = channel;
+            if (to == ring->rank) shifts[id]->from = channel;
+        }
+}
+
+mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, void *memory, mt_stream *stream) {
+    mt_context *c = mt_calloc(sizeof *c);
+    int64_t heads = plan->num_heads, groups = plan->num_groups, A = plan->a2a->size;
+    MT_CHECK(heads % A == 0 && groups % A == 0);
+    c->plan = *plan;
+    c->ops = ops;
+    mt_arena arena = {.base = memory, .capacity = mt_context_bytes(plan)};
+    mt_context_layout(c, &arena);
+    c->host_rows = mt_malloc(c->N * 4);
+    c->host_index = mt_malloc(c->N * 8);
+    c->host_spans = mt_malloc(MT_CONTEXT_LISTS * plan->max_tokens * (int64_t)sizeof(mt_span));
+    for (int64_t i = 0; i < c->M; i++) c->host_rows[i] = (int32_t)i;
+    ops->memory_copy(c->identity, c->host_rows, c->M * 4, stream);
+    ops->stream_wait(stream);
+    mt_context_open_ring(c);
+    return c;
+}
+
+void mt_context_destroy(mt_context *c) {
+    if (!c) return;
+    mt_channel *channels[] = {c->kv_shift.to, c->kv_shift.from, c->sum_shift.to, c->sum_shift.from};
+    for (int i = 0; i < 4; i++) c->ops->channel_close(channels[i]);
+    free(c->host_rows);
+    free(c->host_index);
+    free(c->host_spans);
+    free(c);
+}
+
+/* ---- the micro-batch: who sees whom, and where rows go */
+
+/* One rank's list of whole local sequences, or of what it computes with keys from ranks before or after it. */
+static int64_t mt_ring_list(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int list) {
+    for (int64_t s = 0; s < num_spans; s++) {
+        int64_t n = whole[s].q_len / ranks, at = whole[s].q_start / ranks, half = n / 2;
+        if (list == MT_CONTEXT_WHOLE) spans[s] = (mt_span){at, n, at, n, true};
+        if (list == MT_CONTEXT_EARLIER) spans[s] = (mt_span){at, n, at, half, false};
+        if (list == MT_CONTEXT_LATER) spans[s] = (mt_span){at + half, half, at, n, false};
+    }
+    return num_spans;
+}
+
+/* The list for keys of rank `source`. */
+static int mt_ring_list_of(int64_t rank, int64_t source) {
+    return source == rank ? MT_CONTEXT_WHOLE : source < rank ? MT_CONTEXT_EARLIER : MT_CONTEXT_LATER;
+}
+
+int64_t mt_ring_spans(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank,
+                      int64_t source) {
+    return mt_ring_list(spans, whole, num_spans, ranks, mt_ring_list_of(rank, source));
+}
+
+/* With the keys of all ranks in order, both chunks of a rank's queries see those up to their own end. */
+static int64_t mt_gather_list(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank) {
+    int64_t count = 0;
+    for (int64_t s = 0; s < num_spans; s++) {
+        int64_t keys = whole[s].k_start, at = keys / ranks, chunk = whole[s].q_len / (2 * ranks);
+        spans[count++] = (mt_span){at, chunk, keys, (rank + 1) * chunk, true};
+        spans[count++] = (mt_span){at + chunk, chunk, keys, (2 * ranks - rank) * chunk, true};
+    }
+    return count;
+}
+
+/* The lists that the micro-batch's attention takes, from the whole batch's spans. */
+static void mt_context_list_spans(mt_context *c, const mt_batch *whole, mt_stream *stream) {
+    int64_t P = c->plan.ring->size, rank = c->plan.ring->rank, count = 0;
+    bool gather = c->plan.comm_type == MT_CP_ALL_GATHER && P > 1;
+    for (int list = 0; list < (gather || P == 1 ? 1 : MT_CONTEXT_LISTS); list++) {
+        mt_span *host = c->host_spans + count;
+        c->lists[list] = (mt_spans){.host = host, .device = c->spans + count};
+        c->lists[list].count = gather ? mt_gather_list(host, whole->spans, whole->num_spans, P, rank)
+                                      : mt_ring_list(host, whole->spans, whole->num_spans, P, list);
+        count += c->lists[list].count;
+    }
+    c->ops->memory_copy(c->spans, c->host_spans, count * (int64_t)sizeof(mt_span), stream);
+}
+
+void mt_context_load(mt_context *c, const mt_batch *whole, mt_stream *stream) {
+    int64_t A = c->plan.a2a->size, P = c->plan.ring->size, num_spans = whole->num_spans, count = 0;
+    bool gather = c->plan.comm_type == MT_CP_ALL_GATHER;
+    c->N = whole->num_tokens, c->M = c->N / P, c->T = c->M / A;
+    MT_CHECK(c->T <= c->plan.max_tokens && c->T * A * P == c->N);
+    int64_t owners = gather ? 1 : P; // with all_gather keys are in order of position
+    for (int64_t rank = 0; rank < owners; rank++)
+        count += mt_zigzag_rows(c->host_rows + count, whole->spans, num_spans, owners, rank);
+    for (int64_t i = 0; i < c->N; i++) c->host_index[i] = whole->token_index[c->host_rows[i]];
+    c->ops->memory_copy(c->index, c->host_index, c->N * 8, stream);
+
+    /* Rows arrive rank by rank: those of all ranks, or of this a2a group, whose sequences are in order without gaps. */
+    mt_context_list_spans(c, whole, stream);
+    bool across = gather && P > 1;
+    const mt_span *spans = across ? whole->spans : c->lists[MT_CONTEXT_WHOLE].host;
+    count = 0;
+    for (int64_t rank = 0; rank < (across ? P : A) && A * P > 1; rank++)
+        count += mt_zigzag_rows(c->host_rows + count, spans, num_spans, across ? P : A, rank);
+    c->ops->memory_copy(c->rows, c->host_rows, count * 4, stream);
+}
+
+/* to[t] = from[t] for rows of `width` elements. */
+static void mt_context_copy_rows(const mt_context *c, void *to, int64_t to_stride, const void *from,
+                                 int64_t from_stride, int64_t rows, int64_t width, mt_stream *stream) {
+    c->ops->gather_rows(to, from, c->identity, rows, width, to_stride, from_stride, c->plan.dtype, stream);
+}
+
+/* Keys and values of this rank, side by side, as they travel: [M, G D + G Dv]. */
+static void mt_context_pack_kv(const mt_context *c, const mt_context_call *call) {
+    const mt_attention *s = &call->shape;
+    int64_t k_width = s->num_groups * s->head_size, v_width = s->num_groups * s->value_size, kv = k_width + v_width;
+    mt_context_copy_rows(c, c->kv[0], kv, call->k, s->k_stride, c->M, k_width, call->stream);
+    mt_context_copy_rows(c, mt_context_at(c, c->kv[0], k_width), kv, call->v, s->v_stride, c->M, v_width, call->stream);
+}
+
+/* Summed gradients of this rank's keys and values go where the caller wants them. */
+static void mt_context_store_dkv(const mt_context *c, const mt_context_call *call, const float *sum) {
+    const mt_attention *s = &call->shape;
+    int64_t k_width = s->num_groups * s->head_size, v_width = s->num_groups * s->value_size, kv = k_width + v_width;
+    const void *rounded = sum;
+    if (c->plan.dtype != MT_F32) {
+        c->ops->convert(c->dkv_part, c->plan.dtype, sum, MT_F32, c->M * kv, call->stream);
+        rounded = c->dkv_part;
+    }
+    mt_context_copy_rows(c, call->dk, s->k_stride, rounded, kv, c->M, k_width, call->stream);
+    mt_context_copy_rows(c, call->dv, s->v_stride, mt_context_at(c, rounded, k_width), kv, c->M, v_width, call->stream);
+}
+
+/* ---- p2p: keys and values go round the ring (Liu et al., "Ring attention with blockwise transformers"; the zig-zag of
+ * Zhu's ring-flash-attention). In step i this rank has those of rank r - i, and the next ones come while it computes.
+ */
+
+static void mt_ring_shift_begin(const mt_context *c, mt_ring_shift *shift, void *coming, const void *going,
+                                int64_t count, mt_dtype dtype, mt_stream *stream) {
+    shift->received = c->ops->channel_recv(shift->from, coming, count, dtype, stream);
+    shift->sent = c->ops->channel_send(shift->to, going, count, dtype, stream);
+}
+
+/* Both buffers are the caller's again. */
+static void mt_ring_shift_end(const mt_context *c, const mt_ring_shift *shift, mt_stream *stream) {
+    c->ops->channel_wait(shift->from, shift->received, stream);
+    c->ops->channel_wait(shift->to, shift->sent, stream);
+}
+
+/* The spans of step i, whose keys and values are in kv[i % 2]; `shape` becomes theirs. */
+static const mt_spans *mt_ring_step(const mt_context *c, int64_t i, mt_attention *shape) {
+    int64_t P = c->plan.ring->size, r = c->plan.ring->rank, source = (r + P - i) % P;
+    shape->k_stride = shape->v_stride = shape->num_groups * (shape->head_size + shape->value_size);
+    shape->k_index = c->index + source * c->M;
+    shape->q_index = c->index + r * c->M;
+    return &c->lists[mt_ring_list_of(r, source)];
+}
+
+static void mt_ring_forward(mt_context *c, const mt_context_call *call) {
+    mt_attention shape = call->shape;
+    mt_dtype dtype = c->plan.dtype;
+    int64_t P = c->plan.ring->size, H = shape.num_heads, Dv = shape.value_size,
+            k_width = shape.num_groups * shape.head_size;
+    float *sum = dtype == MT_F32 ? call->out : c->sum;
+    MT_CHECK(shape.window == 0 && shape.out_stride == H * Dv);
+    mt_context_pack_kv(c, call);
+    for (int64_t i = 0; i < P; i++) {
+        const mt_spans *spans = mt_ring_step(c, i, &shape);
+        void *kv = c->kv[i % 2];
+        if (i + 1 < P)
+            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], kv, c->M * shape.k_stride, dtype, call->stream);
+        c->ops->attention_forward(c->part, c->part_lse, call->q, kv, mt_context_at(c, kv, k_width), spans, &shape,
+                                  dtype, call->stream);
+        c->ops->attention_merge(sum, call->lse, c->part, c->part_lse, spans, H, Dv, i == 0, dtype, call->stream);
+        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, call->stream);
+    }
+    if (dtype != MT_F32) c->ops->convert(call->out, dtype, sum, MT_F32, c->M * H * Dv, call->stream);
+}
+
+/* With the final lse, a block's probabilities are right at once, so each block gives its part of every gradient. The
+ * sums of dk and dv travel one step behind their keys and values and end, after P steps, where these began. dq is a
+ * block's part until its own sum is stored there. */
+static void mt_ring_backward(mt_context *c, const mt_context_call *call) {
+    mt_attention shape = call->shape;
+    mt_dtype dtype = c->plan.dtype;
+    int64_t P = c->plan.ring->size, q_width = shape.num_heads * shape.head_size;
+    int64_t k_width = shape.num_groups * shape.head_size;
+    mt_context_pack_kv(c, call);
+    for (int64_t i = 0; i < P; i++) {
+        const mt_spans *spans = mt_ring_step(c, i, &shape);
+        void *kv = c->kv[i % 2];
+        float *dkv = c->dkv_sum[i % 2];
+        if (i + 1 < P)
+            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], kv, c->M * shape.k_stride, dtype, call->stream);
+        c->ops->attention_backward(call->dq, c->dkv_part, mt_context_at(c, c->dkv_part, k_width), call->row_dot,
+                                   call->dout, call->q, kv, mt_context_at(c, kv, k_width), call->out, call->lse, spans,
+                                   &shape, dtype, call->stream);
+        c->ops->accumulate_rows(c->sum, call->dq, spans, false, q_width, shape.q_stride, i == 0, dtype, call->stream);
+        if (i > 0) mt_ring_shift_end(c, &c->sum_shift, call->stream);
+        c->ops->accumulate_rows(dkv, c->dkv_part, spans, true, shape.k_stride, shape.k_stride, i == 0, dtype,
+                                call->stream);
+        mt_ring_shift_begin(c, &c->sum_shift, c->dkv_sum[(i + 1) % 2], dkv, c->M * shape.k_stride, MT_F32,
+                            call->stream);
+        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, call->stream);
+    }
+    mt_ring_shift_end(c, &c->sum_shift, call->stream);
+    mt_context_store_dkv(c, call, c->dkv_sum[P % 2]);
+    const void *rounded = c->sum;
+    if (dtype != MT_F32) {
+        c->ops->convert(c->part, dtype, c->sum, MT_F32, c->M * q_width, call->stream);
+        rounded = c->part;
+    }
+    mt_context_copy_rows(c, call->dq, shape.q_stride, rounded, q_width, c->M, q_width, call->stream);
+}
+
+/* ---- all_gather: every rank gets all keys and values (Llama 3's way: Grattafiori et al., "The Llama 3 herd of
+ * models") */
+
+/* Keys and values of all ranks in order of position; `shape` becomes theirs. Local queries keep their own index. */
+static void mt_gather_kv(mt_context *c, const mt_context_call *call, mt_attention *shape) {
+    int64_t kv = shape->num_groups * (shape->head_size + shape->value_size);
+    mt_context_pack_kv(c, call);
+    c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, call->stream);
+    c->ops->scatter_rows(c->ordered, c->gathered, c->rows, c->N, kv, kv, kv, c->plan.dtype, call->stream);
+    shape->k_stride = shape->v_stride = kv;
+    shape->k_index = c->index;
+}
+
+static void mt_gather_forward(mt_context *c, const mt_context_call *call) {
+    mt_attention shape = call->shape;
+    int64_t k_width = shape.num_groups * shape.head_size;
+    mt_gather_kv(c, call, &shape);
+    c->ops->attention_forward(call->out, call->lse, call->q, c->ordered, mt_context_at(c, c->ordered, k_width),
+                              &c->lists[MT_CONTEXT_WHOLE], &shape, c->plan.dtype, call->stream);
+}
+
+/* Every rank has a part of the gradient of every key and value; their sum goes to the rank that owns them. */
+static void mt_gather_backward(mt_context *c, const mt_context_call *call) {
+    mt_attention shape = call->shape;
+    mt_dtype dtype = c->plan.dtype;
+    int64_t k_width = shape.num_groups * shape.head_size;
+    mt_gather_kv(c, call, &shape);
+    int64_t kv = shape.k_stride, all = c->N * kv;
+    c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), call->stream); // late keys are in no span here
+    c->ops->attention_backward(call->dq, c->dkv_ordered, mt_context_at(c, c->dkv_ordered, k_width), call->row_dot,
+                               call->dout, call->q, c->ordered, mt_context_at(c, c->ordered, k_width), call->out,
+                               call->lse, &c->lists[MT_CONTEXT_WHOLE], &shape, dtype, call->stream);
+    c->ops->gather_rows(c->gathered, c->dkv_ordered, c->rows, c->N, kv, kv, kv, dtype, call->stream);
+    if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, call->stream);
+    c->ops->reduce_scatter(c->dkv_sum[0], dtype == MT_F32 ? c->gathered : c->wide, c->M * kv, MT_F32, c->plan.ring,
+                           call->stream);
+    mt_context_store_dkv(c, call, c->dkv_sum[0]);
+}
+
+/* ---- a2a: tokens for heads, and back (Jacobs et al., "DeepSpeed Ulysses") */
+
+/* [T, width] with all heads of this rank's tokens becomes [M, width / A] with a share of the heads of all tokens. */
+static void mt_a2a_to_heads(mt_context *c, void *to, const void *from, int64_t from_stride, int64_t width,
+                            mt_stream *stream) {
+    int64_t A = c->plan.a2a->size, share = width / A;
+    mt_dtype dtype = c->plan.dtype;
+    for (int64_t a = 0; a < A; a++)
+        mt_context_copy_rows(c, mt_context_at(c, c->send, a * c->T * share), share, mt_context_at(c, from, a * share),
+                             from_stride, c->T, share, stream);
+    c->ops->all_to_all(c->receive, c->send, c->T * share, dtype, c->plan.a2a, stream);
+    c->ops->scatter_rows(to, c->receive, c->rows, c->M, share, share, share, dtype, stream);
+}
+
+static void mt_a2a_to_tokens(mt_context *c, void *to, int64_t to_stride, const void *from, int64_t width,
+                             mt_stream *stream) {
+    int64_t A = c->plan.a2a->size, share = width / A;
+    mt_dtype dtype = c->plan.dtype;
+    c->ops->gather_rows(c->send, from, c->rows, c->M, share, share, share, dtype, stream);
+    c->ops->all_to_all(c->receive, c->send, c->T * share, dtype, c->plan.a2a, stream);
+    for (int64_t a = 0; a < A; a++)
+        mt_context_copy_rows(c, mt_context_at(c, to, a * share), to_stride,
+                             mt_context_at(c, c->receive, a * c->T * share), share, c->T, share, stream);
+}
+
+/* The call as this rank makes it for its share of the heads, with q, k, v of all tokens of the group. */
+static mt_context_call mt_a2a_begin(mt_context *c, const mt_context_call *call) {
+    const mt_attention *s = &call->shape;
+    int64_t A = c->plan.a2a->size, H = s->num_heads, G = s->num_groups, D = s->head_size, Dv = s->value_size;
+    mt_a2a_to_heads(c, c->q, call->q, s->q_stride, H * D, call->stream);
+    mt_a2a_to_heads(c, c->k, call->k, s->k_stride, G * D, call->stream);
+    mt_a2a_to_heads(c, c->v, call->v, s->v_stride, G * Dv, call->stream);
+    mt_context_call inner = {.out = c->out, .dq = c->dq, .dk = c->dk, .dv = c->dv, .dout = c->dout};
+    inner.lse = call->lse, inner.row_dot = call->row_dot; // M rows of H / A heads are T rows of H
+    inner.q = c->q, inner.k = c->k, inner.v = c->v, inner.stream = call->stream;
+    inner.shape = *s;
+    inner.shape.num_heads = H / A, inner.shape.num_groups = G / A;
+    inner.shape.q_stride = H / A * D, inner.shape.k_stride = G / A * D;
+    inner.shape.v_stride = G / A * Dv, inner.shape.out_stride = H / A * Dv;
+    inner.shape.first_head = s->first_head + c->plan.a2a->rank * (H / A);
+    return inner;
+}
+
+/* ---- the four ways */
+
+static void mt_context_forward(mt_context *c, const mt_context_call *call) {
+    mt_attention shape = call->shape;
+    if (c->plan.ring->size > 1) {
+        c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_forward(c, call) : mt_ring_forward(c, call);
+        return;
+    }
+    shape.q_index = shape.k_index = c->index;
+    c->ops->attention_forward(call->out, call->lse, call->q, call->k, call->v, &c->lists[MT_CONTEXT_WHOLE], &shape,
+                              c->plan.dtype, call->stream);
+}
+
+static void mt_context_backward(mt_context *c, const mt_context_call *call) {
+    mt_attention shape = call->shape;
+    if (c->plan.ring->size > 1) {
+        c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_backward(c, call) : mt_ring_backward(c, call);
+        return;
+    }
+    shape.q_index = shape.k_index = c->index;
+    c->ops->attention_backward(call->dq, call->dk, call->dv, call->row_dot, call->dout, call->q, call->k, call->v,
+                               call->out, call->lse, &c->lists[MT_CONTEXT_WHOLE], &shape, c->plan.dtype, call->stream);
+}
+
+void mt_context_attention_forward(mt_context *c, void *out, float *lse, const void *q, const void *k, const void *v,
+                                  const mt_attention *shape, mt_stream *stream) {
+    mt_context_call call = {.out = out, .lse = lse, .q = q, .k = k, .v = v, .shape = *shape, .stream = stream};
+    if (c->plan.a2a->size == 1) {
+        mt_context_forward(c, &call);
+        return;
+    }
+    mt_context_call inner = mt_a2a_begin(c, &call);
+    mt_context_forward(c, &inner);
+    mt_a2a_to_tokens(c, out, shape->out_stride, c->out, shape->num_heads * shape->value_size, stream);
+}
+
+void mt_context_attention_backward(mt_context *c, void *dq, void *dk, void *dv, float *row_dot, const void *dout,
+                                   const void *q, const void *k, const void *v, const void *out, const float *lse,
+                                   const mt_attention *shape, mt_stream *stream) {
+    mt_context_call call = {.dq = dq, .dk = dk, .dv = dv, .row_dot = row_dot, .dout = dout, .q = q, .k = k, .v = v};
+    call.out = (void *)out, call.lse = (float *)lse, call.shape = *shape, call.stream = stream;
+    if (c->plan.a2a->size == 1) {
+        mt_context_backward(c, &call);
+        return;
+    }
+    int64_t H = shape->num_heads, G = shape->num_groups, D = shape->head_size, Dv = shape->value_size;
+    mt_context_call inner = mt_a2a_begin(c, &call);
+    mt_a2a_to_heads(c, c->out, out, shape->out_stride, H * Dv, stream);
+    mt_a2a_to_heads(c, c->dout, dout, shape->out_stride, H * Dv, stream);
+    mt_context_backward(c, &inner);
+    mt_a2a_to_tokens(c, dq, shape->q_stride, c->dq, H * D, stream);
+    mt_a2a_to_tokens(c, dk, shape->k_stride, c->dk, G * D, stream);
+    mt_a2a_to_tokens(c, dv, shape->v_stride, c->dv, G * Dv, stream);
 }
 
 /* ==== §10 the model ============================================================================================== */
@@ -5754,6 +6421,23 @@ static void mt_layout_layer(const mt_model *m, mt_activations *a, mt_arena *aren
     a->mlp_active = mt_arena_alloc(arena, T * m->F * size);
 }
 
+/* What context parallelism's attention is made for. */
+static mt_context_plan mt_model_context_plan(const mt_model *m) {
+    static const char *const types[] = {"p2p", "all_gather", "a2a", "a2a+p2p"}; // mt_cp_comm_type
+    int type = 0;
+    while (strcmp(types[type], m->options->cp_comm_type) != 0) type++;
+    return (mt_context_plan){.comm_type = (mt_cp_comm_type)type,
+                             .a2a = &m->grid->context_a2a,
+                             .ring = &m->grid->context_ring,
+                             .max_tokens = m->plan.max_tokens,
+                             .num_heads = m->H,
+                             .num_groups = m->G,
+                             .head_size = m->D,
+                             .value_size = m->D,
+                             .dtype = m->dtype,
+                             .train = m->plan.train};
+}
+
 /* Lays out a micro-batch of T tokens and num_spans spans. What decoding needs and what training needs is each one
  * stretch of the block. */
 static mt_batch_block mt_layout_batch(mt_arena *arena, int64_t T, int64_t num_spans) {
@@ -5845,6 +6529,10 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     }
     m->likeliest = mt_arena_alloc(arena, rows * 4);
     mt_layout_scratch(m, arena);
+    if (m->grid->context.size > 1) {
+        mt_context_plan context = mt_model_context_plan(m);
+        m->context_memory = mt_arena_alloc(arena, mt_context_bytes(&context));
+    }
 }
 
 /* Lays out everything in the arena; with a counting arena, plans it. */
@@ -6102,7 +6790,6 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         m->copied[i] = m->ops->event_create();
         m->pending[i].done = m->ops->event_create();
     }
-    if (m->grid->context.size > 1) mt_batch_alloc(&m->local_batch, m->plan.max_tokens);
     m->arena.capacity = counting.used;
     m->arena.base = m->ops->memory_alloc(counting.used);
     mt_layout(m, &m->arena);
@@ -6118,10 +6805,19 @@ static void mt_decode_create(mt_model *m) {
         m->step_spans[i] = (mt_span){.q_start = i, .q_len = 1, .k_len = longest, .causal = true};
 }
 
+/* Context parallelism, where ranks share sequences. */
+static void mt_model_share_sequences(mt_model *m) {
+    int64_t cp = m->grid->context.size;
+    if (cp == 1) return;
+    mt_context_plan plan = mt_model_context_plan(m);
+    m->context = mt_context_create(&plan, m->ops, m->context_memory, m->stream);
+    mt_batch_alloc(&m->local_batch, m->plan.max_tokens);
+    for (int64_t i = 0; i < m->num_micro_batches; i++)
+        mt_batch_alloc(&m->micro_batches[i].whole, cp * m->plan.max_tokens);
+}
+
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
-    if (grid->context.size > 1)
-        return mt_error_set(error, "this version does not share sequences: leave out --context-parallel-size");
     mt_attention_backend backend = mt_attention_backend_of(options);
     if (strcmp(ops->name, "cpu") == 0 && (backend == MT_ATTENTION_CUDNN || backend == MT_ATTENTION_UNFUSED))
         return mt_error_set(error, "--attention-backend %s needs a GPU, and this run is on the CPU; leave it out",
@@ -6154,6 +6850,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->tp.comm = m->stream;
     if (grid->tensor.size > 1) m->tp.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
     mt_sharding_start(m);
+    mt_model_share_sequences(m);
     ops->memory_zero(m->sums, 3 * 8, m->stream);
     if (m->rotary_dim > 0) mt_rope_tables(m);
     *out = m;
@@ -6162,6 +6859,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
 
 void mt_model_destroy(mt_model *m) {
     if (!m) return;
+    mt_context_destroy(m->context);
     if (m->arena.base) { // it was created whole
         for (int64_t i = 0; m->step_graphs && i <= m->plan.max_logits; i++)
             if (m->step_graphs[i].graph) m->ops->graph_destroy(m->step_graphs[i].graph);
@@ -6183,6 +6881,7 @@ void mt_model_destroy(mt_model *m) {
         free(m->links[i].tickets);
     }
     for (int64_t i = 0; i < m->num_micro_batches; i++) {
+        mt_batch_free(&m->micro_batches[i].whole);
         free(m->micro_batches[i].layers);
         free(m->micro_batches[i].host_spans);
     }
@@ -6302,6 +7001,21 @@ static void mt_micro_batch_enter(mt_model *m, mt_micro_batch *at) {
     m->tokens = batch->tokens, m->positions = batch->positions, m->labels = batch->labels;
     m->loss_mask = batch->loss_mask, m->token_index = batch->token_index;
     m->spans = (mt_spans){.host = at->host_spans, .device = batch->spans, .count = at->num_spans};
+    if (m->context && m->in_context != at) mt_context_load(m->context, &at->whole, m->stream);
+    m->in_context = at;
+}
+
+/* This rank's part of a batch whose sequences ranks share; keeps what their attention needs to know of the whole. */
+static const mt_batch *mt_share_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch) {
+    mt_error error;
+    const mt_group *group = &m->grid->context;
+    if (!m->context) return batch;
+    MT_CHECK(mt_batch_context_shard(&m->local_batch, batch, group->size, group->rank, &error) == 0); // it was checked
+    at->whole.num_tokens = batch->num_tokens, at->whole.num_spans = batch->num_spans;
+    memcpy(at->whole.token_index, batch->token_index, (size_t)batch->num_tokens * 8);
+    memcpy(at->whole.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
+    m->in_context = NULL;
+    return &m->local_batch;
 }
 
 /* Gives a batch its place on the device, enters it, and returns where it goes in the host's block `staged`. */
@@ -6325,6 +7039,7 @@ static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_b
 /* Enqueues the copy of a micro-batch to where the model's operations read it. The host goes on at once: it may fill
  * `batch` again and hand over the next micro-batch while the device is still busy with this one. */
 static void mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch) {
+    batch = mt_share_batch(m, at, batch);
     mt_batch_block block = mt_place_batch(m, at, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens;
     memcpy(block.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
@@ -6412,8 +7127,7 @@ static void mt_loss_backward(mt_model *m) {
     mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->output, at->final_mean, at->final_rstd,
                      m->final_norm, m->final_norm_bias, m->rows);
     mt_bucket_gradients_release(m, m->output_bucket, m->last_backward);
-    if (own_head && m->head_bucket != m->word_bucket)
-        mt_bucket_gradients_release(m, m->head_bucket, m->last_backward);
+    if (own_head && m->head_bucket != m->word_bucket) mt_bucket_gradients_release(m, m->head_bucket, m->last_backward);
     if (own_head) mt_bucket_release(m, m->head_bucket);
     mt_bucket_release(m, m->output_bucket);
 }
@@ -7427,8 +8141,8 @@ static int64_t mt_gradient_run(const mt_model *m, const mt_param *first, const m
 /* The group over which the model's ranks hold parts of a parameter's gradient, or NULL. */
 static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *param) {
     if (param->gradient == MT_GRADIENT_REPLICA) return &m->grid->kv_replicas;
-    bool in_parts = param->gradient == MT_GRADIENT_HEADS ||
-                    (param->gradient == MT_GRADIENT_ROWS && m->tp.sequence_parallel);
+    bool in_parts =
+        param->gradient == MT_GRADIENT_HEADS || (param->gradient == MT_GRADIENT_ROWS && m->tp.sequence_parallel);
     return in_parts && m->grid->tensor.size > 1 ? &m->grid->tensor : NULL;
 }
 
@@ -9462,7 +10176,9 @@ static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_step *step) {
 
 static int mt_step_forward(mt_model *m, const mt_step *step, mt_source *from, mt_error *error) {
     mt_micro_batch *at = mt_micro_batch_free(m, step->chunk);
+    int64_t cp = m->grid->context.size;
     if (from->read(from->context, step->micro_batch, from->batch, error) != 0) return -1;
+    if (cp > 1 && mt_batch_check_context(from->batch, cp, error) != 0) return -1;
     if (step->chunk == 0) from->tokens += from->batch->num_tokens;
     mt_load_batch(m, at, from->batch);
     if (m->training) at->index = step->micro_batch;
@@ -9975,6 +10691,24 @@ static void mt_timed_attention_backward(void *dq, void *dk, void *dv, float *row
              spans, shape, dtype);
 }
 
+/* Reads the part, reads and writes the sum. */
+static void mt_timed_attention_merge(float *out, float *lse, const void *part, const float *part_lse,
+                                     const mt_spans *spans, int64_t H, int64_t Dv, bool first, mt_dtype dtype,
+                                     mt_stream *stream) {
+    int64_t rows = 0;
+    for (int64_t s = 0; s < spans->count; s++) rows += spans->host[s].q_len;
+    MT_TIMED(attention_merge, mt_work_bytes(rows * H * Dv, (first ? 4 : 8) + mt_dtype_size(dtype)), out, lse, part,
+             part_lse, spans, H, Dv, first, dtype);
+}
+
+static void mt_timed_accumulate_rows(float *sum, const void *x, const mt_spans *spans, bool of_keys, int64_t width,
+                                     int64_t x_stride, bool first, mt_dtype dtype, mt_stream *stream) {
+    int64_t rows = 0;
+    for (int64_t s = 0; s < spans->count; s++) rows += of_keys ? spans->host[s].k_len : spans->host[s].q_len;
+    MT_TIMED(accumulate_rows, mt_work_bytes(rows * width, (first ? 4 : 8) + mt_dtype_size(dtype)), sum, x, spans,
+             of_keys, width, x_stride, first, dtype);
+}
+
 static void mt_timed_gelu_forward(void *y, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype,
                                   mt_stream *stream) {
     MT_TIMED(gelu_forward, mt_work_bytes(n, 2 * mt_dtype_size(dtype)), y, x, n, tanh_approximation, dtype);
@@ -10186,6 +10920,8 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .rope_backward = mt_timed_rope_backward,
         .attention_forward = mt_timed_attention_forward,
         .attention_backward = mt_timed_attention_backward,
+        .attention_merge = mt_timed_attention_merge,
+        .accumulate_rows = mt_timed_accumulate_rows,
         .gelu_forward = mt_timed_gelu_forward,
         .gelu_backward = mt_timed_gelu_backward,
         .swiglu_forward = mt_timed_swiglu_forward,

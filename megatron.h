@@ -148,6 +148,8 @@ typedef struct mt_options {
     /* parallelism */
     int64_t tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size;
     bool sequence_parallel;
+    char *cp_comm_type;                             // p2p | all_gather | a2a | a2a+p2p
+    mt_strings hierarchical_context_parallel_sizes; // a2a, ring
     int64_t distributed_timeout_seconds;
     int64_t num_virtual_stages_per_pipeline_rank, num_layers_per_virtual_pipeline_stage;
     int64_t microbatch_group_size_per_virtual_pipeline_stage;
@@ -175,6 +177,7 @@ typedef struct mt_options {
     uint64_t given[3]; // a bit a row of the table: given by the user, so config.json does not override it
     /* derived by mt_options_finish, or read from a Hugging Face config; not options themselves */
     int64_t data_parallel_size; // ranks / (tensor, pipeline and context sizes)
+    int64_t context_a2a_size;   // ranks of the context group that trade tokens for heads; 1: none
     int64_t padded_vocab_size;
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
@@ -386,6 +389,21 @@ typedef void mt_attention_backward_fn(void *dq, void *dk, void *dv, float *row_d
                                       const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
                                       mt_stream *stream);
 
+/* ---- attention in parts: context parallelism attends to blocks of keys one after another and adds up what they give
+ */
+
+/* Puts attention to some keys, out and lse, together with attention of the same queries to others, part and part_lse:
+ * with s = log(exp(lse) + exp(part_lse)), out = exp(lse - s) out + exp(part_lse - s) part and lse = s, or when `first`
+ * out = part and lse = part_lse. For the query rows of `spans`; out[Tq, H, Dv] is fp32, part[Tq, H, Dv] of `dtype` (Liu
+ * et al., "Ring attention with blockwise transformers"). */
+typedef void mt_attention_merge_fn(float *out, float *lse, const void *part, const float *part_lse,
+                                   const mt_spans *spans, int64_t H, int64_t Dv, bool first, mt_dtype dtype,
+                                   mt_stream *stream);
+/* sum[t] += x[t], or = when `first`, for rows of `width` elements: the key rows of `spans`, or their query rows. A key
+ * row is in one span only. sum[T, width] is fp32. */
+typedef void mt_accumulate_rows_fn(float *sum, const void *x, const mt_spans *spans, bool of_keys, int64_t width,
+                                   int64_t x_stride, bool first, mt_dtype dtype, mt_stream *stream);
+
 /* ---- activations */
 
 /* y = gelu(x) for n elements: exact (erf), or its tanh approximation (Hendrycks & Gimpel). */
@@ -591,6 +609,8 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
     OP(rope_backward)                                                                                                  \
     OP(attention_forward)                                                                                              \
     OP(attention_backward)                                                                                             \
+    OP(attention_merge)                                                                                                \
+    OP(accumulate_rows)                                                                                                \
     OP(gelu_forward)                                                                                                   \
     OP(gelu_backward)                                                                                                  \
     OP(swiglu_forward)                                                                                                 \
@@ -688,6 +708,8 @@ typedef enum mt_group_kind {
     MT_GROUP_EXPERT_TENSOR,
     MT_GROUP_EXPERT_DATA,
     MT_GROUP_KV_REPLICAS,
+    MT_GROUP_CONTEXT_A2A,
+    MT_GROUP_CONTEXT_RING,
     MT_NUM_GROUP_KINDS
 } mt_group_kind;
 
@@ -702,6 +724,7 @@ typedef struct mt_grid {
     mt_group model;          // tp and pp: together they hold the model, so the global norm is summed over it
     mt_group tensor_context; // tp and cp
     mt_group expert, expert_tensor, expert_data;
+    mt_group context_a2a, context_ring; // neighbours of the context group that trade tokens for heads, and across
     mt_group
         kv_replicas; // ranks of the tensor group with the same key and value head, where heads are fewer than ranks
 } mt_grid;
@@ -716,7 +739,8 @@ typedef struct mt_grid {
         .pipeline = MT_GROUP_OF_ONE("pipeline"), .embedding = MT_GROUP_OF_ONE("embedding"),                            \
         .model = MT_GROUP_OF_ONE("model"), .tensor_context = MT_GROUP_OF_ONE("tensor-context"),                        \
         .expert = MT_GROUP_OF_ONE("expert"), .expert_tensor = MT_GROUP_OF_ONE("expert-tensor"),                        \
-        .expert_data = MT_GROUP_OF_ONE("expert-data"), .kv_replicas = MT_GROUP_OF_ONE("kv-replicas")                   \
+        .expert_data = MT_GROUP_OF_ONE("expert-data"), .kv_replicas = MT_GROUP_OF_ONE("kv-replicas"),                  \
+        .context_a2a = MT_GROUP_OF_ONE("context-a2a"), .context_ring = MT_GROUP_OF_ONE("context-ring")                 \
     }
 
 /* The sizes that groups follow from. world = tensor context data pipeline = expert_tensor expert expert_data pipeline.
@@ -725,6 +749,7 @@ typedef struct mt_grid_shape {
     int64_t tensor, context, data, pipeline;
     int64_t expert_tensor, expert, expert_data;
     int64_t num_query_groups;
+    int64_t context_a2a; // ranks of a context group that trade tokens for heads; 0 is 1
 } mt_grid_shape;
 
 /* The shape that finished options give `world_size` ranks. */
@@ -829,15 +854,15 @@ typedef enum mt_gradient {
 /* One row a parameter: allocation, initialisation, gradient norm, decay and checkpoints read nothing else. */
 typedef struct mt_param {
     mt_role role;
-    int64_t layer;         // of the whole model; -1 outside the layers
-    char hf_name[160];     // the Hugging Face tensor that holds it
-    int64_t hf_row;        // its first row in that tensor (GPT-2 stores q, k and v as one)
-    int64_t hf_rows_total; // rows of that whole tensor
-    bool hf_transposed;    // GPT-2 stores linear weights [in, out]
-    int64_t rows, cols;    // shape on this rank; cols == 1 and is_vector for one-dimensional parameters
+    int64_t layer;                  // of the whole model; -1 outside the layers
+    char hf_name[160];              // the Hugging Face tensor that holds it
+    int64_t hf_row;                 // its first row in that tensor (GPT-2 stores q, k and v as one)
+    int64_t hf_rows_total;          // rows of that whole tensor
+    bool hf_transposed;             // GPT-2 stores linear weights [in, out]
+    int64_t rows, cols;             // shape on this rank; cols == 1 and is_vector for one-dimensional parameters
     int64_t whole_rows, whole_cols; // shape in the whole model
     int64_t first_row, first_col;   // what lies here begins there
-    int64_t rows_stored;   // of the whole rows, those that exist in Hugging Face: the vocabulary without its padding
+    int64_t rows_stored; // of the whole rows, those that exist in Hugging Face: the vocabulary without its padding
     bool is_vector;
     mt_init init;
     double init_std;
@@ -909,6 +934,65 @@ typedef struct mt_batch {
 void mt_batch_alloc(mt_batch *batch, int64_t max_tokens);
 void mt_batch_free(mt_batch *batch);
 
+/* ---- context parallelism: each sequence is cut over the ranks of the context group */
+
+/* Rank `rank`'s part of a micro-batch for context parallelism over `cp` ranks: of every sequence, cut into 2 cp chunks,
+ * chunks rank and 2 cp - 1 - rank, in this order. Tokens, labels, masks, positions and indices follow; there is a span
+ * a sequence. `local` has room for whole->num_tokens / cp tokens. Errors: a sequence that does not divide by 2 cp, or
+ * spans that are not whole causal sequences one after another. */
+int mt_batch_context_shard(mt_batch *local, const mt_batch *whole, int64_t cp, int64_t rank, mt_error *error);
+
+/* What rank `rank` of a ring computes in the step in which it has the keys of rank `source`: one span a sequence of
+ * `whole`, with rows of its own shard and of the source's. Returns num_spans. Over all sources each query meets each
+ * key that it sees once, and every rank has the same work in every step. */
+int64_t mt_ring_spans(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank,
+                      int64_t source);
+
+/* How attention gets the keys that other ranks hold; Megatron's --cp-comm-type. */
+typedef enum mt_cp_comm_type {
+    MT_CP_P2P,        // they go round a ring, hidden behind the attention to those before
+    MT_CP_ALL_GATHER, // every rank gets all
+    MT_CP_A2A,        // ranks trade tokens for heads
+    MT_CP_A2A_P2P,    // trade within groups of neighbours, ring across them
+} mt_cp_comm_type;
+
+/* What the attention of a rank is made for. The context group is a2a->size x ring->size ranks, neighbours in a2a: for
+ * p2p and all_gather `a2a` is a group of one and `ring` the context group, for a2a it is the other way round. Both
+ * outlive the context; heads and groups divide by a2a->size. */
+typedef struct mt_context_plan {
+    mt_cp_comm_type comm_type;
+    const mt_group *a2a, *ring;
+    int64_t max_tokens;            // T, of this rank
+    int64_t num_heads, num_groups; // of this rank: H, G
+    int64_t head_size, value_size;
+    mt_dtype dtype;
+    bool train;
+} mt_context_plan;
+
+/* The attention of context parallelism over one micro-batch after another. Nothing is allocated after its creation. */
+typedef struct mt_context mt_context;
+
+/* Bytes of device memory that it works in. */
+int64_t mt_context_bytes(const mt_context_plan *plan);
+
+/* Makes it over `memory` of mt_context_bytes, which outlives it. Every rank of both groups calls it. */
+mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, void *memory, mt_stream *stream);
+void mt_context_destroy(mt_context *context);
+
+/* Makes a micro-batch, of which this rank computes its mt_batch_context_shard, the one that the next calls work on. */
+void mt_context_load(mt_context *context, const mt_batch *whole, mt_stream *stream);
+
+/* attention_forward over the whole sequences of the loaded micro-batch, for the T query rows of this rank, whose keys
+ * and values, too, are all that it gives. out_stride is H Dv. Without an a2a group lse[T, H] is that of
+ * attention_forward; with one it is in the order of mt_context_attention_backward, for which it is. A window needs
+ * all_gather or a2a. */
+void mt_context_attention_forward(mt_context *context, void *out, float *lse, const void *q, const void *k,
+                                  const void *v, const mt_attention *shape, mt_stream *stream);
+/* attention_backward: dq, dk, dv of this rank's rows, summed over all ranks whose queries saw them. */
+void mt_context_attention_backward(mt_context *context, void *dq, void *dk, void *dv, float *row_dot, const void *dout,
+                                   const void *q, const void *k, const void *v, const void *out, const float *lse,
+                                   const mt_attention *shape, mt_stream *stream);
+
 typedef struct mt_model mt_model;
 
 /* What a model is made for: its memory is planned from this. */
@@ -940,7 +1024,9 @@ const mt_ops *mt_model_ops(const mt_model *model);
 mt_stream *mt_model_stream(const mt_model *model);
 mt_dtype mt_model_dtype(const mt_model *model);
 
-/* Forward over a batch, through the loss; adds to the step's loss sums. `training` turns dropout on. */
+/* Forward over a batch, through the loss; adds to the step's loss sums. `training` turns dropout on. With context
+ * parallelism the batch is the whole one, and results are those of this rank's mt_batch_context_shard of it, which must
+ * be possible. */
 void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
 
 /* Backward of the last forward: parameter gradients accumulate, for a loss that is the sum over unmasked tokens. */

@@ -108,7 +108,8 @@ static void open_model(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
     int64_t tokens = o->micro_batch_size * o->seq_length;
-    mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = o->seq_length, .train = true};
+    int64_t here = tokens / o->context_parallel_size;
+    mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
     const mt_ops *ops = mt_backend_open(o->device, &r->grid, &error);
     if (ops && o->profile) ops = mt_profile_open(ops);
     check(ops ? mt_model_create(&r->model, o, &r->grid, ops, &plan, &error) : -1, &error);

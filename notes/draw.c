@@ -1091,6 +1091,107 @@ static void draw_sharing(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 8: a sequence over several ranks ---------------------------------------------------------------------------- */
+
+enum { RING = 4, RING_TOKENS = 32, RING_CHUNK = RING_TOKENS / (2 * RING) };
+
+/* step[q, k]: in which step of the ring the owner of query q meets key k, plus one; 0: never. Also the pairs that each
+ * rank computes in each step. */
+static void ring_steps(int step[RING_TOKENS][RING_TOKENS], int64_t pairs[RING][RING]) {
+    const mt_span sequence = {0, RING_TOKENS, 0, RING_TOKENS, true};
+    mt_batch whole, local[RING];
+    mt_error error;
+    mt_batch_alloc(&whole, RING_TOKENS);
+    whole.num_tokens = RING_TOKENS, whole.num_spans = 1, whole.spans[0] = sequence;
+    for (int32_t t = 0; t < RING_TOKENS; t++) whole.positions[t] = t;
+    memset(step, 0, sizeof(int[RING_TOKENS][RING_TOKENS]));
+    for (int rank = 0; rank < RING; rank++) {
+        mt_batch_alloc(&local[rank], RING_TOKENS);
+        check(mt_batch_context_shard(&local[rank], &whole, RING, rank, &error), &error);
+    }
+    for (int rank = 0; rank < RING; rank++)
+        for (int i = 0; i < RING; i++) {
+            enum { ROWS = RING_TOKENS / RING };
+            int source = (rank + RING - i) % RING;
+            bool seen[ROWS * ROWS] = {false};
+            mt_span span;
+            mt_ring_spans(&span, &sequence, 1, RING, rank, source);
+            attention_sees(seen, &span, 1, ROWS, ROWS, 0);
+            pairs[rank][i] = 0;
+            for (int q = 0; q < ROWS; q++)
+                for (int k = 0; k < ROWS; k++)
+                    if (seen[q * ROWS + k]) {
+                        int *at = &step[local[rank].positions[q]][local[source].positions[k]];
+                        MT_CHECK(*at == 0); // each pair once
+                        *at = i + 1, pairs[rank][i]++;
+                    }
+        }
+    for (int rank = 0; rank < RING; rank++) mt_batch_free(&local[rank]);
+    mt_batch_free(&whole);
+}
+
+/* Rows in [first, first + count) of a causal sequence see so many keys in all. */
+static int64_t causal_pairs(int64_t first, int64_t count) {
+    return (first + 1 + first + count) * count / 2;
+}
+
+static void draw_ring_mask(picture *p, double x, double y, double cell, int step[RING_TOKENS][RING_TOKENS]) {
+    double size = cell * RING_TOKENS, chunk = cell * RING_CHUNK;
+    box(p, x, y, size, size, "#ffffff");
+    for (int q = 0; q < RING_TOKENS; q++)
+        for (int k = 0, end; k < RING_TOKENS; k = end) {
+            for (end = k + 1; end < RING_TOKENS && step[q][end] == step[q][k];) end++;
+            MT_CHECK((step[q][k] > 0) == (k <= q)); // the pairs are those of the causal mask
+            if (step[q][k] > 0) box(p, x + cell * k, y + cell * q, cell * (end - k), cell, fills[step[q][k] - 1]);
+        }
+    for (int c = 0; c <= 2 * RING; c++) {
+        line(p, x, y + chunk * c, x + size, y + chunk * c, GRID, 0.6);
+        line(p, x + chunk * c, y, x + chunk * c, y + size, GRID, 0.6);
+        int owner = c < RING ? c : 2 * RING - 1 - c;
+        if (c == 2 * RING) break;
+        text(p, x + chunk * (c + 0.5), y - 6, MIDDLE, "%d", owner);
+        text(p, x - 8, y + chunk * (c + 0.5) + 4, END, "rank %d", owner);
+    }
+}
+
+static void draw_context(const char *folder) {
+    int step[RING_TOKENS][RING_TOKENS];
+    int64_t pairs[RING][RING];
+    ring_steps(step, pairs);
+    picture p = picture_open(folder, "08-zigzag", "The zig-zag and the steps of its ring", 900, 440);
+    text(&p, 20, 26, START, "%d tokens in %d chunks over %d ranks: who owns which, and in which step of the ring",
+         RING_TOKENS, 2 * RING, RING);
+    text(&p, 20, 42, START, "a query (row) meets a key (column)");
+    draw_ring_mask(&p, 80, 78, 10, step);
+    const double x = 500, scale = 1.5;
+    double y = 88;
+    for (int i = 0; i < RING; i++) {
+        box(&p, x + 90 * i, y - 9, 10, 10, fills[i]);
+        text(&p, x + 90 * i + 16, y, START, "step %d", i);
+    }
+    text(&p, x - 55, y += 36, START, "pairs of a query and a key that each rank computes");
+    for (int rank = 0; rank < RING; rank++) {
+        double at = x;
+        int64_t all = 0;
+        y += 26;
+        for (int i = 0; i < RING; at += scale * (double)pairs[rank][i], all += pairs[rank][i], i++) {
+            frame(&p, at, y - 14, scale * (double)pairs[rank][i], 20, fills[i]);
+            text(&p, at + scale * (double)pairs[rank][i] / 2, y, MIDDLE, "%lld", (long long)pairs[rank][i]);
+        }
+        text(&p, x - 8, y, END, "rank %d", rank);
+        text(&p, at + 8, y, START, "%lld", (long long)all);
+    }
+    text(&p, x - 55, y += 46, START, "the same, were the sequence cut into %d stretches", RING);
+    for (int rank = 0; rank < RING; rank++) {
+        int64_t all = causal_pairs(rank * RING_TOKENS / RING, RING_TOKENS / RING);
+        y += 26;
+        frame(&p, x, y - 14, scale * (double)all, 20, "#ffffff");
+        text(&p, x - 8, y, END, "rank %d", rank);
+        text(&p, x + scale * (double)all + 8, y, START, "%lld", (long long)all);
+    }
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_masks(argv[1]);
@@ -1104,5 +1205,6 @@ int main(int argc, char **argv) {
     draw_pipelines(argv[1]);
     draw_bubbles(argv[1]);
     draw_sharing(argv[1]);
+    draw_context(argv[1]);
     return 0;
 }

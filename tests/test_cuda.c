@@ -532,6 +532,34 @@ static void attention_backward(run *r, const int64_t *n) {
                                r->stream);
 }
 
+/* Sizes: T, heads, first, -, Dv, -, spans, stride beyond the width. */
+static mt_spans upload_spans(run *r, const int64_t *n, mt_span *host, int64_t *rows) {
+    int64_t keys, count = make_spans(host, (span_kind)n[6], n[0], rows, &keys);
+    mt_span *spans = r->ops->memory_alloc(count * (int64_t)sizeof *spans);
+    r->ops->memory_copy(spans, host, count * (int64_t)sizeof *spans, r->stream);
+    r->buffers[r->num_buffers++] = (buffer){spans, 0, MT_U8, false};
+    return (mt_spans){host, spans, count};
+}
+
+static void attention_merge(run *r, const int64_t *n) {
+    mt_span host[64];
+    int64_t rows;
+    mt_spans spans = upload_spans(r, n, host, &rows);
+    float *out = float_changed(r, rows * n[1] * n[4], NORMAL), *lse = float_changed(r, rows * n[1], NORMAL);
+    void *part = input(r, rows * n[1] * n[4]);
+    float *part_lse = float_input(r, rows * n[1], NORMAL);
+    r->ops->attention_merge(out, lse, part, part_lse, &spans, n[1], n[4], n[2] != 0, r->dtype, r->stream);
+}
+
+static void accumulate_rows(run *r, const int64_t *n) {
+    mt_span host[64];
+    int64_t rows, width = n[1] * n[4], stride = width + n[7];
+    mt_spans spans = upload_spans(r, n, host, &rows);
+    float *sum = float_changed(r, rows * width, NORMAL);
+    void *x = input(r, rows * stride);
+    r->ops->accumulate_rows(sum, x, &spans, n[3] != 0, width, stride, n[2] != 0, r->dtype, r->stream);
+}
+
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
 /* Errors are ||actual - answer|| / ||answer|| of each output. fp32 is right to 1e-5; a result rounded to bf16 once is
@@ -615,6 +643,11 @@ static const int64_t attention_shapes[][MAX_SIZES] = {
     {77, 2, 2, 32, 32, 0, FEW_KEYS, 0}, {90, 2, 1, 24, 16, 0, ONE, 0},    {50, 2, 2, 192, 128, 0, FULL, 0},
     {70, 4, 2, 64, 64, 0, PACKED, 30},  {40, 2, 1, 128, 128, 9, ONE, 50}, {0}};
 
+static const int64_t merge_shapes[][MAX_SIZES] = {
+    {1, 1, 0, 0, 8, 0, ONE, 0},       {100, 4, 0, 1, 64, 0, ONE, 8},    {129, 3, 1, 0, 128, 0, PACKED, 0},
+    {200, 5, 0, 0, 24, 0, PACKED, 3}, {65, 2, 0, 1, 20, 0, PACKED, 4},  {77, 2, 1, 1, 256, 0, ONE, 16},
+    {33, 7, 0, 0, 33, 0, PACKED, 0},  {300, 16, 0, 0, 128, 0, ONE, 64}, {0}};
+
 static operation operations[] = {
     {"linear_forward", linear_forward, ONCE, linear_shapes, {0}},
     {"linear_backward_input", linear_backward_input, ONCE, linear_shapes, {0}},
@@ -631,6 +664,8 @@ static operation operations[] = {
     {"qk_backward", qk_backward, ONCE, qk_shapes, {0}},
     {"attention_forward", attention_forward, 5e-3, attention_shapes, {0}},
     {"attention_backward", attention_backward, 1e-2, attention_shapes, {0}},
+    {"attention_merge", attention_merge, ONCE, merge_shapes, {0}},
+    {"accumulate_rows", accumulate_rows, ONCE, merge_shapes, {0}},
     {"gelu_forward", gelu_forward, ONCE, element_shapes, {0}},
     {"gelu_backward", gelu_backward, ONCE, element_shapes, {0}},
     {"swiglu_forward", swiglu_forward, ONCE, swiglu_shapes, {0}},

@@ -69,6 +69,10 @@ static bool together(const mt_grid_shape *s, mt_group_kind kind, const place *a,
         return a->etp == b->etp && a->ep == b->ep && pp;
     case MT_GROUP_KV_REPLICAS:
         return cp && dp && pp && same_head(s, a->tp, b->tp);
+    case MT_GROUP_CONTEXT_A2A:
+        return tp && dp && pp && a->cp / s->context_a2a == b->cp / s->context_a2a;
+    case MT_GROUP_CONTEXT_RING:
+        return tp && dp && pp && a->cp % s->context_a2a == b->cp % s->context_a2a;
     default:
         fail_msg("a kind of group without words: %d", (int)kind);
         return false;
@@ -105,7 +109,8 @@ static void groups_are_those_of_the_coordinates_for_many_sizes(void **state) {
                             for (int64_t etp = 1; etp <= 2; etp++) {
                                 int64_t stage = tp * cp * dp;
                                 if (stage * pp > 96 || stage % (ep * etp) != 0) continue;
-                                mt_grid_shape s = {tp, cp, dp, pp, etp, ep, stage / (ep * etp), heads};
+                                mt_grid_shape s = {
+                                    tp, cp, dp, pp, etp, ep, stage / (ep * etp), heads, cp % 2 == 0 ? 2 : cp};
                                 check_shape(&s);
                                 shapes++;
                             }
@@ -121,7 +126,7 @@ static void expect_members(const mt_grid_shape *s, mt_group_kind kind, int rank,
 /* The docstring of initialize_model_parallel: 16 GPUs, 2 tensor and 4 pipeline ranks. */
 static void groups_are_those_of_megatrons_example(void **state) {
     (void)state;
-    mt_grid_shape s = {2, 1, 2, 4, 1, 1, 4, 8};
+    mt_grid_shape s = {2, 1, 2, 4, 1, 1, 4, 8, 1};
     expect_members(&s, MT_GROUP_DATA, 0, 2, (int[]){0, 2});
     expect_members(&s, MT_GROUP_DATA, 7, 2, (int[]){5, 7});
     expect_members(&s, MT_GROUP_DATA, 12, 2, (int[]){12, 14});
@@ -133,10 +138,22 @@ static void groups_are_those_of_megatrons_example(void **state) {
     expect_members(&s, MT_GROUP_MODEL, 2, 8, (int[]){2, 3, 6, 7, 10, 11, 14, 15});
 }
 
+/* The help of --hierarchical-context-parallel-sizes: with "2 4" two adjacent GPUs form the first level, and those with
+ * the same odevity the second. */
+static void the_levels_of_context_parallelism_are_megatrons(void **state) {
+    (void)state;
+    mt_grid_shape s = {1, 8, 1, 1, 1, 1, 8, 8, 2};
+    expect_members(&s, MT_GROUP_CONTEXT_A2A, 5, 2, (int[]){4, 5});
+    expect_members(&s, MT_GROUP_CONTEXT_RING, 5, 4, (int[]){1, 3, 5, 7});
+    s.context_a2a = 0; // p2p and all_gather: one level
+    expect_members(&s, MT_GROUP_CONTEXT_A2A, 5, 1, (int[]){5});
+    expect_members(&s, MT_GROUP_CONTEXT_RING, 5, 8, (int[]){0, 1, 2, 3, 4, 5, 6, 7});
+}
+
 /* With 2 heads over 8 tensor ranks, four neighbours hold the same one. */
 static void ranks_with_the_same_key_head_are_neighbours(void **state) {
     (void)state;
-    mt_grid_shape s = {8, 1, 2, 1, 1, 1, 16, 2};
+    mt_grid_shape s = {8, 1, 2, 1, 1, 1, 16, 2, 1};
     expect_members(&s, MT_GROUP_KV_REPLICAS, 5, 4, (int[]){4, 5, 6, 7});
     expect_members(&s, MT_GROUP_KV_REPLICAS, 8, 4, (int[]){8, 9, 10, 11});
     s.num_query_groups = 8;
@@ -169,6 +186,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(groups_are_those_of_the_coordinates_for_many_sizes),
         cmocka_unit_test(groups_are_those_of_megatrons_example),
+        cmocka_unit_test(the_levels_of_context_parallelism_are_megatrons),
         cmocka_unit_test(ranks_with_the_same_key_head_are_neighbours),
         cmocka_unit_test(the_table_is_compact_for_64_ranks),
     };

@@ -723,6 +723,82 @@ static void attention_matches_float64_and_finite_differences(void **state) {
         for (int d = 0; d < 2; d++) check_attention(&shapes[i], both[d]);
 }
 
+enum { MERGE_ROWS = 40, MERGE_HEADS = 3, MERGE_VALUES = 20, MERGE_ALL = MERGE_ROWS * MERGE_HEADS };
+
+/* Adds what a part says of one query and head to what is there, in float64. */
+static void merge_reference(double *out, double *lse, const double *part, double part_lse, bool first) {
+    double top = first || part_lse > *lse ? part_lse : *lse;
+    double keep = first || top == -INFINITY ? 0 : exp(*lse - top), add = top == -INFINITY ? 0 : exp(part_lse - top);
+    for (int64_t c = 0; c < MERGE_VALUES; c++)
+        out[c] = first ? part[c] : keep + add == 0 ? 0 : (keep * out[c] + add * part[c]) / (keep + add);
+    *lse = first || top == -INFINITY ? top : top + log(keep + add);
+}
+
+/* Parts of spans that leave rows out; a query that saw nothing (lse -inf, out 0) before, in the part, or in both. */
+static void attention_merge_matches_float64(void **state) {
+    (void)state;
+    static const mt_span list[] = {{3, 10, 0, 0, false}, {13, 1, 0, 0, false}, {20, 18, 0, 0, false}};
+    const mt_spans spans = {list, list, 3};
+    for (int k = 0; k < 4; k++) {
+        mt_dtype dtype = both[k % 2];
+        bool first = k >= 2, in_span[MERGE_ROWS] = {false};
+        double *out = random_values(MERGE_ALL * MERGE_VALUES), *part = random_values(MERGE_ALL * MERGE_VALUES);
+        double *lse = random_values(MERGE_ALL), *part_lse = random_values(MERGE_ALL), *got = zeros(MERGE_ALL * 20);
+        for (int64_t i = 0; i < MERGE_ALL; i++) {
+            lse[i] = i % 5 == 0 ? -INFINITY : 90 * lse[i], part_lse[i] = i % 7 == 0 ? -INFINITY : 90 * part_lse[i];
+            if (i % 11 == 0) lse[i] = part_lse[i];
+            for (int64_t c = 0; c < MERGE_VALUES; c++) {
+                if (lse[i] == -INFINITY) out[i * MERGE_VALUES + c] = 0;
+                if (part_lse[i] == -INFINITY) part[i * MERGE_VALUES + c] = 0;
+            }
+        }
+        int64_t width = MERGE_HEADS * MERGE_VALUES;
+        matrix out_m = matrix_from(out, MERGE_ROWS, width, width, MT_F32);
+        matrix part_m = matrix_from(part, MERGE_ROWS, width, width, dtype);
+        matrix lse_m = matrix_from(lse, MERGE_ROWS, MERGE_HEADS, MERGE_HEADS, MT_F32);
+        matrix part_lse_m = matrix_from(part_lse, MERGE_ROWS, MERGE_HEADS, MERGE_HEADS, MT_F32);
+        for (int64_t i = 0; i < MERGE_ALL; i++)
+            lse[i] = ((float *)lse_m.data)[i], part_lse[i] = ((float *)part_lse_m.data)[i];
+        ops->attention_merge((float *)out_m.data, (float *)lse_m.data, part_m.data, (float *)part_lse_m.data, &spans,
+                             MERGE_HEADS, MERGE_VALUES, first, dtype, NULL);
+        for (int64_t s = 0; s < spans.count; s++)
+            for (int64_t t = list[s].q_start; t < list[s].q_start + list[s].q_len; t++) in_span[t] = true;
+        for (int64_t i = 0; i < MERGE_ALL; i++)
+            if (in_span[i / MERGE_HEADS])
+                merge_reference(out + i * MERGE_VALUES, &lse[i], part + i * MERGE_VALUES, part_lse[i], first);
+        matrix_take(&out_m, got);
+        assert_near("merged out", got, out, MERGE_ALL * MERGE_VALUES, 1e-6);
+        matrix_take(&lse_m, got);
+        for (int64_t i = 0; i < MERGE_ALL; i++)
+            if (got[i] != lse[i] && !(fabs(got[i] - lse[i]) <= 1e-6 * fabs(lse[i]) + 1e-6))
+                fail_msg("merged lse[%lld]: %.9g, should be %.9g", (long long)i, got[i], lse[i]);
+        matrix_take(&part_m, NULL), matrix_take(&part_lse_m, NULL);
+        free(out), free(part), free(lse), free(part_lse), free(got);
+    }
+}
+
+static void accumulate_rows_adds_the_rows_of_the_spans_alone(void **state) {
+    (void)state;
+    static const mt_span list[] = {{0, 2, 3, 10, false}, {2, 30, 20, 18, false}};
+    const mt_spans spans = {list, list, 2};
+    enum { ROWS = 40, WIDTH = 21, STRIDE = 25 };
+    for (int k = 0; k < 8; k++) {
+        mt_dtype dtype = both[k % 2];
+        bool first = k / 2 % 2, of_keys = k / 4;
+        double *sum = random_values(ROWS * WIDTH), *x = random_values(ROWS * WIDTH), *got = zeros(ROWS * WIDTH);
+        matrix sum_m = matrix_from(sum, ROWS, WIDTH, WIDTH, MT_F32), x_m = matrix_from(x, ROWS, WIDTH, STRIDE, dtype);
+        ops->accumulate_rows((float *)sum_m.data, x_m.data, &spans, of_keys, WIDTH, STRIDE, first, dtype, NULL);
+        for (int s = 0; s < 2; s++) {
+            int64_t start = of_keys ? list[s].k_start : list[s].q_start, n = of_keys ? list[s].k_len : list[s].q_len;
+            for (int64_t i = start * WIDTH; i < (start + n) * WIDTH; i++) sum[i] = (first ? 0 : sum[i]) + x[i];
+        }
+        matrix_take(&sum_m, got);
+        assert_near("accumulated rows", got, sum, ROWS * WIDTH, 1e-7);
+        matrix_take(&x_m, NULL);
+        free(sum), free(x), free(got);
+    }
+}
+
 /* ==== activations ================================================================================================ */
 
 typedef struct gelu_shape {
@@ -1284,6 +1360,8 @@ int main(void) {
         cmocka_unit_test(gradient_scale_clips_and_divides_by_the_tokens),
         cmocka_unit_test(adamw_follows_its_formula_for_several_steps),
         cmocka_unit_test(memory_is_zeroed_and_copied_whole),
+        cmocka_unit_test(attention_merge_matches_float64),
+        cmocka_unit_test(accumulate_rows_adds_the_rows_of_the_spans_alone),
         cmocka_unit_test(runs_repeat_bit_for_bit),
         cmocka_unit_test(the_number_of_threads_changes_no_bit),
     };

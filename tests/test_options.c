@@ -318,6 +318,47 @@ static void batches_and_lengths_that_cannot_be_are_refused(void **state) {
         "--seq-length is missing");
 }
 
+static void context_parallelism_that_cannot_be_is_refused(void **state) {
+    (void)state;
+#define OVER_FOUR RUN "--context-parallel-size 4 "
+    const char *sizes = "two numbers whose product is --context-parallel-size 4";
+    expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--seq-length 36 --max-position-embeddings 36",
+                    "--seq-length 36 must be a multiple of 2 x --context-parallel-size 4");
+    expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--cp-comm-type ring",
+                    "--cp-comm-type expects p2p|all_gather|a2a|a2a+p2p, got 'ring'");
+    expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--cp-comm-type a2a+p2p", sizes);
+    expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4",
+                    sizes);
+    expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4",
+                    sizes);
+    expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--hierarchical-context-parallel-sizes 2 2",
+                    "--hierarchical-context-parallel-sizes needs --cp-comm-type a2a+p2p, which is p2p");
+    expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--cp-comm-type a2a --group-query-attention --num-query-groups 2",
+                    "among 4: 4 query heads and 2 key and value heads");
+    expect_error_of(MT_PROGRAM_TRAIN, 8, OVER_FOUR "--cp-comm-type a2a --tensor-model-parallel-size 2",
+                    "among 4: 2 query heads and 2 key and value heads");
+    expect_error_of(MT_PROGRAM_TRAIN, 4, OVER_FOUR "--window-size 5", "take all_gather or a2a");
+    expect_error_of(MT_PROGRAM_TRAIN, 4,
+                    OVER_FOUR "--window-size 5 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+                    "--window-size 5 does not work with --cp-comm-type a2a+p2p");
+    static const struct {
+        const char *line;
+        int64_t a2a;
+    } good[] = {{OVER_FOUR, 1},
+                {OVER_FOUR "--cp-comm-type all_gather --window-size 5", 1},
+                {OVER_FOUR "--cp-comm-type a2a --window-size 5", 4},
+                {OVER_FOUR "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 2},
+                {RUN "--cp-comm-type a2a", 1}}; // one context rank: as in Megatron, the type says nothing
+    for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
+        mt_options options;
+        mt_error error;
+        if (parse(&options, MT_PROGRAM_TRAIN, 4, good[i].line, &error)) fail_msg("%s", error.text);
+        assert_int_equal(options.context_a2a_size, good[i].a2a);
+        mt_options_free(&options);
+    }
+#undef OVER_FOUR
+}
+
 static void schedules_that_cannot_be_are_refused(void **state) {
     (void)state;
     expect_error(SHAPE "--mock-data --train-iters 10", "--lr is missing");
@@ -994,6 +1035,7 @@ int main(void) {
         cmocka_unit_test(ranks_are_shared_out_and_what_is_left_is_data_parallel),
         cmocka_unit_test(layouts_that_cannot_be_are_refused),
         cmocka_unit_test(batches_and_lengths_that_cannot_be_are_refused),
+        cmocka_unit_test(context_parallelism_that_cannot_be_is_refused),
         cmocka_unit_test(schedules_that_cannot_be_are_refused),
         cmocka_unit_test(data_and_checkpoints_that_conflict_are_refused),
         cmocka_unit_test(strategies_of_data_parallelism_are_checked),

@@ -1,0 +1,88 @@
+/* attention_merge.cu: attention in parts. Context parallelism attends to one block of keys after another; these two
+ * kernels add up, in fp32, what the blocks give: outputs by their log-sum-exp, gradients as they are. */
+#include "vector.cuh"
+
+enum { MERGE_WARPS = 8, MERGE_THREADS = 32 * MERGE_WARPS, MERGE_BLOCKS = 512 }; // blocks: at most, for one span
+
+/* A warp a query and head. Reads part, reads and writes out: 10 bytes an element in bf16, 12 in fp32. */
+template <class T, int N>
+__global__ void __launch_bounds__(MERGE_THREADS) merge(float *out, float *lse, const T *part, const float *part_lse,
+                                                       const mt_span *spans, int H, int Dv, bool first) {
+    const mt_span span = spans[blockIdx.x];
+    int lane = threadIdx.x % 32;
+    int64_t step = (int64_t)gridDim.y * MERGE_WARPS, end = (span.q_start + span.q_len) * H;
+    for (int64_t i = span.q_start * H + blockIdx.y * MERGE_WARPS + threadIdx.x / 32; i < end; i += step) {
+        float before = first ? -INFINITY : lse[i], more = part_lse[i], top = fmaxf(before, more);
+        float total = first || top == -INFINITY ? more : top + log1pf(expf(fminf(before, more) - top));
+        float keep = total == -INFINITY ? 0 : expf(before - total);
+        float add = first ? 1 : total == -INFINITY ? 0 : expf(more - total);
+        for (int c = lane * N; c < Dv; c += 32 * N) {
+            mt_pack<float, N> x = mt_to_float(mt_load<N>(part + i * Dv + c));
+            mt_pack<float, N> sum = mt_load<N>((const float *)out + i * Dv + c, !first);
+#pragma unroll
+            for (int e = 0; e < N; e++) sum.value[e] = first ? x.value[e] : keep * sum.value[e] + add * x.value[e];
+            mt_store(out + i * Dv + c, sum);
+        }
+        __syncwarp(); // every lane has read lse
+        if (lane == 0) lse[i] = total;
+    }
+}
+
+/* Blocks share out the packs of a span's rows. Reads x, reads and writes sum: 10 bytes an element in bf16. */
+template <class T, int N>
+__global__ void __launch_bounds__(MERGE_THREADS)
+    accumulate(float *sum, const T *x, const mt_span *spans, bool of_keys, int width, int64_t x_stride, bool first) {
+    const mt_span span = spans[blockIdx.x];
+    int64_t start = of_keys ? span.k_start : span.q_start, rows = of_keys ? span.k_len : span.q_len;
+    int packs = width / N;
+    int64_t step = (int64_t)gridDim.y * MERGE_THREADS;
+    for (int64_t i = (int64_t)blockIdx.y * MERGE_THREADS + threadIdx.x; i < rows * packs; i += step) {
+        int64_t row = start + i / packs;
+        int c = (int)(i % packs) * N;
+        float *to = sum + row * width + c;
+        mt_pack<float, N> more = mt_to_float(mt_load<N>(x + row * x_stride + c));
+        mt_pack<float, N> value = mt_load<N>((const float *)to, !first);
+#pragma unroll
+        for (int e = 0; e < N; e++) value.value[e] = (first ? 0 : value.value[e]) + more.value[e];
+        mt_store(to, value);
+    }
+}
+
+/* Blocks for the span with the most work, of which one block does `each` at once. */
+static dim3 grid_of(const mt_spans *spans, bool of_keys, int64_t work_a_row, int64_t each) {
+    int64_t longest = 1;
+    for (int64_t i = 0; i < spans->count; i++) {
+        int64_t length = of_keys ? spans->host[i].k_len : spans->host[i].q_len;
+        if (length > longest) longest = length;
+    }
+    int64_t blocks = mt_divide_up(longest * work_a_row, each);
+    return dim3((unsigned)spans->count, (unsigned)(blocks < MERGE_BLOCKS ? blocks : MERGE_BLOCKS));
+}
+
+extern "C" void mt_cuda_attention_merge(float *out, float *lse, const void *part, const float *part_lse,
+                                        const mt_spans *spans, int64_t H, int64_t Dv, bool first, mt_dtype dtype,
+                                        mt_stream *stream) {
+    if (spans->count == 0) return;
+    bool wide = mt_wide(dtype, {out, part}, {Dv});
+    mt_dispatch(dtype, wide, [&](auto type, auto pack) {
+        using E = decltype(type);
+        constexpr int N = decltype(pack)::value;
+        merge<E, N><<<grid_of(spans, false, H, MERGE_WARPS), MERGE_THREADS, 0, mt_cuda_stream(stream)>>>(
+            out, lse, (const E *)part, part_lse, spans->device, (int)H, (int)Dv, first);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+extern "C" void mt_cuda_accumulate_rows(float *sum, const void *x, const mt_spans *spans, bool of_keys, int64_t width,
+                                        int64_t x_stride, bool first, mt_dtype dtype, mt_stream *stream) {
+    if (spans->count == 0) return;
+    bool wide = mt_wide(dtype, {sum, x}, {width, x_stride});
+    mt_dispatch(dtype, wide, [&](auto type, auto pack) {
+        using E = decltype(type);
+        constexpr int N = decltype(pack)::value;
+        dim3 grid = grid_of(spans, of_keys, mt_divide_up(width, N), 4 * MERGE_THREADS);
+        accumulate<E, N><<<grid, MERGE_THREADS, 0, mt_cuda_stream(stream)>>>(sum, (const E *)x, spans->device, of_keys,
+                                                                             (int)width, x_stride, first);
+        MT_CUDA_LAUNCHED();
+    });
+}
