@@ -530,8 +530,8 @@ static const mt_option mt_option_table[] = {
      "time every operation and print, at the end, where a step's time went"},
     {"trace", MT_STRING, MT_AT(trace), MT_TRAIN, MT_OF_RUN, NULL, "FILE.json",
      "write a timeline of some steps on all ranks, for ui.perfetto.dev or chrome://tracing"},
-    {"trace-first-step", MT_INT, MT_AT(trace_first_step), MT_TRAIN, MT_OF_RUN, "2", "[1,1000000000000]",
-     "first step that --trace records, counted from the start of this run"},
+    {"trace-first-step", MT_INT, MT_AT(trace_first_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "first step that --trace records, counted from the start of this run; the second when not given"},
     {"trace-last-step", MT_INT, MT_AT(trace_last_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "last one; the step after the first when not given"},
     {"load", MT_STRING, MT_AT(load), MT_BOTH, MT_OF_RUN, NULL, "DIR",
@@ -2188,8 +2188,10 @@ static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
 }
 
 static int mt_options_finish_trace(mt_options *o, mt_error *error) {
-    if (o->trace && o->trace_last_step == 0) o->trace_last_step = o->trace_first_step + 1;
-    if (o->trace && o->trace_last_step < o->trace_first_step)
+    if (!o->trace) return 0;
+    if (o->trace_first_step == 0) o->trace_first_step = 2; // the first makes ready
+    if (o->trace_last_step == 0) o->trace_last_step = o->trace_first_step + 1;
+    if (o->trace_last_step < o->trace_first_step)
         return mt_error_set(error, "--trace-last-step %lld comes before --trace-first-step %lld",
                             (long long)o->trace_last_step, (long long)o->trace_first_step);
     return 0;
@@ -11277,7 +11279,7 @@ void mt_profile_print(mt_dtype dtype, FILE *file) {
 /* How much of the communication nothing hides. Invariant: every instant of a step counts once, for what computes, else
  * for one kind of communication, else for none. */
 
-/* A call begins (change 1) or ends (-1). */
+/* An interval begins (change 1) or ends (-1). */
 typedef struct mt_edge {
     double time;
     mt_traffic traffic;
@@ -11289,28 +11291,37 @@ static int mt_edge_by_time(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Adds a step's calls to the sums by kind. MT_TRAFFIC_NONE, which computes, is the first kind, so it hides the others.
- */
-static void mt_profile_add_traffic(mt_profile *sums, const mt_call *calls, int64_t count) {
+void mt_traffic_expose(double exposed[MT_NUM_TRAFFICS], const mt_busy *busy, int64_t count) {
     mt_edge *edges = mt_malloc(2 * count * (int64_t)sizeof *edges + 1);
     int64_t running[MT_NUM_TRAFFICS] = {0};
     for (int64_t i = 0; i < count; i++) {
-        mt_traffic traffic = calls[i].work.traffic;
-        mt_profile_traffic *sum = &sums->traffic[traffic];
-        sum->calls++;
-        sum->seconds += calls[i].to - calls[i].from;
-        if (calls[i].operation != MT_OPERATION_channel_wait) sum->bytes += calls[i].work.bytes; // counted by the send
-        edges[2 * i] = (mt_edge){calls[i].from, traffic, 1};
-        edges[2 * i + 1] = (mt_edge){calls[i].to, traffic, -1};
+        edges[2 * i] = (mt_edge){busy[i].from, busy[i].traffic, 1};
+        edges[2 * i + 1] = (mt_edge){busy[i].to, busy[i].traffic, -1};
     }
     qsort(edges, (size_t)(2 * count), sizeof *edges, mt_edge_by_time);
     for (int64_t i = 0; i < 2 * count; i++) {
         int first = 0;
         while (first < MT_NUM_TRAFFICS && running[first] == 0) first++;
-        if (first < MT_NUM_TRAFFICS) sums->traffic[first].exposed += edges[i].time - edges[i - 1].time;
+        if (first < MT_NUM_TRAFFICS) exposed[first] += edges[i].time - edges[i - 1].time;
         running[edges[i].traffic] += edges[i].change;
     }
     free(edges);
+}
+
+/* Adds a step's calls to the sums by kind. */
+static void mt_profile_add_traffic(mt_profile *sums, const mt_call *calls, int64_t count) {
+    mt_busy *busy = mt_malloc(count * (int64_t)sizeof *busy + 1);
+    double exposed[MT_NUM_TRAFFICS] = {0};
+    for (int64_t i = 0; i < count; i++) {
+        mt_profile_traffic *sum = &sums->traffic[calls[i].work.traffic];
+        busy[i] = (mt_busy){calls[i].from, calls[i].to, calls[i].work.traffic};
+        sum->calls++;
+        sum->seconds += calls[i].to - calls[i].from;
+        if (calls[i].operation != MT_OPERATION_channel_wait) sum->bytes += calls[i].work.bytes; // counted by the send
+    }
+    mt_traffic_expose(exposed, busy, count);
+    for (int i = 0; i < MT_NUM_TRAFFICS; i++) sums->traffic[i].exposed += exposed[i];
+    free(busy);
 }
 
 /* What a rank tells of itself, seconds a step. */
@@ -11436,7 +11447,7 @@ int mt_trace_open(const mt_options *options, const mt_grid *grid, const mt_run_s
     int status = 0;
     MT_CHECK(mt_profiler.ops && options->trace);
     if (options->trace_first_step > steps)
-        return mt_error_set(error, "--trace-first-step %lld comes after this run's last step, the %lldth",
+        return mt_error_set(error, "--trace-first-step %lld comes after this run's last step (step %lld)",
                             (long long)options->trace_first_step, (long long)steps);
     if (grid->world.rank == 0) status = mt_trace_try(options->trace, error);
     if (mt_agree(&grid->world, status != 0, error) != 0) return -1;

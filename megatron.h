@@ -1455,12 +1455,21 @@ typedef enum mt_traffic {
     MT_NUM_TRAFFICS
 } mt_traffic;
 
-/* Sums for one kind of communication. It is exposed while nothing computes; where several kinds are at once, the first
- * of them counts. The row of MT_TRAFFIC_NONE is what computes: its `exposed` is the time in which something does. So
- * what all rows have exposed is the step but for the time in which no operation runs. */
+/* An operation of some kind, from when to when. */
+typedef struct mt_busy {
+    double from, to;
+    mt_traffic traffic;
+} mt_busy;
+
+/* Adds to each kind the time in which nothing hides it: MT_TRAFFIC_NONE, what computes, hides all the others, and of
+ * several kinds at once the first one counts. So no instant is in two kinds. */
+void mt_traffic_expose(double exposed[MT_NUM_TRAFFICS], const mt_busy *busy, int64_t count);
+
+/* Sums for one kind of communication; the row of MT_TRAFFIC_NONE is for what computes. */
 typedef struct mt_profile_traffic {
     int64_t calls;
-    double seconds, exposed, bytes;
+    double seconds, exposed; // of all calls together; of that, what mt_traffic_expose says
+    double bytes;
 } mt_profile_traffic;
 
 typedef struct mt_profile {
