@@ -2288,6 +2288,10 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     if (options->print_schedule) { // a picture needs no ranks
         int64_t model = options->tensor_model_parallel_size * options->pipeline_model_parallel_size *
                         options->context_parallel_size;
+        if (world_size > 1 && world_size % model != 0)
+            return mt_error_set(error,
+                                "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
+                                (long long)options->pipeline_model_parallel_size, (long long)world_size);
         options->data_parallel_size = mt_max(world_size / model, 1);
         return mt_options_finish_pipeline(options, error);
     }
@@ -10257,10 +10261,12 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
     m->training = training;
+    // Not in a first step: a GPU loads kernels then, which may wait for a receive, whose sender may wait for this rank.
+    bool looks_ahead = m->grid->pipeline.size > 1 && training && m->num_steps > 0;
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
         const mt_step *step = &m->steps[i];
-        if (m->grid->pipeline.size > 1) mt_receive_ahead(m, m->steps, count, i, &ahead);
+        if (looks_ahead) mt_receive_ahead(m, m->steps, count, i, &ahead);
         if (!phases[step->kind]) continue;
         mt_profile_phase_begin(phases[step->kind], step->micro_batch, step->chunk, m->stream);
         if (step->kind == MT_STEP_FORWARD)
