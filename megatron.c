@@ -421,7 +421,7 @@ static const mt_option mt_option_table[] = {
      "how context-parallel ranks get one another's keys: round a ring, all at once, tokens traded for heads, or both"},
     {"hierarchical-context-parallel-sizes", MT_LIST, MT_AT(hierarchical_context_parallel_sizes), MT_TRAIN, MT_OF_RUN,
      NULL, "A2A RING", "with a2a+p2p: neighbours that trade, and how many such groups form a ring"},
-    {"distributed-timeout-seconds", MT_INT, MT_AT(distributed_timeout_seconds), MT_TRAIN, MT_OF_RUN, "600",
+    {"distributed-timeout-seconds", MT_INT, MT_AT(distributed_timeout_seconds), MT_BOTH, MT_OF_RUN, "600",
      "[1,1000000000]", "end the job when a rank waits so long for another"},
     {"num-virtual-stages-per-pipeline-rank", MT_INT, MT_AT(num_virtual_stages_per_pipeline_rank), MT_TRAIN, MT_OF_RUN,
      "1", "[1,10000]", "pieces that a rank's layers are cut into: a shorter bubble, more messages"},
@@ -430,9 +430,9 @@ static const mt_option mt_option_table[] = {
     {"microbatch-group-size-per-virtual-pipeline-stage", MT_INT,
      MT_AT(microbatch_group_size_per_virtual_pipeline_stage), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
      "micro-batches that pass a piece before the next piece's turn; the pipeline size when not given"},
-    {"decoder-first-pipeline-num-layers", MT_INT, MT_AT(decoder_first_pipeline_num_layers), MT_TRAIN, MT_OF_RUN, NULL,
+    {"decoder-first-pipeline-num-layers", MT_INT, MT_AT(decoder_first_pipeline_num_layers), MT_BOTH, MT_OF_RUN, NULL,
      "[1,10000]", "layers of the first rank, when it has other than its share"},
-    {"decoder-last-pipeline-num-layers", MT_INT, MT_AT(decoder_last_pipeline_num_layers), MT_TRAIN, MT_OF_RUN, NULL,
+    {"decoder-last-pipeline-num-layers", MT_INT, MT_AT(decoder_last_pipeline_num_layers), MT_BOTH, MT_OF_RUN, NULL,
      "[1,10000]", "layers of the last rank"},
     {"account-for-embedding-in-pipeline-split", MT_FLAG, MT_AT(account_for_embedding_in_pipeline_split), MT_TRAIN,
      MT_OF_RUN, NULL, NULL, "the embedding counts as a layer when layers are shared out"},
@@ -10256,11 +10256,11 @@ static int mt_score_batches(mt_model *m, FILE *file, int64_t num_sequences, mt_f
     mt_batch_alloc(&batch, tokens);
     int32_t *row = mt_malloc((T + 1) * 4);
     float *loss = mt_malloc(tokens * 4), *entropy = mt_malloc(tokens * 4);
-    float *logits = out[2].path ? mt_malloc(tokens * o->vocab_size * 4) : NULL;
+    float *logits = o->logits_out ? mt_malloc(tokens * o->vocab_size * 4) : NULL; // wanted by one rank, made by all
     int status = 0;
     for (int64_t first = 0; first < num_sequences && status == 0; first += at_once) {
         int64_t count = num_sequences - first < at_once ? num_sequences - first : at_once;
-        status = mt_score_read(&batch, file, first, count, row, o, error);
+        status = mt_ranks_agree(m, mt_score_read(&batch, file, first, count, row, o, error), error);
         if (status != 0) break;
         mt_model_forward(m, &batch, false);
         mt_model_read(m, loss, entropy, logits);
@@ -10268,6 +10268,7 @@ static int mt_score_batches(mt_model *m, FILE *file, int64_t num_sequences, mt_f
         status = mt_float_file_write(&out[0], loss, count * T, error);
         if (status == 0) status = mt_float_file_write(&out[1], entropy, count * T, error);
         if (status == 0) status = mt_float_file_write(&out[2], logits, count * T * o->vocab_size, error);
+        status = mt_ranks_agree(m, status, error); // who writes may have no room left
     }
     free(row);
     free(loss);
@@ -10282,14 +10283,15 @@ int64_t mt_score(mt_model *model, mt_error *error) {
     const char *paths[3] = {o->out, o->entropy_out, o->logits_out};
     mt_float_file out[3] = {{0}};
     int64_t num_sequences = 0;
+    bool writes = model->grid->world.rank == 0;
     FILE *file = mt_score_open(o, &num_sequences, error);
-    if (!file) return -1;
-    int status = 0;
-    for (int i = 0; i < 3 && status == 0; i++) status = mt_float_file_open(&out[i], paths[i], error);
+    int status = file ? 0 : -1;
+    for (int i = 0; i < 3 && status == 0 && writes; i++) status = mt_float_file_open(&out[i], paths[i], error);
+    status = mt_ranks_agree(model, status, error);
     if (status == 0) status = mt_score_batches(model, file, num_sequences, out, error);
     for (int i = 0; i < 3; i++) status = mt_float_file_close(&out[i], status, error);
-    fclose(file);
-    return status == 0 ? num_sequences : -1;
+    if (file) fclose(file);
+    return mt_ranks_agree(model, status, error) == 0 ? num_sequences : -1;
 }
 
 /* ==== §16 the training step ====================================================================================== */

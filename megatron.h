@@ -1418,7 +1418,7 @@ int mt_score_plan(mt_model_plan *plan, const mt_options *options, mt_error *erro
  * files of each label's log-probability [N, seq_length] to options->out, its distribution's entropy in nats [N,
  * seq_length] to entropy_out and the logits [N, seq_length, vocab_size] to logits_out, where these are given. Returns
  * N, or -1 with error: a file that cannot be read or is not whole sequences, a token outside the vocabulary, an output
- * that cannot be written (none is then left half-written). */
+ * that cannot be written (none is then left half-written). Every rank calls it: rank 0 writes, all return the same. */
 int64_t mt_score(mt_model *model, mt_error *error);
 
 /* ==== §17 profile ==================================================================================================
