@@ -2268,6 +2268,10 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     if (options->print_schedule) { // a picture needs no ranks
         int64_t model = options->tensor_model_parallel_size * options->pipeline_model_parallel_size *
                         options->context_parallel_size;
+        if (world_size > 1 && world_size % model != 0)
+            return mt_error_set(error,
+                                "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
+                                (long long)options->pipeline_model_parallel_size, (long long)world_size);
         options->data_parallel_size = mt_max(world_size / model, 1);
         return mt_options_finish_pipeline(options, error);
     }
