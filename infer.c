@@ -1,5 +1,5 @@
 /* infer.c: continues texts with a trained model, or scores given tokens. Options: ./infer --help. How a token is
- * generated is in megatron.c §15. Several ranks hold the model together and all do the same; rank 0 reads and prints. */
+ * generated is in megatron.c §15. Several ranks hold the model together and do the same; rank 0 reads and prints. */
 #include "megatron.h"
 
 #include "data/tokenizer.h"
@@ -10,7 +10,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { NOTHING_YET = -2 }; // instead of a line's bytes
+enum { NOTHING_YET = -2 };           // instead of a line's bytes
 enum { INTERACTIVE_CONTEXT = 8192 }; // tokens that the interactive mode has memory for, where the context is longer
 
 typedef struct run {
@@ -137,7 +137,7 @@ static void answer_prompts(run *r) {
     free(sequences);
 }
 
-/* While no input comes, tells the ranks that wait for it that this is no fault: they would end the job after a while. */
+/* While no input comes, tells the ranks that wait for it that all is well: they would end the job after a while. */
 static void await_input(const run *r) {
     struct pollfd input = {.fd = STDIN_FILENO, .events = POLLIN};
     int64_t bytes = NOTHING_YET, seconds = r->options.distributed_timeout_seconds;

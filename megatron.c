@@ -8775,8 +8775,7 @@ static const char *const mt_kept_prefix[MT_NUM_KEPT] = {"", "master.", "exp_avg.
 
 /* Widens [*begin, *end) to all rows of a parameter of which a part, which may be NULL, has something. */
 static void mt_part_want_rows(const mt_part *part, const mt_param *param, int64_t *begin, int64_t *end) {
-    if (!part || part->first >= param->offset + param->rows * param->cols ||
-        part->first + part->count <= param->offset)
+    if (!part || part->first >= param->offset + param->rows * param->cols || part->first + part->count <= param->offset)
         return;
     int64_t last = part->first + part->count - 1 - param->offset;
     *begin = mt_min(*begin, mt_max(part->first - param->offset, 0) / param->cols);
@@ -9231,8 +9230,7 @@ static void mt_window_gather(mt_model *m, const mt_param *param, const void *val
     for (int rank = 0; rank < group->size; rank++) {
         int from = (writer + rank) % group->size; // its own part first, because it is there
         if (from != writer) mt_receive(group, &part, sizeof part, from, 0);
-        if (from != writer && part.rows > 0)
-            mt_receive(group, staging->part, part.rows * part.cols * size, from, 0);
+        if (from != writer && part.rows > 0) mt_receive(group, staging->part, part.rows * part.cols * size, from, 0);
         for (int64_t r = 0; r < part.rows; r++)
             memcpy(staging->values + ((part.row - w->row + r) * w->cols + part.col) * size,
                    staging->part + r * part.cols * size, (size_t)(part.cols * size));

@@ -26,7 +26,8 @@ static const layout layouts[] = {
     {.words = "--data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather"},
     {.words = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
               "--num-virtual-stages-per-pipeline-rank 2"},
-    {.words = "--tensor-model-parallel-size 2 --sequence-parallel --data-parallel-sharding-strategy optim_grads_params"},
+    {.words = "--tensor-model-parallel-size 2 --sequence-parallel "
+              "--data-parallel-sharding-strategy optim_grads_params"},
     {.words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"},
     {.words = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 "
               "--pipeline-schedule zb-h1"},
@@ -53,7 +54,7 @@ typedef struct trainee {
 static void open_trainee(trainee *t, const char *family, const layout *l, const char *words) {
     char all[512];
     mt_error error = {{0}};
-    mt_model_plan plan = {.max_tokens = SEQ_LENGTH, .max_logits = SEQ_LENGTH, .max_position = SEQ_LENGTH, .train = true};
+    mt_model_plan plan = {SEQ_LENGTH, SEQ_LENGTH, 0, SEQ_LENGTH, true};
     snprintf(all, sizeof all, "%s %s", l->words, words);
     *t = (trainee){.layout = l, .grid = MT_GRID_OF_ONE};
     more_options = all;
@@ -93,8 +94,8 @@ static void train(trainee *t, int64_t steps, double *losses) {
     for (int64_t i = 0; i < steps; i++) {
         source from = {&t->f, t->state.iteration, 1, data->rank, data->size};
         mt_metrics metrics;
-        if (mt_train_step(t->f.model, &t->state, SEQUENCES / data->size, next_micro_batch, &from, &t->f.batch,
-                          &metrics, &error) != 0)
+        if (mt_train_step(t->f.model, &t->state, SEQUENCES / data->size, next_micro_batch, &from, &t->f.batch, &metrics,
+                          &error) != 0)
             fail_msg("%s: %s", t->layout->words, error.text);
         if (losses) losses[i] = metrics.loss;
     }
