@@ -10400,10 +10400,12 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
     m->training = training;
+    // Not in a first step: a GPU loads kernels then, which may wait for a receive, whose sender may wait for this rank.
+    bool looks_ahead = m->grid->pipeline.size > 1 && training && m->num_steps > 0;
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
         const mt_step *step = &m->steps[i];
-        if (m->grid->pipeline.size > 1) mt_receive_ahead(m, m->steps, count, i, &ahead);
+        if (looks_ahead) mt_receive_ahead(m, m->steps, count, i, &ahead);
         if (step->kind == MT_STEP_FORWARD)
             status = mt_step_forward(m, step, from, error);
         else if (step->kind == MT_STEP_BACKWARD_WEIGHT)

@@ -240,6 +240,20 @@ typedef struct mt_cuda_channel {
     cudaEvent_t done[MT_CHANNEL_TICKETS]; // of ticket i at i % MT_CHANNEL_TICKETS
 } mt_cuda_channel;
 
+/* NCCL connects two ranks when their first message is enqueued, and the host waits for the other end then. A byte sent
+ * now does that while both ends are here: later a receive is enqueued long before its sender gets to it. */
+static void mt_channel_connect(mt_cuda_channel *channel) {
+    const mt_group *group = channel->head.group;
+    void *byte;
+    MT_CUDA(cudaMalloc(&byte, 1));
+    if (group->rank == channel->head.from)
+        MT_NCCL(group, ncclSend(byte, 1, ncclInt8, 1, channel->comm, channel->stream));
+    else
+        MT_NCCL(group, ncclRecv(byte, 1, ncclInt8, 0, channel->comm, channel->stream));
+    mt_cuda_comm_wait(channel->stream);
+    MT_CUDA(cudaFree(byte));
+}
+
 extern "C" mt_channel *mt_cuda_channel_open(const mt_group *group, int from, int to, int id) {
     MT_CHECK(from != to && from < group->size && to < group->size && id >= 0);
     if (group->rank != from && group->rank != to) return NULL;
@@ -257,6 +271,7 @@ extern "C" mt_channel *mt_cuda_channel_open(const mt_group *group, int from, int
     MT_CUDA(cudaStreamCreateWithPriority(&channel->stream, cudaStreamNonBlocking, greatest));
     MT_CUDA(cudaEventCreateWithFlags(&channel->ready, cudaEventDisableTiming));
     for (cudaEvent_t &event : channel->done) MT_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    mt_channel_connect(channel);
     return &channel->head;
 }
 

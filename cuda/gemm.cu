@@ -93,7 +93,7 @@ static int fastest(const plan *p, void *d, const void *a, const void *b,
                    const cublasLtMatmulHeuristicResult_t *candidates, int count, mt_stream *stream) {
     void *own = NULL;
     size_t bytes = (size_t)(p->shape.rows * p->shape.cols * mt_dtype_size(p->shape.out_dtype));
-    if (p->shape.accumulate && cudaMalloc(&own, bytes) != cudaSuccess) {
+    if (p->shape.accumulate && cudaMallocAsync(&own, bytes, stream->stream) != cudaSuccess) {
         cudaGetLastError(); // no room to measure: the heuristic's first choice has to do
         return 0;
     }
@@ -109,7 +109,8 @@ static int fastest(const plan *p, void *d, const void *a, const void *b,
     }
     MT_CUDA(cudaEventDestroy(start));
     MT_CUDA(cudaEventDestroy(end));
-    if (own) MT_CUDA(cudaFree(own));
+    if (own)
+        MT_CUDA(cudaFreeAsync(own, stream->stream)); // cudaFree would wait for messages that others have yet to send
     return best;
 }
 
