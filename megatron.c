@@ -19,6 +19,8 @@
  *   §3h  optimizer and conversions
  *   §4   the rank grid and its groups
  *   §5   collectives
+ *   §6   conjugate regions
+ *   §7   parallel linear layers, embedding, loss
  *   §8   the parameter table
  *   §9   attention, MLP, layer
  *   §9a  rotary tables
@@ -2277,6 +2279,10 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     if (options->print_schedule) { // a picture needs no ranks
         int64_t model = options->tensor_model_parallel_size * options->pipeline_model_parallel_size *
                         options->context_parallel_size;
+        if (world_size > 1 && world_size % model != 0)
+            return mt_error_set(error,
+                                "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
+                                (long long)options->pipeline_model_parallel_size, (long long)world_size);
         options->data_parallel_size = mt_max(world_size / model, 1);
         return mt_options_finish_pipeline(options, error);
     }
@@ -10908,7 +10914,26 @@ static void mt_timed_residual_norm_forward(void *y, float *mean, float *rstd, vo
              token_index, w, b, T, C, dropout, eps, dtype);
 }
 
-/* What gives no work to the device is the real operation itself; what a backend does not have, its profile has not. */
+/* Communication, and what a backend may lack, which its profile then lacks too. */
+static void mt_profile_time_others(mt_ops *timed, const mt_ops *ops) {
+    timed->all_reduce = mt_timed_all_reduce;
+    timed->all_gather = mt_timed_all_gather;
+    timed->reduce_scatter = mt_timed_reduce_scatter;
+    timed->all_to_all = mt_timed_all_to_all;
+    timed->all_to_all_v = mt_timed_all_to_all_v;
+    timed->broadcast = mt_timed_broadcast;
+    timed->stream_follow = ops->stream_follow;
+    timed->channel_open = ops->channel_open;
+    timed->channel_send = ops->channel_send;
+    timed->channel_recv = ops->channel_recv;
+    timed->channel_wait = mt_timed_channel_wait;
+    timed->channel_close = ops->channel_close;
+    if (ops->qk_forward) timed->qk_forward = mt_timed_qk_forward;
+    if (ops->qk_backward) timed->qk_backward = mt_timed_qk_backward;
+    if (ops->residual_norm_forward) timed->residual_norm_forward = mt_timed_residual_norm_forward;
+}
+
+/* What gives no work to the device is the real operation itself. Graphs are left out: what they hold has no moments. */
 static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
     return (mt_ops){
         .name = ops->name,
@@ -10962,21 +10987,6 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .adamw_step = mt_timed_adamw_step,
         .random_normal = mt_timed_random_normal,
         .convert = mt_timed_convert,
-        .all_reduce = mt_timed_all_reduce,
-        .all_gather = mt_timed_all_gather,
-        .reduce_scatter = mt_timed_reduce_scatter,
-        .all_to_all = mt_timed_all_to_all,
-        .all_to_all_v = mt_timed_all_to_all_v,
-        .broadcast = mt_timed_broadcast,
-        .stream_follow = ops->stream_follow,
-        .channel_open = ops->channel_open,
-        .channel_send = ops->channel_send,
-        .channel_recv = ops->channel_recv,
-        .channel_wait = mt_timed_channel_wait,
-        .channel_close = ops->channel_close,
-        .qk_forward = ops->qk_forward ? mt_timed_qk_forward : NULL,
-        .qk_backward = ops->qk_backward ? mt_timed_qk_backward : NULL,
-        .residual_norm_forward = ops->residual_norm_forward ? mt_timed_residual_norm_forward : NULL,
     };
 }
 
@@ -10986,6 +10996,7 @@ const mt_ops *mt_profile_open(const mt_ops *ops) {
 #undef MT_PROFILE_ROW
     mt_profiler.ops = ops;
     mt_profiler.timed = mt_profile_timed_ops(ops);
+    mt_profile_time_others(&mt_profiler.timed, ops);
     mt_profiler.on_gpu = strcmp(ops->name, "cuda") == 0;
     mt_profiler.recording = mt_profiler.warm = false;
     return &mt_profiler.timed;

@@ -382,7 +382,7 @@ enum { SEQUENCES = 3, STEPS = 14, HALF = STEPS / 2, CONTEXT = 64 };
 
 static const char *const families[] = {"gpt2", "llama", "llama3_rope_tied", "qwen2", "qwen3"};
 enum { NUM_FAMILIES = sizeof families / sizeof *families };
-static const mt_grid grid = {.world = {.name = "world", .size = 1}, .data = {.name = "data", .size = 1}};
+static const mt_grid grid = MT_GRID_OF_ONE;
 
 static int64_t launches; // of graphs
 

@@ -987,21 +987,16 @@ static void loss_reference(double *out, const double *in, const void *shape) {
 /* Runs the forward over `parts` ranks that share the vocabulary, combines their four numbers a row, and the loss. */
 static void loss_over_parts(const matrix *logits, const loss_shape *s, int64_t parts, float *loss, float *entropy,
                             float *lse) {
-    float all[4][64], part[4][64];
-    int64_t size = mt_dtype_size(logits->dtype), each = (s->V + parts - 1) / parts;
-    for (int64_t t = 0; t < s->T; t++) all[0][t] = -INFINITY, all[1][t] = all[2][t] = all[3][t] = 0;
-    for (int64_t first = 0; first < s->V; first += each) {
+    float all[4][64], shares[8][4][64], packed[8 * 4 * 64];
+    int64_t size = mt_dtype_size(logits->dtype), each = (s->V + parts - 1) / parts, n = 0;
+    for (int64_t first = 0; first < s->V; first += each, n++) {
         int64_t count = first + each < s->V ? each : s->V - first;
-        ops->cross_entropy_forward(part[0], part[1], part[2], part[3], logits->data + first * size, s->labels, s->T,
+        float(*share)[64] = shares[n];
+        ops->cross_entropy_forward(share[0], share[1], share[2], share[3], logits->data + first * size, s->labels, s->T,
                                    logits->stride, first, count, logits->dtype, NULL);
-        for (int64_t t = 0; t < s->T; t++) {
-            float max = fmaxf(all[0][t], part[0][t]), a = expf(all[0][t] - max), b = expf(part[0][t] - max);
-            all[0][t] = max;
-            all[1][t] = all[1][t] * a + part[1][t] * b;
-            all[2][t] += part[2][t];
-            all[3][t] = all[3][t] * a + part[3][t] * b;
-        }
+        for (int k = 0; k < 4; k++) memcpy(packed + (n * 4 + k) * s->T, share[k], (size_t)s->T * 4);
     }
+    ops->cross_entropy_combine(all[0], all[1], all[2], all[3], packed, n, s->T, NULL);
     ops->cross_entropy_loss(loss, entropy, lse, all[0], all[1], all[2], all[3], s->T, NULL);
 }
 

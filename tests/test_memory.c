@@ -13,7 +13,7 @@ enum { TOKENS = 256, HIDDEN = 64, FFN = 256 };
 
 /* KiB of activations in the printed plan of a model for training with this many rows of vocabulary. */
 static double planned_activations(const char *vocab_size) {
-    static const mt_grid grid = {.world = {.name = "world", .size = 1}, .data = {.name = "data", .size = 1}};
+    static const mt_grid grid = MT_GRID_OF_ONE;
     char *arguments[] = {"train",
                          "--num-layers",
                          "2",
