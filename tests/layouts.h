@@ -55,7 +55,7 @@ typedef enum subject {
 #define ROTARY     " --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
 #define LLAMA_LIKE ROTARY " --qk-layernorm --untie-embeddings-and-output-weights --group-query-attention"
 #define QWEN_LIKE  ROTARY " --num-layers 4 --add-qkv-bias --group-query-attention --num-query-groups 2"
-#define DEEP_LIKE  ROTARY " --num-layers 8 --group-query-attention --num-query-groups 1"
+#define DEEP_LIKE  ROTARY " --init-method-std 0.05 --num-layers 8 --group-query-attention --num-query-groups 1"
 
 static const struct {
     const char *words;
