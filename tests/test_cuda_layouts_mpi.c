@@ -6,7 +6,9 @@ int main(int argc, char **argv) {
     mt_error error;
     mt_grid_start(&world, &argc, &argv);
     if (!world.world.comm) mt_die("start me with mpirun");
-    if (!mt_cuda_open(0, &error)) {
+    int answers = mt_cuda_open(world.world.rank, &error) != NULL;
+    mt_broadcast(&world.world, &answers, sizeof answers, 0); // without one for every rank some layouts are tried
+    if (!answers) {
         printf("skipped: %s\n", error.text);
         mt_grid_stop(&world);
         return 77;
