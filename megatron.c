@@ -1935,6 +1935,11 @@ static int mt_options_finish_order(mt_options *o, mt_error *error) {
                             "--microbatch-group-size-per-virtual-pipeline-stage %lld must be at least "
                             "--pipeline-model-parallel-size %lld",
                             (long long)*group, (long long)pp);
+    if (*group - pp + 1 >= 2 * MT_CHANNEL_TICKETS) // messages under way, of which each end holds half
+        return mt_error_set(error,
+                            "--microbatch-group-size-per-virtual-pipeline-stage %lld must be less than "
+                            "--pipeline-model-parallel-size %lld + %d: more messages would be under way than have room",
+                            (long long)*group, (long long)pp, 2 * MT_CHANNEL_TICKETS - 1);
     return 0;
 }
 
@@ -2174,6 +2179,12 @@ static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
                                    "all parameters");
     if (o->overlap_param_gather && !o->overlap_grad_reduce)
         return mt_error_set(error, "--overlap-param-gather needs --overlap-grad-reduce");
+    bool shards_gradients = strncmp(o->data_parallel_sharding_strategy, "optim_grads", 11) == 0;
+    if (shards_gradients && o->pipeline_schedule && strcmp(o->pipeline_schedule, "zb-h1") == 0)
+        return mt_error_set(error,
+                            "--pipeline-schedule zb-h1 adds to gradients in two parts, which must stay whole between "
+                            "them: take --data-parallel-sharding-strategy optim rather than %s, or another schedule",
+                            o->data_parallel_sharding_strategy);
     return 0;
 }
 
@@ -4284,26 +4295,33 @@ const mt_ops *mt_backend_open(const char *device, mt_grid *grid, mt_error *error
     return ops;
 }
 
-void mt_grid_stop(mt_grid *grid) {
+void mt_grid_clear(mt_grid *grid) {
     for (int kind = MT_NUM_GROUP_KINDS - 1; kind >= 0; kind--) {
         mt_group *group = mt_grid_group(grid, kind);
         if (group->nccl && !mt_grid_same_members(grid, kind)) mt_cuda_group_close(group);
+        group->nccl = NULL;
     }
     mt_watch_stop();
-#ifdef MT_HAVE_MPI
-    bool started = grid->world.comm != NULL;
-#endif
-    for (int kind = MT_NUM_GROUP_KINDS - 1; kind >= 0; kind--) {
+    for (int kind = MT_NUM_GROUP_KINDS - 1; kind > MT_GROUP_WORLD; kind--) {
         mt_group *group = mt_grid_group(grid, kind);
 #ifdef MT_HAVE_MPI
-        if (group->comm && kind != MT_GROUP_WORLD) MPI_Comm_free(group->comm);
+        if (group->comm) MPI_Comm_free(group->comm);
 #endif
         free(group->comm);
         free(group->members);
     }
+    mt_group world = grid->world;
+    *grid = (mt_grid)MT_GRID_OF_ONE;
+    grid->world = world;
+}
+
+void mt_grid_stop(mt_grid *grid) {
+    mt_grid_clear(grid);
 #ifdef MT_HAVE_MPI
-    if (started) MPI_Finalize();
+    if (grid->world.comm) MPI_Finalize();
 #endif
+    free(grid->world.comm);
+    free(grid->world.members);
     *grid = (mt_grid)MT_GRID_OF_ONE;
 }
 
@@ -10371,15 +10389,25 @@ static void mt_step_backward(mt_model *m, const mt_step *step, int64_t *remainin
     if (step->kind != MT_STEP_BACKWARD_INPUT) at->index = -1;
 }
 
-/* Receives what the next steps will need, as far as there is room, so that it travels while this step computes. */
-static void mt_receive_ahead(mt_model *m, const mt_step *steps, int64_t count, int64_t now, int64_t *next) {
-    enum { MT_STEPS_AHEAD = 8 };
-    for (*next = mt_max(*next, now); *next < count && *next < now + MT_STEPS_AHEAD; ++*next) {
-        mt_step_kind kind = steps[*next].kind;
-        if (kind != MT_STEP_RECV_FORWARD && kind != MT_STEP_RECV_BACKWARD) continue;
-        mt_link *link = &m->links[kind == MT_STEP_RECV_FORWARD ? MT_LINK_RECV_FORWARD : MT_LINK_RECV_BACKWARD];
-        if (!mt_link_start(m, link, m->max_rows * m->C)) return;
-    }
+/* Receives what later steps will need, as far as there is room, so that it travels while this step computes, and so
+ * that senders find the room that they count on (mt_model_links). next[direction] is the first step not looked at yet.
+ */
+static void mt_receive_ahead(mt_model *m, const mt_step *steps, int64_t count, int64_t now, int64_t next[2]) {
+    static const mt_step_kind kinds[2] = {MT_STEP_RECV_FORWARD, MT_STEP_RECV_BACKWARD};
+    static const int links[2] = {MT_LINK_RECV_FORWARD, MT_LINK_RECV_BACKWARD};
+    for (int direction = 0; direction < 2; direction++)
+        for (int64_t *at = &next[direction]; *at < count; ++*at) {
+            if (*at < now || steps[*at].kind != kinds[direction]) continue;
+            if (!mt_link_start(m, &m->links[links[direction]], m->max_rows * m->C)) break;
+        }
+}
+
+/* Not in a GPU's first step: kernels are loaded then, which may wait for a receive under way, whose sender may wait for
+ * this rank. Groups of micro-batches that are wider than the pipeline count on the room that it makes, though. */
+static bool mt_looks_ahead(const mt_model *m) {
+    if (m->grid->pipeline.size == 1) return false;
+    bool is_warm = m->num_steps > 0 || strcmp(m->ops->name, "cpu") == 0;
+    return is_warm || m->links[MT_LINK_RECV_FORWARD].num_buffers > 2;
 }
 
 /* Writes this rank's list to m->steps and returns its length. */
@@ -10396,16 +10424,15 @@ static int64_t mt_list_steps(mt_model *m, const mt_schedule *schedule) {
 /* Does what the schedule lists for this rank. Sends and receives are part of the forwards and backwards: a message
  * leaves as soon as it is computed, and is waited for where it is needed. */
 static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool training, mt_source *from, mt_error *error) {
-    int64_t count = mt_list_steps(m, schedule), ahead = 0;
+    int64_t count = mt_list_steps(m, schedule), ahead[2] = {0};
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
     m->training = training;
-    // Not in a first step: a GPU loads kernels then, which may wait for a receive, whose sender may wait for this rank.
-    bool looks_ahead = m->grid->pipeline.size > 1 && training && m->num_steps > 0;
+    bool looks_ahead = mt_looks_ahead(m);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
         const mt_step *step = &m->steps[i];
-        if (looks_ahead) mt_receive_ahead(m, m->steps, count, i, &ahead);
+        if (looks_ahead) mt_receive_ahead(m, m->steps, count, i, ahead);
         if (step->kind == MT_STEP_FORWARD)
             status = mt_step_forward(m, step, from, error);
         else if (step->kind == MT_STEP_BACKWARD_WEIGHT)

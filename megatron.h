@@ -773,7 +773,11 @@ int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error);
 /* Prints the groups of every kind, a line each. */
 void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file);
 
-/* Leaves the job and frees the groups. Streams and channels are gone before. */
+/* Undoes mt_grid_build and mt_backend_open, so that the world may be built anew for other options. Streams and channels
+ * are gone before. Every rank calls it. */
+void mt_grid_clear(mt_grid *grid);
+
+/* Clears the grid and leaves the job. */
 void mt_grid_stop(mt_grid *grid);
 
 /* Fails on every rank, naming the first rank and option that differ from rank 0's. Every rank calls it, after
