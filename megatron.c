@@ -52,6 +52,8 @@
  *   §17  profile
  *   §17a the timed operations
  *   §17b the ceilings and the table
+ *   §17c communication
+ *   §17d traces
  */
 #include "megatron.h"
 
@@ -526,6 +528,12 @@ static const mt_option mt_option_table[] = {
     {"metrics", MT_STRING, MT_AT(metrics), MT_TRAIN, MT_OF_RUN, NULL, "FILE.jsonl", "write an object a step"},
     {"profile", MT_FLAG, MT_AT(profile), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "time every operation and print, at the end, where a step's time went"},
+    {"trace", MT_STRING, MT_AT(trace), MT_TRAIN, MT_OF_RUN, NULL, "FILE.json",
+     "write a timeline of some steps on all ranks, for ui.perfetto.dev or chrome://tracing"},
+    {"trace-first-step", MT_INT, MT_AT(trace_first_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "first step that --trace records, counted from the start of this run; the second when not given"},
+    {"trace-last-step", MT_INT, MT_AT(trace_last_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "last one; the step after the first when not given"},
     {"load", MT_STRING, MT_AT(load), MT_BOTH, MT_OF_RUN, NULL, "DIR",
      "a Hugging Face folder, or one that --save wrote: shape and weights"},
     {"hf-config", MT_STRING, MT_AT(hf_config), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
@@ -1643,6 +1651,8 @@ char *mt_options_write_hf_config(const mt_options *options) {
 /* Pairs of options: the first says nothing without the second. */
 static const size_t mt_option_needs[][2] = {
     {MT_AT(save_interval), MT_AT(save)},
+    {MT_AT(trace_first_step), MT_AT(trace)},
+    {MT_AT(trace_last_step), MT_AT(trace)},
     {MT_AT(no_save_optim), MT_AT(save)},
     {MT_AT(finetune), MT_AT(load)},
     {MT_AT(no_load_optim), MT_AT(load)},
@@ -2188,6 +2198,16 @@ static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
     return 0;
 }
 
+static int mt_options_finish_trace(mt_options *o, mt_error *error) {
+    if (!o->trace) return 0;
+    if (o->trace_first_step == 0) o->trace_first_step = 2; // the first makes ready
+    if (o->trace_last_step == 0) o->trace_last_step = o->trace_first_step + 1;
+    if (o->trace_last_step < o->trace_first_step)
+        return mt_error_set(error, "--trace-last-step %lld comes before --trace-first-step %lld",
+                            (long long)o->trace_last_step, (long long)o->trace_first_step);
+    return 0;
+}
+
 static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
     if (!o->tokenizer_type) return 0;
     bool has_file = strcmp(o->tokenizer_type, "ByteLevel") != 0;
@@ -2303,7 +2323,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
                             (long long)world_size, (long long)options->tensor_model_parallel_size,
                             (long long)options->pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;
-    if (mt_options_finish_sharding(options, error)) return -1;
+    if (mt_options_finish_sharding(options, error) || mt_options_finish_trace(options, error)) return -1;
     return mt_options_finish_schedules(options, error);
 }
 
@@ -10323,6 +10343,7 @@ int64_t mt_score(mt_model *model, mt_error *error) {
 /* The weights' update, from finished gradients. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
+    mt_profile_phase_begin("optimizer", -1, -1, m->stream);
     mt_gradients_norm(m);
     m->ops->gradient_scale(m->grad_scale, m->grad_norm, m->sums + 2, m->sums + 1, (float)o->clip_grad, m->stream);
     double step = (double)(state->optimizer_step + 1);
@@ -10345,6 +10366,7 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
         }
     }
     mt_params_finish(m);
+    mt_profile_phase_end(m->stream);
 }
 
 /* Where micro-batches come from, and the tokens in those that the first stage had. */
@@ -10424,6 +10446,11 @@ static int64_t mt_list_steps(mt_model *m, const mt_schedule *schedule) {
 /* Does what the schedule lists for this rank. Sends and receives are part of the forwards and backwards: a message
  * leaves as soon as it is computed, and is waited for where it is needed. */
 static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool training, mt_source *from, mt_error *error) {
+    static const char *const phases[] = {[MT_STEP_FORWARD] = "forward",
+                                         [MT_STEP_BACKWARD] = "backward",
+                                         [MT_STEP_BACKWARD_INPUT] = "backward of the input",
+                                         [MT_STEP_BACKWARD_WEIGHT] = "backward of the weights",
+                                         [MT_STEP_RECV_BACKWARD] = NULL};
     int64_t count = mt_list_steps(m, schedule), ahead[2] = {0};
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
@@ -10433,12 +10460,15 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     for (int64_t i = 0; i < count && status == 0; i++) {
         const mt_step *step = &m->steps[i];
         if (looks_ahead) mt_receive_ahead(m, m->steps, count, i, ahead);
+        if (!phases[step->kind]) continue;
+        mt_profile_phase_begin(phases[step->kind], step->micro_batch, step->chunk, m->stream);
         if (step->kind == MT_STEP_FORWARD)
             status = mt_step_forward(m, step, from, error);
         else if (step->kind == MT_STEP_BACKWARD_WEIGHT)
             mt_step_backward(m, step, weights);
-        else if (step->kind == MT_STEP_BACKWARD || step->kind == MT_STEP_BACKWARD_INPUT)
+        else
             mt_step_backward(m, step, inputs);
+        mt_profile_phase_end(m->stream);
     }
     free(inputs);
     return status;
@@ -10459,9 +10489,11 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     mt_source from = {source, context, batch, 0};
     if (mt_run_schedule(m, &schedule, true, &from, error) != 0) return -1;
     *tokens += from.tokens;
+    mt_profile_phase_begin("gradients", -1, -1, m->stream);
     mt_sums_finish(m);
     mt_gradients_finish(m);
     mt_gradients_finish_model(m);
+    mt_profile_phase_end(m->stream);
     return 0;
 }
 
@@ -10652,25 +10684,74 @@ typedef struct mt_moment {
     mt_event *event; // on a GPU; made once, then used again in every step
 } mt_moment;
 
-/* What a call must at least do: floating-point operations of products, or else bytes read and written. */
+/* What a call must at least do: floating-point operations of products, or else bytes read and written, or sent. */
 typedef struct mt_work {
     double flops, bytes;
+    mt_traffic traffic;
 } mt_work;
+
+/* A forward, a backward, the optimizer: what calls belong to. */
+typedef struct mt_phase {
+    const char *name;
+    int64_t micro_batch, chunk; // -1: of none
+    mt_moment begin, end;
+} mt_phase;
 
 typedef struct mt_call {
     mt_operation operation;
     mt_work work;
+    int64_t phase;           // -1: none
+    const mt_stream *stream; // where it ended
+    int64_t message;         // of a channel: a number that both ends know; else -1
+    bool sends;
     mt_moment begin, end;
+    double from, to; // of mt_time(), once the step is over
 } mt_call;
+
+/* A box of the timeline. Its lane is a thread of the trace. */
+typedef struct mt_trace_event {
+    const char *name;
+    int lane;
+    double from, to;
+    int64_t micro_batch, chunk, message, iteration; // -1: none
+    bool sends;
+    double flops, bytes;
+} mt_trace_event;
+
+typedef struct mt_trace_lane {
+    mt_traffic traffic;
+    bool sends;
+    const mt_stream *stream;
+    double until; // the end of its last box
+} mt_trace_lane;
+
+enum { MT_TRACE_LANES = 64 };
+
+typedef struct mt_trace {
+    const char *path; // NULL: there is none, or it is written
+    const mt_grid *grid;
+    bool alone;                          // without --profile, so other steps are not timed
+    int64_t iteration;                   // of the job, before this run
+    int64_t step, first, last;           // steps of this run, from 1
+    double clock_offset;                 // to rank 0's clock
+    mt_trace_lane lanes[MT_TRACE_LANES]; // lane 0 has the phases
+    int num_lanes;
+    mt_trace_event *events;
+    int64_t num_events, max_events;
+} mt_trace;
 
 static struct {
     const mt_ops *ops; // the real operations
     mt_ops timed;      // the table given out
     bool on_gpu, recording, warm;
     double step_begin;
+    mt_moment base; // the same moment on a GPU
     mt_call *calls; // of this step; their room stays for the next
     int64_t num_calls, max_calls;
+    mt_phase *phases;
+    int64_t num_phases, max_phases, phase; // the last is the one at hand, -1 between two
     mt_profile sums;
+    mt_trace trace;
 } mt_profiler;
 
 static void mt_moment_mark(mt_moment *moment, mt_stream *stream) {
@@ -10693,6 +10774,11 @@ static double mt_moment_seconds(const mt_moment *from, const mt_moment *to) {
     return to->seconds - from->seconds;
 }
 
+/* The clock at a moment of this step. */
+static double mt_moment_time(const mt_moment *moment) {
+    return mt_profiler.on_gpu ? mt_profiler.step_begin + mt_moment_seconds(&mt_profiler.base, moment) : moment->seconds;
+}
+
 static void mt_moment_free(mt_moment *moment) {
 #ifdef MT_HAVE_CUDA
     if (moment->event) mt_cuda_event_destroy(moment->event);
@@ -10700,47 +10786,94 @@ static void mt_moment_free(mt_moment *moment) {
     *moment = (mt_moment){0};
 }
 
+/* Room for one more record of `size` bytes, zeroed; records keep theirs, with their events, from step to step. It grows
+ * in the first step, which is not counted. */
+static void *mt_records_grow(void *records, int64_t count, int64_t *room, size_t size) {
+    if (count < *room) return records;
+    int64_t old = *room;
+    *room = mt_max(1024, 2 * old);
+    records = mt_realloc(records, *room * (int64_t)size);
+    memset((char *)records + (size_t)old * size, 0, (size_t)(*room - old) * size);
+    return records;
+}
+
 static void mt_call_begin(mt_operation operation, mt_work work, mt_stream *stream) {
     if (!mt_profiler.recording) return;
-    if (mt_profiler.num_calls == mt_profiler.max_calls) { // grows in the first step, which is not counted
-        int64_t old = mt_profiler.max_calls, room = mt_max(1024, 2 * old);
-        mt_profiler.calls = mt_realloc(mt_profiler.calls, room * (int64_t)sizeof(mt_call));
-        memset(mt_profiler.calls + old, 0, (size_t)(room - old) * sizeof(mt_call));
-        mt_profiler.max_calls = room;
-    }
+    mt_profiler.calls =
+        mt_records_grow(mt_profiler.calls, mt_profiler.num_calls, &mt_profiler.max_calls, sizeof(mt_call));
     mt_call *call = &mt_profiler.calls[mt_profiler.num_calls];
     call->operation = operation;
     call->work = work;
+    call->phase = mt_profiler.phase;
+    call->message = -1, call->sends = false;
     mt_moment_mark(&call->begin, stream);
 }
 
 static void mt_call_end(mt_stream *stream) {
-    if (mt_profiler.recording) mt_moment_mark(&mt_profiler.calls[mt_profiler.num_calls++].end, stream);
+    if (!mt_profiler.recording) return;
+    mt_call *call = &mt_profiler.calls[mt_profiler.num_calls++];
+    call->stream = stream;
+    mt_moment_mark(&call->end, stream);
 }
 
+void mt_profile_phase_begin(const char *name, int64_t micro_batch, int64_t chunk, mt_stream *stream) {
+    if (!mt_profiler.recording) return;
+    mt_profiler.phases =
+        mt_records_grow(mt_profiler.phases, mt_profiler.num_phases, &mt_profiler.max_phases, sizeof(mt_phase));
+    mt_profiler.phase = mt_profiler.num_phases++;
+    mt_phase *phase = &mt_profiler.phases[mt_profiler.phase];
+    phase->name = name, phase->micro_batch = micro_batch, phase->chunk = chunk;
+    mt_moment_mark(&phase->begin, stream);
+}
+
+void mt_profile_phase_end(mt_stream *stream) {
+    if (mt_profiler.recording) mt_moment_mark(&mt_profiler.phases[mt_profiler.phase].end, stream);
+    mt_profiler.phase = -1;
+}
+
+static void mt_trace_step(double end);
+static void mt_profile_add_traffic(mt_profile *sums, const mt_call *calls, int64_t count);
+
+/* A trace alone also times the step before its first, which makes room for the records. */
 void mt_profile_step_begin(void) {
-    mt_profiler.num_calls = 0;
-    mt_profiler.recording = true;
+    mt_trace *trace = &mt_profiler.trace;
+    trace->step++;
+    mt_profiler.num_calls = mt_profiler.num_phases = 0;
+    mt_profiler.phase = -1;
+    mt_profiler.recording = !trace->alone || (trace->step >= trace->first - 1 && trace->step <= trace->last);
+    mt_moment_mark(&mt_profiler.base, NULL);
+#ifdef MT_HAVE_CUDA
+    if (mt_profiler.on_gpu) mt_profiler.ops->event_wait(mt_profiler.base.event);
+#endif
     mt_profiler.step_begin = mt_time();
 }
 
 void mt_profile_step_end(void) {
-    double seconds = mt_time() - mt_profiler.step_begin;
+    double end = mt_time();
+    if (!mt_profiler.recording) return;
     mt_profiler.recording = false;
+    for (int64_t i = 0; i < mt_profiler.num_calls; i++) {
+        mt_call *call = &mt_profiler.calls[i];
+        call->from = mt_moment_time(&call->begin);
+        call->to = call->from + mt_moment_seconds(&call->begin, &call->end);
+    }
+    const mt_trace *trace = &mt_profiler.trace;
+    if (trace->path && trace->step >= trace->first && trace->step <= trace->last) mt_trace_step(end);
     if (!mt_profiler.warm) {
         mt_profiler.warm = true;
         return;
     }
     mt_profiler.sums.steps++;
-    mt_profiler.sums.seconds += seconds;
+    mt_profiler.sums.seconds += end - mt_profiler.step_begin;
     for (int64_t i = 0; i < mt_profiler.num_calls; i++) {
         const mt_call *call = &mt_profiler.calls[i];
         mt_profile_row *row = &mt_profiler.sums.rows[call->operation];
         row->calls++;
-        row->seconds += mt_moment_seconds(&call->begin, &call->end);
+        row->seconds += call->to - call->from;
         row->flops += call->work.flops;
         row->bytes += call->work.bytes;
     }
+    mt_profile_add_traffic(&mt_profiler.sums, mt_profiler.calls, mt_profiler.num_calls);
 }
 
 const mt_profile *mt_profile_read(void) {
@@ -11026,11 +11159,29 @@ static void mt_timed_convert(void *to, mt_dtype to_dtype, const void *from, mt_d
 
 /* Collectives count what each rank sends, and receives, at least. A group of one does nothing and is not recorded. */
 
+/* Sums of doubles are of losses and norms. Groups of replicas exchange gradients and parameters. */
+static mt_work mt_work_sent(mt_operation operation, int64_t elements, mt_dtype dtype, const mt_group *group) {
+    static const struct {
+        const char *group;
+        mt_traffic traffic;
+    } groups[] = {{"tensor", MT_TRAFFIC_TENSOR},    {"tensor-context", MT_TRAFFIC_TENSOR},
+                  {"context", MT_TRAFFIC_CONTEXT},  {"context-a2a", MT_TRAFFIC_CONTEXT},
+                  {"expert", MT_TRAFFIC_EXPERT},    {"context-ring", MT_TRAFFIC_CONTEXT},
+                  {"model", MT_TRAFFIC_SUMS},       {"expert-tensor", MT_TRAFFIC_EXPERT},
+                  {"pipeline", MT_TRAFFIC_PIPELINE}};
+    mt_work work = mt_work_bytes(elements, mt_dtype_size(dtype));
+    work.traffic = operation == MT_OPERATION_all_gather ? MT_TRAFFIC_PARAMETERS : MT_TRAFFIC_GRADIENTS;
+    for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
+        if (strcmp(group->name, groups[i].group) == 0) work.traffic = groups[i].traffic;
+    if (operation == MT_OPERATION_all_reduce && dtype == MT_F64) work.traffic = MT_TRAFFIC_SUMS;
+    return work;
+}
+
 static void mt_timed_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
                                 const mt_group *group, mt_stream *stream) {
     if (group->size == 1) return;
-    mt_work work = mt_work_bytes(count, 2 * mt_dtype_size(dtype)); // in two halves: summed slices, then the slices
-    work.bytes *= (double)(group->size - 1) / group->size;
+    mt_work work = mt_work_sent(MT_OPERATION_all_reduce, count, dtype, group);
+    work.bytes *= 2.0 * (group->size - 1) / group->size; // in two halves: summed slices, then the slices
     MT_TIMED(all_reduce, work, buffer, count, reduction, dtype, group);
 }
 
@@ -11039,8 +11190,8 @@ static void mt_timed_all_gather(void *out, const void *in, int64_t count, mt_dty
     if (group->size == 1)
         mt_profiler.ops->all_gather(out, in, count, dtype, group, stream);
     else
-        MT_TIMED(all_gather, mt_work_bytes((group->size - 1) * count, mt_dtype_size(dtype)), out, in, count, dtype,
-                 group);
+        MT_TIMED(all_gather, mt_work_sent(MT_OPERATION_all_gather, (group->size - 1) * count, dtype, group), out, in,
+                 count, dtype, group);
 }
 
 static void mt_timed_reduce_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
@@ -11048,8 +11199,8 @@ static void mt_timed_reduce_scatter(void *out, const void *in, int64_t count, mt
     if (group->size == 1)
         mt_profiler.ops->reduce_scatter(out, in, count, dtype, group, stream);
     else
-        MT_TIMED(reduce_scatter, mt_work_bytes((group->size - 1) * count, mt_dtype_size(dtype)), out, in, count, dtype,
-                 group);
+        MT_TIMED(reduce_scatter, mt_work_sent(MT_OPERATION_reduce_scatter, (group->size - 1) * count, dtype, group),
+                 out, in, count, dtype, group);
 }
 
 static void mt_timed_all_to_all(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
@@ -11057,8 +11208,8 @@ static void mt_timed_all_to_all(void *out, const void *in, int64_t count, mt_dty
     if (group->size == 1)
         mt_profiler.ops->all_to_all(out, in, count, dtype, group, stream);
     else
-        MT_TIMED(all_to_all, mt_work_bytes((group->size - 1) * count, mt_dtype_size(dtype)), out, in, count, dtype,
-                 group);
+        MT_TIMED(all_to_all, mt_work_sent(MT_OPERATION_all_to_all, (group->size - 1) * count, dtype, group), out, in,
+                 count, dtype, group);
 }
 
 static void mt_timed_all_to_all_v(void *out, const int64_t *out_counts, const void *in, const int64_t *in_counts,
@@ -11067,18 +11218,45 @@ static void mt_timed_all_to_all_v(void *out, const int64_t *out_counts, const vo
     if (group->size == 1)
         mt_profiler.ops->all_to_all_v(out, out_counts, in, in_counts, dtype, group, stream);
     else
-        MT_TIMED(all_to_all_v, mt_work_bytes(sent, mt_dtype_size(dtype)), out, out_counts, in, in_counts, dtype, group);
+        MT_TIMED(all_to_all_v, mt_work_sent(MT_OPERATION_all_to_all_v, sent, dtype, group), out, out_counts, in,
+                 in_counts, dtype, group);
 }
 
 static void mt_timed_broadcast(void *buffer, int64_t count, mt_dtype dtype, int root, const mt_group *group,
                                mt_stream *stream) {
     if (group->size == 1) return;
-    MT_TIMED(broadcast, mt_work_bytes(count, mt_dtype_size(dtype)), buffer, count, dtype, root, group);
+    MT_TIMED(broadcast, mt_work_sent(MT_OPERATION_broadcast, count, dtype, group), buffer, count, dtype, root, group);
 }
 
-/* The time that a message keeps the stream waiting; to start one takes none. */
+/* Marks the record that was begun as one of a message; both ends give it the same number. */
+static void mt_call_is_message(const mt_channel *channel, int64_t ticket) {
+    if (!mt_profiler.recording) return;
+    const mt_group *group = channel->group;
+    mt_call *call = &mt_profiler.calls[mt_profiler.num_calls];
+    int64_t pair = (int64_t)group->members[channel->from] << 16 ^ group->members[channel->to];
+    call->message = (pair << 4 ^ channel->id) << 16 ^ (ticket & 0xffff);
+    call->sends = group->rank == channel->from;
+}
+
+/* A message that leaves: until it is through where it has a stream of its own, else the time of the call. */
+static int64_t mt_timed_channel_send(mt_channel *channel, const void *buffer, int64_t count, mt_dtype dtype,
+                                     mt_stream *stream) {
+    mt_call_begin(MT_OPERATION_channel_send, mt_work_sent(MT_OPERATION_channel_send, count, dtype, channel->group),
+                  stream);
+    int64_t ticket = mt_profiler.ops->channel_send(channel, buffer, count, dtype, stream);
+    mt_call_is_message(channel, ticket);
+    mt_call_end(channel->stream ? channel->stream : stream);
+    return ticket;
+}
+
+/* The time that a message keeps the stream waiting. */
 static void mt_timed_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *stream) {
-    MT_TIMED(channel_wait, mt_work_bytes(channel->bytes[ticket % MT_CHANNEL_TICKETS], 1), channel, ticket);
+    int64_t bytes = channel->bytes[ticket % MT_CHANNEL_TICKETS];
+    mt_call_begin(MT_OPERATION_channel_wait, mt_work_sent(MT_OPERATION_channel_wait, bytes, MT_U8, channel->group),
+                  stream);
+    mt_profiler.ops->channel_wait(channel, ticket, stream);
+    mt_call_is_message(channel, ticket);
+    mt_call_end(stream);
 }
 
 static void mt_timed_residual_norm_forward(void *y, float *mean, float *rstd, void *sum, const void *x,
@@ -11099,7 +11277,7 @@ static void mt_profile_time_others(mt_ops *timed, const mt_ops *ops) {
     timed->broadcast = mt_timed_broadcast;
     timed->stream_follow = ops->stream_follow;
     timed->channel_open = ops->channel_open;
-    timed->channel_send = ops->channel_send;
+    timed->channel_send = mt_timed_channel_send;
     timed->channel_recv = ops->channel_recv;
     timed->channel_wait = mt_timed_channel_wait;
     timed->channel_close = ops->channel_close;
@@ -11174,6 +11352,7 @@ const mt_ops *mt_profile_open(const mt_ops *ops) {
     mt_profile_time_others(&mt_profiler.timed, ops);
     mt_profiler.on_gpu = strcmp(ops->name, "cuda") == 0;
     mt_profiler.recording = mt_profiler.warm = false;
+    mt_profiler.trace = (mt_trace){0};
     return &mt_profiler.timed;
 }
 
@@ -11182,9 +11361,17 @@ void mt_profile_close(void) {
         mt_moment_free(&mt_profiler.calls[i].begin);
         mt_moment_free(&mt_profiler.calls[i].end);
     }
+    for (int64_t i = 0; i < mt_profiler.max_phases; i++) {
+        mt_moment_free(&mt_profiler.phases[i].begin);
+        mt_moment_free(&mt_profiler.phases[i].end);
+    }
+    mt_moment_free(&mt_profiler.base);
     free(mt_profiler.calls);
-    mt_profiler.calls = NULL;
-    mt_profiler.num_calls = mt_profiler.max_calls = 0;
+    free(mt_profiler.phases);
+    mt_profiler.calls = NULL, mt_profiler.phases = NULL;
+    mt_profiler.num_calls = mt_profiler.max_calls = mt_profiler.num_phases = mt_profiler.max_phases = 0;
+    free(mt_profiler.trace.events);
+    mt_profiler.trace = (mt_trace){0};
 }
 
 /* ==== §17b the ceilings and the table ============================================================================ */
@@ -11280,9 +11467,386 @@ void mt_profile_print(mt_dtype dtype, FILE *file) {
     for (int i = 0; i < MT_NUM_OPERATIONS; i++) {
         if (rows[i].calls == 0) continue;
         mt_profile_print_row(&rows[i], sums, &ceilings, file);
-        rest -= rows[i].seconds;
     }
+    for (int i = 0; i < MT_NUM_TRAFFICS; i++) rest -= sums->traffic[i].exposed; // operations may overlap
     fprintf(file, "  %-22s %8s %11.3f %6.1f%%\n", "outside of operations", "", 1e3 * rest / steps,
             100 * rest / sums->seconds);
     fprintf(file, "  %-22s %8s %11.3f %6.1f%%\n", "a step", "", 1e3 * sums->seconds / steps, 100.0);
+}
+
+/* ==== §17c communication ========================================================================================= */
+/* How much of the communication nothing hides. Invariant: every instant of a step counts once, for what computes, else
+ * for one kind of communication, else for none. */
+
+/* An interval begins (change 1) or ends (-1). */
+typedef struct mt_edge {
+    double time;
+    mt_traffic traffic;
+    int change;
+} mt_edge;
+
+static int mt_edge_by_time(const void *a, const void *b) {
+    double x = ((const mt_edge *)a)->time, y = ((const mt_edge *)b)->time;
+    return (x > y) - (x < y);
+}
+
+void mt_traffic_expose(double exposed[MT_NUM_TRAFFICS], const mt_busy *busy, int64_t count) {
+    mt_edge *edges = mt_malloc(2 * count * (int64_t)sizeof *edges + 1);
+    int64_t running[MT_NUM_TRAFFICS] = {0};
+    for (int64_t i = 0; i < count; i++) {
+        edges[2 * i] = (mt_edge){busy[i].from, busy[i].traffic, 1};
+        edges[2 * i + 1] = (mt_edge){busy[i].to, busy[i].traffic, -1};
+    }
+    qsort(edges, (size_t)(2 * count), sizeof *edges, mt_edge_by_time);
+    for (int64_t i = 0; i < 2 * count; i++) {
+        int first = 0;
+        while (first < MT_NUM_TRAFFICS && running[first] == 0) first++;
+        if (first < MT_NUM_TRAFFICS) exposed[first] += edges[i].time - edges[i - 1].time;
+        running[edges[i].traffic] += edges[i].change;
+    }
+    free(edges);
+}
+
+/* Adds a step's calls to the sums by kind. */
+static void mt_profile_add_traffic(mt_profile *sums, const mt_call *calls, int64_t count) {
+    mt_busy *busy = mt_malloc(count * (int64_t)sizeof *busy + 1);
+    double exposed[MT_NUM_TRAFFICS] = {0};
+    for (int64_t i = 0; i < count; i++) {
+        mt_profile_traffic *sum = &sums->traffic[calls[i].work.traffic];
+        busy[i] = (mt_busy){calls[i].from, calls[i].to, calls[i].work.traffic};
+        sum->calls++;
+        sum->seconds += calls[i].to - calls[i].from;
+        if (calls[i].operation != MT_OPERATION_channel_wait) sum->bytes += calls[i].work.bytes; // counted by the send
+    }
+    mt_traffic_expose(exposed, busy, count);
+    for (int i = 0; i < MT_NUM_TRAFFICS; i++) sums->traffic[i].exposed += exposed[i];
+    free(busy);
+}
+
+/* What a rank tells of itself, seconds a step. */
+typedef struct mt_rank_profile {
+    double step, computing;
+    double calls[MT_NUM_TRAFFICS], seconds[MT_NUM_TRAFFICS], exposed[MT_NUM_TRAFFICS];
+} mt_rank_profile;
+
+static mt_rank_profile mt_rank_profile_of(const mt_profile *sums) {
+    double steps = (double)sums->steps;
+    mt_rank_profile own = {sums->seconds / steps, sums->traffic[MT_TRAFFIC_NONE].exposed / steps, {0}, {0}, {0}};
+    for (int i = 0; i < MT_NUM_TRAFFICS; i++) {
+        own.calls[i] = (double)sums->traffic[i].calls / steps;
+        own.seconds[i] = sums->traffic[i].seconds / steps;
+        own.exposed[i] = sums->traffic[i].exposed / steps;
+    }
+    return own;
+}
+
+static void mt_rank_profile_print(const mt_rank_profile *own, int rank, const char *why, FILE *file) {
+    static const char *const names[MT_NUM_TRAFFICS] = {"computing", "tensor",   "gradients", "parameters",
+                                                       "context",   "pipeline", "experts",   "loss and norm"};
+    double idle = own->step;
+    fprintf(file, "communication of rank %d%s\n", rank, why);
+    fprintf(file, "  %-22s %8s %11s %11s %7s\n", "kind", "calls", "ms a step", "exposed ms", "share");
+    for (int i = 0; i < MT_NUM_TRAFFICS; i++) {
+        idle -= own->exposed[i];
+        if (own->calls[i] > 0)
+            fprintf(file, "  %-22s %8.6g %11.3f %11.3f %6.1f%%\n", names[i], own->calls[i], 1e3 * own->seconds[i],
+                    1e3 * own->exposed[i], 100 * own->exposed[i] / own->step);
+    }
+    fprintf(file, "  %-22s %8s %11s %11.3f %6.1f%%\n", "none of these", "", "", 1e3 * idle, 100 * idle / own->step);
+    fprintf(file, "  %-22s %8s %11s %11.3f %6.1f%%\n", "a step", "", "", 1e3 * own->step, 100.0);
+}
+
+void mt_profile_print_communication(const mt_grid *grid, FILE *file) {
+    enum { TAG = 1 };
+    const mt_group *world = &grid->world;
+    if (world->size == 1 || mt_profiler.sums.steps == 0) return;
+    mt_rank_profile own = mt_rank_profile_of(&mt_profiler.sums);
+    if (world->rank > 0) {
+        mt_send(world, &own, sizeof own, 0, TAG);
+        return;
+    }
+    mt_rank_profile slowest = own;
+    double least[2] = {own.step, own.computing}, most[2] = {own.step, own.computing};
+    int slowest_rank = 0;
+    for (int rank = 1; rank < world->size; rank++) {
+        mt_rank_profile other;
+        mt_receive(world, &other, sizeof other, rank, TAG);
+        least[0] = fmin(least[0], other.step), most[0] = fmax(most[0], other.step);
+        least[1] = fmin(least[1], other.computing), most[1] = fmax(most[1], other.computing);
+        if (other.computing > slowest.computing) slowest = other, slowest_rank = rank;
+    }
+    if (!file) return;
+    mt_rank_profile_print(&own, 0, slowest_rank == 0 ? ", the slowest: it computes longest" : "", file);
+    if (slowest_rank > 0) mt_rank_profile_print(&slowest, slowest_rank, ", the slowest: it computes longest", file);
+    fprintf(file, "over %d ranks a step takes %.3f to %.3f ms, of which they compute %.3f to %.3f ms\n", world->size,
+            1e3 * least[0], 1e3 * most[0], 1e3 * least[1], 1e3 * most[1]);
+}
+
+/* ==== §17d traces ================================================================================================ */
+/* Some steps as a timeline. Every rank writes its part as text, and rank 0 puts the parts together. Invariants: boxes
+ * of one thread lie beside or, for phases within their step, inside one another; times are those of rank 0's clock. */
+
+double mt_clock_offset(const mt_group *world, double (*clock)(void)) {
+    enum { ROUNDS = 32, TAG = 2 };
+    double offset = 0, quickest = INFINITY;
+    for (int rank = 1; rank < world->size; rank++)
+        for (int round = 0; round < ROUNDS; round++) {
+            double asked, answer = 0;
+            if (world->rank == 0) {
+                mt_receive(world, &asked, sizeof asked, rank, TAG);
+                answer = clock();
+                mt_send(world, &answer, sizeof answer, rank, TAG);
+            } else if (world->rank == rank) {
+                asked = clock();
+                mt_send(world, &asked, sizeof asked, 0, TAG);
+                mt_receive(world, &answer, sizeof answer, 0, TAG);
+                double answered = clock();
+                if (answered - asked >= quickest) continue;
+                quickest = answered - asked;
+                offset = answer - (asked + answered) / 2;
+            }
+        }
+    return offset;
+}
+
+/* Ranks that run on one kernel share its clock. */
+static bool mt_clock_is_shared(const mt_group *world) {
+    char own[64] = "", first[64];
+    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
+    if (file) {
+        if (!fgets(own, sizeof own, file)) own[0] = '\0';
+        fclose(file);
+    }
+    memcpy(first, own, sizeof own);
+    mt_broadcast(world, first, sizeof first, 0);
+    return own[0] && strcmp(own, first) == 0;
+}
+
+static char *mt_trace_temporary(const char *path) {
+    int64_t length = (int64_t)strlen(path) + 32;
+    char *temporary = mt_malloc(length);
+    snprintf(temporary, (size_t)length, "%s.tmp.%ld", path, (long)getpid());
+    return temporary;
+}
+
+/* Whether the file can be written, without a trace of it if not. */
+static int mt_trace_try(const char *path, mt_error *error) {
+    struct stat status;
+    bool is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
+    char *temporary = mt_trace_temporary(path);
+    FILE *file = is_folder ? NULL : fopen(temporary, "w");
+    int problem = is_folder ? EISDIR : errno;
+    if (file) fclose(file), unlink(temporary);
+    free(temporary);
+    return file ? 0 : mt_error_set(error, "--trace %s: cannot be written: %s", path, strerror(problem));
+}
+
+int mt_trace_open(const mt_options *options, const mt_grid *grid, const mt_run_state *state, mt_error *error) {
+    int64_t steps = options->num_iterations - state->iteration;
+    int status = 0;
+    MT_CHECK(mt_profiler.ops && options->trace);
+    if (options->trace_first_step > steps)
+        return mt_error_set(error, "--trace-first-step %lld comes after this run's last step (step %lld)",
+                            (long long)options->trace_first_step, (long long)steps);
+    if (grid->world.rank == 0) status = mt_trace_try(options->trace, error);
+    if (mt_agree(&grid->world, status != 0, error) != 0) return -1;
+    double offset = mt_clock_offset(&grid->world, mt_time);
+    if (mt_clock_is_shared(&grid->world)) offset = 0;
+    mt_profiler.trace = (mt_trace){.path = options->trace,
+                                   .grid = grid,
+                                   .alone = !options->profile,
+                                   .iteration = state->iteration,
+                                   .first = options->trace_first_step,
+                                   .last = mt_min(options->trace_last_step, steps),
+                                   .clock_offset = offset,
+                                   .num_lanes = 1};
+    return 0;
+}
+
+bool mt_trace_is_open(void) {
+    return mt_profiler.trace.path != NULL;
+}
+
+bool mt_trace_is_complete(void) {
+    return mt_trace_is_open() && mt_profiler.trace.step >= mt_profiler.trace.last;
+}
+
+/* The lane of a call: one for each kind on each stream, and apart from it one for what is sent. */
+static int mt_trace_lane_of(mt_trace *trace, const mt_call *call) {
+    mt_trace_lane lane = {call->work.traffic, call->sends, call->stream, 0};
+    for (int i = 1; i < trace->num_lanes; i++) {
+        const mt_trace_lane *other = &trace->lanes[i];
+        if (other->traffic == lane.traffic && other->sends == lane.sends && other->stream == lane.stream) return i;
+    }
+    MT_CHECK(trace->num_lanes < MT_TRACE_LANES);
+    trace->lanes[trace->num_lanes] = lane;
+    return trace->num_lanes++;
+}
+
+static mt_trace_event *mt_trace_add(mt_trace *trace, const char *name, int lane, double from, double to) {
+    trace->events = mt_records_grow(trace->events, trace->num_events, &trace->max_events, sizeof(mt_trace_event));
+    mt_trace_event *event = &trace->events[trace->num_events++];
+    *event = (mt_trace_event){.name = name, .lane = lane};
+    event->from = from + trace->clock_offset, event->to = to + trace->clock_offset;
+    event->micro_batch = event->chunk = event->message = event->iteration = -1;
+    return event;
+}
+
+/* Keeps the step that is over: itself, its phases, its calls. A message waits for those before it on its stream, so its
+ * box begins after theirs. */
+static void mt_trace_step(double end) {
+    mt_trace *trace = &mt_profiler.trace;
+    int64_t whole = trace->num_events;
+    double last = end;
+    mt_trace_add(trace, "step", 0, mt_profiler.step_begin, end)->iteration = trace->iteration + trace->step;
+    for (int64_t i = 0; i < mt_profiler.num_phases; i++) {
+        const mt_phase *phase = &mt_profiler.phases[i];
+        double until = mt_moment_time(&phase->end);
+        mt_trace_event *event = mt_trace_add(trace, phase->name, 0, mt_moment_time(&phase->begin), until);
+        event->micro_batch = phase->micro_batch, event->chunk = phase->chunk;
+        last = fmax(last, until);
+    }
+    for (int64_t i = 0; i < mt_profiler.num_calls; i++) {
+        const mt_call *call = &mt_profiler.calls[i];
+        const mt_phase *phase = call->phase >= 0 ? &mt_profiler.phases[call->phase] : NULL;
+        int lane = mt_trace_lane_of(trace, call);
+        double from = fmax(call->from, trace->lanes[lane].until), to = fmax(call->to, from);
+        mt_trace_event *event = mt_trace_add(trace, mt_profiler.sums.rows[call->operation].name, lane, from, to);
+        if (phase) event->micro_batch = phase->micro_batch, event->chunk = phase->chunk;
+        event->message = call->message, event->sends = call->sends;
+        event->flops = call->work.flops, event->bytes = call->work.bytes;
+        trace->lanes[lane].until = to;
+        last = fmax(last, to);
+    }
+    trace->events[whole].to = last + trace->clock_offset; // a GPU's clock may run some microseconds ahead of the host's
+}
+
+static void mt_trace_write_name(FILE *text, int rank, int thread, const char *what, const char *name) {
+    fprintf(text, "{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"%s\",\"args\":{\"name\":\"%s\"}},\n", rank, thread,
+            what, name);
+}
+
+/* The names of a rank and its lanes, by which viewers show them, and their order. */
+static void mt_trace_write_names(const mt_trace *trace, FILE *text) {
+    static const char *const names[MT_NUM_TRAFFICS] = {"compute",          "tensor communication", "gradient reduction",
+                                                       "parameter gather", "context ring",         "pipeline receives",
+                                                       "experts",          "loss and norm"};
+    const mt_grid *grid = trace->grid;
+    int rank = grid->world.rank;
+    char name[128];
+    snprintf(name, sizeof name, "rank %d: tp %d cp %d pp %d dp %d", rank, grid->tensor.rank, grid->context.rank,
+             grid->pipeline.rank, grid->data.rank);
+    mt_trace_write_name(text, rank, 0, "process_name", name);
+    fprintf(text, "{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_sort_index\",\"args\":{\"sort_index\":%d}},\n",
+            rank, rank);
+    mt_trace_write_name(text, rank, 0, "thread_name", "phases");
+    for (int i = 1; i < trace->num_lanes; i++) {
+        const mt_trace_lane *lane = &trace->lanes[i];
+        int number = 1;
+        for (int k = 1; k < i; k++)
+            number += trace->lanes[k].traffic == lane->traffic && trace->lanes[k].sends == lane->sends;
+        bool pipeline = lane->traffic == MT_TRAFFIC_PIPELINE;
+        int length =
+            snprintf(name, sizeof name, "%s%s", lane->sends && pipeline ? "pipeline sends" : names[lane->traffic],
+                     lane->sends && !pipeline ? " (sends)" : "");
+        if (number > 1) snprintf(name + length, sizeof name - (size_t)length, ", stream %d", number);
+        mt_trace_write_name(text, rank, i, "thread_name", name);
+        fprintf(text,
+                "{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"thread_sort_index\",\"args\":{\"sort_index\":%d}},\n",
+                rank, i, 1 + MT_TRACE_LANES * (2 * (int)lane->traffic + lane->sends) + i);
+    }
+}
+
+/* A time in the microseconds of the format, to a nanosecond. */
+static void mt_trace_write_time(FILE *text, const char *key, int64_t nanoseconds) {
+    fprintf(text, ",\"%s\":%lld.%03lld", key, (long long)(nanoseconds / 1000), (long long)(nanoseconds % 1000));
+}
+
+/* A box, and for a message the end of an arrow from the sender's box to the receiver's. */
+static void mt_trace_write_event(const mt_trace_event *event, int rank, double origin, FILE *text) {
+    int64_t from = llround(1e9 * (event->from - origin)), to = llround(1e9 * (event->to - origin));
+    const struct {
+        const char *name;
+        int64_t value;
+    } numbers[] = {{"iteration", event->iteration}, {"micro_batch", event->micro_batch}, {"chunk", event->chunk}};
+    const char *comma = "";
+    fprintf(text, "{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"name\":\"%s\"", rank, event->lane, event->name);
+    mt_trace_write_time(text, "ts", from);
+    mt_trace_write_time(text, "dur", to - from);
+    fprintf(text, ",\"args\":{");
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        if (numbers[i].value >= 0)
+            fprintf(text, "%s\"%s\":%lld", comma, numbers[i].name, (long long)numbers[i].value), comma = ",";
+    if (event->flops > 0) fprintf(text, "%s\"flops\":%.17g", comma, event->flops), comma = ",";
+    if (event->bytes > 0) fprintf(text, "%s\"bytes\":%.17g", comma, event->bytes);
+    fprintf(text, "}},\n");
+    bool waits_to_send = event->sends && strcmp(event->name, "channel_wait") == 0;
+    if (event->message < 0 || waits_to_send) return;
+    fprintf(text, "{\"ph\":\"%s\",\"pid\":%d,\"tid\":%d,\"cat\":\"message\",\"name\":\"message\",\"id\":%lld",
+            event->sends ? "s" : "f\",\"bp\":\"e", rank, event->lane, (long long)event->message);
+    mt_trace_write_time(text, "ts", event->sends ? from : mt_max(from, to - 1));
+    fprintf(text, "},\n");
+}
+
+/* This rank's part of the file, to free; rank 0's has the file's beginning. */
+static char *mt_trace_text(const mt_trace *trace, double origin, size_t *bytes) {
+    char *memory;
+    FILE *text = open_memstream(&memory, bytes);
+    if (!text) mt_die("no memory for a trace");
+    if (trace->grid->world.rank == 0) fprintf(text, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
+    mt_trace_write_names(trace, text);
+    for (int64_t i = 0; i < trace->num_events; i++)
+        mt_trace_write_event(&trace->events[i], trace->grid->world.rank, origin, text);
+    if (fclose(text) != 0) mt_die("no memory for a trace");
+    return memory;
+}
+
+/* On rank 0: its own part, then the others' as they come, which are taken even if the disk is full. */
+static int mt_trace_write_file(const mt_trace *trace, const char *text, size_t bytes, mt_error *error) {
+    enum { TAG = 3 };
+    const mt_group *world = &trace->grid->world;
+    char *temporary = mt_trace_temporary(trace->path);
+    FILE *file = fopen(temporary, "w");
+    bool whole = file && fwrite(text, 1, bytes, file) == bytes;
+    int problem = errno;
+    for (int rank = 1; rank < world->size; rank++) {
+        int64_t length;
+        mt_receive(world, &length, sizeof length, rank, TAG);
+        char *part = mt_malloc(length);
+        mt_receive(world, part, length, rank, TAG);
+        if (whole && fwrite(part, 1, (size_t)length, file) != (size_t)length) whole = false, problem = errno;
+        free(part);
+    }
+    // the last box ended with a comma, so one more thing follows: what the numbers are
+    if (whole &&
+        fprintf(file,
+                "{\"ph\":\"M\",\"pid\":0,\"tid\":0,\"name\":\"process_labels\",\"args\":{\"labels\":\"%s\"}}\n]}\n",
+                mt_profiler.ops->name) < 0)
+        whole = false, problem = errno;
+    if (file && fclose(file) != 0 && whole) whole = false, problem = errno;
+    if (whole && rename(temporary, trace->path) != 0) whole = false, problem = errno;
+    if (file && !whole) unlink(temporary);
+    free(temporary);
+    return whole ? 0 : mt_error_set(error, "--trace %s: cannot be written: %s", trace->path, strerror(problem));
+}
+
+int mt_trace_write(mt_error *error) {
+    enum { TAG = 3 };
+    mt_trace *trace = &mt_profiler.trace;
+    const mt_group *world = &trace->grid->world;
+    double first = trace->num_events > 0 ? -trace->events[0].from : -INFINITY;
+    size_t bytes;
+    int status = 0;
+    mt_all_reduce_max(world, &first, 1, MT_F64); // the earliest of all ranks is 0
+    char *text = mt_trace_text(trace, -first, &bytes);
+    int64_t length = (int64_t)bytes;
+    if (world->rank == 0)
+        status = mt_trace_write_file(trace, text, bytes, error);
+    else {
+        mt_send(world, &length, sizeof length, 0, TAG);
+        mt_send(world, text, length, 0, TAG);
+    }
+    free(text);
+    trace->path = NULL; // it is closed
+    return mt_agree(world, status != 0, error);
 }

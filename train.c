@@ -111,7 +111,7 @@ static void open_model(run *r) {
     int64_t here = tokens / o->context_parallel_size;
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
     const mt_ops *ops = mt_backend_open(o->device, &r->grid, &error);
-    if (ops && o->profile) ops = mt_profile_open(ops);
+    if (ops && (o->profile || o->trace)) ops = mt_profile_open(ops);
     check(ops ? mt_model_create(&r->model, o, &r->grid, ops, &plan, &error) : -1, &error);
     if (o->save && r->grid.world.rank == 0) check(mt_checkpoint_prepare(r->model, o->save, &error), &error);
     if (r->grid.world.rank == 0) mt_model_print_plan(r->model, stdout);
@@ -157,6 +157,13 @@ static bool should_stop(const run *r) {
     return stop > 0;
 }
 
+/* As soon as its steps are over, or with the run. */
+static void write_trace(run *r) {
+    mt_error error;
+    check(mt_trace_write(&error), &error);
+    mt_report_line(&r->report, "wrote the trace to %s", r->options.trace);
+}
+
 static void train(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
@@ -167,12 +174,14 @@ static void train(run *r) {
         feed from = {r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples,
                      o->micro_batch_size * r->grid.data.size};
         int64_t micro_batches = mt_global_batch_size(o, from.consumed) / from.stride;
-        bool told = o->profile || mt_report_is_due(&r->report, r->state.iteration + 1);
-        if (o->profile) mt_profile_step_begin();
+        bool timed = o->profile || mt_trace_is_open(); // then the device is idle when the step ends
+        bool told = timed || mt_report_is_due(&r->report, r->state.iteration + 1);
+        if (timed) mt_profile_step_begin();
         check(mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch,
                             told ? &metrics : NULL, &error),
               &error);
-        if (o->profile) mt_profile_step_end();
+        if (timed) mt_profile_step_end();
+        if (mt_trace_is_complete()) write_trace(r);
         if (told) check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);
         if (o->eval_interval > 0 && r->state.iteration % o->eval_interval == 0) {
             evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
@@ -185,6 +194,7 @@ static void train(run *r) {
         }
     }
     check(mt_train_finish(r->model, &error), &error);
+    if (mt_trace_is_open()) write_trace(r);
     if (stop) {
         mt_report_line(&r->report, "stopped early after iteration %lld", (long long)r->state.iteration);
         return;
@@ -196,9 +206,12 @@ static void train(run *r) {
 
 /* Every rank measures its ceilings, so that they share the machine as the steps did. */
 static void print_profile(const run *r) {
-    if (!r->options.profile) return;
-    mt_barrier(&r->grid.world);
-    mt_profile_print(r->options.bf16 ? MT_BF16 : MT_F32, r->grid.world.rank == 0 ? stdout : NULL);
+    FILE *file = r->grid.world.rank == 0 ? stdout : NULL;
+    if (r->options.profile) {
+        mt_barrier(&r->grid.world);
+        mt_profile_print(r->options.bf16 ? MT_BF16 : MT_F32, file);
+        mt_profile_print_communication(&r->grid, file);
+    }
     mt_profile_close();
 }
 
@@ -227,6 +240,7 @@ int main(int argc, char **argv) {
     open_data(&r);
     open_model(&r);
     check(mt_report_open(&r.report, r.model, &r.state, &error), &error);
+    if (r.options.trace) check(mt_trace_open(&r.options, &r.grid, &r.state, &error), &error);
     struct sigaction action = {.sa_handler = request_stop};
     sigaction(SIGTERM, &action, NULL);
     train(&r);

@@ -236,6 +236,7 @@ typedef struct mt_cuda_channel {
     mt_channel head;
     ncclComm_t comm;
     cudaStream_t stream;
+    mt_stream timed;                      // the same, for head.stream
     cudaEvent_t ready;                    // what the caller's stream held when a message was asked for
     cudaEvent_t done[MT_CHANNEL_TICKETS]; // of ticket i at i % MT_CHANNEL_TICKETS
 } mt_cuda_channel;
@@ -269,6 +270,8 @@ extern "C" mt_channel *mt_cuda_channel_open(const mt_group *group, int from, int
     int least, greatest; // a message goes ahead of the kernels that wait for a place on the device
     MT_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     MT_CUDA(cudaStreamCreateWithPriority(&channel->stream, cudaStreamNonBlocking, greatest));
+    channel->timed.stream = channel->stream;
+    channel->head.stream = &channel->timed;
     MT_CUDA(cudaEventCreateWithFlags(&channel->ready, cudaEventDisableTiming));
     for (cudaEvent_t &event : channel->done) MT_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     mt_channel_connect(channel);

@@ -1192,6 +1192,251 @@ static void draw_context(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 10: the grid of ranks --------------------------------------------------------------------------------------- */
+
+/* The same 16 ranks once for every kind of group: ranks of one colour work together. Across: tp, then dp; down: cp,
+ * then pp. */
+static void draw_groups(picture *p, double x, double y, const mt_grid_shape *shape, mt_group_kind kind) {
+    enum { RANKS = 16, NUMBER_OF_COLOURS = NUM_FILLS + 1 };
+    const double cell = 36;
+    mt_grid grid = MT_GRID_OF_ONE;
+    int colour_of[RANKS], groups = 0, largest = 1;
+    for (int rank = 0; rank < RANKS; rank++) {
+        int members[RANKS], count = mt_grid_members(members, shape, kind, rank);
+        if (members[0] == rank && count > 1) groups++;
+        colour_of[rank] = count == 1 ? -1 : members[0] == rank ? groups - 1 : colour_of[members[0]];
+        if (count > largest) largest = count;
+        MT_CHECK(groups <= NUMBER_OF_COLOURS);
+        int column = rank % 2 + 2 * (rank / 4 % 2), row = rank / 2 % 2 + 2 * (rank / 8);
+        double left = x + cell * column + (column > 1 ? 8 : 0), top = y + cell * row + (row > 1 ? 8 : 0);
+        int colour = colour_of[rank];
+        frame(p, left, top, cell - 2, cell - 2, colour < 0 ? "#ffffff" : colour < NUM_FILLS ? fills[colour] : GRID);
+        text(p, left + cell / 2 - 1, top + cell / 2 + 3, MIDDLE, "%d", rank);
+    }
+    text(p, x, y - 10, START, "%s: %d of %d", mt_grid_group(&grid, kind)->name, groups, largest);
+}
+
+static void draw_grid(const char *folder) {
+    static const mt_group_kind kinds[] = {MT_GROUP_TENSOR,      MT_GROUP_CONTEXT,      MT_GROUP_DATA,
+                                          MT_GROUP_PIPELINE,    MT_GROUP_DATA_CONTEXT, MT_GROUP_MODEL,
+                                          MT_GROUP_KV_REPLICAS, MT_GROUP_EMBEDDING};
+    const mt_grid_shape shape = {.tensor = 2,
+                                 .context = 2,
+                                 .data = 2,
+                                 .pipeline = 2,
+                                 .expert_tensor = 1,
+                                 .expert = 1,
+                                 .expert_data = 8,
+                                 .num_query_groups = 1};
+    picture p = picture_open(folder, "10-grid", "The groups of sixteen ranks", 900, 440);
+    text(&p, 40, 28, START,
+         "16 ranks, tp = cp = dp = pp = 2: ranks of one colour are one group; white ranks are alone");
+    for (int i = 0; i < 8; i++) draw_groups(&p, 80 + 200 * (i % 4), 72 + 186 * (i / 4), &shape, kinds[i]);
+    for (int row = 0; row < 2; row++)
+        for (int i = 0; i < 4; i++) {
+            double y = 72 + 186 * row + 36 * i + (i > 1 ? 8 : 0) + 21;
+            text_in(&p, FAINT, 72, y, END, i % 2 ? "cp 1" : i ? "pp 1 cp 0" : "pp 0 cp 0");
+        }
+    text_in(&p, FAINT, 80, 424, START, "across: tp 0, tp 1 of dp 0, then of dp 1");
+    picture_close(&p);
+}
+
+/* ---- 11: a layer on one rank of a tensor group ------------------------------------------------------------------- */
+
+enum { TENSOR_RANKS = 2, TENSOR_TOKENS = 16, MAX_ACTS = 64 };
+
+/* An operation of the layer's forward: what it gives on this rank, [rows, columns]. */
+typedef struct act {
+    const char *name;
+    int64_t rows, columns;
+    double sent; // elements, of a collective
+} act;
+
+/* What a layer's forward calls, and what its backward sends. */
+static struct {
+    act acts[MAX_ACTS];
+    int count, norms, sums, norms_back;
+    int64_t hidden;
+    double sent_back; // elements
+    int calls_back;
+} acts;
+
+/* From the layer's first norm to its second sum with the residual stream. */
+static void note(const char *name, int64_t rows, int64_t columns, double sent) {
+    if (acts.norms == 0 || acts.sums == 2) return;
+    MT_CHECK(acts.count < MAX_ACTS);
+    acts.acts[acts.count++] = (act){name, rows, columns, sent};
+}
+
+static void noted_collective(const char *name, int64_t count, double sent) {
+    note(name, count / acts.hidden, acts.hidden, sent);
+    if (acts.norms_back < 1 || acts.norms_back > 2) return; // between the final norm's backward and the input norm's
+    acts.sent_back += sent;
+    acts.calls_back++;
+}
+
+static void noted_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype, const mt_group *group,
+                             mt_stream *stream) {
+    (void)buffer, (void)reduction, (void)dtype, (void)stream;
+    noted_collective("all_reduce", count, 2.0 * (group->size - 1) / group->size * (double)count);
+}
+
+static void noted_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                         mt_stream *stream) {
+    (void)in, (void)stream;
+    memset(out, 0, (size_t)(group->size * count * mt_dtype_size(dtype)));
+    noted_collective("all_gather", group->size * count, (double)((group->size - 1) * count));
+}
+
+static void noted_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
+                          mt_stream *stream) {
+    (void)in, (void)stream;
+    memset(out, 0, (size_t)(count * mt_dtype_size(dtype)));
+    noted_collective("reduce_scatter", count, (double)((group->size - 1) * count));
+}
+
+static void noted_norm(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H, int64_t C,
+                       int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype, mt_stream *stream) {
+    acts.norms++;
+    note("rmsnorm", T, C, 0);
+    mt_cpu_ops.rmsnorm_forward(y, rstd, x, w, T, H, C, y_stride, x_stride, eps, dtype, stream);
+}
+
+static void noted_norm_back(void *dx, float *dw, const void *dy, const void *dresidual, const void *x, const void *w,
+                            const float *rstd, int64_t T, int64_t H, int64_t C, int64_t dx_stride, int64_t dy_stride,
+                            int64_t x_stride, mt_dtype dtype, mt_stream *stream) {
+    acts.norms_back++;
+    mt_cpu_ops.rmsnorm_backward(dx, dw, dy, dresidual, x, w, rstd, T, H, C, dx_stride, dy_stride, x_stride, dtype,
+                                stream);
+}
+
+static void noted_linear(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
+                         mt_dtype dtype, mt_stream *stream) {
+    note(N == acts.hidden ? "linear, by columns of w" : "linear, by rows of w", T, N, 0);
+    mt_cpu_ops.linear_forward(y, x, w, bias, T, N, K, dtype, stream);
+}
+
+static void noted_attention(void *out, float *lse, const void *q, const void *k, const void *v, const mt_spans *spans,
+                            const mt_attention *shape, mt_dtype dtype, mt_stream *stream) {
+    note("attention", TENSOR_TOKENS, shape->num_heads * shape->value_size, 0);
+    mt_cpu_ops.attention_forward(out, lse, q, k, v, spans, shape, dtype, stream);
+}
+
+static void noted_swiglu(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype, mt_stream *stream) {
+    note("swiglu", T, F, 0);
+    mt_cpu_ops.swiglu_forward(y, gate_up, T, F, dtype, stream);
+}
+
+static void noted_sum(void *out, const void *x, const void *residual, const int64_t *token_index, int64_t T, int64_t C,
+                      int64_t first_channel, const mt_dropout *dropout, mt_dtype dtype, mt_stream *stream) {
+    note("dropout_add", T, C, 0);
+    acts.sums++;
+    mt_cpu_ops.dropout_add_forward(out, x, residual, token_index, T, C, first_channel, dropout, dtype, stream);
+}
+
+/* A forward and a backward of one layer on the first of two ranks; the other does not answer, and nobody needs it to.
+ */
+static void note_layer(bool sequence_parallel) {
+    const char *const words[] = {"--num-layers",
+                                 "1",
+                                 "--hidden-size",
+                                 "64",
+                                 "--num-attention-heads",
+                                 "8",
+                                 "--group-query-attention",
+                                 "--num-query-groups",
+                                 "2",
+                                 "--ffn-hidden-size",
+                                 "96",
+                                 "--vocab-size",
+                                 "256",
+                                 "--swiglu",
+                                 "--normalization",
+                                 "RMSNorm",
+                                 "--position-embedding-type",
+                                 "rope",
+                                 "--disable-bias-linear",
+                                 "--hidden-dropout",
+                                 "0",
+                                 "--train-iters",
+                                 "1",
+                                 "--lr",
+                                 "1"};
+    mt_ops ops = mt_cpu_ops;
+    mt_options options;
+    mt_grid grid = MT_GRID_OF_ONE;
+    mt_model *model;
+    mt_batch batch;
+    mt_error error;
+    ops.all_reduce = noted_all_reduce, ops.all_gather = noted_gather, ops.reduce_scatter = noted_scatter;
+    ops.rmsnorm_forward = noted_norm, ops.rmsnorm_backward = noted_norm_back, ops.linear_forward = noted_linear;
+    ops.attention_forward = noted_attention, ops.swiglu_forward = noted_swiglu, ops.dropout_add_forward = noted_sum;
+    parse_options(&options, words, sizeof words / sizeof *words);
+    grid.tensor.size = TENSOR_RANKS;
+    options.tensor_model_parallel_size = TENSOR_RANKS, options.sequence_parallel = sequence_parallel;
+    memset(&acts, 0, sizeof acts);
+    acts.hidden = options.hidden_size;
+    mt_model_plan plan = {.max_tokens = TENSOR_TOKENS, .max_logits = TENSOR_TOKENS, .max_position = 64, .train = true};
+    check(mt_model_create(&model, &options, &grid, &ops, &plan, &error), &error);
+    mt_model_init(model);
+    letters_batch(&batch, TENSOR_TOKENS, false);
+    mt_model_forward(model, &batch, true);
+    mt_model_backward(model);
+    mt_batch_free(&batch);
+    mt_model_destroy(model);
+    mt_options_free(&options);
+}
+
+/* The noted layer downwards: the region between entering and leaving it is shaded, and an operation's result is drawn
+ * as the share of [T, channels] that this rank has. */
+static void draw_region(picture *p, double x, double y, const char *title) {
+    const double step = 36, width = 420, scale = 0.5, height = 24;
+    const char *fill;
+    double forward = 0, whole = TENSOR_TOKENS * (double)acts.hidden;
+    bool inside = false;
+    text(p, x, y - 14, START, "%s", title);
+    for (int i = 0; i < acts.count; i++) {
+        const act *a = &acts.acts[i];
+        bool is_norm = strcmp(a->name, "rmsnorm") == 0, is_sum = strcmp(a->name, "dropout_add") == 0;
+        double top = y + step * i, high = height * (double)a->rows / TENSOR_TOKENS;
+        bool leaves = strcmp(a->name, "all_reduce") == 0 || strcmp(a->name, "reduce_scatter") == 0;
+        inside = inside || (!is_norm && !is_sum);
+        if (inside) box(p, x, top, width, step, "#e9eef4");
+        fill = a->sent > 0 ? fills[ORANGE] : is_norm || is_sum ? fills[GREEN] : fills[BLUE];
+        frame(p, x + 250, top + 5, scale * (double)a->columns, height, "#ffffff");
+        frame(p, x + 250, top + 5, scale * (double)a->columns, high, fill);
+        text(p, x + 8, top + 22, START, "%s", a->name);
+        text(p, x + 242, top + 22, END, "[%lld, %lld]", (long long)a->rows, (long long)a->columns);
+        if (a->sent > 0) text(p, x + width - 6, top + 22, END, "%.2g TC", a->sent / whole);
+        forward += a->sent;
+        if (leaves) inside = false;
+    }
+    double end = y + step * acts.count + 16;
+    text(p, x, end, START, "sent: forward %.2g TC; backward %.2g TC in %d calls", forward / whole,
+         acts.sent_back / whole, acts.calls_back);
+}
+
+static void draw_tensor(const char *folder) {
+    picture p = picture_open(folder, "11-layer", "A layer on one rank of a tensor group", 900, 640);
+    text(&p, 20, 28, START,
+         "A layer on one of %d ranks, T = %d, C = 64, F = 96, 8 heads, 2 groups of 8 channels: results, and what is "
+         "sent",
+         TENSOR_RANKS, TENSOR_TOKENS);
+    static const char *const meaning[] = {"share of the weights", "collective", "outside of the regions"};
+    static const int colours[] = {BLUE, ORANGE, GREEN};
+    for (int i = 0; i < 3; i++) {
+        box(&p, 20 + 200 * i, 42, 10, 10, fills[colours[i]]);
+        text(&p, 36 + 200 * i, 51, START, "%s", meaning[i]);
+    }
+    box(&p, 620, 42, 10, 10, "#e9eef4");
+    text(&p, 636, 51, START, "within a region");
+    note_layer(false);
+    draw_region(&p, 20, 96, "tensor parallelism");
+    note_layer(true);
+    draw_region(&p, 460, 96, "with sequence parallelism");
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_masks(argv[1]);
@@ -1206,5 +1451,7 @@ int main(int argc, char **argv) {
     draw_bubbles(argv[1]);
     draw_sharing(argv[1]);
     draw_context(argv[1]);
+    draw_grid(argv[1]);
+    draw_tensor(argv[1]);
     return 0;
 }

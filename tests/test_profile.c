@@ -293,8 +293,34 @@ static void one_step_alone_leaves_nothing_to_show(void **state) {
     mt_profile_close();
 }
 
+/* Against a count of instants: intervals at whole numbers, and what runs in the middle between two. */
+static void exposed_time_is_what_nothing_hides(void **state) {
+    (void)state;
+    enum { INTERVALS = 40, END = 60 };
+    for (uint64_t round = 0; round < 200; round++) {
+        mt_busy busy[INTERVALS];
+        double exposed[MT_NUM_TRAFFICS] = {0}, counted[MT_NUM_TRAFFICS] = {0};
+        int64_t count = (int64_t)(round % INTERVALS);
+        for (int64_t i = 0; i < count; i++) {
+            uint32_t words[4];
+            mt_philox(words, 7, round, (uint64_t)i);
+            double from = words[0] % END;
+            busy[i] = (mt_busy){from, from + words[1] % 6, (mt_traffic)(words[2] % MT_NUM_TRAFFICS)};
+        }
+        for (double now = 0.5; now < 2 * END; now++) {
+            int first = MT_NUM_TRAFFICS;
+            for (int64_t i = 0; i < count; i++)
+                if (busy[i].from < now && now < busy[i].to && (int)busy[i].traffic < first) first = busy[i].traffic;
+            if (first < MT_NUM_TRAFFICS) counted[first]++;
+        }
+        mt_traffic_expose(exposed, busy, count);
+        for (int i = 0; i < MT_NUM_TRAFFICS; i++) assert_true(exposed[i] == counted[i]);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(exposed_time_is_what_nothing_hides),
         cmocka_unit_test(profiled_steps_have_the_same_losses_and_their_times_sum_to_no_more),
         cmocka_unit_test(so_they_do_on_a_gpu),
         cmocka_unit_test(fused_operations_take_the_place_of_those_they_stand_for),

@@ -183,6 +183,44 @@ a_full_disk_is_told() {
     refuses "/dev/full" $small --train-iters 3 --metrics /dev/full
 }
 
+# steps_of FILE: the iterations that a trace holds.
+steps_of() {
+    sed -n 's/.*"name":"step".*"iteration":\([0-9]*\).*/\1/p' "$1" | tr '\n' ' '
+}
+
+a_trace_holds_the_steps_that_are_asked_for_and_changes_no_loss() {
+    small_run --train-iters 8 --save "$work/eight" --metrics "$work/plain.jsonl" &&
+        small_run --train-iters 8 --metrics "$work/traced.jsonl" --trace "$work/t.json" || return 1
+    metric "$work/plain.jsonl" lm_loss >"$work/want"
+    metric "$work/traced.jsonl" lm_loss >"$work/got"
+    [ -s "$work/got" ] && cmp "$work/want" "$work/got" && [ "$(steps_of "$work/t.json")" = '2 3 ' ] || return 1
+    grep -q 'profile of' "$work/out" && return 1
+    # of a run that goes on, steps count from where it does; it ends before the last one that is asked for
+    small_run --train-iters 12 --load "$work/eight" --trace "$work/t.json" --trace-first-step 3 --trace-last-step 9 &&
+        [ "$(steps_of "$work/t.json")" = '11 12 ' ] && [ "$(echo "$work"/t.json*)" = "$work/t.json" ]
+    status=$?
+    rm -rf "$work/eight" "$work"/*.jsonl
+    return $status
+}
+
+a_trace_of_a_run_that_stops_early_holds_what_was_done() {
+    small_run --train-iters 100000000 --exit-duration-in-mins 0.01 --trace "$work/t.json" --trace-first-step 1 \
+        --trace-last-step 90000000 && [ "$(steps_of "$work/t.json" | cut -c1-4)" = '1 2 ' ]
+}
+
+a_trace_is_refused_before_training() {
+    # shellcheck disable=SC2086
+    refuses "--trace $work/none/t.json: cannot be written: No such" $small --train-iters 3 \
+        --trace "$work/none/t.json" &&
+        ! grep -q loss "$work/out" &&
+        refuses "$work: cannot be written: Is a directory" $small --train-iters 3 --trace "$work" &&
+        refuses 'trace-first-step 4 comes after this run.s last step (step 3)' $small --train-iters 3 \
+            --trace "$work/t.json" --trace-first-step 4 &&
+        refuses 'trace-last-step 2 comes before --trace-first-step 3' $small --train-iters 3 --trace "$work/t.json" \
+            --trace-first-step 3 --trace-last-step 2 &&
+        refuses 'trace-first-step needs --trace' $small --train-iters 3 --trace-first-step 2
+}
+
 verdict losses_and_norms_are_those_of_expected_json losses_and_norms_are_those_of_expected_json
 verdict metrics_name_everything metrics_name_everything
 verdict steps_that_are_not_told_change_nothing steps_that_are_not_told_change_nothing
@@ -193,6 +231,9 @@ verdict yaml_says_what_the_command_line_says yaml_says_what_the_command_line_say
 verdict the_loss_falls_to_what_the_data_allow the_loss_falls_to_what_the_data_allow
 verdict a_bad_folder_is_refused_before_training a_bad_folder_is_refused_before_training
 verdict a_full_disk_is_told a_full_disk_is_told
+verdict a_trace_holds_the_steps_that_are_asked_for a_trace_holds_the_steps_that_are_asked_for_and_changes_no_loss
+verdict a_trace_of_a_run_that_stops_early_holds_what_was_done a_trace_of_a_run_that_stops_early_holds_what_was_done
+verdict a_trace_is_refused_before_training a_trace_is_refused_before_training
 # shellcheck disable=SC2086
 verdict an_unknown_option_names_the_nearest refuses 'did you mean --num-layers' --num-layer 3
 verdict two_sources_of_data_are_refused refuses 'mock-data' --mock-data --data-path x $small --train-iters 1
