@@ -1,19 +1,22 @@
 /* infer.c: continues texts with a trained model, or scores given tokens. Options: ./infer --help. How a token is
- * generated is in megatron.c §15. */
+ * generated is in megatron.c §15. Several ranks hold the model together and do the same; rank 0 reads and prints. */
 #include "megatron.h"
 
 #include "data/tokenizer.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+enum { NOTHING_YET = -2 };           // instead of a line's bytes
 enum { INTERACTIVE_CONTEXT = 8192 }; // tokens that the interactive mode has memory for, where the context is longer
 
 typedef struct run {
     mt_options options;
     mt_grid grid;
+    bool is_first;           // of the ranks: the one that talks
     char *folder;            // holds config.json
     mt_tokenizer *tokenizer; // NULL: token ids in, token ids out
     int32_t bos;             // begins the model's texts; -1: none
@@ -94,7 +97,7 @@ static void generate(run *r, mt_sequence *sequences, int64_t count, bool show_pr
     bool titles = count > 1 && !r->options.print_tokens;
     int64_t s = 0, i = 0; // token i of sequence s is the next to show
     for (int64_t unfinished = mt_sequences_unfinished(sequences, count);;) {
-        for (; s < count; s++, i = 0) {
+        for (; s < count && r->is_first; s++, i = 0) {
             if (titles && i == 0) printf("%s== %lld of %lld ==\n", s ? "\n" : "", (long long)s + 1, (long long)count);
             for (; i < sequences[s].num_tokens; i++)
                 show_token(r, &sequences[s], i, show_prompts || i >= sequences[s].num_prompt);
@@ -109,7 +112,7 @@ static void generate(run *r, mt_sequence *sequences, int64_t count, bool show_pr
         if (unfinished < 0) mt_die("%s", error.text);
     }
     for (s = 0; s < count; s++) {
-        if (sequences[s].num_tokens == r->context && sequences[s].max_tokens == r->context)
+        if (r->is_first && sequences[s].num_tokens == r->context && sequences[s].max_tokens == r->context)
             fprintf(stderr, "note: prompt %lld ends at the context of %lld tokens\n", (long long)sequences[s].id + 1,
                     (long long)r->context);
         free(sequences[s].tokens);
@@ -134,30 +137,58 @@ static void answer_prompts(run *r) {
     free(sequences);
 }
 
+/* While no input comes, tells the ranks that wait for it that all is well: they would end the job after a while. */
+static void await_input(const run *r) {
+    struct pollfd input = {.fd = STDIN_FILENO, .events = POLLIN};
+    int64_t bytes = NOTHING_YET, seconds = r->options.distributed_timeout_seconds;
+    while (poll(&input, 1, seconds < 120 ? (int)seconds * 500 : 60000) == 0)
+        mt_broadcast(&r->grid.world, &bytes, sizeof bytes, 0);
+}
+
+/* The next line of standard input without its end, for every rank, to free; NULL at its end. */
+static char *next_line(const run *r) {
+    char *line = NULL;
+    size_t capacity = 0;
+    int64_t bytes = -1; // with the final 0
+    if (r->is_first && r->grid.world.size > 1) await_input(r);
+    if (r->is_first && getline(&line, &capacity, stdin) >= 0) {
+        line[strcspn(line, "\r\n")] = '\0';
+        bytes = (int64_t)strlen(line) + 1;
+    }
+    if (r->is_first && ferror(stdin)) mt_die("standard input: cannot be read: %s", strerror(errno));
+    do mt_broadcast(&r->grid.world, &bytes, sizeof bytes, 0);
+    while (bytes == NOTHING_YET);
+    line = mt_realloc(line, bytes);
+    if (bytes > 0) {
+        mt_broadcast(&r->grid.world, line, bytes, 0);
+        return line;
+    }
+    free(line);
+    return NULL;
+}
+
 /* Without a prompt: each line of standard input is a new text to continue. Returns whether all could be. */
 static bool answer_lines(run *r) {
     mt_error error;
     mt_sequence sequence;
     char *line = NULL;
-    size_t capacity = 0;
-    bool all = true, terminal = isatty(STDIN_FILENO);
+    bool all = true, terminal = r->is_first && isatty(STDIN_FILENO);
     if (r->context > INTERACTIVE_CONTEXT) r->context = INTERACTIVE_CONTEXT;
     open_generator(r, 1, r->context, r->context);
+    if (r->grid.world.size > 1) setvbuf(stdin, NULL, _IONBF, 0); // what is read ahead could not be waited for
     for (int64_t id = 0;; id++) {
+        free(line);
         if (terminal) fprintf(stderr, "> ");
-        if (getline(&line, &capacity, stdin) < 0) break;
-        line[strcspn(line, "\r\n")] = '\0';
+        if (!(line = next_line(r))) break;
         if (line[0] == '\0') continue;
         if (begin_text(r, &sequence, id, line, &error) == 0) {
             generate(r, &sequence, 1, false);
         } else {
-            fprintf(stderr, "error: %s\n", error.text);
+            if (r->is_first) fprintf(stderr, "error: %s\n", error.text);
             all = false;
         }
     }
     if (terminal) fprintf(stderr, "\n");
-    if (ferror(stdin)) mt_die("standard input: cannot be read: %s", strerror(errno));
-    free(line);
     return all;
 }
 
@@ -169,6 +200,7 @@ static void score(run *r) {
     double start = mt_time();
     int64_t count = mt_score(r->model, &error);
     if (count < 0) mt_die("%s", error.text);
+    if (!r->is_first) return;
     fprintf(stderr, "scored %lld sequences, %.1f tokens/s\n", (long long)count,
             (double)(count * r->options.seq_length) / (mt_time() - start));
 }
@@ -180,10 +212,10 @@ int main(int argc, char **argv) {
     bool all = true;
     check(mt_options_parse(o, MT_PROGRAM_INFER, argc, argv, &error), &error);
     mt_grid_start(&r.grid, &argc, &argv);
-    if (r.grid.world.rank == 0 && r.grid.world.size > 1)
-        mt_die("infer runs on one rank in this version; start it without mpirun");
-    mt_barrier(&r.grid.world);
+    r.is_first = r.grid.world.rank == 0;
     check(mt_options_finish(o, MT_PROGRAM_INFER, r.grid.world.size, &error), &error);
+    check(mt_options_agree(o, &r.grid.world, &error), &error);
+    check(mt_grid_build(&r.grid, o, &error), &error);
     r.folder = mt_checkpoint_resolve(o->load, &error);
     if (!r.folder) mt_die("%s", error.text);
     r.context = o->max_position_embeddings;
@@ -195,7 +227,7 @@ int main(int argc, char **argv) {
             answer_prompts(&r);
         else
             all = answer_lines(&r);
-        mt_generator_print_rates(r.generator, stderr);
+        if (r.is_first) mt_generator_print_rates(r.generator, stderr);
     }
     mt_generator_destroy(r.generator);
     mt_model_destroy(r.model);

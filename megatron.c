@@ -423,7 +423,7 @@ static const mt_option mt_option_table[] = {
      "how context-parallel ranks get one another's keys: round a ring, all at once, tokens traded for heads, or both"},
     {"hierarchical-context-parallel-sizes", MT_LIST, MT_AT(hierarchical_context_parallel_sizes), MT_TRAIN, MT_OF_RUN,
      NULL, "A2A RING", "with a2a+p2p: neighbours that trade, and how many such groups form a ring"},
-    {"distributed-timeout-seconds", MT_INT, MT_AT(distributed_timeout_seconds), MT_TRAIN, MT_OF_RUN, "600",
+    {"distributed-timeout-seconds", MT_INT, MT_AT(distributed_timeout_seconds), MT_BOTH, MT_OF_RUN, "600",
      "[1,1000000000]", "end the job when a rank waits so long for another"},
     {"num-virtual-stages-per-pipeline-rank", MT_INT, MT_AT(num_virtual_stages_per_pipeline_rank), MT_TRAIN, MT_OF_RUN,
      "1", "[1,10000]", "pieces that a rank's layers are cut into: a shorter bubble, more messages"},
@@ -432,9 +432,9 @@ static const mt_option mt_option_table[] = {
     {"microbatch-group-size-per-virtual-pipeline-stage", MT_INT,
      MT_AT(microbatch_group_size_per_virtual_pipeline_stage), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
      "micro-batches that pass a piece before the next piece's turn; the pipeline size when not given"},
-    {"decoder-first-pipeline-num-layers", MT_INT, MT_AT(decoder_first_pipeline_num_layers), MT_TRAIN, MT_OF_RUN, NULL,
+    {"decoder-first-pipeline-num-layers", MT_INT, MT_AT(decoder_first_pipeline_num_layers), MT_BOTH, MT_OF_RUN, NULL,
      "[1,10000]", "layers of the first rank, when it has other than its share"},
-    {"decoder-last-pipeline-num-layers", MT_INT, MT_AT(decoder_last_pipeline_num_layers), MT_TRAIN, MT_OF_RUN, NULL,
+    {"decoder-last-pipeline-num-layers", MT_INT, MT_AT(decoder_last_pipeline_num_layers), MT_BOTH, MT_OF_RUN, NULL,
      "[1,10000]", "layers of the last rank"},
     {"account-for-embedding-in-pipeline-split", MT_FLAG, MT_AT(account_for_embedding_in_pipeline_split), MT_TRAIN,
      MT_OF_RUN, NULL, NULL, "the embedding counts as a layer when layers are shared out"},
@@ -1945,6 +1945,11 @@ static int mt_options_finish_order(mt_options *o, mt_error *error) {
                             "--microbatch-group-size-per-virtual-pipeline-stage %lld must be at least "
                             "--pipeline-model-parallel-size %lld",
                             (long long)*group, (long long)pp);
+    if (*group - pp + 1 >= 2 * MT_CHANNEL_TICKETS) // messages under way, of which each end holds half
+        return mt_error_set(error,
+                            "--microbatch-group-size-per-virtual-pipeline-stage %lld must be less than "
+                            "--pipeline-model-parallel-size %lld + %d: more messages would be under way than have room",
+                            (long long)*group, (long long)pp, 2 * MT_CHANNEL_TICKETS - 1);
     return 0;
 }
 
@@ -2184,6 +2189,12 @@ static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
                                    "all parameters");
     if (o->overlap_param_gather && !o->overlap_grad_reduce)
         return mt_error_set(error, "--overlap-param-gather needs --overlap-grad-reduce");
+    bool shards_gradients = strncmp(o->data_parallel_sharding_strategy, "optim_grads", 11) == 0;
+    if (shards_gradients && o->pipeline_schedule && strcmp(o->pipeline_schedule, "zb-h1") == 0)
+        return mt_error_set(error,
+                            "--pipeline-schedule zb-h1 adds to gradients in two parts, which must stay whole between "
+                            "them: take --data-parallel-sharding-strategy optim rather than %s, or another schedule",
+                            o->data_parallel_sharding_strategy);
     return 0;
 }
 
@@ -4304,26 +4315,33 @@ const mt_ops *mt_backend_open(const char *device, mt_grid *grid, mt_error *error
     return ops;
 }
 
-void mt_grid_stop(mt_grid *grid) {
+void mt_grid_clear(mt_grid *grid) {
     for (int kind = MT_NUM_GROUP_KINDS - 1; kind >= 0; kind--) {
         mt_group *group = mt_grid_group(grid, kind);
         if (group->nccl && !mt_grid_same_members(grid, kind)) mt_cuda_group_close(group);
+        group->nccl = NULL;
     }
     mt_watch_stop();
-#ifdef MT_HAVE_MPI
-    bool started = grid->world.comm != NULL;
-#endif
-    for (int kind = MT_NUM_GROUP_KINDS - 1; kind >= 0; kind--) {
+    for (int kind = MT_NUM_GROUP_KINDS - 1; kind > MT_GROUP_WORLD; kind--) {
         mt_group *group = mt_grid_group(grid, kind);
 #ifdef MT_HAVE_MPI
-        if (group->comm && kind != MT_GROUP_WORLD) MPI_Comm_free(group->comm);
+        if (group->comm) MPI_Comm_free(group->comm);
 #endif
         free(group->comm);
         free(group->members);
     }
+    mt_group world = grid->world;
+    *grid = (mt_grid)MT_GRID_OF_ONE;
+    grid->world = world;
+}
+
+void mt_grid_stop(mt_grid *grid) {
+    mt_grid_clear(grid);
 #ifdef MT_HAVE_MPI
-    if (started) MPI_Finalize();
+    if (grid->world.comm) MPI_Finalize();
 #endif
+    free(grid->world.comm);
+    free(grid->world.members);
     *grid = (mt_grid)MT_GRID_OF_ONE;
 }
 
@@ -8767,43 +8785,62 @@ static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_
     }
 }
 
-/* rows[count, cols] in fp32 = rows [first, first + count) of a parameter, from the tensor that holds it. */
+/* rows[count, cols] in fp32 = rows [first, first + count) of what lies here of a parameter, from the whole tensor. */
 static void mt_param_read_rows(float *rows, const mt_param *param, const mt_tensor_info *tensor, int64_t first,
                                int64_t count) {
-    int64_t size = mt_dtype_size(tensor->dtype), row = param->hf_row + first;
-    const char *data = tensor->data;
-    if (!param->hf_transposed) {
-        mt_stored_to_f32(rows, 1, data + row * param->cols * size, tensor->dtype, count * param->cols);
+    int64_t size = mt_dtype_size(tensor->dtype), row = param->hf_row + param->first_row + first, cols = param->cols;
+    const char *data = (const char *)tensor->data;
+    if (!param->hf_transposed && cols == param->whole_cols) {
+        mt_stored_to_f32(rows, 1, data + row * cols * size, tensor->dtype, count * cols);
         return;
     }
-    for (int64_t r = 0; r < count; r += 64) // 64 rows at a time stay in the cache while the columns pass
-        for (int64_t col = 0; col < param->cols; col++)
-            mt_stored_to_f32(rows + r * param->cols + col, param->cols,
-                             data + (col * param->hf_rows_total + row + r) * size, tensor->dtype,
-                             count - r < 64 ? count - r : 64);
+    for (int64_t r = 0; !param->hf_transposed && r < count; r++)
+        mt_stored_to_f32(rows + r * cols, 1, data + ((row + r) * param->whole_cols + param->first_col) * size,
+                         tensor->dtype, cols);
+    for (int64_t r = 0; param->hf_transposed && r < count; r += 64) // so many rows stay in the cache as columns pass
+        for (int64_t col = 0; col < cols; col++)
+            mt_stored_to_f32(rows + r * cols + col, cols,
+                             data + ((param->first_col + col) * param->hf_rows_total + row + r) * size, tensor->dtype,
+                             mt_min(count - r, 64));
 }
 
-/* Rows of a parameter that pass through the staging buffer at once. */
-static int64_t mt_param_chunk(const mt_param *param) {
-    int64_t rows = MT_STAGING_BYTES / (param->cols * 4);
-    return rows < 1 ? 1 : rows > param->rows_stored ? param->rows_stored : rows;
+/* Of `rows` rows of `cols` numbers, those that pass through the staging buffer at once. */
+static int64_t mt_staging_rows(int64_t rows, int64_t cols) {
+    return mt_max(mt_min(MT_STAGING_BYTES / (cols * 4), rows), 1);
 }
 
 static const char *const mt_kept_prefix[MT_NUM_KEPT] = {"", "master.", "exp_avg.", "exp_avg_sq."};
 
-/* Loads a parameter's rows into those parts of its bucket that this rank has (of the model's type and of floats, either
- * may be NULL); padding rows become 0. Returns the number of values that are not finite. */
+/* Widens [*begin, *end) to all rows of a parameter of which a part, which may be NULL, has something. */
+static void mt_part_want_rows(const mt_part *part, const mt_param *param, int64_t *begin, int64_t *end) {
+    if (!part || part->first >= param->offset + param->rows * param->cols || part->first + part->count <= param->offset)
+        return;
+    int64_t last = part->first + part->count - 1 - param->offset;
+    *begin = mt_min(*begin, mt_max(part->first - param->offset, 0) / param->cols);
+    *end = mt_max(*end, mt_min(last / param->cols + 1, mt_param_rows_stored(param)));
+}
+
+/* Of values[n], which belong at `at` of a bucket, those in a part that are not finite. */
+static int64_t mt_count_not_finite(const mt_part *part, int64_t at, const float *values, int64_t n) {
+    int64_t count = 0, end = mt_min(n, part->first + part->count - at);
+    for (int64_t i = mt_max(part->first - at, 0); i < end; i++) count += !isfinite(values[i]);
+    return count;
+}
+
+/* Loads what this rank has of a parameter into the parts of its bucket that it has (of the model's type and of floats,
+ * either may be NULL), reading no other rows; padding rows become 0. Returns how many of the weights are not finite. */
 static int64_t mt_param_load(mt_model *m, const mt_param *param, const mt_tensor_info *tensor, const mt_part *weights,
                              const mt_part *floats) {
-    int64_t chunk = mt_param_chunk(param), cols = param->cols, not_finite = 0;
-    int64_t stored = param->rows_stored, padding = (param->rows - stored) * cols;
+    int64_t stored = mt_param_rows_stored(param), cols = param->cols, chunk = mt_staging_rows(stored, cols);
+    int64_t padding = (param->rows - stored) * cols, not_finite = 0, begin = stored, end = 0;
     float *staged = mt_malloc(chunk * cols * 4);
     uint16_t *halves = weights && m->dtype == MT_BF16 ? mt_malloc(chunk * cols * 2) : NULL;
-    for (int64_t first = 0; first < stored; first += chunk) {
-        int64_t count = stored - first < chunk ? stored - first : chunk, n = count * cols;
-        int64_t at = param->offset + first * cols;
+    mt_part_want_rows(weights, param, &begin, &end);
+    mt_part_want_rows(floats, param, &begin, &end);
+    for (int64_t first = begin; first < end; first += chunk) {
+        int64_t count = mt_min(end - first, chunk), n = count * cols, at = param->offset + first * cols;
         mt_param_read_rows(staged, param, tensor, first, count);
-        for (int64_t i = 0; i < n; i++) not_finite += !isfinite(staged[i]);
+        if (weights) not_finite += mt_count_not_finite(weights, at, staged, n);
         for (int64_t i = 0; halves && i < n; i++) halves[i] = mt_f32_to_bf16(staged[i]);
         if (floats) mt_part_write(m, floats, at, staged, n);
         if (weights) mt_part_write(m, weights, at, halves ? (void *)halves : staged, n);
@@ -8851,8 +8888,8 @@ static const mt_param_options mt_param_option[MT_NUM_ROLES] = {
 
 /* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
 static int64_t mt_param_shape(const mt_param *param, int64_t shape[2]) {
-    shape[0] = param->hf_transposed ? param->cols : param->hf_rows_total;
-    shape[1] = param->hf_transposed ? param->hf_rows_total : param->cols;
+    shape[0] = param->hf_transposed ? param->whole_cols : param->hf_rows_total;
+    shape[1] = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
     return param->is_vector ? 1 : 2;
 }
 
@@ -8875,7 +8912,8 @@ static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, m
                             "that is not quantized",
                             tensor->file, tensor->name, mt_dtype_name(tensor->dtype));
     if (tensor->num_dims == num_dims && memcmp(shape, tensor->shape, (size_t)num_dims * sizeof *shape) == 0) return 0;
-    bool cols_differ = tensor->num_dims == 2 && num_dims == 2 && tensor->shape[!param->hf_transposed] != param->cols;
+    bool cols_differ =
+        tensor->num_dims == 2 && num_dims == 2 && tensor->shape[!param->hf_transposed] != param->whole_cols;
     return mt_error_set(error, "%s: tensor \"%s\" is %s and the model's %s; check %s or config.json", tensor->file,
                         tensor->name, mt_shape_print(found, tensor->shape, tensor->num_dims),
                         mt_shape_print(expected, shape, num_dims), cols_differ ? option->cols : option->rows);
@@ -8921,14 +8959,15 @@ static int mt_tensor_pointer_compare(const void *a, const void *b) {
 }
 
 /* Every tensor must be wanted by a row: a weight that is silently left out would give another model. */
-static int mt_weights_check_unused(const mt_model *m, const mt_safetensors *file, mt_error *error) {
-    const mt_tensor_info **used = mt_malloc(m->num_params * (int64_t)sizeof *used), *unused = NULL;
-    for (int64_t i = 0; i < m->num_params; i++) used[i] = mt_safetensors_find_param(file, m->params[i].hf_name);
-    qsort(used, (size_t)m->num_params, sizeof *used, mt_tensor_pointer_compare);
+static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt_options *options,
+                                   const mt_safetensors *file, mt_error *error) {
+    const mt_tensor_info **used = mt_malloc(count * (int64_t)sizeof *used), *unused = NULL;
+    for (int64_t i = 0; i < count; i++) used[i] = mt_safetensors_find_param(file, rows[i].hf_name);
+    qsort(used, (size_t)count, sizeof *used, mt_tensor_pointer_compare);
     for (int64_t i = 0; i < file->count && !unused; i++) {
         const mt_tensor_info *tensor = &file->tensors[i];
-        if (mt_tensor_is_harmless(m->options, tensor->name)) continue;
-        if (!bsearch(&tensor, used, (size_t)m->num_params, sizeof *used, mt_tensor_pointer_compare)) unused = tensor;
+        if (mt_tensor_is_harmless(options, tensor->name)) continue;
+        if (!bsearch(&tensor, used, (size_t)count, sizeof *used, mt_tensor_pointer_compare)) unused = tensor;
     }
     free(used);
     if (!unused) return 0;
@@ -8939,42 +8978,55 @@ static int mt_weights_check_unused(const mt_model *m, const mt_safetensors *file
                         unused->file, mt_printable(name, unused->name));
 }
 
-/* Weights, and for bf16 the master weights, which keep what was stored. Everything is checked before anything is set.
- */
-static int mt_weights_load(mt_model *m, const char *folder, mt_error *error) {
-    mt_safetensors *file;
-    if (mt_safetensors_open_folder(&file, folder, "model", error) != 0) return -1;
+/* A folder's tensors against the whole model's table, so that every rank finds the same. */
+static int mt_weights_check(const mt_options *options, const char *folder, const mt_safetensors *file,
+                            mt_error *error) {
+    mt_param *rows;
+    int64_t count = mt_params_build(&rows, options, NULL);
     int status = 0;
-    for (int64_t i = 0; i < m->num_params && status == 0; i++) {
-        const mt_tensor_info *tensor = mt_safetensors_find_param(file, m->params[i].hf_name);
-        status = tensor ? mt_param_check(&m->params[i], tensor, error)
-                        : mt_param_missing(&m->params[i], folder, file, error);
+    for (int64_t i = 0; i < count && status == 0; i++) {
+        const mt_tensor_info *tensor = mt_safetensors_find_param(file, rows[i].hf_name);
+        status = tensor ? mt_param_check(&rows[i], tensor, error) : mt_param_missing(&rows[i], folder, file, error);
     }
-    if (status == 0) status = mt_weights_check_unused(m, file, error);
+    if (status == 0) status = mt_weights_check_unused(rows, count, options, file, error);
+    free(rows);
+    return status;
+}
+
+/* One parameter's weights, and for bf16 the master weights, which keep what was stored. */
+static void mt_weights_load_param(mt_model *m, const mt_param *param, const mt_tensor_info *tensor) {
+    mt_part weights = mt_bucket_part(m, param->bucket, MT_KEPT_WEIGHTS);
+    mt_part master = mt_bucket_part(m, param->bucket, MT_KEPT_MASTER);
+    bool has_master = m->dtype != MT_F32 && master.data;
+    int64_t not_finite = mt_param_load(m, param, tensor, &weights, has_master ? &master : NULL);
+    bool tells = param->counted && (m->grid->data_context.rank == 0 || m->sharding.strategy == MT_SHARD_PARAMS);
+    if (not_finite > 0 && tells)
+        fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", tensor->file,
+                (long long)not_finite, tensor->name);
+}
+
+/* Everything is checked, by every rank, before anything is set. */
+static int mt_weights_load(mt_model *m, const char *folder, mt_error *error) {
+    mt_safetensors *file = NULL;
+    int status = mt_safetensors_open_folder(&file, folder, "model", error);
+    if (status == 0) status = mt_weights_check(m->options, folder, file, error);
+    status = mt_agree(&m->grid->world, status != 0, error);
     mt_params_changed(m);
-    for (int64_t i = 0; i < m->num_params && status == 0; i++) {
-        const mt_param *param = &m->params[i];
-        const mt_tensor_info *tensor = mt_safetensors_find_param(file, param->hf_name);
-        mt_part weights = mt_bucket_part(m, param->bucket, MT_KEPT_WEIGHTS);
-        mt_part master = mt_bucket_part(m, param->bucket, MT_KEPT_MASTER);
-        bool has_master = m->dtype != MT_F32 && master.data;
-        int64_t not_finite = mt_param_load(m, param, tensor, &weights, has_master ? &master : NULL);
-        if (not_finite > 0 && m->grid->world.rank == 0)
-            fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", tensor->file,
-                    (long long)not_finite, tensor->name);
-    }
+    for (int64_t i = 0; i < m->num_params && status == 0; i++)
+        mt_weights_load_param(m, &m->params[i], mt_safetensors_find_param(file, m->params[i].hf_name));
     mt_safetensors_close(file);
     return status;
 }
 
 /* ==== §14c saving ================================================================================================ */
 /* Everything is written into a folder of a temporary name beside its place, brought to disk, and renamed. The place of
- * every byte follows from the parameter table before the first is written. */
+ * every byte follows from the whole model's table before the first is written, so every rank knows it: rank 0 makes the
+ * files with their headers, then each writes what it counts, all at once. */
 
 /* A Hugging Face tensor that is to be written: one parameter, or several that it holds one after another. */
 typedef struct mt_saved {
     char name[192];
-    const mt_param *params;
+    const mt_param *params; // rows of this rank's table, NULL: nothing of it lies here
     int64_t num_params;
     mt_kept kept;
     mt_dtype dtype;
@@ -8993,33 +9045,51 @@ static int mt_saved_compare(const void *a, const void *b) {
     return strcmp(((const mt_saved *)a)->name, ((const mt_saved *)b)->name);
 }
 
-/* Appends one kind of value of every parameter. */
-static void mt_saved_add(mt_saved_set *set, const mt_model *m, mt_kept kept) {
-    for (int64_t i = 0, next; i < m->num_params; i = next) {
-        const mt_param *param = &m->params[i];
+/* The rows of a table from i on that one tensor holds: the first row behind them. */
+static int64_t mt_params_together(const mt_param *rows, int64_t count, int64_t i) {
+    int64_t next = i + 1;
+    while (next < count && strcmp(rows[next].hf_name, rows[i].hf_name) == 0) next++;
+    return next;
+}
+
+/* Appends one kind of value of every parameter of the whole model. */
+static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_kept kept, mt_dtype dtype) {
+    for (int64_t i = 0; i < count; i = mt_params_together(rows, count, i)) {
+        const mt_param *param = &rows[i];
         mt_saved *saved = &set->tensors[set->count++];
-        *saved = (mt_saved){.params = param, .kept = kept};
-        saved->dtype = kept == MT_KEPT_WEIGHTS ? m->dtype : MT_F32;
+        *saved = (mt_saved){.kept = kept, .dtype = kept == MT_KEPT_WEIGHTS ? dtype : MT_F32};
         saved->num_dims = mt_param_shape(param, saved->shape);
-        saved->bytes = param->hf_rows_total * param->cols * mt_dtype_size(saved->dtype);
+        saved->bytes = param->hf_rows_total * param->whole_cols * mt_dtype_size(saved->dtype);
         snprintf(saved->name, sizeof saved->name, "%s%s", mt_kept_prefix[kept], param->hf_name);
-        for (next = i; next < m->num_params && strcmp(m->params[next].hf_name, param->hf_name) == 0; next++)
-            saved->num_params++;
+    }
+}
+
+/* Finds what lies here of every tensor of a set. */
+static void mt_saved_find_params(mt_saved_set *set, const mt_model *m) {
+    int first = set->tensors[0].kept == MT_KEPT_WEIGHTS ? MT_KEPT_WEIGHTS : MT_KEPT_MASTER;
+    int end = first == MT_KEPT_WEIGHTS ? MT_KEPT_MASTER : MT_NUM_KEPT;
+    for (int64_t i = 0, next; i < m->num_params; i = next) {
+        next = mt_params_together(m->params, m->num_params, i);
+        for (int kept = first; kept < end; kept++) {
+            mt_saved key;
+            snprintf(key.name, sizeof key.name, "%s%s", mt_kept_prefix[kept], m->params[i].hf_name);
+            mt_saved *saved = bsearch(&key, set->tensors, (size_t)set->count, sizeof key, mt_saved_compare);
+            if (saved) saved->params = &m->params[i], saved->num_params = next - i;
+        }
     }
 }
 
 /* What a stem holds, in the order of names as upstream writes it, cut into files of at most max_shard_bytes. */
 static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem, int64_t max_shard_bytes) {
-    int64_t filled = 0;
+    mt_param *rows;
+    int64_t filled = 0, count = mt_params_build(&rows, m->options, NULL);
+    bool weights = strcmp(stem, "model") == 0;
     *set = (mt_saved_set){.stem = stem, .num_shards = 1};
-    set->tensors = mt_malloc(MT_NUM_KEPT * m->num_params * (int64_t)sizeof(mt_saved));
-    if (strcmp(stem, "model") == 0) {
-        mt_saved_add(set, m, MT_KEPT_WEIGHTS);
-    } else {
-        if (m->dtype != MT_F32) mt_saved_add(set, m, MT_KEPT_MASTER);
-        mt_saved_add(set, m, MT_KEPT_M);
-        mt_saved_add(set, m, MT_KEPT_V);
-    }
+    set->tensors = mt_malloc(MT_NUM_KEPT * count * (int64_t)sizeof(mt_saved));
+    for (int kept = 0; kept < MT_NUM_KEPT; kept++)
+        if (weights == (kept == MT_KEPT_WEIGHTS) && (kept != MT_KEPT_MASTER || m->dtype != MT_F32))
+            mt_saved_add(set, rows, count, (mt_kept)kept, m->dtype);
+    free(rows);
     qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
     for (int64_t i = 0; i < set->count; i++) {
         mt_saved *saved = &set->tensors[i];
@@ -9027,6 +9097,7 @@ static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem
         saved->shard = set->num_shards - 1, saved->offset = filled;
         filled += saved->bytes, set->bytes += saved->bytes;
     }
+    mt_saved_find_params(set, m);
 }
 
 /* "model.safetensors", or "model-00001-of-00002.safetensors". */
@@ -9059,6 +9130,15 @@ static int mt_output_open(mt_output *out, const char *path, mt_error *error) {
     *out = (mt_output){.path = path, .error = error};
     out->descriptor = open(path, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666);
     return out->descriptor < 0 ? mt_write_error(error, path) : 0;
+}
+
+/* The same for a file that another rank has made. */
+static int mt_output_join(mt_output *out, const char *path, mt_error *error) {
+    *out = (mt_output){.path = path, .error = error};
+    out->descriptor = open(path, O_WRONLY | O_CLOEXEC);
+    if (out->descriptor >= 0) return 0;
+    return mt_error_set(error, "%s: was made by rank 0, but here: %s; choose a --save that every host sees", path,
+                        strerror(errno));
 }
 
 static int mt_output_write(const mt_output *out, int64_t offset, const void *data, int64_t bytes) {
@@ -9128,61 +9208,145 @@ static void mt_transpose(void *to, const void *from, int64_t rows, int64_t cols,
                     ((uint16_t *)to)[c * rows + r] = ((const uint16_t *)from)[r * cols + c];
 }
 
-/* Writes a parameter's rows, from the whole bucket's values, where they belong in a tensor whose data begins at `start`
- * in the file. */
-static int mt_param_write(const mt_output *out, const mt_model *m, const mt_param *param, const mt_saved *saved,
-                          const void *bucket, int64_t start) {
-    int64_t size = mt_dtype_size(saved->dtype), cols = param->cols, chunk = mt_param_chunk(param);
+/* Rows [row, row + rows) and columns [col, col + cols) of a whole parameter. */
+typedef struct mt_window {
+    int64_t row, rows, col, cols;
+} mt_window;
+
+/* Host memory that a parameter's values pass through, in windows of whole rows of what is written together. */
+typedef struct mt_staging {
+    char *values; // [rows, cols] of a window
+    char *part;   // what one rank has of it
+    char *turned; // [cols, rows]
+} mt_staging;
+
+/* True where what a rank has of a parameter is short pieces of a tensor's rows, far apart: then one rank of the tensor
+ * group writes what all of them have. */
+static bool mt_param_is_scattered(const mt_model *m, const mt_param *param) {
+    return m->grid->tensor.size > 1 && param->shard_dim == (param->hf_transposed ? 0 : 1);
+}
+
+/* Writes a window's values where they belong in a tensor whose data begins at `start` in the file. */
+static int mt_window_write(const mt_output *out, const mt_param *param, const mt_window *w, const mt_staging *staging,
+                           int64_t start, int64_t size) {
+    int64_t row = param->hf_row + w->row, width = param->hf_rows_total;
     int status = 0;
-    const char *place = (const char *)bucket + param->offset * size;
-    char *staged = mt_malloc(chunk * cols * size);
-    char *turned = param->hf_transposed ? mt_malloc(chunk * cols * size) : NULL;
-    for (int64_t first = 0; first < param->rows_stored && status == 0; first += chunk) {
-        int64_t count = param->rows_stored - first < chunk ? param->rows_stored - first : chunk;
-        int64_t row = param->hf_row + first;
-        m->ops->memory_copy(staged, place + first * cols * size, count * cols * size, m->stream);
-        m->ops->stream_wait(m->stream);
-        if (!turned) {
-            status = mt_output_write(out, start + row * cols * size, staged, count * cols * size);
-            continue;
-        }
-        mt_transpose(turned, staged, count, cols, size);
-        if (count == param->hf_rows_total) {
-            status = mt_output_write(out, start, turned, count * cols * size);
-            continue;
-        }
-        for (int64_t c = 0; c < cols && status == 0; c++)
-            status = mt_output_write(out, start + (c * param->hf_rows_total + row) * size, turned + c * count * size,
-                                     count * size);
-    }
-    free(staged);
-    free(turned);
+    if (!param->hf_transposed)
+        return mt_output_write(out, start + row * w->cols * size, staging->values, w->rows * w->cols * size);
+    mt_transpose(staging->turned, staging->values, w->rows, w->cols, size);
+    if (w->rows == width)
+        return mt_output_write(out, start + w->col * width * size, staging->turned, w->rows * w->cols * size);
+    for (int64_t c = 0; c < w->cols && status == 0; c++)
+        status = mt_output_write(out, start + ((w->col + c) * width + row) * size, staging->turned + c * w->rows * size,
+                                 w->rows * size);
     return status;
 }
 
-/* One file; rank 0 writes it, and every rank gives what it has. */
-static int mt_shard_write(const mt_saved_set *set, int64_t shard, mt_model *m, const char *path, mt_error *error) {
-    mt_output out = {0};
-    int64_t first = 0, end, header_bytes = 0;
-    bool writes = m->grid->world.rank == 0;
-    while (set->tensors[first].shard < shard) first++;
-    for (end = first; end < set->count && set->tensors[end].shard == shard;) end++;
-    int status = writes ? mt_output_open(&out, path, error) : 0;
-    bool opened = writes && status == 0;
-    if (opened) {
-        char *header = mt_saved_header(set->tensors + first, end - first, &header_bytes);
-        status = mt_output_write(&out, 0, header, header_bytes);
-        free(header);
+/* Copies what this rank counts of a window to `to`, from what lies here of the parameter; *part says what it is. */
+static void mt_window_read(mt_model *m, const mt_param *param, const void *values, int64_t size, const mt_window *w,
+                           mt_window *part, void *to) {
+    int64_t begin = mt_max(w->row, param->first_row);
+    int64_t end = mt_min(w->row + w->rows, param->first_row + mt_param_rows_stored(param));
+    *part = (mt_window){begin, param->counted ? mt_max(end - begin, 0) : 0, param->first_col, param->cols};
+    if (part->rows == 0) return;
+    m->ops->memory_copy(to, (const char *)values + (begin - param->first_row) * param->cols * size,
+                        part->rows * param->cols * size, m->stream);
+    m->ops->stream_wait(m->stream);
+}
+
+/* The writer's staging->values = a window of whole rows, of which every rank of the tensor group gives its part. */
+static void mt_window_gather(mt_model *m, const mt_param *param, const void *values, int64_t size, const mt_window *w,
+                             mt_staging *staging, int writer) {
+    const mt_group *group = &m->grid->tensor;
+    mt_window part;
+    mt_window_read(m, param, values, size, w, &part, staging->part);
+    if (group->rank != writer) {
+        mt_send(group, &part, sizeof part, writer, 0);
+        if (part.rows > 0) mt_send(group, staging->part, part.rows * part.cols * size, writer, 0);
+        return;
     }
+    for (int rank = 0; rank < group->size; rank++) {
+        int from = (writer + rank) % group->size; // its own part first, because it is there
+        if (from != writer) mt_receive(group, &part, sizeof part, from, 0);
+        if (from != writer && part.rows > 0) mt_receive(group, staging->part, part.rows * part.cols * size, from, 0);
+        for (int64_t r = 0; r < part.rows; r++)
+            memcpy(staging->values + ((part.row - w->row + r) * w->cols + part.col) * size,
+                   staging->part + r * part.cols * size, (size_t)(part.cols * size));
+    }
+}
+
+/* Writes what lies here of a parameter, from the whole bucket's values; or, of a scattered one, what the tensor group
+ * has, by its rank `writer`. Others have nothing to write, but take part, also after an error. */
+static int mt_param_write(const mt_output *out, mt_model *m, const mt_param *param, const mt_saved *saved,
+                          const void *bucket, int64_t start, int writer, int status) {
+    bool scattered = mt_param_is_scattered(m, param), writes = !scattered || m->grid->tensor.rank == writer;
+    int64_t size = mt_dtype_size(saved->dtype), cols = scattered ? param->whole_cols : param->cols;
+    int64_t begin = scattered ? 0 : param->first_row;
+    int64_t end = scattered ? param->rows_stored : begin + mt_param_rows_stored(param);
+    int64_t chunk = mt_staging_rows(end - begin, cols);
+    const char *values = (const char *)bucket + param->offset * size;
+    mt_staging staging = {.part = mt_malloc(chunk * cols * size)};
+    if (writes && scattered) staging.values = mt_malloc(chunk * cols * size);
+    if (writes && param->hf_transposed) staging.turned = mt_malloc(chunk * cols * size);
+    for (int64_t row = begin; row < end; row += chunk) {
+        mt_window w = {row, mt_min(end - row, chunk), scattered ? 0 : param->first_col, cols};
+        if (scattered) {
+            mt_window_gather(m, param, values, size, &w, &staging, writer);
+        } else {
+            mt_window part;
+            mt_window_read(m, param, values, size, &w, &part, staging.part);
+            MT_CHECK(part.rows == w.rows);
+        }
+        mt_staging source = {.values = scattered ? staging.values : staging.part, .turned = staging.turned};
+        if (writes && status == 0) status = mt_window_write(out, param, &w, &source, start, size);
+    }
+    free(staging.values);
+    free(staging.part);
+    free(staging.turned);
+    return status;
+}
+
+/* Tensors [*first, the result) of a set go to a file. */
+static int64_t mt_shard_tensors(const mt_saved_set *set, int64_t shard, int64_t *first) {
+    int64_t end = 0;
+    while (set->tensors[end].shard < shard) end++;
+    *first = end;
+    while (end < set->count && set->tensors[end].shard == shard) end++;
+    return end;
+}
+
+/* Makes a file that holds its header. */
+static int mt_shard_create(const mt_saved_set *set, int64_t shard, const char *path, mt_error *error) {
+    mt_output out;
+    int64_t first, bytes, end = mt_shard_tensors(set, shard, &first);
+    if (mt_output_open(&out, path, error) != 0) return -1;
+    char *header = mt_saved_header(set->tensors + first, end - first, &bytes);
+    int status = mt_output_close(&out, mt_output_write(&out, 0, header, bytes));
+    free(header);
+    return status;
+}
+
+/* Writes what this rank has of a file. Ranks with the same values take turns; those of one stage have the same tensors
+ * and ask for them in the same order. After an error too: others wait for this one's part. */
+static int mt_shard_write(const mt_saved_set *set, int64_t shard, mt_model *m, const char *path, int status,
+                          mt_error *error) {
+    mt_output out = {.descriptor = -1};
+    const mt_group *copies = &m->grid->data_context;
+    int64_t first, header_bytes, end = mt_shard_tensors(set, shard, &first);
+    free(mt_saved_header(set->tensors + first, end - first, &header_bytes));
     for (int64_t i = first; i < end; i++) {
         const mt_saved *saved = &set->tensors[i];
-        for (int64_t k = 0; k < saved->num_params; k++) { // after an error too: other ranks wait for this one's part
-            const void *bucket = mt_bucket_gather_state(m, saved->params[k].bucket, saved->kept);
-            if (opened && status == 0)
-                status = mt_param_write(&out, m, &saved->params[k], saved, bucket, header_bytes + saved->offset);
+        int writer = (int)(i / copies->size % m->grid->tensor.size);
+        for (int64_t k = 0; k < saved->num_params; k++) {
+            const mt_param *param = &saved->params[k];
+            if (!param->counted && !mt_param_is_scattered(m, param)) continue;
+            const void *bucket = mt_bucket_gather_state(m, param->bucket, saved->kept);
+            if (copies->rank != (int)(i % copies->size)) continue;
+            if (status == 0 && out.descriptor < 0) status = mt_output_join(&out, path, error);
+            status = mt_param_write(&out, m, param, saved, bucket, header_bytes + saved->offset, writer, status);
         }
     }
-    return opened ? mt_output_close(&out, status) : status;
+    return out.descriptor >= 0 ? mt_output_close(&out, status) : status;
 }
 
 /* Written for a single file too: loaders that take every *.safetensors of a folder then know the model's. */
@@ -9200,29 +9364,40 @@ static int mt_saved_write_index(const mt_saved_set *set, const char *folder, mt_
     return status;
 }
 
-/* What became of it on rank 0, which writes, becomes every rank's status and error. */
+/* On rank 0: the files of a set and their index. */
+static int mt_saved_create(const mt_saved_set *set, const char *folder, mt_error *error) {
+    char name[64];
+    int status = 0;
+    for (int64_t shard = 0; shard < set->num_shards && status == 0; shard++) {
+        mt_shard_name(name, set, shard);
+        char *path = mt_path_join(folder, name);
+        status = mt_shard_create(set, shard, path, error);
+        free(path);
+    }
+    return status == 0 ? mt_saved_write_index(set, folder, error) : status;
+}
+
+/* What became of it on any rank becomes every rank's status and error. */
 static int mt_ranks_agree(const mt_model *m, int status, mt_error *error) {
-    mt_broadcast(&m->grid->world, &status, sizeof status, 0);
-    if (status != 0) mt_broadcast(&m->grid->world, error, sizeof *error, 0);
-    return status;
+    return mt_agree(&m->grid->world, status != 0, error);
 }
 
 int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem, int64_t max_shard_bytes,
                                mt_error *error) {
     char name[64];
     mt_saved_set set;
-    int status = 0;
     MT_CHECK(strcmp(stem, "model") == 0 || (strcmp(stem, "optimizer") == 0 && m->plan.train));
     mt_saved_plan(&set, m, stem, max_shard_bytes);
-    for (int64_t shard = 0; shard < set.num_shards && status == 0; shard++) {
+    int status = mt_ranks_agree(m, m->grid->world.rank == 0 ? mt_saved_create(&set, folder, error) : 0, error);
+    bool created = status == 0;
+    for (int64_t shard = 0; shard < set.num_shards && created; shard++) {
         mt_shard_name(name, &set, shard);
         char *path = mt_path_join(folder, name);
-        status = mt_ranks_agree(m, mt_shard_write(&set, shard, m, path, error), error);
+        status = mt_shard_write(&set, shard, m, path, status, error);
         free(path);
     }
-    if (status == 0 && m->grid->world.rank == 0) status = mt_saved_write_index(&set, folder, error);
     free(set.tensors);
-    return mt_ranks_agree(m, status, error);
+    return created ? mt_ranks_agree(m, status, error) : status;
 }
 
 /* ---- folders */
@@ -9499,6 +9674,7 @@ int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folde
     bool writes = m->grid->world.rank == 0;
     snprintf(name, sizeof name, "iter_%07lld", (long long)state->iteration);
     snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", name, (long long)getpid());
+    mt_broadcast(&m->grid->world, temporary_name, sizeof temporary_name, 0);
     int status = mt_ranks_agree(m, writes ? mt_checkpoint_prepare(m, folder, error) : 0, error);
     if (status != 0) return -1;
     char *temporary = mt_path_join(folder, temporary_name);
@@ -9567,34 +9743,39 @@ static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const
     return mt_safetensors_find(file, name);
 }
 
-/* Into the bucket's fp32 values; an fp32 model's weights are its master weights. */
-static void mt_optimizer_load_param(mt_model *m, const mt_param *param, const mt_tensor_info *tensor, mt_kept kept) {
-    mt_part part = mt_bucket_part(m, param->bucket, kept);
-    mt_param_load(m, param, tensor, NULL, &part);
+/* Whether a folder holds every kind of state from `first` on of every parameter of the model. */
+static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_kept first, const char *folder,
+                              const mt_safetensors *file, mt_error *error) {
+    int status = 0;
+    for (int64_t i = 0; i < count; i++)
+        for (int kept = first; kept < MT_NUM_KEPT && status == 0; kept++) {
+            const mt_tensor_info *tensor = mt_optimizer_find(file, &rows[i], (mt_kept)kept);
+            status = tensor ? mt_param_check(&rows[i], tensor, error)
+                            : mt_error_set(error,
+                                           "%s: the optimizer's state has no tensor \"%s%s\"; go on without it by "
+                                           "--no-load-optim, or get the folder again",
+                                           folder, mt_kept_prefix[kept], rows[i].hf_name);
+        }
+    return status;
 }
 
 /* Moments and, where they were kept, master weights. A bf16 run may go on in fp32, from its master weights, and an fp32
  * run in bf16, with its weights for master weights. */
 static int mt_optimizer_load(mt_model *m, const char *folder, mt_error *error) {
-    mt_safetensors *file;
-    if (mt_safetensors_open_folder(&file, folder, "optimizer", error) != 0) return -1;
-    mt_kept first = mt_optimizer_find(file, &m->params[0], MT_KEPT_MASTER) ? MT_KEPT_MASTER : MT_KEPT_M;
-    int status = 0;
-    for (int load = 0; load < 2; load++) // everything is checked before anything is set
-        for (int64_t i = 0; i < m->num_params; i++)
-            for (int kept = first; kept < MT_NUM_KEPT && status == 0; kept++) {
-                const mt_param *param = &m->params[i];
-                const mt_tensor_info *tensor = mt_optimizer_find(file, param, (mt_kept)kept);
-                if (!tensor)
-                    status = mt_error_set(error,
-                                          "%s: the optimizer's state has no tensor \"%s%s\"; go on without it by "
-                                          "--no-load-optim, or get the folder again",
-                                          folder, mt_kept_prefix[kept], param->hf_name);
-                else if (load)
-                    mt_optimizer_load_param(m, param, tensor, (mt_kept)kept);
-                else
-                    status = mt_param_check(param, tensor, error);
-            }
+    mt_safetensors *file = NULL;
+    mt_param *rows;
+    mt_kept first = MT_KEPT_M;
+    int64_t count = mt_params_build(&rows, m->options, NULL);
+    int status = mt_safetensors_open_folder(&file, folder, "optimizer", error);
+    if (status == 0 && mt_optimizer_find(file, &rows[0], MT_KEPT_MASTER)) first = MT_KEPT_MASTER;
+    if (status == 0) status = mt_optimizer_check(rows, count, first, folder, file, error);
+    free(rows);
+    status = mt_agree(&m->grid->world, status != 0, error);
+    for (int64_t i = 0; i < m->num_params && status == 0; i++)
+        for (int kept = first; kept < MT_NUM_KEPT; kept++) { // an fp32 model's weights are its master weights
+            mt_part part = mt_bucket_part(m, m->params[i].bucket, (mt_kept)kept);
+            mt_param_load(m, &m->params[i], mt_optimizer_find(file, &m->params[i], (mt_kept)kept), NULL, &part);
+        }
     mt_safetensors_close(file);
     return status;
 }
@@ -9645,9 +9826,10 @@ static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, mt_
     bool has_optimizer =
         mt_folder_has(folder, "optimizer.safetensors") || mt_folder_has(folder, "optimizer.safetensors.index.json");
     bool continues = mt_folder_has(folder, "trainer.json") && (has_optimizer || m->options->no_load_optim);
+    mt_broadcast(&m->grid->world, &continues, sizeof continues, 0); // all do what rank 0's folder says
     if (!m->plan.train || m->options->finetune || !continues) return 0;
     char *path = mt_path_join(folder, "trainer.json");
-    int status = mt_trainer_read(m, state, path, error);
+    int status = mt_agree(&m->grid->world, mt_trainer_read(m, state, path, error) != 0, error);
     free(path);
     if (status == 0 && m->options->no_load_optim) state->optimizer_step = 0; // the moments begin at 0 too
     return status == 0 && !m->options->no_load_optim ? mt_optimizer_load(m, folder, error) : status;
@@ -9655,9 +9837,9 @@ static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, mt_
 
 int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
     char *resolved = mt_checkpoint_resolve(folder, error);
-    if (!resolved) return -1;
+    int status = mt_agree(&m->grid->world, !resolved, error);
     *state = (mt_run_state){0};
-    int status = mt_weights_load(m, resolved, error);
+    if (status == 0) status = mt_weights_load(m, resolved, error);
     if (status == 0) status = mt_run_load(m, state, resolved, error);
     free(resolved);
     return status;
@@ -10114,11 +10296,11 @@ static int mt_score_batches(mt_model *m, FILE *file, int64_t num_sequences, mt_f
     mt_batch_alloc(&batch, tokens);
     int32_t *row = mt_malloc((T + 1) * 4);
     float *loss = mt_malloc(tokens * 4), *entropy = mt_malloc(tokens * 4);
-    float *logits = out[2].path ? mt_malloc(tokens * o->vocab_size * 4) : NULL;
+    float *logits = o->logits_out ? mt_malloc(tokens * o->vocab_size * 4) : NULL; // wanted by one rank, made by all
     int status = 0;
     for (int64_t first = 0; first < num_sequences && status == 0; first += at_once) {
         int64_t count = num_sequences - first < at_once ? num_sequences - first : at_once;
-        status = mt_score_read(&batch, file, first, count, row, o, error);
+        status = mt_ranks_agree(m, mt_score_read(&batch, file, first, count, row, o, error), error);
         if (status != 0) break;
         mt_model_forward(m, &batch, false);
         mt_model_read(m, loss, entropy, logits);
@@ -10126,6 +10308,7 @@ static int mt_score_batches(mt_model *m, FILE *file, int64_t num_sequences, mt_f
         status = mt_float_file_write(&out[0], loss, count * T, error);
         if (status == 0) status = mt_float_file_write(&out[1], entropy, count * T, error);
         if (status == 0) status = mt_float_file_write(&out[2], logits, count * T * o->vocab_size, error);
+        status = mt_ranks_agree(m, status, error); // who writes may have no room left
     }
     free(row);
     free(loss);
@@ -10140,14 +10323,15 @@ int64_t mt_score(mt_model *model, mt_error *error) {
     const char *paths[3] = {o->out, o->entropy_out, o->logits_out};
     mt_float_file out[3] = {{0}};
     int64_t num_sequences = 0;
+    bool writes = model->grid->world.rank == 0;
     FILE *file = mt_score_open(o, &num_sequences, error);
-    if (!file) return -1;
-    int status = 0;
-    for (int i = 0; i < 3 && status == 0; i++) status = mt_float_file_open(&out[i], paths[i], error);
+    int status = file ? 0 : -1;
+    for (int i = 0; i < 3 && status == 0 && writes; i++) status = mt_float_file_open(&out[i], paths[i], error);
+    status = mt_ranks_agree(model, status, error);
     if (status == 0) status = mt_score_batches(model, file, num_sequences, out, error);
     for (int i = 0; i < 3; i++) status = mt_float_file_close(&out[i], status, error);
-    fclose(file);
-    return status == 0 ? num_sequences : -1;
+    if (file) fclose(file);
+    return mt_ranks_agree(model, status, error) == 0 ? num_sequences : -1;
 }
 
 /* ==== §16 the training step ====================================================================================== */
@@ -10227,15 +10411,25 @@ static void mt_step_backward(mt_model *m, const mt_step *step, int64_t *remainin
     if (step->kind != MT_STEP_BACKWARD_INPUT) at->index = -1;
 }
 
-/* Receives what the next steps will need, as far as there is room, so that it travels while this step computes. */
-static void mt_receive_ahead(mt_model *m, const mt_step *steps, int64_t count, int64_t now, int64_t *next) {
-    enum { MT_STEPS_AHEAD = 8 };
-    for (*next = mt_max(*next, now); *next < count && *next < now + MT_STEPS_AHEAD; ++*next) {
-        mt_step_kind kind = steps[*next].kind;
-        if (kind != MT_STEP_RECV_FORWARD && kind != MT_STEP_RECV_BACKWARD) continue;
-        mt_link *link = &m->links[kind == MT_STEP_RECV_FORWARD ? MT_LINK_RECV_FORWARD : MT_LINK_RECV_BACKWARD];
-        if (!mt_link_start(m, link, m->max_rows * m->C)) return;
-    }
+/* Receives what later steps will need, as far as there is room, so that it travels while this step computes, and so
+ * that senders find the room that they count on (mt_model_links). next[direction] is the first step not looked at yet.
+ */
+static void mt_receive_ahead(mt_model *m, const mt_step *steps, int64_t count, int64_t now, int64_t next[2]) {
+    static const mt_step_kind kinds[2] = {MT_STEP_RECV_FORWARD, MT_STEP_RECV_BACKWARD};
+    static const int links[2] = {MT_LINK_RECV_FORWARD, MT_LINK_RECV_BACKWARD};
+    for (int direction = 0; direction < 2; direction++)
+        for (int64_t *at = &next[direction]; *at < count; ++*at) {
+            if (*at < now || steps[*at].kind != kinds[direction]) continue;
+            if (!mt_link_start(m, &m->links[links[direction]], m->max_rows * m->C)) break;
+        }
+}
+
+/* Not in a GPU's first step: kernels are loaded then, which may wait for a receive under way, whose sender may wait for
+ * this rank. Groups of micro-batches that are wider than the pipeline count on the room that it makes, though. */
+static bool mt_looks_ahead(const mt_model *m) {
+    if (m->grid->pipeline.size == 1) return false;
+    bool is_warm = m->num_steps > 0 || strcmp(m->ops->name, "cpu") == 0;
+    return is_warm || m->links[MT_LINK_RECV_FORWARD].num_buffers > 2;
 }
 
 /* Writes this rank's list to m->steps and returns its length. */
@@ -10257,16 +10451,15 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
                                          [MT_STEP_BACKWARD_INPUT] = "backward of the input",
                                          [MT_STEP_BACKWARD_WEIGHT] = "backward of the weights",
                                          [MT_STEP_RECV_BACKWARD] = NULL};
-    int64_t count = mt_list_steps(m, schedule), ahead = 0;
+    int64_t count = mt_list_steps(m, schedule), ahead[2] = {0};
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
     m->training = training;
-    // Not in a first step: a GPU loads kernels then, which may wait for a receive, whose sender may wait for this rank.
-    bool looks_ahead = m->grid->pipeline.size > 1 && training && m->num_steps > 0;
+    bool looks_ahead = mt_looks_ahead(m);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
         const mt_step *step = &m->steps[i];
-        if (looks_ahead) mt_receive_ahead(m, m->steps, count, i, &ahead);
+        if (looks_ahead) mt_receive_ahead(m, m->steps, count, i, ahead);
         if (!phases[step->kind]) continue;
         mt_profile_phase_begin(phases[step->kind], step->micro_batch, step->chunk, m->stream);
         if (step->kind == MT_STEP_FORWARD)

@@ -776,7 +776,11 @@ int mt_grid_build(mt_grid *grid, const mt_options *options, mt_error *error);
 /* Prints the groups of every kind, a line each. */
 void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file);
 
-/* Leaves the job and frees the groups. Streams and channels are gone before. */
+/* Undoes mt_grid_build and mt_backend_open, so that the world may be built anew for other options. Streams and channels
+ * are gone before. Every rank calls it. */
+void mt_grid_clear(mt_grid *grid);
+
+/* Clears the grid and leaves the job. */
 void mt_grid_stop(mt_grid *grid);
 
 /* Fails on every rank, naming the first rank and option that differ from rank 0's. Every rank calls it, after
@@ -1319,8 +1323,8 @@ typedef int mt_checkpoint_extra(void *context, const char *folder, mt_error *err
  * and what `extra` adds when it is not NULL. Then makes it the latest: latest_checkpointed_iteration.txt names it, the
  * link `latest` leads to it, and links beside that make `folder` itself a Hugging Face folder. Nothing that was good
  * before is touched until the new one is whole and on disk. An error is: a full disk, a folder that cannot be written,
- * or one that is a Hugging Face folder of its own. Every rank calls it: rank 0 writes, the others give what only they
- * have, and all return the same. */
+ * or one that is a Hugging Face folder of its own. Every rank calls it, writes what only it has into files that rank 0
+ * made, and returns the same; so on several hosts the folder must be one that all of them see. */
 int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
                        void *context, mt_error *error);
 
@@ -1329,7 +1333,8 @@ int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *f
  * to begin at iteration 0, or trainer.json or the optimizer's files are not there; with options->no_load_optim `state`
  * continues with a fresh optimizer. Weights may be F32, BF16, F16 or F64. A missing tensor, one without a place in the
  * model, a wrong shape, and a run that was begun with another seed or sequence length are errors; values that are not
- * finite are reported on standard error. */
+ * finite are reported on standard error. Every rank calls it, reads what it holds of each tensor, whatever layout saved
+ * them, and returns the same. */
 int mt_checkpoint_load(mt_model *model, mt_run_state *state, const char *folder, mt_error *error);
 
 /* The folder that holds config.json: `folder` itself, or its latest iter_NNNNNNN. Returns text to free. */
@@ -1421,7 +1426,7 @@ int mt_score_plan(mt_model_plan *plan, const mt_options *options, mt_error *erro
  * files of each label's log-probability [N, seq_length] to options->out, its distribution's entropy in nats [N,
  * seq_length] to entropy_out and the logits [N, seq_length, vocab_size] to logits_out, where these are given. Returns
  * N, or -1 with error: a file that cannot be read or is not whole sequences, a token outside the vocabulary, an output
- * that cannot be written (none is then left half-written). */
+ * that cannot be written (none is then left half-written). Every rank calls it: rank 0 writes, all return the same. */
 int64_t mt_score(mt_model *model, mt_error *error);
 
 /* ==== §17 profile ==================================================================================================

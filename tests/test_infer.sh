@@ -166,10 +166,80 @@ reports_a_full_disk() {
     grep -q 'standard output' "$work/err"
 }
 
-refuses_several_ranks() {
+# shared TENSOR PIPELINE ARGUMENTS...: infer on so many ranks.
+shared() {
+    tensor=$1 pipeline=$2
+    shift 2
+    OMP_NUM_THREADS=1 mpirun --allow-run-as-root --oversubscribe -np $((tensor * pipeline)) "$infer" \
+        --tensor-model-parallel-size "$tensor" --pipeline-model-parallel-size "$pipeline" "$@"
+}
+
+# The same tokens as transformers, greedily, and as one rank where they are drawn.
+ranks_continue_as_one() {
+    for layout in '2 1' '1 2' '2 2' '4 1'; do
+        for family in gpt2 llama qwen2 qwen3; do
+            folder=$golden/$family
+            # shellcheck disable=SC2086
+            shared $layout --load "$folder" --prompt-tokens "$(ids "$folder" 1 8 ,)" --print-tokens \
+                --max-new-tokens 24 --temperature 0 >"$work/out" 2>"$work/err" || return 1
+            [ "$(cat "$work/out")" = "$(ids "$folder" 9 32 ' ')" ] || return 1
+        done
+    done
+    "$infer" --load $golden/llama --prompt-tokens 5,6,7 --print-tokens --max-new-tokens 20 --top-k 20 >"$work/alone" \
+        2>"$work/err" &&
+        shared 2 2 --load $golden/llama --prompt-tokens 5,6,7 --print-tokens --max-new-tokens 20 --top-k 20 \
+            >"$work/out" 2>"$work/err" && cmp "$work/alone" "$work/out"
+}
+
+ranks_score_as_one() {
+    for family in gpt2 llama llama3_rope_tied qwen2; do
+        set -- --load $golden/$family --score $golden/$family/tokens.i32 --seq-length 32 --max-sequences 7 \
+            --micro-batch-size 3
+        "$infer" "$@" --out "$work/logprobs.1" --entropy-out "$work/entropy.1" --logits-out "$work/logits.1" \
+            2>"$work/err" || return 1
+        for layout in '2 1' '1 2' '2 2'; do
+            # shellcheck disable=SC2086
+            shared $layout "$@" --out "$work/logprobs" --entropy-out "$work/entropy" --logits-out "$work/logits" \
+                2>"$work/err" || return 1
+            for what in logprobs entropy logits; do close "$work/$what" "$work/$what.1" 1e-5 || return 1; done
+        done
+    done
+    grep -c '^scored 7 sequences' "$work/err" | grep -qx 1 && [ "$(find "$work" -name '*.tmp*')" = '' ]
+}
+
+# Lines reach every rank; the one that cannot be answered is reported once.
+ranks_answer_lines() {
+    long=$(printf '%070d' 0)
+    printf 'Hello\n\n%s\nworld' "$long" >"$work/lines"
+    set -- --load $golden/llama --tokenizer-type ByteLevel --print-tokens --max-new-tokens 5
+    "$infer" "$@" <"$work/lines" >"$work/alone" 2>"$work/err" && return 1
+    shared 2 2 "$@" <"$work/lines" >"$work/out" 2>"$work/err" && return 1
+    cmp "$work/alone" "$work/out" && [ "$(grep -c '^error: .*70 tokens' "$work/err")" = 1 ] || return 1
+    { sleep 3 && echo Hello; } | shared 2 1 "$@" --distributed-timeout-seconds 1 >"$work/out" 2>"$work/err" &&
+        [ "$(cat "$work/out")" = "$(sed -n 1p "$work/alone")" ]
+}
+
+# Each is told once, and the job ends.
+ranks_refuse_together() {
+    for bad in "2 1 --prompt-tokens 5,160 --print-tokens" "1 2 --score $work/absent --seq-length 32 --out $work/x" \
+        "2 2 --score $golden/llama/tokens.i32 --seq-length 32 --out $work/nowhere/x"; do
+        # shellcheck disable=SC2086
+        shared $bad --load $golden/llama >"$work/out" 2>&1 && return 1
+        [ "$(grep -c '^error: ' "$work/out")" = 1 ] || return 1
+    done
     mpirun --allow-run-as-root --oversubscribe -np 2 "$infer" --load $golden/llama --prompt-tokens 5 --print-tokens \
         >"$work/out" 2>&1 && return 1
-    [ "$(grep -c 'error: infer runs on one rank' "$work/out")" = 1 ]
+    [ "$(grep -c 'error: infer shares one model: 2 ranks' "$work/out")" = 1 ]
+}
+
+# Five layers on two ranks.
+ranks_tell_its_story() {
+    set -- --load "$story" --prompt 'Once upon a time' --temperature 0 --max-new-tokens 60
+    "$infer" "$@" >"$work/alone" 2>"$work/err" || return 1
+    for layout in '2 1' '1 2 --decoder-first-pipeline-num-layers 2' '2 2 --decoder-last-pipeline-num-layers 2'; do
+        # shellcheck disable=SC2086
+        shared $layout "$@" >"$work/out" 2>"$work/err" && cmp "$work/alone" "$work/out" || return 1
+    done
 }
 
 tells_its_story() {
@@ -200,9 +270,13 @@ verdict bad_prompts_are_refused_in_a_line refuses_bad_prompts
 verdict bad_scores_are_refused_and_leave_nothing refuses_bad_scores
 verdict a_full_disk_is_reported_and_keeps_what_was_there reports_a_full_disk
 if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
-    verdict several_ranks_are_refused refuses_several_ranks
+    verdict ranks_continue_as_transformers_and_one_rank ranks_continue_as_one
+    verdict ranks_score_as_one_rank ranks_score_as_one
+    verdict lines_of_standard_input_reach_every_rank ranks_answer_lines
+    verdict ranks_refuse_with_one_error ranks_refuse_together
+    [ -r "$story/config.json" ] && verdict ranks_tell_the_same_story ranks_tell_its_story
 else
-    echo 'skipped: several_ranks_are_refused, MPI is absent'
+    echo 'skipped: infer on several ranks, MPI is absent'
 fi
 if [ -r "$story/config.json" ]; then
     verdict stories260k_tells_its_story tells_its_story

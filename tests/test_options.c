@@ -427,6 +427,28 @@ static void strategies_of_data_parallelism_are_checked(void **state) {
     expect_error(RUN "--data-parallel-sharding-strategy zero", "no_shard|optim|optim_grads|optim_grads_params");
 }
 
+/* A backward in two parts goes with the strategies that keep gradients whole. */
+static void a_split_backward_needs_whole_gradients(void **state) {
+    (void)state;
+    const char *strategies[] = {"no_shard", "optim", "optim_grads", "optim_grads_params"};
+    for (int i = 0; i < 4; i++) {
+        mt_options options;
+        mt_error error;
+        char line[512], expected[256];
+        snprintf(line, sizeof line,
+                 RUN "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --data-parallel-sharding-strategy %s",
+                 strategies[i]);
+        snprintf(expected, sizeof expected, "take --data-parallel-sharding-strategy optim rather than %s, or another",
+                 strategies[i]);
+        if (i >= 2)
+            expect_error_of(MT_PROGRAM_TRAIN, 4, line, expected);
+        else if (parse(&options, MT_PROGRAM_TRAIN, 4, line, &error) != 0)
+            fail_msg("%s", error.text);
+        else
+            mt_options_free(&options);
+    }
+}
+
 /* What cuDNN's attention cannot do, before whether it is there. */
 #define FOR_CUDNN RUN "--attention-backend cudnn --bf16 --attention-dropout 0 --seq-length 256 "
 
@@ -1039,6 +1061,7 @@ int main(void) {
         cmocka_unit_test(schedules_that_cannot_be_are_refused),
         cmocka_unit_test(data_and_checkpoints_that_conflict_are_refused),
         cmocka_unit_test(strategies_of_data_parallelism_are_checked),
+        cmocka_unit_test(a_split_backward_needs_whole_gradients),
         cmocka_unit_test(attention_backends_that_cannot_serve_are_refused),
         cmocka_unit_test(infer_is_checked_too),
         cmocka_unit_test(help_shows_the_programs_own_options_within_100_columns),

@@ -507,6 +507,8 @@ static void schedules_that_cannot_be_are_refused(void **state) {
     assert_refused(FOUR "--global-batch-size 6", "groups of 4 leave 2 over, fewer than --pipeline-model-parallel-size");
     assert_refused(FOUR "--global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 3",
                    "-virtual-pipeline-stage 3 must be at least --pipeline-model-parallel-size 4");
+    assert_refused(FOUR "--global-batch-size 256 --microbatch-group-size-per-virtual-pipeline-stage 131",
+                   "-virtual-pipeline-stage 131 must be less than --pipeline-model-parallel-size 4 + 127");
     assert_refused(FOUR "--global-batch-size 8 --pipeline-schedule zb-h1", "zb-h1 has one stage a rank");
     assert_refused(FOUR "--global-batch-size 8 --pipeline-schedule 1f1b", "1f1b has one stage a rank");
     assert_refused("--num-layers 8 --pipeline-schedule zb-h1", "zb-h1 needs --pipeline-model-parallel-size above 1");

@@ -1,0 +1,758 @@
+/* layouts.h: layouts of ranks, and the proof that each trains like one rank: losses, gradient norms, final weights and
+ * evaluations of the same seed, with dropout. Jobs of 2 and 4 ranks run beside one another in a world of more. */
+#ifndef MT_TESTS_LAYOUTS_H
+#define MT_TESTS_LAYOUTS_H
+
+#include "golden.h"
+
+#include <mpi.h>
+
+/* The command lines of layouts, in words short enough for a table. */
+#define TP       " --tensor-model-parallel-size "
+#define SP       " --sequence-parallel"
+#define PP       " --pipeline-model-parallel-size "
+#define VP       " --num-virtual-stages-per-pipeline-rank "
+#define GROUP    " --microbatch-group-size-per-virtual-pipeline-stage "
+#define FIRST    " --decoder-first-pipeline-num-layers "
+#define LAST     " --decoder-last-pipeline-num-layers "
+#define STAGES   " --pipeline-model-parallel-layout "
+#define ZB       " --pipeline-schedule zb-h1"
+#define CP       " --context-parallel-size "
+#define BY       " --cp-comm-type "
+#define LEVELS   " --hierarchical-context-parallel-sizes "
+#define SHARD    " --data-parallel-sharding-strategy "
+#define OVERLAP  " --overlap-grad-reduce"
+#define PREFETCH " --overlap-grad-reduce --overlap-param-gather"
+#define MICRO    " --micro-batch-size "
+
+enum {
+    ROW_LENGTH = 16,
+    VOCABULARY = 61,
+    MAX_EVALUATED = 5,  // micro-batches a rank
+    EVALUATIONS = 40,   // sequences of the largest evaluation
+    EVALUATE_AFTER = 5, // steps
+    EVALUATION_FIRST = 1000
+};
+
+/* ---- models that layouts train; 8 heads of 8 channels, so that attention is wider than the model */
+
+typedef enum subject {
+    LLAMA,
+    LLAMA_5, // sequences a step
+    QWEN,    // tied, fewer kv heads than many layouts have tensor ranks, biases of q, k and v
+    QWEN_6,
+    GPT2, // of the family itself: heads as wide as the model, one tensor for q, k and v
+    GPT2_12,
+    BIASED, // biases of gates, learned positions, an output layer of its own
+    SIX,    // layers
+    DEEP,   // 8 layers, one kv head, tied
+    DEEP_9,
+    WINDOW, // sliding window
+    PACKED, // two sequences in each row of the batch
+    NUM_SUBJECTS
+} subject;
+
+#define ROTARY     " --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+#define LLAMA_LIKE ROTARY " --qk-layernorm --untie-embeddings-and-output-weights --group-query-attention"
+#define QWEN_LIKE  ROTARY " --num-layers 4 --add-qkv-bias --group-query-attention --num-query-groups 2"
+#define DEEP_LIKE  ROTARY " --init-method-std 0.05 --num-layers 8 --group-query-attention --num-query-groups 1"
+
+static const struct {
+    const char *words;
+    int sequences; // in each row of the batch
+} subjects[NUM_SUBJECTS] = {
+    [LLAMA] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8", 1},
+    [LLAMA_5] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 5", 1},
+    [QWEN] = {QWEN_LIKE " --global-batch-size 8", 1},
+    [QWEN_6] = {QWEN_LIKE " --global-batch-size 6", 1},
+    [GPT2] = {" --num-layers 4 --openai-gelu --kv-channels 4 --global-batch-size 8", 1},
+    [GPT2_12] = {" --num-layers 4 --openai-gelu --kv-channels 4 --global-batch-size 12", 1},
+    [BIASED] = {" --num-layers 4 --swiglu --untie-embeddings-and-output-weights --global-batch-size 8", 1},
+    [SIX] = {" --num-layers 6 --untie-embeddings-and-output-weights --global-batch-size 8", 1},
+    [DEEP] = {DEEP_LIKE " --global-batch-size 8", 1},
+    [DEEP_9] = {DEEP_LIKE " --global-batch-size 9", 1},
+    [WINDOW] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 8 --window-size 6 --global-batch-size 8", 1},
+    [PACKED] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8", 2},
+};
+
+/* One row of a table. */
+typedef struct layout {
+    int ranks;
+    subject subject;
+    const char *words;
+} layout;
+
+/* ---- the job: this world, of which `backend_name` has a device for every rank, or for some */
+
+static mt_grid world;
+static const char *backend_name = "cpu";
+
+/* The world of a job of `size` neighbours; MPI_COMM_NULL where this rank is in none. */
+static MPI_Comm job_comms[9];
+
+/* On GPUs only the first ranks work, each of them on its own; else as many jobs run at once as there is room for. */
+static int num_jobs(int size) {
+    return strcmp(backend_name, "cuda") == 0 ? 1 : world.world.size / size;
+}
+
+static void jobs_open(void) {
+    for (int size = 1; size <= 8; size *= 2) {
+        job_comms[size] = MPI_COMM_NULL;
+        if (size > world.world.size) continue;
+        int job = world.world.rank / size;
+        MPI_Comm_split(MPI_COMM_WORLD, job < num_jobs(size) ? job : MPI_UNDEFINED, world.world.rank, &job_comms[size]);
+    }
+}
+
+/* A grid that is still to be built; its world goes with grid_close. */
+static mt_grid grid_of_job(int size) {
+    mt_grid grid = MT_GRID_OF_ONE;
+    if (size == 1) return grid;
+    grid.world.comm = mt_malloc(sizeof(MPI_Comm));
+    *(MPI_Comm *)grid.world.comm = job_comms[size];
+    MPI_Comm_size(job_comms[size], &grid.world.size);
+    MPI_Comm_rank(job_comms[size], &grid.world.rank);
+    grid.world.members = mt_malloc(size * (int64_t)sizeof(int));
+    for (int i = 0; i < size; i++) grid.world.members[i] = i;
+    return grid;
+}
+
+static void grid_close(mt_grid *grid) {
+    mt_grid_clear(grid);
+    free(grid->world.comm);
+    free(grid->world.members);
+}
+
+/* ---- training -----------------------------------------------------------------------------------------------------
+ */
+
+typedef struct trainee {
+    mt_options options;
+    mt_grid grid;
+    mt_model *model;
+    mt_batch batch;
+    mt_run_state state;
+    int sequences; // in each row of the batch
+} trainee;
+
+/* Sequences of the run, each a function of its number alone. */
+typedef struct sequence_source {
+    int64_t first, stride; // this rank's first, and what all ranks take in one micro-batch
+    int64_t rows;          // of a micro-batch
+    int sequences;         // in each row
+    bool evaluates;        // others, of which all labels count
+} sequence_source;
+
+static int make_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    (void)error;
+    const sequence_source *from = context;
+    int64_t length = ROW_LENGTH / from->sequences;
+    batch->num_tokens = from->rows * ROW_LENGTH, batch->num_spans = 0;
+    for (int64_t row = 0, t = 0; row < from->rows; row++) {
+        int64_t number = from->first + index * from->stride + row, kind = from->evaluates ? number % 59 : number % 4;
+        for (int64_t i = 0; i < ROW_LENGTH; i++, t++) {
+            if (i % length == 0) batch->spans[batch->num_spans++] = (mt_span){t, length, t, length, true};
+            batch->tokens[t] = (int32_t)((kind * 7 + i * i * 3) % VOCABULARY);
+            batch->labels[t] = (int32_t)((kind * 7 + (i + 1) * (i + 1) * 3) % VOCABULARY);
+            batch->positions[t] = (int32_t)(i % length), batch->token_index[t] = number * ROW_LENGTH + i;
+            batch->loss_mask[t] = from->evaluates || (number + i) % 5 != 0;
+        }
+    }
+    return 0;
+}
+
+static sequence_source source_of(const trainee *t, int64_t first, bool evaluates) {
+    int64_t rows = t->options.micro_batch_size;
+    return (sequence_source){first + t->grid.data.rank * rows, t->grid.data.size * rows, rows, t->sequences, evaluates};
+}
+
+/* A large epsilon, because gradients that are zero but for rounding, such as those of keys' biases without rotation,
+ * would be divided by their own size. bf16 has a small rate, so that few weights round the other way. */
+static int trainee_parse(mt_options *options, subject subject, const char *words, bool bf16, int64_t ranks,
+                         mt_error *error) {
+    char line[2048], *arguments[128];
+    int count = 0;
+    snprintf(
+        line, sizeof line,
+        "train --mock-data --seq-length %d --micro-batch-size 1 --train-iters %d --lr %s --lr-decay-style constant "
+        "--weight-decay 0.5 --adam-eps 1e-3 --clip-grad 1 --init-method-std 0.1 --hidden-dropout 0.1 "
+        "--attention-dropout 0.1 --hidden-size 32 --num-attention-heads 8 --kv-channels 8 --ffn-hidden-size 48 "
+        "--vocab-size %d --make-vocab-size-divisible-by 16 --distributed-timeout-seconds 60 --device %s%s%s",
+        ROW_LENGTH, STEPS, bf16 ? "2e-3 --bf16" : "5e-3", VOCABULARY, backend_name, subjects[subject].words, words);
+    for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
+    if (mt_options_parse(options, MT_PROGRAM_TRAIN, count, arguments, error) != 0) return -1;
+    return mt_options_finish(options, MT_PROGRAM_TRAIN, ranks, error);
+}
+
+/* 1: there are not enough GPUs, as the error says. The options are parsed. */
+static int trainee_open(trainee *t, mt_error *error) {
+    const mt_options *o = &t->options;
+    if (mt_grid_build(&t->grid, o, error) != 0) return -1;
+    const mt_ops *ops = mt_backend_open(backend_name, &t->grid, error);
+    if (!ops) return 1;
+    int64_t tokens = o->micro_batch_size * ROW_LENGTH, here = tokens / o->context_parallel_size;
+    mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = ROW_LENGTH, .train = true};
+    if (mt_model_create(&t->model, o, &t->grid, ops, &plan, error) != 0) return -1;
+    mt_batch_alloc(&t->batch, tokens);
+    mt_model_init(t->model);
+    return 0;
+}
+
+static void trainee_close(trainee *t) {
+    if (t->model) mt_batch_free(&t->batch);
+    mt_model_destroy(t->model);
+    mt_options_free(&t->options);
+    grid_close(&t->grid);
+}
+
+static int train_one_step(trainee *t, double *loss, double *norm, mt_error *error) {
+    mt_metrics metrics;
+    sequence_source from = source_of(t, t->state.consumed_train_samples, false);
+    int64_t micro_batches = t->options.global_batch_size / from.stride;
+    if (mt_train_step(t->model, &t->state, micro_batches, make_batch, &from, &t->batch, &metrics, error) != 0)
+        return -1;
+    *loss = metrics.loss, *norm = metrics.grad_norm;
+    return 0;
+}
+
+/* Evaluates so many micro-batches a rank from a sequence on. */
+static int evaluate(trainee *t, int64_t first, int64_t micro_batches, double *loss, mt_error *error) {
+    sequence_source from = source_of(t, EVALUATION_FIRST + first, true);
+    return mt_evaluate(t->model, micro_batches, make_batch, &from, &t->batch, loss, error);
+}
+
+/* ---- one rank, which all are compared with ------------------------------------------------------------------------
+ */
+
+typedef struct reference {
+    bool is_made;
+    double losses[STEPS], norms[STEPS];
+    double evaluations[EVALUATIONS]; // of one sequence each
+    mt_options options;
+    mt_param *params; // of the whole model
+    int64_t num_params;
+    int64_t *first; // of each parameter in weights
+    float *weights; // after the last step
+} reference;
+
+static reference references[NUM_SUBJECTS][2]; // of fp32, of bf16
+
+/* A bucket's weights as floats; to free. All ranks of the data group call it. */
+static float *bucket_weights(mt_model *model, int64_t bucket, int64_t count) {
+    const mt_ops *ops = mt_model_ops(model);
+    int64_t size = mt_dtype_size(mt_model_dtype(model));
+    char *raw = mt_malloc(count * size);
+    float *values = mt_malloc(count * 4);
+    ops->memory_copy(raw, mt_bucket_gather_state(model, bucket, MT_KEPT_WEIGHTS), count * size, mt_model_stream(model));
+    ops->stream_wait(mt_model_stream(model));
+    for (int64_t i = 0; i < count; i++)
+        values[i] = size == 4 ? ((float *)(void *)raw)[i] : mt_bf16_to_f32(((uint16_t *)(void *)raw)[i]);
+    free(raw);
+    return values;
+}
+
+static int reference_train(reference *r, subject subject, trainee *t, mt_error *error) {
+    t->sequences = subjects[subject].sequences;
+    if (trainee_open(t, error) != 0) return -1;
+    for (int step = 0; step < STEPS; step++) {
+        if (train_one_step(t, &r->losses[step], &r->norms[step], error) != 0) return -1;
+        for (int64_t i = 0; step + 1 == EVALUATE_AFTER && i < EVALUATIONS; i++)
+            if (evaluate(t, i, 1, &r->evaluations[i], error) != 0) return -1;
+    }
+    int64_t num_buckets;
+    const mt_bucket *buckets = mt_model_buckets(t->model, &num_buckets);
+    for (int64_t i = 0; i < num_buckets; i++) {
+        float *values = bucket_weights(t->model, i, buckets[i].count);
+        for (int64_t k = 0; k < r->num_params; k++)
+            if (r->params[k].bucket == i)
+                memcpy(r->weights + r->first[k], values + r->params[k].offset,
+                       (size_t)(r->params[k].rows * r->params[k].cols * 4));
+        free(values);
+    }
+    return 0;
+}
+
+/* Ranks make references for one another, on GPUs the first rank makes all; then every rank has them. */
+static void reference_make(subject subject, bool bf16, int owner) {
+    reference *r = &references[subject][bf16];
+    mt_error error;
+    if (trainee_parse(&r->options, subject, "", bf16, 1, &error) != 0) mt_die("%s", error.text);
+    r->num_params = mt_params_build(&r->params, &r->options, NULL);
+    r->first = mt_calloc((r->num_params + 1) * 8);
+    for (int64_t i = 0; i < r->num_params; i++) r->first[i + 1] = r->first[i] + r->params[i].rows * r->params[i].cols;
+    r->weights = mt_malloc(r->first[r->num_params] * 4);
+    if (world.world.rank == owner) {
+        trainee t = {.grid = grid_of_job(1)};
+        if (trainee_parse(&t.options, subject, "", bf16, 1, &error) != 0 ||
+            reference_train(r, subject, &t, &error) != 0)
+            mt_die("one rank: %s", error.text);
+        if (!(r->losses[STEPS - 1] < 0.9 * r->losses[0]) && !bf16)
+            mt_die("the model of%s does not learn: its loss goes from %g to %g", subjects[subject].words, r->losses[0],
+                   r->losses[STEPS - 1]);
+        trainee_close(&t);
+    }
+    r->is_made = true;
+}
+
+static void references_make(const layout *rows, int count, bool bf16) {
+    int owners[NUM_SUBJECTS], made = 0;
+    for (int s = 0; s < NUM_SUBJECTS; s++) {
+        bool needed = false;
+        for (int i = 0; i < count; i++) needed |= rows[i].subject == (subject)s;
+        owners[s] = needed && !references[s][bf16].is_made ? made++ % num_jobs(1) : -1;
+        if (owners[s] >= 0) reference_make((subject)s, bf16, owners[s]);
+    }
+    for (int s = 0; s < NUM_SUBJECTS; s++) {
+        if (owners[s] < 0) continue;
+        reference *r = &references[s][bf16];
+        mt_broadcast(&world.world, r->losses, sizeof r->losses, owners[s]);
+        mt_broadcast(&world.world, r->norms, sizeof r->norms, owners[s]);
+        mt_broadcast(&world.world, r->evaluations, sizeof r->evaluations, owners[s]);
+        mt_broadcast(&world.world, r->weights, r->first[r->num_params] * 4, owners[s]);
+    }
+}
+
+static void references_free(void) {
+    for (int s = 0; s < NUM_SUBJECTS; s++)
+        for (int bf16 = 0; bf16 < 2; bf16++) {
+            reference *r = &references[s][bf16];
+            if (!r->is_made) continue;
+            mt_options_free(&r->options);
+            free(r->params), free(r->first), free(r->weights);
+        }
+}
+
+/* ---- comparing ----------------------------------------------------------------------------------------------------
+ */
+
+/* What a layout's numbers are held against, how far off they were at most, and what was too far off. */
+typedef struct verdict {
+    double tolerance, worst;
+    char worst_of[200], failure[512]; // empty: none
+} verdict;
+
+/* `what`, of step `step`, is so far off. */
+static bool is_close(verdict *v, const char *what, int step, double off) {
+    if (!(off <= v->worst)) {
+        v->worst = off;
+        snprintf(v->worst_of, sizeof v->worst_of, "%s in step %d", what, step);
+    }
+    return off <= v->tolerance || *v->failure;
+}
+
+static void compare(verdict *v, const char *what, int step, double actual, double expected) {
+    if (is_close(v, what, step, fabs(actual - expected) / fabs(expected))) return;
+    snprintf(v->failure, sizeof v->failure, "step %d: %s is %.9g, on one rank %.9g", step, what, actual, expected);
+}
+
+/* A slice of a parameter against the same of the whole one. The distance counts in parts of the slice's norm, or of how
+ * far one step may move it where that is more: values that stay near zero have no norm of their own. */
+static void compare_param(verdict *v, const mt_param *param, const float *values, const reference *r) {
+    int64_t k = 0;
+    while (k < r->num_params && (r->params[k].role != param->role || r->params[k].layer != param->layer)) k++;
+    MT_CHECK(k < r->num_params && r->params[k].cols == param->whole_cols);
+    double distance = 0, norm = 0, rate = r->options.lr;
+    for (int64_t row = 0; row < param->rows && param->first_row + row < param->rows_stored; row++)
+        for (int64_t col = 0; col < param->cols; col++) {
+            int64_t at = (param->first_row + row) * param->whole_cols + param->first_col + col;
+            double expected = r->weights[r->first[k] + at], d = values[row * param->cols + col] - expected;
+            distance += d * d, norm += fmax(expected * expected, rate * rate);
+        }
+    double off = norm > 0 ? sqrt(distance / norm) : 0;
+    if (is_close(v, param->hf_name, STEPS, off)) return;
+    snprintf(v->failure, sizeof v->failure, "after step %d: %s from (%d, %d) on is off by %.3g of its norm", STEPS,
+             param->hf_name, (int)param->first_row, (int)param->first_col, off);
+}
+
+static void compare_weights(verdict *v, mt_model *model, const reference *r) {
+    int64_t num_params, num_buckets;
+    const mt_param *params = mt_model_params(model, &num_params);
+    const mt_bucket *buckets = mt_model_buckets(model, &num_buckets);
+    for (int64_t i = 0; i < num_buckets; i++) {
+        float *values = bucket_weights(model, i, buckets[i].count);
+        for (int64_t k = buckets[i].first_param; k < buckets[i].first_param + buckets[i].num_params; k++)
+            compare_param(v, &params[k], values + params[k].offset, r);
+        free(values);
+    }
+}
+
+/* From one to so many micro-batches, legal for training or not. */
+static int compare_evaluations(verdict *v, trainee *t, const reference *r, mt_error *error) {
+    int64_t together = t->grid.data.size * t->options.micro_batch_size;
+    for (int64_t micro_batches = 1; micro_batches <= MAX_EVALUATED; micro_batches++) {
+        char what[64];
+        double loss, expected = 0;
+        for (int64_t i = 0; i < micro_batches * together; i++)
+            expected += r->evaluations[i] / (double)(micro_batches * together);
+        if (evaluate(t, 0, micro_batches, &loss, error) != 0) return -1;
+        snprintf(what, sizeof what, "the evaluation of %d micro-batches", (int)micro_batches);
+        compare(v, what, EVALUATE_AFTER, loss, expected);
+    }
+    return 0;
+}
+
+static int train_and_compare(verdict *v, trainee *t, const reference *r, bool bf16, mt_error *error) {
+    for (int step = 0; step < STEPS; step++) {
+        double loss, norm;
+        if (train_one_step(t, &loss, &norm, error) != 0) return -1;
+        compare(v, "the loss", step + 1, loss, r->losses[step]);
+        compare(v, "the gradient norm", step + 1, norm, r->norms[step]);
+        if (step + 1 == EVALUATE_AFTER && compare_evaluations(v, t, r, error) != 0) return -1;
+    }
+    if (!bf16) compare_weights(v, t->model, r);
+    return 0;
+}
+
+/* ---- rows ---------------------------------------------------------------------------------------------------------
+ */
+
+/* What a rank has to say at the end of a table. */
+static struct {
+    char text[16384];
+    int64_t length, rows, skipped;
+} report;
+
+static void report_row(int ranks, const char *words, const char *what) {
+    int64_t room = (int64_t)sizeof report.text - report.length;
+    int wrote = snprintf(report.text + report.length, (size_t)room, "%d ranks,%s: %s\n", ranks, words, what);
+    if (wrote < room) report.length += wrote;
+}
+
+/* The job's ranks take the failure of the first that has one, whose rank 0 reports it. */
+static void verdict_report(const mt_group *job, const verdict *v, int ranks, const char *words) {
+    double first = *v->failure ? job->size - job->rank : 0;
+    char failure[sizeof v->failure];
+    memcpy(failure, v->failure, sizeof failure);
+    mt_all_reduce_max(job, &first, 1, MT_F64);
+    if (first > 0) mt_broadcast(job, failure, sizeof failure, job->size - (int)first);
+    if (job->rank != 0) return;
+    if (first > 0)
+        report_row(ranks, words, failure);
+    else
+        printf("%d ranks,%s: off by %.1e at most, %s\n", ranks, words, v->worst, v->worst_of);
+    fflush(stdout);
+}
+
+static void report_skipped(const mt_group *job, int ranks, const char *words, const mt_error *why) {
+    report.skipped++;
+    if (job->rank == 0) printf("skipped: %d ranks,%s: %s\n", ranks, words, why->text);
+}
+
+/* Trains one layout in this rank's job. */
+static void run_layout(const layout *row, bool bf16, double tolerance) {
+    verdict v = {.tolerance = tolerance};
+    mt_error error;
+    char words[1024];
+    snprintf(words, sizeof words, "%s%s%s", subjects[row->subject].words, bf16 ? " --bf16" : "", row->words);
+    trainee t = {.grid = grid_of_job(row->ranks), .sequences = subjects[row->subject].sequences};
+    int status = trainee_parse(&t.options, row->subject, row->words, bf16, row->ranks, &error);
+    if (status == 0) status = trainee_open(&t, &error);
+    if (status == 0) status = train_and_compare(&v, &t, &references[row->subject][bf16], bf16, &error);
+    if (status < 0) snprintf(v.failure, sizeof v.failure, "%.500s", error.text);
+    if (status > 0)
+        report_skipped(&t.grid.world, row->ranks, words, &error);
+    else
+        verdict_report(&t.grid.world, &v, row->ranks, words);
+    trainee_close(&t);
+}
+
+/* Fails on every rank with what any of them reported; skips where no row could be tried. */
+static void report_finish(void) {
+    double rows = (double)report.rows, failed = 0;
+    mt_all_reduce_sum(&world.world, &rows, 1, MT_F64);
+    double skipped = (double)report.skipped;
+    mt_all_reduce_sum(&world.world, &skipped, 1, MT_F64);
+    for (int rank = 0; rank < world.world.size; rank++) {
+        char text[sizeof report.text];
+        memcpy(text, report.text, sizeof text);
+        mt_broadcast(&world.world, text, sizeof text, rank);
+        if (*text) failed++;
+        fputs(text, stdout); // not print_message, which keeps 1024 characters
+    }
+    memset(&report, 0, sizeof report);
+    if (failed > 0) fail_msg("the layouts above do not train like one rank");
+    if (rows == skipped) skip();
+}
+
+/* Whether this rank is in the job whose turn it is. */
+static bool turn_is_mine(int ranks, const char *words, int *turn) {
+    if (ranks > world.world.size) {
+        report.rows++, report.skipped++;
+        if (world.world.rank == 0) printf("skipped: there are no %d ranks for%s\n", ranks, words);
+        return false;
+    }
+    bool mine = (*turn)++ % num_jobs(ranks) == world.world.rank / ranks;
+    report.rows += mine;
+    return mine;
+}
+
+static void run_rows(const layout *rows, int count, bool bf16, double tolerance) {
+    references_make(rows, count, bf16);
+    for (int size = 2; size <= 8; size *= 2)
+        for (int i = 0, turn = 0; i < count; i++)
+            if (rows[i].ranks == size && turn_is_mine(size, rows[i].words, &turn))
+                run_layout(&rows[i], bf16, tolerance);
+    report_finish();
+}
+
+#define RUN_ROWS(rows, bf16, tolerance) run_rows(rows, (int)(sizeof(rows) / sizeof *(rows)), bf16, tolerance)
+
+/* ---- the golden families ------------------------------------------------------------------------------------------
+ */
+
+typedef struct family_layout {
+    int ranks;
+    const char *family;
+    int micro_batch_size;
+    const char *words;
+} family_layout;
+
+static void compare_family(verdict *v, const char *family, const double *losses, const double *norms) {
+    char path[512];
+    snprintf(path, sizeof path, "tests/golden/hf/%s/expected.json", family);
+    json_t *expected = json_load_file(path, 0, NULL);
+    if (!expected) mt_die("%s is not there", path);
+    for (int i = 0; i < STEPS; i++) {
+        const json_t *loss = json_array_get(json_object_get(expected, "losses"), (size_t)i);
+        const json_t *norm = json_array_get(json_object_get(expected, "grad_norms"), (size_t)i);
+        compare(v, "the loss", i + 1, losses[i], json_real_value(loss));
+        compare(v, "the gradient norm", i + 1, norms[i], json_real_value(norm));
+    }
+    json_decref(expected);
+}
+
+/* As train_ten_steps, but an error is returned: a rank that left the test would keep the others waiting. */
+static int train_family(fixture *f, const mt_grid *grid, double *losses, double *norms, mt_error *error) {
+    mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
+    mt_run_state run = {0};
+    if (mt_model_create(&f->model, &f->options, grid, backend, &plan, error) != 0) return -1;
+    if (mt_checkpoint_load(f->model, &run, f->folder, error) != 0) return -1;
+    int64_t rows = f->options.micro_batch_size, stride = rows * grid->data.size;
+    for (int64_t step = 0; step < STEPS; step++) {
+        source from = {f, step, rows, grid->data.rank * rows, stride};
+        mt_metrics metrics;
+        if (mt_train_step(f->model, &run, SEQUENCES / stride, next_micro_batch, &from, &f->batch, &metrics, error) != 0)
+            return -1;
+        losses[step] = metrics.loss, norms[step] = metrics.grad_norm;
+    }
+    return 0;
+}
+
+static void run_family(const family_layout *row) {
+    verdict v = {.tolerance = 1e-5};
+    double losses[STEPS], norms[STEPS];
+    mt_error error;
+    char words[512];
+    snprintf(words, sizeof words, " --load %s%s", row->family, row->words);
+    more_options = row->words;
+    fixture f = open_family(row->family, row->micro_batch_size, row->ranks, false);
+    more_options = "";
+    mt_grid grid = grid_of_job(row->ranks);
+    if (mt_grid_build(&grid, &f.options, &error) != 0) mt_die("%s: %s", words, error.text);
+    backend = mt_backend_open(backend_name, &grid, &error);
+    if (backend) {
+        if (train_family(&f, &grid, losses, norms, &error) == 0)
+            compare_family(&v, row->family, losses, norms);
+        else
+            snprintf(v.failure, sizeof v.failure, "%.500s", error.text);
+        verdict_report(&grid.world, &v, row->ranks, words);
+    } else
+        report_skipped(&grid.world, row->ranks, words, &error);
+    close_family(&f);
+    grid_close(&grid);
+}
+
+/* ---- the tables ---------------------------------------------------------------------------------------------------
+ */
+
+/* Each parallelism on its own. */
+static const layout alone[] = {
+    {2, LLAMA, TP "2"},
+    {2, GPT2, TP "2"},
+    {4, LLAMA, TP "4"},
+    {4, QWEN, TP "4"},
+    {2, LLAMA, TP "2" SP},
+    {2, BIASED, TP "2" SP},
+    {4, GPT2, TP "4" SP},
+    {4, QWEN, TP "4" SP},
+    {2, QWEN, PP "2"},
+    {4, GPT2, PP "4"},
+    {2, LLAMA, PP "2" VP "2"},
+    {4, DEEP, PP "4" VP "2"},
+    {2, GPT2, PP "2" ZB},
+    {4, LLAMA, PP "4" ZB},
+    {2, LLAMA, CP "2" BY "p2p"},
+    {4, GPT2, CP "4" BY "p2p"},
+    {2, QWEN, CP "2" BY "all_gather"},
+    {4, WINDOW, CP "4" BY "all_gather"},
+    {2, WINDOW, CP "2" BY "a2a"},
+    {4, LLAMA, CP "4" BY "a2a"},
+    {4, QWEN, CP "4" BY "a2a+p2p" LEVELS "2 2"},
+    {2, LLAMA, SHARD "no_shard"},
+    {4, GPT2, SHARD "no_shard" OVERLAP},
+    {2, QWEN, SHARD "optim"},
+    {4, LLAMA, SHARD "optim" OVERLAP},
+    {4, GPT2, SHARD "optim" PREFETCH},
+    {2, BIASED, SHARD "optim_grads"},
+    {4, LLAMA, SHARD "optim_grads" OVERLAP},
+    {4, QWEN, SHARD "optim_grads" PREFETCH},
+    {2, GPT2, SHARD "optim_grads_params"},
+    {4, QWEN, SHARD "optim_grads_params" OVERLAP},
+    {4, LLAMA, SHARD "optim_grads_params" PREFETCH},
+};
+
+/* Two ranks with more about them. */
+static const layout of_2_ranks[] = {
+    {2, LLAMA, TP "2" SP MICRO "4"},
+    {2, PACKED, TP "2" SP MICRO "2"},
+    {2, LLAMA_5, PP "2"},
+    {2, LLAMA_5, PP "2" ZB},
+    {2, LLAMA_5, PP "2" VP "2" GROUP "3"},
+    {2, LLAMA_5, PP "2" VP "2" GROUP "5"},
+    {2, QWEN, PP "2" FIRST "1"},
+    {2, GPT2, PP "2" LAST "1" ZB},
+    {2, QWEN_6, PP "2" VP "2" GROUP "4"},
+    {2, QWEN, PP "2" STAGES "E|tt|tt|L"},
+    {2, DEEP, PP "2" VP "4" GROUP "8"},
+    {2, DEEP_9, PP "2" VP "4" GROUP "5"},
+    {2, DEEP, PP "2" VP "2" FIRST "2"},
+    {2, SIX, PP "2 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"},
+    {2, PACKED, CP "2" MICRO "2"},
+    {2, BIASED, CP "2" BY "a2a" MICRO "8"},
+    {2, QWEN_6, SHARD "optim_grads" PREFETCH MICRO "3"},
+    {2, QWEN_6, SHARD "optim_grads_params" PREFETCH},
+};
+
+static const layout of_4_ranks[] = {
+    {4, LLAMA, TP "2" PP "2"},
+    {4, QWEN, TP "2" SP PP "2" ZB},
+    {4, GPT2, TP "2" SP PP "2" VP "2"},
+    {4, GPT2, TP "2" SP CP "2"},
+    {4, LLAMA, TP "2" CP "2" BY "a2a"},
+    {4, PACKED, TP "2" SP CP "2" BY "all_gather" MICRO "2"},
+    {4, QWEN, TP "2" SP SHARD "optim" PREFETCH},
+    {4, BIASED, TP "2" SHARD "optim_grads_params" PREFETCH},
+    {4, LLAMA, TP "2" SP SHARD "optim_grads" OVERLAP},
+    {4, LLAMA, PP "2" CP "2"},
+    {4, QWEN, PP "2" ZB CP "2" BY "all_gather"},
+    {4, LLAMA, PP "2" VP "2" CP "2" BY "a2a"},
+    {4, QWEN_6, PP "2" SHARD "no_shard" OVERLAP},
+    {4, QWEN_6, PP "2" ZB SHARD "optim" PREFETCH},
+    {4, LLAMA, PP "2" VP "2" SHARD "optim" PREFETCH},
+    {4, GPT2_12, PP "2" VP "2" GROUP "4" SHARD "optim_grads" PREFETCH},
+    {4, QWEN, PP "2" VP "2" SHARD "optim_grads_params" PREFETCH},
+    {4, QWEN, CP "2" SHARD "optim" PREFETCH},
+    {4, GPT2, CP "2" BY "all_gather" SHARD "optim_grads_params" PREFETCH},
+    {4, LLAMA_5, PP "4" ZB},
+    {4, QWEN, PP "4" STAGES "Ett|t||tL"},
+    {4, QWEN, PP "4" STAGES "E|tt|tt|L" ZB},
+    {4, DEEP, PP "4" FIRST "1" LAST "1"},
+    {4, DEEP_9, PP "4" VP "2" GROUP "5"},
+    {4, DEEP, PP "4" VP "2" GROUP "8"},
+    {4, SIX, PP "4 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split" ZB},
+    {4, DEEP, PP "4" STAGES "Et*3|t|t||t|t|t|L"},
+};
+
+static const layout of_8_ranks[] = {
+    {8, LLAMA, TP "8" SP},
+    {8, QWEN, TP "8"},
+    {8, DEEP, PP "8"},
+    {8, DEEP, PP "8" ZB},
+    {8, LLAMA, TP "2" SP PP "2" CP "2"},
+    {8, QWEN, TP "2" SP PP "2" SHARD "optim" PREFETCH},
+    {8, LLAMA, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params" PREFETCH},
+    {8, GPT2_12, TP "2" PP "2" ZB SHARD "optim" OVERLAP},
+    {8, QWEN, TP "4" SP PP "2" FIRST "1"},
+    {8, GPT2, TP "2" SP CP "2" SHARD "optim_grads" PREFETCH},
+    {8, PACKED, TP "2" SP CP "2" BY "a2a" SHARD "optim" PREFETCH MICRO "2"},
+    {8, QWEN, PP "2" CP "2" BY "all_gather" SHARD "optim_grads" OVERLAP},
+    {8, LLAMA, PP "2" VP "2" CP "2" BY "a2a" SHARD "optim" PREFETCH},
+    {8, LLAMA, CP "8" BY "a2a+p2p" LEVELS "4 2"},
+    {8, GPT2, CP "8"},
+    {8, LLAMA, TP "2" CP "4" BY "a2a+p2p" LEVELS "2 2"},
+    {8, DEEP, PP "4" VP "2" TP "2" SP},
+    {8, DEEP, PP "4" VP "2" SHARD "optim_grads_params"},
+    {8, BIASED, SHARD "optim_grads_params" PREFETCH},
+};
+
+static const layout in_bf16[] = {
+    {2, LLAMA, TP "2" SP},
+    {2, GPT2, PP "2" VP "2"},
+    {4, LLAMA, TP "2" SP PP "2" ZB},
+    {4, QWEN, CP "2" SHARD "optim" PREFETCH},
+    {4, LLAMA, SHARD "optim_grads_params" PREFETCH},
+    {4, QWEN, PP "2" SHARD "optim_grads" OVERLAP},
+    {8, GPT2, TP "2" SP PP "2" CP "2" BY "all_gather"},
+};
+
+static const family_layout families_on_layouts[] = {
+    {2, "gpt2", 1, TP "2" SP},
+    {2, "llama3_rope_tied", 1, PP "2" VP "2"},
+    {2, "qwen3", 2, CP "2" BY "a2a"},
+    {4, "gpt2", 1, PP "4" ZB},
+    {4, "llama", 1, TP "2" SP PP "2"},
+    {4, "llama3_rope_tied", 1, PP "2" SHARD "optim" PREFETCH},
+    {4, "qwen2", 2, TP "4" SP},
+    {4, "qwen2", 1, SHARD "optim_grads_params" PREFETCH},
+    {4, "qwen3", 1, PP "2" CP "2"},
+    {4, "qwen3", 2, TP "2" SHARD "optim_grads"},
+    {8, "gpt2", 1, TP "2" SP PP "2" CP "2" BY "all_gather"},
+    {8, "llama", 1, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params"},
+    {8, "qwen2", 2, TP "2" SP PP "2" SHARD "optim" OVERLAP},
+};
+
+/* ---- the tests ----------------------------------------------------------------------------------------------------
+ */
+
+static void each_parallelism_alone_trains_like_one_rank(void **state) {
+    (void)state;
+    RUN_ROWS(alone, false, 1e-5);
+}
+
+static void layouts_of_2_ranks_train_like_one_rank(void **state) {
+    (void)state;
+    RUN_ROWS(of_2_ranks, false, 1e-5);
+}
+
+static void layouts_of_4_ranks_train_like_one_rank(void **state) {
+    (void)state;
+    RUN_ROWS(of_4_ranks, false, 1e-5);
+}
+
+static void layouts_of_8_ranks_train_like_one_rank(void **state) {
+    (void)state;
+    RUN_ROWS(of_8_ranks, false, 1e-5);
+}
+
+static void layouts_train_in_bf16_to_within_two_percent_of_one_rank(void **state) {
+    (void)state;
+    RUN_ROWS(in_bf16, true, 0.02);
+}
+
+static void golden_families_train_like_pytorch_on_layouts(void **state) {
+    (void)state;
+    const int count = sizeof families_on_layouts / sizeof *families_on_layouts;
+    for (int size = 2; size <= 8; size *= 2)
+        for (int i = 0, turn = 0; i < count; i++) {
+            const family_layout *row = &families_on_layouts[i];
+            if (row->ranks == size && turn_is_mine(row->ranks, row->words, &turn)) run_family(row);
+        }
+    report_finish();
+}
+
+static int run_layout_tests(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(each_parallelism_alone_trains_like_one_rank),
+        cmocka_unit_test(layouts_of_2_ranks_train_like_one_rank),
+        cmocka_unit_test(layouts_of_4_ranks_train_like_one_rank),
+        cmocka_unit_test(layouts_of_8_ranks_train_like_one_rank),
+        cmocka_unit_test(layouts_train_in_bf16_to_within_two_percent_of_one_rank),
+        cmocka_unit_test(golden_families_train_like_pytorch_on_layouts),
+    };
+    jobs_open();
+    int failures = cmocka_run_group_tests_name(backend_name, tests, NULL, NULL);
+    references_free();
+    return failures;
+}
+
+#endif

@@ -1,0 +1,329 @@
+/* Checkpoints on every layout: what one saves every other loads, to the bit, and a run goes on where it was. Run by
+ * mpirun as four ranks. */
+#include "golden.h"
+
+#include <mpi.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { NUM_RANKS = 4, SAVED_STEPS = 2, RESUMED_STEPS = 3 };
+
+/* How ranks share the model and the batch; `is_alone`: rank 0 has all of both. */
+typedef struct layout {
+    const char *words;
+    bool is_alone;
+} layout;
+
+static const layout layouts[] = {
+    {.words = "", .is_alone = true},
+    {.words = "--tensor-model-parallel-size 4"},
+    {.words = "--pipeline-model-parallel-size 4"},
+    {.words = "--tensor-model-parallel-size 2 --use-distributed-optimizer"},
+    {.words = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"},
+    {.words = "--pipeline-model-parallel-size 2 --data-parallel-sharding-strategy optim"},
+    {.words = "--data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather"},
+    {.words = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+              "--num-virtual-stages-per-pipeline-rank 2"},
+    {.words = "--tensor-model-parallel-size 2 --sequence-parallel "
+              "--data-parallel-sharding-strategy optim_grads_params"},
+    {.words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"},
+    {.words = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 "
+              "--pipeline-schedule zb-h1"},
+    {.words = "--tensor-model-parallel-size 4 --sequence-parallel"},
+    {.words = "--tensor-model-parallel-size 2 --context-parallel-size 2 --use-distributed-optimizer"},
+};
+enum { NUM_LAYOUTS = sizeof layouts / sizeof *layouts };
+
+static mt_grid world;
+static char root[256]; // for all ranks
+
+static bool takes_part(const layout *l) {
+    return !l->is_alone || world.world.rank == 0;
+}
+
+/* A family's model with the weights and, if there is one, the run of `folder`. */
+typedef struct trainee {
+    fixture f;
+    const layout *layout;
+    mt_grid grid;
+    mt_run_state state;
+} trainee;
+
+static void open_trainee(trainee *t, const char *family, const layout *l, const char *words) {
+    char all[512];
+    mt_error error = {{0}};
+    mt_model_plan plan = {SEQ_LENGTH, SEQ_LENGTH, 0, SEQ_LENGTH, true};
+    snprintf(all, sizeof all, "%s %s", l->words, words);
+    *t = (trainee){.layout = l, .grid = MT_GRID_OF_ONE};
+    more_options = all;
+    t->f = open_family(family, 1, l->is_alone ? 1 : NUM_RANKS, false);
+    more_options = "";
+    if (!l->is_alone) t->grid.world = world.world;
+    if (!l->is_alone && mt_grid_build(&t->grid, &t->f.options, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&t->f.model, &t->f.options, &t->grid, backend, &plan, &error) != 0)
+        fail_msg("%s: %s", all, error.text);
+}
+
+static void close_trainee(trainee *t) {
+    close_family(&t->f);
+    for (int kind = MT_GROUP_WORLD + 1; kind < MT_NUM_GROUP_KINDS; kind++) {
+        mt_group *group = mt_grid_group(&t->grid, kind);
+        if (group->comm) MPI_Comm_free(group->comm);
+        free(group->comm);
+        free(group->members);
+    }
+}
+
+static void load(trainee *t, const char *folder) {
+    mt_error error = {{0}};
+    if (mt_checkpoint_load(t->f.model, &t->state, folder, &error) != 0)
+        fail_msg("%s: %s", t->layout->words, error.text);
+}
+
+static void save(trainee *t, const char *folder) {
+    mt_error error = {{0}};
+    if (mt_checkpoint_save(t->f.model, &t->state, folder, NULL, NULL, &error) != 0)
+        fail_msg("%s: %s", t->layout->words, error.text);
+}
+
+static void train(trainee *t, int64_t steps, double *losses) {
+    const mt_group *data = &t->grid.data;
+    mt_error error;
+    for (int64_t i = 0; i < steps; i++) {
+        source from = {&t->f, t->state.iteration, 1, data->rank, data->size};
+        mt_metrics metrics;
+        if (mt_train_step(t->f.model, &t->state, SEQUENCES / data->size, next_micro_batch, &from, &t->f.batch, &metrics,
+                          &error) != 0)
+            fail_msg("%s: %s", t->layout->words, error.text);
+        if (losses) losses[i] = metrics.loss;
+    }
+}
+
+/* PyTorch's losses of steps [first, first + count) of a family. */
+static void assert_pytorch(const char *what, const char *family, const double *losses, int64_t first, int64_t count) {
+    char path[512];
+    snprintf(path, sizeof path, "tests/golden/hf/%s/expected.json", family);
+    json_t *expected = json_load_file(path, 0, NULL);
+    assert_non_null(expected);
+    for (int64_t i = 0; i < count; i++) {
+        double loss = json_real_value(json_array_get(json_object_get(expected, "losses"), (size_t)(first + i)));
+        if (!(fabs(losses[i] - loss) <= 1e-5 * loss))
+            fail_msg("%s, %s, step %d: loss %.9f and PyTorch's %.9f", what, family, (int)(first + i) + 1, losses[i],
+                     loss);
+    }
+    json_decref(expected);
+}
+
+/* Rank 0 runs a shell command, which must succeed, while the others wait. */
+static void rank_0_runs(const char *format, const char *a, const char *b) {
+    char command[1200];
+    int status = 0;
+    mt_barrier(&world.world);
+    snprintf(command, sizeof command, format, a, b);
+    if (world.world.rank == 0) status = system(command);
+    mt_broadcast(&world.world, &status, sizeof status, 0);
+    if (status != 0) fail_msg("failed: %s", command);
+}
+
+static const char *in_root(char path[512], const char *name) {
+    snprintf(path, 512, "%s/%s", root, name);
+    return path;
+}
+
+/* ---- every layout to every other */
+
+/* Two steps on one layout, a checkpoint, three on another, with PyTorch's losses throughout. */
+static void save_and_resume(const char *family, const layout *saves, const layout *loads) {
+    char folder[512], what[600];
+    double losses[SAVED_STEPS + RESUMED_STEPS];
+    trainee first, second;
+    in_root(folder, "run");
+    snprintf(what, sizeof what, "from '%s' to '%s'", saves->words, loads->words);
+    if (takes_part(saves)) {
+        char golden[512];
+        snprintf(golden, sizeof golden, "tests/golden/hf/%s", family);
+        open_trainee(&first, family, saves, "");
+        load(&first, golden);
+        train(&first, SAVED_STEPS, losses);
+        assert_pytorch(what, family, losses, 0, SAVED_STEPS);
+        save(&first, folder);
+        close_trainee(&first);
+    }
+    mt_barrier(&world.world);
+    if (takes_part(loads)) {
+        open_trainee(&second, family, loads, "");
+        load(&second, folder);
+        assert_int_equal(second.state.iteration, SAVED_STEPS);
+        train(&second, RESUMED_STEPS, losses);
+        assert_pytorch(what, family, losses, SAVED_STEPS, RESUMED_STEPS);
+        close_trainee(&second);
+    }
+    rank_0_runs("rm -r '%s'%s", folder, "");
+}
+
+static void a_run_goes_on_from_any_layout_on_any_other(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_FAMILIES; k++)
+        for (int i = 0; i < NUM_LAYOUTS; i++) {
+            const layout *loads = &layouts[(i + 1 + 2 * k) % NUM_LAYOUTS];
+            save_and_resume(families[k], &layouts[i], loads);
+        }
+}
+
+static void the_same_layout_goes_on_bit_for_bit(void **state) {
+    (void)state;
+    char folder[512];
+    in_root(folder, "run");
+    for (int i = 0; i < NUM_LAYOUTS; i++) {
+        const char *words = i % 2 ? "--bf16" : "";
+        trainee first, second;
+        if (takes_part(&layouts[i])) {
+            double losses[RESUMED_STEPS], resumed[RESUMED_STEPS];
+            char golden[512];
+            snprintf(golden, sizeof golden, "tests/golden/hf/%s", families[i % NUM_FAMILIES]);
+            open_trainee(&first, families[i % NUM_FAMILIES], &layouts[i], words);
+            load(&first, golden);
+            train(&first, SAVED_STEPS, NULL);
+            save(&first, folder);
+            train(&first, RESUMED_STEPS, losses);
+            close_trainee(&first);
+            open_trainee(&second, families[i % NUM_FAMILIES], &layouts[i], words);
+            load(&second, folder);
+            train(&second, RESUMED_STEPS, resumed);
+            close_trainee(&second);
+            assert_memory_equal(losses, resumed, sizeof losses);
+        }
+        rank_0_runs("rm -r '%s'%s", folder, "");
+    }
+}
+
+/* ---- the files themselves */
+
+/* What one rank saved, loaded and saved again on every layout: the same bytes in every file but trainer.json. */
+static void every_layout_saves_the_same_bytes(const char *family, const char *words) {
+    char reference[512], folder[512], golden[512];
+    trainee t;
+    in_root(reference, "reference"), in_root(folder, "again");
+    snprintf(golden, sizeof golden, "tests/golden/hf/%s", family);
+    if (world.world.rank == 0) {
+        open_trainee(&t, family, &layouts[0], words);
+        load(&t, golden);
+        train(&t, 1, NULL);
+        save(&t, reference);
+        close_trainee(&t);
+    }
+    mt_barrier(&world.world);
+    for (int i = 0; i < NUM_LAYOUTS; i++) {
+        if (takes_part(&layouts[i])) {
+            open_trainee(&t, family, &layouts[i], words);
+            load(&t, reference);
+            save(&t, folder);
+            close_trainee(&t);
+        }
+        rank_0_runs("diff -r -x trainer.json '%s' '%s'", reference, folder);
+        rank_0_runs("rm -r '%s'%s", folder, "");
+    }
+    rank_0_runs("rm -r '%s'%s", reference, "");
+}
+
+static void every_layout_saves_the_bytes_of_one_rank(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_FAMILIES; k++) every_layout_saves_the_same_bytes(families[k], k % 2 ? "--bf16" : "");
+}
+
+/* Small files, of which a rank may have nothing to write. */
+static void small_files_hold_the_same_bytes(void **state) {
+    (void)state;
+    char reference[512], folder[512];
+    mt_error error;
+    in_root(reference, "reference"), in_root(folder, "again");
+    for (int i = 0; i < NUM_LAYOUTS; i++) {
+        const char *to = i == 0 ? reference : folder;
+        rank_0_runs("mkdir '%s'%s", to, "");
+        if (takes_part(&layouts[i])) {
+            trainee t;
+            open_trainee(&t, "gpt2", &layouts[i], "");
+            load(&t, "tests/golden/hf/gpt2");
+            if (mt_safetensors_save_folder(t.f.model, to, "model", 20000, &error) != 0) fail_msg("%s", error.text);
+            close_trainee(&t);
+        }
+        if (i == 0) rank_0_runs("test -f '%s'/model-00003-of-*.safetensors%s", to, "");
+        rank_0_runs("diff -r '%s' '%s'", reference, to);
+        if (i > 0) rank_0_runs("rm -r '%s'%s", to, "");
+    }
+    rank_0_runs("rm -r '%s'%s", reference, "");
+}
+
+/* ---- errors */
+
+/* What only one stage would miss. */
+static void every_rank_hears_of_a_tensor_that_is_missing(void **state) {
+    (void)state;
+    for (int i = 1; i < NUM_LAYOUTS; i++) {
+        trainee t;
+        mt_error error = {{0}};
+        open_trainee(&t, "llama", &layouts[i], "");
+        assert_int_equal(mt_checkpoint_load(t.f.model, &t.state, "tests/golden/hf/llama3_rope_tied", &error), -1);
+        if (!strstr(error.text, "\"lm_head.weight\"")) fail_msg("%s", error.text);
+        close_trainee(&t);
+    }
+}
+
+/* A limit on the size of files stands for the full disk, on the last rank only. */
+static void every_rank_hears_that_one_cannot_write(void **state) {
+    (void)state;
+    char folder[512];
+    struct rlimit old, small;
+    in_root(folder, "run");
+    for (int i = 1; i < 5; i++) {
+        trainee t;
+        mt_error error = {{0}};
+        open_trainee(&t, "llama", &layouts[i], "");
+        load(&t, "tests/golden/hf/llama");
+        t.state.iteration = 1;
+        save(&t, folder);
+        t.state.iteration = 2;
+        assert_int_equal(getrlimit(RLIMIT_FSIZE, &old), 0);
+        small = old, small.rlim_cur = 16384;
+        signal(SIGXFSZ, SIG_IGN);
+        if (world.world.rank == NUM_RANKS - 1) assert_int_equal(setrlimit(RLIMIT_FSIZE, &small), 0);
+        int status = mt_checkpoint_save(t.f.model, &t.state, folder, NULL, NULL, &error);
+        assert_int_equal(setrlimit(RLIMIT_FSIZE, &old), 0);
+        assert_int_equal(status, -1);
+        if (!strstr(error.text, "ulimit")) fail_msg("%s", error.text);
+        rank_0_runs("ls '%s' | grep -c iter_ | grep -qx 1 && [ -f '%s'/iter_0000001/model.safetensors ]", folder,
+                    folder); // the one before is whole, and nothing is left of this one
+        load(&t, folder);
+        assert_int_equal(t.state.iteration, 1);
+        close_trainee(&t);
+        rank_0_runs("rm -r '%s'%s", folder, "");
+    }
+}
+
+int main(int argc, char **argv) {
+    mt_options options;
+    mt_error error;
+    mt_grid_start(&world, &argc, &argv);
+    if (world.world.size != NUM_RANKS) mt_die("run it as %d ranks", NUM_RANKS);
+    mt_options_default(&options);
+    if (mt_grid_build(&world, &options, &error) != 0) mt_die("%s", error.text);
+    mt_options_free(&options);
+    snprintf(root, sizeof root, "/tmp/mt_layouts_%d", (int)getpid());
+    mt_broadcast(&world.world, root, sizeof root, 0);
+    if (world.world.rank == 0 && mkdir(root, 0777) != 0) mt_die("%s: cannot be made", root);
+    mt_barrier(&world.world);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_run_goes_on_from_any_layout_on_any_other),
+        cmocka_unit_test(the_same_layout_goes_on_bit_for_bit),
+        cmocka_unit_test(every_layout_saves_the_bytes_of_one_rank),
+        cmocka_unit_test(small_files_hold_the_same_bytes),
+        cmocka_unit_test(every_rank_hears_of_a_tensor_that_is_missing),
+        cmocka_unit_test(every_rank_hears_that_one_cannot_write),
+    };
+    int failures = cmocka_run_group_tests(tests, NULL, NULL);
+    if (world.world.rank == 0) rmdir(root);
+    mt_grid_stop(&world);
+    return failures;
+}
