@@ -278,8 +278,9 @@ typedef struct table {
 } table;
 
 static table table_open(const mt_options *options) {
-    table t = {.num_buckets = options->num_layers + 2};
+    table t = {0};
     t.count = mt_params_build(&t.rows, options, NULL);
+    t.num_buckets = t.rows[t.count - 1].bucket + 1;
     t.sizes = mt_calloc(t.num_buckets * (int64_t)sizeof *t.sizes);
     for (int64_t i = 0; i < t.count; i++)
         t.sizes[t.rows[i].bucket] = t.rows[i].offset + t.rows[i].rows * t.rows[i].cols;
