@@ -11526,16 +11526,18 @@ static void mt_profile_add_traffic(mt_profile *sums, const mt_call *calls, int64
 /* What a rank tells of itself, seconds a step. */
 typedef struct mt_rank_profile {
     double step, computing;
-    double calls[MT_NUM_TRAFFICS], seconds[MT_NUM_TRAFFICS], exposed[MT_NUM_TRAFFICS];
+    double calls[MT_NUM_TRAFFICS], seconds[MT_NUM_TRAFFICS], exposed[MT_NUM_TRAFFICS], bytes[MT_NUM_TRAFFICS];
 } mt_rank_profile;
 
 static mt_rank_profile mt_rank_profile_of(const mt_profile *sums) {
     double steps = (double)sums->steps;
-    mt_rank_profile own = {sums->seconds / steps, sums->traffic[MT_TRAFFIC_NONE].exposed / steps, {0}, {0}, {0}};
+    mt_rank_profile own = {.step = sums->seconds / steps};
+    own.computing = sums->traffic[MT_TRAFFIC_NONE].exposed / steps;
     for (int i = 0; i < MT_NUM_TRAFFICS; i++) {
         own.calls[i] = (double)sums->traffic[i].calls / steps;
         own.seconds[i] = sums->traffic[i].seconds / steps;
         own.exposed[i] = sums->traffic[i].exposed / steps;
+        own.bytes[i] = sums->traffic[i].bytes / steps;
     }
     return own;
 }
@@ -11545,12 +11547,14 @@ static void mt_rank_profile_print(const mt_rank_profile *own, int rank, const ch
                                                        "context",   "pipeline", "experts",   "loss and norm"};
     double idle = own->step;
     fprintf(file, "communication of rank %d%s\n", rank, why);
-    fprintf(file, "  %-22s %8s %11s %11s %7s\n", "kind", "calls", "ms a step", "exposed ms", "share");
+    fprintf(file, "  %-22s %8s %11s %11s %7s %10s\n", "kind", "calls", "ms a step", "exposed ms", "share", "MiB sent");
     for (int i = 0; i < MT_NUM_TRAFFICS; i++) {
         idle -= own->exposed[i];
-        if (own->calls[i] > 0)
-            fprintf(file, "  %-22s %8.6g %11.3f %11.3f %6.1f%%\n", names[i], own->calls[i], 1e3 * own->seconds[i],
-                    1e3 * own->exposed[i], 100 * own->exposed[i] / own->step);
+        if (own->calls[i] == 0) continue;
+        fprintf(file, "  %-22s %8.6g %11.3f %11.3f %6.1f%%", names[i], own->calls[i], 1e3 * own->seconds[i],
+                1e3 * own->exposed[i], 100 * own->exposed[i] / own->step);
+        if (i != MT_TRAFFIC_NONE) fprintf(file, " %10.3f", own->bytes[i] / 1048576);
+        fprintf(file, "\n");
     }
     fprintf(file, "  %-22s %8s %11s %11.3f %6.1f%%\n", "none of these", "", "", 1e3 * idle, 100 * idle / own->step);
     fprintf(file, "  %-22s %8s %11s %11.3f %6.1f%%\n", "a step", "", "", 1e3 * own->step, 100.0);

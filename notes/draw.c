@@ -1217,9 +1217,9 @@ static void draw_groups(picture *p, double x, double y, const mt_grid_shape *sha
 }
 
 static void draw_grid(const char *folder) {
-    static const mt_group_kind kinds[] = {MT_GROUP_TENSOR,      MT_GROUP_CONTEXT,      MT_GROUP_DATA,
-                                          MT_GROUP_PIPELINE,    MT_GROUP_DATA_CONTEXT, MT_GROUP_MODEL,
-                                          MT_GROUP_KV_REPLICAS, MT_GROUP_EMBEDDING};
+    static const mt_group_kind kinds[] = {MT_GROUP_TENSOR,      MT_GROUP_CONTEXT,       MT_GROUP_DATA,
+                                          MT_GROUP_PIPELINE,    MT_GROUP_DATA_CONTEXT,  MT_GROUP_MODEL,
+                                          MT_GROUP_KV_REPLICAS, MT_GROUP_TENSOR_CONTEXT};
     const mt_grid_shape shape = {.tensor = 2,
                                  .context = 2,
                                  .data = 2,
@@ -1230,7 +1230,7 @@ static void draw_grid(const char *folder) {
                                  .num_query_groups = 1};
     picture p = picture_open(folder, "10-grid", "The groups of sixteen ranks", 900, 440);
     text(&p, 40, 28, START,
-         "16 ranks, tp = cp = dp = pp = 2: ranks of one colour are one group; white ranks are alone");
+         "16 ranks, tp = cp = dp = pp = 2, a model with one key and value head: ranks of one colour are a group");
     for (int i = 0; i < 8; i++) draw_groups(&p, 80 + 200 * (i % 4), 72 + 186 * (i / 4), &shape, kinds[i]);
     for (int row = 0; row < 2; row++)
         for (int i = 0; i < 4; i++) {
@@ -1244,6 +1244,9 @@ static void draw_grid(const char *folder) {
 /* ---- 11: a layer on one rank of a tensor group ------------------------------------------------------------------- */
 
 enum { TENSOR_RANKS = 2, TENSOR_TOKENS = 16, MAX_ACTS = 64 };
+
+/* Takes this rank's inputs, gives all outputs, of which the other ranks have the rest of the sum. */
+static const char partial[] = "row-parallel linear";
 
 /* An operation of the layer's forward: what it gives on this rank, [rows, columns]. */
 typedef struct act {
@@ -1312,7 +1315,7 @@ static void noted_norm_back(void *dx, float *dw, const void *dy, const void *dre
 
 static void noted_linear(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
                          mt_dtype dtype, mt_stream *stream) {
-    note(N == acts.hidden ? "linear, by columns of w" : "linear, by rows of w", T, N, 0);
+    note(N == acts.hidden ? partial : "column-parallel linear", T, N, 0);
     mt_cpu_ops.linear_forward(y, x, w, bias, T, N, K, dtype, stream);
 }
 
@@ -1402,8 +1405,9 @@ static void draw_region(picture *p, double x, double y, const char *title) {
         bool leaves = strcmp(a->name, "all_reduce") == 0 || strcmp(a->name, "reduce_scatter") == 0;
         inside = inside || (!is_norm && !is_sum);
         if (inside) box(p, x, top, width, step, "#e9eef4");
-        fill = a->sent > 0 ? fills[ORANGE] : is_norm || is_sum ? fills[GREEN] : fills[BLUE];
-        frame(p, x + 250, top + 5, scale * (double)a->columns, height, "#ffffff");
+        bool is_part = strcmp(a->name, partial) == 0, whole_channels = is_norm || is_sum || is_part || a->sent > 0;
+        fill = fills[a->sent > 0 ? ORANGE : is_norm || is_sum ? GREEN : is_part ? TEAL : BLUE];
+        frame(p, x + 250, top + 5, scale * (double)a->columns * (whole_channels ? 1 : TENSOR_RANKS), height, "#ffffff");
         frame(p, x + 250, top + 5, scale * (double)a->columns, high, fill);
         text(p, x + 8, top + 22, START, "%s", a->name);
         text(p, x + 242, top + 22, END, "[%lld, %lld]", (long long)a->rows, (long long)a->columns);
@@ -1422,14 +1426,14 @@ static void draw_tensor(const char *folder) {
          "A layer on one of %d ranks, T = %d, C = 64, F = 96, 8 heads, 2 groups of 8 channels: results, and what is "
          "sent",
          TENSOR_RANKS, TENSOR_TOKENS);
-    static const char *const meaning[] = {"share of the weights", "collective", "outside of the regions"};
-    static const int colours[] = {BLUE, ORANGE, GREEN};
-    for (int i = 0; i < 3; i++) {
-        box(&p, 20 + 200 * i, 42, 10, 10, fills[colours[i]]);
-        text(&p, 36 + 200 * i, 51, START, "%s", meaning[i]);
+    static const char *const meaning[] = {"some channels", "a part of a sum", "collective", "outside of the regions"};
+    static const int colours[] = {BLUE, TEAL, ORANGE, GREEN};
+    for (int i = 0; i < 4; i++) {
+        box(&p, 20 + 160 * i, 42, 10, 10, fills[colours[i]]);
+        text(&p, 36 + 160 * i, 51, START, "%s", meaning[i]);
     }
-    box(&p, 620, 42, 10, 10, "#e9eef4");
-    text(&p, 636, 51, START, "within a region");
+    box(&p, 700, 42, 10, 10, "#e9eef4");
+    text(&p, 716, 51, START, "in a region");
     note_layer(false);
     draw_region(&p, 20, 96, "tensor parallelism");
     note_layer(true);
