@@ -11573,7 +11573,7 @@ void mt_profile_print_communication(const mt_grid *grid, FILE *file) {
     double least[2] = {own.step, own.computing}, most[2] = {own.step, own.computing};
     int slowest_rank = 0;
     for (int rank = 1; rank < world->size; rank++) {
-        mt_rank_profile other;
+        mt_rank_profile other = {0};
         mt_receive(world, &other, sizeof other, rank, TAG);
         least[0] = fmin(least[0], other.step), most[0] = fmax(most[0], other.step);
         least[1] = fmin(least[1], other.computing), most[1] = fmax(most[1], other.computing);
@@ -11814,7 +11814,7 @@ static int mt_trace_write_file(const mt_trace *trace, const char *text, size_t b
     bool whole = file && fwrite(text, 1, bytes, file) == bytes;
     int problem = errno;
     for (int rank = 1; rank < world->size; rank++) {
-        int64_t length;
+        int64_t length = 0;
         mt_receive(world, &length, sizeof length, rank, TAG);
         char *part = mt_malloc(length);
         mt_receive(world, part, length, rank, TAG);
