@@ -4811,6 +4811,24 @@ int mt_options_agree(const mt_options *options, const mt_group *world, mt_error 
     return mt_agree(world, differs, error);
 }
 
+/* ---- several channels */
+
+/* Closes a rank's channels, of which some may be NULL, in the order in which all ranks opened theirs: by id, then by
+ * sender. A backend may wait for the other end, so in any other order a ring of ranks could wait for itself. */
+static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int count) {
+    for (int closed = 0; closed < count; closed++) {
+        int first = closed;
+        for (int i = closed + 1; i < count; i++) {
+            const mt_channel *a = channels[i], *b = channels[first];
+            if (a && (!b || a->id < b->id || (a->id == b->id && a->from < b->from))) first = i;
+        }
+        mt_channel *channel = channels[first];
+        channels[first] = channels[closed];
+        if (!channel) return;
+        ops->channel_close(channel);
+    }
+}
+
 /* ==== §6 conjugate regions ======================================================================================= */
 /* Where tensor parallelism begins and ends (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation
  * recomputation in large transformer models"). Ranks of the tensor group share the heads and the width between a
@@ -6039,7 +6057,7 @@ mt_context *mt_context_create(const mt_context_plan *plan, const mt_ops *ops, vo
 void mt_context_destroy(mt_context *c) {
     if (!c) return;
     mt_channel *channels[] = {c->kv_shift.to, c->kv_shift.from, c->sum_shift.to, c->sum_shift.from};
-    for (int i = 0; i < 4; i++) c->ops->channel_close(channels[i]);
+    mt_channels_close(c->ops, channels, 4);
     free(c->host_rows);
     free(c->host_index);
     free(c->host_spans);
@@ -6903,6 +6921,9 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
 
 void mt_model_destroy(mt_model *m) {
     if (!m) return;
+    mt_channel *channels[MT_NUM_LINKS];
+    for (int i = 0; i < MT_NUM_LINKS; i++) channels[i] = m->links[i].channel;
+    mt_channels_close(m->ops, channels, MT_NUM_LINKS); // before their buffers go
     mt_context_destroy(m->context);
     if (m->arena.base) { // it was created whole
         for (int64_t i = 0; m->step_graphs && i <= m->plan.max_logits; i++)
@@ -6920,7 +6941,6 @@ void mt_model_destroy(mt_model *m) {
         m->ops->memory_free(m->arena.base);
     }
     for (int i = 0; i < MT_NUM_LINKS; i++) {
-        m->ops->channel_close(m->links[i].channel);
         free(m->links[i].buffers);
         free(m->links[i].tickets);
     }

@@ -63,15 +63,6 @@ static void sequences_that_cannot_be_shared_out_are_refused(void **state) {
 
 /* ---- training ---------------------------------------------------------------------------------------------------- */
 
-static void grid_free(mt_grid *built) {
-    for (int kind = MT_GROUP_WORLD + 1; kind < MT_NUM_GROUP_KINDS; kind++) {
-        mt_group *group = mt_grid_group(built, kind);
-        if (group->comm) MPI_Comm_free(group->comm);
-        free(group->comm);
-        free(group->members);
-    }
-}
-
 /* Ten steps of a family over 2 x 4, 4 x 2 or 8 x 1 context and data ranks are PyTorch's on one. */
 static void train_over(const char *family, int cp, const char *type) {
     char text[200];
@@ -86,7 +77,7 @@ static void train_over(const char *family, int cp, const char *type) {
     mt_options_free(&f.options), mt_batch_free(&f.batch), free(f.tokens);
     train_ten_steps(family, &built, SEQUENCES / built.data.size, false, losses, norms);
     assert_expected(family, losses, norms);
-    grid_free(&built);
+    mt_grid_clear(&built);
     more_options = "";
 }
 
@@ -128,7 +119,7 @@ static void training_names_a_sequence_that_cannot_be_shared_out(void **state) {
     assert_int_equal(mt_train_step(f.model, &run, 1, batch_of_odd_length, &f, &f.batch, &metrics, &error), -1);
     assert_non_null(strstr(error.text, "a sequence of 15 tokens does not divide into the 2 x 8 chunks"));
     close_family(&f);
-    grid_free(&built);
+    mt_grid_clear(&built);
     more_options = "";
 }
 

@@ -12,7 +12,7 @@ int main(int argc, char **argv) {
     if (mt_grid_build(&built, &options, &error) != 0) mt_die("%s", error.text);
     real_ops = mt_backend_open("cuda", &built, &error);
     if (!real_ops) printf("skipped: %s\n", error.text);
-    grid_free(&built);
+    mt_grid_clear(&built);
     mt_options_free(&options);
     long process = (long)getpid();
     mt_broadcast(&grid.world, &process, sizeof process, 0);

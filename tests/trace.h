@@ -67,21 +67,6 @@ static fixture open_llama(const char *more, int64_t world_size) {
     return f;
 }
 
-static void grid_free(mt_grid *built) {
-    for (int kind = MT_GROUP_WORLD; kind < MT_NUM_GROUP_KINDS; kind++) {
-        mt_group *group = mt_grid_group(built, kind);
-        bool shared = false; // by an earlier kind with the same members
-        for (int k = 0; k < kind; k++) shared |= group->nccl && mt_grid_group(built, k)->nccl == group->nccl;
-        if (group->nccl && !shared) mt_cuda_group_close(group);
-    }
-    for (int kind = MT_GROUP_WORLD + 1; kind < MT_NUM_GROUP_KINDS; kind++) {
-        mt_group *group = mt_grid_group(built, kind);
-        if (group->comm) MPI_Comm_free(group->comm);
-        free(group->comm);
-        free(group->members);
-    }
-}
-
 /* A few steps of llama in a layout, with --trace or --profile (`more`) or neither. The profile stays open. */
 static void train_layout(const layout *way, const char *more, mt_metrics metrics[RUN_STEPS]) {
     char words[512];
@@ -112,7 +97,7 @@ static void train_layout(const layout *way, const char *more, mt_metrics metrics
     }
     assert_false(mt_trace_is_open());
     close_family(&f);
-    grid_free(&built);
+    mt_grid_clear(&built);
 }
 
 /* ---- reading a trace --------------------------------------------------------------------------------------------- */
