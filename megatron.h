@@ -1033,14 +1033,15 @@ mt_dtype mt_model_dtype(const mt_model *model);
 
 /* Forward over a batch, through the loss; adds to the step's loss sums. `training` turns dropout on. With context
  * parallelism the batch is the whole one, and results are those of this rank's mt_batch_context_shard of it, which must
- * be possible. */
+ * be possible. Every rank of a pipeline calls it, and none with `training`: mt_train_step runs its schedule. */
 void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
 
 /* Backward of the last forward: parameter gradients accumulate, for a loss that is the sum over unmasked tokens. */
 void mt_model_backward(mt_model *model);
 
 /* Results of the last forward, host copies of the device's: loss (the negative log-probability of the label) and
- * entropy of every token, [T]; logits as fp32 [T, vocab_size] without padding. NULL: not wanted. */
+ * entropy of every token, [T]; logits as fp32 [T, vocab_size] without padding. NULL: not wanted. Every rank of a model
+ * calls it and gets them. */
 void mt_model_read(mt_model *model, float *loss, float *entropy, float *logits);
 
 /* Forward for generation: writes keys and values into cache rows cache_rows[T], attends over `batch->spans` whose k
@@ -1228,8 +1229,8 @@ typedef struct mt_metrics {
     double seconds; // that the step took, at the rate of all steps since metrics were read last
 } mt_metrics;
 
-/* Fills `batch` with micro-batch `index` of this step; called once a micro-batch, in order. Returns 0 or -1 with error.
- */
+/* Fills `batch` with micro-batch `index` of this step: in the order of this rank's schedule, and once for each of its
+ * virtual stages. Ranks that share a model fill it alike. Returns 0 or -1 with error. */
 typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_error *error);
 
 /* One step over `micro_batches` micro-batches a rank: forwards and backwards by the schedule, gradients summed over the
