@@ -156,7 +156,7 @@ pictures: $(DRAW)
 	$(if $^,$^ notes)
 
 demo: all
-	@MT_BIN='$(or $(BIN:%/=%),.)' data/demo.sh
+	@MT_BIN='$(or $(BIN:%/=%),.)' DEMO_RANKS='$(if $(HAVE_MPI),4,1)' data/demo.sh
 
 plot:
 	@data/plot.sh "$(RUN)" $(OUT)

@@ -4,7 +4,9 @@
 #
 #   usage: data/demo.sh      (make demo)
 #
-# MT_BIN is where the programs are, DEMO_DIR where the model goes, DEMO_ITERS for how many iterations it learns.
+# MT_BIN is where the programs are, DEMO_DIR where the model goes, DEMO_ITERS for how many iterations it learns. With
+# DEMO_RANKS=4 the model is shared by four ranks, two by tensor and two by pipeline parallelism: `make demo` says so where
+# it found MPI.
 set -eu
 bin=${MT_BIN:-.}
 model=${DEMO_DIR:-runs/demo}
@@ -36,8 +38,18 @@ echo "1. the corpus: $(wc -l <"$corpus.jsonl") documents, $(wc -c <"$corpus.json
 run "$bin/data/preprocess" --input "$corpus.jsonl" --json-keys text --output-prefix "$corpus" \
     --tokenizer-type ByteLevel --append-eod --workers 2
 
-# 3. A Llama of 0.9 million parameters learns to continue the text.
-run "$bin/train" \
+# 3. A Llama of 0.9 million parameters learns to continue the text, in four ranks of one thread where there is mpirun.
+launch='' layout=''
+if [ "${DEMO_RANKS:-1}" = 4 ] && command -v mpirun >/dev/null; then
+    launch='env OMP_NUM_THREADS=1 mpirun -np 4' layout='--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2'
+    if mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte'; then
+        launch='env OMP_NUM_THREADS=1 mpirun --oversubscribe -np 4' # on fewer cores than ranks, one that waits makes room
+        export OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_btl_vader_single_copy_mechanism=none
+        if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
+    fi
+fi
+# shellcheck disable=SC2086
+run $launch "$bin/train" $layout \
     --num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 \
     --group-query-attention --num-query-groups 2 --seq-length 256 --max-position-embeddings 256 \
     --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear \

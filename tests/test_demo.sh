@@ -10,7 +10,7 @@ done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-if DEMO_DIR=$work/demo DEMO_ITERS=2 data/demo.sh >"$work/log" 2>&1; then
+if DEMO_DIR=$work/demo DEMO_ITERS=2 DEMO_RANKS=${HAVE_MPI:+4} data/demo.sh >"$work/log" 2>&1; then
     echo "ok demo_runs"
 else
     cat "$work/log"
