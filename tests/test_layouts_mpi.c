@@ -302,6 +302,47 @@ static void every_rank_hears_that_one_cannot_write(void **state) {
     }
 }
 
+/* ---- channels ---------------------------------------------------------------------------------------------------- */
+
+enum { MAX_CHANNELS = 8 };
+static mt_channel *opened[MAX_CHANNELS];
+static int num_opened, num_closed;
+
+static mt_channel *recorded_open(const mt_group *group, int from, int to, int id) {
+    mt_channel *channel = mt_cpu_ops.channel_open(group, from, to, id);
+    assert_true(num_opened < MAX_CHANNELS);
+    if (channel) opened[num_opened++] = channel;
+    return channel;
+}
+
+static void recorded_close(mt_channel *channel) {
+    if (channel) assert_ptr_equal(channel, opened[num_closed++]);
+    mt_cpu_ops.channel_close(channel);
+}
+
+/* A GPU waits for the other end in both, so that another order could keep a ring of ranks waiting for one another. */
+static void channels_close_in_the_order_in_which_they_opened(void **state) {
+    (void)state;
+    static const layout rings[] = {
+        {.words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"},
+        {.words = "--pipeline-model-parallel-size 4"},
+        {.words = "--context-parallel-size 4"},
+    };
+    const mt_ops *usual = backend;
+    mt_ops recording = *backend;
+    recording.channel_open = recorded_open, recording.channel_close = recorded_close;
+    for (size_t i = 0; i < sizeof rings / sizeof *rings; i++) {
+        trainee t;
+        num_opened = num_closed = 0;
+        backend = &recording;
+        open_trainee(&t, "llama", &rings[i], "");
+        close_trainee(&t);
+        backend = usual;
+        assert_true(num_opened > 0);
+        assert_int_equal(num_closed, num_opened);
+    }
+}
+
 int main(int argc, char **argv) {
     mt_options options;
     mt_error error;
@@ -315,6 +356,7 @@ int main(int argc, char **argv) {
     if (world.world.rank == 0 && mkdir(root, 0777) != 0) mt_die("%s: cannot be made", root);
     mt_barrier(&world.world);
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(channels_close_in_the_order_in_which_they_opened),
         cmocka_unit_test(a_run_goes_on_from_any_layout_on_any_other),
         cmocka_unit_test(the_same_layout_goes_on_bit_for_bit),
         cmocka_unit_test(every_layout_saves_the_bytes_of_one_rank),
