@@ -5,8 +5,8 @@
 #   usage: data/demo.sh      (make demo)
 #
 # MT_BIN is where the programs are, DEMO_DIR where the model goes, DEMO_ITERS for how many iterations it learns. With
-# DEMO_RANKS=4 the model is shared by four ranks, two by tensor and two by pipeline parallelism: `make demo` says so where
-# it found MPI.
+# DEMO_RANKS=4 four ranks share the model, two by tensor and two by pipeline parallelism: `make demo` says so where it
+# found MPI.
 set -eu
 bin=${MT_BIN:-.}
 model=${DEMO_DIR:-runs/demo}
@@ -43,7 +43,8 @@ launch='' layout=''
 if [ "${DEMO_RANKS:-1}" = 4 ] && command -v mpirun >/dev/null; then
     launch='env OMP_NUM_THREADS=1 mpirun -np 4' layout='--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2'
     if mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte'; then
-        launch='env OMP_NUM_THREADS=1 mpirun --oversubscribe -np 4' # on fewer cores than ranks, one that waits makes room
+        launch='env OMP_NUM_THREADS=1 mpirun --oversubscribe -np 4'
+        # With fewer cores than ranks, one that waits makes room.
         export OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_btl_vader_single_copy_mechanism=none
         if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
     fi
