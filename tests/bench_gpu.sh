@@ -5,7 +5,7 @@
 #   usage: tests/bench_gpu.sh DIR [TABLE]      from the root of the project; `make bench-gpu` does so
 #
 # DIR holds bench_cuda and bench_cuda_attention and keeps the logs; MT_BIN is the folder of the program train. Takes
-# minutes and the whole of one GPU. Exits with 1, and says why, where no GPU answers or something failed; a figure below
+# minutes and the whole of one GPU, or of four where there are four. Exits with 1, and says why, where no GPU answers or something failed; a figure below
 # what is wanted is marked, and is no failure.
 set -u
 directory=$1 table=${2:-tests/bench_gpu.txt} bin=${MT_BIN:-.}
@@ -27,13 +27,14 @@ median_rate() {
         awk '{ rate[NR] = $1 } END { if (NR) printf "%.0f\n", rate[int((NR + 1) / 2)] }'
 }
 
-# train_row ROW NUMBER: runs a training case and adds its line to the summary.
+# train_row ROW NUMBER RANKS: runs a training case and adds its line to the summary.
 train_row() {
-    name=$(echo "$1" | field 1) log=$directory/bench_gpu_train_$2
+    name=$(echo "$1" | field 1) log=$directory/bench_gpu_train_$2 launch=''
+    [ "$3" = 1 ] || launch="mpirun -np $3"
     echo "train: $name"
     rm -f "$log.jsonl"
-    # shellcheck disable=SC2046
-    "$bin/train" --mock-data --bf16 --lr 1e-5 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --train-iters 12 \
+    # shellcheck disable=SC2046,SC2086
+    $launch "$bin/train" --mock-data --bf16 --lr 1e-5 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --train-iters 12 \
         --device cuda --metrics "$log.jsonl" $(echo "$1" | field 5) >"$log.log" 2>&1
     status=$?
     rate=$(median_rate "$log.jsonl" 2>/dev/null)
@@ -109,11 +110,22 @@ fi
 "$directory/bench_cuda_attention" >"$directory/bench_gpu_attention.log" 2>&1 || failed=1
 cat "$directory/bench_gpu_attention.log"
 number=0
-rows train >"$directory/bench_gpu.cases"
-while IFS= read -r row; do
-    number=$((number + 1))
-    train_row "$row" $number </dev/null
-done <"$directory/bench_gpu.cases"
+# train_rows KIND RANKS: all training cases of a kind.
+train_rows() {
+    rows "$1" >"$directory/bench_gpu.cases"
+    while IFS= read -r row; do
+        number=$((number + 1))
+        train_row "$row" $number "$2" </dev/null
+    done <"$directory/bench_gpu.cases"
+}
+train_rows train 1
+if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 4 ] && command -v mpirun >/dev/null; then
+    # Containers run as root, and their mpirun would refuse.
+    if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
+    train_rows train4 4
+else
+    echo "the cases of four GPUs are left out: they need as many, and mpirun"
+fi
 
 echo
 printf '%-36s %14s %22s %10s\n' '' measured peer wanted

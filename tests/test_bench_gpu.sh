@@ -67,3 +67,14 @@ expect the_best_implementation_counts 0 'T 4096 x 2 H 32/8 D 128 *57[01] TFLOP/s
     'its backward *245 TFLOP/s *392 cuDNN *392  below the peer' 'T 8192 x 1 H 32/8 D 128 *not measured'
 expect operations_below_the_goal_are_listed 0 'below 85% of the copy rate: rmsnorm_forward BF16 8192 x 1 x 4096' \
     'at 85% of the copy rate or more: 1 of 2' 'copy: 4.250 TB/s'
+
+program nvidia-smi <<'END'
+for gpu in 0 1 2 3; do echo "GPU $gpu: a fake"; done
+END
+program mpirun <<'END'
+[ "$1 $2" = "-np 4" ] || exit 1
+shift 2
+exec "$@"
+END
+PATH=$work/bin:$PATH
+expect four_gpus_have_cases_of_their_own 0 'Llama 3 8B, 4 x 8192, data *36500 *39198 PyTorch *42000  below the peer'
