@@ -5,8 +5,8 @@
 #   usage: tests/bench_gpu.sh DIR [TABLE]      from the root of the project; `make bench-gpu` does so
 #
 # DIR holds bench_cuda and bench_cuda_attention and keeps the logs; MT_BIN is the folder of the program train. Takes
-# minutes and the whole of one GPU, or of four where there are four. Exits with 1, and says why, where no GPU answers or something failed; a figure below
-# what is wanted is marked, and is no failure.
+# minutes and the whole of one GPU, or of four where there are four. Exits with 1, and says why, where no GPU answers or
+# something failed; a figure below what is wanted is marked, and is no failure.
 set -u
 directory=$1 table=${2:-tests/bench_gpu.txt} bin=${MT_BIN:-.}
 failed=0
@@ -34,8 +34,8 @@ train_row() {
     echo "train: $name"
     rm -f "$log.jsonl"
     # shellcheck disable=SC2046,SC2086
-    $launch "$bin/train" --mock-data --bf16 --lr 1e-5 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --train-iters 12 \
-        --device cuda --metrics "$log.jsonl" $(echo "$1" | field 5) >"$log.log" 2>&1
+    $launch "$bin/train" --mock-data --bf16 --lr 1e-5 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 \
+        --train-iters 12 --device cuda --metrics "$log.jsonl" $(echo "$1" | field 5) >"$log.log" 2>&1
     status=$?
     rate=$(median_rate "$log.jsonl" 2>/dev/null)
     if [ $status != 0 ] || [ -z "$rate" ]; then
