@@ -3986,6 +3986,7 @@ mt_group *mt_grid_group(mt_grid *grid, mt_group_kind kind) {
         [MT_GROUP_EXPERT] = offsetof(mt_grid, expert),
         [MT_GROUP_EXPERT_TENSOR] = offsetof(mt_grid, expert_tensor),
         [MT_GROUP_EXPERT_DATA] = offsetof(mt_grid, expert_data),
+        [MT_GROUP_EXPERT_EXCHANGE] = offsetof(mt_grid, expert_exchange),
         [MT_GROUP_KV_REPLICAS] = offsetof(mt_grid, kv_replicas),
         [MT_GROUP_CONTEXT_A2A] = offsetof(mt_grid, context_a2a),
         [MT_GROUP_CONTEXT_RING] = offsetof(mt_grid, context_ring),

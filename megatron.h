@@ -445,9 +445,108 @@ typedef void mt_residual_norm_forward_fn(void *y, float *mean, float *rstd, void
 /* to[rows[t]] = from[t], for T rows of `width` elements. */
 typedef void mt_scatter_rows_fn(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
                                 int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream);
-/* to[t] = from[rows[t]]. */
+/* to[t] = from[rows[t]], or zeros where rows[t] < 0. */
 typedef void mt_gather_rows_fn(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
                                int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream);
+
+/* ---- mixture of experts: a router chooses k of E experts for every token; a row for each choice, sorted by expert,
+ * passes through linear layers that are grouped by expert, and every token adds up its rows. Choice -1: dropped. */
+
+/* How experts are chosen and weighed, as Megatron's topk_routing_with_score_function. Scores are the softmax of the
+ * logits (or with pre_softmax false the logits themselves, and the softmax is over those chosen), or sigmoids, which
+ * are then divided by the sum of those chosen + 1e-20 where topk > 1. With num_groups > 0 only experts of the
+ * group_topk groups whose best topk / group_topk scores have the greatest sums can be chosen (DeepSeek-AI,
+ * "DeepSeek-V3"). Among equals the lowest number wins. */
+typedef struct mt_router {
+    int64_t num_experts, topk; // E, k
+    bool sigmoid, pre_softmax;
+    int64_t num_groups, group_topk;
+    float scaling; // of the probabilities; 1: none
+} mt_router;
+
+/* logits[T, E] = x[T, C] w[E, C]^T in fp32, whatever the type of x and w. Its backward is that of a linear layer. */
+typedef void mt_router_logits_fn(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
+                                 mt_dtype dtype, mt_stream *stream);
+/* experts[T, k], the greatest score first, and probs[T, k], from logits[T, E]. bias[E] (may be NULL) is added to
+ * sigmoid scores for the choice only. invalid[0] += tokens whose logits are not all finite; those choose experts 0 to k
+ * - 1 and have probabilities that are not numbers. */
+typedef void mt_route_forward_fn(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
+                                 const float *bias, int64_t T, const mt_router *router, mt_stream *stream);
+/* dlogits[T, E], zero where an expert neither was chosen nor takes part in the softmax. */
+typedef void mt_route_backward_fn(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
+                                  int64_t T, const mt_router *router, mt_stream *stream);
+/* What balances the experts of S sequences; token t is of sequence[t], or of the only one where that is NULL.
+ * sums[0, S, E] = the sums of each token's shares (softmax of its logits, or its sigmoids divided by their sum +
+ * 1e-20), sums[1, S, E] = how many tokens have expert e among their k greatest scores, without groups and bias.
+ * z_sum[0] += sum of logsumexp(logits)^2 (both added up in float64 and in a fixed order). */
+typedef void mt_balance_forward_fn(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
+                                   int64_t T, const mt_router *router, mt_stream *stream);
+/* loss[0] += sum over sequences of E (sum_e sums[0, s, e] sums[1, s, e]) / (sum_e sums[1, s, e]), which is the tokens
+ * of a sequence times its auxiliary loss (Fedus et al., "Switch transformers"). Sequences without tokens add nothing.
+ */
+typedef void mt_balance_loss_fn(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream);
+/* dlogits[T, E] += aux_scale times the gradient of that loss, for counts [S, E] as constants, and z_scale times that of
+ * z_sum. */
+typedef void mt_balance_backward_fn(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
+                                    int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
+                                    mt_stream *stream);
+/* loads[E] += how often each expert is among experts[n]; -1 is none. Whole numbers, so exact below 2^24. */
+typedef void mt_count_experts_fn(float *loads, const int32_t *experts, int64_t n, int64_t E, mt_stream *stream);
+/* kept[t, j] for the rows [first, first + count) of experts[T, k]: the choice, or -1 where `capacity` others of the
+ * same expert come before it: those of greater probability, or with by_position all, and among equals those of a lower
+ * token_index, then of a lower row. kept is [count, k]. */
+typedef void mt_drop_tokens_fn(int32_t *kept, const int32_t *experts, const float *probs, const int64_t *token_index,
+                               int64_t T, int64_t k, int64_t first, int64_t count, int64_t capacity, bool by_position,
+                               mt_stream *stream);
+
+/* Where rows go: those of experts [first, first + count), which `local` at a time belong to one place; each choice goes
+ * to `copies` ranks that share its expert. So rows are sorted by v = ((e - first) / local copies + copy) local + (e -
+ * first) % local, of which there are count copies. With capacity > 0 each v has room for so many rows, else they are
+ * packed. */
+typedef struct mt_dispatch {
+    int64_t topk, first, count, local, copies, capacity;
+} mt_dispatch;
+
+/* The order of rows: offsets[count copies + 1], where each v begins; position[T, k copies], the row of (token, choice,
+ * copy), or -1 where the choice is -1 or not of these experts; for M rows, choice[m] = t k + j and token[m] = t, or -1
+ * both where no token is. Within a v rows are in the order of their tokens. M is count copies capacity, or at least the
+ * number of choices. */
+typedef void mt_dispatch_plan_fn(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
+                                 const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
+                                 mt_stream *stream);
+/* Rows that come from `sources` ranks, for counts[sources, local] rows for each expert here, one source after another
+ * and within it sorted by expert: to_expert[m] is the row that is row m when all are sorted by expert, then source;
+ * from_expert is the way back; offsets[local + 1] where each expert begins. M is the sum of counts. */
+typedef void mt_exchange_order_fn(int32_t *to_expert, int32_t *from_expert, int32_t *offsets, const int32_t *counts,
+                                  int64_t sources, int64_t local, int64_t M, mt_stream *stream);
+/* out[T, C] = base[T, C] (zero where base is NULL; may be out) + the sum of rows in[position[t, i]] for i < n, added up
+ * in fp32 and in this order; negative positions add nothing. The backward of gather_rows, whose backward it has. */
+typedef void mt_combine_rows_fn(void *out, const void *in, const int32_t *position, const void *base, int64_t T,
+                                int64_t n, int64_t C, mt_dtype dtype, mt_stream *stream);
+
+/* Linear layers of E experts: rows [offsets[e], offsets[e + 1]) with w[e]; offsets[E + 1] is on the device, ascends,
+ * and offsets[E] <= M, the rows that there is memory for. Rows that are no expert's are not written, and whatever they
+ * hold is not read into a result. y[M, N] = x[M, K] w[E, N, K]^T. */
+typedef void mt_grouped_linear_forward_fn(void *y, const void *x, const void *w, const int32_t *offsets, int64_t M,
+                                          int64_t N, int64_t K, int64_t E, mt_dtype dtype, mt_stream *stream);
+/* dx[M, K] = dy[M, N] w[E, N, K]. */
+typedef void mt_grouped_linear_backward_input_fn(void *dx, const void *dy, const void *w, const int32_t *offsets,
+                                                 int64_t M, int64_t N, int64_t K, int64_t E, mt_dtype dtype,
+                                                 mt_stream *stream);
+/* dw[E, N, K] = dy^T x of each expert's rows, in fp32, or += when accumulate; zero for an expert without rows. */
+typedef void mt_grouped_linear_backward_weight_fn(float *dw, const void *dy, const void *x, const int32_t *offsets,
+                                                  int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate,
+                                                  mt_dtype dtype, mt_stream *stream);
+/* y[M, F] = weights[M] silu(gate) up, for gate_up[M, 2F]: an expert's activation, weighed by its probability here, so
+ * that what the expert puts out need not be kept for the backward. */
+typedef void mt_expert_swiglu_forward_fn(void *y, const void *gate_up, const float *weights, int64_t M, int64_t F,
+                                         mt_dtype dtype, mt_stream *stream);
+/* dgate_up may be gate_up; dweights[M] = sum(dy silu(gate) up). */
+typedef void mt_expert_swiglu_backward_fn(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
+                                          const float *weights, int64_t M, int64_t F, mt_dtype dtype,
+                                          mt_stream *stream);
+/* bias[E] += rate sign(mean of loads - loads[e]) (Wang et al., "Auxiliary-loss-free load balancing"); loads[E] = 0. */
+typedef void mt_expert_bias_step_fn(float *bias, float *loads, int64_t E, float rate, mt_stream *stream);
 
 /* ---- cross-entropy over logits [T, stride], of which this rank's first `count` columns are the vocabulary's rows
  * [first, first + count); columns past them are padding and take no probability. */
@@ -622,6 +721,23 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
     OP(dropout_add_backward)                                                                                           \
     OP(scatter_rows)                                                                                                   \
     OP(gather_rows)                                                                                                    \
+    OP(router_logits)                                                                                                  \
+    OP(route_forward)                                                                                                  \
+    OP(route_backward)                                                                                                 \
+    OP(balance_forward)                                                                                                \
+    OP(balance_loss)                                                                                                   \
+    OP(balance_backward)                                                                                               \
+    OP(count_experts)                                                                                                  \
+    OP(drop_tokens)                                                                                                    \
+    OP(dispatch_plan)                                                                                                  \
+    OP(exchange_order)                                                                                                 \
+    OP(combine_rows)                                                                                                   \
+    OP(grouped_linear_forward)                                                                                         \
+    OP(grouped_linear_backward_input)                                                                                  \
+    OP(grouped_linear_backward_weight)                                                                                 \
+    OP(expert_swiglu_forward)                                                                                          \
+    OP(expert_swiglu_backward)                                                                                         \
+    OP(expert_bias_step)                                                                                               \
     OP(cross_entropy_forward)                                                                                          \
     OP(cross_entropy_combine)                                                                                          \
     OP(cross_entropy_loss)                                                                                             \
@@ -710,6 +826,7 @@ typedef enum mt_group_kind {
     MT_GROUP_EXPERT,
     MT_GROUP_EXPERT_TENSOR,
     MT_GROUP_EXPERT_DATA,
+    MT_GROUP_EXPERT_EXCHANGE,
     MT_GROUP_KV_REPLICAS,
     MT_GROUP_CONTEXT_A2A,
     MT_GROUP_CONTEXT_RING,
@@ -727,6 +844,7 @@ typedef struct mt_grid {
     mt_group model;          // tp and pp: together they hold the model, so the global norm is summed over it
     mt_group tensor_context; // tp and cp
     mt_group expert, expert_tensor, expert_data;
+    mt_group expert_exchange;           // etp and ep: together they hold a layer's experts, and trade tokens for them
     mt_group context_a2a, context_ring; // neighbours of the context group that trade tokens for heads, and across
     mt_group
         kv_replicas; // ranks of the tensor group with the same key and value head, where heads are fewer than ranks
@@ -742,8 +860,9 @@ typedef struct mt_grid {
         .pipeline = MT_GROUP_OF_ONE("pipeline"), .embedding = MT_GROUP_OF_ONE("embedding"),                            \
         .model = MT_GROUP_OF_ONE("model"), .tensor_context = MT_GROUP_OF_ONE("tensor-context"),                        \
         .expert = MT_GROUP_OF_ONE("expert"), .expert_tensor = MT_GROUP_OF_ONE("expert-tensor"),                        \
-        .expert_data = MT_GROUP_OF_ONE("expert-data"), .kv_replicas = MT_GROUP_OF_ONE("kv-replicas"),                  \
-        .context_a2a = MT_GROUP_OF_ONE("context-a2a"), .context_ring = MT_GROUP_OF_ONE("context-ring")                 \
+        .expert_data = MT_GROUP_OF_ONE("expert-data"), .expert_exchange = MT_GROUP_OF_ONE("expert-exchange"),          \
+        .kv_replicas = MT_GROUP_OF_ONE("kv-replicas"), .context_a2a = MT_GROUP_OF_ONE("context-a2a"),                  \
+        .context_ring = MT_GROUP_OF_ONE("context-ring")                                                                \
     }
 
 /* The sizes that groups follow from. world = tensor context data pipeline = expert_tensor expert expert_data pipeline.
