@@ -410,6 +410,52 @@ static const mt_option mt_option_table[] = {
      "two runs on a GPU have the same bits: algorithms are not chosen by measuring, and only those that repeat"},
     {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,9223372036854775807]", "seed of everything drawn"},
 
+    {.help = "mixture of experts"},
+    {"num-experts", MT_INT, MT_AT(num_experts), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
+     "experts of a layer, of which a token visits a few; no experts when not given"},
+    {"moe-layer-freq", MT_STRING, MT_AT(moe_layer_freq), MT_TRAIN, MT_OF_WEIGHTS, "1", "N or '([0]*3+[1]*58)'",
+     "layers with experts: every N-th from the first on, or 0 and 1 for every layer"},
+    {"moe-ffn-hidden-size", MT_INT, MT_AT(moe_ffn_hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
+     "width of an expert; --ffn-hidden-size when not given"},
+    {"moe-shared-expert-intermediate-size", MT_INT, MT_AT(moe_shared_expert_intermediate_size), MT_TRAIN,
+     MT_OF_WEIGHTS, NULL, "[1,16777216]", "width of the expert that every token visits; none when not given"},
+    {"moe-router-topk", MT_INT, MT_AT(moe_router_topk), MT_TRAIN, MT_OF_MODEL, "2", "[1,65536]",
+     "experts that a token visits"},
+    {"moe-router-score-function", MT_CHOICE, MT_AT(moe_router_score_function), MT_TRAIN, MT_OF_MODEL, "softmax",
+     "softmax|sigmoid", "scores from the router's logits"},
+    {"moe-router-pre-softmax", MT_FLAG, MT_AT(moe_router_pre_softmax), MT_TRAIN, MT_OF_MODEL, NULL, NULL,
+     "softmax over all experts before the choice, not over those chosen"},
+    {"moe-router-num-groups", MT_INT, MT_AT(moe_router_num_groups), MT_TRAIN, MT_OF_MODEL, NULL, "[1,65536]",
+     "groups of experts, of which --moe-router-group-topk are chosen first"},
+    {"moe-router-group-topk", MT_INT, MT_AT(moe_router_group_topk), MT_TRAIN, MT_OF_MODEL, NULL, "[1,65536]",
+     "groups that a token's experts may be in"},
+    {"moe-router-topk-scaling-factor", MT_REAL, MT_AT(moe_router_topk_scaling_factor), MT_TRAIN, MT_OF_MODEL, "1",
+     "(0,1e6]", "factor of the probabilities"},
+    {"moe-router-enable-expert-bias", MT_FLAG, MT_AT(moe_router_enable_expert_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL,
+     NULL, "a bias for every expert's score, moved after each step towards equal loads"},
+    {"moe-router-bias-update-rate", MT_REAL, MT_AT(moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3",
+     "[0,1e6]", "how far it moves"},
+    {"moe-router-load-balancing-type", MT_CHOICE, MT_AT(moe_router_load_balancing_type), MT_TRAIN, MT_OF_RUN,
+     "aux_loss", "none|aux_loss|seq_aux_loss|global_aux_loss",
+     "what --moe-aux-loss-coeff balances: a micro-batch, each sequence, or the global batch so far"},
+    {"moe-aux-loss-coeff", MT_REAL, MT_AT(moe_aux_loss_coeff), MT_TRAIN, MT_OF_MODEL, "0", "[0,1e6]",
+     "weight of the loss that balances the experts' loads"},
+    {"moe-z-loss-coeff", MT_REAL, MT_AT(moe_z_loss_coeff), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
+     "weight of the loss that keeps the router's logits small"},
+    {"moe-expert-capacity-factor", MT_REAL, MT_AT(moe_expert_capacity_factor), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]",
+     "an expert takes so many times its even share of a micro-batch and drops the rest; nothing is dropped when not "
+     "given"},
+    {"moe-token-drop-policy", MT_CHOICE, MT_AT(moe_token_drop_policy), MT_TRAIN, MT_OF_RUN, "probs", "probs|position",
+     "which are dropped: those of the lowest probabilities, or the last ones"},
+    {"moe-pad-expert-input-to-capacity", MT_FLAG, MT_AT(moe_pad_expert_input_to_capacity), MT_TRAIN, MT_OF_RUN, NULL,
+     NULL, "an expert's input always has the rows of its capacity, so that the host need not know the loads"},
+    {"moe-token-dispatcher-type", MT_CHOICE, MT_AT(moe_token_dispatcher_type), MT_BOTH, MT_OF_RUN, "alltoall",
+     "alltoall|allgather", "how tokens reach experts of other ranks: each to those it chose, or all to all ranks"},
+    {"no-moe-grouped-gemm", MT_NO, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
+     "a matrix product for each expert instead of one for all; the host then waits for their loads"},
+    {"moe-grouped-gemm", MT_FLAG, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
+     "one grouped product for all experts; the default"},
+
     {.help = "parallelism"},
     {"tensor-model-parallel-size", MT_INT, MT_AT(tensor_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
      "ranks that share every layer: heads, MLP and vocabulary"},
@@ -417,6 +463,10 @@ static const mt_option mt_option_table[] = {
      "[1,1048576]", "ranks that hold the layers one after another"},
     {"context-parallel-size", MT_INT, MT_AT(context_parallel_size), MT_TRAIN, MT_OF_RUN, "1", "[1,1048576]",
      "ranks that share every sequence"},
+    {"expert-model-parallel-size", MT_INT, MT_AT(expert_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
+     "ranks that share the experts of a layer, among all that hold it"},
+    {"expert-tensor-parallel-size", MT_INT, MT_AT(expert_tensor_parallel_size), MT_BOTH, MT_OF_RUN, NULL,
+     "[1,1048576]", "ranks that share every expert; --tensor-model-parallel-size when not given"},
     {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "tensor-parallel ranks share the tokens of norms and dropout"},
     {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_TRAIN, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
@@ -731,6 +781,7 @@ void mt_options_free(mt_options *options) {
         if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
     }
     mt_string_set(&options->hf_family, NULL);
+    mt_string_set(&options->moe_layers, NULL);
 }
 
 /* ==== §2b the command line and YAML ============================================================================== */
@@ -1284,7 +1335,7 @@ static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
 }
 
 static void mt_config_read_window(mt_config *config, mt_options *options) {
-    bool is_mistral = strcmp(options->hf_family, "mistral") == 0;
+    bool is_mistral = mt_choice_has("mistral|mixtral", options->hf_family);
     if (strcmp(options->hf_family, "llama") == 0) return; // transformers reads no window there
     if (!is_mistral && !mt_config_bool(config, "use_sliding_window", false)) return;
     if (!json_is_null(json_object_get(config->root, "sliding_window"))) options->window_size = 4096; // when not given
@@ -1333,7 +1384,7 @@ static void mt_config_read_llama_sizes(mt_config *config, mt_options *options) {
         mt_config_fail(config, "\"num_key_value_heads\" is missing");
     if (options->num_query_groups == options->num_attention_heads) options->num_query_groups = 0; // one group a head
     options->group_query_attention = options->num_query_groups != 0;
-    bool is_qwen3 = strcmp(options->hf_family, "qwen3") == 0;
+    bool is_qwen3 = strncmp(options->hf_family, "qwen3", 5) == 0;
     if (is_qwen3 && !json_object_get(config->root, "head_dim")) options->kv_channels = 128; // Qwen3Config's default
     mt_config_read_option(config, config->root, "head_dim", options, MT_AT(kv_channels));
 }
@@ -1341,7 +1392,8 @@ static void mt_config_read_llama_sizes(mt_config *config, mt_options *options) {
 /* Llama, Mistral, Qwen2 and Qwen3: the same block but for biases, norms of heads and windows. */
 static void mt_config_read_llama(mt_config *config, mt_options *options) {
     const char *activation = mt_config_string(config, config->root, "hidden_act", "silu");
-    bool is_qwen2 = strcmp(options->hf_family, "qwen2") == 0, is_qwen3 = strcmp(options->hf_family, "qwen3") == 0;
+    bool is_qwen2 = strcmp(options->hf_family, "qwen2") == 0;
+    bool is_qwen3 = strncmp(options->hf_family, "qwen3", 5) == 0; // qwen3_moe too
     bool is_llama = strcmp(options->hf_family, "llama") == 0;
     mt_config_read_llama_sizes(config, options);
     options->norm_epsilon = 1e-6; // what their classes in transformers have by default
@@ -1362,6 +1414,77 @@ static void mt_config_read_llama(mt_config *config, mt_options *options) {
     options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", false);
     mt_config_read_rope(config, options);
     mt_config_read_window(config, options);
+    if (mt_choice_has("mixtral|qwen3_moe|deepseek_v3", options->hf_family)) mt_config_read_experts(config, options);
+}
+
+/* Layers with experts as --moe-layer-freq writes them: equal neighbours together, ([0]*3+[1]*58). */
+static char *mt_layer_freq_print(const char *layers) {
+    size_t room = 16 * strlen(layers) + 3, used = 1;
+    char *text = mt_calloc((int64_t)room);
+    text[0] = '(';
+    for (const char *at = layers; *at;) {
+        int64_t times = 0;
+        char layer = *at;
+        for (; *at == layer; at++) times++;
+        used += (size_t)snprintf(text + used, room - used, "%s[%c]*%lld", used > 1 ? "+" : "", layer, (long long)times);
+    }
+    text[used] = ')';
+    return text;
+}
+
+/* Which layers of Qwen3-MoE and DeepSeek-V3 have experts. */
+static void mt_config_read_expert_layers(mt_config *config, mt_options *options) {
+    const json_t *dense = mt_config_get(config->root, "mlp_only_layers");
+    const json_t *step = mt_config_get(config->root, "decoder_sparse_step");
+    const json_t *first = mt_config_get(config->root, "first_k_dense_replace");
+    int64_t every = step ? json_integer_value(step) : 1, leading = json_integer_value(first);
+    if (config->failed || options->num_layers == 0) return;
+    if (every < 1) mt_config_fail(config, "\"decoder_sparse_step\" must be a number above 0");
+    if (dense && !json_is_array(dense)) mt_config_fail(config, "\"mlp_only_layers\" must be a list");
+    if (config->failed) return;
+    char *layers = mt_calloc(options->num_layers + 1);
+    for (int64_t i = 0; i < options->num_layers; i++) layers[i] = i >= leading && (i + 1) % every == 0 ? '1' : '0';
+    for (size_t i = 0; i < json_array_size(dense); i++) {
+        int64_t layer = json_integer_value(json_array_get(dense, i));
+        if (layer >= 0 && layer < options->num_layers) layers[layer] = '0';
+    }
+    bool any = strchr(layers, '1') != NULL;
+    char *text = mt_layer_freq_print(layers);
+    mt_string_set(&options->moe_layer_freq, strchr(layers, '0') ? text : "1");
+    if (!any) mt_config_fail(config, "no layer has experts");
+    free(text), free(layers);
+}
+
+/* The experts of Mixtral, Qwen3-MoE and DeepSeek-V3. */
+static void mt_config_read_experts(mt_config *config, mt_options *options) {
+    bool is_mixtral = strcmp(options->hf_family, "mixtral") == 0, is_qwen = strcmp(options->hf_family, "qwen3_moe") == 0;
+    const char *names[] = {"num_local_experts", "num_experts", "n_routed_experts"}, *name = NULL;
+    for (size_t i = 0; i < 3; i++)
+        if (mt_config_get(config->root, names[i])) name = names[i];
+    if (!name) mt_config_fail(config, "\"%s\" is missing", names[is_mixtral ? 0 : is_qwen ? 1 : 2]);
+    if (!name) return;
+    mt_config_read_size(config, name, options, MT_AT(num_experts));
+    mt_config_read_size(config, "num_experts_per_tok", options, MT_AT(moe_router_topk));
+    mt_config_read_option(config, config->root, "router_aux_loss_coef", options, MT_AT(moe_aux_loss_coeff));
+    mt_config_read_size(config, is_mixtral ? "intermediate_size" : "moe_intermediate_size", options,
+                        MT_AT(moe_ffn_hidden_size));
+    if (is_mixtral) return;
+    mt_config_read_expert_layers(config, options);
+    bool normalised = mt_config_bool(config, "norm_topk_prob", !is_qwen);
+    if (is_qwen) {
+        options->moe_router_pre_softmax = !normalised;
+        return;
+    }
+    if (!normalised) mt_config_fail(config, "\"norm_topk_prob\": false is not supported for deepseek_v3");
+    mt_string_set(&options->moe_router_score_function, "sigmoid");
+    options->moe_router_enable_expert_bias = true;
+    mt_config_read_option(config, config->root, "n_group", options, MT_AT(moe_router_num_groups));
+    mt_config_read_option(config, config->root, "topk_group", options, MT_AT(moe_router_group_topk));
+    mt_config_read_option(config, config->root, "routed_scaling_factor", options, MT_AT(moe_router_topk_scaling_factor));
+    mt_config_read_option(config, config->root, "n_shared_experts", options, MT_AT(moe_shared_expert_intermediate_size));
+    options->moe_shared_expert_intermediate_size *= options->moe_ffn_hidden_size;
+    if (options->moe_router_num_groups == 1 || options->moe_router_num_groups == options->moe_router_group_topk)
+        options->moe_router_num_groups = options->moe_router_group_topk = 0; // all groups: none
 }
 
 /* A model that no family of transformers describes: this program's own options, under their names. */
@@ -1419,8 +1542,8 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
     const char *family = mt_config_string(&config, config.root, "model_type", NULL);
     if (!json_is_object(config.root))
         mt_config_fail(&config, "must hold a JSON object");
-    else if (!family || !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|megatron", family))
-        mt_config_fail(&config, "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2 and qwen3 are supported",
+    else if (!family || !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|mixtral|qwen3_moe|megatron", family))
+        mt_config_fail(&config, "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2, qwen3, mixtral and qwen3_moe are supported",
                        family ? family : "missing");
     else
         mt_config_read_family(&config, shape, family);
@@ -1489,6 +1612,15 @@ static bool mt_family_fits(const mt_options *o, const char *family) {
     if (layernorm || strcmp(o->position_embedding_type, "rope") != 0 || !o->swiglu || o->rotary_percent != 1 ||
         o->rotary_interleaved)
         return false;
+    if (strcmp(family, "megatron") != 0 && mt_choice_has("mixtral|qwen3_moe", family) != (o->num_experts > 0))
+        return false;
+    bool plain_router = o->num_experts > 0 && strcmp(o->moe_router_score_function, "softmax") == 0 &&
+                        o->moe_router_num_groups == 0 && o->moe_router_topk_scaling_factor == 1 &&
+                        o->moe_shared_expert_intermediate_size == 0;
+    if (strcmp(family, "mixtral") == 0)
+        return plain_router && !o->moe_router_pre_softmax && !strchr(o->moe_layers, '0') && !o->qk_layernorm && !qkv &&
+               !output;
+    if (strcmp(family, "qwen3_moe") == 0) return plain_router && o->qk_layernorm && qkv == output;
     if (strcmp(family, "llama") == 0) return !o->qk_layernorm && qkv == output && o->window_size == 0;
     if (strcmp(family, "mistral") == 0) return !o->qk_layernorm && !qkv && !output && !mlp;
     if (strcmp(family, "qwen2") == 0) return !o->qk_layernorm && qkv && !output && !mlp;
@@ -1498,7 +1630,7 @@ static bool mt_family_fits(const mt_options *o, const char *family) {
 
 /* Keeps the family that the shape came from while it fits, else finds one that does. */
 static void mt_options_derive_family(mt_options *options) {
-    static const char *const families[] = {"gpt2", "llama", "mistral", "qwen2", "qwen3"};
+    static const char *const families[] = {"gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"};
     if (options->hf_family && mt_family_fits(options, options->hf_family)) return;
     mt_string_set(&options->hf_family, "megatron");
     for (size_t i = sizeof families / sizeof families[0]; i-- > 0;)
@@ -1569,7 +1701,7 @@ static void mt_config_write_llama(json_t *root, const mt_options *o) {
     mt_json_set_real(root, "rms_norm_eps", o->norm_epsilon);
     mt_json_set_real(root, "attention_dropout", o->attention_dropout);
     if (o->hidden_dropout > 0) mt_json_set_real(root, "hidden_dropout", o->hidden_dropout); // ours; theirs has none
-    if (strcmp(o->hf_family, "llama") == 0 || strcmp(o->hf_family, "qwen3") == 0)
+    if (strcmp(o->hf_family, "llama") == 0 || strncmp(o->hf_family, "qwen3", 5) == 0)
         mt_json_set_bool(root, "attention_bias", o->attention_output_bias);
     if (strcmp(o->hf_family, "llama") == 0) mt_json_set_bool(root, "mlp_bias", o->mlp_bias);
     json_object_set_new(root, "rope_parameters", mt_config_rope(o, true));
@@ -1587,6 +1719,27 @@ static void mt_config_write_llama(json_t *root, const mt_options *o) {
     mt_json_set_int(root, "max_window_layers", o->window_size > 0 ? 0 : o->num_layers);
 }
 
+/* The experts of Mixtral and Qwen3-MoE. */
+static void mt_config_write_experts(json_t *root, const mt_options *o) {
+    bool is_mixtral = strcmp(o->hf_family, "mixtral") == 0;
+    mt_json_set_int(root, "num_local_experts", o->num_experts);
+    mt_json_set_int(root, "num_experts_per_tok", o->moe_router_topk);
+    mt_json_set_real(root, "router_aux_loss_coef", o->moe_aux_loss_coeff);
+    mt_json_set_bool(root, "output_router_logits", false);
+    if (is_mixtral) {
+        mt_json_set_int(root, "intermediate_size", o->moe_ffn_hidden_size);
+        return;
+    }
+    json_t *dense = json_array();
+    for (int64_t i = 0; i < o->num_layers; i++)
+        if (o->moe_layers[i] == '0') json_array_append_new(dense, json_integer(i));
+    mt_json_set_int(root, "num_experts", o->num_experts); // transformers before 5
+    mt_json_set_int(root, "moe_intermediate_size", o->moe_ffn_hidden_size);
+    mt_json_set_bool(root, "norm_topk_prob", !o->moe_router_pre_softmax);
+    mt_json_set_int(root, "decoder_sparse_step", 1);
+    json_object_set_new(root, "mlp_only_layers", dense);
+}
+
 static void mt_config_write_megatron(json_t *root, const mt_options *options) {
     for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
         char key[80];
@@ -1596,7 +1749,8 @@ static void mt_config_write_megatron(json_t *root, const mt_options *options) {
         if (row->type == MT_NO) mt_json_set_bool(root, key, !*mt_option_bool(options, row));
         if (row->type == MT_INT) mt_json_set_int(root, key, *mt_option_int(options, row));
         if (row->type == MT_REAL) mt_json_set_real(root, key, *mt_option_real(options, row));
-        if (row->type == MT_CHOICE) mt_json_set_string(root, key, *mt_option_string(options, row));
+        if (row->type == MT_CHOICE || row->type == MT_STRING)
+            mt_json_set_string(root, key, *mt_option_string(options, row));
     }
     mt_json_set_bool(root, "attention_output_bias", options->attention_output_bias);
     mt_json_set_bool(root, "mlp_bias", options->mlp_bias);
@@ -1617,7 +1771,8 @@ static char *mt_json_print(const json_t *root) {
 char *mt_options_write_hf_config(const mt_options *options) {
     static const char *const classes[][2] = {{"gpt2", "GPT2LMHeadModel"},       {"llama", "LlamaForCausalLM"},
                                              {"mistral", "MistralForCausalLM"}, {"qwen2", "Qwen2ForCausalLM"},
-                                             {"qwen3", "Qwen3ForCausalLM"},     {"megatron", "MegatronForCausalLM"}};
+                                             {"qwen3", "Qwen3ForCausalLM"},     {"megatron", "MegatronForCausalLM"},
+                                             {"mixtral", "MixtralForCausalLM"}, {"qwen3_moe", "Qwen3MoeForCausalLM"}};
     const char *family = options->hf_family, *dtype = options->bf16 ? "bfloat16" : "float32";
     json_t *root = json_object();
     for (size_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
@@ -1640,6 +1795,7 @@ char *mt_options_write_hf_config(const mt_options *options) {
         mt_config_write_megatron(root, options);
     else
         mt_config_write_llama(root, options);
+    if (mt_choice_has("mixtral|qwen3_moe", family)) mt_config_write_experts(root, options);
     char *text = mt_json_print(root);
     json_decref(root);
     return text;
@@ -1678,6 +1834,28 @@ static const size_t mt_option_needs[][2] = {
     {MT_AT(account_for_embedding_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
     {MT_AT(account_for_loss_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
     {MT_AT(pipeline_model_parallel_layout), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(moe_ffn_hidden_size), MT_AT(num_experts)},
+    {MT_AT(moe_layer_freq), MT_AT(num_experts)},
+    {MT_AT(moe_shared_expert_intermediate_size), MT_AT(num_experts)},
+    {MT_AT(moe_router_topk), MT_AT(num_experts)},
+    {MT_AT(moe_router_score_function), MT_AT(num_experts)},
+    {MT_AT(moe_router_pre_softmax), MT_AT(num_experts)},
+    {MT_AT(moe_router_num_groups), MT_AT(num_experts)},
+    {MT_AT(moe_router_topk_scaling_factor), MT_AT(num_experts)},
+    {MT_AT(moe_router_enable_expert_bias), MT_AT(num_experts)},
+    {MT_AT(moe_router_load_balancing_type), MT_AT(num_experts)},
+    {MT_AT(moe_aux_loss_coeff), MT_AT(num_experts)},
+    {MT_AT(moe_z_loss_coeff), MT_AT(num_experts)},
+    {MT_AT(moe_expert_capacity_factor), MT_AT(num_experts)},
+    {MT_AT(moe_token_dispatcher_type), MT_AT(num_experts)},
+    {MT_AT(moe_grouped_gemm), MT_AT(num_experts)},
+    {MT_AT(expert_model_parallel_size), MT_AT(num_experts)},
+    {MT_AT(expert_tensor_parallel_size), MT_AT(num_experts)},
+    {MT_AT(moe_router_num_groups), MT_AT(moe_router_group_topk)},
+    {MT_AT(moe_router_group_topk), MT_AT(moe_router_num_groups)},
+    {MT_AT(moe_router_bias_update_rate), MT_AT(moe_router_enable_expert_bias)},
+    {MT_AT(moe_token_drop_policy), MT_AT(moe_expert_capacity_factor)},
+    {MT_AT(moe_pad_expert_input_to_capacity), MT_AT(moe_expert_capacity_factor)},
 };
 
 /* Pairs of options that contradict each other. */
@@ -1787,6 +1965,7 @@ static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
                             (long long)o->num_attention_heads, (long long)o->num_query_groups);
     if (o->swiglu && o->openai_gelu)
         return mt_error_set(error, "--swiglu and --openai-gelu exclude each other; leave one out");
+    if (o->num_experts > 0 && mt_options_finish_expert_layers(o, error)) return -1;
     if (o->add_bias_linear) o->add_qkv_bias = o->attention_output_bias = o->mlp_bias = true;
     double attention = (double)o->num_attention_heads * (double)o->kv_channels;
     double parameters =
@@ -2006,6 +2185,121 @@ static int mt_options_finish_parallel(mt_options *o, int64_t world_size, mt_erro
                             "--sequence-parallel",
                             (long long)o->seq_length, tensor, (long long)tp, (long long)cp);
     return 0;
+}
+
+/* The layers with experts, from --moe-layer-freq: a number, or a sum of lists that may be repeated, as Python writes
+ * it. Returns the layers written to `layers`, which has room for `max`, or -1. */
+static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
+    int64_t count = 0;
+    for (const char *at = text; *at;) {
+        int64_t first = count, times = 1;
+        while (*at == '(' || *at == ' ') at++;
+        if (*at++ != '[') return -1;
+        while (*at != ']') {
+            if ((*at != '0' && *at != '1') || count == max) return -1;
+            layers[count++] = *at++;
+            while (*at == ',' || *at == ' ') at++;
+        }
+        for (at++; *at == ' ';) at++;
+        if (*at == '*') {
+            char *end;
+            times = strtoll(at + 1, &end, 10), at = end;
+        }
+        int64_t listed = count - first;
+        if (times < 0 || times > max || listed == 0) return -1;
+        if (times == 0) count = first;
+        for (int64_t i = listed; i < listed * times; i++) {
+            if (count == max) return -1;
+            layers[count] = layers[count - listed], count++;
+        }
+        while (*at == ' ' || *at == ')') at++;
+        if (*at == '+') at++;
+        else if (*at) return -1;
+    }
+    return count;
+}
+
+static int mt_options_finish_expert_layers(mt_options *o, mt_error *error) {
+    int64_t every = 0;
+    mt_string_set(&o->moe_layers, NULL);
+    o->moe_layers = mt_calloc(o->num_layers + 1);
+    bool is_number = mt_parse_int(o->moe_layer_freq, &every);
+    for (int64_t i = 0; is_number && every > 0 && i < o->num_layers; i++) o->moe_layers[i] = i % every ? '0' : '1';
+    if (is_number ? every > 0 : mt_layer_freq_parse(o->moe_layer_freq, o->moe_layers, o->num_layers) == o->num_layers)
+        return 0;
+    return mt_error_set(error,
+                        "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
+                        "([0]*1+[1]*%lld), got '%.100s'",
+                        (long long)o->num_layers, (long long)o->num_layers - 1, o->moe_layer_freq);
+}
+
+/* How experts are chosen. */
+static int mt_options_check_router(const mt_options *o, mt_error *error) {
+    int64_t E = o->num_experts, k = o->moe_router_topk, groups = o->moe_router_num_groups;
+    bool sigmoid = strcmp(o->moe_router_score_function, "sigmoid") == 0;
+    if (k > E)
+        return mt_error_set(error, "--moe-router-topk %lld must be at most --num-experts %lld", (long long)k,
+                            (long long)E);
+    if (sigmoid && o->moe_router_pre_softmax)
+        return mt_error_set(error, "--moe-router-pre-softmax needs --moe-router-score-function softmax");
+    if (!sigmoid && k == 1 && !o->moe_router_pre_softmax)
+        return mt_error_set(error, "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one chosen expert "
+                                   "is always 1, so that the router would not learn");
+    if (!sigmoid && o->moe_router_enable_expert_bias)
+        return mt_error_set(error, "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid");
+    if (groups > 0 && (E % groups != 0 || o->moe_router_group_topk > groups || k % o->moe_router_group_topk != 0))
+        return mt_error_set(error,
+                            "--moe-router-num-groups %lld must divide --num-experts %lld and be at least "
+                            "--moe-router-group-topk %lld, which must divide --moe-router-topk %lld",
+                            (long long)groups, (long long)E, (long long)o->moe_router_group_topk, (long long)k);
+    if (groups > 0 && k > E / groups * o->moe_router_group_topk)
+        return mt_error_set(error,
+                            "--moe-router-topk %lld is more than the %lld experts of --moe-router-group-topk %lld "
+                            "groups; raise it or lower --moe-router-num-groups",
+                            (long long)k, (long long)(E / groups * o->moe_router_group_topk),
+                            (long long)o->moe_router_group_topk);
+    if (o->moe_aux_loss_coeff > 0 && strcmp(o->moe_router_load_balancing_type, "none") == 0)
+        return mt_error_set(error, "--moe-aux-loss-coeff %g needs a --moe-router-load-balancing-type other than none",
+                            o->moe_aux_loss_coeff);
+    return 0;
+}
+
+/* How ranks share the experts. */
+static int mt_options_check_expert_ranks(const mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
+    int64_t ep = o->expert_model_parallel_size, etp = o->expert_tensor_parallel_size;
+    int64_t pp = o->pipeline_model_parallel_size;
+    if (o->num_experts % ep != 0)
+        return mt_error_set(error, "--num-experts %lld must be a multiple of --expert-model-parallel-size %lld",
+                            (long long)o->num_experts, (long long)ep);
+    if (o->moe_ffn_hidden_size % etp != 0)
+        return mt_error_set(error, "--moe-ffn-hidden-size %lld must be a multiple of --expert-tensor-parallel-size %lld",
+                            (long long)o->moe_ffn_hidden_size, (long long)etp);
+    if (o->moe_shared_expert_intermediate_size % o->tensor_model_parallel_size != 0)
+        return mt_error_set(
+            error, "--moe-shared-expert-intermediate-size %lld must be a multiple of --tensor-model-parallel-size %lld",
+            (long long)o->moe_shared_expert_intermediate_size, (long long)o->tensor_model_parallel_size);
+    if (world_size % (ep * etp * pp) != 0)
+        return mt_error_set(error,
+                            "--expert-tensor-parallel-size %lld x --expert-model-parallel-size %lld x "
+                            "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
+                            (long long)etp, (long long)ep, (long long)pp, (long long)world_size);
+    if (program == MT_PROGRAM_TRAIN && o->tensor_model_parallel_size > 1 && !o->sequence_parallel)
+        return mt_error_set(error, "--num-experts with --tensor-model-parallel-size %lld needs --sequence-parallel: each "
+                                   "rank routes tokens of its own",
+                            (long long)o->tensor_model_parallel_size);
+    return 0;
+}
+
+/* The experts: what they derive from, and what they must keep. */
+static int mt_options_finish_experts(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
+    if (o->num_experts == 0) return 0;
+    if (o->moe_ffn_hidden_size == 0) o->moe_ffn_hidden_size = o->ffn_hidden_size;
+    if (o->expert_tensor_parallel_size == 0) o->expert_tensor_parallel_size = o->tensor_model_parallel_size;
+    if (!o->swiglu) return mt_error_set(error, "--num-experts needs --swiglu: experts have gates");
+    if (o->mlp_bias)
+        return mt_error_set(error, "--num-experts needs --disable-bias-linear: experts have no biases");
+    if (mt_options_check_router(o, error)) return -1;
+    return mt_options_check_expert_ranks(o, program, world_size, error);
 }
 
 /* The two sizes of --hierarchical-context-parallel-sizes, which make the context group. */
@@ -2314,6 +2608,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     if (mt_options_check_attention(options, program, error)) return -1;
     if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_finish_parallel(options, world_size, error)) return -1;
+    if (mt_options_finish_experts(options, program, world_size, error)) return -1;
     if (mt_options_finish_context(options, error)) return -1;
     if (mt_options_finish_pipeline(options, error)) return -1;
     if (program == MT_PROGRAM_INFER && options->data_parallel_size > 1)
@@ -2332,8 +2627,11 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
     double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output, multiplications a token
     double attention = heads * D * T;                                  // q k and p v, each over T / 2 keys
-    double mlp = (o->swiglu ? 3 : 2) * C * F;
-    double per_token = (double)o->num_layers * (projections + attention + mlp) + C * (double)o->padded_vocab_size;
+    double mlp = (o->swiglu ? 3 : 2) * C * F, experts = 0; // of a layer with experts, those that a token visits
+    for (int64_t i = 0; o->moe_layers && i < o->num_layers; i++) experts += o->moe_layers[i] == '1';
+    double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
+    double mlps = ((double)o->num_layers - experts) * mlp + experts * 3 * C * visited;
+    double per_token = (double)o->num_layers * (projections + attention) + mlps + C * (double)o->padded_vocab_size;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
 
@@ -4002,6 +4300,10 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .expert_tensor = 1,
                            .num_query_groups = options->num_query_groups,
                            .context_a2a = options->context_a2a_size};
+    if (options->num_experts > 0) {
+        shape.expert = options->expert_model_parallel_size;
+        shape.expert_tensor = options->expert_tensor_parallel_size;
+    }
     shape.data = world_size / (shape.tensor * shape.context * shape.pipeline);
     shape.expert_data = world_size / (shape.expert_tensor * shape.expert * shape.pipeline);
     MT_CHECK(shape.tensor * shape.context * shape.data * shape.pipeline == world_size);
@@ -4066,13 +4368,15 @@ int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, in
         [MT_GROUP_EXPERT] = {false, true, false, false},
         [MT_GROUP_EXPERT_TENSOR] = {true, false, false, false},
         [MT_GROUP_EXPERT_DATA] = {false, false, true, false},
+        [MT_GROUP_EXPERT_EXCHANGE] = {true, true, false, false},
         [MT_GROUP_KV_REPLICAS] = {true, false, false, false},
         [MT_GROUP_CONTEXT_A2A] = {false, true, false, false},
         [MT_GROUP_CONTEXT_RING] = {false, true, false, false},
     };
     const int64_t dense[4] = {s->tensor, s->context, s->data, s->pipeline};
     const int64_t expert[4] = {s->expert_tensor, s->expert, s->expert_data, s->pipeline};
-    bool of_experts = kind == MT_GROUP_EXPERT || kind == MT_GROUP_EXPERT_TENSOR || kind == MT_GROUP_EXPERT_DATA;
+    bool of_experts = kind == MT_GROUP_EXPERT || kind == MT_GROUP_EXPERT_TENSOR || kind == MT_GROUP_EXPERT_DATA ||
+                      kind == MT_GROUP_EXPERT_EXCHANGE;
     int count = mt_grid_free_dimensions(members, of_experts ? expert : dense, is_free[kind], rank);
     if (kind == MT_GROUP_EMBEDDING) return mt_grid_keep_ends(members, count, rank);
     if (kind == MT_GROUP_CONTEXT_A2A || kind == MT_GROUP_CONTEXT_RING)

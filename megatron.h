@@ -130,6 +130,17 @@ typedef struct mt_options {
     double rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, yarn_beta_fast, yarn_beta_slow;
     double yarn_mscale, yarn_mscale_all_dim, yarn_attention_factor;
     int64_t original_max_position_embeddings;
+    /* mixture of experts; num_experts 0: none */
+    int64_t num_experts, moe_router_topk, moe_router_num_groups, moe_router_group_topk;
+    int64_t moe_ffn_hidden_size, moe_shared_expert_intermediate_size;
+    char *moe_layer_freq;                  // N: every N-th layer; or 0 and 1 for every layer, ([0]*3+[1]*58)
+    char *moe_router_score_function;       // softmax | sigmoid
+    char *moe_router_load_balancing_type;  // none | aux_loss | seq_aux_loss | global_aux_loss
+    char *moe_token_dispatcher_type;       // alltoall | allgather
+    char *moe_token_drop_policy;           // probs | position
+    bool moe_router_pre_softmax, moe_router_enable_expert_bias, moe_pad_expert_input_to_capacity, moe_grouped_gemm;
+    double moe_router_topk_scaling_factor, moe_router_bias_update_rate, moe_aux_loss_coeff, moe_z_loss_coeff;
+    double moe_expert_capacity_factor;
     /* training */
     int64_t micro_batch_size, global_batch_size, seq_length, train_iters, train_samples;
     mt_strings rampup_batch_size; // start, increment, samples
@@ -147,6 +158,7 @@ typedef struct mt_options {
     char *attention_backend; // auto | flash | cudnn | unfused
     /* parallelism */
     int64_t tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size;
+    int64_t expert_model_parallel_size, expert_tensor_parallel_size;
     bool sequence_parallel;
     char *cp_comm_type;                             // p2p | all_gather | a2a | a2a+p2p
     mt_strings hierarchical_context_parallel_sizes; // a2a, ring
@@ -176,11 +188,12 @@ typedef struct mt_options {
     bool print_tokens;
     double temperature, top_p;
     int64_t top_k, max_new_tokens, max_sequences;
-    uint64_t given[3]; // a bit a row of the table: given by the user, so config.json does not override it
+    uint64_t given[5]; // a bit a row of the table: given by the user, so config.json does not override it
     /* derived by mt_options_finish, or read from a Hugging Face config; not options themselves */
     int64_t data_parallel_size; // ranks / (tensor, pipeline and context sizes)
     int64_t context_a2a_size;   // ranks of the context group that trade tokens for heads; 1: none
     int64_t padded_vocab_size;
+    char *moe_layers; // [num_layers] characters '0' or '1': which layers have experts; NULL: none
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
     char *hf_family;                      // gpt2 | llama | mistral | qwen2 | qwen3, or megatron: none of them fits
