@@ -419,8 +419,8 @@ static const mt_option mt_option_table[] = {
      "layers with experts: every N-th from the first on, or 0 and 1 for every layer"},
     {"moe-ffn-hidden-size", MT_INT, MT_AT(moe_ffn_hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
      "width of an expert; --ffn-hidden-size when not given"},
-    {"moe-shared-expert-intermediate-size", MT_INT, MT_AT(moe_shared_expert_intermediate_size), MT_TRAIN,
-     MT_OF_WEIGHTS, NULL, "[1,16777216]", "width of the expert that every token visits; none when not given"},
+    {"moe-shared-expert-intermediate-size", MT_INT, MT_AT(moe_shared_expert_intermediate_size), MT_TRAIN, MT_OF_WEIGHTS,
+     NULL, "[1,16777216]", "width of the expert that every token visits; none when not given"},
     {"moe-router-topk", MT_INT, MT_AT(moe_router_topk), MT_TRAIN, MT_OF_MODEL, "2", "[1,65536]",
      "experts that a token visits"},
     {"moe-router-score-function", MT_CHOICE, MT_AT(moe_router_score_function), MT_TRAIN, MT_OF_MODEL, "softmax",
@@ -435,8 +435,8 @@ static const mt_option mt_option_table[] = {
      "(0,1e6]", "factor of the probabilities"},
     {"moe-router-enable-expert-bias", MT_FLAG, MT_AT(moe_router_enable_expert_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL,
      NULL, "a bias for every expert's score, moved after each step towards equal loads"},
-    {"moe-router-bias-update-rate", MT_REAL, MT_AT(moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3",
-     "[0,1e6]", "how far it moves"},
+    {"moe-router-bias-update-rate", MT_REAL, MT_AT(moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3", "[0,1e6]",
+     "how far it moves"},
     {"moe-router-load-balancing-type", MT_CHOICE, MT_AT(moe_router_load_balancing_type), MT_TRAIN, MT_OF_RUN,
      "aux_loss", "none|aux_loss|seq_aux_loss|global_aux_loss",
      "what --moe-aux-loss-coeff balances: a micro-batch, each sequence, or the global batch so far"},
@@ -467,8 +467,8 @@ static const mt_option mt_option_table[] = {
      "ranks that share every sequence"},
     {"expert-model-parallel-size", MT_INT, MT_AT(expert_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
      "ranks that share the experts of a layer, among all that hold it"},
-    {"expert-tensor-parallel-size", MT_INT, MT_AT(expert_tensor_parallel_size), MT_BOTH, MT_OF_RUN, NULL,
-     "[1,1048576]", "ranks that share every expert; --tensor-model-parallel-size when not given"},
+    {"expert-tensor-parallel-size", MT_INT, MT_AT(expert_tensor_parallel_size), MT_BOTH, MT_OF_RUN, NULL, "[1,1048576]",
+     "ranks that share every expert; --tensor-model-parallel-size when not given"},
     {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "tensor-parallel ranks share the tokens of norms and dropout"},
     {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_TRAIN, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
@@ -1391,34 +1391,6 @@ static void mt_config_read_llama_sizes(mt_config *config, mt_options *options) {
     mt_config_read_option(config, config->root, "head_dim", options, MT_AT(kv_channels));
 }
 
-/* Llama, Mistral, Qwen2 and Qwen3: the same block but for biases, norms of heads and windows. */
-static void mt_config_read_llama(mt_config *config, mt_options *options) {
-    const char *activation = mt_config_string(config, config->root, "hidden_act", "silu");
-    bool is_qwen2 = strcmp(options->hf_family, "qwen2") == 0;
-    bool is_qwen3 = strncmp(options->hf_family, "qwen3", 5) == 0; // qwen3_moe too
-    bool is_llama = strcmp(options->hf_family, "llama") == 0;
-    mt_config_read_llama_sizes(config, options);
-    options->norm_epsilon = 1e-6; // what their classes in transformers have by default
-    options->hidden_dropout = options->attention_dropout = 0;
-    mt_config_read_option(config, config->root, "rms_norm_eps", options, MT_AT(norm_epsilon));
-    mt_config_read_option(config, config->root, "hidden_dropout", options, MT_AT(hidden_dropout));
-    mt_config_read_option(config, config->root, "attention_dropout", options, MT_AT(attention_dropout));
-    if (!mt_choice_has("silu|swish", activation))
-        mt_config_fail(config, "\"hidden_act\" \"%.40s\" is not supported; silu is", activation);
-    options->swiglu = true;
-    options->qk_layernorm = is_qwen3;
-    mt_string_set(&options->normalization, "RMSNorm");
-    mt_string_set(&options->position_embedding_type, "rope");
-    options->attention_output_bias = (is_llama || is_qwen3) && mt_config_bool(config, "attention_bias", false);
-    options->add_qkv_bias = is_qwen2 || options->attention_output_bias;
-    options->mlp_bias = is_llama && mt_config_bool(config, "mlp_bias", false);
-    options->add_bias_linear = options->attention_output_bias && options->mlp_bias;
-    options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", false);
-    mt_config_read_rope(config, options);
-    mt_config_read_window(config, options);
-    if (mt_choice_has("mixtral|qwen3_moe|deepseek_v3", options->hf_family)) mt_config_read_experts(config, options);
-}
-
 /* Layers with experts as --moe-layer-freq writes them: equal neighbours together, ([0]*3+[1]*58). */
 static char *mt_layer_freq_print(const char *layers) {
     size_t room = 16 * strlen(layers) + 3, used = 1;
@@ -1459,7 +1431,8 @@ static void mt_config_read_expert_layers(mt_config *config, mt_options *options)
 
 /* The experts of Mixtral, Qwen3-MoE and DeepSeek-V3. */
 static void mt_config_read_experts(mt_config *config, mt_options *options) {
-    bool is_mixtral = strcmp(options->hf_family, "mixtral") == 0, is_qwen = strcmp(options->hf_family, "qwen3_moe") == 0;
+    bool is_mixtral = strcmp(options->hf_family, "mixtral") == 0,
+         is_qwen = strcmp(options->hf_family, "qwen3_moe") == 0;
     const char *names[] = {"num_local_experts", "num_experts", "n_routed_experts"}, *name = NULL;
     for (size_t i = 0; i < 3; i++)
         if (mt_config_get(config->root, names[i])) name = names[i];
@@ -1482,11 +1455,41 @@ static void mt_config_read_experts(mt_config *config, mt_options *options) {
     options->moe_router_enable_expert_bias = true;
     mt_config_read_option(config, config->root, "n_group", options, MT_AT(moe_router_num_groups));
     mt_config_read_option(config, config->root, "topk_group", options, MT_AT(moe_router_group_topk));
-    mt_config_read_option(config, config->root, "routed_scaling_factor", options, MT_AT(moe_router_topk_scaling_factor));
-    mt_config_read_option(config, config->root, "n_shared_experts", options, MT_AT(moe_shared_expert_intermediate_size));
+    mt_config_read_option(config, config->root, "routed_scaling_factor", options,
+                          MT_AT(moe_router_topk_scaling_factor));
+    mt_config_read_option(config, config->root, "n_shared_experts", options,
+                          MT_AT(moe_shared_expert_intermediate_size));
     options->moe_shared_expert_intermediate_size *= options->moe_ffn_hidden_size;
     if (options->moe_router_num_groups == 1 || options->moe_router_num_groups == options->moe_router_group_topk)
         options->moe_router_num_groups = options->moe_router_group_topk = 0; // all groups: none
+}
+
+/* Llama, Mistral, Qwen2 and Qwen3: the same block but for biases, norms of heads and windows. */
+static void mt_config_read_llama(mt_config *config, mt_options *options) {
+    const char *activation = mt_config_string(config, config->root, "hidden_act", "silu");
+    bool is_qwen2 = strcmp(options->hf_family, "qwen2") == 0;
+    bool is_qwen3 = strncmp(options->hf_family, "qwen3", 5) == 0; // qwen3_moe too
+    bool is_llama = strcmp(options->hf_family, "llama") == 0;
+    mt_config_read_llama_sizes(config, options);
+    options->norm_epsilon = 1e-6; // what their classes in transformers have by default
+    options->hidden_dropout = options->attention_dropout = 0;
+    mt_config_read_option(config, config->root, "rms_norm_eps", options, MT_AT(norm_epsilon));
+    mt_config_read_option(config, config->root, "hidden_dropout", options, MT_AT(hidden_dropout));
+    mt_config_read_option(config, config->root, "attention_dropout", options, MT_AT(attention_dropout));
+    if (!mt_choice_has("silu|swish", activation))
+        mt_config_fail(config, "\"hidden_act\" \"%.40s\" is not supported; silu is", activation);
+    options->swiglu = true;
+    options->qk_layernorm = is_qwen3;
+    mt_string_set(&options->normalization, "RMSNorm");
+    mt_string_set(&options->position_embedding_type, "rope");
+    options->attention_output_bias = (is_llama || is_qwen3) && mt_config_bool(config, "attention_bias", false);
+    options->add_qkv_bias = is_qwen2 || options->attention_output_bias;
+    options->mlp_bias = is_llama && mt_config_bool(config, "mlp_bias", false);
+    options->add_bias_linear = options->attention_output_bias && options->mlp_bias;
+    options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", false);
+    mt_config_read_rope(config, options);
+    mt_config_read_window(config, options);
+    if (mt_choice_has("mixtral|qwen3_moe|deepseek_v3", options->hf_family)) mt_config_read_experts(config, options);
 }
 
 /* A model that no family of transformers describes: this program's own options, under their names. */
@@ -1545,8 +1548,9 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
     if (!json_is_object(config.root))
         mt_config_fail(&config, "must hold a JSON object");
     else if (!family || !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|mixtral|qwen3_moe|megatron", family))
-        mt_config_fail(&config, "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2, qwen3, mixtral and qwen3_moe are supported",
-                       family ? family : "missing");
+        mt_config_fail(
+            &config, "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2, qwen3, mixtral and qwen3_moe are supported",
+            family ? family : "missing");
     else
         mt_config_read_family(&config, shape, family);
     json_decref(config.root);
@@ -1940,6 +1944,54 @@ static void mt_options_derive_sizes(mt_options *o) {
     if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
 }
 
+/* The layers with experts, from --moe-layer-freq: a number, or a sum of lists that may be repeated, as Python writes
+ * it. Returns the layers written to `layers`, which has room for `max`, or -1. */
+static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
+    int64_t count = 0;
+    for (const char *at = text; *at;) {
+        int64_t first = count, times = 1;
+        while (*at == '(' || *at == ' ') at++;
+        if (*at++ != '[') return -1;
+        while (*at != ']') {
+            if ((*at != '0' && *at != '1') || count == max) return -1;
+            layers[count++] = *at++;
+            while (*at == ',' || *at == ' ') at++;
+        }
+        for (at++; *at == ' ';) at++;
+        if (*at == '*') {
+            char *end;
+            times = strtoll(at + 1, &end, 10), at = end;
+        }
+        int64_t listed = count - first;
+        if (times < 0 || times > max || listed == 0) return -1;
+        if (times == 0) count = first;
+        for (int64_t i = listed; i < listed * times; i++) {
+            if (count == max) return -1;
+            layers[count] = layers[count - listed], count++;
+        }
+        while (*at == ' ' || *at == ')') at++;
+        if (*at == '+')
+            at++;
+        else if (*at)
+            return -1;
+    }
+    return count;
+}
+
+static int mt_options_finish_expert_layers(mt_options *o, mt_error *error) {
+    int64_t every = 0;
+    mt_string_set(&o->moe_layers, NULL);
+    o->moe_layers = mt_calloc(o->num_layers + 1);
+    bool is_number = mt_parse_int(o->moe_layer_freq, &every);
+    for (int64_t i = 0; is_number && every > 0 && i < o->num_layers; i++) o->moe_layers[i] = i % every ? '0' : '1';
+    if (is_number ? every > 0 : mt_layer_freq_parse(o->moe_layer_freq, o->moe_layers, o->num_layers) == o->num_layers)
+        return 0;
+    return mt_error_set(error,
+                        "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
+                        "([0]*1+[1]*%lld), got '%.100s'",
+                        (long long)o->num_layers, (long long)o->num_layers - 1, o->moe_layer_freq);
+}
+
 static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
     const struct {
         int64_t value;
@@ -2189,52 +2241,6 @@ static int mt_options_finish_parallel(mt_options *o, int64_t world_size, mt_erro
     return 0;
 }
 
-/* The layers with experts, from --moe-layer-freq: a number, or a sum of lists that may be repeated, as Python writes
- * it. Returns the layers written to `layers`, which has room for `max`, or -1. */
-static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
-    int64_t count = 0;
-    for (const char *at = text; *at;) {
-        int64_t first = count, times = 1;
-        while (*at == '(' || *at == ' ') at++;
-        if (*at++ != '[') return -1;
-        while (*at != ']') {
-            if ((*at != '0' && *at != '1') || count == max) return -1;
-            layers[count++] = *at++;
-            while (*at == ',' || *at == ' ') at++;
-        }
-        for (at++; *at == ' ';) at++;
-        if (*at == '*') {
-            char *end;
-            times = strtoll(at + 1, &end, 10), at = end;
-        }
-        int64_t listed = count - first;
-        if (times < 0 || times > max || listed == 0) return -1;
-        if (times == 0) count = first;
-        for (int64_t i = listed; i < listed * times; i++) {
-            if (count == max) return -1;
-            layers[count] = layers[count - listed], count++;
-        }
-        while (*at == ' ' || *at == ')') at++;
-        if (*at == '+') at++;
-        else if (*at) return -1;
-    }
-    return count;
-}
-
-static int mt_options_finish_expert_layers(mt_options *o, mt_error *error) {
-    int64_t every = 0;
-    mt_string_set(&o->moe_layers, NULL);
-    o->moe_layers = mt_calloc(o->num_layers + 1);
-    bool is_number = mt_parse_int(o->moe_layer_freq, &every);
-    for (int64_t i = 0; is_number && every > 0 && i < o->num_layers; i++) o->moe_layers[i] = i % every ? '0' : '1';
-    if (is_number ? every > 0 : mt_layer_freq_parse(o->moe_layer_freq, o->moe_layers, o->num_layers) == o->num_layers)
-        return 0;
-    return mt_error_set(error,
-                        "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
-                        "([0]*1+[1]*%lld), got '%.100s'",
-                        (long long)o->num_layers, (long long)o->num_layers - 1, o->moe_layer_freq);
-}
-
 /* How experts are chosen. */
 static int mt_options_check_router(const mt_options *o, mt_error *error) {
     int64_t E = o->num_experts, k = o->moe_router_topk, groups = o->moe_router_num_groups;
@@ -2245,8 +2251,9 @@ static int mt_options_check_router(const mt_options *o, mt_error *error) {
     if (sigmoid && o->moe_router_pre_softmax)
         return mt_error_set(error, "--moe-router-pre-softmax needs --moe-router-score-function softmax");
     if (!sigmoid && k == 1 && !o->moe_router_pre_softmax)
-        return mt_error_set(error, "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one chosen expert "
-                                   "is always 1, so that the router would not learn");
+        return mt_error_set(error,
+                            "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one chosen expert "
+                            "is always 1, so that the router would not learn");
     if (!sigmoid && o->moe_router_enable_expert_bias)
         return mt_error_set(error, "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid");
     if (groups > 0 && (E % groups != 0 || o->moe_router_group_topk > groups || k % o->moe_router_group_topk != 0))
@@ -2274,7 +2281,8 @@ static int mt_options_check_expert_ranks(const mt_options *o, mt_program program
         return mt_error_set(error, "--num-experts %lld must be a multiple of --expert-model-parallel-size %lld",
                             (long long)o->num_experts, (long long)ep);
     if (o->moe_ffn_hidden_size % etp != 0)
-        return mt_error_set(error, "--moe-ffn-hidden-size %lld must be a multiple of --expert-tensor-parallel-size %lld",
+        return mt_error_set(error,
+                            "--moe-ffn-hidden-size %lld must be a multiple of --expert-tensor-parallel-size %lld",
                             (long long)o->moe_ffn_hidden_size, (long long)etp);
     if (o->moe_shared_expert_intermediate_size % o->tensor_model_parallel_size != 0)
         return mt_error_set(
@@ -2286,8 +2294,9 @@ static int mt_options_check_expert_ranks(const mt_options *o, mt_program program
                             "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
                             (long long)etp, (long long)ep, (long long)pp, (long long)world_size);
     if (program == MT_PROGRAM_TRAIN && o->tensor_model_parallel_size > 1 && !o->sequence_parallel)
-        return mt_error_set(error, "--num-experts with --tensor-model-parallel-size %lld needs --sequence-parallel: each "
-                                   "rank routes tokens of its own",
+        return mt_error_set(error,
+                            "--num-experts with --tensor-model-parallel-size %lld needs --sequence-parallel: each "
+                            "rank routes tokens of its own",
                             (long long)o->tensor_model_parallel_size);
     return 0;
 }
@@ -2298,8 +2307,7 @@ static int mt_options_finish_experts(mt_options *o, mt_program program, int64_t 
     if (o->moe_ffn_hidden_size == 0) o->moe_ffn_hidden_size = o->ffn_hidden_size;
     if (o->expert_tensor_parallel_size == 0) o->expert_tensor_parallel_size = o->tensor_model_parallel_size;
     if (!o->swiglu) return mt_error_set(error, "--num-experts needs --swiglu: experts have gates");
-    if (o->mlp_bias)
-        return mt_error_set(error, "--num-experts needs --disable-bias-linear: experts have no biases");
+    if (o->mlp_bias) return mt_error_set(error, "--num-experts needs --disable-bias-linear: experts have no biases");
     if (mt_options_check_router(o, error)) return -1;
     return mt_options_check_expert_ranks(o, program, world_size, error);
 }
@@ -5876,7 +5884,9 @@ static const mt_param_name mt_param_names[MT_NUM_ROLES] = {
 /* The name of a role, an expert's with its number. */
 static void mt_param_set_name(const mt_param_table *table, mt_param *param) {
     const mt_param_name *names = &mt_param_names[param->role];
-    const char *name = table->is_gpt2 ? names->gpt2 : table->is_mixtral && names->mixtral ? names->mixtral : names->llama;
+    const char *name = table->is_gpt2                        ? names->gpt2
+                       : table->is_mixtral && names->mixtral ? names->mixtral
+                                                             : names->llama;
     char layer[64] = "", expert[32] = "";
     const char *number = strchr(name, '#');
     int before = (int)(number ? number - name : (long)strlen(name));
@@ -6160,37 +6170,37 @@ typedef struct mt_layer {
     mt_weight mlp_norm, mlp_norm_bias;
     mt_weight fc1, fc1_bias; // [2F, C] gate then up, or [F, C]; of the expert that every token visits
     mt_weight down, down_bias;
-    mt_weight router, router_bias;   // [E, C], [E] fp32
+    mt_weight router, router_bias;     // [E, C], [E] fp32
     mt_weight expert_fc1, expert_down; // of the experts here, [E/ep, 2F, C] and [E/ep, C, F]
 } mt_layer;
 
 /* Rows that come to the experts of this rank, in the order of experts, and what they become. */
 typedef struct mt_expert_rows {
-    void *memory;     // of its own, where the number of rows depends on the data; NULL: in the arena
-    int64_t capacity; // M
-    void *input;      // [M, C]
-    float *weights;   // [M] probabilities
-    void *hidden;     // [M, 2F]
-    void *active;     // [M, F]
+    void *memory;                     // of its own, where the number of rows depends on the data; NULL: in the arena
+    int64_t capacity;                 // M
+    void *input;                      // [M, C]
+    float *weights;                   // [M] probabilities
+    void *hidden;                     // [M, 2F]
+    void *active;                     // [M, F]
     int32_t *to_expert, *from_expert; // [M] their order as they came, and the way back
 } mt_expert_rows;
 
 /* What routing leaves for the backward. N tokens are R, or with the allgather dispatcher those of all ranks that
  * exchange. */
 typedef struct mt_routing {
-    float *logits;             // [R, E]
-    float *probs;              // [N, k]
-    int32_t *experts;          // [N, k] as chosen
-    int32_t *kept;             // [N, k] without what was dropped; `experts` where nothing can be
-    float *balance;            // [2, S, E] shares and counts
-    int32_t *position;         // [N, k copies]
-    int32_t *choice, *token;   // [P]
-    int32_t *offsets;          // [places + 1] of rows that leave
-    int32_t *expert_offsets;   // [E/ep + 1] of rows that came; `offsets` where nothing is exchanged
-    int64_t num_choices;       // P, rows that leave
-    int64_t num_rows;          // M, rows that came
-    int64_t *sent, *received;  // [size] rows to and from every rank, on the host
-    int32_t *host_offsets;     // [E/ep + 1] for a product an expert
+    float *logits;            // [R, E]
+    float *probs;             // [N, k]
+    int32_t *experts;         // [N, k] as chosen
+    int32_t *kept;            // [N, k] without what was dropped; `experts` where nothing can be
+    float *balance;           // [2, S, E] shares and counts
+    int32_t *position;        // [N, k copies]
+    int32_t *choice, *token;  // [P]
+    int32_t *offsets;         // [places + 1] of rows that leave
+    int32_t *expert_offsets;  // [E/ep + 1] of rows that came; `offsets` where nothing is exchanged
+    int64_t num_choices;      // P, rows that leave
+    int64_t num_rows;         // M, rows that came
+    int64_t *sent, *received; // [size] rows to and from every rank, on the host
+    int32_t *host_offsets;    // [E/ep + 1] for a product an expert
     mt_expert_rows rows;
 } mt_routing;
 
@@ -6228,35 +6238,35 @@ typedef struct mt_layer_scratch {
 /* The experts of this rank, and buffers that all layers use in turn. */
 typedef struct mt_experts {
     mt_router router;
-    int64_t num_layers;      // of this rank that have experts
-    int64_t local, F;        // experts here, and the width here of each
-    int64_t tokens;          // N of the largest micro-batch
-    int64_t num_choices;     // P, rows that leave
-    int64_t places;          // experts times the ranks that share each: where rows can go
-    int64_t sequences;       // S that are balanced one by one
-    const mt_group *group;   // who exchanges tokens
-    mt_stream *comm;         // where they do
-    bool gathers;            // all tokens go to all ranks
+    int64_t num_layers;    // of this rank that have experts
+    int64_t local, F;      // experts here, and the width here of each
+    int64_t tokens;        // N of the largest micro-batch
+    int64_t num_choices;   // P, rows that leave
+    int64_t places;        // experts times the ranks that share each: where rows can go
+    int64_t sequences;     // S that are balanced one by one
+    const mt_group *group; // who exchanges tokens
+    mt_stream *comm;       // where they do
+    bool gathers;          // all tokens go to all ranks
     bool drops, pads, grouped, balances;
-    bool accumulates;        // as in mt_tensor_parallel
-    mt_expert_rows rows;     // gradients, and rows before they leave
-    mt_expert_rows travelling; // where rows arrive that are exchanged, in the order of their ranks
-    void *gathered;          // [N, C], with `gathers`
-    void *scattered;         // [R, C]
-    float *dprobs, *dlogits; // [N, k]; [R, E]
-    void *dlogits_rounded;   // [R, E] of the model's type
-    void *router_dx;         // [R, C]
-    int32_t *all_offsets;    // [size, places + 1]
-    int32_t *counts;         // [size, E/ep]
+    bool accumulates;                    // as in mt_tensor_parallel
+    mt_expert_rows rows;                 // gradients, and rows before they leave
+    mt_expert_rows travelling;           // where rows arrive that are exchanged, in the order of their ranks
+    void *gathered;                      // [N, C], with `gathers`
+    void *scattered;                     // [R, C]
+    float *dprobs, *dlogits;             // [N, k]; [R, E]
+    void *dlogits_rounded;               // [R, E] of the model's type
+    void *router_dx;                     // [R, C]
+    int32_t *all_offsets;                // [size, places + 1]
+    int32_t *counts;                     // [size, E/ep]
     int32_t *host_offsets, *host_counts; // the same on the host
     int64_t *out_counts, *in_counts;     // [size] on the host
-    int32_t *all_experts;    // [Tall, k], for dropping, and here below
+    int32_t *all_experts;                // [Tall, k], for dropping, and here below
     float *all_probs;
     int64_t *all_index;
-    float *loads, *kept;     // [num_layers, E] tokens of this step that chose each expert; that it kept
-    float *global;           // [num_layers, E] of the global batch so far
-    double *losses;          // [2] auxiliary and z, times tokens
-    int32_t *invalid;        // [num_layers] tokens whose logits are not finite
+    float *loads, *kept; // [num_layers, E] tokens of this step that chose each expert; that it kept
+    float *global;       // [num_layers, E] of the global batch so far
+    double *losses;      // [2] auxiliary and z, times tokens
+    int32_t *invalid;    // [num_layers] tokens whose logits are not finite
 } mt_experts;
 
 /* Room for one whole bucket of which ranks keep shards. */
@@ -6269,7 +6279,12 @@ typedef struct mt_slot {
 
 /* What buckets are alike in size, and share slots: two for layers and two for their experts, the one at work and its
  * neighbour; one for the matrices of the vocabulary, which are larger. */
-typedef enum mt_bucket_kind { MT_BUCKET_LAYER, MT_BUCKET_EXPERTS, MT_BUCKET_VOCABULARY, MT_NUM_BUCKET_KINDS } mt_bucket_kind;
+typedef enum mt_bucket_kind {
+    MT_BUCKET_LAYER,
+    MT_BUCKET_EXPERTS,
+    MT_BUCKET_VOCABULARY,
+    MT_NUM_BUCKET_KINDS
+} mt_bucket_kind;
 static const int mt_first_slot[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
 enum { MT_NUM_SLOTS = 5 };
 
@@ -6284,7 +6299,7 @@ typedef struct mt_bucket_progress {
 
 /* Data parallelism (§12). */
 typedef struct mt_sharding {
-    mt_strategy strategy; // of the buckets that there are several ranks to share
+    mt_strategy strategy;                  // of the buckets that there are several ranks to share
     mt_stream *grad_stream, *param_stream; // the model's own without overlap
     bool prefetches;
     mt_slot param_slots[MT_NUM_SLOTS], grad_slots[MT_NUM_SLOTS];
@@ -6376,7 +6391,7 @@ struct mt_model {
     int64_t num_params, num_buckets;
     int64_t num_trained_buckets; // they come first
     mt_bucket *buckets;
-    mt_layer *layers; // [num_layers]
+    mt_layer *layers;                                                 // [num_layers]
     int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not here
     mt_sharding sharding;
     mt_weight word_embedding, position_embedding, final_norm, final_norm_bias, lm_head;
@@ -6777,8 +6792,8 @@ static void mt_mlp_backward(mt_model *m, const mt_layer *w, mt_activations *a, c
  * back: preprocess decides where rows go, exchange sends them there, postprocess sorts them by expert; then the same
  * from the end to the start. The alltoall dispatcher sends every row to the ranks of the expert that it chose; the
  * allgather dispatcher sends every token to all ranks, which pick theirs. A rank alone exchanges nothing. Invariants:
- * routing is in fp32; a row is weighed by its probability inside the expert, so that no result is kept for the backward;
- * what several ranks do with a token is added up in one fixed order. */
+ * routing is in fp32; a row is weighed by its probability inside the expert, so that no result is kept for the
+ * backward; what several ranks do with a token is added up in one fixed order. */
 
 static void mt_follow(const mt_model *m, mt_stream *stream, mt_stream *other);
 
@@ -6904,8 +6919,8 @@ static void mt_route_backward(mt_model *m, const mt_layer *w, mt_routing *r, con
     int64_t S = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? m->spans.count : 1;
     m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, m->stream);
     if (e->balances)
-        m->ops->balance_backward(e->dlogits, r->logits, r->balance + S * E, S > 1 ? m->sequence + m->first_row : NULL, S,
-                                 R, (float)o->moe_aux_loss_coeff, (float)o->moe_z_loss_coeff, &e->router, m->stream);
+        m->ops->balance_backward(e->dlogits, r->logits, r->balance + S * E, S > 1 ? m->sequence + m->first_row : NULL,
+                                 S, R, (float)o->moe_aux_loss_coeff, (float)o->moe_z_loss_coeff, &e->router, m->stream);
     const void *dlogits = e->dlogits;
     if (m->dtype != MT_F32) {
         m->ops->convert(e->dlogits_rounded, m->dtype, e->dlogits, MT_F32, R * E, m->stream);
@@ -7906,8 +7921,8 @@ static void mt_layout_routing(const mt_model *m, mt_routing *r, mt_arena *arena)
     r->offsets = r->expert_offsets = mt_arena_alloc(arena, (e->places + 1) * 4);
     if (size > 1 && !e->gathers) r->expert_offsets = mt_arena_alloc(arena, (e->local + 1) * 4);
     if (mt_expert_rows_are_known(m))
-        mt_expert_rows_layout(m, &r->rows, arena, size == 1 ? e->num_choices : e->num_choices / e->places * e->local * size,
-                              true);
+        mt_expert_rows_layout(m, &r->rows, arena,
+                              size == 1 ? e->num_choices : e->num_choices / e->places * e->local * size, true);
 }
 
 /* What the layers with experts use in turn. */
@@ -8106,9 +8121,8 @@ static void mt_layout(mt_model *m, mt_arena *arena) {
 }
 
 void mt_model_print_plan(const mt_model *m, FILE *file) {
-    static const char *const names[MT_NUM_PLANS] = {"weights",       "gradients",   "optimizer state",
-                                                    "whole buckets", "activations", "KV cache",
-                                                    "expert rows"};
+    static const char *const names[MT_NUM_PLANS] = {"weights",     "gradients", "optimizer state", "whole buckets",
+                                                    "activations", "KV cache",  "expert rows"};
     double parameters = 0; // of this rank
     for (int64_t i = 0; i < m->num_params; i++) parameters += (double)(m->params[i].rows * m->params[i].cols);
     fprintf(file, "memory plan          MiB   bytes a parameter\n");
@@ -8488,7 +8502,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
         mt_model_destroy(m);
         return -1;
     }
-    mt_place place = {m->stages,           m->num_chunks,     grid->tensor.size,        grid->tensor.rank,
+    mt_place place = {m->stages,         m->num_chunks,     grid->tensor.size,        grid->tensor.rank,
                       grid->expert.size, grid->expert.rank, grid->expert_tensor.size, grid->expert_tensor.rank};
     m->num_params = mt_params_build(&m->params, options, &place);
     m->num_buckets = m->num_params > 0 ? m->params[m->num_params - 1].bucket + 1 : 0;
@@ -8829,7 +8843,8 @@ static void mt_chunk_forward(mt_model *m, bool decode) {
     }
 }
 
-/* Around a layer's backward, experts first as they are used first; of the weights' part only, where `gradients` alone. */
+/* Around a layer's backward, experts first as they are used first; of the weights' part only, where `gradients` alone.
+ */
 static void mt_layer_acquire(mt_model *m, const mt_layer *w, bool params, bool gradients) {
     bool has_experts = w->expert_bucket >= 0;
     if (params && has_experts) mt_bucket_acquire(m, w->expert_bucket);
@@ -9716,7 +9731,8 @@ void mt_bucket_acquire(mt_model *m, int64_t bucket) {
 }
 
 void mt_bucket_release(mt_model *m, int64_t bucket) {
-    if (m->buckets[bucket].strategy != MT_SHARD_PARAMS || --mt_slot_find(m->sharding.param_slots, bucket)->users > 0) return;
+    if (m->buckets[bucket].strategy != MT_SHARD_PARAMS || --mt_slot_find(m->sharding.param_slots, bucket)->users > 0)
+        return;
     m->buckets[bucket].params = NULL; // the slot may still be read for the next use, but through acquire only
     mt_bind_weights(m, bucket);
 }
@@ -10548,8 +10564,10 @@ static const mt_param_options mt_param_option[MT_NUM_ROLES] = {
     [MT_EXPERT_GATE] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
     [MT_EXPERT_UP] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
     [MT_EXPERT_DOWN] = {"--hidden-size", "--moe-ffn-hidden-size", "--num-experts"},
-    [MT_SHARED_GATE] = {"--moe-shared-expert-intermediate-size", "--hidden-size", "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_UP] = {"--moe-shared-expert-intermediate-size", "--hidden-size", "--moe-shared-expert-intermediate-size"},
+    [MT_SHARED_GATE] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
+                        "--moe-shared-expert-intermediate-size"},
+    [MT_SHARED_UP] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
+                      "--moe-shared-expert-intermediate-size"},
     [MT_SHARED_DOWN] = {"--hidden-size", "--moe-shared-expert-intermediate-size",
                         "--moe-shared-expert-intermediate-size"},
 };
@@ -11448,7 +11466,8 @@ static int mt_optimizer_load(mt_model *m, const char *folder, mt_error *error) {
     free(rows);
     status = mt_agree(&m->grid->world, status != 0, error);
     for (int64_t i = 0; i < m->num_params && status == 0; i++)
-        for (int kept = first; kept < MT_NUM_KEPT && mt_param_is_trained(&m->params[i]); kept++) { // an fp32 model's weights are its master weights
+        for (int kept = first; kept < MT_NUM_KEPT && mt_param_is_trained(&m->params[i]);
+             kept++) { // an fp32 model's weights are its master weights
             mt_part part = mt_bucket_part(m, m->params[i].bucket, (mt_kept)kept);
             mt_param_load(m, &m->params[i], mt_optimizer_find(file, &m->params[i], (mt_kept)kept), NULL, &part);
         }

@@ -133,11 +133,11 @@ typedef struct mt_options {
     /* mixture of experts; num_experts 0: none */
     int64_t num_experts, moe_router_topk, moe_router_num_groups, moe_router_group_topk;
     int64_t moe_ffn_hidden_size, moe_shared_expert_intermediate_size;
-    char *moe_layer_freq;                  // N: every N-th layer; or 0 and 1 for every layer, ([0]*3+[1]*58)
-    char *moe_router_score_function;       // softmax | sigmoid
-    char *moe_router_load_balancing_type;  // none | aux_loss | seq_aux_loss | global_aux_loss
-    char *moe_token_dispatcher_type;       // alltoall | allgather
-    char *moe_token_drop_policy;           // probs | position
+    char *moe_layer_freq;                 // N: every N-th layer; or 0 and 1 for every layer, ([0]*3+[1]*58)
+    char *moe_router_score_function;      // softmax | sigmoid
+    char *moe_router_load_balancing_type; // none | aux_loss | seq_aux_loss | global_aux_loss
+    char *moe_token_dispatcher_type;      // alltoall | allgather
+    char *moe_token_drop_policy;          // probs | position
     bool moe_router_pre_softmax, moe_router_enable_expert_bias, moe_pad_expert_input_to_capacity, moe_grouped_gemm;
     double moe_router_topk_scaling_factor, moe_router_bias_update_rate, moe_aux_loss_coeff, moe_z_loss_coeff;
     double moe_expert_capacity_factor;
@@ -193,7 +193,7 @@ typedef struct mt_options {
     int64_t data_parallel_size; // ranks / (tensor, pipeline and context sizes)
     int64_t context_a2a_size;   // ranks of the context group that trade tokens for heads; 1: none
     int64_t padded_vocab_size;
-    char *moe_layers; // [num_layers] characters '0' or '1': which layers have experts; NULL: none
+    char *moe_layers;                     // [num_layers] characters '0' or '1': which layers have experts; NULL: none
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
     char *hf_family;                      // gpt2 | llama | mistral | qwen2 | qwen3, or megatron: none of them fits
@@ -1025,9 +1025,9 @@ typedef struct mt_param {
  * "ZeRO", stages 0 to 3). */
 typedef enum mt_strategy { MT_NO_SHARD, MT_SHARD_OPTIM, MT_SHARD_GRADS, MT_SHARD_PARAMS } mt_strategy;
 
-/* A layer's parameters in one flat stretch, its experts' in a second one: matrices that decay first, then vectors that do not. Where data-parallel
- * ranks share something out (--data-parallel-sharding-strategy), this rank's shard is the elements [shard_first,
- * shard_first + shard_count); else it is the whole. */
+/* A layer's parameters in one flat stretch, its experts' in a second one: matrices that decay first, then vectors that
+ * do not. Where data-parallel ranks share something out (--data-parallel-sharding-strategy), this rank's shard is the
+ * elements [shard_first, shard_first + shard_count); else it is the whole. */
 typedef struct mt_bucket {
     int64_t count;       // elements, padded
     int64_t decay_count; // the leading elements with weight decay
@@ -1070,7 +1070,8 @@ typedef struct mt_place {
 /* Fills `params` (to free) with the table of what lies at a place, or of the whole model where `place` is NULL; returns
  * the number of rows. Buckets in this order, as far as they are here: the word embedding; learned positions; each
  * layer, and after it its experts; the word embedding again for a tied output layer on another rank than the embedding;
- * final norm and output layer; what is not trained. The word embedding is alone in its bucket so that its two copies lie alike in their shards. */
+ * final norm and output layer; what is not trained. The word embedding is alone in its bucket so that its two copies
+ * lie alike in their shards. */
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_place *place);
 
 /* ==== §9 layer; §10 model ==========================================================================================
