@@ -7,7 +7,9 @@
  *   §2b  the command line and YAML
  *   §2c  config.json of Hugging Face
  *   §2d  derivation and checks
- *   §2e  printing
+ *   §2e  ranks and experts
+ *   §2f  schedules, data and the whole
+ *   §2g  printing
  *   §3   kernels in plain C
  *   §3a  threads, elements, memory
  *   §3b  linear layers
@@ -2120,6 +2122,9 @@ static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error
     return 0;
 }
 
+/* ==== §2e ranks and experts ====================================================================================== */
+/* Who computes what: stages, parts of layers, of sequences and of the batch, and experts. */
+
 /* Virtual stages a rank, by whichever option says it. */
 static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
@@ -2402,6 +2407,9 @@ static int mt_options_finish_pipeline(mt_options *o, mt_error *error) {
     return status ? status : mt_options_finish_batches(o, error);
 }
 
+/* ==== §2f schedules, data and the whole ========================================================================== */
+/* The rest of the rules, and the order in which all are applied. */
+
 /* Lengths of the schedules, in samples. */
 typedef struct mt_durations {
     double total, warmup, decay, wsd_decay;
@@ -2645,7 +2653,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
 
-/* ==== §2e printing =============================================================================================== */
+/* ==== §2g printing =============================================================================================== */
 
 /* Prints words from `column` on, indented to `indent`, within 100 columns. */
 static void mt_print_wrapped(FILE *file, const char *text, int column, int indent) {

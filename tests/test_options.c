@@ -763,10 +763,68 @@ static void golden_configs_are_read_as_their_families_are(void **state) {
     assert_true(o.rope_scaling_factor == 8 && o.rope_low_freq_factor == 1 && o.rope_high_freq_factor == 4);
     assert_true(o.original_max_position_embeddings == 16 && o.rotary_base == 500000);
     mt_options_free(&o);
-    expect_error("--load tests/golden/hf/mixtral --mock-data --seq-length 32 --train-iters 1 --lr 1",
-                 "\"model_type\" is mixtral; gpt2, llama, mistral, qwen2 and qwen3 are supported");
+    expect_good(&o, "--load tests/golden/hf/mixtral --mock-data --seq-length 32 --train-iters 1 --lr 1");
+    assert_true(o.num_experts == 4 && o.moe_router_topk == 2 && o.moe_ffn_hidden_size == 32);
+    assert_true(!o.moe_router_pre_softmax && strcmp(o.moe_layers, "1111") == 0);
+    mt_options_free(&o);
+    expect_good(&o, "--load tests/golden/hf/qwen3_moe --mock-data --seq-length 32 --train-iters 1 --lr 1");
+    assert_true(o.num_experts == 8 && o.moe_router_topk == 4 && o.moe_ffn_hidden_size == 16);
+    assert_true(o.ffn_hidden_size == 80 && o.qk_layernorm && !o.moe_router_pre_softmax);
+    mt_options_free(&o);
     expect_error("--load tests/golden/hf/deepseek_v3 --mock-data --seq-length 32 --train-iters 1 --lr 1",
                  "deepseek_v3");
+}
+
+#define EXPERTS                                                                                                        \
+    "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --vocab-size 32 --seq-length 8 --mock-data --train-iters " \
+    "1 "                                                                                                               \
+    "--ffn-hidden-size 16 --lr 1 --swiglu --disable-bias-linear --ffn-hidden-size 16 --num-experts 8 "
+
+static void layers_with_experts_are_counted_or_listed(void **state) {
+    (void)state;
+    static const char *const words[][2] = {{"1", "1111"},       {"2", "1010"},         {"([0]*1+[1]*3)", "0111"},
+                                           {"[0,1]*2", "0101"}, {"[0,1,1,0]", "0110"}, {"[1]+[0]*3", "1000"}};
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        char line[512];
+        mt_options o;
+        snprintf(line, sizeof line, EXPERTS "--moe-layer-freq %s", words[i][0]);
+        expect_good(&o, line);
+        assert_string_equal(o.moe_layers, words[i][1]);
+        mt_options_free(&o);
+    }
+    static const char *const bad[] = {"0", "[0,1]", "[1]*5", "[2]*4", "[1]*4]", "[]*4", "[1]*-1", "x"};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        char line[512];
+        snprintf(line, sizeof line, EXPERTS "--moe-layer-freq %s", bad[i]);
+        expect_error(line, "--moe-layer-freq expects a number, or 0 or 1 for each of the 4 layers");
+    }
+}
+
+static void experts_that_cannot_be_are_refused(void **state) {
+    (void)state;
+    static const char *const words[][2] = {
+        {"--moe-router-topk 9", "--moe-router-topk 9 must be at most --num-experts 8"},
+        {"--moe-router-topk 1", "--moe-router-topk 1 needs --moe-router-pre-softmax"},
+        {"--moe-router-enable-expert-bias",
+         "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"},
+        {"--moe-router-num-groups 4", "--moe-router-num-groups needs --moe-router-group-topk"},
+        {"--moe-router-num-groups 3 --moe-router-group-topk 1", "--moe-router-num-groups 3 must divide"},
+        {"--moe-router-num-groups 8 --moe-router-group-topk 1",
+         "is more than the 1 experts of --moe-router-group-topk"},
+        {"--moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor"},
+        {"--moe-token-drop-policy position", "needs --moe-expert-capacity-factor"},
+        {"--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", "needs a --moe-router-load-balancing-type"},
+        {"--expert-model-parallel-size 3", "--num-experts 8 must be a multiple of --expert-model-parallel-size 3"},
+        {"--expert-model-parallel-size 2", "must divide the number of ranks, which is 1"},
+    };
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        char line[512];
+        snprintf(line, sizeof line, EXPERTS "%s", words[i][0]);
+        expect_error(line, words[i][1]);
+    }
+    expect_error("--num-layers 4 --hidden-size 8 --num-attention-heads 2 --vocab-size 32 --seq-length 8 --mock-data "
+                 "--train-iters 1 --lr 1 --moe-router-topk 3",
+                 "--moe-router-topk needs --num-experts");
 }
 
 static void options_win_over_a_shape_but_not_over_weights(void **state) {
@@ -1077,6 +1135,8 @@ int main(void) {
         cmocka_unit_test(published_shapes_have_their_published_numbers_of_parameters),
         cmocka_unit_test(operation_count_of_llama3_8b_equals_megatron),
         cmocka_unit_test(golden_configs_are_read_as_their_families_are),
+        cmocka_unit_test(layers_with_experts_are_counted_or_listed),
+        cmocka_unit_test(experts_that_cannot_be_are_refused),
         cmocka_unit_test(options_win_over_a_shape_but_not_over_weights),
         cmocka_unit_test(the_latest_checkpoint_of_a_folder_is_described),
         cmocka_unit_test(rope_is_read_in_both_forms),
