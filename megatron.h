@@ -119,8 +119,11 @@ typedef struct mt_options {
     int64_t max_position_embeddings, vocab_size, make_vocab_size_divisible_by;
     bool group_query_attention, swiglu, openai_gelu, qk_layernorm, untie_embeddings_and_output_weights;
     bool add_bias_linear, add_qkv_bias;
-    char *normalization;           // LayerNorm | RMSNorm
-    char *position_embedding_type; // learned_absolute | rope | none
+    bool multi_latent_attention;
+    int64_t q_lora_rank, kv_lora_rank;                    // of the latents; 0: queries have none
+    int64_t qk_head_dim, qk_pos_emb_head_dim, v_head_dim; // channels of a head: still, turning, of values
+    char *normalization;                                  // LayerNorm | RMSNorm
+    char *position_embedding_type;                        // learned_absolute | rope | none
     double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
     int64_t window_size; // sliding-window attention: keys a query sees, itself included; 0 = all
     double rotary_base, rotary_percent;
@@ -183,8 +186,8 @@ typedef struct mt_options {
     int64_t padded_vocab_size;
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
-    char *hf_family;                      // gpt2 | llama | mistral | qwen2 | qwen3, or megatron: none of them fits
-    int64_t bos_token_id, eos_token_id;   // -1: none
+    char *hf_family;                    // gpt2 | llama | mistral | qwen2 | qwen3 | deepseek_v3, or megatron: none fits
+    int64_t bos_token_id, eos_token_id; // -1: none
 } mt_options;
 
 /* Sets defaults, then reads the --config file that the command line may name, the command line itself, which wins, and
@@ -376,6 +379,20 @@ typedef void mt_qk_backward_fn(void *dqkv, float *dq_w, float *dk_w, void *dqk, 
                                const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t G, int64_t D,
                                int64_t R, int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride, bool interleaved,
                                mt_dtype dtype, mt_stream *stream);
+
+/* ---- heads of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): N channels of a query or key stand still, the
+ * R after them turn, and a value has Dv. Every key has the same R channels. */
+
+/* k[T, H, N + R] and v[T, H, Dv] from kv[T, H, N + Dv], each head's still key and value, and k_rope[T, R], which is
+ * turned already; turns the last R channels of every head of q[T, H, N + R] in place, as rope_forward does. */
+typedef void mt_latent_heads_forward_fn(void *q, void *k, void *v, const void *kv, const void *k_rope, const float *cos,
+                                        const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t N,
+                                        int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype, mt_stream *stream);
+/* dkv, and dk_rope[T, R] = the sum over the heads, in fp32 and in their order; turns dq back in place. */
+typedef void mt_latent_heads_backward_fn(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
+                                         const float *cos, const float *sin, const int32_t *positions, int64_t T,
+                                         int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
+                                         mt_stream *stream);
 
 /* ---- attention over spans (Dao et al., "FlashAttention", for the saved log-sum-exp and the blockwise backward) */
 
@@ -610,6 +627,8 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
     OP(layernorm_backward)                                                                                             \
     OP(rope_forward)                                                                                                   \
     OP(rope_backward)                                                                                                  \
+    OP(latent_heads_forward)                                                                                           \
+    OP(latent_heads_backward)                                                                                          \
     OP(attention_forward)                                                                                              \
     OP(attention_backward)                                                                                             \
     OP(attention_merge)                                                                                                \
@@ -832,6 +851,12 @@ typedef enum mt_role {
     MT_V_BIAS,
     MT_Q_NORM,
     MT_K_NORM,
+    MT_Q_A, // this and the next six: multi-head latent attention, whose MT_Q stands for MT_Q_B without a q latent
+    MT_KV_A,
+    MT_Q_B,
+    MT_KV_B,
+    MT_Q_A_NORM,
+    MT_KV_A_NORM,
     MT_O,
     MT_O_BIAS,
     MT_MLP_NORM,
