@@ -7,7 +7,8 @@
  *   §2b  the command line and YAML
  *   §2c  config.json of Hugging Face
  *   §2d  derivation and checks
- *   §2e  printing
+ *   §2e  ranks, batches, schedules
+ *   §2f  printing
  *   §3   kernels in plain C
  *   §3a  threads, elements, memory
  *   §3b  linear layers
@@ -1977,6 +1978,8 @@ static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error
     return 0;
 }
 
+/* ==== §2e ranks, batches, schedules ============================================================================== */
+
 /* Virtual stages a rank, by whichever option says it. */
 static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
@@ -2443,7 +2446,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
 
-/* ==== §2e printing =============================================================================================== */
+/* ==== §2f printing =============================================================================================== */
 
 /* Prints words from `column` on, indented to `indent`, within 100 columns. */
 static void mt_print_wrapped(FILE *file, const char *text, int column, int indent) {
@@ -7052,6 +7055,26 @@ static void mt_buckets_find(mt_model *m) {
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
 }
 
+/* Where it finds one of latent attention. */
+static mt_weight *mt_latent_weight(const mt_model *m, mt_layer *layer, mt_role role) {
+    switch (role) {
+    case MT_Q_A:
+        return &layer->latent;
+    case MT_KV_A:
+        return m->options->q_lora_rank > 0 ? NULL : &layer->latent; // follows q_a
+    case MT_Q_B:
+        return &layer->q_b;
+    case MT_KV_B:
+        return &layer->kv_b;
+    case MT_Q_A_NORM:
+        return &layer->q_a_norm;
+    case MT_KV_A_NORM:
+        return &layer->kv_a_norm;
+    default:
+        return NULL;
+    }
+}
+
 /* Where the model's code finds the parameter of a role: a fused matrix is found by its first row. */
 static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
     mt_layer *layer = param->layer >= 0 ? &m->layers[param->bucket - m->first_layer_bucket] : NULL;
@@ -7072,18 +7095,6 @@ static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
         return &layer->input_norm_bias;
     case MT_Q:
         return m->options->multi_latent_attention ? &layer->q_b : &layer->qkv;
-    case MT_Q_A:
-        return &layer->latent;
-    case MT_KV_A:
-        return m->options->q_lora_rank > 0 ? NULL : &layer->latent; // follows q_a
-    case MT_Q_B:
-        return &layer->q_b;
-    case MT_KV_B:
-        return &layer->kv_b;
-    case MT_Q_A_NORM:
-        return &layer->q_a_norm;
-    case MT_KV_A_NORM:
-        return &layer->kv_a_norm;
     case MT_Q_BIAS:
         return &layer->qkv_bias;
     case MT_Q_NORM:
@@ -7111,7 +7122,7 @@ static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
     case MT_DOWN_BIAS:
         return &layer->down_bias;
     default:
-        return NULL; // k and v follow q
+        return mt_latent_weight(m, layer, param->role); // k and v follow q
     }
 }
 

@@ -15,7 +15,8 @@
 
 enum { STEPS = 10, SEQUENCES = 4, SEQ_LENGTH = 32, TOKENS = SEQUENCES * SEQ_LENGTH };
 
-static const char *const families[] = {"gpt2", "llama", "llama3_rope_tied", "qwen2", "qwen3"};
+static const char *const families[] = {
+    "gpt2", "llama", "llama3_rope_tied", "qwen2", "qwen3", "deepseek_v3_dense", "deepseek_v3_no_q_latent"};
 enum { NUM_FAMILIES = sizeof families / sizeof *families };
 
 /* The backend that models are created on. */
