@@ -1407,7 +1407,6 @@ int main(void) {
         cmocka_unit_test(embedding_matches_float64_and_finite_differences),
         cmocka_unit_test(norms_match_float64_and_finite_differences),
         cmocka_unit_test(rope_matches_float64_and_finite_differences),
-        cmocka_unit_test(latent_heads_match_float64_and_finite_differences),
         cmocka_unit_test(attention_matches_float64_and_finite_differences),
         cmocka_unit_test(gelu_matches_float64_and_finite_differences),
         cmocka_unit_test(swiglu_matches_float64_and_finite_differences),
@@ -1425,6 +1424,7 @@ int main(void) {
         cmocka_unit_test(memory_is_zeroed_and_copied_whole),
         cmocka_unit_test(attention_merge_matches_float64),
         cmocka_unit_test(accumulate_rows_adds_the_rows_of_the_spans_alone),
+        cmocka_unit_test(latent_heads_match_float64_and_finite_differences),
         cmocka_unit_test(runs_repeat_bit_for_bit),
         cmocka_unit_test(the_number_of_threads_changes_no_bit),
     };
