@@ -325,6 +325,17 @@ static const mt_option mt_option_table[] = {
      "key and value heads with --group-query-attention; 1 when not given"},
     {"kv-channels", MT_INT, MT_AT(kv_channels), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
      "channels of a head; hidden size / heads when not given"},
+    {"multi-latent-attention", MT_FLAG, MT_AT(multi_latent_attention), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+     "keys and values of all heads come from one small latent, as in DeepSeek-V2 and V3"},
+    {"q-lora-rank", MT_INT, MT_AT(q_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[0,1048576]",
+     "width of the queries' latent; 0, or not given: queries have none"},
+    {"kv-lora-rank", MT_INT, MT_AT(kv_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,1048576]",
+     "width of the keys' and values' latent"},
+    {"qk-head-dim", MT_INT, MT_AT(qk_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,65536]",
+     "channels of a query and key head that do not turn"},
+    {"qk-pos-emb-head-dim", MT_INT, MT_AT(qk_pos_emb_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "64", "[2,65536]",
+     "channels that do, of which all keys have the same"},
+    {"v-head-dim", MT_INT, MT_AT(v_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,65536]", "channels of a value head"},
     {"max-position-embeddings", MT_INT, MT_AT(max_position_embeddings), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
      "positions that a token may have; the sequence length when not given"},
     {"vocab-size", MT_INT, MT_AT(vocab_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
@@ -340,7 +351,7 @@ static const mt_option mt_option_table[] = {
     {"openai-gelu", MT_FLAG, MT_AT(openai_gelu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "GELU by its tanh approximation, as GPT-2 has it"},
     {"qk-layernorm", MT_FLAG, MT_AT(qk_layernorm), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "norm of every query and key head"},
+     "norm of every query and key head; --multi-latent-attention: of the latents, which always have it"},
     {"untie-embeddings-and-output-weights", MT_FLAG, MT_AT(untie_embeddings_and_output_weights), MT_TRAIN,
      MT_OF_WEIGHTS, NULL, NULL, "an output layer of its own"},
     {"disable-bias-linear", MT_NO, MT_AT(add_bias_linear), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
@@ -1464,6 +1475,7 @@ static void mt_config_read_experts(mt_config *config, mt_options *options) {
     options->moe_shared_expert_intermediate_size *= options->moe_ffn_hidden_size;
     if (options->moe_router_num_groups == 1 || options->moe_router_num_groups == options->moe_router_group_topk)
         options->moe_router_num_groups = options->moe_router_group_topk = 0; // all groups: none
+    options->moe_router_group_best = 2;
 }
 
 /* Llama, Mistral, Qwen2 and Qwen3: the same block but for biases, norms of heads and windows. */
@@ -1491,7 +1503,36 @@ static void mt_config_read_llama(mt_config *config, mt_options *options) {
     options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", false);
     mt_config_read_rope(config, options);
     mt_config_read_window(config, options);
-    if (mt_choice_has("mixtral|qwen3_moe|deepseek_v3", options->hf_family)) mt_config_read_experts(config, options);
+    if (mt_choice_has("mixtral|qwen3_moe", options->hf_family)) mt_config_read_experts(config, options);
+}
+
+/* The attention of DeepSeek-V3. "head_dim" is that of what turns. */
+static void mt_config_read_latent(mt_config *config, mt_options *options) {
+    int64_t groups = options->num_query_groups;
+    options->multi_latent_attention = true;
+    options->q_lora_rank = json_object_get(config->root, "q_lora_rank") ? 0 : 1536; // DeepseekV3Config's default
+    mt_config_read_option(config, config->root, "q_lora_rank", options, MT_AT(q_lora_rank));
+    mt_config_read_size(config, "kv_lora_rank", options, MT_AT(kv_lora_rank));
+    mt_config_read_size(config, "qk_nope_head_dim", options, MT_AT(qk_head_dim));
+    mt_config_read_size(config, "qk_rope_head_dim", options, MT_AT(qk_pos_emb_head_dim));
+    mt_config_read_size(config, "v_head_dim", options, MT_AT(v_head_dim));
+    options->rotary_interleaved = mt_config_bool(config, "rope_interleave", true);
+    options->kv_channels = 0; // follows from them
+    if (groups != 0)
+        mt_config_fail(config,
+                       "\"num_key_value_heads\" is %lld and \"num_attention_heads\" %lld; with a latent "
+                       "every head has its own key and value: make them equal",
+                       (long long)groups, (long long)options->num_attention_heads);
+    if (mt_config_bool(config, "attention_bias", false))
+        mt_config_fail(config, "\"attention_bias\": true is not supported with latent attention");
+}
+
+/* Llama's block with another attention, and experts in the layers from first_k_dense_replace on. */
+static void mt_config_read_deepseek(mt_config *config, mt_options *options) {
+    mt_config_read_llama(config, options);
+    mt_config_read_latent(config, options);
+    const json_t *dense = mt_config_get(config->root, "first_k_dense_replace");
+    if (!dense || json_integer_value(dense) < options->num_layers) mt_config_read_experts(config, options);
 }
 
 /* A model that no family of transformers describes: this program's own options, under their names. */
@@ -1533,6 +1574,8 @@ static void mt_config_read_family(mt_config *config, mt_options *shape, const ch
         mt_config_read_megatron(config, shape);
     else if (strcmp(family, "gpt2") == 0)
         mt_config_read_gpt2(config, shape);
+    else if (strcmp(family, "deepseek_v3") == 0)
+        mt_config_read_deepseek(config, shape);
     else
         mt_config_read_llama(config, shape);
     if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(config, "%s", problem.text);
@@ -1549,9 +1592,11 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
     const char *family = mt_config_string(&config, config.root, "model_type", NULL);
     if (!json_is_object(config.root))
         mt_config_fail(&config, "must hold a JSON object");
-    else if (!family || !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|mixtral|qwen3_moe|megatron", family))
+    else if (!family || !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|mixtral|qwen3_moe|deepseek_v3|megatron", family))
         mt_config_fail(
-            &config, "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2, qwen3, mixtral and qwen3_moe are supported",
+            &config,
+            "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe and deepseek_v3 "
+            "are supported",
             family ? family : "missing");
     else
         mt_config_read_family(&config, shape, family);
@@ -1593,6 +1638,7 @@ static int mt_options_take_shape(mt_options *options, const char *json, int64_t 
             !mt_option_given(options, MT_AT(add_bias_linear)) || options->add_bias_linear == shape.add_bias_linear;
         options->attention_output_bias = same_biases && shape.attention_output_bias;
         options->mlp_bias = same_biases && shape.mlp_bias;
+        options->moe_router_group_best = shape.moe_router_group_best;
         options->bos_token_id = shape.bos_token_id;
         options->eos_token_id = shape.eos_token_id;
         mt_string_set(&options->hf_family, shape.hf_family);
@@ -1613,22 +1659,29 @@ static bool mt_family_fits(const mt_options *o, const char *family) {
     bool qkv = o->add_qkv_bias, output = o->attention_output_bias, mlp = o->mlp_bias;
     bool layernorm = strcmp(o->normalization, "LayerNorm") == 0;
     if (strcmp(family, "gpt2") == 0)
-        return layernorm && strcmp(o->position_embedding_type, "learned_absolute") == 0 && !o->swiglu && qkv &&
-               output && mlp && !o->qk_layernorm && o->window_size == 0 &&
+        return layernorm && !o->multi_latent_attention && strcmp(o->position_embedding_type, "learned_absolute") == 0 &&
+               !o->swiglu && qkv && output && mlp && !o->qk_layernorm && o->window_size == 0 &&
                o->num_query_groups == o->num_attention_heads &&
                o->kv_channels * o->num_attention_heads == o->hidden_size;
-    if (layernorm || strcmp(o->position_embedding_type, "rope") != 0 || !o->swiglu || o->rotary_percent != 1 ||
-        o->rotary_interleaved)
+    if (layernorm || strcmp(o->position_embedding_type, "rope") != 0 || !o->swiglu || o->rotary_percent != 1)
         return false;
-    if (strcmp(family, "megatron") != 0 && mt_choice_has("mixtral|qwen3_moe", family) != (o->num_experts > 0))
+    bool has_experts = o->num_experts > 0, softmax = strcmp(o->moe_router_score_function, "softmax") == 0;
+    if (strcmp(family, "deepseek_v3") == 0)
+        return o->multi_latent_attention && !output && !mlp && o->window_size == 0 &&
+               (!has_experts ||
+                (!softmax && o->moe_router_enable_expert_bias && o->moe_shared_expert_intermediate_size > 0 &&
+                 (o->moe_router_num_groups == 0 || o->moe_router_group_best == 2) &&
+                 o->moe_shared_expert_intermediate_size % o->moe_ffn_hidden_size == 0 &&
+                 !strstr(o->moe_layers, "10"))); // experts from some layer on
+    if (strcmp(family, "megatron") == 0) return true;
+    if (o->multi_latent_attention || o->rotary_interleaved) return false;
+    if (mt_choice_has("mixtral|qwen3_moe", family) != has_experts) return false;
+    if (has_experts && (!softmax || o->moe_router_num_groups > 0 || o->moe_router_topk_scaling_factor != 1 ||
+                        o->moe_shared_expert_intermediate_size > 0))
         return false;
-    bool plain_router = o->num_experts > 0 && strcmp(o->moe_router_score_function, "softmax") == 0 &&
-                        o->moe_router_num_groups == 0 && o->moe_router_topk_scaling_factor == 1 &&
-                        o->moe_shared_expert_intermediate_size == 0;
     if (strcmp(family, "mixtral") == 0)
-        return plain_router && !o->moe_router_pre_softmax && !strchr(o->moe_layers, '0') && !o->qk_layernorm && !qkv &&
-               !output;
-    if (strcmp(family, "qwen3_moe") == 0) return plain_router && o->qk_layernorm && qkv == output;
+        return !o->moe_router_pre_softmax && !strchr(o->moe_layers, '0') && !o->qk_layernorm && !qkv && !output;
+    if (strcmp(family, "qwen3_moe") == 0) return o->qk_layernorm && qkv == output;
     if (strcmp(family, "llama") == 0) return !o->qk_layernorm && qkv == output && o->window_size == 0;
     if (strcmp(family, "mistral") == 0) return !o->qk_layernorm && !qkv && !output && !mlp;
     if (strcmp(family, "qwen2") == 0) return !o->qk_layernorm && qkv && !output && !mlp;
@@ -1638,7 +1691,8 @@ static bool mt_family_fits(const mt_options *o, const char *family) {
 
 /* Keeps the family that the shape came from while it fits, else finds one that does. */
 static void mt_options_derive_family(mt_options *options) {
-    static const char *const families[] = {"gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"};
+    static const char *const families[] = {"gpt2",  "llama",   "mistral",   "qwen2",
+                                           "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"};
     if (options->hf_family && mt_family_fits(options, options->hf_family)) return;
     mt_string_set(&options->hf_family, "megatron");
     for (size_t i = sizeof families / sizeof families[0]; i-- > 0;)
@@ -1692,6 +1746,8 @@ static json_t *mt_config_rope(const mt_options *o, bool newer) {
         mt_json_set_real(rope, "beta_fast", o->yarn_beta_fast);
         mt_json_set_real(rope, "beta_slow", o->yarn_beta_slow);
         mt_json_set_real(rope, "attention_factor", o->yarn_attention_factor);
+        if (o->yarn_mscale > 0) mt_json_set_real(rope, "mscale", o->yarn_mscale);
+        if (o->yarn_mscale_all_dim > 0) mt_json_set_real(rope, "mscale_all_dim", o->yarn_mscale_all_dim);
     }
     return rope;
 }
@@ -1716,7 +1772,7 @@ static void mt_config_write_llama(json_t *root, const mt_options *o) {
     mt_json_set_real(root, "rope_theta", o->rotary_base); // this and the next: transformers before 5
     json_object_set_new(root, "rope_scaling",
                         strcmp(o->rope_scaling_type, "none") == 0 ? json_null() : mt_config_rope(o, false));
-    if (strcmp(o->hf_family, "llama") == 0) return;
+    if (strcmp(o->hf_family, "llama") == 0 || o->multi_latent_attention) return;
     json_object_set_new(root, "sliding_window", o->window_size ? json_integer(o->window_size) : json_null());
     if (!is_qwen) return;
     json_t *types = json_array();
@@ -1748,6 +1804,32 @@ static void mt_config_write_experts(json_t *root, const mt_options *o) {
     json_object_set_new(root, "mlp_only_layers", dense);
 }
 
+static void mt_config_write_deepseek(json_t *root, const mt_options *o) {
+    mt_config_write_llama(root, o);
+    mt_json_set_int(root, "head_dim", o->qk_pos_emb_head_dim);
+    json_object_set_new(root, "q_lora_rank", o->q_lora_rank > 0 ? json_integer(o->q_lora_rank) : json_null());
+    mt_json_set_int(root, "kv_lora_rank", o->kv_lora_rank);
+    mt_json_set_int(root, "qk_nope_head_dim", o->qk_head_dim);
+    mt_json_set_int(root, "qk_rope_head_dim", o->qk_pos_emb_head_dim);
+    mt_json_set_int(root, "qk_head_dim", o->qk_head_dim + o->qk_pos_emb_head_dim);
+    mt_json_set_int(root, "v_head_dim", o->v_head_dim);
+    mt_json_set_bool(root, "rope_interleave", o->rotary_interleaved);
+    mt_json_set_bool(root, "attention_bias", false);
+    const char *first = o->moe_layers ? strchr(o->moe_layers, '1') : NULL;
+    mt_json_set_int(root, "first_k_dense_replace", first ? first - o->moe_layers : o->num_layers);
+    if (!first) return;
+    mt_json_set_int(root, "n_routed_experts", o->num_experts);
+    mt_json_set_int(root, "num_experts_per_tok", o->moe_router_topk);
+    mt_json_set_int(root, "moe_intermediate_size", o->moe_ffn_hidden_size);
+    mt_json_set_int(root, "n_shared_experts", o->moe_shared_expert_intermediate_size / o->moe_ffn_hidden_size);
+    mt_json_set_int(root, "n_group", mt_max(o->moe_router_num_groups, 1));
+    mt_json_set_int(root, "topk_group", mt_max(o->moe_router_group_topk, 1));
+    mt_json_set_real(root, "routed_scaling_factor", o->moe_router_topk_scaling_factor);
+    mt_json_set_bool(root, "norm_topk_prob", true);
+    mt_json_set_string(root, "scoring_func", "sigmoid");
+    mt_json_set_string(root, "topk_method", "noaux_tc");
+}
+
 static void mt_config_write_megatron(json_t *root, const mt_options *options) {
     for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
         char key[80];
@@ -1777,10 +1859,12 @@ static char *mt_json_print(const json_t *root) {
 }
 
 char *mt_options_write_hf_config(const mt_options *options) {
-    static const char *const classes[][2] = {{"gpt2", "GPT2LMHeadModel"},       {"llama", "LlamaForCausalLM"},
-                                             {"mistral", "MistralForCausalLM"}, {"qwen2", "Qwen2ForCausalLM"},
-                                             {"qwen3", "Qwen3ForCausalLM"},     {"megatron", "MegatronForCausalLM"},
-                                             {"mixtral", "MixtralForCausalLM"}, {"qwen3_moe", "Qwen3MoeForCausalLM"}};
+    static const char *const classes[][2] = {
+        {"gpt2", "GPT2LMHeadModel"},        {"llama", "LlamaForCausalLM"},
+        {"mistral", "MistralForCausalLM"},  {"qwen2", "Qwen2ForCausalLM"},
+        {"qwen3", "Qwen3ForCausalLM"},      {"deepseek_v3", "DeepseekV3ForCausalLM"},
+        {"mixtral", "MixtralForCausalLM"},  {"qwen3_moe", "Qwen3MoeForCausalLM"},
+        {"megatron", "MegatronForCausalLM"}};
     const char *family = options->hf_family, *dtype = options->bf16 ? "bfloat16" : "float32";
     json_t *root = json_object();
     for (size_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
@@ -1801,6 +1885,8 @@ char *mt_options_write_hf_config(const mt_options *options) {
         mt_config_write_gpt2(root, options);
     else if (strcmp(family, "megatron") == 0)
         mt_config_write_megatron(root, options);
+    else if (strcmp(family, "deepseek_v3") == 0)
+        mt_config_write_deepseek(root, options);
     else
         mt_config_write_llama(root, options);
     if (mt_choice_has("mixtral|qwen3_moe", family)) mt_config_write_experts(root, options);
@@ -1814,6 +1900,11 @@ char *mt_options_write_hf_config(const mt_options *options) {
 
 /* Pairs of options: the first says nothing without the second. */
 static const size_t mt_option_needs[][2] = {
+    {MT_AT(q_lora_rank), MT_AT(multi_latent_attention)},
+    {MT_AT(kv_lora_rank), MT_AT(multi_latent_attention)},
+    {MT_AT(qk_head_dim), MT_AT(multi_latent_attention)},
+    {MT_AT(qk_pos_emb_head_dim), MT_AT(multi_latent_attention)},
+    {MT_AT(v_head_dim), MT_AT(multi_latent_attention)},
     {MT_AT(save_interval), MT_AT(save)},
     {MT_AT(trace_first_step), MT_AT(trace)},
     {MT_AT(trace_last_step), MT_AT(trace)},
@@ -1868,6 +1959,10 @@ static const size_t mt_option_needs[][2] = {
 
 /* Pairs of options that contradict each other. */
 static const size_t mt_option_excludes[][2] = {
+    {MT_AT(multi_latent_attention), MT_AT(group_query_attention)},
+    {MT_AT(multi_latent_attention), MT_AT(kv_channels)},
+    {MT_AT(multi_latent_attention), MT_AT(rotary_percent)},
+    {MT_AT(multi_latent_attention), MT_AT(add_qkv_bias)},
     {MT_AT(train_iters), MT_AT(train_samples)},
     {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_iters)},
     {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_samples)},
@@ -1943,6 +2038,10 @@ static void mt_options_derive_sizes(mt_options *o) {
     if (o->ffn_hidden_size == 0)
         o->ffn_hidden_size = o->swiglu ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
     if (o->num_query_groups == 0) o->num_query_groups = o->group_query_attention ? 1 : o->num_attention_heads;
+    if (o->multi_latent_attention) {
+        o->kv_channels = o->qk_head_dim + o->qk_pos_emb_head_dim;
+        o->qk_layernorm = true;
+    }
     if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
 }
 
@@ -1982,6 +2081,8 @@ static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) 
 
 static int mt_options_finish_expert_layers(mt_options *o, mt_error *error) {
     int64_t every = 0;
+    if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
+        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as Megatron does
     mt_string_set(&o->moe_layers, NULL);
     o->moe_layers = mt_calloc(o->num_layers + 1);
     bool is_number = mt_parse_int(o->moe_layer_freq, &every);
@@ -2008,7 +2109,13 @@ static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
     if (!o->group_query_attention && o->num_query_groups > 0 && o->num_query_groups != o->num_attention_heads)
         return mt_error_set(error, "--num-query-groups %lld needs --group-query-attention",
                             (long long)o->num_query_groups);
-    if (o->kv_channels == 0 && o->hidden_size % o->num_attention_heads != 0)
+    if (o->multi_latent_attention &&
+        (strcmp(o->normalization, "RMSNorm") != 0 || strcmp(o->position_embedding_type, "rope") != 0))
+        return mt_error_set(error,
+                            "--multi-latent-attention needs --normalization RMSNorm and "
+                            "--position-embedding-type rope, which are %s and %s",
+                            o->normalization, o->position_embedding_type);
+    if (o->kv_channels == 0 && !o->multi_latent_attention && o->hidden_size % o->num_attention_heads != 0)
         return mt_error_set(
             error, "--hidden-size %lld must be a multiple of --num-attention-heads %lld, or --kv-channels given",
             (long long)o->hidden_size, (long long)o->num_attention_heads);
@@ -2022,7 +2129,10 @@ static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
     if (o->swiglu && o->openai_gelu)
         return mt_error_set(error, "--swiglu and --openai-gelu exclude each other; leave one out");
     if (o->num_experts > 0 && mt_options_finish_expert_layers(o, error)) return -1;
-    if (o->add_bias_linear) o->add_qkv_bias = o->attention_output_bias = o->mlp_bias = true;
+    if (o->add_bias_linear) {
+        o->attention_output_bias = o->mlp_bias = true;
+        o->add_qkv_bias = !o->multi_latent_attention; // Megatron's have none there
+    }
     double attention = (double)o->num_attention_heads * (double)o->kv_channels;
     double parameters =
         (double)o->num_layers * (double)o->hidden_size * (4 * attention + 3 * (double)o->ffn_hidden_size);
@@ -2077,7 +2187,10 @@ static int mt_options_finish_rope(mt_options *o, mt_error *error) {
     if (asked) mt_string_set(&o->rope_scaling_type, asked);
     if (mt_options_check_rope(o, error)) return -1;
     if (strcmp(o->position_embedding_type, "rope") != 0) return 0;
+    if (o->multi_latent_attention && o->qk_pos_emb_head_dim % 2 != 0)
+        return mt_error_set(error, "--qk-pos-emb-head-dim %lld must be even", (long long)o->qk_pos_emb_head_dim);
     int64_t turning = (int64_t)((double)o->kv_channels * o->rotary_percent);
+    if (o->multi_latent_attention) turning = o->qk_pos_emb_head_dim;
     if (turning < 2 || turning % 2 != 0)
         return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g must be even for rotary positions",
                             (long long)o->kv_channels, o->rotary_percent);
@@ -2261,10 +2374,10 @@ static int mt_options_check_router(const mt_options *o, mt_error *error) {
                             "is always 1, so that the router would not learn");
     if (!sigmoid && o->moe_router_enable_expert_bias)
         return mt_error_set(error, "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid");
-    if (groups > 0 && (E % groups != 0 || o->moe_router_group_topk > groups || k % o->moe_router_group_topk != 0))
+    if (groups > 0 && (E % groups != 0 || o->moe_router_group_topk > groups || o->moe_router_group_topk > k))
         return mt_error_set(error,
                             "--moe-router-num-groups %lld must divide --num-experts %lld and be at least "
-                            "--moe-router-group-topk %lld, which must divide --moe-router-topk %lld",
+                            "--moe-router-group-topk %lld, which must be at most --moe-router-topk %lld",
                             (long long)groups, (long long)E, (long long)o->moe_router_group_topk, (long long)k);
     if (groups > 0 && k > E / groups * o->moe_router_group_topk)
         return mt_error_set(error,
@@ -2549,6 +2662,11 @@ static int mt_options_check_attention(const mt_options *o, mt_program program, m
                             "--attention-backend cudnn and --deterministic-mode exclude each other: its backward "
                             "does not repeat bit for bit; use flash");
     if (o->window_size > 0) return mt_error_set(error, "--attention-backend cudnn has no --window-size; use flash");
+    if (o->multi_latent_attention && o->v_head_dim != o->kv_channels)
+        return mt_error_set(error,
+                            "--attention-backend cudnn needs values as wide as keys, and --v-head-dim %lld is not "
+                            "--qk-head-dim %lld + --qk-pos-emb-head-dim %lld; leave it out",
+                            (long long)o->v_head_dim, (long long)o->qk_head_dim, (long long)o->qk_pos_emb_head_dim);
     if (o->kv_channels % 8 != 0 || o->kv_channels > MT_CUDNN_CHANNELS)
         return mt_error_set(error,
                             "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %d, and "
@@ -2640,6 +2758,16 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     return mt_options_finish_schedules(options, error);
 }
 
+/* Multiplications of latent attention a token, the norms' included, as Megatron counts them. */
+static double mt_latent_multiplications(const mt_options *o) {
+    double heads = (double)o->num_attention_heads, C = (double)o->hidden_size, T = (double)o->seq_length;
+    double q_rank = (double)o->q_lora_rank, kv_rank = (double)o->kv_lora_rank, still = (double)o->qk_head_dim;
+    double turning = (double)o->qk_pos_emb_head_dim, values = (double)o->v_head_dim, width = heads * (still + turning);
+    double queries = q_rank > 0 ? q_rank * (C + width + 1) : C * width;
+    double keys = kv_rank * (C + heads * (still + values) + 1) + C * turning;
+    return queries + keys + heads * values * C + T / 2 * (width + heads * values);
+}
+
 double mt_flops(const mt_options *o, int64_t num_sequences) {
     double heads = (double)o->num_attention_heads, groups = (double)o->num_query_groups, D = (double)o->kv_channels;
     double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
@@ -2649,6 +2777,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     for (int64_t i = 0; o->moe_layers && i < o->num_layers; i++) experts += o->moe_layers[i] == '1';
     double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
     double mlps = ((double)o->num_layers - experts) * mlp + experts * 3 * C * visited;
+    if (o->multi_latent_attention) projections = 0, attention = mt_latent_multiplications(o);
     double per_token = (double)o->num_layers * (projections + attention) + mlps + C * (double)o->padded_vocab_size;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
@@ -3436,11 +3565,23 @@ static void mt_cpu_layernorm_backward(void *dx, float *dw, float *db, const void
 
 /* ==== §3d rotary positions ======================================================================================= */
 
+/* Turns the `half` pairs of one head by a token's angles; out may be in. */
+static void mt_rope_pairs(float *out, const float *in, const float *token_cos, const float *token_sin, float direction,
+                          int64_t half, bool interleaved) {
+    int64_t step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        float a = in[i * step], b = in[i * step + partner], s = direction * token_sin[i];
+        out[i * step] = a * token_cos[i] - b * s;
+        out[i * step + partner] = b * token_cos[i] + a * s;
+    }
+}
+
 /* Turns by the angle, or back when direction is -1. */
 static void mt_rope_turn(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
                          float direction, int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride,
                          int64_t x_stride, bool interleaved, mt_dtype dtype) {
-    int64_t half = R / 2, step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
+    int64_t half = R / 2;
     mt_scratch scratch = mt_scratch_reserve(2 * D);
 #pragma omp parallel for if (T * H * D > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
@@ -3449,12 +3590,7 @@ static void mt_rope_turn(void *y, const void *x, const float *cos, const float *
         const float *in = mt_row_load(slice, x, t * x_stride + h * D, D, dtype);
         float *out = mt_row_open(slice + D, y, t * y_stride + h * D, dtype);
         const float *token_cos = cos + positions[t] * half, *token_sin = sin + positions[t] * half;
-#pragma omp simd
-        for (int64_t i = 0; i < half; i++) {
-            float a = in[i * step], b = in[i * step + partner], s = direction * token_sin[i];
-            out[i * step] = a * token_cos[i] - b * s;
-            out[i * step + partner] = b * token_cos[i] + a * s;
-        }
+        mt_rope_pairs(out, in, token_cos, token_sin, direction, half, interleaved);
         for (int64_t i = R; i < D; i++) out[i] = in[i];
         mt_row_close(y, t * y_stride + h * D, out, D, dtype);
     }
@@ -3472,6 +3608,67 @@ static void mt_cpu_rope_backward(void *dx, const void *dy, const float *cos, con
                                  bool interleaved, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
     mt_rope_turn(dx, dy, cos, sin, positions, -1.0f, T, H, D, R, dx_stride, dy_stride, interleaved, dtype);
+}
+
+/* Turns the last R of a head's N + R channels of all H heads of x's row t in place. */
+static void mt_latent_turn(void *x, const float *cos, const float *sin, const int32_t *positions, float direction,
+                           int64_t t, int64_t H, int64_t N, int64_t R, bool interleaved, mt_dtype dtype,
+                           mt_scratch scratch) {
+    const float *token_cos = cos + positions[t] * (R / 2), *token_sin = sin + positions[t] * (R / 2);
+    float *slice = mt_scratch_slice(scratch);
+    for (int64_t h = 0; h < H; h++) {
+        int64_t offset = (t * H + h) * (N + R) + N;
+        const float *in = mt_row_load(slice, x, offset, R, dtype);
+        float *out = mt_row_open(slice + R, x, offset, dtype);
+        mt_rope_pairs(out, in, token_cos, token_sin, direction, R / 2, interleaved);
+        mt_row_close(x, offset, out, R, dtype);
+    }
+}
+
+/* to[to_at...] = from[from_at...], n elements of `size` bytes. */
+static void mt_copy_elements(void *to, int64_t to_at, const void *from, int64_t from_at, int64_t n, int64_t size) {
+    memcpy((char *)to + to_at * size, (const char *)from + from_at * size, (size_t)(n * size));
+}
+
+static void mt_cpu_latent_heads_forward(void *q, void *k, void *v, const void *kv, const void *k_rope, const float *cos,
+                                        const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t N,
+                                        int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    int64_t size = mt_dtype_size(dtype);
+    mt_scratch scratch = mt_scratch_reserve(2 * R);
+#pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        mt_latent_turn(q, cos, sin, positions, 1.0f, t, H, N, R, interleaved, dtype, scratch);
+        for (int64_t r = t * H; r < (t + 1) * H; r++) {
+            mt_copy_elements(k, r * (N + R), kv, r * (N + Dv), N, size);
+            mt_copy_elements(k, r * (N + R) + N, k_rope, t * R, R, size);
+            mt_copy_elements(v, r * Dv, kv, r * (N + Dv) + N, Dv, size);
+        }
+    }
+}
+
+static void mt_cpu_latent_heads_backward(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
+                                         const float *cos, const float *sin, const int32_t *positions, int64_t T,
+                                         int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
+                                         mt_stream *stream) {
+    (void)stream;
+    int64_t size = mt_dtype_size(dtype);
+    mt_scratch scratch = mt_scratch_reserve(2 * R);
+#pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        mt_latent_turn(dq, cos, sin, positions, -1.0f, t, H, N, R, interleaved, dtype, scratch);
+        float *slice = mt_scratch_slice(scratch), *sum = slice + R;
+        memset(sum, 0, (size_t)R * 4);
+        for (int64_t r = t * H; r < (t + 1) * H; r++) {
+            mt_copy_elements(dkv, r * (N + Dv), dk, r * (N + R), N, size);
+            mt_copy_elements(dkv, r * (N + Dv) + N, dv, r * Dv, Dv, size);
+            const float *part = mt_row_load(slice, dk, r * (N + R) + N, R, dtype);
+            for (int64_t i = 0; i < R; i++) sum[i] += part[i];
+        }
+        float *out = mt_row_open(sum, dk_rope, t * R, dtype);
+        if (out != sum) memcpy(out, sum, (size_t)R * 4);
+        mt_row_close(dk_rope, t * R, out, R, dtype);
+    }
 }
 
 /* ==== §3e attention ============================================================================================== */
@@ -4195,19 +4392,20 @@ static void mt_row_normalize(float *x, int64_t n) {
     for (int64_t i = 0; i < n; i++) x[i] /= sum + 1e-20f;
 }
 
-/* keys[E] = -inf for the experts of all but the group_topk groups whose best topk / group_topk scores have the greatest
+/* keys[E] = -inf for the experts of all but the group_topk groups whose best group_best scores have the greatest
  * sums. spare is of 2 E. */
 static void mt_route_limit_groups(float *keys, const float *scores, float *spare, const mt_router *router) {
     int64_t E = router->num_experts, groups = router->num_groups, size = E / groups;
+    int64_t best = router->group_best > 0 ? router->group_best : router->topk / router->group_topk;
     float *sums = spare + E;
     memcpy(spare, scores, (size_t)E * sizeof *spare);
     for (int64_t g = 0; g < groups; g++) {
         float *group = spare + g * size;
         sums[g] = 0;
-        for (int64_t i = 0; i < router->topk / router->group_topk; i++) {
-            int64_t best = mt_row_greatest(group, size);
-            sums[g] += group[best];
-            group[best] = -INFINITY;
+        for (int64_t i = 0; i < mt_min(best, size); i++) {
+            int64_t greatest = mt_row_greatest(group, size);
+            sums[g] += group[greatest];
+            group[greatest] = -INFINITY;
         }
     }
     for (int64_t i = 0; i < router->group_topk; i++) sums[mt_row_greatest(sums, groups)] = -INFINITY;
@@ -5670,7 +5868,7 @@ typedef struct mt_tensor_parallel {
     bool sequence_parallel;
     bool accumulates;         // gradients of weights are added to, not written
     int64_t T, rows;          // tokens; and rows of hidden states here: T, or T / group size
-    void *gathered, *partial; // [T, C] each under sequence parallelism: a whole operand, and a sum to be scattered
+    void *gathered, *partial; // [T, C or wider] under sequence parallelism: a whole operand, and a sum to be scattered
     float *loss_parts;        // [group size, 4, T], of the vocabulary-parallel loss
 } mt_tensor_parallel;
 
@@ -5839,6 +6037,16 @@ static void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, float *
  * matrices (which decay) before vectors (which do not); q, k, v and gate, up are neighbours without a gap, so that one
  * matrix product computes them; every name is the one that Hugging Face uses. */
 
+/* Channels of a head's value. */
+static int64_t mt_value_channels(const mt_options *o) {
+    return o->multi_latent_attention ? o->v_head_dim : o->kv_channels;
+}
+
+/* Whether every query and key head is normalised. */
+static bool mt_norms_heads(const mt_options *o) {
+    return o->qk_layernorm && !o->multi_latent_attention;
+}
+
 /* The table as it grows, with what each new row needs to know. */
 typedef struct mt_param_table {
     mt_param *rows;
@@ -5866,6 +6074,12 @@ static const mt_param_name mt_param_names[MT_NUM_ROLES] = {
     [MT_V_BIAS] = {"self_attn.v_proj.bias", "attn.c_attn.bias"},
     [MT_Q_NORM] = {"self_attn.q_norm.weight", NULL},
     [MT_K_NORM] = {"self_attn.k_norm.weight", NULL},
+    [MT_Q_A] = {"self_attn.q_a_proj.weight", NULL},
+    [MT_KV_A] = {"self_attn.kv_a_proj_with_mqa.weight", NULL},
+    [MT_Q_B] = {"self_attn.q_b_proj.weight", NULL},
+    [MT_KV_B] = {"self_attn.kv_b_proj.weight", NULL},
+    [MT_Q_A_NORM] = {"self_attn.q_a_layernorm.weight", NULL},
+    [MT_KV_A_NORM] = {"self_attn.kv_a_layernorm.weight", NULL},
     [MT_O] = {"self_attn.o_proj.weight", "attn.c_proj.weight"},
     [MT_O_BIAS] = {"self_attn.o_proj.bias", "attn.c_proj.bias"},
     [MT_MLP_NORM] = {"post_attention_layernorm.weight", "ln_2.weight"},
@@ -5977,6 +6191,17 @@ static void mt_param_add_qkv(mt_param_table *table, mt_role first_role, int64_t 
     }
 }
 
+/* Latent attention: every rank has the way to the latents whole, and of the way from them its heads' part. */
+static void mt_param_add_latent(mt_param_table *table, int64_t layer, int64_t cols) {
+    const mt_options *o = table->options;
+    int64_t heads = o->num_attention_heads, q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank;
+    if (q_rank > 0) mt_param_add(table, MT_Q_A, layer, q_rank, cols)->gradient = MT_GRADIENT_ROWS;
+    mt_param_add(table, MT_KV_A, layer, kv_rank + o->qk_pos_emb_head_dim, cols)->gradient = MT_GRADIENT_ROWS;
+    int64_t q_input = q_rank > 0 ? q_rank : cols;
+    mt_param_add_sharded(table, q_rank > 0 ? MT_Q_B : MT_Q, layer, heads * o->kv_channels, q_input, 0);
+    mt_param_add_sharded(table, MT_KV_B, layer, heads * (o->qk_head_dim + o->v_head_dim), kv_rank, 0);
+}
+
 static double mt_output_std(const mt_options *o) {
     return o->init_method_std / sqrt(2.0 * (double)o->num_layers);
 }
@@ -6019,8 +6244,11 @@ static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
 /* A layer's matrices: attention, then the MLP or what routes tokens to experts. */
 static void mt_params_add_matrices(mt_param_table *table, int64_t layer) {
     const mt_options *o = table->options;
-    int64_t C = o->hidden_size, attention_width = o->num_attention_heads * o->kv_channels;
-    mt_param_add_qkv(table, MT_Q, layer, C);
+    int64_t C = o->hidden_size, attention_width = o->num_attention_heads * mt_value_channels(o);
+    if (o->multi_latent_attention)
+        mt_param_add_latent(table, layer, C);
+    else
+        mt_param_add_qkv(table, MT_Q, layer, C);
     mt_param_add_sharded(table, MT_O, layer, C, attention_width, 1)->init_std = mt_output_std(o);
     if (!mt_layer_has_experts(o, layer)) {
         mt_params_add_mlp(table, layer, MT_GATE, MT_UP, MT_DOWN, o->ffn_hidden_size);
@@ -6038,7 +6266,9 @@ static void mt_params_add_layer(mt_param_table *table, int64_t layer) {
     mt_params_add_matrices(table, layer);
     mt_param_add_norm(table, MT_INPUT_NORM, layer, C);
     mt_param_add_norm(table, MT_MLP_NORM, layer, C);
-    if (o->qk_layernorm) {
+    if (o->multi_latent_attention && o->q_lora_rank > 0) mt_param_add_norm(table, MT_Q_A_NORM, layer, o->q_lora_rank);
+    if (o->multi_latent_attention) mt_param_add_norm(table, MT_KV_A_NORM, layer, o->kv_lora_rank);
+    if (mt_norms_heads(o)) {
         mt_param_add_head_norm(table, MT_Q_NORM, layer);
         mt_param_add_head_norm(table, MT_K_NORM, layer);
     }
@@ -6063,8 +6293,8 @@ static bool mt_role_is_linear(mt_role role) {
 /* Rows that continue the one before without a gap, so that a fused product sees one matrix. */
 static bool mt_param_continues(const mt_param *param, const mt_param *before) {
     mt_role role = param->role, last = before->role;
-    return role == MT_K || role == MT_V || role == MT_K_BIAS || role == MT_V_BIAS ||
-           ((role == MT_UP || role == MT_UP_BIAS) && (int)last == (int)role - 2) ||
+    return (role == MT_KV_A && last == MT_Q_A) || role == MT_K || role == MT_V || role == MT_K_BIAS ||
+           role == MT_V_BIAS || ((role == MT_UP || role == MT_UP_BIAS) && (int)last == (int)role - 2) ||
            (role == MT_SHARED_UP && last == MT_SHARED_GATE) || role == MT_EXPERT_UP ||
            (role == MT_EXPERT_GATE && last == MT_EXPERT_UP) || (role == MT_EXPERT_DOWN && last == MT_EXPERT_DOWN);
 }
@@ -6174,7 +6404,10 @@ typedef struct mt_layer {
     mt_weight input_norm, input_norm_bias;
     mt_weight qkv, qkv_bias; // [(H + 2G) D, C], [(H + 2G) D]
     mt_weight q_norm, k_norm;
-    mt_weight o, o_bias; // [C, H D], [C]
+    mt_weight latent;              // [q_lora_rank + kv_lora_rank + R, C] q_a_proj, then kv_a_proj_with_mqa
+    mt_weight q_a_norm, kv_a_norm; // [q_lora_rank], [kv_lora_rank]
+    mt_weight q_b, kv_b;           // [H D, q_lora_rank, or C without], [H (D - R + Dv), kv_lora_rank]
+    mt_weight o, o_bias;           // [C, H D], [C]
     mt_weight mlp_norm, mlp_norm_bias;
     mt_weight fc1, fc1_bias; // [2F, C] gate then up, or [F, C]; of the expert that every token visits
     mt_weight down, down_bias;
@@ -6221,14 +6454,18 @@ typedef struct mt_activations {
     void *qkv;                      // [T, (H + 2G) D]; rotated in place unless q and k are normalised first
     void *qk;                       // [T, (H + G) D] normalised and rotated q and k, with q/k norm
     float *q_rstd, *k_rstd;         // [T, H], [T, G]
-    void *attended;                 // [T, H D]
-    float *lse;                     // [T, H]
-    void *middle;                   // [R, C] the residual stream between attention and MLP
-    void *mlp_normed;               // [R, C]
-    float *mlp_mean, *mlp_rstd;     // [R]
-    void *mlp_hidden;               // [T, 2F] or [T, F] before the activation
-    void *mlp_active;               // [T, F] after it
-    mt_routing routing;             // of a layer with experts
+    /* latent attention, whose qkv is [T, H D] of q, then [T, H D] of k, then [T, H Dv] of v, all ready */
+    void *latent;                          // [R, q_lora_rank + kv_lora_rank + rotary] before norms and rotation
+    void *q_latent, *kv_latent;            // [R, q_lora_rank], [R, kv_lora_rank] normalised
+    float *q_latent_rstd, *kv_latent_rstd; // [R]
+    void *attended;                        // [T, H Dv]
+    float *lse;                            // [T, H]
+    void *middle;                          // [R, C] the residual stream between attention and MLP
+    void *mlp_normed;                      // [R, C]
+    float *mlp_mean, *mlp_rstd;            // [R]
+    void *mlp_hidden;                      // [T, 2F] or [T, F] before the activation
+    void *mlp_active;                      // [T, F] after it
+    mt_routing routing;                    // of a layer with experts
 } mt_activations;
 
 /* Buffers that every layer uses in turn. */
@@ -6238,9 +6475,14 @@ typedef struct mt_layer_scratch {
     void *hidden;   // [R, C]
     void *normed;   // [R, C] the gradient of a norm's output
     void *wide;     // [T, max(2F, (H + 2G) D)]
-    void *active;   // [T, max(F, H D)]
+    void *active;   // [T, max(F, H Dv)]
     void *dqk;      // [T, (H + G) D], with q/k norm
     float *row_dot; // [T, H]
+    /* latent attention */
+    void *kv,
+        *k_rope;   // [T, H (D - rotary + Dv)], [T, rotary]: before the heads' keys and values are made, and gradients
+    void *dlatent; // [R, q_lora_rank + kv_lora_rank + rotary]
+    void *latent_normed; // [R, q_lora_rank or kv_lora_rank] the gradient of a norm's output
 } mt_layer_scratch;
 
 /* The experts of this rank, and buffers that all layers use in turn. */
@@ -6384,7 +6626,7 @@ struct mt_model {
     mt_stream *stream;
     mt_dtype dtype;
     mt_model_plan plan;
-    int64_t C, D;                     // as in megatron.h
+    int64_t C, D, Dv;                 // as in megatron.h; Dv: channels of a head's value
     int64_t H, G, F, V;               // this rank's share of heads, groups, widest MLP and padded vocabulary
     int64_t vocab_first, vocab_count; // the rows of the vocabulary in that share that are not padding
     int64_t max_rows;                 // R of the largest micro-batch
@@ -6429,7 +6671,7 @@ struct mt_model {
     int32_t *likeliest;         // [max_logits]
     mt_step_graph *step_graphs; // [max_logits + 1] by the number of sequences, for decoding
     mt_span *step_spans;        // [max_logits] bounds of a step's spans
-    void **k_cache, **v_cache;  // a layer: [cache_rows, G D]
+    void **k_cache, **v_cache;  // a layer: [cache_rows, G D], [cache_rows, G Dv]
     double *sums;               // loss, unmasked tokens, squared norm
     int64_t num_steps;          // training steps so far; what is pending of a step is numbered by it
     mt_pending_step pending[2];
@@ -6527,6 +6769,16 @@ static mt_dropout mt_model_dropout(const mt_model *model, int64_t layer, int pla
                         .key = mt_random_key((uint64_t)model->options->seed, MT_RANDOM_DROPOUT, index)};
 }
 
+/* Elements of a token's q, k and v. */
+static int64_t mt_qkv_width(const mt_model *m) {
+    return m->H * m->D + m->G * (m->D + m->Dv);
+}
+
+/* Elements of a token's latents, the turning part of its key included. */
+static int64_t mt_latent_width(const mt_options *o) {
+    return o->q_lora_rank + o->kv_lora_rank + o->qk_pos_emb_head_dim;
+}
+
 /* A pointer `elements` into an activation of the model's type. */
 static void *mt_at(const mt_model *model, void *base, int64_t elements) {
     return (char *)base + elements * mt_dtype_size(model->dtype);
@@ -6615,12 +6867,17 @@ typedef struct mt_qkv_view {
     int64_t qk_stride, v_stride;
 } mt_qkv_view;
 
-/* Without q/k norm, q and k stay in the fused product; with it, they move to `qk` and only v stays. */
+/* Without q/k norm, q and k stay in the fused product; with it, they move to `qk` and only v stays. Latent attention
+ * has no fused product, so there each of them is by itself. */
 static mt_qkv_view mt_view_qkv(const mt_model *m, void *qkv, void *qk) {
     int64_t q_width = m->H * m->D, kv_width = m->G * m->D, stride = q_width + 2 * kv_width;
+    if (m->options->multi_latent_attention) {
+        int64_t T = m->T;
+        return (mt_qkv_view){qkv, mt_at(m, qkv, T * q_width), mt_at(m, qkv, 2 * T * q_width), q_width, m->H * m->Dv};
+    }
     mt_qkv_view view = {.q = qkv, .k = mt_at(m, qkv, q_width), .v = mt_at(m, qkv, q_width + kv_width)};
     view.qk_stride = view.v_stride = stride;
-    if (m->options->qk_layernorm) {
+    if (mt_norms_heads(m->options)) {
         view.q = qk, view.k = mt_at(m, qk, q_width);
         view.qk_stride = q_width + kv_width;
     }
@@ -6633,17 +6890,26 @@ static mt_attention_backend mt_attention_backend_of(const mt_options *o) {
     return strcmp(o->attention_backend, "unfused") == 0 ? MT_ATTENTION_UNFUSED : MT_ATTENTION_AUTO;
 }
 
+/* 1 / sqrt(D); DeepSeek's YaRN sharpens attention here rather than by cos and sin. */
+static float mt_attention_scale(const mt_options *o) {
+    double scale = 1 / sqrt((double)o->kv_channels);
+    bool sharpens = o->multi_latent_attention && strcmp(o->rope_scaling_type, "yarn") == 0;
+    if (!sharpens || o->yarn_mscale_all_dim == 0) return (float)scale;
+    double mscale = mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
+    return (float)(scale * mscale * mscale);
+}
+
 static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t qk_stride, int64_t v_stride) {
     return (mt_attention){.num_heads = m->H,
                           .num_groups = m->G,
                           .head_size = m->D,
-                          .value_size = m->D,
+                          .value_size = m->Dv,
                           .q_stride = qk_stride,
                           .k_stride = qk_stride,
                           .v_stride = v_stride,
-                          .out_stride = m->H * m->D,
+                          .out_stride = m->H * m->Dv,
                           .window = m->options->window_size,
-                          .scale = 1.0f / sqrtf((float)m->D),
+                          .scale = mt_attention_scale(m->options),
                           .dropout = mt_model_dropout(m, m->layers[layer].number, MT_DROP_ATTENTION),
                           .first_head = m->grid->tensor.rank * m->H,
                           .backend = mt_attention_backend_of(m->options),
@@ -6702,24 +6968,134 @@ static void mt_qk_backward(const mt_model *m, const mt_layer *w, const mt_activa
                              a->k_rstd, T, m->G, D, raw_stride, d.qk_stride, raw_stride, m->dtype, m->stream);
 }
 
+/* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): hidden states shrink to a latent of the queries, one
+ * of keys and values, and a key's channels that turn, which all heads share. The latents grow into heads again. Every
+ * rank of the tensor group shrinks alike, its own rows or all; what is shared out are the heads, so latents enter the
+ * region rather than hidden states. */
+
+/* transformers has it here whatever the other norms' epsilon. */
+static const float mt_latent_epsilon = 1e-6f;
+
+static void mt_latent_norm_forward(const mt_model *m, void *y, float *rstd, void *latent, int64_t column, mt_weight w,
+                                   int64_t rank) {
+    m->ops->rmsnorm_forward(y, rstd, mt_at(m, latent, column), w.w, m->rows, 1, rank, rank, mt_latent_width(m->options),
+                            mt_latent_epsilon, m->dtype, m->stream);
+}
+
+static void mt_latent_norm_backward(const mt_model *m, void *dlatent, const void *dy, const float *rstd, void *latent,
+                                    int64_t column, mt_weight w, int64_t rank) {
+    int64_t width = mt_latent_width(m->options);
+    m->ops->rmsnorm_backward(mt_at(m, dlatent, column), w.dw, dy, NULL, mt_at(m, latent, column), w.w, rstd, m->rows, 1,
+                             rank, width, rank, width, m->dtype, m->stream);
+}
+
+/* input_normed -> q, k and v, ready. */
+static void mt_latent_qkv_forward(const mt_model *m, const mt_layer *w, mt_activations *a) {
+    const mt_options *o = m->options;
+    const mt_ops *ops = m->ops;
+    const mt_layer_scratch *s = &m->scratch;
+    int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
+    int64_t width = mt_latent_width(o), kv_width = m->H * (N + m->Dv);
+    mt_qkv_view view = mt_view_qkv(m, a->qkv, NULL);
+    ops->linear_forward(a->latent, a->input_normed, w->latent.w, NULL, m->rows, width, m->C, m->dtype, m->stream);
+    if (q_rank > 0) mt_latent_norm_forward(m, a->q_latent, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
+    mt_column_linear_forward(&m->tp, view.q, q_rank > 0 ? a->q_latent : a->input_normed, w->q_b, (mt_weight){0},
+                             m->H * m->D, q_rank > 0 ? q_rank : m->C);
+    mt_latent_norm_forward(m, a->kv_latent, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm, kv_rank);
+    mt_column_linear_forward(&m->tp, s->kv, a->kv_latent, w->kv_b, (mt_weight){0}, kv_width, kv_rank);
+    ops->rope_forward(s->k_rope, mt_at(m, a->latent, q_rank + kv_rank), m->rope_cos, m->rope_sin,
+                      m->positions + m->first_row, m->rows, 1, R, R, R, width, o->rotary_interleaved, m->dtype,
+                      m->stream);
+    const void *k_rope = mt_region_enter_forward(&m->tp, s->k_rope, R, m->stream);
+    ops->latent_heads_forward(view.q, view.k, view.v, s->kv, k_rope, m->rope_cos, m->rope_sin, m->positions, m->T, m->H,
+                              N, R, m->Dv, o->rotary_interleaved, m->dtype, m->stream);
+}
+
+/* The gradient of the queries, dq, to that of their latent in scratch.dlatent or, where they have none, of input_normed
+ * in scratch.normed. */
+static void mt_latent_q_backward(const mt_model *m, const mt_layer *w, const mt_activations *a, const void *dq,
+                                 int parts) {
+    const mt_layer_scratch *s = &m->scratch;
+    int64_t q_rank = m->options->q_lora_rank, width = m->H * m->D;
+    if (q_rank == 0) {
+        mt_column_linear_backward(&m->tp, s->normed, dq, a->input_normed, w->q_b, (mt_weight){0}, width, m->C, parts);
+        return;
+    }
+    mt_column_linear_backward(&m->tp, s->latent_normed, dq, a->q_latent, w->q_b, (mt_weight){0}, width, q_rank, parts);
+    mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
+}
+
+/* Gradients of q, k and v, in scratch.wide, to that of input_normed, scratch.normed. With MT_PART_INPUT alone, the
+ * products' output gradients take the places of q, of k and v, and of the latents. */
+static void mt_latent_qkv_backward(const mt_model *m, const mt_layer *w, mt_activations *a, int parts) {
+    const mt_options *o = m->options;
+    const mt_ops *ops = m->ops;
+    const mt_layer_scratch *s = &m->scratch;
+    int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
+    int64_t width = mt_latent_width(o), kv_width = m->H * (N + m->Dv);
+    mt_qkv_view d = mt_view_qkv(m, s->wide, NULL), kept = mt_view_qkv(m, a->qkv, NULL);
+    ops->latent_heads_backward(d.q, s->kv, mt_region_partial(&m->tp, s->k_rope), d.k, d.v, m->rope_cos, m->rope_sin,
+                               m->positions, m->T, m->H, N, R, m->Dv, o->rotary_interleaved, m->dtype, m->stream);
+    mt_region_enter_backward(&m->tp, s->k_rope, m->tp.partial, R, m->stream);
+    ops->rope_backward(mt_at(m, s->dlatent, q_rank + kv_rank), s->k_rope, m->rope_cos, m->rope_sin,
+                       m->positions + m->first_row, m->rows, 1, R, R, width, R, o->rotary_interleaved, m->dtype,
+                       m->stream);
+    mt_column_linear_backward(&m->tp, s->latent_normed, s->kv, a->kv_latent, w->kv_b, (mt_weight){0}, kv_width, kv_rank,
+                              parts);
+    mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm,
+                            kv_rank);
+    mt_latent_q_backward(m, w, a, d.q, parts);
+    void *dx = q_rank > 0 ? s->normed : s->active;
+    ops->linear_backward_input(dx, s->dlatent, w->latent.w, m->rows, width, m->C, m->dtype, m->stream);
+    if (q_rank == 0)
+        ops->dropout_add_forward(s->normed, dx, s->normed, m->token_index, m->rows, m->C, 0, &(mt_dropout){0}, m->dtype,
+                                 m->stream);
+    if (parts & MT_PART_WEIGHT)
+        ops->linear_backward_weight(w->latent.dw, NULL, s->dlatent, a->input_normed, m->rows, width, m->C,
+                                    m->tp.accumulates, m->dtype, m->stream);
+    if (parts != MT_PART_INPUT) return;
+    mt_keep(m, kept.q, d.q, m->T * m->H * m->D);
+    mt_keep(m, kept.k, s->kv, m->T * kv_width); // and into v's
+    mt_keep(m, a->latent, s->dlatent, m->rows * width);
+}
+
+/* The weights' part, where MT_PART_INPUT left what it needs. */
+static void mt_latent_qkv_backward_weight(const mt_model *m, const mt_layer *w, const mt_activations *a) {
+    const mt_options *o = m->options;
+    int64_t q_rank = o->q_lora_rank, kv_width = m->H * (o->qk_head_dim + m->Dv);
+    mt_qkv_view kept = mt_view_qkv(m, a->qkv, NULL);
+    mt_column_linear_backward(&m->tp, NULL, kept.k, a->kv_latent, w->kv_b, (mt_weight){0}, kv_width, o->kv_lora_rank,
+                              MT_PART_WEIGHT);
+    mt_column_linear_backward(&m->tp, NULL, kept.q, q_rank > 0 ? a->q_latent : a->input_normed, w->q_b, (mt_weight){0},
+                              m->H * m->D, q_rank > 0 ? q_rank : m->C, MT_PART_WEIGHT);
+    m->ops->linear_backward_weight(w->latent.dw, NULL, a->latent, a->input_normed, m->rows, mt_latent_width(o), m->C,
+                                   m->tp.accumulates, m->dtype, m->stream);
+}
+
+/* ---- the block */
+
 /* Generation: new keys and values go to their cache rows, and attention reads the cache instead. */
 static void mt_cache_update(const mt_model *m, int64_t layer, mt_qkv_view *view, mt_attention *shape) {
-    int64_t width = m->G * m->D;
-    m->ops->scatter_rows(m->k_cache[layer], view->k, m->cache_rows, m->T, width, width, view->qk_stride, m->dtype,
+    int64_t k_width = m->G * m->D, v_width = m->G * m->Dv;
+    m->ops->scatter_rows(m->k_cache[layer], view->k, m->cache_rows, m->T, k_width, k_width, view->qk_stride, m->dtype,
                          m->stream);
-    m->ops->scatter_rows(m->v_cache[layer], view->v, m->cache_rows, m->T, width, width, view->v_stride, m->dtype,
+    m->ops->scatter_rows(m->v_cache[layer], view->v, m->cache_rows, m->T, v_width, v_width, view->v_stride, m->dtype,
                          m->stream);
     view->k = m->k_cache[layer];
     view->v = m->v_cache[layer];
-    shape->k_stride = shape->v_stride = width;
+    shape->k_stride = k_width, shape->v_stride = v_width;
 }
 
 /* middle = input + dropout(attention(norm(input))), from input_normed on, to the MLP's norm of it. `decode` attends
  * over the cache. */
 static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activations *a, bool decode) {
     const mt_layer *w = &m->layers[layer];
-    mt_column_linear_forward(&m->tp, a->qkv, a->input_normed, w->qkv, w->qkv_bias, (m->H + 2 * m->G) * m->D, m->C);
-    mt_qk_forward(m, w, a);
+    if (m->options->multi_latent_attention) {
+        mt_latent_qkv_forward(m, w, a);
+    } else {
+        mt_column_linear_forward(&m->tp, a->qkv, a->input_normed, w->qkv, w->qkv_bias, mt_qkv_width(m), m->C);
+        mt_qk_forward(m, w, a);
+    }
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
     mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
     if (decode) mt_cache_update(m, layer, &view, &shape);
@@ -6727,7 +7103,7 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
         mt_context_attention_forward(m->context, a->attended, a->lse, view.q, view.k, view.v, &shape, m->stream);
     else
         m->ops->attention_forward(a->attended, a->lse, view.q, view.k, view.v, &m->spans, &shape, m->dtype, m->stream);
-    mt_row_linear_forward(&m->tp, m->scratch.hidden, a->attended, w->o, w->o_bias, m->C, m->H * m->D);
+    mt_row_linear_forward(&m->tp, m->scratch.hidden, a->attended, w->o, w->o_bias, m->C, m->H * m->Dv);
     mt_norm mlp_norm = {w->mlp_norm, w->mlp_norm_bias, a->mlp_normed, a->mlp_mean, a->mlp_rstd};
     mt_residual_forward(m, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, &mlp_norm);
 }
@@ -6737,9 +7113,9 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
 static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
     const mt_layer *w = &m->layers[layer];
     mt_layer_scratch *s = &m->scratch;
-    int64_t qkv_width = (m->H + 2 * m->G) * m->D;
+    int64_t qkv_width = mt_qkv_width(m);
     const void *dout = mt_residual_backward(m, w->number, MT_DROP_ATTENTION_OUT);
-    mt_row_linear_backward(&m->tp, s->active, dout, a->attended, w->o, w->o_bias, m->C, m->H * m->D, parts);
+    mt_row_linear_backward(&m->tp, s->active, dout, a->attended, w->o, w->o_bias, m->C, m->H * m->Dv, parts);
 
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk), d = mt_view_qkv(m, s->wide, s->dqk);
     mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
@@ -6749,9 +7125,14 @@ static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activatio
     else
         m->ops->attention_backward(d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v, a->attended, a->lse,
                                    &m->spans, &shape, m->dtype, m->stream);
-    mt_qk_backward(m, w, a, s->wide, s->dqk);
-    if (parts == MT_PART_INPUT) mt_keep(m, a->qkv, s->wide, m->T * qkv_width);
-    mt_column_linear_backward(&m->tp, s->normed, s->wide, a->input_normed, w->qkv, w->qkv_bias, qkv_width, m->C, parts);
+    if (m->options->multi_latent_attention) {
+        mt_latent_qkv_backward(m, w, a, parts);
+    } else {
+        mt_qk_backward(m, w, a, s->wide, s->dqk);
+        if (parts == MT_PART_INPUT) mt_keep(m, a->qkv, s->wide, m->T * qkv_width);
+        mt_column_linear_backward(&m->tp, s->normed, s->wide, a->input_normed, w->qkv, w->qkv_bias, qkv_width, m->C,
+                                  parts);
+    }
     mt_residual_norm_backward(m, a->input, dout, a->input_mean, a->input_rstd, w->input_norm, w->input_norm_bias,
                               parts);
 }
@@ -7275,14 +7656,17 @@ static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a, int
 static void mt_layer_backward_weight(mt_model *m, int64_t layer, mt_activations *a) {
     const mt_layer *w = &m->layers[layer];
     const mt_tensor_parallel *tp = &m->tp;
-    int64_t qkv_width = (m->H + 2 * m->G) * m->D;
     if (w->expert_bucket < 0) { // experts have done it
         mt_row_linear_backward(tp, NULL, a->middle, a->mlp_active, w->down, w->down_bias, m->C, w->F, MT_PART_WEIGHT);
         mt_column_linear_backward(tp, NULL, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, mt_fc1_width(m, w->F),
                                   m->C, MT_PART_WEIGHT);
     }
-    mt_row_linear_backward(tp, NULL, a->input, a->attended, w->o, w->o_bias, m->C, m->H * m->D, MT_PART_WEIGHT);
-    mt_column_linear_backward(tp, NULL, a->qkv, a->input_normed, w->qkv, w->qkv_bias, qkv_width, m->C, MT_PART_WEIGHT);
+    mt_row_linear_backward(tp, NULL, a->input, a->attended, w->o, w->o_bias, m->C, m->H * m->Dv, MT_PART_WEIGHT);
+    if (m->options->multi_latent_attention)
+        mt_latent_qkv_backward_weight(m, w, a);
+    else
+        mt_column_linear_backward(tp, NULL, a->qkv, a->input_normed, w->qkv, w->qkv_bias, mt_qkv_width(m), m->C,
+                                  MT_PART_WEIGHT);
 }
 
 /* ==== §9f context parallelism ==================================================================================== */
@@ -7968,6 +8352,16 @@ static void mt_layout_experts(mt_model *m, mt_arena *arena) {
     e->all_index = mt_arena_alloc(arena, together * 8);
 }
 
+static void mt_layout_latents(const mt_model *m, mt_activations *a, mt_arena *arena) {
+    const mt_options *o = m->options;
+    int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
+    a->latent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
+    a->q_latent = mt_arena_alloc(arena, R * o->q_lora_rank * size);
+    a->kv_latent = mt_arena_alloc(arena, R * o->kv_lora_rank * size);
+    if (o->q_lora_rank > 0) a->q_latent_rstd = mt_arena_alloc(arena, R * 4);
+    a->kv_latent_rstd = mt_arena_alloc(arena, R * 4);
+}
+
 /* One layer's activations for T tokens; `layer` -1 stands for any of this rank's, in turn. */
 static void mt_layout_layer(const mt_model *m, int64_t layer, mt_activations *a, mt_arena *arena) {
     int64_t F = layer < 0 ? m->F : m->layers[layer].F;
@@ -7977,13 +8371,14 @@ static void mt_layout_layer(const mt_model *m, int64_t layer, mt_activations *a,
     a->input_normed = mt_arena_alloc(arena, R * m->C * size);
     if (layernorm) a->input_mean = mt_arena_alloc(arena, R * 4);
     a->input_rstd = mt_arena_alloc(arena, R * 4);
-    a->qkv = mt_arena_alloc(arena, T * (m->H + 2 * m->G) * m->D * size);
-    if (m->options->qk_layernorm) {
+    a->qkv = mt_arena_alloc(arena, T * mt_qkv_width(m) * size);
+    if (m->options->multi_latent_attention) mt_layout_latents(m, a, arena);
+    if (mt_norms_heads(m->options)) {
         a->qk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
         a->q_rstd = mt_arena_alloc(arena, T * m->H * 4);
         a->k_rstd = mt_arena_alloc(arena, T * m->G * 4);
     }
-    a->attended = mt_arena_alloc(arena, T * m->H * m->D * size);
+    a->attended = mt_arena_alloc(arena, T * m->H * m->Dv * size);
     a->lse = mt_arena_alloc(arena, T * m->H * 4);
     a->middle = mt_arena_alloc(arena, R * m->C * size);
     a->mlp_normed = mt_arena_alloc(arena, R * m->C * size);
@@ -8007,7 +8402,7 @@ static mt_context_plan mt_model_context_plan(const mt_model *m) {
                              .num_heads = m->H,
                              .num_groups = m->G,
                              .head_size = m->D,
-                             .value_size = m->D,
+                             .value_size = m->Dv,
                              .dtype = m->dtype,
                              .train = m->plan.train};
 }
@@ -8048,8 +8443,9 @@ static void mt_layout_micro_batch(const mt_model *m, mt_micro_batch *at, mt_aren
 static void mt_layout_parallel(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
     if (m->tp.sequence_parallel) {
-        m->tp.gathered = mt_arena_alloc(arena, T * m->C * size);
-        m->tp.partial = mt_arena_alloc(arena, T * m->C * size);
+        int64_t widest = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
+        m->tp.gathered = mt_arena_alloc(arena, T * widest * size);
+        m->tp.partial = mt_arena_alloc(arena, T * widest * size);
     }
     if (ranks > 1 && m->has_loss) {
         m->tp.loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
@@ -8060,13 +8456,24 @@ static void mt_layout_parallel(mt_model *m, mt_arena *arena) {
             m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * size);
 }
 
+static void mt_layout_latent_scratch(mt_model *m, mt_arena *arena) {
+    const mt_options *o = m->options;
+    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
+    m->scratch.kv = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
+    m->scratch.k_rope = mt_arena_alloc(arena, T * m->rotary_dim * size);
+    if (!m->plan.train) return;
+    m->scratch.dlatent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
+    m->scratch.latent_normed = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
+}
+
 /* Buffers that layers use in turn, and, where they overlap, the logits over those of them that hold nothing between
  * the last layer's forward and its backward: then the output layer alone is at work, and of the scratch it writes only
  * the gradients of the residual stream and of the norm. */
 static void mt_layout_scratch(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
-    int64_t q_width = m->H * m->D, kv_width = m->G * m->D;
+    int64_t q_width = m->H * m->D, kv_width = m->G * m->D, out_width = m->H * m->Dv;
     mt_layer_scratch *s = &m->scratch;
+    if (m->options->multi_latent_attention) out_width = mt_max(out_width, m->C); // see mt_latent_qkv_backward
     if (m->plan.train) {
         s->residual = mt_arena_alloc(arena, R * m->C * size);
         if (mt_splits_backward(m)) s->spare = mt_arena_alloc(arena, R * m->C * size);
@@ -8075,11 +8482,12 @@ static void mt_layout_scratch(mt_model *m, mt_arena *arena) {
     int64_t start = arena->used;
     s->hidden = mt_arena_alloc(arena, R * m->C * size);
     if (m->plan.train) {
-        s->wide = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), q_width + 2 * kv_width) * size);
-        s->active = mt_arena_alloc(arena, T * mt_max(m->F, q_width) * size);
-        if (m->options->qk_layernorm) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
+        s->wide = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), mt_qkv_width(m)) * size);
+        s->active = mt_arena_alloc(arena, T * mt_max(m->F, out_width) * size);
+        if (mt_norms_heads(m->options)) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
         s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
     }
+    if (m->options->multi_latent_attention) mt_layout_latent_scratch(m, arena);
     int64_t end = arena->used;
     if (!mt_logits_overlap(m)) return;
     arena->used = start;
@@ -8090,7 +8498,8 @@ static void mt_layout_scratch(mt_model *m, mt_arena *arena) {
 /* What operations share from one micro-batch to the next. */
 static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits;
-    m->workspace_bytes = m->ops->workspace_bytes(T, m->C, m->H, m->D);
+    int64_t widest_row = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
+    m->workspace_bytes = m->ops->workspace_bytes(T, widest_row, m->H, mt_max(m->D, m->Dv));
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
@@ -8121,9 +8530,9 @@ static void mt_layout(mt_model *m, mt_arena *arena) {
     m->bytes[MT_PLAN_ACTIVATIONS] = arena->used - start;
     start = arena->used;
     for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
-        int64_t bytes = m->plan.cache_rows * m->G * m->D * mt_dtype_size(m->dtype);
-        m->k_cache[layer] = mt_arena_alloc(arena, bytes);
-        m->v_cache[layer] = mt_arena_alloc(arena, bytes);
+        int64_t heads_bytes = m->plan.cache_rows * m->G * mt_dtype_size(m->dtype);
+        m->k_cache[layer] = mt_arena_alloc(arena, heads_bytes * m->D);
+        m->v_cache[layer] = mt_arena_alloc(arena, heads_bytes * m->Dv);
     }
     m->bytes[MT_PLAN_CACHE] = arena->used - start;
 }
@@ -8187,6 +8596,26 @@ static void mt_buckets_find(mt_model *m) {
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
 }
 
+/* Where it finds one of latent attention. */
+static mt_weight *mt_latent_weight(const mt_model *m, mt_layer *layer, mt_role role) {
+    switch (role) {
+    case MT_Q_A:
+        return &layer->latent;
+    case MT_KV_A:
+        return m->options->q_lora_rank > 0 ? NULL : &layer->latent; // follows q_a
+    case MT_Q_B:
+        return &layer->q_b;
+    case MT_KV_B:
+        return &layer->kv_b;
+    case MT_Q_A_NORM:
+        return &layer->q_a_norm;
+    case MT_KV_A_NORM:
+        return &layer->kv_a_norm;
+    default:
+        return NULL;
+    }
+}
+
 /* Where the model's code finds the parameter of a role: a fused matrix is found by its first row. */
 static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
     mt_layer *layer = param->layer >= 0 ? mt_layer_find(m, param->layer) : NULL;
@@ -8214,7 +8643,7 @@ static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
     case MT_INPUT_NORM_BIAS:
         return &layer->input_norm_bias;
     case MT_Q:
-        return &layer->qkv;
+        return m->options->multi_latent_attention ? &layer->q_b : &layer->qkv;
     case MT_Q_BIAS:
         return &layer->qkv_bias;
     case MT_Q_NORM:
@@ -8244,7 +8673,7 @@ static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
     case MT_DOWN_BIAS:
         return &layer->down_bias;
     default:
-        return NULL; // k and v follow q
+        return mt_latent_weight(m, layer, param->role); // k and v follow q
     }
 }
 
@@ -8274,6 +8703,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
                             .pre_softmax = o->moe_router_pre_softmax,
                             .num_groups = o->moe_router_num_groups,
                             .group_topk = o->moe_router_group_topk,
+                            .group_best = o->moe_router_group_best,
                             .scaling = (float)o->moe_router_topk_scaling_factor};
     e->local = o->num_experts / grid->expert.size;
     e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
@@ -8336,7 +8766,7 @@ static void mt_experts_close(mt_model *m) {
 /* This rank's share of every size. */
 static void mt_model_shape(mt_model *m, const mt_options *o) {
     int64_t tp = m->grid->tensor.size, rank = m->grid->tensor.rank;
-    m->C = o->hidden_size, m->D = o->kv_channels;
+    m->C = o->hidden_size, m->D = o->kv_channels, m->Dv = mt_value_channels(o);
     m->H = o->num_attention_heads / tp, m->G = mt_max(o->num_query_groups / tp, 1);
     m->V = o->padded_vocab_size / tp;
     m->vocab_first = rank * m->V;
@@ -8344,6 +8774,7 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
     m->rotary_dim = 0;
     if (strcmp(o->position_embedding_type, "rope") == 0)
         m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
+    if (o->multi_latent_attention) m->rotary_dim = o->qk_pos_emb_head_dim;
     m->tp = (mt_tensor_parallel){.ops = m->ops, .group = &m->grid->tensor, .dtype = m->dtype};
     m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // generation has too few rows to cut
     m->max_rows = m->tp.sequence_parallel ? m->plan.max_tokens / tp : m->plan.max_tokens;
@@ -12697,6 +13128,24 @@ static void mt_timed_rope_backward(void *dx, const void *dy, const float *cos, c
              positions, T, H, D, R, dx_stride, dy_stride, interleaved, dtype);
 }
 
+static void mt_timed_latent_heads_forward(void *q, void *k, void *v, const void *kv, const void *k_rope,
+                                          const float *cos, const float *sin, const int32_t *positions, int64_t T,
+                                          int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
+                                          mt_stream *stream) {
+    int64_t elements = T * R + T * H * (2 * R + N + Dv + N + R + Dv); // k_rope, q, kv and what is made of them
+    MT_TIMED(latent_heads_forward, mt_work_bytes(elements, mt_dtype_size(dtype)), q, k, v, kv, k_rope, cos, sin,
+             positions, T, H, N, R, Dv, interleaved, dtype);
+}
+
+static void mt_timed_latent_heads_backward(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
+                                           const float *cos, const float *sin, const int32_t *positions, int64_t T,
+                                           int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved,
+                                           mt_dtype dtype, mt_stream *stream) {
+    int64_t elements = T * R + T * H * (2 * R + N + Dv + N + R + Dv);
+    MT_TIMED(latent_heads_backward, mt_work_bytes(elements, mt_dtype_size(dtype)), dq, dkv, dk_rope, dk, dv, cos, sin,
+             positions, T, H, N, R, Dv, interleaved, dtype);
+}
+
 /* In place, as above. */
 static void mt_timed_qk_forward(void *qk, float *q_rstd, float *k_rstd, const void *qkv, const void *q_w,
                                 const void *k_w, const float *cos, const float *sin, const int32_t *positions,
@@ -13140,6 +13589,8 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .layernorm_backward = mt_timed_layernorm_backward,
         .rope_forward = mt_timed_rope_forward,
         .rope_backward = mt_timed_rope_backward,
+        .latent_heads_forward = mt_timed_latent_heads_forward,
+        .latent_heads_backward = mt_timed_latent_heads_backward,
         .attention_forward = mt_timed_attention_forward,
         .attention_backward = mt_timed_attention_backward,
         .attention_merge = mt_timed_attention_merge,

@@ -119,8 +119,11 @@ typedef struct mt_options {
     int64_t max_position_embeddings, vocab_size, make_vocab_size_divisible_by;
     bool group_query_attention, swiglu, openai_gelu, qk_layernorm, untie_embeddings_and_output_weights;
     bool add_bias_linear, add_qkv_bias;
-    char *normalization;           // LayerNorm | RMSNorm
-    char *position_embedding_type; // learned_absolute | rope | none
+    bool multi_latent_attention;
+    int64_t q_lora_rank, kv_lora_rank;                    // of the latents; 0: queries have none
+    int64_t qk_head_dim, qk_pos_emb_head_dim, v_head_dim; // channels of a head: still, turning, of values
+    char *normalization;                                  // LayerNorm | RMSNorm
+    char *position_embedding_type;                        // learned_absolute | rope | none
     double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
     int64_t window_size; // sliding-window attention: keys a query sees, itself included; 0 = all
     double rotary_base, rotary_percent;
@@ -193,11 +196,12 @@ typedef struct mt_options {
     int64_t data_parallel_size; // ranks / (tensor, pipeline and context sizes)
     int64_t context_a2a_size;   // ranks of the context group that trade tokens for heads; 1: none
     int64_t padded_vocab_size;
+    int64_t moe_router_group_best;        // scores of a group of experts that are summed: 2 for deepseek_v3
     char *moe_layers;                     // [num_layers] characters '0' or '1': which layers have experts; NULL: none
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
-    char *hf_family;                      // gpt2 | llama | mistral | qwen2 | qwen3, or megatron: none of them fits
-    int64_t bos_token_id, eos_token_id;   // -1: none
+    char *hf_family;                    // gpt2 | llama | mistral | qwen2 | qwen3 | deepseek_v3, or megatron: none fits
+    int64_t bos_token_id, eos_token_id; // -1: none
 } mt_options;
 
 /* Sets defaults, then reads the --config file that the command line may name, the command line itself, which wins, and
@@ -390,6 +394,20 @@ typedef void mt_qk_backward_fn(void *dqkv, float *dq_w, float *dk_w, void *dqk, 
                                int64_t R, int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride, bool interleaved,
                                mt_dtype dtype, mt_stream *stream);
 
+/* ---- heads of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): N channels of a query or key stand still, the
+ * R after them turn, and a value has Dv. Every key has the same R channels. */
+
+/* k[T, H, N + R] and v[T, H, Dv] from kv[T, H, N + Dv], each head's still key and value, and k_rope[T, R], which is
+ * turned already; turns the last R channels of every head of q[T, H, N + R] in place, as rope_forward does. */
+typedef void mt_latent_heads_forward_fn(void *q, void *k, void *v, const void *kv, const void *k_rope, const float *cos,
+                                        const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t N,
+                                        int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype, mt_stream *stream);
+/* dkv, and dk_rope[T, R] = the sum over the heads, in fp32 and in their order; turns dq back in place. */
+typedef void mt_latent_heads_backward_fn(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
+                                         const float *cos, const float *sin, const int32_t *positions, int64_t T,
+                                         int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
+                                         mt_stream *stream);
+
 /* ---- attention over spans (Dao et al., "FlashAttention", for the saved log-sum-exp and the blockwise backward) */
 
 /* out = softmax(scale q k^T) v per head; lse[Tq, H] = log of the sum of exponentials. A query row of a span that sees
@@ -468,13 +486,14 @@ typedef void mt_gather_rows_fn(void *to, const void *from, const int32_t *rows, 
 /* How experts are chosen and weighed, as Megatron's topk_routing_with_score_function. Scores are the softmax of the
  * logits (or with pre_softmax false the logits themselves, and the softmax is over those chosen), or sigmoids, which
  * are then divided by the sum of those chosen + 1e-20 where topk > 1. With num_groups > 0 only experts of the
- * group_topk groups whose best topk / group_topk scores have the greatest sums can be chosen (DeepSeek-AI,
+ * group_topk groups whose best group_best scores have the greatest sums can be chosen (DeepSeek-AI,
  * "DeepSeek-V3"). Among equals the lowest number wins. */
 typedef struct mt_router {
     int64_t num_experts, topk; // E, k
     bool sigmoid, pre_softmax;
     int64_t num_groups, group_topk;
-    float scaling; // of the probabilities; 1: none
+    int64_t group_best; // scores of a group that are summed; 0: topk / group_topk
+    float scaling;      // of the probabilities; 1: none
 } mt_router;
 
 /* logits[T, E] = x[T, C] w[E, C]^T in fp32, whatever the type of x and w. Its backward is that of a linear layer. */
@@ -722,6 +741,8 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
     OP(layernorm_backward)                                                                                             \
     OP(rope_forward)                                                                                                   \
     OP(rope_backward)                                                                                                  \
+    OP(latent_heads_forward)                                                                                           \
+    OP(latent_heads_backward)                                                                                          \
     OP(attention_forward)                                                                                              \
     OP(attention_backward)                                                                                             \
     OP(attention_merge)                                                                                                \
@@ -964,6 +985,12 @@ typedef enum mt_role {
     MT_V_BIAS,
     MT_Q_NORM,
     MT_K_NORM,
+    MT_Q_A, // this and the next six: multi-head latent attention, whose MT_Q stands for MT_Q_B without a q latent
+    MT_KV_A,
+    MT_Q_B,
+    MT_KV_B,
+    MT_Q_A_NORM,
+    MT_KV_A_NORM,
     MT_O,
     MT_O_BIAS,
     MT_MLP_NORM,

@@ -58,6 +58,9 @@ typedef enum subject {
     SHARED,         // after a dense layer; sigmoids, groups, a moving bias, an expert that every token visits
     DROPPED,        // what is over an expert's capacity, by probability
     PADDED,         // the same by position, with inputs as long as the capacity
+    LATENT,         // multi-head latent attention, with latents of queries; heads narrower than the model
+    NO_Q_LATENT,
+    LATENT_PACKED,
     NUM_SUBJECTS
 } subject;
 
@@ -65,6 +68,10 @@ typedef enum subject {
 #define LLAMA_LIKE ROTARY " --qk-layernorm --untie-embeddings-and-output-weights --group-query-attention"
 #define QWEN_LIKE  ROTARY " --num-layers 4 --add-qkv-bias --group-query-attention --num-query-groups 2"
 #define DEEP_LIKE  ROTARY " --init-method-std 0.05 --num-layers 8 --group-query-attention --num-query-groups 1"
+#define LATENT_LIKE                                                                                                    \
+    " --swiglu --normalization RMSNorm --position-embedding-type rope --rotary-interleaved --disable-bias-linear"      \
+    " --untie-embeddings-and-output-weights --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6"                \
+    " --qk-pos-emb-head-dim 4 --v-head-dim 7 --num-layers 4 --global-batch-size 8"
 
 #define EXPERTS_LIKE                                                                                                   \
     LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --num-experts 8 --moe-ffn-hidden-size 16 --moe-z-loss-coeff 1e-3" \
@@ -99,6 +106,9 @@ static const struct {
     [PADDED] = {EXPERTS_LIKE " --moe-expert-capacity-factor 1.25 --moe-token-drop-policy position"
                              " --moe-pad-expert-input-to-capacity --global-batch-size 8",
                 1},
+    [LATENT] = {LATENT_LIKE " --q-lora-rank 40", 1}, // more than the model is wide
+    [NO_Q_LATENT] = {LATENT_LIKE, 1},
+    [LATENT_PACKED] = {LATENT_LIKE " --q-lora-rank 10", 2},
 };
 
 /* One row of a table. */
@@ -202,9 +212,11 @@ static int trainee_parse(mt_options *options, subject subject, const char *words
         line, sizeof line,
         "train --mock-data --seq-length %d --micro-batch-size 1 --train-iters %d --lr %s --lr-decay-style constant "
         "--weight-decay 0.5 --adam-eps 1e-3 --clip-grad 1 --init-method-std 0.1 --hidden-dropout 0.1 "
-        "--attention-dropout 0.1 --hidden-size 32 --num-attention-heads 8 --kv-channels 8 --ffn-hidden-size 48 "
+        "--attention-dropout 0.1 --hidden-size 32 --num-attention-heads 8%s --ffn-hidden-size 48 "
         "--vocab-size %d --make-vocab-size-divisible-by 16 --distributed-timeout-seconds 60 --device %s%s%s",
-        ROW_LENGTH, STEPS, bf16 ? "2e-3 --bf16" : "5e-3", VOCABULARY, backend_name, subjects[subject].words, words);
+        ROW_LENGTH, STEPS, bf16 ? "2e-3 --bf16" : "5e-3",
+        strstr(subjects[subject].words, "latent") ? "" : " --kv-channels 8", VOCABULARY, backend_name,
+        subjects[subject].words, words);
     for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
     if (mt_options_parse(options, MT_PROGRAM_TRAIN, count, arguments, error) != 0) return -1;
     return mt_options_finish(options, MT_PROGRAM_TRAIN, ranks, error);
@@ -629,6 +641,33 @@ static const layout alone[] = {
     {4, LLAMA, SHARD "optim_grads_params" PREFETCH},
 };
 
+static const layout of_latent_attention[] = {
+    {2, LATENT, TP "2"},
+    {2, NO_Q_LATENT, TP "2"},
+    {2, LATENT, TP "2" SP},
+    {2, NO_Q_LATENT, TP "2" SP MICRO "2"},
+    {2, LATENT, PP "2" ZB},
+    {2, NO_Q_LATENT, PP "2" ZB},
+    {2, LATENT, PP "2" VP "2"},
+    {2, LATENT, CP "2"},
+    {2, LATENT_PACKED, CP "2" BY "all_gather" MICRO "2"},
+    {2, NO_Q_LATENT, CP "2" BY "a2a"},
+    {2, LATENT, SHARD "optim" PREFETCH},
+    {2, NO_Q_LATENT, SHARD "optim_grads_params" PREFETCH},
+    {4, LATENT, TP "4"},
+    {4, LATENT_PACKED, TP "4" SP},
+    {4, LATENT, TP "2" SP PP "2" ZB},
+    {4, NO_Q_LATENT, TP "2" SP PP "2" ZB},
+    {4, LATENT, TP "2" SP CP "2"},
+    {4, LATENT, TP "2" SP SHARD "optim_grads" OVERLAP},
+    {4, NO_Q_LATENT, TP "2" SP SHARD "optim_grads_params" PREFETCH},
+    {4, LATENT, PP "2" VP "2" SHARD "optim" PREFETCH},
+    {4, LATENT, CP "4" BY "a2a+p2p" LEVELS "2 2"},
+    {8, LATENT, TP "8" SP},
+    {8, LATENT, TP "2" SP PP "2" CP "2"},
+    {8, NO_Q_LATENT, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params" PREFETCH},
+};
+
 /* Two ranks with more about them. */
 static const layout of_2_ranks[] = {
     {2, LLAMA, TP "2" SP MICRO "4"},
@@ -756,6 +795,7 @@ static const layout in_bf16[] = {
     {4, LLAMA, SHARD "optim_grads_params" PREFETCH},
     {4, QWEN, PP "2" SHARD "optim_grads" OVERLAP},
     {8, GPT2, TP "2" SP PP "2" CP "2" BY "all_gather"},
+    {4, LATENT, TP "2" SP PP "2" ZB},
 };
 
 static const family_layout families_on_layouts[] = {
@@ -774,6 +814,8 @@ static const family_layout families_on_layouts[] = {
     {4, "qwen2", 1, SHARD "optim_grads_params" PREFETCH},
     {4, "qwen3", 1, PP "2" CP "2"},
     {4, "qwen3", 2, TP "2" SHARD "optim_grads"},
+    {4, "deepseek_v3_dense", 1, TP "4" SP},
+    {4, "deepseek_v3_no_q_latent", 2, TP "2" SP CP "2"},
     {8, "gpt2", 1, TP "2" SP PP "2" CP "2" BY "all_gather"},
     {8, "llama", 1, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params"},
     {8, "qwen2", 2, TP "2" SP PP "2" SHARD "optim" OVERLAP},
@@ -785,6 +827,11 @@ static const family_layout families_on_layouts[] = {
 static void each_parallelism_alone_trains_like_one_rank(void **state) {
     (void)state;
     RUN_ROWS(alone, false, 1e-5);
+}
+
+static void latent_attention_trains_like_one_rank_on_every_layout(void **state) {
+    (void)state;
+    RUN_ROWS(of_latent_attention, false, 1e-5);
 }
 
 static void layouts_of_2_ranks_train_like_one_rank(void **state) {
@@ -826,6 +873,7 @@ static void golden_families_train_like_pytorch_on_layouts(void **state) {
 static int run_layout_tests(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_parallelism_alone_trains_like_one_rank),
+        cmocka_unit_test(latent_attention_trains_like_one_rank_on_every_layout),
         cmocka_unit_test(layouts_of_2_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_of_4_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_of_8_ranks_train_like_one_rank),

@@ -254,6 +254,30 @@ static void shapes_that_cannot_be_are_refused(void **state) {
         "the vocabulary is unknown");
 }
 
+static void latent_attention_that_cannot_be_is_refused(void **state) {
+    (void)state;
+#define LATENT_RUN RUN "--normalization RMSNorm --position-embedding-type rope --multi-latent-attention "
+    expect_error(RUN "--kv-lora-rank 16", "--kv-lora-rank needs --multi-latent-attention");
+    expect_error(RUN "--multi-latent-attention", "--multi-latent-attention needs --normalization RMSNorm and "
+                                                 "--position-embedding-type rope, which are LayerNorm and "
+                                                 "learned_absolute");
+    expect_error(LATENT_RUN "--kv-channels 16", "--multi-latent-attention and --kv-channels exclude each other");
+    expect_error(LATENT_RUN "--group-query-attention", "and --group-query-attention exclude each other");
+    expect_error(LATENT_RUN "--num-query-groups 2", "--num-query-groups 2 needs --group-query-attention");
+    expect_error(LATENT_RUN "--add-qkv-bias", "and --add-qkv-bias exclude each other");
+    expect_error(LATENT_RUN "--rotary-percent 0.5", "and --rotary-percent exclude each other");
+    expect_error(LATENT_RUN "--qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7 must be even");
+    expect_error(LATENT_RUN "--kv-lora-rank 0", "--kv-lora-rank must be in [1,1048576], got 0");
+    expect_error(LATENT_RUN "--bf16 --attention-dropout 0 --attention-backend cudnn --qk-head-dim 64 "
+                            "--qk-pos-emb-head-dim 32 --v-head-dim 64",
+                 "needs values as wide as keys");
+    expect_error_of(MT_PROGRAM_TRAIN, 8, LATENT_RUN "--tensor-model-parallel-size 8",
+                    "--num-attention-heads 4 must be a multiple of --tensor-model-parallel-size 8");
+    expect_error("--load tests/golden/hf/deepseek_v3_dense --kv-lora-rank 8 --mock-data --seq-length 8 --train-iters 1 "
+                 "--lr 1",
+                 "--kv-lora-rank is 8, but the weights have 12");
+}
+
 static void ranks_are_shared_out_and_what_is_left_is_data_parallel(void **state) {
     (void)state;
     mt_options options;
@@ -742,6 +766,31 @@ static void operation_count_of_llama3_8b_equals_megatron(void **state) {
     mt_options_free(&options);
 }
 
+/* By Megatron's formula, and what DeepSeek-V3's report says of its attention: 187,107,328 parameters a layer. */
+static void latent_attention_counts_as_megatron_counts_it(void **state) {
+    (void)state;
+    const char *shape =
+        "--num-layers 1 --hidden-size 7168 --num-attention-heads 128 --ffn-hidden-size 18432 --vocab-size "
+        "129280 --mock-data --seq-length 4096 --train-iters 1 --lr 1 --swiglu --normalization RMSNorm "
+        "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
+        "--multi-latent-attention --kv-lora-rank 512 ";
+    for (int latent = 0; latent < 2; latent++) { // of the queries
+        mt_options o;
+        char line[700];
+        snprintf(line, sizeof line, "%s%s", shape, latent ? "--q-lora-rank 1536" : "");
+        expect_good(&o, line);
+        double C = 7168, width = 128 * 192, queries = latent ? 1536 * (C + width + 1) : C * width;
+        double attention =
+            queries + 512 * (C + 128 * 256 + 1) + C * 64 + 128 * 128 * C + 4096. / 2 * (width + 128 * 128);
+        double flops = 6 * 4096. * (attention + 3 * C * 18432 + C * (double)o.padded_vocab_size);
+        double off = mt_flops(&o, 1) / flops - 1;
+        assert_true(off < 1e-12 && off > -1e-12);
+        int64_t attention_parameters = latent ? 187107328 : 187107328 - 1536 * (7168 + 24576 + 1) + 7168 * 24576;
+        assert_int_equal(mt_num_parameters(&o), attention_parameters + 3 * 7168 * 18432 + 3 * 7168 + 2 * 129280 * 7168);
+        mt_options_free(&o);
+    }
+}
+
 static void golden_configs_are_read_as_their_families_are(void **state) {
     (void)state;
     mt_options o;
@@ -771,8 +820,19 @@ static void golden_configs_are_read_as_their_families_are(void **state) {
     assert_true(o.num_experts == 8 && o.moe_router_topk == 4 && o.moe_ffn_hidden_size == 16);
     assert_true(o.ffn_hidden_size == 80 && o.qk_layernorm && !o.moe_router_pre_softmax);
     mt_options_free(&o);
-    expect_error("--load tests/golden/hf/deepseek_v3 --mock-data --seq-length 32 --train-iters 1 --lr 1",
-                 "deepseek_v3");
+    expect_good(&o, "--load tests/golden/hf/deepseek_v3 --mock-data --seq-length 32 --train-iters 1 --lr 1");
+    assert_true(o.moe_router_enable_expert_bias && o.multi_latent_attention && o.moe_layers[0] == '0');
+    assert_string_equal(o.moe_router_score_function, "sigmoid");
+    mt_options_free(&o);
+    expect_good(&o, "--load tests/golden/hf/deepseek_v3_dense --mock-data --seq-length 32 --train-iters 1 --lr 1");
+    assert_true(o.multi_latent_attention && o.rotary_interleaved && o.q_lora_rank == 20 && o.kv_lora_rank == 12);
+    assert_true(o.qk_head_dim == 6 && o.qk_pos_emb_head_dim == 4 && o.v_head_dim == 7 && o.num_query_groups == 4);
+    assert_true(o.yarn_mscale == 0.7 && o.yarn_mscale_all_dim == 1.2 && o.rope_scaling_factor == 4);
+    mt_options_free(&o);
+    expect_good(&o,
+                "--load tests/golden/hf/deepseek_v3_no_q_latent --mock-data --seq-length 32 --train-iters 1 --lr 1");
+    assert_true(o.multi_latent_attention && !o.rotary_interleaved && o.q_lora_rank == 0 && o.v_head_dim == 8);
+    mt_options_free(&o);
 }
 
 #define EXPERTS                                                                                                        \
@@ -1007,6 +1067,18 @@ static void bad_configs_are_refused_by_key(void **state) {
                         "\"num_attention_heads\": -9223372036854775808}",
                         "must be in");
     expect_config_error("{\"model_type\": \"qwen2\", " LLAMA_SIZES "}", "\"num_key_value_heads\" is missing");
+#define DEEPSEEK(heads) "{\"model_type\": \"deepseek_v3\", \"num_key_value_heads\": " heads ", " LLAMA_SIZES
+#define LATENTS         ", \"kv_lora_rank\": 8, \"qk_nope_head_dim\": 4, \"qk_rope_head_dim\": 4" DENSE
+#define DENSE           ", \"first_k_dense_replace\": 2"
+    expect_config_error(DEEPSEEK("4") ", \"q_lora_rank\": null}", "\"kv_lora_rank\" is missing");
+    expect_config_error(DEEPSEEK("4") LATENTS "}", "\"v_head_dim\" is missing");
+    expect_config_error(DEEPSEEK("2") LATENTS ", \"v_head_dim\": 4}", "every head has its own key and value");
+    expect_config_error(DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"attention_bias\": true}",
+                        "\"attention_bias\": true is not supported");
+    expect_config_error(DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"rope_interleave\": 1}",
+                        "\"rope_interleave\" must be true or false");
+    const char *negative = DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"q_lora_rank\": -1}";
+    expect_config_error(negative, "\"q_lora_rank\" is -1");
     const char *gpt2 = "{\"model_type\": \"gpt2\", \"n_layer\": 1, \"n_head\": 2, \"n_embd\": 8, \"n_positions\": 8, "
                        "\"vocab_size\": 9, %s}";
     const char *const cases[][2] = {
@@ -1069,6 +1141,8 @@ static void expect_round_trip(const char *line, const char *family) {
     mt_options_free(&options), mt_options_free(&again);
 }
 
+#define LENGTHS    "--mock-data --seq-length 16 --train-iters 10 --lr 1e-3"
+#define LATENT     "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 "
 #define LIKE_LLAMA RUN "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
 
 static void written_configs_read_back_as_the_same_model(void **state) {
@@ -1081,6 +1155,11 @@ static void written_configs_read_back_as_the_same_model(void **state) {
                  "--hf-config data/configs/%s.json --mock-data --seq-length 16 --train-iters 10 --lr 1e-3", names[i]);
         expect_round_trip(line, families[i]);
     }
+    expect_round_trip("--hf-config tests/golden/hf/deepseek_v3_dense/config.json " LENGTHS, "deepseek_v3");
+    expect_round_trip("--hf-config tests/golden/hf/deepseek_v3_no_q_latent/config.json " LENGTHS, "deepseek_v3");
+    expect_round_trip(LIKE_LLAMA LATENT "--q-lora-rank 24", "deepseek_v3");
+    expect_round_trip(LIKE_LLAMA LATENT "--rotary-interleaved", "deepseek_v3");
+    expect_round_trip(LIKE_LLAMA LATENT "--window-size 4", "megatron");
     expect_round_trip(RUN, "gpt2");
     expect_round_trip(RUN "--norm-epsilon 1e-50", "gpt2");
     expect_round_trip(RUN "--openai-gelu --untie-embeddings-and-output-weights --norm-epsilon 1e-6", "gpt2");
@@ -1112,6 +1191,7 @@ int main(void) {
         cmocka_unit_test(malformed_command_lines_are_refused_in_one_line),
         cmocka_unit_test(values_out_of_range_are_refused),
         cmocka_unit_test(shapes_that_cannot_be_are_refused),
+        cmocka_unit_test(latent_attention_that_cannot_be_is_refused),
         cmocka_unit_test(ranks_are_shared_out_and_what_is_left_is_data_parallel),
         cmocka_unit_test(layouts_that_cannot_be_are_refused),
         cmocka_unit_test(batches_and_lengths_that_cannot_be_are_refused),
@@ -1134,6 +1214,7 @@ int main(void) {
 #endif
         cmocka_unit_test(published_shapes_have_their_published_numbers_of_parameters),
         cmocka_unit_test(operation_count_of_llama3_8b_equals_megatron),
+        cmocka_unit_test(latent_attention_counts_as_megatron_counts_it),
         cmocka_unit_test(golden_configs_are_read_as_their_families_are),
         cmocka_unit_test(layers_with_experts_are_counted_or_listed),
         cmocka_unit_test(experts_that_cannot_be_are_refused),
