@@ -8927,12 +8927,21 @@ static void mt_model_share_sequences(mt_model *m) {
         mt_batch_alloc(&m->micro_batches[i].whole, cp * m->plan.max_tokens);
 }
 
+/* The CUDA backend's attention takes heads of so many channels. */
+enum { MT_CUDA_CHANNELS = 256 };
+
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
     mt_attention_backend backend = mt_attention_backend_of(options);
     if (strcmp(ops->name, "cpu") == 0 && (backend == MT_ATTENTION_CUDNN || backend == MT_ATTENTION_UNFUSED))
         return mt_error_set(error, "--attention-backend %s needs a GPU, and this run is on the CPU; leave it out",
                             options->attention_backend);
+    int64_t widest_head = mt_max(options->kv_channels, mt_value_channels(options));
+    if (strcmp(ops->name, "cuda") == 0 && widest_head > MT_CUDA_CHANNELS)
+        return mt_error_set(error, "attention on a GPU takes heads of at most %d channels, and these have %lld (%s)",
+                            MT_CUDA_CHANNELS, (long long)widest_head,
+                            options->multi_latent_attention ? "--qk-head-dim + --qk-pos-emb-head-dim, or --v-head-dim"
+                                                            : "--kv-channels");
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;
