@@ -108,29 +108,32 @@ __device__ static void count_tiles(int *before, const product_task &task) {
 template <mt_grouped_kind KIND, int COLS> struct tile_list {
     const product_task &task;
     const int *before;
-    int index, expert;
+    unsigned index;
+    int expert;
 
     __device__ __forceinline__ tile_list(const product_task &task, const int *before)
-        : task(task), before(before), index((int)blockIdx.x), expert(0) {
+        : task(task), before(before), index(blockIdx.x), expert(0) {
     }
     /* The next tile; false behind the last. */
     __device__ __forceinline__ bool next(product_tile &t) {
-        const int cols = ((KIND == MT_GROUPED_FORWARD ? task.N : task.K) + COLS - 1) / COLS;
-        int heights, in;
+        const unsigned cols = (unsigned)((KIND == MT_GROUPED_FORWARD ? task.N : task.K) + COLS - 1) / COLS;
+        unsigned heights, in;
         if (KIND == MT_GROUPED_BACKWARD_WEIGHT) {
-            heights = (task.N + ROWS - 1) / ROWS, expert = index / (heights * cols), in = index % (heights * cols);
+            heights = (unsigned)(task.N + ROWS - 1) / ROWS;
+            expert = (int)(index / (heights * cols)), in = index % (heights * cols);
         } else {
-            while (expert < task.E && index >= before[expert + 1] * cols) expert++;
-            heights = expert < task.E ? before[expert + 1] - before[expert] : 0, in = index - before[expert] * cols;
+            while (expert < task.E && index >= (unsigned)before[expert + 1] * cols) expert++;
+            if (expert >= task.E) return false;
+            heights = (unsigned)(before[expert + 1] - before[expert]), in = index - (unsigned)before[expert] * cols;
         }
         if (expert >= task.E) return false;
-        const int section = in / (SECTION * cols), rest = in % (SECTION * cols);
-        const int height = min(SECTION, heights - section * SECTION);
+        const unsigned section = in / (SECTION * cols), rest = in % (SECTION * cols);
+        const unsigned height = min((unsigned)SECTION, heights - section * SECTION);
         t.expert = expert, t.first = task.offsets[expert], t.count = task.offsets[expert + 1] - t.first;
-        t.row = (section * SECTION + rest % height) * ROWS, t.col = rest / height * COLS;
+        t.row = (int)(section * SECTION + rest % height) * ROWS, t.col = (int)(rest / height) * COLS;
         const int inner = KIND == MT_GROUPED_FORWARD ? task.K : KIND == MT_GROUPED_BACKWARD_INPUT ? task.N : t.count;
         t.steps = (inner + DEPTH - 1) / DEPTH;
-        index += (int)gridDim.x;
+        index += gridDim.x;
         return true;
     }
 };
@@ -317,14 +320,10 @@ __device__ __forceinline__ void work_on_tiles(const product_task &task, const pr
     const uint32_t at = mt_shared_address(memory);
     const stage_ring<size::STAGES> ring{at + size::RING};
     tile_list<KIND, COLS> tiles(task, (const int *)(memory + size::BEFORE));
-    product_tile t;
+    product_tile t, next;
     float c[COLS / 8][4];
     int n = 0;
-    while (tiles.next(t)) {
-        if (KIND == MT_GROUPED_BACKWARD_WEIGHT && t.steps == 0) {
-            if (!task.accumulate) store_zeros<COLS>(writer_of<KIND, COLS>(task, memory, t), maps, t.col, task.K);
-            continue;
-        }
+    for (bool more = tiles.next(t); more; t = next) {
         for (int step = 0; step < t.steps; step++, n++) {
             const uint32_t stage = at + n % size::STAGES * size::STAGE;
             const int left = t.count - step * DEPTH;
@@ -337,10 +336,15 @@ __device__ __forceinline__ void work_on_tiles(const product_task &task, const pr
             mt_wgmma_wait<1>();
             if (step > 0) ring.release(n - 1);
         }
+        more = tiles.next(next); // while the last products run
+        const slab_writer writer = writer_of<KIND, COLS>(task, memory, t);
+        if (KIND == MT_GROUPED_BACKWARD_WEIGHT && t.steps == 0) {
+            if (!task.accumulate) store_zeros<COLS>(writer, maps, t.col, task.K);
+            continue;
+        }
         mt_wgmma_wait<0>();
         mt_wgmma_hold(c);
         ring.release(n - 1);
-        const slab_writer writer = writer_of<KIND, COLS>(task, memory, t);
         if constexpr (KIND == MT_GROUPED_BACKWARD_WEIGHT)
             store_gradients<COLS>(writer, maps, t.col, task.K, task.accumulate, c);
         else
@@ -437,6 +441,9 @@ template <mt_grouped_kind KIND, int COLS> static void launch(const mt_grouped_ca
 /* Tiles of 256 columns read less for each product; narrower ones, where those would be mostly empty. */
 template <mt_grouped_kind KIND> static void launch(const mt_grouped_call *call) {
     const int64_t cols = KIND == MT_GROUPED_FORWARD ? call->N : call->K;
+#ifdef GROUPED_COLS
+    return launch<KIND, GROUPED_COLS>(call);
+#endif
     if (mt_divide_up(cols, 256) * 256 * 5 > mt_divide_up(cols, 128) * 128 * 6)
         launch<KIND, 128>(call);
     else
