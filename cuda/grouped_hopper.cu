@@ -337,12 +337,12 @@ __device__ __forceinline__ void work_on_tiles(const product_task &task, const pr
             if (step > 0) ring.release(n - 1);
         }
         more = tiles.next(next); // while the last products run
+        mt_wgmma_wait<0>();
         const slab_writer writer = writer_of<KIND, COLS>(task, memory, t);
         if (KIND == MT_GROUPED_BACKWARD_WEIGHT && t.steps == 0) {
             if (!task.accumulate) store_zeros<COLS>(writer, maps, t.col, task.K);
             continue;
         }
-        mt_wgmma_wait<0>();
         mt_wgmma_hold(c);
         ring.release(n - 1);
         if constexpr (KIND == MT_GROUPED_BACKWARD_WEIGHT)
