@@ -16,7 +16,8 @@
  *   §3e  attention
  *   §3f  activations, residual stream, rows
  *   §3g  cross-entropy
- *   §3h  optimizer and conversions
+ *   §3h  mixture of experts
+ *   §3i  optimizer and conversions
  *   §4   the rank grid and its groups
  *   §5   collectives
  *   §6   conjugate regions
@@ -2650,6 +2651,13 @@ static int64_t mt_halve(int64_t n) {
     return mt_blocks(n, 128) * 64;
 }
 
+/* Under OpenMP's threads the library must keep to one; to say so is not for them, who would say it all at once. */
+static void mt_matmul_prepare(void) {
+#ifdef OPENBLAS_THREAD
+    if (openblas_get_parallel() == OPENBLAS_THREAD && openblas_get_num_threads() > 1) openblas_set_num_threads(1);
+#endif
+}
+
 /* The library's product, cut into tiles that depend on the shape alone, each computed by one thread: left to itself the
  * library cuts by the number of threads, and its edges round differently from its middle. Under 2^18 products OpenBLAS
  * keeps to one thread anyway. */
@@ -2659,9 +2667,7 @@ static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M,
     while (rows > 512) rows = mt_halve(rows);
     while (columns > 768 || (columns > 192 && mt_blocks(M, rows) * mt_blocks(N, columns) < 4))
         columns = mt_halve(columns);
-#ifdef OPENBLAS_THREAD
-    if (openblas_get_parallel() == OPENBLAS_THREAD && openblas_get_num_threads() > 1) openblas_set_num_threads(1);
-#endif
+    mt_matmul_prepare();
 #pragma omp parallel for collapse(2) schedule(dynamic) if (M * N * K > 1 << 18)
     for (int64_t n = 0; n < N; n += columns)
         for (int64_t m = 0; m < M; m += rows)
@@ -2672,6 +2678,9 @@ static void mt_matmul_large(float *c, const float *a, const float *b, int64_t M,
 }
 #else
 enum { MT_PANEL = 32, MT_DEPTH = 256, MT_TILE = 4 };
+
+static void mt_matmul_prepare(void) {
+}
 
 /* Copies b[k0 + k][n0 + n] for one depth of k and one panel of n into consecutive memory, padded with zeros. */
 static void mt_matmul_pack(float panel[MT_DEPTH][MT_PANEL], const float *b, int64_t ldb, bool transposed, int64_t k0,
@@ -3691,8 +3700,11 @@ static void mt_cpu_gather_rows(void *to, const void *from, const int32_t *rows, 
     int64_t size = mt_dtype_size(dtype);
 #pragma omp parallel for if (T * width > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++)
-        memcpy((char *)to + t * to_stride * size, (const char *)from + rows[t] * from_stride * size,
-               (size_t)(width * size));
+        if (rows[t] < 0)
+            memset((char *)to + t * to_stride * size, 0, (size_t)(width * size));
+        else
+            memcpy((char *)to + t * to_stride * size, (const char *)from + rows[t] * from_stride * size,
+                   (size_t)(width * size));
 }
 
 /* ==== §3g cross-entropy ========================================================================================== */
@@ -3807,7 +3819,491 @@ static void mt_cpu_likeliest(int32_t *ids, const void *logits, int64_t T, int64_
         ids[t] = mt_row_likeliest(mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype), count);
 }
 
-/* ==== §3h optimizer and conversions ============================================================================== */
+/* ==== §3h mixture of experts ===================================================================================== */
+/* A token's choices and weights depend on its own row alone, whoever its neighbours are, so that every layout of ranks
+ * routes alike. Softmax and sigmoid keep the order of logits: where nothing is added to the scores, experts are chosen
+ * by logits, which does not take scores that rounding made equal for equals. */
+
+/* Every sum is over one token's row and one expert's, in the order of channels, however many rows there are. */
+static void mt_cpu_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
+                                 mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    enum { TOKENS = 16 }; // which share a read of the weights
+    mt_scratch scratch = mt_scratch_reserve(mt_matrix_scratch(TOKENS, C, dtype));
+#pragma omp parallel for if (T * E * C > MT_PARALLEL)
+    for (int64_t first = 0; first < T; first += TOKENS) {
+        int64_t tokens = mt_min(TOKENS, T - first);
+        const float *rows[TOKENS];
+        for (int64_t t = 0; t < tokens; t++)
+            rows[t] = mt_row_load(mt_scratch_slice(scratch) + t * C, x, (first + t) * C, C, dtype);
+        for (int64_t e = 0; e < E; e += 4) {
+            const void *weights[4];
+            for (int64_t i = 0; i < 4; i++)
+                weights[i] = (const char *)w + mt_min(e + i, E - 1) * C * mt_dtype_size(dtype);
+            for (int64_t t = 0; t < tokens; t++) {
+                float sums[4];
+                mt_dot_four(sums, rows[t], weights, C, dtype);
+                for (int64_t i = 0; i < mt_min(4, E - e); i++) logits[(first + t) * E + e + i] = sums[i];
+            }
+        }
+    }
+}
+
+static bool mt_row_is_finite(const float *x, int64_t n) {
+    bool finite = true;
+    for (int64_t i = 0; i < n; i++) finite &= isfinite(x[i]) != 0;
+    return finite;
+}
+
+/* Where the greatest of x[n] is, the first among equals. */
+static int64_t mt_row_greatest(const float *x, int64_t n) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < n; i++)
+        if (x[i] > x[best]) best = i;
+    return best;
+}
+
+/* out[n] = softmax of x[n], which may be out; gives log(sum(exp(x))). */
+static double mt_row_softmax(float *out, const float *x, int64_t n) {
+    float max = mt_row_max(x, n), sum = 0;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) out[i] = mt_exp(x[i] - max);
+    for (int64_t i = 0; i < n; i++) sum += out[i];
+    for (int64_t i = 0; i < n; i++) out[i] /= sum;
+    return (double)max + log((double)sum);
+}
+
+/* x[n] divided by its sum, which keeps clear of zero. */
+static void mt_row_normalize(float *x, int64_t n) {
+    float sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += x[i];
+    for (int64_t i = 0; i < n; i++) x[i] /= sum + 1e-20f;
+}
+
+/* keys[E] = -inf for the experts of all but the group_topk groups whose best topk / group_topk scores have the greatest
+ * sums. spare is of 2 E. */
+static void mt_route_limit_groups(float *keys, const float *scores, float *spare, const mt_router *router) {
+    int64_t E = router->num_experts, groups = router->num_groups, size = E / groups;
+    float *sums = spare + E;
+    memcpy(spare, scores, (size_t)E * sizeof *spare);
+    for (int64_t g = 0; g < groups; g++) {
+        float *group = spare + g * size;
+        sums[g] = 0;
+        for (int64_t i = 0; i < router->topk / router->group_topk; i++) {
+            int64_t best = mt_row_greatest(group, size);
+            sums[g] += group[best];
+            group[best] = -INFINITY;
+        }
+    }
+    for (int64_t i = 0; i < router->group_topk; i++) sums[mt_row_greatest(sums, groups)] = -INFINITY;
+    for (int64_t e = 0; e < E; e++)
+        if (sums[e / size] > -INFINITY) keys[e] = -INFINITY; // its group was left over
+}
+
+/* experts[k] for finite logits[E]; slice is of 4 E. */
+static void mt_route_choose(int32_t *experts, const float *logits, const float *bias, float *slice,
+                            const mt_router *router) {
+    int64_t E = router->num_experts;
+    float *keys = slice, *scores = slice + E, *spare = slice + 2 * E;
+    for (int64_t e = 0; e < E; e++) {
+        scores[e] = router->sigmoid ? mt_sigmoid(logits[e]) : logits[e];
+        if (router->sigmoid && bias) scores[e] += bias[e];
+        keys[e] = router->sigmoid && bias ? scores[e] : logits[e];
+    }
+    if (!router->sigmoid && router->pre_softmax) mt_row_softmax(scores, logits, E);
+    if (router->num_groups > 0) mt_route_limit_groups(keys, scores, spare, router);
+    for (int64_t i = 0; i < router->topk; i++) {
+        experts[i] = (int32_t)mt_row_greatest(keys, E);
+        keys[experts[i]] = -INFINITY;
+    }
+}
+
+/* probs[k] of experts[k], not yet scaled; slice is of E. */
+static void mt_route_weigh(float *probs, const int32_t *experts, const float *logits, float *slice,
+                           const mt_router *router) {
+    int64_t k = router->topk;
+    if (!router->sigmoid && router->pre_softmax) {
+        mt_row_softmax(slice, logits, router->num_experts);
+        for (int64_t j = 0; j < k; j++) probs[j] = slice[experts[j]];
+        return;
+    }
+    for (int64_t j = 0; j < k; j++) probs[j] = router->sigmoid ? mt_sigmoid(logits[experts[j]]) : logits[experts[j]];
+    if (!router->sigmoid)
+        mt_row_softmax(probs, probs, k);
+    else if (k > 1)
+        mt_row_normalize(probs, k);
+}
+
+static void mt_cpu_route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
+                                 const float *bias, int64_t T, const mt_router *router, mt_stream *stream) {
+    (void)stream;
+    int64_t E = router->num_experts, k = router->topk;
+    int32_t wrong = 0;
+    mt_scratch scratch = mt_scratch_reserve(4 * E);
+#pragma omp parallel for reduction(+ : wrong) if (T * E > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch), *p = probs + t * k;
+        if (mt_row_is_finite(logits + t * E, E)) {
+            mt_route_choose(experts + t * k, logits + t * E, bias, slice, router);
+            mt_route_weigh(p, experts + t * k, logits + t * E, slice, router);
+            for (int64_t j = 0; j < k; j++) p[j] *= router->scaling;
+        } else {
+            wrong++;
+            for (int64_t j = 0; j < k; j++) experts[t * k + j] = (int32_t)j, p[j] = NAN;
+        }
+    }
+    invalid[0] += wrong;
+}
+
+/* Probabilities q over some experts, with gradients g, give their logits q (g - sum(g q)); where they are sigmoids s
+ * divided by their sum, times 1 - s; and a sigmoid alone gives g s (1 - s). */
+static void mt_cpu_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
+                                  int64_t T, const mt_router *router, mt_stream *stream) {
+    (void)stream;
+    int64_t E = router->num_experts, k = router->topk;
+    bool all = !router->sigmoid && router->pre_softmax; // experts take part that were not chosen
+    mt_scratch scratch = mt_scratch_reserve(E + k);
+#pragma omp parallel for if (T * E > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch), *q = slice + E, *d = dlogits + t * E, mean = 0;
+        const float *x = logits + t * E, *g = dprobs + t * k;
+        const int32_t *chosen = experts + t * k;
+        mt_route_weigh(q, chosen, x, slice, router);
+        for (int64_t j = 0; j < k; j++) mean += g[j] * q[j];
+        if (router->sigmoid && k == 1) mean = 0;
+        for (int64_t e = 0; e < E; e++) d[e] = all ? -router->scaling * slice[e] * mean : 0.0f;
+        for (int64_t j = 0; j < k; j++) {
+            float slope = router->sigmoid ? mt_sigmoid(-x[chosen[j]]) : 1.0f;
+            d[chosen[j]] = router->scaling * q[j] * (g[j] - mean) * slope;
+        }
+    }
+}
+
+/* Each expert's share of a token; gives log(sum(exp(logits))). */
+static double mt_route_shares(float *shares, const float *logits, const mt_router *router) {
+    int64_t E = router->num_experts;
+    double lse = mt_row_softmax(shares, logits, E);
+    if (router->sigmoid) {
+#pragma omp simd
+        for (int64_t e = 0; e < E; e++) shares[e] = mt_sigmoid(logits[e]);
+        mt_row_normalize(shares, E);
+    }
+    return lse;
+}
+
+/* picked[E] = 1 for the k greatest logits, as route_forward without groups and bias, else 0. */
+static void mt_route_pick(float *picked, const float *logits, int64_t E, int64_t k) {
+    bool finite = mt_row_is_finite(logits, E);
+    memcpy(picked, logits, (size_t)E * sizeof *picked);
+    for (int64_t i = 0; i < k; i++) picked[finite ? mt_row_greatest(picked, E) : i] = -INFINITY;
+    for (int64_t e = 0; e < E; e++) picked[e] = (finite ? picked[e] == -INFINITY : e < k) ? 1.0f : 0.0f;
+}
+
+static void mt_cpu_balance_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
+                                   int64_t T, const mt_router *router, mt_stream *stream) {
+    (void)stream;
+    enum { TOKENS = 512 }; // whose rows are kept between the two passes
+    int64_t E = router->num_experts, k = router->topk;
+    double *totals = (double *)mt_scratch_grow(2 * (2 * S * E + TOKENS) + 2 * TOKENS * E), *lse = totals + 2 * S * E;
+    float *shares = (float *)(lse + TOKENS), *picked = shares + TOKENS * E;
+    memset(totals, 0, (size_t)(2 * S * E) * sizeof *totals);
+    for (int64_t first = 0; first < T; first += TOKENS) {
+        int64_t tokens = mt_min(TOKENS, T - first);
+        const float *x = logits + first * E;
+#pragma omp parallel for if (tokens * E > MT_PARALLEL)
+        for (int64_t t = 0; t < tokens; t++) {
+            lse[t] = mt_route_shares(shares + t * E, x + t * E, router);
+            mt_route_pick(picked + t * E, x + t * E, E, k);
+        }
+#pragma omp parallel for if (tokens * E > MT_PARALLEL)
+        for (int64_t column = 0; column < E; column += MT_COLUMNS)
+            for (int64_t t = 0; t < tokens; t++) {
+                double *total = totals + (sequence ? sequence[first + t] : 0) * E;
+                for (int64_t e = column; e < mt_min(column + MT_COLUMNS, E); e++) {
+                    total[e] += (double)shares[t * E + e];
+                    total[S * E + e] += (double)picked[t * E + e];
+                }
+            }
+        for (int64_t t = 0; t < tokens; t++) z_sum[0] += lse[t] * lse[t];
+    }
+    for (int64_t i = 0; i < 2 * S * E; i++) sums[i] = (float)totals[i];
+}
+
+static void mt_cpu_balance_loss(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
+    (void)stream;
+    for (int64_t s = 0; s < S; s++) {
+        const float *shares = sums + s * E, *counts = shares + S * E;
+        double products = 0, total = 0;
+        for (int64_t e = 0; e < E; e++) {
+            products += (double)shares[e] * (double)counts[e];
+            total += (double)counts[e];
+        }
+        if (total > 0) loss[0] += (double)E * products / total;
+    }
+}
+
+/* The loss is a sum of shares times E counts / sum(counts): see route_backward. */
+static void mt_cpu_balance_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
+                                    int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
+                                    mt_stream *stream) {
+    (void)stream, (void)S;
+    int64_t E = router->num_experts;
+    mt_scratch scratch = mt_scratch_reserve(E);
+#pragma omp parallel for if (T * E > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *shares = mt_scratch_slice(scratch), *d = dlogits + t * E;
+        const float *x = logits + t * E, *n = counts + (sequence ? sequence[t] : 0) * E;
+        float lse = (float)mt_route_shares(shares, x, router);
+        double total = 0, mean = 0;
+        for (int64_t e = 0; e < E; e++) {
+            total += (double)n[e];
+            mean += (double)n[e] * (double)shares[e];
+        }
+        double factor = total > 0 ? (double)aux_scale * (double)E / total : 0;
+        for (int64_t e = 0; e < E; e++) {
+            float slope = router->sigmoid ? mt_sigmoid(-x[e]) : 1.0f;
+            d[e] += (float)(factor * ((double)n[e] - mean)) * shares[e] * slope;
+            d[e] += 2.0f * z_scale * lse * mt_exp(x[e] - lse);
+        }
+    }
+}
+
+static void mt_cpu_count_experts(float *loads, const int32_t *experts, int64_t n, int64_t E, mt_stream *stream) {
+    (void)stream, (void)E;
+    for (int64_t i = 0; i < n; i++)
+        if (experts[i] >= 0) loads[experts[i]]++;
+}
+
+/* A choice in the queue for its expert. */
+typedef struct mt_queued {
+    int64_t token_index, choice;
+    float prob;
+    int32_t expert;
+} mt_queued;
+
+/* Expert by expert, first those that stay. No two compare equal, so that every sort gives the same order. */
+static int mt_queued_compare(const void *left, const void *right) {
+    const mt_queued *a = left, *b = right;
+    if (a->expert != b->expert) return a->expert < b->expert ? -1 : 1;
+    if (a->prob != b->prob) return a->prob > b->prob ? -1 : 1;
+    if (a->token_index != b->token_index) return a->token_index < b->token_index ? -1 : 1;
+    return a->choice < b->choice ? -1 : a->choice > b->choice;
+}
+
+static void mt_cpu_drop_tokens(int32_t *kept, const int32_t *experts, const float *probs, const int64_t *token_index,
+                               int64_t T, int64_t k, int64_t first, int64_t count, int64_t capacity, bool by_position,
+                               mt_stream *stream) {
+    (void)stream;
+    mt_queued *queue = (mt_queued *)mt_scratch_grow(T * k * (int64_t)(sizeof *queue / sizeof(float)));
+    int64_t n = 0, before = 0;
+    for (int64_t i = 0; i < T * k; i++) {
+        if (experts[i] < 0) continue;
+        float prob = by_position ? 0.0f : probs[i];
+        queue[n++] = (mt_queued){token_index[i / k], i, isnan(prob) ? -INFINITY : prob, experts[i]};
+    }
+    qsort(queue, (size_t)n, sizeof *queue, mt_queued_compare);
+    for (int64_t i = 0; i < count * k; i++) kept[i] = -1;
+    for (int64_t i = 0; i < n; i++) {
+        before = i > 0 && queue[i].expert == queue[i - 1].expert ? before + 1 : 0;
+        int64_t place = queue[i].choice - first * k;
+        if (before < capacity && place >= 0 && place < count * k) kept[place] = queue[i].expert;
+    }
+}
+
+/* Where the rows of an expert's first copy are in the order of rows; those of the next copy are `local` further. -1 for
+ * an expert that is none of these. */
+static int64_t mt_dispatch_place(int32_t expert, const mt_dispatch *d) {
+    int64_t e = expert - d->first;
+    if (expert < 0 || e < 0 || e >= d->count) return -1;
+    return e / d->local * d->copies * d->local + e % d->local;
+}
+
+static void mt_cpu_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
+                                 const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
+                                 mt_stream *stream) {
+    (void)stream;
+    int64_t k = dispatch->topk, copies = dispatch->copies, places = dispatch->count * copies;
+    int64_t capacity = dispatch->capacity;
+    int32_t *next = (int32_t *)mt_scratch_grow(places); // the row that the next choice takes
+    memset(next, 0, (size_t)places * sizeof *next);
+    for (int64_t i = 0; i < T * k; i++) {
+        int64_t place = mt_dispatch_place(experts[i], dispatch);
+        for (int64_t copy = 0; place >= 0 && copy < copies; copy++) next[place + copy * dispatch->local]++;
+    }
+    offsets[0] = 0;
+    for (int64_t v = 0; v < places; v++) {
+        offsets[v + 1] = offsets[v] + (capacity > 0 ? (int32_t)capacity : next[v]);
+        next[v] = offsets[v];
+    }
+    for (int64_t m = 0; m < M; m++) choice[m] = token[m] = -1;
+    for (int64_t i = 0; i < T * k; i++) {
+        int64_t place = mt_dispatch_place(experts[i], dispatch);
+        for (int64_t copy = 0; copy < copies; copy++) {
+            int64_t v = place + copy * dispatch->local;
+            bool room = place >= 0 && next[v] < offsets[v + 1]; // more than fit would be another expert's rows
+            int32_t row = room ? next[v]++ : -1;
+            position[i * copies + copy] = row;
+            if (room) choice[row] = (int32_t)i, token[row] = (int32_t)(i / k);
+        }
+    }
+}
+
+static void mt_cpu_exchange_order(int32_t *to_expert, int32_t *from_expert, int32_t *offsets, const int32_t *counts,
+                                  int64_t sources, int64_t local, int64_t M, mt_stream *stream) {
+    (void)stream, (void)M;
+    int32_t *begins = (int32_t *)mt_scratch_grow(sources * local), row = 0; // where [source, expert] arrived
+    for (int64_t i = 0; i < sources * local; i++) {
+        begins[i] = row;
+        row += counts[i];
+    }
+    row = 0;
+    for (int64_t e = 0; e < local; e++) {
+        offsets[e] = row;
+        for (int64_t s = 0; s < sources; s++)
+            for (int32_t i = 0; i < counts[s * local + e]; i++) {
+                int32_t arrived = begins[s * local + e] + i;
+                to_expert[row] = arrived;
+                from_expert[arrived] = row++;
+            }
+    }
+    offsets[local] = row;
+}
+
+static void mt_cpu_combine_rows(void *out, const void *in, const int32_t *position, const void *base, int64_t T,
+                                int64_t n, int64_t C, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(3 * C);
+#pragma omp parallel for if (T * n * C > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        float *slice = mt_scratch_slice(scratch), *sum = mt_row_open(slice, out, t * C, dtype);
+        const float *first = base ? mt_row_load(slice + C, base, t * C, C, dtype) : NULL;
+        for (int64_t c = 0; c < C; c++) sum[c] = first ? first[c] : 0.0f;
+        for (int64_t i = 0; i < n; i++) {
+            if (position[t * n + i] < 0) continue;
+            const float *row = mt_row_load(slice + 2 * C, in, position[t * n + i] * C, C, dtype);
+#pragma omp simd
+            for (int64_t c = 0; c < C; c++) sum[c] += row[c];
+        }
+        mt_row_close(out, t * C, sum, C, dtype);
+    }
+}
+
+/* Whether threads take an expert each, rather than all of them share every product: the results are the same. */
+static bool mt_experts_apart(int64_t E) {
+    mt_matmul_prepare();
+#ifdef MT_HAVE_OPENMP
+    return E >= 2 * omp_get_max_threads();
+#else
+    return E < 0;
+#endif
+}
+
+static const void *mt_rows_from(const void *x, int64_t row, int64_t width, mt_dtype dtype) {
+    return (const char *)x + row * width * mt_dtype_size(dtype);
+}
+
+static void mt_cpu_grouped_linear_forward(void *y, const void *x, const void *w, const int32_t *offsets, int64_t M,
+                                          int64_t N, int64_t K, int64_t E, mt_dtype dtype, mt_stream *stream) {
+    bool apart = mt_experts_apart(E);
+    (void)M, (void)apart; // without OpenMP
+#pragma omp parallel for schedule(dynamic) if (apart)
+    for (int64_t e = 0; e < E; e++) {
+        int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
+        if (rows == 0) continue;
+        mt_cpu_linear_forward((char *)y + begin * N * mt_dtype_size(dtype), mt_rows_from(x, begin, K, dtype),
+                              mt_rows_from(w, e * N, K, dtype), NULL, rows, N, K, dtype, stream);
+    }
+}
+
+static void mt_cpu_grouped_linear_backward_input(void *dx, const void *dy, const void *w, const int32_t *offsets,
+                                                 int64_t M, int64_t N, int64_t K, int64_t E, mt_dtype dtype,
+                                                 mt_stream *stream) {
+    bool apart = mt_experts_apart(E);
+    (void)M, (void)apart; // without OpenMP
+#pragma omp parallel for schedule(dynamic) if (apart)
+    for (int64_t e = 0; e < E; e++) {
+        int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
+        if (rows == 0) continue;
+        mt_cpu_linear_backward_input((char *)dx + begin * K * mt_dtype_size(dtype), mt_rows_from(dy, begin, N, dtype),
+                                     mt_rows_from(w, e * N, K, dtype), rows, N, K, dtype, stream);
+    }
+}
+
+static void mt_cpu_grouped_linear_backward_weight(float *dw, const void *dy, const void *x, const int32_t *offsets,
+                                                  int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate,
+                                                  mt_dtype dtype, mt_stream *stream) {
+    bool apart = mt_experts_apart(E);
+    (void)M, (void)apart; // without OpenMP
+#pragma omp parallel for schedule(dynamic) if (apart)
+    for (int64_t e = 0; e < E; e++) {
+        int64_t begin = offsets[e], rows = offsets[e + 1] - begin;
+        if (rows == 0 && !accumulate) memset(dw + e * N * K, 0, (size_t)(N * K) * sizeof *dw);
+        if (rows == 0) continue;
+        mt_cpu_linear_backward_weight(dw + e * N * K, NULL, mt_rows_from(dy, begin, N, dtype),
+                                      mt_rows_from(x, begin, K, dtype), rows, N, K, accumulate, dtype, stream);
+    }
+}
+
+static void mt_cpu_expert_swiglu_forward(void *y, const void *gate_up, const float *weights, int64_t M, int64_t F,
+                                         mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(3 * F);
+#pragma omp parallel for if (M * F > MT_PARALLEL)
+    for (int64_t m = 0; m < M; m++) {
+        float *slice = mt_scratch_slice(scratch), weight = weights[m];
+        const float *gate = mt_row_load(slice, gate_up, m * 2 * F, F, dtype);
+        const float *up = mt_row_load(slice + F, gate_up, m * 2 * F + F, F, dtype);
+        float *out = mt_row_open(slice + 2 * F, y, m * F, dtype);
+#pragma omp simd
+        for (int64_t f = 0; f < F; f++) out[f] = weight * (gate[f] * mt_sigmoid(gate[f]) * up[f]);
+        mt_row_close(y, m * F, out, F, dtype);
+    }
+}
+
+/* As swiglu_backward, for weight dy. */
+static void mt_cpu_expert_swiglu_backward(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
+                                          const float *weights, int64_t M, int64_t F, mt_dtype dtype,
+                                          mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(5 * F);
+#pragma omp parallel for if (M * F > MT_PARALLEL)
+    for (int64_t m = 0; m < M; m++) {
+        float *slice = mt_scratch_slice(scratch), weight = weights[m];
+        const float *gate = mt_row_load(slice, gate_up, m * 2 * F, F, dtype);
+        const float *up = mt_row_load(slice + F, gate_up, m * 2 * F + F, F, dtype);
+        const float *d = mt_row_load(slice + 2 * F, dy, m * F, F, dtype);
+        float *dgate = mt_row_open(slice + 3 * F, dgate_up, m * 2 * F, dtype);
+        float *dup = mt_row_open(slice + 4 * F, dgate_up, m * 2 * F + F, dtype);
+        double dweight = 0;
+        for (int64_t block = 0; block < F; block += MT_BLOCK) {
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t f = block; f < mt_min(block + MT_BLOCK, F); f++) {
+                float g = gate[f], u = up[f], s = mt_sigmoid(g);
+                sum += d[f] * (g * s * u);
+                dgate[f] = weight * d[f] * u * s * (1.0f + g * (1.0f - s));
+                dup[f] = weight * d[f] * g * s;
+            }
+            dweight += (double)sum;
+        }
+        dweights[m] = (float)dweight;
+        mt_row_close(dgate_up, m * 2 * F, dgate, F, dtype);
+        mt_row_close(dgate_up, m * 2 * F + F, dup, F, dtype);
+    }
+}
+
+static void mt_cpu_expert_bias_step(float *bias, float *loads, int64_t E, float rate, mt_stream *stream) {
+    (void)stream;
+    double sum = 0;
+    for (int64_t e = 0; e < E; e++) sum += (double)loads[e];
+    for (int64_t e = 0; e < E; e++) {
+        double missing = sum - (double)E * (double)loads[e]; // E times, which keeps whole numbers exact
+        bias[e] += missing > 0 ? rate : missing < 0 ? -rate : 0.0f;
+        loads[e] = 0;
+    }
+}
+
+/* ==== §3i optimizer and conversions ============================================================================== */
 
 static void mt_cpu_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
     (void)stream;
@@ -11288,6 +11784,125 @@ static void mt_timed_residual_norm_forward(void *y, float *mean, float *rstd, vo
              token_index, w, b, T, C, dropout, eps, dtype);
 }
 
+static void mt_timed_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
+                                   mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(router_logits, mt_work_product(T, E, C), logits, x, w, T, E, C, dtype);
+}
+
+static void mt_timed_route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
+                                   const float *bias, int64_t T, const mt_router *router, mt_stream *stream) {
+    MT_TIMED(route_forward, mt_work_bytes(T * (router->num_experts + 2 * router->topk), 4), probs, experts, invalid,
+             logits, bias, T, router);
+}
+
+static void mt_timed_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
+                                    int64_t T, const mt_router *router, mt_stream *stream) {
+    MT_TIMED(route_backward, mt_work_bytes(T * (router->num_experts + router->topk), 8), dlogits, dprobs, experts,
+             logits, T, router);
+}
+
+static void mt_timed_balance_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence,
+                                     int64_t S, int64_t T, const mt_router *router, mt_stream *stream) {
+    MT_TIMED(balance_forward, mt_work_bytes((T + 2 * S) * router->num_experts, 4), sums, z_sum, logits, sequence, S, T,
+             router);
+}
+
+static void mt_timed_balance_loss(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
+    MT_TIMED(balance_loss, mt_work_bytes(S * E, 8), loss, sums, S, E);
+}
+
+static void mt_timed_balance_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
+                                      int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
+                                      mt_stream *stream) {
+    MT_TIMED(balance_backward, mt_work_bytes(T * router->num_experts, 12), dlogits, logits, counts, sequence, S, T,
+             aux_scale, z_scale, router);
+}
+
+static void mt_timed_count_experts(float *loads, const int32_t *experts, int64_t n, int64_t E, mt_stream *stream) {
+    MT_TIMED(count_experts, mt_work_bytes(n, 4), loads, experts, n, E);
+}
+
+static void mt_timed_drop_tokens(int32_t *kept, const int32_t *experts, const float *probs, const int64_t *token_index,
+                                 int64_t T, int64_t k, int64_t first, int64_t count, int64_t capacity, bool by_position,
+                                 mt_stream *stream) {
+    MT_TIMED(drop_tokens, mt_work_bytes((by_position ? T : 2 * T) * k + 2 * T + count * k, 4), kept, experts, probs,
+             token_index, T, k, first, count, capacity, by_position);
+}
+
+static void mt_timed_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
+                                   const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
+                                   mt_stream *stream) {
+    MT_TIMED(dispatch_plan, mt_work_bytes(T * dispatch->topk * (1 + dispatch->copies) + 2 * M, 4), offsets, position,
+             choice, token, experts, T, M, dispatch);
+}
+
+static void mt_timed_exchange_order(int32_t *to_expert, int32_t *from_expert, int32_t *offsets, const int32_t *counts,
+                                    int64_t sources, int64_t local, int64_t M, mt_stream *stream) {
+    MT_TIMED(exchange_order, mt_work_bytes(M, 8), to_expert, from_expert, offsets, counts, sources, local, M);
+}
+
+/* As if every position were a row: how many are, the host does not know. */
+static void mt_timed_combine_rows(void *out, const void *in, const int32_t *position, const void *base, int64_t T,
+                                  int64_t n, int64_t C, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(combine_rows, mt_work_bytes(T * (n + (base ? 2 : 1)) * C, mt_dtype_size(dtype)), out, in, position, base,
+             T, n, C, dtype);
+}
+
+/* As if every row that there is memory for were some expert's: likewise. */
+static void mt_timed_grouped_linear_forward(void *y, const void *x, const void *w, const int32_t *offsets, int64_t M,
+                                            int64_t N, int64_t K, int64_t E, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(grouped_linear_forward, mt_work_product(M, N, K), y, x, w, offsets, M, N, K, E, dtype);
+}
+
+static void mt_timed_grouped_linear_backward_input(void *dx, const void *dy, const void *w, const int32_t *offsets,
+                                                   int64_t M, int64_t N, int64_t K, int64_t E, mt_dtype dtype,
+                                                   mt_stream *stream) {
+    MT_TIMED(grouped_linear_backward_input, mt_work_product(M, N, K), dx, dy, w, offsets, M, N, K, E, dtype);
+}
+
+static void mt_timed_grouped_linear_backward_weight(float *dw, const void *dy, const void *x, const int32_t *offsets,
+                                                    int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate,
+                                                    mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(grouped_linear_backward_weight, mt_work_product(M, N, K), dw, dy, x, offsets, M, N, K, E, accumulate,
+             dtype);
+}
+
+static void mt_timed_expert_swiglu_forward(void *y, const void *gate_up, const float *weights, int64_t M, int64_t F,
+                                           mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(expert_swiglu_forward, mt_work_bytes(M * F, 3 * mt_dtype_size(dtype)), y, gate_up, weights, M, F, dtype);
+}
+
+static void mt_timed_expert_swiglu_backward(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
+                                            const float *weights, int64_t M, int64_t F, mt_dtype dtype,
+                                            mt_stream *stream) {
+    MT_TIMED(expert_swiglu_backward, mt_work_bytes(M * F, 5 * mt_dtype_size(dtype)), dgate_up, dweights, dy, gate_up,
+             weights, M, F, dtype);
+}
+
+static void mt_timed_expert_bias_step(float *bias, float *loads, int64_t E, float rate, mt_stream *stream) {
+    MT_TIMED(expert_bias_step, mt_work_bytes(E, 16), bias, loads, E, rate);
+}
+
+static void mt_profile_time_experts(mt_ops *timed) {
+    timed->router_logits = mt_timed_router_logits;
+    timed->route_forward = mt_timed_route_forward;
+    timed->route_backward = mt_timed_route_backward;
+    timed->balance_forward = mt_timed_balance_forward;
+    timed->balance_loss = mt_timed_balance_loss;
+    timed->balance_backward = mt_timed_balance_backward;
+    timed->count_experts = mt_timed_count_experts;
+    timed->drop_tokens = mt_timed_drop_tokens;
+    timed->dispatch_plan = mt_timed_dispatch_plan;
+    timed->exchange_order = mt_timed_exchange_order;
+    timed->combine_rows = mt_timed_combine_rows;
+    timed->grouped_linear_forward = mt_timed_grouped_linear_forward;
+    timed->grouped_linear_backward_input = mt_timed_grouped_linear_backward_input;
+    timed->grouped_linear_backward_weight = mt_timed_grouped_linear_backward_weight;
+    timed->expert_swiglu_forward = mt_timed_expert_swiglu_forward;
+    timed->expert_swiglu_backward = mt_timed_expert_swiglu_backward;
+    timed->expert_bias_step = mt_timed_expert_bias_step;
+}
+
 /* Communication, and what a backend may lack, which its profile then lacks too. */
 static void mt_profile_time_others(mt_ops *timed, const mt_ops *ops) {
     timed->all_reduce = mt_timed_all_reduce;
@@ -11370,6 +11985,7 @@ const mt_ops *mt_profile_open(const mt_ops *ops) {
 #undef MT_PROFILE_ROW
     mt_profiler.ops = ops;
     mt_profiler.timed = mt_profile_timed_ops(ops);
+    mt_profile_time_experts(&mt_profiler.timed);
     mt_profile_time_others(&mt_profiler.timed, ops);
     mt_profiler.on_gpu = strcmp(ops->name, "cuda") == 0;
     mt_profiler.recording = mt_profiler.warm = false;
