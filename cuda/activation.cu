@@ -86,7 +86,7 @@ static void launch_gelu_forward(void *y, const void *x, int64_t begin, int64_t e
 
 extern "C" void mt_cuda_gelu_forward(void *y, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype,
                                      mt_stream *stream) {
-    mt_dispatch(dtype, true, [&](auto type, auto width) {
+    mt_by_type(dtype, true, [&](auto type, auto width) {
         mt_split<decltype(width)::value>(n, mt_wide(dtype, {y, x}, {}), [&](int64_t begin, int64_t end, auto width) {
             launch_gelu_forward<decltype(type), decltype(width)::value>(y, x, begin, end, tanh_approximation,
                                                                         mt_cuda_stream(stream));
@@ -105,7 +105,7 @@ static void launch_gelu_backward(void *dx, const void *dy, const void *x, int64_
 
 extern "C" void mt_cuda_gelu_backward(void *dx, const void *dy, const void *x, int64_t n, bool tanh_approximation,
                                       mt_dtype dtype, mt_stream *stream) {
-    mt_dispatch(dtype, true, [&](auto type, auto width) {
+    mt_by_type(dtype, true, [&](auto type, auto width) {
         bool wide = mt_wide(dtype, {dx, dy, x}, {});
         mt_split<decltype(width)::value>(n, wide, [&](int64_t begin, int64_t end, auto width) {
             launch_gelu_backward<decltype(type), decltype(width)::value>(dx, dy, x, begin, end, tanh_approximation,
@@ -173,7 +173,7 @@ __global__ void swiglu_backward(T *dgate_up, const T *dy, const T *gate_up, int 
 extern "C" void mt_cuda_swiglu_forward(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
                                        mt_stream *stream) {
     if (T == 0) return;
-    mt_dispatch(dtype, mt_wide(dtype, {y, gate_up}, {F}), [&](auto type, auto width) {
+    mt_by_type(dtype, mt_wide(dtype, {y, gate_up}, {F}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(F, N), packs_per_thread / 2);
@@ -186,7 +186,7 @@ extern "C" void mt_cuda_swiglu_forward(void *y, const void *gate_up, int64_t T, 
 extern "C" void mt_cuda_swiglu_backward(void *dgate_up, const void *dy, const void *gate_up, int64_t T, int64_t F,
                                         mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
-    mt_dispatch(dtype, mt_wide(dtype, {dgate_up, dy, gate_up}, {F}), [&](auto type, auto width) {
+    mt_by_type(dtype, mt_wide(dtype, {dgate_up, dy, gate_up}, {F}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(F, N), packs_per_thread / 2);
@@ -228,7 +228,7 @@ extern "C" void mt_cuda_dropout_add_forward(void *out, const void *x, const void
                                             mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
     bool wide = mt_wide(dtype, {out, x, residual}, {C}) && first_channel % 4 == 0;
-    mt_dispatch(dtype, wide, [&](auto type, auto width) {
+    mt_by_type(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(C, N), packs_per_thread / 2);
@@ -247,20 +247,23 @@ extern "C" void mt_cuda_dropout_add_backward(void *dx, const void *dout, const i
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
 
-/* to[to_rows[t]] = from[from_rows[t]], where rows that are NULL are t itself. Reads and writes each element: 4 bytes in
- * bf16, 8 in fp32. */
+/* to[to_rows[t]] = from[from_rows[t]], where rows that are NULL are t itself, and a negative one of `from` is zeros.
+ * Reads and writes each element: 4 bytes in bf16, 8 in fp32. */
 template <class T, int N>
-__global__ void copy_rows(T *to, const T *from, const int32_t *to_rows, const int32_t *from_rows, int width,
-                          int64_t to_stride, int64_t from_stride, int blocks_per_row) {
+__global__ void copy_rows(T *to, const T *from, const int32_t *to_rows, const int32_t *from_rows, int64_t num_rows,
+                          int width, int64_t to_stride, int64_t from_stride, int blocks_per_row) {
     constexpr int K = packs_per_thread;
-    int64_t row = blockIdx.x / blocks_per_row;
+    int64_t row = (int64_t)(blockIdx.x / blocks_per_row) * blockDim.y + threadIdx.y;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
+    if (row >= num_rows) return;
+    int64_t source = from_rows ? from_rows[row] : row;
+    bool there = source >= 0;
     to += (to_rows ? to_rows[row] : row) * to_stride;
-    from += (from_rows ? from_rows[row] : row) * from_stride;
+    from += (there ? source : 0) * from_stride;
     mt_pack<T, N> packs[K];
 #pragma unroll
     for (int k = 0; k < K; k++)
-        if (first + k * step < width) packs[k] = mt_load<N>(from + first + k * step);
+        if (first + k * step < width) packs[k] = mt_load<N>(from + first + k * step, there);
 #pragma unroll
     for (int k = 0; k < K; k++)
         if (first + k * step < width) mt_store(to + first + k * step, packs[k]);
@@ -269,12 +272,12 @@ __global__ void copy_rows(T *to, const T *from, const int32_t *to_rows, const in
 static void launch_copy_rows(void *to, const void *from, const int32_t *to_rows, const int32_t *from_rows, int64_t T,
                              int64_t width, int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
-    mt_dispatch(dtype, mt_wide(dtype, {to, from}, {width, to_stride, from_stride}), [&](auto type, auto pack) {
+    mt_by_type(dtype, mt_wide(dtype, {to, from}, {width, to_stride, from_stride}), [&](auto type, auto pack) {
         using E = decltype(type);
         constexpr int N = decltype(pack)::value;
-        mt_row_grid grid = mt_rows(mt_divide_up(width, N), packs_per_thread);
-        copy_rows<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
-            (E *)to, (const E *)from, to_rows, from_rows, (int)width, to_stride, from_stride, grid.blocks_per_row);
+        mt_many_row_grid grid = mt_many_rows(T, mt_divide_up(width, N), packs_per_thread);
+        copy_rows<E, N><<<grid.blocks, grid.block, 0, mt_cuda_stream(stream)>>>(
+            (E *)to, (const E *)from, to_rows, from_rows, T, (int)width, to_stride, from_stride, grid.blocks_per_row);
         MT_CUDA_LAUNCHED();
     });
 }
@@ -323,7 +326,7 @@ extern "C" void mt_cuda_embedding_forward(void *out, const int32_t *ids, const v
                                           int64_t first, int64_t count, bool accumulate, mt_dtype dtype,
                                           mt_stream *stream) {
     if (T == 0) return;
-    mt_dispatch(dtype, mt_wide(dtype, {out, w}, {C}), [&](auto type, auto width) {
+    mt_by_type(dtype, mt_wide(dtype, {out, w}, {C}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(C, N), packs_per_thread / 2);
@@ -433,7 +436,7 @@ extern "C" void mt_cuda_embedding_backward(float *dw, const void *dout, const in
     MT_CUDA_LAUNCHED();
     MT_CUDA(cub::DeviceRadixSort::SortPairs(sorted_tokens + array, sort_bytes, keys, sorted_keys, tokens, sorted_tokens,
                                             (int)T, 0, bits, on));
-    mt_dispatch(dtype, mt_wide(dtype, {dw, dout}, {C}), [&](auto type, auto width) {
+    mt_by_type(dtype, mt_wide(dtype, {dw, dout}, {C}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(C, N), 1);

@@ -64,7 +64,7 @@ extern "C" void mt_cuda_attention_merge(float *out, float *lse, const void *part
                                         mt_stream *stream) {
     if (spans->count == 0) return;
     bool wide = mt_wide(dtype, {out, part}, {Dv});
-    mt_dispatch(dtype, wide, [&](auto type, auto pack) {
+    mt_by_type(dtype, wide, [&](auto type, auto pack) {
         using E = decltype(type);
         constexpr int N = decltype(pack)::value;
         merge<E, N><<<grid_of(spans, false, H, MERGE_WARPS), MERGE_THREADS, 0, mt_cuda_stream(stream)>>>(
@@ -77,7 +77,7 @@ extern "C" void mt_cuda_accumulate_rows(float *sum, const void *x, const mt_span
                                         int64_t x_stride, bool first, mt_dtype dtype, mt_stream *stream) {
     if (spans->count == 0) return;
     bool wide = mt_wide(dtype, {sum, x}, {width, x_stride});
-    mt_dispatch(dtype, wide, [&](auto type, auto pack) {
+    mt_by_type(dtype, wide, [&](auto type, auto pack) {
         using E = decltype(type);
         constexpr int N = decltype(pack)::value;
         dim3 grid = grid_of(spans, of_keys, mt_divide_up(width, N), 4 * MERGE_THREADS);

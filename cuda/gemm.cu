@@ -173,6 +173,14 @@ extern "C" void mt_cuda_linear_backward_input(void *dx, const void *dy, const vo
     run(&shape, dx, w, dy, NULL, stream);
 }
 
+/* Products of bf16 are exact in fp32, so this is fp32 routing whatever the type of x. */
+extern "C" void mt_cuda_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
+                                      mt_dtype dtype, mt_stream *stream) {
+    if (T == 0) return;
+    product shape = {true, false, false, false, E, T, C, dtype, MT_F32};
+    run(&shape, logits, w, x, NULL, stream);
+}
+
 /* A block sums 32 columns over a stretch of the tokens, 8 tokens at a time; partial is [stretches, N].
  * Moves T N elements in, and stretches N floats out. */
 enum { BIAS_COLUMNS = 32, BIAS_ROWS = 8, BIAS_STRETCHES = 64 };

@@ -73,7 +73,7 @@ extern "C" void mt_cuda_cross_entropy_forward(float *row_max, float *row_sum, fl
                                               const void *logits, const int32_t *labels, int64_t T, int64_t stride,
                                               int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
-    mt_dispatch(dtype, mt_wide(dtype, {logits}, {stride}), [&](auto type, auto width) {
+    mt_by_type(dtype, mt_wide(dtype, {logits}, {stride}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         dim3 block = mt_reduction_block(mt_divide_up(count, N), forward_packs, 32, forward_threads);
@@ -172,7 +172,7 @@ extern "C" void mt_cuda_cross_entropy_backward(void *dlogits, const void *logits
                                                const float *lse, const float *dloss, int64_t T, int64_t stride,
                                                int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
-    mt_dispatch(dtype, mt_wide(dtype, {dlogits, logits}, {stride}), [&](auto type, auto width) {
+    mt_by_type(dtype, mt_wide(dtype, {dlogits, logits}, {stride}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(stride, N), backward_packs);
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(likeliest_threads)
 extern "C" void mt_cuda_likeliest(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count,
                                   mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
-    mt_dispatch(dtype, mt_wide(dtype, {logits}, {stride}), [&](auto type, auto width) {
+    mt_by_type(dtype, mt_wide(dtype, {logits}, {stride}), [&](auto type, auto width) {
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         likeliest<E, N>

@@ -165,7 +165,7 @@ extern "C" void mt_cuda_rmsnorm_forward(void *y, float *rstd, const void *x, con
                                         int64_t C, int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype,
                                         mt_stream *stream) {
     if (T == 0) return;
-    mt_dispatch(dtype, mt_wide(dtype, {y, x, w}, {C, y_stride, x_stride}), [&](auto type, auto width) {
+    mt_by_type(dtype, mt_wide(dtype, {y, x, w}, {C, y_stride, x_stride}), [&](auto type, auto width) {
         using E = decltype(type);
         forward_task<E> task = {(E *)y,      NULL,   rstd,     (const E *)x, (const E *)w, NULL, (unsigned)(T * H),
                                 (unsigned)H, (int)C, y_stride, x_stride,     eps};
@@ -177,7 +177,7 @@ extern "C" void mt_cuda_layernorm_forward(void *y, float *mean, float *rstd, con
                                           const void *b, int64_t T, int64_t C, float eps, mt_dtype dtype,
                                           mt_stream *stream) {
     if (T == 0) return;
-    mt_dispatch(dtype, mt_wide(dtype, {y, x, w, b}, {C}), [&](auto type, auto width) {
+    mt_by_type(dtype, mt_wide(dtype, {y, x, w, b}, {C}), [&](auto type, auto width) {
         using E = decltype(type);
         forward_task<E> task = {(E *)y, mean, rstd, (const E *)x, (const E *)w, (const E *)b, (unsigned)T, 1,
                                 (int)C, C,    C,    eps};
@@ -190,7 +190,7 @@ extern "C" void mt_cuda_residual_norm_forward(void *y, float *mean, float *rstd,
                                               const void *b, int64_t T, int64_t C, const mt_dropout *dropout, float eps,
                                               mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
-    mt_dispatch(dtype, mt_wide(dtype, {y, sum, x, residual, w, b}, {C}), [&](auto type, auto width) {
+    mt_by_type(dtype, mt_wide(dtype, {y, sum, x, residual, w, b}, {C}), [&](auto type, auto width) {
         using E = decltype(type);
         forward_task<E> task = {(E *)y, mean, rstd, (const E *)x, (const E *)w, (const E *)b, (unsigned)T, 1,
                                 (int)C, C,    C,    eps};
@@ -494,7 +494,7 @@ static void launch_backward(void *dx, float *dw, float *db, const void *dy, cons
     bool wide = mt_wide(dtype, {dx, dy, dresidual, x, w}, {C, dx_stride, dy_stride, x_stride});
     int64_t most_blocks = mt_cuda_device()->multiProcessorCount * 4ll; // launch_rows has at most three
     float *partial = (float *)mt_cuda_workspace(stream, most_blocks * C * (layernorm ? 2 : 1) * (int64_t)sizeof(float));
-    mt_dispatch(dtype, wide, [&](auto type, auto width) {
+    mt_by_type(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
         backward_task<E> task = {(E *)dx,           partial,      (const E *)dy, (const E *)dresidual,
                                  (const E *)x,      (const E *)w, mean,          rstd,

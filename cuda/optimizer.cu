@@ -181,7 +181,7 @@ __global__ void random_normal(T *param, int64_t n, uint64_t key, int64_t first, 
 extern "C" void mt_cuda_random_normal(void *param, int64_t n, uint64_t key, int64_t first, float mean, float std,
                                       mt_dtype dtype, mt_stream *stream) {
     if (n == 0) return;
-    mt_dispatch(dtype, false, [&](auto type, auto) {
+    mt_by_type(dtype, false, [&](auto type, auto) {
         using E = decltype(type);
         int64_t counters = (first + n - 1) / 4 - first / 4 + 1;
         random_normal<<<mt_blocks(counters, 256), 256, 0, mt_cuda_stream(stream)>>>((E *)param, n, key, first, mean,

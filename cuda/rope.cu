@@ -135,7 +135,7 @@ static void launch_rope(void *y, const void *x, const float *cos, const float *s
                         bool interleaved, mt_dtype dtype, mt_stream *stream) {
     if (T == 0 || (R == 0 && y == x)) return;
     bool wide = mt_wide(dtype, {y, x, cos, sin}, {y_stride, x_stride, D, R / 2});
-    mt_dispatch(dtype, wide, [&](auto type, auto width) {
+    mt_by_type(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
         heads_task<E> task = {};
         task.y = (E *)y, task.x = (const E *)x, task.cos = cos, task.sin = sin, task.positions = positions;
@@ -189,7 +189,7 @@ extern "C" void mt_cuda_qk_forward(void *qk, float *q_rstd, float *k_rstd, const
         launch_rope(qk, qk, cos, sin, positions, 1, T, H + G, D, R, qk_stride, qk_stride, interleaved, dtype, stream);
         return;
     }
-    mt_dispatch(dtype, wide, [&](auto type, auto width) {
+    mt_by_type(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
         heads_task<E> task = {};
         task.y = (E *)qk, task.x = (const E *)qkv, task.q_rstd = q_rstd, task.k_rstd = k_rstd;
@@ -336,7 +336,7 @@ extern "C" void mt_cuda_qk_backward(void *dqkv, float *dq_w, float *dk_w, void *
                                  k_w, k_rstd, T, G, D, dqkv_stride, dqk_stride, qkv_stride, dtype, stream);
         return;
     }
-    mt_dispatch(dtype, wide, [&](auto type, auto width) {
+    mt_by_type(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
         heads_backward_task<E> task = {};
         task.dx = (E *)dqkv, task.dy = (const E *)dqk, task.x = (const E *)qkv;

@@ -136,7 +136,7 @@ static inline bool mt_wide(mt_dtype dtype, std::initializer_list<const void *> a
 template <int N> using mt_width = std::integral_constant<int, N>;
 
 /* Calls body(T(), mt_width<N>()) for the type that `dtype` names; N is sixteen bytes' worth where `wide`, else 1. */
-template <class Body> static void mt_dispatch(mt_dtype dtype, bool wide, Body body) {
+template <class Body> static void mt_by_type(mt_dtype dtype, bool wide, Body body) {
     if (dtype == MT_F32) {
         if (wide)
             body(float(), mt_width<4>());
@@ -173,6 +173,19 @@ static inline mt_row_grid mt_rows(int64_t packs, int64_t k) {
     int64_t blocks = mt_divide_up(packs, 256 * k);
     int64_t threads = mt_divide_up(mt_divide_up(packs, blocks * k), 32) * 32;
     return {(unsigned)blocks, (unsigned)threads};
+}
+
+/* The same where rows may be short and many: a block holds block.y rows, whose packs block.x threads share. */
+struct mt_many_row_grid {
+    unsigned blocks, blocks_per_row;
+    dim3 block;
+};
+
+static inline mt_many_row_grid mt_many_rows(int64_t rows, int64_t packs, int64_t k) {
+    mt_row_grid grid = mt_rows(packs, k);
+    if (grid.blocks_per_row > 1) return {(unsigned)rows * grid.blocks_per_row, grid.blocks_per_row, grid.threads};
+    unsigned threads = (unsigned)mt_divide_up(packs, k), together = 256 / threads;
+    return {(unsigned)mt_divide_up(rows, together), 1, dim3(threads, together)};
 }
 
 /* A block for rows that are reduced: blockDim.x threads share a row of `packs` packs, `k` each; they are a power of two

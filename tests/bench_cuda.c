@@ -24,6 +24,9 @@ typedef struct bench {
     mt_dtype dtype;
     int32_t *words, *positions, *rows; // [MAX_TOKENS] ids as frequent as in text, 0 ... 1023 in turn, a permutation
     int64_t *names;                    // [MAX_TOKENS]
+    struct {
+        int32_t *experts, *position, *token; // [T k] choices and their rows, and the rows' tokens
+    } plans[2];                              // for 8 experts, and for more
     mt_event *from, *to;
     double copy_rate; // bytes a second
 } bench;
@@ -168,6 +171,94 @@ static double embedding_backward(bench *b, const int64_t *n) { // T, C, vocabula
     return size(b) * (double)(n[0] * n[1]); // and 8 bytes an element of the rows that occur, not counted
 }
 
+/* Of mixtures of experts: T, C, k, E, of which `plans` has the choices. Floors count a token's row once, however often
+ * it is copied. */
+
+static double router_logits(bench *b, const int64_t *n) {
+    void *x = elements(b, n[0] * n[1]), *w = elements(b, n[3] * n[1]);
+    float *logits = floats(b, n[0] * n[3]);
+    ENQUEUE(router_logits, logits, x, w, n[0], n[3], n[1], b->dtype);
+    return size(b) * (double)(n[0] * n[1] + n[3] * n[1]) + 4 * (double)(n[0] * n[3]);
+}
+
+static double route_forward(bench *b, const int64_t *n) {
+    mt_router router = {.num_experts = n[3], .topk = n[2], .scaling = 1};
+    float *probs = floats(b, n[0] * n[2]), *logits = floats(b, n[0] * n[3]);
+    int32_t *experts = mt_arena_alloc(&b->arena, n[0] * n[2] * 4), *invalid = mt_arena_alloc(&b->arena, 4);
+    ENQUEUE(route_forward, probs, experts, invalid, logits, NULL, n[0], &router);
+    return 4 * (double)(n[0] * (n[3] + 2 * n[2]));
+}
+
+static double route_backward(bench *b, const int64_t *n) {
+    mt_router router = {.num_experts = n[3], .topk = n[2], .scaling = 1};
+    float *dlogits = floats(b, n[0] * n[3]), *logits = floats(b, n[0] * n[3]), *dprobs = floats(b, n[0] * n[2]);
+    ENQUEUE(route_backward, dlogits, dprobs, b->plans[n[3] > 8].experts, logits, n[0], &router);
+    return 4 * (double)(n[0] * (n[3] + 3 * n[2])); // of the logits only those chosen
+}
+
+static double balance_forward(bench *b, const int64_t *n) {
+    mt_router router = {.num_experts = n[3], .topk = n[2], .scaling = 1};
+    float *sums = floats(b, 2 * n[3]), *logits = floats(b, n[0] * n[3]);
+    double *z_sum = mt_arena_alloc(&b->arena, 8);
+    ENQUEUE(balance_forward, sums, z_sum, logits, NULL, 1, n[0], &router);
+    return 4 * (double)(n[0] * n[3]);
+}
+
+static double balance_backward(bench *b, const int64_t *n) {
+    mt_router router = {.num_experts = n[3], .topk = n[2], .scaling = 1};
+    float *dlogits = floats(b, n[0] * n[3]), *logits = floats(b, n[0] * n[3]), *counts = floats(b, n[3]);
+    ENQUEUE(balance_backward, dlogits, logits, counts, NULL, 1, n[0], 1, 1, &router);
+    return 12 * (double)(n[0] * n[3]);
+}
+
+static double dispatch_plan(bench *b, const int64_t *n) {
+    mt_dispatch dispatch = {.topk = n[2], .count = n[3], .local = n[3], .copies = 1};
+    int64_t M = n[0] * n[2];
+    int32_t *offsets = mt_arena_alloc(&b->arena, (n[3] + 1) * 4), *position = mt_arena_alloc(&b->arena, M * 4);
+    int32_t *choice = mt_arena_alloc(&b->arena, M * 4), *token = mt_arena_alloc(&b->arena, M * 4);
+    ENQUEUE(dispatch_plan, offsets, position, choice, token, b->plans[n[3] > 8].experts, n[0], M, &dispatch);
+    return 16 * (double)M;
+}
+
+static double drop_tokens(bench *b, const int64_t *n) {
+    int32_t *kept = mt_arena_alloc(&b->arena, n[0] * n[2] * 4);
+    float *probs = floats(b, n[0] * n[2]);
+    ENQUEUE(drop_tokens, kept, b->plans[n[3] > 8].experts, probs, b->names, n[0], n[2], 0, n[0], n[0] * n[2] / n[3],
+            false);
+    return 12 * (double)(n[0] * n[2]) + 8 * (double)n[0];
+}
+
+static double permute(bench *b, const int64_t *n) {
+    void *rows = elements(b, n[0] * n[2] * n[1]), *x = elements(b, n[0] * n[1]);
+    ENQUEUE(gather_rows, rows, x, b->plans[n[3] > 8].token, n[0] * n[2], n[1], n[1], n[1], b->dtype);
+    return size(b) * (double)(n[0] * (n[2] + 1) * n[1]);
+}
+
+static double permute_weights(bench *b, const int64_t *n) {
+    float *rows = floats(b, n[0] * n[2]), *probs = floats(b, n[0] * n[2]);
+    ENQUEUE(gather_rows, rows, probs, b->plans[n[3] > 8].position, n[0] * n[2], 1, 1, 1, MT_F32);
+    return 12 * (double)(n[0] * n[2]);
+}
+
+static double combine_rows(bench *b, const int64_t *n) {
+    void *out = elements(b, n[0] * n[1]), *rows = elements(b, n[0] * n[2] * n[1]);
+    ENQUEUE(combine_rows, out, rows, b->plans[n[3] > 8].position, NULL, n[0], n[2], n[1], b->dtype);
+    return size(b) * (double)(n[0] * (n[2] + 1) * n[1]);
+}
+
+static double expert_swiglu_forward(bench *b, const int64_t *n) { // M, F
+    void *y = elements(b, n[0] * n[1]), *gate_up = elements(b, n[0] * 2 * n[1]);
+    ENQUEUE(expert_swiglu_forward, y, gate_up, floats(b, n[0]), n[0], n[1], b->dtype);
+    return 3 * size(b) * (double)(n[0] * n[1]);
+}
+
+static double expert_swiglu_backward(bench *b, const int64_t *n) {
+    void *d = elements(b, n[0] * 2 * n[1]), *dy = elements(b, n[0] * n[1]), *gate_up = elements(b, n[0] * 2 * n[1]);
+    float *weights = floats(b, n[0]), *dweights = floats(b, n[0]);
+    ENQUEUE(expert_swiglu_backward, d, dweights, dy, gate_up, weights, n[0], n[1], b->dtype);
+    return 5 * size(b) * (double)(n[0] * n[1]);
+}
+
 static double cross_entropy_forward(bench *b, const int64_t *n) { // T, stride, vocabulary
     void *logits = elements(b, n[0] * n[1]);
     float *max = floats(b, n[0]), *sum = floats(b, n[0]), *target = floats(b, n[0]);
@@ -263,6 +354,32 @@ static const struct {
     {"cross_entropy_backward", cross_entropy_backward, MT_BF16, {8192, 128256, 128256}},
     {"cross_entropy_forward", cross_entropy_forward, MT_BF16, {16384, 50304, 50257}},
     {"cross_entropy_backward", cross_entropy_backward, MT_BF16, {16384, 50304, 50257}},
+    // Qwen3-30B-A3B, 4 sequences of 4096 tokens
+    {"router_logits", router_logits, MT_BF16, {16384, 2048, 8, 128}},
+    {"route_forward", route_forward, MT_BF16, {16384, 2048, 8, 128}},
+    {"route_backward", route_backward, MT_BF16, {16384, 2048, 8, 128}},
+    {"balance_forward", balance_forward, MT_BF16, {16384, 2048, 8, 128}},
+    {"balance_backward", balance_backward, MT_BF16, {16384, 2048, 8, 128}},
+    {"drop_tokens", drop_tokens, MT_BF16, {16384, 2048, 8, 128}},
+    {"dispatch_plan", dispatch_plan, MT_BF16, {16384, 2048, 8, 128}},
+    {"permute", permute, MT_BF16, {16384, 2048, 8, 128}},
+    {"permute the weights", permute_weights, MT_BF16, {16384, 2048, 8, 128}},
+    {"combine_rows", combine_rows, MT_BF16, {16384, 2048, 8, 128}},
+    {"expert_swiglu_forward", expert_swiglu_forward, MT_BF16, {131072, 768}},
+    {"expert_swiglu_backward", expert_swiglu_backward, MT_BF16, {131072, 768}},
+    // a layer of Mixtral
+    {"router_logits", router_logits, MT_BF16, {4096, 4096, 2, 8}},
+    {"route_forward", route_forward, MT_BF16, {4096, 4096, 2, 8}},
+    {"route_backward", route_backward, MT_BF16, {4096, 4096, 2, 8}},
+    {"balance_forward", balance_forward, MT_BF16, {4096, 4096, 2, 8}},
+    {"balance_backward", balance_backward, MT_BF16, {4096, 4096, 2, 8}},
+    {"drop_tokens", drop_tokens, MT_BF16, {4096, 4096, 2, 8}},
+    {"dispatch_plan", dispatch_plan, MT_BF16, {4096, 4096, 2, 8}},
+    {"permute", permute, MT_BF16, {4096, 4096, 2, 8}},
+    {"permute the weights", permute_weights, MT_BF16, {4096, 4096, 2, 8}},
+    {"combine_rows", combine_rows, MT_BF16, {4096, 4096, 2, 8}},
+    {"expert_swiglu_forward", expert_swiglu_forward, MT_BF16, {8192, 14336}},
+    {"expert_swiglu_backward", expert_swiglu_backward, MT_BF16, {8192, 14336}},
     {"squared_norm", squared_norm, MT_F32, {218112000}},
     {"adamw_step", adamw_step, MT_BF16, {218112000}}, // a layer of Llama 3 8B
     {"adamw_step", adamw_step, MT_F32, {124475904}},
@@ -333,6 +450,26 @@ static void make_indices(bench *b) {
     free(names);
 }
 
+/* What a router with T tokens and k of E experts might choose, and the order of rows that the CPU makes of it. */
+static void make_plan(bench *b, int64_t which, int64_t T, int64_t k, int64_t E) {
+    mt_dispatch dispatch = {.topk = k, .count = E, .local = E, .copies = 1};
+    int64_t M = T * k;
+    int32_t *experts = mt_malloc(4 * M * 4), *position = experts + M, *token = position + M, *choice = token + M;
+    int32_t *offsets = mt_malloc((E + 1) * 4);
+    for (int64_t i = 0; i < M; i++) {
+        uint32_t random[4];
+        mt_philox(random, 2, (uint64_t)i, 0);
+        experts[i] = (int32_t)(random[0] % (uint32_t)E);
+        for (int64_t j = i / k * k; j < i; j++)
+            if (experts[j] == experts[i]) experts[i] = (int32_t)((experts[i] + 1) % E), j = i / k * k - 1;
+    }
+    mt_cpu_ops.dispatch_plan(offsets, position, choice, token, experts, T, M, &dispatch, NULL);
+    b->plans[which].experts = upload(b, experts, M * 4);
+    b->plans[which].position = upload(b, position, M * 4);
+    b->plans[which].token = upload(b, token, M * 4);
+    free(experts), free(offsets);
+}
+
 int main(void) {
     mt_error error;
     bench b = {.ops = mt_cuda_open(0, &error)};
@@ -346,6 +483,8 @@ int main(void) {
     b.pool = b.ops->memory_alloc(pool_bytes);
     b.ops->random_normal(b.pool, pool_bytes / 2, 1, 0, 1, 0.25f, MT_BF16, b.stream); // as fp32 also normal
     make_indices(&b);
+    make_plan(&b, 0, 4096, 2, 8);
+    make_plan(&b, 1, 16384, 8, 128);
     b.from = mt_cuda_event_create();
     b.to = mt_cuda_event_create();
 

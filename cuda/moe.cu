@@ -1,0 +1,914 @@
+/* moe.cu: mixtures of experts but for their matrix products: routing, balancing, the order of rows, their sums and
+ * their activation. Nothing here waits for the host, whatever the router chose. Sums are in a fixed order, or of whole
+ * numbers, whose order does not matter: every run gives the same bits. */
+#include "vector.cuh"
+
+#include <climits>
+#include <cub/device/device_radix_sort.cuh>
+
+/* ---- a token's experts in a warp --------------------------------------------------------------------------------- */
+
+static constexpr uint32_t all_lanes = 0xffffffff;
+static constexpr int most_topk = 32;              // a lane for each choice
+static constexpr int64_t most_shared = 48 * 1024; // bytes that a block has without asking
+
+/* mt_router as kernels use it. */
+struct routing {
+    int E, k;
+    bool sigmoid, pre_softmax;
+    int groups, group_topk;
+    float scaling;
+};
+
+static routing routing_of(const mt_router *router) {
+    MT_CHECK(router->topk <= most_topk && router->topk <= router->num_experts);
+    return {(int)router->num_experts, (int)router->topk,       router->sigmoid, router->pre_softmax,
+            (int)router->num_groups,  (int)router->group_topk, router->scaling};
+}
+
+/* A number for each of a token's E experts: lane l has those of experts l, l + 32, ... in places 0, 1, ...: V places in
+ * registers, or for V = 0 as many as E takes in shared memory. */
+template <class X, int V> struct per_expert {
+    X value[V];
+    __device__ per_expert(void *) {
+    }
+    __device__ X &operator[](int v) {
+        return value[v];
+    }
+};
+template <class X> struct per_expert<X, 0> {
+    X *value;
+    __device__ per_expert(void *shared) : value((X *)shared + threadIdx.x % 32) {
+    }
+    __device__ X &operator[](int v) {
+        return value[32 * v];
+    }
+};
+
+/* body(place, expert) for every expert of this lane. */
+template <int V, class Body> __device__ static inline void each_expert(int E, Body body) {
+    int lane = threadIdx.x % 32;
+    if constexpr (V > 0) {
+#pragma unroll
+        for (int v = 0; v < V; v++)
+            if (lane + 32 * v < E) body(v, lane + 32 * v);
+    } else {
+        for (int v = 0; lane + 32 * v < E; v++) body(v, lane + 32 * v);
+    }
+}
+
+/* Numbers that are ordered as finite floats are, and never 0; and the way back. Both zeros are one. */
+__device__ static inline uint32_t key_of(float x) {
+    uint32_t bits = __float_as_uint(x + 0.0f);
+    return bits & 0x80000000 ? ~bits : bits | 0x80000000;
+}
+__device__ static inline float value_of(uint32_t key) {
+    return __uint_as_float(key & 0x80000000 ? key & 0x7fffffff : ~key);
+}
+
+/* A place in the order by descending key, then ascending number. */
+struct ranked {
+    uint32_t key;
+    int number;
+    __device__ bool before(uint32_t other_key, int other) const {
+        return other_key < key || (other_key == key && other > number);
+    }
+};
+__device__ static inline ranked before_all(void) {
+    return {0xffffffff, -1};
+}
+
+/* The first of n that comes after `last`, where key(place, number) gives keys and 0 is left out; every lane gets it. */
+template <int V, class Key> __device__ static inline ranked next_after(ranked last, int n, Key key) {
+    uint32_t best = 0;
+    int number = INT_MAX;
+    each_expert<V>(n, [&](int v, int i) {
+        uint32_t candidate = key(v, i);
+        if (last.before(candidate, i) && candidate > best) best = candidate, number = i;
+    });
+    uint32_t greatest = __reduce_max_sync(all_lanes, best);
+    return {greatest, __reduce_min_sync(all_lanes, best == greatest ? number : INT_MAX)};
+}
+
+__device__ static inline float logistic(float x) {
+    return 1 / (1 + expf(-x));
+}
+
+/* What a softmax over a token's logits divides by, and whether they are all finite. */
+struct softmax_of {
+    float max, sum;
+    bool finite;
+    __device__ float operator()(float logit) const {
+        return expf(logit - max) / sum;
+    }
+};
+
+template <int V> __device__ static inline softmax_of read_logits(per_expert<float, V> &x, const float *logits, int E) {
+    softmax_of softmax = {-INFINITY, 0, true};
+    each_expert<V>(E, [&](int v, int e) {
+        x[v] = logits[e];
+        softmax.max = fmaxf(softmax.max, x[v]);
+        softmax.finite &= isfinite(x[v]) != 0;
+    });
+    softmax.max = mt_warp_max(softmax.max);
+    each_expert<V>(E, [&](int v, int e) { softmax.sum += expf(x[v] - softmax.max); });
+    softmax.sum = mt_warp_sum(softmax.sum);
+    softmax.finite = __all_sync(all_lanes, softmax.finite);
+    return softmax;
+}
+
+/* Calls body(V, warps a block, bytes of shared memory): a warp takes `arrays` arrays for E experts there when these are
+ * too many for its registers, and `more` bytes. */
+template <class Body> static void with_places(int64_t E, int64_t arrays, int64_t more, Body body) {
+    int64_t bytes = mt_divide_up(E, 32) * 32 * 4 * arrays + more;
+    if (E <= 32)
+        body(mt_width<1>(), 8u, (size_t)(8 * more));
+    else if (E <= 64)
+        body(mt_width<2>(), 8u, (size_t)(8 * more));
+    else if (E <= 128)
+        body(mt_width<4>(), 8u, (size_t)(8 * more));
+    else if (E <= 256)
+        body(mt_width<8>(), 8u, (size_t)(8 * more));
+    else if (E <= 512)
+        body(mt_width<16>(), 8u, (size_t)(8 * more));
+    else {
+        MT_CHECK(bytes <= most_shared);
+        body(mt_width<0>(), 1u, (size_t)bytes);
+    }
+}
+
+/* ---- routing ----------------------------------------------------------------------------------------------------- */
+
+/* Takes the experts of all but the best groups out of `keys`: a group's key is of the sum of its best experts' scores.
+ * `group_keys` is of as many numbers as there are groups, in shared memory. */
+template <int V, class Score>
+__device__ static inline void limit_groups(per_expert<float, V> &keys, uint32_t *group_keys, const routing &r,
+                                           Score score) {
+    int size = r.E / r.groups, best = r.k / r.group_topk, lane = threadIdx.x % 32;
+    auto key = [&](int v, int) { return __float_as_uint(keys[v]); };
+    for (int g = 0; g < r.groups; g++) {
+        float sum = 0;
+        ranked last = before_all();
+        for (int i = 0; i < best; i++) {
+            last = next_after<V>(last, r.E, [&](int v, int e) { return e / size == g ? key(v, e) : 0; });
+            sum += score(value_of(last.key));
+        }
+        if (lane == 0) group_keys[g] = key_of(sum);
+    }
+    __syncwarp();
+    ranked last = before_all();
+    for (int i = 0; i < r.group_topk; i++)
+        last = next_after<0>(last, r.groups, [&](int, int g) { return group_keys[g]; });
+    each_expert<V>(r.E, [&](int v, int e) {
+        int g = e / size;
+        if (last.before(group_keys[g], g)) keys[v] = 0;
+    });
+}
+
+/* The experts of one token, that of choice j in lane j, and this lane's probability, not scaled yet. */
+template <int V>
+__device__ static inline int choose(float *prob, per_expert<float, V> &x, const softmax_of &softmax,
+                                    const float *logits, const float *bias, uint32_t *group_keys, const routing &r) {
+    int lane = threadIdx.x % 32, mine = 0;
+    bool biased = r.sigmoid && bias;
+    each_expert<V>(r.E,
+                   [&](int v, int e) { x[v] = __uint_as_float(key_of(biased ? logistic(x[v]) + bias[e] : x[v])); });
+    if (r.groups > 0)
+        limit_groups<V>(x, group_keys, r, [&](float value) {
+            if (r.sigmoid) return biased ? value : logistic(value);
+            return r.pre_softmax ? softmax(value) : value;
+        });
+    ranked last = before_all();
+    for (int j = 0; j < r.k; j++) {
+        last = next_after<V>(last, r.E, [&](int v, int) { return __float_as_uint(x[v]); });
+        if (lane == j) mine = last.number < r.E ? last.number : 0;
+    }
+    float logit = lane < r.k ? logits[mine] : -INFINITY;
+    if (r.sigmoid) {
+        float score = lane < r.k ? logistic(logit) : 0, sum = mt_warp_sum(score);
+        *prob = r.k > 1 ? score / (sum + 1e-20f) : score;
+    } else if (r.pre_softmax) {
+        *prob = softmax(logit);
+    } else {
+        float weight = expf(logit - mt_warp_max(logit)), sum = mt_warp_sum(weight);
+        *prob = weight / sum;
+    }
+    return mine;
+}
+
+/* A warp has a token. Reads 4 E bytes a token, writes 8 k. */
+template <int V>
+__global__ void route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits, const float *bias,
+                              int64_t T, routing r, int shared_per_warp) {
+    extern __shared__ __align__(16) char shared[];
+    char *own = shared + threadIdx.x / 32 * shared_per_warp;
+    int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    int lane = threadIdx.x % 32;
+    if (t >= T) return;
+    per_expert<float, V> x(own + r.groups * 4);
+    logits += t * r.E;
+    softmax_of softmax = read_logits<V>(x, logits, r.E);
+    float prob = NAN;
+    int expert = lane;
+    if (softmax.finite)
+        expert = choose<V>(&prob, x, softmax, logits, bias, (uint32_t *)own, r);
+    else if (lane == 0)
+        atomicAdd(invalid, 1);
+    if (lane >= r.k) return;
+    probs[t * r.k + lane] = prob * r.scaling;
+    experts[t * r.k + lane] = expert;
+}
+
+extern "C" void mt_cuda_route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
+                                      const float *bias, int64_t T, const mt_router *router, mt_stream *stream) {
+    if (T == 0) return;
+    routing r = routing_of(router);
+    with_places(r.E, 1, mt_divide_up(r.groups, 32) * 128, [&](auto places, unsigned warps, size_t bytes) {
+        route_forward<decltype(places)::value><<<mt_blocks(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
+            probs, experts, invalid, logits, bias, T, r, (int)(bytes / warps));
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+/* Probabilities q over some experts, with gradients g, give their logits q (g - sum(g q)); where they are sigmoids s
+ * divided by their sum, times 1 - s; and a sigmoid alone gives g s (1 - s). Reads 4 (E + 2 k) bytes a token, writes
+ * 4 E. */
+template <int V>
+__global__ void route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
+                               int64_t T, routing r, int shared_per_warp) {
+    extern __shared__ __align__(16) char shared[];
+    int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    int lane = threadIdx.x % 32;
+    if (t >= T) return;
+    per_expert<float, V> x(shared + threadIdx.x / 32 * shared_per_warp);
+    logits += t * r.E, dlogits += t * r.E;
+    int expert = lane < r.k ? experts[t * r.k + lane] : -1;
+    bool chosen = expert >= 0;
+    float logit = chosen ? logits[expert] : -INFINITY, g = chosen ? dprobs[t * r.k + lane] : 0, q;
+    bool all = !r.sigmoid && r.pre_softmax;
+    softmax_of softmax = {0, 1, true};
+    if (all) {
+        softmax = read_logits<V>(x, logits, r.E);
+        q = chosen ? softmax(logit) : 0;
+    } else {
+        q = r.sigmoid ? (chosen ? logistic(logit) : 0) : chosen ? expf(logit - mt_warp_max(logit)) : 0;
+    }
+    float total = mt_warp_sum(q);
+    if (!all && !(r.sigmoid && r.k == 1)) q /= total + (r.sigmoid ? 1e-20f : 0);
+    float mean = mt_warp_sum(g * q);
+    if (r.sigmoid && r.k == 1) mean = 0;
+    each_expert<V>(r.E, [&](int v, int e) { dlogits[e] = all ? -r.scaling * softmax(x[v]) * mean : 0.0f; });
+    __syncwarp(); // the chosen ones are written again
+    if (chosen) dlogits[expert] = r.scaling * q * (g - mean) * (r.sigmoid ? logistic(-logit) : 1.0f);
+}
+
+extern "C" void mt_cuda_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
+                                       int64_t T, const mt_router *router, mt_stream *stream) {
+    if (T == 0) return;
+    routing r = routing_of(router);
+    with_places(r.E, 1, 0, [&](auto places, unsigned warps, size_t bytes) {
+        route_backward<decltype(places)::value><<<mt_blocks(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
+            dlogits, dprobs, experts, logits, T, r, (int)(bytes / warps));
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+/* ---- balance ----------------------------------------------------------------------------------------------------- */
+
+/* Replaces a token's logits by its shares; gives log(sum(exp(logits))). */
+template <int V>
+__device__ static inline double shares_of(per_expert<float, V> &x, const softmax_of &softmax, const routing &r) {
+    float sum = 0;
+    each_expert<V>(r.E, [&](int v, int) {
+        x[v] = r.sigmoid ? logistic(x[v]) : softmax(x[v]);
+        sum += x[v];
+    });
+    sum = mt_warp_sum(sum) + 1e-20f;
+    if (r.sigmoid) each_expert<V>(r.E, [&](int v, int) { x[v] /= sum; });
+    return (double)softmax.max + log((double)softmax.sum);
+}
+
+/* Shares are added up as multiples of 2^-40, exactly down to 2^-16 and in any order. */
+static constexpr float share_unit = 0x1p40f;
+
+/* What balance_forward adds up in: shares and counts [S, E], whether a sequence has a share that is not a number, and
+ * the z of each warp's tokens. */
+struct balance_sums {
+    unsigned long long *shares;
+    double *z;
+    int32_t *counts, *poisoned;
+};
+
+static constexpr int tokens_per_warp = 8;
+
+/* A warp has up to eight tokens, one after another. Reads 4 E bytes a token. */
+template <int V>
+__global__ void balance_forward(balance_sums sums, const float *logits, const int32_t *sequence, int64_t T, routing r,
+                                int shared_per_warp) {
+    extern __shared__ __align__(16) char shared[];
+    char *own = shared + threadIdx.x / 32 * shared_per_warp;
+    int64_t warp = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, first = warp * tokens_per_warp;
+    per_expert<float, V> x(own);
+    double z = 0;
+    if (first >= T) return;
+    for (int64_t t = first; t < min(first + tokens_per_warp, T); t++) {
+        int64_t s = sequence ? sequence[t] : 0;
+        softmax_of softmax = read_logits<V>(x, logits + t * r.E, r.E);
+        ranked last = before_all();
+        for (int j = 0; softmax.finite && j < r.k; j++)
+            last = next_after<V>(last, r.E, [&](int v, int) { return key_of(x[v]); });
+        each_expert<V>(r.E, [&](int v, int e) {
+            bool picked = softmax.finite ? !last.before(key_of(x[v]), e) : e < r.k;
+            if (picked) atomicAdd(&sums.counts[s * r.E + e], 1);
+        });
+        double lse = shares_of<V>(x, softmax, r);
+        z += lse * lse;
+        bool number = true;
+        each_expert<V>(r.E, [&](int v, int e) {
+            number &= !isnan(x[v]);
+            if (x[v] > 0) atomicAdd(&sums.shares[s * r.E + e], __float2ull_rn(x[v] * share_unit));
+        });
+        if (!number) sums.poisoned[s] = 1;
+    }
+    if (threadIdx.x % 32 == 0) sums.z[warp] = z;
+}
+
+/* The last half: sums[2, S, E] in fp32, and one block adds up z in the order of tokens. */
+__global__ void balance_finish(float *sums, double *z_sum, balance_sums from, int64_t S, int64_t E, int64_t warps) {
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < S * E; i += (int64_t)gridDim.x * blockDim.x) {
+        sums[i] = from.poisoned[i / E] ? NAN : (float)((double)from.shares[i] / (double)share_unit);
+        sums[S * E + i] = (float)from.counts[i];
+    }
+    if (blockIdx.x > 0) return;
+    __shared__ double parts[256];
+    double z = 0;
+    for (int64_t i = threadIdx.x; i < warps; i += 256) z += from.z[i];
+    parts[threadIdx.x] = z;
+    for (int half = 128; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) parts[threadIdx.x] += parts[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) z_sum[0] += parts[0];
+}
+
+extern "C" void mt_cuda_balance_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence,
+                                        int64_t S, int64_t T, const mt_router *router, mt_stream *stream) {
+    routing r = routing_of(router);
+    cudaStream_t on = mt_cuda_stream(stream);
+    int64_t warps = mt_divide_up(T, tokens_per_warp), zeroed = S * r.E * 12 + S * 4;
+    char *workspace = (char *)mt_cuda_workspace(stream, warps * 8 + zeroed);
+    balance_sums to;
+    to.z = (double *)workspace;
+    to.shares = (unsigned long long *)(workspace + warps * 8);
+    to.counts = (int32_t *)(to.shares + S * r.E);
+    to.poisoned = to.counts + S * r.E;
+    MT_CUDA(cudaMemsetAsync(to.shares, 0, (size_t)zeroed, on));
+    if (T > 0)
+        with_places(r.E, 1, 0, [&](auto places, unsigned in_block, size_t bytes) {
+            balance_forward<decltype(places)::value><<<mt_blocks(warps, in_block), in_block * 32, bytes, on>>>(
+                to, logits, sequence, T, r, (int)(bytes / in_block));
+            MT_CUDA_LAUNCHED();
+        });
+    balance_finish<<<mt_blocks(S * r.E, 1024), 256, 0, on>>>(sums, z_sum, to, S, r.E, warps);
+    MT_CUDA_LAUNCHED();
+}
+
+__device__ static inline double warp_sum(double x) {
+    for (int lane = 16; lane > 0; lane /= 2) x += __shfl_xor_sync(all_lanes, x, lane);
+    return x;
+}
+
+/* One block, whose warps take sequences in turn. */
+__global__ void balance_loss(double *loss, const float *sums, int64_t S, int64_t E) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    __shared__ double of_warp[32];
+    double mine = 0;
+    for (int64_t s = warp; s < S; s += warps) {
+        const float *shares = sums + s * E, *counts = shares + S * E;
+        double products = 0, total = 0;
+        for (int64_t e = lane; e < E; e += 32) {
+            products += (double)shares[e] * (double)counts[e];
+            total += (double)counts[e];
+        }
+        products = warp_sum(products), total = warp_sum(total);
+        if (total > 0) mine += (double)E * products / total;
+    }
+    if (lane == 0) of_warp[warp] = mine;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int w = 1; w < warps; w++) mine += of_warp[w];
+    loss[0] += mine;
+}
+
+extern "C" void mt_cuda_balance_loss(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
+    balance_loss<<<1, 1024, 0, mt_cuda_stream(stream)>>>(loss, sums, S, E);
+    MT_CUDA_LAUNCHED();
+}
+
+/* A warp has a token. Reads 8 E bytes a token and writes 4 E; the counts come from caches. */
+template <int V>
+__global__ void balance_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
+                                 int64_t T, float aux_scale, float z_scale, routing r, int shared_per_warp) {
+    extern __shared__ __align__(16) char shared[];
+    int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (t >= T) return;
+    per_expert<float, V> x(shared + threadIdx.x / 32 * shared_per_warp);
+    counts += (sequence ? sequence[t] : 0) * r.E, logits += t * r.E, dlogits += t * r.E;
+    softmax_of softmax = read_logits<V>(x, logits, r.E);
+    float lse = (float)shares_of<V>(x, softmax, r);
+    double total = 0, mean = 0;
+    each_expert<V>(r.E, [&](int v, int e) {
+        total += (double)counts[e];
+        mean += (double)counts[e] * (double)x[v];
+    });
+    total = warp_sum(total), mean = warp_sum(mean);
+    double factor = total > 0 ? (double)aux_scale * (double)r.E / total : 0;
+    each_expert<V>(r.E, [&](int v, int e) {
+        float logit = logits[e], slope = r.sigmoid ? logistic(-logit) : 1.0f;
+        float aux = (float)(factor * ((double)counts[e] - mean)) * x[v] * slope;
+        dlogits[e] += aux + 2 * z_scale * lse * expf(logit - lse);
+    });
+}
+
+extern "C" void mt_cuda_balance_backward(float *dlogits, const float *logits, const float *counts,
+                                         const int32_t *sequence, int64_t S, int64_t T, float aux_scale, float z_scale,
+                                         const mt_router *router, mt_stream *stream) {
+    (void)S;
+    if (T == 0) return;
+    routing r = routing_of(router);
+    with_places(r.E, 1, 0, [&](auto places, unsigned warps, size_t bytes) {
+        balance_backward<decltype(places)::value><<<mt_blocks(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
+            dlogits, logits, counts, sequence, T, aux_scale, z_scale, r, (int)(bytes / warps));
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+/* ---- loads ------------------------------------------------------------------------------------------------------- */
+
+/* counts[E] += how often each expert is among experts[n], by way of shared memory where all E fit. */
+__global__ void count_experts(int32_t *counts, const int32_t *experts, int64_t n, int E, bool fits) {
+    extern __shared__ int32_t of_block[];
+    int32_t *to = fits ? of_block : counts;
+    for (int e = threadIdx.x; fits && e < E; e += blockDim.x) of_block[e] = 0;
+    __syncthreads();
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
+        if (experts[i] >= 0) atomicAdd(&to[experts[i]], 1);
+    __syncthreads();
+    for (int e = threadIdx.x; fits && e < E; e += blockDim.x)
+        if (of_block[e] > 0) atomicAdd(&counts[e], of_block[e]);
+}
+
+__global__ void add_counts(float *loads, const int32_t *counts, int64_t E) {
+    int64_t e = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (e < E) loads[e] += (float)counts[e];
+}
+
+extern "C" void mt_cuda_count_experts(float *loads, const int32_t *experts, int64_t n, int64_t E, mt_stream *stream) {
+    if (n == 0) return;
+    cudaStream_t on = mt_cuda_stream(stream);
+    int32_t *counts = (int32_t *)mt_cuda_workspace(stream, E * 4);
+    bool fits = E * 4 <= most_shared;
+    unsigned blocks = mt_blocks(n, 1024), most = (unsigned)mt_cuda_device()->multiProcessorCount;
+    if (blocks > most) blocks = most;
+    MT_CUDA(cudaMemsetAsync(counts, 0, (size_t)E * 4, on));
+    count_experts<<<blocks, 256, fits ? (size_t)E * 4 : 0, on>>>(counts, experts, n, (int)E, fits);
+    MT_CUDA_LAUNCHED();
+    add_counts<<<mt_blocks(E, 256), 256, 0, on>>>(loads, counts, E);
+    MT_CUDA_LAUNCHED();
+}
+
+/* One block: the sum is of whole numbers, exact in any order. */
+__global__ void expert_bias_step(float *bias, float *loads, int64_t E, float rate) {
+    __shared__ double of_warp[32];
+    double sum = 0;
+    for (int64_t e = threadIdx.x; e < E; e += blockDim.x) sum += (double)loads[e];
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
+    __syncthreads();
+    sum = warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0.0);
+    for (int64_t e = threadIdx.x; e < E; e += blockDim.x) {
+        double missing = sum - (double)E * (double)loads[e];
+        bias[e] += missing > 0 ? rate : missing < 0 ? -rate : 0.0f;
+        loads[e] = 0;
+    }
+}
+
+extern "C" void mt_cuda_expert_bias_step(float *bias, float *loads, int64_t E, float rate, mt_stream *stream) {
+    expert_bias_step<<<1, 512, 0, mt_cuda_stream(stream)>>>(bias, loads, E, rate);
+    MT_CUDA_LAUNCHED();
+}
+
+/* ---- capacity ---------------------------------------------------------------------------------------------------- */
+
+/* Keys to sort tokens by. */
+__global__ void token_keys(uint64_t *keys, int32_t *tokens, const int64_t *token_index, int64_t T) {
+    int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (t >= T) return;
+    keys[t] = (uint64_t)token_index[t] ^ (uint64_t)1 << 63; // as signed numbers are ordered
+    tokens[t] = (int32_t)t;
+}
+
+/* Keys to sort choices by, given in the order of their tokens: the expert, then the greater probability. No expert is
+ * the last one. */
+__global__ void choice_keys(uint64_t *keys, int32_t *choices, const int32_t *tokens, const int32_t *experts,
+                            const float *probs, int64_t n, int k, bool by_position) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    int64_t choice = (int64_t)tokens[i / k] * k + i % k;
+    float prob = by_position ? 0 : probs[choice];
+    uint32_t order = ~key_of(isnan(prob) ? -INFINITY : prob);
+    keys[i] = (uint64_t)(uint32_t)experts[choice] << 32 | order;
+    choices[i] = (int32_t)choice;
+}
+
+/* Keeps the first `capacity` of every expert's stretch of the sorted choices. */
+__global__ void keep_first(int32_t *kept, const uint64_t *keys, const int32_t *choices, int64_t n, int64_t begin,
+                           int64_t end, int64_t capacity) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n || choices[i] < begin || choices[i] >= end) return;
+    int32_t expert = (int32_t)(keys[i] >> 32);
+    bool full = i >= capacity && (int32_t)(keys[i - capacity] >> 32) == expert; // as many are before it
+    kept[choices[i] - begin] = full ? -1 : expert;
+}
+
+/* Sorts tokens by their index, then choices in that order by expert and probability, both stably. Sorting moves 12
+ * bytes twice for each choice and each eight bits of its key. */
+extern "C" void mt_cuda_drop_tokens(int32_t *kept, const int32_t *experts, const float *probs,
+                                    const int64_t *token_index, int64_t T, int64_t k, int64_t first, int64_t count,
+                                    int64_t capacity, bool by_position, mt_stream *stream) {
+    int64_t n = T * k, room = mt_divide_up(n, 64) * 64;
+    if (n == 0 || count == 0) return;
+    cudaStream_t on = mt_cuda_stream(stream);
+    size_t sort_bytes = 0;
+    uint64_t *no_keys = NULL;
+    int32_t *no_values = NULL;
+    MT_CUDA(cub::DeviceRadixSort::SortPairs(NULL, sort_bytes, no_keys, no_keys, no_values, no_values, (int)n, 0, 64));
+    char *workspace = (char *)mt_cuda_workspace(stream, room * 28 + (int64_t)sort_bytes);
+    uint64_t *keys = (uint64_t *)workspace, *sorted_keys = keys + room;
+    int32_t *values = (int32_t *)(sorted_keys + room), *sorted_values = values + room, *tokens = sorted_values + room;
+    void *spare = tokens + room;
+    token_keys<<<mt_blocks(T, 256), 256, 0, on>>>(keys, values, token_index, T);
+    MT_CUDA_LAUNCHED();
+    MT_CUDA(cub::DeviceRadixSort::SortPairs(spare, sort_bytes, keys, sorted_keys, values, tokens, (int)T, 0, 64, on));
+    choice_keys<<<mt_blocks(n, 256), 256, 0, on>>>(keys, values, tokens, experts, probs, n, (int)k, by_position);
+    MT_CUDA_LAUNCHED();
+    MT_CUDA(cub::DeviceRadixSort::SortPairs(spare, sort_bytes, keys, sorted_keys, values, sorted_values, (int)n,
+                                            by_position ? 32 : 0, 64, on));
+    keep_first<<<mt_blocks(n, 256), 256, 0, on>>>(kept, sorted_keys, sorted_values, n, first * k, (first + count) * k,
+                                                  capacity);
+    MT_CUDA_LAUNCHED();
+}
+
+/* ---- the order of rows ------------------------------------------------------------------------------------------- */
+
+/* to(i, of(0) + ... + of(i - 1)) for i <= n, by one block of 1024 threads. */
+template <class Of, class To> __device__ static inline void prefix_sums(int64_t n, Of of, To to) {
+    __shared__ int32_t of_warp[32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int32_t before = 0;
+    for (int64_t first = 0; first <= n; first += 1024) {
+        int64_t i = first + threadIdx.x;
+        int32_t x = i < n ? of(i) : 0, sum = x;
+        for (int step = 1; step < 32; step *= 2) {
+            int32_t left = __shfl_up_sync(all_lanes, sum, step);
+            if (lane >= step) sum += left;
+        }
+        if (lane == 31) of_warp[warp] = sum;
+        __syncthreads();
+        int32_t warps = of_warp[lane];
+        for (int step = 1; step < 32; step *= 2) {
+            int32_t left = __shfl_up_sync(all_lanes, warps, step);
+            if (lane >= step) warps += left;
+        }
+        int32_t of_others = __shfl_sync(all_lanes, warps, warp > 0 ? warp - 1 : 0);
+        if (i <= n) to(i, before + (warp > 0 ? of_others : 0) + sum - x);
+        before += __shfl_sync(all_lanes, warps, 31);
+        __syncthreads();
+    }
+}
+
+/* mt_dispatch as kernels use it. A bin is an expert of those that count. */
+struct counting {
+    int64_t n, capacity; // choices
+    int topk, first, bins, local, copies;
+    int64_t blocks; // which have `per_warp` choices for each warp
+};
+static constexpr int per_warp = 128;
+
+/* The bin of choice i, or -1. */
+__device__ static inline int bin_of(const int32_t *experts, int64_t i, const counting &s) {
+    int64_t expert = i < s.n ? experts[i] : -1, bin = expert - s.first;
+    return expert >= 0 && bin >= 0 && bin < s.bins ? (int)bin : -1;
+}
+
+/* before[bins, blocks] = how many choices of a block are of a bin. A counting sort in four steps: count, add up each
+ * bin's counts over the blocks before, find where bins begin, place. It reads 4 bytes a choice twice and writes 4 for
+ * each of its copies and 8 for each row: launches set its time. */
+__global__ void plan_count(int32_t *before, const int32_t *experts, counting s) {
+    extern __shared__ int32_t of_block[];
+    for (int bin = threadIdx.x; bin < s.bins; bin += blockDim.x) of_block[bin] = 0;
+    __syncthreads();
+    int64_t first = (int64_t)blockIdx.x * (blockDim.x / 32) * per_warp;
+    for (int i = threadIdx.x; i < blockDim.x / 32 * per_warp; i += blockDim.x) {
+        int bin = bin_of(experts, first + i, s);
+        if (bin >= 0) atomicAdd(&of_block[bin], 1);
+    }
+    __syncthreads();
+    for (int bin = threadIdx.x; bin < s.bins; bin += blockDim.x) before[bin * s.blocks + blockIdx.x] = of_block[bin];
+}
+
+/* before[bins, blocks] = counts in the blocks before; totals[bins]. A warp has a bin. */
+__global__ void plan_add_up(int32_t *before, int32_t *totals, counting s) {
+    int64_t bin = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    int lane = threadIdx.x % 32;
+    int32_t total = 0;
+    if (bin >= s.bins) return;
+    before += bin * s.blocks;
+    for (int64_t block = lane; block - lane < s.blocks; block += 32) {
+        int32_t x = block < s.blocks ? before[block] : 0, sum = x;
+        for (int step = 1; step < 32; step *= 2) {
+            int32_t left = __shfl_up_sync(all_lanes, sum, step);
+            if (lane >= step) sum += left;
+        }
+        if (block < s.blocks) before[block] = total + sum - x;
+        total += __shfl_sync(all_lanes, sum, 31);
+    }
+    if (lane == 0) totals[bin] = total;
+}
+
+/* offsets[bins copies + 1]. */
+__global__ void __launch_bounds__(1024) plan_begin(int32_t *offsets, const int32_t *totals, counting s) {
+    prefix_sums((int64_t)s.bins * s.copies,
+                [&](int64_t v) {
+                    if (s.capacity > 0) return (int32_t)s.capacity;
+                    int64_t place = v / s.local / s.copies;
+                    return s.n > 0 ? totals[place * s.local + v % s.local] : 0;
+                },
+                [&](int64_t v, int32_t before) { offsets[v] = before; });
+}
+
+/* Writes one choice's rows: `rank` others of its bin are before it. */
+__device__ static inline void place_choice(int32_t *position, int32_t *choice, int32_t *token, const int32_t *offsets,
+                                           int64_t i, int bin, int32_t rank, const counting &s) {
+    bool there = bin >= 0 && (s.capacity == 0 || rank < s.capacity);
+    for (int copy = 0; copy < s.copies; copy++) {
+        int32_t row = there ? offsets[(bin / s.local * s.copies + copy) * s.local + bin % s.local] + rank : -1;
+        position[i * s.copies + copy] = row;
+        if (there) choice[row] = (int32_t)i, token[row] = (int32_t)(i / s.topk);
+    }
+}
+
+/* A warp takes its choices 32 at a time, in order; those of one bin find one another by a match. */
+__global__ void plan_place(int32_t *position, int32_t *choice, int32_t *token, const int32_t *offsets,
+                           const int32_t *before, const int32_t *experts, counting s) {
+    extern __shared__ int32_t next[]; // [warps, bins]: choices of the bin that are before a warp's next ones
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    int64_t first = ((int64_t)blockIdx.x * warps + warp) * per_warp + lane;
+    int32_t *mine = next + warp * s.bins;
+    for (int i = threadIdx.x; i < warps * s.bins; i += blockDim.x) next[i] = 0;
+    __syncthreads();
+    for (int i = 0; i < per_warp; i += 32) {
+        int bin = bin_of(experts, first + i, s);
+        uint32_t same = __match_any_sync(all_lanes, bin);
+        if (bin >= 0 && (same & ((1u << lane) - 1)) == 0) mine[bin] += __popc(same);
+        __syncwarp();
+    }
+    __syncthreads();
+    for (int bin = threadIdx.x; bin < s.bins; bin += blockDim.x) {
+        int32_t sum = before[bin * s.blocks + blockIdx.x];
+        for (int w = 0; w < warps; w++) {
+            int32_t count = next[w * s.bins + bin];
+            next[w * s.bins + bin] = sum;
+            sum += count;
+        }
+    }
+    __syncthreads();
+    for (int i = 0; i < per_warp; i += 32) {
+        int bin = bin_of(experts, first + i, s);
+        uint32_t same = __match_any_sync(all_lanes, bin), lower = same & ((1u << lane) - 1);
+        int32_t rank = bin >= 0 ? mine[bin] + __popc(lower) : 0;
+        __syncwarp();
+        if (bin >= 0 && lower == 0) mine[bin] += __popc(same);
+        __syncwarp();
+        if (first + i < s.n) place_choice(position, choice, token, offsets, first + i, bin, rank, s);
+    }
+}
+
+extern "C" void mt_cuda_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
+                                      const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
+                                      mt_stream *stream) {
+    cudaStream_t on = mt_cuda_stream(stream);
+    int64_t n = T * dispatch->topk, bins = dispatch->count;
+    unsigned warps = 8;
+    while (warps > 1 && warps * bins * 4 > most_shared) warps /= 2;
+    MT_CHECK(bins * 4 <= most_shared && n < INT_MAX && M < INT_MAX);
+    int64_t blocks = mt_divide_up(n, warps * per_warp);
+    counting s = {n,         dispatch->capacity,   (int)dispatch->topk,   (int)dispatch->first,
+                  (int)bins, (int)dispatch->local, (int)dispatch->copies, blocks};
+    int32_t *before = (int32_t *)mt_cuda_workspace(stream, (blocks + 1) * bins * 4), *totals = before + blocks * bins;
+    if (M > 0) {
+        MT_CUDA(cudaMemsetAsync(choice, 0xff, (size_t)M * 4, on));
+        MT_CUDA(cudaMemsetAsync(token, 0xff, (size_t)M * 4, on));
+    }
+    if (n > 0) {
+        plan_count<<<(unsigned)blocks, warps * 32, (size_t)bins * 4, on>>>(before, experts, s);
+        MT_CUDA_LAUNCHED();
+        plan_add_up<<<mt_blocks(bins, 8), 256, 0, on>>>(before, totals, s);
+        MT_CUDA_LAUNCHED();
+    }
+    plan_begin<<<1, 1024, 0, on>>>(offsets, totals, s);
+    MT_CUDA_LAUNCHED();
+    if (n == 0) return;
+    plan_place<<<(unsigned)blocks, warps * 32, (size_t)(warps * bins) * 4, on>>>(position, choice, token, offsets,
+                                                                                 before, experts, s);
+    MT_CUDA_LAUNCHED();
+}
+
+/* arrived[sources, local + 1 at the end]: the row at which each (source, expert) arrives; sorted[local, sources]: that
+ * to which it goes; and where experts begin. One block. */
+__global__ void __launch_bounds__(1024)
+    exchange_begin(int32_t *arrived, int32_t *sorted, int32_t *offsets, const int32_t *counts, int sources, int local) {
+    int64_t n = (int64_t)sources * local;
+    prefix_sums(
+        n, [&](int64_t i) { return counts[i]; }, [&](int64_t i, int32_t before) { arrived[i] = before; });
+    prefix_sums(
+        n, [&](int64_t i) { return counts[i % sources * local + i / sources]; },
+        [&](int64_t i, int32_t before) {
+            sorted[i] = before;
+            if (i % sources == 0) offsets[i / sources] = before;
+        });
+}
+
+/* A thread has a row, whose source and expert it finds by halving. Writes 8 bytes a row. */
+__global__ void exchange_place(int32_t *to_expert, int32_t *from_expert, const int32_t *arrived, const int32_t *sorted,
+                               int sources, int local, int64_t M) {
+    int64_t m = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    int low = 0, high = sources * local;
+    if (m >= M || m >= arrived[high]) return;
+    while (high - low > 1) { // arrived[low] <= m < arrived[high]
+        int middle = (low + high) / 2;
+        if (arrived[middle] <= m)
+            low = middle;
+        else
+            high = middle;
+    }
+    int32_t row = sorted[low % local * sources + low / local] + (int32_t)m - arrived[low];
+    to_expert[row] = (int32_t)m;
+    from_expert[m] = row;
+}
+
+extern "C" void mt_cuda_exchange_order(int32_t *to_expert, int32_t *from_expert, int32_t *offsets,
+                                       const int32_t *counts, int64_t sources, int64_t local, int64_t M,
+                                       mt_stream *stream) {
+    cudaStream_t on = mt_cuda_stream(stream);
+    int64_t n = sources * local + 1;
+    int32_t *arrived = (int32_t *)mt_cuda_workspace(stream, 2 * n * 4), *sorted = arrived + n;
+    exchange_begin<<<1, 1024, 0, on>>>(arrived, sorted, offsets, counts, (int)sources, (int)local);
+    MT_CUDA_LAUNCHED();
+    if (M == 0) return;
+    exchange_place<<<mt_blocks(M, 256), 256, 0, on>>>(to_expert, from_expert, arrived, sorted, (int)sources, (int)local,
+                                                      M);
+    MT_CUDA_LAUNCHED();
+}
+
+/* ---- rows -------------------------------------------------------------------------------------------------------- */
+
+/* A thread adds up one pack of a token's rows, eight of which are on their way together. Reads n rows and writes one:
+ * 2 (n + 1) bytes an element of a token in bf16, 4 (n + 1) in fp32, and as much as a row for a base. */
+template <class T, int N>
+__global__ void __launch_bounds__(256, 4) combine_rows(T *out, const T *in, const int32_t *position, const T *base,
+                                                       int64_t num_tokens, int n, int C, int blocks_per_row) {
+    constexpr int at_once = 8;
+    int64_t t = (int64_t)(blockIdx.x / blocks_per_row) * blockDim.y + threadIdx.y;
+    int c = (blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x) * N;
+    if (t >= num_tokens || c >= C) return;
+    position += t * n;
+    mt_pack<float, N> sum = mt_to_float(mt_load<N>(base + t * C + c, base != NULL));
+    for (int first = 0; first < n; first += at_once) {
+        int32_t rows[at_once];
+        mt_pack<T, N> packs[at_once];
+#pragma unroll
+        for (int i = 0; i < at_once; i++) rows[i] = first + i < n ? position[first + i] : -1;
+#pragma unroll
+        for (int i = 0; i < at_once; i++) packs[i] = mt_load<N>(in + (int64_t)max(rows[i], 0) * C + c, rows[i] >= 0);
+#pragma unroll
+        for (int i = 0; i < at_once; i++) {
+            mt_pack<float, N> row = mt_to_float(packs[i]);
+            for (int j = 0; j < N; j++) sum.value[j] += row.value[j];
+        }
+    }
+    mt_store(out + t * C + c, mt_from_float<T>(sum));
+}
+
+extern "C" void mt_cuda_combine_rows(void *out, const void *in, const int32_t *position, const void *base, int64_t T,
+                                     int64_t n, int64_t C, mt_dtype dtype, mt_stream *stream) {
+    if (T == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {out, in, base}, {C}), [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        mt_many_row_grid grid = mt_many_rows(T, mt_divide_up(C, N), 1);
+        combine_rows<E, N><<<grid.blocks, grid.block, 0, mt_cuda_stream(stream)>>>(
+            (E *)out, (const E *)in, position, (const E *)base, T, (int)n, (int)C, grid.blocks_per_row);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+/* ---- activation -------------------------------------------------------------------------------------------------- */
+
+__device__ static inline float fast_sigmoid(float x) {
+    return __fdividef(1, 1 + mt_exp(-x));
+}
+
+/* y = weight gate sigmoid(gate) up. Reads gate and up, writes y: 6 bytes an element of y in bf16, 12 in fp32, and 4 a
+ * row. */
+template <class T, int N>
+__global__ void expert_swiglu_forward(T *y, const T *gate_up, const float *weights, int64_t M, int F,
+                                      int blocks_per_row) {
+    constexpr int K = 2;
+    int64_t row = (int64_t)(blockIdx.x / blocks_per_row) * blockDim.y + threadIdx.y;
+    int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
+    if (row >= M) return;
+    const T *gate_row = gate_up + row * 2 * F, *up_row = gate_row + F;
+    float weight = weights[row];
+    mt_pack<T, N> gates[K], ups[K];
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= F) break;
+        gates[k] = mt_load<N>(gate_row + first + k * step);
+        ups[k] = mt_load<N>(up_row + first + k * step);
+    }
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (first + k * step >= F) break;
+        mt_pack<float, N> gate = mt_to_float(gates[k]), up = mt_to_float(ups[k]);
+        for (int i = 0; i < N; i++) gate.value[i] *= fast_sigmoid(gate.value[i]) * up.value[i] * weight;
+        mt_store(y + row * F + first + k * step, mt_from_float<T>(gate));
+    }
+}
+
+extern "C" void mt_cuda_expert_swiglu_forward(void *y, const void *gate_up, const float *weights, int64_t M, int64_t F,
+                                              mt_dtype dtype, mt_stream *stream) {
+    if (M == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {y, gate_up}, {F}), [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        mt_many_row_grid grid = mt_many_rows(M, mt_divide_up(F, N), 2);
+        expert_swiglu_forward<E, N><<<grid.blocks, grid.block, 0, mt_cuda_stream(stream)>>>(
+            (E *)y, (const E *)gate_up, weights, M, (int)F, grid.blocks_per_row);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+/* As swiglu_backward for weight dy; dweight = sum(dy silu(gate) up). blockDim.x threads share a row. Reads dy, gate and
+ * up, writes dgate and dup: 10 bytes an element of y in bf16, 20 in fp32, and 8 a row. */
+template <class T, int N>
+__global__ void expert_swiglu_backward(T *dgate_up, float *dweights, const T *dy, const T *gate_up,
+                                       const float *weights, int64_t M, int F) {
+    constexpr int K = 2;
+    int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+    bool there = row < M;
+    if (!there) row = M - 1; // it helps to add up, and writes nothing
+    const T *gate_row = gate_up + row * 2 * F, *up_row = gate_row + F, *dy_row = dy + row * F;
+    T *dgate_row = dgate_up + row * 2 * F, *dup_row = dgate_row + F;
+    int step = blockDim.x * N;
+    float weight = weights[row], dweight[1] = {0};
+    for (int first = threadIdx.x * N; there && first < F; first += K * step) {
+        mt_pack<T, N> gates[K], ups[K], dys[K];
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            if (first + k * step >= F) break;
+            gates[k] = mt_load<N>(gate_row + first + k * step);
+            ups[k] = mt_load<N>(up_row + first + k * step);
+            dys[k] = mt_load<N>(dy_row + first + k * step);
+        }
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            if (first + k * step >= F) break;
+            mt_pack<float, N> gate = mt_to_float(gates[k]), up = mt_to_float(ups[k]), d = mt_to_float(dys[k]);
+            for (int i = 0; i < N; i++) {
+                float g = gate.value[i], s = fast_sigmoid(g), ds = d.value[i] * s, u = up.value[i];
+                dweight[0] += ds * g * u;
+                gate.value[i] = weight * ds * u * (1 + g * (1 - s));
+                up.value[i] = weight * ds * g;
+            }
+            mt_store(dgate_row + first + k * step, mt_from_float<T>(gate));
+            mt_store(dup_row + first + k * step, mt_from_float<T>(up));
+        }
+    }
+    mt_row_sum(dweight, 0);
+    if (there && threadIdx.x == 0) dweights[row] = dweight[0];
+}
+
+extern "C" void mt_cuda_expert_swiglu_backward(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
+                                               const float *weights, int64_t M, int64_t F, mt_dtype dtype,
+                                               mt_stream *stream) {
+    if (M == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {dgate_up, dy, gate_up}, {F}), [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        dim3 block = mt_reduction_block(mt_divide_up(F, N), 3, 256, 512);
+        expert_swiglu_backward<E, N><<<mt_blocks(M, block.y), block, 0, mt_cuda_stream(stream)>>>(
+            (E *)dgate_up, dweights, (const E *)dy, (const E *)gate_up, weights, M, (int)F);
+        MT_CUDA_LAUNCHED();
+    });
+}
