@@ -6517,6 +6517,7 @@ typedef struct mt_experts {
     float *global;       // [num_layers, E] of the global batch so far
     double *losses;      // [2] auxiliary and z, times tokens
     int32_t *invalid;    // [num_layers] tokens whose logits are not finite
+    void *told;          // on the host: loads, kept and invalid of two steps
 } mt_experts;
 
 /* Room for one whole bucket of which ranks keep shards. */
@@ -6583,6 +6584,9 @@ typedef struct mt_step_graph {
 typedef struct mt_step_result {
     double sums[2]; // loss, unmasked tokens
     float grad_norm;
+    double losses[2];    // of mt_experts, and what follows
+    float *loads, *kept; // [num_layers, E]
+    int32_t *invalid;    // [num_layers] of this rank
 } mt_step_result;
 
 /* A training step that was enqueued. Two take turns, so that the host is at most two steps ahead of the device. */
@@ -7322,25 +7326,84 @@ static void mt_route_backward(mt_model *m, const mt_layer *w, mt_routing *r, con
 /* Before a step, and before the first forward: nothing is counted yet. */
 static void mt_experts_begin(mt_model *m) {
     mt_experts *e = &m->experts;
+    if (m->options->num_experts == 0) return;
+    m->ops->memory_zero(e->losses, 2 * 8, m->stream);
     if (e->num_layers == 0) return;
     m->ops->memory_zero(e->kept, 2 * e->num_layers * e->router.num_experts * 4, m->stream); // and `global`
     m->ops->memory_zero(e->loads, e->num_layers * e->router.num_experts * 4, m->stream);
-    m->ops->memory_zero(e->losses, 2 * 8, m->stream);
     m->ops->memory_zero(e->invalid, e->num_layers * 4, m->stream);
 }
 
-/* After a step: loads of all tokens, and the biases that follow from them. */
-static void mt_experts_finish(mt_model *m) {
+/* After a step: the losses of all ranks and loads of all tokens, told to the host, and the biases that follow. */
+static void mt_experts_finish(mt_model *m, mt_step_result *result) {
     mt_experts *e = &m->experts;
     int64_t E = e->router.num_experts;
-    if (e->num_layers == 0) return;
+    if (m->options->num_experts == 0) return;
+    m->ops->all_reduce(e->losses, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
+    m->ops->memory_copy(result->losses, e->losses, 2 * 8, m->stream);
+    if (e->num_layers == 0) return; // a stage of the pipeline may have none
     m->ops->all_reduce(e->loads, 2 * e->num_layers * E, MT_SUM, MT_F32, &m->grid->tensor_context, m->stream);
     m->ops->all_reduce(e->loads, 2 * e->num_layers * E, MT_SUM, MT_F32, &m->grid->data, m->stream);
-    m->ops->all_reduce(e->losses, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
+    m->ops->memory_copy(result->loads, e->loads, 2 * e->num_layers * E * 4, m->stream);
+    m->ops->memory_copy(result->invalid, e->invalid, e->num_layers * 4, m->stream);
     for (int64_t i = 0; i < m->num_layers; i++)
         if (m->layers[i].router_bias.w)
             m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].place * E, E,
                                      (float)m->options->moe_router_bias_update_rate, m->stream);
+}
+
+/* What a step reports of its experts. Stages of the pipeline have layers of their own; the other ranks have the same
+ * numbers. */
+static void mt_experts_report(const mt_model *m, const mt_step_result *result, mt_metrics *metrics) {
+    const mt_experts *e = &m->experts;
+    const mt_options *o = m->options;
+    int64_t E = e->router.num_experts, layers = 0;
+    double sums[3] = {0}, worst = 0; // imbalances, choices, those kept
+    if (o->num_experts == 0) return;
+    for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_has_experts(o, i);
+    for (int64_t place = 0; place < e->num_layers; place++) {
+        double total = 0, greatest = 0;
+        for (int64_t i = place * E; i < (place + 1) * E; i++) {
+            total += (double)result->loads[i];
+            greatest = fmax(greatest, (double)result->loads[i]);
+            sums[2] += (double)(e->drops ? result->kept[i] : result->loads[i]);
+        }
+        double imbalance = greatest * (double)E / total;
+        worst = fmax(worst, imbalance);
+        sums[0] += imbalance, sums[1] += total;
+    }
+    mt_all_reduce_sum(&m->grid->pipeline, sums, 3, MT_F64);
+    mt_all_reduce_max(&m->grid->pipeline, &worst, 1, MT_F64);
+    double places = metrics->tokens * (double)layers;
+    metrics->load_balancing_loss = o->moe_aux_loss_coeff * result->losses[0] / places;
+    metrics->z_loss = o->moe_z_loss_coeff * result->losses[1] / places;
+    metrics->imbalance = sums[0] / (double)layers, metrics->worst_imbalance = worst;
+    metrics->dropped = 1 - sums[2] / sums[1];
+}
+
+/* The error of a bad step that began in a router: of the first such layer, and of the first rank that has it. Every
+ * rank calls it and returns the same; 0 where no router is to blame. */
+static int mt_experts_check(const mt_model *m, const mt_step_result *result, int64_t iteration, mt_error *error) {
+    const mt_group *world = &m->grid->world;
+    double none = (double)(m->options->num_layers * world->size), mine = none, first, count = 0;
+    if (m->options->num_experts == 0) return 0;
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        const mt_layer *w = &m->layers[i];
+        double key = (double)(w->number * world->size + world->rank);
+        if (w->expert_bucket < 0 || result->invalid[w->place] == 0 || key >= mine) continue;
+        mine = key, count = (double)result->invalid[w->place];
+    }
+    first = -mine;
+    mt_all_reduce_max(world, &first, 1, MT_F64);
+    first = -first;
+    if (first == none) return 0;
+    if (first != mine) count = 0;
+    mt_all_reduce_max(world, &count, 1, MT_F64);
+    return mt_error_set(error,
+                        "iteration %lld: rank %lld: the router of layer %lld had %lld tokens whose logits are not "
+                        "finite; lower --lr or look at the data (nothing was saved since)",
+                        (long long)iteration, (long long)first % world->size, (long long)first / world->size,
+                        (long long)count);
 }
 
 /* ---- the six phases */
@@ -8322,6 +8385,7 @@ static void mt_layout_experts(mt_model *m, mt_arena *arena) {
     mt_experts *e = &m->experts;
     int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
     int64_t together = R * m->grid->tensor_context.size;
+    if (m->options->num_experts > 0) e->losses = mt_arena_alloc(arena, 2 * 8);
     if (e->num_layers == 0) return;
     if (mt_expert_rows_are_known(m)) {
         int64_t M = size == 1 ? e->num_choices : mt_max(e->num_choices, e->num_choices / e->places * e->local * size);
@@ -8331,7 +8395,6 @@ static void mt_layout_experts(mt_model *m, mt_arena *arena) {
     e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
     e->kept = mt_inside(e->loads, e->num_layers * E * 4);
     e->global = mt_inside(e->loads, 2 * e->num_layers * E * 4);
-    e->losses = mt_arena_alloc(arena, 2 * 8);
     e->invalid = mt_arena_alloc(arena, e->num_layers * 4);
     if (m->plan.train) {
         e->dprobs = mt_arena_alloc(arena, e->tokens * k * 4);
@@ -8759,6 +8822,7 @@ static void mt_experts_close(mt_model *m) {
     mt_expert_rows_free(m, &e->rows);
     mt_expert_rows_free(m, &e->travelling);
     if (e->host_offsets) m->ops->memory_free_host(e->host_offsets);
+    if (e->told) m->ops->memory_free_host(e->told);
     if (e->comm && e->comm != m->stream) m->ops->stream_destroy(e->comm);
     free(e->out_counts);
 }
@@ -8895,6 +8959,13 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         m->experts.host_offsets = m->ops->memory_alloc_host((offsets + m->experts.group->size * m->experts.local) * 4);
         m->experts.host_counts = m->experts.host_offsets + offsets;
         m->experts.host_counts[0] = -1;
+        int64_t loads = m->experts.num_layers * m->experts.router.num_experts;
+        int64_t step = 2 * loads + m->experts.num_layers; // numbers of four bytes
+        float *told = m->experts.told = m->ops->memory_alloc_host(2 * step * 4);
+        for (int i = 0; i < 2; i++) {
+            m->results[i].loads = told + i * step, m->results[i].kept = m->results[i].loads + loads;
+            m->results[i].invalid = (int32_t *)(void *)(m->results[i].kept + loads);
+        }
     }
     for (int i = 0; i < 2; i++) {
         m->staged_batch[i] = m->ops->memory_alloc_host(m->batch_bytes);
@@ -12624,7 +12695,7 @@ static void mt_sums_finish(mt_model *m) {
 }
 
 /* Forwards and backwards of all micro-batches, summed over the ranks; adds to `tokens`. */
-static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context,
+static int mt_step_gradients(mt_model *m, int slot, int64_t micro_batches, mt_batch_source *source, void *context,
                              mt_batch *batch, int64_t *tokens, mt_error *error) {
     mt_gradients_begin(m);
     mt_experts_begin(m);
@@ -12637,7 +12708,7 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     mt_sums_finish(m);
     mt_gradients_finish(m);
     mt_gradients_finish_model(m);
-    mt_experts_finish(m);
+    mt_experts_finish(m, &m->results[slot]);
     mt_profile_phase_end(m->stream);
     return 0;
 }
@@ -12658,14 +12729,14 @@ static int mt_step_check(mt_model *m, int slot, mt_error *error) {
     if (iteration == 0) return 0;
     m->ops->event_wait(m->pending[slot].done);
     m->pending[slot].iteration = 0;
+    if (isfinite(result->sums[0]) && isfinite(result->grad_norm)) return 0;
+    if (mt_experts_check(m, result, iteration, error) != 0) return -1;
     if (!isfinite(result->sums[0]))
         return mt_error_set(error,
                             "iteration %lld: the loss is %g; lower --lr or look at the data (nothing was saved since)",
                             iteration, result->sums[0]);
-    if (!isfinite(result->grad_norm))
-        return mt_error_set(error, "iteration %lld: the gradient norm is %g; lower --lr or look at the data", iteration,
-                            (double)result->grad_norm);
-    return 0;
+    return mt_error_set(error, "iteration %lld: the gradient norm is %g; lower --lr or look at the data", iteration,
+                        (double)result->grad_norm);
 }
 
 /* Waits for all steps: the one before the last, then the last. */
@@ -12687,7 +12758,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     int slot = (int)(m->num_steps % 2);
     int64_t tokens = 0;
     if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last: its slot is taken now
-    if (mt_step_gradients(m, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
+    if (mt_step_gradients(m, slot, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
     mt_optimizer_step(m, state);
     mt_step_report(m, slot, state->iteration + 1);
     m->num_steps++;
@@ -12703,6 +12774,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
                                 .weight_decay = mt_weight_decay(m->options, state->consumed_train_samples),
                                 .tokens = (double)(tokens * m->grid->data.size)};
         metrics->seconds = m->unread_seconds * metrics->tokens / m->unread_tokens;
+        mt_experts_report(m, result, metrics);
         m->unread_tokens = m->unread_seconds = 0;
     }
     state->iteration++;
@@ -12779,6 +12851,20 @@ bool mt_report_is_due(const mt_report *report, int64_t iteration) {
     return iteration % report->options->log_interval == 0 || iteration == report->options->num_iterations;
 }
 
+/* A model with experts says more: what balances them where that is on, how even they are, and what was dropped. */
+static void mt_report_experts(char *text, size_t room, const mt_options *o, const mt_metrics *metrics) {
+    int length = 0;
+    *text = 0;
+    if (o->num_experts == 0) return;
+    if (o->moe_aux_loss_coeff > 0) length += snprintf(text, room, "  balance loss %.3g", metrics->load_balancing_loss);
+    if (o->moe_z_loss_coeff > 0)
+        length += snprintf(text + length, room - (size_t)length, "  z loss %.3g", metrics->z_loss);
+    length += snprintf(text + length, room - (size_t)length, "  load %.2f (worst %.2f)", metrics->imbalance,
+                       metrics->worst_imbalance);
+    if (o->moe_expert_capacity_factor > 0)
+        snprintf(text + length, room - (size_t)length, "  dropped %.1f%%", 100 * metrics->dropped);
+}
+
 int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
                         mt_error *error) {
     const mt_options *o = report->options;
@@ -12793,18 +12879,27 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
         snprintf(speed, sizeof speed, "%.1f%% MFU", 100 * flops / report->peak_flops);
     else
         snprintf(speed, sizeof speed, "%.1f GFLOP/s", flops * 1e-9);
-    mt_report_line(report, "%6lld/%lld %3d%%  loss %.4f  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %lld:%02lld left",
-                   (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss,
-                   metrics->grad_norm, metrics->learning_rate, rate, speed, (long long)(left / 60),
-                   (long long)(left % 60));
+    char experts[128];
+    mt_report_experts(experts, sizeof experts, o, metrics);
+    mt_report_line(
+        report, "%6lld/%lld %3d%%  loss %.4f%s  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %lld:%02lld left",
+        (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, experts,
+        metrics->grad_norm, metrics->learning_rate, rate, speed, (long long)(left / 60), (long long)(left % 60));
     if (!report->metrics) return 0;
     fprintf(report->metrics,
             "{\"iteration\": %lld, \"lm_loss\": %.17g, \"grad_norm\": %.17g, \"learning_rate\": %.17g, "
             "\"weight_decay\": %.17g, \"consumed_samples\": %lld, \"tokens_per_second\": %.6g, "
-            "\"tflops_per_device\": %.6g, \"iteration_ms\": %.6g, \"peak_memory_bytes\": %lld}\n",
+            "\"tflops_per_device\": %.6g, \"iteration_ms\": %.6g, \"peak_memory_bytes\": %lld",
             (long long)iteration, metrics->loss, metrics->grad_norm, metrics->learning_rate, metrics->weight_decay,
             (long long)state->consumed_train_samples, rate, flops * 1e-12, 1e3 * metrics->seconds,
             (long long)(report->device_bytes > 0 ? report->device_bytes : mt_peak_memory()));
+    if (o->num_experts > 0)
+        fprintf(report->metrics,
+                ", \"load_balancing_loss\": %.17g, \"z_loss\": %.17g, \"load_imbalance\": %.17g, "
+                "\"worst_load_imbalance\": %.17g, \"dropped\": %.17g",
+                metrics->load_balancing_loss, metrics->z_loss, metrics->imbalance, metrics->worst_imbalance,
+                metrics->dropped);
+    fprintf(report->metrics, "}\n");
     return mt_report_flush(report, error);
 }
 

@@ -1402,6 +1402,10 @@ typedef struct mt_metrics {
     double learning_rate, weight_decay;
     double tokens;  // tokens in the step, masked or not
     double seconds; // that the step took, at the rate of all steps since metrics were read last
+    /* of a model with experts, else 0 */
+    double load_balancing_loss, z_loss; // with their coefficients, means over tokens and over layers with experts
+    double imbalance, worst_imbalance;  // an expert's greatest load over the mean load: mean over layers, and greatest
+    double dropped;                     // part of the choices of experts that capacities dropped
 } mt_metrics;
 
 /* Fills `batch` with micro-batch `index` of this step: in the order of this rank's schedule, and once for each of its
@@ -1410,8 +1414,9 @@ typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_er
 
 /* One step over `micro_batches` micro-batches a rank: forwards and backwards by the schedule, gradients summed over the
  * data group, norm, clipping, AdamW. Updates `state`. With metrics == NULL the host only enqueues the step, up to two
- * before it waits; reading metrics waits for the device. A loss or a gradient norm that is not finite is an error of
- * this call or, where metrics are not read, of one of the next two or of mt_train_finish. */
+ * before it waits; reading metrics waits for the device, and all ranks do it in the same steps. A loss or a gradient
+ * norm that is not finite is an error of this call or, where metrics are not read, of one of the next two or of
+ * mt_train_finish; where it began in a router, the error, the same on every rank, names the rank and the layer. */
 int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error);
 
