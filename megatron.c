@@ -451,8 +451,10 @@ static const mt_option mt_option_table[] = {
     {"moe-router-bias-update-rate", MT_REAL, MT_AT(moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3", "[0,1e6]",
      "how far it moves"},
     {"moe-router-load-balancing-type", MT_CHOICE, MT_AT(moe_router_load_balancing_type), MT_TRAIN, MT_OF_RUN,
-     "aux_loss", "none|aux_loss|seq_aux_loss|global_aux_loss",
-     "what --moe-aux-loss-coeff balances: a micro-batch, each sequence, or the global batch so far"},
+     "aux_loss", "none|aux_loss|seq_aux_loss|global_aux_loss|sinkhorn",
+     "what --moe-aux-loss-coeff balances: a micro-batch, each sequence, or the global batch so far; or sinkhorn, where "
+     "a "
+     "micro-batch's tokens choose together"},
     {"moe-aux-loss-coeff", MT_REAL, MT_AT(moe_aux_loss_coeff), MT_TRAIN, MT_OF_MODEL, "0", "[0,1e6]",
      "weight of the loss that balances the experts' loads"},
     {"moe-z-loss-coeff", MT_REAL, MT_AT(moe_z_loss_coeff), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
@@ -2359,6 +2361,26 @@ static int mt_options_finish_parallel(mt_options *o, int64_t world_size, mt_erro
     return 0;
 }
 
+/* What Sinkhorn's choice goes with: as Megatron's, it has probabilities of its own. */
+static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
+    const char *type = "--moe-router-load-balancing-type sinkhorn";
+    bool sigmoid = strcmp(o->moe_router_score_function, "sigmoid") == 0;
+    if (strcmp(o->moe_router_load_balancing_type, "sinkhorn") != 0) return 0;
+    if (o->moe_aux_loss_coeff > 0)
+        return mt_error_set(error, "%s needs --moe-aux-loss-coeff 0: loads are even without a loss", type);
+    if (o->moe_router_topk == 1 && !sigmoid)
+        return mt_error_set(error, "%s with --moe-router-topk 1 needs --moe-router-score-function sigmoid", type);
+    if (o->moe_router_topk > 1 && !o->moe_router_pre_softmax)
+        return mt_error_set(error, "%s with --moe-router-topk %lld needs --moe-router-pre-softmax", type,
+                            (long long)o->moe_router_topk);
+    if (o->moe_router_num_groups > 0 || o->moe_router_enable_expert_bias || o->moe_expert_capacity_factor > 0)
+        return mt_error_set(error,
+                            "%s cannot have --moe-router-num-groups, --moe-router-enable-expert-bias or "
+                            "--moe-expert-capacity-factor",
+                            type);
+    return 0;
+}
+
 /* How experts are chosen. */
 static int mt_options_check_router(const mt_options *o, mt_error *error) {
     int64_t E = o->num_experts, k = o->moe_router_topk, groups = o->moe_router_num_groups;
@@ -2388,7 +2410,7 @@ static int mt_options_check_router(const mt_options *o, mt_error *error) {
     if (o->moe_aux_loss_coeff > 0 && strcmp(o->moe_router_load_balancing_type, "none") == 0)
         return mt_error_set(error, "--moe-aux-loss-coeff %g needs a --moe-router-load-balancing-type other than none",
                             o->moe_aux_loss_coeff);
-    return 0;
+    return mt_options_check_sinkhorn(o, error);
 }
 
 /* How ranks share the experts. */
@@ -4468,6 +4490,76 @@ static void mt_cpu_route_forward(float *probs, int32_t *experts, int32_t *invali
     invalid[0] += wrong;
 }
 
+/* cost[T, E] = exp(logits - the row's greatest), which spares its overflow; guard[T] = 1e-8 divided by the same. A row
+ * that is not finite has cost 0 and weighs nothing. Gives how many are. */
+static int64_t mt_sinkhorn_open(double *cost, double *guard, const float *logits, int64_t T, int64_t E) {
+    int64_t tokens = 0;
+#pragma omp parallel for reduction(+ : tokens) if (T * E > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        const float *x = logits + t * E;
+        bool finite = mt_row_is_finite(x, E);
+        double max = finite ? (double)mt_row_max(x, E) : 0;
+        for (int64_t e = 0; e < E; e++) cost[t * E + e] = finite ? exp((double)x[e] - max) : 0;
+        guard[t] = finite ? 1e-8 * exp(-max) : INFINITY;
+        tokens += finite;
+    }
+    return tokens;
+}
+
+/* Factors weight[T] that give every row the sum 1 / tokens, then scale[E] that give every column 1 / E, which were
+ * `old`. Gives their change on the mean. */
+static double mt_sinkhorn_round(double *scale, double *old, double *weight, const double *cost, const double *guard,
+                                int64_t tokens, int64_t T, int64_t E) {
+    double change = 0;
+    memcpy(old, scale, (size_t)E * sizeof *old);
+#pragma omp parallel for if (T * E > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        double sum = 0;
+        for (int64_t e = 0; e < E; e++) sum += scale[e] * cost[t * E + e];
+        weight[t] = 1 / ((double)tokens * (sum + guard[t]));
+    }
+#pragma omp parallel for if (T * E > MT_PARALLEL)
+    for (int64_t column = 0; column < E; column += MT_COLUMNS) {
+        int64_t end = mt_min(column + MT_COLUMNS, E);
+        for (int64_t e = column; e < end; e++) scale[e] = 0;
+        for (int64_t t = 0; t < T; t++)
+            for (int64_t e = column; e < end; e++) scale[e] += weight[t] * cost[t * E + e];
+        for (int64_t e = column; e < end; e++) scale[e] = 1 / ((double)E * (scale[e] + 1e-8));
+    }
+    for (int64_t e = 0; e < E; e++) change += fabs(scale[e] - old[e]);
+    return change / (double)E;
+}
+
+static void mt_cpu_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits, int64_t T,
+                                  int64_t first, int64_t count, const mt_router *router, mt_stream *stream) {
+    (void)stream;
+    int64_t E = router->num_experts, k = router->topk;
+    double *cost = (double *)mt_scratch_grow(2 * (T * E + 2 * T + 2 * E) + E), *guard = cost + T * E;
+    double *weight = guard + T, *scale = weight + T, *old = scale + E;
+    float *slice = (float *)(old + E);
+    MT_CHECK(router->sigmoid ? k == 1 : router->pre_softmax);
+    int64_t tokens = mt_sinkhorn_open(cost, guard, logits, T, E);
+    for (int64_t e = 0; e < E; e++) scale[e] = 1;
+    for (int round = 0; round < MT_SINKHORN_ROUNDS && tokens > 0; round++)
+        if (mt_sinkhorn_round(scale, old, weight, cost, guard, tokens, T, E) <= 1e-4) break;
+    for (int64_t t = 0; t < count; t++) {
+        double *keys = cost + (first + t) * E;
+        const float *x = logits + (first + t) * E;
+        bool finite = mt_row_is_finite(x, E);
+        invalid[0] += !finite;
+        for (int64_t e = 0; e < E; e++) keys[e] *= scale[e];
+        for (int64_t j = 0; j < k; j++) {
+            int64_t best = finite ? 0 : j;
+            for (int64_t e = 1; e < E && finite; e++)
+                if (keys[e] > keys[best]) best = e;
+            experts[t * k + j] = (int32_t)best;
+            keys[best] = -1;
+        }
+        mt_route_weigh(probs + t * k, experts + t * k, x, slice, router);
+        for (int64_t j = 0; j < k; j++) probs[t * k + j] = finite ? probs[t * k + j] * router->scaling : NAN;
+    }
+}
+
 /* Probabilities q over some experts, with gradients g, give their logits q (g - sum(g q)); where they are sigmoids s
  * divided by their sum, times 1 - s; and a sigmoid alone gives g s (1 - s). */
 static void mt_cpu_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
@@ -6498,6 +6590,7 @@ typedef struct mt_experts {
     mt_stream *comm;       // where they do
     bool gathers;          // all tokens go to all ranks
     bool drops, pads, grouped, balances;
+    bool together;                       // tokens choose by Sinkhorn's iteration
     bool accumulates;                    // as in mt_tensor_parallel
     mt_expert_rows rows;                 // gradients, and rows before they leave
     mt_expert_rows travelling;           // where rows arrive that are exchanged, in the order of their ranks
@@ -6510,6 +6603,7 @@ typedef struct mt_experts {
     int32_t *counts;                     // [size, E/ep]
     int32_t *host_offsets, *host_counts; // the same on the host
     int64_t *out_counts, *in_counts;     // [size] on the host
+    float *all_logits;                   // [Tall, E], for choosing together
     int32_t *all_experts;                // [Tall, k], for dropping, and here below
     float *all_probs;
     int64_t *all_index;
@@ -7292,13 +7386,30 @@ static int64_t mt_own_choices(const mt_model *m) {
     return m->experts.gathers ? m->experts.group->rank * m->rows * m->experts.router.topk : 0;
 }
 
+/* Chooses experts for logits[R, E] such that those of the whole micro-batch have even loads. */
+static void mt_route_together(mt_model *m, const mt_layer *w, const mt_routing *r) {
+    mt_experts *e = &m->experts;
+    const mt_group *group = &m->grid->tensor_context;
+    int64_t R = m->rows, own = mt_own_choices(m);
+    const float *logits = r->logits;
+    if (group->size > 1) {
+        m->ops->all_gather(e->all_logits, logits, R * e->router.num_experts, MT_F32, group, m->stream);
+        logits = e->all_logits;
+    }
+    m->ops->route_sinkhorn(r->probs + own, r->experts + own, e->invalid + w->place, logits, group->size * R,
+                           group->rank * R, R, &e->router, m->stream);
+}
+
 /* Chooses experts for x[R, C]. */
 static void mt_route_forward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = &m->experts;
     int64_t R = m->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_choices(m);
     m->ops->router_logits(r->logits, x, w->router.w, R, E, m->C, m->dtype, m->stream);
-    m->ops->route_forward(r->probs + own, r->experts + own, e->invalid + w->place, r->logits, w->router_bias.w, R,
-                          &e->router, m->stream);
+    if (m->training && e->together)
+        mt_route_together(m, w, r);
+    else
+        m->ops->route_forward(r->probs + own, r->experts + own, e->invalid + w->place, r->logits, w->router_bias.w, R,
+                              &e->router, m->stream);
     if (m->training) m->ops->count_experts(e->loads + w->place * E, r->experts + own, R * k, E, m->stream);
     if (m->training && e->balances) mt_balance(m, w, r);
     if (e->drops) mt_drop(m, w, r->kept + own, r->experts + own, r->probs + own);
@@ -8409,6 +8520,7 @@ static void mt_layout_experts(mt_model *m, mt_arena *arena) {
         e->all_offsets = mt_arena_alloc(arena, size * (e->places + 1) * 4);
         e->counts = mt_arena_alloc(arena, size * e->local * 4);
     }
+    if (e->together && together > R) e->all_logits = mt_arena_alloc(arena, together * E * 4);
     if (!e->drops || together == R) return;
     e->all_experts = mt_arena_alloc(arena, together * k * 4);
     e->all_probs = mt_arena_alloc(arena, together * k * 4);
@@ -8774,6 +8886,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->drops = o->moe_expert_capacity_factor > 0, e->pads = o->moe_pad_expert_input_to_capacity && !e->gathers;
     e->grouped = o->moe_grouped_gemm;
     e->balances = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
+    e->together = m->plan.train && strcmp(o->moe_router_load_balancing_type, "sinkhorn") == 0;
     e->sequences = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? m->plan.max_tokens : 1;
     e->tokens = e->gathers ? e->group->size * m->max_rows : m->max_rows;
     e->places = e->gathers ? e->local : o->num_experts * grid->expert_tensor.size;
@@ -13536,6 +13649,12 @@ static void mt_timed_route_forward(float *probs, int32_t *experts, int32_t *inva
              logits, bias, T, router);
 }
 
+static void mt_timed_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits, int64_t T,
+                                    int64_t first, int64_t count, const mt_router *router, mt_stream *stream) {
+    MT_TIMED(route_sinkhorn, mt_work_bytes(T * router->num_experts + 2 * count * router->topk, 4), probs, experts,
+             invalid, logits, T, first, count, router);
+}
+
 static void mt_timed_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
                                     int64_t T, const mt_router *router, mt_stream *stream) {
     MT_TIMED(route_backward, mt_work_bytes(T * (router->num_experts + router->topk), 8), dlogits, dprobs, experts,
@@ -13627,6 +13746,7 @@ static void mt_timed_expert_bias_step(float *bias, float *loads, int64_t E, floa
 static void mt_profile_time_experts(mt_ops *timed) {
     timed->router_logits = mt_timed_router_logits;
     timed->route_forward = mt_timed_route_forward;
+    timed->route_sinkhorn = mt_timed_route_sinkhorn;
     timed->route_backward = mt_timed_route_backward;
     timed->balance_forward = mt_timed_balance_forward;
     timed->balance_loss = mt_timed_balance_loss;

@@ -138,7 +138,7 @@ typedef struct mt_options {
     int64_t moe_ffn_hidden_size, moe_shared_expert_intermediate_size;
     char *moe_layer_freq;                 // N: every N-th layer; or 0 and 1 for every layer, ([0]*3+[1]*58)
     char *moe_router_score_function;      // softmax | sigmoid
-    char *moe_router_load_balancing_type; // none | aux_loss | seq_aux_loss | global_aux_loss
+    char *moe_router_load_balancing_type; // none | aux_loss | seq_aux_loss | global_aux_loss | sinkhorn
     char *moe_token_dispatcher_type;      // alltoall | allgather
     char *moe_token_drop_policy;          // probs | position
     bool moe_router_pre_softmax, moe_router_enable_expert_bias, moe_pad_expert_input_to_capacity, moe_grouped_gemm;
@@ -504,6 +504,15 @@ typedef void mt_router_logits_fn(float *logits, const void *x, const void *w, in
  * - 1 and have probabilities that are not numbers. */
 typedef void mt_route_forward_fn(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
                                  const float *bias, int64_t T, const mt_router *router, mt_stream *stream);
+/* The same for the rows [first, first + count) of T, where all tokens choose together: of cost = exp(logits), rows and
+ * columns are scaled in turn until they sum to 1 / T and 1 / E, so that loads come out even, and a token's experts are
+ * those of its k greatest scaled costs (Sinkhorn & Knopp, "Concerning nonnegative matrices and doubly stochastic
+ * matrices"; as Megatron's sinkhorn, with its 1e-8 beside every sum, until the columns' factors change by 1e-4 at most
+ * on the mean, or MT_SINKHORN_ROUNDS times). Sums are in float64: the order of tokens does not matter. Tokens that are
+ * not finite have no part in it. Groups and bias are not taken; the router has sigmoids and topk 1, or pre_softmax. */
+enum { MT_SINKHORN_ROUNDS = 1000 };
+typedef void mt_route_sinkhorn_fn(float *probs, int32_t *experts, int32_t *invalid, const float *logits, int64_t T,
+                                  int64_t first, int64_t count, const mt_router *router, mt_stream *stream);
 /* dlogits[T, E], zero where an expert neither was chosen nor takes part in the softmax. */
 typedef void mt_route_backward_fn(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
                                   int64_t T, const mt_router *router, mt_stream *stream);
@@ -757,6 +766,7 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
     OP(gather_rows)                                                                                                    \
     OP(router_logits)                                                                                                  \
     OP(route_forward)                                                                                                  \
+    OP(route_sinkhorn)                                                                                                 \
     OP(route_backward)                                                                                                 \
     OP(balance_forward)                                                                                                \
     OP(balance_loss)                                                                                                   \

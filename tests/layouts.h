@@ -58,6 +58,8 @@ typedef enum subject {
     SHARED,         // after a dense layer; sigmoids, groups, a moving bias, an expert that every token visits
     DROPPED,        // what is over an expert's capacity, by probability
     PADDED,         // the same by position, with inputs as long as the capacity
+    SINKHORN,       // whose tokens choose together
+    SINKHORN_1,     // one expert each
     LATENT,         // multi-head latent attention, with latents of queries; heads narrower than the model
     NO_Q_LATENT,
     LATENT_PACKED,
@@ -106,6 +108,12 @@ static const struct {
     [PADDED] = {EXPERTS_LIKE " --moe-expert-capacity-factor 1.25 --moe-token-drop-policy position"
                              " --moe-pad-expert-input-to-capacity --global-batch-size 8",
                 1},
+    [SINKHORN] = {EXPERTS_LIKE " --moe-aux-loss-coeff 0 --moe-router-load-balancing-type sinkhorn"
+                               " --moe-router-pre-softmax --global-batch-size 8",
+                  1},
+    [SINKHORN_1] = {EXPERTS_LIKE " --moe-aux-loss-coeff 0 --moe-router-load-balancing-type sinkhorn"
+                                 " --moe-router-topk 1 --moe-router-score-function sigmoid --global-batch-size 8",
+                    1},
     [LATENT] = {LATENT_LIKE " --q-lora-rank 40", 1}, // more than the model is wide
     [NO_Q_LATENT] = {LATENT_LIKE, 1},
     [LATENT_PACKED] = {LATENT_LIKE " --q-lora-rank 10", 2},
@@ -777,6 +785,11 @@ static const layout with_experts[] = {
     {4, SHARED, TP "2" SP CP "2" BY "a2a" ETP "1" EP "2" GATHER},
     {4, EXPERTS, PP "2" EP "2"},
     {4, SHARED, PP "2" ZB EP "2" SHARD "optim" OVERLAP},
+    {2, SINKHORN, EP "2"},
+    {2, SINKHORN, CP "2" EP "2"},
+    {2, SINKHORN_1, TP "2" SP ETP "1" EP "2" GATHER},
+    {4, SINKHORN, TP "2" SP CP "2" EP "2"},
+    {4, SINKHORN_1, PP "2" ZB CP "2" SHARD "optim" OVERLAP},
     {4, SHARED, PP "4"}, // whose first stage has no experts
     {4, SHARED, PP "2" VP "2" EP "2" SHARD "optim_grads_params" PREFETCH},
     {4, EXPERTS, CP "4" EP "4"},
