@@ -736,10 +736,21 @@ static void published_shapes_have_their_published_numbers_of_parameters(void **s
         const char *name, *family;
         int64_t parameters; // 0: ours, nothing published
     } models[] = {
-        {"gpt2-124m", "gpt2", 124439808},   {"gpt2-355m", "gpt2", 354823168},   {"gpt2-774m", "gpt2", 774030080},
-        {"gpt2-1558m", "gpt2", 1557611200}, {"llama3-8b", "llama", 8030261248}, {"llama3-70b", "llama", 70553706496},
-        {"qwen3-0.6b", "qwen3", 596049920}, {"qwen3-8b", "qwen3", 8190735360},  {"llama2c-110m", "llama", 109529856},
-        {"tiny-gpt2", "gpt2", 0},           {"tiny-llama", "llama", 0},         {"tiny-qwen3", "qwen3", 0},
+        {"gpt2-124m", "gpt2", 124439808},
+        {"gpt2-355m", "gpt2", 354823168},
+        {"gpt2-774m", "gpt2", 774030080},
+        {"gpt2-1558m", "gpt2", 1557611200},
+        {"llama3-8b", "llama", 8030261248},
+        {"llama3-70b", "llama", 70553706496},
+        {"qwen3-0.6b", "qwen3", 596049920},
+        {"qwen3-8b", "qwen3", 8190735360},
+        {"llama2c-110m", "llama", 109529856},
+        {"qwen3-30b-a3b", "qwen3_moe", 30532122624},
+        {"mixtral-8x7b", "mixtral", 46702792704},
+        {"deepseek-v3", "deepseek_v3", 671026419200}, // the biases of its routers too
+        {"tiny-gpt2", "gpt2", 0},
+        {"tiny-llama", "llama", 0},
+        {"tiny-qwen3", "qwen3", 0},
     };
     for (size_t i = 0; i < sizeof models / sizeof models[0]; i++) {
         mt_options options;
@@ -749,7 +760,10 @@ static void published_shapes_have_their_published_numbers_of_parameters(void **s
                  models[i].name);
         expect_good(&options, line);
         assert_string_equal(options.hf_family, models[i].family);
-        if (models[i].parameters)
+        if (models[i].parameters) assert_int_equal(mt_num_parameters(&options), models[i].parameters);
+        if (options.num_experts > 0)
+            assert_true(options.moe_layers != NULL);
+        else if (models[i].parameters)
             assert_int_equal(count_parameters(&options), models[i].parameters);
         else
             assert_true(count_parameters(&options) < 10000000);
@@ -767,6 +781,15 @@ static void operation_count_of_llama3_8b_equals_megatron(void **state) {
 }
 
 /* By Megatron's formula, and what DeepSeek-V3's report says of its attention: 187,107,328 parameters a layer. */
+static void operation_count_of_qwen3_30b_equals_megatron(void **state) {
+    (void)state;
+    mt_options options;
+    expect_good(&options, "--hf-config data/configs/qwen3-30b-a3b.json --mock-data --seq-length 4096 --train-iters 1 "
+                          "--lr 1");
+    assert_true(fabs(mt_flops(&options, 8) / 753869839663104.0 - 1) < 1e-12); // tests/golden/megatron/flops.json
+    mt_options_free(&options);
+}
+
 static void latent_attention_counts_as_megatron_counts_it(void **state) {
     (void)state;
     const char *shape =
@@ -1214,6 +1237,7 @@ int main(void) {
 #endif
         cmocka_unit_test(published_shapes_have_their_published_numbers_of_parameters),
         cmocka_unit_test(operation_count_of_llama3_8b_equals_megatron),
+        cmocka_unit_test(operation_count_of_qwen3_30b_equals_megatron),
         cmocka_unit_test(latent_attention_counts_as_megatron_counts_it),
         cmocka_unit_test(golden_configs_are_read_as_their_families_are),
         cmocka_unit_test(layers_with_experts_are_counted_or_listed),
