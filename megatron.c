@@ -492,6 +492,24 @@ static const mt_option mt_option_table[] = {
     {"clip-grad", MT_REAL, MT_AT(clip_grad), MT_TRAIN, MT_OF_RUN, "1", "[0,1e30]",
      "largest norm of the gradient; 0 does not clip"},
 
+    {.help = "steps that go wrong"},
+    {"check-for-nan-in-loss-and-grad", MT_FLAG, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, "true",
+     NULL, "a loss or gradient norm that is not finite makes a step bad"},
+    {"no-check-for-nan-in-loss-and-grad", MT_NO, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "train on with what comes of it"},
+    {"check-for-spiky-loss", MT_FLAG, MT_AT(check_for_spiky_loss), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "a loss far above its running average makes a step bad"},
+    {"loss-spike-factor", MT_REAL, MT_AT(loss_spike_factor), MT_TRAIN, MT_OF_RUN, "10", "(1,1e6]",
+     "times the average that a loss may be"},
+    {"loss-spike-window", MT_INT, MT_AT(loss_spike_window), MT_TRAIN, MT_OF_RUN, "100", "[1,1000000000]",
+     "steps of that average, before which nothing is a spike"},
+    {"bad-step-policy", MT_CHOICE, MT_AT(bad_step_policy), MT_TRAIN, MT_OF_RUN, "stop", "stop|skip|rewind",
+     "end the run; make no update; or go back to the last checkpoint, and skip what is bad again"},
+    {"max-bad-steps-in-a-row", MT_INT, MT_AT(max_bad_steps_in_a_row), MT_TRAIN, MT_OF_RUN, "3", "[1,1000000000]",
+     "steps that may be skipped or rewound for one after another before the run ends"},
+    {"rerun-mode", MT_CHOICE, MT_AT(rerun_mode), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|validate_results",
+     "do a bad step again, to tell a transient fault from one that repeats, and name the rank"},
+
     {.help = "data"},
     {"data-path", MT_LIST, MT_AT(data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
      "indexed datasets, cut by --split: one prefix, several, or weight prefix weight prefix ..."},
@@ -1654,6 +1672,8 @@ static const size_t mt_option_needs[][2] = {
     {MT_AT(trace_first_step), MT_AT(trace)},
     {MT_AT(trace_last_step), MT_AT(trace)},
     {MT_AT(no_save_optim), MT_AT(save)},
+    {MT_AT(loss_spike_factor), MT_AT(check_for_spiky_loss)},
+    {MT_AT(loss_spike_window), MT_AT(check_for_spiky_loss)},
     {MT_AT(finetune), MT_AT(load)},
     {MT_AT(no_load_optim), MT_AT(load)},
     {MT_AT(tokenizer_model), MT_AT(tokenizer_type)},
@@ -2208,6 +2228,19 @@ static int mt_options_finish_trace(mt_options *o, mt_error *error) {
     return 0;
 }
 
+static int mt_options_check_bad_steps(const mt_options *o, mt_error *error) {
+    bool stops = strcmp(o->bad_step_policy, "stop") == 0, reruns = strcmp(o->rerun_mode, "disabled") != 0;
+    bool checks = o->check_for_nan_in_loss_and_grad || o->check_for_spiky_loss;
+    if (!checks && (!stops || reruns))
+        return mt_error_set(error, "--%s says nothing with --no-check-for-nan-in-loss-and-grad; leave one out",
+                            stops ? "rerun-mode" : "bad-step-policy");
+    if (stops && mt_option_used(o, MT_AT(max_bad_steps_in_a_row)))
+        return mt_error_set(error, "--max-bad-steps-in-a-row needs --bad-step-policy skip or rewind");
+    if (strcmp(o->bad_step_policy, "rewind") == 0 && !o->save)
+        return mt_error_set(error, "--bad-step-policy rewind needs --save, and --save-interval, to go back to");
+    return 0;
+}
+
 static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
     if (!o->tokenizer_type) return 0;
     bool has_file = strcmp(o->tokenizer_type, "ByteLevel") != 0;
@@ -2324,6 +2357,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
                             (long long)options->pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;
     if (mt_options_finish_sharding(options, error) || mt_options_finish_trace(options, error)) return -1;
+    if (mt_options_check_bad_steps(options, error)) return -1;
     return mt_options_finish_schedules(options, error);
 }
 
@@ -3842,9 +3876,31 @@ static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_o
     scale[0] = (float)((factor < 1.0 ? factor : 1.0) / tokens);
 }
 
+static void mt_cpu_step_guard(double *guard, float *scale, const double *loss_sum, const double *tokens,
+                              const float *norm, const mt_guard_rules *rules, mt_stream *stream) {
+    (void)stream;
+    double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1.0) * (double)rules->copies);
+    double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules->window;
+    mt_verdict verdict = MT_STEP_IS_GOOD;
+    if (rules->finite && !isfinite(loss))
+        verdict = MT_LOSS_NOT_FINITE;
+    else if (rules->finite && !isfinite(norm[0]))
+        verdict = MT_NORM_NOT_FINITE;
+    else if (rules->spike_factor > 0 && steps >= window && loss > rules->spike_factor * average)
+        verdict = MT_LOSS_SPIKES;
+    guard[MT_GUARD_VERDICT] = verdict;
+    if (verdict != MT_STEP_IS_GOOD) {
+        scale[0] = -1;
+    } else if (isfinite(loss)) {
+        guard[MT_GUARD_AVERAGE] = average + (loss - average) / (steps + 1 < window ? steps + 1 : window);
+        guard[MT_GUARD_STEPS] = steps + 1;
+    }
+}
+
 static void mt_cpu_adamw_step(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
                               int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    if (scale[0] < 0) return;
     float beta1 = adamw->beta1, beta2 = adamw->beta2, eps = adamw->eps, grad_scale = scale[0];
     float step = adamw->lr / adamw->bias_correction1, shrink = 1.0f - adamw->lr * adamw->weight_decay;
     float root = 1.0f / sqrtf(adamw->bias_correction2);
@@ -5348,8 +5404,17 @@ typedef struct mt_step_graph {
 /* What a training step reports, as the device computed it. */
 typedef struct mt_step_result {
     double sums[2]; // loss, unmasked tokens
+    double guard[MT_GUARD_NUMBERS];
     float grad_norm;
 } mt_step_result;
+
+/* Steps that went wrong (§16). */
+typedef struct mt_bad_steps {
+    int64_t skipped, in_a_row; // updates not made; how many of the last ones
+    int64_t rewind;            // the step for which the run is about to go back; 0: none
+    int64_t rewound;           // the latest step for which it did
+    bool reruns;               // --rerun-mode validate_results
+} mt_bad_steps;
 
 /* A training step that was enqueued. Two take turns, so that the host is at most two steps ahead of the device. */
 typedef struct mt_pending_step {
@@ -5437,8 +5502,11 @@ struct mt_model {
     mt_step_graph *step_graphs; // [max_logits + 1] by the number of sequences, for decoding
     mt_span *step_spans;        // [max_logits] bounds of a step's spans
     void **k_cache, **v_cache;  // a layer: [cache_rows, G D]
-    double *sums;               // loss, unmasked tokens, squared norm
-    int64_t num_steps;          // training steps so far; what is pending of a step is numbered by it
+    double *sums;               // [4] loss, unmasked tokens, squared norm, the loss once more
+    double *guard;              // [MT_GUARD_NUMBERS]
+    double *own;                // [2] with reruns: this rank's loss and squared norm before sums over ranks
+    mt_bad_steps bad_steps;
+    int64_t num_steps; // training steps so far; what is pending of a step is numbered by it
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were read
@@ -6581,7 +6649,9 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
-    m->sums = mt_arena_alloc(arena, 3 * 8);
+    m->sums = mt_arena_alloc(arena, 4 * 8);
+    m->guard = mt_arena_alloc(arena, MT_GUARD_NUMBERS * 8);
+    m->own = mt_arena_alloc(arena, 2 * 8);
     m->grad_scale = mt_arena_alloc(arena, 4);
     m->grad_norm = mt_arena_alloc(arena, 4);
     if (m->has_loss) {
@@ -6913,7 +6983,9 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     if (grid->tensor.size > 1) m->tp.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
     mt_sharding_start(m);
     mt_model_share_sequences(m);
-    ops->memory_zero(m->sums, 3 * 8, m->stream);
+    ops->memory_zero(m->sums, 4 * 8, m->stream);
+    ops->memory_zero(m->guard, MT_GUARD_NUMBERS * 8, m->stream);
+    m->bad_steps.reruns = plan->train && strcmp(options->rerun_mode, "validate_results") == 0;
     if (m->rotary_dim > 0) mt_rope_tables(m);
     *out = m;
     return 0;
@@ -8143,6 +8215,7 @@ static void mt_bucket_reduce(mt_model *m, int64_t bucket) {
     const mt_group *group = mt_sharding_group(m);
     bool adds = s->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard of earlier micro-batches
     float *sum = adds ? b->grads + b->shard_first : b->grad_shard;
+    if (m->bad_steps.reruns) m->ops->squared_norm(m->own + 1, b->grads, b->count, m->stream);
     mt_follow(m, s->grad_stream, m->stream);
     if (s->strategy == MT_NO_SHARD)
         m->ops->all_reduce(b->grads, b->count, MT_SUM, MT_F32, group, s->grad_stream);
@@ -8229,8 +8302,10 @@ static void mt_gradients_finish_model(mt_model *m) {
                            &m->grid->embedding, m->stream);
 }
 
-/* sums[2] = the squared norm of all gradients, each element counted once. */
+/* sums[2] = the squared norm of all gradients, each element counted once. sums[3] = the loss, added up over the ranks
+ * of a model: so what any rank has reaches all of them, and they judge the step alike. */
 static void mt_gradients_norm(mt_model *m) {
+    m->ops->memory_copy(m->sums + 3, m->sums, 8, m->stream);
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         const mt_param *param = &m->params[i];
         int64_t begin, count;
@@ -8241,7 +8316,7 @@ static void mt_gradients_norm(mt_model *m) {
     }
     if (m->sharding.strategy != MT_NO_SHARD)
         m->ops->all_reduce(m->sums + 2, 1, MT_SUM, MT_F64, mt_sharding_group(m), m->stream);
-    m->ops->all_reduce(m->sums + 2, 1, MT_SUM, MT_F64, &m->grid->model, m->stream);
+    m->ops->all_reduce(m->sums + 2, 2, MT_SUM, MT_F64, &m->grid->model, m->stream);
 }
 
 /* Parameters after an update of shards: gathered now, or each bucket before its first use. */
@@ -10360,12 +10435,24 @@ int64_t mt_score(mt_model *model, mt_error *error) {
  * change it; the host waits for the device only where it reads the metrics, and so as to stay within two steps of it.
  */
 
-/* The weights' update, from finished gradients. */
-static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
+/* Finished gradients' norm and scale, and whether the step may update. */
+static void mt_step_judge(mt_model *m) {
     const mt_options *o = m->options;
+    mt_guard_rules rules = {.finite = o->check_for_nan_in_loss_and_grad,
+                            .spike_factor = o->check_for_spiky_loss ? o->loss_spike_factor : 0,
+                            .window = o->loss_spike_window,
+                            .copies = m->grid->model.size};
     mt_profile_phase_begin("optimizer", -1, -1, m->stream);
     mt_gradients_norm(m);
     m->ops->gradient_scale(m->grad_scale, m->grad_norm, m->sums + 2, m->sums + 1, (float)o->clip_grad, m->stream);
+    m->ops->step_guard(m->guard, m->grad_scale, m->sums + 3, m->sums + 1, m->grad_norm, &rules, m->stream);
+    mt_profile_phase_end(m->stream);
+}
+
+/* The weights' update, where the step was judged good. */
+static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
+    const mt_options *o = m->options;
+    mt_profile_phase_begin("optimizer", -1, -1, m->stream);
     double step = (double)(state->optimizer_step + 1);
     mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
                       .beta1 = (float)o->adam_beta1,
@@ -10505,11 +10592,13 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
                              mt_batch *batch, int64_t *tokens, mt_error *error) {
     mt_gradients_begin(m);
     m->ops->memory_zero(m->sums, 3 * 8, m->stream); // the squared norm too
+    if (m->bad_steps.reruns) m->ops->memory_zero(m->own, 2 * 8, m->stream);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
     mt_source from = {source, context, batch, 0};
     if (mt_run_schedule(m, &schedule, true, &from, error) != 0) return -1;
     *tokens += from.tokens;
     mt_profile_phase_begin("gradients", -1, -1, m->stream);
+    if (m->bad_steps.reruns) m->ops->memory_copy(m->own, m->sums, 8, m->stream);
     mt_sums_finish(m);
     mt_gradients_finish(m);
     mt_gradients_finish_model(m);
@@ -10521,25 +10610,67 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
 static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
     mt_step_result *result = &m->results[slot];
     m->ops->memory_copy(result->sums, m->sums, sizeof result->sums, m->stream);
+    m->ops->memory_copy(result->guard, m->guard, sizeof result->guard, m->stream);
     m->ops->memory_copy(&result->grad_norm, m->grad_norm, sizeof result->grad_norm, m->stream);
     m->ops->event_record(m->pending[slot].done, m->stream);
     m->pending[slot].iteration = iteration;
 }
 
+/* ---- bad steps */
+
+/* For people, on rank 0. */
+static void mt_step_warn(const mt_model *m, const char *format, ...) {
+    if (m->grid->world.rank != 0) return;
+    va_list arguments;
+    va_start(arguments, format);
+    fprintf(stderr, "warning: ");
+    vfprintf(stderr, format, arguments);
+    fprintf(stderr, "\n");
+    va_end(arguments);
+}
+
+/* What is wrong with a step. */
+static void mt_step_describe(char text[160], int64_t iteration, const mt_step_result *result) {
+    double loss = result->sums[1] > 0 ? result->sums[0] / result->sums[1] : result->sums[0];
+    if (result->guard[MT_GUARD_VERDICT] == MT_LOSS_SPIKES)
+        snprintf(text, 160, "iteration %lld: the loss is %.4g, %.1f times its average", (long long)iteration, loss,
+                 loss / result->guard[MT_GUARD_AVERAGE]);
+    else if (result->guard[MT_GUARD_VERDICT] == MT_NORM_NOT_FINITE)
+        snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)result->grad_norm);
+    else
+        snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, loss);
+}
+
+/* Does with a bad step what --bad-step-policy says. */
+static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *result, mt_error *error) {
+    const mt_options *o = m->options;
+    mt_bad_steps *bad = &m->bad_steps;
+    char what[160];
+    mt_step_describe(what, iteration, result);
+    if (strcmp(o->bad_step_policy, "stop") == 0)
+        return mt_error_set(error, "%s; lower --lr or look at the data (nothing was saved since)", what);
+    bad->skipped++;
+    if (++bad->in_a_row > o->max_bad_steps_in_a_row)
+        return mt_error_set(error,
+                            "%s, after %lld bad steps in a row (--max-bad-steps-in-a-row); lower --lr or look "
+                            "at the data",
+                            what, (long long)o->max_bad_steps_in_a_row);
+    bool goes_back = strcmp(o->bad_step_policy, "rewind") == 0 && iteration > bad->rewound;
+    if (goes_back && bad->rewind == 0) bad->rewind = iteration;
+    mt_step_warn(m, "%s; %s", what, goes_back ? "going back to the last checkpoint" : "this step makes no update");
+    return 0;
+}
+
 /* Waits for a slot's result, and checks it. */
 static int mt_step_check(mt_model *m, int slot, mt_error *error) {
-    long long iteration = m->pending[slot].iteration;
+    int64_t iteration = m->pending[slot].iteration;
     const mt_step_result *result = &m->results[slot];
     if (iteration == 0) return 0;
     m->ops->event_wait(m->pending[slot].done);
     m->pending[slot].iteration = 0;
-    if (!isfinite(result->sums[0]))
-        return mt_error_set(error,
-                            "iteration %lld: the loss is %g; lower --lr or look at the data (nothing was saved since)",
-                            iteration, result->sums[0]);
-    if (!isfinite(result->grad_norm))
-        return mt_error_set(error, "iteration %lld: the gradient norm is %g; lower --lr or look at the data", iteration,
-                            (double)result->grad_norm);
+    if (m->bad_steps.rewind > 0) return 0; // it will be done again
+    if (result->guard[MT_GUARD_VERDICT] != MT_STEP_IS_GOOD) return mt_step_is_bad(m, iteration, result, error);
+    m->bad_steps.in_a_row = 0;
     return 0;
 }
 
@@ -10549,6 +10680,82 @@ static int mt_steps_check(mt_model *m, mt_error *error) {
     return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
 }
 
+/* Loads the last checkpoint, in place of the steps since. */
+static int mt_step_rewind(mt_model *m, mt_run_state *state, mt_error *error) {
+    const mt_options *o = m->options;
+    mt_bad_steps *bad = &m->bad_steps;
+    if (mt_steps_check(m, error) != 0) return -1;
+    bool saved = mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
+    mt_broadcast(&m->grid->world, &saved, sizeof saved, 0);
+    if (!saved && !o->load)
+        return mt_error_set(error,
+                            "--bad-step-policy rewind: iteration %lld is bad, and there is no checkpoint yet to "
+                            "go back to; lower --save-interval",
+                            (long long)bad->rewind);
+    m->ops->stream_wait(m->stream);
+    if (mt_checkpoint_load(m, state, saved ? o->save : o->load, error) != 0) return -1;
+    m->ops->memory_zero(m->guard, MT_GUARD_NUMBERS * 8, m->stream);
+    bad->rewound = bad->rewind, bad->rewind = 0;
+    mt_step_warn(m, "went back to iteration %lld", (long long)state->iteration);
+    return MT_REWOUND;
+}
+
+/* ---- a bad step once more */
+
+/* What a rank has of a step before any sum over ranks: its loss and squared norm; and the verdict. */
+typedef struct mt_own_result {
+    double own[2], guard[MT_GUARD_NUMBERS];
+} mt_own_result;
+
+static mt_own_result mt_own_result_read(mt_model *m) {
+    mt_own_result result;
+    m->ops->memory_copy(result.own, m->own, sizeof result.own, m->stream);
+    m->ops->memory_copy(result.guard, m->guard, sizeof result.guard, m->stream);
+    m->ops->stream_wait(m->stream);
+    return result;
+}
+
+/* "rank 2", "ranks 0 1 4 ...": those whose flag is set; returns how many. */
+static int mt_ranks_print(char text[160], const double *flags, int count) {
+    int found = 0, length = 0;
+    for (int i = 0; i < count; i++) found += flags[i] > 0;
+    length = snprintf(text, 160, found == 1 ? "rank" : "ranks");
+    for (int i = 0; i < count; i++) {
+        if (flags[i] <= 0) continue;
+        if (length > 140) {
+            snprintf(text + length, (size_t)(160 - length), " ...");
+            break;
+        }
+        length += snprintf(text + length, (size_t)(160 - length), " %d", i);
+    }
+    return found;
+}
+
+/* Says, from both results of every rank, what kind of fault it was. */
+static void mt_rerun_report(const mt_model *m, int64_t iteration, const mt_own_result *first,
+                            const mt_own_result *second) {
+    const mt_group *world = &m->grid->world;
+    char names[160];
+    double *differs = mt_calloc(2 * (int64_t)world->size * 8), *not_finite = differs + world->size;
+    for (int i = 0; i < 2; i++) {
+        double a = first->own[i], b = second->own[i];
+        if (a != b && !(isnan(a) && isnan(b))) differs[world->rank] = 1;
+        if (!isfinite(a)) not_finite[world->rank] = 1;
+    }
+    mt_all_reduce_sum(world, differs, 2 * (int64_t)world->size, MT_F64);
+    if (mt_ranks_print(names, differs, world->size) > 0)
+        mt_step_warn(m, "iteration %lld was done again: a transient fault, %s got another result; %s",
+                     (long long)iteration, names,
+                     second->guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD ? "the second one counts" : "it is bad too");
+    else if (mt_ranks_print(names, not_finite, world->size) > 0)
+        mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same; not finite: %s",
+                     (long long)iteration, names);
+    else
+        mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same",
+                     (long long)iteration);
+    free(differs);
+}
+
 int mt_train_finish(mt_model *m, mt_error *error) {
     double begin = mt_time();
     int status = mt_steps_check(m, error);
@@ -10556,13 +10763,32 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     return status;
 }
 
+/* Gradients and the verdict on them. With --rerun-mode validate_results a bad step is done again, from the same
+ * parameters and samples, and its second result takes the place of the first. */
+static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
+                       mt_batch *batch, int64_t *tokens, mt_error *error) {
+    *tokens = 0;
+    if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
+    mt_step_judge(m);
+    if (!m->bad_steps.reruns) return 0;
+    mt_own_result first = mt_own_result_read(m), second;
+    if (first.guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD) return 0;
+    *tokens = 0;
+    if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
+    mt_step_judge(m);
+    second = mt_own_result_read(m);
+    mt_rerun_report(m, iteration, &first, &second);
+    return 0;
+}
+
 int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     double begin = mt_time();
     int slot = (int)(m->num_steps % 2);
-    int64_t tokens = 0;
+    int64_t tokens;
     if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last: its slot is taken now
-    if (mt_step_gradients(m, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
+    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, state, error);
+    if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
     mt_optimizer_step(m, state);
     mt_step_report(m, slot, state->iteration + 1);
     m->num_steps++;
@@ -10570,13 +10796,15 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
         if (mt_steps_check(m, error) != 0) return -1;
     m->unread_tokens += (double)(tokens * m->grid->data.size);
     m->unread_seconds += mt_time() - begin;
+    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, state, error);
     if (metrics) {
         const mt_step_result *result = &m->results[slot];
-        *metrics = (mt_metrics){.loss = result->sums[1] > 0 ? result->sums[0] / result->sums[1] : 0,
+        *metrics = (mt_metrics){.loss = result->sums[1] > 0 ? result->sums[0] / result->sums[1] : result->sums[0],
                                 .grad_norm = (double)result->grad_norm,
                                 .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
                                 .weight_decay = mt_weight_decay(m->options, state->consumed_train_samples),
-                                .tokens = (double)(tokens * m->grid->data.size)};
+                                .tokens = (double)(tokens * m->grid->data.size),
+                                .skipped = m->bad_steps.skipped};
         metrics->seconds = m->unread_seconds * metrics->tokens / m->unread_tokens;
         m->unread_tokens = m->unread_seconds = 0;
     }
@@ -10650,6 +10878,12 @@ static int mt_report_flush(const mt_report *report, mt_error *error) {
     return mt_error_set(error, "--metrics %s: cannot be written: %s", report->options->metrics, strerror(errno));
 }
 
+/* JSON has no word for what is not finite but null. */
+static const char *mt_json_number(char text[32], double value) {
+    snprintf(text, 32, "%.17g", value);
+    return isfinite(value) ? text : "null";
+}
+
 bool mt_report_is_due(const mt_report *report, int64_t iteration) {
     return iteration % report->options->log_interval == 0 || iteration == report->options->num_iterations;
 }
@@ -10668,18 +10902,23 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
         snprintf(speed, sizeof speed, "%.1f%% MFU", 100 * flops / report->peak_flops);
     else
         snprintf(speed, sizeof speed, "%.1f GFLOP/s", flops * 1e-9);
-    mt_report_line(report, "%6lld/%lld %3d%%  loss %.4f  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %lld:%02lld left",
-                   (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss,
-                   metrics->grad_norm, metrics->learning_rate, rate, speed, (long long)(left / 60),
-                   (long long)(left % 60));
+    char skipped[40] = "", loss[32], norm[32];
+    if (metrics->skipped > 0) snprintf(skipped, sizeof skipped, "%lld skipped  ", (long long)metrics->skipped);
+    mt_report_line(
+        report, "%6lld/%lld %3d%%  loss %.4f  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %s%lld:%02lld left",
+        (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, metrics->grad_norm,
+        metrics->learning_rate, rate, speed, skipped, (long long)(left / 60), (long long)(left % 60));
     if (!report->metrics) return 0;
     fprintf(report->metrics,
-            "{\"iteration\": %lld, \"lm_loss\": %.17g, \"grad_norm\": %.17g, \"learning_rate\": %.17g, "
+            "{\"iteration\": %lld, \"lm_loss\": %s, \"grad_norm\": %s, \"learning_rate\": %.17g, "
             "\"weight_decay\": %.17g, \"consumed_samples\": %lld, \"tokens_per_second\": %.6g, "
-            "\"tflops_per_device\": %.6g, \"iteration_ms\": %.6g, \"peak_memory_bytes\": %lld}\n",
-            (long long)iteration, metrics->loss, metrics->grad_norm, metrics->learning_rate, metrics->weight_decay,
-            (long long)state->consumed_train_samples, rate, flops * 1e-12, 1e3 * metrics->seconds,
-            (long long)(report->device_bytes > 0 ? report->device_bytes : mt_peak_memory()));
+            "\"tflops_per_device\": %.6g, \"iteration_ms\": %.6g, \"peak_memory_bytes\": %lld, "
+            "\"skipped_iterations\": %lld}\n",
+            (long long)iteration, mt_json_number(loss, metrics->loss), mt_json_number(norm, metrics->grad_norm),
+            metrics->learning_rate, metrics->weight_decay, (long long)state->consumed_train_samples, rate,
+            flops * 1e-12, 1e3 * metrics->seconds,
+            (long long)(report->device_bytes > 0 ? report->device_bytes : mt_peak_memory()),
+            (long long)metrics->skipped);
     return mt_report_flush(report, error);
 }
 
@@ -11159,6 +11398,11 @@ static void mt_timed_gradient_scale(float *scale, float *norm, const double *sum
     MT_TIMED(gradient_scale, mt_work_bytes(1, 24), scale, norm, sum_of_squares, denominator, clip);
 }
 
+static void mt_timed_step_guard(double *guard, float *scale, const double *loss_sum, const double *tokens,
+                                const float *norm, const mt_guard_rules *rules, mt_stream *stream) {
+    MT_TIMED(step_guard, mt_work_bytes(1, 72), guard, scale, loss_sum, tokens, norm, rules);
+}
+
 /* Reads the gradient; reads and writes both moments and the fp32 weights; writes the bf16 copy. */
 static void mt_timed_adamw_step(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
                                 int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream) {
@@ -11357,6 +11601,7 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .accumulate = mt_timed_accumulate,
         .squared_norm = mt_timed_squared_norm,
         .gradient_scale = mt_timed_gradient_scale,
+        .step_guard = mt_timed_step_guard,
         .adamw_step = mt_timed_adamw_step,
         .random_normal = mt_timed_random_normal,
         .convert = mt_timed_convert,

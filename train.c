@@ -177,10 +177,11 @@ static void train(run *r) {
         bool timed = o->profile || mt_trace_is_open(); // then the device is idle when the step ends
         bool told = timed || mt_report_is_due(&r->report, r->state.iteration + 1);
         if (timed) mt_profile_step_begin();
-        check(mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch,
-                            told ? &metrics : NULL, &error),
-              &error);
+        int status = mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch,
+                                   told ? &metrics : NULL, &error);
         if (timed) mt_profile_step_end();
+        if (status == MT_REWOUND) continue; // the state is that of a checkpoint
+        check(status, &error);
         if (mt_trace_is_complete()) write_trace(r);
         if (told) check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);
         if (o->eval_interval > 0 && r->state.iteration % o->eval_interval == 0) {

@@ -102,6 +102,32 @@ extern "C" void mt_cuda_gradient_scale(float *scale, float *norm, const double *
     MT_CUDA_LAUNCHED();
 }
 
+__global__ void step_guard(double *guard, float *scale, const double *loss_sum, const double *tokens, const float *norm,
+                           mt_guard_rules rules) {
+    double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1) * (double)rules.copies);
+    double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules.window;
+    mt_verdict verdict = MT_STEP_IS_GOOD;
+    if (rules.finite && !isfinite(loss))
+        verdict = MT_LOSS_NOT_FINITE;
+    else if (rules.finite && !isfinite(norm[0]))
+        verdict = MT_NORM_NOT_FINITE;
+    else if (rules.spike_factor > 0 && steps >= window && loss > rules.spike_factor * average)
+        verdict = MT_LOSS_SPIKES;
+    guard[MT_GUARD_VERDICT] = verdict;
+    if (verdict != MT_STEP_IS_GOOD) {
+        scale[0] = -1;
+    } else if (isfinite(loss)) {
+        guard[MT_GUARD_AVERAGE] = average + (loss - average) / (steps + 1 < window ? steps + 1 : window);
+        guard[MT_GUARD_STEPS] = steps + 1;
+    }
+}
+
+extern "C" void mt_cuda_step_guard(double *guard, float *scale, const double *loss_sum, const double *tokens,
+                                   const float *norm, const mt_guard_rules *rules, mt_stream *stream) {
+    step_guard<<<1, 1, 0, mt_cuda_stream(stream)>>>(guard, scale, loss_sum, tokens, norm, *rules);
+    MT_CUDA_LAUNCHED();
+}
+
 /* ---- AdamW ------------------------------------------------------------------------------------------------------- */
 
 /* Reads grad, m, v and the fp32 weights, writes m, v, the weights and their bf16 copy: 30 bytes an element for bf16
@@ -111,6 +137,7 @@ __global__ void __launch_bounds__(256)
     adamw_step(float *weights, __nv_bfloat16 *copy, float *m, float *v, const float *grad, const float *scale,
                int64_t begin, int64_t end, mt_adamw adamw) {
     constexpr int K = 2;
+    if (scale[0] < 0) return; // a bad step
     int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
     mt_pack<float, N> grads[K], ms[K], vs[K], ws[K];
 #pragma unroll

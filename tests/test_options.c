@@ -674,7 +674,7 @@ static void an_empty_yaml_sets_nothing(void **state) {
         mt_options_default(&options);
         int64_t bytes = (int64_t)strlen(texts[i]);
         assert_int_equal(mt_options_read_yaml(&options, MT_PROGRAM_TRAIN, texts[i], bytes, "run.yaml", &error), 0);
-        assert_int_equal(options.given[0] | options.given[1] | options.given[2], 0);
+        assert_int_equal(options.given[0] | options.given[1] | options.given[2] | options.given[3], 0);
         mt_options_free(&options);
     }
 }
