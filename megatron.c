@@ -7,7 +7,8 @@
  *   §2b  the command line and YAML
  *   §2c  config.json of Hugging Face
  *   §2d  derivation and checks
- *   §2e  printing
+ *   §2e  checks of a run
+ *   §2f  printing
  *   §3   kernels in plain C
  *   §3a  threads, elements, memory
  *   §3b  linear layers
@@ -49,11 +50,13 @@
  *   §15  generation
  *   §16  the training step
  *   §16b reports
+ *   §16c TensorBoard
  *   §17  profile
  *   §17a the timed operations
  *   §17b the ceilings and the table
  *   §17c communication
  *   §17d traces
+ *   §17e stragglers
  */
 #include "megatron.h"
 
@@ -400,6 +403,12 @@ static const mt_option mt_option_table[] = {
      "sequences to train on, instead"},
     {"exit-duration-in-mins", MT_REAL, MT_AT(exit_duration_in_mins), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
      "save and stop after so many minutes"},
+    {"exit-signal-handler", MT_FLAG, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, "true", NULL,
+     "SIGTERM, and --exit-signal, save and stop"},
+    {"no-exit-signal-handler", MT_NO, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "they end the run at once"},
+    {"exit-signal", MT_CHOICE, MT_AT(exit_signal), MT_TRAIN, MT_OF_RUN, "SIGTERM", "SIGTERM|SIGINT|SIGUSR1|SIGUSR2",
+     "a signal beside SIGTERM that saves and stops; mpirun passes SIGUSR1 and SIGUSR2 on"},
     {"bf16", MT_FLAG, MT_AT(bf16), MT_BOTH, MT_OF_RUN, NULL, NULL, "parameters and activations in bf16, else fp32"},
     {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "auto", "auto|cpu|cuda",
      "where to compute; auto: on a GPU where one answers"},
@@ -546,6 +555,10 @@ static const mt_option mt_option_table[] = {
     {"metrics", MT_STRING, MT_AT(metrics), MT_TRAIN, MT_OF_RUN, NULL, "FILE.jsonl", "write an object a step"},
     {"profile", MT_FLAG, MT_AT(profile), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "time every operation and print, at the end, where a step's time went"},
+    {"tensorboard-dir", MT_STRING, MT_AT(tensorboard_dir), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
+     "write event files for TensorBoard"},
+    {"log-straggler", MT_FLAG, MT_AT(log_straggler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "with every printed line, the slowest and the fastest rank in each part of its step"},
     {"trace", MT_STRING, MT_AT(trace), MT_TRAIN, MT_OF_RUN, NULL, "FILE.json",
      "write a timeline of some steps on all ranks, for ui.perfetto.dev or chrome://tracing"},
     {"trace-first-step", MT_INT, MT_AT(trace_first_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
@@ -2218,6 +2231,8 @@ static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* ==== §2e checks of a run ======================================================================================== */
+
 static int mt_options_finish_trace(mt_options *o, mt_error *error) {
     if (!o->trace) return 0;
     if (o->trace_first_step == 0) o->trace_first_step = 2; // the first makes ready
@@ -2238,6 +2253,8 @@ static int mt_options_check_bad_steps(const mt_options *o, mt_error *error) {
         return mt_error_set(error, "--max-bad-steps-in-a-row needs --bad-step-policy skip or rewind");
     if (strcmp(o->bad_step_policy, "rewind") == 0 && !o->save)
         return mt_error_set(error, "--bad-step-policy rewind needs --save, and --save-interval, to go back to");
+    if (!o->exit_signal_handler && mt_option_used(o, MT_AT(exit_signal)))
+        return mt_error_set(error, "--exit-signal and --no-exit-signal-handler exclude each other; leave one out");
     return 0;
 }
 
@@ -2371,7 +2388,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
 
-/* ==== §2e printing =============================================================================================== */
+/* ==== §2f printing =============================================================================================== */
 
 /* Prints words from `column` on, indented to `indent`, within 100 columns. */
 static void mt_print_wrapped(FILE *file, const char *text, int column, int indent) {
@@ -5510,6 +5527,7 @@ struct mt_model {
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were read
+    double data_seconds;                  // of this step, in which it waited for samples
     float *grad_scale, *grad_norm;
     mt_context *context; // attention of ranks that share sequences, NULL for one rank
     /* the micro-batch at hand, on the device */
@@ -10496,7 +10514,9 @@ static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_step *step) {
 static int mt_step_forward(mt_model *m, const mt_step *step, mt_source *from, mt_error *error) {
     mt_micro_batch *at = mt_micro_batch_free(m, step->chunk);
     int64_t cp = m->grid->context.size;
+    double begin = mt_time();
     if (from->read(from->context, step->micro_batch, from->batch, error) != 0) return -1;
+    m->data_seconds += mt_time() - begin;
     if (cp > 1 && mt_batch_check_context(from->batch, cp, error) != 0) return -1;
     if (step->chunk == 0) from->tokens += from->batch->num_tokens;
     mt_load_batch(m, at, from->batch);
@@ -10786,6 +10806,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     double begin = mt_time();
     int slot = (int)(m->num_steps % 2);
     int64_t tokens;
+    m->data_seconds = 0;
     if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last: its slot is taken now
     if (m->bad_steps.rewind > 0) return mt_step_rewind(m, state, error);
     if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
@@ -10804,7 +10825,8 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
                                 .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
                                 .weight_decay = mt_weight_decay(m->options, state->consumed_train_samples),
                                 .tokens = (double)(tokens * m->grid->data.size),
-                                .skipped = m->bad_steps.skipped};
+                                .skipped = m->bad_steps.skipped,
+                                .data_seconds = m->data_seconds};
         metrics->seconds = m->unread_seconds * metrics->tokens / m->unread_tokens;
         m->unread_tokens = m->unread_seconds = 0;
     }
@@ -10838,6 +10860,16 @@ static int64_t mt_peak_memory(void) {
     return (int64_t)usage.ru_maxrss * 1024;
 }
 
+/* A number that TensorBoard shows, by the tag that Megatron gives it (§16c). */
+typedef struct mt_scalar {
+    const char *tag;
+    double value;
+} mt_scalar;
+
+static int mt_tensorboard_open(mt_report *report, mt_error *error);
+static int mt_tensorboard_write(const mt_report *report, int64_t step, const mt_scalar *scalars, int64_t count,
+                                mt_error *error);
+
 int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error) {
     const mt_options *options = model->options;
     *report = (mt_report){.options = options, .first_iteration = state->iteration};
@@ -10850,7 +10882,9 @@ int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state 
     }
 #endif
     report->start = mt_time();
-    if (!report->prints || !options->metrics) return 0;
+    if (!report->prints) return 0;
+    if (options->tensorboard_dir && mt_tensorboard_open(report, error) != 0) return -1;
+    if (!options->metrics) return 0;
     report->metrics = fopen(options->metrics, state->iteration > 0 ? "a" : "w"); // a resumed run goes on in its file
     if (!report->metrics)
         return mt_error_set(error, "--metrics %s: cannot be written: %s", options->metrics, strerror(errno));
@@ -10859,7 +10893,8 @@ int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state 
 
 void mt_report_close(mt_report *report) {
     if (report->metrics) fclose(report->metrics);
-    report->metrics = NULL;
+    if (report->events) fclose(report->events);
+    report->metrics = report->events = NULL;
 }
 
 void mt_report_line(const mt_report *report, const char *format, ...) {
@@ -10908,6 +10943,19 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
         report, "%6lld/%lld %3d%%  loss %.4f  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %s%lld:%02lld left",
         (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, metrics->grad_norm,
         metrics->learning_rate, rate, speed, skipped, (long long)(left / 60), (long long)(left % 60));
+    int64_t bytes = report->device_bytes > 0 ? report->device_bytes : mt_peak_memory();
+    if (report->events) {
+        const mt_scalar scalars[] = {{"lm loss", metrics->loss},
+                                     {"grad-norm", metrics->grad_norm},
+                                     {"learning-rate", metrics->learning_rate},
+                                     {"weight-decay", metrics->weight_decay},
+                                     {"tokens-per-second", rate},
+                                     {"throughput", flops * 1e-12},
+                                     {"iteration-time", metrics->seconds},
+                                     {"mem-max-allocated-bytes", (double)bytes},
+                                     {"skipped-iterations", (double)metrics->skipped}};
+        if (mt_tensorboard_write(report, iteration, scalars, sizeof scalars / sizeof *scalars, error) != 0) return -1;
+    }
     if (!report->metrics) return 0;
     fprintf(report->metrics,
             "{\"iteration\": %lld, \"lm_loss\": %s, \"grad_norm\": %s, \"learning_rate\": %.17g, "
@@ -10925,10 +10973,122 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
 int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
                          mt_error *error) {
     mt_report_line(report, "%6lld  %s loss %.4f  perplexity %.2f", (long long)state->iteration, split, loss, exp(loss));
+    if (report->events) {
+        char tags[2][64];
+        snprintf(tags[0], sizeof tags[0], "lm loss %s", split);
+        snprintf(tags[1], sizeof tags[1], "lm loss %s ppl", split);
+        const mt_scalar scalars[] = {{tags[0], loss}, {tags[1], exp(loss)}};
+        if (mt_tensorboard_write(report, state->iteration, scalars, 2, error) != 0) return -1;
+    }
     if (!report->metrics) return 0;
     fprintf(report->metrics, "{\"iteration\": %lld, \"%s_loss\": %.17g, \"%s_perplexity\": %.17g}\n",
             (long long)state->iteration, split, loss, split, exp(loss));
     return mt_report_flush(report, error);
+}
+
+/* ==== §16c TensorBoard =========================================================================================== */
+/* Event files as TensorBoard reads them: TFRecords (TensorFlow, "TFRecord and tf.train.Example"), each a message of
+ * event.proto, in protocol buffers' wire format: a key of field number and kind, then a varint, 4 or 8 bytes, or a
+ * length and so many bytes. Few fields are needed, so they are written by hand. */
+
+/* CRC-32C (Castagnoli), reflected; a bit at a time, for a few hundred bytes a step. */
+static uint32_t mt_event_crc(const void *data, int64_t bytes) {
+    uint32_t crc = ~0u;
+    for (int64_t i = 0; i < bytes; i++) {
+        crc ^= ((const uint8_t *)data)[i];
+        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78u : 0);
+    }
+    crc = ~crc;
+    return (crc >> 15 | crc << 17) + 0xa282ead8u; // masked, because records may hold checksums themselves
+}
+
+/* A message that grows; one event is far smaller than its room. */
+typedef struct mt_message {
+    int64_t bytes;
+    uint8_t data[4096];
+} mt_message;
+
+enum { MT_WIRE_VARINT = 0, MT_WIRE_64 = 1, MT_WIRE_BYTES = 2, MT_WIRE_32 = 5 };
+
+static void mt_message_bytes(mt_message *to, const void *data, int64_t bytes) {
+    MT_CHECK(to->bytes + bytes <= (int64_t)sizeof to->data);
+    memcpy(to->data + to->bytes, data, (size_t)bytes);
+    to->bytes += bytes;
+}
+
+static void mt_message_varint(mt_message *to, uint64_t value) {
+    do {
+        uint8_t byte = (uint8_t)(value & 127) | (uint8_t)(value > 127 ? 128 : 0);
+        mt_message_bytes(to, &byte, 1);
+    } while ((value >>= 7) > 0);
+}
+
+/* A field of fixed size or of bytes; numbers are little-endian, as on the machines that this runs on. */
+static void mt_message_field(mt_message *to, int field, int wire, const void *data, int64_t bytes) {
+    mt_message_varint(to, (uint64_t)(field << 3 | wire));
+    if (wire == MT_WIRE_BYTES) mt_message_varint(to, (uint64_t)bytes);
+    mt_message_bytes(to, data, bytes);
+}
+
+/* Event.wall_time = 1, step = 2. */
+static mt_message mt_event_begin(int64_t step) {
+    mt_message event = {0};
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    double wall_time = (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+    mt_message_field(&event, 1, MT_WIRE_64, &wall_time, 8);
+    mt_message_varint(&event, 2 << 3 | MT_WIRE_VARINT);
+    mt_message_varint(&event, (uint64_t)step);
+    return event;
+}
+
+/* A record: length, its checksum, the message, its checksum. What is written is on its way to the disk at once. */
+static int mt_event_write(const mt_report *report, const mt_message *event, mt_error *error) {
+    uint64_t length = (uint64_t)event->bytes;
+    uint32_t of_length = mt_event_crc(&length, 8), of_data = mt_event_crc(event->data, event->bytes);
+    FILE *file = report->events;
+    fwrite(&length, 8, 1, file);
+    fwrite(&of_length, 4, 1, file);
+    fwrite(event->data, 1, (size_t)event->bytes, file);
+    fwrite(&of_data, 4, 1, file);
+    if (fflush(file) == 0 && !ferror(file)) return 0;
+    return mt_error_set(error, "--tensorboard-dir %s: cannot be written: %s", report->options->tensorboard_dir,
+                        strerror(errno));
+}
+
+/* A file of its own for every start of a run; TensorBoard puts those of a folder together. */
+static int mt_tensorboard_open(mt_report *report, mt_error *error) {
+    static const char version[] = "brain.Event:2";
+    const char *folder = report->options->tensorboard_dir;
+    char host[64] = "host", path[4096];
+    struct timespec now;
+    gethostname(host, sizeof host - 1);
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (mt_folder_create(folder, error) == 0) {
+        snprintf(path, sizeof path, "%s/events.out.tfevents.%lld.%s.%lld.%09ld", folder, (long long)now.tv_sec, host,
+                 (long long)getpid(), now.tv_nsec);
+        report->events = fopen(path, "wb");
+    }
+    if (!report->events)
+        return mt_error_set(error, "--tensorboard-dir %s: cannot be written: %s", folder, strerror(errno));
+    mt_message event = mt_event_begin(0);
+    mt_message_field(&event, 3, MT_WIRE_BYTES, version, (int64_t)strlen(version)); // Event.file_version
+    return mt_event_write(report, &event, error);
+}
+
+/* Event.summary = 5, Summary.value = 1, Value.tag = 1 and simple_value = 2. */
+static int mt_tensorboard_write(const mt_report *report, int64_t step, const mt_scalar *scalars, int64_t count,
+                                mt_error *error) {
+    mt_message event = mt_event_begin(step), summary = {0};
+    for (int64_t i = 0; i < count; i++) {
+        mt_message value = {0};
+        float number = (float)scalars[i].value;
+        mt_message_field(&value, 1, MT_WIRE_BYTES, scalars[i].tag, (int64_t)strlen(scalars[i].tag));
+        mt_message_field(&value, 2, MT_WIRE_32, &number, 4);
+        mt_message_field(&summary, 1, MT_WIRE_BYTES, value.data, value.bytes);
+    }
+    mt_message_field(&event, 5, MT_WIRE_BYTES, summary.data, summary.bytes);
+    return mt_event_write(report, &event, error);
 }
 
 /* ==== §17 profile ================================================================================================= */
@@ -10989,7 +11149,7 @@ enum { MT_TRACE_LANES = 64 };
 typedef struct mt_trace {
     const char *path; // NULL: there is none, or it is written
     const mt_grid *grid;
-    bool alone;                          // without --profile, so other steps are not timed
+    bool alone;                          // nothing else asks for times, so other steps have none
     int64_t iteration;                   // of the job, before this run
     int64_t step, first, last;           // steps of this run, from 1
     double clock_offset;                 // to rank 0's clock
@@ -11923,7 +12083,7 @@ int mt_trace_open(const mt_options *options, const mt_grid *grid, const mt_run_s
     if (mt_clock_is_shared(&grid->world)) offset = 0;
     mt_profiler.trace = (mt_trace){.path = options->trace,
                                    .grid = grid,
-                                   .alone = !options->profile,
+                                   .alone = !options->profile && !options->log_straggler,
                                    .iteration = state->iteration,
                                    .first = options->trace_first_step,
                                    .last = mt_min(options->trace_last_step, steps),
@@ -12118,4 +12278,58 @@ int mt_trace_write(mt_error *error) {
     free(text);
     trace->path = NULL; // it is closed
     return mt_agree(world, status != 0, error);
+}
+
+/* ==== §17e stragglers ============================================================================================ */
+/* Which ranks are slow, and in what. A rank's time in forward and backward would include its waiting for others, so
+ * only what computes counts there; what waits is its communication, which is shortest on the rank that others wait for.
+ */
+
+enum { MT_PART_DATA, MT_PART_FORWARD, MT_PART_BACKWARD, MT_PART_OPTIMIZER, MT_PART_COMMUNICATION, MT_NUM_PARTS };
+
+/* This rank's seconds in the step that was recorded last. */
+static void mt_profile_parts(double parts[MT_NUM_PARTS]) {
+    for (int64_t i = 0; i < mt_profiler.num_calls; i++) {
+        const mt_call *call = &mt_profiler.calls[i];
+        const char *phase = call->phase >= 0 ? mt_profiler.phases[call->phase].name : "";
+        int part = call->work.traffic != MT_TRAFFIC_NONE ? MT_PART_COMMUNICATION
+                   : strncmp(phase, "forward", 7) == 0   ? MT_PART_FORWARD
+                   : strncmp(phase, "backward", 8) == 0  ? MT_PART_BACKWARD
+                                                         : MT_PART_OPTIMIZER;
+        parts[part] += call->to - call->from;
+    }
+}
+
+int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_run_state *state,
+                         const mt_metrics *metrics, mt_error *error) {
+    static const char *const names[] = {"data", "forward", "backward", "optimizer", "communication"};
+    if (!report->options->log_straggler || !mt_report_is_due(report, state->iteration)) return 0;
+    int size = grid->world.size, length = 0;
+    double *all = mt_calloc((int64_t)size * MT_NUM_PARTS * 8); // [world, parts]
+    double *own = all + (int64_t)grid->world.rank * MT_NUM_PARTS;
+    mt_profile_parts(own);
+    own[MT_PART_DATA] = metrics->data_seconds;
+    mt_all_reduce_sum(&grid->world, all, (int64_t)size * MT_NUM_PARTS, MT_F64);
+    char text[512];
+    if (report->metrics) fprintf(report->metrics, "{\"iteration\": %lld", (long long)state->iteration);
+    for (int part = 0; part < MT_NUM_PARTS; part++) {
+        int slow = 0, fast = 0;
+        for (int rank = 1; rank < size; rank++) {
+            if (all[rank * MT_NUM_PARTS + part] > all[slow * MT_NUM_PARTS + part]) slow = rank;
+            if (all[rank * MT_NUM_PARTS + part] < all[fast * MT_NUM_PARTS + part]) fast = rank;
+        }
+        double most = 1e3 * all[slow * MT_NUM_PARTS + part], least = 1e3 * all[fast * MT_NUM_PARTS + part];
+        length += snprintf(text + length, sizeof text - (size_t)length, "%s%s %.1f ms (rank %d) to %.1f (rank %d)",
+                           part ? ", " : "", names[part], most, slow, least, fast);
+        if (report->metrics)
+            fprintf(report->metrics,
+                    ", \"straggler_%s\": {\"slowest_rank\": %d, \"slowest_ms\": %.6g, \"fastest_rank\": %d, "
+                    "\"fastest_ms\": %.6g}",
+                    names[part], slow, most, fast, least);
+    }
+    free(all);
+    mt_report_line(report, "%6lld  slowest to fastest: %s", (long long)state->iteration, text);
+    if (!report->metrics) return 0;
+    fprintf(report->metrics, "}\n");
+    return mt_report_flush(report, error);
 }

@@ -1254,9 +1254,10 @@ typedef struct mt_metrics {
     double loss;      // mean over unmasked tokens
     double grad_norm; // before clipping
     double learning_rate, weight_decay;
-    double tokens;   // tokens in the step, masked or not
-    double seconds;  // that the step took, at the rate of all steps since metrics were read last
-    int64_t skipped; // steps of this run so far that made no update, this one included
+    double tokens;       // tokens in the step, masked or not
+    double seconds;      // that the step took, at the rate of all steps since metrics were read last
+    int64_t skipped;     // steps of this run so far that made no update, this one included
+    double data_seconds; // that this rank waited for the samples of this step
 } mt_metrics;
 
 /* Fills `batch` with micro-batch `index` of this step: in the order of this rank's schedule, and once for each of its
@@ -1289,10 +1290,11 @@ int mt_train_finish(mt_model *model, mt_error *error);
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error);
 
-/* What rank 0 tells: a line an iteration on standard output and, with --metrics, an object a line in a file. */
+/* What rank 0 tells: a line an iteration on standard output, with --metrics an object a line in a file, and with
+ * --tensorboard-dir events in a file of TensorBoard's. */
 typedef struct mt_report {
     const mt_options *options;
-    FILE *metrics;
+    FILE *metrics, *events;
     bool prints;
     int world_size;
     int64_t first_iteration;
@@ -1301,8 +1303,8 @@ typedef struct mt_report {
     double start;
 } mt_report;
 
-/* Opens the metrics file; a run that goes on from iteration > 0 appends to it. An unwritable file is an error, here and
- * below. */
+/* Opens the files; a run that goes on from iteration > 0 appends to its metrics. An unwritable file is an error, here
+ * and below. */
 int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error);
 void mt_report_close(mt_report *report);
 
@@ -1315,6 +1317,11 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
 /* The mean loss of "validation" or "test" after the steps that `state` counts. */
 int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
                          mt_error *error);
+
+/* --log-straggler, if the step that `state` now counts is due: of the slowest and the fastest rank in each part of the
+ * step that the profile (§17) recorded last, and in waiting for samples. Every rank calls it. */
+int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_run_state *state,
+                         const mt_metrics *metrics, mt_error *error);
 
 /* Any other line, on rank 0. */
 void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));
