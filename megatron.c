@@ -10981,8 +10981,10 @@ int mt_report_evaluation(const mt_report *report, const mt_run_state *state, con
         if (mt_tensorboard_write(report, state->iteration, scalars, 2, error) != 0) return -1;
     }
     if (!report->metrics) return 0;
-    fprintf(report->metrics, "{\"iteration\": %lld, \"%s_loss\": %.17g, \"%s_perplexity\": %.17g}\n",
-            (long long)state->iteration, split, loss, split, exp(loss));
+    char text[2][32];
+    fprintf(report->metrics, "{\"iteration\": %lld, \"%s_loss\": %s, \"%s_perplexity\": %s}\n",
+            (long long)state->iteration, split, mt_json_number(text[0], loss), split,
+            mt_json_number(text[1], exp(loss)));
     return mt_report_flush(report, error);
 }
 
