@@ -165,8 +165,8 @@ while :; do
     room=$(available "$@")
     [ "$room" -lt "$ceiling" ] || room=$ceiling
     number=$(legal "$room")
-    [ -n "$number" ] || die "there is room for $room ranks, and no number of them trains this run: it takes multiples of \
-$model that divide --global-batch-size, which must be given for fewer than $ranks"
+    [ -n "$number" ] || die "there is room for $room ranks, and no number of them trains this run: it takes multiples" \
+        "of $model that divide --global-batch-size, which must be given for fewer than $ranks"
     before=$(latest)
     say "starting $number ranks$([ -n "$before" ] && echo " from iteration $before")"
     start "$number" "$@"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Draws the curves of training runs from the files that --metrics writes: loss, gradient norm, tokens per second, memory,
-# learning rate and skipped steps, as an SVG or a PNG; and the loss once more in characters, for the terminal.
+# Draws the curves of training runs from the files that --metrics writes: loss, gradient norm, tokens per second,
+# memory, learning rate and skipped steps, as an SVG or a PNG; and the loss once more in characters, for the terminal.
 #
 #   usage: data/plot.sh RUN.jsonl[,RUN.jsonl...] [OUTPUT.svg|OUTPUT.png]
 set -eu

@@ -140,7 +140,8 @@ a_run_that_loses_ranks_again_and_again_ends_as_if_it_had_not() {
         --save "$work/save" --save-interval 50 --metrics "$work/m.jsonl" >"$work/out" 2>"$work/err" </dev/null ||
         return 1
     grep -q 'launch: starting 4 ranks from iteration' "$work/err" &&
-        [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 400 ] && same_losses "$work/m.jsonl" "$work/plain.jsonl"
+        [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 400 ] &&
+        same_losses "$work/m.jsonl" "$work/plain.jsonl"
 }
 
 a_rank_that_always_fails_is_done_without() {
@@ -152,7 +153,8 @@ a_rank_that_always_fails_is_done_without() {
         --save-interval 50 --metrics "$work/m.jsonl" >"$work/out" 2>"$work/err" </dev/null || return 1
     rm -f "$work/sick"
     grep -q 'launch: fewer ranks are tried: 2' "$work/err" && grep -q 'starting 2 ranks from iteration' "$work/err" &&
-        [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 400 ] && same_losses "$work/m.jsonl" "$work/plain.jsonl"
+        [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 400 ] &&
+        same_losses "$work/m.jsonl" "$work/plain.jsonl"
 }
 
 # "gone" is a host that ssh does not reach; 3 ranks do not divide the batch of 8.
@@ -175,7 +177,7 @@ restarts_without_progress_come_to_an_end() {
     [ "$(grep -c 'launch: starting' "$work/err")" = 3 ] && grep -q 'giving up' "$work/err"
 }
 
-# A run from a shape and a fine-tune go on from their own checkpoints, not from where they began.
+# And what goes on does so from its own checkpoint, not from the folder or the shape that it began with.
 a_signal_to_the_launcher_saves_and_ends_the_run() {
     # shellcheck disable=SC2086
     begin ./launch.sh -n 2 --pause 0 "$train" $small --train-iters 100000000 --save "$work/save" \
@@ -192,7 +194,8 @@ a_signal_to_the_launcher_saves_and_ends_the_run() {
 
 the_launcher_refuses_what_it_could_not_start_again() {
     # shellcheck disable=SC2086
-    ! ./launch.sh -n 2 "$train" $small --train-iters 5 >"$work/out" 2>"$work/err" && grep -q 'needs --save' "$work/err" &&
+    ! ./launch.sh -n 2 "$train" $small --train-iters 5 >"$work/out" 2>"$work/err" &&
+        grep -q 'needs --save' "$work/err" &&
         ! ./launch.sh -n x "$train" --save "$work/save" 2>"$work/err" && grep -q 'whole numbers' "$work/err" &&
         ! ./launch.sh -n 2 "$train" $small --save "$work/save" --tensor-model-parallel-size 4 2>"$work/err" &&
         grep -q 'room for 2 ranks, and no number of them' "$work/err"
