@@ -137,7 +137,6 @@ __global__ void __launch_bounds__(256)
     adamw_step(float *weights, __nv_bfloat16 *copy, float *m, float *v, const float *grad, const float *scale,
                int64_t begin, int64_t end, mt_adamw adamw) {
     constexpr int K = 2;
-    if (scale[0] < 0) return; // a bad step
     int64_t first = begin + ((int64_t)blockIdx.x * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
     mt_pack<float, N> grads[K], ms[K], vs[K], ws[K];
 #pragma unroll
@@ -149,6 +148,7 @@ __global__ void __launch_bounds__(256)
         ws[k] = mt_load<N>(weights + first + k * step);
     }
     float grad_scale = scale[0], rate = adamw.lr / adamw.bias_correction1;
+    if (grad_scale < 0) return; // a bad step; asked once all loads are on their way
     float shrink = 1 - adamw.lr * adamw.weight_decay, root = 1 / sqrtf(adamw.bias_correction2);
 #pragma unroll
     for (int k = 0; k < K; k++) {

@@ -93,6 +93,30 @@ a_run_whose_time_is_over_is_saved_on_all_ranks() {
         >"$work/out" 2>"$work/err" </dev/null && grep -q "$((iteration + 2))/$((iteration + 2)) 100%" "$work/out"
 }
 
+# A learning rate that ends in numbers that are not finite. The steps are the same when they are done again.
+wild='--train-iters 50 --lr 1e6 --clip-grad 0 --init-method-std 30'
+
+steps_that_stay_bad_are_done_again_skipped_and_then_end_the_run() {
+    # shellcheck disable=SC2086
+    $MPIRUN -np 2 "$train" $small $wild --bad-step-policy skip --rerun-mode validate_results >"$work/out" \
+        2>"$work/err" </dev/null && return 1
+    [ "$(grep -c 'was done again: a repeatable fault, every rank got the same' "$work/err")" = 4 ] &&
+        [ "$(grep -c 'this step makes no update$' "$work/err")" = 3 ] &&
+        [ "$(grep -c '^error: .*after 3 bad steps in a row' "$work/err")" -ge 1 ] && ! grep -q transient "$work/err"
+}
+
+a_run_goes_back_to_its_checkpoint_and_skips_what_is_bad_again() {
+    # shellcheck disable=SC2086
+    $MPIRUN -np 2 "$train" $small $wild --bad-step-policy rewind --save "$work/save" --save-interval 1 \
+        >"$work/out" 2>"$work/err" </dev/null && return 1
+    # the first bad step is made twice, from the checkpoint before it
+    bad=$(sed -n 's/^warning: iteration \([0-9]*\): .*; going back to the last checkpoint$/\1/p' "$work/err" |
+        head -n 1)
+    [ -n "$bad" ] && grep -q "^warning: went back to iteration $((bad - 1))\$" "$work/err" &&
+        grep -q "^warning: iteration $bad: .*; this step makes no update\$" "$work/err" &&
+        grep -q 'bad steps in a row' "$work/err"
+}
+
 # ---- the launcher
 
 # A train whose last rank kills itself once there is a checkpoint that it has not died of yet; with $work/sick, always.
@@ -127,21 +151,23 @@ same_losses() {
         END { for (i in want) if (!(i in seen)) { print "no iteration " i; exit 1 } }' "$2.losses" "$1.losses"
 }
 
-long_run() { # as long as it takes to die a few times on the way
+# What launched runs are compared with; as long as it takes to die a few times on the way.
+long_run() {
+    [ -e "$work/plain" ] && return
     # shellcheck disable=SC2086
-    $MPIRUN -np 4 "$train" $small --train-iters 400 --metrics "$work/plain.jsonl" >"$work/out" 2>"$work/err" </dev/null
+    $MPIRUN -np 4 "$train" $small --train-iters 200 --metrics "$work/plain" >"$work/out" 2>"$work/err" </dev/null
 }
 
 a_run_that_loses_ranks_again_and_again_ends_as_if_it_had_not() {
     long_run || return 1
     rm -f "$work"/died.* "$work/sick"
     # shellcheck disable=SC2086
-    ./launch.sh -n 4 --pause 0 --max-restarts 10 "$work/faulty" "$work" "$train" $small --train-iters 400 \
-        --save "$work/save" --save-interval 50 --metrics "$work/m.jsonl" >"$work/out" 2>"$work/err" </dev/null ||
+    ./launch.sh -n 4 --pause 0 --max-restarts 10 "$work/faulty" "$work" "$train" $small --train-iters 200 \
+        --save "$work/save" --save-interval 25 --metrics "$work/m.jsonl" >"$work/out" 2>"$work/err" </dev/null ||
         return 1
     grep -q 'launch: starting 4 ranks from iteration' "$work/err" &&
-        [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 400 ] &&
-        same_losses "$work/m.jsonl" "$work/plain.jsonl"
+        [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 200 ] &&
+        same_losses "$work/m.jsonl" "$work/plain"
 }
 
 a_rank_that_always_fails_is_done_without() {
@@ -149,12 +175,12 @@ a_rank_that_always_fails_is_done_without() {
     rm -f "$work"/died.*
     : >"$work/sick"
     # shellcheck disable=SC2086
-    ./launch.sh -n 4 --pause 0 "$work/faulty" "$work" "$train" $small --train-iters 400 --save "$work/save" \
-        --save-interval 50 --metrics "$work/m.jsonl" >"$work/out" 2>"$work/err" </dev/null || return 1
+    ./launch.sh -n 4 --pause 0 "$work/faulty" "$work" "$train" $small --train-iters 200 --save "$work/save" \
+        --save-interval 25 --metrics "$work/m.jsonl" >"$work/out" 2>"$work/err" </dev/null || return 1
     rm -f "$work/sick"
     grep -q 'launch: fewer ranks are tried: 2' "$work/err" && grep -q 'starting 2 ranks from iteration' "$work/err" &&
-        [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 400 ] &&
-        same_losses "$work/m.jsonl" "$work/plain.jsonl"
+        [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 200 ] &&
+        same_losses "$work/m.jsonl" "$work/plain"
 }
 
 # "gone" is a host that ssh does not reach; 3 ranks do not divide the batch of 8.
@@ -203,6 +229,8 @@ the_launcher_refuses_what_it_could_not_start_again() {
 
 for name in mpirun_passes_the_exit_signal_on_and_the_run_is_saved a_sigterm_to_mpirun_saves_the_run \
     without_the_handler_a_signal_ends_the_run_at_once a_run_whose_time_is_over_is_saved_on_all_ranks \
+    steps_that_stay_bad_are_done_again_skipped_and_then_end_the_run \
+    a_run_goes_back_to_its_checkpoint_and_skips_what_is_bad_again \
     a_run_that_loses_ranks_again_and_again_ends_as_if_it_had_not a_rank_that_always_fails_is_done_without \
     a_host_that_is_gone_is_left_out restarts_without_progress_come_to_an_end \
     a_signal_to_the_launcher_saves_and_ends_the_run the_launcher_refuses_what_it_could_not_start_again; do
