@@ -10460,7 +10460,7 @@ static void mt_step_judge(mt_model *m) {
                             .spike_factor = o->check_for_spiky_loss ? o->loss_spike_factor : 0,
                             .window = o->loss_spike_window,
                             .copies = m->grid->model.size};
-    mt_profile_phase_begin("optimizer", -1, -1, m->stream);
+    mt_profile_phase_begin("norm", -1, -1, m->stream);
     mt_gradients_norm(m);
     m->ops->gradient_scale(m->grad_scale, m->grad_norm, m->sums + 2, m->sums + 1, (float)o->clip_grad, m->stream);
     m->ops->step_guard(m->guard, m->grad_scale, m->sums + 3, m->sums + 1, m->grad_norm, &rules, m->stream);
