@@ -6,7 +6,7 @@
 ## make test          run the tests; SUITES="tokenizer options" runs some
 ## make bench         run the benchmarks
 ## make bench-gpu     measure the GPU at real shapes, training included, beside what others reach; takes minutes
-## make plot RUN=F    draw the curves of a metrics file, or several (RUN=a.jsonl,b.jsonl), as a.svg or OUT=FILE.svg
+## make plot RUN=F    draw the curves of a metrics file, or several (RUN=a.jsonl,b.jsonl), as a.svg or OUT=FILE.svg|.png
 ## make pictures      draw the pictures of the notes
 ## make fuzz          look for crashes in the parsers; FUZZ_SECONDS=600 TARGET=name
 ## make lint          check the rules of the house;  make format: lay the code out;  make format-check

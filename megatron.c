@@ -8,8 +8,9 @@
  *   §2c  config.json of Hugging Face
  *   §2d  derivation and checks
  *   §2e  ranks and experts
- *   §2f  schedules, data and the whole
- *   §2g  printing
+ *   §2f  schedules and sharding
+ *   §2g  checks of a run
+ *   §2h  printing
  *   §3   kernels in plain C
  *   §3a  threads, elements, memory
  *   §3b  linear layers
@@ -53,11 +54,13 @@
  *   §15  generation
  *   §16  the training step
  *   §16b reports
+ *   §16c TensorBoard
  *   §17  profile
  *   §17a the timed operations
  *   §17b the ceilings and the table
  *   §17c communication
  *   §17d traces
+ *   §17e stragglers
  */
 #include "megatron.h"
 
@@ -415,6 +418,12 @@ static const mt_option mt_option_table[] = {
      "sequences to train on, instead"},
     {"exit-duration-in-mins", MT_REAL, MT_AT(exit_duration_in_mins), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
      "save and stop after so many minutes"},
+    {"exit-signal-handler", MT_FLAG, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, "true", NULL,
+     "SIGTERM, and --exit-signal, save and stop"},
+    {"no-exit-signal-handler", MT_NO, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "they end the run at once"},
+    {"exit-signal", MT_CHOICE, MT_AT(exit_signal), MT_TRAIN, MT_OF_RUN, "SIGTERM", "SIGTERM|SIGINT|SIGUSR1|SIGUSR2",
+     "a signal beside SIGTERM that saves and stops; mpirun passes SIGUSR1 and SIGUSR2 on"},
     {"bf16", MT_FLAG, MT_AT(bf16), MT_BOTH, MT_OF_RUN, NULL, NULL, "parameters and activations in bf16, else fp32"},
     {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "auto", "auto|cpu|cuda",
      "where to compute; auto: on a GPU where one answers"},
@@ -557,6 +566,24 @@ static const mt_option mt_option_table[] = {
     {"clip-grad", MT_REAL, MT_AT(clip_grad), MT_TRAIN, MT_OF_RUN, "1", "[0,1e30]",
      "largest norm of the gradient; 0 does not clip"},
 
+    {.help = "steps that go wrong"},
+    {"check-for-nan-in-loss-and-grad", MT_FLAG, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, "true",
+     NULL, "a loss or gradient norm that is not finite makes a step bad"},
+    {"no-check-for-nan-in-loss-and-grad", MT_NO, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "train on with what comes of it"},
+    {"check-for-spiky-loss", MT_FLAG, MT_AT(check_for_spiky_loss), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "a loss far above its running average makes a step bad"},
+    {"loss-spike-factor", MT_REAL, MT_AT(loss_spike_factor), MT_TRAIN, MT_OF_RUN, "10", "(1,1e6]",
+     "times the average that a loss may be"},
+    {"loss-spike-window", MT_INT, MT_AT(loss_spike_window), MT_TRAIN, MT_OF_RUN, "100", "[1,1000000000]",
+     "steps of that average, before which nothing is a spike"},
+    {"bad-step-policy", MT_CHOICE, MT_AT(bad_step_policy), MT_TRAIN, MT_OF_RUN, "stop", "stop|skip|rewind",
+     "end the run; make no update; or go back to the last checkpoint, and skip what is bad again"},
+    {"max-bad-steps-in-a-row", MT_INT, MT_AT(max_bad_steps_in_a_row), MT_TRAIN, MT_OF_RUN, "3", "[1,1000000000]",
+     "steps that may be skipped or rewound for one after another before the run ends"},
+    {"rerun-mode", MT_CHOICE, MT_AT(rerun_mode), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|validate_results",
+     "do a bad step again, to tell a transient fault from one that repeats, and name the rank"},
+
     {.help = "data"},
     {"data-path", MT_LIST, MT_AT(data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
      "indexed datasets, cut by --split: one prefix, several, or weight prefix weight prefix ..."},
@@ -593,6 +620,10 @@ static const mt_option mt_option_table[] = {
     {"metrics", MT_STRING, MT_AT(metrics), MT_TRAIN, MT_OF_RUN, NULL, "FILE.jsonl", "write an object a step"},
     {"profile", MT_FLAG, MT_AT(profile), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "time every operation and print, at the end, where a step's time went"},
+    {"tensorboard-dir", MT_STRING, MT_AT(tensorboard_dir), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
+     "write event files for TensorBoard"},
+    {"log-straggler", MT_FLAG, MT_AT(log_straggler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "with every printed line, the slowest and the fastest rank in each part of its step"},
     {"trace", MT_STRING, MT_AT(trace), MT_TRAIN, MT_OF_RUN, NULL, "FILE.json",
      "write a timeline of some steps on all ranks, for ui.perfetto.dev or chrome://tracing"},
     {"trace-first-step", MT_INT, MT_AT(trace_first_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
@@ -1909,6 +1940,8 @@ static const size_t mt_option_needs[][2] = {
     {MT_AT(trace_first_step), MT_AT(trace)},
     {MT_AT(trace_last_step), MT_AT(trace)},
     {MT_AT(no_save_optim), MT_AT(save)},
+    {MT_AT(loss_spike_factor), MT_AT(check_for_spiky_loss)},
+    {MT_AT(loss_spike_window), MT_AT(check_for_spiky_loss)},
     {MT_AT(finetune), MT_AT(load)},
     {MT_AT(no_load_optim), MT_AT(load)},
     {MT_AT(tokenizer_model), MT_AT(tokenizer_type)},
@@ -2520,8 +2553,7 @@ static int mt_options_finish_pipeline(mt_options *o, mt_error *error) {
     return status ? status : mt_options_finish_batches(o, error);
 }
 
-/* ==== §2f schedules, data and the whole ========================================================================== */
-/* The rest of the rules, and the order in which all are applied. */
+/* ==== §2f schedules and sharding ================================================================================= */
 
 /* Lengths of the schedules, in samples. */
 typedef struct mt_durations {
@@ -2623,6 +2655,8 @@ static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* ==== §2g checks of a run ======================================================================================== */
+
 static int mt_options_finish_trace(mt_options *o, mt_error *error) {
     if (!o->trace) return 0;
     if (o->trace_first_step == 0) o->trace_first_step = 2; // the first makes ready
@@ -2630,6 +2664,21 @@ static int mt_options_finish_trace(mt_options *o, mt_error *error) {
     if (o->trace_last_step < o->trace_first_step)
         return mt_error_set(error, "--trace-last-step %lld comes before --trace-first-step %lld",
                             (long long)o->trace_last_step, (long long)o->trace_first_step);
+    return 0;
+}
+
+static int mt_options_check_bad_steps(const mt_options *o, mt_error *error) {
+    bool stops = strcmp(o->bad_step_policy, "stop") == 0, reruns = strcmp(o->rerun_mode, "disabled") != 0;
+    bool checks = o->check_for_nan_in_loss_and_grad || o->check_for_spiky_loss;
+    if (!checks && (!stops || reruns))
+        return mt_error_set(error, "--%s says nothing with --no-check-for-nan-in-loss-and-grad; leave one out",
+                            stops ? "rerun-mode" : "bad-step-policy");
+    if (stops && mt_option_used(o, MT_AT(max_bad_steps_in_a_row)))
+        return mt_error_set(error, "--max-bad-steps-in-a-row needs --bad-step-policy skip or rewind");
+    if (strcmp(o->bad_step_policy, "rewind") == 0 && !o->save)
+        return mt_error_set(error, "--bad-step-policy rewind needs --save, and --save-interval, to go back to");
+    if (!o->exit_signal_handler && mt_option_used(o, MT_AT(exit_signal)))
+        return mt_error_set(error, "--exit-signal and --no-exit-signal-handler exclude each other; leave one out");
     return 0;
 }
 
@@ -2755,6 +2804,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
                             (long long)options->pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;
     if (mt_options_finish_sharding(options, error) || mt_options_finish_trace(options, error)) return -1;
+    if (mt_options_check_bad_steps(options, error)) return -1;
     return mt_options_finish_schedules(options, error);
 }
 
@@ -2782,7 +2832,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
 
-/* ==== §2g printing =============================================================================================== */
+/* ==== §2h printing =============================================================================================== */
 
 /* Prints words from `column` on, indented to `indent`, within 100 columns. */
 static void mt_print_wrapped(FILE *file, const char *text, int column, int indent) {
@@ -4805,14 +4855,15 @@ static void mt_cpu_expert_swiglu_backward(void *dgate_up, float *dweights, const
     }
 }
 
-static void mt_cpu_expert_bias_step(float *bias, float *loads, int64_t E, float rate, mt_stream *stream) {
+static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate,
+                                    mt_stream *stream) {
     (void)stream;
+    if (scale[0] < 0) return;
     double sum = 0;
     for (int64_t e = 0; e < E; e++) sum += (double)loads[e];
     for (int64_t e = 0; e < E; e++) {
         double missing = sum - (double)E * (double)loads[e]; // E times, which keeps whole numbers exact
         bias[e] += missing > 0 ? rate : missing < 0 ? -rate : 0.0f;
-        loads[e] = 0;
     }
 }
 
@@ -4851,9 +4902,31 @@ static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_o
     scale[0] = (float)((factor < 1.0 ? factor : 1.0) / tokens);
 }
 
+static void mt_cpu_step_guard(double *guard, float *scale, const double *loss_sum, const double *tokens,
+                              const float *norm, const mt_guard_rules *rules, mt_stream *stream) {
+    (void)stream;
+    double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1.0) * (double)rules->copies);
+    double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules->window;
+    mt_verdict verdict = MT_STEP_IS_GOOD;
+    if (rules->finite && !isfinite(loss))
+        verdict = MT_LOSS_NOT_FINITE;
+    else if (rules->finite && !isfinite(norm[0]))
+        verdict = MT_NORM_NOT_FINITE;
+    else if (rules->spike_factor > 0 && steps >= window && loss > rules->spike_factor * average)
+        verdict = MT_LOSS_SPIKES;
+    guard[MT_GUARD_VERDICT] = verdict;
+    if (verdict != MT_STEP_IS_GOOD) {
+        scale[0] = -1;
+    } else if (isfinite(loss)) {
+        guard[MT_GUARD_AVERAGE] = average + (loss - average) / (steps + 1 < window ? steps + 1 : window);
+        guard[MT_GUARD_STEPS] = steps + 1;
+    }
+}
+
 static void mt_cpu_adamw_step(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
                               int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    if (scale[0] < 0) return;
     float beta1 = adamw->beta1, beta2 = adamw->beta2, eps = adamw->eps, grad_scale = scale[0];
     float step = adamw->lr / adamw->bias_correction1, shrink = 1.0f - adamw->lr * adamw->weight_decay;
     float root = 1.0f / sqrtf(adamw->bias_correction2);
@@ -6582,8 +6655,17 @@ typedef struct mt_step_graph {
 /* What a training step reports, as the device computed it. */
 typedef struct mt_step_result {
     double sums[2]; // loss, unmasked tokens
+    double guard[MT_GUARD_NUMBERS];
     float grad_norm;
 } mt_step_result;
+
+/* Steps that went wrong (§16). */
+typedef struct mt_bad_steps {
+    int64_t skipped, in_a_row; // updates not made; how many of the last ones
+    int64_t rewind;            // the step for which the run is about to go back; 0: none
+    int64_t rewound;           // the latest step for which it did
+    bool reruns;               // --rerun-mode validate_results
+} mt_bad_steps;
 
 /* A training step that was enqueued. Two take turns, so that the host is at most two steps ahead of the device. */
 typedef struct mt_pending_step {
@@ -6672,11 +6754,15 @@ struct mt_model {
     mt_step_graph *step_graphs; // [max_logits + 1] by the number of sequences, for decoding
     mt_span *step_spans;        // [max_logits] bounds of a step's spans
     void **k_cache, **v_cache;  // a layer: [cache_rows, G D], [cache_rows, G Dv]
-    double *sums;               // loss, unmasked tokens, squared norm
-    int64_t num_steps;          // training steps so far; what is pending of a step is numbered by it
+    double *sums;               // [4] loss, unmasked tokens, squared norm, the loss once more
+    double *guard;              // [MT_GUARD_NUMBERS]
+    double *own;                // [2] with reruns: this rank's loss and squared norm before sums over ranks
+    mt_bad_steps bad_steps;
+    int64_t num_steps; // training steps so far; what is pending of a step is numbered by it
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were read
+    double data_seconds;                  // of this step, in which it waited for samples
     float *grad_scale, *grad_norm;
     mt_context *context; // attention of ranks that share sequences, NULL for one rank
     /* the micro-batch at hand, on the device */
@@ -7329,7 +7415,7 @@ static void mt_experts_begin(mt_model *m) {
     m->ops->memory_zero(e->invalid, e->num_layers * 4, m->stream);
 }
 
-/* After a step: loads of all tokens, and the biases that follow from them. */
+/* After a step: loads and losses of all tokens. */
 static void mt_experts_finish(mt_model *m) {
     mt_experts *e = &m->experts;
     int64_t E = e->router.num_experts;
@@ -7337,9 +7423,15 @@ static void mt_experts_finish(mt_model *m) {
     m->ops->all_reduce(e->loads, 2 * e->num_layers * E, MT_SUM, MT_F32, &m->grid->tensor_context, m->stream);
     m->ops->all_reduce(e->loads, 2 * e->num_layers * E, MT_SUM, MT_F32, &m->grid->data, m->stream);
     m->ops->all_reduce(e->losses, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
+}
+
+/* After the step was judged: the biases follow the loads, unless it was bad. */
+static void mt_experts_move_biases(mt_model *m) {
+    mt_experts *e = &m->experts;
+    int64_t E = e->router.num_experts;
     for (int64_t i = 0; i < m->num_layers; i++)
         if (m->layers[i].router_bias.w)
-            m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].place * E, E,
+            m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].place * E, m->grad_scale, E,
                                      (float)m->options->moe_router_bias_update_rate, m->stream);
 }
 
@@ -8503,7 +8595,9 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
-    m->sums = mt_arena_alloc(arena, 3 * 8);
+    m->sums = mt_arena_alloc(arena, 4 * 8);
+    m->guard = mt_arena_alloc(arena, MT_GUARD_NUMBERS * 8);
+    m->own = mt_arena_alloc(arena, 2 * 8);
     m->grad_scale = mt_arena_alloc(arena, 4);
     m->grad_norm = mt_arena_alloc(arena, 4);
     if (m->has_loss) {
@@ -8977,7 +9071,9 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     mt_experts_begin(m);
     mt_sharding_start(m);
     mt_model_share_sequences(m);
-    ops->memory_zero(m->sums, 3 * 8, m->stream);
+    ops->memory_zero(m->sums, 4 * 8, m->stream);
+    ops->memory_zero(m->guard, MT_GUARD_NUMBERS * 8, m->stream);
+    m->bad_steps.reruns = plan->train && strcmp(options->rerun_mode, "validate_results") == 0;
     if (m->rotary_dim > 0) mt_rope_tables(m);
     *out = m;
     return 0;
@@ -10245,6 +10341,7 @@ static void mt_bucket_reduce(mt_model *m, int64_t bucket) {
     mt_bucket_progress *progress = &s->progress[bucket];
     bool adds = b->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard of earlier micro-batches
     float *sum = adds ? b->grads + b->shard_first : b->grad_shard;
+    if (m->bad_steps.reruns) m->ops->squared_norm(m->own + 1, b->grads, b->count, m->stream);
     mt_follow(m, s->grad_stream, m->stream);
     if (b->strategy == MT_NO_SHARD)
         m->ops->all_reduce(b->grads, b->count, MT_SUM, MT_F32, b->group, s->grad_stream);
@@ -10332,8 +10429,10 @@ static void mt_gradients_finish_model(mt_model *m) {
 }
 
 /* sums[2] = the squared norm of all gradients, each element counted once: of what several ranks have alike, by the
- * first of them. */
+ * first of them. sums[3] = the loss, added up over all ranks: so what any rank has reaches all of them, and they judge
+ * the step alike. */
 static void mt_gradients_norm(mt_model *m) {
+    m->ops->memory_copy(m->sums + 3, m->sums, 8, m->stream);
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         const mt_param *param = &m->params[i];
         const mt_bucket *b = &m->buckets[param->bucket];
@@ -10345,7 +10444,7 @@ static void mt_gradients_norm(mt_model *m) {
             continue;
         m->ops->squared_norm(m->sums + 2, b->grad_shard + begin, count, m->stream);
     }
-    m->ops->all_reduce(m->sums + 2, 1, MT_SUM, MT_F64, &m->grid->world, m->stream);
+    m->ops->all_reduce(m->sums + 2, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
 }
 
 /* Parameters after an update of shards: gathered now, or each bucket before its first use. */
@@ -12483,12 +12582,25 @@ int64_t mt_score(mt_model *model, mt_error *error) {
  * change it; the host waits for the device only where it reads the metrics, and so as to stay within two steps of it.
  */
 
-/* The weights' update, from finished gradients. */
+/* Finished gradients' norm and scale, and whether the step may update. */
+static void mt_step_judge(mt_model *m) {
+    const mt_options *o = m->options;
+    mt_guard_rules rules = {.finite = o->check_for_nan_in_loss_and_grad,
+                            .spike_factor = o->check_for_spiky_loss ? o->loss_spike_factor : 0,
+                            .window = o->loss_spike_window,
+                            .copies = m->grid->world.size};
+    mt_profile_phase_begin("norm", -1, -1, m->stream);
+    mt_gradients_norm(m);
+    m->ops->gradient_scale(m->grad_scale, m->grad_norm, m->sums + 2, m->sums + 1, (float)o->clip_grad, m->stream);
+    m->ops->step_guard(m->guard, m->grad_scale, m->sums + 3, m->sums + 1, m->grad_norm, &rules, m->stream);
+    mt_experts_move_biases(m);
+    mt_profile_phase_end(m->stream);
+}
+
+/* The weights' update, where the step was judged good. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
     mt_profile_phase_begin("optimizer", -1, -1, m->stream);
-    mt_gradients_norm(m);
-    m->ops->gradient_scale(m->grad_scale, m->grad_norm, m->sums + 2, m->sums + 1, (float)o->clip_grad, m->stream);
     double step = (double)(state->optimizer_step + 1);
     mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
                       .beta1 = (float)o->adam_beta1,
@@ -12532,7 +12644,9 @@ static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_step *step) {
 static int mt_step_forward(mt_model *m, const mt_step *step, mt_source *from, mt_error *error) {
     mt_micro_batch *at = mt_micro_batch_free(m, step->chunk);
     int64_t cp = m->grid->context.size;
+    double begin = mt_time();
     if (from->read(from->context, step->micro_batch, from->batch, error) != 0) return -1;
+    m->data_seconds += mt_time() - begin;
     if (cp > 1 && mt_batch_check_context(from->batch, cp, error) != 0) return -1;
     if (step->chunk == 0) from->tokens += from->batch->num_tokens;
     mt_load_batch(m, at, from->batch);
@@ -12629,11 +12743,13 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     mt_gradients_begin(m);
     mt_experts_begin(m);
     m->ops->memory_zero(m->sums, 3 * 8, m->stream); // the squared norm too
+    if (m->bad_steps.reruns) m->ops->memory_zero(m->own, 2 * 8, m->stream);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
     mt_source from = {source, context, batch, 0};
     if (mt_run_schedule(m, &schedule, true, &from, error) != 0) return -1;
     *tokens += from.tokens;
     mt_profile_phase_begin("gradients", -1, -1, m->stream);
+    if (m->bad_steps.reruns) m->ops->memory_copy(m->own, m->sums, 8, m->stream);
     mt_sums_finish(m);
     mt_gradients_finish(m);
     mt_gradients_finish_model(m);
@@ -12646,25 +12762,67 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
 static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
     mt_step_result *result = &m->results[slot];
     m->ops->memory_copy(result->sums, m->sums, sizeof result->sums, m->stream);
+    m->ops->memory_copy(result->guard, m->guard, sizeof result->guard, m->stream);
     m->ops->memory_copy(&result->grad_norm, m->grad_norm, sizeof result->grad_norm, m->stream);
     m->ops->event_record(m->pending[slot].done, m->stream);
     m->pending[slot].iteration = iteration;
 }
 
+/* ---- bad steps */
+
+/* For people, on rank 0. */
+static void mt_step_warn(const mt_model *m, const char *format, ...) {
+    if (m->grid->world.rank != 0) return;
+    va_list arguments;
+    va_start(arguments, format);
+    fprintf(stderr, "warning: ");
+    vfprintf(stderr, format, arguments);
+    fprintf(stderr, "\n");
+    va_end(arguments);
+}
+
+/* What is wrong with a step. */
+static void mt_step_describe(char text[160], int64_t iteration, const mt_step_result *result) {
+    double loss = result->sums[1] > 0 ? result->sums[0] / result->sums[1] : result->sums[0];
+    if (result->guard[MT_GUARD_VERDICT] == MT_LOSS_SPIKES)
+        snprintf(text, 160, "iteration %lld: the loss is %.4g, %.1f times its average", (long long)iteration, loss,
+                 loss / result->guard[MT_GUARD_AVERAGE]);
+    else if (result->guard[MT_GUARD_VERDICT] == MT_NORM_NOT_FINITE)
+        snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)result->grad_norm);
+    else
+        snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, loss);
+}
+
+/* Does with a bad step what --bad-step-policy says. */
+static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *result, mt_error *error) {
+    const mt_options *o = m->options;
+    mt_bad_steps *bad = &m->bad_steps;
+    char what[160];
+    mt_step_describe(what, iteration, result);
+    if (strcmp(o->bad_step_policy, "stop") == 0)
+        return mt_error_set(error, "%s; lower --lr or look at the data (nothing was saved since)", what);
+    bad->skipped++;
+    if (++bad->in_a_row > o->max_bad_steps_in_a_row)
+        return mt_error_set(error,
+                            "%s, after %lld bad steps in a row (--max-bad-steps-in-a-row); lower --lr or look "
+                            "at the data",
+                            what, (long long)o->max_bad_steps_in_a_row);
+    bool goes_back = strcmp(o->bad_step_policy, "rewind") == 0 && iteration > bad->rewound;
+    if (goes_back && bad->rewind == 0) bad->rewind = iteration;
+    mt_step_warn(m, "%s; %s", what, goes_back ? "going back to the last checkpoint" : "this step makes no update");
+    return 0;
+}
+
 /* Waits for a slot's result, and checks it. */
 static int mt_step_check(mt_model *m, int slot, mt_error *error) {
-    long long iteration = m->pending[slot].iteration;
+    int64_t iteration = m->pending[slot].iteration;
     const mt_step_result *result = &m->results[slot];
     if (iteration == 0) return 0;
     m->ops->event_wait(m->pending[slot].done);
     m->pending[slot].iteration = 0;
-    if (!isfinite(result->sums[0]))
-        return mt_error_set(error,
-                            "iteration %lld: the loss is %g; lower --lr or look at the data (nothing was saved since)",
-                            iteration, result->sums[0]);
-    if (!isfinite(result->grad_norm))
-        return mt_error_set(error, "iteration %lld: the gradient norm is %g; lower --lr or look at the data", iteration,
-                            (double)result->grad_norm);
+    if (m->bad_steps.rewind > 0) return 0; // it will be done again
+    if (result->guard[MT_GUARD_VERDICT] != MT_STEP_IS_GOOD) return mt_step_is_bad(m, iteration, result, error);
+    m->bad_steps.in_a_row = 0;
     return 0;
 }
 
@@ -12674,6 +12832,82 @@ static int mt_steps_check(mt_model *m, mt_error *error) {
     return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
 }
 
+/* Loads the last checkpoint, in place of the steps since. */
+static int mt_step_rewind(mt_model *m, mt_run_state *state, mt_error *error) {
+    const mt_options *o = m->options;
+    mt_bad_steps *bad = &m->bad_steps;
+    if (mt_steps_check(m, error) != 0) return -1;
+    bool saved = mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
+    mt_broadcast(&m->grid->world, &saved, sizeof saved, 0);
+    if (!saved && !o->load)
+        return mt_error_set(error,
+                            "--bad-step-policy rewind: iteration %lld is bad, and there is no checkpoint yet to "
+                            "go back to; lower --save-interval",
+                            (long long)bad->rewind);
+    m->ops->stream_wait(m->stream);
+    if (mt_checkpoint_load(m, state, saved ? o->save : o->load, error) != 0) return -1;
+    m->ops->memory_zero(m->guard, MT_GUARD_NUMBERS * 8, m->stream);
+    bad->rewound = bad->rewind, bad->rewind = 0;
+    mt_step_warn(m, "went back to iteration %lld", (long long)state->iteration);
+    return MT_REWOUND;
+}
+
+/* ---- a bad step once more */
+
+/* What a rank has of a step before any sum over ranks: its loss and squared norm; and the verdict. */
+typedef struct mt_own_result {
+    double own[2], guard[MT_GUARD_NUMBERS];
+} mt_own_result;
+
+static mt_own_result mt_own_result_read(mt_model *m) {
+    mt_own_result result;
+    m->ops->memory_copy(result.own, m->own, sizeof result.own, m->stream);
+    m->ops->memory_copy(result.guard, m->guard, sizeof result.guard, m->stream);
+    m->ops->stream_wait(m->stream);
+    return result;
+}
+
+/* "rank 2", "ranks 0 1 4 ...": those whose flag is set; returns how many. */
+static int mt_ranks_print(char text[160], const double *flags, int count) {
+    int found = 0, length = 0;
+    for (int i = 0; i < count; i++) found += flags[i] > 0;
+    length = snprintf(text, 160, found == 1 ? "rank" : "ranks");
+    for (int i = 0; i < count; i++) {
+        if (flags[i] <= 0) continue;
+        if (length > 140) {
+            snprintf(text + length, (size_t)(160 - length), " ...");
+            break;
+        }
+        length += snprintf(text + length, (size_t)(160 - length), " %d", i);
+    }
+    return found;
+}
+
+/* Says, from both results of every rank, what kind of fault it was. */
+static void mt_rerun_report(const mt_model *m, int64_t iteration, const mt_own_result *first,
+                            const mt_own_result *second) {
+    const mt_group *world = &m->grid->world;
+    char names[160];
+    double *differs = mt_calloc(2 * (int64_t)world->size * 8), *not_finite = differs + world->size;
+    for (int i = 0; i < 2; i++) {
+        double a = first->own[i], b = second->own[i];
+        if (a != b && !(isnan(a) && isnan(b))) differs[world->rank] = 1;
+        if (!isfinite(a)) not_finite[world->rank] = 1;
+    }
+    mt_all_reduce_sum(world, differs, 2 * (int64_t)world->size, MT_F64);
+    if (mt_ranks_print(names, differs, world->size) > 0)
+        mt_step_warn(m, "iteration %lld was done again: a transient fault, %s got another result; %s",
+                     (long long)iteration, names,
+                     second->guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD ? "the second one counts" : "it is bad too");
+    else if (mt_ranks_print(names, not_finite, world->size) > 0)
+        mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same; not finite: %s",
+                     (long long)iteration, names);
+    else
+        mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same",
+                     (long long)iteration);
+    free(differs);
+}
+
 int mt_train_finish(mt_model *m, mt_error *error) {
     double begin = mt_time();
     int status = mt_steps_check(m, error);
@@ -12681,13 +12915,33 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     return status;
 }
 
+/* Gradients and the verdict on them. With --rerun-mode validate_results a bad step is done again, from the same
+ * parameters and samples, and its second result takes the place of the first. */
+static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
+                       mt_batch *batch, int64_t *tokens, mt_error *error) {
+    *tokens = 0;
+    if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
+    mt_step_judge(m);
+    if (!m->bad_steps.reruns) return 0;
+    mt_own_result first = mt_own_result_read(m), second;
+    if (first.guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD) return 0;
+    *tokens = 0;
+    if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
+    mt_step_judge(m);
+    second = mt_own_result_read(m);
+    mt_rerun_report(m, iteration, &first, &second);
+    return 0;
+}
+
 int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     double begin = mt_time();
     int slot = (int)(m->num_steps % 2);
-    int64_t tokens = 0;
+    int64_t tokens;
+    m->data_seconds = 0;
     if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last: its slot is taken now
-    if (mt_step_gradients(m, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
+    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, state, error);
+    if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
     mt_optimizer_step(m, state);
     mt_step_report(m, slot, state->iteration + 1);
     m->num_steps++;
@@ -12695,13 +12949,16 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
         if (mt_steps_check(m, error) != 0) return -1;
     m->unread_tokens += (double)(tokens * m->grid->data.size);
     m->unread_seconds += mt_time() - begin;
+    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, state, error);
     if (metrics) {
         const mt_step_result *result = &m->results[slot];
-        *metrics = (mt_metrics){.loss = result->sums[1] > 0 ? result->sums[0] / result->sums[1] : 0,
+        *metrics = (mt_metrics){.loss = result->sums[1] > 0 ? result->sums[0] / result->sums[1] : result->sums[0],
                                 .grad_norm = (double)result->grad_norm,
                                 .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
                                 .weight_decay = mt_weight_decay(m->options, state->consumed_train_samples),
-                                .tokens = (double)(tokens * m->grid->data.size)};
+                                .tokens = (double)(tokens * m->grid->data.size),
+                                .skipped = m->bad_steps.skipped,
+                                .data_seconds = m->data_seconds};
         metrics->seconds = m->unread_seconds * metrics->tokens / m->unread_tokens;
         m->unread_tokens = m->unread_seconds = 0;
     }
@@ -12735,6 +12992,16 @@ static int64_t mt_peak_memory(void) {
     return (int64_t)usage.ru_maxrss * 1024;
 }
 
+/* A number that TensorBoard shows, by the tag that Megatron gives it (§16c). */
+typedef struct mt_scalar {
+    const char *tag;
+    double value;
+} mt_scalar;
+
+static int mt_tensorboard_open(mt_report *report, mt_error *error);
+static int mt_tensorboard_write(const mt_report *report, int64_t step, const mt_scalar *scalars, int64_t count,
+                                mt_error *error);
+
 int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error) {
     const mt_options *options = model->options;
     *report = (mt_report){.options = options, .first_iteration = state->iteration};
@@ -12747,7 +13014,9 @@ int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state 
     }
 #endif
     report->start = mt_time();
-    if (!report->prints || !options->metrics) return 0;
+    if (!report->prints) return 0;
+    if (options->tensorboard_dir && mt_tensorboard_open(report, error) != 0) return -1;
+    if (!options->metrics) return 0;
     report->metrics = fopen(options->metrics, state->iteration > 0 ? "a" : "w"); // a resumed run goes on in its file
     if (!report->metrics)
         return mt_error_set(error, "--metrics %s: cannot be written: %s", options->metrics, strerror(errno));
@@ -12756,7 +13025,8 @@ int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state 
 
 void mt_report_close(mt_report *report) {
     if (report->metrics) fclose(report->metrics);
-    report->metrics = NULL;
+    if (report->events) fclose(report->events);
+    report->metrics = report->events = NULL;
 }
 
 void mt_report_line(const mt_report *report, const char *format, ...) {
@@ -12773,6 +13043,12 @@ void mt_report_line(const mt_report *report, const char *format, ...) {
 static int mt_report_flush(const mt_report *report, mt_error *error) {
     if (fflush(report->metrics) == 0 && !ferror(report->metrics)) return 0;
     return mt_error_set(error, "--metrics %s: cannot be written: %s", report->options->metrics, strerror(errno));
+}
+
+/* JSON has no word for what is not finite but null. */
+static const char *mt_json_number(char text[32], double value) {
+    snprintf(text, 32, "%.17g", value);
+    return isfinite(value) ? text : "null";
 }
 
 bool mt_report_is_due(const mt_report *report, int64_t iteration) {
@@ -12793,28 +13069,160 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
         snprintf(speed, sizeof speed, "%.1f%% MFU", 100 * flops / report->peak_flops);
     else
         snprintf(speed, sizeof speed, "%.1f GFLOP/s", flops * 1e-9);
-    mt_report_line(report, "%6lld/%lld %3d%%  loss %.4f  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %lld:%02lld left",
-                   (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss,
-                   metrics->grad_norm, metrics->learning_rate, rate, speed, (long long)(left / 60),
-                   (long long)(left % 60));
+    char skipped[40] = "", loss[32], norm[32];
+    if (metrics->skipped > 0) snprintf(skipped, sizeof skipped, "%lld skipped  ", (long long)metrics->skipped);
+    mt_report_line(
+        report, "%6lld/%lld %3d%%  loss %.4f  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %s%lld:%02lld left",
+        (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, metrics->grad_norm,
+        metrics->learning_rate, rate, speed, skipped, (long long)(left / 60), (long long)(left % 60));
+    int64_t bytes = report->device_bytes > 0 ? report->device_bytes : mt_peak_memory();
+    if (report->events) {
+        const mt_scalar scalars[] = {{"lm loss", metrics->loss},
+                                     {"grad-norm", metrics->grad_norm},
+                                     {"learning-rate", metrics->learning_rate},
+                                     {"weight-decay", metrics->weight_decay},
+                                     {"tokens-per-second", rate},
+                                     {"throughput", flops * 1e-12},
+                                     {"iteration-time", metrics->seconds},
+                                     {"mem-max-allocated-bytes", (double)bytes},
+                                     {"skipped-iterations", (double)metrics->skipped}};
+        if (mt_tensorboard_write(report, iteration, scalars, sizeof scalars / sizeof *scalars, error) != 0) return -1;
+    }
     if (!report->metrics) return 0;
     fprintf(report->metrics,
-            "{\"iteration\": %lld, \"lm_loss\": %.17g, \"grad_norm\": %.17g, \"learning_rate\": %.17g, "
+            "{\"iteration\": %lld, \"lm_loss\": %s, \"grad_norm\": %s, \"learning_rate\": %.17g, "
             "\"weight_decay\": %.17g, \"consumed_samples\": %lld, \"tokens_per_second\": %.6g, "
-            "\"tflops_per_device\": %.6g, \"iteration_ms\": %.6g, \"peak_memory_bytes\": %lld}\n",
-            (long long)iteration, metrics->loss, metrics->grad_norm, metrics->learning_rate, metrics->weight_decay,
-            (long long)state->consumed_train_samples, rate, flops * 1e-12, 1e3 * metrics->seconds,
-            (long long)(report->device_bytes > 0 ? report->device_bytes : mt_peak_memory()));
+            "\"tflops_per_device\": %.6g, \"iteration_ms\": %.6g, \"peak_memory_bytes\": %lld, "
+            "\"skipped_iterations\": %lld}\n",
+            (long long)iteration, mt_json_number(loss, metrics->loss), mt_json_number(norm, metrics->grad_norm),
+            metrics->learning_rate, metrics->weight_decay, (long long)state->consumed_train_samples, rate,
+            flops * 1e-12, 1e3 * metrics->seconds,
+            (long long)(report->device_bytes > 0 ? report->device_bytes : mt_peak_memory()),
+            (long long)metrics->skipped);
     return mt_report_flush(report, error);
 }
 
 int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
                          mt_error *error) {
     mt_report_line(report, "%6lld  %s loss %.4f  perplexity %.2f", (long long)state->iteration, split, loss, exp(loss));
+    if (report->events) {
+        char tags[2][64];
+        snprintf(tags[0], sizeof tags[0], "lm loss %s", split);
+        snprintf(tags[1], sizeof tags[1], "lm loss %s ppl", split);
+        const mt_scalar scalars[] = {{tags[0], loss}, {tags[1], exp(loss)}};
+        if (mt_tensorboard_write(report, state->iteration, scalars, 2, error) != 0) return -1;
+    }
     if (!report->metrics) return 0;
-    fprintf(report->metrics, "{\"iteration\": %lld, \"%s_loss\": %.17g, \"%s_perplexity\": %.17g}\n",
-            (long long)state->iteration, split, loss, split, exp(loss));
+    char text[2][32];
+    fprintf(report->metrics, "{\"iteration\": %lld, \"%s_loss\": %s, \"%s_perplexity\": %s}\n",
+            (long long)state->iteration, split, mt_json_number(text[0], loss), split,
+            mt_json_number(text[1], exp(loss)));
     return mt_report_flush(report, error);
+}
+
+/* ==== §16c TensorBoard =========================================================================================== */
+/* Event files as TensorBoard reads them: TFRecords (TensorFlow, "TFRecord and tf.train.Example"), each a message of
+ * event.proto, in protocol buffers' wire format: a key of field number and kind, then a varint, 4 or 8 bytes, or a
+ * length and so many bytes. Few fields are needed, so they are written by hand. */
+
+/* CRC-32C (Castagnoli), reflected; a bit at a time, for a few hundred bytes a step. */
+static uint32_t mt_event_crc(const void *data, int64_t bytes) {
+    uint32_t crc = ~0u;
+    for (int64_t i = 0; i < bytes; i++) {
+        crc ^= ((const uint8_t *)data)[i];
+        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78u : 0);
+    }
+    crc = ~crc;
+    return (crc >> 15 | crc << 17) + 0xa282ead8u; // masked, because records may hold checksums themselves
+}
+
+/* A message that grows; one event is far smaller than its room. */
+typedef struct mt_message {
+    int64_t bytes;
+    uint8_t data[4096];
+} mt_message;
+
+enum { MT_WIRE_VARINT = 0, MT_WIRE_64 = 1, MT_WIRE_BYTES = 2, MT_WIRE_32 = 5 };
+
+static void mt_message_bytes(mt_message *to, const void *data, int64_t bytes) {
+    MT_CHECK(to->bytes + bytes <= (int64_t)sizeof to->data);
+    memcpy(to->data + to->bytes, data, (size_t)bytes);
+    to->bytes += bytes;
+}
+
+static void mt_message_varint(mt_message *to, uint64_t value) {
+    do {
+        uint8_t byte = (uint8_t)(value & 127) | (uint8_t)(value > 127 ? 128 : 0);
+        mt_message_bytes(to, &byte, 1);
+    } while ((value >>= 7) > 0);
+}
+
+/* A field of fixed size or of bytes; numbers are little-endian, as on the machines that this runs on. */
+static void mt_message_field(mt_message *to, int field, int wire, const void *data, int64_t bytes) {
+    mt_message_varint(to, (uint64_t)(field << 3 | wire));
+    if (wire == MT_WIRE_BYTES) mt_message_varint(to, (uint64_t)bytes);
+    mt_message_bytes(to, data, bytes);
+}
+
+/* Event.wall_time = 1, step = 2. */
+static mt_message mt_event_begin(int64_t step) {
+    mt_message event = {0};
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    double wall_time = (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+    mt_message_field(&event, 1, MT_WIRE_64, &wall_time, 8);
+    mt_message_varint(&event, 2 << 3 | MT_WIRE_VARINT);
+    mt_message_varint(&event, (uint64_t)step);
+    return event;
+}
+
+/* A record: length, its checksum, the message, its checksum. What is written is on its way to the disk at once. */
+static int mt_event_write(const mt_report *report, const mt_message *event, mt_error *error) {
+    uint64_t length = (uint64_t)event->bytes;
+    uint32_t of_length = mt_event_crc(&length, 8), of_data = mt_event_crc(event->data, event->bytes);
+    FILE *file = report->events;
+    fwrite(&length, 8, 1, file);
+    fwrite(&of_length, 4, 1, file);
+    fwrite(event->data, 1, (size_t)event->bytes, file);
+    fwrite(&of_data, 4, 1, file);
+    if (fflush(file) == 0 && !ferror(file)) return 0;
+    return mt_error_set(error, "--tensorboard-dir %s: cannot be written: %s", report->options->tensorboard_dir,
+                        strerror(errno));
+}
+
+/* A file of its own for every start of a run; TensorBoard puts those of a folder together. */
+static int mt_tensorboard_open(mt_report *report, mt_error *error) {
+    static const char version[] = "brain.Event:2";
+    const char *folder = report->options->tensorboard_dir;
+    char host[64] = "host", path[4096];
+    struct timespec now;
+    gethostname(host, sizeof host - 1);
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (mt_folder_create(folder, error) == 0) {
+        snprintf(path, sizeof path, "%s/events.out.tfevents.%lld.%s.%lld.%09ld", folder, (long long)now.tv_sec, host,
+                 (long long)getpid(), now.tv_nsec);
+        report->events = fopen(path, "wb");
+    }
+    if (!report->events)
+        return mt_error_set(error, "--tensorboard-dir %s: cannot be written: %s", folder, strerror(errno));
+    mt_message event = mt_event_begin(0);
+    mt_message_field(&event, 3, MT_WIRE_BYTES, version, (int64_t)strlen(version)); // Event.file_version
+    return mt_event_write(report, &event, error);
+}
+
+/* Event.summary = 5, Summary.value = 1, Value.tag = 1 and simple_value = 2. */
+static int mt_tensorboard_write(const mt_report *report, int64_t step, const mt_scalar *scalars, int64_t count,
+                                mt_error *error) {
+    mt_message event = mt_event_begin(step), summary = {0};
+    for (int64_t i = 0; i < count; i++) {
+        mt_message value = {0};
+        float number = (float)scalars[i].value;
+        mt_message_field(&value, 1, MT_WIRE_BYTES, scalars[i].tag, (int64_t)strlen(scalars[i].tag));
+        mt_message_field(&value, 2, MT_WIRE_32, &number, 4);
+        mt_message_field(&summary, 1, MT_WIRE_BYTES, value.data, value.bytes);
+    }
+    mt_message_field(&event, 5, MT_WIRE_BYTES, summary.data, summary.bytes);
+    return mt_event_write(report, &event, error);
 }
 
 /* ==== §17 profile ================================================================================================= */
@@ -12875,7 +13283,7 @@ enum { MT_TRACE_LANES = 64 };
 typedef struct mt_trace {
     const char *path; // NULL: there is none, or it is written
     const mt_grid *grid;
-    bool alone;                          // without --profile, so other steps are not timed
+    bool alone;                          // nothing else asks for times, so other steps have none
     int64_t iteration;                   // of the job, before this run
     int64_t step, first, last;           // steps of this run, from 1
     double clock_offset;                 // to rank 0's clock
@@ -13302,6 +13710,11 @@ static void mt_timed_gradient_scale(float *scale, float *norm, const double *sum
     MT_TIMED(gradient_scale, mt_work_bytes(1, 24), scale, norm, sum_of_squares, denominator, clip);
 }
 
+static void mt_timed_step_guard(double *guard, float *scale, const double *loss_sum, const double *tokens,
+                                const float *norm, const mt_guard_rules *rules, mt_stream *stream) {
+    MT_TIMED(step_guard, mt_work_bytes(1, 72), guard, scale, loss_sum, tokens, norm, rules);
+}
+
 /* Reads the gradient; reads and writes both moments and the fp32 weights; writes the bf16 copy. */
 static void mt_timed_adamw_step(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
                                 int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream) {
@@ -13525,8 +13938,9 @@ static void mt_timed_expert_swiglu_backward(void *dgate_up, float *dweights, con
              weights, M, F, dtype);
 }
 
-static void mt_timed_expert_bias_step(float *bias, float *loads, int64_t E, float rate, mt_stream *stream) {
-    MT_TIMED(expert_bias_step, mt_work_bytes(E, 16), bias, loads, E, rate);
+static void mt_timed_expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate,
+                                      mt_stream *stream) {
+    MT_TIMED(expert_bias_step, mt_work_bytes(E, 12), bias, loads, scale, E, rate);
 }
 
 static void mt_profile_time_experts(mt_ops *timed) {
@@ -13621,6 +14035,7 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .accumulate = mt_timed_accumulate,
         .squared_norm = mt_timed_squared_norm,
         .gradient_scale = mt_timed_gradient_scale,
+        .step_guard = mt_timed_step_guard,
         .adamw_step = mt_timed_adamw_step,
         .random_normal = mt_timed_random_normal,
         .convert = mt_timed_convert,
@@ -13943,7 +14358,7 @@ int mt_trace_open(const mt_options *options, const mt_grid *grid, const mt_run_s
     if (mt_clock_is_shared(&grid->world)) offset = 0;
     mt_profiler.trace = (mt_trace){.path = options->trace,
                                    .grid = grid,
-                                   .alone = !options->profile,
+                                   .alone = !options->profile && !options->log_straggler,
                                    .iteration = state->iteration,
                                    .first = options->trace_first_step,
                                    .last = mt_min(options->trace_last_step, steps),
@@ -14138,4 +14553,58 @@ int mt_trace_write(mt_error *error) {
     free(text);
     trace->path = NULL; // it is closed
     return mt_agree(world, status != 0, error);
+}
+
+/* ==== §17e stragglers ============================================================================================ */
+/* Which ranks are slow, and in what. A rank's time in forward and backward would include its waiting for others, so
+ * only what computes counts there; what waits is its communication, which is shortest on the rank that others wait for.
+ */
+
+enum { MT_PART_DATA, MT_PART_FORWARD, MT_PART_BACKWARD, MT_PART_OPTIMIZER, MT_PART_COMMUNICATION, MT_NUM_PARTS };
+
+/* This rank's seconds in the step that was recorded last. */
+static void mt_profile_parts(double parts[MT_NUM_PARTS]) {
+    for (int64_t i = 0; i < mt_profiler.num_calls; i++) {
+        const mt_call *call = &mt_profiler.calls[i];
+        const char *phase = call->phase >= 0 ? mt_profiler.phases[call->phase].name : "";
+        int part = call->work.traffic != MT_TRAFFIC_NONE ? MT_PART_COMMUNICATION
+                   : strncmp(phase, "forward", 7) == 0   ? MT_PART_FORWARD
+                   : strncmp(phase, "backward", 8) == 0  ? MT_PART_BACKWARD
+                                                         : MT_PART_OPTIMIZER;
+        parts[part] += call->to - call->from;
+    }
+}
+
+int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_run_state *state,
+                         const mt_metrics *metrics, mt_error *error) {
+    static const char *const names[] = {"data", "forward", "backward", "optimizer", "communication"};
+    if (!report->options->log_straggler || !mt_report_is_due(report, state->iteration)) return 0;
+    int size = grid->world.size, length = 0;
+    double *all = mt_calloc((int64_t)size * MT_NUM_PARTS * 8); // [world, parts]
+    double *own = all + (int64_t)grid->world.rank * MT_NUM_PARTS;
+    mt_profile_parts(own);
+    own[MT_PART_DATA] = metrics->data_seconds;
+    mt_all_reduce_sum(&grid->world, all, (int64_t)size * MT_NUM_PARTS, MT_F64);
+    char text[512];
+    if (report->metrics) fprintf(report->metrics, "{\"iteration\": %lld", (long long)state->iteration);
+    for (int part = 0; part < MT_NUM_PARTS; part++) {
+        int slow = 0, fast = 0;
+        for (int rank = 1; rank < size; rank++) {
+            if (all[rank * MT_NUM_PARTS + part] > all[slow * MT_NUM_PARTS + part]) slow = rank;
+            if (all[rank * MT_NUM_PARTS + part] < all[fast * MT_NUM_PARTS + part]) fast = rank;
+        }
+        double most = 1e3 * all[slow * MT_NUM_PARTS + part], least = 1e3 * all[fast * MT_NUM_PARTS + part];
+        length += snprintf(text + length, sizeof text - (size_t)length, "%s%s %.1f ms (rank %d) to %.1f (rank %d)",
+                           part ? ", " : "", names[part], most, slow, least, fast);
+        if (report->metrics)
+            fprintf(report->metrics,
+                    ", \"straggler_%s\": {\"slowest_rank\": %d, \"slowest_ms\": %.6g, \"fastest_rank\": %d, "
+                    "\"fastest_ms\": %.6g}",
+                    names[part], slow, most, fast, least);
+    }
+    free(all);
+    mt_report_line(report, "%6lld  slowest to fastest: %s", (long long)state->iteration, text);
+    if (!report->metrics) return 0;
+    fprintf(report->metrics, "}\n");
+    return mt_report_flush(report, error);
 }

@@ -37,6 +37,17 @@ static void request_stop(int signal) {
     stop_requested = 1;
 }
 
+/* SIGTERM and --exit-signal save and stop. */
+static void catch_signals(const mt_options *o) {
+    static const struct {
+        const char *name;
+        int number;
+    } signals[] = {{"SIGTERM", SIGTERM}, {"SIGINT", SIGINT}, {"SIGUSR1", SIGUSR1}, {"SIGUSR2", SIGUSR2}};
+    struct sigaction action = {.sa_handler = request_stop};
+    for (size_t i = 0; o->exit_signal_handler && i < sizeof signals / sizeof *signals; i++)
+        if (i == 0 || strcmp(o->exit_signal, signals[i].name) == 0) sigaction(signals[i].number, &action, NULL);
+}
+
 /* Functions that fail fill an error; here is where it ends the program. */
 static void check(int status, const mt_error *error) {
     if (status != 0) mt_die("%s", error->text);
@@ -111,7 +122,7 @@ static void open_model(run *r) {
     int64_t here = tokens / o->context_parallel_size;
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
     const mt_ops *ops = mt_backend_open(o->device, &r->grid, &error);
-    if (ops && (o->profile || o->trace)) ops = mt_profile_open(ops);
+    if (ops && (o->profile || o->trace || o->log_straggler)) ops = mt_profile_open(ops);
     check(ops ? mt_model_create(&r->model, o, &r->grid, ops, &plan, &error) : -1, &error);
     if (o->save && r->grid.world.rank == 0) check(mt_checkpoint_prepare(r->model, o->save, &error), &error);
     if (r->grid.world.rank == 0) mt_model_print_plan(r->model, stdout);
@@ -149,7 +160,7 @@ static void save(run *r) {
     mt_report_line(&r->report, "saved iteration %lld to %s", (long long)r->state.iteration, r->options.save);
 }
 
-/* True when SIGTERM or --exit-duration-in-mins ends the run early; every rank must see the same answer. */
+/* True when a signal or --exit-duration-in-mins ends the run early; every rank must see the same answer. */
 static bool should_stop(const run *r) {
     double minutes = r->options.exit_duration_in_mins;
     double stop = stop_requested || (minutes > 0 && mt_time() - r->start > 60 * minutes);
@@ -174,15 +185,18 @@ static void train(run *r) {
         feed from = {r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples,
                      o->micro_batch_size * r->grid.data.size};
         int64_t micro_batches = mt_global_batch_size(o, from.consumed) / from.stride;
-        bool timed = o->profile || mt_trace_is_open(); // then the device is idle when the step ends
-        bool told = timed || mt_report_is_due(&r->report, r->state.iteration + 1);
+        bool due = mt_report_is_due(&r->report, r->state.iteration + 1);
+        bool timed = o->profile || mt_trace_is_open() || (o->log_straggler && due);
+        bool told = timed || due; // then the device is idle when the step ends
         if (timed) mt_profile_step_begin();
-        check(mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch,
-                            told ? &metrics : NULL, &error),
-              &error);
+        int status = mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch,
+                                   told ? &metrics : NULL, &error);
         if (timed) mt_profile_step_end();
+        if (status == MT_REWOUND) continue; // the state is that of a checkpoint
+        check(status, &error);
         if (mt_trace_is_complete()) write_trace(r);
         if (told) check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);
+        if (told) check(mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics, &error), &error);
         if (o->eval_interval > 0 && r->state.iteration % o->eval_interval == 0) {
             evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
             validated = r->state.iteration;
@@ -241,8 +255,7 @@ int main(int argc, char **argv) {
     open_model(&r);
     check(mt_report_open(&r.report, r.model, &r.state, &error), &error);
     if (r.options.trace) check(mt_trace_open(&r.options, &r.grid, &r.state, &error), &error);
-    struct sigaction action = {.sa_handler = request_stop};
-    sigaction(SIGTERM, &action, NULL);
+    catch_signals(&r.options);
     train(&r);
     mt_report_close(&r.report);
     for (int split = 0; split < MT_NUM_SPLITS; split++) mt_loader_close(r.loaders[split]);

@@ -483,8 +483,9 @@ extern "C" void mt_cuda_count_experts(float *loads, const int32_t *experts, int6
 }
 
 /* One block: the sum is of whole numbers, exact in any order. */
-__global__ void expert_bias_step(float *bias, float *loads, int64_t E, float rate) {
+__global__ void expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate) {
     __shared__ double of_warp[32];
+    if (scale[0] < 0) return;
     double sum = 0;
     for (int64_t e = threadIdx.x; e < E; e += blockDim.x) sum += (double)loads[e];
     sum = warp_sum(sum);
@@ -494,12 +495,12 @@ __global__ void expert_bias_step(float *bias, float *loads, int64_t E, float rat
     for (int64_t e = threadIdx.x; e < E; e += blockDim.x) {
         double missing = sum - (double)E * (double)loads[e];
         bias[e] += missing > 0 ? rate : missing < 0 ? -rate : 0.0f;
-        loads[e] = 0;
     }
 }
 
-extern "C" void mt_cuda_expert_bias_step(float *bias, float *loads, int64_t E, float rate, mt_stream *stream) {
-    expert_bias_step<<<1, 512, 0, mt_cuda_stream(stream)>>>(bias, loads, E, rate);
+extern "C" void mt_cuda_expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate,
+                                         mt_stream *stream) {
+    expert_bias_step<<<1, 512, 0, mt_cuda_stream(stream)>>>(bias, loads, scale, E, rate);
     MT_CUDA_LAUNCHED();
 }
 

@@ -531,7 +531,8 @@ static void expert_swiglu_backward(run *r, const int64_t *n) {
 
 static void expert_bias_step(run *r, const int64_t *n) { // -, E
     float *bias = float_changed(r, n[1], NORMAL), *loads = float_changed(r, n[1], ONES);
-    r->ops->expert_bias_step(bias, loads, n[1], 0.25f, r->stream);
+    float *scale = float_changed(r, 1, ONES);
+    r->ops->expert_bias_step(bias, loads, scale, n[1], 0.25f, r->stream);
 }
 
 static void cross_entropy_forward(run *r, const int64_t *n) { // T, stride, first, count, vocabulary, entropy
@@ -594,6 +595,16 @@ static void gradient_scale(run *r, const int64_t *n) { // clip in percent
     double *sum = numbers(r, MT_F64, 1, POSITIVE, false), *tokens = numbers(r, MT_F64, 1, POSITIVE, false);
     float *scale = float_output(r, 1), *norm = float_output(r, 1);
     r->ops->gradient_scale(scale, norm, sum, tokens, (float)n[0] / 100, r->stream);
+}
+
+static void step_guard(run *r, const int64_t *n) { // steps averaged, window, factor in percent, whether the norm is inf
+    double *guard = numbers(r, MT_F64, MT_GUARD_NUMBERS, POSITIVE, true), steps = (double)n[0];
+    double *loss = numbers(r, MT_F64, 1, POSITIVE, false), *tokens = numbers(r, MT_F64, 1, POSITIVE, false);
+    float *scale = float_changed(r, 1, POSITIVE), *norm = float_input(r, 1, POSITIVE), infinity = INFINITY;
+    mt_guard_rules rules = {.finite = true, .spike_factor = (double)n[2] / 100, .window = n[1], .copies = 2};
+    r->ops->memory_copy(guard + MT_GUARD_STEPS, &steps, sizeof steps, r->stream);
+    if (n[3]) r->ops->memory_copy(norm, &infinity, sizeof infinity, r->stream);
+    r->ops->step_guard(guard, scale, loss, tokens, norm, &rules, r->stream);
 }
 
 static void adamw_step(run *r, const int64_t *n) { // elements, elements before the first
@@ -827,6 +838,8 @@ static const int64_t logit_shapes[][MAX_SIZES] = {{1, 1, 0, 1, 1, 1},
                                                   {300, 1000, 100, 999, 2000, 1},
                                                   {5, 5003, 0, 5003, 5003, 1},
                                                   {0}};
+static const int64_t guard_shapes[][MAX_SIZES] = {{1, 4, 0, 0}, {9, 4, 1, 0},       {9, 4, 1000000, 0},
+                                                  {3, 4, 1, 0}, {5, 4, 1000000, 1}, {0}};
 static const int64_t scale_shapes[][MAX_SIZES] = {{50}, {1000}, {-1}, {0}};
 static const int64_t attention_shapes[][MAX_SIZES] = {
     {1, 1, 1, 8, 8, 0, ONE, 0},         {7, 1, 1, 16, 16, 0, ONE, 0},     {100, 4, 2, 64, 64, 0, ONE, 0},
@@ -936,6 +949,7 @@ static operation operations[] = {
     {"accumulate", accumulate, ONCE, element_shapes, {0}},
     {"squared_norm", squared_norm, ONCE, square_shapes, {0}},
     {"gradient_scale", gradient_scale, ONCE, scale_shapes, {0}},
+    {"step_guard", step_guard, ONCE, guard_shapes, {0}},
     {"adamw_step", adamw_step, ONCE, element_shapes, {0}},
     {"random_normal", random_normal, ONCE, element_shapes, {0}},
     {"convert", convert, ONCE, element_shapes, {0}},

@@ -698,7 +698,7 @@ static void an_empty_yaml_sets_nothing(void **state) {
         mt_options_default(&options);
         int64_t bytes = (int64_t)strlen(texts[i]);
         assert_int_equal(mt_options_read_yaml(&options, MT_PROGRAM_TRAIN, texts[i], bytes, "run.yaml", &error), 0);
-        assert_int_equal(options.given[0] | options.given[1] | options.given[2], 0);
+        assert_int_equal(options.given[0] | options.given[1] | options.given[2] | options.given[3], 0);
         mt_options_free(&options);
     }
 }
@@ -1204,6 +1204,34 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     expect_round_trip(LIKE_LLAMA "--qk-layernorm --add-qkv-bias", "megatron");
 }
 
+static void bad_steps_have_rules_that_go_together(void **state) {
+    (void)state;
+    mt_options o;
+    expect_good(&o, RUN);
+    assert_true(o.check_for_nan_in_loss_and_grad && o.exit_signal_handler && !o.check_for_spiky_loss);
+    assert_string_equal(o.bad_step_policy, "stop");
+    mt_options_free(&o);
+    expect_good(&o, RUN "--no-check-for-nan-in-loss-and-grad --no-exit-signal-handler");
+    assert_true(!o.check_for_nan_in_loss_and_grad && !o.exit_signal_handler);
+    mt_options_free(&o);
+    expect_good(&o, RUN "--no-check-for-nan-in-loss-and-grad --check-for-nan-in-loss-and-grad"); // the last one wins
+    assert_true(o.check_for_nan_in_loss_and_grad);
+    mt_options_free(&o);
+    expect_good(&o, RUN "--no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --bad-step-policy skip");
+    mt_options_free(&o);
+    expect_error(RUN "--no-check-for-nan-in-loss-and-grad --bad-step-policy skip",
+                 "--bad-step-policy says nothing with --no-check-for-nan-in-loss-and-grad");
+    expect_error(RUN "--no-check-for-nan-in-loss-and-grad --rerun-mode validate_results",
+                 "--rerun-mode says nothing with --no-check-for-nan-in-loss-and-grad");
+    expect_error(RUN "--max-bad-steps-in-a-row 5", "--max-bad-steps-in-a-row needs --bad-step-policy skip or rewind");
+    expect_error(RUN "--bad-step-policy rewind", "--bad-step-policy rewind needs --save");
+    expect_error(RUN "--bad-step-policy retry", "--bad-step-policy expects stop|skip|rewind, got 'retry'");
+    expect_error(RUN "--loss-spike-factor 3", "--loss-spike-factor needs --check-for-spiky-loss");
+    expect_error(RUN "--check-for-spiky-loss --loss-spike-factor 1", "--loss-spike-factor must be in (1,1e6], got 1");
+    expect_error(RUN "--exit-signal SIGKILL", "--exit-signal expects SIGTERM|SIGINT|SIGUSR1|SIGUSR2");
+    expect_error(RUN "--exit-signal SIGUSR1 --no-exit-signal-handler", "exclude each other");
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(defaults_are_those_of_megatron),
@@ -1249,6 +1277,7 @@ int main(void) {
         cmocka_unit_test(biases_are_read_apart),
         cmocka_unit_test(bad_configs_are_refused_by_key),
         cmocka_unit_test(tokens_are_the_first_of_a_list),
+        cmocka_unit_test(bad_steps_have_rules_that_go_together),
         cmocka_unit_test(written_configs_read_back_as_the_same_model),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
