@@ -130,6 +130,14 @@ static void assert_same_model(fixture *a, fixture *b) {
     }
 }
 
+/* What a version without checksums would have written. */
+static void make_older(const char *folder) {
+    char command[1024];
+    snprintf(command, sizeof command,
+             "cd %s && rm checksums.json && sed -i 's/\"version\": 2/\"version\": 1/' trainer.json", folder);
+    assert_int_equal(system(command), 0);
+}
+
 static mt_safetensors *open_tensors(const char *folder, const char *stem) {
     mt_safetensors *file;
     mt_error error;
@@ -701,10 +709,12 @@ static void a_damaged_checkpoint_is_named_with_the_remedy(void **state) {
     f.options.seed--, f.options.seq_length++;
     assert_load_fails(&f, at("out"), "trainer.json: the run was begun with --seq-length 32, not 33");
     f.options.seq_length--;
+    assert_int_equal(unlink(at("out/iter_0000005/checksums.json")), 0);
+    assert_load_fails(&f, at("out"), "damaged: its checksums.json is not there");
     write_text(at("out/iter_0000005/trainer.json"), "{\"version\":1,\"iteration\":\"five\"}");
     assert_load_fails(&f, at("out"), "trainer.json: has no whole number \"iteration\"; begin anew");
     write_text(at("out/iter_0000005/trainer.json"), "{");
-    assert_load_fails(&f, at("out"), "trainer.json: bad JSON");
+    assert_load_fails(&f, at("out"), "trainer.json: damaged: it is no JSON");
     unlink(at("out/iter_0000005/trainer.json"));
     load(&f, &run, at("out"));
     assert_int_equal(run.iteration, 0);
@@ -720,6 +730,8 @@ static void an_optimizer_without_a_tensor_is_refused(void **state) {
     create_model(&tied, &grid);
     save(&f, &run, at("out"));
     unlink(at("out/iter_0000005/optimizer.safetensors"));
+    assert_load_fails(&f, at("out"), "damaged: optimizer.safetensors was saved, but is not there");
+    make_older(at("out/iter_0000005"));
     assert_load_fails(&f, at("out"), "optimizer.safetensors");
     unlink(at("out/iter_0000005/optimizer.safetensors.index.json"));
     assert_int_equal(mt_safetensors_save_folder(tied.model, at("out/iter_0000005"), "optimizer", 1 << 30, &error), 0);
