@@ -2307,6 +2307,7 @@ static int mt_options_check_attention(const mt_options *o, mt_program program, m
 }
 
 static int mt_options_check_data(const mt_options *o, mt_error *error) {
+    if (mt_options_converts(o)) return 0;
     int sources = (o->data_path.count > 0) + (o->train_data_path.count > 0) + o->mock_data + (o->tokens_file != NULL);
     if (sources != 1)
         return mt_error_set(error, "give one source of data: --data-path, --train-data-path, --tokens-file or "
@@ -10131,7 +10132,7 @@ static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const 
     mt_json_set_int(json, "micro_batch_size", o->micro_batch_size);
     mt_json_set_int(json, "world_size", m->grid->world.size);
     mt_json_set_string(json, "dtype", mt_dtype_name(m->dtype));
-    mt_json_set_real(json, "learning_rate", mt_learning_rate(o, state->consumed_train_samples));
+    mt_json_set_real(json, "learning_rate", o->lr > 0 ? mt_learning_rate(o, state->consumed_train_samples) : 0);
     int status = mt_json_write(folder, "trainer.json", json, error);
     json_decref(json);
     return status;
@@ -10520,12 +10521,17 @@ static int mt_checksums_add_file(const char *folder, const char *name, void *con
                : mt_error_set(&s->place_error, "%s/%s: cannot be read again: %s", folder, name, strerror(errno));
 }
 
+static int mt_checksums_compare(const void *a, const void *b) {
+    return strcmp(((const mt_file_checksums *)a)->name, ((const mt_file_checksums *)b)->name);
+}
+
 /* Rank 0's last steps: a folder that is whole and on disk takes its place, becomes the latest, and others go. */
 static void *mt_saver_place(void *context) {
     mt_saver *s = context;
     mt_error *error = &s->place_error;
     char *place = mt_path_join(s->folder, s->name);
     int status = mt_folder_visit(s->temporary, mt_checksums_add_file, s);
+    qsort(s->writer.sums.files, (size_t)s->writer.sums.count, sizeof *s->writer.sums.files, mt_checksums_compare);
     char *text = mt_checksums_print(&s->writer.sums);
     if (status == 0) status = mt_text_write(s->temporary, "checksums.json", text, error);
     if (status == 0) status = mt_folder_visit(s->temporary, mt_fsync_entry, error);
