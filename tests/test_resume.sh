@@ -77,7 +77,7 @@ random() {
 
 # ---- kills
 
-steps=600
+steps=150
 # start METRICS ARGUMENTS...: the job, in a session of its own, whose number is $job.
 start() {
     metrics=$1
