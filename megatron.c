@@ -9321,7 +9321,6 @@ static void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) 
     }
 #endif
     r->stretch = mt_max(MT_WINDOW_BYTES / 2 / r->host.size / MT_SUM_BLOCK, 1) * MT_SUM_BLOCK;
-    if (r->stretch > 4 * MT_SUM_BLOCK) r->stretch = 4 * MT_SUM_BLOCK;
     int64_t bytes = 2 * r->stretch * r->host.size;
 #ifdef MT_HAVE_MPI
     if (r->host.size > 1) {
@@ -9369,6 +9368,9 @@ static void *mt_reader_run(void *context) {
     mt_reader *r = context;
     int64_t bytes = mt_min(r->stretch, r->image->bytes - r->offset);
     if (bytes <= 0 || r->status != 0) return NULL;
+    int64_t next = r->offset + r->stretch * r->host.size; // the disk goes on with it meanwhile
+    posix_fadvise(r->descriptor, r->offset, bytes, POSIX_FADV_WILLNEED);
+    if (next < r->image->bytes) posix_fadvise(r->descriptor, next, r->stretch, POSIX_FADV_WILLNEED);
     if (mt_read_at(r->descriptor, r->to, bytes, r->offset) != 0) {
         r->status = mt_error_set(&r->error, "%s: cannot be read: %s; check the disk", r->image->path, strerror(errno));
         return NULL;
@@ -9724,11 +9726,13 @@ static int mt_output_close(const mt_output *out, int status) {
     return status;
 }
 
+/* Not yet on disk: what comes after brings it there together with all else. */
 static int mt_text_write(const char *folder, const char *name, const char *text, mt_error *error) {
     mt_output out;
     char *path = mt_path_join(folder, name);
     int status = mt_output_open(&out, path, error);
-    if (status == 0) status = mt_output_close(&out, mt_output_write(&out, 0, text, (int64_t)strlen(text)));
+    if (status == 0) status = mt_output_write(&out, 0, text, (int64_t)strlen(text));
+    if (out.descriptor >= 0 && close(out.descriptor) != 0 && status == 0) status = mt_write_error(error, path);
     free(path);
     return status;
 }
@@ -9782,6 +9786,7 @@ typedef struct mt_writer {
     mt_piece *pieces;
     int64_t num_pieces, room; // submitted so far
     bool closed;              // no more will come
+    bool holds_all;           // the thread waits for that, so that the copy has the machine to itself
     bool runs, done;          // the thread was started; it has nothing left to do
     const char *folder;       // it writes into the files of `sums`
     mt_checksums sums;
@@ -9820,8 +9825,10 @@ static int64_t mt_piece_bytes(int64_t bytes) {
     return (bytes + 63) / 64 * 64;
 }
 
-/* Host memory for a piece of so many bytes; waits until the ring has room. */
-static char *mt_writer_reserve(mt_writer *w, int64_t bytes) {
+/* Host memory for a piece that lies at `from`; waits until the ring has room. Where training waits for the writer, what
+ * is in host memory stays where it is. */
+static const char *mt_writer_reserve(mt_writer *w, const char *from, int64_t bytes) {
+    if (!w->holds_all && strcmp(w->ops->name, "cpu") == 0) return from;
     int64_t taken = mt_piece_bytes(bytes), at = w->reserved % w->capacity;
     MT_CHECK(taken <= w->capacity);
     if (at + taken > w->capacity) w->reserved += w->capacity - at, at = 0; // a piece is not cut in two
@@ -9872,18 +9879,25 @@ static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *pi
         data = w->scratch;
     }
     if (line == piece->pitch) lines = 1, line = bytes;
+    int64_t end = piece->offset + (lines - 1) * piece->pitch + line;
     int status = 0;
     for (int64_t i = 0; i < lines && status == 0; i++) {
         status = mt_output_write(out, piece->offset + i * piece->pitch, data + i * line, line);
         mt_checksums_add(&w->sums.files[piece->file], piece->offset + i * piece->pitch, data + i * line, line);
     }
+#ifdef SYNC_FILE_RANGE_WRITE // the disk may begin now, not when all is there
+    if (status == 0 && bytes >= MT_SUM_BLOCK)
+        (void)!sync_file_range(out->descriptor, piece->offset, end - piece->offset, SYNC_FILE_RANGE_WRITE);
+#else
+    (void)end;
+#endif
     return status;
 }
 
 /* The next piece, or false when there will be none. */
 static bool mt_writer_next(mt_writer *w, int64_t index, mt_piece *piece) {
     pthread_mutex_lock(&w->lock);
-    while (index == w->num_pieces && !w->closed) pthread_cond_wait(&w->changed, &w->lock);
+    while ((index == w->num_pieces || w->holds_all) && !w->closed) pthread_cond_wait(&w->changed, &w->lock);
     bool found = index < w->num_pieces;
     if (found) *piece = w->pieces[index];
     pthread_mutex_unlock(&w->lock);
@@ -9993,10 +10007,9 @@ static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, i
         piece.offset =
             start + (piece.turned ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
         if (w) {
-            char *host = mt_writer_reserve(w, bytes);
-            m->ops->memory_copy(host, from, bytes, m->stream);
-            m->ops->stream_wait(m->stream);
-            piece.data = host;
+            piece.data = mt_writer_reserve(w, from, bytes);
+            if (piece.data != from) m->ops->memory_copy((char *)piece.data, from, bytes, m->stream);
+            if (piece.data != from) m->ops->stream_wait(m->stream);
             mt_writer_submit(w, piece);
         }
         taken += mt_piece_bytes(bytes);
@@ -10232,6 +10245,7 @@ static int mt_file_replace(const char *folder, const char *name, const char *tex
     unlink(from);
     int status = link ? symlink(text, from) : mt_text_write(folder, temporary, text, error);
     if (link && status != 0) mt_write_error(error, to);
+    if (!link && status == 0) status = mt_fsync_path(from, error);
     if (status == 0 && rename(from, to) != 0) {
         status = mt_write_error(error, to);
         unlink(from);
@@ -10454,6 +10468,7 @@ void mt_saver_open(mt_saver **out, mt_model *m, const char *folder, mt_checkpoin
         largest = mt_max(largest, one);
     }
     mt_writer_open(&s->writer, m->ops, async ? mt_max(total, 64) : mt_ring_bytes(total, largest));
+    s->writer.holds_all = async;
     pthread_mutex_init(&s->lock, NULL);
     *out = s;
 }

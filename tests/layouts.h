@@ -542,7 +542,7 @@ static int train_on(verdict *v, trainee *t, const reference *r, const double *sa
 static int half_run(verdict *v, trainee *t, const pair *p, const half *h, int number, const char *folder,
                     mt_error *error) {
     bool loads = h == &p->loads, same = pair_is_of_one_layout(p);
-    const reference *r = &references[p->subject][h->bf16];
+    const reference *r = &references[p->subject][p->saves.bf16 || p->loads.bf16];
     int status = trainee_parse(&t->options, p->subject, h->words, h->bf16, h->ranks, error);
     if (status == 0) status = trainee_open(t, error);
     for (int step = 0; step < SAVED_AFTER && status == 0 && !loads; step++) {
@@ -838,9 +838,9 @@ static const pair pairs[] = {
     {BIASED, {4, TP "2" SHARD "optim_grads_params" PREFETCH, false}, {2, SHARD "optim_grads", false}},
     {WINDOW, {4, CP "4" BY "all_gather", false}, {2, CP "2" BY "a2a", false}},
     {PACKED, {4, TP "2" SP CP "2" BY "all_gather" MICRO "2", false}, {2, CP "2" MICRO "2", false}},
-    // the precision changes
-    {LLAMA, {4, TP "2" SP PP "2", false}, {4, SHARD "optim_grads_params" PREFETCH, true}},
-    {LLAMA, {4, CP "2" SHARD "optim" PREFETCH, true}, {2, TP "2", false}},
+    // the precision changes; fp32 then has the learning rate of bf16
+    {LLAMA, {4, TP "2" SP PP "2 --lr 2e-3", false}, {4, SHARD "optim_grads_params" PREFETCH, true}},
+    {LLAMA, {4, CP "2" SHARD "optim" PREFETCH, true}, {2, TP "2 --lr 2e-3", false}},
     {GPT2, {2, TP "2" SP, true}, {4, PP "2" SHARD "optim_grads" OVERLAP, true}},
     // nothing changes
     {LLAMA, {4, TP "2" SP PP "2" ZB, false}, {4, TP "2" SP PP "2" ZB, false}},

@@ -184,7 +184,8 @@ auto_resume_finetunes_once() {
     run --train-iters 4 --save "$work/base" &&
         run --train-iters 3 --load "$work/base" --finetune --auto-resume --save "$work/tuned" &&
         [ "$(cat "$work/tuned/latest_checkpointed_iteration.txt")" = 3 ] &&
-        run --train-iters 5 --load "$work/base" --finetune --auto-resume --save "$work/tuned" --metrics "$work/t.jsonl" &&
+        run --train-iters 5 --load "$work/base" --finetune --auto-resume --save "$work/tuned" \
+            --metrics "$work/t.jsonl" &&
         [ "$(losses "$work/t.jsonl" | cut -d' ' -f1 | tr '\n' ' ')" = '4 5 ' ]
 }
 
