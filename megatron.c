@@ -8946,7 +8946,8 @@ static int mt_checksums_read(mt_checksums *sums, const char *folder, mt_error *e
     char *text = mt_options_read_text(path, MT_MAX_HEADER_BYTES, &bytes, error);
     json_t *json = text ? json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, NULL) : NULL;
     const char *last = json ? strstr(text, "\n\"before_this_line\"") : NULL;
-    bool good = last && mt_sum_parse(json_object_get(json, "before_this_line"), &sum) &&
+    bool good = last && text + bytes - (last + 1) == (int64_t)sizeof "\"before_this_line\": \"00000000\"}\n" - 1 &&
+                mt_sum_parse(json_object_get(json, "before_this_line"), &sum) &&
                 sum == mt_crc32c(text, last + 1 - text);
     int status = !text ? -1
                  : good
