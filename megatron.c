@@ -48,9 +48,11 @@
  *   §13  optimizer
  *   §14  checkpoints and Hugging Face
  *   §14a safetensors
- *   §14b Hugging Face folders
- *   §14c saving
- *   §14d resuming
+ *   §14b checksums
+ *   §14c Hugging Face folders
+ *   §14d writing tensors
+ *   §14e saving
+ *   §14f resuming
  *   §15  generation
  *   §16  the training step
  *   §16b reports
@@ -413,7 +415,8 @@ static const mt_option mt_option_table[] = {
      "grow the global batch from START by INCREMENT over the first SAMPLES"},
     {"seq-length", MT_INT, MT_AT(seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741824]",
      "tokens of a sequence; infer: with --score"},
-    {"train-iters", MT_INT, MT_AT(train_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]", "steps to train"},
+    {"train-iters", MT_INT, MT_AT(train_iters), MT_TRAIN, MT_OF_RUN, NULL, "[0,1000000000000]",
+     "steps to train; 0 with --load and --save: save what was loaded, in this precision"},
     {"train-samples", MT_INT, MT_AT(train_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "sequences to train on, instead"},
     {"exit-duration-in-mins", MT_REAL, MT_AT(exit_duration_in_mins), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
@@ -637,9 +640,21 @@ static const mt_option mt_option_table[] = {
     {"save", MT_STRING, MT_AT(save), MT_TRAIN, MT_OF_RUN, NULL, "DIR", "write checkpoints here"},
     {"save-interval", MT_INT, MT_AT(save_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "steps between checkpoints; only at the end when not given"},
+    {"async-save", MT_FLAG, MT_AT(async_save), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "train on while a checkpoint is written: steps wait only until it is copied to host memory, which it takes"},
+    {"keep-checkpoints", MT_INT, MT_AT(keep_checkpoints), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "remove all but so many of the last checkpoints; all stay when not given"},
+    {"save-retain-interval", MT_INT, MT_AT(save_retain_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "steps between checkpoints that stay; others go when they are neither the last nor kept by --keep-checkpoints"},
     {"finetune", MT_FLAG, MT_AT(finetune), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "load weights only and begin at iteration 0"},
     {"no-load-optim", MT_FLAG, MT_AT(no_load_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not load optimizer state"},
+    {"no-load-rng", MT_FLAG, MT_AT(no_load_rng), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "go on with another --seed than the run was begun with: dropout and the order of data are drawn by it from here"},
+    {"auto-resume", MT_FLAG, MT_AT(auto_resume), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "go on from the last whole checkpoint in --save; begin as --load says only where there is none"},
+    {"exit-on-missing-checkpoint", MT_FLAG, MT_AT(exit_on_missing_checkpoint), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "end with an error, not begin anew, where a run that goes on from --save finds no checkpoint there"},
     {"no-save-optim", MT_FLAG, MT_AT(no_save_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not save optimizer state"},
     {"config", MT_STRING, MT_AT(config), MT_BOTH, MT_OF_RUN, NULL, "FILE.yaml",
      "read options from a file; the command line wins"},
@@ -1182,6 +1197,34 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
 }
 #endif
 
+/* --train-iters 0: nothing is trained, so there is neither a schedule nor data. */
+static bool mt_options_converts(const mt_options *o) {
+    return mt_option_given(o, MT_AT(train_iters)) && o->train_iters == 0 && o->train_samples == 0 && o->load && o->save;
+}
+
+/* A run that goes on from its own folder: --load is --save, where that has a whole checkpoint, or else as it would be
+ * without. What --auto-resume goes on from is all of the run, whatever --load was to give to its beginning. */
+static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
+    bool same = o->load && o->save && strcmp(o->load, o->save) == 0;
+    if (!o->save || (!same && !o->auto_resume)) return 0;
+    if (mt_checkpoint_exists(o->save)) {
+        char *path = mt_checkpoint_resolve_whole(o->save, error);
+        free(path);
+        if (!path) return -1;
+        if (!same) o->finetune = o->no_load_optim = o->no_load_rng = false;
+        mt_string_set(&o->load, o->save);
+        return 0;
+    }
+    if (o->exit_on_missing_checkpoint)
+        return mt_error_set(error,
+                            "%s: holds no checkpoint to go on from; check --save, or leave out "
+                            "--exit-on-missing-checkpoint",
+                            o->save);
+    if (same) mt_string_set(&o->load, NULL);
+    if (mt_launch_rank() == 0) printf("%s holds no checkpoint: the run begins anew\n", o->save);
+    return 0;
+}
+
 /* Takes the model's shape from config.json, where --load or --hf-config says that there is one. */
 static int mt_options_read_shape(mt_options *options, mt_error *error) {
     if (!options->load && !options->hf_config) return 0;
@@ -1189,7 +1232,9 @@ static int mt_options_read_shape(mt_options *options, mt_error *error) {
         return mt_error_set(error, "--load and --hf-config exclude each other: the folder %s has a config.json",
                             options->load);
     int64_t bytes;
-    char *path = options->load ? mt_checkpoint_resolve(options->load, error) : mt_strdup(options->hf_config);
+    char *path = !options->load                   ? mt_strdup(options->hf_config)
+                 : mt_options_falls_back(options) ? mt_checkpoint_resolve_whole(options->load, error)
+                                                  : mt_checkpoint_resolve(options->load, error);
     if (!path) return -1;
     if (options->load) path = strcat(mt_realloc(path, (int64_t)strlen(path) + 16), "/config.json");
     char *json = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
@@ -1224,6 +1269,7 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
         free(path);
         if (result || mt_options_read_arguments(options, program, argc, argv, error)) return -1;
     }
+    if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
     return mt_options_read_shape(options, error);
 }
 
@@ -1937,6 +1983,11 @@ static const size_t mt_option_needs[][2] = {
     {MT_AT(qk_pos_emb_head_dim), MT_AT(multi_latent_attention)},
     {MT_AT(v_head_dim), MT_AT(multi_latent_attention)},
     {MT_AT(save_interval), MT_AT(save)},
+    {MT_AT(async_save), MT_AT(save)},
+    {MT_AT(keep_checkpoints), MT_AT(save)},
+    {MT_AT(save_retain_interval), MT_AT(save_interval)},
+    {MT_AT(auto_resume), MT_AT(save)},
+    {MT_AT(no_load_rng), MT_AT(load)},
     {MT_AT(trace_first_step), MT_AT(trace)},
     {MT_AT(trace_last_step), MT_AT(trace)},
     {MT_AT(no_save_optim), MT_AT(save)},
@@ -2596,6 +2647,8 @@ static int64_t mt_options_count_iterations(const mt_options *o) {
 
 static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
     bool is_wsd = strcmp(o->lr_decay_style, "WSD") == 0;
+    o->num_iterations = 0;
+    if (mt_options_converts(o)) return 0;
     if ((o->train_iters > 0) == (o->train_samples > 0))
         return mt_error_set(error, "give one of --train-iters and --train-samples: how long to train");
     o->num_iterations = mt_options_count_iterations(o);
@@ -2733,6 +2786,7 @@ static int mt_options_check_attention(const mt_options *o, mt_program program, m
 }
 
 static int mt_options_check_data(const mt_options *o, mt_error *error) {
+    if (mt_options_converts(o)) return 0;
     int sources = (o->data_path.count > 0) + (o->train_data_path.count > 0) + o->mock_data + (o->tokens_file != NULL);
     if (sources != 1)
         return mt_error_set(error, "give one source of data: --data-path, --train-data-path, --tokens-file or "
@@ -10861,9 +10915,13 @@ const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char
     return bsearch(&key, file->tensors, (size_t)file->count, sizeof key, mt_tensor_by_name);
 }
 
-/* ==== §14b Hugging Face folders ================================================================================== */
-/* From a folder's tensors into the model's buckets. Each row of the parameter table says which rows of which tensor it
- * is; what no row wants is refused unless it is known to carry nothing. */
+/* ==== §14b checksums ============================================================================================= */
+/* checksums.json names every other file of a checkpoint with its size and the CRC-32C of each of its blocks (Castagnoli
+ * et al., "Optimization of cyclic redundancy-check codes with 24 and 32 parity bits"; RFC 3720, appendix B.4). Blocks
+ * are of files, not of tensors, so headers count too and a reader checks the block it has without the rest. A CRC is
+ * linear, so ranks that write parts of one block each sum their own, and the exclusive or of these is the block's. */
+
+enum { MT_SUM_BLOCK = 1 << 20, MT_TRAINER_VERSION = 2 }; // from version 2 on there are sums
 
 /* "FOLDER/NAME" to free. */
 static char *mt_path_join(const char *folder, const char *name) {
@@ -10888,18 +10946,284 @@ static bool mt_folder_has(const char *folder, const char *name) {
     return exists;
 }
 
-/* The image of `path` in a set that is being opened, or NULL. */
-static const mt_image *mt_safetensors_image(const mt_safetensors *file, const char *path) {
-    for (int64_t i = 0; i < file->num_images; i++)
-        if (strcmp(file->images[i].path, path) == 0) return &file->images[i];
-    return NULL;
-}
-
 /* A name in an index must be a file's in the folder itself. */
 static bool mt_is_plain_name(const char *name) {
     if (!name || !*name || strchr(name, '/') || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) return false;
     while (*name && !iscntrl((unsigned char)*name)) name++;
     return *name == 0;
+}
+
+static bool mt_ends_with(const char *text, const char *end) {
+    size_t length = strlen(text), end_length = strlen(end);
+    return length >= end_length && strcmp(text + length - end_length, end) == 0;
+}
+
+/* Reads exactly so many bytes of a file; -1 with errno. */
+static int mt_read_at(int descriptor, void *to, int64_t bytes, int64_t offset) {
+    for (int64_t done = 0; done < bytes;) {
+        ssize_t got = pread(descriptor, (char *)to + done, (size_t)(bytes - done), offset + done);
+        if (got < 0 && errno == EINTR) continue;
+        if (got == 0) errno = EIO; // the file has become shorter
+        if (got <= 0) return -1;
+        done += got;
+    }
+    return 0;
+}
+
+/* One file's sums, or what one rank wrote of them. */
+typedef struct mt_file_checksums {
+    char name[256];
+    int64_t bytes, count; // of the file; blocks
+    uint32_t *sums;       // [count]
+} mt_file_checksums;
+
+/* Those of a folder. */
+typedef struct mt_checksums {
+    mt_file_checksums *files;
+    int64_t count;
+} mt_checksums;
+
+static const uint32_t mt_crc_polynomial = 0x82f63b78; // x^31 is its lowest bit
+
+/* The CRC's state after eight more bytes, which are a little-endian word. */
+static inline uint32_t mt_crc_word(uint32_t state, uint64_t word) {
+#if defined(__SSE4_2__)
+    return (uint32_t)__builtin_ia32_crc32di(state, word);
+#elif defined(__ARM_FEATURE_CRC32)
+    return __builtin_aarch64_crc32cx(state, word);
+#else
+    static const uint32_t of_nibble[16] = {0x00000000, 0x105ec76f, 0x20bd8ede, 0x30e349b1, 0x417b1dbc, 0x5125dad3,
+                                           0x61c69362, 0x7198540d, 0x82f63b78, 0x92a8fc17, 0xa24bb5a6, 0xb21572c9,
+                                           0xc38d26c4, 0xd3d3e1ab, 0xe330a81a, 0xf36e6f75};
+    for (int i = 0; i < 16; i++, word >>= 4) state = (state >> 4) ^ of_nibble[(state ^ word) & 15];
+    return state;
+#endif
+}
+
+static uint32_t mt_crc_byte(uint32_t state, unsigned char byte) {
+    state ^= byte;
+    for (int i = 0; i < 8; i++) state = (state >> 1) ^ (state & 1 ? mt_crc_polynomial : 0);
+    return state;
+}
+
+/* The product of two polynomials modulo the CRC's. */
+static uint32_t mt_crc_multiply(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (; a; a <<= 1) {
+        if (a >> 31) product ^= b;
+        b = (b >> 1) ^ (b & 1 ? mt_crc_polynomial : 0);
+    }
+    return product;
+}
+
+/* The state after `bytes` zeros more. */
+static uint32_t mt_crc_zeros(uint32_t state, int64_t bytes) {
+    for (uint32_t power = 1u << 23; bytes > 0; bytes >>= 1) { // x^8, squared again and again
+        if (bytes & 1) state = mt_crc_multiply(state, power);
+        power = mt_crc_multiply(power, power);
+    }
+    return state;
+}
+
+/* The state after some bytes more. Three stretches at once, because an instruction waits for the one before it. */
+static uint32_t mt_crc_update(uint32_t state, const void *data, int64_t bytes) {
+    enum { STRETCH = 16384 };
+    const unsigned char *from = data;
+    uint32_t once = bytes >= 3 * STRETCH ? mt_crc_zeros(1u << 31, STRETCH) : 0, twice = mt_crc_multiply(once, once);
+    uint64_t word[3];
+    for (; bytes >= 3 * STRETCH; bytes -= 3 * STRETCH, from += 3 * STRETCH) {
+        uint32_t second = 0, third = 0;
+        for (int64_t i = 0; i < STRETCH; i += 8) {
+            for (int k = 0; k < 3; k++) memcpy(&word[k], from + k * STRETCH + i, 8);
+            state = mt_crc_word(state, word[0]);
+            second = mt_crc_word(second, word[1]);
+            third = mt_crc_word(third, word[2]);
+        }
+        state = mt_crc_multiply(state, twice) ^ mt_crc_multiply(second, once) ^ third;
+    }
+    for (; bytes >= 8; bytes -= 8, from += 8) {
+        memcpy(word, from, 8);
+        state = mt_crc_word(state, word[0]);
+    }
+    while (bytes-- > 0) state = mt_crc_byte(state, *from++);
+    return state;
+}
+
+uint32_t mt_crc32c(const void *data, int64_t bytes) {
+    return ~mt_crc_update(~0u, data, bytes);
+}
+
+/* Adds what bytes [offset, offset + bytes) of a file give to the sums of their blocks. */
+static void mt_checksums_add(mt_file_checksums *file, int64_t offset, const void *data, int64_t bytes) {
+    const char *from = data;
+    MT_CHECK(offset + bytes <= file->bytes);
+    for (int64_t block = offset / MT_SUM_BLOCK, n; bytes > 0; block++, offset += n, from += n, bytes -= n) {
+        int64_t end = mt_min((block + 1) * MT_SUM_BLOCK, file->bytes);
+        n = mt_min(bytes, end - offset);
+        file->sums[block] ^= mt_crc_zeros(mt_crc_update(0, from, n), end - offset - n);
+    }
+}
+
+/* Once all bytes are in: from the linear part to the CRC itself, which begins and ends with ones. */
+static void mt_checksums_finish(mt_file_checksums *file) {
+    for (int64_t block = 0; block < file->count; block++)
+        file->sums[block] ^= ~mt_crc_zeros(~0u, mt_min(MT_SUM_BLOCK, file->bytes - block * MT_SUM_BLOCK));
+}
+
+/* One more file, with no bytes in yet. */
+static mt_file_checksums *mt_checksums_append(mt_checksums *sums, const char *name, int64_t bytes) {
+    sums->files = mt_realloc(sums->files, (sums->count + 1) * (int64_t)sizeof(mt_file_checksums));
+    mt_file_checksums *file = &sums->files[sums->count++];
+    *file = (mt_file_checksums){.bytes = bytes, .count = (bytes + MT_SUM_BLOCK - 1) / MT_SUM_BLOCK};
+    snprintf(file->name, sizeof file->name, "%s", name);
+    file->sums = mt_calloc(mt_max(file->count, 1) * 4);
+    return file;
+}
+
+static void mt_checksums_free(mt_checksums *sums) {
+    for (int64_t i = 0; i < sums->count; i++) free(sums->files[i].sums);
+    free(sums->files);
+    *sums = (mt_checksums){0};
+}
+
+static const mt_file_checksums *mt_checksums_find(const mt_checksums *sums, const char *name) {
+    for (int64_t i = 0; i < sums->count; i++)
+        if (strcmp(sums->files[i].name, name) == 0) return &sums->files[i];
+    return NULL;
+}
+
+/* checksums.json, to free. Its own last line is the sum of the text before. */
+static char *mt_checksums_print(const mt_checksums *sums) {
+    int64_t room = 256, used;
+    for (int64_t i = 0; i < sums->count; i++) room += 400 + 12 * sums->files[i].count;
+    char *text = mt_malloc(room);
+    used = sprintf(text, "{\"algorithm\": \"CRC-32C\", \"block_bytes\": %d, \"files\": {", MT_SUM_BLOCK);
+    for (int64_t i = 0; i < sums->count; i++) {
+        const mt_file_checksums *file = &sums->files[i];
+        used += sprintf(text + used, "%s\n\"%s\": {\"bytes\": %lld, \"blocks\": [", i > 0 ? "," : "", file->name,
+                        (long long)file->bytes);
+        for (int64_t block = 0; block < file->count; block++)
+            used += sprintf(text + used, "%s\"%08x\"", block > 0 ? "," : "", file->sums[block]);
+        used += sprintf(text + used, "]}");
+    }
+    used += sprintf(text + used, "},\n");
+    sprintf(text + used, "\"before_this_line\": \"%08x\"}\n", mt_crc32c(text, used));
+    return text;
+}
+
+/* A sum of eight hexadecimal digits; false where there is none. */
+static bool mt_sum_parse(const json_t *item, uint32_t *sum) {
+    const char *text = json_string_value(item);
+    if (!text || strlen(text) != 8 || strspn(text, "0123456789abcdef") != 8) return false;
+    *sum = (uint32_t)strtoul(text, NULL, 16);
+    return true;
+}
+
+static int mt_checksums_parse(mt_checksums *sums, const json_t *json, const char *path, mt_error *error) {
+    const char *name;
+    json_t *entry;
+    bool good = json_integer_value(json_object_get(json, "block_bytes")) == MT_SUM_BLOCK;
+    json_object_foreach(json_object_get(json, "files"), name, entry) {
+        const json_t *blocks = json_object_get(entry, "blocks");
+        int64_t bytes = json_integer_value(json_object_get(entry, "bytes"));
+        good = good && mt_is_plain_name(name) && strlen(name) < 256 && bytes >= 0 &&
+               (int64_t)json_array_size(blocks) == (bytes + MT_SUM_BLOCK - 1) / MT_SUM_BLOCK;
+        if (!good) break;
+        mt_file_checksums *file = mt_checksums_append(sums, name, bytes);
+        for (int64_t block = 0; block < file->count; block++)
+            good = mt_sum_parse(json_array_get(blocks, (size_t)block), &file->sums[block]) && good;
+    }
+    if (good && sums->count > 0) return 0;
+    mt_checksums_free(sums);
+    return mt_error_set(error, "%s: damaged: no sums of blocks are in it; take another checkpoint", path);
+}
+
+/* Reads checksums.json; a folder without one gives no files. A damaged one is an error. */
+static int mt_checksums_read(mt_checksums *sums, const char *folder, mt_error *error) {
+    *sums = (mt_checksums){0};
+    if (!mt_folder_has(folder, "checksums.json")) return 0;
+    int64_t bytes;
+    uint32_t sum = 0;
+    char *path = mt_path_join(folder, "checksums.json");
+    char *text = mt_options_read_text(path, MT_MAX_HEADER_BYTES, &bytes, error);
+    json_t *json = text ? json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, NULL) : NULL;
+    const char *last = json ? strstr(text, "\n\"before_this_line\"") : NULL;
+    bool good = last && text + bytes - (last + 1) == (int64_t)sizeof "\"before_this_line\": \"00000000\"}\n" - 1 &&
+                mt_sum_parse(json_object_get(json, "before_this_line"), &sum) &&
+                sum == mt_crc32c(text, last + 1 - text);
+    int status = !text ? -1
+                 : good
+                     ? mt_checksums_parse(sums, json, path, error)
+                     : mt_error_set(error, "%s: damaged: its own checksum does not fit; take another checkpoint", path);
+    json_decref(json);
+    free(text);
+    free(path);
+    return status;
+}
+
+static int mt_checksums_damaged(mt_error *error, const char *folder, const char *name, int64_t block, int64_t bytes) {
+    int64_t first = block * MT_SUM_BLOCK;
+    return mt_error_set(error,
+                        "%s/%s: damaged: bytes %lld to %lld are not those that were saved (CRC-32C); take another "
+                        "checkpoint",
+                        folder, name, (long long)first, (long long)mt_min(first + MT_SUM_BLOCK, bytes) - 1);
+}
+
+/* Every file is there and has its size; those without tensors, or all when `whole`, have their sums too. */
+static int mt_checksums_verify(const mt_checksums *sums, const char *folder, bool whole, mt_error *error) {
+    char *buffer = mt_malloc(MT_SUM_BLOCK);
+    int status = 0;
+    for (int64_t i = 0; i < sums->count && status == 0; i++) {
+        const mt_file_checksums *file = &sums->files[i];
+        char *path = mt_path_join(folder, file->name);
+        int64_t bytes;
+        int descriptor = mt_file_open(path, &bytes, error);
+        if (descriptor < 0)
+            status = mt_error_set(error, "%s: damaged: %s was saved, but %s; take another checkpoint", folder,
+                                  file->name, mt_folder_has(folder, file->name) ? "cannot be read" : "is not there");
+        else if (bytes != file->bytes)
+            status =
+                mt_error_set(error, "%s: damaged: it is %lld bytes long, and %lld were saved; take another checkpoint",
+                             path, (long long)bytes, (long long)file->bytes);
+        bool reads = whole || !mt_ends_with(file->name, ".safetensors");
+        for (int64_t block = 0; block < file->count && reads && status == 0; block++) {
+            int64_t first = block * MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
+            if (mt_read_at(descriptor, buffer, n, first) != 0 || mt_crc32c(buffer, n) != file->sums[block])
+                status = mt_checksums_damaged(error, folder, file->name, block, bytes);
+        }
+        if (descriptor >= 0) close(descriptor);
+        free(path);
+    }
+    free(buffer);
+    return status;
+}
+
+int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error) {
+    mt_checksums sums;
+    if (mt_checksums_read(&sums, folder, error) != 0) return -1;
+    int status = sums.count > 0 ? mt_checksums_verify(&sums, folder, whole, error) : 0;
+    bool has_sums = sums.count > 0;
+    mt_checksums_free(&sums);
+    if (status != 0 || has_sums || !mt_folder_has(folder, "trainer.json")) return status;
+    char *path = mt_path_join(folder, "trainer.json");
+    json_t *json = mt_json_read(path, error);
+    if (!json || json_integer_value(json_object_get(json, "version")) >= MT_TRAINER_VERSION)
+        status = mt_error_set(error, "%s: damaged: %s; take another checkpoint", json ? folder : path,
+                              json ? "its checksums.json is not there" : "it is no JSON");
+    json_decref(json);
+    free(path);
+    return status;
+}
+
+/* ==== §14c Hugging Face folders ================================================================================== */
+/* From a folder's tensors into the model's buckets. Each row of the parameter table says which rows of which tensor it
+ * is; what no row wants is refused unless it is known to carry nothing. */
+
+/* The image of `path` in a set that is being opened, or NULL. */
+static const mt_image *mt_safetensors_image(const mt_safetensors *file, const char *path) {
+    for (int64_t i = 0; i < file->num_images; i++)
+        if (strcmp(file->images[i].path, path) == 0) return &file->images[i];
+    return NULL;
 }
 
 /* Opens every file that the index names, each once. */
@@ -10981,9 +11305,6 @@ int mt_safetensors_open_folder(mt_safetensors **file, const char *folder, const 
     return mt_safetensors_finish(file, opened, status);
 }
 
-/* Bytes of a host buffer through which weights pass: at least one row, never the whole model a second time. */
-enum { MT_STAGING_BYTES = 64 << 20 };
-
 /* out[i * out_stride] = element i of stored numbers, i < n; `in` need not be aligned. */
 static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_dtype dtype, int64_t n) {
     const char *from = in;
@@ -11007,72 +11328,13 @@ static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_
     }
 }
 
-/* rows[count, cols] in fp32 = rows [first, first + count) of what lies here of a parameter, from the whole tensor. */
-static void mt_param_read_rows(float *rows, const mt_param *param, const mt_tensor_info *tensor, int64_t first,
-                               int64_t count) {
-    int64_t size = mt_dtype_size(tensor->dtype), row = param->hf_row + param->first_row + first, cols = param->cols;
-    const char *data = (const char *)tensor->data;
-    if (!param->hf_transposed && cols == param->whole_cols) {
-        mt_stored_to_f32(rows, 1, data + row * cols * size, tensor->dtype, count * cols);
-        return;
-    }
-    for (int64_t r = 0; !param->hf_transposed && r < count; r++)
-        mt_stored_to_f32(rows + r * cols, 1, data + ((row + r) * param->whole_cols + param->first_col) * size,
-                         tensor->dtype, cols);
-    for (int64_t r = 0; param->hf_transposed && r < count; r += 64) // so many rows stay in the cache as columns pass
-        for (int64_t col = 0; col < cols; col++)
-            mt_stored_to_f32(rows + r * cols + col, cols,
-                             data + ((param->first_col + col) * param->hf_rows_total + row + r) * size, tensor->dtype,
-                             mt_min(count - r, 64));
-}
-
-/* Of `rows` rows of `cols` numbers, those that pass through the staging buffer at once. */
-static int64_t mt_staging_rows(int64_t rows, int64_t cols) {
-    return mt_max(mt_min(MT_STAGING_BYTES / (cols * 4), rows), 1);
-}
-
 static const char *const mt_kept_prefix[MT_NUM_KEPT] = {"", "master.", "exp_avg.", "exp_avg_sq."};
-
-/* Widens [*begin, *end) to all rows of a parameter of which a part, which may be NULL, has something. */
-static void mt_part_want_rows(const mt_part *part, const mt_param *param, int64_t *begin, int64_t *end) {
-    if (!part || part->first >= param->offset + param->rows * param->cols || part->first + part->count <= param->offset)
-        return;
-    int64_t last = part->first + part->count - 1 - param->offset;
-    *begin = mt_min(*begin, mt_max(part->first - param->offset, 0) / param->cols);
-    *end = mt_max(*end, mt_min(last / param->cols + 1, mt_param_rows_stored(param)));
-}
 
 /* Of values[n], which belong at `at` of a bucket, those in a part that are not finite. */
 static int64_t mt_count_not_finite(const mt_part *part, int64_t at, const float *values, int64_t n) {
     int64_t count = 0, end = mt_min(n, part->first + part->count - at);
     for (int64_t i = mt_max(part->first - at, 0); i < end; i++) count += !isfinite(values[i]);
     return count;
-}
-
-/* Loads what this rank has of a parameter into the parts of its bucket that it has (of the model's type and of floats,
- * either may be NULL), reading no other rows; padding rows become 0. Returns how many of the weights are not finite. */
-static int64_t mt_param_load(mt_model *m, const mt_param *param, const mt_tensor_info *tensor, const mt_part *weights,
-                             const mt_part *floats) {
-    int64_t stored = mt_param_rows_stored(param), cols = param->cols, chunk = mt_staging_rows(stored, cols);
-    int64_t padding = (param->rows - stored) * cols, not_finite = 0, begin = stored, end = 0;
-    float *staged = mt_malloc(chunk * cols * 4);
-    uint16_t *halves = weights && weights->dtype == MT_BF16 ? mt_malloc(chunk * cols * 2) : NULL;
-    mt_part_want_rows(weights, param, &begin, &end);
-    mt_part_want_rows(floats, param, &begin, &end);
-    for (int64_t first = begin; first < end; first += chunk) {
-        int64_t count = mt_min(end - first, chunk), n = count * cols, at = param->offset + first * cols;
-        mt_param_read_rows(staged, param, tensor, first, count);
-        if (weights) not_finite += mt_count_not_finite(weights, at, staged, n);
-        for (int64_t i = 0; halves && i < n; i++) halves[i] = mt_f32_to_bf16(staged[i]);
-        if (floats) mt_part_write(m, floats, at, staged, n);
-        if (weights) mt_part_write(m, weights, at, halves ? (void *)halves : staged, n);
-        m->ops->stream_wait(m->stream); // before the buffers are filled again
-    }
-    if (floats) mt_part_write(m, floats, param->offset + stored * cols, NULL, padding);
-    if (weights) mt_part_write(m, weights, param->offset + stored * cols, NULL, padding);
-    free(staged);
-    free(halves);
-    return not_finite;
 }
 
 /* The options that decide on a parameter's rows, its columns, and whether it exists. */
@@ -11174,11 +11436,6 @@ static int mt_param_missing(const mt_param *param, const char *folder, const mt_
                         option ? option : "");
 }
 
-static bool mt_ends_with(const char *text, const char *end) {
-    size_t length = strlen(text), end_length = strlen(end);
-    return length >= end_length && strcmp(text + length - end_length, end) == 0;
-}
-
 /* Tensors that old checkpoints carry and that hold no weights: tables that are computed, masks, the tied head. */
 static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
     if (mt_ends_with(name, "rotary_emb.inv_freq") || mt_ends_with(name, ".attn.masked_bias")) return true;
@@ -11226,36 +11483,329 @@ static int mt_weights_check(const mt_options *options, const char *folder, const
     return status;
 }
 
-/* One parameter's weights, and for bf16 the master weights, which keep what was stored. */
-static void mt_weights_load_param(mt_model *m, const mt_param *param, const mt_tensor_info *tensor) {
-    mt_part weights = mt_bucket_part(m, param->bucket, MT_KEPT_WEIGHTS);
-    mt_part master = mt_bucket_part(m, param->bucket, MT_KEPT_MASTER);
-    bool has_master = m->dtype != MT_F32 && master.data;
-    int64_t not_finite = mt_param_load(m, param, tensor, &weights, has_master ? &master : NULL);
-    const mt_bucket *b = &m->buckets[param->bucket];
-    bool tells = param->counted && (b->group->rank == 0 || b->strategy == MT_SHARD_PARAMS);
-    if (not_finite > 0 && tells)
-        fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", tensor->file,
-                (long long)not_finite, tensor->name);
+/* ---- reading a folder's files, each byte once */
+
+/* What a parameter takes from a tensor: into the parts of its bucket, of the model's type and of floats, either of
+ * which may have no data. */
+typedef struct mt_wanted {
+    const mt_param *param;
+    const mt_tensor_info *tensor;
+    mt_part weights, floats;
+    float *turned;      // all that lies here, while a transposed tensor passes by
+    int64_t not_finite; // of the weights
+} mt_wanted;
+
+/* Files pass by in rounds, of which every rank of a host reads one stretch into memory that all of them share, while
+ * all take what they want from the round before. */
+typedef struct mt_reader {
+    mt_model *model;
+    const mt_checksums *sums; // what they are checked against; NULL: nothing
+    mt_group host;            // ranks that share the memory
+    char *window;             // two rounds
+    int64_t stretch;          // bytes of a round that one rank reads
+#ifdef MT_HAVE_MPI
+    MPI_Win shared;
+#endif
+    float *staged; // numbers on their way into a bucket
+    uint16_t *halves;
+    int64_t room;          // of them
+    const mt_image *image; // the file
+    const mt_file_checksums *file_sums;
+    int descriptor;
+    int64_t offset; // of this rank's next stretch, and where it goes
+    char *to;
+    int status;
+    bool damaged; // a sum was another
+    mt_error error;
+} mt_reader;
+
+enum { MT_WINDOW_BYTES = 32 << 20, MT_STAGED = 1 << 20 };
+
+static void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) {
+    *r = (mt_reader){.model = m, .sums = sums, .host = {.name = "host", .size = 1}, .descriptor = -1};
+    r->room = MT_STAGED, r->staged = mt_malloc(MT_STAGED * 4), r->halves = mt_malloc(MT_STAGED * 2);
+#ifdef MT_HAVE_MPI
+    const mt_group *world = &m->grid->world;
+    if (world->size > 1) {
+        MPI_Comm *comm = mt_malloc(sizeof *comm);
+        MPI_Comm_split_type(mt_mpi_comm(world), MPI_COMM_TYPE_SHARED, world->rank, MPI_INFO_NULL, comm);
+        MPI_Comm_size(*comm, &r->host.size);
+        MPI_Comm_rank(*comm, &r->host.rank);
+        r->host.comm = comm;
+    }
+#endif
+    r->stretch = mt_max(MT_WINDOW_BYTES / 2 / r->host.size / MT_SUM_BLOCK, 1) * MT_SUM_BLOCK;
+    int64_t bytes = 2 * r->stretch * r->host.size;
+#ifdef MT_HAVE_MPI
+    if (r->host.size > 1) {
+        MPI_Aint size;
+        int unit;
+        mt_mpi_check(MPI_Win_allocate_shared(r->host.rank == 0 ? (MPI_Aint)bytes : 0, 1, MPI_INFO_NULL,
+                                             *(MPI_Comm *)r->host.comm, &r->window, &r->shared),
+                     "MPI_Win_allocate_shared", &r->host);
+        MPI_Win_shared_query(r->shared, 0, &size, &unit, &r->window);
+        MPI_Win_lock_all(MPI_MODE_NOCHECK, r->shared);
+        return;
+    }
+#endif
+    r->window = mt_malloc(bytes);
 }
 
-/* Everything is checked, by every rank, before anything is set. */
-static int mt_weights_load(mt_model *m, const char *folder, mt_error *error) {
+static void mt_reader_close(mt_reader *r) {
+    free(r->staged);
+    free(r->halves);
+#ifdef MT_HAVE_MPI
+    if (r->host.size > 1) {
+        MPI_Win_unlock_all(r->shared);
+        MPI_Win_free(&r->shared);
+        r->window = NULL;
+    }
+    if (r->host.comm) MPI_Comm_free(r->host.comm);
+    free(r->host.comm);
+#endif
+    free(r->window);
+}
+
+/* A round is read by all ranks of the host. */
+static void mt_reader_barrier(mt_reader *r) {
+#ifdef MT_HAVE_MPI
+    if (r->host.size > 1) MPI_Win_sync(r->shared);
+    mt_barrier(&r->host);
+    if (r->host.size > 1) MPI_Win_sync(r->shared);
+#else
+    (void)r;
+#endif
+}
+
+/* A thread: reads this rank's stretch of a round, and checks its blocks. */
+static void *mt_reader_run(void *context) {
+    mt_reader *r = context;
+    int64_t bytes = mt_min(r->stretch, r->image->bytes - r->offset);
+    if (bytes <= 0 || r->status != 0) return NULL;
+    int64_t next = r->offset + r->stretch * r->host.size; // the disk goes on with it meanwhile
+    posix_fadvise(r->descriptor, r->offset, bytes, POSIX_FADV_WILLNEED);
+    if (next < r->image->bytes) posix_fadvise(r->descriptor, next, r->stretch, POSIX_FADV_WILLNEED);
+    if (mt_read_at(r->descriptor, r->to, bytes, r->offset) != 0) {
+        r->status = mt_error_set(&r->error, "%s: cannot be read: %s; check the disk", r->image->path, strerror(errno));
+        return NULL;
+    }
+    for (int64_t first = 0; first < bytes && r->file_sums && r->status == 0; first += MT_SUM_BLOCK) {
+        int64_t block = (r->offset + first) / MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
+        if (block < r->file_sums->count && mt_crc32c(r->to + first, n) == r->file_sums->sums[block]) continue;
+        char *folder = mt_strdup(r->image->path), *slash = strrchr(folder, '/');
+        if (slash) *slash = 0;
+        r->status = mt_checksums_damaged(&r->error, folder, r->file_sums->name, block, r->image->bytes);
+        r->damaged = true;
+        free(folder);
+    }
+    return NULL;
+}
+
+/* Puts n elements at a place of the whole parameter that lies here into its bucket. */
+static void mt_wanted_put(mt_reader *r, mt_wanted *w, int64_t at, const float *values, int64_t n) {
+    mt_model *m = r->model;
+    bool halves = w->weights.data && w->weights.dtype == MT_BF16;
+    at += w->param->offset;
+    if (w->weights.data) w->not_finite += mt_count_not_finite(&w->weights, at, values, n);
+    for (int64_t done = 0, count; done < n; done += count) {
+        count = mt_min(n - done, r->room);
+        for (int64_t i = 0; halves && i < count; i++) r->halves[i] = mt_f32_to_bf16(values[done + i]);
+        if (w->floats.data) mt_part_write(m, &w->floats, at + done, values + done, count);
+        if (w->weights.data)
+            mt_part_write(m, &w->weights, at + done, halves ? (const void *)r->halves : values + done, count);
+        m->ops->stream_wait(m->stream); // before the buffers are filled again
+    }
+}
+
+/* Rows [row, row + rows) and columns [col, col + cols) of a matrix. */
+typedef struct mt_window {
+    int64_t row, rows, col, cols;
+} mt_window;
+
+static mt_window mt_window_meet(mt_window a, mt_window b) {
+    int64_t row = mt_max(a.row, b.row), col = mt_max(a.col, b.col);
+    int64_t rows = mt_min(a.row + a.rows, b.row + b.rows) - row, cols = mt_min(a.col + a.cols, b.col + b.cols) - col;
+    return (mt_window){row, mt_max(rows, 0), col, mt_max(cols, 0)};
+}
+
+/* What lies here of a parameter, as rows and columns of its tensor. */
+static mt_window mt_wanted_window(const mt_param *param) {
+    mt_window w = {param->hf_row + param->first_row, mt_param_rows_stored(param), param->first_col, param->cols};
+    return param->hf_transposed ? (mt_window){w.col, w.cols, w.row, w.rows} : w;
+}
+
+/* Takes what is wanted of a window of the tensor, whose elements lie at `data` row after row. */
+static void mt_wanted_take(mt_reader *r, mt_wanted *w, mt_window given, const char *data) {
+    const mt_param *param = w->param;
+    mt_dtype dtype = w->tensor->dtype;
+    mt_window own = mt_wanted_window(param), part = mt_window_meet(given, own);
+    int64_t size = mt_dtype_size(dtype), cols = param->cols;
+    if (part.rows == 0 || part.cols == 0) return;
+    if (param->hf_transposed && !w->turned) w->turned = mt_malloc(own.rows * own.cols * 4);
+    for (int64_t row = 0, rows; row < part.rows; row += rows) {
+        const char *from = data + ((part.row + row - given.row) * given.cols + part.col - given.col) * size;
+        int64_t at = (part.row + row - own.row) * cols + part.col - own.col;
+        rows = 1;
+        if (param->hf_transposed) {
+            mt_stored_to_f32(w->turned + (part.col - own.col) * cols + part.row + row - own.row, cols, from, dtype,
+                             part.cols);
+        } else if (part.cols == given.cols && part.cols == cols) { // whole rows lie together on both sides
+            rows = mt_max(mt_min(part.rows - row, r->room / cols), 1);
+            if (rows * cols <= r->room) {
+                mt_stored_to_f32(r->staged, 1, from, dtype, rows * cols);
+                mt_wanted_put(r, w, at, r->staged, rows * cols);
+                continue;
+            }
+        }
+        for (int64_t col = 0, n; col < part.cols && !param->hf_transposed; col += n) {
+            n = mt_min(part.cols - col, r->room);
+            mt_stored_to_f32(r->staged, 1, from + col * size, dtype, n);
+            mt_wanted_put(r, w, at + col, r->staged, n);
+        }
+    }
+}
+
+/* Takes what is wanted of elements [begin, end) of a tensor: a row in part, whole rows, a row in part. */
+static void mt_wanted_take_elements(mt_reader *r, mt_wanted *w, int64_t begin, int64_t end, const char *data) {
+    const mt_param *param = w->param;
+    int64_t width = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
+    int64_t size = mt_dtype_size(w->tensor->dtype);
+    while (begin < end) {
+        mt_window given = {begin / width, (end - begin) / width, 0, width};
+        if (begin % width > 0 || given.rows == 0)
+            given = (mt_window){begin / width, 1, begin % width, mt_min(width - begin % width, end - begin)};
+        mt_wanted_take(r, w, given, data);
+        begin += given.rows * given.cols, data += given.rows * given.cols * size;
+    }
+}
+
+/* The tensor has passed by: what had to be turned goes into the bucket, and padding rows become 0. */
+static void mt_wanted_finish(mt_reader *r, mt_wanted *w) {
+    const mt_param *param = w->param;
+    int64_t stored = mt_param_rows_stored(param) * param->cols, padding = param->rows * param->cols - stored;
+    if (w->turned) mt_wanted_put(r, w, 0, w->turned, stored);
+    free(w->turned);
+    w->turned = NULL;
+    if (w->floats.data) mt_part_write(r->model, &w->floats, param->offset + stored, NULL, padding);
+    if (w->weights.data) mt_part_write(r->model, &w->weights, param->offset + stored, NULL, padding);
+}
+
+/* Takes what is wanted of bytes [begin, end) of the file, which lie at `data`. An element that is cut by an end comes
+ * from the mapped file, with the bytes behind it. */
+static void mt_reader_take(mt_reader *r, mt_wanted *w, int64_t begin, int64_t end, const char *data) {
+    const mt_tensor_info *tensor = w->tensor;
+    int64_t start = (const unsigned char *)tensor->data - r->image->base, size = mt_dtype_size(tensor->dtype);
+    int64_t count = tensor->bytes / size;
+    if (start >= end || start + tensor->bytes <= begin) return;
+    int64_t first = begin <= start ? 0 : (begin - start + size - 1) / size, last = mt_min((end - start) / size, count);
+    if (begin > start && (begin - start) % size != 0)
+        mt_wanted_take_elements(r, w, first - 1, first, (const char *)tensor->data + (first - 1) * size);
+    if (first < last) mt_wanted_take_elements(r, w, first, last, data + start + first * size - begin);
+    if (start + tensor->bytes <= end) mt_wanted_finish(r, w);
+}
+
+/* Reads one file and takes wanted[count], which are its tensors in their order. Every rank of the host calls it. */
+static void mt_reader_pass(mt_reader *r, const mt_image *image, mt_wanted *wanted, int64_t count) {
+    int64_t round_bytes = r->stretch * r->host.size, first = 0;
+    const char *slash = strrchr(image->path, '/');
+    pthread_t thread;
+    bool reads = false;
+    r->image = image;
+    r->file_sums = r->sums ? mt_checksums_find(r->sums, slash ? slash + 1 : image->path) : NULL;
+    r->descriptor = open(image->path, O_RDONLY | O_CLOEXEC);
+    if (r->descriptor < 0 && r->status == 0)
+        r->status = mt_error_set(&r->error, "%s: cannot be read: %s; check the disk", image->path, strerror(errno));
+    for (int64_t begin = -round_bytes; begin < image->bytes; begin += round_bytes) {
+        int64_t next = begin + round_bytes;
+        if (reads) pthread_join(thread, NULL);
+        mt_reader_barrier(r); // the round is there, and no one needs the one before it
+        r->offset = next + r->host.rank * r->stretch;
+        r->to = r->window + (next / round_bytes % 2) * round_bytes + r->host.rank * r->stretch;
+        reads = next < image->bytes;
+        if (reads && pthread_create(&thread, NULL, mt_reader_run, r) != 0)
+            mt_die("cannot start a thread; raise ulimit -u");
+        const char *data = begin < 0 ? NULL : r->window + (begin / round_bytes % 2) * round_bytes;
+        int64_t end = mt_min(next, image->bytes);
+        for (int64_t i = first; data && i < count; i++) {
+            int64_t start = (const unsigned char *)wanted[i].tensor->data - image->base;
+            if (start >= end) break;
+            mt_reader_take(r, &wanted[i], begin, end, data);
+            if (i == first && start + wanted[i].tensor->bytes <= end) first++;
+        }
+    }
+    mt_reader_barrier(r); // the next file begins in either half
+    if (r->descriptor >= 0) close(r->descriptor);
+}
+
+static int mt_wanted_by_place(const void *a, const void *b) {
+    const mt_wanted *x = a, *y = b;
+    int order = strcmp(x->tensor->file, y->tensor->file);
+    if (order != 0) return order;
+    return (x->tensor->data > y->tensor->data) - (x->tensor->data < y->tensor->data);
+}
+
+/* Reads all files of a set and takes wanted[count] from them. Every rank calls it and returns the same; *damaged: for
+ * what a sum says. */
+static int mt_safetensors_take(mt_safetensors *file, mt_model *m, const mt_checksums *sums, mt_wanted *wanted,
+                               int64_t count, bool *damaged, mt_error *error) {
+    mt_reader r;
+    mt_reader_open(&r, m, sums);
+    if (count > 0) qsort(wanted, (size_t)count, sizeof *wanted, mt_wanted_by_place);
+    for (int64_t i = 0; i < file->num_images; i++) {
+        int64_t first = 0, end;
+        while (first < count && wanted[first].tensor->file != file->images[i].path) first++;
+        for (end = first; end < count && wanted[end].tensor->file == file->images[i].path;) end++;
+        mt_reader_pass(&r, &file->images[i], wanted + first, end - first);
+    }
+    double bad = r.damaged;
+    mt_all_reduce_max(&m->grid->world, &bad, 1, MT_F64);
+    if (bad > 0) *damaged = true;
+    if (r.status != 0) *error = r.error;
+    int status = mt_agree(&m->grid->world, r.status != 0, error);
+    mt_reader_close(&r);
+    return status;
+}
+
+/* Weights, and for bf16 the master weights, which keep what was stored. Everything is checked, by every rank, before
+ * anything is set. */
+static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *sums, bool *damaged, mt_error *error) {
     mt_safetensors *file = NULL;
     int status = mt_safetensors_open_folder(&file, folder, "model", error);
     if (status == 0) status = mt_weights_check(m->options, folder, file, error);
     status = mt_agree(&m->grid->world, status != 0, error);
+    if (status != 0) {
+        mt_safetensors_close(file);
+        return status;
+    }
+    mt_wanted *wanted = mt_calloc(mt_max(m->num_params, 1) * (int64_t)sizeof *wanted);
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        wanted[i] = (mt_wanted){.param = param, .tensor = mt_safetensors_find_param(file, param->hf_name)};
+        wanted[i].weights = mt_bucket_part(m, param->bucket, MT_KEPT_WEIGHTS);
+        if (m->dtype != MT_F32 && mt_param_is_trained(param))
+            wanted[i].floats = mt_bucket_part(m, param->bucket, MT_KEPT_MASTER);
+    }
     mt_params_changed(m);
-    for (int64_t i = 0; i < m->num_params && status == 0; i++)
-        mt_weights_load_param(m, &m->params[i], mt_safetensors_find_param(file, m->params[i].hf_name));
+    status = mt_safetensors_take(file, m, sums, wanted, m->num_params, damaged, error);
+    for (int64_t i = 0; i < m->num_params && status == 0; i++) {
+        const mt_param *param = wanted[i].param;
+        const mt_bucket *b = &m->buckets[param->bucket];
+        bool tells = param->counted && (b->group->rank == 0 || b->strategy == MT_SHARD_PARAMS);
+        if (wanted[i].not_finite > 0 && tells)
+            fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", wanted[i].tensor->file,
+                    (long long)wanted[i].not_finite, wanted[i].tensor->name);
+    }
+    free(wanted);
     mt_safetensors_close(file);
     return status;
 }
 
-/* ==== §14c saving ================================================================================================ */
-/* Everything is written into a folder of a temporary name beside its place, brought to disk, and renamed. The place of
- * every byte follows from the whole model's table before the first is written, so every rank knows it: rank 0 makes the
- * files with their headers, then each writes what it counts, all at once. */
+/* ==== §14d writing tensors ======================================================================================= */
+/* The place of every byte follows from the whole model's table before the first is written, so every rank knows it:
+ * rank 0 makes the files with their headers, then each rank writes its own share at computed offsets, and no rank waits
+ * for another. What is written passes through host memory, from which a thread of its own takes it: a small ring when
+ * training waits, or room for all of it, so that training goes on when the copy is done. The thread calls no MPI and no
+ * device. */
 
 /* A Hugging Face tensor that is to be written: one parameter, or several that it holds one after another. */
 typedef struct mt_saved {
@@ -11394,11 +11944,13 @@ static int mt_output_close(const mt_output *out, int status) {
     return status;
 }
 
+/* Not yet on disk: what comes after brings it there together with all else. */
 static int mt_text_write(const char *folder, const char *name, const char *text, mt_error *error) {
     mt_output out;
     char *path = mt_path_join(folder, name);
     int status = mt_output_open(&out, path, error);
-    if (status == 0) status = mt_output_close(&out, mt_output_write(&out, 0, text, (int64_t)strlen(text)));
+    if (status == 0) status = mt_output_write(&out, 0, text, (int64_t)strlen(text));
+    if (out.descriptor >= 0 && close(out.descriptor) != 0 && status == 0) status = mt_write_error(error, path);
     free(path);
     return status;
 }
@@ -11433,6 +11985,97 @@ static char *mt_saved_header(const mt_saved *tensors, int64_t count, int64_t *by
     return text;
 }
 
+/* ---- the writer */
+
+/* Numbers in host memory on their way to a file: a rectangle [rows, cols] of a matrix whose lines lie `pitch` bytes
+ * apart there; a turned one is stored as [cols, rows]. */
+typedef struct mt_piece {
+    int64_t file, offset, pitch; // of the first line
+    int64_t rows, cols, size;    // bytes of an element
+    bool turned;
+    const char *data;
+    int64_t end; // of its place among all bytes that passed through the memory
+} mt_piece;
+
+typedef struct mt_writer {
+    const mt_ops *ops;
+    char *memory;
+    int64_t capacity, reserved, released; // bytes that were ever given out and came back: a ring
+    mt_piece *pieces;
+    int64_t num_pieces, room; // submitted so far
+    bool closed;              // no more will come
+    bool holds_all;           // the thread waits for that, so that the copy has the machine to itself
+    bool runs, done;          // the thread was started; it has nothing left to do
+    const char *folder;       // it writes into the files of `sums`
+    mt_checksums sums;
+    char *scratch; // of the thread, for a turned piece
+    int64_t scratch_bytes;
+    int status; // of the thread
+    mt_error error;
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+} mt_writer;
+
+/* Pieces of so many bytes, and as many of them in the ring. */
+enum { MT_PIECE_BYTES = 8 << 20, MT_RING_PIECES = 4 };
+
+static void mt_writer_open(mt_writer *w, const mt_ops *ops, int64_t capacity) {
+    *w = (mt_writer){.ops = ops, .capacity = capacity};
+    w->memory = ops->memory_alloc_host(capacity);
+    memset(w->memory, 0, (size_t)capacity); // the system gives pages when they are touched: now, not in training
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_cond_init(&w->changed, NULL);
+}
+
+static void mt_writer_close(mt_writer *w) {
+    if (!w->memory) return;
+    w->ops->memory_free_host(w->memory);
+    mt_checksums_free(&w->sums);
+    free(w->pieces);
+    free(w->scratch);
+    pthread_mutex_destroy(&w->lock);
+    pthread_cond_destroy(&w->changed);
+    *w = (mt_writer){0};
+}
+
+static int64_t mt_piece_bytes(int64_t bytes) {
+    return (bytes + 63) / 64 * 64;
+}
+
+/* Host memory for a piece that lies at `from`; waits until the ring has room. Where training waits for the writer, what
+ * is in host memory stays where it is. */
+static const char *mt_writer_reserve(mt_writer *w, const char *from, int64_t bytes) {
+    if (!w->holds_all && strcmp(w->ops->name, "cpu") == 0) return from;
+    int64_t taken = mt_piece_bytes(bytes), at = w->reserved % w->capacity;
+    MT_CHECK(taken <= w->capacity);
+    if (at + taken > w->capacity) w->reserved += w->capacity - at, at = 0; // a piece is not cut in two
+    pthread_mutex_lock(&w->lock);
+    while (w->reserved + taken - w->released > w->capacity) pthread_cond_wait(&w->changed, &w->lock);
+    pthread_mutex_unlock(&w->lock);
+    w->reserved += taken;
+    return w->memory + at;
+}
+
+static void mt_writer_submit(mt_writer *w, mt_piece piece) {
+    piece.end = w->reserved;
+    pthread_mutex_lock(&w->lock);
+    if (w->num_pieces == w->room) {
+        w->room = mt_max(2 * w->room, 256);
+        w->pieces = mt_realloc(w->pieces, w->room * (int64_t)sizeof piece);
+    }
+    w->pieces[w->num_pieces++] = piece;
+    pthread_cond_broadcast(&w->changed);
+    pthread_mutex_unlock(&w->lock);
+}
+
+static void mt_writer_end(mt_writer *w) {
+    pthread_mutex_lock(&w->lock);
+    w->closed = true;
+    pthread_cond_broadcast(&w->changed);
+    pthread_mutex_unlock(&w->lock);
+}
+
 /* to[cols, rows] = from[rows, cols] transposed, elements of 2 or 4 bytes; 64 rows at a time stay in the cache. */
 static void mt_transpose(void *to, const void *from, int64_t rows, int64_t cols, int64_t size) {
     for (int64_t first = 0; first < rows; first += 64)
@@ -11444,107 +12087,153 @@ static void mt_transpose(void *to, const void *from, int64_t rows, int64_t cols,
                     ((uint16_t *)to)[c * rows + r] = ((const uint16_t *)from)[r * cols + c];
 }
 
-/* Rows [row, row + rows) and columns [col, col + cols) of a whole parameter. */
-typedef struct mt_window {
-    int64_t row, rows, col, cols;
-} mt_window;
-
-/* Host memory that a parameter's values pass through, in windows of whole rows of what is written together. */
-typedef struct mt_staging {
-    char *values; // [rows, cols] of a window
-    char *part;   // what one rank has of it
-    char *turned; // [cols, rows]
-} mt_staging;
-
-/* The ranks that share a parameter. */
-static const mt_group *mt_param_group(const mt_model *m, const mt_param *param) {
-    return param->expert >= 0 ? &m->grid->expert_tensor : &m->grid->tensor;
-}
-
-/* True where what a rank has of a parameter is short pieces of a tensor's rows, far apart: then one of the ranks that
- * share it writes what all of them have. */
-static bool mt_param_is_scattered(const mt_model *m, const mt_param *param) {
-    return mt_param_group(m, param)->size > 1 && param->shard_dim == (param->hf_transposed ? 0 : 1);
-}
-
-/* Writes a window's values where they belong in a tensor whose data begins at `start` in the file. */
-static int mt_window_write(const mt_output *out, const mt_param *param, const mt_window *w, const mt_staging *staging,
-                           int64_t start, int64_t size) {
-    int64_t row = param->hf_row + w->row, width = param->hf_rows_total;
+static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *piece) {
+    int64_t lines = piece->turned ? piece->cols : piece->rows;
+    int64_t bytes = piece->rows * piece->cols * piece->size, line = bytes / lines;
+    const char *data = piece->data;
+    if (piece->turned) {
+        if (w->scratch_bytes < bytes) w->scratch = mt_realloc(w->scratch, w->scratch_bytes = bytes);
+        mt_transpose(w->scratch, piece->data, piece->rows, piece->cols, piece->size);
+        data = w->scratch;
+    }
+    if (line == piece->pitch) lines = 1, line = bytes;
+    int64_t end = piece->offset + (lines - 1) * piece->pitch + line;
     int status = 0;
-    if (!param->hf_transposed)
-        return mt_output_write(out, start + row * w->cols * size, staging->values, w->rows * w->cols * size);
-    mt_transpose(staging->turned, staging->values, w->rows, w->cols, size);
-    if (w->rows == width)
-        return mt_output_write(out, start + w->col * width * size, staging->turned, w->rows * w->cols * size);
-    for (int64_t c = 0; c < w->cols && status == 0; c++)
-        status = mt_output_write(out, start + ((w->col + c) * width + row) * size, staging->turned + c * w->rows * size,
-                                 w->rows * size);
+    for (int64_t i = 0; i < lines && status == 0; i++) {
+        status = mt_output_write(out, piece->offset + i * piece->pitch, data + i * line, line);
+        mt_checksums_add(&w->sums.files[piece->file], piece->offset + i * piece->pitch, data + i * line, line);
+    }
+#ifdef SYNC_FILE_RANGE_WRITE // the disk may begin now, not when all is there
+    if (status == 0 && bytes >= MT_SUM_BLOCK)
+        (void)!sync_file_range(out->descriptor, piece->offset, end - piece->offset, SYNC_FILE_RANGE_WRITE);
+#else
+    (void)end;
+#endif
     return status;
 }
 
-/* Copies what this rank counts of a window to `to`, from what lies here of the parameter; *part says what it is. */
-static void mt_window_read(mt_model *m, const mt_param *param, const void *values, int64_t size, const mt_window *w,
-                           mt_window *part, void *to) {
-    int64_t begin = mt_max(w->row, param->first_row);
-    int64_t end = mt_min(w->row + w->rows, param->first_row + mt_param_rows_stored(param));
-    *part = (mt_window){begin, param->counted ? mt_max(end - begin, 0) : 0, param->first_col, param->cols};
-    if (part->rows == 0) return;
-    m->ops->memory_copy(to, (const char *)values + (begin - param->first_row) * param->cols * size,
-                        part->rows * param->cols * size, m->stream);
-    m->ops->stream_wait(m->stream);
+/* The next piece, or false when there will be none. */
+static bool mt_writer_next(mt_writer *w, int64_t index, mt_piece *piece) {
+    pthread_mutex_lock(&w->lock);
+    while ((index == w->num_pieces || w->holds_all) && !w->closed) pthread_cond_wait(&w->changed, &w->lock);
+    bool found = index < w->num_pieces;
+    if (found) *piece = w->pieces[index];
+    pthread_mutex_unlock(&w->lock);
+    return found;
 }
 
-/* The writer's staging->values = a window of whole rows, of which every rank of the tensor group gives its part. */
-static void mt_window_gather(mt_model *m, const mt_param *param, const void *values, int64_t size, const mt_window *w,
-                             mt_staging *staging, int writer) {
-    const mt_group *group = mt_param_group(m, param);
-    mt_window part;
-    mt_window_read(m, param, values, size, w, &part, staging->part);
-    if (group->rank != writer) {
-        mt_send(group, &part, sizeof part, writer, 0);
-        if (part.rows > 0) mt_send(group, staging->part, part.rows * part.cols * size, writer, 0);
-        return;
-    }
-    for (int rank = 0; rank < group->size; rank++) {
-        int from = (writer + rank) % group->size; // its own part first, because it is there
-        if (from != writer) mt_receive(group, &part, sizeof part, from, 0);
-        if (from != writer && part.rows > 0) mt_receive(group, staging->part, part.rows * part.cols * size, from, 0);
-        for (int64_t r = 0; r < part.rows; r++)
-            memcpy(staging->values + ((part.row - w->row + r) * w->cols + part.col) * size,
-                   staging->part + r * part.cols * size, (size_t)(part.cols * size));
-    }
+static void mt_writer_release(mt_writer *w, int64_t end) {
+    pthread_mutex_lock(&w->lock);
+    w->released = end;
+    pthread_cond_broadcast(&w->changed);
+    pthread_mutex_unlock(&w->lock);
 }
 
-/* Writes what lies here of a parameter, from the whole bucket's values; or, of a scattered one, what the tensor group
- * has, by its rank `writer`. Others have nothing to write, but take part, also after an error. */
-static int mt_param_write(const mt_output *out, mt_model *m, const mt_param *param, const mt_saved *saved,
-                          const void *bucket, int64_t start, int writer, int status) {
-    bool scattered = mt_param_is_scattered(m, param), writes = !scattered || mt_param_group(m, param)->rank == writer;
-    int64_t size = mt_dtype_size(saved->dtype), cols = scattered ? param->whole_cols : param->cols;
-    int64_t begin = scattered ? 0 : param->first_row;
-    int64_t end = scattered ? param->rows_stored : begin + mt_param_rows_stored(param);
-    int64_t chunk = mt_staging_rows(end - begin, cols);
-    const char *values = (const char *)bucket + param->offset * size;
-    mt_staging staging = {.part = mt_malloc(chunk * cols * size)};
-    if (writes && scattered) staging.values = mt_malloc(chunk * cols * size);
-    if (writes && param->hf_transposed) staging.turned = mt_malloc(chunk * cols * size);
-    for (int64_t row = begin; row < end; row += chunk) {
-        mt_window w = {row, mt_min(end - row, chunk), scattered ? 0 : param->first_col, cols};
-        if (scattered) {
-            mt_window_gather(m, param, values, size, &w, &staging, writer);
-        } else {
-            mt_window part;
-            mt_window_read(m, param, values, size, &w, &part, staging.part);
-            MT_CHECK(part.rows == w.rows);
+/* The thread: pieces in their order, file after file, each of which is brought to disk when its last piece is in. */
+static void *mt_writer_run(void *context) {
+    mt_writer *w = context;
+    mt_output out = {.descriptor = -1};
+    mt_piece piece;
+    char *path = NULL;
+    int64_t open = -1;
+    for (int64_t i = 0; mt_writer_next(w, i, &piece); i++) {
+        if (w->status == 0 && piece.file != open) {
+            if (out.descriptor >= 0) w->status = mt_output_close(&out, 0);
+            free(path);
+            path = mt_path_join(w->folder, w->sums.files[open = piece.file].name);
+            out.descriptor = -1;
+            if (w->status == 0) w->status = mt_output_join(&out, path, &w->error);
         }
-        mt_staging source = {.values = scattered ? staging.values : staging.part, .turned = staging.turned};
-        if (writes && status == 0) status = mt_window_write(out, param, &w, &source, start, size);
+        if (w->status == 0) w->status = mt_piece_write(w, &out, &piece);
+        mt_writer_release(w, piece.end); // after an error too: the copy waits for room
     }
-    free(staging.values);
-    free(staging.part);
-    free(staging.turned);
-    return status;
+    if (out.descriptor >= 0) {
+        int closed = mt_output_close(&out, w->status);
+        if (w->status == 0) w->status = closed;
+    }
+    free(path);
+    pthread_mutex_lock(&w->lock);
+    w->done = true;
+    pthread_mutex_unlock(&w->lock);
+    return NULL;
+}
+
+/* Starts a thread that writes into the files of a folder, of which w->sums has the names and sizes. */
+static void mt_writer_begin(mt_writer *w, const char *folder) {
+    w->folder = folder, w->status = 0, w->num_pieces = 0;
+    w->reserved = w->released = 0;
+    w->closed = w->done = false, w->runs = true;
+    if (pthread_create(&w->thread, NULL, mt_writer_run, w) != 0) mt_die("cannot start a thread; raise ulimit -u");
+}
+
+/* Waits for the thread; its status, with its error. */
+static int mt_writer_wait(mt_writer *w, mt_error *error) {
+    if (!w->runs) return 0;
+    pthread_join(w->thread, NULL);
+    w->runs = false;
+    if (w->status != 0) *error = w->error;
+    return w->status;
+}
+
+static bool mt_writer_is_done(mt_writer *w) {
+    pthread_mutex_lock(&w->lock);
+    bool done = !w->runs || w->done;
+    pthread_mutex_unlock(&w->lock);
+    return done;
+}
+
+/* A ring in which the largest piece finds room wherever the one before it ends, or all of it where that is less. */
+static int64_t mt_ring_bytes(int64_t total, int64_t largest) {
+    return mt_max(mt_min(total, mt_max(MT_RING_PIECES * MT_PIECE_BYTES, 2 * largest)), 64);
+}
+
+/* ---- this rank's share */
+
+/* Elements [*begin, *end) of what lies here of a parameter, in its own order, are this rank's to write: its shard where
+ * the data group shares them out, else a part of the rows. Returns where the first is, or NULL: none is. */
+static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_kept kept, int64_t *begin,
+                                  int64_t *end) {
+    const mt_bucket *b = &m->buckets[param->bucket];
+    const mt_group *group = b->group;
+    mt_part part = mt_bucket_part(m, param->bucket, kept);
+    int64_t rows = mt_param_rows_stored(param), cols = param->cols;
+    if (!param->counted) return NULL;
+    if (b->strategy == MT_NO_SHARD) {
+        *begin = rows * group->rank / group->size * cols, *end = rows * (group->rank + 1) / group->size * cols;
+    } else {
+        *begin = mt_max(b->shard_first - param->offset, 0);
+        *end = mt_min(b->shard_first + b->shard_count - param->offset, rows * cols);
+    }
+    if (*begin >= *end) return NULL;
+    return (const char *)part.data + (param->offset + *begin - part.first) * mt_dtype_size(part.dtype);
+}
+
+/* Copies elements [begin, end) of a parameter to host memory and hands them on, in rectangles; `start` is where its
+ * tensor's data begins in the file. Without a writer it only counts the host memory that this takes. */
+static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, int64_t file, int64_t start,
+                             int64_t size, const char *from, int64_t begin, int64_t end) {
+    int64_t cols = param->cols, taken = 0;
+    int64_t most = mt_max(MT_PIECE_BYTES / (cols * size), 1);
+    if (param->hf_transposed) most = mt_max(most, param->hf_rows_total); // whole lines, where all rows lie here
+    while (begin < end) {
+        int64_t row = begin / cols, col = begin % cols, rows = mt_min((end - begin) / cols, most), width = cols;
+        if (col > 0 || rows == 0) rows = 1, width = mt_min(cols - col, end - begin);
+        int64_t bytes = rows * width * size;
+        int64_t to_row = param->hf_row + param->first_row + row, to_col = param->first_col + col;
+        mt_piece piece = {.file = file, .rows = rows, .cols = width, .size = size, .turned = param->hf_transposed};
+        piece.pitch = (piece.turned ? param->hf_rows_total : param->whole_cols) * size;
+        piece.offset =
+            start + (piece.turned ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
+        if (w) {
+            piece.data = mt_writer_reserve(w, from, bytes);
+            if (piece.data != from) m->ops->memory_copy((char *)piece.data, from, bytes, m->stream);
+            if (piece.data != from) m->ops->stream_wait(m->stream);
+            mt_writer_submit(w, piece);
+        }
+        taken += mt_piece_bytes(bytes);
+        from += bytes, begin += rows * width;
+    }
+    return taken;
 }
 
 /* Tensors [*first, the result) of a set go to a file. */
@@ -11556,38 +12245,39 @@ static int64_t mt_shard_tensors(const mt_saved_set *set, int64_t shard, int64_t 
     return end;
 }
 
-/* Makes a file that holds its header. */
-static int mt_shard_create(const mt_saved_set *set, int64_t shard, const char *path, mt_error *error) {
-    mt_output out;
-    int64_t first, bytes, end = mt_shard_tensors(set, shard, &first);
-    if (mt_output_open(&out, path, error) != 0) return -1;
-    char *header = mt_saved_header(set->tensors + first, end - first, &bytes);
-    int status = mt_output_close(&out, mt_output_write(&out, 0, header, bytes));
-    free(header);
-    return status;
-}
-
-/* Writes what this rank has of a file. Ranks with the same values take turns; those of one stage have the same tensors
- * and ask for them in the same order. After an error too: others wait for this one's part. */
-static int mt_shard_write(const mt_saved_set *set, int64_t shard, mt_model *m, const char *path, int status,
-                          mt_error *error) {
-    mt_output out = {.descriptor = -1};
-    int64_t first, header_bytes, end = mt_shard_tensors(set, shard, &first);
-    free(mt_saved_header(set->tensors + first, end - first, &header_bytes));
-    for (int64_t i = first; i < end; i++) {
-        const mt_saved *saved = &set->tensors[i];
-        for (int64_t k = 0; k < saved->num_params; k++) {
-            const mt_param *param = &saved->params[k];
-            if (!param->counted && !mt_param_is_scattered(m, param)) continue;
-            const void *bucket = mt_bucket_gather_state(m, param->bucket, saved->kept);
-            const mt_group *copies = m->buckets[param->bucket].group;
-            int writer = (int)(i / copies->size % mt_param_group(m, param)->size);
-            if (copies->rank != (int)(i % copies->size)) continue;
-            if (status == 0 && out.descriptor < 0) status = mt_output_join(&out, path, error);
-            status = mt_param_write(&out, m, param, saved, bucket, header_bytes + saved->offset, writer, status);
+/* Hands on what this rank has of a set, whose first file has a number; returns the host memory that this takes, of
+ * which *largest is one piece's. Without a writer it only counts. */
+static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, int64_t file, int64_t *largest) {
+    int64_t taken = 0;
+    *largest = 0;
+    for (int64_t shard = 0; shard < set->num_shards; shard++) {
+        int64_t first, header_bytes, end = mt_shard_tensors(set, shard, &first);
+        free(mt_saved_header(set->tensors + first, end - first, &header_bytes));
+        for (int64_t i = first; i < end; i++) {
+            const mt_saved *saved = &set->tensors[i];
+            int64_t size = mt_dtype_size(saved->dtype);
+            for (int64_t k = 0; k < saved->num_params; k++) {
+                int64_t from, to;
+                const mt_param *param = &saved->params[k];
+                const char *data = mt_param_share(m, param, saved->kept, &from, &to);
+                int64_t most =
+                    mt_max(MT_PIECE_BYTES, param->cols * size * (param->hf_transposed ? param->hf_rows_total : 1));
+                if (!data) continue;
+                *largest = mt_max(*largest, mt_min(most, mt_piece_bytes((to - from) * size)));
+                taken += mt_share_copy(m, w, param, file + shard, header_bytes + saved->offset, size, data, from, to);
+            }
         }
     }
-    return out.descriptor >= 0 ? mt_output_close(&out, status) : status;
+    return taken;
+}
+
+/* Makes a file that holds its header. */
+static int mt_shard_create(const char *header, int64_t header_bytes, const char *path, mt_error *error) {
+    mt_output out;
+    if (mt_output_open(&out, path, error) != 0) return -1;
+    int status = mt_output_write(&out, 0, header, header_bytes);
+    if (close(out.descriptor) != 0 && status == 0) status = mt_write_error(error, path);
+    return status;
 }
 
 /* Written for a single file too: loaders that take every *.safetensors of a folder then know the model's. */
@@ -11605,17 +12295,24 @@ static int mt_saved_write_index(const mt_saved_set *set, const char *folder, mt_
     return status;
 }
 
-/* On rank 0: the files of a set and their index. */
-static int mt_saved_create(const mt_saved_set *set, const char *folder, mt_error *error) {
+/* Adds a set's files to `sums`; on rank 0 makes them, and their index. */
+static int mt_saved_create(const mt_saved_set *set, const char *folder, bool makes, mt_checksums *sums,
+                           mt_error *error) {
     char name[64];
     int status = 0;
-    for (int64_t shard = 0; shard < set->num_shards && status == 0; shard++) {
+    for (int64_t shard = 0; shard < set->num_shards; shard++) {
+        int64_t first, header_bytes, end = mt_shard_tensors(set, shard, &first);
+        char *header = mt_saved_header(set->tensors + first, end - first, &header_bytes);
         mt_shard_name(name, set, shard);
+        const mt_saved *last = &set->tensors[end - 1];
+        mt_file_checksums *file = mt_checksums_append(sums, name, header_bytes + last->offset + last->bytes);
+        if (makes) mt_checksums_add(file, 0, header, header_bytes); // counted once, by who writes it
         char *path = mt_path_join(folder, name);
-        status = mt_shard_create(set, shard, path, error);
+        if (makes && status == 0) status = mt_shard_create(header, header_bytes, path, error);
         free(path);
+        free(header);
     }
-    return status == 0 ? mt_saved_write_index(set, folder, error) : status;
+    return status == 0 && makes ? mt_saved_write_index(set, folder, error) : status;
 }
 
 /* What became of it on any rank becomes every rank's status and error. */
@@ -11625,25 +12322,30 @@ static int mt_ranks_agree(const mt_model *m, int status, mt_error *error) {
 
 int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem, int64_t max_shard_bytes,
                                mt_error *error) {
-    char name[64];
     mt_saved_set set;
+    mt_writer w;
+    int64_t largest = 0;
     MT_CHECK(strcmp(stem, "model") == 0 || (strcmp(stem, "optimizer") == 0 && m->plan.train));
     mt_saved_plan(&set, m, stem, max_shard_bytes);
-    int status = mt_ranks_agree(m, m->grid->world.rank == 0 ? mt_saved_create(&set, folder, error) : 0, error);
-    bool created = status == 0;
-    for (int64_t shard = 0; shard < set.num_shards && created; shard++) {
-        mt_shard_name(name, &set, shard);
-        char *path = mt_path_join(folder, name);
-        status = mt_shard_write(&set, shard, m, path, status, error);
-        free(path);
+    mt_writer_open(&w, m->ops, mt_ring_bytes(mt_set_copy(&set, m, NULL, 0, &largest), largest));
+    int status = mt_saved_create(&set, folder, m->grid->world.rank == 0, &w.sums, error);
+    status = mt_ranks_agree(m, status, error);
+    if (status == 0) {
+        mt_writer_begin(&w, folder);
+        mt_set_copy(&set, m, &w, 0, &largest);
+        mt_writer_end(&w);
+        status = mt_ranks_agree(m, mt_writer_wait(&w, error), error);
     }
+    mt_writer_close(&w);
     free(set.tensors);
-    return created ? mt_ranks_agree(m, status, error) : status;
+    return status;
 }
+
+/* ==== §14e saving ================================================================================================ */
+/* Everything is written into a folder of a temporary name beside its place, brought to disk, and renamed. */
 
 /* ---- folders */
 
-enum { MT_TRAINER_VERSION = 1 };
 static const int64_t mt_max_shard_bytes = 5000000000; // as save_pretrained's default was for long
 
 /* Where the run stands, and what it was begun with. */
@@ -11661,7 +12363,7 @@ static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const 
     mt_json_set_int(json, "micro_batch_size", o->micro_batch_size);
     mt_json_set_int(json, "world_size", m->grid->world.size);
     mt_json_set_string(json, "dtype", mt_dtype_name(m->dtype));
-    mt_json_set_real(json, "learning_rate", mt_learning_rate(o, state->consumed_train_samples));
+    mt_json_set_real(json, "learning_rate", o->lr > 0 ? mt_learning_rate(o, state->consumed_train_samples) : 0);
     int status = mt_json_write(folder, "trainer.json", json, error);
     json_decref(json);
     return status;
@@ -11674,24 +12376,6 @@ static int mt_generation_config_write(const mt_options *options, const char *fol
     if (options->eos_token_id >= 0) mt_json_set_int(json, "eos_token_id", options->eos_token_id);
     int status = mt_json_write(folder, "generation_config.json", json, error);
     json_decref(json);
-    return status;
-}
-
-/* Everything of a checkpoint but the caller's own files. */
-static int mt_checkpoint_write(mt_model *m, const mt_run_state *state, const char *folder, mt_error *error) {
-    bool writes = m->grid->world.rank == 0;
-    int status = 0;
-    if (writes) {
-        char *config = mt_options_write_hf_config(m->options);
-        status = mt_text_write(folder, "config.json", config, error);
-        free(config);
-        if (status == 0) status = mt_generation_config_write(m->options, folder, error);
-    }
-    status = mt_ranks_agree(m, status, error);
-    if (status == 0) status = mt_safetensors_save_folder(m, folder, "model", mt_max_shard_bytes, error);
-    if (status == 0 && m->plan.train && !m->options->no_save_optim)
-        status = mt_safetensors_save_folder(m, folder, "optimizer", mt_max_shard_bytes, error);
-    if (status == 0 && writes) status = mt_trainer_write(m, state, folder, error);
     return status;
 }
 
@@ -11779,6 +12463,7 @@ static int mt_file_replace(const char *folder, const char *name, const char *tex
     unlink(from);
     int status = link ? symlink(text, from) : mt_text_write(folder, temporary, text, error);
     if (link && status != 0) mt_write_error(error, to);
+    if (!link && status == 0) status = mt_fsync_path(from, error);
     if (status == 0 && rename(from, to) != 0) {
         status = mt_write_error(error, to);
         unlink(from);
@@ -11811,7 +12496,8 @@ static int mt_link_file(const char *iteration, const char *name, void *folder) {
     char target[300];
     mt_error ignored;
     (void)iteration;
-    if (strncmp(name, "optimizer", 9) == 0 || strcmp(name, "trainer.json") == 0) return 0;
+    if (strncmp(name, "optimizer", 9) == 0 || strcmp(name, "trainer.json") == 0 || strcmp(name, "checksums.json") == 0)
+        return 0;
     if (mt_path_exists(folder, name) || strlen(name) > 255) return 0;
     snprintf(target, sizeof target, "latest/%s", name);
     mt_file_replace(folder, name, target, true, &ignored);
@@ -11897,38 +12583,287 @@ int mt_checkpoint_prepare(const mt_model *m, const char *folder, mt_error *error
     return mt_checkpoint_check_folder(folder, mt_checkpoint_bytes(m), error);
 }
 
-/* Rank 0's last steps: a folder that is whole and on disk takes its place and becomes the latest. */
-static int mt_checkpoint_place(const char *temporary, const char *folder, const char *name, int64_t iteration,
-                               mt_error *error) {
-    char *place = mt_path_join(folder, name);
-    int status = mt_folder_visit(temporary, mt_fsync_entry, error);
-    if (status == 0) status = mt_fsync_path(temporary, error);
-    if (status == 0) status = mt_folder_place(temporary, place, error);
-    if (status == 0) status = mt_checkpoint_publish(folder, name, iteration, error);
-    free(place);
+/* ---- which checkpoints stay */
+
+/* The number of iter_NNNNNNN, or -1 for any other name. */
+static int64_t mt_iteration_of(const char *name) {
+    if (strncmp(name, "iter_", 5) != 0 || strlen(name) < 12 || strlen(name) > 14) return -1;
+    if (strspn(name + 5, "0123456789") != strlen(name + 5)) return -1;
+    return strtoll(name + 5, NULL, 10);
+}
+
+/* Numbers of the checkpoints that are in a folder. */
+typedef struct mt_iterations {
+    int64_t *numbers, count;
+} mt_iterations;
+
+static int mt_iterations_add(const char *folder, const char *name, void *context) {
+    mt_iterations *found = context;
+    int64_t number = mt_iteration_of(name);
+    (void)folder;
+    if (number < 0) return 0;
+    found->numbers = mt_realloc(found->numbers, (found->count + 1) * 8);
+    found->numbers[found->count++] = number;
+    return 0;
+}
+
+static int mt_number_descending(const void *a, const void *b) {
+    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return (x < y) - (x > y);
+}
+
+/* The last first; free the numbers. */
+static mt_iterations mt_iterations_list(const char *folder) {
+    mt_iterations found = {0};
+    mt_folder_visit(folder, mt_iterations_add, &found);
+    if (found.count > 0) qsort(found.numbers, (size_t)found.count, 8, mt_number_descending);
+    return found;
+}
+
+/* "FOLDER/iter_NNNNNNN" to free. */
+static char *mt_iteration_path(const char *folder, int64_t number) {
+    char name[64];
+    snprintf(name, sizeof name, "iter_%07lld", (long long)number);
+    return mt_path_join(folder, name);
+}
+
+/* Once `latest` is whole: removes those before it that are neither among the last --keep-checkpoints nor at a multiple
+ * of --save-retain-interval. Under another name first, so that none is ever there in part. */
+static void mt_checkpoint_retain(const mt_options *o, const char *folder, int64_t latest) {
+    int64_t keep = o->keep_checkpoints > 0       ? o->keep_checkpoints
+                   : o->save_retain_interval > 0 ? 1
+                                                 : INT64_MAX,
+            kept = 0;
+    mt_iterations found = mt_iterations_list(folder);
+    for (int64_t i = 0; i < found.count; i++) {
+        int64_t number = found.numbers[i];
+        if (number > latest || kept++ < keep) continue;
+        if (o->save_retain_interval > 0 && number % o->save_retain_interval == 0) continue;
+        char *path = mt_iteration_path(folder, number);
+        char *aside = mt_malloc((int64_t)strlen(path) + 32);
+        sprintf(aside, "%s.tmp-%lld", path, (long long)getpid());
+        if (rename(path, aside) == 0) mt_folder_remove(aside);
+        free(aside);
+        free(path);
+    }
+    free(found.numbers);
+}
+
+/* ---- saving, at once or in the background */
+
+enum { MT_NUM_STEMS = 2 };
+
+struct mt_saver {
+    mt_model *model;
+    const char *folder;
+    mt_checkpoint_extra *extra;
+    void *context;
+    bool async;
+    mt_saved_set sets[MT_NUM_STEMS];
+    int64_t num_sets;
+    mt_writer writer;
+    char *temporary;             // the folder being written; NULL: none is
+    char name[64];               // what it will be called
+    int64_t iteration, in_place; // of the one being written; of the last one that took its place, or -1
+    bool places;                 // tensors are on disk: rank 0 puts the folder in its place, in a thread
+    bool placed;                 // that is done
+    int place_status;
+    mt_error place_error;
+    pthread_t place_thread;
+    pthread_mutex_t lock; // of placed
+};
+
+void mt_saver_open(mt_saver **out, mt_model *m, const char *folder, mt_checkpoint_extra *extra, void *context,
+                   bool async) {
+    static const char *const stems[MT_NUM_STEMS] = {"model", "optimizer"};
+    mt_saver *s = mt_calloc(sizeof *s);
+    int64_t total = 0, largest = 0, one = 0;
+    *s = (mt_saver){.model = m, .folder = folder, .extra = extra, .context = context, .async = async, .in_place = -1};
+    s->num_sets = m->plan.train && !m->options->no_save_optim ? 2 : 1;
+    for (int64_t i = 0; i < s->num_sets; i++) {
+        mt_saved_plan(&s->sets[i], m, stems[i], mt_max_shard_bytes);
+        total += mt_set_copy(&s->sets[i], m, NULL, 0, &one);
+        largest = mt_max(largest, one);
+    }
+    mt_writer_open(&s->writer, m->ops, async ? mt_max(total, 64) : mt_ring_bytes(total, largest));
+    s->writer.holds_all = async;
+    pthread_mutex_init(&s->lock, NULL);
+    *out = s;
+}
+
+void mt_saver_close(mt_saver *s) {
+    if (!s) return;
+    MT_CHECK(!s->temporary); // mt_saver_finish
+    mt_writer_close(&s->writer);
+    for (int64_t i = 0; i < s->num_sets; i++) free(s->sets[i].tensors);
+    pthread_mutex_destroy(&s->lock);
+    free(s);
+}
+
+/* Everything on rank 0 that is small. */
+static int mt_saver_write_small(mt_saver *s, const mt_run_state *state, mt_error *error) {
+    const mt_model *m = s->model;
+    int status = mt_folder_create(s->temporary, error);
+    char *config = mt_options_write_hf_config(m->options);
+    if (status == 0) status = mt_text_write(s->temporary, "config.json", config, error);
+    free(config);
+    if (status == 0) status = mt_generation_config_write(m->options, s->temporary, error);
+    if (status == 0) status = mt_trainer_write(m, state, s->temporary, error);
+    if (status == 0 && s->extra) status = s->extra(s->context, s->temporary, error);
     return status;
+}
+
+/* Rank 0's sums become those of what all ranks wrote. */
+static void mt_saver_collect_sums(mt_saver *s) {
+    const mt_group *world = &s->model->grid->world;
+    for (int64_t i = 0; i < s->writer.sums.count; i++) {
+        mt_file_checksums *file = &s->writer.sums.files[i];
+        if (world->rank != 0) mt_send(world, file->sums, file->count * 4, 0, 0);
+        uint32_t *theirs = world->rank == 0 ? mt_malloc(file->count * 4) : NULL;
+        for (int rank = 1; rank < world->size && theirs; rank++) {
+            mt_receive(world, theirs, file->count * 4, rank, 0);
+            for (int64_t block = 0; block < file->count; block++) file->sums[block] ^= theirs[block];
+        }
+        free(theirs);
+        mt_checksums_finish(file);
+    }
+}
+
+/* Adds a file of the folder that has no sums yet. */
+static int mt_checksums_add_file(const char *folder, const char *name, void *context) {
+    mt_saver *s = context;
+    int64_t bytes;
+    if (mt_checksums_find(&s->writer.sums, name)) return 0;
+    char *path = mt_path_join(folder, name);
+    int descriptor = mt_file_open(path, &bytes, &s->place_error);
+    free(path);
+    if (descriptor < 0) return -1;
+    mt_file_checksums *file = mt_checksums_append(&s->writer.sums, name, bytes);
+    char *buffer = mt_malloc(MT_SUM_BLOCK);
+    int status = 0;
+    for (int64_t first = 0, n; first < bytes && status == 0; first += n) {
+        n = mt_min(MT_SUM_BLOCK, bytes - first);
+        status = mt_read_at(descriptor, buffer, n, first);
+        if (status == 0) mt_checksums_add(file, first, buffer, n);
+    }
+    mt_checksums_finish(file);
+    free(buffer);
+    close(descriptor);
+    return status == 0
+               ? 0
+               : mt_error_set(&s->place_error, "%s/%s: cannot be read again: %s", folder, name, strerror(errno));
+}
+
+static int mt_checksums_compare(const void *a, const void *b) {
+    return strcmp(((const mt_file_checksums *)a)->name, ((const mt_file_checksums *)b)->name);
+}
+
+/* Rank 0's last steps: a folder that is whole and on disk takes its place, becomes the latest, and others go. */
+static void *mt_saver_place(void *context) {
+    mt_saver *s = context;
+    mt_error *error = &s->place_error;
+    char *place = mt_path_join(s->folder, s->name);
+    int status = mt_folder_visit(s->temporary, mt_checksums_add_file, s);
+    qsort(s->writer.sums.files, (size_t)s->writer.sums.count, sizeof *s->writer.sums.files, mt_checksums_compare);
+    char *text = mt_checksums_print(&s->writer.sums);
+    if (status == 0) status = mt_text_write(s->temporary, "checksums.json", text, error);
+    if (status == 0) status = mt_folder_visit(s->temporary, mt_fsync_entry, error);
+    if (status == 0) status = mt_fsync_path(s->temporary, error);
+    if (status == 0) status = mt_folder_place(s->temporary, place, error);
+    if (status == 0) status = mt_checkpoint_publish(s->folder, s->name, s->iteration, error);
+    if (status == 0) mt_checkpoint_retain(s->model->options, s->folder, s->iteration);
+    free(text);
+    free(place);
+    s->place_status = status;
+    pthread_mutex_lock(&s->lock);
+    s->placed = true;
+    pthread_mutex_unlock(&s->lock);
+    return NULL;
+}
+
+/* Nothing is under way any more. */
+static int mt_saver_end(mt_saver *s, int status) {
+    if (status != 0 && s->model->grid->world.rank == 0) mt_folder_remove(s->temporary);
+    if (status == 0) s->in_place = s->iteration;
+    free(s->temporary);
+    s->temporary = NULL, s->places = false;
+    mt_checksums_free(&s->writer.sums);
+    return status;
+}
+
+/* Goes on from the threads' work, for which it waits: from tensors to the folder's place, and from there to the end. */
+static int mt_saver_advance(mt_saver *s, mt_error *error) {
+    bool places = s->model->grid->world.rank == 0;
+    if (!s->places) {
+        int status = mt_ranks_agree(s->model, mt_writer_wait(&s->writer, error), error);
+        if (status != 0) return mt_saver_end(s, status);
+        mt_saver_collect_sums(s);
+        s->places = true, s->placed = !places;
+        if (places && pthread_create(&s->place_thread, NULL, mt_saver_place, s) != 0)
+            mt_die("cannot start a thread; raise ulimit -u");
+        return 0;
+    }
+    int status = 0;
+    if (places) {
+        pthread_join(s->place_thread, NULL);
+        status = s->place_status, *error = s->place_error;
+    }
+    return mt_saver_end(s, mt_ranks_agree(s->model, status, error));
+}
+
+int mt_saver_poll(mt_saver *s, mt_error *error) {
+    if (!s || !s->temporary) return 0;
+    pthread_mutex_lock(&s->lock);
+    double busy = s->places ? !s->placed : !mt_writer_is_done(&s->writer);
+    pthread_mutex_unlock(&s->lock);
+    mt_all_reduce_max(&s->model->grid->world, &busy, 1, MT_F64);
+    return busy > 0 ? 0 : mt_saver_advance(s, error);
+}
+
+int64_t mt_saver_in_place(const mt_saver *s) {
+    return s ? s->in_place : -1;
+}
+
+int mt_saver_finish(mt_saver *s, mt_error *error) {
+    int status = 0;
+    while (s && s->temporary && status == 0) status = mt_saver_advance(s, error);
+    return status;
+}
+
+int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
+    char temporary_name[128];
+    mt_model *m = s->model;
+    bool writes = m->grid->world.rank == 0;
+    int64_t file = 0, largest;
+    if (mt_saver_finish(s, error) != 0) return -1; // the one before
+    s->iteration = state->iteration;
+    snprintf(s->name, sizeof s->name, "iter_%07lld", (long long)state->iteration);
+    snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", s->name, (long long)getpid());
+    mt_broadcast(&m->grid->world, temporary_name, sizeof temporary_name, 0);
+    s->temporary = mt_path_join(s->folder, temporary_name);
+    int status = writes ? mt_checkpoint_prepare(m, s->folder, error) : 0;
+    if (status == 0 && writes) status = mt_saver_write_small(s, state, error);
+    for (int64_t i = 0; i < s->num_sets && status == 0; i++)
+        status = mt_saved_create(&s->sets[i], s->temporary, writes, &s->writer.sums, error);
+    status = mt_ranks_agree(m, status, error);
+    if (status != 0) return mt_saver_end(s, status);
+    mt_writer_begin(&s->writer, s->temporary);
+    for (int64_t i = 0; i < s->num_sets; file += s->sets[i++].num_shards)
+        mt_set_copy(&s->sets[i], m, &s->writer, file, &largest);
+    mt_writer_end(&s->writer);
+    return s->async ? 0 : mt_saver_finish(s, error);
 }
 
 int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
                        void *context, mt_error *error) {
-    char name[64], temporary_name[128];
-    bool writes = m->grid->world.rank == 0;
-    snprintf(name, sizeof name, "iter_%07lld", (long long)state->iteration);
-    snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", name, (long long)getpid());
-    mt_broadcast(&m->grid->world, temporary_name, sizeof temporary_name, 0);
-    int status = mt_ranks_agree(m, writes ? mt_checkpoint_prepare(m, folder, error) : 0, error);
-    if (status != 0) return -1;
-    char *temporary = mt_path_join(folder, temporary_name);
-    status = mt_ranks_agree(m, writes ? mt_folder_create(temporary, error) : 0, error);
-    if (status == 0) status = mt_checkpoint_write(m, state, temporary, error);
-    if (status == 0 && writes && extra) status = extra(context, temporary, error);
-    if (status == 0 && writes) status = mt_checkpoint_place(temporary, folder, name, state->iteration, error);
-    if (status != 0 && writes) mt_folder_remove(temporary);
-    free(temporary);
-    return mt_ranks_agree(m, status, error);
+    mt_saver *s;
+    mt_saver_open(&s, m, folder, extra, context, false);
+    int status = mt_saver_save(s, state, error);
+    mt_saver_close(s);
+    return status;
 }
 
-/* ==== §14d resuming ============================================================================================== */
+/* ==== §14f resuming ============================================================================================== */
 /* Where a run left off, so that it goes on bit for bit. */
 
 /* The iteration that latest_checkpointed_iteration.txt names, or -1 with error. */
@@ -11977,6 +12912,42 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
     return NULL;
 }
 
+/* The last checkpoint of a folder before iteration `before` whose small files are whole and whose others have their
+ * sizes; of those that latest_checkpointed_iteration.txt does not name too early. -1: there is none, with the error of
+ * the last one that is not whole, or of their absence. */
+static int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error) {
+    mt_iterations found = mt_iterations_list(folder);
+    int64_t number = -1;
+    mt_error_set(error, "%s: holds no checkpoint; begin anew, or name another folder", folder);
+    for (int64_t i = 0; i < found.count && number < 0; i++) {
+        if (found.numbers[i] >= before) continue;
+        char *path = mt_iteration_path(folder, found.numbers[i]);
+        if (mt_folder_has(path, "config.json") && mt_checkpoint_verify(path, false, error) == 0)
+            number = found.numbers[i];
+        free(path);
+    }
+    free(found.numbers);
+    return number;
+}
+
+bool mt_checkpoint_exists(const char *folder) {
+    mt_iterations found = mt_iterations_list(folder);
+    free(found.numbers);
+    return found.count > 0 || mt_folder_has(folder, "latest_checkpointed_iteration.txt") ||
+           mt_folder_has(folder, "config.json");
+}
+
+char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error) {
+    mt_error damage;
+    char *path = mt_checkpoint_resolve(folder, &damage);
+    if (path && mt_checkpoint_verify(path, false, &damage) == 0) return path;
+    int64_t number = path && strrchr(path, '/') ? mt_iteration_of(strrchr(path, '/') + 1) : INT64_MAX;
+    free(path);
+    number = mt_checkpoint_whole_before(folder, number < 0 ? INT64_MAX : number, error);
+    if (number < 0) *error = damage;
+    return number < 0 ? NULL : mt_iteration_path(folder, number);
+}
+
 /* The tensor that keeps one kind of value of a parameter. */
 static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const mt_param *param, mt_kept kept) {
     char name[192];
@@ -12002,22 +12973,27 @@ static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_kept first
 
 /* Moments and, where they were kept, master weights. A bf16 run may go on in fp32, from its master weights, and an fp32
  * run in bf16, with its weights for master weights. */
-static int mt_optimizer_load(mt_model *m, const char *folder, mt_error *error) {
+static int mt_optimizer_load(mt_model *m, const char *folder, const mt_checksums *sums, bool *damaged,
+                             mt_error *error) {
     mt_safetensors *file = NULL;
     mt_param *rows;
     mt_kept first = MT_KEPT_M;
-    int64_t count = mt_params_build(&rows, m->options, NULL);
+    int64_t count = mt_params_build(&rows, m->options, NULL), num_wanted = 0;
     int status = mt_safetensors_open_folder(&file, folder, "optimizer", error);
     if (status == 0 && mt_optimizer_find(file, &rows[0], MT_KEPT_MASTER)) first = MT_KEPT_MASTER;
     if (status == 0) status = mt_optimizer_check(rows, count, first, folder, file, error);
     free(rows);
     status = mt_agree(&m->grid->world, status != 0, error);
+    mt_wanted *wanted = mt_calloc(mt_max(m->num_params * MT_NUM_KEPT, 1) * (int64_t)sizeof *wanted);
     for (int64_t i = 0; i < m->num_params && status == 0; i++)
         for (int kept = first; kept < MT_NUM_KEPT && mt_param_is_trained(&m->params[i]);
              kept++) { // an fp32 model's weights are its master weights
-            mt_part part = mt_bucket_part(m, m->params[i].bucket, (mt_kept)kept);
-            mt_param_load(m, &m->params[i], mt_optimizer_find(file, &m->params[i], (mt_kept)kept), NULL, &part);
+            mt_wanted *w = &wanted[num_wanted++];
+            *w = (mt_wanted){.param = &m->params[i], .tensor = mt_optimizer_find(file, &m->params[i], (mt_kept)kept)};
+            w->floats = mt_bucket_part(m, m->params[i].bucket, (mt_kept)kept);
         }
+    if (status == 0) status = mt_safetensors_take(file, m, sums, wanted, num_wanted, damaged, error);
+    free(wanted);
     mt_safetensors_close(file);
     return status;
 }
@@ -12059,12 +13035,13 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *p
     if (version > MT_TRAINER_VERSION)
         return mt_error_set(error, "%s: version %lld was written by a later version of this program; update it", path,
                             (long long)version);
-    if (mt_trainer_agrees(path, "--seed", seed, m->options->seed, error) != 0) return -1;
+    if (!m->options->no_load_rng && mt_trainer_agrees(path, "--seed", seed, m->options->seed, error) != 0) return -1;
     return mt_trainer_agrees(path, "--seq-length", seq_length, m->options->seq_length, error);
 }
 
 /* The optimizer and the place in the run; `folder` is one iteration's. */
-static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
+static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, const mt_checksums *sums, bool *damaged,
+                       mt_error *error) {
     bool has_optimizer =
         mt_folder_has(folder, "optimizer.safetensors") || mt_folder_has(folder, "optimizer.safetensors.index.json");
     bool continues = mt_folder_has(folder, "trainer.json") && (has_optimizer || m->options->no_load_optim);
@@ -12074,16 +13051,77 @@ static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, mt_
     int status = mt_agree(&m->grid->world, mt_trainer_read(m, state, path, error) != 0, error);
     free(path);
     if (status == 0 && m->options->no_load_optim) state->optimizer_step = 0; // the moments begin at 0 too
-    return status == 0 && !m->options->no_load_optim ? mt_optimizer_load(m, folder, error) : status;
+    return status == 0 && !m->options->no_load_optim ? mt_optimizer_load(m, folder, sums, damaged, error) : status;
+}
+
+/* Loads one folder. *damaged: it is not what was saved, by its sums. Where reading it fails in any other way, such as a
+ * tensor of another name, rank 0 looks through all of it for damage first. */
+static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, bool *damaged, mt_error *error) {
+    const mt_group *world = &m->grid->world;
+    mt_checksums sums = {0};
+    *damaged = world->rank == 0 && mt_checkpoint_verify(folder, false, error) != 0;
+    int status = mt_agree(world, *damaged, error);
+    if (status == 0) status = mt_agree(world, mt_checksums_read(&sums, folder, error) != 0, error);
+    if (status == 0) status = mt_weights_load(m, folder, sums.count > 0 ? &sums : NULL, damaged, error);
+    if (status == 0) status = mt_run_load(m, state, folder, sums.count > 0 ? &sums : NULL, damaged, error);
+    if (status != 0 && sums.count > 0) {
+        mt_error found;
+        if (world->rank == 0 && !*damaged && mt_checkpoint_verify(folder, true, &found) != 0)
+            *damaged = true, *error = found;
+        mt_broadcast(world, error, sizeof *error, 0);
+    }
+    mt_broadcast(world, damaged, sizeof *damaged, 0);
+    mt_checksums_free(&sums);
+    return status;
+}
+
+/* What a checkpoint that turned out to be damaged has left behind in the optimizer. */
+static void mt_optimizer_zero(mt_model *m) {
+    for (int64_t i = 0; i < m->num_buckets && m->plan.train; i++)
+        for (int kept = MT_KEPT_M; kept < MT_NUM_KEPT; kept++) {
+            mt_part part = mt_bucket_part(m, i, (mt_kept)kept);
+            mt_part_write(m, &part, part.first, NULL, part.count);
+        }
+}
+
+/* Tells what is wrong with a checkpoint and returns the one before it, the same on every rank, or -1. */
+static int64_t mt_checkpoint_fall_back(const mt_group *world, const char *folder, int64_t from,
+                                       const mt_error *damage) {
+    int64_t number = -1;
+    mt_error ignored;
+    if (world->rank == 0) {
+        number = mt_checkpoint_whole_before(folder, from, &ignored);
+        if (number >= 0)
+            fprintf(stderr, "warning: %s; going on from iteration %lld\n", damage->text, (long long)number);
+    }
+    mt_broadcast(world, &number, sizeof number, 0);
+    return number;
+}
+
+bool mt_options_falls_back(const mt_options *options) {
+    return options->load && options->save && strcmp(options->load, options->save) == 0;
 }
 
 int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
-    char *resolved = mt_checkpoint_resolve(folder, error);
-    int status = mt_agree(&m->grid->world, !resolved, error);
+    const mt_group *world = &m->grid->world;
+    const char *loads = m->options->load;
+    bool falls_back = mt_options_falls_back(m->options) && loads && strcmp(folder, loads) == 0, damaged = false;
+    char *path = mt_checkpoint_resolve(folder, error);
+    int status = mt_agree(world, !path, error);
+    int64_t number = path && strrchr(path, '/') ? mt_iteration_of(strrchr(path, '/') + 1) : -1;
     *state = (mt_run_state){0};
-    if (status == 0) status = mt_weights_load(m, resolved, error);
-    if (status == 0) status = mt_run_load(m, state, resolved, error);
-    free(resolved);
+    if (status != 0 && falls_back) number = INT64_MAX, damaged = true;
+    if (status == 0) status = mt_folder_load(m, state, path, &damaged, error);
+    while (status != 0 && damaged && falls_back && number >= 0) {
+        number = mt_checkpoint_fall_back(world, folder, number, error);
+        if (number < 0) break;
+        free(path);
+        path = mt_iteration_path(folder, number);
+        *state = (mt_run_state){0};
+        mt_optimizer_zero(m);
+        status = mt_folder_load(m, state, path, &damaged, error);
+    }
+    free(path);
     return status;
 }
 

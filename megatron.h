@@ -190,8 +190,9 @@ typedef struct mt_options {
     bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
     /* checkpoints and reports */
     char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config;
-    int64_t save_interval;
-    bool profile, finetune, no_load_optim, no_save_optim;
+    int64_t save_interval, keep_checkpoints, save_retain_interval;
+    bool profile, finetune, no_load_optim, no_save_optim, no_load_rng;
+    bool async_save, auto_resume, exit_on_missing_checkpoint;
     char *trace; // a file for the timeline of these steps of the run, counted from 1
     int64_t trace_first_step, trace_last_step;
     /* inference */
@@ -1555,6 +1556,23 @@ typedef int mt_checkpoint_extra(void *context, const char *folder, mt_error *err
 int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
                        void *context, mt_error *error);
 
+/* Saves a run's checkpoints one after another, as mt_checkpoint_save does. With `async`, saving returns when all is
+ * copied to host memory, which is allocated here for this rank's share of the checkpoint, and threads write it while
+ * training goes on; a GPU's copy goes to pinned memory. Every rank calls all of these. */
+typedef struct mt_saver mt_saver;
+void mt_saver_open(mt_saver **saver, mt_model *model, const char *folder, mt_checkpoint_extra *extra, void *context,
+                   bool async);
+/* Begins a checkpoint; first waits for the one before. */
+int mt_saver_save(mt_saver *saver, const mt_run_state *state, mt_error *error);
+/* Between steps: takes its next step once every rank's thread is done. What went wrong since is an error of this call.
+ * Nothing where nothing is under way, or where saver is NULL. */
+int mt_saver_poll(mt_saver *saver, mt_error *error);
+/* Waits until the checkpoint that is under way is in its place. */
+int mt_saver_finish(mt_saver *saver, mt_error *error);
+/* The iteration of the last checkpoint that took its place; -1: none yet. */
+int64_t mt_saver_in_place(const mt_saver *saver);
+void mt_saver_close(mt_saver *saver);
+
 /* Loads weights from a Hugging Face folder or from one that mt_checkpoint_save wrote (its latest). A model made for
  * training also gets its optimizer and `state` from it, and then continues bit for bit, unless options->finetune says
  * to begin at iteration 0, or trainer.json or the optimizer's files are not there; with options->no_load_optim `state`
@@ -1563,6 +1581,24 @@ int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *f
  * finite are reported on standard error. Every rank calls it, reads what it holds of each tensor, whatever layout saved
  * them, and returns the same. */
 int mt_checkpoint_load(mt_model *model, mt_run_state *state, const char *folder, mt_error *error);
+
+/* CRC-32C of some bytes (RFC 3720, appendix B.4). */
+uint32_t mt_crc32c(const void *data, int64_t bytes);
+
+/* Compares one checkpoint's folder, an iter_NNNNNNN, with its checksums.json: that every file is there, the sizes of
+ * all, and the sums of those without tensors, or with `whole` of all. 0 too where there are no sums, in a Hugging Face
+ * folder or one of an older version. */
+int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error);
+
+/* Whether a run that loads from its own --save, which goes on from an older checkpoint where the last is damaged. */
+bool mt_options_falls_back(const mt_options *options);
+
+/* Whether a folder holds a checkpoint, damaged or not. */
+bool mt_checkpoint_exists(const char *folder);
+
+/* mt_checkpoint_resolve for a folder of --save; where what it would name is damaged as far as mt_checkpoint_verify
+ * sees without reading tensors, the one before. An error names what is wrong with the last. */
+char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error);
 
 /* The folder that holds config.json: `folder` itself, or its latest iter_NNNNNNN. Returns text to free. */
 char *mt_checkpoint_resolve(const char *folder, mt_error *error);

@@ -24,9 +24,11 @@ typedef struct run {
     mt_data *data;
     mt_loader *loaders[MT_NUM_SPLITS];
     mt_model *model;
+    mt_saver *saver;
     mt_batch batch;
     mt_run_state state;
     mt_report report;
+    int64_t saved; // the last checkpoint that was told to be in its place
     double start;
 } run;
 
@@ -115,6 +117,11 @@ static void open_data(run *r) {
     }
 }
 
+static int save_tokenizer(void *context, const char *folder, mt_error *error) {
+    const run *r = context;
+    return r->tokenizer ? mt_tokenizer_save(r->tokenizer, folder, error) : 0;
+}
+
 static void open_model(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
@@ -130,6 +137,7 @@ static void open_model(run *r) {
         check(mt_checkpoint_load(r->model, &r->state, o->load, &error), &error);
     else
         mt_model_init(r->model);
+    if (o->save) mt_saver_open(&r->saver, r->model, o->save, save_tokenizer, r, o->async_save);
     mt_batch_alloc(&r->batch, tokens);
 }
 
@@ -147,17 +155,19 @@ static void evaluate(run *r, mt_split split, const char *name, int64_t *consumed
     check(mt_report_evaluation(&r->report, &r->state, name, loss, &error), &error);
 }
 
-static int save_tokenizer(void *context, const char *folder, mt_error *error) {
-    const run *r = context;
-    return r->tokenizer ? mt_tokenizer_save(r->tokenizer, folder, error) : 0;
+/* After each call of the saver, which may have put a checkpoint into its place. */
+static void tell_saved(run *r, int status, const mt_error *error) {
+    check(status, error);
+    if (mt_saver_in_place(r->saver) == r->saved) return;
+    r->saved = mt_saver_in_place(r->saver);
+    mt_report_line(&r->report, "saved iteration %lld to %s", (long long)r->saved, r->options.save);
 }
 
 static void save(run *r) {
     mt_error error;
     if (!r->options.save) return;
     check(mt_train_finish(r->model, &error), &error);
-    check(mt_checkpoint_save(r->model, &r->state, r->options.save, save_tokenizer, r, &error), &error);
-    mt_report_line(&r->report, "saved iteration %lld to %s", (long long)r->state.iteration, r->options.save);
+    tell_saved(r, mt_saver_save(r->saver, &r->state, &error), &error);
 }
 
 /* True when a signal or --exit-duration-in-mins ends the run early; every rank must see the same answer. */
@@ -182,6 +192,7 @@ static void train(run *r) {
     int64_t saved = -1, validated = r->state.iteration, test_samples = 0; // without a step: converts
     bool stop = false;
     while (r->state.iteration < o->num_iterations && !stop) {
+        tell_saved(r, mt_saver_poll(r->saver, &error), &error);
         feed from = {r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples,
                      o->micro_batch_size * r->grid.data.size};
         int64_t micro_batches = mt_global_batch_size(o, from.consumed) / from.stride;
@@ -240,7 +251,7 @@ static int print_schedule(run *r) {
 }
 
 int main(int argc, char **argv) {
-    run r = {.start = mt_time()};
+    run r = {.start = mt_time(), .saved = -1};
     mt_error error;
     check(mt_options_parse(&r.options, MT_PROGRAM_TRAIN, argc, argv, &error), &error);
     mt_grid_start(&r.grid, &argc, &argv);
@@ -251,16 +262,18 @@ int main(int argc, char **argv) {
     check(mt_grid_build(&r.grid, &r.options, &error), &error);
     if (r.grid.world.rank == 0) mt_options_print(&r.options, MT_PROGRAM_TRAIN, stdout);
     if (r.grid.world.rank == 0 && r.grid.world.size > 1) mt_grid_print(&r.grid, &r.options, stdout);
-    open_data(&r);
+    if (r.options.num_iterations > 0) open_data(&r);
     open_model(&r);
     check(mt_report_open(&r.report, r.model, &r.state, &error), &error);
     if (r.options.trace) check(mt_trace_open(&r.options, &r.grid, &r.state, &error), &error);
     catch_signals(&r.options);
     train(&r);
+    tell_saved(&r, mt_saver_finish(r.saver, &error), &error);
     mt_report_close(&r.report);
     for (int split = 0; split < MT_NUM_SPLITS; split++) mt_loader_close(r.loaders[split]);
     mt_data_close(r.data);
     mt_batch_free(&r.batch);
+    mt_saver_close(r.saver);
     mt_model_destroy(r.model);
     print_profile(&r);
     mt_tokenizer_close(r.tokenizer);
