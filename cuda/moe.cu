@@ -251,7 +251,8 @@ __global__ void route_backward(float *dlogits, const float *dprobs, const int32_
         softmax = read_logits<V>(x, logits, r.E);
         q = chosen ? softmax(logit) : 0;
     } else {
-        q = r.sigmoid ? (chosen ? logistic(logit) : 0) : chosen ? expf(logit - mt_warp_max(logit)) : 0;
+        float greatest = mt_warp_max(logit);
+        q = !chosen ? 0 : r.sigmoid ? logistic(logit) : expf(logit - greatest);
     }
     float total = mt_warp_sum(q);
     if (!all && !(r.sigmoid && r.k == 1)) q /= total + (r.sigmoid ? 1e-20f : 0);
