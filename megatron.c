@@ -7,7 +7,9 @@
  *   §2b  the command line and YAML
  *   §2c  config.json of Hugging Face
  *   §2d  derivation and checks
- *   §2e  printing
+ *   §2e  ranks and experts
+ *   §2f  schedules, data and the whole
+ *   §2g  printing
  *   §3   kernels in plain C
  *   §3a  threads, elements, memory
  *   §3b  linear layers
@@ -27,8 +29,9 @@
  *   §9a  rotary tables
  *   §9b  attention
  *   §9c  MLP
- *   §9d  layer
- *   §9e  context parallelism
+ *   §9d  mixture of experts
+ *   §9e  layer
+ *   §9f  context parallelism
  *   §10  the model
  *   §10a memory
  *   §10b creation
@@ -322,6 +325,17 @@ static const mt_option mt_option_table[] = {
      "key and value heads with --group-query-attention; 1 when not given"},
     {"kv-channels", MT_INT, MT_AT(kv_channels), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
      "channels of a head; hidden size / heads when not given"},
+    {"multi-latent-attention", MT_FLAG, MT_AT(multi_latent_attention), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+     "keys and values of all heads come from one small latent, as in DeepSeek-V2 and V3"},
+    {"q-lora-rank", MT_INT, MT_AT(q_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[0,1048576]",
+     "width of the queries' latent; 0, or not given: queries have none"},
+    {"kv-lora-rank", MT_INT, MT_AT(kv_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,1048576]",
+     "width of the keys' and values' latent"},
+    {"qk-head-dim", MT_INT, MT_AT(qk_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,65536]",
+     "channels of a query and key head that do not turn"},
+    {"qk-pos-emb-head-dim", MT_INT, MT_AT(qk_pos_emb_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "64", "[2,65536]",
+     "channels that do, of which all keys have the same"},
+    {"v-head-dim", MT_INT, MT_AT(v_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,65536]", "channels of a value head"},
     {"max-position-embeddings", MT_INT, MT_AT(max_position_embeddings), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
      "positions that a token may have; the sequence length when not given"},
     {"vocab-size", MT_INT, MT_AT(vocab_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
@@ -337,7 +351,7 @@ static const mt_option mt_option_table[] = {
     {"openai-gelu", MT_FLAG, MT_AT(openai_gelu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
      "GELU by its tanh approximation, as GPT-2 has it"},
     {"qk-layernorm", MT_FLAG, MT_AT(qk_layernorm), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "norm of every query and key head"},
+     "norm of every query and key head; --multi-latent-attention: of the latents, which always have it"},
     {"untie-embeddings-and-output-weights", MT_FLAG, MT_AT(untie_embeddings_and_output_weights), MT_TRAIN,
      MT_OF_WEIGHTS, NULL, NULL, "an output layer of its own"},
     {"disable-bias-linear", MT_NO, MT_AT(add_bias_linear), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
@@ -411,6 +425,52 @@ static const mt_option mt_option_table[] = {
      "two runs on a GPU have the same bits: algorithms are not chosen by measuring, and only those that repeat"},
     {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,9223372036854775807]", "seed of everything drawn"},
 
+    {.help = "mixture of experts"},
+    {"num-experts", MT_INT, MT_AT(num_experts), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
+     "experts of a layer, of which a token visits a few; no experts when not given"},
+    {"moe-layer-freq", MT_STRING, MT_AT(moe_layer_freq), MT_TRAIN, MT_OF_WEIGHTS, "1", "N or '([0]*3+[1]*58)'",
+     "layers with experts: every N-th from the first on, or 0 and 1 for every layer"},
+    {"moe-ffn-hidden-size", MT_INT, MT_AT(moe_ffn_hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
+     "width of an expert; --ffn-hidden-size when not given"},
+    {"moe-shared-expert-intermediate-size", MT_INT, MT_AT(moe_shared_expert_intermediate_size), MT_TRAIN, MT_OF_WEIGHTS,
+     NULL, "[1,16777216]", "width of the expert that every token visits; none when not given"},
+    {"moe-router-topk", MT_INT, MT_AT(moe_router_topk), MT_TRAIN, MT_OF_MODEL, "2", "[1,65536]",
+     "experts that a token visits"},
+    {"moe-router-score-function", MT_CHOICE, MT_AT(moe_router_score_function), MT_TRAIN, MT_OF_MODEL, "softmax",
+     "softmax|sigmoid", "scores from the router's logits"},
+    {"moe-router-pre-softmax", MT_FLAG, MT_AT(moe_router_pre_softmax), MT_TRAIN, MT_OF_MODEL, NULL, NULL,
+     "softmax over all experts before the choice, not over those chosen"},
+    {"moe-router-num-groups", MT_INT, MT_AT(moe_router_num_groups), MT_TRAIN, MT_OF_MODEL, NULL, "[1,65536]",
+     "groups of experts, of which --moe-router-group-topk are chosen first"},
+    {"moe-router-group-topk", MT_INT, MT_AT(moe_router_group_topk), MT_TRAIN, MT_OF_MODEL, NULL, "[1,65536]",
+     "groups that a token's experts may be in"},
+    {"moe-router-topk-scaling-factor", MT_REAL, MT_AT(moe_router_topk_scaling_factor), MT_TRAIN, MT_OF_MODEL, "1",
+     "(0,1e6]", "factor of the probabilities"},
+    {"moe-router-enable-expert-bias", MT_FLAG, MT_AT(moe_router_enable_expert_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL,
+     NULL, "a bias for every expert's score, moved after each step towards equal loads"},
+    {"moe-router-bias-update-rate", MT_REAL, MT_AT(moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3", "[0,1e6]",
+     "how far it moves"},
+    {"moe-router-load-balancing-type", MT_CHOICE, MT_AT(moe_router_load_balancing_type), MT_TRAIN, MT_OF_RUN,
+     "aux_loss", "none|aux_loss|seq_aux_loss|global_aux_loss",
+     "what --moe-aux-loss-coeff balances: a micro-batch, each sequence, or the global batch so far"},
+    {"moe-aux-loss-coeff", MT_REAL, MT_AT(moe_aux_loss_coeff), MT_TRAIN, MT_OF_MODEL, "0", "[0,1e6]",
+     "weight of the loss that balances the experts' loads"},
+    {"moe-z-loss-coeff", MT_REAL, MT_AT(moe_z_loss_coeff), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
+     "weight of the loss that keeps the router's logits small"},
+    {"moe-expert-capacity-factor", MT_REAL, MT_AT(moe_expert_capacity_factor), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]",
+     "an expert takes so many times its even share of a micro-batch and drops the rest; nothing is dropped when not "
+     "given"},
+    {"moe-token-drop-policy", MT_CHOICE, MT_AT(moe_token_drop_policy), MT_TRAIN, MT_OF_RUN, "probs", "probs|position",
+     "which are dropped: those of the lowest probabilities, or the last ones"},
+    {"moe-pad-expert-input-to-capacity", MT_FLAG, MT_AT(moe_pad_expert_input_to_capacity), MT_TRAIN, MT_OF_RUN, NULL,
+     NULL, "an expert's input always has the rows of its capacity, so that the host need not know the loads"},
+    {"moe-token-dispatcher-type", MT_CHOICE, MT_AT(moe_token_dispatcher_type), MT_BOTH, MT_OF_RUN, "alltoall",
+     "alltoall|allgather", "how tokens reach experts of other ranks: each to those it chose, or all to all ranks"},
+    {"no-moe-grouped-gemm", MT_NO, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
+     "a matrix product for each expert instead of one for all; the host then waits for their loads"},
+    {"moe-grouped-gemm", MT_FLAG, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
+     "one grouped product for all experts; the default"},
+
     {.help = "parallelism"},
     {"tensor-model-parallel-size", MT_INT, MT_AT(tensor_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
      "ranks that share every layer: heads, MLP and vocabulary"},
@@ -418,6 +478,10 @@ static const mt_option mt_option_table[] = {
      "[1,1048576]", "ranks that hold the layers one after another"},
     {"context-parallel-size", MT_INT, MT_AT(context_parallel_size), MT_TRAIN, MT_OF_RUN, "1", "[1,1048576]",
      "ranks that share every sequence"},
+    {"expert-model-parallel-size", MT_INT, MT_AT(expert_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
+     "ranks that share the experts of a layer, among all that hold it"},
+    {"expert-tensor-parallel-size", MT_INT, MT_AT(expert_tensor_parallel_size), MT_BOTH, MT_OF_RUN, NULL, "[1,1048576]",
+     "ranks that share every expert; --tensor-model-parallel-size when not given"},
     {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "tensor-parallel ranks share the tokens of norms and dropout"},
     {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_TRAIN, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
@@ -732,6 +796,7 @@ void mt_options_free(mt_options *options) {
         if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
     }
     mt_string_set(&options->hf_family, NULL);
+    mt_string_set(&options->moe_layers, NULL);
 }
 
 /* ==== §2b the command line and YAML ============================================================================== */
@@ -1285,7 +1350,7 @@ static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
 }
 
 static void mt_config_read_window(mt_config *config, mt_options *options) {
-    bool is_mistral = strcmp(options->hf_family, "mistral") == 0;
+    bool is_mistral = mt_choice_has("mistral|mixtral", options->hf_family);
     if (strcmp(options->hf_family, "llama") == 0) return; // transformers reads no window there
     if (!is_mistral && !mt_config_bool(config, "use_sliding_window", false)) return;
     if (!json_is_null(json_object_get(config->root, "sliding_window"))) options->window_size = 4096; // when not given
@@ -1334,15 +1399,90 @@ static void mt_config_read_llama_sizes(mt_config *config, mt_options *options) {
         mt_config_fail(config, "\"num_key_value_heads\" is missing");
     if (options->num_query_groups == options->num_attention_heads) options->num_query_groups = 0; // one group a head
     options->group_query_attention = options->num_query_groups != 0;
-    bool is_qwen3 = strcmp(options->hf_family, "qwen3") == 0;
+    bool is_qwen3 = strncmp(options->hf_family, "qwen3", 5) == 0;
     if (is_qwen3 && !json_object_get(config->root, "head_dim")) options->kv_channels = 128; // Qwen3Config's default
     mt_config_read_option(config, config->root, "head_dim", options, MT_AT(kv_channels));
+}
+
+/* Layers with experts as --moe-layer-freq writes them: equal neighbours together, ([0]*3+[1]*58). */
+static char *mt_layer_freq_print(const char *layers) {
+    size_t room = 16 * strlen(layers) + 3, used = 1;
+    char *text = mt_calloc((int64_t)room);
+    text[0] = '(';
+    for (const char *at = layers; *at;) {
+        int64_t times = 0;
+        char layer = *at;
+        for (; *at == layer; at++) times++;
+        used += (size_t)snprintf(text + used, room - used, "%s[%c]*%lld", used > 1 ? "+" : "", layer, (long long)times);
+    }
+    text[used] = ')';
+    return text;
+}
+
+/* Which layers of Qwen3-MoE and DeepSeek-V3 have experts. */
+static void mt_config_read_expert_layers(mt_config *config, mt_options *options) {
+    const json_t *dense = mt_config_get(config->root, "mlp_only_layers");
+    const json_t *step = mt_config_get(config->root, "decoder_sparse_step");
+    const json_t *first = mt_config_get(config->root, "first_k_dense_replace");
+    int64_t every = step ? json_integer_value(step) : 1, leading = json_integer_value(first);
+    if (config->failed || options->num_layers == 0) return;
+    if (every < 1) mt_config_fail(config, "\"decoder_sparse_step\" must be a number above 0");
+    if (dense && !json_is_array(dense)) mt_config_fail(config, "\"mlp_only_layers\" must be a list");
+    if (config->failed) return;
+    char *layers = mt_calloc(options->num_layers + 1);
+    for (int64_t i = 0; i < options->num_layers; i++) layers[i] = i >= leading && (i + 1) % every == 0 ? '1' : '0';
+    for (size_t i = 0; i < json_array_size(dense); i++) {
+        int64_t layer = json_integer_value(json_array_get(dense, i));
+        if (layer >= 0 && layer < options->num_layers) layers[layer] = '0';
+    }
+    bool any = strchr(layers, '1') != NULL;
+    char *text = mt_layer_freq_print(layers);
+    mt_string_set(&options->moe_layer_freq, strchr(layers, '0') ? text : "1");
+    if (!any) mt_config_fail(config, "no layer has experts");
+    free(text), free(layers);
+}
+
+/* The experts of Mixtral, Qwen3-MoE and DeepSeek-V3. */
+static void mt_config_read_experts(mt_config *config, mt_options *options) {
+    bool is_mixtral = strcmp(options->hf_family, "mixtral") == 0,
+         is_qwen = strcmp(options->hf_family, "qwen3_moe") == 0;
+    const char *names[] = {"num_local_experts", "num_experts", "n_routed_experts"}, *name = NULL;
+    for (size_t i = 0; i < 3; i++)
+        if (mt_config_get(config->root, names[i])) name = names[i];
+    if (!name) mt_config_fail(config, "\"%s\" is missing", names[is_mixtral ? 0 : is_qwen ? 1 : 2]);
+    if (!name) return;
+    mt_config_read_size(config, name, options, MT_AT(num_experts));
+    mt_config_read_size(config, "num_experts_per_tok", options, MT_AT(moe_router_topk));
+    mt_config_read_option(config, config->root, "router_aux_loss_coef", options, MT_AT(moe_aux_loss_coeff));
+    mt_config_read_size(config, is_mixtral ? "intermediate_size" : "moe_intermediate_size", options,
+                        MT_AT(moe_ffn_hidden_size));
+    if (is_mixtral) return;
+    mt_config_read_expert_layers(config, options);
+    bool normalised = mt_config_bool(config, "norm_topk_prob", !is_qwen);
+    if (is_qwen) {
+        options->moe_router_pre_softmax = !normalised;
+        return;
+    }
+    if (!normalised) mt_config_fail(config, "\"norm_topk_prob\": false is not supported for deepseek_v3");
+    mt_string_set(&options->moe_router_score_function, "sigmoid");
+    options->moe_router_enable_expert_bias = true;
+    mt_config_read_option(config, config->root, "n_group", options, MT_AT(moe_router_num_groups));
+    mt_config_read_option(config, config->root, "topk_group", options, MT_AT(moe_router_group_topk));
+    mt_config_read_option(config, config->root, "routed_scaling_factor", options,
+                          MT_AT(moe_router_topk_scaling_factor));
+    mt_config_read_option(config, config->root, "n_shared_experts", options,
+                          MT_AT(moe_shared_expert_intermediate_size));
+    options->moe_shared_expert_intermediate_size *= options->moe_ffn_hidden_size;
+    if (options->moe_router_num_groups == 1 || options->moe_router_num_groups == options->moe_router_group_topk)
+        options->moe_router_num_groups = options->moe_router_group_topk = 0; // all groups: none
+    options->moe_router_group_best = 2;
 }
 
 /* Llama, Mistral, Qwen2 and Qwen3: the same block but for biases, norms of heads and windows. */
 static void mt_config_read_llama(mt_config *config, mt_options *options) {
     const char *activation = mt_config_string(config, config->root, "hidden_act", "silu");
-    bool is_qwen2 = strcmp(options->hf_family, "qwen2") == 0, is_qwen3 = strcmp(options->hf_family, "qwen3") == 0;
+    bool is_qwen2 = strcmp(options->hf_family, "qwen2") == 0;
+    bool is_qwen3 = strncmp(options->hf_family, "qwen3", 5) == 0; // qwen3_moe too
     bool is_llama = strcmp(options->hf_family, "llama") == 0;
     mt_config_read_llama_sizes(config, options);
     options->norm_epsilon = 1e-6; // what their classes in transformers have by default
@@ -1363,6 +1503,36 @@ static void mt_config_read_llama(mt_config *config, mt_options *options) {
     options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", false);
     mt_config_read_rope(config, options);
     mt_config_read_window(config, options);
+    if (mt_choice_has("mixtral|qwen3_moe", options->hf_family)) mt_config_read_experts(config, options);
+}
+
+/* The attention of DeepSeek-V3. "head_dim" is that of what turns. */
+static void mt_config_read_latent(mt_config *config, mt_options *options) {
+    int64_t groups = options->num_query_groups;
+    options->multi_latent_attention = true;
+    options->q_lora_rank = json_object_get(config->root, "q_lora_rank") ? 0 : 1536; // DeepseekV3Config's default
+    mt_config_read_option(config, config->root, "q_lora_rank", options, MT_AT(q_lora_rank));
+    mt_config_read_size(config, "kv_lora_rank", options, MT_AT(kv_lora_rank));
+    mt_config_read_size(config, "qk_nope_head_dim", options, MT_AT(qk_head_dim));
+    mt_config_read_size(config, "qk_rope_head_dim", options, MT_AT(qk_pos_emb_head_dim));
+    mt_config_read_size(config, "v_head_dim", options, MT_AT(v_head_dim));
+    options->rotary_interleaved = mt_config_bool(config, "rope_interleave", true);
+    options->kv_channels = 0; // follows from them
+    if (groups != 0)
+        mt_config_fail(config,
+                       "\"num_key_value_heads\" is %lld and \"num_attention_heads\" %lld; with a latent "
+                       "every head has its own key and value: make them equal",
+                       (long long)groups, (long long)options->num_attention_heads);
+    if (mt_config_bool(config, "attention_bias", false))
+        mt_config_fail(config, "\"attention_bias\": true is not supported with latent attention");
+}
+
+/* Llama's block with another attention, and experts in the layers from first_k_dense_replace on. */
+static void mt_config_read_deepseek(mt_config *config, mt_options *options) {
+    mt_config_read_llama(config, options);
+    mt_config_read_latent(config, options);
+    const json_t *dense = mt_config_get(config->root, "first_k_dense_replace");
+    if (!dense || json_integer_value(dense) < options->num_layers) mt_config_read_experts(config, options);
 }
 
 /* A model that no family of transformers describes: this program's own options, under their names. */
@@ -1404,6 +1574,8 @@ static void mt_config_read_family(mt_config *config, mt_options *shape, const ch
         mt_config_read_megatron(config, shape);
     else if (strcmp(family, "gpt2") == 0)
         mt_config_read_gpt2(config, shape);
+    else if (strcmp(family, "deepseek_v3") == 0)
+        mt_config_read_deepseek(config, shape);
     else
         mt_config_read_llama(config, shape);
     if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(config, "%s", problem.text);
@@ -1420,9 +1592,12 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
     const char *family = mt_config_string(&config, config.root, "model_type", NULL);
     if (!json_is_object(config.root))
         mt_config_fail(&config, "must hold a JSON object");
-    else if (!family || !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|megatron", family))
-        mt_config_fail(&config, "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2 and qwen3 are supported",
-                       family ? family : "missing");
+    else if (!family || !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|mixtral|qwen3_moe|deepseek_v3|megatron", family))
+        mt_config_fail(
+            &config,
+            "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe and deepseek_v3 "
+            "are supported",
+            family ? family : "missing");
     else
         mt_config_read_family(&config, shape, family);
     json_decref(config.root);
@@ -1463,6 +1638,7 @@ static int mt_options_take_shape(mt_options *options, const char *json, int64_t 
             !mt_option_given(options, MT_AT(add_bias_linear)) || options->add_bias_linear == shape.add_bias_linear;
         options->attention_output_bias = same_biases && shape.attention_output_bias;
         options->mlp_bias = same_biases && shape.mlp_bias;
+        options->moe_router_group_best = shape.moe_router_group_best;
         options->bos_token_id = shape.bos_token_id;
         options->eos_token_id = shape.eos_token_id;
         mt_string_set(&options->hf_family, shape.hf_family);
@@ -1483,13 +1659,29 @@ static bool mt_family_fits(const mt_options *o, const char *family) {
     bool qkv = o->add_qkv_bias, output = o->attention_output_bias, mlp = o->mlp_bias;
     bool layernorm = strcmp(o->normalization, "LayerNorm") == 0;
     if (strcmp(family, "gpt2") == 0)
-        return layernorm && strcmp(o->position_embedding_type, "learned_absolute") == 0 && !o->swiglu && qkv &&
-               output && mlp && !o->qk_layernorm && o->window_size == 0 &&
+        return layernorm && !o->multi_latent_attention && strcmp(o->position_embedding_type, "learned_absolute") == 0 &&
+               !o->swiglu && qkv && output && mlp && !o->qk_layernorm && o->window_size == 0 &&
                o->num_query_groups == o->num_attention_heads &&
                o->kv_channels * o->num_attention_heads == o->hidden_size;
-    if (layernorm || strcmp(o->position_embedding_type, "rope") != 0 || !o->swiglu || o->rotary_percent != 1 ||
-        o->rotary_interleaved)
+    if (layernorm || strcmp(o->position_embedding_type, "rope") != 0 || !o->swiglu || o->rotary_percent != 1)
         return false;
+    bool has_experts = o->num_experts > 0, softmax = strcmp(o->moe_router_score_function, "softmax") == 0;
+    if (strcmp(family, "deepseek_v3") == 0)
+        return o->multi_latent_attention && !output && !mlp && o->window_size == 0 &&
+               (!has_experts ||
+                (!softmax && o->moe_router_enable_expert_bias && o->moe_shared_expert_intermediate_size > 0 &&
+                 (o->moe_router_num_groups == 0 || o->moe_router_group_best == 2) &&
+                 o->moe_shared_expert_intermediate_size % o->moe_ffn_hidden_size == 0 &&
+                 !strstr(o->moe_layers, "10"))); // experts from some layer on
+    if (strcmp(family, "megatron") == 0) return true;
+    if (o->multi_latent_attention || o->rotary_interleaved) return false;
+    if (mt_choice_has("mixtral|qwen3_moe", family) != has_experts) return false;
+    if (has_experts && (!softmax || o->moe_router_num_groups > 0 || o->moe_router_topk_scaling_factor != 1 ||
+                        o->moe_shared_expert_intermediate_size > 0))
+        return false;
+    if (strcmp(family, "mixtral") == 0)
+        return !o->moe_router_pre_softmax && !strchr(o->moe_layers, '0') && !o->qk_layernorm && !qkv && !output;
+    if (strcmp(family, "qwen3_moe") == 0) return o->qk_layernorm && qkv == output;
     if (strcmp(family, "llama") == 0) return !o->qk_layernorm && qkv == output && o->window_size == 0;
     if (strcmp(family, "mistral") == 0) return !o->qk_layernorm && !qkv && !output && !mlp;
     if (strcmp(family, "qwen2") == 0) return !o->qk_layernorm && qkv && !output && !mlp;
@@ -1499,7 +1691,8 @@ static bool mt_family_fits(const mt_options *o, const char *family) {
 
 /* Keeps the family that the shape came from while it fits, else finds one that does. */
 static void mt_options_derive_family(mt_options *options) {
-    static const char *const families[] = {"gpt2", "llama", "mistral", "qwen2", "qwen3"};
+    static const char *const families[] = {"gpt2",  "llama",   "mistral",   "qwen2",
+                                           "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"};
     if (options->hf_family && mt_family_fits(options, options->hf_family)) return;
     mt_string_set(&options->hf_family, "megatron");
     for (size_t i = sizeof families / sizeof families[0]; i-- > 0;)
@@ -1553,6 +1746,8 @@ static json_t *mt_config_rope(const mt_options *o, bool newer) {
         mt_json_set_real(rope, "beta_fast", o->yarn_beta_fast);
         mt_json_set_real(rope, "beta_slow", o->yarn_beta_slow);
         mt_json_set_real(rope, "attention_factor", o->yarn_attention_factor);
+        if (o->yarn_mscale > 0) mt_json_set_real(rope, "mscale", o->yarn_mscale);
+        if (o->yarn_mscale_all_dim > 0) mt_json_set_real(rope, "mscale_all_dim", o->yarn_mscale_all_dim);
     }
     return rope;
 }
@@ -1570,14 +1765,14 @@ static void mt_config_write_llama(json_t *root, const mt_options *o) {
     mt_json_set_real(root, "rms_norm_eps", o->norm_epsilon);
     mt_json_set_real(root, "attention_dropout", o->attention_dropout);
     if (o->hidden_dropout > 0) mt_json_set_real(root, "hidden_dropout", o->hidden_dropout); // ours; theirs has none
-    if (strcmp(o->hf_family, "llama") == 0 || strcmp(o->hf_family, "qwen3") == 0)
+    if (strcmp(o->hf_family, "llama") == 0 || strncmp(o->hf_family, "qwen3", 5) == 0)
         mt_json_set_bool(root, "attention_bias", o->attention_output_bias);
     if (strcmp(o->hf_family, "llama") == 0) mt_json_set_bool(root, "mlp_bias", o->mlp_bias);
     json_object_set_new(root, "rope_parameters", mt_config_rope(o, true));
     mt_json_set_real(root, "rope_theta", o->rotary_base); // this and the next: transformers before 5
     json_object_set_new(root, "rope_scaling",
                         strcmp(o->rope_scaling_type, "none") == 0 ? json_null() : mt_config_rope(o, false));
-    if (strcmp(o->hf_family, "llama") == 0) return;
+    if (strcmp(o->hf_family, "llama") == 0 || o->multi_latent_attention) return;
     json_object_set_new(root, "sliding_window", o->window_size ? json_integer(o->window_size) : json_null());
     if (!is_qwen) return;
     json_t *types = json_array();
@@ -1586,6 +1781,53 @@ static void mt_config_write_llama(json_t *root, const mt_options *o) {
     json_object_set_new(root, "layer_types", types);
     mt_json_set_bool(root, "use_sliding_window", o->window_size > 0);
     mt_json_set_int(root, "max_window_layers", o->window_size > 0 ? 0 : o->num_layers);
+}
+
+/* The experts of Mixtral and Qwen3-MoE. */
+static void mt_config_write_experts(json_t *root, const mt_options *o) {
+    bool is_mixtral = strcmp(o->hf_family, "mixtral") == 0;
+    mt_json_set_int(root, "num_local_experts", o->num_experts);
+    mt_json_set_int(root, "num_experts_per_tok", o->moe_router_topk);
+    mt_json_set_real(root, "router_aux_loss_coef", o->moe_aux_loss_coeff);
+    mt_json_set_bool(root, "output_router_logits", false);
+    if (is_mixtral) {
+        mt_json_set_int(root, "intermediate_size", o->moe_ffn_hidden_size);
+        return;
+    }
+    json_t *dense = json_array();
+    for (int64_t i = 0; i < o->num_layers; i++)
+        if (o->moe_layers[i] == '0') json_array_append_new(dense, json_integer(i));
+    mt_json_set_int(root, "num_experts", o->num_experts); // transformers before 5
+    mt_json_set_int(root, "moe_intermediate_size", o->moe_ffn_hidden_size);
+    mt_json_set_bool(root, "norm_topk_prob", !o->moe_router_pre_softmax);
+    mt_json_set_int(root, "decoder_sparse_step", 1);
+    json_object_set_new(root, "mlp_only_layers", dense);
+}
+
+static void mt_config_write_deepseek(json_t *root, const mt_options *o) {
+    mt_config_write_llama(root, o);
+    mt_json_set_int(root, "head_dim", o->qk_pos_emb_head_dim);
+    json_object_set_new(root, "q_lora_rank", o->q_lora_rank > 0 ? json_integer(o->q_lora_rank) : json_null());
+    mt_json_set_int(root, "kv_lora_rank", o->kv_lora_rank);
+    mt_json_set_int(root, "qk_nope_head_dim", o->qk_head_dim);
+    mt_json_set_int(root, "qk_rope_head_dim", o->qk_pos_emb_head_dim);
+    mt_json_set_int(root, "qk_head_dim", o->qk_head_dim + o->qk_pos_emb_head_dim);
+    mt_json_set_int(root, "v_head_dim", o->v_head_dim);
+    mt_json_set_bool(root, "rope_interleave", o->rotary_interleaved);
+    mt_json_set_bool(root, "attention_bias", false);
+    const char *first = o->moe_layers ? strchr(o->moe_layers, '1') : NULL;
+    mt_json_set_int(root, "first_k_dense_replace", first ? first - o->moe_layers : o->num_layers);
+    if (!first) return;
+    mt_json_set_int(root, "n_routed_experts", o->num_experts);
+    mt_json_set_int(root, "num_experts_per_tok", o->moe_router_topk);
+    mt_json_set_int(root, "moe_intermediate_size", o->moe_ffn_hidden_size);
+    mt_json_set_int(root, "n_shared_experts", o->moe_shared_expert_intermediate_size / o->moe_ffn_hidden_size);
+    mt_json_set_int(root, "n_group", mt_max(o->moe_router_num_groups, 1));
+    mt_json_set_int(root, "topk_group", mt_max(o->moe_router_group_topk, 1));
+    mt_json_set_real(root, "routed_scaling_factor", o->moe_router_topk_scaling_factor);
+    mt_json_set_bool(root, "norm_topk_prob", true);
+    mt_json_set_string(root, "scoring_func", "sigmoid");
+    mt_json_set_string(root, "topk_method", "noaux_tc");
 }
 
 static void mt_config_write_megatron(json_t *root, const mt_options *options) {
@@ -1597,7 +1839,8 @@ static void mt_config_write_megatron(json_t *root, const mt_options *options) {
         if (row->type == MT_NO) mt_json_set_bool(root, key, !*mt_option_bool(options, row));
         if (row->type == MT_INT) mt_json_set_int(root, key, *mt_option_int(options, row));
         if (row->type == MT_REAL) mt_json_set_real(root, key, *mt_option_real(options, row));
-        if (row->type == MT_CHOICE) mt_json_set_string(root, key, *mt_option_string(options, row));
+        if (row->type == MT_CHOICE || row->type == MT_STRING)
+            mt_json_set_string(root, key, *mt_option_string(options, row));
     }
     mt_json_set_bool(root, "attention_output_bias", options->attention_output_bias);
     mt_json_set_bool(root, "mlp_bias", options->mlp_bias);
@@ -1616,9 +1859,12 @@ static char *mt_json_print(const json_t *root) {
 }
 
 char *mt_options_write_hf_config(const mt_options *options) {
-    static const char *const classes[][2] = {{"gpt2", "GPT2LMHeadModel"},       {"llama", "LlamaForCausalLM"},
-                                             {"mistral", "MistralForCausalLM"}, {"qwen2", "Qwen2ForCausalLM"},
-                                             {"qwen3", "Qwen3ForCausalLM"},     {"megatron", "MegatronForCausalLM"}};
+    static const char *const classes[][2] = {
+        {"gpt2", "GPT2LMHeadModel"},        {"llama", "LlamaForCausalLM"},
+        {"mistral", "MistralForCausalLM"},  {"qwen2", "Qwen2ForCausalLM"},
+        {"qwen3", "Qwen3ForCausalLM"},      {"deepseek_v3", "DeepseekV3ForCausalLM"},
+        {"mixtral", "MixtralForCausalLM"},  {"qwen3_moe", "Qwen3MoeForCausalLM"},
+        {"megatron", "MegatronForCausalLM"}};
     const char *family = options->hf_family, *dtype = options->bf16 ? "bfloat16" : "float32";
     json_t *root = json_object();
     for (size_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
@@ -1639,8 +1885,11 @@ char *mt_options_write_hf_config(const mt_options *options) {
         mt_config_write_gpt2(root, options);
     else if (strcmp(family, "megatron") == 0)
         mt_config_write_megatron(root, options);
+    else if (strcmp(family, "deepseek_v3") == 0)
+        mt_config_write_deepseek(root, options);
     else
         mt_config_write_llama(root, options);
+    if (mt_choice_has("mixtral|qwen3_moe", family)) mt_config_write_experts(root, options);
     char *text = mt_json_print(root);
     json_decref(root);
     return text;
@@ -1651,6 +1900,11 @@ char *mt_options_write_hf_config(const mt_options *options) {
 
 /* Pairs of options: the first says nothing without the second. */
 static const size_t mt_option_needs[][2] = {
+    {MT_AT(q_lora_rank), MT_AT(multi_latent_attention)},
+    {MT_AT(kv_lora_rank), MT_AT(multi_latent_attention)},
+    {MT_AT(qk_head_dim), MT_AT(multi_latent_attention)},
+    {MT_AT(qk_pos_emb_head_dim), MT_AT(multi_latent_attention)},
+    {MT_AT(v_head_dim), MT_AT(multi_latent_attention)},
     {MT_AT(save_interval), MT_AT(save)},
     {MT_AT(trace_first_step), MT_AT(trace)},
     {MT_AT(trace_last_step), MT_AT(trace)},
@@ -1679,10 +1933,36 @@ static const size_t mt_option_needs[][2] = {
     {MT_AT(account_for_embedding_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
     {MT_AT(account_for_loss_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
     {MT_AT(pipeline_model_parallel_layout), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(moe_ffn_hidden_size), MT_AT(num_experts)},
+    {MT_AT(moe_layer_freq), MT_AT(num_experts)},
+    {MT_AT(moe_shared_expert_intermediate_size), MT_AT(num_experts)},
+    {MT_AT(moe_router_topk), MT_AT(num_experts)},
+    {MT_AT(moe_router_score_function), MT_AT(num_experts)},
+    {MT_AT(moe_router_pre_softmax), MT_AT(num_experts)},
+    {MT_AT(moe_router_num_groups), MT_AT(num_experts)},
+    {MT_AT(moe_router_topk_scaling_factor), MT_AT(num_experts)},
+    {MT_AT(moe_router_enable_expert_bias), MT_AT(num_experts)},
+    {MT_AT(moe_router_load_balancing_type), MT_AT(num_experts)},
+    {MT_AT(moe_aux_loss_coeff), MT_AT(num_experts)},
+    {MT_AT(moe_z_loss_coeff), MT_AT(num_experts)},
+    {MT_AT(moe_expert_capacity_factor), MT_AT(num_experts)},
+    {MT_AT(moe_token_dispatcher_type), MT_AT(num_experts)},
+    {MT_AT(moe_grouped_gemm), MT_AT(num_experts)},
+    {MT_AT(expert_model_parallel_size), MT_AT(num_experts)},
+    {MT_AT(expert_tensor_parallel_size), MT_AT(num_experts)},
+    {MT_AT(moe_router_num_groups), MT_AT(moe_router_group_topk)},
+    {MT_AT(moe_router_group_topk), MT_AT(moe_router_num_groups)},
+    {MT_AT(moe_router_bias_update_rate), MT_AT(moe_router_enable_expert_bias)},
+    {MT_AT(moe_token_drop_policy), MT_AT(moe_expert_capacity_factor)},
+    {MT_AT(moe_pad_expert_input_to_capacity), MT_AT(moe_expert_capacity_factor)},
 };
 
 /* Pairs of options that contradict each other. */
 static const size_t mt_option_excludes[][2] = {
+    {MT_AT(multi_latent_attention), MT_AT(group_query_attention)},
+    {MT_AT(multi_latent_attention), MT_AT(kv_channels)},
+    {MT_AT(multi_latent_attention), MT_AT(rotary_percent)},
+    {MT_AT(multi_latent_attention), MT_AT(add_qkv_bias)},
     {MT_AT(train_iters), MT_AT(train_samples)},
     {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_iters)},
     {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_samples)},
@@ -1758,7 +2038,61 @@ static void mt_options_derive_sizes(mt_options *o) {
     if (o->ffn_hidden_size == 0)
         o->ffn_hidden_size = o->swiglu ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
     if (o->num_query_groups == 0) o->num_query_groups = o->group_query_attention ? 1 : o->num_attention_heads;
+    if (o->multi_latent_attention) {
+        o->kv_channels = o->qk_head_dim + o->qk_pos_emb_head_dim;
+        o->qk_layernorm = true;
+    }
     if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
+}
+
+/* The layers with experts, from --moe-layer-freq: a number, or a sum of lists that may be repeated, as Python writes
+ * it. Returns the layers written to `layers`, which has room for `max`, or -1. */
+static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
+    int64_t count = 0;
+    for (const char *at = text; *at;) {
+        int64_t first = count, times = 1;
+        while (*at == '(' || *at == ' ') at++;
+        if (*at++ != '[') return -1;
+        while (*at != ']') {
+            if ((*at != '0' && *at != '1') || count == max) return -1;
+            layers[count++] = *at++;
+            while (*at == ',' || *at == ' ') at++;
+        }
+        for (at++; *at == ' ';) at++;
+        if (*at == '*') {
+            char *end;
+            times = strtoll(at + 1, &end, 10), at = end;
+        }
+        int64_t listed = count - first;
+        if (times < 0 || times > max || listed == 0) return -1;
+        if (times == 0) count = first;
+        for (int64_t i = listed; i < listed * times; i++) {
+            if (count == max) return -1;
+            layers[count] = layers[count - listed], count++;
+        }
+        while (*at == ' ' || *at == ')') at++;
+        if (*at == '+')
+            at++;
+        else if (*at)
+            return -1;
+    }
+    return count;
+}
+
+static int mt_options_finish_expert_layers(mt_options *o, mt_error *error) {
+    int64_t every = 0;
+    if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
+        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as Megatron does
+    mt_string_set(&o->moe_layers, NULL);
+    o->moe_layers = mt_calloc(o->num_layers + 1);
+    bool is_number = mt_parse_int(o->moe_layer_freq, &every);
+    for (int64_t i = 0; is_number && every > 0 && i < o->num_layers; i++) o->moe_layers[i] = i % every ? '0' : '1';
+    if (is_number ? every > 0 : mt_layer_freq_parse(o->moe_layer_freq, o->moe_layers, o->num_layers) == o->num_layers)
+        return 0;
+    return mt_error_set(error,
+                        "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
+                        "([0]*1+[1]*%lld), got '%.100s'",
+                        (long long)o->num_layers, (long long)o->num_layers - 1, o->moe_layer_freq);
 }
 
 static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
@@ -1775,7 +2109,13 @@ static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
     if (!o->group_query_attention && o->num_query_groups > 0 && o->num_query_groups != o->num_attention_heads)
         return mt_error_set(error, "--num-query-groups %lld needs --group-query-attention",
                             (long long)o->num_query_groups);
-    if (o->kv_channels == 0 && o->hidden_size % o->num_attention_heads != 0)
+    if (o->multi_latent_attention &&
+        (strcmp(o->normalization, "RMSNorm") != 0 || strcmp(o->position_embedding_type, "rope") != 0))
+        return mt_error_set(error,
+                            "--multi-latent-attention needs --normalization RMSNorm and "
+                            "--position-embedding-type rope, which are %s and %s",
+                            o->normalization, o->position_embedding_type);
+    if (o->kv_channels == 0 && !o->multi_latent_attention && o->hidden_size % o->num_attention_heads != 0)
         return mt_error_set(
             error, "--hidden-size %lld must be a multiple of --num-attention-heads %lld, or --kv-channels given",
             (long long)o->hidden_size, (long long)o->num_attention_heads);
@@ -1788,7 +2128,11 @@ static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
                             (long long)o->num_attention_heads, (long long)o->num_query_groups);
     if (o->swiglu && o->openai_gelu)
         return mt_error_set(error, "--swiglu and --openai-gelu exclude each other; leave one out");
-    if (o->add_bias_linear) o->add_qkv_bias = o->attention_output_bias = o->mlp_bias = true;
+    if (o->num_experts > 0 && mt_options_finish_expert_layers(o, error)) return -1;
+    if (o->add_bias_linear) {
+        o->attention_output_bias = o->mlp_bias = true;
+        o->add_qkv_bias = !o->multi_latent_attention; // Megatron's have none there
+    }
     double attention = (double)o->num_attention_heads * (double)o->kv_channels;
     double parameters =
         (double)o->num_layers * (double)o->hidden_size * (4 * attention + 3 * (double)o->ffn_hidden_size);
@@ -1843,7 +2187,10 @@ static int mt_options_finish_rope(mt_options *o, mt_error *error) {
     if (asked) mt_string_set(&o->rope_scaling_type, asked);
     if (mt_options_check_rope(o, error)) return -1;
     if (strcmp(o->position_embedding_type, "rope") != 0) return 0;
+    if (o->multi_latent_attention && o->qk_pos_emb_head_dim % 2 != 0)
+        return mt_error_set(error, "--qk-pos-emb-head-dim %lld must be even", (long long)o->qk_pos_emb_head_dim);
     int64_t turning = (int64_t)((double)o->kv_channels * o->rotary_percent);
+    if (o->multi_latent_attention) turning = o->qk_pos_emb_head_dim;
     if (turning < 2 || turning % 2 != 0)
         return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g must be even for rotary positions",
                             (long long)o->kv_channels, o->rotary_percent);
@@ -1887,6 +2234,9 @@ static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error
                             learned && o->load ? "the weights have no more" : "lower the one or raise the other");
     return 0;
 }
+
+/* ==== §2e ranks and experts ====================================================================================== */
+/* Who computes what: stages, parts of layers, of sequences and of the batch, and experts. */
 
 /* Virtual stages a rank, by whichever option says it. */
 static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
@@ -2009,6 +2359,77 @@ static int mt_options_finish_parallel(mt_options *o, int64_t world_size, mt_erro
     return 0;
 }
 
+/* How experts are chosen. */
+static int mt_options_check_router(const mt_options *o, mt_error *error) {
+    int64_t E = o->num_experts, k = o->moe_router_topk, groups = o->moe_router_num_groups;
+    bool sigmoid = strcmp(o->moe_router_score_function, "sigmoid") == 0;
+    if (k > E)
+        return mt_error_set(error, "--moe-router-topk %lld must be at most --num-experts %lld", (long long)k,
+                            (long long)E);
+    if (sigmoid && o->moe_router_pre_softmax)
+        return mt_error_set(error, "--moe-router-pre-softmax needs --moe-router-score-function softmax");
+    if (!sigmoid && k == 1 && !o->moe_router_pre_softmax)
+        return mt_error_set(error,
+                            "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax of one chosen expert "
+                            "is always 1, so that the router would not learn");
+    if (!sigmoid && o->moe_router_enable_expert_bias)
+        return mt_error_set(error, "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid");
+    if (groups > 0 && (E % groups != 0 || o->moe_router_group_topk > groups || o->moe_router_group_topk > k))
+        return mt_error_set(error,
+                            "--moe-router-num-groups %lld must divide --num-experts %lld and be at least "
+                            "--moe-router-group-topk %lld, which must be at most --moe-router-topk %lld",
+                            (long long)groups, (long long)E, (long long)o->moe_router_group_topk, (long long)k);
+    if (groups > 0 && k > E / groups * o->moe_router_group_topk)
+        return mt_error_set(error,
+                            "--moe-router-topk %lld is more than the %lld experts of --moe-router-group-topk %lld "
+                            "groups; raise it or lower --moe-router-num-groups",
+                            (long long)k, (long long)(E / groups * o->moe_router_group_topk),
+                            (long long)o->moe_router_group_topk);
+    if (o->moe_aux_loss_coeff > 0 && strcmp(o->moe_router_load_balancing_type, "none") == 0)
+        return mt_error_set(error, "--moe-aux-loss-coeff %g needs a --moe-router-load-balancing-type other than none",
+                            o->moe_aux_loss_coeff);
+    return 0;
+}
+
+/* How ranks share the experts. */
+static int mt_options_check_expert_ranks(const mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
+    int64_t ep = o->expert_model_parallel_size, etp = o->expert_tensor_parallel_size;
+    int64_t pp = o->pipeline_model_parallel_size;
+    if (o->num_experts % ep != 0)
+        return mt_error_set(error, "--num-experts %lld must be a multiple of --expert-model-parallel-size %lld",
+                            (long long)o->num_experts, (long long)ep);
+    if (o->moe_ffn_hidden_size % etp != 0)
+        return mt_error_set(error,
+                            "--moe-ffn-hidden-size %lld must be a multiple of --expert-tensor-parallel-size %lld",
+                            (long long)o->moe_ffn_hidden_size, (long long)etp);
+    if (o->moe_shared_expert_intermediate_size % o->tensor_model_parallel_size != 0)
+        return mt_error_set(
+            error, "--moe-shared-expert-intermediate-size %lld must be a multiple of --tensor-model-parallel-size %lld",
+            (long long)o->moe_shared_expert_intermediate_size, (long long)o->tensor_model_parallel_size);
+    if (world_size % (ep * etp * pp) != 0)
+        return mt_error_set(error,
+                            "--expert-tensor-parallel-size %lld x --expert-model-parallel-size %lld x "
+                            "--pipeline-model-parallel-size %lld must divide the number of ranks, which is %lld",
+                            (long long)etp, (long long)ep, (long long)pp, (long long)world_size);
+    if (program == MT_PROGRAM_TRAIN && o->tensor_model_parallel_size > 1 && !o->sequence_parallel)
+        return mt_error_set(error,
+                            "--num-experts with --tensor-model-parallel-size %lld needs --sequence-parallel: each "
+                            "rank routes tokens of its own",
+                            (long long)o->tensor_model_parallel_size);
+    return 0;
+}
+
+/* The experts: what they derive from, and what they must keep. */
+static int mt_options_finish_experts(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
+    if (o->num_experts == 0) return 0;
+    if (o->moe_ffn_hidden_size == 0) o->moe_ffn_hidden_size = o->ffn_hidden_size;
+    if (o->expert_tensor_parallel_size == 0) o->expert_tensor_parallel_size = o->tensor_model_parallel_size;
+    if (!o->swiglu) return mt_error_set(error, "--num-experts needs --swiglu: experts have gates");
+    if (o->mlp_bias) return mt_error_set(error, "--num-experts needs --disable-bias-linear: experts have no biases");
+    if (mt_options_check_router(o, error)) return -1;
+    return mt_options_check_expert_ranks(o, program, world_size, error);
+}
+
 /* The two sizes of --hierarchical-context-parallel-sizes, which make the context group. */
 static int mt_options_read_hierarchy(mt_options *o, mt_error *error) {
     const mt_strings *sizes = &o->hierarchical_context_parallel_sizes;
@@ -2098,6 +2519,9 @@ static int mt_options_finish_pipeline(mt_options *o, mt_error *error) {
     free(stages);
     return status ? status : mt_options_finish_batches(o, error);
 }
+
+/* ==== §2f schedules, data and the whole ========================================================================== */
+/* The rest of the rules, and the order in which all are applied. */
 
 /* Lengths of the schedules, in samples. */
 typedef struct mt_durations {
@@ -2238,6 +2662,11 @@ static int mt_options_check_attention(const mt_options *o, mt_program program, m
                             "--attention-backend cudnn and --deterministic-mode exclude each other: its backward "
                             "does not repeat bit for bit; use flash");
     if (o->window_size > 0) return mt_error_set(error, "--attention-backend cudnn has no --window-size; use flash");
+    if (o->multi_latent_attention && o->v_head_dim != o->kv_channels)
+        return mt_error_set(error,
+                            "--attention-backend cudnn needs values as wide as keys, and --v-head-dim %lld is not "
+                            "--qk-head-dim %lld + --qk-pos-emb-head-dim %lld; leave it out",
+                            (long long)o->v_head_dim, (long long)o->qk_head_dim, (long long)o->qk_pos_emb_head_dim);
     if (o->kv_channels % 8 != 0 || o->kv_channels > MT_CUDNN_CHANNELS)
         return mt_error_set(error,
                             "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %d, and "
@@ -2315,6 +2744,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     if (mt_options_check_attention(options, program, error)) return -1;
     if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_finish_parallel(options, world_size, error)) return -1;
+    if (mt_options_finish_experts(options, program, world_size, error)) return -1;
     if (mt_options_finish_context(options, error)) return -1;
     if (mt_options_finish_pipeline(options, error)) return -1;
     if (program == MT_PROGRAM_INFER && options->data_parallel_size > 1)
@@ -2328,17 +2758,31 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     return mt_options_finish_schedules(options, error);
 }
 
+/* Multiplications of latent attention a token, the norms' included, as Megatron counts them. */
+static double mt_latent_multiplications(const mt_options *o) {
+    double heads = (double)o->num_attention_heads, C = (double)o->hidden_size, T = (double)o->seq_length;
+    double q_rank = (double)o->q_lora_rank, kv_rank = (double)o->kv_lora_rank, still = (double)o->qk_head_dim;
+    double turning = (double)o->qk_pos_emb_head_dim, values = (double)o->v_head_dim, width = heads * (still + turning);
+    double queries = q_rank > 0 ? q_rank * (C + width + 1) : C * width;
+    double keys = kv_rank * (C + heads * (still + values) + 1) + C * turning;
+    return queries + keys + heads * values * C + T / 2 * (width + heads * values);
+}
+
 double mt_flops(const mt_options *o, int64_t num_sequences) {
     double heads = (double)o->num_attention_heads, groups = (double)o->num_query_groups, D = (double)o->kv_channels;
     double C = (double)o->hidden_size, F = (double)o->ffn_hidden_size, T = (double)o->seq_length;
     double projections = C * (heads + 2 * groups) * D + heads * D * C; // q, k, v and output, multiplications a token
     double attention = heads * D * T;                                  // q k and p v, each over T / 2 keys
-    double mlp = (o->swiglu ? 3 : 2) * C * F;
-    double per_token = (double)o->num_layers * (projections + attention + mlp) + C * (double)o->padded_vocab_size;
+    double mlp = (o->swiglu ? 3 : 2) * C * F, experts = 0; // of a layer with experts, those that a token visits
+    for (int64_t i = 0; o->moe_layers && i < o->num_layers; i++) experts += o->moe_layers[i] == '1';
+    double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
+    double mlps = ((double)o->num_layers - experts) * mlp + experts * 3 * C * visited;
+    if (o->multi_latent_attention) projections = 0, attention = mt_latent_multiplications(o);
+    double per_token = (double)o->num_layers * (projections + attention) + mlps + C * (double)o->padded_vocab_size;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
 
-/* ==== §2e printing =============================================================================================== */
+/* ==== §2g printing =============================================================================================== */
 
 /* Prints words from `column` on, indented to `indent`, within 100 columns. */
 static void mt_print_wrapped(FILE *file, const char *text, int column, int indent) {
@@ -3121,11 +3565,23 @@ static void mt_cpu_layernorm_backward(void *dx, float *dw, float *db, const void
 
 /* ==== §3d rotary positions ======================================================================================= */
 
+/* Turns the `half` pairs of one head by a token's angles; out may be in. */
+static void mt_rope_pairs(float *out, const float *in, const float *token_cos, const float *token_sin, float direction,
+                          int64_t half, bool interleaved) {
+    int64_t step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        float a = in[i * step], b = in[i * step + partner], s = direction * token_sin[i];
+        out[i * step] = a * token_cos[i] - b * s;
+        out[i * step + partner] = b * token_cos[i] + a * s;
+    }
+}
+
 /* Turns by the angle, or back when direction is -1. */
 static void mt_rope_turn(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
                          float direction, int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride,
                          int64_t x_stride, bool interleaved, mt_dtype dtype) {
-    int64_t half = R / 2, step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
+    int64_t half = R / 2;
     mt_scratch scratch = mt_scratch_reserve(2 * D);
 #pragma omp parallel for if (T * H * D > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
@@ -3134,12 +3590,7 @@ static void mt_rope_turn(void *y, const void *x, const float *cos, const float *
         const float *in = mt_row_load(slice, x, t * x_stride + h * D, D, dtype);
         float *out = mt_row_open(slice + D, y, t * y_stride + h * D, dtype);
         const float *token_cos = cos + positions[t] * half, *token_sin = sin + positions[t] * half;
-#pragma omp simd
-        for (int64_t i = 0; i < half; i++) {
-            float a = in[i * step], b = in[i * step + partner], s = direction * token_sin[i];
-            out[i * step] = a * token_cos[i] - b * s;
-            out[i * step + partner] = b * token_cos[i] + a * s;
-        }
+        mt_rope_pairs(out, in, token_cos, token_sin, direction, half, interleaved);
         for (int64_t i = R; i < D; i++) out[i] = in[i];
         mt_row_close(y, t * y_stride + h * D, out, D, dtype);
     }
@@ -3157,6 +3608,67 @@ static void mt_cpu_rope_backward(void *dx, const void *dy, const float *cos, con
                                  bool interleaved, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
     mt_rope_turn(dx, dy, cos, sin, positions, -1.0f, T, H, D, R, dx_stride, dy_stride, interleaved, dtype);
+}
+
+/* Turns the last R of a head's N + R channels of all H heads of x's row t in place. */
+static void mt_latent_turn(void *x, const float *cos, const float *sin, const int32_t *positions, float direction,
+                           int64_t t, int64_t H, int64_t N, int64_t R, bool interleaved, mt_dtype dtype,
+                           mt_scratch scratch) {
+    const float *token_cos = cos + positions[t] * (R / 2), *token_sin = sin + positions[t] * (R / 2);
+    float *slice = mt_scratch_slice(scratch);
+    for (int64_t h = 0; h < H; h++) {
+        int64_t offset = (t * H + h) * (N + R) + N;
+        const float *in = mt_row_load(slice, x, offset, R, dtype);
+        float *out = mt_row_open(slice + R, x, offset, dtype);
+        mt_rope_pairs(out, in, token_cos, token_sin, direction, R / 2, interleaved);
+        mt_row_close(x, offset, out, R, dtype);
+    }
+}
+
+/* to[to_at...] = from[from_at...], n elements of `size` bytes. */
+static void mt_copy_elements(void *to, int64_t to_at, const void *from, int64_t from_at, int64_t n, int64_t size) {
+    memcpy((char *)to + to_at * size, (const char *)from + from_at * size, (size_t)(n * size));
+}
+
+static void mt_cpu_latent_heads_forward(void *q, void *k, void *v, const void *kv, const void *k_rope, const float *cos,
+                                        const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t N,
+                                        int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    int64_t size = mt_dtype_size(dtype);
+    mt_scratch scratch = mt_scratch_reserve(2 * R);
+#pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        mt_latent_turn(q, cos, sin, positions, 1.0f, t, H, N, R, interleaved, dtype, scratch);
+        for (int64_t r = t * H; r < (t + 1) * H; r++) {
+            mt_copy_elements(k, r * (N + R), kv, r * (N + Dv), N, size);
+            mt_copy_elements(k, r * (N + R) + N, k_rope, t * R, R, size);
+            mt_copy_elements(v, r * Dv, kv, r * (N + Dv) + N, Dv, size);
+        }
+    }
+}
+
+static void mt_cpu_latent_heads_backward(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
+                                         const float *cos, const float *sin, const int32_t *positions, int64_t T,
+                                         int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
+                                         mt_stream *stream) {
+    (void)stream;
+    int64_t size = mt_dtype_size(dtype);
+    mt_scratch scratch = mt_scratch_reserve(2 * R);
+#pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        mt_latent_turn(dq, cos, sin, positions, -1.0f, t, H, N, R, interleaved, dtype, scratch);
+        float *slice = mt_scratch_slice(scratch), *sum = slice + R;
+        memset(sum, 0, (size_t)R * 4);
+        for (int64_t r = t * H; r < (t + 1) * H; r++) {
+            mt_copy_elements(dkv, r * (N + Dv), dk, r * (N + R), N, size);
+            mt_copy_elements(dkv, r * (N + Dv) + N, dv, r * Dv, Dv, size);
+            const float *part = mt_row_load(slice, dk, r * (N + R) + N, R, dtype);
+            for (int64_t i = 0; i < R; i++) sum[i] += part[i];
+        }
+        float *out = mt_row_open(sum, dk_rope, t * R, dtype);
+        if (out != sum) memcpy(out, sum, (size_t)R * 4);
+        mt_row_close(dk_rope, t * R, out, R, dtype);
+    }
 }
 
 /* ==== §3e attention ============================================================================================== */
@@ -3880,19 +4392,20 @@ static void mt_row_normalize(float *x, int64_t n) {
     for (int64_t i = 0; i < n; i++) x[i] /= sum + 1e-20f;
 }
 
-/* keys[E] = -inf for the experts of all but the group_topk groups whose best topk / group_topk scores have the greatest
+/* keys[E] = -inf for the experts of all but the group_topk groups whose best group_best scores have the greatest
  * sums. spare is of 2 E. */
 static void mt_route_limit_groups(float *keys, const float *scores, float *spare, const mt_router *router) {
     int64_t E = router->num_experts, groups = router->num_groups, size = E / groups;
+    int64_t best = router->group_best > 0 ? router->group_best : router->topk / router->group_topk;
     float *sums = spare + E;
     memcpy(spare, scores, (size_t)E * sizeof *spare);
     for (int64_t g = 0; g < groups; g++) {
         float *group = spare + g * size;
         sums[g] = 0;
-        for (int64_t i = 0; i < router->topk / router->group_topk; i++) {
-            int64_t best = mt_row_greatest(group, size);
-            sums[g] += group[best];
-            group[best] = -INFINITY;
+        for (int64_t i = 0; i < mt_min(best, size); i++) {
+            int64_t greatest = mt_row_greatest(group, size);
+            sums[g] += group[greatest];
+            group[greatest] = -INFINITY;
         }
     }
     for (int64_t i = 0; i < router->group_topk; i++) sums[mt_row_greatest(sums, groups)] = -INFINITY;
@@ -4498,6 +5011,10 @@ mt_grid_shape mt_grid_shape_of(const mt_options *options, int64_t world_size) {
                            .expert_tensor = 1,
                            .num_query_groups = options->num_query_groups,
                            .context_a2a = options->context_a2a_size};
+    if (options->num_experts > 0) {
+        shape.expert = options->expert_model_parallel_size;
+        shape.expert_tensor = options->expert_tensor_parallel_size;
+    }
     shape.data = world_size / (shape.tensor * shape.context * shape.pipeline);
     shape.expert_data = world_size / (shape.expert_tensor * shape.expert * shape.pipeline);
     MT_CHECK(shape.tensor * shape.context * shape.data * shape.pipeline == world_size);
@@ -4562,13 +5079,15 @@ int mt_grid_members(int *members, const mt_grid_shape *s, mt_group_kind kind, in
         [MT_GROUP_EXPERT] = {false, true, false, false},
         [MT_GROUP_EXPERT_TENSOR] = {true, false, false, false},
         [MT_GROUP_EXPERT_DATA] = {false, false, true, false},
+        [MT_GROUP_EXPERT_EXCHANGE] = {true, true, false, false},
         [MT_GROUP_KV_REPLICAS] = {true, false, false, false},
         [MT_GROUP_CONTEXT_A2A] = {false, true, false, false},
         [MT_GROUP_CONTEXT_RING] = {false, true, false, false},
     };
     const int64_t dense[4] = {s->tensor, s->context, s->data, s->pipeline};
     const int64_t expert[4] = {s->expert_tensor, s->expert, s->expert_data, s->pipeline};
-    bool of_experts = kind == MT_GROUP_EXPERT || kind == MT_GROUP_EXPERT_TENSOR || kind == MT_GROUP_EXPERT_DATA;
+    bool of_experts = kind == MT_GROUP_EXPERT || kind == MT_GROUP_EXPERT_TENSOR || kind == MT_GROUP_EXPERT_DATA ||
+                      kind == MT_GROUP_EXPERT_EXCHANGE;
     int count = mt_grid_free_dimensions(members, of_experts ? expert : dense, is_free[kind], rank);
     if (kind == MT_GROUP_EMBEDDING) return mt_grid_keep_ends(members, count, rank);
     if (kind == MT_GROUP_CONTEXT_A2A || kind == MT_GROUP_CONTEXT_RING)
@@ -5349,7 +5868,7 @@ typedef struct mt_tensor_parallel {
     bool sequence_parallel;
     bool accumulates;         // gradients of weights are added to, not written
     int64_t T, rows;          // tokens; and rows of hidden states here: T, or T / group size
-    void *gathered, *partial; // [T, C] each under sequence parallelism: a whole operand, and a sum to be scattered
+    void *gathered, *partial; // [T, C or wider] under sequence parallelism: a whole operand, and a sum to be scattered
     float *loss_parts;        // [group size, 4, T], of the vocabulary-parallel loss
 } mt_tensor_parallel;
 
@@ -5518,18 +6037,28 @@ static void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, float *
  * matrices (which decay) before vectors (which do not); q, k, v and gate, up are neighbours without a gap, so that one
  * matrix product computes them; every name is the one that Hugging Face uses. */
 
+/* Channels of a head's value. */
+static int64_t mt_value_channels(const mt_options *o) {
+    return o->multi_latent_attention ? o->v_head_dim : o->kv_channels;
+}
+
+/* Whether every query and key head is normalised. */
+static bool mt_norms_heads(const mt_options *o) {
+    return o->qk_layernorm && !o->multi_latent_attention;
+}
+
 /* The table as it grows, with what each new row needs to know. */
 typedef struct mt_param_table {
     mt_param *rows;
     int64_t count, bucket;
     const mt_options *options;
-    bool is_gpt2;
-    int64_t tp, tp_rank;
+    bool is_gpt2, is_mixtral;
+    mt_place place;
 } mt_param_table;
 
-/* Names of a role within its layer (or of the whole tensor, outside the layers). */
+/* Names of a role within its layer (or of the whole tensor, outside the layers), # for the expert. */
 typedef struct mt_param_name {
-    const char *llama, *gpt2;
+    const char *llama, *gpt2, *mixtral;
 } mt_param_name;
 
 static const mt_param_name mt_param_names[MT_NUM_ROLES] = {
@@ -5545,6 +6074,12 @@ static const mt_param_name mt_param_names[MT_NUM_ROLES] = {
     [MT_V_BIAS] = {"self_attn.v_proj.bias", "attn.c_attn.bias"},
     [MT_Q_NORM] = {"self_attn.q_norm.weight", NULL},
     [MT_K_NORM] = {"self_attn.k_norm.weight", NULL},
+    [MT_Q_A] = {"self_attn.q_a_proj.weight", NULL},
+    [MT_KV_A] = {"self_attn.kv_a_proj_with_mqa.weight", NULL},
+    [MT_Q_B] = {"self_attn.q_b_proj.weight", NULL},
+    [MT_KV_B] = {"self_attn.kv_b_proj.weight", NULL},
+    [MT_Q_A_NORM] = {"self_attn.q_a_layernorm.weight", NULL},
+    [MT_KV_A_NORM] = {"self_attn.kv_a_layernorm.weight", NULL},
     [MT_O] = {"self_attn.o_proj.weight", "attn.c_proj.weight"},
     [MT_O_BIAS] = {"self_attn.o_proj.bias", "attn.c_proj.bias"},
     [MT_MLP_NORM] = {"post_attention_layernorm.weight", "ln_2.weight"},
@@ -5558,13 +6093,37 @@ static const mt_param_name mt_param_names[MT_NUM_ROLES] = {
     [MT_FINAL_NORM] = {"model.norm.weight", "transformer.ln_f.weight"},
     [MT_FINAL_NORM_BIAS] = {"model.norm.bias", "transformer.ln_f.bias"},
     [MT_LM_HEAD] = {"lm_head.weight", "lm_head.weight"},
+    [MT_ROUTER] = {"mlp.gate.weight", NULL, "block_sparse_moe.gate.weight"},
+    [MT_ROUTER_BIAS] = {"mlp.gate.e_score_correction_bias"},
+    [MT_EXPERT_GATE] = {"mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight"},
+    [MT_EXPERT_UP] = {"mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight"},
+    [MT_EXPERT_DOWN] = {"mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight"},
+    [MT_SHARED_GATE] = {"mlp.shared_experts.gate_proj.weight"},
+    [MT_SHARED_UP] = {"mlp.shared_experts.up_proj.weight"},
+    [MT_SHARED_DOWN] = {"mlp.shared_experts.down_proj.weight"},
 };
+
+/* The name of a role, an expert's with its number. */
+static void mt_param_set_name(const mt_param_table *table, mt_param *param) {
+    const mt_param_name *names = &mt_param_names[param->role];
+    const char *name = table->is_gpt2                        ? names->gpt2
+                       : table->is_mixtral && names->mixtral ? names->mixtral
+                                                             : names->llama;
+    char layer[64] = "", expert[32] = "";
+    const char *number = strchr(name, '#');
+    int before = (int)(number ? number - name : (long)strlen(name));
+    if (param->layer >= 0)
+        snprintf(layer, sizeof layer, table->is_gpt2 ? "transformer.h.%lld." : "model.layers.%lld.",
+                 (long long)param->layer);
+    if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
+    snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, before, name, expert,
+             number ? number + 1 : "");
+}
 
 /* Appends a row; `layer` -1 is outside the layers. Returns it so that the caller can say what is special. */
 static mt_param *mt_param_add(mt_param_table *table, mt_role role, int64_t layer, int64_t rows, int64_t cols) {
     mt_param *param = &table->rows[table->count++];
-    const char *name = table->is_gpt2 ? mt_param_names[role].gpt2 : mt_param_names[role].llama;
-    *param = (mt_param){.role = role, .layer = layer, .rows = rows, .cols = cols, .shard_dim = -1};
+    *param = (mt_param){.role = role, .layer = layer, .expert = -1, .rows = rows, .cols = cols, .shard_dim = -1};
     param->whole_rows = param->rows_stored = param->hf_rows_total = rows;
     param->whole_cols = cols;
     param->is_vector = cols == 1;
@@ -5572,12 +6131,8 @@ static mt_param *mt_param_add(mt_param_table *table, mt_role role, int64_t layer
     param->init = param->is_vector ? MT_INIT_ZEROS : MT_INIT_NORMAL;
     param->init_std = table->options->init_method_std;
     param->bucket = table->bucket;
-    param->counted = table->tp_rank == 0; // until it is sharded
-    if (layer < 0)
-        snprintf(param->hf_name, sizeof param->hf_name, "%s", name);
-    else
-        snprintf(param->hf_name, sizeof param->hf_name,
-                 table->is_gpt2 ? "transformer.h.%lld.%s" : "model.layers.%lld.%s", (long long)layer, name);
+    param->counted = table->place.tp_rank == 0; // until it is sharded
+    mt_param_set_name(table, param);
     return param;
 }
 
@@ -5595,7 +6150,7 @@ static mt_param *mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t
 /* A row that the tensor group shards. */
 static mt_param *mt_param_add_sharded(mt_param_table *table, mt_role role, int64_t layer, int64_t rows, int64_t cols,
                                       int dim) {
-    return mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, table->tp, table->tp_rank);
+    return mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, table->place.tp, table->place.tp_rank);
 }
 
 /* A norm's weight, and its bias for LayerNorm. */
@@ -5618,14 +6173,15 @@ static void mt_param_add_qkv(mt_param_table *table, mt_role first_role, int64_t 
     const mt_options *o = table->options;
     int64_t q_rows = o->num_attention_heads * o->kv_channels, kv_rows = o->num_query_groups * o->kv_channels;
     int64_t rows[3] = {q_rows, kv_rows, kv_rows}, before = 0;
-    int64_t kv_parts = mt_min(o->num_query_groups, table->tp), replicas = table->tp / kv_parts;
+    int64_t tp = table->place.tp, tp_rank = table->place.tp_rank;
+    int64_t kv_parts = mt_min(o->num_query_groups, tp), replicas = tp / kv_parts;
     for (int i = 0; i < 3; i++) {
         mt_param *param = mt_param_add(table, (mt_role)(first_role + i), layer, rows[i], cols);
         if (i == 0) {
-            mt_param_shard(param, 0, table->tp, table->tp_rank);
+            mt_param_shard(param, 0, tp, tp_rank);
         } else {
-            mt_param_shard(param, 0, kv_parts, table->tp_rank / replicas);
-            param->counted = table->tp_rank % replicas == 0;
+            mt_param_shard(param, 0, kv_parts, tp_rank / replicas);
+            param->counted = tp_rank % replicas == 0;
             if (replicas > 1) param->gradient = MT_GRADIENT_REPLICA;
         }
         if (!table->is_gpt2) continue;
@@ -5635,19 +6191,84 @@ static void mt_param_add_qkv(mt_param_table *table, mt_role first_role, int64_t 
     }
 }
 
+/* Latent attention: every rank has the way to the latents whole, and of the way from them its heads' part. */
+static void mt_param_add_latent(mt_param_table *table, int64_t layer, int64_t cols) {
+    const mt_options *o = table->options;
+    int64_t heads = o->num_attention_heads, q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank;
+    if (q_rank > 0) mt_param_add(table, MT_Q_A, layer, q_rank, cols)->gradient = MT_GRADIENT_ROWS;
+    mt_param_add(table, MT_KV_A, layer, kv_rank + o->qk_pos_emb_head_dim, cols)->gradient = MT_GRADIENT_ROWS;
+    int64_t q_input = q_rank > 0 ? q_rank : cols;
+    mt_param_add_sharded(table, q_rank > 0 ? MT_Q_B : MT_Q, layer, heads * o->kv_channels, q_input, 0);
+    mt_param_add_sharded(table, MT_KV_B, layer, heads * (o->qk_head_dim + o->v_head_dim), kv_rank, 0);
+}
+
+static double mt_output_std(const mt_options *o) {
+    return o->init_method_std / sqrt(2.0 * (double)o->num_layers);
+}
+
+/* The matrices of an MLP that the tensor group shares: a layer's, or the expert's that every token visits. */
+static void mt_params_add_mlp(mt_param_table *table, int64_t layer, mt_role gate, mt_role up, mt_role down, int64_t F) {
+    const mt_options *o = table->options;
+    int64_t C = o->hidden_size;
+    if (o->swiglu) mt_param_add_sharded(table, gate, layer, F, C, 0);
+    mt_param_add_sharded(table, up, layer, F, C, 0);
+    mt_param_add_sharded(table, down, layer, C, F, 1)->init_std = mt_output_std(o);
+}
+
+static void mt_params_add_expert(mt_param_table *table, mt_role role, int64_t layer, int64_t expert, int64_t rows,
+                                 int64_t cols, int dim) {
+    const mt_place *at = &table->place;
+    mt_param *param = mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, at->etp, at->etp_rank);
+    param->expert = expert;
+    if (role == MT_EXPERT_DOWN) param->init_std = mt_output_std(table->options);
+    mt_param_set_name(table, param);
+}
+
+/* This rank's experts of a layer, in a bucket of their own: all their first matrices, then all their second ones, so
+ * that each is one operand of a grouped product. */
+static void mt_params_add_experts(mt_param_table *table, int64_t layer) {
+    const mt_options *o = table->options;
+    int64_t C = o->hidden_size, F = o->moe_ffn_hidden_size, count = o->num_experts / table->place.ep;
+    int64_t first = table->place.ep_rank * count;
+    for (int64_t e = first; e < first + count; e++) {
+        mt_params_add_expert(table, MT_EXPERT_GATE, layer, e, F, C, 0);
+        mt_params_add_expert(table, MT_EXPERT_UP, layer, e, F, C, 0);
+    }
+    for (int64_t e = first; e < first + count; e++) mt_params_add_expert(table, MT_EXPERT_DOWN, layer, e, C, F, 1);
+}
+
+static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
+    return o->moe_layers && o->moe_layers[layer] == '1';
+}
+
+/* A layer's matrices: attention, then the MLP or what routes tokens to experts. */
+static void mt_params_add_matrices(mt_param_table *table, int64_t layer) {
+    const mt_options *o = table->options;
+    int64_t C = o->hidden_size, attention_width = o->num_attention_heads * mt_value_channels(o);
+    if (o->multi_latent_attention)
+        mt_param_add_latent(table, layer, C);
+    else
+        mt_param_add_qkv(table, MT_Q, layer, C);
+    mt_param_add_sharded(table, MT_O, layer, C, attention_width, 1)->init_std = mt_output_std(o);
+    if (!mt_layer_has_experts(o, layer)) {
+        mt_params_add_mlp(table, layer, MT_GATE, MT_UP, MT_DOWN, o->ffn_hidden_size);
+        return;
+    }
+    if (o->moe_shared_expert_intermediate_size > 0)
+        mt_params_add_mlp(table, layer, MT_SHARED_GATE, MT_SHARED_UP, MT_SHARED_DOWN,
+                          o->moe_shared_expert_intermediate_size);
+    mt_param_add(table, MT_ROUTER, layer, o->num_experts, C)->gradient = MT_GRADIENT_ROWS;
+}
+
 static void mt_params_add_layer(mt_param_table *table, int64_t layer) {
     const mt_options *o = table->options;
-    int64_t C = o->hidden_size, F = o->ffn_hidden_size, attention_width = o->num_attention_heads * o->kv_channels;
-    double output_std = o->init_method_std / sqrt(2.0 * (double)o->num_layers);
-    mt_param_add_qkv(table, MT_Q, layer, C);
-    mt_param_add_sharded(table, MT_O, layer, C, attention_width, 1)->init_std = output_std;
-    if (o->swiglu) mt_param_add_sharded(table, MT_GATE, layer, F, C, 0);
-    mt_param_add_sharded(table, MT_UP, layer, F, C, 0);
-    mt_param_add_sharded(table, MT_DOWN, layer, C, F, 1)->init_std = output_std;
-
+    int64_t C = o->hidden_size, F = o->ffn_hidden_size;
+    mt_params_add_matrices(table, layer);
     mt_param_add_norm(table, MT_INPUT_NORM, layer, C);
     mt_param_add_norm(table, MT_MLP_NORM, layer, C);
-    if (o->qk_layernorm) {
+    if (o->multi_latent_attention && o->q_lora_rank > 0) mt_param_add_norm(table, MT_Q_A_NORM, layer, o->q_lora_rank);
+    if (o->multi_latent_attention) mt_param_add_norm(table, MT_KV_A_NORM, layer, o->kv_lora_rank);
+    if (mt_norms_heads(o)) {
         mt_param_add_head_norm(table, MT_Q_NORM, layer);
         mt_param_add_head_norm(table, MT_K_NORM, layer);
     }
@@ -5658,6 +6279,10 @@ static void mt_params_add_layer(mt_param_table *table, int64_t layer) {
         mt_param_add_sharded(table, MT_UP_BIAS, layer, F, 1, 0);
         mt_param_add(table, MT_DOWN_BIAS, layer, C, 1);
     }
+    table->bucket++;
+    if (!mt_layer_has_experts(o, layer)) return;
+    mt_params_add_experts(table, layer);
+    table->bucket++;
 }
 
 /* GPT-2's linear layers are stored [in, out]. */
@@ -5667,8 +6292,16 @@ static bool mt_role_is_linear(mt_role role) {
 
 /* Rows that continue the one before without a gap, so that a fused product sees one matrix. */
 static bool mt_param_continues(const mt_param *param, const mt_param *before) {
-    return param->role == MT_K || param->role == MT_V || param->role == MT_K_BIAS || param->role == MT_V_BIAS ||
-           ((param->role == MT_UP || param->role == MT_UP_BIAS) && (int)before->role == (int)param->role - 2);
+    mt_role role = param->role, last = before->role;
+    return (role == MT_KV_A && last == MT_Q_A) || role == MT_K || role == MT_V || role == MT_K_BIAS ||
+           role == MT_V_BIAS || ((role == MT_UP || role == MT_UP_BIAS) && (int)last == (int)role - 2) ||
+           (role == MT_SHARED_UP && last == MT_SHARED_GATE) || role == MT_EXPERT_UP ||
+           (role == MT_EXPERT_GATE && last == MT_EXPERT_UP) || (role == MT_EXPERT_DOWN && last == MT_EXPERT_DOWN);
+}
+
+/* Whether the optimizer moves it. */
+static bool mt_param_is_trained(const mt_param *param) {
+    return param->role != MT_ROUTER_BIAS;
 }
 
 /* Elements between the starts of parameters: 16-byte loads of bf16 and whole cache lines. */
@@ -5709,7 +6342,7 @@ static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bo
             table->bucket++;
         }
     }
-    for (int64_t i = 0; i < stage->num_layers; i++, table->bucket++) mt_params_add_layer(table, stage->first_layer + i);
+    for (int64_t i = 0; i < stage->num_layers; i++) mt_params_add_layer(table, stage->first_layer + i);
     if (!stage->loss) return;
     if (!tied || !has_embedding) {
         param = mt_param_add_sharded(table, tied ? MT_WORD_EMBEDDING : MT_LM_HEAD, -1, V, C, 0);
@@ -5720,18 +6353,30 @@ static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bo
     table->bucket++;
 }
 
+/* The biases of this place's routers, in a bucket that is not trained. */
+static void mt_params_add_router_biases(mt_param_table *table) {
+    const mt_options *o = table->options;
+    for (int64_t i = 0; o->moe_router_enable_expert_bias && i < table->place.num_stages; i++) {
+        const mt_stage *stage = &table->place.stages[i];
+        for (int64_t layer = stage->first_layer; layer < stage->first_layer + stage->num_layers; layer++)
+            if (mt_layer_has_experts(o, layer)) mt_param_add(table, MT_ROUTER_BIAS, layer, o->num_experts, 1);
+    }
+}
+
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_place *place) {
     mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
-    mt_place whole = {.stages = &whole_model, .num_stages = 1, .tp = 1};
-    if (!place) place = &whole;
-    mt_param_table table = {.options = options, .tp = place->tp, .tp_rank = place->tp_rank};
+    mt_place whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
+    mt_param_table table = {.options = options, .place = place ? *place : whole};
     table.is_gpt2 = strcmp(options->hf_family, "gpt2") == 0;
-    table.rows = mt_calloc((options->num_layers + 2) * MT_NUM_ROLES * (int64_t)sizeof(mt_param));
+    table.is_mixtral = strcmp(options->hf_family, "mixtral") == 0;
+    int64_t rows = (options->num_layers + 2) * MT_NUM_ROLES + options->num_layers * 3 * options->num_experts;
+    table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
     bool has_embedding = false;
-    for (int64_t i = 0; i < place->num_stages; i++) {
-        has_embedding |= place->stages[i].embedding;
-        mt_params_add_stage(&table, &place->stages[i], has_embedding);
+    for (int64_t i = 0; i < table.place.num_stages; i++) {
+        has_embedding |= table.place.stages[i].embedding;
+        mt_params_add_stage(&table, &table.place.stages[i], has_embedding);
     }
+    mt_params_add_router_biases(&table);
     mt_params_place(&table);
     *params = table.rows;
     return table.count;
@@ -5752,14 +6397,53 @@ int64_t mt_num_parameters(const mt_options *options) {
 /* A layer's parameters; q, k, v and gate, up are each one matrix because their rows are neighbours in the bucket. */
 typedef struct mt_layer {
     int64_t number; // in the whole model
+    int64_t bucket;
+    int64_t expert_bucket; // -1: an MLP, no experts
+    int64_t place;         // among this rank's layers with experts
+    int64_t F;             // width here of the MLP, or of the expert that every token visits; 0: there is none
     mt_weight input_norm, input_norm_bias;
     mt_weight qkv, qkv_bias; // [(H + 2G) D, C], [(H + 2G) D]
     mt_weight q_norm, k_norm;
-    mt_weight o, o_bias; // [C, H D], [C]
+    mt_weight latent;              // [q_lora_rank + kv_lora_rank + R, C] q_a_proj, then kv_a_proj_with_mqa
+    mt_weight q_a_norm, kv_a_norm; // [q_lora_rank], [kv_lora_rank]
+    mt_weight q_b, kv_b;           // [H D, q_lora_rank, or C without], [H (D - R + Dv), kv_lora_rank]
+    mt_weight o, o_bias;           // [C, H D], [C]
     mt_weight mlp_norm, mlp_norm_bias;
-    mt_weight fc1, fc1_bias; // [2F, C] gate then up, or [F, C]
+    mt_weight fc1, fc1_bias; // [2F, C] gate then up, or [F, C]; of the expert that every token visits
     mt_weight down, down_bias;
+    mt_weight router, router_bias;     // [E, C], [E] fp32
+    mt_weight expert_fc1, expert_down; // of the experts here, [E/ep, 2F, C] and [E/ep, C, F]
 } mt_layer;
+
+/* Rows that come to the experts of this rank, in the order of experts, and what they become. */
+typedef struct mt_expert_rows {
+    void *memory;                     // of its own, where the number of rows depends on the data; NULL: in the arena
+    int64_t capacity;                 // M
+    void *input;                      // [M, C]
+    float *weights;                   // [M] probabilities
+    void *hidden;                     // [M, 2F]
+    void *active;                     // [M, F]
+    int32_t *to_expert, *from_expert; // [M] their order as they came, and the way back
+} mt_expert_rows;
+
+/* What routing leaves for the backward. N tokens are R, or with the allgather dispatcher those of all ranks that
+ * exchange. */
+typedef struct mt_routing {
+    float *logits;            // [R, E]
+    float *probs;             // [N, k]
+    int32_t *experts;         // [N, k] as chosen
+    int32_t *kept;            // [N, k] without what was dropped; `experts` where nothing can be
+    float *balance;           // [2, S, E] shares and counts
+    int32_t *position;        // [N, k copies]
+    int32_t *choice, *token;  // [P]
+    int32_t *offsets;         // [places + 1] of rows that leave
+    int32_t *expert_offsets;  // [E/ep + 1] of rows that came; `offsets` where nothing is exchanged
+    int64_t num_choices;      // P, rows that leave
+    int64_t num_rows;         // M, rows that came
+    int64_t *sent, *received; // [size] rows to and from every rank, on the host
+    int32_t *host_offsets;    // [E/ep + 1] for a product an expert
+    mt_expert_rows rows;
+} mt_routing;
 
 /* What a layer's forward leaves for its backward. R rows of hidden states are the micro-batch's T tokens, or under
  * sequence parallelism this rank's share of them; heads and width are this rank's share. */
@@ -5770,13 +6454,18 @@ typedef struct mt_activations {
     void *qkv;                      // [T, (H + 2G) D]; rotated in place unless q and k are normalised first
     void *qk;                       // [T, (H + G) D] normalised and rotated q and k, with q/k norm
     float *q_rstd, *k_rstd;         // [T, H], [T, G]
-    void *attended;                 // [T, H D]
-    float *lse;                     // [T, H]
-    void *middle;                   // [R, C] the residual stream between attention and MLP
-    void *mlp_normed;               // [R, C]
-    float *mlp_mean, *mlp_rstd;     // [R]
-    void *mlp_hidden;               // [T, 2F] or [T, F] before the activation
-    void *mlp_active;               // [T, F] after it
+    /* latent attention, whose qkv is [T, H D] of q, then [T, H D] of k, then [T, H Dv] of v, all ready */
+    void *latent;                          // [R, q_lora_rank + kv_lora_rank + rotary] before norms and rotation
+    void *q_latent, *kv_latent;            // [R, q_lora_rank], [R, kv_lora_rank] normalised
+    float *q_latent_rstd, *kv_latent_rstd; // [R]
+    void *attended;                        // [T, H Dv]
+    float *lse;                            // [T, H]
+    void *middle;                          // [R, C] the residual stream between attention and MLP
+    void *mlp_normed;                      // [R, C]
+    float *mlp_mean, *mlp_rstd;            // [R]
+    void *mlp_hidden;                      // [T, 2F] or [T, F] before the activation
+    void *mlp_active;                      // [T, F] after it
+    mt_routing routing;                    // of a layer with experts
 } mt_activations;
 
 /* Buffers that every layer uses in turn. */
@@ -5786,10 +6475,49 @@ typedef struct mt_layer_scratch {
     void *hidden;   // [R, C]
     void *normed;   // [R, C] the gradient of a norm's output
     void *wide;     // [T, max(2F, (H + 2G) D)]
-    void *active;   // [T, max(F, H D)]
+    void *active;   // [T, max(F, H Dv)]
     void *dqk;      // [T, (H + G) D], with q/k norm
     float *row_dot; // [T, H]
+    /* latent attention */
+    void *kv,
+        *k_rope;   // [T, H (D - rotary + Dv)], [T, rotary]: before the heads' keys and values are made, and gradients
+    void *dlatent; // [R, q_lora_rank + kv_lora_rank + rotary]
+    void *latent_normed; // [R, q_lora_rank or kv_lora_rank] the gradient of a norm's output
 } mt_layer_scratch;
+
+/* The experts of this rank, and buffers that all layers use in turn. */
+typedef struct mt_experts {
+    mt_router router;
+    int64_t num_layers;    // of this rank that have experts
+    int64_t local, F;      // experts here, and the width here of each
+    int64_t tokens;        // N of the largest micro-batch
+    int64_t num_choices;   // P, rows that leave
+    int64_t places;        // experts times the ranks that share each: where rows can go
+    int64_t sequences;     // S that are balanced one by one
+    const mt_group *group; // who exchanges tokens
+    mt_stream *comm;       // where they do
+    bool gathers;          // all tokens go to all ranks
+    bool drops, pads, grouped, balances;
+    bool accumulates;                    // as in mt_tensor_parallel
+    mt_expert_rows rows;                 // gradients, and rows before they leave
+    mt_expert_rows travelling;           // where rows arrive that are exchanged, in the order of their ranks
+    void *gathered;                      // [N, C], with `gathers`
+    void *scattered;                     // [R, C]
+    float *dprobs, *dlogits;             // [N, k]; [R, E]
+    void *dlogits_rounded;               // [R, E] of the model's type
+    void *router_dx;                     // [R, C]
+    int32_t *all_offsets;                // [size, places + 1]
+    int32_t *counts;                     // [size, E/ep]
+    int32_t *host_offsets, *host_counts; // the same on the host
+    int64_t *out_counts, *in_counts;     // [size] on the host
+    int32_t *all_experts;                // [Tall, k], for dropping, and here below
+    float *all_probs;
+    int64_t *all_index;
+    float *loads, *kept; // [num_layers, E] tokens of this step that chose each expert; that it kept
+    float *global;       // [num_layers, E] of the global batch so far
+    double *losses;      // [2] auxiliary and z, times tokens
+    int32_t *invalid;    // [num_layers] tokens whose logits are not finite
+} mt_experts;
 
 /* Room for one whole bucket of which ranks keep shards. */
 typedef struct mt_slot {
@@ -5799,12 +6527,20 @@ typedef struct mt_slot {
     int64_t age;    // when it was last taken: the older one is given away
 } mt_slot;
 
-/* Two for layers, the one at work and its neighbour; one for the matrices of the vocabulary, which are larger. */
-enum { MT_SLOT_LAYER, MT_SLOT_NEIGHBOUR, MT_SLOT_VOCABULARY, MT_NUM_SLOTS };
+/* What buckets are alike in size, and share slots: two for layers and two for their experts, the one at work and its
+ * neighbour; one for the matrices of the vocabulary, which are larger. */
+typedef enum mt_bucket_kind {
+    MT_BUCKET_LAYER,
+    MT_BUCKET_EXPERTS,
+    MT_BUCKET_VOCABULARY,
+    MT_NUM_BUCKET_KINDS
+} mt_bucket_kind;
+static const int mt_first_slot[MT_NUM_BUCKET_KINDS + 1] = {0, 2, 4, 5};
+enum { MT_NUM_SLOTS = 5 };
 
 /* Where a bucket stands in this step. */
 typedef struct mt_bucket_progress {
-    bool is_vocabulary;   // which slots it takes
+    mt_bucket_kind kind;  // which slots it takes
     bool stale;           // parameters are to be gathered since the optimizer's step
     bool holds_gradients; // between mt_bucket_gradients_acquire and _release
     bool has_gradients;   // of earlier micro-batches of this step
@@ -5813,7 +6549,7 @@ typedef struct mt_bucket_progress {
 
 /* Data parallelism (§12). */
 typedef struct mt_sharding {
-    mt_strategy strategy;
+    mt_strategy strategy;                  // of the buckets that there are several ranks to share
     mt_stream *grad_stream, *param_stream; // the model's own without overlap
     bool prefetches;
     mt_slot param_slots[MT_NUM_SLOTS], grad_slots[MT_NUM_SLOTS];
@@ -5834,6 +6570,7 @@ typedef struct mt_batch_block {
     int32_t *labels; // for the loss and for dropout, as what follows
     float *loss_mask;
     int64_t *token_index;
+    int32_t *sequence; // [T] which span a token is in
 } mt_batch_block;
 
 /* The graph of a decode step of some number of sequences; captured in the second such step. */
@@ -5889,8 +6626,8 @@ struct mt_model {
     mt_stream *stream;
     mt_dtype dtype;
     mt_model_plan plan;
-    int64_t C, D;                     // as in megatron.h
-    int64_t H, G, F, V;               // this rank's share of heads, groups, width and padded vocabulary
+    int64_t C, D, Dv;                 // as in megatron.h; Dv: channels of a head's value
+    int64_t H, G, F, V;               // this rank's share of heads, groups, widest MLP and padded vocabulary
     int64_t vocab_first, vocab_count; // the rows of the vocabulary in that share that are not padding
     int64_t max_rows;                 // R of the largest micro-batch
     /* this rank's part of the model */
@@ -5902,9 +6639,9 @@ struct mt_model {
     /* parameters */
     mt_param *params;
     int64_t num_params, num_buckets;
+    int64_t num_trained_buckets; // they come first
     mt_bucket *buckets;
-    mt_layer *layers; // [num_layers]
-    int64_t first_layer_bucket;
+    mt_layer *layers;                                                 // [num_layers]
     int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not here
     mt_sharding sharding;
     mt_weight word_embedding, position_embedding, final_norm, final_norm_bias, lm_head;
@@ -5914,7 +6651,7 @@ struct mt_model {
     mt_arena arena;
     void *workspace; // of the stream
     int64_t workspace_bytes;
-    int64_t bytes[6];              // of each row of the printed plan
+    int64_t bytes[7];              // of each row of the printed plan
     mt_micro_batch *micro_batches; // room for those that are live at once, chunk by chunk
     int64_t num_micro_batches;
     int64_t batch_bytes;   // of a micro-batch's block
@@ -5924,6 +6661,7 @@ struct mt_model {
     mt_batch local_batch;  // this rank's part of a batch whose sequences ranks share
     mt_layer_scratch scratch;
     mt_tensor_parallel tp;
+    mt_experts experts;
     mt_link links[MT_NUM_LINKS];
     float *row_stats, *loss, *entropy; // [4, max_logits], [max_logits]
     mt_step *steps;                    // the schedule
@@ -5933,7 +6671,7 @@ struct mt_model {
     int32_t *likeliest;         // [max_logits]
     mt_step_graph *step_graphs; // [max_logits + 1] by the number of sequences, for decoding
     mt_span *step_spans;        // [max_logits] bounds of a step's spans
-    void **k_cache, **v_cache;  // a layer: [cache_rows, G D]
+    void **k_cache, **v_cache;  // a layer: [cache_rows, G D], [cache_rows, G Dv]
     double *sums;               // loss, unmasked tokens, squared norm
     int64_t num_steps;          // training steps so far; what is pending of a step is numbered by it
     mt_pending_step pending[2];
@@ -5951,6 +6689,7 @@ struct mt_model {
     int32_t *tokens, *labels, *positions, *cache_rows, *logit_rows;
     float *loss_mask;
     int64_t *token_index;
+    int32_t *sequence;
     mt_spans spans;
     /* context parallelism; NULL without */
     void *context_memory;
@@ -6028,6 +6767,16 @@ static mt_dropout mt_model_dropout(const mt_model *model, int64_t layer, int pla
     uint64_t index = (uint64_t)((layer + 1) * MT_NUM_DROPS + place);
     return (mt_dropout){.p = model->training ? p : 0,
                         .key = mt_random_key((uint64_t)model->options->seed, MT_RANDOM_DROPOUT, index)};
+}
+
+/* Elements of a token's q, k and v. */
+static int64_t mt_qkv_width(const mt_model *m) {
+    return m->H * m->D + m->G * (m->D + m->Dv);
+}
+
+/* Elements of a token's latents, the turning part of its key included. */
+static int64_t mt_latent_width(const mt_options *o) {
+    return o->q_lora_rank + o->kv_lora_rank + o->qk_pos_emb_head_dim;
 }
 
 /* A pointer `elements` into an activation of the model's type. */
@@ -6118,12 +6867,17 @@ typedef struct mt_qkv_view {
     int64_t qk_stride, v_stride;
 } mt_qkv_view;
 
-/* Without q/k norm, q and k stay in the fused product; with it, they move to `qk` and only v stays. */
+/* Without q/k norm, q and k stay in the fused product; with it, they move to `qk` and only v stays. Latent attention
+ * has no fused product, so there each of them is by itself. */
 static mt_qkv_view mt_view_qkv(const mt_model *m, void *qkv, void *qk) {
     int64_t q_width = m->H * m->D, kv_width = m->G * m->D, stride = q_width + 2 * kv_width;
+    if (m->options->multi_latent_attention) {
+        int64_t T = m->T;
+        return (mt_qkv_view){qkv, mt_at(m, qkv, T * q_width), mt_at(m, qkv, 2 * T * q_width), q_width, m->H * m->Dv};
+    }
     mt_qkv_view view = {.q = qkv, .k = mt_at(m, qkv, q_width), .v = mt_at(m, qkv, q_width + kv_width)};
     view.qk_stride = view.v_stride = stride;
-    if (m->options->qk_layernorm) {
+    if (mt_norms_heads(m->options)) {
         view.q = qk, view.k = mt_at(m, qk, q_width);
         view.qk_stride = q_width + kv_width;
     }
@@ -6136,17 +6890,26 @@ static mt_attention_backend mt_attention_backend_of(const mt_options *o) {
     return strcmp(o->attention_backend, "unfused") == 0 ? MT_ATTENTION_UNFUSED : MT_ATTENTION_AUTO;
 }
 
+/* 1 / sqrt(D); DeepSeek's YaRN sharpens attention here rather than by cos and sin. */
+static float mt_attention_scale(const mt_options *o) {
+    double scale = 1 / sqrt((double)o->kv_channels);
+    bool sharpens = o->multi_latent_attention && strcmp(o->rope_scaling_type, "yarn") == 0;
+    if (!sharpens || o->yarn_mscale_all_dim == 0) return (float)scale;
+    double mscale = mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
+    return (float)(scale * mscale * mscale);
+}
+
 static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t qk_stride, int64_t v_stride) {
     return (mt_attention){.num_heads = m->H,
                           .num_groups = m->G,
                           .head_size = m->D,
-                          .value_size = m->D,
+                          .value_size = m->Dv,
                           .q_stride = qk_stride,
                           .k_stride = qk_stride,
                           .v_stride = v_stride,
-                          .out_stride = m->H * m->D,
+                          .out_stride = m->H * m->Dv,
                           .window = m->options->window_size,
-                          .scale = 1.0f / sqrtf((float)m->D),
+                          .scale = mt_attention_scale(m->options),
                           .dropout = mt_model_dropout(m, m->layers[layer].number, MT_DROP_ATTENTION),
                           .first_head = m->grid->tensor.rank * m->H,
                           .backend = mt_attention_backend_of(m->options),
@@ -6205,24 +6968,134 @@ static void mt_qk_backward(const mt_model *m, const mt_layer *w, const mt_activa
                              a->k_rstd, T, m->G, D, raw_stride, d.qk_stride, raw_stride, m->dtype, m->stream);
 }
 
+/* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): hidden states shrink to a latent of the queries, one
+ * of keys and values, and a key's channels that turn, which all heads share. The latents grow into heads again. Every
+ * rank of the tensor group shrinks alike, its own rows or all; what is shared out are the heads, so latents enter the
+ * region rather than hidden states. */
+
+/* transformers has it here whatever the other norms' epsilon. */
+static const float mt_latent_epsilon = 1e-6f;
+
+static void mt_latent_norm_forward(const mt_model *m, void *y, float *rstd, void *latent, int64_t column, mt_weight w,
+                                   int64_t rank) {
+    m->ops->rmsnorm_forward(y, rstd, mt_at(m, latent, column), w.w, m->rows, 1, rank, rank, mt_latent_width(m->options),
+                            mt_latent_epsilon, m->dtype, m->stream);
+}
+
+static void mt_latent_norm_backward(const mt_model *m, void *dlatent, const void *dy, const float *rstd, void *latent,
+                                    int64_t column, mt_weight w, int64_t rank) {
+    int64_t width = mt_latent_width(m->options);
+    m->ops->rmsnorm_backward(mt_at(m, dlatent, column), w.dw, dy, NULL, mt_at(m, latent, column), w.w, rstd, m->rows, 1,
+                             rank, width, rank, width, m->dtype, m->stream);
+}
+
+/* input_normed -> q, k and v, ready. */
+static void mt_latent_qkv_forward(const mt_model *m, const mt_layer *w, mt_activations *a) {
+    const mt_options *o = m->options;
+    const mt_ops *ops = m->ops;
+    const mt_layer_scratch *s = &m->scratch;
+    int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
+    int64_t width = mt_latent_width(o), kv_width = m->H * (N + m->Dv);
+    mt_qkv_view view = mt_view_qkv(m, a->qkv, NULL);
+    ops->linear_forward(a->latent, a->input_normed, w->latent.w, NULL, m->rows, width, m->C, m->dtype, m->stream);
+    if (q_rank > 0) mt_latent_norm_forward(m, a->q_latent, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
+    mt_column_linear_forward(&m->tp, view.q, q_rank > 0 ? a->q_latent : a->input_normed, w->q_b, (mt_weight){0},
+                             m->H * m->D, q_rank > 0 ? q_rank : m->C);
+    mt_latent_norm_forward(m, a->kv_latent, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm, kv_rank);
+    mt_column_linear_forward(&m->tp, s->kv, a->kv_latent, w->kv_b, (mt_weight){0}, kv_width, kv_rank);
+    ops->rope_forward(s->k_rope, mt_at(m, a->latent, q_rank + kv_rank), m->rope_cos, m->rope_sin,
+                      m->positions + m->first_row, m->rows, 1, R, R, R, width, o->rotary_interleaved, m->dtype,
+                      m->stream);
+    const void *k_rope = mt_region_enter_forward(&m->tp, s->k_rope, R, m->stream);
+    ops->latent_heads_forward(view.q, view.k, view.v, s->kv, k_rope, m->rope_cos, m->rope_sin, m->positions, m->T, m->H,
+                              N, R, m->Dv, o->rotary_interleaved, m->dtype, m->stream);
+}
+
+/* The gradient of the queries, dq, to that of their latent in scratch.dlatent or, where they have none, of input_normed
+ * in scratch.normed. */
+static void mt_latent_q_backward(const mt_model *m, const mt_layer *w, const mt_activations *a, const void *dq,
+                                 int parts) {
+    const mt_layer_scratch *s = &m->scratch;
+    int64_t q_rank = m->options->q_lora_rank, width = m->H * m->D;
+    if (q_rank == 0) {
+        mt_column_linear_backward(&m->tp, s->normed, dq, a->input_normed, w->q_b, (mt_weight){0}, width, m->C, parts);
+        return;
+    }
+    mt_column_linear_backward(&m->tp, s->latent_normed, dq, a->q_latent, w->q_b, (mt_weight){0}, width, q_rank, parts);
+    mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
+}
+
+/* Gradients of q, k and v, in scratch.wide, to that of input_normed, scratch.normed. With MT_PART_INPUT alone, the
+ * products' output gradients take the places of q, of k and v, and of the latents. */
+static void mt_latent_qkv_backward(const mt_model *m, const mt_layer *w, mt_activations *a, int parts) {
+    const mt_options *o = m->options;
+    const mt_ops *ops = m->ops;
+    const mt_layer_scratch *s = &m->scratch;
+    int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
+    int64_t width = mt_latent_width(o), kv_width = m->H * (N + m->Dv);
+    mt_qkv_view d = mt_view_qkv(m, s->wide, NULL), kept = mt_view_qkv(m, a->qkv, NULL);
+    ops->latent_heads_backward(d.q, s->kv, mt_region_partial(&m->tp, s->k_rope), d.k, d.v, m->rope_cos, m->rope_sin,
+                               m->positions, m->T, m->H, N, R, m->Dv, o->rotary_interleaved, m->dtype, m->stream);
+    mt_region_enter_backward(&m->tp, s->k_rope, m->tp.partial, R, m->stream);
+    ops->rope_backward(mt_at(m, s->dlatent, q_rank + kv_rank), s->k_rope, m->rope_cos, m->rope_sin,
+                       m->positions + m->first_row, m->rows, 1, R, R, width, R, o->rotary_interleaved, m->dtype,
+                       m->stream);
+    mt_column_linear_backward(&m->tp, s->latent_normed, s->kv, a->kv_latent, w->kv_b, (mt_weight){0}, kv_width, kv_rank,
+                              parts);
+    mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm,
+                            kv_rank);
+    mt_latent_q_backward(m, w, a, d.q, parts);
+    void *dx = q_rank > 0 ? s->normed : s->active;
+    ops->linear_backward_input(dx, s->dlatent, w->latent.w, m->rows, width, m->C, m->dtype, m->stream);
+    if (q_rank == 0)
+        ops->dropout_add_forward(s->normed, dx, s->normed, m->token_index, m->rows, m->C, 0, &(mt_dropout){0}, m->dtype,
+                                 m->stream);
+    if (parts & MT_PART_WEIGHT)
+        ops->linear_backward_weight(w->latent.dw, NULL, s->dlatent, a->input_normed, m->rows, width, m->C,
+                                    m->tp.accumulates, m->dtype, m->stream);
+    if (parts != MT_PART_INPUT) return;
+    mt_keep(m, kept.q, d.q, m->T * m->H * m->D);
+    mt_keep(m, kept.k, s->kv, m->T * kv_width); // and into v's
+    mt_keep(m, a->latent, s->dlatent, m->rows * width);
+}
+
+/* The weights' part, where MT_PART_INPUT left what it needs. */
+static void mt_latent_qkv_backward_weight(const mt_model *m, const mt_layer *w, const mt_activations *a) {
+    const mt_options *o = m->options;
+    int64_t q_rank = o->q_lora_rank, kv_width = m->H * (o->qk_head_dim + m->Dv);
+    mt_qkv_view kept = mt_view_qkv(m, a->qkv, NULL);
+    mt_column_linear_backward(&m->tp, NULL, kept.k, a->kv_latent, w->kv_b, (mt_weight){0}, kv_width, o->kv_lora_rank,
+                              MT_PART_WEIGHT);
+    mt_column_linear_backward(&m->tp, NULL, kept.q, q_rank > 0 ? a->q_latent : a->input_normed, w->q_b, (mt_weight){0},
+                              m->H * m->D, q_rank > 0 ? q_rank : m->C, MT_PART_WEIGHT);
+    m->ops->linear_backward_weight(w->latent.dw, NULL, a->latent, a->input_normed, m->rows, mt_latent_width(o), m->C,
+                                   m->tp.accumulates, m->dtype, m->stream);
+}
+
+/* ---- the block */
+
 /* Generation: new keys and values go to their cache rows, and attention reads the cache instead. */
 static void mt_cache_update(const mt_model *m, int64_t layer, mt_qkv_view *view, mt_attention *shape) {
-    int64_t width = m->G * m->D;
-    m->ops->scatter_rows(m->k_cache[layer], view->k, m->cache_rows, m->T, width, width, view->qk_stride, m->dtype,
+    int64_t k_width = m->G * m->D, v_width = m->G * m->Dv;
+    m->ops->scatter_rows(m->k_cache[layer], view->k, m->cache_rows, m->T, k_width, k_width, view->qk_stride, m->dtype,
                          m->stream);
-    m->ops->scatter_rows(m->v_cache[layer], view->v, m->cache_rows, m->T, width, width, view->v_stride, m->dtype,
+    m->ops->scatter_rows(m->v_cache[layer], view->v, m->cache_rows, m->T, v_width, v_width, view->v_stride, m->dtype,
                          m->stream);
     view->k = m->k_cache[layer];
     view->v = m->v_cache[layer];
-    shape->k_stride = shape->v_stride = width;
+    shape->k_stride = k_width, shape->v_stride = v_width;
 }
 
 /* middle = input + dropout(attention(norm(input))), from input_normed on, to the MLP's norm of it. `decode` attends
  * over the cache. */
 static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activations *a, bool decode) {
     const mt_layer *w = &m->layers[layer];
-    mt_column_linear_forward(&m->tp, a->qkv, a->input_normed, w->qkv, w->qkv_bias, (m->H + 2 * m->G) * m->D, m->C);
-    mt_qk_forward(m, w, a);
+    if (m->options->multi_latent_attention) {
+        mt_latent_qkv_forward(m, w, a);
+    } else {
+        mt_column_linear_forward(&m->tp, a->qkv, a->input_normed, w->qkv, w->qkv_bias, mt_qkv_width(m), m->C);
+        mt_qk_forward(m, w, a);
+    }
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
     mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
     if (decode) mt_cache_update(m, layer, &view, &shape);
@@ -6230,7 +7103,7 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
         mt_context_attention_forward(m->context, a->attended, a->lse, view.q, view.k, view.v, &shape, m->stream);
     else
         m->ops->attention_forward(a->attended, a->lse, view.q, view.k, view.v, &m->spans, &shape, m->dtype, m->stream);
-    mt_row_linear_forward(&m->tp, m->scratch.hidden, a->attended, w->o, w->o_bias, m->C, m->H * m->D);
+    mt_row_linear_forward(&m->tp, m->scratch.hidden, a->attended, w->o, w->o_bias, m->C, m->H * m->Dv);
     mt_norm mlp_norm = {w->mlp_norm, w->mlp_norm_bias, a->mlp_normed, a->mlp_mean, a->mlp_rstd};
     mt_residual_forward(m, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, &mlp_norm);
 }
@@ -6240,9 +7113,9 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
 static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
     const mt_layer *w = &m->layers[layer];
     mt_layer_scratch *s = &m->scratch;
-    int64_t qkv_width = (m->H + 2 * m->G) * m->D;
+    int64_t qkv_width = mt_qkv_width(m);
     const void *dout = mt_residual_backward(m, w->number, MT_DROP_ATTENTION_OUT);
-    mt_row_linear_backward(&m->tp, s->active, dout, a->attended, w->o, w->o_bias, m->C, m->H * m->D, parts);
+    mt_row_linear_backward(&m->tp, s->active, dout, a->attended, w->o, w->o_bias, m->C, m->H * m->Dv, parts);
 
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk), d = mt_view_qkv(m, s->wide, s->dqk);
     mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
@@ -6252,57 +7125,518 @@ static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activatio
     else
         m->ops->attention_backward(d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v, a->attended, a->lse,
                                    &m->spans, &shape, m->dtype, m->stream);
-    mt_qk_backward(m, w, a, s->wide, s->dqk);
-    if (parts == MT_PART_INPUT) mt_keep(m, a->qkv, s->wide, m->T * qkv_width);
-    mt_column_linear_backward(&m->tp, s->normed, s->wide, a->input_normed, w->qkv, w->qkv_bias, qkv_width, m->C, parts);
+    if (m->options->multi_latent_attention) {
+        mt_latent_qkv_backward(m, w, a, parts);
+    } else {
+        mt_qk_backward(m, w, a, s->wide, s->dqk);
+        if (parts == MT_PART_INPUT) mt_keep(m, a->qkv, s->wide, m->T * qkv_width);
+        mt_column_linear_backward(&m->tp, s->normed, s->wide, a->input_normed, w->qkv, w->qkv_bias, qkv_width, m->C,
+                                  parts);
+    }
     mt_residual_norm_backward(m, a->input, dout, a->input_mean, a->input_rstd, w->input_norm, w->input_norm_bias,
                               parts);
 }
 
 /* ==== §9c MLP ==================================================================================================== */
 
-static void mt_activation_forward(const mt_model *m, mt_activations *a) {
-    if (m->options->swiglu)
-        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, m->T, m->F, m->dtype, m->stream);
-    else
-        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, m->T * m->F, m->options->openai_gelu, m->dtype, m->stream);
+static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
+    return m->options->swiglu ? 2 * F : F;
 }
 
-static void mt_activation_backward(const mt_model *m, void *dhidden, const void *dactive, const mt_activations *a) {
+static void mt_activation_forward(const mt_model *m, mt_activations *a, int64_t F) {
     if (m->options->swiglu)
-        m->ops->swiglu_backward(dhidden, dactive, a->mlp_hidden, m->T, m->F, m->dtype, m->stream);
+        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, m->T, F, m->dtype, m->stream);
     else
-        m->ops->gelu_backward(dhidden, dactive, a->mlp_hidden, m->T * m->F, m->options->openai_gelu, m->dtype,
-                              m->stream);
+        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, m->T * F, m->options->openai_gelu, m->dtype, m->stream);
 }
 
-static int64_t mt_fc1_width(const mt_model *m) {
-    return m->options->swiglu ? 2 * m->F : m->F;
+static void mt_activation_backward(const mt_model *m, void *dhidden, const void *dactive, const mt_activations *a,
+                                   int64_t F) {
+    if (m->options->swiglu)
+        m->ops->swiglu_backward(dhidden, dactive, a->mlp_hidden, m->T, F, m->dtype, m->stream);
+    else
+        m->ops->gelu_backward(dhidden, dactive, a->mlp_hidden, m->T * F, m->options->openai_gelu, m->dtype, m->stream);
 }
+
+/* scratch.hidden = mlp(mlp_normed). */
+static void mt_mlp_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
+    mt_column_linear_forward(&m->tp, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, mt_fc1_width(m, w->F), m->C);
+    mt_activation_forward(m, a, w->F);
+    mt_row_linear_forward(&m->tp, m->scratch.hidden, a->mlp_active, w->down, w->down_bias, m->C, w->F);
+}
+
+/* scratch.normed = the gradient of mlp_normed from that of the MLP's output. */
+static void mt_mlp_backward(mt_model *m, const mt_layer *w, mt_activations *a, const void *dout, int parts) {
+    mt_layer_scratch *s = &m->scratch;
+    int64_t width = mt_fc1_width(m, w->F);
+    mt_row_linear_backward(&m->tp, s->active, dout, a->mlp_active, w->down, w->down_bias, m->C, w->F, parts);
+    mt_activation_backward(m, s->wide, s->active, a, w->F);
+    if (parts == MT_PART_INPUT) mt_keep(m, a->mlp_hidden, s->wide, m->T * width);
+    mt_column_linear_backward(&m->tp, s->normed, s->wide, a->mlp_normed, w->fc1, w->fc1_bias, width, m->C, parts);
+}
+
+/* ==== §9d mixture of experts ===================================================================================== */
+/* A router sends every token to k of E small MLPs, which ranks share out (Fedus et al., "Switch transformers"; Lepikhin
+ * et al., "GShard"). Six phases, of which the first three bring rows to the experts and the last three their results
+ * back: preprocess decides where rows go, exchange sends them there, postprocess sorts them by expert; then the same
+ * from the end to the start. The alltoall dispatcher sends every row to the ranks of the expert that it chose; the
+ * allgather dispatcher sends every token to all ranks, which pick theirs. A rank alone exchanges nothing. Invariants:
+ * routing is in fp32; a row is weighed by its probability inside the expert, so that no result is kept for the
+ * backward; what several ranks do with a token is added up in one fixed order. */
+
+static void mt_follow(const mt_model *m, mt_stream *stream, mt_stream *other);
+
+/* Tokens that the ranks which share a micro-batch's sequences have of it together. */
+static int64_t mt_micro_batch_tokens(const mt_model *m) {
+    return m->rows * m->grid->tensor_context.size;
+}
+
+/* Rows that an expert takes of a micro-batch: ceil(T k / E factor). */
+static int64_t mt_expert_capacity(const mt_model *m, int64_t tokens) {
+    double share = (double)(tokens * m->experts.router.topk) / (double)m->experts.router.num_experts;
+    return (int64_t)ceil(share * m->options->moe_expert_capacity_factor);
+}
+
+/* ---- memory whose size depends on the data */
+
+/* Lays out room for rows; without `whole` only their input and weights. */
+static void mt_expert_rows_layout(const mt_model *m, mt_expert_rows *rows, mt_arena *arena, int64_t M, bool whole) {
+    int64_t size = mt_dtype_size(m->dtype), F = m->experts.F;
+    rows->capacity = M;
+    rows->input = mt_arena_alloc(arena, M * m->C * size);
+    rows->weights = mt_arena_alloc(arena, M * 4);
+    if (!whole) return;
+    rows->hidden = mt_arena_alloc(arena, M * 2 * F * size);
+    rows->active = mt_arena_alloc(arena, M * F * size);
+    if (m->experts.group->size == 1 || m->experts.gathers) return;
+    rows->to_expert = mt_arena_alloc(arena, M * 4);
+    rows->from_expert = mt_arena_alloc(arena, M * 4);
+}
+
+/* Whether the number of rows that come is known before training. */
+static bool mt_expert_rows_are_known(const mt_model *m) {
+    return m->experts.group->size == 1 || (m->experts.pads && !m->experts.gathers);
+}
+
+/* What is expected to come to a rank: an even share, and a quarter more. */
+static int64_t mt_expert_rows_expected(const mt_model *m) {
+    return m->experts.num_choices * 5 / 4;
+}
+
+/* Makes room for M rows, and some more, when there is not enough. That happens while a run warms up, and after the host
+ * has waited for the loads, so nothing is at work on the old ones but what is waited for here. */
+static void mt_expert_rows_reserve(mt_model *m, mt_expert_rows *rows, int64_t M, bool whole) {
+    if (M <= rows->capacity) return;
+    m->ops->stream_wait(m->stream);
+    if (rows->memory) m->ops->memory_free(rows->memory);
+    mt_arena arena = {0};
+    M = mt_max(M * 9 / 8, mt_expert_rows_expected(m));
+    mt_expert_rows_layout(m, rows, &arena, M, whole);
+    arena = (mt_arena){.base = m->ops->memory_alloc(arena.used), .capacity = arena.used};
+    rows->memory = arena.base;
+    mt_expert_rows_layout(m, rows, &arena, M, whole);
+}
+
+static void mt_expert_rows_free(const mt_model *m, mt_expert_rows *rows) {
+    if (rows->memory) m->ops->memory_free(rows->memory);
+    rows->memory = NULL, rows->capacity = 0;
+}
+
+/* ---- the router */
+
+/* Shares and counts of the experts over all ranks that share the sequences, or, for the global batch, that hold the
+ * layer, with the counts of its micro-batches so far. */
+static void mt_balance(mt_model *m, const mt_layer *w, mt_routing *r) {
+    mt_experts *e = &m->experts;
+    const char *type = m->options->moe_router_load_balancing_type;
+    int64_t E = e->router.num_experts, S = strcmp(type, "seq_aux_loss") == 0 ? m->spans.count : 1;
+    const mt_group *group = &m->grid->tensor_context;
+    float *counts = r->balance + S * E;
+    MT_CHECK(S <= e->sequences);
+    m->ops->balance_forward(r->balance, e->losses + 1, r->logits, S > 1 ? m->sequence + m->first_row : NULL, S, m->rows,
+                            &e->router, m->stream);
+    m->ops->all_reduce(r->balance, 2 * S * E, MT_SUM, MT_F32, group, m->stream);
+    if (strcmp(type, "global_aux_loss") == 0) {
+        float *global = e->global + w->place * E;
+        m->ops->all_reduce(counts, E, MT_SUM, MT_F32, &m->grid->data, m->stream);
+        m->ops->accumulate(global, counts, E, m->stream);
+        m->ops->memory_copy(counts, global, E * 4, m->stream);
+    }
+    if (group->rank == 0) m->ops->balance_loss(e->losses, r->balance, S, E, m->stream);
+}
+
+/* Drops what is over the experts' capacity of the whole micro-batch: whichever ranks have its tokens, the same. */
+static void mt_drop(mt_model *m, const mt_layer *w, int32_t *kept, const int32_t *experts, const float *probs) {
+    mt_experts *e = &m->experts;
+    const mt_group *group = &m->grid->tensor_context;
+    int64_t R = m->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m);
+    bool by_position = strcmp(m->options->moe_token_drop_policy, "position") == 0;
+    const int64_t *index = m->token_index + m->first_row;
+    if (group->size > 1) {
+        m->ops->all_gather(e->all_experts, experts, R * k, MT_I32, group, m->stream);
+        m->ops->all_gather(e->all_probs, probs, R * k, MT_F32, group, m->stream);
+        m->ops->all_gather(e->all_index, index, R, MT_I64, group, m->stream);
+        experts = e->all_experts, probs = e->all_probs, index = e->all_index;
+    }
+    m->ops->drop_tokens(kept, experts, probs, index, tokens, k, group->rank * R, R, mt_expert_capacity(m, tokens),
+                        by_position, m->stream);
+    if (m->training) m->ops->count_experts(e->kept + w->place * E, kept, R * k, E, m->stream);
+}
+
+/* Where this rank's tokens lie in arrays of N tokens. */
+static int64_t mt_own_choices(const mt_model *m) {
+    return m->experts.gathers ? m->experts.group->rank * m->rows * m->experts.router.topk : 0;
+}
+
+/* Chooses experts for x[R, C]. */
+static void mt_route_forward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
+    mt_experts *e = &m->experts;
+    int64_t R = m->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_choices(m);
+    m->ops->router_logits(r->logits, x, w->router.w, R, E, m->C, m->dtype, m->stream);
+    m->ops->route_forward(r->probs + own, r->experts + own, e->invalid + w->place, r->logits, w->router_bias.w, R,
+                          &e->router, m->stream);
+    if (m->training) m->ops->count_experts(e->loads + w->place * E, r->experts + own, R * k, E, m->stream);
+    if (m->training && e->balances) mt_balance(m, w, r);
+    if (e->drops) mt_drop(m, w, r->kept + own, r->experts + own, r->probs + own);
+}
+
+/* experts.router_dx = the gradient of x from that of its probabilities, and of what balances the experts. */
+static void mt_route_backward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
+    mt_experts *e = &m->experts;
+    const mt_options *o = m->options;
+    int64_t R = m->rows, E = e->router.num_experts, own = mt_own_choices(m);
+    int64_t S = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? m->spans.count : 1;
+    m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, m->stream);
+    if (e->balances)
+        m->ops->balance_backward(e->dlogits, r->logits, r->balance + S * E, S > 1 ? m->sequence + m->first_row : NULL,
+                                 S, R, (float)o->moe_aux_loss_coeff, (float)o->moe_z_loss_coeff, &e->router, m->stream);
+    const void *dlogits = e->dlogits;
+    if (m->dtype != MT_F32) {
+        m->ops->convert(e->dlogits_rounded, m->dtype, e->dlogits, MT_F32, R * E, m->stream);
+        dlogits = e->dlogits_rounded;
+    }
+    m->ops->linear_backward_weight(w->router.dw, NULL, dlogits, x, R, E, m->C, m->tp.accumulates, m->dtype, m->stream);
+    m->ops->linear_backward_input(e->router_dx, dlogits, w->router.w, R, E, m->C, m->dtype, m->stream);
+}
+
+/* Before a step, and before the first forward: nothing is counted yet. */
+static void mt_experts_begin(mt_model *m) {
+    mt_experts *e = &m->experts;
+    if (e->num_layers == 0) return;
+    m->ops->memory_zero(e->kept, 2 * e->num_layers * e->router.num_experts * 4, m->stream); // and `global`
+    m->ops->memory_zero(e->loads, e->num_layers * e->router.num_experts * 4, m->stream);
+    m->ops->memory_zero(e->losses, 2 * 8, m->stream);
+    m->ops->memory_zero(e->invalid, e->num_layers * 4, m->stream);
+}
+
+/* After a step: loads of all tokens, and the biases that follow from them. */
+static void mt_experts_finish(mt_model *m) {
+    mt_experts *e = &m->experts;
+    int64_t E = e->router.num_experts;
+    if (e->num_layers == 0) return;
+    m->ops->all_reduce(e->loads, 2 * e->num_layers * E, MT_SUM, MT_F32, &m->grid->tensor_context, m->stream);
+    m->ops->all_reduce(e->loads, 2 * e->num_layers * E, MT_SUM, MT_F32, &m->grid->data, m->stream);
+    m->ops->all_reduce(e->losses, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
+    for (int64_t i = 0; i < m->num_layers; i++)
+        if (m->layers[i].router_bias.w)
+            m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].place * E, E,
+                                     (float)m->options->moe_router_bias_update_rate, m->stream);
+}
+
+/* ---- the six phases */
+
+/* How many rows go to and come from every rank, which the host must know to exchange them, and each expert's. */
+static void mt_count_exchange(mt_model *m, mt_routing *r) {
+    mt_experts *e = &m->experts;
+    int64_t size = e->group->size, rank = e->group->rank, local = e->local, stride = e->places + 1;
+    m->ops->all_gather(e->all_offsets, r->offsets, stride, MT_I32, e->group, m->stream);
+    m->ops->memory_copy(e->host_offsets, e->all_offsets, size * stride * 4, m->stream);
+    m->ops->stream_wait(m->stream);
+    r->num_rows = 0;
+    for (int64_t other = 0; other < size; other++) {
+        const int32_t *here = e->host_offsets + other * stride + rank * local;
+        const int32_t *there = e->host_offsets + rank * stride + other * local;
+        for (int64_t i = 0; i < local; i++) e->host_counts[other * local + i] = here[i + 1] - here[i];
+        r->received[other] = here[local] - here[0];
+        r->sent[other] = there[local] - there[0];
+        r->num_rows += r->received[other];
+    }
+    m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, m->stream);
+}
+
+/* The same where every expert's input has the rows of its capacity. */
+static void mt_count_padded_exchange(mt_model *m, mt_routing *r, int64_t capacity) {
+    mt_experts *e = &m->experts;
+    int64_t size = e->group->size, local = e->local;
+    r->num_rows = size * local * capacity;
+    for (int64_t other = 0; other < size; other++) r->sent[other] = r->received[other] = local * capacity;
+    if (e->host_counts[0] == capacity) return;
+    m->ops->stream_wait(m->stream); // the copy of what was there
+    for (int64_t i = 0; i < size * local; i++) e->host_counts[i] = (int32_t)capacity;
+    m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, m->stream);
+}
+
+/* Preprocess: the order in which rows leave and come, and how many. */
+static void mt_dispatch_preprocess(mt_model *m, mt_routing *r) {
+    mt_experts *e = &m->experts;
+    int64_t k = e->router.topk, N = e->gathers ? e->group->size * m->rows : m->rows, own = mt_own_choices(m);
+    mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .local = e->local};
+    dispatch.copies = m->grid->expert_tensor.size;
+    if (e->pads) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m));
+    if (e->gathers) {
+        m->ops->all_gather(r->kept, r->kept + own, m->rows * k, MT_I32, e->group, m->stream);
+        m->ops->all_gather(r->probs, r->probs + own, m->rows * k, MT_F32, e->group, m->stream);
+        dispatch = (mt_dispatch){.topk = k, .first = m->grid->expert.rank * e->local, .count = e->local, .copies = 1};
+        dispatch.local = e->local;
+    }
+    int64_t places = dispatch.count * dispatch.copies;
+    int64_t P = dispatch.capacity > 0 ? places * dispatch.capacity : N * k * dispatch.copies;
+    m->ops->dispatch_plan(r->offsets, r->position, r->choice, r->token, r->kept, N, P, &dispatch, m->stream);
+    r->num_rows = r->num_choices = P;
+    if (e->gathers || (e->group->size == 1 && !e->grouped)) {
+        m->ops->memory_copy(e->host_offsets, r->offsets, (places + 1) * 4, m->stream);
+        m->ops->stream_wait(m->stream);
+        if (e->gathers) r->num_rows = e->host_offsets[places];
+        if (!e->grouped) memcpy(r->host_offsets, e->host_offsets, (size_t)(places + 1) * 4);
+    } else if (e->group->size > 1) {
+        dispatch.capacity > 0 ? mt_count_padded_exchange(m, r, dispatch.capacity) : mt_count_exchange(m, r);
+    }
+    int64_t M = mt_max(r->num_rows, e->gathers ? 0 : P);
+    mt_expert_rows_reserve(m, &e->rows, M, true);
+    mt_expert_rows_reserve(m, &r->rows, r->num_rows, true);
+    if (e->group->size == 1 || e->gathers) return;
+    mt_expert_rows_reserve(m, &e->travelling, M, false);
+    m->ops->exchange_order(r->rows.to_expert, r->rows.from_expert, r->expert_offsets, e->counts, e->group->size,
+                           e->local, r->num_rows, m->stream);
+    r->host_offsets[0] = 0;
+    for (int64_t i = 0; !e->grouped && i < e->local; i++) {
+        r->host_offsets[i + 1] = r->host_offsets[i];
+        for (int64_t other = 0; other < e->group->size; other++)
+            r->host_offsets[i + 1] += e->host_counts[other * e->local + i];
+    }
+}
+
+/* to[.., width] = rows that were sent, or, on the way back, that were received. */
+static void mt_exchange(mt_model *m, const mt_routing *r, void *to, const void *from, int64_t width, mt_dtype dtype,
+                        bool back) {
+    mt_experts *e = &m->experts;
+    const int64_t *out = back ? r->sent : r->received, *in = back ? r->received : r->sent;
+    for (int i = 0; i < e->group->size; i++) {
+        e->out_counts[i] = out[i] * width;
+        e->in_counts[i] = in[i] * width;
+    }
+    m->ops->all_to_all_v(to, e->out_counts, from, e->in_counts, dtype, e->group, e->comm);
+}
+
+static void mt_gather(const mt_model *m, void *to, const void *from, const int32_t *rows, int64_t count) {
+    m->ops->gather_rows(to, from, rows, count, m->C, m->C, m->C, m->dtype, m->stream);
+}
+
+static void mt_gather_floats(const mt_model *m, float *to, const float *from, const int32_t *rows, int64_t count) {
+    m->ops->gather_rows(to, from, rows, count, 1, 1, 1, MT_F32, m->stream);
+}
+
+/* Exchange: rows of x[R, C], and their weights where `probs` is not NULL, begin to leave for their experts; what the
+ * caller does next on its own stream hides that. */
+static void mt_dispatch_exchange(mt_model *m, const mt_routing *r, const void *x, const float *probs) {
+    mt_experts *e = &m->experts;
+    if (e->group->size == 1) return;
+    if (!e->gathers) {
+        mt_gather(m, e->rows.input, x, r->token, r->num_choices);
+        if (probs) mt_gather_floats(m, e->rows.weights, probs, r->choice, r->num_choices);
+    }
+    mt_follow(m, e->comm, m->stream);
+    if (e->gathers) {
+        m->ops->all_gather(e->gathered, x, m->rows * m->C, m->dtype, e->group, e->comm);
+        return;
+    }
+    mt_exchange(m, r, e->travelling.input, e->rows.input, m->C, m->dtype, false);
+    if (probs) mt_exchange(m, r, e->travelling.weights, e->rows.weights, 1, MT_F32, false);
+}
+
+/* Postprocess: rows[M, C] and weights[M] by expert. */
+static void mt_dispatch_postprocess(mt_model *m, const mt_routing *r, void *rows, float *weights, const void *x,
+                                    const float *probs) {
+    mt_experts *e = &m->experts;
+    bool travelled = e->group->size > 1 && !e->gathers;
+    if (e->group->size > 1) mt_follow(m, m->stream, e->comm);
+    if (e->gathers) x = e->gathered;
+    if (travelled) x = e->travelling.input, probs = probs ? e->travelling.weights : NULL;
+    mt_gather(m, rows, x, travelled ? r->rows.to_expert : r->token, r->num_rows);
+    if (probs) mt_gather_floats(m, weights, probs, travelled ? r->rows.to_expert : r->choice, r->num_rows);
+}
+
+/* Where experts put results that are to go back. */
+static void *mt_expert_results(const mt_model *m) {
+    bool travels = m->experts.group->size > 1 && !m->experts.gathers;
+    return travels ? m->experts.travelling.input : m->experts.rows.input;
+}
+
+/* The first two phases of the way back: results, which are in mt_expert_results, begin to leave. */
+static void mt_combine_exchange(mt_model *m, const mt_routing *r) {
+    mt_experts *e = &m->experts;
+    if (e->group->size == 1 || e->gathers) return;
+    mt_gather(m, e->rows.input, e->travelling.input, r->rows.from_expert, r->num_rows);
+    mt_follow(m, e->comm, m->stream);
+    mt_exchange(m, r, e->travelling.input, e->rows.input, m->C, m->dtype, true);
+}
+
+/* The last one: out[R, C] = base + each token's results; base may be NULL. */
+static void mt_combine_postprocess(mt_model *m, const mt_routing *r, void *out, const void *base) {
+    mt_experts *e = &m->experts;
+    int64_t R = m->rows, n = e->router.topk * (e->gathers ? 1 : m->grid->expert_tensor.size);
+    const void *results = mt_expert_results(m);
+    if (!e->gathers) {
+        if (e->group->size > 1) mt_follow(m, m->stream, e->comm);
+        m->ops->combine_rows(out, results, r->position, base, R, n, m->C, m->dtype, m->stream);
+        return;
+    }
+    m->ops->combine_rows(e->gathered, results, r->position, NULL, e->group->size * R, n, m->C, m->dtype, m->stream);
+    m->ops->reduce_scatter(base ? e->scattered : out, e->gathered, R * m->C, m->dtype, e->group, m->stream);
+    mt_dropout none = {0};
+    if (base)
+        m->ops->dropout_add_forward(out, e->scattered, base, m->token_index, R, m->C, 0, &none, m->dtype, m->stream);
+}
+
+/* dprobs of this rank's tokens from the gradients of weights[M] by expert, which are in rows.weights. */
+static void mt_combine_weights(mt_model *m, const mt_routing *r) {
+    mt_experts *e = &m->experts;
+    int64_t choices = m->rows * e->router.topk;
+    float *own = e->dprobs + mt_own_choices(m);
+    if (e->gathers) {
+        m->ops->combine_rows(e->dprobs, e->rows.weights, r->position, NULL, e->group->size * choices, 1, 1, MT_F32,
+                             m->stream);
+        m->ops->reduce_scatter(own, e->dprobs, choices, MT_F32, e->group, m->stream);
+        return;
+    }
+    if (e->group->size > 1) {
+        mt_gather_floats(m, e->travelling.weights, e->rows.weights, r->rows.from_expert, r->num_rows);
+        mt_follow(m, e->comm, m->stream);
+        mt_exchange(m, r, e->rows.weights, e->travelling.weights, 1, MT_F32, true);
+        mt_follow(m, m->stream, e->comm);
+    }
+    m->ops->combine_rows(own, e->rows.weights, r->position, NULL, choices, m->grid->expert_tensor.size, 1, MT_F32,
+                         m->stream);
+}
+
+/* ---- the experts' linear layers: one grouped product, or one for each */
+
+/* y[M, N] = x[M, K] w^T. */
+static void mt_expert_linear_forward(const mt_model *m, const mt_routing *r, void *y, const void *x, mt_weight w,
+                                     int64_t N, int64_t K) {
+    const mt_experts *e = &m->experts;
+    if (e->grouped)
+        m->ops->grouped_linear_forward(y, x, w.w, r->expert_offsets, r->num_rows, N, K, e->local, m->dtype, m->stream);
+    for (int64_t i = 0; !e->grouped && i < e->local; i++) {
+        int64_t first = r->host_offsets[i], count = r->host_offsets[i + 1] - first;
+        if (count > 0)
+            m->ops->linear_forward(mt_at(m, y, first * N), mt_at(m, (void *)x, first * K), mt_at(m, w.w, i * N * K),
+                                   NULL, count, N, K, m->dtype, m->stream);
+    }
+}
+
+/* dx[M, K] = dy[M, N] w. */
+static void mt_expert_linear_backward_input(const mt_model *m, const mt_routing *r, void *dx, const void *dy,
+                                            mt_weight w, int64_t N, int64_t K) {
+    const mt_experts *e = &m->experts;
+    if (e->grouped)
+        m->ops->grouped_linear_backward_input(dx, dy, w.w, r->expert_offsets, r->num_rows, N, K, e->local, m->dtype,
+                                              m->stream);
+    for (int64_t i = 0; !e->grouped && i < e->local; i++) {
+        int64_t first = r->host_offsets[i], count = r->host_offsets[i + 1] - first;
+        if (count > 0)
+            m->ops->linear_backward_input(mt_at(m, dx, first * K), mt_at(m, (void *)dy, first * N),
+                                          mt_at(m, w.w, i * N * K), count, N, K, m->dtype, m->stream);
+    }
+}
+
+/* dw of every expert, of dy[M, N] and x[M, K]. */
+static void mt_expert_linear_backward_weight(const mt_model *m, const mt_routing *r, mt_weight w, const void *dy,
+                                             const void *x, int64_t N, int64_t K) {
+    const mt_experts *e = &m->experts;
+    if (e->grouped)
+        m->ops->grouped_linear_backward_weight(w.dw, dy, x, r->expert_offsets, r->num_rows, N, K, e->local,
+                                               e->accumulates, m->dtype, m->stream);
+    for (int64_t i = 0; !e->grouped && i < e->local; i++) {
+        int64_t first = r->host_offsets[i], count = r->host_offsets[i + 1] - first;
+        if (count > 0)
+            m->ops->linear_backward_weight(w.dw + i * N * K, NULL, mt_at(m, (void *)dy, first * N),
+                                           mt_at(m, (void *)x, first * K), count, N, K, e->accumulates, m->dtype,
+                                           m->stream);
+        else if (!e->accumulates)
+            m->ops->memory_zero(w.dw + i * N * K, N * K * 4, m->stream);
+    }
+}
+
+/* ---- forward and backward */
+
+/* scratch.hidden = the sum of the experts that each token of mlp_normed[R, C] chose, weighed, and of the one that every
+ * token visits, which computes while rows travel. */
+static void mt_experts_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
+    mt_experts *e = &m->experts;
+    mt_routing *r = &a->routing;
+    int64_t F = e->F;
+    mt_route_forward(m, w, r, a->mlp_normed);
+    mt_dispatch_preprocess(m, r);
+    mt_dispatch_exchange(m, r, a->mlp_normed, r->probs);
+    if (w->F > 0) mt_mlp_forward(m, w, a);
+    mt_dispatch_postprocess(m, r, r->rows.input, r->rows.weights, a->mlp_normed, r->probs);
+    mt_expert_linear_forward(m, r, r->rows.hidden, r->rows.input, w->expert_fc1, 2 * F, m->C);
+    m->ops->expert_swiglu_forward(r->rows.active, r->rows.hidden, r->rows.weights, r->num_rows, F, m->dtype, m->stream);
+    mt_expert_linear_forward(m, r, mt_expert_results(m), r->rows.active, w->expert_down, m->C, F);
+    mt_combine_exchange(m, r);
+    mt_combine_postprocess(m, r, m->scratch.hidden, w->F > 0 ? m->scratch.hidden : NULL);
+}
+
+/* scratch.normed = the gradient of mlp_normed from dout[R, C]. A split backward does the weights' part at once, because
+ * what that needs is large. */
+static void mt_experts_backward(mt_model *m, const mt_layer *w, mt_activations *a, const void *dout, int parts) {
+    mt_experts *e = &m->experts;
+    mt_routing *r = &a->routing;
+    mt_expert_rows *d = &e->rows;
+    int64_t F = e->F, M = r->num_rows;
+    if (parts == MT_PART_INPUT) m->tp.accumulates = e->accumulates = true; // all gradients began as zeros
+    mt_dispatch_exchange(m, r, dout, NULL);
+    if (w->F > 0) mt_mlp_backward(m, w, a, dout, MT_PART_BOTH);
+    mt_dispatch_postprocess(m, r, d->input, NULL, dout, NULL);
+    mt_expert_linear_backward_weight(m, r, w->expert_down, d->input, r->rows.active, m->C, F);
+    mt_expert_linear_backward_input(m, r, d->active, d->input, w->expert_down, m->C, F);
+    m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, r->rows.hidden, r->rows.weights, M, F, m->dtype,
+                                   m->stream);
+    mt_expert_linear_backward_input(m, r, mt_expert_results(m), d->hidden, w->expert_fc1, 2 * F, m->C);
+    mt_combine_exchange(m, r);
+    mt_expert_linear_backward_weight(m, r, w->expert_fc1, d->hidden, r->rows.input, 2 * F, m->C);
+    mt_combine_weights(m, r);
+    mt_route_backward(m, w, r, a->mlp_normed);
+    mt_dropout none = {0};
+    if (w->F > 0)
+        m->ops->dropout_add_forward(e->router_dx, e->router_dx, m->scratch.normed, m->token_index, m->rows, m->C, 0,
+                                    &none, m->dtype, m->stream);
+    mt_combine_postprocess(m, r, m->scratch.normed, e->router_dx);
+}
+
+/* ==== §9e layer ================================================================================================== */
 
 /* output = middle + dropout(mlp(norm(middle))), from mlp_normed on, to the norm that follows, if one does. */
 static void mt_mlp_block_forward(mt_model *m, int64_t layer, mt_activations *a, void *output, const mt_norm *next) {
     const mt_layer *w = &m->layers[layer];
-    mt_column_linear_forward(&m->tp, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, mt_fc1_width(m), m->C);
-    mt_activation_forward(m, a);
-    mt_row_linear_forward(&m->tp, m->scratch.hidden, a->mlp_active, w->down, w->down_bias, m->C, m->F);
+    if (w->expert_bucket >= 0)
+        mt_experts_forward(m, w, a);
+    else
+        mt_mlp_forward(m, w, a);
     mt_residual_forward(m, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
 }
 
 /* The gradient of the residual stream, scratch.residual, goes from `output` to `middle`. */
 static void mt_mlp_block_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
     const mt_layer *w = &m->layers[layer];
-    mt_layer_scratch *s = &m->scratch;
     const void *dout = mt_residual_backward(m, w->number, MT_DROP_MLP_OUT);
-    mt_row_linear_backward(&m->tp, s->active, dout, a->mlp_active, w->down, w->down_bias, m->C, m->F, parts);
-    mt_activation_backward(m, s->wide, s->active, a);
-    if (parts == MT_PART_INPUT) mt_keep(m, a->mlp_hidden, s->wide, m->T * mt_fc1_width(m));
-    mt_column_linear_backward(&m->tp, s->normed, s->wide, a->mlp_normed, w->fc1, w->fc1_bias, mt_fc1_width(m), m->C,
-                              parts);
+    if (w->expert_bucket >= 0)
+        mt_experts_backward(m, w, a, dout, parts);
+    else
+        mt_mlp_backward(m, w, a, dout, parts);
     mt_residual_norm_backward(m, a->middle, dout, a->mlp_mean, a->mlp_rstd, w->mlp_norm, w->mlp_norm_bias, parts);
 }
-
-/* ==== §9d layer ================================================================================================== */
 
 /* From the layer's input and its norm to the output and, if there is one, the `next` layer's norm of it. */
 static void mt_layer_forward(mt_model *m, int64_t layer, mt_activations *a, void *output, const mt_norm *next,
@@ -6322,15 +7656,20 @@ static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a, int
 static void mt_layer_backward_weight(mt_model *m, int64_t layer, mt_activations *a) {
     const mt_layer *w = &m->layers[layer];
     const mt_tensor_parallel *tp = &m->tp;
-    int64_t qkv_width = (m->H + 2 * m->G) * m->D;
-    mt_row_linear_backward(tp, NULL, a->middle, a->mlp_active, w->down, w->down_bias, m->C, m->F, MT_PART_WEIGHT);
-    mt_column_linear_backward(tp, NULL, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, mt_fc1_width(m), m->C,
-                              MT_PART_WEIGHT);
-    mt_row_linear_backward(tp, NULL, a->input, a->attended, w->o, w->o_bias, m->C, m->H * m->D, MT_PART_WEIGHT);
-    mt_column_linear_backward(tp, NULL, a->qkv, a->input_normed, w->qkv, w->qkv_bias, qkv_width, m->C, MT_PART_WEIGHT);
+    if (w->expert_bucket < 0) { // experts have done it
+        mt_row_linear_backward(tp, NULL, a->middle, a->mlp_active, w->down, w->down_bias, m->C, w->F, MT_PART_WEIGHT);
+        mt_column_linear_backward(tp, NULL, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, mt_fc1_width(m, w->F),
+                                  m->C, MT_PART_WEIGHT);
+    }
+    mt_row_linear_backward(tp, NULL, a->input, a->attended, w->o, w->o_bias, m->C, m->H * m->Dv, MT_PART_WEIGHT);
+    if (m->options->multi_latent_attention)
+        mt_latent_qkv_backward_weight(m, w, a);
+    else
+        mt_column_linear_backward(tp, NULL, a->qkv, a->input_normed, w->qkv, w->qkv_bias, mt_qkv_width(m), m->C,
+                                  MT_PART_WEIGHT);
 }
 
-/* ==== §9e context parallelism ==================================================================================== */
+/* ==== §9f context parallelism ==================================================================================== */
 /* A sequence over several ranks. Each is cut into 2 cp chunks, of which rank r owns chunks r and 2 cp - 1 - r: under a
  * causal mask an early and a late chunk together see as much as any other pair. Everything but attention works on the
  * rows that the rank has; attention fetches what is missing in one of four ways (--cp-comm-type). Two levels serve them
@@ -6893,6 +8232,7 @@ enum {
     MT_PLAN_SLOTS,
     MT_PLAN_ACTIVATIONS,
     MT_PLAN_CACHE,
+    MT_PLAN_EXPERTS,
     MT_NUM_PLANS
 };
 
@@ -6911,27 +8251,29 @@ static void *mt_inside(void *whole, int64_t bytes) {
 
 /* What every rank has of all buckets: parameters and gradients whole or in shards, and its part of AdamW's state. */
 static void mt_layout_buckets(mt_model *m, mt_arena *arena) {
-    int64_t start = arena->used, size = mt_dtype_size(m->dtype);
-    mt_strategy strategy = m->sharding.strategy;
+    int64_t start = arena->used;
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
-        if (strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
-        b->param_shard = strategy < MT_SHARD_PARAMS ? mt_inside(b->params, b->shard_first * size)
-                                                    : mt_arena_alloc(arena, b->shard_count * size);
+        int64_t size = mt_dtype_size(b->dtype);
+        if (b->strategy < MT_SHARD_PARAMS) b->params = mt_arena_alloc(arena, b->count * size);
+        b->param_shard = b->strategy < MT_SHARD_PARAMS ? mt_inside(b->params, b->shard_first * size)
+                                                       : mt_arena_alloc(arena, b->shard_count * size);
     }
     m->bytes[MT_PLAN_WEIGHTS] = arena->used - start;
     if (!m->plan.train) return;
     start = arena->used;
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
-        if (strategy < MT_SHARD_GRADS) b->grads = mt_arena_alloc(arena, b->count * 4);
-        b->grad_shard = strategy < MT_SHARD_GRADS ? mt_inside(b->grads, b->shard_first * 4)
-                                                  : mt_arena_alloc(arena, b->shard_count * 4);
+        if (!b->trained) continue;
+        if (b->strategy < MT_SHARD_GRADS) b->grads = mt_arena_alloc(arena, b->count * 4);
+        b->grad_shard = b->strategy < MT_SHARD_GRADS ? mt_inside(b->grads, b->shard_first * 4)
+                                                     : mt_arena_alloc(arena, b->shard_count * 4);
     }
     m->bytes[MT_PLAN_GRADIENTS] = arena->used - start;
     start = arena->used;
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
+        if (!b->trained) continue;
         if (m->dtype != MT_F32) b->master = mt_arena_alloc(arena, b->shard_count * 4);
         b->m = mt_arena_alloc(arena, b->shard_count * 4);
         b->v = mt_arena_alloc(arena, b->shard_count * 4);
@@ -6956,28 +8298,96 @@ static bool mt_uses_layernorm(const mt_model *m) {
     return strcmp(m->options->normalization, "LayerNorm") == 0;
 }
 
-/* One layer's activations for T tokens. */
-static void mt_layout_layer(const mt_model *m, mt_activations *a, mt_arena *arena) {
+/* What routing keeps of one micro-batch in one layer. */
+static void mt_layout_routing(const mt_model *m, mt_routing *r, mt_arena *arena) {
+    const mt_experts *e = &m->experts;
+    int64_t R = m->max_rows, N = e->tokens, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
+    r->logits = mt_arena_alloc(arena, R * E * 4);
+    r->probs = mt_arena_alloc(arena, N * k * 4);
+    r->experts = mt_arena_alloc(arena, N * k * 4);
+    r->kept = e->drops ? mt_arena_alloc(arena, N * k * 4) : r->experts;
+    if (e->balances) r->balance = mt_arena_alloc(arena, 2 * e->sequences * E * 4);
+    r->position = mt_arena_alloc(arena, N * k * (e->gathers ? 1 : m->grid->expert_tensor.size) * 4);
+    r->choice = mt_arena_alloc(arena, e->num_choices * 4);
+    r->token = mt_arena_alloc(arena, e->num_choices * 4);
+    r->offsets = r->expert_offsets = mt_arena_alloc(arena, (e->places + 1) * 4);
+    if (size > 1 && !e->gathers) r->expert_offsets = mt_arena_alloc(arena, (e->local + 1) * 4);
+    if (mt_expert_rows_are_known(m))
+        mt_expert_rows_layout(m, &r->rows, arena,
+                              size == 1 ? e->num_choices : e->num_choices / e->places * e->local * size, true);
+}
+
+/* What the layers with experts use in turn. */
+static void mt_layout_experts(mt_model *m, mt_arena *arena) {
+    mt_experts *e = &m->experts;
+    int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
+    int64_t together = R * m->grid->tensor_context.size;
+    if (e->num_layers == 0) return;
+    if (mt_expert_rows_are_known(m)) {
+        int64_t M = size == 1 ? e->num_choices : mt_max(e->num_choices, e->num_choices / e->places * e->local * size);
+        mt_expert_rows_layout(m, &e->rows, arena, M, true);
+        if (size > 1) mt_expert_rows_layout(m, &e->travelling, arena, M, false);
+    }
+    e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
+    e->kept = mt_inside(e->loads, e->num_layers * E * 4);
+    e->global = mt_inside(e->loads, 2 * e->num_layers * E * 4);
+    e->losses = mt_arena_alloc(arena, 2 * 8);
+    e->invalid = mt_arena_alloc(arena, e->num_layers * 4);
+    if (m->plan.train) {
+        e->dprobs = mt_arena_alloc(arena, e->tokens * k * 4);
+        e->dlogits = mt_arena_alloc(arena, R * E * 4);
+        e->dlogits_rounded = mt_arena_alloc(arena, R * E * mt_dtype_size(m->dtype));
+        e->router_dx = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
+    }
+    if (e->gathers) {
+        e->gathered = mt_arena_alloc(arena, e->tokens * m->C * mt_dtype_size(m->dtype));
+        e->scattered = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
+    } else if (size > 1) {
+        e->all_offsets = mt_arena_alloc(arena, size * (e->places + 1) * 4);
+        e->counts = mt_arena_alloc(arena, size * e->local * 4);
+    }
+    if (!e->drops || together == R) return;
+    e->all_experts = mt_arena_alloc(arena, together * k * 4);
+    e->all_probs = mt_arena_alloc(arena, together * k * 4);
+    e->all_index = mt_arena_alloc(arena, together * 8);
+}
+
+static void mt_layout_latents(const mt_model *m, mt_activations *a, mt_arena *arena) {
+    const mt_options *o = m->options;
+    int64_t R = m->max_rows, size = mt_dtype_size(m->dtype);
+    a->latent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
+    a->q_latent = mt_arena_alloc(arena, R * o->q_lora_rank * size);
+    a->kv_latent = mt_arena_alloc(arena, R * o->kv_lora_rank * size);
+    if (o->q_lora_rank > 0) a->q_latent_rstd = mt_arena_alloc(arena, R * 4);
+    a->kv_latent_rstd = mt_arena_alloc(arena, R * 4);
+}
+
+/* One layer's activations for T tokens; `layer` -1 stands for any of this rank's, in turn. */
+static void mt_layout_layer(const mt_model *m, int64_t layer, mt_activations *a, mt_arena *arena) {
+    int64_t F = layer < 0 ? m->F : m->layers[layer].F;
     int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
     bool layernorm = mt_uses_layernorm(m);
     a->input = mt_arena_alloc(arena, R * m->C * size);
     a->input_normed = mt_arena_alloc(arena, R * m->C * size);
     if (layernorm) a->input_mean = mt_arena_alloc(arena, R * 4);
     a->input_rstd = mt_arena_alloc(arena, R * 4);
-    a->qkv = mt_arena_alloc(arena, T * (m->H + 2 * m->G) * m->D * size);
-    if (m->options->qk_layernorm) {
+    a->qkv = mt_arena_alloc(arena, T * mt_qkv_width(m) * size);
+    if (m->options->multi_latent_attention) mt_layout_latents(m, a, arena);
+    if (mt_norms_heads(m->options)) {
         a->qk = mt_arena_alloc(arena, T * (m->H + m->G) * m->D * size);
         a->q_rstd = mt_arena_alloc(arena, T * m->H * 4);
         a->k_rstd = mt_arena_alloc(arena, T * m->G * 4);
     }
-    a->attended = mt_arena_alloc(arena, T * m->H * m->D * size);
+    a->attended = mt_arena_alloc(arena, T * m->H * m->Dv * size);
     a->lse = mt_arena_alloc(arena, T * m->H * 4);
     a->middle = mt_arena_alloc(arena, R * m->C * size);
     a->mlp_normed = mt_arena_alloc(arena, R * m->C * size);
     if (layernorm) a->mlp_mean = mt_arena_alloc(arena, R * 4);
     a->mlp_rstd = mt_arena_alloc(arena, R * 4);
-    a->mlp_hidden = mt_arena_alloc(arena, T * mt_fc1_width(m) * size);
-    a->mlp_active = mt_arena_alloc(arena, T * m->F * size);
+    a->mlp_hidden = mt_arena_alloc(arena, T * mt_fc1_width(m, F) * size);
+    a->mlp_active = mt_arena_alloc(arena, T * F * size);
+    bool has_experts = layer < 0 ? m->experts.num_layers > 0 : m->layers[layer].expert_bucket >= 0;
+    if (has_experts) mt_layout_routing(m, &a->routing, arena);
 }
 
 /* What context parallelism's attention is made for. */
@@ -6992,7 +8402,7 @@ static mt_context_plan mt_model_context_plan(const mt_model *m) {
                              .num_heads = m->H,
                              .num_groups = m->G,
                              .head_size = m->D,
-                             .value_size = m->D,
+                             .value_size = m->Dv,
                              .dtype = m->dtype,
                              .train = m->plan.train};
 }
@@ -7009,6 +8419,7 @@ static mt_batch_block mt_layout_batch(mt_arena *arena, int64_t T, int64_t num_sp
     block.labels = mt_arena_alloc(arena, T * 4);
     block.loss_mask = mt_arena_alloc(arena, T * 4);
     block.token_index = mt_arena_alloc(arena, T * 8);
+    block.sequence = mt_arena_alloc(arena, T * 4);
     return block;
 }
 
@@ -7017,8 +8428,8 @@ static void mt_layout_micro_batch(const mt_model *m, mt_micro_batch *at, mt_aren
     int64_t R = m->max_rows, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
     const mt_stage *stage = &m->stages[at->chunk];
     at->device_batch = mt_arena_alloc(arena, m->batch_bytes);
-    for (int64_t layer = 0; layer < (m->plan.train ? stage->num_layers : 1); layer++)
-        mt_layout_layer(m, &at->layers[layer], arena);
+    for (int64_t i = 0; i < (m->plan.train ? stage->num_layers : 1); i++)
+        mt_layout_layer(m, m->plan.train ? m->first_local[at->chunk] + i : -1, &at->layers[i], arena);
     at->output = mt_arena_alloc(arena, R * m->C * size);
     if (!stage->loss) return;
     at->final_normed = mt_arena_alloc(arena, R * m->C * size);
@@ -7032,8 +8443,9 @@ static void mt_layout_micro_batch(const mt_model *m, mt_micro_batch *at, mt_aren
 static void mt_layout_parallel(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
     if (m->tp.sequence_parallel) {
-        m->tp.gathered = mt_arena_alloc(arena, T * m->C * size);
-        m->tp.partial = mt_arena_alloc(arena, T * m->C * size);
+        int64_t widest = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
+        m->tp.gathered = mt_arena_alloc(arena, T * widest * size);
+        m->tp.partial = mt_arena_alloc(arena, T * widest * size);
     }
     if (ranks > 1 && m->has_loss) {
         m->tp.loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
@@ -7044,13 +8456,24 @@ static void mt_layout_parallel(mt_model *m, mt_arena *arena) {
             m->links[i].buffers[k] = mt_arena_alloc(arena, m->max_rows * m->C * size);
 }
 
+static void mt_layout_latent_scratch(mt_model *m, mt_arena *arena) {
+    const mt_options *o = m->options;
+    int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
+    m->scratch.kv = mt_arena_alloc(arena, T * m->H * (o->qk_head_dim + m->Dv) * size);
+    m->scratch.k_rope = mt_arena_alloc(arena, T * m->rotary_dim * size);
+    if (!m->plan.train) return;
+    m->scratch.dlatent = mt_arena_alloc(arena, R * mt_latent_width(o) * size);
+    m->scratch.latent_normed = mt_arena_alloc(arena, R * mt_max(o->q_lora_rank, o->kv_lora_rank) * size);
+}
+
 /* Buffers that layers use in turn, and, where they overlap, the logits over those of them that hold nothing between
  * the last layer's forward and its backward: then the output layer alone is at work, and of the scratch it writes only
  * the gradients of the residual stream and of the norm. */
 static void mt_layout_scratch(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, R = m->max_rows, size = mt_dtype_size(m->dtype);
-    int64_t q_width = m->H * m->D, kv_width = m->G * m->D;
+    int64_t q_width = m->H * m->D, kv_width = m->G * m->D, out_width = m->H * m->Dv;
     mt_layer_scratch *s = &m->scratch;
+    if (m->options->multi_latent_attention) out_width = mt_max(out_width, m->C); // see mt_latent_qkv_backward
     if (m->plan.train) {
         s->residual = mt_arena_alloc(arena, R * m->C * size);
         if (mt_splits_backward(m)) s->spare = mt_arena_alloc(arena, R * m->C * size);
@@ -7059,11 +8482,12 @@ static void mt_layout_scratch(mt_model *m, mt_arena *arena) {
     int64_t start = arena->used;
     s->hidden = mt_arena_alloc(arena, R * m->C * size);
     if (m->plan.train) {
-        s->wide = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m), q_width + 2 * kv_width) * size);
-        s->active = mt_arena_alloc(arena, T * mt_max(m->F, q_width) * size);
-        if (m->options->qk_layernorm) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
+        s->wide = mt_arena_alloc(arena, T * mt_max(mt_fc1_width(m, m->F), mt_qkv_width(m)) * size);
+        s->active = mt_arena_alloc(arena, T * mt_max(m->F, out_width) * size);
+        if (mt_norms_heads(m->options)) s->dqk = mt_arena_alloc(arena, T * (q_width + kv_width) * size);
         s->row_dot = mt_arena_alloc(arena, T * m->H * 4);
     }
+    if (m->options->multi_latent_attention) mt_layout_latent_scratch(m, arena);
     int64_t end = arena->used;
     if (!mt_logits_overlap(m)) return;
     arena->used = start;
@@ -7074,7 +8498,8 @@ static void mt_layout_scratch(mt_model *m, mt_arena *arena) {
 /* What operations share from one micro-batch to the next. */
 static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits;
-    m->workspace_bytes = m->ops->workspace_bytes(T, m->C, m->H, m->D);
+    int64_t widest_row = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
+    m->workspace_bytes = m->ops->workspace_bytes(T, widest_row, m->H, mt_max(m->D, m->Dv));
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
@@ -7088,6 +8513,7 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     }
     m->likeliest = mt_arena_alloc(arena, rows * 4);
     mt_layout_scratch(m, arena);
+    mt_layout_experts(m, arena);
     if (m->grid->context.size > 1) {
         mt_context_plan context = mt_model_context_plan(m);
         m->context_memory = mt_arena_alloc(arena, mt_context_bytes(&context));
@@ -7104,16 +8530,16 @@ static void mt_layout(mt_model *m, mt_arena *arena) {
     m->bytes[MT_PLAN_ACTIVATIONS] = arena->used - start;
     start = arena->used;
     for (int64_t layer = 0; layer < m->num_layers && m->plan.cache_rows > 0; layer++) {
-        int64_t bytes = m->plan.cache_rows * m->G * m->D * mt_dtype_size(m->dtype);
-        m->k_cache[layer] = mt_arena_alloc(arena, bytes);
-        m->v_cache[layer] = mt_arena_alloc(arena, bytes);
+        int64_t heads_bytes = m->plan.cache_rows * m->G * mt_dtype_size(m->dtype);
+        m->k_cache[layer] = mt_arena_alloc(arena, heads_bytes * m->D);
+        m->v_cache[layer] = mt_arena_alloc(arena, heads_bytes * m->Dv);
     }
     m->bytes[MT_PLAN_CACHE] = arena->used - start;
 }
 
 void mt_model_print_plan(const mt_model *m, FILE *file) {
-    static const char *const names[MT_NUM_PLANS] = {"weights",       "gradients",   "optimizer state",
-                                                    "whole buckets", "activations", "KV cache"};
+    static const char *const names[MT_NUM_PLANS] = {"weights",     "gradients", "optimizer state", "whole buckets",
+                                                    "activations", "KV cache",  "expert rows"};
     double parameters = 0; // of this rank
     for (int64_t i = 0; i < m->num_params; i++) parameters += (double)(m->params[i].rows * m->params[i].cols);
     fprintf(file, "memory plan          MiB   bytes a parameter\n");
@@ -7121,8 +8547,8 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
         if (m->bytes[i] > 0)
             fprintf(file, "  %-15s %9.1f   %6.2f\n", names[i], (double)m->bytes[i] / 1048576,
                     (double)m->bytes[i] / parameters);
-    fprintf(file, "  %-15s %9.1f   %6.2f\n", "total", (double)m->arena.capacity / 1048576,
-            (double)m->arena.capacity / parameters);
+    double total = (double)(m->arena.capacity + m->bytes[MT_PLAN_EXPERTS]);
+    fprintf(file, "  %-15s %9.1f   %6.2f\n", "total", total / 1048576, total / parameters);
 }
 
 /* ==== §10b creation ============================================================================================== */
@@ -7130,8 +8556,6 @@ void mt_model_print_plan(const mt_model *m, FILE *file) {
 /* Buckets take their sizes from the table; the padding is what alignment leaves. A bucket that ranks share out is
  * padded on, so that shards are of one size and aligned as parameters are. */
 static void mt_buckets_size(mt_model *m) {
-    int64_t shards = m->sharding.strategy == MT_NO_SHARD ? 1 : m->grid->data_context.size;
-    int64_t multiple = shards * MT_PARAM_ALIGNMENT;
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
         mt_bucket *b = &m->buckets[param->bucket];
@@ -7141,19 +8565,28 @@ static void mt_buckets_size(mt_model *m) {
     }
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
+        int64_t shards = b->strategy == MT_NO_SHARD ? 1 : b->group->size, multiple = shards * MT_PARAM_ALIGNMENT;
         b->count = (b->count + multiple - 1) / multiple * multiple;
         b->shard_count = b->count / shards;
-        b->shard_first = shards > 1 ? m->grid->data_context.rank * b->shard_count : 0;
+        b->shard_first = shards > 1 ? b->group->rank * b->shard_count : 0;
     }
 }
 
-/* Which bucket holds what; a model's first layer's is the one behind the embeddings'. */
+/* This rank's layer of a number in the whole model. */
+static mt_layer *mt_layer_find(mt_model *m, int64_t number) {
+    mt_layer *layer = m->layers;
+    while (layer->number != number) layer++;
+    return layer;
+}
+
+/* Which bucket holds what. */
 static void mt_buckets_find(mt_model *m) {
     bool tied = !m->options->untie_embeddings_and_output_weights;
-    m->word_bucket = m->position_bucket = m->head_bucket = m->output_bucket = m->first_layer_bucket = -1;
+    m->word_bucket = m->position_bucket = m->head_bucket = m->output_bucket = -1;
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
-        if (param->layer >= 0 && m->first_layer_bucket < 0) m->first_layer_bucket = param->bucket;
+        if (param->role == MT_INPUT_NORM) mt_layer_find(m, param->layer)->bucket = param->bucket;
+        if (param->role == MT_EXPERT_DOWN) mt_layer_find(m, param->layer)->expert_bucket = param->bucket;
         if (param->role == MT_WORD_EMBEDDING && (m->has_embedding || tied))
             *(m->has_embedding ? &m->word_bucket : &m->head_bucket) = param->bucket;
         if (param->role == MT_POSITION_EMBEDDING) m->position_bucket = param->bucket;
@@ -7163,9 +8596,29 @@ static void mt_buckets_find(mt_model *m) {
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
 }
 
+/* Where it finds one of latent attention. */
+static mt_weight *mt_latent_weight(const mt_model *m, mt_layer *layer, mt_role role) {
+    switch (role) {
+    case MT_Q_A:
+        return &layer->latent;
+    case MT_KV_A:
+        return m->options->q_lora_rank > 0 ? NULL : &layer->latent; // follows q_a
+    case MT_Q_B:
+        return &layer->q_b;
+    case MT_KV_B:
+        return &layer->kv_b;
+    case MT_Q_A_NORM:
+        return &layer->q_a_norm;
+    case MT_KV_A_NORM:
+        return &layer->kv_a_norm;
+    default:
+        return NULL;
+    }
+}
+
 /* Where the model's code finds the parameter of a role: a fused matrix is found by its first row. */
 static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
-    mt_layer *layer = param->layer >= 0 ? &m->layers[param->bucket - m->first_layer_bucket] : NULL;
+    mt_layer *layer = param->layer >= 0 ? mt_layer_find(m, param->layer) : NULL;
     switch (param->role) {
     case MT_WORD_EMBEDDING:
         return m->has_embedding ? &m->word_embedding : &m->lm_head;
@@ -7177,12 +8630,20 @@ static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
         return &m->final_norm_bias;
     case MT_LM_HEAD:
         return &m->lm_head;
+    case MT_ROUTER:
+        return &layer->router;
+    case MT_ROUTER_BIAS:
+        return &layer->router_bias;
+    case MT_EXPERT_GATE: // the first one's begins them all
+        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_fc1 : NULL;
+    case MT_EXPERT_DOWN:
+        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_down : NULL;
     case MT_INPUT_NORM:
         return &layer->input_norm;
     case MT_INPUT_NORM_BIAS:
         return &layer->input_norm_bias;
     case MT_Q:
-        return &layer->qkv;
+        return m->options->multi_latent_attention ? &layer->q_b : &layer->qkv;
     case MT_Q_BIAS:
         return &layer->qkv_bias;
     case MT_Q_NORM:
@@ -7198,6 +8659,7 @@ static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
     case MT_MLP_NORM_BIAS:
         return &layer->mlp_norm_bias;
     case MT_GATE:
+    case MT_SHARED_GATE:
         return &layer->fc1;
     case MT_GATE_BIAS:
         return &layer->fc1_bias;
@@ -7206,11 +8668,12 @@ static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
     case MT_UP_BIAS:
         return m->options->swiglu ? NULL : &layer->fc1_bias;
     case MT_DOWN:
+    case MT_SHARED_DOWN:
         return &layer->down;
     case MT_DOWN_BIAS:
         return &layer->down_bias;
     default:
-        return NULL; // k and v follow q
+        return mt_latent_weight(m, layer, param->role); // k and v follow q
     }
 }
 
@@ -7221,23 +8684,97 @@ static void mt_bind_weights(mt_model *m, int64_t bucket) {
         const mt_param *param = &m->params[i];
         mt_weight *weight = mt_model_weight(m, param);
         if (!weight) continue;
-        weight->w = mt_inside(b->params, param->offset * mt_dtype_size(m->dtype));
+        weight->w = mt_inside(b->params, param->offset * mt_dtype_size(b->dtype));
         weight->dw = mt_inside(b->grads, param->offset * 4);
         if (param->bucket == m->word_bucket && m->word_bucket == m->head_bucket) m->lm_head = *weight; // tied, and here
     }
 }
 
+/* What the options say of experts, and which of them are here; after the stages. */
+static void mt_experts_open(mt_model *m, const mt_options *o) {
+    mt_experts *e = &m->experts;
+    const mt_grid *grid = m->grid;
+    e->group = &grid->expert_exchange;
+    if (o->num_experts == 0) return;
+    int64_t k = o->moe_router_topk;
+    e->router = (mt_router){.num_experts = o->num_experts,
+                            .topk = k,
+                            .sigmoid = strcmp(o->moe_router_score_function, "sigmoid") == 0,
+                            .pre_softmax = o->moe_router_pre_softmax,
+                            .num_groups = o->moe_router_num_groups,
+                            .group_topk = o->moe_router_group_topk,
+                            .group_best = o->moe_router_group_best,
+                            .scaling = (float)o->moe_router_topk_scaling_factor};
+    e->local = o->num_experts / grid->expert.size;
+    e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
+    e->gathers = e->group->size > 1 && strcmp(o->moe_token_dispatcher_type, "allgather") == 0;
+    e->drops = o->moe_expert_capacity_factor > 0, e->pads = o->moe_pad_expert_input_to_capacity && !e->gathers;
+    e->grouped = o->moe_grouped_gemm;
+    e->balances = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
+    e->sequences = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? m->plan.max_tokens : 1;
+    e->tokens = e->gathers ? e->group->size * m->max_rows : m->max_rows;
+    e->places = e->gathers ? e->local : o->num_experts * grid->expert_tensor.size;
+    e->num_choices = e->tokens * k * (e->gathers ? 1 : grid->expert_tensor.size);
+    if (e->pads) {
+        double share = (double)(m->max_rows * grid->tensor_context.size * k) / (double)o->num_experts;
+        e->num_choices = e->places * (int64_t)ceil(share * o->moe_expert_capacity_factor);
+    }
+    for (int64_t i = 0; i < m->num_layers; i++)
+        if (mt_layer_has_experts(o, m->layers[i].number)) m->layers[i].place = e->num_layers++;
+    int64_t size = e->group->size;
+    e->out_counts = mt_calloc(2 * size * 8), e->in_counts = e->out_counts + size;
+    for (int64_t i = 0; i < m->num_micro_batches; i++)
+        for (int64_t layer = 0; layer <= m->stages[m->micro_batches[i].chunk].num_layers; layer++) {
+            mt_routing *r = &m->micro_batches[i].layers[layer].routing;
+            r->sent = mt_calloc(2 * size * 8 + (e->places + 1) * 4), r->received = r->sent + size;
+            r->host_offsets = (int32_t *)(r->received + size);
+        }
+}
+
+/* Bytes for rows of which nobody knows yet how many will come, where they come evenly. */
+static int64_t mt_experts_expected_bytes(const mt_model *m) {
+    const mt_experts *e = &m->experts;
+    mt_arena arena = {0};
+    mt_expert_rows rows;
+    if (e->num_layers == 0 || mt_expert_rows_are_known(m)) return 0;
+    int64_t blocks = 1; // experts.rows, and what micro-batches keep
+    for (int64_t i = 0; i < m->num_micro_batches; i++)
+        for (int64_t layer = m->first_local[m->micro_batches[i].chunk];
+             layer < m->first_local[m->micro_batches[i].chunk + 1]; layer++)
+            blocks += m->layers[layer].expert_bucket >= 0 && m->plan.train;
+    mt_expert_rows_layout(m, &rows, &arena, mt_expert_rows_expected(m), true);
+    int64_t bytes = blocks * arena.used;
+    if (!e->gathers) mt_expert_rows_layout(m, &rows, &arena, mt_expert_rows_expected(m), false);
+    return bytes + arena.used;
+}
+
+static void mt_experts_close(mt_model *m) {
+    mt_experts *e = &m->experts;
+    for (int64_t i = 0; i < m->num_micro_batches; i++)
+        for (int64_t layer = 0; layer <= m->stages[m->micro_batches[i].chunk].num_layers; layer++) {
+            mt_routing *r = &m->micro_batches[i].layers[layer].routing;
+            mt_expert_rows_free(m, &r->rows);
+            free(r->sent);
+        }
+    mt_expert_rows_free(m, &e->rows);
+    mt_expert_rows_free(m, &e->travelling);
+    if (e->host_offsets) m->ops->memory_free_host(e->host_offsets);
+    if (e->comm && e->comm != m->stream) m->ops->stream_destroy(e->comm);
+    free(e->out_counts);
+}
+
 /* This rank's share of every size. */
 static void mt_model_shape(mt_model *m, const mt_options *o) {
     int64_t tp = m->grid->tensor.size, rank = m->grid->tensor.rank;
-    m->C = o->hidden_size, m->D = o->kv_channels;
+    m->C = o->hidden_size, m->D = o->kv_channels, m->Dv = mt_value_channels(o);
     m->H = o->num_attention_heads / tp, m->G = mt_max(o->num_query_groups / tp, 1);
-    m->F = o->ffn_hidden_size / tp, m->V = o->padded_vocab_size / tp;
+    m->V = o->padded_vocab_size / tp;
     m->vocab_first = rank * m->V;
     m->vocab_count = mt_max(mt_min(o->vocab_size - m->vocab_first, m->V), 0);
     m->rotary_dim = 0;
     if (strcmp(o->position_embedding_type, "rope") == 0)
         m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
+    if (o->multi_latent_attention) m->rotary_dim = o->qk_pos_emb_head_dim;
     m->tp = (mt_tensor_parallel){.ops = m->ops, .group = &m->grid->tensor, .dtype = m->dtype};
     m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // generation has too few rows to cut
     m->max_rows = m->tp.sequence_parallel ? m->plan.max_tokens / tp : m->plan.max_tokens;
@@ -7266,6 +8803,13 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     for (int64_t chunk = 0; chunk < vp; chunk++)
         for (int64_t i = 0; i < m->stages[chunk].num_layers; i++)
             m->layers[m->first_local[chunk] + i].number = m->stages[chunk].first_layer + i;
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        mt_layer *layer = &m->layers[i];
+        bool has_experts = mt_layer_has_experts(o, layer->number);
+        layer->F = (has_experts ? o->moe_shared_expert_intermediate_size : o->ffn_hidden_size) / m->grid->tensor.size;
+        layer->expert_bucket = -1;
+        m->F = mt_max(m->F, layer->F);
+    }
     return 0;
 }
 
@@ -7334,16 +8878,24 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
     mt_arena counting = {0};
     mt_layout(m, &counting);
     int64_t available = m->ops->memory_available();
-    if (counting.used > available)
+    m->bytes[MT_PLAN_EXPERTS] = mt_experts_expected_bytes(m);
+    int64_t needed = counting.used + m->bytes[MT_PLAN_EXPERTS];
+    if (needed > available)
         return mt_error_set(
             error,
             "the model needs %.1f GiB of memory and the %s has %.1f GiB; lower --micro-batch-size or %s, or "
             "take a smaller model",
-            (double)counting.used / (1 << 30), strcmp(m->ops->name, "cpu") == 0 ? "machine" : "GPU",
+            (double)needed / (1 << 30), strcmp(m->ops->name, "cpu") == 0 ? "machine" : "GPU",
             (double)available / (1 << 30), m->plan.train ? "--seq-length" : "--max-new-tokens");
     int64_t staged_bytes = m->grid->tensor.size * MT_STAGED_ROWS * m->V * mt_dtype_size(m->dtype);
     m->staged_logits = m->ops->memory_alloc_host(mt_max(staged_bytes, m->plan.max_logits * 4));
     m->results = m->ops->memory_alloc_host(2 * (int64_t)sizeof(mt_step_result));
+    if (m->experts.num_layers > 0) {
+        int64_t offsets = m->experts.group->size * (m->experts.places + 1);
+        m->experts.host_offsets = m->ops->memory_alloc_host((offsets + m->experts.group->size * m->experts.local) * 4);
+        m->experts.host_counts = m->experts.host_offsets + offsets;
+        m->experts.host_counts[0] = -1;
+    }
     for (int i = 0; i < 2; i++) {
         m->staged_batch[i] = m->ops->memory_alloc_host(m->batch_bytes);
         m->copied[i] = m->ops->event_create();
@@ -7375,12 +8927,21 @@ static void mt_model_share_sequences(mt_model *m) {
         mt_batch_alloc(&m->micro_batches[i].whole, cp * m->plan.max_tokens);
 }
 
+/* The CUDA backend's attention takes heads of so many channels. */
+enum { MT_CUDA_CHANNELS = 256 };
+
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
     mt_attention_backend backend = mt_attention_backend_of(options);
     if (strcmp(ops->name, "cpu") == 0 && (backend == MT_ATTENTION_CUDNN || backend == MT_ATTENTION_UNFUSED))
         return mt_error_set(error, "--attention-backend %s needs a GPU, and this run is on the CPU; leave it out",
                             options->attention_backend);
+    int64_t widest_head = mt_max(options->kv_channels, mt_value_channels(options));
+    if (strcmp(ops->name, "cuda") == 0 && widest_head > MT_CUDA_CHANNELS)
+        return mt_error_set(error, "attention on a GPU takes heads of at most %d channels, and these have %lld (%s)",
+                            MT_CUDA_CHANNELS, (long long)widest_head,
+                            options->multi_latent_attention ? "--qk-head-dim + --qk-pos-emb-head-dim, or --v-head-dim"
+                                                            : "--kv-channels");
     mt_model *m = mt_calloc(sizeof *m);
     m->options = options, m->grid = grid, m->ops = ops, m->plan = *plan;
     m->dtype = options->bf16 ? MT_BF16 : MT_F32;
@@ -7389,7 +8950,8 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
         mt_model_destroy(m);
         return -1;
     }
-    mt_place place = {m->stages, m->num_chunks, grid->tensor.size, grid->tensor.rank};
+    mt_place place = {m->stages,         m->num_chunks,     grid->tensor.size,        grid->tensor.rank,
+                      grid->expert.size, grid->expert.rank, grid->expert_tensor.size, grid->expert_tensor.rank};
     m->num_params = mt_params_build(&m->params, options, &place);
     m->num_buckets = m->num_params > 0 ? m->params[m->num_params - 1].bucket + 1 : 0;
     m->buckets = mt_calloc(m->num_buckets * (int64_t)sizeof(mt_bucket));
@@ -7399,6 +8961,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->k_cache = mt_calloc(m->num_layers * (int64_t)sizeof(void *));
     m->v_cache = mt_calloc(m->num_layers * (int64_t)sizeof(void *));
     mt_model_micro_batches(m);
+    mt_experts_open(m, options);
     mt_model_links(m);
     if (mt_model_allocate(m, error) != 0) {
         mt_model_destroy(m);
@@ -7408,6 +8971,10 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->stream = m->tp.stream = ops->stream_create(m->workspace, m->workspace_bytes, options->deterministic_mode);
     m->tp.comm = m->stream;
     if (grid->tensor.size > 1) m->tp.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
+    m->experts.comm = m->stream;
+    if (m->experts.num_layers > 0 && grid->expert_exchange.size > 1)
+        m->experts.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
+    mt_experts_begin(m);
     mt_sharding_start(m);
     mt_model_share_sequences(m);
     ops->memory_zero(m->sums, 3 * 8, m->stream);
@@ -7426,6 +8993,7 @@ void mt_model_destroy(mt_model *m) {
         for (int64_t i = 0; m->step_graphs && i <= m->plan.max_logits; i++)
             if (m->step_graphs[i].graph) m->ops->graph_destroy(m->step_graphs[i].graph);
         if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
+        mt_experts_close(m);
         mt_sharding_close(m);
         m->ops->stream_destroy(m->stream);
         m->ops->memory_free_host(m->staged_logits);
@@ -7473,7 +9041,7 @@ static void mt_run_draw(mt_model *m, const mt_param *param, const mt_part *part,
     int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
     if (begin >= end) return;
     float mean = param->init == MT_INIT_ONES ? 1 : 0, std = param->init == MT_INIT_ONES ? 0 : (float)param->init_std;
-    uint64_t index = (uint64_t)((param->layer + 1) * MT_NUM_ROLES + param->role);
+    uint64_t index = (uint64_t)(param->expert + 1) << 40 | (uint64_t)(param->layer + 1) << 8 | (uint64_t)param->role;
     uint64_t key = mt_random_key((uint64_t)m->options->seed, MT_RANDOM_PARAMETER, index);
     m->ops->random_normal((char *)part->data + (begin - part->first) * mt_dtype_size(part->dtype), end - begin, key,
                           first + begin - at, mean, std, part->dtype, m->stream);
@@ -7560,7 +9128,7 @@ static void mt_micro_batch_enter(mt_model *m, mt_micro_batch *at) {
     m->first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * at->rows : 0;
     m->cache_rows = batch->cache_rows, m->logit_rows = batch->logit_rows;
     m->tokens = batch->tokens, m->positions = batch->positions, m->labels = batch->labels;
-    m->loss_mask = batch->loss_mask, m->token_index = batch->token_index;
+    m->loss_mask = batch->loss_mask, m->token_index = batch->token_index, m->sequence = batch->sequence;
     m->spans = (mt_spans){.host = at->host_spans, .device = batch->spans, .count = at->num_spans};
     if (m->context && m->in_context != at) mt_context_load(m->context, &at->whole, m->stream);
     m->in_context = at;
@@ -7609,7 +9177,10 @@ static void mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch
     memcpy(block.labels, batch->labels, T * 4);
     memcpy(block.loss_mask, batch->loss_mask, T * 4);
     memcpy(block.token_index, batch->token_index, T * 8);
-    int64_t bytes = (char *)(block.token_index + T) - (char *)block.spans;
+    memset(block.sequence, 0, T * 4);
+    for (int64_t s = 0; s < batch->num_spans; s++)
+        for (int64_t i = 0; i < batch->spans[s].q_len; i++) block.sequence[batch->spans[s].q_start + i] = (int32_t)s;
+    int64_t bytes = (char *)(block.sequence + T) - (char *)block.spans;
     m->ops->memory_copy((void *)m->spans.device, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
 }
@@ -7704,17 +9275,41 @@ static void mt_chunk_forward(mt_model *m, bool decode) {
     const mt_stage *stage = &m->stages[at->chunk];
     int64_t first = m->first_local[at->chunk], n = stage->num_layers;
     if (stage->embedding) mt_embed_forward(m, mt_chunk_input(m));
-    for (int64_t i = 0, bucket = m->first_layer_bucket + first; i < n; i++, bucket++) {
+    for (int64_t i = 0; i < n; i++) {
         bool last = i == n - 1;
+        const mt_layer *w = &m->layers[first + i];
         mt_activations *a = &at->layers[m->plan.train ? i : 0], *next = m->plan.train ? a + 1 : a;
-        if (i == 0) mt_bucket_acquire(m, bucket);
+        if (i == 0) mt_bucket_acquire(m, w->bucket);
         mt_norm norm = mt_input_norm(m, first + i, a);
         if (i == 0) mt_norm_forward(m, norm.y, norm.mean, norm.rstd, a->input, norm.w, norm.b, m->rows);
-        if (!last) mt_bucket_acquire(m, bucket + 1); // the next layer's norm is fused with the end of this one
+        if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
+        if (!last) mt_bucket_acquire(m, w[1].bucket); // the next layer's norm is fused with the end of this one
         if (!last) norm = mt_input_norm(m, first + i + 1, next);
         mt_layer_forward(m, first + i, a, last ? at->output : next->input, last ? NULL : &norm, decode);
-        mt_bucket_release(m, bucket);
+        if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
+        mt_bucket_release(m, w->bucket);
     }
+}
+
+/* Around a layer's backward, experts first as they are used first; of the weights' part only, where `gradients` alone.
+ */
+static void mt_layer_acquire(mt_model *m, const mt_layer *w, bool params, bool gradients) {
+    bool has_experts = w->expert_bucket >= 0;
+    if (params && has_experts) mt_bucket_acquire(m, w->expert_bucket);
+    if (gradients && has_experts) {
+        mt_bucket_gradients_acquire(m, w->expert_bucket);
+        m->experts.accumulates = m->tp.accumulates;
+    }
+    if (params) mt_bucket_acquire(m, w->bucket);
+    if (gradients) mt_bucket_gradients_acquire(m, w->bucket);
+}
+
+static void mt_layer_release(mt_model *m, const mt_layer *w, bool params, bool gradients) {
+    bool has_experts = w->expert_bucket >= 0;
+    if (gradients && has_experts) mt_bucket_gradients_release(m, w->expert_bucket, m->last_backward);
+    if (params && has_experts) mt_bucket_release(m, w->expert_bucket);
+    if (gradients) mt_bucket_gradients_release(m, w->bucket, m->last_backward);
+    if (params) mt_bucket_release(m, w->bucket);
 }
 
 /* scratch.residual, the gradient of the chunk's output, becomes that of its input. */
@@ -7722,12 +9317,10 @@ static void mt_chunk_backward(mt_model *m, int parts) {
     mt_micro_batch *at = m->at;
     const mt_stage *stage = &m->stages[at->chunk];
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
-        int64_t layer = m->first_local[at->chunk] + i, bucket = m->first_layer_bucket + layer;
-        mt_bucket_acquire(m, bucket);
-        if (parts == MT_PART_BOTH) mt_bucket_gradients_acquire(m, bucket);
+        int64_t layer = m->first_local[at->chunk] + i;
+        mt_layer_acquire(m, &m->layers[layer], true, parts == MT_PART_BOTH);
         mt_layer_backward(m, layer, &at->layers[i], parts);
-        if (parts == MT_PART_BOTH) mt_bucket_gradients_release(m, bucket, m->last_backward);
-        mt_bucket_release(m, bucket);
+        mt_layer_release(m, &m->layers[layer], true, parts == MT_PART_BOTH);
     }
     if (stage->embedding) mt_embed_backward(m, m->scratch.residual);
 }
@@ -7735,10 +9328,10 @@ static void mt_chunk_backward(mt_model *m, int parts) {
 static void mt_chunk_backward_weight(mt_model *m) {
     const mt_micro_batch *at = m->at;
     for (int64_t i = m->stages[at->chunk].num_layers - 1; i >= 0; i--) {
-        int64_t layer = m->first_local[at->chunk] + i, bucket = m->first_layer_bucket + layer;
-        mt_bucket_gradients_acquire(m, bucket);
+        int64_t layer = m->first_local[at->chunk] + i;
+        mt_layer_acquire(m, &m->layers[layer], false, true);
         mt_layer_backward_weight(m, layer, &at->layers[i]);
-        mt_bucket_gradients_release(m, bucket, m->last_backward);
+        mt_layer_release(m, &m->layers[layer], false, true);
     }
 }
 
@@ -8431,64 +10024,74 @@ int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
 
 /* ==== §12a buckets that move ===================================================================================== */
 
-static const mt_group *mt_sharding_group(const mt_model *m) {
-    return &m->grid->data_context;
-}
-
 /* What goes to `stream` from now on waits for what `other` holds now. */
 static void mt_follow(const mt_model *m, mt_stream *stream, mt_stream *other) {
     if (stream != other) m->ops->stream_follow(stream, other);
 }
 
-/* The strategy that the options ask for, where there is something to train and someone to share it with. */
+/* The strategy that the options ask for, where there is something to train. */
 static mt_strategy mt_strategy_of(const mt_model *m) {
     static const char *const names[] = {"no_shard", "optim", "optim_grads", "optim_grads_params"};
     int strategy = MT_NO_SHARD;
-    if (!m->plan.train || mt_sharding_group(m)->size == 1) return MT_NO_SHARD;
+    if (!m->plan.train) return MT_NO_SHARD;
     while (strcmp(names[strategy], m->options->data_parallel_sharding_strategy) != 0) strategy++;
     return (mt_strategy)strategy;
 }
 
-/* Before buckets have sizes: the strategy, and which of them hold a matrix of the vocabulary. */
+/* Before buckets have sizes: what is in them, who has the same, and what these ranks share out. */
 static void mt_sharding_open(mt_model *m) {
     mt_sharding *s = &m->sharding;
     s->strategy = mt_strategy_of(m);
     s->progress = mt_calloc(m->num_buckets * (int64_t)sizeof *s->progress);
-    for (int64_t i = 0; i < m->num_params; i++)
-        if (m->params[i].role == MT_WORD_EMBEDDING || m->params[i].role == MT_LM_HEAD)
-            s->progress[m->params[i].bucket].is_vocabulary = true;
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        mt_bucket *b = &m->buckets[param->bucket];
+        mt_bucket_kind *kind = &s->progress[param->bucket].kind;
+        if (param->role == MT_WORD_EMBEDDING || param->role == MT_LM_HEAD) *kind = MT_BUCKET_VOCABULARY;
+        if (param->expert >= 0) *kind = MT_BUCKET_EXPERTS;
+        b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
+        b->trained = mt_param_is_trained(param);
+        b->dtype = b->trained ? m->dtype : MT_F32;
+        b->strategy = b->trained && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
+        m->num_trained_buckets = mt_max(m->num_trained_buckets, b->trained ? param->bucket + 1 : 0);
+    }
 }
 
 /* Room for whole buckets, where only shards stay: each slot as large as the largest bucket that may take it. */
 static void mt_layout_slots(mt_model *m, mt_arena *arena) {
     mt_sharding *s = &m->sharding;
-    int64_t largest[2] = {0, 0}; // of layers, of those with the vocabulary
+    int64_t largest[MT_NUM_BUCKET_KINDS] = {0};
     for (int64_t i = 0; i < m->num_buckets; i++) {
-        int64_t *count = &largest[s->progress[i].is_vocabulary];
-        *count = mt_max(*count, m->buckets[i].count);
+        int64_t *count = &largest[s->progress[i].kind];
+        if (m->buckets[i].strategy != MT_NO_SHARD) *count = mt_max(*count, m->buckets[i].count);
     }
-    for (int slot = 0; slot < MT_NUM_SLOTS; slot++) {
-        int64_t count = largest[slot == MT_SLOT_VOCABULARY];
-        s->param_slots[slot] = s->grad_slots[slot] = (mt_slot){.bucket = -1};
-        if (s->strategy >= MT_SHARD_PARAMS)
-            s->param_slots[slot].memory = mt_arena_alloc(arena, count * mt_dtype_size(m->dtype));
-        if (s->strategy >= MT_SHARD_GRADS) s->grad_slots[slot].memory = mt_arena_alloc(arena, count * 4);
-    }
+    for (int kind = 0; kind < MT_NUM_BUCKET_KINDS; kind++)
+        for (int slot = mt_first_slot[kind]; slot < mt_first_slot[kind + 1]; slot++) {
+            s->param_slots[slot] = s->grad_slots[slot] = (mt_slot){.bucket = -1};
+            if (largest[kind] > 0 && s->strategy >= MT_SHARD_PARAMS)
+                s->param_slots[slot].memory = mt_arena_alloc(arena, largest[kind] * mt_dtype_size(m->dtype));
+            if (largest[kind] > 0 && s->strategy >= MT_SHARD_GRADS)
+                s->grad_slots[slot].memory = mt_arena_alloc(arena, largest[kind] * 4);
+        }
 }
 
 /* Once there is memory: everything is zero, and moves on streams of its own where it is to overlap. */
 static void mt_sharding_start(mt_model *m) {
     mt_sharding *s = &m->sharding;
     const mt_options *o = m->options;
-    bool alone = mt_sharding_group(m)->size == 1 || !m->plan.train;
+    bool alone = true, shares = false;
+    for (int64_t i = 0; i < m->num_buckets && m->plan.train; i++) {
+        alone &= m->buckets[i].group->size == 1;
+        shares |= m->buckets[i].strategy != MT_NO_SHARD;
+    }
     s->grad_stream = s->param_stream = m->stream;
     if (!alone && o->overlap_grad_reduce) s->grad_stream = m->ops->stream_create(NULL, 0, o->deterministic_mode);
-    s->prefetches = s->strategy != MT_NO_SHARD && o->overlap_param_gather;
+    s->prefetches = shares && o->overlap_param_gather;
     if (s->prefetches) s->param_stream = m->ops->stream_create(NULL, 0, o->deterministic_mode);
     s->gathered_bucket = s->travelled = -1;
     for (int64_t i = 0; i < m->num_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
-        if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(m->dtype), m->stream);
+        if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(b->dtype), m->stream);
         if (b->grads) m->ops->memory_zero(b->grads, b->count * 4, m->stream);
         for (int kept = 0; kept < MT_NUM_KEPT; kept++) {
             mt_part part = mt_bucket_part(m, i, (mt_kept)kept);
@@ -8513,10 +10116,9 @@ static mt_slot *mt_slot_find(mt_slot *slots, int64_t bucket) {
 
 /* The slot for a bucket of its kind that nobody uses and that was taken longest ago, or NULL. */
 static mt_slot *mt_slot_free(const mt_model *m, mt_slot *slots, int64_t bucket) {
-    bool is_vocabulary = m->sharding.progress[bucket].is_vocabulary;
-    int first = is_vocabulary ? MT_SLOT_VOCABULARY : 0, end = is_vocabulary ? MT_NUM_SLOTS : MT_SLOT_VOCABULARY;
+    mt_bucket_kind kind = m->sharding.progress[bucket].kind;
     mt_slot *oldest = NULL;
-    for (int i = first; i < end; i++)
+    for (int i = mt_first_slot[kind]; i < mt_first_slot[kind + 1]; i++)
         if (slots[i].users == 0 && (!oldest || slots[i].age < oldest->age)) oldest = &slots[i];
     return oldest;
 }
@@ -8535,7 +10137,7 @@ static void mt_bucket_gather(mt_model *m, int64_t bucket) {
     mt_sharding *s = &m->sharding;
     mt_bucket *b = &m->buckets[bucket];
     void *whole = b->params;
-    if (s->strategy == MT_SHARD_PARAMS) {
+    if (b->strategy == MT_SHARD_PARAMS) {
         if (mt_slot_find(s->param_slots, bucket)) return;
         whole = mt_slot_take(m, s->param_slots, bucket)->memory;
         mt_follow(m, s->param_stream, m->stream); // who used the slot has read it
@@ -8543,7 +10145,7 @@ static void mt_bucket_gather(mt_model *m, int64_t bucket) {
         return;
     }
     s->progress[bucket].stale = false;
-    m->ops->all_gather(whole, b->param_shard, b->shard_count, m->dtype, mt_sharding_group(m), s->param_stream);
+    m->ops->all_gather(whole, b->param_shard, b->shard_count, m->dtype, b->group, s->param_stream);
 }
 
 /* The bucket that is used after this one, or -1: calls go up in a forward and down in a backward, and turn at the ends.
@@ -8562,20 +10164,23 @@ static int64_t mt_bucket_next(mt_sharding *s, int64_t bucket, int64_t num_bucket
 void mt_bucket_acquire(mt_model *m, int64_t bucket) {
     mt_sharding *s = &m->sharding;
     if (s->strategy == MT_NO_SHARD) return;
-    mt_bucket_gather(m, bucket);
+    mt_strategy strategy = m->buckets[bucket].strategy;
+    if (strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
     mt_follow(m, m->stream, s->param_stream); // of this bucket; what comes next is asked for afterwards
-    if (s->strategy == MT_SHARD_PARAMS) {
+    if (strategy == MT_SHARD_PARAMS) {
         mt_slot *slot = mt_slot_find(s->param_slots, bucket);
         slot->users++;
         m->buckets[bucket].params = slot->memory;
         mt_bind_weights(m, bucket);
     }
-    int64_t next = mt_bucket_next(s, bucket, m->num_buckets);
-    if (s->prefetches && next >= 0 && mt_slot_free(m, s->param_slots, next)) mt_bucket_gather(m, next);
+    int64_t next = mt_bucket_next(s, bucket, m->num_trained_buckets);
+    if (!s->prefetches || next < 0 || m->buckets[next].strategy == MT_NO_SHARD) return;
+    if (mt_slot_free(m, s->param_slots, next)) mt_bucket_gather(m, next);
 }
 
 void mt_bucket_release(mt_model *m, int64_t bucket) {
-    if (m->sharding.strategy != MT_SHARD_PARAMS || --mt_slot_find(m->sharding.param_slots, bucket)->users > 0) return;
+    if (m->buckets[bucket].strategy != MT_SHARD_PARAMS || --mt_slot_find(m->sharding.param_slots, bucket)->users > 0)
+        return;
     m->buckets[bucket].params = NULL; // the slot may still be read for the next use, but through acquire only
     mt_bind_weights(m, bucket);
 }
@@ -8583,7 +10188,8 @@ void mt_bucket_release(mt_model *m, int64_t bucket) {
 /* Whatever reads parameters outside a step finds them current. */
 static void mt_params_settle(mt_model *m) {
     if (m->sharding.strategy == MT_NO_SHARD || m->sharding.strategy == MT_SHARD_PARAMS) return;
-    for (int64_t i = 0; i < m->num_buckets; i++) mt_bucket_gather(m, i);
+    for (int64_t i = 0; i < m->num_buckets; i++)
+        if (m->buckets[i].strategy != MT_NO_SHARD) mt_bucket_gather(m, i);
     mt_follow(m, m->stream, m->sharding.param_stream);
 }
 
@@ -8621,8 +10227,8 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     mt_bucket_progress *progress = &s->progress[bucket];
     bool begun = progress->holds_gradients;
     progress->holds_gradients = true;
-    m->tp.accumulates = begun || (progress->has_gradients && s->strategy < MT_SHARD_GRADS);
-    if (s->strategy >= MT_SHARD_GRADS && !begun) {
+    m->tp.accumulates = begun || (progress->has_gradients && b->strategy < MT_SHARD_GRADS);
+    if (b->strategy >= MT_SHARD_GRADS && !begun) {
         mt_slot *slot = mt_slot_take(m, s->grad_slots, bucket);
         slot->users++;
         if (slot == s->reducing) mt_follow(m, m->stream, s->grad_stream);
@@ -8637,14 +10243,13 @@ static void mt_bucket_reduce(mt_model *m, int64_t bucket) {
     mt_sharding *s = &m->sharding;
     mt_bucket *b = &m->buckets[bucket];
     mt_bucket_progress *progress = &s->progress[bucket];
-    const mt_group *group = mt_sharding_group(m);
-    bool adds = s->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard of earlier micro-batches
+    bool adds = b->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard of earlier micro-batches
     float *sum = adds ? b->grads + b->shard_first : b->grad_shard;
     mt_follow(m, s->grad_stream, m->stream);
-    if (s->strategy == MT_NO_SHARD)
-        m->ops->all_reduce(b->grads, b->count, MT_SUM, MT_F32, group, s->grad_stream);
+    if (b->strategy == MT_NO_SHARD)
+        m->ops->all_reduce(b->grads, b->count, MT_SUM, MT_F32, b->group, s->grad_stream);
     else
-        m->ops->reduce_scatter(sum, b->grads, b->shard_count, MT_F32, group, s->grad_stream);
+        m->ops->reduce_scatter(sum, b->grads, b->shard_count, MT_F32, b->group, s->grad_stream);
     if (adds) m->ops->accumulate(b->grad_shard, sum, b->shard_count, s->grad_stream);
     progress->reduced = true;
 }
@@ -8652,7 +10257,7 @@ static void mt_bucket_reduce(mt_model *m, int64_t bucket) {
 void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
     mt_sharding *s = &m->sharding;
     mt_bucket_progress *progress = &s->progress[bucket];
-    if (s->strategy < MT_SHARD_GRADS) {
+    if (m->buckets[bucket].strategy < MT_SHARD_GRADS) {
         if (last && m->options->overlap_grad_reduce) mt_bucket_reduce(m, bucket);
     } else {
         mt_follow(m, m->stream, s->grad_stream); // all sums but the one that begins now: their slots are free again
@@ -8671,7 +10276,7 @@ void mt_bucket_gradients_release(mt_model *m, int64_t bucket, bool last) {
 static void mt_gradients_begin(mt_model *m) {
     mt_sharding *s = &m->sharding;
     s->gathered_bucket = -1;
-    for (int64_t i = 0; i < m->num_buckets; i++) {
+    for (int64_t i = 0; i < m->num_trained_buckets; i++) {
         s->progress[i].has_gradients = s->progress[i].reduced = false;
         if (!mt_splits_backward(m)) continue;
         // a split backward reaches a bucket's parts in no order, so all of them add
@@ -8683,7 +10288,7 @@ static void mt_gradients_begin(mt_model *m) {
 /* Afterwards every rank has the sum over all ranks: of its shard, or the same bits of the whole. */
 static void mt_gradients_finish(mt_model *m) {
     mt_sharding *s = &m->sharding;
-    for (int64_t i = 0; i < m->num_buckets; i++) {
+    for (int64_t i = 0; i < m->num_trained_buckets; i++) {
         MT_CHECK(s->progress[i].has_gradients && !s->progress[i].holds_gradients);
         if (!s->progress[i].reduced) mt_bucket_reduce(m, i);
     }
@@ -8726,19 +10331,21 @@ static void mt_gradients_finish_model(mt_model *m) {
                            &m->grid->embedding, m->stream);
 }
 
-/* sums[2] = the squared norm of all gradients, each element counted once. */
+/* sums[2] = the squared norm of all gradients, each element counted once: of what several ranks have alike, by the
+ * first of them. */
 static void mt_gradients_norm(mt_model *m) {
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         const mt_param *param = &m->params[i];
+        const mt_bucket *b = &m->buckets[param->bucket];
+        bool counts = b->trained && (b->strategy != MT_NO_SHARD || b->group->rank == 0);
         int64_t begin, count;
         for (next = i + 1; next < m->num_params; next++)
             if (m->params[next].bucket != param->bucket || m->params[next].counted != param->counted) break;
-        if (!param->counted || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0) continue;
-        m->ops->squared_norm(m->sums + 2, m->buckets[param->bucket].grad_shard + begin, count, m->stream);
+        if (!counts || !param->counted || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0)
+            continue;
+        m->ops->squared_norm(m->sums + 2, b->grad_shard + begin, count, m->stream);
     }
-    if (m->sharding.strategy != MT_NO_SHARD)
-        m->ops->all_reduce(m->sums + 2, 1, MT_SUM, MT_F64, mt_sharding_group(m), m->stream);
-    m->ops->all_reduce(m->sums + 2, 1, MT_SUM, MT_F64, &m->grid->model, m->stream);
+    m->ops->all_reduce(m->sums + 2, 1, MT_SUM, MT_F64, &m->grid->world, m->stream);
 }
 
 /* Parameters after an update of shards: gathered now, or each bucket before its first use. */
@@ -8746,7 +10353,7 @@ static void mt_params_finish(mt_model *m) {
     mt_sharding *s = &m->sharding;
     mt_params_changed(m);
     if (s->strategy == MT_NO_SHARD || s->strategy == MT_SHARD_PARAMS) return;
-    for (int64_t i = 0; i < m->num_buckets; i++) s->progress[i].stale = true;
+    for (int64_t i = 0; i < m->num_buckets; i++) s->progress[i].stale = m->buckets[i].strategy != MT_NO_SHARD;
     mt_follow(m, s->param_stream, m->stream);
     if (!s->prefetches) mt_params_settle(m);
 }
@@ -8757,11 +10364,10 @@ static void mt_params_finish(mt_model *m) {
 mt_part mt_bucket_part(const mt_model *m, int64_t bucket, mt_kept kept) {
     const mt_bucket *b = &m->buckets[bucket];
     float *floats[MT_NUM_KEPT] = {NULL, b->master, b->m, b->v};
-    if (kept != MT_KEPT_WEIGHTS && (kept != MT_KEPT_MASTER || m->dtype != MT_F32))
+    if (kept != MT_KEPT_WEIGHTS && (kept != MT_KEPT_MASTER || m->dtype != MT_F32 || !b->trained))
         return (mt_part){floats[kept], b->shard_first, b->shard_count, MT_F32};
-    if (m->sharding.strategy == MT_SHARD_PARAMS)
-        return (mt_part){b->param_shard, b->shard_first, b->shard_count, m->dtype};
-    return (mt_part){b->params, 0, b->count, m->dtype};
+    if (b->strategy == MT_SHARD_PARAMS) return (mt_part){b->param_shard, b->shard_first, b->shard_count, b->dtype};
+    return (mt_part){b->params, 0, b->count, b->dtype};
 }
 
 void mt_part_write(mt_model *m, const mt_part *part, int64_t at, const void *from, int64_t n) {
@@ -8780,15 +10386,15 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_kept kept) {
     mt_bucket *b = &m->buckets[bucket];
     mt_part part = mt_bucket_part(m, bucket, kept);
     if (kept == MT_KEPT_WEIGHTS || (kept == MT_KEPT_MASTER && m->dtype == MT_F32)) {
-        mt_bucket_gather(m, bucket);
+        if (b->strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
         mt_follow(m, m->stream, s->param_stream);
-        return s->strategy == MT_SHARD_PARAMS ? mt_slot_find(s->param_slots, bucket)->memory : b->params;
+        return b->strategy == MT_SHARD_PARAMS ? mt_slot_find(s->param_slots, bucket)->memory : b->params;
     }
-    if (s->strategy == MT_NO_SHARD) return part.data;
-    int slot = s->progress[bucket].is_vocabulary ? MT_SLOT_VOCABULARY : MT_SLOT_LAYER;
-    void *whole = s->strategy >= MT_SHARD_GRADS ? s->grad_slots[slot].memory : b->grads;
+    if (b->strategy == MT_NO_SHARD) return part.data;
+    int slot = mt_first_slot[s->progress[bucket].kind];
+    void *whole = b->strategy >= MT_SHARD_GRADS ? s->grad_slots[slot].memory : b->grads;
     if (s->gathered_bucket == bucket && s->gathered_kept == kept) return whole;
-    m->ops->all_gather(whole, part.data, b->shard_count, MT_F32, mt_sharding_group(m), m->stream);
+    m->ops->all_gather(whole, part.data, b->shard_count, MT_F32, b->group, m->stream);
     s->gathered_bucket = bucket, s->gathered_kept = kept;
     return whole;
 }
@@ -9351,7 +10957,7 @@ static int64_t mt_param_load(mt_model *m, const mt_param *param, const mt_tensor
     int64_t stored = mt_param_rows_stored(param), cols = param->cols, chunk = mt_staging_rows(stored, cols);
     int64_t padding = (param->rows - stored) * cols, not_finite = 0, begin = stored, end = 0;
     float *staged = mt_malloc(chunk * cols * 4);
-    uint16_t *halves = weights && m->dtype == MT_BF16 ? mt_malloc(chunk * cols * 2) : NULL;
+    uint16_t *halves = weights && weights->dtype == MT_BF16 ? mt_malloc(chunk * cols * 2) : NULL;
     mt_part_want_rows(weights, param, &begin, &end);
     mt_part_want_rows(floats, param, &begin, &end);
     for (int64_t first = begin; first < end; first += chunk) {
@@ -9401,6 +11007,17 @@ static const mt_param_options mt_param_option[MT_NUM_ROLES] = {
     [MT_FINAL_NORM] = {"--hidden-size", NULL, NULL},
     [MT_FINAL_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
     [MT_LM_HEAD] = {"--vocab-size", "--hidden-size", "--untie-embeddings-and-output-weights"},
+    [MT_ROUTER] = {"--num-experts", "--hidden-size", "--moe-layer-freq"},
+    [MT_ROUTER_BIAS] = {"--num-experts", NULL, "--moe-router-enable-expert-bias"},
+    [MT_EXPERT_GATE] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
+    [MT_EXPERT_UP] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
+    [MT_EXPERT_DOWN] = {"--hidden-size", "--moe-ffn-hidden-size", "--num-experts"},
+    [MT_SHARED_GATE] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
+                        "--moe-shared-expert-intermediate-size"},
+    [MT_SHARED_UP] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
+                      "--moe-shared-expert-intermediate-size"},
+    [MT_SHARED_DOWN] = {"--hidden-size", "--moe-shared-expert-intermediate-size",
+                        "--moe-shared-expert-intermediate-size"},
 };
 
 /* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
@@ -9516,7 +11133,8 @@ static void mt_weights_load_param(mt_model *m, const mt_param *param, const mt_t
     mt_part master = mt_bucket_part(m, param->bucket, MT_KEPT_MASTER);
     bool has_master = m->dtype != MT_F32 && master.data;
     int64_t not_finite = mt_param_load(m, param, tensor, &weights, has_master ? &master : NULL);
-    bool tells = param->counted && (m->grid->data_context.rank == 0 || m->sharding.strategy == MT_SHARD_PARAMS);
+    const mt_bucket *b = &m->buckets[param->bucket];
+    bool tells = param->counted && (b->group->rank == 0 || b->strategy == MT_SHARD_PARAMS);
     if (not_finite > 0 && tells)
         fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", tensor->file,
                 (long long)not_finite, tensor->name);
@@ -9573,8 +11191,10 @@ static int64_t mt_params_together(const mt_param *rows, int64_t count, int64_t i
 static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_kept kept, mt_dtype dtype) {
     for (int64_t i = 0; i < count; i = mt_params_together(rows, count, i)) {
         const mt_param *param = &rows[i];
+        bool trained = mt_param_is_trained(param); // what is not has no moments, and stays fp32
+        if (!trained && kept != MT_KEPT_WEIGHTS) continue;
         mt_saved *saved = &set->tensors[set->count++];
-        *saved = (mt_saved){.kept = kept, .dtype = kept == MT_KEPT_WEIGHTS ? dtype : MT_F32};
+        *saved = (mt_saved){.kept = kept, .dtype = kept == MT_KEPT_WEIGHTS && trained ? dtype : MT_F32};
         saved->num_dims = mt_param_shape(param, saved->shape);
         saved->bytes = param->hf_rows_total * param->whole_cols * mt_dtype_size(saved->dtype);
         snprintf(saved->name, sizeof saved->name, "%s%s", mt_kept_prefix[kept], param->hf_name);
@@ -9737,10 +11357,15 @@ typedef struct mt_staging {
     char *turned; // [cols, rows]
 } mt_staging;
 
-/* True where what a rank has of a parameter is short pieces of a tensor's rows, far apart: then one rank of the tensor
- * group writes what all of them have. */
+/* The ranks that share a parameter. */
+static const mt_group *mt_param_group(const mt_model *m, const mt_param *param) {
+    return param->expert >= 0 ? &m->grid->expert_tensor : &m->grid->tensor;
+}
+
+/* True where what a rank has of a parameter is short pieces of a tensor's rows, far apart: then one of the ranks that
+ * share it writes what all of them have. */
 static bool mt_param_is_scattered(const mt_model *m, const mt_param *param) {
-    return m->grid->tensor.size > 1 && param->shard_dim == (param->hf_transposed ? 0 : 1);
+    return mt_param_group(m, param)->size > 1 && param->shard_dim == (param->hf_transposed ? 0 : 1);
 }
 
 /* Writes a window's values where they belong in a tensor whose data begins at `start` in the file. */
@@ -9774,7 +11399,7 @@ static void mt_window_read(mt_model *m, const mt_param *param, const void *value
 /* The writer's staging->values = a window of whole rows, of which every rank of the tensor group gives its part. */
 static void mt_window_gather(mt_model *m, const mt_param *param, const void *values, int64_t size, const mt_window *w,
                              mt_staging *staging, int writer) {
-    const mt_group *group = &m->grid->tensor;
+    const mt_group *group = mt_param_group(m, param);
     mt_window part;
     mt_window_read(m, param, values, size, w, &part, staging->part);
     if (group->rank != writer) {
@@ -9796,7 +11421,7 @@ static void mt_window_gather(mt_model *m, const mt_param *param, const void *val
  * has, by its rank `writer`. Others have nothing to write, but take part, also after an error. */
 static int mt_param_write(const mt_output *out, mt_model *m, const mt_param *param, const mt_saved *saved,
                           const void *bucket, int64_t start, int writer, int status) {
-    bool scattered = mt_param_is_scattered(m, param), writes = !scattered || m->grid->tensor.rank == writer;
+    bool scattered = mt_param_is_scattered(m, param), writes = !scattered || mt_param_group(m, param)->rank == writer;
     int64_t size = mt_dtype_size(saved->dtype), cols = scattered ? param->whole_cols : param->cols;
     int64_t begin = scattered ? 0 : param->first_row;
     int64_t end = scattered ? param->rows_stored : begin + mt_param_rows_stored(param);
@@ -9848,16 +11473,16 @@ static int mt_shard_create(const mt_saved_set *set, int64_t shard, const char *p
 static int mt_shard_write(const mt_saved_set *set, int64_t shard, mt_model *m, const char *path, int status,
                           mt_error *error) {
     mt_output out = {.descriptor = -1};
-    const mt_group *copies = &m->grid->data_context;
     int64_t first, header_bytes, end = mt_shard_tensors(set, shard, &first);
     free(mt_saved_header(set->tensors + first, end - first, &header_bytes));
     for (int64_t i = first; i < end; i++) {
         const mt_saved *saved = &set->tensors[i];
-        int writer = (int)(i / copies->size % m->grid->tensor.size);
         for (int64_t k = 0; k < saved->num_params; k++) {
             const mt_param *param = &saved->params[k];
             if (!param->counted && !mt_param_is_scattered(m, param)) continue;
             const void *bucket = mt_bucket_gather_state(m, param->bucket, saved->kept);
+            const mt_group *copies = m->buckets[param->bucket].group;
+            int writer = (int)(i / copies->size % mt_param_group(m, param)->size);
             if (copies->rank != (int)(i % copies->size)) continue;
             if (status == 0 && out.descriptor < 0) status = mt_output_join(&out, path, error);
             status = mt_param_write(&out, m, param, saved, bucket, header_bytes + saved->offset, writer, status);
@@ -10265,7 +11890,7 @@ static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_kept first
                               const mt_safetensors *file, mt_error *error) {
     int status = 0;
     for (int64_t i = 0; i < count; i++)
-        for (int kept = first; kept < MT_NUM_KEPT && status == 0; kept++) {
+        for (int kept = first; kept < MT_NUM_KEPT && status == 0 && mt_param_is_trained(&rows[i]); kept++) {
             const mt_tensor_info *tensor = mt_optimizer_find(file, &rows[i], (mt_kept)kept);
             status = tensor ? mt_param_check(&rows[i], tensor, error)
                             : mt_error_set(error,
@@ -10289,7 +11914,8 @@ static int mt_optimizer_load(mt_model *m, const char *folder, mt_error *error) {
     free(rows);
     status = mt_agree(&m->grid->world, status != 0, error);
     for (int64_t i = 0; i < m->num_params && status == 0; i++)
-        for (int kept = first; kept < MT_NUM_KEPT; kept++) { // an fp32 model's weights are its master weights
+        for (int kept = first; kept < MT_NUM_KEPT && mt_param_is_trained(&m->params[i]);
+             kept++) { // an fp32 model's weights are its master weights
             mt_part part = mt_bucket_part(m, m->params[i].bucket, (mt_kept)kept);
             mt_param_load(m, &m->params[i], mt_optimizer_find(file, &m->params[i], (mt_kept)kept), NULL, &part);
         }
@@ -10870,7 +12496,7 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
                       .eps = (float)o->adam_eps,
                       .bias_correction1 = (float)(1 - pow(o->adam_beta1, step)),
                       .bias_correction2 = (float)(1 - pow(o->adam_beta2, step))};
-    for (int64_t i = 0; i < m->num_buckets; i++) {
+    for (int64_t i = 0; i < m->num_trained_buckets; i++) {
         mt_bucket *b = &m->buckets[i];
         int64_t decays = mt_min(mt_max(b->decay_count - b->shard_first, 0), b->shard_count); // of this rank's shard
         int64_t start[3] = {0, decays, b->shard_count}; // decayed matrices, then the rest
@@ -11001,6 +12627,7 @@ static void mt_sums_finish(mt_model *m) {
 static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context,
                              mt_batch *batch, int64_t *tokens, mt_error *error) {
     mt_gradients_begin(m);
+    mt_experts_begin(m);
     m->ops->memory_zero(m->sums, 3 * 8, m->stream); // the squared norm too
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
     mt_source from = {source, context, batch, 0};
@@ -11010,6 +12637,7 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     mt_sums_finish(m);
     mt_gradients_finish(m);
     mt_gradients_finish_model(m);
+    mt_experts_finish(m);
     mt_profile_phase_end(m->stream);
     return 0;
 }
@@ -11509,6 +13137,24 @@ static void mt_timed_rope_backward(void *dx, const void *dy, const float *cos, c
              positions, T, H, D, R, dx_stride, dy_stride, interleaved, dtype);
 }
 
+static void mt_timed_latent_heads_forward(void *q, void *k, void *v, const void *kv, const void *k_rope,
+                                          const float *cos, const float *sin, const int32_t *positions, int64_t T,
+                                          int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
+                                          mt_stream *stream) {
+    int64_t elements = T * R + T * H * (2 * R + N + Dv + N + R + Dv); // k_rope, q, kv and what is made of them
+    MT_TIMED(latent_heads_forward, mt_work_bytes(elements, mt_dtype_size(dtype)), q, k, v, kv, k_rope, cos, sin,
+             positions, T, H, N, R, Dv, interleaved, dtype);
+}
+
+static void mt_timed_latent_heads_backward(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
+                                           const float *cos, const float *sin, const int32_t *positions, int64_t T,
+                                           int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved,
+                                           mt_dtype dtype, mt_stream *stream) {
+    int64_t elements = T * R + T * H * (2 * R + N + Dv + N + R + Dv);
+    MT_TIMED(latent_heads_backward, mt_work_bytes(elements, mt_dtype_size(dtype)), dq, dkv, dk_rope, dk, dv, cos, sin,
+             positions, T, H, N, R, Dv, interleaved, dtype);
+}
+
 /* In place, as above. */
 static void mt_timed_qk_forward(void *qk, float *q_rstd, float *k_rstd, const void *qkv, const void *q_w,
                                 const void *k_w, const float *cos, const float *sin, const int32_t *positions,
@@ -11952,6 +13598,8 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .layernorm_backward = mt_timed_layernorm_backward,
         .rope_forward = mt_timed_rope_forward,
         .rope_backward = mt_timed_rope_backward,
+        .latent_heads_forward = mt_timed_latent_heads_forward,
+        .latent_heads_backward = mt_timed_latent_heads_backward,
         .attention_forward = mt_timed_attention_forward,
         .attention_backward = mt_timed_attention_backward,
         .attention_merge = mt_timed_attention_merge,

@@ -119,8 +119,11 @@ typedef struct mt_options {
     int64_t max_position_embeddings, vocab_size, make_vocab_size_divisible_by;
     bool group_query_attention, swiglu, openai_gelu, qk_layernorm, untie_embeddings_and_output_weights;
     bool add_bias_linear, add_qkv_bias;
-    char *normalization;           // LayerNorm | RMSNorm
-    char *position_embedding_type; // learned_absolute | rope | none
+    bool multi_latent_attention;
+    int64_t q_lora_rank, kv_lora_rank;                    // of the latents; 0: queries have none
+    int64_t qk_head_dim, qk_pos_emb_head_dim, v_head_dim; // channels of a head: still, turning, of values
+    char *normalization;                                  // LayerNorm | RMSNorm
+    char *position_embedding_type;                        // learned_absolute | rope | none
     double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
     int64_t window_size; // sliding-window attention: keys a query sees, itself included; 0 = all
     double rotary_base, rotary_percent;
@@ -130,6 +133,17 @@ typedef struct mt_options {
     double rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, yarn_beta_fast, yarn_beta_slow;
     double yarn_mscale, yarn_mscale_all_dim, yarn_attention_factor;
     int64_t original_max_position_embeddings;
+    /* mixture of experts; num_experts 0: none */
+    int64_t num_experts, moe_router_topk, moe_router_num_groups, moe_router_group_topk;
+    int64_t moe_ffn_hidden_size, moe_shared_expert_intermediate_size;
+    char *moe_layer_freq;                 // N: every N-th layer; or 0 and 1 for every layer, ([0]*3+[1]*58)
+    char *moe_router_score_function;      // softmax | sigmoid
+    char *moe_router_load_balancing_type; // none | aux_loss | seq_aux_loss | global_aux_loss
+    char *moe_token_dispatcher_type;      // alltoall | allgather
+    char *moe_token_drop_policy;          // probs | position
+    bool moe_router_pre_softmax, moe_router_enable_expert_bias, moe_pad_expert_input_to_capacity, moe_grouped_gemm;
+    double moe_router_topk_scaling_factor, moe_router_bias_update_rate, moe_aux_loss_coeff, moe_z_loss_coeff;
+    double moe_expert_capacity_factor;
     /* training */
     int64_t micro_batch_size, global_batch_size, seq_length, train_iters, train_samples;
     mt_strings rampup_batch_size; // start, increment, samples
@@ -147,6 +161,7 @@ typedef struct mt_options {
     char *attention_backend; // auto | flash | cudnn | unfused
     /* parallelism */
     int64_t tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size;
+    int64_t expert_model_parallel_size, expert_tensor_parallel_size;
     bool sequence_parallel;
     char *cp_comm_type;                             // p2p | all_gather | a2a | a2a+p2p
     mt_strings hierarchical_context_parallel_sizes; // a2a, ring
@@ -176,15 +191,17 @@ typedef struct mt_options {
     bool print_tokens;
     double temperature, top_p;
     int64_t top_k, max_new_tokens, max_sequences;
-    uint64_t given[3]; // a bit a row of the table: given by the user, so config.json does not override it
+    uint64_t given[5]; // a bit a row of the table: given by the user, so config.json does not override it
     /* derived by mt_options_finish, or read from a Hugging Face config; not options themselves */
     int64_t data_parallel_size; // ranks / (tensor, pipeline and context sizes)
     int64_t context_a2a_size;   // ranks of the context group that trade tokens for heads; 1: none
     int64_t padded_vocab_size;
+    int64_t moe_router_group_best;        // scores of a group of experts that are summed: 2 for deepseek_v3
+    char *moe_layers;                     // [num_layers] characters '0' or '1': which layers have experts; NULL: none
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
-    char *hf_family;                      // gpt2 | llama | mistral | qwen2 | qwen3, or megatron: none of them fits
-    int64_t bos_token_id, eos_token_id;   // -1: none
+    char *hf_family;                    // gpt2 | llama | mistral | qwen2 | qwen3 | deepseek_v3, or megatron: none fits
+    int64_t bos_token_id, eos_token_id; // -1: none
 } mt_options;
 
 /* Sets defaults, then reads the --config file that the command line may name, the command line itself, which wins, and
@@ -377,6 +394,20 @@ typedef void mt_qk_backward_fn(void *dqkv, float *dq_w, float *dk_w, void *dqk, 
                                int64_t R, int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride, bool interleaved,
                                mt_dtype dtype, mt_stream *stream);
 
+/* ---- heads of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): N channels of a query or key stand still, the
+ * R after them turn, and a value has Dv. Every key has the same R channels. */
+
+/* k[T, H, N + R] and v[T, H, Dv] from kv[T, H, N + Dv], each head's still key and value, and k_rope[T, R], which is
+ * turned already; turns the last R channels of every head of q[T, H, N + R] in place, as rope_forward does. */
+typedef void mt_latent_heads_forward_fn(void *q, void *k, void *v, const void *kv, const void *k_rope, const float *cos,
+                                        const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t N,
+                                        int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype, mt_stream *stream);
+/* dkv, and dk_rope[T, R] = the sum over the heads, in fp32 and in their order; turns dq back in place. */
+typedef void mt_latent_heads_backward_fn(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
+                                         const float *cos, const float *sin, const int32_t *positions, int64_t T,
+                                         int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
+                                         mt_stream *stream);
+
 /* ---- attention over spans (Dao et al., "FlashAttention", for the saved log-sum-exp and the blockwise backward) */
 
 /* out = softmax(scale q k^T) v per head; lse[Tq, H] = log of the sum of exponentials. A query row of a span that sees
@@ -455,13 +486,14 @@ typedef void mt_gather_rows_fn(void *to, const void *from, const int32_t *rows, 
 /* How experts are chosen and weighed, as Megatron's topk_routing_with_score_function. Scores are the softmax of the
  * logits (or with pre_softmax false the logits themselves, and the softmax is over those chosen), or sigmoids, which
  * are then divided by the sum of those chosen + 1e-20 where topk > 1. With num_groups > 0 only experts of the
- * group_topk groups whose best topk / group_topk scores have the greatest sums can be chosen (DeepSeek-AI,
+ * group_topk groups whose best group_best scores have the greatest sums can be chosen (DeepSeek-AI,
  * "DeepSeek-V3"). Among equals the lowest number wins. */
 typedef struct mt_router {
     int64_t num_experts, topk; // E, k
     bool sigmoid, pre_softmax;
     int64_t num_groups, group_topk;
-    float scaling; // of the probabilities; 1: none
+    int64_t group_best; // scores of a group that are summed; 0: topk / group_topk
+    float scaling;      // of the probabilities; 1: none
 } mt_router;
 
 /* logits[T, E] = x[T, C] w[E, C]^T in fp32, whatever the type of x and w. Its backward is that of a linear layer. */
@@ -709,6 +741,8 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
     OP(layernorm_backward)                                                                                             \
     OP(rope_forward)                                                                                                   \
     OP(rope_backward)                                                                                                  \
+    OP(latent_heads_forward)                                                                                           \
+    OP(latent_heads_backward)                                                                                          \
     OP(attention_forward)                                                                                              \
     OP(attention_backward)                                                                                             \
     OP(attention_merge)                                                                                                \
@@ -951,6 +985,12 @@ typedef enum mt_role {
     MT_V_BIAS,
     MT_Q_NORM,
     MT_K_NORM,
+    MT_Q_A, // this and the next six: multi-head latent attention, whose MT_Q stands for MT_Q_B without a q latent
+    MT_KV_A,
+    MT_Q_B,
+    MT_KV_B,
+    MT_Q_A_NORM,
+    MT_KV_A_NORM,
     MT_O,
     MT_O_BIAS,
     MT_MLP_NORM,
@@ -964,6 +1004,14 @@ typedef enum mt_role {
     MT_FINAL_NORM,
     MT_FINAL_NORM_BIAS,
     MT_LM_HEAD,
+    MT_ROUTER,
+    MT_ROUTER_BIAS, // of scores, for the choice of experts; not trained, but moved towards equal loads
+    MT_EXPERT_GATE,
+    MT_EXPERT_UP,
+    MT_EXPERT_DOWN,
+    MT_SHARED_GATE, // the expert that every token visits
+    MT_SHARED_UP,
+    MT_SHARED_DOWN,
     MT_NUM_ROLES
 } mt_role;
 
@@ -981,6 +1029,7 @@ typedef enum mt_gradient {
 typedef struct mt_param {
     mt_role role;
     int64_t layer;                  // of the whole model; -1 outside the layers
+    int64_t expert;                 // of the layer; -1 if it is no expert's
     char hf_name[160];              // the Hugging Face tensor that holds it
     int64_t hf_row;                 // its first row in that tensor (GPT-2 stores q, k and v as one)
     int64_t hf_rows_total;          // rows of that whole tensor
@@ -994,14 +1043,18 @@ typedef struct mt_param {
     double init_std;
     bool weight_decay;
     int64_t bucket, offset; // where it lies: element offset in the bucket
-    int shard_dim;          // dimension that the tensor group shards (0 rows, 1 columns), -1 replicated
+    int shard_dim;          // dimension that the tensor group, or the experts', shards (0 rows, 1 columns), -1: none
     mt_gradient gradient;
     bool counted; // by this rank in the global norm and in checkpoints: one copy of every element is
 } mt_param;
 
-/* A layer's parameters in one flat stretch: matrices that decay first, then vectors that do not. Where data-parallel
- * ranks share something out (--data-parallel-sharding-strategy), this rank's shard is the elements [shard_first,
- * shard_first + shard_count); else it is the whole. */
+/* What data-parallel ranks share out: nothing; AdamW's state; also gradients; also parameters (Rajbhandari et al.,
+ * "ZeRO", stages 0 to 3). */
+typedef enum mt_strategy { MT_NO_SHARD, MT_SHARD_OPTIM, MT_SHARD_GRADS, MT_SHARD_PARAMS } mt_strategy;
+
+/* A layer's parameters in one flat stretch, its experts' in a second one: matrices that decay first, then vectors that
+ * do not. Where data-parallel ranks share something out (--data-parallel-sharding-strategy), this rank's shard is the
+ * elements [shard_first, shard_first + shard_count); else it is the whole. */
 typedef struct mt_bucket {
     int64_t count;       // elements, padded
     int64_t decay_count; // the leading elements with weight decay
@@ -1014,6 +1067,10 @@ typedef struct mt_bucket {
     float *m, *v;        // [shard_count] AdamW's moments
     int64_t first_param; // rows [first_param, first_param + num_params) of the table
     int64_t num_params;
+    mt_strategy strategy;  // MT_NO_SHARD for a group of one
+    const mt_group *group; // the ranks with the same parameters, which add their gradients
+    mt_dtype dtype;        // of params
+    bool trained;          // false: no gradients, no moments, MT_F32
 } mt_bucket;
 
 /* A parameter as the model's code sees it: weights and their gradient. Both NULL where the model has none. */
@@ -1028,17 +1085,20 @@ typedef struct mt_stage {
     bool embedding, loss; // the embeddings before the layers; the final norm and the output layer after them
 } mt_stage;
 
-/* Which part of the model a rank holds: its chunks in order, and its share of what the tensor group shards. */
+/* Which part of the model a rank holds: its chunks in order, its share of what the tensor group shards, its experts,
+ * and its share of each of those. */
 typedef struct mt_place {
     const mt_stage *stages; // [num_stages]
     int64_t num_stages;
     int64_t tp, tp_rank;
+    int64_t ep, ep_rank, etp, etp_rank;
 } mt_place;
 
 /* Fills `params` (to free) with the table of what lies at a place, or of the whole model where `place` is NULL; returns
  * the number of rows. Buckets in this order, as far as they are here: the word embedding; learned positions; each
- * layer; the word embedding again for a tied output layer on another rank than the embedding; final norm and output
- * layer. The word embedding is alone in its bucket so that its two copies lie alike in their shards. */
+ * layer, and after it its experts; the word embedding again for a tied output layer on another rank than the embedding;
+ * final norm and output layer; what is not trained. The word embedding is alone in its bucket so that its two copies
+ * lie alike in their shards. */
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_place *place);
 
 /* ==== §9 layer; §10 model ==========================================================================================
@@ -1279,10 +1339,6 @@ int mt_schedule_print(const mt_options *options, FILE *file, mt_error *error);
 
 /* ==== §12 gradient buckets =========================================================================================
  */
-
-/* What data-parallel ranks share out: nothing; AdamW's state; also gradients; also parameters (Rajbhandari et al.,
- * "ZeRO", stages 0 to 3). */
-typedef enum mt_strategy { MT_NO_SHARD, MT_SHARD_OPTIM, MT_SHARD_GRADS, MT_SHARD_PARAMS } mt_strategy;
 
 /* Around every use of a bucket's weights, in forward and backward: between the two its pointers are bound and its
  * parameters whole and current. All ranks of the data group make the same calls in the same order, because a call may

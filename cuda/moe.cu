@@ -16,14 +16,19 @@ static constexpr int64_t most_shared = 48 * 1024; // bytes that a block has with
 struct routing {
     int E, k;
     bool sigmoid, pre_softmax;
-    int groups, group_topk;
+    int groups, group_topk, group_best;
     float scaling;
 };
 
 static routing routing_of(const mt_router *router) {
     MT_CHECK(router->topk <= most_topk && router->topk <= router->num_experts);
+    int64_t best = router->group_best;
+    if (router->num_groups > 0) {
+        if (best == 0) best = router->topk / router->group_topk;
+        best = min(best, router->num_experts / router->num_groups);
+    }
     return {(int)router->num_experts, (int)router->topk,       router->sigmoid, router->pre_softmax,
-            (int)router->num_groups,  (int)router->group_topk, router->scaling};
+            (int)router->num_groups,  (int)router->group_topk, (int)best,       router->scaling};
 }
 
 /* A number for each of a token's E experts: lane l has those of experts l, l + 32, ... in places 0, 1, ...: V places in
@@ -144,7 +149,7 @@ template <class Body> static void with_places(int64_t E, int64_t arrays, int64_t
 template <int V, class Score>
 __device__ static inline void limit_groups(per_expert<float, V> &keys, uint32_t *group_keys, const routing &r,
                                            Score score) {
-    int size = r.E / r.groups, best = r.k / r.group_topk, lane = threadIdx.x % 32;
+    int size = r.E / r.groups, best = r.group_best, lane = threadIdx.x % 32;
     auto key = [&](int v, int) { return __float_as_uint(keys[v]); };
     for (int g = 0; g < r.groups; g++) {
         float sum = 0;

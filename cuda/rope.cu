@@ -1,4 +1,5 @@
-/* rope.cu: rotary positions, alone or together with the norm of q and k before it: one pass over the heads of a token.
+/* rope.cu: rotary positions, alone or together with the norm of q and k before it: one pass over the heads of a token;
+ * and the heads of latent attention.
  *
  * A lane has one unit of a head, which is two packs that turn together: half a rotation apart, or next to one another
  * when interleaved. Past the rotary channels a unit is two neighbouring packs, which are only normalised or copied. The
@@ -345,4 +346,122 @@ extern "C" void mt_cuda_qk_backward(void *dqkv, float *dq_w, float *dk_w, void *
         task.dx_stride = dqkv_stride, task.dy_stride = dqk_stride, task.x_stride = qkv_stride;
         launch_turn_norm_backward<E, decltype(width)::value>(task, dq_w, dk_w, interleaved, stream);
     });
+}
+
+/* ---- heads of latent attention ----------------------------------------------------------------------------------- */
+
+/* A head is walked in packs of N elements, which never lie across the channels that stand still, those that turn and
+ * those of the value; a unit of a turn is two packs, as above. */
+template <class T> struct latent_task {
+    T *q, *k, *v, *kv; // or their gradients
+    const T *k_rope;
+    T *dk_rope;
+    const float *cos, *sin;
+    const int32_t *positions;
+    float direction;
+    int64_t tokens, H;
+    int still, R, Dv; // channels
+};
+
+/* Turns one unit of the end of a query head in place. */
+template <class T, int N, bool interleaved>
+__device__ static inline void turn_latent_unit(const latent_task<T> &task, int64_t token, int64_t head, int unit) {
+    const unit_place place = place_unit<N, interleaved>(unit, task.R, task.R);
+    int64_t angle = (int64_t)task.positions[token] * (task.R / 2) + place.angle;
+    T *q = task.q + (token * task.H + head) * (task.still + task.R) + task.still;
+    mt_pack<float, N> low = mt_to_float(mt_load<N>(q + place.low)), high = mt_to_float(mt_load<N>(q + place.high));
+    turn<N, interleaved>(low, high, mt_load<N>(task.cos + angle), mt_load<N>(task.sin + angle), task.direction);
+    mt_store(q + place.low, mt_from_float<T>(low));
+    mt_store(q + place.high, mt_from_float<T>(high));
+}
+
+/* A thread has a pack of a head: first those of k and v, then the units of q that turn. */
+template <class T, int N, bool interleaved> __global__ void latent_heads(const latent_task<T> task) {
+    const int still = task.still / N, rope = task.R / N, values = task.Dv / N, units = task.R / 2 / N;
+    const int64_t each = still + rope + values + units, count = task.tokens * task.H * each;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count; i += (int64_t)gridDim.x * blockDim.x) {
+        int64_t row = i / each, token = row / task.H;
+        int pack = (int)(i % each);
+        T *k = task.k + row * (task.still + task.R);
+        const T *kv = task.kv + row * (task.still + task.Dv);
+        if (pack < still)
+            mt_store(k + pack * N, mt_load<N>(kv + pack * N));
+        else if (pack < still + rope)
+            mt_store(k + pack * N, mt_load<N>(task.k_rope + token * task.R + (pack - still) * N));
+        else if (pack < still + rope + values)
+            mt_store(task.v + row * task.Dv + (pack - still - rope) * N, mt_load<N>(kv + (pack - rope) * N));
+        else
+            turn_latent_unit<T, N, interleaved>(task, token, row % task.H, pack - still - rope - values);
+    }
+}
+
+template <class T, int N, bool interleaved> __global__ void latent_heads_backward(const latent_task<T> task) {
+    const int still = task.still / N, rope = task.R / N, values = task.Dv / N, units = task.R / 2 / N;
+    const int64_t each = still + values + units, heads = task.tokens * task.H * each,
+                  count = heads + task.tokens * rope;
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count; i += (int64_t)gridDim.x * blockDim.x) {
+        if (i >= heads) { // a pack of the key that all heads share: their sum, in their order
+            int64_t token = (i - heads) / rope, channel = (i - heads) % rope * N;
+            const T *dk = task.k + token * task.H * (task.still + task.R) + task.still + channel;
+            mt_pack<float, N> sum = {};
+            for (int64_t head = 0; head < task.H; head++, dk += task.still + task.R) {
+                mt_pack<float, N> part = mt_to_float(mt_load<N>(dk));
+                for (int c = 0; c < N; c++) sum.value[c] += part.value[c];
+            }
+            mt_store(task.dk_rope + token * task.R + channel, mt_from_float<T>(sum));
+            continue;
+        }
+        int64_t row = i / each;
+        int pack = (int)(i % each);
+        T *dkv = task.kv + row * (task.still + task.Dv);
+        if (pack < still)
+            mt_store(dkv + pack * N, mt_load<N>(task.k + row * (task.still + task.R) + pack * N));
+        else if (pack < still + values)
+            mt_store(dkv + pack * N, mt_load<N>(task.v + row * task.Dv + (pack - still) * N));
+        else
+            turn_latent_unit<T, N, interleaved>(task, row / task.H, row % task.H, pack - still - values);
+    }
+}
+
+template <class T, int N> static void launch_latent(latent_task<T> task, bool interleaved, cudaStream_t stream) {
+    bool backward = task.direction < 0;
+    auto kernel = interleaved ? backward ? latent_heads_backward<T, N, true> : latent_heads<T, N, true>
+                  : backward ? latent_heads_backward<T, N, false>
+                              : latent_heads<T, N, false>;
+    int64_t packs = task.tokens * task.H * ((task.still + 2 * task.R + task.Dv) / N + 1);
+    kernel<<<mt_blocks(packs, block_threads), block_threads, 0, stream>>>(task);
+    MT_CUDA_LAUNCHED();
+}
+
+/* Both directions; `k_rope` is the gradient to write when it turns back. */
+static void launch_latent_heads(void *q, void *kv, void *k_rope, void *k, void *v, const float *cos, const float *sin,
+                                const int32_t *positions, float direction, int64_t T, int64_t H, int64_t N, int64_t R,
+                                int64_t Dv, bool interleaved, mt_dtype dtype, mt_stream *stream) {
+    if (T == 0) return;
+    bool wide = mt_wide(dtype, {q, kv, k_rope, k, v, cos, sin}, {N, Dv, R / 2});
+    mt_by_type(dtype, wide, [&](auto type, auto width) {
+        using E = decltype(type);
+        latent_task<E> task = {};
+        task.q = (E *)q, task.k = (E *)k, task.v = (E *)v, task.kv = (E *)kv;
+        task.k_rope = task.dk_rope = (E *)k_rope;
+        task.cos = cos, task.sin = sin, task.positions = positions, task.direction = direction;
+        task.tokens = T, task.H = H, task.still = (int)N, task.R = (int)R, task.Dv = (int)Dv;
+        launch_latent<E, decltype(width)::value>(task, interleaved, mt_cuda_stream(stream));
+    });
+}
+
+extern "C" void mt_cuda_latent_heads_forward(void *q, void *k, void *v, const void *kv, const void *k_rope,
+                                             const float *cos, const float *sin, const int32_t *positions, int64_t T,
+                                             int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved,
+                                             mt_dtype dtype, mt_stream *stream) {
+    launch_latent_heads(q, (void *)kv, (void *)k_rope, k, v, cos, sin, positions, 1, T, H, N, R, Dv, interleaved, dtype,
+                        stream);
+}
+
+extern "C" void mt_cuda_latent_heads_backward(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
+                                              const float *cos, const float *sin, const int32_t *positions, int64_t T,
+                                              int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved,
+                                              mt_dtype dtype, mt_stream *stream) {
+    launch_latent_heads(dq, dkv, dk_rope, (void *)dk, (void *)dv, cos, sin, positions, -1, T, H, N, R, Dv, interleaved,
+                        dtype, stream);
 }

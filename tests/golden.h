@@ -15,7 +15,16 @@
 
 enum { STEPS = 10, SEQUENCES = 4, SEQ_LENGTH = 32, TOKENS = SEQUENCES * SEQ_LENGTH };
 
-static const char *const families[] = {"gpt2", "llama", "llama3_rope_tied", "qwen2", "qwen3"};
+static const char *const families[] = {"gpt2",
+                                       "llama",
+                                       "llama3_rope_tied",
+                                       "qwen2",
+                                       "qwen3",
+                                       "mixtral",
+                                       "qwen3_moe",
+                                       "deepseek_v3",
+                                       "deepseek_v3_dense",
+                                       "deepseek_v3_no_q_latent"};
 enum { NUM_FAMILIES = sizeof families / sizeof *families };
 
 /* The backend that models are created on. */
@@ -53,8 +62,9 @@ static fixture open_family(const char *family, int64_t micro_batch_size, int64_t
     snprintf(line, sizeof line,
              "train --load %s --tokens-file %s/tokens.i32 --seq-length 32 --micro-batch-size %d --global-batch-size 4 "
              "--train-iters 10 --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --lr-warmup-iters 0 --adam-beta1 0.9 "
-             "--adam-beta2 0.95 --adam-eps 1e-8 --weight-decay 0.1 --clip-grad 1.0 --device cpu%s %s",
-             f.folder, f.folder, (int)micro_batch_size, bf16 ? " --bf16" : "", more_options);
+             "--adam-beta2 0.95 --adam-eps 1e-8 --weight-decay 0.1 --clip-grad 1.0 --device cpu%s %s %s",
+             f.folder, f.folder, (int)micro_batch_size, bf16 ? " --bf16" : "",
+             strcmp(family, "deepseek_v3") == 0 ? "--moe-router-bias-update-rate 0" : "", more_options);
     for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
     if (mt_options_parse(&f.options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0) fail_msg("%s", error.text);
     if (mt_options_finish(&f.options, MT_PROGRAM_TRAIN, world_size, &error) != 0) fail_msg("%s", error.text);

@@ -24,6 +24,9 @@
 #define OVERLAP  " --overlap-grad-reduce"
 #define PREFETCH " --overlap-grad-reduce --overlap-param-gather"
 #define MICRO    " --micro-batch-size "
+#define EP       " --expert-model-parallel-size "
+#define ETP      " --expert-tensor-parallel-size "
+#define GATHER   " --moe-token-dispatcher-type allgather"
 
 enum {
     ROW_LENGTH = 16,
@@ -47,8 +50,17 @@ typedef enum subject {
     SIX,    // layers
     DEEP,   // 8 layers, one kv head, tied
     DEEP_9,
-    WINDOW, // sliding window
-    PACKED, // two sequences in each row of the batch
+    WINDOW,         // sliding window
+    PACKED,         // two sequences in each row of the batch
+    EXPERTS,        // 8, of which a token visits 2, balanced over a micro-batch
+    EXPERTS_12,     // sequences a step
+    EXPERTS_PACKED, // balanced over each of two sequences
+    SHARED,         // after a dense layer; sigmoids, groups, a moving bias, an expert that every token visits
+    DROPPED,        // what is over an expert's capacity, by probability
+    PADDED,         // the same by position, with inputs as long as the capacity
+    LATENT,         // multi-head latent attention, with latents of queries; heads narrower than the model
+    NO_Q_LATENT,
+    LATENT_PACKED,
     NUM_SUBJECTS
 } subject;
 
@@ -56,6 +68,19 @@ typedef enum subject {
 #define LLAMA_LIKE ROTARY " --qk-layernorm --untie-embeddings-and-output-weights --group-query-attention"
 #define QWEN_LIKE  ROTARY " --num-layers 4 --add-qkv-bias --group-query-attention --num-query-groups 2"
 #define DEEP_LIKE  ROTARY " --init-method-std 0.05 --num-layers 8 --group-query-attention --num-query-groups 1"
+#define LATENT_LIKE                                                                                                    \
+    " --swiglu --normalization RMSNorm --position-embedding-type rope --rotary-interleaved --disable-bias-linear"      \
+    " --untie-embeddings-and-output-weights --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 6"                \
+    " --qk-pos-emb-head-dim 4 --v-head-dim 7 --num-layers 4 --global-batch-size 8"
+
+#define EXPERTS_LIKE                                                                                                   \
+    LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --num-experts 8 --moe-ffn-hidden-size 16 --moe-z-loss-coeff 1e-3" \
+               " --moe-aux-loss-coeff 1e-2"
+#define GROUPED_LIKE                                                                                                   \
+    EXPERTS_LIKE " --moe-router-score-function sigmoid --moe-router-topk 4 --moe-router-num-groups 4"                  \
+                 " --moe-router-group-topk 2 --moe-router-topk-scaling-factor 1.5 --moe-router-enable-expert-bias"     \
+                 " --moe-router-bias-update-rate 0.02 --moe-router-load-balancing-type seq_aux_loss"                   \
+                 " --moe-layer-freq ([0]*1+[1]*3) --moe-shared-expert-intermediate-size 24"
 
 static const struct {
     const char *words;
@@ -73,6 +98,17 @@ static const struct {
     [DEEP_9] = {DEEP_LIKE " --global-batch-size 9", 1},
     [WINDOW] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 8 --window-size 6 --global-batch-size 8", 1},
     [PACKED] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8", 2},
+    [EXPERTS] = {EXPERTS_LIKE " --global-batch-size 8", 1},
+    [EXPERTS_12] = {EXPERTS_LIKE " --moe-router-topk 1 --moe-router-pre-softmax --global-batch-size 12", 1},
+    [EXPERTS_PACKED] = {EXPERTS_LIKE " --moe-router-load-balancing-type seq_aux_loss --global-batch-size 8", 2},
+    [SHARED] = {GROUPED_LIKE " --global-batch-size 8", 1},
+    [DROPPED] = {EXPERTS_LIKE " --moe-expert-capacity-factor 1 --global-batch-size 8", 1},
+    [PADDED] = {EXPERTS_LIKE " --moe-expert-capacity-factor 1.25 --moe-token-drop-policy position"
+                             " --moe-pad-expert-input-to-capacity --global-batch-size 8",
+                1},
+    [LATENT] = {LATENT_LIKE " --q-lora-rank 40", 1}, // more than the model is wide
+    [NO_Q_LATENT] = {LATENT_LIKE, 1},
+    [LATENT_PACKED] = {LATENT_LIKE " --q-lora-rank 10", 2},
 };
 
 /* One row of a table. */
@@ -176,9 +212,11 @@ static int trainee_parse(mt_options *options, subject subject, const char *words
         line, sizeof line,
         "train --mock-data --seq-length %d --micro-batch-size 1 --train-iters %d --lr %s --lr-decay-style constant "
         "--weight-decay 0.5 --adam-eps 1e-3 --clip-grad 1 --init-method-std 0.1 --hidden-dropout 0.1 "
-        "--attention-dropout 0.1 --hidden-size 32 --num-attention-heads 8 --kv-channels 8 --ffn-hidden-size 48 "
+        "--attention-dropout 0.1 --hidden-size 32 --num-attention-heads 8%s --ffn-hidden-size 48 "
         "--vocab-size %d --make-vocab-size-divisible-by 16 --distributed-timeout-seconds 60 --device %s%s%s",
-        ROW_LENGTH, STEPS, bf16 ? "2e-3 --bf16" : "5e-3", VOCABULARY, backend_name, subjects[subject].words, words);
+        ROW_LENGTH, STEPS, bf16 ? "2e-3 --bf16" : "5e-3",
+        strstr(subjects[subject].words, "latent") ? "" : " --kv-channels 8", VOCABULARY, backend_name,
+        subjects[subject].words, words);
     for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
     if (mt_options_parse(options, MT_PROGRAM_TRAIN, count, arguments, error) != 0) return -1;
     return mt_options_finish(options, MT_PROGRAM_TRAIN, ranks, error);
@@ -238,9 +276,9 @@ typedef struct reference {
 static reference references[NUM_SUBJECTS][2]; // of fp32, of bf16
 
 /* A bucket's weights as floats; to free. All ranks of the data group call it. */
-static float *bucket_weights(mt_model *model, int64_t bucket, int64_t count) {
+static float *bucket_weights(mt_model *model, int64_t bucket, const mt_bucket *b) {
     const mt_ops *ops = mt_model_ops(model);
-    int64_t size = mt_dtype_size(mt_model_dtype(model));
+    int64_t size = mt_dtype_size(b->dtype), count = b->count;
     char *raw = mt_malloc(count * size);
     float *values = mt_malloc(count * 4);
     ops->memory_copy(raw, mt_bucket_gather_state(model, bucket, MT_KEPT_WEIGHTS), count * size, mt_model_stream(model));
@@ -262,7 +300,7 @@ static int reference_train(reference *r, subject subject, trainee *t, mt_error *
     int64_t num_buckets;
     const mt_bucket *buckets = mt_model_buckets(t->model, &num_buckets);
     for (int64_t i = 0; i < num_buckets; i++) {
-        float *values = bucket_weights(t->model, i, buckets[i].count);
+        float *values = bucket_weights(t->model, i, &buckets[i]);
         for (int64_t k = 0; k < r->num_params; k++)
             if (r->params[k].bucket == i)
                 memcpy(r->weights + r->first[k], values + r->params[k].offset,
@@ -349,7 +387,9 @@ static void compare(verdict *v, const char *what, int step, double actual, doubl
  * far one step may move it where that is more: values that stay near zero have no norm of their own. */
 static void compare_param(verdict *v, const mt_param *param, const float *values, const reference *r) {
     int64_t k = 0;
-    while (k < r->num_params && (r->params[k].role != param->role || r->params[k].layer != param->layer)) k++;
+    while (k < r->num_params && (r->params[k].role != param->role || r->params[k].layer != param->layer ||
+                                 r->params[k].expert != param->expert))
+        k++;
     MT_CHECK(k < r->num_params && r->params[k].cols == param->whole_cols);
     double distance = 0, norm = 0, rate = r->options.lr;
     for (int64_t row = 0; row < param->rows && param->first_row + row < param->rows_stored; row++)
@@ -369,7 +409,7 @@ static void compare_weights(verdict *v, mt_model *model, const reference *r) {
     const mt_param *params = mt_model_params(model, &num_params);
     const mt_bucket *buckets = mt_model_buckets(model, &num_buckets);
     for (int64_t i = 0; i < num_buckets; i++) {
-        float *values = bucket_weights(model, i, buckets[i].count);
+        float *values = bucket_weights(model, i, &buckets[i]);
         for (int64_t k = buckets[i].first_param; k < buckets[i].first_param + buckets[i].num_params; k++)
             compare_param(v, &params[k], values + params[k].offset, r);
         free(values);
@@ -601,6 +641,33 @@ static const layout alone[] = {
     {4, LLAMA, SHARD "optim_grads_params" PREFETCH},
 };
 
+static const layout of_latent_attention[] = {
+    {2, LATENT, TP "2"},
+    {2, NO_Q_LATENT, TP "2"},
+    {2, LATENT, TP "2" SP},
+    {2, NO_Q_LATENT, TP "2" SP MICRO "2"},
+    {2, LATENT, PP "2" ZB},
+    {2, NO_Q_LATENT, PP "2" ZB},
+    {2, LATENT, PP "2" VP "2"},
+    {2, LATENT, CP "2"},
+    {2, LATENT_PACKED, CP "2" BY "all_gather" MICRO "2"},
+    {2, NO_Q_LATENT, CP "2" BY "a2a"},
+    {2, LATENT, SHARD "optim" PREFETCH},
+    {2, NO_Q_LATENT, SHARD "optim_grads_params" PREFETCH},
+    {4, LATENT, TP "4"},
+    {4, LATENT_PACKED, TP "4" SP},
+    {4, LATENT, TP "2" SP PP "2" ZB},
+    {4, NO_Q_LATENT, TP "2" SP PP "2" ZB},
+    {4, LATENT, TP "2" SP CP "2"},
+    {4, LATENT, TP "2" SP SHARD "optim_grads" OVERLAP},
+    {4, NO_Q_LATENT, TP "2" SP SHARD "optim_grads_params" PREFETCH},
+    {4, LATENT, PP "2" VP "2" SHARD "optim" PREFETCH},
+    {4, LATENT, CP "4" BY "a2a+p2p" LEVELS "2 2"},
+    {8, LATENT, TP "8" SP},
+    {8, LATENT, TP "2" SP PP "2" CP "2"},
+    {8, NO_Q_LATENT, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params" PREFETCH},
+};
+
 /* Two ranks with more about them. */
 static const layout of_2_ranks[] = {
     {2, LLAMA, TP "2" SP MICRO "4"},
@@ -675,7 +742,52 @@ static const layout of_8_ranks[] = {
     {8, BIASED, SHARD "optim_grads_params" PREFETCH},
 };
 
+/* Experts, on ranks that are counted twice: tensor x context x data, and expert tensor x expert x expert data. */
+static const layout with_experts[] = {
+    {2, EXPERTS, EP "2"},
+    {2, EXPERTS, EP "2" GATHER},
+    {2, EXPERTS, ""},
+    {2, SHARED, EP "2" SHARD "optim" PREFETCH},
+    {2, SHARED, TP "2" SP},
+    {2, SHARED, TP "2" SP ETP "1"},
+    {2, EXPERTS, TP "2" SP ETP "1" EP "2"},
+    {2, DROPPED, TP "2" SP ETP "1" EP "2" GATHER},
+    {2, DROPPED, CP "2"},
+    {2, PADDED, EP "2"},
+    {2, PADDED, PP "2" ZB},
+    {2, EXPERTS_PACKED, CP "2" EP "2" MICRO "2"},
+    {2, SHARED, PP "2" VP "2"},
+    {2, EXPERTS_12, EP "2 --no-moe-grouped-gemm"},
+    {4, EXPERTS, EP "4"},
+    {4, SHARED, EP "4" GATHER SHARD "optim_grads" OVERLAP},
+    {4, SHARED, EP "2" SHARD "optim_grads_params" PREFETCH},
+    {4, EXPERTS, EP "2" ETP "2"},
+    {4, EXPERTS, EP "2" ETP "2" GATHER},
+    {4, SHARED, TP "2" SP EP "2"},
+    {4, SHARED, TP "2" SP ETP "1" EP "4" SHARD "optim" PREFETCH},
+    {4, EXPERTS_PACKED, TP "2" SP CP "2" ETP "2" EP "2" MICRO "2"},
+    {4, SHARED, TP "2" SP CP "2" BY "a2a" ETP "1" EP "2" GATHER},
+    {4, EXPERTS, PP "2" EP "2"},
+    {4, SHARED, PP "2" ZB EP "2" SHARD "optim" OVERLAP},
+    {4, SHARED, PP "2" VP "2" EP "2" SHARD "optim_grads_params" PREFETCH},
+    {4, EXPERTS, CP "4" EP "4"},
+    {4, DROPPED, TP "2" SP EP "2" SHARD "optim_grads"},
+    {4, DROPPED, CP "2" BY "all_gather" EP "4"},
+    {4, PADDED, CP "2" TP "2" SP ETP "1" EP "4"},
+    {4, PADDED, EP "2 --no-moe-grouped-gemm" SHARD "optim_grads_params"},
+    {8, EXPERTS, EP "8"},
+    {8, SHARED, EP "8" GATHER},
+    {8, SHARED, TP "2" SP PP "2" EP "4" ETP "1" SHARD "optim" PREFETCH},
+    {8, SHARED, TP "2" SP PP "2" VP "2" EP "2" SHARD "optim_grads_params" PREFETCH},
+    {8, EXPERTS_PACKED, TP "2" SP CP "2" EP "4" SHARD "optim_grads" OVERLAP},
+    {8, DROPPED, TP "2" SP CP "2" PP "2" ETP "1" EP "4" GATHER},
+    {8, PADDED, CP "2" EP "8" SHARD "optim" OVERLAP},
+    {8, EXPERTS, PP "2" ZB CP "2" EP "4"},
+};
+
 static const layout in_bf16[] = {
+    {2, EXPERTS, EP "2"},
+    {4, SHARED, TP "2" SP EP "4" ETP "1"},
     {2, LLAMA, TP "2" SP},
     {2, GPT2, PP "2" VP "2"},
     {4, LLAMA, TP "2" SP PP "2" ZB},
@@ -683,9 +795,15 @@ static const layout in_bf16[] = {
     {4, LLAMA, SHARD "optim_grads_params" PREFETCH},
     {4, QWEN, PP "2" SHARD "optim_grads" OVERLAP},
     {8, GPT2, TP "2" SP PP "2" CP "2" BY "all_gather"},
+    {4, LATENT, TP "2" SP PP "2" ZB},
 };
 
 static const family_layout families_on_layouts[] = {
+    {2, "mixtral", 1, EP "2"},
+    {2, "qwen3_moe", 2, TP "2" SP},
+    {4, "mixtral", 1, TP "2" SP EP "2" SHARD "optim" PREFETCH},
+    {4, "qwen3_moe", 1, PP "2" EP "2" GATHER},
+    {8, "qwen3_moe", 1, TP "2" SP PP "2" ETP "1" EP "4" SHARD "optim_grads_params"},
     {2, "gpt2", 1, TP "2" SP},
     {2, "llama3_rope_tied", 1, PP "2" VP "2"},
     {2, "qwen3", 2, CP "2" BY "a2a"},
@@ -696,6 +814,8 @@ static const family_layout families_on_layouts[] = {
     {4, "qwen2", 1, SHARD "optim_grads_params" PREFETCH},
     {4, "qwen3", 1, PP "2" CP "2"},
     {4, "qwen3", 2, TP "2" SHARD "optim_grads"},
+    {4, "deepseek_v3_dense", 1, TP "4" SP},
+    {4, "deepseek_v3_no_q_latent", 2, TP "2" SP CP "2"},
     {8, "gpt2", 1, TP "2" SP PP "2" CP "2" BY "all_gather"},
     {8, "llama", 1, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params"},
     {8, "qwen2", 2, TP "2" SP PP "2" SHARD "optim" OVERLAP},
@@ -707,6 +827,11 @@ static const family_layout families_on_layouts[] = {
 static void each_parallelism_alone_trains_like_one_rank(void **state) {
     (void)state;
     RUN_ROWS(alone, false, 1e-5);
+}
+
+static void latent_attention_trains_like_one_rank_on_every_layout(void **state) {
+    (void)state;
+    RUN_ROWS(of_latent_attention, false, 1e-5);
 }
 
 static void layouts_of_2_ranks_train_like_one_rank(void **state) {
@@ -722,6 +847,11 @@ static void layouts_of_4_ranks_train_like_one_rank(void **state) {
 static void layouts_of_8_ranks_train_like_one_rank(void **state) {
     (void)state;
     RUN_ROWS(of_8_ranks, false, 1e-5);
+}
+
+static void layouts_with_experts_train_like_one_rank(void **state) {
+    (void)state;
+    RUN_ROWS(with_experts, false, 1e-5);
 }
 
 static void layouts_train_in_bf16_to_within_two_percent_of_one_rank(void **state) {
@@ -743,9 +873,11 @@ static void golden_families_train_like_pytorch_on_layouts(void **state) {
 static int run_layout_tests(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_parallelism_alone_trains_like_one_rank),
+        cmocka_unit_test(latent_attention_trains_like_one_rank_on_every_layout),
         cmocka_unit_test(layouts_of_2_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_of_4_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_of_8_ranks_train_like_one_rank),
+        cmocka_unit_test(layouts_with_experts_train_like_one_rank),
         cmocka_unit_test(layouts_train_in_bf16_to_within_two_percent_of_one_rank),
         cmocka_unit_test(golden_families_train_like_pytorch_on_layouts),
     };

@@ -211,6 +211,26 @@ static void rope_backward(run *r, const int64_t *n) {
     rope(r, n, r->ops->rope_backward);
 }
 
+static void latent_heads_forward(run *r, const int64_t *n) { // T, H, N, R, Dv, interleaved
+    int64_t heads = n[0] * n[1], width = n[2] + n[3];
+    void *q = changed(r, heads * width), *k = output(r, heads * width), *v = output(r, heads * n[4]);
+    void *kv = input(r, heads * (n[2] + n[4])), *k_rope = input(r, n[0] * n[3]);
+    float *cos = float_input(r, 50 * n[3] / 2, NORMAL), *sin = float_input(r, 50 * n[3] / 2, NORMAL);
+    int32_t *positions = integers(r, n[0], 0, 50, false);
+    r->ops->latent_heads_forward(q, k, v, kv, k_rope, cos, sin, positions, n[0], n[1], n[2], n[3], n[4], n[5], r->dtype,
+                                 r->stream);
+}
+
+static void latent_heads_backward(run *r, const int64_t *n) {
+    int64_t heads = n[0] * n[1], width = n[2] + n[3];
+    void *dq = changed(r, heads * width), *dkv = output(r, heads * (n[2] + n[4])), *dk_rope = output(r, n[0] * n[3]);
+    void *dk = input(r, heads * width), *dv = input(r, heads * n[4]);
+    float *cos = float_input(r, 50 * n[3] / 2, NORMAL), *sin = float_input(r, 50 * n[3] / 2, NORMAL);
+    int32_t *positions = integers(r, n[0], 0, 50, false);
+    r->ops->latent_heads_backward(dq, dkv, dk_rope, dk, dv, cos, sin, positions, n[0], n[1], n[2], n[3], n[4], n[5],
+                                  r->dtype, r->stream);
+}
+
 /* T, H, G, D, R, norm, interleaved, gap between rows; without norm and gap in place. Where there is no fused operation,
  * as megatron.h defines it by others. */
 typedef struct qk_case {
@@ -780,6 +800,9 @@ static const int64_t qk_shapes[][MAX_SIZES] = {{1, 1, 1, 8, 8, 0, 0, 0},        
                                                {13, 2, 1, 80, 32, 1, 0, 0},      {29, 3, 3, 40, 0, 1, 0, 0},
                                                {1000, 16, 4, 128, 128, 1, 0, 0}, {9, 2, 1, 130, 64, 1, 0, 0},
                                                {6, 2, 1, 130, 64, 0, 1, 2},      {0}};
+static const int64_t latent_shapes[][MAX_SIZES] = {
+    {1, 1, 4, 2, 3, 0},      {7, 3, 6, 4, 5, 1},    {33, 4, 128, 64, 128, 1}, {19, 16, 128, 64, 128, 0},
+    {300, 5, 24, 16, 40, 1}, {9, 128, 8, 16, 8, 0}, {1000, 2, 20, 12, 17, 0}, {0}};
 static const int64_t element_shapes[][MAX_SIZES] = {
     {1, 0, 0}, {3, 1, 1}, {8, 0, 1}, {1000, 0, 0}, {100003, 0, 1}, {100003, 64, 0}, {8192, 3, 1}, {300001, 0, 5}, {0}};
 static const int64_t square_shapes[][MAX_SIZES] = {{1, 0}, {3, 1}, {1000, 0}, {100003, 64}, {5000001, 0}, {0}};
@@ -881,6 +904,8 @@ static operation operations[] = {
     {"layernorm_backward", layernorm_backward, ONCE, norm_shapes, {0}},
     {"rope_forward", rope_forward, ONCE, rope_shapes, {0}},
     {"rope_backward", rope_backward, ONCE, rope_shapes, {0}},
+    {"latent_heads_forward", latent_heads_forward, ONCE, latent_shapes, {0}},
+    {"latent_heads_backward", latent_heads_backward, ONCE, latent_shapes, {0}},
     {"qk_forward", qk_forward, ONCE, qk_shapes, {0}},
     {"qk_backward", qk_backward, ONCE, qk_shapes, {0}},
     {"attention_forward", attention_forward, 5e-3, attention_shapes, {0}},

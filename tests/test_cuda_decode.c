@@ -380,7 +380,8 @@ static void linear_layers_of_few_rows_match_float64_and_do_not_mix_rows(void **s
 
 enum { SEQUENCES = 3, STEPS = 14, HALF = STEPS / 2, CONTEXT = 64 };
 
-static const char *const families[] = {"gpt2", "llama", "llama3_rope_tied", "qwen2", "qwen3"};
+static const char *const families[] = {
+    "gpt2", "llama", "llama3_rope_tied", "qwen2", "qwen3", "deepseek_v3_dense", "deepseek_v3_no_q_latent"};
 enum { NUM_FAMILIES = sizeof families / sizeof *families };
 static const mt_grid grid = MT_GRID_OF_ONE;
 

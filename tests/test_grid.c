@@ -67,6 +67,8 @@ static bool together(const mt_grid_shape *s, mt_group_kind kind, const place *a,
         return a->ep == b->ep && a->edp == b->edp && pp;
     case MT_GROUP_EXPERT_DATA:
         return a->etp == b->etp && a->ep == b->ep && pp;
+    case MT_GROUP_EXPERT_EXCHANGE:
+        return a->edp == b->edp && pp;
     case MT_GROUP_KV_REPLICAS:
         return cp && dp && pp && same_head(s, a->tp, b->tp);
     case MT_GROUP_CONTEXT_A2A:

@@ -572,6 +572,73 @@ static void rope_matches_float64_and_finite_differences(void **state) {
     }
 }
 
+/* ==== heads of latent attention ================================================================================== */
+
+typedef struct latent_shape {
+    int64_t T, H, N, R, Dv;
+    bool interleaved;
+} latent_shape;
+
+/* y = q, k, v of x = q, kv, k_rope. */
+static void latent_reference(double *y, const double *x, const void *shape) {
+    const latent_shape *s = shape;
+    int64_t D = s->N + s->R, heads = s->T * s->H;
+    const double *kv = x + heads * D, *k_rope = kv + heads * (s->N + s->Dv);
+    double *k = y + heads * D, *v = k + heads * D;
+    memcpy(y, x, (size_t)(heads * D) * 8);
+    for (int64_t r = 0; r < heads; r++) {
+        for (int64_t i = 0; i < s->R / 2; i++) {
+            int64_t a = r * D + s->N + (s->interleaved ? 2 * i : i), b = s->interleaved ? a + 1 : a + s->R / 2;
+            double c = cos(rope_angle(r / s->H, i)), n = sin(rope_angle(r / s->H, i));
+            y[a] = x[a] * c - x[b] * n;
+            y[b] = x[a] * n + x[b] * c;
+        }
+        for (int64_t i = 0; i < s->N; i++) k[r * D + i] = kv[r * (s->N + s->Dv) + i];
+        for (int64_t i = 0; i < s->R; i++) k[r * D + s->N + i] = k_rope[r / s->H * s->R + i];
+        for (int64_t i = 0; i < s->Dv; i++) v[r * s->Dv + i] = kv[r * (s->N + s->Dv) + s->N + i];
+    }
+}
+
+static void check_latent_heads(const latent_shape *s, mt_dtype dtype) {
+    int64_t heads = s->T * s->H, D = s->N + s->R, n_q = heads * D, n_kv = heads * (s->N + s->Dv), n_rope = s->T * s->R;
+    int64_t n_v = heads * s->Dv, n_in = n_q + n_kv + n_rope, n_out = 2 * n_q + n_v, half = s->R / 2;
+    float cosines[7 * 128], sines[7 * 128];
+    int32_t positions[8];
+    for (int64_t t = 0; t < s->T; t++) positions[t] = (int32_t)(t * 3 % 7);
+    for (int64_t t = 0; t < s->T; t++)
+        for (int64_t i = 0; i < half; i++) {
+            cosines[positions[t] * half + i] = (float)cos(rope_angle(t, i));
+            sines[positions[t] * half + i] = (float)sin(rope_angle(t, i));
+        }
+    double *in = random_values(n_in), *dout = random_values(n_out), *out = zeros(n_out), *want = zeros(n_out);
+    double *grad = zeros(n_in);
+    matrix q = matrix_from(in, 1, n_q, n_q, dtype), kv = matrix_from(in + n_q, 1, n_kv, n_kv, dtype);
+    matrix k_rope = matrix_from(in + n_q + n_kv, 1, n_rope, n_rope, dtype);
+    matrix k = matrix_new(1, n_q, n_q, dtype), v = matrix_new(1, n_v, n_v, dtype);
+    ops->latent_heads_forward(q.data, k.data, v.data, kv.data, k_rope.data, cosines, sines, positions, s->T, s->H, s->N,
+                              s->R, s->Dv, s->interleaved, dtype, NULL);
+    matrix_take(&q, out), matrix_take(&k, out + n_q), matrix_take(&v, out + 2 * n_q);
+    latent_reference(want, in, s);
+    assert_forward("heads of latent attention", out, want, n_out, dtype);
+    matrix dq = matrix_from(dout, 1, n_q, n_q, dtype), dk = matrix_from(dout + n_q, 1, n_q, n_q, dtype);
+    matrix dv = matrix_from(dout + 2 * n_q, 1, n_v, n_v, dtype);
+    matrix dkv = matrix_new(1, n_kv, n_kv, dtype), dk_rope = matrix_new(1, n_rope, n_rope, dtype);
+    ops->latent_heads_backward(dq.data, dkv.data, dk_rope.data, dk.data, dv.data, cosines, sines, positions, s->T, s->H,
+                               s->N, s->R, s->Dv, s->interleaved, dtype, NULL);
+    matrix_take(&dq, grad), matrix_take(&dkv, grad + n_q), matrix_take(&dk_rope, grad + n_q + n_kv);
+    assert_gradient("heads of latent attention", grad, latent_reference, s, in, n_in, dout, n_out, dtype);
+    matrix_take(&kv, NULL), matrix_take(&k_rope, NULL), matrix_take(&dk, NULL), matrix_take(&dv, NULL);
+    free(in), free(dout), free(out), free(want), free(grad);
+}
+
+static void latent_heads_match_float64_and_finite_differences(void **state) {
+    (void)state;
+    static const latent_shape shapes[] = {
+        {1, 1, 4, 2, 3, false}, {5, 3, 6, 4, 9, true}, {7, 4, 24, 16, 20, false}, {3, 16, 128, 64, 128, true}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int d = 0; d < 2; d++) check_latent_heads(&shapes[i], both[d]);
+}
+
 /* ==== attention ================================================================================================== */
 
 typedef struct attention_shape {
@@ -1357,6 +1424,7 @@ int main(void) {
         cmocka_unit_test(memory_is_zeroed_and_copied_whole),
         cmocka_unit_test(attention_merge_matches_float64),
         cmocka_unit_test(accumulate_rows_adds_the_rows_of_the_spans_alone),
+        cmocka_unit_test(latent_heads_match_float64_and_finite_differences),
         cmocka_unit_test(runs_repeat_bit_for_bit),
         cmocka_unit_test(the_number_of_threads_changes_no_bit),
     };

@@ -254,6 +254,30 @@ static void shapes_that_cannot_be_are_refused(void **state) {
         "the vocabulary is unknown");
 }
 
+static void latent_attention_that_cannot_be_is_refused(void **state) {
+    (void)state;
+#define LATENT_RUN RUN "--normalization RMSNorm --position-embedding-type rope --multi-latent-attention "
+    expect_error(RUN "--kv-lora-rank 16", "--kv-lora-rank needs --multi-latent-attention");
+    expect_error(RUN "--multi-latent-attention", "--multi-latent-attention needs --normalization RMSNorm and "
+                                                 "--position-embedding-type rope, which are LayerNorm and "
+                                                 "learned_absolute");
+    expect_error(LATENT_RUN "--kv-channels 16", "--multi-latent-attention and --kv-channels exclude each other");
+    expect_error(LATENT_RUN "--group-query-attention", "and --group-query-attention exclude each other");
+    expect_error(LATENT_RUN "--num-query-groups 2", "--num-query-groups 2 needs --group-query-attention");
+    expect_error(LATENT_RUN "--add-qkv-bias", "and --add-qkv-bias exclude each other");
+    expect_error(LATENT_RUN "--rotary-percent 0.5", "and --rotary-percent exclude each other");
+    expect_error(LATENT_RUN "--qk-pos-emb-head-dim 7", "--qk-pos-emb-head-dim 7 must be even");
+    expect_error(LATENT_RUN "--kv-lora-rank 0", "--kv-lora-rank must be in [1,1048576], got 0");
+    expect_error(LATENT_RUN "--bf16 --attention-dropout 0 --attention-backend cudnn --qk-head-dim 64 "
+                            "--qk-pos-emb-head-dim 32 --v-head-dim 64",
+                 "needs values as wide as keys");
+    expect_error_of(MT_PROGRAM_TRAIN, 8, LATENT_RUN "--tensor-model-parallel-size 8",
+                    "--num-attention-heads 4 must be a multiple of --tensor-model-parallel-size 8");
+    expect_error("--load tests/golden/hf/deepseek_v3_dense --kv-lora-rank 8 --mock-data --seq-length 8 --train-iters 1 "
+                 "--lr 1",
+                 "--kv-lora-rank is 8, but the weights have 12");
+}
+
 static void ranks_are_shared_out_and_what_is_left_is_data_parallel(void **state) {
     (void)state;
     mt_options options;
@@ -712,10 +736,21 @@ static void published_shapes_have_their_published_numbers_of_parameters(void **s
         const char *name, *family;
         int64_t parameters; // 0: ours, nothing published
     } models[] = {
-        {"gpt2-124m", "gpt2", 124439808},   {"gpt2-355m", "gpt2", 354823168},   {"gpt2-774m", "gpt2", 774030080},
-        {"gpt2-1558m", "gpt2", 1557611200}, {"llama3-8b", "llama", 8030261248}, {"llama3-70b", "llama", 70553706496},
-        {"qwen3-0.6b", "qwen3", 596049920}, {"qwen3-8b", "qwen3", 8190735360},  {"llama2c-110m", "llama", 109529856},
-        {"tiny-gpt2", "gpt2", 0},           {"tiny-llama", "llama", 0},         {"tiny-qwen3", "qwen3", 0},
+        {"gpt2-124m", "gpt2", 124439808},
+        {"gpt2-355m", "gpt2", 354823168},
+        {"gpt2-774m", "gpt2", 774030080},
+        {"gpt2-1558m", "gpt2", 1557611200},
+        {"llama3-8b", "llama", 8030261248},
+        {"llama3-70b", "llama", 70553706496},
+        {"qwen3-0.6b", "qwen3", 596049920},
+        {"qwen3-8b", "qwen3", 8190735360},
+        {"llama2c-110m", "llama", 109529856},
+        {"qwen3-30b-a3b", "qwen3_moe", 30532122624},
+        {"mixtral-8x7b", "mixtral", 46702792704},
+        {"deepseek-v3", "deepseek_v3", 671026419200}, // the biases of its routers too
+        {"tiny-gpt2", "gpt2", 0},
+        {"tiny-llama", "llama", 0},
+        {"tiny-qwen3", "qwen3", 0},
     };
     for (size_t i = 0; i < sizeof models / sizeof models[0]; i++) {
         mt_options options;
@@ -725,7 +760,10 @@ static void published_shapes_have_their_published_numbers_of_parameters(void **s
                  models[i].name);
         expect_good(&options, line);
         assert_string_equal(options.hf_family, models[i].family);
-        if (models[i].parameters)
+        if (models[i].parameters) assert_int_equal(mt_num_parameters(&options), models[i].parameters);
+        if (options.num_experts > 0)
+            assert_true(options.moe_layers != NULL);
+        else if (models[i].parameters)
             assert_int_equal(count_parameters(&options), models[i].parameters);
         else
             assert_true(count_parameters(&options) < 10000000);
@@ -740,6 +778,40 @@ static void operation_count_of_llama3_8b_equals_megatron(void **state) {
                 "--hf-config data/configs/llama3-8b.json --mock-data --seq-length 8192 --train-iters 1 --lr 1");
     assert_true(mt_flops(&options, 8) == 3373164235063296.0); // golden/megatron/flops.json
     mt_options_free(&options);
+}
+
+/* By Megatron's formula, and what DeepSeek-V3's report says of its attention: 187,107,328 parameters a layer. */
+static void operation_count_of_qwen3_30b_equals_megatron(void **state) {
+    (void)state;
+    mt_options options;
+    expect_good(&options, "--hf-config data/configs/qwen3-30b-a3b.json --mock-data --seq-length 4096 --train-iters 1 "
+                          "--lr 1");
+    assert_true(fabs(mt_flops(&options, 8) / 753869839663104.0 - 1) < 1e-12); // tests/golden/megatron/flops.json
+    mt_options_free(&options);
+}
+
+static void latent_attention_counts_as_megatron_counts_it(void **state) {
+    (void)state;
+    const char *shape =
+        "--num-layers 1 --hidden-size 7168 --num-attention-heads 128 --ffn-hidden-size 18432 --vocab-size "
+        "129280 --mock-data --seq-length 4096 --train-iters 1 --lr 1 --swiglu --normalization RMSNorm "
+        "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
+        "--multi-latent-attention --kv-lora-rank 512 ";
+    for (int latent = 0; latent < 2; latent++) { // of the queries
+        mt_options o;
+        char line[700];
+        snprintf(line, sizeof line, "%s%s", shape, latent ? "--q-lora-rank 1536" : "");
+        expect_good(&o, line);
+        double C = 7168, width = 128 * 192, queries = latent ? 1536 * (C + width + 1) : C * width;
+        double attention =
+            queries + 512 * (C + 128 * 256 + 1) + C * 64 + 128 * 128 * C + 4096. / 2 * (width + 128 * 128);
+        double flops = 6 * 4096. * (attention + 3 * C * 18432 + C * (double)o.padded_vocab_size);
+        double off = mt_flops(&o, 1) / flops - 1;
+        assert_true(off < 1e-12 && off > -1e-12);
+        int64_t attention_parameters = latent ? 187107328 : 187107328 - 1536 * (7168 + 24576 + 1) + 7168 * 24576;
+        assert_int_equal(mt_num_parameters(&o), attention_parameters + 3 * 7168 * 18432 + 3 * 7168 + 2 * 129280 * 7168);
+        mt_options_free(&o);
+    }
 }
 
 static void golden_configs_are_read_as_their_families_are(void **state) {
@@ -763,10 +835,79 @@ static void golden_configs_are_read_as_their_families_are(void **state) {
     assert_true(o.rope_scaling_factor == 8 && o.rope_low_freq_factor == 1 && o.rope_high_freq_factor == 4);
     assert_true(o.original_max_position_embeddings == 16 && o.rotary_base == 500000);
     mt_options_free(&o);
-    expect_error("--load tests/golden/hf/mixtral --mock-data --seq-length 32 --train-iters 1 --lr 1",
-                 "\"model_type\" is mixtral; gpt2, llama, mistral, qwen2 and qwen3 are supported");
-    expect_error("--load tests/golden/hf/deepseek_v3 --mock-data --seq-length 32 --train-iters 1 --lr 1",
-                 "deepseek_v3");
+    expect_good(&o, "--load tests/golden/hf/mixtral --mock-data --seq-length 32 --train-iters 1 --lr 1");
+    assert_true(o.num_experts == 4 && o.moe_router_topk == 2 && o.moe_ffn_hidden_size == 32);
+    assert_true(!o.moe_router_pre_softmax && strcmp(o.moe_layers, "1111") == 0);
+    mt_options_free(&o);
+    expect_good(&o, "--load tests/golden/hf/qwen3_moe --mock-data --seq-length 32 --train-iters 1 --lr 1");
+    assert_true(o.num_experts == 8 && o.moe_router_topk == 4 && o.moe_ffn_hidden_size == 16);
+    assert_true(o.ffn_hidden_size == 80 && o.qk_layernorm && !o.moe_router_pre_softmax);
+    mt_options_free(&o);
+    expect_good(&o, "--load tests/golden/hf/deepseek_v3 --mock-data --seq-length 32 --train-iters 1 --lr 1");
+    assert_true(o.moe_router_enable_expert_bias && o.multi_latent_attention && o.moe_layers[0] == '0');
+    assert_string_equal(o.moe_router_score_function, "sigmoid");
+    mt_options_free(&o);
+    expect_good(&o, "--load tests/golden/hf/deepseek_v3_dense --mock-data --seq-length 32 --train-iters 1 --lr 1");
+    assert_true(o.multi_latent_attention && o.rotary_interleaved && o.q_lora_rank == 20 && o.kv_lora_rank == 12);
+    assert_true(o.qk_head_dim == 6 && o.qk_pos_emb_head_dim == 4 && o.v_head_dim == 7 && o.num_query_groups == 4);
+    assert_true(o.yarn_mscale == 0.7 && o.yarn_mscale_all_dim == 1.2 && o.rope_scaling_factor == 4);
+    mt_options_free(&o);
+    expect_good(&o,
+                "--load tests/golden/hf/deepseek_v3_no_q_latent --mock-data --seq-length 32 --train-iters 1 --lr 1");
+    assert_true(o.multi_latent_attention && !o.rotary_interleaved && o.q_lora_rank == 0 && o.v_head_dim == 8);
+    mt_options_free(&o);
+}
+
+#define EXPERTS                                                                                                        \
+    "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --vocab-size 32 --seq-length 8 --mock-data --train-iters " \
+    "1 "                                                                                                               \
+    "--ffn-hidden-size 16 --lr 1 --swiglu --disable-bias-linear --ffn-hidden-size 16 --num-experts 8 "
+
+static void layers_with_experts_are_counted_or_listed(void **state) {
+    (void)state;
+    static const char *const words[][2] = {{"1", "1111"},       {"2", "1010"},         {"([0]*1+[1]*3)", "0111"},
+                                           {"[0,1]*2", "0101"}, {"[0,1,1,0]", "0110"}, {"[1]+[0]*3", "1000"}};
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        char line[512];
+        mt_options o;
+        snprintf(line, sizeof line, EXPERTS "--moe-layer-freq %s", words[i][0]);
+        expect_good(&o, line);
+        assert_string_equal(o.moe_layers, words[i][1]);
+        mt_options_free(&o);
+    }
+    static const char *const bad[] = {"0", "[0,1]", "[1]*5", "[2]*4", "[1]*4]", "[]*4", "[1]*-1", "x"};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        char line[512];
+        snprintf(line, sizeof line, EXPERTS "--moe-layer-freq %s", bad[i]);
+        expect_error(line, "--moe-layer-freq expects a number, or 0 or 1 for each of the 4 layers");
+    }
+}
+
+static void experts_that_cannot_be_are_refused(void **state) {
+    (void)state;
+    static const char *const words[][2] = {
+        {"--moe-router-topk 9", "--moe-router-topk 9 must be at most --num-experts 8"},
+        {"--moe-router-topk 1", "--moe-router-topk 1 needs --moe-router-pre-softmax"},
+        {"--moe-router-enable-expert-bias",
+         "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"},
+        {"--moe-router-num-groups 4", "--moe-router-num-groups needs --moe-router-group-topk"},
+        {"--moe-router-num-groups 3 --moe-router-group-topk 1", "--moe-router-num-groups 3 must divide"},
+        {"--moe-router-num-groups 8 --moe-router-group-topk 1",
+         "is more than the 1 experts of --moe-router-group-topk"},
+        {"--moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor"},
+        {"--moe-token-drop-policy position", "needs --moe-expert-capacity-factor"},
+        {"--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", "needs a --moe-router-load-balancing-type"},
+        {"--expert-model-parallel-size 3", "--num-experts 8 must be a multiple of --expert-model-parallel-size 3"},
+        {"--expert-model-parallel-size 2", "must divide the number of ranks, which is 1"},
+    };
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        char line[512];
+        snprintf(line, sizeof line, EXPERTS "%s", words[i][0]);
+        expect_error(line, words[i][1]);
+    }
+    expect_error("--num-layers 4 --hidden-size 8 --num-attention-heads 2 --vocab-size 32 --seq-length 8 --mock-data "
+                 "--train-iters 1 --lr 1 --moe-router-topk 3",
+                 "--moe-router-topk needs --num-experts");
 }
 
 static void options_win_over_a_shape_but_not_over_weights(void **state) {
@@ -949,6 +1090,18 @@ static void bad_configs_are_refused_by_key(void **state) {
                         "\"num_attention_heads\": -9223372036854775808}",
                         "must be in");
     expect_config_error("{\"model_type\": \"qwen2\", " LLAMA_SIZES "}", "\"num_key_value_heads\" is missing");
+#define DEEPSEEK(heads) "{\"model_type\": \"deepseek_v3\", \"num_key_value_heads\": " heads ", " LLAMA_SIZES
+#define LATENTS         ", \"kv_lora_rank\": 8, \"qk_nope_head_dim\": 4, \"qk_rope_head_dim\": 4" DENSE
+#define DENSE           ", \"first_k_dense_replace\": 2"
+    expect_config_error(DEEPSEEK("4") ", \"q_lora_rank\": null}", "\"kv_lora_rank\" is missing");
+    expect_config_error(DEEPSEEK("4") LATENTS "}", "\"v_head_dim\" is missing");
+    expect_config_error(DEEPSEEK("2") LATENTS ", \"v_head_dim\": 4}", "every head has its own key and value");
+    expect_config_error(DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"attention_bias\": true}",
+                        "\"attention_bias\": true is not supported");
+    expect_config_error(DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"rope_interleave\": 1}",
+                        "\"rope_interleave\" must be true or false");
+    const char *negative = DEEPSEEK("4") LATENTS ", \"v_head_dim\": 4, \"q_lora_rank\": -1}";
+    expect_config_error(negative, "\"q_lora_rank\" is -1");
     const char *gpt2 = "{\"model_type\": \"gpt2\", \"n_layer\": 1, \"n_head\": 2, \"n_embd\": 8, \"n_positions\": 8, "
                        "\"vocab_size\": 9, %s}";
     const char *const cases[][2] = {
@@ -1011,6 +1164,8 @@ static void expect_round_trip(const char *line, const char *family) {
     mt_options_free(&options), mt_options_free(&again);
 }
 
+#define LENGTHS    "--mock-data --seq-length 16 --train-iters 10 --lr 1e-3"
+#define LATENT     "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 "
 #define LIKE_LLAMA RUN "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
 
 static void written_configs_read_back_as_the_same_model(void **state) {
@@ -1023,6 +1178,11 @@ static void written_configs_read_back_as_the_same_model(void **state) {
                  "--hf-config data/configs/%s.json --mock-data --seq-length 16 --train-iters 10 --lr 1e-3", names[i]);
         expect_round_trip(line, families[i]);
     }
+    expect_round_trip("--hf-config tests/golden/hf/deepseek_v3_dense/config.json " LENGTHS, "deepseek_v3");
+    expect_round_trip("--hf-config tests/golden/hf/deepseek_v3_no_q_latent/config.json " LENGTHS, "deepseek_v3");
+    expect_round_trip(LIKE_LLAMA LATENT "--q-lora-rank 24", "deepseek_v3");
+    expect_round_trip(LIKE_LLAMA LATENT "--rotary-interleaved", "deepseek_v3");
+    expect_round_trip(LIKE_LLAMA LATENT "--window-size 4", "megatron");
     expect_round_trip(RUN, "gpt2");
     expect_round_trip(RUN "--norm-epsilon 1e-50", "gpt2");
     expect_round_trip(RUN "--openai-gelu --untie-embeddings-and-output-weights --norm-epsilon 1e-6", "gpt2");
@@ -1054,6 +1214,7 @@ int main(void) {
         cmocka_unit_test(malformed_command_lines_are_refused_in_one_line),
         cmocka_unit_test(values_out_of_range_are_refused),
         cmocka_unit_test(shapes_that_cannot_be_are_refused),
+        cmocka_unit_test(latent_attention_that_cannot_be_is_refused),
         cmocka_unit_test(ranks_are_shared_out_and_what_is_left_is_data_parallel),
         cmocka_unit_test(layouts_that_cannot_be_are_refused),
         cmocka_unit_test(batches_and_lengths_that_cannot_be_are_refused),
@@ -1076,7 +1237,11 @@ int main(void) {
 #endif
         cmocka_unit_test(published_shapes_have_their_published_numbers_of_parameters),
         cmocka_unit_test(operation_count_of_llama3_8b_equals_megatron),
+        cmocka_unit_test(operation_count_of_qwen3_30b_equals_megatron),
+        cmocka_unit_test(latent_attention_counts_as_megatron_counts_it),
         cmocka_unit_test(golden_configs_are_read_as_their_families_are),
+        cmocka_unit_test(layers_with_experts_are_counted_or_listed),
+        cmocka_unit_test(experts_that_cannot_be_are_refused),
         cmocka_unit_test(options_win_over_a_shape_but_not_over_weights),
         cmocka_unit_test(the_latest_checkpoint_of_a_folder_is_described),
         cmocka_unit_test(rope_is_read_in_both_forms),

@@ -1,0 +1,1062 @@
+/* The CPU's operations of mixtures of experts: against Megatron's own numbers, references in float64, finite
+ * differences of those, and the contracts taken word by word over every choice. */
+#include "../megatron.h"
+
+#include <jansson.h>
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+#ifdef MT_HAVE_OPENMP
+#include <omp.h>
+#endif
+
+static const mt_ops *ops = &mt_cpu_ops;
+static const mt_dtype both[2] = {MT_F32, MT_BF16};
+
+/* ==== numbers ==================================================================================================== */
+
+static uint64_t random_state = 7;
+
+static uint64_t random_word(void) {
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return random_state >> 8;
+}
+
+static int64_t least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static int64_t random_below(int64_t n) {
+    return (int64_t)(random_word() % (uint64_t)n);
+}
+
+/* In [-1, 1), rounded to bf16, so that every element type holds it exactly. */
+static double *random_values(int64_t n) {
+    double *values = mt_malloc((n + 1) * 8);
+    for (int64_t i = 0; i < n; i++)
+        values[i] = mt_bf16_to_f32(mt_f32_to_bf16((float)random_below(1 << 24) / (1 << 23) - 1.0f));
+    return values;
+}
+
+/* Logits as a router makes them; all differ. */
+static double *random_logits(int64_t n) {
+    double *values = mt_malloc((n + 1) * 8);
+    for (int64_t i = 0; i < n; i++) values[i] = (float)(random_below(1 << 22)) / (1 << 19) - 4.0f;
+    return values;
+}
+
+/* values[n] as elements of a type, in memory of exactly that size, so that sanitizers see what is written past it. */
+static void *store(const double *values, int64_t n, mt_dtype dtype) {
+    char *memory = mt_malloc(n * mt_dtype_size(dtype));
+    for (int64_t i = 0; i < n; i++)
+        if (dtype == MT_F32)
+            ((float *)memory)[i] = (float)values[i];
+        else
+            ((uint16_t *)memory)[i] = mt_f32_to_bf16((float)values[i]);
+    return memory;
+}
+
+static double *load(const void *x, int64_t n, mt_dtype dtype) {
+    double *values = mt_malloc(n * 8);
+    for (int64_t i = 0; i < n; i++)
+        values[i] = dtype == MT_F32 ? (double)((const float *)x)[i] : (double)mt_bf16_to_f32(((const uint16_t *)x)[i]);
+    return values;
+}
+
+/* n elements that are not numbers: what was not written must not be read, and shows. */
+static void *not_numbers(int64_t n, mt_dtype dtype) {
+    int64_t bytes = n * mt_dtype_size(dtype);
+    void *memory = mt_malloc(bytes);
+    memset(memory, 0xff, (size_t)bytes);
+    return memory;
+}
+
+static void assert_not_numbers(const void *x, int64_t n, mt_dtype dtype) {
+    for (int64_t i = 0; i < n * mt_dtype_size(dtype); i++) assert_int_equal(((const unsigned char *)x)[i], 0xff);
+}
+
+/* |got - want| <= tolerance |want| as vectors. */
+static void assert_near(const char *what, const double *got, const double *want, int64_t n, double tolerance) {
+    double size = 0, error = 0;
+    for (int64_t i = 0; i < n; i++) size += want[i] * want[i], error += (got[i] - want[i]) * (got[i] - want[i]);
+    if (!(sqrt(error) <= tolerance * sqrt(size) + 1e-30))
+        fail_msg("%s: error %g of norm %g", what, sqrt(error), sqrt(size));
+}
+
+/* fp32 to a few roundings; bf16 to one rounding of each element. */
+static void assert_rounded(const char *what, const double *got, const double *want, int64_t n, mt_dtype dtype) {
+    if (dtype == MT_F32) {
+        assert_near(what, got, want, n, 1e-6);
+        return;
+    }
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += want[i] * want[i];
+    double scale = sqrt(sum / (double)(n > 0 ? n : 1));
+    for (int64_t i = 0; i < n; i++)
+        if (!(fabs(got[i] - want[i]) <= fabs(want[i]) / 256 * 1.001 + 1e-6 * scale))
+            fail_msg("%s[%lld] in bf16: %.9g, should be %.9g", what, (long long)i, got[i], want[i]);
+}
+
+/* out[n_out] of in[n_in], in float64. */
+typedef void reference_fn(double *out, const double *in, const void *shape);
+
+/* got[n_in] against central differences of sum(dout out). */
+static void assert_gradient(const char *what, const double *got, reference_fn *reference, const void *shape,
+                            const double *in, int64_t n_in, const double *dout, int64_t n_out, mt_dtype dtype) {
+    const double h = 1e-4;
+    double *point = mt_malloc(n_in * 8), *want = mt_malloc(n_in * 8), *out = mt_malloc(2 * n_out * 8);
+    memcpy(point, in, (size_t)n_in * 8);
+    for (int64_t i = 0; i < n_in; i++) {
+        double slope = 0;
+        point[i] = in[i] + h;
+        reference(out, point, shape);
+        point[i] = in[i] - h;
+        reference(out + n_out, point, shape);
+        point[i] = in[i];
+        for (int64_t o = 0; o < n_out; o++) slope += dout[o] * (out[o] - out[n_out + o]);
+        want[i] = slope / (2 * h);
+    }
+    assert_near(what, got, want, n_in, dtype == MT_F32 ? 1e-5 : 1.0 / 256);
+    free(point), free(want), free(out);
+}
+
+/* ==== Megatron's routers ========================================================================================= */
+
+static double *json_numbers(const json_t *rows, int64_t n) {
+    double *values = mt_malloc(n * 8);
+    json_t *row, *item;
+    size_t i, j;
+    int64_t count = 0;
+    json_array_foreach(rows, i, row) {
+        if (!json_is_array(row)) values[count++] = json_number_value(row);
+        json_array_foreach(row, j, item) values[count++] = json_number_value(item);
+    }
+    assert_int_equal(count, n);
+    return values;
+}
+
+static int64_t json_integer_of(const json_t *object, const char *key) {
+    return json_integer_value(json_object_get(object, key));
+}
+
+static mt_router json_router(const json_t *c) {
+    const json_t *scaling = json_object_get(c, "scaling");
+    return (mt_router){.num_experts = json_integer_of(c, "E"),
+                       .topk = json_integer_of(c, "topk"),
+                       .sigmoid = strcmp(json_string_value(json_object_get(c, "score")), "sigmoid") == 0,
+                       .pre_softmax = json_is_true(json_object_get(c, "pre_softmax")),
+                       .num_groups = json_integer_of(c, "groups"),
+                       .group_topk = json_integer_of(c, "group_topk"),
+                       .scaling = json_is_null(scaling) ? 1 : (float)json_number_value(scaling)};
+}
+
+/* Choices and probabilities as a matrix of tokens and experts, as Megatron keeps them. */
+static void assert_routes(const json_t *c, const mt_router *router, const float *logits, int64_t T) {
+    int64_t E = router->num_experts, k = router->topk;
+    const json_t *bias_json = json_object_get(c, "bias");
+    double *bias_values = json_is_null(bias_json) ? NULL : json_numbers(bias_json, E);
+    float *bias = bias_values ? store(bias_values, E, MT_F32) : NULL, *probs = mt_malloc(T * k * 4);
+    double *want_probs = json_numbers(json_object_get(c, "probs"), T * E);
+    double *want_map = json_numbers(json_object_get(c, "map"), T * E);
+    double *got_probs = mt_calloc(T * E * 8), *got_map = mt_calloc(T * E * 8);
+    int32_t *experts = mt_malloc(T * k * 4), invalid = 3;
+    ops->route_forward(probs, experts, &invalid, logits, bias, T, router, NULL);
+    assert_int_equal(invalid, 3);
+    for (int64_t i = 0; i < T * k; i++) {
+        got_probs[i / k * E + experts[i]] = (double)probs[i];
+        got_map[i / k * E + experts[i]]++;
+    }
+    assert_memory_equal(got_map, want_map, T * E * 8);
+    assert_near("probs", got_probs, want_probs, T * E, 1e-6);
+    free(bias_values), free(bias), free(probs), free(want_probs), free(want_map), free(got_probs), free(got_map);
+    free(experts);
+}
+
+/* With every token a sequence of its own, the sums are the tokens' shares; with one sequence they give the losses. */
+static void assert_balance(const json_t *c, const mt_router *router, const float *logits, int64_t T) {
+    int64_t E = router->num_experts;
+    float *sums = mt_malloc(2 * T * E * 4);
+    int32_t *sequence = mt_malloc(T * 4);
+    double z_sum = 0, aux = 0, want_aux = json_number_value(json_object_get(c, "aux_loss_coeff_1e-2"));
+    double want_z = json_number_value(json_object_get(c, "z_loss_coeff_1e-3"));
+    double *want_scores = json_numbers(json_object_get(c, "aux_scores"), T * E);
+    double *want_map = json_numbers(json_object_get(c, "aux_map"), T * E);
+    for (int64_t t = 0; t < T; t++) sequence[t] = (int32_t)t;
+    ops->balance_forward(sums, &z_sum, logits, sequence, T, T, router, NULL);
+    double *got = load(sums, 2 * T * E, MT_F32);
+    assert_near("aux_scores", got, want_scores, T * E, 1e-6);
+    assert_memory_equal(got + T * E, want_map, T * E * 8);
+    double z = z_sum / (double)T * 1e-3;
+    assert_near("z loss", &z, &want_z, 1, 1e-6);
+    z_sum = 5;
+    ops->balance_forward(sums, &z_sum, logits, NULL, 1, T, router, NULL);
+    z = (z_sum - 5) / (double)T * 1e-3;
+    assert_near("z loss of one sequence", &z, &want_z, 1, 1e-6);
+    ops->balance_loss(&aux, sums, 1, E, NULL);
+    aux *= 1e-2 / (double)T;
+    assert_near("auxiliary loss", &aux, &want_aux, 1, 1e-6);
+    free(sums), free(sequence), free(want_scores), free(want_map), free(got);
+}
+
+static void routers_choose_weigh_and_balance_as_megatron(void **state) {
+    (void)state;
+    json_t *cases = json_load_file("tests/golden/megatron/router.json", 0, NULL), *c;
+    size_t i;
+    assert_int_equal(json_array_size(cases), 5);
+    json_array_foreach(cases, i, c) {
+        mt_router router = json_router(c);
+        int64_t T = json_integer_of(c, "T");
+        double *values = json_numbers(json_object_get(c, "logits"), T * router.num_experts);
+        float *logits = store(values, T * router.num_experts, MT_F32);
+        assert_routes(c, &router, logits, T);
+        assert_balance(c, &router, logits, T);
+        free(values), free(logits);
+    }
+    json_decref(cases);
+}
+
+/* ==== routing in float64 ========================================================================================= */
+
+static const mt_router routers[] = {
+    {.num_experts = 8, .topk = 2, .scaling = 1},
+    {.num_experts = 8, .topk = 2, .pre_softmax = true, .scaling = 1.5f},
+    {.num_experts = 5, .topk = 1, .pre_softmax = true, .scaling = 1},
+    {.num_experts = 6, .topk = 1, .sigmoid = true, .scaling = 2},
+    {.num_experts = 16, .topk = 4, .sigmoid = true, .num_groups = 4, .group_topk = 2, .scaling = 2.5f},
+    {.num_experts = 12, .topk = 4, .num_groups = 3, .group_topk = 2, .scaling = 1},
+    {.num_experts = 12, .topk = 3, .pre_softmax = true, .num_groups = 4, .group_topk = 3, .scaling = 1},
+    {.num_experts = 70, .topk = 8, .sigmoid = true, .scaling = 1},
+    {.num_experts = 3, .topk = 3, .scaling = 1},
+};
+enum { NUM_ROUTERS = sizeof routers / sizeof *routers };
+
+/* scores[E] by which a token's experts are chosen. */
+static void reference_scores(double *scores, const double *x, const double *bias, const mt_router *r) {
+    double sum = 0;
+    for (int64_t e = 0; e < r->num_experts; e++) sum += exp(x[e]);
+    for (int64_t e = 0; e < r->num_experts; e++)
+        if (r->sigmoid)
+            scores[e] = 1 / (1 + exp(-x[e])) + (bias ? bias[e] : 0);
+        else
+            scores[e] = r->pre_softmax ? exp(x[e]) / sum : x[e];
+}
+
+/* How many of x[n] come before x[i]. */
+static int64_t place_of(const double *x, int64_t n, int64_t i) {
+    int64_t place = 0;
+    for (int64_t j = 0; j < n; j++) place += x[j] > x[i] || (x[j] == x[i] && j < i);
+    return place;
+}
+
+/* chosen[k], by everyone's place among the others. */
+static void reference_choice(int32_t *chosen, const double *x, const double *bias, const mt_router *r) {
+    double scores[128], sums[128] = {0};
+    int64_t E = r->num_experts, groups = r->num_groups, size = groups ? E / groups : E;
+    reference_scores(scores, x, bias, r);
+    for (int64_t e = 0; e < E && groups; e++)
+        if (place_of(scores + e / size * size, size, e % size) < r->topk / r->group_topk) sums[e / size] += scores[e];
+    for (int64_t e = 0; e < E && groups; e++)
+        if (place_of(sums, groups, e / size) >= r->group_topk) scores[e] = -INFINITY;
+    for (int64_t e = 0; e < E; e++) {
+        int64_t place = place_of(scores, E, e);
+        if (place < r->topk) chosen[place] = (int32_t)e;
+    }
+}
+
+typedef struct route_shape {
+    int64_t T;
+    const mt_router *router;
+    const int32_t *experts;
+} route_shape;
+
+/* out = probs[T, k] of in = logits[T, E]. */
+static void route_reference(double *out, const double *in, const void *shape) {
+    const route_shape *s = shape;
+    const mt_router *r = s->router;
+    for (int64_t t = 0; t < s->T; t++) {
+        const double *x = in + t * r->num_experts;
+        const int32_t *chosen = s->experts + t * r->topk;
+        double *p = out + t * r->topk, sum = 0;
+        for (int64_t j = 0; j < r->topk; j++) {
+            p[j] = r->sigmoid ? 1 / (1 + exp(-x[chosen[j]])) : exp(x[chosen[j]]);
+            sum += p[j];
+        }
+        if (!r->sigmoid && r->pre_softmax) sum = 0;
+        for (int64_t e = 0; e < r->num_experts && !r->sigmoid && r->pre_softmax; e++) sum += exp(x[e]);
+        for (int64_t j = 0; j < r->topk; j++)
+            p[j] *= (double)r->scaling / (r->sigmoid && r->topk == 1 ? 1 : sum + (r->sigmoid ? 1e-20 : 0));
+    }
+}
+
+static void routes_match_float64_and_finite_differences(void **state) {
+    (void)state;
+    enum { T = 29 };
+    for (int i = 0; i < 2 * NUM_ROUTERS; i++) {
+        const mt_router *r = &routers[i / 2];
+        int64_t E = r->num_experts, k = r->topk, n = T * E;
+        double *logits = random_logits(n), *bias = i % 2 ? random_logits(E) : NULL, *dprobs = random_values(T * k);
+        double *want = mt_malloc(T * k * 8);
+        for (int64_t e = 0; bias && e < E; e++) bias[e] /= 16;
+        float *x = store(logits, n, MT_F32), *b = bias ? store(bias, E, MT_F32) : NULL, *p = mt_malloc(T * k * 4);
+        float *dp = store(dprobs, T * k, MT_F32), *dx = not_numbers(n, MT_F32);
+        int32_t *experts = mt_malloc(T * k * 4), *chosen = mt_malloc(T * k * 4), invalid = 0;
+        ops->route_forward(p, experts, &invalid, x, b, T, r, NULL);
+        ops->route_backward(dx, dp, experts, x, T, r, NULL);
+        for (int64_t t = 0; t < T; t++) reference_choice(chosen + t * k, logits + t * E, bias, r);
+        assert_memory_equal(experts, chosen, T * k * 4);
+        route_shape shape = {T, r, experts};
+        route_reference(want, logits, &shape);
+        double *got = load(p, T * k, MT_F32), *slope = load(dx, n, MT_F32);
+        assert_near("probs", got, want, T * k, 1e-6);
+        assert_gradient("dlogits", slope, route_reference, &shape, logits, n, dprobs, T * k, MT_F32);
+        for (int64_t t = 0; t < T && (r->sigmoid || !r->pre_softmax); t++)
+            for (int64_t j = 0; j < k; j++) slope[t * E + experts[t * k + j]] = 0;
+        for (int64_t e = 0; e < n && (r->sigmoid || !r->pre_softmax); e++) assert_true(slope[e] == 0);
+        free(logits), free(bias), free(dprobs), free(want), free(x), free(b), free(p), free(dp), free(dx);
+        free(experts), free(chosen), free(got), free(slope);
+    }
+}
+
+static void among_equal_scores_the_lowest_number_wins(void **state) {
+    (void)state;
+    static const float logits[2][8] = {{1, 2, 2, 0, 2, 2, 1, 2}, {40, 41, 40, 43, 42, 40, 44, 40}};
+    static const int32_t plain[6] = {1, 2, 4, 6, 3, 4}; // no sigmoid of the second token is told from 1 in fp32
+    mt_router router = {.num_experts = 8, .topk = 3, .sigmoid = true, .scaling = 1};
+    float probs[6], bias[8] = {0};
+    int32_t experts[6], invalid = 0;
+    ops->route_forward(probs, experts, &invalid, &logits[0][0], NULL, 2, &router, NULL);
+    assert_memory_equal(experts, plain, sizeof plain);
+    bias[7] = 0.01f;
+    ops->route_forward(probs, experts, &invalid, &logits[0][0], bias, 1, &router, NULL);
+    assert_true(experts[0] == 7 && experts[1] == 1 && experts[2] == 2);
+    for (int j = 0; j < 3; j++) assert_true(fabsf(probs[j] - 1.0f / 3) < 1e-6f);
+    mt_router grouped = {.num_experts = 8, .topk = 2, .num_groups = 4, .group_topk = 1, .scaling = 1};
+    ops->route_forward(probs, experts, &invalid, &logits[0][0], NULL, 1, &grouped, NULL);
+    assert_true(experts[0] == 4 && experts[1] == 5);
+}
+
+static void logits_that_are_no_numbers_are_counted_and_spoil_their_token_alone(void **state) {
+    (void)state;
+    enum { T = 7 };
+    for (int i = 0; i < NUM_ROUTERS; i++) {
+        const mt_router *r = &routers[i];
+        int64_t E = r->num_experts, k = r->topk;
+        double *values = random_logits(T * E), z_sum = 0;
+        float *logits = store(values, T * E, MT_F32), *probs = mt_malloc(2 * T * k * 4), *clean = probs + T * k;
+        float *sums = mt_malloc(2 * 2 * E * 4);
+        int32_t *experts = mt_malloc(2 * T * k * 4), *clean_experts = experts + T * k, invalid = 0;
+        int32_t sequence[T] = {0, 1, 0, 1, 0, 1, 0};
+        ops->route_forward(clean, clean_experts, &invalid, logits, NULL, T, r, NULL);
+        logits[1 * E + E - 1] = NAN, logits[3 * E] = INFINITY, logits[5 * E + 1] = -INFINITY;
+        ops->route_forward(probs, experts, &invalid, logits, NULL, T, r, NULL);
+        assert_int_equal(invalid, 3);
+        for (int64_t t = 0; t < T; t++)
+            for (int64_t j = 0; j < k; j++) {
+                int64_t at = t * k + j;
+                assert_int_equal(experts[at], t % 2 ? j : clean_experts[at]);
+                assert_true(t % 2 ? isnan(probs[at]) : probs[at] == clean[at]);
+            }
+        ops->balance_forward(sums, &z_sum, logits, sequence, 2, T, r, NULL);
+        assert_true(isnan(z_sum) || isinf(z_sum));
+        float counted = 0, wrong = 0;
+        for (int64_t e = 0; e < E; e++) {
+            assert_true(isfinite(sums[e]));
+            counted += sums[2 * E + e], wrong += sums[3 * E + e];
+        }
+        assert_true(counted == 4 * k && wrong == 3 * k);
+        free(values), free(logits), free(probs), free(sums), free(experts);
+    }
+}
+
+/* ==== balance ==================================================================================================== */
+
+typedef struct balance_shape {
+    int64_t S, T;
+    const mt_router *router;
+    const int32_t *sequence;
+    const double *counts;
+} balance_shape;
+
+/* out = auxiliary losses and sum of logsumexp^2 of in = logits[T, E], for counts as constants. */
+static void balance_reference(double *out, const double *in, const void *shape) {
+    const balance_shape *s = shape;
+    int64_t E = s->router->num_experts;
+    out[0] = out[1] = 0;
+    for (int64_t t = 0; t < s->T; t++) {
+        const double *x = in + t * E, *n = s->counts + s->sequence[t] * E;
+        double sum = 0, sigmoids = 1e-20, total = 0;
+        for (int64_t e = 0; e < E; e++) sum += exp(x[e]), sigmoids += 1 / (1 + exp(-x[e])), total += n[e];
+        for (int64_t e = 0; e < E; e++)
+            out[0] +=
+                (double)E * n[e] / total * (s->router->sigmoid ? 1 / (1 + exp(-x[e])) / sigmoids : exp(x[e]) / sum);
+        out[1] += log(sum) * log(sum);
+    }
+}
+
+/* counts[S, E] by everyone's place among the others. */
+static double *reference_counts(const double *logits, const int32_t *sequence, int64_t S, int64_t T, int64_t E,
+                                int64_t k) {
+    double *counts = mt_calloc(S * E * 8);
+    for (int64_t i = 0; i < T * E; i++)
+        counts[sequence[i / E] * E + i % E] += place_of(logits + i / E * E, E, i % E) < k;
+    return counts;
+}
+
+static void balance_matches_float64_and_finite_differences(void **state) {
+    (void)state;
+    enum { S = 4, T = 37 };
+    int32_t sequence[T]; // in pieces, and one without tokens
+    for (int t = 0; t < T; t++) sequence[t] = t % 5 == 0 ? 3 : t / 20;
+    for (int i = 0; i < NUM_ROUTERS; i++) {
+        const mt_router *r = &routers[i];
+        int64_t E = r->num_experts, n = T * E;
+        double *logits = random_logits(n), *before = random_values(n), scales[2] = {0.75, 0.125}, want[2], got[2] = {0};
+        double *counts = reference_counts(logits, sequence, S, T, E, r->topk);
+        float *x = store(logits, n, MT_F32), *dx = store(before, n, MT_F32), *sums = not_numbers(2 * S * E, MT_F32);
+        balance_shape shape = {S, T, r, sequence, counts};
+        balance_reference(want, logits, &shape);
+        ops->balance_forward(sums, &got[1], x, sequence, S, T, r, NULL);
+        ops->balance_loss(&got[0], sums, S, E, NULL);
+        assert_near("losses", got, want, 2, 1e-6);
+        for (int64_t j = 0; j < S * E; j++) assert_true((double)sums[S * E + j] == counts[j]);
+        ops->balance_backward(dx, x, sums + S * E, sequence, S, T, 0.75f, 0.125f, r, NULL);
+        double *slope = load(dx, n, MT_F32);
+        for (int64_t j = 0; j < n; j++) slope[j] -= before[j];
+        assert_gradient("dlogits", slope, balance_reference, &shape, logits, n, scales, 2, MT_F32);
+        free(logits), free(before), free(counts), free(x), free(dx), free(sums), free(slope);
+    }
+}
+
+static void sequences_balance_alone_and_a_batch_as_one(void **state) {
+    (void)state;
+    enum { S = 3, T = 1500, E = 8 }; // past the rows that are kept at once
+    const mt_router *r = &routers[0];
+    double *logits = random_logits(T * E), z_sum = 0, z_parts = 0, loss = 0, parts = 0;
+    float *x = store(logits, T * E, MT_F32), sums[2 * S * E], part[2 * E];
+    int32_t sequence[T];
+    for (int t = 0; t < T; t++) sequence[t] = t / (T / S);
+    ops->balance_forward(sums, &z_sum, x, sequence, S, T, r, NULL);
+    ops->balance_loss(&loss, sums, S, E, NULL);
+    for (int s = 0; s < S; s++) {
+        ops->balance_forward(part, &z_parts, x + s * (T / S) * E, NULL, 1, T / S, r, NULL);
+        ops->balance_loss(&parts, part, 1, E, NULL);
+        assert_memory_equal(part, sums + s * E, E * 4);
+        assert_memory_equal(part + E, sums + (S + s) * E, E * 4);
+    }
+    assert_true(loss == parts && z_sum == z_parts);
+    ops->balance_forward(part, &z_parts, x, NULL, 1, T, r, NULL);
+    for (int i = 0; i < 2 * E; i++) {
+        float sum = 0;
+        for (int s = 0; s < S; s++) sum += sums[(i / E * S + s) * E + i % E];
+        assert_true(fabsf(sum - part[i]) <= 1e-6f * part[i]);
+    }
+    free(logits), free(x);
+}
+
+static void expert_bias_moves_towards_the_mean_load(void **state) {
+    (void)state;
+    static const int32_t experts[12] = {0, 1, -1, 1, 3, 3, 3, -1, 0, 3, 2, 0};
+    float loads[5] = {0}, bias[5] = {1, 2, 3, 4, 5};
+    ops->count_experts(loads, experts, 12, 5, NULL);
+    const float counted[5] = {3, 2, 1, 4, 0}, want[5] = {0.75f, 2, 3.25f, 3.75f, 5.25f};
+    assert_memory_equal(loads, counted, sizeof loads);
+    ops->count_experts(loads, experts, 4, 5, NULL);
+    ops->count_experts(loads, experts, 0, 5, NULL);
+    const float again[5] = {4, 4, 1, 4, 0};
+    assert_memory_equal(loads, again, sizeof loads);
+    memcpy(loads, counted, sizeof loads);
+    ops->expert_bias_step(bias, loads, 5, 0.25f, NULL);
+    assert_memory_equal(bias, want, sizeof bias);
+    for (int e = 0; e < 5; e++) assert_true(loads[e] == 0);
+    ops->expert_bias_step(bias, loads, 5, 0.25f, NULL); // all loads equal
+    assert_memory_equal(bias, want, sizeof bias);
+}
+
+static void router_logits_are_fp32_and_depend_on_no_other_row(void **state) {
+    (void)state;
+    enum { T = 37, E = 10, C = 83 };
+    for (int d = 0; d < 2; d++) {
+        double *x = random_values(T * C), *w = random_values(E * C), *want = mt_calloc(T * E * 8);
+        void *xs = store(x, T * C, both[d]), *ws = store(w, E * C, both[d]);
+        float *logits = not_numbers(T * E, MT_F32), alone[E];
+        for (int64_t i = 0; i < T * E; i++)
+            for (int64_t c = 0; c < C; c++) want[i] += x[i / E * C + c] * w[i % E * C + c];
+        ops->router_logits(logits, xs, ws, T, E, C, both[d], NULL);
+        double *got = load(logits, T * E, MT_F32);
+        assert_near("logits", got, want, T * E, 1e-6);
+        for (int64_t t = 0; t < T; t++) {
+            ops->router_logits(alone, (char *)xs + t * C * mt_dtype_size(both[d]), ws, 1, E, C, both[d], NULL);
+            assert_memory_equal(alone, logits + t * E, sizeof alone);
+        }
+        free(x), free(w), free(want), free(xs), free(ws), free(logits), free(got);
+    }
+}
+
+/* ==== who goes where ============================================================================================= */
+
+/* k different experts of E for each token, some choices dropped; with `skew` mostly the first ones. */
+static int32_t *random_choices(int64_t T, int64_t k, int64_t E, bool skew, bool drop) {
+    int32_t *experts = mt_malloc(T * k * 4);
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t j = 0; j < k; j++) {
+            bool taken = true;
+            while (taken) {
+                experts[t * k + j] = (int32_t)random_below(skew && random_below(4) ? least(E, k + 1) : E);
+                taken = false;
+                for (int64_t i = 0; i < j; i++) taken |= experts[t * k + i] == experts[t * k + j];
+            }
+        }
+    for (int64_t i = 0; drop && i < T * k; i++)
+        if (random_below(5) == 0) experts[i] = -1;
+    return experts;
+}
+
+static void dropped_tokens_are_those_behind_in_the_queue_of_their_expert(void **state) {
+    (void)state;
+    for (int round = 0; round < 60; round++) {
+        int64_t T = round == 0 ? 1 : 1 + random_below(60), E = 1 + random_below(12), k = 1 + random_below(least(E, 4));
+        int64_t capacity = random_below(T + 2), first = random_below(T), count = random_below(T - first + 1);
+        bool by_position = round % 2;
+        int32_t *experts = random_choices(T, k, E, round % 3 == 0, round % 5 == 0);
+        int32_t *kept = not_numbers(count * k, MT_F32);
+        float *probs = mt_malloc(T * k * 4);
+        int64_t *token_index = mt_malloc(T * 8);
+        for (int64_t i = 0; i < T * k; i++) probs[i] = (float)random_below(8) / 8; // with equals
+        for (int64_t t = 0; t < T; t++) token_index[t] = random_below(T);
+        ops->drop_tokens(kept, experts, by_position ? NULL : probs, token_index, T, k, first, count, capacity,
+                         by_position, NULL);
+        for (int64_t i = first * k; i < (first + count) * k; i++) {
+            int64_t before = 0;
+            for (int64_t other = 0; other < T * k; other++) {
+                if (other == i || experts[other] != experts[i]) continue;
+                int64_t a = token_index[other / k], b = token_index[i / k];
+                if (by_position || probs[other] == probs[i])
+                    before += a < b || (a == b && other < i);
+                else
+                    before += probs[other] > probs[i];
+            }
+            assert_int_equal(kept[i - first * k], before < capacity ? experts[i] : -1);
+        }
+        free(experts), free(kept), free(probs), free(token_index);
+    }
+}
+
+typedef struct plan {
+    int32_t *offsets, *position, *choice, *token;
+    int64_t places, rows;
+} plan;
+
+static plan make_plan(const int32_t *experts, int64_t T, int64_t spare, const mt_dispatch *d) {
+    plan p = {.places = d->count * d->copies};
+    for (int64_t i = 0; i < T * d->topk; i++) p.rows += experts[i] >= d->first && experts[i] < d->first + d->count;
+    p.rows = d->capacity > 0 ? p.places * d->capacity : p.rows * d->copies + spare;
+    p.offsets = not_numbers(p.places + 1, MT_F32), p.position = not_numbers(T * d->topk * d->copies, MT_F32);
+    p.choice = not_numbers(p.rows, MT_F32), p.token = not_numbers(p.rows, MT_F32);
+    for (int64_t m = 0; m < p.rows; m++) p.choice[m] = p.token[m] = 12345;
+    ops->dispatch_plan(p.offsets, p.position, p.choice, p.token, experts, T, p.rows, d, NULL);
+    return p;
+}
+
+static void free_plan(plan *p) {
+    free(p->offsets), free(p->position), free(p->choice), free(p->token);
+}
+
+/* The plan against the contract: each v in its turn takes the choices that belong to it, in the order of tokens. */
+static void assert_plan(const plan *p, const int32_t *experts, int64_t T, const mt_dispatch *d) {
+    int64_t row = 0, k = d->topk, expected = 0, positions = 0;
+    for (int64_t v = 0; v < p->places; v++) {
+        if (d->capacity > 0) row = v * d->capacity;
+        assert_int_equal(p->offsets[v], row);
+        for (int64_t i = 0; i < T * k; i++)
+            for (int64_t copy = 0; copy < d->copies; copy++) {
+                int64_t e = experts[i] - d->first;
+                if (experts[i] < 0 || e < 0 || e >= d->count) continue;
+                if (((e / d->local) * d->copies + copy) * d->local + e % d->local != v) continue;
+                assert_int_equal(p->position[i * d->copies + copy], row);
+                assert_int_equal(p->choice[row], i);
+                assert_int_equal(p->token[row], i / k);
+                row++, expected++;
+            }
+    }
+    if (d->capacity > 0) row = p->rows;
+    assert_int_equal(p->offsets[p->places], row);
+    for (int64_t m = 0; m < p->rows; m++) {
+        expected -= p->token[m] >= 0;
+        if (p->token[m] < 0) assert_true(p->token[m] == -1 && p->choice[m] == -1);
+    }
+    assert_int_equal(expected, 0);
+    for (int64_t i = 0; i < T * k * d->copies; i++) {
+        int64_t e = experts[i / d->copies] - d->first;
+        positions = experts[i / d->copies] >= 0 && e >= 0 && e < d->count;
+        assert_true(positions ? p->position[i] >= 0 : p->position[i] == -1);
+    }
+}
+
+static void dispatch_plans_follow_their_contract(void **state) {
+    (void)state;
+    for (int round = 0; round < 200; round++) {
+        mt_dispatch d = {.local = 1 + random_below(4), .copies = 1 + random_below(3)};
+        d.count = d.local * (1 + random_below(4)), d.first = random_below(5);
+        int64_t E = d.first + d.count + random_below(4), T = round % 7 ? 1 + random_below(40) : 1;
+        d.topk = 1 + random_below(least(E, 4));
+        d.capacity = round % 2 ? T + random_below(3) : 0; // a token chooses an expert once
+        int32_t *experts = random_choices(T, d.topk, E, round % 3 == 0, round % 4 == 0);
+        plan p = make_plan(experts, T, random_below(6), &d);
+        assert_plan(&p, experts, T, &d);
+        free_plan(&p), free(experts);
+    }
+}
+
+static void choices_beyond_the_capacity_have_no_row(void **state) {
+    (void)state;
+    static const int32_t experts[5] = {1, 0, 1, 1, 1};
+    static const int32_t position[5] = {2, 0, 3, -1, -1}, token[4] = {1, -1, 0, 2}, offsets[3] = {0, 2, 4};
+    mt_dispatch d = {.topk = 1, .count = 2, .local = 2, .copies = 1, .capacity = 2};
+    plan p = make_plan(experts, 5, 0, &d);
+    assert_memory_equal(p.position, position, sizeof position);
+    assert_memory_equal(p.token, token, sizeof token);
+    assert_memory_equal(p.offsets, offsets, sizeof offsets);
+    free_plan(&p);
+}
+
+static void exchanged_rows_are_sorted_by_expert_then_source(void **state) {
+    (void)state;
+    for (int round = 0; round < 100; round++) {
+        int64_t sources = 1 + random_below(6), local = 1 + random_below(5), M = 0, row = 0;
+        int32_t counts[30], offsets[6];
+        for (int64_t i = 0; i < sources * local; i++) M += counts[i] = (int32_t)random_below(round % 3 ? 6 : 2);
+        int32_t *to_expert = not_numbers(M, MT_F32), *from_expert = not_numbers(M, MT_F32);
+        ops->exchange_order(to_expert, from_expert, offsets, counts, sources, local, M, NULL);
+        for (int64_t e = 0; e < local; e++) {
+            assert_int_equal(offsets[e], row);
+            for (int64_t s = 0, arrived = 0; s < sources; s++)
+                for (int64_t of = 0; of < local; of++)
+                    for (int32_t i = 0; i < counts[s * local + of]; i++, arrived++) {
+                        if (of != e) continue;
+                        assert_int_equal(to_expert[row], arrived);
+                        assert_int_equal(from_expert[arrived], row++);
+                    }
+        }
+        assert_int_equal(offsets[local], M);
+        assert_int_equal(row, M);
+        free(to_expert), free(from_expert);
+    }
+}
+
+/* ==== rows ======================================================================================================= */
+
+static void rows_that_are_none_gather_zeros_and_combine_nothing(void **state) {
+    (void)state;
+    enum { FROM = 5, T = 9, C = 7 };
+    static const int32_t rows[T] = {4, -1, 0, 0, 3, -1, -1, 2, 4};
+    for (int d = 0; d < 2; d++) {
+        double *x = random_values(FROM * C);
+        char *from = store(x, FROM * C, both[d]), *to = not_numbers(T * (C + 2), both[d]);
+        int64_t size = mt_dtype_size(both[d]);
+        ops->gather_rows(to, from, rows, T, C, C + 2, C, both[d], NULL);
+        for (int64_t t = 0; t < T; t++) {
+            double *row = load(to + t * (C + 2) * size, C, both[d]);
+            for (int64_t c = 0; c < C; c++) assert_true(row[c] == (rows[t] < 0 ? 0 : x[rows[t] * C + c]));
+            assert_not_numbers(to + (t * (C + 2) + C) * size, 2, both[d]);
+            free(row);
+        }
+        free(x), free(from), free(to);
+    }
+}
+
+static void combine_adds_rows_in_their_order_to_the_base(void **state) {
+    (void)state;
+    enum { T = 31, N = 3, M = 40, C = 50 };
+    for (int d = 0; d < 2; d++)
+        for (int with_base = 0; with_base < 2; with_base++) {
+            double *in = random_values(M * C), *base = random_values(T * C), *want = mt_malloc(T * C * 8);
+            int32_t position[T * N];
+            for (int i = 0; i < T * N; i++) position[i] = (int32_t)random_below(M + 10) - 10;
+            for (int64_t i = 0; i < T * C; i++) {
+                float sum = with_base ? (float)base[i] : 0;
+                for (int64_t n = 0; n < N; n++)
+                    if (position[i / C * N + n] >= 0) sum += (float)in[position[i / C * N + n] * C + i % C];
+                want[i] = both[d] == MT_F32 ? (double)sum : (double)mt_bf16_to_f32(mt_f32_to_bf16(sum));
+            }
+            void *rows = store(in, M * C, both[d]), *added = store(base, T * C, both[d]);
+            void *out = not_numbers(T * C, both[d]);
+            ops->combine_rows(out, rows, position, with_base ? added : NULL, T, N, C, both[d], NULL);
+            double *got = load(out, T * C, both[d]);
+            assert_memory_equal(got, want, T * C * 8);
+            free(got);
+            if (with_base) ops->combine_rows(added, rows, position, added, T, N, C, both[d], NULL);
+            if (with_base) assert_memory_equal(added, out, T * C * mt_dtype_size(both[d]));
+            free(in), free(base), free(want), free(rows), free(added), free(out);
+        }
+}
+
+/* <gather(x), y> = <x, combine(y)>, exactly: the numbers are whole. */
+static void gather_and_combine_are_each_others_backward(void **state) {
+    (void)state;
+    enum { C = 20 };
+    for (int round = 0; round < 20; round++) {
+        mt_dispatch d = {.topk = 2, .first = 1, .count = 4, .local = 2, .copies = 1 + round % 2};
+        int64_t T = 1 + random_below(50);
+        d.capacity = round % 3 ? 0 : T;
+        int32_t *experts = random_choices(T, 2, 6, false, true);
+        plan p = make_plan(experts, T, 3, &d);
+        float *x = mt_malloc(T * C * 4), *y = mt_malloc(p.rows * C * 4), *gathered = not_numbers(p.rows * C, MT_F32);
+        float *combined = not_numbers(T * C, MT_F32);
+        double left = 0, right = 0;
+        for (int64_t i = 0; i < T * C; i++) x[i] = (float)random_below(64) - 32;
+        for (int64_t i = 0; i < p.rows * C; i++) y[i] = (float)random_below(64) - 32;
+        ops->gather_rows(gathered, x, p.token, p.rows, C, C, C, MT_F32, NULL);
+        ops->combine_rows(combined, y, p.position, NULL, T, 2 * d.copies, C, MT_F32, NULL);
+        for (int64_t i = 0; i < p.rows * C; i++) left += (double)gathered[i] * (double)y[i];
+        for (int64_t i = 0; i < T * C; i++) right += (double)x[i] * (double)combined[i];
+        assert_true(left == right);
+        free_plan(&p), free(experts), free(x), free(y), free(gathered), free(combined);
+    }
+}
+
+/* ==== grouped linear layers and the activation =================================================================== */
+
+typedef struct grouped_shape {
+    int64_t M, N, K, E; // M rows of memory
+    const int32_t *offsets;
+} grouped_shape;
+
+/* out = y of in = x[M, K] and w[E, N, K]; rows that are no expert's give 0. */
+static void grouped_reference(double *y, const double *in, const void *shape) {
+    const grouped_shape *s = shape;
+    const double *x = in, *w = in + s->M * s->K;
+    memset(y, 0, (size_t)(s->M * s->N) * 8);
+    for (int64_t e = 0; e < s->E; e++)
+        for (int64_t m = s->offsets[e]; m < s->offsets[e + 1]; m++)
+            for (int64_t n = 0; n < s->N; n++)
+                for (int64_t k = 0; k < s->K; k++) y[m * s->N + n] += x[m * s->K + k] * w[(e * s->N + n) * s->K + k];
+}
+
+/* Puts what is not a number into the rows from `used` on. */
+static void *store_rows(const double *x, int64_t used, int64_t M, int64_t width, mt_dtype dtype) {
+    char *memory = store(x, M * width, dtype);
+    int64_t size = mt_dtype_size(dtype);
+    memset(memory + used * width * size, 0xff, (size_t)((M - used) * width * size));
+    return memory;
+}
+
+static void grouped_case(const grouped_shape *s, mt_dtype dtype) {
+    int64_t used = s->offsets[s->E], nx = s->M * s->K, ny = s->M * s->N, nw = s->E * s->N * s->K;
+    double *in = random_values(nx + nw), *dy = random_values(ny), *want = mt_malloc(ny * 8);
+    double *slopes = mt_malloc((nx + nw) * 8);
+    for (int64_t i = used * s->N; i < ny; i++) dy[i] = 0;
+    void *x = store_rows(in, used, s->M, s->K, dtype), *w = store(in + nx, nw, dtype);
+    void *dys = store_rows(dy, used, s->M, s->N, dtype), *y = not_numbers(ny, dtype), *dx = not_numbers(nx, dtype);
+    float *dw = not_numbers(nw, MT_F32);
+    int64_t size = mt_dtype_size(dtype);
+    ops->grouped_linear_forward(y, x, w, s->offsets, s->M, s->N, s->K, s->E, dtype, NULL);
+    ops->grouped_linear_backward_input(dx, dys, w, s->offsets, s->M, s->N, s->K, s->E, dtype, NULL);
+    ops->grouped_linear_backward_weight(dw, dys, x, s->offsets, s->M, s->N, s->K, s->E, false, dtype, NULL);
+    assert_not_numbers((char *)y + used * s->N * size, (s->M - used) * s->N, dtype);
+    assert_not_numbers((char *)dx + used * s->K * size, (s->M - used) * s->K, dtype);
+    double *got = load(y, ny, dtype), *got_dx = load(dx, nx, dtype), *got_dw = load(dw, nw, MT_F32);
+    grouped_reference(want, in, s);
+    assert_rounded("y", got, want, used * s->N, dtype);
+    for (int64_t i = used * s->K; i < nx; i++) got_dx[i] = 0;
+    memcpy(slopes, got_dx, (size_t)nx * 8), memcpy(slopes + nx, got_dw, (size_t)nw * 8);
+    assert_gradient("dx and dw", slopes, grouped_reference, s, in, nx + nw, dy, ny, dtype);
+    ops->grouped_linear_backward_weight(dw, dys, x, s->offsets, s->M, s->N, s->K, s->E, true, dtype, NULL);
+    for (int64_t i = 0; i < nw; i++) assert_true(fabs((double)dw[i] - 2 * got_dw[i]) <= 1e-5);
+    for (int64_t e = 0; e < s->E; e++)
+        for (int64_t i = 0; s->offsets[e] == s->offsets[e + 1] && i < s->N * s->K; i++)
+            assert_true(dw[e * s->N * s->K + i] == 0);
+    free(in), free(dy), free(want), free(slopes), free(x), free(w), free(dys), free(y), free(dx), free(dw);
+    free(got), free(got_dx), free(got_dw);
+}
+
+static void grouped_linears_match_float64_and_finite_differences(void **state) {
+    (void)state;
+    static const int32_t offsets[4][9] = {{0, 0, 1, 12, 12, 26}, {0, 9}, {0, 0, 0}, {0, 1, 2, 3, 4, 6, 8, 8, 17}};
+    static const int64_t counts[4] = {5, 1, 2, 8}, rows[4] = {29, 9, 3, 20};
+    for (int d = 0; d < 2; d++)
+        for (int i = 0; i < 4; i++) {
+            grouped_shape s = {rows[i], 6, 5, counts[i], offsets[i]};
+            grouped_case(&s, both[d]);
+        }
+}
+
+/* Past every block of rows and features; whole numbers, whose sums fp32 holds, so every bit must be right. */
+static void grouped_linears_are_exact_on_integers_past_every_block(void **state) {
+    (void)state;
+    enum { M = 700, N = 1100, K = 40, E = 3 };
+    static const int32_t offsets[E + 1] = {0, 5, 5, 690};
+    for (int d = 0; d < 2; d++) {
+        double *x = mt_malloc(M * K * 8), *w = mt_malloc(E * N * K * 8), *dy = mt_calloc(M * N * 8);
+        for (int64_t i = 0; i < M * K; i++) x[i] = (double)random_below(3) - 1;
+        for (int64_t i = 0; i < E * N * K; i++) w[i] = (double)random_below(3) - 1;
+        for (int64_t i = 0; i < M * N; i++) dy[i] = (double)(random_below(40) == 0); // sparse: sums that bf16 holds
+        void *xs = store_rows(x, 690, M, K, both[d]), *ws = store(w, E * N * K, both[d]);
+        void *dys = store_rows(dy, 690, M, N, both[d]), *y = not_numbers(M * N, both[d]);
+        void *dx = not_numbers(M * K, both[d]);
+        float *dw = not_numbers(E * N * K, MT_F32);
+        ops->grouped_linear_forward(y, xs, ws, offsets, M, N, K, E, both[d], NULL);
+        ops->grouped_linear_backward_input(dx, dys, ws, offsets, M, N, K, E, both[d], NULL);
+        ops->grouped_linear_backward_weight(dw, dys, xs, offsets, M, N, K, E, false, both[d], NULL);
+        double *want_y = mt_calloc(M * N * 8), *want_dx = mt_calloc(M * K * 8), *want_dw = mt_calloc(E * N * K * 8);
+        for (int64_t m = 0; m < 690; m++)
+            for (int64_t n = 0, e = m < 5 ? 0 : 2; n < N; n++)
+                for (int64_t k = 0; k < K; k++) {
+                    want_y[m * N + n] += x[m * K + k] * w[(e * N + n) * K + k];
+                    want_dx[m * K + k] += dy[m * N + n] * w[(e * N + n) * K + k];
+                    want_dw[(e * N + n) * K + k] += dy[m * N + n] * x[m * K + k];
+                }
+        double *got_y = load(y, M * N, both[d]), *got_dx = load(dx, M * K, both[d]), *got_dw = load(dw, E * N * K, 0);
+        assert_memory_equal(got_y, want_y, 690 * N * 8);
+        assert_memory_equal(got_dx, want_dx, 690 * K * 8);
+        assert_memory_equal(got_dw, want_dw, E * N * K * 8);
+        free(x), free(w), free(dy), free(xs), free(ws), free(dys), free(y), free(dx), free(dw), free(want_y);
+        free(want_dx), free(want_dw), free(got_y), free(got_dx), free(got_dw);
+    }
+}
+
+typedef struct activation_shape {
+    int64_t M, F;
+} activation_shape;
+
+/* out = y[M, F] of in = gate_up[M, 2F] and weights[M]. */
+static void activation_reference(double *y, const double *in, const void *shape) {
+    const activation_shape *s = shape;
+    for (int64_t i = 0; i < s->M * s->F; i++) {
+        int64_t m = i / s->F;
+        double gate = in[m * 2 * s->F + i % s->F], up = in[m * 2 * s->F + s->F + i % s->F];
+        y[i] = in[s->M * 2 * s->F + m] * gate / (1 + exp(-gate)) * up;
+    }
+}
+
+static void expert_swiglu_matches_float64_and_finite_differences(void **state) {
+    (void)state;
+    static const activation_shape shapes[3] = {{5, 9}, {1, 1}, {2, 130}};
+    for (int i = 0; i < 6; i++) {
+        const activation_shape *s = &shapes[i / 2];
+        mt_dtype dtype = both[i % 2];
+        int64_t n = s->M * s->F;
+        double *in = random_values(2 * n + s->M), *dy = random_values(n), *want = mt_malloc(n * 8);
+        void *gate_up = store(in, 2 * n, dtype), *y = not_numbers(n, dtype), *dgate_up = not_numbers(2 * n, dtype);
+        void *dys = store(dy, n, dtype);
+        float *weights = store(in + 2 * n, s->M, MT_F32), *dweights = not_numbers(s->M, MT_F32);
+        ops->expert_swiglu_forward(y, gate_up, weights, s->M, s->F, dtype, NULL);
+        ops->expert_swiglu_backward(dgate_up, dweights, dys, gate_up, weights, s->M, s->F, dtype, NULL);
+        activation_reference(want, in, s);
+        double *got = load(y, n, dtype), *slopes = load(dgate_up, 2 * n, dtype), *dw = load(dweights, s->M, MT_F32);
+        assert_rounded("y", got, want, n, dtype);
+        slopes = realloc(slopes, (size_t)(2 * n + s->M) * 8);
+        memcpy(slopes + 2 * n, dw, (size_t)s->M * 8);
+        assert_gradient("dgate_up and dweights", slopes, activation_reference, s, in, 2 * n + s->M, dy, n, dtype);
+        float *again = not_numbers(s->M, MT_F32);
+        ops->expert_swiglu_backward(gate_up, again, dys, gate_up, weights, s->M, s->F, dtype, NULL); // in place
+        assert_memory_equal(gate_up, dgate_up, 2 * n * mt_dtype_size(dtype));
+        assert_memory_equal(again, dweights, s->M * 4);
+        free(in), free(dy), free(want), free(gate_up), free(y), free(dgate_up), free(dys), free(weights);
+        free(dweights), free(got), free(slopes), free(dw), free(again);
+    }
+}
+
+static void expert_swiglu_sums_long_rows_to_fp32(void **state) {
+    (void)state;
+    enum { F = 20000 };
+    double *gate_up = random_values(2 * F), *dy = random_values(F), want = 0;
+    float *in = store(gate_up, 2 * F, MT_F32), *d = store(dy, F, MT_F32), weight = 0.5f, dweight;
+    for (int64_t f = 0; f < F; f++) want += dy[f] * gate_up[f] / (1 + exp(-gate_up[f])) * gate_up[F + f];
+    ops->expert_swiglu_backward(in, &dweight, d, in, &weight, 1, F, MT_F32, NULL);
+    double got = (double)dweight;
+    assert_near("dweight", &got, &want, 1, 1e-5);
+    free(gate_up), free(dy), free(in), free(d);
+}
+
+/* ==== the layer ================================================================================================== */
+
+enum { LAYER_T = 23, LAYER_C = 12, LAYER_F = 8, LAYER_E = 6, LAYER_K = 2 };
+
+/* What a layer's operations give for x[T, C] and w1[E, 2F, C], w2[E, C, F], through `spare` rows more than needed. */
+static void layer_forward(void *out, const void *x, const void *w1, const void *w2, const float *probs,
+                          const int32_t *experts, int64_t capacity, int64_t spare, mt_dtype dtype) {
+    enum { C = LAYER_C, F = LAYER_F, E = LAYER_E, K = LAYER_K };
+    mt_dispatch d = {.topk = K, .count = E, .local = E, .copies = 1, .capacity = capacity};
+    plan p = make_plan(experts, LAYER_T, spare, &d);
+    int64_t M = p.rows, used = p.offsets[E], size = mt_dtype_size(dtype);
+    char *rows = not_numbers(M * C, dtype), *gate_up = not_numbers(M * 2 * F, dtype), *y = not_numbers(M * F, dtype);
+    char *back = not_numbers(M * C, dtype);
+    float *weights = not_numbers(M, MT_F32);
+    ops->gather_rows(rows, x, p.token, M, C, C, C, dtype, NULL);
+    ops->gather_rows(weights, probs, p.choice, M, 1, 1, 1, MT_F32, NULL);
+    memset(rows + used * C * size, 0xff, (size_t)((M - used) * C * size));
+    for (int64_t m = used; m < M; m++) weights[m] = NAN;
+    ops->grouped_linear_forward(gate_up, rows, w1, p.offsets, M, 2 * F, C, E, dtype, NULL);
+    ops->expert_swiglu_forward(y, gate_up, weights, M, F, dtype, NULL);
+    ops->grouped_linear_forward(back, y, w2, p.offsets, M, C, F, E, dtype, NULL);
+    ops->combine_rows(out, back, p.position, NULL, LAYER_T, K, C, dtype, NULL);
+    free_plan(&p), free(rows), free(gate_up), free(y), free(back), free(weights);
+}
+
+/* The same for each token through each of its experts. */
+static double *layer_reference(const double *x, const double *w1, const double *w2, const float *probs,
+                               const int32_t *experts) {
+    enum { C = LAYER_C, F = LAYER_F, K = LAYER_K };
+    double *out = mt_calloc(LAYER_T * C * 8);
+    for (int64_t i = 0; i < LAYER_T * K; i++) {
+        double gate_up[2 * F] = {0};
+        if (experts[i] < 0) continue;
+        for (int64_t f = 0; f < 2 * F; f++)
+            for (int64_t c = 0; c < C; c++) gate_up[f] += x[i / K * C + c] * w1[(experts[i] * 2 * F + f) * C + c];
+        for (int64_t f = 0; f < F; f++)
+            for (int64_t c = 0; c < C; c++)
+                out[i / K * C + c] += (double)probs[i] * gate_up[f] / (1 + exp(-gate_up[f])) * gate_up[F + f] *
+                                      w2[(experts[i] * C + c) * F + f];
+    }
+    return out;
+}
+
+static void layers_give_each_token_its_experts_whatever_the_spare_rows_hold(void **state) {
+    (void)state;
+    enum { C = LAYER_C, F = LAYER_F, E = LAYER_E, N = LAYER_T * LAYER_K };
+    for (int round = 0; round < 8; round++) {
+        int64_t capacity = round % 2 ? LAYER_T + 1 : 0;
+        mt_dtype dtype = both[round / 2 % 2];
+        double *x = random_values(LAYER_T * C), *w1 = random_values(E * 2 * F * C), *w2 = random_values(E * C * F);
+        int32_t *experts = random_choices(LAYER_T, LAYER_K, E - 1, round % 3 == 0, round >= 4); // one has no token
+        float probs[N];
+        for (int i = 0; i < N; i++) probs[i] = (float)random_below(100) / 100;
+        void *xs = store(x, LAYER_T * C, dtype), *w1s = store(w1, E * 2 * F * C, dtype);
+        void *w2s = store(w2, E * C * F, dtype), *out = not_numbers(LAYER_T * C, dtype);
+        layer_forward(out, xs, w1s, w2s, probs, experts, capacity, round * 5, dtype);
+        double *want = layer_reference(x, w1, w2, probs, experts), *got = load(out, LAYER_T * C, dtype);
+        assert_near("layer", got, want, LAYER_T * C, dtype == MT_F32 ? 1e-6 : 1.0 / 128); // bf16 rounds four times
+        free(x), free(w1), free(w2), free(experts), free(xs), free(w1s), free(w2s), free(out), free(want), free(got);
+    }
+}
+
+/* ==== bits ======================================================================================================= */
+
+static uint64_t hash_bytes(uint64_t hash, const void *memory, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i++) hash = (hash ^ ((const unsigned char *)memory)[i]) * 1099511628211ull;
+    return hash;
+}
+
+enum { BITS_T = 1300, BITS_C = 64, BITS_E = 12 };
+
+static uint64_t hash_routing(mt_dtype dtype) {
+    enum { T = BITS_T, C = BITS_C, E = BITS_E, S = 3 };
+    static int32_t experts[T * 4], sequence[T];
+    static float logits[T * E], probs[T * 4], dlogits[T * E], sums[2 * S * E];
+    int32_t invalid = 0;
+    uint64_t hash = 1;
+    double z_sum = 0;
+    random_state = 99;
+    double *x = random_values(T * C), *w = random_values(E * C);
+    void *xs = store(x, T * C, dtype), *ws = store(w, E * C, dtype);
+    for (int t = 0; t < T; t++) sequence[t] = t % S;
+    ops->router_logits(logits, xs, ws, T, E, C, dtype, NULL);
+    for (int i = 0; i < NUM_ROUTERS; i++) {
+        mt_router router = routers[i];
+        router.num_experts = E, router.topk = least(router.topk, 4);
+        if (router.num_groups) router.num_groups = 4;
+        ops->route_forward(probs, experts, &invalid, logits, NULL, T, &router, NULL);
+        ops->route_backward(dlogits, probs, experts, logits, T, &router, NULL);
+        ops->balance_forward(sums, &z_sum, logits, sequence, S, T, &router, NULL);
+        ops->balance_backward(dlogits, logits, sums + S * E, sequence, S, T, 0.5f, 0.25f, &router, NULL);
+        hash = hash_bytes(hash, probs, T * router.topk * 4);
+        hash = hash_bytes(hash, dlogits, sizeof dlogits);
+        hash = hash_bytes(hash_bytes(hash, sums, sizeof sums), &z_sum, 8);
+    }
+    free(x), free(w), free(xs), free(ws);
+    return hash_bytes(hash, logits, sizeof logits);
+}
+
+static uint64_t hash_experts(mt_dtype dtype) {
+    enum { T = BITS_T, C = BITS_C, E = BITS_E, F = 48, K = 2 };
+    random_state = 98;
+    mt_dispatch d = {.topk = K, .count = E, .local = E, .copies = 1};
+    int32_t *experts = random_choices(T, K, E, true, true);
+    plan p = make_plan(experts, T, 0, &d);
+    int64_t M = p.rows, size = mt_dtype_size(dtype);
+    double *x = random_values(T * C), *w = random_values(E * 2 * F * C), *probs = random_values(T * K);
+    void *xs = store(x, T * C, dtype), *ws = store(w, E * 2 * F * C, dtype);
+    float *weights = store(probs, T * K, MT_F32), *dw = mt_calloc(E * 2 * F * C * 4), *dweights = mt_malloc(M * 4);
+    float *gathered = mt_malloc(M * 4);
+    void *rows = mt_malloc(M * C * size), *gate_up = mt_malloc(M * 2 * F * size), *y = mt_malloc(M * F * size);
+    ops->gather_rows(rows, xs, p.token, M, C, C, C, dtype, NULL);
+    ops->gather_rows(gathered, weights, p.choice, M, 1, 1, 1, MT_F32, NULL);
+    ops->grouped_linear_forward(gate_up, rows, ws, p.offsets, M, 2 * F, C, E, dtype, NULL);
+    ops->expert_swiglu_forward(y, gate_up, gathered, M, F, dtype, NULL);
+    ops->expert_swiglu_backward(gate_up, dweights, y, gate_up, gathered, M, F, dtype, NULL);
+    ops->grouped_linear_backward_weight(dw, gate_up, rows, p.offsets, M, 2 * F, C, E, true, dtype, NULL);
+    ops->grouped_linear_backward_input(rows, gate_up, ws, p.offsets, M, 2 * F, C, E, dtype, NULL);
+    ops->combine_rows(xs, rows, p.position, xs, T, K, C, dtype, NULL);
+    uint64_t hash = hash_bytes(hash_bytes(3, xs, T * C * size), y, M * F * size);
+    hash = hash_bytes(hash_bytes(hash, dw, E * 2 * F * C * 4), dweights, M * 4);
+    free_plan(&p), free(experts), free(x), free(w), free(probs), free(xs), free(ws), free(weights), free(dw);
+    free(dweights), free(gathered), free(rows), free(gate_up), free(y);
+    return hash;
+}
+
+static void runs_repeat_bit_for_bit_on_any_number_of_threads(void **state) {
+    (void)state;
+    static uint64_t (*const parts[2])(mt_dtype) = {hash_routing, hash_experts};
+    for (int part = 0; part < 2; part++)
+        for (int d = 0; d < 2; d++) {
+            uint64_t want = parts[part](both[d]);
+            assert_true(parts[part](both[d]) == want);
+#ifdef MT_HAVE_OPENMP
+            int threads = omp_get_max_threads();
+            for (int n = 1; n <= 8; n = n < 3 ? n + 1 : n + 5) { // 8: more than experts are taken apart for
+                omp_set_num_threads(n);
+                if (parts[part](both[d]) != want) fail_msg("part %d differs on %d threads", part, n);
+            }
+            omp_set_num_threads(threads);
+#endif
+        }
+}
+
+/* The profile takes the place of every operation of the backend. */
+static void the_profile_times_every_operation(void **state) {
+    (void)state;
+    const mt_ops *timed = mt_profile_open(ops);
+#define PRESENT(operation) assert_non_null(timed->operation);
+    MT_OPERATIONS(PRESENT)
+#undef PRESENT
+    float loads[3] = {0}, bias[3] = {0};
+    const int32_t experts[4] = {0, 0, -1, 2};
+    timed->count_experts(loads, experts, 4, 3, NULL);
+    timed->expert_bias_step(bias, loads, 3, 1, NULL);
+    assert_true(bias[0] == -1 && bias[1] == 1 && bias[2] == 0);
+    mt_profile_close();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(routers_choose_weigh_and_balance_as_megatron),
+        cmocka_unit_test(routes_match_float64_and_finite_differences),
+        cmocka_unit_test(among_equal_scores_the_lowest_number_wins),
+        cmocka_unit_test(logits_that_are_no_numbers_are_counted_and_spoil_their_token_alone),
+        cmocka_unit_test(balance_matches_float64_and_finite_differences),
+        cmocka_unit_test(sequences_balance_alone_and_a_batch_as_one),
+        cmocka_unit_test(expert_bias_moves_towards_the_mean_load),
+        cmocka_unit_test(router_logits_are_fp32_and_depend_on_no_other_row),
+        cmocka_unit_test(dropped_tokens_are_those_behind_in_the_queue_of_their_expert),
+        cmocka_unit_test(dispatch_plans_follow_their_contract),
+        cmocka_unit_test(choices_beyond_the_capacity_have_no_row),
+        cmocka_unit_test(exchanged_rows_are_sorted_by_expert_then_source),
+        cmocka_unit_test(rows_that_are_none_gather_zeros_and_combine_nothing),
+        cmocka_unit_test(combine_adds_rows_in_their_order_to_the_base),
+        cmocka_unit_test(gather_and_combine_are_each_others_backward),
+        cmocka_unit_test(grouped_linears_match_float64_and_finite_differences),
+        cmocka_unit_test(grouped_linears_are_exact_on_integers_past_every_block),
+        cmocka_unit_test(expert_swiglu_matches_float64_and_finite_differences),
+        cmocka_unit_test(expert_swiglu_sums_long_rows_to_fp32),
+        cmocka_unit_test(layers_give_each_token_its_experts_whatever_the_spare_rows_hold),
+        cmocka_unit_test(runs_repeat_bit_for_bit_on_any_number_of_threads),
+        cmocka_unit_test(the_profile_times_every_operation),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
