@@ -256,7 +256,8 @@ __global__ void route_backward(float *dlogits, const float *dprobs, const int32_
         softmax = read_logits<V>(x, logits, r.E);
         q = chosen ? softmax(logit) : 0;
     } else {
-        q = r.sigmoid ? (chosen ? logistic(logit) : 0) : chosen ? expf(logit - mt_warp_max(logit)) : 0;
+        float greatest = mt_warp_max(logit);
+        q = !chosen ? 0 : r.sigmoid ? logistic(logit) : expf(logit - greatest);
     }
     float total = mt_warp_sum(q);
     if (!all && !(r.sigmoid && r.k == 1)) q /= total + (r.sigmoid ? 1e-20f : 0);
@@ -306,36 +307,69 @@ struct balance_sums {
 
 static constexpr int tokens_per_warp = 8;
 
-/* A warp has up to eight tokens, one after another. Reads 4 E bytes a token. */
+/* A warp's sums for one sequence go to `to`, and begin again. */
+template <int V>
+__device__ static inline void balance_flush(const balance_sums &to, per_expert<unsigned long long, V> &shares,
+                                            per_expert<int32_t, V> &counts, int64_t sequence, int E) {
+    each_expert<V>(E, [&](int v, int e) {
+        if (shares[v] > 0) atomicAdd(&to.shares[sequence * E + e], shares[v]);
+        if (counts[v] > 0) atomicAdd(&to.counts[sequence * E + e], counts[v]);
+        shares[v] = 0, counts[v] = 0;
+    });
+}
+
+/* Adds the logits x of a token to a warp's sums; gives log(sum(exp(x))). */
+template <int V>
+__device__ static inline double balance_add(per_expert<unsigned long long, V> &shares, per_expert<int32_t, V> &counts,
+                                            int32_t *poisoned, per_expert<float, V> &x, const softmax_of &softmax,
+                                            const routing &r) {
+    ranked last = before_all();
+    for (int j = 0; softmax.finite && j < r.k; j++)
+        last = next_after<V>(last, r.E, [&](int v, int) { return key_of(x[v]); });
+    each_expert<V>(r.E, [&](int v, int e) { counts[v] += softmax.finite ? !last.before(key_of(x[v]), e) : e < r.k; });
+    double lse = shares_of<V>(x, softmax, r);
+    bool number = true;
+    each_expert<V>(r.E, [&](int v, int) {
+        number &= !isnan(x[v]);
+        if (x[v] > 0) shares[v] += __float2ull_rn(x[v] * share_unit);
+    });
+    if (!number) *poisoned = 1;
+    return lse;
+}
+
+/* A warp has up to eight tokens, one after another. Where there is one sequence, a block's warps add up in shared
+ * memory first (`together`). Reads 4 E bytes a token. */
 template <int V>
 __global__ void balance_forward(balance_sums sums, const float *logits, const int32_t *sequence, int64_t T, routing r,
-                                int shared_per_warp) {
+                                int shared_per_warp, bool together) {
     extern __shared__ __align__(16) char shared[];
-    char *own = shared + threadIdx.x / 32 * shared_per_warp;
+    char *own = shared + threadIdx.x / 32 * shared_per_warp, *of_block = shared + blockDim.x / 32 * shared_per_warp;
     int64_t warp = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, first = warp * tokens_per_warp;
-    per_expert<float, V> x(own);
+    int64_t places = (r.E + 31) / 32 * 32, current = 0;
+    per_expert<unsigned long long, V> shares(own);
+    per_expert<int32_t, V> counts(own + places * 8);
+    per_expert<float, V> x(own + places * 12);
+    balance_sums to = sums;
+    if (together) to.shares = (unsigned long long *)of_block, to.counts = (int32_t *)(of_block + (int64_t)r.E * 8);
+    for (int e = threadIdx.x; together && e < r.E; e += blockDim.x) to.shares[e] = 0, to.counts[e] = 0;
+    __syncthreads();
+    each_expert<V>(r.E, [&](int v, int) { shares[v] = 0, counts[v] = 0; });
     double z = 0;
-    if (first >= T) return;
     for (int64_t t = first; t < min(first + tokens_per_warp, T); t++) {
         int64_t s = sequence ? sequence[t] : 0;
+        if (s != current) balance_flush<V>(to, shares, counts, current, r.E);
+        current = s;
         softmax_of softmax = read_logits<V>(x, logits + t * r.E, r.E);
-        ranked last = before_all();
-        for (int j = 0; softmax.finite && j < r.k; j++)
-            last = next_after<V>(last, r.E, [&](int v, int) { return key_of(x[v]); });
-        each_expert<V>(r.E, [&](int v, int e) {
-            bool picked = softmax.finite ? !last.before(key_of(x[v]), e) : e < r.k;
-            if (picked) atomicAdd(&sums.counts[s * r.E + e], 1);
-        });
-        double lse = shares_of<V>(x, softmax, r);
+        double lse = balance_add<V>(shares, counts, &sums.poisoned[s], x, softmax, r);
         z += lse * lse;
-        bool number = true;
-        each_expert<V>(r.E, [&](int v, int e) {
-            number &= !isnan(x[v]);
-            if (x[v] > 0) atomicAdd(&sums.shares[s * r.E + e], __float2ull_rn(x[v] * share_unit));
-        });
-        if (!number) sums.poisoned[s] = 1;
     }
-    if (threadIdx.x % 32 == 0) sums.z[warp] = z;
+    balance_flush<V>(to, shares, counts, current, r.E);
+    if (first < T && threadIdx.x % 32 == 0) sums.z[warp] = z;
+    __syncthreads();
+    for (int e = threadIdx.x; together && e < r.E; e += blockDim.x) {
+        if (to.shares[e] > 0) atomicAdd(&sums.shares[e], to.shares[e]);
+        if (to.counts[e] > 0) atomicAdd(&sums.counts[e], to.counts[e]);
+    }
 }
 
 /* The last half: sums[2, S, E] in fp32, and one block adds up z in the order of tokens. */
@@ -369,9 +403,12 @@ extern "C" void mt_cuda_balance_forward(float *sums, double *z_sum, const float 
     to.poisoned = to.counts + S * r.E;
     MT_CUDA(cudaMemsetAsync(to.shares, 0, (size_t)zeroed, on));
     if (T > 0)
-        with_places(r.E, 1, 0, [&](auto places, unsigned in_block, size_t bytes) {
-            balance_forward<decltype(places)::value><<<mt_blocks(warps, in_block), in_block * 32, bytes, on>>>(
-                to, logits, sequence, T, r, (int)(bytes / in_block));
+        with_places(r.E, 4, 0, [&](auto places, unsigned in_block, size_t bytes) {
+            size_t room = (size_t)r.E * 12;
+            bool together = !sequence && bytes + room <= (size_t)most_shared;
+            balance_forward<decltype(places)::value>
+                <<<mt_blocks(warps, in_block), in_block * 32, together ? bytes + room : bytes, on>>>(
+                    to, logits, sequence, T, r, (int)(bytes / in_block), together);
             MT_CUDA_LAUNCHED();
         });
     balance_finish<<<mt_blocks(S * r.E, 1024), 256, 0, on>>>(sums, z_sum, to, S, r.E, warps);

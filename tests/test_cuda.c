@@ -382,11 +382,18 @@ static int32_t *int_output(run *r, int64_t count) {
     return device;
 }
 
-/* Sizes: T, E, k, how (bits below), groups, group_topk, S. */
+/* Sizes: T, E, k, how (bits below), groups, group_topk, S, group_best. */
 enum { SIGMOID = 1, PRE_SOFTMAX = 2, BIASED = 4, EQUALS = 8, WRONG = 16, ONE_SEQUENCE = 32 };
 
 static mt_router router_of(const int64_t *n) {
-    return (mt_router){n[1], n[2], (n[3] & SIGMOID) != 0, (n[3] & PRE_SOFTMAX) != 0, n[4], n[5], 1.5f};
+    return (mt_router){.num_experts = n[1],
+                       .topk = n[2],
+                       .sigmoid = (n[3] & SIGMOID) != 0,
+                       .pre_softmax = (n[3] & PRE_SOFTMAX) != 0,
+                       .num_groups = n[4],
+                       .group_topk = n[5],
+                       .group_best = n[7],
+                       .scaling = 1.5f};
 }
 
 /* logits[T, E]; with EQUALS quarters, of which many are the same; with WRONG some tokens have one that is no number. */
@@ -826,9 +833,17 @@ static const int64_t residual_norm_shapes[][MAX_SIZES] = {
     {100, 768, 10, 0, 1}, {1000, 768, 0, 1, 0}, {301, 1600, 0, 0, 1}, {40, 1600, 30, 2, 0},
     {65, 1280, 0, 1, 1},  {50, 4096, 0, 0, 0},  {50, 4096, 20, 1, 1}, {7, 5003, 40, 0, 1},
     {9, 12288, 0, 0, 1},  {5, 20000, 10, 0, 0}, {5, 40008, 0, 1, 1},  {0}};
-static const int64_t row_shapes[][MAX_SIZES] = {
-    {1, 1, 0, 0},      {1, 24, 0, 8},   {7, 33, 1, 2},   {100, 1024, 0, 512}, {65, 3000, 8, 16},
-    {40, 20000, 0, 0}, {5000, 1, 0, 0}, {1001, 3, 1, 0}, {517, 768, 0, 0},    {0}};
+static const int64_t row_shapes[][MAX_SIZES] = {{1, 1, 0, 0},
+                                                {1, 24, 0, 8},
+                                                {7, 33, 1, 2},
+                                                {100, 1024, 0, 512},
+                                                {65, 3000, 8, 16},
+                                                {40, 20000, 0, 0},
+                                                {5000, 1, 0, 0},
+                                                {1001, 3, 1, 0},
+                                                {517, 768, 0, 0},
+                                                {4999, 600, 8, 0},
+                                                {0}};
 static const int64_t logit_shapes[][MAX_SIZES] = {{1, 1, 0, 1, 1, 1},
                                                   {1, 24, 0, 24, 24, 0},
                                                   {7, 33, 0, 31, 31, 1},
@@ -854,7 +869,7 @@ static const int64_t merge_shapes[][MAX_SIZES] = {
     {200, 5, 0, 0, 24, 0, PACKED, 3}, {65, 2, 0, 1, 20, 0, PACKED, 4},  {77, 2, 1, 1, 256, 0, ONE, 16},
     {33, 7, 0, 0, 33, 0, PACKED, 0},  {300, 16, 0, 0, 128, 0, ONE, 64}, {0}};
 
-/* T, E, k, how, groups, groups chosen, sequences */
+/* T, E, k, how, groups, groups chosen, sequences, scores of a group that are summed */
 static const int64_t router_shapes[][MAX_SIZES] = {{1, 1, 1, PRE_SOFTMAX, 0, 0, 1},
                                                    {7, 8, 2, ONE_SEQUENCE, 0, 0, 1},
                                                    {130, 8, 2, EQUALS | WRONG, 0, 0, 3},
@@ -863,6 +878,8 @@ static const int64_t router_shapes[][MAX_SIZES] = {{1, 1, 1, PRE_SOFTMAX, 0, 0, 
                                                    {128, 128, 8, PRE_SOFTMAX, 0, 0, 5},
                                                    {65, 256, 8, SIGMOID | BIASED | WRONG, 8, 4, 2},
                                                    {77, 256, 8, SIGMOID, 8, 4, 2},
+                                                   {78, 256, 6, SIGMOID | BIASED, 8, 4, 2, 2},
+                                                   {79, 64, 8, PRE_SOFTMAX, 16, 4, 2, 9},
                                                    {200, 64, 6, PRE_SOFTMAX | EQUALS, 8, 3, 9},
                                                    {50, 33, 1, SIGMOID, 0, 0, 1},
                                                    {90, 96, 32, EQUALS, 3, 1, 4},
