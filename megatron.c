@@ -14997,11 +14997,11 @@ static mt_work mt_work_sent(mt_operation operation, int64_t elements, mt_dtype d
     static const struct {
         const char *group;
         mt_traffic traffic;
-    } groups[] = {{"tensor", MT_TRAFFIC_TENSOR},    {"tensor-context", MT_TRAFFIC_TENSOR},
-                  {"context", MT_TRAFFIC_CONTEXT},  {"context-a2a", MT_TRAFFIC_CONTEXT},
-                  {"expert", MT_TRAFFIC_EXPERT},    {"context-ring", MT_TRAFFIC_CONTEXT},
-                  {"model", MT_TRAFFIC_SUMS},       {"expert-tensor", MT_TRAFFIC_EXPERT},
-                  {"pipeline", MT_TRAFFIC_PIPELINE}};
+    } groups[] = {{"tensor", MT_TRAFFIC_TENSOR},     {"tensor-context", MT_TRAFFIC_TENSOR},
+                  {"context", MT_TRAFFIC_CONTEXT},   {"context-a2a", MT_TRAFFIC_CONTEXT},
+                  {"expert", MT_TRAFFIC_EXPERT},     {"context-ring", MT_TRAFFIC_CONTEXT},
+                  {"model", MT_TRAFFIC_SUMS},        {"expert-exchange", MT_TRAFFIC_EXPERT},
+                  {"pipeline", MT_TRAFFIC_PIPELINE}, {"expert-tensor", MT_TRAFFIC_EXPERT}};
     mt_work work = mt_work_bytes(elements, mt_dtype_size(dtype));
     work.traffic = operation == MT_OPERATION_all_gather ? MT_TRAFFIC_PARAMETERS : MT_TRAFFIC_GRADIENTS;
     for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)

@@ -1442,6 +1442,92 @@ static void draw_tensor(const char *folder) {
     picture_close(&p);
 }
 
+/* ---- 15: four ways to choose experts ----------------------------------------------------------------------------- */
+
+enum { ROUTED = 32, EXPERTS = 8, CHOICES = 2, BIAS_STEPS = 200 };
+
+/* Logits of which the first two experts' are higher for every token. */
+static void routed_logits(float logits[ROUTED * EXPERTS]) {
+    for (int i = 0; i < ROUTED * EXPERTS; i++) {
+        uint32_t words[4];
+        mt_philox(words, 15, (uint64_t)i, 0);
+        logits[i] = (float)(words[0] >> 8) / (1 << 22) + (i % EXPERTS < 2 ? 1.5f : 0);
+    }
+}
+
+/* A token a row, an expert a column; choices that are not kept are outlined. The loads of those that are stand below.
+ */
+static void draw_routing(picture *p, double x, const char *title, const int32_t *experts, const int32_t *kept) {
+    const double y = 76, cell = 9, width = 22;
+    float loads[EXPERTS] = {0};
+    text(p, x, y - 10, START, "%s", title);
+    box(p, x, y, width * EXPERTS, cell * ROUTED, "#eef0ec");
+    for (int i = 0; i < ROUTED * CHOICES; i++)
+        frame(p, x + width * experts[i] + 1, y + cell * (double)(i / CHOICES) + 1, width - 2, cell - 2,
+              kept[i] < 0 ? "#ffffff" : fills[experts[i] % NUM_FILLS]);
+    mt_cpu_ops.count_experts(loads, kept, ROUTED * CHOICES, EXPERTS, NULL);
+    for (int e = 0; e < EXPERTS; e++) {
+        double high = 2.5 * (double)loads[e], middle = x + width * (e + 0.5);
+        frame(p, x + width * e + 1, y + cell * ROUTED + 90 - high, width - 2, high, fills[e % NUM_FILLS]);
+        text(p, middle, y + cell * ROUTED + 104, MIDDLE, "%d", (int)loads[e]);
+    }
+}
+
+static void draw_routers(const char *folder) {
+    static float logits[ROUTED * EXPERTS], probs[ROUTED * CHOICES], bias[EXPERTS];
+    static int32_t experts[ROUTED * CHOICES], kept[ROUTED * CHOICES];
+    int64_t index[ROUTED];
+    int32_t invalid = 0;
+    const float scale = 1;
+    const mt_ops *ops = &mt_cpu_ops;
+    mt_router router = {.num_experts = EXPERTS, .topk = CHOICES, .sigmoid = true, .scaling = 1};
+    mt_router together = {.num_experts = EXPERTS, .topk = CHOICES, .pre_softmax = true, .scaling = 1};
+    picture p = picture_open(folder, "15-routing", "Four ways to choose experts", 900, 490);
+    text(&p, 20, 28, START, "%d tokens choose %d of %d experts by the same logits; below, what each expert gets",
+         ROUTED, CHOICES, EXPERTS);
+    routed_logits(logits);
+    for (int t = 0; t < ROUTED; t++) index[t] = t;
+    ops->route_forward(probs, experts, &invalid, logits, NULL, ROUTED, &router, NULL);
+    draw_routing(&p, 20, "the greatest scores", experts, experts);
+    ops->drop_tokens(kept, experts, probs, index, ROUTED, CHOICES, 0, ROUTED, ROUTED * CHOICES / EXPERTS, false, NULL);
+    draw_routing(&p, 243, "and a capacity of 8", experts, kept);
+    for (int step = 0; step < BIAS_STEPS; step++) {
+        float loads[EXPERTS] = {0};
+        ops->route_forward(probs, experts, &invalid, logits, bias, ROUTED, &router, NULL);
+        ops->count_experts(loads, experts, ROUTED * CHOICES, EXPERTS, NULL);
+        ops->expert_bias_step(bias, loads, &scale, EXPERTS, 0.002f, NULL);
+    }
+    draw_routing(&p, 466, "a bias after 200 steps", experts, experts);
+    ops->route_sinkhorn(probs, experts, &invalid, logits, ROUTED, 0, ROUTED, &together, NULL);
+    draw_routing(&p, 689, "Sinkhorn", experts, experts);
+    picture_close(&p);
+}
+
+/* ---- 16: two grids over the same ranks --------------------------------------------------------------------------- */
+
+static void draw_folding(const char *folder) {
+    static const mt_group_kind kinds[] = {MT_GROUP_TENSOR,      MT_GROUP_CONTEXT, MT_GROUP_DATA_CONTEXT,
+                                          MT_GROUP_PIPELINE,    MT_GROUP_EXPERT,  MT_GROUP_EXPERT_TENSOR,
+                                          MT_GROUP_EXPERT_DATA, MT_GROUP_PIPELINE};
+    const mt_grid_shape shape = {.tensor = 2,
+                                 .context = 2,
+                                 .data = 2,
+                                 .pipeline = 2,
+                                 .expert_tensor = 1,
+                                 .expert = 4,
+                                 .expert_data = 2,
+                                 .num_query_groups = 8};
+    picture p = picture_open(folder, "16-folding", "Two grids over the same sixteen ranks", 900, 440);
+    text(&p, 20, 28, START,
+         "16 ranks. Above, where a layer is dense: tp = cp = dp = pp = 2. Below, its experts: etp = 1, "
+         "ep = 4, edp = 2, pp = 2");
+    for (int i = 0; i < 8; i++) draw_groups(&p, 80 + 200 * (i % 4), 72 + 186 * (i / 4), &shape, kinds[i]);
+    text_in(&p, FAINT, 72, 72 + 80, END, "dense");
+    text_in(&p, FAINT, 72, 72 + 186 + 80, END, "experts");
+    text_in(&p, FAINT, 80, 424, START, "white: a group of one");
+    picture_close(&p);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) mt_die("usage: draw FOLDER (in the root of the project)");
     draw_masks(argv[1]);
@@ -1458,5 +1544,7 @@ int main(int argc, char **argv) {
     draw_context(argv[1]);
     draw_grid(argv[1]);
     draw_tensor(argv[1]);
+    draw_routers(argv[1]);
+    draw_folding(argv[1]);
     return 0;
 }
