@@ -63,6 +63,36 @@ static void tensor_communication_is_what_the_notes_count(void **state) {
     mt_batch_free(&f.batch), mt_options_free(&f.options), free(f.tokens);
 }
 
+/* Rows and results of experts on four ranks, forward and backward: the formulas of notes/16-experts.md. */
+static void communication_of_experts_is_what_the_notes_count(void **state) {
+    (void)state;
+    static const layout ways[] = {
+        {"--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4 --moe-expert-capacity-factor 1 "
+         "--moe-pad-expert-input-to-capacity",
+         1,
+         1,
+         1,
+         4,
+         {NULL}},
+        {"--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4 --moe-token-dispatcher-type allgather",
+         1,
+         1,
+         1,
+         4,
+         {NULL}}};
+    fixture f = open_llama("", 1);
+    double L = (double)f.options.num_layers, C = (double)f.options.hidden_size, R = TOKENS / 4, k = 2, g = 4;
+    const double counted[2] = {L * (g - 1) / g * R * k * (4 * C * 4 + 8), L * (g - 1) * R * (4 * C * 4 + 12 * k)};
+    for (int i = 0; i < 2; i++) {
+        mt_metrics metrics[RUN_STEPS];
+        train_layout(&ways[i], "--profile", metrics);
+        double bytes = mt_profile_read()->traffic[MT_TRAFFIC_EXPERT].bytes / (RUN_STEPS - 1);
+        if (bytes != counted[i]) fail_msg("%s: %.1f bytes, counted %.1f", ways[i].options, bytes, counted[i]);
+        mt_profile_close();
+    }
+    mt_batch_free(&f.batch), mt_options_free(&f.options), free(f.tokens);
+}
+
 /* On the CPU nothing runs beside anything else, so all time is exposed, and kinds and rows have the same sum. */
 static void kinds_of_time_sum_to_the_step(void **state) {
     (void)state;
@@ -138,6 +168,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(traces_that_cannot_be_written_are_refused_on_every_rank),
         cmocka_unit_test(clocks_are_compared_with_that_of_rank_0),
         cmocka_unit_test(tensor_communication_is_what_the_notes_count),
+        cmocka_unit_test(communication_of_experts_is_what_the_notes_count),
         cmocka_unit_test(kinds_of_time_sum_to_the_step),
         cmocka_unit_test(table_of_communication_sums_to_the_step),
     };
