@@ -18,6 +18,17 @@ __device__ static inline void load_chunk(mt_pack<T, N> (&packs)[K], const T *row
     }
 }
 
+/* A row's token and its first channel there: a token has H rows. H is 1 but for heads, which spares the division that
+ * every load would wait for. */
+template <bool layernorm> struct row_place {
+    int64_t token, column;
+    __device__ row_place(unsigned row, unsigned H, int C) : token(row), column(0) {
+        if (layernorm || H == 1) return;
+        token = row / H;
+        column = (int64_t)(row % H) * C;
+    }
+};
+
 /* ---- forward: y = (x - mean) rstd w + b -------------------------------------------------------------------------- */
 
 /* Packs of a row that a thread holds at most, threads of the largest block, and how many such blocks must find
@@ -70,16 +81,17 @@ template <class T, int N, int K, bool layernorm, bool adds, bool whole>
 __global__ void __launch_bounds__(forward_block, adds ? 1 : forward_residents(sizeof(T), K))
     norm_forward(const forward_task<T> task) {
     unsigned row = blockIdx.x * blockDim.y + threadIdx.y, rows = task.rows;
-    int64_t t = layernorm ? row : row / task.H, h = layernorm ? 0 : row % task.H;
+    const row_place<layernorm> place(row, task.H, task.C);
     int C = task.C, chunk = K * N * blockDim.x, last = whole ? 0 : (C - 1) / chunk * chunk, length = row < rows ? C : 0;
-    const T *x_row = task.x + t * task.x_stride + h * C, *again = adds ? task.sum + t * C : x_row;
-    T *y_row = task.y + t * task.y_stride + h * C;
+    const T *x_row = task.x + place.token * task.x_stride + place.column;
+    const T *again = adds ? task.sum + (int64_t)row * C : x_row;
+    T *y_row = task.y + place.token * task.y_stride + place.column;
     mt_pack<T, N> packs[K];
     float sum[1] = {0}, squares[1] = {0}, mu = 0, inverse_C = __frcp_rn(C);
     if (layernorm || adds) {
         for (int base = 0; base <= last; base += chunk) {
             load_chunk(packs, x_row, base, length);
-            if (adds) add_residual(packs, task, t, base, length);
+            if (adds) add_residual(packs, task, row, base, length);
 #pragma unroll
             for (int k = 0; k < K; k++) {
                 mt_pack<float, N> in = mt_to_float(packs[k]);
@@ -123,9 +135,11 @@ __global__ void __launch_bounds__(forward_block, adds ? 1 : forward_residents(si
 }
 
 /* Packs a thread for rows of `packs`, at most `most`: a row has as few warps as can hold it, and the packs of a row
- * that is shorter than a warp has threads are read in stretches of at least 128 bytes. */
+ * that is shorter than a warp has threads are read in stretches of at least 128 bytes. A row of 4096 channels in bf16
+ * as two warps of eight packs came to 82% of the copy rate, as four of four to 85%. */
 static inline int64_t packs_of_a_thread(int64_t packs, int64_t most) {
     if (packs <= 64) return packs < 16 ? 1 : 2;
+    if (packs > 256 && packs <= 512 && most > 4) most = 4;
     int64_t warps = mt_divide_up(packs, 32 * most);
     int64_t each = mt_divide_up(packs, 32 * warps);
     return each < most ? each : most;
@@ -208,31 +222,30 @@ extern "C" void mt_cuda_residual_norm_forward(void *y, float *mean, float *rstd,
  * mean(g); dw = sum over rows of dy n, db = sum over rows of dy. A fixed number of blocks walks the rows; each keeps
  * its sums for dw and db in registers, and add_partials adds the blocks' sums in a fixed order. */
 
-/* Threads of a multiprocessor where each has K packs of a row, which sets the registers that each may use, and the rows
- * that a block has in shared memory: one in use and the others on their way. */
+/* Threads of a multiprocessor where each has K packs of a row, which sets the registers that each may use. */
 __host__ __device__ static constexpr int backward_threads(bool layernorm, int K) {
     return K > 1 ? 512 : layernorm ? 768 : 1024;
+}
+/* Packs of a row that a thread has at most, and the rows that a block then has in shared memory: one in use and the
+ * others on their way. */
+__host__ __device__ static constexpr int backward_packs(bool layernorm) {
+    return layernorm ? 3 : 4;
 }
 __host__ __device__ static constexpr int backward_stages(int K) {
     return K > 2 ? 2 : 3;
 }
-__host__ __device__ static constexpr int backward_packs(bool layernorm) {
-    return layernorm ? 3 : 4;
-}
+static constexpr int shared_block = 512; // threads of the largest block in which rows share columns
 
-/* partial[0 ... C - 1] = this block's sums; its rows add theirs through shared memory, N floats a thread. */
-template <int K, int N>
-__device__ static inline void store_block_sums(float *partial, float *shared, const mt_pack<float, N> (&sums)[K],
-                                               int C) {
+/* partial[0 ... C - 1] = this block's sums, of a pack a thread; its rows add theirs through shared memory. */
+template <int N> __device__ static inline void store_block_sums(float *partial, const mt_pack<float, N> &sums, int C) {
+    __shared__ float shared[shared_block * N];
     int chunk = blockDim.x * N, thread = threadIdx.y * blockDim.x + threadIdx.x;
     if (blockDim.y == 1) {
-#pragma unroll
-        for (int k = 0; k < K; k++)
-            if (k * chunk + thread * N < C) mt_store(partial + k * chunk + thread * N, sums[k]);
+        if (thread * N < C) mt_store(partial + thread * N, sums);
         return;
     }
-    __syncthreads(); // rows that share columns have one pack a thread
-    for (int i = 0; i < N; i++) shared[thread * N + i] = sums[0].value[i];
+    __syncthreads();
+    for (int i = 0; i < N; i++) shared[thread * N + i] = sums.value[i];
     __syncthreads();
     for (int c = thread; c < C; c += blockDim.x * blockDim.y) {
         float sum = 0;
@@ -252,56 +265,6 @@ template <class T> struct backward_task {
     int64_t dx_stride, dy_stride, x_stride;
 };
 
-/* A block's ring of rows in shared memory. A thread copies there what it alone will read, so that copies need no
- * registers and no barrier; only mean and rstd are copied by one thread for its warp (or its row, if that is shorter).
- */
-template <class T, int N, int K, bool layernorm> struct row_ring {
-    static constexpr int stages = backward_stages(K);
-    mt_pack<T, N> *packs;
-    float *statistics;
-
-    __device__ row_ring(void *memory) {
-        packs = (mt_pack<T, N> *)memory;
-        statistics = (float *)(packs + stages * 3 * K * blockDim.x * blockDim.y);
-    }
-    static int64_t bytes(dim3 block) {
-        return stages * ((int64_t)sizeof(mt_pack<T, N>) * 3 * K * block.x * block.y + 8 * sharers(block));
-    }
-    /* How many threads copy a row's mean and rstd, each for those next to it. */
-    __host__ __device__ static int sharers(dim3 block) {
-        return block.x * block.y / (block.x < 32 ? block.x : 32);
-    }
-    __device__ mt_pack<T, N> *pack(int stage, int input, int k) const {
-        int thread = threadIdx.y * blockDim.x + threadIdx.x;
-        return packs + ((stage * 3 + input) * K + k) * blockDim.x * blockDim.y + thread;
-    }
-    __device__ float *statistic(int stage) const {
-        int together = min(blockDim.x, 32), thread = threadIdx.y * blockDim.x + threadIdx.x;
-        return statistics + (stage * sharers(blockDim) + thread / together) * 2;
-    }
-    /* Begins to copy a row; zeros past the last row and past the row's end add nothing. */
-    __device__ void load(const backward_task<T> &task, unsigned row, int stage) const {
-        int64_t t = layernorm ? row : row / task.H, column = layernorm ? 0 : row % task.H * task.C;
-#pragma unroll
-        for (int k = 0; k < K; k++) {
-            int c = (k * blockDim.x + threadIdx.x) * N;
-            bool there = row < task.rows && c < task.C;
-            mt_load_async(pack(stage, 0, k), task.x + (there ? t * task.x_stride + column + c : 0), there);
-            mt_load_async(pack(stage, 1, k), task.dy + (there ? t * task.dy_stride + column + c : 0), there);
-            if (task.dresidual)
-                mt_load_async(pack(stage, 2, k), task.dresidual + (there ? t * task.dx_stride + column + c : 0), there);
-        }
-        if (threadIdx.x % 32 == 0) {
-            mt_load_async((mt_pack<float, 1> *)statistic(stage), task.rstd + (row < task.rows ? row : 0),
-                          row < task.rows);
-            if (layernorm)
-                mt_load_async((mt_pack<float, 1> *)statistic(stage) + 1, task.mean + (row < task.rows ? row : 0),
-                              row < task.rows);
-        }
-        mt_load_async_commit();
-    }
-};
-
 /* What a thread has of a row: n and g of one of its packs. */
 template <class T, int N>
 __device__ static inline void widen_part(mt_pack<float, N> &n, mt_pack<float, N> &d, mt_pack<float, N> &g,
@@ -315,10 +278,108 @@ __device__ static inline void widen_part(mt_pack<float, N> &n, mt_pack<float, N>
     }
 }
 
-/* A row has K packs for each thread. The next rows are on their way while this one is reduced: that keeps the memory
- * busy. Reads dy, x and dresidual, writes dx: 8 bytes an element in bf16, 16 in fp32 (6 and 12 without dresidual). */
+/* A pack of each input; zeros past the last row and past the row's end, which add nothing. */
+template <class T, int N, bool layernorm> struct row_part {
+    mt_pack<T, N> x, dy, residual;
+    float mean, rstd;
+
+    __device__ void load(const backward_task<T> &task, unsigned row, int c) {
+        row_place<layernorm> place(row, task.H, task.C);
+        bool there = row < task.rows && c < task.C;
+        int64_t column = place.column + c;
+        x = mt_load<N>(task.x + place.token * task.x_stride + column, there);
+        dy = mt_load<N>(task.dy + place.token * task.dy_stride + column, there);
+        residual = mt_load<N>(task.dresidual + place.token * task.dx_stride + column, there && task.dresidual);
+        mean = layernorm && row < task.rows ? task.mean[row] : 0;
+        rstd = row < task.rows ? task.rstd[row] : 0;
+    }
+};
+
+/* A row has a pack for each thread. The next row is on its way, to registers, while this one is reduced: that keeps the
+ * memory busy. Reads dy, x and dresidual, writes dx: 8 bytes an element in bf16, 16 in fp32 (6 and 12 without
+ * dresidual). */
+template <class T, int N, bool layernorm>
+__global__ void __launch_bounds__(backward_threads(layernorm, 1)) norm_backward(const backward_task<T> task) {
+    const int C = task.C, c = threadIdx.x * N;
+    const float inverse_C = __frcp_rn(C);
+    mt_pack<float, N> dw = {}, db = {};
+    mt_pack<T, N> weights = mt_load<N>(task.w + c, c < C);
+    unsigned step = gridDim.x * blockDim.y, row = blockIdx.x * blockDim.y + threadIdx.y;
+    row_part<T, N, layernorm> next;
+    next.load(task, row, c);
+    for (int turn = 0; row - threadIdx.y < task.rows; row += step, turn ^= 1) {
+        row_part<T, N, layernorm> part = next;
+        next.load(task, row + step, c);
+        float sums[layernorm ? 2 : 1] = {};
+        mt_pack<float, N> n, d, g;
+        widen_part(n, d, g, part.x, part.dy, weights, part.mean, part.rstd);
+        for (int i = 0; i < N; i++) {
+            dw.value[i] += d.value[i] * n.value[i];
+            if (layernorm) db.value[i] += d.value[i];
+            sums[0] += g.value[i] * n.value[i];
+            if constexpr (layernorm) sums[1] += g.value[i];
+        }
+        mt_row_sum(sums, turn);
+        float mean_gn = sums[0] * inverse_C, mean_g = 0;
+        if constexpr (layernorm) mean_g = sums[1] * inverse_C;
+        if (row >= task.rows || c >= C) continue;
+        widen_part(n, d, g, part.x, part.dy, weights, part.mean, part.rstd);
+        mt_pack<float, N> out = mt_to_float(part.residual);
+        for (int i = 0; i < N; i++) out.value[i] += part.rstd * (g.value[i] - mean_g - n.value[i] * mean_gn);
+        row_place<layernorm> place(row, task.H, C);
+        mt_store(task.dx + place.token * task.dx_stride + place.column + c, mt_from_float<T>(out));
+    }
+    store_block_sums(task.partial + (int64_t)blockIdx.x * C, dw, C);
+    if (layernorm) store_block_sums(task.partial + (int64_t)(gridDim.x + blockIdx.x) * C, db, C);
+}
+
+/* A block's ring of rows in shared memory. A thread copies there what it alone will read, so that copies need no
+ * registers and no barrier; only mean and rstd are copied by one thread for its warp. */
+template <class T, int N, int K, bool layernorm> struct row_ring {
+    static constexpr int stages = backward_stages(K);
+    mt_pack<T, N> *packs;
+    float *statistics;
+
+    __device__ row_ring(void *memory) {
+        packs = (mt_pack<T, N> *)memory;
+        statistics = (float *)(packs + stages * 3 * K * blockDim.x);
+    }
+    static int64_t bytes(dim3 block) {
+        return stages * ((int64_t)sizeof(mt_pack<T, N>) * 3 * K * block.x + 8 * (block.x / 32));
+    }
+    __device__ mt_pack<T, N> *pack(int stage, int input, int k) const {
+        return packs + ((stage * 3 + input) * K + k) * blockDim.x + threadIdx.x;
+    }
+    __device__ float *statistic(int stage) const {
+        return statistics + (stage * (blockDim.x / 32) + threadIdx.x / 32) * 2;
+    }
+    /* Begins to copy a row; zeros past the last row and past the row's end add nothing. */
+    __device__ void load(const backward_task<T> &task, unsigned row, int stage) const {
+        row_place<layernorm> place(row, task.H, task.C);
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            int c = (k * blockDim.x + threadIdx.x) * N;
+            bool there = row < task.rows && c < task.C;
+            int64_t t = there ? place.token : 0, column = there ? place.column + c : 0;
+            mt_load_async(pack(stage, 0, k), task.x + t * task.x_stride + column, there);
+            mt_load_async(pack(stage, 1, k), task.dy + t * task.dy_stride + column, there);
+            if (task.dresidual) mt_load_async(pack(stage, 2, k), task.dresidual + t * task.dx_stride + column, there);
+        }
+        if (threadIdx.x % 32 == 0) {
+            mt_load_async((mt_pack<float, 1> *)statistic(stage), task.rstd + (row < task.rows ? row : 0),
+                          row < task.rows);
+            if (layernorm)
+                mt_load_async((mt_pack<float, 1> *)statistic(stage) + 1, task.mean + (row < task.rows ? row : 0),
+                              row < task.rows);
+        }
+        mt_load_async_commit();
+    }
+};
+
+/* The same for rows of up to K packs a thread, a block a row. So many packs of the next row find no registers, so they
+ * come through shared memory. */
 template <class T, int N, int K, bool layernorm>
-__global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward(const backward_task<T> task) {
+__global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward_wide(const backward_task<T> task) {
     extern __shared__ uint4 shared_rows[];
     using ring_type = row_ring<T, N, K, layernorm>;
     constexpr int stages = ring_type::stages;
@@ -328,10 +389,10 @@ __global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward(
     mt_pack<float, N> dw[K] = {}, db[layernorm ? K : 1] = {};
     mt_pack<T, N> weights[K];
     load_chunk(weights, task.w, 0, C);
-    unsigned step = gridDim.x * blockDim.y, row = blockIdx.x * blockDim.y + threadIdx.y;
-    for (int stage = 0; stage < stages - 1; stage++) ring.load(task, row + stage * step, stage);
-    for (int turn = 0, stage = 0; row - threadIdx.y < task.rows; row += step, turn ^= 1) {
-        ring.load(task, row + (stages - 1) * step, stage == 0 ? stages - 1 : stage - 1);
+    unsigned row = blockIdx.x;
+    for (int stage = 0; stage < stages - 1; stage++) ring.load(task, row + stage * gridDim.x, stage);
+    for (int turn = 0, stage = 0; row < task.rows; row += gridDim.x, turn ^= 1) {
+        ring.load(task, row + (stages - 1) * gridDim.x, stage == 0 ? stages - 1 : stage - 1);
         mt_load_async_wait<stages - 1>();
         __syncwarp();
         mt_pack<T, N> x, dy;
@@ -352,24 +413,29 @@ __global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward(
         mt_row_sum(sums, turn);
         float mean_gn = sums[0] * inverse_C, mean_g = 0;
         if constexpr (layernorm) mean_g = sums[1] * inverse_C;
-        int64_t t = layernorm ? row : row / task.H, column = layernorm ? 0 : row % task.H * C;
+        row_place<layernorm> place(row, task.H, C);
 #pragma unroll
         for (int k = 0; k < K; k++) {
             int c = (k * blockDim.x + threadIdx.x) * N;
-            if (row >= task.rows || c >= C) continue;
-            if (K > 1) x = *ring.pack(stage, 0, k), dy = *ring.pack(stage, 1, k); // they are too many to be kept
+            if (c >= C) continue;
+            x = *ring.pack(stage, 0, k), dy = *ring.pack(stage, 1, k); // they are too many to be kept
             widen_part(n, d, g, x, dy, weights[k], mu, scale);
             mt_pack<float, N> out = {};
             if (task.dresidual) out = mt_to_float(*ring.pack(stage, 2, k));
             for (int i = 0; i < N; i++) out.value[i] += scale * (g.value[i] - mean_g - n.value[i] * mean_gn);
-            mt_store(task.dx + t * task.dx_stride + column + c, mt_from_float<T>(out));
+            mt_store(task.dx + place.token * task.dx_stride + place.column + c, mt_from_float<T>(out));
         }
         stage = stage == stages - 1 ? 0 : stage + 1;
     }
     mt_load_async_wait<0>();
-    float *shared = (float *)shared_rows; // the ring has done its work
-    store_block_sums(task.partial + (int64_t)blockIdx.x * C, shared, dw, C);
-    if constexpr (layernorm) store_block_sums(task.partial + (int64_t)(gridDim.x + blockIdx.x) * C, shared, db, C);
+    float *partial = task.partial + (int64_t)blockIdx.x * C;
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        int c = (k * blockDim.x + threadIdx.x) * N;
+        if (c >= C) continue;
+        mt_store(partial + c, dw[k]);
+        if constexpr (layernorm) mt_store(partial + (int64_t)gridDim.x * C + c, db[k]);
+    }
 }
 
 /* The same for rows that are longer than a block has packs, a block a row. They are read twice, and dw and db are
@@ -454,10 +520,14 @@ template <class T, int N, int K, bool layernorm>
 static int64_t launch_walk(const backward_task<T> &task, dim3 block, cudaStream_t stream) {
     int64_t blocks = mt_cuda_device()->multiProcessorCount * (backward_threads(layernorm, K) / (block.x * block.y));
     if (blocks > mt_divide_up(task.rows, block.y)) blocks = mt_divide_up(task.rows, block.y);
-    int64_t bytes = row_ring<T, N, K, layernorm>::bytes(block);
-    auto kernel = norm_backward<T, N, K, layernorm>;
-    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    kernel<<<(unsigned)blocks, block, (size_t)bytes, stream>>>(task);
+    if constexpr (K == 1) {
+        norm_backward<T, N, layernorm><<<(unsigned)blocks, block, 0, stream>>>(task);
+    } else {
+        int64_t bytes = row_ring<T, N, K, layernorm>::bytes(block);
+        auto kernel = norm_backward_wide<T, N, K, layernorm>;
+        MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+        kernel<<<(unsigned)blocks, block, (size_t)bytes, stream>>>(task);
+    }
     MT_CUDA_LAUNCHED();
     return blocks;
 }

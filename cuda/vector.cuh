@@ -164,15 +164,17 @@ static inline unsigned mt_blocks(int64_t threads, int64_t block) {
 }
 
 /* A grid over rows of `packs` packs each, `k` packs a thread. Blocks never straddle rows, so that a thread finds its
- * row by one division, whatever its packs. */
+ * row by one division, whatever its packs. `rows`: how many whole rows a kernel that uses blockDim.y may put in a
+ * block, where one row alone makes so small a block that a multiprocessor is full of blocks before it is full of
+ * threads. */
 struct mt_row_grid {
-    unsigned blocks_per_row, threads;
+    unsigned blocks_per_row, threads, rows;
 };
 
 static inline mt_row_grid mt_rows(int64_t packs, int64_t k) {
     int64_t blocks = mt_divide_up(packs, 256 * k);
     int64_t threads = mt_divide_up(mt_divide_up(packs, blocks * k), 32) * 32;
-    return {(unsigned)blocks, (unsigned)threads};
+    return {(unsigned)blocks, (unsigned)threads, blocks == 1 && threads < 128 ? 128 / (unsigned)threads : 1};
 }
 
 /* A block for rows that are reduced: blockDim.x threads share a row of `packs` packs, `k` each; they are a power of two
@@ -200,15 +202,17 @@ template <int M> __device__ static inline void mt_row_sum(float (&x)[M], int tur
     for (int m = 0; m < M; m++) x[m] = mt_warp_sum(lane < warps ? of_warp[turn][m][first + lane] : 0);
 }
 
-/* mt_dropout as a kernel uses it: an element is kept where its word of Philox is at least `threshold`. */
+/* mt_dropout as a kernel uses it: an element is kept where its word of Philox is at least `threshold`. For p = 1 that
+ * would be 2^32, which 32 bits cannot hold; there `kept` is 0, so that whatever is kept is nothing. */
 struct mt_masks {
-    uint64_t key, threshold;
+    uint64_t key;
+    uint32_t threshold;
     float kept;
 };
 
 static inline mt_masks mt_dropout_masks(const mt_dropout *dropout) {
     double p = dropout->p > 0 ? dropout->p : 0;
-    return {dropout->key, (uint64_t)(p * 4294967296.0), p < 1 ? (float)(1 / (1 - p)) : 0};
+    return {dropout->key, p < 1 ? (uint32_t)(p * 4294967296.0) : UINT32_MAX, p < 1 ? (float)(1 / (1 - p)) : 0};
 }
 
 /* residual + dropout(x) for the pack of token `token` at `channel`, a multiple of 4 where N > 1: four neighbours share
