@@ -34,9 +34,13 @@ void mt_cublas_check(cublasStatus_t status, const char *call, const char *file, 
 /* The device's properties, read once. */
 const cudaDeviceProp *mt_cuda_device(void);
 
+/* The architecture that the kernels which this binary has for the device were compiled for: 90 on Hopper, but 80 where
+ * the driver makes them there from sm_80's PTX. */
+int mt_cuda_kernel_arch(void);
+
 /* Allows a launch on the stream to begin early, where that is possible; `attribute` must live as long as the config. */
 static inline void mt_cuda_early(cudaLaunchConfig_t *config, cudaLaunchAttribute *attribute, const mt_stream *stream) {
-    if (!stream || !stream->capturing || mt_cuda_device()->major < 9) return;
+    if (!stream || !stream->capturing || mt_cuda_kernel_arch() < 90) return;
     attribute->id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute->val.programmaticStreamSerializationAllowed = 1;
     config->attrs = attribute;

@@ -222,35 +222,33 @@ extern "C" void mt_cuda_residual_norm_forward(void *y, float *mean, float *rstd,
  * mean(g); dw = sum over rows of dy n, db = sum over rows of dy. A fixed number of blocks walks the rows; each keeps
  * its sums for dw and db in registers, and add_partials adds the blocks' sums in a fixed order. */
 
-/* Threads of a multiprocessor where each has K packs of a row, which sets the registers that each may use. */
+/* Packs of a row that a thread holds at most; and threads of a multiprocessor where each has K of them, which sets the
+ * registers that each may use: the next row's packs, this one's, and the sums for dw and db. */
+static constexpr int backward_packs = 4;
 __host__ __device__ static constexpr int backward_threads(bool layernorm, int K) {
-    return K > 1 ? 512 : layernorm ? 768 : 1024;
+    constexpr int table[2][backward_packs] = {{1024, 512, 384, 256}, {768, 512, 384, 256}};
+    return table[layernorm][K - 1];
 }
-/* Packs of a row that a thread has at most, and the rows that a block then has in shared memory: one in use and the
- * others on their way. */
-__host__ __device__ static constexpr int backward_packs(bool layernorm) {
-    return layernorm ? 3 : 4;
-}
-__host__ __device__ static constexpr int backward_stages(int K) {
-    return K > 2 ? 2 : 3;
-}
-static constexpr int shared_block = 512; // threads of the largest block in which rows share columns
 
-/* partial[0 ... C - 1] = this block's sums, of a pack a thread; its rows add theirs through shared memory. */
-template <int N> __device__ static inline void store_block_sums(float *partial, const mt_pack<float, N> &sums, int C) {
-    __shared__ float shared[shared_block * N];
+/* partial[0 ... C - 1] = this block's sums; its rows, which share columns, add theirs through shared memory. */
+template <int N, int K, int threads>
+__device__ static inline void store_block_sums(float *partial, const mt_pack<float, N> (&sums)[K], int C) {
+    __shared__ float shared[threads * N];
     int chunk = blockDim.x * N, thread = threadIdx.y * blockDim.x + threadIdx.x;
-    if (blockDim.y == 1) {
-        if (thread * N < C) mt_store(partial + thread * N, sums);
-        return;
-    }
-    __syncthreads();
-    for (int i = 0; i < N; i++) shared[thread * N + i] = sums.value[i];
-    __syncthreads();
-    for (int c = thread; c < C; c += blockDim.x * blockDim.y) {
-        float sum = 0;
-        for (int y = 0; y < blockDim.y; y++) sum += shared[y * chunk + c];
-        partial[c] = sum;
+#pragma unroll
+    for (int k = 0; k < K; k++, partial += chunk, C -= chunk) {
+        if (blockDim.y == 1) {
+            if (thread * N < C) mt_store(partial + thread * N, sums[k]);
+            continue;
+        }
+        __syncthreads();
+        for (int i = 0; i < N; i++) shared[thread * N + i] = sums[k].value[i];
+        __syncthreads();
+        for (int c = thread; c < chunk && c < C; c += blockDim.x * blockDim.y) {
+            float sum = 0;
+            for (int y = 0; y < blockDim.y; y++) sum += shared[y * chunk + c];
+            partial[c] = sum;
+        }
     }
 }
 
@@ -265,78 +263,102 @@ template <class T> struct backward_task {
     int64_t dx_stride, dy_stride, x_stride;
 };
 
-/* What a thread has of a row: n and g of one of its packs. */
+/* A thread's packs of a row of each input; zeros past the last row and past the row's end, which add nothing. */
+template <class T, int N, int K, bool layernorm> struct row_part {
+    mt_pack<T, N> x[K], dy[K];
+    float mean, rstd;
+
+    __device__ void load(const backward_task<T> &task, unsigned row) {
+        row_place<layernorm> place(row, task.H, task.C);
+        const T *x_row = task.x + place.token * task.x_stride + place.column;
+        const T *dy_row = task.dy + place.token * task.dy_stride + place.column;
+        int length = row < task.rows ? task.C : 0;
+        load_chunk(x, x_row, 0, length);
+        load_chunk(dy, dy_row, 0, length);
+        mean = layernorm && length > 0 ? task.mean[row] : 0;
+        rstd = length > 0 ? task.rstd[row] : 0;
+    }
+};
+
+/* g and n of a pack, from the packs that memory gave: n = x rstd + shift, where shift = -mean rstd. */
 template <class T, int N>
 __device__ static inline void widen_part(mt_pack<float, N> &n, mt_pack<float, N> &d, mt_pack<float, N> &g,
-                                         mt_pack<T, N> &x, mt_pack<T, N> &dy, mt_pack<T, N> &w, float mean,
-                                         float rstd) {
-    mt_keep_packed(x), mt_keep_packed(dy), mt_keep_packed(w);
+                                         const mt_pack<T, N> &x, const mt_pack<T, N> &dy, const mt_pack<T, N> &w,
+                                         float rstd, float shift) {
     n = mt_to_float(x), d = mt_to_float(dy), g = mt_to_float(w);
     for (int i = 0; i < N; i++) {
-        n.value[i] = (n.value[i] - mean) * rstd;
+        n.value[i] = n.value[i] * rstd + shift;
         g.value[i] *= d.value[i];
     }
 }
 
-/* A pack of each input; zeros past the last row and past the row's end, which add nothing. */
-template <class T, int N, bool layernorm> struct row_part {
-    mt_pack<T, N> x, dy, residual;
-    float mean, rstd;
-
-    __device__ void load(const backward_task<T> &task, unsigned row, int c) {
-        row_place<layernorm> place(row, task.H, task.C);
-        bool there = row < task.rows && c < task.C;
-        int64_t column = place.column + c;
-        x = mt_load<N>(task.x + place.token * task.x_stride + column, there);
-        dy = mt_load<N>(task.dy + place.token * task.dy_stride + column, there);
-        residual = mt_load<N>(task.dresidual + place.token * task.dx_stride + column, there && task.dresidual);
-        mean = layernorm && row < task.rows ? task.mean[row] : 0;
-        rstd = row < task.rows ? task.rstd[row] : 0;
+/* With dx = dresidual + rstd g + slope x + offset a row's gradient takes three instructions an element: the
+ * instructions of this kernel, not its bytes, are what is scarce. */
+struct gradient_line {
+    float slope, offset;
+    __device__ gradient_line(float rstd, float shift, float mean_g, float mean_gn)
+        : slope(-rstd * rstd * mean_gn), offset(-rstd * (mean_g + shift * mean_gn)) {
     }
 };
 
-/* A row has a pack for each thread. The next row is on its way, to registers, while this one is reduced: that keeps the
- * memory busy. Reads dy, x and dresidual, writes dx: 8 bytes an element in bf16, 16 in fp32 (6 and 12 without
- * dresidual). */
-template <class T, int N, bool layernorm>
-__global__ void __launch_bounds__(backward_threads(layernorm, 1)) norm_backward(const backward_task<T> task) {
-    const int C = task.C, c = threadIdx.x * N;
+/* The next row is on its way, to registers, while this one is reduced: that keeps the memory busy. Reads dy, x and
+ * dresidual, writes dx: 8 bytes an element in bf16, 16 in fp32 (6 and 12 without dresidual). */
+template <class T, int N, int K, bool layernorm>
+__global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward(const backward_task<T> task) {
+    const int C = task.C;
     const float inverse_C = __frcp_rn(C);
-    mt_pack<float, N> dw = {}, db = {};
-    mt_pack<T, N> weights = mt_load<N>(task.w + c, c < C);
+    mt_pack<float, N> dw[K] = {}, db[layernorm ? K : 1] = {};
+    mt_pack<T, N> weights[K];
+    load_chunk(weights, task.w, 0, C);
     unsigned step = gridDim.x * blockDim.y, row = blockIdx.x * blockDim.y + threadIdx.y;
-    row_part<T, N, layernorm> next;
-    next.load(task, row, c);
+    row_part<T, N, K, layernorm> next;
+    next.load(task, row);
     for (int turn = 0; row - threadIdx.y < task.rows; row += step, turn ^= 1) {
-        row_part<T, N, layernorm> part = next;
-        next.load(task, row + step, c);
-        float sums[layernorm ? 2 : 1] = {};
-        mt_pack<float, N> n, d, g;
-        widen_part(n, d, g, part.x, part.dy, weights, part.mean, part.rstd);
-        for (int i = 0; i < N; i++) {
-            dw.value[i] += d.value[i] * n.value[i];
-            if (layernorm) db.value[i] += d.value[i];
-            sums[0] += g.value[i] * n.value[i];
-            if constexpr (layernorm) sums[1] += g.value[i];
-        }
-        mt_row_sum(sums, turn);
-        float mean_gn = sums[0] * inverse_C, mean_g = 0;
-        if constexpr (layernorm) mean_g = sums[1] * inverse_C;
-        if (row >= task.rows || c >= C) continue;
-        widen_part(n, d, g, part.x, part.dy, weights, part.mean, part.rstd);
-        mt_pack<float, N> out = mt_to_float(part.residual);
-        for (int i = 0; i < N; i++) out.value[i] += part.rstd * (g.value[i] - mean_g - n.value[i] * mean_gn);
+        row_part<T, N, K, layernorm> part = next;
         row_place<layernorm> place(row, task.H, C);
-        mt_store(task.dx + place.token * task.dx_stride + place.column + c, mt_from_float<T>(out));
+        const int64_t dx_row = place.token * task.dx_stride + place.column;
+        mt_pack<T, N> residual[K];
+        load_chunk(residual, task.dresidual + dx_row, 0, task.dresidual && row < task.rows ? C : 0);
+        next.load(task, row + step);
+        float sums[layernorm ? 2 : 1] = {}, shift = -part.mean * part.rstd;
+#pragma unroll
+        for (int k = 0; k < K; k++)
+            for (int i = 0; i < N; i++) {
+                float d = mt_element(part.dy[k], i), n = mt_element(part.x[k], i) * part.rstd + shift;
+                float g = mt_element(weights[k], i) * d;
+                dw[k].value[i] += d * n;
+                if constexpr (layernorm) db[k].value[i] += d;
+                sums[0] += g * n;
+                if constexpr (layernorm) sums[1] += g;
+            }
+        mt_row_sum(sums, turn);
+        float mean_g = 0;
+        if constexpr (layernorm) mean_g = sums[1] * inverse_C;
+        const gradient_line line(part.rstd, shift, mean_g, sums[0] * inverse_C);
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            int c = (k * blockDim.x + threadIdx.x) * N;
+            if (row >= task.rows || c >= C) continue;
+            mt_keep_packed(part.x[k]);
+            if (K > 1) mt_keep_packed(part.dy[k]), mt_keep_packed(weights[k]);
+            mt_pack<float, N> out = mt_to_float(residual[k]);
+            for (int i = 0; i < N; i++) {
+                float g = mt_element(weights[k], i) * mt_element(part.dy[k], i);
+                out.value[i] += g * part.rstd + (mt_element(part.x[k], i) * line.slope + line.offset);
+            }
+            mt_store(task.dx + dx_row + c, mt_from_float<T>(out));
+        }
     }
-    store_block_sums(task.partial + (int64_t)blockIdx.x * C, dw, C);
-    if (layernorm) store_block_sums(task.partial + (int64_t)(gridDim.x + blockIdx.x) * C, db, C);
+    constexpr int threads = backward_threads(layernorm, K);
+    store_block_sums<N, K, threads>(task.partial + (int64_t)blockIdx.x * C, dw, C);
+    if constexpr (layernorm)
+        store_block_sums<N, K, threads>(task.partial + (int64_t)(gridDim.x + blockIdx.x) * C, db, C);
 }
 
 /* A block's ring of rows in shared memory. A thread copies there what it alone will read, so that copies need no
  * registers and no barrier; only mean and rstd are copied by one thread for its warp. */
 template <class T, int N, int K, bool layernorm> struct row_ring {
-    static constexpr int stages = backward_stages(K);
+    static constexpr int stages = 2;
     mt_pack<T, N> *packs;
     float *statistics;
 
@@ -378,8 +400,9 @@ template <class T, int N, int K, bool layernorm> struct row_ring {
 
 /* The same for rows of up to K packs a thread, a block a row. So many packs of the next row find no registers, so they
  * come through shared memory. */
+static constexpr int wide_block = 512;
 template <class T, int N, int K, bool layernorm>
-__global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward_wide(const backward_task<T> task) {
+__global__ void __launch_bounds__(wide_block) norm_backward_wide(const backward_task<T> task) {
     extern __shared__ uint4 shared_rows[];
     using ring_type = row_ring<T, N, K, layernorm>;
     constexpr int stages = ring_type::stages;
@@ -397,12 +420,12 @@ __global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward_
         __syncwarp();
         mt_pack<T, N> x, dy;
         float scale = ring.statistic(stage)[0], mu = layernorm ? ring.statistic(stage)[1] : 0;
-        float sums[layernorm ? 2 : 1] = {};
+        float sums[layernorm ? 2 : 1] = {}, shift = -mu * scale;
         mt_pack<float, N> n, d, g;
 #pragma unroll
         for (int k = 0; k < K; k++) {
             x = *ring.pack(stage, 0, k), dy = *ring.pack(stage, 1, k);
-            widen_part(n, d, g, x, dy, weights[k], mu, scale);
+            widen_part(n, d, g, x, dy, weights[k], scale, shift);
             for (int i = 0; i < N; i++) {
                 dw[k].value[i] += d.value[i] * n.value[i];
                 if constexpr (layernorm) db[k].value[i] += d.value[i];
@@ -411,18 +434,21 @@ __global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward_
             }
         }
         mt_row_sum(sums, turn);
-        float mean_gn = sums[0] * inverse_C, mean_g = 0;
+        float mean_g = 0;
         if constexpr (layernorm) mean_g = sums[1] * inverse_C;
+        const gradient_line line(scale, shift, mean_g, sums[0] * inverse_C);
         row_place<layernorm> place(row, task.H, C);
 #pragma unroll
         for (int k = 0; k < K; k++) {
             int c = (k * blockDim.x + threadIdx.x) * N;
             if (c >= C) continue;
             x = *ring.pack(stage, 0, k), dy = *ring.pack(stage, 1, k); // they are too many to be kept
-            widen_part(n, d, g, x, dy, weights[k], mu, scale);
-            mt_pack<float, N> out = {};
+            mt_keep_packed(weights[k]);
+            widen_part(n, d, g, x, dy, weights[k], scale, shift);
+            mt_pack<float, N> wide_x = mt_to_float(x), out = {};
             if (task.dresidual) out = mt_to_float(*ring.pack(stage, 2, k));
-            for (int i = 0; i < N; i++) out.value[i] += scale * (g.value[i] - mean_g - n.value[i] * mean_gn);
+            for (int i = 0; i < N; i++)
+                out.value[i] += g.value[i] * scale + (wide_x.value[i] * line.slope + line.offset);
             mt_store(task.dx + place.token * task.dx_stride + place.column + c, mt_from_float<T>(out));
         }
         stage = stage == stages - 1 ? 0 : stage + 1;
@@ -515,39 +541,65 @@ void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_b
     MT_CUDA_LAUNCHED();
 }
 
-/* Walks the rows; returns how many blocks left their sums in task.partial, which has room for any number. */
-template <class T, int N, int K, bool layernorm>
-static int64_t launch_walk(const backward_task<T> &task, dim3 block, cudaStream_t stream) {
-    int64_t blocks = mt_cuda_device()->multiProcessorCount * (backward_threads(layernorm, K) / (block.x * block.y));
-    if (blocks > mt_divide_up(task.rows, block.y)) blocks = mt_divide_up(task.rows, block.y);
-    if constexpr (K == 1) {
-        norm_backward<T, N, layernorm><<<(unsigned)blocks, block, 0, stream>>>(task);
-    } else {
-        int64_t bytes = row_ring<T, N, K, layernorm>::bytes(block);
-        auto kernel = norm_backward_wide<T, N, K, layernorm>;
-        MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-        kernel<<<(unsigned)blocks, block, (size_t)bytes, stream>>>(task);
+/* How the rows are walked: rows of blockDim.x threads with `packs` packs each, blockDim.y of them in a block and
+ * `blocks` blocks on a multiprocessor. packs is 0 where no block holds a row. */
+struct backward_walk {
+    int packs, blocks;
+    dim3 block;
+};
+
+/* The packs a thread that put the most bytes on their way. Whole warps for a row, unless it is shorter than one: with
+ * two packs a thread it would be read in stretches too short. More than one block, so that one calculates while another
+ * waits for its slowest warp; but few, since each leaves sums to be added. */
+static backward_walk backward_walk_of(bool layernorm, int64_t packs, int most) {
+    backward_walk best = {};
+    int64_t most_held = 0;
+    for (int k = 1; k <= most; k++) {
+        dim3 block = mt_reduction_block(packs, k, 1, 1024);
+        int64_t rows = backward_threads(layernorm, k) / block.x;
+        if (block.x * k < packs || (k > 1 && block.x < 32) || rows * packs <= most_held) continue;
+        most_held = rows * packs;
+        block.y = block.x <= 32 ? rows : rows == 3 ? 1 : rows % 2 == 0 ? rows / 2 : rows;
+        best = {k, (int)(rows / block.y), block};
     }
+    return best;
+}
+
+/* The launchers return how many blocks left their sums in task.partial, which has room for any number. */
+template <class T, int N, int K, bool layernorm>
+static int64_t launch_walk(const backward_task<T> &task, const backward_walk &walk, cudaStream_t stream) {
+    int64_t blocks = mt_cuda_device()->multiProcessorCount * (int64_t)walk.blocks;
+    if (blocks > mt_divide_up(task.rows, walk.block.y)) blocks = mt_divide_up(task.rows, walk.block.y);
+    norm_backward<T, N, K, layernorm><<<(unsigned)blocks, walk.block, 0, stream>>>(task);
     MT_CUDA_LAUNCHED();
     return blocks;
 }
 
-/* Rows that fit in a block take as few packs a thread as they can; those that fit in no block are read twice. */
+/* A block for each row that is walked at once; 0 where a row fits in none. */
+template <class T, int N, bool layernorm>
+static int64_t launch_wide(const backward_task<T> &task, cudaStream_t stream) {
+    constexpr int K = layernorm ? 3 : 4;
+    dim3 block = mt_reduction_block(mt_divide_up(task.C, N), K, 1, wide_block);
+    int64_t bytes = row_ring<T, N, K, layernorm>::bytes(block), blocks = mt_cuda_device()->multiProcessorCount;
+    if ((int64_t)K * N * block.x < task.C || bytes > (int64_t)mt_cuda_device()->sharedMemPerBlockOptin) return 0;
+    if (blocks > task.rows) blocks = task.rows;
+    auto kernel = norm_backward_wide<T, N, K, layernorm>;
+    MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    kernel<<<(unsigned)blocks, block, (size_t)bytes, stream>>>(task);
+    MT_CUDA_LAUNCHED();
+    return blocks;
+}
+
 template <class T, int N, bool layernorm>
 static int64_t launch_rows(const backward_task<T> &task, cudaStream_t stream) {
-    constexpr int threads = backward_threads(layernorm, 1);
-    int64_t packs = mt_divide_up(task.C, N), k = mt_divide_up(packs, backward_threads(layernorm, 2));
-    if (packs <= threads)
-        return launch_walk<T, N, 1, layernorm>(task, mt_reduction_block(packs, 1, threads / 2, threads), stream);
+    constexpr int most = N > 1 ? backward_packs : 1;
+    const backward_walk walk = backward_walk_of(layernorm, mt_divide_up(task.C, N), most);
     int64_t blocks = 0;
-    if constexpr (N > 1)
-        if (k <= backward_packs(layernorm))
-            with_packs<backward_packs(layernorm)>(k, [&](auto count) {
-                constexpr int K = decltype(count)::value < 2 ? 2 : decltype(count)::value;
-                dim3 block = mt_reduction_block(packs, K, 1, backward_threads(layernorm, K));
-                if (row_ring<T, N, K, layernorm>::bytes(block) <= (int64_t)mt_cuda_device()->sharedMemPerBlockOptin)
-                    blocks = launch_walk<T, N, K, layernorm>(task, block, stream);
-            });
+    if (walk.packs > 0)
+        with_packs<most>(
+            walk.packs, [&](auto k) { blocks = launch_walk<T, N, decltype(k)::value, layernorm>(task, walk, stream); });
+    else if constexpr (N > 1)
+        blocks = launch_wide<T, N, layernorm>(task, stream);
     if (blocks > 0) return blocks;
     blocks = mt_cuda_device()->multiProcessorCount * 2;
     if (blocks > task.rows) blocks = task.rows;
@@ -562,7 +614,7 @@ static void launch_backward(void *dx, float *dw, float *db, const void *dy, cons
                             int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
     bool wide = mt_wide(dtype, {dx, dy, dresidual, x, w}, {C, dx_stride, dy_stride, x_stride});
-    int64_t most_blocks = mt_cuda_device()->multiProcessorCount * 4ll; // launch_rows has at most three
+    int64_t most_blocks = mt_cuda_device()->multiProcessorCount * 4ll; // launch_rows has at most so many
     float *partial = (float *)mt_cuda_workspace(stream, most_blocks * C * (layernorm ? 2 : 1) * (int64_t)sizeof(float));
     mt_dispatch(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);

@@ -87,17 +87,22 @@ template <int pending> __device__ static inline void mt_load_async_wait(void) {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-/* A pack's elements in fp32. */
+/* Element i of a pack in fp32, for an i that the compiler knows; and all of them. */
+template <int N> __device__ static inline float mt_element(const mt_pack<float, N> &pack, int i) {
+    return pack.value[i];
+}
+template <int N> __device__ static inline float mt_element(const mt_pack<__nv_bfloat16, N> &pack, int i) {
+    if constexpr (N == 1)
+        return __uint_as_float((uint32_t)pack.bits << 16);
+    else
+        return __uint_as_float(i % 2 == 0 ? pack.pairs[i / 2] << 16 : pack.pairs[i / 2] & 0xffff0000);
+}
 template <int N> __device__ static inline mt_pack<float, N> mt_to_float(const mt_pack<float, N> &pack) {
     return pack;
 }
 template <int N> __device__ static inline mt_pack<float, N> mt_to_float(const mt_pack<__nv_bfloat16, N> &pack) {
     mt_pack<float, N> wide;
-    if constexpr (N == 1)
-        wide.value[0] = __uint_as_float((uint32_t)pack.bits << 16);
-    else
-        for (int i = 0; i < N; i++)
-            wide.value[i] = __uint_as_float(i % 2 == 0 ? pack.pairs[i / 2] << 16 : pack.pairs[i / 2] & 0xffff0000);
+    for (int i = 0; i < N; i++) wide.value[i] = mt_element(pack, i);
     return wide;
 }
 
@@ -190,9 +195,12 @@ static inline dim3 mt_reduction_block(int64_t packs, int64_t k, int64_t smallest
 /* x[m] = its sum over the blockDim.x threads that share a row, the same bits in all of them. Every thread of the block
  * calls it. `turn` is 0 and 1 alternately, so that a sum is not overwritten by the next while it is read. */
 template <int M> __device__ static inline void mt_row_sum(float (&x)[M], int turn) {
-    for (int lane = min(blockDim.x, 32) / 2; lane > 0; lane /= 2)
 #pragma unroll
-        for (int m = 0; m < M; m++) x[m] += __shfl_xor_sync(0xffffffff, x[m], lane);
+    for (int lane = 16; lane > 0; lane /= 2)
+        for (int m = 0; m < M; m++) {
+            float other = __shfl_xor_sync(0xffffffff, x[m], lane);
+            x[m] += lane < blockDim.x ? other : 0; // else it is of another row
+        }
     if (blockDim.x <= 32) return;
     __shared__ float of_warp[2][M][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, first = threadIdx.y * warps;
