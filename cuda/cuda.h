@@ -38,9 +38,9 @@ const cudaDeviceProp *mt_cuda_device(void);
  * the driver makes them there from sm_80's PTX. */
 int mt_cuda_kernel_arch(void);
 
-/* Allows a launch on the stream to begin early, where that is possible; `attribute` must live as long as the config. */
-static inline void mt_cuda_early(cudaLaunchConfig_t *config, cudaLaunchAttribute *attribute, const mt_stream *stream) {
-    if (!stream || !stream->capturing || mt_cuda_kernel_arch() < 90) return;
+/* Allows a launch to begin early, where that is possible; `attribute` must live as long as the config. */
+static inline void mt_cuda_launch_early(cudaLaunchConfig_t *config, cudaLaunchAttribute *attribute) {
+    if (mt_cuda_kernel_arch() < 90) return;
     attribute->id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute->val.programmaticStreamSerializationAllowed = 1;
     config->attrs = attribute;
@@ -122,7 +122,7 @@ __device__ static inline uint4 mt_cuda_philox(uint64_t key, uint64_t counter_low
     return c;
 }
 
-/* In a graph, on Hopper and later, a kernel launched with mt_cuda_early may begin before the one ahead of it in the
+/* On Hopper and later, a kernel launched with mt_cuda_launch_early may begin before the one ahead of it in the
  * stream is done: when each of its blocks has called mt_begin_next, or ended. What it reads of that kernel's results,
  * and all that it writes, then has to come after mt_wait_for_previous. Elsewhere these do nothing. */
 __device__ static inline void mt_begin_next(void) {

@@ -31,16 +31,15 @@ template <bool layernorm> struct row_place {
 
 /* ---- forward: y = (x - mean) rstd w + b -------------------------------------------------------------------------- */
 
-/* Packs of a row that a thread holds at most, threads of the largest block, and how many such blocks must find
- * registers at once: 64 a thread for many packs in bf16, fewer for few packs, which need more threads to have as much
- * on its way.
- */
-static constexpr int forward_packs = 8, forward_block = 512;
-__host__ __device__ static constexpr int forward_residents(int element_bytes, int K) {
-    return element_bytes > 2 ? 1 : K > 3 ? 2 : K > 2 ? 3 : 4;
+/* Packs of a row that a thread holds at most, threads of the largest block that holds a row, and how many such blocks
+ * must find registers at once: a thread keeps the weights of its packs too, and the biases. */
+static constexpr int forward_packs = 4, forward_block = 256;
+__host__ __device__ static constexpr int forward_residents(bool layernorm, int K) {
+    constexpr int table[2][forward_packs] = {{8, 6, 4, 4}, {6, 4, 3, 2}};
+    return table[layernorm][K - 1];
 }
-/* With a residual, which comes in as many packs again and whose masks need registers too. */
-static constexpr int residual_packs = 4;
+/* Of a block that walks along its row, or adds a residual, which needs registers for as many packs again. */
+static constexpr int walking_block = 512;
 
 /* The operands, by the names that megatron.h gives them. */
 template <class T> struct forward_task {
@@ -75,22 +74,29 @@ __device__ static inline void add_residual(mt_pack<T, N> (&packs)[K], const forw
 }
 
 /* Reads x, writes y: 4 bytes an element in bf16, 8 in fp32; where it `adds`, reads x and residual and writes sum and y:
- * 8 and 16. `whole`: a chunk holds the row, which spares the registers that walking takes. Weights come from the first
- * cache, since every row asks for them again. */
+ * 8 and 16. `whole`: a chunk holds the row, which spares the registers that walking takes. Weights, which the first
+ * cache has, are asked for at once with the row: a request waits there for those before it, in their order. */
 template <class T, int N, int K, bool layernorm, bool adds, bool whole>
-__global__ void __launch_bounds__(forward_block, adds ? 1 : forward_residents(sizeof(T), K))
+__global__ void __launch_bounds__(adds || !whole ? walking_block : forward_block,
+                                  adds || !whole ? 1 : forward_residents(layernorm, K))
     norm_forward(const forward_task<T> task) {
+    constexpr bool early = whole && !adds;
     unsigned row = blockIdx.x * blockDim.y + threadIdx.y, rows = task.rows;
     const row_place<layernorm> place(row, task.H, task.C);
     int C = task.C, chunk = K * N * blockDim.x, last = whole ? 0 : (C - 1) / chunk * chunk, length = row < rows ? C : 0;
     const T *x_row = task.x + place.token * task.x_stride + place.column;
     const T *again = adds ? task.sum + (int64_t)row * C : x_row;
     T *y_row = task.y + place.token * task.y_stride + place.column;
-    mt_pack<T, N> packs[K];
+    mt_pack<T, N> packs[K], w[K], b[K];
     float sum[1] = {0}, squares[1] = {0}, mu = 0, inverse_C = __frcp_rn(C);
+    if (early) {
+        load_chunk(packs, x_row, 0, length);
+        load_chunk(w, task.w, 0, C);
+        if (layernorm) load_chunk(b, task.b, 0, C);
+    }
     if (layernorm || adds) {
         for (int base = 0; base <= last; base += chunk) {
-            load_chunk(packs, x_row, base, length);
+            if (!early) load_chunk(packs, x_row, base, length);
             if (adds) add_residual(packs, task, row, base, length);
 #pragma unroll
             for (int k = 0; k < K; k++) {
@@ -104,7 +110,7 @@ __global__ void __launch_bounds__(forward_block, adds ? 1 : forward_residents(si
         mu = sum[0] * inverse_C;
     }
     for (int base = last; base >= 0; base -= chunk) {
-        if ((!layernorm && !adds) || base < last) load_chunk(packs, again, base, length);
+        if (!early && ((!layernorm && !adds) || base < last)) load_chunk(packs, again, base, length);
 #pragma unroll
         for (int k = 0; k < K; k++) {
             if (base + (k * blockDim.x + threadIdx.x) * N >= length) continue;
@@ -126,23 +132,23 @@ __global__ void __launch_bounds__(forward_block, adds ? 1 : forward_residents(si
             int c = base + (k * blockDim.x + threadIdx.x) * N;
             if (c >= length) continue;
             mt_keep_packed(packs[k]);
-            mt_pack<float, N> out = mt_to_float(packs[k]), weight = mt_to_float(mt_load<N>(task.w + c)), bias = {};
-            if (layernorm) bias = mt_to_float(mt_load<N>(task.b + c));
-            for (int i = 0; i < N; i++) out.value[i] = (out.value[i] - mu) * scale * weight.value[i] + bias.value[i];
+            if (!early) w[k] = mt_load<N>(task.w + c);
+            if (!early && layernorm) b[k] = mt_load<N>(task.b + c);
+            mt_pack<float, N> out, bias = {};
+            if (layernorm) bias = mt_to_float(b[k]);
+            for (int i = 0; i < N; i++)
+                out.value[i] = (mt_element(packs[k], i) - mu) * scale * mt_element(w[k], i) + bias.value[i];
             mt_store(y_row + c, mt_from_float<T>(out));
         }
     }
 }
 
-/* Packs a thread for rows of `packs`, at most `most`: a row has as few warps as can hold it, and the packs of a row
- * that is shorter than a warp has threads are read in stretches of at least 128 bytes. A row of 4096 channels in bf16
- * as two warps of eight packs came to 82% of the copy rate, as four of four to 85%. */
-static inline int64_t packs_of_a_thread(int64_t packs, int64_t most) {
+/* Packs a thread for rows of `packs`: a row has as few warps as can hold it, and the packs of a row that is shorter
+ * than a warp has threads are read in stretches of at least 128 bytes. */
+static inline int64_t packs_of_a_thread(int64_t packs) {
     if (packs <= 64) return packs < 16 ? 1 : 2;
-    if (packs > 256 && packs <= 512 && most > 4) most = 4;
-    int64_t warps = mt_divide_up(packs, 32 * most);
-    int64_t each = mt_divide_up(packs, 32 * warps);
-    return each < most ? each : most;
+    int64_t warps = mt_divide_up(packs, 32 * forward_packs), each = mt_divide_up(packs, 32 * warps);
+    return each < forward_packs ? each : forward_packs;
 }
 
 /* Calls body(mt_width<K>()) for K = k, which is in [1, most]. */
@@ -154,11 +160,11 @@ template <int most, class Body> static void with_packs(int64_t k, Body body) {
 
 template <bool layernorm, bool adds, class T, int N, int K>
 static void launch_forward_packs(const forward_task<T> &task, cudaStream_t stream) {
-    int64_t packs = mt_divide_up(task.C, N);
-    dim3 block = mt_reduction_block(packs, K, packs <= 32 * K ? 128 : 64, forward_block);
-    bool whole = packs <= K * (int64_t)block.x;
+    int64_t packs = mt_divide_up(task.C, N), most = adds ? walking_block : forward_block;
+    bool whole = packs <= K * most;
+    dim3 block = mt_reduction_block(packs, K, packs <= 32 * K ? 128 : 64, whole ? most : walking_block);
     auto kernel = norm_forward<T, N, K, layernorm, adds, true>;
-    if constexpr (K == (adds ? residual_packs : forward_packs))
+    if constexpr (K == forward_packs)
         if (!whole) kernel = norm_forward<T, N, K, layernorm, adds, false>;
     kernel<<<mt_blocks(task.rows, block.y), block, 0, stream>>>(task);
     MT_CUDA_LAUNCHED();
@@ -166,13 +172,11 @@ static void launch_forward_packs(const forward_task<T> &task, cudaStream_t strea
 
 template <bool layernorm, bool adds, class T, int N>
 static void launch_forward(const forward_task<T> &task, cudaStream_t stream) {
-    constexpr int most = adds ? residual_packs : forward_packs;
-    if constexpr (N == 1)
-        launch_forward_packs<layernorm, adds, T, 1, most>(task, stream);
-    else
-        with_packs<most>(packs_of_a_thread(task.C / N, most), [&](auto k) {
-            launch_forward_packs<layernorm, adds, T, N, decltype(k)::value>(task, stream);
-        });
+    int64_t k = N == 1 ? forward_packs : packs_of_a_thread(task.C / N);
+    with_packs<forward_packs>(k, [&](auto count) {
+        if constexpr (N > 1 || decltype(count)::value == forward_packs)
+            launch_forward_packs<layernorm, adds, T, N, decltype(count)::value>(task, stream);
+    });
 }
 
 extern "C" void mt_cuda_rmsnorm_forward(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H,
@@ -224,9 +228,9 @@ extern "C" void mt_cuda_residual_norm_forward(void *y, float *mean, float *rstd,
 
 /* Packs of a row that a thread holds at most; and threads of a multiprocessor where each has K of them, which sets the
  * registers that each may use: the next row's packs, this one's, and the sums for dw and db. */
-static constexpr int backward_packs = 4;
+static constexpr int backward_packs = 2;
 __host__ __device__ static constexpr int backward_threads(bool layernorm, int K) {
-    constexpr int table[2][backward_packs] = {{1024, 512, 384, 256}, {768, 512, 384, 256}};
+    constexpr int table[2][backward_packs] = {{1024, 512}, {768, 512}};
     return table[layernorm][K - 1];
 }
 
@@ -313,6 +317,7 @@ __global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward(
     unsigned step = gridDim.x * blockDim.y, row = blockIdx.x * blockDim.y + threadIdx.y;
     row_part<T, N, K, layernorm> next;
     next.load(task, row);
+    mt_begin_next(); // add_partials, which finds no room before blocks end
     for (int turn = 0; row - threadIdx.y < task.rows; row += step, turn ^= 1) {
         row_part<T, N, K, layernorm> part = next;
         row_place<layernorm> place(row, task.H, C);
@@ -522,6 +527,7 @@ __global__ void __launch_bounds__(1024)
     __shared__ float sums[32][32];
     float sum = 0;
     int c = blockIdx.x * 32 + threadIdx.x;
+    mt_wait_for_previous();
     if (blockIdx.y == 1) partial += (int64_t)blocks * C, blocks = more_blocks, to = more;
     if (c < C)
 #pragma unroll 8
@@ -536,9 +542,11 @@ __global__ void __launch_bounds__(1024)
 void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_blocks, const float *partial, int64_t C,
                           mt_stream *stream) {
     dim3 grid(mt_blocks(C, 32), more ? 2 : 1);
-    add_partials<<<grid, dim3(32, 32), 0, mt_cuda_stream(stream)>>>(to, more, partial, (int)blocks, (int)more_blocks,
-                                                                    (int)C);
-    MT_CUDA_LAUNCHED();
+    cudaLaunchAttribute early;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = dim3(32, 32), config.stream = mt_cuda_stream(stream);
+    mt_cuda_launch_early(&config, &early);
+    MT_CUDA(cudaLaunchKernelEx(&config, add_partials, to, more, partial, (int)blocks, (int)more_blocks, (int)C));
 }
 
 /* How the rows are walked: rows of blockDim.x threads with `packs` packs each, blockDim.y of them in a block and
