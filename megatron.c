@@ -3926,6 +3926,9 @@ int mt_cuda_group_open(mt_group *group, mt_error *error) {
 void mt_cuda_group_close(mt_group *group) {
     group->nccl = NULL;
 }
+
+void mt_cuda_groups_end(void) {
+}
 #endif
 
 /* ==== §4 the rank grid and its groups ============================================================================ */
@@ -4315,12 +4318,16 @@ const mt_ops *mt_backend_open(const char *device, mt_grid *grid, mt_error *error
     return ops;
 }
 
-void mt_grid_clear(mt_grid *grid) {
+static void mt_grid_close_groups(mt_grid *grid) {
     for (int kind = MT_NUM_GROUP_KINDS - 1; kind >= 0; kind--) {
         mt_group *group = mt_grid_group(grid, kind);
         if (group->nccl && !mt_grid_same_members(grid, kind)) mt_cuda_group_close(group);
         group->nccl = NULL;
     }
+}
+
+void mt_grid_clear(mt_grid *grid) {
+    mt_grid_close_groups(grid);
     mt_watch_stop();
     for (int kind = MT_NUM_GROUP_KINDS - 1; kind > MT_GROUP_WORLD; kind--) {
         mt_group *group = mt_grid_group(grid, kind);
@@ -4336,6 +4343,8 @@ void mt_grid_clear(mt_grid *grid) {
 }
 
 void mt_grid_stop(mt_grid *grid) {
+    mt_grid_close_groups(grid);
+    mt_cuda_groups_end(); // while the watch still sees who hangs
     mt_grid_clear(grid);
 #ifdef MT_HAVE_MPI
     if (grid->world.comm) MPI_Finalize();

@@ -32,11 +32,15 @@ template <bool layernorm> struct row_place {
 /* ---- forward: y = (x - mean) rstd w + b -------------------------------------------------------------------------- */
 
 /* Packs of a row that a thread holds at most, threads of the largest block that holds a row, and how many such blocks
- * must find registers at once: a thread keeps the weights of its packs too, and the biases. */
-static constexpr int forward_packs = 4, forward_block = 256;
-__host__ __device__ static constexpr int forward_residents(bool layernorm, int K) {
-    constexpr int table[2][forward_packs] = {{8, 6, 4, 4}, {6, 4, 3, 2}};
-    return table[layernorm][K - 1];
+ * must find registers at once. With the packs RMSNorm holds their weights. LayerNorm has biases too, for which a block
+ * of several rows has them in shared memory, of so many bytes at most. */
+static constexpr int most_forward_packs = 8, forward_block = 256, shared_weights_bytes = 40 << 10;
+__host__ __device__ static constexpr int forward_packs(bool layernorm, bool adds) {
+    return layernorm && !adds ? most_forward_packs : 4;
+}
+__host__ __device__ static constexpr int forward_residents(bool layernorm, int K, int element_bytes) {
+    constexpr int table[2][most_forward_packs] = {{8, 6, 4, 4}, {8, 6, 5, 5, 4, 4, 4, 4}};
+    return element_bytes > 2 && K > 3 ? 3 : table[layernorm][K - 1];
 }
 /* Of a block that walks along its row, or adds a residual, which needs registers for as many packs again. */
 static constexpr int walking_block = 512;
@@ -74,29 +78,38 @@ __device__ static inline void add_residual(mt_pack<T, N> (&packs)[K], const forw
 }
 
 /* Reads x, writes y: 4 bytes an element in bf16, 8 in fp32; where it `adds`, reads x and residual and writes sum and y:
- * 8 and 16. `whole`: a chunk holds the row, which spares the registers that walking takes. Weights, which the first
- * cache has, are asked for at once with the row: a request waits there for those before it, in their order. */
+ * 8 and 16. `whole`: a chunk holds the row, which spares the registers that walking takes. Then weights, which the
+ * first cache has, are asked for at once with the row: a request waits there for those before it, in their order. */
 template <class T, int N, int K, bool layernorm, bool adds, bool whole>
 __global__ void __launch_bounds__(adds || !whole ? walking_block : forward_block,
-                                  adds || !whole ? 1 : forward_residents(layernorm, K))
+                                  adds || !whole ? 1 : forward_residents(layernorm, K, sizeof(T)))
     norm_forward(const forward_task<T> task) {
-    constexpr bool early = whole && !adds;
+    constexpr bool keeps_weights = whole && !adds && !layernorm, shares_weights = whole && !adds && layernorm;
+    extern __shared__ uint4 shared_weights[];
     unsigned row = blockIdx.x * blockDim.y + threadIdx.y, rows = task.rows;
     const row_place<layernorm> place(row, task.H, task.C);
     int C = task.C, chunk = K * N * blockDim.x, last = whole ? 0 : (C - 1) / chunk * chunk, length = row < rows ? C : 0;
     const T *x_row = task.x + place.token * task.x_stride + place.column;
     const T *again = adds ? task.sum + (int64_t)row * C : x_row;
     T *y_row = task.y + place.token * task.y_stride + place.column;
-    mt_pack<T, N> packs[K], w[K], b[K];
+    mt_pack<T, N> packs[K], w[K];
+    T *shared_w = (T *)shared_weights, *shared_b = shared_w + C;
+    if (shares_weights) {
+        int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+        for (int c = thread * N; c < C; c += threads * N) {
+            mt_load_async((mt_pack<T, N> *)(shared_w + c), task.w + c, true);
+            mt_load_async((mt_pack<T, N> *)(shared_b + c), task.b + c, true);
+        }
+        mt_load_async_commit();
+    }
     float sum[1] = {0}, squares[1] = {0}, mu = 0, inverse_C = __frcp_rn(C);
-    if (early) {
+    if (keeps_weights) {
         load_chunk(packs, x_row, 0, length);
         load_chunk(w, task.w, 0, C);
-        if (layernorm) load_chunk(b, task.b, 0, C);
     }
     if (layernorm || adds) {
         for (int base = 0; base <= last; base += chunk) {
-            if (!early) load_chunk(packs, x_row, base, length);
+            load_chunk(packs, x_row, base, length);
             if (adds) add_residual(packs, task, row, base, length);
 #pragma unroll
             for (int k = 0; k < K; k++) {
@@ -110,7 +123,7 @@ __global__ void __launch_bounds__(adds || !whole ? walking_block : forward_block
         mu = sum[0] * inverse_C;
     }
     for (int base = last; base >= 0; base -= chunk) {
-        if (!early && ((!layernorm && !adds) || base < last)) load_chunk(packs, again, base, length);
+        if (!keeps_weights && ((!layernorm && !adds) || base < last)) load_chunk(packs, again, base, length);
 #pragma unroll
         for (int k = 0; k < K; k++) {
             if (base + (k * blockDim.x + threadIdx.x) * N >= length) continue;
@@ -125,6 +138,10 @@ __global__ void __launch_bounds__(adds || !whole ? walking_block : forward_block
         task.rstd[row] = scale;
         if (layernorm) task.mean[row] = mu;
     }
+    if (shares_weights) {
+        mt_load_async_wait<0>();
+        __syncthreads();
+    }
     for (int base = 0; base <= last; base += chunk) {
         if (base > 0) load_chunk(packs, again, base, length);
 #pragma unroll
@@ -132,12 +149,10 @@ __global__ void __launch_bounds__(adds || !whole ? walking_block : forward_block
             int c = base + (k * blockDim.x + threadIdx.x) * N;
             if (c >= length) continue;
             mt_keep_packed(packs[k]);
-            if (!early) w[k] = mt_load<N>(task.w + c);
-            if (!early && layernorm) b[k] = mt_load<N>(task.b + c);
-            mt_pack<float, N> out, bias = {};
-            if (layernorm) bias = mt_to_float(b[k]);
-            for (int i = 0; i < N; i++)
-                out.value[i] = (mt_element(packs[k], i) - mu) * scale * mt_element(w[k], i) + bias.value[i];
+            if (!keeps_weights) w[k] = mt_load<N>((shares_weights ? shared_w : task.w) + c);
+            mt_pack<float, N> out = mt_to_float(packs[k]), weight = mt_to_float(w[k]), bias = {};
+            if (layernorm) bias = mt_to_float(mt_load<N>((shares_weights ? shared_b : task.b) + c));
+            for (int i = 0; i < N; i++) out.value[i] = (out.value[i] - mu) * scale * weight.value[i] + bias.value[i];
             mt_store(y_row + c, mt_from_float<T>(out));
         }
     }
@@ -145,10 +160,10 @@ __global__ void __launch_bounds__(adds || !whole ? walking_block : forward_block
 
 /* Packs a thread for rows of `packs`: a row has as few warps as can hold it, and the packs of a row that is shorter
  * than a warp has threads are read in stretches of at least 128 bytes. */
-static inline int64_t packs_of_a_thread(int64_t packs) {
+static inline int64_t packs_of_a_thread(int64_t packs, int64_t most) {
     if (packs <= 64) return packs < 16 ? 1 : 2;
-    int64_t warps = mt_divide_up(packs, 32 * forward_packs), each = mt_divide_up(packs, 32 * warps);
-    return each < forward_packs ? each : forward_packs;
+    int64_t warps = mt_divide_up(packs, 32 * most), each = mt_divide_up(packs, 32 * warps);
+    return each < most ? each : most;
 }
 
 /* Calls body(mt_width<K>()) for K = k, which is in [1, most]. */
@@ -161,21 +176,23 @@ template <int most, class Body> static void with_packs(int64_t k, Body body) {
 template <bool layernorm, bool adds, class T, int N, int K>
 static void launch_forward_packs(const forward_task<T> &task, cudaStream_t stream) {
     int64_t packs = mt_divide_up(task.C, N), most = adds ? walking_block : forward_block;
-    bool whole = packs <= K * most;
-    dim3 block = mt_reduction_block(packs, K, packs <= 32 * K ? 128 : 64, whole ? most : walking_block);
+    int64_t shared = layernorm && !adds ? 2 * task.C * (int64_t)sizeof(T) : 0;
+    bool whole = packs <= K * most && shared <= shared_weights_bytes;
+    int64_t smallest = shared > 0 ? forward_block : packs <= 32 * K ? 128 : 64;
+    dim3 block = mt_reduction_block(packs, K, smallest, whole ? most : walking_block);
     auto kernel = norm_forward<T, N, K, layernorm, adds, true>;
-    if constexpr (K == forward_packs)
-        if (!whole) kernel = norm_forward<T, N, K, layernorm, adds, false>;
-    kernel<<<mt_blocks(task.rows, block.y), block, 0, stream>>>(task);
+    if constexpr (K == forward_packs(layernorm, adds))
+        if (!whole) kernel = norm_forward<T, N, K, layernorm, adds, false>, shared = 0;
+    kernel<<<mt_blocks(task.rows, block.y), block, shared, stream>>>(task);
     MT_CUDA_LAUNCHED();
 }
 
 template <bool layernorm, bool adds, class T, int N>
 static void launch_forward(const forward_task<T> &task, cudaStream_t stream) {
-    int64_t k = N == 1 ? forward_packs : packs_of_a_thread(task.C / N);
-    with_packs<forward_packs>(k, [&](auto count) {
-        if constexpr (N > 1 || decltype(count)::value == forward_packs)
-            launch_forward_packs<layernorm, adds, T, N, decltype(count)::value>(task, stream);
+    constexpr int most = forward_packs(layernorm, adds);
+    with_packs<most>(N == 1 ? most : packs_of_a_thread(task.C / N, most), [&](auto count) {
+        constexpr int K = decltype(count)::value;
+        if constexpr (N > 1 || K == most) launch_forward_packs<layernorm, adds, T, N, K>(task, stream);
     });
 }
 
