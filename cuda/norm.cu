@@ -77,6 +77,31 @@ __device__ static inline void add_residual(mt_pack<T, N> (&packs)[K], const forw
     }
 }
 
+/* Begins to copy the weights and biases of all columns to shared memory. */
+template <int N, class T>
+__device__ static inline void share_weights(T *shared_w, T *shared_b, const T *w, const T *b, int C) {
+    int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+    for (int c = thread * N; c < C; c += threads * N) {
+        mt_load_async((mt_pack<T, N> *)(shared_w + c), w + c, true);
+        mt_load_async((mt_pack<T, N> *)(shared_b + c), b + c, true);
+    }
+    mt_load_async_commit();
+}
+
+/* sum of (x - mu)^2 over a thread's packs of the chunk at `base`. */
+template <int K, int N, class T>
+__device__ static inline float squares_of(mt_pack<T, N> (&packs)[K], float mu, int base, int length) {
+    float squares = 0;
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (base + (k * blockDim.x + threadIdx.x) * N >= length) continue;
+        mt_keep_packed(packs[k]);
+        mt_pack<float, N> in = mt_to_float(packs[k]);
+        for (int i = 0; i < N; i++) squares += (in.value[i] - mu) * (in.value[i] - mu);
+    }
+    return squares;
+}
+
 /* Reads x, writes y: 4 bytes an element in bf16, 8 in fp32; where it `adds`, reads x and residual and writes sum and y:
  * 8 and 16. `whole`: a chunk holds the row, which spares the registers that walking takes. Then weights, which the
  * first cache has, are asked for at once with the row: a request waits there for those before it, in their order. */
@@ -94,14 +119,7 @@ __global__ void __launch_bounds__(adds || !whole ? walking_block : forward_block
     T *y_row = task.y + place.token * task.y_stride + place.column;
     mt_pack<T, N> packs[K], w[K];
     T *shared_w = (T *)shared_weights, *shared_b = shared_w + C;
-    if (shares_weights) {
-        int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-        for (int c = thread * N; c < C; c += threads * N) {
-            mt_load_async((mt_pack<T, N> *)(shared_w + c), task.w + c, true);
-            mt_load_async((mt_pack<T, N> *)(shared_b + c), task.b + c, true);
-        }
-        mt_load_async_commit();
-    }
+    if (shares_weights) share_weights<N>(shared_w, shared_b, task.w, task.b, C);
     float sum[1] = {0}, squares[1] = {0}, mu = 0, inverse_C = __frcp_rn(C);
     if (keeps_weights) {
         load_chunk(packs, x_row, 0, length);
@@ -124,13 +142,7 @@ __global__ void __launch_bounds__(adds || !whole ? walking_block : forward_block
     }
     for (int base = last; base >= 0; base -= chunk) {
         if (!keeps_weights && ((!layernorm && !adds) || base < last)) load_chunk(packs, again, base, length);
-#pragma unroll
-        for (int k = 0; k < K; k++) {
-            if (base + (k * blockDim.x + threadIdx.x) * N >= length) continue;
-            mt_keep_packed(packs[k]);
-            mt_pack<float, N> in = mt_to_float(packs[k]);
-            for (int i = 0; i < N; i++) squares[0] += (in.value[i] - mu) * (in.value[i] - mu);
-        }
+        squares[0] += squares_of(packs, mu, base, length);
     }
     mt_row_sum(squares, 1);
     float scale = rsqrtf(squares[0] * inverse_C + task.eps);
@@ -431,8 +443,8 @@ __global__ void __launch_bounds__(wide_block) norm_backward_wide(const backward_
     const ring_type ring(shared_rows);
     const int C = task.C;
     const float inverse_C = __frcp_rn(C);
-    mt_pack<float, N> dw[K] = {}, db[layernorm ? K : 1] = {};
-    mt_pack<T, N> weights[K];
+    mt_pack<float, N> dw[K] = {}, db[layernorm ? K : 1] = {}, n, d, g;
+    mt_pack<T, N> weights[K], x, dy;
     load_chunk(weights, task.w, 0, C);
     unsigned row = blockIdx.x;
     for (int stage = 0; stage < stages - 1; stage++) ring.load(task, row + stage * gridDim.x, stage);
@@ -440,10 +452,8 @@ __global__ void __launch_bounds__(wide_block) norm_backward_wide(const backward_
         ring.load(task, row + (stages - 1) * gridDim.x, stage == 0 ? stages - 1 : stage - 1);
         mt_load_async_wait<stages - 1>();
         __syncwarp();
-        mt_pack<T, N> x, dy;
         float scale = ring.statistic(stage)[0], mu = layernorm ? ring.statistic(stage)[1] : 0;
         float sums[layernorm ? 2 : 1] = {}, shift = -mu * scale;
-        mt_pack<float, N> n, d, g;
 #pragma unroll
         for (int k = 0; k < K; k++) {
             x = *ring.pack(stage, 0, k), dy = *ring.pack(stage, 1, k);
