@@ -88,7 +88,15 @@ __device__ static inline void share_weights(T *shared_w, T *shared_b, const T *w
     mt_load_async_commit();
 }
 
-/* sum of (x - mu)^2 over a thread's packs of the chunk at `base`. */
+/* sum plus what a thread's packs hold; past the row's end they are zeros. */
+template <int K, int N, class T> __device__ static inline float add_up(float sum, const mt_pack<T, N> (&packs)[K]) {
+#pragma unroll
+    for (int k = 0; k < K; k++)
+        for (int i = 0; i < N; i++) sum += mt_element(packs[k], i);
+    return sum;
+}
+
+/* The sum of (x - mu)^2 over a thread's packs of the chunk at `base`. */
 template <int K, int N, class T>
 __device__ static inline float squares_of(mt_pack<T, N> (&packs)[K], float mu, int base, int length) {
     float squares = 0;
@@ -111,9 +119,10 @@ __global__ void __launch_bounds__(adds || !whole ? walking_block : forward_block
     norm_forward(const forward_task<T> task) {
     constexpr bool keeps_weights = whole && !adds && !layernorm, shares_weights = whole && !adds && layernorm;
     extern __shared__ uint4 shared_weights[];
-    unsigned row = blockIdx.x * blockDim.y + threadIdx.y, rows = task.rows;
+    unsigned row = blockIdx.x * blockDim.y + threadIdx.y;
     const row_place<layernorm> place(row, task.H, task.C);
-    int C = task.C, chunk = K * N * blockDim.x, last = whole ? 0 : (C - 1) / chunk * chunk, length = row < rows ? C : 0;
+    int C = task.C, chunk = K * N * blockDim.x, last = whole ? 0 : (C - 1) / chunk * chunk;
+    const int length = row < task.rows ? C : 0;
     const T *x_row = task.x + place.token * task.x_stride + place.column;
     const T *again = adds ? task.sum + (int64_t)row * C : x_row;
     T *y_row = task.y + place.token * task.y_stride + place.column;
@@ -129,11 +138,7 @@ __global__ void __launch_bounds__(adds || !whole ? walking_block : forward_block
         for (int base = 0; base <= last; base += chunk) {
             load_chunk(packs, x_row, base, length);
             if (adds) add_residual(packs, task, row, base, length);
-#pragma unroll
-            for (int k = 0; k < K; k++) {
-                mt_pack<float, N> in = mt_to_float(packs[k]);
-                for (int i = 0; i < N; i++) sum[0] += in.value[i];
-            }
+            sum[0] = add_up(sum[0], packs);
         }
     }
     if (layernorm) {
@@ -146,7 +151,7 @@ __global__ void __launch_bounds__(adds || !whole ? walking_block : forward_block
     }
     mt_row_sum(squares, 1);
     float scale = rsqrtf(squares[0] * inverse_C + task.eps);
-    if (threadIdx.x == 0 && row < rows) {
+    if (threadIdx.x == 0 && length > 0) {
         task.rstd[row] = scale;
         if (layernorm) task.mean[row] = mu;
     }
@@ -185,10 +190,15 @@ template <int most, class Body> static void with_packs(int64_t k, Body body) {
     body(mt_width<most>());
 }
 
+/* Bytes of weights and biases that a block has in shared memory. */
+template <bool layernorm, bool adds, class T> static int64_t shared_weights_of(const forward_task<T> &task) {
+    return layernorm && !adds ? 2 * task.C * (int64_t)sizeof(T) : 0;
+}
+
 template <bool layernorm, bool adds, class T, int N, int K>
 static void launch_forward_packs(const forward_task<T> &task, cudaStream_t stream) {
     int64_t packs = mt_divide_up(task.C, N), most = adds ? walking_block : forward_block;
-    int64_t shared = layernorm && !adds ? 2 * task.C * (int64_t)sizeof(T) : 0;
+    int64_t shared = shared_weights_of<layernorm, adds>(task);
     bool whole = packs <= K * most && shared <= shared_weights_bytes;
     int64_t smallest = shared > 0 ? forward_block : packs <= 32 * K ? 128 : 64;
     dim3 block = mt_reduction_block(packs, K, smallest, whole ? most : walking_block);
@@ -199,10 +209,12 @@ static void launch_forward_packs(const forward_task<T> &task, cudaStream_t strea
     MT_CUDA_LAUNCHED();
 }
 
+/* Only with the most packs a thread is there a kernel for rows that find no room in a block. */
 template <bool layernorm, bool adds, class T, int N>
 static void launch_forward(const forward_task<T> &task, cudaStream_t stream) {
     constexpr int most = forward_packs(layernorm, adds);
-    with_packs<most>(N == 1 ? most : packs_of_a_thread(task.C / N, most), [&](auto count) {
+    bool has_room = N > 1 && shared_weights_of<layernorm, adds>(task) <= shared_weights_bytes;
+    with_packs<most>(has_room ? packs_of_a_thread(task.C / N, most) : most, [&](auto count) {
         constexpr int K = decltype(count)::value;
         if constexpr (N > 1 || K == most) launch_forward_packs<layernorm, adds, T, N, K>(task, stream);
     });
