@@ -449,6 +449,15 @@ static void route_forward(run *r, const int64_t *n) {
     r->ops->route_forward(probs, experts, invalid, logits, bias, n[0], &router, r->stream);
 }
 
+static void route_sinkhorn(run *r, const int64_t *n) { // a part of the tokens
+    mt_router router = {.num_experts = n[1], .topk = n[2], .sigmoid = n[2] == 1, .pre_softmax = n[2] > 1};
+    router.scaling = 1.5f;
+    int64_t first = n[0] / 3, count = n[0] - n[0] / 2;
+    float *probs = float_output(r, count * n[2]), *logits = logits_of(r, n);
+    int32_t *experts = int_output(r, count * n[2]), *invalid = int_output(r, 1);
+    r->ops->route_sinkhorn(probs, experts, invalid, logits, n[0], first, count, &router, r->stream);
+}
+
 static void route_backward(run *r, const int64_t *n) {
     mt_router router = router_of(n);
     float *dlogits = float_output(r, n[0] * n[1]), *dprobs = float_input(r, n[0] * n[2], NORMAL);
@@ -948,6 +957,7 @@ static operation operations[] = {
     {"gather_rows", gather_rows, ONCE, row_shapes, {0}},
     {"router_logits", router_logits, 1e-5, router_logit_shapes, {0}},
     {"route_forward", route_forward, 1e-5, router_shapes, {0}},
+    {"route_sinkhorn", route_sinkhorn, 1e-5, router_shapes, {0}},
     {"route_backward", route_backward, 1e-5, router_shapes, {0}},
     {"balance_forward", balance_forward, 1e-5, router_shapes, {0}},
     {"balance_loss", balance_loss, 1e-5, router_shapes, {0}},
