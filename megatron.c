@@ -5154,6 +5154,9 @@ int mt_cuda_group_open(mt_group *group, mt_error *error) {
 void mt_cuda_group_close(mt_group *group) {
     group->nccl = NULL;
 }
+
+void mt_cuda_groups_end(void) {
+}
 #endif
 
 /* ==== §4 the rank grid and its groups ============================================================================ */
@@ -5328,6 +5331,9 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     grid->world.members = mt_malloc(grid->world.size * (int64_t)sizeof(int));
     for (int i = 0; i < grid->world.size; i++) grid->world.members[i] = i;
     mt_share_threads(&grid->world);
+    // A kernel that is loaded at its first launch may wait for all that runs on the GPU, a receive among it whose
+    // sender waits for this rank: where there are several, CUDA loads kernels when it starts.
+    if (grid->world.size > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 #else
     (void)argc, (void)argv;
     const char *size = getenv("OMPI_COMM_WORLD_SIZE");
@@ -5550,12 +5556,16 @@ const mt_ops *mt_backend_open(const char *device, mt_grid *grid, mt_error *error
     return ops;
 }
 
-void mt_grid_clear(mt_grid *grid) {
+static void mt_grid_close_groups(mt_grid *grid) {
     for (int kind = MT_NUM_GROUP_KINDS - 1; kind >= 0; kind--) {
         mt_group *group = mt_grid_group(grid, kind);
         if (group->nccl && !mt_grid_same_members(grid, kind)) mt_cuda_group_close(group);
         group->nccl = NULL;
     }
+}
+
+void mt_grid_clear(mt_grid *grid) {
+    mt_grid_close_groups(grid);
     mt_watch_stop();
     for (int kind = MT_NUM_GROUP_KINDS - 1; kind > MT_GROUP_WORLD; kind--) {
         mt_group *group = mt_grid_group(grid, kind);
@@ -5571,6 +5581,8 @@ void mt_grid_clear(mt_grid *grid) {
 }
 
 void mt_grid_stop(mt_grid *grid) {
+    mt_grid_close_groups(grid);
+    mt_cuda_groups_end(); // while the watch still sees who hangs
     mt_grid_clear(grid);
 #ifdef MT_HAVE_MPI
     if (grid->world.comm) MPI_Finalize();
@@ -6923,6 +6935,7 @@ struct mt_model {
     int64_t T, num_logits;
     int64_t rows, first_row; // of hidden states on this rank, of T; the first of them
     bool training;
+    bool in_schedule;   // of a pipeline, rather than decoding
     bool last_backward; // of this chunk in this step
     int32_t *tokens, *labels, *positions, *cache_rows, *logit_rows;
     float *loss_mask;
@@ -9676,9 +9689,15 @@ static void mt_chunk_backward_weight(mt_model *m) {
 
 /* ---- between chunks */
 
+/* Elements of a message. In a schedule a rank receives before it knows the batch, and NCCL takes no message that is
+ * shorter than it was told: there all are as long as the largest. */
+static int64_t mt_link_count(const mt_model *m) {
+    return (m->in_schedule ? m->max_rows : m->rows) * m->C;
+}
+
 /* Begins to receive the next message of a link, if a buffer is free for it. */
-static bool mt_link_start(mt_model *m, mt_link *link, int64_t count) {
-    int64_t k = link->started % link->num_buffers;
+static bool mt_link_start(mt_model *m, mt_link *link) {
+    int64_t k = link->started % link->num_buffers, count = mt_link_count(m);
     if (link->started - link->finished == link->num_buffers) return false;
     link->tickets[k] = m->ops->channel_recv(link->channel, link->buffers[k], count, m->dtype, m->stream);
     link->started++;
@@ -9687,7 +9706,7 @@ static bool mt_link_start(mt_model *m, mt_link *link, int64_t count) {
 
 /* to[count] = the oldest message that was not taken yet. */
 static void mt_link_take(mt_model *m, mt_link *link, void *to, int64_t count) {
-    if (link->started == link->finished) mt_link_start(m, link, count);
+    if (link->started == link->finished) mt_link_start(m, link);
     int64_t k = link->finished++ % link->num_buffers;
     m->ops->channel_wait(link->channel, link->tickets[k], m->stream);
     m->ops->memory_copy(to, link->buffers[k], count * mt_dtype_size(m->dtype), m->stream);
@@ -9698,7 +9717,7 @@ static void mt_link_send(mt_model *m, mt_link *link, const void *from, int64_t c
     int64_t k = link->started % link->num_buffers;
     if (link->started >= link->num_buffers) m->ops->channel_wait(link->channel, link->tickets[k], m->stream);
     m->ops->memory_copy(link->buffers[k], from, count * mt_dtype_size(m->dtype), m->stream);
-    link->tickets[k] = m->ops->channel_send(link->channel, link->buffers[k], count, m->dtype, m->stream);
+    link->tickets[k] = m->ops->channel_send(link->channel, link->buffers[k], mt_link_count(m), m->dtype, m->stream);
     link->started++;
 }
 
@@ -13904,7 +13923,7 @@ static void mt_receive_ahead(mt_model *m, const mt_step *steps, int64_t count, i
     for (int direction = 0; direction < 2; direction++)
         for (int64_t *at = &next[direction]; *at < count; ++*at) {
             if (*at < now || steps[*at].kind != kinds[direction]) continue;
-            if (!mt_link_start(m, &m->links[links[direction]], m->max_rows * m->C)) break;
+            if (!mt_link_start(m, &m->links[links[direction]])) break;
         }
 }
 
@@ -13939,6 +13958,7 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
     m->training = training;
+    m->in_schedule = true;
     bool looks_ahead = mt_looks_ahead(m);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
@@ -13954,6 +13974,7 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
             mt_step_backward(m, step, inputs);
         mt_profile_phase_end(m->stream);
     }
+    m->in_schedule = false;
     free(inputs);
     return status;
 }

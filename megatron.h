@@ -988,9 +988,11 @@ int mt_options_agree(const mt_options *options, const mt_group *world, mt_error 
 const mt_ops *mt_backend_open(const char *device, mt_grid *grid, mt_error *error);
 
 /* The CUDA backend's communicator for a group of several ranks, which all call it, and its end; mt_backend_open and
- * mt_grid_stop do that for the groups of a grid. Groups with the same members may share one. */
+ * mt_grid_clear do that for the groups of a grid. Groups with the same members may share one. Those that were closed
+ * serve again, until mt_cuda_groups_end, which mt_grid_stop calls, once no group and no channel is open. */
 int mt_cuda_group_open(mt_group *group, mt_error *error);
 void mt_cuda_group_close(mt_group *group);
+void mt_cuda_groups_end(void);
 
 /* The same on host memory, through MPI whatever the backend: buffer[count] = its sum (or maximum) over the group,
  * MT_F32, MT_BF16 or MT_F64; and a barrier. */
