@@ -61,6 +61,10 @@ typedef enum subject {
     LATENT,         // multi-head latent attention, with latents of queries; heads narrower than the model
     NO_Q_LATENT,
     LATENT_PACKED,
+    MTP, // two modules of multi-token prediction
+    MTP_TIED,
+    MTP_PACKED,
+    MTP_SHARED, // with experts, and a latent
     NUM_SUBJECTS
 } subject;
 
@@ -109,6 +113,12 @@ static const struct {
     [LATENT] = {LATENT_LIKE " --q-lora-rank 40", 1}, // more than the model is wide
     [NO_Q_LATENT] = {LATENT_LIKE, 1},
     [LATENT_PACKED] = {LATENT_LIKE " --q-lora-rank 10", 2},
+    [MTP] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"
+                        " --global-batch-size 8",
+             1},
+    [MTP_TIED] = {QWEN_LIKE " --mtp-num-layers 1 --mtp-loss-scaling-factor 0.5 --global-batch-size 8", 1},
+    [MTP_PACKED] = {QWEN_LIKE " --untie-embeddings-and-output-weights --mtp-num-layers 2 --global-batch-size 8", 2},
+    [MTP_SHARED] = {GROUPED_LIKE " --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --global-batch-size 8", 1},
 };
 
 /* One row of a table. */
@@ -250,6 +260,7 @@ static int train_one_step(trainee *t, double *loss, double *norm, mt_error *erro
     if (mt_train_step(t->model, &t->state, micro_batches, make_batch, &from, &t->batch, &metrics, error) != 0)
         return -1;
     *loss = metrics.loss, *norm = metrics.grad_norm;
+    for (int k = 0; k < MT_MAX_MTP_LAYERS; k++) *loss += metrics.mtp_losses[k];
     return 0;
 }
 
@@ -668,6 +679,37 @@ static const layout of_latent_attention[] = {
     {8, NO_Q_LATENT, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params" PREFETCH},
 };
 
+static const layout with_multi_token_prediction[] = {
+    {2, MTP, TP "2"},
+    {2, MTP_TIED, TP "2" SP},
+    {2, MTP, PP "2"},
+    {2, MTP_TIED, PP "2"},
+    {2, MTP, PP "2" STAGES "Ett|ttmmL"},
+    {2, MTP_TIED, PP "2" VP "2"},
+    {2, MTP, CP "2"},
+    {2, MTP_PACKED, CP "2" BY "all_gather" MICRO "2"},
+    {2, MTP, SHARD "optim" PREFETCH},
+    {2, MTP_TIED, SHARD "optim_grads" OVERLAP},
+    {2, MTP, SHARD "optim_grads_params" PREFETCH},
+    {2, MTP_TIED, SHARD "optim_grads_params" PREFETCH},
+    {2, MTP_PACKED, TP "2" SP MICRO "2"},
+    {2, MTP_SHARED, EP "2"},
+    {2, MTP_SHARED, PP "2" VP "2"},
+    {4, MTP, PP "4"},
+    {4, MTP_TIED, PP "4" STAGES "Ett|t||tmL"},
+    {4, MTP, TP "2" SP PP "2" STAGES "E|tt|tt|mmL"},
+    {4, MTP, PP "2" SHARD "optim_grads_params" PREFETCH},
+    {4, MTP_TIED, PP "2" SHARD "optim_grads" PREFETCH},
+    {4, MTP_PACKED, PP "2" CP "2" BY "a2a"},
+    {4, MTP, PP "2" VP "2" SHARD "optim" PREFETCH},
+    {4, MTP_SHARED, TP "2" SP PP "2" EP "2" ETP "1"},
+    {4, MTP_SHARED, TP "2" SP CP "2" EP "4" ETP "1" SHARD "optim_grads_params"},
+    {4, MTP_SHARED, PP "2" EP "2" GATHER SHARD "optim_grads_params" PREFETCH},
+    {8, MTP, TP "2" SP PP "2" CP "2"},
+    {8, MTP_TIED, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params" PREFETCH},
+    {8, MTP_SHARED, TP "2" SP PP "2" EP "4" ETP "1" SHARD "optim" PREFETCH},
+};
+
 /* Two ranks with more about them. */
 static const layout of_2_ranks[] = {
     {2, LLAMA, TP "2" SP MICRO "4"},
@@ -788,6 +830,7 @@ static const layout with_experts[] = {
 static const layout in_bf16[] = {
     {2, EXPERTS, EP "2"},
     {4, SHARED, TP "2" SP EP "4" ETP "1"},
+    {4, MTP_SHARED, TP "2" SP PP "2" EP "2" ETP "1"},
     {2, LLAMA, TP "2" SP},
     {2, GPT2, PP "2" VP "2"},
     {4, LLAMA, TP "2" SP PP "2" ZB},
@@ -834,6 +877,11 @@ static void latent_attention_trains_like_one_rank_on_every_layout(void **state) 
     RUN_ROWS(of_latent_attention, false, 1e-5);
 }
 
+static void multi_token_prediction_trains_like_one_rank_on_every_layout(void **state) {
+    (void)state;
+    RUN_ROWS(with_multi_token_prediction, false, 1e-5);
+}
+
 static void layouts_of_2_ranks_train_like_one_rank(void **state) {
     (void)state;
     RUN_ROWS(of_2_ranks, false, 1e-5);
@@ -874,6 +922,7 @@ static int run_layout_tests(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_parallelism_alone_trains_like_one_rank),
         cmocka_unit_test(latent_attention_trains_like_one_rank_on_every_layout),
+        cmocka_unit_test(multi_token_prediction_trains_like_one_rank_on_every_layout),
         cmocka_unit_test(layouts_of_2_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_of_4_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_of_8_ranks_train_like_one_rank),
