@@ -11446,13 +11446,19 @@ static const mt_tensor_info *mt_safetensors_find_param(const mt_safetensors *fil
     return tensor;
 }
 
-static int mt_param_missing(const mt_param *param, const char *folder, const mt_safetensors *file, mt_error *error) {
+static int mt_param_missing(const mt_param *param, const mt_options *options, const char *folder,
+                            const mt_safetensors *file, mt_error *error) {
     const char *option = mt_param_option[param->role].exists;
     if (param->role == MT_LM_HEAD)
         return mt_error_set(error,
                             "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
                             "true, or leave out %s",
                             folder, param->hf_name, option);
+    if (param->layer >= options->num_layers)
+        return mt_error_set(error,
+                            "%s: has no tensor \"%s\" of a module of multi-token prediction among its %lld; lower "
+                            "--mtp-num-layers to the modules that it holds, perhaps 0",
+                            folder, param->hf_name, (long long)mt_safetensors_count(file));
     return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json, --num-layers%s%s", folder,
                         param->hf_name, (long long)mt_safetensors_count(file), option ? " and " : "",
                         option ? option : "");
@@ -11545,7 +11551,7 @@ static int mt_weights_check(const mt_options *options, const char *folder, const
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
         const mt_tensor_info *tensor = mt_safetensors_find_param(file, rows[i].hf_name);
-        status = tensor ? mt_param_check(&rows[i], tensor, error) : mt_param_missing(&rows[i], folder, file, error);
+        status = tensor ? mt_param_check(&rows[i], tensor, error) : mt_param_missing(&rows[i], options, folder, file, error);
     }
     if (status == 0) status = mt_weights_check_unused(rows, count, options, file, error);
     for (int64_t i = 0; i < file->count && status == 0; i++)

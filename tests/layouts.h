@@ -64,7 +64,7 @@ typedef enum subject {
     MTP, // two modules of multi-token prediction
     MTP_TIED,
     MTP_PACKED,
-    MTP_SHARED, // with experts, and a latent
+    MTP_LATENT, // and experts, as DeepSeek-V3 has them
     NUM_SUBJECTS
 } subject;
 
@@ -80,6 +80,10 @@ typedef enum subject {
 #define EXPERTS_LIKE                                                                                                   \
     LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --num-experts 8 --moe-ffn-hidden-size 16 --moe-z-loss-coeff 1e-3" \
                " --moe-aux-loss-coeff 1e-2"
+#define ROUTED_LIKE                                                                                                    \
+    " --num-experts 8 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 1e-2 --moe-router-score-function sigmoid"          \
+    " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 --moe-layer-freq ([0]*1+[1]*3)"               \
+    " --moe-shared-expert-intermediate-size 24"
 #define GROUPED_LIKE                                                                                                   \
     EXPERTS_LIKE " --moe-router-score-function sigmoid --moe-router-topk 4 --moe-router-num-groups 4"                  \
                  " --moe-router-group-topk 2 --moe-router-topk-scaling-factor 1.5 --moe-router-enable-expert-bias"     \
@@ -118,7 +122,7 @@ static const struct {
              1},
     [MTP_TIED] = {QWEN_LIKE " --mtp-num-layers 1 --mtp-loss-scaling-factor 0.5 --global-batch-size 8", 1},
     [MTP_PACKED] = {QWEN_LIKE " --untie-embeddings-and-output-weights --mtp-num-layers 2 --global-batch-size 8", 2},
-    [MTP_SHARED] = {GROUPED_LIKE " --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --global-batch-size 8", 1},
+    [MTP_LATENT] = {LATENT_LIKE " --q-lora-rank 10" ROUTED_LIKE " --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3", 1},
 };
 
 /* One row of a table. */
@@ -693,8 +697,8 @@ static const layout with_multi_token_prediction[] = {
     {2, MTP, SHARD "optim_grads_params" PREFETCH},
     {2, MTP_TIED, SHARD "optim_grads_params" PREFETCH},
     {2, MTP_PACKED, TP "2" SP MICRO "2"},
-    {2, MTP_SHARED, EP "2"},
-    {2, MTP_SHARED, PP "2" VP "2"},
+    {2, MTP_LATENT, EP "2"},
+    {2, MTP_LATENT, PP "2" VP "2"},
     {4, MTP, PP "4"},
     {4, MTP_TIED, PP "4" STAGES "Ett|t||tmL"},
     {4, MTP, TP "2" SP PP "2" STAGES "E|tt|tt|mmL"},
@@ -702,12 +706,12 @@ static const layout with_multi_token_prediction[] = {
     {4, MTP_TIED, PP "2" SHARD "optim_grads" PREFETCH},
     {4, MTP_PACKED, PP "2" CP "2" BY "a2a"},
     {4, MTP, PP "2" VP "2" SHARD "optim" PREFETCH},
-    {4, MTP_SHARED, TP "2" SP PP "2" EP "2" ETP "1"},
-    {4, MTP_SHARED, TP "2" SP CP "2" EP "4" ETP "1" SHARD "optim_grads_params"},
-    {4, MTP_SHARED, PP "2" EP "2" GATHER SHARD "optim_grads_params" PREFETCH},
+    {4, MTP_LATENT, TP "2" SP PP "2" EP "2" ETP "1"},
+    {4, MTP_LATENT, TP "2" SP CP "2" EP "4" ETP "1" SHARD "optim_grads_params"},
+    {4, MTP_LATENT, PP "2" EP "2" GATHER SHARD "optim_grads_params" PREFETCH},
     {8, MTP, TP "2" SP PP "2" CP "2"},
     {8, MTP_TIED, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params" PREFETCH},
-    {8, MTP_SHARED, TP "2" SP PP "2" EP "4" ETP "1" SHARD "optim" PREFETCH},
+    {8, MTP_LATENT, TP "2" SP PP "2" EP "4" ETP "1" SHARD "optim" PREFETCH},
 };
 
 /* Two ranks with more about them. */
@@ -830,7 +834,7 @@ static const layout with_experts[] = {
 static const layout in_bf16[] = {
     {2, EXPERTS, EP "2"},
     {4, SHARED, TP "2" SP EP "4" ETP "1"},
-    {4, MTP_SHARED, TP "2" SP PP "2" EP "2" ETP "1"},
+    {4, MTP_LATENT, TP "2" SP PP "2" EP "2" ETP "1"},
     {2, LLAMA, TP "2" SP},
     {2, GPT2, PP "2" VP "2"},
     {4, LLAMA, TP "2" SP PP "2" ZB},
