@@ -6,7 +6,8 @@
 ## make test          run the tests; SUITES="tokenizer options" runs some
 ## make bench         run the benchmarks
 ## make bench-gpu     measure the GPU at real shapes, training included, beside what others reach; takes minutes
-## make plot RUN=F    draw the curves of a metrics file, or several (RUN=a.jsonl,b.jsonl), as a.svg or OUT=FILE.svg
+## make plot RUN=F    draw the curves of a metrics file, or several (RUN=a.jsonl,b.jsonl), as a.svg or OUT=FILE.svg|.png
+## make bench-checkpoint  saving and loading against dd on this disk, on 1 and 4 ranks; FOLDER=build/checkpoint
 ## make pictures      draw the pictures of the notes
 ## make fuzz          look for crashes in the parsers; FUZZ_SECONDS=600 TARGET=name
 ## make lint          check the rules of the house;  make format: lay the code out;  make format-check
@@ -60,8 +61,8 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 # Floating point: no errno and no traps, and a*b+c may be one instruction. Nothing that reorders sums (-ffast-math).
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
-.PHONY: all help everything test bench bench-gpu fuzz fuzz-programs plot pictures demo deps deps-dev probe lint
-.PHONY: format format-check clean FORCE
+.PHONY: all help everything test bench bench-gpu bench-checkpoint fuzz fuzz-programs plot pictures demo
+.PHONY: deps deps-dev probe lint format format-check clean FORCE
 all:
 
 # `make deps test` must look for libraries only once they are installed, so what follows deps is made by a second make.
@@ -147,10 +148,18 @@ test: all $(TEST_PROGRAMS) $(DRAW)
 		tests/run_tests.sh $(B)/tests $(SUITES)
 
 bench: all $(BENCH_PROGRAMS)
-	@for program in $(BENCH_PROGRAMS); do $$program || exit 1; done
+	@for program in $(filter-out %/bench_checkpoint,$(BENCH_PROGRAMS)); do $$program || exit 1; done
 
 bench-gpu: all $(filter %/bench_cuda %/bench_cuda_attention,$(BENCH_PROGRAMS))
 	@MT_BIN='$(or $(BIN:%/=%),.)' tests/bench_gpu.sh $(B)/tests
+
+FOLDER ?= $(B)/checkpoint
+LAYERS ?= 12
+ROUNDS ?= 5
+bench-checkpoint: $(B)/tests/bench_checkpoint
+	@$< $(FOLDER) $(LAYERS) $(ROUNDS)
+	@$(if $(HAVE_MPI),OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1 \
+		mpirun --oversubscribe -np 4 $< $(FOLDER) $(LAYERS) $(ROUNDS))
 
 pictures: $(DRAW)
 	$(if $^,$^ notes)

@@ -8,8 +8,9 @@
  *   §2c  config.json of Hugging Face
  *   §2d  derivation and checks
  *   §2e  ranks and experts
- *   §2f  schedules, data and the whole
- *   §2g  printing
+ *   §2f  schedules and sharding
+ *   §2g  checks of a run
+ *   §2h  printing
  *   §3   kernels in plain C
  *   §3a  threads, elements, memory
  *   §3b  linear layers
@@ -48,17 +49,21 @@
  *   §13  optimizer
  *   §14  checkpoints and Hugging Face
  *   §14a safetensors
- *   §14b Hugging Face folders
- *   §14c saving
- *   §14d resuming
+ *   §14b checksums
+ *   §14c Hugging Face folders
+ *   §14d writing tensors
+ *   §14e saving
+ *   §14f resuming
  *   §15  generation
  *   §16  the training step
  *   §16b reports
+ *   §16c TensorBoard
  *   §17  profile
  *   §17a the timed operations
  *   §17b the ceilings and the table
  *   §17c communication
  *   §17d traces
+ *   §17e stragglers
  */
 #include "megatron.h"
 
@@ -411,11 +416,18 @@ static const mt_option mt_option_table[] = {
      "grow the global batch from START by INCREMENT over the first SAMPLES"},
     {"seq-length", MT_INT, MT_AT(seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741824]",
      "tokens of a sequence; infer: with --score"},
-    {"train-iters", MT_INT, MT_AT(train_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]", "steps to train"},
+    {"train-iters", MT_INT, MT_AT(train_iters), MT_TRAIN, MT_OF_RUN, NULL, "[0,1000000000000]",
+     "steps to train; 0 with --load and --save: save what was loaded, in this precision"},
     {"train-samples", MT_INT, MT_AT(train_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "sequences to train on, instead"},
     {"exit-duration-in-mins", MT_REAL, MT_AT(exit_duration_in_mins), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
      "save and stop after so many minutes"},
+    {"exit-signal-handler", MT_FLAG, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, "true", NULL,
+     "SIGTERM, and --exit-signal, save and stop"},
+    {"no-exit-signal-handler", MT_NO, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "they end the run at once"},
+    {"exit-signal", MT_CHOICE, MT_AT(exit_signal), MT_TRAIN, MT_OF_RUN, "SIGTERM", "SIGTERM|SIGINT|SIGUSR1|SIGUSR2",
+     "a signal beside SIGTERM that saves and stops; mpirun passes SIGUSR1 and SIGUSR2 on"},
     {"bf16", MT_FLAG, MT_AT(bf16), MT_BOTH, MT_OF_RUN, NULL, NULL, "parameters and activations in bf16, else fp32"},
     {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "auto", "auto|cpu|cuda",
      "where to compute; auto: on a GPU where one answers"},
@@ -566,6 +578,24 @@ static const mt_option mt_option_table[] = {
     {"clip-grad", MT_REAL, MT_AT(clip_grad), MT_TRAIN, MT_OF_RUN, "1", "[0,1e30]",
      "largest norm of the gradient; 0 does not clip"},
 
+    {.help = "steps that go wrong"},
+    {"check-for-nan-in-loss-and-grad", MT_FLAG, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, "true",
+     NULL, "a loss or gradient norm that is not finite makes a step bad"},
+    {"no-check-for-nan-in-loss-and-grad", MT_NO, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "train on with what comes of it"},
+    {"check-for-spiky-loss", MT_FLAG, MT_AT(check_for_spiky_loss), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "a loss far above its running average makes a step bad"},
+    {"loss-spike-factor", MT_REAL, MT_AT(loss_spike_factor), MT_TRAIN, MT_OF_RUN, "10", "(1,1e6]",
+     "times the average that a loss may be"},
+    {"loss-spike-window", MT_INT, MT_AT(loss_spike_window), MT_TRAIN, MT_OF_RUN, "100", "[1,1000000000]",
+     "steps of that average, before which nothing is a spike"},
+    {"bad-step-policy", MT_CHOICE, MT_AT(bad_step_policy), MT_TRAIN, MT_OF_RUN, "stop", "stop|skip|rewind",
+     "end the run; make no update; or go back to the last checkpoint, and skip what is bad again"},
+    {"max-bad-steps-in-a-row", MT_INT, MT_AT(max_bad_steps_in_a_row), MT_TRAIN, MT_OF_RUN, "3", "[1,1000000000]",
+     "steps that may be skipped or rewound for one after another before the run ends"},
+    {"rerun-mode", MT_CHOICE, MT_AT(rerun_mode), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|validate_results",
+     "do a bad step again, to tell a transient fault from one that repeats, and name the rank"},
+
     {.help = "data"},
     {"data-path", MT_LIST, MT_AT(data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
      "indexed datasets, cut by --split: one prefix, several, or weight prefix weight prefix ..."},
@@ -602,6 +632,10 @@ static const mt_option mt_option_table[] = {
     {"metrics", MT_STRING, MT_AT(metrics), MT_TRAIN, MT_OF_RUN, NULL, "FILE.jsonl", "write an object a step"},
     {"profile", MT_FLAG, MT_AT(profile), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "time every operation and print, at the end, where a step's time went"},
+    {"tensorboard-dir", MT_STRING, MT_AT(tensorboard_dir), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
+     "write event files for TensorBoard"},
+    {"log-straggler", MT_FLAG, MT_AT(log_straggler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "with every printed line, the slowest and the fastest rank in each part of its step"},
     {"trace", MT_STRING, MT_AT(trace), MT_TRAIN, MT_OF_RUN, NULL, "FILE.json",
      "write a timeline of some steps on all ranks, for ui.perfetto.dev or chrome://tracing"},
     {"trace-first-step", MT_INT, MT_AT(trace_first_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
@@ -615,9 +649,21 @@ static const mt_option mt_option_table[] = {
     {"save", MT_STRING, MT_AT(save), MT_TRAIN, MT_OF_RUN, NULL, "DIR", "write checkpoints here"},
     {"save-interval", MT_INT, MT_AT(save_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
      "steps between checkpoints; only at the end when not given"},
+    {"async-save", MT_FLAG, MT_AT(async_save), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "train on while a checkpoint is written: steps wait only until it is copied to host memory, which it takes"},
+    {"keep-checkpoints", MT_INT, MT_AT(keep_checkpoints), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "remove all but so many of the last checkpoints; all stay when not given"},
+    {"save-retain-interval", MT_INT, MT_AT(save_retain_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
+     "steps between checkpoints that stay; others go when they are neither the last nor kept by --keep-checkpoints"},
     {"finetune", MT_FLAG, MT_AT(finetune), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "load weights only and begin at iteration 0"},
     {"no-load-optim", MT_FLAG, MT_AT(no_load_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not load optimizer state"},
+    {"no-load-rng", MT_FLAG, MT_AT(no_load_rng), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "go on with another --seed than the run was begun with: dropout and the order of data are drawn by it from here"},
+    {"auto-resume", MT_FLAG, MT_AT(auto_resume), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "go on from the last whole checkpoint in --save; begin as --load says only where there is none"},
+    {"exit-on-missing-checkpoint", MT_FLAG, MT_AT(exit_on_missing_checkpoint), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "end with an error, not begin anew, where a run that goes on from --save finds no checkpoint there"},
     {"no-save-optim", MT_FLAG, MT_AT(no_save_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not save optimizer state"},
     {"config", MT_STRING, MT_AT(config), MT_BOTH, MT_OF_RUN, NULL, "FILE.yaml",
      "read options from a file; the command line wins"},
@@ -1160,6 +1206,34 @@ int mt_options_read_yaml(mt_options *options, mt_program program, const char *te
 }
 #endif
 
+/* --train-iters 0: nothing is trained, so there is neither a schedule nor data. */
+static bool mt_options_converts(const mt_options *o) {
+    return mt_option_given(o, MT_AT(train_iters)) && o->train_iters == 0 && o->train_samples == 0 && o->load && o->save;
+}
+
+/* A run that goes on from its own folder: --load is --save, where that has a whole checkpoint, or else as it would be
+ * without. What --auto-resume goes on from is all of the run, whatever --load was to give to its beginning. */
+static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
+    bool same = o->load && o->save && strcmp(o->load, o->save) == 0;
+    if (!o->save || (!same && !o->auto_resume)) return 0;
+    if (mt_checkpoint_exists(o->save)) {
+        char *path = mt_checkpoint_resolve_whole(o->save, error);
+        free(path);
+        if (!path) return -1;
+        if (!same) o->finetune = o->no_load_optim = o->no_load_rng = false;
+        mt_string_set(&o->load, o->save);
+        return 0;
+    }
+    if (o->exit_on_missing_checkpoint)
+        return mt_error_set(error,
+                            "%s: holds no checkpoint to go on from; check --save, or leave out "
+                            "--exit-on-missing-checkpoint",
+                            o->save);
+    if (same) mt_string_set(&o->load, NULL);
+    if (mt_launch_rank() == 0) printf("%s holds no checkpoint: the run begins anew\n", o->save);
+    return 0;
+}
+
 /* Takes the model's shape from config.json, where --load or --hf-config says that there is one. */
 static int mt_options_read_shape(mt_options *options, mt_error *error) {
     if (!options->load && !options->hf_config) return 0;
@@ -1167,7 +1241,9 @@ static int mt_options_read_shape(mt_options *options, mt_error *error) {
         return mt_error_set(error, "--load and --hf-config exclude each other: the folder %s has a config.json",
                             options->load);
     int64_t bytes;
-    char *path = options->load ? mt_checkpoint_resolve(options->load, error) : mt_strdup(options->hf_config);
+    char *path = !options->load                   ? mt_strdup(options->hf_config)
+                 : mt_options_falls_back(options) ? mt_checkpoint_resolve_whole(options->load, error)
+                                                  : mt_checkpoint_resolve(options->load, error);
     if (!path) return -1;
     if (options->load) path = strcat(mt_realloc(path, (int64_t)strlen(path) + 16), "/config.json");
     char *json = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
@@ -1202,6 +1278,7 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
         free(path);
         if (result || mt_options_read_arguments(options, program, argc, argv, error)) return -1;
     }
+    if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
     return mt_options_read_shape(options, error);
 }
 
@@ -1923,9 +2000,16 @@ static const size_t mt_option_needs[][2] = {
     {MT_AT(qk_pos_emb_head_dim), MT_AT(multi_latent_attention)},
     {MT_AT(v_head_dim), MT_AT(multi_latent_attention)},
     {MT_AT(save_interval), MT_AT(save)},
+    {MT_AT(async_save), MT_AT(save)},
+    {MT_AT(keep_checkpoints), MT_AT(save)},
+    {MT_AT(save_retain_interval), MT_AT(save_interval)},
+    {MT_AT(auto_resume), MT_AT(save)},
+    {MT_AT(no_load_rng), MT_AT(load)},
     {MT_AT(trace_first_step), MT_AT(trace)},
     {MT_AT(trace_last_step), MT_AT(trace)},
     {MT_AT(no_save_optim), MT_AT(save)},
+    {MT_AT(loss_spike_factor), MT_AT(check_for_spiky_loss)},
+    {MT_AT(loss_spike_window), MT_AT(check_for_spiky_loss)},
     {MT_AT(finetune), MT_AT(load)},
     {MT_AT(no_load_optim), MT_AT(load)},
     {MT_AT(tokenizer_model), MT_AT(tokenizer_type)},
@@ -2556,8 +2640,7 @@ static int mt_options_finish_pipeline(mt_options *o, mt_error *error) {
     return status ? status : mt_options_finish_batches(o, error);
 }
 
-/* ==== §2f schedules, data and the whole ========================================================================== */
-/* The rest of the rules, and the order in which all are applied. */
+/* ==== §2f schedules and sharding ================================================================================= */
 
 /* Lengths of the schedules, in samples. */
 typedef struct mt_durations {
@@ -2600,6 +2683,8 @@ static int64_t mt_options_count_iterations(const mt_options *o) {
 
 static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
     bool is_wsd = strcmp(o->lr_decay_style, "WSD") == 0;
+    o->num_iterations = 0;
+    if (mt_options_converts(o)) return 0;
     if ((o->train_iters > 0) == (o->train_samples > 0))
         return mt_error_set(error, "give one of --train-iters and --train-samples: how long to train");
     o->num_iterations = mt_options_count_iterations(o);
@@ -2659,6 +2744,8 @@ static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
     return 0;
 }
 
+/* ==== §2g checks of a run ======================================================================================== */
+
 static int mt_options_finish_trace(mt_options *o, mt_error *error) {
     if (!o->trace) return 0;
     if (o->trace_first_step == 0) o->trace_first_step = 2; // the first makes ready
@@ -2666,6 +2753,21 @@ static int mt_options_finish_trace(mt_options *o, mt_error *error) {
     if (o->trace_last_step < o->trace_first_step)
         return mt_error_set(error, "--trace-last-step %lld comes before --trace-first-step %lld",
                             (long long)o->trace_last_step, (long long)o->trace_first_step);
+    return 0;
+}
+
+static int mt_options_check_bad_steps(const mt_options *o, mt_error *error) {
+    bool stops = strcmp(o->bad_step_policy, "stop") == 0, reruns = strcmp(o->rerun_mode, "disabled") != 0;
+    bool checks = o->check_for_nan_in_loss_and_grad || o->check_for_spiky_loss;
+    if (!checks && (!stops || reruns))
+        return mt_error_set(error, "--%s says nothing with --no-check-for-nan-in-loss-and-grad; leave one out",
+                            stops ? "rerun-mode" : "bad-step-policy");
+    if (stops && mt_option_used(o, MT_AT(max_bad_steps_in_a_row)))
+        return mt_error_set(error, "--max-bad-steps-in-a-row needs --bad-step-policy skip or rewind");
+    if (strcmp(o->bad_step_policy, "rewind") == 0 && !o->save)
+        return mt_error_set(error, "--bad-step-policy rewind needs --save, and --save-interval, to go back to");
+    if (!o->exit_signal_handler && mt_option_used(o, MT_AT(exit_signal)))
+        return mt_error_set(error, "--exit-signal and --no-exit-signal-handler exclude each other; leave one out");
     return 0;
 }
 
@@ -2720,6 +2822,7 @@ static int mt_options_check_attention(const mt_options *o, mt_program program, m
 }
 
 static int mt_options_check_data(const mt_options *o, mt_error *error) {
+    if (mt_options_converts(o)) return 0;
     int sources = (o->data_path.count > 0) + (o->train_data_path.count > 0) + o->mock_data + (o->tokens_file != NULL);
     if (sources != 1)
         return mt_error_set(error, "give one source of data: --data-path, --train-data-path, --tokens-file or "
@@ -2792,6 +2895,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
                             (long long)options->pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;
     if (mt_options_finish_sharding(options, error) || mt_options_finish_trace(options, error)) return -1;
+    if (mt_options_check_bad_steps(options, error)) return -1;
     return mt_options_finish_schedules(options, error);
 }
 
@@ -2823,7 +2927,7 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
 
-/* ==== §2g printing =============================================================================================== */
+/* ==== §2h printing =============================================================================================== */
 
 /* Prints words from `column` on, indented to `indent`, within 100 columns. */
 static void mt_print_wrapped(FILE *file, const char *text, int column, int indent) {
@@ -4846,14 +4950,15 @@ static void mt_cpu_expert_swiglu_backward(void *dgate_up, float *dweights, const
     }
 }
 
-static void mt_cpu_expert_bias_step(float *bias, float *loads, int64_t E, float rate, mt_stream *stream) {
+static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate,
+                                    mt_stream *stream) {
     (void)stream;
+    if (scale[0] < 0) return;
     double sum = 0;
     for (int64_t e = 0; e < E; e++) sum += (double)loads[e];
     for (int64_t e = 0; e < E; e++) {
         double missing = sum - (double)E * (double)loads[e]; // E times, which keeps whole numbers exact
         bias[e] += missing > 0 ? rate : missing < 0 ? -rate : 0.0f;
-        loads[e] = 0;
     }
 }
 
@@ -4892,9 +4997,31 @@ static void mt_cpu_gradient_scale(float *scale, float *norm, const double *sum_o
     scale[0] = (float)((factor < 1.0 ? factor : 1.0) / tokens);
 }
 
+static void mt_cpu_step_guard(double *guard, float *scale, const double *loss_sum, const double *tokens,
+                              const float *norm, const mt_guard_rules *rules, mt_stream *stream) {
+    (void)stream;
+    double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1.0) * (double)rules->copies);
+    double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules->window;
+    mt_verdict verdict = MT_STEP_IS_GOOD;
+    if (rules->finite && !isfinite(loss))
+        verdict = MT_LOSS_NOT_FINITE;
+    else if (rules->finite && !isfinite(norm[0]))
+        verdict = MT_NORM_NOT_FINITE;
+    else if (rules->spike_factor > 0 && steps >= window && loss > rules->spike_factor * average)
+        verdict = MT_LOSS_SPIKES;
+    guard[MT_GUARD_VERDICT] = verdict;
+    if (verdict != MT_STEP_IS_GOOD) {
+        scale[0] = -1;
+    } else if (isfinite(loss)) {
+        guard[MT_GUARD_AVERAGE] = average + (loss - average) / (steps + 1 < window ? steps + 1 : window);
+        guard[MT_GUARD_STEPS] = steps + 1;
+    }
+}
+
 static void mt_cpu_adamw_step(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
                               int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    if (scale[0] < 0) return;
     float beta1 = adamw->beta1, beta2 = adamw->beta2, eps = adamw->eps, grad_scale = scale[0];
     float step = adamw->lr / adamw->bias_correction1, shrink = 1.0f - adamw->lr * adamw->weight_decay;
     float root = 1.0f / sqrtf(adamw->bias_correction2);
@@ -6666,8 +6793,17 @@ typedef struct mt_step_graph {
 typedef struct mt_step_result {
     double sums[2]; // loss, unmasked tokens
     double mtp[2 * MT_MAX_MTP_LAYERS];
+    double guard[MT_GUARD_NUMBERS];
     float grad_norm;
 } mt_step_result;
+
+/* Steps that went wrong (§16). */
+typedef struct mt_bad_steps {
+    int64_t skipped, in_a_row; // updates not made; how many of the last ones
+    int64_t rewind;            // the step for which the run is about to go back; 0: none
+    int64_t rewound;           // the latest step for which it did
+    bool reruns;               // --rerun-mode validate_results
+} mt_bad_steps;
 
 /* A training step that was enqueued. Two take turns, so that the host is at most two steps ahead of the device. */
 typedef struct mt_pending_step {
@@ -6758,11 +6894,16 @@ struct mt_model {
     mt_step_graph *step_graphs; // [max_logits + 1] by the number of sequences, for decoding
     mt_span *step_spans;        // [max_logits] bounds of a step's spans
     void **k_cache, **v_cache;  // a layer: [cache_rows, G D], [cache_rows, G Dv]
-    double *sums;               // loss, unmasked tokens, squared norm; then loss and weight of each module
-    int64_t num_steps;          // training steps so far; what is pending of a step is numbered by it
+    double *sums;               // [4] loss, unmasked tokens, squared norm, the loss once more
+    double *mtp_sums;           // [modules, 2] loss and what it counts, of all modules
+    double *guard;              // [MT_GUARD_NUMBERS]
+    double *own;                // [2] with reruns: this rank's loss and squared norm before sums over ranks
+    mt_bad_steps bad_steps;
+    int64_t num_steps; // training steps so far; what is pending of a step is numbered by it
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were read
+    double data_seconds;                  // of this step, in which it waited for samples
     float *grad_scale, *grad_norm;
     mt_context *context; // attention of ranks that share sequences, NULL for one rank
     /* the micro-batch at hand, on the device */
@@ -7415,7 +7556,7 @@ static void mt_experts_begin(mt_model *m) {
     m->ops->memory_zero(e->invalid, e->num_layers * 4, m->stream);
 }
 
-/* After a step: loads of all tokens, and the biases that follow from them. */
+/* After a step: loads and losses of all tokens. */
 static void mt_experts_finish(mt_model *m) {
     mt_experts *e = &m->experts;
     int64_t E = e->router.num_experts;
@@ -7423,9 +7564,15 @@ static void mt_experts_finish(mt_model *m) {
     m->ops->all_reduce(e->loads, 2 * e->num_layers * E, MT_SUM, MT_F32, &m->grid->tensor_context, m->stream);
     m->ops->all_reduce(e->loads, 2 * e->num_layers * E, MT_SUM, MT_F32, &m->grid->data, m->stream);
     m->ops->all_reduce(e->losses, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
+}
+
+/* After the step was judged: the biases follow the loads, unless it was bad. */
+static void mt_experts_move_biases(mt_model *m) {
+    mt_experts *e = &m->experts;
+    int64_t E = e->router.num_experts;
     for (int64_t i = 0; i < m->num_layers; i++)
         if (m->layers[i].router_bias.w)
-            m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].place * E, E,
+            m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].place * E, m->grad_scale, E,
                                      (float)m->options->moe_router_bias_update_rate, m->stream);
 }
 
@@ -8311,8 +8458,8 @@ void mt_context_attention_backward(mt_context *c, void *dq, void *dk, void *dv, 
 /* Rows of logits that travel to the host at once. */
 enum { MT_STAGED_ROWS = 16 };
 
-/* Elements of mt_model.sums; those of multi-token prediction come last. */
-enum { MT_SUMS_OF_MTP = 3, MT_NUM_SUMS = MT_SUMS_OF_MTP + 2 * MT_MAX_MTP_LAYERS };
+/* Elements of mt_model.mtp_sums. */
+enum { MT_MTP_SUMS = 2 * MT_MAX_MTP_LAYERS };
 
 enum {
     MT_PLAN_WEIGHTS,
@@ -8610,7 +8757,10 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
-    m->sums = mt_arena_alloc(arena, MT_NUM_SUMS * 8);
+    m->sums = mt_arena_alloc(arena, 4 * 8);
+    m->guard = mt_arena_alloc(arena, MT_GUARD_NUMBERS * 8);
+    m->own = mt_arena_alloc(arena, 2 * 8);
+    m->mtp_sums = mt_arena_alloc(arena, MT_MTP_SUMS * 8);
     m->grad_scale = mt_arena_alloc(arena, 4);
     m->grad_norm = mt_arena_alloc(arena, 4);
     if (m->has_loss) {
@@ -9118,7 +9268,10 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     mt_sharding_start(m);
     mt_model_share_sequences(m);
     mt_mtp_open(m);
-    ops->memory_zero(m->sums, MT_NUM_SUMS * 8, m->stream);
+    ops->memory_zero(m->sums, 4 * 8, m->stream);
+    ops->memory_zero(m->mtp_sums, MT_MTP_SUMS * 8, m->stream);
+    ops->memory_zero(m->guard, MT_GUARD_NUMBERS * 8, m->stream);
+    m->bad_steps.reruns = plan->train && strcmp(options->rerun_mode, "validate_results") == 0;
     if (m->rotary_dim > 0) mt_rope_tables(m);
     *out = m;
     return 0;
@@ -9398,7 +9551,7 @@ static void mt_mtp_head_forward(mt_model *m, int64_t k) {
     mt_bucket_release(m, m->head_bucket);
     mt_vocab_cross_entropy_forward(&m->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
                                    batch->mtp_labels + k * m->T, m->T, m->V, m->vocab_first, m->vocab_count);
-    m->ops->loss_accumulate(m->sums + MT_SUMS_OF_MTP + 2 * k, m->mtp.loss, batch->mtp_weights + k * m->T, m->T,
+    m->ops->loss_accumulate(m->mtp_sums + 2 * k, m->mtp.loss, batch->mtp_weights + k * m->T, m->T,
                             m->stream);
 }
 
@@ -10258,7 +10411,8 @@ static void mt_layout_print(const mt_stage *stages, const mt_schedule *s, FILE *
             if (stage->num_layers > 1)
                 fprintf(file, " layers %lld-%lld", (long long)stage->first_layer,
                         (long long)(stage->first_layer + stage->num_layers - 1));
-            fprintf(file, "%s", stage->loss ? " loss" : stage->num_layers == 0 && !stage->embedding ? " empty" : "");
+            if (stage->num_mtp > 0) fprintf(file, " mtp x %lld", (long long)stage->num_mtp);
+        fprintf(file, "%s", stage->loss ? " loss" : stage->num_layers == 0 && !stage->embedding ? " empty" : "");
         }
         fprintf(file, "\n");
     }
@@ -10623,6 +10777,7 @@ static void mt_bucket_reduce(mt_model *m, int64_t bucket) {
     mt_bucket_progress *progress = &s->progress[bucket];
     bool adds = b->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard of earlier micro-batches
     float *sum = adds ? b->grads + b->shard_first : b->grad_shard;
+    if (m->bad_steps.reruns) m->ops->squared_norm(m->own + 1, b->grads, b->count, m->stream);
     mt_follow(m, s->grad_stream, m->stream);
     if (b->strategy == MT_NO_SHARD)
         m->ops->all_reduce(b->grads, b->count, MT_SUM, MT_F32, b->group, s->grad_stream);
@@ -10711,8 +10866,10 @@ static void mt_gradients_finish_model(mt_model *m) {
 }
 
 /* sums[2] = the squared norm of all gradients, each element counted once: of what several ranks have alike, by the
- * first of them. */
+ * first of them. sums[3] = the loss, added up over all ranks: so what any rank has reaches all of them, and they judge
+ * the step alike. */
 static void mt_gradients_norm(mt_model *m) {
+    m->ops->memory_copy(m->sums + 3, m->sums, 8, m->stream);
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         const mt_param *param = &m->params[i];
         const mt_bucket *b = &m->buckets[param->bucket];
@@ -10724,7 +10881,7 @@ static void mt_gradients_norm(mt_model *m) {
             continue;
         m->ops->squared_norm(m->sums + 2, b->grad_shard + begin, count, m->stream);
     }
-    m->ops->all_reduce(m->sums + 2, 1, MT_SUM, MT_F64, &m->grid->world, m->stream);
+    m->ops->all_reduce(m->sums + 2, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
 }
 
 /* Parameters after an update of shards: gathered now, or each bucket before its first use. */
@@ -11141,9 +11298,13 @@ const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char
     return bsearch(&key, file->tensors, (size_t)file->count, sizeof key, mt_tensor_by_name);
 }
 
-/* ==== §14b Hugging Face folders ================================================================================== */
-/* From a folder's tensors into the model's buckets. Each row of the parameter table says which rows of which tensor it
- * is; what no row wants is refused unless it is known to carry nothing. */
+/* ==== §14b checksums ============================================================================================= */
+/* checksums.json names every other file of a checkpoint with its size and the CRC-32C of each of its blocks (Castagnoli
+ * et al., "Optimization of cyclic redundancy-check codes with 24 and 32 parity bits"; RFC 3720, appendix B.4). Blocks
+ * are of files, not of tensors, so headers count too and a reader checks the block it has without the rest. A CRC is
+ * linear, so ranks that write parts of one block each sum their own, and the exclusive or of these is the block's. */
+
+enum { MT_SUM_BLOCK = 1 << 20, MT_TRAINER_VERSION = 2 }; // from version 2 on there are sums
 
 /* "FOLDER/NAME" to free. */
 static char *mt_path_join(const char *folder, const char *name) {
@@ -11168,18 +11329,284 @@ static bool mt_folder_has(const char *folder, const char *name) {
     return exists;
 }
 
-/* The image of `path` in a set that is being opened, or NULL. */
-static const mt_image *mt_safetensors_image(const mt_safetensors *file, const char *path) {
-    for (int64_t i = 0; i < file->num_images; i++)
-        if (strcmp(file->images[i].path, path) == 0) return &file->images[i];
-    return NULL;
-}
-
 /* A name in an index must be a file's in the folder itself. */
 static bool mt_is_plain_name(const char *name) {
     if (!name || !*name || strchr(name, '/') || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) return false;
     while (*name && !iscntrl((unsigned char)*name)) name++;
     return *name == 0;
+}
+
+static bool mt_ends_with(const char *text, const char *end) {
+    size_t length = strlen(text), end_length = strlen(end);
+    return length >= end_length && strcmp(text + length - end_length, end) == 0;
+}
+
+/* Reads exactly so many bytes of a file; -1 with errno. */
+static int mt_read_at(int descriptor, void *to, int64_t bytes, int64_t offset) {
+    for (int64_t done = 0; done < bytes;) {
+        ssize_t got = pread(descriptor, (char *)to + done, (size_t)(bytes - done), offset + done);
+        if (got < 0 && errno == EINTR) continue;
+        if (got == 0) errno = EIO; // the file has become shorter
+        if (got <= 0) return -1;
+        done += got;
+    }
+    return 0;
+}
+
+/* One file's sums, or what one rank wrote of them. */
+typedef struct mt_file_checksums {
+    char name[256];
+    int64_t bytes, count; // of the file; blocks
+    uint32_t *sums;       // [count]
+} mt_file_checksums;
+
+/* Those of a folder. */
+typedef struct mt_checksums {
+    mt_file_checksums *files;
+    int64_t count;
+} mt_checksums;
+
+static const uint32_t mt_crc_polynomial = 0x82f63b78; // x^31 is its lowest bit
+
+/* The CRC's state after eight more bytes, which are a little-endian word. */
+static inline uint32_t mt_crc_word(uint32_t state, uint64_t word) {
+#if defined(__SSE4_2__)
+    return (uint32_t)__builtin_ia32_crc32di(state, word);
+#elif defined(__ARM_FEATURE_CRC32)
+    return __builtin_aarch64_crc32cx(state, word);
+#else
+    static const uint32_t of_nibble[16] = {0x00000000, 0x105ec76f, 0x20bd8ede, 0x30e349b1, 0x417b1dbc, 0x5125dad3,
+                                           0x61c69362, 0x7198540d, 0x82f63b78, 0x92a8fc17, 0xa24bb5a6, 0xb21572c9,
+                                           0xc38d26c4, 0xd3d3e1ab, 0xe330a81a, 0xf36e6f75};
+    for (int i = 0; i < 16; i++, word >>= 4) state = (state >> 4) ^ of_nibble[(state ^ word) & 15];
+    return state;
+#endif
+}
+
+static uint32_t mt_crc_byte(uint32_t state, unsigned char byte) {
+    state ^= byte;
+    for (int i = 0; i < 8; i++) state = (state >> 1) ^ (state & 1 ? mt_crc_polynomial : 0);
+    return state;
+}
+
+/* The product of two polynomials modulo the CRC's. */
+static uint32_t mt_crc_multiply(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (; a; a <<= 1) {
+        if (a >> 31) product ^= b;
+        b = (b >> 1) ^ (b & 1 ? mt_crc_polynomial : 0);
+    }
+    return product;
+}
+
+/* The state after `bytes` zeros more. */
+static uint32_t mt_crc_zeros(uint32_t state, int64_t bytes) {
+    for (uint32_t power = 1u << 23; bytes > 0; bytes >>= 1) { // x^8, squared again and again
+        if (bytes & 1) state = mt_crc_multiply(state, power);
+        power = mt_crc_multiply(power, power);
+    }
+    return state;
+}
+
+/* The state after some bytes more. Three stretches at once, because an instruction waits for the one before it. */
+static uint32_t mt_crc_update(uint32_t state, const void *data, int64_t bytes) {
+    enum { STRETCH = 16384 };
+    const unsigned char *from = data;
+    uint32_t once = bytes >= 3 * STRETCH ? mt_crc_zeros(1u << 31, STRETCH) : 0, twice = mt_crc_multiply(once, once);
+    uint64_t word[3];
+    for (; bytes >= 3 * STRETCH; bytes -= 3 * STRETCH, from += 3 * STRETCH) {
+        uint32_t second = 0, third = 0;
+        for (int64_t i = 0; i < STRETCH; i += 8) {
+            for (int k = 0; k < 3; k++) memcpy(&word[k], from + k * STRETCH + i, 8);
+            state = mt_crc_word(state, word[0]);
+            second = mt_crc_word(second, word[1]);
+            third = mt_crc_word(third, word[2]);
+        }
+        state = mt_crc_multiply(state, twice) ^ mt_crc_multiply(second, once) ^ third;
+    }
+    for (; bytes >= 8; bytes -= 8, from += 8) {
+        memcpy(word, from, 8);
+        state = mt_crc_word(state, word[0]);
+    }
+    while (bytes-- > 0) state = mt_crc_byte(state, *from++);
+    return state;
+}
+
+uint32_t mt_crc32c(const void *data, int64_t bytes) {
+    return ~mt_crc_update(~0u, data, bytes);
+}
+
+/* Adds what bytes [offset, offset + bytes) of a file give to the sums of their blocks. */
+static void mt_checksums_add(mt_file_checksums *file, int64_t offset, const void *data, int64_t bytes) {
+    const char *from = data;
+    MT_CHECK(offset + bytes <= file->bytes);
+    for (int64_t block = offset / MT_SUM_BLOCK, n; bytes > 0; block++, offset += n, from += n, bytes -= n) {
+        int64_t end = mt_min((block + 1) * MT_SUM_BLOCK, file->bytes);
+        n = mt_min(bytes, end - offset);
+        file->sums[block] ^= mt_crc_zeros(mt_crc_update(0, from, n), end - offset - n);
+    }
+}
+
+/* Once all bytes are in: from the linear part to the CRC itself, which begins and ends with ones. */
+static void mt_checksums_finish(mt_file_checksums *file) {
+    for (int64_t block = 0; block < file->count; block++)
+        file->sums[block] ^= ~mt_crc_zeros(~0u, mt_min(MT_SUM_BLOCK, file->bytes - block * MT_SUM_BLOCK));
+}
+
+/* One more file, with no bytes in yet. */
+static mt_file_checksums *mt_checksums_append(mt_checksums *sums, const char *name, int64_t bytes) {
+    sums->files = mt_realloc(sums->files, (sums->count + 1) * (int64_t)sizeof(mt_file_checksums));
+    mt_file_checksums *file = &sums->files[sums->count++];
+    *file = (mt_file_checksums){.bytes = bytes, .count = (bytes + MT_SUM_BLOCK - 1) / MT_SUM_BLOCK};
+    snprintf(file->name, sizeof file->name, "%s", name);
+    file->sums = mt_calloc(mt_max(file->count, 1) * 4);
+    return file;
+}
+
+static void mt_checksums_free(mt_checksums *sums) {
+    for (int64_t i = 0; i < sums->count; i++) free(sums->files[i].sums);
+    free(sums->files);
+    *sums = (mt_checksums){0};
+}
+
+static const mt_file_checksums *mt_checksums_find(const mt_checksums *sums, const char *name) {
+    for (int64_t i = 0; i < sums->count; i++)
+        if (strcmp(sums->files[i].name, name) == 0) return &sums->files[i];
+    return NULL;
+}
+
+/* checksums.json, to free. Its own last line is the sum of the text before. */
+static char *mt_checksums_print(const mt_checksums *sums) {
+    int64_t room = 256, used;
+    for (int64_t i = 0; i < sums->count; i++) room += 400 + 12 * sums->files[i].count;
+    char *text = mt_malloc(room);
+    used = sprintf(text, "{\"algorithm\": \"CRC-32C\", \"block_bytes\": %d, \"files\": {", MT_SUM_BLOCK);
+    for (int64_t i = 0; i < sums->count; i++) {
+        const mt_file_checksums *file = &sums->files[i];
+        used += sprintf(text + used, "%s\n\"%s\": {\"bytes\": %lld, \"blocks\": [", i > 0 ? "," : "", file->name,
+                        (long long)file->bytes);
+        for (int64_t block = 0; block < file->count; block++)
+            used += sprintf(text + used, "%s\"%08x\"", block > 0 ? "," : "", file->sums[block]);
+        used += sprintf(text + used, "]}");
+    }
+    used += sprintf(text + used, "},\n");
+    sprintf(text + used, "\"before_this_line\": \"%08x\"}\n", mt_crc32c(text, used));
+    return text;
+}
+
+/* A sum of eight hexadecimal digits; false where there is none. */
+static bool mt_sum_parse(const json_t *item, uint32_t *sum) {
+    const char *text = json_string_value(item);
+    if (!text || strlen(text) != 8 || strspn(text, "0123456789abcdef") != 8) return false;
+    *sum = (uint32_t)strtoul(text, NULL, 16);
+    return true;
+}
+
+static int mt_checksums_parse(mt_checksums *sums, const json_t *json, const char *path, mt_error *error) {
+    const char *name;
+    json_t *entry;
+    bool good = json_integer_value(json_object_get(json, "block_bytes")) == MT_SUM_BLOCK;
+    json_object_foreach(json_object_get(json, "files"), name, entry) {
+        const json_t *blocks = json_object_get(entry, "blocks");
+        int64_t bytes = json_integer_value(json_object_get(entry, "bytes"));
+        good = good && mt_is_plain_name(name) && strlen(name) < 256 && bytes >= 0 &&
+               (int64_t)json_array_size(blocks) == (bytes + MT_SUM_BLOCK - 1) / MT_SUM_BLOCK;
+        if (!good) break;
+        mt_file_checksums *file = mt_checksums_append(sums, name, bytes);
+        for (int64_t block = 0; block < file->count; block++)
+            good = mt_sum_parse(json_array_get(blocks, (size_t)block), &file->sums[block]) && good;
+    }
+    if (good && sums->count > 0) return 0;
+    mt_checksums_free(sums);
+    return mt_error_set(error, "%s: damaged: no sums of blocks are in it; take another checkpoint", path);
+}
+
+/* Reads checksums.json; a folder without one gives no files. A damaged one is an error. */
+static int mt_checksums_read(mt_checksums *sums, const char *folder, mt_error *error) {
+    *sums = (mt_checksums){0};
+    if (!mt_folder_has(folder, "checksums.json")) return 0;
+    int64_t bytes;
+    uint32_t sum = 0;
+    char *path = mt_path_join(folder, "checksums.json");
+    char *text = mt_options_read_text(path, MT_MAX_HEADER_BYTES, &bytes, error);
+    json_t *json = text ? json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, NULL) : NULL;
+    const char *last = json ? strstr(text, "\n\"before_this_line\"") : NULL;
+    bool good = last && text + bytes - (last + 1) == (int64_t)sizeof "\"before_this_line\": \"00000000\"}\n" - 1 &&
+                mt_sum_parse(json_object_get(json, "before_this_line"), &sum) &&
+                sum == mt_crc32c(text, last + 1 - text);
+    int status = !text ? -1
+                 : good
+                     ? mt_checksums_parse(sums, json, path, error)
+                     : mt_error_set(error, "%s: damaged: its own checksum does not fit; take another checkpoint", path);
+    json_decref(json);
+    free(text);
+    free(path);
+    return status;
+}
+
+static int mt_checksums_damaged(mt_error *error, const char *folder, const char *name, int64_t block, int64_t bytes) {
+    int64_t first = block * MT_SUM_BLOCK;
+    return mt_error_set(error,
+                        "%s/%s: damaged: bytes %lld to %lld are not those that were saved (CRC-32C); take another "
+                        "checkpoint",
+                        folder, name, (long long)first, (long long)mt_min(first + MT_SUM_BLOCK, bytes) - 1);
+}
+
+/* Every file is there and has its size; those without tensors, or all when `whole`, have their sums too. */
+static int mt_checksums_verify(const mt_checksums *sums, const char *folder, bool whole, mt_error *error) {
+    char *buffer = mt_malloc(MT_SUM_BLOCK);
+    int status = 0;
+    for (int64_t i = 0; i < sums->count && status == 0; i++) {
+        const mt_file_checksums *file = &sums->files[i];
+        char *path = mt_path_join(folder, file->name);
+        int64_t bytes;
+        int descriptor = mt_file_open(path, &bytes, error);
+        if (descriptor < 0)
+            status = mt_error_set(error, "%s: damaged: %s was saved, but %s; take another checkpoint", folder,
+                                  file->name, mt_folder_has(folder, file->name) ? "cannot be read" : "is not there");
+        else if (bytes != file->bytes)
+            status =
+                mt_error_set(error, "%s: damaged: it is %lld bytes long, and %lld were saved; take another checkpoint",
+                             path, (long long)bytes, (long long)file->bytes);
+        bool reads = whole || !mt_ends_with(file->name, ".safetensors");
+        for (int64_t block = 0; block < file->count && reads && status == 0; block++) {
+            int64_t first = block * MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
+            if (mt_read_at(descriptor, buffer, n, first) != 0 || mt_crc32c(buffer, n) != file->sums[block])
+                status = mt_checksums_damaged(error, folder, file->name, block, bytes);
+        }
+        if (descriptor >= 0) close(descriptor);
+        free(path);
+    }
+    free(buffer);
+    return status;
+}
+
+int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error) {
+    mt_checksums sums;
+    if (mt_checksums_read(&sums, folder, error) != 0) return -1;
+    int status = sums.count > 0 ? mt_checksums_verify(&sums, folder, whole, error) : 0;
+    bool has_sums = sums.count > 0;
+    mt_checksums_free(&sums);
+    if (status != 0 || has_sums || !mt_folder_has(folder, "trainer.json")) return status;
+    char *path = mt_path_join(folder, "trainer.json");
+    json_t *json = mt_json_read(path, error);
+    if (!json || json_integer_value(json_object_get(json, "version")) >= MT_TRAINER_VERSION)
+        status = mt_error_set(error, "%s: damaged: %s; take another checkpoint", json ? folder : path,
+                              json ? "its checksums.json is not there" : "it is no JSON");
+    json_decref(json);
+    free(path);
+    return status;
+}
+
+/* ==== §14c Hugging Face folders ================================================================================== */
+/* From a folder's tensors into the model's buckets. Each row of the parameter table says which rows of which tensor it
+ * is; what no row wants is refused unless it is known to carry nothing. */
+
+/* The image of `path` in a set that is being opened, or NULL. */
+static const mt_image *mt_safetensors_image(const mt_safetensors *file, const char *path) {
+    for (int64_t i = 0; i < file->num_images; i++)
+        if (strcmp(file->images[i].path, path) == 0) return &file->images[i];
+    return NULL;
 }
 
 /* Opens every file that the index names, each once. */
@@ -11261,9 +11688,6 @@ int mt_safetensors_open_folder(mt_safetensors **file, const char *folder, const 
     return mt_safetensors_finish(file, opened, status);
 }
 
-/* Bytes of a host buffer through which weights pass: at least one row, never the whole model a second time. */
-enum { MT_STAGING_BYTES = 64 << 20 };
-
 /* out[i * out_stride] = element i of stored numbers, i < n; `in` need not be aligned. */
 static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_dtype dtype, int64_t n) {
     const char *from = in;
@@ -11287,72 +11711,13 @@ static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_
     }
 }
 
-/* rows[count, cols] in fp32 = rows [first, first + count) of what lies here of a parameter, from the whole tensor. */
-static void mt_param_read_rows(float *rows, const mt_param *param, const mt_tensor_info *tensor, int64_t first,
-                               int64_t count) {
-    int64_t size = mt_dtype_size(tensor->dtype), row = param->hf_row + param->first_row + first, cols = param->cols;
-    const char *data = (const char *)tensor->data;
-    if (!param->hf_transposed && cols == param->whole_cols) {
-        mt_stored_to_f32(rows, 1, data + row * cols * size, tensor->dtype, count * cols);
-        return;
-    }
-    for (int64_t r = 0; !param->hf_transposed && r < count; r++)
-        mt_stored_to_f32(rows + r * cols, 1, data + ((row + r) * param->whole_cols + param->first_col) * size,
-                         tensor->dtype, cols);
-    for (int64_t r = 0; param->hf_transposed && r < count; r += 64) // so many rows stay in the cache as columns pass
-        for (int64_t col = 0; col < cols; col++)
-            mt_stored_to_f32(rows + r * cols + col, cols,
-                             data + ((param->first_col + col) * param->hf_rows_total + row + r) * size, tensor->dtype,
-                             mt_min(count - r, 64));
-}
-
-/* Of `rows` rows of `cols` numbers, those that pass through the staging buffer at once. */
-static int64_t mt_staging_rows(int64_t rows, int64_t cols) {
-    return mt_max(mt_min(MT_STAGING_BYTES / (cols * 4), rows), 1);
-}
-
 static const char *const mt_kept_prefix[MT_NUM_KEPT] = {"", "master.", "exp_avg.", "exp_avg_sq."};
-
-/* Widens [*begin, *end) to all rows of a parameter of which a part, which may be NULL, has something. */
-static void mt_part_want_rows(const mt_part *part, const mt_param *param, int64_t *begin, int64_t *end) {
-    if (!part || part->first >= param->offset + param->rows * param->cols || part->first + part->count <= param->offset)
-        return;
-    int64_t last = part->first + part->count - 1 - param->offset;
-    *begin = mt_min(*begin, mt_max(part->first - param->offset, 0) / param->cols);
-    *end = mt_max(*end, mt_min(last / param->cols + 1, mt_param_rows_stored(param)));
-}
 
 /* Of values[n], which belong at `at` of a bucket, those in a part that are not finite. */
 static int64_t mt_count_not_finite(const mt_part *part, int64_t at, const float *values, int64_t n) {
     int64_t count = 0, end = mt_min(n, part->first + part->count - at);
     for (int64_t i = mt_max(part->first - at, 0); i < end; i++) count += !isfinite(values[i]);
     return count;
-}
-
-/* Loads what this rank has of a parameter into the parts of its bucket that it has (of the model's type and of floats,
- * either may be NULL), reading no other rows; padding rows become 0. Returns how many of the weights are not finite. */
-static int64_t mt_param_load(mt_model *m, const mt_param *param, const mt_tensor_info *tensor, const mt_part *weights,
-                             const mt_part *floats) {
-    int64_t stored = mt_param_rows_stored(param), cols = param->cols, chunk = mt_staging_rows(stored, cols);
-    int64_t padding = (param->rows - stored) * cols, not_finite = 0, begin = stored, end = 0;
-    float *staged = mt_malloc(chunk * cols * 4);
-    uint16_t *halves = weights && weights->dtype == MT_BF16 ? mt_malloc(chunk * cols * 2) : NULL;
-    mt_part_want_rows(weights, param, &begin, &end);
-    mt_part_want_rows(floats, param, &begin, &end);
-    for (int64_t first = begin; first < end; first += chunk) {
-        int64_t count = mt_min(end - first, chunk), n = count * cols, at = param->offset + first * cols;
-        mt_param_read_rows(staged, param, tensor, first, count);
-        if (weights) not_finite += mt_count_not_finite(weights, at, staged, n);
-        for (int64_t i = 0; halves && i < n; i++) halves[i] = mt_f32_to_bf16(staged[i]);
-        if (floats) mt_part_write(m, floats, at, staged, n);
-        if (weights) mt_part_write(m, weights, at, halves ? (void *)halves : staged, n);
-        m->ops->stream_wait(m->stream); // before the buffers are filled again
-    }
-    if (floats) mt_part_write(m, floats, param->offset + stored * cols, NULL, padding);
-    if (weights) mt_part_write(m, weights, param->offset + stored * cols, NULL, padding);
-    free(staged);
-    free(halves);
-    return not_finite;
 }
 
 /* The options that decide on a parameter's rows, its columns, and whether it exists. */
@@ -11464,11 +11829,6 @@ static int mt_param_missing(const mt_param *param, const mt_options *options, co
                         option ? option : "");
 }
 
-static bool mt_ends_with(const char *text, const char *end) {
-    size_t length = strlen(text), end_length = strlen(end);
-    return length >= end_length && strcmp(text + length - end_length, end) == 0;
-}
-
 /* The number of a tensor's layer, or -1; `rest` is what follows it in the name. */
 static int64_t mt_tensor_layer(const char *name, const char **rest) {
     char *end;
@@ -11560,36 +11920,329 @@ static int mt_weights_check(const mt_options *options, const char *folder, const
     return status;
 }
 
-/* One parameter's weights, and for bf16 the master weights, which keep what was stored. */
-static void mt_weights_load_param(mt_model *m, const mt_param *param, const mt_tensor_info *tensor) {
-    mt_part weights = mt_bucket_part(m, param->bucket, MT_KEPT_WEIGHTS);
-    mt_part master = mt_bucket_part(m, param->bucket, MT_KEPT_MASTER);
-    bool has_master = m->dtype != MT_F32 && master.data;
-    int64_t not_finite = mt_param_load(m, param, tensor, &weights, has_master ? &master : NULL);
-    const mt_bucket *b = &m->buckets[param->bucket];
-    bool tells = param->counted && (b->group->rank == 0 || b->strategy == MT_SHARD_PARAMS);
-    if (not_finite > 0 && tells)
-        fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", tensor->file,
-                (long long)not_finite, tensor->name);
+/* ---- reading a folder's files, each byte once */
+
+/* What a parameter takes from a tensor: into the parts of its bucket, of the model's type and of floats, either of
+ * which may have no data. */
+typedef struct mt_wanted {
+    const mt_param *param;
+    const mt_tensor_info *tensor;
+    mt_part weights, floats;
+    float *turned;      // all that lies here, while a transposed tensor passes by
+    int64_t not_finite; // of the weights
+} mt_wanted;
+
+/* Files pass by in rounds, of which every rank of a host reads one stretch into memory that all of them share, while
+ * all take what they want from the round before. */
+typedef struct mt_reader {
+    mt_model *model;
+    const mt_checksums *sums; // what they are checked against; NULL: nothing
+    mt_group host;            // ranks that share the memory
+    char *window;             // two rounds
+    int64_t stretch;          // bytes of a round that one rank reads
+#ifdef MT_HAVE_MPI
+    MPI_Win shared;
+#endif
+    float *staged; // numbers on their way into a bucket
+    uint16_t *halves;
+    int64_t room;          // of them
+    const mt_image *image; // the file
+    const mt_file_checksums *file_sums;
+    int descriptor;
+    int64_t offset; // of this rank's next stretch, and where it goes
+    char *to;
+    int status;
+    bool damaged; // a sum was another
+    mt_error error;
+} mt_reader;
+
+enum { MT_WINDOW_BYTES = 32 << 20, MT_STAGED = 1 << 20 };
+
+static void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) {
+    *r = (mt_reader){.model = m, .sums = sums, .host = {.name = "host", .size = 1}, .descriptor = -1};
+    r->room = MT_STAGED, r->staged = mt_malloc(MT_STAGED * 4), r->halves = mt_malloc(MT_STAGED * 2);
+#ifdef MT_HAVE_MPI
+    const mt_group *world = &m->grid->world;
+    if (world->size > 1) {
+        MPI_Comm *comm = mt_malloc(sizeof *comm);
+        MPI_Comm_split_type(mt_mpi_comm(world), MPI_COMM_TYPE_SHARED, world->rank, MPI_INFO_NULL, comm);
+        MPI_Comm_size(*comm, &r->host.size);
+        MPI_Comm_rank(*comm, &r->host.rank);
+        r->host.comm = comm;
+    }
+#endif
+    r->stretch = mt_max(MT_WINDOW_BYTES / 2 / r->host.size / MT_SUM_BLOCK, 1) * MT_SUM_BLOCK;
+    int64_t bytes = 2 * r->stretch * r->host.size;
+#ifdef MT_HAVE_MPI
+    if (r->host.size > 1) {
+        MPI_Aint size;
+        int unit;
+        mt_mpi_check(MPI_Win_allocate_shared(r->host.rank == 0 ? (MPI_Aint)bytes : 0, 1, MPI_INFO_NULL,
+                                             *(MPI_Comm *)r->host.comm, &r->window, &r->shared),
+                     "MPI_Win_allocate_shared", &r->host);
+        MPI_Win_shared_query(r->shared, 0, &size, &unit, &r->window);
+        MPI_Win_lock_all(MPI_MODE_NOCHECK, r->shared);
+        return;
+    }
+#endif
+    r->window = mt_malloc(bytes);
 }
 
-/* Everything is checked, by every rank, before anything is set. */
-static int mt_weights_load(mt_model *m, const char *folder, mt_error *error) {
+static void mt_reader_close(mt_reader *r) {
+    free(r->staged);
+    free(r->halves);
+#ifdef MT_HAVE_MPI
+    if (r->host.size > 1) {
+        MPI_Win_unlock_all(r->shared);
+        MPI_Win_free(&r->shared);
+        r->window = NULL;
+    }
+    if (r->host.comm) MPI_Comm_free(r->host.comm);
+    free(r->host.comm);
+#endif
+    free(r->window);
+}
+
+/* A round is read by all ranks of the host. */
+static void mt_reader_barrier(mt_reader *r) {
+#ifdef MT_HAVE_MPI
+    if (r->host.size > 1) MPI_Win_sync(r->shared);
+    mt_barrier(&r->host);
+    if (r->host.size > 1) MPI_Win_sync(r->shared);
+#else
+    (void)r;
+#endif
+}
+
+/* A thread: reads this rank's stretch of a round, and checks its blocks. */
+static void *mt_reader_run(void *context) {
+    mt_reader *r = context;
+    int64_t bytes = mt_min(r->stretch, r->image->bytes - r->offset);
+    if (bytes <= 0 || r->status != 0) return NULL;
+    int64_t next = r->offset + r->stretch * r->host.size; // the disk goes on with it meanwhile
+    posix_fadvise(r->descriptor, r->offset, bytes, POSIX_FADV_WILLNEED);
+    if (next < r->image->bytes) posix_fadvise(r->descriptor, next, r->stretch, POSIX_FADV_WILLNEED);
+    if (mt_read_at(r->descriptor, r->to, bytes, r->offset) != 0) {
+        r->status = mt_error_set(&r->error, "%s: cannot be read: %s; check the disk", r->image->path, strerror(errno));
+        return NULL;
+    }
+    for (int64_t first = 0; first < bytes && r->file_sums && r->status == 0; first += MT_SUM_BLOCK) {
+        int64_t block = (r->offset + first) / MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
+        if (block < r->file_sums->count && mt_crc32c(r->to + first, n) == r->file_sums->sums[block]) continue;
+        char *folder = mt_strdup(r->image->path), *slash = strrchr(folder, '/');
+        if (slash) *slash = 0;
+        r->status = mt_checksums_damaged(&r->error, folder, r->file_sums->name, block, r->image->bytes);
+        r->damaged = true;
+        free(folder);
+    }
+    return NULL;
+}
+
+/* Puts n elements at a place of the whole parameter that lies here into its bucket. */
+static void mt_wanted_put(mt_reader *r, mt_wanted *w, int64_t at, const float *values, int64_t n) {
+    mt_model *m = r->model;
+    bool halves = w->weights.data && w->weights.dtype == MT_BF16;
+    at += w->param->offset;
+    if (w->weights.data) w->not_finite += mt_count_not_finite(&w->weights, at, values, n);
+    for (int64_t done = 0, count; done < n; done += count) {
+        count = mt_min(n - done, r->room);
+        for (int64_t i = 0; halves && i < count; i++) r->halves[i] = mt_f32_to_bf16(values[done + i]);
+        if (w->floats.data) mt_part_write(m, &w->floats, at + done, values + done, count);
+        if (w->weights.data)
+            mt_part_write(m, &w->weights, at + done, halves ? (const void *)r->halves : values + done, count);
+        m->ops->stream_wait(m->stream); // before the buffers are filled again
+    }
+}
+
+/* Rows [row, row + rows) and columns [col, col + cols) of a matrix. */
+typedef struct mt_window {
+    int64_t row, rows, col, cols;
+} mt_window;
+
+static mt_window mt_window_meet(mt_window a, mt_window b) {
+    int64_t row = mt_max(a.row, b.row), col = mt_max(a.col, b.col);
+    int64_t rows = mt_min(a.row + a.rows, b.row + b.rows) - row, cols = mt_min(a.col + a.cols, b.col + b.cols) - col;
+    return (mt_window){row, mt_max(rows, 0), col, mt_max(cols, 0)};
+}
+
+/* What lies here of a parameter, as rows and columns of its tensor. */
+static mt_window mt_wanted_window(const mt_param *param) {
+    mt_window w = {param->hf_row + param->first_row, mt_param_rows_stored(param), param->first_col, param->cols};
+    return param->hf_transposed ? (mt_window){w.col, w.cols, w.row, w.rows} : w;
+}
+
+/* Takes what is wanted of a window of the tensor, whose elements lie at `data` row after row. */
+static void mt_wanted_take(mt_reader *r, mt_wanted *w, mt_window given, const char *data) {
+    const mt_param *param = w->param;
+    mt_dtype dtype = w->tensor->dtype;
+    mt_window own = mt_wanted_window(param), part = mt_window_meet(given, own);
+    int64_t size = mt_dtype_size(dtype), cols = param->cols;
+    if (part.rows == 0 || part.cols == 0) return;
+    if (param->hf_transposed && !w->turned) w->turned = mt_malloc(own.rows * own.cols * 4);
+    for (int64_t row = 0, rows; row < part.rows; row += rows) {
+        const char *from = data + ((part.row + row - given.row) * given.cols + part.col - given.col) * size;
+        int64_t at = (part.row + row - own.row) * cols + part.col - own.col;
+        rows = 1;
+        if (param->hf_transposed) {
+            mt_stored_to_f32(w->turned + (part.col - own.col) * cols + part.row + row - own.row, cols, from, dtype,
+                             part.cols);
+        } else if (part.cols == given.cols && part.cols == cols) { // whole rows lie together on both sides
+            rows = mt_max(mt_min(part.rows - row, r->room / cols), 1);
+            if (rows * cols <= r->room) {
+                mt_stored_to_f32(r->staged, 1, from, dtype, rows * cols);
+                mt_wanted_put(r, w, at, r->staged, rows * cols);
+                continue;
+            }
+        }
+        for (int64_t col = 0, n; col < part.cols && !param->hf_transposed; col += n) {
+            n = mt_min(part.cols - col, r->room);
+            mt_stored_to_f32(r->staged, 1, from + col * size, dtype, n);
+            mt_wanted_put(r, w, at + col, r->staged, n);
+        }
+    }
+}
+
+/* Takes what is wanted of elements [begin, end) of a tensor: a row in part, whole rows, a row in part. */
+static void mt_wanted_take_elements(mt_reader *r, mt_wanted *w, int64_t begin, int64_t end, const char *data) {
+    const mt_param *param = w->param;
+    int64_t width = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
+    int64_t size = mt_dtype_size(w->tensor->dtype);
+    while (begin < end) {
+        mt_window given = {begin / width, (end - begin) / width, 0, width};
+        if (begin % width > 0 || given.rows == 0)
+            given = (mt_window){begin / width, 1, begin % width, mt_min(width - begin % width, end - begin)};
+        mt_wanted_take(r, w, given, data);
+        begin += given.rows * given.cols, data += given.rows * given.cols * size;
+    }
+}
+
+/* The tensor has passed by: what had to be turned goes into the bucket, and padding rows become 0. */
+static void mt_wanted_finish(mt_reader *r, mt_wanted *w) {
+    const mt_param *param = w->param;
+    int64_t stored = mt_param_rows_stored(param) * param->cols, padding = param->rows * param->cols - stored;
+    if (w->turned) mt_wanted_put(r, w, 0, w->turned, stored);
+    free(w->turned);
+    w->turned = NULL;
+    if (w->floats.data) mt_part_write(r->model, &w->floats, param->offset + stored, NULL, padding);
+    if (w->weights.data) mt_part_write(r->model, &w->weights, param->offset + stored, NULL, padding);
+}
+
+/* Takes what is wanted of bytes [begin, end) of the file, which lie at `data`. An element that is cut by an end comes
+ * from the mapped file, with the bytes behind it. */
+static void mt_reader_take(mt_reader *r, mt_wanted *w, int64_t begin, int64_t end, const char *data) {
+    const mt_tensor_info *tensor = w->tensor;
+    int64_t start = (const unsigned char *)tensor->data - r->image->base, size = mt_dtype_size(tensor->dtype);
+    int64_t count = tensor->bytes / size;
+    if (start >= end || start + tensor->bytes <= begin) return;
+    int64_t first = begin <= start ? 0 : (begin - start + size - 1) / size, last = mt_min((end - start) / size, count);
+    if (begin > start && (begin - start) % size != 0)
+        mt_wanted_take_elements(r, w, first - 1, first, (const char *)tensor->data + (first - 1) * size);
+    if (first < last) mt_wanted_take_elements(r, w, first, last, data + start + first * size - begin);
+    if (start + tensor->bytes <= end) mt_wanted_finish(r, w);
+}
+
+/* Reads one file and takes wanted[count], which are its tensors in their order. Every rank of the host calls it. */
+static void mt_reader_pass(mt_reader *r, const mt_image *image, mt_wanted *wanted, int64_t count) {
+    int64_t round_bytes = r->stretch * r->host.size, first = 0;
+    const char *slash = strrchr(image->path, '/');
+    pthread_t thread;
+    bool reads = false;
+    r->image = image;
+    r->file_sums = r->sums ? mt_checksums_find(r->sums, slash ? slash + 1 : image->path) : NULL;
+    r->descriptor = open(image->path, O_RDONLY | O_CLOEXEC);
+    if (r->descriptor < 0 && r->status == 0)
+        r->status = mt_error_set(&r->error, "%s: cannot be read: %s; check the disk", image->path, strerror(errno));
+    for (int64_t begin = -round_bytes; begin < image->bytes; begin += round_bytes) {
+        int64_t next = begin + round_bytes;
+        if (reads) pthread_join(thread, NULL);
+        mt_reader_barrier(r); // the round is there, and no one needs the one before it
+        r->offset = next + r->host.rank * r->stretch;
+        r->to = r->window + (next / round_bytes % 2) * round_bytes + r->host.rank * r->stretch;
+        reads = next < image->bytes;
+        if (reads && pthread_create(&thread, NULL, mt_reader_run, r) != 0)
+            mt_die("cannot start a thread; raise ulimit -u");
+        const char *data = begin < 0 ? NULL : r->window + (begin / round_bytes % 2) * round_bytes;
+        int64_t end = mt_min(next, image->bytes);
+        for (int64_t i = first; data && i < count; i++) {
+            int64_t start = (const unsigned char *)wanted[i].tensor->data - image->base;
+            if (start >= end) break;
+            mt_reader_take(r, &wanted[i], begin, end, data);
+            if (i == first && start + wanted[i].tensor->bytes <= end) first++;
+        }
+    }
+    mt_reader_barrier(r); // the next file begins in either half
+    if (r->descriptor >= 0) close(r->descriptor);
+}
+
+static int mt_wanted_by_place(const void *a, const void *b) {
+    const mt_wanted *x = a, *y = b;
+    int order = strcmp(x->tensor->file, y->tensor->file);
+    if (order != 0) return order;
+    return (x->tensor->data > y->tensor->data) - (x->tensor->data < y->tensor->data);
+}
+
+/* Reads all files of a set and takes wanted[count] from them. Every rank calls it and returns the same; *damaged: for
+ * what a sum says. */
+static int mt_safetensors_take(mt_safetensors *file, mt_model *m, const mt_checksums *sums, mt_wanted *wanted,
+                               int64_t count, bool *damaged, mt_error *error) {
+    mt_reader r;
+    mt_reader_open(&r, m, sums);
+    if (count > 0) qsort(wanted, (size_t)count, sizeof *wanted, mt_wanted_by_place);
+    for (int64_t i = 0; i < file->num_images; i++) {
+        int64_t first = 0, end;
+        while (first < count && wanted[first].tensor->file != file->images[i].path) first++;
+        for (end = first; end < count && wanted[end].tensor->file == file->images[i].path;) end++;
+        mt_reader_pass(&r, &file->images[i], wanted + first, end - first);
+    }
+    double bad = r.damaged;
+    mt_all_reduce_max(&m->grid->world, &bad, 1, MT_F64);
+    if (bad > 0) *damaged = true;
+    if (r.status != 0) *error = r.error;
+    int status = mt_agree(&m->grid->world, r.status != 0, error);
+    mt_reader_close(&r);
+    return status;
+}
+
+/* Weights, and for bf16 the master weights, which keep what was stored. Everything is checked, by every rank, before
+ * anything is set. */
+static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *sums, bool *damaged, mt_error *error) {
     mt_safetensors *file = NULL;
     int status = mt_safetensors_open_folder(&file, folder, "model", error);
     if (status == 0) status = mt_weights_check(m->options, folder, file, error);
     status = mt_agree(&m->grid->world, status != 0, error);
+    if (status != 0) {
+        mt_safetensors_close(file);
+        return status;
+    }
+    mt_wanted *wanted = mt_calloc(mt_max(m->num_params, 1) * (int64_t)sizeof *wanted);
+    for (int64_t i = 0; i < m->num_params; i++) {
+        const mt_param *param = &m->params[i];
+        wanted[i] = (mt_wanted){.param = param, .tensor = mt_safetensors_find_param(file, param->hf_name)};
+        wanted[i].weights = mt_bucket_part(m, param->bucket, MT_KEPT_WEIGHTS);
+        if (m->dtype != MT_F32 && mt_param_is_trained(param))
+            wanted[i].floats = mt_bucket_part(m, param->bucket, MT_KEPT_MASTER);
+    }
     mt_params_changed(m);
-    for (int64_t i = 0; i < m->num_params && status == 0; i++)
-        mt_weights_load_param(m, &m->params[i], mt_safetensors_find_param(file, m->params[i].hf_name));
+    status = mt_safetensors_take(file, m, sums, wanted, m->num_params, damaged, error);
+    for (int64_t i = 0; i < m->num_params && status == 0; i++) {
+        const mt_param *param = wanted[i].param;
+        const mt_bucket *b = &m->buckets[param->bucket];
+        bool tells = param->counted && (b->group->rank == 0 || b->strategy == MT_SHARD_PARAMS);
+        if (wanted[i].not_finite > 0 && tells)
+            fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", wanted[i].tensor->file,
+                    (long long)wanted[i].not_finite, wanted[i].tensor->name);
+    }
+    free(wanted);
     mt_safetensors_close(file);
     return status;
 }
 
-/* ==== §14c saving ================================================================================================ */
-/* Everything is written into a folder of a temporary name beside its place, brought to disk, and renamed. The place of
- * every byte follows from the whole model's table before the first is written, so every rank knows it: rank 0 makes the
- * files with their headers, then each writes what it counts, all at once. */
+/* ==== §14d writing tensors ======================================================================================= */
+/* The place of every byte follows from the whole model's table before the first is written, so every rank knows it:
+ * rank 0 makes the files with their headers, then each rank writes its own share at computed offsets, and no rank waits
+ * for another. What is written passes through host memory, from which a thread of its own takes it: a small ring when
+ * training waits, or room for all of it, so that training goes on when the copy is done. The thread calls no MPI and no
+ * device. */
 
 /* A Hugging Face tensor that is to be written: one parameter, or several that it holds one after another. */
 typedef struct mt_saved {
@@ -11728,11 +12381,13 @@ static int mt_output_close(const mt_output *out, int status) {
     return status;
 }
 
+/* Not yet on disk: what comes after brings it there together with all else. */
 static int mt_text_write(const char *folder, const char *name, const char *text, mt_error *error) {
     mt_output out;
     char *path = mt_path_join(folder, name);
     int status = mt_output_open(&out, path, error);
-    if (status == 0) status = mt_output_close(&out, mt_output_write(&out, 0, text, (int64_t)strlen(text)));
+    if (status == 0) status = mt_output_write(&out, 0, text, (int64_t)strlen(text));
+    if (out.descriptor >= 0 && close(out.descriptor) != 0 && status == 0) status = mt_write_error(error, path);
     free(path);
     return status;
 }
@@ -11767,6 +12422,97 @@ static char *mt_saved_header(const mt_saved *tensors, int64_t count, int64_t *by
     return text;
 }
 
+/* ---- the writer */
+
+/* Numbers in host memory on their way to a file: a rectangle [rows, cols] of a matrix whose lines lie `pitch` bytes
+ * apart there; a turned one is stored as [cols, rows]. */
+typedef struct mt_piece {
+    int64_t file, offset, pitch; // of the first line
+    int64_t rows, cols, size;    // bytes of an element
+    bool turned;
+    const char *data;
+    int64_t end; // of its place among all bytes that passed through the memory
+} mt_piece;
+
+typedef struct mt_writer {
+    const mt_ops *ops;
+    char *memory;
+    int64_t capacity, reserved, released; // bytes that were ever given out and came back: a ring
+    mt_piece *pieces;
+    int64_t num_pieces, room; // submitted so far
+    bool closed;              // no more will come
+    bool holds_all;           // the thread waits for that, so that the copy has the machine to itself
+    bool runs, done;          // the thread was started; it has nothing left to do
+    const char *folder;       // it writes into the files of `sums`
+    mt_checksums sums;
+    char *scratch; // of the thread, for a turned piece
+    int64_t scratch_bytes;
+    int status; // of the thread
+    mt_error error;
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+} mt_writer;
+
+/* Pieces of so many bytes, and as many of them in the ring. */
+enum { MT_PIECE_BYTES = 8 << 20, MT_RING_PIECES = 4 };
+
+static void mt_writer_open(mt_writer *w, const mt_ops *ops, int64_t capacity) {
+    *w = (mt_writer){.ops = ops, .capacity = capacity};
+    w->memory = ops->memory_alloc_host(capacity);
+    memset(w->memory, 0, (size_t)capacity); // the system gives pages when they are touched: now, not in training
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_cond_init(&w->changed, NULL);
+}
+
+static void mt_writer_close(mt_writer *w) {
+    if (!w->memory) return;
+    w->ops->memory_free_host(w->memory);
+    mt_checksums_free(&w->sums);
+    free(w->pieces);
+    free(w->scratch);
+    pthread_mutex_destroy(&w->lock);
+    pthread_cond_destroy(&w->changed);
+    *w = (mt_writer){0};
+}
+
+static int64_t mt_piece_bytes(int64_t bytes) {
+    return (bytes + 63) / 64 * 64;
+}
+
+/* Host memory for a piece that lies at `from`; waits until the ring has room. Where training waits for the writer, what
+ * is in host memory stays where it is. */
+static const char *mt_writer_reserve(mt_writer *w, const char *from, int64_t bytes) {
+    if (!w->holds_all && strcmp(w->ops->name, "cpu") == 0) return from;
+    int64_t taken = mt_piece_bytes(bytes), at = w->reserved % w->capacity;
+    MT_CHECK(taken <= w->capacity);
+    if (at + taken > w->capacity) w->reserved += w->capacity - at, at = 0; // a piece is not cut in two
+    pthread_mutex_lock(&w->lock);
+    while (w->reserved + taken - w->released > w->capacity) pthread_cond_wait(&w->changed, &w->lock);
+    pthread_mutex_unlock(&w->lock);
+    w->reserved += taken;
+    return w->memory + at;
+}
+
+static void mt_writer_submit(mt_writer *w, mt_piece piece) {
+    piece.end = w->reserved;
+    pthread_mutex_lock(&w->lock);
+    if (w->num_pieces == w->room) {
+        w->room = mt_max(2 * w->room, 256);
+        w->pieces = mt_realloc(w->pieces, w->room * (int64_t)sizeof piece);
+    }
+    w->pieces[w->num_pieces++] = piece;
+    pthread_cond_broadcast(&w->changed);
+    pthread_mutex_unlock(&w->lock);
+}
+
+static void mt_writer_end(mt_writer *w) {
+    pthread_mutex_lock(&w->lock);
+    w->closed = true;
+    pthread_cond_broadcast(&w->changed);
+    pthread_mutex_unlock(&w->lock);
+}
+
 /* to[cols, rows] = from[rows, cols] transposed, elements of 2 or 4 bytes; 64 rows at a time stay in the cache. */
 static void mt_transpose(void *to, const void *from, int64_t rows, int64_t cols, int64_t size) {
     for (int64_t first = 0; first < rows; first += 64)
@@ -11778,107 +12524,153 @@ static void mt_transpose(void *to, const void *from, int64_t rows, int64_t cols,
                     ((uint16_t *)to)[c * rows + r] = ((const uint16_t *)from)[r * cols + c];
 }
 
-/* Rows [row, row + rows) and columns [col, col + cols) of a whole parameter. */
-typedef struct mt_window {
-    int64_t row, rows, col, cols;
-} mt_window;
-
-/* Host memory that a parameter's values pass through, in windows of whole rows of what is written together. */
-typedef struct mt_staging {
-    char *values; // [rows, cols] of a window
-    char *part;   // what one rank has of it
-    char *turned; // [cols, rows]
-} mt_staging;
-
-/* The ranks that share a parameter. */
-static const mt_group *mt_param_group(const mt_model *m, const mt_param *param) {
-    return param->expert >= 0 ? &m->grid->expert_tensor : &m->grid->tensor;
-}
-
-/* True where what a rank has of a parameter is short pieces of a tensor's rows, far apart: then one of the ranks that
- * share it writes what all of them have. */
-static bool mt_param_is_scattered(const mt_model *m, const mt_param *param) {
-    return mt_param_group(m, param)->size > 1 && param->shard_dim == (param->hf_transposed ? 0 : 1);
-}
-
-/* Writes a window's values where they belong in a tensor whose data begins at `start` in the file. */
-static int mt_window_write(const mt_output *out, const mt_param *param, const mt_window *w, const mt_staging *staging,
-                           int64_t start, int64_t size) {
-    int64_t row = param->hf_row + w->row, width = param->hf_rows_total;
+static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *piece) {
+    int64_t lines = piece->turned ? piece->cols : piece->rows;
+    int64_t bytes = piece->rows * piece->cols * piece->size, line = bytes / lines;
+    const char *data = piece->data;
+    if (piece->turned) {
+        if (w->scratch_bytes < bytes) w->scratch = mt_realloc(w->scratch, w->scratch_bytes = bytes);
+        mt_transpose(w->scratch, piece->data, piece->rows, piece->cols, piece->size);
+        data = w->scratch;
+    }
+    if (line == piece->pitch) lines = 1, line = bytes;
+    int64_t end = piece->offset + (lines - 1) * piece->pitch + line;
     int status = 0;
-    if (!param->hf_transposed)
-        return mt_output_write(out, start + row * w->cols * size, staging->values, w->rows * w->cols * size);
-    mt_transpose(staging->turned, staging->values, w->rows, w->cols, size);
-    if (w->rows == width)
-        return mt_output_write(out, start + w->col * width * size, staging->turned, w->rows * w->cols * size);
-    for (int64_t c = 0; c < w->cols && status == 0; c++)
-        status = mt_output_write(out, start + ((w->col + c) * width + row) * size, staging->turned + c * w->rows * size,
-                                 w->rows * size);
+    for (int64_t i = 0; i < lines && status == 0; i++) {
+        status = mt_output_write(out, piece->offset + i * piece->pitch, data + i * line, line);
+        mt_checksums_add(&w->sums.files[piece->file], piece->offset + i * piece->pitch, data + i * line, line);
+    }
+#ifdef SYNC_FILE_RANGE_WRITE // the disk may begin now, not when all is there
+    if (status == 0 && bytes >= MT_SUM_BLOCK)
+        (void)!sync_file_range(out->descriptor, piece->offset, end - piece->offset, SYNC_FILE_RANGE_WRITE);
+#else
+    (void)end;
+#endif
     return status;
 }
 
-/* Copies what this rank counts of a window to `to`, from what lies here of the parameter; *part says what it is. */
-static void mt_window_read(mt_model *m, const mt_param *param, const void *values, int64_t size, const mt_window *w,
-                           mt_window *part, void *to) {
-    int64_t begin = mt_max(w->row, param->first_row);
-    int64_t end = mt_min(w->row + w->rows, param->first_row + mt_param_rows_stored(param));
-    *part = (mt_window){begin, param->counted ? mt_max(end - begin, 0) : 0, param->first_col, param->cols};
-    if (part->rows == 0) return;
-    m->ops->memory_copy(to, (const char *)values + (begin - param->first_row) * param->cols * size,
-                        part->rows * param->cols * size, m->stream);
-    m->ops->stream_wait(m->stream);
+/* The next piece, or false when there will be none. */
+static bool mt_writer_next(mt_writer *w, int64_t index, mt_piece *piece) {
+    pthread_mutex_lock(&w->lock);
+    while ((index == w->num_pieces || w->holds_all) && !w->closed) pthread_cond_wait(&w->changed, &w->lock);
+    bool found = index < w->num_pieces;
+    if (found) *piece = w->pieces[index];
+    pthread_mutex_unlock(&w->lock);
+    return found;
 }
 
-/* The writer's staging->values = a window of whole rows, of which every rank of the tensor group gives its part. */
-static void mt_window_gather(mt_model *m, const mt_param *param, const void *values, int64_t size, const mt_window *w,
-                             mt_staging *staging, int writer) {
-    const mt_group *group = mt_param_group(m, param);
-    mt_window part;
-    mt_window_read(m, param, values, size, w, &part, staging->part);
-    if (group->rank != writer) {
-        mt_send(group, &part, sizeof part, writer, 0);
-        if (part.rows > 0) mt_send(group, staging->part, part.rows * part.cols * size, writer, 0);
-        return;
-    }
-    for (int rank = 0; rank < group->size; rank++) {
-        int from = (writer + rank) % group->size; // its own part first, because it is there
-        if (from != writer) mt_receive(group, &part, sizeof part, from, 0);
-        if (from != writer && part.rows > 0) mt_receive(group, staging->part, part.rows * part.cols * size, from, 0);
-        for (int64_t r = 0; r < part.rows; r++)
-            memcpy(staging->values + ((part.row - w->row + r) * w->cols + part.col) * size,
-                   staging->part + r * part.cols * size, (size_t)(part.cols * size));
-    }
+static void mt_writer_release(mt_writer *w, int64_t end) {
+    pthread_mutex_lock(&w->lock);
+    w->released = end;
+    pthread_cond_broadcast(&w->changed);
+    pthread_mutex_unlock(&w->lock);
 }
 
-/* Writes what lies here of a parameter, from the whole bucket's values; or, of a scattered one, what the tensor group
- * has, by its rank `writer`. Others have nothing to write, but take part, also after an error. */
-static int mt_param_write(const mt_output *out, mt_model *m, const mt_param *param, const mt_saved *saved,
-                          const void *bucket, int64_t start, int writer, int status) {
-    bool scattered = mt_param_is_scattered(m, param), writes = !scattered || mt_param_group(m, param)->rank == writer;
-    int64_t size = mt_dtype_size(saved->dtype), cols = scattered ? param->whole_cols : param->cols;
-    int64_t begin = scattered ? 0 : param->first_row;
-    int64_t end = scattered ? param->rows_stored : begin + mt_param_rows_stored(param);
-    int64_t chunk = mt_staging_rows(end - begin, cols);
-    const char *values = (const char *)bucket + param->offset * size;
-    mt_staging staging = {.part = mt_malloc(chunk * cols * size)};
-    if (writes && scattered) staging.values = mt_malloc(chunk * cols * size);
-    if (writes && param->hf_transposed) staging.turned = mt_malloc(chunk * cols * size);
-    for (int64_t row = begin; row < end; row += chunk) {
-        mt_window w = {row, mt_min(end - row, chunk), scattered ? 0 : param->first_col, cols};
-        if (scattered) {
-            mt_window_gather(m, param, values, size, &w, &staging, writer);
-        } else {
-            mt_window part;
-            mt_window_read(m, param, values, size, &w, &part, staging.part);
-            MT_CHECK(part.rows == w.rows);
+/* The thread: pieces in their order, file after file, each of which is brought to disk when its last piece is in. */
+static void *mt_writer_run(void *context) {
+    mt_writer *w = context;
+    mt_output out = {.descriptor = -1};
+    mt_piece piece;
+    char *path = NULL;
+    int64_t open = -1;
+    for (int64_t i = 0; mt_writer_next(w, i, &piece); i++) {
+        if (w->status == 0 && piece.file != open) {
+            if (out.descriptor >= 0) w->status = mt_output_close(&out, 0);
+            free(path);
+            path = mt_path_join(w->folder, w->sums.files[open = piece.file].name);
+            out.descriptor = -1;
+            if (w->status == 0) w->status = mt_output_join(&out, path, &w->error);
         }
-        mt_staging source = {.values = scattered ? staging.values : staging.part, .turned = staging.turned};
-        if (writes && status == 0) status = mt_window_write(out, param, &w, &source, start, size);
+        if (w->status == 0) w->status = mt_piece_write(w, &out, &piece);
+        mt_writer_release(w, piece.end); // after an error too: the copy waits for room
     }
-    free(staging.values);
-    free(staging.part);
-    free(staging.turned);
-    return status;
+    if (out.descriptor >= 0) {
+        int closed = mt_output_close(&out, w->status);
+        if (w->status == 0) w->status = closed;
+    }
+    free(path);
+    pthread_mutex_lock(&w->lock);
+    w->done = true;
+    pthread_mutex_unlock(&w->lock);
+    return NULL;
+}
+
+/* Starts a thread that writes into the files of a folder, of which w->sums has the names and sizes. */
+static void mt_writer_begin(mt_writer *w, const char *folder) {
+    w->folder = folder, w->status = 0, w->num_pieces = 0;
+    w->reserved = w->released = 0;
+    w->closed = w->done = false, w->runs = true;
+    if (pthread_create(&w->thread, NULL, mt_writer_run, w) != 0) mt_die("cannot start a thread; raise ulimit -u");
+}
+
+/* Waits for the thread; its status, with its error. */
+static int mt_writer_wait(mt_writer *w, mt_error *error) {
+    if (!w->runs) return 0;
+    pthread_join(w->thread, NULL);
+    w->runs = false;
+    if (w->status != 0) *error = w->error;
+    return w->status;
+}
+
+static bool mt_writer_is_done(mt_writer *w) {
+    pthread_mutex_lock(&w->lock);
+    bool done = !w->runs || w->done;
+    pthread_mutex_unlock(&w->lock);
+    return done;
+}
+
+/* A ring in which the largest piece finds room wherever the one before it ends, or all of it where that is less. */
+static int64_t mt_ring_bytes(int64_t total, int64_t largest) {
+    return mt_max(mt_min(total, mt_max(MT_RING_PIECES * MT_PIECE_BYTES, 2 * largest)), 64);
+}
+
+/* ---- this rank's share */
+
+/* Elements [*begin, *end) of what lies here of a parameter, in its own order, are this rank's to write: its shard where
+ * the data group shares them out, else a part of the rows. Returns where the first is, or NULL: none is. */
+static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_kept kept, int64_t *begin,
+                                  int64_t *end) {
+    const mt_bucket *b = &m->buckets[param->bucket];
+    const mt_group *group = b->group;
+    mt_part part = mt_bucket_part(m, param->bucket, kept);
+    int64_t rows = mt_param_rows_stored(param), cols = param->cols;
+    if (!param->counted) return NULL;
+    if (b->strategy == MT_NO_SHARD) {
+        *begin = rows * group->rank / group->size * cols, *end = rows * (group->rank + 1) / group->size * cols;
+    } else {
+        *begin = mt_max(b->shard_first - param->offset, 0);
+        *end = mt_min(b->shard_first + b->shard_count - param->offset, rows * cols);
+    }
+    if (*begin >= *end) return NULL;
+    return (const char *)part.data + (param->offset + *begin - part.first) * mt_dtype_size(part.dtype);
+}
+
+/* Copies elements [begin, end) of a parameter to host memory and hands them on, in rectangles; `start` is where its
+ * tensor's data begins in the file. Without a writer it only counts the host memory that this takes. */
+static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, int64_t file, int64_t start,
+                             int64_t size, const char *from, int64_t begin, int64_t end) {
+    int64_t cols = param->cols, taken = 0;
+    int64_t most = mt_max(MT_PIECE_BYTES / (cols * size), 1);
+    if (param->hf_transposed) most = mt_max(most, param->hf_rows_total); // whole lines, where all rows lie here
+    while (begin < end) {
+        int64_t row = begin / cols, col = begin % cols, rows = mt_min((end - begin) / cols, most), width = cols;
+        if (col > 0 || rows == 0) rows = 1, width = mt_min(cols - col, end - begin);
+        int64_t bytes = rows * width * size;
+        int64_t to_row = param->hf_row + param->first_row + row, to_col = param->first_col + col;
+        mt_piece piece = {.file = file, .rows = rows, .cols = width, .size = size, .turned = param->hf_transposed};
+        piece.pitch = (piece.turned ? param->hf_rows_total : param->whole_cols) * size;
+        piece.offset =
+            start + (piece.turned ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
+        if (w) {
+            piece.data = mt_writer_reserve(w, from, bytes);
+            if (piece.data != from) m->ops->memory_copy((char *)piece.data, from, bytes, m->stream);
+            if (piece.data != from) m->ops->stream_wait(m->stream);
+            mt_writer_submit(w, piece);
+        }
+        taken += mt_piece_bytes(bytes);
+        from += bytes, begin += rows * width;
+    }
+    return taken;
 }
 
 /* Tensors [*first, the result) of a set go to a file. */
@@ -11890,38 +12682,39 @@ static int64_t mt_shard_tensors(const mt_saved_set *set, int64_t shard, int64_t 
     return end;
 }
 
-/* Makes a file that holds its header. */
-static int mt_shard_create(const mt_saved_set *set, int64_t shard, const char *path, mt_error *error) {
-    mt_output out;
-    int64_t first, bytes, end = mt_shard_tensors(set, shard, &first);
-    if (mt_output_open(&out, path, error) != 0) return -1;
-    char *header = mt_saved_header(set->tensors + first, end - first, &bytes);
-    int status = mt_output_close(&out, mt_output_write(&out, 0, header, bytes));
-    free(header);
-    return status;
-}
-
-/* Writes what this rank has of a file. Ranks with the same values take turns; those of one stage have the same tensors
- * and ask for them in the same order. After an error too: others wait for this one's part. */
-static int mt_shard_write(const mt_saved_set *set, int64_t shard, mt_model *m, const char *path, int status,
-                          mt_error *error) {
-    mt_output out = {.descriptor = -1};
-    int64_t first, header_bytes, end = mt_shard_tensors(set, shard, &first);
-    free(mt_saved_header(set->tensors + first, end - first, &header_bytes));
-    for (int64_t i = first; i < end; i++) {
-        const mt_saved *saved = &set->tensors[i];
-        for (int64_t k = 0; k < saved->num_params; k++) {
-            const mt_param *param = &saved->params[k];
-            if (!param->counted && !mt_param_is_scattered(m, param)) continue;
-            const void *bucket = mt_bucket_gather_state(m, param->bucket, saved->kept);
-            const mt_group *copies = m->buckets[param->bucket].group;
-            int writer = (int)(i / copies->size % mt_param_group(m, param)->size);
-            if (copies->rank != (int)(i % copies->size)) continue;
-            if (status == 0 && out.descriptor < 0) status = mt_output_join(&out, path, error);
-            status = mt_param_write(&out, m, param, saved, bucket, header_bytes + saved->offset, writer, status);
+/* Hands on what this rank has of a set, whose first file has a number; returns the host memory that this takes, of
+ * which *largest is one piece's. Without a writer it only counts. */
+static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, int64_t file, int64_t *largest) {
+    int64_t taken = 0;
+    *largest = 0;
+    for (int64_t shard = 0; shard < set->num_shards; shard++) {
+        int64_t first, header_bytes, end = mt_shard_tensors(set, shard, &first);
+        free(mt_saved_header(set->tensors + first, end - first, &header_bytes));
+        for (int64_t i = first; i < end; i++) {
+            const mt_saved *saved = &set->tensors[i];
+            int64_t size = mt_dtype_size(saved->dtype);
+            for (int64_t k = 0; k < saved->num_params; k++) {
+                int64_t from, to;
+                const mt_param *param = &saved->params[k];
+                const char *data = mt_param_share(m, param, saved->kept, &from, &to);
+                int64_t most =
+                    mt_max(MT_PIECE_BYTES, param->cols * size * (param->hf_transposed ? param->hf_rows_total : 1));
+                if (!data) continue;
+                *largest = mt_max(*largest, mt_min(most, mt_piece_bytes((to - from) * size)));
+                taken += mt_share_copy(m, w, param, file + shard, header_bytes + saved->offset, size, data, from, to);
+            }
         }
     }
-    return out.descriptor >= 0 ? mt_output_close(&out, status) : status;
+    return taken;
+}
+
+/* Makes a file that holds its header. */
+static int mt_shard_create(const char *header, int64_t header_bytes, const char *path, mt_error *error) {
+    mt_output out;
+    if (mt_output_open(&out, path, error) != 0) return -1;
+    int status = mt_output_write(&out, 0, header, header_bytes);
+    if (close(out.descriptor) != 0 && status == 0) status = mt_write_error(error, path);
+    return status;
 }
 
 /* Written for a single file too: loaders that take every *.safetensors of a folder then know the model's. */
@@ -11939,17 +12732,24 @@ static int mt_saved_write_index(const mt_saved_set *set, const char *folder, mt_
     return status;
 }
 
-/* On rank 0: the files of a set and their index. */
-static int mt_saved_create(const mt_saved_set *set, const char *folder, mt_error *error) {
+/* Adds a set's files to `sums`; on rank 0 makes them, and their index. */
+static int mt_saved_create(const mt_saved_set *set, const char *folder, bool makes, mt_checksums *sums,
+                           mt_error *error) {
     char name[64];
     int status = 0;
-    for (int64_t shard = 0; shard < set->num_shards && status == 0; shard++) {
+    for (int64_t shard = 0; shard < set->num_shards; shard++) {
+        int64_t first, header_bytes, end = mt_shard_tensors(set, shard, &first);
+        char *header = mt_saved_header(set->tensors + first, end - first, &header_bytes);
         mt_shard_name(name, set, shard);
+        const mt_saved *last = &set->tensors[end - 1];
+        mt_file_checksums *file = mt_checksums_append(sums, name, header_bytes + last->offset + last->bytes);
+        if (makes) mt_checksums_add(file, 0, header, header_bytes); // counted once, by who writes it
         char *path = mt_path_join(folder, name);
-        status = mt_shard_create(set, shard, path, error);
+        if (makes && status == 0) status = mt_shard_create(header, header_bytes, path, error);
         free(path);
+        free(header);
     }
-    return status == 0 ? mt_saved_write_index(set, folder, error) : status;
+    return status == 0 && makes ? mt_saved_write_index(set, folder, error) : status;
 }
 
 /* What became of it on any rank becomes every rank's status and error. */
@@ -11959,25 +12759,30 @@ static int mt_ranks_agree(const mt_model *m, int status, mt_error *error) {
 
 int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem, int64_t max_shard_bytes,
                                mt_error *error) {
-    char name[64];
     mt_saved_set set;
+    mt_writer w;
+    int64_t largest = 0;
     MT_CHECK(strcmp(stem, "model") == 0 || (strcmp(stem, "optimizer") == 0 && m->plan.train));
     mt_saved_plan(&set, m, stem, max_shard_bytes);
-    int status = mt_ranks_agree(m, m->grid->world.rank == 0 ? mt_saved_create(&set, folder, error) : 0, error);
-    bool created = status == 0;
-    for (int64_t shard = 0; shard < set.num_shards && created; shard++) {
-        mt_shard_name(name, &set, shard);
-        char *path = mt_path_join(folder, name);
-        status = mt_shard_write(&set, shard, m, path, status, error);
-        free(path);
+    mt_writer_open(&w, m->ops, mt_ring_bytes(mt_set_copy(&set, m, NULL, 0, &largest), largest));
+    int status = mt_saved_create(&set, folder, m->grid->world.rank == 0, &w.sums, error);
+    status = mt_ranks_agree(m, status, error);
+    if (status == 0) {
+        mt_writer_begin(&w, folder);
+        mt_set_copy(&set, m, &w, 0, &largest);
+        mt_writer_end(&w);
+        status = mt_ranks_agree(m, mt_writer_wait(&w, error), error);
     }
+    mt_writer_close(&w);
     free(set.tensors);
-    return created ? mt_ranks_agree(m, status, error) : status;
+    return status;
 }
+
+/* ==== §14e saving ================================================================================================ */
+/* Everything is written into a folder of a temporary name beside its place, brought to disk, and renamed. */
 
 /* ---- folders */
 
-enum { MT_TRAINER_VERSION = 1 };
 static const int64_t mt_max_shard_bytes = 5000000000; // as save_pretrained's default was for long
 
 /* Where the run stands, and what it was begun with. */
@@ -11995,7 +12800,7 @@ static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const 
     mt_json_set_int(json, "micro_batch_size", o->micro_batch_size);
     mt_json_set_int(json, "world_size", m->grid->world.size);
     mt_json_set_string(json, "dtype", mt_dtype_name(m->dtype));
-    mt_json_set_real(json, "learning_rate", mt_learning_rate(o, state->consumed_train_samples));
+    mt_json_set_real(json, "learning_rate", o->lr > 0 ? mt_learning_rate(o, state->consumed_train_samples) : 0);
     int status = mt_json_write(folder, "trainer.json", json, error);
     json_decref(json);
     return status;
@@ -12008,24 +12813,6 @@ static int mt_generation_config_write(const mt_options *options, const char *fol
     if (options->eos_token_id >= 0) mt_json_set_int(json, "eos_token_id", options->eos_token_id);
     int status = mt_json_write(folder, "generation_config.json", json, error);
     json_decref(json);
-    return status;
-}
-
-/* Everything of a checkpoint but the caller's own files. */
-static int mt_checkpoint_write(mt_model *m, const mt_run_state *state, const char *folder, mt_error *error) {
-    bool writes = m->grid->world.rank == 0;
-    int status = 0;
-    if (writes) {
-        char *config = mt_options_write_hf_config(m->options);
-        status = mt_text_write(folder, "config.json", config, error);
-        free(config);
-        if (status == 0) status = mt_generation_config_write(m->options, folder, error);
-    }
-    status = mt_ranks_agree(m, status, error);
-    if (status == 0) status = mt_safetensors_save_folder(m, folder, "model", mt_max_shard_bytes, error);
-    if (status == 0 && m->plan.train && !m->options->no_save_optim)
-        status = mt_safetensors_save_folder(m, folder, "optimizer", mt_max_shard_bytes, error);
-    if (status == 0 && writes) status = mt_trainer_write(m, state, folder, error);
     return status;
 }
 
@@ -12113,6 +12900,7 @@ static int mt_file_replace(const char *folder, const char *name, const char *tex
     unlink(from);
     int status = link ? symlink(text, from) : mt_text_write(folder, temporary, text, error);
     if (link && status != 0) mt_write_error(error, to);
+    if (!link && status == 0) status = mt_fsync_path(from, error);
     if (status == 0 && rename(from, to) != 0) {
         status = mt_write_error(error, to);
         unlink(from);
@@ -12145,7 +12933,8 @@ static int mt_link_file(const char *iteration, const char *name, void *folder) {
     char target[300];
     mt_error ignored;
     (void)iteration;
-    if (strncmp(name, "optimizer", 9) == 0 || strcmp(name, "trainer.json") == 0) return 0;
+    if (strncmp(name, "optimizer", 9) == 0 || strcmp(name, "trainer.json") == 0 || strcmp(name, "checksums.json") == 0)
+        return 0;
     if (mt_path_exists(folder, name) || strlen(name) > 255) return 0;
     snprintf(target, sizeof target, "latest/%s", name);
     mt_file_replace(folder, name, target, true, &ignored);
@@ -12231,38 +13020,287 @@ int mt_checkpoint_prepare(const mt_model *m, const char *folder, mt_error *error
     return mt_checkpoint_check_folder(folder, mt_checkpoint_bytes(m), error);
 }
 
-/* Rank 0's last steps: a folder that is whole and on disk takes its place and becomes the latest. */
-static int mt_checkpoint_place(const char *temporary, const char *folder, const char *name, int64_t iteration,
-                               mt_error *error) {
-    char *place = mt_path_join(folder, name);
-    int status = mt_folder_visit(temporary, mt_fsync_entry, error);
-    if (status == 0) status = mt_fsync_path(temporary, error);
-    if (status == 0) status = mt_folder_place(temporary, place, error);
-    if (status == 0) status = mt_checkpoint_publish(folder, name, iteration, error);
-    free(place);
+/* ---- which checkpoints stay */
+
+/* The number of iter_NNNNNNN, or -1 for any other name. */
+static int64_t mt_iteration_of(const char *name) {
+    if (strncmp(name, "iter_", 5) != 0 || strlen(name) < 12 || strlen(name) > 14) return -1;
+    if (strspn(name + 5, "0123456789") != strlen(name + 5)) return -1;
+    return strtoll(name + 5, NULL, 10);
+}
+
+/* Numbers of the checkpoints that are in a folder. */
+typedef struct mt_iterations {
+    int64_t *numbers, count;
+} mt_iterations;
+
+static int mt_iterations_add(const char *folder, const char *name, void *context) {
+    mt_iterations *found = context;
+    int64_t number = mt_iteration_of(name);
+    (void)folder;
+    if (number < 0) return 0;
+    found->numbers = mt_realloc(found->numbers, (found->count + 1) * 8);
+    found->numbers[found->count++] = number;
+    return 0;
+}
+
+static int mt_number_descending(const void *a, const void *b) {
+    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return (x < y) - (x > y);
+}
+
+/* The last first; free the numbers. */
+static mt_iterations mt_iterations_list(const char *folder) {
+    mt_iterations found = {0};
+    mt_folder_visit(folder, mt_iterations_add, &found);
+    if (found.count > 0) qsort(found.numbers, (size_t)found.count, 8, mt_number_descending);
+    return found;
+}
+
+/* "FOLDER/iter_NNNNNNN" to free. */
+static char *mt_iteration_path(const char *folder, int64_t number) {
+    char name[64];
+    snprintf(name, sizeof name, "iter_%07lld", (long long)number);
+    return mt_path_join(folder, name);
+}
+
+/* Once `latest` is whole: removes those before it that are neither among the last --keep-checkpoints nor at a multiple
+ * of --save-retain-interval. Under another name first, so that none is ever there in part. */
+static void mt_checkpoint_retain(const mt_options *o, const char *folder, int64_t latest) {
+    int64_t keep = o->keep_checkpoints > 0       ? o->keep_checkpoints
+                   : o->save_retain_interval > 0 ? 1
+                                                 : INT64_MAX,
+            kept = 0;
+    mt_iterations found = mt_iterations_list(folder);
+    for (int64_t i = 0; i < found.count; i++) {
+        int64_t number = found.numbers[i];
+        if (number > latest || kept++ < keep) continue;
+        if (o->save_retain_interval > 0 && number % o->save_retain_interval == 0) continue;
+        char *path = mt_iteration_path(folder, number);
+        char *aside = mt_malloc((int64_t)strlen(path) + 32);
+        sprintf(aside, "%s.tmp-%lld", path, (long long)getpid());
+        if (rename(path, aside) == 0) mt_folder_remove(aside);
+        free(aside);
+        free(path);
+    }
+    free(found.numbers);
+}
+
+/* ---- saving, at once or in the background */
+
+enum { MT_NUM_STEMS = 2 };
+
+struct mt_saver {
+    mt_model *model;
+    const char *folder;
+    mt_checkpoint_extra *extra;
+    void *context;
+    bool async;
+    mt_saved_set sets[MT_NUM_STEMS];
+    int64_t num_sets;
+    mt_writer writer;
+    char *temporary;             // the folder being written; NULL: none is
+    char name[64];               // what it will be called
+    int64_t iteration, in_place; // of the one being written; of the last one that took its place, or -1
+    bool places;                 // tensors are on disk: rank 0 puts the folder in its place, in a thread
+    bool placed;                 // that is done
+    int place_status;
+    mt_error place_error;
+    pthread_t place_thread;
+    pthread_mutex_t lock; // of placed
+};
+
+void mt_saver_open(mt_saver **out, mt_model *m, const char *folder, mt_checkpoint_extra *extra, void *context,
+                   bool async) {
+    static const char *const stems[MT_NUM_STEMS] = {"model", "optimizer"};
+    mt_saver *s = mt_calloc(sizeof *s);
+    int64_t total = 0, largest = 0, one = 0;
+    *s = (mt_saver){.model = m, .folder = folder, .extra = extra, .context = context, .async = async, .in_place = -1};
+    s->num_sets = m->plan.train && !m->options->no_save_optim ? 2 : 1;
+    for (int64_t i = 0; i < s->num_sets; i++) {
+        mt_saved_plan(&s->sets[i], m, stems[i], mt_max_shard_bytes);
+        total += mt_set_copy(&s->sets[i], m, NULL, 0, &one);
+        largest = mt_max(largest, one);
+    }
+    mt_writer_open(&s->writer, m->ops, async ? mt_max(total, 64) : mt_ring_bytes(total, largest));
+    s->writer.holds_all = async;
+    pthread_mutex_init(&s->lock, NULL);
+    *out = s;
+}
+
+void mt_saver_close(mt_saver *s) {
+    if (!s) return;
+    MT_CHECK(!s->temporary); // mt_saver_finish
+    mt_writer_close(&s->writer);
+    for (int64_t i = 0; i < s->num_sets; i++) free(s->sets[i].tensors);
+    pthread_mutex_destroy(&s->lock);
+    free(s);
+}
+
+/* Everything on rank 0 that is small. */
+static int mt_saver_write_small(mt_saver *s, const mt_run_state *state, mt_error *error) {
+    const mt_model *m = s->model;
+    int status = mt_folder_create(s->temporary, error);
+    char *config = mt_options_write_hf_config(m->options);
+    if (status == 0) status = mt_text_write(s->temporary, "config.json", config, error);
+    free(config);
+    if (status == 0) status = mt_generation_config_write(m->options, s->temporary, error);
+    if (status == 0) status = mt_trainer_write(m, state, s->temporary, error);
+    if (status == 0 && s->extra) status = s->extra(s->context, s->temporary, error);
     return status;
+}
+
+/* Rank 0's sums become those of what all ranks wrote. */
+static void mt_saver_collect_sums(mt_saver *s) {
+    const mt_group *world = &s->model->grid->world;
+    for (int64_t i = 0; i < s->writer.sums.count; i++) {
+        mt_file_checksums *file = &s->writer.sums.files[i];
+        if (world->rank != 0) mt_send(world, file->sums, file->count * 4, 0, 0);
+        uint32_t *theirs = world->rank == 0 ? mt_malloc(file->count * 4) : NULL;
+        for (int rank = 1; rank < world->size && theirs; rank++) {
+            mt_receive(world, theirs, file->count * 4, rank, 0);
+            for (int64_t block = 0; block < file->count; block++) file->sums[block] ^= theirs[block];
+        }
+        free(theirs);
+        mt_checksums_finish(file);
+    }
+}
+
+/* Adds a file of the folder that has no sums yet. */
+static int mt_checksums_add_file(const char *folder, const char *name, void *context) {
+    mt_saver *s = context;
+    int64_t bytes;
+    if (mt_checksums_find(&s->writer.sums, name)) return 0;
+    char *path = mt_path_join(folder, name);
+    int descriptor = mt_file_open(path, &bytes, &s->place_error);
+    free(path);
+    if (descriptor < 0) return -1;
+    mt_file_checksums *file = mt_checksums_append(&s->writer.sums, name, bytes);
+    char *buffer = mt_malloc(MT_SUM_BLOCK);
+    int status = 0;
+    for (int64_t first = 0, n; first < bytes && status == 0; first += n) {
+        n = mt_min(MT_SUM_BLOCK, bytes - first);
+        status = mt_read_at(descriptor, buffer, n, first);
+        if (status == 0) mt_checksums_add(file, first, buffer, n);
+    }
+    mt_checksums_finish(file);
+    free(buffer);
+    close(descriptor);
+    return status == 0
+               ? 0
+               : mt_error_set(&s->place_error, "%s/%s: cannot be read again: %s", folder, name, strerror(errno));
+}
+
+static int mt_checksums_compare(const void *a, const void *b) {
+    return strcmp(((const mt_file_checksums *)a)->name, ((const mt_file_checksums *)b)->name);
+}
+
+/* Rank 0's last steps: a folder that is whole and on disk takes its place, becomes the latest, and others go. */
+static void *mt_saver_place(void *context) {
+    mt_saver *s = context;
+    mt_error *error = &s->place_error;
+    char *place = mt_path_join(s->folder, s->name);
+    int status = mt_folder_visit(s->temporary, mt_checksums_add_file, s);
+    qsort(s->writer.sums.files, (size_t)s->writer.sums.count, sizeof *s->writer.sums.files, mt_checksums_compare);
+    char *text = mt_checksums_print(&s->writer.sums);
+    if (status == 0) status = mt_text_write(s->temporary, "checksums.json", text, error);
+    if (status == 0) status = mt_folder_visit(s->temporary, mt_fsync_entry, error);
+    if (status == 0) status = mt_fsync_path(s->temporary, error);
+    if (status == 0) status = mt_folder_place(s->temporary, place, error);
+    if (status == 0) status = mt_checkpoint_publish(s->folder, s->name, s->iteration, error);
+    if (status == 0) mt_checkpoint_retain(s->model->options, s->folder, s->iteration);
+    free(text);
+    free(place);
+    s->place_status = status;
+    pthread_mutex_lock(&s->lock);
+    s->placed = true;
+    pthread_mutex_unlock(&s->lock);
+    return NULL;
+}
+
+/* Nothing is under way any more. */
+static int mt_saver_end(mt_saver *s, int status) {
+    if (status != 0 && s->model->grid->world.rank == 0) mt_folder_remove(s->temporary);
+    if (status == 0) s->in_place = s->iteration;
+    free(s->temporary);
+    s->temporary = NULL, s->places = false;
+    mt_checksums_free(&s->writer.sums);
+    return status;
+}
+
+/* Goes on from the threads' work, for which it waits: from tensors to the folder's place, and from there to the end. */
+static int mt_saver_advance(mt_saver *s, mt_error *error) {
+    bool places = s->model->grid->world.rank == 0;
+    if (!s->places) {
+        int status = mt_ranks_agree(s->model, mt_writer_wait(&s->writer, error), error);
+        if (status != 0) return mt_saver_end(s, status);
+        mt_saver_collect_sums(s);
+        s->places = true, s->placed = !places;
+        if (places && pthread_create(&s->place_thread, NULL, mt_saver_place, s) != 0)
+            mt_die("cannot start a thread; raise ulimit -u");
+        return 0;
+    }
+    int status = 0;
+    if (places) {
+        pthread_join(s->place_thread, NULL);
+        status = s->place_status, *error = s->place_error;
+    }
+    return mt_saver_end(s, mt_ranks_agree(s->model, status, error));
+}
+
+int mt_saver_poll(mt_saver *s, mt_error *error) {
+    if (!s || !s->temporary) return 0;
+    pthread_mutex_lock(&s->lock);
+    double busy = s->places ? !s->placed : !mt_writer_is_done(&s->writer);
+    pthread_mutex_unlock(&s->lock);
+    mt_all_reduce_max(&s->model->grid->world, &busy, 1, MT_F64);
+    return busy > 0 ? 0 : mt_saver_advance(s, error);
+}
+
+int64_t mt_saver_in_place(const mt_saver *s) {
+    return s ? s->in_place : -1;
+}
+
+int mt_saver_finish(mt_saver *s, mt_error *error) {
+    int status = 0;
+    while (s && s->temporary && status == 0) status = mt_saver_advance(s, error);
+    return status;
+}
+
+int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
+    char temporary_name[128];
+    mt_model *m = s->model;
+    bool writes = m->grid->world.rank == 0;
+    int64_t file = 0, largest;
+    if (mt_saver_finish(s, error) != 0) return -1; // the one before
+    s->iteration = state->iteration;
+    snprintf(s->name, sizeof s->name, "iter_%07lld", (long long)state->iteration);
+    snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", s->name, (long long)getpid());
+    mt_broadcast(&m->grid->world, temporary_name, sizeof temporary_name, 0);
+    s->temporary = mt_path_join(s->folder, temporary_name);
+    int status = writes ? mt_checkpoint_prepare(m, s->folder, error) : 0;
+    if (status == 0 && writes) status = mt_saver_write_small(s, state, error);
+    for (int64_t i = 0; i < s->num_sets && status == 0; i++)
+        status = mt_saved_create(&s->sets[i], s->temporary, writes, &s->writer.sums, error);
+    status = mt_ranks_agree(m, status, error);
+    if (status != 0) return mt_saver_end(s, status);
+    mt_writer_begin(&s->writer, s->temporary);
+    for (int64_t i = 0; i < s->num_sets; file += s->sets[i++].num_shards)
+        mt_set_copy(&s->sets[i], m, &s->writer, file, &largest);
+    mt_writer_end(&s->writer);
+    return s->async ? 0 : mt_saver_finish(s, error);
 }
 
 int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
                        void *context, mt_error *error) {
-    char name[64], temporary_name[128];
-    bool writes = m->grid->world.rank == 0;
-    snprintf(name, sizeof name, "iter_%07lld", (long long)state->iteration);
-    snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", name, (long long)getpid());
-    mt_broadcast(&m->grid->world, temporary_name, sizeof temporary_name, 0);
-    int status = mt_ranks_agree(m, writes ? mt_checkpoint_prepare(m, folder, error) : 0, error);
-    if (status != 0) return -1;
-    char *temporary = mt_path_join(folder, temporary_name);
-    status = mt_ranks_agree(m, writes ? mt_folder_create(temporary, error) : 0, error);
-    if (status == 0) status = mt_checkpoint_write(m, state, temporary, error);
-    if (status == 0 && writes && extra) status = extra(context, temporary, error);
-    if (status == 0 && writes) status = mt_checkpoint_place(temporary, folder, name, state->iteration, error);
-    if (status != 0 && writes) mt_folder_remove(temporary);
-    free(temporary);
-    return mt_ranks_agree(m, status, error);
+    mt_saver *s;
+    mt_saver_open(&s, m, folder, extra, context, false);
+    int status = mt_saver_save(s, state, error);
+    mt_saver_close(s);
+    return status;
 }
 
-/* ==== §14d resuming ============================================================================================== */
+/* ==== §14f resuming ============================================================================================== */
 /* Where a run left off, so that it goes on bit for bit. */
 
 /* The iteration that latest_checkpointed_iteration.txt names, or -1 with error. */
@@ -12311,6 +13349,42 @@ char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
     return NULL;
 }
 
+/* The last checkpoint of a folder before iteration `before` whose small files are whole and whose others have their
+ * sizes; of those that latest_checkpointed_iteration.txt does not name too early. -1: there is none, with the error of
+ * the last one that is not whole, or of their absence. */
+static int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error) {
+    mt_iterations found = mt_iterations_list(folder);
+    int64_t number = -1;
+    mt_error_set(error, "%s: holds no checkpoint; begin anew, or name another folder", folder);
+    for (int64_t i = 0; i < found.count && number < 0; i++) {
+        if (found.numbers[i] >= before) continue;
+        char *path = mt_iteration_path(folder, found.numbers[i]);
+        if (mt_folder_has(path, "config.json") && mt_checkpoint_verify(path, false, error) == 0)
+            number = found.numbers[i];
+        free(path);
+    }
+    free(found.numbers);
+    return number;
+}
+
+bool mt_checkpoint_exists(const char *folder) {
+    mt_iterations found = mt_iterations_list(folder);
+    free(found.numbers);
+    return found.count > 0 || mt_folder_has(folder, "latest_checkpointed_iteration.txt") ||
+           mt_folder_has(folder, "config.json");
+}
+
+char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error) {
+    mt_error damage;
+    char *path = mt_checkpoint_resolve(folder, &damage);
+    if (path && mt_checkpoint_verify(path, false, &damage) == 0) return path;
+    int64_t number = path && strrchr(path, '/') ? mt_iteration_of(strrchr(path, '/') + 1) : INT64_MAX;
+    free(path);
+    number = mt_checkpoint_whole_before(folder, number < 0 ? INT64_MAX : number, error);
+    if (number < 0) *error = damage;
+    return number < 0 ? NULL : mt_iteration_path(folder, number);
+}
+
 /* The tensor that keeps one kind of value of a parameter. */
 static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const mt_param *param, mt_kept kept) {
     char name[192];
@@ -12336,22 +13410,27 @@ static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_kept first
 
 /* Moments and, where they were kept, master weights. A bf16 run may go on in fp32, from its master weights, and an fp32
  * run in bf16, with its weights for master weights. */
-static int mt_optimizer_load(mt_model *m, const char *folder, mt_error *error) {
+static int mt_optimizer_load(mt_model *m, const char *folder, const mt_checksums *sums, bool *damaged,
+                             mt_error *error) {
     mt_safetensors *file = NULL;
     mt_param *rows;
     mt_kept first = MT_KEPT_M;
-    int64_t count = mt_params_build(&rows, m->options, NULL);
+    int64_t count = mt_params_build(&rows, m->options, NULL), num_wanted = 0;
     int status = mt_safetensors_open_folder(&file, folder, "optimizer", error);
     if (status == 0 && mt_optimizer_find(file, &rows[0], MT_KEPT_MASTER)) first = MT_KEPT_MASTER;
     if (status == 0) status = mt_optimizer_check(rows, count, first, folder, file, error);
     free(rows);
     status = mt_agree(&m->grid->world, status != 0, error);
+    mt_wanted *wanted = mt_calloc(mt_max(m->num_params * MT_NUM_KEPT, 1) * (int64_t)sizeof *wanted);
     for (int64_t i = 0; i < m->num_params && status == 0; i++)
         for (int kept = first; kept < MT_NUM_KEPT && mt_param_is_trained(&m->params[i]);
              kept++) { // an fp32 model's weights are its master weights
-            mt_part part = mt_bucket_part(m, m->params[i].bucket, (mt_kept)kept);
-            mt_param_load(m, &m->params[i], mt_optimizer_find(file, &m->params[i], (mt_kept)kept), NULL, &part);
+            mt_wanted *w = &wanted[num_wanted++];
+            *w = (mt_wanted){.param = &m->params[i], .tensor = mt_optimizer_find(file, &m->params[i], (mt_kept)kept)};
+            w->floats = mt_bucket_part(m, m->params[i].bucket, (mt_kept)kept);
         }
+    if (status == 0) status = mt_safetensors_take(file, m, sums, wanted, num_wanted, damaged, error);
+    free(wanted);
     mt_safetensors_close(file);
     return status;
 }
@@ -12393,12 +13472,13 @@ static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *p
     if (version > MT_TRAINER_VERSION)
         return mt_error_set(error, "%s: version %lld was written by a later version of this program; update it", path,
                             (long long)version);
-    if (mt_trainer_agrees(path, "--seed", seed, m->options->seed, error) != 0) return -1;
+    if (!m->options->no_load_rng && mt_trainer_agrees(path, "--seed", seed, m->options->seed, error) != 0) return -1;
     return mt_trainer_agrees(path, "--seq-length", seq_length, m->options->seq_length, error);
 }
 
 /* The optimizer and the place in the run; `folder` is one iteration's. */
-static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
+static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, const mt_checksums *sums, bool *damaged,
+                       mt_error *error) {
     bool has_optimizer =
         mt_folder_has(folder, "optimizer.safetensors") || mt_folder_has(folder, "optimizer.safetensors.index.json");
     bool continues = mt_folder_has(folder, "trainer.json") && (has_optimizer || m->options->no_load_optim);
@@ -12408,16 +13488,77 @@ static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, mt_
     int status = mt_agree(&m->grid->world, mt_trainer_read(m, state, path, error) != 0, error);
     free(path);
     if (status == 0 && m->options->no_load_optim) state->optimizer_step = 0; // the moments begin at 0 too
-    return status == 0 && !m->options->no_load_optim ? mt_optimizer_load(m, folder, error) : status;
+    return status == 0 && !m->options->no_load_optim ? mt_optimizer_load(m, folder, sums, damaged, error) : status;
+}
+
+/* Loads one folder. *damaged: it is not what was saved, by its sums. Where reading it fails in any other way, such as a
+ * tensor of another name, rank 0 looks through all of it for damage first. */
+static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, bool *damaged, mt_error *error) {
+    const mt_group *world = &m->grid->world;
+    mt_checksums sums = {0};
+    *damaged = world->rank == 0 && mt_checkpoint_verify(folder, false, error) != 0;
+    int status = mt_agree(world, *damaged, error);
+    if (status == 0) status = mt_agree(world, mt_checksums_read(&sums, folder, error) != 0, error);
+    if (status == 0) status = mt_weights_load(m, folder, sums.count > 0 ? &sums : NULL, damaged, error);
+    if (status == 0) status = mt_run_load(m, state, folder, sums.count > 0 ? &sums : NULL, damaged, error);
+    if (status != 0 && sums.count > 0) {
+        mt_error found;
+        if (world->rank == 0 && !*damaged && mt_checkpoint_verify(folder, true, &found) != 0)
+            *damaged = true, *error = found;
+        mt_broadcast(world, error, sizeof *error, 0);
+    }
+    mt_broadcast(world, damaged, sizeof *damaged, 0);
+    mt_checksums_free(&sums);
+    return status;
+}
+
+/* What a checkpoint that turned out to be damaged has left behind in the optimizer. */
+static void mt_optimizer_zero(mt_model *m) {
+    for (int64_t i = 0; i < m->num_buckets && m->plan.train; i++)
+        for (int kept = MT_KEPT_M; kept < MT_NUM_KEPT; kept++) {
+            mt_part part = mt_bucket_part(m, i, (mt_kept)kept);
+            mt_part_write(m, &part, part.first, NULL, part.count);
+        }
+}
+
+/* Tells what is wrong with a checkpoint and returns the one before it, the same on every rank, or -1. */
+static int64_t mt_checkpoint_fall_back(const mt_group *world, const char *folder, int64_t from,
+                                       const mt_error *damage) {
+    int64_t number = -1;
+    mt_error ignored;
+    if (world->rank == 0) {
+        number = mt_checkpoint_whole_before(folder, from, &ignored);
+        if (number >= 0)
+            fprintf(stderr, "warning: %s; going on from iteration %lld\n", damage->text, (long long)number);
+    }
+    mt_broadcast(world, &number, sizeof number, 0);
+    return number;
+}
+
+bool mt_options_falls_back(const mt_options *options) {
+    return options->load && options->save && strcmp(options->load, options->save) == 0;
 }
 
 int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
-    char *resolved = mt_checkpoint_resolve(folder, error);
-    int status = mt_agree(&m->grid->world, !resolved, error);
+    const mt_group *world = &m->grid->world;
+    const char *loads = m->options->load;
+    bool falls_back = mt_options_falls_back(m->options) && loads && strcmp(folder, loads) == 0, damaged = false;
+    char *path = mt_checkpoint_resolve(folder, error);
+    int status = mt_agree(world, !path, error);
+    int64_t number = path && strrchr(path, '/') ? mt_iteration_of(strrchr(path, '/') + 1) : -1;
     *state = (mt_run_state){0};
-    if (status == 0) status = mt_weights_load(m, resolved, error);
-    if (status == 0) status = mt_run_load(m, state, resolved, error);
-    free(resolved);
+    if (status != 0 && falls_back) number = INT64_MAX, damaged = true;
+    if (status == 0) status = mt_folder_load(m, state, path, &damaged, error);
+    while (status != 0 && damaged && falls_back && number >= 0) {
+        number = mt_checkpoint_fall_back(world, folder, number, error);
+        if (number < 0) break;
+        free(path);
+        path = mt_iteration_path(folder, number);
+        *state = (mt_run_state){0};
+        mt_optimizer_zero(m);
+        status = mt_folder_load(m, state, path, &damaged, error);
+    }
+    free(path);
     return status;
 }
 
@@ -12916,12 +14057,25 @@ int64_t mt_score(mt_model *model, mt_error *error) {
  * change it; the host waits for the device only where it reads the metrics, and so as to stay within two steps of it.
  */
 
-/* The weights' update, from finished gradients. */
+/* Finished gradients' norm and scale, and whether the step may update. */
+static void mt_step_judge(mt_model *m) {
+    const mt_options *o = m->options;
+    mt_guard_rules rules = {.finite = o->check_for_nan_in_loss_and_grad,
+                            .spike_factor = o->check_for_spiky_loss ? o->loss_spike_factor : 0,
+                            .window = o->loss_spike_window,
+                            .copies = m->grid->world.size};
+    mt_profile_phase_begin("norm", -1, -1, m->stream);
+    mt_gradients_norm(m);
+    m->ops->gradient_scale(m->grad_scale, m->grad_norm, m->sums + 2, m->sums + 1, (float)o->clip_grad, m->stream);
+    m->ops->step_guard(m->guard, m->grad_scale, m->sums + 3, m->sums + 1, m->grad_norm, &rules, m->stream);
+    mt_experts_move_biases(m);
+    mt_profile_phase_end(m->stream);
+}
+
+/* The weights' update, where the step was judged good. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
     mt_profile_phase_begin("optimizer", -1, -1, m->stream);
-    mt_gradients_norm(m);
-    m->ops->gradient_scale(m->grad_scale, m->grad_norm, m->sums + 2, m->sums + 1, (float)o->clip_grad, m->stream);
     double step = (double)(state->optimizer_step + 1);
     mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
                       .beta1 = (float)o->adam_beta1,
@@ -12965,7 +14119,9 @@ static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_step *step) {
 static int mt_step_forward(mt_model *m, const mt_step *step, mt_source *from, mt_error *error) {
     mt_micro_batch *at = mt_micro_batch_free(m, step->chunk);
     int64_t cp = m->grid->context.size;
+    double begin = mt_time();
     if (from->read(from->context, step->micro_batch, from->batch, error) != 0) return -1;
+    m->data_seconds += mt_time() - begin;
     if (cp > 1 && mt_batch_check_context(from->batch, cp, error) != 0) return -1;
     if (step->chunk == 0) from->tokens += from->batch->num_tokens;
     mt_load_batch(m, at, from->batch);
@@ -13055,7 +14211,7 @@ static void mt_sums_finish(mt_model *m) {
     m->ops->all_reduce(m->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
     m->ops->all_reduce(m->sums, 2, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
     if (m->options->mtp_num_layers == 0 || !m->training) return;
-    double *mtp = m->sums + MT_SUMS_OF_MTP;
+    double *mtp = m->mtp_sums;
     m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
     m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
 }
@@ -13065,12 +14221,15 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
                              mt_batch *batch, int64_t *tokens, mt_error *error) {
     mt_gradients_begin(m);
     mt_experts_begin(m);
-    m->ops->memory_zero(m->sums, MT_NUM_SUMS * 8, m->stream); // the squared norm too
+    m->ops->memory_zero(m->sums, 3 * 8, m->stream); // the squared norm too
+    if (m->bad_steps.reruns) m->ops->memory_zero(m->own, 2 * 8, m->stream);
+    m->ops->memory_zero(m->mtp_sums, MT_MTP_SUMS * 8, m->stream);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
     mt_source from = {source, context, batch, 0};
     if (mt_run_schedule(m, &schedule, true, &from, error) != 0) return -1;
     *tokens += from.tokens;
     mt_profile_phase_begin("gradients", -1, -1, m->stream);
+    if (m->bad_steps.reruns) m->ops->memory_copy(m->own, m->sums, 8, m->stream);
     mt_sums_finish(m);
     mt_gradients_finish(m);
     mt_gradients_finish_model(m);
@@ -13083,26 +14242,68 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
 static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
     mt_step_result *result = &m->results[slot];
     m->ops->memory_copy(result->sums, m->sums, sizeof result->sums, m->stream);
-    m->ops->memory_copy(result->mtp, m->sums + MT_SUMS_OF_MTP, sizeof result->mtp, m->stream);
+    m->ops->memory_copy(result->mtp, m->mtp_sums, sizeof result->mtp, m->stream);
+    m->ops->memory_copy(result->guard, m->guard, sizeof result->guard, m->stream);
     m->ops->memory_copy(&result->grad_norm, m->grad_norm, sizeof result->grad_norm, m->stream);
     m->ops->event_record(m->pending[slot].done, m->stream);
     m->pending[slot].iteration = iteration;
 }
 
+/* ---- bad steps */
+
+/* For people, on rank 0. */
+static void mt_step_warn(const mt_model *m, const char *format, ...) {
+    if (m->grid->world.rank != 0) return;
+    va_list arguments;
+    va_start(arguments, format);
+    fprintf(stderr, "warning: ");
+    vfprintf(stderr, format, arguments);
+    fprintf(stderr, "\n");
+    va_end(arguments);
+}
+
+/* What is wrong with a step. */
+static void mt_step_describe(char text[160], int64_t iteration, const mt_step_result *result) {
+    double loss = result->sums[1] > 0 ? result->sums[0] / result->sums[1] : result->sums[0];
+    if (result->guard[MT_GUARD_VERDICT] == MT_LOSS_SPIKES)
+        snprintf(text, 160, "iteration %lld: the loss is %.4g, %.1f times its average", (long long)iteration, loss,
+                 loss / result->guard[MT_GUARD_AVERAGE]);
+    else if (result->guard[MT_GUARD_VERDICT] == MT_NORM_NOT_FINITE)
+        snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)result->grad_norm);
+    else
+        snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, loss);
+}
+
+/* Does with a bad step what --bad-step-policy says. */
+static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *result, mt_error *error) {
+    const mt_options *o = m->options;
+    mt_bad_steps *bad = &m->bad_steps;
+    char what[160];
+    mt_step_describe(what, iteration, result);
+    if (strcmp(o->bad_step_policy, "stop") == 0)
+        return mt_error_set(error, "%s; lower --lr or look at the data (nothing was saved since)", what);
+    bad->skipped++;
+    if (++bad->in_a_row > o->max_bad_steps_in_a_row)
+        return mt_error_set(error,
+                            "%s, after %lld bad steps in a row (--max-bad-steps-in-a-row); lower --lr or look "
+                            "at the data",
+                            what, (long long)o->max_bad_steps_in_a_row);
+    bool goes_back = strcmp(o->bad_step_policy, "rewind") == 0 && iteration > bad->rewound;
+    if (goes_back && bad->rewind == 0) bad->rewind = iteration;
+    mt_step_warn(m, "%s; %s", what, goes_back ? "going back to the last checkpoint" : "this step makes no update");
+    return 0;
+}
+
 /* Waits for a slot's result, and checks it. */
 static int mt_step_check(mt_model *m, int slot, mt_error *error) {
-    long long iteration = m->pending[slot].iteration;
+    int64_t iteration = m->pending[slot].iteration;
     const mt_step_result *result = &m->results[slot];
     if (iteration == 0) return 0;
     m->ops->event_wait(m->pending[slot].done);
     m->pending[slot].iteration = 0;
-    if (!isfinite(result->sums[0]))
-        return mt_error_set(error,
-                            "iteration %lld: the loss is %g; lower --lr or look at the data (nothing was saved since)",
-                            iteration, result->sums[0]);
-    if (!isfinite(result->grad_norm))
-        return mt_error_set(error, "iteration %lld: the gradient norm is %g; lower --lr or look at the data", iteration,
-                            (double)result->grad_norm);
+    if (m->bad_steps.rewind > 0) return 0; // it will be done again
+    if (result->guard[MT_GUARD_VERDICT] != MT_STEP_IS_GOOD) return mt_step_is_bad(m, iteration, result, error);
+    m->bad_steps.in_a_row = 0;
     return 0;
 }
 
@@ -13112,6 +14313,82 @@ static int mt_steps_check(mt_model *m, mt_error *error) {
     return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
 }
 
+/* Loads the last checkpoint, in place of the steps since. */
+static int mt_step_rewind(mt_model *m, mt_run_state *state, mt_error *error) {
+    const mt_options *o = m->options;
+    mt_bad_steps *bad = &m->bad_steps;
+    if (mt_steps_check(m, error) != 0) return -1;
+    bool saved = mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
+    mt_broadcast(&m->grid->world, &saved, sizeof saved, 0);
+    if (!saved && !o->load)
+        return mt_error_set(error,
+                            "--bad-step-policy rewind: iteration %lld is bad, and there is no checkpoint yet to "
+                            "go back to; lower --save-interval",
+                            (long long)bad->rewind);
+    m->ops->stream_wait(m->stream);
+    if (mt_checkpoint_load(m, state, saved ? o->save : o->load, error) != 0) return -1;
+    m->ops->memory_zero(m->guard, MT_GUARD_NUMBERS * 8, m->stream);
+    bad->rewound = bad->rewind, bad->rewind = 0;
+    mt_step_warn(m, "went back to iteration %lld", (long long)state->iteration);
+    return MT_REWOUND;
+}
+
+/* ---- a bad step once more */
+
+/* What a rank has of a step before any sum over ranks: its loss and squared norm; and the verdict. */
+typedef struct mt_own_result {
+    double own[2], guard[MT_GUARD_NUMBERS];
+} mt_own_result;
+
+static mt_own_result mt_own_result_read(mt_model *m) {
+    mt_own_result result;
+    m->ops->memory_copy(result.own, m->own, sizeof result.own, m->stream);
+    m->ops->memory_copy(result.guard, m->guard, sizeof result.guard, m->stream);
+    m->ops->stream_wait(m->stream);
+    return result;
+}
+
+/* "rank 2", "ranks 0 1 4 ...": those whose flag is set; returns how many. */
+static int mt_ranks_print(char text[160], const double *flags, int count) {
+    int found = 0, length = 0;
+    for (int i = 0; i < count; i++) found += flags[i] > 0;
+    length = snprintf(text, 160, found == 1 ? "rank" : "ranks");
+    for (int i = 0; i < count; i++) {
+        if (flags[i] <= 0) continue;
+        if (length > 140) {
+            snprintf(text + length, (size_t)(160 - length), " ...");
+            break;
+        }
+        length += snprintf(text + length, (size_t)(160 - length), " %d", i);
+    }
+    return found;
+}
+
+/* Says, from both results of every rank, what kind of fault it was. */
+static void mt_rerun_report(const mt_model *m, int64_t iteration, const mt_own_result *first,
+                            const mt_own_result *second) {
+    const mt_group *world = &m->grid->world;
+    char names[160];
+    double *differs = mt_calloc(2 * (int64_t)world->size * 8), *not_finite = differs + world->size;
+    for (int i = 0; i < 2; i++) {
+        double a = first->own[i], b = second->own[i];
+        if (a != b && !(isnan(a) && isnan(b))) differs[world->rank] = 1;
+        if (!isfinite(a)) not_finite[world->rank] = 1;
+    }
+    mt_all_reduce_sum(world, differs, 2 * (int64_t)world->size, MT_F64);
+    if (mt_ranks_print(names, differs, world->size) > 0)
+        mt_step_warn(m, "iteration %lld was done again: a transient fault, %s got another result; %s",
+                     (long long)iteration, names,
+                     second->guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD ? "the second one counts" : "it is bad too");
+    else if (mt_ranks_print(names, not_finite, world->size) > 0)
+        mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same; not finite: %s",
+                     (long long)iteration, names);
+    else
+        mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same",
+                     (long long)iteration);
+    free(differs);
+}
+
 int mt_train_finish(mt_model *m, mt_error *error) {
     double begin = mt_time();
     int status = mt_steps_check(m, error);
@@ -13119,13 +14396,33 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     return status;
 }
 
+/* Gradients and the verdict on them. With --rerun-mode validate_results a bad step is done again, from the same
+ * parameters and samples, and its second result takes the place of the first. */
+static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
+                       mt_batch *batch, int64_t *tokens, mt_error *error) {
+    *tokens = 0;
+    if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
+    mt_step_judge(m);
+    if (!m->bad_steps.reruns) return 0;
+    mt_own_result first = mt_own_result_read(m), second;
+    if (first.guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD) return 0;
+    *tokens = 0;
+    if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
+    mt_step_judge(m);
+    second = mt_own_result_read(m);
+    mt_rerun_report(m, iteration, &first, &second);
+    return 0;
+}
+
 int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error) {
     double begin = mt_time();
     int slot = (int)(m->num_steps % 2);
-    int64_t tokens = 0;
+    int64_t tokens;
+    m->data_seconds = 0;
     if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last: its slot is taken now
-    if (mt_step_gradients(m, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
+    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, state, error);
+    if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
     mt_optimizer_step(m, state);
     mt_step_report(m, slot, state->iteration + 1);
     m->num_steps++;
@@ -13133,13 +14430,16 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
         if (mt_steps_check(m, error) != 0) return -1;
     m->unread_tokens += (double)(tokens * m->grid->data.size);
     m->unread_seconds += mt_time() - begin;
+    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, state, error);
     if (metrics) {
         const mt_step_result *result = &m->results[slot];
-        *metrics = (mt_metrics){.loss = result->sums[1] > 0 ? result->sums[0] / result->sums[1] : 0,
+        *metrics = (mt_metrics){.loss = result->sums[1] > 0 ? result->sums[0] / result->sums[1] : result->sums[0],
                                 .grad_norm = (double)result->grad_norm,
                                 .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
                                 .weight_decay = mt_weight_decay(m->options, state->consumed_train_samples),
-                                .tokens = (double)(tokens * m->grid->data.size)};
+                                .tokens = (double)(tokens * m->grid->data.size),
+                                .skipped = m->bad_steps.skipped,
+                                .data_seconds = m->data_seconds};
         for (int64_t k = 0; k < m->options->mtp_num_layers; k++)
             metrics->mtp_losses[k] = result->mtp[2 * k + 1] > 0 ? result->mtp[2 * k] / result->mtp[2 * k + 1] : 0;
         metrics->seconds = m->unread_seconds * metrics->tokens / m->unread_tokens;
@@ -13154,7 +14454,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
 int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error) {
     double sums[2];
-    m->ops->memory_zero(m->sums, MT_NUM_SUMS * 8, m->stream);
+    m->ops->memory_zero(m->sums, 3 * 8, m->stream);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
     schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
     mt_source from = {source, context, batch, 0};
@@ -13175,6 +14475,16 @@ static int64_t mt_peak_memory(void) {
     return (int64_t)usage.ru_maxrss * 1024;
 }
 
+/* A number that TensorBoard shows, by the tag that Megatron gives it (§16c). */
+typedef struct mt_scalar {
+    const char *tag;
+    double value;
+} mt_scalar;
+
+static int mt_tensorboard_open(mt_report *report, mt_error *error);
+static int mt_tensorboard_write(const mt_report *report, int64_t step, const mt_scalar *scalars, int64_t count,
+                                mt_error *error);
+
 int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error) {
     const mt_options *options = model->options;
     *report = (mt_report){.options = options, .first_iteration = state->iteration};
@@ -13187,7 +14497,9 @@ int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state 
     }
 #endif
     report->start = mt_time();
-    if (!report->prints || !options->metrics) return 0;
+    if (!report->prints) return 0;
+    if (options->tensorboard_dir && mt_tensorboard_open(report, error) != 0) return -1;
+    if (!options->metrics) return 0;
     report->metrics = fopen(options->metrics, state->iteration > 0 ? "a" : "w"); // a resumed run goes on in its file
     if (!report->metrics)
         return mt_error_set(error, "--metrics %s: cannot be written: %s", options->metrics, strerror(errno));
@@ -13196,7 +14508,8 @@ int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state 
 
 void mt_report_close(mt_report *report) {
     if (report->metrics) fclose(report->metrics);
-    report->metrics = NULL;
+    if (report->events) fclose(report->events);
+    report->metrics = report->events = NULL;
 }
 
 void mt_report_line(const mt_report *report, const char *format, ...) {
@@ -13215,6 +14528,12 @@ static int mt_report_flush(const mt_report *report, mt_error *error) {
     return mt_error_set(error, "--metrics %s: cannot be written: %s", report->options->metrics, strerror(errno));
 }
 
+/* JSON has no word for what is not finite but null. */
+static const char *mt_json_number(char text[32], double value) {
+    snprintf(text, 32, "%.17g", value);
+    return isfinite(value) ? text : "null";
+}
+
 bool mt_report_is_due(const mt_report *report, int64_t iteration) {
     return iteration % report->options->log_interval == 0 || iteration == report->options->num_iterations;
 }
@@ -13223,6 +14542,17 @@ static double mt_mtp_mean_loss(const mt_options *o, const mt_metrics *metrics) {
     double sum = 0;
     for (int64_t k = 0; k < o->mtp_num_layers; k++) sum += metrics->mtp_losses[k];
     return sum / (double)o->mtp_num_layers;
+}
+
+/* Each module's loss under Megatron's name. */
+static int mt_report_mtp(const mt_report *report, int64_t iteration, const mt_metrics *metrics, mt_error *error) {
+    for (int64_t k = 0; k < report->options->mtp_num_layers; k++) {
+        char name[32];
+        snprintf(name, sizeof name, "mtp_%lld loss", (long long)k + 1);
+        mt_scalar scalar = {name, metrics->mtp_losses[k]};
+        if (mt_tensorboard_write(report, iteration, &scalar, 1, error) != 0) return -1;
+    }
+    return 0;
 }
 
 int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
@@ -13239,33 +14569,167 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
         snprintf(speed, sizeof speed, "%.1f%% MFU", 100 * flops / report->peak_flops);
     else
         snprintf(speed, sizeof speed, "%.1f GFLOP/s", flops * 1e-9);
+    char skipped[40] = "", loss[32], norm[32];
+    if (metrics->skipped > 0) snprintf(skipped, sizeof skipped, "%lld skipped  ", (long long)metrics->skipped);
     char mtp[64] = "";
     if (o->mtp_num_layers > 0) snprintf(mtp, sizeof mtp, "  mtp loss %.4f", mt_mtp_mean_loss(o, metrics));
-    mt_report_line(report, "%6lld/%lld %3d%%  loss %.4f%s  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %lld:%02lld left",
-                   (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, mtp,
-                   metrics->grad_norm, metrics->learning_rate, rate, speed, (long long)(left / 60),
-                   (long long)(left % 60));
+    mt_report_line(
+        report, "%6lld/%lld %3d%%  loss %.4f%s  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %s%lld:%02lld left",
+        (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, mtp, metrics->grad_norm,
+        metrics->learning_rate, rate, speed, skipped, (long long)(left / 60), (long long)(left % 60));
+    int64_t bytes = report->device_bytes > 0 ? report->device_bytes : mt_peak_memory();
+    if (report->events) {
+        const mt_scalar scalars[] = {{"lm loss", metrics->loss},
+                                     {"grad-norm", metrics->grad_norm},
+                                     {"learning-rate", metrics->learning_rate},
+                                     {"weight-decay", metrics->weight_decay},
+                                     {"tokens-per-second", rate},
+                                     {"throughput", flops * 1e-12},
+                                     {"iteration-time", metrics->seconds},
+                                     {"mem-max-allocated-bytes", (double)bytes},
+                                     {"skipped-iterations", (double)metrics->skipped}};
+        if (mt_tensorboard_write(report, iteration, scalars, sizeof scalars / sizeof *scalars, error) != 0) return -1;
+        if (mt_report_mtp(report, iteration, metrics, error) != 0) return -1;
+    }
     if (!report->metrics) return 0;
-    fprintf(report->metrics, "{\"iteration\": %lld, \"lm_loss\": %.17g, ", (long long)iteration, metrics->loss);
+    fprintf(report->metrics, "{\"iteration\": %lld, \"lm_loss\": %s, ", (long long)iteration,
+            mt_json_number(loss, metrics->loss));
     for (int64_t k = 0; k < o->mtp_num_layers; k++)
         fprintf(report->metrics, "\"mtp_%lld_loss\": %.17g, ", (long long)k + 1, metrics->mtp_losses[k]);
     fprintf(report->metrics,
-            "\"grad_norm\": %.17g, \"learning_rate\": %.17g, "
+            "\"grad_norm\": %s, \"learning_rate\": %.17g, "
             "\"weight_decay\": %.17g, \"consumed_samples\": %lld, \"tokens_per_second\": %.6g, "
-            "\"tflops_per_device\": %.6g, \"iteration_ms\": %.6g, \"peak_memory_bytes\": %lld}\n",
-            metrics->grad_norm, metrics->learning_rate, metrics->weight_decay,
-            (long long)state->consumed_train_samples, rate, flops * 1e-12, 1e3 * metrics->seconds,
-            (long long)(report->device_bytes > 0 ? report->device_bytes : mt_peak_memory()));
+            "\"tflops_per_device\": %.6g, \"iteration_ms\": %.6g, \"peak_memory_bytes\": %lld, "
+            "\"skipped_iterations\": %lld}\n",
+            mt_json_number(norm, metrics->grad_norm),
+            metrics->learning_rate, metrics->weight_decay, (long long)state->consumed_train_samples, rate,
+            flops * 1e-12, 1e3 * metrics->seconds,
+            (long long)(report->device_bytes > 0 ? report->device_bytes : mt_peak_memory()),
+            (long long)metrics->skipped);
     return mt_report_flush(report, error);
 }
 
 int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
                          mt_error *error) {
     mt_report_line(report, "%6lld  %s loss %.4f  perplexity %.2f", (long long)state->iteration, split, loss, exp(loss));
+    if (report->events) {
+        char tags[2][64];
+        snprintf(tags[0], sizeof tags[0], "lm loss %s", split);
+        snprintf(tags[1], sizeof tags[1], "lm loss %s ppl", split);
+        const mt_scalar scalars[] = {{tags[0], loss}, {tags[1], exp(loss)}};
+        if (mt_tensorboard_write(report, state->iteration, scalars, 2, error) != 0) return -1;
+    }
     if (!report->metrics) return 0;
-    fprintf(report->metrics, "{\"iteration\": %lld, \"%s_loss\": %.17g, \"%s_perplexity\": %.17g}\n",
-            (long long)state->iteration, split, loss, split, exp(loss));
+    char text[2][32];
+    fprintf(report->metrics, "{\"iteration\": %lld, \"%s_loss\": %s, \"%s_perplexity\": %s}\n",
+            (long long)state->iteration, split, mt_json_number(text[0], loss), split,
+            mt_json_number(text[1], exp(loss)));
     return mt_report_flush(report, error);
+}
+
+/* ==== §16c TensorBoard =========================================================================================== */
+/* Event files as TensorBoard reads them: TFRecords (TensorFlow, "TFRecord and tf.train.Example"), each a message of
+ * event.proto, in protocol buffers' wire format: a key of field number and kind, then a varint, 4 or 8 bytes, or a
+ * length and so many bytes. Few fields are needed, so they are written by hand. */
+
+/* CRC-32C (Castagnoli), reflected; a bit at a time, for a few hundred bytes a step. */
+static uint32_t mt_event_crc(const void *data, int64_t bytes) {
+    uint32_t crc = ~0u;
+    for (int64_t i = 0; i < bytes; i++) {
+        crc ^= ((const uint8_t *)data)[i];
+        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78u : 0);
+    }
+    crc = ~crc;
+    return (crc >> 15 | crc << 17) + 0xa282ead8u; // masked, because records may hold checksums themselves
+}
+
+/* A message that grows; one event is far smaller than its room. */
+typedef struct mt_message {
+    int64_t bytes;
+    uint8_t data[4096];
+} mt_message;
+
+enum { MT_WIRE_VARINT = 0, MT_WIRE_64 = 1, MT_WIRE_BYTES = 2, MT_WIRE_32 = 5 };
+
+static void mt_message_bytes(mt_message *to, const void *data, int64_t bytes) {
+    MT_CHECK(to->bytes + bytes <= (int64_t)sizeof to->data);
+    memcpy(to->data + to->bytes, data, (size_t)bytes);
+    to->bytes += bytes;
+}
+
+static void mt_message_varint(mt_message *to, uint64_t value) {
+    do {
+        uint8_t byte = (uint8_t)(value & 127) | (uint8_t)(value > 127 ? 128 : 0);
+        mt_message_bytes(to, &byte, 1);
+    } while ((value >>= 7) > 0);
+}
+
+/* A field of fixed size or of bytes; numbers are little-endian, as on the machines that this runs on. */
+static void mt_message_field(mt_message *to, int field, int wire, const void *data, int64_t bytes) {
+    mt_message_varint(to, (uint64_t)(field << 3 | wire));
+    if (wire == MT_WIRE_BYTES) mt_message_varint(to, (uint64_t)bytes);
+    mt_message_bytes(to, data, bytes);
+}
+
+/* Event.wall_time = 1, step = 2. */
+static mt_message mt_event_begin(int64_t step) {
+    mt_message event = {0};
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    double wall_time = (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+    mt_message_field(&event, 1, MT_WIRE_64, &wall_time, 8);
+    mt_message_varint(&event, 2 << 3 | MT_WIRE_VARINT);
+    mt_message_varint(&event, (uint64_t)step);
+    return event;
+}
+
+/* A record: length, its checksum, the message, its checksum. What is written is on its way to the disk at once. */
+static int mt_event_write(const mt_report *report, const mt_message *event, mt_error *error) {
+    uint64_t length = (uint64_t)event->bytes;
+    uint32_t of_length = mt_event_crc(&length, 8), of_data = mt_event_crc(event->data, event->bytes);
+    FILE *file = report->events;
+    fwrite(&length, 8, 1, file);
+    fwrite(&of_length, 4, 1, file);
+    fwrite(event->data, 1, (size_t)event->bytes, file);
+    fwrite(&of_data, 4, 1, file);
+    if (fflush(file) == 0 && !ferror(file)) return 0;
+    return mt_error_set(error, "--tensorboard-dir %s: cannot be written: %s", report->options->tensorboard_dir,
+                        strerror(errno));
+}
+
+/* A file of its own for every start of a run; TensorBoard puts those of a folder together. */
+static int mt_tensorboard_open(mt_report *report, mt_error *error) {
+    static const char version[] = "brain.Event:2";
+    const char *folder = report->options->tensorboard_dir;
+    char host[64] = "host", path[4096];
+    struct timespec now;
+    gethostname(host, sizeof host - 1);
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (mt_folder_create(folder, error) == 0) {
+        snprintf(path, sizeof path, "%s/events.out.tfevents.%lld.%s.%lld.%09ld", folder, (long long)now.tv_sec, host,
+                 (long long)getpid(), now.tv_nsec);
+        report->events = fopen(path, "wb");
+    }
+    if (!report->events)
+        return mt_error_set(error, "--tensorboard-dir %s: cannot be written: %s", folder, strerror(errno));
+    mt_message event = mt_event_begin(0);
+    mt_message_field(&event, 3, MT_WIRE_BYTES, version, (int64_t)strlen(version)); // Event.file_version
+    return mt_event_write(report, &event, error);
+}
+
+/* Event.summary = 5, Summary.value = 1, Value.tag = 1 and simple_value = 2. */
+static int mt_tensorboard_write(const mt_report *report, int64_t step, const mt_scalar *scalars, int64_t count,
+                                mt_error *error) {
+    mt_message event = mt_event_begin(step), summary = {0};
+    for (int64_t i = 0; i < count; i++) {
+        mt_message value = {0};
+        float number = (float)scalars[i].value;
+        mt_message_field(&value, 1, MT_WIRE_BYTES, scalars[i].tag, (int64_t)strlen(scalars[i].tag));
+        mt_message_field(&value, 2, MT_WIRE_32, &number, 4);
+        mt_message_field(&summary, 1, MT_WIRE_BYTES, value.data, value.bytes);
+    }
+    mt_message_field(&event, 5, MT_WIRE_BYTES, summary.data, summary.bytes);
+    return mt_event_write(report, &event, error);
 }
 
 /* ==== §17 profile ================================================================================================= */
@@ -13326,7 +14790,7 @@ enum { MT_TRACE_LANES = 64 };
 typedef struct mt_trace {
     const char *path; // NULL: there is none, or it is written
     const mt_grid *grid;
-    bool alone;                          // without --profile, so other steps are not timed
+    bool alone;                          // nothing else asks for times, so other steps have none
     int64_t iteration;                   // of the job, before this run
     int64_t step, first, last;           // steps of this run, from 1
     double clock_offset;                 // to rank 0's clock
@@ -13753,6 +15217,11 @@ static void mt_timed_gradient_scale(float *scale, float *norm, const double *sum
     MT_TIMED(gradient_scale, mt_work_bytes(1, 24), scale, norm, sum_of_squares, denominator, clip);
 }
 
+static void mt_timed_step_guard(double *guard, float *scale, const double *loss_sum, const double *tokens,
+                                const float *norm, const mt_guard_rules *rules, mt_stream *stream) {
+    MT_TIMED(step_guard, mt_work_bytes(1, 72), guard, scale, loss_sum, tokens, norm, rules);
+}
+
 /* Reads the gradient; reads and writes both moments and the fp32 weights; writes the bf16 copy. */
 static void mt_timed_adamw_step(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
                                 int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream) {
@@ -13976,8 +15445,9 @@ static void mt_timed_expert_swiglu_backward(void *dgate_up, float *dweights, con
              weights, M, F, dtype);
 }
 
-static void mt_timed_expert_bias_step(float *bias, float *loads, int64_t E, float rate, mt_stream *stream) {
-    MT_TIMED(expert_bias_step, mt_work_bytes(E, 16), bias, loads, E, rate);
+static void mt_timed_expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate,
+                                      mt_stream *stream) {
+    MT_TIMED(expert_bias_step, mt_work_bytes(E, 12), bias, loads, scale, E, rate);
 }
 
 static void mt_profile_time_experts(mt_ops *timed) {
@@ -14072,6 +15542,7 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .accumulate = mt_timed_accumulate,
         .squared_norm = mt_timed_squared_norm,
         .gradient_scale = mt_timed_gradient_scale,
+        .step_guard = mt_timed_step_guard,
         .adamw_step = mt_timed_adamw_step,
         .random_normal = mt_timed_random_normal,
         .convert = mt_timed_convert,
@@ -14394,7 +15865,7 @@ int mt_trace_open(const mt_options *options, const mt_grid *grid, const mt_run_s
     if (mt_clock_is_shared(&grid->world)) offset = 0;
     mt_profiler.trace = (mt_trace){.path = options->trace,
                                    .grid = grid,
-                                   .alone = !options->profile,
+                                   .alone = !options->profile && !options->log_straggler,
                                    .iteration = state->iteration,
                                    .first = options->trace_first_step,
                                    .last = mt_min(options->trace_last_step, steps),
@@ -14589,4 +16060,58 @@ int mt_trace_write(mt_error *error) {
     free(text);
     trace->path = NULL; // it is closed
     return mt_agree(world, status != 0, error);
+}
+
+/* ==== §17e stragglers ============================================================================================ */
+/* Which ranks are slow, and in what. A rank's time in forward and backward would include its waiting for others, so
+ * only what computes counts there; what waits is its communication, which is shortest on the rank that others wait for.
+ */
+
+enum { MT_PART_DATA, MT_PART_FORWARD, MT_PART_BACKWARD, MT_PART_OPTIMIZER, MT_PART_COMMUNICATION, MT_NUM_PARTS };
+
+/* This rank's seconds in the step that was recorded last. */
+static void mt_profile_parts(double parts[MT_NUM_PARTS]) {
+    for (int64_t i = 0; i < mt_profiler.num_calls; i++) {
+        const mt_call *call = &mt_profiler.calls[i];
+        const char *phase = call->phase >= 0 ? mt_profiler.phases[call->phase].name : "";
+        int part = call->work.traffic != MT_TRAFFIC_NONE ? MT_PART_COMMUNICATION
+                   : strncmp(phase, "forward", 7) == 0   ? MT_PART_FORWARD
+                   : strncmp(phase, "backward", 8) == 0  ? MT_PART_BACKWARD
+                                                         : MT_PART_OPTIMIZER;
+        parts[part] += call->to - call->from;
+    }
+}
+
+int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_run_state *state,
+                         const mt_metrics *metrics, mt_error *error) {
+    static const char *const names[] = {"data", "forward", "backward", "optimizer", "communication"};
+    if (!report->options->log_straggler || !mt_report_is_due(report, state->iteration)) return 0;
+    int size = grid->world.size, length = 0;
+    double *all = mt_calloc((int64_t)size * MT_NUM_PARTS * 8); // [world, parts]
+    double *own = all + (int64_t)grid->world.rank * MT_NUM_PARTS;
+    mt_profile_parts(own);
+    own[MT_PART_DATA] = metrics->data_seconds;
+    mt_all_reduce_sum(&grid->world, all, (int64_t)size * MT_NUM_PARTS, MT_F64);
+    char text[512];
+    if (report->metrics) fprintf(report->metrics, "{\"iteration\": %lld", (long long)state->iteration);
+    for (int part = 0; part < MT_NUM_PARTS; part++) {
+        int slow = 0, fast = 0;
+        for (int rank = 1; rank < size; rank++) {
+            if (all[rank * MT_NUM_PARTS + part] > all[slow * MT_NUM_PARTS + part]) slow = rank;
+            if (all[rank * MT_NUM_PARTS + part] < all[fast * MT_NUM_PARTS + part]) fast = rank;
+        }
+        double most = 1e3 * all[slow * MT_NUM_PARTS + part], least = 1e3 * all[fast * MT_NUM_PARTS + part];
+        length += snprintf(text + length, sizeof text - (size_t)length, "%s%s %.1f ms (rank %d) to %.1f (rank %d)",
+                           part ? ", " : "", names[part], most, slow, least, fast);
+        if (report->metrics)
+            fprintf(report->metrics,
+                    ", \"straggler_%s\": {\"slowest_rank\": %d, \"slowest_ms\": %.6g, \"fastest_rank\": %d, "
+                    "\"fastest_ms\": %.6g}",
+                    names[part], slow, most, fast, least);
+    }
+    free(all);
+    mt_report_line(report, "%6lld  slowest to fastest: %s", (long long)state->iteration, text);
+    if (!report->metrics) return 0;
+    fprintf(report->metrics, "}\n");
+    return mt_report_flush(report, error);
 }

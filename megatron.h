@@ -159,6 +159,15 @@ typedef struct mt_options {
     char *weight_decay_incr_style; // constant | linear | cosine
     int64_t eval_interval, eval_iters, log_interval, seed;
     double exit_duration_in_mins;
+    char *exit_signal; // SIGTERM | SIGINT | SIGUSR1 | SIGUSR2
+    bool exit_signal_handler;
+    /* steps that go wrong */
+    bool check_for_nan_in_loss_and_grad, check_for_spiky_loss;
+    double loss_spike_factor;
+    int64_t loss_spike_window, max_bad_steps_in_a_row;
+    char *bad_step_policy; // stop | skip | rewind
+    char *rerun_mode;      // disabled | validate_results
+    bool log_straggler;
     bool bf16, deterministic_mode;
     char *device;            // auto | cpu | cuda
     char *attention_backend; // auto | flash | cudnn | unfused
@@ -183,9 +192,10 @@ typedef struct mt_options {
     char *split, *tokenizer_type, *tokenizer_model, *dataloader_type, *tokens_file;
     bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
     /* checkpoints and reports */
-    char *load, *save, *hf_config, *metrics, *config;
-    int64_t save_interval;
-    bool profile, finetune, no_load_optim, no_save_optim;
+    char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config;
+    int64_t save_interval, keep_checkpoints, save_retain_interval;
+    bool profile, finetune, no_load_optim, no_save_optim, no_load_rng;
+    bool async_save, auto_resume, exit_on_missing_checkpoint;
     char *trace; // a file for the timeline of these steps of the run, counted from 1
     int64_t trace_first_step, trace_last_step;
     /* inference */
@@ -298,6 +308,20 @@ typedef struct mt_adamw {
     float lr, beta1, beta2, eps, weight_decay;
     float bias_correction1, bias_correction2; // 1 - beta^step
 } mt_adamw;
+
+/* What makes a step bad: see mt_step_guard_fn. */
+typedef struct mt_guard_rules {
+    bool finite;         // loss and gradient norm must be
+    double spike_factor; // the loss is at most so many times its running average; 0: may be anything
+    int64_t window;      // steps of that average, before which nothing is a spike
+    int64_t copies;      // how often the loss was added up
+} mt_guard_rules;
+
+/* A step's verdict. */
+typedef enum mt_verdict { MT_STEP_IS_GOOD, MT_LOSS_NOT_FINITE, MT_NORM_NOT_FINITE, MT_LOSS_SPIKES } mt_verdict;
+
+/* What a guard keeps from step to step: the verdict on the last one, and the average loss of how many good ones. */
+enum { MT_GUARD_VERDICT, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
 
 /* ---- memory, copies and streams of a device */
 
@@ -581,8 +605,10 @@ typedef void mt_expert_swiglu_forward_fn(void *y, const void *gate_up, const flo
 typedef void mt_expert_swiglu_backward_fn(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
                                           const float *weights, int64_t M, int64_t F, mt_dtype dtype,
                                           mt_stream *stream);
-/* bias[E] += rate sign(mean of loads - loads[e]) (Wang et al., "Auxiliary-loss-free load balancing"); loads[E] = 0. */
-typedef void mt_expert_bias_step_fn(float *bias, float *loads, int64_t E, float rate, mt_stream *stream);
+/* bias[E] += rate sign(mean of loads - loads[e]) (Wang et al., "Auxiliary-loss-free load balancing"), unless scale[0] <
+ * 0, which says that the step was bad. */
+typedef void mt_expert_bias_step_fn(float *bias, const float *loads, const float *scale, int64_t E, float rate,
+                                    mt_stream *stream);
 
 /* ---- cross-entropy over logits [T, stride], of which this rank's first `count` columns are the vocabulary's rows
  * [first, first + count); columns past them are padding and take no probability. */
@@ -622,8 +648,13 @@ typedef void mt_gradient_scale_fn(float *scale, float *norm, const double *sum_o
                                   float clip, mt_stream *stream);
 /* sum[n] += x[n]. */
 typedef void mt_accumulate_fn(float *sum, const float *x, int64_t n, mt_stream *stream);
-/* One AdamW step on n elements with gradient grad * scale[0]. `master` holds the fp32 weights of bf16 parameters and is
- * NULL for fp32 ones. */
+/* Decides on the device whether a step may update: guard[MT_GUARD_VERDICT] = the first rule that is broken by the loss
+ * loss_sum[0] / (tokens[0] copies) or by norm[0]. A bad step's scale[0] becomes -1; a good one's loss l goes into the
+ * average a of steps n: a += (l - a) / min(n + 1, window). */
+typedef void mt_step_guard_fn(double *guard, float *scale, const double *loss_sum, const double *tokens,
+                              const float *norm, const mt_guard_rules *rules, mt_stream *stream);
+/* One AdamW step on n elements with gradient grad * scale[0]; a negative scale leaves everything as it is, to the bit.
+ * `master` holds the fp32 weights of bf16 parameters and is NULL for fp32 ones. */
 typedef void mt_adamw_step_fn(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
                               int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream);
 /* param[i] = mean + std * normal(key, first + i) with Box-Muller on Philox: parameters begin alike on every layout. */
@@ -785,6 +816,7 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
     OP(accumulate)                                                                                                     \
     OP(squared_norm)                                                                                                   \
     OP(gradient_scale)                                                                                                 \
+    OP(step_guard)                                                                                                     \
     OP(adamw_step)                                                                                                     \
     OP(random_normal)                                                                                                  \
     OP(convert)                                                                                                        \
@@ -1414,8 +1446,10 @@ typedef struct mt_metrics {
     double mtp_losses[MT_MAX_MTP_LAYERS]; // of each module, as --mtp-loss-scaling-factor weighs them
     double grad_norm; // before clipping
     double learning_rate, weight_decay;
-    double tokens;  // tokens in the step, masked or not
-    double seconds; // that the step took, at the rate of all steps since metrics were read last
+    double tokens;       // tokens in the step, masked or not
+    double seconds;      // that the step took, at the rate of all steps since metrics were read last
+    int64_t skipped;     // steps of this run so far that made no update, this one included
+    double data_seconds; // that this rank waited for the samples of this step
 } mt_metrics;
 
 /* Fills `batch` with micro-batch `index` of this step: in the order of this rank's schedule, and once for each of its
@@ -1424,8 +1458,20 @@ typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_er
 
 /* One step over `micro_batches` micro-batches a rank: forwards and backwards by the schedule, gradients summed over the
  * data group, norm, clipping, AdamW. Updates `state`. With metrics == NULL the host only enqueues the step, up to two
- * before it waits; reading metrics waits for the device. A loss or a gradient norm that is not finite is an error of
- * this call or, where metrics are not read, of one of the next two or of mt_train_finish. */
+ * before it waits; reading metrics waits for the device.
+ *
+ * A step is bad where mt_step_guard_fn says so, by options->check_for_nan_in_loss_and_grad and check_for_spiky_loss. It
+ * never changes a weight or a moment; its samples are consumed, and it counts as a step of AdamW. All ranks decide
+ * alike, from numbers that went through sums over all of them. With options->bad_step_policy "stop" it is an error of
+ * this call or, where metrics are not read, of one of the next two or of mt_train_finish; with "skip" a warning of
+ * these, and an error only where more than options->max_bad_steps_in_a_row follow one another; with "rewind" one of
+ * these calls of mt_train_step loads the last checkpoint of options->save (or else options->load), sets `state` back
+ * and returns MT_REWOUND. A step that is bad again after it was rewound for is skipped, and so are those before it.
+ *
+ * With options->rerun_mode "validate_results" the host waits for every step, and one that is bad is done again from the
+ * same parameters: another result on some rank is a transient fault, which is named, and what counts is the second
+ * result; the same result on all ranks is repeatable. */
+enum { MT_REWOUND = 1 };
 int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error);
 
@@ -1436,10 +1482,11 @@ int mt_train_finish(mt_model *model, mt_error *error);
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error);
 
-/* What rank 0 tells: a line an iteration on standard output and, with --metrics, an object a line in a file. */
+/* What rank 0 tells: a line an iteration on standard output, with --metrics an object a line in a file, and with
+ * --tensorboard-dir events in a file of TensorBoard's. */
 typedef struct mt_report {
     const mt_options *options;
-    FILE *metrics;
+    FILE *metrics, *events;
     bool prints;
     int world_size;
     int64_t first_iteration;
@@ -1448,8 +1495,8 @@ typedef struct mt_report {
     double start;
 } mt_report;
 
-/* Opens the metrics file; a run that goes on from iteration > 0 appends to it. An unwritable file is an error, here and
- * below. */
+/* Opens the files; a run that goes on from iteration > 0 appends to its metrics. An unwritable file is an error, here
+ * and below. */
 int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error);
 void mt_report_close(mt_report *report);
 
@@ -1462,6 +1509,11 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
 /* The mean loss of "validation" or "test" after the steps that `state` counts. */
 int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
                          mt_error *error);
+
+/* --log-straggler, if the step that `state` now counts is due: of the slowest and the fastest rank in each part of the
+ * step that the profile (§17) recorded last, and in waiting for samples. Every rank calls it. */
+int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_run_state *state,
+                         const mt_metrics *metrics, mt_error *error);
 
 /* Any other line, on rank 0. */
 void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -1518,6 +1570,23 @@ typedef int mt_checkpoint_extra(void *context, const char *folder, mt_error *err
 int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
                        void *context, mt_error *error);
 
+/* Saves a run's checkpoints one after another, as mt_checkpoint_save does. With `async`, saving returns when all is
+ * copied to host memory, which is allocated here for this rank's share of the checkpoint, and threads write it while
+ * training goes on; a GPU's copy goes to pinned memory. Every rank calls all of these. */
+typedef struct mt_saver mt_saver;
+void mt_saver_open(mt_saver **saver, mt_model *model, const char *folder, mt_checkpoint_extra *extra, void *context,
+                   bool async);
+/* Begins a checkpoint; first waits for the one before. */
+int mt_saver_save(mt_saver *saver, const mt_run_state *state, mt_error *error);
+/* Between steps: takes its next step once every rank's thread is done. What went wrong since is an error of this call.
+ * Nothing where nothing is under way, or where saver is NULL. */
+int mt_saver_poll(mt_saver *saver, mt_error *error);
+/* Waits until the checkpoint that is under way is in its place. */
+int mt_saver_finish(mt_saver *saver, mt_error *error);
+/* The iteration of the last checkpoint that took its place; -1: none yet. */
+int64_t mt_saver_in_place(const mt_saver *saver);
+void mt_saver_close(mt_saver *saver);
+
 /* Loads weights from a Hugging Face folder or from one that mt_checkpoint_save wrote (its latest). A model made for
  * training also gets its optimizer and `state` from it, and then continues bit for bit, unless options->finetune says
  * to begin at iteration 0, or trainer.json or the optimizer's files are not there; with options->no_load_optim `state`
@@ -1526,6 +1595,24 @@ int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *f
  * finite are reported on standard error. Every rank calls it, reads what it holds of each tensor, whatever layout saved
  * them, and returns the same. */
 int mt_checkpoint_load(mt_model *model, mt_run_state *state, const char *folder, mt_error *error);
+
+/* CRC-32C of some bytes (RFC 3720, appendix B.4). */
+uint32_t mt_crc32c(const void *data, int64_t bytes);
+
+/* Compares one checkpoint's folder, an iter_NNNNNNN, with its checksums.json: that every file is there, the sizes of
+ * all, and the sums of those without tensors, or with `whole` of all. 0 too where there are no sums, in a Hugging Face
+ * folder or one of an older version. */
+int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error);
+
+/* Whether a run that loads from its own --save, which goes on from an older checkpoint where the last is damaged. */
+bool mt_options_falls_back(const mt_options *options);
+
+/* Whether a folder holds a checkpoint, damaged or not. */
+bool mt_checkpoint_exists(const char *folder);
+
+/* mt_checkpoint_resolve for a folder of --save; where what it would name is damaged as far as mt_checkpoint_verify
+ * sees without reading tensors, the one before. An error names what is wrong with the last. */
+char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error);
 
 /* The folder that holds config.json: `folder` itself, or its latest iter_NNNNNNN. Returns text to free. */
 char *mt_checkpoint_resolve(const char *folder, mt_error *error);

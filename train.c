@@ -24,9 +24,11 @@ typedef struct run {
     mt_data *data;
     mt_loader *loaders[MT_NUM_SPLITS];
     mt_model *model;
+    mt_saver *saver;
     mt_batch batch;
     mt_run_state state;
     mt_report report;
+    int64_t saved; // the last checkpoint that was told to be in its place
     double start;
 } run;
 
@@ -35,6 +37,17 @@ static volatile sig_atomic_t stop_requested;
 static void request_stop(int signal) {
     (void)signal;
     stop_requested = 1;
+}
+
+/* SIGTERM and --exit-signal save and stop. */
+static void catch_signals(const mt_options *o) {
+    static const struct {
+        const char *name;
+        int number;
+    } signals[] = {{"SIGTERM", SIGTERM}, {"SIGINT", SIGINT}, {"SIGUSR1", SIGUSR1}, {"SIGUSR2", SIGUSR2}};
+    struct sigaction action = {.sa_handler = request_stop};
+    for (size_t i = 0; o->exit_signal_handler && i < sizeof signals / sizeof *signals; i++)
+        if (i == 0 || strcmp(o->exit_signal, signals[i].name) == 0) sigaction(signals[i].number, &action, NULL);
 }
 
 /* Functions that fail fill an error; here is where it ends the program. */
@@ -104,6 +117,11 @@ static void open_data(run *r) {
     }
 }
 
+static int save_tokenizer(void *context, const char *folder, mt_error *error) {
+    const run *r = context;
+    return r->tokenizer ? mt_tokenizer_save(r->tokenizer, folder, error) : 0;
+}
+
 static void open_model(run *r) {
     const mt_options *o = &r->options;
     mt_error error;
@@ -111,7 +129,7 @@ static void open_model(run *r) {
     int64_t here = tokens / o->context_parallel_size;
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = o->seq_length, .train = true};
     const mt_ops *ops = mt_backend_open(o->device, &r->grid, &error);
-    if (ops && (o->profile || o->trace)) ops = mt_profile_open(ops);
+    if (ops && (o->profile || o->trace || o->log_straggler)) ops = mt_profile_open(ops);
     check(ops ? mt_model_create(&r->model, o, &r->grid, ops, &plan, &error) : -1, &error);
     if (o->save && r->grid.world.rank == 0) check(mt_checkpoint_prepare(r->model, o->save, &error), &error);
     if (r->grid.world.rank == 0) mt_model_print_plan(r->model, stdout);
@@ -119,6 +137,7 @@ static void open_model(run *r) {
         check(mt_checkpoint_load(r->model, &r->state, o->load, &error), &error);
     else
         mt_model_init(r->model);
+    if (o->save) mt_saver_open(&r->saver, r->model, o->save, save_tokenizer, r, o->async_save);
     mt_batch_alloc(&r->batch, tokens);
 }
 
@@ -136,20 +155,22 @@ static void evaluate(run *r, mt_split split, const char *name, int64_t *consumed
     check(mt_report_evaluation(&r->report, &r->state, name, loss, &error), &error);
 }
 
-static int save_tokenizer(void *context, const char *folder, mt_error *error) {
-    const run *r = context;
-    return r->tokenizer ? mt_tokenizer_save(r->tokenizer, folder, error) : 0;
+/* After each call of the saver, which may have put a checkpoint into its place. */
+static void tell_saved(run *r, int status, const mt_error *error) {
+    check(status, error);
+    if (mt_saver_in_place(r->saver) == r->saved) return;
+    r->saved = mt_saver_in_place(r->saver);
+    mt_report_line(&r->report, "saved iteration %lld to %s", (long long)r->saved, r->options.save);
 }
 
 static void save(run *r) {
     mt_error error;
     if (!r->options.save) return;
     check(mt_train_finish(r->model, &error), &error);
-    check(mt_checkpoint_save(r->model, &r->state, r->options.save, save_tokenizer, r, &error), &error);
-    mt_report_line(&r->report, "saved iteration %lld to %s", (long long)r->state.iteration, r->options.save);
+    tell_saved(r, mt_saver_save(r->saver, &r->state, &error), &error);
 }
 
-/* True when SIGTERM or --exit-duration-in-mins ends the run early; every rank must see the same answer. */
+/* True when a signal or --exit-duration-in-mins ends the run early; every rank must see the same answer. */
 static bool should_stop(const run *r) {
     double minutes = r->options.exit_duration_in_mins;
     double stop = stop_requested || (minutes > 0 && mt_time() - r->start > 60 * minutes);
@@ -171,18 +192,22 @@ static void train(run *r) {
     int64_t saved = -1, validated = r->state.iteration, test_samples = 0; // without a step: converts
     bool stop = false;
     while (r->state.iteration < o->num_iterations && !stop) {
+        tell_saved(r, mt_saver_poll(r->saver, &error), &error);
         feed from = {r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples,
                      o->micro_batch_size * r->grid.data.size};
         int64_t micro_batches = mt_global_batch_size(o, from.consumed) / from.stride;
-        bool timed = o->profile || mt_trace_is_open(); // then the device is idle when the step ends
-        bool told = timed || mt_report_is_due(&r->report, r->state.iteration + 1);
+        bool due = mt_report_is_due(&r->report, r->state.iteration + 1);
+        bool timed = o->profile || mt_trace_is_open() || (o->log_straggler && due);
+        bool told = timed || due; // then the device is idle when the step ends
         if (timed) mt_profile_step_begin();
-        check(mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch,
-                            told ? &metrics : NULL, &error),
-              &error);
+        int status = mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch,
+                                   told ? &metrics : NULL, &error);
         if (timed) mt_profile_step_end();
+        if (status == MT_REWOUND) continue; // the state is that of a checkpoint
+        check(status, &error);
         if (mt_trace_is_complete()) write_trace(r);
         if (told) check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);
+        if (told) check(mt_report_stragglers(&r->report, &r->grid, &r->state, &metrics, &error), &error);
         if (o->eval_interval > 0 && r->state.iteration % o->eval_interval == 0) {
             evaluate(r, MT_SPLIT_VALID, "validation", &r->state.consumed_valid_samples);
             validated = r->state.iteration;
@@ -226,7 +251,7 @@ static int print_schedule(run *r) {
 }
 
 int main(int argc, char **argv) {
-    run r = {.start = mt_time()};
+    run r = {.start = mt_time(), .saved = -1};
     mt_error error;
     check(mt_options_parse(&r.options, MT_PROGRAM_TRAIN, argc, argv, &error), &error);
     mt_grid_start(&r.grid, &argc, &argv);
@@ -237,17 +262,18 @@ int main(int argc, char **argv) {
     check(mt_grid_build(&r.grid, &r.options, &error), &error);
     if (r.grid.world.rank == 0) mt_options_print(&r.options, MT_PROGRAM_TRAIN, stdout);
     if (r.grid.world.rank == 0 && r.grid.world.size > 1) mt_grid_print(&r.grid, &r.options, stdout);
-    open_data(&r);
+    if (r.options.num_iterations > 0) open_data(&r);
     open_model(&r);
     check(mt_report_open(&r.report, r.model, &r.state, &error), &error);
     if (r.options.trace) check(mt_trace_open(&r.options, &r.grid, &r.state, &error), &error);
-    struct sigaction action = {.sa_handler = request_stop};
-    sigaction(SIGTERM, &action, NULL);
+    catch_signals(&r.options);
     train(&r);
+    tell_saved(&r, mt_saver_finish(r.saver, &error), &error);
     mt_report_close(&r.report);
     for (int split = 0; split < MT_NUM_SPLITS; split++) mt_loader_close(r.loaders[split]);
     mt_data_close(r.data);
     mt_batch_free(&r.batch);
+    mt_saver_close(r.saver);
     mt_model_destroy(r.model);
     print_profile(&r);
     mt_tokenizer_close(r.tokenizer);

@@ -85,7 +85,11 @@ __device__ __forceinline__ void mt_copy_box(uint32_t to, const CUtensorMap &map,
                  "l"(&map), "r"(col), "r"(row), "r"(slice), "r"(barrier)
                  : "memory");
 }
-/* Starts the way back: what lies outside of the tensor is not written. Before, whoever stored to `from` called
+/* Brings bytes, a multiple of 16, to the L2 cache. */
+__device__ __forceinline__ void mt_prefetch_bytes(const void *from, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+/* Starts the way back of a box: what lies outside of the tensor is not written. Before, whoever stored to `from` called
  * mt_fence_async. `add` adds to what is there, in fp32. The thread's stores since its last commit are a group. */
 __device__ __forceinline__ void mt_store_box(const CUtensorMap &map, int slice, int row, int col, uint32_t from,
                                              bool add) {

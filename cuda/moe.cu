@@ -16,14 +16,19 @@ static constexpr int64_t most_shared = 48 * 1024; // bytes that a block has with
 struct routing {
     int E, k;
     bool sigmoid, pre_softmax;
-    int groups, group_topk;
+    int groups, group_topk, group_best;
     float scaling;
 };
 
 static routing routing_of(const mt_router *router) {
     MT_CHECK(router->topk <= most_topk && router->topk <= router->num_experts);
+    int64_t best = router->group_best;
+    if (router->num_groups > 0) {
+        if (best == 0) best = router->topk / router->group_topk;
+        best = min(best, router->num_experts / router->num_groups);
+    }
     return {(int)router->num_experts, (int)router->topk,       router->sigmoid, router->pre_softmax,
-            (int)router->num_groups,  (int)router->group_topk, router->scaling};
+            (int)router->num_groups,  (int)router->group_topk, (int)best,       router->scaling};
 }
 
 /* A number for each of a token's E experts: lane l has those of experts l, l + 32, ... in places 0, 1, ...: V places in
@@ -144,7 +149,7 @@ template <class Body> static void with_places(int64_t E, int64_t arrays, int64_t
 template <int V, class Score>
 __device__ static inline void limit_groups(per_expert<float, V> &keys, uint32_t *group_keys, const routing &r,
                                            Score score) {
-    int size = r.E / r.groups, best = r.k / r.group_topk, lane = threadIdx.x % 32;
+    int size = r.E / r.groups, best = r.group_best, lane = threadIdx.x % 32;
     auto key = [&](int v, int) { return __float_as_uint(keys[v]); };
     for (int g = 0; g < r.groups; g++) {
         float sum = 0;
@@ -251,7 +256,8 @@ __global__ void route_backward(float *dlogits, const float *dprobs, const int32_
         softmax = read_logits<V>(x, logits, r.E);
         q = chosen ? softmax(logit) : 0;
     } else {
-        q = r.sigmoid ? (chosen ? logistic(logit) : 0) : chosen ? expf(logit - mt_warp_max(logit)) : 0;
+        float greatest = mt_warp_max(logit);
+        q = !chosen ? 0 : r.sigmoid ? logistic(logit) : expf(logit - greatest);
     }
     float total = mt_warp_sum(q);
     if (!all && !(r.sigmoid && r.k == 1)) q /= total + (r.sigmoid ? 1e-20f : 0);
@@ -301,36 +307,69 @@ struct balance_sums {
 
 static constexpr int tokens_per_warp = 8;
 
-/* A warp has up to eight tokens, one after another. Reads 4 E bytes a token. */
+/* A warp's sums for one sequence go to `to`, and begin again. */
+template <int V>
+__device__ static inline void balance_flush(const balance_sums &to, per_expert<unsigned long long, V> &shares,
+                                            per_expert<int32_t, V> &counts, int64_t sequence, int E) {
+    each_expert<V>(E, [&](int v, int e) {
+        if (shares[v] > 0) atomicAdd(&to.shares[sequence * E + e], shares[v]);
+        if (counts[v] > 0) atomicAdd(&to.counts[sequence * E + e], counts[v]);
+        shares[v] = 0, counts[v] = 0;
+    });
+}
+
+/* Adds the logits x of a token to a warp's sums; gives log(sum(exp(x))). */
+template <int V>
+__device__ static inline double balance_add(per_expert<unsigned long long, V> &shares, per_expert<int32_t, V> &counts,
+                                            int32_t *poisoned, per_expert<float, V> &x, const softmax_of &softmax,
+                                            const routing &r) {
+    ranked last = before_all();
+    for (int j = 0; softmax.finite && j < r.k; j++)
+        last = next_after<V>(last, r.E, [&](int v, int) { return key_of(x[v]); });
+    each_expert<V>(r.E, [&](int v, int e) { counts[v] += softmax.finite ? !last.before(key_of(x[v]), e) : e < r.k; });
+    double lse = shares_of<V>(x, softmax, r);
+    bool number = true;
+    each_expert<V>(r.E, [&](int v, int) {
+        number &= !isnan(x[v]);
+        if (x[v] > 0) shares[v] += __float2ull_rn(x[v] * share_unit);
+    });
+    if (!number) *poisoned = 1;
+    return lse;
+}
+
+/* A warp has up to eight tokens, one after another. Where there is one sequence, a block's warps add up in shared
+ * memory first (`together`). Reads 4 E bytes a token. */
 template <int V>
 __global__ void balance_forward(balance_sums sums, const float *logits, const int32_t *sequence, int64_t T, routing r,
-                                int shared_per_warp) {
+                                int shared_per_warp, bool together) {
     extern __shared__ __align__(16) char shared[];
-    char *own = shared + threadIdx.x / 32 * shared_per_warp;
+    char *own = shared + threadIdx.x / 32 * shared_per_warp, *of_block = shared + blockDim.x / 32 * shared_per_warp;
     int64_t warp = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, first = warp * tokens_per_warp;
-    per_expert<float, V> x(own);
+    int64_t places = (r.E + 31) / 32 * 32, current = 0;
+    per_expert<unsigned long long, V> shares(own);
+    per_expert<int32_t, V> counts(own + places * 8);
+    per_expert<float, V> x(own + places * 12);
+    balance_sums to = sums;
+    if (together) to.shares = (unsigned long long *)of_block, to.counts = (int32_t *)(of_block + (int64_t)r.E * 8);
+    for (int e = threadIdx.x; together && e < r.E; e += blockDim.x) to.shares[e] = 0, to.counts[e] = 0;
+    __syncthreads();
+    each_expert<V>(r.E, [&](int v, int) { shares[v] = 0, counts[v] = 0; });
     double z = 0;
-    if (first >= T) return;
     for (int64_t t = first; t < min(first + tokens_per_warp, T); t++) {
         int64_t s = sequence ? sequence[t] : 0;
+        if (s != current) balance_flush<V>(to, shares, counts, current, r.E);
+        current = s;
         softmax_of softmax = read_logits<V>(x, logits + t * r.E, r.E);
-        ranked last = before_all();
-        for (int j = 0; softmax.finite && j < r.k; j++)
-            last = next_after<V>(last, r.E, [&](int v, int) { return key_of(x[v]); });
-        each_expert<V>(r.E, [&](int v, int e) {
-            bool picked = softmax.finite ? !last.before(key_of(x[v]), e) : e < r.k;
-            if (picked) atomicAdd(&sums.counts[s * r.E + e], 1);
-        });
-        double lse = shares_of<V>(x, softmax, r);
+        double lse = balance_add<V>(shares, counts, &sums.poisoned[s], x, softmax, r);
         z += lse * lse;
-        bool number = true;
-        each_expert<V>(r.E, [&](int v, int e) {
-            number &= !isnan(x[v]);
-            if (x[v] > 0) atomicAdd(&sums.shares[s * r.E + e], __float2ull_rn(x[v] * share_unit));
-        });
-        if (!number) sums.poisoned[s] = 1;
     }
-    if (threadIdx.x % 32 == 0) sums.z[warp] = z;
+    balance_flush<V>(to, shares, counts, current, r.E);
+    if (first < T && threadIdx.x % 32 == 0) sums.z[warp] = z;
+    __syncthreads();
+    for (int e = threadIdx.x; together && e < r.E; e += blockDim.x) {
+        if (to.shares[e] > 0) atomicAdd(&sums.shares[e], to.shares[e]);
+        if (to.counts[e] > 0) atomicAdd(&sums.counts[e], to.counts[e]);
+    }
 }
 
 /* The last half: sums[2, S, E] in fp32, and one block adds up z in the order of tokens. */
@@ -364,9 +403,12 @@ extern "C" void mt_cuda_balance_forward(float *sums, double *z_sum, const float 
     to.poisoned = to.counts + S * r.E;
     MT_CUDA(cudaMemsetAsync(to.shares, 0, (size_t)zeroed, on));
     if (T > 0)
-        with_places(r.E, 1, 0, [&](auto places, unsigned in_block, size_t bytes) {
-            balance_forward<decltype(places)::value><<<mt_blocks(warps, in_block), in_block * 32, bytes, on>>>(
-                to, logits, sequence, T, r, (int)(bytes / in_block));
+        with_places(r.E, 4, 0, [&](auto places, unsigned in_block, size_t bytes) {
+            size_t room = (size_t)r.E * 12;
+            bool together = !sequence && bytes + room <= (size_t)most_shared;
+            balance_forward<decltype(places)::value>
+                <<<mt_blocks(warps, in_block), in_block * 32, together ? bytes + room : bytes, on>>>(
+                    to, logits, sequence, T, r, (int)(bytes / in_block), together);
             MT_CUDA_LAUNCHED();
         });
     balance_finish<<<mt_blocks(S * r.E, 1024), 256, 0, on>>>(sums, z_sum, to, S, r.E, warps);
@@ -478,8 +520,9 @@ extern "C" void mt_cuda_count_experts(float *loads, const int32_t *experts, int6
 }
 
 /* One block: the sum is of whole numbers, exact in any order. */
-__global__ void expert_bias_step(float *bias, float *loads, int64_t E, float rate) {
+__global__ void expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate) {
     __shared__ double of_warp[32];
+    if (scale[0] < 0) return;
     double sum = 0;
     for (int64_t e = threadIdx.x; e < E; e += blockDim.x) sum += (double)loads[e];
     sum = warp_sum(sum);
@@ -489,12 +532,12 @@ __global__ void expert_bias_step(float *bias, float *loads, int64_t E, float rat
     for (int64_t e = threadIdx.x; e < E; e += blockDim.x) {
         double missing = sum - (double)E * (double)loads[e];
         bias[e] += missing > 0 ? rate : missing < 0 ? -rate : 0.0f;
-        loads[e] = 0;
     }
 }
 
-extern "C" void mt_cuda_expert_bias_step(float *bias, float *loads, int64_t E, float rate, mt_stream *stream) {
-    expert_bias_step<<<1, 512, 0, mt_cuda_stream(stream)>>>(bias, loads, E, rate);
+extern "C" void mt_cuda_expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate,
+                                         mt_stream *stream) {
+    expert_bias_step<<<1, 512, 0, mt_cuda_stream(stream)>>>(bias, loads, scale, E, rate);
     MT_CUDA_LAUNCHED();
 }
 

@@ -102,6 +102,32 @@ extern "C" void mt_cuda_gradient_scale(float *scale, float *norm, const double *
     MT_CUDA_LAUNCHED();
 }
 
+__global__ void step_guard(double *guard, float *scale, const double *loss_sum, const double *tokens, const float *norm,
+                           mt_guard_rules rules) {
+    double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1) * (double)rules.copies);
+    double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules.window;
+    mt_verdict verdict = MT_STEP_IS_GOOD;
+    if (rules.finite && !isfinite(loss))
+        verdict = MT_LOSS_NOT_FINITE;
+    else if (rules.finite && !isfinite(norm[0]))
+        verdict = MT_NORM_NOT_FINITE;
+    else if (rules.spike_factor > 0 && steps >= window && loss > rules.spike_factor * average)
+        verdict = MT_LOSS_SPIKES;
+    guard[MT_GUARD_VERDICT] = verdict;
+    if (verdict != MT_STEP_IS_GOOD) {
+        scale[0] = -1;
+    } else if (isfinite(loss)) {
+        guard[MT_GUARD_AVERAGE] = average + (loss - average) / (steps + 1 < window ? steps + 1 : window);
+        guard[MT_GUARD_STEPS] = steps + 1;
+    }
+}
+
+extern "C" void mt_cuda_step_guard(double *guard, float *scale, const double *loss_sum, const double *tokens,
+                                   const float *norm, const mt_guard_rules *rules, mt_stream *stream) {
+    step_guard<<<1, 1, 0, mt_cuda_stream(stream)>>>(guard, scale, loss_sum, tokens, norm, *rules);
+    MT_CUDA_LAUNCHED();
+}
+
 /* ---- AdamW ------------------------------------------------------------------------------------------------------- */
 
 /* Reads grad, m, v and the fp32 weights, writes m, v, the weights and their bf16 copy: 30 bytes an element for bf16
@@ -122,6 +148,7 @@ __global__ void __launch_bounds__(256)
         ws[k] = mt_load<N>(weights + first + k * step);
     }
     float grad_scale = scale[0], rate = adamw.lr / adamw.bias_correction1;
+    if (grad_scale < 0) return; // a bad step; asked once all loads are on their way
     float shrink = 1 - adamw.lr * adamw.weight_decay, root = 1 / sqrtf(adamw.bias_correction2);
 #pragma unroll
     for (int k = 0; k < K; k++) {

@@ -439,7 +439,7 @@ static void launch_latent_heads(void *q, void *kv, void *k_rope, void *k, void *
                                 int64_t Dv, bool interleaved, mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
     bool wide = mt_wide(dtype, {q, kv, k_rope, k, v, cos, sin}, {N, Dv, R / 2});
-    mt_dispatch(dtype, wide, [&](auto type, auto width) {
+    mt_by_type(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
         latent_task<E> task = {};
         task.q = (E *)q, task.k = (E *)k, task.v = (E *)v, task.kv = (E *)kv;

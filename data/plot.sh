@@ -1,8 +1,8 @@
 #!/bin/sh
-# Draws the curves of training runs from the files that --metrics writes: loss, gradient norm, learning rate and tokens
-# per second, as an SVG; and the loss once more in characters, for the terminal.
+# Draws the curves of training runs from the files that --metrics writes: loss, gradient norm, tokens per second,
+# memory, learning rate and skipped steps, as an SVG or a PNG; and the loss once more in characters, for the terminal.
 #
-#   usage: data/plot.sh RUN.jsonl[,RUN.jsonl...] [OUTPUT.svg]
+#   usage: data/plot.sh RUN.jsonl[,RUN.jsonl...] [OUTPUT.svg|OUTPUT.png]
 set -eu
 runs=${1:-}
 if [ -z "$runs" ]; then
@@ -18,7 +18,8 @@ fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# columns FILE: iteration, loss, validation loss, gradient norm, learning rate, tokens/s; NaN where a line lacks one.
+# columns FILE: iteration, loss, validation loss, gradient norm, learning rate, tokens/s, memory in GiB, skipped steps;
+# NaN where a line lacks one. Of an iteration that a run made twice, having gone back, the later line counts.
 columns() {
     awk '
     function value(key) {
@@ -27,8 +28,13 @@ columns() {
         sub(/.*: */, "", text)
         return text
     }
-    { print value("iteration"), value("lm_loss"), value("validation_loss"), value("grad_norm"), value("learning_rate"),
-            value("tokens_per_second") }' "$1"
+    { iteration = value("iteration"); validation = value("validation_loss"); bytes = value("peak_memory_bytes")
+      kind = validation != "NaN" ? "v" : value("lm_loss") != "NaN" || /"lm_loss"/ ? "t" : "o"
+      if (iteration == "NaN" || kind == "o") next
+      line[iteration kind] = iteration " " value("lm_loss") " " validation " " value("grad_norm") " " \
+          value("learning_rate") " " value("tokens_per_second") " " (bytes == "NaN" ? bytes : bytes / 1073741824) " " \
+          value("skipped_iterations") }
+    END { for (key in line) print line[key] }' "$1" | sort -s -n -k 1,1
 }
 
 # add_curves COLUMNS RUN: adds a run to what gnuplot plots, a list with commas; the word COLUMN stands for the column.
@@ -62,26 +68,36 @@ done
 
 curve() { echo "$curves" | sed "s/COLUMN/$1/g"; }
 
+terminal="svg size 1200,1000 dynamic background 'white' font 'sans,13'"
+case $output in *.png) terminal="pngcairo size 1200,1000 font 'sans,11'" ;; esac
 cat >"$work/plot" <<GNUPLOT
 set datafile missing 'NaN'
 set key noenhanced
 set grid
 set xlabel 'iteration'
-set terminal svg size 1200,800 dynamic background 'white' font 'sans,13'
+set terminal $terminal
 set output '$output.part'
-set multiplot layout 2,2
+set multiplot layout 3,2
 set title 'loss'
 plot $(curve 2)$validation
 unset key
 set title 'gradient norm (before clipping)'
 plot $(curve 4)
-set title 'learning rate'
-set format y '%.1e'
-plot $(curve 5)
 set title 'tokens per second'
 set format y '%.0f'
 set yrange [0:*]
 plot $(curve 6)
+set title 'memory of a rank, GiB'
+set format y '%g'
+plot $(curve 7)
+set yrange [*:*]
+set title 'learning rate'
+set format y '%.1e'
+plot $(curve 5)
+set title 'steps skipped so far'
+set format y '%.0f'
+set yrange [0:*]
+plot $(curve 8)
 unset multiplot
 unset output
 GNUPLOT

@@ -248,7 +248,8 @@ static double combine_rows(bench *b, const int64_t *n) {
 
 static double expert_swiglu_forward(bench *b, const int64_t *n) { // M, F
     void *y = elements(b, n[0] * n[1]), *gate_up = elements(b, n[0] * 2 * n[1]);
-    ENQUEUE(expert_swiglu_forward, y, gate_up, floats(b, n[0]), n[0], n[1], b->dtype);
+    float *weights = floats(b, n[0]);
+    ENQUEUE(expert_swiglu_forward, y, gate_up, weights, n[0], n[1], b->dtype);
     return 3 * size(b) * (double)(n[0] * n[1]);
 }
 

@@ -6,6 +6,7 @@
 #include "golden.h"
 
 #include <mpi.h>
+#include <unistd.h>
 
 /* The command lines of layouts, in words short enough for a table. */
 #define TP       " --tensor-model-parallel-size "
@@ -552,6 +553,113 @@ static void run_rows(const layout *rows, int count, bool bf16, double tolerance)
 
 #define RUN_ROWS(rows, bf16, tolerance) run_rows(rows, (int)(sizeof(rows) / sizeof *(rows)), bf16, tolerance)
 
+/* ---- from layout to layout ----------------------------------------------------------------------------------------
+ */
+
+/* Half of a run: where it trains, and in which precision. */
+typedef struct half {
+    int ranks;
+    const char *words;
+    bool bf16;
+} half;
+
+/* A run that is saved by one half and goes on by the other, with the losses of one rank that was never stopped; where
+ * both halves are the same, bit for bit with those of the one that saved. */
+typedef struct pair {
+    subject subject;
+    half saves, loads;
+} pair;
+
+enum { SAVED_AFTER = 4, MAX_PAIRS = 128 };
+static double went_on[MAX_PAIRS][STEPS]; // losses of those that saved and were not stopped
+
+static bool pair_is_of_one_layout(const pair *p) {
+    return p->saves.ranks == p->loads.ranks && p->saves.bf16 == p->loads.bf16 &&
+           strcmp(p->saves.words, p->loads.words) == 0;
+}
+
+/* Trains to the end of the run, comparing with one rank and, unless it is NULL, with `same`. */
+static int train_on(verdict *v, trainee *t, const reference *r, const double *same, double *losses, mt_error *error) {
+    while (t->state.iteration < STEPS) {
+        double loss, norm;
+        int64_t step = t->state.iteration;
+        if (train_one_step(t, &loss, &norm, error) != 0) return -1;
+        compare(v, "the loss", (int)step + 1, loss, r->losses[step]);
+        compare(v, "the gradient norm", (int)step + 1, norm, r->norms[step]);
+        if (same && loss != same[step] && !*v->failure)
+            snprintf(v->failure, sizeof v->failure, "step %d: the loss is %.17g, and was %.17g without a stop",
+                     (int)step + 1, loss, same[step]);
+        if (losses) losses[step] = loss;
+    }
+    return 0;
+}
+
+static int half_run(verdict *v, trainee *t, const pair *p, const half *h, int number, const char *folder,
+                    mt_error *error) {
+    bool loads = h == &p->loads, same = pair_is_of_one_layout(p);
+    const reference *r = &references[p->subject][p->saves.bf16 || p->loads.bf16];
+    int status = trainee_parse(&t->options, p->subject, h->words, h->bf16, h->ranks, error);
+    if (status == 0) status = trainee_open(t, error);
+    for (int step = 0; step < SAVED_AFTER && status == 0 && !loads; step++) {
+        double loss, norm;
+        status = train_one_step(t, &loss, &norm, error);
+        if (status == 0) compare(v, "the loss", step + 1, loss, r->losses[step]);
+    }
+    if (status == 0)
+        status = loads ? mt_checkpoint_load(t->model, &t->state, folder, error)
+                       : mt_checkpoint_save(t->model, &t->state, folder, NULL, NULL, error);
+    if (status == 0 && t->state.iteration != SAVED_AFTER) status = mt_error_set(error, "the run goes on elsewhere");
+    if (status != 0 || (!loads && !same)) return status;
+    return train_on(v, t, r, loads && same ? went_on[number] : NULL, loads ? NULL : went_on[number], error);
+}
+
+static void run_half(const pair *p, const half *h, int number, const char *root) {
+    verdict v = {.tolerance = p->saves.bf16 || p->loads.bf16 ? 0.02 : 1e-5};
+    mt_error error;
+    char words[1024], folder[512];
+    snprintf(words, sizeof words, "%s%s%s, %s %d ranks,%s%s", subjects[p->subject].words, h->words,
+             h->bf16 ? " --bf16" : "", h == &p->loads ? "saved by" : "to be loaded by",
+             h == &p->loads ? p->saves.ranks : p->loads.ranks, h == &p->loads ? p->saves.words : p->loads.words,
+             (h == &p->loads ? &p->saves : &p->loads)->bf16 ? " --bf16" : "");
+    snprintf(folder, sizeof folder, "%s/%d", root, number);
+    trainee t = {.grid = grid_of_job(h->ranks), .sequences = subjects[p->subject].sequences};
+    int status = half_run(&v, &t, p, h, number, folder, &error);
+    if (status < 0) snprintf(v.failure, sizeof v.failure, "%.500s", error.text);
+    if (status > 0)
+        report_skipped(&t.grid.world, h->ranks, words, &error);
+    else
+        verdict_report(&t.grid.world, &v, h->ranks, words);
+    trainee_close(&t);
+}
+
+/* First all that save, side by side, then all that load. */
+static void run_pairs(const pair *pairs, int count) {
+    char root[128], command[256];
+    layout needed[2 * MAX_PAIRS];
+    MT_CHECK(count <= MAX_PAIRS);
+    snprintf(root, sizeof root, "%s/mt_pairs_%d", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp", (int)getpid());
+    mt_broadcast(&world.world, root, sizeof root, 0);
+    for (int bf16 = 0; bf16 < 2; bf16++) {
+        int rows = 0;
+        for (int i = 0; i < count; i++)
+            if (pairs[i].saves.bf16 == bf16 || pairs[i].loads.bf16 == bf16)
+                needed[rows++] = (layout){1, pairs[i].subject, ""};
+        references_make(needed, rows, bf16);
+    }
+    for (int loads = 0; loads < 2; loads++) {
+        for (int size = 1; size <= 8; size *= 2)
+            for (int i = 0, turn = 0; i < count; i++) {
+                const half *h = loads ? &pairs[i].loads : &pairs[i].saves;
+                if (fmax(pairs[i].saves.ranks, pairs[i].loads.ranks) > world.world.size) continue;
+                if (h->ranks == size && turn_is_mine(size, h->words, &turn)) run_half(&pairs[i], h, i, root);
+            }
+        mt_all_reduce_max(&world.world, went_on, MAX_PAIRS * STEPS, MT_F64);
+    }
+    snprintf(command, sizeof command, "rm -rf %s", root);
+    if (world.world.rank == 0 && system(command) != 0) printf("%s stays\n", root);
+    report_finish();
+}
+
 /* ---- the golden families ------------------------------------------------------------------------------------------
  */
 
@@ -868,6 +976,47 @@ static const family_layout families_on_layouts[] = {
     {8, "qwen2", 2, TP "2" SP PP "2" SHARD "optim" OVERLAP},
 };
 
+/* One row a pair: a model, the layout that saves and the one that loads. Every kind of layout is on both sides. */
+static const pair pairs[] = {
+    {LLAMA, {1, "", false}, {8, TP "2" SP PP "2" CP "2", false}},
+    {LLAMA, {8, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params" PREFETCH, false}, {1, "", false}},
+    {LLAMA, {2, TP "2" SP, false}, {4, PP "4" ZB, false}},
+    {LLAMA, {4, CP "4" BY "a2a", false}, {2, TP "2", false}},
+    {LLAMA, {4, TP "4", false}, {4, SHARD "optim_grads" OVERLAP, false}},
+    {LLAMA, {4, SHARD "no_shard", false}, {8, TP "8" SP, false}},
+    {LLAMA, {2, PP "2" VP "2", false}, {4, SHARD "optim" PREFETCH, false}},
+    {LLAMA, {4, PP "2" VP "2" CP "2" BY "a2a", false}, {4, TP "2" SP SHARD "optim_grads" OVERLAP, false}},
+    {GPT2, {4, TP "4" SP, false}, {2, PP "2" VP "2", false}},
+    {GPT2, {4, SHARD "optim_grads_params" PREFETCH, false}, {4, TP "2" SP CP "2", false}},
+    {GPT2, {8, TP "2" SP CP "2" SHARD "optim_grads" PREFETCH, false}, {4, PP "4" ZB, false}},
+    {GPT2, {2, PP "2" LAST "1" ZB, false}, {4, TP "4", false}},
+    {GPT2, {4, CP "2" BY "all_gather" SHARD "optim_grads_params" PREFETCH, false}, {1, "", false}},
+    {QWEN, {4, TP "4", false}, {4, PP "4" STAGES "Ett|t||tL", false}},
+    {QWEN, {4, TP "2" SP PP "2" ZB, false}, {4, SHARD "optim_grads_params" OVERLAP, false}},
+    {QWEN, {2, PP "2" FIRST "1", false}, {8, TP "2" SP PP "2" SHARD "optim" PREFETCH, false}},
+    {QWEN, {4, CP "4" BY "a2a+p2p" LEVELS "2 2", false}, {2, SHARD "optim", false}},
+    {QWEN,
+     {8, PP "2" CP "2" BY "all_gather" SHARD "optim_grads" OVERLAP, false},
+     {8, TP "4" SP PP "2" FIRST "1", false}},
+    {DEEP, {8, PP "4" VP "2" TP "2" SP, false}, {8, PP "8" ZB, false}},
+    {DEEP, {4, PP "4" VP "2", false}, {2, PP "2" VP "4" GROUP "8", false}},
+    {DEEP, {8, PP "4" VP "2" SHARD "optim_grads_params", false}, {4, PP "4" STAGES "Et*3|t|t||t|t|t|L", false}},
+    {BIASED, {8, SHARD "optim_grads_params" PREFETCH, false}, {2, TP "2" SP, false}},
+    {BIASED, {4, TP "2" SHARD "optim_grads_params" PREFETCH, false}, {2, SHARD "optim_grads", false}},
+    {WINDOW, {4, CP "4" BY "all_gather", false}, {2, CP "2" BY "a2a", false}},
+    {PACKED, {4, TP "2" SP CP "2" BY "all_gather" MICRO "2", false}, {2, CP "2" MICRO "2", false}},
+    // the precision changes; fp32 then has the learning rate of bf16
+    {LLAMA, {4, TP "2" SP PP "2 --lr 2e-3", false}, {4, SHARD "optim_grads_params" PREFETCH, true}},
+    {LLAMA, {4, CP "2" SHARD "optim" PREFETCH, true}, {2, TP "2 --lr 2e-3", false}},
+    {GPT2, {2, TP "2" SP, true}, {4, PP "2" SHARD "optim_grads" OVERLAP, true}},
+    // nothing changes
+    {LLAMA, {4, TP "2" SP PP "2" ZB, false}, {4, TP "2" SP PP "2" ZB, false}},
+    {GPT2, {4, TP "2" SP SHARD "optim" PREFETCH, true}, {4, TP "2" SP SHARD "optim" PREFETCH, true}},
+    {QWEN,
+     {8, PP "2" VP "2" CP "2" SHARD "optim_grads_params" PREFETCH, false},
+     {8, PP "2" VP "2" CP "2" SHARD "optim_grads_params" PREFETCH, false}},
+};
+
 /* ---- the tests ----------------------------------------------------------------------------------------------------
  */
 
@@ -911,6 +1060,11 @@ static void layouts_train_in_bf16_to_within_two_percent_of_one_rank(void **state
     RUN_ROWS(in_bf16, true, 0.02);
 }
 
+static void a_run_goes_on_on_any_other_layout(void **state) {
+    (void)state;
+    run_pairs(pairs, sizeof pairs / sizeof *pairs);
+}
+
 static void golden_families_train_like_pytorch_on_layouts(void **state) {
     (void)state;
     const int count = sizeof families_on_layouts / sizeof *families_on_layouts;
@@ -933,6 +1087,7 @@ static int run_layout_tests(void) {
         cmocka_unit_test(layouts_with_experts_train_like_one_rank),
         cmocka_unit_test(layouts_train_in_bf16_to_within_two_percent_of_one_rank),
         cmocka_unit_test(golden_families_train_like_pytorch_on_layouts),
+        cmocka_unit_test(a_run_goes_on_on_any_other_layout),
     };
     jobs_open();
     int failures = cmocka_run_group_tests_name(backend_name, tests, NULL, NULL);

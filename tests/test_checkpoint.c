@@ -3,6 +3,7 @@
 
 #include <dirent.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -129,6 +130,14 @@ static void assert_same_model(fixture *a, fixture *b) {
         assert_memory_equal(p->v + offset, q->v + offset, count * 4);
         if (p->master) assert_memory_equal(p->master + offset, q->master + offset, count * 4);
     }
+}
+
+/* What a version without checksums would have written. */
+static void make_older(const char *folder) {
+    char command[1024];
+    snprintf(command, sizeof command,
+             "cd %s && rm checksums.json && sed -i 's/\"version\": 2/\"version\": 1/' trainer.json", folder);
+    assert_int_equal(system(command), 0);
 }
 
 static mt_safetensors *open_tensors(const char *folder, const char *stem) {
@@ -702,10 +711,12 @@ static void a_damaged_checkpoint_is_named_with_the_remedy(void **state) {
     f.options.seed--, f.options.seq_length++;
     assert_load_fails(&f, at("out"), "trainer.json: the run was begun with --seq-length 32, not 33");
     f.options.seq_length--;
+    assert_int_equal(unlink(at("out/iter_0000005/checksums.json")), 0);
+    assert_load_fails(&f, at("out"), "damaged: its checksums.json is not there");
     write_text(at("out/iter_0000005/trainer.json"), "{\"version\":1,\"iteration\":\"five\"}");
     assert_load_fails(&f, at("out"), "trainer.json: has no whole number \"iteration\"; begin anew");
     write_text(at("out/iter_0000005/trainer.json"), "{");
-    assert_load_fails(&f, at("out"), "trainer.json: bad JSON");
+    assert_load_fails(&f, at("out"), "trainer.json: damaged: it is no JSON");
     unlink(at("out/iter_0000005/trainer.json"));
     load(&f, &run, at("out"));
     assert_int_equal(run.iteration, 0);
@@ -721,6 +732,8 @@ static void an_optimizer_without_a_tensor_is_refused(void **state) {
     create_model(&tied, &grid);
     save(&f, &run, at("out"));
     unlink(at("out/iter_0000005/optimizer.safetensors"));
+    assert_load_fails(&f, at("out"), "damaged: optimizer.safetensors was saved, but is not there");
+    make_older(at("out/iter_0000005"));
     assert_load_fails(&f, at("out"), "optimizer.safetensors");
     unlink(at("out/iter_0000005/optimizer.safetensors.index.json"));
     assert_int_equal(mt_safetensors_save_folder(tied.model, at("out/iter_0000005"), "optimizer", 1 << 30, &error), 0);
@@ -757,6 +770,99 @@ static void a_cut_checkpoint_never_loads(void **state) {
     close_family(&f);
 }
 
+/* The sum of RFC 3720, and that parts which are written in any order add up to the same. */
+static void sums_are_crc32c(void **state) {
+    (void)state;
+    unsigned char data[100000];
+    memset(data, 0, 32);
+    assert_int_equal(mt_crc32c(data, 32), 0x8a9136aa);
+    memset(data, 0xff, 32);
+    assert_int_equal(mt_crc32c(data, 32), 0x62a8ab43);
+    for (int i = 0; i < 32; i++) data[i] = (unsigned char)i;
+    assert_int_equal(mt_crc32c(data, 32), 0x46dd794e);
+    assert_int_equal(mt_crc32c("123456789", 9), 0xe3069283);
+    for (size_t i = 0; i < sizeof data; i++) data[i] = (unsigned char)(i * 31 + (i >> 8));
+    uint32_t state_by_bit = ~0u; // one bit after another, as the polynomial says
+    for (size_t i = 0; i < sizeof data * 8; i++) {
+        uint32_t bit = (state_by_bit ^ (uint32_t)(data[i / 8] >> i % 8)) & 1;
+        state_by_bit = (state_by_bit >> 1) ^ (bit ? 0x82f63b78 : 0);
+    }
+    assert_int_equal(mt_crc32c(data, sizeof data), ~state_by_bit);
+}
+
+/* One byte of a file of the last checkpoint is another, or is gone. */
+static void damage(const char *path, int64_t place, bool cuts) {
+    if (cuts) {
+        assert_int_equal(truncate(path, place), 0);
+        return;
+    }
+    FILE *file = fopen(path, "r+b");
+    assert_non_null(file);
+    assert_int_equal(fseek(file, (long)place, SEEK_SET), 0);
+    int byte = fgetc(file);
+    assert_int_equal(fseek(file, (long)place, SEEK_SET), 0);
+    fputc(byte ^ (1 << place % 8), file);
+    assert_int_equal(fclose(file), 0);
+}
+
+/* Whatever is cut or changed in a checkpoint: it is never loaded, and a run that goes on from its own folder goes on
+ * from the one before. */
+static void damage_anywhere_is_seen_and_the_one_before_is_used(void **state) {
+    (void)state;
+    static const char *const names[] = {"model.safetensors",
+                                        "optimizer.safetensors",
+                                        "trainer.json",
+                                        "config.json",
+                                        "checksums.json",
+                                        "model.safetensors.index.json",
+                                        "optimizer.safetensors.index.json"};
+    enum { PLACES = 24 };
+    fixture f = open_family("llama", 4, 1, false), before = open_family("llama", 4, 1, false);
+    mt_run_state run = {.iteration = 1};
+    create_model(&f, &grid);
+    create_model(&before, &grid);
+    mt_model_init(before.model);
+    fill_state(&before);
+    save(&before, &run, at("out"));
+    run.iteration = 2;
+    save(&f, &run, at("out"));
+    char folder[512], command[2048], path[1024];
+    snprintf(folder, sizeof folder, "%s", at("out"));
+    snprintf(command, sizeof command, "cp -a %s/iter_0000002 %s", folder, at("whole"));
+    assert_int_equal(system(command), 0);
+    free(f.options.load); // the others' own folder stays out of it
+    for (int k = 0; k < (int)(sizeof names / sizeof *names); k++) {
+        struct stat status;
+        snprintf(path, sizeof path, "%s/iter_0000002/%s", folder, names[k]);
+        assert_int_equal(stat(path, &status), 0);
+        for (int i = 0; i < 2 * PLACES; i++) {
+            mt_error error;
+            int64_t place = (status.st_size - 1) * (i / 2) / (PLACES - 1);
+            damage(path, place, i % 2);
+            f.options.load = NULL, f.options.save = NULL;
+            if (mt_checkpoint_load(f.model, &run, folder, &error) == 0)
+                fail_msg("%s, %s at %d: loaded", names[k], i % 2 ? "cut" : "changed", (int)place);
+            assert_says(&error, "damaged");
+            f.options.load = f.options.save = folder;
+            spoil(&f);
+            int told = dup(2), nowhere = open("/dev/null", O_WRONLY); // a warning each time
+            dup2(nowhere, 2);
+            load(&f, &run, folder);
+            dup2(told, 2);
+            close(told), close(nowhere);
+            assert_int_equal(run.iteration, 1);
+            assert_same_model(&f, &before);
+            snprintf(command, sizeof command, "cp %s/%s %s", at("whole"), names[k], path);
+            assert_int_equal(system(command), 0);
+        }
+    }
+    load(&f, &run, folder);
+    assert_int_equal(run.iteration, 2);
+    f.options.load = f.options.save = NULL;
+    close_family(&f);
+    close_family(&before);
+}
+
 int main(void) {
 #define ROOT_TEST(test) cmocka_unit_test_setup_teardown(test, make_root, remove_root)
     const struct CMUnitTest tests[] = {
@@ -781,6 +887,8 @@ int main(void) {
         ROOT_TEST(a_damaged_checkpoint_is_named_with_the_remedy),
         ROOT_TEST(an_optimizer_without_a_tensor_is_refused),
         ROOT_TEST(a_cut_checkpoint_never_loads),
+        cmocka_unit_test(sums_are_crc32c),
+        ROOT_TEST(damage_anywhere_is_seen_and_the_one_before_is_used),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

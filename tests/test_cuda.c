@@ -382,11 +382,18 @@ static int32_t *int_output(run *r, int64_t count) {
     return device;
 }
 
-/* Sizes: T, E, k, how (bits below), groups, group_topk, S. */
+/* Sizes: T, E, k, how (bits below), groups, group_topk, S, group_best. */
 enum { SIGMOID = 1, PRE_SOFTMAX = 2, BIASED = 4, EQUALS = 8, WRONG = 16, ONE_SEQUENCE = 32 };
 
 static mt_router router_of(const int64_t *n) {
-    return (mt_router){n[1], n[2], (n[3] & SIGMOID) != 0, (n[3] & PRE_SOFTMAX) != 0, n[4], n[5], 1.5f};
+    return (mt_router){.num_experts = n[1],
+                       .topk = n[2],
+                       .sigmoid = (n[3] & SIGMOID) != 0,
+                       .pre_softmax = (n[3] & PRE_SOFTMAX) != 0,
+                       .num_groups = n[4],
+                       .group_topk = n[5],
+                       .group_best = n[7],
+                       .scaling = 1.5f};
 }
 
 /* logits[T, E]; with EQUALS quarters, of which many are the same; with WRONG some tokens have one that is no number. */
@@ -531,7 +538,8 @@ static void expert_swiglu_backward(run *r, const int64_t *n) {
 
 static void expert_bias_step(run *r, const int64_t *n) { // -, E
     float *bias = float_changed(r, n[1], NORMAL), *loads = float_changed(r, n[1], ONES);
-    r->ops->expert_bias_step(bias, loads, n[1], 0.25f, r->stream);
+    float *scale = float_changed(r, 1, ONES);
+    r->ops->expert_bias_step(bias, loads, scale, n[1], 0.25f, r->stream);
 }
 
 static void cross_entropy_forward(run *r, const int64_t *n) { // T, stride, first, count, vocabulary, entropy
@@ -594,6 +602,16 @@ static void gradient_scale(run *r, const int64_t *n) { // clip in percent
     double *sum = numbers(r, MT_F64, 1, POSITIVE, false), *tokens = numbers(r, MT_F64, 1, POSITIVE, false);
     float *scale = float_output(r, 1), *norm = float_output(r, 1);
     r->ops->gradient_scale(scale, norm, sum, tokens, (float)n[0] / 100, r->stream);
+}
+
+static void step_guard(run *r, const int64_t *n) { // steps averaged, window, factor in percent, whether the norm is inf
+    double *guard = numbers(r, MT_F64, MT_GUARD_NUMBERS, POSITIVE, true), steps = (double)n[0];
+    double *loss = numbers(r, MT_F64, 1, POSITIVE, false), *tokens = numbers(r, MT_F64, 1, POSITIVE, false);
+    float *scale = float_changed(r, 1, POSITIVE), *norm = float_input(r, 1, POSITIVE), infinity = INFINITY;
+    mt_guard_rules rules = {.finite = true, .spike_factor = (double)n[2] / 100, .window = n[1], .copies = 2};
+    r->ops->memory_copy(guard + MT_GUARD_STEPS, &steps, sizeof steps, r->stream);
+    if (n[3]) r->ops->memory_copy(norm, &infinity, sizeof infinity, r->stream);
+    r->ops->step_guard(guard, scale, loss, tokens, norm, &rules, r->stream);
 }
 
 static void adamw_step(run *r, const int64_t *n) { // elements, elements before the first
@@ -815,9 +833,17 @@ static const int64_t residual_norm_shapes[][MAX_SIZES] = {
     {100, 768, 10, 0, 1}, {1000, 768, 0, 1, 0}, {301, 1600, 0, 0, 1}, {40, 1600, 30, 2, 0},
     {65, 1280, 0, 1, 1},  {50, 4096, 0, 0, 0},  {50, 4096, 20, 1, 1}, {7, 5003, 40, 0, 1},
     {9, 12288, 0, 0, 1},  {5, 20000, 10, 0, 0}, {5, 40008, 0, 1, 1},  {0}};
-static const int64_t row_shapes[][MAX_SIZES] = {
-    {1, 1, 0, 0},      {1, 24, 0, 8},   {7, 33, 1, 2},   {100, 1024, 0, 512}, {65, 3000, 8, 16},
-    {40, 20000, 0, 0}, {5000, 1, 0, 0}, {1001, 3, 1, 0}, {517, 768, 0, 0},    {0}};
+static const int64_t row_shapes[][MAX_SIZES] = {{1, 1, 0, 0},
+                                                {1, 24, 0, 8},
+                                                {7, 33, 1, 2},
+                                                {100, 1024, 0, 512},
+                                                {65, 3000, 8, 16},
+                                                {40, 20000, 0, 0},
+                                                {5000, 1, 0, 0},
+                                                {1001, 3, 1, 0},
+                                                {517, 768, 0, 0},
+                                                {4999, 600, 8, 0},
+                                                {0}};
 static const int64_t logit_shapes[][MAX_SIZES] = {{1, 1, 0, 1, 1, 1},
                                                   {1, 24, 0, 24, 24, 0},
                                                   {7, 33, 0, 31, 31, 1},
@@ -827,6 +853,8 @@ static const int64_t logit_shapes[][MAX_SIZES] = {{1, 1, 0, 1, 1, 1},
                                                   {300, 1000, 100, 999, 2000, 1},
                                                   {5, 5003, 0, 5003, 5003, 1},
                                                   {0}};
+static const int64_t guard_shapes[][MAX_SIZES] = {{1, 4, 0, 0}, {9, 4, 1, 0},       {9, 4, 1000000, 0},
+                                                  {3, 4, 1, 0}, {5, 4, 1000000, 1}, {0}};
 static const int64_t scale_shapes[][MAX_SIZES] = {{50}, {1000}, {-1}, {0}};
 static const int64_t attention_shapes[][MAX_SIZES] = {
     {1, 1, 1, 8, 8, 0, ONE, 0},         {7, 1, 1, 16, 16, 0, ONE, 0},     {100, 4, 2, 64, 64, 0, ONE, 0},
@@ -841,7 +869,7 @@ static const int64_t merge_shapes[][MAX_SIZES] = {
     {200, 5, 0, 0, 24, 0, PACKED, 3}, {65, 2, 0, 1, 20, 0, PACKED, 4},  {77, 2, 1, 1, 256, 0, ONE, 16},
     {33, 7, 0, 0, 33, 0, PACKED, 0},  {300, 16, 0, 0, 128, 0, ONE, 64}, {0}};
 
-/* T, E, k, how, groups, groups chosen, sequences */
+/* T, E, k, how, groups, groups chosen, sequences, scores of a group that are summed */
 static const int64_t router_shapes[][MAX_SIZES] = {{1, 1, 1, PRE_SOFTMAX, 0, 0, 1},
                                                    {7, 8, 2, ONE_SEQUENCE, 0, 0, 1},
                                                    {130, 8, 2, EQUALS | WRONG, 0, 0, 3},
@@ -850,6 +878,8 @@ static const int64_t router_shapes[][MAX_SIZES] = {{1, 1, 1, PRE_SOFTMAX, 0, 0, 
                                                    {128, 128, 8, PRE_SOFTMAX, 0, 0, 5},
                                                    {65, 256, 8, SIGMOID | BIASED | WRONG, 8, 4, 2},
                                                    {77, 256, 8, SIGMOID, 8, 4, 2},
+                                                   {78, 256, 6, SIGMOID | BIASED, 8, 4, 2, 2},
+                                                   {79, 64, 8, PRE_SOFTMAX, 16, 4, 2, 9},
                                                    {200, 64, 6, PRE_SOFTMAX | EQUALS, 8, 3, 9},
                                                    {50, 33, 1, SIGMOID, 0, 0, 1},
                                                    {90, 96, 32, EQUALS, 3, 1, 4},
@@ -936,6 +966,7 @@ static operation operations[] = {
     {"accumulate", accumulate, ONCE, element_shapes, {0}},
     {"squared_norm", squared_norm, ONCE, square_shapes, {0}},
     {"gradient_scale", gradient_scale, ONCE, scale_shapes, {0}},
+    {"step_guard", step_guard, ONCE, guard_shapes, {0}},
     {"adamw_step", adamw_step, ONCE, element_shapes, {0}},
     {"random_normal", random_normal, ONCE, element_shapes, {0}},
     {"convert", convert, ONCE, element_shapes, {0}},

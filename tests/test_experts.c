@@ -462,7 +462,7 @@ static void sequences_balance_alone_and_a_batch_as_one(void **state) {
 static void expert_bias_moves_towards_the_mean_load(void **state) {
     (void)state;
     static const int32_t experts[12] = {0, 1, -1, 1, 3, 3, 3, -1, 0, 3, 2, 0};
-    float loads[5] = {0}, bias[5] = {1, 2, 3, 4, 5};
+    float loads[5] = {0}, bias[5] = {1, 2, 3, 4, 5}, before[5];
     ops->count_experts(loads, experts, 12, 5, NULL);
     const float counted[5] = {3, 2, 1, 4, 0}, want[5] = {0.75f, 2, 3.25f, 3.75f, 5.25f};
     assert_memory_equal(loads, counted, sizeof loads);
@@ -471,10 +471,14 @@ static void expert_bias_moves_towards_the_mean_load(void **state) {
     const float again[5] = {4, 4, 1, 4, 0};
     assert_memory_equal(loads, again, sizeof loads);
     memcpy(loads, counted, sizeof loads);
-    ops->expert_bias_step(bias, loads, 5, 0.25f, NULL);
+    const float bad = -1, good = 0.5f;
+    memcpy(before, bias, sizeof bias);
+    ops->expert_bias_step(bias, loads, &bad, 5, 0.25f, NULL);
+    assert_memory_equal(bias, before, sizeof bias);
+    ops->expert_bias_step(bias, loads, &good, 5, 0.25f, NULL);
     assert_memory_equal(bias, want, sizeof bias);
-    for (int e = 0; e < 5; e++) assert_true(loads[e] == 0);
-    ops->expert_bias_step(bias, loads, 5, 0.25f, NULL); // all loads equal
+    memset(loads, 0, sizeof loads); // all loads equal
+    ops->expert_bias_step(bias, loads, &good, 5, 0.25f, NULL);
     assert_memory_equal(bias, want, sizeof bias);
 }
 
@@ -1028,7 +1032,8 @@ static void the_profile_times_every_operation(void **state) {
     float loads[3] = {0}, bias[3] = {0};
     const int32_t experts[4] = {0, 0, -1, 2};
     timed->count_experts(loads, experts, 4, 3, NULL);
-    timed->expert_bias_step(bias, loads, 3, 1, NULL);
+    const float scale = 1;
+    timed->expert_bias_step(bias, loads, &scale, 3, 1, NULL);
     assert_true(bias[0] == -1 && bias[1] == 1 && bias[2] == 0);
     mt_profile_close();
 }

@@ -1177,6 +1177,67 @@ static void gradient_scale_clips_and_divides_by_the_tokens(void **state) {
     assert_true(norm == 0 && scale == 1);
 }
 
+/* The verdict on a loss (of a sum over tokens, added up twice) and a norm; checks scale and average. */
+static int judge(double guard[MT_GUARD_NUMBERS], double loss, float norm, bool finite, double factor) {
+    double sum = 2 * 4 * loss, tokens = 4, average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS];
+    float scale = 0.5f;
+    mt_guard_rules rules = {.finite = finite, .spike_factor = factor, .window = 3, .copies = 2};
+    ops->step_guard(guard, &scale, &sum, &tokens, &norm, &rules, NULL);
+    bool good = guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD;
+    assert_true(scale == (good ? 0.5f : -1.0f));
+    bool counts = good && isfinite(loss);
+    assert_true(guard[MT_GUARD_STEPS] == steps + counts);
+    double n = steps + 1 < 3 ? steps + 1 : 3, want = counts ? average * (n - 1) / n + loss / n : average;
+    assert_true(fabs(guard[MT_GUARD_AVERAGE] - want) <= 1e-15 * fabs(want));
+    return (int)guard[MT_GUARD_VERDICT];
+}
+
+static void step_guard_refuses_what_is_not_finite_and_what_spikes(void **state) {
+    (void)state;
+    double guard[MT_GUARD_NUMBERS] = {0};
+    assert_int_equal(judge(guard, 8, 1, true, 1.5), MT_STEP_IS_GOOD);
+    assert_int_equal(judge(guard, 100, 1, true, 1.5), MT_STEP_IS_GOOD); // no average of three steps yet
+    assert_int_equal(judge(guard, 6, 1, true, 1.5), MT_STEP_IS_GOOD);
+    assert_true(fabs(guard[MT_GUARD_AVERAGE] - 38) < 1e-12);
+    assert_int_equal(judge(guard, 56, 1, true, 1.5), MT_STEP_IS_GOOD);
+    assert_int_equal(judge(guard, 67, 1, true, 1.5), MT_LOSS_SPIKES); // the average is 44
+    assert_int_equal(judge(guard, 65, 1, true, 1.5), MT_STEP_IS_GOOD);
+    assert_int_equal(judge(guard, 1e9, 1, true, 0), MT_STEP_IS_GOOD);
+    assert_int_equal(judge(guard, NAN, 1, true, 0), MT_LOSS_NOT_FINITE);
+    assert_int_equal(judge(guard, INFINITY, NAN, true, 2), MT_LOSS_NOT_FINITE);
+    assert_int_equal(judge(guard, 3, NAN, true, 2), MT_NORM_NOT_FINITE);
+    assert_int_equal(judge(guard, 3, INFINITY, true, 0), MT_NORM_NOT_FINITE);
+    assert_int_equal(judge(guard, NAN, NAN, false, 2), MT_STEP_IS_GOOD);
+    assert_int_equal(judge(guard, 3, 1, true, 2), MT_STEP_IS_GOOD);
+}
+
+static void adamw_with_a_negative_scale_changes_nothing(void **state) {
+    (void)state;
+    enum { N = 5003 };
+    for (int d = 0; d < 2; d++) {
+        double *w = random_values(N), *g = zeros(N);
+        for (int i = 0; i < N; i++) g[i] = i % 2 ? (double)NAN : 1;
+        matrix all[5] = {matrix_from(w, 1, N, N, both[d]), matrix_from(w, 1, N, N, MT_F32),
+                         matrix_from(w, 1, N, N, MT_F32), matrix_from(w, 1, N, N, MT_F32),
+                         matrix_from(g, 1, N, N, MT_F32)};
+        mt_adamw adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.1f, 0.05f};
+        float scale = -1;
+        char *before[4];
+        for (int k = 0; k < 4; k++) {
+            int64_t bytes = N * (k == 0 ? mt_dtype_size(both[d]) : 4);
+            before[k] = memcpy(mt_malloc(bytes), all[k].data, (size_t)bytes);
+        }
+        ops->adamw_step(all[0].data, both[d] == MT_F32 ? NULL : (float *)all[1].data, (float *)all[2].data,
+                        (float *)all[3].data, (float *)all[4].data, &scale, N, &adamw, both[d], NULL);
+        for (int k = 0; k < 4; k++) {
+            assert_memory_equal(all[k].data, before[k], (size_t)(N * (k == 0 ? mt_dtype_size(both[d]) : 4)));
+            free(before[k]);
+        }
+        for (int k = 0; k < 5; k++) matrix_take(&all[k], NULL);
+        free(w), free(g);
+    }
+}
+
 static void adamw_follows_its_formula_for_several_steps(void **state) {
     (void)state;
     enum { N = 40003 };
@@ -1420,6 +1481,8 @@ int main(void) {
         cmocka_unit_test(accumulate_adds_every_element_once),
         cmocka_unit_test(squared_norm_sums_in_float64),
         cmocka_unit_test(gradient_scale_clips_and_divides_by_the_tokens),
+        cmocka_unit_test(step_guard_refuses_what_is_not_finite_and_what_spikes),
+        cmocka_unit_test(adamw_with_a_negative_scale_changes_nothing),
         cmocka_unit_test(adamw_follows_its_formula_for_several_steps),
         cmocka_unit_test(memory_is_zeroed_and_copied_whole),
         cmocka_unit_test(attention_merge_matches_float64),

@@ -698,7 +698,7 @@ static void an_empty_yaml_sets_nothing(void **state) {
         mt_options_default(&options);
         int64_t bytes = (int64_t)strlen(texts[i]);
         assert_int_equal(mt_options_read_yaml(&options, MT_PROGRAM_TRAIN, texts[i], bytes, "run.yaml", &error), 0);
-        assert_int_equal(options.given[0] | options.given[1] | options.given[2], 0);
+        assert_int_equal(options.given[0] | options.given[1] | options.given[2] | options.given[3], 0);
         mt_options_free(&options);
     }
 }
@@ -736,10 +736,21 @@ static void published_shapes_have_their_published_numbers_of_parameters(void **s
         const char *name, *family;
         int64_t parameters; // 0: ours, nothing published
     } models[] = {
-        {"gpt2-124m", "gpt2", 124439808},   {"gpt2-355m", "gpt2", 354823168},   {"gpt2-774m", "gpt2", 774030080},
-        {"gpt2-1558m", "gpt2", 1557611200}, {"llama3-8b", "llama", 8030261248}, {"llama3-70b", "llama", 70553706496},
-        {"qwen3-0.6b", "qwen3", 596049920}, {"qwen3-8b", "qwen3", 8190735360},  {"llama2c-110m", "llama", 109529856},
-        {"tiny-gpt2", "gpt2", 0},           {"tiny-llama", "llama", 0},         {"tiny-qwen3", "qwen3", 0},
+        {"gpt2-124m", "gpt2", 124439808},
+        {"gpt2-355m", "gpt2", 354823168},
+        {"gpt2-774m", "gpt2", 774030080},
+        {"gpt2-1558m", "gpt2", 1557611200},
+        {"llama3-8b", "llama", 8030261248},
+        {"llama3-70b", "llama", 70553706496},
+        {"qwen3-0.6b", "qwen3", 596049920},
+        {"qwen3-8b", "qwen3", 8190735360},
+        {"llama2c-110m", "llama", 109529856},
+        {"qwen3-30b-a3b", "qwen3_moe", 30532122624},
+        {"mixtral-8x7b", "mixtral", 46702792704},
+        {"deepseek-v3", "deepseek_v3", 671026419200}, // the biases of its routers too
+        {"tiny-gpt2", "gpt2", 0},
+        {"tiny-llama", "llama", 0},
+        {"tiny-qwen3", "qwen3", 0},
     };
     for (size_t i = 0; i < sizeof models / sizeof models[0]; i++) {
         mt_options options;
@@ -749,7 +760,10 @@ static void published_shapes_have_their_published_numbers_of_parameters(void **s
                  models[i].name);
         expect_good(&options, line);
         assert_string_equal(options.hf_family, models[i].family);
-        if (models[i].parameters)
+        if (models[i].parameters) assert_int_equal(mt_num_parameters(&options), models[i].parameters);
+        if (options.num_experts > 0)
+            assert_true(options.moe_layers != NULL);
+        else if (models[i].parameters)
             assert_int_equal(count_parameters(&options), models[i].parameters);
         else
             assert_true(count_parameters(&options) < 10000000);
@@ -767,6 +781,15 @@ static void operation_count_of_llama3_8b_equals_megatron(void **state) {
 }
 
 /* By Megatron's formula, and what DeepSeek-V3's report says of its attention: 187,107,328 parameters a layer. */
+static void operation_count_of_qwen3_30b_equals_megatron(void **state) {
+    (void)state;
+    mt_options options;
+    expect_good(&options, "--hf-config data/configs/qwen3-30b-a3b.json --mock-data --seq-length 4096 --train-iters 1 "
+                          "--lr 1");
+    assert_true(fabs(mt_flops(&options, 8) / 753869839663104.0 - 1) < 1e-12); // tests/golden/megatron/flops.json
+    mt_options_free(&options);
+}
+
 static void latent_attention_counts_as_megatron_counts_it(void **state) {
     (void)state;
     const char *shape =
@@ -1181,6 +1204,34 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     expect_round_trip(LIKE_LLAMA "--qk-layernorm --add-qkv-bias", "megatron");
 }
 
+static void bad_steps_have_rules_that_go_together(void **state) {
+    (void)state;
+    mt_options o;
+    expect_good(&o, RUN);
+    assert_true(o.check_for_nan_in_loss_and_grad && o.exit_signal_handler && !o.check_for_spiky_loss);
+    assert_string_equal(o.bad_step_policy, "stop");
+    mt_options_free(&o);
+    expect_good(&o, RUN "--no-check-for-nan-in-loss-and-grad --no-exit-signal-handler");
+    assert_true(!o.check_for_nan_in_loss_and_grad && !o.exit_signal_handler);
+    mt_options_free(&o);
+    expect_good(&o, RUN "--no-check-for-nan-in-loss-and-grad --check-for-nan-in-loss-and-grad"); // the last one wins
+    assert_true(o.check_for_nan_in_loss_and_grad);
+    mt_options_free(&o);
+    expect_good(&o, RUN "--no-check-for-nan-in-loss-and-grad --check-for-spiky-loss --bad-step-policy skip");
+    mt_options_free(&o);
+    expect_error(RUN "--no-check-for-nan-in-loss-and-grad --bad-step-policy skip",
+                 "--bad-step-policy says nothing with --no-check-for-nan-in-loss-and-grad");
+    expect_error(RUN "--no-check-for-nan-in-loss-and-grad --rerun-mode validate_results",
+                 "--rerun-mode says nothing with --no-check-for-nan-in-loss-and-grad");
+    expect_error(RUN "--max-bad-steps-in-a-row 5", "--max-bad-steps-in-a-row needs --bad-step-policy skip or rewind");
+    expect_error(RUN "--bad-step-policy rewind", "--bad-step-policy rewind needs --save");
+    expect_error(RUN "--bad-step-policy retry", "--bad-step-policy expects stop|skip|rewind, got 'retry'");
+    expect_error(RUN "--loss-spike-factor 3", "--loss-spike-factor needs --check-for-spiky-loss");
+    expect_error(RUN "--check-for-spiky-loss --loss-spike-factor 1", "--loss-spike-factor must be in (1,1e6], got 1");
+    expect_error(RUN "--exit-signal SIGKILL", "--exit-signal expects SIGTERM|SIGINT|SIGUSR1|SIGUSR2");
+    expect_error(RUN "--exit-signal SIGUSR1 --no-exit-signal-handler", "exclude each other");
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(defaults_are_those_of_megatron),
@@ -1214,6 +1265,7 @@ int main(void) {
 #endif
         cmocka_unit_test(published_shapes_have_their_published_numbers_of_parameters),
         cmocka_unit_test(operation_count_of_llama3_8b_equals_megatron),
+        cmocka_unit_test(operation_count_of_qwen3_30b_equals_megatron),
         cmocka_unit_test(latent_attention_counts_as_megatron_counts_it),
         cmocka_unit_test(golden_configs_are_read_as_their_families_are),
         cmocka_unit_test(layers_with_experts_are_counted_or_listed),
@@ -1225,6 +1277,7 @@ int main(void) {
         cmocka_unit_test(biases_are_read_apart),
         cmocka_unit_test(bad_configs_are_refused_by_key),
         cmocka_unit_test(tokens_are_the_first_of_a_list),
+        cmocka_unit_test(bad_steps_have_rules_that_go_together),
         cmocka_unit_test(written_configs_read_back_as_the_same_model),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

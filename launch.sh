@@ -1,0 +1,187 @@
+#!/bin/sh
+# Runs train under mpirun until it is done: starts it again after a failure, from its last checkpoint, with fewer ranks
+# where a host is gone.
+#
+#   usage: ./launch.sh -n RANKS [--hostfile FILE] [--max-restarts N] [--pause SECONDS] ./train --save DIR OPTIONS...
+#
+#   -n RANKS            ranks to start at most
+#   --hostfile FILE     lines of "HOST slots=N"; hosts that ssh does not reach are left out, anew at every start
+#   --max-restarts N    starts one after another that may fail without a new checkpoint (3)
+#   --pause SECONDS     between a failure and the next start (5)
+#
+# Ranks are a multiple of the tensor, pipeline and context sizes, and such that --global-batch-size divides, so that the
+# run stays the same: training continues as it would have with all. After two failures in a row without a new checkpoint
+# the next smaller number is taken. SIGTERM and SIGINT make train save and end, by SIGUSR1, which mpirun passes on.
+# MPIRUN="mpirun --bind-to none" is what starts ranks.
+set -u
+ranks='' hostfile='' limit=3 pause=5
+
+say() { echo "launch: $*" >&2; }
+die() { say "$*" && exit 2; }
+
+while [ $# -gt 0 ]; do
+    case $1 in
+    -n | -np) ranks=${2:-} && shift ;;
+    --hostfile) hostfile=${2:-} && shift ;;
+    --max-restarts) limit=${2:-} && shift ;;
+    --pause) pause=${2:-} && shift ;;
+    -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" && exit ;;
+    -*) die "unknown option $1; --help lists them" ;;
+    *) break ;;
+    esac
+    [ $# -gt 0 ] && shift
+done
+[ $# -gt 0 ] || die "which program? --help shows how"
+for number in "$ranks" "$limit" "$pause"; do
+    case $number in '' | *[!0-9]*) die "-n, --max-restarts and --pause expect whole numbers" ;; esac
+done
+[ "$ranks" -gt 0 ] || die "-n expects at least one rank"
+[ -z "$hostfile" ] || [ -r "$hostfile" ] || die "--hostfile $hostfile: cannot be read"
+
+# last_of NAME ARGUMENTS...: the value of --NAME, or nothing.
+last_of() {
+    name=$1 value='' next=''
+    shift
+    for word; do
+        if [ -n "$next" ]; then value=$word next=''; fi
+        case $word in
+        "--$name") next=yes ;;
+        "--$name="*) value=${word#*=} ;;
+        esac
+    done
+    echo "$value"
+}
+
+# option NAME DEFAULT ARGUMENTS...: what train takes for --NAME: the command line's, else the YAML file's.
+option() {
+    name=$1 fallback=$2
+    shift 2
+    found=$(last_of "$name" "$@")
+    file=$(last_of config "$@")
+    if [ -z "$found" ] && [ -r "$file" ]; then
+        key=$(echo "$name" | tr - _)
+        found=$(sed -n "s/[[:space:]]*#.*//; s/^[[:space:]]*$key:[[:space:]]*//p" "$file" | tail -n 1)
+    fi
+    echo "${found:-$fallback}"
+}
+
+save=$(option save '' "$@")
+[ -n "$save" ] || die "train needs --save, to be started again from there"
+tensor=$(option tensor-model-parallel-size 1 "$@")
+pipeline=$(option pipeline-model-parallel-size 1 "$@")
+context=$(option context-parallel-size 1 "$@")
+micro_batch=$(option micro-batch-size 1 "$@")
+global_batch=$(option global-batch-size 0 "$@")
+signal=$(option exit-signal '' "$@")
+case $signal in SIGUSR1 | SIGUSR2) ;; *) signal=SIGUSR1 ;; esac
+model=$((tensor * pipeline * context))
+
+# legal LIMIT: the most ranks, at most LIMIT, that train the same run; nothing where there are none. Without a global
+# batch of its own a run's batch would change with its ranks.
+legal() {
+    number=$(($1 / model * model))
+    while [ $number -gt 0 ]; do
+        if [ "$global_batch" = 0 ]; then
+            [ $number = "$ranks" ] && break
+        elif [ $((global_batch % (micro_batch * (number / model)))) = 0 ]; then
+            break
+        fi
+        number=$((number - model))
+    done
+    [ $number -gt 0 ] && echo $number
+}
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# available: how many ranks there is room for now; writes the hosts that answer.
+available() {
+    if [ -z "$hostfile" ]; then
+        gpus=''
+        [ "$(option device auto "$@")" = cuda ] && gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+        if [ -n "$gpus" ] && [ "$gpus" -lt "$ranks" ]; then echo "$gpus"; else echo "$ranks"; fi
+        return
+    fi
+    slots=0
+    : >"$work/hosts"
+    while read -r host rest; do
+        case $host in '' | '#'*) continue ;; esac
+        count=$(echo "$rest" | sed -n 's/.*slots=\([0-9][0-9]*\).*/\1/p')
+        case $host in
+        localhost | "$(uname -n)") ;;
+        *)
+            if ! ssh -o BatchMode=yes -o ConnectTimeout=10 "$host" true </dev/null >/dev/null 2>&1; then
+                say "host $host does not answer: left out"
+                continue
+            fi
+            ;;
+        esac
+        echo "$host slots=${count:-1}" >>"$work/hosts"
+        slots=$((slots + ${count:-1}))
+    done <"$hostfile"
+    if [ $slots -lt "$ranks" ]; then echo $slots; else echo "$ranks"; fi
+}
+
+latest() { cat "$save/latest_checkpointed_iteration.txt" 2>/dev/null; }
+
+# start RANKS ARGUMENTS...: from the last checkpoint, if there is one; its --load takes the place of what the run began
+# with. Returns mpirun's status.
+start() {
+    number=$1
+    shift
+    if [ -n "$(latest)" ]; then
+        count=$#
+        while [ $count -gt 0 ]; do # the arguments once around, without --hf-config
+            word=$1
+            shift
+            count=$((count - 1))
+            case $word in
+            --hf-config) shift && count=$((count - 1)) ;;
+            --hf-config=*) ;;
+            *) set -- "$@" "$word" ;;
+            esac
+        done
+        set -- "$@" --load "$save" --finetune=false --no-load-optim=false
+    fi
+    # shellcheck disable=SC2086
+    ${MPIRUN:-mpirun} ${hostfile:+--hostfile "$work/hosts"} -np "$number" "$@" --exit-signal "$signal" </dev/null &
+    job=$!
+    while :; do # a signal interrupts the wait
+        wait $job
+        result=$?
+        kill -0 $job 2>/dev/null || return $result
+    done
+}
+
+job='' stopping=''
+stop() {
+    stopping=yes
+    if [ -n "$job" ]; then kill -"${signal#SIG}" "$job" 2>/dev/null; else exit 143; fi
+}
+trap stop TERM INT
+
+failures=0 ceiling=$ranks
+while :; do
+    room=$(available "$@")
+    [ "$room" -lt "$ceiling" ] || room=$ceiling
+    number=$(legal "$room")
+    [ -n "$number" ] || die "there is room for $room ranks, and no number of them trains this run: it takes multiples" \
+        "of $model that divide --global-batch-size, which must be given for fewer than $ranks"
+    before=$(latest)
+    say "starting $number ranks$([ -n "$before" ] && echo " from iteration $before")"
+    start "$number" "$@"
+    status=$?
+    if [ $status = 0 ] || [ -n "$stopping" ]; then exit $status; fi
+    if [ "$(latest)" != "$before" ]; then failures=0; else failures=$((failures + 1)); fi
+    say "$number ranks ended with status $status, at checkpoint $(latest || echo none)"
+    if [ $failures -gt "$limit" ]; then
+        say "$failures failures without a new checkpoint (--max-restarts $limit): giving up"
+        exit $status
+    fi
+    if [ $failures -ge 2 ] && fewer=$(legal $((number - 1))) && [ -n "$fewer" ]; then
+        say "fewer ranks are tried: $fewer"
+        ceiling=$fewer
+    fi
+    sleep "$pause"
+    [ -z "$stopping" ] || exit $status
+done

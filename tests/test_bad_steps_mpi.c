@@ -1,0 +1,448 @@
+/* Steps that go wrong on four ranks: faults are put into the results of operations, and the run that skips, rewinds or
+ * repeats is held against one in which they never happened, bit for bit. */
+#include "../megatron.h"
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+enum { LENGTH = 16, STEPS = 8, BATCH = 8 };
+
+static mt_grid grid;
+
+/* ---- faults */
+
+static mt_ops ops; // the CPU's, some of which go wrong
+
+static struct {
+    bool gradient, loss; // which operation
+    float value;         // what becomes of one of its results
+    int rank;            // where
+    int64_t times;       // so often
+    bool no_update;      // AdamW does nothing
+} fault;
+
+/* Only the next call goes wrong: one of the step's. */
+static bool strikes(bool here) {
+    if (!here || fault.rank != grid.world.rank || fault.times == 0) return false;
+    fault.times--;
+    return true;
+}
+
+static void faulty_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
+                                   int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
+    mt_cpu_ops.linear_backward_weight(dw, dbias, dy, x, T, N, K, accumulate, dtype, stream);
+    if (strikes(fault.gradient)) dw[K / 2] = fault.value;
+}
+
+static void faulty_loss_accumulate(double *sums, const float *loss, const float *mask, int64_t T, mt_stream *stream) {
+    mt_cpu_ops.loss_accumulate(sums, loss, mask, T, stream);
+    if (strikes(fault.loss)) sums[0] += (double)fault.value;
+}
+
+static void faulty_adamw_step(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
+                              int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream) {
+    if (!fault.no_update) mt_cpu_ops.adamw_step(param, master, m, v, grad, scale, n, adamw, dtype, stream);
+}
+
+/* ---- a tiny run */
+
+typedef struct trainee {
+    mt_options options;
+    mt_model *model;
+    mt_batch batch;
+    mt_run_state state;
+} trainee;
+
+typedef struct tiny_source {
+    int64_t first, stride;
+} tiny_source;
+
+/* Sequence `number` of the run depends on nothing else. */
+static int tiny_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    (void)error;
+    const tiny_source *from = context;
+    int64_t number = from->first + index * from->stride;
+    batch->num_tokens = LENGTH, batch->num_spans = 1;
+    batch->spans[0] = (mt_span){0, LENGTH, 0, LENGTH, true};
+    for (int64_t i = 0; i < LENGTH; i++) {
+        batch->tokens[i] = (int32_t)((number % 4 * 7 + i * i * 3) % 60);
+        batch->labels[i] = (int32_t)((number % 4 * 7 + (i + 1) * (i + 1) * 3) % 60);
+        batch->positions[i] = (int32_t)i, batch->token_index[i] = number * LENGTH + i;
+        batch->loss_mask[i] = 1;
+    }
+    return 0;
+}
+
+static const char *const layouts[] = {
+    "",
+    "--data-parallel-sharding-strategy optim --overlap-grad-reduce --overlap-param-gather",
+    "--data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce",
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    "--tensor-model-parallel-size 2 --sequence-parallel --data-parallel-sharding-strategy optim_grads --bf16",
+    "--context-parallel-size 2 --pipeline-model-parallel-size 2",
+};
+enum { NUM_LAYOUTS = sizeof layouts / sizeof *layouts };
+
+static void trainee_open(trainee *t, const char *layout, const char *words) {
+    char line[1024], *arguments[64];
+    int count = 0;
+    mt_error error = {{0}};
+    *t = (trainee){0};
+    snprintf(line, sizeof line,
+             "train --mock-data --seq-length %d --micro-batch-size 1 --global-batch-size %d --train-iters %d --lr 1e-2 "
+             "--lr-decay-style constant --init-method-std 0.1 --device cpu --num-layers 2 --hidden-size 24 "
+             "--num-attention-heads 2 --ffn-hidden-size 40 --vocab-size 60 --make-vocab-size-divisible-by 64 "
+             "--distributed-timeout-seconds 60 %s %s",
+             LENGTH, BATCH, STEPS, layout, words);
+    for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
+    if (mt_options_parse(&t->options, MT_PROGRAM_TRAIN, count, arguments, &error) != 0) fail_msg("%s", error.text);
+    if (mt_options_finish(&t->options, MT_PROGRAM_TRAIN, grid.world.size, &error) != 0) fail_msg("%s", error.text);
+    if (mt_grid_build(&grid, &t->options, &error) != 0) fail_msg("%s", error.text);
+    int64_t tokens = LENGTH / t->options.context_parallel_size;
+    mt_model_plan plan = {.max_tokens = tokens, .max_logits = tokens, .max_position = LENGTH, .train = true};
+    if (mt_model_create(&t->model, &t->options, &grid, &ops, &plan, &error) != 0) fail_msg("%s", error.text);
+    mt_batch_alloc(&t->batch, LENGTH);
+    mt_model_init(t->model);
+    memset(&fault, 0, sizeof fault);
+}
+
+static void trainee_close(trainee *t) {
+    mt_model_destroy(t->model);
+    mt_batch_free(&t->batch);
+    mt_options_free(&t->options);
+    mt_grid_clear(&grid);
+}
+
+static int step(trainee *t, mt_metrics *metrics, mt_error *error) {
+    tiny_source from = {t->state.consumed_train_samples + grid.data.rank, grid.data.size};
+    return mt_train_step(t->model, &t->state, BATCH / grid.data.size, tiny_batch, &from, &t->batch, metrics, error);
+}
+
+/* This rank's weights, master weights and moments, to the bit. To free. */
+static char *snapshot(trainee *t, int64_t *bytes) {
+    int64_t num_buckets;
+    mt_model_buckets(t->model, &num_buckets);
+    char *all = NULL;
+    *bytes = 0;
+    for (int64_t i = 0; i < num_buckets; i++)
+        for (int kept = 0; kept < MT_NUM_KEPT; kept++) {
+            mt_part part = mt_bucket_part(t->model, i, (mt_kept)kept);
+            int64_t size = part.data ? part.count * mt_dtype_size(part.dtype) : 0;
+            all = mt_realloc(all, *bytes + size + 1);
+            if (size > 0) memcpy(all + *bytes, part.data, (size_t)size);
+            *bytes += size;
+        }
+    return all;
+}
+
+/* The last rank of the last stage has the loss on every layout. */
+static void arm(bool loss, float value, int rank, int64_t times) {
+    fault.loss = loss, fault.gradient = !loss, fault.value = value, fault.rank = rank, fault.times = times;
+}
+
+/* Trains to the end, going wrong in step `bad` (from 1), each time when `always`; returns the snapshot. */
+static char *train(trainee *t, int64_t bad, bool loss, float value, bool always, mt_metrics *metrics, int64_t *bytes) {
+    mt_error error;
+    bool struck = false;
+    while (t->state.iteration < STEPS) {
+        bool strike = t->state.iteration + 1 == bad && (always || !struck);
+        if (strike) arm(loss, value, 3, 1), struck = true;
+        int status = step(t, t->state.iteration % 3 == 2 || t->state.iteration + 1 == STEPS ? metrics : NULL, &error);
+        fault.times = 0;
+        if (status < 0) fail_msg("%s", error.text);
+    }
+    if (mt_train_finish(t->model, &error) != 0) fail_msg("%s", error.text);
+    return snapshot(t, bytes);
+}
+
+/* The same where step `without` (0: none) makes no update. */
+static char *train_without(const char *layout, int64_t without, int64_t *bytes) {
+    trainee t;
+    mt_error error;
+    trainee_open(&t, layout, "");
+    while (t.state.iteration < STEPS) {
+        fault.no_update = t.state.iteration + 1 == without;
+        if (step(&t, NULL, &error) != 0) fail_msg("%s", error.text);
+    }
+    if (mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
+    char *all = snapshot(&t, bytes);
+    trainee_close(&t);
+    return all;
+}
+
+static void assert_same(const char *what, char *got, int64_t got_bytes, char *want, int64_t want_bytes, bool same) {
+    assert_int_equal(got_bytes, want_bytes);
+    if ((memcmp(got, want, (size_t)got_bytes) == 0) != same)
+        fail_msg("'%s': the state after the run is %s", what, same ? "another" : "the same");
+    free(got), free(want);
+}
+
+/* ---- what rank 0 says on standard error */
+
+static int real_stderr;
+static FILE *said;
+
+static void listen(void) {
+    fflush(stderr);
+    real_stderr = dup(2);
+    said = tmpfile();
+    assert_non_null(said);
+    dup2(fileno(said), 2);
+}
+
+static void heard(char text[4096]) {
+    fflush(stderr);
+    dup2(real_stderr, 2);
+    close(real_stderr);
+    rewind(said);
+    text[fread(text, 1, 4095, said)] = 0;
+    fclose(said);
+}
+
+static void assert_heard(const char *text, const char *words) {
+    if (grid.world.rank == 0 && !strstr(text, words)) fail_msg("rank 0 said '%s', and not '%s'", text, words);
+}
+
+/* ---- tests */
+
+static void a_skipped_step_is_one_without_an_update_on_every_layout(void **state) {
+    (void)state;
+    static const struct {
+        bool loss;
+        float value;
+    } faults[] = {{false, NAN}, {false, INFINITY}, {true, NAN}, {true, -INFINITY}};
+    for (int k = 0; k < NUM_LAYOUTS; k++) {
+        int64_t bytes, plain_bytes, without_bytes;
+        char *plain = train_without(layouts[k], 0, &plain_bytes);
+        for (int i = 0; i < 4; i++) {
+            trainee t;
+            mt_metrics metrics = {0};
+            trainee_open(&t, layouts[k], "--bad-step-policy skip");
+            char *got = train(&t, 4, faults[i].loss, faults[i].value, true, &metrics, &bytes), *again;
+            assert_int_equal(metrics.skipped, 1);
+            assert_true(isfinite(metrics.loss) && isfinite(metrics.grad_norm));
+            trainee_close(&t);
+            again = memcpy(mt_malloc(bytes), got, (size_t)bytes);
+            assert_same(layouts[k], again, bytes, memcpy(mt_malloc(plain_bytes), plain, (size_t)plain_bytes),
+                        plain_bytes, false);
+            assert_same(layouts[k], got, bytes, train_without(layouts[k], 4, &without_bytes), bytes, true);
+        }
+        free(plain);
+    }
+}
+
+static void a_step_is_stopped_at_by_every_rank_and_harms_nothing(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_LAYOUTS; k++) {
+        trainee t;
+        mt_error error = {{0}};
+        int64_t bytes, after_bytes;
+        trainee_open(&t, layouts[k], "");
+        for (int i = 0; i < 3; i++) assert_int_equal(step(&t, NULL, &error), 0);
+        assert_int_equal(mt_train_finish(t.model, &error), 0);
+        char *before = snapshot(&t, &bytes);
+        arm(false, NAN, 2, 1);
+        mt_metrics metrics;
+        assert_int_equal(step(&t, &metrics, &error), -1);
+        assert_non_null(strstr(error.text, "iteration 4: the gradient norm is"));
+        char *after = snapshot(&t, &after_bytes);
+        assert_same(layouts[k], after, after_bytes, before, bytes, true);
+        trainee_close(&t);
+    }
+}
+
+static void without_the_check_what_is_not_finite_spreads(void **state) {
+    (void)state;
+    trainee t;
+    mt_error error;
+    mt_metrics metrics;
+    trainee_open(&t, "", "--no-check-for-nan-in-loss-and-grad");
+    arm(false, NAN, 1, 1);
+    assert_int_equal(step(&t, NULL, &error), 0);
+    assert_int_equal(step(&t, &metrics, &error), 0);
+    assert_true(isnan(metrics.loss) && metrics.skipped == 0);
+    trainee_close(&t);
+}
+
+static void more_bad_steps_in_a_row_than_allowed_end_the_run(void **state) {
+    (void)state;
+    for (int reads = 0; reads < 2; reads++) {
+        trainee t;
+        mt_error error = {{0}};
+        mt_metrics metrics;
+        int status = 0;
+        int64_t steps = 0;
+        trainee_open(&t, "", "--bad-step-policy skip --max-bad-steps-in-a-row 2");
+        for (; steps < 12 && status == 0; steps++) {
+            bool bad = steps == 0 || steps == 1 || steps >= 4; // two, and then no end
+            arm(true, bad ? NAN : 0, 1, 1);
+            status = step(&t, reads ? &metrics : NULL, &error);
+        }
+        assert_int_equal(status, -1);
+        assert_int_equal(steps, 7); // the third in a row of those from the fifth on: a CPU is never ahead
+        assert_non_null(strstr(error.text, "iteration 7: the loss is"));
+        assert_non_null(strstr(error.text, "after 2 bad steps in a row"));
+        trainee_close(&t);
+    }
+}
+
+static void a_loss_that_spikes_is_skipped_alike_on_every_layout(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_LAYOUTS; k++)
+        for (int64_t bad = 2; bad <= 5; bad += 3) { // before there is an average, and after
+            trainee t;
+            mt_metrics metrics = {0};
+            int64_t bytes, without_bytes; // with tensor parallelism, only one of two that have the loss goes wrong
+            trainee_open(&t, layouts[k],
+                         "--bad-step-policy skip --check-for-spiky-loss --loss-spike-factor 3 --loss-spike-window 3");
+            char *got = train(&t, bad, true, 4 * 6 * BATCH * LENGTH, true, &metrics, &bytes);
+            assert_int_equal(metrics.skipped, bad == 5);
+            trainee_close(&t);
+            assert_same(layouts[k], got, bytes, train_without(layouts[k], bad == 5 ? 5 : 0, &without_bytes), bytes,
+                        true);
+        }
+}
+
+/* Makes a folder that all ranks know. */
+static void make_folder(char folder[64]) {
+    snprintf(folder, 64, "%s", access("/dev/shm", W_OK) == 0 ? "/dev/shm/mt-bad-XXXXXX" : "/tmp/mt-bad-XXXXXX");
+    if (grid.world.rank == 0 && !mkdtemp(folder)) mt_die("%s: cannot be made", folder);
+    mt_broadcast(&grid.world, folder, 64, 0);
+}
+
+static void remove_folder(const char *folder) {
+    char command[128];
+    mt_barrier(&grid.world);
+    snprintf(command, sizeof command, "rm -rf %s", folder);
+    if (grid.world.rank == 0) assert_int_equal(system(command), 0);
+}
+
+/* Saves after step 3 and goes wrong in step 6. A fault that comes once leaves no trace; one that is there again costs
+ * one update. */
+static void a_run_that_goes_back_ends_as_if_nothing_had_happened(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_LAYOUTS; k++)
+        for (int always = 0; always < 2; always++) {
+            trainee t;
+            mt_metrics metrics = {0};
+            mt_error error;
+            char folder[64], words[160], text[4096];
+            int64_t bytes, without_bytes;
+            make_folder(folder);
+            snprintf(words, sizeof words, "--bad-step-policy rewind --save %s", folder);
+            trainee_open(&t, layouts[k], words);
+            for (int i = 0; i < 3; i++) assert_int_equal(step(&t, NULL, &error), 0);
+            if (mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
+            if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+            listen();
+            char *got = train(&t, 6, k % 2, NAN, always, &metrics, &bytes);
+            heard(text);
+            assert_heard(text, "going back to the last checkpoint");
+            assert_heard(text, "went back to iteration 3");
+            assert_int_equal(metrics.skipped, 1 + always);
+            trainee_close(&t);
+            assert_same(layouts[k], got, bytes, train_without(layouts[k], always ? 6 : 0, &without_bytes), bytes, true);
+            remove_folder(folder);
+        }
+}
+
+static void going_back_before_the_first_checkpoint_is_an_error(void **state) {
+    (void)state;
+    trainee t;
+    mt_metrics metrics;
+    mt_error error = {{0}};
+    char folder[64], words[160], text[4096];
+    make_folder(folder);
+    snprintf(words, sizeof words, "--bad-step-policy rewind --save %s", folder);
+    trainee_open(&t, "", words);
+    listen();
+    arm(true, NAN, 3, 1);
+    int status = step(&t, &metrics, &error);
+    heard(text);
+    assert_int_equal(status, -1);
+    assert_non_null(strstr(error.text, "no checkpoint yet"));
+    trainee_close(&t);
+    remove_folder(folder);
+}
+
+static void a_transient_fault_is_repaired_and_its_rank_named(void **state) {
+    (void)state;
+    static const char *const shared[] = {
+        "", "--data-parallel-sharding-strategy optim --overlap-grad-reduce --overlap-param-gather",
+        "--data-parallel-sharding-strategy optim_grads_params"};
+    for (int k = 0; k < 3; k++)
+        for (int loss = 0; loss < 2; loss++) {
+            trainee t;
+            mt_error error;
+            mt_metrics metrics = {0};
+            char text[4096];
+            int64_t bytes, plain_bytes;
+            trainee_open(&t, shared[k], "--rerun-mode validate_results --log-interval 1");
+            listen();
+            for (int i = 0; i < STEPS; i++) {
+                if (i == 4) arm(loss, NAN, 2, 1);
+                if (step(&t, &metrics, &error) != 0) mt_die("%s", error.text);
+            }
+            heard(text);
+            assert_heard(text, "iteration 5 was done again: a transient fault, rank 2 got another result; the second "
+                               "one counts");
+            assert_int_equal(metrics.skipped, 0);
+            char *got = snapshot(&t, &bytes);
+            trainee_close(&t);
+            assert_same(shared[k], got, bytes, train_without(shared[k], 0, &plain_bytes), bytes, true);
+        }
+}
+
+/* With spikes too, which are finite; every rank has the loss here. */
+static void a_fault_that_repeats_is_named_so_and_left_to_the_policy(void **state) {
+    (void)state;
+    for (int spikes = 0; spikes < 2; spikes++) {
+        trainee t;
+        mt_error error;
+        mt_metrics metrics = {0};
+        char text[4096];
+        trainee_open(
+            &t, "",
+            "--rerun-mode validate_results --bad-step-policy skip --check-for-spiky-loss --loss-spike-factor 2 "
+            "--loss-spike-window 2");
+        listen();
+        for (int i = 0; i < STEPS; i++) {
+            arm(true, spikes ? 1e6f : NAN, 1, i == 4 ? 4 : 0); // both micro-batches, twice
+            if (step(&t, &metrics, &error) != 0) mt_die("%s", error.text);
+        }
+        heard(text);
+        assert_heard(text, "iteration 5 was done again: a repeatable fault, every rank got the same");
+        if (!spikes) assert_heard(text, "not finite: rank 1\n");
+        assert_heard(text, "this step makes no update");
+        assert_int_equal(metrics.skipped, 1);
+        trainee_close(&t);
+    }
+}
+
+int main(int argc, char **argv) {
+    ops = mt_cpu_ops;
+    ops.linear_backward_weight = faulty_backward_weight;
+    ops.loss_accumulate = faulty_loss_accumulate;
+    ops.adamw_step = faulty_adamw_step;
+    mt_grid_start(&grid, &argc, &argv);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_skipped_step_is_one_without_an_update_on_every_layout),
+        cmocka_unit_test(a_step_is_stopped_at_by_every_rank_and_harms_nothing),
+        cmocka_unit_test(without_the_check_what_is_not_finite_spreads),
+        cmocka_unit_test(more_bad_steps_in_a_row_than_allowed_end_the_run),
+        cmocka_unit_test(a_loss_that_spikes_is_skipped_alike_on_every_layout),
+        cmocka_unit_test(a_run_that_goes_back_ends_as_if_nothing_had_happened),
+        cmocka_unit_test(going_back_before_the_first_checkpoint_is_an_error),
+        cmocka_unit_test(a_transient_fault_is_repaired_and_its_rank_named),
+        cmocka_unit_test(a_fault_that_repeats_is_named_so_and_left_to_the_policy),
+    };
+    int failures = cmocka_run_group_tests(tests, NULL, NULL);
+    mt_grid_stop(&grid);
+    return failures;
+}

@@ -1,0 +1,239 @@
+#!/bin/sh
+# Runs under mpirun that are told to end, lose a rank or a host, and go on.
+set -u
+train=$(cd "${MT_BIN:-.}" && pwd)/train
+work=$(mktemp -d "${TMPDIR:-/tmp}/mt_keeps_going.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+failed=0
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+export OMPI_MCA_btl_vader_single_copy_mechanism=none OMPI_MCA_mpi_yield_when_idle=1
+if [ -z "${HAVE_MPI:-}" ] || ! command -v mpirun >/dev/null; then
+    echo "skipped: MPI is absent"
+    exit 77
+fi
+MPIRUN='mpirun'
+mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte' && MPIRUN='mpirun --oversubscribe'
+export MPIRUN
+
+small='--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 8 --mock-data --lr 1e-2
+    --lr-decay-style constant --global-batch-size 8 --eval-iters 0 --distributed-timeout-seconds 60 --device cpu'
+
+verdict() {
+    name=$1
+    shift
+    if "$@"; then
+        echo "ok $name"
+    else
+        echo "not ok $name"
+        cat "$work/out" "$work/err"
+        failed=1
+    fi
+    rm -rf "$work/save" "$work"/*.jsonl
+}
+
+# begin COMMAND...: in the background, and beyond the first steps when this returns; job is its process.
+begin() {
+    rm -f "$work/m.jsonl"
+    "$@" >"$work/out" 2>"$work/err" </dev/null &
+    job=$!
+    waited=0
+    until [ "$(wc -l 2>/dev/null <"$work/m.jsonl")" -gt 3 ] 2>/dev/null; do
+        if ! kill -0 $job 2>/dev/null || [ $waited -ge 600 ]; then
+            echo "no step was made"
+            return 1
+        fi
+        sleep 0.1
+        waited=$((waited + 1))
+    done
+}
+
+# The run ended at its last step, and saved it.
+saved_where_it_ended() {
+    iteration=$(cat "$work/save/latest_checkpointed_iteration.txt") && [ "$iteration" -gt 3 ] &&
+        grep -q "stopped early after iteration $iteration\$" "$work/out" &&
+        [ "$(tail -n 1 "$work/m.jsonl" | sed 's/.*"iteration": \([0-9]*\).*/\1/')" = "$iteration" ]
+}
+
+mpirun_passes_the_exit_signal_on_and_the_run_is_saved() {
+    # shellcheck disable=SC2086
+    begin $MPIRUN -np 2 "$train" $small --train-iters 100000000 --save "$work/save" --metrics "$work/m.jsonl" \
+        --exit-signal SIGUSR1 || return 1
+    kill -USR1 $job
+    wait $job && saved_where_it_ended
+}
+
+# As a batch system may; mpirun then grants ranks a moment and says that they were ended.
+a_sigterm_to_mpirun_saves_the_run() {
+    # shellcheck disable=SC2086
+    begin $MPIRUN -np 2 "$train" $small --train-iters 100000000 --save "$work/save" --metrics "$work/m.jsonl" ||
+        return 1
+    kill -TERM $job
+    wait $job
+    saved_where_it_ended
+}
+
+without_the_handler_a_signal_ends_the_run_at_once() {
+    # shellcheck disable=SC2086
+    begin $MPIRUN -np 2 "$train" $small --train-iters 100000000 --save "$work/save" --metrics "$work/m.jsonl" \
+        --no-exit-signal-handler || return 1
+    kill -TERM $job
+    ! wait $job && ! [ -e "$work/save/latest_checkpointed_iteration.txt" ]
+}
+
+a_run_whose_time_is_over_is_saved_on_all_ranks() {
+    : >"$work/err"
+    # shellcheck disable=SC2086
+    $MPIRUN -np 3 "$train" $small --global-batch-size 6 --train-iters 100000000 --save "$work/save" \
+        --exit-duration-in-mins 0.02 --metrics "$work/m.jsonl" >"$work/out" 2>"$work/err" </dev/null &&
+        saved_where_it_ended || return 1
+    # and goes on from there
+    iteration=$(cat "$work/save/latest_checkpointed_iteration.txt")
+    # shellcheck disable=SC2086
+    $MPIRUN -np 3 "$train" $small --global-batch-size 6 --train-iters $((iteration + 2)) --load "$work/save" \
+        >"$work/out" 2>"$work/err" </dev/null && grep -q "$((iteration + 2))/$((iteration + 2)) 100%" "$work/out"
+}
+
+# A learning rate that ends in numbers that are not finite. The steps are the same when they are done again.
+wild='--train-iters 50 --lr 1e6 --clip-grad 0 --init-method-std 30'
+
+steps_that_stay_bad_are_done_again_skipped_and_then_end_the_run() {
+    # shellcheck disable=SC2086
+    $MPIRUN -np 2 "$train" $small $wild --bad-step-policy skip --rerun-mode validate_results >"$work/out" \
+        2>"$work/err" </dev/null && return 1
+    [ "$(grep -c 'was done again: a repeatable fault, every rank got the same' "$work/err")" = 4 ] &&
+        [ "$(grep -c 'this step makes no update$' "$work/err")" = 3 ] &&
+        [ "$(grep -c '^error: .*after 3 bad steps in a row' "$work/err")" -ge 1 ] && ! grep -q transient "$work/err"
+}
+
+a_run_goes_back_to_its_checkpoint_and_skips_what_is_bad_again() {
+    # shellcheck disable=SC2086
+    $MPIRUN -np 2 "$train" $small $wild --bad-step-policy rewind --save "$work/save" --save-interval 1 \
+        >"$work/out" 2>"$work/err" </dev/null && return 1
+    # the first bad step is made twice, from the checkpoint before it
+    bad=$(sed -n 's/^warning: iteration \([0-9]*\): .*; going back to the last checkpoint$/\1/p' "$work/err" |
+        head -n 1)
+    [ -n "$bad" ] && grep -q "^warning: went back to iteration $((bad - 1))\$" "$work/err" &&
+        grep -q "^warning: iteration $bad: .*; this step makes no update\$" "$work/err" &&
+        grep -q 'bad steps in a row' "$work/err"
+}
+
+# ---- the launcher
+
+# A train whose last rank kills itself once there is a checkpoint that it has not died of yet; with $work/sick, always.
+cat >"$work/faulty" <<'SH'
+#!/bin/sh
+rank=${OMPI_COMM_WORLD_RANK:-$PMI_RANK} size=${OMPI_COMM_WORLD_SIZE:-$PMI_SIZE}
+work=$1 train=$2
+shift 2
+if [ "$rank" = 3 ] && [ "$size" = 4 ]; then
+    (
+        until latest=$(cat "$work/save/latest_checkpointed_iteration.txt" 2>/dev/null) &&
+            { [ -e "$work/sick" ] || ! [ -e "$work/died.$latest" ]; }; do
+            kill -0 $$ 2>/dev/null || exit
+            sleep 0.02
+        done
+        : >"$work/died.$latest"
+        [ "$(ls "$work" | grep -c died)" -gt 3 ] && ! [ -e "$work/sick" ] && exit
+        kill -KILL $$
+    ) >/dev/null 2>&1 &
+fi
+exec "$train" "$@"
+SH
+chmod +x "$work/faulty"
+
+# same_losses A B: every iteration of A has the loss that it has in B, to 1e-5.
+same_losses() {
+    for file in "$1" "$2"; do
+        sed -n 's/.*"iteration": \([0-9]*\), "lm_loss": \([-+.0-9e]*\).*/\1 \2/p' "$file" >"$file.losses"
+    done
+    awk 'NR == FNR { want[$1] = $2; next }
+        { d = $2 - want[$1]; if (d < 0) d = -d; seen[$1] = 1; if (!(d <= 1e-5 * want[$1])) { print; exit 1 } }
+        END { for (i in want) if (!(i in seen)) { print "no iteration " i; exit 1 } }' "$2.losses" "$1.losses"
+}
+
+# What launched runs are compared with; as long as it takes to die a few times on the way.
+long_run() {
+    [ -e "$work/plain" ] && return
+    # shellcheck disable=SC2086
+    $MPIRUN -np 4 "$train" $small --train-iters 200 --metrics "$work/plain" >"$work/out" 2>"$work/err" </dev/null
+}
+
+a_run_that_loses_ranks_again_and_again_ends_as_if_it_had_not() {
+    long_run || return 1
+    rm -f "$work"/died.* "$work/sick"
+    # shellcheck disable=SC2086
+    ./launch.sh -n 4 --pause 0 --max-restarts 10 "$work/faulty" "$work" "$train" $small --train-iters 200 \
+        --save "$work/save" --save-interval 25 --metrics "$work/m.jsonl" >"$work/out" 2>"$work/err" </dev/null ||
+        return 1
+    grep -q 'launch: starting 4 ranks from iteration' "$work/err" &&
+        [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 200 ] &&
+        same_losses "$work/m.jsonl" "$work/plain"
+}
+
+a_rank_that_always_fails_is_done_without() {
+    long_run || return 1
+    rm -f "$work"/died.*
+    : >"$work/sick"
+    # shellcheck disable=SC2086
+    ./launch.sh -n 4 --pause 0 "$work/faulty" "$work" "$train" $small --train-iters 200 --save "$work/save" \
+        --save-interval 25 --metrics "$work/m.jsonl" >"$work/out" 2>"$work/err" </dev/null || return 1
+    rm -f "$work/sick"
+    grep -q 'launch: fewer ranks are tried: 2' "$work/err" && grep -q 'starting 2 ranks from iteration' "$work/err" &&
+        [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 200 ] &&
+        same_losses "$work/m.jsonl" "$work/plain"
+}
+
+# "gone" is a host that ssh does not reach; 3 ranks do not divide the batch of 8.
+a_host_that_is_gone_is_left_out() {
+    mkdir -p "$work/bin"
+    printf '#!/bin/sh\nexit 255\n' >"$work/bin/ssh"
+    chmod +x "$work/bin/ssh"
+    printf 'localhost slots=3\n# spare\ngone slots=4\n' >"$work/hosts"
+    # shellcheck disable=SC2086
+    PATH="$work/bin:$PATH" ./launch.sh -n 7 --hostfile "$work/hosts" --pause 0 "$train" $small --train-iters 5 \
+        --save "$work/save" >"$work/out" 2>"$work/err" </dev/null || return 1
+    grep -q 'launch: host gone does not answer' "$work/err" && grep -q 'launch: starting 2 ranks$' "$work/err" &&
+        [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 5 ]
+}
+
+restarts_without_progress_come_to_an_end() {
+    # shellcheck disable=SC2086
+    ./launch.sh -n 2 --pause 0 --max-restarts 2 "$train" $small --train-iters 5 --save "$work/save" --lr nonsense \
+        >"$work/out" 2>"$work/err" </dev/null && return 1
+    [ "$(grep -c 'launch: starting' "$work/err")" = 3 ] && grep -q 'giving up' "$work/err"
+}
+
+# And what goes on does so from its own checkpoint, not from the folder or the shape that it began with.
+a_signal_to_the_launcher_saves_and_ends_the_run() {
+    # shellcheck disable=SC2086
+    begin ./launch.sh -n 2 --pause 0 "$train" $small --train-iters 100000000 --save "$work/save" \
+        --metrics "$work/m.jsonl" || return 1
+    kill -TERM $job
+    wait $job && saved_where_it_ended || return 1
+    iteration=$(cat "$work/save/latest_checkpointed_iteration.txt")
+    # shellcheck disable=SC2086
+    ./launch.sh -n 2 "$train" $small --train-iters $((iteration + 2)) --save "$work/save" --load tests/golden/none \
+        --finetune --hf-config none.json >"$work/out" 2>"$work/err" </dev/null &&
+        grep -q "starting 2 ranks from iteration $iteration" "$work/err" &&
+        [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = $((iteration + 2)) ]
+}
+
+the_launcher_refuses_what_it_could_not_start_again() {
+    # shellcheck disable=SC2086
+    ! ./launch.sh -n 2 "$train" $small --train-iters 5 >"$work/out" 2>"$work/err" &&
+        grep -q 'needs --save' "$work/err" &&
+        ! ./launch.sh -n x "$train" --save "$work/save" 2>"$work/err" && grep -q 'whole numbers' "$work/err" &&
+        ! ./launch.sh -n 2 "$train" $small --save "$work/save" --tensor-model-parallel-size 4 2>"$work/err" &&
+        grep -q 'room for 2 ranks, and no number of them' "$work/err"
+}
+
+for name in mpirun_passes_the_exit_signal_on_and_the_run_is_saved a_sigterm_to_mpirun_saves_the_run \
+    without_the_handler_a_signal_ends_the_run_at_once a_run_whose_time_is_over_is_saved_on_all_ranks \
+    steps_that_stay_bad_are_done_again_skipped_and_then_end_the_run \
+    a_run_goes_back_to_its_checkpoint_and_skips_what_is_bad_again \
+    a_run_that_loses_ranks_again_and_again_ends_as_if_it_had_not a_rank_that_always_fails_is_done_without \
+    a_host_that_is_gone_is_left_out restarts_without_progress_come_to_an_end \
+    a_signal_to_the_launcher_saves_and_ends_the_run the_launcher_refuses_what_it_could_not_start_again; do
+    verdict $name $name
+done
+exit $failed

@@ -1,0 +1,254 @@
+#!/bin/sh
+# A run that is killed goes on as if it had not been: at random moments of training and saving, from its own folder,
+# with the options that say what it goes on from. MT_KILLS=100 kills it so often; 6 times when not set.
+set -u
+train=$(cd "${MT_BIN:-.}" && pwd)/train
+# In memory where that is possible: every save waits for the disk.
+if [ -w /dev/shm ]; then memory=/dev/shm; else memory=/tmp; fi
+work=$(mktemp -d "${TMPDIR:-$memory}/mt_resume.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+failed=0
+kills=${MT_KILLS:-6}
+export OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+export OMPI_MCA_btl_vader_single_copy_mechanism=none OMPI_MCA_mpi_yield_when_idle=1
+launch=''
+if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
+    launch='mpirun -np 2'
+    mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte' && launch="$launch --oversubscribe"
+fi
+
+verdict() {
+    name=$1
+    shift
+    if "$@"; then
+        echo "ok $name"
+    else
+        echo "not ok $name"
+        cat "$work/err"
+        failed=1
+    fi
+}
+
+# With dropout, because what is drawn must go on too.
+small='--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 --seq-length 16
+    --vocab-size 96 --mock-data --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-style cosine
+    --eval-iters 0 --device cpu'
+
+# run ARGUMENTS...: trains on one rank.
+run() {
+    # shellcheck disable=SC2086
+    "$train" $small "$@" >"$work/out" 2>"$work/err" </dev/null
+}
+
+# says PATTERN FILE...
+says() {
+    grep -q -- "$@" && return 0
+    echo "nothing says \"$1\""
+    return 1
+}
+
+# refuses PATTERN ARGUMENTS...: ends with one line of an error, which holds the pattern.
+refuses() {
+    pattern=$1
+    shift
+    if run "$@"; then
+        echo "accepted: $*"
+        return 1
+    fi
+    [ "$(grep -c '^error: ' "$work/err")" = 1 ] && says "^error: .*$pattern" "$work/err"
+}
+
+# losses FILE: "ITERATION LOSS", a line for each whole line of a metrics file.
+losses() {
+    sed -n 's/.*"iteration": \([0-9]*\),.*"lm_loss": \([-+.0-9e]*\),.*}$/\1 \2/p' "$1"
+}
+
+# folders DIR: the iterations of its checkpoints on one line.
+folders() {
+    for folder in "$1"/iter_*; do expr "${folder##*_}" + 0; done | sort -n | tr '\n' ' '
+}
+
+# random LIMIT: a number of seconds below it, by $drawn, which is counted up.
+drawn=${MT_SEED:-1}
+random() {
+    drawn=$((drawn + 1))
+    awk -v seed=$drawn -v limit="$1" 'BEGIN { srand(seed); rand(); printf "%.3f\n", rand() * limit }'
+}
+
+# ---- kills
+
+steps=150
+# start METRICS ARGUMENTS...: the job, in a session of its own, whose number is $job.
+start() {
+    metrics=$1
+    shift
+    # shellcheck disable=SC2086
+    setsid $launch "$train" $small --train-iters $steps --save "$work/killed" --load "$work/killed" --save-interval 3 \
+        --keep-checkpoints 3 --metrics "$metrics" "$@" >"$work/out" 2>"$work/err" </dev/null &
+    job=$!
+}
+
+# Kills every process of the job and waits until none is left.
+kill_job() {
+    for _ in $(seq 100); do
+        # shellcheck disable=SC2046
+        kill -KILL $(ps -o pid= -s "$job") 2>/dev/null
+        [ -z "$(ps -o pid=,stat= -s "$job" | grep -v Z)" ] && break
+        sleep 0.02
+    done
+    wait "$job" 2>/dev/null
+}
+
+# Every loss that a part of the run told is that of the whole run, and none was told by a damaged beginning.
+part_is_right() {
+    grep -i 'damaged' "$work/err" && return 1
+    losses "$1" >"$work/part"
+    awk 'NR == FNR { want[$1] = $2; next } want[$1] != $2 { print "iteration " $1 ": " $2 ", not " want[$1]; bad = 1 }
+        END { exit bad }' "$work/want" "$work/part"
+}
+
+kills_at_random_moments_change_nothing() {
+    # shellcheck disable=SC2086
+    $launch "$train" $small --train-iters $steps --save "$work/whole" --metrics "$work/whole.jsonl" >"$work/out" \
+        2>"$work/err" </dev/null || return 1
+    losses "$work/whole.jsonl" >"$work/want"
+    [ "$(wc -l <"$work/want")" = $steps ] || return 1
+    done=0 finished=0 saving=0 parts=0
+    while [ $done -lt "$kills" ]; do
+        rm -f "$work/m.jsonl"
+        [ $((done % 2)) = 0 ] && mode=--async-save || mode=
+        # shellcheck disable=SC2086
+        start "$work/m.jsonl" $mode
+        if [ $((done % 4)) != 3 ]; then # else while it starts or loads
+            while [ ! -s "$work/m.jsonl" ] && kill -0 $job 2>/dev/null; do sleep 0.01; done
+            sleep "$(random 0.4)"
+        else
+            sleep "$(random 1)"
+        fi
+        if ! kill -0 $job 2>/dev/null; then # it came to its end: once more
+            wait $job || return 1
+            finished=$((finished + 1))
+            part_is_right "$work/m.jsonl" && cmp "$work/whole/latest/model.safetensors" \
+                "$work/killed/latest/model.safetensors" || return 1
+            rm -rf "$work/killed"
+            continue
+        fi
+        kill_job
+        done=$((done + 1))
+        case $(echo "$work"/killed/iter_*.tmp-*) in *'*'*) ;; *) saving=$((saving + 1)) ;; esac
+        [ -f "$work/m.jsonl" ] || continue
+        parts=$((parts + 1))
+        part_is_right "$work/m.jsonl" || return 1
+    done
+    rm -f "$work/m.jsonl"
+    start "$work/m.jsonl"
+    wait $job || return 1
+    echo "$done kills, $saving of them while a checkpoint was written; $parts parts of runs; $finished ends before"
+    part_is_right "$work/m.jsonl" &&
+        cmp "$work/whole/latest/model.safetensors" "$work/killed/latest/model.safetensors" &&
+        cmp "$work/whole/latest/optimizer.safetensors" "$work/killed/latest/optimizer.safetensors"
+}
+
+# ---- what a run goes on from
+
+a_damaged_checkpoint_is_named_and_the_one_before_is_used() {
+    run --train-iters 9 --save "$work/d" --save-interval 3 --metrics "$work/d.jsonl" || return 1
+    losses "$work/d.jsonl" | tail -n 3 >"$work/want"
+    file=$work/d/iter_0000009/optimizer.safetensors
+    printf X | dd of="$file" bs=1 seek=$(($(wc -c <"$file") / 2)) conv=notrunc 2>/dev/null
+    refuses 'optimizer.safetensors: damaged: bytes 0 to .* take another checkpoint' --train-iters 9 --load "$work/d" ||
+        return 1
+    for how in "--load $work/d" "--load $work/elsewhere --auto-resume" '--auto-resume'; do
+        rm -rf "$work/again" "$work/again.jsonl"
+        cp -a "$work/d" "$work/again"
+        # shellcheck disable=SC2086
+        run --train-iters 9 --save "$work/again" $(echo "$how" | sed "s|/d$|/again|") --metrics "$work/again.jsonl" &&
+            says 'warning: .*iter_0000009/optimizer.safetensors: damaged: .*; going on from iteration 6' "$work/err" &&
+            losses "$work/again.jsonl" | cmp - "$work/want" &&
+            run --train-iters 9 --load "$work/again" || return 1
+    done
+    for iteration in 3 6; do truncate -s -1 "$work/d/iter_000000$iteration/model.safetensors"; done
+    refuses damaged --train-iters 9 --load "$work/d" --save "$work/d"
+}
+
+a_missing_checkpoint_begins_anew_or_ends_the_run() {
+    refuses 'holds no checkpoint to go on from' --train-iters 3 --load "$work/n" --save "$work/n" \
+        --exit-on-missing-checkpoint &&
+        run --train-iters 3 --load "$work/n" --save "$work/n" && says 'the run begins anew' "$work/out" &&
+        run --train-iters 3 --load "$work/n" --save "$work/n" --exit-on-missing-checkpoint &&
+        refuses 'No such file' --train-iters 3 --load "$work/none" --save "$work/n"
+}
+
+# --auto-resume begins from --load as --finetune says, and only then.
+auto_resume_finetunes_once() {
+    run --train-iters 4 --save "$work/base" &&
+        run --train-iters 3 --load "$work/base" --finetune --auto-resume --save "$work/tuned" &&
+        [ "$(cat "$work/tuned/latest_checkpointed_iteration.txt")" = 3 ] &&
+        run --train-iters 5 --load "$work/base" --finetune --auto-resume --save "$work/tuned" \
+            --metrics "$work/t.jsonl" &&
+        [ "$(losses "$work/t.jsonl" | cut -d' ' -f1 | tr '\n' ' ')" = '4 5 ' ]
+}
+
+checkpoints_stay_as_options_say() {
+    run --train-iters 12 --save "$work/k1" --save-interval 2 && [ "$(folders "$work/k1")" = '2 4 6 8 10 12 ' ] &&
+        run --train-iters 12 --save "$work/k2" --save-interval 2 --keep-checkpoints 2 --async-save &&
+        [ "$(folders "$work/k2")" = '10 12 ' ] &&
+        run --train-iters 12 --save "$work/k3" --save-interval 2 --save-retain-interval 4 &&
+        [ "$(folders "$work/k3")" = '4 8 12 ' ] &&
+        run --train-iters 10 --save "$work/k4" --save-interval 2 --save-retain-interval 4 --keep-checkpoints 2 &&
+        [ "$(folders "$work/k4")" = '4 8 10 ' ]
+}
+
+another_seed_goes_on_by_no_load_rng_only() {
+    run --train-iters 4 --save "$work/s" --metrics "$work/s4.jsonl" &&
+        refuses 'begun with --seed 1234, not 7' --train-iters 6 --load "$work/s" --seed 7 &&
+        run --train-iters 6 --load "$work/s" --seed 7 --no-load-rng --metrics "$work/s7.jsonl" &&
+        run --train-iters 6 --load "$work/s" --no-load-rng --metrics "$work/s.jsonl" || return 1
+    [ "$(losses "$work/s7.jsonl" | wc -l)" = 2 ] && ! cmp -s "$work/s7.jsonl" "$work/s.jsonl"
+}
+
+# fp32 to bf16 and back: the master weights are the fp32 weights, so nothing is lost on the way.
+no_steps_convert_a_checkpoint() {
+    run --train-iters 4 --save "$work/f" || return 1
+    convert() {
+        # shellcheck disable=SC2086
+        $launch "$train" --load "$work/$1" --save "$work/$2" --train-iters 0 --seq-length 16 --device cpu ${3:-} \
+            >"$work/out" 2>"$work/err" </dev/null
+    }
+    convert f h --bf16 && convert h g && convert f i || return 1
+    [ "$(cat "$work/h/latest_checkpointed_iteration.txt")" = 4 ] || return 1
+    [ "$(wc -c <"$work/h/model.safetensors")" -lt "$(wc -c <"$work/f/model.safetensors")" ] || return 1
+    for stem in model optimizer; do
+        cmp "$work/f/latest/$stem.safetensors" "$work/i/latest/$stem.safetensors" || return 1
+    done
+    run --train-iters 6 --load "$work/h" --bf16 && run --train-iters 6 --load "$work/i" --metrics "$work/i.jsonl" &&
+        run --train-iters 6 --save "$work/w" --save-interval 4 && run --train-iters 6 --load "$work/f" \
+        --metrics "$work/f.jsonl" && losses "$work/f.jsonl" >"$work/part" &&
+        losses "$work/i.jsonl" | cmp - "$work/part" && [ "$(wc -l <"$work/part")" = 2 ] &&
+        refuses 'how long to train' --train-iters 0
+}
+
+# A disk that is full while a checkpoint is written in the background ends the run with one line.
+an_error_in_the_background_ends_the_run() {
+    rm -rf "$work/b"
+    run --train-iters 3 --save "$work/b" || return 1
+    if (
+        ulimit -f 100 # files may have so many blocks of 512 bytes
+        trap '' XFSZ
+        run --train-iters 100000 --save "$work/b" --load "$work/b" --save-interval 2 --async-save
+    ); then
+        return 1
+    fi
+    says '^error: .*too large for the limit on file sizes' "$work/err" && [ "$(grep -c . "$work/err")" = 1 ] &&
+        [ "$(folders "$work/b")" = '3 ' ] && run --train-iters 4 --load "$work/b"
+}
+
+verdict kills_at_random_moments_change_nothing kills_at_random_moments_change_nothing
+verdict a_damaged_checkpoint_is_named a_damaged_checkpoint_is_named_and_the_one_before_is_used
+verdict a_missing_checkpoint_begins_anew_or_ends_the_run a_missing_checkpoint_begins_anew_or_ends_the_run
+verdict auto_resume_finetunes_once auto_resume_finetunes_once
+verdict checkpoints_stay_as_options_say checkpoints_stay_as_options_say
+verdict another_seed_goes_on_by_no_load_rng_only another_seed_goes_on_by_no_load_rng_only
+verdict no_steps_convert_a_checkpoint no_steps_convert_a_checkpoint
+verdict an_error_in_the_background_ends_the_run an_error_in_the_background_ends_the_run
+exit $failed
