@@ -6757,20 +6757,20 @@ typedef struct mt_batch_block {
     int32_t *labels; // for the loss and for dropout, as what follows
     float *loss_mask;
     int64_t *token_index;
-    int32_t *sequence;               // [T] which span a token is in
+    int32_t *sequence;                // [T] which span a token is in
     int32_t *mtp_tokens, *mtp_labels; // [modules, T] of multi-token prediction
-    float *mtp_weights;              // [modules, T] what a token's loss counts
+    float *mtp_weights;               // [modules, T] what a token's loss counts
 } mt_batch_block;
 
 /* What a module of multi-token prediction leaves for its backward, beside its layer's activations. */
 typedef struct mt_mtp_activations {
-    void *embedded;              // [R, C] the token that it is told
-    void *joined;                // [R, 2C] that and the hidden state, both normalised
+    void *embedded;                     // [R, C] the token that it is told
+    void *joined;                       // [R, 2C] that and the hidden state, both normalised
     float *embedded_rstd, *hidden_rstd; // [R]
-    void *output, *normed;       // [R, C] of its layer, and what the output layer and the next module read
-    float *rstd;                 // [R]
-    void *logits;                // [max_logits, V]
-    float *lse;                  // [max_logits]
+    void *output, *normed;              // [R, C] of its layer, and what the output layer and the next module read
+    float *rstd;                        // [R]
+    void *logits;                       // [max_logits, V]
+    float *lse;                         // [max_logits]
 } mt_mtp_activations;
 
 /* Multi-token prediction on the rank with the loss. */
@@ -6822,8 +6822,8 @@ typedef struct mt_micro_batch {
     mt_batch whole;         // what the context group shares of it: spans and indices of all its tokens
     mt_activations *layers; // of the chunk, or one that all share where nothing is kept; then of the modules
     mt_mtp_activations mtp[MT_MAX_MTP_LAYERS];
-    void *output;           // [R, C] the residual stream as it leaves the chunk
-    void *final_normed;     // [R, C], here and below of a chunk with the loss
+    void *output;       // [R, C] the residual stream as it leaves the chunk
+    void *final_normed; // [R, C], here and below of a chunk with the loss
     float *final_mean, *final_rstd;
     void *logits; // [max_logits, V]
     float *lse;
@@ -7549,21 +7549,21 @@ static void mt_route_backward(mt_model *m, const mt_layer *w, mt_routing *r, con
 /* Before a step, and before the first forward: nothing is counted yet. */
 static void mt_experts_begin(mt_model *m) {
     mt_experts *e = &m->experts;
+    if (e->router.num_experts > 0) m->ops->memory_zero(e->losses, 2 * 8, m->stream);
     if (e->num_layers == 0) return;
     m->ops->memory_zero(e->kept, 2 * e->num_layers * e->router.num_experts * 4, m->stream); // and `global`
     m->ops->memory_zero(e->loads, e->num_layers * e->router.num_experts * 4, m->stream);
-    m->ops->memory_zero(e->losses, 2 * 8, m->stream);
     m->ops->memory_zero(e->invalid, e->num_layers * 4, m->stream);
 }
 
-/* After a step: loads and losses of all tokens. */
+/* After a step: loads and losses of all tokens. The losses are of all stages, also of those without such layers. */
 static void mt_experts_finish(mt_model *m) {
     mt_experts *e = &m->experts;
     int64_t E = e->router.num_experts;
+    if (E > 0) m->ops->all_reduce(e->losses, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
     if (e->num_layers == 0) return;
     m->ops->all_reduce(e->loads, 2 * e->num_layers * E, MT_SUM, MT_F32, &m->grid->tensor_context, m->stream);
     m->ops->all_reduce(e->loads, 2 * e->num_layers * E, MT_SUM, MT_F32, &m->grid->data, m->stream);
-    m->ops->all_reduce(e->losses, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
 }
 
 /* After the step was judged: the biases follow the loads, unless it was bad. */
@@ -8558,6 +8558,7 @@ static void mt_layout_experts(mt_model *m, mt_arena *arena) {
     mt_experts *e = &m->experts;
     int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
     int64_t together = R * m->grid->tensor_context.size;
+    if (E > 0) e->losses = mt_arena_alloc(arena, 2 * 8);
     if (e->num_layers == 0) return;
     if (mt_expert_rows_are_known(m)) {
         int64_t M = size == 1 ? e->num_choices : mt_max(e->num_choices, e->num_choices / e->places * e->local * size);
@@ -8567,7 +8568,6 @@ static void mt_layout_experts(mt_model *m, mt_arena *arena) {
     e->loads = mt_arena_alloc(arena, 3 * e->num_layers * E * 4);
     e->kept = mt_inside(e->loads, e->num_layers * E * 4);
     e->global = mt_inside(e->loads, 2 * e->num_layers * E * 4);
-    e->losses = mt_arena_alloc(arena, 2 * 8);
     e->invalid = mt_arena_alloc(arena, e->num_layers * 4);
     if (m->plan.train) {
         e->dprobs = mt_arena_alloc(arena, e->tokens * k * 4);
@@ -9427,7 +9427,8 @@ static void mt_mtp_weigh(const mt_model *m, float *weights, const mt_batch *whol
     for (int64_t s = 0; s < whole->num_spans; s++) {
         int64_t first = whole->spans[s].q_start, end = first + whole->spans[s].q_len;
         double labels = 0, left = 0;
-        for (int64_t t = first; t < end; t++) labels += (double)whole->loss_mask[t], left += (double)rolled->loss_mask[t];
+        for (int64_t t = first; t < end; t++)
+            labels += (double)whole->loss_mask[t], left += (double)rolled->loss_mask[t];
         for (int64_t t = first; t < end && left > 0; t++)
             weights[t] = (float)(factor * labels / left * (double)rolled->loss_mask[t]);
     }
@@ -9551,8 +9552,7 @@ static void mt_mtp_head_forward(mt_model *m, int64_t k) {
     mt_bucket_release(m, m->head_bucket);
     mt_vocab_cross_entropy_forward(&m->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
                                    batch->mtp_labels + k * m->T, m->T, m->V, m->vocab_first, m->vocab_count);
-    m->ops->loss_accumulate(m->mtp_sums + 2 * k, m->mtp.loss, batch->mtp_weights + k * m->T, m->T,
-                            m->stream);
+    m->ops->loss_accumulate(m->mtp_sums + 2 * k, m->mtp.loss, batch->mtp_weights + k * m->T, m->T, m->stream);
 }
 
 /* scratch.normed += mtp.dhidden, what a later module adds to the gradient of a hidden state. */
@@ -10308,7 +10308,8 @@ static int mt_layout_read(mt_stage *stages, const mt_options *o, mt_error *error
     bool good = *letters == 'E' && *last == 'L';
     while (mtp > letters && mtp[-1] == 'm') mtp--;
     int64_t modules = last - mtp;
-    for (const char *at = letters; at < mtp; at++) modules += *at == 'm' ? MT_LAYOUT_LETTERS : 0; // where they cannot be
+    for (const char *at = letters; at < mtp; at++)
+        modules += *at == 'm' ? MT_LAYOUT_LETTERS : 0; // where they cannot be
     for (const char *at = letters; *at; at++) {
         if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
         if (*at == 't') stages[stage].num_layers++, layers++;
@@ -10412,7 +10413,7 @@ static void mt_layout_print(const mt_stage *stages, const mt_schedule *s, FILE *
                 fprintf(file, " layers %lld-%lld", (long long)stage->first_layer,
                         (long long)(stage->first_layer + stage->num_layers - 1));
             if (stage->num_mtp > 0) fprintf(file, " mtp x %lld", (long long)stage->num_mtp);
-        fprintf(file, "%s", stage->loss ? " loss" : stage->num_layers == 0 && !stage->embedding ? " empty" : "");
+            fprintf(file, "%s", stage->loss ? " loss" : stage->num_layers == 0 && !stage->embedding ? " empty" : "");
         }
         fprintf(file, "\n");
     }
@@ -11911,7 +11912,8 @@ static int mt_weights_check(const mt_options *options, const char *folder, const
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
         const mt_tensor_info *tensor = mt_safetensors_find_param(file, rows[i].hf_name);
-        status = tensor ? mt_param_check(&rows[i], tensor, error) : mt_param_missing(&rows[i], options, folder, file, error);
+        status =
+            tensor ? mt_param_check(&rows[i], tensor, error) : mt_param_missing(&rows[i], options, folder, file, error);
     }
     if (status == 0) status = mt_weights_check_unused(rows, count, options, file, error);
     for (int64_t i = 0; i < file->count && status == 0; i++)
@@ -14601,9 +14603,8 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
             "\"weight_decay\": %.17g, \"consumed_samples\": %lld, \"tokens_per_second\": %.6g, "
             "\"tflops_per_device\": %.6g, \"iteration_ms\": %.6g, \"peak_memory_bytes\": %lld, "
             "\"skipped_iterations\": %lld}\n",
-            mt_json_number(norm, metrics->grad_norm),
-            metrics->learning_rate, metrics->weight_decay, (long long)state->consumed_train_samples, rate,
-            flops * 1e-12, 1e3 * metrics->seconds,
+            mt_json_number(norm, metrics->grad_norm), metrics->learning_rate, metrics->weight_decay,
+            (long long)state->consumed_train_samples, rate, flops * 1e-12, 1e3 * metrics->seconds,
             (long long)(report->device_bytes > 0 ? report->device_bytes : mt_peak_memory()),
             (long long)metrics->skipped);
     return mt_report_flush(report, error);

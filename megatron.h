@@ -1138,8 +1138,8 @@ typedef struct mt_place {
 /* Fills `params` (to free) with the table of what lies at a place, or of the whole model where `place` is NULL; returns
  * the number of rows. Buckets in this order, as far as they are here: the word embedding; learned positions; each
  * layer, and after it its experts, and so the modules of multi-token prediction; the word embedding again for these or
- * a tied output layer on another rank than the embedding; final norm and output layer; what is not trained. The word embedding is alone in its bucket so that its two copies
- * lie alike in their shards. */
+ * a tied output layer on another rank than the embedding; final norm and output layer; what is not trained. The word
+ * embedding is alone in its bucket so that its two copies lie alike in their shards. */
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_place *place);
 
 /* ==== §9 layer; §10 model ==========================================================================================
@@ -1442,9 +1442,9 @@ enum { MT_MAX_MTP_LAYERS = 8 };
 
 /* What a step reports; sums and norms over the whole job. */
 typedef struct mt_metrics {
-    double loss;      // mean over unmasked tokens
+    double loss;                          // mean over unmasked tokens
     double mtp_losses[MT_MAX_MTP_LAYERS]; // of each module, as --mtp-loss-scaling-factor weighs them
-    double grad_norm; // before clipping
+    double grad_norm;                     // before clipping
     double learning_rate, weight_decay;
     double tokens;       // tokens in the step, masked or not
     double seconds;      // that the step took, at the rate of all steps since metrics were read last

@@ -34,6 +34,7 @@ static void open_grids(void) {
         first_ranks[size].world = group_of("world", size);
         first_ranks[size].data = group_of("data", size);
         first_ranks[size].data_context = group_of("data-context", size);
+        first_ranks[size].expert_data = group_of("expert-data", size);
     }
 }
 

@@ -282,8 +282,9 @@ static void evaluation_does_without_modules(void **state) {
     int64_t module = mt_num_parameters(&with.options) - mt_num_parameters(&without.options);
     int64_t layer = 4 * CHANNELS * CHANNELS + 3 * CHANNELS * F + 2 * CHANNELS;
     assert_int_equal(module, 2 * (layer + 2 * CHANNELS * CHANNELS + 3 * CHANNELS));
-    double flops = 6.0 * LENGTH * (4 * CHANNELS * CHANNELS + LENGTH * CHANNELS + 3 * CHANNELS * F +
-                                   2 * CHANNELS * CHANNELS + CHANNELS * (double)with.options.padded_vocab_size);
+    double flops = 6.0 * LENGTH *
+                   (4 * CHANNELS * CHANNELS + LENGTH * CHANNELS + 3 * CHANNELS * F + 2 * CHANNELS * CHANNELS +
+                    CHANNELS * (double)with.options.padded_vocab_size);
     assert_true(mt_flops(&with.options, 1) - mt_flops(&without.options, 1) == 2 * flops);
     close_subject(&with);
     close_subject(&without);
@@ -329,6 +330,20 @@ static void save_model(fixture *f, const char *folder) {
     mt_error error;
     mt_run_state run = {.iteration = 1};
     if (mt_checkpoint_save(f->model, &run, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+}
+
+/* A folder as another program writes it: weights and config.json. */
+static void save_weights(fixture *f, const char *folder) {
+    char path[512], *config = mt_options_write_hf_config(&f->options);
+    mt_error error;
+    assert_int_equal(mkdir(folder, 0777), 0);
+    if (mt_safetensors_save_folder(f->model, folder, "model", 1 << 30, &error) != 0) fail_msg("%s", error.text);
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    FILE *out = fopen(path, "wb");
+    assert_non_null(out);
+    fputs(config, out);
+    assert_int_equal(fclose(out), 0);
+    free(config);
 }
 
 static void train_steps(fixture *f, mt_run_state *run, int64_t count, double *loss) {
@@ -454,8 +469,8 @@ static void what_modules_share_may_be_stored_again_if_it_is_the_same(void **stat
     int layers = (int)f.options.num_layers;
     snprintf(embedding, sizeof embedding, "model.layers.%d.embed_tokens.weight", layers);
     snprintf(head, sizeof head, "model.layers.%d.shared_head.head.weight", layers);
-    save_model(&f, at("run"));
-    const char *folder = at("run/iter_0000001");
+    const char *folder = at("model");
+    save_weights(&f, folder);
     add_copy(folder, embedding, "model.embed_tokens.weight", false);
     parse_load(&o, MT_PROGRAM_TRAIN, folder, TRAIN "--mtp-num-layers 1");
     if (load_folder(&o, folder, true, &error) != 0) fail_msg("%s", error.text);
@@ -477,7 +492,8 @@ static void what_modules_cannot_do_is_refused(void **state) {
         {"--mtp-num-layers 1 --normalization LayerNorm", "needs --normalization RMSNorm"},
         {"--mtp-num-layers 1 --position-embedding-type learned_absolute", "--position-embedding-type rope or none"},
         {"--mtp-num-layers 4 --seq-length 4", "must be less than --seq-length 4"},
-        {"--mtp-num-layers 1 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", "leave out --pipeline-schedule"},
+        {"--mtp-num-layers 1 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
+         "leave out --pipeline-schedule"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         mt_options o;

@@ -1,6 +1,7 @@
 /* Options: command line, YAML, config.json, derivation and every class of bad input. */
 #include "../megatron.h"
 
+#include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdlib.h>
