@@ -760,6 +760,21 @@ static void mt_real_print(char text[32], double value) {
     }
 }
 
+/* Layers with experts as --moe-layer-freq writes them: equal neighbours together, ([0]*3+[1]*58). */
+static char *mt_layer_freq_print(const char *layers) {
+    size_t room = 16 * strlen(layers) + 3, used = 1;
+    char *text = mt_calloc((int64_t)room);
+    text[0] = '(';
+    for (const char *at = layers; *at;) {
+        int64_t times = 0;
+        char layer = *at;
+        for (; *at == layer; at++) times++;
+        used += (size_t)snprintf(text + used, room - used, "%s[%c]*%lld", used > 1 ? "+" : "", layer, (long long)times);
+    }
+    text[used] = ')';
+    return text;
+}
+
 /* The value as the user would write it, to free; "" for a value that is not there. */
 static char *mt_option_text(const mt_options *options, const mt_option *row) {
     char text[32] = "";
@@ -1488,21 +1503,6 @@ static void mt_config_read_llama_sizes(mt_config *config, mt_options *options) {
     bool is_qwen3 = strncmp(options->hf_family, "qwen3", 5) == 0;
     if (is_qwen3 && !json_object_get(config->root, "head_dim")) options->kv_channels = 128; // Qwen3Config's default
     mt_config_read_option(config, config->root, "head_dim", options, MT_AT(kv_channels));
-}
-
-/* Layers with experts as --moe-layer-freq writes them: equal neighbours together, ([0]*3+[1]*58). */
-static char *mt_layer_freq_print(const char *layers) {
-    size_t room = 16 * strlen(layers) + 3, used = 1;
-    char *text = mt_calloc((int64_t)room);
-    text[0] = '(';
-    for (const char *at = layers; *at;) {
-        int64_t times = 0;
-        char layer = *at;
-        for (; *at == layer; at++) times++;
-        used += (size_t)snprintf(text + used, room - used, "%s[%c]*%lld", used > 1 ? "+" : "", layer, (long long)times);
-    }
-    text[used] = ')';
-    return text;
 }
 
 /* Which layers of Qwen3-MoE and DeepSeek-V3 have experts. */
@@ -8858,7 +8858,23 @@ static void mt_buckets_find(mt_model *m) {
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
 }
 
-/* Where it finds one of latent attention. */
+/* Where it finds one of multi-token prediction. */
+static mt_weight *mt_mtp_weight(mt_layer *layer, mt_role role) {
+    switch (role) {
+    case MT_MTP_EMBEDDING_NORM:
+        return &layer->mtp_embedding_norm;
+    case MT_MTP_HIDDEN_NORM:
+        return &layer->mtp_hidden_norm;
+    case MT_MTP_PROJECTION:
+        return &layer->mtp_projection;
+    case MT_MTP_FINAL_NORM:
+        return &layer->mtp_final_norm;
+    default:
+        return NULL;
+    }
+}
+
+/* Where it finds one of latent attention, or of multi-token prediction. */
 static mt_weight *mt_latent_weight(const mt_model *m, mt_layer *layer, mt_role role) {
     switch (role) {
     case MT_Q_A:
@@ -8874,15 +8890,8 @@ static mt_weight *mt_latent_weight(const mt_model *m, mt_layer *layer, mt_role r
     case MT_KV_A_NORM:
         return &layer->kv_a_norm;
     default:
-        return NULL;
+        return mt_mtp_weight(layer, role);
     }
-}
-
-/* Where it finds one of multi-token prediction. */
-static mt_weight *mt_mtp_weight(mt_layer *layer, mt_role role) {
-    if (role == MT_MTP_EMBEDDING_NORM) return &layer->mtp_embedding_norm;
-    if (role == MT_MTP_HIDDEN_NORM) return &layer->mtp_hidden_norm;
-    return role == MT_MTP_PROJECTION ? &layer->mtp_projection : &layer->mtp_final_norm;
 }
 
 /* Where the model's code finds the parameter of a role: a fused matrix is found by its first row. */
@@ -8941,11 +8950,6 @@ static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
         return &layer->down;
     case MT_DOWN_BIAS:
         return &layer->down_bias;
-    case MT_MTP_EMBEDDING_NORM:
-    case MT_MTP_HIDDEN_NORM:
-    case MT_MTP_PROJECTION:
-    case MT_MTP_FINAL_NORM:
-        return mt_mtp_weight(layer, param->role);
     default:
         return mt_latent_weight(m, layer, param->role); // k and v follow q
     }
