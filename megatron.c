@@ -36,7 +36,8 @@
  *   §10  the model
  *   §10a memory
  *   §10b creation
- *   §10c forward and backward
+ *   §10c multi-token prediction
+ *   §10d forward and backward
  *   §11  schedules
  *   §11a lists
  *   §11b simulated time
@@ -485,6 +486,12 @@ static const mt_option mt_option_table[] = {
     {"moe-grouped-gemm", MT_FLAG, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "one grouped product for all experts; the default"},
 
+    {.help = "multi-token prediction"},
+    {"mtp-num-layers", MT_INT, MT_AT(mtp_num_layers), MT_TRAIN, MT_OF_MODEL, "0", "[0,8]",
+     "modules after the last layer, each of which predicts one token further, as DeepSeek-V3 trains them"},
+    {"mtp-loss-scaling-factor", MT_REAL, MT_AT(mtp_loss_scaling_factor), MT_TRAIN, MT_OF_RUN, "0.1", "(0,1e6]",
+     "weight of the mean of their losses"},
+
     {.help = "parallelism"},
     {"tensor-model-parallel-size", MT_INT, MT_AT(tensor_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
      "ranks that share every layer: heads, MLP and vocabulary"},
@@ -520,7 +527,9 @@ static const mt_option mt_option_table[] = {
     {"account-for-loss-in-pipeline-split", MT_FLAG, MT_AT(account_for_loss_in_pipeline_split), MT_TRAIN, MT_OF_RUN,
      NULL, NULL, "the loss counts as a layer too"},
     {"pipeline-model-parallel-layout", MT_STRING, MT_AT(pipeline_model_parallel_layout), MT_TRAIN, MT_OF_RUN, NULL,
-     "'Et*3|(tt|)*6L'", "the stages in letters: E embedding, t layer, L loss, | between stages, *n repeats"},
+     "'Et*3|(tt|)*6L'",
+     "the stages in letters: E embedding, t layer, m module of multi-token prediction, L loss, | between stages, *n "
+     "repeats"},
     {"pipeline-schedule", MT_CHOICE, MT_AT(pipeline_schedule), MT_TRAIN, MT_OF_RUN, NULL, "1f1b|interleaved|zb-h1",
      "order of forwards and backwards; interleaved where a rank has several stages, else 1f1b, when not given"},
     {"print-schedule", MT_OPTIONAL, MT_AT(print_schedule), MT_TRAIN, MT_OF_RUN, NULL, "FILE.svg",
@@ -751,6 +760,21 @@ static void mt_real_print(char text[32], double value) {
         snprintf(text, 32, "%.*g", digits, value);
         if (strtod(text, NULL) == value) return;
     }
+}
+
+/* Layers with experts as --moe-layer-freq writes them: equal neighbours together, ([0]*3+[1]*58). */
+static char *mt_layer_freq_print(const char *layers) {
+    size_t room = 16 * strlen(layers) + 3, used = 1;
+    char *text = mt_calloc((int64_t)room);
+    text[0] = '(';
+    for (const char *at = layers; *at;) {
+        int64_t times = 0;
+        char layer = *at;
+        for (; *at == layer; at++) times++;
+        used += (size_t)snprintf(text + used, room - used, "%s[%c]*%lld", used > 1 ? "+" : "", layer, (long long)times);
+    }
+    text[used] = ')';
+    return text;
 }
 
 /* The value as the user would write it, to free; "" for a value that is not there. */
@@ -1483,21 +1507,6 @@ static void mt_config_read_llama_sizes(mt_config *config, mt_options *options) {
     mt_config_read_option(config, config->root, "head_dim", options, MT_AT(kv_channels));
 }
 
-/* Layers with experts as --moe-layer-freq writes them: equal neighbours together, ([0]*3+[1]*58). */
-static char *mt_layer_freq_print(const char *layers) {
-    size_t room = 16 * strlen(layers) + 3, used = 1;
-    char *text = mt_calloc((int64_t)room);
-    text[0] = '(';
-    for (const char *at = layers; *at;) {
-        int64_t times = 0;
-        char layer = *at;
-        for (; *at == layer; at++) times++;
-        used += (size_t)snprintf(text + used, room - used, "%s[%c]*%lld", used > 1 ? "+" : "", layer, (long long)times);
-    }
-    text[used] = ')';
-    return text;
-}
-
 /* Which layers of Qwen3-MoE and DeepSeek-V3 have experts. */
 static void mt_config_read_expert_layers(mt_config *config, mt_options *options) {
     const json_t *dense = mt_config_get(config->root, "mlp_only_layers");
@@ -1606,10 +1615,14 @@ static void mt_config_read_latent(mt_config *config, mt_options *options) {
         mt_config_fail(config, "\"attention_bias\": true is not supported with latent attention");
 }
 
-/* Llama's block with another attention, and experts in the layers from first_k_dense_replace on. */
+/* Llama's block with another attention, and experts in the layers from first_k_dense_replace on. Whether the modules of
+ * multi-token prediction are in the folder too is not said: transformers leaves them out and keeps their number. This
+ * program says it, under its option's name. */
 static void mt_config_read_deepseek(mt_config *config, mt_options *options) {
     mt_config_read_llama(config, options);
     mt_config_read_latent(config, options);
+    options->mtp_layers_stored = json_integer_value(mt_config_get(config->root, "num_nextn_predict_layers"));
+    mt_config_read_option(config, config->root, "mtp_num_layers", options, MT_AT(mtp_num_layers));
     const json_t *dense = mt_config_get(config->root, "first_k_dense_replace");
     if (!dense || json_integer_value(dense) < options->num_layers) mt_config_read_experts(config, options);
 }
@@ -1636,6 +1649,7 @@ static void mt_config_read_megatron(mt_config *config, mt_options *options) {
         if (mt_option_set(options, row, text, where, &problem)) mt_config_fail(config, "%s", problem.text);
     }
     memset(options->given, 0, sizeof options->given);
+    options->mtp_layers_stored = options->mtp_num_layers;
     options->attention_output_bias = mt_config_bool(config, "attention_output_bias", false);
     options->mlp_bias = mt_config_bool(config, "mlp_bias", false);
 }
@@ -1718,6 +1732,7 @@ static int mt_options_take_shape(mt_options *options, const char *json, int64_t 
         options->attention_output_bias = same_biases && shape.attention_output_bias;
         options->mlp_bias = same_biases && shape.mlp_bias;
         options->moe_router_group_best = shape.moe_router_group_best;
+        options->mtp_layers_stored = shape.mtp_layers_stored;
         options->bos_token_id = shape.bos_token_id;
         options->eos_token_id = shape.eos_token_id;
         mt_string_set(&options->hf_family, shape.hf_family);
@@ -1753,7 +1768,7 @@ static bool mt_family_fits(const mt_options *o, const char *family) {
                  o->moe_shared_expert_intermediate_size % o->moe_ffn_hidden_size == 0 &&
                  !strstr(o->moe_layers, "10"))); // experts from some layer on
     if (strcmp(family, "megatron") == 0) return true;
-    if (o->multi_latent_attention || o->rotary_interleaved) return false;
+    if (o->multi_latent_attention || o->rotary_interleaved || o->mtp_num_layers > 0) return false;
     if (mt_choice_has("mixtral|qwen3_moe", family) != has_experts) return false;
     if (has_experts && (!softmax || o->moe_router_num_groups > 0 || o->moe_router_topk_scaling_factor != 1 ||
                         o->moe_shared_expert_intermediate_size > 0))
@@ -1894,6 +1909,8 @@ static void mt_config_write_deepseek(json_t *root, const mt_options *o) {
     mt_json_set_int(root, "v_head_dim", o->v_head_dim);
     mt_json_set_bool(root, "rope_interleave", o->rotary_interleaved);
     mt_json_set_bool(root, "attention_bias", false);
+    mt_json_set_int(root, "num_nextn_predict_layers", o->mtp_num_layers);
+    if (o->mtp_num_layers > 0) mt_json_set_int(root, "mtp_num_layers", o->mtp_num_layers);
     const char *first = o->moe_layers ? strchr(o->moe_layers, '1') : NULL;
     mt_json_set_int(root, "first_k_dense_replace", first ? first - o->moe_layers : o->num_layers);
     if (!first) return;
@@ -2019,6 +2036,7 @@ static const size_t mt_option_needs[][2] = {
     {MT_AT(account_for_embedding_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
     {MT_AT(account_for_loss_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
     {MT_AT(pipeline_model_parallel_layout), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(mtp_loss_scaling_factor), MT_AT(mtp_num_layers)},
     {MT_AT(moe_ffn_hidden_size), MT_AT(num_experts)},
     {MT_AT(moe_layer_freq), MT_AT(num_experts)},
     {MT_AT(moe_shared_expert_intermediate_size), MT_AT(num_experts)},
@@ -2179,6 +2197,24 @@ static int mt_options_finish_expert_layers(mt_options *o, mt_error *error) {
                         "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
                         "([0]*1+[1]*%lld), got '%.100s'",
                         (long long)o->num_layers, (long long)o->num_layers - 1, o->moe_layer_freq);
+}
+
+/* What multi-token prediction asks of the model; generation and scoring do without it. */
+static int mt_options_finish_mtp(mt_options *o, mt_program program, mt_error *error) {
+    const char *positions = o->position_embedding_type, *schedule = o->pipeline_schedule;
+    if (program == MT_PROGRAM_INFER) o->mtp_num_layers = 0;
+    if (o->mtp_num_layers == 0) return 0;
+    if (strcmp(o->normalization, "RMSNorm") != 0)
+        return mt_error_set(error, "--mtp-num-layers needs --normalization RMSNorm, which is %s", o->normalization);
+    if (!mt_choice_has("rope|none", positions))
+        return mt_error_set(error, "--mtp-num-layers needs --position-embedding-type rope or none, which is %s",
+                            positions);
+    if (schedule && strcmp(schedule, "zb-h1") == 0)
+        return mt_error_set(error, "--mtp-num-layers does not split its backward: leave out --pipeline-schedule zb-h1");
+    if (o->seq_length > 0 && o->seq_length <= o->mtp_num_layers)
+        return mt_error_set(error, "--mtp-num-layers %lld must be less than --seq-length %lld",
+                            (long long)o->mtp_num_layers, (long long)o->seq_length);
+    return 0;
 }
 
 static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
@@ -2864,6 +2900,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
     if (mt_options_check_tokenizer(options, error)) return -1;
     if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;
     if (mt_options_finish_sizes(options, error) || mt_options_finish_rope(options, error)) return -1;
+    if (mt_options_finish_mtp(options, program, error)) return -1;
     mt_options_derive_family(options);
     if (mt_options_finish_lengths(options, program, error)) return -1;
     if (mt_options_check_attention(options, program, error)) return -1;
@@ -2904,7 +2941,11 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     double visited = (double)(o->moe_router_topk * o->moe_ffn_hidden_size + o->moe_shared_expert_intermediate_size);
     double mlps = ((double)o->num_layers - experts) * mlp + experts * 3 * C * visited;
     if (o->multi_latent_attention) projections = 0, attention = mt_latent_multiplications(o);
-    double per_token = (double)o->num_layers * (projections + attention) + mlps + C * (double)o->padded_vocab_size;
+    double output = C * (double)o->padded_vocab_size;
+    double layers = (double)o->num_layers * (projections + attention) + mlps;
+    bool sparse = o->moe_layers && o->moe_layers[o->num_layers - 1] == '1';
+    double module = 2 * C * C + projections + attention + (sparse ? 3 * C * visited : mlp) + output;
+    double per_token = layers + output + (double)o->mtp_num_layers * module;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
 }
 
@@ -6332,6 +6373,10 @@ static const mt_param_name mt_param_names[MT_NUM_ROLES] = {
     [MT_SHARED_GATE] = {"mlp.shared_experts.gate_proj.weight"},
     [MT_SHARED_UP] = {"mlp.shared_experts.up_proj.weight"},
     [MT_SHARED_DOWN] = {"mlp.shared_experts.down_proj.weight"},
+    [MT_MTP_EMBEDDING_NORM] = {"enorm.weight"},
+    [MT_MTP_HIDDEN_NORM] = {"hnorm.weight"},
+    [MT_MTP_PROJECTION] = {"eh_proj.weight"},
+    [MT_MTP_FINAL_NORM] = {"shared_head.norm.weight"},
 };
 
 /* The name of a role, an expert's with its number. */
@@ -6468,8 +6513,9 @@ static void mt_params_add_experts(mt_param_table *table, int64_t layer) {
     for (int64_t e = first; e < first + count; e++) mt_params_add_expert(table, MT_EXPERT_DOWN, layer, e, C, F, 1);
 }
 
+/* A module of multi-token prediction, whose number is behind the layers', is of the last layer's kind. */
 static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
-    return o->moe_layers && o->moe_layers[layer] == '1';
+    return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
 }
 
 /* A layer's matrices: attention, then the MLP or what routes tokens to experts. */
@@ -6494,7 +6540,11 @@ static void mt_params_add_matrices(mt_param_table *table, int64_t layer) {
 static void mt_params_add_layer(mt_param_table *table, int64_t layer) {
     const mt_options *o = table->options;
     int64_t C = o->hidden_size, F = o->ffn_hidden_size;
+    bool is_mtp = layer >= o->num_layers;
     mt_params_add_matrices(table, layer);
+    if (is_mtp) mt_param_add(table, MT_MTP_PROJECTION, layer, C, 2 * C)->gradient = MT_GRADIENT_ROWS;
+    for (mt_role role = MT_MTP_EMBEDDING_NORM; is_mtp && role <= MT_MTP_FINAL_NORM; role++)
+        if (role != MT_MTP_PROJECTION) mt_param_add_norm(table, role, layer, C);
     mt_param_add_norm(table, MT_INPUT_NORM, layer, C);
     mt_param_add_norm(table, MT_MLP_NORM, layer, C);
     if (o->multi_latent_attention && o->q_lora_rank > 0) mt_param_add_norm(table, MT_Q_A_NORM, layer, o->q_lora_rank);
@@ -6557,29 +6607,35 @@ static void mt_params_place(mt_param_table *table) {
     }
 }
 
+/* A matrix of the vocabulary, of which Hugging Face has no padding. */
+static mt_param *mt_param_add_vocabulary(mt_param_table *table, mt_role role) {
+    const mt_options *o = table->options;
+    mt_param *param = mt_param_add_sharded(table, role, -1, o->padded_vocab_size, o->hidden_size, 0);
+    param->rows_stored = param->hf_rows_total = o->vocab_size;
+    return param;
+}
+
 /* One chunk's rows, from its first bucket on; the table's next free bucket is the one behind its last. */
 static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
     const mt_options *o = table->options;
-    int64_t C = o->hidden_size, V = o->padded_vocab_size;
+    int64_t C = o->hidden_size;
     bool tied = !o->untie_embeddings_and_output_weights;
-    mt_param *param;
     if (stage->embedding) {
-        param = mt_param_add_sharded(table, MT_WORD_EMBEDDING, -1, V, C, 0);
-        param->rows_stored = param->hf_rows_total = o->vocab_size;
+        mt_param_add_vocabulary(table, MT_WORD_EMBEDDING);
         table->bucket++;
         if (strcmp(o->position_embedding_type, "learned_absolute") == 0) {
-            param = mt_param_add(table, MT_POSITION_EMBEDDING, -1, o->max_position_embeddings, C);
+            mt_param *param = mt_param_add(table, MT_POSITION_EMBEDDING, -1, o->max_position_embeddings, C);
             param->gradient = MT_GRADIENT_ROWS;
             table->bucket++;
         }
     }
-    for (int64_t i = 0; i < stage->num_layers; i++) mt_params_add_layer(table, stage->first_layer + i);
+    for (int64_t i = 0; i < stage->num_layers + stage->num_mtp; i++) mt_params_add_layer(table, stage->first_layer + i);
     if (!stage->loss) return;
-    if (!tied || !has_embedding) {
-        param = mt_param_add_sharded(table, tied ? MT_WORD_EMBEDDING : MT_LM_HEAD, -1, V, C, 0);
-        param->rows_stored = param->hf_rows_total = o->vocab_size;
-        if (tied) param->counted = false, table->bucket++;
+    if (!has_embedding && (tied || stage->num_mtp > 0)) {
+        mt_param_add_vocabulary(table, MT_WORD_EMBEDDING)->counted = false;
+        table->bucket++;
     }
+    if (!tied) mt_param_add_vocabulary(table, MT_LM_HEAD);
     mt_param_add_norm(table, MT_FINAL_NORM, -1, C);
     table->bucket++;
 }
@@ -6589,18 +6645,21 @@ static void mt_params_add_router_biases(mt_param_table *table) {
     const mt_options *o = table->options;
     for (int64_t i = 0; o->moe_router_enable_expert_bias && i < table->place.num_stages; i++) {
         const mt_stage *stage = &table->place.stages[i];
-        for (int64_t layer = stage->first_layer; layer < stage->first_layer + stage->num_layers; layer++)
+        int64_t end = stage->first_layer + stage->num_layers + stage->num_mtp;
+        for (int64_t layer = stage->first_layer; layer < end; layer++)
             if (mt_layer_has_experts(o, layer)) mt_param_add(table, MT_ROUTER_BIAS, layer, o->num_experts, 1);
     }
 }
 
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_place *place) {
     mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
+    whole_model.num_mtp = options->mtp_num_layers;
     mt_place whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
     mt_param_table table = {.options = options, .place = place ? *place : whole};
     table.is_gpt2 = strcmp(options->hf_family, "gpt2") == 0;
     table.is_mixtral = strcmp(options->hf_family, "mixtral") == 0;
-    int64_t rows = (options->num_layers + 2) * MT_NUM_ROLES + options->num_layers * 3 * options->num_experts;
+    int64_t layers = options->num_layers + options->mtp_num_layers;
+    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 3 * options->num_experts;
     table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
     bool has_embedding = false;
     for (int64_t i = 0; i < table.place.num_stages; i++) {
@@ -6644,6 +6703,7 @@ typedef struct mt_layer {
     mt_weight down, down_bias;
     mt_weight router, router_bias;     // [E, C], [E] fp32
     mt_weight expert_fc1, expert_down; // of the experts here, [E/ep, 2F, C] and [E/ep, C, F]
+    mt_weight mtp_embedding_norm, mtp_hidden_norm, mtp_projection, mtp_final_norm; // of multi-token prediction
 } mt_layer;
 
 /* Rows that come to the experts of this rank, in the order of experts, and what they become. */
@@ -6804,8 +6864,31 @@ typedef struct mt_batch_block {
     int32_t *labels; // for the loss and for dropout, as what follows
     float *loss_mask;
     int64_t *token_index;
-    int32_t *sequence; // [T] which span a token is in
+    int32_t *sequence;                // [T] which span a token is in
+    int32_t *mtp_tokens, *mtp_labels; // [modules, T] of multi-token prediction
+    float *mtp_weights;               // [modules, T] what a token's loss counts
 } mt_batch_block;
+
+/* What a module of multi-token prediction leaves for its backward, beside its layer's activations. */
+typedef struct mt_mtp_activations {
+    void *embedded;                     // [R, C] the token that it is told
+    void *joined;                       // [R, 2C] that and the hidden state, both normalised
+    float *embedded_rstd, *hidden_rstd; // [R]
+    void *output, *normed;              // [R, C] of its layer, and what the output layer and the next module read
+    float *rstd;                        // [R]
+    void *logits;                       // [max_logits, V]
+    float *lse;                         // [max_logits]
+} mt_mtp_activations;
+
+/* Multi-token prediction on the rank with the loss. */
+typedef struct mt_mtp {
+    int64_t count;          // modules; 0: none here
+    mt_batch rolled, local; // on the host: a micro-batch some tokens further, and this rank's part of it
+    float *weights;         // on the host: of the tokens of `rolled`
+    float *loss;            // [max_logits]
+    void *dhidden;          // [R, C] the gradient of what a module takes from the one before
+    void *djoined;          // [R, 2C]
+} mt_mtp;
 
 /* The graph of a decode step of some number of sequences; captured in the second such step. */
 typedef struct mt_step_graph {
@@ -6816,6 +6899,7 @@ typedef struct mt_step_graph {
 /* What a training step reports, as the device computed it. */
 typedef struct mt_step_result {
     double sums[2]; // loss, unmasked tokens
+    double mtp[2 * MT_MAX_MTP_LAYERS];
     double guard[MT_GUARD_NUMBERS];
     float grad_norm;
     double losses[2];    // of mt_experts, and what follows
@@ -6846,9 +6930,10 @@ typedef struct mt_micro_batch {
     mt_span *host_spans;  // [num_spans]
     int64_t num_spans;
     mt_batch whole;         // what the context group shares of it: spans and indices of all its tokens
-    mt_activations *layers; // of the chunk, or one that all share where nothing is kept
-    void *output;           // [R, C] the residual stream as it leaves the chunk
-    void *final_normed;     // [R, C], here and below of a chunk with the loss
+    mt_activations *layers; // of the chunk, or one that all share where nothing is kept; then of the modules
+    mt_mtp_activations mtp[MT_MAX_MTP_LAYERS];
+    void *output;       // [R, C] the residual stream as it leaves the chunk
+    void *final_normed; // [R, C], here and below of a chunk with the loss
     float *final_mean, *final_rstd;
     void *logits; // [max_logits, V]
     float *lse;
@@ -6908,6 +6993,7 @@ struct mt_model {
     mt_layer_scratch scratch;
     mt_tensor_parallel tp;
     mt_experts experts;
+    mt_mtp mtp;
     mt_link links[MT_NUM_LINKS];
     float *row_stats, *loss, *entropy; // [4, max_logits], [max_logits]
     mt_step *steps;                    // the schedule
@@ -6919,6 +7005,7 @@ struct mt_model {
     mt_span *step_spans;        // [max_logits] bounds of a step's spans
     void **k_cache, **v_cache;  // a layer: [cache_rows, G D], [cache_rows, G Dv]
     double *sums;               // [4] loss, unmasked tokens, squared norm, the loss once more
+    double *mtp_sums;           // [modules, 2] loss and what it counts, of all modules
     double *guard;              // [MT_GUARD_NUMBERS]
     double *own;                // [2] with reruns: this rank's loss and squared norm before sums over ranks
     mt_bad_steps bad_steps;
@@ -8563,6 +8650,9 @@ void mt_context_attention_backward(mt_context *c, void *dq, void *dk, void *dv, 
 /* Rows of logits that travel to the host at once. */
 enum { MT_STAGED_ROWS = 16 };
 
+/* Elements of mt_model.mtp_sums. */
+enum { MT_MTP_SUMS = 2 * MT_MAX_MTP_LAYERS };
+
 enum {
     MT_PLAN_WEIGHTS,
     MT_PLAN_GRADIENTS,
@@ -8629,7 +8719,7 @@ static bool mt_splits_backward(const mt_model *m) {
 
 /* Logits need no memory of their own where nothing happens between a micro-batch's loss and its backward. */
 static bool mt_logits_overlap(const mt_model *m) {
-    return m->num_micro_batches == 1 && m->has_loss;
+    return m->num_micro_batches == 1 && m->has_loss && m->mtp.count == 0;
 }
 
 static bool mt_uses_layernorm(const mt_model *m) {
@@ -8748,7 +8838,7 @@ static mt_context_plan mt_model_context_plan(const mt_model *m) {
 
 /* Lays out a micro-batch of T tokens and num_spans spans. What decoding needs and what training needs is each one
  * stretch of the block. */
-static mt_batch_block mt_layout_batch(mt_arena *arena, int64_t T, int64_t num_spans) {
+static mt_batch_block mt_layout_batch(const mt_model *m, mt_arena *arena, int64_t T, int64_t num_spans) {
     mt_batch_block block;
     block.cache_rows = mt_arena_alloc(arena, T * 4);
     block.logit_rows = mt_arena_alloc(arena, T * 4);
@@ -8759,7 +8849,24 @@ static mt_batch_block mt_layout_batch(mt_arena *arena, int64_t T, int64_t num_sp
     block.loss_mask = mt_arena_alloc(arena, T * 4);
     block.token_index = mt_arena_alloc(arena, T * 8);
     block.sequence = mt_arena_alloc(arena, T * 4);
+    block.mtp_tokens = mt_arena_alloc(arena, m->mtp.count * T * 4);
+    block.mtp_labels = mt_arena_alloc(arena, m->mtp.count * T * 4);
+    block.mtp_weights = mt_arena_alloc(arena, m->mtp.count * T * 4);
     return block;
+}
+
+/* What one module of multi-token prediction keeps of a micro-batch. */
+static void mt_layout_mtp(const mt_model *m, mt_mtp_activations *a, mt_arena *arena) {
+    int64_t R = m->max_rows, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
+    a->embedded = mt_arena_alloc(arena, R * m->C * size);
+    a->joined = mt_arena_alloc(arena, R * 2 * m->C * size);
+    a->embedded_rstd = mt_arena_alloc(arena, R * 4);
+    a->hidden_rstd = mt_arena_alloc(arena, R * 4);
+    a->output = mt_arena_alloc(arena, R * m->C * size);
+    a->normed = mt_arena_alloc(arena, R * m->C * size);
+    a->rstd = mt_arena_alloc(arena, R * 4);
+    a->logits = mt_arena_alloc(arena, rows * m->V * size);
+    a->lse = mt_arena_alloc(arena, rows * 4);
 }
 
 /* What one micro-batch keeps on one chunk. */
@@ -8767,7 +8874,7 @@ static void mt_layout_micro_batch(const mt_model *m, mt_micro_batch *at, mt_aren
     int64_t R = m->max_rows, rows = m->plan.max_logits, size = mt_dtype_size(m->dtype);
     const mt_stage *stage = &m->stages[at->chunk];
     at->device_batch = mt_arena_alloc(arena, m->batch_bytes);
-    for (int64_t i = 0; i < (m->plan.train ? stage->num_layers : 1); i++)
+    for (int64_t i = 0; i < (m->plan.train ? stage->num_layers + stage->num_mtp : 1); i++)
         mt_layout_layer(m, m->plan.train ? m->first_local[at->chunk] + i : -1, &at->layers[i], arena);
     at->output = mt_arena_alloc(arena, R * m->C * size);
     if (!stage->loss) return;
@@ -8776,6 +8883,7 @@ static void mt_layout_micro_batch(const mt_model *m, mt_micro_batch *at, mt_aren
     at->final_rstd = mt_arena_alloc(arena, R * 4);
     at->lse = mt_arena_alloc(arena, rows * 4);
     if (!mt_logits_overlap(m)) at->logits = mt_arena_alloc(arena, rows * m->V * size);
+    for (int64_t i = 0; i < stage->num_mtp; i++) mt_layout_mtp(m, &at->mtp[i], arena);
 }
 
 /* What tensor and pipeline parallelism exchange. */
@@ -8845,12 +8953,18 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     m->sums = mt_arena_alloc(arena, 4 * 8);
     m->guard = mt_arena_alloc(arena, MT_GUARD_NUMBERS * 8);
     m->own = mt_arena_alloc(arena, 2 * 8);
+    m->mtp_sums = mt_arena_alloc(arena, MT_MTP_SUMS * 8);
     m->grad_scale = mt_arena_alloc(arena, 4);
     m->grad_norm = mt_arena_alloc(arena, 4);
     if (m->has_loss) {
         m->row_stats = mt_arena_alloc(arena, 4 * rows * 4);
         m->loss = mt_arena_alloc(arena, rows * 4);
         m->entropy = mt_arena_alloc(arena, rows * 4);
+    }
+    if (m->mtp.count > 0) {
+        m->mtp.loss = mt_arena_alloc(arena, rows * 4);
+        m->mtp.dhidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
+        m->mtp.djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
     }
     m->likeliest = mt_arena_alloc(arena, rows * 4);
     mt_layout_scratch(m, arena);
@@ -8928,8 +9042,8 @@ static void mt_buckets_find(mt_model *m) {
         const mt_param *param = &m->params[i];
         if (param->role == MT_INPUT_NORM) mt_layer_find(m, param->layer)->bucket = param->bucket;
         if (param->role == MT_EXPERT_DOWN) mt_layer_find(m, param->layer)->expert_bucket = param->bucket;
-        if (param->role == MT_WORD_EMBEDDING && (m->has_embedding || tied))
-            *(m->has_embedding ? &m->word_bucket : &m->head_bucket) = param->bucket;
+        if (param->role == MT_WORD_EMBEDDING)
+            *(m->has_embedding || !tied ? &m->word_bucket : &m->head_bucket) = param->bucket;
         if (param->role == MT_POSITION_EMBEDDING) m->position_bucket = param->bucket;
         if (param->role == MT_LM_HEAD) m->head_bucket = param->bucket;
         if (param->role == MT_FINAL_NORM) m->output_bucket = param->bucket;
@@ -8937,7 +9051,23 @@ static void mt_buckets_find(mt_model *m) {
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
 }
 
-/* Where it finds one of latent attention. */
+/* Where it finds one of multi-token prediction. */
+static mt_weight *mt_mtp_weight(mt_layer *layer, mt_role role) {
+    switch (role) {
+    case MT_MTP_EMBEDDING_NORM:
+        return &layer->mtp_embedding_norm;
+    case MT_MTP_HIDDEN_NORM:
+        return &layer->mtp_hidden_norm;
+    case MT_MTP_PROJECTION:
+        return &layer->mtp_projection;
+    case MT_MTP_FINAL_NORM:
+        return &layer->mtp_final_norm;
+    default:
+        return NULL;
+    }
+}
+
+/* Where it finds one of latent attention, or of multi-token prediction. */
 static mt_weight *mt_latent_weight(const mt_model *m, mt_layer *layer, mt_role role) {
     switch (role) {
     case MT_Q_A:
@@ -8953,7 +9083,7 @@ static mt_weight *mt_latent_weight(const mt_model *m, mt_layer *layer, mt_role r
     case MT_KV_A_NORM:
         return &layer->kv_a_norm;
     default:
-        return NULL;
+        return mt_mtp_weight(layer, role);
     }
 }
 
@@ -8962,7 +9092,7 @@ static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
     mt_layer *layer = param->layer >= 0 ? mt_layer_find(m, param->layer) : NULL;
     switch (param->role) {
     case MT_WORD_EMBEDDING:
-        return m->has_embedding ? &m->word_embedding : &m->lm_head;
+        return m->word_bucket >= 0 ? &m->word_embedding : &m->lm_head;
     case MT_POSITION_EMBEDDING:
         return &m->position_embedding;
     case MT_FINAL_NORM:
@@ -9031,6 +9161,11 @@ static void mt_bind_weights(mt_model *m, int64_t bucket) {
     }
 }
 
+/* Layers of which a micro-batch on a chunk may keep something, and the one that all share where nothing is kept. */
+static int64_t mt_layers_kept(const mt_model *m, int64_t chunk) {
+    return m->stages[chunk].num_layers + m->stages[chunk].num_mtp + 1;
+}
+
 /* What the options say of experts, and which of them are here; after the stages. */
 static void mt_experts_open(mt_model *m, const mt_options *o) {
     mt_experts *e = &m->experts;
@@ -9066,7 +9201,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     int64_t size = e->group->size;
     e->out_counts = mt_calloc(2 * size * 8), e->in_counts = e->out_counts + size;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
-        for (int64_t layer = 0; layer <= m->stages[m->micro_batches[i].chunk].num_layers; layer++) {
+        for (int64_t layer = 0; layer < mt_layers_kept(m, m->micro_batches[i].chunk); layer++) {
             mt_routing *r = &m->micro_batches[i].layers[layer].routing;
             r->sent = mt_calloc(2 * size * 8 + (e->places + 1) * 4), r->received = r->sent + size;
             r->host_offsets = (int32_t *)(r->received + size);
@@ -9093,7 +9228,7 @@ static int64_t mt_experts_expected_bytes(const mt_model *m) {
 static void mt_experts_close(mt_model *m) {
     mt_experts *e = &m->experts;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
-        for (int64_t layer = 0; layer <= m->stages[m->micro_batches[i].chunk].num_layers; layer++) {
+        for (int64_t layer = 0; layer < mt_layers_kept(m, m->micro_batches[i].chunk); layer++) {
             mt_routing *r = &m->micro_batches[i].layers[layer].routing;
             mt_expert_rows_free(m, &r->rows);
             free(r->sent);
@@ -9136,7 +9271,9 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     m->first_local = mt_calloc((vp + 1) * 8);
     for (int64_t chunk = 0; chunk < vp; chunk++) {
         m->stages[chunk] = all[chunk * pp + rank];
-        m->first_local[chunk + 1] = m->first_local[chunk] + m->stages[chunk].num_layers;
+        if (!m->plan.train) m->stages[chunk].num_mtp = 0;
+        m->mtp.count += m->stages[chunk].num_mtp;
+        m->first_local[chunk + 1] = m->first_local[chunk] + m->stages[chunk].num_layers + m->stages[chunk].num_mtp;
         m->has_embedding |= m->stages[chunk].embedding;
         m->has_loss |= m->stages[chunk].loss;
     }
@@ -9144,7 +9281,7 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     free(all);
     m->layers = mt_calloc(m->num_layers * (int64_t)sizeof(mt_layer));
     for (int64_t chunk = 0; chunk < vp; chunk++)
-        for (int64_t i = 0; i < m->stages[chunk].num_layers; i++)
+        for (int64_t i = 0; i < m->first_local[chunk + 1] - m->first_local[chunk]; i++)
             m->layers[m->first_local[chunk] + i].number = m->stages[chunk].first_layer + i;
     for (int64_t i = 0; i < m->num_layers; i++) {
         mt_layer *layer = &m->layers[i];
@@ -9186,12 +9323,12 @@ static void mt_model_micro_batches(mt_model *m) {
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++)
         for (int64_t i = 0; i < live[chunk]; i++, at++) {
             *at = (mt_micro_batch){.chunk = chunk, .index = -1};
-            at->layers = mt_calloc((m->stages[chunk].num_layers + 1) * (int64_t)sizeof(mt_activations));
+            at->layers = mt_calloc(mt_layers_kept(m, chunk) * (int64_t)sizeof(mt_activations));
             at->host_spans = mt_malloc(m->plan.max_tokens * (int64_t)sizeof(mt_span));
         }
     free(live);
     mt_arena batch = {0};
-    mt_layout_batch(&batch, m->plan.max_tokens, m->plan.max_tokens);
+    mt_layout_batch(m, &batch, m->plan.max_tokens, m->plan.max_tokens);
     m->batch_bytes = batch.used;
 }
 
@@ -9277,6 +9414,15 @@ static void mt_model_share_sequences(mt_model *m) {
         mt_batch_alloc(&m->micro_batches[i].whole, cp * m->plan.max_tokens);
 }
 
+/* Host memory for multi-token prediction. */
+static void mt_mtp_open(mt_model *m) {
+    int64_t tokens = m->plan.max_tokens * m->grid->context.size;
+    if (m->mtp.count == 0) return;
+    mt_batch_alloc(&m->mtp.rolled, tokens);
+    mt_batch_alloc(&m->mtp.local, m->plan.max_tokens);
+    m->mtp.weights = mt_malloc(tokens * 4);
+}
+
 /* The CUDA backend's attention takes heads of so many channels. */
 enum { MT_CUDA_CHANNELS = 256 };
 
@@ -9327,7 +9473,9 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     mt_experts_begin(m);
     mt_sharding_start(m);
     mt_model_share_sequences(m);
+    mt_mtp_open(m);
     ops->memory_zero(m->sums, 4 * 8, m->stream);
+    ops->memory_zero(m->mtp_sums, MT_MTP_SUMS * 8, m->stream);
     ops->memory_zero(m->guard, MT_GUARD_NUMBERS * 8, m->stream);
     m->bad_steps.reruns = plan->train && strcmp(options->rerun_mode, "validate_results") == 0;
     if (m->rotary_dim > 0) mt_rope_tables(m);
@@ -9367,6 +9515,9 @@ void mt_model_destroy(mt_model *m) {
         free(m->micro_batches[i].host_spans);
     }
     mt_batch_free(&m->local_batch);
+    mt_batch_free(&m->mtp.rolled);
+    mt_batch_free(&m->mtp.local);
+    free(m->mtp.weights);
     free(m->micro_batches);
     free(m->stages);
     free(m->first_local);
@@ -9451,7 +9602,248 @@ mt_dtype mt_model_dtype(const mt_model *m) {
     return m->dtype;
 }
 
-/* ==== §10c forward and backward ================================================================================== */
+/* ==== §10c multi-token prediction ================================================================================ */
+/* Modules after the last layer, each of which predicts one token further than what is before it (DeepSeek-AI,
+ * "DeepSeek-V3", 2.2; Gloeckle et al., "Better & faster large language models via multi-token prediction"). Module k
+ * joins the hidden state of position t with the embedding of token t + k, both normalised, puts a transformer layer and
+ * a norm of its own on top, and predicts token t + k + 1 by the model's output layer. The hidden state is, as in
+ * Megatron, what the output layer reads: of the main model for the first module, then of the module before. Embedding
+ * and output layer are the model's, so the stage with the loss has a copy of the embedding, whose gradient is summed
+ * with the first stage's as a tied output layer's is. Invariants: tokens and labels are rolled within each sequence on
+ * the host, from whole sequences, so no layout changes them; generation and evaluation do without. */
+
+/* A micro-batch one token further: within each sequence, whose end is filled with what counts nothing. */
+static void mt_mtp_roll(mt_batch *rolled) {
+    for (int64_t s = 0; s < rolled->num_spans; s++) {
+        int64_t first = rolled->spans[s].q_start, rest = rolled->spans[s].q_len - 1;
+        if (rest < 0) continue;
+        memmove(rolled->tokens + first, rolled->tokens + first + 1, (size_t)rest * 4);
+        memmove(rolled->labels + first, rolled->labels + first + 1, (size_t)rest * 4);
+        memmove(rolled->loss_mask + first, rolled->loss_mask + first + 1, (size_t)rest * 4);
+        rolled->tokens[first + rest] = rolled->labels[first + rest] = 0;
+        rolled->loss_mask[first + rest] = 0;
+    }
+}
+
+/* What a token's loss counts: a module's share of the scaling factor, and as rolling leaves a sequence fewer labels,
+ * each of them more, so that a sequence's mean counts what its mean in the main loss does. */
+static void mt_mtp_weigh(const mt_model *m, float *weights, const mt_batch *whole, const mt_batch *rolled) {
+    double factor = m->options->mtp_loss_scaling_factor / (double)m->mtp.count;
+    memset(weights, 0, (size_t)whole->num_tokens * 4);
+    for (int64_t s = 0; s < whole->num_spans; s++) {
+        int64_t first = whole->spans[s].q_start, end = first + whole->spans[s].q_len;
+        double labels = 0, left = 0;
+        for (int64_t t = first; t < end; t++)
+            labels += (double)whole->loss_mask[t], left += (double)rolled->loss_mask[t];
+        for (int64_t t = first; t < end && left > 0; t++)
+            weights[t] = (float)(factor * labels / left * (double)rolled->loss_mask[t]);
+    }
+}
+
+/* Tokens, labels and weights of this rank's part of a micro-batch, for every module, into the host's block. */
+static void mt_mtp_load(mt_model *m, mt_batch_block *block, const mt_batch *whole) {
+    mt_error error;
+    mt_batch *rolled = &m->mtp.rolled;
+    const mt_group *group = &m->grid->context;
+    size_t T = (size_t)whole->num_tokens;
+    if (m->mtp.count == 0) return;
+    memcpy(rolled->tokens, whole->tokens, T * 4);
+    memcpy(rolled->labels, whole->labels, T * 4);
+    memcpy(rolled->loss_mask, whole->loss_mask, T * 4);
+    memcpy(rolled->spans, whole->spans, (size_t)whole->num_spans * sizeof(mt_span));
+    rolled->num_tokens = whole->num_tokens, rolled->num_spans = whole->num_spans;
+    for (int64_t k = 0; k < m->mtp.count; k++) {
+        mt_mtp_roll(rolled);
+        mt_mtp_weigh(m, m->mtp.weights, whole, rolled);
+        mt_batch part = *rolled;
+        part.loss_mask = m->mtp.weights, part.positions = whole->positions, part.token_index = whole->token_index;
+        if (m->context) {
+            MT_CHECK(mt_batch_context_shard(&m->mtp.local, &part, group->size, group->rank, &error) == 0);
+            part = m->mtp.local;
+        }
+        int64_t at = k * part.num_tokens;
+        memcpy(block->mtp_tokens + at, part.tokens, (size_t)part.num_tokens * 4);
+        memcpy(block->mtp_labels + at, part.labels, (size_t)part.num_tokens * 4);
+        memcpy(block->mtp_weights + at, part.loss_mask, (size_t)part.num_tokens * 4);
+    }
+}
+
+/* Where the word embedding is on the rank with the loss: the embedding's own, a copy, or the tied output layer. */
+static int64_t mt_mtp_word_bucket(const mt_model *m) {
+    return m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
+}
+
+static mt_weight mt_mtp_word_embedding(const mt_model *m) {
+    return m->word_bucket >= 0 ? m->word_embedding : m->lm_head;
+}
+
+/* Which of the chunk's layers module k has, and of this rank's. */
+static int64_t mt_mtp_place(const mt_model *m, int64_t k) {
+    return m->stages[m->at->chunk].num_layers + k;
+}
+static int64_t mt_mtp_layer(const mt_model *m, int64_t k) {
+    return m->first_local[m->at->chunk] + mt_mtp_place(m, k);
+}
+
+/* What module k takes from the one before. */
+static const void *mt_mtp_hidden(const mt_model *m, int64_t k) {
+    return k > 0 ? m->at->mtp[k - 1].normed : m->at->final_normed;
+}
+
+/* out = eh_proj([norm(embedded); norm(hidden)]). */
+static void mt_mtp_join_forward(mt_model *m, int64_t k, void *out) {
+    const mt_ops *ops = m->ops;
+    const mt_layer *w = &m->layers[mt_mtp_layer(m, k)];
+    mt_mtp_activations *a = &m->at->mtp[k];
+    int64_t R = m->rows, C = m->C;
+    float eps = (float)m->options->norm_epsilon;
+    ops->rmsnorm_forward(a->joined, a->embedded_rstd, a->embedded, w->mtp_embedding_norm.w, R, 1, C, 2 * C, C, eps,
+                         m->dtype, m->stream);
+    ops->rmsnorm_forward(mt_at(m, a->joined, C), a->hidden_rstd, mt_mtp_hidden(m, k), w->mtp_hidden_norm.w, R, 1, C,
+                         2 * C, C, eps, m->dtype, m->stream);
+    ops->linear_forward(out, a->joined, w->mtp_projection.w, NULL, R, C, 2 * C, m->dtype, m->stream);
+}
+
+/* From scratch.residual, the gradient of eh_proj's output, to those of the hidden state in mtp.dhidden and of what was
+ * embedded in scratch.residual. */
+static void mt_mtp_join_backward(mt_model *m, int64_t k) {
+    const mt_ops *ops = m->ops;
+    const mt_layer *w = &m->layers[mt_mtp_layer(m, k)];
+    const mt_mtp_activations *a = &m->at->mtp[k];
+    void *residual = m->scratch.residual, *joined = m->mtp.djoined;
+    int64_t R = m->rows, C = m->C;
+    ops->linear_backward_input(joined, residual, w->mtp_projection.w, R, C, 2 * C, m->dtype, m->stream);
+    ops->linear_backward_weight(w->mtp_projection.dw, NULL, residual, a->joined, R, C, 2 * C, m->tp.accumulates,
+                                m->dtype, m->stream);
+    ops->rmsnorm_backward(m->mtp.dhidden, w->mtp_hidden_norm.dw, mt_at(m, joined, C), NULL, mt_mtp_hidden(m, k),
+                          w->mtp_hidden_norm.w, a->hidden_rstd, R, 1, C, C, 2 * C, C, m->dtype, m->stream);
+    ops->rmsnorm_backward(residual, w->mtp_embedding_norm.dw, joined, NULL, a->embedded, w->mtp_embedding_norm.w,
+                          a->embedded_rstd, R, 1, C, C, 2 * C, C, m->dtype, m->stream);
+}
+
+/* embedded = dropout(word embedding of the token that module k is told). */
+static void mt_mtp_embed_forward(mt_model *m, int64_t k) {
+    void *x = m->at->mtp[k].embedded;
+    mt_bucket_acquire(m, mt_mtp_word_bucket(m));
+    mt_vocab_embedding_forward(&m->tp, x, m->at->batch.mtp_tokens + k * m->T, mt_mtp_word_embedding(m), m->C,
+                               m->vocab_first, m->V);
+    mt_bucket_release(m, mt_mtp_word_bucket(m));
+    mt_dropout dropout = mt_model_dropout(m, m->layers[mt_mtp_layer(m, k)].number, MT_DROP_EMBEDDING);
+    if (dropout.p > 0)
+        m->ops->dropout_add_forward(x, x, NULL, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
+                                    m->stream);
+}
+
+/* The gradient of what was embedded is in scratch.residual. That of a tied output layer is held since mt_mtp_head. */
+static void mt_mtp_embed_backward(mt_model *m, int64_t k) {
+    void *dx = m->scratch.residual;
+    int64_t word = mt_mtp_word_bucket(m);
+    bool is_last = m->last_backward && k == 0 && !m->has_embedding && word != m->head_bucket;
+    mt_dropout dropout = mt_model_dropout(m, m->layers[mt_mtp_layer(m, k)].number, MT_DROP_EMBEDDING);
+    if (dropout.p > 0)
+        m->ops->dropout_add_backward(dx, dx, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
+                                     m->stream);
+    if (word != m->head_bucket) mt_bucket_gradients_acquire(m, word);
+    mt_vocab_embedding_backward(&m->tp, dx, m->at->batch.mtp_tokens + k * m->T, mt_mtp_word_embedding(m), m->C,
+                                m->vocab_first, m->V);
+    mt_bucket_gradients_release(m, word, is_last);
+}
+
+/* Logits and loss of module k. */
+static void mt_mtp_head_forward(mt_model *m, int64_t k) {
+    mt_mtp_activations *a = &m->at->mtp[k];
+    const mt_batch_block *batch = &m->at->batch;
+    mt_bucket_acquire(m, m->head_bucket);
+    mt_column_linear_forward(&m->tp, a->logits, a->normed, m->lm_head, (mt_weight){0}, m->V, m->C);
+    mt_bucket_release(m, m->head_bucket);
+    mt_vocab_cross_entropy_forward(&m->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
+                                   batch->mtp_labels + k * m->T, m->T, m->V, m->vocab_first, m->vocab_count);
+    m->ops->loss_accumulate(m->mtp_sums + 2 * k, m->mtp.loss, batch->mtp_weights + k * m->T, m->T, m->stream);
+}
+
+/* scratch.normed += mtp.dhidden, what a later module adds to the gradient of a hidden state. */
+static void mt_mtp_add_dhidden(mt_model *m) {
+    void *normed = m->scratch.normed;
+    m->ops->dropout_add_forward(normed, m->mtp.dhidden, normed, m->token_index, m->rows, m->C, 0, &(mt_dropout){0},
+                                m->dtype, m->stream);
+}
+
+/* scratch.normed = the gradient of module k's final norm: of its own loss, and of the module after it. */
+static void mt_mtp_head_backward(mt_model *m, int64_t k) {
+    const mt_mtp_activations *a = &m->at->mtp[k];
+    const mt_batch_block *batch = &m->at->batch;
+    m->ops->cross_entropy_backward(a->logits, a->logits, batch->mtp_labels + k * m->T, a->lse,
+                                   batch->mtp_weights + k * m->T, m->T, m->V, m->vocab_first, m->vocab_count, m->dtype,
+                                   m->stream);
+    mt_bucket_acquire(m, m->head_bucket);
+    mt_bucket_gradients_acquire(m, m->head_bucket);
+    mt_column_linear_backward(&m->tp, m->scratch.normed, a->logits, a->normed, m->lm_head, (mt_weight){0}, m->V, m->C,
+                              MT_PART_BOTH);
+    if (mt_mtp_word_bucket(m) != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
+    mt_bucket_release(m, m->head_bucket);
+    if (k + 1 < m->mtp.count) mt_mtp_add_dhidden(m);
+}
+
+/* Around a layer's backward, experts first as they are used first; of the weights' part only, where `gradients` alone.
+ */
+static void mt_layer_acquire(mt_model *m, const mt_layer *w, bool params, bool gradients) {
+    bool has_experts = w->expert_bucket >= 0;
+    if (params && has_experts) mt_bucket_acquire(m, w->expert_bucket);
+    if (gradients && has_experts) {
+        mt_bucket_gradients_acquire(m, w->expert_bucket);
+        m->experts.accumulates = m->tp.accumulates;
+    }
+    if (params) mt_bucket_acquire(m, w->bucket);
+    if (gradients) mt_bucket_gradients_acquire(m, w->bucket);
+}
+
+static void mt_layer_release(mt_model *m, const mt_layer *w, bool params, bool gradients) {
+    bool has_experts = w->expert_bucket >= 0;
+    if (gradients && has_experts) mt_bucket_gradients_release(m, w->expert_bucket, m->last_backward);
+    if (params && has_experts) mt_bucket_release(m, w->expert_bucket);
+    if (gradients) mt_bucket_gradients_release(m, w->bucket, m->last_backward);
+    if (params) mt_bucket_release(m, w->bucket);
+}
+
+/* All modules of the micro-batch at hand, whose final_normed is there. */
+static void mt_mtp_forward(mt_model *m) {
+    mt_micro_batch *at = m->at;
+    for (int64_t k = 0; k < m->mtp.count; k++) {
+        int64_t layer = mt_mtp_layer(m, k);
+        const mt_layer *w = &m->layers[layer];
+        mt_activations *a = &at->layers[mt_mtp_place(m, k)];
+        mt_mtp_embed_forward(m, k);
+        mt_bucket_acquire(m, w->bucket);
+        mt_norm input = mt_input_norm(m, layer, a);
+        mt_norm final = {w->mtp_final_norm, {0}, at->mtp[k].normed, NULL, at->mtp[k].rstd};
+        mt_mtp_join_forward(m, k, a->input);
+        mt_norm_forward(m, input.y, input.mean, input.rstd, a->input, input.w, input.b, m->rows);
+        if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
+        mt_layer_forward(m, layer, a, at->mtp[k].output, &final, false);
+        if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
+        mt_bucket_release(m, w->bucket);
+        mt_mtp_head_forward(m, k);
+    }
+}
+
+/* mtp.dhidden = what the modules add to the gradient of final_normed. */
+static void mt_mtp_backward(mt_model *m) {
+    mt_micro_batch *at = m->at;
+    for (int64_t k = m->mtp.count - 1; k >= 0; k--) {
+        int64_t layer = mt_mtp_layer(m, k);
+        const mt_layer *w = &m->layers[layer];
+        mt_mtp_head_backward(m, k);
+        mt_layer_acquire(m, w, true, true);
+        mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->mtp[k].output, NULL, at->mtp[k].rstd,
+                         w->mtp_final_norm, (mt_weight){0}, m->rows);
+        mt_layer_backward(m, layer, &at->layers[mt_mtp_place(m, k)], MT_PART_BOTH);
+        mt_mtp_join_backward(m, k);
+        mt_layer_release(m, w, true, true);
+        mt_mtp_embed_backward(m, k);
+    }
+}
+
+/* ==== §10d forward and backward ================================================================================== */
 
 void mt_batch_alloc(mt_batch *batch, int64_t max_tokens) {
     mt_arena arena = {0};
@@ -9505,7 +9897,7 @@ static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_b
     MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
     mt_arena on_device = {.base = at->device_batch, .capacity = m->batch_bytes};
     mt_arena on_host = {.base = m->staged_batch[staged], .capacity = m->batch_bytes};
-    at->batch = mt_layout_batch(&on_device, T, num_spans);
+    at->batch = mt_layout_batch(m, &on_device, T, num_spans);
     at->T = T;
     at->rows = m->tp.sequence_parallel ? T / m->grid->tensor.size : T;
     MT_CHECK(!m->tp.sequence_parallel || T % m->grid->tensor.size == 0);
@@ -9514,13 +9906,13 @@ static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_b
     mt_micro_batch_enter(m, at);
     m->staged = staged;
     m->ops->event_wait(m->copied[staged]); // what was in the host's block has left it
-    return mt_layout_batch(&on_host, T, num_spans);
+    return mt_layout_batch(m, &on_host, T, num_spans);
 }
 
 /* Enqueues the copy of a micro-batch to where the model's operations read it. The host goes on at once: it may fill
  * `batch` again and hand over the next micro-batch while the device is still busy with this one. */
-static void mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch) {
-    batch = mt_share_batch(m, at, batch);
+static void mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole) {
+    const mt_batch *batch = mt_share_batch(m, at, whole);
     mt_batch_block block = mt_place_batch(m, at, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens;
     memcpy(block.spans, batch->spans, (size_t)batch->num_spans * sizeof(mt_span));
@@ -9532,7 +9924,8 @@ static void mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch
     memset(block.sequence, 0, T * 4);
     for (int64_t s = 0; s < batch->num_spans; s++)
         for (int64_t i = 0; i < batch->spans[s].q_len; i++) block.sequence[batch->spans[s].q_start + i] = (int32_t)s;
-    int64_t bytes = (char *)(block.sequence + T) - (char *)block.spans;
+    if (m->training && m->stages[at->chunk].loss) mt_mtp_load(m, &block, whole);
+    int64_t bytes = (char *)(block.mtp_weights + (size_t)m->mtp.count * T) - (char *)block.spans;
     m->ops->memory_copy((void *)m->spans.device, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
 }
@@ -9591,6 +9984,7 @@ static void mt_loss_forward(mt_model *m) {
                                    m->at->logits, m->labels, m->T, m->V, m->vocab_first, m->vocab_count);
     m->ops->loss_accumulate(m->sums, m->loss, m->loss_mask, m->T, m->stream);
     m->num_logits = m->T;
+    if (m->training) mt_mtp_forward(m);
 }
 
 /* The loss is a sum over unmasked tokens, so its gradient by a token's loss is the mask itself. A tied head's gradient
@@ -9598,6 +9992,7 @@ static void mt_loss_forward(mt_model *m) {
 static void mt_loss_backward(mt_model *m) {
     mt_micro_batch *at = m->at;
     bool own_head = m->head_bucket != m->output_bucket;
+    mt_mtp_backward(m);
     m->ops->cross_entropy_backward(at->logits, at->logits, m->labels, at->lse, m->loss_mask, m->T, m->V, m->vocab_first,
                                    m->vocab_count, m->dtype, m->stream);
     mt_bucket_acquire(m, m->output_bucket);
@@ -9608,6 +10003,7 @@ static void mt_loss_backward(mt_model *m) {
     if (own_head) m->tp.accumulates = accumulates;
     mt_column_linear_backward(&m->tp, m->scratch.normed, at->logits, at->final_normed, m->lm_head, (mt_weight){0}, m->V,
                               m->C, MT_PART_BOTH);
+    if (m->mtp.count > 0) mt_mtp_add_dhidden(m);
     mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->output, at->final_mean, at->final_rstd,
                      m->final_norm, m->final_norm_bias, m->rows);
     mt_bucket_gradients_release(m, m->output_bucket, m->last_backward);
@@ -9641,27 +10037,6 @@ static void mt_chunk_forward(mt_model *m, bool decode) {
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
     }
-}
-
-/* Around a layer's backward, experts first as they are used first; of the weights' part only, where `gradients` alone.
- */
-static void mt_layer_acquire(mt_model *m, const mt_layer *w, bool params, bool gradients) {
-    bool has_experts = w->expert_bucket >= 0;
-    if (params && has_experts) mt_bucket_acquire(m, w->expert_bucket);
-    if (gradients && has_experts) {
-        mt_bucket_gradients_acquire(m, w->expert_bucket);
-        m->experts.accumulates = m->tp.accumulates;
-    }
-    if (params) mt_bucket_acquire(m, w->bucket);
-    if (gradients) mt_bucket_gradients_acquire(m, w->bucket);
-}
-
-static void mt_layer_release(mt_model *m, const mt_layer *w, bool params, bool gradients) {
-    bool has_experts = w->expert_bucket >= 0;
-    if (gradients && has_experts) mt_bucket_gradients_release(m, w->expert_bucket, m->last_backward);
-    if (params && has_experts) mt_bucket_release(m, w->expert_bucket);
-    if (gradients) mt_bucket_gradients_release(m, w->bucket, m->last_backward);
-    if (params) mt_bucket_release(m, w->bucket);
 }
 
 /* scratch.residual, the gradient of the chunk's output, becomes that of its input. */
@@ -10107,11 +10482,11 @@ static char *mt_layout_unfold(const char *layout, mt_error *error) {
             }
             for (; times > 1; times--, count += length) memcpy(letters + count, letters + last, (size_t)length);
             at = end - 1;
-        } else if (strchr("EtL|", *at) && count < MT_LAYOUT_LETTERS) {
+        } else if (strchr("EtmL|", *at) && count < MT_LAYOUT_LETTERS) {
             last = count;
             letters[count++] = *at;
         } else
-            problem = *at == 'm' ? "there is no multi-token prediction yet" : "not understood";
+            problem = "not understood";
         if (problem) break;
     }
     if (!problem && open >= 0) problem = "a bracket is not closed";
@@ -10119,7 +10494,7 @@ static char *mt_layout_unfold(const char *layout, mt_error *error) {
     if (!problem) return letters;
     free(letters);
     mt_error_set(error,
-                 "--pipeline-model-parallel-layout '%.200s': %s at '%.20s'; letters are E, t, L and |, and (tt|)*3 "
+                 "--pipeline-model-parallel-layout '%.200s': %s at '%.20s'; letters are E, t, m, L and |, and (tt|)*3 "
                  "repeats",
                  layout, problem, at);
     return NULL;
@@ -10134,14 +10509,19 @@ int64_t mt_layout_count(const mt_options *options, mt_error *error) {
     return count;
 }
 
-/* Layers by the letters: the embedding first of all, the loss last of all, once each. */
+/* Layers by the letters: the embedding first of all, the loss last of all, once each, and before it in its stage the
+ * modules of multi-token prediction. */
 static int mt_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
     MT_CHECK(mt_layout_count(o, error) <= o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
     char *letters = mt_layout_unfold(o->pipeline_model_parallel_layout, error);
     if (!letters) return -1;
     int64_t layers = 0, stage = 0;
-    const char *last = letters + strlen(letters) - (*letters != 0);
+    const char *last = letters + strlen(letters) - (*letters != 0), *mtp = last;
     bool good = *letters == 'E' && *last == 'L';
+    while (mtp > letters && mtp[-1] == 'm') mtp--;
+    int64_t modules = last - mtp;
+    for (const char *at = letters; at < mtp; at++)
+        modules += *at == 'm' ? MT_LAYOUT_LETTERS : 0; // where they cannot be
     for (const char *at = letters; *at; at++) {
         if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
         if (*at == 't') stages[stage].num_layers++, layers++;
@@ -10152,6 +10532,11 @@ static int mt_layout_read(mt_stage *stages, const mt_options *o, mt_error *error
         return mt_error_set(error,
                             "--pipeline-model-parallel-layout '%.200s' must begin with E and end with L, once each",
                             o->pipeline_model_parallel_layout);
+    if (modules != o->mtp_num_layers)
+        return mt_error_set(error,
+                            "--pipeline-model-parallel-layout '%.200s' must have --mtp-num-layers %lld times m, right "
+                            "before L and in its stage",
+                            o->pipeline_model_parallel_layout, (long long)o->mtp_num_layers);
     if (layers != o->num_layers)
         return mt_error_set(error,
                             "--pipeline-model-parallel-layout '%.200s' has %lld layers, but --num-layers is %lld",
@@ -10210,6 +10595,7 @@ int mt_layout_build(mt_stage *stages, const mt_options *o, mt_error *error) {
         stages[count - 1].num_layers -= loss;
     }
     stages[0].embedding = stages[count - 1].loss = true;
+    stages[count - 1].num_mtp = o->mtp_num_layers;
     for (int64_t i = 0; i < count; layer += stages[i++].num_layers) stages[i].first_layer = layer;
     return 0;
 }
@@ -10238,6 +10624,7 @@ static void mt_layout_print(const mt_stage *stages, const mt_schedule *s, FILE *
             if (stage->num_layers > 1)
                 fprintf(file, " layers %lld-%lld", (long long)stage->first_layer,
                         (long long)(stage->first_layer + stage->num_layers - 1));
+            if (stage->num_mtp > 0) fprintf(file, " mtp x %lld", (long long)stage->num_mtp);
             fprintf(file, "%s", stage->loss ? " loss" : stage->num_layers == 0 && !stage->embedding ? " empty" : "");
         }
         fprintf(file, "\n");
@@ -10672,7 +11059,8 @@ static const mt_group *mt_gradient_group(const mt_model *m, const mt_param *para
 }
 
 /* Adds what ranks of one model have of the same gradient: parameters that all tensor-parallel ranks hold but use on
- * their own rows or heads only, and the two copies of a tied word embedding. Neighbours travel together. */
+ * their own rows or heads only, and the two copies of a word embedding that the last stage uses too. Neighbours travel
+ * together. */
 static void mt_gradients_finish_model(mt_model *m) {
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         const mt_param *param = &m->params[i];
@@ -10684,8 +11072,8 @@ static void mt_gradients_finish_model(mt_model *m) {
         m->ops->all_reduce(m->buckets[param->bucket].grad_shard + begin, count, MT_SUM, MT_F32, group, m->stream);
     }
     int64_t word = m->word_bucket >= 0 ? m->word_bucket : m->head_bucket;
-    bool tied = !m->options->untie_embeddings_and_output_weights;
-    if (tied && m->grid->embedding.size > 1 && word >= 0)
+    bool has_copies = !m->options->untie_embeddings_and_output_weights || m->options->mtp_num_layers > 0;
+    if (has_copies && m->grid->embedding.size > 1 && word >= 0)
         m->ops->all_reduce(m->buckets[word].grad_shard, m->buckets[word].shard_count, MT_SUM, MT_F32,
                            &m->grid->embedding, m->stream);
 }
@@ -11587,6 +11975,10 @@ static const mt_param_options mt_param_option[MT_NUM_ROLES] = {
                       "--moe-shared-expert-intermediate-size"},
     [MT_SHARED_DOWN] = {"--hidden-size", "--moe-shared-expert-intermediate-size",
                         "--moe-shared-expert-intermediate-size"},
+    [MT_MTP_EMBEDDING_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
+    [MT_MTP_HIDDEN_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
+    [MT_MTP_PROJECTION] = {"--hidden-size", "--hidden-size", "--mtp-num-layers"},
+    [MT_MTP_FINAL_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
 };
 
 /* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
@@ -11632,20 +12024,68 @@ static const mt_tensor_info *mt_safetensors_find_param(const mt_safetensors *fil
     return tensor;
 }
 
-static int mt_param_missing(const mt_param *param, const char *folder, const mt_safetensors *file, mt_error *error) {
+static int mt_param_missing(const mt_param *param, const mt_options *options, const char *folder,
+                            const mt_safetensors *file, mt_error *error) {
     const char *option = mt_param_option[param->role].exists;
     if (param->role == MT_LM_HEAD)
         return mt_error_set(error,
                             "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
                             "true, or leave out %s",
                             folder, param->hf_name, option);
+    if (param->layer >= options->num_layers)
+        return mt_error_set(error,
+                            "%s: has no tensor \"%s\" of a module of multi-token prediction among its %lld; lower "
+                            "--mtp-num-layers to the modules that it holds, perhaps 0",
+                            folder, param->hf_name, (long long)mt_safetensors_count(file));
     return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json, --num-layers%s%s", folder,
                         param->hf_name, (long long)mt_safetensors_count(file), option ? " and " : "",
                         option ? option : "");
 }
 
-/* Tensors that old checkpoints carry and that hold no weights: tables that are computed, masks, the tied head. */
+/* The number of a tensor's layer, or -1; `rest` is what follows it in the name. */
+static int64_t mt_tensor_layer(const char *name, const char **rest) {
+    char *end;
+    if (strncmp(name, "model.", 6) == 0) name += 6;
+    if (strncmp(name, "layers.", 7) != 0 || !isdigit((unsigned char)name[7])) return -1;
+    errno = 0;
+    int64_t layer = strtoll(name + 7, &end, 10);
+    *rest = end + (*end == '.');
+    return *end == '.' && errno == 0 ? layer : -1;
+}
+
+/* DeepSeek's folders have the embedding and the output layer again in every module of multi-token prediction, which
+ * shares them with the model: the name of what such a tensor repeats, or NULL. */
+static const char *mt_tensor_repeats(const mt_options *options, const char *name) {
+    const char *rest;
+    int64_t module = mt_tensor_layer(name, &rest) - options->num_layers;
+    if (module < 0 || module >= options->mtp_num_layers) return NULL;
+    if (strcmp(rest, "embed_tokens.weight") == 0) return "model.embed_tokens.weight";
+    if (strcmp(rest, "shared_head.head.weight") != 0) return NULL;
+    return options->untie_embeddings_and_output_weights ? "lm_head.weight" : "model.embed_tokens.weight";
+}
+
+/* It must be the same, or training would lose it. */
+static int mt_tensor_check_repeated(const mt_options *options, const mt_safetensors *file, const mt_tensor_info *tensor,
+                                    mt_error *error) {
+    const char *name = mt_tensor_repeats(options, tensor->name);
+    const mt_tensor_info *shared = name ? mt_safetensors_find_param(file, name) : NULL;
+    if (!shared) return 0;
+    if (shared->dtype == tensor->dtype && shared->bytes == tensor->bytes &&
+        memcmp(shared->data, tensor->data, (size_t)tensor->bytes) == 0)
+        return 0;
+    return mt_error_set(error,
+                        "%s: tensor \"%s\" is not the same as \"%s\", which modules of multi-token prediction share; "
+                        "load with --mtp-num-layers 0",
+                        tensor->file, tensor->name, shared->name);
+}
+
+/* Tensors that old checkpoints carry and that hold no weights: tables that are computed, masks, the tied head; and
+ * modules of multi-token prediction that the model does without. */
 static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
+    const char *rest;
+    int64_t layer = mt_tensor_layer(name, &rest), end = options->num_layers + options->mtp_layers_stored;
+    if (layer >= options->num_layers + options->mtp_num_layers && layer < end) return true;
+    if (mt_tensor_repeats(options, name)) return true;
     if (mt_ends_with(name, "rotary_emb.inv_freq") || mt_ends_with(name, ".attn.masked_bias")) return true;
     if (strcmp(options->hf_family, "gpt2") == 0 && mt_ends_with(name, ".attn.bias")) return true;
     return !options->untie_embeddings_and_output_weights && strcmp(name, "lm_head.weight") == 0;
@@ -11684,9 +12124,12 @@ static int mt_weights_check(const mt_options *options, const char *folder, const
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
         const mt_tensor_info *tensor = mt_safetensors_find_param(file, rows[i].hf_name);
-        status = tensor ? mt_param_check(&rows[i], tensor, error) : mt_param_missing(&rows[i], folder, file, error);
+        status =
+            tensor ? mt_param_check(&rows[i], tensor, error) : mt_param_missing(&rows[i], options, folder, file, error);
     }
     if (status == 0) status = mt_weights_check_unused(rows, count, options, file, error);
+    for (int64_t i = 0; i < file->count && status == 0; i++)
+        status = mt_tensor_check_repeated(options, file, &file->tensors[i], error);
     free(rows);
     return status;
 }
@@ -13983,6 +14426,10 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
 static void mt_sums_finish(mt_model *m) {
     m->ops->all_reduce(m->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
     m->ops->all_reduce(m->sums, 2, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
+    if (m->options->mtp_num_layers == 0 || !m->training) return;
+    double *mtp = m->mtp_sums;
+    m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
+    m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
 }
 
 /* Forwards and backwards of all micro-batches, summed over the ranks; adds to `tokens`. */
@@ -13992,6 +14439,7 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     mt_experts_begin(m);
     m->ops->memory_zero(m->sums, 3 * 8, m->stream); // the squared norm too
     if (m->bad_steps.reruns) m->ops->memory_zero(m->own, 2 * 8, m->stream);
+    m->ops->memory_zero(m->mtp_sums, MT_MTP_SUMS * 8, m->stream);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
     mt_source from = {source, context, batch, 0};
     if (mt_run_schedule(m, &schedule, true, &from, error) != 0) return -1;
@@ -14010,6 +14458,7 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
 static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
     mt_step_result *result = &m->results[slot];
     m->ops->memory_copy(result->sums, m->sums, sizeof result->sums, m->stream);
+    m->ops->memory_copy(result->mtp, m->mtp_sums, sizeof result->mtp, m->stream);
     m->ops->memory_copy(result->guard, m->guard, sizeof result->guard, m->stream);
     m->ops->memory_copy(&result->grad_norm, m->grad_norm, sizeof result->grad_norm, m->stream);
     mt_experts_tell(m, result);
@@ -14209,6 +14658,8 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
                                 .tokens = (double)(tokens * m->grid->data.size),
                                 .skipped = m->bad_steps.skipped,
                                 .data_seconds = m->data_seconds};
+        for (int64_t k = 0; k < m->options->mtp_num_layers; k++)
+            metrics->mtp_losses[k] = result->mtp[2 * k + 1] > 0 ? result->mtp[2 * k] / result->mtp[2 * k + 1] : 0;
         metrics->seconds = m->unread_seconds * metrics->tokens / m->unread_tokens;
         mt_experts_report(m, result, metrics);
         m->unread_tokens = m->unread_seconds = 0;
@@ -14243,9 +14694,9 @@ static int64_t mt_peak_memory(void) {
     return (int64_t)usage.ru_maxrss * 1024;
 }
 
-/* A number that TensorBoard shows, by the tag that Megatron gives it (§16c). */
+/* A number that is told: to TensorBoard by the tag that Megatron gives it (§16c), in the metrics file by its key. */
 typedef struct mt_scalar {
-    const char *tag;
+    const char *tag, *key; // NULL: not there
     double value;
 } mt_scalar;
 
@@ -14306,18 +14757,65 @@ bool mt_report_is_due(const mt_report *report, int64_t iteration) {
     return iteration % report->options->log_interval == 0 || iteration == report->options->num_iterations;
 }
 
-/* A model with experts says more: what balances them where that is on, how even they are, and what was dropped. */
-static void mt_report_experts(char *text, size_t room, const mt_options *o, const mt_metrics *metrics) {
-    int length = 0;
-    *text = 0;
+static double mt_mtp_mean_loss(const mt_options *o, const mt_metrics *metrics) {
+    double sum = 0;
+    for (int64_t k = 0; k < o->mtp_num_layers; k++) sum += metrics->mtp_losses[k];
+    return sum / (double)o->mtp_num_layers;
+}
+
+/* Some models say more: the loss of what predicts further tokens; with experts what balances them where that is on, how
+ * even they are, and what was dropped. */
+static void mt_report_parts(char *text, size_t room, const mt_options *o, const mt_metrics *metrics) {
+    int length = snprintf(text, room, "%s", "");
+    if (o->mtp_num_layers > 0) length += snprintf(text, room, "  mtp loss %.4f", mt_mtp_mean_loss(o, metrics));
     if (o->num_experts == 0) return;
-    if (o->moe_aux_loss_coeff > 0) length += snprintf(text, room, "  balance loss %.3g", metrics->load_balancing_loss);
+    if (o->moe_aux_loss_coeff > 0)
+        length += snprintf(text + length, room - (size_t)length, "  balance loss %.3g", metrics->load_balancing_loss);
     if (o->moe_z_loss_coeff > 0)
         length += snprintf(text + length, room - (size_t)length, "  z loss %.3g", metrics->z_loss);
     length += snprintf(text + length, room - (size_t)length, "  load %.2f (worst %.2f)", metrics->imbalance,
                        metrics->worst_imbalance);
     if (o->moe_expert_capacity_factor > 0)
         snprintf(text + length, room - (size_t)length, "  dropped %.1f%%", 100 * metrics->dropped);
+}
+
+/* All that is told of a step. */
+typedef struct mt_scalars {
+    mt_scalar scalars[15 + MT_MAX_MTP_LAYERS];
+    int64_t count;
+    char names[MT_MAX_MTP_LAYERS][2][32];
+} mt_scalars;
+
+static void mt_scalars_add(mt_scalars *all, const char *tag, const char *key, double value) {
+    all->scalars[all->count++] = (mt_scalar){tag, key, value};
+}
+
+/* `flops` are a rank's in a second. */
+static void mt_scalars_of(mt_scalars *all, const mt_report *report, const mt_run_state *state,
+                          const mt_metrics *metrics, double flops) {
+    int64_t bytes = report->device_bytes > 0 ? report->device_bytes : mt_peak_memory();
+    all->count = 0;
+    mt_scalars_add(all, "lm loss", "lm_loss", metrics->loss);
+    for (int64_t k = 0; k < report->options->mtp_num_layers; k++) {
+        snprintf(all->names[k][0], 32, "mtp_%lld loss", (long long)k + 1);
+        snprintf(all->names[k][1], 32, "mtp_%lld_loss", (long long)k + 1);
+        mt_scalars_add(all, all->names[k][0], all->names[k][1], metrics->mtp_losses[k]);
+    }
+    mt_scalars_add(all, "grad-norm", "grad_norm", metrics->grad_norm);
+    mt_scalars_add(all, "learning-rate", "learning_rate", metrics->learning_rate);
+    mt_scalars_add(all, "weight-decay", "weight_decay", metrics->weight_decay);
+    mt_scalars_add(all, "consumed-samples", "consumed_samples", (double)state->consumed_train_samples);
+    mt_scalars_add(all, "tokens-per-second", "tokens_per_second", metrics->tokens / metrics->seconds);
+    mt_scalars_add(all, "throughput", "tflops_per_device", flops * 1e-12);
+    mt_scalars_add(all, "iteration-time-ms", "iteration_ms", 1e3 * metrics->seconds);
+    mt_scalars_add(all, "mem-max-allocated-bytes", "peak_memory_bytes", (double)bytes);
+    mt_scalars_add(all, "skipped-iterations", "skipped_iterations", (double)metrics->skipped);
+    if (report->options->num_experts == 0) return;
+    mt_scalars_add(all, "load_balancing_loss", "load_balancing_loss", metrics->load_balancing_loss);
+    mt_scalars_add(all, "z_loss", "z_loss", metrics->z_loss);
+    mt_scalars_add(all, "load imbalance", "load_imbalance", metrics->imbalance);
+    mt_scalars_add(all, "worst load imbalance", "worst_load_imbalance", metrics->worst_imbalance);
+    mt_scalars_add(all, "dropped", "dropped", metrics->dropped);
 }
 
 int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
@@ -14334,48 +14832,23 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
         snprintf(speed, sizeof speed, "%.1f%% MFU", 100 * flops / report->peak_flops);
     else
         snprintf(speed, sizeof speed, "%.1f GFLOP/s", flops * 1e-9);
-    char skipped[40] = "", loss[32], norm[32], experts[128];
+    char skipped[40] = "", parts[160];
     if (metrics->skipped > 0) snprintf(skipped, sizeof skipped, "%lld skipped  ", (long long)metrics->skipped);
-    mt_report_experts(experts, sizeof experts, o, metrics);
+    mt_report_parts(parts, sizeof parts, o, metrics);
     mt_report_line(report,
                    "%6lld/%lld %3d%%  loss %.4f%s  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %s%lld:%02lld left",
-                   (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, experts,
+                   (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, parts,
                    metrics->grad_norm, metrics->learning_rate, rate, speed, skipped, (long long)(left / 60),
                    (long long)(left % 60));
-    int64_t bytes = report->device_bytes > 0 ? report->device_bytes : mt_peak_memory();
-    if (report->events) {
-        const mt_scalar scalars[] = {{"lm loss", metrics->loss},
-                                     {"grad-norm", metrics->grad_norm},
-                                     {"learning-rate", metrics->learning_rate},
-                                     {"weight-decay", metrics->weight_decay},
-                                     {"tokens-per-second", rate},
-                                     {"throughput", flops * 1e-12},
-                                     {"iteration-time", metrics->seconds},
-                                     {"mem-max-allocated-bytes", (double)bytes},
-                                     {"skipped-iterations", (double)metrics->skipped},
-                                     {"load_balancing_loss", metrics->load_balancing_loss},
-                                     {"z_loss", metrics->z_loss},
-                                     {"load imbalance", metrics->imbalance},
-                                     {"worst load imbalance", metrics->worst_imbalance},
-                                     {"dropped", metrics->dropped}};
-        int64_t count = sizeof scalars / sizeof *scalars - (o->num_experts > 0 ? 0 : 5);
-        if (mt_tensorboard_write(report, iteration, scalars, count, error) != 0) return -1;
-    }
+    mt_scalars all;
+    mt_scalars_of(&all, report, state, metrics, flops);
+    if (report->events && mt_tensorboard_write(report, iteration, all.scalars, all.count, error) != 0) return -1;
     if (!report->metrics) return 0;
-    fprintf(report->metrics,
-            "{\"iteration\": %lld, \"lm_loss\": %s, \"grad_norm\": %s, \"learning_rate\": %.17g, "
-            "\"weight_decay\": %.17g, \"consumed_samples\": %lld, \"tokens_per_second\": %.6g, "
-            "\"tflops_per_device\": %.6g, \"iteration_ms\": %.6g, \"peak_memory_bytes\": %lld, "
-            "\"skipped_iterations\": %lld",
-            (long long)iteration, mt_json_number(loss, metrics->loss), mt_json_number(norm, metrics->grad_norm),
-            metrics->learning_rate, metrics->weight_decay, (long long)state->consumed_train_samples, rate,
-            flops * 1e-12, 1e3 * metrics->seconds, (long long)bytes, (long long)metrics->skipped);
-    if (o->num_experts > 0)
-        fprintf(report->metrics,
-                ", \"load_balancing_loss\": %s, \"z_loss\": %s, \"load_imbalance\": %.17g, "
-                "\"worst_load_imbalance\": %.17g, \"dropped\": %.17g",
-                mt_json_number(loss, metrics->load_balancing_loss), mt_json_number(norm, metrics->z_loss),
-                metrics->imbalance, metrics->worst_imbalance, metrics->dropped);
+    fprintf(report->metrics, "{\"iteration\": %lld", (long long)iteration);
+    for (int64_t i = 0; i < all.count; i++) {
+        char number[32];
+        fprintf(report->metrics, ", \"%s\": %s", all.scalars[i].key, mt_json_number(number, all.scalars[i].value));
+    }
     fprintf(report->metrics, "}\n");
     return mt_report_flush(report, error);
 }
@@ -14387,7 +14860,7 @@ int mt_report_evaluation(const mt_report *report, const mt_run_state *state, con
         char tags[2][64];
         snprintf(tags[0], sizeof tags[0], "lm loss %s", split);
         snprintf(tags[1], sizeof tags[1], "lm loss %s ppl", split);
-        const mt_scalar scalars[] = {{tags[0], loss}, {tags[1], exp(loss)}};
+        const mt_scalar scalars[] = {{tags[0], NULL, loss}, {tags[1], NULL, exp(loss)}};
         if (mt_tensorboard_write(report, state->iteration, scalars, 2, error) != 0) return -1;
     }
     if (!report->metrics) return 0;

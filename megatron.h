@@ -144,6 +144,9 @@ typedef struct mt_options {
     bool moe_router_pre_softmax, moe_router_enable_expert_bias, moe_pad_expert_input_to_capacity, moe_grouped_gemm;
     double moe_router_topk_scaling_factor, moe_router_bias_update_rate, moe_aux_loss_coeff, moe_z_loss_coeff;
     double moe_expert_capacity_factor;
+    /* multi-token prediction; mtp_num_layers 0: none */
+    int64_t mtp_num_layers;
+    double mtp_loss_scaling_factor;
     /* training */
     int64_t micro_batch_size, global_batch_size, seq_length, train_iters, train_samples;
     mt_strings rampup_batch_size; // start, increment, samples
@@ -209,6 +212,7 @@ typedef struct mt_options {
     int64_t moe_router_group_best;        // scores of a group of experts that are summed: 2 for deepseek_v3
     char *moe_layers;                     // [num_layers] characters '0' or '1': which layers have experts; NULL: none
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
+    int64_t mtp_layers_stored;            // modules that weights to be loaded may hold, trained on or not
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
     char *hf_family;                    // gpt2 | llama | mistral | qwen2 | qwen3 | deepseek_v3, or megatron: none fits
     int64_t bos_token_id, eos_token_id; // -1: none
@@ -1056,6 +1060,10 @@ typedef enum mt_role {
     MT_SHARED_GATE, // the expert that every token visits
     MT_SHARED_UP,
     MT_SHARED_DOWN,
+    MT_MTP_EMBEDDING_NORM, // this and the next three: what a module of multi-token prediction has around its layer
+    MT_MTP_HIDDEN_NORM,
+    MT_MTP_PROJECTION,
+    MT_MTP_FINAL_NORM,
     MT_NUM_ROLES
 } mt_role;
 
@@ -1127,6 +1135,7 @@ typedef struct mt_weight {
 typedef struct mt_stage {
     int64_t first_layer, num_layers;
     bool embedding, loss; // the embeddings before the layers; the final norm and the output layer after them
+    int64_t num_mtp;      // modules of multi-token prediction, beside the loss; their layers are numbered on
 } mt_stage;
 
 /* Which part of the model a rank holds: its chunks in order, its share of what the tensor group shards, its experts,
@@ -1140,9 +1149,9 @@ typedef struct mt_place {
 
 /* Fills `params` (to free) with the table of what lies at a place, or of the whole model where `place` is NULL; returns
  * the number of rows. Buckets in this order, as far as they are here: the word embedding; learned positions; each
- * layer, and after it its experts; the word embedding again for a tied output layer on another rank than the embedding;
- * final norm and output layer; what is not trained. The word embedding is alone in its bucket so that its two copies
- * lie alike in their shards. */
+ * layer, and after it its experts, and so the modules of multi-token prediction; the word embedding again for these or
+ * a tied output layer on another rank than the embedding; final norm and output layer; what is not trained. The word
+ * embedding is alone in its bucket so that its two copies lie alike in their shards. */
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_place *place);
 
 /* ==== §9 layer; §10 model ==========================================================================================
@@ -1259,7 +1268,8 @@ mt_dtype mt_model_dtype(const mt_model *model);
  * be possible. Every rank of a pipeline calls it, and none with `training`: mt_train_step runs its schedule. */
 void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
 
-/* Backward of the last forward: parameter gradients accumulate, for a loss that is the sum over unmasked tokens. */
+/* Backward of the last forward: parameter gradients accumulate, for a loss that is the sum over unmasked tokens, and
+ * what multi-token prediction adds to it. */
 void mt_model_backward(mt_model *model);
 
 /* Results of the last forward, host copies of the device's: loss (the negative log-probability of the label) and
@@ -1439,10 +1449,14 @@ typedef struct mt_run_state {
     int64_t optimizer_step; // AdamW steps taken, for its bias correction
 } mt_run_state;
 
+/* Modules of multi-token prediction at most. */
+enum { MT_MAX_MTP_LAYERS = 8 };
+
 /* What a step reports; sums and norms over the whole job. */
 typedef struct mt_metrics {
-    double loss;      // mean over unmasked tokens
-    double grad_norm; // before clipping
+    double loss;                          // mean over unmasked tokens
+    double mtp_losses[MT_MAX_MTP_LAYERS]; // of each module, as --mtp-loss-scaling-factor weighs them
+    double grad_norm;                     // before clipping
     double learning_rate, weight_decay;
     double tokens;       // tokens in the step, masked or not
     double seconds;      // that the step took, at the rate of all steps since metrics were read last

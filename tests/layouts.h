@@ -64,6 +64,10 @@ typedef enum subject {
     LATENT,         // multi-head latent attention, with latents of queries; heads narrower than the model
     NO_Q_LATENT,
     LATENT_PACKED,
+    MTP, // two modules of multi-token prediction
+    MTP_TIED,
+    MTP_PACKED,
+    MTP_LATENT, // and experts, as DeepSeek-V3 has them
     NUM_SUBJECTS
 } subject;
 
@@ -79,6 +83,10 @@ typedef enum subject {
 #define EXPERTS_LIKE                                                                                                   \
     LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --num-experts 8 --moe-ffn-hidden-size 16 --moe-z-loss-coeff 1e-3" \
                " --moe-aux-loss-coeff 1e-2"
+#define ROUTED_LIKE                                                                                                    \
+    " --num-experts 8 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 1e-2 --moe-router-score-function sigmoid"          \
+    " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 --moe-layer-freq ([0]*1+[1]*3)"               \
+    " --moe-shared-expert-intermediate-size 24"
 #define GROUPED_LIKE                                                                                                   \
     EXPERTS_LIKE " --moe-router-score-function sigmoid --moe-router-topk 4 --moe-router-num-groups 4"                  \
                  " --moe-router-group-topk 2 --moe-router-topk-scaling-factor 1.5 --moe-router-enable-expert-bias"     \
@@ -118,6 +126,12 @@ static const struct {
     [LATENT] = {LATENT_LIKE " --q-lora-rank 40", 1}, // more than the model is wide
     [NO_Q_LATENT] = {LATENT_LIKE, 1},
     [LATENT_PACKED] = {LATENT_LIKE " --q-lora-rank 10", 2},
+    [MTP] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"
+                        " --global-batch-size 8",
+             1},
+    [MTP_TIED] = {QWEN_LIKE " --mtp-num-layers 1 --mtp-loss-scaling-factor 0.5 --global-batch-size 8", 1},
+    [MTP_PACKED] = {QWEN_LIKE " --untie-embeddings-and-output-weights --mtp-num-layers 2 --global-batch-size 8", 2},
+    [MTP_LATENT] = {LATENT_LIKE " --q-lora-rank 10" ROUTED_LIKE " --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3", 1},
 };
 
 /* One row of a table. */
@@ -255,7 +269,9 @@ static void trainee_close(trainee *t) {
 static int train_one_step(trainee *t, mt_metrics *metrics, mt_error *error) {
     sequence_source from = source_of(t, t->state.consumed_train_samples, false);
     int64_t micro_batches = t->options.global_batch_size / from.stride;
-    return mt_train_step(t->model, &t->state, micro_batches, make_batch, &from, &t->batch, metrics, error);
+    if (mt_train_step(t->model, &t->state, micro_batches, make_batch, &from, &t->batch, metrics, error) != 0) return -1;
+    for (int k = 0; k < MT_MAX_MTP_LAYERS; k++) metrics->loss += metrics->mtp_losses[k];
+    return 0;
 }
 
 /* Evaluates so many micro-batches a rank from a sequence on. */
@@ -792,6 +808,37 @@ static const layout of_latent_attention[] = {
     {8, NO_Q_LATENT, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params" PREFETCH},
 };
 
+static const layout with_multi_token_prediction[] = {
+    {2, MTP, TP "2"},
+    {2, MTP_TIED, TP "2" SP},
+    {2, MTP, PP "2"},
+    {2, MTP_TIED, PP "2"},
+    {2, MTP, PP "2" STAGES "Ett|ttmmL"},
+    {2, MTP_TIED, PP "2" VP "2"},
+    {2, MTP, CP "2"},
+    {2, MTP_PACKED, CP "2" BY "all_gather" MICRO "2"},
+    {2, MTP, SHARD "optim" PREFETCH},
+    {2, MTP_TIED, SHARD "optim_grads" OVERLAP},
+    {2, MTP, SHARD "optim_grads_params" PREFETCH},
+    {2, MTP_TIED, SHARD "optim_grads_params" PREFETCH},
+    {2, MTP_PACKED, TP "2" SP MICRO "2"},
+    {2, MTP_LATENT, EP "2"},
+    {2, MTP_LATENT, PP "2" VP "2"},
+    {4, MTP, PP "4"},
+    {4, MTP_TIED, PP "4" STAGES "Ett|t||tmL"},
+    {4, MTP, TP "2" SP PP "2" STAGES "E|tt|tt|mmL"},
+    {4, MTP, PP "2" SHARD "optim_grads_params" PREFETCH},
+    {4, MTP_TIED, PP "2" SHARD "optim_grads" PREFETCH},
+    {4, MTP_PACKED, PP "2" CP "2" BY "a2a"},
+    {4, MTP, PP "2" VP "2" SHARD "optim" PREFETCH},
+    {4, MTP_LATENT, TP "2" SP PP "2" EP "2" ETP "1"},
+    {4, MTP_LATENT, TP "2" SP CP "2" EP "4" ETP "1" SHARD "optim_grads_params"},
+    {4, MTP_LATENT, PP "2" EP "2" GATHER SHARD "optim_grads_params" PREFETCH},
+    {8, MTP, TP "2" SP PP "2" CP "2"},
+    {8, MTP_TIED, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params" PREFETCH},
+    {8, MTP_LATENT, TP "2" SP PP "2" EP "4" ETP "1" SHARD "optim" PREFETCH},
+};
+
 /* Two ranks with more about them. */
 static const layout of_2_ranks[] = {
     {2, LLAMA, TP "2" SP MICRO "4"},
@@ -918,6 +965,7 @@ static const layout with_experts[] = {
 static const layout in_bf16[] = {
     {2, EXPERTS, EP "2"},
     {4, SHARED, TP "2" SP EP "4" ETP "1"},
+    {4, MTP_LATENT, TP "2" SP PP "2" EP "2" ETP "1"},
     {2, LLAMA, TP "2" SP},
     {2, GPT2, PP "2" VP "2"},
     {4, LLAMA, TP "2" SP PP "2" ZB},
@@ -1003,6 +1051,11 @@ static void each_parallelism_alone_trains_like_one_rank(void **state) {
 static void latent_attention_trains_like_one_rank_on_every_layout(void **state) {
     (void)state;
     RUN_ROWS(of_latent_attention, false, 1e-5);
+}
+
+static void multi_token_prediction_trains_like_one_rank_on_every_layout(void **state) {
+    (void)state;
+    RUN_ROWS(with_multi_token_prediction, false, 1e-5);
 }
 
 static void layouts_of_2_ranks_train_like_one_rank(void **state) {
@@ -1120,6 +1173,7 @@ static int run_layout_tests(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_parallelism_alone_trains_like_one_rank),
         cmocka_unit_test(latent_attention_trains_like_one_rank_on_every_layout),
+        cmocka_unit_test(multi_token_prediction_trains_like_one_rank_on_every_layout),
         cmocka_unit_test(layouts_of_2_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_of_4_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_of_8_ranks_train_like_one_rank),

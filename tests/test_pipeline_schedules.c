@@ -462,6 +462,8 @@ static void layout_strings_equal_megatron(void **state) {
 
 #define TWO "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout "
 
+#define MTP "--mtp-num-layers 1 --normalization RMSNorm --position-embedding-type rope "
+
 static void layouts_that_cannot_be_are_refused(void **state) {
     (void)state;
     assert_refused("--num-layers 5 --pipeline-model-parallel-size 2", "--num-layers, 5, must be a multiple of 2");
@@ -478,7 +480,13 @@ static void layouts_that_cannot_be_are_refused(void **state) {
                    "5 together, do not fit --num-layers 6 on 2 ranks");
     assert_refused("--num-layers 6 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 7",
                    "do not fit");
-    assert_refused(TWO "Ett|ttmL", "there is no multi-token prediction yet at 'mL'");
+    assert_refused(TWO "Ett|ttmL", "must have --mtp-num-layers 0 times m");
+    assert_refused(MTP TWO "Ett|ttL", "must have --mtp-num-layers 1 times m, right before L and in its stage");
+    assert_refused(MTP TWO "Ett|ttmmL", "--mtp-num-layers 1 times m");
+    assert_refused(MTP TWO "Ettm|ttL", "--mtp-num-layers 1 times m");
+    assert_refused(MTP TWO "Ett|tmtL", "--mtp-num-layers 1 times m");
+    assert_refused(MTP "--num-layers 4 --pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett|ttm|L",
+                   "--mtp-num-layers 1 times m");
     assert_refused(TWO "Ett|ttx", "not understood at 'x'");
     assert_refused(TWO "Ett|t*0L", "repeats too often, or not at all at '*0L'");
     assert_refused(TWO "Et|t*9999999999999999999L", "repeats too often");

@@ -1,0 +1,518 @@
+/* Multi-token prediction: losses and gradients against a model written down in double here, one sequence and one
+ * module after another; folders with modules in and out; what is refused. */
+#include "golden.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+static const mt_grid grid = MT_GRID_OF_ONE;
+
+/* ---- the batch: sequences of different lengths with labels that do not count */
+
+enum { LENGTH = 20, NUM_SPANS = 3, VOCABULARY = 23, MODULES = 2, CHANNELS = 12, HEADS = 2, D = 6, F = 16 };
+static const int64_t span_lengths[NUM_SPANS] = {9, 3, 8};
+
+static int make_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
+    (void)context, (void)index, (void)error;
+    batch->num_tokens = LENGTH, batch->num_spans = NUM_SPANS;
+    for (int64_t s = 0, t = 0; s < NUM_SPANS; s++) {
+        batch->spans[s] = (mt_span){t, span_lengths[s], t, span_lengths[s], true};
+        for (int64_t i = 0; i < span_lengths[s]; i++, t++) {
+            batch->tokens[t] = (int32_t)((s * 7 + i * i * 3 + 1) % VOCABULARY);
+            batch->labels[t] = (int32_t)((s * 7 + (i + 1) * (i + 1) * 3 + 1) % VOCABULARY);
+            batch->positions[t] = (int32_t)i, batch->token_index[t] = t;
+            batch->loss_mask[t] = s == 1 ? i == 0 : (s + i) % 4 != 1; // of the second, no module has a label
+        }
+    }
+    return 0;
+}
+
+/* ---- the reference: values[i] are those of row i of the whole model's table */
+
+typedef struct reference {
+    const mt_param *params;
+    int64_t num_params;
+    double **values;
+    const mt_options *options;
+} reference;
+
+static const double *weight(const reference *r, mt_role role, int64_t layer) {
+    for (int64_t i = 0; i < r->num_params; i++)
+        if (r->params[i].role == role && r->params[i].layer == layer) return r->values[i];
+    fail_msg("there is no row of role %d in layer %d", (int)role, (int)layer);
+    return NULL;
+}
+
+/* y[n] = w[n, k] x[k]. */
+static void multiply(double *y, const double *w, const double *x, int64_t n, int64_t k) {
+    for (int64_t i = 0; i < n; i++) {
+        y[i] = 0;
+        for (int64_t j = 0; j < k; j++) y[i] += w[i * k + j] * x[j];
+    }
+}
+
+static void normalise(double *y, const double *x, const double *w, double epsilon) {
+    double square = 0;
+    for (int64_t i = 0; i < CHANNELS; i++) square += x[i] * x[i] / CHANNELS;
+    for (int64_t i = 0; i < CHANNELS; i++) y[i] = x[i] / sqrt(square + epsilon) * w[i];
+}
+
+static void turn(double *x, int64_t position) {
+    for (int64_t h = 0; h < HEADS; h++)
+        for (int64_t i = 0; i < D / 2; i++) {
+            double angle = (double)position * pow(10000, -2.0 * (double)i / D), *a = &x[h * D + i], *b = a + D / 2;
+            double u = *a * cos(angle) - *b * sin(angle), v = *b * cos(angle) + *a * sin(angle);
+            *a = u, *b = v;
+        }
+}
+
+/* x[n][CHANNELS] through one transformer layer, at positions 0 to n - 1. */
+static void layer_forward(const reference *r, int64_t layer, double (*x)[CHANNELS], int64_t n) {
+    double q[LENGTH][CHANNELS], k[LENGTH][CHANNELS], v[LENGTH][CHANNELS], y[CHANNELS], z[CHANNELS];
+    double gate[F], up[F], epsilon = r->options->norm_epsilon;
+    for (int64_t t = 0; t < n; t++) {
+        normalise(y, x[t], weight(r, MT_INPUT_NORM, layer), epsilon);
+        multiply(q[t], weight(r, MT_Q, layer), y, CHANNELS, CHANNELS);
+        multiply(k[t], weight(r, MT_K, layer), y, CHANNELS, CHANNELS);
+        multiply(v[t], weight(r, MT_V, layer), y, CHANNELS, CHANNELS);
+        turn(q[t], t), turn(k[t], t);
+    }
+    for (int64_t t = 0; t < n; t++) {
+        for (int64_t h = 0; h < HEADS; h++) {
+            double p[LENGTH], sum = 0;
+            for (int64_t s = 0; s <= t; s++) {
+                double dot = 0;
+                for (int64_t i = 0; i < D; i++) dot += q[t][h * D + i] * k[s][h * D + i];
+                sum += p[s] = exp(dot / sqrt(D));
+            }
+            for (int64_t i = 0; i < D; i++) {
+                y[h * D + i] = 0;
+                for (int64_t s = 0; s <= t; s++) y[h * D + i] += p[s] / sum * v[s][h * D + i];
+            }
+        }
+        multiply(z, weight(r, MT_O, layer), y, CHANNELS, CHANNELS);
+        for (int64_t i = 0; i < CHANNELS; i++) x[t][i] += z[i];
+        normalise(y, x[t], weight(r, MT_MLP_NORM, layer), epsilon);
+        multiply(gate, weight(r, MT_GATE, layer), y, F, CHANNELS);
+        multiply(up, weight(r, MT_UP, layer), y, F, CHANNELS);
+        for (int64_t i = 0; i < F; i++) up[i] *= gate[i] / (1 + exp(-gate[i]));
+        multiply(z, weight(r, MT_DOWN, layer), up, CHANNELS, F);
+        for (int64_t i = 0; i < CHANNELS; i++) x[t][i] += z[i];
+    }
+}
+
+/* The negative log-probability of a label. */
+static double token_loss(const reference *r, const double *hidden, int32_t label) {
+    bool tied = !r->options->untie_embeddings_and_output_weights;
+    double logits[VOCABULARY], sum = 0;
+    multiply(logits, weight(r, tied ? MT_WORD_EMBEDDING : MT_LM_HEAD, -1), hidden, VOCABULARY, CHANNELS);
+    for (int64_t i = 0; i < VOCABULARY; i++) sum += exp(logits[i]);
+    return log(sum) - logits[label];
+}
+
+/* Sums over a batch: of the main model, then of each module, where a sequence's mean counts as often as it has labels
+ * in the main model. */
+typedef struct losses {
+    double sum[1 + MODULES], count[1 + MODULES];
+} losses;
+
+/* One sequence: module k sees position t where there is a token t + k, and counts where the label there does. */
+static void sequence_losses(const reference *r, const mt_batch *batch, const mt_span *span, losses *total) {
+    const double *embedding = weight(r, MT_WORD_EMBEDDING, -1);
+    double x[LENGTH][CHANNELS], hidden[LENGTH][CHANNELS], joined[2 * CHANNELS], epsilon = r->options->norm_epsilon;
+    int64_t first = span->q_start, L = r->options->num_layers, labels = 0;
+    for (int64_t t = 0; t < span->q_len; t++) labels += batch->loss_mask[first + t] > 0;
+    for (int64_t k = 0; k <= MODULES; k++) {
+        int64_t n = span->q_len - k, left = 0;
+        double sum = 0;
+        for (int64_t t = 0; t < n; t++) {
+            const double *token = embedding + batch->tokens[first + t + k] * CHANNELS;
+            if (k == 0) memcpy(x[t], token, sizeof x[t]);
+            if (k == 0) continue;
+            normalise(joined, token, weight(r, MT_MTP_EMBEDDING_NORM, L + k - 1), epsilon);
+            normalise(joined + CHANNELS, hidden[t], weight(r, MT_MTP_HIDDEN_NORM, L + k - 1), epsilon);
+            multiply(x[t], weight(r, MT_MTP_PROJECTION, L + k - 1), joined, CHANNELS, 2 * CHANNELS);
+        }
+        for (int64_t layer = k ? L + k - 1 : 0; layer < L + k; layer++) layer_forward(r, layer, x, n);
+        for (int64_t t = 0; t < n; t++) {
+            normalise(hidden[t], x[t], weight(r, k ? MT_MTP_FINAL_NORM : MT_FINAL_NORM, k ? L + k - 1 : -1), epsilon);
+            if (batch->loss_mask[first + t + k] == 0) continue;
+            sum += token_loss(r, hidden[t], batch->labels[first + t + k]);
+            left++;
+        }
+        if (left == 0) continue;
+        total->sum[k] += sum / (double)left * (double)labels;
+        total->count[k] += (double)labels;
+    }
+}
+
+static losses batch_losses(const reference *r, const mt_batch *batch) {
+    losses total = {{0}, {0}};
+    for (int64_t s = 0; s < batch->num_spans; s++) sequence_losses(r, batch, &batch->spans[s], &total);
+    return total;
+}
+
+/* What training descends, before it is divided by the number of labels. */
+static double objective(const reference *r, const mt_batch *batch) {
+    losses l = batch_losses(r, batch);
+    double sum = l.sum[0];
+    for (int k = 1; k <= MODULES; k++) sum += r->options->mtp_loss_scaling_factor / MODULES * l.sum[k];
+    return sum;
+}
+
+/* ---- the model */
+
+typedef struct subject {
+    mt_options options;
+    mt_model *model;
+    mt_batch batch;
+    const mt_param *params;
+    int64_t num_params;
+    mt_bucket *buckets;
+} subject;
+
+static int parse(mt_options *options, const char *words, mt_error *error) {
+    char line[1024], *arguments[64];
+    int count = 0;
+    snprintf(line, sizeof line,
+             "train --mock-data --num-layers 1 --hidden-size 12 --num-attention-heads 2 --ffn-hidden-size 16 "
+             "--vocab-size 23 --make-vocab-size-divisible-by 8 --seq-length 20 --train-iters 4 --lr 1e-2 "
+             "--init-method-std 0.4 --swiglu --normalization RMSNorm --position-embedding-type rope "
+             "--disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --device cpu %s",
+             words);
+    for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
+    if (mt_options_parse(options, MT_PROGRAM_TRAIN, count, arguments, error) != 0) return -1;
+    return mt_options_finish(options, MT_PROGRAM_TRAIN, 1, error);
+}
+
+static void open_subject(subject *s, const char *words) {
+    mt_error error;
+    mt_model_plan plan = {.max_tokens = LENGTH, .max_logits = LENGTH, .max_position = LENGTH, .train = true};
+    int64_t num_buckets;
+    if (parse(&s->options, words, &error) != 0) fail_msg("%s", error.text);
+    if (mt_model_create(&s->model, &s->options, &grid, backend, &plan, &error) != 0) fail_msg("%s", error.text);
+    mt_model_init(s->model);
+    mt_batch_alloc(&s->batch, LENGTH);
+    s->params = mt_model_params(s->model, &s->num_params);
+    s->buckets = mt_model_buckets(s->model, &num_buckets);
+}
+
+static void close_subject(subject *s) {
+    mt_model_destroy(s->model);
+    mt_batch_free(&s->batch);
+    mt_options_free(&s->options);
+}
+
+/* Norms are moved away from one, so that each weighs. The reference's copy of all weights. */
+static reference copy_weights(subject *s) {
+    reference r = {s->params, s->num_params, mt_calloc(s->num_params * 8), &s->options};
+    for (int64_t i = 0; i < s->num_params; i++) {
+        const mt_param *param = &s->params[i];
+        float *values = (float *)s->buckets[param->bucket].params + param->offset;
+        r.values[i] = mt_malloc(param->rows * param->cols * 8);
+        for (int64_t e = 0; e < param->rows * param->cols; e++) {
+            if (param->is_vector) values[e] += 0.1f * (float)((e * 5 + i * 3) % 7 - 3);
+            r.values[i][e] = values[e];
+        }
+    }
+    return r;
+}
+
+static void free_weights(reference *r) {
+    for (int64_t i = 0; i < r->num_params; i++) free(r->values[i]);
+    free(r->values);
+}
+
+/* Gradients of a parameter against central differences of the reference, in parts of the largest one. */
+static void assert_gradients(const subject *s, reference *r, int64_t i) {
+    const mt_param *param = &s->params[i];
+    const float *gradients = s->buckets[param->bucket].grads + param->offset;
+    int64_t count = param->rows_stored * param->cols, stride = count / 24 + 1;
+    double largest = 0, worst = 0, h = 1e-5;
+    for (int64_t e = 0; e < count; e += stride) {
+        double value = r->values[i][e];
+        r->values[i][e] = value + h;
+        double above = objective(r, &s->batch);
+        r->values[i][e] = value - h;
+        double expected = (above - objective(r, &s->batch)) / (2 * h);
+        r->values[i][e] = value;
+        largest = fmax(largest, fabs(expected)), worst = fmax(worst, fabs((double)gradients[e] - expected));
+    }
+    if (!(worst <= 2e-5 * largest) || largest < 1e-3)
+        fail_msg("%s: gradients up to %g are off by %g", param->hf_name, largest, worst);
+}
+
+static void check_step(const char *words) {
+    subject s;
+    mt_metrics metrics;
+    mt_error error;
+    mt_run_state run = {0};
+    open_subject(&s, words);
+    reference r = copy_weights(&s);
+    if (mt_train_step(s.model, &run, 1, make_batch, NULL, &s.batch, &metrics, &error) != 0) fail_msg("%s", error.text);
+    losses l = batch_losses(&r, &s.batch);
+    assert_true(l.count[1] < l.count[0]); // the second sequence has labels, and none for modules
+    assert_true(fabs(metrics.loss - l.sum[0] / l.count[0]) <= 1e-6 * metrics.loss);
+    for (int k = 1; k <= MODULES; k++) {
+        double expected = l.sum[k] / l.count[k], actual = metrics.mtp_losses[k - 1];
+        if (!(fabs(actual - expected) <= 1e-6 * expected)) fail_msg("module %d: %.9g, %.9g", k, actual, expected);
+    }
+    for (int64_t i = 0; i < s.num_params; i++) assert_gradients(&s, &r, i);
+    free_weights(&r);
+    close_subject(&s);
+}
+
+static void losses_and_gradients_are_those_of_a_reference_in_double(void **state) {
+    (void)state;
+    check_step("--untie-embeddings-and-output-weights --mtp-num-layers 2 --mtp-loss-scaling-factor 0.7");
+    check_step("--mtp-num-layers 2 --mtp-loss-scaling-factor 1.5");
+}
+
+/* The main loss of the modules' model is the model's without them; so are its logits where nothing trains. */
+static void evaluation_does_without_modules(void **state) {
+    (void)state;
+    subject with, without;
+    mt_error error;
+    double a, b;
+    open_subject(&with, "--mtp-num-layers 2");
+    open_subject(&without, "");
+    if (mt_evaluate(with.model, 1, make_batch, NULL, &with.batch, &a, &error) != 0) fail_msg("%s", error.text);
+    if (mt_evaluate(without.model, 1, make_batch, NULL, &without.batch, &b, &error) != 0) fail_msg("%s", error.text);
+    assert_true(a == b);
+    int64_t module = mt_num_parameters(&with.options) - mt_num_parameters(&without.options);
+    int64_t layer = 4 * CHANNELS * CHANNELS + 3 * CHANNELS * F + 2 * CHANNELS;
+    assert_int_equal(module, 2 * (layer + 2 * CHANNELS * CHANNELS + 3 * CHANNELS));
+    double flops = 6.0 * LENGTH *
+                   (4 * CHANNELS * CHANNELS + LENGTH * CHANNELS + 3 * CHANNELS * F + 2 * CHANNELS * CHANNELS +
+                    CHANNELS * (double)with.options.padded_vocab_size);
+    assert_true(mt_flops(&with.options, 1) - mt_flops(&without.options, 1) == 2 * flops);
+    close_subject(&with);
+    close_subject(&without);
+}
+
+/* ---- folders */
+
+static char root[64];
+
+static int make_root(void **state) {
+    (void)state;
+    strcpy(root, "/tmp/mt-mtp-XXXXXX");
+    return mkdtemp(root) ? 0 : -1;
+}
+
+static int remove_root(void **state) {
+    (void)state;
+    char command[128];
+    snprintf(command, sizeof command, "rm -rf %s", root);
+    return system(command);
+}
+
+static const char *at(const char *name) {
+    static char paths[4][256];
+    static int next;
+    char *path = paths[next++ % 4];
+    snprintf(path, sizeof paths[0], "%s/%s", root, name);
+    return path;
+}
+
+/* A golden family with modules, drawn anew. */
+static void open_with_modules(fixture *f, const char *family, const char *words) {
+    mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
+    mt_error error;
+    more_options = words;
+    *f = open_family(family, 4, 1, false);
+    more_options = "";
+    if (mt_model_create(&f->model, &f->options, &grid, backend, &plan, &error) != 0) fail_msg("%s", error.text);
+    mt_model_init(f->model);
+}
+
+static void save_model(fixture *f, const char *folder) {
+    mt_error error;
+    mt_run_state run = {.iteration = 1};
+    if (mt_checkpoint_save(f->model, &run, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+}
+
+/* A folder as another program writes it: weights and config.json. */
+static void save_weights(fixture *f, const char *folder) {
+    char path[512], *config = mt_options_write_hf_config(&f->options);
+    mt_error error;
+    assert_int_equal(mkdir(folder, 0777), 0);
+    if (mt_safetensors_save_folder(f->model, folder, "model", 1 << 30, &error) != 0) fail_msg("%s", error.text);
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    FILE *out = fopen(path, "wb");
+    assert_non_null(out);
+    fputs(config, out);
+    assert_int_equal(fclose(out), 0);
+    free(config);
+}
+
+static void train_steps(fixture *f, mt_run_state *run, int64_t count, double *loss) {
+    mt_metrics metrics;
+    mt_error error;
+    for (int64_t i = 0; i < count; i++) {
+        source from = {f, run->iteration, SEQUENCES, 0, SEQUENCES};
+        if (mt_train_step(f->model, run, 1, next_micro_batch, &from, &f->batch, &metrics, &error) != 0)
+            fail_msg("%s", error.text);
+    }
+    loss[0] = metrics.loss, loss[1] = metrics.mtp_losses[0];
+}
+
+static void a_run_with_modules_goes_on_bit_for_bit(void **state) {
+    (void)state;
+    static const char *const subjects[] = {"deepseek_v3", "qwen3", "mixtral"};
+    for (int k = 0; k < 3; k++) {
+        fixture f, again;
+        mt_error error;
+        mt_run_state run = {0}, resumed = {0};
+        double losses[2], resumed_losses[2];
+        open_with_modules(&f, subjects[k], "--mtp-num-layers 1");
+        open_with_modules(&again, subjects[k], "--mtp-num-layers 1 --seed 5");
+        again.options.seed = f.options.seed;
+        train_steps(&f, &run, 2, losses);
+        if (mt_checkpoint_save(f.model, &run, at(subjects[k]), NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+        train_steps(&f, &run, 2, losses);
+        if (mt_checkpoint_load(again.model, &resumed, at(subjects[k]), &error) != 0) fail_msg("%s", error.text);
+        train_steps(&again, &resumed, 2, resumed_losses);
+        assert_memory_equal(losses, resumed_losses, sizeof losses);
+        close_family(&f);
+        close_family(&again);
+    }
+}
+
+/* Words of `train` or `infer` for a folder; its options. */
+static void parse_load(mt_options *options, mt_program program, const char *folder, const char *words) {
+    char line[512], *arguments[32];
+    int count = 0;
+    mt_error error;
+    snprintf(line, sizeof line, "x --load %s --device cpu %s", folder, words);
+    for (char *word = strtok(line, " "); word; word = strtok(NULL, " ")) arguments[count++] = word;
+    if (mt_options_parse(options, program, count, arguments, &error) != 0) fail_msg("%s", error.text);
+    if (mt_options_finish(options, program, 1, &error) != 0) fail_msg("%s", error.text);
+}
+
+static int load_folder(const mt_options *options, const char *folder, bool train, mt_error *error) {
+    mt_model *model;
+    mt_run_state run;
+    mt_model_plan plan = {.max_tokens = 8, .max_logits = 8, .max_position = 8, .train = train};
+    if (mt_model_create(&model, options, &grid, backend, &plan, error) != 0) return -1;
+    int status = mt_checkpoint_load(model, &run, folder, error);
+    mt_model_destroy(model);
+    return status;
+}
+
+#define TRAIN "--mock-data --seq-length 32 --train-iters 1 --lr 1 "
+
+static void a_folder_says_whether_it_holds_modules(void **state) {
+    (void)state;
+    static const char *const subjects[] = {"deepseek_v3", "qwen3"};
+    for (int k = 0; k < 2; k++) {
+        fixture f;
+        mt_options o;
+        mt_error error;
+        open_with_modules(&f, subjects[k], "--mtp-num-layers 2");
+        save_model(&f, at(subjects[k]));
+        assert_string_equal(f.options.hf_family, k == 0 ? "deepseek_v3" : "megatron");
+        parse_load(&o, MT_PROGRAM_TRAIN, at(subjects[k]), TRAIN);
+        assert_int_equal(o.mtp_num_layers, 2);
+        if (load_folder(&o, at(subjects[k]), true, &error) != 0) fail_msg("%s", error.text);
+        mt_options_free(&o);
+        parse_load(&o, MT_PROGRAM_TRAIN, at(subjects[k]), TRAIN "--mtp-num-layers 0");
+        if (load_folder(&o, at(subjects[k]), true, &error) != 0) fail_msg("%s", error.text);
+        mt_options_free(&o);
+        parse_load(&o, MT_PROGRAM_INFER, at(subjects[k]), "--prompt-tokens 1,2");
+        assert_int_equal(o.mtp_num_layers, 0);
+        if (load_folder(&o, at(subjects[k]), false, &error) != 0) fail_msg("%s", error.text);
+        mt_options_free(&o);
+        parse_load(&o, MT_PROGRAM_TRAIN, f.folder, TRAIN "--mtp-num-layers 1"); // as transformers leaves it
+        assert_int_equal(load_folder(&o, f.folder, true, &error), -1);
+        if (!strstr(error.text, "--mtp-num-layers")) fail_msg("%s", error.text);
+        mt_options_free(&o);
+        close_family(&f);
+    }
+}
+
+/* folder/model.safetensors again with a copy of a tensor under another name, one byte of it changed or not. */
+static void add_copy(const char *folder, const char *name, const char *copied, bool changed) {
+    char path[512];
+    struct stat status;
+    uint64_t length;
+    snprintf(path, sizeof path, "%s/model.safetensors", folder);
+    assert_int_equal(stat(path, &status), 0);
+    char *file = read_file(folder, "model.safetensors", status.st_size);
+    memcpy(&length, file, 8);
+    json_t *header = json_loadb(file + 8, length, 0, NULL), *entry = json_deep_copy(json_object_get(header, copied));
+    json_t *offsets = json_object_get(entry, "data_offsets");
+    int64_t from = json_integer_value(json_array_get(offsets, 0)), to = json_integer_value(json_array_get(offsets, 1));
+    int64_t data = status.st_size - 8 - (int64_t)length;
+    json_array_set_new(offsets, 0, json_integer(data));
+    json_array_set_new(offsets, 1, json_integer(data + to - from));
+    json_object_set_new(header, name, entry);
+    char *text = json_dumps(header, JSON_COMPACT), *values = file + 8 + length;
+    uint64_t text_length = strlen(text);
+    FILE *out = fopen(path, "wb");
+    assert_non_null(out);
+    fwrite(&text_length, 8, 1, out), fwrite(text, 1, text_length, out), fwrite(values, 1, (size_t)data, out);
+    values[to - 1] ^= changed;
+    fwrite(values + from, 1, (size_t)(to - from), out);
+    assert_int_equal(fclose(out), 0);
+    json_decref(header);
+    free(text), free(file);
+}
+
+static void what_modules_share_may_be_stored_again_if_it_is_the_same(void **state) {
+    (void)state;
+    fixture f;
+    mt_options o;
+    mt_error error;
+    char embedding[64], head[64];
+    open_with_modules(&f, "deepseek_v3", "--mtp-num-layers 1");
+    int layers = (int)f.options.num_layers;
+    snprintf(embedding, sizeof embedding, "model.layers.%d.embed_tokens.weight", layers);
+    snprintf(head, sizeof head, "model.layers.%d.shared_head.head.weight", layers);
+    const char *folder = at("model");
+    save_weights(&f, folder);
+    add_copy(folder, embedding, "model.embed_tokens.weight", false);
+    parse_load(&o, MT_PROGRAM_TRAIN, folder, TRAIN "--mtp-num-layers 1");
+    if (load_folder(&o, folder, true, &error) != 0) fail_msg("%s", error.text);
+    add_copy(folder, head, "lm_head.weight", true);
+    assert_int_equal(load_folder(&o, folder, true, &error), -1);
+    if (!strstr(error.text, "is not the same as \"lm_head.weight\"")) fail_msg("%s", error.text);
+    mt_options_free(&o);
+    close_family(&f);
+}
+
+/* ---- options */
+
+static void what_modules_cannot_do_is_refused(void **state) {
+    (void)state;
+    static const char *const cases[][2] = {
+        {"--mtp-num-layers 9", "--mtp-num-layers must be in [0,8]"},
+        {"--mtp-loss-scaling-factor 0.3", "--mtp-loss-scaling-factor needs --mtp-num-layers"},
+        {"--mtp-num-layers 1 --mtp-loss-scaling-factor 0", "--mtp-loss-scaling-factor must be in (0,1e6]"},
+        {"--mtp-num-layers 1 --normalization LayerNorm", "needs --normalization RMSNorm"},
+        {"--mtp-num-layers 1 --position-embedding-type learned_absolute", "--position-embedding-type rope or none"},
+        {"--mtp-num-layers 4 --seq-length 4", "must be less than --seq-length 4"},
+        {"--mtp-num-layers 1 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
+         "leave out --pipeline-schedule"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        mt_options o;
+        mt_error error = {{0}};
+        assert_int_equal(parse(&o, cases[i][0], &error), -1);
+        if (!strstr(error.text, cases[i][1])) fail_msg("%s: %s", cases[i][0], error.text);
+        mt_options_free(&o);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(losses_and_gradients_are_those_of_a_reference_in_double),
+        cmocka_unit_test(evaluation_does_without_modules),
+        cmocka_unit_test_setup_teardown(a_run_with_modules_goes_on_bit_for_bit, make_root, remove_root),
+        cmocka_unit_test_setup_teardown(a_folder_says_whether_it_holds_modules, make_root, remove_root),
+        cmocka_unit_test_setup_teardown(what_modules_share_may_be_stored_again_if_it_is_the_same, make_root,
+                                        remove_root),
+        cmocka_unit_test(what_modules_cannot_do_is_refused),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
