@@ -83,7 +83,8 @@ endif
 
 ifneq ($(and $(HAVE_CUDA),$(wildcard cuda/*.cu)),)
 OBJECTS += $(patsubst %.cu,$(B)/%.cu.o,$(wildcard cuda/*.cu))
-# The architecture of the GPU here, or both of sm_80 and Hopper where there is none.
+# The architecture of the GPU here, or both of sm_80 and Hopper where there is none. With 80 go the kernels' PTX, from
+# which the driver makes code for whatever is newer.
 GPU_ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u))
 CUDA_ARCH ?= $(patsubst 90,90a,$(or $(GPU_ARCH),80 90))
 CUDA_DEFINES := -DMT_HAVE_CUDA $(if $(filter 90a,$(CUDA_ARCH)),-DMT_HAVE_SM90A) \
@@ -93,7 +94,8 @@ endif
 
 ALL_CFLAGS := -std=c11 -D_GNU_SOURCE -pthread -I. $(OPT) -g $(WARNINGS) $(MATHS) $(CHECKS) $(FOUND_CFLAGS) \
 	$(if $(CUDA_DEFINES),$(CUDA_CFLAGS) $(CUDA_DEFINES)) $(CFLAGS)
-ALL_NVCCFLAGS := -std=c++17 -O3 -lineinfo $(foreach a,$(CUDA_ARCH),-gencode=arch=compute_$a,code=sm_$a) -I. \
+ALL_NVCCFLAGS := -std=c++17 -O3 -lineinfo $(foreach a,$(CUDA_ARCH),-gencode=arch=compute_$a,code=sm_$a) \
+	$(if $(filter 80,$(CUDA_ARCH)),-gencode=arch=compute_80$(comma)code=compute_80) -I. \
 	$(CUDA_DEFINES) $(if $(WERROR),-Werror all-warnings) $(NVCCFLAGS)
 ALL_FLAGS = $(ALL_CFLAGS) $(ALL_NVCCFLAGS) $(ALL_LIBS)
 ALL_LIBS := $(CHECKS) $(if $(CHECKS),-rdynamic) $(LDFLAGS) $(FOUND_LIBS) $(CUDA_LINK) -pthread -lm

@@ -464,8 +464,10 @@ static const mt_option mt_option_table[] = {
     {"moe-router-bias-update-rate", MT_REAL, MT_AT(moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3", "[0,1e6]",
      "how far it moves"},
     {"moe-router-load-balancing-type", MT_CHOICE, MT_AT(moe_router_load_balancing_type), MT_TRAIN, MT_OF_RUN,
-     "aux_loss", "none|aux_loss|seq_aux_loss|global_aux_loss",
-     "what --moe-aux-loss-coeff balances: a micro-batch, each sequence, or the global batch so far"},
+     "aux_loss", "none|aux_loss|seq_aux_loss|global_aux_loss|sinkhorn",
+     "what --moe-aux-loss-coeff balances: a micro-batch, each sequence, or the global batch so far; or sinkhorn, where "
+     "a "
+     "micro-batch's tokens choose together"},
     {"moe-aux-loss-coeff", MT_REAL, MT_AT(moe_aux_loss_coeff), MT_TRAIN, MT_OF_MODEL, "0", "[0,1e6]",
      "weight of the loss that balances the experts' loads"},
     {"moe-z-loss-coeff", MT_REAL, MT_AT(moe_z_loss_coeff), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
@@ -2479,6 +2481,26 @@ static int mt_options_finish_parallel(mt_options *o, int64_t world_size, mt_erro
     return 0;
 }
 
+/* What Sinkhorn's choice goes with: as Megatron's, it has probabilities of its own. */
+static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
+    const char *type = "--moe-router-load-balancing-type sinkhorn";
+    bool sigmoid = strcmp(o->moe_router_score_function, "sigmoid") == 0;
+    if (strcmp(o->moe_router_load_balancing_type, "sinkhorn") != 0) return 0;
+    if (o->moe_aux_loss_coeff > 0)
+        return mt_error_set(error, "%s needs --moe-aux-loss-coeff 0: loads are even without a loss", type);
+    if (o->moe_router_topk == 1 && !sigmoid)
+        return mt_error_set(error, "%s with --moe-router-topk 1 needs --moe-router-score-function sigmoid", type);
+    if (o->moe_router_topk > 1 && !o->moe_router_pre_softmax)
+        return mt_error_set(error, "%s with --moe-router-topk %lld needs --moe-router-pre-softmax", type,
+                            (long long)o->moe_router_topk);
+    if (o->moe_router_num_groups > 0 || o->moe_router_enable_expert_bias || o->moe_expert_capacity_factor > 0)
+        return mt_error_set(error,
+                            "%s cannot have --moe-router-num-groups, --moe-router-enable-expert-bias or "
+                            "--moe-expert-capacity-factor",
+                            type);
+    return 0;
+}
+
 /* How experts are chosen. */
 static int mt_options_check_router(const mt_options *o, mt_error *error) {
     int64_t E = o->num_experts, k = o->moe_router_topk, groups = o->moe_router_num_groups;
@@ -2508,7 +2530,7 @@ static int mt_options_check_router(const mt_options *o, mt_error *error) {
     if (o->moe_aux_loss_coeff > 0 && strcmp(o->moe_router_load_balancing_type, "none") == 0)
         return mt_error_set(error, "--moe-aux-loss-coeff %g needs a --moe-router-load-balancing-type other than none",
                             o->moe_aux_loss_coeff);
-    return 0;
+    return mt_options_check_sinkhorn(o, error);
 }
 
 /* How ranks share the experts. */
@@ -4613,6 +4635,76 @@ static void mt_cpu_route_forward(float *probs, int32_t *experts, int32_t *invali
     invalid[0] += wrong;
 }
 
+/* cost[T, E] = exp(logits - the row's greatest), which spares its overflow; guard[T] = 1e-8 divided by the same. A row
+ * that is not finite has cost 0 and weighs nothing. Gives how many are. */
+static int64_t mt_sinkhorn_open(double *cost, double *guard, const float *logits, int64_t T, int64_t E) {
+    int64_t tokens = 0;
+#pragma omp parallel for reduction(+ : tokens) if (T * E > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        const float *x = logits + t * E;
+        bool finite = mt_row_is_finite(x, E);
+        double max = finite ? (double)mt_row_max(x, E) : 0;
+        for (int64_t e = 0; e < E; e++) cost[t * E + e] = finite ? exp((double)x[e] - max) : 0;
+        guard[t] = finite ? 1e-8 * exp(-max) : INFINITY;
+        tokens += finite;
+    }
+    return tokens;
+}
+
+/* Factors weight[T] that give every row the sum 1 / tokens, then scale[E] that give every column 1 / E, which were
+ * `old`. Gives their change on the mean. */
+static double mt_sinkhorn_round(double *scale, double *old, double *weight, const double *cost, const double *guard,
+                                int64_t tokens, int64_t T, int64_t E) {
+    double change = 0;
+    memcpy(old, scale, (size_t)E * sizeof *old);
+#pragma omp parallel for if (T * E > MT_PARALLEL)
+    for (int64_t t = 0; t < T; t++) {
+        double sum = 0;
+        for (int64_t e = 0; e < E; e++) sum += scale[e] * cost[t * E + e];
+        weight[t] = 1 / ((double)tokens * (sum + guard[t]));
+    }
+#pragma omp parallel for if (T * E > MT_PARALLEL)
+    for (int64_t column = 0; column < E; column += MT_COLUMNS) {
+        int64_t end = mt_min(column + MT_COLUMNS, E);
+        for (int64_t e = column; e < end; e++) scale[e] = 0;
+        for (int64_t t = 0; t < T; t++)
+            for (int64_t e = column; e < end; e++) scale[e] += weight[t] * cost[t * E + e];
+        for (int64_t e = column; e < end; e++) scale[e] = 1 / ((double)E * (scale[e] + 1e-8));
+    }
+    for (int64_t e = 0; e < E; e++) change += fabs(scale[e] - old[e]);
+    return change / (double)E;
+}
+
+static void mt_cpu_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits, int64_t T,
+                                  int64_t first, int64_t count, const mt_router *router, mt_stream *stream) {
+    (void)stream;
+    int64_t E = router->num_experts, k = router->topk;
+    double *cost = (double *)mt_scratch_grow(2 * (T * E + 2 * T + 2 * E) + E), *guard = cost + T * E;
+    double *weight = guard + T, *scale = weight + T, *old = scale + E;
+    float *slice = (float *)(old + E);
+    MT_CHECK(router->sigmoid ? k == 1 : router->pre_softmax);
+    int64_t tokens = mt_sinkhorn_open(cost, guard, logits, T, E);
+    for (int64_t e = 0; e < E; e++) scale[e] = 1;
+    for (int round = 0; round < MT_SINKHORN_ROUNDS && tokens > 0; round++)
+        if (mt_sinkhorn_round(scale, old, weight, cost, guard, tokens, T, E) <= 1e-4) break;
+    for (int64_t t = 0; t < count; t++) {
+        double *keys = cost + (first + t) * E;
+        const float *x = logits + (first + t) * E;
+        bool finite = mt_row_is_finite(x, E);
+        invalid[0] += !finite;
+        for (int64_t e = 0; e < E; e++) keys[e] *= scale[e];
+        for (int64_t j = 0; j < k; j++) {
+            int64_t best = finite ? 0 : j;
+            for (int64_t e = 1; e < E && finite; e++)
+                if (keys[e] > keys[best]) best = e;
+            experts[t * k + j] = (int32_t)best;
+            keys[best] = -1;
+        }
+        mt_route_weigh(probs + t * k, experts + t * k, x, slice, router);
+        for (int64_t j = 0; j < k; j++) probs[t * k + j] = finite ? probs[t * k + j] * router->scaling : NAN;
+    }
+}
+
 /* Probabilities q over some experts, with gradients g, give their logits q (g - sum(g q)); where they are sigmoids s
  * divided by their sum, times 1 - s; and a sigmoid alone gives g s (1 - s). */
 static void mt_cpu_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
@@ -5103,6 +5195,9 @@ int mt_cuda_group_open(mt_group *group, mt_error *error) {
 void mt_cuda_group_close(mt_group *group) {
     group->nccl = NULL;
 }
+
+void mt_cuda_groups_end(void) {
+}
 #endif
 
 /* ==== §4 the rank grid and its groups ============================================================================ */
@@ -5277,6 +5372,9 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     grid->world.members = mt_malloc(grid->world.size * (int64_t)sizeof(int));
     for (int i = 0; i < grid->world.size; i++) grid->world.members[i] = i;
     mt_share_threads(&grid->world);
+    // A kernel that is loaded at its first launch may wait for all that runs on the GPU, a receive among it whose
+    // sender waits for this rank: where there are several, CUDA loads kernels when it starts.
+    if (grid->world.size > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 #else
     (void)argc, (void)argv;
     const char *size = getenv("OMPI_COMM_WORLD_SIZE");
@@ -5499,12 +5597,16 @@ const mt_ops *mt_backend_open(const char *device, mt_grid *grid, mt_error *error
     return ops;
 }
 
-void mt_grid_clear(mt_grid *grid) {
+static void mt_grid_close_groups(mt_grid *grid) {
     for (int kind = MT_NUM_GROUP_KINDS - 1; kind >= 0; kind--) {
         mt_group *group = mt_grid_group(grid, kind);
         if (group->nccl && !mt_grid_same_members(grid, kind)) mt_cuda_group_close(group);
         group->nccl = NULL;
     }
+}
+
+void mt_grid_clear(mt_grid *grid) {
+    mt_grid_close_groups(grid);
     mt_watch_stop();
     for (int kind = MT_NUM_GROUP_KINDS - 1; kind > MT_GROUP_WORLD; kind--) {
         mt_group *group = mt_grid_group(grid, kind);
@@ -5520,6 +5622,8 @@ void mt_grid_clear(mt_grid *grid) {
 }
 
 void mt_grid_stop(mt_grid *grid) {
+    mt_grid_close_groups(grid);
+    mt_cuda_groups_end(); // while the watch still sees who hangs
     mt_grid_clear(grid);
 #ifdef MT_HAVE_MPI
     if (grid->world.comm) MPI_Finalize();
@@ -6685,6 +6789,7 @@ typedef struct mt_experts {
     mt_stream *comm;       // where they do
     bool gathers;          // all tokens go to all ranks
     bool drops, pads, grouped, balances;
+    bool together;                       // tokens choose by Sinkhorn's iteration
     bool accumulates;                    // as in mt_tensor_parallel
     mt_expert_rows rows;                 // gradients, and rows before they leave
     mt_expert_rows travelling;           // where rows arrive that are exchanged, in the order of their ranks
@@ -6697,6 +6802,7 @@ typedef struct mt_experts {
     int32_t *counts;                     // [size, E/ep]
     int32_t *host_offsets, *host_counts; // the same on the host
     int64_t *out_counts, *in_counts;     // [size] on the host
+    float *all_logits;                   // [Tall, E], for choosing together
     int32_t *all_experts;                // [Tall, k], for dropping, and here below
     float *all_probs;
     int64_t *all_index;
@@ -6704,6 +6810,7 @@ typedef struct mt_experts {
     float *global;       // [num_layers, E] of the global batch so far
     double *losses;      // [2] auxiliary and z, times tokens
     int32_t *invalid;    // [num_layers] tokens whose logits are not finite
+    void *told;          // on the host: loads, kept and invalid of two steps
 } mt_experts;
 
 /* Room for one whole bucket of which ranks keep shards. */
@@ -6795,6 +6902,9 @@ typedef struct mt_step_result {
     double mtp[2 * MT_MAX_MTP_LAYERS];
     double guard[MT_GUARD_NUMBERS];
     float grad_norm;
+    double losses[2];    // of mt_experts, and what follows
+    float *loads, *kept; // [num_layers, E]
+    int32_t *invalid;    // [num_layers] of this rank
 } mt_step_result;
 
 /* Steps that went wrong (§16). */
@@ -6912,6 +7022,7 @@ struct mt_model {
     int64_t T, num_logits;
     int64_t rows, first_row; // of hidden states on this rank, of T; the first of them
     bool training;
+    bool in_schedule;   // of a pipeline, rather than decoding
     bool last_backward; // of this chunk in this step
     int32_t *tokens, *labels, *positions, *cache_rows, *logit_rows;
     float *loss_mask;
@@ -7515,13 +7626,30 @@ static int64_t mt_own_choices(const mt_model *m) {
     return m->experts.gathers ? m->experts.group->rank * m->rows * m->experts.router.topk : 0;
 }
 
+/* Chooses experts for logits[R, E] such that those of the whole micro-batch have even loads. */
+static void mt_route_together(mt_model *m, const mt_layer *w, const mt_routing *r) {
+    mt_experts *e = &m->experts;
+    const mt_group *group = &m->grid->tensor_context;
+    int64_t R = m->rows, own = mt_own_choices(m);
+    const float *logits = r->logits;
+    if (group->size > 1) {
+        m->ops->all_gather(e->all_logits, logits, R * e->router.num_experts, MT_F32, group, m->stream);
+        logits = e->all_logits;
+    }
+    m->ops->route_sinkhorn(r->probs + own, r->experts + own, e->invalid + w->place, logits, group->size * R,
+                           group->rank * R, R, &e->router, m->stream);
+}
+
 /* Chooses experts for x[R, C]. */
 static void mt_route_forward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = &m->experts;
     int64_t R = m->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_choices(m);
     m->ops->router_logits(r->logits, x, w->router.w, R, E, m->C, m->dtype, m->stream);
-    m->ops->route_forward(r->probs + own, r->experts + own, e->invalid + w->place, r->logits, w->router_bias.w, R,
-                          &e->router, m->stream);
+    if (m->training && e->together)
+        mt_route_together(m, w, r);
+    else
+        m->ops->route_forward(r->probs + own, r->experts + own, e->invalid + w->place, r->logits, w->router_bias.w, R,
+                              &e->router, m->stream);
     if (m->training) m->ops->count_experts(e->loads + w->place * E, r->experts + own, R * k, E, m->stream);
     if (m->training && e->balances) mt_balance(m, w, r);
     if (e->drops) mt_drop(m, w, r->kept + own, r->experts + own, r->probs + own);
@@ -7549,21 +7677,23 @@ static void mt_route_backward(mt_model *m, const mt_layer *w, mt_routing *r, con
 /* Before a step, and before the first forward: nothing is counted yet. */
 static void mt_experts_begin(mt_model *m) {
     mt_experts *e = &m->experts;
-    if (e->router.num_experts > 0) m->ops->memory_zero(e->losses, 2 * 8, m->stream);
+    if (m->options->num_experts == 0) return;
+    m->ops->memory_zero(e->losses, 2 * 8, m->stream);
     if (e->num_layers == 0) return;
     m->ops->memory_zero(e->kept, 2 * e->num_layers * e->router.num_experts * 4, m->stream); // and `global`
     m->ops->memory_zero(e->loads, e->num_layers * e->router.num_experts * 4, m->stream);
     m->ops->memory_zero(e->invalid, e->num_layers * 4, m->stream);
 }
 
-/* After a step: loads and losses of all tokens. The losses are of all stages, also of those without such layers. */
+/* After a step: losses of all ranks, and loads of all tokens. */
 static void mt_experts_finish(mt_model *m) {
     mt_experts *e = &m->experts;
-    int64_t E = e->router.num_experts;
-    if (E > 0) m->ops->all_reduce(e->losses, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
-    if (e->num_layers == 0) return;
-    m->ops->all_reduce(e->loads, 2 * e->num_layers * E, MT_SUM, MT_F32, &m->grid->tensor_context, m->stream);
-    m->ops->all_reduce(e->loads, 2 * e->num_layers * E, MT_SUM, MT_F32, &m->grid->data, m->stream);
+    int64_t loads = 2 * e->num_layers * e->router.num_experts; // and those that were kept
+    if (m->options->num_experts == 0) return;
+    m->ops->all_reduce(e->losses, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
+    if (e->num_layers == 0) return; // a stage of the pipeline may have none
+    m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->tensor_context, m->stream);
+    m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->data, m->stream);
 }
 
 /* After the step was judged: the biases follow the loads, unless it was bad. */
@@ -7574,6 +7704,69 @@ static void mt_experts_move_biases(mt_model *m) {
         if (m->layers[i].router_bias.w)
             m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].place * E, m->grad_scale, E,
                                      (float)m->options->moe_router_bias_update_rate, m->stream);
+}
+
+/* Enqueues the copies of what a step reports of its experts. */
+static void mt_experts_tell(mt_model *m, mt_step_result *result) {
+    mt_experts *e = &m->experts;
+    if (m->options->num_experts == 0) return;
+    m->ops->memory_copy(result->losses, e->losses, sizeof result->losses, m->stream);
+    if (e->num_layers == 0) return;
+    m->ops->memory_copy(result->loads, e->loads, 2 * e->num_layers * e->router.num_experts * 4, m->stream);
+    m->ops->memory_copy(result->invalid, e->invalid, e->num_layers * 4, m->stream);
+}
+
+/* What a step reports of its experts. Stages of the pipeline have layers of their own; the other ranks have the same
+ * numbers. */
+static void mt_experts_report(const mt_model *m, const mt_step_result *result, mt_metrics *metrics) {
+    const mt_experts *e = &m->experts;
+    const mt_options *o = m->options;
+    int64_t E = e->router.num_experts, layers = 0;
+    double sums[3] = {0}, worst = 0; // imbalances, choices, those kept
+    if (o->num_experts == 0) return;
+    for (int64_t i = 0; i < o->num_layers + o->mtp_num_layers; i++) layers += mt_layer_has_experts(o, i);
+    for (int64_t place = 0; place < e->num_layers; place++) {
+        double total = 0, greatest = 0;
+        for (int64_t i = place * E; i < (place + 1) * E; i++) {
+            total += (double)result->loads[i];
+            greatest = fmax(greatest, (double)result->loads[i]);
+            sums[2] += (double)(e->drops ? result->kept[i] : result->loads[i]);
+        }
+        double imbalance = greatest * (double)E / total;
+        worst = fmax(worst, imbalance);
+        sums[0] += imbalance, sums[1] += total;
+    }
+    mt_all_reduce_sum(&m->grid->pipeline, sums, 3, MT_F64);
+    mt_all_reduce_max(&m->grid->pipeline, &worst, 1, MT_F64);
+    double places = metrics->tokens * (double)layers;
+    metrics->load_balancing_loss = o->moe_aux_loss_coeff * result->losses[0] / places;
+    metrics->z_loss = o->moe_z_loss_coeff * result->losses[1] / places;
+    metrics->imbalance = sums[0] / (double)layers, metrics->worst_imbalance = worst;
+    metrics->dropped = 1 - sums[2] / sums[1];
+}
+
+/* The router in which a bad step began: of the first layer that has one whose logits are not finite, and of the first
+ * rank that has it. Every rank calls it and writes the same; nothing where no router is to blame. */
+static void mt_experts_describe(char text[160], const mt_model *m, const mt_step_result *result, int64_t iteration) {
+    const mt_group *world = &m->grid->world;
+    double none = (double)((m->options->num_layers + m->options->mtp_num_layers) * world->size), mine = none, first,
+           count = 0;
+    if (m->options->num_experts == 0) return;
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        const mt_layer *w = &m->layers[i];
+        double key = (double)(w->number * world->size + world->rank);
+        if (w->expert_bucket < 0 || result->invalid[w->place] == 0 || key >= mine) continue;
+        mine = key, count = (double)result->invalid[w->place];
+    }
+    first = -mine;
+    mt_all_reduce_max(world, &first, 1, MT_F64);
+    first = -first;
+    if (first == none) return;
+    if (first != mine) count = 0;
+    mt_all_reduce_max(world, &count, 1, MT_F64);
+    snprintf(text, 160,
+             "iteration %lld: rank %lld: the router of layer %lld had %lld tokens whose logits are not finite",
+             (long long)iteration, (long long)first % world->size, (long long)first / world->size, (long long)count);
 }
 
 /* ---- the six phases */
@@ -8558,7 +8751,7 @@ static void mt_layout_experts(mt_model *m, mt_arena *arena) {
     mt_experts *e = &m->experts;
     int64_t R = m->max_rows, E = e->router.num_experts, k = e->router.topk, size = e->group->size;
     int64_t together = R * m->grid->tensor_context.size;
-    if (E > 0) e->losses = mt_arena_alloc(arena, 2 * 8);
+    if (m->options->num_experts > 0) e->losses = mt_arena_alloc(arena, 2 * 8);
     if (e->num_layers == 0) return;
     if (mt_expert_rows_are_known(m)) {
         int64_t M = size == 1 ? e->num_choices : mt_max(e->num_choices, e->num_choices / e->places * e->local * size);
@@ -8582,6 +8775,7 @@ static void mt_layout_experts(mt_model *m, mt_arena *arena) {
         e->all_offsets = mt_arena_alloc(arena, size * (e->places + 1) * 4);
         e->counts = mt_arena_alloc(arena, size * e->local * 4);
     }
+    if (e->together && together > R) e->all_logits = mt_arena_alloc(arena, together * E * 4);
     if (!e->drops || together == R) return;
     e->all_experts = mt_arena_alloc(arena, together * k * 4);
     e->all_probs = mt_arena_alloc(arena, together * k * 4);
@@ -8994,6 +9188,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->drops = o->moe_expert_capacity_factor > 0, e->pads = o->moe_pad_expert_input_to_capacity && !e->gathers;
     e->grouped = o->moe_grouped_gemm;
     e->balances = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
+    e->together = m->plan.train && strcmp(o->moe_router_load_balancing_type, "sinkhorn") == 0;
     e->sequences = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? m->plan.max_tokens : 1;
     e->tokens = e->gathers ? e->group->size * m->max_rows : m->max_rows;
     e->places = e->gathers ? e->local : o->num_experts * grid->expert_tensor.size;
@@ -9042,6 +9237,7 @@ static void mt_experts_close(mt_model *m) {
     mt_expert_rows_free(m, &e->rows);
     mt_expert_rows_free(m, &e->travelling);
     if (e->host_offsets) m->ops->memory_free_host(e->host_offsets);
+    if (e->told) m->ops->memory_free_host(e->told);
     if (e->comm && e->comm != m->stream) m->ops->stream_destroy(e->comm);
     free(e->out_counts);
 }
@@ -9180,6 +9376,13 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
         m->experts.host_offsets = m->ops->memory_alloc_host((offsets + m->experts.group->size * m->experts.local) * 4);
         m->experts.host_counts = m->experts.host_offsets + offsets;
         m->experts.host_counts[0] = -1;
+        int64_t loads = m->experts.num_layers * m->experts.router.num_experts;
+        int64_t step = 2 * loads + m->experts.num_layers; // numbers of four bytes
+        float *told = m->experts.told = m->ops->memory_alloc_host(2 * step * 4);
+        for (int i = 0; i < 2; i++) {
+            m->results[i].loads = told + i * step, m->results[i].kept = m->results[i].loads + loads;
+            m->results[i].invalid = (int32_t *)(void *)(m->results[i].kept + loads);
+        }
     }
     for (int i = 0; i < 2; i++) {
         m->staged_batch[i] = m->ops->memory_alloc_host(m->batch_bytes);
@@ -9862,9 +10065,15 @@ static void mt_chunk_backward_weight(mt_model *m) {
 
 /* ---- between chunks */
 
+/* Elements of a message. In a schedule a rank receives before it knows the batch, and NCCL takes no message that is
+ * shorter than it was told: there all are as long as the largest. */
+static int64_t mt_link_count(const mt_model *m) {
+    return (m->in_schedule ? m->max_rows : m->rows) * m->C;
+}
+
 /* Begins to receive the next message of a link, if a buffer is free for it. */
-static bool mt_link_start(mt_model *m, mt_link *link, int64_t count) {
-    int64_t k = link->started % link->num_buffers;
+static bool mt_link_start(mt_model *m, mt_link *link) {
+    int64_t k = link->started % link->num_buffers, count = mt_link_count(m);
     if (link->started - link->finished == link->num_buffers) return false;
     link->tickets[k] = m->ops->channel_recv(link->channel, link->buffers[k], count, m->dtype, m->stream);
     link->started++;
@@ -9873,7 +10082,7 @@ static bool mt_link_start(mt_model *m, mt_link *link, int64_t count) {
 
 /* to[count] = the oldest message that was not taken yet. */
 static void mt_link_take(mt_model *m, mt_link *link, void *to, int64_t count) {
-    if (link->started == link->finished) mt_link_start(m, link, count);
+    if (link->started == link->finished) mt_link_start(m, link);
     int64_t k = link->finished++ % link->num_buffers;
     m->ops->channel_wait(link->channel, link->tickets[k], m->stream);
     m->ops->memory_copy(to, link->buffers[k], count * mt_dtype_size(m->dtype), m->stream);
@@ -9884,7 +10093,7 @@ static void mt_link_send(mt_model *m, mt_link *link, const void *from, int64_t c
     int64_t k = link->started % link->num_buffers;
     if (link->started >= link->num_buffers) m->ops->channel_wait(link->channel, link->tickets[k], m->stream);
     m->ops->memory_copy(link->buffers[k], from, count * mt_dtype_size(m->dtype), m->stream);
-    link->tickets[k] = m->ops->channel_send(link->channel, link->buffers[k], count, m->dtype, m->stream);
+    link->tickets[k] = m->ops->channel_send(link->channel, link->buffers[k], mt_link_count(m), m->dtype, m->stream);
     link->started++;
 }
 
@@ -14158,7 +14367,7 @@ static void mt_receive_ahead(mt_model *m, const mt_step *steps, int64_t count, i
     for (int direction = 0; direction < 2; direction++)
         for (int64_t *at = &next[direction]; *at < count; ++*at) {
             if (*at < now || steps[*at].kind != kinds[direction]) continue;
-            if (!mt_link_start(m, &m->links[links[direction]], m->max_rows * m->C)) break;
+            if (!mt_link_start(m, &m->links[links[direction]])) break;
         }
 }
 
@@ -14193,6 +14402,7 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
     m->training = training;
+    m->in_schedule = true;
     bool looks_ahead = mt_looks_ahead(m);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
@@ -14208,6 +14418,7 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
             mt_step_backward(m, step, inputs);
         mt_profile_phase_end(m->stream);
     }
+    m->in_schedule = false;
     free(inputs);
     return status;
 }
@@ -14251,6 +14462,7 @@ static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
     m->ops->memory_copy(result->mtp, m->mtp_sums, sizeof result->mtp, m->stream);
     m->ops->memory_copy(result->guard, m->guard, sizeof result->guard, m->stream);
     m->ops->memory_copy(&result->grad_norm, m->grad_norm, sizeof result->grad_norm, m->stream);
+    mt_experts_tell(m, result);
     m->ops->event_record(m->pending[slot].done, m->stream);
     m->pending[slot].iteration = iteration;
 }
@@ -14286,6 +14498,7 @@ static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *
     mt_bad_steps *bad = &m->bad_steps;
     char what[160];
     mt_step_describe(what, iteration, result);
+    if (result->guard[MT_GUARD_VERDICT] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
     if (strcmp(o->bad_step_policy, "stop") == 0)
         return mt_error_set(error, "%s; lower --lr or look at the data (nothing was saved since)", what);
     bad->skipped++;
@@ -14449,6 +14662,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
         for (int64_t k = 0; k < m->options->mtp_num_layers; k++)
             metrics->mtp_losses[k] = result->mtp[2 * k + 1] > 0 ? result->mtp[2 * k] / result->mtp[2 * k + 1] : 0;
         metrics->seconds = m->unread_seconds * metrics->tokens / m->unread_tokens;
+        mt_experts_report(m, result, metrics);
         m->unread_tokens = m->unread_seconds = 0;
     }
     state->iteration++;
@@ -14544,10 +14758,27 @@ bool mt_report_is_due(const mt_report *report, int64_t iteration) {
     return iteration % report->options->log_interval == 0 || iteration == report->options->num_iterations;
 }
 
-static double mt_mtp_mean_loss(const mt_options *o, const mt_metrics *metrics) {
+/* A model with experts says more: what balances them where that is on, how even they are, and what was dropped. */
+static void mt_report_experts(char *text, size_t room, const mt_options *o, const mt_metrics *metrics) {
+    int length = 0;
+    *text = 0;
+    if (o->num_experts == 0) return;
+    if (o->moe_aux_loss_coeff > 0) length += snprintf(text, room, "  balance loss %.3g", metrics->load_balancing_loss);
+    if (o->moe_z_loss_coeff > 0)
+        length += snprintf(text + length, room - (size_t)length, "  z loss %.3g", metrics->z_loss);
+    length += snprintf(text + length, room - (size_t)length, "  load %.2f (worst %.2f)", metrics->imbalance,
+                       metrics->worst_imbalance);
+    if (o->moe_expert_capacity_factor > 0)
+        snprintf(text + length, room - (size_t)length, "  dropped %.1f%%", 100 * metrics->dropped);
+}
+
+/* The mean loss of the modules of multi-token prediction, and what experts say. */
+static void mt_report_more(char *text, size_t room, const mt_options *o, const mt_metrics *metrics) {
     double sum = 0;
+    *text = 0;
     for (int64_t k = 0; k < o->mtp_num_layers; k++) sum += metrics->mtp_losses[k];
-    return sum / (double)o->mtp_num_layers;
+    if (o->mtp_num_layers > 0) snprintf(text, room, "  mtp loss %.4f", sum / (double)o->mtp_num_layers);
+    mt_report_experts(text + strlen(text), room - strlen(text), o, metrics);
 }
 
 /* Each module's loss under Megatron's name. */
@@ -14559,6 +14790,16 @@ static int mt_report_mtp(const mt_report *report, int64_t iteration, const mt_me
         if (mt_tensorboard_write(report, iteration, &scalar, 1, error) != 0) return -1;
     }
     return 0;
+}
+
+/* What a line of the metrics file begins with. */
+static void mt_report_losses(const mt_report *report, int64_t iteration, const mt_metrics *metrics) {
+    char loss[32];
+    fprintf(report->metrics, "{\"iteration\": %lld, \"lm_loss\": %s, ", (long long)iteration,
+            mt_json_number(loss, metrics->loss));
+    for (int64_t k = 0; k < report->options->mtp_num_layers; k++)
+        fprintf(report->metrics, "\"mtp_%lld_loss\": %s, ", (long long)k + 1,
+                mt_json_number(loss, metrics->mtp_losses[k]));
 }
 
 int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
@@ -14575,13 +14816,12 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
         snprintf(speed, sizeof speed, "%.1f%% MFU", 100 * flops / report->peak_flops);
     else
         snprintf(speed, sizeof speed, "%.1f GFLOP/s", flops * 1e-9);
-    char skipped[40] = "", loss[32], norm[32];
+    char skipped[40] = "", loss[32], norm[32], more[192];
     if (metrics->skipped > 0) snprintf(skipped, sizeof skipped, "%lld skipped  ", (long long)metrics->skipped);
-    char mtp[64] = "";
-    if (o->mtp_num_layers > 0) snprintf(mtp, sizeof mtp, "  mtp loss %.4f", mt_mtp_mean_loss(o, metrics));
+    mt_report_more(more, sizeof more, o, metrics);
     mt_report_line(
         report, "%6lld/%lld %3d%%  loss %.4f%s  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %s%lld:%02lld left",
-        (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, mtp, metrics->grad_norm,
+        (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, more, metrics->grad_norm,
         metrics->learning_rate, rate, speed, skipped, (long long)(left / 60), (long long)(left % 60));
     int64_t bytes = report->device_bytes > 0 ? report->device_bytes : mt_peak_memory();
     if (report->events) {
@@ -14593,24 +14833,33 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
                                      {"throughput", flops * 1e-12},
                                      {"iteration-time", metrics->seconds},
                                      {"mem-max-allocated-bytes", (double)bytes},
-                                     {"skipped-iterations", (double)metrics->skipped}};
-        if (mt_tensorboard_write(report, iteration, scalars, sizeof scalars / sizeof *scalars, error) != 0) return -1;
+                                     {"skipped-iterations", (double)metrics->skipped},
+                                     {"load_balancing_loss", metrics->load_balancing_loss},
+                                     {"z_loss", metrics->z_loss},
+                                     {"load imbalance", metrics->imbalance},
+                                     {"worst load imbalance", metrics->worst_imbalance},
+                                     {"dropped", metrics->dropped}};
+        int64_t count = sizeof scalars / sizeof *scalars - (o->num_experts > 0 ? 0 : 5);
+        if (mt_tensorboard_write(report, iteration, scalars, count, error) != 0) return -1;
         if (mt_report_mtp(report, iteration, metrics, error) != 0) return -1;
     }
     if (!report->metrics) return 0;
-    fprintf(report->metrics, "{\"iteration\": %lld, \"lm_loss\": %s, ", (long long)iteration,
-            mt_json_number(loss, metrics->loss));
-    for (int64_t k = 0; k < o->mtp_num_layers; k++)
-        fprintf(report->metrics, "\"mtp_%lld_loss\": %.17g, ", (long long)k + 1, metrics->mtp_losses[k]);
+    mt_report_losses(report, iteration, metrics);
     fprintf(report->metrics,
             "\"grad_norm\": %s, \"learning_rate\": %.17g, "
             "\"weight_decay\": %.17g, \"consumed_samples\": %lld, \"tokens_per_second\": %.6g, "
             "\"tflops_per_device\": %.6g, \"iteration_ms\": %.6g, \"peak_memory_bytes\": %lld, "
-            "\"skipped_iterations\": %lld}\n",
+            "\"skipped_iterations\": %lld",
             mt_json_number(norm, metrics->grad_norm), metrics->learning_rate, metrics->weight_decay,
-            (long long)state->consumed_train_samples, rate, flops * 1e-12, 1e3 * metrics->seconds,
-            (long long)(report->device_bytes > 0 ? report->device_bytes : mt_peak_memory()),
+            (long long)state->consumed_train_samples, rate, flops * 1e-12, 1e3 * metrics->seconds, (long long)bytes,
             (long long)metrics->skipped);
+    if (o->num_experts > 0)
+        fprintf(report->metrics,
+                ", \"load_balancing_loss\": %s, \"z_loss\": %s, \"load_imbalance\": %.17g, "
+                "\"worst_load_imbalance\": %.17g, \"dropped\": %.17g",
+                mt_json_number(loss, metrics->load_balancing_loss), mt_json_number(norm, metrics->z_loss),
+                metrics->imbalance, metrics->worst_imbalance, metrics->dropped);
+    fprintf(report->metrics, "}\n");
     return mt_report_flush(report, error);
 }
 
@@ -15366,6 +15615,12 @@ static void mt_timed_route_forward(float *probs, int32_t *experts, int32_t *inva
              logits, bias, T, router);
 }
 
+static void mt_timed_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits, int64_t T,
+                                    int64_t first, int64_t count, const mt_router *router, mt_stream *stream) {
+    MT_TIMED(route_sinkhorn, mt_work_bytes(T * router->num_experts + 2 * count * router->topk, 4), probs, experts,
+             invalid, logits, T, first, count, router);
+}
+
 static void mt_timed_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
                                     int64_t T, const mt_router *router, mt_stream *stream) {
     MT_TIMED(route_backward, mt_work_bytes(T * (router->num_experts + router->topk), 8), dlogits, dprobs, experts,
@@ -15458,6 +15713,7 @@ static void mt_timed_expert_bias_step(float *bias, const float *loads, const flo
 static void mt_profile_time_experts(mt_ops *timed) {
     timed->router_logits = mt_timed_router_logits;
     timed->route_forward = mt_timed_route_forward;
+    timed->route_sinkhorn = mt_timed_route_sinkhorn;
     timed->route_backward = mt_timed_route_backward;
     timed->balance_forward = mt_timed_balance_forward;
     timed->balance_loss = mt_timed_balance_loss;

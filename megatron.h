@@ -138,7 +138,7 @@ typedef struct mt_options {
     int64_t moe_ffn_hidden_size, moe_shared_expert_intermediate_size;
     char *moe_layer_freq;                 // N: every N-th layer; or 0 and 1 for every layer, ([0]*3+[1]*58)
     char *moe_router_score_function;      // softmax | sigmoid
-    char *moe_router_load_balancing_type; // none | aux_loss | seq_aux_loss | global_aux_loss
+    char *moe_router_load_balancing_type; // none | aux_loss | seq_aux_loss | global_aux_loss | sinkhorn
     char *moe_token_dispatcher_type;      // alltoall | allgather
     char *moe_token_drop_policy;          // probs | position
     bool moe_router_pre_softmax, moe_router_enable_expert_bias, moe_pad_expert_input_to_capacity, moe_grouped_gemm;
@@ -532,6 +532,15 @@ typedef void mt_router_logits_fn(float *logits, const void *x, const void *w, in
  * - 1 and have probabilities that are not numbers. */
 typedef void mt_route_forward_fn(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
                                  const float *bias, int64_t T, const mt_router *router, mt_stream *stream);
+/* The same for the rows [first, first + count) of T, where all tokens choose together: of cost = exp(logits), rows and
+ * columns are scaled in turn until they sum to 1 / T and 1 / E, so that loads come out even, and a token's experts are
+ * those of its k greatest scaled costs (Sinkhorn & Knopp, "Concerning nonnegative matrices and doubly stochastic
+ * matrices"; as Megatron's sinkhorn, with its 1e-8 beside every sum, until the columns' factors change by 1e-4 at most
+ * on the mean, or MT_SINKHORN_ROUNDS times). Sums are in float64: the order of tokens does not matter. Tokens that are
+ * not finite have no part in it. Groups and bias are not taken; the router has sigmoids and topk 1, or pre_softmax. */
+enum { MT_SINKHORN_ROUNDS = 1000 };
+typedef void mt_route_sinkhorn_fn(float *probs, int32_t *experts, int32_t *invalid, const float *logits, int64_t T,
+                                  int64_t first, int64_t count, const mt_router *router, mt_stream *stream);
 /* dlogits[T, E], zero where an expert neither was chosen nor takes part in the softmax. */
 typedef void mt_route_backward_fn(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
                                   int64_t T, const mt_router *router, mt_stream *stream);
@@ -792,6 +801,7 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
     OP(gather_rows)                                                                                                    \
     OP(router_logits)                                                                                                  \
     OP(route_forward)                                                                                                  \
+    OP(route_sinkhorn)                                                                                                 \
     OP(route_backward)                                                                                                 \
     OP(balance_forward)                                                                                                \
     OP(balance_loss)                                                                                                   \
@@ -982,9 +992,11 @@ int mt_options_agree(const mt_options *options, const mt_group *world, mt_error 
 const mt_ops *mt_backend_open(const char *device, mt_grid *grid, mt_error *error);
 
 /* The CUDA backend's communicator for a group of several ranks, which all call it, and its end; mt_backend_open and
- * mt_grid_stop do that for the groups of a grid. Groups with the same members may share one. */
+ * mt_grid_clear do that for the groups of a grid. Groups with the same members may share one. Those that were closed
+ * serve again, until mt_cuda_groups_end, which mt_grid_stop calls, once no group and no channel is open. */
 int mt_cuda_group_open(mt_group *group, mt_error *error);
 void mt_cuda_group_close(mt_group *group);
+void mt_cuda_groups_end(void);
 
 /* The same on host memory, through MPI whatever the backend: buffer[count] = its sum (or maximum) over the group,
  * MT_F32, MT_BF16 or MT_F64; and a barrier. */
@@ -1450,6 +1462,10 @@ typedef struct mt_metrics {
     double seconds;      // that the step took, at the rate of all steps since metrics were read last
     int64_t skipped;     // steps of this run so far that made no update, this one included
     double data_seconds; // that this rank waited for the samples of this step
+    /* of a model with experts, else 0 */
+    double load_balancing_loss, z_loss; // with their coefficients, means over tokens and over layers with experts
+    double imbalance, worst_imbalance;  // an expert's greatest load over the mean load: mean over layers, and greatest
+    double dropped;                     // part of the choices of experts that capacities dropped
 } mt_metrics;
 
 /* Fills `batch` with micro-batch `index` of this step: in the order of this rank's schedule, and once for each of its
@@ -1458,11 +1474,12 @@ typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_er
 
 /* One step over `micro_batches` micro-batches a rank: forwards and backwards by the schedule, gradients summed over the
  * data group, norm, clipping, AdamW. Updates `state`. With metrics == NULL the host only enqueues the step, up to two
- * before it waits; reading metrics waits for the device.
+ * before it waits; reading metrics waits for the device, and all ranks do it in the same steps.
  *
  * A step is bad where mt_step_guard_fn says so, by options->check_for_nan_in_loss_and_grad and check_for_spiky_loss. It
  * never changes a weight or a moment; its samples are consumed, and it counts as a step of AdamW. All ranks decide
- * alike, from numbers that went through sums over all of them. With options->bad_step_policy "stop" it is an error of
+ * alike, from numbers that went through sums over all of them, and where it began in a router name the same rank and
+ * layer. With options->bad_step_policy "stop" it is an error of
  * this call or, where metrics are not read, of one of the next two or of mt_train_finish; with "skip" a warning of
  * these, and an error only where more than options->max_bad_steps_in_a_row follow one another; with "rewind" one of
  * these calls of mt_train_step loads the last checkpoint of options->save (or else options->load), sets `state` back

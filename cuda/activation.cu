@@ -201,10 +201,11 @@ extern "C" void mt_cuda_swiglu_backward(void *dgate_up, const void *dy, const vo
 /* out = residual + dropout(x). Reads x and residual, writes out: 6 bytes an element in bf16, 12 in fp32 (4 and 8
  * without residual). */
 template <class T, int N>
-__global__ void dropout_add(T *out, const T *x, const T *residual, const int64_t *token_index, int C,
+__global__ void dropout_add(T *out, const T *x, const T *residual, const int64_t *token_index, int64_t rows, int C,
                             int blocks_per_row, int64_t first_channel, mt_masks masks) {
     constexpr int K = packs_per_thread / 2;
-    int64_t row = blockIdx.x / blocks_per_row, offset = row * C;
+    int64_t row = (int64_t)(blockIdx.x / blocks_per_row) * blockDim.y + threadIdx.y, offset = row * C;
+    if (row >= rows) return;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;
     uint64_t token = masks.threshold > 0 ? (uint64_t)token_index[row] : 0;
     mt_pack<T, N> xs[K], residuals[K];
@@ -232,8 +233,9 @@ extern "C" void mt_cuda_dropout_add_forward(void *out, const void *x, const void
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         mt_row_grid grid = mt_rows(mt_divide_up(C, N), packs_per_thread / 2);
-        dropout_add<E, N><<<(unsigned)T * grid.blocks_per_row, grid.threads, 0, mt_cuda_stream(stream)>>>(
-            (E *)out, (const E *)x, (const E *)residual, token_index, (int)C, grid.blocks_per_row, first_channel,
+        unsigned blocks = mt_blocks(T, grid.rows) * grid.blocks_per_row;
+        dropout_add<E, N><<<blocks, dim3(grid.threads, grid.rows), 0, mt_cuda_stream(stream)>>>(
+            (E *)out, (const E *)x, (const E *)residual, token_index, T, (int)C, grid.blocks_per_row, first_channel,
             mt_dropout_masks(dropout));
         MT_CUDA_LAUNCHED();
     });
@@ -265,8 +267,9 @@ template <class T, int N> __device__ static inline void store_streaming(T *to, c
 /* to[to_rows[t]] = from[from_rows[t]], where rows that are NULL are t itself, and a negative one of `from` is zeros.
  * Reads and writes each element: 4 bytes in bf16, 8 in fp32. `stripe` rows follow one another in a stripe, or 0. */
 template <class T, int N>
-__global__ void copy_rows(T *to, const T *from, const int32_t *to_rows, const int32_t *from_rows, int64_t num_rows,
-                          int64_t stripe, int width, int64_t to_stride, int64_t from_stride, int blocks_per_row) {
+__global__ void __launch_bounds__(256, 8)
+    copy_rows(T *to, const T *from, const int32_t *to_rows, const int32_t *from_rows, int64_t num_rows, int64_t stripe,
+              int width, int64_t to_stride, int64_t from_stride, int blocks_per_row) {
     constexpr int K = packs_per_thread;
     int64_t row = (int64_t)(blockIdx.x / blocks_per_row) * blockDim.y + threadIdx.y;
     int first = (blockIdx.x % blocks_per_row * K * blockDim.x + threadIdx.x) * N, step = blockDim.x * N;

@@ -783,7 +783,8 @@ template <int D> static void backward(const mt_attention_call *call) {
 /* sm_90a is Hopper's alone: its code runs on no later GPU. A tensor map needs a tensor, if only of no rows. */
 static bool hopper_serves(const mt_attention_call *call) {
     int64_t D = call->shape->head_size;
-    return mt_cuda_device()->major == 9 && flash_serves(call) && (D == 64 || D == 128) && call->q && call->k && call->v;
+    if (mt_cuda_device()->major != 9 || mt_cuda_kernel_arch() != 90) return false;
+    return flash_serves(call) && (D == 64 || D == 128) && call->q && call->k && call->v;
 }
 
 extern "C" bool mt_attention_hopper_forward(const mt_attention_call *call) {

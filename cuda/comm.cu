@@ -18,49 +18,83 @@ static void mt_nccl_check(ncclResult_t status, const char *call, const mt_group 
 
 /* ---- communicators, and waiting for them */
 
-/* Every communicator that is open, for errors that come up between calls. */
-static struct {
+/* Every communicator that was made. A closed one, whose group is NULL, waits for the next group of the same members:
+ * making one takes NCCL a good part of a second. All its ranks open and close in one order, so they agree which one it
+ * is, and each closes for itself, at any time. */
+typedef struct mt_comm_record {
     ncclComm_t comm;
     const mt_group *group;
-} * mt_comms;
-static int mt_num_comms;
+    int *members, size; // of the world; NULL: of this group alone
+} mt_comm_record;
+static mt_comm_record *mt_comms;
+static int mt_num_comms, mt_num_open;
 
-static ncclComm_t mt_comm_open(const ncclUniqueId *id, int size, int rank, const mt_group *group) {
-    ncclComm_t comm;
-    mt_watch_begin("opening a communicator", group->name);
-    MT_NCCL(group, ncclCommInitRank(&comm, size, *id, rank));
-    mt_watch_end();
-    mt_comms = (decltype(mt_comms))mt_realloc(mt_comms, (mt_num_comms + 1) * (int64_t)sizeof *mt_comms);
-    mt_comms[mt_num_comms++] = {comm, group};
-    return comm;
+/* An idle communicator of these members, now the group's; NULL if there is none. */
+static ncclComm_t mt_comm_reopen(const int *members, int size, const mt_group *group) {
+    for (int i = 0; members && i < mt_num_comms; i++) {
+        mt_comm_record *record = &mt_comms[i];
+        if (record->group || record->size != size || !record->members) continue;
+        if (memcmp(record->members, members, (size_t)size * sizeof *members) != 0) continue;
+        record->group = group;
+        mt_num_open++;
+        return record->comm;
+    }
+    return NULL;
 }
 
-static void mt_comm_close(ncclComm_t comm, const mt_group *group) {
+static ncclComm_t mt_comm_open(const ncclUniqueId *id, const int *members, int size, int rank, const mt_group *group) {
+    mt_comm_record record = {.group = group, .size = size};
+    mt_watch_begin("opening a communicator", group->name);
+    MT_NCCL(group, ncclCommInitRank(&record.comm, size, *id, rank));
+    mt_watch_end();
+    if (members) {
+        record.members = (int *)mt_malloc(size * (int64_t)sizeof *members);
+        memcpy(record.members, members, (size_t)size * sizeof *members);
+    }
+    mt_comms = (mt_comm_record *)mt_realloc(mt_comms, (mt_num_comms + 1) * (int64_t)sizeof *mt_comms);
+    mt_comms[mt_num_comms++] = record;
+    mt_num_open++;
+    return record.comm;
+}
+
+static void mt_comm_close(ncclComm_t comm) {
     int i = 0;
     while (mt_comms[i].comm != comm) i++;
-    mt_comms[i] = mt_comms[--mt_num_comms];
-    if (mt_num_comms == 0) {
-        free(mt_comms);
-        mt_comms = NULL;
-    }
-    mt_watch_begin("closing a communicator", group->name);
-    MT_NCCL(group, ncclCommDestroy(comm));
-    mt_watch_end();
+    mt_comms[i].group = NULL;
+    mt_num_open--;
 }
 
 extern "C" int mt_cuda_group_open(mt_group *group, mt_error *error) {
     if (group->size == 1) return 0;
     if (!group->comm) return mt_error_set(error, "group %s has no MPI to agree through", group->name);
+    group->nccl = mt_comm_reopen(group->members, group->size, group);
+    if (group->nccl) return 0;
     ncclUniqueId id;
     if (group->rank == 0) MT_NCCL(group, ncclGetUniqueId(&id));
     mt_broadcast(group, &id, sizeof id, 0);
-    group->nccl = mt_comm_open(&id, group->size, group->rank, group);
+    group->nccl = mt_comm_open(&id, group->members, group->size, group->rank, group);
     return 0;
 }
 
 extern "C" void mt_cuda_group_close(mt_group *group) {
-    if (group->nccl) mt_comm_close((ncclComm_t)group->nccl, group);
+    if (group->nccl) mt_comm_close((ncclComm_t)group->nccl);
     group->nccl = NULL;
+}
+
+/* In the order in which they were made: NCCL may wait for the other ranks. */
+extern "C" void mt_cuda_groups_end(void) {
+    mt_group nobody = {};
+    nobody.name = "of no more use";
+    if (mt_num_open > 0) return; // after an error, in which the others may not close theirs
+    for (int i = 0; i < mt_num_comms; i++) {
+        mt_watch_begin("closing a communicator", nobody.name);
+        MT_NCCL(&nobody, ncclCommDestroy(mt_comms[i].comm));
+        mt_watch_end();
+        free(mt_comms[i].members);
+    }
+    free(mt_comms);
+    mt_comms = NULL;
+    mt_num_comms = 0;
 }
 
 /* A peer that fails leaves kernels here that never end; NCCL then says so. */
@@ -68,13 +102,14 @@ static void mt_comms_check(void) {
     for (int i = 0; i < mt_num_comms; i++) {
         ncclResult_t state = ncclSuccess;
         const mt_group *group = mt_comms[i].group;
+        if (!group) continue;
         MT_NCCL(group, ncclCommGetAsyncError(mt_comms[i].comm, &state));
         if (state != ncclInProgress) mt_nccl_check(state, "an earlier operation", group, __FILE__, __LINE__);
     }
 }
 
 bool mt_cuda_comm_is_open(void) {
-    return mt_num_comms > 0;
+    return mt_num_open > 0;
 }
 
 /* Waits until query() says that something on the device is done. */
@@ -112,6 +147,9 @@ extern "C" int mt_cuda_group_open(mt_group *group, mt_error *error) {
 
 extern "C" void mt_cuda_group_close(mt_group *group) {
     group->nccl = NULL;
+}
+
+extern "C" void mt_cuda_groups_end(void) {
 }
 
 bool mt_cuda_comm_is_open(void) {
@@ -259,14 +297,18 @@ extern "C" mt_channel *mt_cuda_channel_open(const mt_group *group, int from, int
     MT_CHECK(from != to && from < group->size && to < group->size && id >= 0);
     if (group->rank != from && group->rank != to) return NULL;
     mt_cuda_channel *channel = (mt_cuda_channel *)mt_calloc(sizeof *channel);
-    ncclUniqueId unique;
     channel->head = {.group = group, .from = from, .to = to, .id = id};
-    if (group->rank == from) {
-        MT_NCCL(group, ncclGetUniqueId(&unique));
-        mt_send(group, &unique, sizeof unique, to, MT_HOST_TAGS - 1);
-    } else
-        mt_receive(group, &unique, sizeof unique, from, MT_HOST_TAGS - 1);
-    channel->comm = mt_comm_open(&unique, 2, group->rank == to, group);
+    const int members[] = {group->members ? group->members[from] : 0, group->members ? group->members[to] : 0};
+    channel->comm = mt_comm_reopen(group->members ? members : NULL, 2, group);
+    if (!channel->comm) {
+        ncclUniqueId unique;
+        if (group->rank == from) {
+            MT_NCCL(group, ncclGetUniqueId(&unique));
+            mt_send(group, &unique, sizeof unique, to, MT_HOST_TAGS - 1);
+        } else
+            mt_receive(group, &unique, sizeof unique, from, MT_HOST_TAGS - 1);
+        channel->comm = mt_comm_open(&unique, group->members ? members : NULL, 2, group->rank == to, group);
+    }
     int least, greatest; // a message goes ahead of the kernels that wait for a place on the device
     MT_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     MT_CUDA(cudaStreamCreateWithPriority(&channel->stream, cudaStreamNonBlocking, greatest));
@@ -322,7 +364,7 @@ extern "C" void mt_cuda_channel_close(mt_channel *head) {
     if (!head) return;
     mt_cuda_channel *channel = (mt_cuda_channel *)head;
     mt_cuda_comm_wait(channel->stream);
-    mt_comm_close(channel->comm, head->group);
+    mt_comm_close(channel->comm);
     for (cudaEvent_t event : channel->done) MT_CUDA(cudaEventDestroy(event));
     MT_CUDA(cudaEventDestroy(channel->ready));
     MT_CUDA(cudaStreamDestroy(channel->stream));

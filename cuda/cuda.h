@@ -34,9 +34,13 @@ void mt_cublas_check(cublasStatus_t status, const char *call, const char *file, 
 /* The device's properties, read once. */
 const cudaDeviceProp *mt_cuda_device(void);
 
-/* Allows a launch on the stream to begin early, where that is possible; `attribute` must live as long as the config. */
-static inline void mt_cuda_early(cudaLaunchConfig_t *config, cudaLaunchAttribute *attribute, const mt_stream *stream) {
-    if (!stream || !stream->capturing || mt_cuda_device()->major < 9) return;
+/* The architecture that the kernels which this binary has for the device were compiled for: 90 on Hopper, but 80 where
+ * the driver makes them there from sm_80's PTX. */
+int mt_cuda_kernel_arch(void);
+
+/* Allows a launch to begin early, where that is possible; `attribute` must live as long as the config. */
+static inline void mt_cuda_launch_early(cudaLaunchConfig_t *config, cudaLaunchAttribute *attribute) {
+    if (mt_cuda_kernel_arch() < 90) return;
     attribute->id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute->val.programmaticStreamSerializationAllowed = 1;
     config->attrs = attribute;
@@ -118,7 +122,7 @@ __device__ static inline uint4 mt_cuda_philox(uint64_t key, uint64_t counter_low
     return c;
 }
 
-/* In a graph, on Hopper and later, a kernel launched with mt_cuda_early may begin before the one ahead of it in the
+/* On Hopper and later, a kernel launched with mt_cuda_launch_early may begin before the one ahead of it in the
  * stream is done: when each of its blocks has called mt_begin_next, or ended. What it reads of that kernel's results,
  * and all that it writes, then has to come after mt_wait_for_previous. Elsewhere these do nothing. */
 __device__ static inline void mt_begin_next(void) {

@@ -66,6 +66,19 @@ const cudaDeviceProp *mt_cuda_device(void) {
     return &properties;
 }
 
+static __global__ void any_kernel(void) {
+}
+
+int mt_cuda_kernel_arch(void) {
+    static int arch;
+    cudaFuncAttributes attributes;
+    if (arch == 0) {
+        MT_CUDA(cudaFuncGetAttributes(&attributes, any_kernel));
+        arch = attributes.ptxVersion;
+    }
+    return arch;
+}
+
 extern "C" double mt_cuda_peak_flops(mt_dtype dtype) {
     static const struct {
         const char *name;

@@ -91,7 +91,7 @@ static void launch(void *y, const void *x, const void *w, const void *bias, int6
     config.gridDim = mt_blocks(N, WARPS * (N < enough ? few : many));
     config.blockDim = 32 * WARPS;
     config.stream = mt_cuda_stream(stream);
-    mt_cuda_early(&config, &early, stream);
+    if (stream && stream->capturing) mt_cuda_launch_early(&config, &early);
     MT_CUDA(cudaLaunchKernelEx(&config, kernel, (E *)y, (const E *)x, (const E *)w, (const E *)bias, (int)T, N, K));
 }
 

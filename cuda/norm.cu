@@ -18,18 +18,32 @@ __device__ static inline void load_chunk(mt_pack<T, N> (&packs)[K], const T *row
     }
 }
 
+/* A row's token and its first channel there: a token has H rows. H is 1 but for heads, which spares the division that
+ * every load would wait for. */
+template <bool layernorm> struct row_place {
+    int64_t token, column;
+    __device__ row_place(unsigned row, unsigned H, int C) : token(row), column(0) {
+        if (layernorm || H == 1) return;
+        token = row / H;
+        column = (int64_t)(row % H) * C;
+    }
+};
+
 /* ---- forward: y = (x - mean) rstd w + b -------------------------------------------------------------------------- */
 
-/* Packs of a row that a thread holds at most, threads of the largest block, and how many such blocks must find
- * registers at once: 64 a thread for many packs in bf16, fewer for few packs, which need more threads to have as much
- * on its way.
- */
-static constexpr int forward_packs = 8, forward_block = 512;
-__host__ __device__ static constexpr int forward_residents(int element_bytes, int K) {
-    return element_bytes > 2 ? 1 : K > 3 ? 2 : K > 2 ? 3 : 4;
+/* Packs of a row that a thread holds at most, threads of the largest block that holds a row, and how many such blocks
+ * must find registers at once. With the packs RMSNorm holds their weights. LayerNorm has biases too, for which a block
+ * of several rows has them in shared memory, of so many bytes at most. */
+static constexpr int most_forward_packs = 8, forward_block = 256, shared_weights_bytes = 40 << 10;
+__host__ __device__ static constexpr int forward_packs(bool layernorm, bool adds) {
+    return layernorm && !adds ? most_forward_packs : 4;
 }
-/* With a residual, which comes in as many packs again and whose masks need registers too. */
-static constexpr int residual_packs = 4;
+__host__ __device__ static constexpr int forward_residents(bool layernorm, int K, int element_bytes) {
+    constexpr int table[2][most_forward_packs] = {{8, 6, 4, 4}, {8, 6, 5, 5, 4, 4, 4, 4}};
+    return element_bytes > 2 && K > 3 ? 3 : table[layernorm][K - 1];
+}
+/* Of a block that walks along its row, or adds a residual, which needs registers for as many packs again. */
+static constexpr int walking_block = 512;
 
 /* The operands, by the names that megatron.h gives them. */
 template <class T> struct forward_task {
@@ -63,28 +77,68 @@ __device__ static inline void add_residual(mt_pack<T, N> (&packs)[K], const forw
     }
 }
 
+/* Begins to copy the weights and biases of all columns to shared memory. */
+template <int N, class T>
+__device__ static inline void share_weights(T *shared_w, T *shared_b, const T *w, const T *b, int C) {
+    int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+    for (int c = thread * N; c < C; c += threads * N) {
+        mt_load_async((mt_pack<T, N> *)(shared_w + c), w + c, true);
+        mt_load_async((mt_pack<T, N> *)(shared_b + c), b + c, true);
+    }
+    mt_load_async_commit();
+}
+
+/* sum plus what a thread's packs hold; past the row's end they are zeros. */
+template <int K, int N, class T> __device__ static inline float add_up(float sum, const mt_pack<T, N> (&packs)[K]) {
+#pragma unroll
+    for (int k = 0; k < K; k++)
+        for (int i = 0; i < N; i++) sum += mt_element(packs[k], i);
+    return sum;
+}
+
+/* The sum of (x - mu)^2 over a thread's packs of the chunk at `base`. */
+template <int K, int N, class T>
+__device__ static inline float squares_of(mt_pack<T, N> (&packs)[K], float mu, int base, int length) {
+    float squares = 0;
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (base + (k * blockDim.x + threadIdx.x) * N >= length) continue;
+        mt_keep_packed(packs[k]);
+        mt_pack<float, N> in = mt_to_float(packs[k]);
+        for (int i = 0; i < N; i++) squares += (in.value[i] - mu) * (in.value[i] - mu);
+    }
+    return squares;
+}
+
 /* Reads x, writes y: 4 bytes an element in bf16, 8 in fp32; where it `adds`, reads x and residual and writes sum and y:
- * 8 and 16. `whole`: a chunk holds the row, which spares the registers that walking takes. Weights come from the first
- * cache, since every row asks for them again. */
+ * 8 and 16. `whole`: a chunk holds the row, which spares the registers that walking takes. Then weights, which the
+ * first cache has, are asked for at once with the row: a request waits there for those before it, in their order. */
 template <class T, int N, int K, bool layernorm, bool adds, bool whole>
-__global__ void __launch_bounds__(forward_block, adds ? 1 : forward_residents(sizeof(T), K))
+__global__ void __launch_bounds__(adds || !whole ? walking_block : forward_block,
+                                  adds || !whole ? 1 : forward_residents(layernorm, K, sizeof(T)))
     norm_forward(const forward_task<T> task) {
-    unsigned row = blockIdx.x * blockDim.y + threadIdx.y, rows = task.rows;
-    int64_t t = layernorm ? row : row / task.H, h = layernorm ? 0 : row % task.H;
-    int C = task.C, chunk = K * N * blockDim.x, last = whole ? 0 : (C - 1) / chunk * chunk, length = row < rows ? C : 0;
-    const T *x_row = task.x + t * task.x_stride + h * C, *again = adds ? task.sum + t * C : x_row;
-    T *y_row = task.y + t * task.y_stride + h * C;
-    mt_pack<T, N> packs[K];
+    constexpr bool keeps_weights = whole && !adds && !layernorm, shares_weights = whole && !adds && layernorm;
+    extern __shared__ uint4 shared_weights[];
+    unsigned row = blockIdx.x * blockDim.y + threadIdx.y;
+    const row_place<layernorm> place(row, task.H, task.C);
+    int C = task.C, chunk = K * N * blockDim.x, last = whole ? 0 : (C - 1) / chunk * chunk;
+    const int length = row < task.rows ? C : 0;
+    const T *x_row = task.x + place.token * task.x_stride + place.column;
+    const T *again = adds ? task.sum + (int64_t)row * C : x_row;
+    T *y_row = task.y + place.token * task.y_stride + place.column;
+    mt_pack<T, N> packs[K], w[K];
+    T *shared_w = (T *)shared_weights, *shared_b = shared_w + C;
+    if (shares_weights) share_weights<N>(shared_w, shared_b, task.w, task.b, C);
     float sum[1] = {0}, squares[1] = {0}, mu = 0, inverse_C = __frcp_rn(C);
+    if (keeps_weights) {
+        load_chunk(packs, x_row, 0, length);
+        load_chunk(w, task.w, 0, C);
+    }
     if (layernorm || adds) {
         for (int base = 0; base <= last; base += chunk) {
             load_chunk(packs, x_row, base, length);
-            if (adds) add_residual(packs, task, t, base, length);
-#pragma unroll
-            for (int k = 0; k < K; k++) {
-                mt_pack<float, N> in = mt_to_float(packs[k]);
-                for (int i = 0; i < N; i++) sum[0] += in.value[i];
-            }
+            if (adds) add_residual(packs, task, row, base, length);
+            sum[0] = add_up(sum[0], packs);
         }
     }
     if (layernorm) {
@@ -92,20 +146,18 @@ __global__ void __launch_bounds__(forward_block, adds ? 1 : forward_residents(si
         mu = sum[0] * inverse_C;
     }
     for (int base = last; base >= 0; base -= chunk) {
-        if ((!layernorm && !adds) || base < last) load_chunk(packs, again, base, length);
-#pragma unroll
-        for (int k = 0; k < K; k++) {
-            if (base + (k * blockDim.x + threadIdx.x) * N >= length) continue;
-            mt_keep_packed(packs[k]);
-            mt_pack<float, N> in = mt_to_float(packs[k]);
-            for (int i = 0; i < N; i++) squares[0] += (in.value[i] - mu) * (in.value[i] - mu);
-        }
+        if (!keeps_weights && ((!layernorm && !adds) || base < last)) load_chunk(packs, again, base, length);
+        squares[0] += squares_of(packs, mu, base, length);
     }
     mt_row_sum(squares, 1);
     float scale = rsqrtf(squares[0] * inverse_C + task.eps);
-    if (threadIdx.x == 0 && row < rows) {
+    if (threadIdx.x == 0 && length > 0) {
         task.rstd[row] = scale;
         if (layernorm) task.mean[row] = mu;
+    }
+    if (shares_weights) {
+        mt_load_async_wait<0>();
+        __syncthreads();
     }
     for (int base = 0; base <= last; base += chunk) {
         if (base > 0) load_chunk(packs, again, base, length);
@@ -114,20 +166,20 @@ __global__ void __launch_bounds__(forward_block, adds ? 1 : forward_residents(si
             int c = base + (k * blockDim.x + threadIdx.x) * N;
             if (c >= length) continue;
             mt_keep_packed(packs[k]);
-            mt_pack<float, N> out = mt_to_float(packs[k]), weight = mt_to_float(mt_load<N>(task.w + c)), bias = {};
-            if (layernorm) bias = mt_to_float(mt_load<N>(task.b + c));
+            if (!keeps_weights) w[k] = mt_load<N>((shares_weights ? shared_w : task.w) + c);
+            mt_pack<float, N> out = mt_to_float(packs[k]), weight = mt_to_float(w[k]), bias = {};
+            if (layernorm) bias = mt_to_float(mt_load<N>((shares_weights ? shared_b : task.b) + c));
             for (int i = 0; i < N; i++) out.value[i] = (out.value[i] - mu) * scale * weight.value[i] + bias.value[i];
             mt_store(y_row + c, mt_from_float<T>(out));
         }
     }
 }
 
-/* Packs a thread for rows of `packs`, at most `most`: a row has as few warps as can hold it, and the packs of a row
- * that is shorter than a warp has threads are read in stretches of at least 128 bytes. */
+/* Packs a thread for rows of `packs`: a row has as few warps as can hold it, and the packs of a row that is shorter
+ * than a warp has threads are read in stretches of at least 128 bytes. */
 static inline int64_t packs_of_a_thread(int64_t packs, int64_t most) {
     if (packs <= 64) return packs < 16 ? 1 : 2;
-    int64_t warps = mt_divide_up(packs, 32 * most);
-    int64_t each = mt_divide_up(packs, 32 * warps);
+    int64_t warps = mt_divide_up(packs, 32 * most), each = mt_divide_up(packs, 32 * warps);
     return each < most ? each : most;
 }
 
@@ -138,27 +190,34 @@ template <int most, class Body> static void with_packs(int64_t k, Body body) {
     body(mt_width<most>());
 }
 
+/* Bytes of weights and biases that a block has in shared memory. */
+template <bool layernorm, bool adds, class T> static int64_t shared_weights_of(const forward_task<T> &task) {
+    return layernorm && !adds ? 2 * task.C * (int64_t)sizeof(T) : 0;
+}
+
 template <bool layernorm, bool adds, class T, int N, int K>
 static void launch_forward_packs(const forward_task<T> &task, cudaStream_t stream) {
-    int64_t packs = mt_divide_up(task.C, N);
-    dim3 block = mt_reduction_block(packs, K, packs <= 32 * K ? 128 : 64, forward_block);
-    bool whole = packs <= K * (int64_t)block.x;
+    int64_t packs = mt_divide_up(task.C, N), most = adds ? walking_block : forward_block;
+    int64_t shared = shared_weights_of<layernorm, adds>(task);
+    bool whole = packs <= K * most && shared <= shared_weights_bytes;
+    int64_t smallest = shared > 0 ? forward_block : packs <= 32 * K ? 128 : 64;
+    dim3 block = mt_reduction_block(packs, K, smallest, whole ? most : walking_block);
     auto kernel = norm_forward<T, N, K, layernorm, adds, true>;
-    if constexpr (K == (adds ? residual_packs : forward_packs))
-        if (!whole) kernel = norm_forward<T, N, K, layernorm, adds, false>;
-    kernel<<<mt_blocks(task.rows, block.y), block, 0, stream>>>(task);
+    if constexpr (K == forward_packs(layernorm, adds))
+        if (!whole) kernel = norm_forward<T, N, K, layernorm, adds, false>, shared = 0;
+    kernel<<<mt_blocks(task.rows, block.y), block, shared, stream>>>(task);
     MT_CUDA_LAUNCHED();
 }
 
+/* Only with the most packs a thread is there a kernel for rows that find no room in a block. */
 template <bool layernorm, bool adds, class T, int N>
 static void launch_forward(const forward_task<T> &task, cudaStream_t stream) {
-    constexpr int most = adds ? residual_packs : forward_packs;
-    if constexpr (N == 1)
-        launch_forward_packs<layernorm, adds, T, 1, most>(task, stream);
-    else
-        with_packs<most>(packs_of_a_thread(task.C / N, most), [&](auto k) {
-            launch_forward_packs<layernorm, adds, T, N, decltype(k)::value>(task, stream);
-        });
+    constexpr int most = forward_packs(layernorm, adds);
+    bool has_room = N > 1 && shared_weights_of<layernorm, adds>(task) <= shared_weights_bytes;
+    with_packs<most>(has_room ? packs_of_a_thread(task.C / N, most) : most, [&](auto count) {
+        constexpr int K = decltype(count)::value;
+        if constexpr (N > 1 || K == most) launch_forward_packs<layernorm, adds, T, N, K>(task, stream);
+    });
 }
 
 extern "C" void mt_cuda_rmsnorm_forward(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H,
@@ -208,36 +267,33 @@ extern "C" void mt_cuda_residual_norm_forward(void *y, float *mean, float *rstd,
  * mean(g); dw = sum over rows of dy n, db = sum over rows of dy. A fixed number of blocks walks the rows; each keeps
  * its sums for dw and db in registers, and add_partials adds the blocks' sums in a fixed order. */
 
-/* Threads of a multiprocessor where each has K packs of a row, which sets the registers that each may use, and the rows
- * that a block has in shared memory: one in use and the others on their way. */
+/* Packs of a row that a thread holds at most; and threads of a multiprocessor where each has K of them, which sets the
+ * registers that each may use: the next row's packs, this one's, and the sums for dw and db. */
+static constexpr int backward_packs = 2;
 __host__ __device__ static constexpr int backward_threads(bool layernorm, int K) {
-    return K > 1 ? 512 : layernorm ? 768 : 1024;
-}
-__host__ __device__ static constexpr int backward_stages(int K) {
-    return K > 2 ? 2 : 3;
-}
-__host__ __device__ static constexpr int backward_packs(bool layernorm) {
-    return layernorm ? 3 : 4;
+    constexpr int table[2][backward_packs] = {{1024, 512}, {768, 512}};
+    return table[layernorm][K - 1];
 }
 
-/* partial[0 ... C - 1] = this block's sums; its rows add theirs through shared memory, N floats a thread. */
-template <int K, int N>
-__device__ static inline void store_block_sums(float *partial, float *shared, const mt_pack<float, N> (&sums)[K],
-                                               int C) {
+/* partial[0 ... C - 1] = this block's sums; its rows, which share columns, add theirs through shared memory. */
+template <int N, int K, int threads>
+__device__ static inline void store_block_sums(float *partial, const mt_pack<float, N> (&sums)[K], int C) {
+    __shared__ float shared[threads * N];
     int chunk = blockDim.x * N, thread = threadIdx.y * blockDim.x + threadIdx.x;
-    if (blockDim.y == 1) {
 #pragma unroll
-        for (int k = 0; k < K; k++)
-            if (k * chunk + thread * N < C) mt_store(partial + k * chunk + thread * N, sums[k]);
-        return;
-    }
-    __syncthreads(); // rows that share columns have one pack a thread
-    for (int i = 0; i < N; i++) shared[thread * N + i] = sums[0].value[i];
-    __syncthreads();
-    for (int c = thread; c < C; c += blockDim.x * blockDim.y) {
-        float sum = 0;
-        for (int y = 0; y < blockDim.y; y++) sum += shared[y * chunk + c];
-        partial[c] = sum;
+    for (int k = 0; k < K; k++, partial += chunk, C -= chunk) {
+        if (blockDim.y == 1) {
+            if (thread * N < C) mt_store(partial + thread * N, sums[k]);
+            continue;
+        }
+        __syncthreads();
+        for (int i = 0; i < N; i++) shared[thread * N + i] = sums[k].value[i];
+        __syncthreads();
+        for (int c = thread; c < chunk && c < C; c += blockDim.x * blockDim.y) {
+            float sum = 0;
+            for (int y = 0; y < blockDim.y; y++) sum += shared[y * chunk + c];
+            partial[c] = sum;
+        }
     }
 }
 
@@ -252,44 +308,130 @@ template <class T> struct backward_task {
     int64_t dx_stride, dy_stride, x_stride;
 };
 
+/* A thread's packs of a row of each input; zeros past the last row and past the row's end, which add nothing. */
+template <class T, int N, int K, bool layernorm> struct row_part {
+    mt_pack<T, N> x[K], dy[K];
+    float mean, rstd;
+
+    __device__ void load(const backward_task<T> &task, unsigned row) {
+        row_place<layernorm> place(row, task.H, task.C);
+        const T *x_row = task.x + place.token * task.x_stride + place.column;
+        const T *dy_row = task.dy + place.token * task.dy_stride + place.column;
+        int length = row < task.rows ? task.C : 0;
+        load_chunk(x, x_row, 0, length);
+        load_chunk(dy, dy_row, 0, length);
+        mean = layernorm && length > 0 ? task.mean[row] : 0;
+        rstd = length > 0 ? task.rstd[row] : 0;
+    }
+};
+
+/* g and n of a pack, from the packs that memory gave: n = x rstd + shift, where shift = -mean rstd. */
+template <class T, int N>
+__device__ static inline void widen_part(mt_pack<float, N> &n, mt_pack<float, N> &d, mt_pack<float, N> &g,
+                                         const mt_pack<T, N> &x, const mt_pack<T, N> &dy, const mt_pack<T, N> &w,
+                                         float rstd, float shift) {
+    n = mt_to_float(x), d = mt_to_float(dy), g = mt_to_float(w);
+    for (int i = 0; i < N; i++) {
+        n.value[i] = n.value[i] * rstd + shift;
+        g.value[i] *= d.value[i];
+    }
+}
+
+/* With dx = dresidual + rstd g + slope x + offset a row's gradient takes three instructions an element: the
+ * instructions of this kernel, not its bytes, are what is scarce. */
+struct gradient_line {
+    float slope, offset;
+    __device__ gradient_line(float rstd, float shift, float mean_g, float mean_gn)
+        : slope(-rstd * rstd * mean_gn), offset(-rstd * (mean_g + shift * mean_gn)) {
+    }
+};
+
+/* The next row is on its way, to registers, while this one is reduced: that keeps the memory busy. Reads dy, x and
+ * dresidual, writes dx: 8 bytes an element in bf16, 16 in fp32 (6 and 12 without dresidual). */
+template <class T, int N, int K, bool layernorm>
+__global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward(const backward_task<T> task) {
+    const int C = task.C;
+    const float inverse_C = __frcp_rn(C);
+    mt_pack<float, N> dw[K] = {}, db[layernorm ? K : 1] = {};
+    mt_pack<T, N> weights[K];
+    load_chunk(weights, task.w, 0, C);
+    unsigned step = gridDim.x * blockDim.y, row = blockIdx.x * blockDim.y + threadIdx.y;
+    row_part<T, N, K, layernorm> next;
+    next.load(task, row);
+    mt_begin_next(); // add_partials, which finds no room before blocks end
+    for (int turn = 0; row - threadIdx.y < task.rows; row += step, turn ^= 1) {
+        row_part<T, N, K, layernorm> part = next;
+        row_place<layernorm> place(row, task.H, C);
+        const int64_t dx_row = place.token * task.dx_stride + place.column;
+        mt_pack<T, N> residual[K];
+        load_chunk(residual, task.dresidual + dx_row, 0, task.dresidual && row < task.rows ? C : 0);
+        next.load(task, row + step);
+        float sums[layernorm ? 2 : 1] = {}, shift = -part.mean * part.rstd;
+#pragma unroll
+        for (int k = 0; k < K; k++)
+            for (int i = 0; i < N; i++) {
+                float d = mt_element(part.dy[k], i), n = mt_element(part.x[k], i) * part.rstd + shift;
+                float g = mt_element(weights[k], i) * d;
+                dw[k].value[i] += d * n;
+                if constexpr (layernorm) db[k].value[i] += d;
+                sums[0] += g * n;
+                if constexpr (layernorm) sums[1] += g;
+            }
+        mt_row_sum(sums, turn);
+        float mean_g = 0;
+        if constexpr (layernorm) mean_g = sums[1] * inverse_C;
+        const gradient_line line(part.rstd, shift, mean_g, sums[0] * inverse_C);
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            int c = (k * blockDim.x + threadIdx.x) * N;
+            if (row >= task.rows || c >= C) continue;
+            mt_keep_packed(part.x[k]);
+            if (K > 1) mt_keep_packed(part.dy[k]), mt_keep_packed(weights[k]);
+            mt_pack<float, N> out = mt_to_float(residual[k]);
+            for (int i = 0; i < N; i++) {
+                float g = mt_element(weights[k], i) * mt_element(part.dy[k], i);
+                out.value[i] += g * part.rstd + (mt_element(part.x[k], i) * line.slope + line.offset);
+            }
+            mt_store(task.dx + dx_row + c, mt_from_float<T>(out));
+        }
+    }
+    constexpr int threads = backward_threads(layernorm, K);
+    store_block_sums<N, K, threads>(task.partial + (int64_t)blockIdx.x * C, dw, C);
+    if constexpr (layernorm)
+        store_block_sums<N, K, threads>(task.partial + (int64_t)(gridDim.x + blockIdx.x) * C, db, C);
+}
+
 /* A block's ring of rows in shared memory. A thread copies there what it alone will read, so that copies need no
- * registers and no barrier; only mean and rstd are copied by one thread for its warp (or its row, if that is shorter).
- */
+ * registers and no barrier; only mean and rstd are copied by one thread for its warp. */
 template <class T, int N, int K, bool layernorm> struct row_ring {
-    static constexpr int stages = backward_stages(K);
+    static constexpr int stages = 2;
     mt_pack<T, N> *packs;
     float *statistics;
 
     __device__ row_ring(void *memory) {
         packs = (mt_pack<T, N> *)memory;
-        statistics = (float *)(packs + stages * 3 * K * blockDim.x * blockDim.y);
+        statistics = (float *)(packs + stages * 3 * K * blockDim.x);
     }
     static int64_t bytes(dim3 block) {
-        return stages * ((int64_t)sizeof(mt_pack<T, N>) * 3 * K * block.x * block.y + 8 * sharers(block));
-    }
-    /* How many threads copy a row's mean and rstd, each for those next to it. */
-    __host__ __device__ static int sharers(dim3 block) {
-        return block.x * block.y / (block.x < 32 ? block.x : 32);
+        return stages * ((int64_t)sizeof(mt_pack<T, N>) * 3 * K * block.x + 8 * (block.x / 32));
     }
     __device__ mt_pack<T, N> *pack(int stage, int input, int k) const {
-        int thread = threadIdx.y * blockDim.x + threadIdx.x;
-        return packs + ((stage * 3 + input) * K + k) * blockDim.x * blockDim.y + thread;
+        return packs + ((stage * 3 + input) * K + k) * blockDim.x + threadIdx.x;
     }
     __device__ float *statistic(int stage) const {
-        int together = min(blockDim.x, 32), thread = threadIdx.y * blockDim.x + threadIdx.x;
-        return statistics + (stage * sharers(blockDim) + thread / together) * 2;
+        return statistics + (stage * (blockDim.x / 32) + threadIdx.x / 32) * 2;
     }
     /* Begins to copy a row; zeros past the last row and past the row's end add nothing. */
     __device__ void load(const backward_task<T> &task, unsigned row, int stage) const {
-        int64_t t = layernorm ? row : row / task.H, column = layernorm ? 0 : row % task.H * task.C;
+        row_place<layernorm> place(row, task.H, task.C);
 #pragma unroll
         for (int k = 0; k < K; k++) {
             int c = (k * blockDim.x + threadIdx.x) * N;
             bool there = row < task.rows && c < task.C;
-            mt_load_async(pack(stage, 0, k), task.x + (there ? t * task.x_stride + column + c : 0), there);
-            mt_load_async(pack(stage, 1, k), task.dy + (there ? t * task.dy_stride + column + c : 0), there);
-            if (task.dresidual)
-                mt_load_async(pack(stage, 2, k), task.dresidual + (there ? t * task.dx_stride + column + c : 0), there);
+            int64_t t = there ? place.token : 0, column = there ? place.column + c : 0;
+            mt_load_async(pack(stage, 0, k), task.x + t * task.x_stride + column, there);
+            mt_load_async(pack(stage, 1, k), task.dy + t * task.dy_stride + column, there);
+            if (task.dresidual) mt_load_async(pack(stage, 2, k), task.dresidual + t * task.dx_stride + column, there);
         }
         if (threadIdx.x % 32 == 0) {
             mt_load_async((mt_pack<float, 1> *)statistic(stage), task.rstd + (row < task.rows ? row : 0),
@@ -302,46 +444,32 @@ template <class T, int N, int K, bool layernorm> struct row_ring {
     }
 };
 
-/* What a thread has of a row: n and g of one of its packs. */
-template <class T, int N>
-__device__ static inline void widen_part(mt_pack<float, N> &n, mt_pack<float, N> &d, mt_pack<float, N> &g,
-                                         mt_pack<T, N> &x, mt_pack<T, N> &dy, mt_pack<T, N> &w, float mean,
-                                         float rstd) {
-    mt_keep_packed(x), mt_keep_packed(dy), mt_keep_packed(w);
-    n = mt_to_float(x), d = mt_to_float(dy), g = mt_to_float(w);
-    for (int i = 0; i < N; i++) {
-        n.value[i] = (n.value[i] - mean) * rstd;
-        g.value[i] *= d.value[i];
-    }
-}
-
-/* A row has K packs for each thread. The next rows are on their way while this one is reduced: that keeps the memory
- * busy. Reads dy, x and dresidual, writes dx: 8 bytes an element in bf16, 16 in fp32 (6 and 12 without dresidual). */
+/* The same for rows of up to K packs a thread, a block a row. So many packs of the next row find no registers, so they
+ * come through shared memory. */
+static constexpr int wide_block = 512;
 template <class T, int N, int K, bool layernorm>
-__global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward(const backward_task<T> task) {
+__global__ void __launch_bounds__(wide_block) norm_backward_wide(const backward_task<T> task) {
     extern __shared__ uint4 shared_rows[];
     using ring_type = row_ring<T, N, K, layernorm>;
     constexpr int stages = ring_type::stages;
     const ring_type ring(shared_rows);
     const int C = task.C;
     const float inverse_C = __frcp_rn(C);
-    mt_pack<float, N> dw[K] = {}, db[layernorm ? K : 1] = {};
-    mt_pack<T, N> weights[K];
+    mt_pack<float, N> dw[K] = {}, db[layernorm ? K : 1] = {}, n, d, g;
+    mt_pack<T, N> weights[K], x, dy;
     load_chunk(weights, task.w, 0, C);
-    unsigned step = gridDim.x * blockDim.y, row = blockIdx.x * blockDim.y + threadIdx.y;
-    for (int stage = 0; stage < stages - 1; stage++) ring.load(task, row + stage * step, stage);
-    for (int turn = 0, stage = 0; row - threadIdx.y < task.rows; row += step, turn ^= 1) {
-        ring.load(task, row + (stages - 1) * step, stage == 0 ? stages - 1 : stage - 1);
+    unsigned row = blockIdx.x;
+    for (int stage = 0; stage < stages - 1; stage++) ring.load(task, row + stage * gridDim.x, stage);
+    for (int turn = 0, stage = 0; row < task.rows; row += gridDim.x, turn ^= 1) {
+        ring.load(task, row + (stages - 1) * gridDim.x, stage == 0 ? stages - 1 : stage - 1);
         mt_load_async_wait<stages - 1>();
         __syncwarp();
-        mt_pack<T, N> x, dy;
         float scale = ring.statistic(stage)[0], mu = layernorm ? ring.statistic(stage)[1] : 0;
-        float sums[layernorm ? 2 : 1] = {};
-        mt_pack<float, N> n, d, g;
+        float sums[layernorm ? 2 : 1] = {}, shift = -mu * scale;
 #pragma unroll
         for (int k = 0; k < K; k++) {
             x = *ring.pack(stage, 0, k), dy = *ring.pack(stage, 1, k);
-            widen_part(n, d, g, x, dy, weights[k], mu, scale);
+            widen_part(n, d, g, x, dy, weights[k], scale, shift);
             for (int i = 0; i < N; i++) {
                 dw[k].value[i] += d.value[i] * n.value[i];
                 if constexpr (layernorm) db[k].value[i] += d.value[i];
@@ -350,26 +478,34 @@ __global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward(
             }
         }
         mt_row_sum(sums, turn);
-        float mean_gn = sums[0] * inverse_C, mean_g = 0;
+        float mean_g = 0;
         if constexpr (layernorm) mean_g = sums[1] * inverse_C;
-        int64_t t = layernorm ? row : row / task.H, column = layernorm ? 0 : row % task.H * C;
+        const gradient_line line(scale, shift, mean_g, sums[0] * inverse_C);
+        row_place<layernorm> place(row, task.H, C);
 #pragma unroll
         for (int k = 0; k < K; k++) {
             int c = (k * blockDim.x + threadIdx.x) * N;
-            if (row >= task.rows || c >= C) continue;
-            if (K > 1) x = *ring.pack(stage, 0, k), dy = *ring.pack(stage, 1, k); // they are too many to be kept
-            widen_part(n, d, g, x, dy, weights[k], mu, scale);
-            mt_pack<float, N> out = {};
+            if (c >= C) continue;
+            x = *ring.pack(stage, 0, k), dy = *ring.pack(stage, 1, k); // they are too many to be kept
+            mt_keep_packed(weights[k]);
+            widen_part(n, d, g, x, dy, weights[k], scale, shift);
+            mt_pack<float, N> wide_x = mt_to_float(x), out = {};
             if (task.dresidual) out = mt_to_float(*ring.pack(stage, 2, k));
-            for (int i = 0; i < N; i++) out.value[i] += scale * (g.value[i] - mean_g - n.value[i] * mean_gn);
-            mt_store(task.dx + t * task.dx_stride + column + c, mt_from_float<T>(out));
+            for (int i = 0; i < N; i++)
+                out.value[i] += g.value[i] * scale + (wide_x.value[i] * line.slope + line.offset);
+            mt_store(task.dx + place.token * task.dx_stride + place.column + c, mt_from_float<T>(out));
         }
         stage = stage == stages - 1 ? 0 : stage + 1;
     }
     mt_load_async_wait<0>();
-    float *shared = (float *)shared_rows; // the ring has done its work
-    store_block_sums(task.partial + (int64_t)blockIdx.x * C, shared, dw, C);
-    if constexpr (layernorm) store_block_sums(task.partial + (int64_t)(gridDim.x + blockIdx.x) * C, shared, db, C);
+    float *partial = task.partial + (int64_t)blockIdx.x * C;
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        int c = (k * blockDim.x + threadIdx.x) * N;
+        if (c >= C) continue;
+        mt_store(partial + c, dw[k]);
+        if constexpr (layernorm) mt_store(partial + (int64_t)gridDim.x * C + c, db[k]);
+    }
 }
 
 /* The same for rows that are longer than a block has packs, a block a row. They are read twice, and dw and db are
@@ -430,6 +566,7 @@ __global__ void __launch_bounds__(1024)
     __shared__ float sums[32][32];
     float sum = 0;
     int c = blockIdx.x * 32 + threadIdx.x;
+    mt_wait_for_previous();
     if (blockIdx.y == 1) partial += (int64_t)blocks * C, blocks = more_blocks, to = more;
     if (c < C)
 #pragma unroll 8
@@ -444,40 +581,72 @@ __global__ void __launch_bounds__(1024)
 void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_blocks, const float *partial, int64_t C,
                           mt_stream *stream) {
     dim3 grid(mt_blocks(C, 32), more ? 2 : 1);
-    add_partials<<<grid, dim3(32, 32), 0, mt_cuda_stream(stream)>>>(to, more, partial, (int)blocks, (int)more_blocks,
-                                                                    (int)C);
-    MT_CUDA_LAUNCHED();
+    cudaLaunchAttribute early;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = dim3(32, 32), config.stream = mt_cuda_stream(stream);
+    mt_cuda_launch_early(&config, &early);
+    MT_CUDA(cudaLaunchKernelEx(&config, add_partials, to, more, partial, (int)blocks, (int)more_blocks, (int)C));
 }
 
-/* Walks the rows; returns how many blocks left their sums in task.partial, which has room for any number. */
+/* How the rows are walked: rows of blockDim.x threads with `packs` packs each, blockDim.y of them in a block and
+ * `blocks` blocks on a multiprocessor. packs is 0 where no block holds a row. */
+struct backward_walk {
+    int packs, blocks;
+    dim3 block;
+};
+
+/* The packs a thread that put the most bytes on their way. Whole warps for a row, unless it is shorter than one: with
+ * two packs a thread it would be read in stretches too short. More than one block, so that one calculates while another
+ * waits for its slowest warp; but few, since each leaves sums to be added. */
+static backward_walk backward_walk_of(bool layernorm, int64_t packs, int most) {
+    backward_walk best = {};
+    int64_t most_held = 0;
+    for (int k = 1; k <= most; k++) {
+        dim3 block = mt_reduction_block(packs, k, 1, 1024);
+        int64_t rows = backward_threads(layernorm, k) / block.x;
+        if (block.x * k < packs || (k > 1 && block.x < 32) || rows * packs <= most_held) continue;
+        most_held = rows * packs;
+        block.y = block.x <= 32 ? rows : rows == 3 ? 1 : rows % 2 == 0 ? rows / 2 : rows;
+        best = {k, (int)(rows / block.y), block};
+    }
+    return best;
+}
+
+/* The launchers return how many blocks left their sums in task.partial, which has room for any number. */
 template <class T, int N, int K, bool layernorm>
-static int64_t launch_walk(const backward_task<T> &task, dim3 block, cudaStream_t stream) {
-    int64_t blocks = mt_cuda_device()->multiProcessorCount * (backward_threads(layernorm, K) / (block.x * block.y));
-    if (blocks > mt_divide_up(task.rows, block.y)) blocks = mt_divide_up(task.rows, block.y);
-    int64_t bytes = row_ring<T, N, K, layernorm>::bytes(block);
-    auto kernel = norm_backward<T, N, K, layernorm>;
+static int64_t launch_walk(const backward_task<T> &task, const backward_walk &walk, cudaStream_t stream) {
+    int64_t blocks = mt_cuda_device()->multiProcessorCount * (int64_t)walk.blocks;
+    if (blocks > mt_divide_up(task.rows, walk.block.y)) blocks = mt_divide_up(task.rows, walk.block.y);
+    norm_backward<T, N, K, layernorm><<<(unsigned)blocks, walk.block, 0, stream>>>(task);
+    MT_CUDA_LAUNCHED();
+    return blocks;
+}
+
+/* A block for each row that is walked at once; 0 where a row fits in none. */
+template <class T, int N, bool layernorm>
+static int64_t launch_wide(const backward_task<T> &task, cudaStream_t stream) {
+    constexpr int K = layernorm ? 3 : 4;
+    dim3 block = mt_reduction_block(mt_divide_up(task.C, N), K, 1, wide_block);
+    int64_t bytes = row_ring<T, N, K, layernorm>::bytes(block), blocks = mt_cuda_device()->multiProcessorCount;
+    if ((int64_t)K * N * block.x < task.C || bytes > (int64_t)mt_cuda_device()->sharedMemPerBlockOptin) return 0;
+    if (blocks > task.rows) blocks = task.rows;
+    auto kernel = norm_backward_wide<T, N, K, layernorm>;
     MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
     kernel<<<(unsigned)blocks, block, (size_t)bytes, stream>>>(task);
     MT_CUDA_LAUNCHED();
     return blocks;
 }
 
-/* Rows that fit in a block take as few packs a thread as they can; those that fit in no block are read twice. */
 template <class T, int N, bool layernorm>
 static int64_t launch_rows(const backward_task<T> &task, cudaStream_t stream) {
-    constexpr int threads = backward_threads(layernorm, 1);
-    int64_t packs = mt_divide_up(task.C, N), k = mt_divide_up(packs, backward_threads(layernorm, 2));
-    if (packs <= threads)
-        return launch_walk<T, N, 1, layernorm>(task, mt_reduction_block(packs, 1, threads / 2, threads), stream);
+    constexpr int most = N > 1 ? backward_packs : 1;
+    const backward_walk walk = backward_walk_of(layernorm, mt_divide_up(task.C, N), most);
     int64_t blocks = 0;
-    if constexpr (N > 1)
-        if (k <= backward_packs(layernorm))
-            with_packs<backward_packs(layernorm)>(k, [&](auto count) {
-                constexpr int K = decltype(count)::value < 2 ? 2 : decltype(count)::value;
-                dim3 block = mt_reduction_block(packs, K, 1, backward_threads(layernorm, K));
-                if (row_ring<T, N, K, layernorm>::bytes(block) <= (int64_t)mt_cuda_device()->sharedMemPerBlockOptin)
-                    blocks = launch_walk<T, N, K, layernorm>(task, block, stream);
-            });
+    if (walk.packs > 0)
+        with_packs<most>(
+            walk.packs, [&](auto k) { blocks = launch_walk<T, N, decltype(k)::value, layernorm>(task, walk, stream); });
+    else if constexpr (N > 1)
+        blocks = launch_wide<T, N, layernorm>(task, stream);
     if (blocks > 0) return blocks;
     blocks = mt_cuda_device()->multiProcessorCount * 2;
     if (blocks > task.rows) blocks = task.rows;
@@ -492,7 +661,7 @@ static void launch_backward(void *dx, float *dw, float *db, const void *dy, cons
                             int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
     bool wide = mt_wide(dtype, {dx, dy, dresidual, x, w}, {C, dx_stride, dy_stride, x_stride});
-    int64_t most_blocks = mt_cuda_device()->multiProcessorCount * 4ll; // launch_rows has at most three
+    int64_t most_blocks = mt_cuda_device()->multiProcessorCount * 4ll; // launch_rows has at most so many
     float *partial = (float *)mt_cuda_workspace(stream, most_blocks * C * (layernorm ? 2 : 1) * (int64_t)sizeof(float));
     mt_by_type(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);

@@ -8,7 +8,8 @@
  */
 #include "vector.cuh"
 
-static constexpr int heads_per_lane = 4, block_threads = 256;
+/* Two heads, whose packs and angles leave registers for 32 warps a multiprocessor; with four there are 24. */
+static constexpr int heads_per_lane = 2, block_threads = 256;
 
 /* [T, heads, D]: H heads of q, then heads - H of k. `lanes` is the power of two that share a head and `groups` how many
  * such groups share a token, each with every groups-th head. */
@@ -63,7 +64,8 @@ __device__ static inline float sum_over_lanes(float x, unsigned lanes) {
 }
 
 /* y = turn(norm(x)) or turn(x). Reads x, writes y: 4 bytes an element in bf16, 8 in fp32. */
-template <class T, int N, bool interleaved, bool norm> __global__ void turn_heads(const heads_task<T> task) {
+template <class T, int N, bool interleaved, bool norm>
+__global__ void __launch_bounds__(512, 2) turn_heads(const heads_task<T> task) {
     constexpr int K = heads_per_lane;
     unsigned thread = blockIdx.x * blockDim.x + threadIdx.x, lane = thread % task.lanes, group = thread / task.lanes;
     unsigned token = group / task.groups, first = group % task.groups;
@@ -250,7 +252,7 @@ __device__ static inline void store_head_sums(float *to, const mt_pack<float, N>
 /* dx = the norm's gradient of dy turned back. Reads dy and x, writes dx: 6 bytes an element in bf16, 12 in fp32. */
 template <class T, int N, bool interleaved>
 __global__ void __launch_bounds__(block_threads, 2) turn_norm_backward(const heads_backward_task<T> task) {
-    constexpr int K = heads_per_lane / 2;
+    constexpr int K = heads_per_lane;
     const bool is_q = blockIdx.x < task.q_blocks;
     const unsigned heads = is_q ? task.H : task.G, groups = (heads + K - 1) / K, lanes = task.lanes;
     const unsigned block = is_q ? blockIdx.x : blockIdx.x - task.q_blocks;

@@ -87,17 +87,22 @@ template <int pending> __device__ static inline void mt_load_async_wait(void) {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-/* A pack's elements in fp32. */
+/* Element i of a pack in fp32, for an i that the compiler knows; and all of them. */
+template <int N> __device__ static inline float mt_element(const mt_pack<float, N> &pack, int i) {
+    return pack.value[i];
+}
+template <int N> __device__ static inline float mt_element(const mt_pack<__nv_bfloat16, N> &pack, int i) {
+    if constexpr (N == 1)
+        return __uint_as_float((uint32_t)pack.bits << 16);
+    else
+        return __uint_as_float(i % 2 == 0 ? pack.pairs[i / 2] << 16 : pack.pairs[i / 2] & 0xffff0000);
+}
 template <int N> __device__ static inline mt_pack<float, N> mt_to_float(const mt_pack<float, N> &pack) {
     return pack;
 }
 template <int N> __device__ static inline mt_pack<float, N> mt_to_float(const mt_pack<__nv_bfloat16, N> &pack) {
     mt_pack<float, N> wide;
-    if constexpr (N == 1)
-        wide.value[0] = __uint_as_float((uint32_t)pack.bits << 16);
-    else
-        for (int i = 0; i < N; i++)
-            wide.value[i] = __uint_as_float(i % 2 == 0 ? pack.pairs[i / 2] << 16 : pack.pairs[i / 2] & 0xffff0000);
+    for (int i = 0; i < N; i++) wide.value[i] = mt_element(pack, i);
     return wide;
 }
 
@@ -164,15 +169,17 @@ static inline unsigned mt_blocks(int64_t threads, int64_t block) {
 }
 
 /* A grid over rows of `packs` packs each, `k` packs a thread. Blocks never straddle rows, so that a thread finds its
- * row by one division, whatever its packs. */
+ * row by one division, whatever its packs. `rows`: how many whole rows a kernel that uses blockDim.y may put in a
+ * block, where one row alone makes so small a block that a multiprocessor is full of blocks before it is full of
+ * threads. */
 struct mt_row_grid {
-    unsigned blocks_per_row, threads;
+    unsigned blocks_per_row, threads, rows;
 };
 
 static inline mt_row_grid mt_rows(int64_t packs, int64_t k) {
     int64_t blocks = mt_divide_up(packs, 256 * k);
     int64_t threads = mt_divide_up(mt_divide_up(packs, blocks * k), 32) * 32;
-    return {(unsigned)blocks, (unsigned)threads};
+    return {(unsigned)blocks, (unsigned)threads, blocks == 1 && threads < 128 ? 128 / (unsigned)threads : 1};
 }
 
 /* The same where rows may be short and many: a block holds block.y rows, whose packs block.x threads share. */
@@ -201,9 +208,12 @@ static inline dim3 mt_reduction_block(int64_t packs, int64_t k, int64_t smallest
 /* x[m] = its sum over the blockDim.x threads that share a row, the same bits in all of them. Every thread of the block
  * calls it. `turn` is 0 and 1 alternately, so that a sum is not overwritten by the next while it is read. */
 template <int M> __device__ static inline void mt_row_sum(float (&x)[M], int turn) {
-    for (int lane = min(blockDim.x, 32) / 2; lane > 0; lane /= 2)
 #pragma unroll
-        for (int m = 0; m < M; m++) x[m] += __shfl_xor_sync(0xffffffff, x[m], lane);
+    for (int lane = 16; lane > 0; lane /= 2)
+        for (int m = 0; m < M; m++) {
+            float other = __shfl_xor_sync(0xffffffff, x[m], lane);
+            x[m] += lane < blockDim.x ? other : 0; // else it is of another row
+        }
     if (blockDim.x <= 32) return;
     __shared__ float of_warp[2][M][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, first = threadIdx.y * warps;
@@ -213,15 +223,17 @@ template <int M> __device__ static inline void mt_row_sum(float (&x)[M], int tur
     for (int m = 0; m < M; m++) x[m] = mt_warp_sum(lane < warps ? of_warp[turn][m][first + lane] : 0);
 }
 
-/* mt_dropout as a kernel uses it: an element is kept where its word of Philox is at least `threshold`. */
+/* mt_dropout as a kernel uses it: an element is kept where its word of Philox is at least `threshold`. For p = 1 that
+ * would be 2^32, which 32 bits cannot hold; there `kept` is 0, so that whatever is kept is nothing. */
 struct mt_masks {
-    uint64_t key, threshold;
+    uint64_t key;
+    uint32_t threshold;
     float kept;
 };
 
 static inline mt_masks mt_dropout_masks(const mt_dropout *dropout) {
     double p = dropout->p > 0 ? dropout->p : 0;
-    return {dropout->key, (uint64_t)(p * 4294967296.0), p < 1 ? (float)(1 / (1 - p)) : 0};
+    return {dropout->key, p < 1 ? (uint32_t)(p * 4294967296.0) : UINT32_MAX, p < 1 ? (float)(1 / (1 - p)) : 0};
 }
 
 /* residual + dropout(x) for the pack of token `token` at `channel`, a multiple of 4 where N > 1: four neighbours share

@@ -1,10 +1,13 @@
 /* How fast the GPU's memory-bound operations are: the bytes that each must move, over its time, against the rate of a
  * large copy in the same run. The shapes are those of Llama 3 8B (8192 tokens) and GPT-2 (small and XL). Each operation
- * goes round several sets of buffers that together no cache holds. */
+ * goes round several sets of buffers that together no cache holds.
+ *
+ *   usage: bench_cuda [WORD]      only the operations whose name holds the word */
 #include "../megatron.h"
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #ifndef MT_HAVE_CUDA
 int main(void) {
@@ -13,7 +16,8 @@ int main(void) {
 }
 #else
 
-enum { MAX_TOKENS = 65536, BATCHES = 9, BATCH = 6 };
+/* AHEAD calls before those of a batch keep the GPU at work while the host enqueues, as in a training step. */
+enum { MAX_TOKENS = 65536, BATCHES = 9, BATCH = 6, AHEAD = 3 };
 static const int64_t pool_bytes = (int64_t)9 << 30, rotated_bytes = (int64_t)1 << 30;
 
 typedef struct bench {
@@ -398,8 +402,8 @@ static double measure(bench *b, bench_fn *enqueue, const int64_t *sizes, int64_t
     int64_t sets = rotated_bytes / set_bytes + 1, set = 0;
     double seconds[BATCHES];
     for (int batch = -1; batch < BATCHES; batch++) { // the first warms up
-        mt_cuda_event_record(b->from, b->stream);
-        for (int i = 0; i < BATCH; i++, set = (set + 1) % sets) {
+        for (int i = -AHEAD; i < BATCH; i++, set = (set + 1) % sets) {
+            if (i == 0) mt_cuda_event_record(b->from, b->stream);
             b->arena = (mt_arena){b->pool + set * set_bytes, 0, set_bytes};
             enqueue(b, sizes);
         }
@@ -471,7 +475,7 @@ static void make_plan(bench *b, int64_t which, int64_t T, int64_t k, int64_t E) 
     free(experts), free(offsets);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     mt_error error;
     bench b = {.ops = mt_cuda_open(0, &error)};
     if (!b.ops) {
@@ -497,6 +501,7 @@ int main(void) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const int64_t *n = cases[i].sizes;
         char sizes[64];
+        if (argc > 1 && !strstr(cases[i].name, argv[1])) continue;
         b.dtype = cases[i].dtype;
         int used = snprintf(sizes, sizeof sizes, "%s %lld", mt_dtype_name(b.dtype), (long long)n[0]);
         for (int k = 1; k < 4 && n[k] > 0; k++)

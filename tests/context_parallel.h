@@ -26,6 +26,8 @@ static mt_group group_split(int color) {
     MPI_Comm_split(MPI_COMM_WORLD, color, grid.world.rank, group.comm);
     MPI_Comm_size(*(MPI_Comm *)group.comm, &group.size);
     MPI_Comm_rank(*(MPI_Comm *)group.comm, &group.rank);
+    group.members = mt_malloc(group.size * (int64_t)sizeof(int));
+    MPI_Allgather(&grid.world.rank, 1, MPI_INT, group.members, 1, MPI_INT, *(MPI_Comm *)group.comm);
     mt_error error;
     if (ops != &mt_cpu_ops && group.size > 1 && mt_cuda_group_open(&group, &error) != 0) fail_msg("%s", error.text);
     return group;
@@ -35,6 +37,7 @@ static void group_free(mt_group *group) {
     if (group->nccl) mt_cuda_group_close(group);
     MPI_Comm_free(group->comm);
     free(group->comm);
+    free(group->members);
 }
 
 /* ---- a batch and an attention over it ---------------------------------------------------------------------------- */

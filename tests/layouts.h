@@ -59,6 +59,8 @@ typedef enum subject {
     SHARED,         // after a dense layer; sigmoids, groups, a moving bias, an expert that every token visits
     DROPPED,        // what is over an expert's capacity, by probability
     PADDED,         // the same by position, with inputs as long as the capacity
+    SINKHORN,       // whose tokens choose together
+    SINKHORN_1,     // one expert each
     LATENT,         // multi-head latent attention, with latents of queries; heads narrower than the model
     NO_Q_LATENT,
     LATENT_PACKED,
@@ -115,6 +117,12 @@ static const struct {
     [PADDED] = {EXPERTS_LIKE " --moe-expert-capacity-factor 1.25 --moe-token-drop-policy position"
                              " --moe-pad-expert-input-to-capacity --global-batch-size 8",
                 1},
+    [SINKHORN] = {EXPERTS_LIKE " --moe-aux-loss-coeff 0 --moe-router-load-balancing-type sinkhorn"
+                               " --moe-router-pre-softmax --global-batch-size 8",
+                  1},
+    [SINKHORN_1] = {EXPERTS_LIKE " --moe-aux-loss-coeff 0 --moe-router-load-balancing-type sinkhorn"
+                                 " --moe-router-topk 1 --moe-router-score-function sigmoid --global-batch-size 8",
+                    1},
     [LATENT] = {LATENT_LIKE " --q-lora-rank 40", 1}, // more than the model is wide
     [NO_Q_LATENT] = {LATENT_LIKE, 1},
     [LATENT_PACKED] = {LATENT_LIKE " --q-lora-rank 10", 2},
@@ -258,15 +266,10 @@ static void trainee_close(trainee *t) {
     grid_close(&t->grid);
 }
 
-static int train_one_step(trainee *t, double *loss, double *norm, mt_error *error) {
-    mt_metrics metrics;
+static int train_one_step(trainee *t, mt_metrics *metrics, mt_error *error) {
     sequence_source from = source_of(t, t->state.consumed_train_samples, false);
     int64_t micro_batches = t->options.global_batch_size / from.stride;
-    if (mt_train_step(t->model, &t->state, micro_batches, make_batch, &from, &t->batch, &metrics, error) != 0)
-        return -1;
-    *loss = metrics.loss, *norm = metrics.grad_norm;
-    for (int k = 0; k < MT_MAX_MTP_LAYERS; k++) *loss += metrics.mtp_losses[k];
-    return 0;
+    return mt_train_step(t->model, &t->state, micro_batches, make_batch, &from, &t->batch, metrics, error);
 }
 
 /* Evaluates so many micro-batches a rank from a sequence on. */
@@ -280,7 +283,7 @@ static int evaluate(trainee *t, int64_t first, int64_t micro_batches, double *lo
 
 typedef struct reference {
     bool is_made;
-    double losses[STEPS], norms[STEPS];
+    mt_metrics metrics[STEPS];
     double evaluations[EVALUATIONS]; // of one sequence each
     mt_options options;
     mt_param *params; // of the whole model
@@ -309,7 +312,7 @@ static int reference_train(reference *r, subject subject, trainee *t, mt_error *
     t->sequences = subjects[subject].sequences;
     if (trainee_open(t, error) != 0) return -1;
     for (int step = 0; step < STEPS; step++) {
-        if (train_one_step(t, &r->losses[step], &r->norms[step], error) != 0) return -1;
+        if (train_one_step(t, &r->metrics[step], error) != 0) return -1;
         for (int64_t i = 0; step + 1 == EVALUATE_AFTER && i < EVALUATIONS; i++)
             if (evaluate(t, i, 1, &r->evaluations[i], error) != 0) return -1;
     }
@@ -340,9 +343,9 @@ static void reference_make(subject subject, bool bf16, int owner) {
         if (trainee_parse(&t.options, subject, "", bf16, 1, &error) != 0 ||
             reference_train(r, subject, &t, &error) != 0)
             mt_die("one rank: %s", error.text);
-        if (!(r->losses[STEPS - 1] < 0.9 * r->losses[0]) && !bf16)
-            mt_die("the model of%s does not learn: its loss goes from %g to %g", subjects[subject].words, r->losses[0],
-                   r->losses[STEPS - 1]);
+        if (!(r->metrics[STEPS - 1].loss < 0.9 * r->metrics[0].loss) && !bf16)
+            mt_die("the model of%s does not learn: its loss goes from %g to %g", subjects[subject].words,
+                   r->metrics[0].loss, r->metrics[STEPS - 1].loss);
         trainee_close(&t);
     }
     r->is_made = true;
@@ -359,8 +362,7 @@ static void references_make(const layout *rows, int count, bool bf16) {
     for (int s = 0; s < NUM_SUBJECTS; s++) {
         if (owners[s] < 0) continue;
         reference *r = &references[s][bf16];
-        mt_broadcast(&world.world, r->losses, sizeof r->losses, owners[s]);
-        mt_broadcast(&world.world, r->norms, sizeof r->norms, owners[s]);
+        mt_broadcast(&world.world, r->metrics, sizeof r->metrics, owners[s]);
         mt_broadcast(&world.world, r->evaluations, sizeof r->evaluations, owners[s]);
         mt_broadcast(&world.world, r->weights, r->first[r->num_params] * 4, owners[s]);
     }
@@ -447,12 +449,27 @@ static int compare_evaluations(verdict *v, trainee *t, const reference *r, mt_er
     return 0;
 }
 
+/* What a step reports. Loads are whole numbers, but a token whose scores rounding changes may go elsewhere. */
+static void compare_metrics(verdict *v, int step, const mt_metrics *metrics, const mt_metrics *one, bool bf16) {
+    compare(v, "the loss", step, metrics->loss, one->loss);
+    compare(v, "the gradient norm", step, metrics->grad_norm, one->grad_norm);
+    for (int k = 0; k < MT_MAX_MTP_LAYERS && one->mtp_losses[k] > 0; k++)
+        compare(v, "a module's loss", step, metrics->mtp_losses[k], one->mtp_losses[k]);
+    if (one->imbalance == 0) return; // no experts
+    if (one->load_balancing_loss > 0)
+        compare(v, "the auxiliary loss", step, metrics->load_balancing_loss, one->load_balancing_loss);
+    compare(v, "the z-loss", step, metrics->z_loss, one->z_loss);
+    if (bf16) return;
+    compare(v, "the experts' imbalance", step, metrics->imbalance, one->imbalance);
+    compare(v, "their worst imbalance", step, metrics->worst_imbalance, one->worst_imbalance);
+    compare(v, "the part that was kept", step, 1 - metrics->dropped, 1 - one->dropped);
+}
+
 static int train_and_compare(verdict *v, trainee *t, const reference *r, bool bf16, mt_error *error) {
     for (int step = 0; step < STEPS; step++) {
-        double loss, norm;
-        if (train_one_step(t, &loss, &norm, error) != 0) return -1;
-        compare(v, "the loss", step + 1, loss, r->losses[step]);
-        compare(v, "the gradient norm", step + 1, norm, r->norms[step]);
+        mt_metrics metrics;
+        if (train_one_step(t, &metrics, error) != 0) return -1;
+        compare_metrics(v, step + 1, &metrics, &r->metrics[step], bf16);
         if (step + 1 == EVALUATE_AFTER && compare_evaluations(v, t, r, error) != 0) return -1;
     }
     if (!bf16) compare_weights(v, t->model, r);
@@ -581,15 +598,15 @@ static bool pair_is_of_one_layout(const pair *p) {
 /* Trains to the end of the run, comparing with one rank and, unless it is NULL, with `same`. */
 static int train_on(verdict *v, trainee *t, const reference *r, const double *same, double *losses, mt_error *error) {
     while (t->state.iteration < STEPS) {
-        double loss, norm;
+        mt_metrics metrics;
         int64_t step = t->state.iteration;
-        if (train_one_step(t, &loss, &norm, error) != 0) return -1;
-        compare(v, "the loss", (int)step + 1, loss, r->losses[step]);
-        compare(v, "the gradient norm", (int)step + 1, norm, r->norms[step]);
-        if (same && loss != same[step] && !*v->failure)
+        if (train_one_step(t, &metrics, error) != 0) return -1;
+        compare(v, "the loss", (int)step + 1, metrics.loss, r->metrics[step].loss);
+        compare(v, "the gradient norm", (int)step + 1, metrics.grad_norm, r->metrics[step].grad_norm);
+        if (same && metrics.loss != same[step] && !*v->failure)
             snprintf(v->failure, sizeof v->failure, "step %d: the loss is %.17g, and was %.17g without a stop",
-                     (int)step + 1, loss, same[step]);
-        if (losses) losses[step] = loss;
+                     (int)step + 1, metrics.loss, same[step]);
+        if (losses) losses[step] = metrics.loss;
     }
     return 0;
 }
@@ -601,9 +618,9 @@ static int half_run(verdict *v, trainee *t, const pair *p, const half *h, int nu
     int status = trainee_parse(&t->options, p->subject, h->words, h->bf16, h->ranks, error);
     if (status == 0) status = trainee_open(t, error);
     for (int step = 0; step < SAVED_AFTER && status == 0 && !loads; step++) {
-        double loss, norm;
-        status = train_one_step(t, &loss, &norm, error);
-        if (status == 0) compare(v, "the loss", step + 1, loss, r->losses[step]);
+        mt_metrics metrics;
+        status = train_one_step(t, &metrics, error);
+        if (status == 0) compare(v, "the loss", step + 1, metrics.loss, r->metrics[step].loss);
     }
     if (status == 0)
         status = loads ? mt_checkpoint_load(t->model, &t->state, folder, error)
@@ -923,6 +940,12 @@ static const layout with_experts[] = {
     {4, SHARED, TP "2" SP CP "2" BY "a2a" ETP "1" EP "2" GATHER},
     {4, EXPERTS, PP "2" EP "2"},
     {4, SHARED, PP "2" ZB EP "2" SHARD "optim" OVERLAP},
+    {2, SINKHORN, EP "2"},
+    {2, SINKHORN, CP "2" EP "2"},
+    {2, SINKHORN_1, TP "2" SP ETP "1" EP "2" GATHER},
+    {4, SINKHORN, TP "2" SP CP "2" EP "2"},
+    {4, SINKHORN_1, PP "2" ZB CP "2" SHARD "optim" OVERLAP},
+    {4, SHARED, PP "4"}, // whose first stage has no experts
     {4, SHARED, PP "2" VP "2" EP "2" SHARD "optim_grads_params" PREFETCH},
     {4, EXPERTS, CP "4" EP "4"},
     {4, DROPPED, TP "2" SP EP "2" SHARD "optim_grads"},
@@ -1055,6 +1078,76 @@ static void layouts_with_experts_train_like_one_rank(void **state) {
     RUN_ROWS(with_experts, false, 1e-5);
 }
 
+/* The first `count` weights of a layer's router, or of every layer's (-1), become `value` on this rank; 0: all. */
+static void set_router(mt_model *model, int64_t layer, int64_t count, float value) {
+    const mt_ops *ops = mt_model_ops(model);
+    int64_t num_params, num_buckets;
+    const mt_param *params = mt_model_params(model, &num_params);
+    mt_bucket *buckets = mt_model_buckets(model, &num_buckets);
+    for (int64_t i = 0; i < num_params; i++) {
+        if (params[i].role != MT_ROUTER || (layer >= 0 && params[i].layer != layer)) continue;
+        float *weights = (float *)buckets[params[i].bucket].params + params[i].offset;
+        for (int64_t k = 0; k < (count > 0 ? count : params[i].rows * params[i].cols); k++)
+            ops->memory_copy(weights + k, &value, 4, mt_model_stream(model));
+    }
+    ops->stream_wait(mt_model_stream(model));
+}
+
+/* A router of zeros gives every expert the same score, so that all tokens choose the first two of the eight: the
+ * auxiliary loss is that of even shares, 1; logsumexp is log(8); and capacities hold a quarter of what comes. */
+static void train_with_a_router_of_zeros(const layout *row) {
+    trainee t = {.grid = grid_of_job(row->ranks), .sequences = 1};
+    verdict v = {.tolerance = 1e-6};
+    mt_error error;
+    mt_metrics metrics, theory = {.imbalance = 4, .worst_imbalance = 4, .dropped = 0.75};
+    int status = trainee_parse(&t.options, row->subject, row->words, false, row->ranks, &error);
+    if (status == 0) status = trainee_open(&t, &error);
+    if (status == 0) set_router(t.model, -1, 0, 0);
+    if (status == 0) status = train_one_step(&t, &metrics, &error);
+    if (status != 0) mt_die("%s", error.text);
+    theory.loss = metrics.loss, theory.grad_norm = metrics.grad_norm;
+    theory.load_balancing_loss = 1e-2, theory.z_loss = 1e-3 * log(8) * log(8);
+    compare_metrics(&v, 1, &metrics, &theory, false);
+    verdict_report(&t.grid.world, &v, row->ranks, row->words);
+    trainee_close(&t);
+}
+
+/* Layers 2 and 3 are those of ranks 2 and 3, which have 4 of the 8 sequences each; metrics are read or not. */
+static void train_with_a_poisoned_router(bool reads) {
+    trainee t = {.grid = grid_of_job(4), .sequences = 1};
+    mt_error error;
+    mt_metrics metrics;
+    int status = trainee_parse(&t.options, EXPERTS, PP "2" EP "2", false, 4, &error);
+    if (status == 0) status = trainee_open(&t, &error);
+    if (status != 0) mt_die("%s", error.text);
+    for (int step = 0; step < 5 && status == 0; step++) {
+        if (step == 1 && t.grid.world.rank == 3) set_router(t.model, 2, 1, NAN);
+        status = train_one_step(&t, reads ? &metrics : NULL, &error);
+        if (step < 1 && status != 0) mt_die("%s", error.text);
+    }
+    if (status == 0 || strcmp(error.text, "iteration 2: rank 3: the router of layer 2 had 64 tokens whose logits are "
+                                          "not finite; lower --lr or look at the data (nothing was saved since)") != 0)
+        report_row(4, PP "2" EP "2", status == 0 ? "the router is not found" : error.text);
+    trainee_close(&t);
+}
+
+static void a_router_of_zeros_reports_what_theory_says(void **state) {
+    (void)state;
+    static const layout rows[] = {{1, DROPPED, ""}, {4, DROPPED, PP "2" EP "2"}, {4, DROPPED, TP "2" SP CP "2" EP "2"}};
+    if (strcmp(backend_name, "cpu") != 0 || world.world.size < 4) skip();
+    for (int i = 0; i < 3; i++)
+        if (world.world.rank < rows[i].ranks) report.rows++, train_with_a_router_of_zeros(&rows[i]);
+    report_finish();
+}
+
+static void every_rank_names_the_layer_and_rank_of_a_router_that_is_not_finite(void **state) {
+    (void)state;
+    if (strcmp(backend_name, "cpu") != 0 || world.world.size < 4) skip();
+    if (world.world.rank < 4)
+        for (int reads = 0; reads < 2; reads++, report.rows++) train_with_a_poisoned_router(reads);
+    report_finish();
+}
+
 static void layouts_train_in_bf16_to_within_two_percent_of_one_rank(void **state) {
     (void)state;
     RUN_ROWS(in_bf16, true, 0.02);
@@ -1085,11 +1178,14 @@ static int run_layout_tests(void) {
         cmocka_unit_test(layouts_of_4_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_of_8_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_with_experts_train_like_one_rank),
+        cmocka_unit_test(a_router_of_zeros_reports_what_theory_says),
+        cmocka_unit_test(every_rank_names_the_layer_and_rank_of_a_router_that_is_not_finite),
         cmocka_unit_test(layouts_train_in_bf16_to_within_two_percent_of_one_rank),
         cmocka_unit_test(golden_families_train_like_pytorch_on_layouts),
         cmocka_unit_test(a_run_goes_on_on_any_other_layout),
     };
     jobs_open();
+    if (getenv("LAYOUTS")) cmocka_set_test_filter(getenv("LAYOUTS")); // such as *experts*
     int failures = cmocka_run_group_tests_name(backend_name, tests, NULL, NULL);
     references_free();
     return failures;

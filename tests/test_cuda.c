@@ -449,6 +449,15 @@ static void route_forward(run *r, const int64_t *n) {
     r->ops->route_forward(probs, experts, invalid, logits, bias, n[0], &router, r->stream);
 }
 
+static void route_sinkhorn(run *r, const int64_t *n) { // a part of the tokens
+    mt_router router = {.num_experts = n[1], .topk = n[2], .sigmoid = n[2] == 1, .pre_softmax = n[2] > 1};
+    router.scaling = 1.5f;
+    int64_t first = n[0] / 3, count = n[0] - n[0] / 2;
+    float *probs = float_output(r, count * n[2]), *logits = logits_of(r, n);
+    int32_t *experts = int_output(r, count * n[2]), *invalid = int_output(r, 1);
+    r->ops->route_sinkhorn(probs, experts, invalid, logits, n[0], first, count, &router, r->stream);
+}
+
 static void route_backward(run *r, const int64_t *n) {
     mt_router router = router_of(n);
     float *dlogits = float_output(r, n[0] * n[1]), *dprobs = float_input(r, n[0] * n[2], NORMAL);
@@ -800,12 +809,15 @@ static const int64_t embedding_shapes[][MAX_SIZES] = {
     {333, 64, 20, 30, 70, 1},       {1000, 96, 0, 1, 1, 0},      {257, 1600, 0, 17, 17, 1},
     {300, 40, 50257, 11, 60000, 0}, {999, 264, 5, 900, 1000, 0}, {0}};
 static const int64_t norm_shapes[][MAX_SIZES] = {
-    {1, 1, 24, 0, 0, 0},       {1, 1, 1, 0, 0, 1},      {5, 3, 8, 16, 8, 1},      {33, 4, 64, 5, 3, 0},
-    {100, 32, 128, 0, 512, 0}, {17, 1, 768, 0, 0, 2},   {301, 1, 1600, 0, 0, 1},  {7, 1, 4096, 0, 0, 2},
-    {3, 1, 5001, 0, 0, 2},     {2, 1, 20000, 0, 0, 1},  {700, 1, 4104, 8, 24, 1}, {1000, 7, 24, 0, 0, 0},
-    {1300, 1, 1600, 0, 0, 2},  {2001, 1, 768, 0, 0, 0}, {133, 9, 256, 0, 0, 0},   {50, 1, 1280, 0, 0, 1},
-    {40, 1, 2048, 8, 0, 0},    {39, 1, 2056, 0, 0, 2},  {300, 1, 6152, 0, 0, 2},  {9, 1, 8200, 0, 16, 1},
-    {270, 1, 12288, 0, 0, 2},  {3, 1, 16384, 0, 0, 0},  {2, 1, 40008, 0, 0, 1},   {0}};
+    {1, 1, 24, 0, 0, 0},      {1, 1, 1, 0, 0, 1},        {5, 3, 8, 16, 8, 1},
+    {33, 4, 64, 5, 3, 0},     {100, 32, 128, 0, 512, 0}, {17, 1, 768, 0, 0, 2},
+    {301, 1, 1600, 0, 0, 1},  {7, 1, 4096, 0, 0, 2},     {3, 1, 5001, 0, 0, 2},
+    {2, 1, 20000, 0, 0, 1},   {700, 1, 4104, 8, 24, 1},  {1000, 7, 24, 0, 0, 0},
+    {1300, 1, 1600, 0, 0, 2}, {2001, 1, 768, 0, 0, 0},   {133, 9, 256, 0, 0, 0},
+    {50, 1, 1280, 0, 0, 1},   {40, 1, 2048, 8, 0, 0},    {39, 1, 2056, 0, 0, 2},
+    {300, 1, 6152, 0, 0, 2},  {9, 1, 8200, 0, 16, 1},    {270, 1, 12288, 0, 0, 2},
+    {3, 1, 16384, 0, 0, 0},   {2, 1, 40008, 0, 0, 1},    {600, 1, 4096, 0, 0, 1},
+    {400, 1, 5120, 0, 0, 2},  {900, 1, 320, 0, 0, 1},    {0}};
 static const int64_t rope_shapes[][MAX_SIZES] = {
     {1, 1, 8, 8, 0, 0, 0},      {1, 1, 8, 8, 0, -1, 1},      {7, 3, 16, 8, 0, 0, 0},
     {7, 3, 24, 6, 1, 2, 1},     {33, 32, 128, 128, 0, 0, 0}, {33, 8, 128, 128, 64, -1, 0},
@@ -945,6 +957,7 @@ static operation operations[] = {
     {"gather_rows", gather_rows, ONCE, row_shapes, {0}},
     {"router_logits", router_logits, 1e-5, router_logit_shapes, {0}},
     {"route_forward", route_forward, 1e-5, router_shapes, {0}},
+    {"route_sinkhorn", route_sinkhorn, 1e-5, router_shapes, {0}},
     {"route_backward", route_backward, 1e-5, router_shapes, {0}},
     {"balance_forward", balance_forward, 1e-5, router_shapes, {0}},
     {"balance_loss", balance_loss, 1e-5, router_shapes, {0}},

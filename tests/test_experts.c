@@ -374,6 +374,125 @@ static void logits_that_are_no_numbers_are_counted_and_spoil_their_token_alone(v
     }
 }
 
+/* ==== Sinkhorn's choice ========================================================================================== */
+
+/* scaled[T, E] as Megatron's sinkhorn has it, line by line; gives how many rounds it took. */
+static int sinkhorn_reference(double *scaled, const double *logits, int64_t T, int64_t E) {
+    double *d0 = mt_malloc((T + 2 * E) * 8), *d1 = d0 + T, *old = d1 + E, error = 1e9;
+    int rounds = 0;
+    for (int64_t i = 0; i < T * E; i++) scaled[i] = exp(logits[i]);
+    for (int64_t e = 0; e < E; e++) old[e] = d1[e] = 1;
+    for (; error > 1e-4; rounds++) {
+        error = 0;
+        for (int64_t t = 0; t < T; t++) {
+            double sum = 0;
+            for (int64_t e = 0; e < E; e++) sum += d1[e] * scaled[t * E + e];
+            d0[t] = 1.0 / (double)T * 1 / (sum + 1e-8);
+        }
+        for (int64_t e = 0; e < E; e++) {
+            double sum = 0;
+            for (int64_t t = 0; t < T; t++) sum += d0[t] * scaled[t * E + e];
+            d1[e] = 1.0 / (double)E * 1 / (sum + 1e-8);
+            error += fabs(old[e] - d1[e]) / (double)E;
+            old[e] = d1[e];
+        }
+    }
+    for (int64_t i = 0; i < T * E; i++) scaled[i] *= d1[i % E] * d0[i / E];
+    free(d0);
+    return rounds;
+}
+
+/* Logits of which the first experts are liked by all. */
+static double *uneven_logits(int64_t T, int64_t E) {
+    double *logits = random_logits(T * E);
+    for (int64_t i = 0; i < T * E; i++) logits[i] = (double)(float)(logits[i] / 2 + (i % E < 2 ? 3 : 0) - i / E % 7);
+    return logits;
+}
+
+static const mt_router together[] = {
+    {.num_experts = 8, .topk = 2, .pre_softmax = true, .scaling = 1},
+    {.num_experts = 8, .topk = 1, .sigmoid = true, .scaling = 2},
+    {.num_experts = 70, .topk = 6, .pre_softmax = true, .scaling = 1.5f},
+};
+
+/* All tokens at once, then in two parts, as two ranks do it. */
+static void sinkhorn_chooses_and_weighs_as_megatron_in_float64(void **state) {
+    (void)state;
+    enum { T = 211, FIRST = 60 };
+    for (int i = 0; i < 3; i++) {
+        const mt_router *r = &together[i];
+        int64_t E = r->num_experts, k = r->topk;
+        double *logits = uneven_logits(T, E), *scaled = mt_malloc(T * E * 8), *want = mt_malloc(T * k * 8);
+        float *x = store(logits, T * E, MT_F32), *p = mt_malloc(T * k * 4);
+        int32_t *experts = mt_malloc(2 * T * k * 4), *chosen = experts + T * k, invalid = 5;
+        assert_true(sinkhorn_reference(scaled, logits, T, E) >= 3);
+        for (int64_t j = 0; j < T * E; j++) {
+            int64_t place = place_of(scaled + j / E * E, E, j % E);
+            if (place < k) chosen[j / E * k + place] = (int32_t)(j % E);
+        }
+        ops->route_sinkhorn(p, experts, &invalid, x, T, 0, T, r, NULL);
+        assert_memory_equal(experts, chosen, T * k * 4);
+        route_shape shape = {T, r, experts};
+        route_reference(want, logits, &shape);
+        double *got = load(p, T * k, MT_F32);
+        assert_near("probs", got, want, T * k, 1e-6);
+        memset(experts, 0xff, T * k * 4);
+        float *parts = not_numbers(T * k, MT_F32);
+        ops->route_sinkhorn(parts, experts, &invalid, x, T, 0, FIRST, r, NULL);
+        ops->route_sinkhorn(parts + FIRST * k, experts + FIRST * k, &invalid, x, T, FIRST, T - FIRST, r, NULL);
+        assert_memory_equal(experts, chosen, T * k * 4);
+        assert_memory_equal(parts, p, T * k * 4);
+        assert_int_equal(invalid, 5);
+        free(logits), free(scaled), free(want), free(x), free(p), free(experts), free(got), free(parts);
+    }
+}
+
+static float greatest_load(const int32_t *experts, int64_t n, int64_t E) {
+    float *loads = mt_calloc(E * 4), greatest = 0;
+    ops->count_experts(loads, experts, n, E, NULL);
+    for (int64_t e = 0; e < E; e++) greatest = fmaxf(greatest, loads[e]);
+    free(loads);
+    return greatest;
+}
+
+static void sinkhorn_evens_loads_that_the_greatest_logits_do_not(void **state) {
+    (void)state;
+    enum { T = 1600, E = 8 };
+    const mt_router *r = &together[1];
+    double *logits = uneven_logits(T, E);
+    float *x = store(logits, T * E, MT_F32), *p = mt_malloc(T * 4);
+    int32_t *experts = mt_malloc(T * 4), invalid = 0;
+    ops->route_forward(p, experts, &invalid, x, NULL, T, r, NULL);
+    assert_true(greatest_load(experts, T, E) > 3 * T / E);
+    ops->route_sinkhorn(p, experts, &invalid, x, T, 0, T, r, NULL);
+    assert_true(greatest_load(experts, T, E) < 1.25 * T / E);
+    free(logits), free(x), free(p), free(experts);
+}
+
+static void sinkhorn_leaves_out_tokens_that_are_not_finite_and_ends_for_any_others(void **state) {
+    (void)state;
+    enum { T = 40, E = 8, K = 2 };
+    const mt_router *r = &together[0];
+    double *logits = uneven_logits(T, E);
+    float *x = store(logits, T * E, MT_F32), p[T * K], clean[T * K];
+    int32_t experts[T * K], others[T * K], invalid = 0;
+    ops->route_sinkhorn(clean, others, &invalid, x + E, T - 1, 0, T - 1, r, NULL);
+    x[3] = NAN;
+    ops->route_sinkhorn(p, experts, &invalid, x, T, 0, T, r, NULL);
+    assert_true(invalid == 1 && experts[0] == 0 && experts[1] == 1 && isnan(p[0]) && isnan(p[1]));
+    assert_memory_equal(experts + K, others, (T - 1) * K * 4);
+    assert_memory_equal(p + K, clean, (T - 1) * K * 4);
+    for (int64_t i = 0; i < T * E; i++) x[i] = i % E == 0 ? 3e38f : i / E % 2 ? -3e38f : 1000.0f * (float)(i % 5);
+    invalid = 0;
+    ops->route_sinkhorn(p, experts, &invalid, x, T, 0, T, r, NULL);
+    for (int64_t i = 0; i < T * K; i++) assert_true(experts[i] >= 0 && experts[i] < E && isfinite(p[i]));
+    for (int64_t t = 0; t < T; t++) assert_true(experts[t * K] != experts[t * K + 1]);
+    for (int64_t i = 0; i < T * E; i++) x[i] = INFINITY;
+    ops->route_sinkhorn(p, experts, &invalid, x, T, 0, T, r, NULL);
+    assert_int_equal(invalid, T);
+    free(logits), free(x);
+}
+
 /* ==== balance ==================================================================================================== */
 
 typedef struct balance_shape {
@@ -970,6 +1089,9 @@ static uint64_t hash_routing(mt_dtype dtype) {
         ops->balance_forward(sums, &z_sum, logits, sequence, S, T, &router, NULL);
         ops->balance_backward(dlogits, logits, sums + S * E, sequence, S, T, 0.5f, 0.25f, &router, NULL);
         hash = hash_bytes(hash, probs, T * router.topk * 4);
+        router = together[i % 2], router.num_experts = E;
+        ops->route_sinkhorn(probs, experts, &invalid, logits, T, 0, T, &router, NULL);
+        hash = hash_bytes(hash, experts, T * router.topk * 4);
         hash = hash_bytes(hash, dlogits, sizeof dlogits);
         hash = hash_bytes(hash_bytes(hash, sums, sizeof sums), &z_sum, 8);
     }
@@ -1042,6 +1164,9 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(routers_choose_weigh_and_balance_as_megatron),
         cmocka_unit_test(routes_match_float64_and_finite_differences),
+        cmocka_unit_test(sinkhorn_chooses_and_weighs_as_megatron_in_float64),
+        cmocka_unit_test(sinkhorn_evens_loads_that_the_greatest_logits_do_not),
+        cmocka_unit_test(sinkhorn_leaves_out_tokens_that_are_not_finite_and_ends_for_any_others),
         cmocka_unit_test(among_equal_scores_the_lowest_number_wins),
         cmocka_unit_test(logits_that_are_no_numbers_are_counted_and_spoil_their_token_alone),
         cmocka_unit_test(balance_matches_float64_and_finite_differences),

@@ -898,6 +898,12 @@ static void experts_that_cannot_be_are_refused(void **state) {
         {"--moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor"},
         {"--moe-token-drop-policy position", "needs --moe-expert-capacity-factor"},
         {"--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", "needs a --moe-router-load-balancing-type"},
+        {"--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1", "sinkhorn needs --moe-aux-loss-coeff 0"},
+        {"--moe-router-load-balancing-type sinkhorn --moe-router-topk 1 --moe-router-pre-softmax",
+         "sinkhorn with --moe-router-topk 1 needs --moe-router-score-function sigmoid"},
+        {"--moe-router-load-balancing-type sinkhorn", "sinkhorn with --moe-router-topk 2 needs --moe-router-pre-soft"},
+        {"--moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax --moe-expert-capacity-factor 1",
+         "sinkhorn cannot have --moe-router-num-groups"},
         {"--expert-model-parallel-size 3", "--num-experts 8 must be a multiple of --expert-model-parallel-size 3"},
         {"--expert-model-parallel-size 2", "must divide the number of ranks, which is 1"},
     };

@@ -74,6 +74,32 @@ metrics_name_everything() {
         peak_memory_bytes; do
         [ "$(metric "$work/m.jsonl" $key | wc -l)" = 10 ] || return 1
     done
+    grep -q load_imbalance "$work/m.jsonl" && return 1
+    golden_run mixtral --metrics "$work/m.jsonl" --moe-z-loss-coeff 1e-3 --moe-aux-loss-coeff 1e-2 ||
+        return 1
+    for key in lm_loss load_balancing_loss z_loss load_imbalance worst_load_imbalance dropped peak_memory_bytes; do
+        [ "$(metric "$work/m.jsonl" $key | wc -l)" = 10 ] || return 1
+    done
+    grep -q 'balance loss .*  z loss .*  load .* (worst ' "$work/out"
+}
+
+# Mixtral's folder with a NaN in the router of its second layer.
+a_router_that_is_not_finite_is_named() {
+    mkdir "$work/poisoned" && cp "$golden/mixtral/config.json" "$golden/mixtral/model.safetensors" "$work/poisoned" &&
+        chmod u+w "$work/poisoned"/* || return 1
+    header=$(od -An -tu8 -N8 "$work/poisoned/model.safetensors" | tr -d ' ')
+    offset=$(head -c $((8 + header)) "$work/poisoned/model.safetensors" |
+        grep -ao '"model.layers.1.block_sparse_moe.gate.weight":{[^}]*' | sed 's/.*"data_offsets":\[\([0-9]*\),.*/\1/')
+    printf '\377\377\377\377' | dd of="$work/poisoned/model.safetensors" bs=1 seek=$((8 + header + offset)) \
+        conv=notrunc 2>"$work/err" || return 1
+    if "$train" --load "$work/poisoned" --tokens-file $golden/mixtral/tokens.i32 --seq-length 32 --micro-batch-size 1 \
+        --global-batch-size 4 --train-iters 10 --lr 1e-3 --device cpu >"$work/out" 2>"$work/err"; then
+        return 1
+    fi
+    said='^error: iteration 1: rank 0: the router of layer 1 had 128 tokens whose logits are not finite'
+    grep -q "$said" "$work/err" && return 0
+    cat "$work/err"
+    return 1
 }
 
 steps_that_are_not_told_change_nothing() {
@@ -223,6 +249,7 @@ a_trace_is_refused_before_training() {
 
 verdict losses_and_norms_are_those_of_expected_json losses_and_norms_are_those_of_expected_json
 verdict metrics_name_everything metrics_name_everything
+verdict a_router_that_is_not_finite_is_named a_router_that_is_not_finite_is_named
 verdict steps_that_are_not_told_change_nothing steps_that_are_not_told_change_nothing
 verdict a_resumed_run_repeats_bit_for_bit a_resumed_run_repeats_bit_for_bit
 verdict sigterm_saves_and_ends_well sigterm_saves_and_ends_well
