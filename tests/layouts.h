@@ -84,7 +84,8 @@ typedef enum subject {
     LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --num-experts 8 --moe-ffn-hidden-size 16 --moe-z-loss-coeff 1e-3" \
                " --moe-aux-loss-coeff 1e-2"
 #define ROUTED_LIKE                                                                                                    \
-    " --num-experts 8 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 1e-2 --moe-router-score-function sigmoid"          \
+    " --num-experts 8 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"                      \
+    " --moe-router-score-function sigmoid"                                                                             \
     " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 --moe-layer-freq ([0]*1+[1]*3)"               \
     " --moe-shared-expert-intermediate-size 24"
 #define GROUPED_LIKE                                                                                                   \
