@@ -84,7 +84,8 @@ typedef enum subject {
     LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --num-experts 8 --moe-ffn-hidden-size 16 --moe-z-loss-coeff 1e-3" \
                " --moe-aux-loss-coeff 1e-2"
 #define ROUTED_LIKE                                                                                                    \
-    " --num-experts 8 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 1e-2 --moe-router-score-function sigmoid"          \
+    " --num-experts 8 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"                      \
+    " --moe-router-score-function sigmoid"                                                                             \
     " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 --moe-layer-freq ([0]*1+[1]*3)"               \
     " --moe-shared-expert-intermediate-size 24"
 #define GROUPED_LIKE                                                                                                   \
@@ -269,9 +270,7 @@ static void trainee_close(trainee *t) {
 static int train_one_step(trainee *t, mt_metrics *metrics, mt_error *error) {
     sequence_source from = source_of(t, t->state.consumed_train_samples, false);
     int64_t micro_batches = t->options.global_batch_size / from.stride;
-    if (mt_train_step(t->model, &t->state, micro_batches, make_batch, &from, &t->batch, metrics, error) != 0) return -1;
-    for (int k = 0; k < MT_MAX_MTP_LAYERS; k++) metrics->loss += metrics->mtp_losses[k];
-    return 0;
+    return mt_train_step(t->model, &t->state, micro_batches, make_batch, &from, &t->batch, metrics, error);
 }
 
 /* Evaluates so many micro-batches a rank from a sequence on. */
@@ -455,6 +454,8 @@ static int compare_evaluations(verdict *v, trainee *t, const reference *r, mt_er
 static void compare_metrics(verdict *v, int step, const mt_metrics *metrics, const mt_metrics *one, bool bf16) {
     compare(v, "the loss", step, metrics->loss, one->loss);
     compare(v, "the gradient norm", step, metrics->grad_norm, one->grad_norm);
+    for (int k = 0; k < MT_MAX_MTP_LAYERS && one->mtp_losses[k] > 0; k++)
+        compare(v, "a module's loss", step, metrics->mtp_losses[k], one->mtp_losses[k]);
     if (one->imbalance == 0) return; // no experts
     if (one->load_balancing_loss > 0)
         compare(v, "the auxiliary loss", step, metrics->load_balancing_loss, one->load_balancing_loss);
