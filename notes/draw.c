@@ -1482,7 +1482,7 @@ static void draw_routers(const char *folder) {
     const mt_ops *ops = &mt_cpu_ops;
     mt_router router = {.num_experts = EXPERTS, .topk = CHOICES, .sigmoid = true, .scaling = 1};
     mt_router together = {.num_experts = EXPERTS, .topk = CHOICES, .pre_softmax = true, .scaling = 1};
-    picture p = picture_open(folder, "15-routing", "Four ways to choose experts", 900, 490);
+    picture p = picture_open(folder, "14-routing", "Four ways to choose experts", 900, 490);
     text(&p, 20, 28, START, "%d tokens choose %d of %d experts by the same logits; below, what each expert gets",
          ROUTED, CHOICES, EXPERTS);
     routed_logits(logits);
@@ -1517,7 +1517,7 @@ static void draw_folding(const char *folder) {
                                  .expert = 4,
                                  .expert_data = 2,
                                  .num_query_groups = 8};
-    picture p = picture_open(folder, "16-folding", "Two grids over the same sixteen ranks", 900, 440);
+    picture p = picture_open(folder, "15-folding", "Two grids over the same sixteen ranks", 900, 440);
     text(&p, 20, 28, START,
          "16 ranks. Above, where a layer is dense: tp = cp = dp = pp = 2. Below, its experts: etp = 1, "
          "ep = 4, edp = 2, pp = 2");

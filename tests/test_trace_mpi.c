@@ -63,7 +63,7 @@ static void tensor_communication_is_what_the_notes_count(void **state) {
     mt_batch_free(&f.batch), mt_options_free(&f.options), free(f.tokens);
 }
 
-/* Rows and results of experts on four ranks, forward and backward: the formulas of notes/16-experts.md. */
+/* Rows and results of experts on four ranks, forward and backward: the formulas of notes/15-experts.md. */
 static void communication_of_experts_is_what_the_notes_count(void **state) {
     (void)state;
     static const layout ways[] = {
