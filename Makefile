@@ -7,6 +7,7 @@
 ## make bench         run the benchmarks
 ## make bench-gpu     measure the GPU at real shapes, training included, beside what others reach; takes minutes
 ## make plot RUN=F    draw the curves of a metrics file, or several (RUN=a.jsonl,b.jsonl), as a.svg or OUT=FILE.svg|.png
+## make bench-experts  a layer of experts on the GPU against the floor of its products
 ## make bench-checkpoint  saving and loading against dd on this disk, on 1 and 4 ranks; FOLDER=build/checkpoint
 ## make pictures      draw the pictures of the notes
 ## make fuzz          look for crashes in the parsers; FUZZ_SECONDS=600 TARGET=name
@@ -61,7 +62,7 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 # Floating point: no errno and no traps, and a*b+c may be one instruction. Nothing that reorders sums (-ffast-math).
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
-.PHONY: all help everything test bench bench-gpu bench-checkpoint fuzz fuzz-programs plot pictures demo
+.PHONY: all help everything test bench bench-gpu bench-experts bench-checkpoint fuzz fuzz-programs plot pictures demo
 .PHONY: deps deps-dev probe lint format format-check clean FORCE
 all:
 
@@ -154,6 +155,10 @@ bench: all $(BENCH_PROGRAMS)
 
 bench-gpu: all $(filter %/bench_cuda %/bench_cuda_attention,$(BENCH_PROGRAMS))
 	@MT_BIN='$(or $(BIN:%/=%),.)' tests/bench_gpu.sh $(B)/tests
+
+bench-experts: all
+	@mkdir -p $(B)/tests
+	@MT_BIN='$(or $(BIN:%/=%),.)' tests/bench_experts.sh $(B)/tests
 
 FOLDER ?= $(B)/checkpoint
 LAYERS ?= 12
