@@ -1,7 +1,7 @@
 #!/bin/sh
 # One layer of Mixtral's experts (8 of width 14336, of which a token visits 2, C 4096; 4,096 tokens a rank) against the
-# floor of its matrix products: what permuting, exchanging, products and routing take in a training step, and how much of
-# that their floors are.
+# floor of its matrix products: what permuting, exchanging, products and routing take in a training step, and how much
+# of that their floors are.
 #
 #   usage: tests/bench_experts.sh DIR      from the root of the project; `make bench-experts` does so
 #
@@ -42,7 +42,8 @@ layer() {
         END {
             count = split("grouped products;permute and combine;exchange;activation;router", names, ";")
             for (i = 1; i <= count; i++)
-                if (ms[names[i]] > 0) printf "  %-22s %8.3f ms a step   floor %8.3f ms\n", names[i], ms[names[i]], floor[names[i]]
+                if (ms[names[i]] > 0)
+                    printf "  %-22s %8.3f ms a step   floor %8.3f ms\n", names[i], ms[names[i]], floor[names[i]]
             if (floor["grouped products"] == 0) { print "  nothing was profiled"; exit 1 }
             printf "  %-22s %8.3f ms a step   %.2f times the floor of its products\n", "together", all,
                 all / floor["grouped products"]
