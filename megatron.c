@@ -838,9 +838,12 @@ static void mt_option_copy(mt_options *to, const mt_options *from, const mt_opti
     }
 }
 
+static void mt_option_set_default(mt_options *options, const mt_option *row);
+
 static bool mt_option_is_default(const mt_options *options, const mt_option *row) {
-    mt_options defaults;
-    mt_options_default(&defaults);
+    mt_options defaults = {0}; // of this field alone, because many are asked for
+    for (const mt_option *other = mt_option_table; other < mt_option_table + MT_NUM_OPTIONS; other++)
+        if (other->name && other->offset == row->offset) mt_option_set_default(&defaults, other);
     char *value = mt_option_text(options, row), *fallback = mt_option_text(&defaults, row);
     bool same = strcmp(value, fallback) == 0;
     free(value), free(fallback), mt_options_free(&defaults);
@@ -939,15 +942,17 @@ static int mt_option_set(mt_options *options, const mt_option *row, const char *
     return 0;
 }
 
-void mt_options_default(mt_options *options) {
+static void mt_option_set_default(mt_options *options, const mt_option *row) {
     mt_error unused;
+    if (row->type == MT_NO) *mt_option_bool(options, row) = true;
+    if (row->fallback) MT_CHECK(mt_option_set(options, row, row->fallback, row->name, &unused) == 0);
+}
+
+void mt_options_default(mt_options *options) {
     memset(options, 0, sizeof *options);
     options->bos_token_id = options->eos_token_id = -1;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name) continue;
-        if (row->type == MT_NO) *mt_option_bool(options, row) = true;
-        if (row->fallback) MT_CHECK(mt_option_set(options, row, row->fallback, row->name, &unused) == 0);
-    }
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
+        if (row->name) mt_option_set_default(options, row);
     memset(options->given, 0, sizeof options->given);
 }
 
