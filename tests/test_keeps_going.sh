@@ -62,8 +62,8 @@ mpirun_passes_the_exit_signal_on_and_the_run_is_saved() {
     wait $job && saved_where_it_ended
 }
 
-# As a batch system may; mpirun then grants ranks a moment, here of seconds because the machine may be busy, and no longer
-# passes on what they print.
+# As a batch system may; mpirun then grants ranks a moment, here of seconds because the machine may be busy, and no
+# longer passes on what they print.
 a_sigterm_to_mpirun_saves_the_run() {
     # shellcheck disable=SC2086
     begin env OMPI_MCA_odls_base_sigkill_timeout=4 $MPIRUN -np 2 "$train" $small --train-iters 100000000 \
