@@ -11617,7 +11617,7 @@ static void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) 
         MPI_Win_lock_all(MPI_MODE_NOCHECK, r->shared);
     }
 #endif
-    if (r->host.size == 1) r->memory = mt_malloc(bytes);
+    if (r->host.size == 1) r->memory = mt_cpu_memory_alloc(bytes);
     r->slots = (mt_slots *)mt_align_direct(r->memory); // it is mapped by pages, so this is the same place for all
     r->window = (char *)r->slots + MT_DIRECT;
     if (r->host.rank == 0) mt_slots_init(r->slots);
@@ -11632,7 +11632,7 @@ static void mt_reader_close(mt_reader *r) {
         pthread_mutex_destroy(&r->slots->lock);
         pthread_cond_destroy(&r->slots->changed);
     }
-    if (r->host.size == 1) free(r->memory);
+    if (r->host.size == 1) mt_cpu_memory_free(r->memory);
 #ifdef MT_HAVE_MPI
     if (r->host.size > 1) {
         MPI_Win_unlock_all(r->shared);
@@ -11670,19 +11670,22 @@ static int mt_reader_read(const mt_reader *r, char *to, int64_t offset, int64_t 
     return done >= bytes ? 0 : mt_read_at(r->descriptor, to + done, bytes - done, offset + done);
 }
 
-/* Reads stretch i into its slot and checks its blocks. */
-static void mt_reader_fill(mt_reader *r, int64_t i) {
+/* Reads stretch i into its slot, by way of `own` memory where that is not NULL, and checks its blocks. */
+static void mt_reader_fill(mt_reader *r, int64_t i, char *own) {
     int64_t offset = i * MT_STRETCH, bytes = mt_min(MT_STRETCH, r->image->bytes - offset);
-    char *to = r->window + i % MT_SLOTS * MT_STRETCH;
+    char *slot = r->window + i % MT_SLOTS * MT_STRETCH;
+    const char *from = own ? own : slot;
     mt_error error;
-    if (mt_reader_read(r, to, offset, bytes) != 0) {
+    if (mt_reader_read(r, own ? own : slot, offset, bytes) != 0) {
         mt_error_set(&error, "%s: cannot be read: %s; check the disk", r->image->path, strerror(errno));
         mt_reader_fail(r, &error, false);
         return;
     }
-    for (int64_t first = 0; first < bytes && r->file_sums; first += MT_SUM_BLOCK) {
+    for (int64_t first = 0; first < bytes; first += MT_SUM_BLOCK) {
         int64_t block = (offset + first) / MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
-        if (block < r->file_sums->count && mt_crc32c(to + first, n) == r->file_sums->sums[block]) continue;
+        if (own) memcpy(slot + first, own + first, (size_t)n);
+        if (!r->file_sums) continue;
+        if (block < r->file_sums->count && mt_crc32c(from + first, n) == r->file_sums->sums[block]) continue;
         char *folder = mt_strdup(r->image->path), *slash = strrchr(folder, '/');
         if (slash) *slash = 0;
         mt_checksums_damaged(&error, folder, r->file_sums->name, block, r->image->bytes);
@@ -11692,16 +11695,19 @@ static void mt_reader_fill(mt_reader *r, int64_t i) {
     }
 }
 
-/* A thread: reads stretches until there are no more. What cannot be read passes by too, so that no rank waits for it. */
+/* A thread: reads stretches until there are no more. What cannot be read passes by too, so that no rank waits for it.
+ * Memory that processes share has small pages, one by one for the disk, which then is slower than by one more copy. */
 static void *mt_reader_run(void *context) {
     mt_reader *r = context;
+    char *own = r->host.size > 1 ? mt_cpu_memory_alloc(MT_STRETCH) : NULL;
     for (int64_t i; (i = mt_reader_claim(r)) >= 0;) {
-        if (r->descriptor >= 0) mt_reader_fill(r, i);
+        if (r->descriptor >= 0) mt_reader_fill(r, i, own);
         pthread_mutex_lock(&r->slots->lock);
         r->slots->ready[i % MT_SLOTS] = i + 1;
         pthread_cond_broadcast(&r->slots->changed);
         pthread_mutex_unlock(&r->slots->lock);
     }
+    if (own) mt_cpu_memory_free(own);
     return NULL;
 }
 
