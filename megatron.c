@@ -11536,7 +11536,7 @@ typedef struct mt_wanted {
 /* Files pass by in stretches, through slots of memory that all ranks of a host share. Threads of all ranks read the
  * next stretch, whoever is free; a slot is free again when every rank has taken from it what it wants. Who waits
  * sleeps: cores may be fewer than ranks and their threads. */
-enum { MT_STRETCH = 4 << 20, MT_SLOTS = 8, MT_READERS = 4, MT_STAGED = 1 << 18 };
+enum { MT_STRETCH = 2 << 20, MT_SLOTS = 12, MT_READERS = 4, MT_STAGED = 1 << 18 };
 
 /* At the start of the shared memory. */
 typedef struct mt_slots {
@@ -11859,8 +11859,7 @@ static int mt_reader_begin(mt_reader *r, const mt_image *image, pthread_t thread
     }
     mt_reader_barrier(r);
     for (int i = 0; i < count; i++)
-        if (pthread_create(&threads[i], NULL, mt_reader_run, r) != 0)
-            mt_die("cannot start a thread; raise ulimit -u");
+        if (pthread_create(&threads[i], NULL, mt_reader_run, r) != 0) mt_die("cannot start a thread; raise ulimit -u");
     return count;
 }
 

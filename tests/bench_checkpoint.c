@@ -175,7 +175,8 @@ static void dd_read(const bench *b, series *s, const char *command) {
     end(b, s);
 }
 
-/* Writing and reading, in turns; in odd rounds in the other order, as the one before may leave work to the one after. */
+/* Writing and reading, in turns; in odd rounds in the other order, as the one before may leave work to the one after.
+ */
 static void bench_save_and_load(bench *b) {
     series cached = {0}, direct = {0}, write = {0}, cached_read = {0}, direct_read = {0}, read = {0};
     double counted = 0;
@@ -189,9 +190,11 @@ static void bench_save_and_load(bench *b) {
         run(b, "cd %s && rm -rf iter_* dd; sync", b->folder, 0);
         for (int i = 0; i < 3; i++) {
             int turn = round % 2 ? 2 - i : i;
-            if (turn == 0) dd_write(b, &cached, "dd if=/dev/zero of=%s/dd bs=8388608 count=%lld conv=fsync 2>/dev/null");
+            if (turn == 0)
+                dd_write(b, &cached, "dd if=/dev/zero of=%s/dd bs=8388608 count=%lld conv=fsync 2>/dev/null");
             if (turn == 1)
-                dd_write(b, &direct, "dd if=/dev/zero of=%s/dd bs=8388608 count=%lld conv=fsync oflag=direct 2>/dev/null");
+                dd_write(b, &direct,
+                         "dd if=/dev/zero of=%s/dd bs=8388608 count=%lld conv=fsync oflag=direct 2>/dev/null");
             if (turn < 2) continue;
             begin(b, &write);
             check(mt_saver_save(saver, &state, &error), &error);
@@ -216,8 +219,7 @@ static void bench_save_and_load(bench *b) {
     print(b, "save", &write, dd, "dd");
     dd = fmin(print(b, "dd, read", &cached_read, 0, NULL), print(b, "  iflag=direct", &direct_read, 0, NULL));
     print(b, "load", &read, dd, "dd");
-    if (b->grid.world.rank == 0)
-        printf("%-30s %8.3f times\n", "bytes read by all ranks / saved", counted / b->bytes);
+    if (b->grid.world.rank == 0) printf("%-30s %8.3f times\n", "bytes read by all ranks / saved", counted / b->bytes);
 }
 
 /* What a step waits for an asynchronous save, against copying as much memory. */
