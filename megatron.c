@@ -85,6 +85,9 @@
 #include <unistd.h>
 
 #include <jansson.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 #ifdef MT_HAVE_BLAS
 #include <cblas.h>
 #endif
@@ -12412,12 +12415,30 @@ static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_k
     return (const char *)part.data + (param->offset + *begin - part.first) * mt_dtype_size(part.dtype);
 }
 
-/* Many small copies where the processor copies: threads that meet after each piece cost more than they bring, while
- * others write. */
-static void mt_copy_to_host(mt_model *m, char *to, const char *from, int64_t bytes) {
-    int64_t most = strcmp(m->ops->name, "cpu") == 0 ? 1 << 18 : bytes;
-    for (int64_t done = 0; done < bytes; done += most)
-        m->ops->memory_copy(to + done, from + done, mt_min(most, bytes - done), m->stream);
+/* memcpy past the caches: what is read again only much later need not be fetched before it is written. The C library
+ * does so too, but for far longer copies than a parameter's. */
+static void mt_copy_past_cache(char *to, const char *from, int64_t bytes) {
+    int64_t done = 0;
+#ifdef __SSE2__
+    done = mt_min((int64_t)(-(uintptr_t)to & 15), bytes);
+    memcpy(to, from, (size_t)done);
+    for (; done + 64 <= bytes; done += 64)
+        for (int64_t i = done; i < done + 64; i += 16)
+            _mm_stream_si128((__m128i *)(void *)(to + i), _mm_loadu_si128((const __m128i *)(const void *)(from + i)));
+    _mm_sfence();
+#endif
+    memcpy(to + done, from + done, (size_t)(bytes - done));
+}
+
+/* To the writer's memory. A processor copies by one thread: threads that meet after each of many small copies cost more
+ * than they bring, while others write. */
+static void mt_copy_to_host(mt_model *m, char *to, const char *from, int64_t bytes, bool stays) {
+    if (strcmp(m->ops->name, "cpu") != 0)
+        m->ops->memory_copy(to, from, bytes, m->stream);
+    else if (stays)
+        mt_copy_past_cache(to, from, bytes);
+    else
+        memcpy(to, from, (size_t)bytes);
 }
 
 /* Copies elements [begin, end) of a parameter to host memory and hands them on, in rectangles; `start` is where its
@@ -12438,7 +12459,7 @@ static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, i
             start + (piece.turned ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
         if (w) {
             char *to = mt_writer_reserve(w, piece.offset, bytes);
-            mt_copy_to_host(m, to, from, bytes);
+            mt_copy_to_host(m, to, from, bytes, w->holds_all);
             if (!w->holds_all) m->ops->stream_wait(m->stream); // else once, when all are under way
             piece.data = to;
             mt_writer_submit(w, piece);
