@@ -230,10 +230,12 @@ static void bench_save_and_load(bench *b) {
     }
     mt_saver_close(saver);
     mt_all_reduce_sum(&b->grid.world, &counted, 1, MT_F64);
-    double dd = fmin(print(b, "dd, write and fsync", &cached, 0, NULL), print(b, "  oflag=direct", &direct, 0, NULL));
-    print(b, "save", &write, dd, "dd");
-    dd = fmin(print(b, "dd, read", &cached_read, 0, NULL), print(b, "  iflag=direct", &direct_read, 0, NULL));
-    print(b, "load", &read, dd, "dd");
+    double dd = print(b, "dd, write and fsync", &cached, 0, NULL);
+    dd = fmin(dd, print(b, "  oflag=direct", &direct, 0, NULL));
+    print(b, "save", &write, dd, "dd's speed");
+    dd = print(b, "dd, read", &cached_read, 0, NULL);
+    dd = fmin(dd, print(b, "  iflag=direct", &direct_read, 0, NULL));
+    print(b, "load", &read, dd, "dd's speed");
     if (b->grid.world.rank == 0) printf("%-30s %8.3f times\n", "bytes read by all ranks / saved", counted / b->bytes);
 }
 
@@ -261,7 +263,7 @@ static void bench_stall(bench *b) {
     }
     mt_saver_close(saver);
     double seconds = print(b, "copy of memory", &copy, 0, NULL);
-    print(b, "stall of an asynchronous save", &stall, seconds, "the copy");
+    print(b, "stall of an asynchronous save", &stall, seconds, "the copy's speed");
     print(b, "until it is on disk", &finish, 0, NULL);
     free(from), free(to);
 }
