@@ -86,6 +86,9 @@
 #include <unistd.h>
 
 #include <jansson.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 #ifdef MT_HAVE_BLAS
 #include <cblas.h>
 #endif
@@ -3200,7 +3203,7 @@ static void mt_cpu_memory_free(void *memory) {
 }
 
 static void *mt_cpu_memory_alloc_host(int64_t bytes) {
-    return mt_malloc(bytes);
+    return mt_cpu_memory_alloc(bytes);
 }
 
 static void mt_cpu_memory_free_host(void *memory) {
@@ -11559,6 +11562,24 @@ static bool mt_ends_with(const char *text, const char *end) {
     return length >= end_length && strcmp(text + length - end_length, end) == 0;
 }
 
+/* Around the page cache, the disk takes and gives bytes that nobody copies, where place, length and memory are aligned
+ * to this. A fresh page of the cache costs more than all else that is done with its bytes. */
+enum { MT_DIRECT = 4096 };
+
+static char *mt_align_direct(char *memory) {
+    return memory + (-(uintptr_t)memory & (MT_DIRECT - 1));
+}
+
+/* Opens a file so; -1 where the file system or the system cannot. */
+static int mt_open_direct(const char *path, int flags) {
+#ifdef O_DIRECT
+    return open(path, flags | O_DIRECT | O_CLOEXEC);
+#else
+    (void)path, (void)flags;
+    return -1;
+#endif
+}
+
 /* Reads exactly so many bytes of a file; -1 with errno. */
 static int mt_read_at(int descriptor, void *to, int64_t bytes, int64_t offset) {
     for (int64_t done = 0; done < bytes;) {
@@ -11654,14 +11675,15 @@ uint32_t mt_crc32c(const void *data, int64_t bytes) {
     return ~mt_crc_update(~0u, data, bytes);
 }
 
-/* Adds what bytes [offset, offset + bytes) of a file give to the sums of their blocks. */
+/* Adds what bytes [offset, offset + bytes) of a file give to the sums of their blocks; several threads may. */
 static void mt_checksums_add(mt_file_checksums *file, int64_t offset, const void *data, int64_t bytes) {
     const char *from = data;
     MT_CHECK(offset + bytes <= file->bytes);
     for (int64_t block = offset / MT_SUM_BLOCK, n; bytes > 0; block++, offset += n, from += n, bytes -= n) {
         int64_t end = mt_min((block + 1) * MT_SUM_BLOCK, file->bytes);
         n = mt_min(bytes, end - offset);
-        file->sums[block] ^= mt_crc_zeros(mt_crc_update(0, from, n), end - offset - n);
+        uint32_t sum = mt_crc_zeros(mt_crc_update(0, from, n), end - offset - n);
+        __atomic_fetch_xor(&file->sums[block], sum, __ATOMIC_RELAXED);
     }
 }
 
@@ -12151,14 +12173,27 @@ typedef struct mt_wanted {
     int64_t not_finite; // of the weights
 } mt_wanted;
 
-/* Files pass by in rounds, of which every rank of a host reads one stretch into memory that all of them share, while
- * all take what they want from the round before. */
+/* Files pass by in stretches, through slots of memory that all ranks of a host share. Threads of all ranks read the
+ * next stretch, whoever is free; a slot is free again when every rank has taken from it what it wants. Who waits
+ * sleeps: cores may be fewer than ranks and their threads. */
+enum { MT_STRETCH = 2 << 20, MT_SLOTS = 12, MT_READERS = 4, MT_STAGED = 1 << 18 };
+
+/* At the start of the shared memory. */
+typedef struct mt_slots {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    int64_t claimed;         // stretches of the file that a thread has gone for
+    int64_t ready[MT_SLOTS]; // 1 + the stretch that lies there
+    int64_t taken[MT_SLOTS]; // ranks that are done with it
+    int64_t uses[MT_SLOTS];  // stretches that all ranks are done with
+} mt_slots;
+
 typedef struct mt_reader {
     mt_model *model;
     const mt_checksums *sums; // what they are checked against; NULL: nothing
     mt_group host;            // ranks that share the memory
-    char *window;             // two rounds
-    int64_t stretch;          // bytes of a round that one rank reads
+    char *memory, *window;    // [MT_SLOTS, MT_STRETCH]
+    mt_slots *slots;
 #ifdef MT_HAVE_MPI
     MPI_Win shared;
 #endif
@@ -12167,62 +12202,27 @@ typedef struct mt_reader {
     int64_t room;          // of them
     const mt_image *image; // the file
     const mt_file_checksums *file_sums;
-    int descriptor;
-    int64_t offset; // of this rank's next stretch, and where it goes
-    char *to;
-    int status;
-    bool damaged; // a sum was another
+    int descriptor, direct; // the second may be -1
+    int status;             // under the slots' lock, as what follows
+    bool damaged;           // a sum was another
     mt_error error;
 } mt_reader;
 
-enum { MT_WINDOW_BYTES = 32 << 20, MT_STAGED = 1 << 20 };
-
-static void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) {
-    *r = (mt_reader){.model = m, .sums = sums, .host = {.name = "host", .size = 1}, .descriptor = -1};
-    r->room = MT_STAGED, r->staged = mt_malloc(MT_STAGED * 4), r->halves = mt_malloc(MT_STAGED * 2);
-#ifdef MT_HAVE_MPI
-    const mt_group *world = &m->grid->world;
-    if (world->size > 1) {
-        MPI_Comm *comm = mt_malloc(sizeof *comm);
-        MPI_Comm_split_type(mt_mpi_comm(world), MPI_COMM_TYPE_SHARED, world->rank, MPI_INFO_NULL, comm);
-        MPI_Comm_size(*comm, &r->host.size);
-        MPI_Comm_rank(*comm, &r->host.rank);
-        r->host.comm = comm;
-    }
-#endif
-    r->stretch = mt_max(MT_WINDOW_BYTES / 2 / r->host.size / MT_SUM_BLOCK, 1) * MT_SUM_BLOCK;
-    int64_t bytes = 2 * r->stretch * r->host.size;
-#ifdef MT_HAVE_MPI
-    if (r->host.size > 1) {
-        MPI_Aint size;
-        int unit;
-        mt_mpi_check(MPI_Win_allocate_shared(r->host.rank == 0 ? (MPI_Aint)bytes : 0, 1, MPI_INFO_NULL,
-                                             *(MPI_Comm *)r->host.comm, &r->window, &r->shared),
-                     "MPI_Win_allocate_shared", &r->host);
-        MPI_Win_shared_query(r->shared, 0, &size, &unit, &r->window);
-        MPI_Win_lock_all(MPI_MODE_NOCHECK, r->shared);
-        return;
-    }
-#endif
-    r->window = mt_malloc(bytes);
+static void mt_slots_init(mt_slots *slots) {
+    pthread_mutexattr_t lock;
+    pthread_condattr_t changed;
+    memset(slots, 0, sizeof *slots);
+    pthread_mutexattr_init(&lock);
+    pthread_condattr_init(&changed);
+    pthread_mutexattr_setpshared(&lock, PTHREAD_PROCESS_SHARED);
+    pthread_condattr_setpshared(&changed, PTHREAD_PROCESS_SHARED);
+    pthread_mutex_init(&slots->lock, &lock);
+    pthread_cond_init(&slots->changed, &changed);
+    pthread_mutexattr_destroy(&lock);
+    pthread_condattr_destroy(&changed);
 }
 
-static void mt_reader_close(mt_reader *r) {
-    free(r->staged);
-    free(r->halves);
-#ifdef MT_HAVE_MPI
-    if (r->host.size > 1) {
-        MPI_Win_unlock_all(r->shared);
-        MPI_Win_free(&r->shared);
-        r->window = NULL;
-    }
-    if (r->host.comm) MPI_Comm_free(r->host.comm);
-    free(r->host.comm);
-#endif
-    free(r->window);
-}
-
-/* A round is read by all ranks of the host. */
+/* All ranks of the host have come here. */
 static void mt_reader_barrier(mt_reader *r) {
 #ifdef MT_HAVE_MPI
     if (r->host.size > 1) MPI_Win_sync(r->shared);
@@ -12233,28 +12233,144 @@ static void mt_reader_barrier(mt_reader *r) {
 #endif
 }
 
-/* A thread: reads this rank's stretch of a round, and checks its blocks. */
-static void *mt_reader_run(void *context) {
-    mt_reader *r = context;
-    int64_t bytes = mt_min(r->stretch, r->image->bytes - r->offset);
-    if (bytes <= 0 || r->status != 0) return NULL;
-    int64_t next = r->offset + r->stretch * r->host.size; // the disk goes on with it meanwhile
-    posix_fadvise(r->descriptor, r->offset, bytes, POSIX_FADV_WILLNEED);
-    if (next < r->image->bytes) posix_fadvise(r->descriptor, next, r->stretch, POSIX_FADV_WILLNEED);
-    if (mt_read_at(r->descriptor, r->to, bytes, r->offset) != 0) {
-        r->status = mt_error_set(&r->error, "%s: cannot be read: %s; check the disk", r->image->path, strerror(errno));
-        return NULL;
+static void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) {
+    const int64_t bytes = 2 * MT_DIRECT + (int64_t)MT_SLOTS * MT_STRETCH;
+    _Static_assert(sizeof(mt_slots) <= MT_DIRECT && MT_STRETCH % MT_SUM_BLOCK == 0, "places in the shared memory");
+    *r = (mt_reader){.model = m, .sums = sums, .host = {.name = "host", .size = 1}, .descriptor = -1, .direct = -1};
+    r->room = MT_STAGED, r->staged = mt_malloc(MT_STAGED * 4), r->halves = mt_malloc(MT_STAGED * 2);
+#ifdef MT_HAVE_MPI
+    const mt_group *world = &m->grid->world;
+    if (world->size > 1) {
+        MPI_Comm *comm = mt_malloc(sizeof *comm);
+        MPI_Comm_split_type(mt_mpi_comm(world), MPI_COMM_TYPE_SHARED, world->rank, MPI_INFO_NULL, comm);
+        MPI_Comm_size(*comm, &r->host.size);
+        MPI_Comm_rank(*comm, &r->host.rank);
+        r->host.comm = comm;
     }
-    for (int64_t first = 0; first < bytes && r->file_sums && r->status == 0; first += MT_SUM_BLOCK) {
-        int64_t block = (r->offset + first) / MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
-        if (block < r->file_sums->count && mt_crc32c(r->to + first, n) == r->file_sums->sums[block]) continue;
+    if (r->host.size > 1) {
+        MPI_Aint size;
+        int unit;
+        mt_mpi_check(MPI_Win_allocate_shared(r->host.rank == 0 ? (MPI_Aint)bytes : 0, 1, MPI_INFO_NULL,
+                                             *(MPI_Comm *)r->host.comm, &r->memory, &r->shared),
+                     "MPI_Win_allocate_shared", &r->host);
+        MPI_Win_shared_query(r->shared, 0, &size, &unit, &r->memory);
+        MPI_Win_lock_all(MPI_MODE_NOCHECK, r->shared);
+    }
+#endif
+    if (r->host.size == 1) r->memory = mt_cpu_memory_alloc(bytes);
+    r->slots = (mt_slots *)mt_align_direct(r->memory); // it is mapped by pages, so this is the same place for all
+    r->window = (char *)r->slots + MT_DIRECT;
+    if (r->host.rank == 0) mt_slots_init(r->slots);
+    mt_reader_barrier(r);
+}
+
+static void mt_reader_close(mt_reader *r) {
+    free(r->staged);
+    free(r->halves);
+    mt_reader_barrier(r);
+    if (r->host.rank == 0) {
+        pthread_mutex_destroy(&r->slots->lock);
+        pthread_cond_destroy(&r->slots->changed);
+    }
+    if (r->host.size == 1) mt_cpu_memory_free(r->memory);
+#ifdef MT_HAVE_MPI
+    if (r->host.size > 1) {
+        MPI_Win_unlock_all(r->shared);
+        MPI_Win_free(&r->shared);
+    }
+    if (r->host.comm) MPI_Comm_free(r->host.comm);
+    free(r->host.comm);
+#endif
+}
+
+static void mt_reader_fail(mt_reader *r, const mt_error *error, bool damaged) {
+    pthread_mutex_lock(&r->slots->lock);
+    if (r->status == 0) r->status = -1, r->error = *error;
+    r->damaged = r->damaged || damaged;
+    pthread_mutex_unlock(&r->slots->lock);
+}
+
+/* The next stretch of the file, once its slot is free; -1: there is none. */
+static int64_t mt_reader_claim(mt_reader *r) {
+    mt_slots *slots = r->slots;
+    int64_t count = mt_blocks(r->image->bytes, MT_STRETCH);
+    pthread_mutex_lock(&slots->lock);
+    while (slots->claimed < count && slots->uses[slots->claimed % MT_SLOTS] != slots->claimed / MT_SLOTS)
+        pthread_cond_wait(&slots->changed, &slots->lock);
+    int64_t i = slots->claimed < count ? slots->claimed++ : -1;
+    pthread_mutex_unlock(&slots->lock);
+    return i;
+}
+
+/* Reads bytes [offset, offset + bytes) of the file to an aligned place, whole pages where that can be. */
+static int mt_reader_read(const mt_reader *r, char *to, int64_t offset, int64_t bytes) {
+    ssize_t got = -1;
+    if (r->direct >= 0) got = pread(r->direct, to, (size_t)(mt_blocks(bytes, MT_DIRECT) * MT_DIRECT), offset);
+    int64_t done = mt_max(got, 0);
+    return done >= bytes ? 0 : mt_read_at(r->descriptor, to + done, bytes - done, offset + done);
+}
+
+/* Reads stretch i into its slot, by way of `own` memory where that is not NULL, and checks its blocks. */
+static void mt_reader_fill(mt_reader *r, int64_t i, char *own) {
+    int64_t offset = i * MT_STRETCH, bytes = mt_min(MT_STRETCH, r->image->bytes - offset);
+    char *slot = r->window + i % MT_SLOTS * MT_STRETCH;
+    const char *from = own ? own : slot;
+    mt_error error;
+    if (mt_reader_read(r, own ? own : slot, offset, bytes) != 0) {
+        mt_error_set(&error, "%s: cannot be read: %s; check the disk", r->image->path, strerror(errno));
+        mt_reader_fail(r, &error, false);
+        return;
+    }
+    for (int64_t first = 0; first < bytes; first += MT_SUM_BLOCK) {
+        int64_t block = (offset + first) / MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
+        if (own) memcpy(slot + first, own + first, (size_t)n);
+        if (!r->file_sums) continue;
+        if (block < r->file_sums->count && mt_crc32c(from + first, n) == r->file_sums->sums[block]) continue;
         char *folder = mt_strdup(r->image->path), *slash = strrchr(folder, '/');
         if (slash) *slash = 0;
-        r->status = mt_checksums_damaged(&r->error, folder, r->file_sums->name, block, r->image->bytes);
-        r->damaged = true;
+        mt_checksums_damaged(&error, folder, r->file_sums->name, block, r->image->bytes);
+        mt_reader_fail(r, &error, true);
         free(folder);
+        return;
     }
+}
+
+/* A thread: reads stretches until there are no more. What cannot be read passes by too, so that no rank waits for it.
+ * Memory that processes share has small pages, one by one for the disk, which then is slower than by one more copy. */
+static void *mt_reader_run(void *context) {
+    mt_reader *r = context;
+    char *own = r->host.size > 1 ? mt_cpu_memory_alloc(MT_STRETCH) : NULL;
+    for (int64_t i; (i = mt_reader_claim(r)) >= 0;) {
+        if (r->descriptor >= 0) mt_reader_fill(r, i, own);
+        pthread_mutex_lock(&r->slots->lock);
+        r->slots->ready[i % MT_SLOTS] = i + 1;
+        pthread_cond_broadcast(&r->slots->changed);
+        pthread_mutex_unlock(&r->slots->lock);
+    }
+    if (own) mt_cpu_memory_free(own);
     return NULL;
+}
+
+/* Waits for stretch i, which any rank may read: one that never does is named as in a collective. */
+static const char *mt_reader_get(mt_reader *r, int64_t i) {
+    mt_watch_begin("reading a checkpoint", r->host.name);
+    pthread_mutex_lock(&r->slots->lock);
+    while (r->slots->ready[i % MT_SLOTS] != i + 1) pthread_cond_wait(&r->slots->changed, &r->slots->lock);
+    pthread_mutex_unlock(&r->slots->lock);
+    mt_watch_end();
+    return r->window + i % MT_SLOTS * MT_STRETCH;
+}
+
+/* This rank is done with it. */
+static void mt_reader_give_back(mt_reader *r, int64_t i) {
+    mt_slots *slots = r->slots;
+    int64_t slot = i % MT_SLOTS;
+    pthread_mutex_lock(&slots->lock);
+    if (++slots->taken[slot] == r->host.size) {
+        slots->taken[slot] = 0, slots->uses[slot]++;
+        pthread_cond_broadcast(&slots->changed);
+    }
+    pthread_mutex_unlock(&slots->lock);
 }
 
 /* Puts n elements at a place of the whole parameter that lies here into its bucket. */
@@ -12262,9 +12378,9 @@ static void mt_wanted_put(mt_reader *r, mt_wanted *w, int64_t at, const float *v
     mt_model *m = r->model;
     bool halves = w->weights.data && w->weights.dtype == MT_BF16;
     at += w->param->offset;
-    if (w->weights.data) w->not_finite += mt_count_not_finite(&w->weights, at, values, n);
     for (int64_t done = 0, count; done < n; done += count) {
         count = mt_min(n - done, r->room);
+        if (w->weights.data) w->not_finite += mt_count_not_finite(&w->weights, at + done, values + done, count);
         for (int64_t i = 0; halves && i < count; i++) r->halves[i] = mt_f32_to_bf16(values[done + i]);
         if (w->floats.data) mt_part_write(m, &w->floats, at + done, values + done, count);
         if (w->weights.data)
@@ -12290,6 +12406,20 @@ static mt_window mt_wanted_window(const mt_param *param) {
     return param->hf_transposed ? (mt_window){w.col, w.cols, w.row, w.rows} : w;
 }
 
+/* The same for n stored numbers, which become floats first unless they are. */
+static void mt_wanted_put_stored(mt_reader *r, mt_wanted *w, int64_t at, const char *from, int64_t n) {
+    mt_dtype dtype = w->tensor->dtype;
+    if (dtype == MT_F32 && (uintptr_t)from % sizeof(float) == 0) {
+        mt_wanted_put(r, w, at, (const float *)(const void *)from, n);
+        return;
+    }
+    for (int64_t done = 0, count; done < n; done += count) {
+        count = mt_min(n - done, r->room);
+        mt_stored_to_f32(r->staged, 1, from + done * mt_dtype_size(dtype), dtype, count);
+        mt_wanted_put(r, w, at + done, r->staged, count);
+    }
+}
+
 /* Takes what is wanted of a window of the tensor, whose elements lie at `data` row after row. */
 static void mt_wanted_take(mt_reader *r, mt_wanted *w, mt_window given, const char *data) {
     const mt_param *param = w->param;
@@ -12298,26 +12428,14 @@ static void mt_wanted_take(mt_reader *r, mt_wanted *w, mt_window given, const ch
     int64_t size = mt_dtype_size(dtype), cols = param->cols;
     if (part.rows == 0 || part.cols == 0) return;
     if (param->hf_transposed && !w->turned) w->turned = mt_malloc(own.rows * own.cols * 4);
-    for (int64_t row = 0, rows; row < part.rows; row += rows) {
+    bool together = !param->hf_transposed && part.cols == given.cols && part.cols == cols; // whole rows on both sides
+    for (int64_t row = 0, rows = together ? part.rows : 1; row < part.rows; row += rows) {
         const char *from = data + ((part.row + row - given.row) * given.cols + part.col - given.col) * size;
-        int64_t at = (part.row + row - own.row) * cols + part.col - own.col;
-        rows = 1;
-        if (param->hf_transposed) {
-            mt_stored_to_f32(w->turned + (part.col - own.col) * cols + part.row + row - own.row, cols, from, dtype,
-                             part.cols);
-        } else if (part.cols == given.cols && part.cols == cols) { // whole rows lie together on both sides
-            rows = mt_max(mt_min(part.rows - row, r->room / cols), 1);
-            if (rows * cols <= r->room) {
-                mt_stored_to_f32(r->staged, 1, from, dtype, rows * cols);
-                mt_wanted_put(r, w, at, r->staged, rows * cols);
-                continue;
-            }
-        }
-        for (int64_t col = 0, n; col < part.cols && !param->hf_transposed; col += n) {
-            n = mt_min(part.cols - col, r->room);
-            mt_stored_to_f32(r->staged, 1, from + col * size, dtype, n);
-            mt_wanted_put(r, w, at + col, r->staged, n);
-        }
+        int64_t to_row = part.row + row - own.row, to_col = part.col - own.col;
+        if (param->hf_transposed)
+            mt_stored_to_f32(w->turned + to_col * cols + to_row, cols, from, dtype, part.cols);
+        else
+            mt_wanted_put_stored(r, w, to_row * cols + to_col, from, rows * part.cols);
     }
 }
 
@@ -12360,37 +12478,52 @@ static void mt_reader_take(mt_reader *r, mt_wanted *w, int64_t begin, int64_t en
     if (start + tensor->bytes <= end) mt_wanted_finish(r, w);
 }
 
-/* Reads one file and takes wanted[count], which are its tensors in their order. Every rank of the host calls it. */
-static void mt_reader_pass(mt_reader *r, const mt_image *image, mt_wanted *wanted, int64_t count) {
-    int64_t round_bytes = r->stretch * r->host.size, first = 0;
+/* Begins a file: its slots are empty, its threads read. Returns how many. */
+static int mt_reader_begin(mt_reader *r, const mt_image *image, pthread_t threads[MT_READERS]) {
     const char *slash = strrchr(image->path, '/');
-    pthread_t thread;
-    bool reads = false;
+    int count = (int)mt_max(MT_READERS / r->host.size, 1);
+    mt_error error;
     r->image = image;
     r->file_sums = r->sums ? mt_checksums_find(r->sums, slash ? slash + 1 : image->path) : NULL;
     r->descriptor = open(image->path, O_RDONLY | O_CLOEXEC);
-    if (r->descriptor < 0 && r->status == 0)
-        r->status = mt_error_set(&r->error, "%s: cannot be read: %s; check the disk", image->path, strerror(errno));
-    for (int64_t begin = -round_bytes; begin < image->bytes; begin += round_bytes) {
-        int64_t next = begin + round_bytes;
-        if (reads) pthread_join(thread, NULL);
-        mt_reader_barrier(r); // the round is there, and no one needs the one before it
-        r->offset = next + r->host.rank * r->stretch;
-        r->to = r->window + (next / round_bytes % 2) * round_bytes + r->host.rank * r->stretch;
-        reads = next < image->bytes;
-        if (reads && pthread_create(&thread, NULL, mt_reader_run, r) != 0)
-            mt_die("cannot start a thread; raise ulimit -u");
-        const char *data = begin < 0 ? NULL : r->window + (begin / round_bytes % 2) * round_bytes;
-        int64_t end = mt_min(next, image->bytes);
-        for (int64_t i = first; data && i < count; i++) {
+    r->direct = mt_open_direct(image->path, O_RDONLY);
+    if (r->descriptor < 0) {
+        mt_error_set(&error, "%s: cannot be read: %s; check the disk", image->path, strerror(errno));
+        mt_reader_fail(r, &error, false);
+    }
+    mt_reader_barrier(r); // all are done with the file before
+    if (r->host.rank == 0) {
+        mt_slots *slots = r->slots;
+        slots->claimed = 0;
+        memset(slots->ready, 0, sizeof slots->ready);
+        memset(slots->taken, 0, sizeof slots->taken);
+        memset(slots->uses, 0, sizeof slots->uses);
+    }
+    mt_reader_barrier(r);
+    for (int i = 0; i < count; i++)
+        if (pthread_create(&threads[i], NULL, mt_reader_run, r) != 0) mt_die("cannot start a thread; raise ulimit -u");
+    return count;
+}
+
+/* Reads one file and takes wanted[count], which are its tensors in their order. Every rank of the host calls it. */
+static void mt_reader_pass(mt_reader *r, const mt_image *image, mt_wanted *wanted, int64_t count) {
+    pthread_t threads[MT_READERS];
+    int num_threads = mt_reader_begin(r, image, threads);
+    int64_t first = 0;
+    for (int64_t begin = 0; begin < image->bytes; begin += MT_STRETCH) {
+        int64_t end = mt_min(begin + MT_STRETCH, image->bytes);
+        const char *data = mt_reader_get(r, begin / MT_STRETCH);
+        for (int64_t i = first; i < count; i++) {
             int64_t start = (const unsigned char *)wanted[i].tensor->data - image->base;
             if (start >= end) break;
             mt_reader_take(r, &wanted[i], begin, end, data);
             if (i == first && start + wanted[i].tensor->bytes <= end) first++;
         }
+        mt_reader_give_back(r, begin / MT_STRETCH);
     }
-    mt_reader_barrier(r); // the next file begins in either half
+    for (int i = 0; i < num_threads; i++) pthread_join(threads[i], NULL);
     if (r->descriptor >= 0) close(r->descriptor);
+    if (r->direct >= 0) close(r->direct);
 }
 
 static int mt_wanted_by_place(const void *a, const void *b) {
@@ -12459,8 +12592,8 @@ static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *
 /* ==== §14d writing tensors ======================================================================================= */
 /* The place of every byte follows from the whole model's table before the first is written, so every rank knows it:
  * rank 0 makes the files with their headers, then each rank writes its own share at computed offsets, and no rank waits
- * for another. What is written passes through host memory, from which a thread of its own takes it: a small ring when
- * training waits, or room for all of it, so that training goes on when the copy is done. The thread calls no MPI and no
+ * for another. What is written passes through host memory, from which threads of its own take it: a small ring when
+ * training waits, or room for all of it, so that training goes on when the copy is done. The threads call no MPI and no
  * device. */
 
 /* A Hugging Face tensor that is to be written: one parameter, or several that it holds one after another. */
@@ -12553,9 +12686,9 @@ static void mt_shard_name(char name[64], const mt_saved_set *set, int64_t shard)
 
 /* ---- files */
 
-/* A file being written, and where its errors go. */
+/* A file being written, around the page cache too where `direct` is not -1, and where its errors go. */
 typedef struct mt_output {
-    int descriptor;
+    int descriptor, direct;
     const char *path;
     mt_error *error;
 } mt_output;
@@ -12569,34 +12702,53 @@ static int mt_write_error(mt_error *error, const char *path) {
 }
 
 static int mt_output_open(mt_output *out, const char *path, mt_error *error) {
-    *out = (mt_output){.path = path, .error = error};
+    *out = (mt_output){.path = path, .error = error, .direct = -1};
     out->descriptor = open(path, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666);
     return out->descriptor < 0 ? mt_write_error(error, path) : 0;
 }
 
 /* The same for a file that another rank has made. */
 static int mt_output_join(mt_output *out, const char *path, mt_error *error) {
-    *out = (mt_output){.path = path, .error = error};
+    *out = (mt_output){.path = path, .error = error, .direct = mt_open_direct(path, O_WRONLY)};
     out->descriptor = open(path, O_WRONLY | O_CLOEXEC);
     if (out->descriptor >= 0) return 0;
     return mt_error_set(error, "%s: was made by rank 0, but here: %s; choose a --save that every host sees", path,
                         strerror(errno));
 }
 
-static int mt_output_write(const mt_output *out, int64_t offset, const void *data, int64_t bytes) {
+static int mt_output_write_by(const mt_output *out, int descriptor, int64_t offset, const char *data, int64_t bytes) {
     for (int64_t done = 0; done < bytes;) {
-        ssize_t wrote = pwrite(out->descriptor, (const char *)data + done, (size_t)(bytes - done), offset + done);
+        ssize_t wrote = pwrite(descriptor, data + done, (size_t)(bytes - done), offset + done);
         if (wrote < 0 && errno == EINTR) continue;
+        if (wrote < 0 && errno == EINVAL && descriptor != out->descriptor) { // it wants other places after all
+            descriptor = out->descriptor;
+            continue;
+        }
         if (wrote < 0) return mt_write_error(out->error, out->path);
         done += wrote;
     }
     return 0;
 }
 
+/* Long stretches go around the page cache if memory and file are aligned alike, their ends through it: the rest of
+ * those pages may be another rank's. */
+static int mt_output_write(const mt_output *out, int64_t offset, const void *data, int64_t bytes) {
+    enum { LONG = 64 << 10 };
+    const char *from = data;
+    int64_t head = -offset & (MT_DIRECT - 1), tail = (offset + bytes) & (MT_DIRECT - 1);
+    if (out->direct >= 0 && bytes >= LONG && (uintptr_t)(from + head) % MT_DIRECT == 0) {
+        if (mt_output_write_by(out, out->descriptor, offset, from, head) != 0) return -1;
+        if (mt_output_write_by(out, out->direct, offset + head, from + head, bytes - head - tail) != 0) return -1;
+        offset += bytes - tail, from += bytes - tail, bytes = tail;
+    }
+    return mt_output_write_by(out, out->descriptor, offset, from, bytes);
+}
+
 /* Closes the file, whole and on disk when `status` was 0 and this returns 0. */
 static int mt_output_close(const mt_output *out, int status) {
     if (status == 0 && fsync(out->descriptor) != 0) status = mt_write_error(out->error, out->path);
     if (close(out->descriptor) != 0 && status == 0) status = mt_write_error(out->error, out->path);
+    if (out->direct >= 0) close(out->direct);
     return status;
 }
 
@@ -12651,76 +12803,91 @@ typedef struct mt_piece {
     bool turned;
     const char *data;
     int64_t end; // of its place among all bytes that passed through the memory
+    bool done;
 } mt_piece;
+
+/* Pieces of so many bytes, and as many of them in the ring. */
+enum { MT_PIECE_BYTES = 8 << 20, MT_RING_PIECES = 4, MT_WRITERS = 2 };
 
 typedef struct mt_writer {
     const mt_ops *ops;
-    char *memory;
+    char *block, *memory;                 // as it was allocated; aligned
     int64_t capacity, reserved, released; // bytes that were ever given out and came back: a ring
     mt_piece *pieces;
     int64_t num_pieces, room; // submitted so far
+    int64_t next, held;       // the first piece that no thread has taken; that still has its memory
     bool closed;              // no more will come
-    bool holds_all;           // the thread waits for that, so that the copy has the machine to itself
-    bool runs, done;          // the thread was started; it has nothing left to do
-    const char *folder;       // it writes into the files of `sums`
+    bool holds_all;           // the threads wait for that, so that the copy has the machine to itself
+    bool runs;                // threads were started
+    int busy;                 // of them, those that have something left to do
+    const char *folder;       // they write into the files of `sums`
     mt_checksums sums;
-    char *scratch; // of the thread, for a turned piece
-    int64_t scratch_bytes;
-    int status; // of the thread
+    int status; // of the threads
     mt_error error;
-    pthread_t thread;
+    pthread_t threads[MT_WRITERS];
     pthread_mutex_t lock;
     pthread_cond_t changed;
 } mt_writer;
 
-/* Pieces of so many bytes, and as many of them in the ring. */
-enum { MT_PIECE_BYTES = 8 << 20, MT_RING_PIECES = 4 };
+/* The most that a piece takes of the ring, where it lies as aligned as in its file. */
+static int64_t mt_piece_bytes(int64_t bytes) {
+    return mt_blocks(bytes, MT_DIRECT) * MT_DIRECT + MT_DIRECT;
+}
 
 static void mt_writer_open(mt_writer *w, const mt_ops *ops, int64_t capacity) {
-    *w = (mt_writer){.ops = ops, .capacity = capacity};
-    w->memory = ops->memory_alloc_host(capacity);
-    memset(w->memory, 0, (size_t)capacity); // the system gives pages when they are touched: now, not in training
+    *w = (mt_writer){.ops = ops, .capacity = mt_blocks(capacity, MT_DIRECT) * MT_DIRECT};
+    w->block = ops->memory_alloc_host(w->capacity + MT_DIRECT);
+    w->memory = mt_align_direct(w->block);
+    memset(w->memory, 0, (size_t)w->capacity); // the system gives pages when they are touched: now, not in training
     pthread_mutex_init(&w->lock, NULL);
     pthread_cond_init(&w->changed, NULL);
 }
 
 static void mt_writer_close(mt_writer *w) {
-    if (!w->memory) return;
-    w->ops->memory_free_host(w->memory);
+    if (!w->block) return;
+    w->ops->memory_free_host(w->block);
     mt_checksums_free(&w->sums);
     free(w->pieces);
-    free(w->scratch);
     pthread_mutex_destroy(&w->lock);
     pthread_cond_destroy(&w->changed);
     *w = (mt_writer){0};
 }
 
-static int64_t mt_piece_bytes(int64_t bytes) {
-    return (bytes + 63) / 64 * 64;
+/* Host memory for a piece that goes to a place of a file, aligned like it; waits until the ring has room. */
+static char *mt_writer_reserve(mt_writer *w, int64_t offset, int64_t bytes) {
+    int64_t at = w->reserved + ((offset - w->reserved) & (MT_DIRECT - 1));
+    MT_CHECK(mt_piece_bytes(bytes) <= w->capacity);
+    if (at % w->capacity + bytes > w->capacity) // a piece is not cut in two
+        at = mt_blocks(at, w->capacity) * w->capacity + (offset & (MT_DIRECT - 1));
+    pthread_mutex_lock(&w->lock);
+    while (at + bytes - w->released > w->capacity) pthread_cond_wait(&w->changed, &w->lock);
+    pthread_mutex_unlock(&w->lock);
+    w->reserved = at + bytes;
+    return w->memory + at % w->capacity;
 }
 
-/* Host memory for a piece that lies at `from`; waits until the ring has room. Where training waits for the writer, what
- * is in host memory stays where it is. */
-static const char *mt_writer_reserve(mt_writer *w, const char *from, int64_t bytes) {
-    if (!w->holds_all && strcmp(w->ops->name, "cpu") == 0) return from;
-    int64_t taken = mt_piece_bytes(bytes), at = w->reserved % w->capacity;
-    MT_CHECK(taken <= w->capacity);
-    if (at + taken > w->capacity) w->reserved += w->capacity - at, at = 0; // a piece is not cut in two
-    pthread_mutex_lock(&w->lock);
-    while (w->reserved + taken - w->released > w->capacity) pthread_cond_wait(&w->changed, &w->lock);
-    pthread_mutex_unlock(&w->lock);
-    w->reserved += taken;
-    return w->memory + at;
+/* Whether `next` only makes a piece longer, in memory and in the file. */
+static bool mt_piece_continues(const mt_piece *piece, const mt_piece *next) {
+    int64_t bytes = piece->rows * piece->cols * piece->size, more = next->rows * next->cols * next->size;
+    bool lines = piece->cols * piece->size != piece->pitch || next->cols * next->size != next->pitch;
+    return !piece->turned && !next->turned && !lines && piece->file == next->file && bytes + more <= MT_PIECE_BYTES &&
+           piece->offset + bytes == next->offset && piece->data + bytes == next->data;
 }
 
 static void mt_writer_submit(mt_writer *w, mt_piece piece) {
     piece.end = w->reserved;
     pthread_mutex_lock(&w->lock);
-    if (w->num_pieces == w->room) {
-        w->room = mt_max(2 * w->room, 256);
-        w->pieces = mt_realloc(w->pieces, w->room * (int64_t)sizeof piece);
+    mt_piece *last = w->num_pieces > w->next ? &w->pieces[w->num_pieces - 1] : NULL;
+    if (last && mt_piece_continues(last, &piece)) {
+        int64_t bytes = last->rows * last->cols * last->size + piece.rows * piece.cols * piece.size;
+        last->rows = 1, last->cols = bytes, last->size = 1, last->pitch = bytes, last->end = piece.end;
+    } else {
+        if (w->num_pieces == w->room) {
+            w->room = mt_max(2 * w->room, 256);
+            w->pieces = mt_realloc(w->pieces, w->room * (int64_t)sizeof piece);
+        }
+        w->pieces[w->num_pieces++] = piece;
     }
-    w->pieces[w->num_pieces++] = piece;
     pthread_cond_broadcast(&w->changed);
     pthread_mutex_unlock(&w->lock);
 }
@@ -12743,24 +12910,38 @@ static void mt_transpose(void *to, const void *from, int64_t rows, int64_t cols,
                     ((uint16_t *)to)[c * rows + r] = ((const uint16_t *)from)[r * cols + c];
 }
 
-static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *piece) {
+/* Memory of a thread for a turned piece, with a place in it that is aligned like the piece's in the file. */
+typedef struct mt_turned {
+    char *memory;
+    int64_t bytes;
+} mt_turned;
+
+static char *mt_turned_at(mt_turned *room, int64_t bytes, int64_t offset) {
+    if (room->bytes < bytes) {
+        free(room->memory);
+        room->memory = mt_malloc(bytes + 2 * MT_DIRECT), room->bytes = bytes;
+    }
+    return mt_align_direct(room->memory) + (offset & (MT_DIRECT - 1));
+}
+
+static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *piece, mt_turned *room) {
     int64_t lines = piece->turned ? piece->cols : piece->rows;
     int64_t bytes = piece->rows * piece->cols * piece->size, line = bytes / lines;
     const char *data = piece->data;
     if (piece->turned) {
-        if (w->scratch_bytes < bytes) w->scratch = mt_realloc(w->scratch, w->scratch_bytes = bytes);
-        mt_transpose(w->scratch, piece->data, piece->rows, piece->cols, piece->size);
-        data = w->scratch;
+        char *turned = mt_turned_at(room, bytes, piece->offset);
+        mt_transpose(turned, piece->data, piece->rows, piece->cols, piece->size);
+        data = turned;
     }
     if (line == piece->pitch) lines = 1, line = bytes;
     int64_t end = piece->offset + (lines - 1) * piece->pitch + line;
     int status = 0;
     for (int64_t i = 0; i < lines && status == 0; i++) {
-        status = mt_output_write(out, piece->offset + i * piece->pitch, data + i * line, line);
         mt_checksums_add(&w->sums.files[piece->file], piece->offset + i * piece->pitch, data + i * line, line);
+        status = mt_output_write(out, piece->offset + i * piece->pitch, data + i * line, line);
     }
-#ifdef SYNC_FILE_RANGE_WRITE // the disk may begin now, not when all is there
-    if (status == 0 && bytes >= MT_SUM_BLOCK)
+#ifdef SYNC_FILE_RANGE_WRITE // what is in the page cache begins its way to the disk now, not when all is there
+    if (status == 0 && bytes >= MT_SUM_BLOCK && (lines > 1 || out->direct < 0))
         (void)!sync_file_range(out->descriptor, piece->offset, end - piece->offset, SYNC_FILE_RANGE_WRITE);
 #else
     (void)end;
@@ -12768,64 +12949,72 @@ static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *pi
     return status;
 }
 
-/* The next piece, or false when there will be none. */
-static bool mt_writer_next(mt_writer *w, int64_t index, mt_piece *piece) {
+/* The number of the next piece, or -1 when there will be none; *status: whether anything has failed. */
+static int64_t mt_writer_next(mt_writer *w, mt_piece *piece, int *status) {
     pthread_mutex_lock(&w->lock);
-    while ((index == w->num_pieces || w->holds_all) && !w->closed) pthread_cond_wait(&w->changed, &w->lock);
-    bool found = index < w->num_pieces;
-    if (found) *piece = w->pieces[index];
+    while ((w->next == w->num_pieces || w->holds_all) && !w->closed) pthread_cond_wait(&w->changed, &w->lock);
+    int64_t number = w->next < w->num_pieces ? w->next++ : -1;
+    if (number >= 0) *piece = w->pieces[number];
+    *status = w->status;
     pthread_mutex_unlock(&w->lock);
-    return found;
+    return number;
 }
 
-static void mt_writer_release(mt_writer *w, int64_t end) {
+/* A piece is written, or failed: memory comes back in the order in which it was given. */
+static void mt_writer_release(mt_writer *w, int64_t number, int status, const mt_error *error) {
     pthread_mutex_lock(&w->lock);
-    w->released = end;
+    if (status != 0 && w->status == 0) w->status = status, w->error = *error;
+    w->pieces[number].done = true;
+    while (w->held < w->next && w->pieces[w->held].done) w->released = w->pieces[w->held++].end;
     pthread_cond_broadcast(&w->changed);
     pthread_mutex_unlock(&w->lock);
 }
 
-/* The thread: pieces in their order, file after file, each of which is brought to disk when its last piece is in. */
+/* A thread: pieces in their order, file after file, each of which is brought to disk when its last piece is in. */
 static void *mt_writer_run(void *context) {
     mt_writer *w = context;
+    mt_error error;
     mt_output out = {.descriptor = -1};
+    mt_turned room = {0};
     mt_piece piece;
     char *path = NULL;
-    int64_t open = -1;
-    for (int64_t i = 0; mt_writer_next(w, i, &piece); i++) {
-        if (w->status == 0 && piece.file != open) {
-            if (out.descriptor >= 0) w->status = mt_output_close(&out, 0);
+    int64_t open = -1, number;
+    int status;
+    while ((number = mt_writer_next(w, &piece, &status)) >= 0) {
+        if (status == 0 && piece.file != open) {
+            if (out.descriptor >= 0) status = mt_output_close(&out, 0);
             free(path);
             path = mt_path_join(w->folder, w->sums.files[open = piece.file].name);
             out.descriptor = -1;
-            if (w->status == 0) w->status = mt_output_join(&out, path, &w->error);
+            if (status == 0) status = mt_output_join(&out, path, &error);
         }
-        if (w->status == 0) w->status = mt_piece_write(w, &out, &piece);
-        mt_writer_release(w, piece.end); // after an error too: the copy waits for room
+        if (status == 0) status = mt_piece_write(w, &out, &piece, &room);
+        mt_writer_release(w, number, status, &error); // after an error too: the copy waits for room
     }
-    if (out.descriptor >= 0) {
-        int closed = mt_output_close(&out, w->status);
-        if (w->status == 0) w->status = closed;
-    }
+    if (out.descriptor >= 0) status = mt_output_close(&out, status);
     free(path);
+    free(room.memory);
     pthread_mutex_lock(&w->lock);
-    w->done = true;
+    if (status != 0 && w->status == 0) w->status = status, w->error = error;
+    w->busy--;
     pthread_mutex_unlock(&w->lock);
     return NULL;
 }
 
-/* Starts a thread that writes into the files of a folder, of which w->sums has the names and sizes. */
+/* Starts threads that write into the files of a folder, of which w->sums has the names and sizes. */
 static void mt_writer_begin(mt_writer *w, const char *folder) {
-    w->folder = folder, w->status = 0, w->num_pieces = 0;
+    w->folder = folder, w->status = 0, w->num_pieces = w->next = w->held = 0;
     w->reserved = w->released = 0;
-    w->closed = w->done = false, w->runs = true;
-    if (pthread_create(&w->thread, NULL, mt_writer_run, w) != 0) mt_die("cannot start a thread; raise ulimit -u");
+    w->closed = false, w->runs = true, w->busy = MT_WRITERS;
+    for (int i = 0; i < MT_WRITERS; i++)
+        if (pthread_create(&w->threads[i], NULL, mt_writer_run, w) != 0)
+            mt_die("cannot start a thread; raise ulimit -u");
 }
 
-/* Waits for the thread; its status, with its error. */
+/* Waits for the threads; their status, with their error. */
 static int mt_writer_wait(mt_writer *w, mt_error *error) {
     if (!w->runs) return 0;
-    pthread_join(w->thread, NULL);
+    for (int i = 0; i < MT_WRITERS; i++) pthread_join(w->threads[i], NULL);
     w->runs = false;
     if (w->status != 0) *error = w->error;
     return w->status;
@@ -12833,14 +13022,15 @@ static int mt_writer_wait(mt_writer *w, mt_error *error) {
 
 static bool mt_writer_is_done(mt_writer *w) {
     pthread_mutex_lock(&w->lock);
-    bool done = !w->runs || w->done;
+    bool done = !w->runs || w->busy == 0;
     pthread_mutex_unlock(&w->lock);
     return done;
 }
 
 /* A ring in which the largest piece finds room wherever the one before it ends, or all of it where that is less. */
 static int64_t mt_ring_bytes(int64_t total, int64_t largest) {
-    return mt_max(mt_min(total, mt_max(MT_RING_PIECES * MT_PIECE_BYTES, 2 * largest)), 64);
+    int64_t most = mt_max(MT_RING_PIECES * mt_piece_bytes(MT_PIECE_BYTES), 2 * mt_piece_bytes(largest));
+    return mt_max(mt_min(total, most), mt_piece_bytes(0));
 }
 
 /* ---- this rank's share */
@@ -12864,6 +13054,32 @@ static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_k
     return (const char *)part.data + (param->offset + *begin - part.first) * mt_dtype_size(part.dtype);
 }
 
+/* memcpy past the caches: what is read again only much later need not be fetched before it is written. The C library
+ * does so too, but for far longer copies than a parameter's. */
+static void mt_copy_past_cache(char *to, const char *from, int64_t bytes) {
+    int64_t done = 0;
+#ifdef __SSE2__
+    done = mt_min((int64_t)(-(uintptr_t)to & 15), bytes);
+    memcpy(to, from, (size_t)done);
+    for (; done + 64 <= bytes; done += 64)
+        for (int64_t i = done; i < done + 64; i += 16)
+            _mm_stream_si128((__m128i *)(void *)(to + i), _mm_loadu_si128((const __m128i *)(const void *)(from + i)));
+    _mm_sfence();
+#endif
+    memcpy(to + done, from + done, (size_t)(bytes - done));
+}
+
+/* To the writer's memory. A processor copies by one thread: threads that meet after each of many small copies cost more
+ * than they bring, while others write. */
+static void mt_copy_to_host(mt_model *m, char *to, const char *from, int64_t bytes, bool stays) {
+    if (strcmp(m->ops->name, "cpu") != 0)
+        m->ops->memory_copy(to, from, bytes, m->stream);
+    else if (stays)
+        mt_copy_past_cache(to, from, bytes);
+    else
+        memcpy(to, from, (size_t)bytes);
+}
+
 /* Copies elements [begin, end) of a parameter to host memory and hands them on, in rectangles; `start` is where its
  * tensor's data begins in the file. Without a writer it only counts the host memory that this takes. */
 static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, int64_t file, int64_t start,
@@ -12881,9 +13097,10 @@ static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, i
         piece.offset =
             start + (piece.turned ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
         if (w) {
-            piece.data = mt_writer_reserve(w, from, bytes);
-            if (piece.data != from) m->ops->memory_copy((char *)piece.data, from, bytes, m->stream);
-            if (piece.data != from) m->ops->stream_wait(m->stream);
+            char *to = mt_writer_reserve(w, piece.offset, bytes);
+            mt_copy_to_host(m, to, from, bytes, w->holds_all);
+            if (!w->holds_all) m->ops->stream_wait(m->stream); // else once, when all are under way
+            piece.data = to;
             mt_writer_submit(w, piece);
         }
         taken += mt_piece_bytes(bytes);
@@ -12924,14 +13141,21 @@ static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, i
             }
         }
     }
+    if (w) m->ops->stream_wait(m->stream);
     return taken;
 }
 
-/* Makes a file that holds its header. */
-static int mt_shard_create(const char *header, int64_t header_bytes, const char *path, mt_error *error) {
+/* Makes a file that holds its header, with room for all that will be written into it at any place in any order. */
+static int mt_shard_create(const char *header, int64_t header_bytes, int64_t bytes, const char *path, mt_error *error) {
     mt_output out;
     if (mt_output_open(&out, path, error) != 0) return -1;
     int status = mt_output_write(&out, 0, header, header_bytes);
+#ifdef FALLOC_FL_KEEP_SIZE // a file system that has no such thing makes room as it goes
+    if (status == 0 && fallocate(out.descriptor, 0, 0, bytes) != 0 && (errno == ENOSPC || errno == EFBIG))
+        status = mt_write_error(error, path);
+#else
+    (void)bytes;
+#endif
     if (close(out.descriptor) != 0 && status == 0) status = mt_write_error(error, path);
     return status;
 }
@@ -12964,7 +13188,7 @@ static int mt_saved_create(const mt_saved_set *set, const char *folder, bool mak
         mt_file_checksums *file = mt_checksums_append(sums, name, header_bytes + last->offset + last->bytes);
         if (makes) mt_checksums_add(file, 0, header, header_bytes); // counted once, by who writes it
         char *path = mt_path_join(folder, name);
-        if (makes && status == 0) status = mt_shard_create(header, header_bytes, path, error);
+        if (makes && status == 0) status = mt_shard_create(header, header_bytes, file->bytes, path, error);
         free(path);
         free(header);
     }
@@ -13341,7 +13565,7 @@ void mt_saver_open(mt_saver **out, mt_model *m, const char *folder, mt_checkpoin
         total += mt_set_copy(&s->sets[i], m, NULL, 0, &one);
         largest = mt_max(largest, one);
     }
-    mt_writer_open(&s->writer, m->ops, async ? mt_max(total, 64) : mt_ring_bytes(total, largest));
+    mt_writer_open(&s->writer, m->ops, async ? mt_max(total, mt_piece_bytes(0)) : mt_ring_bytes(total, largest));
     s->writer.holds_all = async;
     pthread_mutex_init(&s->lock, NULL);
     *out = s;

@@ -4,12 +4,17 @@
  *   usage: [mpirun -np N] bench_checkpoint [FOLDER [LAYERS [ROUNDS [OPTIONS...]]]]
  *
  * FOLDER is on the disk to be measured (build/checkpoint); the model is GPT-2's with so many layers (12: 124M, which in
- * fp32 with its moments is 1.5 GB). OPTIONS are a layout's. The best of ROUNDS (3) is shown for each, in turns. */
+ * fp32 with its moments is 1.5 GB). OPTIONS are a layout's. In each of ROUNDS (5) everything is done once, in turns;
+ * medians are shown, with the fastest and slowest round and the time of all processors (user and system). Writing ends
+ * with fsync, for dd as for a save; before reading, the pages of the file leave the cache, for dd as for a load. dd is
+ * run through the page cache and around it (oflag=direct, iflag=direct): what is compared is with its better median. */
 #include "../megatron.h"
 
 #include <fcntl.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -22,7 +27,13 @@ typedef struct bench {
     double bytes; // of the checkpoint's tensors
 } bench;
 
-enum { DD_BLOCK = 8 << 20 }; // as the pieces that are saved
+enum { DD_BLOCK = 8 << 20, MOST_ROUNDS = 64 }; // as the pieces that are saved
+
+/* Of one thing in every round: seconds, and seconds of all ranks' and their children's processors. */
+typedef struct series {
+    double seconds[MOST_ROUNDS], cpu[MOST_ROUNDS], start, cpu_start;
+    int64_t count;
+} series;
 
 static void check(int status, const mt_error *error) {
     if (status != 0) mt_die("%s", error->text);
@@ -39,6 +50,21 @@ static void run(const bench *b, const char *format, const char *folder, long lon
     snprintf(command, sizeof command, format, folder, number);
     if (b->grid.world.rank == 0 && system(command) != 0) mt_die("failed: %s", command);
     mt_barrier(&b->grid.world);
+}
+
+/* The same while the other ranks sleep: ranks that wait in a barrier would take the processors from it. */
+static void run_alone(const bench *b, const char *format, long long number) {
+    static int turn;
+    char done[1024], command[1024];
+    snprintf(done, sizeof done, "%s/done-%d", b->folder, turn++);
+    if (b->grid.world.rank != 0) {
+        while (access(done, F_OK) != 0) usleep(500);
+        return;
+    }
+    snprintf(command, sizeof command, format, b->folder, number);
+    if (system(command) != 0) mt_die("failed: %s", command);
+    FILE *file = fopen(done, "w");
+    if (!file || fclose(file) != 0) mt_die("%s cannot be written", done);
 }
 
 /* What this process has read by system calls; 0 where the system does not tell. */
@@ -105,20 +131,70 @@ static void open_model(bench *b, int argc, char **argv) {
     b->bytes = (double)mt_num_parameters(&b->options) * (b->options.bf16 ? 14 : 12);
 }
 
-static double best_of(double best, double seconds) {
-    return best > 0 && best < seconds ? best : seconds;
+static double cpu_seconds(void) {
+    double total = 0;
+    for (int i = 0; i < 2; i++) {
+        struct rusage u;
+        getrusage(i ? RUSAGE_CHILDREN : RUSAGE_SELF, &u);
+        total += (double)u.ru_utime.tv_sec + (double)u.ru_stime.tv_sec;
+        total += (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) * 1e-6;
+    }
+    return total;
 }
 
-static void print(const bench *b, const char *what, double seconds, double dd) {
-    if (b->grid.world.rank != 0) return;
-    printf("%-34s %8.3f s %9.1f MB/s", what, seconds, b->bytes / seconds / 1e6);
-    if (dd > 0) printf("  %5.1f%% of dd", 100 * dd / seconds);
+static void begin(const bench *b, series *s) {
+    s->start = now(b);
+    s->cpu_start = cpu_seconds();
+}
+
+static void end(const bench *b, series *s) {
+    double cpu = cpu_seconds() - s->cpu_start;
+    s->seconds[s->count] = now(b) - s->start;
+    mt_all_reduce_sum(&b->grid.world, &cpu, 1, MT_F64);
+    s->cpu[s->count++] = cpu;
+}
+
+static int ascending(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* Sorts, and returns the one in the middle. */
+static double median(double *values, int64_t count) {
+    qsort(values, (size_t)count, sizeof *values, ascending);
+    return (values[(count - 1) / 2] + values[count / 2]) / 2;
+}
+
+/* One line; `reference` seconds are 100%. Returns the median. */
+static double print(const bench *b, const char *what, series *s, double reference, const char *of) {
+    double seconds = median(s->seconds, s->count), mb = b->bytes / 1e6;
+    if (b->grid.world.rank != 0) return seconds;
+    printf("%-30s %8.3f s %7.0f MB/s (%.0f to %.0f)  cpu %6.3f s", what, seconds, mb / seconds,
+           mb / s->seconds[s->count - 1], mb / s->seconds[0], median(s->cpu, s->count));
+    if (reference > 0) printf("  %4.0f%% of %s", 100 * reference / seconds, of);
     printf("\n");
     fflush(stdout);
+    return seconds;
 }
 
+static void dd_write(const bench *b, series *s, const char *command) {
+    begin(b, s);
+    run_alone(b, command, (long long)(b->bytes / DD_BLOCK));
+    end(b, s);
+}
+
+static void dd_read(const bench *b, series *s, const char *command) {
+    forget(b, b->folder);
+    begin(b, s);
+    run_alone(b, command, 0);
+    end(b, s);
+}
+
+/* Writing and reading, in turns; in odd rounds in the other order, as the one before may leave work to the one after.
+ */
 static void bench_save_and_load(bench *b) {
-    double dd_write = 0, write = 0, dd_read = 0, read = 0, start, counted = 0;
+    series cached = {0}, direct = {0}, write = {0}, cached_read = {0}, direct_read = {0}, read = {0};
+    double counted = 0;
     mt_error error;
     char latest[1024];
     mt_saver *saver;
@@ -127,32 +203,40 @@ static void bench_save_and_load(bench *b) {
     for (int64_t round = 0; round < b->rounds; round++) {
         mt_run_state state = {.iteration = 1};
         run(b, "cd %s && rm -rf iter_* dd; sync", b->folder, 0);
-        start = now(b);
-        run(b, "dd if=/dev/zero of=%s/dd bs=8388608 count=%lld conv=fsync 2>/dev/null", b->folder,
-            (long long)(b->bytes / DD_BLOCK));
-        dd_write = best_of(dd_write, now(b) - start);
-        start = now(b);
-        check(mt_saver_save(saver, &state, &error), &error);
-        write = best_of(write, now(b) - start);
-        forget(b, b->folder);
-        start = now(b);
-        run(b, "dd if=%s/dd of=/dev/null bs=8388608 2>/dev/null", b->folder, 0);
-        dd_read = best_of(dd_read, now(b) - start);
-        forget(b, latest);
-        counted = -bytes_read();
-        start = now(b);
-        check(mt_checkpoint_load(b->model, &state, b->folder, &error), &error);
-        read = best_of(read, now(b) - start);
-        counted += bytes_read();
+        for (int i = 0; i < 3; i++) {
+            int turn = round % 2 ? 2 - i : i;
+            if (turn == 0)
+                dd_write(b, &cached, "dd if=/dev/zero of=%s/dd bs=8388608 count=%lld conv=fsync 2>/dev/null");
+            if (turn == 1)
+                dd_write(b, &direct,
+                         "dd if=/dev/zero of=%s/dd bs=8388608 count=%lld conv=fsync oflag=direct 2>/dev/null");
+            if (turn < 2) continue;
+            begin(b, &write);
+            check(mt_saver_save(saver, &state, &error), &error);
+            end(b, &write);
+        }
+        for (int i = 0; i < 3; i++) {
+            int turn = round % 2 ? 2 - i : i;
+            if (turn == 0) dd_read(b, &cached_read, "dd if=%s/dd of=/dev/null bs=8388608 2>/dev/null");
+            if (turn == 1) dd_read(b, &direct_read, "dd if=%s/dd of=/dev/null bs=8388608 iflag=direct 2>/dev/null");
+            if (turn < 2) continue;
+            forget(b, latest);
+            counted = -bytes_read();
+            begin(b, &read);
+            check(mt_checkpoint_load(b->model, &state, b->folder, &error), &error);
+            end(b, &read);
+            counted += bytes_read();
+        }
     }
     mt_saver_close(saver);
     mt_all_reduce_sum(&b->grid.world, &counted, 1, MT_F64);
-    print(b, "dd, write and fsync", dd_write, 0);
-    print(b, "save", write, dd_write);
-    print(b, "dd, read", dd_read, 0);
-    print(b, "load", read, dd_read);
-    if (b->grid.world.rank == 0)
-        printf("%-34s %8.3f times\n", "bytes read by all ranks / bytes saved", counted / b->bytes);
+    double dd = print(b, "dd, write and fsync", &cached, 0, NULL);
+    dd = fmin(dd, print(b, "  oflag=direct", &direct, 0, NULL));
+    print(b, "save", &write, dd, "dd's speed");
+    dd = print(b, "dd, read", &cached_read, 0, NULL);
+    dd = fmin(dd, print(b, "  iflag=direct", &direct_read, 0, NULL));
+    print(b, "load", &read, dd, "dd's speed");
+    if (b->grid.world.rank == 0) printf("%-30s %8.3f times\n", "bytes read by all ranks / saved", counted / b->bytes);
 }
 
 /* What a step waits for an asynchronous save, against copying as much memory. */
@@ -160,36 +244,49 @@ static void bench_stall(bench *b) {
     mt_error error;
     mt_saver *saver;
     int64_t share = (int64_t)(b->bytes / b->grid.world.size);
-    double stall = 0, copy = 0, finish = 0;
+    series stall = {0}, copy = {0}, finish = {0};
     char *from = malloc((size_t)share), *to = malloc((size_t)share);
+    if (!from || !to) mt_die("out of memory");
     memset(from, 1, (size_t)share), memset(to, 2, (size_t)share);
     mt_saver_open(&saver, b->model, b->folder, NULL, NULL, true);
     for (int64_t round = 0; round < b->rounds; round++) {
         mt_run_state state = {.iteration = 2};
-        double start = now(b);
+        begin(b, &copy);
         memcpy(to, from, (size_t)share);
-        copy = best_of(copy, now(b) - start);
-        start = now(b);
+        end(b, &copy);
+        begin(b, &finish);
+        begin(b, &stall);
         check(mt_saver_save(saver, &state, &error), &error);
-        stall = best_of(stall, now(b) - start);
+        end(b, &stall);
         check(mt_saver_finish(saver, &error), &error);
-        finish = best_of(finish, now(b) - start);
+        end(b, &finish);
     }
     mt_saver_close(saver);
-    print(b, "copy of memory", copy, 0);
-    print(b, "stall of an asynchronous save", stall, 0);
-    print(b, "until it is on disk", finish, 0);
+    double seconds = print(b, "copy of memory", &copy, 0, NULL);
+    print(b, "stall of an asynchronous save", &stall, seconds, "the copy's speed");
+    print(b, "until it is on disk", &finish, 0, NULL);
     free(from), free(to);
 }
 
+/* Others that compute at the same time make all of this worth little. */
+static void print_load(const bench *b, const char *when) {
+    double load = 0;
+    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    if (b->grid.world.rank != 0 || getloadavg(&load, 1) != 1) return;
+    printf("load average %s: %.1f, on %ld cores%s\n", when, load, cores,
+           load > 0.5 * (double)cores ? "; WARNING: others compute too, so figures say little" : "");
+}
+
 int main(int argc, char **argv) {
-    bench b = {.folder = argc > 1 ? argv[1] : "build/checkpoint", .rounds = argc > 3 ? atoi(argv[3]) : 3};
+    bench b = {.folder = argc > 1 ? argv[1] : "build/checkpoint", .rounds = argc > 3 ? atoi(argv[3]) : 5};
+    if (b.rounds < 1 || b.rounds > MOST_ROUNDS) mt_die("from 1 to %d rounds", MOST_ROUNDS);
     mt_grid_start(&b.grid, &argc, &argv);
     open_model(&b, argc, argv);
     if (b.grid.world.rank == 0)
         printf("%d rank%s, %.1f MB%s%s\n", b.grid.world.size, b.grid.world.size > 1 ? "s" : "", b.bytes / 1e6,
                argc > 4 ? ", " : "", argc > 4 ? argv[4] : "");
     run(&b, "mkdir -p %s", b.folder, 0);
+    print_load(&b, "before");
     bench_save_and_load(&b);
     bench_stall(&b);
     run(&b, "rm -r %s", b.folder, 0);
