@@ -51,9 +51,10 @@
  *   §14a safetensors
  *   §14b checksums
  *   §14c Hugging Face folders
- *   §14d writing tensors
- *   §14e saving
- *   §14f resuming
+ *   §14d reading a folder's files
+ *   §14e writing tensors
+ *   §14f saving
+ *   §14g resuming
  *   §15  generation
  *   §16  the training step
  *   §16b reports
@@ -12161,7 +12162,8 @@ static int mt_weights_check(const mt_options *options, const char *folder, const
     return status;
 }
 
-/* ---- reading a folder's files, each byte once */
+/* ==== §14d reading a folder's files =============================================================================== */
+/* Each byte once for all ranks of a host, and checked against its sum. */
 
 /* What a parameter takes from a tensor: into the parts of its bucket, of the model's type and of floats, either of
  * which may have no data. */
@@ -12589,7 +12591,7 @@ static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *
     return status;
 }
 
-/* ==== §14d writing tensors ======================================================================================= */
+/* ==== §14e writing tensors ======================================================================================= */
 /* The place of every byte follows from the whole model's table before the first is written, so every rank knows it:
  * rank 0 makes the files with their headers, then each rank writes its own share at computed offsets, and no rank waits
  * for another. What is written passes through host memory, from which threads of its own take it: a small ring when
@@ -13221,7 +13223,7 @@ int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem
     return status;
 }
 
-/* ==== §14e saving ================================================================================================ */
+/* ==== §14f saving ================================================================================================ */
 /* Everything is written into a folder of a temporary name beside its place, brought to disk, and renamed. */
 
 /* ---- folders */
@@ -13743,7 +13745,7 @@ int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folde
     return status;
 }
 
-/* ==== §14f resuming ============================================================================================== */
+/* ==== §14g resuming ============================================================================================== */
 /* Where a run left off, so that it goes on bit for bit. */
 
 /* The iteration that latest_checkpointed_iteration.txt names, or -1 with error. */
