@@ -845,13 +845,22 @@ static void mt_option_copy(mt_options *to, const mt_options *from, const mt_opti
 static void mt_option_set_default(mt_options *options, const mt_option *row);
 
 static bool mt_option_is_default(const mt_options *options, const mt_option *row) {
-    mt_options defaults = {0}; // of this field alone, because many are asked for
-    for (const mt_option *other = mt_option_table; other < mt_option_table + MT_NUM_OPTIONS; other++)
-        if (other->name && other->offset == row->offset) mt_option_set_default(&defaults, other);
-    char *value = mt_option_text(options, row), *fallback = mt_option_text(&defaults, row);
-    bool same = strcmp(value, fallback) == 0;
-    free(value), free(fallback), mt_options_free(&defaults);
-    return same;
+    mt_options defaults = {0}; // of numbers; many are asked for, so no text is made
+    const char *text = NULL;
+    bool is_text = row->type == MT_STRING || row->type == MT_OPTIONAL || row->type == MT_CHOICE;
+    if (row->type == MT_LIST) return mt_option_list(options, row)->count == 0;
+    for (const mt_option *other = mt_option_table; other < mt_option_table + MT_NUM_OPTIONS; other++) {
+        if (!other->name || other->offset != row->offset) continue; // an alias may have the default
+        if (other->fallback) text = other->fallback;
+        if (!is_text) mt_option_set_default(&defaults, other);
+    }
+    if (is_text) {
+        const char *value = *mt_option_string(options, row);
+        return value && text ? strcmp(value, text) == 0 : !value && !text;
+    }
+    if (row->type == MT_INT) return *mt_option_int(options, row) == *mt_option_int(&defaults, row);
+    if (row->type == MT_REAL) return *mt_option_real(options, row) == *mt_option_real(&defaults, row);
+    return *mt_option_bool(options, row) == *mt_option_bool(&defaults, row);
 }
 
 /* Whether a number is in the range of the table, "[low,high]" with ( and ) for ends that are not in it. */
