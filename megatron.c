@@ -3212,6 +3212,16 @@ static void mt_cpu_memory_free(void *memory) {
     free(memory);
 }
 
+static void *mt_cpu_memory_alloc_ordered(int64_t bytes, mt_stream *stream) {
+    (void)stream;
+    return mt_cpu_memory_alloc(bytes);
+}
+
+static void mt_cpu_memory_free_ordered(void *memory, mt_stream *stream) {
+    (void)stream;
+    free(memory);
+}
+
 static void *mt_cpu_memory_alloc_host(int64_t bytes) {
     return mt_cpu_memory_alloc(bytes);
 }
@@ -5393,6 +5403,9 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     // A kernel that is loaded at its first launch may wait for all that runs on the GPU, a receive among it whose
     // sender waits for this rank: where there are several, CUDA loads kernels when it starts.
     if (grid->world.size > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+    // Streams share 8 queues to the GPU unless it is told otherwise, and work in one would wait behind another stream's
+    // second receive, whose sender may wait for that work.
+    if (grid->world.size > 1) setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
 #else
     (void)argc, (void)argv;
     const char *size = getenv("OMPI_COMM_WORLD_SIZE");
@@ -5460,11 +5473,11 @@ static void mt_watch_bark(void) {
     char last[160] = "";
     if (mt_watch.last_operation)
         snprintf(last, sizeof last, " (enqueued last: %s in group %s)", mt_watch.last_operation, mt_watch.last_group);
-    fprintf(
-        stderr,
-        "error: rank %d waited more than %g s for %s in group %s%s: a rank that does not say so too hangs or is far "
-        "behind; --distributed-timeout-seconds sets the time\n",
-        mt_watch.rank, mt_watch.timeout, mt_watch.operation, mt_watch.group, last);
+    fprintf(stderr,
+            "error: rank %d waited more than %g s for %s%s%s%s: a rank that does not say so too hangs or is far "
+            "behind; --distributed-timeout-seconds sets the time\n",
+            mt_watch.rank, mt_watch.timeout, mt_watch.operation, mt_watch.group ? " in group " : "",
+            mt_watch.group ? mt_watch.group : "", last);
     sleep(1);
     alarm(10); // should MPI be in no state to abort
 #ifdef MT_HAVE_MPI
@@ -7579,17 +7592,17 @@ static int64_t mt_expert_rows_expected(const mt_model *m) {
     return m->experts.num_choices * 5 / 4;
 }
 
-/* Makes room for M rows, and some more, when there is not enough. That happens while a run warms up, and after the host
- * has waited for the loads, so nothing is at work on the old ones but what is waited for here. */
+/* Makes room for M rows, and some more, when there is not enough, which happens while a run warms up. Other streams have
+ * been joined by then, so the stream's order is enough. It must be: one rank's rows may grow while the others' do not,
+ * and go on to wait for this one. */
 static void mt_expert_rows_reserve(mt_model *m, mt_expert_rows *rows, int64_t M, bool whole) {
     if (M <= rows->capacity) return;
-    m->ops->stream_wait(m->stream);
-    if (rows->memory) m->ops->memory_free(rows->memory);
+    if (rows->memory) m->ops->memory_free_ordered(rows->memory, m->stream);
     mt_arena arena = {0};
     M = mt_max(M * 9 / 8, mt_expert_rows_expected(m));
     mt_expert_rows_layout(m, rows, &arena, M, whole);
-    arena = (mt_arena){.base = m->ops->memory_alloc(arena.used), .capacity = arena.used};
-    rows->memory = arena.base;
+    rows->memory = m->ops->memory_alloc_ordered(arena.used, m->stream);
+    arena = (mt_arena){.base = rows->memory, .capacity = arena.used};
     mt_expert_rows_layout(m, rows, &arena, M, whole);
 }
 
@@ -15987,6 +16000,8 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
         .memory_available = ops->memory_available,
         .memory_alloc = ops->memory_alloc,
         .memory_free = ops->memory_free,
+        .memory_alloc_ordered = ops->memory_alloc_ordered,
+        .memory_free_ordered = ops->memory_free_ordered,
         .memory_alloc_host = ops->memory_alloc_host,
         .memory_free_host = ops->memory_free_host,
         .memory_copy = mt_timed_memory_copy,

@@ -329,6 +329,10 @@ enum { MT_GUARD_VERDICT, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
 typedef int64_t mt_memory_available_fn(void);
 typedef void *mt_memory_alloc_fn(int64_t bytes);
 typedef void mt_memory_free_fn(void *memory);
+/* The same in a stream's order, for memory that grows during a step: nothing else on the device is waited for, as
+ * memory_free may do, such as a message whose sender waits for this rank. memory_free takes it too. */
+typedef void *mt_memory_alloc_ordered_fn(int64_t bytes, mt_stream *stream);
+typedef void mt_memory_free_ordered_fn(void *memory, mt_stream *stream);
 /* Host memory that a device copies to and from by itself, while the host goes on: pinned for a GPU, plain on the CPU.
  */
 typedef void *mt_memory_alloc_host_fn(int64_t bytes);
@@ -754,14 +758,14 @@ typedef mt_graph *mt_graph_end_fn(mt_stream *stream);
 typedef void mt_graph_launch_fn(const mt_graph *graph, mt_stream *stream);
 typedef void mt_graph_destroy_fn(mt_graph *graph);
 
-/* Every operation of the table, once: the struct, the CPU's prototypes and its table are made from this list, so the
- * contracts of two backends cannot drift apart. */
 /* Every operation that a backend must have, once: the struct, the CPU's prototypes and its table are made from this
  * list, so the contracts of two backends cannot drift apart. */
 #define MT_OPERATIONS(OP)                                                                                              \
     OP(memory_available)                                                                                               \
     OP(memory_alloc)                                                                                                   \
     OP(memory_free)                                                                                                    \
+    OP(memory_alloc_ordered)                                                                                           \
+    OP(memory_free_ordered)                                                                                            \
     OP(memory_alloc_host)                                                                                              \
     OP(memory_free_host)                                                                                               \
     OP(memory_copy)                                                                                                    \

@@ -117,6 +117,18 @@ extern "C" void mt_cuda_memory_free(void *memory) {
     MT_CUDA(cudaFree(memory));
 }
 
+extern "C" void *mt_cuda_memory_alloc_ordered(int64_t bytes, mt_stream *stream) {
+    void *memory = NULL;
+    cudaError_t status = cudaMallocAsync(&memory, (size_t)bytes, mt_cuda_stream(stream));
+    if (status == cudaErrorMemoryAllocation) out_of_memory("cudaMallocAsync", __FILE__, __LINE__, bytes);
+    mt_cuda_check(status, "cudaMallocAsync", __FILE__, __LINE__);
+    return memory;
+}
+
+extern "C" void mt_cuda_memory_free_ordered(void *memory, mt_stream *stream) {
+    MT_CUDA(cudaFreeAsync(memory, mt_cuda_stream(stream)));
+}
+
 extern "C" void *mt_cuda_memory_alloc_host(int64_t bytes) {
     void *memory = NULL;
     MT_CUDA(cudaMallocHost(&memory, (size_t)bytes));
