@@ -7592,9 +7592,9 @@ static int64_t mt_expert_rows_expected(const mt_model *m) {
     return m->experts.num_choices * 5 / 4;
 }
 
-/* Makes room for M rows, and some more, when there is not enough, which happens while a run warms up. Other streams have
- * been joined by then, so the stream's order is enough. It must be: one rank's rows may grow while the others' do not,
- * and go on to wait for this one. */
+/* Makes room for M rows, and some more, when there is not enough, which happens while a run warms up. Other streams
+ * have been joined by then, so the stream's order is enough. It must be: one rank's rows may grow while the others' do
+ * not, and go on to wait for this one. */
 static void mt_expert_rows_reserve(mt_model *m, mt_expert_rows *rows, int64_t M, bool whole) {
     if (M <= rows->capacity) return;
     if (rows->memory) m->ops->memory_free_ordered(rows->memory, m->stream);
