@@ -10240,9 +10240,10 @@ static void mt_decode_pass(mt_model *m) {
 }
 
 /* Whether a pass adds one token to each of its sequences: then it consists of the same operations on the same memory as
- * every other step of as many sequences, whatever their lengths. */
+ * every other step of as many sequences, whatever their lengths. Not where the host waits for what experts get. */
 static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch) {
     if (batch->num_spans != m->T || m->num_logits != m->T || m->grid->world.size > 1) return false;
+    if (m->experts.num_layers > 0 && !m->experts.grouped) return false;
     for (int64_t i = 0; i < m->T; i++)
         if (batch->spans[i].q_len != 1) return false;
     return true;
