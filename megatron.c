@@ -489,6 +489,10 @@ static const mt_option mt_option_table[] = {
      "a matrix product for each expert instead of one for all; the host then waits for their loads"},
     {"moe-grouped-gemm", MT_FLAG, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "one grouped product for all experts; the default"},
+    {"no-moe-permute-fusion", MT_NO, MT_AT(moe_permute_fusion), MT_BOTH, MT_OF_RUN, NULL, NULL,
+     "rows are weighed by their probabilities and added up for their tokens in passes of their own"},
+    {"moe-permute-fusion", MT_FLAG, MT_AT(moe_permute_fusion), MT_BOTH, MT_OF_RUN, NULL, NULL,
+     "probabilities weigh inside the experts' activation, and one pass adds up a token's rows; the default"},
 
     {.help = "multi-token prediction"},
     {"mtp-num-layers", MT_INT, MT_AT(mtp_num_layers), MT_TRAIN, MT_OF_MODEL, "0", "[0,8]",
@@ -2070,6 +2074,7 @@ static const size_t mt_option_needs[][2] = {
     {MT_AT(moe_expert_capacity_factor), MT_AT(num_experts)},
     {MT_AT(moe_token_dispatcher_type), MT_AT(num_experts)},
     {MT_AT(moe_grouped_gemm), MT_AT(num_experts)},
+    {MT_AT(moe_permute_fusion), MT_AT(num_experts)},
     {MT_AT(expert_model_parallel_size), MT_AT(num_experts)},
     {MT_AT(expert_tensor_parallel_size), MT_AT(num_experts)},
     {MT_AT(moe_router_num_groups), MT_AT(moe_router_group_topk)},
@@ -5070,6 +5075,44 @@ static void mt_cpu_expert_swiglu_backward(void *dgate_up, float *dweights, const
     }
 }
 
+static void mt_cpu_scale_rows_forward(void *y, const void *x, const float *weights, int64_t M, int64_t C,
+                                      mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(2 * C);
+#pragma omp parallel for if (M * C > MT_PARALLEL)
+    for (int64_t m = 0; m < M; m++) {
+        float *slice = mt_scratch_slice(scratch), *out = mt_row_open(slice, y, m * C, dtype);
+        const float *in = mt_row_load(slice + C, x, m * C, C, dtype);
+#pragma omp simd
+        for (int64_t c = 0; c < C; c++) out[c] = weights[m] * in[c];
+        mt_row_close(y, m * C, out, C, dtype);
+    }
+}
+
+static void mt_cpu_scale_rows_backward(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
+                                       int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(3 * C);
+#pragma omp parallel for if (M * C > MT_PARALLEL)
+    for (int64_t m = 0; m < M; m++) {
+        float *slice = mt_scratch_slice(scratch), *out = mt_row_open(slice, dx, m * C, dtype);
+        const float *d = mt_row_load(slice + C, dy, m * C, C, dtype);
+        const float *in = mt_row_load(slice + 2 * C, x, m * C, C, dtype);
+        double dweight = 0;
+        for (int64_t block = 0; block < C; block += MT_BLOCK) {
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t c = block; c < mt_min(block + MT_BLOCK, C); c++) {
+                sum += d[c] * in[c];
+                out[c] = weights[m] * d[c];
+            }
+            dweight += (double)sum;
+        }
+        dweights[m] = (float)dweight;
+        mt_row_close(dx, m * C, out, C, dtype);
+    }
+}
+
 static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate,
                                     mt_stream *stream) {
     (void)stream;
@@ -6745,6 +6788,7 @@ typedef struct mt_expert_rows {
     float *weights;                   // [M] probabilities
     void *hidden;                     // [M, 2F]
     void *active;                     // [M, F]
+    void *output;                     // [M, C] before it is weighed, where that is a pass of its own
     int32_t *to_expert, *from_expert; // [M] their order as they came, and the way back
 } mt_expert_rows;
 
@@ -6819,13 +6863,14 @@ typedef struct mt_experts {
     const mt_group *group; // who exchanges tokens
     mt_stream *comm;       // where they do
     bool gathers;          // all tokens go to all ranks
-    bool drops, pads, grouped, balances;
+    bool drops, pads, grouped, fuses, balances;
     bool together;                       // tokens choose by Sinkhorn's iteration
     bool accumulates;                    // as in mt_tensor_parallel
     mt_expert_rows rows;                 // gradients, and rows before they leave
     mt_expert_rows travelling;           // where rows arrive that are exchanged, in the order of their ranks
     void *gathered;                      // [N, C], with `gathers`
     void *scattered;                     // [R, C]
+    float *sums;                         // [N, C], without `fuses`
     float *dprobs, *dlogits;             // [N, k]; [R, E]
     void *dlogits_rounded;               // [R, E] of the model's type
     void *router_dx;                     // [R, C]
@@ -7551,7 +7596,8 @@ static void mt_mlp_backward(mt_model *m, const mt_layer *w, mt_activations *a, c
  * from the end to the start. The alltoall dispatcher sends every row to the ranks of the expert that it chose; the
  * allgather dispatcher sends every token to all ranks, which pick theirs. A rank alone exchanges nothing. Invariants:
  * routing is in fp32; a row is weighed by its probability inside the expert, so that no result is kept for the
- * backward; what several ranks do with a token is added up in one fixed order. */
+ * backward (--no-moe-permute-fusion keeps it, and does all by the book); what several ranks do with a token is added up
+ * in one fixed order. */
 
 static void mt_follow(const mt_model *m, mt_stream *stream, mt_stream *other);
 
@@ -7577,6 +7623,7 @@ static void mt_expert_rows_layout(const mt_model *m, mt_expert_rows *rows, mt_ar
     if (!whole) return;
     rows->hidden = mt_arena_alloc(arena, M * 2 * F * size);
     rows->active = mt_arena_alloc(arena, M * F * size);
+    if (!m->experts.fuses) rows->output = mt_arena_alloc(arena, M * m->C * size);
     if (m->experts.group->size == 1 || m->experts.gathers) return;
     rows->to_expert = mt_arena_alloc(arena, M * 4);
     rows->from_expert = mt_arena_alloc(arena, M * 4);
@@ -7937,20 +7984,32 @@ static void mt_combine_exchange(mt_model *m, const mt_routing *r) {
     mt_exchange(m, r, e->travelling.input, e->rows.input, m->C, m->dtype, true);
 }
 
-/* The last one: out[R, C] = base + each token's results; base may be NULL. */
-static void mt_combine_postprocess(mt_model *m, const mt_routing *r, void *out, const void *base) {
+/* out[N, C] = each token's results added up: in one pass, each token its own; or by the book each result to its token,
+ * as to a row of zeros that is looked up, for which an embedding's backward keeps to one order as well. */
+static void mt_add_results(mt_model *m, const mt_routing *r, void *out, const void *base, int64_t N) {
     mt_experts *e = &m->experts;
-    int64_t R = m->rows, n = e->router.topk * (e->gathers ? 1 : m->grid->expert_tensor.size);
+    int64_t n = e->router.topk * (e->gathers ? 1 : m->grid->expert_tensor.size);
     const void *results = mt_expert_results(m);
-    if (!e->gathers) {
-        if (e->group->size > 1) mt_follow(m, m->stream, e->comm);
-        m->ops->combine_rows(out, results, r->position, base, R, n, m->C, m->dtype, m->stream);
+    if (e->fuses) {
+        m->ops->combine_rows(out, results, r->position, base, N, n, m->C, m->dtype, m->stream);
         return;
     }
-    m->ops->combine_rows(e->gathered, results, r->position, NULL, e->group->size * R, n, m->C, m->dtype, m->stream);
-    m->ops->reduce_scatter(base ? e->scattered : out, e->gathered, R * m->C, m->dtype, e->group, m->stream);
+    m->ops->memory_zero(e->sums, N * m->C * 4, m->stream);
+    m->ops->embedding_backward(e->sums, results, r->token, e->gathers ? r->num_rows : r->num_choices, m->C, 0, N,
+                               m->dtype, m->stream);
+    m->ops->convert(out, m->dtype, e->sums, MT_F32, N * m->C, m->stream);
+}
+
+/* The last one: out[R, C] = base + each token's results; base may be NULL, or out. */
+static void mt_combine_postprocess(mt_model *m, const mt_routing *r, void *out, const void *base) {
+    mt_experts *e = &m->experts;
+    int64_t R = m->rows;
+    void *sum = base && (e->gathers || !e->fuses) ? e->scattered : out;
+    if (e->group->size > 1 && !e->gathers) mt_follow(m, m->stream, e->comm);
+    mt_add_results(m, r, e->gathers ? e->gathered : sum, e->gathers ? NULL : base, e->gathers ? e->group->size * R : R);
+    if (e->gathers) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, m->stream);
     mt_dropout none = {0};
-    if (base)
+    if (base && sum != out)
         m->ops->dropout_add_forward(out, e->scattered, base, m->token_index, R, m->C, 0, &none, m->dtype, m->stream);
 }
 
@@ -8024,22 +8083,57 @@ static void mt_expert_linear_backward_weight(const mt_model *m, const mt_routing
     }
 }
 
+/* ---- the experts' MLPs, with rows' probabilities in their activation or after them */
+
+/* mt_expert_results = the experts of rows.input, weighed. */
+static void mt_expert_mlp_forward(mt_model *m, const mt_layer *w, const mt_routing *r) {
+    const mt_experts *e = &m->experts;
+    const mt_expert_rows *rows = &r->rows;
+    int64_t F = e->F, M = r->num_rows;
+    mt_expert_linear_forward(m, r, rows->hidden, rows->input, w->expert_fc1, 2 * F, m->C);
+    if (e->fuses)
+        m->ops->expert_swiglu_forward(rows->active, rows->hidden, rows->weights, M, F, m->dtype, m->stream);
+    else
+        m->ops->swiglu_forward(rows->active, rows->hidden, M, F, m->dtype, m->stream);
+    mt_expert_linear_forward(m, r, e->fuses ? mt_expert_results(m) : rows->output, rows->active, w->expert_down, m->C,
+                             F);
+    if (!e->fuses)
+        m->ops->scale_rows_forward(mt_expert_results(m), rows->output, rows->weights, M, m->C, m->dtype, m->stream);
+}
+
+/* mt_expert_results = the gradient of rows.input from that of the results, which is in experts.rows.input; there too
+ * those of rows.hidden and weights. */
+static void mt_expert_mlp_backward(mt_model *m, const mt_layer *w, const mt_routing *r) {
+    const mt_expert_rows *rows = &r->rows, *d = &m->experts.rows;
+    int64_t F = m->experts.F, M = r->num_rows;
+    const void *dout = d->input;
+    if (!m->experts.fuses) {
+        m->ops->scale_rows_backward(d->output, d->weights, dout, rows->output, rows->weights, M, m->C, m->dtype,
+                                    m->stream);
+        dout = d->output;
+    }
+    mt_expert_linear_backward_weight(m, r, w->expert_down, dout, rows->active, m->C, F);
+    mt_expert_linear_backward_input(m, r, d->active, dout, w->expert_down, m->C, F);
+    if (m->experts.fuses)
+        m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, rows->hidden, rows->weights, M, F, m->dtype,
+                                       m->stream);
+    else
+        m->ops->swiglu_backward(d->hidden, d->active, rows->hidden, M, F, m->dtype, m->stream);
+    mt_expert_linear_backward_input(m, r, mt_expert_results(m), d->hidden, w->expert_fc1, 2 * F, m->C);
+}
+
 /* ---- forward and backward */
 
 /* scratch.hidden = the sum of the experts that each token of mlp_normed[R, C] chose, weighed, and of the one that every
  * token visits, which computes while rows travel. */
 static void mt_experts_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
-    mt_experts *e = &m->experts;
     mt_routing *r = &a->routing;
-    int64_t F = e->F;
     mt_route_forward(m, w, r, a->mlp_normed);
     mt_dispatch_preprocess(m, r);
     mt_dispatch_exchange(m, r, a->mlp_normed, r->probs);
     if (w->F > 0) mt_mlp_forward(m, w, a);
     mt_dispatch_postprocess(m, r, r->rows.input, r->rows.weights, a->mlp_normed, r->probs);
-    mt_expert_linear_forward(m, r, r->rows.hidden, r->rows.input, w->expert_fc1, 2 * F, m->C);
-    m->ops->expert_swiglu_forward(r->rows.active, r->rows.hidden, r->rows.weights, r->num_rows, F, m->dtype, m->stream);
-    mt_expert_linear_forward(m, r, mt_expert_results(m), r->rows.active, w->expert_down, m->C, F);
+    mt_expert_mlp_forward(m, w, r);
     mt_combine_exchange(m, r);
     mt_combine_postprocess(m, r, m->scratch.hidden, w->F > 0 ? m->scratch.hidden : NULL);
 }
@@ -8049,19 +8143,13 @@ static void mt_experts_forward(mt_model *m, const mt_layer *w, mt_activations *a
 static void mt_experts_backward(mt_model *m, const mt_layer *w, mt_activations *a, const void *dout, int parts) {
     mt_experts *e = &m->experts;
     mt_routing *r = &a->routing;
-    mt_expert_rows *d = &e->rows;
-    int64_t F = e->F, M = r->num_rows;
     if (parts == MT_PART_INPUT) m->tp.accumulates = e->accumulates = true; // all gradients began as zeros
     mt_dispatch_exchange(m, r, dout, NULL);
     if (w->F > 0) mt_mlp_backward(m, w, a, dout, MT_PART_BOTH);
-    mt_dispatch_postprocess(m, r, d->input, NULL, dout, NULL);
-    mt_expert_linear_backward_weight(m, r, w->expert_down, d->input, r->rows.active, m->C, F);
-    mt_expert_linear_backward_input(m, r, d->active, d->input, w->expert_down, m->C, F);
-    m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, r->rows.hidden, r->rows.weights, M, F, m->dtype,
-                                   m->stream);
-    mt_expert_linear_backward_input(m, r, mt_expert_results(m), d->hidden, w->expert_fc1, 2 * F, m->C);
+    mt_dispatch_postprocess(m, r, e->rows.input, NULL, dout, NULL);
+    mt_expert_mlp_backward(m, w, r);
     mt_combine_exchange(m, r);
-    mt_expert_linear_backward_weight(m, r, w->expert_fc1, d->hidden, r->rows.input, 2 * F, m->C);
+    mt_expert_linear_backward_weight(m, r, w->expert_fc1, e->rows.hidden, r->rows.input, 2 * e->F, m->C);
     mt_combine_weights(m, r);
     mt_route_backward(m, w, r, a->mlp_normed);
     mt_dropout none = {0};
@@ -8798,9 +8886,10 @@ static void mt_layout_experts(mt_model *m, mt_arena *arena) {
         e->dlogits_rounded = mt_arena_alloc(arena, R * E * mt_dtype_size(m->dtype));
         e->router_dx = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     }
+    if (e->gathers || !e->fuses) e->scattered = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
+    if (!e->fuses) e->sums = mt_arena_alloc(arena, e->tokens * m->C * 4);
     if (e->gathers) {
         e->gathered = mt_arena_alloc(arena, e->tokens * m->C * mt_dtype_size(m->dtype));
-        e->scattered = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     } else if (size > 1) {
         e->all_offsets = mt_arena_alloc(arena, size * (e->places + 1) * 4);
         e->counts = mt_arena_alloc(arena, size * e->local * 4);
@@ -8978,6 +9067,8 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits;
     int64_t widest_row = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
     m->workspace_bytes = m->ops->workspace_bytes(T, widest_row, m->H, mt_max(m->D, m->Dv));
+    if (m->experts.num_layers > 0 && !m->experts.fuses) // see mt_add_results
+        m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts.num_choices, m->C, 1, 1));
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
@@ -9216,7 +9307,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
     e->gathers = e->group->size > 1 && strcmp(o->moe_token_dispatcher_type, "allgather") == 0;
     e->drops = o->moe_expert_capacity_factor > 0, e->pads = o->moe_pad_expert_input_to_capacity && !e->gathers;
-    e->grouped = o->moe_grouped_gemm;
+    e->grouped = o->moe_grouped_gemm, e->fuses = o->moe_permute_fusion;
     e->balances = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
     e->together = m->plan.train && strcmp(o->moe_router_load_balancing_type, "sinkhorn") == 0;
     e->sequences = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? m->plan.max_tokens : 1;
@@ -15948,6 +16039,17 @@ static void mt_timed_expert_swiglu_backward(void *dgate_up, float *dweights, con
              weights, M, F, dtype);
 }
 
+static void mt_timed_scale_rows_forward(void *y, const void *x, const float *weights, int64_t M, int64_t C,
+                                        mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(scale_rows_forward, mt_work_bytes(M * C, 2 * mt_dtype_size(dtype)), y, x, weights, M, C, dtype);
+}
+
+static void mt_timed_scale_rows_backward(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
+                                         int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(scale_rows_backward, mt_work_bytes(M * C, 3 * mt_dtype_size(dtype)), dx, dweights, dy, x, weights, M, C,
+             dtype);
+}
+
 static void mt_timed_expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate,
                                       mt_stream *stream) {
     MT_TIMED(expert_bias_step, mt_work_bytes(E, 12), bias, loads, scale, E, rate);
@@ -15971,6 +16073,8 @@ static void mt_profile_time_experts(mt_ops *timed) {
     timed->grouped_linear_backward_weight = mt_timed_grouped_linear_backward_weight;
     timed->expert_swiglu_forward = mt_timed_expert_swiglu_forward;
     timed->expert_swiglu_backward = mt_timed_expert_swiglu_backward;
+    timed->scale_rows_forward = mt_timed_scale_rows_forward;
+    timed->scale_rows_backward = mt_timed_scale_rows_backward;
     timed->expert_bias_step = mt_timed_expert_bias_step;
 }
 

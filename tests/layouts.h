@@ -28,6 +28,7 @@
 #define EP       " --expert-model-parallel-size "
 #define ETP      " --expert-tensor-parallel-size "
 #define GATHER   " --moe-token-dispatcher-type allgather"
+#define PLAIN    " --no-moe-permute-fusion"
 
 enum {
     ROW_LENGTH = 16,
@@ -930,6 +931,9 @@ static const layout with_experts[] = {
     {2, EXPERTS_PACKED, CP "2" EP "2" MICRO "2"},
     {2, SHARED, PP "2" VP "2"},
     {2, EXPERTS_12, EP "2 --no-moe-grouped-gemm"},
+    {2, EXPERTS, PLAIN},
+    {2, SHARED, TP "2" SP ETP "1" EP "2" PLAIN},
+    {2, DROPPED, EP "2" GATHER PLAIN},
     {4, EXPERTS, EP "4"},
     {4, SHARED, EP "4" GATHER SHARD "optim_grads" OVERLAP},
     {4, SHARED, EP "2" SHARD "optim_grads_params" PREFETCH},
@@ -953,6 +957,9 @@ static const layout with_experts[] = {
     {4, DROPPED, CP "2" BY "all_gather" EP "4"},
     {4, PADDED, CP "2" TP "2" SP ETP "1" EP "4"},
     {4, PADDED, EP "2 --no-moe-grouped-gemm" SHARD "optim_grads_params"},
+    {4, EXPERTS, EP "2" ETP "2" PLAIN},
+    {4, SHARED, TP "2" SP CP "2" ETP "1" EP "2" GATHER PLAIN},
+    {4, PADDED, PP "2" ZB EP "2 --no-moe-grouped-gemm" PLAIN},
     {8, EXPERTS, EP "8"},
     {8, SHARED, EP "8" GATHER},
     {8, SHARED, TP "2" SP PP "2" EP "4" ETP "1" SHARD "optim" PREFETCH},

@@ -545,6 +545,17 @@ static void expert_swiglu_backward(run *r, const int64_t *n) {
     r->ops->expert_swiglu_backward(gate_up, dweights, dy, gate_up, weights, n[0], n[1], r->dtype, r->stream);
 }
 
+static void scale_rows_forward(run *r, const int64_t *n) { // M, C
+    void *y = output(r, n[0] * n[1]), *x = input(r, n[0] * n[1]);
+    r->ops->scale_rows_forward(y, x, float_input(r, n[0], NORMAL), n[0], n[1], r->dtype, r->stream);
+}
+
+static void scale_rows_backward(run *r, const int64_t *n) {
+    void *dx = changed(r, n[0] * n[1]), *x = input(r, n[0] * n[1]);
+    float *dweights = float_output(r, n[0]), *weights = float_input(r, n[0], NORMAL);
+    r->ops->scale_rows_backward(dx, dweights, dx, x, weights, n[0], n[1], r->dtype, r->stream);
+}
+
 static void expert_bias_step(run *r, const int64_t *n) { // -, E
     float *bias = float_changed(r, n[1], NORMAL), *loads = float_changed(r, n[1], ONES);
     float *scale = float_changed(r, 1, ONES);
@@ -969,6 +980,8 @@ static operation operations[] = {
     {"combine_rows", combine_rows, ONCE, combine_shapes, {0}},
     {"expert_swiglu_forward", expert_swiglu_forward, ONCE, expert_swiglu_shapes, {0}},
     {"expert_swiglu_backward", expert_swiglu_backward, ONCE, expert_swiglu_shapes, {0}},
+    {"scale_rows_forward", scale_rows_forward, ONCE, expert_swiglu_shapes, {0}},
+    {"scale_rows_backward", scale_rows_backward, ONCE, expert_swiglu_shapes, {0}},
     {"expert_bias_step", expert_bias_step, 1e-5, router_shapes, {0}},
     {"cross_entropy_forward", cross_entropy_forward, ONCE, logit_shapes, {0}},
     {"cross_entropy_combine", cross_entropy_combine, ONCE, logit_shapes, {0}},

@@ -985,6 +985,40 @@ static void expert_swiglu_matches_float64_and_finite_differences(void **state) {
     }
 }
 
+/* out = y[M, F] of in = x[M, F] and weights[M]. */
+static void scaling_reference(double *y, const double *in, const void *shape) {
+    const activation_shape *s = shape;
+    for (int64_t i = 0; i < s->M * s->F; i++) y[i] = in[s->M * s->F + i / s->F] * in[i];
+}
+
+static void scaled_rows_match_float64_and_finite_differences(void **state) {
+    (void)state;
+    static const activation_shape shapes[3] = {{5, 9}, {1, 1}, {2, 1300}};
+    for (int i = 0; i < 6; i++) {
+        const activation_shape *s = &shapes[i / 2];
+        mt_dtype dtype = both[i % 2];
+        int64_t n = s->M * s->F;
+        double *in = random_values(n + s->M), *dy = random_values(n), *want = mt_malloc(n * 8);
+        void *x = store(in, n, dtype), *dys = store(dy, n, dtype), *y = not_numbers(n, dtype);
+        void *dx = not_numbers(n, dtype);
+        float *weights = store(in + n, s->M, MT_F32), *dweights = not_numbers(s->M, MT_F32);
+        ops->scale_rows_forward(y, x, weights, s->M, s->F, dtype, NULL);
+        ops->scale_rows_backward(dx, dweights, dys, x, weights, s->M, s->F, dtype, NULL);
+        scaling_reference(want, in, s);
+        double *got = load(y, n, dtype), *slopes = load(dx, n, dtype), *dw = load(dweights, s->M, MT_F32);
+        assert_rounded("y", got, want, n, dtype);
+        slopes = realloc(slopes, (size_t)(n + s->M) * 8);
+        memcpy(slopes + n, dw, (size_t)s->M * 8);
+        assert_gradient("dx and dweights", slopes, scaling_reference, s, in, n + s->M, dy, n, dtype);
+        ops->scale_rows_backward(dys, dweights, dys, x, weights, s->M, s->F, dtype, NULL); // in place
+        ops->scale_rows_forward(x, x, weights, s->M, s->F, dtype, NULL);
+        assert_memory_equal(dys, dx, n * mt_dtype_size(dtype));
+        assert_memory_equal(x, y, n * mt_dtype_size(dtype));
+        free(in), free(dy), free(want), free(x), free(dys), free(y), free(dx), free(weights), free(dweights);
+        free(got), free(slopes), free(dw);
+    }
+}
+
 static void expert_swiglu_sums_long_rows_to_fp32(void **state) {
     (void)state;
     enum { F = 20000 };
@@ -1001,9 +1035,10 @@ static void expert_swiglu_sums_long_rows_to_fp32(void **state) {
 
 enum { LAYER_T = 23, LAYER_C = 12, LAYER_F = 8, LAYER_E = 6, LAYER_K = 2 };
 
-/* What a layer's operations give for x[T, C] and w1[E, 2F, C], w2[E, C, F], through `spare` rows more than needed. */
+/* What a layer's operations give for x[T, C] and w1[E, 2F, C], w2[E, C, F], through `spare` rows more than needed;
+ * fused with probabilities and sums, or one step after another. */
 static void layer_forward(void *out, const void *x, const void *w1, const void *w2, const float *probs,
-                          const int32_t *experts, int64_t capacity, int64_t spare, mt_dtype dtype) {
+                          const int32_t *experts, int64_t capacity, int64_t spare, bool fused, mt_dtype dtype) {
     enum { C = LAYER_C, F = LAYER_F, E = LAYER_E, K = LAYER_K };
     mt_dispatch d = {.topk = K, .count = E, .local = E, .copies = 1, .capacity = capacity};
     plan p = make_plan(experts, LAYER_T, spare, &d);
@@ -1016,10 +1051,19 @@ static void layer_forward(void *out, const void *x, const void *w1, const void *
     memset(rows + used * C * size, 0xff, (size_t)((M - used) * C * size));
     for (int64_t m = used; m < M; m++) weights[m] = NAN;
     ops->grouped_linear_forward(gate_up, rows, w1, p.offsets, M, 2 * F, C, E, dtype, NULL);
-    ops->expert_swiglu_forward(y, gate_up, weights, M, F, dtype, NULL);
+    if (fused)
+        ops->expert_swiglu_forward(y, gate_up, weights, M, F, dtype, NULL);
+    else
+        ops->swiglu_forward(y, gate_up, M, F, dtype, NULL);
     ops->grouped_linear_forward(back, y, w2, p.offsets, M, C, F, E, dtype, NULL);
-    ops->combine_rows(out, back, p.position, NULL, LAYER_T, K, C, dtype, NULL);
-    free_plan(&p), free(rows), free(gate_up), free(y), free(back), free(weights);
+    float *sums = mt_calloc(LAYER_T * C * 4);
+    if (!fused) ops->scale_rows_forward(back, back, weights, M, C, dtype, NULL);
+    if (!fused) ops->embedding_backward(sums, back, p.token, M, C, 0, LAYER_T, dtype, NULL);
+    if (fused)
+        ops->combine_rows(out, back, p.position, NULL, LAYER_T, K, C, dtype, NULL);
+    else
+        ops->convert(out, dtype, sums, MT_F32, LAYER_T * C, NULL);
+    free_plan(&p), free(rows), free(gate_up), free(y), free(back), free(weights), free(sums);
 }
 
 /* The same for each token through each of its experts. */
@@ -1043,16 +1087,17 @@ static double *layer_reference(const double *x, const double *w1, const double *
 static void layers_give_each_token_its_experts_whatever_the_spare_rows_hold(void **state) {
     (void)state;
     enum { C = LAYER_C, F = LAYER_F, E = LAYER_E, N = LAYER_T * LAYER_K };
-    for (int round = 0; round < 8; round++) {
+    for (int round = 0; round < 16; round++) {
         int64_t capacity = round % 2 ? LAYER_T + 1 : 0;
         mt_dtype dtype = both[round / 2 % 2];
+        bool fused = round < 8;
         double *x = random_values(LAYER_T * C), *w1 = random_values(E * 2 * F * C), *w2 = random_values(E * C * F);
-        int32_t *experts = random_choices(LAYER_T, LAYER_K, E - 1, round % 3 == 0, round >= 4); // one has no token
+        int32_t *experts = random_choices(LAYER_T, LAYER_K, E - 1, round % 3 == 0, round % 8 >= 4); // one has no token
         float probs[N];
         for (int i = 0; i < N; i++) probs[i] = (float)random_below(100) / 100;
         void *xs = store(x, LAYER_T * C, dtype), *w1s = store(w1, E * 2 * F * C, dtype);
         void *w2s = store(w2, E * C * F, dtype), *out = not_numbers(LAYER_T * C, dtype);
-        layer_forward(out, xs, w1s, w2s, probs, experts, capacity, round * 5, dtype);
+        layer_forward(out, xs, w1s, w2s, probs, experts, capacity, round * 5, fused, dtype);
         double *want = layer_reference(x, w1, w2, probs, experts), *got = load(out, LAYER_T * C, dtype);
         assert_near("layer", got, want, LAYER_T * C, dtype == MT_F32 ? 1e-6 : 1.0 / 128); // bf16 rounds four times
         free(x), free(w1), free(w2), free(experts), free(xs), free(w1s), free(w2s), free(out), free(want), free(got);
@@ -1183,6 +1228,7 @@ int main(void) {
         cmocka_unit_test(grouped_linears_match_float64_and_finite_differences),
         cmocka_unit_test(grouped_linears_are_exact_on_integers_past_every_block),
         cmocka_unit_test(expert_swiglu_matches_float64_and_finite_differences),
+        cmocka_unit_test(scaled_rows_match_float64_and_finite_differences),
         cmocka_unit_test(expert_swiglu_sums_long_rows_to_fp32),
         cmocka_unit_test(layers_give_each_token_its_experts_whatever_the_spare_rows_hold),
         cmocka_unit_test(runs_repeat_bit_for_bit_on_any_number_of_threads),

@@ -915,6 +915,9 @@ static void experts_that_cannot_be_are_refused(void **state) {
     expect_error("--num-layers 4 --hidden-size 8 --num-attention-heads 2 --vocab-size 32 --seq-length 8 --mock-data "
                  "--train-iters 1 --lr 1 --moe-router-topk 3",
                  "--moe-router-topk needs --num-experts");
+    expect_error("--num-layers 4 --hidden-size 8 --num-attention-heads 2 --vocab-size 32 --seq-length 8 --mock-data "
+                 "--train-iters 1 --lr 1 --no-moe-permute-fusion",
+                 "--no-moe-permute-fusion needs --num-experts");
 }
 
 static void options_win_over_a_shape_but_not_over_weights(void **state) {
