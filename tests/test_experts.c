@@ -1019,6 +1019,47 @@ static void scaled_rows_match_float64_and_finite_differences(void **state) {
     }
 }
 
+enum { GATED_T = 5, GATED_C = 7, GATED_F = 6, GATED_INPUTS = GATED_T * GATED_C + GATED_C + GATED_T * 2 * GATED_F };
+
+/* out = y[T, F] = sigmoid(x w) silu(gate) up of in = x[T, C], w[C] and gate_up[T, 2F]. */
+static void gated_reference(double *y, const double *in, const void *shape) {
+    enum { T = GATED_T, C = GATED_C, F = GATED_F };
+    const double *w = in + T * C, *gate_up = w + C;
+    (void)shape;
+    for (int64_t t = 0; t < T; t++) {
+        double logit = 0;
+        for (int64_t c = 0; c < C; c++) logit += in[t * C + c] * w[c];
+        for (int64_t f = 0; f < F; f++) {
+            double gate = gate_up[t * 2 * F + f], up = gate_up[t * 2 * F + F + f];
+            y[t * F + f] = 1 / (1 + exp(-logit)) * gate / (1 + exp(-gate)) * up;
+        }
+    }
+}
+
+static void the_gate_of_a_shared_expert_is_a_router_for_one(void **state) {
+    (void)state;
+    enum { T = GATED_T, C = GATED_C, F = GATED_F };
+    const mt_router one = {.num_experts = 1, .topk = 1, .sigmoid = true, .scaling = 1};
+    double *in = random_values(GATED_INPUTS), *dy = random_values(T * F), want[T * F];
+    float *x = store(in, GATED_INPUTS, MT_F32), *w = x + T * C, *gate_up = w + C, *d = store(dy, T * F, MT_F32);
+    float logits[T], gates[T], y[T * F], dgates[T], dlogits[T], gradients[GATED_INPUTS];
+    int32_t experts[T], invalid = 0;
+    ops->router_logits(logits, x, w, T, 1, C, MT_F32, NULL);
+    ops->route_forward(gates, experts, &invalid, logits, NULL, T, &one, NULL);
+    ops->expert_swiglu_forward(y, gate_up, gates, T, F, MT_F32, NULL);
+    gated_reference(want, in, NULL);
+    double *got = load(y, T * F, MT_F32);
+    assert_rounded("y", got, want, T * F, MT_F32);
+    ops->expert_swiglu_backward(gradients + T * C + C, dgates, d, gate_up, gates, T, F, MT_F32, NULL);
+    ops->route_backward(dlogits, dgates, experts, logits, T, &one, NULL);
+    ops->linear_backward_weight(gradients + T * C, NULL, dlogits, x, T, 1, C, false, MT_F32, NULL);
+    ops->linear_backward_input(gradients, dlogits, w, T, 1, C, MT_F32, NULL);
+    double *slopes = load(gradients, GATED_INPUTS, MT_F32);
+    assert_gradient("gate", slopes, gated_reference, NULL, in, GATED_INPUTS, dy, T * F, MT_F32);
+    assert_int_equal(invalid, 0);
+    free(in), free(dy), free(x), free(d), free(got), free(slopes);
+}
+
 static void expert_swiglu_sums_long_rows_to_fp32(void **state) {
     (void)state;
     enum { F = 20000 };
@@ -1229,6 +1270,7 @@ int main(void) {
         cmocka_unit_test(grouped_linears_are_exact_on_integers_past_every_block),
         cmocka_unit_test(expert_swiglu_matches_float64_and_finite_differences),
         cmocka_unit_test(scaled_rows_match_float64_and_finite_differences),
+        cmocka_unit_test(the_gate_of_a_shared_expert_is_a_router_for_one),
         cmocka_unit_test(expert_swiglu_sums_long_rows_to_fp32),
         cmocka_unit_test(layers_give_each_token_its_experts_whatever_the_spare_rows_hold),
         cmocka_unit_test(runs_repeat_bit_for_bit_on_any_number_of_threads),

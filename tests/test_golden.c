@@ -1,4 +1,4 @@
-/* Five families of tiny models against Hugging Face transformers in float64: logits, losses, every gradient, ten steps.
+/* Families of tiny models against Hugging Face transformers in float64: logits, losses, every gradient, ten steps.
  */
 #include "golden.h"
 
