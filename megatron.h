@@ -142,6 +142,7 @@ typedef struct mt_options {
     char *moe_token_dispatcher_type;      // alltoall | allgather
     char *moe_token_drop_policy;          // probs | position
     bool moe_router_pre_softmax, moe_router_enable_expert_bias, moe_pad_expert_input_to_capacity, moe_grouped_gemm;
+    bool moe_permute_fusion, moe_shared_expert_gate;
     double moe_router_topk_scaling_factor, moe_router_bias_update_rate, moe_aux_loss_coeff, moe_z_loss_coeff;
     double moe_expert_capacity_factor;
     /* multi-token prediction; mtp_num_layers 0: none */
@@ -214,8 +215,8 @@ typedef struct mt_options {
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     int64_t mtp_layers_stored;            // modules that weights to be loaded may hold, trained on or not
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
-    char *hf_family;                    // gpt2 | llama | mistral | qwen2 | qwen3 | deepseek_v3, or megatron: none fits
-    int64_t bos_token_id, eos_token_id; // -1: none
+    char *hf_family;                      // "model_type" of config.json; megatron: none fits
+    int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
 
 /* Sets defaults, then reads the --config file that the command line may name, the command line itself, which wins, and
@@ -618,6 +619,12 @@ typedef void mt_expert_swiglu_forward_fn(void *y, const void *gate_up, const flo
 typedef void mt_expert_swiglu_backward_fn(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
                                           const float *weights, int64_t M, int64_t F, mt_dtype dtype,
                                           mt_stream *stream);
+/* y[M, C] = weights[M] x[M, C], a pass of its own for what expert_swiglu does on the way; y may be x. */
+typedef void mt_scale_rows_forward_fn(void *y, const void *x, const float *weights, int64_t M, int64_t C,
+                                      mt_dtype dtype, mt_stream *stream);
+/* dx[M, C] = weights dy and dweights[M] = sum(dy x); dx may be dy or x. */
+typedef void mt_scale_rows_backward_fn(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
+                                       int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream);
 /* bias[E] += rate sign(mean of loads - loads[e]) (Wang et al., "Auxiliary-loss-free load balancing"), unless scale[0] <
  * 0, which says that the step was bad. */
 typedef void mt_expert_bias_step_fn(float *bias, const float *loads, const float *scale, int64_t E, float rate,
@@ -820,6 +827,8 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
     OP(grouped_linear_backward_weight)                                                                                 \
     OP(expert_swiglu_forward)                                                                                          \
     OP(expert_swiglu_backward)                                                                                         \
+    OP(scale_rows_forward)                                                                                             \
+    OP(scale_rows_backward)                                                                                            \
     OP(expert_bias_step)                                                                                               \
     OP(cross_entropy_forward)                                                                                          \
     OP(cross_entropy_combine)                                                                                          \
@@ -1064,6 +1073,7 @@ typedef enum mt_role {
     MT_SHARED_GATE, // the expert that every token visits
     MT_SHARED_UP,
     MT_SHARED_DOWN,
+    MT_SHARED_EXPERT_GATE, // how much of that expert a token takes
     MT_MTP_EMBEDDING_NORM, // this and the next three: what a module of multi-token prediction has around its layer
     MT_MTP_HIDDEN_NORM,
     MT_MTP_PROJECTION,

@@ -28,6 +28,7 @@
 #define EP       " --expert-model-parallel-size "
 #define ETP      " --expert-tensor-parallel-size "
 #define GATHER   " --moe-token-dispatcher-type allgather"
+#define PLAIN    " --no-moe-permute-fusion"
 
 enum {
     ROW_LENGTH = 16,
@@ -57,6 +58,7 @@ typedef enum subject {
     EXPERTS_12,     // sequences a step
     EXPERTS_PACKED, // balanced over each of two sequences
     SHARED,         // after a dense layer; sigmoids, groups, a moving bias, an expert that every token visits
+    GATED,          // after a dense layer; an expert that every token visits, weighed by its gate, as Qwen2-MoE's
     DROPPED,        // what is over an expert's capacity, by probability
     PADDED,         // the same by position, with inputs as long as the capacity
     SINKHORN,       // whose tokens choose together
@@ -114,6 +116,9 @@ static const struct {
     [EXPERTS_12] = {EXPERTS_LIKE " --moe-router-topk 1 --moe-router-pre-softmax --global-batch-size 12", 1},
     [EXPERTS_PACKED] = {EXPERTS_LIKE " --moe-router-load-balancing-type seq_aux_loss --global-batch-size 8", 2},
     [SHARED] = {GROUPED_LIKE " --global-batch-size 8", 1},
+    [GATED] = {EXPERTS_LIKE " --moe-router-topk 4 --moe-router-pre-softmax --moe-layer-freq ([0]*1+[1]*3)"
+                            " --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate --global-batch-size 8",
+               1},
     [DROPPED] = {EXPERTS_LIKE " --moe-expert-capacity-factor 1 --global-batch-size 8", 1},
     [PADDED] = {EXPERTS_LIKE " --moe-expert-capacity-factor 1.25 --moe-token-drop-policy position"
                              " --moe-pad-expert-input-to-capacity --global-batch-size 8",
@@ -930,6 +935,13 @@ static const layout with_experts[] = {
     {2, EXPERTS_PACKED, CP "2" EP "2" MICRO "2"},
     {2, SHARED, PP "2" VP "2"},
     {2, EXPERTS_12, EP "2 --no-moe-grouped-gemm"},
+    {2, EXPERTS, PLAIN},
+    {2, SHARED, TP "2" SP ETP "1" EP "2" PLAIN},
+    {2, DROPPED, EP "2" GATHER PLAIN},
+    {2, GATED, TP "2" SP},
+    {2, GATED, TP "2" SP ETP "1" EP "2"},
+    {2, GATED, EP "2" PLAIN SHARD "optim" PREFETCH},
+    {2, GATED, PP "2" ZB},
     {4, EXPERTS, EP "4"},
     {4, SHARED, EP "4" GATHER SHARD "optim_grads" OVERLAP},
     {4, SHARED, EP "2" SHARD "optim_grads_params" PREFETCH},
@@ -953,6 +965,13 @@ static const layout with_experts[] = {
     {4, DROPPED, CP "2" BY "all_gather" EP "4"},
     {4, PADDED, CP "2" TP "2" SP ETP "1" EP "4"},
     {4, PADDED, EP "2 --no-moe-grouped-gemm" SHARD "optim_grads_params"},
+    {4, EXPERTS, EP "2" ETP "2" PLAIN},
+    {4, SHARED, TP "2" SP CP "2" ETP "1" EP "2" GATHER PLAIN},
+    {4, PADDED, PP "2" ZB EP "2 --no-moe-grouped-gemm" PLAIN},
+    {4, GATED, TP "2" SP EP "2" SHARD "optim_grads"},
+    {4, GATED, TP "2" SP CP "2" ETP "1" EP "4" GATHER},
+    {4, GATED, TP "2" SP PP "2" VP "2" ETP "1" EP "2"},
+    {4, GATED, EP "2" ETP "2" SHARD "optim_grads_params" PREFETCH},
     {8, EXPERTS, EP "8"},
     {8, SHARED, EP "8" GATHER},
     {8, SHARED, TP "2" SP PP "2" EP "4" ETP "1" SHARD "optim" PREFETCH},
@@ -961,11 +980,13 @@ static const layout with_experts[] = {
     {8, DROPPED, TP "2" SP CP "2" PP "2" ETP "1" EP "4" GATHER},
     {8, PADDED, CP "2" EP "8" SHARD "optim" OVERLAP},
     {8, EXPERTS, PP "2" ZB CP "2" EP "4"},
+    {8, GATED, TP "2" SP PP "2" EP "4" ETP "1" SHARD "optim" PREFETCH},
 };
 
 static const layout in_bf16[] = {
     {2, EXPERTS, EP "2"},
     {4, SHARED, TP "2" SP EP "4" ETP "1"},
+    {4, GATED, TP "2" SP EP "2"},
     {4, MTP_LATENT, TP "2" SP PP "2" EP "2" ETP "1"},
     {2, LLAMA, TP "2" SP},
     {2, GPT2, PP "2" VP "2"},
@@ -982,6 +1003,8 @@ static const family_layout families_on_layouts[] = {
     {2, "qwen3_moe", 2, TP "2" SP},
     {4, "mixtral", 1, TP "2" SP EP "2" SHARD "optim" PREFETCH},
     {4, "qwen3_moe", 1, PP "2" EP "2" GATHER},
+    {2, "qwen2_moe", 2, TP "2" SP},
+    {4, "qwen2_moe", 1, TP "2" SP PP "2" ETP "1" EP "2" SHARD "optim" PREFETCH},
     {8, "qwen3_moe", 1, TP "2" SP PP "2" ETP "1" EP "4" SHARD "optim_grads_params"},
     {2, "gpt2", 1, TP "2" SP},
     {2, "llama3_rope_tied", 1, PP "2" VP "2"},

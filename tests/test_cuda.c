@@ -545,6 +545,17 @@ static void expert_swiglu_backward(run *r, const int64_t *n) {
     r->ops->expert_swiglu_backward(gate_up, dweights, dy, gate_up, weights, n[0], n[1], r->dtype, r->stream);
 }
 
+static void scale_rows_forward(run *r, const int64_t *n) { // M, C
+    void *y = output(r, n[0] * n[1]), *x = input(r, n[0] * n[1]);
+    r->ops->scale_rows_forward(y, x, float_input(r, n[0], NORMAL), n[0], n[1], r->dtype, r->stream);
+}
+
+static void scale_rows_backward(run *r, const int64_t *n) {
+    void *dx = changed(r, n[0] * n[1]), *x = input(r, n[0] * n[1]);
+    float *dweights = float_output(r, n[0]), *weights = float_input(r, n[0], NORMAL);
+    r->ops->scale_rows_backward(dx, dweights, dx, x, weights, n[0], n[1], r->dtype, r->stream);
+}
+
 static void expert_bias_step(run *r, const int64_t *n) { // -, E
     float *bias = float_changed(r, n[1], NORMAL), *loads = float_changed(r, n[1], ONES);
     float *scale = float_changed(r, 1, ONES);
@@ -791,19 +802,13 @@ typedef struct operation {
 
 /* Sizes, which each test names above. */
 /* T, N, K, bias, whether the weight's gradient is written rather than added to */
-static const int64_t linear_shapes[][MAX_SIZES] = {{1, 8, 8, 1, 0},
-                                                   {1, 24, 40, 0, 0},
-                                                   {7, 33, 17, 1, 1},
-                                                   {64, 64, 64, 0, 0},
-                                                   {130, 257, 96, 1, 1},
-                                                   {5, 1000, 64, 0, 0},
-                                                   {200, 320, 136, 1, 0},
-                                                   {333, 128, 512, 0, 1},
-                                                   {1, 2304, 768, 1, 0},
-                                                   {2, 768, 3072, 1, 1},
-                                                   {4, 17001, 96, 0, 0},
-                                                   {8, 520, 1032, 1, 1},
-                                                   {0}};
+static const int64_t linear_shapes[][MAX_SIZES] = {{1, 8, 8, 1, 0},       {1, 24, 40, 0, 0},
+                                                   {7, 33, 17, 1, 1},     {100, 1, 64, 0, 0},
+                                                   {64, 64, 64, 0, 0},    {130, 257, 96, 1, 1},
+                                                   {5, 1000, 64, 0, 0},   {200, 320, 136, 1, 0},
+                                                   {333, 128, 512, 0, 1}, {1, 2304, 768, 1, 0},
+                                                   {2, 768, 3072, 1, 1},  {4, 17001, 96, 0, 0},
+                                                   {8, 520, 1032, 1, 1},  {0}};
 static const int64_t embedding_shapes[][MAX_SIZES] = {
     {1, 8, 0, 10, 10, 0},           {1, 24, 0, 10, 10, 1},       {100, 7, 0, 3, 3, 0},
     {333, 64, 20, 30, 70, 1},       {1000, 96, 0, 1, 1, 0},      {257, 1600, 0, 17, 17, 1},
@@ -969,6 +974,8 @@ static operation operations[] = {
     {"combine_rows", combine_rows, ONCE, combine_shapes, {0}},
     {"expert_swiglu_forward", expert_swiglu_forward, ONCE, expert_swiglu_shapes, {0}},
     {"expert_swiglu_backward", expert_swiglu_backward, ONCE, expert_swiglu_shapes, {0}},
+    {"scale_rows_forward", scale_rows_forward, ONCE, expert_swiglu_shapes, {0}},
+    {"scale_rows_backward", scale_rows_backward, ONCE, expert_swiglu_shapes, {0}},
     {"expert_bias_step", expert_bias_step, 1e-5, router_shapes, {0}},
     {"cross_entropy_forward", cross_entropy_forward, ONCE, logit_shapes, {0}},
     {"cross_entropy_combine", cross_entropy_combine, ONCE, logit_shapes, {0}},

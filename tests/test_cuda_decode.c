@@ -387,6 +387,7 @@ static const char *const families[] = {"gpt2",
                                        "qwen3",
                                        "mixtral",
                                        "qwen3_moe",
+                                       "qwen2_moe",
                                        "deepseek_v3",
                                        "deepseek_v3_dense",
                                        "deepseek_v3_no_q_latent"};
