@@ -5403,9 +5403,6 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     // A kernel that is loaded at its first launch may wait for all that runs on the GPU, a receive among it whose
     // sender waits for this rank: where there are several, CUDA loads kernels when it starts.
     if (grid->world.size > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
-    // Streams share 8 queues to the GPU unless it is told otherwise, and work in one would wait behind another stream's
-    // second receive, whose sender may wait for that work.
-    if (grid->world.size > 1) setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
 #else
     (void)argc, (void)argv;
     const char *size = getenv("OMPI_COMM_WORLD_SIZE");
