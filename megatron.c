@@ -6315,6 +6315,18 @@ static void mt_column_linear_forward(const mt_tensor_parallel *tp, void *y, cons
     tp->ops->linear_forward(y, x, w.w, bias.w, tp->T, N, K, tp->dtype, tp->stream);
 }
 
+/* The same and active[T, N] = gelu(y) by its tanh approximation: in one operation if the backend can. */
+static void mt_column_linear_gelu_forward(const mt_tensor_parallel *tp, void *active, void *y, const void *x,
+                                          mt_weight w, mt_weight bias, int64_t N, int64_t K) {
+    x = mt_region_enter_forward(tp, x, K, tp->stream);
+    if (tp->ops->linear_gelu_forward) {
+        tp->ops->linear_gelu_forward(active, y, x, w.w, bias.w, tp->T, N, K, tp->dtype, tp->stream);
+        return;
+    }
+    tp->ops->linear_forward(y, x, w.w, bias.w, tp->T, N, K, tp->dtype, tp->stream);
+    tp->ops->gelu_forward(active, y, tp->T * N, true, tp->dtype, tp->stream);
+}
+
 /* dx[rows, K], dw and dbias of dy[T, N]. x is gathered while the first product runs, dx reduced during the second. */
 static void mt_column_linear_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, const void *x,
                                       mt_weight w, mt_weight bias, int64_t N, int64_t K, int parts) {
@@ -6352,6 +6364,21 @@ static void mt_row_linear_backward(const mt_tensor_parallel *tp, void *dx, const
     if (parts & MT_PART_WEIGHT)
         tp->ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, tp->stream);
     if (parts & MT_PART_INPUT) tp->ops->linear_backward_input(dx, dy, w.w, tp->T, N, K, tp->dtype, tp->stream);
+}
+
+/* The same for x = gelu(pre) by its tanh approximation, with dpre[T, K] in place of dx. */
+static void mt_row_linear_gelu_backward(const mt_tensor_parallel *tp, void *dpre, const void *dout, const void *x,
+                                        const void *pre, mt_weight w, mt_weight bias, int64_t N, int64_t K, int parts) {
+    const void *dy = mt_region_leave_backward(tp, dout, N);
+    if (parts & MT_PART_WEIGHT)
+        tp->ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, tp->stream);
+    if (!(parts & MT_PART_INPUT)) return;
+    if (tp->ops->linear_backward_gelu) {
+        tp->ops->linear_backward_gelu(dpre, dy, w.w, pre, tp->T, N, K, tp->dtype, tp->stream);
+        return;
+    }
+    tp->ops->linear_backward_input(dpre, dy, w.w, tp->T, N, K, tp->dtype, tp->stream);
+    tp->ops->gelu_backward(dpre, dpre, pre, tp->T * K, true, tp->dtype, tp->stream);
 }
 
 /* out[rows, C] = the rows of ids[T], of which every rank holds `count` from `first` on. */
@@ -7587,30 +7614,47 @@ static const float *mt_layer_gates(const mt_model *m, const mt_layer *w, const m
     return w->expert_bucket >= 0 && m->options->moe_shared_expert_gate ? a->routing.gates : NULL;
 }
 
-static void mt_activation_forward(const mt_model *m, mt_activations *a, const float *gates, int64_t F) {
+/* The first linear layer and what follows it: SwiGLU or GELU, or with --openai-gelu its approximation, which GPUs can
+ * compute in one operation with the product before it and the backward's product behind it. */
+static void mt_mlp_inner_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
+    const float *gates = mt_layer_gates(m, w, a);
+    int64_t width = mt_fc1_width(m, w->F);
+    if (m->options->openai_gelu) {
+        mt_column_linear_gelu_forward(&m->tp, a->mlp_active, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, width,
+                                      m->C);
+        return;
+    }
+    mt_column_linear_forward(&m->tp, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, width, m->C);
     if (gates)
-        m->ops->expert_swiglu_forward(a->mlp_active, a->mlp_hidden, gates, m->T, F, m->dtype, m->stream);
+        m->ops->expert_swiglu_forward(a->mlp_active, a->mlp_hidden, gates, m->T, w->F, m->dtype, m->stream);
     else if (m->options->swiglu)
-        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, m->T, F, m->dtype, m->stream);
+        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, m->T, w->F, m->dtype, m->stream);
     else
-        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, m->T * F, m->options->openai_gelu, m->dtype, m->stream);
+        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, m->T * w->F, false, m->dtype, m->stream);
 }
 
-static void mt_activation_backward(const mt_model *m, void *dhidden, const void *dactive, const mt_activations *a,
-                                   const float *gates, int64_t F) {
+/* scratch.wide = the gradient of mlp_hidden. */
+static void mt_mlp_inner_backward(mt_model *m, const mt_layer *w, mt_activations *a, const void *dout, int parts) {
+    const float *gates = mt_layer_gates(m, w, a);
+    mt_layer_scratch *s = &m->scratch;
+    if (m->options->openai_gelu) {
+        mt_row_linear_gelu_backward(&m->tp, s->wide, dout, a->mlp_active, a->mlp_hidden, w->down, w->down_bias, m->C,
+                                    w->F, parts);
+        return;
+    }
+    mt_row_linear_backward(&m->tp, s->active, dout, a->mlp_active, w->down, w->down_bias, m->C, w->F, parts);
     if (gates)
-        m->ops->expert_swiglu_backward(dhidden, m->experts.dgates, dactive, a->mlp_hidden, gates, m->T, F, m->dtype,
-                                       m->stream);
+        m->ops->expert_swiglu_backward(s->wide, m->experts.dgates, s->active, a->mlp_hidden, gates, m->T, w->F,
+                                       m->dtype, m->stream);
     else if (m->options->swiglu)
-        m->ops->swiglu_backward(dhidden, dactive, a->mlp_hidden, m->T, F, m->dtype, m->stream);
+        m->ops->swiglu_backward(s->wide, s->active, a->mlp_hidden, m->T, w->F, m->dtype, m->stream);
     else
-        m->ops->gelu_backward(dhidden, dactive, a->mlp_hidden, m->T * F, m->options->openai_gelu, m->dtype, m->stream);
+        m->ops->gelu_backward(s->wide, s->active, a->mlp_hidden, m->T * w->F, false, m->dtype, m->stream);
 }
 
 /* scratch.hidden = mlp(mlp_normed). */
 static void mt_mlp_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
-    mt_column_linear_forward(&m->tp, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, mt_fc1_width(m, w->F), m->C);
-    mt_activation_forward(m, a, mt_layer_gates(m, w, a), w->F);
+    mt_mlp_inner_forward(m, w, a);
     mt_row_linear_forward(&m->tp, m->scratch.hidden, a->mlp_active, w->down, w->down_bias, m->C, w->F);
 }
 
@@ -7618,8 +7662,7 @@ static void mt_mlp_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
 static void mt_mlp_backward(mt_model *m, const mt_layer *w, mt_activations *a, const void *dout, int parts) {
     mt_layer_scratch *s = &m->scratch;
     int64_t width = mt_fc1_width(m, w->F);
-    mt_row_linear_backward(&m->tp, s->active, dout, a->mlp_active, w->down, w->down_bias, m->C, w->F, parts);
-    mt_activation_backward(m, s->wide, s->active, a, mt_layer_gates(m, w, a), w->F);
+    mt_mlp_inner_backward(m, w, a, dout, parts);
     if (parts == MT_PART_INPUT) mt_keep(m, a->mlp_hidden, s->wide, m->T * width);
     mt_column_linear_backward(&m->tp, s->normed, s->wide, a->mlp_normed, w->fc1, w->fc1_bias, width, m->C, parts);
 }
@@ -15802,6 +15845,16 @@ static void mt_timed_gelu_backward(void *dx, const void *dy, const void *x, int6
     MT_TIMED(gelu_backward, mt_work_bytes(n, 3 * mt_dtype_size(dtype)), dx, dy, x, n, tanh_approximation, dtype);
 }
 
+static void mt_timed_linear_gelu_forward(void *y, void *pre, const void *x, const void *w, const void *bias, int64_t T,
+                                         int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(linear_gelu_forward, mt_work_product(T, N, K), y, pre, x, w, bias, T, N, K, dtype);
+}
+
+static void mt_timed_linear_backward_gelu(void *dpre, const void *dy, const void *w, const void *pre, int64_t T,
+                                          int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(linear_backward_gelu, mt_work_product(T, N, K), dpre, dy, w, pre, T, N, K, dtype);
+}
+
 static void mt_timed_swiglu_forward(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
                                     mt_stream *stream) {
     MT_TIMED(swiglu_forward, mt_work_bytes(T * F, 3 * mt_dtype_size(dtype)), y, gate_up, T, F, dtype);
@@ -16177,6 +16230,8 @@ static void mt_profile_time_others(mt_ops *timed, const mt_ops *ops) {
     timed->channel_close = ops->channel_close;
     if (ops->qk_forward) timed->qk_forward = mt_timed_qk_forward;
     if (ops->qk_backward) timed->qk_backward = mt_timed_qk_backward;
+    if (ops->linear_gelu_forward) timed->linear_gelu_forward = mt_timed_linear_gelu_forward;
+    if (ops->linear_backward_gelu) timed->linear_backward_gelu = mt_timed_linear_backward_gelu;
     if (ops->residual_norm_forward) timed->residual_norm_forward = mt_timed_residual_norm_forward;
 }
 

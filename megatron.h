@@ -478,6 +478,12 @@ typedef void mt_gelu_forward_fn(void *y, const void *x, int64_t n, bool tanh_app
 /* dx may be dy. */
 typedef void mt_gelu_backward_fn(void *dx, const void *dy, const void *x, int64_t n, bool tanh_approximation,
                                  mt_dtype dtype, mt_stream *stream);
+/* Fused, with the tanh approximation: pre[T, N] = x[T, K] w^T + bias[N] (or NULL) and y = gelu(pre). */
+typedef void mt_linear_gelu_forward_fn(void *y, void *pre, const void *x, const void *w, const void *bias, int64_t T,
+                                       int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream);
+/* dpre[T, K] = the gradient of pre, from dy[T, N], that of gelu(pre) w^T. */
+typedef void mt_linear_backward_gelu_fn(void *dpre, const void *dy, const void *w, const void *pre, int64_t T,
+                                        int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream);
 /* y[T, F] = silu(gate) * up, with gate_up [T, 2F] = gate then up (Shazeer, "GLU variants improve transformer"). */
 typedef void mt_swiglu_forward_fn(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
                                   mt_stream *stream);
@@ -868,6 +874,8 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
 #define MT_FUSED_OPERATIONS(OP)                                                                                        \
     OP(qk_forward)                                                                                                     \
     OP(qk_backward)                                                                                                    \
+    OP(linear_gelu_forward)                                                                                            \
+    OP(linear_backward_gelu)                                                                                           \
     OP(residual_norm_forward)
 
 #define MT_ALL_OPERATIONS(OP)                                                                                          \
