@@ -592,9 +592,9 @@ __device__ __forceinline__ void backward_kv_load(const flash_task &task, const t
 template <int D, int DV> struct backward_kv_worker {
     using size = backward_kv_size<D, DV>;
     static constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
-    static constexpr bool EARLY = D == 64;      // dp can start with the scores: there are registers for both
-    static constexpr bool REUSE = size::REUSE;  // dp takes those of the scores, whose weights wait as pairs, and dk's
-                                                // product those of dp, so that it has to end with the step
+    static constexpr bool EARLY = D == 64;     // dp can start with the scores: there are registers for both
+    static constexpr bool REUSE = size::REUSE; // dp takes those of the scores, whose weights wait as pairs, and dk's
+                                               // product those of dp, so that it has to end with the step
     char *memory;
     uint32_t at, k_tile, v_tile;
     int row;

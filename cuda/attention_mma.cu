@@ -154,7 +154,8 @@ __global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) mma_forward(const f
     const range keys = keys_of(seen, t.first, QUERIES);
     const int64_t query = t.span.q_start + t.first;
     auto load_stage = [&](int key) {
-        load_keys<KEYS, D, DV>(stages + key / KEYS % 2 * size::STAGE, task, t.span.k_start + key, group, seen.k_len - key);
+        load_keys<KEYS, D, DV>(stages + key / KEYS % 2 * size::STAGE, task, t.span.k_start + key, group,
+                               seen.k_len - key);
     };
 
     float out[TILES][DV / 8][4];
@@ -239,7 +240,8 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_q(const
     const range keys = keys_of(seen, t.first, QUERIES);
     const int64_t query = t.span.q_start + t.first, stat = (query + warp_row) * shape.num_heads + t.head;
     auto load_stage = [&](int key) {
-        load_keys<KEYS, D, DV>(stages + key / KEYS % 2 * size::STAGE, task, t.span.k_start + key, group, seen.k_len - key);
+        load_keys<KEYS, D, DV>(stages + key / KEYS % 2 * size::STAGE, task, t.span.k_start + key, group,
+                               seen.k_len - key);
     };
 
     float dq[TILES][D / 8][4];
@@ -280,7 +282,7 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_q(const
 template <int D, int DV> struct backward_kv_size {
     static constexpr int TILES = D > 64 ? 1 : 2, KEYS = 16 * TILES * WARPS, QUERIES = D == 128 ? 64 : 32;
     static constexpr int OWN = KEYS * (D + DV) * 2, STAGE = QUERIES * (D + DV) * 2; // keys, values; queries, their dout
-    static constexpr int STATS = OWN + 2 * STAGE, BYTES = STATS + 4 * QUERIES * 4; // where lse and row_dot are
+    static constexpr int STATS = OWN + 2 * STAGE, BYTES = STATS + 4 * QUERIES * 4;  // where lse and row_dot are
 };
 
 /* Starts the copy of lse and row_dot of `count` queries, from `at` on and `heads` apart, to QUERIES floats of each. */
