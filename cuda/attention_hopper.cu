@@ -5,7 +5,7 @@
  * tensor cores' rate. wgmma reads operands from shared memory, for 64 rows at once, while the warps do something else.
  * So the work is cut by role. In a block, one warp finds out what to work on, one only asks the memory engine (TMA) for
  * tiles, and two warpgroups of 128 threads, each with 64 rows of its own, only calculate; they get most of the
- * registers. They meet at barriers in shared memory, a pair for every buffer: "filled" and "free" again (see ring).
+ * registers. They meet at barriers in shared memory, a pair for every buffer: "filled" and "free" again (mt_ring).
  * What the mma rung says of weights in registers holds here too: wgmma leaves its result where the next product wants
  * its operand a.
  *
@@ -27,37 +27,15 @@ enum { WARPGROUP = 128, WORKERS = 2, THREADS = WARPGROUP * (1 + WORKERS) }; // o
 
 /* ---- buffers ----------------------------------------------------------------------------------------------------- */
 
-/* STAGES buffers that are filled and emptied in turn; use number n is of buffer n % STAGES. */
-template <int STAGES> struct ring {
-    uint32_t barriers;
-    static constexpr int BYTES = STAGES * 16;
-
-    __device__ __forceinline__ uint32_t filled(int n) const {
-        return barriers + n % STAGES * 16;
-    }
-    __device__ __forceinline__ uint32_t free(int n) const {
-        return barriers + n % STAGES * 16 + 8;
-    }
-    /* `fillers` arrivals (and the announced bytes) fill a buffer, one of each of `warps` frees it. */
-    __device__ __forceinline__ void init(int fillers, int warps) const {
-        for (int n = 0; n < STAGES; n++) mt_barrier_init(filled(n), fillers), mt_barrier_init(free(n), warps);
-    }
-    __device__ __forceinline__ void wait_filled(int n) const {
-        mt_barrier_wait(filled(n), n / STAGES % 2);
-    }
-    __device__ __forceinline__ void wait_free(int n) const {
-        mt_barrier_wait(free(n), n / STAGES % 2 ^ 1);
-    }
-    __device__ __forceinline__ void release(int n) const {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mt_barrier_arrive(free(n));
-    }
-};
-
 /* Tensors as TMA sees them: [panels of 64 channels, rows, 64], in boxes of all panels of a head and a tile's rows. */
 struct tensor_maps {
     CUtensorMap q, dout, k, v;
 };
+
+/* Starts the copy of a tile's rows from `row` on, of a head whose first panel is `panel`. */
+__device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap &map, int row, int panel, uint32_t barrier) {
+    mt_copy_box(to, map, panel, row, 0, barrier);
+}
 
 /* Rows [count, ROWS) of a tile become 0; tail_cleared() then lets the warpgroup's products read it. Rows behind a
  * span's last are of another span or of nobody, and a weight of 0 times NaN is NaN. */
@@ -84,8 +62,8 @@ template <int ROWS, int D, int DV> __device__ __forceinline__ void clear_tails(u
 enum { NO_MORE = -1 }; // the head of the tile behind the last
 struct tile_queue {
     tile *slot;
-    ring<1> turns;
-    static constexpr int BYTES = (int)sizeof(tile) + ring<1>::BYTES;
+    mt_ring<1> turns;
+    static constexpr int BYTES = (int)sizeof(tile) + mt_ring<1>::BYTES;
 
     __device__ __forceinline__ explicit tile_queue(char *memory) {
         slot = (tile *)memory;
@@ -215,8 +193,8 @@ __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, 
 template <int D, int DV> struct forward_size {
     static constexpr int QUERIES = 64 * WORKERS, KEYS = 128, STAGES = 2;
     static constexpr int K_TILE = KEYS * D * 2, V_TILE = KEYS * DV * 2, K = QUERIES * D * 2, V = K + STAGES * K_TILE;
-    static constexpr int Q_RING = V + STAGES * V_TILE, K_RING = Q_RING + ring<1>::BYTES;
-    static constexpr int V_RING = K_RING + ring<STAGES>::BYTES, TILES = V_RING + ring<STAGES>::BYTES;
+    static constexpr int Q_RING = V + STAGES * V_TILE, K_RING = Q_RING + mt_ring<1>::BYTES;
+    static constexpr int V_RING = K_RING + mt_ring<STAGES>::BYTES, TILES = V_RING + mt_ring<STAGES>::BYTES;
     static constexpr int BYTES = TILES + tile_queue::BYTES;
 };
 
@@ -226,8 +204,8 @@ __device__ __forceinline__ void forward_load(const flash_task &task, const tenso
     using size = forward_size<D, DV>;
     constexpr int KEYS = size::KEYS, PANELS = D / 64, V_PANELS = DV / 64;
     const uint32_t at = mt_shared_address(memory);
-    const ring<1> q_ring{at + size::Q_RING};
-    const ring<size::STAGES> k_ring{at + size::K_RING}, v_ring{at + size::V_RING};
+    const mt_ring<1> q_ring{at + size::Q_RING};
+    const mt_ring<size::STAGES> k_ring{at + size::K_RING}, v_ring{at + size::V_RING};
     const tile_queue queue(memory + size::TILES);
     int n = 0;
     for (int round = 0;; round++) {
@@ -237,15 +215,15 @@ __device__ __forceinline__ void forward_load(const flash_task &task, const tenso
         const range keys = keys_of(band_of(t.span, task.shape.window), t.first, size::QUERIES);
         q_ring.wait_free(round);
         mt_barrier_arrive_expect(q_ring.filled(round), size::K);
-        mt_copy_tile(at, maps.q, (int)t.span.q_start + t.first, t.head * PANELS, q_ring.filled(round));
+        copy_tile(at, maps.q, (int)t.span.q_start + t.first, t.head * PANELS, q_ring.filled(round));
         for (int key = keys.first / KEYS * KEYS; key < keys.end; key += KEYS, n++) {
             const int row = (int)t.span.k_start + key, stage = n % size::STAGES;
             k_ring.wait_free(n);
             mt_barrier_arrive_expect(k_ring.filled(n), size::K_TILE);
-            mt_copy_tile(at + size::K + stage * size::K_TILE, maps.k, row, group * PANELS, k_ring.filled(n));
+            copy_tile(at + size::K + stage * size::K_TILE, maps.k, row, group * PANELS, k_ring.filled(n));
             v_ring.wait_free(n);
             mt_barrier_arrive_expect(v_ring.filled(n), size::V_TILE);
-            mt_copy_tile(at + size::V + stage * size::V_TILE, maps.v, row, group * V_PANELS, v_ring.filled(n));
+            copy_tile(at + size::V + stage * size::V_TILE, maps.v, row, group * V_PANELS, v_ring.filled(n));
         }
         mt_barrier_arrive(queue.turns.free(round));
     }
@@ -264,13 +242,13 @@ template <int D, int DV> struct forward_worker {
     uint32_t weights[1][KEYS / 16][4];
     softmax<1> state;
 
-    __device__ __forceinline__ ring<1> q_ring() const {
+    __device__ __forceinline__ mt_ring<1> q_ring() const {
         return {at + size::Q_RING};
     }
-    __device__ __forceinline__ ring<STAGES> k_ring() const {
+    __device__ __forceinline__ mt_ring<STAGES> k_ring() const {
         return {at + size::K_RING};
     }
-    __device__ __forceinline__ ring<STAGES> v_ring() const {
+    __device__ __forceinline__ mt_ring<STAGES> v_ring() const {
         return {at + size::V_RING};
     }
 
@@ -369,9 +347,9 @@ __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(1024) char memory[];
     if (threadIdx.x == 0) {
         const uint32_t at = mt_shared_address(memory);
-        ring<1>{at + size::Q_RING}.init(1, 4 * WORKERS);
-        ring<size::STAGES>{at + size::K_RING}.init(1, 4 * WORKERS);
-        ring<size::STAGES>{at + size::V_RING}.init(1, 4 * WORKERS);
+        mt_ring<1>{at + size::Q_RING}.init(1, 4 * WORKERS);
+        mt_ring<size::STAGES>{at + size::K_RING}.init(1, 4 * WORKERS);
+        mt_ring<size::STAGES>{at + size::V_RING}.init(1, 4 * WORKERS);
         tile_queue(memory + size::TILES).init();
         mt_barriers_ready();
     }
@@ -395,8 +373,8 @@ template <int D, int DV> struct backward_q_size {
     static constexpr int QUERIES = 64 * WORKERS, KEYS = D > 64 ? 64 : 128, STAGES = D > 64 ? 3 : 2;
     static constexpr int DOUT = QUERIES * D * 2, KV = DOUT + QUERIES * DV * 2;
     static constexpr int K_TILE = KEYS * D * 2, STAGE = K_TILE + KEYS * DV * 2; // keys and their values
-    static constexpr int Q_RING = KV + STAGES * STAGE, KV_RING = Q_RING + ring<1>::BYTES;
-    static constexpr int TILES = KV_RING + ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
+    static constexpr int Q_RING = KV + STAGES * STAGE, KV_RING = Q_RING + mt_ring<1>::BYTES;
+    static constexpr int TILES = KV_RING + mt_ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -405,8 +383,8 @@ __device__ __forceinline__ void backward_q_load(const flash_task &task, const te
     using size = backward_q_size<D, DV>;
     constexpr int KEYS = size::KEYS, PANELS = D / 64, V_PANELS = DV / 64;
     const uint32_t at = mt_shared_address(memory);
-    const ring<1> q_ring{at + size::Q_RING};
-    const ring<size::STAGES> kv_ring{at + size::KV_RING};
+    const mt_ring<1> q_ring{at + size::Q_RING};
+    const mt_ring<size::STAGES> kv_ring{at + size::KV_RING};
     const tile_queue queue(memory + size::TILES);
     int n = 0;
     for (int round = 0;; round++) {
@@ -417,15 +395,15 @@ __device__ __forceinline__ void backward_q_load(const flash_task &task, const te
         const int query = (int)t.span.q_start + t.first;
         q_ring.wait_free(round);
         mt_barrier_arrive_expect(q_ring.filled(round), size::KV);
-        mt_copy_tile(at, maps.q, query, t.head * PANELS, q_ring.filled(round));
-        mt_copy_tile(at + size::DOUT, maps.dout, query, t.head * V_PANELS, q_ring.filled(round));
+        copy_tile(at, maps.q, query, t.head * PANELS, q_ring.filled(round));
+        copy_tile(at + size::DOUT, maps.dout, query, t.head * V_PANELS, q_ring.filled(round));
         for (int key = keys.first / KEYS * KEYS; key < keys.end; key += KEYS, n++) {
             const int row = (int)t.span.k_start + key;
             const uint32_t to = at + size::KV + n % size::STAGES * size::STAGE;
             kv_ring.wait_free(n);
             mt_barrier_arrive_expect(kv_ring.filled(n), size::STAGE);
-            mt_copy_tile(to, maps.k, row, group * PANELS, kv_ring.filled(n));
-            mt_copy_tile(to + size::K_TILE, maps.v, row, group * V_PANELS, kv_ring.filled(n));
+            copy_tile(to, maps.k, row, group * PANELS, kv_ring.filled(n));
+            copy_tile(to + size::K_TILE, maps.v, row, group * V_PANELS, kv_ring.filled(n));
         }
         mt_barrier_arrive(queue.turns.free(round));
     }
@@ -435,8 +413,8 @@ template <int D, int DV> __device__ __forceinline__ void backward_q_work(const f
     using size = backward_q_size<D, DV>;
     constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
     const uint32_t at = mt_shared_address(memory);
-    const ring<1> q_ring{at + size::Q_RING};
-    const ring<size::STAGES> kv_ring{at + size::KV_RING};
+    const mt_ring<1> q_ring{at + size::Q_RING};
+    const mt_ring<size::STAGES> kv_ring{at + size::KV_RING};
     const tile_queue queue(memory + size::TILES);
     const mt_attention &shape = task.shape;
     const int group = threadIdx.x / WARPGROUP - 1, warp_row = (threadIdx.x / 32 - 4) * 16;
@@ -500,8 +478,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     const tile_queue queue(memory + size::TILES);
     if (threadIdx.x == 0) {
         const uint32_t at = mt_shared_address(memory);
-        ring<1>{at + size::Q_RING}.init(1, 4 * WORKERS);
-        ring<size::STAGES>{at + size::KV_RING}.init(1, 4 * WORKERS);
+        mt_ring<1>{at + size::Q_RING}.init(1, 4 * WORKERS);
+        mt_ring<size::STAGES>{at + size::KV_RING}.init(1, 4 * WORKERS);
         queue.init();
         mt_barriers_ready();
     }
@@ -527,8 +505,8 @@ template <int D, int DV> struct backward_kv_size {
     static constexpr int KEYS = 64 * WORKERS, QUERIES = 64, STAGES = D > 128 ? 3 : 4;
     static constexpr int Q_TILE = QUERIES * D * 2, STAGE = Q_TILE + QUERIES * DV * 2;
     static constexpr int V = KEYS * D * 2, Q = V + KEYS * DV * 2, STATS = Q + STAGES * STAGE;
-    static constexpr int KV_RING = STATS + STAGES * 2 * QUERIES * 4, Q_RING = KV_RING + ring<1>::BYTES;
-    static constexpr int TILES = Q_RING + ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
+    static constexpr int KV_RING = STATS + STAGES * 2 * QUERIES * 4, Q_RING = KV_RING + mt_ring<1>::BYTES;
+    static constexpr int TILES = Q_RING + mt_ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
 };
 
 /* The queries that see a tile of keys, of all heads of the group: `tiles` tiles a head from `first` on. */
@@ -549,8 +527,8 @@ __device__ __forceinline__ void backward_kv_load(const flash_task &task, const t
     using size = backward_kv_size<D, DV>;
     constexpr int QUERIES = size::QUERIES, PANELS = D / 64, V_PANELS = DV / 64;
     const uint32_t at = mt_shared_address(memory);
-    const ring<1> kv_ring{at + size::KV_RING};
-    const ring<size::STAGES> q_ring{at + size::Q_RING};
+    const mt_ring<1> kv_ring{at + size::KV_RING};
+    const mt_ring<size::STAGES> q_ring{at + size::Q_RING};
     const tile_queue queue(memory + size::TILES);
     const int heads = (int)task.shape.num_heads, lane = threadIdx.x % 32;
     int n = 0;
@@ -561,8 +539,8 @@ __device__ __forceinline__ void backward_kv_load(const flash_task &task, const t
         kv_ring.wait_free(round);
         if (lane == 0) {
             mt_barrier_arrive_expect(kv_ring.filled(round), size::Q);
-            mt_copy_tile(at, maps.k, (int)t.span.k_start + t.first, t.head * PANELS, kv_ring.filled(round));
-            mt_copy_tile(at + size::V, maps.v, (int)t.span.k_start + t.first, t.head * V_PANELS, kv_ring.filled(round));
+            copy_tile(at, maps.k, (int)t.span.k_start + t.first, t.head * PANELS, kv_ring.filled(round));
+            copy_tile(at + size::V, maps.v, (int)t.span.k_start + t.first, t.head * V_PANELS, kv_ring.filled(round));
         }
         int head = t.head * heads / (int)task.shape.num_groups, first = steps.first;
         for (int step = 0; step < steps.count; step++, n++) {
@@ -572,8 +550,8 @@ __device__ __forceinline__ void backward_kv_load(const flash_task &task, const t
             q_ring.wait_free(n);
             if (lane == 0) {
                 mt_barrier_arrive_expect(q_ring.filled(n), size::STAGE);
-                mt_copy_tile(to, maps.q, query, head * PANELS, q_ring.filled(n));
-                mt_copy_tile(to + size::Q_TILE, maps.dout, query, head * V_PANELS, q_ring.filled(n));
+                copy_tile(to, maps.q, query, head * PANELS, q_ring.filled(n));
+                copy_tile(to + size::Q_TILE, maps.dout, query, head * V_PANELS, q_ring.filled(n));
             }
             for (int row = lane; row < QUERIES; row += 32) {
                 const int64_t from = (int64_t)(query + row) * heads + head;
@@ -603,10 +581,10 @@ template <int D, int DV> struct backward_kv_worker {
     float dk[1][D / 8][4], dv[1][DV / 8][4], score[1][QUERIES / 8][4], other[1][QUERIES / 8][4];
     uint32_t pairs[1][QUERIES / 16][4]; // weights, and then gradients of scores
 
-    __device__ __forceinline__ ring<1> kv_ring() const {
+    __device__ __forceinline__ mt_ring<1> kv_ring() const {
         return {at + size::KV_RING};
     }
-    __device__ __forceinline__ ring<size::STAGES> q_ring() const {
+    __device__ __forceinline__ mt_ring<size::STAGES> q_ring() const {
         return {at + size::Q_RING};
     }
 
@@ -703,8 +681,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     const tile_queue queue(memory + size::TILES);
     if (threadIdx.x == 0) {
         const uint32_t at = mt_shared_address(memory);
-        ring<1>{at + size::KV_RING}.init(1, 4 * WORKERS);
-        ring<size::STAGES>{at + size::Q_RING}.init(1 + 32, 4 * WORKERS); // 32 lanes copy lse and row_dot
+        mt_ring<1>{at + size::KV_RING}.init(1, 4 * WORKERS);
+        mt_ring<size::STAGES>{at + size::Q_RING}.init(1 + 32, 4 * WORKERS); // 32 lanes copy lse and row_dot
         queue.init();
         mt_barriers_ready();
     }
@@ -722,31 +700,9 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 
-typedef CUresult encode_fn(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                           const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
-                           CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-/* The driver's function that makes tensor maps, found at run time so that programs need not link to the driver. */
-static encode_fn *tensor_map_encoder(void) {
-    static void *encode;
-    if (!encode) {
-        cudaDriverEntryPointQueryResult found;
-        MT_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found));
-        MT_CHECK(found == cudaDriverEntryPointSuccess && encode);
-    }
-    return (encode_fn *)encode;
-}
-
 /* `rows` rows of `heads` heads of D channels, read in tiles of `box` rows of a head. */
 static CUtensorMap tensor_map(const void *x, int64_t rows, int64_t stride, int64_t heads, int64_t D, int box) {
-    CUtensorMap map;
-    cuuint64_t sizes[] = {64, (cuuint64_t)rows, (cuuint64_t)(heads * D / 64)}, bytes[] = {(cuuint64_t)stride * 2, 128};
-    cuuint32_t boxes[] = {64, (cuuint32_t)box, (cuuint32_t)(D / 64)}, ones[] = {1, 1, 1};
-    CUresult result = tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)x, sizes, bytes, boxes,
-                                           ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    MT_CHECK(result == CUDA_SUCCESS);
-    return map;
+    return mt_tensor_map(x, MT_BF16, heads * D / 64, rows, 64, 64, stride, (int)(D / 64), box);
 }
 
 /* Maps of what the spans cover, in tiles of so many queries and keys. */
