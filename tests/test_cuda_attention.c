@@ -6,75 +6,12 @@
  * once, gradients of scores before they meet queries and keys, and once more a span where spans share keys: 1.6e-3 to
  * 5e-3 expected, 8e-3 allowed. A wrong element or a key too few is far more. No single element is off by 2e-2 of the
  * largest. Where everything cancels, as for a sequence of one token, 1e-5 is the rounding of fp32 sums. */
-#include "../megatron.h"
+#include "cuda_harness.h"
 
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
-#ifndef MT_HAVE_CUDA
-
-static void every_rung_matches_the_cpu(void **state) {
-    (void)state;
-    print_message("skipped: built without CUDA\n");
-    skip();
-}
-
-int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(every_rung_matches_the_cpu)};
-    return cmocka_run_group_tests(tests, NULL, NULL);
-}
-
-#else
+#ifdef MT_HAVE_CUDA
 #include "../cuda/attention.h"
 
 #include <cuda_runtime.h>
-
-static const mt_ops *gpu; // NULL where no GPU answers
-static mt_stream *stream, *deterministic_stream;
-static void *workspace;
-
-static int open_gpu(void **state) {
-    (void)state;
-    mt_error error;
-    gpu = mt_cuda_open(0, &error);
-    if (!gpu) {
-        print_message("skipped: %s\n", error.text);
-        return 0;
-    }
-    int64_t workspace_bytes = gpu->workspace_bytes(4096, 8, 8, 128);
-    workspace = gpu->memory_alloc(workspace_bytes);
-    stream = gpu->stream_create(workspace, workspace_bytes, false);
-    deterministic_stream = gpu->stream_create(workspace, workspace_bytes, true);
-    return 0;
-}
-
-static int close_gpu(void **state) {
-    (void)state;
-    if (!gpu) return 0;
-    gpu->stream_destroy(stream), gpu->stream_destroy(deterministic_stream);
-    gpu->memory_free(workspace);
-    return 0;
-}
-
-/* ==== numbers ==================================================================================================== */
-
-static uint64_t random_state = 88172645463325252u;
-
-static uint64_t random_word(void) {
-    random_state ^= random_state << 13;
-    random_state ^= random_state >> 7;
-    random_state ^= random_state << 17;
-    return random_state;
-}
-
-static int64_t random_below(int64_t n) {
-    return (int64_t)(random_word() % (uint64_t)n);
-}
 
 static const uint16_t POISON = 0xA5A5; // in outputs, before anything is written
 
@@ -86,7 +23,7 @@ static uint16_t *new_poisoned(int64_t n) {
 
 static uint16_t *new_random(int64_t n) {
     uint16_t *x = mt_malloc(n * 2);
-    for (int64_t i = 0; i < n; i++) x[i] = mt_f32_to_bf16((float)((double)(random_word() >> 11) / (1ull << 52) - 1));
+    for (int64_t i = 0; i < n; i++) x[i] = mt_f32_to_bf16(random_float());
     return x;
 }
 
@@ -203,19 +140,6 @@ static answer answer_of(const problem *p, const operands *given) {
     return a;
 }
 
-static void *to_gpu(const void *from, int64_t bytes) {
-    void *to = gpu->memory_alloc(bytes);
-    gpu->memory_copy(to, from, bytes, stream);
-    gpu->stream_wait(stream);
-    return to;
-}
-
-static void from_gpu(void *to, void *from, int64_t bytes) {
-    gpu->memory_copy(to, from, bytes, stream);
-    gpu->stream_wait(stream);
-    gpu->memory_free(from);
-}
-
 /* The operations of the table, which choose an implementation themselves, in the form of a rung. */
 static bool table_forward(const mt_attention_call *c) {
     gpu->attention_forward(c->out, c->lse, c->q, c->k, c->v, c->spans, c->shape, c->dtype, c->stream);
@@ -253,8 +177,8 @@ static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *
     from_gpu(o->out, call.out, o->num_out * 2);
     from_gpu(o->lse, call.lse, o->num_lse * 4);
     from_gpu(o->dqkv, dqkv, o->num_qkv * 2);
-    gpu->memory_free(device_spans), gpu->memory_free(qkv), gpu->memory_free(row_dot);
-    gpu->memory_free((void *)call.dout);
+    void *all[] = {device_spans, qkv, dqkv, row_dot, call.out, call.lse, (void *)call.dout};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) gpu->memory_free(all[i]);
     return served;
 }
 

@@ -3,60 +3,12 @@
  *
  * Tolerances, of norms: fp32 sums are right to 1e-5; a result rounded to bf16 once is off by 2^-9 of an element at most
  * and about 1.7e-3 in norm, so 4e-3 is allowed. A key too few or too many is far more. */
-#include "../megatron.h"
+#include "cuda_harness.h"
 
-#include <jansson.h>
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
-#ifndef MT_HAVE_CUDA
-
-static void few_queries_match_float64(void **state) {
-    (void)state;
-    print_message("skipped: built without CUDA\n");
-    skip();
-}
-
-int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(few_queries_match_float64)};
-    return cmocka_run_group_tests(tests, NULL, NULL);
-}
-
-#else
+#ifdef MT_HAVE_CUDA
 #include "../cuda/attention.h"
 
-static const mt_ops *gpu; // NULL where no GPU answers
-static mt_stream *stream;
-static void *workspace;
-
-static int open_gpu(void **state) {
-    (void)state;
-    mt_error error;
-    gpu = mt_cuda_open(0, &error);
-    if (!gpu) {
-        print_message("skipped: %s\n", error.text);
-        return 0;
-    }
-    int64_t bytes = gpu->workspace_bytes(64, 4096, 32, 128);
-    workspace = gpu->memory_alloc(bytes);
-    stream = gpu->stream_create(workspace, bytes, true);
-    return 0;
-}
-
-static int close_gpu(void **state) {
-    (void)state;
-    if (!gpu) return 0;
-    gpu->stream_destroy(stream);
-    gpu->memory_free(workspace);
-    return 0;
-}
-
-/* ==== numbers ==================================================================================================== */
+#include <jansson.h>
 
 static const double POISON = -776; // in outputs, before anything is written; a bf16 holds it
 
@@ -91,15 +43,12 @@ static buffer new_buffer(mt_dtype dtype, int64_t count, uint64_t seed) {
         mt_philox(words, seed, (uint64_t)i, 0);
         set_element(&b, i, seed ? words[0] * 0x1p-31 - 1 : POISON);
     }
-    b.device = gpu->memory_alloc(buffer_bytes(&b));
-    gpu->memory_copy(b.device, b.host, buffer_bytes(&b), stream);
-    gpu->stream_wait(stream);
+    b.device = to_gpu(b.host, buffer_bytes(&b));
     return b;
 }
 
 static void fetch(buffer *b) {
-    gpu->memory_copy(b->host, b->device, buffer_bytes(b), stream);
-    gpu->stream_wait(stream);
+    from_gpu(b->host, b->device, buffer_bytes(b));
 }
 
 static void free_buffer(buffer *b) {
@@ -152,11 +101,9 @@ static const mt_attention_rung *rung_named(const char *name) {
 
 /* Runs a rung. `bound`: the host's list says that every span has so many keys (0: what is true). */
 static void run_rung(const char *name, const problem *p, operands *o, int64_t bound) {
-    mt_span told[MAX_SPANS], *device = gpu->memory_alloc(sizeof told);
+    mt_span told[MAX_SPANS], *device = to_gpu(p->spans, sizeof told);
     mt_attention shape = shape_of(p);
     memcpy(told, p->spans, sizeof told);
-    gpu->memory_copy(device, p->spans, sizeof told, stream);
-    gpu->stream_wait(stream);
     for (int64_t i = 0; bound > 0 && i < p->count; i++) told[i].k_len = bound;
     mt_spans spans = {.host = told, .device = device, .count = p->count};
     mt_attention_call call = {.out = o->out.device,
@@ -167,7 +114,7 @@ static void run_rung(const char *name, const problem *p, operands *o, int64_t bo
                               .spans = &spans,
                               .shape = &shape,
                               .dtype = o->q.dtype,
-                              .stream = stream};
+                              .stream = deterministic_stream};
     if (!rung_named(name)->forward(&call)) fail_msg("%s does not serve D %d", name, (int)p->D);
     fetch(&o->out), fetch(&o->lse);
     gpu->memory_free(device);
@@ -322,7 +269,7 @@ static void what_decoding_does_not_ask_for_is_left_to_other_rungs(void **state) 
     problem p = one_span(2, 1, 64, 9, 100, true, 0); // too many queries
     mt_spans spans = {.host = p.spans, .device = NULL, .count = 1};
     mt_attention shape = shape_of(&p);
-    mt_attention_call call = {.spans = &spans, .shape = &shape, .dtype = MT_BF16, .stream = stream};
+    mt_attention_call call = {.spans = &spans, .shape = &shape, .dtype = MT_BF16, .stream = deterministic_stream};
     assert_false(rung_named("split")->forward(&call));
     p.spans[0].q_len = 1;
     shape.dropout.p = 0.1;
@@ -335,7 +282,8 @@ static void what_decoding_does_not_ask_for_is_left_to_other_rungs(void **state) 
 /* y of T rows; what follows it stays POISON. */
 static buffer linear(const buffer *x, const buffer *w, const buffer *bias, int64_t T, int64_t N, int64_t K) {
     buffer y = new_buffer(x->dtype, T * N + 64, 0);
-    gpu->linear_forward(y.device, x->device, w->device, bias ? bias->device : NULL, T, N, K, x->dtype, stream);
+    gpu->linear_forward(y.device, x->device, w->device, bias ? bias->device : NULL, T, N, K, x->dtype,
+                        deterministic_stream);
     fetch(&y);
     for (int64_t i = T * N; i < y.count; i++) assert_true(element(&y, i) == POISON);
     return y;
