@@ -61,17 +61,22 @@ static void free_buffer(buffer *b) {
 enum { MAX_SPANS = 40 };
 
 typedef struct problem {
-    int64_t H, G, D, window, Tq, Tk, count;
+    int64_t H, G, D, Dv, window, Tq, Tk, count; // Dv 0: as many value channels as channels
     mt_span spans[MAX_SPANS];
 } problem;
+
+static int64_t values_of(const problem *p) {
+    return p->Dv ? p->Dv : p->D;
+}
 
 typedef struct operands {
     buffer q, k, v, out, lse;
 } operands;
 
 static operands new_operands(const problem *p, mt_dtype dtype) {
+    int64_t Dv = values_of(p);
     return (operands){new_buffer(dtype, p->Tq * (p->H * p->D + 8), 1), new_buffer(dtype, p->Tk * (p->G * p->D + 16), 2),
-                      new_buffer(dtype, p->Tk * p->G * p->D, 3), new_buffer(dtype, p->Tq * (p->H * p->D + 8), 0),
+                      new_buffer(dtype, p->Tk * p->G * Dv, 3), new_buffer(dtype, p->Tq * (p->H * Dv + 8), 0),
                       new_buffer(MT_F32, p->Tq * p->H, 0)};
 }
 
@@ -83,11 +88,11 @@ static mt_attention shape_of(const problem *p) {
     return (mt_attention){.num_heads = p->H,
                           .num_groups = p->G,
                           .head_size = p->D,
-                          .value_size = p->D,
+                          .value_size = values_of(p),
                           .q_stride = p->H * p->D + 8,
                           .k_stride = p->G * p->D + 16,
-                          .v_stride = p->G * p->D,
-                          .out_stride = p->H * p->D + 8,
+                          .v_stride = p->G * values_of(p),
+                          .out_stride = p->H * values_of(p) + 8,
                           .window = p->window,
                           .scale = 2.5f / sqrtf((float)p->D)};
 }
@@ -120,10 +125,10 @@ static void run_rung(const char *name, const problem *p, operands *o, int64_t bo
     gpu->memory_free(device);
 }
 
-/* One query and head in float64, out [D]; returns the log-sum-exp. */
+/* One query and head in float64, out [Dv]; returns the log-sum-exp. */
 static double answer_of(const problem *p, const operands *o, const mt_span *s, int64_t i, int64_t head, double *out) {
     mt_attention shape = shape_of(p);
-    int64_t group = head / (p->H / p->G), last = i + s->k_len - s->q_len;
+    int64_t group = head / (p->H / p->G), last = i + s->k_len - s->q_len, Dv = values_of(p);
     double max = -INFINITY, sum = 0, *scores = mt_malloc((s->k_len + 1) * 8);
     for (int64_t j = 0; j < s->k_len; j++) {
         bool seen = (!s->causal || j <= last) && (p->window == 0 || j > last - p->window);
@@ -134,21 +139,21 @@ static double answer_of(const problem *p, const operands *o, const mt_span *s, i
         scores[j] = seen ? dot * (double)shape.scale : -INFINITY;
         max = fmax(max, scores[j]);
     }
-    for (int64_t c = 0; c < p->D; c++) out[c] = 0;
+    for (int64_t c = 0; c < Dv; c++) out[c] = 0;
     for (int64_t j = 0; j < s->k_len && isfinite(max); j++) {
         double weight = exp(scores[j] - max);
         sum += weight;
-        for (int64_t c = 0; c < p->D; c++)
-            out[c] += weight * element(&o->v, (s->k_start + j) * shape.v_stride + group * p->D + c);
+        for (int64_t c = 0; c < Dv; c++)
+            out[c] += weight * element(&o->v, (s->k_start + j) * shape.v_stride + group * Dv + c);
     }
-    for (int64_t c = 0; c < p->D && sum > 0; c++) out[c] /= sum;
+    for (int64_t c = 0; c < Dv && sum > 0; c++) out[c] /= sum;
     free(scores);
     return max + log(sum);
 }
 
 /* What lies beside the heads and in rows of no span is still POISON; every span's rows are near float64. */
 static void assert_attention(const char *what, const problem *p, const operands *o, double tolerance) {
-    int64_t stride = p->H * p->D + 8, untouched = 0, expected = p->Tq * stride;
+    int64_t Dv = values_of(p), stride = p->H * Dv + 8, untouched = 0, expected = p->Tq * stride;
     double error = 0, size = 0, want[256];
     for (int64_t n = 0; n < p->count; n++)
         for (int64_t i = 0; i < p->spans[n].q_len; i++)
@@ -158,11 +163,11 @@ static void assert_attention(const char *what, const problem *p, const operands 
                 if (!(got == lse || fabs(got - lse) <= 1e-5 * (1 + fabs(lse))))
                     fail_msg("%s D %d: lse of query %d head %d is %.8g, should be %.8g", what, (int)p->D, (int)query,
                              (int)head, got, lse);
-                for (int64_t c = 0; c < p->D; c++) {
-                    double difference = element(&o->out, query * stride + head * p->D + c) - want[c];
+                for (int64_t c = 0; c < Dv; c++) {
+                    double difference = element(&o->out, query * stride + head * Dv + c) - want[c];
                     error += difference * difference, size += want[c] * want[c];
                 }
-                expected -= p->D;
+                expected -= Dv;
             }
     for (int64_t i = 0; i < o->out.count; i++) untouched += element(&o->out, i) == POISON;
     if (!(sqrt(error) <= tolerance * sqrt(size)))
@@ -213,6 +218,18 @@ static void every_head_size_matches_float64(void **state) {
         problem p = one_span(4, 2, D, 1 + D / 8 % 3, 150, true, 0);
         check_attention(&p);
     }
+}
+
+static void values_narrower_or_wider_than_keys_match_float64(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const int64_t sizes[][2] = {{192, 128}, {48, 32}, {24, 16}, {8, 256}, {256, 8}, {64, 136}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (int64_t heads = 2; heads <= 8; heads *= 4) {
+            problem p = one_span(heads, 2, sizes[i][0], 1 + (int64_t)i % 3, 150, true, 0);
+            p.Dv = sizes[i][1];
+            check_attention(&p);
+        }
 }
 
 static void windows_match_float64(void **state) {
@@ -514,6 +531,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(few_queries_match_float64),
         cmocka_unit_test(every_head_size_matches_float64),
+        cmocka_unit_test(values_narrower_or_wider_than_keys_match_float64),
         cmocka_unit_test(windows_match_float64),
         cmocka_unit_test(batches_of_sequences_match_float64),
         cmocka_unit_test(a_sequence_has_the_same_bits_beside_others),
