@@ -498,7 +498,10 @@ __global__ void __launch_bounds__(THREADS, 1)
 /* ---- backward: dk and dv ----------------------------------------------------------------------------------------- */
 
 /* A lane holds D / 2 of dk, DV / 2 of dv, 32 transposed scores, as many dp, and 16 pairs. A stage is a tile of queries,
- * their dout, lse and row_dot; all heads of the group come in turn. D 192 is short of registers: see REUSE. */
+ * their dout, lse and row_dot; all heads of the group come in turn.
+ *
+ * For D 192 that is too many: dp takes the registers of the scores, whose weights wait as pairs, and the gradients'
+ * pairs those of dp, so that dk's product has to end with the step. */
 template <int D, int DV> struct backward_kv_size {
     static constexpr bool REUSE = D == 192;
     static constexpr int LOADER_REGISTERS = REUSE ? 24 : 40, WORKER_REGISTERS = REUSE ? 240 : 232;
@@ -570,9 +573,7 @@ __device__ __forceinline__ void backward_kv_load(const flash_task &task, const t
 template <int D, int DV> struct backward_kv_worker {
     using size = backward_kv_size<D, DV>;
     static constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
-    static constexpr bool EARLY = D == 64;     // dp can start with the scores: there are registers for both
-    static constexpr bool REUSE = size::REUSE; // dp takes those of the scores, whose weights wait as pairs, and dk's
-                                               // product those of dp, so that it has to end with the step
+    static constexpr bool REUSE = size::REUSE, EARLY = D == 64; // EARLY: registers are enough for scores and dp at once
     char *memory;
     uint32_t at, k_tile, v_tile;
     int row;

@@ -133,7 +133,7 @@ __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, 
 
 /* Registers hold c for 16 TILES rows: DV / 2 fp32 a lane for each 16 rows of outputs, KEYS / 2 for scores. Two row
  * tiles a warp use each ldmatrix of keys and values twice, which mma on Hopper needs: shared memory gives 128 bytes a
- * clock. D 192 has half the keys in a tile, so that the 99 KiB of GPUs smaller than sm_80 and sm_90 hold it. */
+ * clock. D 192 takes half the keys at a time, for the 99 KiB of sm_86 and sm_89. */
 template <int D, int DV> struct forward_size {
     static constexpr int TILES = DV > 128 ? 1 : 2, QUERIES = 16 * TILES * WARPS, KEYS = D == 192 ? 32 : 64;
     static constexpr int STAGE = KEYS * (D + DV) * 2, BYTES = QUERIES * D * 2 + 2 * STAGE; // a stage: keys and values
