@@ -5407,9 +5407,6 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     // A kernel that is loaded at its first launch may wait for all that runs on the GPU, a receive among it whose
     // sender waits for this rank: where there are several, CUDA loads kernels when it starts.
     if (grid->world.size > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
-    // Streams share 8 queues to the GPU unless it is told otherwise, and work in one would wait behind another stream's
-    // second receive, whose sender may wait for that work.
-    if (grid->world.size > 1) setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
 #else
     (void)argc, (void)argv;
     const char *size = getenv("OMPI_COMM_WORLD_SIZE");
@@ -6931,12 +6928,18 @@ typedef struct mt_step_graph {
     mt_graph *graph;
 } mt_step_graph;
 
+/* What a training step is judged by, on the device; copied to the host in one piece. */
+typedef struct mt_step_numbers {
+    double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
+    double guard[MT_GUARD_NUMBERS];
+    double own[2];                     // with reruns: this rank's loss and squared norm before sums over ranks
+    double mtp[2 * MT_MAX_MTP_LAYERS]; // [modules, 2] loss and what it counts, of all modules
+    float grad_scale, grad_norm;
+} mt_step_numbers;
+
 /* What a training step reports, as the device computed it. */
 typedef struct mt_step_result {
-    double sums[2]; // loss, unmasked tokens
-    double mtp[2 * MT_MAX_MTP_LAYERS];
-    double guard[MT_GUARD_NUMBERS];
-    float grad_norm;
+    mt_step_numbers numbers;
     double losses[2];    // of mt_experts, and what follows
     float *loads, *kept; // [num_layers, E]
     int32_t *invalid;    // [num_layers] of this rank
@@ -7039,18 +7042,14 @@ struct mt_model {
     mt_step_graph *step_graphs; // [max_logits + 1] by the number of sequences, for decoding
     mt_span *step_spans;        // [max_logits] bounds of a step's spans
     void **k_cache, **v_cache;  // a layer: [cache_rows, G D], [cache_rows, G Dv]
-    double *sums;               // [4] loss, unmasked tokens, squared norm, the loss once more
-    double *mtp_sums;           // [modules, 2] loss and what it counts, of all modules
-    double *guard;              // [MT_GUARD_NUMBERS]
-    double *own;                // [2] with reruns: this rank's loss and squared norm before sums over ranks
+    mt_step_numbers *numbers;   // on the device
     mt_bad_steps bad_steps;
     int64_t num_steps; // training steps so far; what is pending of a step is numbered by it
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were read
     double data_seconds;                  // of this step, in which it waited for samples
-    float *grad_scale, *grad_norm;
-    mt_context *context; // attention of ranks that share sequences, NULL for one rank
+    mt_context *context;                  // attention of ranks that share sequences, NULL for one rank
     /* the micro-batch at hand, on the device */
     mt_micro_batch *at;
     const mt_micro_batch *in_context; // the one that `context` was last told
@@ -7737,8 +7736,9 @@ static void mt_experts_move_biases(mt_model *m) {
     int64_t E = e->router.num_experts;
     for (int64_t i = 0; i < m->num_layers; i++)
         if (m->layers[i].router_bias.w)
-            m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].place * E, m->grad_scale, E,
-                                     (float)m->options->moe_router_bias_update_rate, m->stream);
+            m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].place * E,
+                                     &m->numbers->grad_scale, E, (float)m->options->moe_router_bias_update_rate,
+                                     m->stream);
 }
 
 /* Enqueues the copies of what a step reports of its experts. */
@@ -8685,9 +8685,6 @@ void mt_context_attention_backward(mt_context *c, void *dq, void *dk, void *dv, 
 /* Rows of logits that travel to the host at once. */
 enum { MT_STAGED_ROWS = 16 };
 
-/* Elements of mt_model.mtp_sums. */
-enum { MT_MTP_SUMS = 2 * MT_MAX_MTP_LAYERS };
-
 enum {
     MT_PLAN_WEIGHTS,
     MT_PLAN_GRADIENTS,
@@ -8985,12 +8982,7 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
-    m->sums = mt_arena_alloc(arena, 4 * 8);
-    m->guard = mt_arena_alloc(arena, MT_GUARD_NUMBERS * 8);
-    m->own = mt_arena_alloc(arena, 2 * 8);
-    m->mtp_sums = mt_arena_alloc(arena, MT_MTP_SUMS * 8);
-    m->grad_scale = mt_arena_alloc(arena, 4);
-    m->grad_norm = mt_arena_alloc(arena, 4);
+    m->numbers = mt_arena_alloc(arena, (int64_t)sizeof *m->numbers);
     if (m->has_loss) {
         m->row_stats = mt_arena_alloc(arena, 4 * rows * 4);
         m->loss = mt_arena_alloc(arena, rows * 4);
@@ -9509,9 +9501,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     mt_sharding_start(m);
     mt_model_share_sequences(m);
     mt_mtp_open(m);
-    ops->memory_zero(m->sums, 4 * 8, m->stream);
-    ops->memory_zero(m->mtp_sums, MT_MTP_SUMS * 8, m->stream);
-    ops->memory_zero(m->guard, MT_GUARD_NUMBERS * 8, m->stream);
+    ops->memory_zero(m->numbers, (int64_t)sizeof *m->numbers, m->stream);
     m->bad_steps.reruns = plan->train && strcmp(options->rerun_mode, "validate_results") == 0;
     if (m->rotary_dim > 0) mt_rope_tables(m);
     *out = m;
@@ -9793,7 +9783,7 @@ static void mt_mtp_head_forward(mt_model *m, int64_t k) {
     mt_bucket_release(m, m->head_bucket);
     mt_vocab_cross_entropy_forward(&m->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
                                    batch->mtp_labels + k * m->T, m->T, m->V, m->vocab_first, m->vocab_count);
-    m->ops->loss_accumulate(m->mtp_sums + 2 * k, m->mtp.loss, batch->mtp_weights + k * m->T, m->T, m->stream);
+    m->ops->loss_accumulate(m->numbers->mtp + 2 * k, m->mtp.loss, batch->mtp_weights + k * m->T, m->T, m->stream);
 }
 
 /* scratch.normed += mtp.dhidden, what a later module adds to the gradient of a hidden state. */
@@ -10017,7 +10007,7 @@ static void mt_loss_forward(mt_model *m) {
     mt_output_forward(m, m->at->output, m->rows);
     mt_vocab_cross_entropy_forward(&m->tp, m->loss, m->training ? NULL : m->entropy, m->at->lse, m->row_stats,
                                    m->at->logits, m->labels, m->T, m->V, m->vocab_first, m->vocab_count);
-    m->ops->loss_accumulate(m->sums, m->loss, m->loss_mask, m->T, m->stream);
+    m->ops->loss_accumulate(m->numbers->sums, m->loss, m->loss_mask, m->T, m->stream);
     m->num_logits = m->T;
     if (m->training) mt_mtp_forward(m);
 }
@@ -10251,9 +10241,10 @@ static void mt_decode_pass(mt_model *m) {
 }
 
 /* Whether a pass adds one token to each of its sequences: then it consists of the same operations on the same memory as
- * every other step of as many sequences, whatever their lengths. */
+ * every other step of as many sequences, whatever their lengths. Not where the host waits for what experts get. */
 static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch) {
     if (batch->num_spans != m->T || m->num_logits != m->T || m->grid->world.size > 1) return false;
+    if (m->experts.num_layers > 0 && !m->experts.grouped) return false;
     for (int64_t i = 0; i < m->T; i++)
         if (batch->spans[i].q_len != 1) return false;
     return true;
@@ -11025,7 +11016,7 @@ static void mt_bucket_reduce(mt_model *m, int64_t bucket) {
     mt_bucket_progress *progress = &s->progress[bucket];
     bool adds = b->strategy >= MT_SHARD_GRADS && progress->has_gradients; // to the shard of earlier micro-batches
     float *sum = adds ? b->grads + b->shard_first : b->grad_shard;
-    if (m->bad_steps.reruns) m->ops->squared_norm(m->own + 1, b->grads, b->count, m->stream);
+    if (m->bad_steps.reruns) m->ops->squared_norm(m->numbers->own + 1, b->grads, b->count, m->stream);
     mt_follow(m, s->grad_stream, m->stream);
     if (b->strategy == MT_NO_SHARD)
         m->ops->all_reduce(b->grads, b->count, MT_SUM, MT_F32, b->group, s->grad_stream);
@@ -11117,7 +11108,7 @@ static void mt_gradients_finish_model(mt_model *m) {
  * first of them. sums[3] = the loss, added up over all ranks: so what any rank has reaches all of them, and they judge
  * the step alike. */
 static void mt_gradients_norm(mt_model *m) {
-    m->ops->memory_copy(m->sums + 3, m->sums, 8, m->stream);
+    m->ops->memory_copy(m->numbers->sums + 3, m->numbers->sums, 8, m->stream);
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         const mt_param *param = &m->params[i];
         const mt_bucket *b = &m->buckets[param->bucket];
@@ -11127,9 +11118,9 @@ static void mt_gradients_norm(mt_model *m) {
             if (m->params[next].bucket != param->bucket || m->params[next].counted != param->counted) break;
         if (!counts || !param->counted || (count = mt_gradient_run(m, param, &m->params[next - 1], &begin)) == 0)
             continue;
-        m->ops->squared_norm(m->sums + 2, b->grad_shard + begin, count, m->stream);
+        m->ops->squared_norm(m->numbers->sums + 2, b->grad_shard + begin, count, m->stream);
     }
-    m->ops->all_reduce(m->sums + 2, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
+    m->ops->all_reduce(m->numbers->sums + 2, 2, MT_SUM, MT_F64, &m->grid->world, m->stream);
 }
 
 /* Parameters after an update of shards: gathered now, or each bucket before its first use. */
@@ -14537,8 +14528,9 @@ static void mt_step_judge(mt_model *m) {
                             .copies = m->grid->world.size};
     mt_profile_phase_begin("norm", -1, -1, m->stream);
     mt_gradients_norm(m);
-    m->ops->gradient_scale(m->grad_scale, m->grad_norm, m->sums + 2, m->sums + 1, (float)o->clip_grad, m->stream);
-    m->ops->step_guard(m->guard, m->grad_scale, m->sums + 3, m->sums + 1, m->grad_norm, &rules, m->stream);
+    mt_step_numbers *n = m->numbers;
+    m->ops->gradient_scale(&n->grad_scale, &n->grad_norm, n->sums + 2, n->sums + 1, (float)o->clip_grad, m->stream);
+    m->ops->step_guard(n->guard, &n->grad_scale, n->sums + 3, n->sums + 1, &n->grad_norm, &rules, m->stream);
     mt_experts_move_biases(m);
     mt_profile_phase_end(m->stream);
 }
@@ -14563,7 +14555,8 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
             if (count == 0) continue;
             adamw.weight_decay = k == 0 ? (float)mt_weight_decay(o, state->consumed_train_samples) : 0;
             m->ops->adamw_step(mt_at(m, b->param_shard, first), b->master ? b->master + first : NULL, b->m + first,
-                               b->v + first, b->grad_shard + first, m->grad_scale, count, &adamw, m->dtype, m->stream);
+                               b->v + first, b->grad_shard + first, &m->numbers->grad_scale, count, &adamw, m->dtype,
+                               m->stream);
         }
     }
     mt_params_finish(m);
@@ -14681,10 +14674,10 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
 
 /* Loss and tokens of the whole job: of all samples and sequences, from the ranks with the loss. */
 static void mt_sums_finish(mt_model *m) {
-    m->ops->all_reduce(m->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
-    m->ops->all_reduce(m->sums, 2, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
+    m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
+    m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
     if (m->options->mtp_num_layers == 0 || !m->training) return;
-    double *mtp = m->mtp_sums;
+    double *mtp = m->numbers->mtp;
     m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
     m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
 }
@@ -14694,15 +14687,16 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
                              mt_batch *batch, int64_t *tokens, mt_error *error) {
     mt_gradients_begin(m);
     mt_experts_begin(m);
-    m->ops->memory_zero(m->sums, 3 * 8, m->stream); // the squared norm too
-    if (m->bad_steps.reruns) m->ops->memory_zero(m->own, 2 * 8, m->stream);
-    m->ops->memory_zero(m->mtp_sums, MT_MTP_SUMS * 8, m->stream);
+    m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream); // the squared norm too
+    if (m->bad_steps.reruns) m->ops->memory_zero(m->numbers->own, 2 * 8, m->stream);
+    if (m->options->mtp_num_layers > 0)
+        m->ops->memory_zero(m->numbers->mtp, (int64_t)sizeof m->numbers->mtp, m->stream);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
     mt_source from = {source, context, batch, 0};
     if (mt_run_schedule(m, &schedule, true, &from, error) != 0) return -1;
     *tokens += from.tokens;
     mt_profile_phase_begin("gradients", -1, -1, m->stream);
-    if (m->bad_steps.reruns) m->ops->memory_copy(m->own, m->sums, 8, m->stream);
+    if (m->bad_steps.reruns) m->ops->memory_copy(m->numbers->own, m->numbers->sums, 8, m->stream);
     mt_sums_finish(m);
     mt_gradients_finish(m);
     mt_gradients_finish_model(m);
@@ -14714,10 +14708,7 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
 /* Enqueues the copies of what a step reports. */
 static void mt_step_report(mt_model *m, int slot, int64_t iteration) {
     mt_step_result *result = &m->results[slot];
-    m->ops->memory_copy(result->sums, m->sums, sizeof result->sums, m->stream);
-    m->ops->memory_copy(result->mtp, m->mtp_sums, sizeof result->mtp, m->stream);
-    m->ops->memory_copy(result->guard, m->guard, sizeof result->guard, m->stream);
-    m->ops->memory_copy(&result->grad_norm, m->grad_norm, sizeof result->grad_norm, m->stream);
+    m->ops->memory_copy(&result->numbers, m->numbers, (int64_t)sizeof *m->numbers, m->stream);
     mt_experts_tell(m, result);
     m->ops->event_record(m->pending[slot].done, m->stream);
     m->pending[slot].iteration = iteration;
@@ -14736,14 +14727,20 @@ static void mt_step_warn(const mt_model *m, const char *format, ...) {
     va_end(arguments);
 }
 
+/* Of a sum and what it counts. */
+static double mt_mean_loss(const double sums[2]) {
+    return sums[1] > 0 ? sums[0] / sums[1] : sums[0];
+}
+
 /* What is wrong with a step. */
 static void mt_step_describe(char text[160], int64_t iteration, const mt_step_result *result) {
-    double loss = result->sums[1] > 0 ? result->sums[0] / result->sums[1] : result->sums[0];
-    if (result->guard[MT_GUARD_VERDICT] == MT_LOSS_SPIKES)
+    const mt_step_numbers *n = &result->numbers;
+    double loss = mt_mean_loss(n->sums);
+    if (n->guard[MT_GUARD_VERDICT] == MT_LOSS_SPIKES)
         snprintf(text, 160, "iteration %lld: the loss is %.4g, %.1f times its average", (long long)iteration, loss,
-                 loss / result->guard[MT_GUARD_AVERAGE]);
-    else if (result->guard[MT_GUARD_VERDICT] == MT_NORM_NOT_FINITE)
-        snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)result->grad_norm);
+                 loss / n->guard[MT_GUARD_AVERAGE]);
+    else if (n->guard[MT_GUARD_VERDICT] == MT_NORM_NOT_FINITE)
+        snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)n->grad_norm);
     else
         snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, loss);
 }
@@ -14754,7 +14751,7 @@ static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *
     mt_bad_steps *bad = &m->bad_steps;
     char what[160];
     mt_step_describe(what, iteration, result);
-    if (result->guard[MT_GUARD_VERDICT] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
+    if (result->numbers.guard[MT_GUARD_VERDICT] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
     if (strcmp(o->bad_step_policy, "stop") == 0)
         return mt_error_set(error, "%s; lower --lr or look at the data (nothing was saved since)", what);
     bad->skipped++;
@@ -14777,7 +14774,7 @@ static int mt_step_check(mt_model *m, int slot, mt_error *error) {
     m->ops->event_wait(m->pending[slot].done);
     m->pending[slot].iteration = 0;
     if (m->bad_steps.rewind > 0) return 0; // it will be done again
-    if (result->guard[MT_GUARD_VERDICT] != MT_STEP_IS_GOOD) return mt_step_is_bad(m, iteration, result, error);
+    if (result->numbers.guard[MT_GUARD_VERDICT] != MT_STEP_IS_GOOD) return mt_step_is_bad(m, iteration, result, error);
     m->bad_steps.in_a_row = 0;
     return 0;
 }
@@ -14802,7 +14799,7 @@ static int mt_step_rewind(mt_model *m, mt_run_state *state, mt_error *error) {
                             (long long)bad->rewind);
     m->ops->stream_wait(m->stream);
     if (mt_checkpoint_load(m, state, saved ? o->save : o->load, error) != 0) return -1;
-    m->ops->memory_zero(m->guard, MT_GUARD_NUMBERS * 8, m->stream);
+    m->ops->memory_zero(m->numbers->guard, MT_GUARD_NUMBERS * 8, m->stream);
     bad->rewound = bad->rewind, bad->rewind = 0;
     mt_step_warn(m, "went back to iteration %lld", (long long)state->iteration);
     return MT_REWOUND;
@@ -14810,15 +14807,9 @@ static int mt_step_rewind(mt_model *m, mt_run_state *state, mt_error *error) {
 
 /* ---- a bad step once more */
 
-/* What a rank has of a step before any sum over ranks: its loss and squared norm; and the verdict. */
-typedef struct mt_own_result {
-    double own[2], guard[MT_GUARD_NUMBERS];
-} mt_own_result;
-
-static mt_own_result mt_own_result_read(mt_model *m) {
-    mt_own_result result;
-    m->ops->memory_copy(result.own, m->own, sizeof result.own, m->stream);
-    m->ops->memory_copy(result.guard, m->guard, sizeof result.guard, m->stream);
+static mt_step_numbers mt_step_numbers_read(mt_model *m) {
+    mt_step_numbers result;
+    m->ops->memory_copy(&result, m->numbers, (int64_t)sizeof result, m->stream);
     m->ops->stream_wait(m->stream);
     return result;
 }
@@ -14840,8 +14831,8 @@ static int mt_ranks_print(char text[160], const double *flags, int count) {
 }
 
 /* Says, from both results of every rank, what kind of fault it was. */
-static void mt_rerun_report(const mt_model *m, int64_t iteration, const mt_own_result *first,
-                            const mt_own_result *second) {
+static void mt_rerun_report(const mt_model *m, int64_t iteration, const mt_step_numbers *first,
+                            const mt_step_numbers *second) {
     const mt_group *world = &m->grid->world;
     char names[160];
     double *differs = mt_calloc(2 * (int64_t)world->size * 8), *not_finite = differs + world->size;
@@ -14879,12 +14870,12 @@ static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
     mt_step_judge(m);
     if (!m->bad_steps.reruns) return 0;
-    mt_own_result first = mt_own_result_read(m), second;
+    mt_step_numbers first = mt_step_numbers_read(m), second;
     if (first.guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD) return 0;
     *tokens = 0;
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
     mt_step_judge(m);
-    second = mt_own_result_read(m);
+    second = mt_step_numbers_read(m);
     mt_rerun_report(m, iteration, &first, &second);
     return 0;
 }
@@ -14908,15 +14899,15 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     if (m->bad_steps.rewind > 0) return mt_step_rewind(m, state, error);
     if (metrics) {
         const mt_step_result *result = &m->results[slot];
-        *metrics = (mt_metrics){.loss = result->sums[1] > 0 ? result->sums[0] / result->sums[1] : result->sums[0],
-                                .grad_norm = (double)result->grad_norm,
+        *metrics = (mt_metrics){.loss = mt_mean_loss(result->numbers.sums),
+                                .grad_norm = (double)result->numbers.grad_norm,
                                 .learning_rate = mt_learning_rate(m->options, state->consumed_train_samples),
                                 .weight_decay = mt_weight_decay(m->options, state->consumed_train_samples),
                                 .tokens = (double)(tokens * m->grid->data.size),
                                 .skipped = m->bad_steps.skipped,
                                 .data_seconds = m->data_seconds};
         for (int64_t k = 0; k < m->options->mtp_num_layers; k++)
-            metrics->mtp_losses[k] = result->mtp[2 * k + 1] > 0 ? result->mtp[2 * k] / result->mtp[2 * k + 1] : 0;
+            metrics->mtp_losses[k] = mt_mean_loss(result->numbers.mtp + 2 * k);
         metrics->seconds = m->unread_seconds * metrics->tokens / m->unread_tokens;
         mt_experts_report(m, result, metrics);
         m->unread_tokens = m->unread_seconds = 0;
@@ -14930,15 +14921,15 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
 int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error) {
     double sums[2];
-    m->ops->memory_zero(m->sums, 3 * 8, m->stream);
+    m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
     schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
     mt_source from = {source, context, batch, 0};
     if (micro_batches > 0 && mt_run_schedule(m, &schedule, false, &from, error) != 0) return -1;
     mt_sums_finish(m);
-    m->ops->memory_copy(sums, m->sums, 2 * 8, m->stream);
+    m->ops->memory_copy(sums, m->numbers->sums, 2 * 8, m->stream);
     m->ops->stream_wait(m->stream);
-    *loss = sums[1] > 0 ? sums[0] / sums[1] : 0;
+    *loss = mt_mean_loss(sums);
     return 0;
 }
 

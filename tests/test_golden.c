@@ -1,4 +1,4 @@
-/* Five families of tiny models against Hugging Face transformers in float64: logits, losses, every gradient, ten steps.
+/* Families of tiny models against Hugging Face transformers in float64: logits, losses, every gradient, ten steps.
  */
 #include "golden.h"
 
@@ -106,6 +106,22 @@ static void bf16_trains_to_within_two_percent_of_fp32(void **state) {
     }
 }
 
+static void two_runs_repeat_bit_for_bit(void **state) {
+    (void)state;
+    more_options = " --deterministic-mode";
+    for (int k = 0; k < NUM_FAMILIES; k++)
+        for (int bf16 = 0; bf16 < 2; bf16++) {
+            double losses[2][STEPS], norms[2][STEPS];
+            for (int turn = 0; turn < 2; turn++)
+                train_ten_steps(families[k], &grid, 2, bf16, losses[turn], norms[turn]);
+            for (int i = 0; i < STEPS; i++)
+                if (losses[0][i] != losses[1][i] || norms[0][i] != norms[1][i])
+                    fail_msg("%s in %s step %d: loss %.17g and %.17g, norm %.17g and %.17g", families[k],
+                             bf16 ? "bf16" : "fp32", i + 1, losses[0][i], losses[1][i], norms[0][i], norms[1][i]);
+        }
+    more_options = "";
+}
+
 static int train_step(fixture *f, mt_run_state *run, mt_metrics *metrics, mt_error *error) {
     source from = {f, run->iteration % STEPS, 1, 0, 1};
     return mt_train_step(f->model, run, SEQUENCES, next_micro_batch, &from, &f->batch, metrics, error);
@@ -185,6 +201,7 @@ int main(void) {
         cmocka_unit_test(every_gradient_equals_transformers),
         cmocka_unit_test(ten_steps_equal_pytorch_for_any_micro_batch_size),
         cmocka_unit_test(bf16_trains_to_within_two_percent_of_fp32),
+        cmocka_unit_test(two_runs_repeat_bit_for_bit),
         cmocka_unit_test(metrics_that_are_not_read_change_nothing),
         cmocka_unit_test(a_loss_that_is_not_finite_is_told_of_its_step_by_the_next_two),
     };
