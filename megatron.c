@@ -2836,8 +2836,9 @@ static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* Sequences that cuDNN takes are whole tiles of so many tokens, its heads at most so many channels. */
-enum { MT_CUDNN_TOKENS = 128, MT_CUDNN_CHANNELS = 128 };
+/* Sequences that cuDNN takes are whole tiles of so many tokens, its heads at most so many channels, but for those of
+ * latent attention. */
+enum { MT_CUDNN_TOKENS = 128, MT_CUDNN_CHANNELS = 128, MT_CUDNN_LATENT_CHANNELS = 192 };
 
 /* What cuDNN's attention cannot do, and the CPU, which has one implementation. */
 static int mt_options_check_attention(const mt_options *o, mt_program program, mt_error *error) {
@@ -2855,12 +2856,15 @@ static int mt_options_check_attention(const mt_options *o, mt_program program, m
                             "--attention-backend cudnn and --deterministic-mode exclude each other: its backward "
                             "does not repeat bit for bit; use flash");
     if (o->window_size > 0) return mt_error_set(error, "--attention-backend cudnn has no --window-size; use flash");
-    if (o->multi_latent_attention && o->v_head_dim != o->kv_channels)
+    bool latent = o->multi_latent_attention && o->kv_channels == MT_CUDNN_LATENT_CHANNELS &&
+                  o->v_head_dim == MT_CUDNN_CHANNELS; // DeepSeek-V3's
+    if (o->multi_latent_attention && o->v_head_dim != o->kv_channels && !latent)
         return mt_error_set(error,
-                            "--attention-backend cudnn needs values as wide as keys, and --v-head-dim %lld is not "
-                            "--qk-head-dim %lld + --qk-pos-emb-head-dim %lld; leave it out",
-                            (long long)o->v_head_dim, (long long)o->qk_head_dim, (long long)o->qk_pos_emb_head_dim);
-    if (o->kv_channels % 8 != 0 || o->kv_channels > MT_CUDNN_CHANNELS)
+                            "--attention-backend cudnn needs values as wide as keys, or keys of %d and values of %d, "
+                            "and --v-head-dim is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
+                            MT_CUDNN_LATENT_CHANNELS, MT_CUDNN_CHANNELS, (long long)o->v_head_dim,
+                            (long long)o->kv_channels);
+    if (o->kv_channels % 8 != 0 || (o->kv_channels > MT_CUDNN_CHANNELS && !latent))
         return mt_error_set(error,
                             "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %d, and "
                             "--kv-channels is %lld; use flash",

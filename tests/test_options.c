@@ -271,7 +271,10 @@ static void latent_attention_that_cannot_be_is_refused(void **state) {
     expect_error(LATENT_RUN "--kv-lora-rank 0", "--kv-lora-rank must be in [1,1048576], got 0");
     expect_error(LATENT_RUN "--bf16 --attention-dropout 0 --attention-backend cudnn --qk-head-dim 64 "
                             "--qk-pos-emb-head-dim 32 --v-head-dim 64",
-                 "needs values as wide as keys");
+                 "needs values as wide as keys, or keys of 192 and values of 128, and --v-head-dim is 64");
+    expect_error(LATENT_RUN "--bf16 --attention-dropout 0 --attention-backend cudnn --qk-head-dim 128 " // only that is
+                            "--qk-pos-emb-head-dim 64 --v-head-dim 128 --seq-length 200",               // wrong
+                 "--seq-length that is a multiple of 128, not 200");
     expect_error_of(MT_PROGRAM_TRAIN, 8, LATENT_RUN "--tensor-model-parallel-size 8",
                     "--num-attention-heads 4 must be a multiple of --tensor-model-parallel-size 8");
     expect_error("--load tests/golden/hf/deepseek_v3_dense --kv-lora-rank 8 --mock-data --seq-length 8 --train-iters 1 "
