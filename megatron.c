@@ -15129,15 +15129,10 @@ int mt_report_evaluation(const mt_report *report, const mt_run_state *state, con
  * event.proto, in protocol buffers' wire format: a key of field number and kind, then a varint, 4 or 8 bytes, or a
  * length and so many bytes. Few fields are needed, so they are written by hand. */
 
-/* CRC-32C (Castagnoli), reflected; a bit at a time, for a few hundred bytes a step. */
+/* CRC-32C, masked because records may hold checksums themselves. */
 static uint32_t mt_event_crc(const void *data, int64_t bytes) {
-    uint32_t crc = ~0u;
-    for (int64_t i = 0; i < bytes; i++) {
-        crc ^= ((const uint8_t *)data)[i];
-        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78u : 0);
-    }
-    crc = ~crc;
-    return (crc >> 15 | crc << 17) + 0xa282ead8u; // masked, because records may hold checksums themselves
+    uint32_t crc = mt_crc32c(data, bytes);
+    return (crc >> 15 | crc << 17) + 0xa282ead8u;
 }
 
 /* A message that grows; one event is far smaller than its room. */
