@@ -7040,6 +7040,7 @@ struct mt_model {
     double *guard;              // [MT_GUARD_NUMBERS]
     double *own;                // [2] with reruns: this rank's loss and squared norm before sums over ranks
     mt_bad_steps bad_steps;
+    mt_saver *saving;  // a checkpoint that is still on its way to the disk, or NULL
     int64_t num_steps; // training steps so far; what is pending of a step is numbered by it
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
@@ -13691,6 +13692,7 @@ static int mt_saver_end(mt_saver *s, int status) {
     if (status == 0) s->in_place = s->iteration;
     free(s->temporary);
     s->temporary = NULL, s->places = false;
+    s->model->saving = NULL;
     mt_checksums_free(&s->writer.sums);
     return status;
 }
@@ -13739,7 +13741,8 @@ int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
     mt_model *m = s->model;
     bool writes = m->grid->world.rank == 0;
     int64_t file = 0, largest;
-    if (mt_saver_finish(s, error) != 0) return -1; // the one before
+    if (mt_saver_finish(m->saving, error) != 0) return -1; // the one before
+    m->saving = s;
     s->iteration = state->iteration;
     snprintf(s->name, sizeof s->name, "iter_%07lld", (long long)state->iteration);
     snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", s->name, (long long)getpid());
@@ -14006,13 +14009,33 @@ bool mt_options_falls_back(const mt_options *options) {
     return options->load && options->save && strcmp(options->load, options->save) == 0;
 }
 
+/* What mt_checkpoint_resolve says on rank 0, for all ranks: while they ask one after another, a save may put another
+ * checkpoint in the place of the latest. *number: the iteration, or -1 for a folder that is no checkpoint's. */
+static int mt_checkpoint_choose(const mt_group *world, const char *folder, char **path, int64_t *number,
+                                mt_error *error) {
+    char *found = world->rank == 0 ? mt_checkpoint_resolve(folder, error) : NULL;
+    bool is_latest = found && strcmp(found, folder) != 0; // rather than the folder itself
+    *number = found && strrchr(found, '/') ? mt_iteration_of(strrchr(found, '/') + 1) : -1;
+    *path = NULL;
+    free(found);
+    if (mt_agree(world, world->rank == 0 && !found, error) != 0) return -1;
+    mt_broadcast(world, &is_latest, sizeof is_latest, 0);
+    mt_broadcast(world, number, sizeof *number, 0);
+    *path = is_latest ? mt_iteration_path(folder, *number) : mt_strdup(folder);
+    bool sees = mt_folder_has(*path, "config.json");
+    if (!sees)
+        mt_error_set(error, "%s: rank 0 sees it, rank %d does not; on several hosts it must be a folder of all", *path,
+                     world->rank);
+    return mt_agree(world, !sees, error);
+}
+
 int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
     const mt_group *world = &m->grid->world;
     const char *loads = m->options->load;
     bool falls_back = mt_options_falls_back(m->options) && loads && strcmp(folder, loads) == 0, damaged = false;
-    char *path = mt_checkpoint_resolve(folder, error);
-    int status = mt_agree(world, !path, error);
-    int64_t number = path && strrchr(path, '/') ? mt_iteration_of(strrchr(path, '/') + 1) : -1;
+    char *path;
+    int64_t number;
+    int status = mt_checkpoint_choose(world, folder, &path, &number, error);
     *state = (mt_run_state){0};
     if (status != 0 && falls_back) number = INT64_MAX, damaged = true;
     if (status == 0) status = mt_folder_load(m, state, path, &damaged, error);
@@ -14784,11 +14807,13 @@ static int mt_steps_check(mt_model *m, mt_error *error) {
     return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
 }
 
-/* Loads the last checkpoint, in place of the steps since. */
+/* Loads the last checkpoint, in place of the steps since. One that is still on its way to the disk is the last too: it
+ * is waited for, and must not take the place of the one that is loaded, or remove it, meanwhile. */
 static int mt_step_rewind(mt_model *m, mt_run_state *state, mt_error *error) {
     const mt_options *o = m->options;
     mt_bad_steps *bad = &m->bad_steps;
     if (mt_steps_check(m, error) != 0) return -1;
+    if (mt_saver_finish(m->saving, error) != 0) return -1;
     bool saved = mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
     mt_broadcast(&m->grid->world, &saved, sizeof saved, 0);
     if (!saved && !o->load)
@@ -14865,6 +14890,10 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     int status = mt_steps_check(m, error);
     m->unread_seconds += mt_time() - begin;
     return status;
+}
+
+bool mt_train_goes_back(const mt_model *m) {
+    return m->bad_steps.rewind > 0;
 }
 
 /* Gradients and the verdict on them. With --rerun-mode validate_results a bad step is done again, from the same
