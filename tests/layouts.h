@@ -615,24 +615,39 @@ static int train_on(verdict *v, trainee *t, const reference *r, const double *sa
     return 0;
 }
 
+/* Saves, in the background where the pair's number is odd, while training goes on if both halves are the same. */
+static int half_save(verdict *v, trainee *t, const pair *p, const reference *r, int number, const char *folder,
+                     mt_error *error) {
+    mt_saver *saver;
+    mt_error late;
+    mt_saver_open(&saver, t->model, folder, NULL, NULL, number % 2);
+    int status = mt_saver_save(saver, &t->state, error);
+    if (status == 0 && pair_is_of_one_layout(p)) status = train_on(v, t, r, NULL, went_on[number], error);
+    int finished = mt_saver_finish(saver, status == 0 ? error : &late);
+    mt_saver_close(saver);
+    is_saved[number] = status == 0 && finished == 0;
+    return status != 0 ? status : finished;
+}
+
+static int half_load(verdict *v, trainee *t, const pair *p, const reference *r, int number, const char *folder,
+                     mt_error *error) {
+    if (mt_checkpoint_load(t->model, &t->state, folder, error) != 0) return -1;
+    if (t->state.iteration != SAVED_AFTER) return mt_error_set(error, "the run goes on elsewhere");
+    return train_on(v, t, r, pair_is_of_one_layout(p) ? went_on[number] : NULL, NULL, error);
+}
+
 static int half_run(verdict *v, trainee *t, const pair *p, const half *h, int number, const char *folder,
                     mt_error *error) {
-    bool loads = h == &p->loads, same = pair_is_of_one_layout(p);
     const reference *r = &references[p->subject][p->saves.bf16 || p->loads.bf16];
     int status = trainee_parse(&t->options, p->subject, h->words, h->bf16, h->ranks, error);
     if (status == 0) status = trainee_open(t, error);
-    for (int step = 0; step < SAVED_AFTER && status == 0 && !loads; step++) {
+    if (status == 0 && h == &p->loads) return half_load(v, t, p, r, number, folder, error);
+    for (int step = 0; step < SAVED_AFTER && status == 0; step++) {
         mt_metrics metrics;
         status = train_one_step(t, &metrics, error);
         if (status == 0) compare(v, "the loss", step + 1, metrics.loss, r->metrics[step].loss);
     }
-    if (status == 0)
-        status = loads ? mt_checkpoint_load(t->model, &t->state, folder, error)
-                       : mt_checkpoint_save(t->model, &t->state, folder, NULL, NULL, error);
-    if (status == 0 && t->state.iteration != SAVED_AFTER) status = mt_error_set(error, "the run goes on elsewhere");
-    if (status == 0) is_saved[number] = 1;
-    if (status != 0 || (!loads && !same)) return status;
-    return train_on(v, t, r, loads && same ? went_on[number] : NULL, loads ? NULL : went_on[number], error);
+    return status != 0 ? status : half_save(v, t, p, r, number, folder, error);
 }
 
 static void run_half(const pair *p, const half *h, int number, const char *root) {
