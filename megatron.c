@@ -12445,6 +12445,18 @@ static void mt_wanted_put_stored(mt_reader *r, mt_wanted *w, int64_t at, const c
     }
 }
 
+/* to[n, m] with rows of `pitch` numbers = from[m, n] with rows of `width` stored ones, turned; 16 lines of `to` at a
+ * time stay in the cache. */
+static void mt_stored_turn(float *to, int64_t pitch, const char *from, int64_t width, mt_dtype dtype, int64_t m,
+                           int64_t n) {
+    int64_t size = mt_dtype_size(dtype);
+    for (int64_t first = 0, lines; first < n; first += lines) {
+        lines = mt_min(n - first, 16);
+        for (int64_t row = 0; row < m; row++)
+            mt_stored_to_f32(to + first * pitch + row, pitch, from + (row * width + first) * size, dtype, lines);
+    }
+}
+
 /* Takes what is wanted of a window of the tensor, whose elements lie at `data` row after row. */
 static void mt_wanted_take(mt_reader *r, mt_wanted *w, mt_window given, const char *data) {
     const mt_param *param = w->param;
@@ -12452,15 +12464,18 @@ static void mt_wanted_take(mt_reader *r, mt_wanted *w, mt_window given, const ch
     mt_window own = mt_wanted_window(param), part = mt_window_meet(given, own);
     int64_t size = mt_dtype_size(dtype), cols = param->cols;
     if (part.rows == 0 || part.cols == 0) return;
-    if (param->hf_transposed && !w->turned) w->turned = mt_malloc(own.rows * own.cols * 4);
-    bool together = !param->hf_transposed && part.cols == given.cols && part.cols == cols; // whole rows on both sides
+    if (param->hf_transposed) {
+        if (!w->turned) w->turned = mt_malloc(own.rows * own.cols * 4);
+        mt_stored_turn(w->turned + (part.col - own.col) * cols + part.row - own.row, cols,
+                       data + ((part.row - given.row) * given.cols + part.col - given.col) * size, given.cols, dtype,
+                       part.rows, part.cols);
+        return;
+    }
+    bool together = part.cols == given.cols && part.cols == cols; // whole rows on both sides
     for (int64_t row = 0, rows = together ? part.rows : 1; row < part.rows; row += rows) {
         const char *from = data + ((part.row + row - given.row) * given.cols + part.col - given.col) * size;
         int64_t to_row = part.row + row - own.row, to_col = part.col - own.col;
-        if (param->hf_transposed)
-            mt_stored_to_f32(w->turned + to_col * cols + to_row, cols, from, dtype, part.cols);
-        else
-            mt_wanted_put_stored(r, w, to_row * cols + to_col, from, rows * part.cols);
+        mt_wanted_put_stored(r, w, to_row * cols + to_col, from, rows * part.cols);
     }
 }
 
@@ -13061,7 +13076,8 @@ static int64_t mt_ring_bytes(int64_t total, int64_t largest) {
 /* ---- this rank's share */
 
 /* Elements [*begin, *end) of what lies here of a parameter, in its own order, are this rank's to write: its shard where
- * the data group shares them out, else a part of the rows. Returns where the first is, or NULL: none is. */
+ * the data group shares them out, else a part of the rows, or all where rows are the file's columns, whose parts would
+ * be short lines. Returns where the first is, or NULL: none is. */
 static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_kept kept, int64_t *begin,
                                   int64_t *end) {
     const mt_bucket *b = &m->buckets[param->bucket];
@@ -13069,7 +13085,9 @@ static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_k
     mt_part part = mt_bucket_part(m, param->bucket, kept);
     int64_t rows = mt_param_rows_stored(param), cols = param->cols;
     if (!param->counted) return NULL;
-    if (b->strategy == MT_NO_SHARD) {
+    if (b->strategy == MT_NO_SHARD && param->hf_transposed) { // in turns, so that all get as much of every role
+        *begin = 0, *end = (param->role + param->layer) % group->size == group->rank ? rows * cols : 0;
+    } else if (b->strategy == MT_NO_SHARD) {
         *begin = rows * group->rank / group->size * cols, *end = rows * (group->rank + 1) / group->size * cols;
     } else {
         *begin = mt_max(b->shard_first - param->offset, 0);
