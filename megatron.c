@@ -11711,6 +11711,27 @@ static void mt_checksums_add(mt_file_checksums *file, int64_t offset, const void
     }
 }
 
+/* mt_checksums_add for lines that begin `pitch` bytes apart in the file and lie one after another in memory. The sums
+ * of a block's lines move on together, by the same number of bytes from line to line. */
+static void mt_checksums_add_lines(mt_file_checksums *file, int64_t offset, int64_t pitch, const char *data,
+                                   int64_t bytes, int64_t lines) {
+    uint32_t step = mt_crc_zeros(1u << 31, pitch);
+    for (int64_t i = 0; i < lines;) {
+        int64_t at = offset + i * pitch, block = at / MT_SUM_BLOCK;
+        int64_t end = mt_min((block + 1) * MT_SUM_BLOCK, file->bytes);
+        int64_t count = at + bytes > end ? 0 : mt_min((end - at - bytes) / pitch + 1, lines - i); // lie in the block
+        if (count < 2) {
+            mt_checksums_add(file, at, data + i++ * bytes, bytes);
+            continue;
+        }
+        uint32_t sum = 0;
+        for (int64_t k = 0; k < count; k++, i++)
+            sum = mt_crc_multiply(sum, step) ^ mt_crc_update(0, data + i * bytes, bytes);
+        sum = mt_crc_zeros(sum, end - (at + (count - 1) * pitch + bytes));
+        __atomic_fetch_xor(&file->sums[block], sum, __ATOMIC_RELAXED);
+    }
+}
+
 /* Once all bytes are in: from the linear part to the CRC itself, which begins and ends with ones. */
 static void mt_checksums_finish(mt_file_checksums *file) {
     for (int64_t block = 0; block < file->count; block++)
@@ -12976,10 +12997,9 @@ static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *pi
     if (line == piece->pitch) lines = 1, line = bytes;
     int64_t end = piece->offset + (lines - 1) * piece->pitch + line;
     int status = 0;
-    for (int64_t i = 0; i < lines && status == 0; i++) {
-        mt_checksums_add(&w->sums.files[piece->file], piece->offset + i * piece->pitch, data + i * line, line);
+    mt_checksums_add_lines(&w->sums.files[piece->file], piece->offset, piece->pitch, data, line, lines);
+    for (int64_t i = 0; i < lines && status == 0; i++)
         status = mt_output_write(out, piece->offset + i * piece->pitch, data + i * line, line);
-    }
 #ifdef SYNC_FILE_RANGE_WRITE // what is in the page cache begins its way to the disk now, not when all is there
     if (status == 0 && bytes >= MT_SUM_BLOCK && (lines > 1 || out->direct < 0))
         (void)!sync_file_range(out->descriptor, piece->offset, end - piece->offset, SYNC_FILE_RANGE_WRITE);
