@@ -12870,6 +12870,13 @@ typedef struct mt_piece {
 /* Pieces of so many bytes, and as many of them in the ring. */
 enum { MT_PIECE_BYTES = 8 << 20, MT_RING_PIECES = 4, MT_WRITERS = 2 };
 
+/* A copy that is still to be made. */
+typedef struct mt_copy {
+    char *to;
+    const char *from;
+    int64_t bytes;
+} mt_copy;
+
 typedef struct mt_writer {
     const mt_ops *ops;
     char *block, *memory;                 // as it was allocated; aligned
@@ -12877,11 +12884,13 @@ typedef struct mt_writer {
     mt_piece *pieces;
     int64_t num_pieces, room; // submitted so far
     int64_t next, held;       // the first piece that no thread has taken; that still has its memory
-    bool closed;              // no more will come
-    bool holds_all;           // the threads wait for that, so that the copy has the machine to itself
-    bool runs;                // threads were started
-    int busy;                 // of them, those that have something left to do
-    const char *folder;       // they write into the files of `sums`
+    mt_copy *copies;
+    int64_t num_copies, copy_room;
+    bool closed;        // no more will come
+    bool holds_all;     // the threads wait for that, so that the copy has the machine to itself
+    bool runs;          // threads were started
+    int busy;           // of them, those that have something left to do
+    const char *folder; // they write into the files of `sums`
     mt_checksums sums;
     int status; // of the threads
     mt_error error;
@@ -12909,6 +12918,7 @@ static void mt_writer_close(mt_writer *w) {
     w->ops->memory_free_host(w->block);
     mt_checksums_free(&w->sums);
     free(w->pieces);
+    free(w->copies);
     pthread_mutex_destroy(&w->lock);
     pthread_cond_destroy(&w->changed);
     *w = (mt_writer){0};
@@ -13132,15 +13142,29 @@ static void mt_copy_past_cache(char *to, const char *from, int64_t bytes) {
     memcpy(to + done, from + done, (size_t)(bytes - done));
 }
 
-/* To the writer's memory. A processor copies by one thread: threads that meet after each of many small copies cost more
- * than they bring, while others write. */
-static void mt_copy_to_host(mt_model *m, char *to, const char *from, int64_t bytes, bool stays) {
-    if (strcmp(m->ops->name, "cpu") != 0)
+/* To the writer's memory. A processor's copies for an asynchronous save are made all at once, later: threads that meet
+ * after each of many small copies cost more than they bring. */
+static void mt_copy_to_host(mt_model *m, mt_writer *w, char *to, const char *from, int64_t bytes) {
+    if (strcmp(m->ops->name, "cpu") != 0) {
         m->ops->memory_copy(to, from, bytes, m->stream);
-    else if (stays)
-        mt_copy_past_cache(to, from, bytes);
-    else
+    } else if (!w->holds_all) {
         memcpy(to, from, (size_t)bytes);
+    } else {
+        if (w->num_copies == w->copy_room) {
+            w->copy_room = mt_max(2 * w->copy_room, 256);
+            w->copies = mt_realloc(w->copies, w->copy_room * (int64_t)sizeof *w->copies);
+        }
+        w->copies[w->num_copies++] = (mt_copy){to, from, bytes};
+    }
+}
+
+/* Nothing that was asked for is under way any more. */
+static void mt_copies_finish(mt_model *m, mt_writer *w) {
+    const mt_copy *copies = w->copies;
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t i = 0; i < w->num_copies; i++) mt_copy_past_cache(copies[i].to, copies[i].from, copies[i].bytes);
+    w->num_copies = 0;
+    m->ops->stream_wait(m->stream);
 }
 
 /* Copies elements [begin, end) of a parameter to host memory and hands them on, in rectangles; `start` is where its
@@ -13161,7 +13185,7 @@ static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, i
             start + (piece.turned ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
         if (w) {
             char *to = mt_writer_reserve(w, piece.offset, bytes);
-            mt_copy_to_host(m, to, from, bytes, w->holds_all);
+            mt_copy_to_host(m, w, to, from, bytes);
             if (!w->holds_all) m->ops->stream_wait(m->stream); // else once, when all are under way
             piece.data = to;
             mt_writer_submit(w, piece);
@@ -13204,7 +13228,7 @@ static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, i
             }
         }
     }
-    if (w) m->ops->stream_wait(m->stream);
+    if (w) mt_copies_finish(m, w);
     return taken;
 }
 
