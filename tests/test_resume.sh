@@ -1,6 +1,7 @@
 #!/bin/sh
 # A run that is killed goes on as if it had not been: at random moments of training and saving, from its own folder,
-# with the options that say what it goes on from. MT_KILLS=100 kills it so often; 6 times when not set.
+# with the options that say what it goes on from. MT_KILLS=100 kills it so often; 6 times when not set. MT_DEVICE=cuda
+# trains on a GPU, as one rank.
 set -u
 train=$(cd "${MT_BIN:-.}" && pwd)/train
 # In memory where that is possible: every save waits for the disk.
@@ -9,10 +10,11 @@ work=$(mktemp -d "${TMPDIR:-$memory}/mt_resume.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 failed=0
 kills=${MT_KILLS:-6}
+device=${MT_DEVICE:-cpu}
 export OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export OMPI_MCA_btl_vader_single_copy_mechanism=none OMPI_MCA_mpi_yield_when_idle=1
 launch=''
-if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
+if [ "$device" = cpu ] && [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
     launch='mpirun -np 2'
     mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte' && launch="$launch --oversubscribe"
 fi
@@ -32,7 +34,7 @@ verdict() {
 # With dropout, because what is drawn must go on too.
 small='--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 --seq-length 16
     --vocab-size 96 --mock-data --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-style cosine
-    --eval-iters 0 --device cpu'
+    --eval-iters 0 --deterministic-mode --device '$device
 
 # run ARGUMENTS...: trains on one rank.
 run() {
@@ -212,7 +214,7 @@ no_steps_convert_a_checkpoint() {
     run --train-iters 4 --save "$work/f" || return 1
     convert() {
         # shellcheck disable=SC2086
-        $launch "$train" --load "$work/$1" --save "$work/$2" --train-iters 0 --seq-length 16 --device cpu ${3:-} \
+        $launch "$train" --load "$work/$1" --save "$work/$2" --train-iters 0 --seq-length 16 --device $device ${3:-} \
             >"$work/out" 2>"$work/err" </dev/null
     }
     convert f h --bf16 && convert h g && convert f i || return 1
