@@ -245,6 +245,13 @@ an_error_in_the_background_ends_the_run() {
         [ "$(folders "$work/b")" = '3 ' ] && run --train-iters 4 --load "$work/b"
 }
 
+# The first update is far too large. On a GPU nobody has looked at the step after it when it is to be saved.
+a_bad_step_is_not_saved() {
+    refuses 'iteration 2 is bad, and there is no checkpoint yet to go back to' --train-iters 6 --lr 1e6 \
+        --lr-decay-style constant --bad-step-policy rewind --save "$work/bad" --save-interval 2 --log-interval 100 &&
+        [ ! -e "$work/bad/iter_0000002" ]
+}
+
 verdict kills_at_random_moments_change_nothing kills_at_random_moments_change_nothing
 verdict a_damaged_checkpoint_is_named a_damaged_checkpoint_is_named_and_the_one_before_is_used
 verdict a_missing_checkpoint_begins_anew_or_ends_the_run a_missing_checkpoint_begins_anew_or_ends_the_run
@@ -252,5 +259,6 @@ verdict auto_resume_finetunes_once auto_resume_finetunes_once
 verdict checkpoints_stay_as_options_say checkpoints_stay_as_options_say
 verdict another_seed_goes_on_by_no_load_rng_only another_seed_goes_on_by_no_load_rng_only
 verdict no_steps_convert_a_checkpoint no_steps_convert_a_checkpoint
+verdict a_bad_step_is_not_saved a_bad_step_is_not_saved
 verdict an_error_in_the_background_ends_the_run an_error_in_the_background_ends_the_run
 exit $failed
