@@ -7142,6 +7142,7 @@ struct mt_model {
     void **k_cache, **v_cache;  // a layer: [cache_rows, G D], [cache_rows, G Dv]
     mt_step_numbers *numbers;   // on the device
     mt_bad_steps bad_steps;
+    mt_saver *saving;  // a checkpoint that is still on its way to the disk, or NULL
     int64_t num_steps; // training steps so far; what is pending of a step is numbered by it
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
@@ -11930,6 +11931,27 @@ static void mt_checksums_add(mt_file_checksums *file, int64_t offset, const void
     }
 }
 
+/* mt_checksums_add for lines that begin `pitch` bytes apart in the file and lie one after another in memory. The sums
+ * of a block's lines move on together, by the same number of bytes from line to line. */
+static void mt_checksums_add_lines(mt_file_checksums *file, int64_t offset, int64_t pitch, const char *data,
+                                   int64_t bytes, int64_t lines) {
+    uint32_t step = mt_crc_zeros(1u << 31, pitch);
+    for (int64_t i = 0; i < lines;) {
+        int64_t at = offset + i * pitch, block = at / MT_SUM_BLOCK;
+        int64_t end = mt_min((block + 1) * MT_SUM_BLOCK, file->bytes);
+        int64_t count = at + bytes > end ? 0 : mt_min((end - at - bytes) / pitch + 1, lines - i); // lie in the block
+        if (count < 2) {
+            mt_checksums_add(file, at, data + i++ * bytes, bytes);
+            continue;
+        }
+        uint32_t sum = 0;
+        for (int64_t k = 0; k < count; k++, i++)
+            sum = mt_crc_multiply(sum, step) ^ mt_crc_update(0, data + i * bytes, bytes);
+        sum = mt_crc_zeros(sum, end - (at + (count - 1) * pitch + bytes));
+        __atomic_fetch_xor(&file->sums[block], sum, __ATOMIC_RELAXED);
+    }
+}
+
 /* Once all bytes are in: from the linear part to the CRC itself, which begins and ends with ones. */
 static void mt_checksums_finish(mt_file_checksums *file) {
     for (int64_t block = 0; block < file->count; block++)
@@ -12665,6 +12687,18 @@ static void mt_wanted_put_stored(mt_reader *r, mt_wanted *w, int64_t at, const c
     }
 }
 
+/* to[n, m] with rows of `pitch` numbers = from[m, n] with rows of `width` stored ones, turned; 16 lines of `to` at a
+ * time stay in the cache. */
+static void mt_stored_turn(float *to, int64_t pitch, const char *from, int64_t width, mt_dtype dtype, int64_t m,
+                           int64_t n) {
+    int64_t size = mt_dtype_size(dtype);
+    for (int64_t first = 0, lines; first < n; first += lines) {
+        lines = mt_min(n - first, 16);
+        for (int64_t row = 0; row < m; row++)
+            mt_stored_to_f32(to + first * pitch + row, pitch, from + (row * width + first) * size, dtype, lines);
+    }
+}
+
 /* Takes what is wanted of a window of the tensor, whose elements lie at `data` row after row. */
 static void mt_wanted_take(mt_reader *r, mt_wanted *w, mt_window given, const char *data) {
     const mt_param *param = w->param;
@@ -12672,15 +12706,18 @@ static void mt_wanted_take(mt_reader *r, mt_wanted *w, mt_window given, const ch
     mt_window own = mt_wanted_window(param), part = mt_window_meet(given, own);
     int64_t size = mt_dtype_size(dtype), cols = param->cols;
     if (part.rows == 0 || part.cols == 0) return;
-    if (param->hf_transposed && !w->turned) w->turned = mt_malloc(own.rows * own.cols * 4);
-    bool together = !param->hf_transposed && part.cols == given.cols && part.cols == cols; // whole rows on both sides
+    if (param->hf_transposed) {
+        if (!w->turned) w->turned = mt_malloc(own.rows * own.cols * 4);
+        mt_stored_turn(w->turned + (part.col - own.col) * cols + part.row - own.row, cols,
+                       data + ((part.row - given.row) * given.cols + part.col - given.col) * size, given.cols, dtype,
+                       part.rows, part.cols);
+        return;
+    }
+    bool together = part.cols == given.cols && part.cols == cols; // whole rows on both sides
     for (int64_t row = 0, rows = together ? part.rows : 1; row < part.rows; row += rows) {
         const char *from = data + ((part.row + row - given.row) * given.cols + part.col - given.col) * size;
         int64_t to_row = part.row + row - own.row, to_col = part.col - own.col;
-        if (param->hf_transposed)
-            mt_stored_to_f32(w->turned + to_col * cols + to_row, cols, from, dtype, part.cols);
-        else
-            mt_wanted_put_stored(r, w, to_row * cols + to_col, from, rows * part.cols);
+        mt_wanted_put_stored(r, w, to_row * cols + to_col, from, rows * part.cols);
     }
 }
 
@@ -13054,6 +13091,13 @@ typedef struct mt_piece {
 /* Pieces of so many bytes, and as many of them in the ring. */
 enum { MT_PIECE_BYTES = 8 << 20, MT_RING_PIECES = 4, MT_WRITERS = 2 };
 
+/* A copy that is still to be made. */
+typedef struct mt_copy {
+    char *to;
+    const char *from;
+    int64_t bytes;
+} mt_copy;
+
 typedef struct mt_writer {
     const mt_ops *ops;
     char *block, *memory;                 // as it was allocated; aligned
@@ -13061,11 +13105,13 @@ typedef struct mt_writer {
     mt_piece *pieces;
     int64_t num_pieces, room; // submitted so far
     int64_t next, held;       // the first piece that no thread has taken; that still has its memory
-    bool closed;              // no more will come
-    bool holds_all;           // the threads wait for that, so that the copy has the machine to itself
-    bool runs;                // threads were started
-    int busy;                 // of them, those that have something left to do
-    const char *folder;       // they write into the files of `sums`
+    mt_copy *copies;
+    int64_t num_copies, copy_room;
+    bool closed;        // no more will come
+    bool holds_all;     // the threads wait for that, so that the copy has the machine to itself
+    bool runs;          // threads were started
+    int busy;           // of them, those that have something left to do
+    const char *folder; // they write into the files of `sums`
     mt_checksums sums;
     int status; // of the threads
     mt_error error;
@@ -13093,6 +13139,7 @@ static void mt_writer_close(mt_writer *w) {
     w->ops->memory_free_host(w->block);
     mt_checksums_free(&w->sums);
     free(w->pieces);
+    free(w->copies);
     pthread_mutex_destroy(&w->lock);
     pthread_cond_destroy(&w->changed);
     *w = (mt_writer){0};
@@ -13181,10 +13228,9 @@ static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *pi
     if (line == piece->pitch) lines = 1, line = bytes;
     int64_t end = piece->offset + (lines - 1) * piece->pitch + line;
     int status = 0;
-    for (int64_t i = 0; i < lines && status == 0; i++) {
-        mt_checksums_add(&w->sums.files[piece->file], piece->offset + i * piece->pitch, data + i * line, line);
+    mt_checksums_add_lines(&w->sums.files[piece->file], piece->offset, piece->pitch, data, line, lines);
+    for (int64_t i = 0; i < lines && status == 0; i++)
         status = mt_output_write(out, piece->offset + i * piece->pitch, data + i * line, line);
-    }
 #ifdef SYNC_FILE_RANGE_WRITE // what is in the page cache begins its way to the disk now, not when all is there
     if (status == 0 && bytes >= MT_SUM_BLOCK && (lines > 1 || out->direct < 0))
         (void)!sync_file_range(out->descriptor, piece->offset, end - piece->offset, SYNC_FILE_RANGE_WRITE);
@@ -13281,7 +13327,8 @@ static int64_t mt_ring_bytes(int64_t total, int64_t largest) {
 /* ---- this rank's share */
 
 /* Elements [*begin, *end) of what lies here of a parameter, in its own order, are this rank's to write: its shard where
- * the data group shares them out, else a part of the rows. Returns where the first is, or NULL: none is. */
+ * the data group shares them out, else a part of the rows, or all where rows are the file's columns, whose parts would
+ * be short lines. Returns where the first is, or NULL: none is. */
 static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_kept kept, int64_t *begin,
                                   int64_t *end) {
     const mt_bucket *b = &m->buckets[param->bucket];
@@ -13289,7 +13336,9 @@ static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_k
     mt_part part = mt_bucket_part(m, param->bucket, kept);
     int64_t rows = mt_param_rows_stored(param), cols = param->cols;
     if (!param->counted) return NULL;
-    if (b->strategy == MT_NO_SHARD) {
+    if (b->strategy == MT_NO_SHARD && param->hf_transposed) { // in turns, so that all get as much of every role
+        *begin = 0, *end = (param->role + param->layer) % group->size == group->rank ? rows * cols : 0;
+    } else if (b->strategy == MT_NO_SHARD) {
         *begin = rows * group->rank / group->size * cols, *end = rows * (group->rank + 1) / group->size * cols;
     } else {
         *begin = mt_max(b->shard_first - param->offset, 0);
@@ -13314,15 +13363,29 @@ static void mt_copy_past_cache(char *to, const char *from, int64_t bytes) {
     memcpy(to + done, from + done, (size_t)(bytes - done));
 }
 
-/* To the writer's memory. A processor copies by one thread: threads that meet after each of many small copies cost more
- * than they bring, while others write. */
-static void mt_copy_to_host(mt_model *m, char *to, const char *from, int64_t bytes, bool stays) {
-    if (strcmp(m->ops->name, "cpu") != 0)
+/* To the writer's memory. A processor's copies for an asynchronous save are made all at once, later: threads that meet
+ * after each of many small copies cost more than they bring. */
+static void mt_copy_to_host(mt_model *m, mt_writer *w, char *to, const char *from, int64_t bytes) {
+    if (strcmp(m->ops->name, "cpu") != 0) {
         m->ops->memory_copy(to, from, bytes, m->stream);
-    else if (stays)
-        mt_copy_past_cache(to, from, bytes);
-    else
+    } else if (!w->holds_all) {
         memcpy(to, from, (size_t)bytes);
+    } else {
+        if (w->num_copies == w->copy_room) {
+            w->copy_room = mt_max(2 * w->copy_room, 256);
+            w->copies = mt_realloc(w->copies, w->copy_room * (int64_t)sizeof *w->copies);
+        }
+        w->copies[w->num_copies++] = (mt_copy){to, from, bytes};
+    }
+}
+
+/* Nothing that was asked for is under way any more. */
+static void mt_copies_finish(mt_model *m, mt_writer *w) {
+    const mt_copy *copies = w->copies;
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t i = 0; i < w->num_copies; i++) mt_copy_past_cache(copies[i].to, copies[i].from, copies[i].bytes);
+    w->num_copies = 0;
+    m->ops->stream_wait(m->stream);
 }
 
 /* Copies elements [begin, end) of a parameter to host memory and hands them on, in rectangles; `start` is where its
@@ -13343,7 +13406,7 @@ static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, i
             start + (piece.turned ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
         if (w) {
             char *to = mt_writer_reserve(w, piece.offset, bytes);
-            mt_copy_to_host(m, to, from, bytes, w->holds_all);
+            mt_copy_to_host(m, w, to, from, bytes);
             if (!w->holds_all) m->ops->stream_wait(m->stream); // else once, when all are under way
             piece.data = to;
             mt_writer_submit(w, piece);
@@ -13386,7 +13449,7 @@ static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, i
             }
         }
     }
-    if (w) m->ops->stream_wait(m->stream);
+    if (w) mt_copies_finish(m, w);
     return taken;
 }
 
@@ -13912,6 +13975,7 @@ static int mt_saver_end(mt_saver *s, int status) {
     if (status == 0) s->in_place = s->iteration;
     free(s->temporary);
     s->temporary = NULL, s->places = false;
+    s->model->saving = NULL;
     mt_checksums_free(&s->writer.sums);
     return status;
 }
@@ -13960,7 +14024,8 @@ int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
     mt_model *m = s->model;
     bool writes = m->grid->world.rank == 0;
     int64_t file = 0, largest;
-    if (mt_saver_finish(s, error) != 0) return -1; // the one before
+    if (mt_saver_finish(m->saving, error) != 0) return -1; // the one before
+    m->saving = s;
     s->iteration = state->iteration;
     snprintf(s->name, sizeof s->name, "iter_%07lld", (long long)state->iteration);
     snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", s->name, (long long)getpid());
@@ -14227,13 +14292,33 @@ bool mt_options_falls_back(const mt_options *options) {
     return options->load && options->save && strcmp(options->load, options->save) == 0;
 }
 
+/* What mt_checkpoint_resolve says on rank 0, for all ranks: while they ask one after another, a save may put another
+ * checkpoint in the place of the latest. *number: the iteration, or -1 for a folder that is no checkpoint's. */
+static int mt_checkpoint_choose(const mt_group *world, const char *folder, char **path, int64_t *number,
+                                mt_error *error) {
+    char *found = world->rank == 0 ? mt_checkpoint_resolve(folder, error) : NULL;
+    bool is_latest = found && strcmp(found, folder) != 0; // rather than the folder itself
+    *number = found && strrchr(found, '/') ? mt_iteration_of(strrchr(found, '/') + 1) : -1;
+    *path = NULL;
+    free(found);
+    if (mt_agree(world, world->rank == 0 && !found, error) != 0) return -1;
+    mt_broadcast(world, &is_latest, sizeof is_latest, 0);
+    mt_broadcast(world, number, sizeof *number, 0);
+    *path = is_latest ? mt_iteration_path(folder, *number) : mt_strdup(folder);
+    bool sees = mt_folder_has(*path, "config.json");
+    if (!sees)
+        mt_error_set(error, "%s: rank 0 sees it, rank %d does not; on several hosts it must be a folder of all", *path,
+                     world->rank);
+    return mt_agree(world, !sees, error);
+}
+
 int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
     const mt_group *world = &m->grid->world;
     const char *loads = m->options->load;
     bool falls_back = mt_options_falls_back(m->options) && loads && strcmp(folder, loads) == 0, damaged = false;
-    char *path = mt_checkpoint_resolve(folder, error);
-    int status = mt_agree(world, !path, error);
-    int64_t number = path && strrchr(path, '/') ? mt_iteration_of(strrchr(path, '/') + 1) : -1;
+    char *path;
+    int64_t number;
+    int status = mt_checkpoint_choose(world, folder, &path, &number, error);
     *state = (mt_run_state){0};
     if (status != 0 && falls_back) number = INT64_MAX, damaged = true;
     if (status == 0) status = mt_folder_load(m, state, path, &damaged, error);
@@ -15011,11 +15096,13 @@ static int mt_steps_check(mt_model *m, mt_error *error) {
     return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
 }
 
-/* Loads the last checkpoint, in place of the steps since. */
+/* Loads the last checkpoint, in place of the steps since. One that is still on its way to the disk is the last too: it
+ * is waited for, and must not take the place of the one that is loaded, or remove it, meanwhile. */
 static int mt_step_rewind(mt_model *m, mt_run_state *state, mt_error *error) {
     const mt_options *o = m->options;
     mt_bad_steps *bad = &m->bad_steps;
     if (mt_steps_check(m, error) != 0) return -1;
+    if (mt_saver_finish(m->saving, error) != 0) return -1;
     bool saved = mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
     mt_broadcast(&m->grid->world, &saved, sizeof saved, 0);
     if (!saved && !o->load)
@@ -15086,6 +15173,10 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     int status = mt_steps_check(m, error);
     m->unread_seconds += mt_time() - begin;
     return status;
+}
+
+bool mt_train_goes_back(const mt_model *m) {
+    return m->bad_steps.rewind > 0;
 }
 
 /* Gradients and the verdict on them. With --rerun-mode validate_results a bad step is done again, from the same
@@ -15350,15 +15441,10 @@ int mt_report_evaluation(const mt_report *report, const mt_run_state *state, con
  * event.proto, in protocol buffers' wire format: a key of field number and kind, then a varint, 4 or 8 bytes, or a
  * length and so many bytes. Few fields are needed, so they are written by hand. */
 
-/* CRC-32C (Castagnoli), reflected; a bit at a time, for a few hundred bytes a step. */
+/* CRC-32C, masked because records may hold checksums themselves. */
 static uint32_t mt_event_crc(const void *data, int64_t bytes) {
-    uint32_t crc = ~0u;
-    for (int64_t i = 0; i < bytes; i++) {
-        crc ^= ((const uint8_t *)data)[i];
-        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78u : 0);
-    }
-    crc = ~crc;
-    return (crc >> 15 | crc << 17) + 0xa282ead8u; // masked, because records may hold checksums themselves
+    uint32_t crc = mt_crc32c(data, bytes);
+    return (crc >> 15 | crc << 17) + 0xa282ead8u;
 }
 
 /* A message that grows; one event is far smaller than its room. */

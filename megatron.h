@@ -1517,6 +1517,10 @@ int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, m
 /* Waits for the steps that were enqueued, and checks them: before what they made is saved, evaluated or timed. */
 int mt_train_finish(mt_model *model, mt_error *error);
 
+/* Whether, of the steps checked so far, one was bad that the next mt_train_step goes back for ("rewind"): until then
+ * there is nothing that is worth saving or evaluating. The same on every rank. */
+bool mt_train_goes_back(const mt_model *model);
+
 /* Mean loss of `micro_batches` micro-batches a rank without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error);
