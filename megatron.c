@@ -509,6 +509,9 @@ static const mt_option mt_option_table[] = {
      "ranks that share every expert; --tensor-model-parallel-size when not given"},
     {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "tensor-parallel ranks share the tokens of norms and dropout"},
+    {"tp-comm-overlap", MT_FLAG, MT_AT(tp_comm_overlap), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "with --sequence-parallel: multiply the rows of one rank while those of the next travel; pays from about 1024 "
+     "rows a rank on"},
     {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_TRAIN, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
      "how context-parallel ranks get one another's keys: round a ring, all at once, tokens traded for heads, or both"},
     {"hierarchical-context-parallel-sizes", MT_LIST, MT_AT(hierarchical_context_parallel_sizes), MT_TRAIN, MT_OF_RUN,
@@ -2488,6 +2491,9 @@ static int mt_options_finish_parallel(mt_options *o, int64_t world_size, mt_erro
                             (long long)o->ffn_hidden_size, tensor, (long long)tp);
     if (o->sequence_parallel && tp == 1)
         return mt_error_set(error, "--sequence-parallel needs %s of 2 or more; raise it or leave the flag out", tensor);
+    if (o->tp_comm_overlap && !o->sequence_parallel)
+        return mt_error_set(error, "--tp-comm-overlap needs --sequence-parallel, which cuts the rows that travel while "
+                                   "others are multiplied");
     if (cp > 1 && o->seq_length % (2 * cp) != 0)
         return mt_error_set(error, "--seq-length %lld must be a multiple of 2 x --context-parallel-size %lld",
                             (long long)o->seq_length, (long long)cp);
@@ -6159,8 +6165,9 @@ static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int coun
  *   gather_from_sequence_region         forward: all-gather rows      backward: reduce-scatter rows
  *   reduce_scatter_to_sequence_region   forward: reduce-scatter rows  backward: all-gather rows
  *
- * Both pairs move the same bytes; the second keeps 1/t of the activations. Invariant: what a function returns is
- * complete on its stream. */
+ * Both pairs move the same bytes; the second keeps 1/t of the activations. With --tp-comm-overlap the second moves rank
+ * by rank, so that products need not wait for all of it. Invariant: what a function returns is complete on its stream.
+ */
 
 /* What the regions of a micro-batch need to know. */
 typedef struct mt_tensor_parallel {
@@ -6169,9 +6176,13 @@ typedef struct mt_tensor_parallel {
     mt_stream *stream, *comm; // where products run, and where communication runs beside them
     mt_dtype dtype;
     bool sequence_parallel;
+    bool overlaps;            // products take the rows of one rank after another, while the next travel
     bool accumulates;         // gradients of weights are added to, not written
     int64_t T, rows;          // tokens; and rows of hidden states here: T, or T / group size
     void *gathered, *partial; // [T, C or wider] under sequence parallelism: a whole operand, and a sum to be scattered
+    int64_t max_rows;         // `rows` at most: in `gathered`, the part that rank r sent begins at row r max_rows
+    int32_t *part_rows;       // [max_rows, group size]: the rows of `gathered` that are the parts of a row
+    int64_t *sent, *received; // [group size] of the host: the counts of a trade, otherwise 0
     float *loss_parts;        // [group size, 4, T], of the vocabulary-parallel loss
 } mt_tensor_parallel;
 
@@ -6250,6 +6261,47 @@ static const void *mt_region_leave_backward(const mt_tensor_parallel *tp, const 
     return tp->gathered;
 }
 
+/* ---- the second pair rank by rank. In step s of t, this rank sends to the one s after it and receives from the one s
+ * before it, so each link is busy in each step; the products between are of a rank's rows. */
+
+/* In x[T, C], the rows that rank `owner` has outside of the region. */
+static void *mt_rows_of_rank(const mt_tensor_parallel *tp, const void *x, int owner, int64_t C) {
+    return (void *)(uintptr_t)mt_rows_from(x, owner * tp->rows, C, tp->dtype);
+}
+
+/* The rank that is `step` after this one, or before it. */
+static int mt_tensor_rank_after(const mt_tensor_parallel *tp, int step) {
+    return (tp->group->rank + step + tp->group->size) % tp->group->size;
+}
+
+/* Sends rows [rows, C] to the rank `step` after this one, and receives from the one before it. */
+static void mt_tensor_trade(const mt_tensor_parallel *tp, void *received, const void *sent, int64_t C, int step) {
+    int to = mt_tensor_rank_after(tp, step), from = mt_tensor_rank_after(tp, -step);
+    tp->sent[to] = tp->received[from] = tp->rows * C;
+    tp->ops->all_to_all_v(received, tp->received, sent, tp->sent, tp->dtype, tp->group, tp->comm);
+    tp->sent[to] = tp->received[from] = 0;
+}
+
+/* Gathers x[rows, C] of all ranks in as many steps: returns the rows of one of them, the owner, while the next rank's
+ * are on their way. This rank's own come first, and are those at x; others are in their place of `gathered`. */
+static const void *mt_gather_step(const mt_tensor_parallel *tp, const void *x, int64_t C, int step, int *owner) {
+    if (step == 0)
+        tp->ops->stream_follow(tp->comm, tp->stream);
+    else
+        tp->ops->stream_follow(tp->stream, tp->comm);
+    *owner = mt_tensor_rank_after(tp, -step);
+    if (step + 1 < tp->group->size) {
+        int next = mt_tensor_rank_after(tp, -step - 1);
+        mt_tensor_trade(tp, mt_rows_of_rank(tp, tp->gathered, next, C), x, C, step + 1);
+    }
+    return step == 0 ? x : mt_rows_of_rank(tp, tp->gathered, *owner, C);
+}
+
+/* Where the part comes that rank `source` makes of this rank's rows. */
+static void *mt_part_from_rank(const mt_tensor_parallel *tp, int source, int64_t C) {
+    return (void *)(uintptr_t)mt_rows_from(tp->gathered, source * tp->max_rows, C, tp->dtype);
+}
+
 /* ==== §7 parallel linear layers, embedding, loss ================================================================= */
 /* A weight cut by rows (column parallel, as Megatron calls it after the mathematical transpose) gives every rank some
  * outputs; one cut by columns (row parallel) takes some inputs and gives a part of the sum. With a group of one these
@@ -6261,8 +6313,17 @@ enum { MT_PART_INPUT = 1, MT_PART_WEIGHT = 2, MT_PART_BOTH = 3 };
 /* y[T, N] = x w^T + bias for this rank's N outputs, x[rows, K]. */
 static void mt_column_linear_forward(const mt_tensor_parallel *tp, void *y, const void *x, mt_weight w, mt_weight bias,
                                      int64_t N, int64_t K) {
-    x = mt_region_enter_forward(tp, x, K, tp->stream);
-    tp->ops->linear_forward(y, x, w.w, bias.w, tp->T, N, K, tp->dtype, tp->stream);
+    const mt_ops *ops = tp->ops;
+    if (!tp->overlaps) {
+        x = mt_region_enter_forward(tp, x, K, tp->stream);
+        ops->linear_forward(y, x, w.w, bias.w, tp->T, N, K, tp->dtype, tp->stream);
+        return;
+    }
+    for (int step = 0, owner; step < tp->group->size; step++) {
+        const void *piece = mt_gather_step(tp, x, K, step, &owner);
+        ops->linear_forward(mt_rows_of_rank(tp, y, owner, N), piece, w.w, bias.w, tp->rows, N, K, tp->dtype,
+                            tp->stream);
+    }
 }
 
 /* dx[rows, K], dw and dbias of dy[T, N]. x is gathered while the first product runs, dx reduced during the second. */
@@ -6287,21 +6348,61 @@ static void mt_column_linear_backward(const mt_tensor_parallel *tp, void *dx, co
     if (parallel && (parts & MT_PART_INPUT)) ops->stream_follow(stream, comm);
 }
 
+/* The same, of which each rank's part travels while the next is multiplied. This rank's own comes last; all parts are
+ * added in fp32, in the order of ranks. */
+static void mt_row_linear_forward_in_steps(const mt_tensor_parallel *tp, void *out, const void *x, mt_weight w,
+                                           const void *bias, int64_t N, int64_t K) {
+    const mt_ops *ops = tp->ops;
+    int size = tp->group->size;
+    for (int step = 1; step <= size; step++) {
+        int to = mt_tensor_rank_after(tp, step), from = mt_tensor_rank_after(tp, -step);
+        void *part = step < size ? mt_rows_of_rank(tp, tp->partial, to, N) : mt_part_from_rank(tp, to, N);
+        ops->linear_forward(part, mt_rows_of_rank(tp, x, to, K), w.w, bias, tp->rows, N, K, tp->dtype, tp->stream);
+        if (step == size) break;
+        ops->stream_follow(tp->comm, tp->stream);
+        mt_tensor_trade(tp, mt_part_from_rank(tp, from, N), part, N, step);
+    }
+    ops->stream_follow(tp->stream, tp->comm);
+    ops->combine_rows(out, tp->gathered, tp->part_rows, NULL, tp->rows, size, N, tp->dtype, tp->stream);
+}
+
 /* out[rows, N] = the sum over ranks of x[T, K] w^T, plus the bias, which the first rank's part carries. */
 static void mt_row_linear_forward(const mt_tensor_parallel *tp, void *out, const void *x, mt_weight w, mt_weight bias,
                                   int64_t N, int64_t K) {
     const void *own_bias = tp->group->rank == 0 ? bias.w : NULL;
+    if (tp->overlaps) {
+        mt_row_linear_forward_in_steps(tp, out, x, w, own_bias, N, K);
+        return;
+    }
     tp->ops->linear_forward(mt_region_partial(tp, out), x, w.w, own_bias, tp->T, N, K, tp->dtype, tp->stream);
     mt_region_leave_forward(tp, out, N);
+}
+
+/* dx[T, K] of dout[rows, N], rank by rank; returns dout of all rows. */
+static const void *mt_row_linear_backward_in_steps(const mt_tensor_parallel *tp, void *dx, const void *dout,
+                                                   mt_weight w, int64_t N, int64_t K) {
+    const mt_ops *ops = tp->ops;
+    for (int step = 0, owner; step < tp->group->size; step++) {
+        const void *piece = mt_gather_step(tp, dout, N, step, &owner);
+        ops->linear_backward_input(mt_rows_of_rank(tp, dx, owner, K), piece, w.w, tp->rows, N, K, tp->dtype,
+                                   tp->stream);
+    }
+    ops->memory_copy(mt_rows_of_rank(tp, tp->gathered, tp->group->rank, N), dout,
+                     tp->rows * N * mt_dtype_size(tp->dtype), tp->comm); // beside the last product
+    ops->stream_follow(tp->stream, tp->comm);
+    return tp->gathered;
 }
 
 /* dx[T, K], dw and dbias of dout[rows, N]; every rank sums the same dbias over all rows. */
 static void mt_row_linear_backward(const mt_tensor_parallel *tp, void *dx, const void *dout, const void *x, mt_weight w,
                                    mt_weight bias, int64_t N, int64_t K, int parts) {
-    const void *dy = mt_region_leave_backward(tp, dout, N);
+    bool in_steps = tp->overlaps && (parts & MT_PART_INPUT);
+    const void *dy = in_steps ? mt_row_linear_backward_in_steps(tp, dx, dout, w, N, K)
+                              : mt_region_leave_backward(tp, dout, N);
     if (parts & MT_PART_WEIGHT)
         tp->ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, tp->stream);
-    if (parts & MT_PART_INPUT) tp->ops->linear_backward_input(dx, dy, w.w, tp->T, N, K, tp->dtype, tp->stream);
+    if ((parts & MT_PART_INPUT) && !in_steps)
+        tp->ops->linear_backward_input(dx, dy, w.w, tp->T, N, K, tp->dtype, tp->stream);
 }
 
 /* out[rows, C] = the rows of ids[T], of which every rank holds `count` from `first` on. */
@@ -8925,6 +9026,7 @@ static void mt_layout_parallel(mt_model *m, mt_arena *arena) {
         m->tp.gathered = mt_arena_alloc(arena, T * widest * size);
         m->tp.partial = mt_arena_alloc(arena, T * widest * size);
     }
+    if (m->tp.overlaps) m->tp.part_rows = mt_arena_alloc(arena, m->max_rows * ranks * 4);
     if (ranks > 1 && m->has_loss) {
         m->tp.loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
         m->gathered_logits = mt_arena_alloc(arena, ranks * MT_STAGED_ROWS * m->V * size);
@@ -9281,7 +9383,8 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
     if (o->multi_latent_attention) m->rotary_dim = o->qk_pos_emb_head_dim;
     m->tp = (mt_tensor_parallel){.ops = m->ops, .group = &m->grid->tensor, .dtype = m->dtype};
     m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // generation has too few rows to cut
-    m->max_rows = m->tp.sequence_parallel ? m->plan.max_tokens / tp : m->plan.max_tokens;
+    m->tp.overlaps = o->tp_comm_overlap && m->tp.sequence_parallel;
+    m->max_rows = m->tp.max_rows = m->tp.sequence_parallel ? m->plan.max_tokens / tp : m->plan.max_tokens;
 }
 
 /* The chunks of this pipeline rank and the layers in them. */
@@ -9440,6 +9543,23 @@ static void mt_model_share_sequences(mt_model *m) {
         mt_batch_alloc(&m->micro_batches[i].whole, cp * m->plan.max_tokens);
 }
 
+/* What --tp-comm-overlap needs: a stream, counts, and where the parts of sums are. */
+static void mt_tensor_open(mt_model *m) {
+    mt_tensor_parallel *tp = &m->tp;
+    int64_t ranks = tp->group->size;
+    tp->comm = m->stream;
+    if (ranks > 1) tp->comm = m->ops->stream_create(NULL, 0, m->options->deterministic_mode);
+    if (!tp->overlaps) return;
+    tp->sent = mt_calloc(ranks * (int64_t)sizeof *tp->sent);
+    tp->received = mt_calloc(ranks * (int64_t)sizeof *tp->received);
+    int32_t *part_rows = mt_malloc(tp->max_rows * ranks * 4);
+    for (int64_t row = 0; row < tp->max_rows; row++)
+        for (int64_t r = 0; r < ranks; r++) part_rows[row * ranks + r] = (int32_t)(r * tp->max_rows + row);
+    m->ops->memory_copy(tp->part_rows, part_rows, tp->max_rows * ranks * 4, m->stream);
+    m->ops->stream_wait(m->stream);
+    free(part_rows);
+}
+
 /* Host memory for multi-token prediction. */
 static void mt_mtp_open(mt_model *m) {
     int64_t tokens = m->plan.max_tokens * m->grid->context.size;
@@ -9491,8 +9611,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     }
     if (plan->cache_rows > 0) mt_decode_create(m);
     m->stream = m->tp.stream = ops->stream_create(m->workspace, m->workspace_bytes, options->deterministic_mode);
-    m->tp.comm = m->stream;
-    if (grid->tensor.size > 1) m->tp.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
+    mt_tensor_open(m);
     m->experts.comm = m->stream;
     if (m->experts.num_layers > 0 && grid->expert_exchange.size > 1)
         m->experts.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
@@ -9542,6 +9661,8 @@ void mt_model_destroy(mt_model *m) {
     mt_batch_free(&m->mtp.rolled);
     mt_batch_free(&m->mtp.local);
     free(m->mtp.weights);
+    free(m->tp.sent);
+    free(m->tp.received);
     free(m->micro_batches);
     free(m->stages);
     free(m->first_local);

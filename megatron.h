@@ -174,7 +174,7 @@ typedef struct mt_options {
     /* parallelism */
     int64_t tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size;
     int64_t expert_model_parallel_size, expert_tensor_parallel_size;
-    bool sequence_parallel;
+    bool sequence_parallel, tp_comm_overlap;
     char *cp_comm_type;                             // p2p | all_gather | a2a | a2a+p2p
     mt_strings hierarchical_context_parallel_sizes; // a2a, ring
     int64_t distributed_timeout_seconds;
