@@ -6397,8 +6397,8 @@ static const void *mt_row_linear_backward_in_steps(const mt_tensor_parallel *tp,
 static void mt_row_linear_backward(const mt_tensor_parallel *tp, void *dx, const void *dout, const void *x, mt_weight w,
                                    mt_weight bias, int64_t N, int64_t K, int parts) {
     bool in_steps = tp->overlaps && (parts & MT_PART_INPUT);
-    const void *dy = in_steps ? mt_row_linear_backward_in_steps(tp, dx, dout, w, N, K)
-                              : mt_region_leave_backward(tp, dout, N);
+    const void *dy =
+        in_steps ? mt_row_linear_backward_in_steps(tp, dx, dout, w, N, K) : mt_region_leave_backward(tp, dout, N);
     if (parts & MT_PART_WEIGHT)
         tp->ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, tp->stream);
     if ((parts & MT_PART_INPUT) && !in_steps)

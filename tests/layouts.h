@@ -1006,6 +1006,7 @@ static const family_layout families_on_layouts[] = {
     {4, "qwen2", 1, SHARD "optim_grads_params" PREFETCH},
     {4, "qwen3", 1, PP "2" CP "2"},
     {4, "qwen3", 2, TP "2" SHARD "optim_grads"},
+    {4, "qwen2", 1, TP "4" STEPWISE},
     {4, "deepseek_v3_dense", 1, TP "4" SP},
     {4, "deepseek_v3_no_q_latent", 2, TP "2" SP CP "2"},
     {8, "gpt2", 1, TP "2" SP PP "2" CP "2" BY "all_gather"},
