@@ -3,34 +3,14 @@
 set -u
 device=${MT_DEVICE:-cpu} patience=2
 [ "$device" = cpu ] || patience=20 # NCCL's start takes seconds
-train=$(cd "${MT_BIN:-.}" && pwd)/train
-work=$(mktemp -d "${TMPDIR:-/tmp}/mt_faults.XXXXXX")
-trap 'rm -rf "$work"' EXIT
-failed=0
-export OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-export OMPI_MCA_btl_vader_single_copy_mechanism=none
-if [ -z "${HAVE_MPI:-}" ] || ! command -v mpirun >/dev/null; then
-    echo "skipped: MPI is absent"
-    exit 77
-fi
-oversubscribe=''
-mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte' && oversubscribe='--oversubscribe'
+. tests/suite.sh
+export OMP_NUM_THREADS=1
+needs_mpi
+mpirun=$(mpirun_here)
 
 options='--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 8 --mock-data --lr 1e-3
     --global-batch-size 12 --train-iters 100000000 --eval-iters 0'
 options="$options --device $device"
-
-verdict() {
-    name=$1
-    shift
-    if "$@"; then
-        echo "ok $name"
-    else
-        echo "not ok $name"
-        cat "$work/out" "$work/err"
-        failed=1
-    fi
-}
 
 # start COUNT ARGUMENTS...: trains in the background, beyond the first steps when this returns. Every rank writes down
 # its process, so that it can be stopped or killed; job is that of mpirun.
@@ -39,7 +19,7 @@ start() {
     shift
     rm -f "$work"/rank.* "$work/metrics"
     # shellcheck disable=SC2086,SC2016
-    mpirun $oversubscribe -np "$count" sh -c '
+    $mpirun -np "$count" sh -c '
         echo $$ >"$1.${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"
         shift
         exec "$@"' sh "$work/rank" "$train" $options --metrics "$work/metrics" "$@" \
@@ -75,12 +55,6 @@ ends() {
     return 1
 }
 
-says() {
-    grep -q "$1" "$work/err" && return 0
-    echo "nothing says \"$1\""
-    return 1
-}
-
 a_rank_that_hangs_ends_the_job_and_the_others_say_so() {
     start 3 --distributed-timeout-seconds $patience || return 1
     kill -STOP "$(cat "$work/rank.1")"
@@ -88,8 +62,8 @@ a_rank_that_hangs_ends_the_job_and_the_others_say_so() {
     ended=$?
     kill -KILL "$(cat "$work/rank.1")" 2>/dev/null
     [ $ended = 0 ] || return 1
-    says "^error: rank 0 waited more than $patience s for [a-zA-Z_ (:]* in group" || return 1
-    says "^error: rank 2 waited more than $patience s for [a-zA-Z_ (:]* in group" || return 1
+    says "^error: rank 0 waited more than $patience s for [a-zA-Z_ (:]* in group" "$work/err" || return 1
+    says "^error: rank 2 waited more than $patience s for [a-zA-Z_ (:]* in group" "$work/err" || return 1
     ! grep -q 'rank 1 waited' "$work/err"
 }
 
@@ -110,20 +84,21 @@ a_run_longer_than_the_timeout_goes_on() {
 
 ranks_with_other_options_are_named() {
     # shellcheck disable=SC2086
-    mpirun $oversubscribe -np 2 "$train" $options : -np 1 "$train" $options --clip-grad 0.5 \
+    $mpirun -np 2 "$train" $options : -np 1 "$train" $options --clip-grad 0.5 \
         >"$work/out" 2>"$work/err" </dev/null &
     job=$!
     ends 20 || return 1
-    says "^error: rank 2 has --clip-grad '0.5' and rank 0 '1'"
+    says "^error: rank 2 has --clip-grad '0.5' and rank 0 '1'" "$work/err"
 }
 
 sizes_that_do_not_fit_the_ranks_are_refused() {
     # shellcheck disable=SC2086
-    mpirun $oversubscribe -np 3 "$train" $options --tensor-model-parallel-size 2 \
+    $mpirun -np 3 "$train" $options --tensor-model-parallel-size 2 \
         >"$work/out" 2>"$work/err" </dev/null &
     job=$!
     ends 20 || return 1
-    says '^error: --tensor-model-parallel-size 2 x .* are 2 ranks of one model, and 3 ranks are no multiple' || return 1
+    says '^error: --tensor-model-parallel-size 2 x .* are 2 ranks of one model, and 3 ranks are no multiple' \
+        "$work/err" || return 1
     [ "$(grep -c '^error: ' "$work/err")" = 1 ]
 }
 

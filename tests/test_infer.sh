@@ -1,38 +1,16 @@
 #!/bin/sh
 # The infer program: golden continuations and scores, prompts and lines of text, and what it says to bad input.
 set -u
-infer=$(cd "${MT_BIN:-.}" && pwd)/infer
+. tests/suite.sh
 golden=tests/golden/hf
 story=${MT_SHARED:-../shared}/models/stories260K-hf
-work=$(mktemp -d "${TMPDIR:-/tmp}/mt_infer.XXXXXX")
-trap 'rm -rf "$work"' EXIT
-failed=0
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 
-# verdict NAME COMMAND...: the command is the test.
-verdict() {
-    name=$1
-    shift
-    if "$@"; then
-        echo "ok $name"
-    else
-        echo "not ok $name"
-        failed=1
-    fi
-}
-
-# refuses PATTERN ARGUMENTS...: infer fails with one line on standard error, which holds the pattern.
+# refuses PATTERN ARGUMENTS...
 refuses() {
     pattern=$1
     shift
-    if "$infer" "$@" >"$work/out" 2>"$work/err" </dev/null; then
-        echo "accepted: infer $*"
-        return 1
-    fi
-    if [ "$(wc -l <"$work/err")" = 1 ] && grep -q "^error: .*$pattern" "$work/err"; then return 0; fi
-    echo "wanted \"$pattern\" from infer $*, got:"
-    cat "$work/err"
-    return 1
+    refused "$pattern" "$infer" "$@"
 }
 
 # close A B TOLERANCE: two files of floats are as long as each other and differ by at most that.
@@ -170,7 +148,7 @@ reports_a_full_disk() {
 shared() {
     tensor=$1 pipeline=$2
     shift 2
-    OMP_NUM_THREADS=1 mpirun --allow-run-as-root --oversubscribe -np $((tensor * pipeline)) "$infer" \
+    OMP_NUM_THREADS=1 $(mpirun_here) -np $((tensor * pipeline)) "$infer" \
         --tensor-model-parallel-size "$tensor" --pipeline-model-parallel-size "$pipeline" "$@"
 }
 
@@ -227,7 +205,7 @@ ranks_refuse_together() {
         shared $bad --load $golden/llama >"$work/out" 2>&1 && return 1
         [ "$(grep -c '^error: ' "$work/out")" = 1 ] || return 1
     done
-    mpirun --allow-run-as-root --oversubscribe -np 2 "$infer" --load $golden/llama --prompt-tokens 5 --print-tokens \
+    $(mpirun_here) -np 2 "$infer" --load $golden/llama --prompt-tokens 5 --print-tokens \
         >"$work/out" 2>&1 && return 1
     [ "$(grep -c 'error: infer shares one model: 2 ranks' "$work/out")" = 1 ]
 }

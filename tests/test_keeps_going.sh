@@ -1,33 +1,16 @@
 #!/bin/sh
 # Runs under mpirun that are told to end, lose a rank or a host, and go on.
 set -u
-train=$(cd "${MT_BIN:-.}" && pwd)/train
-work=$(mktemp -d "${TMPDIR:-/tmp}/mt_keeps_going.XXXXXX")
-trap 'rm -rf "$work"' EXIT
-failed=0
-export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-export OMPI_MCA_btl_vader_single_copy_mechanism=none OMPI_MCA_mpi_yield_when_idle=1
-if [ -z "${HAVE_MPI:-}" ] || ! command -v mpirun >/dev/null; then
-    echo "skipped: MPI is absent"
-    exit 77
-fi
-MPIRUN='mpirun'
-mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte' && MPIRUN='mpirun --oversubscribe'
+. tests/suite.sh
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+needs_mpi
+MPIRUN=$(mpirun_here)
 export MPIRUN
 
 small='--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 8 --mock-data --lr 1e-2
     --lr-decay-style constant --global-batch-size 8 --eval-iters 0 --distributed-timeout-seconds 60 --device cpu'
 
-verdict() {
-    name=$1
-    shift
-    if "$@"; then
-        echo "ok $name"
-    else
-        echo "not ok $name"
-        cat "$work/out" "$work/err"
-        failed=1
-    fi
+tidy() {
     rm -rf "$work/save" "$work"/*.jsonl
 }
 

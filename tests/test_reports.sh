@@ -2,22 +2,8 @@
 # What a run leaves for people to look at: TensorBoard's event files, read here by an independent reader with its own
 # checksums, and the curves of make plot.
 set -u
-train=$(cd "${MT_BIN:-.}" && pwd)/train
-work=$(mktemp -d "${TMPDIR:-/tmp}/mt_reports.XXXXXX")
-trap 'rm -rf "$work"' EXIT
-failed=0
+. tests/suite.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-
-verdict() {
-    name=$1
-    shift
-    if "$@"; then
-        echo "ok $name"
-    else
-        echo "not ok $name"
-        failed=1
-    fi
-}
 
 small='--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 50 --seq-length 8 --mock-data --lr 1e-2
     --micro-batch-size 2 --global-batch-size 4 --device cpu'

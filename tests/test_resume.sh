@@ -2,32 +2,13 @@
 # A run that is killed goes on as if it had not been: at random moments of training and saving, from its own folder,
 # with the options that say what it goes on from. MT_KILLS=100 kills it so often; 6 times when not set.
 set -u
-train=$(cd "${MT_BIN:-.}" && pwd)/train
 # In memory where that is possible: every save waits for the disk.
-if [ -w /dev/shm ]; then memory=/dev/shm; else memory=/tmp; fi
-work=$(mktemp -d "${TMPDIR:-$memory}/mt_resume.XXXXXX")
-trap 'rm -rf "$work"' EXIT
-failed=0
+[ -w /dev/shm ] && : "${TMPDIR:=/dev/shm}"
+. tests/suite.sh
 kills=${MT_KILLS:-6}
-export OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-export OMPI_MCA_btl_vader_single_copy_mechanism=none OMPI_MCA_mpi_yield_when_idle=1
+export OMP_NUM_THREADS=1
 launch=''
-if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
-    launch='mpirun -np 2'
-    mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte' && launch="$launch --oversubscribe"
-fi
-
-verdict() {
-    name=$1
-    shift
-    if "$@"; then
-        echo "ok $name"
-    else
-        echo "not ok $name"
-        cat "$work/err"
-        failed=1
-    fi
-}
+if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then launch="$(mpirun_here) -np 2"; fi
 
 # With dropout, because what is drawn must go on too.
 small='--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 --seq-length 16
@@ -38,13 +19,6 @@ small='--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-em
 run() {
     # shellcheck disable=SC2086
     "$train" $small "$@" >"$work/out" 2>"$work/err" </dev/null
-}
-
-# says PATTERN FILE...
-says() {
-    grep -q -- "$@" && return 0
-    echo "nothing says \"$1\""
-    return 1
 }
 
 # refuses PATTERN ARGUMENTS...: ends with one line of an error, which holds the pattern.

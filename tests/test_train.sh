@@ -1,36 +1,15 @@
 #!/bin/sh
 # The train program: golden losses, resuming, stopping early, metrics, YAML, and what it says to bad input.
 set -u
-train=$(cd "${MT_BIN:-.}" && pwd)/train
+. tests/suite.sh
 golden=tests/golden/hf
-work=$(mktemp -d "${TMPDIR:-/tmp}/mt_train.XXXXXX")
-trap 'rm -rf "$work"' EXIT
-failed=0
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-verdict() {
-    name=$1
-    shift
-    if "$@"; then
-        echo "ok $name"
-    else
-        echo "not ok $name"
-        failed=1
-    fi
-}
-
-# refuses PATTERN ARGUMENTS...: train fails with one line on standard error, which holds the pattern.
+# refuses PATTERN ARGUMENTS...
 refuses() {
     pattern=$1
     shift
-    if "$train" "$@" >"$work/out" 2>"$work/err" </dev/null; then
-        echo "accepted: train $*"
-        return 1
-    fi
-    if [ "$(wc -l <"$work/err")" = 1 ] && grep -q "^error: .*$pattern" "$work/err"; then return 0; fi
-    echo "wanted \"$pattern\" from train $*, got:"
-    cat "$work/err"
-    return 1
+    refused "$pattern" "$train" "$@"
 }
 
 # metric FILE NAME: its values, a line for each iteration.
