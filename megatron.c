@@ -6081,6 +6081,34 @@ static void mt_cpu_channel_close(mt_channel *channel) {
     free(channel);
 }
 
+/* ---- mailboxes: every copy is a message */
+
+static int mt_cpu_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes,
+                               mt_error *error) {
+    (void)error;
+    *mailbox = mt_malloc(sizeof **mailbox);
+    **mailbox = (mt_mailbox){group, memory, bytes};
+    return 0;
+}
+
+static void mt_cpu_mailbox_trade(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
+                                 mt_dtype dtype, int to, int from, mt_stream *stream) {
+    (void)stream;
+    int64_t bytes = count * mt_dtype_size(dtype), at = (first + from * stride) * mt_dtype_size(dtype);
+    MT_CHECK(at + bytes <= mailbox->bytes - MT_MAILBOX_OWN);
+#ifdef MT_HAVE_MPI
+    mt_watch_begin("mailbox_trade", mailbox->group->name);
+    mt_mpi_exchange(mailbox->group, in, bytes, to, mailbox->memory + at, bytes, from);
+    mt_watch_end();
+#else
+    (void)in, (void)to; // without MPI no group has another rank
+#endif
+}
+
+static void mt_cpu_mailbox_close(mt_mailbox *mailbox) {
+    free(mailbox);
+}
+
 /* ---- what every rank must agree on */
 
 /* Fails on every rank where one has failed, with the error of the first that has. */
@@ -6180,10 +6208,11 @@ typedef struct mt_tensor_parallel {
     bool accumulates;         // gradients of weights are added to, not written
     int64_t T, rows;          // tokens; and rows of hidden states here: T, or T / group size
     void *gathered, *partial; // [T, C or wider] under sequence parallelism: a whole operand, and a sum to be scattered
-    int64_t max_rows;         // `rows` at most: in `gathered`, the part that rank r sent begins at row r max_rows
-    int32_t *part_rows;       // [max_rows, group size]: the rows of `gathered` that are the parts of a row
-    int64_t *sent, *received; // [group size] of the host: the counts of a trade, otherwise 0
-    float *loss_parts;        // [group size, 4, T], of the vocabulary-parallel loss
+    mt_mailbox *mailbox;      // `gathered` and after it `parts`, if it overlaps
+    void *parts;              // [group size, max_rows, C or wider]: what other ranks have of the sums of these rows
+    int32_t *part_rows;       // [max_rows, group size]: the rows of `parts` that a row's sum is made of
+    int64_t max_rows, mailbox_bytes;
+    float *loss_parts; // [group size, 4, T], of the vocabulary-parallel loss
 } mt_tensor_parallel;
 
 /* x[T, C], whole -> x; its gradient is a part on every rank -> the sum, in place. */
@@ -6261,8 +6290,9 @@ static const void *mt_region_leave_backward(const mt_tensor_parallel *tp, const 
     return tp->gathered;
 }
 
-/* ---- the second pair rank by rank. In step s of t, this rank sends to the one s after it and receives from the one s
- * before it, so each link is busy in each step; the products between are of a rank's rows. */
+/* ---- the second pair rank by rank, through a mailbox, so that products need not wait for all of it. In step s of t -
+ * 1 this rank sends to the one s after it and receives from the one s before it: each link carries one piece at a time.
+ */
 
 /* In x[T, C], the rows that rank `owner` has outside of the region. */
 static void *mt_rows_of_rank(const mt_tensor_parallel *tp, const void *x, int owner, int64_t C) {
@@ -6274,32 +6304,65 @@ static int mt_tensor_rank_after(const mt_tensor_parallel *tp, int step) {
     return (tp->group->rank + step + tp->group->size) % tp->group->size;
 }
 
-/* Sends rows [rows, C] to the rank `step` after this one, and receives from the one before it. */
-static void mt_tensor_trade(const mt_tensor_parallel *tp, void *received, const void *sent, int64_t C, int step) {
-    int to = mt_tensor_rank_after(tp, step), from = mt_tensor_rank_after(tp, -step);
-    tp->sent[to] = tp->received[from] = tp->rows * C;
-    tp->ops->all_to_all_v(received, tp->received, sent, tp->sent, tp->dtype, tp->group, tp->comm);
-    tp->sent[to] = tp->received[from] = 0;
+/* Sends rows [rows, C] at `sent` to the rank `step` after this one, into its mailbox from row `first` of C channels on,
+ * where there are `stride` rows for each rank. On tp->comm, as all trades. */
+static void mt_tensor_trade(const mt_tensor_parallel *tp, const void *sent, int64_t first, int64_t stride, int64_t C,
+                            int step) {
+    tp->ops->mailbox_trade(tp->mailbox, sent, tp->rows * C, first, stride * C, tp->dtype,
+                           mt_tensor_rank_after(tp, step), mt_tensor_rank_after(tp, -step), tp->comm);
 }
 
-/* Gathers x[rows, C] of all ranks in as many steps: returns the rows of one of them, the owner, while the next rank's
- * are on their way. This rank's own come first, and are those at x; others are in their place of `gathered`. */
+/* Gathers x[rows, C] of all ranks in t steps: returns the rows of one of them, the owner, while the next rank's are on
+ * their way. This rank's own come first, and are those at x; others are in their place of `gathered`. */
 static const void *mt_gather_step(const mt_tensor_parallel *tp, const void *x, int64_t C, int step, int *owner) {
     if (step == 0)
         tp->ops->stream_follow(tp->comm, tp->stream);
     else
         tp->ops->stream_follow(tp->stream, tp->comm);
+    if (step + 1 < tp->group->size) mt_tensor_trade(tp, x, 0, tp->rows, C, step + 1);
     *owner = mt_tensor_rank_after(tp, -step);
-    if (step + 1 < tp->group->size) {
-        int next = mt_tensor_rank_after(tp, -step - 1);
-        mt_tensor_trade(tp, mt_rows_of_rank(tp, tp->gathered, next, C), x, C, step + 1);
-    }
     return step == 0 ? x : mt_rows_of_rank(tp, tp->gathered, *owner, C);
 }
 
-/* Where the part comes that rank `source` makes of this rank's rows. */
-static void *mt_part_from_rank(const mt_tensor_parallel *tp, int source, int64_t C) {
-    return (void *)(uintptr_t)mt_rows_from(tp->gathered, source * tp->max_rows, C, tp->dtype);
+/* The last step of a gather of which all rows are needed in `gathered`: this rank's. On tp->comm. */
+static const void *mt_gather_own(const mt_tensor_parallel *tp, const void *x, int64_t C) {
+    tp->ops->memory_copy(mt_rows_of_rank(tp, tp->gathered, tp->group->rank, C), x,
+                         tp->rows * C * mt_dtype_size(tp->dtype), tp->comm);
+    return tp->gathered;
+}
+
+/* The whole gather on tp->comm, beside whatever is computed meanwhile. */
+static const void *mt_gather_beside(const mt_tensor_parallel *tp, const void *x, int64_t C) {
+    if (!tp->overlaps) return mt_region_enter_forward(tp, x, C, tp->comm);
+    for (int step = 1; step < tp->group->size; step++) mt_tensor_trade(tp, x, 0, tp->rows, C, step);
+    return mt_gather_own(tp, x, C);
+}
+
+/* A step of the way back: this rank's part of the sums [rows, C] of the rank `step` after it leaves `partial`. */
+static void mt_scatter_step(const mt_tensor_parallel *tp, int64_t C, int step) {
+    int64_t first = ((char *)tp->parts - (char *)tp->gathered) / mt_dtype_size(tp->dtype);
+    mt_tensor_trade(tp, mt_rows_of_rank(tp, tp->partial, mt_tensor_rank_after(tp, step), C), first, tp->max_rows, C,
+                    step);
+}
+
+/* Once all steps are done, out[rows, C] = the sum of this rank's part and those of all others, in fp32. */
+static void mt_scatter_sum(const mt_tensor_parallel *tp, void *out, int64_t C) {
+    const void *own = mt_rows_of_rank(tp, tp->partial, tp->group->rank, C);
+    tp->ops->stream_follow(tp->stream, tp->comm);
+    tp->ops->combine_rows(out, tp->parts, tp->part_rows, own, tp->rows, tp->group->size, C, tp->dtype, tp->stream);
+}
+
+/* The backward of entering a region, from `partial` or dx, beside whatever is computed meanwhile; and its end. */
+static void mt_scatter_beside(const mt_tensor_parallel *tp, void *dx, int64_t C) {
+    tp->ops->stream_follow(tp->comm, tp->stream);
+    if (!tp->overlaps) mt_region_enter_backward(tp, dx, tp->partial, C, tp->comm);
+    for (int step = 1; tp->overlaps && step < tp->group->size; step++) mt_scatter_step(tp, C, step);
+}
+static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
+    if (tp->overlaps)
+        mt_scatter_sum(tp, dx, C);
+    else
+        tp->ops->stream_follow(tp->stream, tp->comm);
 }
 
 /* ==== §7 parallel linear layers, embedding, loss ================================================================= */
@@ -6334,36 +6397,29 @@ static void mt_column_linear_backward(const mt_tensor_parallel *tp, void *dx, co
     bool parallel = tp->group->size > 1;
     if (parallel && (parts & MT_PART_WEIGHT)) {
         ops->stream_follow(comm, stream);
-        x = mt_region_enter_forward(tp, x, K, comm);
+        x = mt_gather_beside(tp, x, K);
     }
     if (parts & MT_PART_INPUT)
         ops->linear_backward_input(mt_region_partial(tp, dx), dy, w.w, tp->T, N, K, tp->dtype, stream);
     if (parallel && (parts & MT_PART_WEIGHT)) ops->stream_follow(stream, comm);
-    if (parallel && (parts & MT_PART_INPUT)) {
-        ops->stream_follow(comm, stream);
-        mt_region_enter_backward(tp, dx, tp->partial, K, comm);
-    }
+    if (parallel && (parts & MT_PART_INPUT)) mt_scatter_beside(tp, dx, K);
     if (parts & MT_PART_WEIGHT)
         ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, stream);
-    if (parallel && (parts & MT_PART_INPUT)) ops->stream_follow(stream, comm);
+    if (parallel && (parts & MT_PART_INPUT)) mt_scatter_end(tp, dx, K);
 }
 
-/* The same, of which each rank's part travels while the next is multiplied. This rank's own comes last; all parts are
- * added in fp32, in the order of ranks. */
+/* The same, of which the part of one rank's rows travels while the next is multiplied; this rank's own comes last. */
 static void mt_row_linear_forward_in_steps(const mt_tensor_parallel *tp, void *out, const void *x, mt_weight w,
                                            const void *bias, int64_t N, int64_t K) {
-    const mt_ops *ops = tp->ops;
-    int size = tp->group->size;
-    for (int step = 1; step <= size; step++) {
-        int to = mt_tensor_rank_after(tp, step), from = mt_tensor_rank_after(tp, -step);
-        void *part = step < size ? mt_rows_of_rank(tp, tp->partial, to, N) : mt_part_from_rank(tp, to, N);
-        ops->linear_forward(part, mt_rows_of_rank(tp, x, to, K), w.w, bias, tp->rows, N, K, tp->dtype, tp->stream);
-        if (step == size) break;
-        ops->stream_follow(tp->comm, tp->stream);
-        mt_tensor_trade(tp, mt_part_from_rank(tp, from, N), part, N, step);
+    for (int step = 1; step <= tp->group->size; step++) {
+        int owner = mt_tensor_rank_after(tp, step);
+        tp->ops->linear_forward(mt_rows_of_rank(tp, tp->partial, owner, N), mt_rows_of_rank(tp, x, owner, K), w.w, bias,
+                                tp->rows, N, K, tp->dtype, tp->stream);
+        if (step == tp->group->size) break;
+        tp->ops->stream_follow(tp->comm, tp->stream);
+        mt_scatter_step(tp, N, step);
     }
-    ops->stream_follow(tp->stream, tp->comm);
-    ops->combine_rows(out, tp->gathered, tp->part_rows, NULL, tp->rows, size, N, tp->dtype, tp->stream);
+    mt_scatter_sum(tp, out, N);
 }
 
 /* out[rows, N] = the sum over ranks of x[T, K] w^T, plus the bias, which the first rank's part carries. */
@@ -6387,10 +6443,9 @@ static const void *mt_row_linear_backward_in_steps(const mt_tensor_parallel *tp,
         ops->linear_backward_input(mt_rows_of_rank(tp, dx, owner, K), piece, w.w, tp->rows, N, K, tp->dtype,
                                    tp->stream);
     }
-    ops->memory_copy(mt_rows_of_rank(tp, tp->gathered, tp->group->rank, N), dout,
-                     tp->rows * N * mt_dtype_size(tp->dtype), tp->comm); // beside the last product
+    const void *dy = mt_gather_own(tp, dout, N);
     ops->stream_follow(tp->stream, tp->comm);
-    return tp->gathered;
+    return dy;
 }
 
 /* dx[T, K], dw and dbias of dout[rows, N]; every rank sums the same dbias over all rows. */
@@ -9023,8 +9078,11 @@ static void mt_layout_parallel(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
     if (m->tp.sequence_parallel) {
         int64_t widest = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
-        m->tp.gathered = mt_arena_alloc(arena, T * widest * size);
-        m->tp.partial = mt_arena_alloc(arena, T * widest * size);
+        int64_t whole = T * widest * size;
+        m->tp.mailbox_bytes = m->tp.overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
+        m->tp.gathered = mt_arena_alloc(arena, m->tp.mailbox_bytes);
+        m->tp.parts = mt_inside(m->tp.gathered, whole);
+        m->tp.partial = mt_arena_alloc(arena, whole);
     }
     if (m->tp.overlaps) m->tp.part_rows = mt_arena_alloc(arena, m->max_rows * ranks * 4);
     if (ranks > 1 && m->has_loss) {
@@ -9543,21 +9601,24 @@ static void mt_model_share_sequences(mt_model *m) {
         mt_batch_alloc(&m->micro_batches[i].whole, cp * m->plan.max_tokens);
 }
 
-/* What --tp-comm-overlap needs: a stream, counts, and where the parts of sums are. */
-static void mt_tensor_open(mt_model *m) {
+/* What --tp-comm-overlap needs: a mailbox, and where in it the parts of a row are. */
+static int mt_tensor_open(mt_model *m, mt_error *error) {
     mt_tensor_parallel *tp = &m->tp;
-    int64_t ranks = tp->group->size;
-    tp->comm = m->stream;
-    if (ranks > 1) tp->comm = m->ops->stream_create(NULL, 0, m->options->deterministic_mode);
-    if (!tp->overlaps) return;
-    tp->sent = mt_calloc(ranks * (int64_t)sizeof *tp->sent);
-    tp->received = mt_calloc(ranks * (int64_t)sizeof *tp->received);
+    mt_error reason;
+    int64_t ranks = tp->group->size, own = tp->group->rank;
+    if (!tp->overlaps) return 0;
+    int status = m->ops->mailbox_open(&tp->mailbox, tp->group, tp->gathered, tp->mailbox_bytes, &reason);
+    if (status != 0) mt_error_set(error, "--tp-comm-overlap cannot be: %.200s; leave it out", reason.text);
+    if (mt_agree(tp->group, status != 0, error) != 0) return -1;
     int32_t *part_rows = mt_malloc(tp->max_rows * ranks * 4);
     for (int64_t row = 0; row < tp->max_rows; row++)
-        for (int64_t r = 0; r < ranks; r++) part_rows[row * ranks + r] = (int32_t)(r * tp->max_rows + row);
+        for (int64_t r = 0; r < ranks; r++)
+            part_rows[row * ranks + r] =
+                r == own ? -1 : (int32_t)(r * tp->max_rows + row); // its own stays in `partial`
     m->ops->memory_copy(tp->part_rows, part_rows, tp->max_rows * ranks * 4, m->stream);
     m->ops->stream_wait(m->stream);
     free(part_rows);
+    return 0;
 }
 
 /* Host memory for multi-token prediction. */
@@ -9611,7 +9672,8 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     }
     if (plan->cache_rows > 0) mt_decode_create(m);
     m->stream = m->tp.stream = ops->stream_create(m->workspace, m->workspace_bytes, options->deterministic_mode);
-    mt_tensor_open(m);
+    m->tp.comm = m->stream;
+    if (grid->tensor.size > 1) m->tp.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
     m->experts.comm = m->stream;
     if (m->experts.num_layers > 0 && grid->expert_exchange.size > 1)
         m->experts.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
@@ -9622,6 +9684,10 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     ops->memory_zero(m->numbers, (int64_t)sizeof *m->numbers, m->stream);
     m->bad_steps.reruns = plan->train && strcmp(options->rerun_mode, "validate_results") == 0;
     if (m->rotary_dim > 0) mt_rope_tables(m);
+    if (mt_tensor_open(m, error) != 0) {
+        mt_model_destroy(m);
+        return -1;
+    }
     *out = m;
     return 0;
 }
@@ -9635,6 +9701,7 @@ void mt_model_destroy(mt_model *m) {
     if (m->arena.base) { // it was created whole
         for (int64_t i = 0; m->step_graphs && i <= m->plan.max_logits; i++)
             if (m->step_graphs[i].graph) m->ops->graph_destroy(m->step_graphs[i].graph);
+        m->ops->mailbox_close(m->tp.mailbox);
         if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
         mt_experts_close(m);
         mt_sharding_close(m);
@@ -9661,8 +9728,6 @@ void mt_model_destroy(mt_model *m) {
     mt_batch_free(&m->mtp.rolled);
     mt_batch_free(&m->mtp.local);
     free(m->mtp.weights);
-    free(m->tp.sent);
-    free(m->tp.received);
     free(m->micro_batches);
     free(m->stages);
     free(m->first_local);
@@ -15954,6 +16019,12 @@ static void mt_timed_channel_wait(mt_channel *channel, int64_t ticket, mt_stream
     mt_call_end(stream);
 }
 
+static void mt_timed_mailbox_trade(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
+                                   mt_dtype dtype, int to, int from, mt_stream *stream) {
+    MT_TIMED(mailbox_trade, mt_work_sent(MT_OPERATION_mailbox_trade, count, dtype, mailbox->group), mailbox, in, count,
+             first, stride, dtype, to, from);
+}
+
 static void mt_timed_residual_norm_forward(void *y, float *mean, float *rstd, void *sum, const void *x,
                                            const void *residual, const int64_t *token_index, const void *w,
                                            const void *b, int64_t T, int64_t C, const mt_dropout *dropout, float eps,
@@ -16103,6 +16174,9 @@ static void mt_profile_time_others(mt_ops *timed, const mt_ops *ops) {
     timed->channel_recv = ops->channel_recv;
     timed->channel_wait = mt_timed_channel_wait;
     timed->channel_close = ops->channel_close;
+    timed->mailbox_open = ops->mailbox_open;
+    timed->mailbox_trade = mt_timed_mailbox_trade;
+    timed->mailbox_close = ops->mailbox_close;
     if (ops->qk_forward) timed->qk_forward = mt_timed_qk_forward;
     if (ops->qk_backward) timed->qk_backward = mt_timed_qk_backward;
     if (ops->residual_norm_forward) timed->residual_norm_forward = mt_timed_residual_norm_forward;

@@ -61,10 +61,9 @@ static void tensor_communication_is_what_the_notes_count(void **state) {
         double bytes = sums->traffic[MT_TRAFFIC_TENSOR].bytes / (RUN_STEPS - 1);
         assert_true(bytes ==
                     tensor_bytes(&f.options, TOKENS / 2, 2, k > 0)); // two data-parallel ranks share the tokens
-        // rank by rank go what enters and leaves the two blocks of a layer, what their backward gathers first, and the
-        // logits' operand: one trade each between two ranks, for each of as many micro-batches as a rank has
-        int64_t trades = sums->rows[MT_OPERATION_all_to_all_v].calls, micro_batches = SEQUENCES / 2;
-        assert_int_equal(trades, k < 2 ? 0 : (RUN_STEPS - 1) * micro_batches * (6 * f.options.num_layers + 1));
+        // the ten of a layer and three of the output layer's five go rank by rank: between two ranks one trade each
+        int64_t trades = sums->rows[MT_OPERATION_mailbox_trade].calls, micro_batches = SEQUENCES / 2;
+        assert_int_equal(trades, k < 2 ? 0 : (RUN_STEPS - 1) * micro_batches * (10 * f.options.num_layers + 3));
         mt_profile_close();
     }
     mt_batch_free(&f.batch), mt_options_free(&f.options), free(f.tokens);
