@@ -344,8 +344,7 @@ typedef void mt_memory_zero_fn(void *memory, int64_t bytes, mt_stream *stream);
  * attention with H heads of D channels. 0 on the CPU. */
 typedef int64_t mt_workspace_bytes_fn(int64_t T, int64_t C, int64_t H, int64_t D);
 /* A stream whose operations use `workspace`, which outlives it. NULL on the CPU. `deterministic`: nothing is chosen by
- * measuring, so that two runs have the same bits; the CPU's always have. A stream without workspace is one that
- * communicates: what it holds goes ahead of the kernels of others that still wait for a place on the device. */
+ * measuring, so that two runs have the same bits; the CPU's always have. */
 typedef mt_stream *mt_stream_create_fn(void *workspace, int64_t workspace_bytes, bool deterministic);
 typedef void mt_stream_destroy_fn(mt_stream *stream);
 /* Waits for all that was enqueued. */

@@ -176,10 +176,7 @@ extern "C" mt_stream *mt_cuda_stream_create(void *workspace, int64_t workspace_b
     stream->workspace = workspace;
     stream->workspace_bytes = workspace_bytes;
     stream->deterministic = deterministic;
-    int least, greatest; // what only communicates goes ahead of the kernels that wait for a place on the device
-    MT_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    MT_CUDA(
-        cudaStreamCreateWithPriority(&stream->stream, cudaStreamNonBlocking, workspace_bytes > 0 ? least : greatest));
+    MT_CUDA(cudaStreamCreateWithFlags(&stream->stream, cudaStreamNonBlocking));
     MT_CUDA(cudaEventCreateWithFlags(&stream->followed, cudaEventDisableTiming));
     MT_CUBLAS(cublasLtCreate(&stream->cublas));
     return stream;
