@@ -8,7 +8,7 @@
 ## make bench-gpu     measure the GPU at real shapes, training included, beside what others reach; takes minutes
 ## make plot RUN=F    draw the curves of a metrics file, or several (RUN=a.jsonl,b.jsonl), as a.svg or OUT=FILE.svg|.png
 ## make bench-experts  a layer of experts on the GPU against the floor of its products
-## make bench-checkpoint  saving and loading against dd on this disk, on 1 and 4 ranks; FOLDER=build/checkpoint
+## make bench-checkpoint  saving and loading against dd, on 1 and 4 ranks and on a GPU; FOLDER=build/checkpoint
 ## make pictures      draw the pictures of the notes
 ## make fuzz          look for crashes in the parsers; FUZZ_SECONDS=600 TARGET=name
 ## make lint          check the rules of the house;  make format: lay the code out;  make format-check
@@ -167,6 +167,8 @@ bench-checkpoint: $(B)/tests/bench_checkpoint
 	@$< $(FOLDER) $(LAYERS) $(ROUNDS)
 	@$(if $(HAVE_MPI),OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1 \
 		mpirun --oversubscribe -np 4 $< $(FOLDER) $(LAYERS) $(ROUNDS))
+	@$(if $(GPU_ARCH),$< $(FOLDER) $(LAYERS) $(ROUNDS) --device cuda)
+	@$(if $(GPU_ARCH),$< $(FOLDER) $(LAYERS) $(ROUNDS) --device cuda --bf16)
 
 pictures: $(DRAW)
 	$(if $^,$^ notes)

@@ -451,6 +451,8 @@ static const mt_option mt_option_table[] = {
      "width of an expert; --ffn-hidden-size when not given"},
     {"moe-shared-expert-intermediate-size", MT_INT, MT_AT(moe_shared_expert_intermediate_size), MT_TRAIN, MT_OF_WEIGHTS,
      NULL, "[1,16777216]", "width of the expert that every token visits; none when not given"},
+    {"moe-shared-expert-gate", MT_FLAG, MT_AT(moe_shared_expert_gate), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
+     "a sigmoid weighs, token by token, the expert that every token visits"},
     {"moe-router-topk", MT_INT, MT_AT(moe_router_topk), MT_TRAIN, MT_OF_MODEL, "2", "[1,65536]",
      "experts that a token visits"},
     {"moe-router-score-function", MT_CHOICE, MT_AT(moe_router_score_function), MT_TRAIN, MT_OF_MODEL, "softmax",
@@ -489,6 +491,10 @@ static const mt_option mt_option_table[] = {
      "a matrix product for each expert instead of one for all; the host then waits for their loads"},
     {"moe-grouped-gemm", MT_FLAG, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
      "one grouped product for all experts; the default"},
+    {"no-moe-permute-fusion", MT_NO, MT_AT(moe_permute_fusion), MT_BOTH, MT_OF_RUN, NULL, NULL,
+     "rows are weighed by their probabilities and added up for their tokens in passes of their own"},
+    {"moe-permute-fusion", MT_FLAG, MT_AT(moe_permute_fusion), MT_BOTH, MT_OF_RUN, NULL, NULL,
+     "probabilities weigh inside the experts' activation, and one pass adds up a token's rows; the default"},
 
     {.help = "multi-token prediction"},
     {"mtp-num-layers", MT_INT, MT_AT(mtp_num_layers), MT_TRAIN, MT_OF_MODEL, "0", "[0,8]",
@@ -1321,7 +1327,7 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
 }
 
 /* ==== §2c config.json of Hugging Face ============================================================================ */
-/* Five families of transformers, and one of our own for what none of them can say. Values are checked against the
+/* Families of transformers, and one of our own for what none of them can say. Values are checked against the
  * table, so what is written here can be read here. */
 
 /* A config.json being read. Only the first error is kept, so that a reader can go on to its end. */
@@ -1528,7 +1534,7 @@ static void mt_config_read_llama_sizes(mt_config *config, mt_options *options) {
     mt_config_read_option(config, config->root, "head_dim", options, MT_AT(kv_channels));
 }
 
-/* Which layers of Qwen3-MoE and DeepSeek-V3 have experts. */
+/* Which layers of Qwen2-MoE, Qwen3-MoE and DeepSeek-V3 have experts. */
 static void mt_config_read_expert_layers(mt_config *config, mt_options *options) {
     const json_t *dense = mt_config_get(config->root, "mlp_only_layers");
     const json_t *step = mt_config_get(config->root, "decoder_sparse_step");
@@ -1551,10 +1557,10 @@ static void mt_config_read_expert_layers(mt_config *config, mt_options *options)
     free(text), free(layers);
 }
 
-/* The experts of Mixtral, Qwen3-MoE and DeepSeek-V3. */
+/* The experts of Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3. */
 static void mt_config_read_experts(mt_config *config, mt_options *options) {
     bool is_mixtral = strcmp(options->hf_family, "mixtral") == 0,
-         is_qwen = strcmp(options->hf_family, "qwen3_moe") == 0;
+         is_qwen = mt_choice_has("qwen2_moe|qwen3_moe", options->hf_family);
     const char *names[] = {"num_local_experts", "num_experts", "n_routed_experts"}, *name = NULL;
     for (size_t i = 0; i < 3; i++)
         if (mt_config_get(config->root, names[i])) name = names[i];
@@ -1568,10 +1574,12 @@ static void mt_config_read_experts(mt_config *config, mt_options *options) {
     if (is_mixtral) return;
     mt_config_read_expert_layers(config, options);
     bool normalised = mt_config_bool(config, "norm_topk_prob", !is_qwen);
-    if (is_qwen) {
-        options->moe_router_pre_softmax = !normalised;
-        return;
-    }
+    if (is_qwen) options->moe_router_pre_softmax = !normalised;
+    options->moe_shared_expert_gate = strcmp(options->hf_family, "qwen2_moe") == 0;
+    if (options->moe_shared_expert_gate)
+        mt_config_read_size(config, "shared_expert_intermediate_size", options,
+                            MT_AT(moe_shared_expert_intermediate_size));
+    if (is_qwen) return;
     if (!normalised) mt_config_fail(config, "\"norm_topk_prob\": false is not supported for deepseek_v3");
     mt_string_set(&options->moe_router_score_function, "sigmoid");
     options->moe_router_enable_expert_bias = true;
@@ -1607,12 +1615,13 @@ static void mt_config_read_llama(mt_config *config, mt_options *options) {
     mt_string_set(&options->position_embedding_type, "rope");
     options->attention_output_bias = (is_llama || is_qwen3) && mt_config_bool(config, "attention_bias", false);
     options->add_qkv_bias = is_qwen2 || options->attention_output_bias;
+    if (strcmp(options->hf_family, "qwen2_moe") == 0) options->add_qkv_bias = mt_config_bool(config, "qkv_bias", true);
     options->mlp_bias = is_llama && mt_config_bool(config, "mlp_bias", false);
     options->add_bias_linear = options->attention_output_bias && options->mlp_bias;
     options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", false);
     mt_config_read_rope(config, options);
     mt_config_read_window(config, options);
-    if (mt_choice_has("mixtral|qwen3_moe", options->hf_family)) mt_config_read_experts(config, options);
+    if (mt_choice_has("mixtral|qwen2_moe|qwen3_moe", options->hf_family)) mt_config_read_experts(config, options);
 }
 
 /* The attention of DeepSeek-V3. "head_dim" is that of what turns. */
@@ -1706,12 +1715,12 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
     const char *family = mt_config_string(&config, config.root, "model_type", NULL);
     if (!json_is_object(config.root))
         mt_config_fail(&config, "must hold a JSON object");
-    else if (!family || !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|mixtral|qwen3_moe|deepseek_v3|megatron", family))
-        mt_config_fail(
-            &config,
-            "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen3_moe and deepseek_v3 "
-            "are supported",
-            family ? family : "missing");
+    else if (!family ||
+             !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|mixtral|qwen2_moe|qwen3_moe|deepseek_v3|megatron", family))
+        mt_config_fail(&config,
+                       "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe and "
+                       "deepseek_v3 are supported",
+                       family ? family : "missing");
     else
         mt_config_read_family(&config, shape, family);
     json_decref(config.root);
@@ -1785,15 +1794,16 @@ static bool mt_family_fits(const mt_options *o, const char *family) {
         return o->multi_latent_attention && !output && !mlp && o->window_size == 0 &&
                (!has_experts ||
                 (!softmax && o->moe_router_enable_expert_bias && o->moe_shared_expert_intermediate_size > 0 &&
-                 (o->moe_router_num_groups == 0 || o->moe_router_group_best == 2) &&
+                 !o->moe_shared_expert_gate && (o->moe_router_num_groups == 0 || o->moe_router_group_best == 2) &&
                  o->moe_shared_expert_intermediate_size % o->moe_ffn_hidden_size == 0 &&
                  !strstr(o->moe_layers, "10"))); // experts from some layer on
     if (strcmp(family, "megatron") == 0) return true;
     if (o->multi_latent_attention || o->rotary_interleaved || o->mtp_num_layers > 0) return false;
-    if (mt_choice_has("mixtral|qwen3_moe", family) != has_experts) return false;
+    if (mt_choice_has("mixtral|qwen2_moe|qwen3_moe", family) != has_experts) return false;
     if (has_experts && (!softmax || o->moe_router_num_groups > 0 || o->moe_router_topk_scaling_factor != 1 ||
-                        o->moe_shared_expert_intermediate_size > 0))
+                        (o->moe_shared_expert_intermediate_size > 0) != (strcmp(family, "qwen2_moe") == 0)))
         return false;
+    if (strcmp(family, "qwen2_moe") == 0) return o->moe_shared_expert_gate && !o->qk_layernorm && !output && !mlp;
     if (strcmp(family, "mixtral") == 0)
         return !o->moe_router_pre_softmax && !strchr(o->moe_layers, '0') && !o->qk_layernorm && !qkv && !output;
     if (strcmp(family, "qwen3_moe") == 0) return o->qk_layernorm && qkv == output;
@@ -1806,8 +1816,8 @@ static bool mt_family_fits(const mt_options *o, const char *family) {
 
 /* Keeps the family that the shape came from while it fits, else finds one that does. */
 static void mt_options_derive_family(mt_options *options) {
-    static const char *const families[] = {"gpt2",  "llama",   "mistral",   "qwen2",
-                                           "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"};
+    static const char *const families[] = {"gpt2",    "llama",     "mistral",   "qwen2",      "qwen3",
+                                           "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"};
     if (options->hf_family && mt_family_fits(options, options->hf_family)) return;
     mt_string_set(&options->hf_family, "megatron");
     for (size_t i = sizeof families / sizeof families[0]; i-- > 0;)
@@ -1898,7 +1908,7 @@ static void mt_config_write_llama(json_t *root, const mt_options *o) {
     mt_json_set_int(root, "max_window_layers", o->window_size > 0 ? 0 : o->num_layers);
 }
 
-/* The experts of Mixtral and Qwen3-MoE. */
+/* The experts of Mixtral, Qwen2-MoE and Qwen3-MoE. */
 static void mt_config_write_experts(json_t *root, const mt_options *o) {
     bool is_mixtral = strcmp(o->hf_family, "mixtral") == 0;
     mt_json_set_int(root, "num_local_experts", o->num_experts);
@@ -1917,6 +1927,9 @@ static void mt_config_write_experts(json_t *root, const mt_options *o) {
     mt_json_set_bool(root, "norm_topk_prob", !o->moe_router_pre_softmax);
     mt_json_set_int(root, "decoder_sparse_step", 1);
     json_object_set_new(root, "mlp_only_layers", dense);
+    if (strcmp(o->hf_family, "qwen3_moe") == 0) return;
+    mt_json_set_int(root, "shared_expert_intermediate_size", o->moe_shared_expert_intermediate_size);
+    mt_json_set_bool(root, "qkv_bias", o->add_qkv_bias);
 }
 
 static void mt_config_write_deepseek(json_t *root, const mt_options *o) {
@@ -1977,11 +1990,11 @@ static char *mt_json_print(const json_t *root) {
 
 char *mt_options_write_hf_config(const mt_options *options) {
     static const char *const classes[][2] = {
-        {"gpt2", "GPT2LMHeadModel"},        {"llama", "LlamaForCausalLM"},
-        {"mistral", "MistralForCausalLM"},  {"qwen2", "Qwen2ForCausalLM"},
-        {"qwen3", "Qwen3ForCausalLM"},      {"deepseek_v3", "DeepseekV3ForCausalLM"},
-        {"mixtral", "MixtralForCausalLM"},  {"qwen3_moe", "Qwen3MoeForCausalLM"},
-        {"megatron", "MegatronForCausalLM"}};
+        {"gpt2", "GPT2LMHeadModel"},          {"llama", "LlamaForCausalLM"},
+        {"mistral", "MistralForCausalLM"},    {"qwen2", "Qwen2ForCausalLM"},
+        {"qwen3", "Qwen3ForCausalLM"},        {"deepseek_v3", "DeepseekV3ForCausalLM"},
+        {"mixtral", "MixtralForCausalLM"},    {"qwen3_moe", "Qwen3MoeForCausalLM"},
+        {"qwen2_moe", "Qwen2MoeForCausalLM"}, {"megatron", "MegatronForCausalLM"}};
     const char *family = options->hf_family, *dtype = options->bf16 ? "bfloat16" : "float32";
     json_t *root = json_object();
     for (size_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
@@ -2006,7 +2019,7 @@ char *mt_options_write_hf_config(const mt_options *options) {
         mt_config_write_deepseek(root, options);
     else
         mt_config_write_llama(root, options);
-    if (mt_choice_has("mixtral|qwen3_moe", family)) mt_config_write_experts(root, options);
+    if (mt_choice_has("mixtral|qwen2_moe|qwen3_moe", family)) mt_config_write_experts(root, options);
     char *text = mt_json_print(root);
     json_decref(root);
     return text;
@@ -2061,6 +2074,7 @@ static const size_t mt_option_needs[][2] = {
     {MT_AT(moe_ffn_hidden_size), MT_AT(num_experts)},
     {MT_AT(moe_layer_freq), MT_AT(num_experts)},
     {MT_AT(moe_shared_expert_intermediate_size), MT_AT(num_experts)},
+    {MT_AT(moe_shared_expert_gate), MT_AT(moe_shared_expert_intermediate_size)},
     {MT_AT(moe_router_topk), MT_AT(num_experts)},
     {MT_AT(moe_router_score_function), MT_AT(num_experts)},
     {MT_AT(moe_router_pre_softmax), MT_AT(num_experts)},
@@ -2073,6 +2087,7 @@ static const size_t mt_option_needs[][2] = {
     {MT_AT(moe_expert_capacity_factor), MT_AT(num_experts)},
     {MT_AT(moe_token_dispatcher_type), MT_AT(num_experts)},
     {MT_AT(moe_grouped_gemm), MT_AT(num_experts)},
+    {MT_AT(moe_permute_fusion), MT_AT(num_experts)},
     {MT_AT(expert_model_parallel_size), MT_AT(num_experts)},
     {MT_AT(expert_tensor_parallel_size), MT_AT(num_experts)},
     {MT_AT(moe_router_num_groups), MT_AT(moe_router_group_topk)},
@@ -2827,8 +2842,9 @@ static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* Sequences that cuDNN takes are whole tiles of so many tokens, its heads at most so many channels. */
-enum { MT_CUDNN_TOKENS = 128, MT_CUDNN_CHANNELS = 128 };
+/* Sequences that cuDNN takes are whole tiles of so many tokens, its heads at most so many channels, but for those of
+ * latent attention. */
+enum { MT_CUDNN_TOKENS = 128, MT_CUDNN_CHANNELS = 128, MT_CUDNN_LATENT_CHANNELS = 192 };
 
 /* What cuDNN's attention cannot do, and the CPU, which has one implementation. */
 static int mt_options_check_attention(const mt_options *o, mt_program program, mt_error *error) {
@@ -2846,12 +2862,15 @@ static int mt_options_check_attention(const mt_options *o, mt_program program, m
                             "--attention-backend cudnn and --deterministic-mode exclude each other: its backward "
                             "does not repeat bit for bit; use flash");
     if (o->window_size > 0) return mt_error_set(error, "--attention-backend cudnn has no --window-size; use flash");
-    if (o->multi_latent_attention && o->v_head_dim != o->kv_channels)
+    bool latent = o->multi_latent_attention && o->kv_channels == MT_CUDNN_LATENT_CHANNELS &&
+                  o->v_head_dim == MT_CUDNN_CHANNELS; // DeepSeek-V3's
+    if (o->multi_latent_attention && o->v_head_dim != o->kv_channels && !latent)
         return mt_error_set(error,
-                            "--attention-backend cudnn needs values as wide as keys, and --v-head-dim %lld is not "
-                            "--qk-head-dim %lld + --qk-pos-emb-head-dim %lld; leave it out",
-                            (long long)o->v_head_dim, (long long)o->qk_head_dim, (long long)o->qk_pos_emb_head_dim);
-    if (o->kv_channels % 8 != 0 || o->kv_channels > MT_CUDNN_CHANNELS)
+                            "--attention-backend cudnn needs values as wide as keys, or keys of %d and values of %d, "
+                            "and --v-head-dim is %lld, --qk-head-dim + --qk-pos-emb-head-dim %lld; leave it out",
+                            MT_CUDNN_LATENT_CHANNELS, MT_CUDNN_CHANNELS, (long long)o->v_head_dim,
+                            (long long)o->kv_channels);
+    if (o->kv_channels % 8 != 0 || (o->kv_channels > MT_CUDNN_CHANNELS && !latent))
         return mt_error_set(error,
                             "--attention-backend cudnn needs heads of a multiple of 8 channels, at most %d, and "
                             "--kv-channels is %lld; use flash",
@@ -5076,6 +5095,44 @@ static void mt_cpu_expert_swiglu_backward(void *dgate_up, float *dweights, const
     }
 }
 
+static void mt_cpu_scale_rows_forward(void *y, const void *x, const float *weights, int64_t M, int64_t C,
+                                      mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(2 * C);
+#pragma omp parallel for if (M * C > MT_PARALLEL)
+    for (int64_t m = 0; m < M; m++) {
+        float *slice = mt_scratch_slice(scratch), *out = mt_row_open(slice, y, m * C, dtype);
+        const float *in = mt_row_load(slice + C, x, m * C, C, dtype);
+#pragma omp simd
+        for (int64_t c = 0; c < C; c++) out[c] = weights[m] * in[c];
+        mt_row_close(y, m * C, out, C, dtype);
+    }
+}
+
+static void mt_cpu_scale_rows_backward(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
+                                       int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream) {
+    (void)stream;
+    mt_scratch scratch = mt_scratch_reserve(3 * C);
+#pragma omp parallel for if (M * C > MT_PARALLEL)
+    for (int64_t m = 0; m < M; m++) {
+        float *slice = mt_scratch_slice(scratch), *out = mt_row_open(slice, dx, m * C, dtype);
+        const float *d = mt_row_load(slice + C, dy, m * C, C, dtype);
+        const float *in = mt_row_load(slice + 2 * C, x, m * C, C, dtype);
+        double dweight = 0;
+        for (int64_t block = 0; block < C; block += MT_BLOCK) {
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t c = block; c < mt_min(block + MT_BLOCK, C); c++) {
+                sum += d[c] * in[c];
+                out[c] = weights[m] * d[c];
+            }
+            dweight += (double)sum;
+        }
+        dweights[m] = (float)dweight;
+        mt_row_close(dx, m * C, out, C, dtype);
+    }
+}
+
 static void mt_cpu_expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate,
                                     mt_stream *stream) {
     (void)stream;
@@ -5409,9 +5466,6 @@ void mt_grid_start(mt_grid *grid, int *argc, char ***argv) {
     // A kernel that is loaded at its first launch may wait for all that runs on the GPU, a receive among it whose
     // sender waits for this rank: where there are several, CUDA loads kernels when it starts.
     if (grid->world.size > 1) setenv("CUDA_MODULE_LOADING", "EAGER", 0);
-    // Streams share 8 queues to the GPU unless it is told otherwise, and work in one would wait behind another stream's
-    // second receive, whose sender may wait for that work.
-    if (grid->world.size > 1) setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
 #else
     (void)argc, (void)argv;
     const char *size = getenv("OMPI_COMM_WORLD_SIZE");
@@ -6389,6 +6443,18 @@ static void mt_column_linear_forward(const mt_tensor_parallel *tp, void *y, cons
     }
 }
 
+/* The same and active[T, N] = gelu(y) by its tanh approximation: in one operation if the backend can. */
+static void mt_column_linear_gelu_forward(const mt_tensor_parallel *tp, void *active, void *y, const void *x,
+                                          mt_weight w, mt_weight bias, int64_t N, int64_t K) {
+    x = mt_region_enter_forward(tp, x, K, tp->stream);
+    if (tp->ops->linear_gelu_forward) {
+        tp->ops->linear_gelu_forward(active, y, x, w.w, bias.w, tp->T, N, K, tp->dtype, tp->stream);
+        return;
+    }
+    tp->ops->linear_forward(y, x, w.w, bias.w, tp->T, N, K, tp->dtype, tp->stream);
+    tp->ops->gelu_forward(active, y, tp->T * N, true, tp->dtype, tp->stream);
+}
+
 /* dx[rows, K], dw and dbias of dy[T, N]. x is gathered while the first product runs, dx reduced during the second. */
 static void mt_column_linear_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, const void *x,
                                       mt_weight w, mt_weight bias, int64_t N, int64_t K, int parts) {
@@ -6460,6 +6526,21 @@ static void mt_row_linear_backward(const mt_tensor_parallel *tp, void *dx, const
         tp->ops->linear_backward_input(dx, dy, w.w, tp->T, N, K, tp->dtype, tp->stream);
 }
 
+/* The same for x = gelu(pre) by its tanh approximation, with dpre[T, K] in place of dx. */
+static void mt_row_linear_gelu_backward(const mt_tensor_parallel *tp, void *dpre, const void *dout, const void *x,
+                                        const void *pre, mt_weight w, mt_weight bias, int64_t N, int64_t K, int parts) {
+    const void *dy = mt_region_leave_backward(tp, dout, N);
+    if (parts & MT_PART_WEIGHT)
+        tp->ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, tp->stream);
+    if (!(parts & MT_PART_INPUT)) return;
+    if (tp->ops->linear_backward_gelu) {
+        tp->ops->linear_backward_gelu(dpre, dy, w.w, pre, tp->T, N, K, tp->dtype, tp->stream);
+        return;
+    }
+    tp->ops->linear_backward_input(dpre, dy, w.w, tp->T, N, K, tp->dtype, tp->stream);
+    tp->ops->gelu_backward(dpre, dpre, pre, tp->T * K, true, tp->dtype, tp->stream);
+}
+
 /* out[rows, C] = the rows of ids[T], of which every rank holds `count` from `first` on. */
 static void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const int32_t *ids, mt_weight w,
                                        int64_t C, int64_t first, int64_t count) {
@@ -6511,7 +6592,7 @@ typedef struct mt_param_table {
     mt_param *rows;
     int64_t count, bucket;
     const mt_options *options;
-    bool is_gpt2, is_mixtral;
+    bool is_gpt2, is_mixtral, is_qwen2_moe;
     mt_place place;
 } mt_param_table;
 
@@ -6560,18 +6641,26 @@ static const mt_param_name mt_param_names[MT_NUM_ROLES] = {
     [MT_SHARED_GATE] = {"mlp.shared_experts.gate_proj.weight", NULL, NULL},
     [MT_SHARED_UP] = {"mlp.shared_experts.up_proj.weight", NULL, NULL},
     [MT_SHARED_DOWN] = {"mlp.shared_experts.down_proj.weight", NULL, NULL},
+    [MT_SHARED_EXPERT_GATE] = {"mlp.shared_expert_gate.weight", NULL, NULL},
     [MT_MTP_EMBEDDING_NORM] = {"enorm.weight", NULL, NULL},
     [MT_MTP_HIDDEN_NORM] = {"hnorm.weight", NULL, NULL},
     [MT_MTP_PROJECTION] = {"eh_proj.weight", NULL, NULL},
     [MT_MTP_FINAL_NORM] = {"shared_head.norm.weight", NULL, NULL},
 };
 
+/* Where Qwen2-MoE has a name of its own. */
+static const char *const mt_qwen2_moe_names[MT_NUM_ROLES] = {
+    [MT_SHARED_GATE] = "mlp.shared_expert.gate_proj.weight",
+    [MT_SHARED_UP] = "mlp.shared_expert.up_proj.weight",
+    [MT_SHARED_DOWN] = "mlp.shared_expert.down_proj.weight",
+};
+
 /* The name of a role, an expert's with its number. */
 static void mt_param_set_name(const mt_param_table *table, mt_param *param) {
     const mt_param_name *names = &mt_param_names[param->role];
-    const char *name = table->is_gpt2                        ? names->gpt2
-                       : table->is_mixtral && names->mixtral ? names->mixtral
-                                                             : names->llama;
+    const char *name = table->is_gpt2 ? names->gpt2 : names->llama;
+    if (table->is_mixtral && names->mixtral) name = names->mixtral;
+    if (table->is_qwen2_moe && mt_qwen2_moe_names[param->role]) name = mt_qwen2_moe_names[param->role];
     char layer[64] = "", expert[32] = "";
     const char *number = strchr(name, '#');
     int before = (int)(number ? number - name : (long)strlen(name));
@@ -6722,6 +6811,7 @@ static void mt_params_add_matrices(mt_param_table *table, int64_t layer) {
         mt_params_add_mlp(table, layer, MT_SHARED_GATE, MT_SHARED_UP, MT_SHARED_DOWN,
                           o->moe_shared_expert_intermediate_size);
     mt_param_add(table, MT_ROUTER, layer, o->num_experts, C)->gradient = MT_GRADIENT_ROWS;
+    if (o->moe_shared_expert_gate) mt_param_add(table, MT_SHARED_EXPERT_GATE, layer, 1, C)->gradient = MT_GRADIENT_ROWS;
 }
 
 static void mt_params_add_layer(mt_param_table *table, int64_t layer) {
@@ -6845,6 +6935,7 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     mt_param_table table = {.options = options, .place = place ? *place : whole};
     table.is_gpt2 = strcmp(options->hf_family, "gpt2") == 0;
     table.is_mixtral = strcmp(options->hf_family, "mixtral") == 0;
+    table.is_qwen2_moe = strcmp(options->hf_family, "qwen2_moe") == 0;
     int64_t layers = options->num_layers + options->mtp_num_layers;
     int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 3 * options->num_experts;
     table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
@@ -6889,6 +6980,7 @@ typedef struct mt_layer {
     mt_weight fc1, fc1_bias; // [2F, C] gate then up, or [F, C]; of the expert that every token visits
     mt_weight down, down_bias;
     mt_weight router, router_bias;     // [E, C], [E] fp32
+    mt_weight shared_gate;             // [1, C]
     mt_weight expert_fc1, expert_down; // of the experts here, [E/ep, 2F, C] and [E/ep, C, F]
     mt_weight mtp_embedding_norm, mtp_hidden_norm, mtp_projection, mtp_final_norm; // of multi-token prediction
 } mt_layer;
@@ -6901,6 +6993,7 @@ typedef struct mt_expert_rows {
     float *weights;                   // [M] probabilities
     void *hidden;                     // [M, 2F]
     void *active;                     // [M, F]
+    void *output;                     // [M, C] before it is weighed, where that is a pass of its own
     int32_t *to_expert, *from_expert; // [M] their order as they came, and the way back
 } mt_expert_rows;
 
@@ -6912,6 +7005,8 @@ typedef struct mt_routing {
     int32_t *experts;         // [N, k] as chosen
     int32_t *kept;            // [N, k] without what was dropped; `experts` where nothing can be
     float *balance;           // [2, S, E] shares and counts
+    float *gate_logits;       // [R] of the expert that every token visits, where it has a gate
+    float *gates;             // [T] their sigmoids
     int32_t *position;        // [N, k copies]
     int32_t *choice, *token;  // [P]
     int32_t *offsets;         // [places + 1] of rows that leave
@@ -6975,16 +7070,20 @@ typedef struct mt_experts {
     const mt_group *group; // who exchanges tokens
     mt_stream *comm;       // where they do
     bool gathers;          // all tokens go to all ranks
-    bool drops, pads, grouped, balances;
+    bool drops, pads, grouped, fuses, balances;
     bool together;                       // tokens choose by Sinkhorn's iteration
     bool accumulates;                    // as in mt_tensor_parallel
     mt_expert_rows rows;                 // gradients, and rows before they leave
     mt_expert_rows travelling;           // where rows arrive that are exchanged, in the order of their ranks
     void *gathered;                      // [N, C], with `gathers`
     void *scattered;                     // [R, C]
+    float *sums;                         // [N, C], without `fuses`
     float *dprobs, *dlogits;             // [N, k]; [R, E]
     void *dlogits_rounded;               // [R, E] of the model's type
     void *router_dx;                     // [R, C]
+    float *dgates;                       // [T]
+    int32_t *gate_experts;               // [R] all 0: a gate is a router's for one expert
+    int32_t *gate_invalid;               // not told: what is not finite here, the layer's router tells of
     int32_t *all_offsets;                // [size, places + 1]
     int32_t *counts;                     // [size, E/ep]
     int32_t *host_offsets, *host_counts; // the same on the host
@@ -7199,6 +7298,7 @@ struct mt_model {
     void **k_cache, **v_cache;  // a layer: [cache_rows, G D], [cache_rows, G Dv]
     mt_step_numbers *numbers;   // on the device
     mt_bad_steps bad_steps;
+    mt_saver *saving;  // a checkpoint that is still on its way to the disk, or NULL
     int64_t num_steps; // training steps so far; what is pending of a step is numbered by it
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
@@ -7670,25 +7770,52 @@ static int64_t mt_fc1_width(const mt_model *m, int64_t F) {
     return m->options->swiglu ? 2 * F : F;
 }
 
-static void mt_activation_forward(const mt_model *m, mt_activations *a, int64_t F) {
-    if (m->options->swiglu)
-        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, m->T, F, m->dtype, m->stream);
-    else
-        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, m->T * F, m->options->openai_gelu, m->dtype, m->stream);
+/* How much a token takes of the expert that every token visits; NULL: all of it, or no such expert. */
+static const float *mt_layer_gates(const mt_model *m, const mt_layer *w, const mt_activations *a) {
+    return w->expert_bucket >= 0 && m->options->moe_shared_expert_gate ? a->routing.gates : NULL;
 }
 
-static void mt_activation_backward(const mt_model *m, void *dhidden, const void *dactive, const mt_activations *a,
-                                   int64_t F) {
-    if (m->options->swiglu)
-        m->ops->swiglu_backward(dhidden, dactive, a->mlp_hidden, m->T, F, m->dtype, m->stream);
+/* The first linear layer and what follows it: SwiGLU or GELU, or with --openai-gelu its approximation, which GPUs can
+ * compute in one operation with the product before it and the backward's product behind it. */
+static void mt_mlp_inner_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
+    const float *gates = mt_layer_gates(m, w, a);
+    int64_t width = mt_fc1_width(m, w->F);
+    if (m->options->openai_gelu) {
+        mt_column_linear_gelu_forward(&m->tp, a->mlp_active, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, width,
+                                      m->C);
+        return;
+    }
+    mt_column_linear_forward(&m->tp, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, width, m->C);
+    if (gates)
+        m->ops->expert_swiglu_forward(a->mlp_active, a->mlp_hidden, gates, m->T, w->F, m->dtype, m->stream);
+    else if (m->options->swiglu)
+        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, m->T, w->F, m->dtype, m->stream);
     else
-        m->ops->gelu_backward(dhidden, dactive, a->mlp_hidden, m->T * F, m->options->openai_gelu, m->dtype, m->stream);
+        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, m->T * w->F, false, m->dtype, m->stream);
+}
+
+/* scratch.wide = the gradient of mlp_hidden. */
+static void mt_mlp_inner_backward(mt_model *m, const mt_layer *w, mt_activations *a, const void *dout, int parts) {
+    const float *gates = mt_layer_gates(m, w, a);
+    mt_layer_scratch *s = &m->scratch;
+    if (m->options->openai_gelu) {
+        mt_row_linear_gelu_backward(&m->tp, s->wide, dout, a->mlp_active, a->mlp_hidden, w->down, w->down_bias, m->C,
+                                    w->F, parts);
+        return;
+    }
+    mt_row_linear_backward(&m->tp, s->active, dout, a->mlp_active, w->down, w->down_bias, m->C, w->F, parts);
+    if (gates)
+        m->ops->expert_swiglu_backward(s->wide, m->experts.dgates, s->active, a->mlp_hidden, gates, m->T, w->F,
+                                       m->dtype, m->stream);
+    else if (m->options->swiglu)
+        m->ops->swiglu_backward(s->wide, s->active, a->mlp_hidden, m->T, w->F, m->dtype, m->stream);
+    else
+        m->ops->gelu_backward(s->wide, s->active, a->mlp_hidden, m->T * w->F, false, m->dtype, m->stream);
 }
 
 /* scratch.hidden = mlp(mlp_normed). */
 static void mt_mlp_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
-    mt_column_linear_forward(&m->tp, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, mt_fc1_width(m, w->F), m->C);
-    mt_activation_forward(m, a, w->F);
+    mt_mlp_inner_forward(m, w, a);
     mt_row_linear_forward(&m->tp, m->scratch.hidden, a->mlp_active, w->down, w->down_bias, m->C, w->F);
 }
 
@@ -7696,8 +7823,7 @@ static void mt_mlp_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
 static void mt_mlp_backward(mt_model *m, const mt_layer *w, mt_activations *a, const void *dout, int parts) {
     mt_layer_scratch *s = &m->scratch;
     int64_t width = mt_fc1_width(m, w->F);
-    mt_row_linear_backward(&m->tp, s->active, dout, a->mlp_active, w->down, w->down_bias, m->C, w->F, parts);
-    mt_activation_backward(m, s->wide, s->active, a, w->F);
+    mt_mlp_inner_backward(m, w, a, dout, parts);
     if (parts == MT_PART_INPUT) mt_keep(m, a->mlp_hidden, s->wide, m->T * width);
     mt_column_linear_backward(&m->tp, s->normed, s->wide, a->mlp_normed, w->fc1, w->fc1_bias, width, m->C, parts);
 }
@@ -7709,7 +7835,8 @@ static void mt_mlp_backward(mt_model *m, const mt_layer *w, mt_activations *a, c
  * from the end to the start. The alltoall dispatcher sends every row to the ranks of the expert that it chose; the
  * allgather dispatcher sends every token to all ranks, which pick theirs. A rank alone exchanges nothing. Invariants:
  * routing is in fp32; a row is weighed by its probability inside the expert, so that no result is kept for the
- * backward; what several ranks do with a token is added up in one fixed order. */
+ * backward (--no-moe-permute-fusion keeps it, and does all by the book); what several ranks do with a token is added up
+ * in one fixed order. */
 
 static void mt_follow(const mt_model *m, mt_stream *stream, mt_stream *other);
 
@@ -7735,6 +7862,7 @@ static void mt_expert_rows_layout(const mt_model *m, mt_expert_rows *rows, mt_ar
     if (!whole) return;
     rows->hidden = mt_arena_alloc(arena, M * 2 * F * size);
     rows->active = mt_arena_alloc(arena, M * F * size);
+    if (!m->experts.fuses) rows->output = mt_arena_alloc(arena, M * m->C * size);
     if (m->experts.group->size == 1 || m->experts.gathers) return;
     rows->to_expert = mt_arena_alloc(arena, M * 4);
     rows->from_expert = mt_arena_alloc(arena, M * 4);
@@ -7844,6 +7972,19 @@ static void mt_route_forward(mt_model *m, const mt_layer *w, mt_routing *r, cons
     if (e->drops) mt_drop(m, w, r->kept + own, r->experts + own, r->probs + own);
 }
 
+/* The gradients of a router's weight[E, C] and, in experts.router_dx, of x[R, C], from experts.dlogits[R, E]. */
+static void mt_router_backward(mt_model *m, mt_weight weight, const void *x, int64_t E) {
+    mt_experts *e = &m->experts;
+    const void *dlogits = e->dlogits;
+    if (m->dtype != MT_F32) {
+        m->ops->convert(e->dlogits_rounded, m->dtype, e->dlogits, MT_F32, m->rows * E, m->stream);
+        dlogits = e->dlogits_rounded;
+    }
+    m->ops->linear_backward_weight(weight.dw, NULL, dlogits, x, m->rows, E, m->C, m->tp.accumulates, m->dtype,
+                                   m->stream);
+    m->ops->linear_backward_input(e->router_dx, dlogits, weight.w, m->rows, E, m->C, m->dtype, m->stream);
+}
+
 /* experts.router_dx = the gradient of x from that of its probabilities, and of what balances the experts. */
 static void mt_route_backward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = &m->experts;
@@ -7854,14 +7995,43 @@ static void mt_route_backward(mt_model *m, const mt_layer *w, mt_routing *r, con
     if (e->balances)
         m->ops->balance_backward(e->dlogits, r->logits, r->balance + S * E, S > 1 ? m->sequence + m->first_row : NULL,
                                  S, R, (float)o->moe_aux_loss_coeff, (float)o->moe_z_loss_coeff, &e->router, m->stream);
-    const void *dlogits = e->dlogits;
-    if (m->dtype != MT_F32) {
-        m->ops->convert(e->dlogits_rounded, m->dtype, e->dlogits, MT_F32, R * E, m->stream);
-        dlogits = e->dlogits_rounded;
-    }
-    m->ops->linear_backward_weight(w->router.dw, NULL, dlogits, x, R, E, m->C, m->tp.accumulates, m->dtype, m->stream);
-    m->ops->linear_backward_input(e->router_dx, dlogits, w->router.w, R, E, m->C, m->dtype, m->stream);
+    mt_router_backward(m, w->router, x, E);
 }
+
+/* ---- the gate of the expert that every token visits: a router for one expert, whose probability is a sigmoid and, as
+ * that of any expert, weighs in its activation. The ranks of the tensor group have all tokens there, each its channels
+ * of them, and so a part of the probability's gradient. */
+
+static const mt_router mt_one_expert = {.num_experts = 1, .topk = 1, .sigmoid = true, .scaling = 1};
+
+/* Where the gates of this rank's rows are among those of all its tokens. */
+static int64_t mt_first_gate(const mt_model *m) {
+    return m->tp.sequence_parallel ? m->grid->tensor.rank * m->rows : 0;
+}
+
+/* routing.gates[T] = sigmoid(x[R, C] w^T) of all rows that the tensor group has. */
+static void mt_shared_gate_forward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
+    const mt_experts *e = &m->experts;
+    float *own = r->gates + mt_first_gate(m);
+    m->ops->router_logits(r->gate_logits, x, w->shared_gate.w, m->rows, 1, m->C, m->dtype, m->stream);
+    m->ops->route_forward(own, e->gate_experts, e->gate_invalid, r->gate_logits, NULL, m->rows, &mt_one_expert,
+                          m->stream);
+    if (m->tp.sequence_parallel) m->ops->all_gather(r->gates, own, m->rows, MT_F32, &m->grid->tensor, m->stream);
+}
+
+/* scratch.normed[R, C], the gradient of x so far, += that from experts.dgates[T]. */
+static void mt_shared_gate_backward(mt_model *m, const mt_layer *w, const mt_routing *r, const void *x) {
+    const mt_experts *e = &m->experts;
+    float *own = e->dgates + mt_first_gate(m);
+    mt_dropout none = {0};
+    if (m->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, m->rows, MT_F32, &m->grid->tensor, m->stream);
+    m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, m->rows, &mt_one_expert, m->stream);
+    mt_router_backward(m, w->shared_gate, x, 1);
+    m->ops->dropout_add_forward(m->scratch.normed, e->router_dx, m->scratch.normed, m->token_index, m->rows, m->C, 0,
+                                &none, m->dtype, m->stream);
+}
+
+/* ---- what a step counts and reports */
 
 /* Before a step, and before the first forward: nothing is counted yet. */
 static void mt_experts_begin(mt_model *m) {
@@ -8096,20 +8266,32 @@ static void mt_combine_exchange(mt_model *m, const mt_routing *r) {
     mt_exchange(m, r, e->travelling.input, e->rows.input, m->C, m->dtype, true);
 }
 
-/* The last one: out[R, C] = base + each token's results; base may be NULL. */
-static void mt_combine_postprocess(mt_model *m, const mt_routing *r, void *out, const void *base) {
+/* out[N, C] = each token's results added up: in one pass, each token its own; or by the book each result to its token,
+ * as to a row of zeros that is looked up, for which an embedding's backward keeps to one order as well. */
+static void mt_add_results(mt_model *m, const mt_routing *r, void *out, const void *base, int64_t N) {
     mt_experts *e = &m->experts;
-    int64_t R = m->rows, n = e->router.topk * (e->gathers ? 1 : m->grid->expert_tensor.size);
+    int64_t n = e->router.topk * (e->gathers ? 1 : m->grid->expert_tensor.size);
     const void *results = mt_expert_results(m);
-    if (!e->gathers) {
-        if (e->group->size > 1) mt_follow(m, m->stream, e->comm);
-        m->ops->combine_rows(out, results, r->position, base, R, n, m->C, m->dtype, m->stream);
+    if (e->fuses) {
+        m->ops->combine_rows(out, results, r->position, base, N, n, m->C, m->dtype, m->stream);
         return;
     }
-    m->ops->combine_rows(e->gathered, results, r->position, NULL, e->group->size * R, n, m->C, m->dtype, m->stream);
-    m->ops->reduce_scatter(base ? e->scattered : out, e->gathered, R * m->C, m->dtype, e->group, m->stream);
+    m->ops->memory_zero(e->sums, N * m->C * 4, m->stream);
+    m->ops->embedding_backward(e->sums, results, r->token, e->gathers ? r->num_rows : r->num_choices, m->C, 0, N,
+                               m->dtype, m->stream);
+    m->ops->convert(out, m->dtype, e->sums, MT_F32, N * m->C, m->stream);
+}
+
+/* The last one: out[R, C] = base + each token's results; base may be NULL, or out. */
+static void mt_combine_postprocess(mt_model *m, const mt_routing *r, void *out, const void *base) {
+    mt_experts *e = &m->experts;
+    int64_t R = m->rows;
+    void *sum = base && (e->gathers || !e->fuses) ? e->scattered : out;
+    if (e->group->size > 1 && !e->gathers) mt_follow(m, m->stream, e->comm);
+    mt_add_results(m, r, e->gathers ? e->gathered : sum, e->gathers ? NULL : base, e->gathers ? e->group->size * R : R);
+    if (e->gathers) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, m->stream);
     mt_dropout none = {0};
-    if (base)
+    if (base && sum != out)
         m->ops->dropout_add_forward(out, e->scattered, base, m->token_index, R, m->C, 0, &none, m->dtype, m->stream);
 }
 
@@ -8183,22 +8365,58 @@ static void mt_expert_linear_backward_weight(const mt_model *m, const mt_routing
     }
 }
 
+/* ---- the experts' MLPs, with rows' probabilities in their activation or after them */
+
+/* mt_expert_results = the experts of rows.input, weighed. */
+static void mt_expert_mlp_forward(mt_model *m, const mt_layer *w, const mt_routing *r) {
+    const mt_experts *e = &m->experts;
+    const mt_expert_rows *rows = &r->rows;
+    int64_t F = e->F, M = r->num_rows;
+    mt_expert_linear_forward(m, r, rows->hidden, rows->input, w->expert_fc1, 2 * F, m->C);
+    if (e->fuses)
+        m->ops->expert_swiglu_forward(rows->active, rows->hidden, rows->weights, M, F, m->dtype, m->stream);
+    else
+        m->ops->swiglu_forward(rows->active, rows->hidden, M, F, m->dtype, m->stream);
+    mt_expert_linear_forward(m, r, e->fuses ? mt_expert_results(m) : rows->output, rows->active, w->expert_down, m->C,
+                             F);
+    if (!e->fuses)
+        m->ops->scale_rows_forward(mt_expert_results(m), rows->output, rows->weights, M, m->C, m->dtype, m->stream);
+}
+
+/* mt_expert_results = the gradient of rows.input from that of the results, which is in experts.rows.input; there too
+ * those of rows.hidden and weights. */
+static void mt_expert_mlp_backward(mt_model *m, const mt_layer *w, const mt_routing *r) {
+    const mt_expert_rows *rows = &r->rows, *d = &m->experts.rows;
+    int64_t F = m->experts.F, M = r->num_rows;
+    const void *dout = d->input;
+    if (!m->experts.fuses) {
+        m->ops->scale_rows_backward(d->output, d->weights, dout, rows->output, rows->weights, M, m->C, m->dtype,
+                                    m->stream);
+        dout = d->output;
+    }
+    mt_expert_linear_backward_weight(m, r, w->expert_down, dout, rows->active, m->C, F);
+    mt_expert_linear_backward_input(m, r, d->active, dout, w->expert_down, m->C, F);
+    if (m->experts.fuses)
+        m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, rows->hidden, rows->weights, M, F, m->dtype,
+                                       m->stream);
+    else
+        m->ops->swiglu_backward(d->hidden, d->active, rows->hidden, M, F, m->dtype, m->stream);
+    mt_expert_linear_backward_input(m, r, mt_expert_results(m), d->hidden, w->expert_fc1, 2 * F, m->C);
+}
+
 /* ---- forward and backward */
 
 /* scratch.hidden = the sum of the experts that each token of mlp_normed[R, C] chose, weighed, and of the one that every
  * token visits, which computes while rows travel. */
 static void mt_experts_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
-    mt_experts *e = &m->experts;
     mt_routing *r = &a->routing;
-    int64_t F = e->F;
     mt_route_forward(m, w, r, a->mlp_normed);
     mt_dispatch_preprocess(m, r);
     mt_dispatch_exchange(m, r, a->mlp_normed, r->probs);
+    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_forward(m, w, r, a->mlp_normed);
     if (w->F > 0) mt_mlp_forward(m, w, a);
     mt_dispatch_postprocess(m, r, r->rows.input, r->rows.weights, a->mlp_normed, r->probs);
-    mt_expert_linear_forward(m, r, r->rows.hidden, r->rows.input, w->expert_fc1, 2 * F, m->C);
-    m->ops->expert_swiglu_forward(r->rows.active, r->rows.hidden, r->rows.weights, r->num_rows, F, m->dtype, m->stream);
-    mt_expert_linear_forward(m, r, mt_expert_results(m), r->rows.active, w->expert_down, m->C, F);
+    mt_expert_mlp_forward(m, w, r);
     mt_combine_exchange(m, r);
     mt_combine_postprocess(m, r, m->scratch.hidden, w->F > 0 ? m->scratch.hidden : NULL);
 }
@@ -8208,19 +8426,14 @@ static void mt_experts_forward(mt_model *m, const mt_layer *w, mt_activations *a
 static void mt_experts_backward(mt_model *m, const mt_layer *w, mt_activations *a, const void *dout, int parts) {
     mt_experts *e = &m->experts;
     mt_routing *r = &a->routing;
-    mt_expert_rows *d = &e->rows;
-    int64_t F = e->F, M = r->num_rows;
     if (parts == MT_PART_INPUT) m->tp.accumulates = e->accumulates = true; // all gradients began as zeros
     mt_dispatch_exchange(m, r, dout, NULL);
     if (w->F > 0) mt_mlp_backward(m, w, a, dout, MT_PART_BOTH);
-    mt_dispatch_postprocess(m, r, d->input, NULL, dout, NULL);
-    mt_expert_linear_backward_weight(m, r, w->expert_down, d->input, r->rows.active, m->C, F);
-    mt_expert_linear_backward_input(m, r, d->active, d->input, w->expert_down, m->C, F);
-    m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, r->rows.hidden, r->rows.weights, M, F, m->dtype,
-                                   m->stream);
-    mt_expert_linear_backward_input(m, r, mt_expert_results(m), d->hidden, w->expert_fc1, 2 * F, m->C);
+    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, w, r, a->mlp_normed);
+    mt_dispatch_postprocess(m, r, e->rows.input, NULL, dout, NULL);
+    mt_expert_mlp_backward(m, w, r);
     mt_combine_exchange(m, r);
-    mt_expert_linear_backward_weight(m, r, w->expert_fc1, d->hidden, r->rows.input, 2 * F, m->C);
+    mt_expert_linear_backward_weight(m, r, w->expert_fc1, e->rows.hidden, r->rows.input, 2 * e->F, m->C);
     mt_combine_weights(m, r);
     mt_route_backward(m, w, r, a->mlp_normed);
     mt_dropout none = {0};
@@ -8922,6 +9135,10 @@ static void mt_layout_routing(const mt_model *m, mt_routing *r, mt_arena *arena)
     r->experts = mt_arena_alloc(arena, N * k * 4);
     r->kept = e->drops ? mt_arena_alloc(arena, N * k * 4) : r->experts;
     if (e->balances) r->balance = mt_arena_alloc(arena, 2 * e->sequences * E * 4);
+    if (m->options->moe_shared_expert_gate) {
+        r->gate_logits = mt_arena_alloc(arena, R * 4);
+        r->gates = mt_arena_alloc(arena, m->plan.max_tokens * 4);
+    }
     r->position = mt_arena_alloc(arena, N * k * (e->gathers ? 1 : m->grid->expert_tensor.size) * 4);
     r->choice = mt_arena_alloc(arena, e->num_choices * 4);
     r->token = mt_arena_alloc(arena, e->num_choices * 4);
@@ -8948,15 +9165,21 @@ static void mt_layout_experts(mt_model *m, mt_arena *arena) {
     e->kept = mt_inside(e->loads, e->num_layers * E * 4);
     e->global = mt_inside(e->loads, 2 * e->num_layers * E * 4);
     e->invalid = mt_arena_alloc(arena, e->num_layers * 4);
+    if (m->options->moe_shared_expert_gate) {
+        e->gate_experts = mt_arena_alloc(arena, R * 4);
+        e->gate_invalid = mt_arena_alloc(arena, 4);
+        e->dgates = mt_arena_alloc(arena, m->plan.max_tokens * 4);
+    }
     if (m->plan.train) {
         e->dprobs = mt_arena_alloc(arena, e->tokens * k * 4);
         e->dlogits = mt_arena_alloc(arena, R * E * 4);
         e->dlogits_rounded = mt_arena_alloc(arena, R * E * mt_dtype_size(m->dtype));
         e->router_dx = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     }
+    if (e->gathers || !e->fuses) e->scattered = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
+    if (!e->fuses) e->sums = mt_arena_alloc(arena, e->tokens * m->C * 4);
     if (e->gathers) {
         e->gathered = mt_arena_alloc(arena, e->tokens * m->C * mt_dtype_size(m->dtype));
-        e->scattered = mt_arena_alloc(arena, R * m->C * mt_dtype_size(m->dtype));
     } else if (size > 1) {
         e->all_offsets = mt_arena_alloc(arena, size * (e->places + 1) * 4);
         e->counts = mt_arena_alloc(arena, size * e->local * 4);
@@ -9138,6 +9361,8 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, rows = m->plan.max_logits;
     int64_t widest_row = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
     m->workspace_bytes = m->ops->workspace_bytes(T, widest_row, m->H, mt_max(m->D, m->Dv));
+    if (m->experts.num_layers > 0 && !m->experts.fuses) // see mt_add_results
+        m->workspace_bytes = mt_max(m->workspace_bytes, m->ops->workspace_bytes(m->experts.num_choices, m->C, 1, 1));
     m->workspace = mt_arena_alloc(arena, m->workspace_bytes);
     m->rope_cos = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
     m->rope_sin = mt_arena_alloc(arena, m->plan.max_position * m->rotary_dim / 2 * 4);
@@ -9253,7 +9478,7 @@ static mt_weight *mt_mtp_weight(mt_layer *layer, mt_role role) {
     }
 }
 
-/* Where it finds one of latent attention, or of multi-token prediction. */
+/* Where it finds one of latent attention, of a shared expert's gate, or of multi-token prediction. */
 static mt_weight *mt_latent_weight(const mt_model *m, mt_layer *layer, mt_role role) {
     switch (role) {
     case MT_Q_A:
@@ -9268,6 +9493,8 @@ static mt_weight *mt_latent_weight(const mt_model *m, mt_layer *layer, mt_role r
         return &layer->q_a_norm;
     case MT_KV_A_NORM:
         return &layer->kv_a_norm;
+    case MT_SHARED_EXPERT_GATE:
+        return &layer->shared_gate;
     default:
         return mt_mtp_weight(layer, role);
     }
@@ -9371,7 +9598,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
     e->gathers = e->group->size > 1 && strcmp(o->moe_token_dispatcher_type, "allgather") == 0;
     e->drops = o->moe_expert_capacity_factor > 0, e->pads = o->moe_pad_expert_input_to_capacity && !e->gathers;
-    e->grouped = o->moe_grouped_gemm;
+    e->grouped = o->moe_grouped_gemm, e->fuses = o->moe_permute_fusion;
     e->balances = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
     e->together = m->plan.train && strcmp(o->moe_router_load_balancing_type, "sinkhorn") == 0;
     e->sequences = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? m->plan.max_tokens : 1;
@@ -11890,6 +12117,27 @@ static void mt_checksums_add(mt_file_checksums *file, int64_t offset, const void
     }
 }
 
+/* mt_checksums_add for lines that begin `pitch` bytes apart in the file and lie one after another in memory. The sums
+ * of a block's lines move on together, by the same number of bytes from line to line. */
+static void mt_checksums_add_lines(mt_file_checksums *file, int64_t offset, int64_t pitch, const char *data,
+                                   int64_t bytes, int64_t lines) {
+    uint32_t step = mt_crc_zeros(1u << 31, pitch);
+    for (int64_t i = 0; i < lines;) {
+        int64_t at = offset + i * pitch, block = at / MT_SUM_BLOCK;
+        int64_t end = mt_min((block + 1) * MT_SUM_BLOCK, file->bytes);
+        int64_t count = at + bytes > end ? 0 : mt_min((end - at - bytes) / pitch + 1, lines - i); // lie in the block
+        if (count < 2) {
+            mt_checksums_add(file, at, data + i++ * bytes, bytes);
+            continue;
+        }
+        uint32_t sum = 0;
+        for (int64_t k = 0; k < count; k++, i++)
+            sum = mt_crc_multiply(sum, step) ^ mt_crc_update(0, data + i * bytes, bytes);
+        sum = mt_crc_zeros(sum, end - (at + (count - 1) * pitch + bytes));
+        __atomic_fetch_xor(&file->sums[block], sum, __ATOMIC_RELAXED);
+    }
+}
+
 /* Once all bytes are in: from the linear part to the CRC itself, which begins and ends with ones. */
 static void mt_checksums_finish(mt_file_checksums *file) {
     for (int64_t block = 0; block < file->count; block++)
@@ -12205,6 +12453,7 @@ static const mt_param_options mt_param_option[MT_NUM_ROLES] = {
                       "--moe-shared-expert-intermediate-size"},
     [MT_SHARED_DOWN] = {"--hidden-size", "--moe-shared-expert-intermediate-size",
                         "--moe-shared-expert-intermediate-size"},
+    [MT_SHARED_EXPERT_GATE] = {"--moe-shared-expert-gate", "--hidden-size", "--moe-shared-expert-gate"},
     [MT_MTP_EMBEDDING_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
     [MT_MTP_HIDDEN_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
     [MT_MTP_PROJECTION] = {"--hidden-size", "--hidden-size", "--mtp-num-layers"},
@@ -12624,6 +12873,18 @@ static void mt_wanted_put_stored(mt_reader *r, mt_wanted *w, int64_t at, const c
     }
 }
 
+/* to[n, m] with rows of `pitch` numbers = from[m, n] with rows of `width` stored ones, turned; 16 lines of `to` at a
+ * time stay in the cache. */
+static void mt_stored_turn(float *to, int64_t pitch, const char *from, int64_t width, mt_dtype dtype, int64_t m,
+                           int64_t n) {
+    int64_t size = mt_dtype_size(dtype);
+    for (int64_t first = 0, lines; first < n; first += lines) {
+        lines = mt_min(n - first, 16);
+        for (int64_t row = 0; row < m; row++)
+            mt_stored_to_f32(to + first * pitch + row, pitch, from + (row * width + first) * size, dtype, lines);
+    }
+}
+
 /* Takes what is wanted of a window of the tensor, whose elements lie at `data` row after row. */
 static void mt_wanted_take(mt_reader *r, mt_wanted *w, mt_window given, const char *data) {
     const mt_param *param = w->param;
@@ -12631,15 +12892,18 @@ static void mt_wanted_take(mt_reader *r, mt_wanted *w, mt_window given, const ch
     mt_window own = mt_wanted_window(param), part = mt_window_meet(given, own);
     int64_t size = mt_dtype_size(dtype), cols = param->cols;
     if (part.rows == 0 || part.cols == 0) return;
-    if (param->hf_transposed && !w->turned) w->turned = mt_malloc(own.rows * own.cols * 4);
-    bool together = !param->hf_transposed && part.cols == given.cols && part.cols == cols; // whole rows on both sides
+    if (param->hf_transposed) {
+        if (!w->turned) w->turned = mt_malloc(own.rows * own.cols * 4);
+        mt_stored_turn(w->turned + (part.col - own.col) * cols + part.row - own.row, cols,
+                       data + ((part.row - given.row) * given.cols + part.col - given.col) * size, given.cols, dtype,
+                       part.rows, part.cols);
+        return;
+    }
+    bool together = part.cols == given.cols && part.cols == cols; // whole rows on both sides
     for (int64_t row = 0, rows = together ? part.rows : 1; row < part.rows; row += rows) {
         const char *from = data + ((part.row + row - given.row) * given.cols + part.col - given.col) * size;
         int64_t to_row = part.row + row - own.row, to_col = part.col - own.col;
-        if (param->hf_transposed)
-            mt_stored_to_f32(w->turned + to_col * cols + to_row, cols, from, dtype, part.cols);
-        else
-            mt_wanted_put_stored(r, w, to_row * cols + to_col, from, rows * part.cols);
+        mt_wanted_put_stored(r, w, to_row * cols + to_col, from, rows * part.cols);
     }
 }
 
@@ -13013,6 +13277,13 @@ typedef struct mt_piece {
 /* Pieces of so many bytes, and as many of them in the ring. */
 enum { MT_PIECE_BYTES = 8 << 20, MT_RING_PIECES = 4, MT_WRITERS = 2 };
 
+/* A copy that is still to be made. */
+typedef struct mt_copy {
+    char *to;
+    const char *from;
+    int64_t bytes;
+} mt_copy;
+
 typedef struct mt_writer {
     const mt_ops *ops;
     char *block, *memory;                 // as it was allocated; aligned
@@ -13020,11 +13291,13 @@ typedef struct mt_writer {
     mt_piece *pieces;
     int64_t num_pieces, room; // submitted so far
     int64_t next, held;       // the first piece that no thread has taken; that still has its memory
-    bool closed;              // no more will come
-    bool holds_all;           // the threads wait for that, so that the copy has the machine to itself
-    bool runs;                // threads were started
-    int busy;                 // of them, those that have something left to do
-    const char *folder;       // they write into the files of `sums`
+    mt_copy *copies;
+    int64_t num_copies, copy_room;
+    bool closed;        // no more will come
+    bool holds_all;     // the threads wait for that, so that the copy has the machine to itself
+    bool runs;          // threads were started
+    int busy;           // of them, those that have something left to do
+    const char *folder; // they write into the files of `sums`
     mt_checksums sums;
     int status; // of the threads
     mt_error error;
@@ -13052,6 +13325,7 @@ static void mt_writer_close(mt_writer *w) {
     w->ops->memory_free_host(w->block);
     mt_checksums_free(&w->sums);
     free(w->pieces);
+    free(w->copies);
     pthread_mutex_destroy(&w->lock);
     pthread_cond_destroy(&w->changed);
     *w = (mt_writer){0};
@@ -13140,10 +13414,9 @@ static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *pi
     if (line == piece->pitch) lines = 1, line = bytes;
     int64_t end = piece->offset + (lines - 1) * piece->pitch + line;
     int status = 0;
-    for (int64_t i = 0; i < lines && status == 0; i++) {
-        mt_checksums_add(&w->sums.files[piece->file], piece->offset + i * piece->pitch, data + i * line, line);
+    mt_checksums_add_lines(&w->sums.files[piece->file], piece->offset, piece->pitch, data, line, lines);
+    for (int64_t i = 0; i < lines && status == 0; i++)
         status = mt_output_write(out, piece->offset + i * piece->pitch, data + i * line, line);
-    }
 #ifdef SYNC_FILE_RANGE_WRITE // what is in the page cache begins its way to the disk now, not when all is there
     if (status == 0 && bytes >= MT_SUM_BLOCK && (lines > 1 || out->direct < 0))
         (void)!sync_file_range(out->descriptor, piece->offset, end - piece->offset, SYNC_FILE_RANGE_WRITE);
@@ -13240,7 +13513,8 @@ static int64_t mt_ring_bytes(int64_t total, int64_t largest) {
 /* ---- this rank's share */
 
 /* Elements [*begin, *end) of what lies here of a parameter, in its own order, are this rank's to write: its shard where
- * the data group shares them out, else a part of the rows. Returns where the first is, or NULL: none is. */
+ * the data group shares them out, else a part of the rows, or all where rows are the file's columns, whose parts would
+ * be short lines. Returns where the first is, or NULL: none is. */
 static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_kept kept, int64_t *begin,
                                   int64_t *end) {
     const mt_bucket *b = &m->buckets[param->bucket];
@@ -13248,7 +13522,9 @@ static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_k
     mt_part part = mt_bucket_part(m, param->bucket, kept);
     int64_t rows = mt_param_rows_stored(param), cols = param->cols;
     if (!param->counted) return NULL;
-    if (b->strategy == MT_NO_SHARD) {
+    if (b->strategy == MT_NO_SHARD && param->hf_transposed) { // in turns, so that all get as much of every role
+        *begin = 0, *end = (param->role + param->layer) % group->size == group->rank ? rows * cols : 0;
+    } else if (b->strategy == MT_NO_SHARD) {
         *begin = rows * group->rank / group->size * cols, *end = rows * (group->rank + 1) / group->size * cols;
     } else {
         *begin = mt_max(b->shard_first - param->offset, 0);
@@ -13273,15 +13549,29 @@ static void mt_copy_past_cache(char *to, const char *from, int64_t bytes) {
     memcpy(to + done, from + done, (size_t)(bytes - done));
 }
 
-/* To the writer's memory. A processor copies by one thread: threads that meet after each of many small copies cost more
- * than they bring, while others write. */
-static void mt_copy_to_host(mt_model *m, char *to, const char *from, int64_t bytes, bool stays) {
-    if (strcmp(m->ops->name, "cpu") != 0)
+/* To the writer's memory. A processor's copies for an asynchronous save are made all at once, later: threads that meet
+ * after each of many small copies cost more than they bring. */
+static void mt_copy_to_host(mt_model *m, mt_writer *w, char *to, const char *from, int64_t bytes) {
+    if (strcmp(m->ops->name, "cpu") != 0) {
         m->ops->memory_copy(to, from, bytes, m->stream);
-    else if (stays)
-        mt_copy_past_cache(to, from, bytes);
-    else
+    } else if (!w->holds_all) {
         memcpy(to, from, (size_t)bytes);
+    } else {
+        if (w->num_copies == w->copy_room) {
+            w->copy_room = mt_max(2 * w->copy_room, 256);
+            w->copies = mt_realloc(w->copies, w->copy_room * (int64_t)sizeof *w->copies);
+        }
+        w->copies[w->num_copies++] = (mt_copy){to, from, bytes};
+    }
+}
+
+/* Nothing that was asked for is under way any more. */
+static void mt_copies_finish(mt_model *m, mt_writer *w) {
+    const mt_copy *copies = w->copies;
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t i = 0; i < w->num_copies; i++) mt_copy_past_cache(copies[i].to, copies[i].from, copies[i].bytes);
+    w->num_copies = 0;
+    m->ops->stream_wait(m->stream);
 }
 
 /* Copies elements [begin, end) of a parameter to host memory and hands them on, in rectangles; `start` is where its
@@ -13302,7 +13592,7 @@ static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, i
             start + (piece.turned ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
         if (w) {
             char *to = mt_writer_reserve(w, piece.offset, bytes);
-            mt_copy_to_host(m, to, from, bytes, w->holds_all);
+            mt_copy_to_host(m, w, to, from, bytes);
             if (!w->holds_all) m->ops->stream_wait(m->stream); // else once, when all are under way
             piece.data = to;
             mt_writer_submit(w, piece);
@@ -13345,7 +13635,7 @@ static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, i
             }
         }
     }
-    if (w) m->ops->stream_wait(m->stream);
+    if (w) mt_copies_finish(m, w);
     return taken;
 }
 
@@ -13871,6 +14161,7 @@ static int mt_saver_end(mt_saver *s, int status) {
     if (status == 0) s->in_place = s->iteration;
     free(s->temporary);
     s->temporary = NULL, s->places = false;
+    s->model->saving = NULL;
     mt_checksums_free(&s->writer.sums);
     return status;
 }
@@ -13919,7 +14210,8 @@ int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
     mt_model *m = s->model;
     bool writes = m->grid->world.rank == 0;
     int64_t file = 0, largest;
-    if (mt_saver_finish(s, error) != 0) return -1; // the one before
+    if (mt_saver_finish(m->saving, error) != 0) return -1; // the one before
+    m->saving = s;
     s->iteration = state->iteration;
     snprintf(s->name, sizeof s->name, "iter_%07lld", (long long)state->iteration);
     snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", s->name, (long long)getpid());
@@ -14186,13 +14478,33 @@ bool mt_options_falls_back(const mt_options *options) {
     return options->load && options->save && strcmp(options->load, options->save) == 0;
 }
 
+/* What mt_checkpoint_resolve says on rank 0, for all ranks: while they ask one after another, a save may put another
+ * checkpoint in the place of the latest. *number: the iteration, or -1 for a folder that is no checkpoint's. */
+static int mt_checkpoint_choose(const mt_group *world, const char *folder, char **path, int64_t *number,
+                                mt_error *error) {
+    char *found = world->rank == 0 ? mt_checkpoint_resolve(folder, error) : NULL;
+    bool is_latest = found && strcmp(found, folder) != 0; // rather than the folder itself
+    *number = found && strrchr(found, '/') ? mt_iteration_of(strrchr(found, '/') + 1) : -1;
+    *path = NULL;
+    free(found);
+    if (mt_agree(world, world->rank == 0 && !found, error) != 0) return -1;
+    mt_broadcast(world, &is_latest, sizeof is_latest, 0);
+    mt_broadcast(world, number, sizeof *number, 0);
+    *path = is_latest ? mt_iteration_path(folder, *number) : mt_strdup(folder);
+    bool sees = mt_folder_has(*path, "config.json");
+    if (!sees)
+        mt_error_set(error, "%s: rank 0 sees it, rank %d does not; on several hosts it must be a folder of all", *path,
+                     world->rank);
+    return mt_agree(world, !sees, error);
+}
+
 int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
     const mt_group *world = &m->grid->world;
     const char *loads = m->options->load;
     bool falls_back = mt_options_falls_back(m->options) && loads && strcmp(folder, loads) == 0, damaged = false;
-    char *path = mt_checkpoint_resolve(folder, error);
-    int status = mt_agree(world, !path, error);
-    int64_t number = path && strrchr(path, '/') ? mt_iteration_of(strrchr(path, '/') + 1) : -1;
+    char *path;
+    int64_t number;
+    int status = mt_checkpoint_choose(world, folder, &path, &number, error);
     *state = (mt_run_state){0};
     if (status != 0 && falls_back) number = INT64_MAX, damaged = true;
     if (status == 0) status = mt_folder_load(m, state, path, &damaged, error);
@@ -14970,11 +15282,13 @@ static int mt_steps_check(mt_model *m, mt_error *error) {
     return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
 }
 
-/* Loads the last checkpoint, in place of the steps since. */
+/* Loads the last checkpoint, in place of the steps since. One that is still on its way to the disk is the last too: it
+ * is waited for, and must not take the place of the one that is loaded, or remove it, meanwhile. */
 static int mt_step_rewind(mt_model *m, mt_run_state *state, mt_error *error) {
     const mt_options *o = m->options;
     mt_bad_steps *bad = &m->bad_steps;
     if (mt_steps_check(m, error) != 0) return -1;
+    if (mt_saver_finish(m->saving, error) != 0) return -1;
     bool saved = mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
     mt_broadcast(&m->grid->world, &saved, sizeof saved, 0);
     if (!saved && !o->load)
@@ -15045,6 +15359,10 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     int status = mt_steps_check(m, error);
     m->unread_seconds += mt_time() - begin;
     return status;
+}
+
+bool mt_train_goes_back(const mt_model *m) {
+    return m->bad_steps.rewind > 0;
 }
 
 /* Gradients and the verdict on them. With --rerun-mode validate_results a bad step is done again, from the same
@@ -15309,15 +15627,10 @@ int mt_report_evaluation(const mt_report *report, const mt_run_state *state, con
  * event.proto, in protocol buffers' wire format: a key of field number and kind, then a varint, 4 or 8 bytes, or a
  * length and so many bytes. Few fields are needed, so they are written by hand. */
 
-/* CRC-32C (Castagnoli), reflected; a bit at a time, for a few hundred bytes a step. */
+/* CRC-32C, masked because records may hold checksums themselves. */
 static uint32_t mt_event_crc(const void *data, int64_t bytes) {
-    uint32_t crc = ~0u;
-    for (int64_t i = 0; i < bytes; i++) {
-        crc ^= ((const uint8_t *)data)[i];
-        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78u : 0);
-    }
-    crc = ~crc;
-    return (crc >> 15 | crc << 17) + 0xa282ead8u; // masked, because records may hold checksums themselves
+    uint32_t crc = mt_crc32c(data, bytes);
+    return (crc >> 15 | crc << 17) + 0xa282ead8u;
 }
 
 /* A message that grows; one event is far smaller than its room. */
@@ -15808,6 +16121,16 @@ static void mt_timed_gelu_backward(void *dx, const void *dy, const void *x, int6
     MT_TIMED(gelu_backward, mt_work_bytes(n, 3 * mt_dtype_size(dtype)), dx, dy, x, n, tanh_approximation, dtype);
 }
 
+static void mt_timed_linear_gelu_forward(void *y, void *pre, const void *x, const void *w, const void *bias, int64_t T,
+                                         int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(linear_gelu_forward, mt_work_product(T, N, K), y, pre, x, w, bias, T, N, K, dtype);
+}
+
+static void mt_timed_linear_backward_gelu(void *dpre, const void *dy, const void *w, const void *pre, int64_t T,
+                                          int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(linear_backward_gelu, mt_work_product(T, N, K), dpre, dy, w, pre, T, N, K, dtype);
+}
+
 static void mt_timed_swiglu_forward(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
                                     mt_stream *stream) {
     MT_TIMED(swiglu_forward, mt_work_bytes(T * F, 3 * mt_dtype_size(dtype)), y, gate_up, T, F, dtype);
@@ -16134,6 +16457,17 @@ static void mt_timed_expert_swiglu_backward(void *dgate_up, float *dweights, con
              weights, M, F, dtype);
 }
 
+static void mt_timed_scale_rows_forward(void *y, const void *x, const float *weights, int64_t M, int64_t C,
+                                        mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(scale_rows_forward, mt_work_bytes(M * C, 2 * mt_dtype_size(dtype)), y, x, weights, M, C, dtype);
+}
+
+static void mt_timed_scale_rows_backward(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
+                                         int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(scale_rows_backward, mt_work_bytes(M * C, 3 * mt_dtype_size(dtype)), dx, dweights, dy, x, weights, M, C,
+             dtype);
+}
+
 static void mt_timed_expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate,
                                       mt_stream *stream) {
     MT_TIMED(expert_bias_step, mt_work_bytes(E, 12), bias, loads, scale, E, rate);
@@ -16157,6 +16491,8 @@ static void mt_profile_time_experts(mt_ops *timed) {
     timed->grouped_linear_backward_weight = mt_timed_grouped_linear_backward_weight;
     timed->expert_swiglu_forward = mt_timed_expert_swiglu_forward;
     timed->expert_swiglu_backward = mt_timed_expert_swiglu_backward;
+    timed->scale_rows_forward = mt_timed_scale_rows_forward;
+    timed->scale_rows_backward = mt_timed_scale_rows_backward;
     timed->expert_bias_step = mt_timed_expert_bias_step;
 }
 
@@ -16179,6 +16515,8 @@ static void mt_profile_time_others(mt_ops *timed, const mt_ops *ops) {
     timed->mailbox_close = ops->mailbox_close;
     if (ops->qk_forward) timed->qk_forward = mt_timed_qk_forward;
     if (ops->qk_backward) timed->qk_backward = mt_timed_qk_backward;
+    if (ops->linear_gelu_forward) timed->linear_gelu_forward = mt_timed_linear_gelu_forward;
+    if (ops->linear_backward_gelu) timed->linear_backward_gelu = mt_timed_linear_backward_gelu;
     if (ops->residual_norm_forward) timed->residual_norm_forward = mt_timed_residual_norm_forward;
 }
 

@@ -142,6 +142,7 @@ typedef struct mt_options {
     char *moe_token_dispatcher_type;      // alltoall | allgather
     char *moe_token_drop_policy;          // probs | position
     bool moe_router_pre_softmax, moe_router_enable_expert_bias, moe_pad_expert_input_to_capacity, moe_grouped_gemm;
+    bool moe_permute_fusion, moe_shared_expert_gate;
     double moe_router_topk_scaling_factor, moe_router_bias_update_rate, moe_aux_loss_coeff, moe_z_loss_coeff;
     double moe_expert_capacity_factor;
     /* multi-token prediction; mtp_num_layers 0: none */
@@ -214,8 +215,8 @@ typedef struct mt_options {
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     int64_t mtp_layers_stored;            // modules that weights to be loaded may hold, trained on or not
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
-    char *hf_family;                    // gpt2 | llama | mistral | qwen2 | qwen3 | deepseek_v3, or megatron: none fits
-    int64_t bos_token_id, eos_token_id; // -1: none
+    char *hf_family;                      // "model_type" of config.json; megatron: none fits
+    int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
 
 /* Sets defaults, then reads the --config file that the command line may name, the command line itself, which wins, and
@@ -477,6 +478,12 @@ typedef void mt_gelu_forward_fn(void *y, const void *x, int64_t n, bool tanh_app
 /* dx may be dy. */
 typedef void mt_gelu_backward_fn(void *dx, const void *dy, const void *x, int64_t n, bool tanh_approximation,
                                  mt_dtype dtype, mt_stream *stream);
+/* Fused, with the tanh approximation: pre[T, N] = x[T, K] w^T + bias[N] (or NULL) and y = gelu(pre). */
+typedef void mt_linear_gelu_forward_fn(void *y, void *pre, const void *x, const void *w, const void *bias, int64_t T,
+                                       int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream);
+/* dpre[T, K] = the gradient of pre, from dy[T, N], that of gelu(pre) w^T. */
+typedef void mt_linear_backward_gelu_fn(void *dpre, const void *dy, const void *w, const void *pre, int64_t T,
+                                        int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream);
 /* y[T, F] = silu(gate) * up, with gate_up [T, 2F] = gate then up (Shazeer, "GLU variants improve transformer"). */
 typedef void mt_swiglu_forward_fn(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
                                   mt_stream *stream);
@@ -618,6 +625,12 @@ typedef void mt_expert_swiglu_forward_fn(void *y, const void *gate_up, const flo
 typedef void mt_expert_swiglu_backward_fn(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
                                           const float *weights, int64_t M, int64_t F, mt_dtype dtype,
                                           mt_stream *stream);
+/* y[M, C] = weights[M] x[M, C], a pass of its own for what expert_swiglu does on the way; y may be x. */
+typedef void mt_scale_rows_forward_fn(void *y, const void *x, const float *weights, int64_t M, int64_t C,
+                                      mt_dtype dtype, mt_stream *stream);
+/* dx[M, C] = weights dy and dweights[M] = sum(dy x); dx may be dy or x. */
+typedef void mt_scale_rows_backward_fn(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
+                                       int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream);
 /* bias[E] += rate sign(mean of loads - loads[e]) (Wang et al., "Auxiliary-loss-free load balancing"), unless scale[0] <
  * 0, which says that the step was bad. */
 typedef void mt_expert_bias_step_fn(float *bias, const float *loads, const float *scale, int64_t E, float rate,
@@ -844,6 +857,8 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
     OP(grouped_linear_backward_weight)                                                                                 \
     OP(expert_swiglu_forward)                                                                                          \
     OP(expert_swiglu_backward)                                                                                         \
+    OP(scale_rows_forward)                                                                                             \
+    OP(scale_rows_backward)                                                                                            \
     OP(expert_bias_step)                                                                                               \
     OP(cross_entropy_forward)                                                                                          \
     OP(cross_entropy_combine)                                                                                          \
@@ -886,6 +901,8 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
 #define MT_FUSED_OPERATIONS(OP)                                                                                        \
     OP(qk_forward)                                                                                                     \
     OP(qk_backward)                                                                                                    \
+    OP(linear_gelu_forward)                                                                                            \
+    OP(linear_backward_gelu)                                                                                           \
     OP(residual_norm_forward)
 
 #define MT_ALL_OPERATIONS(OP)                                                                                          \
@@ -1091,6 +1108,7 @@ typedef enum mt_role {
     MT_SHARED_GATE, // the expert that every token visits
     MT_SHARED_UP,
     MT_SHARED_DOWN,
+    MT_SHARED_EXPERT_GATE, // how much of that expert a token takes
     MT_MTP_EMBEDDING_NORM, // this and the next three: what a module of multi-token prediction has around its layer
     MT_MTP_HIDDEN_NORM,
     MT_MTP_PROJECTION,
@@ -1525,6 +1543,10 @@ int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, m
 
 /* Waits for the steps that were enqueued, and checks them: before what they made is saved, evaluated or timed. */
 int mt_train_finish(mt_model *model, mt_error *error);
+
+/* Whether, of the steps checked so far, one was bad that the next mt_train_step goes back for ("rewind"): until then
+ * there is nothing that is worth saving or evaluating. The same on every rank. */
+bool mt_train_goes_back(const mt_model *model);
 
 /* Mean loss of `micro_batches` micro-batches a rank without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,

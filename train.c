@@ -148,6 +148,7 @@ static void evaluate(run *r, mt_split split, const char *name, int64_t *consumed
     double loss;
     if (!r->loaders[split] || o->eval_iters == 0) return;
     check(mt_train_finish(r->model, &error), &error);
+    if (mt_train_goes_back(r->model)) return;
     feed from = {r->loaders[split], *consumed, o->micro_batch_size * r->grid.data.size};
     int64_t micro_batches = o->eval_iters * o->global_batch_size / from.stride;
     check(mt_evaluate(r->model, micro_batches, next_micro_batch, &from, &r->batch, &loss, &error), &error);
@@ -163,11 +164,14 @@ static void tell_saved(run *r, int status, const mt_error *error) {
     mt_report_line(&r->report, "saved iteration %lld to %s", (long long)r->saved, r->options.save);
 }
 
-static void save(run *r) {
+/* False: a bad step was among the last, whose checkpoint would be the one to go back to. */
+static bool save(run *r) {
     mt_error error;
-    if (!r->options.save) return;
+    if (!r->options.save) return true;
     check(mt_train_finish(r->model, &error), &error);
+    if (mt_train_goes_back(r->model)) return false;
     tell_saved(r, mt_saver_save(r->saver, &r->state, &error), &error);
+    return true;
 }
 
 /* True when a signal or --exit-duration-in-mins ends the run early; every rank must see the same answer. */
@@ -191,7 +195,7 @@ static void train(run *r) {
     mt_metrics metrics;
     int64_t saved = -1, validated = r->state.iteration, test_samples = 0; // without a step: converts
     bool stop = false;
-    while (r->state.iteration < o->num_iterations && !stop) {
+    while ((r->state.iteration < o->num_iterations && !stop) || mt_train_goes_back(r->model)) {
         tell_saved(r, mt_saver_poll(r->saver, &error), &error);
         feed from = {r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples,
                      o->micro_batch_size * r->grid.data.size};
@@ -213,10 +217,8 @@ static void train(run *r) {
             validated = r->state.iteration;
         }
         stop = should_stop(r);
-        if (stop || (o->save_interval > 0 && r->state.iteration % o->save_interval == 0)) {
-            save(r);
-            saved = r->state.iteration;
-        }
+        bool saves = stop || (o->save_interval > 0 && r->state.iteration % o->save_interval == 0);
+        if (saves && save(r)) saved = r->state.iteration;
     }
     check(mt_train_finish(r->model, &error), &error);
     if (mt_trace_is_open()) write_trace(r);

@@ -332,6 +332,23 @@ __device__ __forceinline__ void gradients_by_column(float (&weight)[TILES][N][4]
         }
 }
 
+/* The same in place of dp, with weights that were packed and unpacked: their rounding is that of the gradients. */
+template <int TILES, int N>
+__device__ __forceinline__ void gradients_of_packed(float (&dp)[TILES][2 * N][4], const uint32_t (&p)[TILES][N][4],
+                                                    const float *row_dot) {
+#pragma unroll
+    for (int n = 0; n < 2 * N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float dot = row_dot[col_of(n, e)];
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                uint32_t pair = p[t][n / 2][n % 2 * 2 + e / 2];
+                dp[t][n][e] = __uint_as_float(e % 2 ? pair & 0xffff0000 : pair << 16) * (dp[t][n][e] - dot);
+            }
+        }
+}
+
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 
 static inline int tile_count(const mt_spans *spans, bool of_keys, int size) {
@@ -347,7 +364,7 @@ static inline int heads_in_section(const mt_attention_call *call, int64_t heads,
     int64_t longest = 1, best = per_group;
     for (int64_t i = 0; i < call->spans->count; i++)
         if (call->spans->host[i].k_len > longest) longest = call->spans->host[i].k_len;
-    int64_t group_bytes = 2 * longest * call->shape->head_size * (int64_t)sizeof(bf16);
+    int64_t group_bytes = longest * (call->shape->head_size + call->shape->value_size) * (int64_t)sizeof(bf16);
     for (int64_t together = per_group; together <= heads; together += per_group)
         if (heads % together == 0 && together / per_group * group_bytes <= mt_cuda_device()->l2CacheSize / 2)
             best = together;
@@ -395,18 +412,17 @@ static inline void over_disjoint_keys(const mt_attention_call *call,
 /* row_dot = sum(out dout) for every query and head, which both passes of a backward need. */
 void mt_attention_row_dots(const mt_attention_call *call);
 
-/* What the flash rungs take: bf16 in rows that sixteen-byte loads can read, no dropout, as many value channels as
- * channels, up to 256. */
+/* What the flash rungs take, each for the head sizes that it has: bf16 in rows that sixteen-byte loads can read, no
+ * dropout. */
 static inline bool flash_serves(const mt_attention_call *call) {
     const mt_attention *s = call->shape;
     const void *operands[] = {call->out, call->dq, call->dk, call->dv, call->dout, call->q, call->k, call->v};
     for (const void *operand : operands)
         if ((uintptr_t)operand % 16 != 0) return false;
-    int64_t sizes[] = {s->head_size, s->q_stride, s->k_stride, s->v_stride, s->out_stride};
+    int64_t sizes[] = {s->head_size, s->value_size, s->q_stride, s->k_stride, s->v_stride, s->out_stride};
     for (int64_t size : sizes)
-        if (size % 8 != 0) return false;
-    return call->dtype == MT_BF16 && s->head_size == s->value_size && s->head_size > 0 && s->head_size <= 256 &&
-           s->dropout.p <= 0 && s->scale > 0;
+        if (size <= 0 || size % 8 != 0) return false;
+    return call->dtype == MT_BF16 && s->dropout.p <= 0 && s->scale > 0;
 }
 
 #endif

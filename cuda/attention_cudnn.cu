@@ -22,7 +22,7 @@ typedef cudnnBackendDescriptor_t descriptor;
 
 /* ---- the batch that spans are ------------------------------------------------------------------------------------ */
 
-enum { LENGTH_MULTIPLE = 128, MAX_CUDNN_CHANNELS = 128 };
+enum { LENGTH_MULTIPLE = 128, MAX_CUDNN_CHANNELS = 128, LATENT_CHANNELS = 192 };
 
 /* Sequence b holds query rows first_q + b step_q ..., key rows first_k + b step_k .... */
 struct batch {
@@ -42,12 +42,15 @@ static bool batch_of(const mt_spans *spans, batch *b) {
     return true;
 }
 
-/* Whole tiles only (backwards of other lengths want padding masks), and the causal mask from the first key on. */
+/* Whole tiles only (backwards of other lengths want padding masks), and the causal mask from the first key on. Latent
+ * attention's heads, which share no keys, are served from Hopper on: on older GPUs no engine makes a plan. */
 static bool cudnn_serves(const mt_attention_call *call, batch *b) {
     const mt_attention *s = call->shape;
-    return call->stream && flash_serves(call) && s->head_size <= MAX_CUDNN_CHANNELS && s->window == 0 &&
-           batch_of(call->spans, b) && b->Sq > 0 && b->Sk > 0 && b->Sq % LENGTH_MULTIPLE == 0 &&
-           b->Sk % LENGTH_MULTIPLE == 0 && (!b->causal || b->Sq == b->Sk);
+    bool latent = s->head_size == LATENT_CHANNELS && s->value_size == MAX_CUDNN_CHANNELS;
+    bool sizes =
+        s->head_size == s->value_size ? s->head_size <= MAX_CUDNN_CHANNELS : latent && s->num_heads == s->num_groups;
+    return call->stream && flash_serves(call) && sizes && s->window == 0 && batch_of(call->spans, b) && b->Sq > 0 &&
+           b->Sk > 0 && b->Sq % LENGTH_MULTIPLE == 0 && b->Sk % LENGTH_MULTIPLE == 0 && (!b->causal || b->Sq == b->Sk);
 }
 
 /* ---- graphs ------------------------------------------------------------------------------------------------------ */
@@ -138,16 +141,16 @@ static descriptor rows(graph *g, int64_t uid) {
     return packed(g, uid, CUDNN_DATA_FLOAT, g->shape.num_heads, g->b.Sq, 1);
 }
 
-/* q, out and their gradients: [B, H, Sq, D] at `stride` between tokens. */
-static descriptor queries(graph *g, int64_t uid, int64_t stride) {
-    const int64_t D = g->shape.head_size, sizes[] = {g->b.B, g->shape.num_heads, g->b.Sq, D};
+/* q, out and their gradients: [B, H, Sq, D or Dv] at `stride` between tokens. */
+static descriptor queries(graph *g, int64_t uid, int64_t D, int64_t stride) {
+    const int64_t sizes[] = {g->b.B, g->shape.num_heads, g->b.Sq, D};
     const int64_t strides[] = {g->b.step_q * stride, D, stride, 1};
     return tensor(g, uid, CUDNN_DATA_BFLOAT16, sizes, strides);
 }
 
-/* k, v and their gradients: [B, G, Sk, D], or transposed, [B, G, D, Sk]. */
-static descriptor keys(graph *g, int64_t uid, cudnnDataType_t type, int64_t stride, bool transposed) {
-    const int64_t D = g->shape.head_size, Sk = g->b.Sk, G = g->shape.num_groups, step = g->b.step_k * stride;
+/* k, v and their gradients: [B, G, Sk, D or Dv], or transposed, [B, G, D, Sk]. */
+static descriptor keys(graph *g, int64_t uid, cudnnDataType_t type, int64_t D, int64_t stride, bool transposed) {
+    const int64_t Sk = g->b.Sk, G = g->shape.num_groups, step = g->b.step_k * stride;
     const int64_t sizes[] = {g->b.B, G, transposed ? D : Sk, transposed ? Sk : D};
     const int64_t strides[] = {step, D, transposed ? 1 : stride, transposed ? stride : 1};
     return tensor(g, uid, type, sizes, strides);
@@ -230,8 +233,9 @@ static descriptor mask(graph *g, descriptor s) {
 
 static void describe_forward(graph *g) {
     const mt_attention *s = &g->shape;
+    const int64_t D = s->head_size, Dv = s->value_size;
     const cudnnDataType_t f32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
-    descriptor p = matmul(g, queries(g, Q, s->q_stride), keys(g, K, bf16, s->k_stride, true), scores(g, f32));
+    descriptor p = matmul(g, queries(g, Q, D, s->q_stride), keys(g, K, bf16, D, s->k_stride, true), scores(g, f32));
     p = mask(g, pointwise(g, CUDNN_POINTWISE_MUL, p, number(g, SCALE), NULL, scores(g, f32)));
     descriptor max = reduce(g, CUDNN_REDUCE_TENSOR_MAX, p, rows(g, NO_TENSOR));
     p = pointwise(g, CUDNN_POINTWISE_SUB, p, max, NULL, scores(g, f32));
@@ -240,7 +244,7 @@ static void describe_forward(graph *g) {
     descriptor log_sum = pointwise(g, CUDNN_POINTWISE_LOG, sum, NULL, NULL, rows(g, NO_TENSOR));
     pointwise(g, CUDNN_POINTWISE_ADD, max, log_sum, NULL, rows(g, STATS));
     p = pointwise(g, CUDNN_POINTWISE_DIV, p, sum, NULL, scores(g, bf16));
-    matmul(g, p, keys(g, V, bf16, s->v_stride, false), queries(g, OUT, s->out_stride));
+    matmul(g, p, keys(g, V, bf16, Dv, s->v_stride, false), queries(g, OUT, Dv, s->out_stride));
 }
 
 /* A transposed view of [B, H, Sq, Sk] as an operand in bf16. */
@@ -251,26 +255,26 @@ static descriptor transposed(graph *g, descriptor x) {
 }
 
 /* gradient = a b summed over the heads that share keys. */
-static void key_gradient(graph *g, descriptor a, descriptor b, int64_t uid, int64_t stride) {
+static void key_gradient(graph *g, descriptor a, descriptor b, int64_t uid, int64_t D, int64_t stride) {
     const mt_attention *s = &g->shape;
-    descriptor gradient = keys(g, uid, CUDNN_DATA_BFLOAT16, stride, false);
+    descriptor gradient = keys(g, uid, CUDNN_DATA_BFLOAT16, D, stride, false);
     if (s->num_heads == s->num_groups) {
         matmul(g, a, b, gradient);
         return;
     }
-    descriptor of_heads = packed(g, NO_TENSOR, CUDNN_DATA_BFLOAT16, s->num_heads, g->b.Sk, s->head_size);
+    descriptor of_heads = packed(g, NO_TENSOR, CUDNN_DATA_BFLOAT16, s->num_heads, g->b.Sk, D);
     reduce(g, CUDNN_REDUCE_TENSOR_ADD, matmul(g, a, b, of_heads), gradient);
 }
 
 static void describe_backward(graph *g) {
     const mt_attention *s = &g->shape;
-    const int64_t H = s->num_heads, D = s->head_size;
+    const int64_t H = s->num_heads, D = s->head_size, Dv = s->value_size;
     const cudnnDataType_t f32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
-    descriptor q = queries(g, Q, s->q_stride), dout = queries(g, DOUT, s->out_stride), scale = number(g, SCALE);
-    descriptor kt = keys(g, K, bf16, s->k_stride, true), vt = keys(g, V, bf16, s->v_stride, true);
+    descriptor q = queries(g, Q, D, s->q_stride), dout = queries(g, DOUT, Dv, s->out_stride), scale = number(g, SCALE);
+    descriptor kt = keys(g, K, bf16, D, s->k_stride, true), vt = keys(g, V, bf16, Dv, s->v_stride, true);
     // row_dot = sum(dout out)
-    descriptor x = packed(g, NO_TENSOR, f32, H, g->b.Sq, D);
-    x = pointwise(g, CUDNN_POINTWISE_MUL, dout, queries(g, OUT, s->out_stride), NULL, x);
+    descriptor x = packed(g, NO_TENSOR, f32, H, g->b.Sq, Dv);
+    x = pointwise(g, CUDNN_POINTWISE_MUL, dout, queries(g, OUT, Dv, s->out_stride), NULL, x);
     x = reduce(g, CUDNN_REDUCE_TENSOR_ADD, x, rows(g, NO_TENSOR));
     descriptor row_dot = pointwise(g, CUDNN_POINTWISE_MUL, x, number(g, ONE), NULL, rows(g, ROW_DOT));
     // p = exp(scale q k^T - lse), dv = p^T dout
@@ -278,24 +282,24 @@ static void describe_backward(graph *g) {
     p = pointwise(g, CUDNN_POINTWISE_MUL, p, scale, NULL, scores(g, f32));
     p = mask(g, pointwise(g, CUDNN_POINTWISE_SUB, p, rows(g, STATS), NULL, scores(g, f32)));
     p = pointwise(g, CUDNN_POINTWISE_EXP, p, NULL, NULL, scores(g, f32));
-    key_gradient(g, transposed(g, p), dout, DV, s->v_stride);
+    key_gradient(g, transposed(g, p), dout, DV, Dv, s->v_stride);
     // ds = scale p (dout v^T - row_dot), dk = ds^T q
     descriptor ds = matmul(g, dout, vt, scores(g, f32));
     ds = pointwise(g, CUDNN_POINTWISE_SUB, ds, row_dot, NULL, scores(g, f32));
     ds = pointwise(g, CUDNN_POINTWISE_MUL, ds, p, NULL, scores(g, f32));
     ds = pointwise(g, CUDNN_POINTWISE_MUL, ds, scale, NULL, scores(g, f32));
-    key_gradient(g, transposed(g, ds), q, DK, s->k_stride);
+    key_gradient(g, transposed(g, ds), q, DK, D, s->k_stride);
     // dq = ds k, added up in fp32
-    descriptor k = reshape(g, kt, keys(g, NO_TENSOR, f32, s->k_stride, false));
+    descriptor k = reshape(g, kt, keys(g, NO_TENSOR, f32, D, s->k_stride, false));
     descriptor sum = matmul(g, ds, k, packed(g, DQ_SUM, f32, H, g->b.Sq, D));
-    pointwise(g, CUDNN_POINTWISE_IDENTITY, sum, NULL, NULL, queries(g, DQ, s->q_stride));
+    pointwise(g, CUDNN_POINTWISE_IDENTITY, sum, NULL, NULL, queries(g, DQ, D, s->q_stride));
 }
 
 /* ---- plans ------------------------------------------------------------------------------------------------------- */
 
 /* What a plan depends on; compared as bytes, so zero it before filling. */
 struct plan_key {
-    int64_t B, H, G, Sq, Sk, D, step_q, step_k, q_stride, k_stride, v_stride, out_stride;
+    int64_t B, H, G, Sq, Sk, D, Dv, step_q, step_k, q_stride, k_stride, v_stride, out_stride;
     int64_t causal, backward;
 };
 
@@ -364,7 +368,7 @@ static plan *plan_of(const mt_attention_call *call, const batch *b, bool backwar
     const mt_attention *s = call->shape;
     plan_key key;
     memset(&key, 0, sizeof key);
-    key = {b->B,      s->num_heads, s->num_groups, b->Sq,       b->Sk,         s->head_size, b->step_q,
+    key = {b->B,      s->num_heads, s->num_groups, b->Sq,       b->Sk,         s->head_size, s->value_size, b->step_q,
            b->step_k, s->q_stride,  s->k_stride,   s->v_stride, s->out_stride, b->causal,    backward};
     for (plan *p = plans; p; p = p->next)
         if (memcmp(&p->key, &key, sizeof key) == 0) return p;
@@ -469,10 +473,11 @@ static bool run_cudnn(const mt_attention_call *call, bool backward) {
     if (p->execution) {
         run(p, call, &b);
     } else if (call->shape->backend == MT_ATTENTION_CUDNN) {
-        mt_die("cuDNN %lld has no attention for %lld sequences of %lld tokens, heads %lld/%lld, %lld channels on this "
-               "GPU; use --attention-backend flash",
-               (long long)cudnnGetVersion(), (long long)b.B, (long long)b.Sq, (long long)p->key.H, (long long)p->key.G,
-               (long long)p->key.D);
+        mt_die(
+            "cuDNN %lld has no attention for %lld sequences of %lld tokens, heads %lld/%lld, %lld channels and %lld of "
+            "values on this GPU; use --attention-backend flash",
+            (long long)cudnnGetVersion(), (long long)b.B, (long long)b.Sq, (long long)p->key.H, (long long)p->key.G,
+            (long long)p->key.D, (long long)p->key.Dv);
     }
     return p->execution != NULL;
 }
@@ -511,9 +516,11 @@ static bool cudnn_is_faster(const mt_attention_call *call, bool backward, mt_att
     return p->choice == CUDNN_IS_FASTER;
 }
 
-/* cuDNN's own part of the backward's workspace: gradients of k and v for every head, where heads share keys. */
+/* cuDNN's own part of the backward's workspace: gradients of k and v for every head, where heads share keys, as latent
+ * attention's do not. */
 int64_t mt_attention_cudnn_workspace_bytes(int64_t T, int64_t H, int64_t D) {
     const int64_t slack = 16 << 20, dq_sum = 4 * D, of_heads = 2 * 2 * D, stats = 4;
+    if (D == LATENT_CHANNELS) return T * H * (dq_sum + stats) + slack;
     return D <= MAX_CUDNN_CHANNELS ? T * H * (dq_sum + of_heads + stats) + slack : 0;
 }
 

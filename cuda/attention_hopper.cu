@@ -5,7 +5,7 @@
  * tensor cores' rate. wgmma reads operands from shared memory, for 64 rows at once, while the warps do something else.
  * So the work is cut by role. In a block, one warp finds out what to work on, one only asks the memory engine (TMA) for
  * tiles, and two warpgroups of 128 threads, each with 64 rows of its own, only calculate; they get most of the
- * registers. They meet at barriers in shared memory, a pair for every buffer: "filled" and "free" again (see ring).
+ * registers. They meet at barriers in shared memory, a pair for every buffer: "filled" and "free" again (mt_ring).
  * What the mma rung says of weights in registers holds here too: wgmma leaves its result where the next product wants
  * its operand a.
  *
@@ -27,37 +27,15 @@ enum { WARPGROUP = 128, WORKERS = 2, THREADS = WARPGROUP * (1 + WORKERS) }; // o
 
 /* ---- buffers ----------------------------------------------------------------------------------------------------- */
 
-/* STAGES buffers that are filled and emptied in turn; use number n is of buffer n % STAGES. */
-template <int STAGES> struct ring {
-    uint32_t barriers;
-    static constexpr int BYTES = STAGES * 16;
-
-    __device__ __forceinline__ uint32_t filled(int n) const {
-        return barriers + n % STAGES * 16;
-    }
-    __device__ __forceinline__ uint32_t free(int n) const {
-        return barriers + n % STAGES * 16 + 8;
-    }
-    /* `fillers` arrivals (and the announced bytes) fill a buffer, one of each of `warps` frees it. */
-    __device__ __forceinline__ void init(int fillers, int warps) const {
-        for (int n = 0; n < STAGES; n++) mt_barrier_init(filled(n), fillers), mt_barrier_init(free(n), warps);
-    }
-    __device__ __forceinline__ void wait_filled(int n) const {
-        mt_barrier_wait(filled(n), n / STAGES % 2);
-    }
-    __device__ __forceinline__ void wait_free(int n) const {
-        mt_barrier_wait(free(n), n / STAGES % 2 ^ 1);
-    }
-    __device__ __forceinline__ void release(int n) const {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mt_barrier_arrive(free(n));
-    }
-};
-
 /* Tensors as TMA sees them: [panels of 64 channels, rows, 64], in boxes of all panels of a head and a tile's rows. */
 struct tensor_maps {
     CUtensorMap q, dout, k, v;
 };
+
+/* Starts the copy of a tile's rows from `row` on, of a head whose first panel is `panel`. */
+__device__ __forceinline__ void copy_tile(uint32_t to, const CUtensorMap &map, int row, int panel, uint32_t barrier) {
+    mt_copy_box(to, map, panel, row, 0, barrier);
+}
 
 /* Rows [count, ROWS) of a tile become 0; tail_cleared() then lets the warpgroup's products read it. Rows behind a
  * span's last are of another span or of nobody, and a weight of 0 times NaN is NaN. */
@@ -71,10 +49,10 @@ __device__ __forceinline__ void tail_cleared() {
     mt_fence_async();
     mt_named_barrier_wait(1 + threadIdx.x / WARPGROUP, WARPGROUP);
 }
-/* Of two tiles that lie one behind the other. */
-template <int ROWS, int D> __device__ __forceinline__ void clear_tails(uint32_t tiles, int count) {
+/* Of two tiles that lie one behind the other, of D and DV channels. */
+template <int ROWS, int D, int DV> __device__ __forceinline__ void clear_tails(uint32_t tiles, int count) {
     clear_tail<ROWS, D>(tiles, count);
-    clear_tail<ROWS, D>(tiles + ROWS * D * 2, count);
+    clear_tail<ROWS, DV>(tiles + ROWS * D * 2, count);
     tail_cleared();
 }
 
@@ -84,8 +62,8 @@ template <int ROWS, int D> __device__ __forceinline__ void clear_tails(uint32_t 
 enum { NO_MORE = -1 }; // the head of the tile behind the last
 struct tile_queue {
     tile *slot;
-    ring<1> turns;
-    static constexpr int BYTES = (int)sizeof(tile) + ring<1>::BYTES;
+    mt_ring<1> turns;
+    static constexpr int BYTES = (int)sizeof(tile) + mt_ring<1>::BYTES;
 
     __device__ __forceinline__ explicit tile_queue(char *memory) {
         slot = (tile *)memory;
@@ -211,23 +189,23 @@ __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, 
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
-/* A lane holds D / 2 outputs, 64 scores and, as pairs, 32 weights. */
-template <int D> struct forward_size {
+/* A lane holds DV / 2 outputs, 64 scores and, as pairs, 32 weights. */
+template <int D, int DV> struct forward_size {
     static constexpr int QUERIES = 64 * WORKERS, KEYS = 128, STAGES = 2;
-    static constexpr int TILE = KEYS * D * 2, K = QUERIES * D * 2, V = K + STAGES * TILE;
-    static constexpr int Q_RING = V + STAGES * TILE, K_RING = Q_RING + ring<1>::BYTES;
-    static constexpr int V_RING = K_RING + ring<STAGES>::BYTES, TILES = V_RING + ring<STAGES>::BYTES;
+    static constexpr int K_TILE = KEYS * D * 2, V_TILE = KEYS * DV * 2, K = QUERIES * D * 2, V = K + STAGES * K_TILE;
+    static constexpr int Q_RING = V + STAGES * V_TILE, K_RING = Q_RING + mt_ring<1>::BYTES;
+    static constexpr int V_RING = K_RING + mt_ring<STAGES>::BYTES, TILES = V_RING + mt_ring<STAGES>::BYTES;
     static constexpr int BYTES = TILES + tile_queue::BYTES;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-template <int D>
+template <int D, int DV>
 __device__ __forceinline__ void forward_load(const flash_task &task, const tensor_maps &maps, char *memory) {
-    using size = forward_size<D>;
-    constexpr int KEYS = size::KEYS, PANELS = D / 64;
+    using size = forward_size<D, DV>;
+    constexpr int KEYS = size::KEYS, PANELS = D / 64, V_PANELS = DV / 64;
     const uint32_t at = mt_shared_address(memory);
-    const ring<1> q_ring{at + size::Q_RING};
-    const ring<size::STAGES> k_ring{at + size::K_RING}, v_ring{at + size::V_RING};
+    const mt_ring<1> q_ring{at + size::Q_RING};
+    const mt_ring<size::STAGES> k_ring{at + size::K_RING}, v_ring{at + size::V_RING};
     const tile_queue queue(memory + size::TILES);
     int n = 0;
     for (int round = 0;; round++) {
@@ -237,40 +215,40 @@ __device__ __forceinline__ void forward_load(const flash_task &task, const tenso
         const range keys = keys_of(band_of(t.span, task.shape.window), t.first, size::QUERIES);
         q_ring.wait_free(round);
         mt_barrier_arrive_expect(q_ring.filled(round), size::K);
-        mt_copy_tile(at, maps.q, (int)t.span.q_start + t.first, t.head * PANELS, q_ring.filled(round));
+        copy_tile(at, maps.q, (int)t.span.q_start + t.first, t.head * PANELS, q_ring.filled(round));
         for (int key = keys.first / KEYS * KEYS; key < keys.end; key += KEYS, n++) {
-            const int row = (int)t.span.k_start + key, to = n % size::STAGES * size::TILE;
+            const int row = (int)t.span.k_start + key, stage = n % size::STAGES;
             k_ring.wait_free(n);
-            mt_barrier_arrive_expect(k_ring.filled(n), size::TILE);
-            mt_copy_tile(at + size::K + to, maps.k, row, group * PANELS, k_ring.filled(n));
+            mt_barrier_arrive_expect(k_ring.filled(n), size::K_TILE);
+            copy_tile(at + size::K + stage * size::K_TILE, maps.k, row, group * PANELS, k_ring.filled(n));
             v_ring.wait_free(n);
-            mt_barrier_arrive_expect(v_ring.filled(n), size::TILE);
-            mt_copy_tile(at + size::V + to, maps.v, row, group * PANELS, v_ring.filled(n));
+            mt_barrier_arrive_expect(v_ring.filled(n), size::V_TILE);
+            copy_tile(at + size::V + stage * size::V_TILE, maps.v, row, group * V_PANELS, v_ring.filled(n));
         }
         mt_barrier_arrive(queue.turns.free(round));
     }
 }
 
 /* A warpgroup of the forward and what it holds; `row` is where its warp's rows are in the span. */
-template <int D> struct forward_worker {
-    using size = forward_size<D>;
+template <int D, int DV> struct forward_worker {
+    using size = forward_size<D, DV>;
     static constexpr int KEYS = size::KEYS, STAGES = size::STAGES;
     static constexpr bool TURNS = D > 64; // for fewer channels products are shorter than a softmax
     uint32_t at, q_tile;
     int group, row;
     float scale;
     band seen;
-    float out[1][D / 8][4], score[1][KEYS / 8][4], shrink[1][2];
+    float out[1][DV / 8][4], score[1][KEYS / 8][4], shrink[1][2];
     uint32_t weights[1][KEYS / 16][4];
     softmax<1> state;
 
-    __device__ __forceinline__ ring<1> q_ring() const {
+    __device__ __forceinline__ mt_ring<1> q_ring() const {
         return {at + size::Q_RING};
     }
-    __device__ __forceinline__ ring<STAGES> k_ring() const {
+    __device__ __forceinline__ mt_ring<STAGES> k_ring() const {
         return {at + size::K_RING};
     }
-    __device__ __forceinline__ ring<STAGES> v_ring() const {
+    __device__ __forceinline__ mt_ring<STAGES> v_ring() const {
         return {at + size::V_RING};
     }
 
@@ -278,13 +256,13 @@ template <int D> struct forward_worker {
         k_ring().wait_filled(n);
         mt_wgmma_hold(score[0]);
         mt_wgmma_fence();
-        multiply_rows<D, size::QUERIES, KEYS>(score, q_tile, at + size::K + n % STAGES * size::TILE);
+        multiply_rows<D, size::QUERIES, KEYS>(score, q_tile, at + size::K + n % STAGES * size::K_TILE);
     }
     __device__ __forceinline__ void start_outputs(int n) {
         v_ring().wait_filled(n);
         mt_wgmma_hold(out[0]);
         mt_wgmma_fence();
-        multiply_weights<D, KEYS>(out, weights, at + size::V + n % STAGES * size::TILE);
+        multiply_weights<DV, KEYS>(out, weights, at + size::V + n % STAGES * size::V_TILE);
     }
     template <int PENDING> __device__ __forceinline__ void weigh_scores(int n, int key) {
         mt_wgmma_wait<PENDING>();
@@ -320,7 +298,7 @@ template <int D> struct forward_worker {
         q_ring().release(round);
         if (key > seen.k_len) {
             v_ring().wait_filled(n);
-            clear_tail<KEYS, D>(at + size::V + n % STAGES * size::TILE, seen.k_len - (key - KEYS));
+            clear_tail<KEYS, DV>(at + size::V + n % STAGES * size::V_TILE, seen.k_len - (key - KEYS));
             tail_cleared();
         }
         start_outputs(n);
@@ -329,12 +307,12 @@ template <int D> struct forward_worker {
     }
 };
 
-template <int D> __device__ __forceinline__ void forward_work(const flash_task &task, char *memory) {
-    using size = forward_size<D>;
+template <int D, int DV> __device__ __forceinline__ void forward_work(const flash_task &task, char *memory) {
+    using size = forward_size<D, DV>;
     const tile_queue queue(memory + size::TILES);
     const mt_attention &shape = task.shape;
     const int warp_row = (threadIdx.x / 32 - 4) * 16, heads = (int)shape.num_heads;
-    forward_worker<D> worker;
+    forward_worker<D, DV> worker;
     worker.at = mt_shared_address(memory), worker.group = threadIdx.x / WARPGROUP - 1;
     worker.q_tile = worker.at + worker.group * 64 * 128;
     worker.scale = shape.scale * LOG2_E;
@@ -356,34 +334,34 @@ template <int D> __device__ __forceinline__ void forward_work(const flash_task &
         const int64_t query = t.span.q_start + worker.row;
         const int rows = worker.seen.q_len - worker.row;
         softmax_finish(worker.state, worker.out, task.lse + query * heads + t.head, heads, rows, shape.scale);
-        store_rows<D>(task.out + query * shape.out_stride + t.head * D, shape.out_stride, rows, worker.out, false);
+        store_rows<DV>(task.out + query * shape.out_stride + t.head * DV, shape.out_stride, rows, worker.out, false);
     }
 }
 #endif
 
-template <int D>
+template <int D, int DV>
 __global__ void __launch_bounds__(THREADS, 1)
     hopper_forward(const flash_task task, const __grid_constant__ tensor_maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using size = forward_size<D>;
+    using size = forward_size<D, DV>;
     extern __shared__ __align__(1024) char memory[];
     if (threadIdx.x == 0) {
         const uint32_t at = mt_shared_address(memory);
-        ring<1>{at + size::Q_RING}.init(1, 4 * WORKERS);
-        ring<size::STAGES>{at + size::K_RING}.init(1, 4 * WORKERS);
-        ring<size::STAGES>{at + size::V_RING}.init(1, 4 * WORKERS);
+        mt_ring<1>{at + size::Q_RING}.init(1, 4 * WORKERS);
+        mt_ring<size::STAGES>{at + size::K_RING}.init(1, 4 * WORKERS);
+        mt_ring<size::STAGES>{at + size::V_RING}.init(1, 4 * WORKERS);
         tile_queue(memory + size::TILES).init();
         mt_barriers_ready();
     }
     __syncthreads();
     if (threadIdx.x < WARPGROUP) {
         mt_registers_shrink<40>();
-        if (threadIdx.x == 0) forward_load<D>(task, maps, memory);
+        if (threadIdx.x == 0) forward_load<D, DV>(task, maps, memory);
         if (threadIdx.x / 32 == 1)
             hand_out_tiles<false>(task, tile_queue(memory + size::TILES), task.shape.num_heads, size::QUERIES);
     } else {
         mt_registers_grow<232>();
-        forward_work<D>(task, memory);
+        forward_work<D, DV>(task, memory);
     }
 #endif
 }
@@ -391,21 +369,22 @@ __global__ void __launch_bounds__(THREADS, 1)
 /* ---- backward: dq ------------------------------------------------------------------------------------------------ */
 
 /* A lane holds D / 2 of dq, KEYS / 2 scores, as many dp and half as many pairs. */
-template <int D> struct backward_q_size {
+template <int D, int DV> struct backward_q_size {
     static constexpr int QUERIES = 64 * WORKERS, KEYS = D > 64 ? 64 : 128, STAGES = D > 64 ? 3 : 2;
-    static constexpr int TILE = KEYS * D * 2, DOUT = QUERIES * D * 2, KV = 2 * DOUT; // a stage: keys and their values
-    static constexpr int Q_RING = KV + STAGES * 2 * TILE, KV_RING = Q_RING + ring<1>::BYTES;
-    static constexpr int TILES = KV_RING + ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
+    static constexpr int DOUT = QUERIES * D * 2, KV = DOUT + QUERIES * DV * 2;
+    static constexpr int K_TILE = KEYS * D * 2, STAGE = K_TILE + KEYS * DV * 2; // keys and their values
+    static constexpr int Q_RING = KV + STAGES * STAGE, KV_RING = Q_RING + mt_ring<1>::BYTES;
+    static constexpr int TILES = KV_RING + mt_ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-template <int D>
+template <int D, int DV>
 __device__ __forceinline__ void backward_q_load(const flash_task &task, const tensor_maps &maps, char *memory) {
-    using size = backward_q_size<D>;
-    constexpr int KEYS = size::KEYS, PANELS = D / 64;
+    using size = backward_q_size<D, DV>;
+    constexpr int KEYS = size::KEYS, PANELS = D / 64, V_PANELS = DV / 64;
     const uint32_t at = mt_shared_address(memory);
-    const ring<1> q_ring{at + size::Q_RING};
-    const ring<size::STAGES> kv_ring{at + size::KV_RING};
+    const mt_ring<1> q_ring{at + size::Q_RING};
+    const mt_ring<size::STAGES> kv_ring{at + size::KV_RING};
     const tile_queue queue(memory + size::TILES);
     int n = 0;
     for (int round = 0;; round++) {
@@ -416,26 +395,26 @@ __device__ __forceinline__ void backward_q_load(const flash_task &task, const te
         const int query = (int)t.span.q_start + t.first;
         q_ring.wait_free(round);
         mt_barrier_arrive_expect(q_ring.filled(round), size::KV);
-        mt_copy_tile(at, maps.q, query, t.head * PANELS, q_ring.filled(round));
-        mt_copy_tile(at + size::DOUT, maps.dout, query, t.head * PANELS, q_ring.filled(round));
+        copy_tile(at, maps.q, query, t.head * PANELS, q_ring.filled(round));
+        copy_tile(at + size::DOUT, maps.dout, query, t.head * V_PANELS, q_ring.filled(round));
         for (int key = keys.first / KEYS * KEYS; key < keys.end; key += KEYS, n++) {
             const int row = (int)t.span.k_start + key;
-            const uint32_t to = at + size::KV + n % size::STAGES * 2 * size::TILE;
+            const uint32_t to = at + size::KV + n % size::STAGES * size::STAGE;
             kv_ring.wait_free(n);
-            mt_barrier_arrive_expect(kv_ring.filled(n), 2 * size::TILE);
-            mt_copy_tile(to, maps.k, row, group * PANELS, kv_ring.filled(n));
-            mt_copy_tile(to + size::TILE, maps.v, row, group * PANELS, kv_ring.filled(n));
+            mt_barrier_arrive_expect(kv_ring.filled(n), size::STAGE);
+            copy_tile(to, maps.k, row, group * PANELS, kv_ring.filled(n));
+            copy_tile(to + size::K_TILE, maps.v, row, group * V_PANELS, kv_ring.filled(n));
         }
         mt_barrier_arrive(queue.turns.free(round));
     }
 }
 
-template <int D> __device__ __forceinline__ void backward_q_work(const flash_task &task, char *memory) {
-    using size = backward_q_size<D>;
+template <int D, int DV> __device__ __forceinline__ void backward_q_work(const flash_task &task, char *memory) {
+    using size = backward_q_size<D, DV>;
     constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
     const uint32_t at = mt_shared_address(memory);
-    const ring<1> q_ring{at + size::Q_RING};
-    const ring<size::STAGES> kv_ring{at + size::KV_RING};
+    const mt_ring<1> q_ring{at + size::Q_RING};
+    const mt_ring<size::STAGES> kv_ring{at + size::KV_RING};
     const tile_queue queue(memory + size::TILES);
     const mt_attention &shape = task.shape;
     const int group = threadIdx.x / WARPGROUP - 1, warp_row = (threadIdx.x / 32 - 4) * 16;
@@ -457,15 +436,15 @@ template <int D> __device__ __forceinline__ void backward_q_work(const flash_tas
         clear(dq);
         q_ring.wait_filled(round);
         for (int key = keys.first / KEYS * KEYS; key < keys.end; key += KEYS, n++) {
-            const uint32_t k_tile = at + size::KV + n % size::STAGES * 2 * size::TILE, v_tile = k_tile + size::TILE;
+            const uint32_t k_tile = at + size::KV + n % size::STAGES * size::STAGE, v_tile = k_tile + size::K_TILE;
             kv_ring.wait_filled(n);
-            if (key + KEYS > seen.k_len) clear_tails<KEYS, D>(k_tile, seen.k_len - key);
+            if (key + KEYS > seen.k_len) clear_tails<KEYS, D, DV>(k_tile, seen.k_len - key);
             mt_wgmma_hold(score[0]);
             mt_wgmma_hold(dp[0]);
             turn_take(group);
             mt_wgmma_fence();
             multiply_rows<D, QUERIES, KEYS>(score, q_tile, k_tile);
-            multiply_rows<D, QUERIES, KEYS>(dp, dout_tile, v_tile);
+            multiply_rows<DV, QUERIES, KEYS>(dp, dout_tile, v_tile);
             turn_pass(group);
             mt_wgmma_wait<1>(); // the scores, and dq of the tile before
             mt_wgmma_hold(score[0]);
@@ -490,86 +469,92 @@ template <int D> __device__ __forceinline__ void backward_q_work(const flash_tas
 }
 #endif
 
-template <int D>
+template <int D, int DV>
 __global__ void __launch_bounds__(THREADS, 1)
     hopper_backward_q(const flash_task task, const __grid_constant__ tensor_maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using size = backward_q_size<D>;
+    using size = backward_q_size<D, DV>;
     extern __shared__ __align__(1024) char memory[];
     const tile_queue queue(memory + size::TILES);
     if (threadIdx.x == 0) {
         const uint32_t at = mt_shared_address(memory);
-        ring<1>{at + size::Q_RING}.init(1, 4 * WORKERS);
-        ring<size::STAGES>{at + size::KV_RING}.init(1, 4 * WORKERS);
+        mt_ring<1>{at + size::Q_RING}.init(1, 4 * WORKERS);
+        mt_ring<size::STAGES>{at + size::KV_RING}.init(1, 4 * WORKERS);
         queue.init();
         mt_barriers_ready();
     }
     __syncthreads();
     if (threadIdx.x < WARPGROUP) {
         mt_registers_shrink<40>();
-        if (threadIdx.x == 0) backward_q_load<D>(task, maps, memory);
+        if (threadIdx.x == 0) backward_q_load<D, DV>(task, maps, memory);
         if (threadIdx.x / 32 == 1) hand_out_tiles<false>(task, queue, task.shape.num_heads, size::QUERIES);
     } else {
         mt_registers_grow<232>();
-        backward_q_work<D>(task, memory);
+        backward_q_work<D, DV>(task, memory);
     }
 #endif
 }
 
 /* ---- backward: dk and dv ----------------------------------------------------------------------------------------- */
 
-/* A lane holds D / 2 of dk and of dv, 32 transposed scores, as many dp, and 16 pairs. A stage is a tile of queries,
- * their dout, lse and row_dot; all heads of the group come in turn. */
-template <int D> struct backward_kv_size {
-    static constexpr int KEYS = 64 * WORKERS, QUERIES = 64, STAGES = 4;
-    static constexpr int TILE = QUERIES * D * 2, V = KEYS * D * 2, Q = 2 * V, STATS = Q + STAGES * 2 * TILE;
-    static constexpr int KV_RING = STATS + STAGES * 2 * QUERIES * 4, Q_RING = KV_RING + ring<1>::BYTES;
-    static constexpr int TILES = Q_RING + ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
+/* A lane holds D / 2 of dk, DV / 2 of dv, 32 transposed scores, as many dp, and 16 pairs. A stage is a tile of queries,
+ * their dout, lse and row_dot; all heads of the group come in turn.
+ *
+ * For D 192 that is too many: dp takes the registers of the scores, whose weights wait as pairs, and the gradients'
+ * pairs those of dp, so that dk's product has to end with the step. */
+template <int D, int DV> struct backward_kv_size {
+    static constexpr bool REUSE = D == 192;
+    static constexpr int LOADER_REGISTERS = REUSE ? 24 : 40, WORKER_REGISTERS = REUSE ? 240 : 232;
+    static constexpr int KEYS = 64 * WORKERS, QUERIES = 64, STAGES = D > 128 ? 3 : 4;
+    static constexpr int Q_TILE = QUERIES * D * 2, STAGE = Q_TILE + QUERIES * DV * 2;
+    static constexpr int V = KEYS * D * 2, Q = V + KEYS * DV * 2, STATS = Q + STAGES * STAGE;
+    static constexpr int KV_RING = STATS + STAGES * 2 * QUERIES * 4, Q_RING = KV_RING + mt_ring<1>::BYTES;
+    static constexpr int TILES = Q_RING + mt_ring<STAGES>::BYTES, BYTES = TILES + tile_queue::BYTES;
 };
 
 /* The queries that see a tile of keys, of all heads of the group: `tiles` tiles a head from `first` on. */
 struct query_steps {
     int first, tiles, count;
 };
-template <int D>
+template <class Size>
 __device__ __forceinline__ query_steps steps_of(const flash_task &task, const tile &t, const band &seen) {
-    constexpr int QUERIES = backward_kv_size<D>::QUERIES;
-    const range queries = queries_of(seen, t.first, backward_kv_size<D>::KEYS);
+    constexpr int QUERIES = Size::QUERIES;
+    const range queries = queries_of(seen, t.first, Size::KEYS);
     int first = queries.first / QUERIES * QUERIES, tiles = max(0, queries.end - first + QUERIES - 1) / QUERIES;
     return {first, tiles, tiles * (int)(task.shape.num_heads / task.shape.num_groups)};
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-template <int D>
+template <int D, int DV>
 __device__ __forceinline__ void backward_kv_load(const flash_task &task, const tensor_maps &maps, char *memory) {
-    using size = backward_kv_size<D>;
-    constexpr int QUERIES = size::QUERIES, PANELS = D / 64;
+    using size = backward_kv_size<D, DV>;
+    constexpr int QUERIES = size::QUERIES, PANELS = D / 64, V_PANELS = DV / 64;
     const uint32_t at = mt_shared_address(memory);
-    const ring<1> kv_ring{at + size::KV_RING};
-    const ring<size::STAGES> q_ring{at + size::Q_RING};
+    const mt_ring<1> kv_ring{at + size::KV_RING};
+    const mt_ring<size::STAGES> q_ring{at + size::Q_RING};
     const tile_queue queue(memory + size::TILES);
     const int heads = (int)task.shape.num_heads, lane = threadIdx.x % 32;
     int n = 0;
     for (int round = 0;; round++) {
         const tile t = queue.get(round);
         if (t.head == NO_MORE) break;
-        const query_steps steps = steps_of<D>(task, t, band_of(t.span, task.shape.window));
+        const query_steps steps = steps_of<size>(task, t, band_of(t.span, task.shape.window));
         kv_ring.wait_free(round);
         if (lane == 0) {
             mt_barrier_arrive_expect(kv_ring.filled(round), size::Q);
-            mt_copy_tile(at, maps.k, (int)t.span.k_start + t.first, t.head * PANELS, kv_ring.filled(round));
-            mt_copy_tile(at + size::V, maps.v, (int)t.span.k_start + t.first, t.head * PANELS, kv_ring.filled(round));
+            copy_tile(at, maps.k, (int)t.span.k_start + t.first, t.head * PANELS, kv_ring.filled(round));
+            copy_tile(at + size::V, maps.v, (int)t.span.k_start + t.first, t.head * V_PANELS, kv_ring.filled(round));
         }
         int head = t.head * heads / (int)task.shape.num_groups, first = steps.first;
         for (int step = 0; step < steps.count; step++, n++) {
             const int query = (int)t.span.q_start + first, left = (int)t.span.q_len - first;
-            const uint32_t to = at + size::Q + n % size::STAGES * 2 * size::TILE;
+            const uint32_t to = at + size::Q + n % size::STAGES * size::STAGE;
             const uint32_t stats = at + size::STATS + n % size::STAGES * 2 * QUERIES * 4;
             q_ring.wait_free(n);
             if (lane == 0) {
-                mt_barrier_arrive_expect(q_ring.filled(n), 2 * size::TILE);
-                mt_copy_tile(to, maps.q, query, head * PANELS, q_ring.filled(n));
-                mt_copy_tile(to + size::TILE, maps.dout, query, head * PANELS, q_ring.filled(n));
+                mt_barrier_arrive_expect(q_ring.filled(n), size::STAGE);
+                copy_tile(to, maps.q, query, head * PANELS, q_ring.filled(n));
+                copy_tile(to + size::Q_TILE, maps.dout, query, head * V_PANELS, q_ring.filled(n));
             }
             for (int row = lane; row < QUERIES; row += 32) {
                 const int64_t from = (int64_t)(query + row) * heads + head;
@@ -585,65 +570,79 @@ __device__ __forceinline__ void backward_kv_load(const flash_task &task, const t
 }
 
 /* A warpgroup of this kernel and what it holds; `row` is where its warp's keys are in the span. */
-template <int D> struct backward_kv_worker {
-    using size = backward_kv_size<D>;
+template <int D, int DV> struct backward_kv_worker {
+    using size = backward_kv_size<D, DV>;
     static constexpr int KEYS = size::KEYS, QUERIES = size::QUERIES;
-    static constexpr bool EARLY = D == 64; // dp can start with the scores: there are registers for both
+    static constexpr bool REUSE = size::REUSE, EARLY = D == 64; // EARLY: registers are enough for scores and dp at once
     char *memory;
     uint32_t at, k_tile, v_tile;
     int row;
     float scale;
     band seen;
-    float dk[1][D / 8][4], dv[1][D / 8][4], score[1][QUERIES / 8][4], dp[1][QUERIES / 8][4];
+    float dk[1][D / 8][4], dv[1][DV / 8][4], score[1][QUERIES / 8][4], other[1][QUERIES / 8][4];
     uint32_t pairs[1][QUERIES / 16][4]; // weights, and then gradients of scores
 
-    __device__ __forceinline__ ring<1> kv_ring() const {
+    __device__ __forceinline__ mt_ring<1> kv_ring() const {
         return {at + size::KV_RING};
     }
-    __device__ __forceinline__ ring<size::STAGES> q_ring() const {
+    __device__ __forceinline__ mt_ring<size::STAGES> q_ring() const {
         return {at + size::Q_RING};
     }
 
-    /* What the tile of queries from `query` on, use number n, adds to dk and dv. Leaves the product for dk running. */
+    __device__ __forceinline__ void finish() {
+        mt_wgmma_wait<0>();
+        mt_wgmma_hold(dk[0]);
+        mt_wgmma_hold(dv[0]);
+    }
+
+    /* What the tile of queries from `query` on, use number n, adds to dk and dv. Leaves the product for dk running,
+     * but where registers are reused. */
     __device__ __forceinline__ void step(int n, int query, bool is_first) {
-        const uint32_t q_tile = at + size::Q + n % size::STAGES * 2 * size::TILE, dout_tile = q_tile + size::TILE;
+        const uint32_t q_tile = at + size::Q + n % size::STAGES * size::STAGE, dout_tile = q_tile + size::Q_TILE;
         const float *stats = (const float *)(memory + size::STATS) + n % size::STAGES * 2 * QUERIES;
+        float(&dp)[1][QUERIES / 8][4] = REUSE ? score : other;
         q_ring().wait_filled(n);
-        if (query + QUERIES > seen.q_len) clear_tails<QUERIES, D>(q_tile, seen.q_len - query);
+        if (query + QUERIES > seen.q_len) clear_tails<QUERIES, D, DV>(q_tile, seen.q_len - query);
         mt_wgmma_hold(score[0]);
         mt_wgmma_hold(dp[0]);
         mt_wgmma_fence();
         multiply_rows<D, KEYS, QUERIES>(score, k_tile, q_tile);
-        if (EARLY) multiply_rows<D, KEYS, QUERIES>(dp, v_tile, dout_tile);
+        if (EARLY) multiply_rows<DV, KEYS, QUERIES>(dp, v_tile, dout_tile);
         mt_wgmma_wait<EARLY ? 1 : 0>(); // for the scores, and for dk of the step before
         mt_wgmma_hold(score[0]);
-        if (!is_first) q_ring().release(n - 1);
+        if (!REUSE && !is_first) q_ring().release(n - 1);
         if (!all_see(seen, query, QUERIES, row, 16)) hide<true>(score, seen, query, row);
         weights_by_column(score, stats, scale * LOG2_E);
         pack_weights(pairs, score);
         mt_wgmma_hold(dv[0]);
         mt_wgmma_hold(dp[0]);
         mt_wgmma_fence();
-        if (!EARLY) multiply_rows<D, KEYS, QUERIES>(dp, v_tile, dout_tile);
-        multiply_weights<D, QUERIES>(dv, pairs, dout_tile);
+        if (!EARLY) multiply_rows<DV, KEYS, QUERIES>(dp, v_tile, dout_tile);
+        multiply_weights<DV, QUERIES>(dv, pairs, dout_tile);
         mt_wgmma_wait<1>();
         mt_wgmma_hold(dp[0]);
-        gradients_by_column(score, dp, stats + QUERIES);
+        if constexpr (REUSE)
+            gradients_of_packed(dp, pairs, stats + QUERIES);
+        else
+            gradients_by_column(score, dp, stats + QUERIES);
         mt_wgmma_wait<0>(); // nobody reads the weights any more
         mt_wgmma_hold(dv[0]);
         pack_weights(pairs, score);
         mt_wgmma_hold(dk[0]);
         mt_wgmma_fence();
         multiply_weights<D, QUERIES>(dk, pairs, q_tile);
+        if (!REUSE) return;
+        finish();
+        q_ring().release(n);
     }
 };
 
-template <int D> __device__ __forceinline__ void backward_kv_work(const flash_task &task, char *memory) {
-    using size = backward_kv_size<D>;
+template <int D, int DV> __device__ __forceinline__ void backward_kv_work(const flash_task &task, char *memory) {
+    using size = backward_kv_size<D, DV>;
     const tile_queue queue(memory + size::TILES);
     const mt_attention &shape = task.shape;
     const int group = threadIdx.x / WARPGROUP - 1, warp_row = (threadIdx.x / 32 - 4) * 16;
-    backward_kv_worker<D> worker;
+    backward_kv_worker<D, DV> worker;
     worker.memory = memory, worker.at = mt_shared_address(memory), worker.scale = shape.scale;
     worker.k_tile = worker.at + group * 64 * 128, worker.v_tile = worker.k_tile + size::V;
     int n = 0;
@@ -652,7 +651,7 @@ template <int D> __device__ __forceinline__ void backward_kv_work(const flash_ta
         if (t.head == NO_MORE) break;
         queue.turns.release(round);
         worker.seen = band_of(t.span, shape.window), worker.row = t.first + warp_row;
-        const query_steps steps = steps_of<D>(task, t, worker.seen);
+        const query_steps steps = steps_of<size>(task, t, worker.seen);
         int query = steps.first;
         clear(worker.dk);
         clear(worker.dv);
@@ -663,78 +662,54 @@ template <int D> __device__ __forceinline__ void backward_kv_work(const flash_ta
             if (query >= steps.first + steps.tiles * size::QUERIES) query = steps.first; // the next head
         }
         worker.kv_ring().release(round);
-        mt_wgmma_wait<0>();
-        mt_wgmma_hold(worker.dk[0]);
-        mt_wgmma_hold(worker.dv[0]);
-        if (steps.count > 0) worker.q_ring().release(n - 1);
+        worker.finish();
+        if (!worker.REUSE && steps.count > 0) worker.q_ring().release(n - 1);
         const int64_t key = t.span.k_start + worker.row;
         const int rows = worker.seen.k_len - worker.row;
         scale_all(worker.dk, shape.scale);
         store_rows<D>(task.dk + key * shape.k_stride + t.head * D, shape.k_stride, rows, worker.dk, task.accumulate);
-        store_rows<D>(task.dv + key * shape.v_stride + t.head * D, shape.v_stride, rows, worker.dv, task.accumulate);
+        store_rows<DV>(task.dv + key * shape.v_stride + t.head * DV, shape.v_stride, rows, worker.dv, task.accumulate);
     }
 }
 #endif
 
-template <int D>
+template <int D, int DV>
 __global__ void __launch_bounds__(THREADS, 1)
     hopper_backward_kv(const flash_task task, const __grid_constant__ tensor_maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using size = backward_kv_size<D>;
+    using size = backward_kv_size<D, DV>;
     extern __shared__ __align__(1024) char memory[];
     const tile_queue queue(memory + size::TILES);
     if (threadIdx.x == 0) {
         const uint32_t at = mt_shared_address(memory);
-        ring<1>{at + size::KV_RING}.init(1, 4 * WORKERS);
-        ring<size::STAGES>{at + size::Q_RING}.init(1 + 32, 4 * WORKERS); // 32 lanes copy lse and row_dot
+        mt_ring<1>{at + size::KV_RING}.init(1, 4 * WORKERS);
+        mt_ring<size::STAGES>{at + size::Q_RING}.init(1 + 32, 4 * WORKERS); // 32 lanes copy lse and row_dot
         queue.init();
         mt_barriers_ready();
     }
     __syncthreads();
     if (threadIdx.x < WARPGROUP) {
-        mt_registers_shrink<40>();
-        if (threadIdx.x < 32) backward_kv_load<D>(task, maps, memory);
+        mt_registers_shrink<size::LOADER_REGISTERS>();
+        if (threadIdx.x < 32) backward_kv_load<D, DV>(task, maps, memory);
         if (threadIdx.x / 32 == 1) hand_out_tiles<true>(task, queue, task.shape.num_groups, size::KEYS);
     } else {
-        mt_registers_grow<232>();
-        backward_kv_work<D>(task, memory);
+        mt_registers_grow<size::WORKER_REGISTERS>();
+        backward_kv_work<D, DV>(task, memory);
     }
 #endif
 }
 
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 
-typedef CUresult encode_fn(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                           const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
-                           CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-/* The driver's function that makes tensor maps, found at run time so that programs need not link to the driver. */
-static encode_fn *tensor_map_encoder(void) {
-    static void *encode;
-    if (!encode) {
-        cudaDriverEntryPointQueryResult found;
-        MT_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found));
-        MT_CHECK(found == cudaDriverEntryPointSuccess && encode);
-    }
-    return (encode_fn *)encode;
-}
-
 /* `rows` rows of `heads` heads of D channels, read in tiles of `box` rows of a head. */
 static CUtensorMap tensor_map(const void *x, int64_t rows, int64_t stride, int64_t heads, int64_t D, int box) {
-    CUtensorMap map;
-    cuuint64_t sizes[] = {64, (cuuint64_t)rows, (cuuint64_t)(heads * D / 64)}, bytes[] = {(cuuint64_t)stride * 2, 128};
-    cuuint32_t boxes[] = {64, (cuuint32_t)box, (cuuint32_t)(D / 64)}, ones[] = {1, 1, 1};
-    CUresult result = tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)x, sizes, bytes, boxes,
-                                           ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    MT_CHECK(result == CUDA_SUCCESS);
-    return map;
+    return mt_tensor_map(x, MT_BF16, heads * D / 64, rows, 64, 64, stride, (int)(D / 64), box);
 }
 
 /* Maps of what the spans cover, in tiles of so many queries and keys. */
 static tensor_maps maps_of(const mt_attention_call *call, int queries, int keys) {
     const mt_attention *s = call->shape;
-    int64_t H = s->num_heads, G = s->num_groups, D = s->head_size, q_rows = 1, k_rows = 1;
+    int64_t H = s->num_heads, G = s->num_groups, D = s->head_size, DV = s->value_size, q_rows = 1, k_rows = 1;
     for (int64_t i = 0; i < call->spans->count; i++) {
         const mt_span *span = &call->spans->host[i];
         if (span->q_len > 0 && span->q_start + span->q_len > q_rows) q_rows = span->q_start + span->q_len;
@@ -742,9 +717,9 @@ static tensor_maps maps_of(const mt_attention_call *call, int queries, int keys)
     }
     tensor_maps maps = {};
     maps.q = tensor_map(call->q, q_rows, s->q_stride, H, D, queries);
-    if (call->dout) maps.dout = tensor_map(call->dout, q_rows, s->out_stride, H, D, queries);
+    if (call->dout) maps.dout = tensor_map(call->dout, q_rows, s->out_stride, H, DV, queries);
     maps.k = tensor_map(call->k, k_rows, s->k_stride, G, D, keys);
-    maps.v = tensor_map(call->v, k_rows, s->v_stride, G, D, keys);
+    maps.v = tensor_map(call->v, k_rows, s->v_stride, G, DV, keys);
     return maps;
 }
 
@@ -770,38 +745,40 @@ static void launch(void (*kernel)(flash_task, tensor_maps), flash_task task, con
     MT_CUDA_LAUNCHED();
 }
 
-template <int D> static void launch_backward_kv(const flash_task &task, const mt_attention_call *call) {
-    launch<backward_kv_size<D>>(hopper_backward_kv<D>, task, call, true);
+template <int D, int DV> static void forward(const mt_attention_call *call) {
+    launch<forward_size<D, DV>>(hopper_forward<D, DV>, flash_task_of(call), call, false);
 }
 
-template <int D> static void backward(const mt_attention_call *call) {
+template <int D, int DV> static void launch_backward_kv(const flash_task &task, const mt_attention_call *call) {
+    launch<backward_kv_size<D, DV>>(hopper_backward_kv<D, DV>, task, call, true);
+}
+
+template <int D, int DV> static void backward(const mt_attention_call *call) {
     mt_attention_row_dots(call);
-    launch<backward_q_size<D>>(hopper_backward_q<D>, flash_task_of(call), call, false);
-    over_disjoint_keys(call, launch_backward_kv<D>);
+    launch<backward_q_size<D, DV>>(hopper_backward_q<D, DV>, flash_task_of(call), call, false);
+    over_disjoint_keys(call, launch_backward_kv<D, DV>);
 }
 
-/* sm_90a is Hopper's alone: its code runs on no later GPU. A tensor map needs a tensor, if only of no rows. */
+/* Heads of the usual sizes, and DeepSeek's latent attention's. sm_90a is Hopper's alone: its code runs on no later GPU.
+ * A tensor map needs a tensor, if only of no rows. */
 static bool hopper_serves(const mt_attention_call *call) {
-    int64_t D = call->shape->head_size;
+    int64_t D = call->shape->head_size, DV = call->shape->value_size;
     if (mt_cuda_device()->major != 9 || mt_cuda_kernel_arch() != 90) return false;
-    return flash_serves(call) && (D == 64 || D == 128) && call->q && call->k && call->v;
+    bool sizes = (D == 64 && DV == 64) || (D == 128 && DV == 128) || (D == 192 && DV == 128);
+    return flash_serves(call) && sizes && call->q && call->k && call->v;
 }
 
 extern "C" bool mt_attention_hopper_forward(const mt_attention_call *call) {
+    int64_t D = call->shape->head_size;
     if (!hopper_serves(call)) return false;
-    if (call->shape->head_size == 64)
-        launch<forward_size<64>>(hopper_forward<64>, flash_task_of(call), call, false);
-    else
-        launch<forward_size<128>>(hopper_forward<128>, flash_task_of(call), call, false);
+    D == 64 ? forward<64, 64>(call) : D == 128 ? forward<128, 128>(call) : forward<192, 128>(call);
     return true;
 }
 
 extern "C" bool mt_attention_hopper_backward(const mt_attention_call *call) {
+    int64_t D = call->shape->head_size;
     if (!hopper_serves(call)) return false;
-    if (call->shape->head_size == 64)
-        backward<64>(call);
-    else
-        backward<128>(call);
+    D == 64 ? backward<64, 64>(call) : D == 128 ? backward<128, 128>(call) : backward<192, 128>(call);
     return true;
 }
 

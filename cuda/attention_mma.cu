@@ -25,33 +25,36 @@ enum { WARPS = 4, THREADS = 32 * WARPS, ROW_DOT_QUERIES = 16 };
 /* Starts the copy of `count` rows (up to ROWS) of `channels` channels (up to D); the rest of the tile becomes 0. */
 template <int ROWS, int D>
 __device__ __forceinline__ void load_tile(uint32_t tile, const bf16 *from, int64_t stride, int count, int channels) {
-    constexpr int CHUNKS = D / 8, ROWS_AT_ONCE = THREADS / CHUNKS;
+    constexpr int CHUNKS = (D == 192 ? 64 : D) / 8, ROWS_AT_ONCE = THREADS / CHUNKS; // a power of 2: threads fill rows
     int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
     from += first * stride + chunk * 8;
 #pragma unroll
-    for (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
-        int row = first + i;
-        mt_copy16_async(tile + mt_tile_chunk<ROWS>(row, chunk), from + i * stride, row < count && chunk * 8 < channels);
-    }
+    for (int c = 0; c < D / 8; c += CHUNKS)
+#pragma unroll
+        for (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
+            int row = first + i;
+            mt_copy16_async(tile + mt_tile_chunk<ROWS>(row, c + chunk), from + i * stride + c * 8,
+                            row < count && (c + chunk) * 8 < channels);
+        }
 }
 
 /* Starts the copy of `count` keys (up to ROWS) from row `key` and, after them, their values. */
-template <int ROWS, int D>
+template <int ROWS, int D, int DV>
 __device__ __forceinline__ void load_keys(uint32_t to, const flash_task &task, int64_t key, int group, int count) {
     const mt_attention &s = task.shape;
-    const int channels = (int)s.head_size;
+    const int channels = (int)s.head_size, values = (int)s.value_size;
     load_tile<ROWS, D>(to, task.k + key * s.k_stride + group * channels, s.k_stride, count, channels);
-    load_tile<ROWS, D>(to + ROWS * D * 2, task.v + key * s.v_stride + group * channels, s.v_stride, count, channels);
+    load_tile<ROWS, DV>(to + ROWS * D * 2, task.v + key * s.v_stride + group * values, s.v_stride, count, values);
 }
 
 /* The same of queries and their dout. */
-template <int ROWS, int D>
+template <int ROWS, int D, int DV>
 __device__ __forceinline__ void load_queries(uint32_t to, const flash_task &task, int64_t query, int head, int count) {
     const mt_attention &s = task.shape;
-    const int channels = (int)s.head_size;
+    const int channels = (int)s.head_size, values = (int)s.value_size;
     load_tile<ROWS, D>(to, task.q + query * s.q_stride + head * channels, s.q_stride, count, channels);
-    load_tile<ROWS, D>(to + ROWS * D * 2, task.dout + query * s.out_stride + head * channels, s.out_stride, count,
-                       channels);
+    load_tile<ROWS, DV>(to + ROWS * D * 2, task.dout + query * s.out_stride + head * values, s.out_stride, count,
+                        values);
 }
 
 /* c[16 TILES, N] += a[16 TILES, D] b[N, D]^T: the warp's rows of tile a by all rows of tile b. */
@@ -128,31 +131,34 @@ __device__ __forceinline__ void store_rows(bf16 *to, int64_t stride, int count, 
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
-/* Registers hold c for 16 TILES rows: D / 2 fp32 a lane for each 16 rows of outputs, KEYS / 2 for scores. Two row tiles
- * a warp use each ldmatrix of keys and values twice, which mma on Hopper needs: shared memory gives 128 bytes a
- * clock.*/
-template <int D> struct forward_size {
-    static constexpr int TILES = D > 128 ? 1 : 2, QUERIES = 16 * TILES * WARPS, KEYS = 64;
-    static constexpr int STAGE = 2 * KEYS * D * 2, BYTES = QUERIES * D * 2 + 2 * STAGE; // a stage: keys and values
+/* Registers hold c for 16 TILES rows: DV / 2 fp32 a lane for each 16 rows of outputs, KEYS / 2 for scores. Two row
+ * tiles a warp use each ldmatrix of keys and values twice, which mma on Hopper needs: shared memory gives 128 bytes a
+ * clock. D 192 takes half the keys at a time, for the 99 KiB of sm_86 and sm_89. */
+template <int D, int DV> struct forward_size {
+    static constexpr int TILES = DV > 128 ? 1 : 2, QUERIES = 16 * TILES * WARPS, KEYS = D == 192 ? 32 : 64;
+    static constexpr int STAGE = KEYS * (D + DV) * 2, BYTES = QUERIES * D * 2 + 2 * STAGE; // a stage: keys and values
 };
 
-template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_forward(const flash_task task) {
-    using size = forward_size<D>;
+template <int D, int DV>
+__global__ void __launch_bounds__(THREADS, DV > 128 ? 1 : 2) mma_forward(const flash_task task) {
+    using size = forward_size<D, DV>;
     constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
     extern __shared__ __align__(1024) char memory[];
     const uint32_t q_tile = mt_shared_address(memory), stages = q_tile + QUERIES * D * 2;
     const mt_attention &shape = task.shape;
-    const int channels = (int)shape.head_size, warp_row = threadIdx.x / 32 * 16 * TILES;
+    const int channels = (int)shape.head_size, values = (int)shape.value_size;
+    const int warp_row = threadIdx.x / 32 * 16 * TILES;
     const tile t = tile_of_block<false>(task, blockIdx.x, QUERIES);
     const int group = t.head / (int)(shape.num_heads / shape.num_groups), rows = (int)t.span.q_len - t.first;
     const band seen = band_of(t.span, shape.window);
     const range keys = keys_of(seen, t.first, QUERIES);
     const int64_t query = t.span.q_start + t.first;
     auto load_stage = [&](int key) {
-        load_keys<KEYS, D>(stages + key / KEYS % 2 * size::STAGE, task, t.span.k_start + key, group, seen.k_len - key);
+        load_keys<KEYS, D, DV>(stages + key / KEYS % 2 * size::STAGE, task, t.span.k_start + key, group,
+                               seen.k_len - key);
     };
 
-    float out[TILES][D / 8][4];
+    float out[TILES][DV / 8][4];
     softmax<TILES> state;
     clear(out);
     softmax_begin(state);
@@ -173,14 +179,14 @@ template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma
         softmax_step(state, score, shrink, shape.scale * LOG2_E);
         scale_rows(out, shrink);
         pack_weights(weights, score);
-        multiply_weights<TILES, KEYS, D>(out, weights, v_tile);
+        multiply_weights<TILES, KEYS, DV>(out, weights, v_tile);
     }
     mt_copies_wait(); // where the queries saw no key, they may still be on their way
     __syncthreads();
     softmax_finish(state, out, task.lse + (query + warp_row) * shape.num_heads + t.head, shape.num_heads,
                    rows - warp_row, shape.scale);
-    store_rows<TILES, D>(task.out + query * shape.out_stride + t.head * channels, shape.out_stride, rows, channels, out,
-                         q_tile, false);
+    store_rows<TILES, DV>(task.out + query * shape.out_stride + t.head * values, shape.out_stride, rows, values, out,
+                          q_tile, false);
 }
 
 /* ---- backward ---------------------------------------------------------------------------------------------------- */
@@ -188,9 +194,9 @@ template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma
 /* With p the weights and dp = dout v^T, the gradient of the scaled scores is ds = p (dp - row_dot), and
  * dq = scale ds k, dk = scale ds^T q, dv = p^T dout. lse gives p back at once: no running maximum here. */
 
-/* row_dot = sum(out dout) for every query and head: reads 4 D bytes for each, once. D / 8 lanes share a row. */
-template <int D> __global__ void __launch_bounds__(THREADS) mma_row_dots(const flash_task task) {
-    constexpr int LANES = D / 8, AT_ONCE = THREADS / LANES;
+/* row_dot = sum(out dout) for every query and head: reads 4 DV bytes for each, once. DV / 8 lanes share a row. */
+template <int DV> __global__ void __launch_bounds__(THREADS) mma_row_dots(const flash_task task) {
+    constexpr int LANES = DV / 8, AT_ONCE = THREADS / LANES;
     const mt_attention &shape = task.shape;
     const tile t = tile_find<false>(task, blockIdx.x, ROW_DOT_QUERIES);
     int heads = (int)shape.num_heads, rows = min(ROW_DOT_QUERIES, (int)t.span.q_len - t.first);
@@ -200,8 +206,8 @@ template <int D> __global__ void __launch_bounds__(THREADS) mma_row_dots(const f
         bool mine = row < rows;
         int64_t query = t.span.q_start + t.first + row;
         float sum = 0;
-        if (mine && channel < shape.head_size) {
-            int64_t at = query * shape.out_stride + head * shape.head_size + channel;
+        if (mine && channel < shape.value_size) {
+            int64_t at = query * shape.out_stride + head * shape.value_size + channel;
             mt_pack<float, 8> out = mt_to_float(mt_load<8>(task.out + at));
             mt_pack<float, 8> dout = mt_to_float(mt_load<8>(task.dout + at));
 #pragma unroll
@@ -214,17 +220,18 @@ template <int D> __global__ void __launch_bounds__(THREADS) mma_row_dots(const f
 }
 
 /* dq: a block owns queries and walks over keys, as the forward does. Registers hold dq, scores and dp. */
-template <int D> struct backward_q_size {
+template <int D, int DV> struct backward_q_size {
     static constexpr int TILES = D > 128 ? 1 : 2, QUERIES = 16 * TILES * WARPS, KEYS = D > 64 ? 32 : 64;
-    static constexpr int OWN = QUERIES * D * 2, STAGE = 2 * KEYS * D * 2, BYTES = 2 * OWN + 2 * STAGE;
+    static constexpr int OWN = QUERIES * (D + DV) * 2, STAGE = KEYS * (D + DV) * 2, BYTES = OWN + 2 * STAGE;
 };
 
-template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_q(const flash_task task) {
-    using size = backward_q_size<D>;
+template <int D, int DV>
+__global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_q(const flash_task task) {
+    using size = backward_q_size<D, DV>;
     constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
     extern __shared__ __align__(1024) char memory[];
     const uint32_t q_tile = mt_shared_address(memory), dout_tile = q_tile + QUERIES * D * 2;
-    const uint32_t stages = dout_tile + QUERIES * D * 2;
+    const uint32_t stages = q_tile + size::OWN;
     const mt_attention &shape = task.shape;
     const tile t = tile_of_block<false>(task, blockIdx.x, QUERIES);
     const int group = t.head / (int)(shape.num_heads / shape.num_groups), rows = (int)t.span.q_len - t.first;
@@ -233,14 +240,15 @@ template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma
     const range keys = keys_of(seen, t.first, QUERIES);
     const int64_t query = t.span.q_start + t.first, stat = (query + warp_row) * shape.num_heads + t.head;
     auto load_stage = [&](int key) {
-        load_keys<KEYS, D>(stages + key / KEYS % 2 * size::STAGE, task, t.span.k_start + key, group, seen.k_len - key);
+        load_keys<KEYS, D, DV>(stages + key / KEYS % 2 * size::STAGE, task, t.span.k_start + key, group,
+                               seen.k_len - key);
     };
 
     float dq[TILES][D / 8][4];
     row_stats<TILES> stats;
     clear(dq);
     load_row_stats(stats, task.lse + stat, task.row_dot + stat, shape.num_heads, rows - warp_row);
-    load_queries<QUERIES, D>(q_tile, task, query, t.head, rows);
+    load_queries<QUERIES, D, DV>(q_tile, task, query, t.head, rows);
     int key = keys.first / KEYS * KEYS;
     if (key < keys.end) load_stage(key);
     for (; key < keys.end; key += KEYS) {
@@ -253,7 +261,7 @@ template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma
         clear(score);
         clear(dp);
         multiply_rows<TILES, KEYS, D>(score, q_tile, k_tile);
-        multiply_rows<TILES, KEYS, D>(dp, dout_tile, v_tile);
+        multiply_rows<TILES, KEYS, DV>(dp, dout_tile, v_tile);
         if (!all_see(seen, t.first + warp_row, 16 * TILES, key, KEYS))
             hide<false>(score, seen, t.first + warp_row, key);
         weights_by_row(score, stats, shape.scale * LOG2_E);
@@ -269,12 +277,12 @@ template <int D> __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma
 }
 
 /* dk and dv: a block owns keys and walks over the queries that see them, of all heads of the group. It works on the
- * transposed scores k q^T, whose rows are its own. Registers hold dk, dv, scores and dp; above 128 channels that is too
- * many, and dk and dv take a kernel each. */
-template <int D> struct backward_kv_size {
+ * transposed scores k q^T, whose rows are its own. Registers hold dk, dv, scores and dp; above 128 value channels that
+ * is too many, and dk and dv take a kernel each. */
+template <int D, int DV> struct backward_kv_size {
     static constexpr int TILES = D > 64 ? 1 : 2, KEYS = 16 * TILES * WARPS, QUERIES = D == 128 ? 64 : 32;
-    static constexpr int OWN = 2 * KEYS * D * 2, TILE = QUERIES * D * 2; // keys and values; queries, or their dout
-    static constexpr int STATS = OWN + 4 * TILE, BYTES = STATS + 4 * QUERIES * 4; // where lse and row_dot are
+    static constexpr int OWN = KEYS * (D + DV) * 2, STAGE = QUERIES * (D + DV) * 2; // keys, values; queries, their dout
+    static constexpr int STATS = OWN + 2 * STAGE, BYTES = STATS + 4 * QUERIES * 4;  // where lse and row_dot are
 };
 
 /* Starts the copy of lse and row_dot of `count` queries, from `at` on and `heads` apart, to QUERIES floats of each. */
@@ -289,41 +297,42 @@ __device__ __forceinline__ void load_stats(uint32_t to, const flash_task &task, 
 /* A tile of queries at `q_tile`, its dout behind it and lse and row_dot at `stats`: what they add to dk and dv of the
  * keys at `k_tile`, whose values are behind them. `query` and `key`: where the tile and the warp's keys are in the
  * span. */
-template <int D, bool DK, bool DV, int TILES, int MK, int MV>
+template <int D, int DV, bool MAKE_DK, bool MAKE_DV, int TILES, int MK, int MV>
 __device__ __forceinline__ void backward_kv_step(float (&dk)[TILES][MK][4], float (&dv)[TILES][MV][4], uint32_t k_tile,
                                                  uint32_t q_tile, const float *stats, const band &seen, int query,
                                                  int key, float scale) {
-    using size = backward_kv_size<D>;
+    using size = backward_kv_size<D, DV>;
     constexpr int QUERIES = size::QUERIES;
-    const uint32_t v_tile = k_tile + size::OWN / 2, dout_tile = q_tile + size::TILE;
+    const uint32_t v_tile = k_tile + size::KEYS * D * 2, dout_tile = q_tile + QUERIES * D * 2;
     float score[TILES][QUERIES / 8][4];
     uint32_t weights[TILES][QUERIES / 16][4];
     clear(score);
     multiply_rows<TILES, QUERIES, D>(score, k_tile, q_tile);
     if (!all_see(seen, query, QUERIES, key, 16 * TILES)) hide<true>(score, seen, query, key);
     weights_by_column(score, stats, scale * LOG2_E);
-    if constexpr (DV) {
+    if constexpr (MAKE_DV) {
         pack_weights(weights, score);
-        multiply_weights<TILES, QUERIES, D>(dv, weights, dout_tile);
+        multiply_weights<TILES, QUERIES, DV>(dv, weights, dout_tile);
     }
-    if constexpr (DK) {
+    if constexpr (MAKE_DK) {
         float dp[TILES][QUERIES / 8][4];
         clear(dp);
-        multiply_rows<TILES, QUERIES, D>(dp, v_tile, dout_tile);
+        multiply_rows<TILES, QUERIES, DV>(dp, v_tile, dout_tile);
         gradients_by_column(score, dp, stats + QUERIES);
         pack_weights(weights, score);
         multiply_weights<TILES, QUERIES, D>(dk, weights, q_tile);
     }
 }
 
-template <int D, bool DK, bool DV>
+template <int D, int DV, bool MAKE_DK, bool MAKE_DV>
 __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_kv(const flash_task task) {
-    using size = backward_kv_size<D>;
+    using size = backward_kv_size<D, DV>;
     constexpr int TILES = size::TILES, QUERIES = size::QUERIES, KEYS = size::KEYS;
     extern __shared__ __align__(1024) char memory[];
     const uint32_t k_tile = mt_shared_address(memory), stages = k_tile + size::OWN;
     const mt_attention &shape = task.shape;
-    const int channels = (int)shape.head_size, heads = (int)(shape.num_heads / shape.num_groups);
+    const int channels = (int)shape.head_size, values = (int)shape.value_size;
+    const int heads = (int)(shape.num_heads / shape.num_groups);
     const tile t = tile_of_block<true>(task, blockIdx.x, KEYS); // its head is a group
     const band seen = band_of(t.span, shape.window);
     const range queries = queries_of(seen, t.first, KEYS);
@@ -334,34 +343,34 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_kv(cons
         int head = t.head * heads + step / tiles, first = first_query + step % tiles * QUERIES;
         int64_t query = t.span.q_start + first;
         uint32_t stats = k_tile + size::STATS + step % 2 * 2 * QUERIES * 4;
-        load_queries<QUERIES, D>(stages + step % 2 * 2 * size::TILE, task, query, head, seen.q_len - first);
+        load_queries<QUERIES, D, DV>(stages + step % 2 * size::STAGE, task, query, head, seen.q_len - first);
         load_stats<QUERIES>(stats, task, query * shape.num_heads + head, shape.num_heads, seen.q_len - first);
     };
 
-    float dk[TILES][DK ? D / 8 : 1][4], dv[TILES][DV ? D / 8 : 1][4];
+    float dk[TILES][MAKE_DK ? D / 8 : 1][4], dv[TILES][MAKE_DV ? DV / 8 : 1][4];
     clear(dk);
     clear(dv);
-    load_keys<KEYS, D>(k_tile, task, key, t.head, rows);
+    load_keys<KEYS, D, DV>(k_tile, task, key, t.head, rows);
     if (steps > 0) load_stage(0);
     for (int step = 0; step < steps; step++) {
         mt_copies_wait();
         __syncthreads();
         if (step + 1 < steps) load_stage(step + 1);
-        backward_kv_step<D, DK, DV>(dk, dv, k_tile, stages + step % 2 * 2 * size::TILE,
-                                    (const float *)(memory + size::STATS) + step % 2 * 2 * QUERIES, seen,
-                                    first_query + step % tiles * QUERIES, t.first + threadIdx.x / 32 * 16 * TILES,
-                                    shape.scale);
+        const float *stats = (const float *)(memory + size::STATS) + step % 2 * 2 * QUERIES;
+        backward_kv_step<D, DV, MAKE_DK, MAKE_DV>(dk, dv, k_tile, stages + step % 2 * size::STAGE, stats, seen,
+                                                  first_query + step % tiles * QUERIES,
+                                                  t.first + threadIdx.x / 32 * 16 * TILES, shape.scale);
     }
     mt_copies_wait();
     __syncthreads();
-    if constexpr (DK) {
+    if constexpr (MAKE_DK) {
         scale_all(dk, shape.scale);
         store_rows<TILES, D>(task.dk + key * shape.k_stride + t.head * channels, shape.k_stride, rows, channels, dk,
                              k_tile, task.accumulate);
     }
-    if constexpr (DV)
-        store_rows<TILES, D>(task.dv + key * shape.v_stride + t.head * channels, shape.v_stride, rows, channels, dv,
-                             k_tile + size::OWN / 2, task.accumulate);
+    if constexpr (MAKE_DV)
+        store_rows<TILES, DV>(task.dv + key * shape.v_stride + t.head * values, shape.v_stride, rows, values, dv,
+                              k_tile + KEYS * D * 2, task.accumulate);
 }
 
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
@@ -379,53 +388,58 @@ static void launch(void (*kernel)(flash_task), flash_task task, const mt_attenti
     MT_CUDA_LAUNCHED();
 }
 
-template <int D> static bool forward(const mt_attention_call *call) {
-    using size = forward_size<D>;
+template <int D, int DV> static bool forward(const mt_attention_call *call) {
+    using size = forward_size<D, DV>;
     if (size::BYTES > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
-    launch(mma_forward<D>, flash_task_of(call), call, false, size::QUERIES, size::BYTES);
+    launch(mma_forward<D, DV>, flash_task_of(call), call, false, size::QUERIES, size::BYTES);
     return true;
 }
 
-template <int D> static void launch_backward_kv(const flash_task &task, const mt_attention_call *call) {
-    using size = backward_kv_size<D>;
-    if constexpr (D <= 128) {
-        launch(mma_backward_kv<D, true, true>, task, call, true, size::KEYS, size::BYTES);
+template <int D, int DV> static void launch_backward_kv(const flash_task &task, const mt_attention_call *call) {
+    using size = backward_kv_size<D, DV>;
+    if constexpr (DV <= 128) {
+        launch(mma_backward_kv<D, DV, true, true>, task, call, true, size::KEYS, size::BYTES);
     } else {
-        launch(mma_backward_kv<D, true, false>, task, call, true, size::KEYS, size::BYTES);
-        launch(mma_backward_kv<D, false, true>, task, call, true, size::KEYS, size::BYTES);
+        launch(mma_backward_kv<D, DV, true, false>, task, call, true, size::KEYS, size::BYTES);
+        launch(mma_backward_kv<D, DV, false, true>, task, call, true, size::KEYS, size::BYTES);
     }
 }
 
-template <int D> static void row_dots(const mt_attention_call *call) {
+template <int DV> static void row_dots(const mt_attention_call *call) {
     int blocks = tile_count(call->spans, false, ROW_DOT_QUERIES);
     if (blocks == 0) return;
-    mma_row_dots<D><<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(call->stream)>>>(flash_task_of(call));
+    mma_row_dots<DV><<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(call->stream)>>>(flash_task_of(call));
     MT_CUDA_LAUNCHED();
 }
 
 void mt_attention_row_dots(const mt_attention_call *call) {
-    int64_t D = call->shape->head_size;
-    return D <= 64 ? row_dots<64>(call) : D <= 128 ? row_dots<128>(call) : row_dots<256>(call);
+    int64_t DV = call->shape->value_size;
+    return DV <= 64 ? row_dots<64>(call) : DV <= 128 ? row_dots<128>(call) : row_dots<256>(call);
 }
 
-template <int D> static bool backward(const mt_attention_call *call) {
-    using size = backward_q_size<D>;
-    int bytes = size::BYTES > backward_kv_size<D>::BYTES ? size::BYTES : backward_kv_size<D>::BYTES;
+template <int D, int DV> static bool backward(const mt_attention_call *call) {
+    using size = backward_q_size<D, DV>;
+    int bytes = size::BYTES > backward_kv_size<D, DV>::BYTES ? size::BYTES : backward_kv_size<D, DV>::BYTES;
     if (bytes > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
     mt_attention_row_dots(call);
-    launch(mma_backward_q<D>, flash_task_of(call), call, false, size::QUERIES, size::BYTES);
-    over_disjoint_keys(call, launch_backward_kv<D>);
+    launch(mma_backward_q<D, DV>, flash_task_of(call), call, false, size::QUERIES, size::BYTES);
+    over_disjoint_keys(call, launch_backward_kv<D, DV>);
     return true;
 }
 
+/* The tiles' channels are the first of these that a head fits in; the rest of them is 0. */
 extern "C" bool mt_attention_mma_forward(const mt_attention_call *call) {
-    int64_t D = call->shape->head_size;
-    if (!flash_serves(call)) return false;
-    return D <= 64 ? forward<64>(call) : D <= 128 ? forward<128>(call) : forward<256>(call);
+    int64_t D = call->shape->head_size, DV = call->shape->value_size;
+    if (!flash_serves(call) || D > 256 || DV > 256) return false;
+    if (D <= 64 && DV <= 64) return forward<64, 64>(call);
+    if (D <= 128 && DV <= 128) return forward<128, 128>(call);
+    return D <= 192 && DV <= 128 ? forward<192, 128>(call) : forward<256, 256>(call);
 }
 
 extern "C" bool mt_attention_mma_backward(const mt_attention_call *call) {
-    int64_t D = call->shape->head_size;
-    if (!flash_serves(call)) return false;
-    return D <= 64 ? backward<64>(call) : D <= 128 ? backward<128>(call) : backward<256>(call);
+    int64_t D = call->shape->head_size, DV = call->shape->value_size;
+    if (!flash_serves(call) || D > 256 || DV > 256) return false;
+    if (D <= 64 && DV <= 64) return backward<64, 64>(call);
+    if (D <= 128 && DV <= 128) return backward<128, 128>(call);
+    return D <= 192 && DV <= 128 ? backward<192, 128>(call) : backward<256, 256>(call);
 }

@@ -18,7 +18,7 @@ struct split_task {
     void *out;
     float *lse;
     const mt_span *spans;
-    float *sums;     // [rows, D] sum exp(x - max) v
+    float *sums;     // [rows, Dv] sum exp(x - max) v
     float2 *maxima;  // [rows] max, and sum exp(x - max); exponents are of 2
     int max_queries; // of a span
     int max_splits;
@@ -177,7 +177,7 @@ __device__ static inline void score_keys(float (&scores)[U][M], const block_quer
 template <int W, int M, int P, int N>
 __device__ static inline void leave(const split_task &task, const block_task &t, const partial_softmax<M, P, N> &sums) {
     __shared__ float of_warp[WARPS][M][W * P * N], max_of_warp[WARPS][M], sum_of_warp[WARPS][M];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, D = (int)task.shape.head_size;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, Dv = (int)task.shape.value_size;
     if (lane < W)
 #pragma unroll
         for (int m = 0; m < M; m++) {
@@ -193,10 +193,10 @@ __device__ static inline void leave(const split_task &task, const block_task &t,
         float max = -INFINITY, total = 0, weights[WARPS];
         for (int w = 0; w < WARPS; w++) max = fmaxf(max, max_of_warp[w][m]);
         for (int w = 0; w < WARPS; w++) weights[w] = weight_of(max_of_warp[w][m], max);
-        for (int channel = threadIdx.x; channel < D; channel += 32 * WARPS) {
+        for (int channel = threadIdx.x; channel < Dv; channel += 32 * WARPS) {
             float sum = 0;
             for (int w = 0; w < WARPS; w++) sum += weights[w] * of_warp[w][m][channel];
-            task.sums[to * D + channel] = sum;
+            task.sums[to * Dv + channel] = sum;
         }
         for (int w = 0; w < WARPS; w++) total += weights[w] * sum_of_warp[w][m];
         if (threadIdx.x == 0) task.maxima[to] = make_float2(max, total);
@@ -221,7 +221,7 @@ template <class E, int W, int P, int M> __global__ void __launch_bounds__(32 * W
     }
     int place = threadIdx.x / W, channel = threadIdx.x % W * N;
     const E *k = (const E *)task.k + t.span.k_start * s.k_stride + t.group * s.head_size + channel;
-    const E *v = (const E *)task.v + t.span.k_start * s.v_stride + t.group * s.head_size + channel;
+    const E *v = (const E *)task.v + t.span.k_start * s.v_stride + t.group * s.value_size + channel;
     for (int base = t.begin; base < t.end; base += U * together) {
         mt_pack<E, N> keys[U][P], values[U][P];
 #pragma unroll
@@ -229,9 +229,9 @@ template <class E, int W, int P, int M> __global__ void __launch_bounds__(32 * W
 #pragma unroll
             for (int p = 0; p < P; p++) {
                 int key = base + place + u * together;
-                bool there = key < t.end && channel + p * W * N < s.head_size;
-                keys[u][p] = mt_load<N>(k + key * s.k_stride + p * W * N, there);
-                values[u][p] = mt_load<N>(v + key * s.v_stride + p * W * N, there);
+                int at = channel + p * W * N;
+                keys[u][p] = mt_load<N>(k + key * s.k_stride + p * W * N, key < t.end && at < s.head_size);
+                values[u][p] = mt_load<N>(v + key * s.v_stride + p * W * N, key < t.end && at < s.value_size);
             }
         float scores[U][M];
         score_keys<E, W>(scores, queries, keys, base + place, together);
@@ -249,7 +249,7 @@ template <class E> __global__ void __launch_bounds__(32 * JOINING_WARPS) join_sp
     const band b = band_of(span, s.window);
     const cut c = cut_of(b, task.max_splits);
     mt_begin_next();
-    int heads = (int)s.num_heads, D = (int)s.head_size, i = blockIdx.x / heads, head = blockIdx.x % heads;
+    int heads = (int)s.num_heads, Dv = (int)s.value_size, i = blockIdx.x / heads, head = blockIdx.x % heads;
     if (i >= b.q_len) return;
     int splits = (max(c.end - c.first, 0) + c.keys - 1) / c.keys, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int64_t from = row_of(task, blockIdx.y, i, head), query = span.q_start + i;
@@ -261,11 +261,11 @@ template <class E> __global__ void __launch_bounds__(32 * JOINING_WARPS) join_sp
     total = mt_warp_sum(total);
 
     __shared__ float of_warp[JOINING_WARPS][MAX_CHANNELS];
-    for (int channel = lane * 4; channel < D; channel += 128) {
+    for (int channel = lane * 4; channel < Dv; channel += 128) {
         mt_pack<float, 4> sum = {};
 #pragma unroll 4
         for (int p = warp; p < splits; p += JOINING_WARPS) {
-            mt_pack<float, 4> values = mt_load<4>(task.sums + (from + p) * D + channel);
+            mt_pack<float, 4> values = mt_load<4>(task.sums + (from + p) * Dv + channel);
             float weight = weight_of(maxima[p].x, max);
             for (int j = 0; j < 4; j++) sum.value[j] += weight * values.value[j];
         }
@@ -273,10 +273,10 @@ template <class E> __global__ void __launch_bounds__(32 * JOINING_WARPS) join_sp
     }
     __syncthreads();
     int channel = threadIdx.x;
-    if (channel < D) {
+    if (channel < Dv) {
         float sum = 0;
         for (int w = 0; w < JOINING_WARPS; w++) sum += of_warp[w][channel];
-        ((E *)task.out)[query * s.out_stride + head * D + channel] = mt_from_float<E>(total > 0 ? sum / total : 0);
+        ((E *)task.out)[query * s.out_stride + head * Dv + channel] = mt_from_float<E>(total > 0 ? sum / total : 0);
     }
     if (threadIdx.x == 0) task.lse[query * heads + head] = total > 0 ? 0.693147181f * max + logf(total) : -INFINITY;
 }
@@ -293,7 +293,8 @@ template <class E, int W, int P> static void launch_split(const split_task &task
 }
 
 template <class E> static void launch(const split_task &task, dim3 grid, cudaStream_t stream) {
-    int64_t packs = task.shape.head_size * (int64_t)sizeof(E) / 16;
+    int64_t wider = task.shape.head_size > task.shape.value_size ? task.shape.head_size : task.shape.value_size;
+    int64_t packs = wider * (int64_t)sizeof(E) / 16;
     auto split = packs <= 8    ? launch_split<E, 8, 1>
                  : packs <= 16 ? launch_split<E, 16, 1>
                  : packs <= 32 ? launch_split<E, 32, 1>
@@ -304,11 +305,12 @@ template <class E> static void launch(const split_task &task, dim3 grid, cudaStr
     MT_CUDA_LAUNCHED();
 }
 
-/* Rows that sixteen-byte loads can read, no dropout, as many value channels as channels. */
+/* Rows that sixteen-byte loads can read, no dropout. */
 static bool operands_serve(const mt_attention_call *call) {
     const mt_attention *s = call->shape;
-    return s->head_size == s->value_size && s->head_size > 0 && s->head_size <= MAX_CHANNELS && s->head_size % 8 == 0 &&
-           s->dropout.p <= 0 &&
+    for (int64_t size : {s->head_size, s->value_size})
+        if (size <= 0 || size > MAX_CHANNELS || size % 8 != 0) return false;
+    return s->dropout.p <= 0 &&
            mt_wide(call->dtype, {call->q, call->k, call->v}, {s->q_stride, s->k_stride, s->v_stride});
 }
 
@@ -322,13 +324,13 @@ extern "C" bool mt_attention_split_forward(const mt_attention_call *call) {
     }
     if (queries < 1 || queries > MAX_QUERIES || spans->count > 65535 || !call->stream || !operands_serve(call))
         return false;
-    int64_t rows = spans->count * queries * s->num_heads, row_bytes = (s->head_size + 2) * (int64_t)sizeof(float);
+    int64_t rows = spans->count * queries * s->num_heads, row_bytes = (s->value_size + 2) * (int64_t)sizeof(float);
     int64_t splits = call->stream->workspace_bytes / (rows * row_bytes);
     if (splits > MAX_SPLITS) splits = MAX_SPLITS;
     if (splits < 1) return false;
     split_task task = {call->q, call->k, call->v, call->out, call->lse, spans->device};
     task.sums = (float *)mt_cuda_workspace(call->stream, splits * rows * row_bytes);
-    task.maxima = (float2 *)(task.sums + splits * rows * s->head_size);
+    task.maxima = (float2 *)(task.sums + splits * rows * s->value_size);
     task.max_queries = (int)queries, task.max_splits = (int)splits, task.shape = *s;
     int64_t used = mt_divide_up(keys, LEAST_KEYS);
     dim3 grid((unsigned)(used < 1 ? 1 : used < splits ? used : splits), 1, (unsigned)spans->count);

@@ -5,17 +5,26 @@
  *   y^T  [N, T] = w [N, K] x^T [K, T]      stored w is [K, N]: transposed
  *   dx^T [K, T] = w^T [K, N] dy^T [N, T]   both as stored
  *   dw^T [K, N] = x^T [K, T] dy [T, N]     stored dy is [N, T]: transposed
- * fp32 operands are multiplied in fp32 (no TF32); bf16 ones accumulate in fp32. */
+ * fp32 operands are multiplied in fp32 (no TF32); bf16 ones accumulate in fp32. What follows a product element by
+ * element is done on its sums before they are stored (an epilogue): the bias always, GELU where that is faster. */
 #include "cuda.h"
 
 #include <stdlib.h>
 
-/* A product D[rows, cols] = op(A) op(B) + beta D in cuBLASLt's order, with an optional bias for each row of D. */
+/* A product D[rows, cols] = epilogue(op(A) op(B) + beta D) in cuBLASLt's order; a bias is added to each row of D. */
 typedef struct product {
-    bool transpose_a, transpose_b, accumulate, has_bias;
+    bool transpose_a, transpose_b, accumulate;
+    cublasLtEpilogue_t epilogue;
     int64_t rows, cols, inner;
     mt_dtype dtype, out_dtype;
 } product;
+
+/* What a product reads and writes. `aux`, like D, is what GELU was or is to be taken of; NULL without GELU. */
+typedef struct operands {
+    void *d;
+    const void *a, *b, *bias;
+    void *aux;
+} operands;
 
 /* A shape and what to run for it. The table only grows, while shapes are new: during the first step. */
 typedef struct plan {
@@ -23,6 +32,8 @@ typedef struct plan {
     cublasLtMatmulDesc_t operation;
     cublasLtMatrixLayout_t a, b, d;
     cublasLtMatmulAlgo_t algorithm;
+    float milliseconds; // 0: not measured
+    bool separate;      // GELU takes less time as a kernel of its own, or cuBLASLt does not have this epilogue
     struct plan *next;
 } plan;
 
@@ -37,7 +48,7 @@ static cudaDataType_t cuda_type(mt_dtype dtype) {
 
 static bool same_shape(const product *a, const product *b) {
     return a->transpose_a == b->transpose_a && a->transpose_b == b->transpose_b && a->accumulate == b->accumulate &&
-           a->has_bias == b->has_bias && a->rows == b->rows && a->cols == b->cols && a->inner == b->inner &&
+           a->epilogue == b->epilogue && a->rows == b->rows && a->cols == b->cols && a->inner == b->inner &&
            a->dtype == b->dtype && a->out_dtype == b->out_dtype;
 }
 
@@ -50,11 +61,8 @@ static void describe(plan *p) {
         cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_TRANSA, &transpose_a, sizeof transpose_a));
     MT_CUBLAS(
         cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_TRANSB, &transpose_b, sizeof transpose_b));
-    if (s->has_bias) {
-        cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
-        MT_CUBLAS(
-            cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue));
-    }
+    MT_CUBLAS(
+        cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_EPILOGUE, &s->epilogue, sizeof s->epilogue));
     int64_t a_rows = s->transpose_a ? s->inner : s->rows, a_cols = s->transpose_a ? s->rows : s->inner;
     int64_t b_rows = s->transpose_b ? s->cols : s->inner, b_cols = s->transpose_b ? s->inner : s->cols;
     MT_CUBLAS(cublasLtMatrixLayoutCreate(&p->a, cuda_type(s->dtype), a_rows, a_cols, a_rows));
@@ -68,29 +76,45 @@ static uint32_t alignment(const void *pointer) {
     return (uint32_t)(address & -address);
 }
 
-static void multiply(const plan *p, void *d, const void *a, const void *b, const cublasLtMatmulAlgo_t *algorithm,
-                     mt_stream *stream) {
-    const float one = 1, beta = p->shape.accumulate ? 1 : 0;
-    MT_CUBLAS(cublasLtMatmul(stream->cublas, p->operation, &one, a, p->a, b, p->b, &beta, d, p->d, d, p->d, algorithm,
-                             stream->workspace, (size_t)stream->workspace_bytes, stream->stream));
+static void set_pointers(const plan *p, const operands *o) {
+    const int64_t stride = p->shape.rows;
+    if (o->bias)
+        MT_CUBLAS(
+            cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &o->bias, sizeof o->bias));
+    if (!o->aux) return;
+    MT_CUBLAS(cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &o->aux,
+                                             sizeof o->aux));
+    MT_CUBLAS(
+        cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &stride, sizeof stride));
 }
 
-/* Milliseconds of one run. */
-static float measure(const plan *p, void *d, const void *a, const void *b, const cublasLtMatmulAlgo_t *algorithm,
-                     cudaEvent_t start, cudaEvent_t end, mt_stream *stream) {
+static void multiply(const plan *p, void *d, const operands *o, const cublasLtMatmulAlgo_t *algorithm,
+                     mt_stream *stream) {
+    const float one = 1, beta = p->shape.accumulate ? 1 : 0;
+    MT_CUBLAS(cublasLtMatmul(stream->cublas, p->operation, &one, o->a, p->a, o->b, p->b, &beta, d, p->d, d, p->d,
+                             algorithm, stream->workspace, (size_t)stream->workspace_bytes, stream->stream));
+}
+
+/* Milliseconds of what `enqueue` enqueues. */
+template <class Enqueue> static float measure(Enqueue enqueue, mt_stream *stream) {
+    cudaEvent_t start, end;
     float milliseconds = 0;
-    for (int i = 0; i < WARM_UPS; i++) multiply(p, d, a, b, algorithm, stream);
+    MT_CUDA(cudaEventCreate(&start));
+    MT_CUDA(cudaEventCreate(&end));
+    for (int i = 0; i < WARM_UPS; i++) enqueue();
     MT_CUDA(cudaEventRecord(start, stream->stream));
-    for (int i = 0; i < TRIALS; i++) multiply(p, d, a, b, algorithm, stream);
+    for (int i = 0; i < TRIALS; i++) enqueue();
     MT_CUDA(cudaEventRecord(end, stream->stream));
     MT_CUDA(cudaEventSynchronize(end));
     MT_CUDA(cudaEventElapsedTime(&milliseconds, start, end));
+    MT_CUDA(cudaEventDestroy(start));
+    MT_CUDA(cudaEventDestroy(end));
     return milliseconds / TRIALS;
 }
 
 /* Runs the candidates on the real operands, into a buffer of its own where the result would accumulate. */
-static int fastest(const plan *p, void *d, const void *a, const void *b,
-                   const cublasLtMatmulHeuristicResult_t *candidates, int count, mt_stream *stream) {
+static int fastest(plan *p, const operands *o, const cublasLtMatmulHeuristicResult_t *candidates, int count,
+                   mt_stream *stream) {
     void *own = NULL;
     size_t bytes = (size_t)(p->shape.rows * p->shape.cols * mt_dtype_size(p->shape.out_dtype));
     if (p->shape.accumulate && cudaMallocAsync(&own, bytes, stream->stream) != cudaSuccess) {
@@ -98,27 +122,23 @@ static int fastest(const plan *p, void *d, const void *a, const void *b,
         return 0;
     }
     if (own) MT_CUDA(cudaMemsetAsync(own, 0, bytes, stream->stream));
-    cudaEvent_t start, end;
-    MT_CUDA(cudaEventCreate(&start));
-    MT_CUDA(cudaEventCreate(&end));
     int best = 0;
-    float best_time = 1e30f;
+    p->milliseconds = 1e30f;
     for (int i = 0; i < count; i++) {
-        float time = measure(p, own ? own : d, a, b, &candidates[i].algo, start, end, stream);
-        if (time < best_time) best_time = time, best = i;
+        float time = measure([&] { multiply(p, own ? own : o->d, o, &candidates[i].algo, stream); }, stream);
+        if (time < p->milliseconds) p->milliseconds = time, best = i;
     }
-    MT_CUDA(cudaEventDestroy(start));
-    MT_CUDA(cudaEventDestroy(end));
     if (own)
         MT_CUDA(cudaFreeAsync(own, stream->stream)); // cudaFree would wait for messages that others have yet to send
     return best;
 }
 
-static void choose(plan *p, void *d, const void *a, const void *b, mt_stream *stream) {
+/* The algorithm of a plan; false where cuBLASLt does not have its GELU. */
+static bool choose(plan *p, const operands *o, mt_stream *stream) {
     cublasLtMatmulPreference_t preference;
     cublasLtMatmulHeuristicResult_t candidates[CANDIDATES];
     size_t workspace = (size_t)stream->workspace_bytes;
-    uint32_t align_a = alignment(a), align_b = alignment(b), align_d = alignment(d);
+    uint32_t align_a = alignment(o->a), align_b = alignment(o->b), align_d = alignment(o->d);
     int count = 0;
     MT_CUBLAS(cublasLtMatmulPreferenceCreate(&preference));
     const struct {
@@ -132,30 +152,54 @@ static void choose(plan *p, void *d, const void *a, const void *b, mt_stream *st
                       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align_d, sizeof align_d}};
     for (const auto &attribute : attributes)
         MT_CUBLAS(cublasLtMatmulPreferenceSetAttribute(preference, attribute.name, attribute.value, attribute.size));
-    MT_CUBLAS(cublasLtMatmulAlgoGetHeuristic(stream->cublas, p->operation, p->a, p->b, p->d, p->d, preference,
-                                             CANDIDATES, candidates, &count));
-    MT_CHECK(count > 0);
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(stream->cublas, p->operation, p->a, p->b, p->d, p->d,
+                                                           preference, CANDIDATES, candidates, &count);
     MT_CUBLAS(cublasLtMatmulPreferenceDestroy(preference));
-    bool measures = p->shape.cols >= MEASURED_COLUMNS && count > 1 && !stream->deterministic;
-    int best = measures ? fastest(p, d, a, b, candidates, count, stream) : 0;
+    if (o->aux && status == CUBLAS_STATUS_NOT_SUPPORTED) return false;
+    MT_CUBLAS(status);
+    MT_CHECK(count > 0);
+    bool several = count > 1 || o->aux; // ways to do it, one of which is GELU by a kernel of its own
+    bool measures = p->shape.cols >= MEASURED_COLUMNS && several && !stream->deterministic;
+    int best = measures ? fastest(p, o, candidates, count, stream) : 0;
     p->algorithm = candidates[best].algo;
+    return true;
 }
 
-static void run(const product *shape, void *d, const void *a, const void *b, const void *bias, mt_stream *stream) {
+/* The plan of a shape, with its pointers set; a new one if there is none. */
+static plan *plan_for(const product *shape, const operands *o, bool *is_new, mt_stream *stream) {
     plan *p = plans;
     while (p && !same_shape(&p->shape, shape)) p = p->next;
-    bool is_new = !p;
-    if (is_new) {
+    *is_new = !p;
+    if (*is_new) {
         p = (plan *)mt_calloc(sizeof *p);
         p->shape = *shape;
         p->next = plans;
         plans = p;
         describe(p);
     }
-    if (bias)
-        MT_CUBLAS(cublasLtMatmulDescSetAttribute(p->operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias));
-    if (is_new) choose(p, d, a, b, stream);
-    multiply(p, d, a, b, &p->algorithm, stream);
+    set_pointers(p, o);
+    if (*is_new) p->separate = !choose(p, o, stream);
+    return p;
+}
+
+static void run(const product *shape, void *d, const void *a, const void *b, const void *bias, mt_stream *stream) {
+    bool is_new;
+    operands o = {d, a, b, bias, NULL};
+    plan *p = plan_for(shape, &o, &is_new, stream);
+    multiply(p, d, &o, &p->algorithm, stream);
+}
+
+/* A product with GELU in its epilogue, or what `separately` enqueues for the same: the faster one where it is measured.
+ */
+template <class Separately>
+static void run_gelu(const product *shape, const operands *o, Separately separately, mt_stream *stream) {
+    bool is_new;
+    plan *p = plan_for(shape, o, &is_new, stream);
+    if (is_new && p->milliseconds > 0) p->separate = measure(separately, stream) < p->milliseconds;
+    if (p->separate)
+        separately();
+    else
+        multiply(p, o->d, o, &p->algorithm, stream);
 }
 
 /* ---- linear layers ----------------------------------------------------------------------------------------------- */
@@ -163,21 +207,54 @@ static void run(const product *shape, void *d, const void *a, const void *b, con
 extern "C" void mt_cuda_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
                                        int64_t K, mt_dtype dtype, mt_stream *stream) {
     if (mt_cuda_gemv(y, x, w, bias, T, N, K, dtype, stream)) return;
-    product shape = {true, false, false, bias != NULL, N, T, K, dtype, dtype};
+    cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    product shape = {true, false, false, epilogue, N, T, K, dtype, dtype};
     run(&shape, y, w, x, bias, stream);
 }
 
 extern "C" void mt_cuda_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
                                               mt_dtype dtype, mt_stream *stream) {
-    product shape = {false, false, false, false, K, T, N, dtype, dtype};
+    product shape = {false, false, false, CUBLASLT_EPILOGUE_DEFAULT, K, T, N, dtype, dtype};
     run(&shape, dx, w, dy, NULL, stream);
+}
+
+/* GELU and its gradient as epilogues: of T N elements, forward reads 2 bytes less than a kernel of its own would, and
+ * backward writes and reads 4 less. They are rounded once less too. cuBLASLt's GELU is the approximation; fp32 does
+ * without, and so do rows that are not whole vectors of 16 bytes, for which its kernels are slow. */
+static bool gelu_in_epilogue(int64_t N, int64_t K, mt_dtype dtype) {
+    return dtype == MT_BF16 && N % 8 == 0 && K % 8 == 0;
+}
+
+extern "C" void mt_cuda_linear_gelu_forward(void *y, void *pre, const void *x, const void *w, const void *bias,
+                                            int64_t T, int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
+    auto separately = [&] {
+        mt_cuda_linear_forward(pre, x, w, bias, T, N, K, dtype, stream);
+        mt_cuda_gelu_forward(y, pre, T * N, true, dtype, stream);
+    };
+    if (T <= MT_GEMV_ROWS || !gelu_in_epilogue(N, K, dtype)) return separately();
+    cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    product shape = {true, false, false, epilogue, N, T, K, dtype, dtype};
+    operands o = {y, w, x, bias, pre};
+    run_gelu(&shape, &o, separately, stream);
+}
+
+extern "C" void mt_cuda_linear_backward_gelu(void *dpre, const void *dy, const void *w, const void *pre, int64_t T,
+                                             int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
+    auto separately = [&] {
+        mt_cuda_linear_backward_input(dpre, dy, w, T, N, K, dtype, stream);
+        mt_cuda_gelu_backward(dpre, dpre, pre, T * K, true, dtype, stream);
+    };
+    if (!gelu_in_epilogue(N, K, dtype)) return separately();
+    product shape = {false, false, false, CUBLASLT_EPILOGUE_DGELU, K, T, N, dtype, dtype};
+    operands o = {dpre, w, dy, NULL, (void *)pre};
+    run_gelu(&shape, &o, separately, stream);
 }
 
 /* Products of bf16 are exact in fp32, so this is fp32 routing whatever the type of x. */
 extern "C" void mt_cuda_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
                                       mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
-    product shape = {true, false, false, false, E, T, C, dtype, MT_F32};
+    product shape = {true, false, false, CUBLASLT_EPILOGUE_DEFAULT, E, T, C, dtype, MT_F32};
     run(&shape, logits, w, x, NULL, stream);
 }
 
@@ -226,7 +303,7 @@ static void bias_backward(float *dbias, const void *dy, int64_t T, int64_t N, mt
 extern "C" void mt_cuda_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T,
                                                int64_t N, int64_t K, bool accumulate, mt_dtype dtype,
                                                mt_stream *stream) {
-    product shape = {false, true, accumulate, false, K, N, T, dtype, MT_F32};
+    product shape = {false, true, accumulate, CUBLASLT_EPILOGUE_DEFAULT, K, N, T, dtype, MT_F32};
     run(&shape, dw, x, dy, NULL, stream);
     if (dbias) bias_backward(dbias, dy, T, N, dtype, stream);
 }

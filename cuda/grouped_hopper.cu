@@ -38,7 +38,8 @@ template <mt_grouped_kind KIND, int COLS> struct tile_size {
     static constexpr bool OF_WEIGHT = KIND == MT_GROUPED_BACKWARD_WEIGHT;
     static constexpr bool A_TRANSPOSED = OF_WEIGHT, B_TRANSPOSED = KIND != MT_GROUPED_FORWARD;
     static constexpr int A = ROWS * DEPTH * 2, B = COLS * DEPTH * 2, STAGE = A + B, STAGES = COLS > 128 ? 4 : 6;
-    static constexpr int OUT = STAGES * STAGE, RING = OUT + WORKERS * 4 * SLABS * SLAB, BEFORE = RING + STAGES * 16;
+    static constexpr int OUT = STAGES * STAGE, RING = OUT + WORKERS * 4 * SLABS * SLAB,
+                         BEFORE = RING + mt_ring<STAGES>::BYTES;
     static constexpr int BYTES = BEFORE + (MAX_EXPERTS + 1) * (int)sizeof(int);
 };
 
@@ -55,33 +56,6 @@ struct product_maps {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-/* ---- stages ------------------------------------------------------------------------------------------------------ */
-
-/* STAGES buffers that are filled and emptied in turn; use number n is of buffer n % STAGES. */
-template <int STAGES> struct stage_ring {
-    uint32_t barriers;
-
-    __device__ __forceinline__ uint32_t filled(int n) const {
-        return barriers + n % STAGES * 16;
-    }
-    __device__ __forceinline__ uint32_t free(int n) const {
-        return barriers + n % STAGES * 16 + 8;
-    }
-    __device__ __forceinline__ void init() const {
-        for (int n = 0; n < STAGES; n++) mt_barrier_init(filled(n), 1), mt_barrier_init(free(n), 4 * WORKERS);
-    }
-    __device__ __forceinline__ void wait_filled(int n) const {
-        mt_barrier_wait(filled(n), n / STAGES % 2);
-    }
-    __device__ __forceinline__ void wait_free(int n) const {
-        mt_barrier_wait(free(n), n / STAGES % 2 ^ 1);
-    }
-    __device__ __forceinline__ void release(int n) const {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mt_barrier_arrive(free(n));
-    }
-};
 
 /* ---- who works on which tile ------------------------------------------------------------------------------------- */
 
@@ -171,7 +145,7 @@ template <mt_grouped_kind KIND, int COLS>
 __device__ __forceinline__ void load_tiles(const product_task &task, const product_maps &maps, char *memory) {
     using size = tile_size<KIND, COLS>;
     const uint32_t at = mt_shared_address(memory);
-    const stage_ring<size::STAGES> ring{at + size::RING};
+    const mt_ring<size::STAGES> ring{at + size::RING};
     tile_list<KIND, COLS> tiles(task, (const int *)(memory + size::BEFORE));
     product_tile t;
     int n = 0;
@@ -199,8 +173,8 @@ __device__ __forceinline__ void multiply(float (&c)[COLS / 8][4], uint32_t stage
     const uint64_t b = mt_wgmma_operand(stage + size::A, B_TRANSPOSED ? PANEL : 16);
 #pragma unroll
     for (int k = 0; k < DEPTH / 16; k++)
-        mt_wgmma_shared<A_TRANSPOSED, B_TRANSPOSED>(c, mt_wgmma_moved(a, k * (A_TRANSPOSED ? 2048 : 32)),
-                                                    mt_wgmma_moved(b, k * (B_TRANSPOSED ? 2048 : 32)), k > 0 || !fresh);
+        mt_wgmma<A_TRANSPOSED, B_TRANSPOSED>(c, mt_wgmma_moved(a, k * (A_TRANSPOSED ? 2048 : 32)),
+                                             mt_wgmma_moved(b, k * (B_TRANSPOSED ? 2048 : 32)), k > 0 || !fresh);
     mt_wgmma_commit();
 }
 
@@ -339,7 +313,7 @@ __device__ __forceinline__ void work_on_tiles(const product_task &task, const pr
     using size = tile_size<KIND, COLS>;
     const int group = threadIdx.x / WARPGROUP - 1;
     const uint32_t at = mt_shared_address(memory);
-    const stage_ring<size::STAGES> ring{at + size::RING};
+    const mt_ring<size::STAGES> ring{at + size::RING};
     tile_list<KIND, COLS> tiles(task, (const int *)(memory + size::BEFORE));
     product_tile t, next;
     float c[COLS / 8][4];
@@ -383,7 +357,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(1024) char memory[];
     if (threadIdx.x < 32) count_tiles((int *)(memory + size::BEFORE), task);
     if (threadIdx.x == WARPGROUP) {
-        stage_ring<size::STAGES>{mt_shared_address(memory) + size::RING}.init();
+        mt_ring<size::STAGES>{mt_shared_address(memory) + size::RING}.init(1, 4 * WORKERS);
         mt_barriers_ready();
     }
     __syncthreads();
@@ -399,34 +373,9 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 
-typedef CUresult encode_fn(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                           const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
-                           CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-/* The driver's function that makes tensor maps, found at run time so that programs need not link to the driver. */
-static encode_fn *tensor_map_encoder(void) {
-    static void *encode;
-    if (!encode) {
-        cudaDriverEntryPointQueryResult found;
-        MT_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found));
-        MT_CHECK(found == cudaDriverEntryPointSuccess && encode);
-    }
-    return (encode_fn *)encode;
-}
-
 /* x[slices, rows, cols], in boxes of `box` rows and 128 bytes. */
 static CUtensorMap tensor_map(const void *x, mt_dtype dtype, int64_t slices, int64_t rows, int64_t cols, int box) {
-    CUtensorMap map;
-    cuuint64_t size = (cuuint64_t)mt_dtype_size(dtype);
-    cuuint64_t sizes[] = {(cuuint64_t)cols, (cuuint64_t)rows, (cuuint64_t)slices};
-    cuuint64_t bytes[] = {(cuuint64_t)cols * size, (cuuint64_t)(rows * cols) * size};
-    cuuint32_t boxes[] = {(cuuint32_t)(128 / size), (cuuint32_t)box, 1}, ones[] = {1, 1, 1};
-    CUresult result = tensor_map_encoder()(
-        &map, dtype == MT_F32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)x, sizes,
-        bytes, boxes, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    MT_CHECK(result == CUDA_SUCCESS);
-    return map;
+    return mt_tensor_map(x, dtype, slices, rows, cols, rows * cols, cols, 1, box);
 }
 
 template <mt_grouped_kind KIND, int COLS> static product_maps maps_of(const mt_grouped_call *call) {

@@ -9,6 +9,7 @@
 #ifndef MT_HOPPER_CUH
 #define MT_HOPPER_CUH
 
+#include "cuda.h"
 #include "mma.cuh"
 
 #include <cuda.h>
@@ -45,6 +46,34 @@ __device__ __forceinline__ void mt_barrier_wait(uint32_t barrier, int parity) {
                  : "memory");
 }
 
+/* STAGES buffers that are filled and emptied in turn, with a pair of barriers each; use number n is of buffer
+ * n % STAGES. */
+template <int STAGES> struct mt_ring {
+    uint32_t barriers;
+    static constexpr int BYTES = STAGES * 16;
+
+    __device__ __forceinline__ uint32_t filled(int n) const {
+        return barriers + n % STAGES * 16;
+    }
+    __device__ __forceinline__ uint32_t free(int n) const {
+        return barriers + n % STAGES * 16 + 8;
+    }
+    /* `fillers` arrivals (and the announced bytes) fill a buffer, one of each of `warps` frees it. */
+    __device__ __forceinline__ void init(int fillers, int warps) const {
+        for (int n = 0; n < STAGES; n++) mt_barrier_init(filled(n), fillers), mt_barrier_init(free(n), warps);
+    }
+    __device__ __forceinline__ void wait_filled(int n) const {
+        mt_barrier_wait(filled(n), n / STAGES % 2);
+    }
+    __device__ __forceinline__ void wait_free(int n) const {
+        mt_barrier_wait(free(n), n / STAGES % 2 ^ 1);
+    }
+    __device__ __forceinline__ void release(int n) const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mt_barrier_arrive(free(n));
+    }
+};
+
 /* Hardware barrier `id` (1..15) among `threads` threads: those that wait, and those that only say they were there. */
 __device__ __forceinline__ void mt_named_barrier_wait(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -68,16 +97,8 @@ template <int COUNT> __device__ __forceinline__ void mt_registers_grow() {
 
 /* ---- copies ------------------------------------------------------------------------------------------------------ */
 
-/* Starts the copy of a box whose corner is at row `row`, panel `panel` (of 64 channels); the barrier gets its bytes.
- * What lies outside of the tensor becomes zeros. */
-__device__ __forceinline__ void mt_copy_tile(uint32_t to, const CUtensorMap &map, int row, int panel,
-                                             uint32_t barrier) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
-                 "%4}], [%5];" ::"r"(to),
-                 "l"(&map), "r"(0), "r"(row), "r"(panel), "r"(barrier)
-                 : "memory");
-}
-/* The same of a tensor [slices, rows, columns] and a box of columns and rows that begins at (row, col) of a slice. */
+/* Starts the copy of a box of a tensor [slices, rows, columns] whose corner is (slice, row, col); the barrier gets its
+ * bytes. What lies outside of the tensor becomes zeros. */
 __device__ __forceinline__ void mt_copy_box(uint32_t to, const CUtensorMap &map, int slice, int row, int col,
                                             uint32_t barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
@@ -154,158 +175,127 @@ __device__ __forceinline__ uint64_t mt_wgmma_moved(uint64_t operand, int bytes) 
     return operand + (uint64_t)(bytes >> 4);
 }
 
-/* Start c[64, N] = a[64, 16] b[N, 16]^T, or += with `add`. A warp has 16 of the rows, its lanes the elements that
- * mt_mma names: c[n] is the block of columns 8 n. */
-__device__ __forceinline__ void mt_wgmma(float (&c)[16][4], uint64_t a, uint64_t b, bool add) {
-    asm volatile("{\n"
-                 ".reg .pred add;\n"
-                 "setp.ne.b32 add, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-                 "%64, %65, add, 1, 1, 0, 0;\n"
-                 "}"
-                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]),
-                   "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),
-                   "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]),
-                   "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]),
-                   "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]),
-                   "+f"(c[7][2]), "+f"(c[7][3]), "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]), "+f"(c[8][3]),
-                   "+f"(c[9][0]), "+f"(c[9][1]), "+f"(c[9][2]), "+f"(c[9][3]), "+f"(c[10][0]), "+f"(c[10][1]),
-                   "+f"(c[10][2]), "+f"(c[10][3]), "+f"(c[11][0]), "+f"(c[11][1]), "+f"(c[11][2]), "+f"(c[11][3]),
-                   "+f"(c[12][0]), "+f"(c[12][1]), "+f"(c[12][2]), "+f"(c[12][3]), "+f"(c[13][0]), "+f"(c[13][1]),
-                   "+f"(c[13][2]), "+f"(c[13][3]), "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]),
-                   "+f"(c[15][0]), "+f"(c[15][1]), "+f"(c[15][2]), "+f"(c[15][3])
-                 : "l"(a), "l"(b), "r"((int)add));
-}
+/* How the instruction names c[..][4], its first operands: 32 registers are 8 blocks of columns. */
+#define MT_WGMMA_NAMES_32                                                                                              \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MT_WGMMA_NAMES_64                                                                                              \
+    MT_WGMMA_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
+                      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define MT_WGMMA_NAMES_96                                                                                              \
+    MT_WGMMA_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+                      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define MT_WGMMA_NAMES_128                                                                                             \
+    MT_WGMMA_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+                      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define MT_WGMMA_BLOCK(n)     "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define MT_WGMMA_BLOCKS_2(n)  MT_WGMMA_BLOCK(n), MT_WGMMA_BLOCK(n + 1)
+#define MT_WGMMA_BLOCKS_4(n)  MT_WGMMA_BLOCKS_2(n), MT_WGMMA_BLOCKS_2(n + 2)
+#define MT_WGMMA_BLOCKS_8(n)  MT_WGMMA_BLOCKS_4(n), MT_WGMMA_BLOCKS_4(n + 4)
+#define MT_WGMMA_BLOCKS_16(n) MT_WGMMA_BLOCKS_8(n), MT_WGMMA_BLOCKS_8(n + 8)
+
+/* Start c[64, N] = a[64, 16] b[N, 16]^T, or += with `add`, of operands in shared memory, transposed ones as
+ * mt_wgmma_operand says. A warp has 16 of the rows, its lanes the elements that mt_mma names: c[n] is the block of
+ * columns 8 n. */
+template <bool A_TRANSPOSED = false, bool B_TRANSPOSED = false>
 __device__ __forceinline__ void mt_wgmma(float (&c)[8][4], uint64_t a, uint64_t b, bool add) {
     asm volatile("{\n"
                  ".reg .pred add;\n"
                  "setp.ne.b32 add, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                 "%32, %33, add, 1, 1, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MT_WGMMA_NAMES_32
+                 "}, %32, %33, add, 1, 1, %35, %36;\n"
                  "}"
-                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]),
-                   "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),
-                   "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]),
-                   "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]),
-                   "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]),
-                   "+f"(c[7][2]), "+f"(c[7][3])
-                 : "l"(a), "l"(b), "r"((int)add));
+                 : MT_WGMMA_BLOCKS_8(0)
+                 : "l"(a), "l"(b), "r"((int)add), "n"((int)A_TRANSPOSED), "n"((int)B_TRANSPOSED));
+}
+template <bool A_TRANSPOSED = false, bool B_TRANSPOSED = false>
+__device__ __forceinline__ void mt_wgmma(float (&c)[16][4], uint64_t a, uint64_t b, bool add) {
+    asm volatile("{\n"
+                 ".reg .pred add;\n"
+                 "setp.ne.b32 add, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" MT_WGMMA_NAMES_64
+                 "}, %64, %65, add, 1, 1, %67, %68;\n"
+                 "}"
+                 : MT_WGMMA_BLOCKS_16(0)
+                 : "l"(a), "l"(b), "r"((int)add), "n"((int)A_TRANSPOSED), "n"((int)B_TRANSPOSED));
+}
+template <bool A_TRANSPOSED = false, bool B_TRANSPOSED = false>
+__device__ __forceinline__ void mt_wgmma(float (&c)[32][4], uint64_t a, uint64_t b, bool add) {
+    asm volatile("{\n"
+                 ".reg .pred add;\n"
+                 "setp.ne.b32 add, %130, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" MT_WGMMA_NAMES_128
+                 "}, %128, %129, add, 1, 1, %131, %132;\n"
+                 "}"
+                 : MT_WGMMA_BLOCKS_16(0), MT_WGMMA_BLOCKS_16(16)
+                 : "l"(a), "l"(b), "r"((int)add), "n"((int)A_TRANSPOSED), "n"((int)B_TRANSPOSED));
 }
 
 /* The same with a in registers, as mt_mma has it, and b[16, N] as it is stored: the sum is over its rows. */
-__device__ __forceinline__ void mt_wgmma(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b, bool add) {
-    asm volatile("{\n"
-                 ".reg .pred add;\n"
-                 "setp.ne.b32 add, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-                 "{%64, %65, %66, %67}, %68, add, 1, 1, 1;\n"
-                 "}"
-                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]),
-                   "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),
-                   "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]),
-                   "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]),
-                   "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]),
-                   "+f"(c[7][2]), "+f"(c[7][3]), "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]), "+f"(c[8][3]),
-                   "+f"(c[9][0]), "+f"(c[9][1]), "+f"(c[9][2]), "+f"(c[9][3]), "+f"(c[10][0]), "+f"(c[10][1]),
-                   "+f"(c[10][2]), "+f"(c[10][3]), "+f"(c[11][0]), "+f"(c[11][1]), "+f"(c[11][2]), "+f"(c[11][3]),
-                   "+f"(c[12][0]), "+f"(c[12][1]), "+f"(c[12][2]), "+f"(c[12][3]), "+f"(c[13][0]), "+f"(c[13][1]),
-                   "+f"(c[13][2]), "+f"(c[13][3]), "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]),
-                   "+f"(c[15][0]), "+f"(c[15][1]), "+f"(c[15][2]), "+f"(c[15][3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-}
 __device__ __forceinline__ void mt_wgmma(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b, bool add) {
     asm volatile("{\n"
                  ".reg .pred add;\n"
                  "setp.ne.b32 add, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                 "{%32, %33, %34, %35}, %36, add, 1, 1, 1;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MT_WGMMA_NAMES_32
+                 "}, {%32, %33, %34, %35}, %36, add, 1, 1, 1;\n"
                  "}"
-                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]),
-                   "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),
-                   "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]),
-                   "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]),
-                   "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]),
-                   "+f"(c[7][2]), "+f"(c[7][3])
+                 : MT_WGMMA_BLOCKS_8(0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+}
+__device__ __forceinline__ void mt_wgmma(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b, bool add) {
+    asm volatile("{\n"
+                 ".reg .pred add;\n"
+                 "setp.ne.b32 add, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" MT_WGMMA_NAMES_64
+                 "}, {%64, %65, %66, %67}, %68, add, 1, 1, 1;\n"
+                 "}"
+                 : MT_WGMMA_BLOCKS_16(0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+}
+__device__ __forceinline__ void mt_wgmma(float (&c)[24][4], const uint32_t (&a)[4], uint64_t b, bool add) {
+    asm volatile("{\n"
+                 ".reg .pred add;\n"
+                 "setp.ne.b32 add, %101, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" MT_WGMMA_NAMES_96
+                 "}, {%96, %97, %98, %99}, %100, add, 1, 1, 1;\n"
+                 "}"
+                 : MT_WGMMA_BLOCKS_16(0), MT_WGMMA_BLOCKS_8(16)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
 
-/* Start c[64, N] = a b with both in shared memory, a[64, 16] and b[16, N]; each either K-major or transposed. */
-template <bool A_TRANSPOSED, bool B_TRANSPOSED>
-__device__ __forceinline__ void mt_wgmma_shared(float (&c)[16][4], uint64_t a, uint64_t b, bool add) {
-    asm volatile("{\n"
-                 ".reg .pred add;\n"
-                 "setp.ne.b32 add, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-                 "%64, %65, add, 1, 1, %67, %68;\n"
-                 "}"
-                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]),
-                   "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),
-                   "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]),
-                   "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]),
-                   "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]),
-                   "+f"(c[7][2]), "+f"(c[7][3]), "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]), "+f"(c[8][3]),
-                   "+f"(c[9][0]), "+f"(c[9][1]), "+f"(c[9][2]), "+f"(c[9][3]), "+f"(c[10][0]), "+f"(c[10][1]),
-                   "+f"(c[10][2]), "+f"(c[10][3]), "+f"(c[11][0]), "+f"(c[11][1]), "+f"(c[11][2]), "+f"(c[11][3]),
-                   "+f"(c[12][0]), "+f"(c[12][1]), "+f"(c[12][2]), "+f"(c[12][3]), "+f"(c[13][0]), "+f"(c[13][1]),
-                   "+f"(c[13][2]), "+f"(c[13][3]), "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]),
-                   "+f"(c[15][0]), "+f"(c[15][1]), "+f"(c[15][2]), "+f"(c[15][3])
-                 : "l"(a), "l"(b), "r"((int)add), "n"((int)A_TRANSPOSED), "n"((int)B_TRANSPOSED));
+/* ---- tensors ----------------------------------------------------------------------------------------------------- */
+
+typedef CUresult mt_encode_map_fn(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                                  const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                                  CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/* The driver's function that makes tensor maps, found at run time so that programs need not link to the driver. */
+static inline mt_encode_map_fn *mt_tensor_map_encoder(void) {
+    static void *encode;
+    if (!encode) {
+        cudaDriverEntryPointQueryResult found;
+        MT_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found));
+        MT_CHECK(found == cudaDriverEntryPointSuccess && encode);
+    }
+    return (mt_encode_map_fn *)encode;
 }
-template <bool A_TRANSPOSED, bool B_TRANSPOSED>
-__device__ __forceinline__ void mt_wgmma_shared(float (&c)[32][4], uint64_t a, uint64_t b, bool add) {
-    asm volatile("{\n"
-                 ".reg .pred add;\n"
-                 "setp.ne.b32 add, %130, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-                 "%128, %129, add, 1, 1, %131, %132;\n"
-                 "}"
-                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]),
-                   "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),
-                   "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]),
-                   "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]),
-                   "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]),
-                   "+f"(c[7][2]), "+f"(c[7][3]), "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]), "+f"(c[8][3]),
-                   "+f"(c[9][0]), "+f"(c[9][1]), "+f"(c[9][2]), "+f"(c[9][3]), "+f"(c[10][0]), "+f"(c[10][1]),
-                   "+f"(c[10][2]), "+f"(c[10][3]), "+f"(c[11][0]), "+f"(c[11][1]), "+f"(c[11][2]), "+f"(c[11][3]),
-                   "+f"(c[12][0]), "+f"(c[12][1]), "+f"(c[12][2]), "+f"(c[12][3]), "+f"(c[13][0]), "+f"(c[13][1]),
-                   "+f"(c[13][2]), "+f"(c[13][3]), "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]),
-                   "+f"(c[15][0]), "+f"(c[15][1]), "+f"(c[15][2]), "+f"(c[15][3]), "+f"(c[16][0]), "+f"(c[16][1]),
-                   "+f"(c[16][2]), "+f"(c[16][3]), "+f"(c[17][0]), "+f"(c[17][1]), "+f"(c[17][2]), "+f"(c[17][3]),
-                   "+f"(c[18][0]), "+f"(c[18][1]), "+f"(c[18][2]), "+f"(c[18][3]), "+f"(c[19][0]), "+f"(c[19][1]),
-                   "+f"(c[19][2]), "+f"(c[19][3]), "+f"(c[20][0]), "+f"(c[20][1]), "+f"(c[20][2]), "+f"(c[20][3]),
-                   "+f"(c[21][0]), "+f"(c[21][1]), "+f"(c[21][2]), "+f"(c[21][3]), "+f"(c[22][0]), "+f"(c[22][1]),
-                   "+f"(c[22][2]), "+f"(c[22][3]), "+f"(c[23][0]), "+f"(c[23][1]), "+f"(c[23][2]), "+f"(c[23][3]),
-                   "+f"(c[24][0]), "+f"(c[24][1]), "+f"(c[24][2]), "+f"(c[24][3]), "+f"(c[25][0]), "+f"(c[25][1]),
-                   "+f"(c[25][2]), "+f"(c[25][3]), "+f"(c[26][0]), "+f"(c[26][1]), "+f"(c[26][2]), "+f"(c[26][3]),
-                   "+f"(c[27][0]), "+f"(c[27][1]), "+f"(c[27][2]), "+f"(c[27][3]), "+f"(c[28][0]), "+f"(c[28][1]),
-                   "+f"(c[28][2]), "+f"(c[28][3]), "+f"(c[29][0]), "+f"(c[29][1]), "+f"(c[29][2]), "+f"(c[29][3]),
-                   "+f"(c[30][0]), "+f"(c[30][1]), "+f"(c[30][2]), "+f"(c[30][3]), "+f"(c[31][0]), "+f"(c[31][1]),
-                   "+f"(c[31][2]), "+f"(c[31][3])
-                 : "l"(a), "l"(b), "r"((int)add), "n"((int)A_TRANSPOSED), "n"((int)B_TRANSPOSED));
+
+/* x[slices, rows, cols] of bf16 or fp32, its slices and rows so many elements apart, in boxes of `box_slices` slices,
+ * `box_rows` rows and 128 bytes. */
+static inline CUtensorMap mt_tensor_map(const void *x, mt_dtype dtype, int64_t slices, int64_t rows, int64_t cols,
+                                        int64_t slice_stride, int64_t row_stride, int box_slices, int box_rows) {
+    CUtensorMap map;
+    const cuuint64_t size = (cuuint64_t)mt_dtype_size(dtype);
+    const cuuint64_t sizes[] = {(cuuint64_t)cols, (cuuint64_t)rows, (cuuint64_t)slices};
+    const cuuint64_t bytes[] = {(cuuint64_t)row_stride * size, (cuuint64_t)slice_stride * size};
+    const cuuint32_t box[] = {(cuuint32_t)(128 / size), (cuuint32_t)box_rows, (cuuint32_t)box_slices};
+    const cuuint32_t ones[] = {1, 1, 1};
+    CUresult result = mt_tensor_map_encoder()(
+        &map, dtype == MT_F32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)x, sizes,
+        bytes, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    MT_CHECK(result == CUDA_SUCCESS);
+    return map;
 }
 
 #endif

@@ -955,3 +955,64 @@ extern "C" void mt_cuda_expert_swiglu_backward(void *dgate_up, float *dweights, 
         MT_CUDA_LAUNCHED();
     });
 }
+
+/* ---- weights of rows --------------------------------------------------------------------------------------------- */
+
+/* y = weight x. Reads x, writes y: 4 bytes an element in bf16, 8 in fp32, and 4 a row. */
+template <class T, int N>
+__global__ void scale_rows_forward(T *y, const T *x, const float *weights, int64_t M, int C, int blocks_per_row) {
+    int64_t row = (int64_t)(blockIdx.x / blocks_per_row) * blockDim.y + threadIdx.y;
+    int c = (blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x) * N;
+    if (row >= M || c >= C) return;
+    mt_pack<float, N> pack = mt_to_float(mt_load<N>(x + row * C + c));
+    for (int i = 0; i < N; i++) pack.value[i] *= weights[row];
+    mt_store(y + row * C + c, mt_from_float<T>(pack));
+}
+
+extern "C" void mt_cuda_scale_rows_forward(void *y, const void *x, const float *weights, int64_t M, int64_t C,
+                                           mt_dtype dtype, mt_stream *stream) {
+    if (M == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {y, x}, {C}), [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        mt_many_row_grid grid = mt_many_rows(M, mt_divide_up(C, N), 1);
+        scale_rows_forward<E, N><<<grid.blocks, grid.block, 0, mt_cuda_stream(stream)>>>(
+            (E *)y, (const E *)x, weights, M, (int)C, grid.blocks_per_row);
+        MT_CUDA_LAUNCHED();
+    });
+}
+
+/* dx = weight dy, dweight = sum(dy x). blockDim.x threads share a row. Reads dy and x, writes dx: 6 bytes an element in
+ * bf16, 12 in fp32, and 8 a row. */
+template <class T, int N>
+__global__ void scale_rows_backward(T *dx, float *dweights, const T *dy, const T *x, const float *weights, int64_t M,
+                                    int C) {
+    int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+    bool there = row < M;
+    if (!there) row = M - 1; // it helps to add up, and writes nothing
+    float weight = weights[row], dweight[1] = {0};
+    for (int c = threadIdx.x * N; there && c < C; c += blockDim.x * N) {
+        mt_pack<float, N> d = mt_to_float(mt_load<N>(dy + row * C + c)), in = mt_to_float(mt_load<N>(x + row * C + c));
+        for (int i = 0; i < N; i++) {
+            dweight[0] += d.value[i] * in.value[i];
+            d.value[i] *= weight;
+        }
+        mt_store(dx + row * C + c, mt_from_float<T>(d));
+    }
+    mt_row_sum(dweight, 0);
+    if (there && threadIdx.x == 0) dweights[row] = dweight[0];
+}
+
+extern "C" void mt_cuda_scale_rows_backward(void *dx, float *dweights, const void *dy, const void *x,
+                                            const float *weights, int64_t M, int64_t C, mt_dtype dtype,
+                                            mt_stream *stream) {
+    if (M == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {dx, dy, x}, {C}), [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        dim3 block = mt_reduction_block(mt_divide_up(C, N), 3, 256, 512);
+        scale_rows_backward<E, N><<<mt_blocks(M, block.y), block, 0, mt_cuda_stream(stream)>>>(
+            (E *)dx, dweights, (const E *)dy, (const E *)x, weights, M, (int)C);
+        MT_CUDA_LAUNCHED();
+    });
+}

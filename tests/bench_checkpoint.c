@@ -4,12 +4,16 @@
  *   usage: [mpirun -np N] bench_checkpoint [FOLDER [LAYERS [ROUNDS [OPTIONS...]]]]
  *
  * FOLDER is on the disk to be measured (build/checkpoint); the model is GPT-2's with so many layers (12: 124M, which in
- * fp32 with its moments is 1.5 GB). OPTIONS are a layout's. In each of ROUNDS (5) everything is done once, in turns;
- * medians are shown, with the fastest and slowest round and the time of all processors (user and system). Writing ends
- * with fsync, for dd as for a save; before reading, the pages of the file leave the cache, for dd as for a load. dd is
- * run through the page cache and around it (oflag=direct, iflag=direct): what is compared is with its better median. */
+ * fp32 with its moments is 1.5 GB). OPTIONS are a layout's, or --device cuda: then the copy is one from the device to
+ * pinned memory; or --hf-config with another model. With 0 ROUNDS a checkpoint is only saved and loaded, once; one that
+ * is in FOLDER already is loaded and stays there. In each
+ * of ROUNDS (5) everything is done once, in turns; medians are shown, with the fastest and slowest round and the time
+ * of all processors (user and system). Writing ends with fsync, for dd as for a save; before reading, the pages of the
+ * file leave the cache, for dd as for a load. dd is run through the page cache and around it (oflag=direct,
+ * iflag=direct): what is compared is with its better median. */
 #include "../megatron.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <math.h>
 #include <stdlib.h>
@@ -21,10 +25,12 @@
 typedef struct bench {
     mt_options options;
     mt_grid grid;
+    const mt_ops *ops;
     mt_model *model;
     const char *folder;
     int64_t rounds;
-    double bytes; // of the checkpoint's tensors
+    bool is_there; // a checkpoint to load
+    double bytes;  // of the checkpoint's tensors
 } bench;
 
 enum { DD_BLOCK = 8 << 20, MOST_ROUNDS = 64 }; // as the pieces that are saved
@@ -79,55 +85,48 @@ static double bytes_read(void) {
 
 /* Files of a folder leave the page cache, so that they are read from the disk. */
 static void forget(const bench *b, const char *folder) {
-    static const char *const names[] = {"model.safetensors", "optimizer.safetensors", "dd"};
-    for (int i = 0; i < 3 && b->grid.world.rank == 0; i++) {
+    DIR *directory = b->grid.world.rank == 0 ? opendir(folder) : NULL;
+    for (struct dirent *entry; directory && (entry = readdir(directory));) {
         char path[2048];
-        snprintf(path, sizeof path, "%s/%s", folder, names[i]);
+        snprintf(path, sizeof path, "%s/%s", folder, entry->d_name);
         int descriptor = open(path, O_RDONLY);
         if (descriptor < 0) continue;
         fsync(descriptor);
         posix_fadvise(descriptor, 0, 0, POSIX_FADV_DONTNEED);
         close(descriptor);
     }
+    if (directory) closedir(directory);
     mt_barrier(&b->grid.world);
 }
 
-static void open_model(bench *b, int argc, char **argv) {
-    char *words[64] = {"bench",
-                       "--num-layers",
-                       argc > 2 ? argv[2] : "12",
-                       "--hidden-size",
-                       "768",
-                       "--num-attention-heads",
-                       "12",
-                       "--vocab-size",
-                       "50257",
-                       "--seq-length",
-                       "64",
-                       "--mock-data",
-                       "--train-iters",
-                       "10",
-                       "--lr",
-                       "1e-4",
-                       "--swiglu",
-                       "--disable-bias-linear",
-                       "--normalization",
-                       "RMSNorm",
-                       "--position-embedding-type",
-                       "rope",
-                       "--device",
-                       "cpu"};
+/* The command line of the model, in words; a config.json has a shape of its own. */
+static int list_words(char **words, int room, int argc, char **argv) {
+    static char shape[] =
+        "--hidden-size 768 --num-attention-heads 12 --vocab-size 50257 --swiglu --disable-bias-linear "
+        "--normalization RMSNorm --position-embedding-type rope";
+    static char run[] = "bench --seq-length 64 --mock-data --train-iters 10 --lr 1e-4 --device cpu";
     int count = 0;
+    bool has_shape = false;
+    for (char *word = strtok(run, " "); word; word = strtok(NULL, " ")) words[count++] = word;
+    for (int i = 4; i < argc; i++) has_shape |= strcmp(argv[i], "--hf-config") == 0;
+    for (char *word = has_shape ? NULL : strtok(shape, " "); word; word = strtok(NULL, " ")) words[count++] = word;
+    if (!has_shape) words[count++] = "--num-layers", words[count++] = argc > 2 ? argv[2] : "12";
+    for (int i = 4; i < argc && count < room; i++) words[count++] = argv[i];
+    return count;
+}
+
+static void open_model(bench *b, int argc, char **argv) {
+    char *words[64];
+    int count = list_words(words, 64, argc, argv);
     mt_error error;
-    while (words[count]) count++;
-    for (int i = 4; i < argc && count < 63; i++) words[count++] = argv[i];
     check(mt_options_parse(&b->options, MT_PROGRAM_TRAIN, count, words, &error), &error);
     check(mt_options_finish(&b->options, MT_PROGRAM_TRAIN, b->grid.world.size, &error), &error);
     check(mt_grid_build(&b->grid, &b->options, &error), &error);
-    const mt_ops *ops = mt_backend_open(b->options.device, &b->grid, &error);
+    b->ops = mt_backend_open(b->options.device, &b->grid, &error);
     mt_model_plan plan = {.max_tokens = 64, .max_logits = 64, .max_position = 64, .train = true};
-    check(ops ? mt_model_create(&b->model, &b->options, &b->grid, ops, &plan, &error) : -1, &error);
+    check(b->ops ? mt_model_create(&b->model, &b->options, &b->grid, b->ops, &plan, &error) : -1, &error);
     mt_model_init(b->model);
+    b->ops->stream_wait(mt_model_stream(b->model));
     b->bytes = (double)mt_num_parameters(&b->options) * (b->options.bf16 ? 14 : 12);
 }
 
@@ -190,18 +189,61 @@ static void dd_read(const bench *b, series *s, const char *command) {
     end(b, s);
 }
 
+static void save(const bench *b, mt_saver *saver, series *s) {
+    mt_run_state state = {.iteration = 1};
+    mt_error error;
+    begin(b, s);
+    check(mt_saver_save(saver, &state, &error), &error);
+    end(b, s);
+}
+
+/* Returns the bytes that this rank has read. */
+static double load(bench *b, series *s) {
+    mt_run_state state;
+    mt_error error;
+    char *latest = mt_checkpoint_resolve(b->folder, &error);
+    check(latest ? 0 : -1, &error);
+    forget(b, latest);
+    free(latest);
+    double counted = -bytes_read();
+    begin(b, s);
+    check(mt_checkpoint_load(b->model, &state, b->folder, &error), &error);
+    end(b, s);
+    return counted + bytes_read();
+}
+
+static void print_counted(const bench *b, double counted) {
+    mt_all_reduce_sum(&b->grid.world, &counted, 1, MT_F64);
+    if (b->grid.world.rank != 0) return;
+    if (counted > 0)
+        printf("%-30s %8.3f times\n", "bytes read by all ranks / saved", counted / b->bytes);
+    else
+        printf("%-30s the system does not tell\n", "bytes read by all ranks");
+}
+
+/* 0 rounds: for models that are too large to write so often. */
+static void bench_once(bench *b) {
+    series write = {0}, read = {0};
+    if (!b->is_there) {
+        mt_saver *saver;
+        mt_saver_open(&saver, b->model, b->folder, NULL, NULL, false);
+        save(b, saver, &write);
+        mt_saver_close(saver);
+        print(b, "save", &write, 0, NULL);
+    }
+    double counted = load(b, &read);
+    print(b, "load", &read, 0, NULL);
+    print_counted(b, counted);
+}
+
 /* Writing and reading, in turns; in odd rounds in the other order, as the one before may leave work to the one after.
  */
 static void bench_save_and_load(bench *b) {
     series cached = {0}, direct = {0}, write = {0}, cached_read = {0}, direct_read = {0}, read = {0};
     double counted = 0;
-    mt_error error;
-    char latest[1024];
     mt_saver *saver;
     mt_saver_open(&saver, b->model, b->folder, NULL, NULL, false);
-    snprintf(latest, sizeof latest, "%s/iter_0000001", b->folder);
     for (int64_t round = 0; round < b->rounds; round++) {
-        mt_run_state state = {.iteration = 1};
         run(b, "cd %s && rm -rf iter_* dd; sync", b->folder, 0);
         for (int i = 0; i < 3; i++) {
             int turn = round % 2 ? 2 - i : i;
@@ -210,50 +252,50 @@ static void bench_save_and_load(bench *b) {
             if (turn == 1)
                 dd_write(b, &direct,
                          "dd if=/dev/zero of=%s/dd bs=8388608 count=%lld conv=fsync oflag=direct 2>/dev/null");
-            if (turn < 2) continue;
-            begin(b, &write);
-            check(mt_saver_save(saver, &state, &error), &error);
-            end(b, &write);
+            if (turn == 2) save(b, saver, &write);
         }
         for (int i = 0; i < 3; i++) {
             int turn = round % 2 ? 2 - i : i;
             if (turn == 0) dd_read(b, &cached_read, "dd if=%s/dd of=/dev/null bs=8388608 2>/dev/null");
             if (turn == 1) dd_read(b, &direct_read, "dd if=%s/dd of=/dev/null bs=8388608 iflag=direct 2>/dev/null");
-            if (turn < 2) continue;
-            forget(b, latest);
-            counted = -bytes_read();
-            begin(b, &read);
-            check(mt_checkpoint_load(b->model, &state, b->folder, &error), &error);
-            end(b, &read);
-            counted += bytes_read();
+            if (turn == 2) counted = load(b, &read);
         }
     }
     mt_saver_close(saver);
-    mt_all_reduce_sum(&b->grid.world, &counted, 1, MT_F64);
     double dd = print(b, "dd, write and fsync", &cached, 0, NULL);
     dd = fmin(dd, print(b, "  oflag=direct", &direct, 0, NULL));
     print(b, "save", &write, dd, "dd's speed");
     dd = print(b, "dd, read", &cached_read, 0, NULL);
     dd = fmin(dd, print(b, "  iflag=direct", &direct_read, 0, NULL));
     print(b, "load", &read, dd, "dd's speed");
-    if (b->grid.world.rank == 0) printf("%-30s %8.3f times\n", "bytes read by all ranks / saved", counted / b->bytes);
+    print_counted(b, counted);
 }
 
-/* What a step waits for an asynchronous save, against copying as much memory. */
+/* One copy of `bytes` to host memory, as plain as can be. */
+static void copy_plainly(const bench *b, series *s, char *to, const char *from, int64_t bytes) {
+    mt_stream *stream = mt_model_stream(b->model);
+    begin(b, s);
+    if (strcmp(b->ops->name, "cpu") == 0)
+        memcpy(to, from, (size_t)bytes);
+    else
+        b->ops->memory_copy(to, from, bytes, stream), b->ops->stream_wait(stream);
+    end(b, s);
+}
+
+/* What a step waits for an asynchronous save, against copying as much memory, from the device where there is one. */
 static void bench_stall(bench *b) {
     mt_error error;
     mt_saver *saver;
+    bool on_cpu = strcmp(b->ops->name, "cpu") == 0;
     int64_t share = (int64_t)(b->bytes / b->grid.world.size);
     series stall = {0}, copy = {0}, finish = {0};
-    char *from = malloc((size_t)share), *to = malloc((size_t)share);
-    if (!from || !to) mt_die("out of memory");
-    memset(from, 1, (size_t)share), memset(to, 2, (size_t)share);
+    char *from = b->ops->memory_alloc(share), *to = b->ops->memory_alloc_host(share);
+    b->ops->memory_zero(from, share, mt_model_stream(b->model));
+    memset(to, 2, (size_t)share);
     mt_saver_open(&saver, b->model, b->folder, NULL, NULL, true);
     for (int64_t round = 0; round < b->rounds; round++) {
         mt_run_state state = {.iteration = 2};
-        begin(b, &copy);
-        memcpy(to, from, (size_t)share);
-        end(b, &copy);
+        copy_plainly(b, &copy, to, from, share);
         begin(b, &finish);
         begin(b, &stall);
         check(mt_saver_save(saver, &state, &error), &error);
@@ -262,10 +304,10 @@ static void bench_stall(bench *b) {
         end(b, &finish);
     }
     mt_saver_close(saver);
-    double seconds = print(b, "copy of memory", &copy, 0, NULL);
+    double seconds = print(b, on_cpu ? "copy of memory" : "copy to pinned memory", &copy, 0, NULL);
     print(b, "stall of an asynchronous save", &stall, seconds, "the copy's speed");
     print(b, "until it is on disk", &finish, 0, NULL);
-    free(from), free(to);
+    b->ops->memory_free(from), b->ops->memory_free_host(to);
 }
 
 /* Others that compute at the same time make all of this worth little. */
@@ -279,17 +321,21 @@ static void print_load(const bench *b, const char *when) {
 
 int main(int argc, char **argv) {
     bench b = {.folder = argc > 1 ? argv[1] : "build/checkpoint", .rounds = argc > 3 ? atoi(argv[3]) : 5};
-    if (b.rounds < 1 || b.rounds > MOST_ROUNDS) mt_die("from 1 to %d rounds", MOST_ROUNDS);
+    if (b.rounds < 0 || b.rounds > MOST_ROUNDS) mt_die("from 0 to %d rounds", MOST_ROUNDS);
     mt_grid_start(&b.grid, &argc, &argv);
     open_model(&b, argc, argv);
     if (b.grid.world.rank == 0)
-        printf("%d rank%s, %.1f MB%s%s\n", b.grid.world.size, b.grid.world.size > 1 ? "s" : "", b.bytes / 1e6,
-               argc > 4 ? ", " : "", argc > 4 ? argv[4] : "");
+        printf("%d rank%s, %.1f MB%s", b.grid.world.size, b.grid.world.size > 1 ? "s" : "", b.bytes / 1e6,
+               argc > 4 ? "," : "\n");
+    for (int i = 4; i < argc && b.grid.world.rank == 0; i++) printf(" %s%s", argv[i], i + 1 < argc ? "" : "\n");
+    b.is_there = b.rounds == 0 && mt_checkpoint_exists(b.folder);
     run(&b, "mkdir -p %s", b.folder, 0);
     print_load(&b, "before");
-    bench_save_and_load(&b);
-    bench_stall(&b);
-    run(&b, "rm -r %s", b.folder, 0);
+    if (b.rounds > 0)
+        bench_save_and_load(&b), bench_stall(&b);
+    else
+        bench_once(&b);
+    if (!b.is_there) run(&b, "rm -r %s", b.folder, 0);
     mt_model_destroy(b.model);
     mt_options_free(&b.options);
     mt_grid_stop(&b.grid);

@@ -1,6 +1,6 @@
 /* How fast each rung of the GPU's attention and cuDNN's is: milliseconds and TFLOP/s, forward and backward. A causal
- * forward does 4 T T / 2 H D flops a sequence (two products, each entry a multiply and an add), the backward 2.5 times
- * that; what a rung computes twice is not counted.
+ * forward does 2 T T / 2 H (D + Dv) flops a sequence (two products, each entry a multiply and an add), the backward
+ * 2 T T / 2 H (3 D + 2 Dv); what a rung computes twice is not counted.
  *
  *   usage: bench_cuda_attention [RUNG | cudnn]
  */
@@ -20,7 +20,7 @@ int main(void) {
 enum { ROUNDS = 10 };
 
 typedef struct bench_shape {
-    int64_t T, sequences, H, G, D;
+    int64_t T, sequences, H, G, D, Dv;
 } bench_shape;
 
 static const mt_ops *ops;
@@ -56,7 +56,8 @@ static float measure(bool (*direction)(const mt_attention_call *), const mt_atte
 }
 
 static void bench(const bench_shape *s, const char *only) {
-    int64_t rows = s->T * s->sequences, width = (s->H + 2 * s->G) * s->D, out_width = s->H * s->D;
+    int64_t rows = s->T * s->sequences, k = s->H * s->D, v = k + s->G * s->D;
+    int64_t width = v + s->G * s->Dv, out_width = s->H * s->Dv;
     mt_span *host = mt_malloc(s->sequences * (int64_t)sizeof *host);
     for (int64_t i = 0; i < s->sequences; i++) host[i] = (mt_span){i * s->T, s->T, i * s->T, s->T, true};
     mt_span *device = ops->memory_alloc(s->sequences * (int64_t)sizeof *host);
@@ -65,7 +66,7 @@ static void bench(const bench_shape *s, const char *only) {
     mt_attention shape = {.num_heads = s->H,
                           .num_groups = s->G,
                           .head_size = s->D,
-                          .value_size = s->D,
+                          .value_size = s->Dv,
                           .q_stride = width,
                           .k_stride = width,
                           .v_stride = width,
@@ -75,27 +76,29 @@ static void bench(const bench_shape *s, const char *only) {
     mt_attention_call forward = {.out = ops->memory_alloc(rows * out_width * 2),
                                  .lse = ops->memory_alloc(rows * s->H * 4),
                                  .q = qkv,
-                                 .k = qkv + out_width,
-                                 .v = qkv + out_width + s->G * s->D,
+                                 .k = qkv + k,
+                                 .v = qkv + v,
                                  .spans = &spans,
                                  .shape = &shape,
                                  .dtype = MT_BF16,
                                  .stream = stream};
     mt_attention_call backward = forward;
-    backward.dq = dqkv, backward.dk = dqkv + out_width, backward.dv = dqkv + out_width + s->G * s->D;
+    backward.dq = dqkv, backward.dk = dqkv + k, backward.dv = dqkv + v;
     backward.row_dot = ops->memory_alloc(rows * s->H * 4);
     backward.dout = random_bf16(rows * out_width);
-    double flops = 4.0 * (double)s->T * (double)s->T / 2 * (double)(s->H * s->D * s->sequences);
+    double pairs = (double)s->T * (double)s->T / 2 * (double)(s->H * s->sequences);
+    double forward_flops = 2 * pairs * (double)(s->D + s->Dv),
+           backward_flops = 2 * pairs * (double)(3 * s->D + 2 * s->Dv);
     for (int r = 0; r <= MT_NUM_ATTENTION_RUNGS; r++) {
         const mt_attention_rung *rung = r < MT_NUM_ATTENTION_RUNGS ? &mt_attention_rungs[r] : &mt_attention_cudnn;
         if (only ? strcmp(only, rung->name) != 0 : r == 0) continue; // the definition takes seconds
         double f = (double)measure(rung->forward, &forward, ROUNDS),
                b = (double)measure(rung->backward, &backward, ROUNDS);
         if (f < 0 || b < 0) continue;
-        printf("attention %-6s T %6lld x %-3lld H %2lld/%-2lld D %3lld: forward %8.3f ms %6.1f TFLOP/s, backward %8.3f "
-               "ms %6.1f TFLOP/s\n",
+        printf("attention %-6s T %6lld x %-3lld H %3lld/%-3lld D %3lld/%-3lld: forward %8.3f ms %6.1f TFLOP/s, "
+               "backward %8.3f ms %6.1f TFLOP/s\n",
                rung->name, (long long)s->T, (long long)s->sequences, (long long)s->H, (long long)s->G, (long long)s->D,
-               f, flops / f / 1e9, b, 2.5 * flops / b / 1e9);
+               (long long)s->Dv, f, forward_flops / f / 1e9, b, backward_flops / b / 1e9);
         fflush(stdout);
     }
     ops->memory_free(qkv), ops->memory_free(dqkv), ops->memory_free(forward.out), ops->memory_free(forward.lse);
@@ -105,9 +108,10 @@ static void bench(const bench_shape *s, const char *only) {
 
 int main(int argc, char **argv) {
     /* Short ones first: after a second of D 128 a GPU at its power limit stays slower for a while. */
-    static const bench_shape shapes[] = {{1024, 64, 12, 12, 64}, {1024, 16, 25, 25, 64}, {8192, 1, 32, 8, 64},
-                                         {4096, 2, 32, 8, 128},  {8192, 1, 32, 8, 128},  {8192, 2, 32, 32, 128},
-                                         {32768, 1, 32, 8, 128}};
+    static const bench_shape shapes[] = {{1024, 64, 12, 12, 64, 64},  {1024, 16, 25, 25, 64, 64},
+                                         {8192, 1, 32, 8, 64, 64},    {4096, 2, 32, 8, 128, 128},
+                                         {8192, 1, 32, 8, 128, 128},  {8192, 2, 32, 32, 128, 128},
+                                         {32768, 1, 32, 8, 128, 128}, {4096, 1, 128, 128, 192, 128}};
     mt_error error;
     ops = mt_cuda_open(0, &error);
     if (!ops) {

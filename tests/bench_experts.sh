@@ -26,7 +26,7 @@ layer() {
     awk '
         function part(operation) {
             if (operation ~ /^grouped_linear/) return "grouped products"
-            if (operation ~ /^(gather_rows|combine_rows|exchange_order)$/) return "permute and combine"
+            if (operation ~ /^(gather_rows|combine_rows|scale_rows_.*|exchange_order)$/) return "permute and combine"
             if (operation ~ /^all_to_all_v$/) return "exchange"
             if (operation ~ /^expert_swiglu/) return "activation"
             if (operation ~ /^(router_logits|route_|balance_|count_experts|dispatch_plan|convert$)/) return "router"

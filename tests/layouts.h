@@ -29,6 +29,9 @@
 #define EP       " --expert-model-parallel-size "
 #define ETP      " --expert-tensor-parallel-size "
 #define GATHER   " --moe-token-dispatcher-type allgather"
+#define PLAIN    " --no-moe-permute-fusion"
+#define ON_CPU   " --device cpu" // on GPUs too, instead of the backend that is tested
+#define SAME     " --deterministic-mode"
 
 enum {
     ROW_LENGTH = 16,
@@ -58,6 +61,7 @@ typedef enum subject {
     EXPERTS_12,     // sequences a step
     EXPERTS_PACKED, // balanced over each of two sequences
     SHARED,         // after a dense layer; sigmoids, groups, a moving bias, an expert that every token visits
+    GATED,          // after a dense layer; an expert that every token visits, weighed by its gate, as Qwen2-MoE's
     DROPPED,        // what is over an expert's capacity, by probability
     PADDED,         // the same by position, with inputs as long as the capacity
     SINKHORN,       // whose tokens choose together
@@ -115,6 +119,9 @@ static const struct {
     [EXPERTS_12] = {EXPERTS_LIKE " --moe-router-topk 1 --moe-router-pre-softmax --global-batch-size 12", 1},
     [EXPERTS_PACKED] = {EXPERTS_LIKE " --moe-router-load-balancing-type seq_aux_loss --global-batch-size 8", 2},
     [SHARED] = {GROUPED_LIKE " --global-batch-size 8", 1},
+    [GATED] = {EXPERTS_LIKE " --moe-router-topk 4 --moe-router-pre-softmax --moe-layer-freq ([0]*1+[1]*3)"
+                            " --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate --global-batch-size 8",
+               1},
     [DROPPED] = {EXPERTS_LIKE " --moe-expert-capacity-factor 1 --global-batch-size 8", 1},
     [PADDED] = {EXPERTS_LIKE " --moe-expert-capacity-factor 1.25 --moe-token-drop-policy position"
                              " --moe-pad-expert-input-to-capacity --global-batch-size 8",
@@ -251,7 +258,7 @@ static int trainee_parse(mt_options *options, subject subject, const char *words
 static int trainee_open(trainee *t, mt_error *error) {
     const mt_options *o = &t->options;
     if (mt_grid_build(&t->grid, o, error) != 0) return -1;
-    const mt_ops *ops = mt_backend_open(backend_name, &t->grid, error);
+    const mt_ops *ops = mt_backend_open(o->device, &t->grid, error);
     if (!ops) return 1;
     int64_t tokens = o->micro_batch_size * ROW_LENGTH, here = tokens / o->context_parallel_size;
     mt_model_plan plan = {.max_tokens = here, .max_logits = here, .max_position = ROW_LENGTH, .train = true};
@@ -591,6 +598,7 @@ typedef struct pair {
 
 enum { SAVED_AFTER = 4, MAX_PAIRS = 128 };
 static double went_on[MAX_PAIRS][STEPS]; // losses of those that saved and were not stopped
+static double is_saved[MAX_PAIRS];       // else there were not enough GPUs, or an error was told
 
 static bool pair_is_of_one_layout(const pair *p) {
     return p->saves.ranks == p->loads.ranks && p->saves.bf16 == p->loads.bf16 &&
@@ -613,23 +621,39 @@ static int train_on(verdict *v, trainee *t, const reference *r, const double *sa
     return 0;
 }
 
+/* Saves, in the background where the pair's number is odd, while training goes on if both halves are the same. */
+static int half_save(verdict *v, trainee *t, const pair *p, const reference *r, int number, const char *folder,
+                     mt_error *error) {
+    mt_saver *saver;
+    mt_error late;
+    mt_saver_open(&saver, t->model, folder, NULL, NULL, number % 2);
+    int status = mt_saver_save(saver, &t->state, error);
+    if (status == 0 && pair_is_of_one_layout(p)) status = train_on(v, t, r, NULL, went_on[number], error);
+    int finished = mt_saver_finish(saver, status == 0 ? error : &late);
+    mt_saver_close(saver);
+    is_saved[number] = status == 0 && finished == 0;
+    return status != 0 ? status : finished;
+}
+
+static int half_load(verdict *v, trainee *t, const pair *p, const reference *r, int number, const char *folder,
+                     mt_error *error) {
+    if (mt_checkpoint_load(t->model, &t->state, folder, error) != 0) return -1;
+    if (t->state.iteration != SAVED_AFTER) return mt_error_set(error, "the run goes on elsewhere");
+    return train_on(v, t, r, pair_is_of_one_layout(p) ? went_on[number] : NULL, NULL, error);
+}
+
 static int half_run(verdict *v, trainee *t, const pair *p, const half *h, int number, const char *folder,
                     mt_error *error) {
-    bool loads = h == &p->loads, same = pair_is_of_one_layout(p);
     const reference *r = &references[p->subject][p->saves.bf16 || p->loads.bf16];
     int status = trainee_parse(&t->options, p->subject, h->words, h->bf16, h->ranks, error);
     if (status == 0) status = trainee_open(t, error);
-    for (int step = 0; step < SAVED_AFTER && status == 0 && !loads; step++) {
+    if (status == 0 && h == &p->loads) return half_load(v, t, p, r, number, folder, error);
+    for (int step = 0; step < SAVED_AFTER && status == 0; step++) {
         mt_metrics metrics;
         status = train_one_step(t, &metrics, error);
         if (status == 0) compare(v, "the loss", step + 1, metrics.loss, r->metrics[step].loss);
     }
-    if (status == 0)
-        status = loads ? mt_checkpoint_load(t->model, &t->state, folder, error)
-                       : mt_checkpoint_save(t->model, &t->state, folder, NULL, NULL, error);
-    if (status == 0 && t->state.iteration != SAVED_AFTER) status = mt_error_set(error, "the run goes on elsewhere");
-    if (status != 0 || (!loads && !same)) return status;
-    return train_on(v, t, r, loads && same ? went_on[number] : NULL, loads ? NULL : went_on[number], error);
+    return status != 0 ? status : half_save(v, t, p, r, number, folder, error);
 }
 
 static void run_half(const pair *p, const half *h, int number, const char *root) {
@@ -670,9 +694,11 @@ static void run_pairs(const pair *pairs, int count) {
             for (int i = 0, turn = 0; i < count; i++) {
                 const half *h = loads ? &pairs[i].loads : &pairs[i].saves;
                 if (fmax(pairs[i].saves.ranks, pairs[i].loads.ranks) > world.world.size) continue;
+                if (loads && !is_saved[i]) continue;
                 if (h->ranks == size && turn_is_mine(size, h->words, &turn)) run_half(&pairs[i], h, i, root);
             }
         mt_all_reduce_max(&world.world, went_on, MAX_PAIRS * STEPS, MT_F64);
+        mt_all_reduce_max(&world.world, is_saved, MAX_PAIRS, MT_F64);
     }
     snprintf(command, sizeof command, "rm -rf %s", root);
     if (world.world.rank == 0 && system(command) != 0) printf("%s stays\n", root);
@@ -940,6 +966,13 @@ static const layout with_experts[] = {
     {2, EXPERTS_PACKED, CP "2" EP "2" MICRO "2"},
     {2, SHARED, PP "2" VP "2"},
     {2, EXPERTS_12, EP "2 --no-moe-grouped-gemm"},
+    {2, EXPERTS, PLAIN},
+    {2, SHARED, TP "2" SP ETP "1" EP "2" PLAIN},
+    {2, DROPPED, EP "2" GATHER PLAIN},
+    {2, GATED, TP "2" SP},
+    {2, GATED, TP "2" SP ETP "1" EP "2"},
+    {2, GATED, EP "2" PLAIN SHARD "optim" PREFETCH},
+    {2, GATED, PP "2" ZB},
     {4, EXPERTS, EP "4"},
     {4, SHARED, EP "4" GATHER SHARD "optim_grads" OVERLAP},
     {4, SHARED, EP "2" SHARD "optim_grads_params" PREFETCH},
@@ -965,6 +998,13 @@ static const layout with_experts[] = {
     {4, DROPPED, CP "2" BY "all_gather" EP "4"},
     {4, PADDED, CP "2" TP "2" SP ETP "1" EP "4"},
     {4, PADDED, EP "2 --no-moe-grouped-gemm" SHARD "optim_grads_params"},
+    {4, EXPERTS, EP "2" ETP "2" PLAIN},
+    {4, SHARED, TP "2" SP CP "2" ETP "1" EP "2" GATHER PLAIN},
+    {4, PADDED, PP "2" ZB EP "2 --no-moe-grouped-gemm" PLAIN},
+    {4, GATED, TP "2" SP EP "2" SHARD "optim_grads"},
+    {4, GATED, TP "2" SP CP "2" ETP "1" EP "4" GATHER},
+    {4, GATED, TP "2" SP PP "2" VP "2" ETP "1" EP "2"},
+    {4, GATED, EP "2" ETP "2" SHARD "optim_grads_params" PREFETCH},
     {8, EXPERTS, EP "8"},
     {8, SHARED, EP "8" GATHER},
     {8, SHARED, TP "2" SP PP "2" EP "4" ETP "1" SHARD "optim" PREFETCH},
@@ -973,11 +1013,13 @@ static const layout with_experts[] = {
     {8, DROPPED, TP "2" SP CP "2" PP "2" ETP "1" EP "4" GATHER},
     {8, PADDED, CP "2" EP "8" SHARD "optim" OVERLAP},
     {8, EXPERTS, PP "2" ZB CP "2" EP "4"},
+    {8, GATED, TP "2" SP PP "2" EP "4" ETP "1" SHARD "optim" PREFETCH},
 };
 
 static const layout in_bf16[] = {
     {2, EXPERTS, EP "2"},
     {4, SHARED, TP "2" SP EP "4" ETP "1"},
+    {4, GATED, TP "2" SP EP "2"},
     {4, MTP_LATENT, TP "2" SP PP "2" EP "2" ETP "1"},
     {2, LLAMA, TP "2" SP},
     {4, LLAMA, TP "4" STEPWISE},
@@ -995,6 +1037,8 @@ static const family_layout families_on_layouts[] = {
     {2, "qwen3_moe", 2, TP "2" SP},
     {4, "mixtral", 1, TP "2" SP EP "2" SHARD "optim" PREFETCH},
     {4, "qwen3_moe", 1, PP "2" EP "2" GATHER},
+    {2, "qwen2_moe", 2, TP "2" SP},
+    {4, "qwen2_moe", 1, TP "2" SP PP "2" ETP "1" EP "2" SHARD "optim" PREFETCH},
     {8, "qwen3_moe", 1, TP "2" SP PP "2" ETP "1" EP "4" SHARD "optim_grads_params"},
     {2, "gpt2", 1, TP "2" SP},
     {2, "llama3_rope_tied", 1, PP "2" VP "2"},
@@ -1014,7 +1058,8 @@ static const family_layout families_on_layouts[] = {
     {8, "qwen2", 2, TP "2" SP PP "2" SHARD "optim" OVERLAP},
 };
 
-/* One row a pair: a model, the layout that saves and the one that loads. Every kind of layout is on both sides. */
+/* One row a pair: a model, the layout that saves and the one that loads. Every kind of layout is on both sides. On GPUs
+ * all halves train there but those that say ON_CPU. */
 static const pair pairs[] = {
     {LLAMA, {1, "", false}, {8, TP "2" SP PP "2" CP "2", false}},
     {LLAMA, {8, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params" PREFETCH, false}, {1, "", false}},
@@ -1047,12 +1092,54 @@ static const pair pairs[] = {
     {LLAMA, {4, TP "2" SP PP "2 --lr 2e-3", false}, {4, SHARD "optim_grads_params" PREFETCH, true}},
     {LLAMA, {4, CP "2" SHARD "optim" PREFETCH, true}, {2, TP "2 --lr 2e-3", false}},
     {GPT2, {2, TP "2" SP, true}, {4, PP "2" SHARD "optim_grads" OVERLAP, true}},
+    // the backend changes: with one GPU
+    {LLAMA, {1, "", false}, {4, TP "2" SP PP "2" ON_CPU, false}},
+    {LLAMA, {4, CP "4" BY "a2a" ON_CPU, false}, {1, "", false}},
+    {GPT2, {1, "", false}, {4, SHARD "optim_grads_params" PREFETCH ON_CPU, false}},
+    {GPT2, {2, PP "2" VP "2" ON_CPU, false}, {1, "", false}},
+    {QWEN, {1, MICRO "2", false}, {2, TP "2" SP ON_CPU, false}},
+    {QWEN, {4, PP "2" SHARD "optim" OVERLAP ON_CPU, false}, {1, "", false}},
+    {PACKED, {1, "", false}, {2, CP "2" MICRO "2" ON_CPU, false}},
+    {LATENT, {1, "", false}, {2, TP "2" SP ON_CPU, false}},
+    {EXPERTS, {1, "", false}, {4, EP "2" ETP "2" ON_CPU, false}},
+    {EXPERTS, {4, CP "2" BY "all_gather" EP "4" ON_CPU, false}, {1, "", false}},
+    {SHARED, {1, "", false}, {4, TP "2" SP EP "2" ON_CPU, false}},
+    {SHARED, {4, PP "2" ZB EP "2" SHARD "optim" OVERLAP ON_CPU, false}, {1, "", false}},
+    {MTP_LATENT, {1, "", false}, {4, TP "2" SP PP "2" EP "2" ETP "1" ON_CPU, false}},
+    {MTP_LATENT, {2, EP "2" SHARD "optim_grads" ON_CPU, false}, {1, "", false}},
+    {LLAMA, {1, "", true}, {4, TP "2" SP PP "2" ON_CPU, true}},
+    {QWEN, {4, CP "2" SHARD "optim" PREFETCH ON_CPU, true}, {1, "", true}},
+    {EXPERTS, {1, "", true}, {2, EP "2" ON_CPU, true}},
+    {LLAMA, {1, "", true}, {2, TP "2 --lr 2e-3" ON_CPU, false}},
+    {LLAMA, {2, SHARD "optim_grads --lr 2e-3" ON_CPU, false}, {1, "", true}},
+    // and with several
+    {LLAMA, {2, TP "2" SP, false}, {2, PP "2" ON_CPU, false}},
+    {LLAMA, {4, SHARD "optim_grads_params" PREFETCH ON_CPU, false}, {4, TP "2" SP PP "2" ZB, false}},
+    {GPT2, {4, CP "2" SHARD "optim" PREFETCH, false}, {1, ON_CPU, false}},
+    {QWEN, {4, TP "4" ON_CPU, false}, {4, SHARD "optim_grads" OVERLAP, false}},
+    {EXPERTS, {4, EP "4", false}, {2, EP "2" ON_CPU, false}},
+    {EXPERTS, {2, EP "2" GATHER ON_CPU, false}, {4, TP "2" SP ETP "1" EP "4", false}},
+    {SHARED, {4, PP "2" VP "2" EP "2" SHARD "optim_grads_params" PREFETCH, false}, {2, TP "2" SP ON_CPU, false}},
+    {MTP_LATENT, {2, PP "2" ON_CPU, false}, {4, TP "2" SP EP "2" ETP "1" SHARD "optim", false}},
+    {SHARED, {4, TP "2" SP EP "4" ETP "1", true}, {2, EP "2" ON_CPU, true}},
+    // experts, on other ranks
+    {EXPERTS, {4, EP "2" ETP "2", false}, {4, PP "2" EP "2", false}},
+    {EXPERTS, {4, CP "4" EP "4", false}, {2, EP "2 --no-moe-grouped-gemm", false}},
+    {SHARED, {4, TP "2" SP ETP "1" EP "4" SHARD "optim" PREFETCH, false}, {2, EP "2" GATHER, false}},
+    {SHARED, {1, "", false}, {4, EP "2" SHARD "optim_grads_params" PREFETCH, false}},
+    {DROPPED, {4, TP "2" SP EP "2" SHARD "optim_grads", false}, {4, CP "2" BY "all_gather" EP "4", false}},
+    {MTP_LATENT, {4, TP "2" SP PP "2" EP "2" ETP "1", false}, {4, PP "4", false}},
     // nothing changes
-    {LLAMA, {4, TP "2" SP PP "2" ZB, false}, {4, TP "2" SP PP "2" ZB, false}},
-    {GPT2, {4, TP "2" SP SHARD "optim" PREFETCH, true}, {4, TP "2" SP SHARD "optim" PREFETCH, true}},
+    {LLAMA, {4, TP "2" SP PP "2" ZB SAME, false}, {4, TP "2" SP PP "2" ZB SAME, false}},
+    {GPT2, {4, TP "2" SP SHARD "optim" PREFETCH SAME, true}, {4, TP "2" SP SHARD "optim" PREFETCH SAME, true}},
     {QWEN,
-     {8, PP "2" VP "2" CP "2" SHARD "optim_grads_params" PREFETCH, false},
-     {8, PP "2" VP "2" CP "2" SHARD "optim_grads_params" PREFETCH, false}},
+     {8, PP "2" VP "2" CP "2" SHARD "optim_grads_params" PREFETCH SAME, false},
+     {8, PP "2" VP "2" CP "2" SHARD "optim_grads_params" PREFETCH SAME, false}},
+    {SHARED, {4, EP "2" SHARD "optim" PREFETCH SAME, true}, {4, EP "2" SHARD "optim" PREFETCH SAME, true}},
+    {LLAMA, {1, SAME, false}, {1, SAME, false}},
+    {GPT2, {1, SAME, true}, {1, SAME, true}},
+    {SHARED, {1, SAME, false}, {1, SAME, false}},
+    {MTP_LATENT, {1, SAME, true}, {1, SAME, true}},
 };
 
 /* ---- the tests ----------------------------------------------------------------------------------------------------

@@ -371,6 +371,113 @@ static void going_back_before_the_first_checkpoint_is_an_error(void **state) {
     remove_folder(folder);
 }
 
+/* Nobody polls the saver, so that at the time of the bad step nothing of the last save has taken its place. */
+static void going_back_waits_for_a_save_that_is_under_way(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_LAYOUTS; k++)
+        for (int first = 0; first < 2; first++) { // it is the first, or removes the one before it
+            trainee t;
+            mt_error error;
+            mt_saver *saver;
+            mt_metrics metrics = {0};
+            char folder[64], words[160], text[4096];
+            int64_t bytes, plain_bytes;
+            make_folder(folder);
+            snprintf(words, sizeof words, "--bad-step-policy rewind --keep-checkpoints 1 --save %s", folder);
+            trainee_open(&t, layouts[k], words);
+            mt_saver_open(&saver, t.model, folder, NULL, NULL, true);
+            for (int i = 0; i < 4; i++) {
+                if (step(&t, NULL, &error) != 0 || mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
+                if (i != 3 && (first || i != 1)) continue;
+                if (mt_saver_save(saver, &t.state, &error) != 0) fail_msg("%s", error.text);
+            }
+            listen();
+            char *got = train(&t, 6, k % 2, NAN, false, &metrics, &bytes);
+            heard(text);
+            assert_heard(text, "went back to iteration 4");
+            assert_int_equal(mt_saver_in_place(saver), 4);
+            mt_saver_close(saver);
+            trainee_close(&t);
+            assert_same(layouts[k], got, bytes, train_without(layouts[k], 0, &plain_bytes), bytes, true);
+            remove_folder(folder);
+        }
+}
+
+/* A host that hears late of what another has written: ranks are given folders that name different checkpoints. */
+static void every_rank_loads_the_checkpoint_that_rank_0_finds(void **state) {
+    (void)state;
+    for (int k = 0; k < NUM_LAYOUTS; k++) {
+        trainee t;
+        mt_error error;
+        char folder[64], late[80], command[320];
+        make_folder(folder);
+        trainee_open(&t, layouts[k], "");
+        for (int i = 1; i <= 2; i++) {
+            if (step(&t, NULL, &error) != 0 || mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
+            if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+        }
+        snprintf(late, sizeof late, "%s/late", folder);
+        snprintf(command, sizeof command, "cd %s && mkdir late && ln -s ../iter_0000001 ../iter_0000002 late && %s",
+                 folder, "echo 1 >late/latest_checkpointed_iteration.txt");
+        if (grid.world.rank == 0) assert_int_equal(system(command), 0);
+        mt_barrier(&grid.world);
+        const char *own = grid.world.rank % 2 ? late : folder;
+        if (mt_checkpoint_load(t.model, &t.state, own, &error) != 0) fail_msg("%s", error.text);
+        assert_int_equal(t.state.iteration, 2);
+        trainee_close(&t);
+        remove_folder(folder);
+    }
+}
+
+static mt_event *any_event(void) {
+    static char event;
+    return (mt_event *)(void *)&event;
+}
+
+static void nothing_is_recorded(mt_event *event, mt_stream *stream) {
+    (void)event, (void)stream;
+}
+
+static void no_event(mt_event *event) {
+    (void)event;
+}
+
+/* With events, as a device has them, steps are enqueued ahead, and a bad one may be found only when something else
+ * waits for it, such as a save of what came after it. */
+static void a_bad_step_that_is_found_late_is_told_before_anything_is_saved(void **state) {
+    (void)state;
+    trainee t;
+    mt_error error;
+    mt_ops waiting = ops;
+    mt_metrics metrics = {0};
+    char folder[64], words[160], text[4096];
+    int64_t bytes, plain_bytes;
+    ops.event_create = any_event, ops.event_destroy = ops.event_wait = no_event;
+    ops.event_record = nothing_is_recorded;
+    make_folder(folder);
+    snprintf(words, sizeof words, "--bad-step-policy rewind --save %s", folder);
+    trainee_open(&t, layouts[3], words);
+    for (int i = 0; i < 3; i++) assert_int_equal(step(&t, NULL, &error), 0);
+    assert_int_equal(mt_train_finish(t.model, &error), 0);
+    assert_false(mt_train_goes_back(t.model));
+    if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
+    listen();
+    arm(true, NAN, 3, 1);
+    assert_int_equal(step(&t, NULL, &error), 0); // nobody has looked at its result
+    assert_int_equal(step(&t, NULL, &error), 0);
+    assert_int_equal(mt_train_finish(t.model, &error), 0);
+    bool goes_back = mt_train_goes_back(t.model);
+    assert_int_equal(step(&t, NULL, &error), MT_REWOUND);
+    heard(text);
+    assert_true(goes_back && !mt_train_goes_back(t.model));
+    assert_heard(text, "went back to iteration 3");
+    char *got = train(&t, 0, true, 0, false, &metrics, &bytes);
+    trainee_close(&t);
+    ops = waiting;
+    assert_same(layouts[3], got, bytes, train_without(layouts[3], 0, &plain_bytes), bytes, true);
+    remove_folder(folder);
+}
+
 static void a_transient_fault_is_repaired_and_its_rank_named(void **state) {
     (void)state;
     static const char *const shared[] = {
@@ -439,6 +546,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_loss_that_spikes_is_skipped_alike_on_every_layout),
         cmocka_unit_test(a_run_that_goes_back_ends_as_if_nothing_had_happened),
         cmocka_unit_test(going_back_before_the_first_checkpoint_is_an_error),
+        cmocka_unit_test(going_back_waits_for_a_save_that_is_under_way),
+        cmocka_unit_test(every_rank_loads_the_checkpoint_that_rank_0_finds),
+        cmocka_unit_test(a_bad_step_that_is_found_late_is_told_before_anything_is_saved),
         cmocka_unit_test(a_transient_fault_is_repaired_and_its_rank_named),
         cmocka_unit_test(a_fault_that_repeats_is_named_so_and_left_to_the_policy),
     };

@@ -317,6 +317,29 @@ static void gelu_backward(run *r, const int64_t *n) {
     r->ops->gelu_backward(dx + n[1] * size, dx + n[1] * size, x + n[1] * size, n[0], n[2], r->dtype, r->stream);
 }
 
+/* By the operations that they stand for where there is no fused one. */
+static void linear_gelu_forward(run *r, const int64_t *n) { // T, N, K, bias
+    void *y = output(r, n[0] * n[1]), *pre = output(r, n[0] * n[1]);
+    void *x = input(r, n[0] * n[2]), *w = input(r, n[1] * n[2]), *bias = n[3] ? input(r, n[1]) : NULL;
+    if (r->ops->linear_gelu_forward) {
+        r->ops->linear_gelu_forward(y, pre, x, w, bias, n[0], n[1], n[2], r->dtype, r->stream);
+        return;
+    }
+    r->ops->linear_forward(pre, x, w, bias, n[0], n[1], n[2], r->dtype, r->stream);
+    r->ops->gelu_forward(y, pre, n[0] * n[1], true, r->dtype, r->stream);
+}
+
+static void linear_backward_gelu(run *r, const int64_t *n) {
+    void *dpre = output(r, n[0] * n[2]), *dy = input(r, n[0] * n[1]), *w = input(r, n[1] * n[2]);
+    void *pre = input(r, n[0] * n[2]);
+    if (r->ops->linear_backward_gelu) {
+        r->ops->linear_backward_gelu(dpre, dy, w, pre, n[0], n[1], n[2], r->dtype, r->stream);
+        return;
+    }
+    r->ops->linear_backward_input(dpre, dy, w, n[0], n[1], n[2], r->dtype, r->stream);
+    r->ops->gelu_backward(dpre, dpre, pre, n[0] * n[2], true, r->dtype, r->stream);
+}
+
 static void swiglu_forward(run *r, const int64_t *n) { // T, F
     void *y = output(r, n[0] * n[1]), *gate_up = input(r, n[0] * 2 * n[1]);
     r->ops->swiglu_forward(y, gate_up, n[0], n[1], r->dtype, r->stream);
@@ -543,6 +566,17 @@ static void expert_swiglu_backward(run *r, const int64_t *n) {
     void *gate_up = changed(r, n[0] * 2 * n[1]), *dy = input(r, n[0] * n[1]);
     float *dweights = float_output(r, n[0]), *weights = float_input(r, n[0], NORMAL);
     r->ops->expert_swiglu_backward(gate_up, dweights, dy, gate_up, weights, n[0], n[1], r->dtype, r->stream);
+}
+
+static void scale_rows_forward(run *r, const int64_t *n) { // M, C
+    void *y = output(r, n[0] * n[1]), *x = input(r, n[0] * n[1]);
+    r->ops->scale_rows_forward(y, x, float_input(r, n[0], NORMAL), n[0], n[1], r->dtype, r->stream);
+}
+
+static void scale_rows_backward(run *r, const int64_t *n) {
+    void *dx = changed(r, n[0] * n[1]), *x = input(r, n[0] * n[1]);
+    float *dweights = float_output(r, n[0]), *weights = float_input(r, n[0], NORMAL);
+    r->ops->scale_rows_backward(dx, dweights, dx, x, weights, n[0], n[1], r->dtype, r->stream);
 }
 
 static void expert_bias_step(run *r, const int64_t *n) { // -, E
@@ -791,19 +825,18 @@ typedef struct operation {
 
 /* Sizes, which each test names above. */
 /* T, N, K, bias, whether the weight's gradient is written rather than added to */
-static const int64_t linear_shapes[][MAX_SIZES] = {{1, 8, 8, 1, 0},
-                                                   {1, 24, 40, 0, 0},
-                                                   {7, 33, 17, 1, 1},
-                                                   {64, 64, 64, 0, 0},
-                                                   {130, 257, 96, 1, 1},
-                                                   {5, 1000, 64, 0, 0},
-                                                   {200, 320, 136, 1, 0},
-                                                   {333, 128, 512, 0, 1},
-                                                   {1, 2304, 768, 1, 0},
-                                                   {2, 768, 3072, 1, 1},
-                                                   {4, 17001, 96, 0, 0},
-                                                   {8, 520, 1032, 1, 1},
-                                                   {0}};
+static const int64_t linear_shapes[][MAX_SIZES] = {{1, 8, 8, 1, 0},       {1, 24, 40, 0, 0},
+                                                   {7, 33, 17, 1, 1},     {100, 1, 64, 0, 0},
+                                                   {64, 64, 64, 0, 0},    {130, 257, 96, 1, 1},
+                                                   {5, 1000, 64, 0, 0},   {200, 320, 136, 1, 0},
+                                                   {333, 128, 512, 0, 1}, {1, 2304, 768, 1, 0},
+                                                   {2, 768, 3072, 1, 1},  {4, 17001, 96, 0, 0},
+                                                   {8, 520, 1032, 1, 1},  {0}};
+/* Few rows and many, which are measured; N and K of whole vectors and not. */
+static const int64_t linear_gelu_shapes[][MAX_SIZES] = {
+    {1, 8, 8, 1},       {1, 3072, 768, 1},   {2, 768, 3072, 0},    {7, 33, 17, 1},      {8, 520, 1032, 1},
+    {9, 64, 96, 1},     {100, 512, 128, 0},  {130, 257, 96, 1},    {129, 96, 257, 0},   {333, 128, 512, 1},
+    {300, 999, 136, 1}, {301, 136, 1001, 0}, {1024, 3072, 768, 1}, {777, 640, 2560, 0}, {0}};
 static const int64_t embedding_shapes[][MAX_SIZES] = {
     {1, 8, 0, 10, 10, 0},           {1, 24, 0, 10, 10, 1},       {100, 7, 0, 3, 3, 0},
     {333, 64, 20, 30, 70, 1},       {1000, 96, 0, 1, 1, 0},      {257, 1600, 0, 17, 17, 1},
@@ -948,6 +981,8 @@ static operation operations[] = {
     {"accumulate_rows", accumulate_rows, ONCE, merge_shapes, {0}},
     {"gelu_forward", gelu_forward, ONCE, element_shapes, {0}},
     {"gelu_backward", gelu_backward, ONCE, element_shapes, {0}},
+    {"linear_gelu_forward", linear_gelu_forward, ONCE, linear_gelu_shapes, {0}},
+    {"linear_backward_gelu", linear_backward_gelu, ONCE, linear_gelu_shapes, {0}},
     {"swiglu_forward", swiglu_forward, ONCE, swiglu_shapes, {0}},
     {"swiglu_backward", swiglu_backward, ONCE, swiglu_shapes, {0}},
     {"dropout_add_forward", dropout_add_forward, ONCE, dropout_shapes, {0}},
@@ -969,6 +1004,8 @@ static operation operations[] = {
     {"combine_rows", combine_rows, ONCE, combine_shapes, {0}},
     {"expert_swiglu_forward", expert_swiglu_forward, ONCE, expert_swiglu_shapes, {0}},
     {"expert_swiglu_backward", expert_swiglu_backward, ONCE, expert_swiglu_shapes, {0}},
+    {"scale_rows_forward", scale_rows_forward, ONCE, expert_swiglu_shapes, {0}},
+    {"scale_rows_backward", scale_rows_backward, ONCE, expert_swiglu_shapes, {0}},
     {"expert_bias_step", expert_bias_step, 1e-5, router_shapes, {0}},
     {"cross_entropy_forward", cross_entropy_forward, ONCE, logit_shapes, {0}},
     {"cross_entropy_combine", cross_entropy_combine, ONCE, logit_shapes, {0}},

@@ -3,60 +3,12 @@
  *
  * Tolerances, of norms: fp32 sums are right to 1e-5; a result rounded to bf16 once is off by 2^-9 of an element at most
  * and about 1.7e-3 in norm, so 4e-3 is allowed. A key too few or too many is far more. */
-#include "../megatron.h"
+#include "cuda_harness.h"
 
-#include <jansson.h>
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
-#ifndef MT_HAVE_CUDA
-
-static void few_queries_match_float64(void **state) {
-    (void)state;
-    print_message("skipped: built without CUDA\n");
-    skip();
-}
-
-int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(few_queries_match_float64)};
-    return cmocka_run_group_tests(tests, NULL, NULL);
-}
-
-#else
+#ifdef MT_HAVE_CUDA
 #include "../cuda/attention.h"
 
-static const mt_ops *gpu; // NULL where no GPU answers
-static mt_stream *stream;
-static void *workspace;
-
-static int open_gpu(void **state) {
-    (void)state;
-    mt_error error;
-    gpu = mt_cuda_open(0, &error);
-    if (!gpu) {
-        print_message("skipped: %s\n", error.text);
-        return 0;
-    }
-    int64_t bytes = gpu->workspace_bytes(64, 4096, 32, 128);
-    workspace = gpu->memory_alloc(bytes);
-    stream = gpu->stream_create(workspace, bytes, true);
-    return 0;
-}
-
-static int close_gpu(void **state) {
-    (void)state;
-    if (!gpu) return 0;
-    gpu->stream_destroy(stream);
-    gpu->memory_free(workspace);
-    return 0;
-}
-
-/* ==== numbers ==================================================================================================== */
+#include <jansson.h>
 
 static const double POISON = -776; // in outputs, before anything is written; a bf16 holds it
 
@@ -91,15 +43,12 @@ static buffer new_buffer(mt_dtype dtype, int64_t count, uint64_t seed) {
         mt_philox(words, seed, (uint64_t)i, 0);
         set_element(&b, i, seed ? words[0] * 0x1p-31 - 1 : POISON);
     }
-    b.device = gpu->memory_alloc(buffer_bytes(&b));
-    gpu->memory_copy(b.device, b.host, buffer_bytes(&b), stream);
-    gpu->stream_wait(stream);
+    b.device = to_gpu(b.host, buffer_bytes(&b));
     return b;
 }
 
 static void fetch(buffer *b) {
-    gpu->memory_copy(b->host, b->device, buffer_bytes(b), stream);
-    gpu->stream_wait(stream);
+    from_gpu(b->host, b->device, buffer_bytes(b));
 }
 
 static void free_buffer(buffer *b) {
@@ -112,17 +61,22 @@ static void free_buffer(buffer *b) {
 enum { MAX_SPANS = 40 };
 
 typedef struct problem {
-    int64_t H, G, D, window, Tq, Tk, count;
+    int64_t H, G, D, Dv, window, Tq, Tk, count; // Dv 0: as many value channels as channels
     mt_span spans[MAX_SPANS];
 } problem;
+
+static int64_t values_of(const problem *p) {
+    return p->Dv ? p->Dv : p->D;
+}
 
 typedef struct operands {
     buffer q, k, v, out, lse;
 } operands;
 
 static operands new_operands(const problem *p, mt_dtype dtype) {
+    int64_t Dv = values_of(p);
     return (operands){new_buffer(dtype, p->Tq * (p->H * p->D + 8), 1), new_buffer(dtype, p->Tk * (p->G * p->D + 16), 2),
-                      new_buffer(dtype, p->Tk * p->G * p->D, 3), new_buffer(dtype, p->Tq * (p->H * p->D + 8), 0),
+                      new_buffer(dtype, p->Tk * p->G * Dv, 3), new_buffer(dtype, p->Tq * (p->H * Dv + 8), 0),
                       new_buffer(MT_F32, p->Tq * p->H, 0)};
 }
 
@@ -134,11 +88,11 @@ static mt_attention shape_of(const problem *p) {
     return (mt_attention){.num_heads = p->H,
                           .num_groups = p->G,
                           .head_size = p->D,
-                          .value_size = p->D,
+                          .value_size = values_of(p),
                           .q_stride = p->H * p->D + 8,
                           .k_stride = p->G * p->D + 16,
-                          .v_stride = p->G * p->D,
-                          .out_stride = p->H * p->D + 8,
+                          .v_stride = p->G * values_of(p),
+                          .out_stride = p->H * values_of(p) + 8,
                           .window = p->window,
                           .scale = 2.5f / sqrtf((float)p->D)};
 }
@@ -152,11 +106,9 @@ static const mt_attention_rung *rung_named(const char *name) {
 
 /* Runs a rung. `bound`: the host's list says that every span has so many keys (0: what is true). */
 static void run_rung(const char *name, const problem *p, operands *o, int64_t bound) {
-    mt_span told[MAX_SPANS], *device = gpu->memory_alloc(sizeof told);
+    mt_span told[MAX_SPANS], *device = to_gpu(p->spans, sizeof told);
     mt_attention shape = shape_of(p);
     memcpy(told, p->spans, sizeof told);
-    gpu->memory_copy(device, p->spans, sizeof told, stream);
-    gpu->stream_wait(stream);
     for (int64_t i = 0; bound > 0 && i < p->count; i++) told[i].k_len = bound;
     mt_spans spans = {.host = told, .device = device, .count = p->count};
     mt_attention_call call = {.out = o->out.device,
@@ -167,16 +119,16 @@ static void run_rung(const char *name, const problem *p, operands *o, int64_t bo
                               .spans = &spans,
                               .shape = &shape,
                               .dtype = o->q.dtype,
-                              .stream = stream};
+                              .stream = deterministic_stream};
     if (!rung_named(name)->forward(&call)) fail_msg("%s does not serve D %d", name, (int)p->D);
     fetch(&o->out), fetch(&o->lse);
     gpu->memory_free(device);
 }
 
-/* One query and head in float64, out [D]; returns the log-sum-exp. */
+/* One query and head in float64, out [Dv]; returns the log-sum-exp. */
 static double answer_of(const problem *p, const operands *o, const mt_span *s, int64_t i, int64_t head, double *out) {
     mt_attention shape = shape_of(p);
-    int64_t group = head / (p->H / p->G), last = i + s->k_len - s->q_len;
+    int64_t group = head / (p->H / p->G), last = i + s->k_len - s->q_len, Dv = values_of(p);
     double max = -INFINITY, sum = 0, *scores = mt_malloc((s->k_len + 1) * 8);
     for (int64_t j = 0; j < s->k_len; j++) {
         bool seen = (!s->causal || j <= last) && (p->window == 0 || j > last - p->window);
@@ -187,21 +139,21 @@ static double answer_of(const problem *p, const operands *o, const mt_span *s, i
         scores[j] = seen ? dot * (double)shape.scale : -INFINITY;
         max = fmax(max, scores[j]);
     }
-    for (int64_t c = 0; c < p->D; c++) out[c] = 0;
+    for (int64_t c = 0; c < Dv; c++) out[c] = 0;
     for (int64_t j = 0; j < s->k_len && isfinite(max); j++) {
         double weight = exp(scores[j] - max);
         sum += weight;
-        for (int64_t c = 0; c < p->D; c++)
-            out[c] += weight * element(&o->v, (s->k_start + j) * shape.v_stride + group * p->D + c);
+        for (int64_t c = 0; c < Dv; c++)
+            out[c] += weight * element(&o->v, (s->k_start + j) * shape.v_stride + group * Dv + c);
     }
-    for (int64_t c = 0; c < p->D && sum > 0; c++) out[c] /= sum;
+    for (int64_t c = 0; c < Dv && sum > 0; c++) out[c] /= sum;
     free(scores);
     return max + log(sum);
 }
 
 /* What lies beside the heads and in rows of no span is still POISON; every span's rows are near float64. */
 static void assert_attention(const char *what, const problem *p, const operands *o, double tolerance) {
-    int64_t stride = p->H * p->D + 8, untouched = 0, expected = p->Tq * stride;
+    int64_t Dv = values_of(p), stride = p->H * Dv + 8, untouched = 0, expected = p->Tq * stride;
     double error = 0, size = 0, want[256];
     for (int64_t n = 0; n < p->count; n++)
         for (int64_t i = 0; i < p->spans[n].q_len; i++)
@@ -211,11 +163,11 @@ static void assert_attention(const char *what, const problem *p, const operands 
                 if (!(got == lse || fabs(got - lse) <= 1e-5 * (1 + fabs(lse))))
                     fail_msg("%s D %d: lse of query %d head %d is %.8g, should be %.8g", what, (int)p->D, (int)query,
                              (int)head, got, lse);
-                for (int64_t c = 0; c < p->D; c++) {
-                    double difference = element(&o->out, query * stride + head * p->D + c) - want[c];
+                for (int64_t c = 0; c < Dv; c++) {
+                    double difference = element(&o->out, query * stride + head * Dv + c) - want[c];
                     error += difference * difference, size += want[c] * want[c];
                 }
-                expected -= p->D;
+                expected -= Dv;
             }
     for (int64_t i = 0; i < o->out.count; i++) untouched += element(&o->out, i) == POISON;
     if (!(sqrt(error) <= tolerance * sqrt(size)))
@@ -266,6 +218,18 @@ static void every_head_size_matches_float64(void **state) {
         problem p = one_span(4, 2, D, 1 + D / 8 % 3, 150, true, 0);
         check_attention(&p);
     }
+}
+
+static void values_narrower_or_wider_than_keys_match_float64(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    const int64_t sizes[][2] = {{192, 128}, {48, 32}, {24, 16}, {8, 256}, {256, 8}, {64, 136}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (int64_t heads = 2; heads <= 8; heads *= 4) {
+            problem p = one_span(heads, 2, sizes[i][0], 1 + (int64_t)i % 3, 150, true, 0);
+            p.Dv = sizes[i][1];
+            check_attention(&p);
+        }
 }
 
 static void windows_match_float64(void **state) {
@@ -322,7 +286,7 @@ static void what_decoding_does_not_ask_for_is_left_to_other_rungs(void **state) 
     problem p = one_span(2, 1, 64, 9, 100, true, 0); // too many queries
     mt_spans spans = {.host = p.spans, .device = NULL, .count = 1};
     mt_attention shape = shape_of(&p);
-    mt_attention_call call = {.spans = &spans, .shape = &shape, .dtype = MT_BF16, .stream = stream};
+    mt_attention_call call = {.spans = &spans, .shape = &shape, .dtype = MT_BF16, .stream = deterministic_stream};
     assert_false(rung_named("split")->forward(&call));
     p.spans[0].q_len = 1;
     shape.dropout.p = 0.1;
@@ -335,7 +299,8 @@ static void what_decoding_does_not_ask_for_is_left_to_other_rungs(void **state) 
 /* y of T rows; what follows it stays POISON. */
 static buffer linear(const buffer *x, const buffer *w, const buffer *bias, int64_t T, int64_t N, int64_t K) {
     buffer y = new_buffer(x->dtype, T * N + 64, 0);
-    gpu->linear_forward(y.device, x->device, w->device, bias ? bias->device : NULL, T, N, K, x->dtype, stream);
+    gpu->linear_forward(y.device, x->device, w->device, bias ? bias->device : NULL, T, N, K, x->dtype,
+                        deterministic_stream);
     fetch(&y);
     for (int64_t i = T * N; i < y.count; i++) assert_true(element(&y, i) == POISON);
     return y;
@@ -387,6 +352,7 @@ static const char *const families[] = {"gpt2",
                                        "qwen3",
                                        "mixtral",
                                        "qwen3_moe",
+                                       "qwen2_moe",
                                        "deepseek_v3",
                                        "deepseek_v3_dense",
                                        "deepseek_v3_no_q_latent"};
@@ -593,6 +559,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(few_queries_match_float64),
         cmocka_unit_test(every_head_size_matches_float64),
+        cmocka_unit_test(values_narrower_or_wider_than_keys_match_float64),
         cmocka_unit_test(windows_match_float64),
         cmocka_unit_test(batches_of_sequences_match_float64),
         cmocka_unit_test(a_sequence_has_the_same_bits_beside_others),

@@ -4,79 +4,17 @@
  *
  * Tolerances, of norms: what is rounded to bf16 once is off by about 1.6e-3, 4e-3 allowed; sums in fp32 by about the
  * square root of their length times 6e-8, 1e-5 allowed. A row too many, one too few or a NaN is far more. */
-#include "../megatron.h"
+#include "cuda_harness.h"
 
-#include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
-#ifndef MT_HAVE_CUDA
-
-static void every_rung_matches_float64(void **state) {
-    (void)state;
-    print_message("skipped: built without CUDA\n");
-    skip();
-}
-
-int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(every_rung_matches_float64)};
-    return cmocka_run_group_tests(tests, NULL, NULL);
-}
-
-#else
+#ifdef MT_HAVE_CUDA
 #include "../cuda/grouped.h"
 
 #include <cuda_runtime_api.h>
 
-static const mt_ops *gpu; // NULL where no GPU answers
-static mt_stream *stream;
-static void *workspace;
-
-static int open_gpu(void **state) {
-    (void)state;
-    mt_error error;
-    gpu = mt_cuda_open(0, &error);
-    if (!gpu) {
-        print_message("skipped: %s\n", error.text);
-        return 0;
-    }
-    int64_t bytes = gpu->workspace_bytes(128, 128, 8, 64);
-    workspace = gpu->memory_alloc(bytes);
-    stream = gpu->stream_create(workspace, bytes, false);
-    return 0;
-}
-
-static int close_gpu(void **state) {
-    (void)state;
-    if (!gpu) return 0;
-    gpu->stream_destroy(stream);
-    gpu->memory_free(workspace);
-    return 0;
-}
-
-/* ==== numbers ==================================================================================================== */
-
-static uint64_t random_state = 88172645463325252u;
-
-static uint64_t random_word(void) {
-    random_state ^= random_state << 13;
-    random_state ^= random_state >> 7;
-    random_state ^= random_state << 17;
-    return random_state;
-}
-
-static int64_t random_below(int64_t n) {
-    return (int64_t)(random_word() % (uint64_t)n);
-}
-
 static float *new_random(int64_t n, mt_dtype dtype) {
     float *x = mt_malloc((n + 1) * 4);
     for (int64_t i = 0; i < n; i++) {
-        x[i] = (float)((double)(random_word() >> 11) / (1ull << 52) - 1);
+        x[i] = random_float();
         if (dtype == MT_BF16) x[i] = mt_bf16_to_f32(mt_f32_to_bf16(x[i]));
     }
     return x;
@@ -157,16 +95,15 @@ static double *answer_of(const problem *p, const operands *o, mt_grouped_kind ki
 }
 
 /* n floats in memory of the GPU, as `dtype`, `shift` elements in. */
-static char *to_gpu(const float *from, int64_t n, int64_t shift, mt_dtype dtype) {
+static char *floats_to_gpu(const float *from, int64_t n, int64_t shift, mt_dtype dtype) {
     int64_t size = mt_dtype_size(dtype);
-    char *bytes = mt_malloc((n + shift) * size), *to = gpu->memory_alloc((n + shift) * size + 16);
+    char *bytes = mt_calloc((n + shift) * size + 16);
     for (int64_t i = 0; i < n; i++) {
         uint16_t half = mt_f32_to_bf16(from[i]);
         memcpy(bytes + (i + shift) * size, dtype == MT_F32 ? (const void *)&from[i] : (const void *)&half,
                (size_t)size);
     }
-    gpu->memory_copy(to, bytes, (n + shift) * size, stream);
-    gpu->stream_wait(stream);
+    char *to = to_gpu(bytes, (n + shift) * size + 16);
     free(bytes);
     return to;
 }
@@ -180,10 +117,10 @@ static float *run(const mt_grouped_rung *rung, const problem *p, const operands 
     int64_t n = o->sizes[kind] + GUARD, size = mt_dtype_size(p->dtype), out_size = mt_dtype_size(out_dtype);
     float *out = mt_malloc(n * 4);
     for (int64_t i = 0; i < n; i++) out[i] = POISON;
-    char *a = to_gpu(as[kind], a_sizes[kind], p->shift, p->dtype);
-    char *b = to_gpu(bs[kind], b_sizes[kind], p->shift, p->dtype), *d = to_gpu(out, n, p->shift, out_dtype);
-    int32_t *offsets = gpu->memory_alloc((p->E + 1) * 4);
-    gpu->memory_copy(offsets, p->offsets, (p->E + 1) * 4, stream);
+    char *a = floats_to_gpu(as[kind], a_sizes[kind], p->shift, p->dtype);
+    char *b = floats_to_gpu(bs[kind], b_sizes[kind], p->shift, p->dtype),
+         *d = floats_to_gpu(out, n, p->shift, out_dtype);
+    int32_t *offsets = to_gpu(p->offsets, (p->E + 1) * 4);
     mt_grouped_call call = {kind,
                             d + p->shift * out_size,
                             a + p->shift * size,
@@ -207,8 +144,7 @@ static float *run(const mt_grouped_rung *rung, const problem *p, const operands 
         gpu->grouped_linear_backward_weight(call.out, call.a, call.b, offsets, p->M, p->N, p->K, p->E, p->accumulate,
                                             p->dtype, stream);
     char *bytes = mt_malloc(n * out_size);
-    gpu->memory_copy(bytes, call.out, n * out_size, stream);
-    gpu->stream_wait(stream);
+    from_gpu(bytes, call.out, n * out_size);
     for (int64_t i = 0; i < n; i++) {
         uint16_t half;
         memcpy(out_dtype == MT_F32 ? (void *)&out[i] : (void *)&half, bytes + i * out_size, (size_t)out_size);

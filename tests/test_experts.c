@@ -985,6 +985,81 @@ static void expert_swiglu_matches_float64_and_finite_differences(void **state) {
     }
 }
 
+/* out = y[M, F] of in = x[M, F] and weights[M]. */
+static void scaling_reference(double *y, const double *in, const void *shape) {
+    const activation_shape *s = shape;
+    for (int64_t i = 0; i < s->M * s->F; i++) y[i] = in[s->M * s->F + i / s->F] * in[i];
+}
+
+static void scaled_rows_match_float64_and_finite_differences(void **state) {
+    (void)state;
+    static const activation_shape shapes[3] = {{5, 9}, {1, 1}, {2, 1300}};
+    for (int i = 0; i < 6; i++) {
+        const activation_shape *s = &shapes[i / 2];
+        mt_dtype dtype = both[i % 2];
+        int64_t n = s->M * s->F;
+        double *in = random_values(n + s->M), *dy = random_values(n), *want = mt_malloc(n * 8);
+        void *x = store(in, n, dtype), *dys = store(dy, n, dtype), *y = not_numbers(n, dtype);
+        void *dx = not_numbers(n, dtype);
+        float *weights = store(in + n, s->M, MT_F32), *dweights = not_numbers(s->M, MT_F32);
+        ops->scale_rows_forward(y, x, weights, s->M, s->F, dtype, NULL);
+        ops->scale_rows_backward(dx, dweights, dys, x, weights, s->M, s->F, dtype, NULL);
+        scaling_reference(want, in, s);
+        double *got = load(y, n, dtype), *slopes = load(dx, n, dtype), *dw = load(dweights, s->M, MT_F32);
+        assert_rounded("y", got, want, n, dtype);
+        slopes = realloc(slopes, (size_t)(n + s->M) * 8);
+        memcpy(slopes + n, dw, (size_t)s->M * 8);
+        assert_gradient("dx and dweights", slopes, scaling_reference, s, in, n + s->M, dy, n, dtype);
+        ops->scale_rows_backward(dys, dweights, dys, x, weights, s->M, s->F, dtype, NULL); // in place
+        ops->scale_rows_forward(x, x, weights, s->M, s->F, dtype, NULL);
+        assert_memory_equal(dys, dx, n * mt_dtype_size(dtype));
+        assert_memory_equal(x, y, n * mt_dtype_size(dtype));
+        free(in), free(dy), free(want), free(x), free(dys), free(y), free(dx), free(weights), free(dweights);
+        free(got), free(slopes), free(dw);
+    }
+}
+
+enum { GATED_T = 5, GATED_C = 7, GATED_F = 6, GATED_INPUTS = GATED_T * GATED_C + GATED_C + GATED_T * 2 * GATED_F };
+
+/* out = y[T, F] = sigmoid(x w) silu(gate) up of in = x[T, C], w[C] and gate_up[T, 2F]. */
+static void gated_reference(double *y, const double *in, const void *shape) {
+    enum { T = GATED_T, C = GATED_C, F = GATED_F };
+    const double *w = in + T * C, *gate_up = w + C;
+    (void)shape;
+    for (int64_t t = 0; t < T; t++) {
+        double logit = 0;
+        for (int64_t c = 0; c < C; c++) logit += in[t * C + c] * w[c];
+        for (int64_t f = 0; f < F; f++) {
+            double gate = gate_up[t * 2 * F + f], up = gate_up[t * 2 * F + F + f];
+            y[t * F + f] = 1 / (1 + exp(-logit)) * gate / (1 + exp(-gate)) * up;
+        }
+    }
+}
+
+static void the_gate_of_a_shared_expert_is_a_router_for_one(void **state) {
+    (void)state;
+    enum { T = GATED_T, C = GATED_C, F = GATED_F };
+    const mt_router one = {.num_experts = 1, .topk = 1, .sigmoid = true, .scaling = 1};
+    double *in = random_values(GATED_INPUTS), *dy = random_values(T * F), want[T * F];
+    float *x = store(in, GATED_INPUTS, MT_F32), *w = x + T * C, *gate_up = w + C, *d = store(dy, T * F, MT_F32);
+    float logits[T], gates[T], y[T * F], dgates[T], dlogits[T], gradients[GATED_INPUTS];
+    int32_t experts[T], invalid = 0;
+    ops->router_logits(logits, x, w, T, 1, C, MT_F32, NULL);
+    ops->route_forward(gates, experts, &invalid, logits, NULL, T, &one, NULL);
+    ops->expert_swiglu_forward(y, gate_up, gates, T, F, MT_F32, NULL);
+    gated_reference(want, in, NULL);
+    double *got = load(y, T * F, MT_F32);
+    assert_rounded("y", got, want, T * F, MT_F32);
+    ops->expert_swiglu_backward(gradients + T * C + C, dgates, d, gate_up, gates, T, F, MT_F32, NULL);
+    ops->route_backward(dlogits, dgates, experts, logits, T, &one, NULL);
+    ops->linear_backward_weight(gradients + T * C, NULL, dlogits, x, T, 1, C, false, MT_F32, NULL);
+    ops->linear_backward_input(gradients, dlogits, w, T, 1, C, MT_F32, NULL);
+    double *slopes = load(gradients, GATED_INPUTS, MT_F32);
+    assert_gradient("gate", slopes, gated_reference, NULL, in, GATED_INPUTS, dy, T * F, MT_F32);
+    assert_int_equal(invalid, 0);
+    free(in), free(dy), free(x), free(d), free(got), free(slopes);
+}
+
 static void expert_swiglu_sums_long_rows_to_fp32(void **state) {
     (void)state;
     enum { F = 20000 };
@@ -1001,9 +1076,10 @@ static void expert_swiglu_sums_long_rows_to_fp32(void **state) {
 
 enum { LAYER_T = 23, LAYER_C = 12, LAYER_F = 8, LAYER_E = 6, LAYER_K = 2 };
 
-/* What a layer's operations give for x[T, C] and w1[E, 2F, C], w2[E, C, F], through `spare` rows more than needed. */
+/* What a layer's operations give for x[T, C] and w1[E, 2F, C], w2[E, C, F], through `spare` rows more than needed;
+ * fused with probabilities and sums, or one step after another. */
 static void layer_forward(void *out, const void *x, const void *w1, const void *w2, const float *probs,
-                          const int32_t *experts, int64_t capacity, int64_t spare, mt_dtype dtype) {
+                          const int32_t *experts, int64_t capacity, int64_t spare, bool fused, mt_dtype dtype) {
     enum { C = LAYER_C, F = LAYER_F, E = LAYER_E, K = LAYER_K };
     mt_dispatch d = {.topk = K, .count = E, .local = E, .copies = 1, .capacity = capacity};
     plan p = make_plan(experts, LAYER_T, spare, &d);
@@ -1016,10 +1092,19 @@ static void layer_forward(void *out, const void *x, const void *w1, const void *
     memset(rows + used * C * size, 0xff, (size_t)((M - used) * C * size));
     for (int64_t m = used; m < M; m++) weights[m] = NAN;
     ops->grouped_linear_forward(gate_up, rows, w1, p.offsets, M, 2 * F, C, E, dtype, NULL);
-    ops->expert_swiglu_forward(y, gate_up, weights, M, F, dtype, NULL);
+    if (fused)
+        ops->expert_swiglu_forward(y, gate_up, weights, M, F, dtype, NULL);
+    else
+        ops->swiglu_forward(y, gate_up, M, F, dtype, NULL);
     ops->grouped_linear_forward(back, y, w2, p.offsets, M, C, F, E, dtype, NULL);
-    ops->combine_rows(out, back, p.position, NULL, LAYER_T, K, C, dtype, NULL);
-    free_plan(&p), free(rows), free(gate_up), free(y), free(back), free(weights);
+    float *sums = mt_calloc(LAYER_T * C * 4);
+    if (!fused) ops->scale_rows_forward(back, back, weights, M, C, dtype, NULL);
+    if (!fused) ops->embedding_backward(sums, back, p.token, M, C, 0, LAYER_T, dtype, NULL);
+    if (fused)
+        ops->combine_rows(out, back, p.position, NULL, LAYER_T, K, C, dtype, NULL);
+    else
+        ops->convert(out, dtype, sums, MT_F32, LAYER_T * C, NULL);
+    free_plan(&p), free(rows), free(gate_up), free(y), free(back), free(weights), free(sums);
 }
 
 /* The same for each token through each of its experts. */
@@ -1043,16 +1128,17 @@ static double *layer_reference(const double *x, const double *w1, const double *
 static void layers_give_each_token_its_experts_whatever_the_spare_rows_hold(void **state) {
     (void)state;
     enum { C = LAYER_C, F = LAYER_F, E = LAYER_E, N = LAYER_T * LAYER_K };
-    for (int round = 0; round < 8; round++) {
+    for (int round = 0; round < 16; round++) {
         int64_t capacity = round % 2 ? LAYER_T + 1 : 0;
         mt_dtype dtype = both[round / 2 % 2];
+        bool fused = round < 8;
         double *x = random_values(LAYER_T * C), *w1 = random_values(E * 2 * F * C), *w2 = random_values(E * C * F);
-        int32_t *experts = random_choices(LAYER_T, LAYER_K, E - 1, round % 3 == 0, round >= 4); // one has no token
+        int32_t *experts = random_choices(LAYER_T, LAYER_K, E - 1, round % 3 == 0, round % 8 >= 4); // one has no token
         float probs[N];
         for (int i = 0; i < N; i++) probs[i] = (float)random_below(100) / 100;
         void *xs = store(x, LAYER_T * C, dtype), *w1s = store(w1, E * 2 * F * C, dtype);
         void *w2s = store(w2, E * C * F, dtype), *out = not_numbers(LAYER_T * C, dtype);
-        layer_forward(out, xs, w1s, w2s, probs, experts, capacity, round * 5, dtype);
+        layer_forward(out, xs, w1s, w2s, probs, experts, capacity, round * 5, fused, dtype);
         double *want = layer_reference(x, w1, w2, probs, experts), *got = load(out, LAYER_T * C, dtype);
         assert_near("layer", got, want, LAYER_T * C, dtype == MT_F32 ? 1e-6 : 1.0 / 128); // bf16 rounds four times
         free(x), free(w1), free(w2), free(experts), free(xs), free(w1s), free(w2s), free(out), free(want), free(got);
@@ -1183,6 +1269,8 @@ int main(void) {
         cmocka_unit_test(grouped_linears_match_float64_and_finite_differences),
         cmocka_unit_test(grouped_linears_are_exact_on_integers_past_every_block),
         cmocka_unit_test(expert_swiglu_matches_float64_and_finite_differences),
+        cmocka_unit_test(scaled_rows_match_float64_and_finite_differences),
+        cmocka_unit_test(the_gate_of_a_shared_expert_is_a_router_for_one),
         cmocka_unit_test(expert_swiglu_sums_long_rows_to_fp32),
         cmocka_unit_test(layers_give_each_token_its_experts_whatever_the_spare_rows_hold),
         cmocka_unit_test(runs_repeat_bit_for_bit_on_any_number_of_threads),

@@ -56,8 +56,7 @@ static void open_trainee(trainee *t, const char *family, const layout *l, const 
     char all[512];
     mt_error error = {{0}};
     mt_model_plan plan = {max_tokens, max_tokens, 0, SEQ_LENGTH, true};
-    bool has_experts =
-        strcmp(family, "mixtral") == 0 || strcmp(family, "qwen3_moe") == 0 || strcmp(family, "deepseek_v3") == 0;
+    bool has_experts = strcmp(family, "mixtral") == 0 || strstr(family, "_moe") || strcmp(family, "deepseek_v3") == 0;
     bool cuts_rows = strstr(l->words, "tensor") && !strstr(l->words, "sequence"); // experts need what dense layers may
     const char *rows = has_experts && cuts_rows ? " --sequence-parallel" : "";
     const char *shares = has_experts && !l->is_alone && !strstr(l->words, "pipeline-model-parallel-size 4")

@@ -271,7 +271,10 @@ static void latent_attention_that_cannot_be_is_refused(void **state) {
     expect_error(LATENT_RUN "--kv-lora-rank 0", "--kv-lora-rank must be in [1,1048576], got 0");
     expect_error(LATENT_RUN "--bf16 --attention-dropout 0 --attention-backend cudnn --qk-head-dim 64 "
                             "--qk-pos-emb-head-dim 32 --v-head-dim 64",
-                 "needs values as wide as keys");
+                 "needs values as wide as keys, or keys of 192 and values of 128, and --v-head-dim is 64");
+    expect_error(LATENT_RUN "--bf16 --attention-dropout 0 --attention-backend cudnn --qk-head-dim 128 " // only that is
+                            "--qk-pos-emb-head-dim 64 --v-head-dim 128 --seq-length 200",               // wrong
+                 "--seq-length that is a multiple of 128, not 200");
     expect_error_of(MT_PROGRAM_TRAIN, 8, LATENT_RUN "--tensor-model-parallel-size 8",
                     "--num-attention-heads 4 must be a multiple of --tensor-model-parallel-size 8");
     expect_error("--load tests/golden/hf/deepseek_v3_dense --kv-lora-rank 8 --mock-data --seq-length 8 --train-iters 1 "
@@ -750,6 +753,7 @@ static void published_shapes_have_their_published_numbers_of_parameters(void **s
         {"llama2c-110m", "llama", 109529856},
         {"qwen3-30b-a3b", "qwen3_moe", 30532122624},
         {"mixtral-8x7b", "mixtral", 46702792704},
+        {"qwen1.5-moe-a2.7b", "qwen2_moe", 14315784192},
         {"deepseek-v3", "deepseek_v3", 671026419200}, // the biases of its routers too
         {"tiny-gpt2", "gpt2", 0},
         {"tiny-llama", "llama", 0},
@@ -844,7 +848,12 @@ static void golden_configs_are_read_as_their_families_are(void **state) {
     mt_options_free(&o);
     expect_good(&o, "--load tests/golden/hf/qwen3_moe --mock-data --seq-length 32 --train-iters 1 --lr 1");
     assert_true(o.num_experts == 8 && o.moe_router_topk == 4 && o.moe_ffn_hidden_size == 16);
-    assert_true(o.ffn_hidden_size == 80 && o.qk_layernorm && !o.moe_router_pre_softmax);
+    assert_true(o.ffn_hidden_size == 80 && o.qk_layernorm && !o.moe_router_pre_softmax && !o.moe_shared_expert_gate);
+    mt_options_free(&o);
+    expect_good(&o, "--load tests/golden/hf/qwen2_moe --mock-data --seq-length 32 --train-iters 1 --lr 1");
+    assert_true(o.num_experts == 6 && o.moe_router_topk == 4 && o.moe_ffn_hidden_size == 16 && o.add_qkv_bias);
+    assert_true(o.moe_shared_expert_gate && o.moe_shared_expert_intermediate_size == 24 && o.moe_router_pre_softmax);
+    assert_true(!o.qk_layernorm && o.ffn_hidden_size == 72 && strcmp(o.moe_layers, "1011") == 0);
     mt_options_free(&o);
     expect_good(&o, "--load tests/golden/hf/deepseek_v3 --mock-data --seq-length 32 --train-iters 1 --lr 1");
     assert_true(o.moe_router_enable_expert_bias && o.multi_latent_attention && o.moe_layers[0] == '0');
@@ -906,6 +915,7 @@ static void experts_that_cannot_be_are_refused(void **state) {
         {"--moe-router-load-balancing-type sinkhorn", "sinkhorn with --moe-router-topk 2 needs --moe-router-pre-soft"},
         {"--moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax --moe-expert-capacity-factor 1",
          "sinkhorn cannot have --moe-router-num-groups"},
+        {"--moe-shared-expert-gate", "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"},
         {"--expert-model-parallel-size 3", "--num-experts 8 must be a multiple of --expert-model-parallel-size 3"},
         {"--expert-model-parallel-size 2", "must divide the number of ranks, which is 1"},
     };
@@ -917,6 +927,9 @@ static void experts_that_cannot_be_are_refused(void **state) {
     expect_error("--num-layers 4 --hidden-size 8 --num-attention-heads 2 --vocab-size 32 --seq-length 8 --mock-data "
                  "--train-iters 1 --lr 1 --moe-router-topk 3",
                  "--moe-router-topk needs --num-experts");
+    expect_error("--num-layers 4 --hidden-size 8 --num-attention-heads 2 --vocab-size 32 --seq-length 8 --mock-data "
+                 "--train-iters 1 --lr 1 --no-moe-permute-fusion",
+                 "--no-moe-permute-fusion needs --num-experts");
 }
 
 static void options_win_over_a_shape_but_not_over_weights(void **state) {
@@ -1099,6 +1112,9 @@ static void bad_configs_are_refused_by_key(void **state) {
                         "\"num_attention_heads\": -9223372036854775808}",
                         "must be in");
     expect_config_error("{\"model_type\": \"qwen2\", " LLAMA_SIZES "}", "\"num_key_value_heads\" is missing");
+    expect_config_error("{\"model_type\": \"qwen2_moe\", \"num_key_value_heads\": 2, \"num_experts\": 4, "
+                        "\"num_experts_per_tok\": 2, \"moe_intermediate_size\": 8, " LLAMA_SIZES "}",
+                        "\"shared_expert_intermediate_size\" is missing");
 #define DEEPSEEK(heads) "{\"model_type\": \"deepseek_v3\", \"num_key_value_heads\": " heads ", " LLAMA_SIZES
 #define LATENTS         ", \"kv_lora_rank\": 8, \"qk_nope_head_dim\": 4, \"qk_rope_head_dim\": 4" DENSE
 #define DENSE           ", \"first_k_dense_replace\": 2"
@@ -1175,6 +1191,7 @@ static void expect_round_trip(const char *line, const char *family) {
 
 #define LENGTHS    "--mock-data --seq-length 16 --train-iters 10 --lr 1e-3"
 #define LATENT     "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 "
+#define GATED      "--num-experts 8 --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate "
 #define LIKE_LLAMA RUN "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
 
 static void written_configs_read_back_as_the_same_model(void **state) {
@@ -1206,6 +1223,10 @@ static void written_configs_read_back_as_the_same_model(void **state) {
     expect_round_trip(LIKE_LLAMA "--add-qkv-bias --group-query-attention --num-query-groups 2", "qwen2");
     expect_round_trip(LIKE_LLAMA "--add-qkv-bias --window-size 5", "qwen2");
     expect_round_trip(LIKE_LLAMA "--qk-layernorm --kv-channels 32", "qwen3");
+    expect_round_trip("--hf-config tests/golden/hf/qwen2_moe/config.json " LENGTHS, "qwen2_moe");
+    expect_round_trip(LIKE_LLAMA "--add-qkv-bias " GATED, "qwen2_moe");
+    expect_round_trip(LIKE_LLAMA "--moe-router-pre-softmax --moe-layer-freq ([1]*1+[0]*1) " GATED, "qwen2_moe");
+    expect_round_trip(LIKE_LLAMA "--qk-layernorm " GATED, "megatron");
     expect_round_trip(RUN "--swiglu --normalization RMSNorm --position-embedding-type rope", "llama");
     expect_round_trip(RUN "--swiglu --position-embedding-type rope --rotary-percent 0.5", "megatron");
     expect_round_trip(RUN "--position-embedding-type none --disable-bias-linear --window-size 3", "megatron");

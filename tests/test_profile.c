@@ -22,7 +22,6 @@ static char *llama[] = {"train",
                         "2",
                         "--vocab-size",
                         "300",
-                        "--swiglu",
                         "--normalization",
                         "RMSNorm",
                         "--position-embedding-type",
@@ -65,15 +64,19 @@ static int random_micro_batch(void *context, int64_t index, mt_batch *batch, mt_
     return 0;
 }
 
-static void read_options(mt_options *options) {
+static void read_options(mt_options *options, char *activation) {
+    enum { COUNT = sizeof llama / sizeof *llama };
+    char *arguments[COUNT + 1];
     mt_error error;
-    if (mt_options_parse(options, MT_PROGRAM_TRAIN, sizeof llama / sizeof *llama, llama, &error) != 0 ||
+    memcpy(arguments, llama, sizeof llama);
+    arguments[COUNT] = activation;
+    if (mt_options_parse(options, MT_PROGRAM_TRAIN, COUNT + 1, arguments, &error) != 0 ||
         mt_options_finish(options, MT_PROGRAM_TRAIN, 1, &error) != 0)
         fail_msg("%s", error.text);
 }
 
 /* Trains a few steps, profiled or not, and gives each step's loss and norm. */
-static void train(const mt_ops *ops, bool profiled, mt_metrics *metrics) {
+static void train_with(const mt_ops *ops, char *activation, bool profiled, mt_metrics *metrics) {
     static const mt_grid grid = MT_GRID_OF_ONE;
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
     mt_options options;
@@ -81,7 +84,7 @@ static void train(const mt_ops *ops, bool profiled, mt_metrics *metrics) {
     mt_batch batch;
     mt_run_state state = {0};
     mt_error error;
-    read_options(&options);
+    read_options(&options, activation);
     if (profiled) ops = mt_profile_open(ops);
     if (mt_model_create(&model, &options, &grid, ops, &plan, &error) != 0) fail_msg("%s", error.text);
     mt_model_init(model);
@@ -95,6 +98,10 @@ static void train(const mt_ops *ops, bool profiled, mt_metrics *metrics) {
     mt_batch_free(&batch);
     mt_model_destroy(model);
     mt_options_free(&options);
+}
+
+static void train(const mt_ops *ops, bool profiled, mt_metrics *metrics) {
+    train_with(ops, "--swiglu", profiled, metrics);
 }
 
 /* A fused operation as its contract defines it, for a backend that has it. */
@@ -138,6 +145,27 @@ static void qk_backward(void *dqkv, float *dq_w, float *dk_w, void *dqk, const v
                              stream);
 }
 
+static void linear_gelu_forward(void *y, void *pre, const void *x, const void *w, const void *bias, int64_t T,
+                                int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
+    mt_cpu_ops.linear_forward(pre, x, w, bias, T, N, K, dtype, stream);
+    mt_cpu_ops.gelu_forward(y, pre, T * N, true, dtype, stream);
+}
+
+static void linear_backward_gelu(void *dpre, const void *dy, const void *w, const void *pre, int64_t T, int64_t N,
+                                 int64_t K, mt_dtype dtype, mt_stream *stream) {
+    void *dy_w = mt_malloc(T * K * mt_dtype_size(dtype));
+    mt_cpu_ops.linear_backward_input(dy_w, dy, w, T, N, K, dtype, stream);
+    mt_cpu_ops.gelu_backward(dpre, dy_w, pre, T * K, true, dtype, stream);
+    free(dy_w);
+}
+
+static void expect_same(const mt_metrics *a, const mt_metrics *b) {
+    for (int i = 0; i < STEPS; i++) {
+        assert_true(a[i].loss == b[i].loss);
+        assert_true(a[i].grad_norm == b[i].grad_norm);
+    }
+}
+
 /* The layer calls a fused operation where the backend has it, and it alone, with the same results to the last bit. */
 static void fused_operations_take_the_place_of_those_they_stand_for(void **state) {
     (void)state;
@@ -161,10 +189,30 @@ static void fused_operations_take_the_place_of_those_they_stand_for(void **state
     assert_true(rows[MT_OPERATION_qk_backward].calls == passes * 2);
     assert_int_equal(rows[MT_OPERATION_rope_forward].calls + rows[MT_OPERATION_rope_backward].calls, 0);
     mt_profile_close();
-    for (int i = 0; i < STEPS; i++) {
-        assert_true(plain[i].loss == fused[i].loss);
-        assert_true(plain[i].grad_norm == fused[i].grad_norm);
-    }
+    expect_same(plain, fused);
+}
+
+/* As above, for the approximation of GELU. */
+static void gelu_is_fused_with_the_products_on_either_side(void **state) {
+    (void)state;
+    mt_metrics plain[STEPS], fused[STEPS];
+    mt_ops ops = mt_cpu_ops;
+    ops.linear_gelu_forward = linear_gelu_forward, ops.linear_backward_gelu = linear_backward_gelu;
+    train_with(&mt_cpu_ops, "--openai-gelu", true, plain);
+    const double layers = (STEPS - 1) * MICRO_BATCHES * 2;
+    const mt_profile_row *rows = mt_profile_read()->rows;
+    assert_int_equal(rows[MT_OPERATION_linear_gelu_forward].calls + rows[MT_OPERATION_linear_backward_gelu].calls, 0);
+    assert_true(rows[MT_OPERATION_gelu_forward].calls == layers && rows[MT_OPERATION_gelu_backward].calls == layers);
+    double products = rows[MT_OPERATION_linear_forward].calls, flops = rows[MT_OPERATION_linear_forward].flops;
+    mt_profile_close();
+    train_with(&ops, "--openai-gelu", true, fused);
+    assert_true(rows[MT_OPERATION_linear_gelu_forward].calls == layers);
+    assert_true(rows[MT_OPERATION_linear_backward_gelu].calls == layers);
+    assert_true(rows[MT_OPERATION_linear_forward].calls == products - layers);
+    assert_true(rows[MT_OPERATION_linear_forward].flops + rows[MT_OPERATION_linear_gelu_forward].flops == flops);
+    assert_int_equal(rows[MT_OPERATION_gelu_forward].calls + rows[MT_OPERATION_gelu_backward].calls, 0);
+    mt_profile_close();
+    expect_same(plain, fused);
 }
 
 static const mt_ops *cuda_or_skip(void) {
@@ -226,7 +274,7 @@ static void work_equals_the_count_from_the_parameter_table(void **state) {
     (void)state;
     mt_metrics metrics[STEPS];
     mt_options options;
-    read_options(&options);
+    read_options(&options, "--swiglu");
     train(&mt_cpu_ops, true, metrics);
     const mt_profile_row *rows = mt_profile_read()->rows;
     const double passes = (STEPS - 1) * MICRO_BATCHES, linear = passes * 2 * TOKENS * product_weights(&options);
@@ -324,6 +372,7 @@ int main(void) {
         cmocka_unit_test(profiled_steps_have_the_same_losses_and_their_times_sum_to_no_more),
         cmocka_unit_test(so_they_do_on_a_gpu),
         cmocka_unit_test(fused_operations_take_the_place_of_those_they_stand_for),
+        cmocka_unit_test(gelu_is_fused_with_the_products_on_either_side),
         cmocka_unit_test(work_equals_the_count_from_the_parameter_table),
         cmocka_unit_test(table_lists_the_operations_by_time_and_what_is_left),
         cmocka_unit_test(one_step_alone_leaves_nothing_to_show),

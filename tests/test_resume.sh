@@ -1,19 +1,23 @@
 #!/bin/sh
 # A run that is killed goes on as if it had not been: at random moments of training and saving, from its own folder,
-# with the options that say what it goes on from. MT_KILLS=100 kills it so often; 6 times when not set.
+# with the options that say what it goes on from. MT_KILLS=100 kills it so often; 6 times when not set. MT_DEVICE=cuda
+# trains on a GPU, as one rank.
 set -u
 # In memory where that is possible: every save waits for the disk.
 [ -w /dev/shm ] && : "${TMPDIR:=/dev/shm}"
 . tests/suite.sh
 kills=${MT_KILLS:-6}
+device=${MT_DEVICE:-cpu}
 export OMP_NUM_THREADS=1
 launch=''
-if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then launch="$(mpirun_here) -np 2"; fi
+if [ "$device" = cpu ] && [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
+    launch="$(mpirun_here) -np 2"
+fi
 
 # With dropout, because what is drawn must go on too.
 small='--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 --seq-length 16
     --vocab-size 96 --mock-data --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-style cosine
-    --eval-iters 0 --device cpu'
+    --eval-iters 0 --deterministic-mode --device '$device
 
 # run ARGUMENTS...: trains on one rank.
 run() {
@@ -186,7 +190,7 @@ no_steps_convert_a_checkpoint() {
     run --train-iters 4 --save "$work/f" || return 1
     convert() {
         # shellcheck disable=SC2086
-        $launch "$train" --load "$work/$1" --save "$work/$2" --train-iters 0 --seq-length 16 --device cpu ${3:-} \
+        $launch "$train" --load "$work/$1" --save "$work/$2" --train-iters 0 --seq-length 16 --device $device ${3:-} \
             >"$work/out" 2>"$work/err" </dev/null
     }
     convert f h --bf16 && convert h g && convert f i || return 1
@@ -217,6 +221,13 @@ an_error_in_the_background_ends_the_run() {
         [ "$(folders "$work/b")" = '3 ' ] && run --train-iters 4 --load "$work/b"
 }
 
+# The first update is far too large. On a GPU nobody has looked at the step after it when it is to be saved.
+a_bad_step_is_not_saved() {
+    refuses 'iteration 2 is bad, and there is no checkpoint yet to go back to' --train-iters 6 --lr 1e6 \
+        --lr-decay-style constant --bad-step-policy rewind --save "$work/bad" --save-interval 2 --log-interval 100 &&
+        [ ! -e "$work/bad/iter_0000002" ]
+}
+
 verdict kills_at_random_moments_change_nothing kills_at_random_moments_change_nothing
 verdict a_damaged_checkpoint_is_named a_damaged_checkpoint_is_named_and_the_one_before_is_used
 verdict a_missing_checkpoint_begins_anew_or_ends_the_run a_missing_checkpoint_begins_anew_or_ends_the_run
@@ -224,5 +235,6 @@ verdict auto_resume_finetunes_once auto_resume_finetunes_once
 verdict checkpoints_stay_as_options_say checkpoints_stay_as_options_say
 verdict another_seed_goes_on_by_no_load_rng_only another_seed_goes_on_by_no_load_rng_only
 verdict no_steps_convert_a_checkpoint no_steps_convert_a_checkpoint
+verdict a_bad_step_is_not_saved a_bad_step_is_not_saved
 verdict an_error_in_the_background_ends_the_run an_error_in_the_background_ends_the_run
 exit $failed
