@@ -516,8 +516,7 @@ static const mt_option mt_option_table[] = {
     {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "tensor-parallel ranks share the tokens of norms and dropout"},
     {"tp-comm-overlap", MT_FLAG, MT_AT(tp_comm_overlap), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "with --sequence-parallel: multiply the rows of one rank while those of the next travel; pays from about 1024 "
-     "rows a rank on"},
+     "with --sequence-parallel: multiply the rows of one rank while those of the next travel; GPUs of one host"},
     {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_TRAIN, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
      "how context-parallel ranks get one another's keys: round a ring, all at once, tokens traded for heads, or both"},
     {"hierarchical-context-parallel-sizes", MT_LIST, MT_AT(hierarchical_context_parallel_sizes), MT_TRAIN, MT_OF_RUN,
