@@ -9835,7 +9835,7 @@ static int mt_tensor_open(mt_model *m, mt_error *error) {
     if (!tp->overlaps) return 0;
     int status = m->ops->mailbox_open(&tp->mailbox, tp->group, tp->gathered, tp->mailbox_bytes, &reason);
     if (status != 0) mt_error_set(error, "--tp-comm-overlap cannot be: %.200s; leave it out", reason.text);
-    if (mt_agree(tp->group, status != 0, error) != 0) return -1;
+    if (mt_agree(&m->grid->world, status != 0, error) != 0) return -1;
     int32_t *part_rows = mt_malloc(tp->max_rows * ranks * 4);
     for (int64_t row = 0; row < tp->max_rows; row++)
         for (int64_t r = 0; r < ranks; r++)
