@@ -515,6 +515,8 @@ static const mt_option mt_option_table[] = {
      "ranks that share every expert; --tensor-model-parallel-size when not given"},
     {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
      "tensor-parallel ranks share the tokens of norms and dropout"},
+    {"tp-comm-overlap", MT_FLAG, MT_AT(tp_comm_overlap), MT_TRAIN, MT_OF_RUN, NULL, NULL,
+     "with --sequence-parallel: multiply the rows of one rank while those of the next travel; GPUs of one host"},
     {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_TRAIN, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
      "how context-parallel ranks get one another's keys: round a ring, all at once, tokens traded for heads, or both"},
     {"hierarchical-context-parallel-sizes", MT_LIST, MT_AT(hierarchical_context_parallel_sizes), MT_TRAIN, MT_OF_RUN,
@@ -2503,6 +2505,9 @@ static int mt_options_finish_parallel(mt_options *o, int64_t world_size, mt_erro
                             (long long)o->ffn_hidden_size, tensor, (long long)tp);
     if (o->sequence_parallel && tp == 1)
         return mt_error_set(error, "--sequence-parallel needs %s of 2 or more; raise it or leave the flag out", tensor);
+    if (o->tp_comm_overlap && !o->sequence_parallel)
+        return mt_error_set(error, "--tp-comm-overlap needs --sequence-parallel, which cuts the rows that travel while "
+                                   "others are multiplied");
     if (cp > 1 && o->seq_length % (2 * cp) != 0)
         return mt_error_set(error, "--seq-length %lld must be a multiple of 2 x --context-parallel-size %lld",
                             (long long)o->seq_length, (long long)cp);
@@ -6129,6 +6134,34 @@ static void mt_cpu_channel_close(mt_channel *channel) {
     free(channel);
 }
 
+/* ---- mailboxes: every copy is a message */
+
+static int mt_cpu_mailbox_open(mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes,
+                               mt_error *error) {
+    (void)error;
+    *mailbox = mt_malloc(sizeof **mailbox);
+    **mailbox = (mt_mailbox){group, memory, bytes};
+    return 0;
+}
+
+static void mt_cpu_mailbox_trade(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
+                                 mt_dtype dtype, int to, int from, mt_stream *stream) {
+    (void)stream;
+    int64_t bytes = count * mt_dtype_size(dtype), at = (first + from * stride) * mt_dtype_size(dtype);
+    MT_CHECK(at + bytes <= mailbox->bytes - MT_MAILBOX_OWN);
+#ifdef MT_HAVE_MPI
+    mt_watch_begin("mailbox_trade", mailbox->group->name);
+    mt_mpi_exchange(mailbox->group, in, bytes, to, mailbox->memory + at, bytes, from);
+    mt_watch_end();
+#else
+    (void)in, (void)to; // without MPI no group has another rank
+#endif
+}
+
+static void mt_cpu_mailbox_close(mt_mailbox *mailbox) {
+    free(mailbox);
+}
+
 /* ---- what every rank must agree on */
 
 /* Fails on every rank where one has failed, with the error of the first that has. */
@@ -6213,8 +6246,9 @@ static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int coun
  *   gather_from_sequence_region         forward: all-gather rows      backward: reduce-scatter rows
  *   reduce_scatter_to_sequence_region   forward: reduce-scatter rows  backward: all-gather rows
  *
- * Both pairs move the same bytes; the second keeps 1/t of the activations. Invariant: what a function returns is
- * complete on its stream. */
+ * Both pairs move the same bytes; the second keeps 1/t of the activations. With --tp-comm-overlap the second moves rank
+ * by rank, so that products need not wait for all of it. Invariant: what a function returns is complete on its stream.
+ */
 
 /* What the regions of a micro-batch need to know. */
 typedef struct mt_tensor_parallel {
@@ -6223,10 +6257,15 @@ typedef struct mt_tensor_parallel {
     mt_stream *stream, *comm; // where products run, and where communication runs beside them
     mt_dtype dtype;
     bool sequence_parallel;
+    bool overlaps;            // products take the rows of one rank after another, while the next travel
     bool accumulates;         // gradients of weights are added to, not written
     int64_t T, rows;          // tokens; and rows of hidden states here: T, or T / group size
     void *gathered, *partial; // [T, C or wider] under sequence parallelism: a whole operand, and a sum to be scattered
-    float *loss_parts;        // [group size, 4, T], of the vocabulary-parallel loss
+    mt_mailbox *mailbox;      // `gathered` and after it `parts`, if it overlaps
+    void *parts;              // [group size, max_rows, C or wider]: what other ranks have of the sums of these rows
+    int32_t *part_rows;       // [max_rows, group size]: the rows of `parts` that a row's sum is made of
+    int64_t max_rows, mailbox_bytes;
+    float *loss_parts; // [group size, 4, T], of the vocabulary-parallel loss
 } mt_tensor_parallel;
 
 /* x[T, C], whole -> x; its gradient is a part on every rank -> the sum, in place. */
@@ -6304,6 +6343,81 @@ static const void *mt_region_leave_backward(const mt_tensor_parallel *tp, const 
     return tp->gathered;
 }
 
+/* ---- the second pair rank by rank, through a mailbox, so that products need not wait for all of it. In step s of t -
+ * 1 this rank sends to the one s after it and receives from the one s before it: each link carries one piece at a time.
+ */
+
+/* In x[T, C], the rows that rank `owner` has outside of the region. */
+static void *mt_rows_of_rank(const mt_tensor_parallel *tp, const void *x, int owner, int64_t C) {
+    return (void *)(uintptr_t)mt_rows_from(x, owner * tp->rows, C, tp->dtype);
+}
+
+/* The rank that is `step` after this one, or before it. */
+static int mt_tensor_rank_after(const mt_tensor_parallel *tp, int step) {
+    return (tp->group->rank + step + tp->group->size) % tp->group->size;
+}
+
+/* Sends rows [rows, C] at `sent` to the rank `step` after this one, into its mailbox from row `first` of C channels on,
+ * where there are `stride` rows for each rank. On tp->comm, as all trades. */
+static void mt_tensor_trade(const mt_tensor_parallel *tp, const void *sent, int64_t first, int64_t stride, int64_t C,
+                            int step) {
+    tp->ops->mailbox_trade(tp->mailbox, sent, tp->rows * C, first, stride * C, tp->dtype,
+                           mt_tensor_rank_after(tp, step), mt_tensor_rank_after(tp, -step), tp->comm);
+}
+
+/* Gathers x[rows, C] of all ranks in t steps: returns the rows of one of them, the owner, while the next rank's are on
+ * their way. This rank's own come first, and are those at x; others are in their place of `gathered`. */
+static const void *mt_gather_step(const mt_tensor_parallel *tp, const void *x, int64_t C, int step, int *owner) {
+    if (step == 0)
+        tp->ops->stream_follow(tp->comm, tp->stream);
+    else
+        tp->ops->stream_follow(tp->stream, tp->comm);
+    if (step + 1 < tp->group->size) mt_tensor_trade(tp, x, 0, tp->rows, C, step + 1);
+    *owner = mt_tensor_rank_after(tp, -step);
+    return step == 0 ? x : mt_rows_of_rank(tp, tp->gathered, *owner, C);
+}
+
+/* The last step of a gather of which all rows are needed in `gathered`: this rank's. On tp->comm. */
+static const void *mt_gather_own(const mt_tensor_parallel *tp, const void *x, int64_t C) {
+    tp->ops->memory_copy(mt_rows_of_rank(tp, tp->gathered, tp->group->rank, C), x,
+                         tp->rows * C * mt_dtype_size(tp->dtype), tp->comm);
+    return tp->gathered;
+}
+
+/* The whole gather on tp->comm, beside whatever is computed meanwhile. */
+static const void *mt_gather_beside(const mt_tensor_parallel *tp, const void *x, int64_t C) {
+    if (!tp->overlaps) return mt_region_enter_forward(tp, x, C, tp->comm);
+    for (int step = 1; step < tp->group->size; step++) mt_tensor_trade(tp, x, 0, tp->rows, C, step);
+    return mt_gather_own(tp, x, C);
+}
+
+/* A step of the way back: this rank's part of the sums [rows, C] of the rank `step` after it leaves `partial`. */
+static void mt_scatter_step(const mt_tensor_parallel *tp, int64_t C, int step) {
+    int64_t first = ((char *)tp->parts - (char *)tp->gathered) / mt_dtype_size(tp->dtype);
+    mt_tensor_trade(tp, mt_rows_of_rank(tp, tp->partial, mt_tensor_rank_after(tp, step), C), first, tp->max_rows, C,
+                    step);
+}
+
+/* Once all steps are done, out[rows, C] = the sum of this rank's part and those of all others, in fp32. */
+static void mt_scatter_sum(const mt_tensor_parallel *tp, void *out, int64_t C) {
+    const void *own = mt_rows_of_rank(tp, tp->partial, tp->group->rank, C);
+    tp->ops->stream_follow(tp->stream, tp->comm);
+    tp->ops->combine_rows(out, tp->parts, tp->part_rows, own, tp->rows, tp->group->size, C, tp->dtype, tp->stream);
+}
+
+/* The backward of entering a region, from `partial` or dx, beside whatever is computed meanwhile; and its end. */
+static void mt_scatter_beside(const mt_tensor_parallel *tp, void *dx, int64_t C) {
+    tp->ops->stream_follow(tp->comm, tp->stream);
+    if (!tp->overlaps) mt_region_enter_backward(tp, dx, tp->partial, C, tp->comm);
+    for (int step = 1; tp->overlaps && step < tp->group->size; step++) mt_scatter_step(tp, C, step);
+}
+static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
+    if (tp->overlaps)
+        mt_scatter_sum(tp, dx, C);
+    else
+        tp->ops->stream_follow(tp->stream, tp->comm);
+}
+
 /* ==== §7 parallel linear layers, embedding, loss ================================================================= */
 /* A weight cut by rows (column parallel, as Megatron calls it after the mathematical transpose) gives every rank some
  * outputs; one cut by columns (row parallel) takes some inputs and gives a part of the sum. With a group of one these
@@ -6315,8 +6429,17 @@ enum { MT_PART_INPUT = 1, MT_PART_WEIGHT = 2, MT_PART_BOTH = 3 };
 /* y[T, N] = x w^T + bias for this rank's N outputs, x[rows, K]. */
 static void mt_column_linear_forward(const mt_tensor_parallel *tp, void *y, const void *x, mt_weight w, mt_weight bias,
                                      int64_t N, int64_t K) {
-    x = mt_region_enter_forward(tp, x, K, tp->stream);
-    tp->ops->linear_forward(y, x, w.w, bias.w, tp->T, N, K, tp->dtype, tp->stream);
+    const mt_ops *ops = tp->ops;
+    if (!tp->overlaps) {
+        x = mt_region_enter_forward(tp, x, K, tp->stream);
+        ops->linear_forward(y, x, w.w, bias.w, tp->T, N, K, tp->dtype, tp->stream);
+        return;
+    }
+    for (int step = 0, owner; step < tp->group->size; step++) {
+        const void *piece = mt_gather_step(tp, x, K, step, &owner);
+        ops->linear_forward(mt_rows_of_rank(tp, y, owner, N), piece, w.w, bias.w, tp->rows, N, K, tp->dtype,
+                            tp->stream);
+    }
 }
 
 /* The same and active[T, N] = gelu(y) by its tanh approximation: in one operation if the backend can. */
@@ -6339,35 +6462,67 @@ static void mt_column_linear_backward(const mt_tensor_parallel *tp, void *dx, co
     bool parallel = tp->group->size > 1;
     if (parallel && (parts & MT_PART_WEIGHT)) {
         ops->stream_follow(comm, stream);
-        x = mt_region_enter_forward(tp, x, K, comm);
+        x = mt_gather_beside(tp, x, K);
     }
     if (parts & MT_PART_INPUT)
         ops->linear_backward_input(mt_region_partial(tp, dx), dy, w.w, tp->T, N, K, tp->dtype, stream);
     if (parallel && (parts & MT_PART_WEIGHT)) ops->stream_follow(stream, comm);
-    if (parallel && (parts & MT_PART_INPUT)) {
-        ops->stream_follow(comm, stream);
-        mt_region_enter_backward(tp, dx, tp->partial, K, comm);
-    }
+    if (parallel && (parts & MT_PART_INPUT)) mt_scatter_beside(tp, dx, K);
     if (parts & MT_PART_WEIGHT)
         ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, stream);
-    if (parallel && (parts & MT_PART_INPUT)) ops->stream_follow(stream, comm);
+    if (parallel && (parts & MT_PART_INPUT)) mt_scatter_end(tp, dx, K);
+}
+
+/* The same, of which the part of one rank's rows travels while the next is multiplied; this rank's own comes last. */
+static void mt_row_linear_forward_in_steps(const mt_tensor_parallel *tp, void *out, const void *x, mt_weight w,
+                                           const void *bias, int64_t N, int64_t K) {
+    for (int step = 1; step <= tp->group->size; step++) {
+        int owner = mt_tensor_rank_after(tp, step);
+        tp->ops->linear_forward(mt_rows_of_rank(tp, tp->partial, owner, N), mt_rows_of_rank(tp, x, owner, K), w.w, bias,
+                                tp->rows, N, K, tp->dtype, tp->stream);
+        if (step == tp->group->size) break;
+        tp->ops->stream_follow(tp->comm, tp->stream);
+        mt_scatter_step(tp, N, step);
+    }
+    mt_scatter_sum(tp, out, N);
 }
 
 /* out[rows, N] = the sum over ranks of x[T, K] w^T, plus the bias, which the first rank's part carries. */
 static void mt_row_linear_forward(const mt_tensor_parallel *tp, void *out, const void *x, mt_weight w, mt_weight bias,
                                   int64_t N, int64_t K) {
     const void *own_bias = tp->group->rank == 0 ? bias.w : NULL;
+    if (tp->overlaps) {
+        mt_row_linear_forward_in_steps(tp, out, x, w, own_bias, N, K);
+        return;
+    }
     tp->ops->linear_forward(mt_region_partial(tp, out), x, w.w, own_bias, tp->T, N, K, tp->dtype, tp->stream);
     mt_region_leave_forward(tp, out, N);
+}
+
+/* dx[T, K] of dout[rows, N], rank by rank; returns dout of all rows. */
+static const void *mt_row_linear_backward_in_steps(const mt_tensor_parallel *tp, void *dx, const void *dout,
+                                                   mt_weight w, int64_t N, int64_t K) {
+    const mt_ops *ops = tp->ops;
+    for (int step = 0, owner; step < tp->group->size; step++) {
+        const void *piece = mt_gather_step(tp, dout, N, step, &owner);
+        ops->linear_backward_input(mt_rows_of_rank(tp, dx, owner, K), piece, w.w, tp->rows, N, K, tp->dtype,
+                                   tp->stream);
+    }
+    const void *dy = mt_gather_own(tp, dout, N);
+    ops->stream_follow(tp->stream, tp->comm);
+    return dy;
 }
 
 /* dx[T, K], dw and dbias of dout[rows, N]; every rank sums the same dbias over all rows. */
 static void mt_row_linear_backward(const mt_tensor_parallel *tp, void *dx, const void *dout, const void *x, mt_weight w,
                                    mt_weight bias, int64_t N, int64_t K, int parts) {
-    const void *dy = mt_region_leave_backward(tp, dout, N);
+    bool in_steps = tp->overlaps && (parts & MT_PART_INPUT);
+    const void *dy =
+        in_steps ? mt_row_linear_backward_in_steps(tp, dx, dout, w, N, K) : mt_region_leave_backward(tp, dout, N);
     if (parts & MT_PART_WEIGHT)
         tp->ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, tp->stream);
-    if (parts & MT_PART_INPUT) tp->ops->linear_backward_input(dx, dy, w.w, tp->T, N, K, tp->dtype, tp->stream);
+    if ((parts & MT_PART_INPUT) && !in_steps)
+        tp->ops->linear_backward_input(dx, dy, w.w, tp->T, N, K, tp->dtype, tp->stream);
 }
 
 /* The same for x = gelu(pre) by its tanh approximation, with dpre[T, K] in place of dx. */
@@ -9145,9 +9300,13 @@ static void mt_layout_parallel(mt_model *m, mt_arena *arena) {
     int64_t T = m->plan.max_tokens, size = mt_dtype_size(m->dtype), ranks = m->grid->tensor.size;
     if (m->tp.sequence_parallel) {
         int64_t widest = m->options->multi_latent_attention ? mt_max(m->C, mt_latent_width(m->options)) : m->C;
-        m->tp.gathered = mt_arena_alloc(arena, T * widest * size);
-        m->tp.partial = mt_arena_alloc(arena, T * widest * size);
+        int64_t whole = T * widest * size;
+        m->tp.mailbox_bytes = m->tp.overlaps ? 2 * whole + MT_MAILBOX_OWN : whole;
+        m->tp.gathered = mt_arena_alloc(arena, m->tp.mailbox_bytes);
+        m->tp.parts = mt_inside(m->tp.gathered, whole);
+        m->tp.partial = mt_arena_alloc(arena, whole);
     }
+    if (m->tp.overlaps) m->tp.part_rows = mt_arena_alloc(arena, m->max_rows * ranks * 4);
     if (ranks > 1 && m->has_loss) {
         m->tp.loss_parts = mt_arena_alloc(arena, ranks * 4 * m->plan.max_logits * 4);
         m->gathered_logits = mt_arena_alloc(arena, ranks * MT_STAGED_ROWS * m->V * size);
@@ -9508,7 +9667,8 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
     if (o->multi_latent_attention) m->rotary_dim = o->qk_pos_emb_head_dim;
     m->tp = (mt_tensor_parallel){.ops = m->ops, .group = &m->grid->tensor, .dtype = m->dtype};
     m->tp.sequence_parallel = o->sequence_parallel && m->plan.train; // generation has too few rows to cut
-    m->max_rows = m->tp.sequence_parallel ? m->plan.max_tokens / tp : m->plan.max_tokens;
+    m->tp.overlaps = o->tp_comm_overlap && m->tp.sequence_parallel;
+    m->max_rows = m->tp.max_rows = m->tp.sequence_parallel ? m->plan.max_tokens / tp : m->plan.max_tokens;
 }
 
 /* The chunks of this pipeline rank and the layers in them. */
@@ -9667,6 +9827,26 @@ static void mt_model_share_sequences(mt_model *m) {
         mt_batch_alloc(&m->micro_batches[i].whole, cp * m->plan.max_tokens);
 }
 
+/* What --tp-comm-overlap needs: a mailbox, and where in it the parts of a row are. */
+static int mt_tensor_open(mt_model *m, mt_error *error) {
+    mt_tensor_parallel *tp = &m->tp;
+    mt_error reason;
+    int64_t ranks = tp->group->size, own = tp->group->rank;
+    if (!tp->overlaps) return 0;
+    int status = m->ops->mailbox_open(&tp->mailbox, tp->group, tp->gathered, tp->mailbox_bytes, &reason);
+    if (status != 0) mt_error_set(error, "--tp-comm-overlap cannot be: %.200s; leave it out", reason.text);
+    if (mt_agree(&m->grid->world, status != 0, error) != 0) return -1;
+    int32_t *part_rows = mt_malloc(tp->max_rows * ranks * 4);
+    for (int64_t row = 0; row < tp->max_rows; row++)
+        for (int64_t r = 0; r < ranks; r++)
+            part_rows[row * ranks + r] =
+                r == own ? -1 : (int32_t)(r * tp->max_rows + row); // its own stays in `partial`
+    m->ops->memory_copy(tp->part_rows, part_rows, tp->max_rows * ranks * 4, m->stream);
+    m->ops->stream_wait(m->stream);
+    free(part_rows);
+    return 0;
+}
+
 /* Host memory for multi-token prediction. */
 static void mt_mtp_open(mt_model *m) {
     int64_t tokens = m->plan.max_tokens * m->grid->context.size;
@@ -9730,6 +9910,10 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     ops->memory_zero(m->numbers, (int64_t)sizeof *m->numbers, m->stream);
     m->bad_steps.reruns = plan->train && strcmp(options->rerun_mode, "validate_results") == 0;
     if (m->rotary_dim > 0) mt_rope_tables(m);
+    if (mt_tensor_open(m, error) != 0) {
+        mt_model_destroy(m);
+        return -1;
+    }
     *out = m;
     return 0;
 }
@@ -9743,6 +9927,7 @@ void mt_model_destroy(mt_model *m) {
     if (m->arena.base) { // it was created whole
         for (int64_t i = 0; m->step_graphs && i <= m->plan.max_logits; i++)
             if (m->step_graphs[i].graph) m->ops->graph_destroy(m->step_graphs[i].graph);
+        m->ops->mailbox_close(m->tp.mailbox);
         if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
         mt_experts_close(m);
         mt_sharding_close(m);
@@ -16156,6 +16341,12 @@ static void mt_timed_channel_wait(mt_channel *channel, int64_t ticket, mt_stream
     mt_call_end(stream);
 }
 
+static void mt_timed_mailbox_trade(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
+                                   mt_dtype dtype, int to, int from, mt_stream *stream) {
+    MT_TIMED(mailbox_trade, mt_work_sent(MT_OPERATION_mailbox_trade, count, dtype, mailbox->group), mailbox, in, count,
+             first, stride, dtype, to, from);
+}
+
 static void mt_timed_residual_norm_forward(void *y, float *mean, float *rstd, void *sum, const void *x,
                                            const void *residual, const int64_t *token_index, const void *w,
                                            const void *b, int64_t T, int64_t C, const mt_dropout *dropout, float eps,
@@ -16318,6 +16509,9 @@ static void mt_profile_time_others(mt_ops *timed, const mt_ops *ops) {
     timed->channel_recv = ops->channel_recv;
     timed->channel_wait = mt_timed_channel_wait;
     timed->channel_close = ops->channel_close;
+    timed->mailbox_open = ops->mailbox_open;
+    timed->mailbox_trade = mt_timed_mailbox_trade;
+    timed->mailbox_close = ops->mailbox_close;
     if (ops->qk_forward) timed->qk_forward = mt_timed_qk_forward;
     if (ops->qk_backward) timed->qk_backward = mt_timed_qk_backward;
     if (ops->linear_gelu_forward) timed->linear_gelu_forward = mt_timed_linear_gelu_forward;

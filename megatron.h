@@ -175,7 +175,7 @@ typedef struct mt_options {
     /* parallelism */
     int64_t tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size;
     int64_t expert_model_parallel_size, expert_tensor_parallel_size;
-    bool sequence_parallel;
+    bool sequence_parallel, tp_comm_overlap;
     char *cp_comm_type;                             // p2p | all_gather | a2a | a2a+p2p
     mt_strings hierarchical_context_parallel_sizes; // a2a, ring
     int64_t distributed_timeout_seconds;
@@ -758,6 +758,30 @@ typedef void mt_channel_wait_fn(mt_channel *channel, int64_t ticket, mt_stream *
 /* Waits for what is under way and frees the channel, which may be NULL. */
 typedef void mt_channel_close_fn(mt_channel *channel);
 
+/* ---- mailboxes: memory that ranks of one host copy into. On a GPU no multiprocessor is needed for that, so it goes on
+ * beside kernels that hold all of them from their beginning to their end, as matrix products do; NCCL's kernels would
+ * wait until such a one is done. */
+
+typedef struct mt_mailbox {
+    const mt_group *group;
+    char *memory;
+    int64_t bytes;
+} mt_mailbox;
+enum { MT_MAILBOX_RANKS = 64, MT_MAILBOX_OWN = 8 * MT_MAILBOX_RANKS };
+
+/* Makes memory[bytes], a multiple of 4, a mailbox of the group, whose ranks all call it; its last MT_MAILBOX_OWN bytes
+ * are the mailbox's own. -1, perhaps not on every rank, where a rank cannot reach the memory of another: ranks agree
+ * before they use it. */
+typedef int mt_mailbox_open_fn(mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes,
+                               mt_error *error);
+/* Puts in[count] into the mailbox of rank `to`, at element first + r * stride where r is this rank; at first + from *
+ * stride here, rank `from` puts as much. That place may be written from this moment of `stream` on, and is once what
+ * follows begins. Ranks call in one order, in pairs that fit, and on one stream. */
+typedef void mt_mailbox_trade_fn(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
+                                 mt_dtype dtype, int to, int from, mt_stream *stream);
+/* Waits for the other ranks, after which the memory may be freed. NULL: nothing. */
+typedef void mt_mailbox_close_fn(mt_mailbox *mailbox);
+
 /* ---- graphs: many operations that are enqueued at once, for those too short to be enqueued one by one. Not on the
  * CPU.
  *
@@ -860,7 +884,10 @@ typedef void mt_graph_destroy_fn(mt_graph *graph);
     OP(channel_send)                                                                                                   \
     OP(channel_recv)                                                                                                   \
     OP(channel_wait)                                                                                                   \
-    OP(channel_close)
+    OP(channel_close)                                                                                                  \
+    OP(mailbox_open)                                                                                                   \
+    OP(mailbox_trade)                                                                                                  \
+    OP(mailbox_close)
 
 /* Those that a backend may lack: NULL in its table, and the caller does without. */
 #define MT_OPTIONAL_OPERATIONS(OP)                                                                                     \

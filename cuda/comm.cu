@@ -1,10 +1,12 @@
-/* comm.cu: the collectives and channels of megatron.c §5 on GPUs, through NCCL. A group's communicator is made from an
- * id that its first rank sends round through MPI. NCCL works on the stream like any kernel, so the host waits only in
- * mt_cuda_comm_wait, which is also where errors of other ranks are seen. */
+/* comm.cu: the collectives and channels of megatron.c §5 on GPUs, through NCCL, and mailboxes, without. A group's
+ * communicator is made from an id that its first rank sends round through MPI. NCCL works on the stream like any
+ * kernel, so the host waits only in mt_cuda_comm_wait, which is also where errors of other ranks are seen. */
 #include "cuda.h"
 
+#include <cuda.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #ifdef MT_HAVE_NCCL
 #include <nccl.h>
@@ -393,3 +395,138 @@ extern "C" void mt_cuda_channel_close(mt_channel *channel) {
     MT_CHECK(!channel);
 }
 #endif
+
+/* ---- mailboxes */
+
+/* Each rank maps the memory of all others, and its stream's copies go by the copy engines. Two numbers for each other
+ * rank, at the mailbox's end, order them: `ready`, how many times this mailbox has been free for what that rank puts,
+ * and `arrived`, how many times it has put it. Others write them, this rank's streams wait for them; no kernel does. */
+struct mt_cuda_mailbox {
+    mt_mailbox head;
+    void *mapped[MT_MAILBOX_RANKS]; // as it was mapped here; NULL for this rank
+    char *memory[MT_MAILBOX_RANKS]; // the mailbox of every rank
+    uint32_t sent[MT_MAILBOX_RANKS], received[MT_MAILBOX_RANKS];
+};
+
+/* What a rank tells the others. */
+struct mt_mailbox_export {
+    cudaIpcMemHandle_t handle;
+    int64_t offset; // in the allocation that it is in
+    char host[128];
+    bool good;
+};
+
+/* The driver's functions, which no library has to be linked for. */
+template <class Function> static Function mt_driver_function(const char *name) {
+    void *function = NULL;
+    cudaDriverEntryPointQueryResult found;
+    MT_CUDA(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found));
+    MT_CHECK(found == cudaDriverEntryPointSuccess && function);
+    return (Function)function;
+}
+
+static void mt_driver_check(CUresult status, const char *call, const mt_group *group) {
+    if (status == CUDA_SUCCESS) return;
+    mt_die("CUDA: %s in group %s on its rank %d: error %d", call, group->name, group->rank, (int)status);
+}
+
+static mt_mailbox_export mt_mailbox_describe(void *memory) {
+    static CUresult (*range)(CUdeviceptr *, size_t *, CUdeviceptr);
+    if (!range) range = mt_driver_function<decltype(range)>("cuMemGetAddressRange");
+    mt_mailbox_export own = {};
+    CUdeviceptr base = 0;
+    size_t bytes = 0;
+    gethostname(own.host, sizeof own.host - 1);
+    own.good = range(&base, &bytes, (CUdeviceptr)memory) == CUDA_SUCCESS &&
+               cudaIpcGetMemHandle(&own.handle, (void *)base) == cudaSuccess;
+    own.offset = (int64_t)((CUdeviceptr)memory - base);
+    return own;
+}
+
+/* Maps the memory of rank r. */
+static int mt_mailbox_map(mt_cuda_mailbox *mailbox, int r, const mt_mailbox_export *theirs, const char *host,
+                          mt_error *error) {
+    const mt_group *group = mailbox->head.group;
+    if (strcmp(theirs->host, host) != 0)
+        return mt_error_set(error, "rank %d of the %s group is on host %s and rank %d on %s", group->rank, group->name,
+                            host, r, theirs->host);
+    cudaError_t status = cudaErrorNotSupported;
+    if (theirs->good)
+        status = cudaIpcOpenMemHandle(&mailbox->mapped[r], theirs->handle, cudaIpcMemLazyEnablePeerAccess);
+    if (status != cudaSuccess) {
+        cudaGetLastError();
+        mailbox->mapped[r] = NULL;
+        return mt_error_set(error, "the GPU of rank %d of the %s group does not reach that of rank %d: %s", group->rank,
+                            group->name, r, cudaGetErrorString(status));
+    }
+    mailbox->memory[r] = (char *)mailbox->mapped[r] + theirs->offset;
+    return 0;
+}
+
+extern "C" int mt_cuda_mailbox_open(mt_mailbox **out, const mt_group *group, void *memory, int64_t bytes,
+                                    mt_error *error) {
+    *out = NULL;
+    if (group->size > MT_MAILBOX_RANKS)
+        return mt_error_set(error, "group %s has %d ranks, and %d at most copy into one another's memory", group->name,
+                            group->size, MT_MAILBOX_RANKS);
+    mt_cuda_mailbox *mailbox = (mt_cuda_mailbox *)mt_calloc(sizeof *mailbox);
+    mailbox->head = {group, (char *)memory, bytes};
+    MT_CUDA(cudaMemset((char *)memory + bytes - MT_MAILBOX_OWN, 0, MT_MAILBOX_OWN));
+    MT_CUDA(cudaDeviceSynchronize()); // before any rank has what this one is about to tell
+    mt_mailbox_export own = mt_mailbox_describe(memory);
+    int status = 0;
+    for (int r = 0; r < group->size; r++) {
+        mt_mailbox_export theirs = own;
+        mt_broadcast(group, &theirs, sizeof theirs, r);
+        if (r == group->rank)
+            mailbox->memory[r] = (char *)memory;
+        else if (status == 0)
+            status = mt_mailbox_map(mailbox, r, &theirs, own.host, error);
+    }
+    *out = &mailbox->head;
+    return status;
+}
+
+/* The number that rank `of` changes in the mailbox of rank `owner`. */
+static CUdeviceptr mt_mailbox_number(const mt_cuda_mailbox *mailbox, int owner, int of, bool arrived) {
+    int64_t own = mailbox->head.bytes - MT_MAILBOX_OWN;
+    return (CUdeviceptr)(mailbox->memory[owner] + own + 4 * (arrived ? MT_MAILBOX_RANKS + of : of));
+}
+
+/* A wait returns once the number is at least that, and then sees what was written before it. */
+extern "C" void mt_cuda_mailbox_trade(mt_mailbox *head, const void *in, int64_t count, int64_t first, int64_t stride,
+                                      mt_dtype dtype, int to, int from, mt_stream *stream) {
+    static CUresult (*write)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
+    static CUresult (*wait)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
+    if (!write) write = mt_driver_function<decltype(write)>("cuStreamWriteValue32");
+    if (!wait) wait = mt_driver_function<decltype(wait)>("cuStreamWaitValue32");
+    mt_cuda_mailbox *mailbox = (mt_cuda_mailbox *)head;
+    const mt_group *group = head->group;
+    int rank = group->rank;
+    int64_t width = mt_dtype_size(dtype);
+    cudaStream_t on = mt_cuda_stream(stream);
+    int64_t last = first + (rank > from ? rank : from) * stride + count;
+    MT_CHECK(to != rank && from != rank && last * width <= head->bytes - MT_MAILBOX_OWN);
+    mt_watch_note("mailbox_trade", group->name);
+    uint32_t sent = ++mailbox->sent[to], received = ++mailbox->received[from];
+    const char *call = "a stream's numbers";
+    mt_driver_check(write(on, mt_mailbox_number(mailbox, from, rank, false), received, 0), call, group);
+    mt_driver_check(wait(on, mt_mailbox_number(mailbox, rank, to, false), sent, CU_STREAM_WAIT_VALUE_GEQ), call, group);
+    MT_CUDA(cudaMemcpyAsync(mailbox->memory[to] + (first + rank * stride) * width, in, (size_t)(count * width),
+                            cudaMemcpyDefault, on));
+    mt_driver_check(write(on, mt_mailbox_number(mailbox, to, rank, true), sent, 0), call, group);
+    mt_driver_check(wait(on, mt_mailbox_number(mailbox, rank, from, true), received, CU_STREAM_WAIT_VALUE_GEQ), call,
+                    group);
+}
+
+/* No rank frees what another still maps. */
+extern "C" void mt_cuda_mailbox_close(mt_mailbox *head) {
+    if (!head) return;
+    mt_cuda_mailbox *mailbox = (mt_cuda_mailbox *)head;
+    MT_CUDA(cudaDeviceSynchronize());
+    mt_barrier(head->group); // all puts are through
+    for (int r = 0; r < head->group->size; r++)
+        if (mailbox->mapped[r]) MT_CUDA(cudaIpcCloseMemHandle(mailbox->mapped[r]));
+    mt_barrier(head->group);
+    free(mailbox);
+}

@@ -276,6 +276,42 @@ static void check_channels(const mt_group *group) {
     free(host);
 }
 
+/* Every rank puts a piece into the mailbox of every other, round after round, each when the last has been read. */
+static void check_mailbox(const mt_group *group) {
+    enum { ROUNDS = 20, PIECE = 40001, FIRST = 11 };
+    if (group->size == 1) return;
+    mt_error error = {{0}};
+    mt_mailbox *mailbox;
+    int64_t bytes = (FIRST + group->size * PIECE + 1) / 2 * 4 + MT_MAILBOX_OWN;
+    char *memory = ops->memory_alloc(bytes), *host = mt_malloc(PIECE * 2), *in[ROUNDS];
+    if (ops->mailbox_open(&mailbox, group, memory, bytes, &error) != 0) fail_msg("%s", error.text);
+    for (int round = 0; round < ROUNDS; round++) {
+        fill(host, group->rank, round, PIECE, MT_BF16);
+        in[round] = to_device(host, PIECE * 2);
+    }
+    char *seen = ops->memory_alloc((int64_t)ROUNDS * group->size * PIECE * 2);
+    for (int round = 0; round < ROUNDS; round++) {
+        int64_t n = round % 3 == 2 ? 1 : PIECE - round * 7;
+        for (int step = 1; step < group->size; step++)
+            ops->mailbox_trade(mailbox, in[round], n, FIRST, PIECE, MT_BF16, (group->rank + step) % group->size,
+                               (group->rank + group->size - step) % group->size, stream);
+        int64_t whole = group->size * PIECE * 2; // of the next round nothing may come before this is read
+        ops->memory_copy(seen + round * whole, memory + FIRST * 2, whole, stream);
+    }
+    for (int round = 0; round < ROUNDS; round++)
+        for (int r = 0; r < group->size; r++) {
+            int64_t n = round % 3 == 2 ? 1 : PIECE - round * 7;
+            if (r == group->rank) continue;
+            to_host(host, seen + (int64_t)(round * group->size + r) * PIECE * 2, n * 2);
+            expect_inputs(host, r, round, n, MT_BF16);
+        }
+    ops->mailbox_close(mailbox);
+    for (int round = 0; round < ROUNDS; round++) ops->memory_free(in[round]);
+    ops->memory_free(seen);
+    ops->memory_free(memory);
+    free(host);
+}
+
 /* The group's result of every operation, for all types and awkward counts. The long count goes with one type each. */
 static void check_group(const mt_group *group) {
     static void (*const checks[])(const mt_group *, int64_t, mt_dtype) = {check_all_reduce,     check_all_gather,
@@ -286,6 +322,7 @@ static void check_group(const mt_group *group) {
             for (int d = 0; d < NUM_DTYPES; d++)
                 if (counts[c] < 1000000 || d == k % NUM_DTYPES) checks[k](group, counts[c], dtypes[d]);
     check_channels(group);
+    check_mailbox(group);
 }
 
 #endif

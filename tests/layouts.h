@@ -11,6 +11,7 @@
 /* The command lines of layouts, in words short enough for a table. */
 #define TP       " --tensor-model-parallel-size "
 #define SP       " --sequence-parallel"
+#define STEPWISE " --sequence-parallel --tp-comm-overlap"
 #define PP       " --pipeline-model-parallel-size "
 #define VP       " --num-virtual-stages-per-pipeline-rank "
 #define GROUP    " --microbatch-group-size-per-virtual-pipeline-stage "
@@ -782,6 +783,9 @@ static const layout alone[] = {
     {2, BIASED, TP "2" SP},
     {4, GPT2, TP "4" SP},
     {4, QWEN, TP "4" SP},
+    {2, BIASED, TP "2" STEPWISE},
+    {4, GPT2, TP "4" STEPWISE},
+    {4, QWEN, TP "4" STEPWISE},
     {2, QWEN, PP "2"},
     {4, GPT2, PP "4"},
     {2, LLAMA, PP "2" VP "2"},
@@ -823,6 +827,7 @@ static const layout of_latent_attention[] = {
     {2, NO_Q_LATENT, SHARD "optim_grads_params" PREFETCH},
     {4, LATENT, TP "4"},
     {4, LATENT_PACKED, TP "4" SP},
+    {4, LATENT, TP "4" STEPWISE},
     {4, LATENT, TP "2" SP PP "2" ZB},
     {4, NO_Q_LATENT, TP "2" SP PP "2" ZB},
     {4, LATENT, TP "2" SP CP "2"},
@@ -860,6 +865,7 @@ static const layout with_multi_token_prediction[] = {
     {4, MTP, PP "2" VP "2" SHARD "optim" PREFETCH},
     {4, MTP_LATENT, TP "2" SP PP "2" EP "2" ETP "1"},
     {4, MTP_LATENT, TP "2" SP CP "2" EP "4" ETP "1" SHARD "optim_grads_params"},
+    {4, MTP_LATENT, TP "2" STEPWISE EP "2" SHARD "optim" PREFETCH},
     {4, MTP_LATENT, PP "2" EP "2" GATHER SHARD "optim_grads_params" PREFETCH},
     {8, MTP, TP "2" SP PP "2" CP "2"},
     {8, MTP_TIED, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params" PREFETCH},
@@ -870,6 +876,7 @@ static const layout with_multi_token_prediction[] = {
 static const layout of_2_ranks[] = {
     {2, LLAMA, TP "2" SP MICRO "4"},
     {2, PACKED, TP "2" SP MICRO "2"},
+    {2, PACKED, TP "2" STEPWISE MICRO "4"},
     {2, LLAMA_5, PP "2"},
     {2, LLAMA_5, PP "2" ZB},
     {2, LLAMA_5, PP "2" VP "2" GROUP "3"},
@@ -891,10 +898,12 @@ static const layout of_2_ranks[] = {
 static const layout of_4_ranks[] = {
     {4, LLAMA, TP "2" PP "2"},
     {4, QWEN, TP "2" SP PP "2" ZB},
+    {4, QWEN, TP "2" STEPWISE PP "2" ZB},
     {4, GPT2, TP "2" SP PP "2" VP "2"},
     {4, GPT2, TP "2" SP CP "2"},
     {4, LLAMA, TP "2" CP "2" BY "a2a"},
     {4, PACKED, TP "2" SP CP "2" BY "all_gather" MICRO "2"},
+    {4, LLAMA, TP "2" STEPWISE CP "2" MICRO "2"},
     {4, QWEN, TP "2" SP SHARD "optim" PREFETCH},
     {4, BIASED, TP "2" SHARD "optim_grads_params" PREFETCH},
     {4, LLAMA, TP "2" SP SHARD "optim_grads" OVERLAP},
@@ -920,6 +929,7 @@ static const layout of_4_ranks[] = {
 
 static const layout of_8_ranks[] = {
     {8, LLAMA, TP "8" SP},
+    {8, LLAMA, TP "8" STEPWISE},
     {8, QWEN, TP "8"},
     {8, DEEP, PP "8"},
     {8, DEEP, PP "8" ZB},
@@ -970,6 +980,8 @@ static const layout with_experts[] = {
     {4, EXPERTS, EP "2" ETP "2" GATHER},
     {4, SHARED, TP "2" SP EP "2"},
     {4, SHARED, TP "2" SP ETP "1" EP "4" SHARD "optim" PREFETCH},
+    {4, SHARED, TP "4" STEPWISE ETP "2" EP "2"},
+    {4, SHARED, TP "2" STEPWISE ETP "1" EP "2" SHARD "optim_grads_params" PREFETCH},
     {4, EXPERTS_PACKED, TP "2" SP CP "2" ETP "2" EP "2" MICRO "2"},
     {4, SHARED, TP "2" SP CP "2" BY "a2a" ETP "1" EP "2" GATHER},
     {4, EXPERTS, PP "2" EP "2"},
@@ -1010,6 +1022,7 @@ static const layout in_bf16[] = {
     {4, GATED, TP "2" SP EP "2"},
     {4, MTP_LATENT, TP "2" SP PP "2" EP "2" ETP "1"},
     {2, LLAMA, TP "2" SP},
+    {4, LLAMA, TP "4" STEPWISE},
     {2, GPT2, PP "2" VP "2"},
     {4, LLAMA, TP "2" SP PP "2" ZB},
     {4, QWEN, CP "2" SHARD "optim" PREFETCH},
@@ -1037,6 +1050,7 @@ static const family_layout families_on_layouts[] = {
     {4, "qwen2", 1, SHARD "optim_grads_params" PREFETCH},
     {4, "qwen3", 1, PP "2" CP "2"},
     {4, "qwen3", 2, TP "2" SHARD "optim_grads"},
+    {4, "qwen2", 1, TP "4" STEPWISE},
     {4, "deepseek_v3_dense", 1, TP "4" SP},
     {4, "deepseek_v3_no_q_latent", 2, TP "2" SP CP "2"},
     {8, "gpt2", 1, TP "2" SP PP "2" CP "2" BY "all_gather"},

@@ -435,6 +435,28 @@ static void messages_are_as_long_as_their_receivers_asked_for(void **state) {
     }
 }
 
+static int half_open(mt_mailbox **mailbox, const mt_group *group, void *memory, int64_t bytes, mt_error *error) {
+    int status = mt_cpu_ops.mailbox_open(mailbox, group, memory, bytes, error);
+    return group->rank == 1 ? mt_error_set(error, "rank 1 sees nobody") : status;
+}
+
+static void every_rank_hears_that_one_cannot_reach_the_others(void **state) {
+    (void)state;
+    mt_ops closed = *backend;
+    mt_error error = {{0}};
+    mt_grid grid = MT_GRID_OF_ONE;
+    mt_model_plan plan = {max_tokens, max_tokens, 0, SEQ_LENGTH, true};
+    closed.mailbox_open = half_open;
+    more_options = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap";
+    fixture f = open_family("llama", 1, NUM_RANKS, false);
+    more_options = "";
+    grid.world = world.world;
+    if (mt_grid_build(&grid, &f.options, &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(mt_model_create(&f.model, &f.options, &grid, &closed, &plan, &error), -1);
+    assert_string_equal(error.text, "--tp-comm-overlap cannot be: rank 1 sees nobody; leave it out");
+    close_trainee(&(trainee){.f = f, .grid = grid});
+}
+
 int main(int argc, char **argv) {
     mt_options options;
     mt_error error;
@@ -450,6 +472,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(channels_close_in_the_order_in_which_they_opened),
         cmocka_unit_test(messages_are_as_long_as_their_receivers_asked_for),
+        cmocka_unit_test(every_rank_hears_that_one_cannot_reach_the_others),
         cmocka_unit_test(a_run_goes_on_from_any_layout_on_any_other),
         cmocka_unit_test(a_run_with_multi_token_prediction_goes_on_from_any_layout_on_any_other),
         cmocka_unit_test(the_same_layout_goes_on_bit_for_bit),

@@ -314,6 +314,8 @@ static void layouts_that_cannot_be_are_refused(void **state) {
     expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--tensor-model-parallel-size 2 --ffn-hidden-size 63",
                     "--ffn-hidden-size 63 must be a multiple of --tensor-model-parallel-size 2");
     expect_error(RUN "--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size of 2 or more");
+    expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--tensor-model-parallel-size 2 --tp-comm-overlap",
+                    "--tp-comm-overlap needs --sequence-parallel");
     expect_error_of(MT_PROGRAM_TRAIN, 2, RUN "--seq-length 14 --context-parallel-size 2",
                     "--seq-length 14 must be a multiple of 2 x --context-parallel-size 2");
     expect_error_of(MT_PROGRAM_TRAIN, 2,

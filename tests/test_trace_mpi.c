@@ -48,16 +48,22 @@ static double tensor_bytes(const mt_options *o, double tokens, int64_t t, bool s
 
 static void tensor_communication_is_what_the_notes_count(void **state) {
     (void)state;
-    static const layout ways[] = {{"--tensor-model-parallel-size 2", 2, 1, 1, 2, {NULL}},
-                                  {"--tensor-model-parallel-size 2 --sequence-parallel", 2, 1, 1, 2, {NULL}}};
+    static const layout ways[] = {
+        {"--tensor-model-parallel-size 2", 2, 1, 1, 2, {NULL}},
+        {"--tensor-model-parallel-size 2 --sequence-parallel", 2, 1, 1, 2, {NULL}},
+        {"--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", 2, 1, 1, 2, {NULL}}};
     fixture f = open_llama("", 1);
-    for (int k = 0; k < 2; k++) {
+    for (int k = 0; k < 3; k++) {
         mt_metrics metrics[RUN_STEPS];
         train_layout(&ways[k], "--profile", metrics);
         const mt_profile *sums = mt_profile_read();
         assert_int_equal(sums->steps, RUN_STEPS - 1);
         double bytes = sums->traffic[MT_TRAFFIC_TENSOR].bytes / (RUN_STEPS - 1);
-        assert_true(bytes == tensor_bytes(&f.options, TOKENS / 2, 2, k)); // two data-parallel ranks share the tokens
+        assert_true(bytes ==
+                    tensor_bytes(&f.options, TOKENS / 2, 2, k > 0)); // two data-parallel ranks share the tokens
+        // the ten of a layer and three of the output layer's five go rank by rank: between two ranks one trade each
+        int64_t trades = sums->rows[MT_OPERATION_mailbox_trade].calls, micro_batches = SEQUENCES / 2;
+        assert_int_equal(trades, k < 2 ? 0 : (RUN_STEPS - 1) * micro_batches * (10 * f.options.num_layers + 3));
         mt_profile_close();
     }
     mt_batch_free(&f.batch), mt_options_free(&f.options), free(f.tokens);
