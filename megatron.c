@@ -12628,7 +12628,7 @@ typedef struct mt_wanted {
 /* Files pass by in stretches, through slots of memory that all ranks of a host share. Threads of all ranks read the
  * next stretch, whoever is free; a slot is free again when every rank has taken from it what it wants. Who waits
  * sleeps: cores may be fewer than ranks and their threads. */
-enum { MT_STRETCH = 2 << 20, MT_SLOTS = 12, MT_READERS = 4, MT_STAGED = 1 << 18 };
+enum { MT_STRETCH = 2 << 20, MT_SLOTS = 12, MT_READERS = 4, MT_STAGED = 1 << 18, MT_SPARES = 8 };
 
 /* At the start of the shared memory. */
 typedef struct mt_slots {
@@ -12649,6 +12649,9 @@ typedef struct mt_reader {
 #ifdef MT_HAVE_MPI
     MPI_Win shared;
 #endif
+    float *spare[MT_SPARES]; // what tensors were turned in
+    int64_t spare_bytes[MT_SPARES];
+    unsigned next_spare;
     float *staged; // numbers on their way into a bucket
     uint16_t *halves;
     int64_t room;          // of them
@@ -12717,6 +12720,7 @@ static void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) 
 }
 
 static void mt_reader_close(mt_reader *r) {
+    for (int i = 0; i < MT_SPARES; i++) free(r->spare[i]);
     free(r->staged);
     free(r->halves);
     mt_reader_barrier(r);
@@ -12852,10 +12856,48 @@ static mt_window mt_window_meet(mt_window a, mt_window b) {
     return (mt_window){row, mt_max(rows, 0), col, mt_max(cols, 0)};
 }
 
-/* What lies here of a parameter, as rows and columns of its tensor. */
-static mt_window mt_wanted_window(const mt_param *param) {
-    mt_window w = {param->hf_row + param->first_row, mt_param_rows_stored(param), param->first_col, param->cols};
-    return param->hf_transposed ? (mt_window){w.col, w.cols, w.row, w.rows} : w;
+/* Rows [*first, *end) of what lies here of a parameter, of which the parts that are wanted have something: not all,
+ * where a data group shares them out. */
+static void mt_wanted_rows(const mt_wanted *w, int64_t *first, int64_t *end) {
+    const mt_part *parts[] = {&w->weights, &w->floats};
+    int64_t cols = w->param->cols, count = mt_param_rows_stored(w->param) * cols;
+    *first = count, *end = 0;
+    for (int i = 0; i < 2; i++) {
+        int64_t begin = mt_max(parts[i]->first - w->param->offset, 0);
+        int64_t last = mt_min(parts[i]->first + parts[i]->count - w->param->offset, count);
+        if (!parts[i]->data || begin >= last) continue;
+        *first = mt_min(*first, begin / cols), *end = mt_max(*end, mt_blocks(last, cols));
+    }
+    if (*end == 0) *first = 0;
+}
+
+/* What is wanted of a parameter, as rows and columns of its tensor. */
+static mt_window mt_wanted_window(const mt_wanted *w) {
+    const mt_param *param = w->param;
+    mt_window own = {param->hf_row + param->first_row, mt_param_rows_stored(param), param->first_col, param->cols};
+    if (!param->hf_transposed) return own;
+    int64_t first, end;
+    mt_wanted_rows(w, &first, &end);
+    return (mt_window){own.col, own.cols, own.row + first, end - first};
+}
+
+/* Memory for a tensor to turn in, which comes back: pages that are new would cost more than what is done in them. */
+static float *mt_reader_borrow(mt_reader *r, int64_t bytes) {
+    for (int i = 0; i < MT_SPARES; i++)
+        if (r->spare[i] && r->spare_bytes[i] == bytes) {
+            float *memory = r->spare[i];
+            r->spare[i] = NULL;
+            return memory;
+        }
+    return mt_malloc(bytes);
+}
+
+static void mt_reader_lay_by(mt_reader *r, float *memory, int64_t bytes) {
+    int at = r->next_spare++ % MT_SPARES; // the oldest goes
+    for (int i = 0; i < MT_SPARES; i++)
+        if (!r->spare[i]) at = i;
+    free(r->spare[at]);
+    r->spare[at] = memory, r->spare_bytes[at] = bytes;
 }
 
 /* The same for n stored numbers, which become floats first unless they are. */
@@ -12888,11 +12930,11 @@ static void mt_stored_turn(float *to, int64_t pitch, const char *from, int64_t w
 static void mt_wanted_take(mt_reader *r, mt_wanted *w, mt_window given, const char *data) {
     const mt_param *param = w->param;
     mt_dtype dtype = w->tensor->dtype;
-    mt_window own = mt_wanted_window(param), part = mt_window_meet(given, own);
+    mt_window own = mt_wanted_window(w), part = mt_window_meet(given, own);
     int64_t size = mt_dtype_size(dtype), cols = param->cols;
     if (part.rows == 0 || part.cols == 0) return;
     if (param->hf_transposed) {
-        if (!w->turned) w->turned = mt_malloc(own.rows * own.cols * 4);
+        if (!w->turned) w->turned = mt_reader_borrow(r, own.rows * own.cols * 4);
         mt_stored_turn(w->turned + (part.col - own.col) * cols + part.row - own.row, cols,
                        data + ((part.row - given.row) * given.cols + part.col - given.col) * size, given.cols, dtype,
                        part.rows, part.cols);
@@ -12924,9 +12966,12 @@ static void mt_wanted_take_elements(mt_reader *r, mt_wanted *w, int64_t begin, i
 static void mt_wanted_finish(mt_reader *r, mt_wanted *w) {
     const mt_param *param = w->param;
     int64_t stored = mt_param_rows_stored(param) * param->cols, padding = param->rows * param->cols - stored;
-    if (w->turned) mt_wanted_put(r, w, 0, w->turned, stored);
-    free(w->turned);
-    w->turned = NULL;
+    if (w->turned) {
+        mt_window own = mt_wanted_window(w);
+        mt_wanted_put(r, w, (own.col - param->hf_row - param->first_row) * param->cols, w->turned, own.rows * own.cols);
+        mt_reader_lay_by(r, w->turned, own.rows * own.cols * 4);
+        w->turned = NULL;
+    }
     if (w->floats.data) mt_part_write(r->model, &w->floats, param->offset + stored, NULL, padding);
     if (w->weights.data) mt_part_write(r->model, &w->weights, param->offset + stored, NULL, padding);
 }

@@ -55,7 +55,7 @@ random() {
 
 # ---- kills
 
-steps=150
+steps=400
 # start METRICS ARGUMENTS...: the job, in a session of its own, whose number is $job.
 start() {
     metrics=$1

@@ -2,44 +2,36 @@
 # What train saves is a Hugging Face folder: transformers opens the folder of --save as it is, for every family, and
 # gives tokens the log-probabilities that infer gives them. Skipped where python3 has no torch or no transformers.
 set -u
-bin=$(cd "${MT_BIN:-.}" && pwd)
-golden=tests/golden/hf
-work=$(mktemp -d "${TMPDIR:-/tmp}/mt_transformers.XXXXXX")
-trap 'rm -rf "$work"' EXIT
-export OMP_NUM_THREADS=2 HF_HUB_OFFLINE=1 CUDA_MODULE_LOADING=LAZY
 python=${PYTHON:-python3}
-
 if ! "$python" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "transformers"))))' \
     2>/dev/null; then
     echo "skipped: $python has no torch or no transformers"
     exit 77
 fi
-
-# fails NAME: what went wrong, in full.
-fails() {
-    echo "not ok $1"
-    cat "$work/err"
-    failed=1
-}
+. tests/suite.sh
+golden=tests/golden/hf
+export OMP_NUM_THREADS=2 HF_HUB_OFFLINE=1
 
 # Two steps from weights that tell tokens apart; what is saved in bf16 is scored in fp32 too.
-failed=0
 set --
-for name in gpt2 llama llama3_rope_tied qwen2 qwen3 mixtral qwen3_moe deepseek_v3 llama-bf16 deepseek_v3-bf16; do
+for name in gpt2 llama llama3_rope_tied qwen2 qwen3 mixtral qwen2_moe qwen3_moe deepseek_v3 llama-bf16 \
+    deepseek_v3-bf16; do
     family=${name%-bf16} precision=''
     [ "$family" = "$name" ] || precision=--bf16
     tokens=$golden/$family/tokens.i32
     # shellcheck disable=SC2086
-    if ! "$bin/train" --hf-config "$golden/$family/config.json" --init-method-std 0.2 --tokens-file "$tokens" \
+    if "$train" --hf-config "$golden/$family/config.json" --init-method-std 0.2 --tokens-file "$tokens" \
         --seq-length 32 --global-batch-size 4 --train-iters 2 --lr 1e-2 --lr-decay-style constant \
         --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --save "$work/$name" $precision \
-        >"$work/out" 2>"$work/err" </dev/null ||
-        ! "$bin/infer" --load "$work/$name" --score "$tokens" --seq-length 32 --micro-batch-size 4 \
+        >"$work/out" 2>"$work/err" </dev/null &&
+        "$infer" --load "$work/$name" --score "$tokens" --seq-length 32 --micro-batch-size 4 \
             --out "$work/$name.logprobs" --entropy-out "$work/$name.entropy" >"$work/out" 2>"$work/err" </dev/null; then
-        fails "$name"
-        continue
+        set -- "$@" "$name" "$work/$name" "$tokens" "$work/$name.logprobs" "$work/$name.entropy"
+    else
+        echo "not ok $name"
+        cat "$work/err"
+        failed=1
     fi
-    set -- "$@" "$name" "$work/$name" "$tokens" "$work/$name.logprobs" "$work/$name.entropy"
 done
 "$python" tests/transformers_score.py 32 "$@" 2>"$work/err" || { failed=1 && tail -n 20 "$work/err"; }
 exit $failed
