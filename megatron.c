@@ -6426,32 +6426,49 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
 /* Which half of a backward to do. */
 enum { MT_PART_INPUT = 1, MT_PART_WEIGHT = 2, MT_PART_BOTH = 3 };
 
-/* y[T, N] = x w^T + bias for this rank's N outputs, x[rows, K]. */
-static void mt_column_linear_forward(const mt_tensor_parallel *tp, void *y, const void *x, mt_weight w, mt_weight bias,
-                                     int64_t N, int64_t K) {
+/* y = x w^T + bias, and active = gelu(y) by its tanh approximation unless it is NULL: in one operation if the backend
+ * can. */
+static void mt_product_forward(const mt_tensor_parallel *tp, void *active, void *y, const void *x, mt_weight w,
+                               mt_weight bias, int64_t T, int64_t N, int64_t K) {
     const mt_ops *ops = tp->ops;
+    if (active && ops->linear_gelu_forward) {
+        ops->linear_gelu_forward(active, y, x, w.w, bias.w, T, N, K, tp->dtype, tp->stream);
+        return;
+    }
+    ops->linear_forward(y, x, w.w, bias.w, T, N, K, tp->dtype, tp->stream);
+    if (active) ops->gelu_forward(active, y, T * N, true, tp->dtype, tp->stream);
+}
+
+/* dx[T, K] = dy w; where x was gelu(pre), the gradient of pre in its place. */
+static void mt_product_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, mt_weight w, const void *pre,
+                                int64_t T, int64_t N, int64_t K) {
+    const mt_ops *ops = tp->ops;
+    if (pre && ops->linear_backward_gelu) {
+        ops->linear_backward_gelu(dx, dy, w.w, pre, T, N, K, tp->dtype, tp->stream);
+        return;
+    }
+    ops->linear_backward_input(dx, dy, w.w, T, N, K, tp->dtype, tp->stream);
+    if (pre) ops->gelu_backward(dx, dx, pre, T * K, true, tp->dtype, tp->stream);
+}
+
+/* y[T, N] = x w^T + bias for this rank's N outputs, x[rows, K]; and active[T, N] = gelu(y) unless it is NULL. */
+static void mt_column_linear_gelu_forward(const mt_tensor_parallel *tp, void *active, void *y, const void *x,
+                                          mt_weight w, mt_weight bias, int64_t N, int64_t K) {
     if (!tp->overlaps) {
         x = mt_region_enter_forward(tp, x, K, tp->stream);
-        ops->linear_forward(y, x, w.w, bias.w, tp->T, N, K, tp->dtype, tp->stream);
+        mt_product_forward(tp, active, y, x, w, bias, tp->T, N, K);
         return;
     }
     for (int step = 0, owner; step < tp->group->size; step++) {
         const void *piece = mt_gather_step(tp, x, K, step, &owner);
-        ops->linear_forward(mt_rows_of_rank(tp, y, owner, N), piece, w.w, bias.w, tp->rows, N, K, tp->dtype,
-                            tp->stream);
+        mt_product_forward(tp, active ? mt_rows_of_rank(tp, active, owner, N) : NULL, mt_rows_of_rank(tp, y, owner, N),
+                           piece, w, bias, tp->rows, N, K);
     }
 }
 
-/* The same and active[T, N] = gelu(y) by its tanh approximation: in one operation if the backend can. */
-static void mt_column_linear_gelu_forward(const mt_tensor_parallel *tp, void *active, void *y, const void *x,
-                                          mt_weight w, mt_weight bias, int64_t N, int64_t K) {
-    x = mt_region_enter_forward(tp, x, K, tp->stream);
-    if (tp->ops->linear_gelu_forward) {
-        tp->ops->linear_gelu_forward(active, y, x, w.w, bias.w, tp->T, N, K, tp->dtype, tp->stream);
-        return;
-    }
-    tp->ops->linear_forward(y, x, w.w, bias.w, tp->T, N, K, tp->dtype, tp->stream);
-    tp->ops->gelu_forward(active, y, tp->T * N, true, tp->dtype, tp->stream);
+static void mt_column_linear_forward(const mt_tensor_parallel *tp, void *y, const void *x, mt_weight w, mt_weight bias,
+                                     int64_t N, int64_t K) {
+    mt_column_linear_gelu_forward(tp, NULL, y, x, w, bias, N, K);
 }
 
 /* dx[rows, K], dw and dbias of dy[T, N]. x is gathered while the first product runs, dx reduced during the second. */
@@ -6501,43 +6518,32 @@ static void mt_row_linear_forward(const mt_tensor_parallel *tp, void *out, const
 
 /* dx[T, K] of dout[rows, N], rank by rank; returns dout of all rows. */
 static const void *mt_row_linear_backward_in_steps(const mt_tensor_parallel *tp, void *dx, const void *dout,
-                                                   mt_weight w, int64_t N, int64_t K) {
-    const mt_ops *ops = tp->ops;
+                                                   mt_weight w, const void *pre, int64_t N, int64_t K) {
     for (int step = 0, owner; step < tp->group->size; step++) {
         const void *piece = mt_gather_step(tp, dout, N, step, &owner);
-        ops->linear_backward_input(mt_rows_of_rank(tp, dx, owner, K), piece, w.w, tp->rows, N, K, tp->dtype,
-                                   tp->stream);
+        mt_product_backward(tp, mt_rows_of_rank(tp, dx, owner, K), piece, w,
+                            pre ? mt_rows_of_rank(tp, pre, owner, K) : NULL, tp->rows, N, K);
     }
     const void *dy = mt_gather_own(tp, dout, N);
-    ops->stream_follow(tp->stream, tp->comm);
+    tp->ops->stream_follow(tp->stream, tp->comm);
     return dy;
 }
 
-/* dx[T, K], dw and dbias of dout[rows, N]; every rank sums the same dbias over all rows. */
-static void mt_row_linear_backward(const mt_tensor_parallel *tp, void *dx, const void *dout, const void *x, mt_weight w,
-                                   mt_weight bias, int64_t N, int64_t K, int parts) {
+/* dx[T, K], dw and dbias of dout[rows, N]; every rank sums the same dbias over all rows. Where x was gelu(pre[T, K]),
+ * by its tanh approximation, dx is the gradient of pre; else pre is NULL. */
+static void mt_row_linear_gelu_backward(const mt_tensor_parallel *tp, void *dx, const void *dout, const void *x,
+                                        const void *pre, mt_weight w, mt_weight bias, int64_t N, int64_t K, int parts) {
     bool in_steps = tp->overlaps && (parts & MT_PART_INPUT);
     const void *dy =
-        in_steps ? mt_row_linear_backward_in_steps(tp, dx, dout, w, N, K) : mt_region_leave_backward(tp, dout, N);
+        in_steps ? mt_row_linear_backward_in_steps(tp, dx, dout, w, pre, N, K) : mt_region_leave_backward(tp, dout, N);
     if (parts & MT_PART_WEIGHT)
         tp->ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, tp->stream);
-    if ((parts & MT_PART_INPUT) && !in_steps)
-        tp->ops->linear_backward_input(dx, dy, w.w, tp->T, N, K, tp->dtype, tp->stream);
+    if ((parts & MT_PART_INPUT) && !in_steps) mt_product_backward(tp, dx, dy, w, pre, tp->T, N, K);
 }
 
-/* The same for x = gelu(pre) by its tanh approximation, with dpre[T, K] in place of dx. */
-static void mt_row_linear_gelu_backward(const mt_tensor_parallel *tp, void *dpre, const void *dout, const void *x,
-                                        const void *pre, mt_weight w, mt_weight bias, int64_t N, int64_t K, int parts) {
-    const void *dy = mt_region_leave_backward(tp, dout, N);
-    if (parts & MT_PART_WEIGHT)
-        tp->ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, tp->stream);
-    if (!(parts & MT_PART_INPUT)) return;
-    if (tp->ops->linear_backward_gelu) {
-        tp->ops->linear_backward_gelu(dpre, dy, w.w, pre, tp->T, N, K, tp->dtype, tp->stream);
-        return;
-    }
-    tp->ops->linear_backward_input(dpre, dy, w.w, tp->T, N, K, tp->dtype, tp->stream);
-    tp->ops->gelu_backward(dpre, dpre, pre, tp->T * K, true, tp->dtype, tp->stream);
+static void mt_row_linear_backward(const mt_tensor_parallel *tp, void *dx, const void *dout, const void *x, mt_weight w,
+                                   mt_weight bias, int64_t N, int64_t K, int parts) {
+    mt_row_linear_gelu_backward(tp, dx, dout, x, NULL, w, bias, N, K, parts);
 }
 
 /* out[rows, C] = the rows of ids[T], of which every rank holds `count` from `first` on. */

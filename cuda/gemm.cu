@@ -17,6 +17,7 @@ typedef struct product {
     cublasLtEpilogue_t epilogue;
     int64_t rows, cols, inner;
     mt_dtype dtype, out_dtype;
+    uint32_t alignment; // of all its operands, which plan_for fills in: rows of a larger matrix may begin anywhere
 } product;
 
 /* What a product reads and writes. `aux`, like D, is what GELU was or is to be taken of; NULL without GELU. */
@@ -49,7 +50,7 @@ static cudaDataType_t cuda_type(mt_dtype dtype) {
 static bool same_shape(const product *a, const product *b) {
     return a->transpose_a == b->transpose_a && a->transpose_b == b->transpose_b && a->accumulate == b->accumulate &&
            a->epilogue == b->epilogue && a->rows == b->rows && a->cols == b->cols && a->inner == b->inner &&
-           a->dtype == b->dtype && a->out_dtype == b->out_dtype;
+           a->dtype == b->dtype && a->out_dtype == b->out_dtype && a->alignment == b->alignment;
 }
 
 static void describe(plan *p) {
@@ -74,6 +75,12 @@ static void describe(plan *p) {
 static uint32_t alignment(const void *pointer) {
     uintptr_t address = (uintptr_t)pointer | 256;
     return (uint32_t)(address & -address);
+}
+
+/* That of all operands, up to the 16 bytes that loads take at once. */
+static uint32_t shared_alignment(const operands *o) {
+    uintptr_t all = (uintptr_t)o->a | (uintptr_t)o->b | (uintptr_t)o->d | (uintptr_t)o->aux | 16;
+    return (uint32_t)(all & -all);
 }
 
 static void set_pointers(const plan *p, const operands *o) {
@@ -166,13 +173,15 @@ static bool choose(plan *p, const operands *o, mt_stream *stream) {
 }
 
 /* The plan of a shape, with its pointers set; a new one if there is none. */
-static plan *plan_for(const product *shape, const operands *o, bool *is_new, mt_stream *stream) {
+static plan *plan_for(const product *wanted, const operands *o, bool *is_new, mt_stream *stream) {
+    product shape = *wanted;
+    shape.alignment = shared_alignment(o);
     plan *p = plans;
-    while (p && !same_shape(&p->shape, shape)) p = p->next;
+    while (p && !same_shape(&p->shape, &shape)) p = p->next;
     *is_new = !p;
     if (*is_new) {
         p = (plan *)mt_calloc(sizeof *p);
-        p->shape = *shape;
+        p->shape = shape;
         p->next = plans;
         plans = p;
         describe(p);
