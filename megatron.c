@@ -7927,8 +7927,8 @@ static void mt_experts_report(const mt_model *m, const mt_step_result *result, m
     const mt_options *o = m->options;
     int64_t E = e->router.num_experts, layers = 0;
     double sums[3] = {0}, worst = 0; // imbalances, choices, those kept
-    if (o->num_experts == 0) return;
-    for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_has_experts(o, i);
+    for (int64_t i = 0; i < o->num_layers && o->num_experts > 0; i++) layers += mt_layer_has_experts(o, i);
+    if (layers == 0) return;
     for (int64_t place = 0; place < e->num_layers; place++) {
         double total = 0, greatest = 0;
         for (int64_t i = place * E; i < (place + 1) * E; i++) {
