@@ -13344,7 +13344,7 @@ typedef struct mt_writer {
     mt_copy *copies;
     int64_t num_copies, copy_room;
     bool closed;        // no more will come
-    bool holds_all;     // the threads wait for that, so that the copy has the machine to itself
+    bool holds_all;     // the threads start when all is copied, so that the copy has the machine to itself
     bool runs;          // threads were started
     int busy;           // of them, those that have something left to do
     const char *folder; // they write into the files of `sums`
@@ -13479,7 +13479,7 @@ static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *pi
 /* The number of the next piece, or -1 when there will be none; *status: whether anything has failed. */
 static int64_t mt_writer_next(mt_writer *w, mt_piece *piece, int *status) {
     pthread_mutex_lock(&w->lock);
-    while ((w->next == w->num_pieces || w->holds_all) && !w->closed) pthread_cond_wait(&w->changed, &w->lock);
+    while (w->next == w->num_pieces && !w->closed) pthread_cond_wait(&w->changed, &w->lock);
     int64_t number = w->next < w->num_pieces ? w->next++ : -1;
     if (number >= 0) *piece = w->pieces[number];
     *status = w->status;
@@ -13528,11 +13528,16 @@ static void *mt_writer_run(void *context) {
     return NULL;
 }
 
-/* Starts threads that write into the files of a folder, of which w->sums has the names and sizes. */
-static void mt_writer_begin(mt_writer *w, const char *folder) {
-    w->folder = folder, w->status = 0, w->num_pieces = w->next = w->held = 0;
+/* Before the first piece. */
+static void mt_writer_begin(mt_writer *w) {
+    w->status = 0, w->num_pieces = w->next = w->held = 0;
     w->reserved = w->released = 0;
-    w->closed = false, w->runs = true, w->busy = MT_WRITERS;
+    w->closed = false;
+}
+
+/* Starts threads that write into the files of a folder, of which w->sums has the names and sizes. */
+static void mt_writer_start(mt_writer *w, const char *folder) {
+    w->folder = folder, w->runs = true, w->busy = MT_WRITERS;
     for (int i = 0; i < MT_WRITERS; i++)
         if (pthread_create(&w->threads[i], NULL, mt_writer_run, w) != 0)
             mt_die("cannot start a thread; raise ulimit -u");
@@ -13615,7 +13620,7 @@ static void mt_copy_to_host(mt_model *m, mt_writer *w, char *to, const char *fro
     }
 }
 
-/* Nothing that was asked for is under way any more. */
+/* Of a writer that holds all: nothing that was asked for is under way any more. */
 static void mt_copies_finish(mt_model *m, mt_writer *w) {
     const mt_copy *copies = w->copies;
 #pragma omp parallel for schedule(dynamic)
@@ -13685,7 +13690,6 @@ static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, i
             }
         }
     }
-    if (w) mt_copies_finish(m, w);
     return taken;
 }
 
@@ -13755,7 +13759,8 @@ int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem
     int status = mt_saved_create(&set, folder, m->grid->world.rank == 0, &w.sums, error);
     status = mt_ranks_agree(m, status, error);
     if (status == 0) {
-        mt_writer_begin(&w, folder);
+        mt_writer_begin(&w);
+        mt_writer_start(&w, folder);
         mt_set_copy(&set, m, &w, 0, &largest);
         mt_writer_end(&w);
         status = mt_ranks_agree(m, mt_writer_wait(&w, error), error);
@@ -14255,11 +14260,28 @@ int mt_saver_finish(mt_saver *s, mt_error *error) {
     return status;
 }
 
+/* Makes the folder, on rank 0 with all that is small and the files of tensors. */
+static int mt_saver_make_files(mt_saver *s, const mt_run_state *state, mt_error *error) {
+    mt_model *m = s->model;
+    bool makes = m->grid->world.rank == 0;
+    int status = makes ? mt_checkpoint_prepare(m, s->folder, error) : 0;
+    if (status == 0 && makes) status = mt_saver_write_small(s, state, error);
+    for (int64_t i = 0; i < s->num_sets && status == 0; i++)
+        status = mt_saved_create(&s->sets[i], s->temporary, makes, &s->writer.sums, error);
+    return status;
+}
+
+/* Hands on what this rank has of all sets. */
+static void mt_saver_copy(mt_saver *s) {
+    int64_t file = 0, largest;
+    for (int64_t i = 0; i < s->num_sets; file += s->sets[i++].num_shards)
+        mt_set_copy(&s->sets[i], s->model, &s->writer, file, &largest);
+}
+
+/* In the background: a GPU copies while rank 0 makes the files, and the threads start when both are done. */
 int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
     char temporary_name[128];
     mt_model *m = s->model;
-    bool writes = m->grid->world.rank == 0;
-    int64_t file = 0, largest;
     if (mt_saver_finish(m->saving, error) != 0) return -1; // the one before
     m->saving = s;
     s->iteration = state->iteration;
@@ -14267,15 +14289,14 @@ int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
     snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", s->name, (long long)getpid());
     mt_broadcast(&m->grid->world, temporary_name, sizeof temporary_name, 0);
     s->temporary = mt_path_join(s->folder, temporary_name);
-    int status = writes ? mt_checkpoint_prepare(m, s->folder, error) : 0;
-    if (status == 0 && writes) status = mt_saver_write_small(s, state, error);
-    for (int64_t i = 0; i < s->num_sets && status == 0; i++)
-        status = mt_saved_create(&s->sets[i], s->temporary, writes, &s->writer.sums, error);
+    mt_writer_begin(&s->writer);
+    if (s->async) mt_saver_copy(s);
+    int status = mt_saver_make_files(s, state, error);
+    if (s->async) mt_copies_finish(m, &s->writer);
     status = mt_ranks_agree(m, status, error);
     if (status != 0) return mt_saver_end(s, status);
-    mt_writer_begin(&s->writer, s->temporary);
-    for (int64_t i = 0; i < s->num_sets; file += s->sets[i++].num_shards)
-        mt_set_copy(&s->sets[i], m, &s->writer, file, &largest);
+    mt_writer_start(&s->writer, s->temporary);
+    if (!s->async) mt_saver_copy(s);
     mt_writer_end(&s->writer);
     return s->async ? 0 : mt_saver_finish(s, error);
 }
