@@ -7075,7 +7075,7 @@ typedef struct mt_experts {
     const mt_group *group; // who exchanges tokens
     mt_stream *comm;       // where they do
     bool gathers;          // all tokens go to all ranks
-    bool drops, pads, grouped, fuses, balances;
+    bool drops, pads, grouped, fuses, balances, counts_globally;
     bool together;                       // tokens choose by Sinkhorn's iteration
     bool accumulates;                    // as in mt_tensor_parallel
     mt_expert_rows rows;                 // gradients, and rows before they leave
@@ -7099,6 +7099,8 @@ typedef struct mt_experts {
     int64_t *all_index;
     float *loads, *kept; // [num_layers, E] tokens of this step that chose each expert; that it kept
     float *global;       // [num_layers, E] of the global batch so far
+    float *of_ranks;     // [data ranks, E] what each of them adds to it
+    int32_t *data_ranks; // [data ranks] 0, 1, ...
     double *losses;      // [2] auxiliary and z, times tokens
     int32_t *invalid;    // [num_layers] tokens whose logits are not finite
     void *told;          // on the host: loads, kept and invalid of two steps
@@ -7904,24 +7906,29 @@ static void mt_expert_rows_free(const mt_model *m, mt_expert_rows *rows) {
 
 /* ---- the router */
 
-/* Shares and counts of the experts over all ranks that share the sequences, or, for the global batch, that hold the
- * layer, with the counts of its micro-batches so far. */
+/* counts[E] become those of the global batch up to and with this rank's micro-batch, in the order of samples: as one
+ * rank counts that computes all micro-batches. */
+static void mt_count_globally(mt_model *m, const mt_layer *w, float *counts) {
+    const mt_experts *e = &m->experts;
+    const mt_group *data = &m->grid->data;
+    int64_t E = e->router.num_experts;
+    float *global = e->global + w->place * E;
+    m->ops->all_gather(e->of_ranks, counts, E, MT_F32, data, m->stream);
+    m->ops->combine_rows(counts, e->of_ranks, e->data_ranks, global, 1, data->rank + 1, E, MT_F32, m->stream);
+    m->ops->combine_rows(global, e->of_ranks, e->data_ranks, global, 1, data->size, E, MT_F32, m->stream);
+}
+
+/* Shares and counts of the experts over all ranks that share the sequences. */
 static void mt_balance(mt_model *m, const mt_layer *w, mt_routing *r) {
     mt_experts *e = &m->experts;
     const char *type = m->options->moe_router_load_balancing_type;
     int64_t E = e->router.num_experts, S = strcmp(type, "seq_aux_loss") == 0 ? m->spans.count : 1;
     const mt_group *group = &m->grid->tensor_context;
-    float *counts = r->balance + S * E;
     MT_CHECK(S <= e->sequences);
     m->ops->balance_forward(r->balance, e->losses + 1, r->logits, S > 1 ? m->sequence + m->first_row : NULL, S, m->rows,
                             &e->router, m->stream);
     m->ops->all_reduce(r->balance, 2 * S * E, MT_SUM, MT_F32, group, m->stream);
-    if (strcmp(type, "global_aux_loss") == 0) {
-        float *global = e->global + w->place * E;
-        m->ops->all_reduce(counts, E, MT_SUM, MT_F32, &m->grid->data, m->stream);
-        m->ops->accumulate(global, counts, E, m->stream);
-        m->ops->memory_copy(counts, global, E * 4, m->stream);
-    }
+    if (e->counts_globally) mt_count_globally(m, w, r->balance + E);
     if (group->rank == 0) m->ops->balance_loss(e->losses, r->balance, S, E, m->stream);
 }
 
@@ -9170,6 +9177,10 @@ static void mt_layout_experts(mt_model *m, mt_arena *arena) {
     e->kept = mt_inside(e->loads, e->num_layers * E * 4);
     e->global = mt_inside(e->loads, 2 * e->num_layers * E * 4);
     e->invalid = mt_arena_alloc(arena, e->num_layers * 4);
+    if (e->counts_globally) {
+        e->of_ranks = mt_arena_alloc(arena, m->grid->data.size * E * 4);
+        e->data_ranks = mt_arena_alloc(arena, m->grid->data.size * 4);
+    }
     if (m->options->moe_shared_expert_gate) {
         e->gate_experts = mt_arena_alloc(arena, R * 4);
         e->gate_invalid = mt_arena_alloc(arena, 4);
@@ -9585,6 +9596,17 @@ static int64_t mt_layers_kept(const mt_model *m, int64_t chunk) {
 }
 
 /* What the options say of experts, and which of them are here; after the stages. */
+/* What does not change from step to step. */
+static void mt_experts_number_ranks(mt_model *m) {
+    int64_t count = m->grid->data.size;
+    if (!m->experts.data_ranks) return;
+    int32_t *numbers = mt_malloc(count * 4);
+    for (int64_t i = 0; i < count; i++) numbers[i] = (int32_t)i;
+    m->ops->memory_copy(m->experts.data_ranks, numbers, count * 4, m->stream);
+    m->ops->stream_wait(m->stream);
+    free(numbers);
+}
+
 static void mt_experts_open(mt_model *m, const mt_options *o) {
     mt_experts *e = &m->experts;
     const mt_grid *grid = m->grid;
@@ -9605,6 +9627,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     e->drops = o->moe_expert_capacity_factor > 0, e->pads = o->moe_pad_expert_input_to_capacity && !e->gathers;
     e->grouped = o->moe_grouped_gemm, e->fuses = o->moe_permute_fusion;
     e->balances = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
+    e->counts_globally = e->balances && strcmp(o->moe_router_load_balancing_type, "global_aux_loss") == 0;
     e->together = m->plan.train && strcmp(o->moe_router_load_balancing_type, "sinkhorn") == 0;
     e->sequences = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? m->plan.max_tokens : 1;
     e->tokens = e->gathers ? e->group->size * m->max_rows : m->max_rows;
@@ -9909,6 +9932,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->experts.comm = m->stream;
     if (m->experts.num_layers > 0 && grid->expert_exchange.size > 1)
         m->experts.comm = ops->stream_create(NULL, 0, options->deterministic_mode);
+    mt_experts_number_ranks(m);
     mt_experts_begin(m);
     mt_sharding_start(m);
     mt_model_share_sequences(m);

@@ -60,6 +60,7 @@ typedef enum subject {
     EXPERTS,        // 8, of which a token visits 2, balanced over a micro-batch
     EXPERTS_12,     // sequences a step
     EXPERTS_PACKED, // balanced over each of two sequences
+    EXPERTS_GLOBAL, // over the global batch so far
     SHARED,         // after a dense layer; sigmoids, groups, a moving bias, an expert that every token visits
     GATED,          // after a dense layer; an expert that every token visits, weighed by its gate, as Qwen2-MoE's
     DROPPED,        // what is over an expert's capacity, by probability
@@ -117,6 +118,7 @@ static const struct {
     [PACKED] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --global-batch-size 8", 2},
     [EXPERTS] = {EXPERTS_LIKE " --global-batch-size 8", 1},
     [EXPERTS_12] = {EXPERTS_LIKE " --moe-router-topk 1 --moe-router-pre-softmax --global-batch-size 12", 1},
+    [EXPERTS_GLOBAL] = {EXPERTS_LIKE " --moe-router-load-balancing-type global_aux_loss --global-batch-size 8", 1},
     [EXPERTS_PACKED] = {EXPERTS_LIKE " --moe-router-load-balancing-type seq_aux_loss --global-batch-size 8", 2},
     [SHARED] = {GROUPED_LIKE " --global-batch-size 8", 1},
     [GATED] = {EXPERTS_LIKE " --moe-router-topk 4 --moe-router-pre-softmax --moe-layer-freq ([0]*1+[1]*3)"
@@ -964,6 +966,10 @@ static const layout with_experts[] = {
     {2, PADDED, EP "2"},
     {2, PADDED, PP "2" ZB},
     {2, EXPERTS_PACKED, CP "2" EP "2" MICRO "2"},
+    {2, EXPERTS_GLOBAL, ""},
+    {2, EXPERTS_GLOBAL, TP "2" SP},
+    {4, EXPERTS_GLOBAL, EP "4"},
+    {4, EXPERTS_GLOBAL, PP "2" EP "2" GATHER},
     {2, SHARED, PP "2" VP "2"},
     {2, EXPERTS_12, EP "2 --no-moe-grouped-gemm"},
     {2, EXPERTS, PLAIN},
