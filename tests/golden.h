@@ -3,6 +3,7 @@
 #define MT_TESTS_GOLDEN_H
 
 #include "../megatron.h"
+#include "families.h"
 
 #include <jansson.h>
 #include <math.h>
@@ -14,19 +15,6 @@
 #include <cmocka.h>
 
 enum { STEPS = 10, SEQUENCES = 4, SEQ_LENGTH = 32, TOKENS = SEQUENCES * SEQ_LENGTH };
-
-static const char *const families[] = {"gpt2",
-                                       "llama",
-                                       "llama3_rope_tied",
-                                       "qwen2",
-                                       "qwen3",
-                                       "mixtral",
-                                       "qwen2_moe",
-                                       "qwen3_moe",
-                                       "deepseek_v3",
-                                       "deepseek_v3_dense",
-                                       "deepseek_v3_no_q_latent"};
-enum { NUM_FAMILIES = sizeof families / sizeof *families };
 
 /* The backend that models are created on. */
 static const mt_ops *backend = &mt_cpu_ops;

@@ -1,10 +1,10 @@
 # What the shell suites share, which source this: the programs, a folder of the suite's own in $work, and verdicts.
 #
-#   . tests/suite.sh       from the root of the project; before it, TMPDIR may be set to where $work is to be
+#   . tests/suite.sh       from the root of the project; TMPDIR, if it is exported, says where $work is to be
 #
 # MT_BIN is the folder of the programs. A suite ends with `exit $failed`.
 train=$(cd "${MT_BIN:-.}" && pwd)/train infer=$(cd "${MT_BIN:-.}" && pwd)/infer
-work=$(mktemp -d "${TMPDIR:-/tmp}/mt_suite.XXXXXX")
+work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failed=0
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1

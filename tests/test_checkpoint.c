@@ -1,4 +1,5 @@
 /* Checkpoints: weights in and out for every family, saving that never harms what is there, resuming bit for bit. */
+#include "folder.h"
 #include "golden.h"
 
 #include <dirent.h>
@@ -10,32 +11,6 @@
 #include <unistd.h>
 
 static const mt_grid grid = MT_GRID_OF_ONE;
-
-/* ---- a folder of its own for every test */
-
-static char root[64], paths[8][512];
-
-/* root/NAME; the last eight results stay valid. */
-static const char *at(const char *name) {
-    static int next;
-    char *path = paths[next++ % 8];
-    snprintf(path, sizeof paths[0], "%s/%s", root, name);
-    return path;
-}
-
-static int make_root(void **state) {
-    (void)state;
-    // in memory where that is possible: every save waits for the disk
-    strcpy(root, access("/dev/shm", W_OK) == 0 ? "/dev/shm/mt-checkpoint-XXXXXX" : "/tmp/mt-checkpoint-XXXXXX");
-    return mkdtemp(root) ? 0 : -1;
-}
-
-static int remove_root(void **state) {
-    (void)state;
-    char command[128];
-    snprintf(command, sizeof command, "rm -rf %s", root);
-    return system(command);
-}
 
 static void write_text(const char *path, const char *text) {
     FILE *file = fopen(path, "wb");

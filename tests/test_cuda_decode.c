@@ -7,6 +7,7 @@
 
 #ifdef MT_HAVE_CUDA
 #include "../cuda/attention.h"
+#include "families.h"
 
 #include <jansson.h>
 
@@ -345,18 +346,6 @@ static void linear_layers_of_few_rows_match_float64_and_do_not_mix_rows(void **s
 
 enum { SEQUENCES = 3, STEPS = 14, HALF = STEPS / 2, CONTEXT = 64 };
 
-static const char *const families[] = {"gpt2",
-                                       "llama",
-                                       "llama3_rope_tied",
-                                       "qwen2",
-                                       "qwen3",
-                                       "mixtral",
-                                       "qwen3_moe",
-                                       "qwen2_moe",
-                                       "deepseek_v3",
-                                       "deepseek_v3_dense",
-                                       "deepseek_v3_no_q_latent"};
-enum { NUM_FAMILIES = sizeof families / sizeof *families };
 static const mt_grid grid = MT_GRID_OF_ONE;
 
 static int64_t launches; // of graphs

@@ -1,5 +1,6 @@
 /* Multi-token prediction: losses and gradients against a model written down in double here, one sequence and one
  * module after another; folders with modules in and out; what is refused. */
+#include "folder.h"
 #include "golden.h"
 
 #include <sys/stat.h>
@@ -291,29 +292,6 @@ static void evaluation_does_without_modules(void **state) {
 }
 
 /* ---- folders */
-
-static char root[64];
-
-static int make_root(void **state) {
-    (void)state;
-    strcpy(root, "/tmp/mt-mtp-XXXXXX");
-    return mkdtemp(root) ? 0 : -1;
-}
-
-static int remove_root(void **state) {
-    (void)state;
-    char command[128];
-    snprintf(command, sizeof command, "rm -rf %s", root);
-    return system(command);
-}
-
-static const char *at(const char *name) {
-    static char paths[4][256];
-    static int next;
-    char *path = paths[next++ % 4];
-    snprintf(path, sizeof paths[0], "%s/%s", root, name);
-    return path;
-}
 
 /* A golden family with modules, drawn anew. */
 static void open_with_modules(fixture *f, const char *family, const char *words) {

@@ -4,7 +4,7 @@
 # trains on a GPU, as one rank.
 set -u
 # In memory where that is possible: every save waits for the disk.
-[ -w /dev/shm ] && : "${TMPDIR:=/dev/shm}"
+[ -w /dev/shm ] && export TMPDIR="${TMPDIR:-/dev/shm}"
 . tests/suite.sh
 kills=${MT_KILLS:-6}
 device=${MT_DEVICE:-cpu}

@@ -1,5 +1,6 @@
 /* Safetensors files: which are accepted, which are refused and in what words, single and as folders with an index. */
 #include "../megatron.h"
+#include "folder.h"
 
 #include <dirent.h>
 #include <setjmp.h>
@@ -233,29 +234,9 @@ static void what_is_not_a_readable_file_is_named(void **state) {
 
 /* ---- folders */
 
-static char folder[64];
-
-static int make_folder(void **state) {
-    (void)state;
-    strcpy(folder, "/tmp/mt-safetensors-XXXXXX");
-    return mkdtemp(folder) ? 0 : -1;
-}
-
-static int remove_folder(void **state) {
-    (void)state;
-    char path[512];
-    DIR *directory = opendir(folder);
-    for (struct dirent *entry; (entry = readdir(directory));) {
-        snprintf(path, sizeof path, "%s/%s", folder, entry->d_name);
-        unlink(path);
-    }
-    closedir(directory);
-    return rmdir(folder);
-}
-
 static void write_file(const char *name, const void *data, int64_t bytes) {
     char path[512];
-    snprintf(path, sizeof path, "%s/%s", folder, name);
+    snprintf(path, sizeof path, "%s/%s", root, name);
     FILE *file = fopen(path, "wb");
     assert_non_null(file);
     assert_int_equal(fwrite(data, 1, (size_t)bytes, file), bytes);
@@ -279,8 +260,8 @@ static void write_index(const char *text) {
 static void assert_folder_refused(const char *words, const char *more_words) {
     mt_safetensors *file;
     mt_error error;
-    assert_int_equal(mt_safetensors_open_folder(&file, folder, "model", &error), -1);
-    assert_one_line(&error, folder);
+    assert_int_equal(mt_safetensors_open_folder(&file, root, "model", &error), -1);
+    assert_one_line(&error, root);
     if (!strstr(error.text, words) || !strstr(error.text, more_words))
         fail_msg("\"%s\" does not say \"%s\" and \"%s\"", error.text, words, more_words);
 }
@@ -293,7 +274,7 @@ static void a_folder_with_an_index_is_one_set_of_tensors(void **state) {
     write_tensor("model-00002-of-00002.safetensors", "a");
     write_index("{\"weight_map\":{\"a\":\"model-00002-of-00002.safetensors\","
                 "\"b\":\"model-00001-of-00002.safetensors\"}}");
-    if (mt_safetensors_open_folder(&file, folder, "model", &error) != 0) fail_msg("%s", error.text);
+    if (mt_safetensors_open_folder(&file, root, "model", &error) != 0) fail_msg("%s", error.text);
     assert_int_equal(mt_safetensors_count(file), 2);
     assert_non_null(strstr(mt_safetensors_find(file, "a")->file, "model-00002"));
     assert_non_null(strstr(mt_safetensors_find(file, "b")->file, "model-00001"));
@@ -342,7 +323,7 @@ static void folders_without_safetensors_say_what_to_do(void **state) {
 }
 
 int main(void) {
-#define FOLDER_TEST(test) cmocka_unit_test_setup_teardown(test, make_folder, remove_folder)
+#define FOLDER_TEST(test) cmocka_unit_test_setup_teardown(test, make_root, remove_root)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_file_gets_the_verdict_in_its_name),
         cmocka_unit_test(every_shared_file_gets_the_verdict_in_its_name),

@@ -1,0 +1,35 @@
+/* folder.h: an empty folder for every test that asks for one, by cmocka's setup and teardown: in memory where that is
+ * possible, since every save waits for the disk. */
+#ifndef MT_TEST_FOLDER_H
+#define MT_TEST_FOLDER_H
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static char root[64];
+
+/* root/NAME; the last eight results stay valid. */
+static inline const char *at(const char *name) {
+    static char paths[8][512];
+    static int next;
+    char *path = paths[next++ % 8];
+    snprintf(path, sizeof paths[0], "%s/%s", root, name);
+    return path;
+}
+
+static inline int make_root(void **state) {
+    (void)state;
+    snprintf(root, sizeof root, "%s/mt-test-%ld", access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp", (long)getpid());
+    return mkdir(root, 0700);
+}
+
+static inline int remove_root(void **state) {
+    (void)state;
+    char command[128];
+    snprintf(command, sizeof command, "rm -rf %s", root);
+    return system(command);
+}
+
+#endif
