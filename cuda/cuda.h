@@ -59,6 +59,10 @@ void mt_cuda_comm_wait(cudaStream_t stream);
  * and more[C] += that of the `more_blocks` rows after them (none where it is NULL). */
 void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_blocks, const float *partial, int64_t C,
                           mt_stream *stream);
+/* rmsnorm_backward over the heads of a token, where there is a kernel for heads like these; whether there was. */
+bool mt_cuda_heads_norm_backward(void *dx, float *dw, const void *dy, const void *x, const void *w, const float *rstd,
+                                 int64_t T, int64_t H, int64_t D, int64_t dx_stride, int64_t dy_stride,
+                                 int64_t x_stride, mt_dtype dtype, mt_stream *stream);
 /* What attention by cuDNN needs of it for T tokens, H heads of D channels; 0 in a build without cuDNN. */
 int64_t mt_attention_cudnn_workspace_bytes(int64_t T, int64_t H, int64_t D);
 

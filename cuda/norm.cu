@@ -31,19 +31,26 @@ template <bool layernorm> struct row_place {
 
 /* ---- forward: y = (x - mean) rstd w + b -------------------------------------------------------------------------- */
 
-/* Packs of a row that a thread holds at most, threads of the largest block that holds a row, and how many such blocks
- * must find registers at once. With the packs RMSNorm holds their weights. LayerNorm has biases too, for which a block
- * of several rows has them in shared memory, of so many bytes at most. */
-static constexpr int most_forward_packs = 8, forward_block = 256, shared_weights_bytes = 40 << 10;
-__host__ __device__ static constexpr int forward_packs(bool layernorm, bool adds) {
-    return layernorm && !adds ? most_forward_packs : 4;
-}
-__host__ __device__ static constexpr int forward_residents(bool layernorm, int K, int element_bytes) {
-    constexpr int table[2][most_forward_packs] = {{8, 6, 4, 4}, {8, 6, 5, 5, 4, 4, 4, 4}};
-    return element_bytes > 2 && K > 3 ? 3 : table[layernorm][K - 1];
-}
-/* Of a block that walks along its row, or adds a residual, which needs registers for as many packs again. */
-static constexpr int walking_block = 512;
+/* Weights are best asked for together with the row: a request waits in the first cache for those before it, in their
+ * order. RMSNorm has registers for them. LayerNorm, which has biases too, shares them among the rows of a block in
+ * shared memory, of so many bytes at most; a row that is longer asks for them at their use. */
+enum weights_place { at_use, in_registers, in_shared };
+static constexpr int shared_weights_bytes = 40 << 10;
+
+/* How a row is held: by blocks of so many threads at most, each with up to `most` packs of it, and by `residents` times
+ * 256 threads of a multiprocessor at once. A block that walks along its row, or adds a residual, needs registers for as
+ * many packs again. */
+static constexpr int most_forward_packs = 8;
+template <bool layernorm, bool adds, bool whole> struct forward_shape {
+    static constexpr bool lean = layernorm && !adds && whole;
+    static constexpr int block = lean ? 256 : 512, most = lean ? most_forward_packs : 4;
+    __host__ __device__ static constexpr int blocks(weights_place weights, int K, int element_bytes) {
+        constexpr int table[2][most_forward_packs] = {{8, 6, 4, 4}, {8, 6, 5, 5, 4, 4, 4, 4}};
+        int residents = element_bytes > 2 && K > 3 ? 3 : table[lean][K - 1];
+        if (weights == at_use) residents = lean ? (K > 6 || element_bytes > 2 ? 3 : 4) : 2;
+        return residents * 256 / block;
+    }
+};
 
 /* The operands, by the names that megatron.h gives them. */
 template <class T> struct forward_task {
@@ -110,14 +117,18 @@ __device__ static inline float squares_of(mt_pack<T, N> (&packs)[K], float mu, i
     return squares;
 }
 
+/* The normalised element: to the last bit where that is kept; else in an instruction less, which rows of 1600 feel. */
+template <class T> __device__ static inline float normalised(float x, float mu, float scale, float shift) {
+    return sizeof(T) > 2 ? (x - mu) * scale : x * scale + shift;
+}
+
 /* Reads x, writes y: 4 bytes an element in bf16, 8 in fp32; where it `adds`, reads x and residual and writes sum and y:
- * 8 and 16. `whole`: a chunk holds the row, which spares the registers that walking takes. Then weights, which the
- * first cache has, are asked for at once with the row: a request waits there for those before it, in their order. */
-template <class T, int N, int K, bool layernorm, bool adds, bool whole>
-__global__ void __launch_bounds__(adds || !whole ? walking_block : forward_block,
-                                  adds || !whole ? 1 : forward_residents(layernorm, K, sizeof(T)))
+ * 8 and 16. `whole`: a chunk holds the row, which spares the registers that walking takes. */
+template <class T, int N, int K, bool layernorm, bool adds, bool whole, weights_place weights>
+__global__ void __launch_bounds__(forward_shape<layernorm, adds, whole>::block,
+                                  forward_shape<layernorm, adds, whole>::blocks(weights, K, sizeof(T)))
     norm_forward(const forward_task<T> task) {
-    constexpr bool keeps_weights = whole && !adds && !layernorm, shares_weights = whole && !adds && layernorm;
+    constexpr bool keeps = weights == in_registers;
     extern __shared__ uint4 shared_weights[];
     unsigned row = blockIdx.x * blockDim.y + threadIdx.y;
     const row_place<layernorm> place(row, task.H, task.C);
@@ -128,37 +139,33 @@ __global__ void __launch_bounds__(adds || !whole ? walking_block : forward_block
     T *y_row = task.y + place.token * task.y_stride + place.column;
     mt_pack<T, N> packs[K], w[K];
     T *shared_w = (T *)shared_weights, *shared_b = shared_w + C;
-    if (shares_weights) share_weights<N>(shared_w, shared_b, task.w, task.b, C);
     float sum[1] = {0}, squares[1] = {0}, mu = 0, inverse_C = __frcp_rn(C);
-    if (keeps_weights) {
+    mt_begin_next();
+    mt_wait_for_previous();
+    if (weights == in_shared) share_weights<N>(shared_w, shared_b, task.w, task.b, C);
+    if (keeps) {
         load_chunk(packs, x_row, 0, length);
         load_chunk(w, task.w, 0, C);
     }
-    if (layernorm || adds) {
-        for (int base = 0; base <= last; base += chunk) {
-            load_chunk(packs, x_row, base, length);
-            if (adds) add_residual(packs, task, row, base, length);
-            sum[0] = add_up(sum[0], packs);
-        }
+    for (int base = 0; base <= last && (layernorm || adds); base += chunk) {
+        load_chunk(packs, x_row, base, length);
+        if (adds) add_residual(packs, task, row, base, length);
+        sum[0] = add_up(sum[0], packs);
     }
-    if (layernorm) {
-        mt_row_sum(sum, 0);
-        mu = sum[0] * inverse_C;
-    }
+    if (layernorm) mt_row_sum(sum, 0);
+    if (layernorm) mu = sum[0] * inverse_C;
     for (int base = last; base >= 0; base -= chunk) {
-        if (!keeps_weights && ((!layernorm && !adds) || base < last)) load_chunk(packs, again, base, length);
+        if (!keeps && ((!layernorm && !adds) || base < last)) load_chunk(packs, again, base, length);
         squares[0] += squares_of(packs, mu, base, length);
     }
     mt_row_sum(squares, 1);
-    float scale = rsqrtf(squares[0] * inverse_C + task.eps);
+    const float scale = rsqrtf(squares[0] * inverse_C + task.eps), shift = -mu * scale;
     if (threadIdx.x == 0 && length > 0) {
         task.rstd[row] = scale;
         if (layernorm) task.mean[row] = mu;
     }
-    if (shares_weights) {
-        mt_load_async_wait<0>();
-        __syncthreads();
-    }
+    if (weights == in_shared) mt_load_async_wait<0>();
+    if (weights == in_shared) __syncthreads();
     for (int base = 0; base <= last; base += chunk) {
         if (base > 0) load_chunk(packs, again, base, length);
 #pragma unroll
@@ -166,10 +173,11 @@ __global__ void __launch_bounds__(adds || !whole ? walking_block : forward_block
             int c = base + (k * blockDim.x + threadIdx.x) * N;
             if (c >= length) continue;
             mt_keep_packed(packs[k]);
-            if (!keeps_weights) w[k] = mt_load<N>((shares_weights ? shared_w : task.w) + c);
+            if (!keeps) w[k] = mt_load<N>((weights == in_shared ? shared_w : task.w) + c);
             mt_pack<float, N> out = mt_to_float(packs[k]), weight = mt_to_float(w[k]), bias = {};
-            if (layernorm) bias = mt_to_float(mt_load<N>((shares_weights ? shared_b : task.b) + c));
-            for (int i = 0; i < N; i++) out.value[i] = (out.value[i] - mu) * scale * weight.value[i] + bias.value[i];
+            if (layernorm) bias = mt_to_float(mt_load<N>((weights == in_shared ? shared_b : task.b) + c));
+            for (int i = 0; i < N; i++)
+                out.value[i] = normalised<T>(out.value[i], mu, scale, shift) * weight.value[i] + bias.value[i];
             mt_store(y_row + c, mt_from_float<T>(out));
         }
     }
@@ -190,34 +198,38 @@ template <int most, class Body> static void with_packs(int64_t k, Body body) {
     body(mt_width<most>());
 }
 
-/* Bytes of weights and biases that a block has in shared memory. */
-template <bool layernorm, bool adds, class T> static int64_t shared_weights_of(const forward_task<T> &task) {
-    return layernorm && !adds ? 2 * task.C * (int64_t)sizeof(T) : 0;
+/* A long LayerNorm row has all the threads that a block may have: with more packs each they would be fewer. */
+template <bool layernorm, bool adds, bool whole, weights_place weights, class T, int N>
+static void launch_forward_rows(const forward_task<T> &task, cudaStream_t stream) {
+    using shape = forward_shape<layernorm, adds, whole>;
+    constexpr bool is_long = shape::lean && weights == at_use;
+    constexpr int most = shape::most, least = !whole ? most : is_long ? most / 2 + 1 : 1;
+    int64_t packs = mt_divide_up(task.C, N), each = whole ? packs_of_a_thread(packs, most) : most;
+    int64_t shared = weights == in_shared ? 2 * task.C * (int64_t)sizeof(T) : 0;
+    if (is_long) each = mt_divide_up(packs, shape::block);
+    with_packs<most>(each > least ? each : least, [&](auto count) {
+        constexpr int K = decltype(count)::value;
+        if constexpr (K >= least) {
+            dim3 block = mt_reduction_block(packs, K, packs <= 32 * K ? 128 : 64, shape::block);
+            mt_launch_early(norm_forward<T, N, K, layernorm, adds, whole, weights>, mt_blocks(task.rows, block.y),
+                            block, shared, stream, task);
+        }
+    });
 }
 
-template <bool layernorm, bool adds, class T, int N, int K>
-static void launch_forward_packs(const forward_task<T> &task, cudaStream_t stream) {
-    int64_t packs = mt_divide_up(task.C, N), most = adds ? walking_block : forward_block;
-    int64_t shared = shared_weights_of<layernorm, adds>(task);
-    bool whole = packs <= K * most && shared <= shared_weights_bytes;
-    int64_t smallest = shared > 0 ? forward_block : packs <= 32 * K ? 128 : 64;
-    dim3 block = mt_reduction_block(packs, K, smallest, whole ? most : walking_block);
-    auto kernel = norm_forward<T, N, K, layernorm, adds, true>;
-    if constexpr (K == forward_packs(layernorm, adds))
-        if (!whole) kernel = norm_forward<T, N, K, layernorm, adds, false>, shared = 0;
-    kernel<<<mt_blocks(task.rows, block.y), block, shared, stream>>>(task);
-    MT_CUDA_LAUNCHED();
-}
-
-/* Only with the most packs a thread is there a kernel for rows that find no room in a block. */
+/* Rows that find no room in a block are walked along. */
 template <bool layernorm, bool adds, class T, int N>
 static void launch_forward(const forward_task<T> &task, cudaStream_t stream) {
-    constexpr int most = forward_packs(layernorm, adds);
-    bool has_room = N > 1 && shared_weights_of<layernorm, adds>(task) <= shared_weights_bytes;
-    with_packs<most>(has_room ? packs_of_a_thread(task.C / N, most) : most, [&](auto count) {
-        constexpr int K = decltype(count)::value;
-        if constexpr (N > 1 || K == most) launch_forward_packs<layernorm, adds, T, N, K>(task, stream);
-    });
+    using shape = forward_shape<layernorm, adds, true>;
+    constexpr weights_place weights = adds ? at_use : layernorm ? in_shared : in_registers;
+    if constexpr (N > 1)
+        if (task.C / N <= shape::most * shape::block) {
+            if constexpr (weights == in_shared)
+                if (2 * task.C * (int64_t)sizeof(T) > shared_weights_bytes)
+                    return launch_forward_rows<layernorm, adds, true, at_use, T, N>(task, stream);
+            return launch_forward_rows<layernorm, adds, true, weights, T, N>(task, stream);
+        }
+    launch_forward_rows<layernorm, adds, false, at_use, T, N>(task, stream);
 }
 
 extern "C" void mt_cuda_rmsnorm_forward(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H,
@@ -354,10 +366,11 @@ __global__ void __launch_bounds__(backward_threads(layernorm, K)) norm_backward(
     const float inverse_C = __frcp_rn(C);
     mt_pack<float, N> dw[K] = {}, db[layernorm ? K : 1] = {};
     mt_pack<T, N> weights[K];
-    load_chunk(weights, task.w, 0, C);
     unsigned step = gridDim.x * blockDim.y, row = blockIdx.x * blockDim.y + threadIdx.y;
     row_part<T, N, K, layernorm> next;
+    mt_wait_for_previous();
     next.load(task, row);
+    load_chunk(weights, task.w, 0, C);
     mt_begin_next(); // add_partials, which finds no room before blocks end
     for (int turn = 0; row - threadIdx.y < task.rows; row += step, turn ^= 1) {
         row_part<T, N, K, layernorm> part = next;
@@ -457,9 +470,11 @@ __global__ void __launch_bounds__(wide_block) norm_backward_wide(const backward_
     const float inverse_C = __frcp_rn(C);
     mt_pack<float, N> dw[K] = {}, db[layernorm ? K : 1] = {}, n, d, g;
     mt_pack<T, N> weights[K], x, dy;
-    load_chunk(weights, task.w, 0, C);
     unsigned row = blockIdx.x;
+    mt_wait_for_previous();
     for (int stage = 0; stage < stages - 1; stage++) ring.load(task, row + stage * gridDim.x, stage);
+    load_chunk(weights, task.w, 0, C);
+    mt_begin_next(); // add_partials
     for (int turn = 0, stage = 0; row < task.rows; row += gridDim.x, turn ^= 1) {
         ring.load(task, row + (stages - 1) * gridDim.x, stage == 0 ? stages - 1 : stage - 1);
         mt_load_async_wait<stages - 1>();
@@ -478,8 +493,7 @@ __global__ void __launch_bounds__(wide_block) norm_backward_wide(const backward_
             }
         }
         mt_row_sum(sums, turn);
-        float mean_g = 0;
-        if constexpr (layernorm) mean_g = sums[1] * inverse_C;
+        const float mean_g = layernorm ? sums[layernorm] * inverse_C : 0;
         const gradient_line line(scale, shift, mean_g, sums[0] * inverse_C);
         row_place<layernorm> place(row, task.H, C);
 #pragma unroll
@@ -560,32 +574,45 @@ __global__ void __launch_bounds__(512) norm_backward_long(const backward_task<T>
     }
 }
 
-/* For a second row of the grid, `more` gets the rows after the first `blocks`. */
-__global__ void __launch_bounds__(1024)
+/* `rows` threads share the rows of a column. For a second row of the grid, `more` gets the rows after the first
+ * `blocks`. All loads of a thread, up to `at_once`, are asked for before the first is added: their latency is what this
+ * takes. */
+template <int rows>
+__global__ void __launch_bounds__(32 * rows)
     add_partials(float *to, float *more, const float *partial, int blocks, int more_blocks, int C) {
-    __shared__ float sums[32][32];
-    float sum = 0;
-    int c = blockIdx.x * 32 + threadIdx.x;
+    constexpr int at_once = 16;
+    __shared__ float sums[rows][32];
+    const int c = blockIdx.x * 32 + threadIdx.x;
+    float sum = 0, before = 0;
+    mt_begin_next();
     mt_wait_for_previous();
     if (blockIdx.y == 1) partial += (int64_t)blocks * C, blocks = more_blocks, to = more;
-    if (c < C)
-#pragma unroll 8
-        for (int block = threadIdx.y; block < blocks; block += 32) sum += partial[(int64_t)block * C + c];
+    if (threadIdx.y == 0 && c < C) before = to[c];
+    for (int first = threadIdx.y; first < blocks; first += at_once * rows) {
+        float parts[at_once];
+#pragma unroll
+        for (int i = 0; i < at_once; i++) {
+            int block = first + i * rows;
+            parts[i] = c < C && block < blocks ? partial[(int64_t)block * C + c] : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < at_once; i++) sum += parts[i];
+    }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y != 0 || c >= C) return;
-    for (int y = 1; y < 32; y++) sum += sums[y][threadIdx.x];
-    to[c] += sum;
+#pragma unroll
+    for (int y = 1; y < rows; y++) sum += sums[y][threadIdx.x];
+    to[c] = before + sum;
 }
 
+/* Many columns fill the GPU with blocks of few rows. */
 void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_blocks, const float *partial, int64_t C,
                           mt_stream *stream) {
-    dim3 grid(mt_blocks(C, 32), more ? 2 : 1);
-    cudaLaunchAttribute early;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid, config.blockDim = dim3(32, 32), config.stream = mt_cuda_stream(stream);
-    mt_cuda_launch_early(&config, &early);
-    MT_CUDA(cudaLaunchKernelEx(&config, add_partials, to, more, partial, (int)blocks, (int)more_blocks, (int)C));
+    const bool many = C > 4096;
+    auto kernel = many ? add_partials<8> : add_partials<32>;
+    mt_launch_early(kernel, dim3(mt_blocks(C, 32), more ? 2 : 1), dim3(32, many ? 8 : 32), 0, mt_cuda_stream(stream),
+                    to, more, partial, (int)blocks, (int)more_blocks, (int)C);
 }
 
 /* How the rows are walked: rows of blockDim.x threads with `packs` packs each, blockDim.y of them in a block and
@@ -593,6 +620,7 @@ void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_b
 struct backward_walk {
     int packs, blocks;
     dim3 block;
+    int64_t held; // packs of a row's input that a multiprocessor has at once
 };
 
 /* The packs a thread that put the most bytes on their way. Whole warps for a row, unless it is shorter than one: with
@@ -600,14 +628,12 @@ struct backward_walk {
  * waits for its slowest warp; but few, since each leaves sums to be added. */
 static backward_walk backward_walk_of(bool layernorm, int64_t packs, int most) {
     backward_walk best = {};
-    int64_t most_held = 0;
     for (int k = 1; k <= most; k++) {
         dim3 block = mt_reduction_block(packs, k, 1, 1024);
         int64_t rows = backward_threads(layernorm, k) / block.x;
-        if (block.x * k < packs || (k > 1 && block.x < 32) || rows * packs <= most_held) continue;
-        most_held = rows * packs;
+        if (block.x * k < packs || (k > 1 && block.x < 32) || rows * packs <= best.held) continue;
         block.y = block.x <= 32 ? rows : rows == 3 ? 1 : rows % 2 == 0 ? rows / 2 : rows;
-        best = {k, (int)(rows / block.y), block};
+        best = {k, (int)(rows / block.y), block, rows * packs};
     }
     return best;
 }
@@ -617,36 +643,45 @@ template <class T, int N, int K, bool layernorm>
 static int64_t launch_walk(const backward_task<T> &task, const backward_walk &walk, cudaStream_t stream) {
     int64_t blocks = mt_cuda_device()->multiProcessorCount * (int64_t)walk.blocks;
     if (blocks > mt_divide_up(task.rows, walk.block.y)) blocks = mt_divide_up(task.rows, walk.block.y);
-    norm_backward<T, N, K, layernorm><<<(unsigned)blocks, walk.block, 0, stream>>>(task);
-    MT_CUDA_LAUNCHED();
+    mt_launch_early(norm_backward<T, N, K, layernorm>, (unsigned)blocks, walk.block, 0, stream, task);
     return blocks;
 }
 
-/* A block for each row that is walked at once; 0 where a row fits in none. */
-template <class T, int N, bool layernorm>
+/* As many blocks as find room, up to `most_wide_blocks` a multiprocessor; 0 where a row fits in none. */
+static constexpr int most_wide_blocks = 4;
+template <class T, int N, int K, bool layernorm>
 static int64_t launch_wide(const backward_task<T> &task, cudaStream_t stream) {
-    constexpr int K = layernorm ? 3 : 4;
     dim3 block = mt_reduction_block(mt_divide_up(task.C, N), K, 1, wide_block);
-    int64_t bytes = row_ring<T, N, K, layernorm>::bytes(block), blocks = mt_cuda_device()->multiProcessorCount;
+    int64_t bytes = row_ring<T, N, K, layernorm>::bytes(block);
+    int resident = 0;
     if ((int64_t)K * N * block.x < task.C || bytes > (int64_t)mt_cuda_device()->sharedMemPerBlockOptin) return 0;
-    if (blocks > task.rows) blocks = task.rows;
     auto kernel = norm_backward_wide<T, N, K, layernorm>;
     MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    kernel<<<(unsigned)blocks, block, (size_t)bytes, stream>>>(task);
-    MT_CUDA_LAUNCHED();
+    MT_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, (int)block.x, (size_t)bytes));
+    if (resident > most_wide_blocks) resident = most_wide_blocks;
+    int64_t blocks = mt_cuda_device()->multiProcessorCount * (int64_t)resident;
+    if (blocks > task.rows) blocks = task.rows;
+    mt_launch_early(kernel, (unsigned)blocks, block, bytes, stream, task);
     return blocks;
 }
 
+/* LayerNorm's rows of several warps come by the ring too where registers would hold less than this of them: 1600
+ * channels take 57 us so, and 58.4 by registers. */
+static constexpr int few_held = 640, several_warps = 128;
 template <class T, int N, bool layernorm>
 static int64_t launch_rows(const backward_task<T> &task, cudaStream_t stream) {
     constexpr int most = N > 1 ? backward_packs : 1;
     const backward_walk walk = backward_walk_of(layernorm, mt_divide_up(task.C, N), most);
     int64_t blocks = 0;
+    if constexpr (N > 1 && layernorm)
+        if (walk.block.x >= several_warps && walk.held < few_held)
+            blocks = launch_wide<T, N, 2, layernorm>(task, stream);
+    if (blocks > 0) return blocks;
     if (walk.packs > 0)
         with_packs<most>(
             walk.packs, [&](auto k) { blocks = launch_walk<T, N, decltype(k)::value, layernorm>(task, walk, stream); });
     else if constexpr (N > 1)
-        blocks = launch_wide<T, N, layernorm>(task, stream);
+        blocks = launch_wide < T, N, layernorm ? 3 : 4, layernorm > (task, stream);
     if (blocks > 0) return blocks;
     blocks = mt_cuda_device()->multiProcessorCount * 2;
     if (blocks > task.rows) blocks = task.rows;
@@ -678,6 +713,9 @@ extern "C" void mt_cuda_rmsnorm_backward(void *dx, float *dw, const void *dy, co
                                          const void *w, const float *rstd, int64_t T, int64_t H, int64_t C,
                                          int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype,
                                          mt_stream *stream) {
+    if (H > 1 && !dresidual &&
+        mt_cuda_heads_norm_backward(dx, dw, dy, x, w, rstd, T, H, C, dx_stride, dy_stride, x_stride, dtype, stream))
+        return;
     launch_backward<false>(dx, dw, NULL, dy, dresidual, x, w, NULL, rstd, T, H, C, dx_stride, dy_stride, x_stride,
                            dtype, stream);
 }

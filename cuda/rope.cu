@@ -63,6 +63,25 @@ __device__ static inline float sum_over_lanes(float x, unsigned lanes) {
     return x;
 }
 
+/* x[k] = its sum over the `lanes` neighbours that share a head. */
+template <int lanes, int K> __device__ static inline void sum_over_lanes(float (&x)[K]) {
+#pragma unroll
+    for (int lane = lanes / 2; lane > 0; lane /= 2)
+        for (int k = 0; k < K; k++) x[k] += __shfl_xor_sync(0xffffffff, x[k], lane);
+}
+
+template <int N> __device__ static inline float squares_of(const mt_pack<float, N> &x) {
+    float sum = 0;
+    for (int i = 0; i < N; i++) sum += x.value[i] * x.value[i];
+    return sum;
+}
+
+/* x becomes x w rstd. */
+template <class T, int N>
+__device__ static inline void scale(mt_pack<float, N> &x, const mt_pack<T, N> &w, float rstd) {
+    for (int i = 0; i < N; i++) x.value[i] *= rstd * mt_element(w, i);
+}
+
 /* y = turn(norm(x)) or turn(x). Reads x, writes y: 4 bytes an element in bf16, 8 in fp32. */
 template <class T, int N, bool interleaved, bool norm>
 __global__ void __launch_bounds__(512, 2) turn_heads(const heads_task<T> task) {
@@ -111,6 +130,51 @@ __global__ void __launch_bounds__(512, 2) turn_heads(const heads_task<T> task) {
     }
 }
 
+/* The same for heads of D channels that all turn, whose number is a multiple of K: with lengths and places that are
+ * constants, and a lane's heads next to one another, half of the instructions go, and so few registers are taken that
+ * all threads' loads are on their way. */
+static constexpr int whole_heads = 2, whole_threads = 128;
+template <class T, int N, int D, bool interleaved, bool norm>
+__global__ void __launch_bounds__(whole_threads, norm ? 6 : 8) turn_whole_heads(const heads_task<T> task) {
+    constexpr int K = whole_heads, lanes = D / 2 / N, apart = interleaved ? N : D / 2;
+    const unsigned thread = blockIdx.x * blockDim.x + threadIdx.x, lane = thread % lanes;
+    const unsigned head = thread / lanes % task.groups * K, token = thread / lanes / task.groups;
+    const bool there = token < task.tokens, is_q = head < task.H;
+    const int low = lane * N * (interleaved ? 2 : 1), column = head * D + low;
+    const T *x = task.x + (there ? token : 0) * task.x_stride + column, *w = (is_q ? task.q_w : task.k_w) + low;
+    mt_pack<T, N> lows[K], highs[K], w_low, w_high;
+    mt_begin_next();
+    mt_wait_for_previous();
+    const int position = task.positions[there ? token : 0];
+#pragma unroll
+    for (int k = 0; k < K; k++) lows[k] = mt_load<N>(x + k * D), highs[k] = mt_load<N>(x + k * D + apart);
+    if (norm) w_low = mt_load<N>(w), w_high = mt_load<N>(w + apart);
+    const int64_t angle = (int64_t)position * (D / 2) + lane * N;
+    mt_pack<float, N> c = mt_load<N>(task.cos + angle), s = mt_load<N>(task.sin + angle), low_of[K], high_of[K];
+    float rstd[K];
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        low_of[k] = mt_to_float(lows[k]), high_of[k] = mt_to_float(highs[k]);
+        rstd[k] = norm ? squares_of(low_of[k]) + squares_of(high_of[k]) : 0;
+    }
+    if (norm) sum_over_lanes<lanes>(rstd);
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        if (norm) {
+            rstd[k] = rsqrtf(rstd[k] / D + task.eps);
+            scale(low_of[k], w_low, rstd[k]), scale(high_of[k], w_high, rstd[k]);
+        }
+        turn<N, interleaved>(low_of[k], high_of[k], c, s, task.direction);
+        if (!there) continue;
+        T *y = task.y + token * task.y_stride + column + k * D;
+        mt_store(y, mt_from_float<T>(low_of[k]));
+        mt_store(y + apart, mt_from_float<T>(high_of[k]));
+        if (!norm || lane > 0) continue;
+        if (is_q) task.q_rstd[(int64_t)token * task.H + head + k] = rstd[k];
+        if (!is_q) task.k_rstd[(int64_t)token * (task.heads - task.H) + head - task.H + k] = rstd[k];
+    }
+}
+
 /* Lanes for a head of D channels, R of which turn; `all`: the others are at work too. */
 static int64_t lanes_of_head(int64_t D, int64_t R, int64_t N, bool all) {
     int64_t units = R / 2 / N + (all ? mt_divide_up(D - R, 2 * N) : 0), lanes = 1;
@@ -118,7 +182,31 @@ static int64_t lanes_of_head(int64_t D, int64_t R, int64_t N, bool all) {
     return lanes;
 }
 
+template <class T, int N, int D, bool interleaved>
+static void launch_whole_heads(heads_task<T> task, cudaStream_t stream) {
+    bool norm = task.q_w || task.k_w;
+    task.groups = task.heads / whole_heads;
+    int64_t threads = (int64_t)task.tokens * task.groups * (D / 2 / N);
+    auto kernel = norm ? turn_whole_heads<T, N, D, interleaved, true> : turn_whole_heads<T, N, D, interleaved, false>;
+    mt_launch_early(kernel, mt_blocks(threads, whole_threads), whole_threads, 0, stream, task);
+}
+
+/* Whether there was a kernel for whole heads like these. */
+template <class T, int N, int D>
+static bool turned_whole_heads(const heads_task<T> &task, bool interleaved, cudaStream_t stream) {
+    if (task.D != D || task.R != D || task.H % whole_heads != 0 || task.heads % whole_heads != 0) return false;
+    if (interleaved)
+        launch_whole_heads<T, N, D, true>(task, stream);
+    else
+        launch_whole_heads<T, N, D, false>(task, stream);
+    return true;
+}
+
 template <class T, int N> static void launch_turn(heads_task<T> task, bool interleaved, cudaStream_t stream) {
+    if constexpr (N > 1)
+        if (turned_whole_heads<T, N, 128>(task, interleaved, stream) ||
+            turned_whole_heads<T, N, 64>(task, interleaved, stream))
+            return;
     bool norm = task.q_w || task.k_w;
     task.lanes = (unsigned)lanes_of_head(task.D, task.R, N, norm || task.y != task.x);
     task.groups = (unsigned)mt_divide_up(task.heads, heads_per_lane);
@@ -305,10 +393,115 @@ __global__ void __launch_bounds__(block_threads, 2) turn_norm_backward(const hea
     store_head_sums(task.partial + (int64_t)blockIdx.x * task.D, dw_low, dw_high, unit, lanes, task.D);
 }
 
+/* d = dy turned back becomes h = d rstd w, dw += d rstd x, and returns sum h x. */
+template <class T, int N>
+__device__ static inline float add_products(mt_pack<float, N> &d, mt_pack<float, N> &dw, const mt_pack<T, N> &x,
+                                            const mt_pack<T, N> &w, float rstd) {
+    float sum = 0;
+    for (int i = 0; i < N; i++) {
+        float in_x = mt_element(x, i);
+        d.value[i] *= rstd;
+        dw.value[i] += d.value[i] * in_x;
+        d.value[i] *= mt_element(w, i);
+        sum += d.value[i] * in_x;
+    }
+    return sum;
+}
+
+/* dx = h + x slope. */
+template <class T, int N>
+__device__ static inline void store_gradient(T *dx, mt_pack<float, N> h, const mt_pack<T, N> &x, float slope) {
+    for (int i = 0; i < N; i++) h.value[i] += mt_element(x, i) * slope;
+    mt_store(dx, mt_from_float<T>(h));
+}
+
+/* The same for whole heads, as turn_whole_heads has them: a thread keeps its heads and walks along the tokens. With
+ * d = dy turned back times rstd and h = d w: dw sums d x, and dx = h - x rstd^2 mean(h x). A token's position is read
+ * with the token before: its angles would wait for it, and then once more for all others' loads. */
+template <class T, int N, int D, bool interleaved, bool turns>
+__global__ void __launch_bounds__(whole_threads) turn_whole_backward(const heads_backward_task<T> task) {
+    constexpr int K = whole_heads, lanes = D / 2 / N, apart = interleaved ? N : D / 2, groups = whole_threads / lanes;
+    const bool is_q = blockIdx.x < task.q_blocks;
+    const unsigned heads = is_q ? task.H : task.G, lane = threadIdx.x % lanes;
+    const unsigned block = is_q ? blockIdx.x : blockIdx.x - task.q_blocks;
+    const unsigned all = (is_q ? task.q_blocks : gridDim.x - task.q_blocks) * groups, at_once = all / (heads / K);
+    const unsigned group = block * groups + threadIdx.x / lanes, place = group / (heads / K);
+    const unsigned head = group % (heads / K) * K, end = place < at_once ? task.tokens : 0;
+    const unit_place unit = place_unit<N, interleaved>(lane, D, D);
+    const int column = (is_q ? head : task.H + head) * D + unit.low;
+    const float *cos = task.cos + lane * N, *sin = task.sin + lane * N;
+    const float *rstds = (is_q ? task.q_rstd : task.k_rstd) + head;
+    const T *w = (is_q ? task.q_w : task.k_w) + unit.low;
+    mt_wait_for_previous();
+    const mt_pack<T, N> w_low = mt_load<N>(w), w_high = mt_load<N>(w + apart);
+    mt_pack<float, N> dw_low = {}, dw_high = {}, c, s;
+    int position = turns && place < end ? task.positions[place] : 0;
+    mt_begin_next(); // add_partials
+    for (unsigned base = 0; base < task.tokens; base += at_once) {
+        const unsigned token = base + place, next = token + at_once, from = token < end ? token : 0;
+        const T *dy = task.dy + from * task.dy_stride + column, *x = task.x + from * task.x_stride + column;
+        mt_pack<T, N> dy_low[K], dy_high[K], x_low[K], x_high[K];
+        mt_pack<float, N> low[K], high[K];
+        float rstd[K], sums[K];
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            dy_low[k] = mt_load<N>(dy + k * D), dy_high[k] = mt_load<N>(dy + k * D + apart);
+            x_low[k] = mt_load<N>(x + k * D), x_high[k] = mt_load<N>(x + k * D + apart);
+            rstd[k] = token < end ? rstds[(int64_t)from * heads + k] : 0;
+        }
+        if (turns) {
+            c = mt_load<N>(cos + (int64_t)position * (D / 2)), s = mt_load<N>(sin + (int64_t)position * (D / 2));
+            position = next < end ? task.positions[next] : 0;
+        }
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            low[k] = mt_to_float(dy_low[k]), high[k] = mt_to_float(dy_high[k]);
+            if (turns) turn<N, interleaved>(low[k], high[k], c, s, -1);
+            sums[k] = add_products(low[k], dw_low, x_low[k], w_low, rstd[k]);
+            sums[k] += add_products(high[k], dw_high, x_high[k], w_high, rstd[k]);
+        }
+        sum_over_lanes<lanes>(sums);
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            if (token >= end) continue;
+            T *dx = task.dx + token * task.dx_stride + column + k * D;
+            float slope = -rstd[k] * rstd[k] * (sums[k] / D);
+            store_gradient(dx, low[k], x_low[k], slope);
+            store_gradient(dx + apart, high[k], x_high[k], slope);
+        }
+    }
+    store_head_sums(task.partial + (int64_t)blockIdx.x * D, dw_low, dw_high, unit, lanes, D);
+}
+
+/* Whether there was a kernel for whole heads like these, which turn or only are normalised. */
+template <class T, int N, int D>
+static bool turned_whole_backward(heads_backward_task<T> task, float *dq_w, float *dk_w, bool interleaved,
+                                  mt_stream *stream) {
+    if (task.D != D || (task.R != D && task.R != 0) || task.H % whole_heads != 0 || task.G % whole_heads != 0)
+        return false;
+    auto kernel = task.R == 0   ? turn_whole_backward<T, N, D, false, false>
+                  : interleaved ? turn_whole_backward<T, N, D, true, true>
+                                : turn_whole_backward<T, N, D, false, true>;
+    int per = 0;
+    MT_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per, kernel, whole_threads, 0));
+    int64_t heads = task.H + task.G, blocks = mt_cuda_device()->multiProcessorCount * (int64_t)per;
+    int64_t k_blocks = mt_divide_up(blocks * task.G, heads), groups = whole_threads / (D / 2 / N) * whole_heads;
+    if ((blocks - k_blocks) * groups < task.H || k_blocks * groups < task.G) return false; // not a token at once
+    task.q_blocks = (unsigned)(blocks - k_blocks);
+    task.partial = (float *)mt_cuda_workspace(stream, blocks * D * (int64_t)sizeof(float));
+    mt_launch_early(kernel, (unsigned)blocks, whole_threads, 0, mt_cuda_stream(stream), task);
+    mt_cuda_add_partials(dq_w, task.q_blocks, task.G > 0 ? dk_w : NULL, k_blocks, task.partial, D, stream);
+    return true;
+}
+
 /* Blocks are shared out as the heads are, so that q's and k's end together. */
 template <class T, int N>
 static void launch_turn_norm_backward(heads_backward_task<T> task, float *dq_w, float *dk_w, bool interleaved,
                                       mt_stream *stream) {
+    if constexpr (N > 1)
+        if (turned_whole_backward<T, N, 128>(task, dq_w, dk_w, interleaved, stream) ||
+            turned_whole_backward<T, N, 64>(task, dq_w, dk_w, interleaved, stream))
+            return;
     int64_t heads = task.H + task.G, blocks = mt_cuda_device()->multiProcessorCount * 2ll;
     int64_t k_blocks = mt_divide_up(blocks * task.G, heads);
     task.lanes = (unsigned)lanes_of_head(task.D, task.R, N, true);
@@ -348,6 +541,25 @@ extern "C" void mt_cuda_qk_backward(void *dqkv, float *dq_w, float *dk_w, void *
         task.dx_stride = dqkv_stride, task.dy_stride = dqk_stride, task.x_stride = qkv_stride;
         launch_turn_norm_backward<E, decltype(width)::value>(task, dq_w, dk_w, interleaved, stream);
     });
+}
+
+bool mt_cuda_heads_norm_backward(void *dx, float *dw, const void *dy, const void *x, const void *w, const float *rstd,
+                                 int64_t T, int64_t H, int64_t D, int64_t dx_stride, int64_t dy_stride,
+                                 int64_t x_stride, mt_dtype dtype, mt_stream *stream) {
+    bool done = false;
+    if (T == 0 || !mt_wide(dtype, {dx, dy, x, w}, {dx_stride, dy_stride, x_stride, D})) return false;
+    mt_by_type(dtype, true, [&](auto type, auto width) {
+        using E = decltype(type);
+        constexpr int N = decltype(width)::value;
+        heads_backward_task<E> task = {};
+        task.dx = (E *)dx, task.dy = (const E *)dy, task.x = (const E *)x, task.q_w = (const E *)w, task.q_rstd = rstd;
+        task.tokens = (unsigned)T, task.H = (unsigned)H, task.D = (int)D;
+        task.dx_stride = dx_stride, task.dy_stride = dy_stride, task.x_stride = x_stride;
+        if constexpr (N > 1)
+            done = turned_whole_backward<E, N, 128>(task, dw, NULL, false, stream) ||
+                   turned_whole_backward<E, N, 64>(task, dw, NULL, false, stream);
+    });
+    return done;
 }
 
 /* ---- heads of latent attention ----------------------------------------------------------------------------------- */

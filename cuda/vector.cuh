@@ -223,6 +223,18 @@ template <int M> __device__ static inline void mt_row_sum(float (&x)[M], int tur
     for (int m = 0; m < M; m++) x[m] = mt_warp_sum(lane < warps ? of_warp[turn][m][first + lane] : 0);
 }
 
+/* Launches a kernel all of whose threads call mt_wait_for_previous, so that it may begin before the one ahead of it is
+ * done. */
+template <class... P, class... A>
+static void mt_launch_early(void (*kernel)(P...), dim3 grid, dim3 block, int64_t shared, cudaStream_t stream,
+                            const A &...arguments) {
+    cudaLaunchAttribute early;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = (size_t)shared, config.stream = stream;
+    mt_cuda_launch_early(&config, &early);
+    MT_CUDA(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
 /* mt_dropout as a kernel uses it: an element is kept where its word of Philox is at least `threshold`. For p = 1 that
  * would be 2^32, which 32 bits cannot hold; there `kept` is 0, so that whatever is kept is nothing. */
 struct mt_masks {
