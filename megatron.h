@@ -1304,7 +1304,8 @@ void mt_model_print_plan(const mt_model *model, FILE *file);
 void mt_model_init(mt_model *model);
 
 /* The tables, for checkpoints and tests. Buckets whose parameters are still to be gathered after an optimizer step are
- * gathered first, so every rank of the data group asks for them. */
+ * gathered first, so every rank of the data group asks for them; what the model's stream is given then comes after the
+ * copies of a save, as it may change them. */
 const mt_param *mt_model_params(const mt_model *model, int64_t *count);
 mt_bucket *mt_model_buckets(mt_model *model, int64_t *count);
 const mt_options *mt_model_options(const mt_model *model);
