@@ -13667,6 +13667,17 @@ static void mt_copy_to_host(mt_model *m, mt_writer *w, char *to, const char *fro
     }
 }
 
+/* The bytes of the first of these copies with those that go on where it ends, *count in all: a GPU takes only so many
+ * operations before the host waits for it. Not all of them, as other copies to the host wait for one under way. */
+static int64_t mt_copies_together(const mt_copy *copies, int64_t num_copies, int64_t *count) {
+    enum { MOST = 32 << 20 };
+    int64_t bytes = copies->bytes, i = 1;
+    for (; i < num_copies && bytes + copies[i].bytes <= MOST; bytes += copies[i++].bytes)
+        if (copies[i].to != copies->to + bytes || copies[i].from != copies->from + bytes) break;
+    *count = i;
+    return bytes;
+}
+
 /* Makes a processor's copies, by all threads. A GPU's are enqueued on a stream of their own, after all that was
  * computed so far: what comes next runs beside them, up to mt_saved_changes. */
 static void mt_copies_begin(mt_model *m, mt_writer *w) {
@@ -13676,8 +13687,10 @@ static void mt_copies_begin(mt_model *m, mt_writer *w) {
         for (int64_t i = 0; i < w->num_copies; i++) mt_copy_past_cache(copies[i].to, copies[i].from, copies[i].bytes);
     } else {
         mt_follow(m, w->stream, m->stream);
-        for (int64_t i = 0; i < w->num_copies; i++)
-            m->ops->memory_copy(copies[i].to, copies[i].from, copies[i].bytes, w->stream);
+        for (int64_t i = 0, count; i < w->num_copies; i += count) {
+            int64_t bytes = mt_copies_together(copies + i, w->num_copies - i, &count);
+            m->ops->memory_copy(copies[i].to, copies[i].from, bytes, w->stream);
+        }
         m->ops->event_record(w->copied, w->stream);
         m->copies = w->stream;
     }
