@@ -7306,6 +7306,7 @@ struct mt_model {
     mt_step_numbers *numbers;   // on the device
     mt_bad_steps bad_steps;
     mt_saver *saving;  // a checkpoint that is still on its way to the disk, or NULL
+    mt_stream *copies; // has copies of what is saved that nothing follows yet, or NULL
     int64_t num_steps; // training steps so far; what is pending of a step is numbered by it
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
@@ -9082,6 +9083,7 @@ static void mt_sharding_open(mt_model *m);
 static void mt_sharding_start(mt_model *m);
 static void mt_sharding_close(mt_model *m);
 static void mt_params_settle(mt_model *m);
+static void mt_saved_changes(mt_model *m);
 static void mt_params_changed(mt_model *m);
 
 /* A part of `whole`, or of the memory that is being counted. */
@@ -10047,6 +10049,7 @@ const mt_param *mt_model_params(const mt_model *m, int64_t *count) {
 }
 
 mt_bucket *mt_model_buckets(mt_model *m, int64_t *count) {
+    mt_saved_changes(m); // the caller may
     mt_params_settle(m);
     *count = m->num_buckets;
     return m->buckets;
@@ -11405,9 +11408,17 @@ static void mt_params_settle(mt_model *m) {
     mt_follow(m, m->stream, m->sharding.param_stream);
 }
 
+/* Before anything is written that a checkpoint holds: what a save copies of it meanwhile (§14f) comes first. All that
+ * is written is so on m->stream: a gather leaves this rank's own shard as it is, and others are not its to save. */
+static void mt_saved_changes(mt_model *m) {
+    if (m->copies) mt_follow(m, m->stream, m->copies);
+    m->copies = NULL;
+}
+
 /* Before parameters are set, or after they were updated: what was gathered of them is void. */
 static void mt_params_changed(mt_model *m) {
     mt_sharding *s = &m->sharding;
+    mt_saved_changes(m);
     mt_follow(m, m->stream, s->param_stream);
     for (int i = 0; i < MT_NUM_SLOTS; i++) s->param_slots[i].bucket = -1;
     s->gathered_bucket = -1;
@@ -11590,6 +11601,7 @@ void mt_part_write(mt_model *m, const mt_part *part, int64_t at, const void *fro
     int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
     int64_t size = mt_dtype_size(part->dtype);
     if (begin >= end) return;
+    mt_saved_changes(m);
     void *to = (char *)part->data + (begin - part->first) * size;
     if (from)
         m->ops->memory_copy(to, (const char *)from + (begin - at) * size, (end - begin) * size, m->stream);
@@ -13135,8 +13147,8 @@ static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *
 /* The place of every byte follows from the whole model's table before the first is written, so every rank knows it:
  * rank 0 makes the files with their headers, then each rank writes its own share at computed offsets, and no rank waits
  * for another. What is written passes through host memory, from which threads of its own take it: a small ring when
- * training waits, or room for all of it, so that training goes on when the copy is done. The threads call no MPI and no
- * device. */
+ * training waits, or room for all of it, so that training goes on while it is written, and on a GPU while it is copied
+ * too. The threads call no MPI, and of the device nothing but the wait for the copies. */
 
 /* A Hugging Face tensor that is to be written: one parameter, or several that it holds one after another. */
 typedef struct mt_saved {
@@ -13368,7 +13380,9 @@ typedef struct mt_writer {
     mt_copy *copies;
     int64_t num_copies, copy_room;
     bool closed;        // no more will come
-    bool holds_all;     // the threads start when all is copied, so that the copy has the machine to itself
+    bool holds_all;     // everything is copied at once, for which the threads wait
+    mt_stream *stream;  // the copies, where it holds all; NULL on the CPU
+    mt_event *copied;   // the moment when they are made
     bool runs;          // threads were started
     int busy;           // of them, those that have something left to do
     const char *folder; // they write into the files of `sums`
@@ -13385,8 +13399,9 @@ static int64_t mt_piece_bytes(int64_t bytes) {
     return mt_blocks(bytes, MT_DIRECT) * MT_DIRECT + MT_DIRECT;
 }
 
-static void mt_writer_open(mt_writer *w, const mt_ops *ops, int64_t capacity) {
-    *w = (mt_writer){.ops = ops, .capacity = mt_blocks(capacity, MT_DIRECT) * MT_DIRECT};
+static void mt_writer_open(mt_writer *w, const mt_ops *ops, int64_t capacity, bool holds_all) {
+    *w = (mt_writer){.ops = ops, .capacity = mt_blocks(capacity, MT_DIRECT) * MT_DIRECT, .holds_all = holds_all};
+    if (holds_all) w->stream = ops->stream_create(NULL, 0, false), w->copied = ops->event_create();
     w->block = ops->memory_alloc_host(w->capacity + MT_DIRECT);
     w->memory = mt_align_direct(w->block);
     memset(w->memory, 0, (size_t)w->capacity); // the system gives pages when they are touched: now, not in training
@@ -13396,6 +13411,7 @@ static void mt_writer_open(mt_writer *w, const mt_ops *ops, int64_t capacity) {
 
 static void mt_writer_close(mt_writer *w) {
     if (!w->block) return;
+    if (w->holds_all) w->ops->stream_destroy(w->stream), w->ops->event_destroy(w->copied);
     w->ops->memory_free_host(w->block);
     mt_checksums_free(&w->sums);
     free(w->pieces);
@@ -13521,6 +13537,11 @@ static void mt_writer_release(mt_writer *w, int64_t number, int status, const mt
     pthread_mutex_unlock(&w->lock);
 }
 
+/* Nothing that was copied for a writer that holds all is under way any more. */
+static void mt_copies_wait(const mt_writer *w) {
+    if (w->holds_all) w->ops->event_wait(w->copied);
+}
+
 /* A thread: pieces in their order, file after file, each of which is brought to disk when its last piece is in. */
 static void *mt_writer_run(void *context) {
     mt_writer *w = context;
@@ -13531,6 +13552,7 @@ static void *mt_writer_run(void *context) {
     char *path = NULL;
     int64_t open = -1, number;
     int status;
+    mt_copies_wait(w);
     while ((number = mt_writer_next(w, &piece, &status)) >= 0) {
         if (status == 0 && piece.file != open) {
             if (out.descriptor >= 0) status = mt_output_close(&out, 0);
@@ -13628,29 +13650,51 @@ static void mt_copy_past_cache(char *to, const char *from, int64_t bytes) {
     memcpy(to + done, from + done, (size_t)(bytes - done));
 }
 
-/* To the writer's memory. A processor's copies for an asynchronous save are made all at once, later: threads that meet
- * after each of many small copies cost more than they bring. */
+/* To the writer's memory. Copies for a writer that holds all are made together, later: on a processor, threads that
+ * meet after each of many small copies cost more than they bring. */
 static void mt_copy_to_host(mt_model *m, mt_writer *w, char *to, const char *from, int64_t bytes) {
-    if (strcmp(m->ops->name, "cpu") != 0) {
-        m->ops->memory_copy(to, from, bytes, m->stream);
-    } else if (!w->holds_all) {
-        memcpy(to, from, (size_t)bytes);
-    } else {
+    if (w->holds_all) {
         if (w->num_copies == w->copy_room) {
             w->copy_room = mt_max(2 * w->copy_room, 256);
             w->copies = mt_realloc(w->copies, w->copy_room * (int64_t)sizeof *w->copies);
         }
         w->copies[w->num_copies++] = (mt_copy){to, from, bytes};
+    } else if (strcmp(m->ops->name, "cpu") == 0) {
+        memcpy(to, from, (size_t)bytes);
+    } else {
+        m->ops->memory_copy(to, from, bytes, m->stream);
+        m->ops->stream_wait(m->stream);
     }
 }
 
-/* Of a writer that holds all: nothing that was asked for is under way any more. */
-static void mt_copies_finish(mt_model *m, mt_writer *w) {
+/* The bytes of the first of these copies with those that go on where it ends, *count in all: a GPU takes only so many
+ * operations before the host waits for it. Not all of them, as other copies to the host wait for one under way. */
+static int64_t mt_copies_together(const mt_copy *copies, int64_t num_copies, int64_t *count) {
+    enum { MOST = 32 << 20 };
+    int64_t bytes = copies->bytes, i = 1;
+    for (; i < num_copies && bytes + copies[i].bytes <= MOST; bytes += copies[i++].bytes)
+        if (copies[i].to != copies->to + bytes || copies[i].from != copies->from + bytes) break;
+    *count = i;
+    return bytes;
+}
+
+/* Makes a processor's copies, by all threads. A GPU's are enqueued on a stream of their own, after all that was
+ * computed so far: what comes next runs beside them, up to mt_saved_changes. */
+static void mt_copies_begin(mt_model *m, mt_writer *w) {
     const mt_copy *copies = w->copies;
+    if (strcmp(m->ops->name, "cpu") == 0) {
 #pragma omp parallel for schedule(dynamic)
-    for (int64_t i = 0; i < w->num_copies; i++) mt_copy_past_cache(copies[i].to, copies[i].from, copies[i].bytes);
+        for (int64_t i = 0; i < w->num_copies; i++) mt_copy_past_cache(copies[i].to, copies[i].from, copies[i].bytes);
+    } else {
+        mt_follow(m, w->stream, m->stream);
+        for (int64_t i = 0, count; i < w->num_copies; i += count) {
+            int64_t bytes = mt_copies_together(copies + i, w->num_copies - i, &count);
+            m->ops->memory_copy(copies[i].to, copies[i].from, bytes, w->stream);
+        }
+        m->ops->event_record(w->copied, w->stream);
+        m->copies = w->stream;
+    }
     w->num_copies = 0;
-    m->ops->stream_wait(m->stream);
 }
 
 /* Copies elements [begin, end) of a parameter to host memory and hands them on, in rectangles; `start` is where its
@@ -13672,7 +13716,6 @@ static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, i
         if (w) {
             char *to = mt_writer_reserve(w, piece.offset, bytes);
             mt_copy_to_host(m, w, to, from, bytes);
-            if (!w->holds_all) m->ops->stream_wait(m->stream); // else once, when all are under way
             piece.data = to;
             mt_writer_submit(w, piece);
         }
@@ -13779,7 +13822,7 @@ int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem
     int64_t largest = 0;
     MT_CHECK(strcmp(stem, "model") == 0 || (strcmp(stem, "optimizer") == 0 && m->plan.train));
     mt_saved_plan(&set, m, stem, max_shard_bytes);
-    mt_writer_open(&w, m->ops, mt_ring_bytes(mt_set_copy(&set, m, NULL, 0, &largest), largest));
+    mt_writer_open(&w, m->ops, mt_ring_bytes(mt_set_copy(&set, m, NULL, 0, &largest), largest), false);
     int status = mt_saved_create(&set, folder, m->grid->world.rank == 0, &w.sums, error);
     status = mt_ranks_agree(m, status, error);
     if (status == 0) {
@@ -14106,6 +14149,9 @@ static void mt_checkpoint_retain(const mt_options *o, const char *folder, int64_
 
 enum { MT_NUM_STEMS = 2 };
 
+/* What is under way: rank 0 makes the folder and its files, all ranks write into them, rank 0 puts it in its place. */
+typedef enum mt_saving { MT_SAVING_MAKES, MT_SAVING_WRITES, MT_SAVING_PLACES } mt_saving;
+
 struct mt_saver {
     mt_model *model;
     const char *folder;
@@ -14115,15 +14161,16 @@ struct mt_saver {
     mt_saved_set sets[MT_NUM_STEMS];
     int64_t num_sets;
     mt_writer writer;
-    char *temporary;             // the folder being written; NULL: none is
-    char name[64];               // what it will be called
-    int64_t iteration, in_place; // of the one being written; of the last one that took its place, or -1
-    bool places;                 // tensors are on disk: rank 0 puts the folder in its place, in a thread
-    bool placed;                 // that is done
-    int place_status;
-    mt_error place_error;
-    pthread_t place_thread;
-    pthread_mutex_t lock; // of placed
+    char *temporary;    // the folder being written; NULL: none is
+    char name[64];      // what it will be called
+    mt_run_state state; // of the one being written
+    int64_t in_place;   // the iteration of the last one that took its place, or -1
+    mt_saving saving;
+    bool worked; // the thread of rank 0 is done, with
+    int work_status;
+    mt_error work_error;
+    pthread_t worker;
+    pthread_mutex_t lock; // of worked
 };
 
 void mt_saver_open(mt_saver **out, mt_model *m, const char *folder, mt_checkpoint_extra *extra, void *context,
@@ -14138,8 +14185,8 @@ void mt_saver_open(mt_saver **out, mt_model *m, const char *folder, mt_checkpoin
         total += mt_set_copy(&s->sets[i], m, NULL, 0, &one);
         largest = mt_max(largest, one);
     }
-    mt_writer_open(&s->writer, m->ops, async ? mt_max(total, mt_piece_bytes(0)) : mt_ring_bytes(total, largest));
-    s->writer.holds_all = async;
+    total = async ? mt_max(total, mt_piece_bytes(0)) : mt_ring_bytes(total, largest);
+    mt_writer_open(&s->writer, m->ops, total, async);
     pthread_mutex_init(&s->lock, NULL);
     *out = s;
 }
@@ -14154,16 +14201,36 @@ void mt_saver_close(mt_saver *s) {
 }
 
 /* Everything on rank 0 that is small. */
-static int mt_saver_write_small(mt_saver *s, const mt_run_state *state, mt_error *error) {
+static int mt_saver_write_small(mt_saver *s, mt_error *error) {
     const mt_model *m = s->model;
     int status = mt_folder_create(s->temporary, error);
     char *config = mt_options_write_hf_config(m->options);
     if (status == 0) status = mt_text_write(s->temporary, "config.json", config, error);
     free(config);
     if (status == 0) status = mt_generation_config_write(m->options, s->temporary, error);
-    if (status == 0) status = mt_trainer_write(m, state, s->temporary, error);
+    if (status == 0) status = mt_trainer_write(m, &s->state, s->temporary, error);
     if (status == 0 && s->extra) status = s->extra(s->context, s->temporary, error);
     return status;
+}
+
+/* A thread of rank 0 is at its end. */
+static void *mt_saver_worked(mt_saver *s, int status) {
+    pthread_mutex_lock(&s->lock);
+    s->work_status = status, s->worked = true;
+    pthread_mutex_unlock(&s->lock);
+    return NULL;
+}
+
+/* Rank 0's first steps: the folder with all that is small and the files of tensors. Others only note these. */
+static void *mt_saver_make(void *context) {
+    mt_saver *s = context;
+    mt_error *error = &s->work_error;
+    bool makes = s->model->grid->world.rank == 0;
+    int status = makes ? mt_checkpoint_prepare(s->model, s->folder, error) : 0;
+    if (status == 0 && makes) status = mt_saver_write_small(s, error);
+    for (int64_t i = 0; i < s->num_sets && status == 0; i++)
+        status = mt_saved_create(&s->sets[i], s->temporary, makes, &s->writer.sums, error);
+    return mt_saver_worked(s, status);
 }
 
 /* Rank 0's sums become those of what all ranks wrote. */
@@ -14188,7 +14255,7 @@ static int mt_checksums_add_file(const char *folder, const char *name, void *con
     int64_t bytes;
     if (mt_checksums_find(&s->writer.sums, name)) return 0;
     char *path = mt_path_join(folder, name);
-    int descriptor = mt_file_open(path, &bytes, &s->place_error);
+    int descriptor = mt_file_open(path, &bytes, &s->work_error);
     free(path);
     if (descriptor < 0) return -1;
     mt_file_checksums *file = mt_checksums_append(&s->writer.sums, name, bytes);
@@ -14202,9 +14269,8 @@ static int mt_checksums_add_file(const char *folder, const char *name, void *con
     mt_checksums_finish(file);
     free(buffer);
     close(descriptor);
-    return status == 0
-               ? 0
-               : mt_error_set(&s->place_error, "%s/%s: cannot be read again: %s", folder, name, strerror(errno));
+    return status == 0 ? 0
+                       : mt_error_set(&s->work_error, "%s/%s: cannot be read again: %s", folder, name, strerror(errno));
 }
 
 static int mt_checksums_compare(const void *a, const void *b) {
@@ -14214,7 +14280,8 @@ static int mt_checksums_compare(const void *a, const void *b) {
 /* Rank 0's last steps: a folder that is whole and on disk takes its place, becomes the latest, and others go. */
 static void *mt_saver_place(void *context) {
     mt_saver *s = context;
-    mt_error *error = &s->place_error;
+    if (s->model->grid->world.rank != 0) return mt_saver_worked(s, 0);
+    mt_error *error = &s->work_error;
     char *place = mt_path_join(s->folder, s->name);
     int status = mt_folder_visit(s->temporary, mt_checksums_add_file, s);
     qsort(s->writer.sums.files, (size_t)s->writer.sums.count, sizeof *s->writer.sums.files, mt_checksums_compare);
@@ -14223,52 +14290,66 @@ static void *mt_saver_place(void *context) {
     if (status == 0) status = mt_folder_visit(s->temporary, mt_fsync_entry, error);
     if (status == 0) status = mt_fsync_path(s->temporary, error);
     if (status == 0) status = mt_folder_place(s->temporary, place, error);
-    if (status == 0) status = mt_checkpoint_publish(s->folder, s->name, s->iteration, error);
-    if (status == 0) mt_checkpoint_retain(s->model->options, s->folder, s->iteration);
+    if (status == 0) status = mt_checkpoint_publish(s->folder, s->name, s->state.iteration, error);
+    if (status == 0) mt_checkpoint_retain(s->model->options, s->folder, s->state.iteration);
     free(text);
     free(place);
-    s->place_status = status;
-    pthread_mutex_lock(&s->lock);
-    s->placed = true;
-    pthread_mutex_unlock(&s->lock);
-    return NULL;
+    return mt_saver_worked(s, status);
 }
 
 /* Nothing is under way any more. */
 static int mt_saver_end(mt_saver *s, int status) {
+    mt_copies_wait(&s->writer); // the threads have done so, but where files could not be made
+    s->model->copies = NULL;
     if (status != 0 && s->model->grid->world.rank == 0) mt_folder_remove(s->temporary);
-    if (status == 0) s->in_place = s->iteration;
+    if (status == 0) s->in_place = s->state.iteration;
     free(s->temporary);
-    s->temporary = NULL, s->places = false;
+    s->temporary = NULL;
     s->model->saving = NULL;
     mt_checksums_free(&s->writer.sums);
     return status;
 }
 
-/* Goes on from the threads' work, for which it waits: from tensors to the folder's place, and from there to the end. */
+/* Begins what is rank 0's to do, in a thread; of the other ranks what little there is, at once. */
+static void mt_saver_work(mt_saver *s, mt_saving saving, void *(*work)(void *)) {
+    s->saving = saving, s->worked = false;
+    if (s->model->grid->world.rank != 0)
+        work(s);
+    else if (pthread_create(&s->worker, NULL, work, s) != 0)
+        mt_die("cannot start a thread; raise ulimit -u");
+}
+
+/* Waits for the threads of this rank, and tells every rank what became of all of them. */
+static int mt_saver_wait(mt_saver *s, mt_error *error) {
+    int status;
+    if (s->saving == MT_SAVING_WRITES) {
+        status = mt_writer_wait(&s->writer, error);
+    } else {
+        if (s->model->grid->world.rank == 0) pthread_join(s->worker, NULL);
+        status = s->work_status;
+        if (status != 0) *error = s->work_error;
+    }
+    return mt_ranks_agree(s->model, status, error);
+}
+
+/* Goes on from the threads' work, for which it waits: from files to tensors, to the folder's place, and to the end. */
 static int mt_saver_advance(mt_saver *s, mt_error *error) {
-    bool places = s->model->grid->world.rank == 0;
-    if (!s->places) {
-        int status = mt_ranks_agree(s->model, mt_writer_wait(&s->writer, error), error);
-        if (status != 0) return mt_saver_end(s, status);
+    int status = mt_saver_wait(s, error);
+    if (status != 0 || s->saving == MT_SAVING_PLACES) return mt_saver_end(s, status);
+    if (s->saving == MT_SAVING_MAKES) {
+        s->saving = MT_SAVING_WRITES;
+        mt_writer_start(&s->writer, s->temporary);
+    } else {
         mt_saver_collect_sums(s);
-        s->places = true, s->placed = !places;
-        if (places && pthread_create(&s->place_thread, NULL, mt_saver_place, s) != 0)
-            mt_die("cannot start a thread; raise ulimit -u");
-        return 0;
+        mt_saver_work(s, MT_SAVING_PLACES, mt_saver_place);
     }
-    int status = 0;
-    if (places) {
-        pthread_join(s->place_thread, NULL);
-        status = s->place_status, *error = s->place_error;
-    }
-    return mt_saver_end(s, mt_ranks_agree(s->model, status, error));
+    return 0;
 }
 
 int mt_saver_poll(mt_saver *s, mt_error *error) {
     if (!s || !s->temporary) return 0;
     pthread_mutex_lock(&s->lock);
-    double busy = s->places ? !s->placed : !mt_writer_is_done(&s->writer);
+    double busy = s->saving == MT_SAVING_WRITES ? !mt_writer_is_done(&s->writer) : !s->worked;
     pthread_mutex_unlock(&s->lock);
     mt_all_reduce_max(&s->model->grid->world, &busy, 1, MT_F64);
     return busy > 0 ? 0 : mt_saver_advance(s, error);
@@ -14284,44 +14365,30 @@ int mt_saver_finish(mt_saver *s, mt_error *error) {
     return status;
 }
 
-/* Makes the folder, on rank 0 with all that is small and the files of tensors. */
-static int mt_saver_make_files(mt_saver *s, const mt_run_state *state, mt_error *error) {
-    mt_model *m = s->model;
-    bool makes = m->grid->world.rank == 0;
-    int status = makes ? mt_checkpoint_prepare(m, s->folder, error) : 0;
-    if (status == 0 && makes) status = mt_saver_write_small(s, state, error);
-    for (int64_t i = 0; i < s->num_sets && status == 0; i++)
-        status = mt_saved_create(&s->sets[i], s->temporary, makes, &s->writer.sums, error);
-    return status;
-}
-
 /* Hands on what this rank has of all sets. */
 static void mt_saver_copy(mt_saver *s) {
     int64_t file = 0, largest;
     for (int64_t i = 0; i < s->num_sets; file += s->sets[i++].num_shards)
         mt_set_copy(&s->sets[i], s->model, &s->writer, file, &largest);
+    if (s->async) mt_copies_begin(s->model, &s->writer);
+    mt_writer_end(&s->writer);
 }
 
-/* In the background: a GPU copies while rank 0 makes the files, and the threads start when both are done. */
+/* In the background nothing is waited for but a processor's copies, and a checkpoint before. */
 int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
     char temporary_name[128];
     mt_model *m = s->model;
     if (mt_saver_finish(m->saving, error) != 0) return -1; // the one before
     m->saving = s;
-    s->iteration = state->iteration;
+    s->state = *state;
     snprintf(s->name, sizeof s->name, "iter_%07lld", (long long)state->iteration);
     snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", s->name, (long long)getpid());
     mt_broadcast(&m->grid->world, temporary_name, sizeof temporary_name, 0);
     s->temporary = mt_path_join(s->folder, temporary_name);
     mt_writer_begin(&s->writer);
-    if (s->async) mt_saver_copy(s);
-    int status = mt_saver_make_files(s, state, error);
-    if (s->async) mt_copies_finish(m, &s->writer);
-    status = mt_ranks_agree(m, status, error);
-    if (status != 0) return mt_saver_end(s, status);
-    mt_writer_start(&s->writer, s->temporary);
-    if (!s->async) mt_saver_copy(s);
-    mt_writer_end(&s->writer);
+    mt_saver_work(s, MT_SAVING_MAKES, mt_saver_make);
+    if (!s->async && mt_saver_advance(s, error) != 0) return -1; // to the threads, which what follows is for
+    mt_saver_copy(s);
     return s->async ? 0 : mt_saver_finish(s, error);
 }
 
@@ -15123,6 +15190,7 @@ static void mt_step_judge(mt_model *m) {
     mt_step_numbers *n = m->numbers;
     m->ops->gradient_scale(&n->grad_scale, &n->grad_norm, n->sums + 2, n->sums + 1, (float)o->clip_grad, m->stream);
     m->ops->step_guard(n->guard, &n->grad_scale, n->sums + 3, n->sums + 1, &n->grad_norm, &rules, m->stream);
+    mt_saved_changes(m);
     mt_experts_move_biases(m);
     mt_profile_phase_end(m->stream);
 }
@@ -15131,6 +15199,7 @@ static void mt_step_judge(mt_model *m) {
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
     mt_profile_phase_begin("optimizer", -1, -1, m->stream);
+    mt_saved_changes(m);
     double step = (double)(state->optimizer_step + 1);
     mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
                       .beta1 = (float)o->adam_beta1,

@@ -358,7 +358,7 @@ typedef mt_event *mt_event_create_fn(void);
 typedef void mt_event_destroy_fn(mt_event *event);
 /* The moment when all that was enqueued before is done. */
 typedef void mt_event_record_fn(mt_event *event, mt_stream *stream);
-/* Waits for the moment that was recorded last; at once where none was. */
+/* Waits for the moment that was recorded last; at once where none was. Any thread may wait. */
 typedef void mt_event_wait_fn(mt_event *event);
 
 /* ---- linear layers; weights are [N, K] as torch.nn.Linear stores them */
@@ -1304,7 +1304,8 @@ void mt_model_print_plan(const mt_model *model, FILE *file);
 void mt_model_init(mt_model *model);
 
 /* The tables, for checkpoints and tests. Buckets whose parameters are still to be gathered after an optimizer step are
- * gathered first, so every rank of the data group asks for them. */
+ * gathered first, so every rank of the data group asks for them; what the model's stream is given then comes after the
+ * copies of a save, as it may change them. */
 const mt_param *mt_model_params(const mt_model *model, int64_t *count);
 mt_bucket *mt_model_buckets(mt_model *model, int64_t *count);
 const mt_options *mt_model_options(const mt_model *model);
@@ -1628,7 +1629,8 @@ int mt_safetensors_save_folder(mt_model *model, const char *folder, const char *
  * Hugging Face folder of its own. Saving does this itself; a driver does it before training. */
 int mt_checkpoint_prepare(const mt_model *model, const char *folder, mt_error *error);
 
-/* Adds the caller's own files, such as the tokenizer's, to a checkpoint that is being written into `folder`. */
+/* Adds the caller's own files, such as the tokenizer's, to a checkpoint that is being written into `folder`. Rank 0
+ * calls it in a thread of its own, while training goes on where a saver is asynchronous: it reads only what stays. */
 typedef int mt_checkpoint_extra(void *context, const char *folder, mt_error *error);
 
 /* Saves folder/iter_NNNNNNN: config.json, safetensors, optimizer state (unless options->no_save_optim), trainer.json,
@@ -1640,13 +1642,15 @@ typedef int mt_checkpoint_extra(void *context, const char *folder, mt_error *err
 int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
                        void *context, mt_error *error);
 
-/* Saves a run's checkpoints one after another, as mt_checkpoint_save does. With `async`, saving returns when all is
- * copied to host memory, which is allocated here for this rank's share of the checkpoint, and threads write it while
- * training goes on; a GPU's copy goes to pinned memory. Every rank calls all of these. */
+/* Saves a run's checkpoints one after another, as mt_checkpoint_save does. With `async`, all is copied to host memory,
+ * which is allocated here for this rank's share of the checkpoint, and threads write it while training goes on. On the
+ * CPU saving returns when it is copied; on a GPU the copies, to pinned memory, go on beside what the model's stream is
+ * given next, and only what changes weights or optimizer waits for them, on the device. Every rank calls all of these.
+ */
 typedef struct mt_saver mt_saver;
 void mt_saver_open(mt_saver **saver, mt_model *model, const char *folder, mt_checkpoint_extra *extra, void *context,
                    bool async);
-/* Begins a checkpoint; first waits for the one before. */
+/* Begins a checkpoint; first waits for the one before. With `async` its errors are those of the calls below. */
 int mt_saver_save(mt_saver *saver, const mt_run_state *state, mt_error *error);
 /* Between steps: takes its next step once every rank's thread is done. What went wrong since is an error of this call.
  * Nothing where nothing is under way, or where saver is NULL. */

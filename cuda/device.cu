@@ -6,8 +6,8 @@
 
 /* ---- failures ---------------------------------------------------------------------------------------------------- */
 
-/* The operation of the table that is being enqueued, NULL outside of one. */
-static const char *operation_at_work;
+/* The operation of the table that this thread enqueues, NULL outside of one. */
+static thread_local const char *operation_at_work;
 
 void mt_cuda_fail(const char *library, const char *call, const char *file, int line, const char *reason) {
     mt_die("%s: %s at %s:%d, in %s, on rank %d: %s", library, call, file, line,
@@ -193,11 +193,13 @@ extern "C" void mt_cuda_stream_destroy(mt_stream *stream) {
 
 struct mt_event {
     cudaEvent_t event;
+    int device;
 };
 
 extern "C" mt_event *mt_cuda_event_create(void) {
     mt_event *event = (mt_event *)mt_malloc(sizeof *event);
     MT_CUDA(cudaEventCreate(&event->event));
+    MT_CUDA(cudaGetDevice(&event->device));
     return event;
 }
 
@@ -211,6 +213,7 @@ extern "C" void mt_cuda_event_record(mt_event *event, mt_stream *stream) {
 }
 
 extern "C" void mt_cuda_event_wait(mt_event *event) {
+    MT_CUDA(cudaSetDevice(event->device)); // a thread begins with device 0, on which it would open a context
     MT_CUDA(cudaEventSynchronize(event->event));
 }
 

@@ -282,30 +282,53 @@ static void copy_plainly(const bench *b, series *s, char *to, const char *from, 
     end(b, s);
 }
 
-/* What a step waits for an asynchronous save, against copying as much memory, from the device where there is one. */
+/* One line in milliseconds, against `reference` seconds. */
+static void print_wait(const bench *b, const char *what, series *s, double reference) {
+    double seconds = median(s->seconds, s->count);
+    if (b->grid.world.rank != 0) return;
+    printf("%-30s %8.3f ms (%.3f to %.3f)  %5.1f%% of the copy's time\n", what, seconds * 1e3, s->seconds[0] * 1e3,
+           s->seconds[s->count - 1] * 1e3, 100 * seconds / reference);
+    fflush(stdout);
+}
+
+/* What a step waits for an asynchronous save, against copying as much memory, from the device where there is one. There
+ * the save's copies go on behind the call. What is computed then, which `follows`, should find the model's stream free;
+ * what changes the model waits until it is `copied`. */
 static void bench_stall(bench *b) {
     mt_error error;
     mt_saver *saver;
+    mt_stream *stream = mt_model_stream(b->model);
     bool on_cpu = strcmp(b->ops->name, "cpu") == 0;
-    int64_t share = (int64_t)(b->bytes / b->grid.world.size);
-    series stall = {0}, copy = {0}, finish = {0};
+    int64_t share = (int64_t)(b->bytes / b->grid.world.size), num_buckets;
+    series stall = {0}, copy = {0}, follows = {0}, copied = {0}, finish = {0};
     char *from = b->ops->memory_alloc(share), *to = b->ops->memory_alloc_host(share);
-    b->ops->memory_zero(from, share, mt_model_stream(b->model));
+    b->ops->memory_zero(from, share, stream);
     memset(to, 2, (size_t)share);
     mt_saver_open(&saver, b->model, b->folder, NULL, NULL, true);
     for (int64_t round = 0; round < b->rounds; round++) {
         mt_run_state state = {.iteration = 2};
         copy_plainly(b, &copy, to, from, share);
         begin(b, &finish);
+        begin(b, &copied);
         begin(b, &stall);
         check(mt_saver_save(saver, &state, &error), &error);
         end(b, &stall);
+        begin(b, &follows);
+        b->ops->stream_wait(stream);
+        end(b, &follows);
+        mt_model_buckets(b->model, &num_buckets); // to be changed: the stream waits for the copies
+        b->ops->stream_wait(stream);
+        end(b, &copied);
         check(mt_saver_finish(saver, &error), &error);
         end(b, &finish);
     }
     mt_saver_close(saver);
     double seconds = print(b, on_cpu ? "copy of memory" : "copy to pinned memory", &copy, 0, NULL);
-    print(b, "stall of an asynchronous save", &stall, seconds, "the copy's speed");
+    print_wait(b, "stall of an asynchronous save", &stall, seconds);
+    if (!on_cpu) {
+        print_wait(b, "  then the stream is free in", &follows, seconds);
+        print_wait(b, "  all is copied after", &copied, seconds);
+    }
     print(b, "until it is on disk", &finish, 0, NULL);
     b->ops->memory_free(from), b->ops->memory_free_host(to);
 }

@@ -3,6 +3,7 @@
 #include "golden.h"
 
 #include <mpi.h>
+#include <pthread.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -225,8 +226,9 @@ static void every_strategy_trains_in_bf16_to_within_two_percent(void **state) {
 
 /* ---- streams */
 
-/* A backend whose second and third stream do nothing before another stream follows them: the latest that a GPU may be.
- * What is not waited for is then missing, and what is overwritten too early is lost. */
+/* A backend whose streams but the first do nothing before another stream follows them, or an event of theirs is waited
+ * for: the latest that a GPU may be. What is not waited for is then missing, and what is overwritten too early is lost.
+ */
 typedef struct late_call {
     void (*run)(const struct late_call *call);
     void *out;
@@ -236,13 +238,14 @@ typedef struct late_call {
     const mt_group *group;
 } late_call;
 
-enum { MAX_LATE_CALLS = 64, MAX_STREAMS = 3 };
+enum { MAX_LATE_CALLS = 1024, MAX_STREAMS = 4 };
 typedef struct late_stream {
     late_call calls[MAX_LATE_CALLS];
     int count;
 } late_stream;
 static late_stream late_streams[MAX_STREAMS];
 static int num_streams, most_late_calls;
+static pthread_mutex_t late_lock = PTHREAD_MUTEX_INITIALIZER; // threads of a saver wait for events
 
 static void run_all_reduce(const late_call *c) {
     mt_cpu_ops.all_reduce(c->out, c->count, MT_SUM, c->dtype, c->group, NULL);
@@ -291,11 +294,17 @@ static void late_accumulate(float *sum, const float *x, int64_t n, mt_stream *st
     call_late(stream, (late_call){run_accumulate, sum, x, n, MT_F32, NULL});
 }
 
-static void late_follow(mt_stream *stream, mt_stream *other) {
-    late_stream *from = (late_stream *)(void *)other;
-    assert_ptr_not_equal(stream, other);
+static void late_run(mt_stream *stream) {
+    late_stream *from = (late_stream *)(void *)stream;
+    pthread_mutex_lock(&late_lock);
     for (int i = 0; i < from->count; i++) from->calls[i].run(&from->calls[i]);
     from->count = 0;
+    pthread_mutex_unlock(&late_lock);
+}
+
+static void late_follow(mt_stream *stream, mt_stream *other) {
+    assert_ptr_not_equal(stream, other);
+    late_run(other);
 }
 
 static mt_stream *late_create(void *workspace, int64_t bytes, bool deterministic) {
@@ -310,12 +319,46 @@ static void late_destroy(mt_stream *stream) {
     num_streams--;
 }
 
+/* An event is the stream on which it was recorded last. */
+static mt_event *late_event_create(void) {
+    return mt_calloc(sizeof(mt_stream *));
+}
+
+static void late_event_destroy(mt_event *event) {
+    free(event);
+}
+
+static void late_event_record(mt_event *event, mt_stream *stream) {
+    *(mt_stream **)(void *)event = stream;
+}
+
+static void late_event_wait(mt_event *event) {
+    mt_stream *stream = *(mt_stream **)(void *)event;
+    if (stream) late_run(stream);
+}
+
+static void run_memory_copy(const late_call *c) {
+    mt_cpu_ops.memory_copy(c->out, c->in, c->count, NULL);
+}
+
+static void late_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
+    call_late(stream, (late_call){run_memory_copy, to, from, bytes, MT_F32, NULL});
+}
+
+static mt_ops late_ops(void) {
+    mt_ops late = mt_cpu_ops;
+    late.name = "late"; // nothing is done as for the CPU
+    late.all_reduce = late_all_reduce, late.all_gather = late_all_gather, late.reduce_scatter = late_reduce_scatter;
+    late.accumulate = late_accumulate, late.stream_follow = late_follow, late.memory_copy = late_memory_copy;
+    late.stream_create = late_create, late.stream_destroy = late_destroy;
+    late.event_create = late_event_create, late.event_destroy = late_event_destroy;
+    late.event_record = late_event_record, late.event_wait = late_event_wait;
+    return late;
+}
+
 static void streams_wait_for_what_they_need(void **state) {
     (void)state;
-    mt_ops late = mt_cpu_ops;
-    late.all_reduce = late_all_reduce, late.all_gather = late_all_gather, late.reduce_scatter = late_reduce_scatter;
-    late.accumulate = late_accumulate, late.stream_follow = late_follow;
-    late.stream_create = late_create, late.stream_destroy = late_destroy;
+    mt_ops late = late_ops();
     for (int variant = 0; variant < 2 * NUM_STRATEGIES; variant++) {
         const char *words = variant % 2 ? tied : untied;
         outcome expected = ten_steps(&alone, words, 0, false, 2 * grid.world.size);
@@ -513,6 +556,68 @@ static void many_ranks_save_what_one_rank_loads(void **state) {
     }
 }
 
+/* ---- saves in the background */
+
+/* Saves after each of four steps, the last three not before the one before is in its place; then again, and loads the
+ * first before anything of that is copied. */
+static void train_and_save(const char *words, int strategy, const char *into, bool async) {
+    trainee t;
+    mt_saver *saver;
+    mt_error error;
+    mt_run_state of_first;
+    char first[1024];
+    trainee_open(&t, &grid, words, strategy, true);
+    mt_model_init(t.model);
+    mt_saver_open(&saver, t.model, into, NULL, NULL, async);
+    const late_stream *copies = async ? &late_streams[num_streams - 1] : NULL;
+    for (int i = 0; i < 5; i++) {
+        if (i < 4) train_one_step(&t, 2);
+        if (i < 4 && async) assert_int_equal(copies->count, 0); // the step has waited for them
+        t.state.iteration = i + 1;
+        if (mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
+        if (mt_saver_save(saver, &t.state, &error) != 0) fail_msg("%s", error.text);
+        if (async) assert_true(copies->count > 0); // and the save has not
+    }
+    snprintf(first, sizeof first, "%s/iter_0000001", into);
+    if (mt_checkpoint_load(t.model, &of_first, first, &error) != 0) fail_msg("%s", error.text);
+    if (mt_saver_finish(saver, &error) != 0) fail_msg("%s", error.text);
+    assert_int_equal(mt_saver_in_place(saver), 5);
+    mt_saver_close(saver);
+    trainee_close(&t);
+}
+
+static const char experts[] = "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid "
+                              "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2 --swiglu "
+                              "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+                              "--untie-embeddings-and-output-weights --hidden-dropout 0 --bf16";
+
+static void what_is_copied_late_is_what_was_there_when_it_was_saved(void **state) {
+    (void)state;
+    const char *const variants[] = {tied, untied, experts};
+    mt_ops late = late_ops();
+    checkpoint_folder();
+    for (int variant = 0; variant < 3 * NUM_STRATEGIES; variant++) {
+        char into[2][300], command[1500];
+        for (int async = 0; async < 2; async++) {
+            snprintf(into[async], sizeof into[async], "%s/%s", folder, async ? "async" : "sync");
+            if (grid.world.rank == 0) assert_true(mkdir(folder, 0777) == 0 || async);
+            mt_barrier(&grid.world);
+            backend = async ? &late : &mt_cpu_ops;
+            train_and_save(variants[variant / NUM_STRATEGIES], variant % NUM_STRATEGIES, into[async], async);
+        }
+        backend = &mt_cpu_ops;
+        double differs = 0;
+        for (int i = 1; i <= 5 && grid.world.rank == 0; i++) { // sums of all files, so all of them are the same
+            snprintf(command, sizeof command, "cmp '%s/iter_000000%d/checksums.json' '%s/iter_000000%d/checksums.json'",
+                     into[0], i, into[1], i);
+            differs += system(command) != 0;
+        }
+        mt_all_reduce_max(&grid.world, &differs, 1, MT_F64);
+        remove_checkpoint();
+        if (differs > 0) fail_msg("model %d, %s", variant / NUM_STRATEGIES, strategies[variant % NUM_STRATEGIES]);
+    }
+}
+
 static void every_rank_hears_that_a_checkpoint_cannot_be_saved(void **state) {
     (void)state;
     mt_error error = {{0}};
@@ -527,7 +632,20 @@ static void every_rank_hears_that_a_checkpoint_cannot_be_saved(void **state) {
     trainee_open(&t, &grid, tied, 3, false);
     assert_int_equal(mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error), -1);
     assert_non_null(strstr(error.text, folder));
+    mt_ops late = late_ops();
     trainee_close(&t);
+    backend = &late;
+    trainee_open(&t, &grid, tied, 3, false);
+    mt_saver *saver;
+    mt_saver_open(&saver, t.model, folder, NULL, NULL, true);
+    memset(&error, 0, sizeof error);
+    assert_int_equal(mt_saver_save(saver, &t.state, &error), 0);
+    assert_int_equal(mt_saver_finish(saver, &error), -1);
+    assert_non_null(strstr(error.text, folder));
+    assert_int_equal(mt_saver_in_place(saver), -1);
+    mt_saver_close(saver); // nothing is under way
+    trainee_close(&t);
+    backend = &mt_cpu_ops;
     remove_checkpoint();
 }
 
@@ -550,6 +668,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(memory_is_what_the_formula_says),
         cmocka_unit_test(a_run_resumes_under_any_strategy),
         cmocka_unit_test(many_ranks_save_what_one_rank_loads),
+        cmocka_unit_test(what_is_copied_late_is_what_was_there_when_it_was_saved),
         cmocka_unit_test(every_rank_hears_that_a_checkpoint_cannot_be_saved),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
