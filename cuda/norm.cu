@@ -615,12 +615,16 @@ void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_b
                     to, more, partial, (int)blocks, (int)more_blocks, (int)C);
 }
 
+/* Blocks that may leave their sums: few where these are long. */
+static int64_t most_backward_blocks(int64_t C) {
+    return mt_cuda_device()->multiProcessorCount * (C <= 2048 ? 8ll : 4ll);
+}
+
 /* How the rows are walked: rows of blockDim.x threads with `packs` packs each, blockDim.y of them in a block and
  * `blocks` blocks on a multiprocessor. packs is 0 where no block holds a row. */
 struct backward_walk {
     int packs, blocks;
     dim3 block;
-    int64_t held; // packs of a row's input that a multiprocessor has at once
 };
 
 /* The packs a thread that put the most bytes on their way. Whole warps for a row, unless it is shorter than one: with
@@ -628,12 +632,14 @@ struct backward_walk {
  * waits for its slowest warp; but few, since each leaves sums to be added. */
 static backward_walk backward_walk_of(bool layernorm, int64_t packs, int most) {
     backward_walk best = {};
+    int64_t most_held = 0;
     for (int k = 1; k <= most; k++) {
         dim3 block = mt_reduction_block(packs, k, 1, 1024);
         int64_t rows = backward_threads(layernorm, k) / block.x;
-        if (block.x * k < packs || (k > 1 && block.x < 32) || rows * packs <= best.held) continue;
+        if (block.x * k < packs || (k > 1 && block.x < 32) || rows * packs <= most_held) continue;
+        most_held = rows * packs;
         block.y = block.x <= 32 ? rows : rows == 3 ? 1 : rows % 2 == 0 ? rows / 2 : rows;
-        best = {k, (int)(rows / block.y), block, rows * packs};
+        best = {k, (int)(rows / block.y), block};
     }
     return best;
 }
@@ -647,8 +653,7 @@ static int64_t launch_walk(const backward_task<T> &task, const backward_walk &wa
     return blocks;
 }
 
-/* As many blocks as find room, up to `most_wide_blocks` a multiprocessor; 0 where a row fits in none. */
-static constexpr int most_wide_blocks = 4;
+/* As many blocks as find room and leave their sums where there is room for them; 0 where a row fits in none. */
 template <class T, int N, int K, bool layernorm>
 static int64_t launch_wide(const backward_task<T> &task, cudaStream_t stream) {
     dim3 block = mt_reduction_block(mt_divide_up(task.C, N), K, 1, wide_block);
@@ -658,30 +663,28 @@ static int64_t launch_wide(const backward_task<T> &task, cudaStream_t stream) {
     auto kernel = norm_backward_wide<T, N, K, layernorm>;
     MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
     MT_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, (int)block.x, (size_t)bytes));
-    if (resident > most_wide_blocks) resident = most_wide_blocks;
     int64_t blocks = mt_cuda_device()->multiProcessorCount * (int64_t)resident;
     if (blocks > task.rows) blocks = task.rows;
+    if (blocks > most_backward_blocks(task.C)) blocks = most_backward_blocks(task.C);
     mt_launch_early(kernel, (unsigned)blocks, block, bytes, stream, task);
     return blocks;
 }
 
-/* LayerNorm's rows of several warps come by the ring too where registers would hold less than this of them: 1600
- * channels take 57 us so, and 58.4 by registers. */
-static constexpr int few_held = 640, several_warps = 128;
+/* LayerNorm's rows of two packs a thread come by the ring too, if they are several warps': their sums take so many
+ * registers that the next row's packs find better room there. 57 us in place of 58.4 for 1600 channels. */
 template <class T, int N, bool layernorm>
 static int64_t launch_rows(const backward_task<T> &task, cudaStream_t stream) {
     constexpr int most = N > 1 ? backward_packs : 1;
     const backward_walk walk = backward_walk_of(layernorm, mt_divide_up(task.C, N), most);
     int64_t blocks = 0;
     if constexpr (N > 1 && layernorm)
-        if (walk.block.x >= several_warps && walk.held < few_held)
-            blocks = launch_wide<T, N, 2, layernorm>(task, stream);
+        if (walk.packs == 2 && walk.block.x > 32) blocks = launch_wide<T, N, 2, layernorm>(task, stream);
     if (blocks > 0) return blocks;
     if (walk.packs > 0)
         with_packs<most>(
             walk.packs, [&](auto k) { blocks = launch_walk<T, N, decltype(k)::value, layernorm>(task, walk, stream); });
     else if constexpr (N > 1)
-        blocks = launch_wide < T, N, layernorm ? 3 : 4, layernorm > (task, stream);
+        blocks = launch_wide<T, N, 4 - layernorm, layernorm>(task, stream);
     if (blocks > 0) return blocks;
     blocks = mt_cuda_device()->multiProcessorCount * 2;
     if (blocks > task.rows) blocks = task.rows;
@@ -696,8 +699,8 @@ static void launch_backward(void *dx, float *dw, float *db, const void *dy, cons
                             int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
     bool wide = mt_wide(dtype, {dx, dy, dresidual, x, w}, {C, dx_stride, dy_stride, x_stride});
-    int64_t most_blocks = mt_cuda_device()->multiProcessorCount * 4ll; // launch_rows has at most so many
-    float *partial = (float *)mt_cuda_workspace(stream, most_blocks * C * (layernorm ? 2 : 1) * (int64_t)sizeof(float));
+    int64_t sums = most_backward_blocks(C) * C * (layernorm ? 2 : 1);
+    float *partial = (float *)mt_cuda_workspace(stream, sums * (int64_t)sizeof(float));
     mt_by_type(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
         backward_task<E> task = {(E *)dx,           partial,      (const E *)dy, (const E *)dresidual,

@@ -321,6 +321,8 @@ static const struct {
     {"rmsnorm_backward of q", rmsnorm_backward, MT_BF16, {8192, 32, 128}},
     {"layernorm_forward", layernorm_forward, MT_BF16, {65536, 768}},
     {"layernorm_backward", layernorm_backward, MT_BF16, {65536, 768}},
+    {"layernorm_forward", layernorm_forward, MT_BF16, {32768, 1024}},
+    {"layernorm_backward", layernorm_backward, MT_BF16, {32768, 1024}},
     {"layernorm_forward", layernorm_forward, MT_BF16, {16384, 1600}},
     {"layernorm_backward", layernorm_backward, MT_BF16, {16384, 1600}},
     {"layernorm_forward", layernorm_forward, MT_BF16, {32768, 1280}},
