@@ -670,15 +670,17 @@ static int64_t launch_wide(const backward_task<T> &task, cudaStream_t stream) {
     return blocks;
 }
 
-/* LayerNorm's rows of two packs a thread come by the ring too, if they are several warps': their sums take so many
- * registers that the next row's packs find better room there. 57 us in place of 58.4 for 1600 channels. */
+/* LayerNorm's rows of two packs a thread and many warps come by the ring too: their sums take so many registers that
+ * the next row's packs find better room there. 1600 channels take 57 us so, 58.4 by registers; 1024, of two warps, 74
+ * and 69. */
+static constexpr int many_threads = 128;
 template <class T, int N, bool layernorm>
 static int64_t launch_rows(const backward_task<T> &task, cudaStream_t stream) {
     constexpr int most = N > 1 ? backward_packs : 1;
     const backward_walk walk = backward_walk_of(layernorm, mt_divide_up(task.C, N), most);
     int64_t blocks = 0;
     if constexpr (N > 1 && layernorm)
-        if (walk.packs == 2 && walk.block.x > 32) blocks = launch_wide<T, N, 2, layernorm>(task, stream);
+        if (walk.packs == 2 && walk.block.x >= many_threads) blocks = launch_wide<T, N, 2, layernorm>(task, stream);
     if (blocks > 0) return blocks;
     if (walk.packs > 0)
         with_packs<most>(
