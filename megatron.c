@@ -13145,10 +13145,10 @@ static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *
 
 /* ==== §14e writing tensors ======================================================================================= */
 /* The place of every byte follows from the whole model's table before the first is written, so every rank knows it:
- * rank 0 makes the files with their headers, then each rank writes its own share at computed offsets, and no rank waits
- * for another. What is written passes through host memory, from which threads of its own take it: a small ring when
- * training waits, or room for all of it, so that training goes on while it is written, and on a GPU while it is copied
- * too. The threads call no MPI, and of the device nothing but the wait for the copies. */
+ * rank 0 writes the headers, each rank its own share at computed offsets, and no rank waits for another. What is
+ * written passes through host memory, from which threads of its own take it: a small ring when training waits, or room
+ * for all of it, so that training goes on while it is written, and on a GPU while it is copied too. The threads call no
+ * MPI, and of the device nothing but the wait for the copies. */
 
 /* A Hugging Face tensor that is to be written: one parameter, or several that it holds one after another. */
 typedef struct mt_saved {
@@ -13261,13 +13261,16 @@ static int mt_output_open(mt_output *out, const char *path, mt_error *error) {
     return out->descriptor < 0 ? mt_write_error(error, path) : 0;
 }
 
-/* The same for a file that another rank has made. */
+/* The same for a file that others write too: who comes first makes it. */
 static int mt_output_join(mt_output *out, const char *path, mt_error *error) {
-    *out = (mt_output){.path = path, .error = error, .direct = mt_open_direct(path, O_WRONLY)};
-    out->descriptor = open(path, O_WRONLY | O_CLOEXEC);
-    if (out->descriptor >= 0) return 0;
-    return mt_error_set(error, "%s: was made by rank 0, but here: %s; choose a --save that every host sees", path,
-                        strerror(errno));
+    *out = (mt_output){.path = path, .error = error, .direct = -1};
+    out->descriptor = open(path, O_CREAT | O_WRONLY | O_CLOEXEC, 0666);
+    if (out->descriptor < 0 && errno == ENOENT)
+        return mt_error_set(
+            error, "%s: rank 0 made its folder, which is not here; choose a --save that every host sees", path);
+    if (out->descriptor < 0) return mt_write_error(error, path);
+    out->direct = mt_open_direct(path, O_WRONLY);
+    return 0;
 }
 
 static int mt_output_write_by(const mt_output *out, int descriptor, int64_t offset, const char *data, int64_t bytes) {
@@ -13760,11 +13763,11 @@ static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, i
     return taken;
 }
 
-/* Makes a file that holds its header, with room for all that will be written into it at any place in any order. */
-static int mt_shard_create(const char *header, int64_t header_bytes, int64_t bytes, const char *path, mt_error *error) {
+/* Writes a file's header, and makes room for all that is written into it at any place in any order. */
+static int mt_shard_begin(const char *header, int64_t header_bytes, int64_t bytes, const char *path, mt_error *error) {
     mt_output out;
-    if (mt_output_open(&out, path, error) != 0) return -1;
-    int status = mt_output_write(&out, 0, header, header_bytes);
+    if (mt_output_join(&out, path, error) != 0) return -1;
+    int status = mt_output_write_by(&out, out.descriptor, 0, header, header_bytes);
 #ifdef FALLOC_FL_KEEP_SIZE // a file system that has no such thing makes room as it goes
     if (status == 0 && fallocate(out.descriptor, 0, 0, bytes) != 0 && (errno == ENOSPC || errno == EFBIG))
         status = mt_write_error(error, path);
@@ -13772,6 +13775,7 @@ static int mt_shard_create(const char *header, int64_t header_bytes, int64_t byt
     (void)bytes;
 #endif
     if (close(out.descriptor) != 0 && status == 0) status = mt_write_error(error, path);
+    if (out.direct >= 0) close(out.direct);
     return status;
 }
 
@@ -13790,51 +13794,41 @@ static int mt_saved_write_index(const mt_saved_set *set, const char *folder, mt_
     return status;
 }
 
-/* Adds a set's files to `sums`; on rank 0 makes them, and their index. */
-static int mt_saved_create(const mt_saved_set *set, const char *folder, bool makes, mt_checksums *sums,
-                           mt_error *error) {
-    char name[64];
+/* A file's name and bytes; returns its header, to free. */
+static char *mt_saved_file(const mt_saved_set *set, int64_t shard, char *name, int64_t *header_bytes, int64_t *bytes) {
+    int64_t first, end = mt_shard_tensors(set, shard, &first);
+    char *header = mt_saved_header(set->tensors + first, end - first, header_bytes);
+    mt_shard_name(name, set, shard);
+    *bytes = *header_bytes + set->tensors[end - 1].offset + set->tensors[end - 1].bytes;
+    return header;
+}
+
+/* Adds a set's files to `sums`, with the sums of their headers where this rank is to write these. */
+static void mt_saved_note(const mt_saved_set *set, bool begins, mt_checksums *sums) {
+    for (int64_t shard = 0, header_bytes, bytes; shard < set->num_shards; shard++) {
+        char name[64], *header = mt_saved_file(set, shard, name, &header_bytes, &bytes);
+        mt_file_checksums *file = mt_checksums_append(sums, name, bytes);
+        if (begins) mt_checksums_add(file, 0, header, header_bytes);
+        free(header);
+    }
+}
+
+/* Begins a set's files, and writes their index. */
+static int mt_saved_begin(const mt_saved_set *set, const char *folder, mt_error *error) {
     int status = 0;
-    for (int64_t shard = 0; shard < set->num_shards; shard++) {
-        int64_t first, header_bytes, end = mt_shard_tensors(set, shard, &first);
-        char *header = mt_saved_header(set->tensors + first, end - first, &header_bytes);
-        mt_shard_name(name, set, shard);
-        const mt_saved *last = &set->tensors[end - 1];
-        mt_file_checksums *file = mt_checksums_append(sums, name, header_bytes + last->offset + last->bytes);
-        if (makes) mt_checksums_add(file, 0, header, header_bytes); // counted once, by who writes it
+    for (int64_t shard = 0, header_bytes, bytes; shard < set->num_shards && status == 0; shard++) {
+        char name[64], *header = mt_saved_file(set, shard, name, &header_bytes, &bytes);
         char *path = mt_path_join(folder, name);
-        if (makes && status == 0) status = mt_shard_create(header, header_bytes, file->bytes, path, error);
+        status = mt_shard_begin(header, header_bytes, bytes, path, error);
         free(path);
         free(header);
     }
-    return status == 0 && makes ? mt_saved_write_index(set, folder, error) : status;
+    return status == 0 ? mt_saved_write_index(set, folder, error) : status;
 }
 
 /* What became of it on any rank becomes every rank's status and error. */
 static int mt_ranks_agree(const mt_model *m, int status, mt_error *error) {
     return mt_agree(&m->grid->world, status != 0, error);
-}
-
-int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem, int64_t max_shard_bytes,
-                               mt_error *error) {
-    mt_saved_set set;
-    mt_writer w;
-    int64_t largest = 0;
-    MT_CHECK(strcmp(stem, "model") == 0 || (strcmp(stem, "optimizer") == 0 && m->plan.train));
-    mt_saved_plan(&set, m, stem, max_shard_bytes);
-    mt_writer_open(&w, m->ops, mt_ring_bytes(mt_set_copy(&set, m, NULL, 0, &largest), largest), false);
-    int status = mt_saved_create(&set, folder, m->grid->world.rank == 0, &w.sums, error);
-    status = mt_ranks_agree(m, status, error);
-    if (status == 0) {
-        mt_writer_begin(&w);
-        mt_writer_start(&w, folder);
-        mt_set_copy(&set, m, &w, 0, &largest);
-        mt_writer_end(&w);
-        status = mt_ranks_agree(m, mt_writer_wait(&w, error), error);
-    }
-    mt_writer_close(&w);
-    free(set.tensors);
-    return status;
 }
 
 /* ==== §14f saving ================================================================================================ */
@@ -14149,9 +14143,6 @@ static void mt_checkpoint_retain(const mt_options *o, const char *folder, int64_
 
 enum { MT_NUM_STEMS = 2 };
 
-/* What is under way: rank 0 makes the folder and its files, all ranks write into them, rank 0 puts it in its place. */
-typedef enum mt_saving { MT_SAVING_MAKES, MT_SAVING_WRITES, MT_SAVING_PLACES } mt_saving;
-
 struct mt_saver {
     mt_model *model;
     const char *folder;
@@ -14165,8 +14156,8 @@ struct mt_saver {
     char name[64];      // what it will be called
     mt_run_state state; // of the one being written
     int64_t in_place;   // the iteration of the last one that took its place, or -1
-    mt_saving saving;
-    bool worked; // the thread of rank 0 is done, with
+    bool places;        // all is written, and rank 0 puts the folder in its place; before, it writes what is small
+    bool worked;        // the thread of rank 0 that does either is done, with
     int work_status;
     mt_error work_error;
     pthread_t worker;
@@ -14203,9 +14194,8 @@ void mt_saver_close(mt_saver *s) {
 /* Everything on rank 0 that is small. */
 static int mt_saver_write_small(mt_saver *s, mt_error *error) {
     const mt_model *m = s->model;
-    int status = mt_folder_create(s->temporary, error);
     char *config = mt_options_write_hf_config(m->options);
-    if (status == 0) status = mt_text_write(s->temporary, "config.json", config, error);
+    int status = mt_text_write(s->temporary, "config.json", config, error);
     free(config);
     if (status == 0) status = mt_generation_config_write(m->options, s->temporary, error);
     if (status == 0) status = mt_trainer_write(m, &s->state, s->temporary, error);
@@ -14221,15 +14211,13 @@ static void *mt_saver_worked(mt_saver *s, int status) {
     return NULL;
 }
 
-/* Rank 0's first steps: the folder with all that is small and the files of tensors. Others only note these. */
-static void *mt_saver_make(void *context) {
+/* Rank 0's first steps, while all write tensors: the headers of their files, and all that is small. */
+static void *mt_saver_begin(void *context) {
     mt_saver *s = context;
-    mt_error *error = &s->work_error;
-    bool makes = s->model->grid->world.rank == 0;
-    int status = makes ? mt_checkpoint_prepare(s->model, s->folder, error) : 0;
-    if (status == 0 && makes) status = mt_saver_write_small(s, error);
+    int status = 0;
     for (int64_t i = 0; i < s->num_sets && status == 0; i++)
-        status = mt_saved_create(&s->sets[i], s->temporary, makes, &s->writer.sums, error);
+        status = mt_saved_begin(&s->sets[i], s->temporary, &s->work_error);
+    if (status == 0) status = mt_saver_write_small(s, &s->work_error);
     return mt_saver_worked(s, status);
 }
 
@@ -14280,7 +14268,6 @@ static int mt_checksums_compare(const void *a, const void *b) {
 /* Rank 0's last steps: a folder that is whole and on disk takes its place, becomes the latest, and others go. */
 static void *mt_saver_place(void *context) {
     mt_saver *s = context;
-    if (s->model->grid->world.rank != 0) return mt_saver_worked(s, 0);
     mt_error *error = &s->work_error;
     char *place = mt_path_join(s->folder, s->name);
     int status = mt_folder_visit(s->temporary, mt_checksums_add_file, s);
@@ -14299,7 +14286,6 @@ static void *mt_saver_place(void *context) {
 
 /* Nothing is under way any more. */
 static int mt_saver_end(mt_saver *s, int status) {
-    mt_copies_wait(&s->writer); // the threads have done so, but where files could not be made
     s->model->copies = NULL;
     if (status != 0 && s->model->grid->world.rank == 0) mt_folder_remove(s->temporary);
     if (status == 0) s->in_place = s->state.iteration;
@@ -14310,46 +14296,35 @@ static int mt_saver_end(mt_saver *s, int status) {
     return status;
 }
 
-/* Begins what is rank 0's to do, in a thread; of the other ranks what little there is, at once. */
-static void mt_saver_work(mt_saver *s, mt_saving saving, void *(*work)(void *)) {
-    s->saving = saving, s->worked = false;
-    if (s->model->grid->world.rank != 0)
-        work(s);
-    else if (pthread_create(&s->worker, NULL, work, s) != 0)
-        mt_die("cannot start a thread; raise ulimit -u");
+/* Begins what is rank 0's to do, in a thread. */
+static void mt_saver_work(mt_saver *s, bool places, void *(*work)(void *)) {
+    bool works = s->model->grid->world.rank == 0;
+    s->places = places, s->worked = !works, s->work_status = 0;
+    if (works && pthread_create(&s->worker, NULL, work, s) != 0) mt_die("cannot start a thread; raise ulimit -u");
 }
 
 /* Waits for the threads of this rank, and tells every rank what became of all of them. */
 static int mt_saver_wait(mt_saver *s, mt_error *error) {
-    int status;
-    if (s->saving == MT_SAVING_WRITES) {
-        status = mt_writer_wait(&s->writer, error);
-    } else {
-        if (s->model->grid->world.rank == 0) pthread_join(s->worker, NULL);
-        status = s->work_status;
-        if (status != 0) *error = s->work_error;
-    }
+    mt_copies_wait(&s->writer);
+    int status = mt_writer_wait(&s->writer, error);
+    if (s->model->grid->world.rank == 0) pthread_join(s->worker, NULL);
+    if (s->work_status != 0) status = s->work_status, *error = s->work_error;
     return mt_ranks_agree(s->model, status, error);
 }
 
-/* Goes on from the threads' work, for which it waits: from files to tensors, to the folder's place, and to the end. */
+/* Goes on from the threads' work, for which it waits: to the folder's place, and from there to the end. */
 static int mt_saver_advance(mt_saver *s, mt_error *error) {
     int status = mt_saver_wait(s, error);
-    if (status != 0 || s->saving == MT_SAVING_PLACES) return mt_saver_end(s, status);
-    if (s->saving == MT_SAVING_MAKES) {
-        s->saving = MT_SAVING_WRITES;
-        mt_writer_start(&s->writer, s->temporary);
-    } else {
-        mt_saver_collect_sums(s);
-        mt_saver_work(s, MT_SAVING_PLACES, mt_saver_place);
-    }
+    if (status != 0 || s->places) return mt_saver_end(s, status);
+    mt_saver_collect_sums(s);
+    mt_saver_work(s, true, mt_saver_place);
     return 0;
 }
 
 int mt_saver_poll(mt_saver *s, mt_error *error) {
     if (!s || !s->temporary) return 0;
     pthread_mutex_lock(&s->lock);
-    double busy = s->saving == MT_SAVING_WRITES ? !mt_writer_is_done(&s->writer) : !s->worked;
+    double busy = !s->worked || !mt_writer_is_done(&s->writer);
     pthread_mutex_unlock(&s->lock);
     mt_all_reduce_max(&s->model->grid->world, &busy, 1, MT_F64);
     return busy > 0 ? 0 : mt_saver_advance(s, error);
@@ -14374,6 +14349,13 @@ static void mt_saver_copy(mt_saver *s) {
     mt_writer_end(&s->writer);
 }
 
+/* Rank 0's folder, in which all ranks then make files. */
+static int mt_saver_make_folder(mt_saver *s, mt_error *error) {
+    if (s->model->grid->world.rank != 0) return 0;
+    if (mt_checkpoint_prepare(s->model, s->folder, error) != 0) return -1;
+    return mt_folder_create(s->temporary, error);
+}
+
 /* In the background nothing is waited for but a processor's copies, and a checkpoint before. */
 int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
     char temporary_name[128];
@@ -14386,9 +14368,13 @@ int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
     mt_broadcast(&m->grid->world, temporary_name, sizeof temporary_name, 0);
     s->temporary = mt_path_join(s->folder, temporary_name);
     mt_writer_begin(&s->writer);
-    mt_saver_work(s, MT_SAVING_MAKES, mt_saver_make);
-    if (!s->async && mt_saver_advance(s, error) != 0) return -1; // to the threads, which what follows is for
+    int status = mt_ranks_agree(m, mt_saver_make_folder(s, error), error);
+    if (status != 0) return mt_saver_end(s, status);
+    for (int64_t i = 0; i < s->num_sets; i++) mt_saved_note(&s->sets[i], m->grid->world.rank == 0, &s->writer.sums);
+    mt_saver_work(s, false, mt_saver_begin);
+    if (!s->async) mt_writer_start(&s->writer, s->temporary); // which make room for what is copied next
     mt_saver_copy(s);
+    if (s->async) mt_writer_start(&s->writer, s->temporary); // which wait for what is copied
     return s->async ? 0 : mt_saver_finish(s, error);
 }
 
@@ -14398,6 +14384,29 @@ int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folde
     mt_saver_open(&s, m, folder, extra, context, false);
     int status = mt_saver_save(s, state, error);
     mt_saver_close(s);
+    return status;
+}
+
+int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem, int64_t max_shard_bytes,
+                               mt_error *error) {
+    mt_saved_set set;
+    mt_writer w;
+    int64_t largest = 0;
+    bool begins = m->grid->world.rank == 0;
+    MT_CHECK(strcmp(stem, "model") == 0 || (strcmp(stem, "optimizer") == 0 && m->plan.train));
+    mt_saved_plan(&set, m, stem, max_shard_bytes);
+    mt_writer_open(&w, m->ops, mt_ring_bytes(mt_set_copy(&set, m, NULL, 0, &largest), largest), false);
+    mt_saved_note(&set, begins, &w.sums);
+    int status = mt_ranks_agree(m, begins ? mt_saved_begin(&set, folder, error) : 0, error);
+    if (status == 0) {
+        mt_writer_begin(&w);
+        mt_writer_start(&w, folder);
+        mt_set_copy(&set, m, &w, 0, &largest);
+        mt_writer_end(&w);
+        status = mt_ranks_agree(m, mt_writer_wait(&w, error), error);
+    }
+    mt_writer_close(&w);
+    free(set.tensors);
     return status;
 }
 

@@ -1650,7 +1650,8 @@ int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *f
 typedef struct mt_saver mt_saver;
 void mt_saver_open(mt_saver **saver, mt_model *model, const char *folder, mt_checkpoint_extra *extra, void *context,
                    bool async);
-/* Begins a checkpoint; first waits for the one before. With `async` its errors are those of the calls below. */
+/* Begins a checkpoint; first waits for the one before. With `async` what its files meet is an error of the calls below.
+ */
 int mt_saver_save(mt_saver *saver, const mt_run_state *state, mt_error *error);
 /* Between steps: takes its next step once every rank's thread is done. What went wrong since is an error of this call.
  * Nothing where nothing is under way, or where saver is NULL. */
