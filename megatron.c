@@ -6799,6 +6799,13 @@ static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
     return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
 }
 
+/* None, too, where the first layers alone are made of a model whose others have experts. */
+static int64_t mt_num_expert_layers(const mt_options *o) {
+    int64_t layers = 0;
+    for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_has_experts(o, i);
+    return layers;
+}
+
 /* A layer's matrices: attention, then the MLP or what routes tokens to experts. */
 static void mt_params_add_matrices(mt_param_table *table, int64_t layer) {
     const mt_options *o = table->options;
@@ -8094,9 +8101,8 @@ static void mt_experts_tell(mt_model *m, mt_step_result *result) {
 static void mt_experts_report(const mt_model *m, const mt_step_result *result, mt_metrics *metrics) {
     const mt_experts *e = &m->experts;
     const mt_options *o = m->options;
-    int64_t E = e->router.num_experts, layers = 0;
+    int64_t E = e->router.num_experts, layers = mt_num_expert_layers(o);
     double sums[3] = {0}, worst = 0; // imbalances, choices, those kept
-    for (int64_t i = 0; i < o->num_layers && o->num_experts > 0; i++) layers += mt_layer_has_experts(o, i);
     if (layers == 0) return;
     for (int64_t place = 0; place < e->num_layers; place++) {
         double total = 0, greatest = 0;
@@ -15692,7 +15698,7 @@ static double mt_mtp_mean_loss(const mt_options *o, const mt_metrics *metrics) {
 static void mt_report_parts(char *text, size_t room, const mt_options *o, const mt_metrics *metrics) {
     int length = snprintf(text, room, "%s", "");
     if (o->mtp_num_layers > 0) length += snprintf(text, room, "  mtp loss %.4f", mt_mtp_mean_loss(o, metrics));
-    if (o->num_experts == 0) return;
+    if (mt_num_expert_layers(o) == 0) return;
     if (o->moe_aux_loss_coeff > 0)
         length += snprintf(text + length, room - (size_t)length, "  balance loss %.3g", metrics->load_balancing_loss);
     if (o->moe_z_loss_coeff > 0)
@@ -15734,7 +15740,7 @@ static void mt_scalars_of(mt_scalars *all, const mt_report *report, const mt_run
     mt_scalars_add(all, "iteration-time-ms", "iteration_ms", 1e3 * metrics->seconds);
     mt_scalars_add(all, "mem-max-allocated-bytes", "peak_memory_bytes", (double)bytes);
     mt_scalars_add(all, "skipped-iterations", "skipped_iterations", (double)metrics->skipped);
-    if (report->options->num_experts == 0) return;
+    if (mt_num_expert_layers(report->options) == 0) return;
     mt_scalars_add(all, "load_balancing_loss", "load_balancing_loss", metrics->load_balancing_loss);
     mt_scalars_add(all, "z_loss", "z_loss", metrics->z_loss);
     mt_scalars_add(all, "load imbalance", "load_imbalance", metrics->imbalance);
