@@ -2222,12 +2222,19 @@ static int mt_options_finish_expert_layers(mt_options *o, mt_error *error) {
     int64_t every = 0;
     if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
         o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as Megatron does
+    const int64_t most = mt_max(o->num_layers, 4096);
     mt_string_set(&o->moe_layers, NULL);
-    o->moe_layers = mt_calloc(o->num_layers + 1);
+    o->moe_layers = mt_calloc(most + 1);
     bool is_number = mt_parse_int(o->moe_layer_freq, &every);
     for (int64_t i = 0; is_number && every > 0 && i < o->num_layers; i++) o->moe_layers[i] = i % every ? '0' : '1';
-    if (is_number ? every > 0 : mt_layer_freq_parse(o->moe_layer_freq, o->moe_layers, o->num_layers) == o->num_layers)
-        return 0;
+    int64_t listed = is_number ? 0 : mt_layer_freq_parse(o->moe_layer_freq, o->moe_layers, most);
+    if (listed > o->num_layers && !mt_option_given(o, MT_AT(moe_layer_freq))) { // config.json's, of a model that is cut
+        o->moe_layers[listed = o->num_layers] = 0;
+        char *text = mt_layer_freq_print(o->moe_layers);
+        mt_string_set(&o->moe_layer_freq, text);
+        free(text);
+    }
+    if (is_number ? every > 0 : listed == o->num_layers) return 0;
     return mt_error_set(error,
                         "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
                         "([0]*1+[1]*%lld), got '%.100s'",
