@@ -8082,15 +8082,18 @@ static void mt_experts_finish(mt_model *m) {
     m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->data, m->stream);
 }
 
+static void mt_saved_changes(mt_model *m); // §12a
+
 /* After the step was judged: the biases follow the loads, unless it was bad. */
 static void mt_experts_move_biases(mt_model *m) {
     mt_experts *e = &m->experts;
     int64_t E = e->router.num_experts;
-    for (int64_t i = 0; i < m->num_layers; i++)
-        if (m->layers[i].router_bias.w)
-            m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].place * E,
-                                     &m->numbers->grad_scale, E, (float)m->options->moe_router_bias_update_rate,
-                                     m->stream);
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        if (!m->layers[i].router_bias.w) continue;
+        mt_saved_changes(m);
+        m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].place * E, &m->numbers->grad_scale,
+                                 E, (float)m->options->moe_router_bias_update_rate, m->stream);
+    }
 }
 
 /* Enqueues the copies of what a step reports of its experts. */
@@ -9096,7 +9099,6 @@ static void mt_sharding_open(mt_model *m);
 static void mt_sharding_start(mt_model *m);
 static void mt_sharding_close(mt_model *m);
 static void mt_params_settle(mt_model *m);
-static void mt_saved_changes(mt_model *m);
 static void mt_params_changed(mt_model *m);
 
 /* A part of `whole`, or of the memory that is being counted. */
@@ -9610,8 +9612,7 @@ static int64_t mt_layers_kept(const mt_model *m, int64_t chunk) {
     return m->stages[chunk].num_layers + m->stages[chunk].num_mtp + 1;
 }
 
-/* What the options say of experts, and which of them are here; after the stages. */
-/* What does not change from step to step. */
+/* The rows of `of_ranks`, by which counts of the global batch are summed. */
 static void mt_experts_number_ranks(mt_model *m) {
     int64_t count = m->grid->data.size;
     if (!m->experts.data_ranks) return;
@@ -9622,6 +9623,7 @@ static void mt_experts_number_ranks(mt_model *m) {
     free(numbers);
 }
 
+/* What the options say of experts, and which of them are here; after the stages. */
 static void mt_experts_open(mt_model *m, const mt_options *o) {
     mt_experts *e = &m->experts;
     const mt_grid *grid = m->grid;
@@ -13776,10 +13778,12 @@ static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, i
     return taken;
 }
 
-/* Writes a file's header, and makes room for all that is written into it at any place in any order. */
-static int mt_shard_begin(const char *header, int64_t header_bytes, int64_t bytes, const char *path, mt_error *error) {
+/* Writes a file's header, and makes room for all that is written into it at any place in any order. `alone`: no other
+ * rank writes yet, so that a file which is there is somebody's. */
+static int mt_shard_begin(const char *header, int64_t header_bytes, int64_t bytes, const char *path, bool alone,
+                          mt_error *error) {
     mt_output out;
-    if (mt_output_join(&out, path, error) != 0) return -1;
+    if ((alone ? mt_output_open : mt_output_join)(&out, path, error) != 0) return -1;
     int status = mt_output_write_by(&out, out.descriptor, 0, header, header_bytes);
 #ifdef FALLOC_FL_KEEP_SIZE // a file system that has no such thing makes room as it goes
     if (status == 0 && fallocate(out.descriptor, 0, 0, bytes) != 0 && (errno == ENOSPC || errno == EFBIG))
@@ -13827,12 +13831,12 @@ static void mt_saved_note(const mt_saved_set *set, bool begins, mt_checksums *su
 }
 
 /* Begins a set's files, and writes their index. */
-static int mt_saved_begin(const mt_saved_set *set, const char *folder, mt_error *error) {
+static int mt_saved_begin(const mt_saved_set *set, const char *folder, bool alone, mt_error *error) {
     int status = 0;
     for (int64_t shard = 0, header_bytes, bytes; shard < set->num_shards && status == 0; shard++) {
         char name[64], *header = mt_saved_file(set, shard, name, &header_bytes, &bytes);
         char *path = mt_path_join(folder, name);
-        status = mt_shard_begin(header, header_bytes, bytes, path, error);
+        status = mt_shard_begin(header, header_bytes, bytes, path, alone, error);
         free(path);
         free(header);
     }
@@ -14229,7 +14233,7 @@ static void *mt_saver_begin(void *context) {
     mt_saver *s = context;
     int status = 0;
     for (int64_t i = 0; i < s->num_sets && status == 0; i++)
-        status = mt_saved_begin(&s->sets[i], s->temporary, &s->work_error);
+        status = mt_saved_begin(&s->sets[i], s->temporary, false, &s->work_error);
     if (status == 0) status = mt_saver_write_small(s, &s->work_error);
     return mt_saver_worked(s, status);
 }
@@ -14410,7 +14414,7 @@ int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem
     mt_saved_plan(&set, m, stem, max_shard_bytes);
     mt_writer_open(&w, m->ops, mt_ring_bytes(mt_set_copy(&set, m, NULL, 0, &largest), largest), false);
     mt_saved_note(&set, begins, &w.sums);
-    int status = mt_ranks_agree(m, begins ? mt_saved_begin(&set, folder, error) : 0, error);
+    int status = mt_ranks_agree(m, begins ? mt_saved_begin(&set, folder, true, error) : 0, error);
     if (status == 0) {
         mt_writer_begin(&w);
         mt_writer_start(&w, folder);
@@ -15212,7 +15216,6 @@ static void mt_step_judge(mt_model *m) {
     mt_step_numbers *n = m->numbers;
     m->ops->gradient_scale(&n->grad_scale, &n->grad_norm, n->sums + 2, n->sums + 1, (float)o->clip_grad, m->stream);
     m->ops->step_guard(n->guard, &n->grad_scale, n->sums + 3, n->sums + 1, &n->grad_norm, &rules, m->stream);
-    mt_saved_changes(m);
     mt_experts_move_biases(m);
     mt_profile_phase_end(m->stream);
 }

@@ -258,6 +258,8 @@ static void small_shards_hold_the_same_tensors(void **state) {
         assert_int_equal(mkdir(at(families[k]), 0777), 0);
         assert_int_equal(mt_safetensors_save_folder(f.model, at(families[k]), "model", 20000, &error), 0);
         assert_true(count_entries(at(families[k]), "-of-0") > 3);
+        assert_int_equal(mt_safetensors_save_folder(f.model, at(families[k]), "model", 20000, &error), -1);
+        assert_non_null(strstr(error.text, "exists")); // and is left as it was
         assert_same_tensors(at(families[k]), f.folder);
         close_family(&f);
     }
