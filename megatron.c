@@ -13767,7 +13767,7 @@ static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, i
             for (int64_t k = 0; k < saved->num_params; k++) {
                 int64_t from, to;
                 const mt_param *param = &saved->params[k];
-                const char *data = mt_param_share(m, param, saved->kept, &from, &to);
+                const char *data = mt_param_share(m, param, saved->state, &from, &to);
                 int64_t most =
                     mt_max(MT_PIECE_BYTES, param->cols * size * (param->hf_transposed ? param->hf_rows_total : 1));
                 if (!data) continue;
