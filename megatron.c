@@ -6592,7 +6592,7 @@ typedef struct mt_param_table {
     int64_t count, bucket;
     const mt_options *options;
     bool is_gpt2, is_mixtral, is_qwen2_moe;
-    mt_place place;
+    mt_partition partition;
 } mt_param_table;
 
 /* Names of a role within its layer (or of the whole tensor, outside the layers), # for the expert. */
@@ -6682,7 +6682,7 @@ static mt_param *mt_param_add(mt_param_table *table, mt_role role, int64_t layer
     param->init = param->is_vector ? MT_INIT_ZEROS : MT_INIT_NORMAL;
     param->init_std = table->options->init_method_std;
     param->bucket = table->bucket;
-    param->counted = table->place.tp_rank == 0; // until it is sharded
+    param->counted = table->partition.tp_rank == 0; // until it is sharded
     mt_param_set_name(table, param);
     return param;
 }
@@ -6701,7 +6701,8 @@ static mt_param *mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t
 /* A row that the tensor group shards. */
 static mt_param *mt_param_add_sharded(mt_param_table *table, mt_role role, int64_t layer, int64_t rows, int64_t cols,
                                       int dim) {
-    return mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, table->place.tp, table->place.tp_rank);
+    return mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, table->partition.tp,
+                          table->partition.tp_rank);
 }
 
 /* A norm's weight, and its bias for LayerNorm. */
@@ -6724,7 +6725,7 @@ static void mt_param_add_qkv(mt_param_table *table, mt_role first_role, int64_t 
     const mt_options *o = table->options;
     int64_t q_rows = o->num_attention_heads * o->kv_channels, kv_rows = o->num_query_groups * o->kv_channels;
     int64_t rows[3] = {q_rows, kv_rows, kv_rows}, before = 0;
-    int64_t tp = table->place.tp, tp_rank = table->place.tp_rank;
+    int64_t tp = table->partition.tp, tp_rank = table->partition.tp_rank;
     int64_t kv_parts = mt_min(o->num_query_groups, tp), replicas = tp / kv_parts;
     for (int i = 0; i < 3; i++) {
         mt_param *param = mt_param_add(table, (mt_role)(first_role + i), layer, rows[i], cols);
@@ -6768,7 +6769,7 @@ static void mt_params_add_mlp(mt_param_table *table, int64_t layer, mt_role gate
 
 static void mt_params_add_expert(mt_param_table *table, mt_role role, int64_t layer, int64_t expert, int64_t rows,
                                  int64_t cols, int dim) {
-    const mt_place *at = &table->place;
+    const mt_partition *at = &table->partition;
     mt_param *param = mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, at->etp, at->etp_rank);
     param->expert = expert;
     if (role == MT_EXPERT_DOWN) param->init_std = mt_output_std(table->options);
@@ -6779,8 +6780,8 @@ static void mt_params_add_expert(mt_param_table *table, mt_role role, int64_t la
  * that each is one operand of a grouped product. */
 static void mt_params_add_experts(mt_param_table *table, int64_t layer) {
     const mt_options *o = table->options;
-    int64_t C = o->hidden_size, F = o->moe_ffn_hidden_size, count = o->num_experts / table->place.ep;
-    int64_t first = table->place.ep_rank * count;
+    int64_t C = o->hidden_size, F = o->moe_ffn_hidden_size, count = o->num_experts / table->partition.ep;
+    int64_t first = table->partition.ep_rank * count;
     for (int64_t e = first; e < first + count; e++) {
         mt_params_add_expert(table, MT_EXPERT_GATE, layer, e, F, C, 0);
         mt_params_add_expert(table, MT_EXPERT_UP, layer, e, F, C, 0);
@@ -6923,22 +6924,22 @@ static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bo
     table->bucket++;
 }
 
-/* The biases of this place's routers, in a bucket that is not trained. */
+/* The biases of this rank's routers, in a bucket that is not trained. */
 static void mt_params_add_router_biases(mt_param_table *table) {
     const mt_options *o = table->options;
-    for (int64_t i = 0; o->moe_router_enable_expert_bias && i < table->place.num_stages; i++) {
-        const mt_stage *stage = &table->place.stages[i];
+    for (int64_t i = 0; o->moe_router_enable_expert_bias && i < table->partition.num_stages; i++) {
+        const mt_stage *stage = &table->partition.stages[i];
         int64_t end = stage->first_layer + stage->num_layers + stage->num_mtp;
         for (int64_t layer = stage->first_layer; layer < end; layer++)
             if (mt_layer_has_experts(o, layer)) mt_param_add(table, MT_ROUTER_BIAS, layer, o->num_experts, 1);
     }
 }
 
-int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_place *place) {
+int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition) {
     mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
     whole_model.num_mtp = options->mtp_num_layers;
-    mt_place whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
-    mt_param_table table = {.options = options, .place = place ? *place : whole};
+    mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
+    mt_param_table table = {.options = options, .partition = partition ? *partition : whole};
     table.is_gpt2 = strcmp(options->hf_family, "gpt2") == 0;
     table.is_mixtral = strcmp(options->hf_family, "mixtral") == 0;
     table.is_qwen2_moe = strcmp(options->hf_family, "qwen2_moe") == 0;
@@ -6946,9 +6947,9 @@ int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_p
     int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 3 * options->num_experts;
     table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
     bool has_embedding = false;
-    for (int64_t i = 0; i < table.place.num_stages; i++) {
-        has_embedding |= table.place.stages[i].embedding;
-        mt_params_add_stage(&table, &table.place.stages[i], has_embedding);
+    for (int64_t i = 0; i < table.partition.num_stages; i++) {
+        has_embedding |= table.partition.stages[i].embedding;
+        mt_params_add_stage(&table, &table.partition.stages[i], has_embedding);
     }
     mt_params_add_router_biases(&table);
     mt_params_place(&table);
@@ -7146,7 +7147,7 @@ typedef struct mt_sharding {
     int64_t travelled, direction; // the last bucket acquired, and to which side
     const mt_slot *reducing;      // whose sum over ranks may still be under way
     int64_t gathered_bucket;      // state that mt_bucket_gather_state has in the gradients' place
-    mt_kept gathered_kept;
+    mt_param_state gathered_state;
 } mt_sharding;
 
 /* Where the arrays of a micro-batch lie in one block of memory. The host's block and the device's are laid out alike,
@@ -9912,9 +9913,9 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
         mt_model_destroy(m);
         return -1;
     }
-    mt_place place = {m->stages,         m->num_chunks,     grid->tensor.size,        grid->tensor.rank,
-                      grid->expert.size, grid->expert.rank, grid->expert_tensor.size, grid->expert_tensor.rank};
-    m->num_params = mt_params_build(&m->params, options, &place);
+    mt_partition partition = {m->stages,         m->num_chunks,     grid->tensor.size,        grid->tensor.rank,
+                              grid->expert.size, grid->expert.rank, grid->expert_tensor.size, grid->expert_tensor.rank};
+    m->num_params = mt_params_build(&m->params, options, &partition);
     m->num_buckets = m->num_params > 0 ? m->params[m->num_params - 1].bucket + 1 : 0;
     m->buckets = mt_calloc(m->num_buckets * (int64_t)sizeof(mt_bucket));
     mt_sharding_open(m);
@@ -10022,8 +10023,8 @@ static void mt_run_draw(mt_model *m, const mt_param *param, const mt_part *part,
 
 /* Draws what lies here of a parameter: each value by its index in the whole parameter, so that every layout begins
  * alike. */
-static void mt_param_draw(mt_model *m, const mt_param *param, mt_kept kept) {
-    mt_part part = mt_bucket_part(m, param->bucket, kept);
+static void mt_param_draw(mt_model *m, const mt_param *param, mt_param_state state) {
+    mt_part part = mt_bucket_part(m, param->bucket, state);
     int64_t rows = mt_param_rows_stored(param); // padding rows stay 0, whatever their number
     int64_t first = param->first_row * param->whole_cols + param->first_col;
     if (!part.data) return;
@@ -10039,9 +10040,9 @@ void mt_model_init(mt_model *m) {
     mt_params_changed(m);
     for (int64_t i = 0; i < m->num_params; i++) {
         if (m->params[i].init == MT_INIT_ZEROS) continue;
-        mt_param_draw(m, &m->params[i], MT_KEPT_WEIGHTS);
+        mt_param_draw(m, &m->params[i], MT_STATE_WEIGHTS);
         if (m->dtype != MT_F32) // drawn again rather than widened, so that the master weights are not rounded
-            mt_param_draw(m, &m->params[i], MT_KEPT_MASTER);
+            mt_param_draw(m, &m->params[i], MT_STATE_MASTER);
     }
 }
 
@@ -11318,8 +11319,8 @@ static void mt_sharding_start(mt_model *m) {
         mt_bucket *b = &m->buckets[i];
         if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(b->dtype), m->stream);
         if (b->grads) m->ops->memory_zero(b->grads, b->count * 4, m->stream);
-        for (int kept = 0; kept < MT_NUM_KEPT; kept++) {
-            mt_part part = mt_bucket_part(m, i, (mt_kept)kept);
+        for (int state = 0; state < MT_NUM_STATES; state++) {
+            mt_part part = mt_bucket_part(m, i, (mt_param_state)state);
             if (part.data) mt_part_write(m, &part, 0, NULL, b->count);
         }
         mt_bind_weights(m, i);
@@ -11598,11 +11599,11 @@ static void mt_params_finish(mt_model *m) {
 /* ==== §12b shards and wholes ===================================================================================== */
 /* How initialisation and checkpoints, which think in parameters, reach values of which a rank has a part. */
 
-mt_part mt_bucket_part(const mt_model *m, int64_t bucket, mt_kept kept) {
+mt_part mt_bucket_part(const mt_model *m, int64_t bucket, mt_param_state state) {
     const mt_bucket *b = &m->buckets[bucket];
-    float *floats[MT_NUM_KEPT] = {NULL, b->master, b->m, b->v};
-    if (kept != MT_KEPT_WEIGHTS && (kept != MT_KEPT_MASTER || m->dtype != MT_F32 || !b->trained))
-        return (mt_part){floats[kept], b->shard_first, b->shard_count, MT_F32};
+    float *floats[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
+    if (state != MT_STATE_WEIGHTS && (state != MT_STATE_MASTER || m->dtype != MT_F32 || !b->trained))
+        return (mt_part){floats[state], b->shard_first, b->shard_count, MT_F32};
     if (b->strategy == MT_SHARD_PARAMS) return (mt_part){b->param_shard, b->shard_first, b->shard_count, b->dtype};
     return (mt_part){b->params, 0, b->count, b->dtype};
 }
@@ -11619,11 +11620,11 @@ void mt_part_write(mt_model *m, const mt_part *part, int64_t at, const void *fro
         m->ops->memory_zero(to, (end - begin) * size, m->stream);
 }
 
-const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_kept kept) {
+const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state state) {
     mt_sharding *s = &m->sharding;
     mt_bucket *b = &m->buckets[bucket];
-    mt_part part = mt_bucket_part(m, bucket, kept);
-    if (kept == MT_KEPT_WEIGHTS || (kept == MT_KEPT_MASTER && m->dtype == MT_F32)) {
+    mt_part part = mt_bucket_part(m, bucket, state);
+    if (state == MT_STATE_WEIGHTS || (state == MT_STATE_MASTER && m->dtype == MT_F32)) {
         if (b->strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
         mt_follow(m, m->stream, s->param_stream);
         return b->strategy == MT_SHARD_PARAMS ? mt_slot_find(s->param_slots, bucket)->memory : b->params;
@@ -11631,9 +11632,9 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_kept kept) {
     if (b->strategy == MT_NO_SHARD) return part.data;
     int slot = mt_first_slot[s->progress[bucket].kind];
     void *whole = b->strategy >= MT_SHARD_GRADS ? s->grad_slots[slot].memory : b->grads;
-    if (s->gathered_bucket == bucket && s->gathered_kept == kept) return whole;
+    if (s->gathered_bucket == bucket && s->gathered_state == state) return whole;
     m->ops->all_gather(whole, part.data, b->shard_count, MT_F32, b->group, m->stream);
-    s->gathered_bucket = bucket, s->gathered_kept = kept;
+    s->gathered_bucket = bucket, s->gathered_state = state;
     return whole;
 }
 
@@ -12453,7 +12454,7 @@ static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_
     }
 }
 
-static const char *const mt_kept_prefix[MT_NUM_KEPT] = {"", "master.", "exp_avg.", "exp_avg_sq."};
+static const char *const mt_param_state_prefix[MT_NUM_STATES] = {"", "master.", "exp_avg.", "exp_avg_sq."};
 
 /* Of values[n], which belong at `at` of a bucket, those in a part that are not finite. */
 static int64_t mt_count_not_finite(const mt_part *part, int64_t at, const float *values, int64_t n) {
@@ -13134,9 +13135,9 @@ static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
         wanted[i] = (mt_wanted){.param = param, .tensor = mt_safetensors_find_param(file, param->hf_name)};
-        wanted[i].weights = mt_bucket_part(m, param->bucket, MT_KEPT_WEIGHTS);
+        wanted[i].weights = mt_bucket_part(m, param->bucket, MT_STATE_WEIGHTS);
         if (m->dtype != MT_F32 && mt_param_is_trained(param))
-            wanted[i].floats = mt_bucket_part(m, param->bucket, MT_KEPT_MASTER);
+            wanted[i].floats = mt_bucket_part(m, param->bucket, MT_STATE_MASTER);
     }
     mt_params_changed(m);
     status = mt_safetensors_take(file, m, sums, wanted, m->num_params, damaged, error);
@@ -13165,7 +13166,7 @@ typedef struct mt_saved {
     char name[192];
     const mt_param *params; // rows of this rank's table, NULL: nothing of it lies here
     int64_t num_params;
-    mt_kept kept;
+    mt_param_state state;
     mt_dtype dtype;
     int64_t shape[2], num_dims;
     int64_t shard, offset, bytes; // offset in the shard's data
@@ -13190,28 +13191,28 @@ static int64_t mt_params_together(const mt_param *rows, int64_t count, int64_t i
 }
 
 /* Appends one kind of value of every parameter of the whole model. */
-static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_kept kept, mt_dtype dtype) {
+static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_param_state state, mt_dtype dtype) {
     for (int64_t i = 0; i < count; i = mt_params_together(rows, count, i)) {
         const mt_param *param = &rows[i];
         bool trained = mt_param_is_trained(param); // what is not has no moments, and stays fp32
-        if (!trained && kept != MT_KEPT_WEIGHTS) continue;
+        if (!trained && state != MT_STATE_WEIGHTS) continue;
         mt_saved *saved = &set->tensors[set->count++];
-        *saved = (mt_saved){.kept = kept, .dtype = kept == MT_KEPT_WEIGHTS && trained ? dtype : MT_F32};
+        *saved = (mt_saved){.state = state, .dtype = state == MT_STATE_WEIGHTS && trained ? dtype : MT_F32};
         saved->num_dims = mt_param_shape(param, saved->shape);
         saved->bytes = param->hf_rows_total * param->whole_cols * mt_dtype_size(saved->dtype);
-        snprintf(saved->name, sizeof saved->name, "%s%s", mt_kept_prefix[kept], param->hf_name);
+        snprintf(saved->name, sizeof saved->name, "%s%s", mt_param_state_prefix[state], param->hf_name);
     }
 }
 
 /* Finds what lies here of every tensor of a set. */
 static void mt_saved_find_params(mt_saved_set *set, const mt_model *m) {
-    int first = set->tensors[0].kept == MT_KEPT_WEIGHTS ? MT_KEPT_WEIGHTS : MT_KEPT_MASTER;
-    int end = first == MT_KEPT_WEIGHTS ? MT_KEPT_MASTER : MT_NUM_KEPT;
+    int first = set->tensors[0].state == MT_STATE_WEIGHTS ? MT_STATE_WEIGHTS : MT_STATE_MASTER;
+    int end = first == MT_STATE_WEIGHTS ? MT_STATE_MASTER : MT_NUM_STATES;
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         next = mt_params_together(m->params, m->num_params, i);
-        for (int kept = first; kept < end; kept++) {
+        for (int state = first; state < end; state++) {
             mt_saved key;
-            snprintf(key.name, sizeof key.name, "%s%s", mt_kept_prefix[kept], m->params[i].hf_name);
+            snprintf(key.name, sizeof key.name, "%s%s", mt_param_state_prefix[state], m->params[i].hf_name);
             mt_saved *saved = bsearch(&key, set->tensors, (size_t)set->count, sizeof key, mt_saved_compare);
             if (saved) saved->params = &m->params[i], saved->num_params = next - i;
         }
@@ -13224,10 +13225,10 @@ static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem
     int64_t filled = 0, count = mt_params_build(&rows, m->options, NULL);
     bool weights = strcmp(stem, "model") == 0;
     *set = (mt_saved_set){.stem = stem, .num_shards = 1};
-    set->tensors = mt_malloc(MT_NUM_KEPT * count * (int64_t)sizeof(mt_saved));
-    for (int kept = 0; kept < MT_NUM_KEPT; kept++)
-        if (weights == (kept == MT_KEPT_WEIGHTS) && (kept != MT_KEPT_MASTER || m->dtype != MT_F32))
-            mt_saved_add(set, rows, count, (mt_kept)kept, m->dtype);
+    set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof(mt_saved));
+    for (int state = 0; state < MT_NUM_STATES; state++)
+        if (weights == (state == MT_STATE_WEIGHTS) && (state != MT_STATE_MASTER || m->dtype != MT_F32))
+            mt_saved_add(set, rows, count, (mt_param_state)state, m->dtype);
     free(rows);
     qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
     for (int64_t i = 0; i < set->count; i++) {
@@ -13629,11 +13630,11 @@ static int64_t mt_ring_bytes(int64_t total, int64_t largest) {
 /* Elements [*begin, *end) of what lies here of a parameter, in its own order, are this rank's to write: its shard where
  * the data group shares them out, else a part of the rows, or all where rows are the file's columns, whose parts would
  * be short lines. Returns where the first is, or NULL: none is. */
-static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_kept kept, int64_t *begin,
+static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_param_state state, int64_t *begin,
                                   int64_t *end) {
     const mt_bucket *b = &m->buckets[param->bucket];
     const mt_group *group = b->group;
-    mt_part part = mt_bucket_part(m, param->bucket, kept);
+    mt_part part = mt_bucket_part(m, param->bucket, state);
     int64_t rows = mt_param_rows_stored(param), cols = param->cols;
     if (!param->counted) return NULL;
     if (b->strategy == MT_NO_SHARD && param->hf_transposed) { // in turns, so that all get as much of every role
@@ -13761,7 +13762,7 @@ static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, i
             for (int64_t k = 0; k < saved->num_params; k++) {
                 int64_t from, to;
                 const mt_param *param = &saved->params[k];
-                const char *data = mt_param_share(m, param, saved->kept, &from, &to);
+                const char *data = mt_param_share(m, param, saved->state, &from, &to);
                 int64_t most =
                     mt_max(MT_PIECE_BYTES, param->cols * size * (param->hf_transposed ? param->hf_rows_total : 1));
                 if (!data) continue;
@@ -14508,48 +14509,50 @@ char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error) {
 }
 
 /* The tensor that keeps one kind of value of a parameter. */
-static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const mt_param *param, mt_kept kept) {
+static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const mt_param *param,
+                                               mt_param_state state) {
     char name[192];
-    snprintf(name, sizeof name, "%s%s", mt_kept_prefix[kept], param->hf_name);
+    snprintf(name, sizeof name, "%s%s", mt_param_state_prefix[state], param->hf_name);
     return mt_safetensors_find(file, name);
 }
 
 /* Whether a folder holds every kind of state from `first` on of every parameter of the model. */
-static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_kept first, const char *folder,
+static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_param_state first, const char *folder,
                               const mt_safetensors *file, mt_error *error) {
     int status = 0;
     for (int64_t i = 0; i < count; i++)
-        for (int kept = first; kept < MT_NUM_KEPT && status == 0 && mt_param_is_trained(&rows[i]); kept++) {
-            const mt_tensor_info *tensor = mt_optimizer_find(file, &rows[i], (mt_kept)kept);
+        for (int state = first; state < MT_NUM_STATES && status == 0 && mt_param_is_trained(&rows[i]); state++) {
+            const mt_tensor_info *tensor = mt_optimizer_find(file, &rows[i], (mt_param_state)state);
             status = tensor ? mt_param_check(&rows[i], tensor, error)
                             : mt_error_set(error,
                                            "%s: the optimizer's state has no tensor \"%s%s\"; go on without it by "
                                            "--no-load-optim, or get the folder again",
-                                           folder, mt_kept_prefix[kept], rows[i].hf_name);
+                                           folder, mt_param_state_prefix[state], rows[i].hf_name);
         }
     return status;
 }
 
-/* Moments and, where they were kept, master weights. A bf16 run may go on in fp32, from its master weights, and an fp32
- * run in bf16, with its weights for master weights. */
+/* Moments and, where they were saved, master weights. A bf16 run may go on in fp32, from its master weights, and an
+ * fp32 run in bf16, with its weights for master weights. */
 static int mt_optimizer_load(mt_model *m, const char *folder, const mt_checksums *sums, bool *damaged,
                              mt_error *error) {
     mt_safetensors *file = NULL;
     mt_param *rows;
-    mt_kept first = MT_KEPT_M;
+    mt_param_state first = MT_STATE_EXP_AVG;
     int64_t count = mt_params_build(&rows, m->options, NULL), num_wanted = 0;
     int status = mt_safetensors_open_folder(&file, folder, "optimizer", error);
-    if (status == 0 && mt_optimizer_find(file, &rows[0], MT_KEPT_MASTER)) first = MT_KEPT_MASTER;
+    if (status == 0 && mt_optimizer_find(file, &rows[0], MT_STATE_MASTER)) first = MT_STATE_MASTER;
     if (status == 0) status = mt_optimizer_check(rows, count, first, folder, file, error);
     free(rows);
     status = mt_agree(&m->grid->world, status != 0, error);
-    mt_wanted *wanted = mt_calloc(mt_max(m->num_params * MT_NUM_KEPT, 1) * (int64_t)sizeof *wanted);
+    mt_wanted *wanted = mt_calloc(mt_max(m->num_params * MT_NUM_STATES, 1) * (int64_t)sizeof *wanted);
     for (int64_t i = 0; i < m->num_params && status == 0; i++)
-        for (int kept = first; kept < MT_NUM_KEPT && mt_param_is_trained(&m->params[i]);
-             kept++) { // an fp32 model's weights are its master weights
+        for (int state = first; state < MT_NUM_STATES && mt_param_is_trained(&m->params[i]);
+             state++) { // an fp32 model's weights are its master weights
             mt_wanted *w = &wanted[num_wanted++];
-            *w = (mt_wanted){.param = &m->params[i], .tensor = mt_optimizer_find(file, &m->params[i], (mt_kept)kept)};
-            w->floats = mt_bucket_part(m, m->params[i].bucket, (mt_kept)kept);
+            *w = (mt_wanted){.param = &m->params[i],
+                             .tensor = mt_optimizer_find(file, &m->params[i], (mt_param_state)state)};
+            w->floats = mt_bucket_part(m, m->params[i].bucket, (mt_param_state)state);
         }
     if (status == 0) status = mt_safetensors_take(file, m, sums, wanted, num_wanted, damaged, error);
     free(wanted);
@@ -14637,8 +14640,8 @@ static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, 
 /* What a checkpoint that turned out to be damaged has left behind in the optimizer. */
 static void mt_optimizer_zero(mt_model *m) {
     for (int64_t i = 0; i < m->num_buckets && m->plan.train; i++)
-        for (int kept = MT_KEPT_M; kept < MT_NUM_KEPT; kept++) {
-            mt_part part = mt_bucket_part(m, i, (mt_kept)kept);
+        for (int state = MT_STATE_EXP_AVG; state < MT_NUM_STATES; state++) {
+            mt_part part = mt_bucket_part(m, i, (mt_param_state)state);
             mt_part_write(m, &part, part.first, NULL, part.count);
         }
 }

@@ -1203,21 +1203,21 @@ typedef struct mt_stage {
     int64_t num_mtp;      // modules of multi-token prediction, beside the loss; their layers are numbered on
 } mt_stage;
 
-/* Which part of the model a rank holds: its chunks in order, its share of what the tensor group shards, its experts,
- * and its share of each of those. */
-typedef struct mt_place {
+/* The part of the model that a rank holds: its chunks in order, its share of the tensor-parallel parameters, its
+ * experts, and its share of each expert. */
+typedef struct mt_partition {
     const mt_stage *stages; // [num_stages]
     int64_t num_stages;
     int64_t tp, tp_rank;
     int64_t ep, ep_rank, etp, etp_rank;
-} mt_place;
+} mt_partition;
 
-/* Fills `params` (to free) with the table of what lies at a place, or of the whole model where `place` is NULL; returns
- * the number of rows. Buckets in this order, as far as they are here: the word embedding; learned positions; each
+/* Fills `params` (to free) with the rows of a partition, or of the whole model if `partition` is NULL; returns the
+ * number of rows. Buckets in this order, as far as they are here: the word embedding; learned positions; each
  * layer, and after it its experts, and so the modules of multi-token prediction; the word embedding again for these or
  * a tied output layer on another rank than the embedding; final norm and output layer; what is not trained. The word
  * embedding is alone in its bucket so that its two copies lie alike in their shards. */
-int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_place *place);
+int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition);
 
 /* ==== §9 layer; §10 model ==========================================================================================
  */
@@ -1475,13 +1475,19 @@ void mt_bucket_release(mt_model *model, int64_t bucket);
 void mt_bucket_gradients_acquire(mt_model *model, int64_t bucket);
 void mt_bucket_gradients_release(mt_model *model, int64_t bucket, bool last);
 
-/* What is kept of a parameter; the master weights of an fp32 model are its weights. */
-typedef enum mt_kept { MT_KEPT_WEIGHTS, MT_KEPT_MASTER, MT_KEPT_M, MT_KEPT_V, MT_NUM_KEPT } mt_kept;
+/* The states of a parameter. The master weights of an fp32 model are its weights. */
+typedef enum mt_param_state {
+    MT_STATE_WEIGHTS,
+    MT_STATE_MASTER,
+    MT_STATE_EXP_AVG,
+    MT_STATE_EXP_AVG_SQ,
+    MT_NUM_STATES
+} mt_param_state;
 
 /* All `count` elements of one kind of a bucket's values, of the model's type for weights, else fp32, on the device:
  * gathered from the data group, whose ranks all call it, and valid until the next call. Not in a step: it may take the
  * gradients' place. */
-const void *mt_bucket_gather_state(mt_model *model, int64_t bucket, mt_kept kept);
+const void *mt_bucket_gather_state(mt_model *model, int64_t bucket, mt_param_state state);
 
 /* The elements of one kind that this rank has: [first, first + count) of the bucket, at `data` (NULL: it keeps none).
  */
@@ -1490,7 +1496,7 @@ typedef struct mt_part {
     int64_t first, count;
     mt_dtype dtype;
 } mt_part;
-mt_part mt_bucket_part(const mt_model *model, int64_t bucket, mt_kept kept);
+mt_part mt_bucket_part(const mt_model *model, int64_t bucket, mt_param_state state);
 
 /* Sets elements [at, at + n) of the bucket, or those of them that the part has, from host memory of the part's type;
  * NULL: to zero. Enqueued on the model's stream. */
