@@ -218,10 +218,9 @@ int mt_normalize(mt_encoder *encoder, const char **text, int64_t *bytes, mt_erro
 /* Sets words_at_spaces if it holds; called when the vocabulary is complete. */
 void mt_tokenizer_find_words(mt_tokenizer *tokenizer);
 
-/* ---- tokenizer_json.c, tokenizer_sentencepiece.c ------------------------------------------------------------------
- * The loaders fill a zeroed tokenizer from memory; `path` is for messages. Each refuses by name what it does not know.
- */
+/* ---- tokenizer_json.c, tokenizer_sentencepiece.c --------------------------------------------------------------- */
 
+/* The loaders fill a zeroed tokenizer from memory and refuse unknown parts by name; `path` is for messages. */
 int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_text *json, const mt_text *config,
                            mt_error *error);
 int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, const mt_text *vocab,
