@@ -107,8 +107,7 @@ void mt_mt19937_seed(mt_mt19937 *random, uint32_t seed);
 uint32_t mt_mt19937_next(mt_mt19937 *random);
 
 /* numpy.random.RandomState.shuffle of a one-dimensional array. */
-void mt_numpy_shuffle_i32(mt_mt19937 *random, int32_t *items, int64_t count);
-void mt_numpy_shuffle_u32(mt_mt19937 *random, uint32_t *items, int64_t count);
+void mt_numpy_shuffle(mt_mt19937 *random, uint32_t *items, int64_t count);
 
 /* torch.randperm(count, generator=torch.Generator().manual_seed(seed)) on the CPU. */
 void mt_torch_randperm(uint32_t *permutation, int64_t count, uint64_t seed);

@@ -50,16 +50,7 @@ static uint32_t numpy_interval(mt_mt19937 *random, uint32_t max) {
     return value;
 }
 
-void mt_numpy_shuffle_i32(mt_mt19937 *random, int32_t *items, int64_t count) {
-    for (int64_t i = count - 1; i > 0; i--) {
-        uint32_t j = numpy_interval(random, (uint32_t)i);
-        int32_t item = items[i];
-        items[i] = items[j];
-        items[j] = item;
-    }
-}
-
-void mt_numpy_shuffle_u32(mt_mt19937 *random, uint32_t *items, int64_t count) {
+void mt_numpy_shuffle(mt_mt19937 *random, uint32_t *items, int64_t count) {
     for (int64_t i = count - 1; i > 0; i--) {
         uint32_t j = numpy_interval(random, (uint32_t)i);
         uint32_t item = items[i];
@@ -109,10 +100,10 @@ typedef struct gpt_dataset {
     mt_dataset base;
     const mt_indexed_dataset *indexed;
     int64_t vocab_size;
-    int64_t num_documents;   // over all epochs
-    int32_t *document_index; // [num_documents] sequence of the indexed dataset
-    int64_t *document_start; // [num_documents + 1] position of its first token in the stream
-    uint32_t *shuffle_index; // [num_samples] sample of the stream
+    int64_t num_documents;    // over all epochs
+    uint32_t *document_index; // [num_documents] sequence of the indexed dataset
+    int64_t *document_start;  // [num_documents + 1] position of its first token in the stream
+    uint32_t *shuffle_index;  // [num_samples] sample of the stream
 } gpt_dataset;
 
 /* The number of epochs; the last epoch may be shuffled separately. */
@@ -139,12 +130,12 @@ static void build_document_index(gpt_dataset *dataset, mt_mt19937 *random, const
                                  int64_t end) {
     int64_t per_epoch = end - begin;
     dataset->num_documents = plan->num_epochs * per_epoch;
-    int32_t *index = mt_malloc(dataset->num_documents * (int64_t)sizeof *index);
-    for (int64_t i = 0; i < dataset->num_documents; i++) index[i] = (int32_t)(begin + i % per_epoch);
+    uint32_t *index = mt_malloc(dataset->num_documents * (int64_t)sizeof *index);
+    for (int64_t i = 0; i < dataset->num_documents; i++) index[i] = (uint32_t)(begin + i % per_epoch);
     bool separate_final = plan->samples_before_final < plan->num_samples;
     int64_t before_final = dataset->num_documents - (separate_final ? per_epoch : 0);
-    mt_numpy_shuffle_i32(random, index, before_final);
-    mt_numpy_shuffle_i32(random, index + before_final, dataset->num_documents - before_final);
+    mt_numpy_shuffle(random, index, before_final);
+    mt_numpy_shuffle(random, index + before_final, dataset->num_documents - before_final);
     dataset->document_index = index;
 }
 
@@ -159,8 +150,8 @@ static void build_document_start(gpt_dataset *dataset) {
 static void build_shuffle_index(gpt_dataset *dataset, mt_mt19937 *random, const epoch_plan *plan) {
     uint32_t *index = mt_malloc(plan->num_samples * (int64_t)sizeof *index);
     for (int64_t i = 0; i < plan->num_samples; i++) index[i] = (uint32_t)i;
-    mt_numpy_shuffle_u32(random, index, plan->samples_before_final);
-    mt_numpy_shuffle_u32(random, index + plan->samples_before_final, plan->num_samples - plan->samples_before_final);
+    mt_numpy_shuffle(random, index, plan->samples_before_final);
+    mt_numpy_shuffle(random, index + plan->samples_before_final, plan->num_samples - plan->samples_before_final);
     dataset->shuffle_index = index;
 }
 

@@ -240,8 +240,7 @@ static int open_tokenizer(mt_tokenizer **tokenizer, const settings *s, mt_error 
 static int read_standard_input(mt_text *text, mt_error *error) {
     size_t got;
     do {
-        if (text->capacity - text->bytes < 65536)
-            text->data = mt_realloc(text->data, text->capacity = 2 * text->capacity + 65537);
+        mt_text_reserve(text, 1 << 16);
         got = fread(text->data + text->bytes, 1, (size_t)(text->capacity - text->bytes - 1), stdin);
         text->bytes += (int64_t)got;
     } while (got > 0);
@@ -276,11 +275,7 @@ static int parse_ids(mt_ids *ids, const mt_text *text, mt_error *error) {
         if (end == at || (*end && !strchr(separators, *end)) || errno || id < 0 || id > INT32_MAX)
             return mt_error_set(error, "standard input: %.*s is not a token id; give numbers separated by spaces",
                                 (int)strcspn(at, separators), at);
-        if (ids->count == ids->capacity) {
-            ids->capacity = 2 * ids->capacity + 256;
-            ids->data = mt_realloc(ids->data, ids->capacity * (int64_t)sizeof *ids->data);
-        }
-        ids->data[ids->count++] = (int32_t)id;
+        mt_ids_push(ids, (int32_t)id);
         at = end + strspn(end, separators);
     }
     return 0;
@@ -327,14 +322,6 @@ typedef struct worker {
     batch *batch;
 } worker;
 
-static void append(mt_ids *ids, int32_t id) {
-    if (ids->count == ids->capacity) {
-        ids->capacity = 2 * ids->capacity + 256;
-        ids->data = mt_realloc(ids->data, ids->capacity * (int64_t)sizeof *ids->data);
-    }
-    ids->data[ids->count++] = id;
-}
-
 /* Appends a sequence to the current document; a text without tokens adds none. */
 static int encode_text(void *context, int64_t key, const char *text, int64_t bytes, mt_error *error) {
     worker *w = context;
@@ -344,7 +331,7 @@ static int encode_text(void *context, int64_t key, const char *text, int64_t byt
     int64_t length = out->tokens.count - before;
     if (length >= INT32_MAX) return mt_error_set(error, "has more than 2^31 - 2 tokens; split it");
     if (length == 0) return 0;
-    append(&out->lengths, (int32_t)length);
+    mt_ids_push(&out->lengths, (int32_t)length);
     out->num_sequences.data[out->num_sequences.count - 1]++;
     return 0;
 }
@@ -353,13 +340,13 @@ static int encode_document(worker *w, const char *text, int64_t bytes, mt_error 
     const settings *s = w->settings;
     bool json = s->format == MT_TEXT_JSONL;
     if (json && mt_text_is_blank(text, bytes)) return 0;
-    for (int64_t key = 0; key < s->json_keys.count; key++) append(&w->batch->keys[key].num_sequences, 0);
+    for (int64_t key = 0; key < s->json_keys.count; key++) mt_ids_push(&w->batch->keys[key].num_sequences, 0);
     int result =
         json ? mt_jsonl_read(text, bytes, &s->json_keys, encode_text, w, error) : encode_text(w, 0, text, bytes, error);
     for (int64_t key = 0; result == 0 && key < s->json_keys.count && w->eod >= 0; key++) {
         encoded *out = &w->batch->keys[key];
         if (out->num_sequences.data[out->num_sequences.count - 1] == 0) continue;
-        append(&out->tokens, w->eod);
+        mt_ids_push(&out->tokens, w->eod);
         out->lengths.data[out->lengths.count - 1]++;
     }
     return result;
