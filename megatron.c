@@ -2397,7 +2397,7 @@ static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error
 static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
     if (o->pipeline_model_parallel_layout) {
-        int64_t count = mt_layout_count(o, error);
+        int64_t count = mt_pipeline_layout_count(o, error);
         if (count < 0) return -1;
         if (count % pp != 0)
             return mt_error_set(error,
@@ -2693,7 +2693,7 @@ static int mt_options_finish_pipeline(mt_options *o, mt_error *error) {
                                    "--load");
     if (mt_options_finish_virtual_stages(o, error) || mt_options_finish_order(o, error)) return -1;
     mt_stage *stages = mt_calloc(pp * o->num_virtual_stages_per_pipeline_rank * (int64_t)sizeof(mt_stage));
-    int status = mt_layout_build(stages, o, error);
+    int status = mt_pipeline_layout_build(stages, o, error);
     free(stages);
     return status ? status : mt_options_finish_batches(o, error);
 }
@@ -7186,10 +7186,10 @@ typedef struct mt_mtp {
 } mt_mtp;
 
 /* The graph of a decode step of some number of sequences; captured in the second such step. */
-typedef struct mt_step_graph {
+typedef struct mt_decode_graph {
     bool has_run;
     mt_graph *graph;
-} mt_step_graph;
+} mt_decode_graph;
 
 /* What a training step is judged by, on the device; copied to the host in one piece. */
 typedef struct mt_step_numbers {
@@ -7297,15 +7297,15 @@ struct mt_model {
     mt_mtp mtp;
     mt_link links[MT_NUM_LINKS];
     float *row_stats, *loss, *entropy; // [4, max_logits], [max_logits]
-    mt_step *steps;                    // the schedule
-    int64_t max_steps;
-    void *gathered_logits;      // [tensor ranks, MT_STAGED_ROWS, V]
-    void *staged_logits;        // the same on the host, or [max_logits] token ids
-    int32_t *likeliest;         // [max_logits]
-    mt_step_graph *step_graphs; // [max_logits + 1] by the number of sequences, for decoding
-    mt_span *step_spans;        // [max_logits] bounds of a step's spans
-    void **k_cache, **v_cache;  // a layer: [cache_rows, G D], [cache_rows, G Dv]
-    mt_step_numbers *numbers;   // on the device
+    mt_action *actions;                // of the schedule, for this rank
+    int64_t max_actions;
+    void *gathered_logits;          // [tensor ranks, MT_STAGED_ROWS, V]
+    void *staged_logits;            // the same on the host, or [max_logits] token ids
+    int32_t *likeliest;             // [max_logits]
+    mt_decode_graph *decode_graphs; // [max_logits + 1] by the number of sequences, for decoding
+    mt_span *step_spans;            // [max_logits] bounds of a step's spans
+    void **k_cache, **v_cache;      // a layer: [cache_rows, G D], [cache_rows, G Dv]
+    mt_step_numbers *numbers;       // on the device
     mt_bad_steps bad_steps;
     mt_saver *saving;  // a checkpoint that is still on its way to the disk, or NULL
     mt_stream *copies; // has copies of what is saved that nothing follows yet, or NULL
@@ -9709,7 +9709,7 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
 static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     int64_t pp = m->grid->pipeline.size, vp = o->num_virtual_stages_per_pipeline_rank, rank = m->grid->pipeline.rank;
     mt_stage *all = mt_malloc(pp * vp * (int64_t)sizeof *all);
-    if (mt_layout_build(all, o, error) != 0) {
+    if (mt_pipeline_layout_build(all, o, error) != 0) {
         free(all);
         return -1;
     }
@@ -9746,18 +9746,18 @@ static void mt_model_count_live(const mt_model *m, int64_t *live) {
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) live[chunk] = 1;
     if (!m->plan.train || m->grid->pipeline.size == 1) return;
     mt_schedule schedule = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
-    int64_t count = mt_schedule_steps(NULL, &schedule, m->grid->pipeline.rank);
+    int64_t count = mt_schedule_actions(NULL, &schedule, m->grid->pipeline.rank);
     int64_t *now = mt_calloc(m->num_chunks * 8);
-    mt_step *steps = mt_malloc(count * (int64_t)sizeof *steps);
-    mt_schedule_steps(steps, &schedule, m->grid->pipeline.rank);
+    mt_action *actions = mt_malloc(count * (int64_t)sizeof *actions);
+    mt_schedule_actions(actions, &schedule, m->grid->pipeline.rank);
     for (int64_t i = 0; i < count; i++) {
-        int64_t chunk = steps[i].chunk;
-        if (steps[i].kind == MT_STEP_FORWARD) now[chunk]++;
-        if (steps[i].kind == MT_STEP_BACKWARD || steps[i].kind == MT_STEP_BACKWARD_WEIGHT) now[chunk]--;
+        int64_t chunk = actions[i].chunk;
+        if (actions[i].kind == MT_ACTION_FORWARD) now[chunk]++;
+        if (actions[i].kind == MT_ACTION_BACKWARD || actions[i].kind == MT_ACTION_BACKWARD_WEIGHT) now[chunk]--;
         live[chunk] = mt_max(live[chunk], now[chunk]);
     }
     free(now);
-    free(steps);
+    free(actions);
 }
 
 /* Room for so many micro-batches. */
@@ -9844,7 +9844,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
 /* No span of a step sees more keys than a sequence may have, which bounds the grids that graphs keep. */
 static void mt_decode_create(mt_model *m) {
     int64_t longest = mt_min(m->plan.max_position, m->plan.cache_rows);
-    m->step_graphs = mt_calloc((m->plan.max_logits + 1) * (int64_t)sizeof(mt_step_graph));
+    m->decode_graphs = mt_calloc((m->plan.max_logits + 1) * (int64_t)sizeof(mt_decode_graph));
     m->step_spans = mt_malloc(m->plan.max_logits * (int64_t)sizeof(mt_span));
     for (int64_t i = 0; i < m->plan.max_logits; i++)
         m->step_spans[i] = (mt_span){.q_start = i, .q_len = 1, .k_len = longest, .causal = true};
@@ -9960,8 +9960,8 @@ void mt_model_destroy(mt_model *m) {
     mt_channels_close(m->ops, channels, MT_NUM_LINKS); // before their buffers go
     mt_context_destroy(m->context);
     if (m->arena.base) { // it was created whole
-        for (int64_t i = 0; m->step_graphs && i <= m->plan.max_logits; i++)
-            if (m->step_graphs[i].graph) m->ops->graph_destroy(m->step_graphs[i].graph);
+        for (int64_t i = 0; m->decode_graphs && i <= m->plan.max_logits; i++)
+            if (m->decode_graphs[i].graph) m->ops->graph_destroy(m->decode_graphs[i].graph);
         m->ops->mailbox_close(m->tp.mailbox);
         if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
         mt_experts_close(m);
@@ -9992,10 +9992,10 @@ void mt_model_destroy(mt_model *m) {
     free(m->micro_batches);
     free(m->stages);
     free(m->first_local);
-    free(m->step_graphs);
+    free(m->decode_graphs);
     free(m->step_spans);
     free(m->sharding.progress);
-    free(m->steps);
+    free(m->actions);
     free(m->params);
     free(m->buckets);
     free(m->layers);
@@ -10709,7 +10709,7 @@ static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch) {
  * once they have prepared themselves, a graph enqueues them all. */
 static void mt_decode_enqueue(mt_model *m, const mt_batch *batch) {
     bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch);
-    mt_step_graph *step = is_step ? &m->step_graphs[m->T] : NULL;
+    mt_decode_graph *step = is_step ? &m->decode_graphs[m->T] : NULL;
     if (!is_step || !step->has_run) {
         mt_decode_pass(m);
         if (is_step) step->has_run = true;
@@ -10755,15 +10755,15 @@ void mt_model_decode_likeliest(mt_model *m, const mt_batch *batch, const int32_t
 
 /* ==== §11a lists ================================================================================================= */
 
-/* A list on its way; with steps == NULL it only counts. */
-typedef struct mt_step_list {
+/* A list under construction; with actions == NULL it only counts. */
+typedef struct mt_action_list {
     const mt_schedule *schedule;
     int64_t rank, count;
-    mt_step *steps;
-} mt_step_list;
+    mt_action *actions;
+} mt_action_list;
 
-static void mt_list_add(mt_step_list *list, mt_step_kind kind, int64_t micro_batch, int64_t chunk, int64_t peer) {
-    if (list->steps) list->steps[list->count] = (mt_step){kind, micro_batch, chunk, (int)peer};
+static void mt_list_add(mt_action_list *list, mt_action_kind kind, int64_t micro_batch, int64_t chunk, int64_t peer) {
+    if (list->actions) list->actions[list->count] = (mt_action){kind, micro_batch, chunk, (int)peer};
     list->count++;
 }
 
@@ -10778,28 +10778,28 @@ static void mt_schedule_order(const mt_schedule *s, int64_t index, int64_t *micr
     *chunk = index / size;
 }
 
-static void mt_list_forward(mt_step_list *list, int64_t index) {
+static void mt_list_forward(mt_action_list *list, int64_t index) {
     const mt_schedule *s = list->schedule;
     int64_t micro_batch, chunk, stage;
     mt_schedule_order(s, index, &micro_batch, &chunk);
     stage = chunk * s->pp + list->rank;
-    if (stage > 0) mt_list_add(list, MT_STEP_RECV_FORWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
-    mt_list_add(list, MT_STEP_FORWARD, micro_batch, chunk, -1);
+    if (stage > 0) mt_list_add(list, MT_ACTION_RECV_FORWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
+    mt_list_add(list, MT_ACTION_FORWARD, micro_batch, chunk, -1);
     if (stage < s->pp * s->vp - 1)
-        mt_list_add(list, MT_STEP_SEND_FORWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
+        mt_list_add(list, MT_ACTION_SEND_FORWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
 }
 
-/* `kind` is MT_STEP_BACKWARD or MT_STEP_BACKWARD_INPUT. */
-static void mt_list_backward(mt_step_list *list, mt_step_kind kind, int64_t index) {
+/* `kind` is MT_ACTION_BACKWARD or MT_ACTION_BACKWARD_INPUT. */
+static void mt_list_backward(mt_action_list *list, mt_action_kind kind, int64_t index) {
     const mt_schedule *s = list->schedule;
     int64_t micro_batch, chunk, stage;
     mt_schedule_order(s, index, &micro_batch, &chunk);
     chunk = s->vp - 1 - chunk;
     stage = chunk * s->pp + list->rank;
     if (stage < s->pp * s->vp - 1)
-        mt_list_add(list, MT_STEP_RECV_BACKWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
+        mt_list_add(list, MT_ACTION_RECV_BACKWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
     mt_list_add(list, kind, micro_batch, chunk, -1);
-    if (stage > 0) mt_list_add(list, MT_STEP_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
+    if (stage > 0) mt_list_add(list, MT_ACTION_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
 }
 
 /* Forwards before the first backward, but for the one that opens the steady part. */
@@ -10817,19 +10817,19 @@ static bool mt_schedule_is_legal(const mt_schedule *s) {
     return s->vp > 1 && s->group >= s->pp && s->group <= s->micro_batches && (rest == 0 || rest >= s->pp);
 }
 
-int64_t mt_schedule_steps(mt_step *steps, const mt_schedule *s, int64_t rank) {
+int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *s, int64_t rank) {
     MT_CHECK(mt_schedule_is_legal(s) && rank >= 0 && rank < s->pp);
-    mt_step_list list = {.schedule = s, .rank = rank, .steps = steps};
+    mt_action_list list = {.schedule = s, .rank = rank, .actions = actions};
     int64_t total = s->micro_batches * s->vp, warmup = mt_schedule_warmup(s, rank), forward = 0, weight = 0;
     bool splits = s->kind == MT_SCHEDULE_ZB_H1;
     while (forward < warmup) mt_list_forward(&list, forward++);
     if (s->kind == MT_SCHEDULE_FORWARD_ONLY) return list.count;
     for (int64_t backward = 0; backward < total; backward++) {
         if (forward < total) mt_list_forward(&list, forward++);
-        mt_list_backward(&list, splits ? MT_STEP_BACKWARD_INPUT : MT_STEP_BACKWARD, backward);
-        if (splits && backward >= rank) mt_list_add(&list, MT_STEP_BACKWARD_WEIGHT, weight++, 0, -1);
+        mt_list_backward(&list, splits ? MT_ACTION_BACKWARD_INPUT : MT_ACTION_BACKWARD, backward);
+        if (splits && backward >= rank) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
     }
-    while (splits && weight < total) mt_list_add(&list, MT_STEP_BACKWARD_WEIGHT, weight++, 0, -1);
+    while (splits && weight < total) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
     return list.count;
 }
 
@@ -10863,56 +10863,56 @@ static bool mt_channel_receive(mt_channels *c, int64_t channel, double *now) {
     return true;
 }
 
-static double mt_step_cost(mt_step_kind kind, const mt_step_costs *costs) {
-    if (kind == MT_STEP_FORWARD) return costs->forward;
-    return (kind != MT_STEP_BACKWARD_WEIGHT ? costs->backward_input : 0) +
-           (kind != MT_STEP_BACKWARD_INPUT ? costs->backward_weight : 0);
+static double mt_action_cost(mt_action_kind kind, const mt_action_costs *costs) {
+    if (kind == MT_ACTION_FORWARD) return costs->forward;
+    return (kind != MT_ACTION_BACKWARD_WEIGHT ? costs->backward_input : 0) +
+           (kind != MT_ACTION_BACKWARD_INPUT ? costs->backward_weight : 0);
 }
 
-/* Runs the step of `rank` at `index`; false if it has to wait for another rank's. */
-static bool mt_timeline_step(mt_timeline *t, mt_channels *channels, const mt_step_costs *costs, int64_t rank,
-                             int64_t index, double *now) {
-    mt_step step = t->steps[index];
-    bool backward = step.kind == MT_STEP_SEND_BACKWARD || step.kind == MT_STEP_RECV_BACKWARD;
+/* Runs the action of `rank` at `index`; false if it must wait for an action of another rank. */
+static bool mt_timeline_act(mt_timeline *t, mt_channels *channels, const mt_action_costs *costs, int64_t rank,
+                            int64_t index, double *now) {
+    mt_action action = t->actions[index];
+    bool backward = action.kind == MT_ACTION_SEND_BACKWARD || action.kind == MT_ACTION_RECV_BACKWARD;
     double start = *now;
-    switch (step.kind) {
-    case MT_STEP_SEND_FORWARD:
-    case MT_STEP_SEND_BACKWARD:
+    switch (action.kind) {
+    case MT_ACTION_SEND_FORWARD:
+    case MT_ACTION_SEND_BACKWARD:
         if (!mt_channel_send(channels, 2 * rank + backward, costs->send, now)) return false;
         break;
-    case MT_STEP_RECV_FORWARD:
-    case MT_STEP_RECV_BACKWARD:
-        if (!mt_channel_receive(channels, 2 * (int64_t)step.peer + backward, now)) return false;
+    case MT_ACTION_RECV_FORWARD:
+    case MT_ACTION_RECV_BACKWARD:
+        if (!mt_channel_receive(channels, 2 * (int64_t)action.peer + backward, now)) return false;
         break;
     default:
-        *now += mt_step_cost(step.kind, costs);
+        *now += mt_action_cost(action.kind, costs);
     }
     t->start[index] = start, t->end[index] = *now;
     return true;
 }
 
 /* Counts on the list of one rank: the work, and the forwards that wait for their backward. */
-static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_step_costs *costs) {
+static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_costs *costs) {
     double work = 0;
     int64_t held = 0;
     for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-        mt_step_kind kind = t->steps[i].kind;
-        if (kind > MT_STEP_BACKWARD_WEIGHT) continue;
-        work += mt_step_cost(kind, costs);
-        if (kind == MT_STEP_BACKWARD || kind == MT_STEP_BACKWARD_WEIGHT) held--;
-        if (kind == MT_STEP_FORWARD && t->schedule.kind != MT_SCHEDULE_FORWARD_ONLY) held++;
+        mt_action_kind kind = t->actions[i].kind;
+        if (kind > MT_ACTION_BACKWARD_WEIGHT) continue;
+        work += mt_action_cost(kind, costs);
+        if (kind == MT_ACTION_BACKWARD || kind == MT_ACTION_BACKWARD_WEIGHT) held--;
+        if (kind == MT_ACTION_FORWARD && t->schedule.kind != MT_SCHEDULE_FORWARD_ONLY) held++;
         if (held > t->live[rank]) t->live[rank] = held;
     }
     return work;
 }
 
-int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_step_costs *costs, int64_t in_flight) {
+int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_action_costs *costs, int64_t in_flight) {
     int64_t pp = schedule->pp, capacity = schedule->micro_batches * schedule->vp, done = 0;
     *t = (mt_timeline){.schedule = *schedule, .first = mt_calloc((pp + 1) * 8), .live = mt_calloc(pp * 8)};
-    for (int64_t r = 0; r < pp; r++) t->first[r + 1] = t->first[r] + mt_schedule_steps(NULL, schedule, r);
-    t->steps = mt_malloc(t->first[pp] * (int64_t)sizeof(mt_step));
+    for (int64_t r = 0; r < pp; r++) t->first[r + 1] = t->first[r] + mt_schedule_actions(NULL, schedule, r);
+    t->actions = mt_malloc(t->first[pp] * (int64_t)sizeof(mt_action));
     t->start = mt_calloc(t->first[pp] * 8), t->end = mt_calloc(t->first[pp] * 8);
-    for (int64_t r = 0; r < pp; r++) mt_schedule_steps(t->steps + t->first[r], schedule, r);
+    for (int64_t r = 0; r < pp; r++) mt_schedule_actions(t->actions + t->first[r], schedule, r);
     int64_t *counters = mt_calloc(5 * pp * 8), *next = counters + 4 * pp;
     double *times = mt_calloc((4 * capacity + 1) * pp * 8), *now = times + 4 * capacity * pp;
     mt_channels channels = {in_flight, capacity, counters, counters + 2 * pp, times, times + 2 * pp * capacity};
@@ -10920,7 +10920,7 @@ int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_ste
         progress = false;
         for (int64_t r = 0; r < pp; r++)
             for (; t->first[r] + next[r] < t->first[r + 1]; next[r]++, done++, progress = true)
-                if (!mt_timeline_step(t, &channels, costs, r, t->first[r] + next[r], &now[r])) break;
+                if (!mt_timeline_act(t, &channels, costs, r, t->first[r] + next[r], &now[r])) break;
     }
     double work = 0;
     for (int64_t r = 0; r < pp; r++) {
@@ -10933,17 +10933,17 @@ int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_ste
 }
 
 void mt_timeline_free(mt_timeline *t) {
-    free(t->first), free(t->steps), free(t->start), free(t->end), free(t->live);
+    free(t->first), free(t->actions), free(t->start), free(t->end), free(t->live);
     *t = (mt_timeline){.first = NULL};
 }
 
 /* ==== §11c layouts =============================================================================================== */
 
-enum { MT_LAYOUT_LETTERS = 100000 };
+enum { MT_PIPELINE_LAYOUT_LETTERS = 100000 };
 
 /* A layout's letters with repeats written out, to free; NULL with error. Commas only part. */
-static char *mt_layout_unfold(const char *layout, mt_error *error) {
-    char *letters = mt_malloc(MT_LAYOUT_LETTERS + 1);
+static char *mt_pipeline_layout_unfold(const char *layout, mt_error *error) {
+    char *letters = mt_malloc(MT_PIPELINE_LAYOUT_LETTERS + 1);
     int64_t count = 0, open = -1, last = 0; // where the brackets opened; where what may be repeated begins
     const char *at = layout, *problem = NULL;
     for (; *at && !problem; at++) {
@@ -10957,13 +10957,14 @@ static char *mt_layout_unfold(const char *layout, mt_error *error) {
             char *end;
             errno = 0;
             int64_t times = strtoll(at + 1, &end, 10), length = count - last;
-            if (errno || times < 1 || times > MT_LAYOUT_LETTERS || count + (times - 1) * length > MT_LAYOUT_LETTERS) {
+            if (errno || times < 1 || times > MT_PIPELINE_LAYOUT_LETTERS ||
+                count + (times - 1) * length > MT_PIPELINE_LAYOUT_LETTERS) {
                 problem = "repeats too often, or not at all";
                 break;
             }
             for (; times > 1; times--, count += length) memcpy(letters + count, letters + last, (size_t)length);
             at = end - 1;
-        } else if (strchr("EtmL|", *at) && count < MT_LAYOUT_LETTERS) {
+        } else if (strchr("EtmL|", *at) && count < MT_PIPELINE_LAYOUT_LETTERS) {
             last = count;
             letters[count++] = *at;
         } else
@@ -10981,8 +10982,8 @@ static char *mt_layout_unfold(const char *layout, mt_error *error) {
     return NULL;
 }
 
-int64_t mt_layout_count(const mt_options *options, mt_error *error) {
-    char *letters = mt_layout_unfold(options->pipeline_model_parallel_layout, error);
+int64_t mt_pipeline_layout_count(const mt_options *options, mt_error *error) {
+    char *letters = mt_pipeline_layout_unfold(options->pipeline_model_parallel_layout, error);
     if (!letters) return -1;
     int64_t count = 1;
     for (const char *at = letters; *at; at++) count += *at == '|';
@@ -10992,9 +10993,10 @@ int64_t mt_layout_count(const mt_options *options, mt_error *error) {
 
 /* Layers by the letters: the embedding first of all, the loss last of all, once each, and before it in its stage the
  * modules of multi-token prediction. */
-static int mt_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
-    MT_CHECK(mt_layout_count(o, error) <= o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
-    char *letters = mt_layout_unfold(o->pipeline_model_parallel_layout, error);
+static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
+    MT_CHECK(mt_pipeline_layout_count(o, error) <=
+             o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
+    char *letters = mt_pipeline_layout_unfold(o->pipeline_model_parallel_layout, error);
     if (!letters) return -1;
     int64_t layers = 0, stage = 0;
     const char *last = letters + strlen(letters) - (*letters != 0), *mtp = last;
@@ -11002,7 +11004,7 @@ static int mt_layout_read(mt_stage *stages, const mt_options *o, mt_error *error
     while (mtp > letters && mtp[-1] == 'm') mtp--;
     int64_t modules = last - mtp;
     for (const char *at = letters; at < mtp; at++)
-        modules += *at == 'm' ? MT_LAYOUT_LETTERS : 0; // where they cannot be
+        modules += *at == 'm' ? MT_PIPELINE_LAYOUT_LETTERS : 0; // where they cannot be
     for (const char *at = letters; *at; at++) {
         if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
         if (*at == 't') stages[stage].num_layers++, layers++;
@@ -11026,7 +11028,8 @@ static int mt_layout_read(mt_stage *stages, const mt_options *o, mt_error *error
 }
 
 /* `layers` in `ranks` equal parts of `vp` equal stages; `what` names the layers for messages. */
-static int64_t mt_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks, mt_error *error) {
+static int64_t mt_pipeline_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks,
+                                        mt_error *error) {
     int64_t vp = o->num_virtual_stages_per_pipeline_rank;
     if (layers >= 0 && layers % (ranks * vp) == 0) return layers / (ranks * vp);
     return mt_error_set(error,
@@ -11036,7 +11039,7 @@ static int64_t mt_layout_share(const mt_options *o, const char *what, int64_t la
 }
 
 /* First and last rank with layers of their own; those between share the rest. */
-static int mt_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *error) {
+static int mt_pipeline_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
     int64_t first = o->decoder_first_pipeline_num_layers, last = o->decoder_last_pipeline_num_layers;
     int64_t middle = pp - (first > 0) - (last > 0), rest = o->num_layers - first - last, share[3] = {0};
@@ -11045,11 +11048,11 @@ static int mt_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *err
                             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, %lld "
                             "together, do not fit --num-layers %lld on %lld ranks",
                             (long long)(first + last), (long long)o->num_layers, (long long)pp);
-    share[0] = mt_layout_share(o, "--decoder-first-pipeline-num-layers", first, 1, error);
+    share[0] = mt_pipeline_layout_share(o, "--decoder-first-pipeline-num-layers", first, 1, error);
     if (share[0] < 0) return -1;
-    share[2] = mt_layout_share(o, "--decoder-last-pipeline-num-layers", last, 1, error);
+    share[2] = mt_pipeline_layout_share(o, "--decoder-last-pipeline-num-layers", last, 1, error);
     if (share[2] < 0) return -1;
-    if (middle > 0) share[1] = mt_layout_share(o, "the layers of the other ranks", rest, middle, error);
+    if (middle > 0) share[1] = mt_pipeline_layout_share(o, "the layers of the other ranks", rest, middle, error);
     if (share[1] < 0) return -1;
     for (int64_t i = 0; i < pp * vp; i++) {
         bool is_first = i % pp == 0 && first > 0, is_last = i % pp == pp - 1 && last > 0;
@@ -11058,18 +11061,18 @@ static int mt_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *err
     return 0;
 }
 
-int mt_layout_build(mt_stage *stages, const mt_options *o, mt_error *error) {
+int mt_pipeline_layout_build(mt_stage *stages, const mt_options *o, mt_error *error) {
     int64_t count = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank, layer = 0;
     bool embedding = o->account_for_embedding_in_pipeline_split, loss = o->account_for_loss_in_pipeline_split;
     memset(stages, 0, (size_t)count * sizeof *stages);
     if (o->pipeline_model_parallel_layout) {
-        if (mt_layout_read(stages, o, error)) return -1;
+        if (mt_pipeline_layout_read(stages, o, error)) return -1;
     } else if (o->decoder_first_pipeline_num_layers > 0 || o->decoder_last_pipeline_num_layers > 0) {
-        if (mt_layout_uneven(stages, o, error)) return -1;
+        if (mt_pipeline_layout_uneven(stages, o, error)) return -1;
     } else {
         const char *what = embedding || loss ? "--num-layers with what --account-for-* counts" : "--num-layers";
         int64_t share =
-            mt_layout_share(o, what, o->num_layers + embedding + loss, o->pipeline_model_parallel_size, error);
+            mt_pipeline_layout_share(o, what, o->num_layers + embedding + loss, o->pipeline_model_parallel_size, error);
         if (share < 0) return -1;
         for (int64_t i = 0; i < count; i++) stages[i].num_layers = share;
         stages[0].num_layers -= embedding;
@@ -11094,7 +11097,7 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
 /* ==== §11d pictures ============================================================================================== */
 /* Time in characters, or as SVG. Chunks are letters from a on, or shades. */
 
-static void mt_layout_print(const mt_stage *stages, const mt_schedule *s, FILE *file) {
+static void mt_pipeline_layout_print(const mt_stage *stages, const mt_schedule *s, FILE *file) {
     for (int64_t rank = 0; rank < s->pp; rank++) {
         fprintf(file, "rank %lld:", (long long)rank);
         for (int64_t i = rank; i < s->pp * s->vp; i += s->pp) {
@@ -11118,16 +11121,16 @@ static void mt_timeline_row(const mt_timeline *t, int64_t rank, int width, char 
     for (int64_t i = 0; i < units * width; i++) row[i] = i % width == width - 2 ? '.' : ' ';
     row[units * width] = 0;
     for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-        const mt_step *step = &t->steps[i];
-        if (step->peer >= 0) continue;
-        char label[32], suffix[2] = {t->schedule.vp > 1 ? (char)('a' + step->chunk % 26) : '\0', '\0'};
-        int length = snprintf(label, sizeof label, "%lld%s", (long long)step->micro_batch, suffix);
+        const mt_action *action = &t->actions[i];
+        if (action->peer >= 0) continue;
+        char label[32], suffix[2] = {t->schedule.vp > 1 ? (char)('a' + action->chunk % 26) : '\0', '\0'};
+        int length = snprintf(label, sizeof label, "%lld%s", (long long)action->micro_batch, suffix);
         int64_t from = llround(t->start[i]) * width, to = llround(t->end[i]) * width;
         memset(row + from, ' ', (size_t)(to - from));
-        bool begins = step->kind == MT_STEP_BACKWARD || step->kind == MT_STEP_BACKWARD_INPUT;
+        bool begins = action->kind == MT_ACTION_BACKWARD || action->kind == MT_ACTION_BACKWARD_INPUT;
         memcpy(row + from + (begins ? width : width - 1) - length, label, (size_t)length);
         if (begins) row[from] = '[';
-        if (step->kind == MT_STEP_BACKWARD || step->kind == MT_STEP_BACKWARD_WEIGHT) row[to - 1] = ']';
+        if (action->kind == MT_ACTION_BACKWARD || action->kind == MT_ACTION_BACKWARD_WEIGHT) row[to - 1] = ']';
     }
 }
 
@@ -11154,7 +11157,7 @@ static void mt_timeline_print(const mt_timeline *t, FILE *file) {
 }
 
 void mt_timeline_draw(const mt_timeline *t, FILE *svg, double x, double y, double unit) {
-    static const char *const fills[] = {"#9cc3e6", "#a9d18e", "#a9d18e", "#9fd6cf"}; // by mt_step_kind
+    static const char *const fills[] = {"#9cc3e6", "#a9d18e", "#a9d18e", "#9fd6cf"}; // by mt_action_kind
     const double height = 24;
     for (int64_t rank = 0; rank < t->schedule.pp; rank++) {
         double top = y + height * (double)rank;
@@ -11162,16 +11165,16 @@ void mt_timeline_draw(const mt_timeline *t, FILE *svg, double x, double y, doubl
         fprintf(svg, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"#eceee9\"/>\n", x, top,
                 unit * t->span, height - 2);
         for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-            const mt_step *step = &t->steps[i];
-            if (step->peer >= 0) continue;
+            const mt_action *action = &t->actions[i];
+            if (action->peer >= 0) continue;
             double left = x + unit * t->start[i], width = unit * (t->end[i] - t->start[i]);
-            double opacity = 1 - 0.7 * (double)step->chunk / (double)t->schedule.vp;
+            double opacity = 1 - 0.7 * (double)action->chunk / (double)t->schedule.vp;
             fprintf(svg,
                     "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\" fill-opacity=\"%.2f\" "
                     "stroke=\"#24292f\" stroke-width=\"0.6\"/>\n",
-                    left, top, width, height - 2, fills[step->kind], opacity);
+                    left, top, width, height - 2, fills[action->kind], opacity);
             fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%lld</text>\n", left + width / 2, top + 15,
-                    (long long)step->micro_batch);
+                    (long long)action->micro_batch);
         }
         fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\">%lld</text>\n", x + unit * t->span + 8, top + 15,
                 (long long)t->live[rank]);
@@ -11210,7 +11213,7 @@ static int mt_timeline_save(const mt_timeline *t, const char *path, mt_error *er
 }
 
 int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
-    const mt_step_costs units = {1, 1, 1, 0};
+    const mt_action_costs units = {1, 1, 1, 0};
     mt_schedule s = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
     if (s.pp * s.vp > 1000000 / s.micro_batches)
         return mt_error_set(error, "--print-schedule draws at most a million forwards; lower --global-batch-size, %lld",
@@ -11218,12 +11221,12 @@ int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
     mt_stage *stages = mt_malloc(s.pp * s.vp * (int64_t)sizeof(mt_stage));
     mt_timeline timeline;
     char title[200];
-    int status = mt_layout_build(stages, o, error);
+    int status = mt_pipeline_layout_build(stages, o, error);
     if (status == 0) {
         MT_CHECK(mt_timeline_create(&timeline, &s, &units, 0) == 0);
         mt_schedule_title(&s, title);
         fprintf(file, "%s\n\n", title);
-        mt_layout_print(stages, &s, file);
+        mt_pipeline_layout_print(stages, &s, file);
         fprintf(file, "\n");
         mt_timeline_print(&timeline, file);
         fprintf(file,
@@ -15264,83 +15267,83 @@ typedef struct mt_source {
     int64_t tokens;
 } mt_source;
 
-/* The live micro-batch of a step. */
-static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_step *step) {
+/* The live micro-batch of an action. */
+static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_action *action) {
     for (int64_t i = 0; i < m->num_micro_batches; i++)
-        if (m->micro_batches[i].chunk == step->chunk && m->micro_batches[i].index == step->micro_batch)
+        if (m->micro_batches[i].chunk == action->chunk && m->micro_batches[i].index == action->micro_batch)
             return &m->micro_batches[i];
     MT_CHECK(!"a backward follows its forward");
     return NULL;
 }
 
-static int mt_step_forward(mt_model *m, const mt_step *step, mt_source *from, mt_error *error) {
-    mt_micro_batch *at = mt_micro_batch_free(m, step->chunk);
+static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *from, mt_error *error) {
+    mt_micro_batch *at = mt_micro_batch_free(m, action->chunk);
     int64_t cp = m->grid->context.size;
     double begin = mt_time();
-    if (from->read(from->context, step->micro_batch, from->batch, error) != 0) return -1;
+    if (from->read(from->context, action->micro_batch, from->batch, error) != 0) return -1;
     m->data_seconds += mt_time() - begin;
     if (cp > 1 && mt_batch_check_context(from->batch, cp, error) != 0) return -1;
-    if (step->chunk == 0) from->tokens += from->batch->num_tokens;
+    if (action->chunk == 0) from->tokens += from->batch->num_tokens;
     mt_load_batch(m, at, from->batch);
-    if (m->training) at->index = step->micro_batch;
+    if (m->training) at->index = action->micro_batch;
     mt_stage_forward(m, false);
-    if (m->stages[step->chunk].loss) mt_loss_forward(m);
+    if (m->stages[action->chunk].loss) mt_loss_forward(m);
     return 0;
 }
 
 /* `remaining` [num_chunks] counts the micro-batches whose part of the backward is still to come. */
-static void mt_step_backward(mt_model *m, const mt_step *step, int64_t *remaining) {
-    mt_micro_batch *at = mt_micro_batch_find(m, step);
+static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
+    mt_micro_batch *at = mt_micro_batch_find(m, action);
     mt_micro_batch_enter(m, at);
-    m->last_backward = --remaining[step->chunk] == 0;
-    if (step->kind == MT_STEP_BACKWARD_WEIGHT)
+    m->last_backward = --remaining[action->chunk] == 0;
+    if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
         mt_chunk_backward_weight(m);
     else
-        mt_stage_backward(m, step->kind == MT_STEP_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT);
-    if (step->kind != MT_STEP_BACKWARD_INPUT) at->index = -1;
+        mt_stage_backward(m, action->kind == MT_ACTION_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT);
+    if (action->kind != MT_ACTION_BACKWARD_INPUT) at->index = -1;
 }
 
-/* Receives what later steps will need, as far as there is room, so that it travels while this step computes, and so
- * that senders find the room that they count on (mt_model_links). next[direction] is the first step not looked at yet.
+/* Starts receives of later actions, as many as have buffers, so that messages arrive while this action computes and
+ * senders find the buffers that they count on (mt_model_links). next[direction] is the first action not examined yet.
  */
-static void mt_receive_ahead(mt_model *m, const mt_step *steps, int64_t count, int64_t now, int64_t next[2]) {
-    static const mt_step_kind kinds[2] = {MT_STEP_RECV_FORWARD, MT_STEP_RECV_BACKWARD};
+static void mt_receive_ahead(mt_model *m, const mt_action *actions, int64_t count, int64_t now, int64_t next[2]) {
+    static const mt_action_kind kinds[2] = {MT_ACTION_RECV_FORWARD, MT_ACTION_RECV_BACKWARD};
     static const int links[2] = {MT_LINK_RECV_FORWARD, MT_LINK_RECV_BACKWARD};
     for (int direction = 0; direction < 2; direction++)
         for (int64_t *at = &next[direction]; *at < count; ++*at) {
-            if (*at < now || steps[*at].kind != kinds[direction]) continue;
+            if (*at < now || actions[*at].kind != kinds[direction]) continue;
             if (!mt_link_start(m, &m->links[links[direction]])) break;
         }
 }
 
-/* Not in a GPU's first step: kernels are loaded then, which may wait for a receive under way, whose sender may wait for
- * this rank. Groups of micro-batches that are wider than the pipeline count on the room that it makes, though. */
+/* Not in a GPU's first step: loading a kernel may wait for a pending receive, whose sender may wait for this rank.
+ * Groups of more micro-batches than pipeline ranks need the early receives in every step. */
 static bool mt_looks_ahead(const mt_model *m) {
     if (m->grid->pipeline.size == 1) return false;
     bool is_warm = m->num_steps > 0 || strcmp(m->ops->name, "cpu") == 0;
     return is_warm || m->links[MT_LINK_RECV_FORWARD].num_buffers > 2;
 }
 
-/* Writes this rank's list to m->steps and returns its length. */
-static int64_t mt_list_steps(mt_model *m, const mt_schedule *schedule) {
+/* Writes this rank's list to m->actions and returns its length. */
+static int64_t mt_list_actions(mt_model *m, const mt_schedule *schedule) {
     int rank = m->grid->pipeline.rank;
-    int64_t count = mt_schedule_steps(NULL, schedule, rank);
-    if (count > m->max_steps) { // the first step, and where the batch ramp grows
-        m->steps = mt_realloc(m->steps, count * (int64_t)sizeof(mt_step));
-        m->max_steps = count;
+    int64_t count = mt_schedule_actions(NULL, schedule, rank);
+    if (count > m->max_actions) { // the first step, and where the batch ramp grows
+        m->actions = mt_realloc(m->actions, count * (int64_t)sizeof(mt_action));
+        m->max_actions = count;
     }
-    return mt_schedule_steps(m->steps, schedule, rank);
+    return mt_schedule_actions(m->actions, schedule, rank);
 }
 
-/* Does what the schedule lists for this rank. Sends and receives are part of the forwards and backwards: a message
- * leaves as soon as it is computed, and is waited for where it is needed. */
+/* Runs this rank's list. Sends and receives are part of the forwards and backwards: a message is sent as soon as it is
+ * computed, and awaited where it is needed. */
 static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool training, mt_source *from, mt_error *error) {
-    static const char *const phases[] = {[MT_STEP_FORWARD] = "forward",
-                                         [MT_STEP_BACKWARD] = "backward",
-                                         [MT_STEP_BACKWARD_INPUT] = "backward of the input",
-                                         [MT_STEP_BACKWARD_WEIGHT] = "backward of the weights",
-                                         [MT_STEP_RECV_BACKWARD] = NULL};
-    int64_t count = mt_list_steps(m, schedule), ahead[2] = {0};
+    static const char *const phases[] = {[MT_ACTION_FORWARD] = "forward",
+                                         [MT_ACTION_BACKWARD] = "backward",
+                                         [MT_ACTION_BACKWARD_INPUT] = "backward of the input",
+                                         [MT_ACTION_BACKWARD_WEIGHT] = "backward of the weights",
+                                         [MT_ACTION_RECV_BACKWARD] = NULL};
+    int64_t count = mt_list_actions(m, schedule), ahead[2] = {0};
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
     m->training = training;
@@ -15348,16 +15351,16 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     bool looks_ahead = mt_looks_ahead(m);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
-        const mt_step *step = &m->steps[i];
-        if (looks_ahead) mt_receive_ahead(m, m->steps, count, i, ahead);
-        if (!phases[step->kind]) continue;
-        mt_phase_begin(m, phases[step->kind], step->micro_batch, step->chunk);
-        if (step->kind == MT_STEP_FORWARD)
-            status = mt_step_forward(m, step, from, error);
-        else if (step->kind == MT_STEP_BACKWARD_WEIGHT)
-            mt_step_backward(m, step, weights);
+        const mt_action *action = &m->actions[i];
+        if (looks_ahead) mt_receive_ahead(m, m->actions, count, i, ahead);
+        if (!phases[action->kind]) continue;
+        mt_phase_begin(m, phases[action->kind], action->micro_batch, action->chunk);
+        if (action->kind == MT_ACTION_FORWARD)
+            status = mt_action_forward(m, action, from, error);
+        else if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
+            mt_action_backward(m, action, weights);
         else
-            mt_step_backward(m, step, inputs);
+            mt_action_backward(m, action, inputs);
         mt_phase_end(m);
     }
     m->in_schedule = false;

@@ -1359,25 +1359,25 @@ void mt_model_decode_likeliest(mt_model *model, const mt_batch *batch, const int
 /* ==== §11 schedules ================================================================================================
  */
 
-/* What a rank does next. Forwards and backwards are of one micro-batch on one chunk: a virtual stage of this rank. A
- * backward is whole, or in two parts that a zero-bubble schedule may do apart. */
-typedef enum mt_step_kind {
-    MT_STEP_FORWARD,
-    MT_STEP_BACKWARD,        // gradients of the input and of the weights
-    MT_STEP_BACKWARD_INPUT,  // of the input only; the weights' follow later
-    MT_STEP_BACKWARD_WEIGHT, // of the weights; the micro-batch's activations are free afterwards
-    MT_STEP_SEND_FORWARD,    // starts to send the chunk's output; the buffer is free when that is done
-    MT_STEP_RECV_FORWARD,    // waits for the chunk's input
-    MT_STEP_SEND_BACKWARD,   // starts to send the gradient of the chunk's input
-    MT_STEP_RECV_BACKWARD,   // waits for the gradient of the chunk's output
-} mt_step_kind;
+/* An action of a schedule: what a rank does next. Forwards and backwards process one micro-batch on one chunk (virtual
+ * stage) of this rank. A backward is whole, or in two parts that a zero-bubble schedule may separate. */
+typedef enum mt_action_kind {
+    MT_ACTION_FORWARD,
+    MT_ACTION_BACKWARD,        // gradients of the input and of the weights
+    MT_ACTION_BACKWARD_INPUT,  // gradients of the input only; those of the weights follow later
+    MT_ACTION_BACKWARD_WEIGHT, // gradients of the weights; afterwards the micro-batch's activations are free
+    MT_ACTION_SEND_FORWARD,    // starts to send the chunk's output; the buffer is free when the send completes
+    MT_ACTION_RECV_FORWARD,    // waits for the chunk's input
+    MT_ACTION_SEND_BACKWARD,   // starts to send the gradient of the chunk's input
+    MT_ACTION_RECV_BACKWARD,   // waits for the gradient of the chunk's output
+} mt_action_kind;
 
-typedef struct mt_step {
-    mt_step_kind kind;
+typedef struct mt_action {
+    mt_action_kind kind;
     int64_t micro_batch;
-    int64_t chunk; // of this rank, 0..vp - 1, for sends and receives too
-    int peer;      // pipeline rank to send to or to receive from, else -1
-} mt_step;
+    int64_t chunk; // of this rank, 0..vp - 1; also for sends and receives
+    int peer;      // pipeline rank of a send or receive, else -1
+} mt_action;
 
 typedef enum mt_schedule_kind {
     MT_SCHEDULE_1F1B,
@@ -1386,77 +1386,78 @@ typedef enum mt_schedule_kind {
     MT_SCHEDULE_FORWARD_ONLY
 } mt_schedule_kind;
 
-/* Legal are: 1F1B and ZB-H1 with vp == 1; interleaved with pp > 1, vp > 1, pp <= group <= micro_batches and
- * micro_batches % group 0 or at least pp; forward-only with any, but pp > 1 where vp > 1. */
+/* Legal schedules: 1F1B and ZB-H1 with vp == 1; interleaved with pp > 1, vp > 1, pp <= group <= micro_batches, and
+ * micro_batches % group either 0 or at least pp; forward-only with any of these sizes, but vp > 1 needs pp > 1. */
 typedef struct mt_schedule {
     mt_schedule_kind kind;
     int64_t pp;            // pipeline ranks
-    int64_t vp;            // chunks (virtual stages) a rank
-    int64_t micro_batches; // of a step
-    int64_t group;         // micro-batches that pass a chunk before the next chunk's turn; not read with vp == 1
+    int64_t vp;            // chunks (virtual stages) per rank
+    int64_t micro_batches; // per training step
+    int64_t group;         // consecutive micro-batches on one chunk before the next chunk runs; unused with vp == 1
 } mt_schedule;
 
-/* Writes the list of pipeline rank `rank` and returns its length; `steps` may be NULL to count. A pure function.
+/* Writes the actions of pipeline rank `rank` and returns their number; `actions` may be NULL to count. A pure function.
  *
  * Virtual stage chunk * pp + rank feeds the next one: the same chunk of the next rank, or chunk + 1 of rank 0 after the
- * last rank. A send follows the step that makes the tensor, a receive comes right before the step that needs it. Sends
- * only start and receives are best posted early, by looking ahead in the list: that overlaps them with the steps
- * between. From rank a to rank b, a's sends of one direction (forward: activations; backward: gradients) are in the
- * order of b's receives, so messages need no names. With pp == 2 and vp > 1 both directions run from a to b, and then
- * not in one common order: give each direction a channel of its own (an MPI tag, an NCCL communicator).
+ * last rank. A send follows the action that computes the tensor; a receive precedes the action that needs it. A send
+ * only starts the transfer. A runner posts receives early, by looking ahead in the list, so that transfers overlap with
+ * computation. From rank a to rank b, a's sends of one direction (forward: activations; backward: gradients) are in the
+ * order of b's receives, so messages need no names. With pp == 2 and vp > 1 both directions go from a to b, in
+ * different orders: give each direction a channel of its own (an MPI tag, an NCCL communicator).
  *
- * 1F1B: Narayanan et al., "PipeDream-Flush"; pp - rank - 1 forwards of warm-up, then a forward and a backward in turn,
- * then the rest. Interleaved: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
- * Megatron-LM"; 2 (pp - rank - 1) + (vp - 1) group of warm-up, orders as Megatron's get_schedule_table. ZB-H1: Qi et
- * al., "Zero bubble pipeline parallelism"; as 1F1B, with the weights' gradients `rank` micro-batches late, where they
- * fill what was idle. Forward-only: evaluation. */
-int64_t mt_schedule_steps(mt_step *steps, const mt_schedule *schedule, int64_t rank);
+ * 1F1B: Narayanan et al., "PipeDream-Flush": pp - rank - 1 forwards of warm-up, then one forward and one backward
+ * alternately, then the remaining backwards. Interleaved: Narayanan et al., "Efficient large-scale language model
+ * training on GPU clusters using Megatron-LM": 2 (pp - rank - 1) + (vp - 1) group forwards of warm-up, in the order of
+ * Megatron's get_schedule_table. ZB-H1: Qi et al., "Zero bubble pipeline parallelism": as 1F1B, with the weights'
+ * gradients `rank` micro-batches late, where they fill idle time. Forward-only: evaluation. */
+int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *schedule, int64_t rank);
 
-/* What steps of one chunk take, in any unit of time; `send`: from a send to when its receiver may go on. A whole
- * backward takes both parts. */
-typedef struct mt_step_costs {
+/* Durations of the actions of one chunk, in any unit of time; `send`: from a send to the moment when its receiver may
+ * continue. A whole backward takes both parts. */
+typedef struct mt_action_costs {
     double forward, backward_input, backward_weight, send;
-} mt_step_costs;
+} mt_action_costs;
 
-/* The lists of all ranks run against one another, each step as soon as it can. Rank r's steps are those from first[r]
- * to first[r + 1] - 1. */
+/* A simulation: the lists of all ranks, each action run as early as possible. Rank r has actions [first[r], first[r +
+ * 1]). */
 typedef struct mt_timeline {
     mt_schedule schedule;
     int64_t *first; // [pp + 1]
-    mt_step *steps;
-    double *start, *end; // of each step; a receive lasts while the rank waits, a send no time
-    int64_t *live;       // [pp] micro-batches times chunks whose activations a rank holds at most: from a forward to
-                         // the end of its backward, the weights' part included; 0 for forward-only
-    double span;         // when the last rank is done
-    double bubble;       // idle time as a part of the work, over all ranks
+    mt_action *actions;
+    double *start, *end; // of each action; a receive lasts while the rank waits, a send takes no time
+    int64_t *live;       // [pp] peak number of (micro-batch, chunk) pairs whose activations the rank holds: from the
+                         // forward to the end of the backward, including its weights' part; 0 for forward-only
+    double span;         // end of the last action
+    double bubble;       // idle time divided by work, over all ranks
 } mt_timeline;
 
-/* Simulates a schedule. From one rank in one direction at most `in_flight` messages are sent and not yet received; the
- * next send waits (0: none ever does). Returns -1 if the ranks wait for each other for ever: not with in_flight == 0,
- * nor from group - pp + 1 on (vp > 1), nor from 1 on (vp == 1). So much room must senders' buffers and posted receives
- * have together. Free the timeline in either case. */
-int mt_timeline_create(mt_timeline *timeline, const mt_schedule *schedule, const mt_step_costs *costs,
+/* Simulates a schedule. Each rank has at most `in_flight` messages per direction that are sent and not yet received;
+ * the next send waits (0: no limit). Returns -1 on a deadlock. There is none with in_flight == 0, with in_flight >= 1
+ * (vp == 1), or with in_flight >= group - pp + 1 (vp > 1): senders' buffers and posted receives together must hold that
+ * many messages. Free the timeline in either case. */
+int mt_timeline_create(mt_timeline *timeline, const mt_schedule *schedule, const mt_action_costs *costs,
                        int64_t in_flight);
 void mt_timeline_free(mt_timeline *timeline);
 
-/* Draws a timeline as elements of an SVG file, `unit` pixels a unit of time, its corner at (x, y): a row a rank with
- * its number on the left and live micro-batches on the right. */
+/* Draws a timeline as SVG elements with its corner at (x, y) and `unit` pixels per unit of time: one row per rank, with
+ * the rank on the left and its peak of live micro-batches on the right. */
 void mt_timeline_draw(const mt_timeline *timeline, FILE *svg, double x, double y, double unit);
 
-/* The stages of checked options, stages[chunk * pp + rank]: equal ones; uneven first and last ones; the embedding and
- * the loss counted as layers; or as --pipeline-model-parallel-layout says, in Megatron's letters: E embedding, t layer,
- * L loss, | between stages, x*n and (xyz)*n repeat. Errors: layers that do not divide, a layout that does not fit. */
-int mt_layout_build(mt_stage *stages, const mt_options *options, mt_error *error);
+/* Fills stages[chunk * pp + rank] from checked options: equal stages; first and last stages of other sizes; equal
+ * stages with the embedding and the loss counted as layers; or the stages of --pipeline-model-parallel-layout, in
+ * Megatron's letters: E embedding, t layer, m MTP module, L loss, | between stages, x*n and (xyz)*n repeat. Errors: a
+ * number of layers that does not divide, a layout that contradicts the options. */
+int mt_pipeline_layout_build(mt_stage *stages, const mt_options *options, mt_error *error);
 
-/* The virtual stages that options->pipeline_model_parallel_layout has, or -1 with error: a letter out of place. */
-int64_t mt_layout_count(const mt_options *options, mt_error *error);
+/* Number of virtual stages in options->pipeline_model_parallel_layout, or -1 with error for a malformed layout. */
+int64_t mt_pipeline_layout_count(const mt_options *options, mt_error *error);
 
-/* The schedule of finished options for steps of so many micro-batches. */
+/* The schedule of finished options for training steps of `micro_batches` micro-batches. */
 mt_schedule mt_schedule_of(const mt_options *options, int64_t micro_batches);
 
-/* --print-schedule: prints layout, schedule in characters (a row a rank, forward and each part of a backward one unit),
- * peak live micro-batches and bubble of finished options, and draws it into the SVG file that the option may name. An
- * unwritable file is an error. */
+/* --print-schedule: for finished options, prints the pipeline layout, the schedule in characters (one row per rank; a
+ * forward and each part of a backward take one unit), peak live micro-batches and bubble. Draws the schedule into the
+ * option's SVG file unless that is "-". An unwritable file is an error. */
 int mt_schedule_print(const mt_options *options, FILE *file, mt_error *error);
 
 /* ==== §12 gradient buckets =========================================================================================
