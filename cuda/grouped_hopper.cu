@@ -259,8 +259,8 @@ __device__ __forceinline__ void store_rows(const slab_writer &writer, const prod
     }
 }
 
-/* Stores fp32 results: 32 columns per slab. A lane holds two neighbouring elements of each 8 columns in rows
- * g = lane / 4 and g + 8. Odd rows take the blocks of 8 columns in another order, so that the rows of one store fall into
+/* Stores fp32 results: 32 columns per slab. A lane holds two neighbouring elements of each 8 columns in the rows g and
+ * g + 8, g = lane / 4. Odd rows take the blocks of 8 columns in another order, so that the rows of one store fall into
  * different banks. */
 template <int COLS>
 __device__ __forceinline__ void store_gradients(const slab_writer &writer, const product_maps &maps, int col, int cols,
