@@ -1080,6 +1080,98 @@ void mt_watch_begin(const char *operation, const char *group);
 void mt_watch_end(void);
 void mt_watch_note(const char *operation, const char *group);
 
+/* ==== §6 conjugate regions; §7 linear ==============================================================================
+ */
+
+/* Tensor parallelism over one micro-batch: T tokens, of which this rank has `rows` rows of hidden states outside the
+ * regions: all T, or with sequence parallelism T / group size. A group of one needs no buffers. */
+typedef struct mt_tensor_parallel {
+    const mt_ops *ops;
+    const mt_group *group;
+    mt_stream *stream, *comm; // products; communication beside them (may be the same stream)
+    mt_dtype dtype;           // of activations and weights
+    bool sequence_parallel;
+    bool overlaps; // --tp-comm-overlap: products take one rank's rows after another while the next travel
+    int64_t T, rows;
+    /* sequence parallelism: [T, C or wider] a whole operand, and a partial sum before it is scattered */
+    void *gathered, *partial;
+    /* overlap only */
+    mt_mailbox *mailbox; // `gathered` and, behind it, `parts`
+    void *parts;         // [group size, max_rows, C or wider] other ranks' parts of the sums of these rows
+    int32_t *part_rows;  // [max_rows, group size] the rows of `parts` that add up to each row's sum
+    int64_t max_rows, mailbox_bytes;
+    float *loss_parts; // [group size, 4, T] for the vocabulary-parallel loss
+} mt_tensor_parallel;
+
+/* The four regions (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation recomputation in large
+ * transformer models"). A backward is its conjugate's forward.
+ *
+ * Copy: x[T, C] is whole on every rank; its gradients are partial sums, reduced in place. */
+const void *mt_copy_to_tensor_region_forward(const void *x);
+void mt_copy_to_tensor_region_backward(const mt_tensor_parallel *tp, void *dx, int64_t C, mt_stream *stream);
+/* Reduce: x[T, C] is a partial sum on every rank, reduced in place; its gradient is whole. */
+void mt_reduce_from_tensor_region_forward(const mt_tensor_parallel *tp, void *x, int64_t C);
+const void *mt_reduce_from_tensor_region_backward(const void *dx);
+/* Gather: x[rows, C] -> y[T, C]; dy[T, C], a partial sum on every rank -> dx[rows, C]. */
+void mt_gather_from_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C,
+                                            mt_stream *stream);
+void mt_gather_from_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C,
+                                             mt_stream *stream);
+/* Reduce-scatter: x[T, C], a partial sum on every rank -> y[rows, C]; dy[rows, C] -> dx[T, C]. */
+void mt_reduce_scatter_to_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C);
+void mt_reduce_scatter_to_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C);
+
+/* A parameter as the model's code sees it: its values and their gradient, NULL where the model has none.
+ * `accumulate`: dw holds a gradient of this step, to which products add; else they write it. */
+typedef struct mt_weight {
+    void *w;
+    float *dw;
+    bool accumulate;
+} mt_weight;
+
+/* How ranks share a weight and what its products take. */
+typedef enum mt_linear_kind {
+    MT_LINEAR_REPLICATED, // whole on every rank: x[rows, K] -> y[rows, N]
+    MT_LINEAR_ROUTER,     // the same with fp32 products and outputs
+    MT_LINEAR_COLUMN,     // cut by rows of w: x[rows, K] -> y[T, N]
+    MT_LINEAR_ROW,        // cut by columns of w: x[T, K] -> y[rows, N], the sum over ranks
+    MT_LINEAR_GROUPED,    // one weight per expert: rows sorted by expert
+} mt_linear_kind;
+
+/* y = x w^T + bias. N and K are this rank's sizes. */
+typedef struct mt_linear {
+    mt_weight weight, bias; // [N, K], or [num_experts, N, K] if grouped; [N]
+    int64_t N, K;
+    int64_t num_experts; // grouped
+    mt_linear_kind kind;
+} mt_linear;
+
+/* The operands of one use of a linear; a function reads those it needs. */
+typedef struct mt_linear_io {
+    const void *x;
+    void *y;
+    void *gelu; // forward, not row parallel or grouped: also GELU(y), tanh approximation; NULL: not wanted
+    const void *dy;
+    void *dx;
+    const void *gelu_input; // backward: x is GELU(gelu_input), and dx becomes the gradient of gelu_input; NULL: no
+    void *rounded;          // router: scratch [rows, N] of the model's type, where that is not fp32
+    /* grouped: rows [offsets[e], offsets[e + 1]) are expert e's; on the host too for one product per expert */
+    const int32_t *offsets, *host_offsets;
+    int64_t num_rows;
+} mt_linear_io;
+
+/* The halves of a backward: the gradient of the input, of the weights, or both. */
+enum { MT_PART_INPUT = 1, MT_PART_WEIGHT = 2, MT_PART_BOTH = 3 };
+
+/* y from x. Communication of column- and row-parallel kinds is included: results are complete on tp->stream. */
+void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io);
+/* dx from dy. */
+void mt_linear_backward_input(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io);
+/* dw and dbias from dy and x. */
+void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io);
+/* Both, or the `parts` asked for: communication of one half runs beside the product of the other. */
+void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io, int parts);
+
 /* ==== §8 the parameter table =======================================================================================
  */
 
@@ -1189,12 +1281,6 @@ typedef struct mt_bucket {
     mt_dtype dtype;        // of params
     bool trained;          // false: no gradients, no moments, MT_F32
 } mt_bucket;
-
-/* A parameter as the model's code sees it: weights and their gradient. Both NULL where the model has none. */
-typedef struct mt_weight {
-    void *w;
-    float *dw;
-} mt_weight;
 
 /* A virtual stage: which part of the model one chunk of a pipeline rank holds. */
 typedef struct mt_stage {
