@@ -931,7 +931,7 @@ static int mt_options_check_infer(const mt_options *o, mt_error *error) {
 enum { MT_PIPELINE_LETTERS = 100000 };
 
 /* A layout's letters with repeats written out, to free; NULL with error. Commas only part. */
-static char *mt_pipeline_unfold(const char *layout, mt_error *error) {
+static char *mt_pipeline_layout_unfold(const char *layout, mt_error *error) {
     char *letters = mt_malloc(MT_PIPELINE_LETTERS + 1);
     int64_t count = 0, open = -1, last = 0; // where the brackets opened; where what may be repeated begins
     const char *at = layout, *problem = NULL;
@@ -971,11 +971,11 @@ static char *mt_pipeline_unfold(const char *layout, mt_error *error) {
     return NULL;
 }
 
-static int mt_options_unfold_pipeline(mt_options *o, mt_error *error) {
+static int mt_options_unfold_layout(mt_options *o, mt_error *error) {
     free(o->pipeline_letters);
     o->pipeline_letters = NULL;
     if (!o->pipeline_model_parallel_layout) return 0;
-    o->pipeline_letters = mt_pipeline_unfold(o->pipeline_model_parallel_layout, error);
+    o->pipeline_letters = mt_pipeline_layout_unfold(o->pipeline_model_parallel_layout, error);
     return o->pipeline_letters ? 0 : -1;
 }
 
@@ -994,7 +994,7 @@ static int mt_options_resolve_rope(mt_options *o, mt_error *error) {
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
     bool trains = program == MT_PROGRAM_TRAIN;
     if (mt_options_check_ranges(options, program, error) || mt_options_check_pairs(options, error)) return -1;
-    if (mt_options_unfold_pipeline(options, error)) return -1;
+    if (mt_options_unfold_layout(options, error)) return -1;
     if (options->print_schedule) return mt_options_derive(options, program, world_size, error);
     if (mt_options_check_tokenizer(options, error) || mt_options_resolve_rope(options, error)) return -1;
     if (!trains && mt_options_check_infer(options, error)) return -1;
