@@ -8,6 +8,7 @@
  */
 #include "../data/dataset.h"
 #include "../data/options.h"
+#include "../data/schedule_print.h"
 #include "../megatron.h"
 
 #include <errno.h>

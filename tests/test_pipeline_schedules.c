@@ -1,5 +1,6 @@
 /* Pipeline schedules: the lists against Megatron's own tables, and against one another. */
 #include "../data/options.h"
+#include "../data/schedule_print.h"
 
 #include <jansson.h>
 #include <math.h>
