@@ -6,6 +6,7 @@
  * calls: a mask is computed by attention, a bucket by the parameter table, a schedule is the list that the training
  * step runs. A picture is therefore wrong only if the program is wrong. */
 #include "../data/dataset.h"
+#include "../data/options.h"
 #include "../megatron.h"
 
 #include <errno.h>
