@@ -1497,124 +1497,120 @@ static void mt_cpu_embedding_backward(float *dw, const void *dout, const int32_t
     }
 }
 
-static void mt_cpu_rmsnorm_forward(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H, int64_t C,
-                                   int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    int64_t T = a->T, H = a->H, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
 #pragma omp parallel for if (T * H * C > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
         int64_t t = r / H, h = r % H;
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * x_stride + h * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        float *out = mt_row_open(slice + 2 * C, y, t * y_stride + h * C, dtype);
+        const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        float *out = mt_row_open(slice + 2 * C, a->y, t * a->y_stride + h * C, dtype);
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c] * in[c];
-        float factor = 1.0f / sqrtf(sum / (float)C + eps);
-        rstd[r] = factor;
+        float factor = 1.0f / sqrtf(sum / (float)C + a->eps);
+        a->rstd[r] = factor;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) out[c] = in[c] * factor * weight[c];
-        mt_row_close(y, t * y_stride + h * C, out, C, dtype);
+        mt_row_close(a->y, t * a->y_stride + h * C, out, C, dtype);
     }
 }
 
 /* dw[C] += sum over rows of dy normalized, and db[C] += that of dy (db may be NULL), where normalized is
  * (x - mean) rstd; mean may be NULL. By columns, so that each sum has one order. */
-static void mt_norm_backward_weight(float *dw, float *db, const void *dy, const void *x, const float *mean,
-                                    const float *rstd, int64_t T, int64_t H, int64_t C, int64_t dy_stride,
-                                    int64_t x_stride, mt_dtype dtype) {
-#pragma omp parallel for if (T * H * C > MT_PARALLEL)
+static void mt_norm_backward_weight(const mt_norm_args *a, int64_t dy_stride, int64_t x_stride, mt_dtype dtype) {
+    int64_t H = a->H, C = a->C, rows = a->T * H;
+#pragma omp parallel for if (rows * C > MT_PARALLEL)
     for (int64_t c = 0; c < C; c += MT_COLUMNS) {
         float dy_scratch[MT_COLUMNS], x_scratch[MT_COLUMNS], w_sums[MT_COLUMNS] = {0}, b_sums[MT_COLUMNS] = {0};
         int64_t width = mt_min(MT_COLUMNS, C - c);
-        for (int64_t r = 0; r < T * H; r++) {
+        for (int64_t r = 0; r < rows; r++) {
             int64_t t = r / H, h = r % H;
-            const float *d = mt_row_load(dy_scratch, dy, t * dy_stride + h * C + c, width, dtype);
-            const float *in = mt_row_load(x_scratch, x, t * x_stride + h * C + c, width, dtype);
-            float center = mean ? mean[r] : 0.0f, factor = rstd[r];
+            const float *d = mt_row_load(dy_scratch, a->dy, t * dy_stride + h * C + c, width, dtype);
+            const float *in = mt_row_load(x_scratch, a->x, t * x_stride + h * C + c, width, dtype);
+            float center = a->mean ? a->mean[r] : 0.0f, factor = a->rstd[r];
 #pragma omp simd
             for (int64_t i = 0; i < width; i++) {
                 w_sums[i] += d[i] * (in[i] - center) * factor;
                 b_sums[i] += d[i];
             }
         }
-        for (int64_t i = 0; i < width; i++) dw[c + i] += w_sums[i];
-        for (int64_t i = 0; i < width && db; i++) db[c + i] += b_sums[i];
+        for (int64_t i = 0; i < width; i++) a->dw[c + i] += w_sums[i];
+        for (int64_t i = 0; i < width && a->db; i++) a->db[c + i] += b_sums[i];
     }
 }
 
 /* With n = x rstd and g = dy w, dx = rstd (g - n mean(g n)). */
-static void mt_cpu_rmsnorm_backward(void *dx, float *dw, const void *dy, const void *dresidual, const void *x,
-                                    const void *w, const float *rstd, int64_t T, int64_t H, int64_t C,
-                                    int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype,
-                                    mt_stream *stream) {
+static void mt_cpu_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_norm_backward_weight(dw, NULL, dy, x, NULL, rstd, T, H, C, dy_stride, x_stride, dtype);
+    int64_t T = a->T, H = a->H, C = a->C, dx_stride = a->dx_stride;
+    mt_norm_backward_weight(a, a->dy_stride, a->x_stride, dtype);
     mt_scratch scratch = mt_scratch_reserve(5 * C);
 #pragma omp parallel for if (T * H * C > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
         int64_t t = r / H, h = r % H;
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * x_stride + h * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        const float *d = mt_row_load(slice + 2 * C, dy, t * dy_stride + h * C, C, dtype);
+        const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        const float *d = mt_row_load(slice + 2 * C, a->dy, t * a->dy_stride + h * C, C, dtype);
         const float *residual = NULL;
-        if (dresidual) residual = mt_row_load(slice + 3 * C, dresidual, t * dx_stride + h * C, C, dtype);
-        float *out = mt_row_open(slice + 4 * C, dx, t * dx_stride + h * C, dtype);
-        float sum = 0, factor = rstd[r];
+        if (a->dresidual) residual = mt_row_load(slice + 3 * C, a->dresidual, t * dx_stride + h * C, C, dtype);
+        float *out = mt_row_open(slice + 4 * C, a->dx, t * dx_stride + h * C, dtype);
+        float sum = 0, factor = a->rstd[r];
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += d[c] * weight[c] * in[c];
         float projection = sum * factor * factor / (float)C;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++)
             out[c] = (residual ? residual[c] : 0.0f) + factor * (d[c] * weight[c] - in[c] * projection);
-        mt_row_close(dx, t * dx_stride + h * C, out, C, dtype);
+        mt_row_close(a->dx, t * dx_stride + h * C, out, C, dtype);
     }
 }
 
-static void mt_cpu_layernorm_forward(void *y, float *mean, float *rstd, const void *x, const void *w, const void *b,
-                                     int64_t T, int64_t C, float eps, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    int64_t T = a->T, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(4 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        const float *bias = mt_row_load(slice + 2 * C, b, 0, C, dtype);
-        float *out = mt_row_open(slice + 3 * C, y, t * C, dtype);
+        const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        const float *bias = mt_row_load(slice + 2 * C, a->b, 0, C, dtype);
+        float *out = mt_row_open(slice + 3 * C, a->y, t * C, dtype);
         float sum = 0, squares = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c];
         float center = sum / (float)C;
 #pragma omp simd reduction(+ : squares)
         for (int64_t c = 0; c < C; c++) squares += (in[c] - center) * (in[c] - center);
-        float factor = 1.0f / sqrtf(squares / (float)C + eps);
-        mean[t] = center;
-        rstd[t] = factor;
+        float factor = 1.0f / sqrtf(squares / (float)C + a->eps);
+        a->mean[t] = center;
+        a->rstd[t] = factor;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) out[c] = (in[c] - center) * factor * weight[c] + bias[c];
-        mt_row_close(y, t * C, out, C, dtype);
+        mt_row_close(a->y, t * C, out, C, dtype);
     }
 }
 
 /* With n = (x - mean) rstd and g = dy w, dx = rstd (g - mean(g) - n mean(g n)). */
-static void mt_cpu_layernorm_backward(void *dx, float *dw, float *db, const void *dy, const void *dresidual,
-                                      const void *x, const void *w, const float *mean, const float *rstd, int64_t T,
-                                      int64_t C, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_layernorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_norm_backward_weight(dw, db, dy, x, mean, rstd, T, 1, C, C, C, dtype);
+    int64_t T = a->T, C = a->C;
+    mt_norm_backward_weight(a, C, C, dtype);
     mt_scratch scratch = mt_scratch_reserve(5 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        const float *d = mt_row_load(slice + 2 * C, dy, t * C, C, dtype);
-        const float *residual = dresidual ? mt_row_load(slice + 3 * C, dresidual, t * C, C, dtype) : NULL;
-        float *out = mt_row_open(slice + 4 * C, dx, t * C, dtype);
-        float center = mean[t], factor = rstd[t], sum = 0, projection = 0;
+        const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        const float *d = mt_row_load(slice + 2 * C, a->dy, t * C, C, dtype);
+        const float *residual = a->dresidual ? mt_row_load(slice + 3 * C, a->dresidual, t * C, C, dtype) : NULL;
+        float *out = mt_row_open(slice + 4 * C, a->dx, t * C, dtype);
+        float center = a->mean[t], factor = a->rstd[t], sum = 0, projection = 0;
 #pragma omp simd reduction(+ : sum, projection)
         for (int64_t c = 0; c < C; c++) {
             sum += d[c] * weight[c];
@@ -1626,13 +1622,13 @@ static void mt_cpu_layernorm_backward(void *dx, float *dw, float *db, const void
         for (int64_t c = 0; c < C; c++)
             out[c] =
                 (residual ? residual[c] : 0.0f) + factor * (d[c] * weight[c] - sum - (in[c] - center) * projection);
-        mt_row_close(dx, t * C, out, C, dtype);
+        mt_row_close(a->dx, t * C, out, C, dtype);
     }
 }
 
 /* ==== §3d rotary positions ======================================================================================= */
 
-/* Turns the `half` pairs of one head by a token's angles; out may be in. */
+/* Rotates the `half` pairs of one head by a token's angles; back when direction is -1. out may be in. */
 static void mt_rope_pairs(float *out, const float *in, const float *token_cos, const float *token_sin, float direction,
                           int64_t half, bool interleaved) {
     int64_t step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
@@ -1644,50 +1640,42 @@ static void mt_rope_pairs(float *out, const float *in, const float *token_cos, c
     }
 }
 
-/* Turns by the angle, or back when direction is -1. */
-static void mt_rope_turn(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
-                         float direction, int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride,
-                         int64_t x_stride, bool interleaved, mt_dtype dtype) {
-    int64_t half = R / 2;
+static void mt_rope_rotate(const mt_rope_args *a, float direction, mt_dtype dtype) {
+    const mt_rotation *rotation = &a->rotation;
+    int64_t T = a->T, H = a->H, D = a->D, half = rotation->R / 2;
     mt_scratch scratch = mt_scratch_reserve(2 * D);
 #pragma omp parallel for if (T * H * D > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
-        int64_t t = r / H, h = r % H;
+        int64_t t = r / H, h = r % H, angle = rotation->positions[t] * half;
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * x_stride + h * D, D, dtype);
-        float *out = mt_row_open(slice + D, y, t * y_stride + h * D, dtype);
-        const float *token_cos = cos + positions[t] * half, *token_sin = sin + positions[t] * half;
-        mt_rope_pairs(out, in, token_cos, token_sin, direction, half, interleaved);
-        for (int64_t i = R; i < D; i++) out[i] = in[i];
-        mt_row_close(y, t * y_stride + h * D, out, D, dtype);
+        const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * D, D, dtype);
+        float *out = mt_row_open(slice + D, a->y, t * a->y_stride + h * D, dtype);
+        mt_rope_pairs(out, in, rotation->cos + angle, rotation->sin + angle, direction, half, rotation->interleaved);
+        for (int64_t i = rotation->R; i < D; i++) out[i] = in[i];
+        mt_row_close(a->y, t * a->y_stride + h * D, out, D, dtype);
     }
 }
 
-static void mt_cpu_rope_forward(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
-                                int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
-                                bool interleaved, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_rope_forward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_rope_turn(y, x, cos, sin, positions, 1.0f, T, H, D, R, y_stride, x_stride, interleaved, dtype);
+    mt_rope_rotate(a, 1.0f, dtype);
 }
 
-static void mt_cpu_rope_backward(void *dx, const void *dy, const float *cos, const float *sin, const int32_t *positions,
-                                 int64_t T, int64_t H, int64_t D, int64_t R, int64_t dx_stride, int64_t dy_stride,
-                                 bool interleaved, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_rope_backward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_rope_turn(dx, dy, cos, sin, positions, -1.0f, T, H, D, R, dx_stride, dy_stride, interleaved, dtype);
+    mt_rope_rotate(a, -1.0f, dtype);
 }
 
-/* Turns the last R of a head's N + R channels of all H heads of x's row t in place. */
-static void mt_latent_turn(void *x, const float *cos, const float *sin, const int32_t *positions, float direction,
-                           int64_t t, int64_t H, int64_t N, int64_t R, bool interleaved, mt_dtype dtype,
-                           mt_scratch scratch) {
-    const float *token_cos = cos + positions[t] * (R / 2), *token_sin = sin + positions[t] * (R / 2);
+/* Rotates the rope channels, the last R of N + R, of all H heads of x's row t in place. */
+static void mt_latent_rotate(void *x, const mt_rotation *rotation, float direction, int64_t t, int64_t H, int64_t N,
+                             mt_dtype dtype, mt_scratch scratch) {
+    int64_t R = rotation->R, angle = rotation->positions[t] * (R / 2);
     float *slice = mt_scratch_slice(scratch);
     for (int64_t h = 0; h < H; h++) {
         int64_t offset = (t * H + h) * (N + R) + N;
         const float *in = mt_row_load(slice, x, offset, R, dtype);
         float *out = mt_row_open(slice + R, x, offset, dtype);
-        mt_rope_pairs(out, in, token_cos, token_sin, direction, R / 2, interleaved);
+        mt_rope_pairs(out, in, rotation->cos + angle, rotation->sin + angle, direction, R / 2, rotation->interleaved);
         mt_row_close(x, offset, out, R, dtype);
     }
 }
@@ -1697,44 +1685,39 @@ static void mt_copy_elements(void *to, int64_t to_at, const void *from, int64_t 
     memcpy((char *)to + to_at * size, (const char *)from + from_at * size, (size_t)(n * size));
 }
 
-static void mt_cpu_latent_heads_forward(void *q, void *k, void *v, const void *kv, const void *k_rope, const float *cos,
-                                        const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t N,
-                                        int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_latent_heads_forward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t size = mt_dtype_size(dtype);
+    int64_t T = a->T, H = a->H, N = a->N, R = a->rotation.R, Dv = a->Dv, size = mt_dtype_size(dtype);
     mt_scratch scratch = mt_scratch_reserve(2 * R);
 #pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        mt_latent_turn(q, cos, sin, positions, 1.0f, t, H, N, R, interleaved, dtype, scratch);
+        mt_latent_rotate(a->q, &a->rotation, 1.0f, t, H, N, dtype, scratch);
         for (int64_t r = t * H; r < (t + 1) * H; r++) {
-            mt_copy_elements(k, r * (N + R), kv, r * (N + Dv), N, size);
-            mt_copy_elements(k, r * (N + R) + N, k_rope, t * R, R, size);
-            mt_copy_elements(v, r * Dv, kv, r * (N + Dv) + N, Dv, size);
+            mt_copy_elements(a->k, r * (N + R), a->kv, r * (N + Dv), N, size);
+            mt_copy_elements(a->k, r * (N + R) + N, a->k_rope, t * R, R, size);
+            mt_copy_elements(a->v, r * Dv, a->kv, r * (N + Dv) + N, Dv, size);
         }
     }
 }
 
-static void mt_cpu_latent_heads_backward(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
-                                         const float *cos, const float *sin, const int32_t *positions, int64_t T,
-                                         int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
-                                         mt_stream *stream) {
+static void mt_cpu_latent_heads_backward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t size = mt_dtype_size(dtype);
+    int64_t T = a->T, H = a->H, N = a->N, R = a->rotation.R, Dv = a->Dv, size = mt_dtype_size(dtype);
     mt_scratch scratch = mt_scratch_reserve(2 * R);
 #pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        mt_latent_turn(dq, cos, sin, positions, -1.0f, t, H, N, R, interleaved, dtype, scratch);
+        mt_latent_rotate(a->dq, &a->rotation, -1.0f, t, H, N, dtype, scratch);
         float *slice = mt_scratch_slice(scratch), *sum = slice + R;
         memset(sum, 0, (size_t)R * 4);
         for (int64_t r = t * H; r < (t + 1) * H; r++) {
-            mt_copy_elements(dkv, r * (N + Dv), dk, r * (N + R), N, size);
-            mt_copy_elements(dkv, r * (N + Dv) + N, dv, r * Dv, Dv, size);
-            const float *part = mt_row_load(slice, dk, r * (N + R) + N, R, dtype);
+            mt_copy_elements(a->dkv, r * (N + Dv), a->dk, r * (N + R), N, size);
+            mt_copy_elements(a->dkv, r * (N + Dv) + N, a->dv, r * Dv, Dv, size);
+            const float *part = mt_row_load(slice, a->dk, r * (N + R) + N, R, dtype);
             for (int64_t i = 0; i < R; i++) sum[i] += part[i];
         }
-        float *out = mt_row_open(sum, dk_rope, t * R, dtype);
+        float *out = mt_row_open(sum, a->dk_rope, t * R, dtype);
         if (out != sum) memcpy(out, sum, (size_t)R * 4);
-        mt_row_close(dk_rope, t * R, out, R, dtype);
+        mt_row_close(a->dk_rope, t * R, out, R, dtype);
     }
 }
 
@@ -1745,11 +1728,9 @@ static void mt_cpu_latent_heads_backward(void *dq, void *dkv, void *dk_rope, con
 
 enum { MT_QUERIES = 64, MT_KEYS = 128 };
 
-/* What every function below works on: the operands, and of them one head of one span. */
+/* One head of one span of an attention call. */
 typedef struct mt_attention_task {
-    const void *q, *k, *v, *out, *dout;
-    float *lse, *row_dot; // [Tq, H]
-    const mt_attention *shape;
+    const mt_attention *call;
     const mt_span *span;
     int64_t head;
     mt_dtype dtype;
@@ -1759,15 +1740,15 @@ typedef struct mt_attention_task {
  * (q_index, head << 48 | k_index / 4), word k_index % 4. */
 static void mt_attention_dropout(float *p, const mt_attention_task *task, int64_t i0, int64_t j0, int64_t rows,
                                  int64_t columns) {
-    const mt_attention *shape = task->shape;
-    const int64_t *q_index = shape->q_index + task->span->q_start + i0;
-    const int64_t *k_index = shape->k_index + task->span->k_start + j0;
-    uint64_t high = (uint64_t)(shape->first_head + task->head) << 48;
+    const mt_attention *call = task->call;
+    const int64_t *q_index = call->q_index + task->span->q_start + i0;
+    const int64_t *k_index = call->k_index + task->span->k_start + j0;
+    uint64_t high = (uint64_t)(call->first_head + task->head) << 48;
     for (int64_t j = 0, run; j < columns; j += run) {
         float factors[MT_KEYS];
         for (run = 1; j + run < columns && k_index[j + run] == k_index[j] + run;) run++; // neighbours share counters
         for (int64_t i = 0; i < rows; i++) {
-            mt_dropout_factors(factors, run, &shape->dropout, (uint64_t)q_index[i], high, k_index[j]);
+            mt_dropout_factors(factors, run, &call->dropout, (uint64_t)q_index[i], high, k_index[j]);
             for (int64_t r = 0; r < run; r++) p[i * columns + j + r] *= factors[r];
         }
     }
@@ -1805,29 +1786,29 @@ static mt_spans_extent mt_spans_measure(const mt_spans *spans) {
 
 /* The blocks of q, k, v of a task's head as floats. */
 static mt_matrix mt_attention_load_q(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
-    const mt_attention *shape = task->shape;
-    int64_t offset = (task->span->q_start + i0) * shape->q_stride + task->head * shape->head_size;
-    return mt_matrix_load(scratch, task->q, offset, rows, shape->head_size, shape->q_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t offset = (task->span->q_start + i0) * call->q_stride + task->head * call->head_size;
+    return mt_matrix_load(scratch, call->q, offset, rows, call->head_size, call->q_stride, task->dtype);
 }
 
 static mt_matrix mt_attention_load_dout(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
-    const mt_attention *shape = task->shape;
-    int64_t offset = (task->span->q_start + i0) * shape->out_stride + task->head * shape->value_size;
-    return mt_matrix_load(scratch, task->dout, offset, rows, shape->value_size, shape->out_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t offset = (task->span->q_start + i0) * call->out_stride + task->head * call->value_size;
+    return mt_matrix_load(scratch, call->dout, offset, rows, call->value_size, call->out_stride, task->dtype);
 }
 
 static mt_matrix mt_attention_load_k(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
-    const mt_attention *shape = task->shape;
-    int64_t group = task->head / (shape->num_heads / shape->num_groups);
-    int64_t offset = (task->span->k_start + j0) * shape->k_stride + group * shape->head_size;
-    return mt_matrix_load(scratch, task->k, offset, columns, shape->head_size, shape->k_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t group = task->head / (call->num_heads / call->num_groups);
+    int64_t offset = (task->span->k_start + j0) * call->k_stride + group * call->head_size;
+    return mt_matrix_load(scratch, call->k, offset, columns, call->head_size, call->k_stride, task->dtype);
 }
 
 static mt_matrix mt_attention_load_v(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
-    const mt_attention *shape = task->shape;
-    int64_t group = task->head / (shape->num_heads / shape->num_groups);
-    int64_t offset = (task->span->k_start + j0) * shape->v_stride + group * shape->value_size;
-    return mt_matrix_load(scratch, task->v, offset, columns, shape->value_size, shape->v_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t group = task->head / (call->num_heads / call->num_groups);
+    int64_t offset = (task->span->k_start + j0) * call->v_stride + group * call->value_size;
+    return mt_matrix_load(scratch, call->v, offset, columns, call->value_size, call->v_stride, task->dtype);
 }
 
 /* Turns a query's scores p[columns], of which it sees [begin, end), into exp(scale score - max) for the greater of the
@@ -1855,10 +1836,10 @@ static float mt_softmax_running(float *p, int64_t columns, int64_t begin, int64_
 }
 
 /* One block of queries of one head: all of its keys, block by block. */
-static void mt_attention_forward_block(void *out, const mt_attention_task *task, int64_t i0, float *scratch) {
-    const mt_attention *shape = task->shape;
+static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0, float *scratch) {
+    const mt_attention *call = task->call;
     const mt_span *span = task->span;
-    int64_t D = shape->head_size, Dv = shape->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
+    int64_t D = call->head_size, Dv = call->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
     float max[MT_QUERIES], sum[MT_QUERIES];
     float *sums = scratch, *p = sums + MT_QUERIES * Dv, *q_scratch = p + MT_QUERIES * MT_KEYS;
     float *k_scratch = q_scratch + MT_QUERIES * D, *v_scratch = k_scratch + MT_KEYS * D;
@@ -1866,49 +1847,45 @@ static void mt_attention_forward_block(void *out, const mt_attention_task *task,
     memset(sums, 0, (size_t)(rows * Dv) * sizeof *sums);
     mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
     int64_t first, last, begin, end;
-    mt_span_keys(span, shape->window, i0, &first, &end);
-    mt_span_keys(span, shape->window, i0 + rows - 1, &begin, &last);
+    mt_span_keys(span, call->window, i0, &first, &end);
+    mt_span_keys(span, call->window, i0 + rows - 1, &begin, &last);
     for (int64_t j0 = first; j0 < last; j0 += MT_KEYS) {
         int64_t columns = mt_min(MT_KEYS, last - j0);
         mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
         mt_matrix v = mt_attention_load_v(v_scratch, task, j0, columns);
         mt_matmul(p, q.data, k.data, rows, columns, D, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED, false);
         for (int64_t i = 0; i < rows; i++) {
-            mt_span_keys(span, shape->window, i0 + i, &begin, &end);
+            mt_span_keys(span, call->window, i0 + i, &begin, &end);
             float factor =
-                mt_softmax_running(p + i * columns, columns, begin - j0, end - j0, shape->scale, &max[i], &sum[i]);
+                mt_softmax_running(p + i * columns, columns, begin - j0, end - j0, call->scale, &max[i], &sum[i]);
             for (int64_t c = 0; c < Dv && factor != 1.0f; c++) sums[i * Dv + c] *= factor;
         }
-        if (shape->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
+        if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
         mt_matmul(sums, p, v.data, rows, Dv, columns, Dv, columns, v.stride, MT_PLAIN, MT_PLAIN, true);
     }
     for (int64_t i = 0; i < rows; i++) {
-        int64_t row = span->q_start + i0 + i, offset = row * shape->out_stride + task->head * Dv;
-        float *target = mt_row_open(p, out, offset, task->dtype);
+        int64_t row = span->q_start + i0 + i, offset = row * call->out_stride + task->head * Dv;
+        float *target = mt_row_open(p, call->out, offset, task->dtype);
         for (int64_t c = 0; c < Dv; c++) target[c] = sum[i] > 0 ? sums[i * Dv + c] / sum[i] : 0.0f;
-        mt_row_close(out, offset, target, Dv, task->dtype);
-        task->lse[row * shape->num_heads + task->head] = max[i] + logf(sum[i]);
+        mt_row_close(call->out, offset, target, Dv, task->dtype);
+        call->lse[row * call->num_heads + task->head] = max[i] + logf(sum[i]);
     }
 }
 
-static void mt_cpu_attention_forward(void *out, float *lse, const void *q, const void *k, const void *v,
-                                     const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                     mt_stream *stream) {
+static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t D = shape->head_size, Dv = shape->value_size, heads = shape->num_heads;
-    mt_spans_extent extent = mt_spans_measure(spans);
+    int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
+    mt_spans_extent extent = mt_spans_measure(&a->spans);
     int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
     mt_scratch scratch =
         mt_scratch_reserve(MT_QUERIES * (D + Dv) + MT_KEYS * (D + Dv) + MT_QUERIES * mt_max(MT_KEYS, Dv));
 #pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
-    for (int64_t s = 0; s < spans->count; s++)
+    for (int64_t s = 0; s < a->spans.count; s++)
         for (int64_t head = 0; head < heads; head++)
             for (int64_t block = 0; block < blocks; block++) {
-                const mt_span *span = &spans->host[s];
-                if (block * MT_QUERIES >= span->q_len) continue;
-                mt_attention_task task = {
-                    .q = q, .k = k, .v = v, .lse = lse, .shape = shape, .span = span, .head = head, .dtype = dtype};
-                mt_attention_forward_block(out, &task, block * MT_QUERIES, mt_scratch_slice(scratch));
+                mt_attention_task task = {.call = a, .span = &a->spans.host[s], .head = head, .dtype = dtype};
+                if (block * MT_QUERIES >= task.span->q_len) continue;
+                mt_attention_forward_block(&task, block * MT_QUERIES, mt_scratch_slice(scratch));
             }
 }
 
@@ -1917,50 +1894,50 @@ static void mt_cpu_attention_forward(void *out, float *lse, const void *q, const
 static void mt_attention_backward_scores(float *p, float *ds, const mt_attention_task *task, mt_matrix q, mt_matrix k,
                                          mt_matrix v, mt_matrix dout, int64_t i0, int64_t j0, int64_t rows,
                                          int64_t columns) {
-    const mt_attention *shape = task->shape;
+    const mt_attention *call = task->call;
     const mt_span *span = task->span;
-    mt_matmul(p, q.data, k.data, rows, columns, shape->head_size, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED,
+    mt_matmul(p, q.data, k.data, rows, columns, call->head_size, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED,
               false);
-    mt_matmul(ds, dout.data, v.data, rows, columns, shape->value_size, columns, dout.stride, v.stride, MT_PLAIN,
+    mt_matmul(ds, dout.data, v.data, rows, columns, call->value_size, columns, dout.stride, v.stride, MT_PLAIN,
               MT_TRANSPOSED, false);
-    if (shape->dropout.p > 0) mt_attention_dropout(ds, task, i0, j0, rows, columns);
+    if (call->dropout.p > 0) mt_attention_dropout(ds, task, i0, j0, rows, columns);
     for (int64_t i = 0; i < rows; i++) {
-        int64_t begin, end, row = (span->q_start + i0 + i) * shape->num_heads + task->head;
-        float *p_row = p + i * columns, *ds_row = ds + i * columns, lse = task->lse[row], dot = task->row_dot[row];
-        mt_span_keys(span, shape->window, i0 + i, &begin, &end);
+        int64_t begin, end, row = (span->q_start + i0 + i) * call->num_heads + task->head;
+        float *p_row = p + i * columns, *ds_row = ds + i * columns, lse = call->lse[row], dot = call->row_dot[row];
+        mt_span_keys(span, call->window, i0 + i, &begin, &end);
         begin = mt_max(0, mt_min(begin - j0, columns));
         end = mt_max(begin, mt_min(end - j0, columns));
         for (int64_t j = 0; j < begin; j++) p_row[j] = ds_row[j] = 0;
 #pragma omp simd
         for (int64_t j = begin; j < end; j++) {
-            p_row[j] = mt_exp(p_row[j] * shape->scale - lse);
-            ds_row[j] = p_row[j] * (ds_row[j] - dot) * shape->scale;
+            p_row[j] = mt_exp(p_row[j] * call->scale - lse);
+            ds_row[j] = p_row[j] * (ds_row[j] - dot) * call->scale;
         }
         for (int64_t j = end; j < columns; j++) p_row[j] = ds_row[j] = 0;
     }
-    if (shape->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
+    if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
 }
 
 /* row_dot = sum(out dout) of a block of queries: what the softmax's gradient subtracts. */
 static void mt_attention_row_dot(const mt_attention_task *task, mt_matrix dout, int64_t i0, int64_t rows,
                                  float *scratch) {
-    const mt_attention *shape = task->shape;
+    const mt_attention *call = task->call;
     for (int64_t i = 0; i < rows; i++) {
-        int64_t row = task->span->q_start + i0 + i, offset = row * shape->out_stride + task->head * shape->value_size;
-        const float *out = mt_row_load(scratch, task->out, offset, shape->value_size, task->dtype);
+        int64_t row = task->span->q_start + i0 + i, offset = row * call->out_stride + task->head * call->value_size;
+        const float *out = mt_row_load(scratch, call->out, offset, call->value_size, task->dtype);
         const float *d = dout.data + i * dout.stride;
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t c = 0; c < shape->value_size; c++) sum += out[c] * d[c];
-        task->row_dot[row * shape->num_heads + task->head] = sum;
+        for (int64_t c = 0; c < call->value_size; c++) sum += out[c] * d[c];
+        call->row_dot[row * call->num_heads + task->head] = sum;
     }
 }
 
 /* First half: dq of one block of queries of one head, and their row_dot. */
-static void mt_attention_backward_queries(void *dq, const mt_attention_task *task, int64_t i0, float *scratch) {
-    const mt_attention *shape = task->shape;
+static void mt_attention_backward_queries(const mt_attention_task *task, int64_t i0, float *scratch) {
+    const mt_attention *call = task->call;
     const mt_span *span = task->span;
-    int64_t D = shape->head_size, Dv = shape->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
+    int64_t D = call->head_size, Dv = call->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
     float *sums = scratch, *p = sums + MT_QUERIES * D, *ds = p + MT_QUERIES * MT_KEYS;
     float *q_scratch = ds + MT_QUERIES * MT_KEYS, *dout_scratch = q_scratch + MT_QUERIES * D;
     float *k_scratch = dout_scratch + MT_QUERIES * Dv, *v_scratch = k_scratch + MT_KEYS * D;
@@ -1969,8 +1946,8 @@ static void mt_attention_backward_queries(void *dq, const mt_attention_task *tas
     mt_attention_row_dot(task, dout, i0, rows, v_scratch);
     memset(sums, 0, (size_t)(rows * D) * sizeof *sums);
     int64_t first, last, ignored;
-    mt_span_keys(span, shape->window, i0, &first, &ignored);
-    mt_span_keys(span, shape->window, i0 + rows - 1, &ignored, &last);
+    mt_span_keys(span, call->window, i0, &first, &ignored);
+    mt_span_keys(span, call->window, i0 + rows - 1, &ignored, &last);
     for (int64_t j0 = first; j0 < last; j0 += MT_KEYS) {
         int64_t columns = mt_min(MT_KEYS, last - j0);
         mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
@@ -1979,23 +1956,23 @@ static void mt_attention_backward_queries(void *dq, const mt_attention_task *tas
         mt_matmul(sums, ds, k.data, rows, D, columns, D, columns, k.stride, MT_PLAIN, MT_PLAIN, true);
     }
     for (int64_t i = 0; i < rows; i++) {
-        int64_t offset = (span->q_start + i0 + i) * shape->q_stride + task->head * D;
-        float *row = mt_row_open(sums + i * D, dq, offset, task->dtype);
+        int64_t offset = (span->q_start + i0 + i) * call->q_stride + task->head * D;
+        float *row = mt_row_open(sums + i * D, call->dq, offset, task->dtype);
         if (task->dtype == MT_F32) memcpy(row, sums + i * D, (size_t)D * sizeof *row);
-        mt_row_close(dq, offset, row, D, task->dtype);
+        mt_row_close(call->dq, offset, row, D, task->dtype);
     }
 }
 
 /* Adds to dk_sums[columns, D] and dv_sums[columns, Dv] what the queries of one span and head give its keys j0... */
 static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_attention_task *task, int64_t j0,
                                        int64_t columns, float *scratch) {
-    const mt_attention *shape = task->shape;
-    int64_t D = shape->head_size, Dv = shape->value_size, begin, end;
+    const mt_attention *call = task->call;
+    int64_t D = call->head_size, Dv = call->value_size, begin, end;
     float *p = scratch, *ds = p + MT_QUERIES * MT_KEYS, *q_scratch = ds + MT_QUERIES * MT_KEYS;
     float *dout_scratch = q_scratch + MT_QUERIES * D, *k_scratch = dout_scratch + MT_QUERIES * Dv;
     mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
     mt_matrix v = mt_attention_load_v(k_scratch + MT_KEYS * D, task, j0, columns);
-    mt_span_queries(task->span, shape->window, j0, j0 + columns, &begin, &end);
+    mt_span_queries(task->span, call->window, j0, j0 + columns, &begin, &end);
     for (int64_t i0 = begin; i0 < end; i0 += MT_QUERIES) {
         int64_t rows = mt_min(MT_QUERIES, end - i0);
         mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
@@ -2008,15 +1985,14 @@ static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_
 
 /* Second half: dk and dv of the key rows [k0, k0 + MT_KEYS) of one group, over every span that has some of them and
  * every head of the group, in order. Rows in no span stay as they are. */
-static void mt_attention_backward_group(void *dk, void *dv, mt_attention_task *task, const mt_spans *spans,
-                                        int64_t group, int64_t k0, float *scratch) {
-    const mt_attention *shape = task->shape;
-    int64_t D = shape->head_size, Dv = shape->value_size, heads = shape->num_heads / shape->num_groups;
+static void mt_attention_backward_group(mt_attention_task *task, int64_t group, int64_t k0, float *scratch) {
+    const mt_attention *call = task->call;
+    int64_t D = call->head_size, Dv = call->value_size, heads = call->num_heads / call->num_groups;
     float *dk_sums = scratch, *dv_sums = dk_sums + MT_KEYS * D;
     bool covered[MT_KEYS] = {false};
     memset(scratch, 0, (size_t)(MT_KEYS * (D + Dv)) * sizeof *scratch);
-    for (int64_t s = 0; s < spans->count; s++) {
-        const mt_span *span = task->span = &spans->host[s];
+    for (int64_t s = 0; s < call->spans.count; s++) {
+        const mt_span *span = task->span = &call->spans.host[s];
         int64_t begin = mt_max(k0, span->k_start), end = mt_min(k0 + MT_KEYS, span->k_start + span->k_len);
         if (begin >= end) continue;
         for (int64_t j = begin; j < end; j++) covered[j - k0] = true;
@@ -2026,49 +2002,35 @@ static void mt_attention_backward_group(void *dk, void *dv, mt_attention_task *t
     }
     for (int64_t j = 0; j < MT_KEYS; j++) {
         if (!covered[j]) continue;
-        int64_t k_offset = (k0 + j) * shape->k_stride + group * D, v_offset = (k0 + j) * shape->v_stride + group * Dv;
+        int64_t k_offset = (k0 + j) * call->k_stride + group * D, v_offset = (k0 + j) * call->v_stride + group * Dv;
         if (task->dtype == MT_F32) {
-            memcpy((float *)dk + k_offset, dk_sums + j * D, (size_t)D * sizeof(float));
-            memcpy((float *)dv + v_offset, dv_sums + j * Dv, (size_t)Dv * sizeof(float));
+            memcpy((float *)call->dk + k_offset, dk_sums + j * D, (size_t)D * sizeof(float));
+            memcpy((float *)call->dv + v_offset, dv_sums + j * Dv, (size_t)Dv * sizeof(float));
         }
-        mt_row_close(dk, k_offset, dk_sums + j * D, D, task->dtype);
-        mt_row_close(dv, v_offset, dv_sums + j * Dv, Dv, task->dtype);
+        mt_row_close(call->dk, k_offset, dk_sums + j * D, D, task->dtype);
+        mt_row_close(call->dv, v_offset, dv_sums + j * Dv, Dv, task->dtype);
     }
 }
 
-static void mt_cpu_attention_backward(void *dq, void *dk, void *dv, float *row_dot, const void *dout, const void *q,
-                                      const void *k, const void *v, const void *out, const float *lse,
-                                      const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                      mt_stream *stream) {
+static void mt_cpu_attention_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t D = shape->head_size, Dv = shape->value_size, heads = shape->num_heads;
-    mt_spans_extent extent = mt_spans_measure(spans);
+    int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
+    mt_spans_extent extent = mt_spans_measure(&a->spans);
     int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
-    mt_attention_task all = {.q = q,
-                             .k = k,
-                             .v = v,
-                             .out = out,
-                             .dout = dout,
-                             .lse = (float *)lse,
-                             .row_dot = row_dot,
-                             .shape = shape,
-                             .dtype = dtype};
     mt_scratch scratch = mt_scratch_reserve((2 * MT_QUERIES + 2 * MT_KEYS) * (D + Dv) + 2 * MT_QUERIES * MT_KEYS);
 #pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
-    for (int64_t s = 0; s < spans->count; s++)
+    for (int64_t s = 0; s < a->spans.count; s++)
         for (int64_t head = 0; head < heads; head++)
             for (int64_t block = 0; block < blocks; block++) {
-                mt_attention_task task = all;
-                task.span = &spans->host[s];
-                task.head = head;
+                mt_attention_task task = {.call = a, .span = &a->spans.host[s], .head = head, .dtype = dtype};
                 if (block * MT_QUERIES >= task.span->q_len) continue;
-                mt_attention_backward_queries(dq, &task, block * MT_QUERIES, mt_scratch_slice(scratch));
+                mt_attention_backward_queries(&task, block * MT_QUERIES, mt_scratch_slice(scratch));
             }
 #pragma omp parallel for collapse(2) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
     for (int64_t k0 = 0; k0 < extent.key_rows; k0 += MT_KEYS)
-        for (int64_t group = 0; group < shape->num_groups; group++) {
-            mt_attention_task task = all;
-            mt_attention_backward_group(dk, dv, &task, spans, group, k0, mt_scratch_slice(scratch));
+        for (int64_t group = 0; group < a->num_groups; group++) {
+            mt_attention_task task = {.call = a, .dtype = dtype};
+            mt_attention_backward_group(&task, group, k0, mt_scratch_slice(scratch));
         }
 }
 
@@ -4461,402 +4423,11 @@ static void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, float *
 }
 
 /* ==== §8 the parameter table ===================================================================================== */
-/* A row per parameter, and nothing about a parameter anywhere else. Invariants: rows of one layer lie in one bucket,
- * matrices (which decay) before vectors (which do not); q, k, v and gate, up are neighbours without a gap, so that one
- * matrix product computes them; every name is the one that Hugging Face uses. */
-
-/* Channels of a head's value. */
-static int64_t mt_value_channels(const mt_options *o) {
-    return o->multi_latent_attention ? o->v_head_dim : o->kv_channels;
-}
-
-/* Whether every query and key head is normalised. */
-static bool mt_norms_heads(const mt_options *o) {
-    return o->qk_layernorm && !o->multi_latent_attention;
-}
-
-/* The table as it grows, with what each new row needs to know. */
-typedef struct mt_param_table {
-    mt_param *rows;
-    int64_t count, bucket;
-    const mt_options *options;
-    bool is_gpt2, is_mixtral, is_qwen2_moe;
-    mt_partition partition;
-} mt_param_table;
-
-/* Names of a role within its layer (or of the whole tensor, outside the layers), # for the expert. */
-typedef struct mt_param_name {
-    const char *llama, *gpt2, *mixtral;
-} mt_param_name;
-
-static const mt_param_name mt_param_names[MT_NUM_ROLES] = {
-    [MT_WORD_EMBEDDING] = {"model.embed_tokens.weight", "transformer.wte.weight", NULL},
-    [MT_POSITION_EMBEDDING] = {"model.embed_positions.weight", "transformer.wpe.weight", NULL},
-    [MT_INPUT_NORM] = {"input_layernorm.weight", "ln_1.weight", NULL},
-    [MT_INPUT_NORM_BIAS] = {"input_layernorm.bias", "ln_1.bias", NULL},
-    [MT_Q] = {"self_attn.q_proj.weight", "attn.c_attn.weight", NULL},
-    [MT_K] = {"self_attn.k_proj.weight", "attn.c_attn.weight", NULL},
-    [MT_V] = {"self_attn.v_proj.weight", "attn.c_attn.weight", NULL},
-    [MT_Q_BIAS] = {"self_attn.q_proj.bias", "attn.c_attn.bias", NULL},
-    [MT_K_BIAS] = {"self_attn.k_proj.bias", "attn.c_attn.bias", NULL},
-    [MT_V_BIAS] = {"self_attn.v_proj.bias", "attn.c_attn.bias", NULL},
-    [MT_Q_NORM] = {"self_attn.q_norm.weight", NULL, NULL},
-    [MT_K_NORM] = {"self_attn.k_norm.weight", NULL, NULL},
-    [MT_Q_A] = {"self_attn.q_a_proj.weight", NULL, NULL},
-    [MT_KV_A] = {"self_attn.kv_a_proj_with_mqa.weight", NULL, NULL},
-    [MT_Q_B] = {"self_attn.q_b_proj.weight", NULL, NULL},
-    [MT_KV_B] = {"self_attn.kv_b_proj.weight", NULL, NULL},
-    [MT_Q_A_NORM] = {"self_attn.q_a_layernorm.weight", NULL, NULL},
-    [MT_KV_A_NORM] = {"self_attn.kv_a_layernorm.weight", NULL, NULL},
-    [MT_O] = {"self_attn.o_proj.weight", "attn.c_proj.weight", NULL},
-    [MT_O_BIAS] = {"self_attn.o_proj.bias", "attn.c_proj.bias", NULL},
-    [MT_MLP_NORM] = {"post_attention_layernorm.weight", "ln_2.weight", NULL},
-    [MT_MLP_NORM_BIAS] = {"post_attention_layernorm.bias", "ln_2.bias", NULL},
-    [MT_GATE] = {"mlp.gate_proj.weight", NULL, NULL},
-    [MT_GATE_BIAS] = {"mlp.gate_proj.bias", NULL, NULL},
-    [MT_UP] = {"mlp.up_proj.weight", "mlp.c_fc.weight", NULL},
-    [MT_UP_BIAS] = {"mlp.up_proj.bias", "mlp.c_fc.bias", NULL},
-    [MT_DOWN] = {"mlp.down_proj.weight", "mlp.c_proj.weight", NULL},
-    [MT_DOWN_BIAS] = {"mlp.down_proj.bias", "mlp.c_proj.bias", NULL},
-    [MT_FINAL_NORM] = {"model.norm.weight", "transformer.ln_f.weight", NULL},
-    [MT_FINAL_NORM_BIAS] = {"model.norm.bias", "transformer.ln_f.bias", NULL},
-    [MT_LM_HEAD] = {"lm_head.weight", "lm_head.weight", NULL},
-    [MT_ROUTER] = {"mlp.gate.weight", NULL, "block_sparse_moe.gate.weight"},
-    [MT_ROUTER_BIAS] = {"mlp.gate.e_score_correction_bias", NULL, NULL},
-    [MT_EXPERT_GATE] = {"mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight"},
-    [MT_EXPERT_UP] = {"mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight"},
-    [MT_EXPERT_DOWN] = {"mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight"},
-    [MT_SHARED_GATE] = {"mlp.shared_experts.gate_proj.weight", NULL, NULL},
-    [MT_SHARED_UP] = {"mlp.shared_experts.up_proj.weight", NULL, NULL},
-    [MT_SHARED_DOWN] = {"mlp.shared_experts.down_proj.weight", NULL, NULL},
-    [MT_SHARED_EXPERT_GATE] = {"mlp.shared_expert_gate.weight", NULL, NULL},
-    [MT_MTP_EMBEDDING_NORM] = {"enorm.weight", NULL, NULL},
-    [MT_MTP_HIDDEN_NORM] = {"hnorm.weight", NULL, NULL},
-    [MT_MTP_PROJECTION] = {"eh_proj.weight", NULL, NULL},
-    [MT_MTP_FINAL_NORM] = {"shared_head.norm.weight", NULL, NULL},
-};
-
-/* Where Qwen2-MoE has a name of its own. */
-static const char *const mt_qwen2_moe_names[MT_NUM_ROLES] = {
-    [MT_SHARED_GATE] = "mlp.shared_expert.gate_proj.weight",
-    [MT_SHARED_UP] = "mlp.shared_expert.up_proj.weight",
-    [MT_SHARED_DOWN] = "mlp.shared_expert.down_proj.weight",
-};
-
-/* The name of a role, an expert's with its number. */
-static void mt_param_set_name(const mt_param_table *table, mt_param *param) {
-    const mt_param_name *names = &mt_param_names[param->role];
-    const char *name = table->is_gpt2 ? names->gpt2 : names->llama;
-    if (table->is_mixtral && names->mixtral) name = names->mixtral;
-    if (table->is_qwen2_moe && mt_qwen2_moe_names[param->role]) name = mt_qwen2_moe_names[param->role];
-    char layer[64] = "", expert[32] = "";
-    const char *number = strchr(name, '#');
-    int before = (int)(number ? number - name : (long)strlen(name));
-    if (param->layer >= 0)
-        snprintf(layer, sizeof layer, table->is_gpt2 ? "transformer.h.%lld." : "model.layers.%lld.",
-                 (long long)param->layer);
-    if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
-    snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, before, name, expert,
-             number ? number + 1 : "");
-}
-
-/* Appends a row; `layer` -1 is outside the layers. Returns it so that the caller can say what is special. */
-static mt_param *mt_param_add(mt_param_table *table, mt_role role, int64_t layer, int64_t rows, int64_t cols) {
-    mt_param *param = &table->rows[table->count++];
-    *param = (mt_param){.role = role, .layer = layer, .expert = -1, .rows = rows, .cols = cols, .shard_dim = -1};
-    param->whole_rows = param->rows_stored = param->hf_rows_total = rows;
-    param->whole_cols = cols;
-    param->is_vector = cols == 1;
-    param->weight_decay = !param->is_vector;
-    param->init = param->is_vector ? MT_INIT_ZEROS : MT_INIT_NORMAL;
-    param->init_std = table->options->init_method_std;
-    param->bucket = table->bucket;
-    param->counted = table->partition.tp_rank == 0; // until it is sharded
-    mt_param_set_name(table, param);
-    return param;
-}
-
-/* Leaves of a row what share `index` of `parts` equal ones holds of its dimension `dim`. */
-static mt_param *mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t index) {
-    int64_t *size = dim == 0 ? &param->rows : &param->cols;
-    MT_CHECK(*size % parts == 0);
-    *size /= parts;
-    *(dim == 0 ? &param->first_row : &param->first_col) = index * *size;
-    param->shard_dim = dim;
-    param->counted = true;
-    return param;
-}
-
-/* A row that the tensor group shards. */
-static mt_param *mt_param_add_sharded(mt_param_table *table, mt_role role, int64_t layer, int64_t rows, int64_t cols,
-                                      int dim) {
-    return mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, table->partition.tp,
-                          table->partition.tp_rank);
-}
-
-/* A norm's weight, and its bias for LayerNorm. */
-static void mt_param_add_norm(mt_param_table *table, mt_role role, int64_t layer, int64_t width) {
-    mt_param *param = mt_param_add(table, role, layer, width, 1);
-    param->init = MT_INIT_ONES, param->gradient = MT_GRADIENT_ROWS;
-    if (strcmp(table->options->normalization, "LayerNorm") == 0)
-        mt_param_add(table, (mt_role)(role + 1), layer, width, 1)->gradient = MT_GRADIENT_ROWS;
-}
-
-/* The norm of every query or key head, which all heads share. */
-static void mt_param_add_head_norm(mt_param_table *table, mt_role role, int64_t layer) {
-    mt_param *param = mt_param_add(table, role, layer, table->options->kv_channels, 1);
-    param->init = MT_INIT_ONES, param->gradient = MT_GRADIENT_HEADS;
-}
-
-/* q, k and v: three rows here; GPT-2 stores one tensor that holds them one after another. Ranks share the heads; where
- * there are fewer kv heads than ranks, neighbours hold the same one. */
-static void mt_param_add_qkv(mt_param_table *table, mt_role first_role, int64_t layer, int64_t cols) {
-    const mt_options *o = table->options;
-    int64_t q_rows = o->num_attention_heads * o->kv_channels, kv_rows = o->num_query_groups * o->kv_channels;
-    int64_t rows[3] = {q_rows, kv_rows, kv_rows}, before = 0;
-    int64_t tp = table->partition.tp, tp_rank = table->partition.tp_rank;
-    int64_t kv_parts = mt_min(o->num_query_groups, tp), replicas = tp / kv_parts;
-    for (int i = 0; i < 3; i++) {
-        mt_param *param = mt_param_add(table, (mt_role)(first_role + i), layer, rows[i], cols);
-        if (i == 0) {
-            mt_param_shard(param, 0, tp, tp_rank);
-        } else {
-            mt_param_shard(param, 0, kv_parts, tp_rank / replicas);
-            param->counted = tp_rank % replicas == 0;
-            if (replicas > 1) param->gradient = MT_GRADIENT_REPLICA;
-        }
-        if (!table->is_gpt2) continue;
-        param->hf_row = before;
-        param->hf_rows_total = q_rows + 2 * kv_rows;
-        before += rows[i];
-    }
-}
-
-/* Latent attention: every rank has the way to the latents whole, and of the way from them its heads' part. */
-static void mt_param_add_latent(mt_param_table *table, int64_t layer, int64_t cols) {
-    const mt_options *o = table->options;
-    int64_t heads = o->num_attention_heads, q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank;
-    if (q_rank > 0) mt_param_add(table, MT_Q_A, layer, q_rank, cols)->gradient = MT_GRADIENT_ROWS;
-    mt_param_add(table, MT_KV_A, layer, kv_rank + o->qk_pos_emb_head_dim, cols)->gradient = MT_GRADIENT_ROWS;
-    int64_t q_input = q_rank > 0 ? q_rank : cols;
-    mt_param_add_sharded(table, q_rank > 0 ? MT_Q_B : MT_Q, layer, heads * o->kv_channels, q_input, 0);
-    mt_param_add_sharded(table, MT_KV_B, layer, heads * (o->qk_head_dim + o->v_head_dim), kv_rank, 0);
-}
-
-static double mt_output_std(const mt_options *o) {
-    return o->init_method_std / sqrt(2.0 * (double)o->num_layers);
-}
-
-/* The matrices of an MLP that the tensor group shares: a layer's, or the expert's that every token visits. */
-static void mt_params_add_mlp(mt_param_table *table, int64_t layer, mt_role gate, mt_role up, mt_role down, int64_t F) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size;
-    if (o->swiglu) mt_param_add_sharded(table, gate, layer, F, C, 0);
-    mt_param_add_sharded(table, up, layer, F, C, 0);
-    mt_param_add_sharded(table, down, layer, C, F, 1)->init_std = mt_output_std(o);
-}
-
-static void mt_params_add_expert(mt_param_table *table, mt_role role, int64_t layer, int64_t expert, int64_t rows,
-                                 int64_t cols, int dim) {
-    const mt_partition *at = &table->partition;
-    mt_param *param = mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, at->etp, at->etp_rank);
-    param->expert = expert;
-    if (role == MT_EXPERT_DOWN) param->init_std = mt_output_std(table->options);
-    mt_param_set_name(table, param);
-}
-
-/* This rank's experts of a layer, in a bucket of their own: all their first matrices, then all their second ones, so
- * that each is one operand of a grouped product. */
-static void mt_params_add_experts(mt_param_table *table, int64_t layer) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size, F = o->moe_ffn_hidden_size, count = o->num_experts / table->partition.ep;
-    int64_t first = table->partition.ep_rank * count;
-    for (int64_t e = first; e < first + count; e++) {
-        mt_params_add_expert(table, MT_EXPERT_GATE, layer, e, F, C, 0);
-        mt_params_add_expert(table, MT_EXPERT_UP, layer, e, F, C, 0);
-    }
-    for (int64_t e = first; e < first + count; e++) mt_params_add_expert(table, MT_EXPERT_DOWN, layer, e, C, F, 1);
-}
-
-/* A module of multi-token prediction, whose number is behind the layers', is of the last layer's kind. */
-static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
-    return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
-}
-
-/* None, too, where the first layers alone are made of a model whose others have experts. */
-int64_t mt_num_expert_layers(const mt_options *o) {
-    int64_t layers = 0;
-    for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_has_experts(o, i);
-    return layers;
-}
-
-/* A layer's matrices: attention, then the MLP or what routes tokens to experts. */
-static void mt_params_add_matrices(mt_param_table *table, int64_t layer) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size, attention_width = o->num_attention_heads * mt_value_channels(o);
-    if (o->multi_latent_attention)
-        mt_param_add_latent(table, layer, C);
-    else
-        mt_param_add_qkv(table, MT_Q, layer, C);
-    mt_param_add_sharded(table, MT_O, layer, C, attention_width, 1)->init_std = mt_output_std(o);
-    if (!mt_layer_has_experts(o, layer)) {
-        mt_params_add_mlp(table, layer, MT_GATE, MT_UP, MT_DOWN, o->ffn_hidden_size);
-        return;
-    }
-    if (o->moe_shared_expert_intermediate_size > 0)
-        mt_params_add_mlp(table, layer, MT_SHARED_GATE, MT_SHARED_UP, MT_SHARED_DOWN,
-                          o->moe_shared_expert_intermediate_size);
-    mt_param_add(table, MT_ROUTER, layer, o->num_experts, C)->gradient = MT_GRADIENT_ROWS;
-    if (o->moe_shared_expert_gate) mt_param_add(table, MT_SHARED_EXPERT_GATE, layer, 1, C)->gradient = MT_GRADIENT_ROWS;
-}
-
-static void mt_params_add_layer(mt_param_table *table, int64_t layer) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size, F = o->ffn_hidden_size;
-    bool is_mtp = layer >= o->num_layers;
-    mt_params_add_matrices(table, layer);
-    if (is_mtp) mt_param_add(table, MT_MTP_PROJECTION, layer, C, 2 * C)->gradient = MT_GRADIENT_ROWS;
-    for (mt_role role = MT_MTP_EMBEDDING_NORM; is_mtp && role <= MT_MTP_FINAL_NORM; role++)
-        if (role != MT_MTP_PROJECTION) mt_param_add_norm(table, role, layer, C);
-    mt_param_add_norm(table, MT_INPUT_NORM, layer, C);
-    mt_param_add_norm(table, MT_MLP_NORM, layer, C);
-    if (o->multi_latent_attention && o->q_lora_rank > 0) mt_param_add_norm(table, MT_Q_A_NORM, layer, o->q_lora_rank);
-    if (o->multi_latent_attention) mt_param_add_norm(table, MT_KV_A_NORM, layer, o->kv_lora_rank);
-    if (mt_norms_heads(o)) {
-        mt_param_add_head_norm(table, MT_Q_NORM, layer);
-        mt_param_add_head_norm(table, MT_K_NORM, layer);
-    }
-    if (o->add_qkv_bias) mt_param_add_qkv(table, MT_Q_BIAS, layer, 1);
-    if (o->attention_output_bias) mt_param_add(table, MT_O_BIAS, layer, C, 1);
-    if (o->mlp_bias) {
-        if (o->swiglu) mt_param_add_sharded(table, MT_GATE_BIAS, layer, F, 1, 0);
-        mt_param_add_sharded(table, MT_UP_BIAS, layer, F, 1, 0);
-        mt_param_add(table, MT_DOWN_BIAS, layer, C, 1);
-    }
-    table->bucket++;
-    if (!mt_layer_has_experts(o, layer)) return;
-    mt_params_add_experts(table, layer);
-    table->bucket++;
-}
-
-/* GPT-2's linear layers are stored [in, out]. */
-static bool mt_role_is_linear(mt_role role) {
-    return role == MT_Q || role == MT_K || role == MT_V || role == MT_O || role == MT_UP || role == MT_DOWN;
-}
-
-/* Rows that continue the one before without a gap, so that a fused product sees one matrix. */
-static bool mt_param_continues(const mt_param *param, const mt_param *before) {
-    mt_role role = param->role, last = before->role;
-    return (role == MT_KV_A && last == MT_Q_A) || role == MT_K || role == MT_V || role == MT_K_BIAS ||
-           role == MT_V_BIAS || ((role == MT_UP || role == MT_UP_BIAS) && (int)last == (int)role - 2) ||
-           (role == MT_SHARED_UP && last == MT_SHARED_GATE) || role == MT_EXPERT_UP ||
-           (role == MT_EXPERT_GATE && last == MT_EXPERT_UP) || (role == MT_EXPERT_DOWN && last == MT_EXPERT_DOWN);
-}
-
-/* Whether the optimizer moves it. */
-static bool mt_param_is_trained(const mt_param *param) {
-    return param->role != MT_ROUTER_BIAS;
-}
-
-/* Elements between the starts of parameters: 16-byte loads of bf16 and whole cache lines. */
-enum { MT_PARAM_ALIGNMENT = 64 };
-
-static int64_t mt_align(int64_t value) {
-    return (value + MT_PARAM_ALIGNMENT - 1) / MT_PARAM_ALIGNMENT * MT_PARAM_ALIGNMENT;
-}
-
-/* Gives every row its offset: the table's order within each bucket. */
-static void mt_params_place(mt_param_table *table) {
-    int64_t end = 0;
-    for (int64_t i = 0; i < table->count; i++) {
-        mt_param *param = &table->rows[i], *before = i ? param - 1 : param;
-        bool new_bucket = i == 0 || before->bucket != param->bucket;
-        MT_CHECK(new_bucket ? i == 0 || param->bucket == before->bucket + 1
-                            : before->weight_decay >= param->weight_decay);
-        if (new_bucket) end = 0;
-        param->offset = !new_bucket && mt_param_continues(param, before) ? end : mt_align(end);
-        end = param->offset + param->rows * param->cols;
-        if (table->is_gpt2 && mt_role_is_linear(param->role)) param->hf_transposed = true;
-    }
-}
-
-/* A matrix of the vocabulary, of which Hugging Face has no padding. */
-static mt_param *mt_param_add_vocabulary(mt_param_table *table, mt_role role) {
-    const mt_options *o = table->options;
-    mt_param *param = mt_param_add_sharded(table, role, -1, o->padded_vocab_size, o->hidden_size, 0);
-    param->rows_stored = param->hf_rows_total = o->vocab_size;
-    return param;
-}
-
-/* One chunk's rows, from its first bucket on; the table's next free bucket is the one behind its last. */
-static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size;
-    bool tied = !o->untie_embeddings_and_output_weights;
-    if (stage->embedding) {
-        mt_param_add_vocabulary(table, MT_WORD_EMBEDDING);
-        table->bucket++;
-        if (strcmp(o->position_embedding_type, "learned_absolute") == 0) {
-            mt_param *param = mt_param_add(table, MT_POSITION_EMBEDDING, -1, o->max_position_embeddings, C);
-            param->gradient = MT_GRADIENT_ROWS;
-            table->bucket++;
-        }
-    }
-    for (int64_t i = 0; i < stage->num_layers + stage->num_mtp; i++) mt_params_add_layer(table, stage->first_layer + i);
-    if (!stage->loss) return;
-    if (!has_embedding && (tied || stage->num_mtp > 0)) {
-        mt_param_add_vocabulary(table, MT_WORD_EMBEDDING)->counted = false;
-        table->bucket++;
-    }
-    if (!tied) mt_param_add_vocabulary(table, MT_LM_HEAD);
-    mt_param_add_norm(table, MT_FINAL_NORM, -1, C);
-    table->bucket++;
-}
-
-/* The biases of this rank's routers, in a bucket that is not trained. */
-static void mt_params_add_router_biases(mt_param_table *table) {
-    const mt_options *o = table->options;
-    for (int64_t i = 0; o->moe_router_enable_expert_bias && i < table->partition.num_stages; i++) {
-        const mt_stage *stage = &table->partition.stages[i];
-        int64_t end = stage->first_layer + stage->num_layers + stage->num_mtp;
-        for (int64_t layer = stage->first_layer; layer < end; layer++)
-            if (mt_layer_has_experts(o, layer)) mt_param_add(table, MT_ROUTER_BIAS, layer, o->num_experts, 1);
-    }
-}
-
-int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition) {
-    mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
-    whole_model.num_mtp = options->mtp_num_layers;
-    mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
-    mt_param_table table = {.options = options, .partition = partition ? *partition : whole};
-    table.is_gpt2 = strcmp(options->hf_family, "gpt2") == 0;
-    table.is_mixtral = strcmp(options->hf_family, "mixtral") == 0;
-    table.is_qwen2_moe = strcmp(options->hf_family, "qwen2_moe") == 0;
-    int64_t layers = options->num_layers + options->mtp_num_layers;
-    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 3 * options->num_experts;
-    table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
-    bool has_embedding = false;
-    for (int64_t i = 0; i < table.partition.num_stages; i++) {
-        has_embedding |= table.partition.stages[i].embedding;
-        mt_params_add_stage(&table, &table.partition.stages[i], has_embedding);
-    }
-    mt_params_add_router_biases(&table);
-    mt_params_place(&table);
-    *params = table.rows;
-    return table.count;
-}
-
-int64_t mt_num_parameters(const mt_options *options) {
-    mt_param *params;
-    int64_t count = mt_params_build(&params, options, NULL), total = 0;
-    for (int64_t i = 0; i < count; i++) total += params[i].rows_stored * params[i].whole_cols;
-    free(params);
-    return total;
-}
-
-/* ==== §9 attention, MLP, layer =================================================================================== */
-/* A transformer layer, forward and backward. Invariants: hidden states are [T, C] and never change layout; a backward
- * reads as its forward reversed; gradients of activations are written, those of parameters accumulate in fp32. */
+/* One row per role of a parameter: shape, sharding, gradient, initial values, conditions, names, and the field of the
+ * model's code. mt_params_build expands these rows into a table of parameters. To add a role: append it to mt_role and
+ * add one row here. Invariants: rows stand in the order of a bucket, matrices (which decay) before vectors (which do
+ * not); a fused row continues the row above without a gap, so that one matrix product computes both; names are those of
+ * Hugging Face. */
 
 /* A layer's parameters. Fused matrices are one linear because their rows are neighbours in the bucket. */
 typedef struct mt_layer {
@@ -4881,6 +4452,419 @@ typedef struct mt_layer {
     mt_weight mtp_embedding_norm, mtp_hidden_norm, mtp_final_norm;
     mt_linear mtp_projection; // 2C -> C
 } mt_layer;
+
+/* Parameters outside the layers. With tied embeddings, lm_head is word_embedding. */
+typedef struct mt_outer {
+    mt_weight word_embedding, position_embedding, final_norm, final_norm_bias;
+    mt_linear lm_head; // C -> V
+} mt_outer;
+
+/* Channels of a head's value. */
+static int64_t mt_value_channels(const mt_options *o) {
+    return o->multi_latent_attention ? o->v_head_dim : o->kv_channels;
+}
+
+/* True if query and key heads are normalised (q/k norm). */
+static bool mt_norms_heads(const mt_options *o) {
+    return o->qk_layernorm && !o->multi_latent_attention;
+}
+
+/* A module of multi-token prediction has a number behind the layers' and is of the last layer's kind. */
+static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
+    return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
+}
+
+/* 0, too, for a model with experts that is cut to its first layers, which have none. */
+int64_t mt_num_expert_layers(const mt_options *o) {
+    int64_t layers = 0;
+    for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_has_experts(o, i);
+    return layers;
+}
+
+/* Rows and columns: name, size in the whole model, and the options that decide on it (for messages). */
+#define MT_DIMENSIONS(X)                                                                                               \
+    X(ONE, 1, NULL)                                                                                                    \
+    X(C, o->hidden_size, "--hidden-size")                                                                              \
+    X(2C, 2 * o->hidden_size, "--hidden-size")                                                                         \
+    X(VOCAB, o->padded_vocab_size, "--vocab-size")                                                                     \
+    X(POSITIONS, o->max_position_embeddings, "--max-position-embeddings")                                              \
+    X(D, o->kv_channels, "--kv-channels")                                                                              \
+    X(HD, o->num_attention_heads * o->kv_channels, "--num-attention-heads and --kv-channels")                          \
+    X(GD, o->num_query_groups * o->kv_channels, "--num-query-groups and --kv-channels")                                \
+    X(HDV, o->num_attention_heads *mt_value_channels(o), "--num-attention-heads and --kv-channels")                    \
+    X(Q_LORA, o->q_lora_rank, "--q-lora-rank")                                                                         \
+    X(KV_LORA, o->kv_lora_rank, "--kv-lora-rank")                                                                      \
+    X(KV_LORA_ROPE, o->kv_lora_rank + o->qk_pos_emb_head_dim, "--kv-lora-rank and --qk-pos-emb-head-dim")              \
+    X(H_NOPE_DV, o->num_attention_heads *(o->qk_head_dim + o->v_head_dim), "--qk-head-dim and --v-head-dim")           \
+    X(F, o->ffn_hidden_size, "--ffn-hidden-size")                                                                      \
+    X(SHARED_F, o->moe_shared_expert_intermediate_size, "--moe-shared-expert-intermediate-size")                       \
+    X(EXPERT_F, o->moe_ffn_hidden_size, "--moe-ffn-hidden-size")                                                       \
+    X(E, o->num_experts, "--num-experts")
+
+#define MT_DIMENSION_NAME(name, size, option)   MT_DIM_##name,
+#define MT_DIMENSION_SIZE(name, size, option)   size,
+#define MT_DIMENSION_OPTION(name, size, option) option,
+
+typedef enum mt_dimension { MT_DIMENSIONS(MT_DIMENSION_NAME) MT_NUM_DIMENSIONS } mt_dimension;
+
+static const char *const mt_dimension_option[MT_NUM_DIMENSIONS] = {MT_DIMENSIONS(MT_DIMENSION_OPTION)};
+
+static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
+    const int64_t sizes[MT_NUM_DIMENSIONS] = {MT_DIMENSIONS(MT_DIMENSION_SIZE)};
+    return sizes[dimension];
+}
+
+/* Conditions on which a layer (with layer -1: the model outside its layers) has a parameter, and the option that
+ * decides on each. A message about a parameter with several names the first one's. */
+#define MT_CONDITIONS(X)                                                                                               \
+    X(LEARNED_POSITIONS, strcmp(o->position_embedding_type, "learned_absolute") == 0, "--position-embedding-type")     \
+    X(LM_HEAD, o->untie_embeddings_and_output_weights, "--untie-embeddings-and-output-weights")                        \
+    X(LAYERNORM, strcmp(o->normalization, "LayerNorm") == 0, "--normalization")                                        \
+    X(LATENT, o->multi_latent_attention, "--multi-latent-attention")                                                   \
+    X(Q_LATENT, o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                                      \
+    X(HEAD_NORMS, mt_norms_heads(o), "--qk-layernorm")                                                                 \
+    X(QKV_BIAS, o->add_qkv_bias, "--add-qkv-bias")                                                                     \
+    X(O_BIAS, o->attention_output_bias, "--disable-bias-linear")                                                       \
+    X(MLP_BIAS, o->mlp_bias, "--disable-bias-linear")                                                                  \
+    X(ROUTER, has_experts, "--moe-layer-freq")                                                                         \
+    X(ROUTER_BIAS, has_experts && o->moe_router_enable_expert_bias, "--moe-router-enable-expert-bias")                 \
+    X(EXPERTS, has_experts, "--num-experts")                                                                           \
+    X(SHARED, has_experts && o->moe_shared_expert_intermediate_size > 0, "--moe-shared-expert-intermediate-size")      \
+    X(SHARED_GATE, has_experts && o->moe_shared_expert_gate, "--moe-shared-expert-gate")                               \
+    X(SWIGLU, o->swiglu, "--swiglu")                                                                                   \
+    X(MTP, layer >= o->num_layers, "--mtp-num-layers")
+
+#define MT_CONDITION_NAME(name, test, option)   MT_CONDITION_##name,
+#define MT_CONDITION_BIT(name, test, option)    | (unsigned)(test) << MT_CONDITION_##name
+#define MT_CONDITION_OPTION(name, test, option) option,
+
+enum { MT_CONDITIONS(MT_CONDITION_NAME) MT_NUM_CONDITIONS };
+
+static const char *const mt_condition_option[MT_NUM_CONDITIONS] = {MT_CONDITIONS(MT_CONDITION_OPTION)};
+
+/* A bit for each condition that holds. */
+static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
+    bool has_experts = layer >= 0 && mt_layer_has_experts(o, layer);
+    return 0 MT_CONDITIONS(MT_CONDITION_BIT);
+}
+
+/* Families of Hugging Face with names of their own; all others have Llama's. */
+enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NUM_NAMES };
+
+static int mt_names_of(const mt_options *o) {
+    static const char *const families[MT_NUM_NAMES] = {"", "gpt2", "mixtral", "qwen2_moe"};
+    int family = MT_NUM_NAMES - 1;
+    while (family > MT_NAMES_LLAMA && strcmp(o->hf_family, families[family]) != 0) family--;
+    return family;
+}
+
+/* What tensor-parallel ranks share. If there are fewer kv heads than ranks, neighbours hold the same one. */
+typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS } mt_cut;
+
+typedef struct mt_role_row {
+    mt_role role;
+    mt_unit unit;
+    mt_cut cut;
+    mt_init init;
+    mt_gradient gradient;
+    mt_dimension rows, cols;         // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
+    size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers
+    unsigned when, unless;           // conditions: all of `when` and none of `unless`
+    bool fused;                      // continues the row above, if that exists, and is found by that one's field
+    const char *names[MT_NUM_NAMES]; // after the layer's prefix; # is the expert's number; NULL: as Llama
+} mt_role_row;
+
+/* Kinds of parameters: cut, init, gradient. */
+#define MT_COLUMN         MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE // column-parallel: a share of the outputs
+#define MT_COLUMN_KV      MT_CUT_KV_HEADS, MT_INIT_NORMAL, MT_GRADIENT_REPLICA
+#define MT_COLUMN_BIAS    MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
+#define MT_COLUMN_KV_BIAS MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA
+#define MT_ROW            MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE // row-parallel: a share of the inputs
+#define MT_ROW_BIAS       MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
+#define MT_REPLICATED     MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS
+#define MT_NORM           MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS
+#define MT_NORM_BIAS      MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS
+#define MT_HEAD_NORM      MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS // one weight for all heads
+
+/* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: one outside the layers.
+ */
+#define MT_HAS(name) (1u << MT_CONDITION_##name)
+#define MT_ANY_ROLE(role, unit, kind, rows, cols, field, when, unless, fused, ...)                                     \
+    {                                                                                                                  \
+        MT_##role, MT_UNIT_##unit, MT_##kind, MT_DIM_##rows, MT_DIM_##cols, field, when, unless, fused, {              \
+            __VA_ARGS__                                                                                                \
+        }                                                                                                              \
+    }
+#define MT_ROLE(role, unit, kind, rows, cols, field, when, unless, ...)                                                \
+    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, false, __VA_ARGS__)
+#define MT_FUSED(role, unit, kind, rows, cols, field, when, unless, ...)                                               \
+    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, true, __VA_ARGS__)
+#define MT_OUTSIDE(role, unit, kind, rows, cols, field, when, unless, ...)                                             \
+    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_outer, field), when, unless, false, __VA_ARGS__)
+
+static const mt_role_row mt_role_rows[] = {
+    MT_OUTSIDE(WORD_EMBEDDING, WORDS, COLUMN, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
+               "transformer.wte.weight"),
+    MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
+               0, "model.embed_positions.weight", "transformer.wpe.weight"),
+    /* attention; latent attention without a q latent has q_proj in place of q_b_proj */
+    MT_ROLE(Q_A, LAYER, REPLICATED, Q_LORA, C, latent.weight, MT_HAS(Q_LATENT), 0, "self_attn.q_a_proj.weight"),
+    MT_FUSED(KV_A, LAYER, REPLICATED, KV_LORA_ROPE, C, latent.weight, MT_HAS(LATENT), 0,
+             "self_attn.kv_a_proj_with_mqa.weight"),
+    MT_ROLE(Q_B, LAYER, COLUMN, HD, Q_LORA, q_b.weight, MT_HAS(Q_LATENT), 0, "self_attn.q_b_proj.weight"),
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, q_b.weight, MT_HAS(LATENT), MT_HAS(Q_LATENT), "self_attn.q_proj.weight"),
+    MT_ROLE(KV_B, LAYER, COLUMN, H_NOPE_DV, KV_LORA, kv_b.weight, MT_HAS(LATENT), 0, "self_attn.kv_b_proj.weight"),
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.q_proj.weight", "attn.c_attn.weight"),
+    MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.k_proj.weight",
+             "attn.c_attn.weight"),
+    MT_FUSED(V, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.v_proj.weight",
+             "attn.c_attn.weight"),
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, 0, "self_attn.o_proj.weight", "attn.c_proj.weight"),
+    /* MLP, or shared expert and router */
+    MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(SWIGLU), MT_HAS(EXPERTS), "mlp.gate_proj.weight"),
+    MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(EXPERTS), "mlp.up_proj.weight", "mlp.c_fc.weight"),
+    MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(EXPERTS), "mlp.down_proj.weight", "mlp.c_proj.weight"),
+    MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(SWIGLU), 0,
+            "mlp.shared_experts.gate_proj.weight", NULL, NULL, "mlp.shared_expert.gate_proj.weight"),
+    MT_FUSED(SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.up_proj.weight",
+             NULL, NULL, "mlp.shared_expert.up_proj.weight"),
+    MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
+            NULL, NULL, "mlp.shared_expert.down_proj.weight"),
+    MT_ROLE(ROUTER, LAYER, REPLICATED, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
+            "block_sparse_moe.gate.weight"),
+    MT_ROLE(SHARED_EXPERT_GATE, LAYER, REPLICATED, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
+            "mlp.shared_expert_gate.weight"),
+    /* multi-token prediction; its norms are the first vectors */
+    MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0, "eh_proj.weight"),
+    MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm, MT_HAS(MTP), 0, "enorm.weight"),
+    MT_ROLE(MTP_HIDDEN_NORM, LAYER, NORM, C, ONE, mtp_hidden_norm, MT_HAS(MTP), 0, "hnorm.weight"),
+    MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm, MT_HAS(MTP), 0, "shared_head.norm.weight"),
+    /* vectors */
+    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm, 0, 0, "input_layernorm.weight", "ln_1.weight"),
+    MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm_bias, MT_HAS(LAYERNORM), 0, "input_layernorm.bias",
+            "ln_1.bias"),
+    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm, 0, 0, "post_attention_layernorm.weight", "ln_2.weight"),
+    MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm_bias, MT_HAS(LAYERNORM), 0,
+            "post_attention_layernorm.bias", "ln_2.bias"),
+    MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT), 0, "self_attn.q_a_layernorm.weight"),
+    MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT), 0, "self_attn.kv_a_layernorm.weight"),
+    MT_ROLE(Q_NORM, LAYER, HEAD_NORM, D, ONE, q_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.q_norm.weight"),
+    MT_ROLE(K_NORM, LAYER, HEAD_NORM, D, ONE, k_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.k_norm.weight"),
+    MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.q_proj.bias",
+            "attn.c_attn.bias"),
+    MT_FUSED(K_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.k_proj.bias",
+             "attn.c_attn.bias"),
+    MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
+             "attn.c_attn.bias"),
+    MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0, "self_attn.o_proj.bias", "attn.c_proj.bias"),
+    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(SWIGLU), 0,
+            "mlp.gate_proj.bias"),
+    MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), 0, "mlp.up_proj.bias", "mlp.c_fc.bias"),
+    MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), 0, "mlp.down_proj.bias",
+            "mlp.c_proj.bias"),
+    /* experts: gate and up of each in turn, then down of each, so that each is one operand of a grouped product */
+    MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
+            "mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight"),
+    MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
+             "mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight"),
+    MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
+            "mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight"),
+    /* output */
+    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, lm_head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight"),
+    MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm, 0, 0, "model.norm.weight", "transformer.ln_f.weight"),
+    MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm_bias, MT_HAS(LAYERNORM), 0, "model.norm.bias",
+               "transformer.ln_f.bias"),
+    /* not trained by the optimizer: moved towards equal loads */
+    MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), 0,
+            "mlp.gate.e_score_correction_bias"),
+};
+
+/* The table as it grows, and what every new row needs. */
+typedef struct mt_param_table {
+    mt_param *rows;
+    int64_t count, bucket;
+    const mt_options *options;
+    int names; // MT_NAMES_*
+    mt_partition partition;
+} mt_param_table;
+
+static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
+    const char *name = row->names[table->names] ? row->names[table->names] : row->names[MT_NAMES_LLAMA];
+    const char *number = strchr(name, '#');
+    char layer[64] = "", expert[32] = "";
+    if (param->layer >= 0)
+        snprintf(layer, sizeof layer, table->names == MT_NAMES_GPT2 ? "transformer.h.%lld." : "model.layers.%lld.",
+                 (long long)param->layer);
+    if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
+    snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert,
+             number ? number + 1 : "");
+}
+
+/* Rows with one name are parts of one Hugging Face tensor, one after another: GPT-2's q, k and v. */
+static void mt_param_join_tensor(mt_param_table *table) {
+    mt_param *param = &table->rows[table->count - 1], *before = param;
+    for (; before > table->rows && strcmp(before[-1].hf_name, param->hf_name) == 0; before--)
+        before[-1].hf_rows_total += param->whole_rows;
+    if (before == param) return;
+    param->hf_row = param[-1].hf_row + param[-1].whole_rows;
+    param->hf_rows_total = param[-1].hf_rows_total;
+}
+
+/* Leaves of a parameter the share `index` of `parts` equal ones of its dimension `dim`. */
+static void mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t index) {
+    int64_t *size = dim == 0 ? &param->rows : &param->cols;
+    MT_CHECK(*size % parts == 0);
+    *size /= parts;
+    *(dim == 0 ? &param->first_row : &param->first_col) = index * *size;
+    param->shard_dim = dim;
+    param->counted = true;
+}
+
+static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *param) {
+    const mt_partition *at = &table->partition;
+    int64_t parts = param->expert >= 0 ? at->etp : at->tp, rank = param->expert >= 0 ? at->etp_rank : at->tp_rank;
+    param->counted = at->tp_rank == 0;
+    if (cut == MT_CUT_ROWS) mt_param_shard(param, 0, parts, rank);
+    if (cut == MT_CUT_COLS) mt_param_shard(param, 1, parts, rank);
+    if (cut != MT_CUT_KV_HEADS) return;
+    int64_t kv_parts = mt_min(table->options->num_query_groups, parts), replicas = parts / kv_parts;
+    mt_param_shard(param, 0, kv_parts, rank / replicas);
+    param->counted = rank % replicas == 0;
+    if (replicas == 1) param->gradient = MT_GRADIENT_WHOLE;
+}
+
+/* Appends a row. `continues`: it follows the one before without a gap. */
+static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t layer, int64_t expert, bool continues) {
+    const mt_options *o = table->options;
+    mt_param *param = &table->rows[table->count++];
+    *param = (mt_param){.role = row->role, .unit = row->unit, .layer = layer, .expert = expert, .shard_dim = -1};
+    param->rows = param->whole_rows = mt_dimension_size(o, row->rows);
+    param->cols = param->whole_cols = mt_dimension_size(o, row->cols);
+    param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
+    param->is_vector = row->cols == MT_DIM_ONE;
+    param->weight_decay = !param->is_vector;
+    param->is_embedding = row->unit == MT_UNIT_WORDS || row->unit == MT_UNIT_POSITIONS;
+    param->trained = row->unit != MT_UNIT_UNTRAINED;
+    param->init = row->init;
+    param->init_std = o->init_method_std / (row->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
+    param->gradient = row->gradient;
+    param->rows_option = mt_dimension_option[row->rows];
+    param->cols_option = mt_dimension_option[row->cols];
+    for (int i = MT_NUM_CONDITIONS - 1; i >= 0; i--)
+        if (row->when >> i & 1) param->exists_option = mt_condition_option[i];
+    param->bucket = table->bucket;
+    param->continues = continues;
+    param->field = row->field;
+    mt_param_set_name(table, row, param);
+    param->hf_transposed = table->names == MT_NAMES_GPT2 && layer >= 0 && !param->is_vector;
+    mt_param_join_tensor(table);
+    mt_param_cut(table, row->cut, param);
+}
+
+/* The rows [row, end) of this rank's experts, expert by expert and without a gap. */
+static void mt_params_add_experts(mt_param_table *table, const mt_role_row *row, const mt_role_row *end,
+                                  int64_t layer) {
+    int64_t count = table->options->num_experts / table->partition.ep, first = table->partition.ep_rank * count;
+    for (int64_t expert = first; expert < first + count; expert++)
+        for (const mt_role_row *next = row; next < end; next++)
+            mt_param_add(table, next, layer, expert, expert > first || next > row);
+}
+
+/* Appends the rows of a unit that exist in a layer (-1: outside the layers) and returns their number. */
+static int64_t mt_params_add_unit(mt_param_table *table, mt_unit unit, int64_t layer) {
+    const mt_role_row *end = mt_role_rows + sizeof mt_role_rows / sizeof *mt_role_rows, *before = NULL, *next;
+    unsigned has = mt_layer_conditions(table->options, layer);
+    int64_t count = table->count;
+    for (const mt_role_row *row = mt_role_rows; row < end; row = next) {
+        next = row + 1;
+        if (row->unit != unit || (row->when & ~has) || (row->unless & has)) continue;
+        while (unit == MT_UNIT_EXPERTS && next < end && next->fused) next++;
+        if (unit == MT_UNIT_EXPERTS)
+            mt_params_add_experts(table, row, next, layer);
+        else
+            mt_param_add(table, row, layer, -1, row->fused && before == row - 1);
+        before = row;
+    }
+    return table->count - count;
+}
+
+/* A unit in a bucket of its own. */
+static void mt_params_add_bucket(mt_param_table *table, mt_unit unit, int64_t layer) {
+    if (mt_params_add_unit(table, unit, layer) > 0) table->bucket++;
+}
+
+/* One chunk's rows. */
+static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
+    bool tied = !table->options->untie_embeddings_and_output_weights;
+    if (stage->embedding) {
+        mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
+        mt_params_add_bucket(table, MT_UNIT_POSITIONS, -1);
+    }
+    for (int64_t i = 0; i < stage->num_layers + stage->num_mtp; i++) {
+        mt_params_add_bucket(table, MT_UNIT_LAYER, stage->first_layer + i);
+        mt_params_add_bucket(table, MT_UNIT_EXPERTS, stage->first_layer + i);
+    }
+    if (!stage->loss) return;
+    if (!has_embedding && (tied || stage->num_mtp > 0)) {
+        mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
+        table->rows[table->count - 1].counted = false;
+    }
+    mt_params_add_bucket(table, MT_UNIT_OUTPUT, -1);
+}
+
+/* Elements between the starts of parameters: 16-byte loads of bf16 and whole cache lines. */
+enum { MT_PARAM_ALIGNMENT = 64 };
+
+static int64_t mt_align(int64_t value) {
+    return (value + MT_PARAM_ALIGNMENT - 1) / MT_PARAM_ALIGNMENT * MT_PARAM_ALIGNMENT;
+}
+
+/* Gives every parameter its offset: the table's order within each bucket. */
+static void mt_params_set_offsets(mt_param_table *table) {
+    int64_t end = 0;
+    for (int64_t i = 0; i < table->count; i++) {
+        mt_param *param = &table->rows[i];
+        if (i > 0 && param->bucket != param[-1].bucket) end = 0;
+        MT_CHECK(end == 0 || param[-1].weight_decay >= param->weight_decay);
+        param->offset = param->continues ? end : mt_align(end);
+        end = param->offset + param->rows * param->cols;
+    }
+}
+
+int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition) {
+    mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
+    whole_model.num_mtp = options->mtp_num_layers;
+    mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
+    mt_param_table table = {.options = options, .names = mt_names_of(options)};
+    const mt_partition *at = &table.partition;
+    table.partition = partition ? *partition : whole;
+    int64_t layers = options->num_layers + options->mtp_num_layers;
+    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 3 * options->num_experts;
+    table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
+    bool has_embedding = false;
+    for (int64_t i = 0; i < at->num_stages; i++) {
+        has_embedding |= at->stages[i].embedding;
+        mt_params_add_stage(&table, &at->stages[i], has_embedding);
+    }
+    for (int64_t i = 0; i < at->num_stages; i++) // the untrained of all layers share one bucket
+        for (int64_t k = 0; k < at->stages[i].num_layers + at->stages[i].num_mtp; k++)
+            mt_params_add_unit(&table, MT_UNIT_UNTRAINED, at->stages[i].first_layer + k);
+    mt_params_set_offsets(&table);
+    *params = table.rows;
+    return table.count;
+}
+
+int64_t mt_num_parameters(const mt_options *options) {
+    mt_param *params;
+    int64_t count = mt_params_build(&params, options, NULL), total = 0;
+    for (int64_t i = 0; i < count; i++) total += params[i].rows_stored * params[i].whole_cols;
+    free(params);
+    return total;
+}
+
+/* ==== §9 attention, MLP, layer =================================================================================== */
+/* A transformer layer, forward and backward. Invariants: hidden states are [T, C] and never change layout; a backward
+ * reads as its forward reversed; gradients of activations are written, those of parameters accumulate in fp32. */
 
 /* Rows that come to the experts of this rank, in the order of experts, and what they become. */
 typedef struct mt_expert_rows {
@@ -5165,8 +5149,7 @@ struct mt_model {
     mt_layer *layers;                                                 // [num_layers]
     int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not here
     mt_sharding sharding;
-    mt_weight word_embedding, position_embedding, final_norm, final_norm_bias;
-    mt_linear lm_head;          // C -> V
+    mt_outer outer;
     float *rope_cos, *rope_sin; // [max_position, R / 2]
     int64_t rotary_dim;         // R
     /* memory */
@@ -5313,21 +5296,20 @@ static void *mt_at(const mt_model *model, void *base, int64_t elements) {
 
 static void mt_norm_forward(const mt_model *m, void *y, float *mean, float *rstd, const void *x, mt_weight w,
                             mt_weight b, int64_t T) {
-    float eps = (float)m->options->norm_epsilon;
-    if (mean)
-        m->ops->layernorm_forward(y, mean, rstd, x, w.w, b.w, T, m->C, eps, m->dtype, m->stream);
-    else
-        m->ops->rmsnorm_forward(y, rstd, x, w.w, T, 1, m->C, m->C, m->C, eps, m->dtype, m->stream);
+    mt_norm_args a = {.T = T, .H = 1, .C = m->C, .x = x, .w = w.w, .b = b.w, .y = y, .mean = mean, .rstd = rstd};
+    a.x_stride = a.y_stride = m->C;
+    a.eps = (float)m->options->norm_epsilon;
+    (mean ? m->ops->layernorm_forward : m->ops->rmsnorm_forward)(&a, m->dtype, m->stream);
 }
 
 /* dx = dresidual + the gradient through the norm. */
 static void mt_norm_backward(const mt_model *m, void *dx, const void *dy, const void *dresidual, const void *x,
                              const float *mean, const float *rstd, mt_weight w, mt_weight b, int64_t T) {
-    if (mean)
-        m->ops->layernorm_backward(dx, w.dw, b.dw, dy, dresidual, x, w.w, mean, rstd, T, m->C, m->dtype, m->stream);
-    else
-        m->ops->rmsnorm_backward(dx, w.dw, dy, dresidual, x, w.w, rstd, T, 1, m->C, m->C, m->C, m->C, m->dtype,
-                                 m->stream);
+    mt_norm_args a = {.T = T, .H = 1, .C = m->C, .x = x, .w = w.w, .dy = dy, .dresidual = dresidual, .dx = dx};
+    a.dw = w.dw, a.db = b.dw;
+    a.mean = (float *)mean, a.rstd = (float *)rstd;
+    a.x_stride = a.dx_stride = a.dy_stride = m->C;
+    (mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(&a, m->dtype, m->stream);
 }
 
 /* A norm of the model: its parameters and where its results go. */
@@ -5350,8 +5332,10 @@ static void mt_residual_forward(const mt_model *m, void *out, const void *residu
     const int64_t *index = m->token_index + m->first_row;
     const void *x = m->scratch.hidden;
     if (norm && m->ops->residual_norm_forward) {
-        m->ops->residual_norm_forward(norm->y, norm->mean, norm->rstd, out, x, residual, index, norm->w.w, norm->b.w,
-                                      m->rows, m->C, &dropout, (float)m->options->norm_epsilon, m->dtype, m->stream);
+        mt_norm_args a = {.T = m->rows, .H = 1, .C = m->C, .x = x, .residual = residual, .sum = out, .y = norm->y};
+        a.mean = norm->mean, a.rstd = norm->rstd, a.w = norm->w.w, a.b = norm->b.w;
+        a.token_index = index, a.dropout = dropout, a.eps = (float)m->options->norm_epsilon;
+        m->ops->residual_norm_forward(&a, m->dtype, m->stream);
         return;
     }
     m->ops->dropout_add_forward(out, x, residual, index, m->rows, m->C, 0, &dropout, m->dtype, m->stream);
@@ -5426,15 +5410,23 @@ static float mt_attention_scale(const mt_options *o) {
     return (float)(scale * mscale * mscale);
 }
 
-static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t qk_stride, int64_t v_stride) {
+/* The call of one layer: the operands of the forward, and what both directions share. */
+static mt_attention mt_attention_call(const mt_model *m, int64_t layer, const mt_activations *a) {
+    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
     return (mt_attention){.num_heads = m->H,
                           .num_groups = m->G,
                           .head_size = m->D,
                           .value_size = m->Dv,
-                          .q_stride = qk_stride,
-                          .k_stride = qk_stride,
-                          .v_stride = v_stride,
+                          .q = view.q,
+                          .k = view.k,
+                          .v = view.v,
+                          .out = a->attended,
+                          .lse = a->lse,
+                          .q_stride = view.qk_stride,
+                          .k_stride = view.qk_stride,
+                          .v_stride = view.v_stride,
                           .out_stride = m->H * m->Dv,
+                          .spans = m->spans,
                           .window = m->options->window_size,
                           .scale = mt_attention_scale(m->options),
                           .dropout = mt_model_dropout(m, m->layers[layer].number, MT_DROP_ATTENTION),
@@ -5444,55 +5436,80 @@ static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t
                           .k_index = m->token_index};
 }
 
+/* The rotation of a layer's heads, of tokens from `first_row` on. */
+static mt_rotation mt_model_rotation(const mt_model *m, int64_t first_row) {
+    return (mt_rotation){.cos = m->rope_cos,
+                         .sin = m->rope_sin,
+                         .positions = m->positions + first_row,
+                         .R = m->rotary_dim,
+                         .interleaved = m->options->rotary_interleaved};
+}
+
+/* The operands of both directions, of a layer's fused product `a->qkv`. */
+static mt_qk_args mt_qk_operands(const mt_model *m, const mt_layer *w, const mt_activations *a) {
+    mt_qk_args qk = {.T = m->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_model_rotation(m, 0)};
+    qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = (m->H + 2 * m->G) * m->D;
+    qk.q_w = w->q_norm.w, qk.k_w = w->k_norm.w, qk.q_rstd = a->q_rstd, qk.k_rstd = a->k_rstd;
+    qk.dq_w = w->q_norm.dw, qk.dk_w = w->k_norm.dw;
+    qk.eps = (float)m->options->norm_epsilon;
+    return qk;
+}
+
+/* qk_forward for a backend without it. */
+static void mt_qk_forward_unfused(const mt_model *m, const mt_qk_args *a) {
+    void *heads[] = {a->qk, mt_at(m, a->qk, a->H * a->D)};
+    for (int i = 0; i < 2; i++) {
+        mt_norm_args norm = {.T = a->T, .H = i ? a->G : a->H, .C = a->D, .eps = a->eps, .y = heads[i]};
+        norm.x = mt_at(m, (void *)a->qkv, i * a->H * a->D), norm.w = i ? a->k_w : a->q_w;
+        norm.rstd = i ? a->k_rstd : a->q_rstd, norm.x_stride = a->qkv_stride, norm.y_stride = a->qk_stride;
+        if (norm.w) m->ops->rmsnorm_forward(&norm, m->dtype, m->stream);
+    }
+    for (int i = 0; i < 2 && a->rotation.R > 0; i++) {
+        mt_rope_args rope = {.T = a->T, .H = i ? a->G : a->H, .D = a->D, .x = heads[i], .y = heads[i]};
+        rope.x_stride = rope.y_stride = a->qk_stride, rope.rotation = a->rotation;
+        m->ops->rope_forward(&rope, m->dtype, m->stream);
+    }
+}
+
 /* q/k norm, then rotation: raw fused q and k in, ready q and k out (in place where there is no norm). */
 static void mt_qk_forward(const mt_model *m, const mt_layer *w, mt_activations *a) {
-    int64_t T = m->T, D = m->D, R = m->rotary_dim, raw_stride = (m->H + 2 * m->G) * D;
-    float eps = (float)m->options->norm_epsilon;
-    bool interleaved = m->options->rotary_interleaved;
+    mt_qk_args qk = mt_qk_operands(m, w, a);
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
-    if (R == 0 && !m->options->qk_layernorm) return;
-    if (m->ops->qk_forward) {
-        m->ops->qk_forward(view.q, a->q_rstd, a->k_rstd, a->qkv, w->q_norm.w, w->k_norm.w, m->rope_cos, m->rope_sin,
-                           m->positions, T, m->H, m->G, D, R, view.qk_stride, raw_stride, interleaved, eps, m->dtype,
-                           m->stream);
-        return;
+    if (qk.rotation.R == 0 && !qk.q_w) return;
+    qk.qk = view.q, qk.qk_stride = view.qk_stride;
+    if (m->ops->qk_forward)
+        m->ops->qk_forward(&qk, m->dtype, m->stream);
+    else
+        mt_qk_forward_unfused(m, &qk);
+}
+
+/* qk_backward for a backend without it. */
+static void mt_qk_backward_unfused(const mt_model *m, const mt_qk_args *a) {
+    void *heads[] = {a->dqk, mt_at(m, a->dqk, a->H * a->D)};
+    for (int i = 0; i < 2 && a->rotation.R > 0; i++) {
+        mt_rope_args rope = {.T = a->T, .H = i ? a->G : a->H, .D = a->D, .x = heads[i], .y = heads[i]};
+        rope.x_stride = rope.y_stride = a->dqk_stride, rope.rotation = a->rotation;
+        m->ops->rope_backward(&rope, m->dtype, m->stream);
     }
-    if (m->options->qk_layernorm) {
-        m->ops->rmsnorm_forward(view.q, a->q_rstd, a->qkv, w->q_norm.w, T, m->H, D, view.qk_stride, raw_stride, eps,
-                                m->dtype, m->stream);
-        m->ops->rmsnorm_forward(view.k, a->k_rstd, mt_at(m, a->qkv, m->H * D), w->k_norm.w, T, m->G, D, view.qk_stride,
-                                raw_stride, eps, m->dtype, m->stream);
+    for (int i = 0; i < 2; i++) {
+        mt_norm_args norm = {.T = a->T, .H = i ? a->G : a->H, .C = a->D, .dy = heads[i]};
+        norm.x = mt_at(m, (void *)a->qkv, i * a->H * a->D), norm.dx = mt_at(m, a->dqkv, i * a->H * a->D);
+        norm.w = i ? a->k_w : a->q_w, norm.dw = i ? a->dk_w : a->dq_w, norm.rstd = i ? a->k_rstd : a->q_rstd;
+        norm.x_stride = a->qkv_stride, norm.dy_stride = a->dqk_stride, norm.dx_stride = a->dqkv_stride;
+        if (norm.w) m->ops->rmsnorm_backward(&norm, m->dtype, m->stream);
     }
-    if (R == 0) return;
-    m->ops->rope_forward(view.q, view.q, m->rope_cos, m->rope_sin, m->positions, T, m->H, D, R, view.qk_stride,
-                         view.qk_stride, interleaved, m->dtype, m->stream);
-    m->ops->rope_forward(view.k, view.k, m->rope_cos, m->rope_sin, m->positions, T, m->G, D, R, view.qk_stride,
-                         view.qk_stride, interleaved, m->dtype, m->stream);
 }
 
 /* Gradients of ready q and k (in `dqkv`, or in dqk with q/k norm) to gradients of the fused product, `dqkv`. */
 static void mt_qk_backward(const mt_model *m, mt_layer *w, const mt_activations *a, void *dqkv, void *dqk) {
-    int64_t T = m->T, D = m->D, R = m->rotary_dim, raw_stride = (m->H + 2 * m->G) * D;
-    bool interleaved = m->options->rotary_interleaved;
+    mt_qk_args qk = mt_qk_operands(m, w, a);
     mt_qkv_view d = mt_view_qkv(m, dqkv, dqk);
-    if (R == 0 && !m->options->qk_layernorm) return;
-    if (m->ops->qk_backward) {
-        m->ops->qk_backward(dqkv, w->q_norm.dw, w->k_norm.dw, d.q, a->qkv, w->q_norm.w, w->k_norm.w, a->q_rstd,
-                            a->k_rstd, m->rope_cos, m->rope_sin, m->positions, T, m->H, m->G, D, R, raw_stride,
-                            d.qk_stride, raw_stride, interleaved, m->dtype, m->stream);
-        return;
-    }
-    if (R > 0) {
-        m->ops->rope_backward(d.q, d.q, m->rope_cos, m->rope_sin, m->positions, T, m->H, D, R, d.qk_stride, d.qk_stride,
-                              interleaved, m->dtype, m->stream);
-        m->ops->rope_backward(d.k, d.k, m->rope_cos, m->rope_sin, m->positions, T, m->G, D, R, d.qk_stride, d.qk_stride,
-                              interleaved, m->dtype, m->stream);
-    }
-    if (!m->options->qk_layernorm) return;
-    m->ops->rmsnorm_backward(dqkv, w->q_norm.dw, d.q, NULL, a->qkv, w->q_norm.w, a->q_rstd, T, m->H, D, raw_stride,
-                             d.qk_stride, raw_stride, m->dtype, m->stream);
-    m->ops->rmsnorm_backward(mt_at(m, dqkv, m->H * D), w->k_norm.dw, d.k, NULL, mt_at(m, a->qkv, m->H * D), w->k_norm.w,
-                             a->k_rstd, T, m->G, D, raw_stride, d.qk_stride, raw_stride, m->dtype, m->stream);
+    if (qk.rotation.R == 0 && !qk.q_w) return;
+    qk.dqkv = dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
+    if (m->ops->qk_backward)
+        m->ops->qk_backward(&qk, m->dtype, m->stream);
+    else
+        mt_qk_backward_unfused(m, &qk);
 }
 
 /* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): hidden states shrink to a latent of the queries, one
@@ -5505,15 +5522,28 @@ static const float mt_latent_epsilon = 1e-6f;
 
 static void mt_latent_norm_forward(const mt_model *m, void *y, float *rstd, void *latent, int64_t column, mt_weight w,
                                    int64_t rank) {
-    m->ops->rmsnorm_forward(y, rstd, mt_at(m, latent, column), w.w, m->rows, 1, rank, rank, mt_latent_width(m->options),
-                            mt_latent_epsilon, m->dtype, m->stream);
+    mt_norm_args a = {.T = m->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .y = y, .rstd = rstd};
+    a.x_stride = mt_latent_width(m->options), a.y_stride = rank, a.eps = mt_latent_epsilon;
+    m->ops->rmsnorm_forward(&a, m->dtype, m->stream);
 }
 
-static void mt_latent_norm_backward(const mt_model *m, void *dlatent, const void *dy, const float *rstd, void *latent,
+static void mt_latent_norm_backward(const mt_model *m, void *dlatent, const void *dy, float *rstd, void *latent,
                                     int64_t column, mt_weight w, int64_t rank) {
-    int64_t width = mt_latent_width(m->options);
-    m->ops->rmsnorm_backward(mt_at(m, dlatent, column), w.dw, dy, NULL, mt_at(m, latent, column), w.w, rstd, m->rows, 1,
-                             rank, width, rank, width, m->dtype, m->stream);
+    mt_norm_args a = {.T = m->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .rstd = rstd};
+    a.dy = dy, a.dx = mt_at(m, dlatent, column), a.dw = w.dw;
+    a.x_stride = a.dx_stride = mt_latent_width(m->options), a.dy_stride = rank;
+    m->ops->rmsnorm_backward(&a, m->dtype, m->stream);
+}
+
+/* The rope channels of a token's key, which all heads share; and the heads. */
+static mt_rope_args mt_latent_rope(const mt_model *m) {
+    int64_t R = m->rotary_dim;
+    return (mt_rope_args){.T = m->rows, .H = 1, .D = R, .rotation = mt_model_rotation(m, m->first_row)};
+}
+
+static mt_latent_heads_args mt_latent_heads(const mt_model *m) {
+    return (mt_latent_heads_args){
+        .T = m->T, .H = m->H, .N = m->options->qk_head_dim, .Dv = m->Dv, .rotation = mt_model_rotation(m, 0)};
 }
 
 /* input_normed -> q, k and v, ready. */
@@ -5521,7 +5551,7 @@ static void mt_latent_qkv_forward(const mt_model *m, const mt_layer *w, mt_activ
     const mt_options *o = m->options;
     const mt_ops *ops = m->ops;
     const mt_layer_scratch *s = &m->scratch;
-    int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
+    int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, R = m->rotary_dim;
     int64_t width = mt_latent_width(o);
     mt_qkv_view view = mt_view_qkv(m, a->qkv, NULL);
     mt_linear_forward(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .y = a->latent});
@@ -5529,12 +5559,13 @@ static void mt_latent_qkv_forward(const mt_model *m, const mt_layer *w, mt_activ
     mt_linear_forward(&m->tp, &w->q_b, &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .y = view.q});
     mt_latent_norm_forward(m, a->kv_latent, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm, kv_rank);
     mt_linear_forward(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .y = s->kv});
-    ops->rope_forward(s->k_rope, mt_at(m, a->latent, q_rank + kv_rank), m->rope_cos, m->rope_sin,
-                      m->positions + m->first_row, m->rows, 1, R, R, R, width, o->rotary_interleaved, m->dtype,
-                      m->stream);
-    const void *k_rope = mt_region_enter_forward(&m->tp, s->k_rope, R, m->stream);
-    ops->latent_heads_forward(view.q, view.k, view.v, s->kv, k_rope, m->rope_cos, m->rope_sin, m->positions, m->T, m->H,
-                              N, R, m->Dv, o->rotary_interleaved, m->dtype, m->stream);
+    mt_rope_args rope = mt_latent_rope(m);
+    rope.x = mt_at(m, a->latent, q_rank + kv_rank), rope.x_stride = width, rope.y = s->k_rope, rope.y_stride = R;
+    ops->rope_forward(&rope, m->dtype, m->stream);
+    mt_latent_heads_args heads = mt_latent_heads(m);
+    heads.k_rope = mt_region_enter_forward(&m->tp, s->k_rope, R, m->stream);
+    heads.q = view.q, heads.kv = s->kv, heads.k = view.k, heads.v = view.v;
+    ops->latent_heads_forward(&heads, m->dtype, m->stream);
 }
 
 /* The gradient of the queries, dq, to that of their latent in scratch.dlatent or, where they have none, of input_normed
@@ -5559,12 +5590,14 @@ static void mt_latent_qkv_backward(const mt_model *m, mt_layer *w, mt_activation
     int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
     int64_t width = mt_latent_width(o), kv_width = m->H * (N + m->Dv);
     mt_qkv_view d = mt_view_qkv(m, s->wide, NULL), kept = mt_view_qkv(m, a->qkv, NULL);
-    ops->latent_heads_backward(d.q, s->kv, mt_region_partial(&m->tp, s->k_rope), d.k, d.v, m->rope_cos, m->rope_sin,
-                               m->positions, m->T, m->H, N, R, m->Dv, o->rotary_interleaved, m->dtype, m->stream);
+    mt_latent_heads_args heads = mt_latent_heads(m);
+    heads.dq = d.q, heads.dk = d.k, heads.dv = d.v;
+    heads.dkv = s->kv, heads.dk_rope = mt_region_partial(&m->tp, s->k_rope);
+    ops->latent_heads_backward(&heads, m->dtype, m->stream);
     mt_region_enter_backward(&m->tp, s->k_rope, m->tp.partial, R, m->stream);
-    ops->rope_backward(mt_at(m, s->dlatent, q_rank + kv_rank), s->k_rope, m->rope_cos, m->rope_sin,
-                       m->positions + m->first_row, m->rows, 1, R, R, width, R, o->rotary_interleaved, m->dtype,
-                       m->stream);
+    mt_rope_args rope = mt_latent_rope(m);
+    rope.x = s->k_rope, rope.x_stride = R, rope.y = mt_at(m, s->dlatent, q_rank + kv_rank), rope.y_stride = width;
+    ops->rope_backward(&rope, m->dtype, m->stream);
     mt_linear_backward(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = s->kv, .dx = s->latent_normed},
                        parts);
     mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm,
@@ -5595,15 +5628,14 @@ static void mt_latent_qkv_backward_weight(const mt_model *m, mt_layer *w, const 
 /* ---- the block */
 
 /* Generation: new keys and values go to their cache rows, and attention reads the cache instead. */
-static void mt_cache_update(const mt_model *m, int64_t layer, mt_qkv_view *view, mt_attention *shape) {
+static void mt_cache_update(const mt_model *m, int64_t layer, mt_attention *call) {
     int64_t k_width = m->G * m->D, v_width = m->G * m->Dv;
-    m->ops->scatter_rows(m->k_cache[layer], view->k, m->cache_rows, m->T, k_width, k_width, view->qk_stride, m->dtype,
+    m->ops->scatter_rows(m->k_cache[layer], call->k, m->cache_rows, m->T, k_width, k_width, call->k_stride, m->dtype,
                          m->stream);
-    m->ops->scatter_rows(m->v_cache[layer], view->v, m->cache_rows, m->T, v_width, v_width, view->v_stride, m->dtype,
+    m->ops->scatter_rows(m->v_cache[layer], call->v, m->cache_rows, m->T, v_width, v_width, call->v_stride, m->dtype,
                          m->stream);
-    view->k = m->k_cache[layer];
-    view->v = m->v_cache[layer];
-    shape->k_stride = k_width, shape->v_stride = v_width;
+    call->k = m->k_cache[layer], call->k_stride = k_width;
+    call->v = m->v_cache[layer], call->v_stride = v_width;
 }
 
 /* middle = input + dropout(attention(norm(input))), from input_normed on, to the MLP's norm of it. `decode` attends
@@ -5616,13 +5648,12 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
         mt_linear_forward(&m->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .y = a->qkv});
         mt_qk_forward(m, w, a);
     }
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
-    mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
-    if (decode) mt_cache_update(m, layer, &view, &shape);
+    mt_attention call = mt_attention_call(m, layer, a);
+    if (decode) mt_cache_update(m, layer, &call);
     if (m->context)
-        mt_context_attention_forward(m->context, a->attended, a->lse, view.q, view.k, view.v, &shape, m->stream);
+        mt_context_attention_forward(m->context, &call, m->stream);
     else
-        m->ops->attention_forward(a->attended, a->lse, view.q, view.k, view.v, &m->spans, &shape, m->dtype, m->stream);
+        m->ops->attention_forward(&call, m->dtype, m->stream);
     mt_linear_forward(&m->tp, &w->o, &(mt_linear_io){.x = a->attended, .y = m->scratch.hidden});
     mt_norm mlp_norm = {w->mlp_norm, w->mlp_norm_bias, a->mlp_normed, a->mlp_mean, a->mlp_rstd};
     mt_residual_forward(m, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, &mlp_norm);
@@ -5636,14 +5667,13 @@ static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activatio
     const void *dout = mt_residual_backward(m, w->number, MT_DROP_ATTENTION_OUT);
     mt_linear_backward(&m->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->active}, parts);
 
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk), d = mt_view_qkv(m, s->wide, s->dqk);
-    mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
+    mt_qkv_view d = mt_view_qkv(m, s->wide, s->dqk);
+    mt_attention call = mt_attention_call(m, layer, a);
+    call.dq = d.q, call.dk = d.k, call.dv = d.v, call.row_dot = s->row_dot, call.dout = s->active;
     if (m->context)
-        mt_context_attention_backward(m->context, d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v,
-                                      a->attended, a->lse, &shape, m->stream);
+        mt_context_attention_backward(m->context, &call, m->stream);
     else
-        m->ops->attention_backward(d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v, a->attended, a->lse,
-                                   &m->spans, &shape, m->dtype, m->stream);
+        m->ops->attention_backward(&call, m->dtype, m->stream);
     if (m->options->multi_latent_attention) {
         mt_latent_qkv_backward(m, w, a, parts);
     } else {
@@ -6440,15 +6470,6 @@ struct mt_context {
     float *wide;
 };
 
-/* What attention works on: the operands of attention_forward and attention_backward under their names. */
-typedef struct mt_context_call {
-    void *out, *dq, *dk, *dv;
-    float *lse, *row_dot;
-    const void *q, *k, *v, *dout;
-    mt_attention shape;
-    mt_stream *stream;
-} mt_context_call;
-
 /* A pointer `elements` into a buffer of the plan's type. */
 static void *mt_context_at(const mt_context *c, const void *base, int64_t elements) {
     return (char *)base + elements * mt_dtype_size(c->plan.dtype);
@@ -6638,24 +6659,24 @@ static void mt_context_copy_rows(const mt_context *c, void *to, int64_t to_strid
 }
 
 /* Keys and values of this rank, side by side, as they travel: [M, G D + G Dv]. */
-static void mt_context_pack_kv(const mt_context *c, const mt_context_call *call) {
-    const mt_attention *s = &call->shape;
-    int64_t k_width = s->num_groups * s->head_size, v_width = s->num_groups * s->value_size, kv = k_width + v_width;
-    mt_context_copy_rows(c, c->kv[0], kv, call->k, s->k_stride, c->M, k_width, call->stream);
-    mt_context_copy_rows(c, mt_context_at(c, c->kv[0], k_width), kv, call->v, s->v_stride, c->M, v_width, call->stream);
+static void mt_context_pack_kv(const mt_context *c, const mt_attention *call, mt_stream *stream) {
+    int64_t k_width = call->num_groups * call->head_size, v_width = call->num_groups * call->value_size;
+    int64_t kv = k_width + v_width;
+    mt_context_copy_rows(c, c->kv[0], kv, call->k, call->k_stride, c->M, k_width, stream);
+    mt_context_copy_rows(c, mt_context_at(c, c->kv[0], k_width), kv, call->v, call->v_stride, c->M, v_width, stream);
 }
 
 /* Summed gradients of this rank's keys and values go where the caller wants them. */
-static void mt_context_store_dkv(const mt_context *c, const mt_context_call *call, const float *sum) {
-    const mt_attention *s = &call->shape;
-    int64_t k_width = s->num_groups * s->head_size, v_width = s->num_groups * s->value_size, kv = k_width + v_width;
+static void mt_context_store_dkv(const mt_context *c, const mt_attention *call, const float *sum, mt_stream *stream) {
+    int64_t k_width = call->num_groups * call->head_size, v_width = call->num_groups * call->value_size;
+    int64_t kv = k_width + v_width;
     const void *rounded = sum;
     if (c->plan.dtype != MT_F32) {
-        c->ops->convert(c->dkv_part, c->plan.dtype, sum, MT_F32, c->M * kv, call->stream);
+        c->ops->convert(c->dkv_part, c->plan.dtype, sum, MT_F32, c->M * kv, stream);
         rounded = c->dkv_part;
     }
-    mt_context_copy_rows(c, call->dk, s->k_stride, rounded, kv, c->M, k_width, call->stream);
-    mt_context_copy_rows(c, call->dv, s->v_stride, mt_context_at(c, rounded, k_width), kv, c->M, v_width, call->stream);
+    mt_context_copy_rows(c, call->dk, call->k_stride, rounded, kv, c->M, k_width, stream);
+    mt_context_copy_rows(c, call->dv, call->v_stride, mt_context_at(c, rounded, k_width), kv, c->M, v_width, stream);
 }
 
 /* ---- p2p: keys and values go round the ring (Liu et al., "Ring attention with blockwise transformers"; the zig-zag of
@@ -6674,109 +6695,101 @@ static void mt_ring_shift_end(const mt_context *c, const mt_ring_shift *shift, m
     c->ops->channel_wait(shift->to, shift->sent, stream);
 }
 
-/* The spans of step i, whose keys and values are in kv[i % 2]; `shape` becomes theirs. */
-static const mt_spans *mt_ring_step(const mt_context *c, int64_t i, mt_attention *shape) {
+/* The part of a call that step i of the ring computes: its spans, and keys and values in kv[i % 2]. */
+static mt_attention mt_ring_step(const mt_context *c, int64_t i, const mt_attention *call) {
     int64_t P = c->plan.ring->size, r = c->plan.ring->rank, source = (r + P - i) % P;
-    shape->k_stride = shape->v_stride = shape->num_groups * (shape->head_size + shape->value_size);
-    shape->k_index = c->index + source * c->M;
-    shape->q_index = c->index + r * c->M;
-    return &c->lists[mt_ring_list_of(r, source)];
+    mt_attention step = *call;
+    step.k = c->kv[i % 2], step.v = mt_context_at(c, step.k, call->num_groups * call->head_size);
+    step.k_stride = step.v_stride = call->num_groups * (call->head_size + call->value_size);
+    step.k_index = c->index + source * c->M;
+    step.q_index = c->index + r * c->M;
+    step.spans = c->lists[mt_ring_list_of(r, source)];
+    return step;
 }
 
-static void mt_ring_forward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_ring_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
-    int64_t P = c->plan.ring->size, H = shape.num_heads, Dv = shape.value_size,
-            k_width = shape.num_groups * shape.head_size;
+    int64_t P = c->plan.ring->size, H = call->num_heads, Dv = call->value_size;
     float *sum = dtype == MT_F32 ? call->out : c->sum;
-    MT_CHECK(shape.window == 0 && shape.out_stride == H * Dv);
-    mt_context_pack_kv(c, call);
+    MT_CHECK(call->window == 0 && call->out_stride == H * Dv);
+    mt_context_pack_kv(c, call, stream);
     for (int64_t i = 0; i < P; i++) {
-        const mt_spans *spans = mt_ring_step(c, i, &shape);
-        void *kv = c->kv[i % 2];
+        mt_attention step = mt_ring_step(c, i, call);
+        step.out = c->part, step.lse = c->part_lse;
         if (i + 1 < P)
-            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], kv, c->M * shape.k_stride, dtype, call->stream);
-        c->ops->attention_forward(c->part, c->part_lse, call->q, kv, mt_context_at(c, kv, k_width), spans, &shape,
-                                  dtype, call->stream);
-        c->ops->attention_merge(sum, call->lse, c->part, c->part_lse, spans, H, Dv, i == 0, dtype, call->stream);
-        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, call->stream);
+            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], step.k, c->M * step.k_stride, dtype, stream);
+        c->ops->attention_forward(&step, dtype, stream);
+        c->ops->attention_merge(sum, call->lse, c->part, c->part_lse, &step.spans, H, Dv, i == 0, dtype, stream);
+        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, stream);
     }
-    if (dtype != MT_F32) c->ops->convert(call->out, dtype, sum, MT_F32, c->M * H * Dv, call->stream);
+    if (dtype != MT_F32) c->ops->convert(call->out, dtype, sum, MT_F32, c->M * H * Dv, stream);
 }
 
 /* With the final lse, a block's probabilities are right at once, so each block gives its part of every gradient. The
  * sums of dk and dv travel one step behind their keys and values and end, after P steps, where these began. dq is a
  * block's part until its own sum is stored there. */
-static void mt_ring_backward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_ring_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
-    int64_t P = c->plan.ring->size, q_width = shape.num_heads * shape.head_size;
-    int64_t k_width = shape.num_groups * shape.head_size;
-    mt_context_pack_kv(c, call);
+    int64_t P = c->plan.ring->size, q_width = call->num_heads * call->head_size;
+    mt_context_pack_kv(c, call, stream);
     for (int64_t i = 0; i < P; i++) {
-        const mt_spans *spans = mt_ring_step(c, i, &shape);
-        void *kv = c->kv[i % 2];
+        mt_attention step = mt_ring_step(c, i, call);
+        int64_t kv = step.k_stride;
         float *dkv = c->dkv_sum[i % 2];
-        if (i + 1 < P)
-            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], kv, c->M * shape.k_stride, dtype, call->stream);
-        c->ops->attention_backward(call->dq, c->dkv_part, mt_context_at(c, c->dkv_part, k_width), call->row_dot,
-                                   call->dout, call->q, kv, mt_context_at(c, kv, k_width), call->out, call->lse, spans,
-                                   &shape, dtype, call->stream);
-        c->ops->accumulate_rows(c->sum, call->dq, spans, false, q_width, shape.q_stride, i == 0, dtype, call->stream);
-        if (i > 0) mt_ring_shift_end(c, &c->sum_shift, call->stream);
-        c->ops->accumulate_rows(dkv, c->dkv_part, spans, true, shape.k_stride, shape.k_stride, i == 0, dtype,
-                                call->stream);
-        mt_ring_shift_begin(c, &c->sum_shift, c->dkv_sum[(i + 1) % 2], dkv, c->M * shape.k_stride, MT_F32,
-                            call->stream);
-        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, call->stream);
+        step.dk = c->dkv_part, step.dv = mt_context_at(c, c->dkv_part, call->num_groups * call->head_size);
+        if (i + 1 < P) mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], step.k, c->M * kv, dtype, stream);
+        c->ops->attention_backward(&step, dtype, stream);
+        c->ops->accumulate_rows(c->sum, call->dq, &step.spans, false, q_width, call->q_stride, i == 0, dtype, stream);
+        if (i > 0) mt_ring_shift_end(c, &c->sum_shift, stream);
+        c->ops->accumulate_rows(dkv, c->dkv_part, &step.spans, true, kv, kv, i == 0, dtype, stream);
+        mt_ring_shift_begin(c, &c->sum_shift, c->dkv_sum[(i + 1) % 2], dkv, c->M * kv, MT_F32, stream);
+        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, stream);
     }
-    mt_ring_shift_end(c, &c->sum_shift, call->stream);
-    mt_context_store_dkv(c, call, c->dkv_sum[P % 2]);
+    mt_ring_shift_end(c, &c->sum_shift, stream);
+    mt_context_store_dkv(c, call, c->dkv_sum[P % 2], stream);
     const void *rounded = c->sum;
     if (dtype != MT_F32) {
-        c->ops->convert(c->part, dtype, c->sum, MT_F32, c->M * q_width, call->stream);
+        c->ops->convert(c->part, dtype, c->sum, MT_F32, c->M * q_width, stream);
         rounded = c->part;
     }
-    mt_context_copy_rows(c, call->dq, shape.q_stride, rounded, q_width, c->M, q_width, call->stream);
+    mt_context_copy_rows(c, call->dq, call->q_stride, rounded, q_width, c->M, q_width, stream);
 }
 
 /* ---- all_gather: every rank gets all keys and values (Llama 3's way: Grattafiori et al., "The Llama 3 herd of
  * models") */
 
-/* Keys and values of all ranks in order of position; `shape` becomes theirs. Local queries keep their own index. */
-static void mt_gather_kv(mt_context *c, const mt_context_call *call, mt_attention *shape) {
-    int64_t kv = shape->num_groups * (shape->head_size + shape->value_size);
-    mt_context_pack_kv(c, call);
-    c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, call->stream);
-    c->ops->scatter_rows(c->ordered, c->gathered, c->rows, c->N, kv, kv, kv, c->plan.dtype, call->stream);
-    shape->k_stride = shape->v_stride = kv;
-    shape->k_index = c->index;
+/* The call with the keys and values of all ranks, in order of position. Local queries keep their own index. */
+static mt_attention mt_gather_kv(mt_context *c, const mt_attention *call, mt_stream *stream) {
+    int64_t k_width = call->num_groups * call->head_size, kv = k_width + call->num_groups * call->value_size;
+    mt_context_pack_kv(c, call, stream);
+    c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, stream);
+    c->ops->scatter_rows(c->ordered, c->gathered, c->rows, c->N, kv, kv, kv, c->plan.dtype, stream);
+    mt_attention whole = *call;
+    whole.k = c->ordered, whole.v = mt_context_at(c, c->ordered, k_width);
+    whole.k_stride = whole.v_stride = kv;
+    whole.k_index = c->index;
+    whole.spans = c->lists[MT_CONTEXT_WHOLE];
+    return whole;
 }
 
-static void mt_gather_forward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
-    int64_t k_width = shape.num_groups * shape.head_size;
-    mt_gather_kv(c, call, &shape);
-    c->ops->attention_forward(call->out, call->lse, call->q, c->ordered, mt_context_at(c, c->ordered, k_width),
-                              &c->lists[MT_CONTEXT_WHOLE], &shape, c->plan.dtype, call->stream);
+static void mt_gather_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
+    mt_attention whole = mt_gather_kv(c, call, stream);
+    c->ops->attention_forward(&whole, c->plan.dtype, stream);
 }
 
 /* Every rank has a part of the gradient of every key and value; their sum goes to the rank that owns them. */
-static void mt_gather_backward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_gather_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
-    int64_t k_width = shape.num_groups * shape.head_size;
-    mt_gather_kv(c, call, &shape);
-    int64_t kv = shape.k_stride, all = c->N * kv;
-    c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), call->stream); // late keys are in no span here
-    c->ops->attention_backward(call->dq, c->dkv_ordered, mt_context_at(c, c->dkv_ordered, k_width), call->row_dot,
-                               call->dout, call->q, c->ordered, mt_context_at(c, c->ordered, k_width), call->out,
-                               call->lse, &c->lists[MT_CONTEXT_WHOLE], &shape, dtype, call->stream);
-    c->ops->gather_rows(c->gathered, c->dkv_ordered, c->rows, c->N, kv, kv, kv, dtype, call->stream);
-    if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, call->stream);
+    mt_attention whole = mt_gather_kv(c, call, stream);
+    int64_t kv = whole.k_stride, all = c->N * kv;
+    whole.dk = c->dkv_ordered, whole.dv = mt_context_at(c, c->dkv_ordered, call->num_groups * call->head_size);
+    c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), stream); // late keys are in no span here
+    c->ops->attention_backward(&whole, dtype, stream);
+    c->ops->gather_rows(c->gathered, c->dkv_ordered, c->rows, c->N, kv, kv, kv, dtype, stream);
+    if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, stream);
     c->ops->reduce_scatter(c->dkv_sum[0], dtype == MT_F32 ? c->gathered : c->wide, c->M * kv, MT_F32, c->plan.ring,
-                           call->stream);
-    mt_context_store_dkv(c, call, c->dkv_sum[0]);
+                           stream);
+    mt_context_store_dkv(c, call, c->dkv_sum[0], stream);
 }
 
 /* ---- a2a: tokens for heads, and back (Jacobs et al., "DeepSpeed Ulysses") */
@@ -6804,77 +6817,75 @@ static void mt_a2a_to_tokens(mt_context *c, void *to, int64_t to_stride, const v
                              mt_context_at(c, c->receive, a * c->T * share), share, c->T, share, stream);
 }
 
-/* The call as this rank makes it for its share of the heads, with q, k, v of all tokens of the group. */
-static mt_context_call mt_a2a_begin(mt_context *c, const mt_context_call *call) {
-    const mt_attention *s = &call->shape;
-    int64_t A = c->plan.a2a->size, H = s->num_heads, G = s->num_groups, D = s->head_size, Dv = s->value_size;
-    mt_a2a_to_heads(c, c->q, call->q, s->q_stride, H * D, call->stream);
-    mt_a2a_to_heads(c, c->k, call->k, s->k_stride, G * D, call->stream);
-    mt_a2a_to_heads(c, c->v, call->v, s->v_stride, G * Dv, call->stream);
-    mt_context_call inner = {.out = c->out, .dq = c->dq, .dk = c->dk, .dv = c->dv, .dout = c->dout};
-    inner.lse = call->lse, inner.row_dot = call->row_dot; // M rows of H / A heads are T rows of H
-    inner.q = c->q, inner.k = c->k, inner.v = c->v, inner.stream = call->stream;
-    inner.shape = *s;
-    inner.shape.num_heads = H / A, inner.shape.num_groups = G / A;
-    inner.shape.q_stride = H / A * D, inner.shape.k_stride = G / A * D;
-    inner.shape.v_stride = G / A * Dv, inner.shape.out_stride = H / A * Dv;
-    inner.shape.first_head = s->first_head + c->plan.a2a->rank * (H / A);
+/* The call as this rank makes it for its share of the heads, with q, k, v of all tokens of the group. lse and row_dot
+ * stay where they are: M rows of H / A heads are T rows of H. */
+static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_stream *stream) {
+    int64_t A = c->plan.a2a->size, H = call->num_heads, G = call->num_groups;
+    int64_t D = call->head_size, Dv = call->value_size;
+    mt_a2a_to_heads(c, c->q, call->q, call->q_stride, H * D, stream);
+    mt_a2a_to_heads(c, c->k, call->k, call->k_stride, G * D, stream);
+    mt_a2a_to_heads(c, c->v, call->v, call->v_stride, G * Dv, stream);
+    mt_attention inner = *call;
+    inner.q = c->q, inner.k = c->k, inner.v = c->v, inner.out = c->out;
+    inner.dq = c->dq, inner.dk = c->dk, inner.dv = c->dv, inner.dout = c->dout;
+    inner.num_heads = H / A, inner.num_groups = G / A;
+    inner.q_stride = H / A * D, inner.k_stride = G / A * D;
+    inner.v_stride = G / A * Dv, inner.out_stride = H / A * Dv;
+    inner.first_head = call->first_head + c->plan.a2a->rank * (H / A);
     return inner;
 }
 
 /* ---- the four ways */
 
-static void mt_context_forward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+/* The call where this rank has all tokens of the sequences. */
+static mt_attention mt_context_whole(const mt_context *c, const mt_attention *call) {
+    mt_attention whole = *call;
+    whole.q_index = whole.k_index = c->index;
+    whole.spans = c->lists[MT_CONTEXT_WHOLE];
+    return whole;
+}
+
+static void mt_context_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     if (c->plan.ring->size > 1) {
-        c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_forward(c, call) : mt_ring_forward(c, call);
+        (c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_forward : mt_ring_forward)(c, call, stream);
         return;
     }
-    shape.q_index = shape.k_index = c->index;
-    c->ops->attention_forward(call->out, call->lse, call->q, call->k, call->v, &c->lists[MT_CONTEXT_WHOLE], &shape,
-                              c->plan.dtype, call->stream);
+    mt_attention whole = mt_context_whole(c, call);
+    c->ops->attention_forward(&whole, c->plan.dtype, stream);
 }
 
-static void mt_context_backward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_context_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     if (c->plan.ring->size > 1) {
-        c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_backward(c, call) : mt_ring_backward(c, call);
+        (c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_backward : mt_ring_backward)(c, call, stream);
         return;
     }
-    shape.q_index = shape.k_index = c->index;
-    c->ops->attention_backward(call->dq, call->dk, call->dv, call->row_dot, call->dout, call->q, call->k, call->v,
-                               call->out, call->lse, &c->lists[MT_CONTEXT_WHOLE], &shape, c->plan.dtype, call->stream);
+    mt_attention whole = mt_context_whole(c, call);
+    c->ops->attention_backward(&whole, c->plan.dtype, stream);
 }
 
-void mt_context_attention_forward(mt_context *c, void *out, float *lse, const void *q, const void *k, const void *v,
-                                  const mt_attention *shape, mt_stream *stream) {
-    mt_context_call call = {.out = out, .lse = lse, .q = q, .k = k, .v = v, .shape = *shape, .stream = stream};
+void mt_context_attention_forward(mt_context *c, const mt_attention *a, mt_stream *stream) {
     if (c->plan.a2a->size == 1) {
-        mt_context_forward(c, &call);
+        mt_context_forward(c, a, stream);
         return;
     }
-    mt_context_call inner = mt_a2a_begin(c, &call);
-    mt_context_forward(c, &inner);
-    mt_a2a_to_tokens(c, out, shape->out_stride, c->out, shape->num_heads * shape->value_size, stream);
+    mt_attention inner = mt_a2a_begin(c, a, stream);
+    mt_context_forward(c, &inner, stream);
+    mt_a2a_to_tokens(c, a->out, a->out_stride, c->out, a->num_heads * a->value_size, stream);
 }
 
-void mt_context_attention_backward(mt_context *c, void *dq, void *dk, void *dv, float *row_dot, const void *dout,
-                                   const void *q, const void *k, const void *v, const void *out, const float *lse,
-                                   const mt_attention *shape, mt_stream *stream) {
-    mt_context_call call = {.dq = dq, .dk = dk, .dv = dv, .row_dot = row_dot, .dout = dout, .q = q, .k = k, .v = v};
-    call.out = (void *)out, call.lse = (float *)lse, call.shape = *shape, call.stream = stream;
+void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stream *stream) {
     if (c->plan.a2a->size == 1) {
-        mt_context_backward(c, &call);
+        mt_context_backward(c, a, stream);
         return;
     }
-    int64_t H = shape->num_heads, G = shape->num_groups, D = shape->head_size, Dv = shape->value_size;
-    mt_context_call inner = mt_a2a_begin(c, &call);
-    mt_a2a_to_heads(c, c->out, out, shape->out_stride, H * Dv, stream);
-    mt_a2a_to_heads(c, c->dout, dout, shape->out_stride, H * Dv, stream);
-    mt_context_backward(c, &inner);
-    mt_a2a_to_tokens(c, dq, shape->q_stride, c->dq, H * D, stream);
-    mt_a2a_to_tokens(c, dk, shape->k_stride, c->dk, G * D, stream);
-    mt_a2a_to_tokens(c, dv, shape->v_stride, c->dv, G * Dv, stream);
+    int64_t H = a->num_heads, G = a->num_groups, D = a->head_size, Dv = a->value_size;
+    mt_attention inner = mt_a2a_begin(c, a, stream);
+    mt_a2a_to_heads(c, c->out, a->out, a->out_stride, H * Dv, stream);
+    mt_a2a_to_heads(c, c->dout, a->dout, a->out_stride, H * Dv, stream);
+    mt_context_backward(c, &inner, stream);
+    mt_a2a_to_tokens(c, a->dq, a->q_stride, c->dq, H * D, stream);
+    mt_a2a_to_tokens(c, a->dk, a->k_stride, c->dk, G * D, stream);
+    mt_a2a_to_tokens(c, a->dv, a->v_stride, c->dv, G * Dv, stream);
 }
 
 /* ==== §10 the model ============================================================================================== */
@@ -7283,120 +7294,27 @@ static mt_layer *mt_layer_find(mt_model *m, int64_t number) {
     return layer;
 }
 
-/* Which bucket holds what. */
+/* Finds the bucket of every unit. */
 static void mt_buckets_find(mt_model *m) {
     bool tied = !m->options->untie_embeddings_and_output_weights;
     m->word_bucket = m->position_bucket = m->head_bucket = m->output_bucket = -1;
-    for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        if (param->role == MT_INPUT_NORM) mt_layer_find(m, param->layer)->bucket = param->bucket;
-        if (param->role == MT_EXPERT_DOWN) mt_layer_find(m, param->layer)->expert_bucket = param->bucket;
-        if (param->role == MT_WORD_EMBEDDING)
-            *(m->has_embedding || !tied ? &m->word_bucket : &m->head_bucket) = param->bucket;
-        if (param->role == MT_POSITION_EMBEDDING) m->position_bucket = param->bucket;
-        if (param->role == MT_LM_HEAD) m->head_bucket = param->bucket;
-        if (param->role == MT_FINAL_NORM) m->output_bucket = param->bucket;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        const mt_param *param = &m->params[m->buckets[i].first_param];
+        if (param->unit == MT_UNIT_WORDS) *(m->has_embedding || !tied ? &m->word_bucket : &m->head_bucket) = i;
+        if (param->unit == MT_UNIT_POSITIONS) m->position_bucket = i;
+        if (param->unit == MT_UNIT_LAYER) mt_layer_find(m, param->layer)->bucket = i;
+        if (param->unit == MT_UNIT_EXPERTS) mt_layer_find(m, param->layer)->expert_bucket = i;
+        if (param->unit == MT_UNIT_OUTPUT) m->output_bucket = i;
     }
+    if (!tied) m->head_bucket = m->output_bucket;
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
 }
 
-/* Where it finds one of multi-token prediction. */
-static mt_weight *mt_mtp_weight(mt_layer *layer, mt_role role) {
-    switch (role) {
-    case MT_MTP_EMBEDDING_NORM:
-        return &layer->mtp_embedding_norm;
-    case MT_MTP_HIDDEN_NORM:
-        return &layer->mtp_hidden_norm;
-    case MT_MTP_PROJECTION:
-        return &layer->mtp_projection.weight;
-    case MT_MTP_FINAL_NORM:
-        return &layer->mtp_final_norm;
-    default:
-        return NULL;
-    }
-}
-
-/* Where it finds one of latent attention, of a shared expert's gate, or of multi-token prediction. */
-static mt_weight *mt_latent_weight(const mt_model *m, mt_layer *layer, mt_role role) {
-    switch (role) {
-    case MT_Q_A:
-        return &layer->latent.weight;
-    case MT_KV_A:
-        return m->options->q_lora_rank > 0 ? NULL : &layer->latent.weight; // follows q_a
-    case MT_Q_B:
-        return &layer->q_b.weight;
-    case MT_KV_B:
-        return &layer->kv_b.weight;
-    case MT_Q_A_NORM:
-        return &layer->q_a_norm;
-    case MT_KV_A_NORM:
-        return &layer->kv_a_norm;
-    case MT_SHARED_EXPERT_GATE:
-        return &layer->shared_gate.weight;
-    default:
-        return mt_mtp_weight(layer, role);
-    }
-}
-
-/* Where the model's code finds the parameter of a role: a fused matrix is found by its first row. */
-static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
-    mt_layer *layer = param->layer >= 0 ? mt_layer_find(m, param->layer) : NULL;
-    switch (param->role) {
-    case MT_WORD_EMBEDDING:
-        return m->word_bucket >= 0 ? &m->word_embedding : &m->lm_head.weight;
-    case MT_POSITION_EMBEDDING:
-        return &m->position_embedding;
-    case MT_FINAL_NORM:
-        return &m->final_norm;
-    case MT_FINAL_NORM_BIAS:
-        return &m->final_norm_bias;
-    case MT_LM_HEAD:
-        return &m->lm_head.weight;
-    case MT_ROUTER:
-        return &layer->router.weight;
-    case MT_ROUTER_BIAS:
-        return &layer->router_bias;
-    case MT_EXPERT_GATE: // the first one's begins them all
-        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_fc1.weight : NULL;
-    case MT_EXPERT_DOWN:
-        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_down.weight : NULL;
-    case MT_INPUT_NORM:
-        return &layer->input_norm;
-    case MT_INPUT_NORM_BIAS:
-        return &layer->input_norm_bias;
-    case MT_Q:
-        return m->options->multi_latent_attention ? &layer->q_b.weight : &layer->qkv.weight;
-    case MT_Q_BIAS:
-        return &layer->qkv.bias;
-    case MT_Q_NORM:
-        return &layer->q_norm;
-    case MT_K_NORM:
-        return &layer->k_norm;
-    case MT_O:
-        return &layer->o.weight;
-    case MT_O_BIAS:
-        return &layer->o.bias;
-    case MT_MLP_NORM:
-        return &layer->mlp_norm;
-    case MT_MLP_NORM_BIAS:
-        return &layer->mlp_norm_bias;
-    case MT_GATE:
-    case MT_SHARED_GATE:
-        return &layer->fc1.weight;
-    case MT_GATE_BIAS:
-        return &layer->fc1.bias;
-    case MT_UP:
-        return m->options->swiglu ? NULL : &layer->fc1.weight;
-    case MT_UP_BIAS:
-        return m->options->swiglu ? NULL : &layer->fc1.bias;
-    case MT_DOWN:
-    case MT_SHARED_DOWN:
-        return &layer->down.weight;
-    case MT_DOWN_BIAS:
-        return &layer->down.bias;
-    default:
-        return mt_latent_weight(m, layer, param->role); // k and v follow q
-    }
+/* Where the model's code finds a parameter; NULL if it continues the one before: both are one operand, which the first
+ * one's field points to. */
+static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
+    char *fields = param->layer >= 0 ? (char *)mt_layer_find(m, param->layer) : (char *)&m->outer;
+    return param->continues ? NULL : (mt_weight *)(void *)(fields + param->field);
 }
 
 /* Gives the model's code the pointers into a bucket, NULL where its values are not whole now. */
@@ -7404,12 +7322,12 @@ static void mt_bind_weights(mt_model *m, int64_t bucket) {
     const mt_bucket *b = &m->buckets[bucket];
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
-        mt_weight *weight = mt_model_weight(m, param);
+        mt_weight *weight = mt_param_weight(m, param);
         if (!weight) continue;
         weight->w = mt_inside(b->params, param->offset * mt_dtype_size(b->dtype));
         weight->dw = mt_inside(b->grads, param->offset * 4);
-        if (param->bucket == m->word_bucket && m->word_bucket == m->head_bucket)
-            m->lm_head.weight.w = weight->w, m->lm_head.weight.dw = weight->dw; // tied, and here
+        if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) // tied
+            m->outer.lm_head.weight.w = weight->w, m->outer.lm_head.weight.dw = weight->dw;
     }
 }
 
@@ -7566,7 +7484,7 @@ static mt_linear mt_linear_of(mt_linear_kind kind, int64_t N, int64_t K) {
 static void mt_model_linears(mt_model *m, const mt_options *o) {
     const mt_experts *e = &m->experts;
     int64_t q_input = o->q_lora_rank > 0 ? o->q_lora_rank : m->C, E = o->num_experts;
-    m->lm_head = mt_linear_of(MT_LINEAR_COLUMN, m->V, m->C);
+    m->outer.lm_head = mt_linear_of(MT_LINEAR_COLUMN, m->V, m->C);
     for (int64_t i = 0; i < m->num_layers; i++) {
         mt_layer *w = &m->layers[i];
         w->qkv = mt_linear_of(MT_LINEAR_COLUMN, mt_qkv_width(m), m->C);
@@ -8000,7 +7918,7 @@ static int64_t mt_mtp_word_bucket(const mt_model *m) {
 }
 
 static mt_weight mt_mtp_word_embedding(const mt_model *m) {
-    return m->word_bucket >= 0 ? m->word_embedding : m->lm_head.weight;
+    return m->word_bucket >= 0 ? m->outer.word_embedding : m->outer.lm_head.weight;
 }
 
 /* Which of the chunk's layers module k has, and of this rank's. */
@@ -8022,11 +7940,13 @@ static void mt_mtp_join_forward(mt_model *m, int64_t k, void *out) {
     const mt_layer *w = &m->layers[mt_mtp_layer(m, k)];
     mt_mtp_activations *a = &m->at->mtp[k];
     int64_t R = m->rows, C = m->C;
-    float eps = (float)m->options->norm_epsilon;
-    ops->rmsnorm_forward(a->joined, a->embedded_rstd, a->embedded, w->mtp_embedding_norm.w, R, 1, C, 2 * C, C, eps,
-                         m->dtype, m->stream);
-    ops->rmsnorm_forward(mt_at(m, a->joined, C), a->hidden_rstd, mt_mtp_hidden(m, k), w->mtp_hidden_norm.w, R, 1, C,
-                         2 * C, C, eps, m->dtype, m->stream);
+    mt_norm_args norm = {.T = R, .H = 1, .C = C, .x_stride = C, .y_stride = 2 * C};
+    norm.eps = (float)m->options->norm_epsilon;
+    norm.y = a->joined, norm.rstd = a->embedded_rstd, norm.x = a->embedded, norm.w = w->mtp_embedding_norm.w;
+    ops->rmsnorm_forward(&norm, m->dtype, m->stream);
+    norm.y = mt_at(m, a->joined, C), norm.rstd = a->hidden_rstd, norm.x = mt_mtp_hidden(m, k);
+    norm.w = w->mtp_hidden_norm.w;
+    ops->rmsnorm_forward(&norm, m->dtype, m->stream);
     mt_linear_forward(&m->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .y = out});
 }
 
@@ -8040,10 +7960,13 @@ static void mt_mtp_join_backward(mt_model *m, int64_t k) {
     int64_t R = m->rows, C = m->C;
     mt_linear_backward(&m->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .dy = residual, .dx = joined},
                        MT_PART_BOTH);
-    ops->rmsnorm_backward(m->mtp.dhidden, w->mtp_hidden_norm.dw, mt_at(m, joined, C), NULL, mt_mtp_hidden(m, k),
-                          w->mtp_hidden_norm.w, a->hidden_rstd, R, 1, C, C, 2 * C, C, m->dtype, m->stream);
-    ops->rmsnorm_backward(residual, w->mtp_embedding_norm.dw, joined, NULL, a->embedded, w->mtp_embedding_norm.w,
-                          a->embedded_rstd, R, 1, C, C, 2 * C, C, m->dtype, m->stream);
+    mt_norm_args norm = {.T = R, .H = 1, .C = C, .x_stride = C, .dx_stride = C, .dy_stride = 2 * C};
+    norm.dx = m->mtp.dhidden, norm.dw = w->mtp_hidden_norm.dw, norm.dy = mt_at(m, joined, C);
+    norm.x = mt_mtp_hidden(m, k), norm.w = w->mtp_hidden_norm.w, norm.rstd = a->hidden_rstd;
+    ops->rmsnorm_backward(&norm, m->dtype, m->stream);
+    norm.dx = residual, norm.dw = w->mtp_embedding_norm.dw, norm.dy = joined;
+    norm.x = a->embedded, norm.w = w->mtp_embedding_norm.w, norm.rstd = a->embedded_rstd;
+    ops->rmsnorm_backward(&norm, m->dtype, m->stream);
 }
 
 /* embedded = dropout(word embedding of the token that module k is told). */
@@ -8079,7 +8002,7 @@ static void mt_mtp_head_forward(mt_model *m, int64_t k) {
     mt_mtp_activations *a = &m->at->mtp[k];
     const mt_batch_block *batch = &m->at->batch;
     mt_bucket_acquire(m, m->head_bucket);
-    mt_linear_forward(&m->tp, &m->lm_head, &(mt_linear_io){.x = a->normed, .y = a->logits});
+    mt_linear_forward(&m->tp, &m->outer.lm_head, &(mt_linear_io){.x = a->normed, .y = a->logits});
     mt_bucket_release(m, m->head_bucket);
     mt_vocab_cross_entropy_forward(&m->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
                                    batch->mtp_labels + k * m->T, m->T, m->V, m->vocab_first, m->vocab_count);
@@ -8102,8 +8025,8 @@ static void mt_mtp_head_backward(mt_model *m, int64_t k) {
                                    m->stream);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
-    mt_linear_backward(&m->tp, &m->lm_head, &(mt_linear_io){.x = a->normed, .dy = a->logits, .dx = m->scratch.normed},
-                       MT_PART_BOTH);
+    mt_linear_backward(&m->tp, &m->outer.lm_head,
+                       &(mt_linear_io){.x = a->normed, .dy = a->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
     if (mt_mtp_word_bucket(m) != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
     mt_bucket_release(m, m->head_bucket);
     if (k + 1 < m->mtp.count) mt_mtp_add_dhidden(m);
@@ -8257,11 +8180,11 @@ static void mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole
 /* x[R, C] = dropout(word + position). */
 static void mt_embed_forward(mt_model *m, void *x) {
     mt_bucket_acquire(m, m->word_bucket);
-    mt_vocab_embedding_forward(&m->tp, x, m->tokens, m->word_embedding, m->C, m->vocab_first, m->V);
+    mt_vocab_embedding_forward(&m->tp, x, m->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
     mt_bucket_release(m, m->word_bucket);
     if (m->position_bucket >= 0) {
         mt_bucket_acquire(m, m->position_bucket);
-        m->ops->embedding_forward(x, m->positions + m->first_row, m->position_embedding.w, m->rows, m->C, 0,
+        m->ops->embedding_forward(x, m->positions + m->first_row, m->outer.position_embedding.w, m->rows, m->C, 0,
                                   m->options->max_position_embeddings, true, m->dtype, m->stream);
         mt_bucket_release(m, m->position_bucket);
     }
@@ -8278,12 +8201,12 @@ static void mt_embed_backward(mt_model *m, void *dx) {
                                      m->stream);
     if (m->position_bucket >= 0) {
         mt_bucket_gradients_acquire(m, m->position_bucket);
-        m->ops->embedding_backward(m->position_embedding.dw, dx, m->positions + m->first_row, m->rows, m->C, 0,
+        m->ops->embedding_backward(m->outer.position_embedding.dw, dx, m->positions + m->first_row, m->rows, m->C, 0,
                                    m->options->max_position_embeddings, m->dtype, m->stream);
         mt_bucket_gradients_release(m, m->position_bucket, m->last_backward);
     }
     mt_bucket_gradients_acquire(m, m->word_bucket);
-    mt_vocab_embedding_backward(&m->tp, dx, m->tokens, m->word_embedding, m->C, m->vocab_first, m->V);
+    mt_vocab_embedding_backward(&m->tp, dx, m->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
     mt_bucket_gradients_release(m, m->word_bucket, m->last_backward);
 }
 
@@ -8292,8 +8215,9 @@ static void mt_output_forward(mt_model *m, const void *x, int64_t rows) {
     mt_micro_batch *at = m->at;
     mt_bucket_acquire(m, m->output_bucket);
     if (m->head_bucket != m->output_bucket) mt_bucket_acquire(m, m->head_bucket);
-    mt_norm_forward(m, at->final_normed, at->final_mean, at->final_rstd, x, m->final_norm, m->final_norm_bias, rows);
-    mt_linear_forward(&m->tp, &m->lm_head, &(mt_linear_io){.x = at->final_normed, .y = at->logits});
+    mt_norm_forward(m, at->final_normed, at->final_mean, at->final_rstd, x, m->outer.final_norm,
+                    m->outer.final_norm_bias, rows);
+    mt_linear_forward(&m->tp, &m->outer.lm_head, &(mt_linear_io){.x = at->final_normed, .y = at->logits});
     if (m->head_bucket != m->output_bucket) mt_bucket_release(m, m->head_bucket);
     mt_bucket_release(m, m->output_bucket);
 }
@@ -8321,11 +8245,11 @@ static void mt_loss_backward(mt_model *m) {
     if (own_head) mt_bucket_acquire(m, m->head_bucket);
     if (own_head) mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
-    mt_linear_backward(&m->tp, &m->lm_head,
+    mt_linear_backward(&m->tp, &m->outer.lm_head,
                        &(mt_linear_io){.x = at->final_normed, .dy = at->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
     if (m->mtp.count > 0) mt_mtp_add_dhidden(m);
     mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->output, at->final_mean, at->final_rstd,
-                     m->final_norm, m->final_norm_bias, m->rows);
+                     m->outer.final_norm, m->outer.final_norm_bias, m->rows);
     mt_bucket_gradients_release(m, m->output_bucket, m->last_backward);
     if (own_head && m->head_bucket != m->word_bucket) mt_bucket_gradients_release(m, m->head_bucket, m->last_backward);
     if (own_head) mt_bucket_release(m, m->head_bucket);
@@ -8918,10 +8842,11 @@ static void mt_sharding_open(mt_model *m) {
         const mt_param *param = &m->params[i];
         mt_bucket *b = &m->buckets[param->bucket];
         mt_bucket_kind *kind = &s->progress[param->bucket].kind;
-        if (param->role == MT_WORD_EMBEDDING || param->role == MT_LM_HEAD) *kind = MT_BUCKET_VOCABULARY;
-        if (param->expert >= 0) *kind = MT_BUCKET_EXPERTS;
+        bool has_head = param->unit == MT_UNIT_OUTPUT && m->options->untie_embeddings_and_output_weights;
+        if (param->unit == MT_UNIT_WORDS || has_head) *kind = MT_BUCKET_VOCABULARY;
+        if (param->unit == MT_UNIT_EXPERTS) *kind = MT_BUCKET_EXPERTS;
         b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
-        b->trained = mt_param_is_trained(param);
+        b->trained = param->trained;
         b->dtype = b->trained ? m->dtype : MT_F32;
         b->strategy = b->trained && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
         m->num_trained_buckets = mt_max(m->num_trained_buckets, b->trained ? param->bucket + 1 : 0);
@@ -9084,8 +9009,7 @@ static void mt_params_changed(mt_model *m) {
 
 /* True for a matrix whose gradient comes from a product, or from one before anything else is added to it. */
 static bool mt_gradient_is_written(const mt_model *m, const mt_param *param) {
-    if (param->is_vector || param->role == MT_POSITION_EMBEDDING) return false;
-    return param->role != MT_WORD_EMBEDDING || param->bucket == m->head_bucket;
+    return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
 }
 
 /* Zeroes what is only ever added to, and the padding, which is little; the products write the rest. */
@@ -9104,10 +9028,10 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
 static void mt_bucket_accumulate(mt_model *m, int64_t bucket, bool accumulate) {
     const mt_bucket *b = &m->buckets[bucket];
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
-        mt_weight *weight = mt_model_weight(m, &m->params[i]);
+        mt_weight *weight = mt_param_weight(m, &m->params[i]);
         if (weight) weight->accumulate = accumulate;
     }
-    if (bucket == m->head_bucket) m->lm_head.weight.accumulate = accumulate;
+    if (bucket == m->head_bucket) m->outer.lm_head.weight.accumulate = accumulate;
 }
 
 void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
@@ -10119,55 +10043,6 @@ static int64_t mt_count_not_finite(const mt_part *part, int64_t at, const float 
     return count;
 }
 
-/* The options that decide on a parameter's rows, its columns, and whether it exists. */
-typedef struct mt_param_options {
-    const char *rows, *cols, *exists;
-} mt_param_options;
-
-static const mt_param_options mt_param_option[MT_NUM_ROLES] = {
-    [MT_WORD_EMBEDDING] = {"--vocab-size", "--hidden-size", NULL},
-    [MT_POSITION_EMBEDDING] = {"--max-position-embeddings", "--hidden-size", "--position-embedding-type"},
-    [MT_INPUT_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_INPUT_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_Q] = {"--num-attention-heads and --kv-channels", "--hidden-size", NULL},
-    [MT_K] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
-    [MT_V] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
-    [MT_Q_BIAS] = {"--num-attention-heads and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_K_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_V_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_Q_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
-    [MT_K_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
-    [MT_O] = {"--hidden-size", "--num-attention-heads and --kv-channels", NULL},
-    [MT_O_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
-    [MT_MLP_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_MLP_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_GATE] = {"--ffn-hidden-size", "--hidden-size", "--swiglu"},
-    [MT_GATE_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
-    [MT_UP] = {"--ffn-hidden-size", "--hidden-size", NULL},
-    [MT_UP_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
-    [MT_DOWN] = {"--hidden-size", "--ffn-hidden-size", NULL},
-    [MT_DOWN_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
-    [MT_FINAL_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_FINAL_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_LM_HEAD] = {"--vocab-size", "--hidden-size", "--untie-embeddings-and-output-weights"},
-    [MT_ROUTER] = {"--num-experts", "--hidden-size", "--moe-layer-freq"},
-    [MT_ROUTER_BIAS] = {"--num-experts", NULL, "--moe-router-enable-expert-bias"},
-    [MT_EXPERT_GATE] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
-    [MT_EXPERT_UP] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
-    [MT_EXPERT_DOWN] = {"--hidden-size", "--moe-ffn-hidden-size", "--num-experts"},
-    [MT_SHARED_GATE] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
-                        "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_UP] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
-                      "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_DOWN] = {"--hidden-size", "--moe-shared-expert-intermediate-size",
-                        "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_EXPERT_GATE] = {"--moe-shared-expert-gate", "--hidden-size", "--moe-shared-expert-gate"},
-    [MT_MTP_EMBEDDING_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-    [MT_MTP_HIDDEN_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-    [MT_MTP_PROJECTION] = {"--hidden-size", "--hidden-size", "--mtp-num-layers"},
-    [MT_MTP_FINAL_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-};
-
 /* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
 static int64_t mt_param_shape(const mt_param *param, int64_t shape[2]) {
     shape[0] = param->hf_transposed ? param->whole_cols : param->hf_rows_total;
@@ -10187,7 +10062,7 @@ static const char *mt_shape_print(char out[256], const int64_t *shape, int64_t n
 static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, mt_error *error) {
     int64_t shape[2], num_dims = mt_param_shape(param, shape);
     char found[256], expected[256];
-    const mt_param_options *option = &mt_param_option[param->role];
+    const char *rows_option = param->rows_option ? param->rows_option : param->exists_option;
     if (tensor->dtype != MT_F32 && tensor->dtype != MT_BF16 && tensor->dtype != MT_F16 && tensor->dtype != MT_F64)
         return mt_error_set(error,
                             "%s: tensor \"%s\" is %s; weights may be F32, BF16, F16 or F64, so take a checkpoint "
@@ -10198,7 +10073,7 @@ static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, m
         tensor->num_dims == 2 && num_dims == 2 && tensor->shape[!param->hf_transposed] != param->whole_cols;
     return mt_error_set(error, "%s: tensor \"%s\" is %s and the model's %s; check %s or config.json", tensor->file,
                         tensor->name, mt_shape_print(found, tensor->shape, tensor->num_dims),
-                        mt_shape_print(expected, shape, num_dims), cols_differ ? option->cols : option->rows);
+                        mt_shape_print(expected, shape, num_dims), cols_differ ? param->cols_option : rows_option);
 }
 
 /* The tensor of a name in the table; a model saved without its head has names without their first word. */
@@ -10213,7 +10088,7 @@ static const mt_tensor_info *mt_safetensors_find_param(const mt_safetensors *fil
 
 static int mt_param_missing(const mt_param *param, const mt_options *options, const char *folder,
                             const mt_safetensors *file, mt_error *error) {
-    const char *option = mt_param_option[param->role].exists;
+    const char *option = param->exists_option;
     if (param->role == MT_LM_HEAD)
         return mt_error_set(error,
                             "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
@@ -10792,8 +10667,7 @@ static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *
         const mt_param *param = &m->params[i];
         wanted[i] = (mt_wanted){.param = param, .tensor = mt_safetensors_find_param(file, param->hf_name)};
         wanted[i].weights = mt_bucket_part(m, param->bucket, MT_STATE_WEIGHTS);
-        if (m->dtype != MT_F32 && mt_param_is_trained(param))
-            wanted[i].floats = mt_bucket_part(m, param->bucket, MT_STATE_MASTER);
+        if (m->dtype != MT_F32 && param->trained) wanted[i].floats = mt_bucket_part(m, param->bucket, MT_STATE_MASTER);
     }
     mt_params_changed(m);
     status = mt_safetensors_take(file, m, sums, wanted, m->num_params, damaged, error);
@@ -10850,7 +10724,7 @@ static int64_t mt_params_together(const mt_param *rows, int64_t count, int64_t i
 static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_param_state state, mt_dtype dtype) {
     for (int64_t i = 0; i < count; i = mt_params_together(rows, count, i)) {
         const mt_param *param = &rows[i];
-        bool trained = mt_param_is_trained(param); // what is not has no moments, and stays fp32
+        bool trained = param->trained; // what is not has no moments, and stays fp32
         if (!trained && state != MT_STATE_WEIGHTS) continue;
         mt_saved *saved = &set->tensors[set->count++];
         *saved = (mt_saved){.state = state, .dtype = state == MT_STATE_WEIGHTS && trained ? dtype : MT_F32};
@@ -12177,7 +12051,7 @@ static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_param_stat
                               const mt_safetensors *file, mt_error *error) {
     int status = 0;
     for (int64_t i = 0; i < count; i++)
-        for (int state = first; state < MT_NUM_STATES && status == 0 && mt_param_is_trained(&rows[i]); state++) {
+        for (int state = first; state < MT_NUM_STATES && status == 0 && rows[i].trained; state++) {
             const mt_tensor_info *tensor = mt_optimizer_find(file, &rows[i], (mt_param_state)state);
             status = tensor ? mt_param_check(&rows[i], tensor, error)
                             : mt_error_set(error,
@@ -12203,7 +12077,7 @@ static int mt_optimizer_load(mt_model *m, const char *folder, const mt_checksums
     status = mt_agree(&m->grid->world, status != 0, error);
     mt_wanted *wanted = mt_calloc(mt_max(m->num_params * MT_NUM_STATES, 1) * (int64_t)sizeof *wanted);
     for (int64_t i = 0; i < m->num_params && status == 0; i++)
-        for (int state = first; state < MT_NUM_STATES && mt_param_is_trained(&m->params[i]);
+        for (int state = first; state < MT_NUM_STATES && m->params[i].trained;
              state++) { // an fp32 model's weights are its master weights
             mt_wanted *w = &wanted[num_wanted++];
             *w = (mt_wanted){.param = &m->params[i],
