@@ -47,14 +47,6 @@
  *   §12a buckets that move
  *   §12b shards and wholes
  *   §13  optimizer
- *   §14  checkpoints and Hugging Face
- *   §14a safetensors
- *   §14b checksums
- *   §14c Hugging Face folders
- *   §14d reading a folder's files
- *   §14e writing tensors
- *   §14f saving
- *   §14g resuming
  *   §15  generation
  *   §16  the training step
  *   §16b reports
@@ -67,6 +59,9 @@
  *   §17e stragglers
  */
 #include "megatron.h"
+
+#include "data/checkpoint.h"
+#include "data/file.h"
 
 #include <ctype.h>
 #include <dirent.h>
@@ -162,14 +157,6 @@ void *mt_realloc(void *memory, int64_t bytes) {
 
 char *mt_strdup(const char *text) {
     return strcpy(mt_malloc((int64_t)strlen(text) + 1), text);
-}
-
-static int64_t mt_min(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
-static int64_t mt_max(int64_t a, int64_t b) {
-    return a > b ? a : b;
 }
 
 double mt_time(void) {
@@ -1082,28 +1069,6 @@ static int mt_options_read_arguments(mt_options *options, mt_program program, in
     return 0;
 }
 
-/* Reads a whole text file of at most `limit` bytes; NULL with error when that fails. Returns text to free. */
-static char *mt_options_read_text(const char *path, int64_t limit, int64_t *bytes, mt_error *error) {
-    struct stat status;
-    FILE *file = fopen(path, "rb");
-    if (!file || fstat(fileno(file), &status) != 0 || S_ISDIR(status.st_mode)) {
-        mt_error_set(error, "%s: cannot be read: %s", path, file ? "it is a folder" : strerror(errno));
-        if (file) fclose(file);
-        return NULL;
-    }
-    char *text = mt_malloc(limit + 1);
-    *bytes = (int64_t)fread(text, 1, (size_t)limit + 1, file);
-    bool failed = ferror(file) != 0;
-    fclose(file);
-    if (failed || *bytes > limit) {
-        mt_error_set(error, "%s: %s", path, failed ? strerror(errno) : "is far too large for a configuration");
-        free(text);
-        return NULL;
-    }
-    text[*bytes] = 0;
-    return text;
-}
-
 #ifdef MT_HAVE_YAML
 enum { MT_YAML_DEPTH = 8, MT_YAML_EVENTS = 100000 };
 
@@ -1289,7 +1254,7 @@ static int mt_options_read_shape(mt_options *options, mt_error *error) {
                                                   : mt_checkpoint_resolve(options->load, error);
     if (!path) return -1;
     if (options->load) path = strcat(mt_realloc(path, (int64_t)strlen(path) + 16), "/config.json");
-    char *json = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
+    char *json = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
     int result = json ? mt_options_take_shape(options, json, bytes, path, options->load != NULL, error) : -1;
     free(json), free(path);
     return result;
@@ -1297,7 +1262,7 @@ static int mt_options_read_shape(mt_options *options, mt_error *error) {
 
 static int mt_options_read_config(mt_options *options, mt_program program, const char *path, mt_error *error) {
     int64_t bytes;
-    char *text = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
+    char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
     int result = text ? mt_options_read_yaml(options, program, text, bytes, path, error) : -1;
     free(text);
     if (!result && options->config)
@@ -1823,22 +1788,6 @@ static void mt_options_derive_family(mt_options *options) {
         if (mt_family_fits(options, families[i])) mt_string_set(&options->hf_family, families[i]);
 }
 
-static void mt_json_set_int(json_t *object, const char *key, int64_t value) {
-    json_object_set_new(object, key, json_integer(value));
-}
-
-static void mt_json_set_real(json_t *object, const char *key, double value) {
-    json_object_set_new(object, key, json_real(value));
-}
-
-static void mt_json_set_bool(json_t *object, const char *key, bool value) {
-    json_object_set_new(object, key, json_boolean(value));
-}
-
-static void mt_json_set_string(json_t *object, const char *key, const char *value) {
-    json_object_set_new(object, key, json_string(value));
-}
-
 static void mt_config_write_gpt2(json_t *root, const mt_options *o) {
     mt_json_set_int(root, "n_layer", o->num_layers);
     mt_json_set_int(root, "n_embd", o->hidden_size);
@@ -1973,18 +1922,6 @@ static void mt_config_write_megatron(json_t *root, const mt_options *options) {
     }
     mt_json_set_bool(root, "attention_output_bias", options->attention_output_bias);
     mt_json_set_bool(root, "mlp_bias", options->mlp_bias);
-}
-
-/* The text with the fewest digits that reads back as the same numbers: 0.1, not 0.10000000000000001. */
-static char *mt_json_print(const json_t *root) {
-    for (size_t digits = 15;; digits++) {
-        char *text = json_dumps(root, JSON_INDENT(2) | JSON_REAL_PRECISION(digits));
-        json_t *again = json_loads(text, 0, NULL);
-        bool same = json_equal(root, again);
-        json_decref(again);
-        if (same || digits == 17) return text;
-        free(text);
-    }
 }
 
 char *mt_options_write_hf_config(const mt_options *options) {
@@ -3105,10 +3042,6 @@ enum {
     MT_COLUMNS = 64,      // columns of one task of a reduction over rows
     MT_PARALLEL = 1 << 14 // elements from which waking the other threads pays
 };
-
-static int64_t mt_blocks(int64_t n, int64_t block) {
-    return (n + block - 1) / block;
-}
 
 /* Scratch of the calling thread: it grows to the largest that was asked for and stays, so that a training step in its
  * stride allocates nothing. The next call may move it. */
@@ -5655,8 +5588,6 @@ void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file) {
     free(members);
 }
 
-static int mt_agree(const mt_group *world, bool failed, mt_error *error);
-
 /* The first kind of group with the same members: such groups share a communicator. */
 static mt_group *mt_grid_same_members(mt_grid *grid, mt_group_kind kind) {
     const mt_group *group = mt_grid_group(grid, kind);
@@ -6169,10 +6100,61 @@ static void mt_cpu_mailbox_close(mt_mailbox *mailbox) {
     free(mailbox);
 }
 
+/* ---- memory that the ranks of a host share */
+
+void mt_host_memory_open(mt_host_memory *shared, const mt_group *world, int64_t bytes) {
+    *shared = (mt_host_memory){.host = {.name = "host", .size = 1}};
+#ifdef MT_HAVE_MPI
+    if (world->size > 1) {
+        MPI_Comm *comm = mt_malloc(sizeof *comm);
+        MPI_Comm_split_type(mt_mpi_comm(world), MPI_COMM_TYPE_SHARED, world->rank, MPI_INFO_NULL, comm);
+        MPI_Comm_size(*comm, &shared->host.size);
+        MPI_Comm_rank(*comm, &shared->host.rank);
+        shared->host.comm = comm;
+    }
+    if (shared->host.size > 1) {
+        MPI_Aint size;
+        int unit;
+        MPI_Win *window = mt_malloc(sizeof *window);
+        mt_mpi_check(MPI_Win_allocate_shared(shared->host.rank == 0 ? (MPI_Aint)bytes : 0, 1, MPI_INFO_NULL,
+                                             mt_mpi_comm(&shared->host), &shared->memory, window),
+                     "MPI_Win_allocate_shared", &shared->host);
+        MPI_Win_shared_query(*window, 0, &size, &unit, &shared->memory);
+        MPI_Win_lock_all(MPI_MODE_NOCHECK, *window);
+        shared->window = window;
+    }
+#else
+    (void)world;
+#endif
+    if (shared->host.size == 1) shared->memory = mt_cpu_memory_alloc(bytes);
+}
+
+void mt_host_memory_barrier(mt_host_memory *shared) {
+#ifdef MT_HAVE_MPI
+    if (shared->window) MPI_Win_sync(*(MPI_Win *)shared->window);
+    mt_barrier(&shared->host);
+    if (shared->window) MPI_Win_sync(*(MPI_Win *)shared->window);
+#else
+    (void)shared;
+#endif
+}
+
+void mt_host_memory_close(mt_host_memory *shared) {
+    if (shared->host.size == 1) mt_cpu_memory_free(shared->memory);
+#ifdef MT_HAVE_MPI
+    if (shared->window) {
+        MPI_Win_unlock_all(*(MPI_Win *)shared->window);
+        MPI_Win_free(shared->window);
+    }
+    if (shared->host.comm) MPI_Comm_free(shared->host.comm);
+    free(shared->window);
+    free(shared->host.comm);
+#endif
+}
+
 /* ---- what every rank must agree on */
 
-/* Fails on every rank where one has failed, with the error of the first that has. */
-static int mt_agree(const mt_group *world, bool failed, mt_error *error) {
+int mt_agree(const mt_group *world, bool failed, mt_error *error) {
     double first = failed ? world->size - world->rank : 0; // the largest is that of the lowest rank
     mt_all_reduce_max(world, &first, 1, MT_F64);
     if (first == 0) return 0;
@@ -6876,8 +6858,7 @@ static bool mt_param_continues(const mt_param *param, const mt_param *before) {
            (role == MT_EXPERT_GATE && last == MT_EXPERT_UP) || (role == MT_EXPERT_DOWN && last == MT_EXPERT_DOWN);
 }
 
-/* Whether the optimizer moves it. */
-static bool mt_param_is_trained(const mt_param *param) {
+bool mt_param_is_trained(const mt_param *param) {
     return param->role != MT_ROUTER_BIAS;
 }
 
@@ -7319,8 +7300,7 @@ struct mt_model {
     void **k_cache, **v_cache;  // a layer: [cache_rows, G D], [cache_rows, G Dv]
     mt_step_numbers *numbers;   // on the device
     mt_bad_steps bad_steps;
-    mt_saver *saving;  // a checkpoint that is still on its way to the disk, or NULL
-    mt_stream *copies; // has copies of what is saved that nothing follows yet, or NULL
+    mt_stream *reader; // mt_model_set_reader
     int64_t num_steps; // training steps so far; what is pending of a step is numbered by it
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
@@ -8082,7 +8062,7 @@ static void mt_experts_finish(mt_model *m) {
     m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->data, m->stream);
 }
 
-static void mt_saved_changes(mt_model *m); // §12a
+static void mt_follow_reader(mt_model *m); // §12a
 
 /* After the step was judged: the biases follow the loads, unless it was bad. */
 static void mt_experts_move_biases(mt_model *m) {
@@ -8090,7 +8070,7 @@ static void mt_experts_move_biases(mt_model *m) {
     int64_t E = e->router.num_experts;
     for (int64_t i = 0; i < m->num_layers; i++) {
         if (!m->layers[i].router_bias.w) continue;
-        mt_saved_changes(m);
+        mt_follow_reader(m);
         m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].place * E, &m->numbers->grad_scale,
                                  E, (float)m->options->moe_router_bias_update_rate, m->stream);
     }
@@ -10016,8 +9996,7 @@ void mt_model_destroy(mt_model *m) {
     free(m);
 }
 
-/* Rows of what lies here of a parameter that are no padding. */
-static int64_t mt_param_rows_stored(const mt_param *param) {
+int64_t mt_param_rows_stored(const mt_param *param) {
     return mt_max(mt_min(param->rows_stored - param->first_row, param->rows), 0);
 }
 
@@ -10064,7 +10043,7 @@ const mt_param *mt_model_params(const mt_model *m, int64_t *count) {
 }
 
 mt_bucket *mt_model_buckets(mt_model *m, int64_t *count) {
-    mt_saved_changes(m); // the caller may
+    mt_follow_reader(m); // the caller may
     mt_params_settle(m);
     *count = m->num_buckets;
     return m->buckets;
@@ -10072,6 +10051,14 @@ mt_bucket *mt_model_buckets(mt_model *m, int64_t *count) {
 
 const mt_options *mt_model_options(const mt_model *m) {
     return m->options;
+}
+
+const mt_grid *mt_model_grid(const mt_model *m) {
+    return m->grid;
+}
+
+const mt_model_plan *mt_model_get_plan(const mt_model *m) {
+    return &m->plan;
 }
 
 const mt_ops *mt_model_ops(const mt_model *m) {
@@ -11423,17 +11410,22 @@ static void mt_params_settle(mt_model *m) {
     mt_follow(m, m->stream, m->sharding.param_stream);
 }
 
-/* Before anything is written that a checkpoint holds: what a save copies of it meanwhile (§14f) comes first. All that
- * is written is so on m->stream: a gather leaves this rank's own shard as it is, and others are not its to save. */
-static void mt_saved_changes(mt_model *m) {
-    if (m->copies) mt_follow(m, m->stream, m->copies);
-    m->copies = NULL;
+/* Before parameters or optimizer state are written, which always happens on m->stream: the reader's work comes first. A
+ * gather does not count: it leaves this rank's own shard as it is. */
+static void mt_follow_reader(mt_model *m) {
+    if (m->reader) mt_follow(m, m->stream, m->reader);
+    m->reader = NULL;
+}
+
+void mt_model_set_reader(mt_model *m, mt_stream *reader) {
+    if (reader) mt_follow_reader(m); // one that was set before
+    m->reader = reader;
 }
 
 /* Before parameters are set, or after they were updated: what was gathered of them is void. */
 static void mt_params_changed(mt_model *m) {
     mt_sharding *s = &m->sharding;
-    mt_saved_changes(m);
+    mt_follow_reader(m);
     mt_follow(m, m->stream, s->param_stream);
     for (int i = 0; i < MT_NUM_SLOTS; i++) s->param_slots[i].bucket = -1;
     s->gathered_bucket = -1;
@@ -11603,6 +11595,10 @@ static void mt_params_finish(mt_model *m) {
 /* ==== §12b shards and wholes ===================================================================================== */
 /* How initialisation and checkpoints, which think in parameters, reach values of which a rank has a part. */
 
+const mt_bucket *mt_bucket_get(const mt_model *m, int64_t bucket) {
+    return &m->buckets[bucket];
+}
+
 mt_part mt_bucket_part(const mt_model *m, int64_t bucket, mt_kept kept) {
     const mt_bucket *b = &m->buckets[bucket];
     float *floats[MT_NUM_KEPT] = {NULL, b->master, b->m, b->v};
@@ -11616,7 +11612,7 @@ void mt_part_write(mt_model *m, const mt_part *part, int64_t at, const void *fro
     int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
     int64_t size = mt_dtype_size(part->dtype);
     if (begin >= end) return;
-    mt_saved_changes(m);
+    mt_params_changed(m);
     void *to = (char *)part->data + (begin - part->first) * size;
     if (from)
         m->ops->memory_copy(to, (const char *)from + (begin - at) * size, (end - begin) * size, m->stream);
@@ -11697,3016 +11693,6 @@ int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
         consumed += batch;
     }
     return consumed;
-}
-
-/* ==== §14 checkpoints and Hugging Face =========================================================================== */
-/* A checkpoint is a Hugging Face folder: config.json and safetensors under Hugging Face names with whole tensors, and
- * beside them the optimizer's state in the same form and trainer.json. Invariants: what a file claims is checked before
- * it is believed; every tensor is read and written through its row of the parameter table (§8), so any layout loads
- * what any other saved; nothing half-written ever stands where something good stood. */
-
-/* ==== §14a safetensors =========================================================================================== */
-/* A file is the header's length in 8 bytes, the header in JSON, then the data, little-endian as this program's hosts
- * are. The rules are those of the upstream implementation (huggingface/safetensors, safetensors/src/tensor.rs). */
-
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors data is used where it lies: little-endian");
-
-enum { MT_MAX_HEADER_BYTES = 100000000, MT_MAX_DIMS = 8 };
-
-typedef struct mt_image {
-    char *path; // its file, or what the caller calls it
-    const unsigned char *base;
-    int64_t bytes;
-    bool mapped; // else it is the caller's
-} mt_image;
-
-struct mt_safetensors {
-    int64_t num_images, count;
-    mt_image *images;
-    mt_tensor_info *tensors; // by name
-};
-
-/* What a file says may go into a message of one line: without control characters, and cut where it is long. */
-static const char *mt_printable(char out[128], const char *text) {
-    size_t length = strlen(text), kept = length < 120 ? length : 120;
-    for (size_t i = 0; i < kept; i++) out[i] = iscntrl((unsigned char)text[i]) ? '?' : text[i];
-    strcpy(out + kept, kept < length ? "..." : "");
-    return out;
-}
-
-static int mt_image_error(mt_error *error, const char *path, const char *what) {
-    return mt_error_set(error, "%s: not a whole safetensors file: %s; get it again", path, what);
-}
-
-static int mt_tensor_error(mt_error *error, const mt_tensor_info *tensor, const char *what) {
-    char name[128];
-    return mt_error_set(error, "%s: not a valid safetensors file: tensor \"%s\" %s; get it again", tensor->file,
-                        mt_printable(name, tensor->name), what);
-}
-
-/* Parses JSON that must be an object; NULL with error. Duplicate keys are refused, since readers would disagree. */
-static json_t *mt_json_parse(const char *text, int64_t bytes, const char *path, mt_error *error) {
-    json_error_t detail;
-    char reason[128];
-    json_t *json = json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, &detail);
-    if (json && json_is_object(json)) return json;
-    if (json)
-        mt_error_set(error, "%s: its JSON must be an object, between { and }; get the file again", path);
-    else
-        mt_error_set(error, "%s: bad JSON in line %d, column %d: %s; get the file again", path, detail.line,
-                     detail.column, mt_printable(reason, detail.text));
-    json_decref(json);
-    return NULL;
-}
-
-/* Opens a regular file for reading; -1 with error. */
-static int mt_file_open(const char *path, int64_t *bytes, mt_error *error) {
-    struct stat status;
-    *bytes = 0;
-    if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) // opening a pipe would wait for its writer
-        return mt_error_set(error, "%s: is no regular file; check the path", path);
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
-    if (descriptor < 0)
-        return mt_error_set(error, "%s: cannot be read: %s; check the path and its permissions", path, strerror(errno));
-    MT_CHECK(fstat(descriptor, &status) == 0);
-    *bytes = status.st_size;
-    return descriptor;
-}
-
-/* Reads a JSON file that must be an object; NULL with error. */
-static json_t *mt_json_read(const char *path, mt_error *error) {
-    int64_t bytes;
-    char *text = mt_options_read_text(path, MT_MAX_HEADER_BYTES, &bytes, error);
-    json_t *json = text ? mt_json_parse(text, bytes, path, error) : NULL;
-    free(text);
-    return json;
-}
-
-/* Product of a shape in bytes, or -1 when it does not fit 63 bits. Zeros do not excuse an overflow (as upstream). */
-static int64_t mt_shape_bytes(const mt_tensor_info *tensor) {
-    int64_t bytes = mt_dtype_size(tensor->dtype), elements = 1;
-    for (int64_t i = 0; i < tensor->num_dims; i++)
-        if (__builtin_mul_overflow(elements, tensor->shape[i], &elements)) return -1;
-    return __builtin_mul_overflow(bytes, elements, &bytes) ? -1 : bytes;
-}
-
-/* Reads an array of whole numbers >= 0 into out[max]; returns how many, or -1. */
-static int64_t mt_json_integers(const json_t *array, int64_t *out, int64_t max) {
-    int64_t count = (int64_t)json_array_size(array);
-    if (!json_is_array(array) || count > max) return -1;
-    for (int64_t i = 0; i < count; i++) {
-        const json_t *item = json_array_get(array, (size_t)i);
-        out[i] = json_integer_value(item);
-        if (!json_is_integer(item) || out[i] < 0) return -1;
-    }
-    return count;
-}
-
-/* One entry of the header; tensor->name and ->file are set. `data` holds `bytes` bytes. */
-static int mt_tensor_parse(mt_tensor_info *tensor, const json_t *entry, const unsigned char *data, int64_t bytes,
-                           mt_error *error) {
-    const char *dtype = json_string_value(json_object_get(entry, "dtype"));
-    const json_t *shape = json_object_get(entry, "shape");
-    int64_t offsets[2];
-    if (!dtype) return mt_tensor_error(error, tensor, "has no dtype");
-    int parsed = mt_dtype_parse(dtype);
-    if (parsed < 0) {
-        char what[160], name[128];
-        snprintf(what, sizeof what, "has dtype \"%s\", which is not known", mt_printable(name, dtype));
-        return mt_tensor_error(error, tensor, what);
-    }
-    tensor->dtype = (mt_dtype)parsed;
-    if (json_array_size(shape) > MT_MAX_DIMS) return mt_tensor_error(error, tensor, "has more than 8 dimensions");
-    tensor->num_dims = mt_json_integers(shape, tensor->shape, MT_MAX_DIMS);
-    if (tensor->num_dims < 0) return mt_tensor_error(error, tensor, "has no shape of whole numbers from 0 on");
-    tensor->bytes = mt_shape_bytes(tensor);
-    if (tensor->bytes < 0) return mt_tensor_error(error, tensor, "has a shape whose size overflows");
-    if (mt_json_integers(json_object_get(entry, "data_offsets"), offsets, 2) != 2)
-        return mt_tensor_error(error, tensor, "has no data_offsets of two whole numbers from 0 on");
-    if (offsets[0] > offsets[1] || offsets[1] > bytes)
-        return mt_tensor_error(error, tensor, "lies outside the file's data: the file is cut short or damaged");
-    if (offsets[1] - offsets[0] != tensor->bytes)
-        return mt_tensor_error(error, tensor, "has data_offsets that do not fit its dtype and shape");
-    tensor->data = data + offsets[0];
-    return 0;
-}
-
-static int mt_tensor_by_place(const void *a, const void *b) {
-    const mt_tensor_info *x = a, *y = b;
-    const char *x_start = x->data, *y_start = y->data;
-    if (x_start != y_start) return x_start < y_start ? -1 : 1;
-    return (x->bytes > y->bytes) - (x->bytes < y->bytes);
-}
-
-static int mt_tensor_by_name(const void *a, const void *b) {
-    return strcmp(((const mt_tensor_info *)a)->name, ((const mt_tensor_info *)b)->name);
-}
-
-/* Tensors must follow one another from the first byte of the data to the last: what lies in no tensor, or in two, could
- * be anything. */
-static int mt_tensors_tile(mt_tensor_info *tensors, int64_t count, const unsigned char *data, int64_t bytes,
-                           const char *path, mt_error *error) {
-    const unsigned char *end = data;
-    qsort(tensors, (size_t)count, sizeof *tensors, mt_tensor_by_place);
-    for (int64_t i = 0; i < count; i++) {
-        if (tensors[i].data != end)
-            return mt_tensor_error(error, &tensors[i], "does not begin where the one before it ends");
-        end += tensors[i].bytes;
-    }
-    if (end != data + bytes) return mt_image_error(error, path, "there are bytes after the last tensor");
-    return 0;
-}
-
-/* A tensor's entry takes three brackets and at least 48 bytes. Where brackets are denser there is no tensor, but each
- * would cost hundreds of bytes once parsed. */
-static bool mt_header_is_dense(const char *text, int64_t bytes) {
-    int64_t brackets = 0;
-    bool in_string = false;
-    for (int64_t i = 0; i < bytes; i++) {
-        if (text[i] == '"') in_string = !in_string;
-        if (text[i] == '\\' && in_string) i++;
-        if (!in_string && (text[i] == '{' || text[i] == '[')) brackets++;
-    }
-    return brackets * 16 > bytes + 64;
-}
-
-/* Length and text of the header; -1 where it is no safetensors file. */
-static int64_t mt_header_length(const mt_image *image, mt_error *error) {
-    static const char lfs[] = "version https://git-lfs";
-    uint64_t length;
-    if (image->bytes >= (int64_t)sizeof lfs && memcmp(image->base, lfs, sizeof lfs - 1) == 0)
-        return mt_error_set(error, "%s: only a git-lfs pointer to the file; fetch it: git lfs pull", image->path);
-    if (image->bytes < (int64_t)sizeof length) return mt_image_error(error, image->path, "it is under 8 bytes long");
-    memcpy(&length, image->base, sizeof length);
-    if (length > MT_MAX_HEADER_BYTES)
-        return mt_image_error(error, image->path, "its first 8 bytes claim a header of over 100,000,000 bytes");
-    if (length > (uint64_t)image->bytes - sizeof length)
-        return mt_image_error(error, image->path, "it ends inside its header");
-    if (length == 0) return mt_image_error(error, image->path, "its header is empty");
-    if (mt_header_is_dense((const char *)image->base + sizeof length, (int64_t)length))
-        return mt_image_error(error, image->path, "its header has too many brackets for its length");
-    return (int64_t)length;
-}
-
-/* `__metadata__` maps strings to strings. */
-static int mt_metadata_check(const json_t *metadata, const char *path, mt_error *error) {
-    const char *key;
-    json_t *value;
-    if (!json_is_object(metadata)) return mt_image_error(error, path, "its __metadata__ is no object");
-    json_object_foreach((json_t *)metadata, key, value) {
-        if (!json_is_string(value)) return mt_image_error(error, path, "its __metadata__ holds more than strings");
-    }
-    return 0;
-}
-
-/* Appends the tensors of a parsed header; the new ones are not yet in order. */
-static int mt_header_read(mt_safetensors *file, const mt_image *image, int64_t header_bytes, json_t *header,
-                          mt_error *error) {
-    const unsigned char *data = image->base + 8 + header_bytes;
-    int64_t first = file->count, bytes = image->bytes - 8 - header_bytes;
-    int64_t capacity = first + (int64_t)json_object_size(header);
-    const char *name;
-    json_t *entry;
-    file->tensors = mt_realloc(file->tensors, capacity * (int64_t)sizeof(mt_tensor_info));
-    json_object_foreach(header, name, entry) {
-        if (strcmp(name, "__metadata__") == 0) {
-            if (mt_metadata_check(entry, image->path, error) != 0) return -1;
-            continue;
-        }
-        mt_tensor_info *tensor = &file->tensors[file->count++];
-        *tensor = (mt_tensor_info){.name = mt_strdup(name), .file = image->path};
-        if (mt_tensor_parse(tensor, entry, data, bytes, error) != 0) return -1;
-    }
-    return mt_tensors_tile(file->tensors + first, file->count - first, data, bytes, image->path, error);
-}
-
-/* Takes one more image into `file`, which owns it from then on, also when this fails. */
-static int mt_safetensors_add(mt_safetensors *file, mt_image image, mt_error *error) {
-    file->images = mt_realloc(file->images, (file->num_images + 1) * (int64_t)sizeof image);
-    file->images[file->num_images++] = image;
-    int64_t header_bytes = mt_header_length(&image, error);
-    if (header_bytes < 0) return -1;
-    json_t *header = mt_json_parse((const char *)image.base + 8, header_bytes, image.path, error);
-    if (!header) return -1;
-    int status = mt_header_read(file, &image, header_bytes, header, error);
-    json_decref(header);
-    return status;
-}
-
-static int mt_safetensors_map(mt_safetensors *file, const char *path, mt_error *error) {
-    int64_t bytes;
-    int descriptor = mt_file_open(path, &bytes, error);
-    if (descriptor < 0) return -1;
-    mt_image image = {.path = mt_strdup(path), .bytes = bytes};
-    if (bytes > 0) {
-        void *base = mmap(NULL, (size_t)bytes, PROT_READ, MAP_PRIVATE, descriptor, 0);
-        image.mapped = base != MAP_FAILED;
-        image.base = base;
-    }
-    close(descriptor);
-    if (bytes > 0 && !image.mapped) {
-        free(image.path);
-        return mt_error_set(error, "%s: cannot be mapped: %s", path, strerror(errno));
-    }
-    return mt_safetensors_add(file, image, error);
-}
-
-static void mt_safetensors_sort(mt_safetensors *file) {
-    if (file->count > 0) qsort(file->tensors, (size_t)file->count, sizeof *file->tensors, mt_tensor_by_name);
-}
-
-/* Puts what was read in order and gives it out, or closes it when reading failed. */
-static int mt_safetensors_finish(mt_safetensors **out, mt_safetensors *file, int status) {
-    if (status != 0) {
-        mt_safetensors_close(file);
-        return -1;
-    }
-    mt_safetensors_sort(file);
-    *out = file;
-    return 0;
-}
-
-int mt_safetensors_open(mt_safetensors **file, const char *path, mt_error *error) {
-    mt_safetensors *opened = mt_calloc(sizeof *opened);
-    return mt_safetensors_finish(file, opened, mt_safetensors_map(opened, path, error));
-}
-
-int mt_safetensors_open_memory(mt_safetensors **file, const void *data, int64_t bytes, const char *name,
-                               mt_error *error) {
-    mt_safetensors *opened = mt_calloc(sizeof *opened);
-    mt_image image = {.path = mt_strdup(name), .base = data, .bytes = bytes};
-    return mt_safetensors_finish(file, opened, mt_safetensors_add(opened, image, error));
-}
-
-void mt_safetensors_close(mt_safetensors *file) {
-    if (!file) return;
-    for (int64_t i = 0; i < file->count; i++) free((char *)file->tensors[i].name);
-    for (int64_t i = 0; i < file->num_images; i++) {
-        if (file->images[i].mapped) munmap((void *)file->images[i].base, (size_t)file->images[i].bytes);
-        free(file->images[i].path);
-    }
-    free(file->tensors);
-    free(file->images);
-    free(file);
-}
-
-int64_t mt_safetensors_count(const mt_safetensors *file) {
-    return file->count;
-}
-
-const mt_tensor_info *mt_safetensors_get(const mt_safetensors *file, int64_t index) {
-    MT_CHECK(index >= 0 && index < file->count);
-    return &file->tensors[index];
-}
-
-const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char *name) {
-    mt_tensor_info key = {.name = name};
-    if (file->count == 0) return NULL;
-    return bsearch(&key, file->tensors, (size_t)file->count, sizeof key, mt_tensor_by_name);
-}
-
-/* ==== §14b checksums ============================================================================================= */
-/* checksums.json names every other file of a checkpoint with its size and the CRC-32C of each of its blocks (Castagnoli
- * et al., "Optimization of cyclic redundancy-check codes with 24 and 32 parity bits"; RFC 3720, appendix B.4). Blocks
- * are of files, not of tensors, so headers count too and a reader checks the block it has without the rest. A CRC is
- * linear, so ranks that write parts of one block each sum their own, and the exclusive or of these is the block's. */
-
-enum { MT_SUM_BLOCK = 1 << 20, MT_TRAINER_VERSION = 2 }; // from version 2 on there are sums
-
-/* "FOLDER/NAME" to free. */
-static char *mt_path_join(const char *folder, const char *name) {
-    char *path = mt_malloc((int64_t)(strlen(folder) + strlen(name)) + 2);
-    sprintf(path, "%s/%s", folder, name);
-    return path;
-}
-
-/* "FOLDER/STEM SUFFIX" to free. */
-static char *mt_path_stem(const char *folder, const char *stem, const char *suffix) {
-    char *name = mt_malloc((int64_t)(strlen(stem) + strlen(suffix)) + 1);
-    sprintf(name, "%s%s", stem, suffix);
-    char *path = mt_path_join(folder, name);
-    free(name);
-    return path;
-}
-
-static bool mt_folder_has(const char *folder, const char *name) {
-    char *path = mt_path_join(folder, name);
-    bool exists = access(path, F_OK) == 0;
-    free(path);
-    return exists;
-}
-
-/* A name in an index must be a file's in the folder itself. */
-static bool mt_is_plain_name(const char *name) {
-    if (!name || !*name || strchr(name, '/') || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) return false;
-    while (*name && !iscntrl((unsigned char)*name)) name++;
-    return *name == 0;
-}
-
-static bool mt_ends_with(const char *text, const char *end) {
-    size_t length = strlen(text), end_length = strlen(end);
-    return length >= end_length && strcmp(text + length - end_length, end) == 0;
-}
-
-/* Around the page cache, the disk takes and gives bytes that nobody copies, where place, length and memory are aligned
- * to this. A fresh page of the cache costs more than all else that is done with its bytes. */
-enum { MT_DIRECT = 4096 };
-
-static char *mt_align_direct(char *memory) {
-    return memory + (-(uintptr_t)memory & (MT_DIRECT - 1));
-}
-
-/* Opens a file so; -1 where the file system or the system cannot. */
-static int mt_open_direct(const char *path, int flags) {
-#ifdef O_DIRECT
-    return open(path, flags | O_DIRECT | O_CLOEXEC);
-#else
-    (void)path, (void)flags;
-    return -1;
-#endif
-}
-
-/* Reads exactly so many bytes of a file; -1 with errno. */
-static int mt_read_at(int descriptor, void *to, int64_t bytes, int64_t offset) {
-    for (int64_t done = 0; done < bytes;) {
-        ssize_t got = pread(descriptor, (char *)to + done, (size_t)(bytes - done), offset + done);
-        if (got < 0 && errno == EINTR) continue;
-        if (got == 0) errno = EIO; // the file has become shorter
-        if (got <= 0) return -1;
-        done += got;
-    }
-    return 0;
-}
-
-/* One file's sums, or what one rank wrote of them. */
-typedef struct mt_file_checksums {
-    char name[256];
-    int64_t bytes, count; // of the file; blocks
-    uint32_t *sums;       // [count]
-} mt_file_checksums;
-
-/* Those of a folder. */
-typedef struct mt_checksums {
-    mt_file_checksums *files;
-    int64_t count;
-} mt_checksums;
-
-static const uint32_t mt_crc_polynomial = 0x82f63b78; // x^31 is its lowest bit
-
-/* The CRC's state after eight more bytes, which are a little-endian word. */
-static inline uint32_t mt_crc_word(uint32_t state, uint64_t word) {
-#if defined(__SSE4_2__)
-    return (uint32_t)__builtin_ia32_crc32di(state, word);
-#elif defined(__ARM_FEATURE_CRC32)
-    return __builtin_aarch64_crc32cx(state, word);
-#else
-    static const uint32_t of_nibble[16] = {0x00000000, 0x105ec76f, 0x20bd8ede, 0x30e349b1, 0x417b1dbc, 0x5125dad3,
-                                           0x61c69362, 0x7198540d, 0x82f63b78, 0x92a8fc17, 0xa24bb5a6, 0xb21572c9,
-                                           0xc38d26c4, 0xd3d3e1ab, 0xe330a81a, 0xf36e6f75};
-    for (int i = 0; i < 16; i++, word >>= 4) state = (state >> 4) ^ of_nibble[(state ^ word) & 15];
-    return state;
-#endif
-}
-
-static uint32_t mt_crc_byte(uint32_t state, unsigned char byte) {
-    state ^= byte;
-    for (int i = 0; i < 8; i++) state = (state >> 1) ^ (state & 1 ? mt_crc_polynomial : 0);
-    return state;
-}
-
-/* The product of two polynomials modulo the CRC's. */
-static uint32_t mt_crc_multiply(uint32_t a, uint32_t b) {
-    uint32_t product = 0;
-    for (; a; a <<= 1) {
-        if (a >> 31) product ^= b;
-        b = (b >> 1) ^ (b & 1 ? mt_crc_polynomial : 0);
-    }
-    return product;
-}
-
-/* The state after `bytes` zeros more. */
-static uint32_t mt_crc_zeros(uint32_t state, int64_t bytes) {
-    for (uint32_t power = 1u << 23; bytes > 0; bytes >>= 1) { // x^8, squared again and again
-        if (bytes & 1) state = mt_crc_multiply(state, power);
-        power = mt_crc_multiply(power, power);
-    }
-    return state;
-}
-
-/* The state after some bytes more. Three stretches at once, because an instruction waits for the one before it. */
-static uint32_t mt_crc_update(uint32_t state, const void *data, int64_t bytes) {
-    enum { STRETCH = 16384 };
-    const unsigned char *from = data;
-    uint32_t once = bytes >= 3 * STRETCH ? mt_crc_zeros(1u << 31, STRETCH) : 0, twice = mt_crc_multiply(once, once);
-    uint64_t word[3];
-    for (; bytes >= 3 * STRETCH; bytes -= 3 * STRETCH, from += 3 * STRETCH) {
-        uint32_t second = 0, third = 0;
-        for (int64_t i = 0; i < STRETCH; i += 8) {
-            for (int k = 0; k < 3; k++) memcpy(&word[k], from + k * STRETCH + i, 8);
-            state = mt_crc_word(state, word[0]);
-            second = mt_crc_word(second, word[1]);
-            third = mt_crc_word(third, word[2]);
-        }
-        state = mt_crc_multiply(state, twice) ^ mt_crc_multiply(second, once) ^ third;
-    }
-    for (; bytes >= 8; bytes -= 8, from += 8) {
-        memcpy(word, from, 8);
-        state = mt_crc_word(state, word[0]);
-    }
-    while (bytes-- > 0) state = mt_crc_byte(state, *from++);
-    return state;
-}
-
-uint32_t mt_crc32c(const void *data, int64_t bytes) {
-    return ~mt_crc_update(~0u, data, bytes);
-}
-
-/* Adds what bytes [offset, offset + bytes) of a file give to the sums of their blocks; several threads may. */
-static void mt_checksums_add(mt_file_checksums *file, int64_t offset, const void *data, int64_t bytes) {
-    const char *from = data;
-    MT_CHECK(offset + bytes <= file->bytes);
-    for (int64_t block = offset / MT_SUM_BLOCK, n; bytes > 0; block++, offset += n, from += n, bytes -= n) {
-        int64_t end = mt_min((block + 1) * MT_SUM_BLOCK, file->bytes);
-        n = mt_min(bytes, end - offset);
-        uint32_t sum = mt_crc_zeros(mt_crc_update(0, from, n), end - offset - n);
-        __atomic_fetch_xor(&file->sums[block], sum, __ATOMIC_RELAXED);
-    }
-}
-
-/* mt_checksums_add for lines that begin `pitch` bytes apart in the file and lie one after another in memory. The sums
- * of a block's lines move on together, by the same number of bytes from line to line. */
-static void mt_checksums_add_lines(mt_file_checksums *file, int64_t offset, int64_t pitch, const char *data,
-                                   int64_t bytes, int64_t lines) {
-    uint32_t step = mt_crc_zeros(1u << 31, pitch);
-    for (int64_t i = 0; i < lines;) {
-        int64_t at = offset + i * pitch, block = at / MT_SUM_BLOCK;
-        int64_t end = mt_min((block + 1) * MT_SUM_BLOCK, file->bytes);
-        int64_t count = at + bytes > end ? 0 : mt_min((end - at - bytes) / pitch + 1, lines - i); // lie in the block
-        if (count < 2) {
-            mt_checksums_add(file, at, data + i++ * bytes, bytes);
-            continue;
-        }
-        uint32_t sum = 0;
-        for (int64_t k = 0; k < count; k++, i++)
-            sum = mt_crc_multiply(sum, step) ^ mt_crc_update(0, data + i * bytes, bytes);
-        sum = mt_crc_zeros(sum, end - (at + (count - 1) * pitch + bytes));
-        __atomic_fetch_xor(&file->sums[block], sum, __ATOMIC_RELAXED);
-    }
-}
-
-/* Once all bytes are in: from the linear part to the CRC itself, which begins and ends with ones. */
-static void mt_checksums_finish(mt_file_checksums *file) {
-    for (int64_t block = 0; block < file->count; block++)
-        file->sums[block] ^= ~mt_crc_zeros(~0u, mt_min(MT_SUM_BLOCK, file->bytes - block * MT_SUM_BLOCK));
-}
-
-/* One more file, with no bytes in yet. */
-static mt_file_checksums *mt_checksums_append(mt_checksums *sums, const char *name, int64_t bytes) {
-    sums->files = mt_realloc(sums->files, (sums->count + 1) * (int64_t)sizeof(mt_file_checksums));
-    mt_file_checksums *file = &sums->files[sums->count++];
-    *file = (mt_file_checksums){.bytes = bytes, .count = (bytes + MT_SUM_BLOCK - 1) / MT_SUM_BLOCK};
-    snprintf(file->name, sizeof file->name, "%s", name);
-    file->sums = mt_calloc(mt_max(file->count, 1) * 4);
-    return file;
-}
-
-static void mt_checksums_free(mt_checksums *sums) {
-    for (int64_t i = 0; i < sums->count; i++) free(sums->files[i].sums);
-    free(sums->files);
-    *sums = (mt_checksums){0};
-}
-
-static const mt_file_checksums *mt_checksums_find(const mt_checksums *sums, const char *name) {
-    for (int64_t i = 0; i < sums->count; i++)
-        if (strcmp(sums->files[i].name, name) == 0) return &sums->files[i];
-    return NULL;
-}
-
-/* checksums.json, to free. Its own last line is the sum of the text before. */
-static char *mt_checksums_print(const mt_checksums *sums) {
-    int64_t room = 256, used;
-    for (int64_t i = 0; i < sums->count; i++) room += 400 + 12 * sums->files[i].count;
-    char *text = mt_malloc(room);
-    used = sprintf(text, "{\"algorithm\": \"CRC-32C\", \"block_bytes\": %d, \"files\": {", MT_SUM_BLOCK);
-    for (int64_t i = 0; i < sums->count; i++) {
-        const mt_file_checksums *file = &sums->files[i];
-        used += sprintf(text + used, "%s\n\"%s\": {\"bytes\": %lld, \"blocks\": [", i > 0 ? "," : "", file->name,
-                        (long long)file->bytes);
-        for (int64_t block = 0; block < file->count; block++)
-            used += sprintf(text + used, "%s\"%08x\"", block > 0 ? "," : "", file->sums[block]);
-        used += sprintf(text + used, "]}");
-    }
-    used += sprintf(text + used, "},\n");
-    sprintf(text + used, "\"before_this_line\": \"%08x\"}\n", mt_crc32c(text, used));
-    return text;
-}
-
-/* A sum of eight hexadecimal digits; false where there is none. */
-static bool mt_sum_parse(const json_t *item, uint32_t *sum) {
-    const char *text = json_string_value(item);
-    if (!text || strlen(text) != 8 || strspn(text, "0123456789abcdef") != 8) return false;
-    *sum = (uint32_t)strtoul(text, NULL, 16);
-    return true;
-}
-
-static int mt_checksums_parse(mt_checksums *sums, const json_t *json, const char *path, mt_error *error) {
-    const char *name;
-    json_t *entry;
-    bool good = json_integer_value(json_object_get(json, "block_bytes")) == MT_SUM_BLOCK;
-    json_object_foreach(json_object_get(json, "files"), name, entry) {
-        const json_t *blocks = json_object_get(entry, "blocks");
-        int64_t bytes = json_integer_value(json_object_get(entry, "bytes"));
-        good = good && mt_is_plain_name(name) && strlen(name) < 256 && bytes >= 0 &&
-               (int64_t)json_array_size(blocks) == (bytes + MT_SUM_BLOCK - 1) / MT_SUM_BLOCK;
-        if (!good) break;
-        mt_file_checksums *file = mt_checksums_append(sums, name, bytes);
-        for (int64_t block = 0; block < file->count; block++)
-            good = mt_sum_parse(json_array_get(blocks, (size_t)block), &file->sums[block]) && good;
-    }
-    if (good && sums->count > 0) return 0;
-    mt_checksums_free(sums);
-    return mt_error_set(error, "%s: damaged: no sums of blocks are in it; take another checkpoint", path);
-}
-
-/* Reads checksums.json; a folder without one gives no files. A damaged one is an error. */
-static int mt_checksums_read(mt_checksums *sums, const char *folder, mt_error *error) {
-    *sums = (mt_checksums){0};
-    if (!mt_folder_has(folder, "checksums.json")) return 0;
-    int64_t bytes;
-    uint32_t sum = 0;
-    char *path = mt_path_join(folder, "checksums.json");
-    char *text = mt_options_read_text(path, MT_MAX_HEADER_BYTES, &bytes, error);
-    json_t *json = text ? json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, NULL) : NULL;
-    const char *last = json ? strstr(text, "\n\"before_this_line\"") : NULL;
-    bool good = last && text + bytes - (last + 1) == (int64_t)sizeof "\"before_this_line\": \"00000000\"}\n" - 1 &&
-                mt_sum_parse(json_object_get(json, "before_this_line"), &sum) &&
-                sum == mt_crc32c(text, last + 1 - text);
-    int status = !text ? -1
-                 : good
-                     ? mt_checksums_parse(sums, json, path, error)
-                     : mt_error_set(error, "%s: damaged: its own checksum does not fit; take another checkpoint", path);
-    json_decref(json);
-    free(text);
-    free(path);
-    return status;
-}
-
-static int mt_checksums_damaged(mt_error *error, const char *folder, const char *name, int64_t block, int64_t bytes) {
-    int64_t first = block * MT_SUM_BLOCK;
-    return mt_error_set(error,
-                        "%s/%s: damaged: bytes %lld to %lld are not those that were saved (CRC-32C); take another "
-                        "checkpoint",
-                        folder, name, (long long)first, (long long)mt_min(first + MT_SUM_BLOCK, bytes) - 1);
-}
-
-/* Every file is there and has its size; those without tensors, or all when `whole`, have their sums too. */
-static int mt_checksums_verify(const mt_checksums *sums, const char *folder, bool whole, mt_error *error) {
-    char *buffer = mt_malloc(MT_SUM_BLOCK);
-    int status = 0;
-    for (int64_t i = 0; i < sums->count && status == 0; i++) {
-        const mt_file_checksums *file = &sums->files[i];
-        char *path = mt_path_join(folder, file->name);
-        int64_t bytes;
-        int descriptor = mt_file_open(path, &bytes, error);
-        if (descriptor < 0)
-            status = mt_error_set(error, "%s: damaged: %s was saved, but %s; take another checkpoint", folder,
-                                  file->name, mt_folder_has(folder, file->name) ? "cannot be read" : "is not there");
-        else if (bytes != file->bytes)
-            status =
-                mt_error_set(error, "%s: damaged: it is %lld bytes long, and %lld were saved; take another checkpoint",
-                             path, (long long)bytes, (long long)file->bytes);
-        bool reads = whole || !mt_ends_with(file->name, ".safetensors");
-        for (int64_t block = 0; block < file->count && reads && status == 0; block++) {
-            int64_t first = block * MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
-            if (mt_read_at(descriptor, buffer, n, first) != 0 || mt_crc32c(buffer, n) != file->sums[block])
-                status = mt_checksums_damaged(error, folder, file->name, block, bytes);
-        }
-        if (descriptor >= 0) close(descriptor);
-        free(path);
-    }
-    free(buffer);
-    return status;
-}
-
-int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error) {
-    mt_checksums sums;
-    if (mt_checksums_read(&sums, folder, error) != 0) return -1;
-    int status = sums.count > 0 ? mt_checksums_verify(&sums, folder, whole, error) : 0;
-    bool has_sums = sums.count > 0;
-    mt_checksums_free(&sums);
-    if (status != 0 || has_sums || !mt_folder_has(folder, "trainer.json")) return status;
-    char *path = mt_path_join(folder, "trainer.json");
-    json_t *json = mt_json_read(path, error);
-    if (!json || json_integer_value(json_object_get(json, "version")) >= MT_TRAINER_VERSION)
-        status = mt_error_set(error, "%s: damaged: %s; take another checkpoint", json ? folder : path,
-                              json ? "its checksums.json is not there" : "it is no JSON");
-    json_decref(json);
-    free(path);
-    return status;
-}
-
-/* ==== §14c Hugging Face folders ================================================================================== */
-/* From a folder's tensors into the model's buckets. Each row of the parameter table says which rows of which tensor it
- * is; what no row wants is refused unless it is known to carry nothing. */
-
-/* The image of `path` in a set that is being opened, or NULL. */
-static const mt_image *mt_safetensors_image(const mt_safetensors *file, const char *path) {
-    for (int64_t i = 0; i < file->num_images; i++)
-        if (strcmp(file->images[i].path, path) == 0) return &file->images[i];
-    return NULL;
-}
-
-/* Opens every file that the index names, each once. */
-static int mt_index_open_files(mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
-                               mt_error *error) {
-    const char *name;
-    json_t *value;
-    json_object_foreach(map, name, value) {
-        const char *part = json_string_value(value);
-        char printable[128];
-        if (!mt_is_plain_name(part))
-            return mt_error_set(error, "%s: weight_map gives tensor \"%s\" no plain file name; get it again",
-                                index_path, mt_printable(printable, name));
-        char *path = mt_path_join(folder, part);
-        int status = mt_safetensors_image(file, path) ? 0 : mt_safetensors_map(file, path, error);
-        free(path);
-        if (status != 0) return -1;
-    }
-    return 0;
-}
-
-/* The index and the files must name the same tensors in the same places. */
-static int mt_index_check(const mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
-                          mt_error *error) {
-    size_t prefix = strlen(folder) + 1;
-    char printable[128];
-    for (int64_t i = 0; i < file->count; i++) {
-        const mt_tensor_info *tensor = &file->tensors[i];
-        const char *part = json_string_value(json_object_get(map, tensor->name));
-        if (!part || strcmp(part, tensor->file + prefix) != 0)
-            return mt_error_set(error, "%s: holds tensor \"%s\", which %s places %s%s; get both files again",
-                                tensor->file, mt_printable(printable, tensor->name), index_path,
-                                part ? "in " : "nowhere", part ? part : "");
-    }
-    if ((int64_t)json_object_size(map) == file->count) return 0;
-    const char *name;
-    json_t *value;
-    json_object_foreach(map, name, value) {
-        if (mt_safetensors_find(file, name)) continue;
-        return mt_error_set(error, "%s: places tensor \"%s\" in %s, which does not hold it; get both files again",
-                            index_path, mt_printable(printable, name), json_string_value(value));
-    }
-    return 0;
-}
-
-static int mt_index_read(mt_safetensors *file, const char *folder, const char *index_path, mt_error *error) {
-    json_t *index = mt_json_read(index_path, error);
-    if (!index) return -1;
-    json_t *map = json_object_get(index, "weight_map");
-    int status = json_is_object(map)
-                     ? mt_index_open_files(file, folder, index_path, map, error)
-                     : mt_error_set(error, "%s: has no object weight_map; get the file again", index_path);
-    mt_safetensors_sort(file); // for mt_safetensors_find
-    if (status == 0) status = mt_index_check(file, folder, index_path, map, error);
-    json_decref(index);
-    return status;
-}
-
-int mt_safetensors_open_folder(mt_safetensors **file, const char *folder, const char *stem, mt_error *error) {
-    char *whole = mt_path_stem(folder, stem, ".safetensors");
-    char *index = mt_path_stem(folder, stem, ".safetensors.index.json");
-    mt_safetensors *opened = mt_calloc(sizeof *opened);
-    int status;
-    if (access(whole, F_OK) == 0) // before an index, as transformers does
-        status = mt_safetensors_map(opened, whole, error);
-    else if (access(index, F_OK) == 0)
-        status = mt_index_read(opened, folder, index, error);
-    else if (mt_folder_has(folder, "pytorch_model.bin") || mt_folder_has(folder, "pytorch_model.bin.index.json"))
-        status = mt_error_set(error,
-                              "%s: holds its weights as pytorch_model.bin only; save them as safetensors first "
-                              "(save_pretrained of transformers does)",
-                              folder);
-    else
-        status = mt_error_set(
-            error, "%s: has neither %s.safetensors nor %s.safetensors.index.json; get the folder again, whole", folder,
-            stem, stem);
-    free(whole);
-    free(index);
-    return mt_safetensors_finish(file, opened, status);
-}
-
-/* out[i * out_stride] = element i of stored numbers, i < n; `in` need not be aligned. */
-static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_dtype dtype, int64_t n) {
-    const char *from = in;
-    if (dtype == MT_F32 && out_stride == 1) {
-        memcpy(out, in, (size_t)n * sizeof *out);
-        return;
-    }
-    for (int64_t i = 0; i < n; i++) {
-        uint16_t bits;
-        double wide;
-        float *to = &out[i * out_stride];
-        if (dtype == MT_F32) {
-            memcpy(to, from + i * 4, sizeof *to);
-        } else if (dtype == MT_F64) {
-            memcpy(&wide, from + i * 8, sizeof wide);
-            *to = (float)wide;
-        } else {
-            memcpy(&bits, from + i * 2, sizeof bits);
-            *to = dtype == MT_BF16 ? mt_bf16_to_f32(bits) : mt_f16_to_f32(bits);
-        }
-    }
-}
-
-static const char *const mt_kept_prefix[MT_NUM_KEPT] = {"", "master.", "exp_avg.", "exp_avg_sq."};
-
-/* Of values[n], which belong at `at` of a bucket, those in a part that are not finite. */
-static int64_t mt_count_not_finite(const mt_part *part, int64_t at, const float *values, int64_t n) {
-    int64_t count = 0, end = mt_min(n, part->first + part->count - at);
-    for (int64_t i = mt_max(part->first - at, 0); i < end; i++) count += !isfinite(values[i]);
-    return count;
-}
-
-/* The options that decide on a parameter's rows, its columns, and whether it exists. */
-typedef struct mt_param_options {
-    const char *rows, *cols, *exists;
-} mt_param_options;
-
-static const mt_param_options mt_param_option[MT_NUM_ROLES] = {
-    [MT_WORD_EMBEDDING] = {"--vocab-size", "--hidden-size", NULL},
-    [MT_POSITION_EMBEDDING] = {"--max-position-embeddings", "--hidden-size", "--position-embedding-type"},
-    [MT_INPUT_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_INPUT_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_Q] = {"--num-attention-heads and --kv-channels", "--hidden-size", NULL},
-    [MT_K] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
-    [MT_V] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
-    [MT_Q_BIAS] = {"--num-attention-heads and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_K_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_V_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_Q_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
-    [MT_K_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
-    [MT_O] = {"--hidden-size", "--num-attention-heads and --kv-channels", NULL},
-    [MT_O_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
-    [MT_MLP_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_MLP_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_GATE] = {"--ffn-hidden-size", "--hidden-size", "--swiglu"},
-    [MT_GATE_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
-    [MT_UP] = {"--ffn-hidden-size", "--hidden-size", NULL},
-    [MT_UP_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
-    [MT_DOWN] = {"--hidden-size", "--ffn-hidden-size", NULL},
-    [MT_DOWN_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
-    [MT_FINAL_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_FINAL_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_LM_HEAD] = {"--vocab-size", "--hidden-size", "--untie-embeddings-and-output-weights"},
-    [MT_ROUTER] = {"--num-experts", "--hidden-size", "--moe-layer-freq"},
-    [MT_ROUTER_BIAS] = {"--num-experts", NULL, "--moe-router-enable-expert-bias"},
-    [MT_EXPERT_GATE] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
-    [MT_EXPERT_UP] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
-    [MT_EXPERT_DOWN] = {"--hidden-size", "--moe-ffn-hidden-size", "--num-experts"},
-    [MT_SHARED_GATE] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
-                        "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_UP] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
-                      "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_DOWN] = {"--hidden-size", "--moe-shared-expert-intermediate-size",
-                        "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_EXPERT_GATE] = {"--moe-shared-expert-gate", "--hidden-size", "--moe-shared-expert-gate"},
-    [MT_MTP_EMBEDDING_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-    [MT_MTP_HIDDEN_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-    [MT_MTP_PROJECTION] = {"--hidden-size", "--hidden-size", "--mtp-num-layers"},
-    [MT_MTP_FINAL_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-};
-
-/* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
-static int64_t mt_param_shape(const mt_param *param, int64_t shape[2]) {
-    shape[0] = param->hf_transposed ? param->whole_cols : param->hf_rows_total;
-    shape[1] = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
-    return param->is_vector ? 1 : 2;
-}
-
-static const char *mt_shape_print(char out[256], const int64_t *shape, int64_t num_dims) {
-    int used = snprintf(out, 256, "[");
-    for (int64_t i = 0; i < num_dims; i++)
-        used += snprintf(out + used, 256 - (size_t)used, "%s%lld", i ? ", " : "", (long long)shape[i]);
-    snprintf(out + used, 256 - (size_t)used, "]");
-    return out;
-}
-
-/* A tensor that a parameter is to be read from must have its shape and be of floating point. */
-static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, mt_error *error) {
-    int64_t shape[2], num_dims = mt_param_shape(param, shape);
-    char found[256], expected[256];
-    const mt_param_options *option = &mt_param_option[param->role];
-    if (tensor->dtype != MT_F32 && tensor->dtype != MT_BF16 && tensor->dtype != MT_F16 && tensor->dtype != MT_F64)
-        return mt_error_set(error,
-                            "%s: tensor \"%s\" is %s; weights may be F32, BF16, F16 or F64, so take a checkpoint "
-                            "that is not quantized",
-                            tensor->file, tensor->name, mt_dtype_name(tensor->dtype));
-    if (tensor->num_dims == num_dims && memcmp(shape, tensor->shape, (size_t)num_dims * sizeof *shape) == 0) return 0;
-    bool cols_differ =
-        tensor->num_dims == 2 && num_dims == 2 && tensor->shape[!param->hf_transposed] != param->whole_cols;
-    return mt_error_set(error, "%s: tensor \"%s\" is %s and the model's %s; check %s or config.json", tensor->file,
-                        tensor->name, mt_shape_print(found, tensor->shape, tensor->num_dims),
-                        mt_shape_print(expected, shape, num_dims), cols_differ ? option->cols : option->rows);
-}
-
-/* The tensor of a name in the table; a model saved without its head has names without their first word. */
-static const mt_tensor_info *mt_safetensors_find_param(const mt_safetensors *file, const char *name) {
-    static const char *const prefixes[] = {"model.", "transformer."};
-    const mt_tensor_info *tensor = mt_safetensors_find(file, name);
-    for (int i = 0; !tensor && i < 2; i++)
-        if (strncmp(name, prefixes[i], strlen(prefixes[i])) == 0)
-            tensor = mt_safetensors_find(file, name + strlen(prefixes[i]));
-    return tensor;
-}
-
-static int mt_param_missing(const mt_param *param, const mt_options *options, const char *folder,
-                            const mt_safetensors *file, mt_error *error) {
-    const char *option = mt_param_option[param->role].exists;
-    if (param->role == MT_LM_HEAD)
-        return mt_error_set(error,
-                            "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
-                            "true, or leave out %s",
-                            folder, param->hf_name, option);
-    if (param->layer >= options->num_layers)
-        return mt_error_set(error,
-                            "%s: has no tensor \"%s\" of a module of multi-token prediction among its %lld; lower "
-                            "--mtp-num-layers to the modules that it holds, perhaps 0",
-                            folder, param->hf_name, (long long)mt_safetensors_count(file));
-    return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json, --num-layers%s%s", folder,
-                        param->hf_name, (long long)mt_safetensors_count(file), option ? " and " : "",
-                        option ? option : "");
-}
-
-/* The number of a tensor's layer, or -1; `rest` is what follows it in the name. */
-static int64_t mt_tensor_layer(const char *name, const char **rest) {
-    char *end;
-    if (strncmp(name, "model.", 6) == 0) name += 6;
-    if (strncmp(name, "layers.", 7) != 0 || !isdigit((unsigned char)name[7])) return -1;
-    errno = 0;
-    int64_t layer = strtoll(name + 7, &end, 10);
-    *rest = end + (*end == '.');
-    return *end == '.' && errno == 0 ? layer : -1;
-}
-
-/* DeepSeek's folders have the embedding and the output layer again in every module of multi-token prediction, which
- * shares them with the model: the name of what such a tensor repeats, or NULL. */
-static const char *mt_tensor_repeats(const mt_options *options, const char *name) {
-    const char *rest;
-    int64_t module = mt_tensor_layer(name, &rest) - options->num_layers;
-    if (module < 0 || module >= options->mtp_num_layers) return NULL;
-    if (strcmp(rest, "embed_tokens.weight") == 0) return "model.embed_tokens.weight";
-    if (strcmp(rest, "shared_head.head.weight") != 0) return NULL;
-    return options->untie_embeddings_and_output_weights ? "lm_head.weight" : "model.embed_tokens.weight";
-}
-
-/* It must be the same, or training would lose it. */
-static int mt_tensor_check_repeated(const mt_options *options, const mt_safetensors *file, const mt_tensor_info *tensor,
-                                    mt_error *error) {
-    const char *name = mt_tensor_repeats(options, tensor->name);
-    const mt_tensor_info *shared = name ? mt_safetensors_find_param(file, name) : NULL;
-    if (!shared) return 0;
-    if (shared->dtype == tensor->dtype && shared->bytes == tensor->bytes &&
-        memcmp(shared->data, tensor->data, (size_t)tensor->bytes) == 0)
-        return 0;
-    return mt_error_set(error,
-                        "%s: tensor \"%s\" is not the same as \"%s\", which modules of multi-token prediction share; "
-                        "load with --mtp-num-layers 0",
-                        tensor->file, tensor->name, shared->name);
-}
-
-/* Tensors that old checkpoints carry and that hold no weights: tables that are computed, masks, the tied head; and
- * modules of multi-token prediction that the model does without. */
-static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
-    const char *rest;
-    int64_t layer = mt_tensor_layer(name, &rest), end = options->num_layers + options->mtp_layers_stored;
-    if (layer >= options->num_layers + options->mtp_num_layers && layer < end) return true;
-    if (mt_tensor_repeats(options, name)) return true;
-    if (mt_ends_with(name, "rotary_emb.inv_freq") || mt_ends_with(name, ".attn.masked_bias")) return true;
-    if (strcmp(options->hf_family, "gpt2") == 0 && mt_ends_with(name, ".attn.bias")) return true;
-    return !options->untie_embeddings_and_output_weights && strcmp(name, "lm_head.weight") == 0;
-}
-
-static int mt_tensor_pointer_compare(const void *a, const void *b) {
-    const mt_tensor_info *x = *(const mt_tensor_info *const *)a, *y = *(const mt_tensor_info *const *)b;
-    return (x > y) - (x < y);
-}
-
-/* Every tensor must be wanted by a row: a weight that is silently left out would give another model. */
-static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt_options *options,
-                                   const mt_safetensors *file, mt_error *error) {
-    const mt_tensor_info **used = mt_malloc(count * (int64_t)sizeof *used), *unused = NULL;
-    for (int64_t i = 0; i < count; i++) used[i] = mt_safetensors_find_param(file, rows[i].hf_name);
-    qsort(used, (size_t)count, sizeof *used, mt_tensor_pointer_compare);
-    for (int64_t i = 0; i < file->count && !unused; i++) {
-        const mt_tensor_info *tensor = &file->tensors[i];
-        if (mt_tensor_is_harmless(options, tensor->name)) continue;
-        if (!bsearch(&tensor, used, (size_t)count, sizeof *used, mt_tensor_pointer_compare)) unused = tensor;
-    }
-    free(used);
-    if (!unused) return 0;
-    char name[128];
-    return mt_error_set(error,
-                        "%s: tensor \"%s\" has no place in the model that the options describe; check "
-                        "config.json, --num-layers and the options for biases and norms",
-                        unused->file, mt_printable(name, unused->name));
-}
-
-/* A folder's tensors against the whole model's table, so that every rank finds the same. */
-static int mt_weights_check(const mt_options *options, const char *folder, const mt_safetensors *file,
-                            mt_error *error) {
-    mt_param *rows;
-    int64_t count = mt_params_build(&rows, options, NULL);
-    int status = 0;
-    for (int64_t i = 0; i < count && status == 0; i++) {
-        const mt_tensor_info *tensor = mt_safetensors_find_param(file, rows[i].hf_name);
-        status =
-            tensor ? mt_param_check(&rows[i], tensor, error) : mt_param_missing(&rows[i], options, folder, file, error);
-    }
-    if (status == 0) status = mt_weights_check_unused(rows, count, options, file, error);
-    for (int64_t i = 0; i < file->count && status == 0; i++)
-        status = mt_tensor_check_repeated(options, file, &file->tensors[i], error);
-    free(rows);
-    return status;
-}
-
-/* ==== §14d reading a folder's files =============================================================================== */
-/* Each byte once for all ranks of a host, and checked against its sum. */
-
-/* What a parameter takes from a tensor: into the parts of its bucket, of the model's type and of floats, either of
- * which may have no data. */
-typedef struct mt_wanted {
-    const mt_param *param;
-    const mt_tensor_info *tensor;
-    mt_part weights, floats;
-    float *turned;      // all that lies here, while a transposed tensor passes by
-    int64_t not_finite; // of the weights
-} mt_wanted;
-
-/* Files pass by in stretches, through slots of memory that all ranks of a host share. Threads of all ranks read the
- * next stretch, whoever is free; a slot is free again when every rank has taken from it what it wants. Who waits
- * sleeps: cores may be fewer than ranks and their threads. */
-enum { MT_STRETCH = 2 << 20, MT_SLOTS = 12, MT_READERS = 4, MT_STAGED = 1 << 18, MT_SPARES = 8 };
-
-/* At the start of the shared memory. */
-typedef struct mt_slots {
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-    int64_t claimed;         // stretches of the file that a thread has gone for
-    int64_t ready[MT_SLOTS]; // 1 + the stretch that lies there
-    int64_t taken[MT_SLOTS]; // ranks that are done with it
-    int64_t uses[MT_SLOTS];  // stretches that all ranks are done with
-} mt_slots;
-
-typedef struct mt_reader {
-    mt_model *model;
-    const mt_checksums *sums; // what they are checked against; NULL: nothing
-    mt_group host;            // ranks that share the memory
-    char *memory, *window;    // [MT_SLOTS, MT_STRETCH]
-    mt_slots *slots;
-#ifdef MT_HAVE_MPI
-    MPI_Win shared;
-#endif
-    float *spare[MT_SPARES]; // what tensors were turned in
-    int64_t spare_bytes[MT_SPARES];
-    unsigned next_spare;
-    float *staged; // numbers on their way into a bucket
-    uint16_t *halves;
-    int64_t room;          // of them
-    const mt_image *image; // the file
-    const mt_file_checksums *file_sums;
-    int descriptor, direct; // the second may be -1
-    int status;             // under the slots' lock, as what follows
-    bool damaged;           // a sum was another
-    mt_error error;
-} mt_reader;
-
-static void mt_slots_init(mt_slots *slots) {
-    pthread_mutexattr_t lock;
-    pthread_condattr_t changed;
-    memset(slots, 0, sizeof *slots);
-    pthread_mutexattr_init(&lock);
-    pthread_condattr_init(&changed);
-    pthread_mutexattr_setpshared(&lock, PTHREAD_PROCESS_SHARED);
-    pthread_condattr_setpshared(&changed, PTHREAD_PROCESS_SHARED);
-    pthread_mutex_init(&slots->lock, &lock);
-    pthread_cond_init(&slots->changed, &changed);
-    pthread_mutexattr_destroy(&lock);
-    pthread_condattr_destroy(&changed);
-}
-
-/* All ranks of the host have come here. */
-static void mt_reader_barrier(mt_reader *r) {
-#ifdef MT_HAVE_MPI
-    if (r->host.size > 1) MPI_Win_sync(r->shared);
-    mt_barrier(&r->host);
-    if (r->host.size > 1) MPI_Win_sync(r->shared);
-#else
-    (void)r;
-#endif
-}
-
-static void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) {
-    const int64_t bytes = 2 * MT_DIRECT + (int64_t)MT_SLOTS * MT_STRETCH;
-    _Static_assert(sizeof(mt_slots) <= MT_DIRECT && MT_STRETCH % MT_SUM_BLOCK == 0, "places in the shared memory");
-    *r = (mt_reader){.model = m, .sums = sums, .host = {.name = "host", .size = 1}, .descriptor = -1, .direct = -1};
-    r->room = MT_STAGED, r->staged = mt_malloc(MT_STAGED * 4), r->halves = mt_malloc(MT_STAGED * 2);
-#ifdef MT_HAVE_MPI
-    const mt_group *world = &m->grid->world;
-    if (world->size > 1) {
-        MPI_Comm *comm = mt_malloc(sizeof *comm);
-        MPI_Comm_split_type(mt_mpi_comm(world), MPI_COMM_TYPE_SHARED, world->rank, MPI_INFO_NULL, comm);
-        MPI_Comm_size(*comm, &r->host.size);
-        MPI_Comm_rank(*comm, &r->host.rank);
-        r->host.comm = comm;
-    }
-    if (r->host.size > 1) {
-        MPI_Aint size;
-        int unit;
-        mt_mpi_check(MPI_Win_allocate_shared(r->host.rank == 0 ? (MPI_Aint)bytes : 0, 1, MPI_INFO_NULL,
-                                             *(MPI_Comm *)r->host.comm, &r->memory, &r->shared),
-                     "MPI_Win_allocate_shared", &r->host);
-        MPI_Win_shared_query(r->shared, 0, &size, &unit, &r->memory);
-        MPI_Win_lock_all(MPI_MODE_NOCHECK, r->shared);
-    }
-#endif
-    if (r->host.size == 1) r->memory = mt_cpu_memory_alloc(bytes);
-    r->slots = (mt_slots *)mt_align_direct(r->memory); // it is mapped by pages, so this is the same place for all
-    r->window = (char *)r->slots + MT_DIRECT;
-    if (r->host.rank == 0) mt_slots_init(r->slots);
-    mt_reader_barrier(r);
-}
-
-static void mt_reader_close(mt_reader *r) {
-    for (int i = 0; i < MT_SPARES; i++) free(r->spare[i]);
-    free(r->staged);
-    free(r->halves);
-    mt_reader_barrier(r);
-    if (r->host.rank == 0) {
-        pthread_mutex_destroy(&r->slots->lock);
-        pthread_cond_destroy(&r->slots->changed);
-    }
-    if (r->host.size == 1) mt_cpu_memory_free(r->memory);
-#ifdef MT_HAVE_MPI
-    if (r->host.size > 1) {
-        MPI_Win_unlock_all(r->shared);
-        MPI_Win_free(&r->shared);
-    }
-    if (r->host.comm) MPI_Comm_free(r->host.comm);
-    free(r->host.comm);
-#endif
-}
-
-static void mt_reader_fail(mt_reader *r, const mt_error *error, bool damaged) {
-    pthread_mutex_lock(&r->slots->lock);
-    if (r->status == 0) r->status = -1, r->error = *error;
-    r->damaged = r->damaged || damaged;
-    pthread_mutex_unlock(&r->slots->lock);
-}
-
-/* The next stretch of the file, once its slot is free; -1: there is none. */
-static int64_t mt_reader_claim(mt_reader *r) {
-    mt_slots *slots = r->slots;
-    int64_t count = mt_blocks(r->image->bytes, MT_STRETCH);
-    pthread_mutex_lock(&slots->lock);
-    while (slots->claimed < count && slots->uses[slots->claimed % MT_SLOTS] != slots->claimed / MT_SLOTS)
-        pthread_cond_wait(&slots->changed, &slots->lock);
-    int64_t i = slots->claimed < count ? slots->claimed++ : -1;
-    pthread_mutex_unlock(&slots->lock);
-    return i;
-}
-
-/* Reads bytes [offset, offset + bytes) of the file to an aligned place, whole pages where that can be. */
-static int mt_reader_read(const mt_reader *r, char *to, int64_t offset, int64_t bytes) {
-    ssize_t got = -1;
-    if (r->direct >= 0) got = pread(r->direct, to, (size_t)(mt_blocks(bytes, MT_DIRECT) * MT_DIRECT), offset);
-    int64_t done = mt_max(got, 0);
-    return done >= bytes ? 0 : mt_read_at(r->descriptor, to + done, bytes - done, offset + done);
-}
-
-/* Reads stretch i into its slot, by way of `own` memory where that is not NULL, and checks its blocks. */
-static void mt_reader_fill(mt_reader *r, int64_t i, char *own) {
-    int64_t offset = i * MT_STRETCH, bytes = mt_min(MT_STRETCH, r->image->bytes - offset);
-    char *slot = r->window + i % MT_SLOTS * MT_STRETCH;
-    const char *from = own ? own : slot;
-    mt_error error;
-    if (mt_reader_read(r, own ? own : slot, offset, bytes) != 0) {
-        mt_error_set(&error, "%s: cannot be read: %s; check the disk", r->image->path, strerror(errno));
-        mt_reader_fail(r, &error, false);
-        return;
-    }
-    for (int64_t first = 0; first < bytes; first += MT_SUM_BLOCK) {
-        int64_t block = (offset + first) / MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
-        if (own) memcpy(slot + first, own + first, (size_t)n);
-        if (!r->file_sums) continue;
-        if (block < r->file_sums->count && mt_crc32c(from + first, n) == r->file_sums->sums[block]) continue;
-        char *folder = mt_strdup(r->image->path), *slash = strrchr(folder, '/');
-        if (slash) *slash = 0;
-        mt_checksums_damaged(&error, folder, r->file_sums->name, block, r->image->bytes);
-        mt_reader_fail(r, &error, true);
-        free(folder);
-        return;
-    }
-}
-
-/* A thread: reads stretches until there are no more. What cannot be read passes by too, so that no rank waits for it.
- * Memory that processes share has small pages, one by one for the disk, which then is slower than by one more copy. */
-static void *mt_reader_run(void *context) {
-    mt_reader *r = context;
-    char *own = r->host.size > 1 ? mt_cpu_memory_alloc(MT_STRETCH) : NULL;
-    for (int64_t i; (i = mt_reader_claim(r)) >= 0;) {
-        if (r->descriptor >= 0) mt_reader_fill(r, i, own);
-        pthread_mutex_lock(&r->slots->lock);
-        r->slots->ready[i % MT_SLOTS] = i + 1;
-        pthread_cond_broadcast(&r->slots->changed);
-        pthread_mutex_unlock(&r->slots->lock);
-    }
-    if (own) mt_cpu_memory_free(own);
-    return NULL;
-}
-
-/* Waits for stretch i, which any rank may read: one that never does is named as in a collective. */
-static const char *mt_reader_get(mt_reader *r, int64_t i) {
-    mt_watch_begin("reading a checkpoint", r->host.name);
-    pthread_mutex_lock(&r->slots->lock);
-    while (r->slots->ready[i % MT_SLOTS] != i + 1) pthread_cond_wait(&r->slots->changed, &r->slots->lock);
-    pthread_mutex_unlock(&r->slots->lock);
-    mt_watch_end();
-    return r->window + i % MT_SLOTS * MT_STRETCH;
-}
-
-/* This rank is done with it. */
-static void mt_reader_give_back(mt_reader *r, int64_t i) {
-    mt_slots *slots = r->slots;
-    int64_t slot = i % MT_SLOTS;
-    pthread_mutex_lock(&slots->lock);
-    if (++slots->taken[slot] == r->host.size) {
-        slots->taken[slot] = 0, slots->uses[slot]++;
-        pthread_cond_broadcast(&slots->changed);
-    }
-    pthread_mutex_unlock(&slots->lock);
-}
-
-/* Puts n elements at a place of the whole parameter that lies here into its bucket. */
-static void mt_wanted_put(mt_reader *r, mt_wanted *w, int64_t at, const float *values, int64_t n) {
-    mt_model *m = r->model;
-    bool halves = w->weights.data && w->weights.dtype == MT_BF16;
-    at += w->param->offset;
-    for (int64_t done = 0, count; done < n; done += count) {
-        count = mt_min(n - done, r->room);
-        if (w->weights.data) w->not_finite += mt_count_not_finite(&w->weights, at + done, values + done, count);
-        for (int64_t i = 0; halves && i < count; i++) r->halves[i] = mt_f32_to_bf16(values[done + i]);
-        if (w->floats.data) mt_part_write(m, &w->floats, at + done, values + done, count);
-        if (w->weights.data)
-            mt_part_write(m, &w->weights, at + done, halves ? (const void *)r->halves : values + done, count);
-        m->ops->stream_wait(m->stream); // before the buffers are filled again
-    }
-}
-
-/* Rows [row, row + rows) and columns [col, col + cols) of a matrix. */
-typedef struct mt_window {
-    int64_t row, rows, col, cols;
-} mt_window;
-
-static mt_window mt_window_meet(mt_window a, mt_window b) {
-    int64_t row = mt_max(a.row, b.row), col = mt_max(a.col, b.col);
-    int64_t rows = mt_min(a.row + a.rows, b.row + b.rows) - row, cols = mt_min(a.col + a.cols, b.col + b.cols) - col;
-    return (mt_window){row, mt_max(rows, 0), col, mt_max(cols, 0)};
-}
-
-/* Rows [*first, *end) of what lies here of a parameter, of which the parts that are wanted have something: not all,
- * where a data group shares them out. */
-static void mt_wanted_rows(const mt_wanted *w, int64_t *first, int64_t *end) {
-    const mt_part *parts[] = {&w->weights, &w->floats};
-    int64_t cols = w->param->cols, count = mt_param_rows_stored(w->param) * cols;
-    *first = count, *end = 0;
-    for (int i = 0; i < 2; i++) {
-        int64_t begin = mt_max(parts[i]->first - w->param->offset, 0);
-        int64_t last = mt_min(parts[i]->first + parts[i]->count - w->param->offset, count);
-        if (!parts[i]->data || begin >= last) continue;
-        *first = mt_min(*first, begin / cols), *end = mt_max(*end, mt_blocks(last, cols));
-    }
-    if (*end == 0) *first = 0;
-}
-
-/* What is wanted of a parameter, as rows and columns of its tensor. */
-static mt_window mt_wanted_window(const mt_wanted *w) {
-    const mt_param *param = w->param;
-    mt_window own = {param->hf_row + param->first_row, mt_param_rows_stored(param), param->first_col, param->cols};
-    if (!param->hf_transposed) return own;
-    int64_t first, end;
-    mt_wanted_rows(w, &first, &end);
-    return (mt_window){own.col, own.cols, own.row + first, end - first};
-}
-
-/* Memory for a tensor to turn in, which comes back: pages that are new would cost more than what is done in them. */
-static float *mt_reader_borrow(mt_reader *r, int64_t bytes) {
-    for (int i = 0; i < MT_SPARES; i++)
-        if (r->spare[i] && r->spare_bytes[i] == bytes) {
-            float *memory = r->spare[i];
-            r->spare[i] = NULL;
-            return memory;
-        }
-    return mt_malloc(bytes);
-}
-
-static void mt_reader_lay_by(mt_reader *r, float *memory, int64_t bytes) {
-    int at = r->next_spare++ % MT_SPARES; // the oldest goes
-    for (int i = 0; i < MT_SPARES; i++)
-        if (!r->spare[i]) at = i;
-    free(r->spare[at]);
-    r->spare[at] = memory, r->spare_bytes[at] = bytes;
-}
-
-/* The same for n stored numbers, which become floats first unless they are. */
-static void mt_wanted_put_stored(mt_reader *r, mt_wanted *w, int64_t at, const char *from, int64_t n) {
-    mt_dtype dtype = w->tensor->dtype;
-    if (dtype == MT_F32 && (uintptr_t)from % sizeof(float) == 0) {
-        mt_wanted_put(r, w, at, (const float *)(const void *)from, n);
-        return;
-    }
-    for (int64_t done = 0, count; done < n; done += count) {
-        count = mt_min(n - done, r->room);
-        mt_stored_to_f32(r->staged, 1, from + done * mt_dtype_size(dtype), dtype, count);
-        mt_wanted_put(r, w, at + done, r->staged, count);
-    }
-}
-
-/* to[n, m] with rows of `pitch` numbers = from[m, n] with rows of `width` stored ones, turned; 16 lines of `to` at a
- * time stay in the cache. */
-static void mt_stored_turn(float *to, int64_t pitch, const char *from, int64_t width, mt_dtype dtype, int64_t m,
-                           int64_t n) {
-    int64_t size = mt_dtype_size(dtype);
-    for (int64_t first = 0, lines; first < n; first += lines) {
-        lines = mt_min(n - first, 16);
-        for (int64_t row = 0; row < m; row++)
-            mt_stored_to_f32(to + first * pitch + row, pitch, from + (row * width + first) * size, dtype, lines);
-    }
-}
-
-/* Takes what is wanted of a window of the tensor, whose elements lie at `data` row after row. */
-static void mt_wanted_take(mt_reader *r, mt_wanted *w, mt_window given, const char *data) {
-    const mt_param *param = w->param;
-    mt_dtype dtype = w->tensor->dtype;
-    mt_window own = mt_wanted_window(w), part = mt_window_meet(given, own);
-    int64_t size = mt_dtype_size(dtype), cols = param->cols;
-    if (part.rows == 0 || part.cols == 0) return;
-    if (param->hf_transposed) {
-        if (!w->turned) w->turned = mt_reader_borrow(r, own.rows * own.cols * 4);
-        mt_stored_turn(w->turned + (part.col - own.col) * cols + part.row - own.row, cols,
-                       data + ((part.row - given.row) * given.cols + part.col - given.col) * size, given.cols, dtype,
-                       part.rows, part.cols);
-        return;
-    }
-    bool together = part.cols == given.cols && part.cols == cols; // whole rows on both sides
-    for (int64_t row = 0, rows = together ? part.rows : 1; row < part.rows; row += rows) {
-        const char *from = data + ((part.row + row - given.row) * given.cols + part.col - given.col) * size;
-        int64_t to_row = part.row + row - own.row, to_col = part.col - own.col;
-        mt_wanted_put_stored(r, w, to_row * cols + to_col, from, rows * part.cols);
-    }
-}
-
-/* Takes what is wanted of elements [begin, end) of a tensor: a row in part, whole rows, a row in part. */
-static void mt_wanted_take_elements(mt_reader *r, mt_wanted *w, int64_t begin, int64_t end, const char *data) {
-    const mt_param *param = w->param;
-    int64_t width = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
-    int64_t size = mt_dtype_size(w->tensor->dtype);
-    while (begin < end) {
-        mt_window given = {begin / width, (end - begin) / width, 0, width};
-        if (begin % width > 0 || given.rows == 0)
-            given = (mt_window){begin / width, 1, begin % width, mt_min(width - begin % width, end - begin)};
-        mt_wanted_take(r, w, given, data);
-        begin += given.rows * given.cols, data += given.rows * given.cols * size;
-    }
-}
-
-/* The tensor has passed by: what had to be turned goes into the bucket, and padding rows become 0. */
-static void mt_wanted_finish(mt_reader *r, mt_wanted *w) {
-    const mt_param *param = w->param;
-    int64_t stored = mt_param_rows_stored(param) * param->cols, padding = param->rows * param->cols - stored;
-    if (w->turned) {
-        mt_window own = mt_wanted_window(w);
-        mt_wanted_put(r, w, (own.col - param->hf_row - param->first_row) * param->cols, w->turned, own.rows * own.cols);
-        mt_reader_lay_by(r, w->turned, own.rows * own.cols * 4);
-        w->turned = NULL;
-    }
-    if (w->floats.data) mt_part_write(r->model, &w->floats, param->offset + stored, NULL, padding);
-    if (w->weights.data) mt_part_write(r->model, &w->weights, param->offset + stored, NULL, padding);
-}
-
-/* Takes what is wanted of bytes [begin, end) of the file, which lie at `data`. An element that is cut by an end comes
- * from the mapped file, with the bytes behind it. */
-static void mt_reader_take(mt_reader *r, mt_wanted *w, int64_t begin, int64_t end, const char *data) {
-    const mt_tensor_info *tensor = w->tensor;
-    int64_t start = (const unsigned char *)tensor->data - r->image->base, size = mt_dtype_size(tensor->dtype);
-    int64_t count = tensor->bytes / size;
-    if (start >= end || start + tensor->bytes <= begin) return;
-    int64_t first = begin <= start ? 0 : (begin - start + size - 1) / size, last = mt_min((end - start) / size, count);
-    if (begin > start && (begin - start) % size != 0)
-        mt_wanted_take_elements(r, w, first - 1, first, (const char *)tensor->data + (first - 1) * size);
-    if (first < last) mt_wanted_take_elements(r, w, first, last, data + start + first * size - begin);
-    if (start + tensor->bytes <= end) mt_wanted_finish(r, w);
-}
-
-/* Begins a file: its slots are empty, its threads read. Returns how many. */
-static int mt_reader_begin(mt_reader *r, const mt_image *image, pthread_t threads[MT_READERS]) {
-    const char *slash = strrchr(image->path, '/');
-    int count = (int)mt_max(MT_READERS / r->host.size, 1);
-    mt_error error;
-    r->image = image;
-    r->file_sums = r->sums ? mt_checksums_find(r->sums, slash ? slash + 1 : image->path) : NULL;
-    r->descriptor = open(image->path, O_RDONLY | O_CLOEXEC);
-    r->direct = mt_open_direct(image->path, O_RDONLY);
-    if (r->descriptor < 0) {
-        mt_error_set(&error, "%s: cannot be read: %s; check the disk", image->path, strerror(errno));
-        mt_reader_fail(r, &error, false);
-    }
-    mt_reader_barrier(r); // all are done with the file before
-    if (r->host.rank == 0) {
-        mt_slots *slots = r->slots;
-        slots->claimed = 0;
-        memset(slots->ready, 0, sizeof slots->ready);
-        memset(slots->taken, 0, sizeof slots->taken);
-        memset(slots->uses, 0, sizeof slots->uses);
-    }
-    mt_reader_barrier(r);
-    for (int i = 0; i < count; i++)
-        if (pthread_create(&threads[i], NULL, mt_reader_run, r) != 0) mt_die("cannot start a thread; raise ulimit -u");
-    return count;
-}
-
-/* Reads one file and takes wanted[count], which are its tensors in their order. Every rank of the host calls it. */
-static void mt_reader_pass(mt_reader *r, const mt_image *image, mt_wanted *wanted, int64_t count) {
-    pthread_t threads[MT_READERS];
-    int num_threads = mt_reader_begin(r, image, threads);
-    int64_t first = 0;
-    for (int64_t begin = 0; begin < image->bytes; begin += MT_STRETCH) {
-        int64_t end = mt_min(begin + MT_STRETCH, image->bytes);
-        const char *data = mt_reader_get(r, begin / MT_STRETCH);
-        for (int64_t i = first; i < count; i++) {
-            int64_t start = (const unsigned char *)wanted[i].tensor->data - image->base;
-            if (start >= end) break;
-            mt_reader_take(r, &wanted[i], begin, end, data);
-            if (i == first && start + wanted[i].tensor->bytes <= end) first++;
-        }
-        mt_reader_give_back(r, begin / MT_STRETCH);
-    }
-    for (int i = 0; i < num_threads; i++) pthread_join(threads[i], NULL);
-    if (r->descriptor >= 0) close(r->descriptor);
-    if (r->direct >= 0) close(r->direct);
-}
-
-static int mt_wanted_by_place(const void *a, const void *b) {
-    const mt_wanted *x = a, *y = b;
-    int order = strcmp(x->tensor->file, y->tensor->file);
-    if (order != 0) return order;
-    return (x->tensor->data > y->tensor->data) - (x->tensor->data < y->tensor->data);
-}
-
-/* Reads all files of a set and takes wanted[count] from them. Every rank calls it and returns the same; *damaged: for
- * what a sum says. */
-static int mt_safetensors_take(mt_safetensors *file, mt_model *m, const mt_checksums *sums, mt_wanted *wanted,
-                               int64_t count, bool *damaged, mt_error *error) {
-    mt_reader r;
-    mt_reader_open(&r, m, sums);
-    if (count > 0) qsort(wanted, (size_t)count, sizeof *wanted, mt_wanted_by_place);
-    for (int64_t i = 0; i < file->num_images; i++) {
-        int64_t first = 0, end;
-        while (first < count && wanted[first].tensor->file != file->images[i].path) first++;
-        for (end = first; end < count && wanted[end].tensor->file == file->images[i].path;) end++;
-        mt_reader_pass(&r, &file->images[i], wanted + first, end - first);
-    }
-    double bad = r.damaged;
-    mt_all_reduce_max(&m->grid->world, &bad, 1, MT_F64);
-    if (bad > 0) *damaged = true;
-    if (r.status != 0) *error = r.error;
-    int status = mt_agree(&m->grid->world, r.status != 0, error);
-    mt_reader_close(&r);
-    return status;
-}
-
-/* Weights, and for bf16 the master weights, which keep what was stored. Everything is checked, by every rank, before
- * anything is set. */
-static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *sums, bool *damaged, mt_error *error) {
-    mt_safetensors *file = NULL;
-    int status = mt_safetensors_open_folder(&file, folder, "model", error);
-    if (status == 0) status = mt_weights_check(m->options, folder, file, error);
-    status = mt_agree(&m->grid->world, status != 0, error);
-    if (status != 0) {
-        mt_safetensors_close(file);
-        return status;
-    }
-    mt_wanted *wanted = mt_calloc(mt_max(m->num_params, 1) * (int64_t)sizeof *wanted);
-    for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        wanted[i] = (mt_wanted){.param = param, .tensor = mt_safetensors_find_param(file, param->hf_name)};
-        wanted[i].weights = mt_bucket_part(m, param->bucket, MT_KEPT_WEIGHTS);
-        if (m->dtype != MT_F32 && mt_param_is_trained(param))
-            wanted[i].floats = mt_bucket_part(m, param->bucket, MT_KEPT_MASTER);
-    }
-    mt_params_changed(m);
-    status = mt_safetensors_take(file, m, sums, wanted, m->num_params, damaged, error);
-    for (int64_t i = 0; i < m->num_params && status == 0; i++) {
-        const mt_param *param = wanted[i].param;
-        const mt_bucket *b = &m->buckets[param->bucket];
-        bool tells = param->counted && (b->group->rank == 0 || b->strategy == MT_SHARD_PARAMS);
-        if (wanted[i].not_finite > 0 && tells)
-            fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", wanted[i].tensor->file,
-                    (long long)wanted[i].not_finite, wanted[i].tensor->name);
-    }
-    free(wanted);
-    mt_safetensors_close(file);
-    return status;
-}
-
-/* ==== §14e writing tensors ======================================================================================= */
-/* The place of every byte follows from the whole model's table before the first is written, so every rank knows it:
- * rank 0 writes the headers, each rank its own share at computed offsets, and no rank waits for another. What is
- * written passes through host memory, from which threads of its own take it: a small ring when training waits, or room
- * for all of it, so that training goes on while it is written, and on a GPU while it is copied too. The threads call no
- * MPI, and of the device nothing but the wait for the copies. */
-
-/* A Hugging Face tensor that is to be written: one parameter, or several that it holds one after another. */
-typedef struct mt_saved {
-    char name[192];
-    const mt_param *params; // rows of this rank's table, NULL: nothing of it lies here
-    int64_t num_params;
-    mt_kept kept;
-    mt_dtype dtype;
-    int64_t shape[2], num_dims;
-    int64_t shard, offset, bytes; // offset in the shard's data
-} mt_saved;
-
-/* All tensors of a stem, in order, and the files they go to. */
-typedef struct mt_saved_set {
-    mt_saved *tensors;
-    int64_t count, num_shards, bytes;
-    const char *stem;
-} mt_saved_set;
-
-static int mt_saved_compare(const void *a, const void *b) {
-    return strcmp(((const mt_saved *)a)->name, ((const mt_saved *)b)->name);
-}
-
-/* The rows of a table from i on that one tensor holds: the first row behind them. */
-static int64_t mt_params_together(const mt_param *rows, int64_t count, int64_t i) {
-    int64_t next = i + 1;
-    while (next < count && strcmp(rows[next].hf_name, rows[i].hf_name) == 0) next++;
-    return next;
-}
-
-/* Appends one kind of value of every parameter of the whole model. */
-static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_kept kept, mt_dtype dtype) {
-    for (int64_t i = 0; i < count; i = mt_params_together(rows, count, i)) {
-        const mt_param *param = &rows[i];
-        bool trained = mt_param_is_trained(param); // what is not has no moments, and stays fp32
-        if (!trained && kept != MT_KEPT_WEIGHTS) continue;
-        mt_saved *saved = &set->tensors[set->count++];
-        *saved = (mt_saved){.kept = kept, .dtype = kept == MT_KEPT_WEIGHTS && trained ? dtype : MT_F32};
-        saved->num_dims = mt_param_shape(param, saved->shape);
-        saved->bytes = param->hf_rows_total * param->whole_cols * mt_dtype_size(saved->dtype);
-        snprintf(saved->name, sizeof saved->name, "%s%s", mt_kept_prefix[kept], param->hf_name);
-    }
-}
-
-/* Finds what lies here of every tensor of a set. */
-static void mt_saved_find_params(mt_saved_set *set, const mt_model *m) {
-    int first = set->tensors[0].kept == MT_KEPT_WEIGHTS ? MT_KEPT_WEIGHTS : MT_KEPT_MASTER;
-    int end = first == MT_KEPT_WEIGHTS ? MT_KEPT_MASTER : MT_NUM_KEPT;
-    for (int64_t i = 0, next; i < m->num_params; i = next) {
-        next = mt_params_together(m->params, m->num_params, i);
-        for (int kept = first; kept < end; kept++) {
-            mt_saved key;
-            snprintf(key.name, sizeof key.name, "%s%s", mt_kept_prefix[kept], m->params[i].hf_name);
-            mt_saved *saved = bsearch(&key, set->tensors, (size_t)set->count, sizeof key, mt_saved_compare);
-            if (saved) saved->params = &m->params[i], saved->num_params = next - i;
-        }
-    }
-}
-
-/* What a stem holds, in the order of names as upstream writes it, cut into files of at most max_shard_bytes. */
-static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem, int64_t max_shard_bytes) {
-    mt_param *rows;
-    int64_t filled = 0, count = mt_params_build(&rows, m->options, NULL);
-    bool weights = strcmp(stem, "model") == 0;
-    *set = (mt_saved_set){.stem = stem, .num_shards = 1};
-    set->tensors = mt_malloc(MT_NUM_KEPT * count * (int64_t)sizeof(mt_saved));
-    for (int kept = 0; kept < MT_NUM_KEPT; kept++)
-        if (weights == (kept == MT_KEPT_WEIGHTS) && (kept != MT_KEPT_MASTER || m->dtype != MT_F32))
-            mt_saved_add(set, rows, count, (mt_kept)kept, m->dtype);
-    free(rows);
-    qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
-    for (int64_t i = 0; i < set->count; i++) {
-        mt_saved *saved = &set->tensors[i];
-        if (filled > 0 && filled + saved->bytes > max_shard_bytes) set->num_shards++, filled = 0;
-        saved->shard = set->num_shards - 1, saved->offset = filled;
-        filled += saved->bytes, set->bytes += saved->bytes;
-    }
-    mt_saved_find_params(set, m);
-}
-
-/* "model.safetensors", or "model-00001-of-00002.safetensors". */
-static void mt_shard_name(char name[64], const mt_saved_set *set, int64_t shard) {
-    if (set->num_shards == 1)
-        snprintf(name, 64, "%s.safetensors", set->stem);
-    else
-        snprintf(name, 64, "%s-%05lld-of-%05lld.safetensors", set->stem, (long long)shard + 1,
-                 (long long)set->num_shards);
-}
-
-/* ---- files */
-
-/* A file being written, around the page cache too where `direct` is not -1, and where its errors go. */
-typedef struct mt_output {
-    int descriptor, direct;
-    const char *path;
-    mt_error *error;
-} mt_output;
-
-static int mt_write_error(mt_error *error, const char *path) {
-    if (errno == ENOSPC || errno == EDQUOT)
-        return mt_error_set(error, "%s: no space left on the disk; free some or choose another --save", path);
-    if (errno == EFBIG)
-        return mt_error_set(error, "%s: too large for the limit on file sizes; raise it (ulimit -f)", path);
-    return mt_error_set(error, "%s: cannot be written: %s; choose another --save", path, strerror(errno));
-}
-
-static int mt_output_open(mt_output *out, const char *path, mt_error *error) {
-    *out = (mt_output){.path = path, .error = error, .direct = -1};
-    out->descriptor = open(path, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666);
-    return out->descriptor < 0 ? mt_write_error(error, path) : 0;
-}
-
-/* The same for a file that others write too: who comes first makes it. */
-static int mt_output_join(mt_output *out, const char *path, mt_error *error) {
-    *out = (mt_output){.path = path, .error = error, .direct = -1};
-    out->descriptor = open(path, O_CREAT | O_WRONLY | O_CLOEXEC, 0666);
-    if (out->descriptor < 0 && errno == ENOENT)
-        return mt_error_set(
-            error, "%s: rank 0 made its folder, which is not here; choose a --save that every host sees", path);
-    if (out->descriptor < 0) return mt_write_error(error, path);
-    out->direct = mt_open_direct(path, O_WRONLY);
-    return 0;
-}
-
-static int mt_output_write_by(const mt_output *out, int descriptor, int64_t offset, const char *data, int64_t bytes) {
-    for (int64_t done = 0; done < bytes;) {
-        ssize_t wrote = pwrite(descriptor, data + done, (size_t)(bytes - done), offset + done);
-        if (wrote < 0 && errno == EINTR) continue;
-        if (wrote < 0 && errno == EINVAL && descriptor != out->descriptor) { // it wants other places after all
-            descriptor = out->descriptor;
-            continue;
-        }
-        if (wrote < 0) return mt_write_error(out->error, out->path);
-        done += wrote;
-    }
-    return 0;
-}
-
-/* Long stretches go around the page cache if memory and file are aligned alike, their ends through it: the rest of
- * those pages may be another rank's. */
-static int mt_output_write(const mt_output *out, int64_t offset, const void *data, int64_t bytes) {
-    enum { LONG = 64 << 10 };
-    const char *from = data;
-    int64_t head = -offset & (MT_DIRECT - 1), tail = (offset + bytes) & (MT_DIRECT - 1);
-    if (out->direct >= 0 && bytes >= LONG && (uintptr_t)(from + head) % MT_DIRECT == 0) {
-        if (mt_output_write_by(out, out->descriptor, offset, from, head) != 0) return -1;
-        if (mt_output_write_by(out, out->direct, offset + head, from + head, bytes - head - tail) != 0) return -1;
-        offset += bytes - tail, from += bytes - tail, bytes = tail;
-    }
-    return mt_output_write_by(out, out->descriptor, offset, from, bytes);
-}
-
-/* Closes the file, whole and on disk when `status` was 0 and this returns 0. */
-static int mt_output_close(const mt_output *out, int status) {
-    if (status == 0 && fsync(out->descriptor) != 0) status = mt_write_error(out->error, out->path);
-    if (close(out->descriptor) != 0 && status == 0) status = mt_write_error(out->error, out->path);
-    if (out->direct >= 0) close(out->direct);
-    return status;
-}
-
-/* Not yet on disk: what comes after brings it there together with all else. */
-static int mt_text_write(const char *folder, const char *name, const char *text, mt_error *error) {
-    mt_output out;
-    char *path = mt_path_join(folder, name);
-    int status = mt_output_open(&out, path, error);
-    if (status == 0) status = mt_output_write(&out, 0, text, (int64_t)strlen(text));
-    if (out.descriptor >= 0 && close(out.descriptor) != 0 && status == 0) status = mt_write_error(error, path);
-    free(path);
-    return status;
-}
-
-static int mt_json_write(const char *folder, const char *name, const json_t *json, mt_error *error) {
-    char *text = mt_json_print(json);
-    text = mt_realloc(text, (int64_t)strlen(text) + 2);
-    int status = mt_text_write(folder, name, strcat(text, "\n"), error);
-    free(text);
-    return status;
-}
-
-/* ---- tensors */
-
-/* Length, JSON and padding of a file's header, to free; tensors[count] are the file's. */
-static char *mt_saved_header(const mt_saved *tensors, int64_t count, int64_t *bytes) {
-    char *text = mt_malloc(128 + count * 384);
-    int64_t used = 8 + sprintf(text + 8, "{\"__metadata__\":{\"format\":\"pt\"}"), length;
-    for (int64_t i = 0; i < count; i++) {
-        const mt_saved *saved = &tensors[i];
-        used += sprintf(text + used, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", saved->name,
-                        mt_dtype_name(saved->dtype), (long long)saved->shape[0]);
-        if (saved->num_dims == 2) used += sprintf(text + used, ",%lld", (long long)saved->shape[1]);
-        used += sprintf(text + used, "],\"data_offsets\":[%lld,%lld]}", (long long)saved->offset,
-                        (long long)(saved->offset + saved->bytes));
-    }
-    text[used++] = '}';
-    while (used % 8) text[used++] = ' '; // the data then begins aligned
-    length = used - 8;
-    memcpy(text, &length, 8);
-    *bytes = used;
-    return text;
-}
-
-/* ---- the writer */
-
-/* Numbers in host memory on their way to a file: a rectangle [rows, cols] of a matrix whose lines lie `pitch` bytes
- * apart there; a turned one is stored as [cols, rows]. */
-typedef struct mt_piece {
-    int64_t file, offset, pitch; // of the first line
-    int64_t rows, cols, size;    // bytes of an element
-    bool turned;
-    const char *data;
-    int64_t end; // of its place among all bytes that passed through the memory
-    bool done;
-} mt_piece;
-
-/* Pieces of so many bytes, and as many of them in the ring. */
-enum { MT_PIECE_BYTES = 8 << 20, MT_RING_PIECES = 4, MT_WRITERS = 2 };
-
-/* A copy that is still to be made. */
-typedef struct mt_copy {
-    char *to;
-    const char *from;
-    int64_t bytes;
-} mt_copy;
-
-typedef struct mt_writer {
-    const mt_ops *ops;
-    char *block, *memory;                 // as it was allocated; aligned
-    int64_t capacity, reserved, released; // bytes that were ever given out and came back: a ring
-    mt_piece *pieces;
-    int64_t num_pieces, room; // submitted so far
-    int64_t next, held;       // the first piece that no thread has taken; that still has its memory
-    mt_copy *copies;
-    int64_t num_copies, copy_room;
-    bool closed;        // no more will come
-    bool holds_all;     // everything is copied at once, for which the threads wait
-    mt_stream *stream;  // the copies, where it holds all; NULL on the CPU
-    mt_event *copied;   // the moment when they are made
-    bool runs;          // threads were started
-    int busy;           // of them, those that have something left to do
-    const char *folder; // they write into the files of `sums`
-    mt_checksums sums;
-    int status; // of the threads
-    mt_error error;
-    pthread_t threads[MT_WRITERS];
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-} mt_writer;
-
-/* The most that a piece takes of the ring, where it lies as aligned as in its file. */
-static int64_t mt_piece_bytes(int64_t bytes) {
-    return mt_blocks(bytes, MT_DIRECT) * MT_DIRECT + MT_DIRECT;
-}
-
-static void mt_writer_open(mt_writer *w, const mt_ops *ops, int64_t capacity, bool holds_all) {
-    *w = (mt_writer){.ops = ops, .capacity = mt_blocks(capacity, MT_DIRECT) * MT_DIRECT, .holds_all = holds_all};
-    if (holds_all) w->stream = ops->stream_create(NULL, 0, false), w->copied = ops->event_create();
-    w->block = ops->memory_alloc_host(w->capacity + MT_DIRECT);
-    w->memory = mt_align_direct(w->block);
-    memset(w->memory, 0, (size_t)w->capacity); // the system gives pages when they are touched: now, not in training
-    pthread_mutex_init(&w->lock, NULL);
-    pthread_cond_init(&w->changed, NULL);
-}
-
-static void mt_writer_close(mt_writer *w) {
-    if (!w->block) return;
-    if (w->holds_all) w->ops->stream_destroy(w->stream), w->ops->event_destroy(w->copied);
-    w->ops->memory_free_host(w->block);
-    mt_checksums_free(&w->sums);
-    free(w->pieces);
-    free(w->copies);
-    pthread_mutex_destroy(&w->lock);
-    pthread_cond_destroy(&w->changed);
-    *w = (mt_writer){0};
-}
-
-/* Host memory for a piece that goes to a place of a file, aligned like it; waits until the ring has room. */
-static char *mt_writer_reserve(mt_writer *w, int64_t offset, int64_t bytes) {
-    int64_t at = w->reserved + ((offset - w->reserved) & (MT_DIRECT - 1));
-    MT_CHECK(mt_piece_bytes(bytes) <= w->capacity);
-    if (at % w->capacity + bytes > w->capacity) // a piece is not cut in two
-        at = mt_blocks(at, w->capacity) * w->capacity + (offset & (MT_DIRECT - 1));
-    pthread_mutex_lock(&w->lock);
-    while (at + bytes - w->released > w->capacity) pthread_cond_wait(&w->changed, &w->lock);
-    pthread_mutex_unlock(&w->lock);
-    w->reserved = at + bytes;
-    return w->memory + at % w->capacity;
-}
-
-/* Whether `next` only makes a piece longer, in memory and in the file. */
-static bool mt_piece_continues(const mt_piece *piece, const mt_piece *next) {
-    int64_t bytes = piece->rows * piece->cols * piece->size, more = next->rows * next->cols * next->size;
-    bool lines = piece->cols * piece->size != piece->pitch || next->cols * next->size != next->pitch;
-    return !piece->turned && !next->turned && !lines && piece->file == next->file && bytes + more <= MT_PIECE_BYTES &&
-           piece->offset + bytes == next->offset && piece->data + bytes == next->data;
-}
-
-static void mt_writer_submit(mt_writer *w, mt_piece piece) {
-    piece.end = w->reserved;
-    pthread_mutex_lock(&w->lock);
-    mt_piece *last = w->num_pieces > w->next ? &w->pieces[w->num_pieces - 1] : NULL;
-    if (last && mt_piece_continues(last, &piece)) {
-        int64_t bytes = last->rows * last->cols * last->size + piece.rows * piece.cols * piece.size;
-        last->rows = 1, last->cols = bytes, last->size = 1, last->pitch = bytes, last->end = piece.end;
-    } else {
-        if (w->num_pieces == w->room) {
-            w->room = mt_max(2 * w->room, 256);
-            w->pieces = mt_realloc(w->pieces, w->room * (int64_t)sizeof piece);
-        }
-        w->pieces[w->num_pieces++] = piece;
-    }
-    pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->lock);
-}
-
-static void mt_writer_end(mt_writer *w) {
-    pthread_mutex_lock(&w->lock);
-    w->closed = true;
-    pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->lock);
-}
-
-/* to[cols, rows] = from[rows, cols] transposed, elements of 2 or 4 bytes; 64 rows at a time stay in the cache. */
-static void mt_transpose(void *to, const void *from, int64_t rows, int64_t cols, int64_t size) {
-    for (int64_t first = 0; first < rows; first += 64)
-        for (int64_t c = 0; c < cols; c++)
-            for (int64_t r = first; r < rows && r < first + 64; r++)
-                if (size == 4)
-                    ((uint32_t *)to)[c * rows + r] = ((const uint32_t *)from)[r * cols + c];
-                else
-                    ((uint16_t *)to)[c * rows + r] = ((const uint16_t *)from)[r * cols + c];
-}
-
-/* Memory of a thread for a turned piece, with a place in it that is aligned like the piece's in the file. */
-typedef struct mt_turned {
-    char *memory;
-    int64_t bytes;
-} mt_turned;
-
-static char *mt_turned_at(mt_turned *room, int64_t bytes, int64_t offset) {
-    if (room->bytes < bytes) {
-        free(room->memory);
-        room->memory = mt_malloc(bytes + 2 * MT_DIRECT), room->bytes = bytes;
-    }
-    return mt_align_direct(room->memory) + (offset & (MT_DIRECT - 1));
-}
-
-static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *piece, mt_turned *room) {
-    int64_t lines = piece->turned ? piece->cols : piece->rows;
-    int64_t bytes = piece->rows * piece->cols * piece->size, line = bytes / lines;
-    const char *data = piece->data;
-    if (piece->turned) {
-        char *turned = mt_turned_at(room, bytes, piece->offset);
-        mt_transpose(turned, piece->data, piece->rows, piece->cols, piece->size);
-        data = turned;
-    }
-    if (line == piece->pitch) lines = 1, line = bytes;
-    int64_t end = piece->offset + (lines - 1) * piece->pitch + line;
-    int status = 0;
-    mt_checksums_add_lines(&w->sums.files[piece->file], piece->offset, piece->pitch, data, line, lines);
-    for (int64_t i = 0; i < lines && status == 0; i++)
-        status = mt_output_write(out, piece->offset + i * piece->pitch, data + i * line, line);
-#ifdef SYNC_FILE_RANGE_WRITE // what is in the page cache begins its way to the disk now, not when all is there
-    if (status == 0 && bytes >= MT_SUM_BLOCK && (lines > 1 || out->direct < 0))
-        (void)!sync_file_range(out->descriptor, piece->offset, end - piece->offset, SYNC_FILE_RANGE_WRITE);
-#else
-    (void)end;
-#endif
-    return status;
-}
-
-/* The number of the next piece, or -1 when there will be none; *status: whether anything has failed. */
-static int64_t mt_writer_next(mt_writer *w, mt_piece *piece, int *status) {
-    pthread_mutex_lock(&w->lock);
-    while (w->next == w->num_pieces && !w->closed) pthread_cond_wait(&w->changed, &w->lock);
-    int64_t number = w->next < w->num_pieces ? w->next++ : -1;
-    if (number >= 0) *piece = w->pieces[number];
-    *status = w->status;
-    pthread_mutex_unlock(&w->lock);
-    return number;
-}
-
-/* A piece is written, or failed: memory comes back in the order in which it was given. */
-static void mt_writer_release(mt_writer *w, int64_t number, int status, const mt_error *error) {
-    pthread_mutex_lock(&w->lock);
-    if (status != 0 && w->status == 0) w->status = status, w->error = *error;
-    w->pieces[number].done = true;
-    while (w->held < w->next && w->pieces[w->held].done) w->released = w->pieces[w->held++].end;
-    pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->lock);
-}
-
-/* Nothing that was copied for a writer that holds all is under way any more. */
-static void mt_copies_wait(const mt_writer *w) {
-    if (w->holds_all) w->ops->event_wait(w->copied);
-}
-
-/* A thread: pieces in their order, file after file, each of which is brought to disk when its last piece is in. */
-static void *mt_writer_run(void *context) {
-    mt_writer *w = context;
-    mt_error error;
-    mt_output out = {.descriptor = -1};
-    mt_turned room = {0};
-    mt_piece piece;
-    char *path = NULL;
-    int64_t open = -1, number;
-    int status;
-    mt_copies_wait(w);
-    while ((number = mt_writer_next(w, &piece, &status)) >= 0) {
-        if (status == 0 && piece.file != open) {
-            if (out.descriptor >= 0) status = mt_output_close(&out, 0);
-            free(path);
-            path = mt_path_join(w->folder, w->sums.files[open = piece.file].name);
-            out.descriptor = -1;
-            if (status == 0) status = mt_output_join(&out, path, &error);
-        }
-        if (status == 0) status = mt_piece_write(w, &out, &piece, &room);
-        mt_writer_release(w, number, status, &error); // after an error too: the copy waits for room
-    }
-    if (out.descriptor >= 0) status = mt_output_close(&out, status);
-    free(path);
-    free(room.memory);
-    pthread_mutex_lock(&w->lock);
-    if (status != 0 && w->status == 0) w->status = status, w->error = error;
-    w->busy--;
-    pthread_mutex_unlock(&w->lock);
-    return NULL;
-}
-
-/* Before the first piece. */
-static void mt_writer_begin(mt_writer *w) {
-    w->status = 0, w->num_pieces = w->next = w->held = 0;
-    w->reserved = w->released = 0;
-    w->closed = false;
-}
-
-/* Starts threads that write into the files of a folder, of which w->sums has the names and sizes. */
-static void mt_writer_start(mt_writer *w, const char *folder) {
-    w->folder = folder, w->runs = true, w->busy = MT_WRITERS;
-    for (int i = 0; i < MT_WRITERS; i++)
-        if (pthread_create(&w->threads[i], NULL, mt_writer_run, w) != 0)
-            mt_die("cannot start a thread; raise ulimit -u");
-}
-
-/* Waits for the threads; their status, with their error. */
-static int mt_writer_wait(mt_writer *w, mt_error *error) {
-    if (!w->runs) return 0;
-    for (int i = 0; i < MT_WRITERS; i++) pthread_join(w->threads[i], NULL);
-    w->runs = false;
-    if (w->status != 0) *error = w->error;
-    return w->status;
-}
-
-static bool mt_writer_is_done(mt_writer *w) {
-    pthread_mutex_lock(&w->lock);
-    bool done = !w->runs || w->busy == 0;
-    pthread_mutex_unlock(&w->lock);
-    return done;
-}
-
-/* A ring in which the largest piece finds room wherever the one before it ends, or all of it where that is less. */
-static int64_t mt_ring_bytes(int64_t total, int64_t largest) {
-    int64_t most = mt_max(MT_RING_PIECES * mt_piece_bytes(MT_PIECE_BYTES), 2 * mt_piece_bytes(largest));
-    return mt_max(mt_min(total, most), mt_piece_bytes(0));
-}
-
-/* ---- this rank's share */
-
-/* Elements [*begin, *end) of what lies here of a parameter, in its own order, are this rank's to write: its shard where
- * the data group shares them out, else a part of the rows, or all where rows are the file's columns, whose parts would
- * be short lines. Returns where the first is, or NULL: none is. */
-static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_kept kept, int64_t *begin,
-                                  int64_t *end) {
-    const mt_bucket *b = &m->buckets[param->bucket];
-    const mt_group *group = b->group;
-    mt_part part = mt_bucket_part(m, param->bucket, kept);
-    int64_t rows = mt_param_rows_stored(param), cols = param->cols;
-    if (!param->counted) return NULL;
-    if (b->strategy == MT_NO_SHARD && param->hf_transposed) { // in turns, so that all get as much of every role
-        *begin = 0, *end = (param->role + param->layer) % group->size == group->rank ? rows * cols : 0;
-    } else if (b->strategy == MT_NO_SHARD) {
-        *begin = rows * group->rank / group->size * cols, *end = rows * (group->rank + 1) / group->size * cols;
-    } else {
-        *begin = mt_max(b->shard_first - param->offset, 0);
-        *end = mt_min(b->shard_first + b->shard_count - param->offset, rows * cols);
-    }
-    if (*begin >= *end) return NULL;
-    return (const char *)part.data + (param->offset + *begin - part.first) * mt_dtype_size(part.dtype);
-}
-
-/* memcpy past the caches: what is read again only much later need not be fetched before it is written. The C library
- * does so too, but for far longer copies than a parameter's. */
-static void mt_copy_past_cache(char *to, const char *from, int64_t bytes) {
-    int64_t done = 0;
-#ifdef __SSE2__
-    done = mt_min((int64_t)(-(uintptr_t)to & 15), bytes);
-    memcpy(to, from, (size_t)done);
-    for (; done + 64 <= bytes; done += 64)
-        for (int64_t i = done; i < done + 64; i += 16)
-            _mm_stream_si128((__m128i *)(void *)(to + i), _mm_loadu_si128((const __m128i *)(const void *)(from + i)));
-    _mm_sfence();
-#endif
-    memcpy(to + done, from + done, (size_t)(bytes - done));
-}
-
-/* To the writer's memory. Copies for a writer that holds all are made together, later: on a processor, threads that
- * meet after each of many small copies cost more than they bring. */
-static void mt_copy_to_host(mt_model *m, mt_writer *w, char *to, const char *from, int64_t bytes) {
-    if (w->holds_all) {
-        if (w->num_copies == w->copy_room) {
-            w->copy_room = mt_max(2 * w->copy_room, 256);
-            w->copies = mt_realloc(w->copies, w->copy_room * (int64_t)sizeof *w->copies);
-        }
-        w->copies[w->num_copies++] = (mt_copy){to, from, bytes};
-    } else if (strcmp(m->ops->name, "cpu") == 0) {
-        memcpy(to, from, (size_t)bytes);
-    } else {
-        m->ops->memory_copy(to, from, bytes, m->stream);
-        m->ops->stream_wait(m->stream);
-    }
-}
-
-/* The bytes of the first of these copies with those that go on where it ends, *count in all: a GPU takes only so many
- * operations before the host waits for it. Not all of them, as other copies to the host wait for one under way. */
-static int64_t mt_copies_together(const mt_copy *copies, int64_t num_copies, int64_t *count) {
-    enum { MOST = 32 << 20 };
-    int64_t bytes = copies->bytes, i = 1;
-    for (; i < num_copies && bytes + copies[i].bytes <= MOST; bytes += copies[i++].bytes)
-        if (copies[i].to != copies->to + bytes || copies[i].from != copies->from + bytes) break;
-    *count = i;
-    return bytes;
-}
-
-/* Makes a processor's copies, by all threads. A GPU's are enqueued on a stream of their own, after all that was
- * computed so far: what comes next runs beside them, up to mt_saved_changes. */
-static void mt_copies_begin(mt_model *m, mt_writer *w) {
-    const mt_copy *copies = w->copies;
-    if (strcmp(m->ops->name, "cpu") == 0) {
-#pragma omp parallel for schedule(dynamic)
-        for (int64_t i = 0; i < w->num_copies; i++) mt_copy_past_cache(copies[i].to, copies[i].from, copies[i].bytes);
-    } else {
-        mt_follow(m, w->stream, m->stream);
-        for (int64_t i = 0, count; i < w->num_copies; i += count) {
-            int64_t bytes = mt_copies_together(copies + i, w->num_copies - i, &count);
-            m->ops->memory_copy(copies[i].to, copies[i].from, bytes, w->stream);
-        }
-        m->ops->event_record(w->copied, w->stream);
-        m->copies = w->stream;
-    }
-    w->num_copies = 0;
-}
-
-/* Copies elements [begin, end) of a parameter to host memory and hands them on, in rectangles; `start` is where its
- * tensor's data begins in the file. Without a writer it only counts the host memory that this takes. */
-static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, int64_t file, int64_t start,
-                             int64_t size, const char *from, int64_t begin, int64_t end) {
-    int64_t cols = param->cols, taken = 0;
-    int64_t most = mt_max(MT_PIECE_BYTES / (cols * size), 1);
-    if (param->hf_transposed) most = mt_max(most, param->hf_rows_total); // whole lines, where all rows lie here
-    while (begin < end) {
-        int64_t row = begin / cols, col = begin % cols, rows = mt_min((end - begin) / cols, most), width = cols;
-        if (col > 0 || rows == 0) rows = 1, width = mt_min(cols - col, end - begin);
-        int64_t bytes = rows * width * size;
-        int64_t to_row = param->hf_row + param->first_row + row, to_col = param->first_col + col;
-        mt_piece piece = {.file = file, .rows = rows, .cols = width, .size = size, .turned = param->hf_transposed};
-        piece.pitch = (piece.turned ? param->hf_rows_total : param->whole_cols) * size;
-        piece.offset =
-            start + (piece.turned ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
-        if (w) {
-            char *to = mt_writer_reserve(w, piece.offset, bytes);
-            mt_copy_to_host(m, w, to, from, bytes);
-            piece.data = to;
-            mt_writer_submit(w, piece);
-        }
-        taken += mt_piece_bytes(bytes);
-        from += bytes, begin += rows * width;
-    }
-    return taken;
-}
-
-/* Tensors [*first, the result) of a set go to a file. */
-static int64_t mt_shard_tensors(const mt_saved_set *set, int64_t shard, int64_t *first) {
-    int64_t end = 0;
-    while (set->tensors[end].shard < shard) end++;
-    *first = end;
-    while (end < set->count && set->tensors[end].shard == shard) end++;
-    return end;
-}
-
-/* Hands on what this rank has of a set, whose first file has a number; returns the host memory that this takes, of
- * which *largest is one piece's. Without a writer it only counts. */
-static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, int64_t file, int64_t *largest) {
-    int64_t taken = 0;
-    *largest = 0;
-    for (int64_t shard = 0; shard < set->num_shards; shard++) {
-        int64_t first, header_bytes, end = mt_shard_tensors(set, shard, &first);
-        free(mt_saved_header(set->tensors + first, end - first, &header_bytes));
-        for (int64_t i = first; i < end; i++) {
-            const mt_saved *saved = &set->tensors[i];
-            int64_t size = mt_dtype_size(saved->dtype);
-            for (int64_t k = 0; k < saved->num_params; k++) {
-                int64_t from, to;
-                const mt_param *param = &saved->params[k];
-                const char *data = mt_param_share(m, param, saved->kept, &from, &to);
-                int64_t most =
-                    mt_max(MT_PIECE_BYTES, param->cols * size * (param->hf_transposed ? param->hf_rows_total : 1));
-                if (!data) continue;
-                *largest = mt_max(*largest, mt_min(most, mt_piece_bytes((to - from) * size)));
-                taken += mt_share_copy(m, w, param, file + shard, header_bytes + saved->offset, size, data, from, to);
-            }
-        }
-    }
-    return taken;
-}
-
-/* Writes a file's header, and makes room for all that is written into it at any place in any order. `alone`: no other
- * rank writes yet, so that a file which is there is somebody's. */
-static int mt_shard_begin(const char *header, int64_t header_bytes, int64_t bytes, const char *path, bool alone,
-                          mt_error *error) {
-    mt_output out;
-    if ((alone ? mt_output_open : mt_output_join)(&out, path, error) != 0) return -1;
-    int status = mt_output_write_by(&out, out.descriptor, 0, header, header_bytes);
-#ifdef FALLOC_FL_KEEP_SIZE // a file system that has no such thing makes room as it goes
-    if (status == 0 && fallocate(out.descriptor, 0, 0, bytes) != 0 && (errno == ENOSPC || errno == EFBIG))
-        status = mt_write_error(error, path);
-#else
-    (void)bytes;
-#endif
-    if (close(out.descriptor) != 0 && status == 0) status = mt_write_error(error, path);
-    if (out.direct >= 0) close(out.direct);
-    return status;
-}
-
-/* Written for a single file too: loaders that take every *.safetensors of a folder then know the model's. */
-static int mt_saved_write_index(const mt_saved_set *set, const char *folder, mt_error *error) {
-    char name[64];
-    json_t *map = json_object();
-    for (int64_t i = 0; i < set->count; i++) {
-        mt_shard_name(name, set, set->tensors[i].shard);
-        mt_json_set_string(map, set->tensors[i].name, name);
-    }
-    json_t *index = json_pack("{s:{s:I}, s:o}", "metadata", "total_size", (json_int_t)set->bytes, "weight_map", map);
-    snprintf(name, sizeof name, "%s.safetensors.index.json", set->stem);
-    int status = mt_json_write(folder, name, index, error);
-    json_decref(index);
-    return status;
-}
-
-/* A file's name and bytes; returns its header, to free. */
-static char *mt_saved_file(const mt_saved_set *set, int64_t shard, char *name, int64_t *header_bytes, int64_t *bytes) {
-    int64_t first, end = mt_shard_tensors(set, shard, &first);
-    char *header = mt_saved_header(set->tensors + first, end - first, header_bytes);
-    mt_shard_name(name, set, shard);
-    *bytes = *header_bytes + set->tensors[end - 1].offset + set->tensors[end - 1].bytes;
-    return header;
-}
-
-/* Adds a set's files to `sums`, with the sums of their headers where this rank is to write these. */
-static void mt_saved_note(const mt_saved_set *set, bool begins, mt_checksums *sums) {
-    for (int64_t shard = 0, header_bytes, bytes; shard < set->num_shards; shard++) {
-        char name[64], *header = mt_saved_file(set, shard, name, &header_bytes, &bytes);
-        mt_file_checksums *file = mt_checksums_append(sums, name, bytes);
-        if (begins) mt_checksums_add(file, 0, header, header_bytes);
-        free(header);
-    }
-}
-
-/* Begins a set's files, and writes their index. */
-static int mt_saved_begin(const mt_saved_set *set, const char *folder, bool alone, mt_error *error) {
-    int status = 0;
-    for (int64_t shard = 0, header_bytes, bytes; shard < set->num_shards && status == 0; shard++) {
-        char name[64], *header = mt_saved_file(set, shard, name, &header_bytes, &bytes);
-        char *path = mt_path_join(folder, name);
-        status = mt_shard_begin(header, header_bytes, bytes, path, alone, error);
-        free(path);
-        free(header);
-    }
-    return status == 0 ? mt_saved_write_index(set, folder, error) : status;
-}
-
-/* What became of it on any rank becomes every rank's status and error. */
-static int mt_ranks_agree(const mt_model *m, int status, mt_error *error) {
-    return mt_agree(&m->grid->world, status != 0, error);
-}
-
-/* ==== §14f saving ================================================================================================ */
-/* Everything is written into a folder of a temporary name beside its place, brought to disk, and renamed. */
-
-/* ---- folders */
-
-static const int64_t mt_max_shard_bytes = 5000000000; // as save_pretrained's default was for long
-
-/* Where the run stands, and what it was begun with. */
-static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const char *folder, mt_error *error) {
-    const mt_options *o = m->options;
-    json_t *json = json_object();
-    mt_json_set_int(json, "version", MT_TRAINER_VERSION);
-    mt_json_set_int(json, "iteration", state->iteration);
-    mt_json_set_int(json, "consumed_train_samples", state->consumed_train_samples);
-    mt_json_set_int(json, "consumed_valid_samples", state->consumed_valid_samples);
-    mt_json_set_int(json, "optimizer_step", state->optimizer_step);
-    mt_json_set_int(json, "seed", o->seed);
-    mt_json_set_int(json, "seq_length", o->seq_length);
-    mt_json_set_int(json, "global_batch_size", o->global_batch_size);
-    mt_json_set_int(json, "micro_batch_size", o->micro_batch_size);
-    mt_json_set_int(json, "world_size", m->grid->world.size);
-    mt_json_set_string(json, "dtype", mt_dtype_name(m->dtype));
-    mt_json_set_real(json, "learning_rate", o->lr > 0 ? mt_learning_rate(o, state->consumed_train_samples) : 0);
-    int status = mt_json_write(folder, "trainer.json", json, error);
-    json_decref(json);
-    return status;
-}
-
-static int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error) {
-    if (options->bos_token_id < 0 && options->eos_token_id < 0) return 0;
-    json_t *json = json_object();
-    if (options->bos_token_id >= 0) mt_json_set_int(json, "bos_token_id", options->bos_token_id);
-    if (options->eos_token_id >= 0) mt_json_set_int(json, "eos_token_id", options->eos_token_id);
-    int status = mt_json_write(folder, "generation_config.json", json, error);
-    json_decref(json);
-    return status;
-}
-
-/* Calls `visit` with every name in a folder, until one returns other than 0. */
-static int mt_folder_visit(const char *folder, int (*visit)(const char *folder, const char *name, void *context),
-                           void *context) {
-    DIR *directory = opendir(folder);
-    int status = 0;
-    if (!directory) return 0;
-    for (struct dirent *entry; status == 0 && (entry = readdir(directory));)
-        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
-            status = visit(folder, entry->d_name, context);
-    closedir(directory);
-    return status;
-}
-
-static int mt_remove_entry(const char *path, const struct stat *status, int type, struct FTW *walk) {
-    (void)status, (void)type, (void)walk;
-    return remove(path);
-}
-
-static void mt_folder_remove(const char *folder) {
-    nftw(folder, mt_remove_entry, 16, FTW_DEPTH | FTW_PHYS);
-}
-
-/* What a run that was killed while it saved left behind. */
-static int mt_remove_leftover(const char *folder, const char *name, void *context) {
-    static const char *const patterns[] = {"iter_%*[0-9].tmp-%*[0-9]%n", "latest.tmp-%*[0-9]%n",
-                                           "latest_checkpointed_iteration.txt.tmp-%*[0-9]%n"};
-    (void)context;
-    for (size_t i = 0; i < sizeof patterns / sizeof *patterns; i++) {
-        int length = 0;
-        sscanf(name, patterns[i], &length);
-        if (length == 0 || name[length]) continue;
-        char *path = mt_path_join(folder, name);
-        mt_folder_remove(path);
-        free(path);
-    }
-    return 0;
-}
-
-static int mt_fsync_path(const char *path, mt_error *error) {
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
-    int status = descriptor >= 0 && (fsync(descriptor) == 0 || errno == EINVAL) ? 0 : mt_write_error(error, path);
-    if (descriptor >= 0) close(descriptor);
-    return status;
-}
-
-static int mt_fsync_entry(const char *folder, const char *name, void *error) {
-    char *path = mt_path_join(folder, name);
-    int status = mt_fsync_path(path, error);
-    free(path);
-    return status;
-}
-
-/* Exchanges two folders at once where the system can do that, else by way of a third name. */
-static int mt_folder_exchange(const char *a, const char *b) {
-#ifdef RENAME_EXCHANGE
-    if (renameat2(AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE) == 0) return 0;
-    if (errno != EINVAL && errno != ENOSYS) return -1;
-#endif
-    char *aside = mt_malloc((int64_t)strlen(b) + 8);
-    sprintf(aside, "%s.old", b);
-    int status = rename(b, aside);
-    if (status == 0 && (status = rename(a, b)) != 0) rename(aside, b);
-    if (status == 0) status = rename(aside, a);
-    free(aside);
-    return status;
-}
-
-/* Puts the whole folder `fresh` in its place; what was there goes only then. */
-static int mt_folder_place(const char *fresh, const char *place, mt_error *error) {
-    bool exists = access(place, F_OK) == 0;
-    int status = exists ? mt_folder_exchange(fresh, place) : rename(fresh, place);
-    if (status != 0) return mt_write_error(error, place);
-    if (exists) mt_folder_remove(fresh);
-    return 0;
-}
-
-/* Replaces folder/name by a text or by a link, all at once. */
-static int mt_file_replace(const char *folder, const char *name, const char *text, bool link, mt_error *error) {
-    char temporary[300];
-    snprintf(temporary, sizeof temporary, "%s.tmp-%lld", name, (long long)getpid());
-    char *from = mt_path_join(folder, temporary), *to = mt_path_join(folder, name);
-    unlink(from);
-    int status = link ? symlink(text, from) : mt_text_write(folder, temporary, text, error);
-    if (link && status != 0) mt_write_error(error, to);
-    if (!link && status == 0) status = mt_fsync_path(from, error);
-    if (status == 0 && rename(from, to) != 0) {
-        status = mt_write_error(error, to);
-        unlink(from);
-    }
-    free(from);
-    free(to);
-    return status;
-}
-
-/* Whether folder/name is one of the links that lead into the latest iteration. */
-static bool mt_is_own_link(const char *folder, const char *name) {
-    static const char start[] = "latest/";
-    char target[sizeof start - 1];
-    char *path = mt_path_join(folder, name);
-    ssize_t length = readlink(path, target, sizeof target);
-    free(path);
-    return length == (ssize_t)sizeof target && memcmp(target, start, sizeof target) == 0;
-}
-
-static bool mt_path_exists(const char *folder, const char *name) {
-    struct stat status;
-    char *path = mt_path_join(folder, name);
-    bool exists = lstat(path, &status) == 0;
-    free(path);
-    return exists;
-}
-
-/* Links a file of the iteration from the folder above, unless it is our own affair or something else has the name. */
-static int mt_link_file(const char *iteration, const char *name, void *folder) {
-    char target[300];
-    mt_error ignored;
-    (void)iteration;
-    if (strncmp(name, "optimizer", 9) == 0 || strcmp(name, "trainer.json") == 0 || strcmp(name, "checksums.json") == 0)
-        return 0;
-    if (mt_path_exists(folder, name) || strlen(name) > 255) return 0;
-    snprintf(target, sizeof target, "latest/%s", name);
-    mt_file_replace(folder, name, target, true, &ignored);
-    return 0;
-}
-
-/* Removes links whose file the latest iteration does not have under their name. */
-static int mt_unlink_stale(const char *folder, const char *name, void *iteration) {
-    if (!mt_is_own_link(folder, name) || mt_path_exists(iteration, name)) return 0;
-    char *path = mt_path_join(folder, name);
-    unlink(path);
-    free(path);
-    return 0;
-}
-
-/* The folder's latest is `iteration`. Links are a service to other loaders: a file system without them is no error. */
-static int mt_checkpoint_publish(const char *folder, const char *iteration, int64_t number, mt_error *error) {
-    char text[32];
-    mt_error ignored;
-    snprintf(text, sizeof text, "%lld\n", (long long)number);
-    if (mt_file_replace(folder, "latest_checkpointed_iteration.txt", text, false, error) != 0) return -1;
-    if (mt_file_replace(folder, "latest", iteration, true, &ignored) == 0) {
-        char *path = mt_path_join(folder, iteration);
-        mt_folder_visit(folder, mt_unlink_stale, path);
-        mt_folder_visit(path, mt_link_file, (void *)folder);
-        free(path);
-    }
-    return mt_fsync_path(folder, error);
-}
-
-/* Creates a folder and those above it. */
-static int mt_folder_create(const char *folder, mt_error *error) {
-    char *path = mt_strdup(folder);
-    struct stat status;
-    for (char *slash = path + 1; *path && *slash; slash++) {
-        if (*slash != '/') continue;
-        *slash = 0;
-        mkdir(path, 0777); // the last one tells
-        *slash = '/';
-    }
-    int made = mkdir(path, 0777), reason = errno;
-    bool is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
-    free(path);
-    if (made == 0 || is_folder) return 0;
-    return mt_error_set(error, "%s: the folder cannot be made: %s; choose another --save", folder, strerror(reason));
-}
-
-/* Bytes of the safetensors of a checkpoint. */
-static int64_t mt_checkpoint_bytes(const mt_model *m) {
-    int64_t each = mt_dtype_size(m->dtype);
-    if (m->plan.train && !m->options->no_save_optim) each += m->dtype == MT_F32 ? 8 : 12;
-    return mt_num_parameters(m->options) * each;
-}
-
-/* Refuses a folder that is a model of its own, and one that cannot take `bytes`. */
-static int mt_checkpoint_check_folder(const char *folder, int64_t bytes, mt_error *error) {
-    static const char *const names[] = {"config.json", "model.safetensors", "model.safetensors.index.json"};
-    struct statvfs disk;
-    char target[8];
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (mt_path_exists(folder, names[i]) && !mt_is_own_link(folder, names[i]))
-            return mt_error_set(error,
-                                "%s: is a model's own folder (its %s was not put there by --save); choose another "
-                                "--save",
-                                folder, names[i]);
-    char *latest = mt_path_join(folder, "latest");
-    bool taken = mt_path_exists(folder, "latest") && readlink(latest, target, sizeof target) < 0;
-    free(latest);
-    if (taken) return mt_error_set(error, "%s/latest: is not a link of --save; choose another --save", folder);
-    if (access(folder, W_OK) != 0) return mt_write_error(error, folder);
-    if (statvfs(folder, &disk) != 0 || disk.f_blocks == 0) return 0; // the disk does not tell: writing will
-    double room = (double)disk.f_bavail * (double)disk.f_frsize;
-    if (room >= (double)bytes) return 0;
-    return mt_error_set(error,
-                        "%s: a checkpoint takes %.1f MB and the disk has %.1f MB left; free some or choose another "
-                        "--save",
-                        folder, (double)bytes / 1e6, room / 1e6);
-}
-
-int mt_checkpoint_prepare(const mt_model *m, const char *folder, mt_error *error) {
-    if (mt_folder_create(folder, error) != 0) return -1;
-    mt_folder_visit(folder, mt_remove_leftover, NULL);
-    return mt_checkpoint_check_folder(folder, mt_checkpoint_bytes(m), error);
-}
-
-/* ---- which checkpoints stay */
-
-/* The number of iter_NNNNNNN, or -1 for any other name. */
-static int64_t mt_iteration_of(const char *name) {
-    if (strncmp(name, "iter_", 5) != 0 || strlen(name) < 12 || strlen(name) > 14) return -1;
-    if (strspn(name + 5, "0123456789") != strlen(name + 5)) return -1;
-    return strtoll(name + 5, NULL, 10);
-}
-
-/* Numbers of the checkpoints that are in a folder. */
-typedef struct mt_iterations {
-    int64_t *numbers, count;
-} mt_iterations;
-
-static int mt_iterations_add(const char *folder, const char *name, void *context) {
-    mt_iterations *found = context;
-    int64_t number = mt_iteration_of(name);
-    (void)folder;
-    if (number < 0) return 0;
-    found->numbers = mt_realloc(found->numbers, (found->count + 1) * 8);
-    found->numbers[found->count++] = number;
-    return 0;
-}
-
-static int mt_number_descending(const void *a, const void *b) {
-    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
-    return (x < y) - (x > y);
-}
-
-/* The last first; free the numbers. */
-static mt_iterations mt_iterations_list(const char *folder) {
-    mt_iterations found = {0};
-    mt_folder_visit(folder, mt_iterations_add, &found);
-    if (found.count > 0) qsort(found.numbers, (size_t)found.count, 8, mt_number_descending);
-    return found;
-}
-
-/* "FOLDER/iter_NNNNNNN" to free. */
-static char *mt_iteration_path(const char *folder, int64_t number) {
-    char name[64];
-    snprintf(name, sizeof name, "iter_%07lld", (long long)number);
-    return mt_path_join(folder, name);
-}
-
-/* Once `latest` is whole: removes those before it that are neither among the last --keep-checkpoints nor at a multiple
- * of --save-retain-interval. Under another name first, so that none is ever there in part. */
-static void mt_checkpoint_retain(const mt_options *o, const char *folder, int64_t latest) {
-    int64_t keep = o->keep_checkpoints > 0       ? o->keep_checkpoints
-                   : o->save_retain_interval > 0 ? 1
-                                                 : INT64_MAX,
-            kept = 0;
-    mt_iterations found = mt_iterations_list(folder);
-    for (int64_t i = 0; i < found.count; i++) {
-        int64_t number = found.numbers[i];
-        if (number > latest || kept++ < keep) continue;
-        if (o->save_retain_interval > 0 && number % o->save_retain_interval == 0) continue;
-        char *path = mt_iteration_path(folder, number);
-        char *aside = mt_malloc((int64_t)strlen(path) + 32);
-        sprintf(aside, "%s.tmp-%lld", path, (long long)getpid());
-        if (rename(path, aside) == 0) mt_folder_remove(aside);
-        free(aside);
-        free(path);
-    }
-    free(found.numbers);
-}
-
-/* ---- saving, at once or in the background */
-
-enum { MT_NUM_STEMS = 2 };
-
-struct mt_saver {
-    mt_model *model;
-    const char *folder;
-    mt_checkpoint_extra *extra;
-    void *context;
-    bool async;
-    mt_saved_set sets[MT_NUM_STEMS];
-    int64_t num_sets;
-    mt_writer writer;
-    char *temporary;    // the folder being written; NULL: none is
-    char name[64];      // what it will be called
-    mt_run_state state; // of the one being written
-    int64_t in_place;   // the iteration of the last one that took its place, or -1
-    bool places;        // all is written, and rank 0 puts the folder in its place; before, it writes what is small
-    bool worked;        // the thread of rank 0 that does either is done, with
-    int work_status;
-    mt_error work_error;
-    pthread_t worker;
-    pthread_mutex_t lock; // of worked
-};
-
-void mt_saver_open(mt_saver **out, mt_model *m, const char *folder, mt_checkpoint_extra *extra, void *context,
-                   bool async) {
-    static const char *const stems[MT_NUM_STEMS] = {"model", "optimizer"};
-    mt_saver *s = mt_calloc(sizeof *s);
-    int64_t total = 0, largest = 0, one = 0;
-    *s = (mt_saver){.model = m, .folder = folder, .extra = extra, .context = context, .async = async, .in_place = -1};
-    s->num_sets = m->plan.train && !m->options->no_save_optim ? 2 : 1;
-    for (int64_t i = 0; i < s->num_sets; i++) {
-        mt_saved_plan(&s->sets[i], m, stems[i], mt_max_shard_bytes);
-        total += mt_set_copy(&s->sets[i], m, NULL, 0, &one);
-        largest = mt_max(largest, one);
-    }
-    total = async ? mt_max(total, mt_piece_bytes(0)) : mt_ring_bytes(total, largest);
-    mt_writer_open(&s->writer, m->ops, total, async);
-    pthread_mutex_init(&s->lock, NULL);
-    *out = s;
-}
-
-void mt_saver_close(mt_saver *s) {
-    if (!s) return;
-    MT_CHECK(!s->temporary); // mt_saver_finish
-    mt_writer_close(&s->writer);
-    for (int64_t i = 0; i < s->num_sets; i++) free(s->sets[i].tensors);
-    pthread_mutex_destroy(&s->lock);
-    free(s);
-}
-
-/* Everything on rank 0 that is small. */
-static int mt_saver_write_small(mt_saver *s, mt_error *error) {
-    const mt_model *m = s->model;
-    char *config = mt_options_write_hf_config(m->options);
-    int status = mt_text_write(s->temporary, "config.json", config, error);
-    free(config);
-    if (status == 0) status = mt_generation_config_write(m->options, s->temporary, error);
-    if (status == 0) status = mt_trainer_write(m, &s->state, s->temporary, error);
-    if (status == 0 && s->extra) status = s->extra(s->context, s->temporary, error);
-    return status;
-}
-
-/* A thread of rank 0 is at its end. */
-static void *mt_saver_worked(mt_saver *s, int status) {
-    pthread_mutex_lock(&s->lock);
-    s->work_status = status, s->worked = true;
-    pthread_mutex_unlock(&s->lock);
-    return NULL;
-}
-
-/* Rank 0's first steps, while all write tensors: the headers of their files, and all that is small. */
-static void *mt_saver_begin(void *context) {
-    mt_saver *s = context;
-    int status = 0;
-    for (int64_t i = 0; i < s->num_sets && status == 0; i++)
-        status = mt_saved_begin(&s->sets[i], s->temporary, false, &s->work_error);
-    if (status == 0) status = mt_saver_write_small(s, &s->work_error);
-    return mt_saver_worked(s, status);
-}
-
-/* Rank 0's sums become those of what all ranks wrote. */
-static void mt_saver_collect_sums(mt_saver *s) {
-    const mt_group *world = &s->model->grid->world;
-    for (int64_t i = 0; i < s->writer.sums.count; i++) {
-        mt_file_checksums *file = &s->writer.sums.files[i];
-        if (world->rank != 0) mt_send(world, file->sums, file->count * 4, 0, 0);
-        uint32_t *theirs = world->rank == 0 ? mt_malloc(file->count * 4) : NULL;
-        for (int rank = 1; rank < world->size && theirs; rank++) {
-            mt_receive(world, theirs, file->count * 4, rank, 0);
-            for (int64_t block = 0; block < file->count; block++) file->sums[block] ^= theirs[block];
-        }
-        free(theirs);
-        mt_checksums_finish(file);
-    }
-}
-
-/* Adds a file of the folder that has no sums yet. */
-static int mt_checksums_add_file(const char *folder, const char *name, void *context) {
-    mt_saver *s = context;
-    int64_t bytes;
-    if (mt_checksums_find(&s->writer.sums, name)) return 0;
-    char *path = mt_path_join(folder, name);
-    int descriptor = mt_file_open(path, &bytes, &s->work_error);
-    free(path);
-    if (descriptor < 0) return -1;
-    mt_file_checksums *file = mt_checksums_append(&s->writer.sums, name, bytes);
-    char *buffer = mt_malloc(MT_SUM_BLOCK);
-    int status = 0;
-    for (int64_t first = 0, n; first < bytes && status == 0; first += n) {
-        n = mt_min(MT_SUM_BLOCK, bytes - first);
-        status = mt_read_at(descriptor, buffer, n, first);
-        if (status == 0) mt_checksums_add(file, first, buffer, n);
-    }
-    mt_checksums_finish(file);
-    free(buffer);
-    close(descriptor);
-    return status == 0 ? 0
-                       : mt_error_set(&s->work_error, "%s/%s: cannot be read again: %s", folder, name, strerror(errno));
-}
-
-static int mt_checksums_compare(const void *a, const void *b) {
-    return strcmp(((const mt_file_checksums *)a)->name, ((const mt_file_checksums *)b)->name);
-}
-
-/* Rank 0's last steps: a folder that is whole and on disk takes its place, becomes the latest, and others go. */
-static void *mt_saver_place(void *context) {
-    mt_saver *s = context;
-    mt_error *error = &s->work_error;
-    char *place = mt_path_join(s->folder, s->name);
-    int status = mt_folder_visit(s->temporary, mt_checksums_add_file, s);
-    qsort(s->writer.sums.files, (size_t)s->writer.sums.count, sizeof *s->writer.sums.files, mt_checksums_compare);
-    char *text = mt_checksums_print(&s->writer.sums);
-    if (status == 0) status = mt_text_write(s->temporary, "checksums.json", text, error);
-    if (status == 0) status = mt_folder_visit(s->temporary, mt_fsync_entry, error);
-    if (status == 0) status = mt_fsync_path(s->temporary, error);
-    if (status == 0) status = mt_folder_place(s->temporary, place, error);
-    if (status == 0) status = mt_checkpoint_publish(s->folder, s->name, s->state.iteration, error);
-    if (status == 0) mt_checkpoint_retain(s->model->options, s->folder, s->state.iteration);
-    free(text);
-    free(place);
-    return mt_saver_worked(s, status);
-}
-
-/* Nothing is under way any more. */
-static int mt_saver_end(mt_saver *s, int status) {
-    s->model->copies = NULL;
-    if (status != 0 && s->model->grid->world.rank == 0) mt_folder_remove(s->temporary);
-    if (status == 0) s->in_place = s->state.iteration;
-    free(s->temporary);
-    s->temporary = NULL;
-    s->model->saving = NULL;
-    mt_checksums_free(&s->writer.sums);
-    return status;
-}
-
-/* Begins what is rank 0's to do, in a thread. */
-static void mt_saver_work(mt_saver *s, bool places, void *(*work)(void *)) {
-    bool works = s->model->grid->world.rank == 0;
-    s->places = places, s->worked = !works, s->work_status = 0;
-    if (works && pthread_create(&s->worker, NULL, work, s) != 0) mt_die("cannot start a thread; raise ulimit -u");
-}
-
-/* Waits for the threads of this rank, and tells every rank what became of all of them. */
-static int mt_saver_wait(mt_saver *s, mt_error *error) {
-    mt_copies_wait(&s->writer);
-    int status = mt_writer_wait(&s->writer, error);
-    if (s->model->grid->world.rank == 0) pthread_join(s->worker, NULL);
-    if (s->work_status != 0) status = s->work_status, *error = s->work_error;
-    return mt_ranks_agree(s->model, status, error);
-}
-
-/* Goes on from the threads' work, for which it waits: to the folder's place, and from there to the end. */
-static int mt_saver_advance(mt_saver *s, mt_error *error) {
-    int status = mt_saver_wait(s, error);
-    if (status != 0 || s->places) return mt_saver_end(s, status);
-    mt_saver_collect_sums(s);
-    mt_saver_work(s, true, mt_saver_place);
-    return 0;
-}
-
-int mt_saver_poll(mt_saver *s, mt_error *error) {
-    if (!s || !s->temporary) return 0;
-    pthread_mutex_lock(&s->lock);
-    double busy = !s->worked || !mt_writer_is_done(&s->writer);
-    pthread_mutex_unlock(&s->lock);
-    mt_all_reduce_max(&s->model->grid->world, &busy, 1, MT_F64);
-    return busy > 0 ? 0 : mt_saver_advance(s, error);
-}
-
-int64_t mt_saver_in_place(const mt_saver *s) {
-    return s ? s->in_place : -1;
-}
-
-int mt_saver_finish(mt_saver *s, mt_error *error) {
-    int status = 0;
-    while (s && s->temporary && status == 0) status = mt_saver_advance(s, error);
-    return status;
-}
-
-/* Hands on what this rank has of all sets. */
-static void mt_saver_copy(mt_saver *s) {
-    int64_t file = 0, largest;
-    for (int64_t i = 0; i < s->num_sets; file += s->sets[i++].num_shards)
-        mt_set_copy(&s->sets[i], s->model, &s->writer, file, &largest);
-    if (s->async) mt_copies_begin(s->model, &s->writer);
-    mt_writer_end(&s->writer);
-}
-
-/* Rank 0's folder, in which all ranks then make files. */
-static int mt_saver_make_folder(mt_saver *s, mt_error *error) {
-    if (s->model->grid->world.rank != 0) return 0;
-    if (mt_checkpoint_prepare(s->model, s->folder, error) != 0) return -1;
-    return mt_folder_create(s->temporary, error);
-}
-
-/* In the background nothing is waited for but a processor's copies, and a checkpoint before. */
-int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
-    char temporary_name[128];
-    mt_model *m = s->model;
-    if (mt_saver_finish(m->saving, error) != 0) return -1; // the one before
-    m->saving = s;
-    s->state = *state;
-    snprintf(s->name, sizeof s->name, "iter_%07lld", (long long)state->iteration);
-    snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", s->name, (long long)getpid());
-    mt_broadcast(&m->grid->world, temporary_name, sizeof temporary_name, 0);
-    s->temporary = mt_path_join(s->folder, temporary_name);
-    mt_writer_begin(&s->writer);
-    int status = mt_ranks_agree(m, mt_saver_make_folder(s, error), error);
-    if (status != 0) return mt_saver_end(s, status);
-    for (int64_t i = 0; i < s->num_sets; i++) mt_saved_note(&s->sets[i], m->grid->world.rank == 0, &s->writer.sums);
-    mt_saver_work(s, false, mt_saver_begin);
-    if (!s->async) mt_writer_start(&s->writer, s->temporary); // which make room for what is copied next
-    mt_saver_copy(s);
-    if (s->async) mt_writer_start(&s->writer, s->temporary); // which wait for what is copied
-    return s->async ? 0 : mt_saver_finish(s, error);
-}
-
-int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
-                       void *context, mt_error *error) {
-    mt_saver *s;
-    mt_saver_open(&s, m, folder, extra, context, false);
-    int status = mt_saver_save(s, state, error);
-    mt_saver_close(s);
-    return status;
-}
-
-int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem, int64_t max_shard_bytes,
-                               mt_error *error) {
-    mt_saved_set set;
-    mt_writer w;
-    int64_t largest = 0;
-    bool begins = m->grid->world.rank == 0;
-    MT_CHECK(strcmp(stem, "model") == 0 || (strcmp(stem, "optimizer") == 0 && m->plan.train));
-    mt_saved_plan(&set, m, stem, max_shard_bytes);
-    mt_writer_open(&w, m->ops, mt_ring_bytes(mt_set_copy(&set, m, NULL, 0, &largest), largest), false);
-    mt_saved_note(&set, begins, &w.sums);
-    int status = mt_ranks_agree(m, begins ? mt_saved_begin(&set, folder, true, error) : 0, error);
-    if (status == 0) {
-        mt_writer_begin(&w);
-        mt_writer_start(&w, folder);
-        mt_set_copy(&set, m, &w, 0, &largest);
-        mt_writer_end(&w);
-        status = mt_ranks_agree(m, mt_writer_wait(&w, error), error);
-    }
-    mt_writer_close(&w);
-    free(set.tensors);
-    return status;
-}
-
-/* ==== §14g resuming ============================================================================================== */
-/* Where a run left off, so that it goes on bit for bit. */
-
-/* The iteration that latest_checkpointed_iteration.txt names, or -1 with error. */
-static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
-    int64_t bytes;
-    char *text = mt_options_read_text(path, 64, &bytes, error);
-    if (!text) return -1;
-    char *end = text;
-    long long iteration = isdigit((unsigned char)*text) ? strtoll(text, &end, 10) : -1;
-    while (isspace((unsigned char)*end)) end++;
-    bool is_number = iteration >= 0 && iteration <= 999999999 && end == text + bytes;
-    free(text);
-    if (is_number) return iteration;
-    return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it", path);
-}
-
-char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
-    struct stat status;
-    char name[64];
-    bool found = stat(folder, &status) == 0;
-    if (!found || !S_ISDIR(status.st_mode)) {
-        mt_error_set(error, "%s: %s; name a folder that holds config.json, or one that --save wrote", folder,
-                     found ? "is a file, not a folder" : strerror(errno));
-        return NULL;
-    }
-    if (!mt_folder_has(folder, "latest_checkpointed_iteration.txt")) {
-        if (mt_folder_has(folder, "config.json")) return mt_strdup(folder);
-        mt_error_set(error,
-                     "%s: holds neither config.json nor latest_checkpointed_iteration.txt; name a Hugging Face "
-                     "folder, or one that --save wrote",
-                     folder);
-        return NULL;
-    }
-    char *path = mt_path_join(folder, "latest_checkpointed_iteration.txt");
-    int64_t iteration = mt_checkpoint_latest(path, error);
-    free(path);
-    if (iteration < 0) return NULL;
-    snprintf(name, sizeof name, "iter_%07lld", (long long)iteration);
-    path = mt_path_join(folder, name);
-    if (mt_folder_has(path, "config.json")) return path;
-    mt_error_set(error,
-                 "%s: has no config.json, but latest_checkpointed_iteration.txt beside it names iteration %lld; "
-                 "write the number of a whole iter_NNNNNNN in it",
-                 path, (long long)iteration);
-    free(path);
-    return NULL;
-}
-
-/* The last checkpoint of a folder before iteration `before` whose small files are whole and whose others have their
- * sizes; of those that latest_checkpointed_iteration.txt does not name too early. -1: there is none, with the error of
- * the last one that is not whole, or of their absence. */
-static int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error) {
-    mt_iterations found = mt_iterations_list(folder);
-    int64_t number = -1;
-    mt_error_set(error, "%s: holds no checkpoint; begin anew, or name another folder", folder);
-    for (int64_t i = 0; i < found.count && number < 0; i++) {
-        if (found.numbers[i] >= before) continue;
-        char *path = mt_iteration_path(folder, found.numbers[i]);
-        if (mt_folder_has(path, "config.json") && mt_checkpoint_verify(path, false, error) == 0)
-            number = found.numbers[i];
-        free(path);
-    }
-    free(found.numbers);
-    return number;
-}
-
-bool mt_checkpoint_exists(const char *folder) {
-    mt_iterations found = mt_iterations_list(folder);
-    free(found.numbers);
-    return found.count > 0 || mt_folder_has(folder, "latest_checkpointed_iteration.txt") ||
-           mt_folder_has(folder, "config.json");
-}
-
-char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error) {
-    mt_error damage;
-    char *path = mt_checkpoint_resolve(folder, &damage);
-    if (path && mt_checkpoint_verify(path, false, &damage) == 0) return path;
-    int64_t number = path && strrchr(path, '/') ? mt_iteration_of(strrchr(path, '/') + 1) : INT64_MAX;
-    free(path);
-    number = mt_checkpoint_whole_before(folder, number < 0 ? INT64_MAX : number, error);
-    if (number < 0) *error = damage;
-    return number < 0 ? NULL : mt_iteration_path(folder, number);
-}
-
-/* The tensor that keeps one kind of value of a parameter. */
-static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const mt_param *param, mt_kept kept) {
-    char name[192];
-    snprintf(name, sizeof name, "%s%s", mt_kept_prefix[kept], param->hf_name);
-    return mt_safetensors_find(file, name);
-}
-
-/* Whether a folder holds every kind of state from `first` on of every parameter of the model. */
-static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_kept first, const char *folder,
-                              const mt_safetensors *file, mt_error *error) {
-    int status = 0;
-    for (int64_t i = 0; i < count; i++)
-        for (int kept = first; kept < MT_NUM_KEPT && status == 0 && mt_param_is_trained(&rows[i]); kept++) {
-            const mt_tensor_info *tensor = mt_optimizer_find(file, &rows[i], (mt_kept)kept);
-            status = tensor ? mt_param_check(&rows[i], tensor, error)
-                            : mt_error_set(error,
-                                           "%s: the optimizer's state has no tensor \"%s%s\"; go on without it by "
-                                           "--no-load-optim, or get the folder again",
-                                           folder, mt_kept_prefix[kept], rows[i].hf_name);
-        }
-    return status;
-}
-
-/* Moments and, where they were kept, master weights. A bf16 run may go on in fp32, from its master weights, and an fp32
- * run in bf16, with its weights for master weights. */
-static int mt_optimizer_load(mt_model *m, const char *folder, const mt_checksums *sums, bool *damaged,
-                             mt_error *error) {
-    mt_safetensors *file = NULL;
-    mt_param *rows;
-    mt_kept first = MT_KEPT_M;
-    int64_t count = mt_params_build(&rows, m->options, NULL), num_wanted = 0;
-    int status = mt_safetensors_open_folder(&file, folder, "optimizer", error);
-    if (status == 0 && mt_optimizer_find(file, &rows[0], MT_KEPT_MASTER)) first = MT_KEPT_MASTER;
-    if (status == 0) status = mt_optimizer_check(rows, count, first, folder, file, error);
-    free(rows);
-    status = mt_agree(&m->grid->world, status != 0, error);
-    mt_wanted *wanted = mt_calloc(mt_max(m->num_params * MT_NUM_KEPT, 1) * (int64_t)sizeof *wanted);
-    for (int64_t i = 0; i < m->num_params && status == 0; i++)
-        for (int kept = first; kept < MT_NUM_KEPT && mt_param_is_trained(&m->params[i]);
-             kept++) { // an fp32 model's weights are its master weights
-            mt_wanted *w = &wanted[num_wanted++];
-            *w = (mt_wanted){.param = &m->params[i], .tensor = mt_optimizer_find(file, &m->params[i], (mt_kept)kept)};
-            w->floats = mt_bucket_part(m, m->params[i].bucket, (mt_kept)kept);
-        }
-    if (status == 0) status = mt_safetensors_take(file, m, sums, wanted, num_wanted, damaged, error);
-    free(wanted);
-    mt_safetensors_close(file);
-    return status;
-}
-
-/* A whole number >= 0 of trainer.json. */
-static int mt_trainer_int(const json_t *json, const char *key, const char *path, int64_t *value, mt_error *error) {
-    const json_t *item = json_object_get(json, key);
-    *value = json_integer_value(item);
-    if (json_is_integer(item) && *value >= 0) return 0;
-    return mt_error_set(error, "%s: has no whole number \"%s\"; begin anew from these weights by --finetune", path,
-                        key);
-}
-
-/* Samples are counted and drawn in terms of these, so a run goes on with what it was begun with. */
-static int mt_trainer_agrees(const char *path, const char *option, int64_t then, int64_t now, mt_error *error) {
-    if (then == now) return 0;
-    return mt_error_set(error, "%s: the run was begun with %s %lld, not %lld; give that, or begin anew by --finetune",
-                        path, option, (long long)then, (long long)now);
-}
-
-static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *path, mt_error *error) {
-    int64_t version, seed, seq_length;
-    const struct {
-        const char *key;
-        int64_t *value;
-    } fields[] = {{"version", &version},
-                  {"iteration", &state->iteration},
-                  {"consumed_train_samples", &state->consumed_train_samples},
-                  {"consumed_valid_samples", &state->consumed_valid_samples},
-                  {"optimizer_step", &state->optimizer_step},
-                  {"seed", &seed},
-                  {"seq_length", &seq_length}};
-    json_t *json = mt_json_read(path, error);
-    int status = json ? 0 : -1;
-    for (size_t i = 0; i < sizeof fields / sizeof *fields && status == 0; i++)
-        status = mt_trainer_int(json, fields[i].key, path, fields[i].value, error);
-    json_decref(json);
-    if (status != 0) return -1;
-    if (version > MT_TRAINER_VERSION)
-        return mt_error_set(error, "%s: version %lld was written by a later version of this program; update it", path,
-                            (long long)version);
-    if (!m->options->no_load_rng && mt_trainer_agrees(path, "--seed", seed, m->options->seed, error) != 0) return -1;
-    return mt_trainer_agrees(path, "--seq-length", seq_length, m->options->seq_length, error);
-}
-
-/* The optimizer and the place in the run; `folder` is one iteration's. */
-static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, const mt_checksums *sums, bool *damaged,
-                       mt_error *error) {
-    bool has_optimizer =
-        mt_folder_has(folder, "optimizer.safetensors") || mt_folder_has(folder, "optimizer.safetensors.index.json");
-    bool continues = mt_folder_has(folder, "trainer.json") && (has_optimizer || m->options->no_load_optim);
-    mt_broadcast(&m->grid->world, &continues, sizeof continues, 0); // all do what rank 0's folder says
-    if (!m->plan.train || m->options->finetune || !continues) return 0;
-    char *path = mt_path_join(folder, "trainer.json");
-    int status = mt_agree(&m->grid->world, mt_trainer_read(m, state, path, error) != 0, error);
-    free(path);
-    if (status == 0 && m->options->no_load_optim) state->optimizer_step = 0; // the moments begin at 0 too
-    return status == 0 && !m->options->no_load_optim ? mt_optimizer_load(m, folder, sums, damaged, error) : status;
-}
-
-/* Loads one folder. *damaged: it is not what was saved, by its sums. Where reading it fails in any other way, such as a
- * tensor of another name, rank 0 looks through all of it for damage first. */
-static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, bool *damaged, mt_error *error) {
-    const mt_group *world = &m->grid->world;
-    mt_checksums sums = {0};
-    *damaged = world->rank == 0 && mt_checkpoint_verify(folder, false, error) != 0;
-    int status = mt_agree(world, *damaged, error);
-    if (status == 0) status = mt_agree(world, mt_checksums_read(&sums, folder, error) != 0, error);
-    if (status == 0) status = mt_weights_load(m, folder, sums.count > 0 ? &sums : NULL, damaged, error);
-    if (status == 0) status = mt_run_load(m, state, folder, sums.count > 0 ? &sums : NULL, damaged, error);
-    if (status != 0 && sums.count > 0) {
-        mt_error found;
-        if (world->rank == 0 && !*damaged && mt_checkpoint_verify(folder, true, &found) != 0)
-            *damaged = true, *error = found;
-        mt_broadcast(world, error, sizeof *error, 0);
-    }
-    mt_broadcast(world, damaged, sizeof *damaged, 0);
-    mt_checksums_free(&sums);
-    return status;
-}
-
-/* What a checkpoint that turned out to be damaged has left behind in the optimizer. */
-static void mt_optimizer_zero(mt_model *m) {
-    for (int64_t i = 0; i < m->num_buckets && m->plan.train; i++)
-        for (int kept = MT_KEPT_M; kept < MT_NUM_KEPT; kept++) {
-            mt_part part = mt_bucket_part(m, i, (mt_kept)kept);
-            mt_part_write(m, &part, part.first, NULL, part.count);
-        }
-}
-
-/* Tells what is wrong with a checkpoint and returns the one before it, the same on every rank, or -1. */
-static int64_t mt_checkpoint_fall_back(const mt_group *world, const char *folder, int64_t from,
-                                       const mt_error *damage) {
-    int64_t number = -1;
-    mt_error ignored;
-    if (world->rank == 0) {
-        number = mt_checkpoint_whole_before(folder, from, &ignored);
-        if (number >= 0)
-            fprintf(stderr, "warning: %s; going on from iteration %lld\n", damage->text, (long long)number);
-    }
-    mt_broadcast(world, &number, sizeof number, 0);
-    return number;
-}
-
-bool mt_options_falls_back(const mt_options *options) {
-    return options->load && options->save && strcmp(options->load, options->save) == 0;
-}
-
-/* What mt_checkpoint_resolve says on rank 0, for all ranks: while they ask one after another, a save may put another
- * checkpoint in the place of the latest. *number: the iteration, or -1 for a folder that is no checkpoint's. */
-static int mt_checkpoint_choose(const mt_group *world, const char *folder, char **path, int64_t *number,
-                                mt_error *error) {
-    char *found = world->rank == 0 ? mt_checkpoint_resolve(folder, error) : NULL;
-    bool is_latest = found && strcmp(found, folder) != 0; // rather than the folder itself
-    *number = found && strrchr(found, '/') ? mt_iteration_of(strrchr(found, '/') + 1) : -1;
-    *path = NULL;
-    free(found);
-    if (mt_agree(world, world->rank == 0 && !found, error) != 0) return -1;
-    mt_broadcast(world, &is_latest, sizeof is_latest, 0);
-    mt_broadcast(world, number, sizeof *number, 0);
-    *path = is_latest ? mt_iteration_path(folder, *number) : mt_strdup(folder);
-    bool sees = mt_folder_has(*path, "config.json");
-    if (!sees)
-        mt_error_set(error, "%s: rank 0 sees it, rank %d does not; on several hosts it must be a folder of all", *path,
-                     world->rank);
-    return mt_agree(world, !sees, error);
-}
-
-int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
-    const mt_group *world = &m->grid->world;
-    const char *loads = m->options->load;
-    bool falls_back = mt_options_falls_back(m->options) && loads && strcmp(folder, loads) == 0, damaged = false;
-    char *path;
-    int64_t number;
-    int status = mt_checkpoint_choose(world, folder, &path, &number, error);
-    *state = (mt_run_state){0};
-    if (status != 0 && falls_back) number = INT64_MAX, damaged = true;
-    if (status == 0) status = mt_folder_load(m, state, path, &damaged, error);
-    while (status != 0 && damaged && falls_back && number >= 0) {
-        number = mt_checkpoint_fall_back(world, folder, number, error);
-        if (number < 0) break;
-        free(path);
-        path = mt_iteration_path(folder, number);
-        *state = (mt_run_state){0};
-        mt_optimizer_zero(m);
-        status = mt_folder_load(m, state, path, &damaged, error);
-    }
-    free(path);
-    return status;
 }
 
 /* ==== §15 generation ============================================================================================= */
@@ -15038,12 +12024,12 @@ int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error) {
     *begins = json_is_true(add_bos);
     json_decref(config);
     if (is_said) return 0;
-    if (mt_ends_with(json_path, ".json") && access(json_path, F_OK) == 0) {
+    if (mt_text_ends_with(json_path, ".json") && access(json_path, F_OK) == 0) {
         if (mt_json_read_optional(&tokenizer, json_path, error) != 0) return -1;
         *begins = mt_processor_adds_bos(json_object_get(tokenizer, "post_processor"));
         json_decref(tokenizer);
     } else {
-        *begins = mt_ends_with(model_path, ".model") && access(model_path, F_OK) == 0; // Llama's
+        *begins = mt_text_ends_with(model_path, ".model") && access(model_path, F_OK) == 0; // Llama's
     }
     return 0;
 }
@@ -15164,7 +12150,7 @@ static int mt_score_batches(mt_model *m, FILE *file, int64_t num_sequences, mt_f
     int status = 0;
     for (int64_t first = 0; first < num_sequences && status == 0; first += at_once) {
         int64_t count = num_sequences - first < at_once ? num_sequences - first : at_once;
-        status = mt_ranks_agree(m, mt_score_read(&batch, file, first, count, row, o, error), error);
+        status = mt_agree(&m->grid->world, mt_score_read(&batch, file, first, count, row, o, error) != 0, error);
         if (status != 0) break;
         mt_model_forward(m, &batch, false);
         mt_model_read(m, loss, entropy, logits);
@@ -15172,7 +12158,7 @@ static int mt_score_batches(mt_model *m, FILE *file, int64_t num_sequences, mt_f
         status = mt_float_file_write(&out[0], loss, count * T, error);
         if (status == 0) status = mt_float_file_write(&out[1], entropy, count * T, error);
         if (status == 0) status = mt_float_file_write(&out[2], logits, count * T * o->vocab_size, error);
-        status = mt_ranks_agree(m, status, error); // who writes may have no room left
+        status = mt_agree(&m->grid->world, status != 0, error); // who writes may have no room left
     }
     free(row);
     free(loss);
@@ -15191,11 +12177,11 @@ int64_t mt_score(mt_model *model, mt_error *error) {
     FILE *file = mt_score_open(o, &num_sequences, error);
     int status = file ? 0 : -1;
     for (int i = 0; i < 3 && status == 0 && writes; i++) status = mt_float_file_open(&out[i], paths[i], error);
-    status = mt_ranks_agree(model, status, error);
+    status = mt_agree(&model->grid->world, status != 0, error);
     if (status == 0) status = mt_score_batches(model, file, num_sequences, out, error);
     for (int i = 0; i < 3; i++) status = mt_float_file_close(&out[i], status, error);
     if (file) fclose(file);
-    return mt_ranks_agree(model, status, error) == 0 ? num_sequences : -1;
+    return mt_agree(&model->grid->world, status != 0, error) == 0 ? num_sequences : -1;
 }
 
 /* ==== §16 the training step ====================================================================================== */
@@ -15224,7 +12210,7 @@ static void mt_step_judge(mt_model *m) {
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
     mt_profile_phase_begin("optimizer", -1, -1, m->stream);
-    mt_saved_changes(m);
+    mt_follow_reader(m);
     double step = (double)(state->optimizer_step + 1);
     mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
                       .beta1 = (float)o->adam_beta1,
@@ -15471,26 +12457,21 @@ static int mt_steps_check(mt_model *m, mt_error *error) {
     return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
 }
 
-/* Loads the last checkpoint, in place of the steps since. One that is still on its way to the disk is the last too: it
- * is waited for, and must not take the place of the one that is loaded, or remove it, meanwhile. */
-static int mt_step_rewind(mt_model *m, mt_run_state *state, mt_error *error) {
-    const mt_options *o = m->options;
-    mt_bad_steps *bad = &m->bad_steps;
+/* A step is bad that the caller is to go back for: nothing is under way when it does. */
+static int mt_step_rewind(mt_model *m, mt_error *error) {
     if (mt_steps_check(m, error) != 0) return -1;
-    if (mt_saver_finish(m->saving, error) != 0) return -1;
-    bool saved = mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
-    mt_broadcast(&m->grid->world, &saved, sizeof saved, 0);
-    if (!saved && !o->load)
-        return mt_error_set(error,
-                            "--bad-step-policy rewind: iteration %lld is bad, and there is no checkpoint yet to "
-                            "go back to; lower --save-interval",
-                            (long long)bad->rewind);
     m->ops->stream_wait(m->stream);
-    if (mt_checkpoint_load(m, state, saved ? o->save : o->load, error) != 0) return -1;
+    return MT_REWIND;
+}
+
+int64_t mt_train_bad_iteration(const mt_model *m) {
+    return m->bad_steps.rewind;
+}
+
+void mt_train_rewound(mt_model *m) {
+    mt_bad_steps *bad = &m->bad_steps;
     m->ops->memory_zero(m->numbers->guard, MT_GUARD_NUMBERS * 8, m->stream);
     bad->rewound = bad->rewind, bad->rewind = 0;
-    mt_step_warn(m, "went back to iteration %lld", (long long)state->iteration);
-    return MT_REWOUND;
 }
 
 /* ---- a bad step once more */
@@ -15550,10 +12531,6 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     return status;
 }
 
-bool mt_train_goes_back(const mt_model *m) {
-    return m->bad_steps.rewind > 0;
-}
-
 /* Gradients and the verdict on them. With --rerun-mode validate_results a bad step is done again, from the same
  * parameters and samples, and its second result takes the place of the first. */
 static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
@@ -15579,7 +12556,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     int64_t tokens;
     m->data_seconds = 0;
     if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last: its slot is taken now
-    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, state, error);
+    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
     mt_optimizer_step(m, state);
     mt_step_report(m, slot, state->iteration + 1);
@@ -15588,7 +12565,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
         if (mt_steps_check(m, error) != 0) return -1;
     m->unread_tokens += (double)(tokens * m->grid->data.size);
     m->unread_seconds += mt_time() - begin;
-    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, state, error);
+    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (metrics) {
         const mt_step_result *result = &m->results[slot];
         *metrics = (mt_metrics){.loss = mt_mean_loss(result->numbers.sums),
@@ -15884,7 +12861,7 @@ static int mt_tensorboard_open(mt_report *report, mt_error *error) {
     struct timespec now;
     gethostname(host, sizeof host - 1);
     clock_gettime(CLOCK_REALTIME, &now);
-    if (mt_folder_create(folder, error) == 0) {
+    if (mt_folder_create(folder, "--tensorboard-dir", error) == 0) {
         snprintf(path, sizeof path, "%s/events.out.tfevents.%lld.%s.%lld.%09ld", folder, (long long)now.tv_sec, host,
                  (long long)getpid(), now.tv_nsec);
         report->events = fopen(path, "wb");

@@ -1,5 +1,5 @@
 /* Safetensors files: which are accepted, which are refused and in what words, single and as folders with an index. */
-#include "../megatron.h"
+#include "../data/checkpoint.h"
 #include "folder.h"
 
 #include <dirent.h>
