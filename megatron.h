@@ -266,6 +266,9 @@ void mt_options_print(const mt_options *options, mt_program program, FILE *file)
 int64_t mt_num_parameters(const mt_options *options);
 double mt_flops(const mt_options *options, int64_t num_sequences);
 
+/* Layers with experts. */
+int64_t mt_num_expert_layers(const mt_options *options);
+
 /* ==== §3 kernels: one signature, two backends ======================================================================
  */
 
@@ -279,6 +282,9 @@ typedef struct mt_span {
     int64_t q_start, q_len, k_start, k_len;
     bool causal;
 } mt_span;
+
+/* The keys [*begin, *end) of the span that its query i sees; window: see mt_attention. */
+void mt_span_keys(const mt_span *span, int64_t window, int64_t i, int64_t *begin, int64_t *end);
 
 /* The spans of one micro-batch: the list on the host and where the device can read it. Query rows of different spans
  * are disjoint; rows in no span are not touched. */
@@ -806,6 +812,12 @@ typedef mt_graph *mt_graph_end_fn(mt_stream *stream);
 typedef void mt_graph_launch_fn(const mt_graph *graph, mt_stream *stream);
 typedef void mt_graph_destroy_fn(mt_graph *graph);
 
+/* ---- phases: the parts of a training step, for a profile. A forward or backward of a micro-batch on a chunk (-1: of
+ * none), the optimizer. `name` is a string literal; `stream` is where the phase computes. Phases do not nest. No
+ * backend has these two: a profile (data/profile.h) puts them into its own table of operations. */
+typedef void mt_phase_begin_fn(const char *name, int64_t micro_batch, int64_t chunk, mt_stream *stream);
+typedef void mt_phase_end_fn(mt_stream *stream);
+
 /* Every operation that a backend must have, once: the struct, the CPU's prototypes and its table are made from this
  * list, so the contracts of two backends cannot drift apart. */
 #define MT_OPERATIONS(OP)                                                                                              \
@@ -926,6 +938,8 @@ typedef struct mt_ops {
 #define MT_OPERATION_FIELD(operation) mt_##operation##_fn *operation;
     MT_ALL_OPERATIONS(MT_OPERATION_FIELD)
 #undef MT_OPERATION_FIELD
+    mt_phase_begin_fn *phase_begin; // NULL, both, where no profile records the step
+    mt_phase_end_fn *phase_end;
 } mt_ops;
 
 /* The plain C backend: the definition of what each operation computes. Needs no start. */
@@ -1063,14 +1077,13 @@ void mt_all_reduce_sum(const mt_group *group, void *buffer, int64_t count, mt_dt
 void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype);
 void mt_broadcast(const mt_group *group, void *buffer, int64_t bytes, int root);
 void mt_barrier(const mt_group *group);
+/* If any rank failed, fails on every rank with the error of the lowest such rank; else returns 0. Every rank calls it.
+ */
+int mt_agree(const mt_group *world, bool failed, mt_error *error);
 /* One message between two ranks of a group, with a tag under MT_HOST_TAGS; the last is the CUDA backend's. */
 enum { MT_HOST_TAGS = 1000 };
 void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag);
 void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from, int tag);
-
-/* Fails on every rank if any rank has failed, with the error of the lowest rank that has; else returns 0 and leaves
- * `error` alone. Every rank calls it. */
-int mt_agree(const mt_group *world, bool failed, mt_error *error);
 
 /* Memory that all ranks of one host share, on the CPU; `host` is their group. Every rank of `world` calls these; writes
  * before a barrier are seen by all ranks after it. */
@@ -1213,21 +1226,21 @@ typedef struct mt_stage {
     int64_t num_mtp;      // modules of multi-token prediction, beside the loss; their layers are numbered on
 } mt_stage;
 
-/* Which part of the model a rank holds: its chunks in order, its share of what the tensor group shards, its experts,
- * and its share of each of those. */
-typedef struct mt_place {
+/* The part of the model that a rank holds: its chunks in order, its share of the tensor-parallel parameters, its
+ * experts, and its share of each expert. */
+typedef struct mt_partition {
     const mt_stage *stages; // [num_stages]
     int64_t num_stages;
     int64_t tp, tp_rank;
     int64_t ep, ep_rank, etp, etp_rank;
-} mt_place;
+} mt_partition;
 
-/* Fills `params` (to free) with the table of what lies at a place, or of the whole model where `place` is NULL; returns
- * the number of rows. Buckets in this order, as far as they are here: the word embedding; learned positions; each
+/* Fills `params` (to free) with the rows of a partition, or of the whole model if `partition` is NULL; returns the
+ * number of rows. Buckets in this order, as far as they are here: the word embedding; learned positions; each
  * layer, and after it its experts, and so the modules of multi-token prediction; the word embedding again for these or
  * a tied output layer on another rank than the embedding; final norm and output layer; what is not trained. The word
  * embedding is alone in its bucket so that its two copies lie alike in their shards. */
-int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_place *place);
+int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition);
 
 /* False for a parameter that the optimizer does not move: it has no gradient and no moments. */
 bool mt_param_is_trained(const mt_param *param);
@@ -1341,11 +1354,12 @@ void mt_model_init(mt_model *model);
 const mt_param *mt_model_params(const mt_model *model, int64_t *count);
 mt_bucket *mt_model_buckets(mt_model *model, int64_t *count);
 const mt_options *mt_model_options(const mt_model *model);
-const mt_grid *mt_model_grid(const mt_model *model);
 const mt_model_plan *mt_model_get_plan(const mt_model *model);
 const mt_ops *mt_model_ops(const mt_model *model);
 mt_stream *mt_model_stream(const mt_model *model);
 mt_dtype mt_model_dtype(const mt_model *model);
+const mt_grid *mt_model_grid(const mt_model *model);
+int64_t mt_model_bytes(const mt_model *model); // of memory that its plan takes on the device
 
 /* Sets a stream whose work enqueued so far still reads parameters or optimizer state, such as the copies of a save: the
  * next change of them follows it (stream_follow). NULL: nothing reads any more. */
@@ -1495,13 +1509,19 @@ void mt_bucket_release(mt_model *model, int64_t bucket);
 void mt_bucket_gradients_acquire(mt_model *model, int64_t bucket);
 void mt_bucket_gradients_release(mt_model *model, int64_t bucket, bool last);
 
-/* What is kept of a parameter; the master weights of an fp32 model are its weights. */
-typedef enum mt_kept { MT_KEPT_WEIGHTS, MT_KEPT_MASTER, MT_KEPT_M, MT_KEPT_V, MT_NUM_KEPT } mt_kept;
+/* The states of a parameter. The master weights of an fp32 model are its weights. */
+typedef enum mt_param_state {
+    MT_STATE_WEIGHTS,
+    MT_STATE_MASTER,
+    MT_STATE_EXP_AVG,
+    MT_STATE_EXP_AVG_SQ,
+    MT_NUM_STATES
+} mt_param_state;
 
 /* All `count` elements of one kind of a bucket's values, of the model's type for weights, else fp32, on the device:
  * gathered from the data group, whose ranks all call it, and valid until the next call. Not in a step: it may take the
  * gradients' place. */
-const void *mt_bucket_gather_state(mt_model *model, int64_t bucket, mt_kept kept);
+const void *mt_bucket_gather_state(mt_model *model, int64_t bucket, mt_param_state state);
 
 /* A bucket as it is now, for its layout: shard, group, strategy. Unlike mt_model_buckets it gathers nothing. */
 const mt_bucket *mt_bucket_get(const mt_model *model, int64_t bucket);
@@ -1513,7 +1533,7 @@ typedef struct mt_part {
     int64_t first, count;
     mt_dtype dtype;
 } mt_part;
-mt_part mt_bucket_part(const mt_model *model, int64_t bucket, mt_kept kept);
+mt_part mt_bucket_part(const mt_model *model, int64_t bucket, mt_param_state state);
 
 /* Sets elements [at, at + n) of the bucket, or those of them that the part has, from host memory of the part's type;
  * NULL: to zero. Enqueued on the model's stream; all that was gathered before is void. */
@@ -1598,42 +1618,6 @@ void mt_train_rewound(mt_model *model);
 /* Mean loss of `micro_batches` micro-batches a rank without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error);
-
-/* What rank 0 tells: a line an iteration on standard output, with --metrics an object a line in a file, and with
- * --tensorboard-dir events in a file of TensorBoard's. */
-typedef struct mt_report {
-    const mt_options *options;
-    FILE *metrics, *events;
-    bool prints;
-    int world_size;
-    int64_t first_iteration;
-    int64_t device_bytes; // a GPU's memory that the run holds; 0 on the CPU, whose peak is asked for
-    double peak_flops;    // of the device for this type, stated by its maker; 0: not known
-    double start;
-} mt_report;
-
-/* Opens the files; a run that goes on from iteration > 0 appends to its metrics. An unwritable file is an error, here
- * and below. */
-int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error);
-void mt_report_close(mt_report *report);
-
-/* Whether the step that ends at `iteration` is told: every --log-interval iterations, and the last. */
-bool mt_report_is_due(const mt_report *report, int64_t iteration);
-
-/* The step that `state` now counts, if it is due. */
-int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics, mt_error *error);
-
-/* The mean loss of "validation" or "test" after the steps that `state` counts. */
-int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
-                         mt_error *error);
-
-/* --log-straggler, if the step that `state` now counts is due: of the slowest and the fastest rank in each part of the
- * step that the profile (§17) recorded last, and in waiting for samples. Every rank calls it. */
-int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_run_state *state,
-                         const mt_metrics *metrics, mt_error *error);
-
-/* Any other line, on rank 0. */
-void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* ==== §15 generation ===============================================================================================
  */
@@ -1723,110 +1707,6 @@ int mt_score_plan(mt_model_plan *plan, const mt_options *options, mt_error *erro
  * N, or -1 with error: a file that cannot be read or is not whole sequences, a token outside the vocabulary, an output
  * that cannot be written (none is then left half-written). Every rank calls it: rank 0 writes, all return the same. */
 int64_t mt_score(mt_model *model, mt_error *error);
-
-/* ==== §17 profile ==================================================================================================
- */
-
-typedef enum mt_operation {
-#define MT_OPERATION_NAME(operation) MT_OPERATION_##operation,
-    MT_ALL_OPERATIONS(MT_OPERATION_NAME)
-#undef MT_OPERATION_NAME
-        MT_NUM_OPERATIONS
-} mt_operation;
-
-/* Sums over the profiled steps for one operation: time on the device, and the least work that the arguments ask for,
- * which is floating-point operations for matrix products and attention and bytes read and written for the others. */
-typedef struct mt_profile_row {
-    const char *name;
-    int64_t calls;
-    double seconds, flops, bytes;
-} mt_profile_row;
-
-/* What communication is for. */
-typedef enum mt_traffic {
-    MT_TRAFFIC_NONE,       // an operation that computes
-    MT_TRAFFIC_TENSOR,     // activations within the tensor group
-    MT_TRAFFIC_GRADIENTS,  // sums over replicas
-    MT_TRAFFIC_PARAMETERS, // shards to wholes
-    MT_TRAFFIC_CONTEXT,    // keys, values and heads within the context group
-    MT_TRAFFIC_PIPELINE,   // messages between stages
-    MT_TRAFFIC_EXPERT,     // tokens to experts
-    MT_TRAFFIC_SUMS,       // losses and norms: a few bytes, and waiting for the slowest rank
-    MT_NUM_TRAFFICS
-} mt_traffic;
-
-/* An operation of some kind, from when to when. */
-typedef struct mt_busy {
-    double from, to;
-    mt_traffic traffic;
-} mt_busy;
-
-/* Adds to each kind the time in which nothing hides it: MT_TRAFFIC_NONE, what computes, hides all the others, and of
- * several kinds at once the first one counts. So no instant is in two kinds. */
-void mt_traffic_expose(double exposed[MT_NUM_TRAFFICS], const mt_busy *busy, int64_t count);
-
-/* Sums for one kind of communication; the row of MT_TRAFFIC_NONE is for what computes. */
-typedef struct mt_profile_traffic {
-    int64_t calls;
-    double seconds, exposed; // of all calls together; of that, what mt_traffic_expose says
-    double bytes;
-} mt_profile_traffic;
-
-typedef struct mt_profile {
-    int64_t steps; // without the first, in which memory is touched and algorithms are chosen
-    double seconds;
-    mt_profile_row rows[MT_NUM_OPERATIONS];      // by mt_operation
-    mt_profile_traffic traffic[MT_NUM_TRAFFICS]; // by mt_traffic
-} mt_profile;
-
-/* A table whose operations are those of `ops` and are timed in the steps of the profile. There is one profile a
- * process, because operations have no context; to open begins it anew. */
-const mt_ops *mt_profile_open(const mt_ops *ops);
-void mt_profile_close(void);
-
-/* Around one training step, at whose end the device is idle. A GPU's times are read only then. */
-void mt_profile_step_begin(void);
-void mt_profile_step_end(void);
-
-/* Around a part of that step: a forward of a micro-batch on a chunk (-1: of none), the optimizer. `name` outlives the
- * trace; `stream` is where it computes. Nothing outside of profiled steps. */
-void mt_profile_phase_begin(const char *name, int64_t micro_batch, int64_t chunk, mt_stream *stream);
-void mt_profile_phase_end(mt_stream *stream);
-
-/* The sums so far. */
-const mt_profile *mt_profile_read(void);
-
-/* Prints the operations by time, with their rates as parts of what a large matrix product of this type and a large copy
- * reach; over 100% works in a cache, or spares a copy's reading of what it overwrites. These are measured now: with
- * several ranks, all call it at once, as they trained at once, and those whose `file` is NULL print nothing. It takes
- * 768 MiB of memory for the moment, so the model is better gone. */
-void mt_profile_print(mt_dtype dtype, FILE *file);
-
-/* Prints how much of the communication of rank 0, and of the rank that computes longest, is exposed, and how far step
- * times differ between ranks. Every rank calls it; those whose `file` is NULL print nothing, and neither does a job of
- * one rank. */
-void mt_profile_print_communication(const mt_grid *grid, FILE *file);
-
-/* ---- a trace: the timeline of some steps on every rank, in the format of chrome://tracing and ui.perfetto.dev
- * (Google, "Trace event format"). A process is a rank; its threads are the step's phases, what computes, and each kind
- * of communication, one more for every further stream. Times are those of rank 0's clock. */
-
-/* Begins the trace that the options ask for of a profile that is open; `state` is where the run starts. Without
- * --profile only the trace's steps, and one to warm up, are timed. Errors: a file that cannot be written, a run that
- * ends before the first step. Every rank calls it. */
-int mt_trace_open(const mt_options *options, const mt_grid *grid, const mt_run_state *state, mt_error *error);
-
-/* Whether steps are still to be recorded or written, so that each goes between mt_profile_step_begin and _end; and
- * whether the last one was recorded. */
-bool mt_trace_is_open(void);
-bool mt_trace_is_complete(void);
-
-/* Writes what was recorded, of all ranks, to the file, which takes its place when it is whole. Every rank calls it. */
-int mt_trace_write(mt_error *error);
-
-/* Seconds to add to this rank's `clock` to have rank 0's, by the quickest of several messages there and back; all ranks
- * call it (Cristian, "Probabilistic clock synchronization"). Wrong by less than half the time of that message. */
-double mt_clock_offset(const mt_group *world, double (*clock)(void));
 
 #ifdef __cplusplus
 }

@@ -3,6 +3,8 @@
 
 #include "data/checkpoint.h"
 #include "data/dataset.h"
+#include "data/profile.h"
+#include "data/report.h"
 #include "data/tokenizer.h"
 
 #include <math.h>

@@ -19,7 +19,7 @@ char *mt_align_direct(char *memory);
 int mt_open_direct(const char *path, int flags);
 
 /* What precedes a parameter's name in its tensor's: "", "master.", "exp_avg.", "exp_avg_sq.". */
-extern const char *const mt_kept_prefix[MT_NUM_KEPT];
+extern const char *const mt_state_prefix[MT_NUM_STATES];
 
 /* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
 int64_t mt_param_shape(const mt_param *param, int64_t shape[2]);

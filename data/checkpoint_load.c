@@ -38,7 +38,7 @@ static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_
     }
 }
 
-const char *const mt_kept_prefix[MT_NUM_KEPT] = {"", "master.", "exp_avg.", "exp_avg_sq."};
+const char *const mt_state_prefix[MT_NUM_STATES] = {"", "master.", "exp_avg.", "exp_avg_sq."};
 
 /* Of values[n], which belong at `at` of a bucket, those in a part that are not finite. */
 static int64_t mt_count_not_finite(const mt_part *part, int64_t at, const float *values, int64_t n) {
@@ -690,9 +690,9 @@ static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *
     for (int64_t i = 0; i < num_params; i++) {
         const mt_param *param = &params[i];
         wanted[i] = (mt_wanted){.param = param, .tensor = mt_safetensors_find_param(file, param->hf_name)};
-        wanted[i].weights = mt_bucket_part(m, param->bucket, MT_KEPT_WEIGHTS);
+        wanted[i].weights = mt_bucket_part(m, param->bucket, MT_STATE_WEIGHTS);
         if (mt_model_dtype(m) != MT_F32 && mt_param_is_trained(param))
-            wanted[i].floats = mt_bucket_part(m, param->bucket, MT_KEPT_MASTER);
+            wanted[i].floats = mt_bucket_part(m, param->bucket, MT_STATE_MASTER);
     }
     status = mt_safetensors_take(file, m, sums, wanted, num_params, damaged, error);
     for (int64_t i = 0; i < num_params && status == 0; i++) {
@@ -846,24 +846,25 @@ char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error) {
 /* ---- resuming: where a run left off, so that it continues bit for bit */
 
 /* The tensor that keeps one kind of value of a parameter. */
-static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const mt_param *param, mt_kept kept) {
+static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const mt_param *param,
+                                               mt_param_state state) {
     char name[192];
-    snprintf(name, sizeof name, "%s%s", mt_kept_prefix[kept], param->hf_name);
+    snprintf(name, sizeof name, "%s%s", mt_state_prefix[state], param->hf_name);
     return mt_safetensors_find(file, name);
 }
 
 /* Whether a folder holds every kind of state from `first` on of every parameter of the model. */
-static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_kept first, const char *folder,
+static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_param_state first, const char *folder,
                               const mt_safetensors *file, mt_error *error) {
     int status = 0;
     for (int64_t i = 0; i < count; i++)
-        for (int kept = first; kept < MT_NUM_KEPT && status == 0 && mt_param_is_trained(&rows[i]); kept++) {
-            const mt_tensor_info *tensor = mt_optimizer_find(file, &rows[i], (mt_kept)kept);
+        for (int state = first; state < MT_NUM_STATES && status == 0 && mt_param_is_trained(&rows[i]); state++) {
+            const mt_tensor_info *tensor = mt_optimizer_find(file, &rows[i], (mt_param_state)state);
             status = tensor ? mt_param_check(&rows[i], tensor, error)
                             : mt_error_set(error,
                                            "%s: the optimizer's state has no tensor \"%s%s\"; go on without it by "
                                            "--no-load-optim, or get the folder again",
-                                           folder, mt_kept_prefix[kept], rows[i].hf_name);
+                                           folder, mt_state_prefix[state], rows[i].hf_name);
         }
     return status;
 }
@@ -874,22 +875,22 @@ static int mt_optimizer_load(mt_model *m, const char *folder, const mt_checksums
                              mt_error *error) {
     mt_safetensors *file = NULL;
     mt_param *rows;
-    mt_kept first = MT_KEPT_M;
+    mt_param_state first = MT_STATE_EXP_AVG;
     int64_t count = mt_params_build(&rows, mt_model_options(m), NULL), num_wanted = 0;
     int status = mt_safetensors_open_folder(&file, folder, "optimizer", error);
-    if (status == 0 && mt_optimizer_find(file, &rows[0], MT_KEPT_MASTER)) first = MT_KEPT_MASTER;
+    if (status == 0 && mt_optimizer_find(file, &rows[0], MT_STATE_MASTER)) first = MT_STATE_MASTER;
     if (status == 0) status = mt_optimizer_check(rows, count, first, folder, file, error);
     free(rows);
     status = mt_agree(&mt_model_grid(m)->world, status != 0, error);
     int64_t num_params;
     const mt_param *params = mt_model_params(m, &num_params);
-    mt_wanted *wanted = mt_calloc(mt_max(num_params * MT_NUM_KEPT, 1) * (int64_t)sizeof *wanted);
+    mt_wanted *wanted = mt_calloc(mt_max(num_params * MT_NUM_STATES, 1) * (int64_t)sizeof *wanted);
     for (int64_t i = 0; i < num_params && status == 0; i++)
-        for (int kept = first; kept < MT_NUM_KEPT && mt_param_is_trained(&params[i]);
-             kept++) { // an fp32 model's weights are its master weights
+        for (int state = first; state < MT_NUM_STATES && mt_param_is_trained(&params[i]);
+             state++) { // an fp32 model's weights are its master weights
             mt_wanted *w = &wanted[num_wanted++];
-            *w = (mt_wanted){.param = &params[i], .tensor = mt_optimizer_find(file, &params[i], (mt_kept)kept)};
-            w->floats = mt_bucket_part(m, params[i].bucket, (mt_kept)kept);
+            *w = (mt_wanted){.param = &params[i], .tensor = mt_optimizer_find(file, &params[i], (mt_param_state)state)};
+            w->floats = mt_bucket_part(m, params[i].bucket, (mt_param_state)state);
         }
     if (status == 0) status = mt_safetensors_take(file, m, sums, wanted, num_wanted, damaged, error);
     free(wanted);
@@ -982,8 +983,8 @@ static void mt_optimizer_zero(mt_model *m) {
     int64_t num_params;
     const mt_param *params = mt_model_params(m, &num_params);
     for (int64_t i = 0; i < num_params && mt_model_get_plan(m)->train; i++)
-        for (int kept = MT_KEPT_M; kept < MT_NUM_KEPT && mt_param_is_trained(&params[i]); kept++) {
-            mt_part part = mt_bucket_part(m, params[i].bucket, (mt_kept)kept);
+        for (int state = MT_STATE_EXP_AVG; state < MT_NUM_STATES && mt_param_is_trained(&params[i]); state++) {
+            mt_part part = mt_bucket_part(m, params[i].bucket, (mt_param_state)state);
             mt_part_write(m, &part, params[i].offset, NULL, params[i].rows * params[i].cols);
         }
 }

@@ -27,7 +27,7 @@ typedef struct mt_saved {
     char name[192];
     const mt_param *params; // rows of this rank's table, NULL: nothing of it lies here
     int64_t num_params;
-    mt_kept kept;
+    mt_param_state state;
     mt_dtype dtype;
     int64_t shape[2], num_dims;
     int64_t shard, offset, bytes; // offset in the shard's data
@@ -52,30 +52,30 @@ static int64_t mt_params_together(const mt_param *rows, int64_t count, int64_t i
 }
 
 /* Appends one kind of value of every parameter of the whole model. */
-static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_kept kept, mt_dtype dtype) {
+static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_param_state state, mt_dtype dtype) {
     for (int64_t i = 0; i < count; i = mt_params_together(rows, count, i)) {
         const mt_param *param = &rows[i];
         bool trained = mt_param_is_trained(param); // what is not has no moments, and stays fp32
-        if (!trained && kept != MT_KEPT_WEIGHTS) continue;
+        if (!trained && state != MT_STATE_WEIGHTS) continue;
         mt_saved *saved = &set->tensors[set->count++];
-        *saved = (mt_saved){.kept = kept, .dtype = kept == MT_KEPT_WEIGHTS && trained ? dtype : MT_F32};
+        *saved = (mt_saved){.state = state, .dtype = state == MT_STATE_WEIGHTS && trained ? dtype : MT_F32};
         saved->num_dims = mt_param_shape(param, saved->shape);
         saved->bytes = param->hf_rows_total * param->whole_cols * mt_dtype_size(saved->dtype);
-        snprintf(saved->name, sizeof saved->name, "%s%s", mt_kept_prefix[kept], param->hf_name);
+        snprintf(saved->name, sizeof saved->name, "%s%s", mt_state_prefix[state], param->hf_name);
     }
 }
 
 /* Finds what lies here of every tensor of a set. */
 static void mt_saved_find_params(mt_saved_set *set, const mt_model *m) {
-    int first = set->tensors[0].kept == MT_KEPT_WEIGHTS ? MT_KEPT_WEIGHTS : MT_KEPT_MASTER;
-    int end = first == MT_KEPT_WEIGHTS ? MT_KEPT_MASTER : MT_NUM_KEPT;
+    int first = set->tensors[0].state == MT_STATE_WEIGHTS ? MT_STATE_WEIGHTS : MT_STATE_MASTER;
+    int end = first == MT_STATE_WEIGHTS ? MT_STATE_MASTER : MT_NUM_STATES;
     int64_t num_params;
     const mt_param *params = mt_model_params(m, &num_params);
     for (int64_t i = 0, next; i < num_params; i = next) {
         next = mt_params_together(params, num_params, i);
-        for (int kept = first; kept < end; kept++) {
+        for (int state = first; state < end; state++) {
             mt_saved key;
-            snprintf(key.name, sizeof key.name, "%s%s", mt_kept_prefix[kept], params[i].hf_name);
+            snprintf(key.name, sizeof key.name, "%s%s", mt_state_prefix[state], params[i].hf_name);
             mt_saved *saved = bsearch(&key, set->tensors, (size_t)set->count, sizeof key, mt_saved_compare);
             if (saved) saved->params = &params[i], saved->num_params = next - i;
         }
@@ -88,10 +88,10 @@ static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem
     int64_t filled = 0, count = mt_params_build(&rows, mt_model_options(m), NULL);
     bool weights = strcmp(stem, "model") == 0;
     *set = (mt_saved_set){.stem = stem, .num_shards = 1};
-    set->tensors = mt_malloc(MT_NUM_KEPT * count * (int64_t)sizeof(mt_saved));
-    for (int kept = 0; kept < MT_NUM_KEPT; kept++)
-        if (weights == (kept == MT_KEPT_WEIGHTS) && (kept != MT_KEPT_MASTER || mt_model_dtype(m) != MT_F32))
-            mt_saved_add(set, rows, count, (mt_kept)kept, mt_model_dtype(m));
+    set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof(mt_saved));
+    for (int state = 0; state < MT_NUM_STATES; state++)
+        if (weights == (state == MT_STATE_WEIGHTS) && (state != MT_STATE_MASTER || mt_model_dtype(m) != MT_F32))
+            mt_saved_add(set, rows, count, (mt_param_state)state, mt_model_dtype(m));
     free(rows);
     qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
     for (int64_t i = 0; i < set->count; i++) {
@@ -486,11 +486,11 @@ static int64_t mt_ring_bytes(int64_t total, int64_t largest) {
 /* Elements [*begin, *end) of what lies here of a parameter, in its own order, are this rank's to write: its shard where
  * the data group shares them out, else a part of the rows, or all where rows are the file's columns, whose parts would
  * be short lines. Returns where the first is, or NULL: none is. */
-static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_kept kept, int64_t *begin,
+static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_param_state state, int64_t *begin,
                                   int64_t *end) {
     const mt_bucket *b = mt_bucket_get(m, param->bucket);
     const mt_group *group = b->group;
-    mt_part part = mt_bucket_part(m, param->bucket, kept);
+    mt_part part = mt_bucket_part(m, param->bucket, state);
     int64_t rows = mt_param_rows_stored(param), cols = param->cols;
     if (!param->counted) return NULL;
     if (b->strategy == MT_NO_SHARD && param->hf_transposed) { // in turns, so that all get as much of every role
@@ -619,7 +619,7 @@ static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, i
             for (int64_t k = 0; k < saved->num_params; k++) {
                 int64_t from, to;
                 const mt_param *param = &saved->params[k];
-                const char *data = mt_param_share(m, param, saved->kept, &from, &to);
+                const char *data = mt_param_share(m, param, saved->state, &from, &to);
                 int64_t most =
                     mt_max(MT_PIECE_BYTES, param->cols * size * (param->hf_transposed ? param->hf_rows_total : 1));
                 if (!data) continue;

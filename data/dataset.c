@@ -5,15 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-int mt_dataset_get(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error) {
-    MT_CHECK(index >= 0 && index < dataset->num_samples);
-    return dataset->get(dataset, index, tokens, error);
-}
-
-void mt_dataset_free(mt_dataset *dataset) {
-    if (dataset) dataset->free(dataset);
-}
-
 /* ---- made-up tokens ---------------------------------------------------------------------------------------------- */
 
 typedef struct mock_dataset {

@@ -1,9 +1,9 @@
-/* dataset.h: from files of tokens to batches of tokens.
+/* dataset.h: from files of tokens to batches of tokens. Each file calls only those above it in this list:
  *
- *   indexed_dataset.c   Megatron's pair of files: PREFIX.bin holds tokens, PREFIX.idx says where each sequence lies
- *   gpt_dataset.c       the order in which Megatron-LM visits documents and samples, id for id; blends
- *   dataset.c           any source behind one question: which tokens does sample i hold?
- *   loader.c            which samples a data-parallel rank reads next, and the batch that they make
+ *   indexed_dataset.c   Megatron's pair of files: PREFIX.bin holds tokens, PREFIX.idx the position of each sequence
+ *   gpt_dataset.c       samples by index, in the order in which Megatron-LM visits them, id for id; blends
+ *   dataset.c           the training, validation and test split of a run; mock data and token files
+ *   loader.c            the samples that a data-parallel rank reads next, and the batch that they make
  *
  * The only state of a training run that this part needs is the number of samples consumed so far: every function from
  * a sample's index on is pure, so a resumed run reads exactly what an uninterrupted one would have read.

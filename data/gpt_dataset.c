@@ -91,6 +91,18 @@ void mt_torch_randperm(uint32_t *permutation, int64_t count, uint64_t seed) {
     }
 }
 
+/* ---- datasets -----------------------------------------------------------------------------------------------------
+ */
+
+int mt_dataset_get(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error) {
+    MT_CHECK(index >= 0 && index < dataset->num_samples);
+    return dataset->get(dataset, index, tokens, error);
+}
+
+void mt_dataset_free(mt_dataset *dataset) {
+    if (dataset) dataset->free(dataset);
+}
+
 /* ---- one dataset ------------------------------------------------------------------------------------------------- */
 
 typedef struct gpt_dataset {

@@ -1,11 +1,10 @@
-/* tokenizer_internal.h: what the files of the tokenizer share. The way of a text through them:
+/* tokenizer_internal.h: what the files of the tokenizer share. Each file calls only those above it in this list:
  *
- *   tokenizer.c                the text is cut at added tokens; decoding; opening and saving
- *   pretokenizer.c             each part is normalized and cut into words
- *   tokenizer_bpe.c            each word becomes ids, by merging pairs
- *   tokenizer_sentencepiece.c  SentencePiece: its file, its own normalizer, unigram
- *   tokenizer_json.c           reads tokenizer.json, vocab.json and merges.txt into an mt_tokenizer
- *   tokenizer_lookup.c         hash tables, the prefix tree, UTF-8, growable arrays
+ *   tokenizer_vocab.c          hash tables, the prefix tree, growable arrays, UTF-8, the vocabulary
+ *   tokenizer_encode.c         text to ids: normalizers, pre-tokenizers, BPE, unigram, added tokens
+ *   tokenizer_json.c           reads tokenizer.json, or vocab.json and merges.txt, into an mt_tokenizer
+ *   tokenizer_sentencepiece.c  reads a SentencePiece model into an mt_tokenizer
+ *   tokenizer.c                open, save, decode
  */
 #ifndef MT_TOKENIZER_INTERNAL_H
 #define MT_TOKENIZER_INTERNAL_H
@@ -17,7 +16,7 @@
 #define MT_MAX_TEXT     ((int64_t)1 << 30)
 #define MT_SPACE_SYMBOL "\xE2\x96\x81" // U+2581, what SentencePiece writes for a space
 
-/* ---- tokenizer_lookup.c ---------------------------------------------------------------------------------------- */
+/* ---- tokenizer_vocab.c ----------------------------------------------------------------------------------------- */
 
 /* uint64 to uint64, open addressing. Keys are below 2^64 - 1. */
 typedef struct mt_map {
@@ -203,102 +202,34 @@ int32_t mt_token_find(const mt_tokenizer *tokenizer, const char *text, int64_t b
 /* Messages quote tokens, which may hold anything: makes line breaks and other control characters '?'. */
 void mt_error_one_line(mt_error *error);
 
-/* ---- the encoder ----------------------------------------------------------------------------------------------- */
-
-/* A run of the word that is one token so far; a doubly linked list in an array. */
-typedef struct mt_symbol {
-    int32_t previous, next; // -1: none
-    int32_t start, bytes;   // bytes 0: merged into the one before it
-    int32_t id;
-    bool frozen; // never merges
-} mt_symbol;
-
-/* Two neighbours that may merge. */
-typedef struct mt_candidate {
-    uint64_t order; // lowest first: priority << 32 | left symbol
-    int32_t right, bytes, id;
-} mt_candidate;
-
-/* Unigram: the best path to one position of the text. */
-typedef struct mt_path_node {
-    float score;
-    int32_t start, next; // where its last piece starts (-1: no path yet); where the best path goes on
-    int32_t id;
-} mt_path_node;
-
-#define MT_CACHE_SLOTS (1 << 16)
-#define MT_CACHE_BYTES 22
-#define MT_CACHE_IDS   6
-
-typedef struct mt_cache_slot {
-    uint8_t bytes, count; // bytes 0: empty
-    char word[MT_CACHE_BYTES];
-    int32_t ids[MT_CACHE_IDS];
-} mt_cache_slot;
-
-struct mt_encoder {
-    const mt_tokenizer *tokenizer;
-    mt_cache_slot *cache; // [MT_CACHE_SLOTS] the last word that fell into each slot
-    mt_symbol *symbols;
-    int64_t symbol_capacity;
-    mt_candidate *heap;
-    int64_t heap_count, heap_capacity;
-    int32_t *split_at; // [V] where an UNUSED piece of SentencePiece splits in two again; 0: unknown
-    mt_path_node *path;
-    int64_t path_capacity;
-    mt_text repaired, normalized[2], prefixed[MT_MAX_STEPS];
-    void *match_data, *match_context, *jit_stack; // pcre2
-};
-
-/* ---- pretokenizer.c -------------------------------------------------------------------------------------------- */
+/* ---- tokenizer_encode.c ---------------------------------------------------------------------------------------- */
 
 extern const char mt_gpt2_pattern[];
 
-/* A regular expression (refused without PCRE2), or a text to find as it is. */
+/* A regular expression (refused without PCRE2), or a literal string. */
 int mt_pattern_compile(mt_pattern *out, const char *path, const char *regex, int64_t bytes, mt_error *error);
 void mt_pattern_literal(mt_pattern *out, const char *text, int64_t bytes);
 void mt_pattern_free(mt_pattern *pattern);
 void mt_rule_free(mt_rule *rule);
 
-/* What PCRE2 needs for each thread. */
-void mt_encoder_open_patterns(mt_encoder *encoder);
-void mt_encoder_close_patterns(mt_encoder *encoder);
-
 /* Applies all normalizers; *text and *bytes then point at the result, valid until the encoder's next call. */
 int mt_normalize(mt_encoder *encoder, const char **text, int64_t *bytes, mt_error *error);
 
-/* Applies the pre-tokenizers from `step` on and encodes the words. `first`: the text begins here. */
-int mt_pretokenize(mt_encoder *encoder, int step, bool first, const char *text, int64_t bytes, mt_ids *ids,
-                   mt_error *error);
-
-bool mt_is_word(uint32_t codepoint); // \w
-
-/* ---- tokenizer_bpe.c ------------------------------------------------------------------------------------------- */
-
-/* A rule that pair (left, right) becomes `merged`; then encoding one word by such rules. */
-void mt_merge_add(mt_tokenizer *tokenizer, int32_t left, int32_t right, int32_t merged, int64_t rank);
-int mt_bpe_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error);
-
 /* Sets words_at_spaces if it holds; called when the vocabulary is complete. */
-void mt_bpe_find_words(mt_tokenizer *tokenizer);
+void mt_tokenizer_find_words(mt_tokenizer *tokenizer);
 
-/* Merges the symbols [count] of `text` (of the kind's own rules) until no pair may merge any more. */
-void mt_bpe_merge(mt_encoder *encoder, const char *text, int64_t count);
-mt_symbol *mt_symbols_reserve(mt_encoder *encoder, int64_t count);
+/* ---- tokenizer_json.c, tokenizer_sentencepiece.c --------------------------------------------------------------- */
 
-/* ---- the loaders: fill a zeroed tokenizer from memory; `path` is for messages ------------------------------------ */
-
-/* Each refuses by name what it does not know. */
+/* The loaders fill a zeroed tokenizer from memory and refuse unknown parts by name; `path` is for messages. */
 int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_text *json, const mt_text *config,
                            mt_error *error);
 int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, const mt_text *vocab,
                            const char *merges_path, const mt_text *merges, mt_error *error);
 int mt_tokenizer_load_sentencepiece(mt_tokenizer *tokenizer, const char *path, const mt_text *model, mt_error *error);
-/* An empty one, which remembers where it comes from. */
-mt_tokenizer *mt_tokenizer_new(const char *path);
 
-/* One word, or a whole text, by SentencePiece's rules. */
-void mt_sentencepiece_encode_word(mt_encoder *encoder, const char *text, int32_t bytes, mt_ids *ids);
-int mt_sentencepiece_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error);
+/* ---- tokenizer.c ----------------------------------------------------------------------------------------------- */
+
+/* An empty tokenizer for a loader; `path` is for messages. */
+mt_tokenizer *mt_tokenizer_new(const char *path);
 
 #endif

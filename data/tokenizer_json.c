@@ -275,6 +275,12 @@ static int32_t find_spelled(loader *l, mt_text *scratch, const char *text, int64
     return mt_token_find(l->tokenizer, bytes ? scratch->data : "", scratch->bytes);
 }
 
+static void merge_add(mt_tokenizer *tokenizer, int32_t left, int32_t right, int32_t merged, int64_t rank) {
+    uint64_t key = (uint64_t)left << 32 | (uint32_t)right, value = (uint64_t)rank << 32 | (uint32_t)merged;
+    if (!mt_map_insert(&tokenizer->merges, key, value))
+        *mt_map_find(&tokenizer->merges, key) = value; // the last of two equal merges counts, as in `tokenizers`
+}
+
 static int add_merge(loader *l, mt_text *scratch, int64_t rank, mt_text left, mt_text right) {
     mt_text both = {0};
     mt_text_append(&both, left.data, left.bytes);
@@ -286,7 +292,7 @@ static int add_merge(loader *l, mt_text *scratch, int64_t rank, mt_text left, mt
         return mt_error_set(l->error, "%s: merge %lld, '%.*s' with '%.*s', names a token that the vocabulary lacks",
                             l->path, (long long)rank, (int)(left.bytes < 60 ? left.bytes : 60), left.data,
                             (int)(right.bytes < 60 ? right.bytes : 60), right.data);
-    mt_merge_add(l->tokenizer, a, b, merged, rank);
+    merge_add(l->tokenizer, a, b, merged, rank);
     return 0;
 }
 
@@ -563,7 +569,7 @@ static int load_json(loader *l, const json_t *root, const json_t *config) {
     if (read_model(l, json_object_get(root, "model"))) return -1;
     if (read_added_tokens(l, json_object_get(root, "added_tokens"))) return -1;
     if (read_decoders(l, json_object_get(root, "decoder"))) return -1;
-    mt_bpe_find_words(tokenizer);
+    mt_tokenizer_find_words(tokenizer);
     find_ends(tokenizer, config);
     return 0;
 }

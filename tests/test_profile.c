@@ -1,5 +1,5 @@
 /* --profile: the timed operations change nothing, count what the model asks for, and account for the step's time. */
-#include "../megatron.h"
+#include "../data/profile.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
