@@ -24,7 +24,8 @@
  *   §4   the rank grid and its groups
  *   §5   collectives
  *   §6   conjugate regions
- *   §7   parallel linear layers, embedding, loss
+ *   §7   linear
+ *   §7a  vocabulary-parallel embedding and loss
  *   §8   the parameter table
  *   §9   attention, MLP, layer
  *   §9a  rotary tables
@@ -2334,7 +2335,7 @@ static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error
 static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
     if (o->pipeline_model_parallel_layout) {
-        int64_t count = mt_layout_count(o, error);
+        int64_t count = mt_pipeline_layout_count(o, error);
         if (count < 0) return -1;
         if (count % pp != 0)
             return mt_error_set(error,
@@ -2630,7 +2631,7 @@ static int mt_options_finish_pipeline(mt_options *o, mt_error *error) {
                                    "--load");
     if (mt_options_finish_virtual_stages(o, error) || mt_options_finish_order(o, error)) return -1;
     mt_stage *stages = mt_calloc(pp * o->num_virtual_stages_per_pipeline_rank * (int64_t)sizeof(mt_stage));
-    int status = mt_layout_build(stages, o, error);
+    int status = mt_pipeline_layout_build(stages, o, error);
     free(stages);
     return status ? status : mt_options_finish_batches(o, error);
 }
@@ -6229,58 +6230,38 @@ static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int coun
  * by rank, so that products need not wait for all of it. Invariant: what a function returns is complete on its stream.
  */
 
-/* What the regions of a micro-batch need to know. */
-typedef struct mt_tensor_parallel {
-    const mt_ops *ops;
-    const mt_group *group;
-    mt_stream *stream, *comm; // where products run, and where communication runs beside them
-    mt_dtype dtype;
-    bool sequence_parallel;
-    bool overlaps;            // products take the rows of one rank after another, while the next travel
-    bool accumulates;         // gradients of weights are added to, not written
-    int64_t T, rows;          // tokens; and rows of hidden states here: T, or T / group size
-    void *gathered, *partial; // [T, C or wider] under sequence parallelism: a whole operand, and a sum to be scattered
-    mt_mailbox *mailbox;      // `gathered` and after it `parts`, if it overlaps
-    void *parts;              // [group size, max_rows, C or wider]: what other ranks have of the sums of these rows
-    int32_t *part_rows;       // [max_rows, group size]: the rows of `parts` that a row's sum is made of
-    int64_t max_rows, mailbox_bytes;
-    float *loss_parts; // [group size, 4, T], of the vocabulary-parallel loss
-} mt_tensor_parallel;
-
 /* x[T, C], whole -> x; its gradient is a part on every rank -> the sum, in place. */
-static const void *mt_copy_to_tensor_region_forward(const void *x) {
+const void *mt_copy_to_tensor_region_forward(const void *x) {
     return x;
 }
-static void mt_copy_to_tensor_region_backward(const mt_tensor_parallel *tp, void *dx, int64_t C, mt_stream *stream) {
+void mt_copy_to_tensor_region_backward(const mt_tensor_parallel *tp, void *dx, int64_t C, mt_stream *stream) {
     tp->ops->all_reduce(dx, tp->T * C, MT_SUM, tp->dtype, tp->group, stream);
 }
 
 /* x[T, C], a part on every rank -> the sum, in place; its gradient is whole -> itself. */
-static void mt_reduce_from_tensor_region_forward(const mt_tensor_parallel *tp, void *x, int64_t C) {
+void mt_reduce_from_tensor_region_forward(const mt_tensor_parallel *tp, void *x, int64_t C) {
     tp->ops->all_reduce(x, tp->T * C, MT_SUM, tp->dtype, tp->group, tp->stream);
 }
-static const void *mt_reduce_from_tensor_region_backward(const void *dx) {
+const void *mt_reduce_from_tensor_region_backward(const void *dx) {
     return dx;
 }
 
 /* x[T / t, C], this rank's rows -> y[T, C], all rows; dy[T, C] is a part on every rank -> dx[T / t, C], the sum's rows.
  */
-static void mt_gather_from_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C,
-                                                   mt_stream *stream) {
+void mt_gather_from_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C,
+                                            mt_stream *stream) {
     tp->ops->all_gather(y, x, tp->rows * C, tp->dtype, tp->group, stream);
 }
-static void mt_gather_from_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C,
-                                                    mt_stream *stream) {
+void mt_gather_from_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C,
+                                             mt_stream *stream) {
     tp->ops->reduce_scatter(dx, dy, tp->rows * C, tp->dtype, tp->group, stream);
 }
 
 /* x[T, C], a part on every rank -> y[T / t, C], the sum's rows; dy[T / t, C] -> dx[T, C], all rows. */
-static void mt_reduce_scatter_to_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x,
-                                                         int64_t C) {
+void mt_reduce_scatter_to_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C) {
     mt_gather_from_sequence_region_backward(tp, y, x, C, tp->stream);
 }
-static void mt_reduce_scatter_to_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy,
-                                                          int64_t C) {
+void mt_reduce_scatter_to_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C) {
     mt_gather_from_sequence_region_forward(tp, dx, dy, C, tp->stream);
 }
 
@@ -6397,134 +6378,237 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
         tp->ops->stream_follow(tp->stream, tp->comm);
 }
 
-/* ==== §7 parallel linear layers, embedding, loss ================================================================= */
-/* A weight cut by rows (column parallel, as Megatron calls it after the mathematical transpose) gives every rank some
- * outputs; one cut by columns (row parallel) takes some inputs and gives a part of the sum. With a group of one these
- * are the plain operations. Invariant: gradients of weights need no communication. */
+/* ==== §7 linear ================================================================================================== */
+/* Every matrix product with a parameter. A column-parallel weight is cut by rows [N / t, K]: each rank of the tensor
+ * group computes a share of the outputs. A row-parallel one is cut by columns [N, K / t]: each rank adds a part of the
+ * sum. With a group of one both are plain products. Experts' products are grouped. Communication and its overlap, the
+ * fused GELU, and the choice between writing and adding to a gradient live here; layers know none of them. Invariants:
+ * gradients of weights need no communication; a step's first product writes dw, later ones add to it. */
 
-/* Which half of a backward to do. */
-enum { MT_PART_INPUT = 1, MT_PART_WEIGHT = 2, MT_PART_BOTH = 3 };
+/* ---- the product alone, on T rows */
 
-/* y = x w^T + bias, and active = gelu(y) by its tanh approximation unless it is NULL: in one operation if the backend
- * can. */
-static void mt_product_forward(const mt_tensor_parallel *tp, void *active, void *y, const void *x, mt_weight w,
-                               mt_weight bias, int64_t T, int64_t N, int64_t K) {
+/* y = x w^T + bias; and gelu = GELU(y) by its tanh approximation unless it is NULL, in one operation if the backend has
+ * it. */
+static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l, void *gelu, void *y, const void *x,
+                               const void *bias, int64_t T) {
     const mt_ops *ops = tp->ops;
-    if (active && ops->linear_gelu_forward) {
-        ops->linear_gelu_forward(active, y, x, w.w, bias.w, T, N, K, tp->dtype, tp->stream);
+    if (gelu && ops->linear_gelu_forward) {
+        ops->linear_gelu_forward(gelu, y, x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
         return;
     }
-    ops->linear_forward(y, x, w.w, bias.w, T, N, K, tp->dtype, tp->stream);
-    if (active) ops->gelu_forward(active, y, T * N, true, tp->dtype, tp->stream);
+    ops->linear_forward(y, x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
+    if (gelu) ops->gelu_forward(gelu, y, T * l->N, true, tp->dtype, tp->stream);
 }
 
-/* dx[T, K] = dy w; where x was gelu(pre), the gradient of pre in its place. */
-static void mt_product_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, mt_weight w, const void *pre,
-                                int64_t T, int64_t N, int64_t K) {
+/* dx = dy w. If x was GELU(gelu_input), dx is the gradient of gelu_input instead. */
+static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, void *dx, const void *dy,
+                                      const void *gelu_input, int64_t T) {
     const mt_ops *ops = tp->ops;
-    if (pre && ops->linear_backward_gelu) {
-        ops->linear_backward_gelu(dx, dy, w.w, pre, T, N, K, tp->dtype, tp->stream);
+    if (gelu_input && ops->linear_backward_gelu) {
+        ops->linear_backward_gelu(dx, dy, l->weight.w, gelu_input, T, l->N, l->K, tp->dtype, tp->stream);
         return;
     }
-    ops->linear_backward_input(dx, dy, w.w, T, N, K, tp->dtype, tp->stream);
-    if (pre) ops->gelu_backward(dx, dx, pre, T * K, true, tp->dtype, tp->stream);
+    ops->linear_backward_input(dx, dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
+    if (gelu_input) ops->gelu_backward(dx, dx, gelu_input, T * l->K, true, tp->dtype, tp->stream);
 }
 
-/* y[T, N] = x w^T + bias for this rank's N outputs, x[rows, K]; and active[T, N] = gelu(y) unless it is NULL. */
-static void mt_column_linear_gelu_forward(const mt_tensor_parallel *tp, void *active, void *y, const void *x,
-                                          mt_weight w, mt_weight bias, int64_t N, int64_t K) {
+/* dw = dy^T x, or += once this step has a gradient; dbias += column sums of dy. */
+static void mt_product_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const void *dy, const void *x,
+                                       int64_t T) {
+    tp->ops->linear_backward_weight(l->weight.dw, l->bias.dw, dy, x, T, l->N, l->K, l->weight.accumulate, tp->dtype,
+                                    tp->stream);
+    l->weight.accumulate = true;
+}
+
+/* ---- column parallel: x[rows, K] -> y[T, N], this rank's outputs */
+
+static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     if (!tp->overlaps) {
-        x = mt_region_enter_forward(tp, x, K, tp->stream);
-        mt_product_forward(tp, active, y, x, w, bias, tp->T, N, K);
+        const void *x = mt_region_enter_forward(tp, io->x, l->K, tp->stream);
+        mt_product_forward(tp, l, io->gelu, io->y, x, l->bias.w, tp->T);
         return;
     }
-    for (int step = 0, owner; step < tp->group->size; step++) {
-        const void *piece = mt_gather_step(tp, x, K, step, &owner);
-        mt_product_forward(tp, active ? mt_rows_of_rank(tp, active, owner, N) : NULL, mt_rows_of_rank(tp, y, owner, N),
-                           piece, w, bias, tp->rows, N, K);
+    for (int step = 0, owner; step < tp->group->size; step++) { // the rows of one rank while the next rank's travel
+        const void *piece = mt_gather_step(tp, io->x, l->K, step, &owner);
+        mt_product_forward(tp, l, io->gelu ? mt_rows_of_rank(tp, io->gelu, owner, l->N) : NULL,
+                           mt_rows_of_rank(tp, io->y, owner, l->N), piece, l->bias.w, tp->rows);
     }
 }
 
-static void mt_column_linear_forward(const mt_tensor_parallel *tp, void *y, const void *x, mt_weight w, mt_weight bias,
-                                     int64_t N, int64_t K) {
-    mt_column_linear_gelu_forward(tp, NULL, y, x, w, bias, N, K);
-}
-
-/* dx[rows, K], dw and dbias of dy[T, N]. x is gathered while the first product runs, dx reduced during the second. */
-static void mt_column_linear_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, const void *x,
-                                      mt_weight w, mt_weight bias, int64_t N, int64_t K, int parts) {
-    const mt_ops *ops = tp->ops;
-    mt_stream *stream = tp->stream, *comm = tp->comm;
+/* x is gathered during the product of the input's gradient, and dx reduced during the weight's. */
+static void mt_column_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int parts) {
+    const void *x = io->x;
     bool parallel = tp->group->size > 1;
     if (parallel && (parts & MT_PART_WEIGHT)) {
-        ops->stream_follow(comm, stream);
-        x = mt_gather_beside(tp, x, K);
-    }
-    if (parts & MT_PART_INPUT)
-        ops->linear_backward_input(mt_region_partial(tp, dx), dy, w.w, tp->T, N, K, tp->dtype, stream);
-    if (parallel && (parts & MT_PART_WEIGHT)) ops->stream_follow(stream, comm);
-    if (parallel && (parts & MT_PART_INPUT)) mt_scatter_beside(tp, dx, K);
-    if (parts & MT_PART_WEIGHT)
-        ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, stream);
-    if (parallel && (parts & MT_PART_INPUT)) mt_scatter_end(tp, dx, K);
-}
-
-/* The same, of which the part of one rank's rows travels while the next is multiplied; this rank's own comes last. */
-static void mt_row_linear_forward_in_steps(const mt_tensor_parallel *tp, void *out, const void *x, mt_weight w,
-                                           const void *bias, int64_t N, int64_t K) {
-    for (int step = 1; step <= tp->group->size; step++) {
-        int owner = mt_tensor_rank_after(tp, step);
-        tp->ops->linear_forward(mt_rows_of_rank(tp, tp->partial, owner, N), mt_rows_of_rank(tp, x, owner, K), w.w, bias,
-                                tp->rows, N, K, tp->dtype, tp->stream);
-        if (step == tp->group->size) break;
         tp->ops->stream_follow(tp->comm, tp->stream);
-        mt_scatter_step(tp, N, step);
+        x = mt_gather_beside(tp, x, l->K);
     }
-    mt_scatter_sum(tp, out, N);
+    if (parts & MT_PART_INPUT) mt_product_backward_input(tp, l, mt_region_partial(tp, io->dx), io->dy, NULL, tp->T);
+    if (parallel && (parts & MT_PART_WEIGHT)) tp->ops->stream_follow(tp->stream, tp->comm);
+    if (parallel && (parts & MT_PART_INPUT)) mt_scatter_beside(tp, io->dx, l->K);
+    if (parts & MT_PART_WEIGHT) mt_product_backward_weight(tp, l, io->dy, x, tp->T);
+    if (parallel && (parts & MT_PART_INPUT)) mt_scatter_end(tp, io->dx, l->K);
 }
 
-/* out[rows, N] = the sum over ranks of x[T, K] w^T, plus the bias, which the first rank's part carries. */
-static void mt_row_linear_forward(const mt_tensor_parallel *tp, void *out, const void *x, mt_weight w, mt_weight bias,
-                                  int64_t N, int64_t K) {
-    const void *own_bias = tp->group->rank == 0 ? bias.w : NULL;
-    if (tp->overlaps) {
-        mt_row_linear_forward_in_steps(tp, out, x, w, own_bias, N, K);
+/* ---- row parallel: x[T, K], this rank's inputs -> y[rows, N], the sum over ranks */
+
+/* The first rank's part carries the bias. */
+static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    const void *bias = tp->group->rank == 0 ? l->bias.w : NULL;
+    if (!tp->overlaps) {
+        mt_product_forward(tp, l, NULL, mt_region_partial(tp, io->y), io->x, bias, tp->T);
+        mt_region_leave_forward(tp, io->y, l->N);
         return;
     }
-    tp->ops->linear_forward(mt_region_partial(tp, out), x, w.w, own_bias, tp->T, N, K, tp->dtype, tp->stream);
-    mt_region_leave_forward(tp, out, N);
+    for (int step = 1; step <= tp->group->size; step++) { // one rank's part travels during the next product
+        int owner = mt_tensor_rank_after(tp, step);
+        mt_product_forward(tp, l, NULL, mt_rows_of_rank(tp, tp->partial, owner, l->N),
+                           mt_rows_of_rank(tp, io->x, owner, l->K), bias, tp->rows);
+        if (step == tp->group->size) break; // this rank's own
+        tp->ops->stream_follow(tp->comm, tp->stream);
+        mt_scatter_step(tp, l->N, step);
+    }
+    mt_scatter_sum(tp, io->y, l->N);
 }
 
-/* dx[T, K] of dout[rows, N], rank by rank; returns dout of all rows. */
-static const void *mt_row_linear_backward_in_steps(const mt_tensor_parallel *tp, void *dx, const void *dout,
-                                                   mt_weight w, const void *pre, int64_t N, int64_t K) {
+/* dx of dy[rows, N], one rank's rows after another; returns dy of all rows. */
+static const void *mt_row_backward_input_in_steps(const mt_tensor_parallel *tp, const mt_linear *l,
+                                                  const mt_linear_io *io) {
     for (int step = 0, owner; step < tp->group->size; step++) {
-        const void *piece = mt_gather_step(tp, dout, N, step, &owner);
-        mt_product_backward(tp, mt_rows_of_rank(tp, dx, owner, K), piece, w,
-                            pre ? mt_rows_of_rank(tp, pre, owner, K) : NULL, tp->rows, N, K);
+        const void *piece = mt_gather_step(tp, io->dy, l->N, step, &owner);
+        mt_product_backward_input(tp, l, mt_rows_of_rank(tp, io->dx, owner, l->K), piece,
+                                  io->gelu_input ? mt_rows_of_rank(tp, io->gelu_input, owner, l->K) : NULL, tp->rows);
     }
-    const void *dy = mt_gather_own(tp, dout, N);
+    const void *dy = mt_gather_own(tp, io->dy, l->N);
     tp->ops->stream_follow(tp->stream, tp->comm);
     return dy;
 }
 
-/* dx[T, K], dw and dbias of dout[rows, N]; every rank sums the same dbias over all rows. Where x was gelu(pre[T, K]),
- * by its tanh approximation, dx is the gradient of pre; else pre is NULL. */
-static void mt_row_linear_gelu_backward(const mt_tensor_parallel *tp, void *dx, const void *dout, const void *x,
-                                        const void *pre, mt_weight w, mt_weight bias, int64_t N, int64_t K, int parts) {
+/* Every rank computes the same dbias over all rows. */
+static void mt_row_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int parts) {
     bool in_steps = tp->overlaps && (parts & MT_PART_INPUT);
-    const void *dy =
-        in_steps ? mt_row_linear_backward_in_steps(tp, dx, dout, w, pre, N, K) : mt_region_leave_backward(tp, dout, N);
-    if (parts & MT_PART_WEIGHT)
-        tp->ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, tp->stream);
-    if ((parts & MT_PART_INPUT) && !in_steps) mt_product_backward(tp, dx, dy, w, pre, tp->T, N, K);
+    const void *dy = in_steps ? mt_row_backward_input_in_steps(tp, l, io) : mt_region_leave_backward(tp, io->dy, l->N);
+    if (parts & MT_PART_WEIGHT) mt_product_backward_weight(tp, l, dy, io->x, tp->T);
+    if ((parts & MT_PART_INPUT) && !in_steps) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->T);
 }
 
-static void mt_row_linear_backward(const mt_tensor_parallel *tp, void *dx, const void *dout, const void *x, mt_weight w,
-                                   mt_weight bias, int64_t N, int64_t K, int parts) {
-    mt_row_linear_gelu_backward(tp, dx, dout, x, NULL, w, bias, N, K, parts);
+/* ---- grouped: rows sorted by expert, each expert's with its own w: one operation, or one for each expert */
+
+/* A pointer `elements` into an operand of the products' type. */
+static void *mt_operand(const mt_tensor_parallel *tp, const void *base, int64_t elements) {
+    return base ? (char *)(uintptr_t)base + elements * mt_dtype_size(tp->dtype) : NULL;
 }
 
+/* The part of a grouped product that is expert i's: its rows of each operand, its weight, and how many rows. */
+static mt_linear mt_grouped_expert(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t i,
+                                   mt_linear_io *own, int64_t *count) {
+    int64_t first = io->host_offsets[i], size = l->N * l->K;
+    mt_linear expert = {.N = l->N, .K = l->K, .weight.w = mt_operand(tp, l->weight.w, i * size)};
+    if (l->weight.dw) expert.weight.dw = l->weight.dw + i * size;
+    expert.weight.accumulate = l->weight.accumulate;
+    *count = io->host_offsets[i + 1] - first;
+    *own = (mt_linear_io){.x = mt_operand(tp, io->x, first * l->K), .y = mt_operand(tp, io->y, first * l->N)};
+    own->dx = mt_operand(tp, io->dx, first * l->K), own->dy = mt_operand(tp, io->dy, first * l->N);
+    return expert;
+}
+
+static void mt_grouped_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    if (!io->host_offsets) {
+        tp->ops->grouped_linear_forward(io->y, io->x, l->weight.w, io->offsets, io->num_rows, l->N, l->K,
+                                        l->num_experts, tp->dtype, tp->stream);
+        return;
+    }
+    for (int64_t i = 0, count; i < l->num_experts; i++) {
+        mt_linear_io own;
+        mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
+        if (count > 0) mt_product_forward(tp, &expert, NULL, own.y, own.x, NULL, count);
+    }
+}
+
+static void mt_grouped_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    if (!io->host_offsets) {
+        tp->ops->grouped_linear_backward_input(io->dx, io->dy, l->weight.w, io->offsets, io->num_rows, l->N, l->K,
+                                               l->num_experts, tp->dtype, tp->stream);
+        return;
+    }
+    for (int64_t i = 0, count; i < l->num_experts; i++) {
+        mt_linear_io own;
+        mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
+        if (count > 0) mt_product_backward_input(tp, &expert, own.dx, own.dy, NULL, count);
+    }
+}
+
+static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
+    if (!io->host_offsets)
+        tp->ops->grouped_linear_backward_weight(l->weight.dw, io->dy, io->x, io->offsets, io->num_rows, l->N, l->K,
+                                                l->num_experts, l->weight.accumulate, tp->dtype, tp->stream);
+    for (int64_t i = 0, count; io->host_offsets && i < l->num_experts; i++) {
+        mt_linear_io own;
+        mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
+        if (count > 0)
+            mt_product_backward_weight(tp, &expert, own.dy, own.x, count);
+        else if (!l->weight.accumulate) // no row visits this expert
+            tp->ops->memory_zero(expert.weight.dw, l->N * l->K * 4, tp->stream);
+    }
+    l->weight.accumulate = true;
+}
+
+/* ---- the three functions */
+
+void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    switch (l->kind) {
+    case MT_LINEAR_REPLICATED:
+        mt_product_forward(tp, l, io->gelu, io->y, io->x, l->bias.w, tp->rows);
+        break;
+    case MT_LINEAR_ROUTER:
+        tp->ops->router_logits(io->y, io->x, l->weight.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
+        break;
+    case MT_LINEAR_COLUMN:
+        mt_column_forward(tp, l, io);
+        break;
+    case MT_LINEAR_ROW:
+        mt_row_forward(tp, l, io);
+        break;
+    case MT_LINEAR_GROUPED:
+        mt_grouped_forward(tp, l, io);
+        break;
+    }
+}
+
+void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int parts) {
+    const void *dy = io->dy;
+    switch (l->kind) {
+    case MT_LINEAR_ROUTER: // dy is fp32; the products take the model's type
+        if (tp->dtype != MT_F32) {
+            tp->ops->convert(io->rounded, tp->dtype, dy, MT_F32, tp->rows * l->N, tp->stream);
+            dy = io->rounded;
+        } // fallthrough
+    case MT_LINEAR_REPLICATED:
+        if (parts & MT_PART_INPUT) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->rows);
+        if (parts & MT_PART_WEIGHT) mt_product_backward_weight(tp, l, dy, io->x, tp->rows);
+        break;
+    case MT_LINEAR_COLUMN:
+        mt_column_backward(tp, l, io, parts);
+        break;
+    case MT_LINEAR_ROW:
+        mt_row_backward(tp, l, io, parts);
+        break;
+    case MT_LINEAR_GROUPED:
+        if (parts & MT_PART_INPUT) mt_grouped_backward_input(tp, l, io);
+        if (parts & MT_PART_WEIGHT) mt_grouped_backward_weight(tp, l, io);
+        break;
+    }
+}
+
+void mt_linear_backward_input(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
+    mt_linear_backward(tp, l, io, MT_PART_INPUT);
+}
+
+void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
+    mt_linear_backward(tp, l, io, MT_PART_WEIGHT);
+}
+
+/* ==== §7a vocabulary-parallel embedding and loss ================================================================= */
 /* out[rows, C] = the rows of ids[T], of which every rank holds `count` from `first` on. */
 static void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const int32_t *ids, mt_weight w,
                                        int64_t C, int64_t first, int64_t count) {
@@ -6953,27 +7037,28 @@ int64_t mt_num_parameters(const mt_options *options) {
 /* A transformer layer, forward and backward. Invariants: hidden states are [T, C] and never change layout; a backward
  * reads as its forward reversed; gradients of activations are written, those of parameters accumulate in fp32. */
 
-/* A layer's parameters; q, k, v and gate, up are each one matrix because their rows are neighbours in the bucket. */
+/* A layer's parameters. Fused matrices are one linear because their rows are neighbours in the bucket. */
 typedef struct mt_layer {
     int64_t number; // in the whole model
     int64_t bucket;
     int64_t expert_bucket; // -1: an MLP, no experts
-    int64_t place;         // among this rank's layers with experts
-    int64_t F;             // width here of the MLP, or of the expert that every token visits; 0: there is none
+    int64_t moe_index;     // among this rank's layers with experts
+    int64_t F;             // width here of the MLP or the shared expert; 0: none
     mt_weight input_norm, input_norm_bias;
-    mt_weight qkv, qkv_bias; // [(H + 2G) D, C], [(H + 2G) D]
+    mt_linear qkv; // C -> (H + 2G) D
     mt_weight q_norm, k_norm;
-    mt_weight latent;              // [q_lora_rank + kv_lora_rank + R, C] q_a_proj, then kv_a_proj_with_mqa
+    mt_linear latent;              // C -> q_lora_rank + kv_lora_rank + R: q_a_proj, then kv_a_proj_with_mqa
     mt_weight q_a_norm, kv_a_norm; // [q_lora_rank], [kv_lora_rank]
-    mt_weight q_b, kv_b;           // [H D, q_lora_rank, or C without], [H (D - R + Dv), kv_lora_rank]
-    mt_weight o, o_bias;           // [C, H D], [C]
+    mt_linear q_b, kv_b;           // q_lora_rank (C without a latent) -> H D; kv_lora_rank -> H (D - R + Dv)
+    mt_linear o;                   // H Dv -> C
     mt_weight mlp_norm, mlp_norm_bias;
-    mt_weight fc1, fc1_bias; // [2F, C] gate then up, or [F, C]; of the expert that every token visits
-    mt_weight down, down_bias;
-    mt_weight router, router_bias;     // [E, C], [E] fp32
-    mt_weight shared_gate;             // [1, C]
-    mt_weight expert_fc1, expert_down; // of the experts here, [E/ep, 2F, C] and [E/ep, C, F]
-    mt_weight mtp_embedding_norm, mtp_hidden_norm, mtp_projection, mtp_final_norm; // of multi-token prediction
+    mt_linear fc1, down; // C -> 2F, gate then up, or F; F -> C; of the MLP or the shared expert
+    mt_linear router;    // C -> E
+    mt_weight router_bias;
+    mt_linear shared_gate;             // C -> 1
+    mt_linear expert_fc1, expert_down; // of the experts here: C -> 2F, F -> C
+    mt_weight mtp_embedding_norm, mtp_hidden_norm, mtp_final_norm;
+    mt_linear mtp_projection; // 2C -> C
 } mt_layer;
 
 /* Rows that come to the experts of this rank, in the order of experts, and what they become. */
@@ -7063,7 +7148,6 @@ typedef struct mt_experts {
     bool gathers;          // all tokens go to all ranks
     bool drops, pads, grouped, fuses, balances, counts_globally;
     bool together;                       // tokens choose by Sinkhorn's iteration
-    bool accumulates;                    // as in mt_tensor_parallel
     mt_expert_rows rows;                 // gradients, and rows before they leave
     mt_expert_rows travelling;           // where rows arrive that are exchanged, in the order of their ranks
     void *gathered;                      // [N, C], with `gathers`
@@ -7170,10 +7254,10 @@ typedef struct mt_mtp {
 } mt_mtp;
 
 /* The graph of a decode step of some number of sequences; captured in the second such step. */
-typedef struct mt_step_graph {
+typedef struct mt_decode_graph {
     bool has_run;
     mt_graph *graph;
-} mt_step_graph;
+} mt_decode_graph;
 
 /* What a training step is judged by, on the device; copied to the host in one piece. */
 typedef struct mt_step_numbers {
@@ -7260,7 +7344,8 @@ struct mt_model {
     mt_layer *layers;                                                 // [num_layers]
     int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not here
     mt_sharding sharding;
-    mt_weight word_embedding, position_embedding, final_norm, final_norm_bias, lm_head;
+    mt_weight word_embedding, position_embedding, final_norm, final_norm_bias;
+    mt_linear lm_head;          // C -> V
     float *rope_cos, *rope_sin; // [max_position, R / 2]
     int64_t rotary_dim;         // R
     /* memory */
@@ -7281,15 +7366,15 @@ struct mt_model {
     mt_mtp mtp;
     mt_link links[MT_NUM_LINKS];
     float *row_stats, *loss, *entropy; // [4, max_logits], [max_logits]
-    mt_step *steps;                    // the schedule
-    int64_t max_steps;
-    void *gathered_logits;      // [tensor ranks, MT_STAGED_ROWS, V]
-    void *staged_logits;        // the same on the host, or [max_logits] token ids
-    int32_t *likeliest;         // [max_logits]
-    mt_step_graph *step_graphs; // [max_logits + 1] by the number of sequences, for decoding
-    mt_span *step_spans;        // [max_logits] bounds of a step's spans
-    void **k_cache, **v_cache;  // a layer: [cache_rows, G D], [cache_rows, G Dv]
-    mt_step_numbers *numbers;   // on the device
+    mt_action *actions;                // of the schedule, for this rank
+    int64_t max_actions;
+    void *gathered_logits;          // [tensor ranks, MT_STAGED_ROWS, V]
+    void *staged_logits;            // the same on the host, or [max_logits] token ids
+    int32_t *likeliest;             // [max_logits]
+    mt_decode_graph *decode_graphs; // [max_logits + 1] by the number of sequences, for decoding
+    mt_span *step_spans;            // [max_logits] bounds of a step's spans
+    void **k_cache, **v_cache;      // a layer: [cache_rows, G D], [cache_rows, G Dv]
+    mt_step_numbers *numbers;       // on the device
     mt_bad_steps bad_steps;
     mt_stream *reader; // mt_model_set_reader
     int64_t num_steps; // training steps so far; what is pending of a step is numbered by it
@@ -7564,7 +7649,7 @@ static void mt_qk_forward(const mt_model *m, const mt_layer *w, mt_activations *
 }
 
 /* Gradients of ready q and k (in `dqkv`, or in dqk with q/k norm) to gradients of the fused product, `dqkv`. */
-static void mt_qk_backward(const mt_model *m, const mt_layer *w, const mt_activations *a, void *dqkv, void *dqk) {
+static void mt_qk_backward(const mt_model *m, mt_layer *w, const mt_activations *a, void *dqkv, void *dqk) {
     int64_t T = m->T, D = m->D, R = m->rotary_dim, raw_stride = (m->H + 2 * m->G) * D;
     bool interleaved = m->options->rotary_interleaved;
     mt_qkv_view d = mt_view_qkv(m, dqkv, dqk);
@@ -7615,14 +7700,13 @@ static void mt_latent_qkv_forward(const mt_model *m, const mt_layer *w, mt_activ
     const mt_ops *ops = m->ops;
     const mt_layer_scratch *s = &m->scratch;
     int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
-    int64_t width = mt_latent_width(o), kv_width = m->H * (N + m->Dv);
+    int64_t width = mt_latent_width(o);
     mt_qkv_view view = mt_view_qkv(m, a->qkv, NULL);
-    ops->linear_forward(a->latent, a->input_normed, w->latent.w, NULL, m->rows, width, m->C, m->dtype, m->stream);
+    mt_linear_forward(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .y = a->latent});
     if (q_rank > 0) mt_latent_norm_forward(m, a->q_latent, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
-    mt_column_linear_forward(&m->tp, view.q, q_rank > 0 ? a->q_latent : a->input_normed, w->q_b, (mt_weight){0},
-                             m->H * m->D, q_rank > 0 ? q_rank : m->C);
+    mt_linear_forward(&m->tp, &w->q_b, &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .y = view.q});
     mt_latent_norm_forward(m, a->kv_latent, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm, kv_rank);
-    mt_column_linear_forward(&m->tp, s->kv, a->kv_latent, w->kv_b, (mt_weight){0}, kv_width, kv_rank);
+    mt_linear_forward(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .y = s->kv});
     ops->rope_forward(s->k_rope, mt_at(m, a->latent, q_rank + kv_rank), m->rope_cos, m->rope_sin,
                       m->positions + m->first_row, m->rows, 1, R, R, R, width, o->rotary_interleaved, m->dtype,
                       m->stream);
@@ -7633,21 +7717,20 @@ static void mt_latent_qkv_forward(const mt_model *m, const mt_layer *w, mt_activ
 
 /* The gradient of the queries, dq, to that of their latent in scratch.dlatent or, where they have none, of input_normed
  * in scratch.normed. */
-static void mt_latent_q_backward(const mt_model *m, const mt_layer *w, const mt_activations *a, const void *dq,
-                                 int parts) {
+static void mt_latent_q_backward(const mt_model *m, mt_layer *w, const mt_activations *a, const void *dq, int parts) {
     const mt_layer_scratch *s = &m->scratch;
-    int64_t q_rank = m->options->q_lora_rank, width = m->H * m->D;
+    int64_t q_rank = m->options->q_lora_rank;
     if (q_rank == 0) {
-        mt_column_linear_backward(&m->tp, s->normed, dq, a->input_normed, w->q_b, (mt_weight){0}, width, m->C, parts);
+        mt_linear_backward(&m->tp, &w->q_b, &(mt_linear_io){.x = a->input_normed, .dy = dq, .dx = s->normed}, parts);
         return;
     }
-    mt_column_linear_backward(&m->tp, s->latent_normed, dq, a->q_latent, w->q_b, (mt_weight){0}, width, q_rank, parts);
+    mt_linear_backward(&m->tp, &w->q_b, &(mt_linear_io){.x = a->q_latent, .dy = dq, .dx = s->latent_normed}, parts);
     mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
 }
 
 /* Gradients of q, k and v, in scratch.wide, to that of input_normed, scratch.normed. With MT_PART_INPUT alone, the
  * products' output gradients take the places of q, of k and v, and of the latents. */
-static void mt_latent_qkv_backward(const mt_model *m, const mt_layer *w, mt_activations *a, int parts) {
+static void mt_latent_qkv_backward(const mt_model *m, mt_layer *w, mt_activations *a, int parts) {
     const mt_options *o = m->options;
     const mt_ops *ops = m->ops;
     const mt_layer_scratch *s = &m->scratch;
@@ -7660,19 +7743,16 @@ static void mt_latent_qkv_backward(const mt_model *m, const mt_layer *w, mt_acti
     ops->rope_backward(mt_at(m, s->dlatent, q_rank + kv_rank), s->k_rope, m->rope_cos, m->rope_sin,
                        m->positions + m->first_row, m->rows, 1, R, R, width, R, o->rotary_interleaved, m->dtype,
                        m->stream);
-    mt_column_linear_backward(&m->tp, s->latent_normed, s->kv, a->kv_latent, w->kv_b, (mt_weight){0}, kv_width, kv_rank,
-                              parts);
+    mt_linear_backward(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = s->kv, .dx = s->latent_normed},
+                       parts);
     mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm,
                             kv_rank);
     mt_latent_q_backward(m, w, a, d.q, parts);
     void *dx = q_rank > 0 ? s->normed : s->active;
-    ops->linear_backward_input(dx, s->dlatent, w->latent.w, m->rows, width, m->C, m->dtype, m->stream);
+    mt_linear_backward(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = s->dlatent, .dx = dx}, parts);
     if (q_rank == 0)
         ops->dropout_add_forward(s->normed, dx, s->normed, m->token_index, m->rows, m->C, 0, &(mt_dropout){0}, m->dtype,
                                  m->stream);
-    if (parts & MT_PART_WEIGHT)
-        ops->linear_backward_weight(w->latent.dw, NULL, s->dlatent, a->input_normed, m->rows, width, m->C,
-                                    m->tp.accumulates, m->dtype, m->stream);
     if (parts != MT_PART_INPUT) return;
     mt_keep(m, kept.q, d.q, m->T * m->H * m->D);
     mt_keep(m, kept.k, s->kv, m->T * kv_width); // and into v's
@@ -7680,16 +7760,14 @@ static void mt_latent_qkv_backward(const mt_model *m, const mt_layer *w, mt_acti
 }
 
 /* The weights' part, where MT_PART_INPUT left what it needs. */
-static void mt_latent_qkv_backward_weight(const mt_model *m, const mt_layer *w, const mt_activations *a) {
+static void mt_latent_qkv_backward_weight(const mt_model *m, mt_layer *w, const mt_activations *a) {
     const mt_options *o = m->options;
-    int64_t q_rank = o->q_lora_rank, kv_width = m->H * (o->qk_head_dim + m->Dv);
+    int64_t q_rank = o->q_lora_rank;
     mt_qkv_view kept = mt_view_qkv(m, a->qkv, NULL);
-    mt_column_linear_backward(&m->tp, NULL, kept.k, a->kv_latent, w->kv_b, (mt_weight){0}, kv_width, o->kv_lora_rank,
-                              MT_PART_WEIGHT);
-    mt_column_linear_backward(&m->tp, NULL, kept.q, q_rank > 0 ? a->q_latent : a->input_normed, w->q_b, (mt_weight){0},
-                              m->H * m->D, q_rank > 0 ? q_rank : m->C, MT_PART_WEIGHT);
-    m->ops->linear_backward_weight(w->latent.dw, NULL, a->latent, a->input_normed, m->rows, mt_latent_width(o), m->C,
-                                   m->tp.accumulates, m->dtype, m->stream);
+    mt_linear_backward_weight(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = kept.k});
+    mt_linear_backward_weight(&m->tp, &w->q_b,
+                              &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .dy = kept.q});
+    mt_linear_backward_weight(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = a->latent});
 }
 
 /* ---- the block */
@@ -7713,7 +7791,7 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
     if (m->options->multi_latent_attention) {
         mt_latent_qkv_forward(m, w, a);
     } else {
-        mt_column_linear_forward(&m->tp, a->qkv, a->input_normed, w->qkv, w->qkv_bias, mt_qkv_width(m), m->C);
+        mt_linear_forward(&m->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .y = a->qkv});
         mt_qk_forward(m, w, a);
     }
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
@@ -7723,7 +7801,7 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
         mt_context_attention_forward(m->context, a->attended, a->lse, view.q, view.k, view.v, &shape, m->stream);
     else
         m->ops->attention_forward(a->attended, a->lse, view.q, view.k, view.v, &m->spans, &shape, m->dtype, m->stream);
-    mt_row_linear_forward(&m->tp, m->scratch.hidden, a->attended, w->o, w->o_bias, m->C, m->H * m->Dv);
+    mt_linear_forward(&m->tp, &w->o, &(mt_linear_io){.x = a->attended, .y = m->scratch.hidden});
     mt_norm mlp_norm = {w->mlp_norm, w->mlp_norm_bias, a->mlp_normed, a->mlp_mean, a->mlp_rstd};
     mt_residual_forward(m, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, &mlp_norm);
 }
@@ -7731,11 +7809,10 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
 /* The gradient of the residual stream, scratch.residual, goes from `middle` to `input`. With MT_PART_INPUT alone, what
  * the weights' part will need takes the place of what is no longer needed: see mt_layer_backward_weight. */
 static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
-    const mt_layer *w = &m->layers[layer];
+    mt_layer *w = &m->layers[layer];
     mt_layer_scratch *s = &m->scratch;
-    int64_t qkv_width = mt_qkv_width(m);
     const void *dout = mt_residual_backward(m, w->number, MT_DROP_ATTENTION_OUT);
-    mt_row_linear_backward(&m->tp, s->active, dout, a->attended, w->o, w->o_bias, m->C, m->H * m->Dv, parts);
+    mt_linear_backward(&m->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->active}, parts);
 
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk), d = mt_view_qkv(m, s->wide, s->dqk);
     mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
@@ -7749,9 +7826,9 @@ static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activatio
         mt_latent_qkv_backward(m, w, a, parts);
     } else {
         mt_qk_backward(m, w, a, s->wide, s->dqk);
-        if (parts == MT_PART_INPUT) mt_keep(m, a->qkv, s->wide, m->T * qkv_width);
-        mt_column_linear_backward(&m->tp, s->normed, s->wide, a->input_normed, w->qkv, w->qkv_bias, qkv_width, m->C,
-                                  parts);
+        if (parts == MT_PART_INPUT) mt_keep(m, a->qkv, s->wide, m->T * w->qkv.N);
+        mt_linear_backward(&m->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .dy = s->wide, .dx = s->normed},
+                           parts);
     }
     mt_residual_norm_backward(m, a->input, dout, a->input_mean, a->input_rstd, w->input_norm, w->input_norm_bias,
                               parts);
@@ -7768,57 +7845,40 @@ static const float *mt_layer_gates(const mt_model *m, const mt_layer *w, const m
     return w->expert_bucket >= 0 && m->options->moe_shared_expert_gate ? a->routing.gates : NULL;
 }
 
-/* The first linear layer and what follows it: SwiGLU or GELU, or with --openai-gelu its approximation, which GPUs can
- * compute in one operation with the product before it and the backward's product behind it. */
-static void mt_mlp_inner_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
+/* scratch.hidden = down(activation(fc1(mlp_normed))). The activation is SwiGLU, GELU, or with --openai-gelu the tanh
+ * approximation of GELU, which the linear fuses. */
+static void mt_mlp_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
     const float *gates = mt_layer_gates(m, w, a);
-    int64_t width = mt_fc1_width(m, w->F);
-    if (m->options->openai_gelu) {
-        mt_column_linear_gelu_forward(&m->tp, a->mlp_active, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, width,
-                                      m->C);
-        return;
-    }
-    mt_column_linear_forward(&m->tp, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, width, m->C);
+    mt_linear_forward(&m->tp, &w->fc1,
+                      &(mt_linear_io){.x = a->mlp_normed,
+                                      .y = a->mlp_hidden,
+                                      .gelu = m->options->openai_gelu ? a->mlp_active : NULL});
     if (gates)
         m->ops->expert_swiglu_forward(a->mlp_active, a->mlp_hidden, gates, m->T, w->F, m->dtype, m->stream);
     else if (m->options->swiglu)
         m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, m->T, w->F, m->dtype, m->stream);
-    else
+    else if (!m->options->openai_gelu)
         m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, m->T * w->F, false, m->dtype, m->stream);
+    mt_linear_forward(&m->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.hidden});
 }
 
-/* scratch.wide = the gradient of mlp_hidden. */
-static void mt_mlp_inner_backward(mt_model *m, const mt_layer *w, mt_activations *a, const void *dout, int parts) {
+/* scratch.normed = the gradient of mlp_normed from that of the MLP's output. */
+static void mt_mlp_backward(mt_model *m, mt_layer *w, mt_activations *a, const void *dout, int parts) {
     const float *gates = mt_layer_gates(m, w, a);
     mt_layer_scratch *s = &m->scratch;
-    if (m->options->openai_gelu) {
-        mt_row_linear_gelu_backward(&m->tp, s->wide, dout, a->mlp_active, a->mlp_hidden, w->down, w->down_bias, m->C,
-                                    w->F, parts);
-        return;
-    }
-    mt_row_linear_backward(&m->tp, s->active, dout, a->mlp_active, w->down, w->down_bias, m->C, w->F, parts);
+    bool fused = m->options->openai_gelu;
+    mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = fused ? s->wide : s->active};
+    if (fused) down.gelu_input = a->mlp_hidden;
+    mt_linear_backward(&m->tp, &w->down, &down, parts);
     if (gates)
         m->ops->expert_swiglu_backward(s->wide, m->experts.dgates, s->active, a->mlp_hidden, gates, m->T, w->F,
                                        m->dtype, m->stream);
     else if (m->options->swiglu)
         m->ops->swiglu_backward(s->wide, s->active, a->mlp_hidden, m->T, w->F, m->dtype, m->stream);
-    else
+    else if (!fused)
         m->ops->gelu_backward(s->wide, s->active, a->mlp_hidden, m->T * w->F, false, m->dtype, m->stream);
-}
-
-/* scratch.hidden = mlp(mlp_normed). */
-static void mt_mlp_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
-    mt_mlp_inner_forward(m, w, a);
-    mt_row_linear_forward(&m->tp, m->scratch.hidden, a->mlp_active, w->down, w->down_bias, m->C, w->F);
-}
-
-/* scratch.normed = the gradient of mlp_normed from that of the MLP's output. */
-static void mt_mlp_backward(mt_model *m, const mt_layer *w, mt_activations *a, const void *dout, int parts) {
-    mt_layer_scratch *s = &m->scratch;
-    int64_t width = mt_fc1_width(m, w->F);
-    mt_mlp_inner_backward(m, w, a, dout, parts);
-    if (parts == MT_PART_INPUT) mt_keep(m, a->mlp_hidden, s->wide, m->T * width);
-    mt_column_linear_backward(&m->tp, s->normed, s->wide, a->mlp_normed, w->fc1, w->fc1_bias, width, m->C, parts);
+    if (parts == MT_PART_INPUT) mt_keep(m, a->mlp_hidden, s->wide, m->T * w->fc1.N);
+    mt_linear_backward(&m->tp, &w->fc1, &(mt_linear_io){.x = a->mlp_normed, .dy = s->wide, .dx = s->normed}, parts);
 }
 
 /* ==== §9d mixture of experts ===================================================================================== */
@@ -7898,7 +7958,7 @@ static void mt_count_globally(mt_model *m, const mt_layer *w, float *counts) {
     const mt_experts *e = &m->experts;
     const mt_group *data = &m->grid->data;
     int64_t E = e->router.num_experts;
-    float *global = e->global + w->place * E;
+    float *global = e->global + w->moe_index * E;
     m->ops->all_gather(e->of_ranks, counts, E, MT_F32, data, m->stream);
     m->ops->combine_rows(counts, e->of_ranks, e->data_ranks, global, 1, data->rank + 1, E, MT_F32, m->stream);
     m->ops->combine_rows(global, e->of_ranks, e->data_ranks, global, 1, data->size, E, MT_F32, m->stream);
@@ -7933,7 +7993,7 @@ static void mt_drop(mt_model *m, const mt_layer *w, int32_t *kept, const int32_t
     }
     m->ops->drop_tokens(kept, experts, probs, index, tokens, k, group->rank * R, R, mt_expert_capacity(m, tokens),
                         by_position, m->stream);
-    if (m->training) m->ops->count_experts(e->kept + w->place * E, kept, R * k, E, m->stream);
+    if (m->training) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, m->stream);
 }
 
 /* Where this rank's tokens lie in arrays of N tokens. */
@@ -7951,7 +8011,7 @@ static void mt_route_together(mt_model *m, const mt_layer *w, const mt_routing *
         m->ops->all_gather(e->all_logits, logits, R * e->router.num_experts, MT_F32, group, m->stream);
         logits = e->all_logits;
     }
-    m->ops->route_sinkhorn(r->probs + own, r->experts + own, e->invalid + w->place, logits, group->size * R,
+    m->ops->route_sinkhorn(r->probs + own, r->experts + own, e->invalid + w->moe_index, logits, group->size * R,
                            group->rank * R, R, &e->router, m->stream);
 }
 
@@ -7959,32 +8019,19 @@ static void mt_route_together(mt_model *m, const mt_layer *w, const mt_routing *
 static void mt_route_forward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = &m->experts;
     int64_t R = m->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_choices(m);
-    m->ops->router_logits(r->logits, x, w->router.w, R, E, m->C, m->dtype, m->stream);
+    mt_linear_forward(&m->tp, &w->router, &(mt_linear_io){.x = x, .y = r->logits});
     if (m->training && e->together)
         mt_route_together(m, w, r);
     else
-        m->ops->route_forward(r->probs + own, r->experts + own, e->invalid + w->place, r->logits, w->router_bias.w, R,
-                              &e->router, m->stream);
-    if (m->training) m->ops->count_experts(e->loads + w->place * E, r->experts + own, R * k, E, m->stream);
+        m->ops->route_forward(r->probs + own, r->experts + own, e->invalid + w->moe_index, r->logits, w->router_bias.w,
+                              R, &e->router, m->stream);
+    if (m->training) m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, m->stream);
     if (m->training && e->balances) mt_balance(m, w, r);
     if (e->drops) mt_drop(m, w, r->kept + own, r->experts + own, r->probs + own);
 }
 
-/* The gradients of a router's weight[E, C] and, in experts.router_dx, of x[R, C], from experts.dlogits[R, E]. */
-static void mt_router_backward(mt_model *m, mt_weight weight, const void *x, int64_t E) {
-    mt_experts *e = &m->experts;
-    const void *dlogits = e->dlogits;
-    if (m->dtype != MT_F32) {
-        m->ops->convert(e->dlogits_rounded, m->dtype, e->dlogits, MT_F32, m->rows * E, m->stream);
-        dlogits = e->dlogits_rounded;
-    }
-    m->ops->linear_backward_weight(weight.dw, NULL, dlogits, x, m->rows, E, m->C, m->tp.accumulates, m->dtype,
-                                   m->stream);
-    m->ops->linear_backward_input(e->router_dx, dlogits, weight.w, m->rows, E, m->C, m->dtype, m->stream);
-}
-
 /* experts.router_dx = the gradient of x from that of its probabilities, and of what balances the experts. */
-static void mt_route_backward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
+static void mt_route_backward(mt_model *m, mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = &m->experts;
     const mt_options *o = m->options;
     int64_t R = m->rows, E = e->router.num_experts, own = mt_own_choices(m);
@@ -7993,7 +8040,9 @@ static void mt_route_backward(mt_model *m, const mt_layer *w, mt_routing *r, con
     if (e->balances)
         m->ops->balance_backward(e->dlogits, r->logits, r->balance + S * E, S > 1 ? m->sequence + m->first_row : NULL,
                                  S, R, (float)o->moe_aux_loss_coeff, (float)o->moe_z_loss_coeff, &e->router, m->stream);
-    mt_router_backward(m, w->router, x, E);
+    mt_linear_backward(&m->tp, &w->router,
+                       &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
+                       MT_PART_BOTH);
 }
 
 /* ---- the gate of the expert that every token visits: a router for one expert, whose probability is a sigmoid and, as
@@ -8011,20 +8060,22 @@ static int64_t mt_first_gate(const mt_model *m) {
 static void mt_shared_gate_forward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
     const mt_experts *e = &m->experts;
     float *own = r->gates + mt_first_gate(m);
-    m->ops->router_logits(r->gate_logits, x, w->shared_gate.w, m->rows, 1, m->C, m->dtype, m->stream);
+    mt_linear_forward(&m->tp, &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
     m->ops->route_forward(own, e->gate_experts, e->gate_invalid, r->gate_logits, NULL, m->rows, &mt_one_expert,
                           m->stream);
     if (m->tp.sequence_parallel) m->ops->all_gather(r->gates, own, m->rows, MT_F32, &m->grid->tensor, m->stream);
 }
 
 /* scratch.normed[R, C], the gradient of x so far, += that from experts.dgates[T]. */
-static void mt_shared_gate_backward(mt_model *m, const mt_layer *w, const mt_routing *r, const void *x) {
+static void mt_shared_gate_backward(mt_model *m, mt_layer *w, const mt_routing *r, const void *x) {
     const mt_experts *e = &m->experts;
     float *own = e->dgates + mt_first_gate(m);
     mt_dropout none = {0};
     if (m->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, m->rows, MT_F32, &m->grid->tensor, m->stream);
     m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, m->rows, &mt_one_expert, m->stream);
-    mt_router_backward(m, w->shared_gate, x, 1);
+    mt_linear_backward(&m->tp, &w->shared_gate,
+                       &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
+                       MT_PART_BOTH);
     m->ops->dropout_add_forward(m->scratch.normed, e->router_dx, m->scratch.normed, m->token_index, m->rows, m->C, 0,
                                 &none, m->dtype, m->stream);
 }
@@ -8062,8 +8113,8 @@ static void mt_experts_move_biases(mt_model *m) {
     for (int64_t i = 0; i < m->num_layers; i++) {
         if (!m->layers[i].router_bias.w) continue;
         mt_follow_reader(m);
-        m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].place * E, &m->numbers->grad_scale,
-                                 E, (float)m->options->moe_router_bias_update_rate, m->stream);
+        m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].moe_index * E,
+                                 &m->numbers->grad_scale, E, (float)m->options->moe_router_bias_update_rate, m->stream);
     }
 }
 
@@ -8114,8 +8165,8 @@ static void mt_experts_describe(char text[160], const mt_model *m, const mt_step
     for (int64_t i = 0; i < m->num_layers; i++) {
         const mt_layer *w = &m->layers[i];
         double key = (double)(w->number * world->size + world->rank);
-        if (w->expert_bucket < 0 || result->invalid[w->place] == 0 || key >= mine) continue;
-        mine = key, count = (double)result->invalid[w->place];
+        if (w->expert_bucket < 0 || result->invalid[w->moe_index] == 0 || key >= mine) continue;
+        mine = key, count = (double)result->invalid[w->moe_index];
     }
     first = -mine;
     mt_all_reduce_max(world, &first, 1, MT_F64);
@@ -8316,53 +8367,11 @@ static void mt_combine_weights(mt_model *m, const mt_routing *r) {
                          m->stream);
 }
 
-/* ---- the experts' linear layers: one grouped product, or one for each */
-
-/* y[M, N] = x[M, K] w^T. */
-static void mt_expert_linear_forward(const mt_model *m, const mt_routing *r, void *y, const void *x, mt_weight w,
-                                     int64_t N, int64_t K) {
-    const mt_experts *e = &m->experts;
-    if (e->grouped)
-        m->ops->grouped_linear_forward(y, x, w.w, r->expert_offsets, r->num_rows, N, K, e->local, m->dtype, m->stream);
-    for (int64_t i = 0; !e->grouped && i < e->local; i++) {
-        int64_t first = r->host_offsets[i], count = r->host_offsets[i + 1] - first;
-        if (count > 0)
-            m->ops->linear_forward(mt_at(m, y, first * N), mt_at(m, (void *)x, first * K), mt_at(m, w.w, i * N * K),
-                                   NULL, count, N, K, m->dtype, m->stream);
-    }
-}
-
-/* dx[M, K] = dy[M, N] w. */
-static void mt_expert_linear_backward_input(const mt_model *m, const mt_routing *r, void *dx, const void *dy,
-                                            mt_weight w, int64_t N, int64_t K) {
-    const mt_experts *e = &m->experts;
-    if (e->grouped)
-        m->ops->grouped_linear_backward_input(dx, dy, w.w, r->expert_offsets, r->num_rows, N, K, e->local, m->dtype,
-                                              m->stream);
-    for (int64_t i = 0; !e->grouped && i < e->local; i++) {
-        int64_t first = r->host_offsets[i], count = r->host_offsets[i + 1] - first;
-        if (count > 0)
-            m->ops->linear_backward_input(mt_at(m, dx, first * K), mt_at(m, (void *)dy, first * N),
-                                          mt_at(m, w.w, i * N * K), count, N, K, m->dtype, m->stream);
-    }
-}
-
-/* dw of every expert, of dy[M, N] and x[M, K]. */
-static void mt_expert_linear_backward_weight(const mt_model *m, const mt_routing *r, mt_weight w, const void *dy,
-                                             const void *x, int64_t N, int64_t K) {
-    const mt_experts *e = &m->experts;
-    if (e->grouped)
-        m->ops->grouped_linear_backward_weight(w.dw, dy, x, r->expert_offsets, r->num_rows, N, K, e->local,
-                                               e->accumulates, m->dtype, m->stream);
-    for (int64_t i = 0; !e->grouped && i < e->local; i++) {
-        int64_t first = r->host_offsets[i], count = r->host_offsets[i + 1] - first;
-        if (count > 0)
-            m->ops->linear_backward_weight(w.dw + i * N * K, NULL, mt_at(m, (void *)dy, first * N),
-                                           mt_at(m, (void *)x, first * K), count, N, K, e->accumulates, m->dtype,
-                                           m->stream);
-        else if (!e->accumulates)
-            m->ops->memory_zero(w.dw + i * N * K, N * K * 4, m->stream);
-    }
+/* The operands of an expert linear whose rows are those of a routing. */
+static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
+    return (mt_linear_io){.offsets = r->expert_offsets,
+                          .host_offsets = m->experts.grouped ? NULL : r->host_offsets,
+                          .num_rows = r->num_rows};
 }
 
 /* ---- the experts' MLPs, with rows' probabilities in their activation or after them */
@@ -8372,20 +8381,22 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_layer *w, const mt_routi
     const mt_experts *e = &m->experts;
     const mt_expert_rows *rows = &r->rows;
     int64_t F = e->F, M = r->num_rows;
-    mt_expert_linear_forward(m, r, rows->hidden, rows->input, w->expert_fc1, 2 * F, m->C);
+    mt_linear_io fc1 = mt_expert_io(m, r), down = fc1;
+    fc1.x = rows->input, fc1.y = rows->hidden;
+    down.x = rows->active, down.y = e->fuses ? mt_expert_results(m) : rows->output;
+    mt_linear_forward(&m->tp, &w->expert_fc1, &fc1);
     if (e->fuses)
         m->ops->expert_swiglu_forward(rows->active, rows->hidden, rows->weights, M, F, m->dtype, m->stream);
     else
         m->ops->swiglu_forward(rows->active, rows->hidden, M, F, m->dtype, m->stream);
-    mt_expert_linear_forward(m, r, e->fuses ? mt_expert_results(m) : rows->output, rows->active, w->expert_down, m->C,
-                             F);
+    mt_linear_forward(&m->tp, &w->expert_down, &down);
     if (!e->fuses)
         m->ops->scale_rows_forward(mt_expert_results(m), rows->output, rows->weights, M, m->C, m->dtype, m->stream);
 }
 
 /* mt_expert_results = the gradient of rows.input from that of the results, which is in experts.rows.input; there too
  * those of rows.hidden and weights. */
-static void mt_expert_mlp_backward(mt_model *m, const mt_layer *w, const mt_routing *r) {
+static void mt_expert_mlp_backward(mt_model *m, mt_layer *w, const mt_routing *r) {
     const mt_expert_rows *rows = &r->rows, *d = &m->experts.rows;
     int64_t F = m->experts.F, M = r->num_rows;
     const void *dout = d->input;
@@ -8394,14 +8405,16 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_layer *w, const mt_rout
                                     m->stream);
         dout = d->output;
     }
-    mt_expert_linear_backward_weight(m, r, w->expert_down, dout, rows->active, m->C, F);
-    mt_expert_linear_backward_input(m, r, d->active, dout, w->expert_down, m->C, F);
+    mt_linear_io down = mt_expert_io(m, r), fc1 = down;
+    down.x = rows->active, down.dy = dout, down.dx = d->active;
+    mt_linear_backward(&m->tp, &w->expert_down, &down, MT_PART_BOTH);
     if (m->experts.fuses)
         m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, rows->hidden, rows->weights, M, F, m->dtype,
                                        m->stream);
     else
         m->ops->swiglu_backward(d->hidden, d->active, rows->hidden, M, F, m->dtype, m->stream);
-    mt_expert_linear_backward_input(m, r, mt_expert_results(m), d->hidden, w->expert_fc1, 2 * F, m->C);
+    fc1.dy = d->hidden, fc1.dx = mt_expert_results(m);
+    mt_linear_backward_input(&m->tp, &w->expert_fc1, &fc1);
 }
 
 /* ---- forward and backward */
@@ -8423,17 +8436,18 @@ static void mt_experts_forward(mt_model *m, const mt_layer *w, mt_activations *a
 
 /* scratch.normed = the gradient of mlp_normed from dout[R, C]. A split backward does the weights' part at once, because
  * what that needs is large. */
-static void mt_experts_backward(mt_model *m, const mt_layer *w, mt_activations *a, const void *dout, int parts) {
+static void mt_experts_backward(mt_model *m, mt_layer *w, mt_activations *a, const void *dout) {
     mt_experts *e = &m->experts;
     mt_routing *r = &a->routing;
-    if (parts == MT_PART_INPUT) m->tp.accumulates = e->accumulates = true; // all gradients began as zeros
     mt_dispatch_exchange(m, r, dout, NULL);
     if (w->F > 0) mt_mlp_backward(m, w, a, dout, MT_PART_BOTH);
     if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, w, r, a->mlp_normed);
     mt_dispatch_postprocess(m, r, e->rows.input, NULL, dout, NULL);
     mt_expert_mlp_backward(m, w, r);
     mt_combine_exchange(m, r);
-    mt_expert_linear_backward_weight(m, r, w->expert_fc1, e->rows.hidden, r->rows.input, 2 * e->F, m->C);
+    mt_linear_io fc1 = mt_expert_io(m, r);
+    fc1.x = r->rows.input, fc1.dy = e->rows.hidden;
+    mt_linear_backward_weight(&m->tp, &w->expert_fc1, &fc1);
     mt_combine_weights(m, r);
     mt_route_backward(m, w, r, a->mlp_normed);
     mt_dropout none = {0};
@@ -8457,10 +8471,10 @@ static void mt_mlp_block_forward(mt_model *m, int64_t layer, mt_activations *a, 
 
 /* The gradient of the residual stream, scratch.residual, goes from `output` to `middle`. */
 static void mt_mlp_block_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
-    const mt_layer *w = &m->layers[layer];
+    mt_layer *w = &m->layers[layer];
     const void *dout = mt_residual_backward(m, w->number, MT_DROP_MLP_OUT);
     if (w->expert_bucket >= 0)
-        mt_experts_backward(m, w, a, dout, parts);
+        mt_experts_backward(m, w, a, dout);
     else
         mt_mlp_backward(m, w, a, dout, parts);
     mt_residual_norm_backward(m, a->middle, dout, a->mlp_mean, a->mlp_rstd, w->mlp_norm, w->mlp_norm_bias, parts);
@@ -8482,19 +8496,17 @@ static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a, int
  * value was that only the input's backward reads: of fc1 in mlp_hidden, of qkv in qkv, of down in middle and of o in
  * input. So a split backward needs no memory of its own (Qi et al., "Zero bubble pipeline parallelism"). */
 static void mt_layer_backward_weight(mt_model *m, int64_t layer, mt_activations *a) {
-    const mt_layer *w = &m->layers[layer];
+    mt_layer *w = &m->layers[layer];
     const mt_tensor_parallel *tp = &m->tp;
     if (w->expert_bucket < 0) { // experts have done it
-        mt_row_linear_backward(tp, NULL, a->middle, a->mlp_active, w->down, w->down_bias, m->C, w->F, MT_PART_WEIGHT);
-        mt_column_linear_backward(tp, NULL, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, mt_fc1_width(m, w->F),
-                                  m->C, MT_PART_WEIGHT);
+        mt_linear_backward_weight(tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .dy = a->middle});
+        mt_linear_backward_weight(tp, &w->fc1, &(mt_linear_io){.x = a->mlp_normed, .dy = a->mlp_hidden});
     }
-    mt_row_linear_backward(tp, NULL, a->input, a->attended, w->o, w->o_bias, m->C, m->H * m->Dv, MT_PART_WEIGHT);
+    mt_linear_backward_weight(tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = a->input});
     if (m->options->multi_latent_attention)
         mt_latent_qkv_backward_weight(m, w, a);
     else
-        mt_column_linear_backward(tp, NULL, a->qkv, a->input_normed, w->qkv, w->qkv_bias, mt_qkv_width(m), m->C,
-                                  MT_PART_WEIGHT);
+        mt_linear_backward_weight(tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .dy = a->qkv});
 }
 
 /* ==== §9f context parallelism ==================================================================================== */
@@ -9474,7 +9486,7 @@ static mt_weight *mt_mtp_weight(mt_layer *layer, mt_role role) {
     case MT_MTP_HIDDEN_NORM:
         return &layer->mtp_hidden_norm;
     case MT_MTP_PROJECTION:
-        return &layer->mtp_projection;
+        return &layer->mtp_projection.weight;
     case MT_MTP_FINAL_NORM:
         return &layer->mtp_final_norm;
     default:
@@ -9486,19 +9498,19 @@ static mt_weight *mt_mtp_weight(mt_layer *layer, mt_role role) {
 static mt_weight *mt_latent_weight(const mt_model *m, mt_layer *layer, mt_role role) {
     switch (role) {
     case MT_Q_A:
-        return &layer->latent;
+        return &layer->latent.weight;
     case MT_KV_A:
-        return m->options->q_lora_rank > 0 ? NULL : &layer->latent; // follows q_a
+        return m->options->q_lora_rank > 0 ? NULL : &layer->latent.weight; // follows q_a
     case MT_Q_B:
-        return &layer->q_b;
+        return &layer->q_b.weight;
     case MT_KV_B:
-        return &layer->kv_b;
+        return &layer->kv_b.weight;
     case MT_Q_A_NORM:
         return &layer->q_a_norm;
     case MT_KV_A_NORM:
         return &layer->kv_a_norm;
     case MT_SHARED_EXPERT_GATE:
-        return &layer->shared_gate;
+        return &layer->shared_gate.weight;
     default:
         return mt_mtp_weight(layer, role);
     }
@@ -9509,7 +9521,7 @@ static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
     mt_layer *layer = param->layer >= 0 ? mt_layer_find(m, param->layer) : NULL;
     switch (param->role) {
     case MT_WORD_EMBEDDING:
-        return m->word_bucket >= 0 ? &m->word_embedding : &m->lm_head;
+        return m->word_bucket >= 0 ? &m->word_embedding : &m->lm_head.weight;
     case MT_POSITION_EMBEDDING:
         return &m->position_embedding;
     case MT_FINAL_NORM:
@@ -9517,49 +9529,49 @@ static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
     case MT_FINAL_NORM_BIAS:
         return &m->final_norm_bias;
     case MT_LM_HEAD:
-        return &m->lm_head;
+        return &m->lm_head.weight;
     case MT_ROUTER:
-        return &layer->router;
+        return &layer->router.weight;
     case MT_ROUTER_BIAS:
         return &layer->router_bias;
     case MT_EXPERT_GATE: // the first one's begins them all
-        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_fc1 : NULL;
+        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_fc1.weight : NULL;
     case MT_EXPERT_DOWN:
-        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_down : NULL;
+        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_down.weight : NULL;
     case MT_INPUT_NORM:
         return &layer->input_norm;
     case MT_INPUT_NORM_BIAS:
         return &layer->input_norm_bias;
     case MT_Q:
-        return m->options->multi_latent_attention ? &layer->q_b : &layer->qkv;
+        return m->options->multi_latent_attention ? &layer->q_b.weight : &layer->qkv.weight;
     case MT_Q_BIAS:
-        return &layer->qkv_bias;
+        return &layer->qkv.bias;
     case MT_Q_NORM:
         return &layer->q_norm;
     case MT_K_NORM:
         return &layer->k_norm;
     case MT_O:
-        return &layer->o;
+        return &layer->o.weight;
     case MT_O_BIAS:
-        return &layer->o_bias;
+        return &layer->o.bias;
     case MT_MLP_NORM:
         return &layer->mlp_norm;
     case MT_MLP_NORM_BIAS:
         return &layer->mlp_norm_bias;
     case MT_GATE:
     case MT_SHARED_GATE:
-        return &layer->fc1;
+        return &layer->fc1.weight;
     case MT_GATE_BIAS:
-        return &layer->fc1_bias;
+        return &layer->fc1.bias;
     case MT_UP:
-        return m->options->swiglu ? NULL : &layer->fc1;
+        return m->options->swiglu ? NULL : &layer->fc1.weight;
     case MT_UP_BIAS:
-        return m->options->swiglu ? NULL : &layer->fc1_bias;
+        return m->options->swiglu ? NULL : &layer->fc1.bias;
     case MT_DOWN:
     case MT_SHARED_DOWN:
-        return &layer->down;
+        return &layer->down.weight;
     case MT_DOWN_BIAS:
-        return &layer->down_bias;
+        return &layer->down.bias;
     default:
         return mt_latent_weight(m, layer, param->role); // k and v follow q
     }
@@ -9574,7 +9586,8 @@ static void mt_bind_weights(mt_model *m, int64_t bucket) {
         if (!weight) continue;
         weight->w = mt_inside(b->params, param->offset * mt_dtype_size(b->dtype));
         weight->dw = mt_inside(b->grads, param->offset * 4);
-        if (param->bucket == m->word_bucket && m->word_bucket == m->head_bucket) m->lm_head = *weight; // tied, and here
+        if (param->bucket == m->word_bucket && m->word_bucket == m->head_bucket)
+            m->lm_head.weight.w = weight->w, m->lm_head.weight.dw = weight->dw; // tied, and here
     }
 }
 
@@ -9626,7 +9639,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
         e->num_choices = e->places * (int64_t)ceil(share * o->moe_expert_capacity_factor);
     }
     for (int64_t i = 0; i < m->num_layers; i++)
-        if (mt_layer_has_experts(o, m->layers[i].number)) m->layers[i].place = e->num_layers++;
+        if (mt_layer_has_experts(o, m->layers[i].number)) m->layers[i].moe_index = e->num_layers++;
     int64_t size = e->group->size;
     e->out_counts = mt_calloc(2 * size * 8), e->in_counts = e->out_counts + size;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
@@ -9692,7 +9705,7 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
 static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     int64_t pp = m->grid->pipeline.size, vp = o->num_virtual_stages_per_pipeline_rank, rank = m->grid->pipeline.rank;
     mt_stage *all = mt_malloc(pp * vp * (int64_t)sizeof *all);
-    if (mt_layout_build(all, o, error) != 0) {
+    if (mt_pipeline_layout_build(all, o, error) != 0) {
         free(all);
         return -1;
     }
@@ -9723,24 +9736,51 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     return 0;
 }
 
+static mt_linear mt_linear_of(mt_linear_kind kind, int64_t N, int64_t K) {
+    return (mt_linear){.kind = kind, .N = N, .K = K};
+}
+
+/* The linears of every layer and of the output, with this rank's sizes; weights are bound later (§12). */
+static void mt_model_linears(mt_model *m, const mt_options *o) {
+    const mt_experts *e = &m->experts;
+    int64_t q_input = o->q_lora_rank > 0 ? o->q_lora_rank : m->C, E = o->num_experts;
+    m->lm_head = mt_linear_of(MT_LINEAR_COLUMN, m->V, m->C);
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        mt_layer *w = &m->layers[i];
+        w->qkv = mt_linear_of(MT_LINEAR_COLUMN, mt_qkv_width(m), m->C);
+        w->latent = mt_linear_of(MT_LINEAR_REPLICATED, mt_latent_width(o), m->C);
+        w->q_b = mt_linear_of(MT_LINEAR_COLUMN, m->H * m->D, q_input);
+        w->kv_b = mt_linear_of(MT_LINEAR_COLUMN, m->H * (o->qk_head_dim + m->Dv), o->kv_lora_rank);
+        w->o = mt_linear_of(MT_LINEAR_ROW, m->C, m->H * m->Dv);
+        w->fc1 = mt_linear_of(MT_LINEAR_COLUMN, mt_fc1_width(m, w->F), m->C);
+        w->down = mt_linear_of(MT_LINEAR_ROW, m->C, w->F);
+        w->router = mt_linear_of(MT_LINEAR_ROUTER, E, m->C);
+        w->shared_gate = mt_linear_of(MT_LINEAR_ROUTER, 1, m->C);
+        w->expert_fc1 = mt_linear_of(MT_LINEAR_GROUPED, 2 * e->F, m->C);
+        w->expert_down = mt_linear_of(MT_LINEAR_GROUPED, m->C, e->F);
+        w->expert_fc1.num_experts = w->expert_down.num_experts = e->local;
+        w->mtp_projection = mt_linear_of(MT_LINEAR_REPLICATED, m->C, 2 * m->C);
+    }
+}
+
 /* live[chunk] = how many micro-batches a step's list ever has between forward and backward; at least one. */
 static void mt_model_count_live(const mt_model *m, int64_t *live) {
     const mt_options *o = m->options;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) live[chunk] = 1;
     if (!m->plan.train || m->grid->pipeline.size == 1) return;
     mt_schedule schedule = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
-    int64_t count = mt_schedule_steps(NULL, &schedule, m->grid->pipeline.rank);
+    int64_t count = mt_schedule_actions(NULL, &schedule, m->grid->pipeline.rank);
     int64_t *now = mt_calloc(m->num_chunks * 8);
-    mt_step *steps = mt_malloc(count * (int64_t)sizeof *steps);
-    mt_schedule_steps(steps, &schedule, m->grid->pipeline.rank);
+    mt_action *actions = mt_malloc(count * (int64_t)sizeof *actions);
+    mt_schedule_actions(actions, &schedule, m->grid->pipeline.rank);
     for (int64_t i = 0; i < count; i++) {
-        int64_t chunk = steps[i].chunk;
-        if (steps[i].kind == MT_STEP_FORWARD) now[chunk]++;
-        if (steps[i].kind == MT_STEP_BACKWARD || steps[i].kind == MT_STEP_BACKWARD_WEIGHT) now[chunk]--;
+        int64_t chunk = actions[i].chunk;
+        if (actions[i].kind == MT_ACTION_FORWARD) now[chunk]++;
+        if (actions[i].kind == MT_ACTION_BACKWARD || actions[i].kind == MT_ACTION_BACKWARD_WEIGHT) now[chunk]--;
         live[chunk] = mt_max(live[chunk], now[chunk]);
     }
     free(now);
-    free(steps);
+    free(actions);
 }
 
 /* Room for so many micro-batches. */
@@ -9827,7 +9867,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
 /* No span of a step sees more keys than a sequence may have, which bounds the grids that graphs keep. */
 static void mt_decode_create(mt_model *m) {
     int64_t longest = mt_min(m->plan.max_position, m->plan.cache_rows);
-    m->step_graphs = mt_calloc((m->plan.max_logits + 1) * (int64_t)sizeof(mt_step_graph));
+    m->decode_graphs = mt_calloc((m->plan.max_logits + 1) * (int64_t)sizeof(mt_decode_graph));
     m->step_spans = mt_malloc(m->plan.max_logits * (int64_t)sizeof(mt_span));
     for (int64_t i = 0; i < m->plan.max_logits; i++)
         m->step_spans[i] = (mt_span){.q_start = i, .q_len = 1, .k_len = longest, .causal = true};
@@ -9908,6 +9948,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->v_cache = mt_calloc(m->num_layers * (int64_t)sizeof(void *));
     mt_model_micro_batches(m);
     mt_experts_open(m, options);
+    mt_model_linears(m, options);
     mt_model_links(m);
     if (mt_model_allocate(m, error) != 0) {
         mt_model_destroy(m);
@@ -9943,8 +9984,8 @@ void mt_model_destroy(mt_model *m) {
     mt_channels_close(m->ops, channels, MT_NUM_LINKS); // before their buffers go
     mt_context_destroy(m->context);
     if (m->arena.base) { // it was created whole
-        for (int64_t i = 0; m->step_graphs && i <= m->plan.max_logits; i++)
-            if (m->step_graphs[i].graph) m->ops->graph_destroy(m->step_graphs[i].graph);
+        for (int64_t i = 0; m->decode_graphs && i <= m->plan.max_logits; i++)
+            if (m->decode_graphs[i].graph) m->ops->graph_destroy(m->decode_graphs[i].graph);
         m->ops->mailbox_close(m->tp.mailbox);
         if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
         mt_experts_close(m);
@@ -9975,10 +10016,10 @@ void mt_model_destroy(mt_model *m) {
     free(m->micro_batches);
     free(m->stages);
     free(m->first_local);
-    free(m->step_graphs);
+    free(m->decode_graphs);
     free(m->step_spans);
     free(m->sharding.progress);
-    free(m->steps);
+    free(m->actions);
     free(m->params);
     free(m->buckets);
     free(m->layers);
@@ -10140,7 +10181,7 @@ static int64_t mt_mtp_word_bucket(const mt_model *m) {
 }
 
 static mt_weight mt_mtp_word_embedding(const mt_model *m) {
-    return m->word_bucket >= 0 ? m->word_embedding : m->lm_head;
+    return m->word_bucket >= 0 ? m->word_embedding : m->lm_head.weight;
 }
 
 /* Which of the chunk's layers module k has, and of this rank's. */
@@ -10167,20 +10208,19 @@ static void mt_mtp_join_forward(mt_model *m, int64_t k, void *out) {
                          m->dtype, m->stream);
     ops->rmsnorm_forward(mt_at(m, a->joined, C), a->hidden_rstd, mt_mtp_hidden(m, k), w->mtp_hidden_norm.w, R, 1, C,
                          2 * C, C, eps, m->dtype, m->stream);
-    ops->linear_forward(out, a->joined, w->mtp_projection.w, NULL, R, C, 2 * C, m->dtype, m->stream);
+    mt_linear_forward(&m->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .y = out});
 }
 
 /* From scratch.residual, the gradient of eh_proj's output, to those of the hidden state in mtp.dhidden and of what was
  * embedded in scratch.residual. */
 static void mt_mtp_join_backward(mt_model *m, int64_t k) {
     const mt_ops *ops = m->ops;
-    const mt_layer *w = &m->layers[mt_mtp_layer(m, k)];
+    mt_layer *w = &m->layers[mt_mtp_layer(m, k)];
     const mt_mtp_activations *a = &m->at->mtp[k];
     void *residual = m->scratch.residual, *joined = m->mtp.djoined;
     int64_t R = m->rows, C = m->C;
-    ops->linear_backward_input(joined, residual, w->mtp_projection.w, R, C, 2 * C, m->dtype, m->stream);
-    ops->linear_backward_weight(w->mtp_projection.dw, NULL, residual, a->joined, R, C, 2 * C, m->tp.accumulates,
-                                m->dtype, m->stream);
+    mt_linear_backward(&m->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .dy = residual, .dx = joined},
+                       MT_PART_BOTH);
     ops->rmsnorm_backward(m->mtp.dhidden, w->mtp_hidden_norm.dw, mt_at(m, joined, C), NULL, mt_mtp_hidden(m, k),
                           w->mtp_hidden_norm.w, a->hidden_rstd, R, 1, C, C, 2 * C, C, m->dtype, m->stream);
     ops->rmsnorm_backward(residual, w->mtp_embedding_norm.dw, joined, NULL, a->embedded, w->mtp_embedding_norm.w,
@@ -10220,7 +10260,7 @@ static void mt_mtp_head_forward(mt_model *m, int64_t k) {
     mt_mtp_activations *a = &m->at->mtp[k];
     const mt_batch_block *batch = &m->at->batch;
     mt_bucket_acquire(m, m->head_bucket);
-    mt_column_linear_forward(&m->tp, a->logits, a->normed, m->lm_head, (mt_weight){0}, m->V, m->C);
+    mt_linear_forward(&m->tp, &m->lm_head, &(mt_linear_io){.x = a->normed, .y = a->logits});
     mt_bucket_release(m, m->head_bucket);
     mt_vocab_cross_entropy_forward(&m->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
                                    batch->mtp_labels + k * m->T, m->T, m->V, m->vocab_first, m->vocab_count);
@@ -10243,8 +10283,8 @@ static void mt_mtp_head_backward(mt_model *m, int64_t k) {
                                    m->stream);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
-    mt_column_linear_backward(&m->tp, m->scratch.normed, a->logits, a->normed, m->lm_head, (mt_weight){0}, m->V, m->C,
-                              MT_PART_BOTH);
+    mt_linear_backward(&m->tp, &m->lm_head, &(mt_linear_io){.x = a->normed, .dy = a->logits, .dx = m->scratch.normed},
+                       MT_PART_BOTH);
     if (mt_mtp_word_bucket(m) != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
     mt_bucket_release(m, m->head_bucket);
     if (k + 1 < m->mtp.count) mt_mtp_add_dhidden(m);
@@ -10255,10 +10295,7 @@ static void mt_mtp_head_backward(mt_model *m, int64_t k) {
 static void mt_layer_acquire(mt_model *m, const mt_layer *w, bool params, bool gradients) {
     bool has_experts = w->expert_bucket >= 0;
     if (params && has_experts) mt_bucket_acquire(m, w->expert_bucket);
-    if (gradients && has_experts) {
-        mt_bucket_gradients_acquire(m, w->expert_bucket);
-        m->experts.accumulates = m->tp.accumulates;
-    }
+    if (gradients && has_experts) mt_bucket_gradients_acquire(m, w->expert_bucket);
     if (params) mt_bucket_acquire(m, w->bucket);
     if (gradients) mt_bucket_gradients_acquire(m, w->bucket);
 }
@@ -10297,7 +10334,7 @@ static void mt_mtp_backward(mt_model *m) {
     mt_micro_batch *at = m->at;
     for (int64_t k = m->mtp.count - 1; k >= 0; k--) {
         int64_t layer = mt_mtp_layer(m, k);
-        const mt_layer *w = &m->layers[layer];
+        mt_layer *w = &m->layers[layer];
         mt_mtp_head_backward(m, k);
         mt_layer_acquire(m, w, true, true);
         mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->mtp[k].output, NULL, at->mtp[k].rstd,
@@ -10437,7 +10474,7 @@ static void mt_output_forward(mt_model *m, const void *x, int64_t rows) {
     mt_bucket_acquire(m, m->output_bucket);
     if (m->head_bucket != m->output_bucket) mt_bucket_acquire(m, m->head_bucket);
     mt_norm_forward(m, at->final_normed, at->final_mean, at->final_rstd, x, m->final_norm, m->final_norm_bias, rows);
-    mt_column_linear_forward(&m->tp, at->logits, at->final_normed, m->lm_head, (mt_weight){0}, m->V, m->C);
+    mt_linear_forward(&m->tp, &m->lm_head, &(mt_linear_io){.x = at->final_normed, .y = at->logits});
     if (m->head_bucket != m->output_bucket) mt_bucket_release(m, m->head_bucket);
     mt_bucket_release(m, m->output_bucket);
 }
@@ -10464,11 +10501,9 @@ static void mt_loss_backward(mt_model *m) {
     mt_bucket_acquire(m, m->output_bucket);
     if (own_head) mt_bucket_acquire(m, m->head_bucket);
     if (own_head) mt_bucket_gradients_acquire(m, m->head_bucket);
-    bool accumulates = m->tp.accumulates; // of the head, whose product comes first
     mt_bucket_gradients_acquire(m, m->output_bucket);
-    if (own_head) m->tp.accumulates = accumulates;
-    mt_column_linear_backward(&m->tp, m->scratch.normed, at->logits, at->final_normed, m->lm_head, (mt_weight){0}, m->V,
-                              m->C, MT_PART_BOTH);
+    mt_linear_backward(&m->tp, &m->lm_head,
+                       &(mt_linear_io){.x = at->final_normed, .dy = at->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
     if (m->mtp.count > 0) mt_mtp_add_dhidden(m);
     mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->output, at->final_mean, at->final_rstd,
                      m->final_norm, m->final_norm_bias, m->rows);
@@ -10695,7 +10730,7 @@ static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch) {
  * once they have prepared themselves, a graph enqueues them all. */
 static void mt_decode_enqueue(mt_model *m, const mt_batch *batch) {
     bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch);
-    mt_step_graph *step = is_step ? &m->step_graphs[m->T] : NULL;
+    mt_decode_graph *step = is_step ? &m->decode_graphs[m->T] : NULL;
     if (!is_step || !step->has_run) {
         mt_decode_pass(m);
         if (is_step) step->has_run = true;
@@ -10741,15 +10776,15 @@ void mt_model_decode_likeliest(mt_model *m, const mt_batch *batch, const int32_t
 
 /* ==== §11a lists ================================================================================================= */
 
-/* A list on its way; with steps == NULL it only counts. */
-typedef struct mt_step_list {
+/* A list under construction; with actions == NULL it only counts. */
+typedef struct mt_action_list {
     const mt_schedule *schedule;
     int64_t rank, count;
-    mt_step *steps;
-} mt_step_list;
+    mt_action *actions;
+} mt_action_list;
 
-static void mt_list_add(mt_step_list *list, mt_step_kind kind, int64_t micro_batch, int64_t chunk, int64_t peer) {
-    if (list->steps) list->steps[list->count] = (mt_step){kind, micro_batch, chunk, (int)peer};
+static void mt_list_add(mt_action_list *list, mt_action_kind kind, int64_t micro_batch, int64_t chunk, int64_t peer) {
+    if (list->actions) list->actions[list->count] = (mt_action){kind, micro_batch, chunk, (int)peer};
     list->count++;
 }
 
@@ -10764,28 +10799,28 @@ static void mt_schedule_order(const mt_schedule *s, int64_t index, int64_t *micr
     *chunk = index / size;
 }
 
-static void mt_list_forward(mt_step_list *list, int64_t index) {
+static void mt_list_forward(mt_action_list *list, int64_t index) {
     const mt_schedule *s = list->schedule;
     int64_t micro_batch, chunk, stage;
     mt_schedule_order(s, index, &micro_batch, &chunk);
     stage = chunk * s->pp + list->rank;
-    if (stage > 0) mt_list_add(list, MT_STEP_RECV_FORWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
-    mt_list_add(list, MT_STEP_FORWARD, micro_batch, chunk, -1);
+    if (stage > 0) mt_list_add(list, MT_ACTION_RECV_FORWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
+    mt_list_add(list, MT_ACTION_FORWARD, micro_batch, chunk, -1);
     if (stage < s->pp * s->vp - 1)
-        mt_list_add(list, MT_STEP_SEND_FORWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
+        mt_list_add(list, MT_ACTION_SEND_FORWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
 }
 
-/* `kind` is MT_STEP_BACKWARD or MT_STEP_BACKWARD_INPUT. */
-static void mt_list_backward(mt_step_list *list, mt_step_kind kind, int64_t index) {
+/* `kind` is MT_ACTION_BACKWARD or MT_ACTION_BACKWARD_INPUT. */
+static void mt_list_backward(mt_action_list *list, mt_action_kind kind, int64_t index) {
     const mt_schedule *s = list->schedule;
     int64_t micro_batch, chunk, stage;
     mt_schedule_order(s, index, &micro_batch, &chunk);
     chunk = s->vp - 1 - chunk;
     stage = chunk * s->pp + list->rank;
     if (stage < s->pp * s->vp - 1)
-        mt_list_add(list, MT_STEP_RECV_BACKWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
+        mt_list_add(list, MT_ACTION_RECV_BACKWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
     mt_list_add(list, kind, micro_batch, chunk, -1);
-    if (stage > 0) mt_list_add(list, MT_STEP_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
+    if (stage > 0) mt_list_add(list, MT_ACTION_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
 }
 
 /* Forwards before the first backward, but for the one that opens the steady part. */
@@ -10803,19 +10838,19 @@ static bool mt_schedule_is_legal(const mt_schedule *s) {
     return s->vp > 1 && s->group >= s->pp && s->group <= s->micro_batches && (rest == 0 || rest >= s->pp);
 }
 
-int64_t mt_schedule_steps(mt_step *steps, const mt_schedule *s, int64_t rank) {
+int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *s, int64_t rank) {
     MT_CHECK(mt_schedule_is_legal(s) && rank >= 0 && rank < s->pp);
-    mt_step_list list = {.schedule = s, .rank = rank, .steps = steps};
+    mt_action_list list = {.schedule = s, .rank = rank, .actions = actions};
     int64_t total = s->micro_batches * s->vp, warmup = mt_schedule_warmup(s, rank), forward = 0, weight = 0;
     bool splits = s->kind == MT_SCHEDULE_ZB_H1;
     while (forward < warmup) mt_list_forward(&list, forward++);
     if (s->kind == MT_SCHEDULE_FORWARD_ONLY) return list.count;
     for (int64_t backward = 0; backward < total; backward++) {
         if (forward < total) mt_list_forward(&list, forward++);
-        mt_list_backward(&list, splits ? MT_STEP_BACKWARD_INPUT : MT_STEP_BACKWARD, backward);
-        if (splits && backward >= rank) mt_list_add(&list, MT_STEP_BACKWARD_WEIGHT, weight++, 0, -1);
+        mt_list_backward(&list, splits ? MT_ACTION_BACKWARD_INPUT : MT_ACTION_BACKWARD, backward);
+        if (splits && backward >= rank) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
     }
-    while (splits && weight < total) mt_list_add(&list, MT_STEP_BACKWARD_WEIGHT, weight++, 0, -1);
+    while (splits && weight < total) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
     return list.count;
 }
 
@@ -10849,56 +10884,56 @@ static bool mt_channel_receive(mt_channels *c, int64_t channel, double *now) {
     return true;
 }
 
-static double mt_step_cost(mt_step_kind kind, const mt_step_costs *costs) {
-    if (kind == MT_STEP_FORWARD) return costs->forward;
-    return (kind != MT_STEP_BACKWARD_WEIGHT ? costs->backward_input : 0) +
-           (kind != MT_STEP_BACKWARD_INPUT ? costs->backward_weight : 0);
+static double mt_action_cost(mt_action_kind kind, const mt_action_costs *costs) {
+    if (kind == MT_ACTION_FORWARD) return costs->forward;
+    return (kind != MT_ACTION_BACKWARD_WEIGHT ? costs->backward_input : 0) +
+           (kind != MT_ACTION_BACKWARD_INPUT ? costs->backward_weight : 0);
 }
 
-/* Runs the step of `rank` at `index`; false if it has to wait for another rank's. */
-static bool mt_timeline_step(mt_timeline *t, mt_channels *channels, const mt_step_costs *costs, int64_t rank,
-                             int64_t index, double *now) {
-    mt_step step = t->steps[index];
-    bool backward = step.kind == MT_STEP_SEND_BACKWARD || step.kind == MT_STEP_RECV_BACKWARD;
+/* Runs the action of `rank` at `index`; false if it must wait for an action of another rank. */
+static bool mt_timeline_act(mt_timeline *t, mt_channels *channels, const mt_action_costs *costs, int64_t rank,
+                            int64_t index, double *now) {
+    mt_action action = t->actions[index];
+    bool backward = action.kind == MT_ACTION_SEND_BACKWARD || action.kind == MT_ACTION_RECV_BACKWARD;
     double start = *now;
-    switch (step.kind) {
-    case MT_STEP_SEND_FORWARD:
-    case MT_STEP_SEND_BACKWARD:
+    switch (action.kind) {
+    case MT_ACTION_SEND_FORWARD:
+    case MT_ACTION_SEND_BACKWARD:
         if (!mt_channel_send(channels, 2 * rank + backward, costs->send, now)) return false;
         break;
-    case MT_STEP_RECV_FORWARD:
-    case MT_STEP_RECV_BACKWARD:
-        if (!mt_channel_receive(channels, 2 * (int64_t)step.peer + backward, now)) return false;
+    case MT_ACTION_RECV_FORWARD:
+    case MT_ACTION_RECV_BACKWARD:
+        if (!mt_channel_receive(channels, 2 * (int64_t)action.peer + backward, now)) return false;
         break;
     default:
-        *now += mt_step_cost(step.kind, costs);
+        *now += mt_action_cost(action.kind, costs);
     }
     t->start[index] = start, t->end[index] = *now;
     return true;
 }
 
 /* Counts on the list of one rank: the work, and the forwards that wait for their backward. */
-static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_step_costs *costs) {
+static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_costs *costs) {
     double work = 0;
     int64_t held = 0;
     for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-        mt_step_kind kind = t->steps[i].kind;
-        if (kind > MT_STEP_BACKWARD_WEIGHT) continue;
-        work += mt_step_cost(kind, costs);
-        if (kind == MT_STEP_BACKWARD || kind == MT_STEP_BACKWARD_WEIGHT) held--;
-        if (kind == MT_STEP_FORWARD && t->schedule.kind != MT_SCHEDULE_FORWARD_ONLY) held++;
+        mt_action_kind kind = t->actions[i].kind;
+        if (kind > MT_ACTION_BACKWARD_WEIGHT) continue;
+        work += mt_action_cost(kind, costs);
+        if (kind == MT_ACTION_BACKWARD || kind == MT_ACTION_BACKWARD_WEIGHT) held--;
+        if (kind == MT_ACTION_FORWARD && t->schedule.kind != MT_SCHEDULE_FORWARD_ONLY) held++;
         if (held > t->live[rank]) t->live[rank] = held;
     }
     return work;
 }
 
-int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_step_costs *costs, int64_t in_flight) {
+int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_action_costs *costs, int64_t in_flight) {
     int64_t pp = schedule->pp, capacity = schedule->micro_batches * schedule->vp, done = 0;
     *t = (mt_timeline){.schedule = *schedule, .first = mt_calloc((pp + 1) * 8), .live = mt_calloc(pp * 8)};
-    for (int64_t r = 0; r < pp; r++) t->first[r + 1] = t->first[r] + mt_schedule_steps(NULL, schedule, r);
-    t->steps = mt_malloc(t->first[pp] * (int64_t)sizeof(mt_step));
+    for (int64_t r = 0; r < pp; r++) t->first[r + 1] = t->first[r] + mt_schedule_actions(NULL, schedule, r);
+    t->actions = mt_malloc(t->first[pp] * (int64_t)sizeof(mt_action));
     t->start = mt_calloc(t->first[pp] * 8), t->end = mt_calloc(t->first[pp] * 8);
-    for (int64_t r = 0; r < pp; r++) mt_schedule_steps(t->steps + t->first[r], schedule, r);
+    for (int64_t r = 0; r < pp; r++) mt_schedule_actions(t->actions + t->first[r], schedule, r);
     int64_t *counters = mt_calloc(5 * pp * 8), *next = counters + 4 * pp;
     double *times = mt_calloc((4 * capacity + 1) * pp * 8), *now = times + 4 * capacity * pp;
     mt_channels channels = {in_flight, capacity, counters, counters + 2 * pp, times, times + 2 * pp * capacity};
@@ -10906,7 +10941,7 @@ int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_ste
         progress = false;
         for (int64_t r = 0; r < pp; r++)
             for (; t->first[r] + next[r] < t->first[r + 1]; next[r]++, done++, progress = true)
-                if (!mt_timeline_step(t, &channels, costs, r, t->first[r] + next[r], &now[r])) break;
+                if (!mt_timeline_act(t, &channels, costs, r, t->first[r] + next[r], &now[r])) break;
     }
     double work = 0;
     for (int64_t r = 0; r < pp; r++) {
@@ -10919,17 +10954,17 @@ int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_ste
 }
 
 void mt_timeline_free(mt_timeline *t) {
-    free(t->first), free(t->steps), free(t->start), free(t->end), free(t->live);
+    free(t->first), free(t->actions), free(t->start), free(t->end), free(t->live);
     *t = (mt_timeline){.first = NULL};
 }
 
 /* ==== §11c layouts =============================================================================================== */
 
-enum { MT_LAYOUT_LETTERS = 100000 };
+enum { MT_PIPELINE_LAYOUT_LETTERS = 100000 };
 
 /* A layout's letters with repeats written out, to free; NULL with error. Commas only part. */
-static char *mt_layout_unfold(const char *layout, mt_error *error) {
-    char *letters = mt_malloc(MT_LAYOUT_LETTERS + 1);
+static char *mt_pipeline_layout_unfold(const char *layout, mt_error *error) {
+    char *letters = mt_malloc(MT_PIPELINE_LAYOUT_LETTERS + 1);
     int64_t count = 0, open = -1, last = 0; // where the brackets opened; where what may be repeated begins
     const char *at = layout, *problem = NULL;
     for (; *at && !problem; at++) {
@@ -10943,13 +10978,14 @@ static char *mt_layout_unfold(const char *layout, mt_error *error) {
             char *end;
             errno = 0;
             int64_t times = strtoll(at + 1, &end, 10), length = count - last;
-            if (errno || times < 1 || times > MT_LAYOUT_LETTERS || count + (times - 1) * length > MT_LAYOUT_LETTERS) {
+            if (errno || times < 1 || times > MT_PIPELINE_LAYOUT_LETTERS ||
+                count + (times - 1) * length > MT_PIPELINE_LAYOUT_LETTERS) {
                 problem = "repeats too often, or not at all";
                 break;
             }
             for (; times > 1; times--, count += length) memcpy(letters + count, letters + last, (size_t)length);
             at = end - 1;
-        } else if (strchr("EtmL|", *at) && count < MT_LAYOUT_LETTERS) {
+        } else if (strchr("EtmL|", *at) && count < MT_PIPELINE_LAYOUT_LETTERS) {
             last = count;
             letters[count++] = *at;
         } else
@@ -10967,8 +11003,8 @@ static char *mt_layout_unfold(const char *layout, mt_error *error) {
     return NULL;
 }
 
-int64_t mt_layout_count(const mt_options *options, mt_error *error) {
-    char *letters = mt_layout_unfold(options->pipeline_model_parallel_layout, error);
+int64_t mt_pipeline_layout_count(const mt_options *options, mt_error *error) {
+    char *letters = mt_pipeline_layout_unfold(options->pipeline_model_parallel_layout, error);
     if (!letters) return -1;
     int64_t count = 1;
     for (const char *at = letters; *at; at++) count += *at == '|';
@@ -10978,9 +11014,10 @@ int64_t mt_layout_count(const mt_options *options, mt_error *error) {
 
 /* Layers by the letters: the embedding first of all, the loss last of all, once each, and before it in its stage the
  * modules of multi-token prediction. */
-static int mt_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
-    MT_CHECK(mt_layout_count(o, error) <= o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
-    char *letters = mt_layout_unfold(o->pipeline_model_parallel_layout, error);
+static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
+    MT_CHECK(mt_pipeline_layout_count(o, error) <=
+             o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
+    char *letters = mt_pipeline_layout_unfold(o->pipeline_model_parallel_layout, error);
     if (!letters) return -1;
     int64_t layers = 0, stage = 0;
     const char *last = letters + strlen(letters) - (*letters != 0), *mtp = last;
@@ -10988,7 +11025,7 @@ static int mt_layout_read(mt_stage *stages, const mt_options *o, mt_error *error
     while (mtp > letters && mtp[-1] == 'm') mtp--;
     int64_t modules = last - mtp;
     for (const char *at = letters; at < mtp; at++)
-        modules += *at == 'm' ? MT_LAYOUT_LETTERS : 0; // where they cannot be
+        modules += *at == 'm' ? MT_PIPELINE_LAYOUT_LETTERS : 0; // where they cannot be
     for (const char *at = letters; *at; at++) {
         if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
         if (*at == 't') stages[stage].num_layers++, layers++;
@@ -11012,7 +11049,8 @@ static int mt_layout_read(mt_stage *stages, const mt_options *o, mt_error *error
 }
 
 /* `layers` in `ranks` equal parts of `vp` equal stages; `what` names the layers for messages. */
-static int64_t mt_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks, mt_error *error) {
+static int64_t mt_pipeline_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks,
+                                        mt_error *error) {
     int64_t vp = o->num_virtual_stages_per_pipeline_rank;
     if (layers >= 0 && layers % (ranks * vp) == 0) return layers / (ranks * vp);
     return mt_error_set(error,
@@ -11022,7 +11060,7 @@ static int64_t mt_layout_share(const mt_options *o, const char *what, int64_t la
 }
 
 /* First and last rank with layers of their own; those between share the rest. */
-static int mt_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *error) {
+static int mt_pipeline_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
     int64_t first = o->decoder_first_pipeline_num_layers, last = o->decoder_last_pipeline_num_layers;
     int64_t middle = pp - (first > 0) - (last > 0), rest = o->num_layers - first - last, share[3] = {0};
@@ -11031,11 +11069,11 @@ static int mt_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *err
                             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, %lld "
                             "together, do not fit --num-layers %lld on %lld ranks",
                             (long long)(first + last), (long long)o->num_layers, (long long)pp);
-    share[0] = mt_layout_share(o, "--decoder-first-pipeline-num-layers", first, 1, error);
+    share[0] = mt_pipeline_layout_share(o, "--decoder-first-pipeline-num-layers", first, 1, error);
     if (share[0] < 0) return -1;
-    share[2] = mt_layout_share(o, "--decoder-last-pipeline-num-layers", last, 1, error);
+    share[2] = mt_pipeline_layout_share(o, "--decoder-last-pipeline-num-layers", last, 1, error);
     if (share[2] < 0) return -1;
-    if (middle > 0) share[1] = mt_layout_share(o, "the layers of the other ranks", rest, middle, error);
+    if (middle > 0) share[1] = mt_pipeline_layout_share(o, "the layers of the other ranks", rest, middle, error);
     if (share[1] < 0) return -1;
     for (int64_t i = 0; i < pp * vp; i++) {
         bool is_first = i % pp == 0 && first > 0, is_last = i % pp == pp - 1 && last > 0;
@@ -11044,18 +11082,18 @@ static int mt_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *err
     return 0;
 }
 
-int mt_layout_build(mt_stage *stages, const mt_options *o, mt_error *error) {
+int mt_pipeline_layout_build(mt_stage *stages, const mt_options *o, mt_error *error) {
     int64_t count = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank, layer = 0;
     bool embedding = o->account_for_embedding_in_pipeline_split, loss = o->account_for_loss_in_pipeline_split;
     memset(stages, 0, (size_t)count * sizeof *stages);
     if (o->pipeline_model_parallel_layout) {
-        if (mt_layout_read(stages, o, error)) return -1;
+        if (mt_pipeline_layout_read(stages, o, error)) return -1;
     } else if (o->decoder_first_pipeline_num_layers > 0 || o->decoder_last_pipeline_num_layers > 0) {
-        if (mt_layout_uneven(stages, o, error)) return -1;
+        if (mt_pipeline_layout_uneven(stages, o, error)) return -1;
     } else {
         const char *what = embedding || loss ? "--num-layers with what --account-for-* counts" : "--num-layers";
         int64_t share =
-            mt_layout_share(o, what, o->num_layers + embedding + loss, o->pipeline_model_parallel_size, error);
+            mt_pipeline_layout_share(o, what, o->num_layers + embedding + loss, o->pipeline_model_parallel_size, error);
         if (share < 0) return -1;
         for (int64_t i = 0; i < count; i++) stages[i].num_layers = share;
         stages[0].num_layers -= embedding;
@@ -11080,7 +11118,7 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
 /* ==== §11d pictures ============================================================================================== */
 /* Time in characters, or as SVG. Chunks are letters from a on, or shades. */
 
-static void mt_layout_print(const mt_stage *stages, const mt_schedule *s, FILE *file) {
+static void mt_pipeline_layout_print(const mt_stage *stages, const mt_schedule *s, FILE *file) {
     for (int64_t rank = 0; rank < s->pp; rank++) {
         fprintf(file, "rank %lld:", (long long)rank);
         for (int64_t i = rank; i < s->pp * s->vp; i += s->pp) {
@@ -11104,16 +11142,16 @@ static void mt_timeline_row(const mt_timeline *t, int64_t rank, int width, char 
     for (int64_t i = 0; i < units * width; i++) row[i] = i % width == width - 2 ? '.' : ' ';
     row[units * width] = 0;
     for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-        const mt_step *step = &t->steps[i];
-        if (step->peer >= 0) continue;
-        char label[32], suffix[2] = {t->schedule.vp > 1 ? (char)('a' + step->chunk % 26) : '\0', '\0'};
-        int length = snprintf(label, sizeof label, "%lld%s", (long long)step->micro_batch, suffix);
+        const mt_action *action = &t->actions[i];
+        if (action->peer >= 0) continue;
+        char label[32], suffix[2] = {t->schedule.vp > 1 ? (char)('a' + action->chunk % 26) : '\0', '\0'};
+        int length = snprintf(label, sizeof label, "%lld%s", (long long)action->micro_batch, suffix);
         int64_t from = llround(t->start[i]) * width, to = llround(t->end[i]) * width;
         memset(row + from, ' ', (size_t)(to - from));
-        bool begins = step->kind == MT_STEP_BACKWARD || step->kind == MT_STEP_BACKWARD_INPUT;
+        bool begins = action->kind == MT_ACTION_BACKWARD || action->kind == MT_ACTION_BACKWARD_INPUT;
         memcpy(row + from + (begins ? width : width - 1) - length, label, (size_t)length);
         if (begins) row[from] = '[';
-        if (step->kind == MT_STEP_BACKWARD || step->kind == MT_STEP_BACKWARD_WEIGHT) row[to - 1] = ']';
+        if (action->kind == MT_ACTION_BACKWARD || action->kind == MT_ACTION_BACKWARD_WEIGHT) row[to - 1] = ']';
     }
 }
 
@@ -11140,7 +11178,7 @@ static void mt_timeline_print(const mt_timeline *t, FILE *file) {
 }
 
 void mt_timeline_draw(const mt_timeline *t, FILE *svg, double x, double y, double unit) {
-    static const char *const fills[] = {"#9cc3e6", "#a9d18e", "#a9d18e", "#9fd6cf"}; // by mt_step_kind
+    static const char *const fills[] = {"#9cc3e6", "#a9d18e", "#a9d18e", "#9fd6cf"}; // by mt_action_kind
     const double height = 24;
     for (int64_t rank = 0; rank < t->schedule.pp; rank++) {
         double top = y + height * (double)rank;
@@ -11148,16 +11186,16 @@ void mt_timeline_draw(const mt_timeline *t, FILE *svg, double x, double y, doubl
         fprintf(svg, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"#eceee9\"/>\n", x, top,
                 unit * t->span, height - 2);
         for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-            const mt_step *step = &t->steps[i];
-            if (step->peer >= 0) continue;
+            const mt_action *action = &t->actions[i];
+            if (action->peer >= 0) continue;
             double left = x + unit * t->start[i], width = unit * (t->end[i] - t->start[i]);
-            double opacity = 1 - 0.7 * (double)step->chunk / (double)t->schedule.vp;
+            double opacity = 1 - 0.7 * (double)action->chunk / (double)t->schedule.vp;
             fprintf(svg,
                     "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\" fill-opacity=\"%.2f\" "
                     "stroke=\"#24292f\" stroke-width=\"0.6\"/>\n",
-                    left, top, width, height - 2, fills[step->kind], opacity);
+                    left, top, width, height - 2, fills[action->kind], opacity);
             fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%lld</text>\n", left + width / 2, top + 15,
-                    (long long)step->micro_batch);
+                    (long long)action->micro_batch);
         }
         fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\">%lld</text>\n", x + unit * t->span + 8, top + 15,
                 (long long)t->live[rank]);
@@ -11196,7 +11234,7 @@ static int mt_timeline_save(const mt_timeline *t, const char *path, mt_error *er
 }
 
 int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
-    const mt_step_costs units = {1, 1, 1, 0};
+    const mt_action_costs units = {1, 1, 1, 0};
     mt_schedule s = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
     if (s.pp * s.vp > 1000000 / s.micro_batches)
         return mt_error_set(error, "--print-schedule draws at most a million forwards; lower --global-batch-size, %lld",
@@ -11204,12 +11242,12 @@ int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
     mt_stage *stages = mt_malloc(s.pp * s.vp * (int64_t)sizeof(mt_stage));
     mt_timeline timeline;
     char title[200];
-    int status = mt_layout_build(stages, o, error);
+    int status = mt_pipeline_layout_build(stages, o, error);
     if (status == 0) {
         MT_CHECK(mt_timeline_create(&timeline, &s, &units, 0) == 0);
         mt_schedule_title(&s, title);
         fprintf(file, "%s\n\n", title);
-        mt_layout_print(stages, &s, file);
+        mt_pipeline_layout_print(stages, &s, file);
         fprintf(file, "\n");
         mt_timeline_print(&timeline, file);
         fprintf(file,
@@ -11446,13 +11484,23 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
 }
 
+/* Tells products to add to the gradients of a bucket's weights, or to write them. */
+static void mt_bucket_accumulate(mt_model *m, int64_t bucket, bool accumulate) {
+    const mt_bucket *b = &m->buckets[bucket];
+    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
+        mt_weight *weight = mt_model_weight(m, &m->params[i]);
+        if (weight) weight->accumulate = accumulate;
+    }
+    if (bucket == m->head_bucket) m->lm_head.weight.accumulate = accumulate;
+}
+
 void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     mt_sharding *s = &m->sharding;
     mt_bucket *b = &m->buckets[bucket];
     mt_bucket_progress *progress = &s->progress[bucket];
     bool begun = progress->holds_gradients;
     progress->holds_gradients = true;
-    m->tp.accumulates = begun || (progress->has_gradients && b->strategy < MT_SHARD_GRADS);
+    bool begins = !begun && (!progress->has_gradients || b->strategy >= MT_SHARD_GRADS);
     if (b->strategy >= MT_SHARD_GRADS && !begun) {
         mt_slot *slot = mt_slot_take(m, s->grad_slots, bucket);
         slot->users++;
@@ -11460,7 +11508,8 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
         b->grads = slot->memory;
         mt_bind_weights(m, bucket);
     }
-    if (!m->tp.accumulates) mt_bucket_zero_gradients(m, b);
+    if (begins) mt_bucket_zero_gradients(m, b);
+    if (begins) mt_bucket_accumulate(m, bucket, false);
 }
 
 /* Begins the sum over ranks of what this rank has in the bucket's whole gradients. */
@@ -11507,6 +11556,7 @@ static void mt_gradients_begin(mt_model *m) {
         if (!mt_splits_backward(m)) continue;
         // a split backward reaches a bucket's parts in no order, so all of them add
         m->ops->memory_zero(m->buckets[i].grads, m->buckets[i].count * 4, m->stream);
+        mt_bucket_accumulate(m, i, true);
         s->progress[i].has_gradients = true;
     }
 }
@@ -12247,83 +12297,83 @@ typedef struct mt_source {
     int64_t tokens;
 } mt_source;
 
-/* The live micro-batch of a step. */
-static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_step *step) {
+/* The live micro-batch of an action. */
+static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_action *action) {
     for (int64_t i = 0; i < m->num_micro_batches; i++)
-        if (m->micro_batches[i].chunk == step->chunk && m->micro_batches[i].index == step->micro_batch)
+        if (m->micro_batches[i].chunk == action->chunk && m->micro_batches[i].index == action->micro_batch)
             return &m->micro_batches[i];
     MT_CHECK(!"a backward follows its forward");
     return NULL;
 }
 
-static int mt_step_forward(mt_model *m, const mt_step *step, mt_source *from, mt_error *error) {
-    mt_micro_batch *at = mt_micro_batch_free(m, step->chunk);
+static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *from, mt_error *error) {
+    mt_micro_batch *at = mt_micro_batch_free(m, action->chunk);
     int64_t cp = m->grid->context.size;
     double begin = mt_time();
-    if (from->read(from->context, step->micro_batch, from->batch, error) != 0) return -1;
+    if (from->read(from->context, action->micro_batch, from->batch, error) != 0) return -1;
     m->data_seconds += mt_time() - begin;
     if (cp > 1 && mt_batch_check_context(from->batch, cp, error) != 0) return -1;
-    if (step->chunk == 0) from->tokens += from->batch->num_tokens;
+    if (action->chunk == 0) from->tokens += from->batch->num_tokens;
     mt_load_batch(m, at, from->batch);
-    if (m->training) at->index = step->micro_batch;
+    if (m->training) at->index = action->micro_batch;
     mt_stage_forward(m, false);
-    if (m->stages[step->chunk].loss) mt_loss_forward(m);
+    if (m->stages[action->chunk].loss) mt_loss_forward(m);
     return 0;
 }
 
 /* `remaining` [num_chunks] counts the micro-batches whose part of the backward is still to come. */
-static void mt_step_backward(mt_model *m, const mt_step *step, int64_t *remaining) {
-    mt_micro_batch *at = mt_micro_batch_find(m, step);
+static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
+    mt_micro_batch *at = mt_micro_batch_find(m, action);
     mt_micro_batch_enter(m, at);
-    m->last_backward = --remaining[step->chunk] == 0;
-    if (step->kind == MT_STEP_BACKWARD_WEIGHT)
+    m->last_backward = --remaining[action->chunk] == 0;
+    if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
         mt_chunk_backward_weight(m);
     else
-        mt_stage_backward(m, step->kind == MT_STEP_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT);
-    if (step->kind != MT_STEP_BACKWARD_INPUT) at->index = -1;
+        mt_stage_backward(m, action->kind == MT_ACTION_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT);
+    if (action->kind != MT_ACTION_BACKWARD_INPUT) at->index = -1;
 }
 
-/* Receives what later steps will need, as far as there is room, so that it travels while this step computes, and so
- * that senders find the room that they count on (mt_model_links). next[direction] is the first step not looked at yet.
+/* Starts receives of later actions, as many as have buffers, so that messages arrive while this action computes and
+ * senders find the buffers that they count on (mt_model_links). next[direction] is the first action not examined yet.
  */
-static void mt_receive_ahead(mt_model *m, const mt_step *steps, int64_t count, int64_t now, int64_t next[2]) {
-    static const mt_step_kind kinds[2] = {MT_STEP_RECV_FORWARD, MT_STEP_RECV_BACKWARD};
+static void mt_receive_ahead(mt_model *m, const mt_action *actions, int64_t count, int64_t now, int64_t next[2]) {
+    static const mt_action_kind kinds[2] = {MT_ACTION_RECV_FORWARD, MT_ACTION_RECV_BACKWARD};
     static const int links[2] = {MT_LINK_RECV_FORWARD, MT_LINK_RECV_BACKWARD};
     for (int direction = 0; direction < 2; direction++)
         for (int64_t *at = &next[direction]; *at < count; ++*at) {
-            if (*at < now || steps[*at].kind != kinds[direction]) continue;
+            if (*at < now || actions[*at].kind != kinds[direction]) continue;
             if (!mt_link_start(m, &m->links[links[direction]])) break;
         }
 }
 
-/* Not in a GPU's first step: kernels are loaded then, which may wait for a receive under way, whose sender may wait for
- * this rank. Groups of micro-batches that are wider than the pipeline count on the room that it makes, though. */
+/* Not in a GPU's first step: loading a kernel may wait for a pending receive, whose sender may wait for this rank.
+ * Groups of more micro-batches than pipeline ranks need the early receives in every step. */
 static bool mt_looks_ahead(const mt_model *m) {
     if (m->grid->pipeline.size == 1) return false;
     bool is_warm = m->num_steps > 0 || strcmp(m->ops->name, "cpu") == 0;
     return is_warm || m->links[MT_LINK_RECV_FORWARD].num_buffers > 2;
 }
 
-/* Writes this rank's list to m->steps and returns its length. */
-static int64_t mt_list_steps(mt_model *m, const mt_schedule *schedule) {
+/* Writes this rank's list to m->actions and returns its length. */
+static int64_t mt_list_actions(mt_model *m, const mt_schedule *schedule) {
     int rank = m->grid->pipeline.rank;
-    int64_t count = mt_schedule_steps(NULL, schedule, rank);
-    if (count > m->max_steps) { // the first step, and where the batch ramp grows
-        m->steps = mt_realloc(m->steps, count * (int64_t)sizeof(mt_step));
-        m->max_steps = count;
+    int64_t count = mt_schedule_actions(NULL, schedule, rank);
+    if (count > m->max_actions) { // the first step, and where the batch ramp grows
+        m->actions = mt_realloc(m->actions, count * (int64_t)sizeof(mt_action));
+        m->max_actions = count;
     }
-    return mt_schedule_steps(m->steps, schedule, rank);
+    return mt_schedule_actions(m->actions, schedule, rank);
 }
 
-/* Does what the schedule lists for this rank. Sends and receives are part of the forwards and backwards: a message
- * leaves as soon as it is computed, and is waited for where it is needed. */
+/* Runs this rank's list. Sends and receives are part of the forwards and backwards: a message is sent as soon as it is
+ * computed, and awaited where it is needed. */
 static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool training, mt_source *from, mt_error *error) {
-    static const char *const phases[] = {[MT_STEP_FORWARD] = "forward",
-                                         [MT_STEP_BACKWARD] = "backward",
-                                         [MT_STEP_BACKWARD_INPUT] = "backward of the input",
-                                         [MT_STEP_BACKWARD_WEIGHT] = "backward of the weights",
-                                         [MT_STEP_RECV_BACKWARD] = NULL};
-    int64_t count = mt_list_steps(m, schedule), ahead[2] = {0};
+    static const char *const phases[] = {[MT_ACTION_FORWARD] = "forward",
+                                         [MT_ACTION_BACKWARD] = "backward",
+                                         [MT_ACTION_BACKWARD_INPUT] = "backward of the input",
+                                         [MT_ACTION_BACKWARD_WEIGHT] = "backward of the weights",
+                                         [MT_ACTION_RECV_BACKWARD] = NULL};
+    int64_t count = mt_list_actions(m, schedule), ahead[2] = {0};
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
     m->training = training;
@@ -12331,16 +12381,16 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     bool looks_ahead = mt_looks_ahead(m);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
-        const mt_step *step = &m->steps[i];
-        if (looks_ahead) mt_receive_ahead(m, m->steps, count, i, ahead);
-        if (!phases[step->kind]) continue;
-        mt_phase_begin(m, phases[step->kind], step->micro_batch, step->chunk);
-        if (step->kind == MT_STEP_FORWARD)
-            status = mt_step_forward(m, step, from, error);
-        else if (step->kind == MT_STEP_BACKWARD_WEIGHT)
-            mt_step_backward(m, step, weights);
+        const mt_action *action = &m->actions[i];
+        if (looks_ahead) mt_receive_ahead(m, m->actions, count, i, ahead);
+        if (!phases[action->kind]) continue;
+        mt_phase_begin(m, phases[action->kind], action->micro_batch, action->chunk);
+        if (action->kind == MT_ACTION_FORWARD)
+            status = mt_action_forward(m, action, from, error);
+        else if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
+            mt_action_backward(m, action, weights);
         else
-            mt_step_backward(m, step, inputs);
+            mt_action_backward(m, action, inputs);
         mt_phase_end(m);
     }
     m->in_schedule = false;

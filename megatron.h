@@ -1103,6 +1103,98 @@ void mt_watch_begin(const char *operation, const char *group);
 void mt_watch_end(void);
 void mt_watch_note(const char *operation, const char *group);
 
+/* ==== §6 conjugate regions; §7 linear ==============================================================================
+ */
+
+/* Tensor parallelism over one micro-batch: T tokens, of which this rank has `rows` rows of hidden states outside the
+ * regions: all T, or with sequence parallelism T / group size. A group of one needs no buffers. */
+typedef struct mt_tensor_parallel {
+    const mt_ops *ops;
+    const mt_group *group;
+    mt_stream *stream, *comm; // products; communication beside them (may be the same stream)
+    mt_dtype dtype;           // of activations and weights
+    bool sequence_parallel;
+    bool overlaps; // --tp-comm-overlap: products take one rank's rows after another while the next travel
+    int64_t T, rows;
+    /* sequence parallelism: [T, C or wider] a whole operand, and a partial sum before it is scattered */
+    void *gathered, *partial;
+    /* overlap only */
+    mt_mailbox *mailbox; // `gathered` and, behind it, `parts`
+    void *parts;         // [group size, max_rows, C or wider] other ranks' parts of the sums of these rows
+    int32_t *part_rows;  // [max_rows, group size] the rows of `parts` that add up to each row's sum
+    int64_t max_rows, mailbox_bytes;
+    float *loss_parts; // [group size, 4, T] for the vocabulary-parallel loss
+} mt_tensor_parallel;
+
+/* The four regions (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation recomputation in large
+ * transformer models"). A backward is its conjugate's forward.
+ *
+ * Copy: x[T, C] is whole on every rank; its gradients are partial sums, reduced in place. */
+const void *mt_copy_to_tensor_region_forward(const void *x);
+void mt_copy_to_tensor_region_backward(const mt_tensor_parallel *tp, void *dx, int64_t C, mt_stream *stream);
+/* Reduce: x[T, C] is a partial sum on every rank, reduced in place; its gradient is whole. */
+void mt_reduce_from_tensor_region_forward(const mt_tensor_parallel *tp, void *x, int64_t C);
+const void *mt_reduce_from_tensor_region_backward(const void *dx);
+/* Gather: x[rows, C] -> y[T, C]; dy[T, C], a partial sum on every rank -> dx[rows, C]. */
+void mt_gather_from_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C,
+                                            mt_stream *stream);
+void mt_gather_from_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C,
+                                             mt_stream *stream);
+/* Reduce-scatter: x[T, C], a partial sum on every rank -> y[rows, C]; dy[rows, C] -> dx[T, C]. */
+void mt_reduce_scatter_to_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C);
+void mt_reduce_scatter_to_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C);
+
+/* A parameter as the model's code sees it: its values and their gradient, NULL where the model has none.
+ * `accumulate`: dw holds a gradient of this step, to which products add; else they write it. */
+typedef struct mt_weight {
+    void *w;
+    float *dw;
+    bool accumulate;
+} mt_weight;
+
+/* How ranks share a weight and what its products take. */
+typedef enum mt_linear_kind {
+    MT_LINEAR_REPLICATED, // whole on every rank: x[rows, K] -> y[rows, N]
+    MT_LINEAR_ROUTER,     // the same with fp32 products and outputs
+    MT_LINEAR_COLUMN,     // cut by rows of w: x[rows, K] -> y[T, N]
+    MT_LINEAR_ROW,        // cut by columns of w: x[T, K] -> y[rows, N], the sum over ranks
+    MT_LINEAR_GROUPED,    // one weight per expert: rows sorted by expert
+} mt_linear_kind;
+
+/* y = x w^T + bias. N and K are this rank's sizes. */
+typedef struct mt_linear {
+    mt_weight weight, bias; // [N, K], or [num_experts, N, K] if grouped; [N]
+    int64_t N, K;
+    int64_t num_experts; // grouped
+    mt_linear_kind kind;
+} mt_linear;
+
+/* The operands of one use of a linear; a function reads those it needs. */
+typedef struct mt_linear_io {
+    const void *x;
+    void *y;
+    void *gelu; // forward, not row parallel or grouped: also GELU(y), tanh approximation; NULL: not wanted
+    const void *dy;
+    void *dx;
+    const void *gelu_input; // backward: x is GELU(gelu_input), and dx becomes the gradient of gelu_input; NULL: no
+    void *rounded;          // router: scratch [rows, N] of the model's type, where that is not fp32
+    /* grouped: rows [offsets[e], offsets[e + 1]) are expert e's; on the host too for one product per expert */
+    const int32_t *offsets, *host_offsets;
+    int64_t num_rows;
+} mt_linear_io;
+
+/* The halves of a backward: the gradient of the input, of the weights, or both. */
+enum { MT_PART_INPUT = 1, MT_PART_WEIGHT = 2, MT_PART_BOTH = 3 };
+
+/* y from x. Communication of column- and row-parallel kinds is included: results are complete on tp->stream. */
+void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io);
+/* dx from dy. */
+void mt_linear_backward_input(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io);
+/* dw and dbias from dy and x. */
+void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io);
+/* Both, or the `parts` asked for: communication of one half runs beside the product of the other. */
+void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io, int parts);
+
 /* ==== §8 the parameter table =======================================================================================
  */
 
@@ -1212,12 +1304,6 @@ typedef struct mt_bucket {
     mt_dtype dtype;        // of params
     bool trained;          // false: no gradients, no moments, MT_F32
 } mt_bucket;
-
-/* A parameter as the model's code sees it: weights and their gradient. Both NULL where the model has none. */
-typedef struct mt_weight {
-    void *w;
-    float *dw;
-} mt_weight;
 
 /* A virtual stage: which part of the model one chunk of a pipeline rank holds. */
 typedef struct mt_stage {
@@ -1393,25 +1479,25 @@ void mt_model_decode_likeliest(mt_model *model, const mt_batch *batch, const int
 /* ==== §11 schedules ================================================================================================
  */
 
-/* What a rank does next. Forwards and backwards are of one micro-batch on one chunk: a virtual stage of this rank. A
- * backward is whole, or in two parts that a zero-bubble schedule may do apart. */
-typedef enum mt_step_kind {
-    MT_STEP_FORWARD,
-    MT_STEP_BACKWARD,        // gradients of the input and of the weights
-    MT_STEP_BACKWARD_INPUT,  // of the input only; the weights' follow later
-    MT_STEP_BACKWARD_WEIGHT, // of the weights; the micro-batch's activations are free afterwards
-    MT_STEP_SEND_FORWARD,    // starts to send the chunk's output; the buffer is free when that is done
-    MT_STEP_RECV_FORWARD,    // waits for the chunk's input
-    MT_STEP_SEND_BACKWARD,   // starts to send the gradient of the chunk's input
-    MT_STEP_RECV_BACKWARD,   // waits for the gradient of the chunk's output
-} mt_step_kind;
+/* An action of a schedule: what a rank does next. Forwards and backwards process one micro-batch on one chunk (virtual
+ * stage) of this rank. A backward is whole, or in two parts that a zero-bubble schedule may separate. */
+typedef enum mt_action_kind {
+    MT_ACTION_FORWARD,
+    MT_ACTION_BACKWARD,        // gradients of the input and of the weights
+    MT_ACTION_BACKWARD_INPUT,  // gradients of the input only; those of the weights follow later
+    MT_ACTION_BACKWARD_WEIGHT, // gradients of the weights; afterwards the micro-batch's activations are free
+    MT_ACTION_SEND_FORWARD,    // starts to send the chunk's output; the buffer is free when the send completes
+    MT_ACTION_RECV_FORWARD,    // waits for the chunk's input
+    MT_ACTION_SEND_BACKWARD,   // starts to send the gradient of the chunk's input
+    MT_ACTION_RECV_BACKWARD,   // waits for the gradient of the chunk's output
+} mt_action_kind;
 
-typedef struct mt_step {
-    mt_step_kind kind;
+typedef struct mt_action {
+    mt_action_kind kind;
     int64_t micro_batch;
-    int64_t chunk; // of this rank, 0..vp - 1, for sends and receives too
-    int peer;      // pipeline rank to send to or to receive from, else -1
-} mt_step;
+    int64_t chunk; // of this rank, 0..vp - 1; also for sends and receives
+    int peer;      // pipeline rank of a send or receive, else -1
+} mt_action;
 
 typedef enum mt_schedule_kind {
     MT_SCHEDULE_1F1B,
@@ -1420,77 +1506,78 @@ typedef enum mt_schedule_kind {
     MT_SCHEDULE_FORWARD_ONLY
 } mt_schedule_kind;
 
-/* Legal are: 1F1B and ZB-H1 with vp == 1; interleaved with pp > 1, vp > 1, pp <= group <= micro_batches and
- * micro_batches % group 0 or at least pp; forward-only with any, but pp > 1 where vp > 1. */
+/* Legal schedules: 1F1B and ZB-H1 with vp == 1; interleaved with pp > 1, vp > 1, pp <= group <= micro_batches, and
+ * micro_batches % group either 0 or at least pp; forward-only with any of these sizes, but vp > 1 needs pp > 1. */
 typedef struct mt_schedule {
     mt_schedule_kind kind;
     int64_t pp;            // pipeline ranks
-    int64_t vp;            // chunks (virtual stages) a rank
-    int64_t micro_batches; // of a step
-    int64_t group;         // micro-batches that pass a chunk before the next chunk's turn; not read with vp == 1
+    int64_t vp;            // chunks (virtual stages) per rank
+    int64_t micro_batches; // per training step
+    int64_t group;         // consecutive micro-batches on one chunk before the next chunk runs; unused with vp == 1
 } mt_schedule;
 
-/* Writes the list of pipeline rank `rank` and returns its length; `steps` may be NULL to count. A pure function.
+/* Writes the actions of pipeline rank `rank` and returns their number; `actions` may be NULL to count. A pure function.
  *
  * Virtual stage chunk * pp + rank feeds the next one: the same chunk of the next rank, or chunk + 1 of rank 0 after the
- * last rank. A send follows the step that makes the tensor, a receive comes right before the step that needs it. Sends
- * only start and receives are best posted early, by looking ahead in the list: that overlaps them with the steps
- * between. From rank a to rank b, a's sends of one direction (forward: activations; backward: gradients) are in the
- * order of b's receives, so messages need no names. With pp == 2 and vp > 1 both directions run from a to b, and then
- * not in one common order: give each direction a channel of its own (an MPI tag, an NCCL communicator).
+ * last rank. A send follows the action that computes the tensor; a receive precedes the action that needs it. A send
+ * only starts the transfer. A runner posts receives early, by looking ahead in the list, so that transfers overlap with
+ * computation. From rank a to rank b, a's sends of one direction (forward: activations; backward: gradients) are in the
+ * order of b's receives, so messages need no names. With pp == 2 and vp > 1 both directions go from a to b, in
+ * different orders: give each direction a channel of its own (an MPI tag, an NCCL communicator).
  *
- * 1F1B: Narayanan et al., "PipeDream-Flush"; pp - rank - 1 forwards of warm-up, then a forward and a backward in turn,
- * then the rest. Interleaved: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
- * Megatron-LM"; 2 (pp - rank - 1) + (vp - 1) group of warm-up, orders as Megatron's get_schedule_table. ZB-H1: Qi et
- * al., "Zero bubble pipeline parallelism"; as 1F1B, with the weights' gradients `rank` micro-batches late, where they
- * fill what was idle. Forward-only: evaluation. */
-int64_t mt_schedule_steps(mt_step *steps, const mt_schedule *schedule, int64_t rank);
+ * 1F1B: Narayanan et al., "PipeDream-Flush": pp - rank - 1 forwards of warm-up, then one forward and one backward
+ * alternately, then the remaining backwards. Interleaved: Narayanan et al., "Efficient large-scale language model
+ * training on GPU clusters using Megatron-LM": 2 (pp - rank - 1) + (vp - 1) group forwards of warm-up, in the order of
+ * Megatron's get_schedule_table. ZB-H1: Qi et al., "Zero bubble pipeline parallelism": as 1F1B, with the weights'
+ * gradients `rank` micro-batches late, where they fill idle time. Forward-only: evaluation. */
+int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *schedule, int64_t rank);
 
-/* What steps of one chunk take, in any unit of time; `send`: from a send to when its receiver may go on. A whole
- * backward takes both parts. */
-typedef struct mt_step_costs {
+/* Durations of the actions of one chunk, in any unit of time; `send`: from a send to the moment when its receiver may
+ * continue. A whole backward takes both parts. */
+typedef struct mt_action_costs {
     double forward, backward_input, backward_weight, send;
-} mt_step_costs;
+} mt_action_costs;
 
-/* The lists of all ranks run against one another, each step as soon as it can. Rank r's steps are those from first[r]
- * to first[r + 1] - 1. */
+/* A simulation: the lists of all ranks, each action run as early as possible. Rank r has actions [first[r], first[r +
+ * 1]). */
 typedef struct mt_timeline {
     mt_schedule schedule;
     int64_t *first; // [pp + 1]
-    mt_step *steps;
-    double *start, *end; // of each step; a receive lasts while the rank waits, a send no time
-    int64_t *live;       // [pp] micro-batches times chunks whose activations a rank holds at most: from a forward to
-                         // the end of its backward, the weights' part included; 0 for forward-only
-    double span;         // when the last rank is done
-    double bubble;       // idle time as a part of the work, over all ranks
+    mt_action *actions;
+    double *start, *end; // of each action; a receive lasts while the rank waits, a send takes no time
+    int64_t *live;       // [pp] peak number of (micro-batch, chunk) pairs whose activations the rank holds: from the
+                         // forward to the end of the backward, including its weights' part; 0 for forward-only
+    double span;         // end of the last action
+    double bubble;       // idle time divided by work, over all ranks
 } mt_timeline;
 
-/* Simulates a schedule. From one rank in one direction at most `in_flight` messages are sent and not yet received; the
- * next send waits (0: none ever does). Returns -1 if the ranks wait for each other for ever: not with in_flight == 0,
- * nor from group - pp + 1 on (vp > 1), nor from 1 on (vp == 1). So much room must senders' buffers and posted receives
- * have together. Free the timeline in either case. */
-int mt_timeline_create(mt_timeline *timeline, const mt_schedule *schedule, const mt_step_costs *costs,
+/* Simulates a schedule. Each rank has at most `in_flight` messages per direction that are sent and not yet received;
+ * the next send waits (0: no limit). Returns -1 on a deadlock. There is none with in_flight == 0, with in_flight >= 1
+ * (vp == 1), or with in_flight >= group - pp + 1 (vp > 1): senders' buffers and posted receives together must hold that
+ * many messages. Free the timeline in either case. */
+int mt_timeline_create(mt_timeline *timeline, const mt_schedule *schedule, const mt_action_costs *costs,
                        int64_t in_flight);
 void mt_timeline_free(mt_timeline *timeline);
 
-/* Draws a timeline as elements of an SVG file, `unit` pixels a unit of time, its corner at (x, y): a row a rank with
- * its number on the left and live micro-batches on the right. */
+/* Draws a timeline as SVG elements with its corner at (x, y) and `unit` pixels per unit of time: one row per rank, with
+ * the rank on the left and its peak of live micro-batches on the right. */
 void mt_timeline_draw(const mt_timeline *timeline, FILE *svg, double x, double y, double unit);
 
-/* The stages of checked options, stages[chunk * pp + rank]: equal ones; uneven first and last ones; the embedding and
- * the loss counted as layers; or as --pipeline-model-parallel-layout says, in Megatron's letters: E embedding, t layer,
- * L loss, | between stages, x*n and (xyz)*n repeat. Errors: layers that do not divide, a layout that does not fit. */
-int mt_layout_build(mt_stage *stages, const mt_options *options, mt_error *error);
+/* Fills stages[chunk * pp + rank] from checked options: equal stages; first and last stages of other sizes; equal
+ * stages with the embedding and the loss counted as layers; or the stages of --pipeline-model-parallel-layout, in
+ * Megatron's letters: E embedding, t layer, m MTP module, L loss, | between stages, x*n and (xyz)*n repeat. Errors: a
+ * number of layers that does not divide, a layout that contradicts the options. */
+int mt_pipeline_layout_build(mt_stage *stages, const mt_options *options, mt_error *error);
 
-/* The virtual stages that options->pipeline_model_parallel_layout has, or -1 with error: a letter out of place. */
-int64_t mt_layout_count(const mt_options *options, mt_error *error);
+/* Number of virtual stages in options->pipeline_model_parallel_layout, or -1 with error for a malformed layout. */
+int64_t mt_pipeline_layout_count(const mt_options *options, mt_error *error);
 
-/* The schedule of finished options for steps of so many micro-batches. */
+/* The schedule of finished options for training steps of `micro_batches` micro-batches. */
 mt_schedule mt_schedule_of(const mt_options *options, int64_t micro_batches);
 
-/* --print-schedule: prints layout, schedule in characters (a row a rank, forward and each part of a backward one unit),
- * peak live micro-batches and bubble of finished options, and draws it into the SVG file that the option may name. An
- * unwritable file is an error. */
+/* --print-schedule: for finished options, prints the pipeline layout, the schedule in characters (one row per rank; a
+ * forward and each part of a backward take one unit), peak live micro-batches and bubble. Draws the schedule into the
+ * option's SVG file unless that is "-". An unwritable file is an error. */
 int mt_schedule_print(const mt_options *options, FILE *file, mt_error *error);
 
 /* ==== §12 gradient buckets =========================================================================================
