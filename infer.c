@@ -3,6 +3,7 @@
 #include "megatron.h"
 
 #include "data/checkpoint.h"
+#include "data/options.h"
 #include "data/tokenizer.h"
 
 #include <errno.h>

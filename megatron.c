@@ -2,15 +2,11 @@
  *
  * Contents
  *   §1   checks, arenas, random numbers
- *   §2   options and their only validator
- *   §2a  the table
- *   §2b  the command line and YAML
- *   §2c  config.json of Hugging Face
- *   §2d  derivation and checks
- *   §2e  ranks and experts
- *   §2f  schedules and sharding
- *   §2g  checks of a run
- *   §2h  printing
+ *   §2   options: the struct's rules
+ *   §2a  sizes, positions, lengths
+ *   §2b  ranks and experts
+ *   §2c  schedules and sharding
+ *   §2d  checks of a run
  *   §3   kernels in plain C
  *   §3a  threads, elements, memory
  *   §3b  linear layers
@@ -53,8 +49,8 @@
  */
 #include "megatron.h"
 
-#include "data/checkpoint.h"
 #include "data/file.h"
+#include "data/options.h"
 
 #include <ctype.h>
 #include <dirent.h>
@@ -85,9 +81,6 @@
 #endif
 #ifdef MT_HAVE_OPENMP
 #include <omp.h>
-#endif
-#ifdef MT_HAVE_YAML
-#include <yaml.h>
 #endif
 
 /* ==== §1 checks, arenas, random numbers ========================================================================== */
@@ -249,1860 +242,30 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
     return (uint64_t)words[0] << 32 | words[1];
 }
 
-/* ==== §2 options and their only validator ======================================================================== */
-/* A run is described by one flat struct and by nothing else. Invariants: the table below is the only place that knows
- * an option's name, type, default and range; command line, YAML file, --help and the printed configuration are loops
- * over it. A value that the user gave is marked in `given`, so that config.json never overrides it. Every rule between
- * options is in mt_options_finish, which allocates nothing that a run needs and can be called again. */
+/* ==== §2 options: the struct's rules ============================================================================= */
+/* A run is described by one flat struct and by nothing else. Text (command line, YAML, config.json, --help) is read and
+ * written by data/options.c; here stands what follows from the values and every rule between them, each error naming
+ * both sides. Invariant: mt_options_derive allocates nothing that a run needs and can be called again. */
 
-/* What earlier parts need from later ones. */
-enum { MT_CONFIG_BYTES = 1 << 22 };
-static int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path,
-                                 bool has_weights, mt_error *error);
-static int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
-static void mt_options_derive_sizes(mt_options *options);
-static void mt_options_help(mt_program program, FILE *file);
+_Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given, "a bit of given for every byte");
 
-/* ==== §2a the table ============================================================================================== */
-/* A row per option, and the few functions that read and write the field that a row points at. */
-
-typedef enum mt_option_type {
-    MT_FLAG,     // --swiglu
-    MT_NO,       // --disable-bias-linear: clears its field, whose default is true
-    MT_INT,      // plain decimals
-    MT_REAL,     // decimals, or with an exponent
-    MT_STRING,   // one word
-    MT_OPTIONAL, // one word, or none, which is "-"
-    MT_CHOICE,   // one of a|b|c
-    MT_LIST,     // one word or more
-} mt_option_type;
-
-/* Where a value may come from besides the user. */
-typedef enum mt_option_origin {
-    MT_OF_RUN,     // from nowhere
-    MT_OF_MODEL,   // the model's config.json, unless the user gave it
-    MT_OF_WEIGHTS, // the same, and weights that are loaded cannot do with another value
-} mt_option_origin;
-
-enum { MT_TRAIN = MT_PROGRAM_TRAIN, MT_INFER = MT_PROGRAM_INFER, MT_BOTH = MT_PROGRAM_TRAIN | MT_PROGRAM_INFER };
-
-/* A row per option. A row without a name opens a group, which `help` names. */
-typedef struct mt_option {
-    const char *name; // as on the command line; with underscores in YAML
-    mt_option_type type;
-    size_t offset; // of the field in mt_options; an alias is a later row with the same one
-    int programs;
-    mt_option_origin origin;
-    const char *fallback; // the default as the user would write it; NULL: none, or derived
-    const char *values;   // numbers: their range; choices: all of them; words: what they are
-    const char *help;
-} mt_option;
-
-#define MT_AT(field) offsetof(mt_options, field)
-
-static const mt_option mt_option_table[] = {
-    {.help = "model"},
-    {"num-layers", MT_INT, MT_AT(num_layers), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,10000]", "transformer layers"},
-    {"hidden-size", MT_INT, MT_AT(hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,1048576]", "width of hidden states"},
-    {"ffn-hidden-size", MT_INT, MT_AT(ffn_hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
-     "width of the MLP; 4 hidden sizes, with --swiglu 8/3 rounded down to 64s, when not given"},
-    {"num-attention-heads", MT_INT, MT_AT(num_attention_heads), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
-     "query heads"},
-    {"group-query-attention", MT_FLAG, MT_AT(group_query_attention), MT_TRAIN, MT_OF_MODEL, NULL, NULL,
-     "several query heads share a key and value head"},
-    {"num-query-groups", MT_INT, MT_AT(num_query_groups), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
-     "key and value heads with --group-query-attention; 1 when not given"},
-    {"kv-channels", MT_INT, MT_AT(kv_channels), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
-     "channels of a head; hidden size / heads when not given"},
-    {"multi-latent-attention", MT_FLAG, MT_AT(multi_latent_attention), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "keys and values of all heads come from one small latent, as in DeepSeek-V2 and V3"},
-    {"q-lora-rank", MT_INT, MT_AT(q_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[0,1048576]",
-     "width of the queries' latent; 0, or not given: queries have none"},
-    {"kv-lora-rank", MT_INT, MT_AT(kv_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,1048576]",
-     "width of the keys' and values' latent"},
-    {"qk-head-dim", MT_INT, MT_AT(qk_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,65536]",
-     "channels of a query and key head that do not turn"},
-    {"qk-pos-emb-head-dim", MT_INT, MT_AT(qk_pos_emb_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "64", "[2,65536]",
-     "channels that do, of which all keys have the same"},
-    {"v-head-dim", MT_INT, MT_AT(v_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,65536]", "channels of a value head"},
-    {"max-position-embeddings", MT_INT, MT_AT(max_position_embeddings), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
-     "positions that a token may have; the sequence length when not given"},
-    {"vocab-size", MT_INT, MT_AT(vocab_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
-     "tokens of the vocabulary; the tokenizer's when not given"},
-    {"make-vocab-size-divisible-by", MT_INT, MT_AT(make_vocab_size_divisible_by), MT_TRAIN, MT_OF_RUN, "128",
-     "[1,1048576]", "the embedding has rows to a multiple of this"},
-    {"normalization", MT_CHOICE, MT_AT(normalization), MT_TRAIN, MT_OF_WEIGHTS, "LayerNorm", "LayerNorm|RMSNorm",
-     "kind of norm"},
-    {"norm-epsilon", MT_REAL, MT_AT(norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)", "epsilon of the norms"},
-    {"layernorm-epsilon", MT_REAL, MT_AT(norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)",
-     "the same by its older name"},
-    {"swiglu", MT_FLAG, MT_AT(swiglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL, "gated MLP with SiLU instead of GELU"},
-    {"openai-gelu", MT_FLAG, MT_AT(openai_gelu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "GELU by its tanh approximation, as GPT-2 has it"},
-    {"qk-layernorm", MT_FLAG, MT_AT(qk_layernorm), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "norm of every query and key head; --multi-latent-attention: of the latents, which always have it"},
-    {"untie-embeddings-and-output-weights", MT_FLAG, MT_AT(untie_embeddings_and_output_weights), MT_TRAIN,
-     MT_OF_WEIGHTS, NULL, NULL, "an output layer of its own"},
-    {"disable-bias-linear", MT_NO, MT_AT(add_bias_linear), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "linear layers without biases"},
-    {"add-qkv-bias", MT_FLAG, MT_AT(add_qkv_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "biases on queries, keys and values all the same"},
-    {"init-method-std", MT_REAL, MT_AT(init_method_std), MT_TRAIN, MT_OF_MODEL, "0.02", "[0,100]",
-     "standard deviation of initial weights"},
-    {"hidden-dropout", MT_REAL, MT_AT(hidden_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
-     "dropout of embeddings and of what a block adds"},
-    {"attention-dropout", MT_REAL, MT_AT(attention_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
-     "dropout of attention probabilities"},
-    {"window-size", MT_INT, MT_AT(window_size), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
-     "sliding window: keys that a query sees, itself included; all when not given"},
-
-    {.help = "positions"},
-    {"position-embedding-type", MT_CHOICE, MT_AT(position_embedding_type), MT_TRAIN, MT_OF_WEIGHTS, "learned_absolute",
-     "learned_absolute|rope|none", "how positions enter"},
-    {"rotary-base", MT_REAL, MT_AT(rotary_base), MT_TRAIN, MT_OF_MODEL, "10000", "(0,1e15]",
-     "base of rotary positions"},
-    {"rotary-percent", MT_REAL, MT_AT(rotary_percent), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1]",
-     "share of a head's channels that turn"},
-    {"rotary-interleaved", MT_FLAG, MT_AT(rotary_interleaved), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "turn channels (2i, 2i + 1) together, not (i, i + half)"},
-    {"rotary-seq-len-interpolation-factor", MT_INT, MT_AT(rotary_seq_len_interpolation_factor), MT_TRAIN, MT_OF_RUN,
-     NULL, "[1,1048576]", "linear scaling of positions by this"},
-    {"use-rope-scaling", MT_FLAG, MT_AT(use_rope_scaling), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "the scaling of Llama 3.1: --rope-scaling-type llama3"},
-    {"rope-scaling-type", MT_CHOICE, MT_AT(rope_scaling_type), MT_TRAIN, MT_OF_MODEL, "none", "none|linear|llama3|yarn",
-     "how rotary positions are stretched"},
-    {"rope-scaling-factor", MT_REAL, MT_AT(rope_scaling_factor), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1048576]",
-     "by how much; 8 for llama3 when not given"},
-    {"rope-low-freq-factor", MT_REAL, MT_AT(rope_low_freq_factor), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
-     "llama3: wavelengths above original / this are stretched"},
-    {"rope-high-freq-factor", MT_REAL, MT_AT(rope_high_freq_factor), MT_TRAIN, MT_OF_MODEL, "4", "(0,1048576]",
-     "llama3: wavelengths below original / this stay"},
-    {"original-max-position-embeddings", MT_INT, MT_AT(original_max_position_embeddings), MT_TRAIN, MT_OF_MODEL, NULL,
-     "[1,1073741824]", "llama3, yarn: positions before the stretch; 8192 for llama3 when not given"},
-    {"yarn-beta-fast", MT_REAL, MT_AT(yarn_beta_fast), MT_TRAIN, MT_OF_MODEL, "32", "(0,1048576]",
-     "yarn: turns above which channels stay"},
-    {"yarn-beta-slow", MT_REAL, MT_AT(yarn_beta_slow), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
-     "yarn: turns below which channels are stretched"},
-    {"yarn-mscale", MT_REAL, MT_AT(yarn_mscale), MT_TRAIN, MT_OF_MODEL, NULL, "[0,1048576]",
-     "yarn: scale of attention is g(mscale) / g(mscale-all-dim), g(m) = 0.1 m ln(factor) + 1"},
-    {"yarn-mscale-all-dim", MT_REAL, MT_AT(yarn_mscale_all_dim), MT_TRAIN, MT_OF_MODEL, NULL, "[0,1048576]",
-     "yarn: see --yarn-mscale"},
-    {"yarn-attention-factor", MT_REAL, MT_AT(yarn_attention_factor), MT_TRAIN, MT_OF_MODEL, NULL, "(0,1048576]",
-     "yarn: that scale itself; g(1) when none is given"},
-
-    {.help = "batches and length of training"},
-    {"micro-batch-size", MT_INT, MT_AT(micro_batch_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
-     "sequences a rank computes at once; infer: with --score"},
-    {"global-batch-size", MT_INT, MT_AT(global_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
-     "sequences of a step; micro batch size x ranks when not given"},
-    {"rampup-batch-size", MT_LIST, MT_AT(rampup_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "START INCREMENT SAMPLES",
-     "grow the global batch from START by INCREMENT over the first SAMPLES"},
-    {"seq-length", MT_INT, MT_AT(seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741824]",
-     "tokens of a sequence; infer: with --score"},
-    {"train-iters", MT_INT, MT_AT(train_iters), MT_TRAIN, MT_OF_RUN, NULL, "[0,1000000000000]",
-     "steps to train; 0 with --load and --save: save what was loaded, in this precision"},
-    {"train-samples", MT_INT, MT_AT(train_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "sequences to train on, instead"},
-    {"exit-duration-in-mins", MT_REAL, MT_AT(exit_duration_in_mins), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
-     "save and stop after so many minutes"},
-    {"exit-signal-handler", MT_FLAG, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, "true", NULL,
-     "SIGTERM, and --exit-signal, save and stop"},
-    {"no-exit-signal-handler", MT_NO, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "they end the run at once"},
-    {"exit-signal", MT_CHOICE, MT_AT(exit_signal), MT_TRAIN, MT_OF_RUN, "SIGTERM", "SIGTERM|SIGINT|SIGUSR1|SIGUSR2",
-     "a signal beside SIGTERM that saves and stops; mpirun passes SIGUSR1 and SIGUSR2 on"},
-    {"bf16", MT_FLAG, MT_AT(bf16), MT_BOTH, MT_OF_RUN, NULL, NULL, "parameters and activations in bf16, else fp32"},
-    {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "auto", "auto|cpu|cuda",
-     "where to compute; auto: on a GPU where one answers"},
-    {"attention-backend", MT_CHOICE, MT_AT(attention_backend), MT_BOTH, MT_OF_RUN, "auto", "auto|flash|cudnn|unfused",
-     "attention on a GPU: fused kernels (flash), cuDNN's where sequences are equally long and flash elsewhere (cudnn), "
-     "the plain kernels (unfused); auto: the faster of flash and cudnn, measured once"},
-    {"deterministic-mode", MT_FLAG, MT_AT(deterministic_mode), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "two runs on a GPU have the same bits: algorithms are not chosen by measuring, and only those that repeat"},
-    {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,9223372036854775807]", "seed of everything drawn"},
-
-    {.help = "mixture of experts"},
-    {"num-experts", MT_INT, MT_AT(num_experts), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
-     "experts of a layer, of which a token visits a few; no experts when not given"},
-    {"moe-layer-freq", MT_STRING, MT_AT(moe_layer_freq), MT_TRAIN, MT_OF_WEIGHTS, "1", "N or '([0]*3+[1]*58)'",
-     "layers with experts: every N-th from the first on, or 0 and 1 for every layer"},
-    {"moe-ffn-hidden-size", MT_INT, MT_AT(moe_ffn_hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
-     "width of an expert; --ffn-hidden-size when not given"},
-    {"moe-shared-expert-intermediate-size", MT_INT, MT_AT(moe_shared_expert_intermediate_size), MT_TRAIN, MT_OF_WEIGHTS,
-     NULL, "[1,16777216]", "width of the expert that every token visits; none when not given"},
-    {"moe-shared-expert-gate", MT_FLAG, MT_AT(moe_shared_expert_gate), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "a sigmoid weighs, token by token, the expert that every token visits"},
-    {"moe-router-topk", MT_INT, MT_AT(moe_router_topk), MT_TRAIN, MT_OF_MODEL, "2", "[1,65536]",
-     "experts that a token visits"},
-    {"moe-router-score-function", MT_CHOICE, MT_AT(moe_router_score_function), MT_TRAIN, MT_OF_MODEL, "softmax",
-     "softmax|sigmoid", "scores from the router's logits"},
-    {"moe-router-pre-softmax", MT_FLAG, MT_AT(moe_router_pre_softmax), MT_TRAIN, MT_OF_MODEL, NULL, NULL,
-     "softmax over all experts before the choice, not over those chosen"},
-    {"moe-router-num-groups", MT_INT, MT_AT(moe_router_num_groups), MT_TRAIN, MT_OF_MODEL, NULL, "[1,65536]",
-     "groups of experts, of which --moe-router-group-topk are chosen first"},
-    {"moe-router-group-topk", MT_INT, MT_AT(moe_router_group_topk), MT_TRAIN, MT_OF_MODEL, NULL, "[1,65536]",
-     "groups that a token's experts may be in"},
-    {"moe-router-topk-scaling-factor", MT_REAL, MT_AT(moe_router_topk_scaling_factor), MT_TRAIN, MT_OF_MODEL, "1",
-     "(0,1e6]", "factor of the probabilities"},
-    {"moe-router-enable-expert-bias", MT_FLAG, MT_AT(moe_router_enable_expert_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL,
-     NULL, "a bias for every expert's score, moved after each step towards equal loads"},
-    {"moe-router-bias-update-rate", MT_REAL, MT_AT(moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3", "[0,1e6]",
-     "how far it moves"},
-    {"moe-router-load-balancing-type", MT_CHOICE, MT_AT(moe_router_load_balancing_type), MT_TRAIN, MT_OF_RUN,
-     "aux_loss", "none|aux_loss|seq_aux_loss|global_aux_loss|sinkhorn",
-     "what --moe-aux-loss-coeff balances: a micro-batch, each sequence, or the global batch so far; or sinkhorn, where "
-     "a "
-     "micro-batch's tokens choose together"},
-    {"moe-aux-loss-coeff", MT_REAL, MT_AT(moe_aux_loss_coeff), MT_TRAIN, MT_OF_MODEL, "0", "[0,1e6]",
-     "weight of the loss that balances the experts' loads"},
-    {"moe-z-loss-coeff", MT_REAL, MT_AT(moe_z_loss_coeff), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
-     "weight of the loss that keeps the router's logits small"},
-    {"moe-expert-capacity-factor", MT_REAL, MT_AT(moe_expert_capacity_factor), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]",
-     "an expert takes so many times its even share of a micro-batch and drops the rest; nothing is dropped when not "
-     "given"},
-    {"moe-token-drop-policy", MT_CHOICE, MT_AT(moe_token_drop_policy), MT_TRAIN, MT_OF_RUN, "probs", "probs|position",
-     "which are dropped: those of the lowest probabilities, or the last ones"},
-    {"moe-pad-expert-input-to-capacity", MT_FLAG, MT_AT(moe_pad_expert_input_to_capacity), MT_TRAIN, MT_OF_RUN, NULL,
-     NULL, "an expert's input always has the rows of its capacity, so that the host need not know the loads"},
-    {"moe-token-dispatcher-type", MT_CHOICE, MT_AT(moe_token_dispatcher_type), MT_BOTH, MT_OF_RUN, "alltoall",
-     "alltoall|allgather", "how tokens reach experts of other ranks: each to those it chose, or all to all ranks"},
-    {"no-moe-grouped-gemm", MT_NO, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "a matrix product for each expert instead of one for all; the host then waits for their loads"},
-    {"moe-grouped-gemm", MT_FLAG, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "one grouped product for all experts; the default"},
-    {"no-moe-permute-fusion", MT_NO, MT_AT(moe_permute_fusion), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "rows are weighed by their probabilities and added up for their tokens in passes of their own"},
-    {"moe-permute-fusion", MT_FLAG, MT_AT(moe_permute_fusion), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "probabilities weigh inside the experts' activation, and one pass adds up a token's rows; the default"},
-
-    {.help = "multi-token prediction"},
-    {"mtp-num-layers", MT_INT, MT_AT(mtp_num_layers), MT_TRAIN, MT_OF_MODEL, "0", "[0,8]",
-     "modules after the last layer, each of which predicts one token further, as DeepSeek-V3 trains them"},
-    {"mtp-loss-scaling-factor", MT_REAL, MT_AT(mtp_loss_scaling_factor), MT_TRAIN, MT_OF_RUN, "0.1", "(0,1e6]",
-     "weight of the mean of their losses"},
-
-    {.help = "parallelism"},
-    {"tensor-model-parallel-size", MT_INT, MT_AT(tensor_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
-     "ranks that share every layer: heads, MLP and vocabulary"},
-    {"pipeline-model-parallel-size", MT_INT, MT_AT(pipeline_model_parallel_size), MT_BOTH, MT_OF_RUN, "1",
-     "[1,1048576]", "ranks that hold the layers one after another"},
-    {"context-parallel-size", MT_INT, MT_AT(context_parallel_size), MT_TRAIN, MT_OF_RUN, "1", "[1,1048576]",
-     "ranks that share every sequence"},
-    {"expert-model-parallel-size", MT_INT, MT_AT(expert_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
-     "ranks that share the experts of a layer, among all that hold it"},
-    {"expert-tensor-parallel-size", MT_INT, MT_AT(expert_tensor_parallel_size), MT_BOTH, MT_OF_RUN, NULL, "[1,1048576]",
-     "ranks that share every expert; --tensor-model-parallel-size when not given"},
-    {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "tensor-parallel ranks share the tokens of norms and dropout"},
-    {"tp-comm-overlap", MT_FLAG, MT_AT(tp_comm_overlap), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "with --sequence-parallel: multiply the rows of one rank while those of the next travel; GPUs of one host"},
-    {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_TRAIN, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
-     "how context-parallel ranks get one another's keys: round a ring, all at once, tokens traded for heads, or both"},
-    {"hierarchical-context-parallel-sizes", MT_LIST, MT_AT(hierarchical_context_parallel_sizes), MT_TRAIN, MT_OF_RUN,
-     NULL, "A2A RING", "with a2a+p2p: neighbours that trade, and how many such groups form a ring"},
-    {"distributed-timeout-seconds", MT_INT, MT_AT(distributed_timeout_seconds), MT_BOTH, MT_OF_RUN, "600",
-     "[1,1000000000]", "end the job when a rank waits so long for another"},
-    {"num-virtual-stages-per-pipeline-rank", MT_INT, MT_AT(num_virtual_stages_per_pipeline_rank), MT_TRAIN, MT_OF_RUN,
-     "1", "[1,10000]", "pieces that a rank's layers are cut into: a shorter bubble, more messages"},
-    {"num-layers-per-virtual-pipeline-stage", MT_INT, MT_AT(num_layers_per_virtual_pipeline_stage), MT_TRAIN, MT_OF_RUN,
-     NULL, "[1,10000]", "the same, by the layers of a piece"},
-    {"microbatch-group-size-per-virtual-pipeline-stage", MT_INT,
-     MT_AT(microbatch_group_size_per_virtual_pipeline_stage), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
-     "micro-batches that pass a piece before the next piece's turn; the pipeline size when not given"},
-    {"decoder-first-pipeline-num-layers", MT_INT, MT_AT(decoder_first_pipeline_num_layers), MT_BOTH, MT_OF_RUN, NULL,
-     "[1,10000]", "layers of the first rank, when it has other than its share"},
-    {"decoder-last-pipeline-num-layers", MT_INT, MT_AT(decoder_last_pipeline_num_layers), MT_BOTH, MT_OF_RUN, NULL,
-     "[1,10000]", "layers of the last rank"},
-    {"account-for-embedding-in-pipeline-split", MT_FLAG, MT_AT(account_for_embedding_in_pipeline_split), MT_TRAIN,
-     MT_OF_RUN, NULL, NULL, "the embedding counts as a layer when layers are shared out"},
-    {"account-for-loss-in-pipeline-split", MT_FLAG, MT_AT(account_for_loss_in_pipeline_split), MT_TRAIN, MT_OF_RUN,
-     NULL, NULL, "the loss counts as a layer too"},
-    {"pipeline-model-parallel-layout", MT_STRING, MT_AT(pipeline_model_parallel_layout), MT_TRAIN, MT_OF_RUN, NULL,
-     "'Et*3|(tt|)*6L'",
-     "the stages in letters: E embedding, t layer, m module of multi-token prediction, L loss, | between stages, *n "
-     "repeats"},
-    {"pipeline-schedule", MT_CHOICE, MT_AT(pipeline_schedule), MT_TRAIN, MT_OF_RUN, NULL, "1f1b|interleaved|zb-h1",
-     "order of forwards and backwards; interleaved where a rank has several stages, else 1f1b, when not given"},
-    {"print-schedule", MT_OPTIONAL, MT_AT(print_schedule), MT_TRAIN, MT_OF_RUN, NULL, "FILE.svg",
-     "print stages and schedule as a picture, or draw it into a file too, and exit; needs no mpirun"},
-    {"use-distributed-optimizer", MT_FLAG, MT_AT(use_distributed_optimizer), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "each rank keeps and updates its part of the optimizer's state: --data-parallel-sharding-strategy optim"},
-    {"data-parallel-sharding-strategy", MT_CHOICE, MT_AT(data_parallel_sharding_strategy), MT_TRAIN, MT_OF_RUN,
-     "no_shard", "no_shard|optim|optim_grads|optim_grads_params", "what data-parallel ranks share out among them"},
-    {"overlap-grad-reduce", MT_FLAG, MT_AT(overlap_grad_reduce), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "sum a layer's gradients over the ranks while the backward goes on"},
-    {"overlap-param-gather", MT_FLAG, MT_AT(overlap_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "gather a layer's parameters while the layer before it computes"},
-
-    {.help = "learning rate and optimizer"},
-    {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "highest learning rate"},
-    {"min-lr", MT_REAL, MT_AT(min_lr), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]", "lowest learning rate after warm-up"},
-    {"lr-decay-style", MT_CHOICE, MT_AT(lr_decay_style), MT_TRAIN, MT_OF_RUN, "linear",
-     "constant|linear|cosine|inverse-square-root|WSD", "how it falls"},
-    {"lr-decay-iters", MT_INT, MT_AT(lr_decay_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "steps until the lowest; --train-iters when not given"},
-    {"lr-decay-samples", MT_INT, MT_AT(lr_decay_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "sequences until the lowest; --train-samples when not given"},
-    {"lr-wsd-decay-style", MT_CHOICE, MT_AT(lr_wsd_decay_style), MT_TRAIN, MT_OF_RUN, "exponential",
-     "exponential|linear|cosine|minus_sqrt", "how WSD falls at its end"},
-    {"lr-wsd-decay-iters", MT_INT, MT_AT(lr_wsd_decay_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "steps of that fall"},
-    {"lr-wsd-decay-samples", MT_INT, MT_AT(lr_wsd_decay_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "sequences of that fall"},
-    {"lr-warmup-iters", MT_INT, MT_AT(lr_warmup_iters), MT_TRAIN, MT_OF_RUN, "0", "[0,1000000000000]",
-     "steps of linear warm-up"},
-    {"lr-warmup-samples", MT_INT, MT_AT(lr_warmup_samples), MT_TRAIN, MT_OF_RUN, "0", "[0,1000000000000]",
-     "sequences of linear warm-up"},
-    {"lr-warmup-fraction", MT_REAL, MT_AT(lr_warmup_fraction), MT_TRAIN, MT_OF_RUN, NULL, "[0,1)",
-     "warm-up as a share of the decay"},
-    {"lr-warmup-init", MT_REAL, MT_AT(lr_warmup_init), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
-     "learning rate that warm-up begins with"},
-    {"weight-decay", MT_REAL, MT_AT(weight_decay), MT_TRAIN, MT_OF_RUN, "0.01", "[0,1e6]",
-     "decay of matrices; vectors have none"},
-    {"start-weight-decay", MT_REAL, MT_AT(start_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
-     "weight decay at the start of its ramp"},
-    {"end-weight-decay", MT_REAL, MT_AT(end_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
-     "weight decay at the end of its ramp"},
-    {"weight-decay-incr-style", MT_CHOICE, MT_AT(weight_decay_incr_style), MT_TRAIN, MT_OF_RUN, "constant",
-     "constant|linear|cosine", "how weight decay ramps"},
-    {"adam-beta1", MT_REAL, MT_AT(adam_beta1), MT_TRAIN, MT_OF_RUN, "0.9", "[0,1)", "decay of the first moment"},
-    {"adam-beta2", MT_REAL, MT_AT(adam_beta2), MT_TRAIN, MT_OF_RUN, "0.999", "[0,1)", "decay of the second moment"},
-    {"adam-eps", MT_REAL, MT_AT(adam_eps), MT_TRAIN, MT_OF_RUN, "1e-8", "(0,1]", "added to its square root"},
-    {"clip-grad", MT_REAL, MT_AT(clip_grad), MT_TRAIN, MT_OF_RUN, "1", "[0,1e30]",
-     "largest norm of the gradient; 0 does not clip"},
-
-    {.help = "steps that go wrong"},
-    {"check-for-nan-in-loss-and-grad", MT_FLAG, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, "true",
-     NULL, "a loss or gradient norm that is not finite makes a step bad"},
-    {"no-check-for-nan-in-loss-and-grad", MT_NO, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "train on with what comes of it"},
-    {"check-for-spiky-loss", MT_FLAG, MT_AT(check_for_spiky_loss), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "a loss far above its running average makes a step bad"},
-    {"loss-spike-factor", MT_REAL, MT_AT(loss_spike_factor), MT_TRAIN, MT_OF_RUN, "10", "(1,1e6]",
-     "times the average that a loss may be"},
-    {"loss-spike-window", MT_INT, MT_AT(loss_spike_window), MT_TRAIN, MT_OF_RUN, "100", "[1,1000000000]",
-     "steps of that average, before which nothing is a spike"},
-    {"bad-step-policy", MT_CHOICE, MT_AT(bad_step_policy), MT_TRAIN, MT_OF_RUN, "stop", "stop|skip|rewind",
-     "end the run; make no update; or go back to the last checkpoint, and skip what is bad again"},
-    {"max-bad-steps-in-a-row", MT_INT, MT_AT(max_bad_steps_in_a_row), MT_TRAIN, MT_OF_RUN, "3", "[1,1000000000]",
-     "steps that may be skipped or rewound for one after another before the run ends"},
-    {"rerun-mode", MT_CHOICE, MT_AT(rerun_mode), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|validate_results",
-     "do a bad step again, to tell a transient fault from one that repeats, and name the rank"},
-
-    {.help = "data"},
-    {"data-path", MT_LIST, MT_AT(data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
-     "indexed datasets, cut by --split: one prefix, several, or weight prefix weight prefix ..."},
-    {"split", MT_STRING, MT_AT(split), MT_TRAIN, MT_OF_RUN, "969,30,1", "A,B,C",
-     "parts of --data-path to train, validate and test on"},
-    {"train-data-path", MT_LIST, MT_AT(train_data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
-     "datasets to train on, instead of --data-path"},
-    {"valid-data-path", MT_LIST, MT_AT(valid_data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
-     "datasets to validate on"},
-    {"test-data-path", MT_LIST, MT_AT(test_data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX", "datasets to test on"},
-    {"mock-data", MT_FLAG, MT_AT(mock_data), MT_TRAIN, MT_OF_RUN, NULL, NULL, "make tokens up"},
-    {"tokens-file", MT_STRING, MT_AT(tokens_file), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
-     "int32 [iterations, global batch, seq + 1], fed in order"},
-    {"tokenizer-type", MT_CHOICE, MT_AT(tokenizer_type), MT_BOTH, MT_OF_RUN, NULL,
-     "HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer|ByteLevel",
-     "kind of tokenizer; found in the --load folder when not given"},
-    {"tokenizer-model", MT_STRING, MT_AT(tokenizer_model), MT_BOTH, MT_OF_RUN, NULL, "PATH", "its file or folder"},
-    {"dataloader-type", MT_CHOICE, MT_AT(dataloader_type), MT_TRAIN, MT_OF_RUN, "single", "single|cyclic",
-     "samples in order, once; or shuffled anew in every epoch"},
-    {"reset-position-ids", MT_FLAG, MT_AT(reset_position_ids), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "positions begin anew after an end of document"},
-    {"reset-attention-mask", MT_FLAG, MT_AT(reset_attention_mask), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "documents of a sample do not see one another"},
-    {"eod-mask-loss", MT_FLAG, MT_AT(eod_mask_loss), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "no loss where the input is an end of document"},
-
-    {.help = "evaluation, checkpoints, reports"},
-    {"eval-interval", MT_INT, MT_AT(eval_interval), MT_TRAIN, MT_OF_RUN, "1000", "[1,1000000000000]",
-     "steps between evaluations"},
-    {"eval-iters", MT_INT, MT_AT(eval_iters), MT_TRAIN, MT_OF_RUN, "100", "[0,1000000000]",
-     "global batches of an evaluation; 0: none"},
-    {"log-interval", MT_INT, MT_AT(log_interval), MT_TRAIN, MT_OF_RUN, "1", "[1,1000000000000]",
-     "steps between printed lines; Megatron prints every 100th"},
-    {"metrics", MT_STRING, MT_AT(metrics), MT_TRAIN, MT_OF_RUN, NULL, "FILE.jsonl", "write an object a step"},
-    {"profile", MT_FLAG, MT_AT(profile), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "time every operation and print, at the end, where a step's time went"},
-    {"tensorboard-dir", MT_STRING, MT_AT(tensorboard_dir), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
-     "write event files for TensorBoard"},
-    {"log-straggler", MT_FLAG, MT_AT(log_straggler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "with every printed line, the slowest and the fastest rank in each part of its step"},
-    {"trace", MT_STRING, MT_AT(trace), MT_TRAIN, MT_OF_RUN, NULL, "FILE.json",
-     "write a timeline of some steps on all ranks, for ui.perfetto.dev or chrome://tracing"},
-    {"trace-first-step", MT_INT, MT_AT(trace_first_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "first step that --trace records, counted from the start of this run; the second when not given"},
-    {"trace-last-step", MT_INT, MT_AT(trace_last_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "last one; the step after the first when not given"},
-    {"load", MT_STRING, MT_AT(load), MT_BOTH, MT_OF_RUN, NULL, "DIR",
-     "a Hugging Face folder, or one that --save wrote: shape and weights"},
-    {"hf-config", MT_STRING, MT_AT(hf_config), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
-     "take the shape from a config.json, weights at random"},
-    {"save", MT_STRING, MT_AT(save), MT_TRAIN, MT_OF_RUN, NULL, "DIR", "write checkpoints here"},
-    {"save-interval", MT_INT, MT_AT(save_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "steps between checkpoints; only at the end when not given"},
-    {"async-save", MT_FLAG, MT_AT(async_save), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "train on while a checkpoint is written: steps wait only until it is copied to host memory, which it takes"},
-    {"keep-checkpoints", MT_INT, MT_AT(keep_checkpoints), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "remove all but so many of the last checkpoints; all stay when not given"},
-    {"save-retain-interval", MT_INT, MT_AT(save_retain_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "steps between checkpoints that stay; others go when they are neither the last nor kept by --keep-checkpoints"},
-    {"finetune", MT_FLAG, MT_AT(finetune), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "load weights only and begin at iteration 0"},
-    {"no-load-optim", MT_FLAG, MT_AT(no_load_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not load optimizer state"},
-    {"no-load-rng", MT_FLAG, MT_AT(no_load_rng), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "go on with another --seed than the run was begun with: dropout and the order of data are drawn by it from here"},
-    {"auto-resume", MT_FLAG, MT_AT(auto_resume), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "go on from the last whole checkpoint in --save; begin as --load says only where there is none"},
-    {"exit-on-missing-checkpoint", MT_FLAG, MT_AT(exit_on_missing_checkpoint), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "end with an error, not begin anew, where a run that goes on from --save finds no checkpoint there"},
-    {"no-save-optim", MT_FLAG, MT_AT(no_save_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not save optimizer state"},
-    {"config", MT_STRING, MT_AT(config), MT_BOTH, MT_OF_RUN, NULL, "FILE.yaml",
-     "read options from a file; the command line wins"},
-
-    {.help = "generation (interactive without --prompt)"},
-    {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
-     "texts to continue, all at once; several are shown in order, a header before each"},
-    {"prompt-tokens", MT_STRING, MT_AT(prompt_tokens), MT_INFER, MT_OF_RUN, NULL, "1,2,3",
-     "tokens to continue; needs no tokenizer"},
-    {"print-tokens", MT_FLAG, MT_AT(print_tokens), MT_INFER, MT_OF_RUN, NULL, NULL,
-     "print the ids of new tokens, a line for each prompt, not text"},
-    {"max-new-tokens", MT_INT, MT_AT(max_new_tokens), MT_INFER, MT_OF_RUN, "256", "[0,1073741824]",
-     "tokens to add to a prompt"},
-    {"temperature", MT_REAL, MT_AT(temperature), MT_INFER, MT_OF_RUN, "1", "[0,1e6]", "0: always the likeliest token"},
-    {"top-k", MT_INT, MT_AT(top_k), MT_INFER, MT_OF_RUN, "0", "[0,16777216]", "draw from the k likeliest; 0: from all"},
-    {"top-p", MT_REAL, MT_AT(top_p), MT_INFER, MT_OF_RUN, "1", "(0,1]",
-     "draw from the likeliest that together have probability p"},
-
-    {.help = "scoring"},
-    {"score", MT_STRING, MT_AT(score), MT_INFER, MT_OF_RUN, NULL, "FILE.i32",
-     "int32 [sequences, seq length + 1] to score, forward only"},
-    {"out", MT_STRING, MT_AT(out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32", "log-probability of every label"},
-    {"entropy-out", MT_STRING, MT_AT(entropy_out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32",
-     "entropy of every distribution"},
-    {"logits-out", MT_STRING, MT_AT(logits_out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32", "all logits"},
-    {"max-sequences", MT_INT, MT_AT(max_sequences), MT_INFER, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "sequences to score; all when not given"},
-};
-
-enum { MT_NUM_OPTIONS = sizeof mt_option_table / sizeof mt_option_table[0] };
-
-_Static_assert(MT_NUM_OPTIONS <= 64 * sizeof((mt_options *)0)->given / sizeof(uint64_t),
-               "a bit of mt_options.given for every row");
-
-/* The first row of a field: aliases share its bit in `given`. */
-static const mt_option *mt_option_of(size_t offset) {
-    const mt_option *row = mt_option_table;
-    while (!row->name || row->offset != offset) row++;
-    return row;
+bool mt_options_gave(const mt_options *options, size_t offset) {
+    return options->given[offset / 64] >> offset % 64 & 1;
 }
 
-static bool mt_option_given(const mt_options *options, size_t offset) {
-    int64_t index = mt_option_of(offset) - mt_option_table;
-    return options->given[index / 64] >> index % 64 & 1;
+bool mt_options_converts(const mt_options *o) {
+    return MT_GIVEN(o, train_iters) && o->train_iters == 0 && o->train_samples == 0 && o->load && o->save;
 }
 
-static void mt_option_mark(mt_options *options, const mt_option *row) {
-    int64_t index = mt_option_of(row->offset) - mt_option_table;
-    options->given[index / 64] |= (uint64_t)1 << index % 64;
-}
-
-static bool *mt_option_bool(const mt_options *options, const mt_option *row) {
-    return (bool *)((char *)options + row->offset);
-}
-
-static int64_t *mt_option_int(const mt_options *options, const mt_option *row) {
-    return (int64_t *)((char *)options + row->offset);
-}
-
-static double *mt_option_real(const mt_options *options, const mt_option *row) {
-    return (double *)((char *)options + row->offset);
-}
-
-static char **mt_option_string(const mt_options *options, const mt_option *row) {
-    return (char **)((char *)options + row->offset);
-}
-
-static mt_strings *mt_option_list(const mt_options *options, const mt_option *row) {
-    return (mt_strings *)((char *)options + row->offset);
-}
-
-static void mt_strings_free(mt_strings *strings) {
-    for (int64_t i = 0; i < strings->count; i++) free(strings->items[i]);
-    free(strings->items);
-    *strings = (mt_strings){0};
-}
-
-static void mt_strings_add(mt_strings *strings, const char *text) {
-    strings->items = mt_realloc(strings->items, (strings->count + 1) * (int64_t)sizeof(char *));
-    strings->items[strings->count++] = mt_strdup(text);
-}
-
-static void mt_string_set(char **string, const char *text) {
+void mt_string_set(char **string, const char *text) {
     char *copy = text ? mt_strdup(text) : NULL; // before the free: text may be *string
     free(*string);
     *string = copy;
 }
 
-/* The fewest digits that read back as the same double. */
-static void mt_real_print(char text[32], double value) {
-    for (int digits = 6; digits <= 17; digits++) {
-        snprintf(text, 32, "%.*g", digits, value);
-        if (strtod(text, NULL) == value) return;
-    }
-}
+/* ==== §2a sizes, positions, lengths ============================================================================== */
 
-/* Layers with experts as --moe-layer-freq writes them: equal neighbours together, ([0]*3+[1]*58). */
-static char *mt_layer_freq_print(const char *layers) {
-    size_t room = 16 * strlen(layers) + 3, used = 1;
-    char *text = mt_calloc((int64_t)room);
-    text[0] = '(';
-    for (const char *at = layers; *at;) {
-        int64_t times = 0;
-        char layer = *at;
-        for (; *at == layer; at++) times++;
-        used += (size_t)snprintf(text + used, room - used, "%s[%c]*%lld", used > 1 ? "+" : "", layer, (long long)times);
-    }
-    text[used] = ')';
-    return text;
-}
-
-/* The value as the user would write it, to free; "" for a value that is not there. */
-static char *mt_option_text(const mt_options *options, const mt_option *row) {
-    char text[32] = "";
-    switch (row->type) {
-    case MT_FLAG:
-    case MT_NO:
-        return mt_strdup(*mt_option_bool(options, row) == (row->type == MT_FLAG) ? "true" : "false");
-    case MT_INT:
-        snprintf(text, sizeof text, "%lld", (long long)*mt_option_int(options, row));
-        return mt_strdup(text);
-    case MT_REAL:
-        mt_real_print(text, *mt_option_real(options, row));
-        return mt_strdup(text);
-    case MT_STRING:
-    case MT_OPTIONAL:
-    case MT_CHOICE:
-        return mt_strdup(*mt_option_string(options, row) ? *mt_option_string(options, row) : "");
-    case MT_LIST:
-        break;
-    }
-    const mt_strings *list = mt_option_list(options, row);
-    int64_t bytes = 1;
-    for (int64_t i = 0; i < list->count; i++) bytes += (int64_t)strlen(list->items[i]) + 1;
-    char *all = mt_calloc(bytes), *end = all;
-    for (int64_t i = 0; i < list->count; i++) end += sprintf(end, i ? " %s" : "%s", list->items[i]);
-    return all;
-}
-
-/* The option's name in files: with underscores. */
-static void mt_option_key(char key[80], const mt_option *row) {
-    snprintf(key, 80, "%s", row->name);
-    for (char *at = key; *at; at++)
-        if (*at == '-') *at = '_';
-}
-
-/* Copies one option's value between structs. */
-static void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row) {
-    switch (row->type) {
-    case MT_FLAG:
-    case MT_NO:
-        *mt_option_bool(to, row) = *mt_option_bool(from, row);
-        break;
-    case MT_INT:
-        *mt_option_int(to, row) = *mt_option_int(from, row);
-        break;
-    case MT_REAL:
-        *mt_option_real(to, row) = *mt_option_real(from, row);
-        break;
-    case MT_STRING:
-    case MT_OPTIONAL:
-    case MT_CHOICE:
-        mt_string_set(mt_option_string(to, row), *mt_option_string(from, row));
-        break;
-    case MT_LIST:
-        mt_strings_free(mt_option_list(to, row));
-        for (int64_t i = 0; i < mt_option_list(from, row)->count; i++)
-            mt_strings_add(mt_option_list(to, row), mt_option_list(from, row)->items[i]);
-        break;
-    }
-}
-
-static void mt_option_set_default(mt_options *options, const mt_option *row);
-
-static bool mt_option_is_default(const mt_options *options, const mt_option *row) {
-    mt_options defaults = {0}; // of numbers; many are asked for, so no text is made
-    const char *text = NULL;
-    bool is_text = row->type == MT_STRING || row->type == MT_OPTIONAL || row->type == MT_CHOICE;
-    if (row->type == MT_LIST) return mt_option_list(options, row)->count == 0;
-    for (const mt_option *other = mt_option_table; other < mt_option_table + MT_NUM_OPTIONS; other++) {
-        if (!other->name || other->offset != row->offset) continue; // an alias may have the default
-        if (other->fallback) text = other->fallback;
-        if (!is_text) mt_option_set_default(&defaults, other);
-    }
-    if (is_text) {
-        const char *value = *mt_option_string(options, row);
-        return value && text ? strcmp(value, text) == 0 : !value && !text;
-    }
-    if (row->type == MT_INT) return *mt_option_int(options, row) == *mt_option_int(&defaults, row);
-    if (row->type == MT_REAL) return *mt_option_real(options, row) == *mt_option_real(&defaults, row);
-    return *mt_option_bool(options, row) == *mt_option_bool(&defaults, row);
-}
-
-/* Whether a number is in the range of the table, "[low,high]" with ( and ) for ends that are not in it. */
-static bool mt_option_in_range(const mt_option *row, double value) {
-    char left, right;
-    double low, high;
-    MT_CHECK(sscanf(row->values, "%c%lf,%lf%c", &left, &low, &high, &right) == 4);
-    return (left == '(' ? value > low : value >= low) && (right == ')' ? value < high : value <= high);
-}
-
-/* Given, and not only to say what is so anyway. */
-static bool mt_option_used(const mt_options *options, size_t offset) {
-    return mt_option_given(options, offset) && !mt_option_is_default(options, mt_option_of(offset));
-}
-
-void mt_options_free(mt_options *options) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name) continue;
-        if (row->type == MT_STRING || row->type == MT_OPTIONAL || row->type == MT_CHOICE)
-            mt_string_set(mt_option_string(options, row), NULL);
-        if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
-    }
-    mt_string_set(&options->hf_family, NULL);
-    mt_string_set(&options->moe_layers, NULL);
-}
-
-/* ==== §2b the command line and YAML ============================================================================== */
-/* Both end in mt_option_set with a row, a text and a place for messages; the rest is finding those three. */
-
-/* A plain decimal: strtoll would also take blanks, and octal or hexadecimal if asked. */
-static bool mt_parse_int(const char *text, int64_t *value) {
-    const char *digits = text + (*text == '-');
-    if (!*digits || strspn(digits, "0123456789") != strlen(digits)) return false;
-    errno = 0;
-    *value = strtoll(text, NULL, 10);
-    return errno == 0;
-}
-
-static bool mt_parse_real(const char *text, double *value) {
-    char *end;
-    if (!*text || strspn(text, "0123456789+-.eE") != strlen(text)) return false; // no inf, nan or hexadecimal
-    *value = strtod(text, &end);
-    return *end == 0 && isfinite(*value);
-}
-
-/* Whether `text` is one of "a|b|c". */
-static bool mt_choice_has(const char *choices, const char *text) {
-    size_t length = strlen(text);
-    for (const char *at = choices; *at; at += strcspn(at, "|"), at += *at == '|')
-        if (strcspn(at, "|") == length && strncmp(at, text, length) == 0) return true;
-    return false;
-}
-
-/* Sets a value from its text and marks it as given; `where` names the option for messages. A list gets one more word.
- */
-static int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where,
-                         mt_error *error) {
-    bool is_true = strcmp(text, "true") == 0;
-    switch (row->type) {
-    case MT_FLAG:
-    case MT_NO:
-        if (!is_true && strcmp(text, "false") != 0)
-            return mt_error_set(error, "%s expects true or false, got '%.100s'", where, text);
-        *mt_option_bool(options, row) = is_true == (row->type == MT_FLAG);
-        break;
-    case MT_INT:
-        if (!mt_parse_int(text, mt_option_int(options, row)))
-            return mt_error_set(error, "%s expects a whole number, got '%.100s'", where, text);
-        break;
-    case MT_REAL:
-        if (!mt_parse_real(text, mt_option_real(options, row)))
-            return mt_error_set(error, "%s expects a number, got '%.100s'", where, text);
-        break;
-    case MT_CHOICE:
-        if (!mt_choice_has(row->values, text))
-            return mt_error_set(error, "%s expects %s, got '%.100s' (%s)", where, row->values, text, row->help);
-        mt_string_set(mt_option_string(options, row), text);
-        break;
-    case MT_STRING:
-        if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
-        mt_string_set(mt_option_string(options, row), text);
-        break;
-    case MT_OPTIONAL: // a file may say true or false
-        if (!*text) return mt_error_set(error, "%s expects %s or nothing at all", where, row->values);
-        mt_string_set(mt_option_string(options, row), is_true ? "-" : strcmp(text, "false") == 0 ? NULL : text);
-        break;
-    case MT_LIST:
-        mt_strings_add(mt_option_list(options, row), text);
-        break;
-    }
-    mt_option_mark(options, row);
-    return 0;
-}
-
-static void mt_option_set_default(mt_options *options, const mt_option *row) {
-    mt_error unused;
-    if (row->type == MT_NO) *mt_option_bool(options, row) = true;
-    if (row->fallback) MT_CHECK(mt_option_set(options, row, row->fallback, row->name, &unused) == 0);
-}
-
-void mt_options_default(mt_options *options) {
-    memset(options, 0, sizeof *options);
-    options->bos_token_id = options->eos_token_id = -1;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
-        if (row->name) mt_option_set_default(options, row);
-    memset(options->given, 0, sizeof options->given);
-}
-
-/* Names are compared with dashes; YAML writes underscores. */
-static bool mt_option_named(const mt_option *row, const char *name, size_t length) {
-    if (!row->name || strlen(row->name) != length) return false;
-    for (size_t i = 0; i < length; i++)
-        if (row->name[i] != (name[i] == '_' ? '-' : name[i])) return false;
-    return true;
-}
-
-static const mt_option *mt_option_find(const char *name, size_t length) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
-        if (mt_option_named(row, name, length)) return row;
-    return NULL;
-}
-
-/* Letters to insert, delete or exchange to get from one name to the other (Levenshtein); long names are cut. */
-static int mt_edit_distance(const char *a, size_t a_length, const char *b) {
-    enum { LONGEST = 64 };
-    int row[LONGEST + 1], b_length = (int)strlen(b) < LONGEST ? (int)strlen(b) : LONGEST;
-    for (int j = 0; j <= b_length; j++) row[j] = j;
-    for (int i = 1; i <= (int)a_length && i <= LONGEST; i++) {
-        int diagonal = row[0];
-        row[0] = i;
-        for (int j = 1; j <= b_length; j++) {
-            int replaced = diagonal + ((a[i - 1] == '_' ? '-' : a[i - 1]) != b[j - 1]);
-            int shorter = (row[j] < row[j - 1] ? row[j] : row[j - 1]) + 1;
-            diagonal = row[j];
-            row[j] = replaced < shorter ? replaced : shorter;
-        }
-    }
-    return row[b_length];
-}
-
-/* The program's option with the nearest name; NULL when none is near. */
-static const mt_option *mt_option_nearest(const char *name, size_t length, int program) {
-    const mt_option *nearest = NULL;
-    int least = length < 6 ? 2 : 2 + (int)length / 4;
-    if (length > 64) return NULL;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name || !(row->programs & program)) continue;
-        int distance = mt_edit_distance(name, length, row->name);
-        if (distance < least) least = distance, nearest = row;
-    }
-    return nearest;
-}
-
-/* Finds an option of the program, or says why there is none. `place` is where a file names it ("run.yaml:3: "), or ""
- * for the command line. */
-static const mt_option *mt_option_lookup(const char *name, size_t length, mt_program program, const char *place,
-                                         mt_error *error) {
-    const mt_option *row = mt_option_find(name, length);
-    if (row && row->programs & (int)program) return row;
-    const mt_option *nearest = row ? NULL : mt_option_nearest(name, length, (int)program);
-    const char *dashes = *place ? "" : "--";
-    char key[80] = "";
-    int shown = length < 100 ? (int)length : 100;
-    if (nearest) mt_option_key(key, nearest);
-    if (row)
-        mt_error_set(error, "%s%s%.*s is an option of %s, not of %s", place, dashes, shown, name,
-                     program == MT_PROGRAM_TRAIN ? "infer" : "train", program == MT_PROGRAM_TRAIN ? "train" : "infer");
-    else if (nearest)
-        mt_error_set(error, "%sunknown option %s%.*s; did you mean %s%s?", place, dashes, shown, name, dashes,
-                     *place ? key : nearest->name);
-    else
-        mt_error_set(error, "%sunknown option %s%.*s; --help lists them all", place, dashes, shown, name);
-    return NULL;
-}
-
-/* What the option expects, for --help and messages. */
-static const char *mt_option_metavar(const mt_option *row) {
-    return row->type == MT_INT ? "a whole number" : row->type == MT_REAL ? "a number" : row->values;
-}
-
-/* Takes the option at arguments[index]; returns the index after its values, or -1. */
-static int mt_options_read_argument(mt_options *options, mt_program program, int index, int count, char **arguments,
-                                    mt_error *error) {
-    const char *argument = arguments[index++];
-    if (strncmp(argument, "--", 2) != 0 || !argument[2])
-        return mt_error_set(error, "unexpected argument '%.100s'; options begin with -- (--help lists them)", argument);
-    const char *equals = strchr(argument, '=');
-    size_t length = equals ? (size_t)(equals - argument - 2) : strlen(argument) - 2;
-    const mt_option *row = mt_option_lookup(argument + 2, length, program, "", error);
-    if (!row) return -1;
-    char where[80];
-    snprintf(where, sizeof where, "--%s", row->name);
-    if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row)); // the last one wins
-    if (equals) return mt_option_set(options, row, equals + 1, where, error) ? -1 : index;
-    if (row->type == MT_FLAG || row->type == MT_NO)
-        return mt_option_set(options, row, "true", where, error) ? -1 : index;
-    int first = index;
-    while (index < count && strncmp(arguments[index], "--", 2) != 0 && (row->type == MT_LIST || index == first))
-        if (mt_option_set(options, row, arguments[index++], where, error)) return -1;
-    if (index == first && row->type == MT_OPTIONAL)
-        return mt_option_set(options, row, "true", where, error) ? -1 : index;
-    if (index == first) return mt_error_set(error, "%s expects %s, got nothing", where, mt_option_metavar(row));
-    return index;
-}
-
-static int mt_options_read_arguments(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
-    for (int index = 1; index < argc;) {
-        index = mt_options_read_argument(options, program, index, argc, argv, error);
-        if (index < 0) return -1;
-    }
-    return 0;
-}
-
-#ifdef MT_HAVE_YAML
-enum { MT_YAML_DEPTH = 8, MT_YAML_EVENTS = 100000 };
-
-/* A YAML text being read as a stream of events. */
-typedef struct mt_yaml {
-    yaml_parser_t parser;
-    yaml_event_t event;
-    bool has_event;
-    int64_t events;
-    uint64_t seen[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options that this text has named
-    mt_options *options;
-    mt_program program;
-    const char *path;
-    mt_error *error;
-} mt_yaml;
-
-/* Moves to the next event. Anchors are refused, and with them aliases that unfold without end. */
-static int mt_yaml_next(mt_yaml *yaml) {
-    if (yaml->has_event) yaml_event_delete(&yaml->event);
-    yaml->has_event = yaml_parser_parse(&yaml->parser, &yaml->event) != 0;
-    if (!yaml->has_event)
-        return mt_error_set(yaml->error, "%s:%lld: is not YAML: %s", yaml->path,
-                            (long long)yaml->parser.problem_mark.line + 1,
-                            yaml->parser.problem ? yaml->parser.problem : "it cannot be read");
-    const yaml_event_t *event = &yaml->event;
-    long long line = (long long)event->start_mark.line + 1;
-    if (++yaml->events > MT_YAML_EVENTS)
-        return mt_error_set(yaml->error, "%s:%lld: holds more than options could need", yaml->path, line);
-    if (event->type == YAML_ALIAS_EVENT || (event->type == YAML_SCALAR_EVENT && event->data.scalar.anchor) ||
-        (event->type == YAML_SEQUENCE_START_EVENT && event->data.sequence_start.anchor) ||
-        (event->type == YAML_MAPPING_START_EVENT && event->data.mapping_start.anchor))
-        return mt_error_set(yaml->error, "%s:%lld: anchors and aliases are not supported; write the value out",
-                            yaml->path, line);
-    return 0;
-}
-
-/* The event's text. A zero byte inside would cut it short. */
-static int mt_yaml_scalar(mt_yaml *yaml, const char **text) {
-    *text = (const char *)yaml->event.data.scalar.value;
-    if (strlen(*text) == yaml->event.data.scalar.length) return 0;
-    return mt_error_set(yaml->error, "%s:%lld: holds a zero byte", yaml->path,
-                        (long long)yaml->event.start_mark.line + 1);
-}
-
-static bool mt_yaml_is_null(const yaml_event_t *event) {
-    const char *text = (const char *)event->data.scalar.value;
-    return event->type == YAML_SCALAR_EVENT && event->data.scalar.style == YAML_PLAIN_SCALAR_STYLE &&
-           (!*text || strcmp(text, "~") == 0 || strcmp(text, "null") == 0);
-}
-
-/* The value of `row`: the event at hand is a scalar or begins a sequence. */
-static int mt_yaml_read_value(mt_yaml *yaml, const mt_option *row, const char *where) {
-    const char *text;
-    bool is_sequence = yaml->event.type == YAML_SEQUENCE_START_EVENT;
-    if (mt_yaml_is_null(&yaml->event)) return 0;
-    if (is_sequence && row->type != MT_LIST)
-        return mt_error_set(yaml->error, "%s expects %s, not a list", where, mt_option_metavar(row));
-    if (row->type == MT_LIST) mt_strings_free(mt_option_list(yaml->options, row));
-    if (is_sequence && mt_yaml_next(yaml)) return -1;
-    while (yaml->event.type != YAML_SEQUENCE_END_EVENT) {
-        if (yaml->event.type != YAML_SCALAR_EVENT)
-            return mt_error_set(yaml->error, "%s expects plain values in its list", where);
-        if (mt_yaml_scalar(yaml, &text) || mt_option_set(yaml->options, row, text, where, yaml->error)) return -1;
-        if (!is_sequence) return 0;
-        if (mt_yaml_next(yaml)) return -1;
-    }
-    return 0;
-}
-
-/* The option `name`, whose value is at hand; `place` is where the file names it. */
-static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *place) {
-    char where[400];
-    const mt_option *row = mt_option_lookup(name, strlen(name), yaml->program, place, yaml->error);
-    if (!row) return -1;
-    snprintf(where, sizeof where, "%s%.80s", place, name);
-    if (yaml->event.type == YAML_MAPPING_START_EVENT)
-        return mt_error_set(yaml->error, "%s expects %s, not a section", where, mt_option_metavar(row));
-    int64_t index = mt_option_of(row->offset) - mt_option_table;
-    if (yaml->seen[index / 64] >> index % 64 & 1)
-        return mt_error_set(yaml->error, "%s is given twice in this file", where);
-    yaml->seen[index / 64] |= (uint64_t)1 << index % 64;
-    return mt_yaml_read_value(yaml, row, where);
-}
-
-/* The event at hand is a key: reads it and its value, whose last event is then at hand. Where the value is a section,
- * `depth` grows instead; its name is not kept, because sections only group options. */
-static int mt_yaml_read_entry(mt_yaml *yaml, int *depth) {
-    char place[300];
-    const char *key;
-    long long line = (long long)yaml->event.start_mark.line + 1;
-    if (yaml->event.type != YAML_SCALAR_EVENT)
-        return mt_error_set(yaml->error, "%s:%lld: expects the name of an option", yaml->path, line);
-    if (mt_yaml_scalar(yaml, &key)) return -1;
-    char *name = mt_strdup(key); // the event goes when its value comes
-    snprintf(place, sizeof place, "%.250s:%lld: ", yaml->path, line);
-    int result = mt_yaml_next(yaml);
-    bool is_section = yaml->event.type == YAML_MAPPING_START_EVENT && !mt_option_find(name, strlen(name));
-    if (!result && !is_section) result = mt_yaml_read_option(yaml, name, place);
-    if (!result && is_section && ++*depth > MT_YAML_DEPTH)
-        result = mt_error_set(yaml->error, "%s%.80s: sections are nested deeper than %d", place, name, MT_YAML_DEPTH);
-    free(name);
-    return result;
-}
-
-/* One document, a mapping; or nothing at all. */
-static int mt_yaml_read(mt_yaml *yaml) {
-    int depth = 1;
-    do
-        if (mt_yaml_next(yaml)) return -1;
-    while (yaml->event.type == YAML_STREAM_START_EVENT || yaml->event.type == YAML_DOCUMENT_START_EVENT);
-    if (yaml->event.type == YAML_STREAM_END_EVENT || mt_yaml_is_null(&yaml->event)) return 0;
-    if (yaml->event.type != YAML_MAPPING_START_EVENT)
-        return mt_error_set(yaml->error, "%s:%lld: expects lines such as `num_layers: 12`", yaml->path,
-                            (long long)yaml->event.start_mark.line + 1);
-    while (depth > 0) {
-        if (mt_yaml_next(yaml)) return -1;
-        if (yaml->event.type == YAML_MAPPING_END_EVENT)
-            depth--;
-        else if (mt_yaml_read_entry(yaml, &depth))
-            return -1;
-    }
-    if (mt_yaml_next(yaml) || mt_yaml_next(yaml)) return -1;
-    if (yaml->event.type == YAML_STREAM_END_EVENT) return 0;
-    return mt_error_set(yaml->error, "%s:%lld: a second document; options are one", yaml->path,
-                        (long long)yaml->event.start_mark.line + 1);
-}
-
-int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
-                         mt_error *error) {
-    mt_yaml yaml = {.options = options, .program = program, .path = path, .error = error};
-    if (!yaml_parser_initialize(&yaml.parser)) return mt_error_set(error, "%s: no memory to read YAML", path);
-    yaml_parser_set_input_string(&yaml.parser, (const unsigned char *)text, (size_t)bytes);
-    int result = mt_yaml_read(&yaml);
-    if (yaml.has_event) yaml_event_delete(&yaml.event);
-    yaml_parser_delete(&yaml.parser);
-    return result;
-}
-#else
-int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
-                         mt_error *error) {
-    (void)options, (void)program, (void)text, (void)bytes;
-    return mt_error_set(error, "--config %s: built without libyaml; `make deps` installs it", path);
-}
-#endif
-
-/* --train-iters 0: nothing is trained, so there is neither a schedule nor data. */
-static bool mt_options_converts(const mt_options *o) {
-    return mt_option_given(o, MT_AT(train_iters)) && o->train_iters == 0 && o->train_samples == 0 && o->load && o->save;
-}
-
-/* A run that goes on from its own folder: --load is --save, where that has a whole checkpoint, or else as it would be
- * without. What --auto-resume goes on from is all of the run, whatever --load was to give to its beginning. */
-static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
-    bool same = o->load && o->save && strcmp(o->load, o->save) == 0;
-    if (!o->save || (!same && !o->auto_resume)) return 0;
-    if (mt_checkpoint_exists(o->save)) {
-        char *path = mt_checkpoint_resolve_whole(o->save, error);
-        free(path);
-        if (!path) return -1;
-        if (!same) o->finetune = o->no_load_optim = o->no_load_rng = false;
-        mt_string_set(&o->load, o->save);
-        return 0;
-    }
-    if (o->exit_on_missing_checkpoint)
-        return mt_error_set(error,
-                            "%s: holds no checkpoint to go on from; check --save, or leave out "
-                            "--exit-on-missing-checkpoint",
-                            o->save);
-    if (same) mt_string_set(&o->load, NULL);
-    if (mt_launch_rank() == 0) printf("%s holds no checkpoint: the run begins anew\n", o->save);
-    return 0;
-}
-
-/* Takes the model's shape from config.json, where --load or --hf-config says that there is one. */
-static int mt_options_read_shape(mt_options *options, mt_error *error) {
-    if (!options->load && !options->hf_config) return 0;
-    if (options->load && options->hf_config)
-        return mt_error_set(error, "--load and --hf-config exclude each other: the folder %s has a config.json",
-                            options->load);
-    int64_t bytes;
-    char *path = !options->load                   ? mt_strdup(options->hf_config)
-                 : mt_options_falls_back(options) ? mt_checkpoint_resolve_whole(options->load, error)
-                                                  : mt_checkpoint_resolve(options->load, error);
-    if (!path) return -1;
-    if (options->load) path = strcat(mt_realloc(path, (int64_t)strlen(path) + 16), "/config.json");
-    char *json = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
-    int result = json ? mt_options_take_shape(options, json, bytes, path, options->load != NULL, error) : -1;
-    free(json), free(path);
-    return result;
-}
-
-static int mt_options_read_config(mt_options *options, mt_program program, const char *path, mt_error *error) {
-    int64_t bytes;
-    char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
-    int result = text ? mt_options_read_yaml(options, program, text, bytes, path, error) : -1;
-    free(text);
-    if (!result && options->config)
-        return mt_error_set(error, "%s: names another --config; one file is read, from the command line", path);
-    return result;
-}
-
-int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
-    mt_options_default(options);
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-h") != 0) continue;
-        if (mt_launch_rank() == 0) mt_options_help(program, stdout);
-        exit(0);
-    }
-    if (mt_options_read_arguments(options, program, argc, argv, error)) return -1;
-    if (options->config) { // once more, the file first: what comes later wins
-        char *path = mt_strdup(options->config);
-        mt_options_free(options);
-        mt_options_default(options);
-        int result = mt_options_read_config(options, program, path, error);
-        free(path);
-        if (result || mt_options_read_arguments(options, program, argc, argv, error)) return -1;
-    }
-    if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
-    return mt_options_read_shape(options, error);
-}
-
-/* ==== §2c config.json of Hugging Face ============================================================================ */
-/* Families of transformers, and one of our own for what none of them can say. Values are checked against the
- * table, so what is written here can be read here. */
-
-/* A config.json being read. Only the first error is kept, so that a reader can go on to its end. */
-typedef struct mt_config {
-    json_t *root;
-    const char *path;
-    mt_error *error;
-    bool failed;
-} mt_config;
-
-__attribute__((format(printf, 2, 3))) static void mt_config_fail(mt_config *config, const char *format, ...) {
-    char text[800];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
-    va_end(arguments);
-    if (!config->failed) mt_error_set(config->error, "%.200s: %s", config->path, text);
-    config->failed = true;
-}
-
-/* The value of a key; NULL when it is absent or null. */
-static json_t *mt_config_get(const json_t *object, const char *key) {
-    json_t *value = json_object_get(object, key);
-    return json_is_null(value) ? NULL : value;
-}
-
-/* Sets an option from a key, where the object has it; the table says its type and range. */
-static void mt_config_read_option(mt_config *config, const json_t *object, const char *key, mt_options *options,
-                                  size_t offset) {
-    const json_t *value = mt_config_get(object, key);
-    const mt_option *row = mt_option_of(offset);
-    if (!value) return;
-    if (row->type == MT_INT ? !json_is_integer(value) : !json_is_number(value)) {
-        mt_config_fail(config, "\"%s\" must be a %snumber", key, row->type == MT_INT ? "whole " : "");
-        return;
-    }
-    if (row->type == MT_INT)
-        *mt_option_int(options, row) = json_integer_value(value);
-    else
-        *mt_option_real(options, row) = json_number_value(value);
-    if (!mt_option_in_range(row, json_number_value(value)))
-        mt_config_fail(config, "\"%s\" is %g, must be in %s", key, json_number_value(value), row->values);
-}
-
-/* The same for a key that every file of the kind has. */
-static void mt_config_read_size(mt_config *config, const char *key, mt_options *options, size_t offset) {
-    if (!mt_config_get(config->root, key)) mt_config_fail(config, "\"%s\" is missing", key);
-    mt_config_read_option(config, config->root, key, options, offset);
-}
-
-static bool mt_config_bool(mt_config *config, const char *key, bool fallback) {
-    const json_t *value = mt_config_get(config->root, key);
-    if (value && !json_is_boolean(value)) mt_config_fail(config, "\"%s\" must be true or false", key);
-    return json_is_boolean(value) ? json_is_true(value) : fallback;
-}
-
-static const char *mt_config_string(mt_config *config, const json_t *object, const char *key, const char *fallback) {
-    const json_t *value = mt_config_get(object, key);
-    if (value && !json_is_string(value)) mt_config_fail(config, "\"%s\" must be a string", key);
-    return json_is_string(value) ? json_string_value(value) : fallback;
-}
-
-/* A token id, or the first of a list of them; -1 when there is none or the vocabulary does not hold it. */
-static int64_t mt_config_token(mt_config *config, const char *key, int64_t vocab_size) {
-    const json_t *value = mt_config_get(config->root, key);
-    if (json_is_array(value)) value = json_array_get(value, 0);
-    if (!value) return -1;
-    if (!json_is_integer(value)) mt_config_fail(config, "\"%s\" must be a token or a list of tokens", key);
-    int64_t token = json_integer_value(value);
-    return token >= 0 && token < vocab_size ? token : -1;
-}
-
-/* Keys that would change what the model computes, and are not supported when true. */
-static void mt_config_refuse(mt_config *config) {
-    static const char *const keys[] = {"scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
-                                       "add_cross_attention", "is_encoder_decoder", "use_mrope"};
-    for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++)
-        if (mt_config_bool(config, keys[i], false)) mt_config_fail(config, "\"%s\": true is not supported", keys[i]);
-    if (!mt_config_bool(config, "scale_attn_weights", true))
-        mt_config_fail(config, "\"scale_attn_weights\": false is not supported");
-    if (mt_config_get(config->root, "quantization_config"))
-        mt_config_fail(config, "quantized weights (\"quantization_config\") are not supported; load the fp32, bf16 or "
-                               "fp16 model");
-}
-
-/* The stretch of rotary positions, under either of its keys: newer files have rope_parameters with the base inside,
- * older ones rope_scaling beside rope_theta. */
-static void mt_config_read_rope(mt_config *config, mt_options *options) {
-    static const struct {
-        const char *key;
-        size_t offset;
-    } numbers[] = {
-        {"factor", MT_AT(rope_scaling_factor)},
-        {"original_max_position_embeddings", MT_AT(original_max_position_embeddings)},
-        {"low_freq_factor", MT_AT(rope_low_freq_factor)},
-        {"high_freq_factor", MT_AT(rope_high_freq_factor)},
-        {"beta_fast", MT_AT(yarn_beta_fast)},
-        {"beta_slow", MT_AT(yarn_beta_slow)},
-        {"mscale", MT_AT(yarn_mscale)},
-        {"mscale_all_dim", MT_AT(yarn_mscale_all_dim)},
-        {"attention_factor", MT_AT(yarn_attention_factor)},
-    };
-    const json_t *rope = mt_config_get(config->root, "rope_parameters");
-    if (!rope) rope = mt_config_get(config->root, "rope_scaling");
-    if (rope && !json_is_object(rope)) mt_config_fail(config, "the parameters of RoPE must be an object");
-    const json_t *base = mt_config_get(rope, "rope_theta") ? rope : config->root;
-    mt_config_read_option(config, base, "rope_theta", options, MT_AT(rotary_base));
-    const char *older = mt_config_string(config, rope, "type", "default");
-    const char *type = mt_config_string(config, rope, "rope_type", older);
-    if (strcmp(type, "default") == 0) type = "none";
-    if (!mt_choice_has("none|linear|llama3|yarn", type))
-        mt_config_fail(config, "RoPE of type \"%.40s\" is not supported; default, linear, llama3 and yarn are", type);
-    const json_t *partial = mt_config_get(rope, "partial_rotary_factor");
-    if (!partial) partial = mt_config_get(config->root, "partial_rotary_factor");
-    if (partial && json_number_value(partial) != 1)
-        mt_config_fail(config, "\"partial_rotary_factor\" other than 1 is not supported");
-    if (json_is_false(json_object_get(rope, "truncate")))
-        mt_config_fail(config, "RoPE with \"truncate\": false is not supported");
-    mt_string_set(&options->rope_scaling_type, type);
-    if (strcmp(type, "none") == 0) return;
-    if (!mt_config_get(rope, "factor")) mt_config_fail(config, "RoPE of type \"%s\" needs a \"factor\"", type);
-    if (strcmp(type, "linear") != 0) options->original_max_position_embeddings = options->max_position_embeddings;
-    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
-        if (i == 0 || strcmp(type, "linear") != 0)
-            mt_config_read_option(config, rope, numbers[i].key, options, numbers[i].offset);
-}
-
-/* How many of the layers of a Qwen model look through the sliding window: layer_types says, or else those from
- * max_window_layers on. */
-static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
-    const json_t *types = mt_config_get(config->root, "layer_types");
-    int64_t sliding = 0;
-    if (!types) {
-        const json_t *value = mt_config_get(config->root, "max_window_layers");
-        if (value && !json_is_integer(value)) mt_config_fail(config, "\"max_window_layers\" must be a whole number");
-        int64_t first = value ? json_integer_value(value) : 28; // Qwen2Config's default
-        return first >= num_layers ? 0 : first <= 0 ? num_layers : num_layers - first;
-    }
-    if (!json_is_array(types) || (int64_t)json_array_size(types) != num_layers)
-        mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)num_layers);
-    for (size_t i = 0; i < json_array_size(types); i++) {
-        const char *type = json_string_value(json_array_get(types, i));
-        if (!type || !mt_choice_has("full_attention|sliding_attention", type))
-            mt_config_fail(config, "\"layer_types\" holds %.40s; full_attention and sliding_attention are supported",
-                           type ? type : "something else than strings");
-        else
-            sliding += *type == 's';
-    }
-    return sliding;
-}
-
-static void mt_config_read_window(mt_config *config, mt_options *options) {
-    bool is_mistral = mt_choice_has("mistral|mixtral", options->hf_family);
-    if (strcmp(options->hf_family, "llama") == 0) return; // transformers reads no window there
-    if (!is_mistral && !mt_config_bool(config, "use_sliding_window", false)) return;
-    if (!json_is_null(json_object_get(config->root, "sliding_window"))) options->window_size = 4096; // when not given
-    mt_config_read_option(config, config->root, "sliding_window", options, MT_AT(window_size));
-    if (is_mistral || options->window_size == 0) return;
-    int64_t sliding = mt_config_sliding_layers(config, options->num_layers);
-    if (sliding > 0 && sliding < options->num_layers)
-        mt_config_fail(config, "%lld of %lld layers have a sliding window; a mixture is not supported",
-                       (long long)sliding, (long long)options->num_layers);
-    if (sliding == 0) options->window_size = 0;
-}
-
-static void mt_config_read_gpt2(mt_config *config, mt_options *options) {
-    const char *activation = mt_config_string(config, config->root, "activation_function", "gelu_new");
-    mt_config_read_size(config, "n_layer", options, MT_AT(num_layers));
-    mt_config_read_size(config, "n_embd", options, MT_AT(hidden_size));
-    mt_config_read_size(config, "n_head", options, MT_AT(num_attention_heads));
-    mt_config_read_size(config, "n_positions", options, MT_AT(max_position_embeddings));
-    mt_config_read_option(config, config->root, "n_inner", options, MT_AT(ffn_hidden_size));
-    mt_config_read_option(config, config->root, "layer_norm_epsilon", options, MT_AT(norm_epsilon));
-    mt_config_read_option(config, config->root, "embd_pdrop", options, MT_AT(hidden_dropout));
-    double embedding_dropout = options->hidden_dropout;
-    options->hidden_dropout = 0.1; // GPT2Config's default, for all three
-    mt_config_read_option(config, config->root, "resid_pdrop", options, MT_AT(hidden_dropout));
-    mt_config_read_option(config, config->root, "attn_pdrop", options, MT_AT(attention_dropout));
-    if (embedding_dropout != options->hidden_dropout)
-        mt_config_fail(config, "\"embd_pdrop\" and \"resid_pdrop\" differ; one hidden dropout is supported: make them "
-                               "equal");
-    if (!mt_choice_has("gelu_new|gelu|gelu_pytorch_tanh", activation))
-        mt_config_fail(config,
-                       "\"activation_function\" \"%.40s\" is not supported; gelu_new, gelu_pytorch_tanh and gelu are",
-                       activation);
-    options->openai_gelu = strcmp(activation, "gelu") != 0;
-    options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", true);
-}
-
-/* The sizes of Llama, Mistral, Qwen2 and Qwen3. */
-static void mt_config_read_llama_sizes(mt_config *config, mt_options *options) {
-    mt_config_read_size(config, "num_hidden_layers", options, MT_AT(num_layers));
-    mt_config_read_size(config, "hidden_size", options, MT_AT(hidden_size));
-    mt_config_read_size(config, "intermediate_size", options, MT_AT(ffn_hidden_size));
-    mt_config_read_size(config, "num_attention_heads", options, MT_AT(num_attention_heads));
-    mt_config_read_size(config, "max_position_embeddings", options, MT_AT(max_position_embeddings));
-    mt_config_read_option(config, config->root, "num_key_value_heads", options, MT_AT(num_query_groups));
-    if (strcmp(options->hf_family, "llama") != 0 && !json_object_get(config->root, "num_key_value_heads"))
-        mt_config_fail(config, "\"num_key_value_heads\" is missing");
-    if (options->num_query_groups == options->num_attention_heads) options->num_query_groups = 0; // one group a head
-    options->group_query_attention = options->num_query_groups != 0;
-    bool is_qwen3 = strncmp(options->hf_family, "qwen3", 5) == 0;
-    if (is_qwen3 && !json_object_get(config->root, "head_dim")) options->kv_channels = 128; // Qwen3Config's default
-    mt_config_read_option(config, config->root, "head_dim", options, MT_AT(kv_channels));
-}
-
-/* Which layers of Qwen2-MoE, Qwen3-MoE and DeepSeek-V3 have experts. */
-static void mt_config_read_expert_layers(mt_config *config, mt_options *options) {
-    const json_t *dense = mt_config_get(config->root, "mlp_only_layers");
-    const json_t *step = mt_config_get(config->root, "decoder_sparse_step");
-    const json_t *first = mt_config_get(config->root, "first_k_dense_replace");
-    int64_t every = step ? json_integer_value(step) : 1, leading = json_integer_value(first);
-    if (config->failed || options->num_layers == 0) return;
-    if (every < 1) mt_config_fail(config, "\"decoder_sparse_step\" must be a number above 0");
-    if (dense && !json_is_array(dense)) mt_config_fail(config, "\"mlp_only_layers\" must be a list");
-    if (config->failed) return;
-    char *layers = mt_calloc(options->num_layers + 1);
-    for (int64_t i = 0; i < options->num_layers; i++) layers[i] = i >= leading && (i + 1) % every == 0 ? '1' : '0';
-    for (size_t i = 0; i < json_array_size(dense); i++) {
-        int64_t layer = json_integer_value(json_array_get(dense, i));
-        if (layer >= 0 && layer < options->num_layers) layers[layer] = '0';
-    }
-    bool any = strchr(layers, '1') != NULL;
-    char *text = mt_layer_freq_print(layers);
-    mt_string_set(&options->moe_layer_freq, strchr(layers, '0') ? text : "1");
-    if (!any) mt_config_fail(config, "no layer has experts");
-    free(text), free(layers);
-}
-
-/* The experts of Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3. */
-static void mt_config_read_experts(mt_config *config, mt_options *options) {
-    bool is_mixtral = strcmp(options->hf_family, "mixtral") == 0,
-         is_qwen = mt_choice_has("qwen2_moe|qwen3_moe", options->hf_family);
-    const char *names[] = {"num_local_experts", "num_experts", "n_routed_experts"}, *name = NULL;
-    for (size_t i = 0; i < 3; i++)
-        if (mt_config_get(config->root, names[i])) name = names[i];
-    if (!name) mt_config_fail(config, "\"%s\" is missing", names[is_mixtral ? 0 : is_qwen ? 1 : 2]);
-    if (!name) return;
-    mt_config_read_size(config, name, options, MT_AT(num_experts));
-    mt_config_read_size(config, "num_experts_per_tok", options, MT_AT(moe_router_topk));
-    mt_config_read_option(config, config->root, "router_aux_loss_coef", options, MT_AT(moe_aux_loss_coeff));
-    mt_config_read_size(config, is_mixtral ? "intermediate_size" : "moe_intermediate_size", options,
-                        MT_AT(moe_ffn_hidden_size));
-    if (is_mixtral) return;
-    mt_config_read_expert_layers(config, options);
-    bool normalised = mt_config_bool(config, "norm_topk_prob", !is_qwen);
-    if (is_qwen) options->moe_router_pre_softmax = !normalised;
-    options->moe_shared_expert_gate = strcmp(options->hf_family, "qwen2_moe") == 0;
-    if (options->moe_shared_expert_gate)
-        mt_config_read_size(config, "shared_expert_intermediate_size", options,
-                            MT_AT(moe_shared_expert_intermediate_size));
-    if (is_qwen) return;
-    if (!normalised) mt_config_fail(config, "\"norm_topk_prob\": false is not supported for deepseek_v3");
-    mt_string_set(&options->moe_router_score_function, "sigmoid");
-    options->moe_router_enable_expert_bias = true;
-    mt_config_read_option(config, config->root, "n_group", options, MT_AT(moe_router_num_groups));
-    mt_config_read_option(config, config->root, "topk_group", options, MT_AT(moe_router_group_topk));
-    mt_config_read_option(config, config->root, "routed_scaling_factor", options,
-                          MT_AT(moe_router_topk_scaling_factor));
-    mt_config_read_option(config, config->root, "n_shared_experts", options,
-                          MT_AT(moe_shared_expert_intermediate_size));
-    options->moe_shared_expert_intermediate_size *= options->moe_ffn_hidden_size;
-    if (options->moe_router_num_groups == 1 || options->moe_router_num_groups == options->moe_router_group_topk)
-        options->moe_router_num_groups = options->moe_router_group_topk = 0; // all groups: none
-    options->moe_router_group_best = 2;
-}
-
-/* Llama, Mistral, Qwen2 and Qwen3: the same block but for biases, norms of heads and windows. */
-static void mt_config_read_llama(mt_config *config, mt_options *options) {
-    const char *activation = mt_config_string(config, config->root, "hidden_act", "silu");
-    bool is_qwen2 = strcmp(options->hf_family, "qwen2") == 0;
-    bool is_qwen3 = strncmp(options->hf_family, "qwen3", 5) == 0; // qwen3_moe too
-    bool is_llama = strcmp(options->hf_family, "llama") == 0;
-    mt_config_read_llama_sizes(config, options);
-    options->norm_epsilon = 1e-6; // what their classes in transformers have by default
-    options->hidden_dropout = options->attention_dropout = 0;
-    mt_config_read_option(config, config->root, "rms_norm_eps", options, MT_AT(norm_epsilon));
-    mt_config_read_option(config, config->root, "hidden_dropout", options, MT_AT(hidden_dropout));
-    mt_config_read_option(config, config->root, "attention_dropout", options, MT_AT(attention_dropout));
-    if (!mt_choice_has("silu|swish", activation))
-        mt_config_fail(config, "\"hidden_act\" \"%.40s\" is not supported; silu is", activation);
-    options->swiglu = true;
-    options->qk_layernorm = is_qwen3;
-    mt_string_set(&options->normalization, "RMSNorm");
-    mt_string_set(&options->position_embedding_type, "rope");
-    options->attention_output_bias = (is_llama || is_qwen3) && mt_config_bool(config, "attention_bias", false);
-    options->add_qkv_bias = is_qwen2 || options->attention_output_bias;
-    if (strcmp(options->hf_family, "qwen2_moe") == 0) options->add_qkv_bias = mt_config_bool(config, "qkv_bias", true);
-    options->mlp_bias = is_llama && mt_config_bool(config, "mlp_bias", false);
-    options->add_bias_linear = options->attention_output_bias && options->mlp_bias;
-    options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", false);
-    mt_config_read_rope(config, options);
-    mt_config_read_window(config, options);
-    if (mt_choice_has("mixtral|qwen2_moe|qwen3_moe", options->hf_family)) mt_config_read_experts(config, options);
-}
-
-/* The attention of DeepSeek-V3. "head_dim" is that of what turns. */
-static void mt_config_read_latent(mt_config *config, mt_options *options) {
-    int64_t groups = options->num_query_groups;
-    options->multi_latent_attention = true;
-    options->q_lora_rank = json_object_get(config->root, "q_lora_rank") ? 0 : 1536; // DeepseekV3Config's default
-    mt_config_read_option(config, config->root, "q_lora_rank", options, MT_AT(q_lora_rank));
-    mt_config_read_size(config, "kv_lora_rank", options, MT_AT(kv_lora_rank));
-    mt_config_read_size(config, "qk_nope_head_dim", options, MT_AT(qk_head_dim));
-    mt_config_read_size(config, "qk_rope_head_dim", options, MT_AT(qk_pos_emb_head_dim));
-    mt_config_read_size(config, "v_head_dim", options, MT_AT(v_head_dim));
-    options->rotary_interleaved = mt_config_bool(config, "rope_interleave", true);
-    options->kv_channels = 0; // follows from them
-    if (groups != 0)
-        mt_config_fail(config,
-                       "\"num_key_value_heads\" is %lld and \"num_attention_heads\" %lld; with a latent "
-                       "every head has its own key and value: make them equal",
-                       (long long)groups, (long long)options->num_attention_heads);
-    if (mt_config_bool(config, "attention_bias", false))
-        mt_config_fail(config, "\"attention_bias\": true is not supported with latent attention");
-}
-
-/* Llama's block with another attention, and experts in the layers from first_k_dense_replace on. Whether the modules of
- * multi-token prediction are in the folder too is not said: transformers leaves them out and keeps their number. This
- * program says it, under its option's name. */
-static void mt_config_read_deepseek(mt_config *config, mt_options *options) {
-    mt_config_read_llama(config, options);
-    mt_config_read_latent(config, options);
-    options->mtp_layers_stored = json_integer_value(mt_config_get(config->root, "num_nextn_predict_layers"));
-    mt_config_read_option(config, config->root, "mtp_num_layers", options, MT_AT(mtp_num_layers));
-    const json_t *dense = mt_config_get(config->root, "first_k_dense_replace");
-    if (!dense || json_integer_value(dense) < options->num_layers) mt_config_read_experts(config, options);
-}
-
-/* A model that no family of transformers describes: this program's own options, under their names. */
-static void mt_config_read_megatron(mt_config *config, mt_options *options) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        char key[80], where[100], number[32];
-        if (!row->name || row->origin == MT_OF_RUN || mt_option_of(row->offset) != row) continue;
-        mt_option_key(key, row);
-        const json_t *value = mt_config_get(config->root, key);
-        if (!value) continue;
-        snprintf(where, sizeof where, "\"%s\"", key);
-        const char *text = json_is_boolean(value) ? (json_is_true(value) ? "true" : "false") : number;
-        if (json_is_integer(value))
-            snprintf(number, sizeof number, "%lld", (long long)json_integer_value(value));
-        else if (json_is_real(value))
-            mt_real_print(number, json_real_value(value));
-        else if (json_is_string(value))
-            text = json_string_value(value);
-        else if (!json_is_boolean(value))
-            text = "an array or object";
-        mt_error problem;
-        if (mt_option_set(options, row, text, where, &problem)) mt_config_fail(config, "%s", problem.text);
-    }
-    memset(options->given, 0, sizeof options->given);
-    options->mtp_layers_stored = options->mtp_num_layers;
-    options->attention_output_bias = mt_config_bool(config, "attention_output_bias", false);
-    options->mlp_bias = mt_config_bool(config, "mlp_bias", false);
-}
-
-/* Sets `shape`, which holds defaults, to what a file of a supported family says. */
-static void mt_config_read_family(mt_config *config, mt_options *shape, const char *family) {
-    mt_error problem;
-    mt_string_set(&shape->hf_family, family);
-    mt_config_read_size(config, "vocab_size", shape, MT_AT(vocab_size));
-    mt_config_read_option(config, config->root, "initializer_range", shape, MT_AT(init_method_std));
-    shape->bos_token_id = mt_config_token(config, "bos_token_id", shape->vocab_size);
-    shape->eos_token_id = mt_config_token(config, "eos_token_id", shape->vocab_size);
-    mt_config_refuse(config);
-    if (strcmp(family, "megatron") == 0)
-        mt_config_read_megatron(config, shape);
-    else if (strcmp(family, "gpt2") == 0)
-        mt_config_read_gpt2(config, shape);
-    else if (strcmp(family, "deepseek_v3") == 0)
-        mt_config_read_deepseek(config, shape);
-    else
-        mt_config_read_llama(config, shape);
-    if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(config, "%s", problem.text);
-    int64_t heads = shape->num_attention_heads, groups = shape->num_query_groups;
-    if (!config->failed && groups > 0 && heads % groups != 0)
-        mt_config_fail(config, "the %lld heads do not divide into %lld groups", (long long)heads, (long long)groups);
-}
-
-static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, mt_error *error) {
-    json_error_t problem;
-    mt_config config = {.path = path, .error = error};
-    config.root = json_loadb(json, (size_t)bytes, JSON_REJECT_DUPLICATES, &problem);
-    if (!config.root) return mt_error_set(error, "%s:%d: is not JSON: %s", path, problem.line, problem.text);
-    const char *family = mt_config_string(&config, config.root, "model_type", NULL);
-    if (!json_is_object(config.root))
-        mt_config_fail(&config, "must hold a JSON object");
-    else if (!family ||
-             !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|mixtral|qwen2_moe|qwen3_moe|deepseek_v3|megatron", family))
-        mt_config_fail(&config,
-                       "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe and "
-                       "deepseek_v3 are supported",
-                       family ? family : "missing");
-    else
-        mt_config_read_family(&config, shape, family);
-    json_decref(config.root);
-    return config.failed ? -1 : 0;
-}
-
-/* Weights were trained for one value of these: another one that was given is an error. */
-static int mt_options_check_weights(const mt_options *options, const mt_options *shape, const char *path,
-                                    mt_error *error) {
-    bool learned = strcmp(shape->position_embedding_type, "learned_absolute") == 0;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name || !mt_option_given(options, row->offset)) continue;
-        if (row->origin != MT_OF_WEIGHTS && !(learned && row->offset == MT_AT(max_position_embeddings))) continue;
-        char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
-        int result = 0;
-        if (strcmp(given, theirs) != 0)
-            result = mt_error_set(error, "--%s is %.60s, but the weights have %.60s (%.200s); leave the option out",
-                                  row->name, given, theirs, path);
-        free(given), free(theirs);
-        if (result) return result;
-    }
-    return 0;
-}
-
-/* Copies the model that config.json describes into the options that were not given. */
-static int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path,
-                                 bool has_weights, mt_error *error) {
-    mt_options shape;
-    mt_options_default(&shape);
-    int result = mt_config_read(&shape, json, bytes, path, error);
-    if (!result && has_weights) {
-        mt_options_derive_sizes(&shape);
-        result = mt_options_check_weights(options, &shape, path, error);
-    }
-    if (!result) {
-        // Biases that config.json tells apart from --disable-bias-linear stay unless the user said otherwise.
-        bool same_biases =
-            !mt_option_given(options, MT_AT(add_bias_linear)) || options->add_bias_linear == shape.add_bias_linear;
-        options->attention_output_bias = same_biases && shape.attention_output_bias;
-        options->mlp_bias = same_biases && shape.mlp_bias;
-        options->moe_router_group_best = shape.moe_router_group_best;
-        options->mtp_layers_stored = shape.mtp_layers_stored;
-        options->bos_token_id = shape.bos_token_id;
-        options->eos_token_id = shape.eos_token_id;
-        mt_string_set(&options->hf_family, shape.hf_family);
-        for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
-            if (row->name && row->origin != MT_OF_RUN && !mt_option_given(options, row->offset))
-                mt_option_copy(options, &shape, row);
-    }
-    mt_options_free(&shape);
-    return result;
-}
-
-int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error) {
-    return mt_options_take_shape(options, json, bytes, path, false, error);
-}
-
-/* Whether transformers' implementation of a family computes what the options describe. */
-static bool mt_family_fits(const mt_options *o, const char *family) {
-    bool qkv = o->add_qkv_bias, output = o->attention_output_bias, mlp = o->mlp_bias;
-    bool layernorm = strcmp(o->normalization, "LayerNorm") == 0;
-    if (strcmp(family, "gpt2") == 0)
-        return layernorm && !o->multi_latent_attention && strcmp(o->position_embedding_type, "learned_absolute") == 0 &&
-               !o->swiglu && qkv && output && mlp && !o->qk_layernorm && o->window_size == 0 &&
-               o->num_query_groups == o->num_attention_heads &&
-               o->kv_channels * o->num_attention_heads == o->hidden_size;
-    if (layernorm || strcmp(o->position_embedding_type, "rope") != 0 || !o->swiglu || o->rotary_percent != 1)
-        return false;
-    bool has_experts = o->num_experts > 0, softmax = strcmp(o->moe_router_score_function, "softmax") == 0;
-    if (strcmp(family, "deepseek_v3") == 0)
-        return o->multi_latent_attention && !output && !mlp && o->window_size == 0 &&
-               (!has_experts ||
-                (!softmax && o->moe_router_enable_expert_bias && o->moe_shared_expert_intermediate_size > 0 &&
-                 !o->moe_shared_expert_gate && (o->moe_router_num_groups == 0 || o->moe_router_group_best == 2) &&
-                 o->moe_shared_expert_intermediate_size % o->moe_ffn_hidden_size == 0 &&
-                 !strstr(o->moe_layers, "10"))); // experts from some layer on
-    if (strcmp(family, "megatron") == 0) return true;
-    if (o->multi_latent_attention || o->rotary_interleaved || o->mtp_num_layers > 0) return false;
-    if (mt_choice_has("mixtral|qwen2_moe|qwen3_moe", family) != has_experts) return false;
-    if (has_experts && (!softmax || o->moe_router_num_groups > 0 || o->moe_router_topk_scaling_factor != 1 ||
-                        (o->moe_shared_expert_intermediate_size > 0) != (strcmp(family, "qwen2_moe") == 0)))
-        return false;
-    if (strcmp(family, "qwen2_moe") == 0) return o->moe_shared_expert_gate && !o->qk_layernorm && !output && !mlp;
-    if (strcmp(family, "mixtral") == 0)
-        return !o->moe_router_pre_softmax && !strchr(o->moe_layers, '0') && !o->qk_layernorm && !qkv && !output;
-    if (strcmp(family, "qwen3_moe") == 0) return o->qk_layernorm && qkv == output;
-    if (strcmp(family, "llama") == 0) return !o->qk_layernorm && qkv == output && o->window_size == 0;
-    if (strcmp(family, "mistral") == 0) return !o->qk_layernorm && !qkv && !output && !mlp;
-    if (strcmp(family, "qwen2") == 0) return !o->qk_layernorm && qkv && !output && !mlp;
-    if (strcmp(family, "qwen3") == 0) return o->qk_layernorm && qkv == output && !mlp;
-    return strcmp(family, "megatron") == 0;
-}
-
-/* Keeps the family that the shape came from while it fits, else finds one that does. */
-static void mt_options_derive_family(mt_options *options) {
-    static const char *const families[] = {"gpt2",    "llama",     "mistral",   "qwen2",      "qwen3",
-                                           "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"};
-    if (options->hf_family && mt_family_fits(options, options->hf_family)) return;
-    mt_string_set(&options->hf_family, "megatron");
-    for (size_t i = sizeof families / sizeof families[0]; i-- > 0;)
-        if (mt_family_fits(options, families[i])) mt_string_set(&options->hf_family, families[i]);
-}
-
-static void mt_config_write_gpt2(json_t *root, const mt_options *o) {
-    mt_json_set_int(root, "n_layer", o->num_layers);
-    mt_json_set_int(root, "n_embd", o->hidden_size);
-    mt_json_set_int(root, "n_head", o->num_attention_heads);
-    mt_json_set_int(root, "n_positions", o->max_position_embeddings);
-    mt_json_set_int(root, "n_inner", o->ffn_hidden_size);
-    mt_json_set_string(root, "activation_function", o->openai_gelu ? "gelu_new" : "gelu");
-    mt_json_set_real(root, "layer_norm_epsilon", o->norm_epsilon);
-    mt_json_set_real(root, "embd_pdrop", o->hidden_dropout);
-    mt_json_set_real(root, "resid_pdrop", o->hidden_dropout);
-    mt_json_set_real(root, "attn_pdrop", o->attention_dropout);
-}
-
-/* RoPE's parameters as an object; the newer form holds the base too. */
-static json_t *mt_config_rope(const mt_options *o, bool newer) {
-    json_t *rope = json_object();
-    bool is_llama3 = strcmp(o->rope_scaling_type, "llama3") == 0, is_yarn = strcmp(o->rope_scaling_type, "yarn") == 0;
-    bool is_none = strcmp(o->rope_scaling_type, "none") == 0;
-    mt_json_set_string(rope, "rope_type", is_none ? "default" : o->rope_scaling_type);
-    if (newer) mt_json_set_real(rope, "rope_theta", o->rotary_base);
-    if (!is_none) mt_json_set_real(rope, "factor", o->rope_scaling_factor);
-    if (is_llama3 || is_yarn)
-        mt_json_set_int(rope, "original_max_position_embeddings", o->original_max_position_embeddings);
-    if (is_llama3) {
-        mt_json_set_real(rope, "low_freq_factor", o->rope_low_freq_factor);
-        mt_json_set_real(rope, "high_freq_factor", o->rope_high_freq_factor);
-    }
-    if (is_yarn) {
-        mt_json_set_real(rope, "beta_fast", o->yarn_beta_fast);
-        mt_json_set_real(rope, "beta_slow", o->yarn_beta_slow);
-        mt_json_set_real(rope, "attention_factor", o->yarn_attention_factor);
-        if (o->yarn_mscale > 0) mt_json_set_real(rope, "mscale", o->yarn_mscale);
-        if (o->yarn_mscale_all_dim > 0) mt_json_set_real(rope, "mscale_all_dim", o->yarn_mscale_all_dim);
-    }
-    return rope;
-}
-
-static void mt_config_write_llama(json_t *root, const mt_options *o) {
-    bool is_qwen = strncmp(o->hf_family, "qwen", 4) == 0;
-    mt_json_set_int(root, "num_hidden_layers", o->num_layers);
-    mt_json_set_int(root, "hidden_size", o->hidden_size);
-    mt_json_set_int(root, "intermediate_size", o->ffn_hidden_size);
-    mt_json_set_int(root, "num_attention_heads", o->num_attention_heads);
-    mt_json_set_int(root, "num_key_value_heads", o->num_query_groups);
-    mt_json_set_int(root, "head_dim", o->kv_channels);
-    mt_json_set_int(root, "max_position_embeddings", o->max_position_embeddings);
-    mt_json_set_string(root, "hidden_act", "silu");
-    mt_json_set_real(root, "rms_norm_eps", o->norm_epsilon);
-    mt_json_set_real(root, "attention_dropout", o->attention_dropout);
-    if (o->hidden_dropout > 0) mt_json_set_real(root, "hidden_dropout", o->hidden_dropout); // ours; theirs has none
-    if (strcmp(o->hf_family, "llama") == 0 || strncmp(o->hf_family, "qwen3", 5) == 0)
-        mt_json_set_bool(root, "attention_bias", o->attention_output_bias);
-    if (strcmp(o->hf_family, "llama") == 0) mt_json_set_bool(root, "mlp_bias", o->mlp_bias);
-    json_object_set_new(root, "rope_parameters", mt_config_rope(o, true));
-    mt_json_set_real(root, "rope_theta", o->rotary_base); // this and the next: transformers before 5
-    json_object_set_new(root, "rope_scaling",
-                        strcmp(o->rope_scaling_type, "none") == 0 ? json_null() : mt_config_rope(o, false));
-    if (strcmp(o->hf_family, "llama") == 0 || o->multi_latent_attention) return;
-    json_object_set_new(root, "sliding_window", o->window_size ? json_integer(o->window_size) : json_null());
-    if (!is_qwen) return;
-    json_t *types = json_array();
-    for (int64_t layer = 0; layer < o->num_layers; layer++)
-        json_array_append_new(types, json_string(o->window_size ? "sliding_attention" : "full_attention"));
-    json_object_set_new(root, "layer_types", types);
-    mt_json_set_bool(root, "use_sliding_window", o->window_size > 0);
-    mt_json_set_int(root, "max_window_layers", o->window_size > 0 ? 0 : o->num_layers);
-}
-
-/* The experts of Mixtral, Qwen2-MoE and Qwen3-MoE. */
-static void mt_config_write_experts(json_t *root, const mt_options *o) {
-    bool is_mixtral = strcmp(o->hf_family, "mixtral") == 0;
-    mt_json_set_int(root, "num_local_experts", o->num_experts);
-    mt_json_set_int(root, "num_experts_per_tok", o->moe_router_topk);
-    mt_json_set_real(root, "router_aux_loss_coef", o->moe_aux_loss_coeff);
-    mt_json_set_bool(root, "output_router_logits", false);
-    if (is_mixtral) {
-        mt_json_set_int(root, "intermediate_size", o->moe_ffn_hidden_size);
-        return;
-    }
-    json_t *dense = json_array();
-    for (int64_t i = 0; i < o->num_layers; i++)
-        if (o->moe_layers[i] == '0') json_array_append_new(dense, json_integer(i));
-    mt_json_set_int(root, "num_experts", o->num_experts); // transformers before 5
-    mt_json_set_int(root, "moe_intermediate_size", o->moe_ffn_hidden_size);
-    mt_json_set_bool(root, "norm_topk_prob", !o->moe_router_pre_softmax);
-    mt_json_set_int(root, "decoder_sparse_step", 1);
-    json_object_set_new(root, "mlp_only_layers", dense);
-    if (strcmp(o->hf_family, "qwen3_moe") == 0) return;
-    mt_json_set_int(root, "shared_expert_intermediate_size", o->moe_shared_expert_intermediate_size);
-    mt_json_set_bool(root, "qkv_bias", o->add_qkv_bias);
-}
-
-static void mt_config_write_deepseek(json_t *root, const mt_options *o) {
-    mt_config_write_llama(root, o);
-    mt_json_set_int(root, "head_dim", o->qk_pos_emb_head_dim);
-    json_object_set_new(root, "q_lora_rank", o->q_lora_rank > 0 ? json_integer(o->q_lora_rank) : json_null());
-    mt_json_set_int(root, "kv_lora_rank", o->kv_lora_rank);
-    mt_json_set_int(root, "qk_nope_head_dim", o->qk_head_dim);
-    mt_json_set_int(root, "qk_rope_head_dim", o->qk_pos_emb_head_dim);
-    mt_json_set_int(root, "qk_head_dim", o->qk_head_dim + o->qk_pos_emb_head_dim);
-    mt_json_set_int(root, "v_head_dim", o->v_head_dim);
-    mt_json_set_bool(root, "rope_interleave", o->rotary_interleaved);
-    mt_json_set_bool(root, "attention_bias", false);
-    mt_json_set_int(root, "num_nextn_predict_layers", o->mtp_num_layers);
-    if (o->mtp_num_layers > 0) mt_json_set_int(root, "mtp_num_layers", o->mtp_num_layers);
-    const char *first = o->moe_layers ? strchr(o->moe_layers, '1') : NULL;
-    mt_json_set_int(root, "first_k_dense_replace", first ? first - o->moe_layers : o->num_layers);
-    if (!first) return;
-    mt_json_set_int(root, "n_routed_experts", o->num_experts);
-    mt_json_set_int(root, "num_experts_per_tok", o->moe_router_topk);
-    mt_json_set_int(root, "moe_intermediate_size", o->moe_ffn_hidden_size);
-    mt_json_set_int(root, "n_shared_experts", o->moe_shared_expert_intermediate_size / o->moe_ffn_hidden_size);
-    mt_json_set_int(root, "n_group", mt_max(o->moe_router_num_groups, 1));
-    mt_json_set_int(root, "topk_group", mt_max(o->moe_router_group_topk, 1));
-    mt_json_set_real(root, "routed_scaling_factor", o->moe_router_topk_scaling_factor);
-    mt_json_set_bool(root, "norm_topk_prob", true);
-    mt_json_set_string(root, "scoring_func", "sigmoid");
-    mt_json_set_string(root, "topk_method", "noaux_tc");
-}
-
-static void mt_config_write_megatron(json_t *root, const mt_options *options) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        char key[80];
-        if (!row->name || row->origin == MT_OF_RUN || mt_option_of(row->offset) != row) continue;
-        mt_option_key(key, row);
-        if (row->type == MT_FLAG) mt_json_set_bool(root, key, *mt_option_bool(options, row));
-        if (row->type == MT_NO) mt_json_set_bool(root, key, !*mt_option_bool(options, row));
-        if (row->type == MT_INT) mt_json_set_int(root, key, *mt_option_int(options, row));
-        if (row->type == MT_REAL) mt_json_set_real(root, key, *mt_option_real(options, row));
-        if (row->type == MT_CHOICE || row->type == MT_STRING)
-            mt_json_set_string(root, key, *mt_option_string(options, row));
-    }
-    mt_json_set_bool(root, "attention_output_bias", options->attention_output_bias);
-    mt_json_set_bool(root, "mlp_bias", options->mlp_bias);
-}
-
-char *mt_options_write_hf_config(const mt_options *options) {
-    static const char *const classes[][2] = {
-        {"gpt2", "GPT2LMHeadModel"},          {"llama", "LlamaForCausalLM"},
-        {"mistral", "MistralForCausalLM"},    {"qwen2", "Qwen2ForCausalLM"},
-        {"qwen3", "Qwen3ForCausalLM"},        {"deepseek_v3", "DeepseekV3ForCausalLM"},
-        {"mixtral", "MixtralForCausalLM"},    {"qwen3_moe", "Qwen3MoeForCausalLM"},
-        {"qwen2_moe", "Qwen2MoeForCausalLM"}, {"megatron", "MegatronForCausalLM"}};
-    const char *family = options->hf_family, *dtype = options->bf16 ? "bfloat16" : "float32";
-    json_t *root = json_object();
-    for (size_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
-        if (strcmp(family, classes[i][0]) == 0)
-            json_object_set_new(root, "architectures", json_pack("[s]", classes[i][1]));
-    mt_json_set_string(root, "model_type", family);
-    mt_json_set_int(root, "vocab_size", options->vocab_size);
-    mt_json_set_real(root, "initializer_range", options->init_method_std);
-    mt_json_set_bool(root, "tie_word_embeddings", !options->untie_embeddings_and_output_weights);
-    json_object_set_new(root, "bos_token_id",
-                        options->bos_token_id < 0 ? json_null() : json_integer(options->bos_token_id));
-    json_object_set_new(root, "eos_token_id",
-                        options->eos_token_id < 0 ? json_null() : json_integer(options->eos_token_id));
-    mt_json_set_string(root, "dtype", dtype);
-    mt_json_set_string(root, "torch_dtype", dtype); // transformers before 5
-    mt_json_set_bool(root, "use_cache", true);
-    if (strcmp(family, "gpt2") == 0)
-        mt_config_write_gpt2(root, options);
-    else if (strcmp(family, "megatron") == 0)
-        mt_config_write_megatron(root, options);
-    else if (strcmp(family, "deepseek_v3") == 0)
-        mt_config_write_deepseek(root, options);
-    else
-        mt_config_write_llama(root, options);
-    if (mt_choice_has("mixtral|qwen2_moe|qwen3_moe", family)) mt_config_write_experts(root, options);
-    char *text = mt_json_print(root);
-    json_decref(root);
-    return text;
-}
-
-/* ==== §2d derivation and checks ================================================================================== */
-/* What follows from what was given, and every rule between options, each error naming both sides. */
-
-/* Pairs of options: the first says nothing without the second. */
-static const size_t mt_option_needs[][2] = {
-    {MT_AT(q_lora_rank), MT_AT(multi_latent_attention)},
-    {MT_AT(kv_lora_rank), MT_AT(multi_latent_attention)},
-    {MT_AT(qk_head_dim), MT_AT(multi_latent_attention)},
-    {MT_AT(qk_pos_emb_head_dim), MT_AT(multi_latent_attention)},
-    {MT_AT(v_head_dim), MT_AT(multi_latent_attention)},
-    {MT_AT(save_interval), MT_AT(save)},
-    {MT_AT(async_save), MT_AT(save)},
-    {MT_AT(keep_checkpoints), MT_AT(save)},
-    {MT_AT(save_retain_interval), MT_AT(save_interval)},
-    {MT_AT(auto_resume), MT_AT(save)},
-    {MT_AT(no_load_rng), MT_AT(load)},
-    {MT_AT(trace_first_step), MT_AT(trace)},
-    {MT_AT(trace_last_step), MT_AT(trace)},
-    {MT_AT(no_save_optim), MT_AT(save)},
-    {MT_AT(loss_spike_factor), MT_AT(check_for_spiky_loss)},
-    {MT_AT(loss_spike_window), MT_AT(check_for_spiky_loss)},
-    {MT_AT(finetune), MT_AT(load)},
-    {MT_AT(no_load_optim), MT_AT(load)},
-    {MT_AT(tokenizer_model), MT_AT(tokenizer_type)},
-    {MT_AT(split), MT_AT(data_path)},
-    {MT_AT(valid_data_path), MT_AT(train_data_path)},
-    {MT_AT(test_data_path), MT_AT(train_data_path)},
-    {MT_AT(rampup_batch_size), MT_AT(train_samples)},
-    {MT_AT(lr_decay_iters), MT_AT(train_iters)},
-    {MT_AT(lr_decay_samples), MT_AT(train_samples)},
-    {MT_AT(lr_warmup_iters), MT_AT(train_iters)},
-    {MT_AT(lr_warmup_samples), MT_AT(train_samples)},
-    {MT_AT(lr_wsd_decay_iters), MT_AT(train_iters)},
-    {MT_AT(lr_wsd_decay_samples), MT_AT(train_samples)},
-    {MT_AT(out), MT_AT(score)},
-    {MT_AT(entropy_out), MT_AT(score)},
-    {MT_AT(logits_out), MT_AT(score)},
-    {MT_AT(max_sequences), MT_AT(score)},
-    {MT_AT(num_virtual_stages_per_pipeline_rank), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(account_for_embedding_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(account_for_loss_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(mtp_loss_scaling_factor), MT_AT(mtp_num_layers)},
-    {MT_AT(moe_ffn_hidden_size), MT_AT(num_experts)},
-    {MT_AT(moe_layer_freq), MT_AT(num_experts)},
-    {MT_AT(moe_shared_expert_intermediate_size), MT_AT(num_experts)},
-    {MT_AT(moe_shared_expert_gate), MT_AT(moe_shared_expert_intermediate_size)},
-    {MT_AT(moe_router_topk), MT_AT(num_experts)},
-    {MT_AT(moe_router_score_function), MT_AT(num_experts)},
-    {MT_AT(moe_router_pre_softmax), MT_AT(num_experts)},
-    {MT_AT(moe_router_num_groups), MT_AT(num_experts)},
-    {MT_AT(moe_router_topk_scaling_factor), MT_AT(num_experts)},
-    {MT_AT(moe_router_enable_expert_bias), MT_AT(num_experts)},
-    {MT_AT(moe_router_load_balancing_type), MT_AT(num_experts)},
-    {MT_AT(moe_aux_loss_coeff), MT_AT(num_experts)},
-    {MT_AT(moe_z_loss_coeff), MT_AT(num_experts)},
-    {MT_AT(moe_expert_capacity_factor), MT_AT(num_experts)},
-    {MT_AT(moe_token_dispatcher_type), MT_AT(num_experts)},
-    {MT_AT(moe_grouped_gemm), MT_AT(num_experts)},
-    {MT_AT(moe_permute_fusion), MT_AT(num_experts)},
-    {MT_AT(expert_model_parallel_size), MT_AT(num_experts)},
-    {MT_AT(expert_tensor_parallel_size), MT_AT(num_experts)},
-    {MT_AT(moe_router_num_groups), MT_AT(moe_router_group_topk)},
-    {MT_AT(moe_router_group_topk), MT_AT(moe_router_num_groups)},
-    {MT_AT(moe_router_bias_update_rate), MT_AT(moe_router_enable_expert_bias)},
-    {MT_AT(moe_token_drop_policy), MT_AT(moe_expert_capacity_factor)},
-    {MT_AT(moe_pad_expert_input_to_capacity), MT_AT(moe_expert_capacity_factor)},
-};
-
-/* Pairs of options that contradict each other. */
-static const size_t mt_option_excludes[][2] = {
-    {MT_AT(multi_latent_attention), MT_AT(group_query_attention)},
-    {MT_AT(multi_latent_attention), MT_AT(kv_channels)},
-    {MT_AT(multi_latent_attention), MT_AT(rotary_percent)},
-    {MT_AT(multi_latent_attention), MT_AT(add_qkv_bias)},
-    {MT_AT(train_iters), MT_AT(train_samples)},
-    {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_iters)},
-    {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_samples)},
-    {MT_AT(use_rope_scaling), MT_AT(rotary_seq_len_interpolation_factor)},
-    {MT_AT(rope_scaling_factor), MT_AT(rotary_seq_len_interpolation_factor)},
-    {MT_AT(data_path), MT_AT(train_data_path)},
-    {MT_AT(data_path), MT_AT(mock_data)},
-    {MT_AT(data_path), MT_AT(tokens_file)},
-    {MT_AT(train_data_path), MT_AT(mock_data)},
-    {MT_AT(train_data_path), MT_AT(tokens_file)},
-    {MT_AT(mock_data), MT_AT(tokens_file)},
-    {MT_AT(tokens_file), MT_AT(reset_position_ids)},
-    {MT_AT(tokens_file), MT_AT(reset_attention_mask)},
-    {MT_AT(tokens_file), MT_AT(eod_mask_loss)},
-    {MT_AT(tokens_file), MT_AT(dataloader_type)},
-    {MT_AT(prompt), MT_AT(prompt_tokens)},
-    {MT_AT(score), MT_AT(prompt)},
-    {MT_AT(score), MT_AT(prompt_tokens)},
-    {MT_AT(score), MT_AT(print_tokens)},
-    {MT_AT(score), MT_AT(max_new_tokens)},
-    {MT_AT(score), MT_AT(temperature)},
-    {MT_AT(score), MT_AT(top_k)},
-    {MT_AT(score), MT_AT(top_p)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(num_virtual_stages_per_pipeline_rank)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(decoder_first_pipeline_num_layers)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(decoder_last_pipeline_num_layers)},
-    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(account_for_embedding_in_pipeline_split)},
-    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(account_for_loss_in_pipeline_split)},
-    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(account_for_embedding_in_pipeline_split)},
-    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(account_for_loss_in_pipeline_split)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(num_virtual_stages_per_pipeline_rank)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(num_layers_per_virtual_pipeline_stage)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(decoder_first_pipeline_num_layers)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(decoder_last_pipeline_num_layers)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(account_for_embedding_in_pipeline_split)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(account_for_loss_in_pipeline_split)},
-};
-
-static int mt_options_check_pairs(const mt_options *options, mt_error *error) {
-    for (size_t i = 0; i < sizeof mt_option_needs / sizeof mt_option_needs[0]; i++) {
-        const mt_option *row = mt_option_of(mt_option_needs[i][0]), *other = mt_option_of(mt_option_needs[i][1]);
-        if (mt_option_used(options, row->offset) && mt_option_is_default(options, other))
-            return mt_error_set(error, "--%s needs --%s", row->name, other->name);
-    }
-    for (size_t i = 0; i < sizeof mt_option_excludes / sizeof mt_option_excludes[0]; i++) {
-        const mt_option *row = mt_option_of(mt_option_excludes[i][0]), *other = mt_option_of(mt_option_excludes[i][1]);
-        if (mt_option_used(options, row->offset) && mt_option_used(options, other->offset))
-            return mt_error_set(error, "--%s and --%s exclude each other; leave one out", row->name, other->name);
-    }
-    return 0;
-}
-
-/* Numbers against the ranges of the table, choices against their lists. What was neither given nor set is skipped. */
-static int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name || (row->origin == MT_OF_RUN && !(row->programs & (int)program))) continue;
-        if (!mt_option_given(options, row->offset) && mt_option_is_default(options, row)) continue;
-        char *text = mt_option_text(options, row);
-        bool good = row->type != MT_CHOICE || mt_choice_has(row->values, text);
-        if (row->type == MT_INT) good = mt_option_in_range(row, (double)*mt_option_int(options, row));
-        if (row->type == MT_REAL) good = mt_option_in_range(row, *mt_option_real(options, row));
-        if (!good)
-            mt_error_set(error, "--%s must be %s%s, got %.100s", row->name, row->type == MT_CHOICE ? "" : "in ",
-                         row->values, text);
-        free(text);
-        if (!good) return -1;
-    }
-    return 0;
-}
-
-/* Sizes that follow from others, as Megatron has them. */
-static void mt_options_derive_sizes(mt_options *o) {
+void mt_options_derive_sizes(mt_options *o) {
     if (o->ffn_hidden_size == 0)
         o->ffn_hidden_size = o->swiglu ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
     if (o->num_query_groups == 0) o->num_query_groups = o->group_query_attention ? 1 : o->num_attention_heads;
@@ -2113,63 +276,6 @@ static void mt_options_derive_sizes(mt_options *o) {
     if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
 }
 
-/* The layers with experts, from --moe-layer-freq: a number, or a sum of lists that may be repeated, as Python writes
- * it. Returns the layers written to `layers`, which has room for `max`, or -1. */
-static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
-    int64_t count = 0;
-    for (const char *at = text; *at;) {
-        int64_t first = count, times = 1;
-        while (*at == '(' || *at == ' ') at++;
-        if (*at++ != '[') return -1;
-        while (*at != ']') {
-            if ((*at != '0' && *at != '1') || count == max) return -1;
-            layers[count++] = *at++;
-            while (*at == ',' || *at == ' ') at++;
-        }
-        for (at++; *at == ' ';) at++;
-        if (*at == '*') {
-            char *end;
-            times = strtoll(at + 1, &end, 10), at = end;
-        }
-        int64_t listed = count - first;
-        if (times < 0 || times > max || listed == 0) return -1;
-        if (times == 0) count = first;
-        for (int64_t i = listed; i < listed * times; i++) {
-            if (count == max) return -1;
-            layers[count] = layers[count - listed], count++;
-        }
-        while (*at == ' ' || *at == ')') at++;
-        if (*at == '+')
-            at++;
-        else if (*at)
-            return -1;
-    }
-    return count;
-}
-
-static int mt_options_finish_expert_layers(mt_options *o, mt_error *error) {
-    int64_t every = 0;
-    if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
-        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as Megatron does
-    const int64_t most = mt_max(o->num_layers, 4096);
-    mt_string_set(&o->moe_layers, NULL);
-    o->moe_layers = mt_calloc(most + 1);
-    bool is_number = mt_parse_int(o->moe_layer_freq, &every);
-    for (int64_t i = 0; is_number && every > 0 && i < o->num_layers; i++) o->moe_layers[i] = i % every ? '0' : '1';
-    int64_t listed = is_number ? 0 : mt_layer_freq_parse(o->moe_layer_freq, o->moe_layers, most);
-    if (listed > o->num_layers && !mt_option_given(o, MT_AT(moe_layer_freq))) { // config.json's, of a model that is cut
-        o->moe_layers[listed = o->num_layers] = 0;
-        char *text = mt_layer_freq_print(o->moe_layers);
-        mt_string_set(&o->moe_layer_freq, text);
-        free(text);
-    }
-    if (is_number ? every > 0 : listed == o->num_layers) return 0;
-    return mt_error_set(error,
-                        "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
-                        "([0]*1+[1]*%lld), got '%.100s'",
-                        (long long)o->num_layers, (long long)o->num_layers - 1, o->moe_layer_freq);
-}
-
 /* What multi-token prediction asks of the model; generation and scoring do without it. */
 static int mt_options_finish_mtp(mt_options *o, mt_program program, mt_error *error) {
     const char *positions = o->position_embedding_type, *schedule = o->pipeline_schedule;
@@ -2177,7 +283,7 @@ static int mt_options_finish_mtp(mt_options *o, mt_program program, mt_error *er
     if (o->mtp_num_layers == 0) return 0;
     if (strcmp(o->normalization, "RMSNorm") != 0)
         return mt_error_set(error, "--mtp-num-layers needs --normalization RMSNorm, which is %s", o->normalization);
-    if (!mt_choice_has("rope|none", positions))
+    if (strcmp(positions, "rope") != 0 && strcmp(positions, "none") != 0)
         return mt_error_set(error, "--mtp-num-layers needs --position-embedding-type rope or none, which is %s",
                             positions);
     if (schedule && strcmp(schedule, "zb-h1") == 0)
@@ -2221,7 +327,6 @@ static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
                             (long long)o->num_attention_heads, (long long)o->num_query_groups);
     if (o->swiglu && o->openai_gelu)
         return mt_error_set(error, "--swiglu and --openai-gelu exclude each other; leave one out");
-    if (o->num_experts > 0 && mt_options_finish_expert_layers(o, error)) return -1;
     if (o->add_bias_linear) {
         o->attention_output_bias = o->mlp_bias = true;
         o->add_qkv_bias = !o->multi_latent_attention; // Megatron's have none there
@@ -2237,48 +342,8 @@ static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* Options of rotary positions that were given where nothing would read them. */
-static int mt_options_check_rope(const mt_options *o, mt_error *error) {
-    static const size_t rotary[] = {MT_AT(rotary_base), MT_AT(rotary_percent), MT_AT(rotary_interleaved),
-                                    MT_AT(rotary_seq_len_interpolation_factor), MT_AT(use_rope_scaling)};
-    static const struct {
-        size_t offset;
-        const char *types;
-    } scaled[] = {
-        {MT_AT(rope_scaling_factor), "linear|llama3|yarn"},
-        {MT_AT(original_max_position_embeddings), "llama3|yarn"},
-        {MT_AT(rope_low_freq_factor), "llama3"},
-        {MT_AT(rope_high_freq_factor), "llama3"},
-        {MT_AT(yarn_beta_fast), "yarn"},
-        {MT_AT(yarn_beta_slow), "yarn"},
-        {MT_AT(yarn_mscale), "yarn"},
-        {MT_AT(yarn_mscale_all_dim), "yarn"},
-        {MT_AT(yarn_attention_factor), "yarn"},
-    };
-    bool is_rope = strcmp(o->position_embedding_type, "rope") == 0;
-    for (size_t i = 0; i < sizeof rotary / sizeof rotary[0]; i++)
-        if (!is_rope && mt_option_used(o, rotary[i]))
-            return mt_error_set(error, "--%s needs --position-embedding-type rope, which is %s",
-                                mt_option_of(rotary[i])->name, o->position_embedding_type);
-    if (!is_rope && strcmp(o->rope_scaling_type, "none") != 0)
-        return mt_error_set(error, "--rope-scaling-type needs --position-embedding-type rope, which is %s",
-                            o->position_embedding_type);
-    for (size_t i = 0; i < sizeof scaled / sizeof scaled[0]; i++)
-        if (mt_option_used(o, scaled[i].offset) && !mt_choice_has(scaled[i].types, o->rope_scaling_type))
-            return mt_error_set(error, "--%s needs --rope-scaling-type %s, which is %s",
-                                mt_option_of(scaled[i].offset)->name, scaled[i].types, o->rope_scaling_type);
-    return 0;
-}
-
-/* One kind of scaling from the three ways to ask for it, and what that kind needs. */
+/* What each kind of scaling needs. */
 static int mt_options_finish_rope(mt_options *o, mt_error *error) {
-    const char *asked = o->use_rope_scaling ? "llama3" : o->rotary_seq_len_interpolation_factor > 0 ? "linear" : NULL;
-    if (asked && mt_option_given(o, MT_AT(rope_scaling_type)) && strcmp(asked, o->rope_scaling_type) != 0)
-        return mt_error_set(error, "--rope-scaling-type %s and --%s exclude each other; leave one out",
-                            o->rope_scaling_type,
-                            o->use_rope_scaling ? "use-rope-scaling" : "rotary-seq-len-interpolation-factor");
-    if (asked) mt_string_set(&o->rope_scaling_type, asked);
-    if (mt_options_check_rope(o, error)) return -1;
     if (strcmp(o->position_embedding_type, "rope") != 0) return 0;
     if (o->multi_latent_attention && o->qk_pos_emb_head_dim % 2 != 0)
         return mt_error_set(error, "--qk-pos-emb-head-dim %lld must be even", (long long)o->qk_pos_emb_head_dim);
@@ -2328,15 +393,14 @@ static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error
     return 0;
 }
 
-/* ==== §2e ranks and experts ====================================================================================== */
+/* ==== §2b ranks and experts ====================================================================================== */
 /* Who computes what: stages, parts of layers, of sequences and of the batch, and experts. */
 
 /* Virtual stages a rank, by whichever option says it. */
 static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
-    if (o->pipeline_model_parallel_layout) {
-        int64_t count = mt_pipeline_layout_count(o, error);
-        if (count < 0) return -1;
+    if (o->pipeline_letters) {
+        int64_t count = mt_pipeline_layout_count(o->pipeline_letters);
         if (count % pp != 0)
             return mt_error_set(error,
                                 "--pipeline-model-parallel-layout has %lld stages; they must be a multiple of "
@@ -2354,7 +418,7 @@ static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
                                 layers > o->num_layers ? " with what --account-for-* counts" : "", (long long)pp,
                                 (long long)per_stage);
         o->num_virtual_stages_per_pipeline_rank = layers / (pp * per_stage);
-    } else if (!mt_option_given(o, MT_AT(num_virtual_stages_per_pipeline_rank)))
+    } else if (!MT_GIVEN(o, num_virtual_stages_per_pipeline_rank))
         o->num_virtual_stages_per_pipeline_rank = 1;
     if (pp * o->num_virtual_stages_per_pipeline_rank > 1000000)
         return mt_error_set(error, "--num-virtual-stages-per-pipeline-rank %lld is too many for %lld ranks",
@@ -2366,7 +430,7 @@ static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
 static int mt_options_finish_order(mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
     int64_t *group = &o->microbatch_group_size_per_virtual_pipeline_stage;
-    if (pp > 1 && !mt_option_given(o, MT_AT(pipeline_schedule)))
+    if (pp > 1 && !MT_GIVEN(o, pipeline_schedule))
         mt_string_set(&o->pipeline_schedule, vp > 1 ? "interleaved" : "1f1b");
     const char *schedule = o->pipeline_schedule ? o->pipeline_schedule : "1f1b";
     bool interleaved = strcmp(schedule, "interleaved") == 0;
@@ -2380,7 +444,7 @@ static int mt_options_finish_order(mt_options *o, mt_error *error) {
                             schedule, (long long)vp);
     if (strcmp(schedule, "zb-h1") == 0 && pp == 1)
         return mt_error_set(error, "--pipeline-schedule zb-h1 needs --pipeline-model-parallel-size above 1");
-    if (!mt_option_given(o, MT_AT(microbatch_group_size_per_virtual_pipeline_stage))) *group = vp > 1 ? pp : 0;
+    if (!MT_GIVEN(o, microbatch_group_size_per_virtual_pipeline_stage)) *group = vp > 1 ? pp : 0;
     if (vp == 1 && *group > 0)
         return mt_error_set(error, "--microbatch-group-size-per-virtual-pipeline-stage needs several virtual stages: "
                                    "give --num-virtual-stages-per-pipeline-rank");
@@ -2539,6 +603,8 @@ static int mt_options_check_expert_ranks(const mt_options *o, mt_program program
 static int mt_options_finish_experts(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
     if (o->num_experts == 0) return 0;
     if (o->moe_ffn_hidden_size == 0) o->moe_ffn_hidden_size = o->ffn_hidden_size;
+    if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
+        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as Megatron does
     if (o->expert_tensor_parallel_size == 0) o->expert_tensor_parallel_size = o->tensor_model_parallel_size;
     if (!o->swiglu) return mt_error_set(error, "--num-experts needs --swiglu: experts have gates");
     if (o->mlp_bias) return mt_error_set(error, "--num-experts needs --disable-bias-linear: experts have no biases");
@@ -2548,15 +614,15 @@ static int mt_options_finish_experts(mt_options *o, mt_program program, int64_t 
 
 /* The two sizes of --hierarchical-context-parallel-sizes, which make the context group. */
 static int mt_options_read_hierarchy(mt_options *o, mt_error *error) {
-    const mt_strings *sizes = &o->hierarchical_context_parallel_sizes;
+    const mt_ints *sizes = &o->hierarchical_context_parallel_sizes;
     bool is_hierarchical = strcmp(o->cp_comm_type, "a2a+p2p") == 0;
-    int64_t a2a = 1, ring = 0;
+    int64_t a2a = sizes->items[0], ring = sizes->items[1];
     if (!is_hierarchical && sizes->count > 0)
         return mt_error_set(error, "--hierarchical-context-parallel-sizes needs --cp-comm-type a2a+p2p, which is %s",
                             o->cp_comm_type);
     if (!is_hierarchical || (o->context_parallel_size == 1 && sizes->count == 0)) return 0;
-    bool good = sizes->count == 2 && mt_parse_int(sizes->items[0], &a2a) && mt_parse_int(sizes->items[1], &ring);
-    if (!good || a2a < 1 || ring < 1 || a2a > o->context_parallel_size || a2a * ring != o->context_parallel_size)
+    if (sizes->count != 2 || a2a < 1 || ring < 1 || a2a > o->context_parallel_size ||
+        a2a * ring != o->context_parallel_size)
         return mt_error_set(error,
                             "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A2A RING, two numbers "
                             "whose product is --context-parallel-size %lld",
@@ -2601,14 +667,13 @@ static int mt_options_check_batch(const mt_options *o, const char *name, int64_t
 }
 
 static int mt_options_finish_batches(mt_options *o, mt_error *error) {
-    int64_t ramp[3] = {0};
+    const int64_t *ramp = o->rampup_batch_size.items;
     if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
     if (mt_options_check_batch(o, "--global-batch-size", o->global_batch_size, error)) return -1;
     if (mt_options_check_micro_batches(o, o->global_batch_size, error)) return -1;
     if (o->rampup_batch_size.count == 0) return 0;
     bool good = o->rampup_batch_size.count == 3;
-    for (int i = 0; i < 3 && good; i++)
-        good = mt_parse_int(o->rampup_batch_size.items[i], &ramp[i]) && ramp[i] > 0 && ramp[i] <= 1000000000000;
+    for (int i = 0; i < 3 && good; i++) good = ramp[i] > 0 && ramp[i] <= 1000000000000;
     if (!good) return mt_error_set(error, "--rampup-batch-size expects three numbers: START INCREMENT SAMPLES");
     if (ramp[0] > o->global_batch_size || (o->global_batch_size - ramp[0]) % ramp[1] != 0)
         return mt_error_set(error,
@@ -2636,7 +701,7 @@ static int mt_options_finish_pipeline(mt_options *o, mt_error *error) {
     return status ? status : mt_options_finish_batches(o, error);
 }
 
-/* ==== §2f schedules and sharding ================================================================================= */
+/* ==== §2c schedules and sharding ================================================================================= */
 
 /* Lengths of the schedules, in samples. */
 typedef struct mt_durations {
@@ -2660,7 +725,7 @@ static mt_durations mt_options_durations(const mt_options *o) {
 static int64_t mt_options_count_iterations(const mt_options *o) {
     if (o->train_samples == 0) return o->train_iters;
     if (o->rampup_batch_size.count == 0) return o->train_samples / o->global_batch_size;
-    int64_t ramp = strtoll(o->rampup_batch_size.items[2], NULL, 10), iterations = 0, consumed = 0;
+    int64_t ramp = o->rampup_batch_size.items[2], iterations = 0, consumed = 0;
     int64_t end = ramp < o->train_samples ? ramp : o->train_samples;
     while (consumed <= end) {
         int64_t batch = mt_global_batch_size(o, consumed), low = 1, high = (end - consumed) / batch + 1;
@@ -2698,11 +763,10 @@ static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
                             unit, unit);
     if (is_wsd && (d.wsd_decay == 0 || d.wsd_decay > d.decay))
         return mt_error_set(error, "--lr-decay-style WSD needs --lr-wsd-decay-%s, at most --lr-decay-%s", unit, unit);
-    if (!is_wsd && (d.wsd_decay > 0 || mt_option_used(o, MT_AT(lr_wsd_decay_style))))
+    if (!is_wsd && d.wsd_decay > 0)
         return mt_error_set(error, "--lr-wsd-decay-* need --lr-decay-style WSD, which is %s", o->lr_decay_style);
     bool ramps = strcmp(o->weight_decay_incr_style, "constant") != 0;
-    bool has_start = mt_option_given(o, MT_AT(start_weight_decay)),
-         has_end = mt_option_given(o, MT_AT(end_weight_decay));
+    bool has_start = MT_GIVEN(o, start_weight_decay), has_end = MT_GIVEN(o, end_weight_decay);
     if (!ramps && (has_start || has_end))
         return mt_error_set(error, "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear "
                                    "or cosine");
@@ -2719,7 +783,7 @@ static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
 static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
     bool whole = strcmp(o->data_parallel_sharding_strategy, "no_shard") == 0;
     if (whole && o->use_distributed_optimizer) {
-        if (mt_option_given(o, MT_AT(data_parallel_sharding_strategy)))
+        if (MT_GIVEN(o, data_parallel_sharding_strategy))
             return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard "
                                        "exclude each other; leave one out");
         mt_string_set(&o->data_parallel_sharding_strategy, "optim");
@@ -2740,42 +804,7 @@ static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* ==== §2g checks of a run ======================================================================================== */
-
-static int mt_options_finish_trace(mt_options *o, mt_error *error) {
-    if (!o->trace) return 0;
-    if (o->trace_first_step == 0) o->trace_first_step = 2; // the first makes ready
-    if (o->trace_last_step == 0) o->trace_last_step = o->trace_first_step + 1;
-    if (o->trace_last_step < o->trace_first_step)
-        return mt_error_set(error, "--trace-last-step %lld comes before --trace-first-step %lld",
-                            (long long)o->trace_last_step, (long long)o->trace_first_step);
-    return 0;
-}
-
-static int mt_options_check_bad_steps(const mt_options *o, mt_error *error) {
-    bool stops = strcmp(o->bad_step_policy, "stop") == 0, reruns = strcmp(o->rerun_mode, "disabled") != 0;
-    bool checks = o->check_for_nan_in_loss_and_grad || o->check_for_spiky_loss;
-    if (!checks && (!stops || reruns))
-        return mt_error_set(error, "--%s says nothing with --no-check-for-nan-in-loss-and-grad; leave one out",
-                            stops ? "rerun-mode" : "bad-step-policy");
-    if (stops && mt_option_used(o, MT_AT(max_bad_steps_in_a_row)))
-        return mt_error_set(error, "--max-bad-steps-in-a-row needs --bad-step-policy skip or rewind");
-    if (strcmp(o->bad_step_policy, "rewind") == 0 && !o->save)
-        return mt_error_set(error, "--bad-step-policy rewind needs --save, and --save-interval, to go back to");
-    if (!o->exit_signal_handler && mt_option_used(o, MT_AT(exit_signal)))
-        return mt_error_set(error, "--exit-signal and --no-exit-signal-handler exclude each other; leave one out");
-    return 0;
-}
-
-static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
-    if (!o->tokenizer_type) return 0;
-    bool has_file = strcmp(o->tokenizer_type, "ByteLevel") != 0;
-    if (has_file && !o->tokenizer_model)
-        return mt_error_set(error, "--tokenizer-type %s needs --tokenizer-model", o->tokenizer_type);
-    if (!has_file && o->tokenizer_model)
-        return mt_error_set(error, "--tokenizer-type ByteLevel reads no --tokenizer-model; leave one out");
-    return 0;
-}
+/* ==== §2d checks of a run ======================================================================================== */
 
 /* Sequences that cuDNN takes are whole tiles of so many tokens, its heads at most so many channels, but for those of
  * latent attention. */
@@ -2821,50 +850,9 @@ static int mt_options_check_attention(const mt_options *o, mt_program program, m
     return 0;
 }
 
-static int mt_options_check_data(const mt_options *o, mt_error *error) {
-    if (mt_options_converts(o)) return 0;
-    int sources = (o->data_path.count > 0) + (o->train_data_path.count > 0) + o->mock_data + (o->tokens_file != NULL);
-    if (sources != 1)
-        return mt_error_set(error, "give one source of data: --data-path, --train-data-path, --tokens-file or "
-                                   "--mock-data");
-    if ((o->reset_position_ids || o->reset_attention_mask || o->eod_mask_loss) && !o->tokenizer_type && !o->load)
-        return mt_error_set(error, "--%s needs --tokenizer-type, which knows the end of a document",
-                            o->reset_position_ids     ? "reset-position-ids"
-                            : o->reset_attention_mask ? "reset-attention-mask"
-                                                      : "eod-mask-loss");
-    return 0;
-}
-
-/* "1,2,3": tokens of the vocabulary. */
-static int mt_options_check_prompt_tokens(const mt_options *o, mt_error *error) {
-    for (const char *at = o->prompt_tokens; at;) {
-        char *end;
-        errno = 0;
-        long long token = strtoll(at, &end, 10);
-        if (!isdigit((unsigned char)*at) || (*end && *end != ','))
-            return mt_error_set(error, "--prompt-tokens expects numbers with commas between them, got '%.100s'", at);
-        if (errno != 0 || token >= o->vocab_size)
-            return mt_error_set(error, "--prompt-tokens: %lld is outside the vocabulary of %lld", token,
-                                (long long)o->vocab_size);
-        at = *end ? end + 1 : NULL;
-    }
-    return 0;
-}
-
-static int mt_options_check_infer(const mt_options *o, mt_error *error) {
-    if (!o->load) return mt_error_set(error, "--load is missing: the folder of the model to run");
-    if (o->score && !o->out && !o->entropy_out && !o->logits_out)
-        return mt_error_set(error, "--score needs --out, --entropy-out or --logits-out");
-    if (!o->score && mt_option_used(o, MT_AT(micro_batch_size)))
-        return mt_error_set(error, "--micro-batch-size needs --score");
-    if (!o->score && mt_option_used(o, MT_AT(seq_length))) return mt_error_set(error, "--seq-length needs --score");
-    return mt_options_check_prompt_tokens(o, error);
-}
-
-int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
+int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
     options->data_parallel_size = world_size;
-    if (mt_options_check_ranges(options, program, error) || mt_options_check_pairs(options, error)) return -1;
     if (options->print_schedule) { // a picture needs no ranks
         int64_t model = options->tensor_model_parallel_size * options->pipeline_model_parallel_size *
                         options->context_parallel_size;
@@ -2875,14 +863,10 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
         options->data_parallel_size = mt_max(world_size / model, 1);
         return mt_options_finish_pipeline(options, error);
     }
-    if (mt_options_check_tokenizer(options, error)) return -1;
-    if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;
     if (mt_options_finish_sizes(options, error) || mt_options_finish_rope(options, error)) return -1;
     if (mt_options_finish_mtp(options, program, error)) return -1;
-    mt_options_derive_family(options);
     if (mt_options_finish_lengths(options, program, error)) return -1;
     if (mt_options_check_attention(options, program, error)) return -1;
-    if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_finish_parallel(options, world_size, error)) return -1;
     if (mt_options_finish_experts(options, program, world_size, error)) return -1;
     if (mt_options_finish_context(options, error)) return -1;
@@ -2894,8 +878,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
                             (long long)world_size, (long long)options->tensor_model_parallel_size,
                             (long long)options->pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;
-    if (mt_options_finish_sharding(options, error) || mt_options_finish_trace(options, error)) return -1;
-    if (mt_options_check_bad_steps(options, error)) return -1;
+    if (mt_options_finish_sharding(options, error)) return -1;
     return mt_options_finish_schedules(options, error);
 }
 
@@ -2925,84 +908,6 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     double module = 2 * C * C + projections + attention + (sparse ? 3 * C * visited : mlp) + output;
     double per_token = layers + output + (double)o->mtp_num_layers * module;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
-}
-
-/* ==== §2h printing =============================================================================================== */
-
-/* Prints words from `column` on, indented to `indent`, within 100 columns. */
-static void mt_print_wrapped(FILE *file, const char *text, int column, int indent) {
-    enum { WIDTH = 100 };
-    while (*text) {
-        int length = (int)strcspn(text, " ");
-        if (column > indent && column + 1 + length > WIDTH) {
-            fprintf(file, "\n%*s", indent, "");
-            column = indent;
-        } else if (column > indent) {
-            fputc(' ', file);
-            column++;
-        }
-        fprintf(file, "%.*s", length, text);
-        column += length, text += length;
-        text += *text == ' ';
-    }
-    fputc('\n', file);
-}
-
-/* One option: its name and what it takes on the left, then help, choices and default. */
-static void mt_option_help(const mt_option *row, FILE *file) {
-    enum { INDENT = 34 };
-    char left[120], text[600];
-    const char *value = row->type == MT_INT || row->type == MT_REAL ? " N"
-                        : row->type == MT_CHOICE                    ? " NAME"
-                        : row->type == MT_LIST                      ? " ..."
-                                                                    : "";
-    if (row->type == MT_OPTIONAL)
-        snprintf(left, sizeof left, "  --%s [%s]", row->name, row->values);
-    else if (row->type == MT_STRING || row->type == MT_LIST)
-        snprintf(left, sizeof left, "  --%s %s%s", row->name, row->values, value);
-    else
-        snprintf(left, sizeof left, "  --%s%s", row->name, value);
-    snprintf(text, sizeof text, "%s", row->help);
-    size_t end = strlen(text);
-    if (row->type == MT_CHOICE) {
-        int length = snprintf(text + end, sizeof text - end, ": %s", row->values);
-        for (size_t i = end; i < end + (size_t)length; i++)
-            if (text[i] == '|') text[i] = ' ';
-        end += (size_t)length;
-    }
-    if (row->fallback) snprintf(text + end, sizeof text - end, " (default %s)", row->fallback);
-    if (strlen(left) > INDENT - 2)
-        fprintf(file, "%s\n%*s", left, INDENT, "");
-    else
-        fprintf(file, "%-*s", INDENT, left);
-    mt_print_wrapped(file, text, INDENT, INDENT);
-}
-
-static void mt_options_help(mt_program program, FILE *file) {
-    fprintf(file, program == MT_PROGRAM_TRAIN ? "usage: train [options]; trains a GPT-family model\n"
-                                              : "usage: infer --load DIR [options]; runs a GPT-family model\n");
-    const char *group = NULL;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name) group = row->help;
-        if (!row->name || !(row->programs & (int)program)) continue;
-        if (group) fprintf(file, "\n%s\n", group);
-        group = NULL;
-        mt_option_help(row, file);
-    }
-}
-
-void mt_options_print(const mt_options *options, mt_program program, FILE *file) {
-    const char *group = NULL;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name) group = row->help;
-        if (!row->name || !(row->programs & (int)program) || mt_option_of(row->offset) != row) continue;
-        if (mt_option_is_default(options, row)) continue;
-        if (group) fprintf(file, "%s\n", group);
-        group = NULL;
-        char *text = mt_option_text(options, row);
-        fprintf(file, "  %-36s %s\n", row->name, text);
-        free(text);
-    }
 }
 
 /* ==== §3 kernels in plain C ====================================================================================== */
@@ -6153,50 +4058,6 @@ int mt_agree(const mt_group *world, bool failed, mt_error *error) {
     return -1;
 }
 
-/* The values of all options, one after another, each ended by a 0; NULL counts the bytes. */
-static int64_t mt_options_values(const mt_options *options, char *values) {
-    int64_t bytes = 0;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name || mt_option_of(row->offset) != row) continue;
-        char *text = mt_option_text(options, row);
-        int64_t length = (int64_t)strlen(text) + 1;
-        if (values) memcpy(values + bytes, text, (size_t)length);
-        bytes += length;
-        free(text);
-    }
-    return bytes;
-}
-
-/* Compares with the values of rank 0; says where they differ. */
-static bool mt_options_differ(const mt_options *options, const char *values, int64_t bytes, int rank, mt_error *error) {
-    const char *end = values + bytes;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name || mt_option_of(row->offset) != row) continue;
-        const char *theirs = values < end ? values : "";
-        char *ours = mt_option_text(options, row);
-        bool differs = strcmp(ours, theirs) != 0;
-        if (differs)
-            mt_error_set(error, "rank %d has --%s '%.200s' and rank 0 '%.200s'; give every rank the same options", rank,
-                         row->name, ours, theirs);
-        free(ours);
-        if (differs) return true;
-        values += strlen(theirs) + 1;
-    }
-    return false;
-}
-
-int mt_options_agree(const mt_options *options, const mt_group *world, mt_error *error) {
-    if (world->size == 1) return 0;
-    int64_t bytes = mt_options_values(options, NULL);
-    mt_broadcast(world, &bytes, sizeof bytes, 0);
-    char *values = mt_calloc(bytes + 1);
-    if (world->rank == 0) mt_options_values(options, values);
-    mt_broadcast(world, values, bytes, 0);
-    bool differs = mt_options_differ(options, values, bytes, world->rank, error);
-    free(values);
-    return mt_agree(world, differs, error);
-}
-
 /* ---- several channels */
 
 /* Closes a rank's channels, of which some may be NULL, in the order in which all ranks opened theirs: by id, then by
@@ -6641,401 +4502,11 @@ static void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, float *
 }
 
 /* ==== §8 the parameter table ===================================================================================== */
-/* A row per parameter, and nothing about a parameter anywhere else. Invariants: rows of one layer lie in one bucket,
- * matrices (which decay) before vectors (which do not); q, k, v and gate, up are neighbours without a gap, so that one
- * matrix product computes them; every name is the one that Hugging Face uses. */
-
-/* Channels of a head's value. */
-static int64_t mt_value_channels(const mt_options *o) {
-    return o->multi_latent_attention ? o->v_head_dim : o->kv_channels;
-}
-
-/* Whether every query and key head is normalised. */
-static bool mt_norms_heads(const mt_options *o) {
-    return o->qk_layernorm && !o->multi_latent_attention;
-}
-
-/* The table as it grows, with what each new row needs to know. */
-typedef struct mt_param_table {
-    mt_param *rows;
-    int64_t count, bucket;
-    const mt_options *options;
-    bool is_gpt2, is_mixtral, is_qwen2_moe;
-    mt_partition partition;
-} mt_param_table;
-
-/* Names of a role within its layer (or of the whole tensor, outside the layers), # for the expert. */
-typedef struct mt_param_name {
-    const char *llama, *gpt2, *mixtral;
-} mt_param_name;
-
-static const mt_param_name mt_param_names[MT_NUM_ROLES] = {
-    [MT_WORD_EMBEDDING] = {"model.embed_tokens.weight", "transformer.wte.weight", NULL},
-    [MT_POSITION_EMBEDDING] = {"model.embed_positions.weight", "transformer.wpe.weight", NULL},
-    [MT_INPUT_NORM] = {"input_layernorm.weight", "ln_1.weight", NULL},
-    [MT_INPUT_NORM_BIAS] = {"input_layernorm.bias", "ln_1.bias", NULL},
-    [MT_Q] = {"self_attn.q_proj.weight", "attn.c_attn.weight", NULL},
-    [MT_K] = {"self_attn.k_proj.weight", "attn.c_attn.weight", NULL},
-    [MT_V] = {"self_attn.v_proj.weight", "attn.c_attn.weight", NULL},
-    [MT_Q_BIAS] = {"self_attn.q_proj.bias", "attn.c_attn.bias", NULL},
-    [MT_K_BIAS] = {"self_attn.k_proj.bias", "attn.c_attn.bias", NULL},
-    [MT_V_BIAS] = {"self_attn.v_proj.bias", "attn.c_attn.bias", NULL},
-    [MT_Q_NORM] = {"self_attn.q_norm.weight", NULL, NULL},
-    [MT_K_NORM] = {"self_attn.k_norm.weight", NULL, NULL},
-    [MT_Q_A] = {"self_attn.q_a_proj.weight", NULL, NULL},
-    [MT_KV_A] = {"self_attn.kv_a_proj_with_mqa.weight", NULL, NULL},
-    [MT_Q_B] = {"self_attn.q_b_proj.weight", NULL, NULL},
-    [MT_KV_B] = {"self_attn.kv_b_proj.weight", NULL, NULL},
-    [MT_Q_A_NORM] = {"self_attn.q_a_layernorm.weight", NULL, NULL},
-    [MT_KV_A_NORM] = {"self_attn.kv_a_layernorm.weight", NULL, NULL},
-    [MT_O] = {"self_attn.o_proj.weight", "attn.c_proj.weight", NULL},
-    [MT_O_BIAS] = {"self_attn.o_proj.bias", "attn.c_proj.bias", NULL},
-    [MT_MLP_NORM] = {"post_attention_layernorm.weight", "ln_2.weight", NULL},
-    [MT_MLP_NORM_BIAS] = {"post_attention_layernorm.bias", "ln_2.bias", NULL},
-    [MT_GATE] = {"mlp.gate_proj.weight", NULL, NULL},
-    [MT_GATE_BIAS] = {"mlp.gate_proj.bias", NULL, NULL},
-    [MT_UP] = {"mlp.up_proj.weight", "mlp.c_fc.weight", NULL},
-    [MT_UP_BIAS] = {"mlp.up_proj.bias", "mlp.c_fc.bias", NULL},
-    [MT_DOWN] = {"mlp.down_proj.weight", "mlp.c_proj.weight", NULL},
-    [MT_DOWN_BIAS] = {"mlp.down_proj.bias", "mlp.c_proj.bias", NULL},
-    [MT_FINAL_NORM] = {"model.norm.weight", "transformer.ln_f.weight", NULL},
-    [MT_FINAL_NORM_BIAS] = {"model.norm.bias", "transformer.ln_f.bias", NULL},
-    [MT_LM_HEAD] = {"lm_head.weight", "lm_head.weight", NULL},
-    [MT_ROUTER] = {"mlp.gate.weight", NULL, "block_sparse_moe.gate.weight"},
-    [MT_ROUTER_BIAS] = {"mlp.gate.e_score_correction_bias", NULL, NULL},
-    [MT_EXPERT_GATE] = {"mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight"},
-    [MT_EXPERT_UP] = {"mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight"},
-    [MT_EXPERT_DOWN] = {"mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight"},
-    [MT_SHARED_GATE] = {"mlp.shared_experts.gate_proj.weight", NULL, NULL},
-    [MT_SHARED_UP] = {"mlp.shared_experts.up_proj.weight", NULL, NULL},
-    [MT_SHARED_DOWN] = {"mlp.shared_experts.down_proj.weight", NULL, NULL},
-    [MT_SHARED_EXPERT_GATE] = {"mlp.shared_expert_gate.weight", NULL, NULL},
-    [MT_MTP_EMBEDDING_NORM] = {"enorm.weight", NULL, NULL},
-    [MT_MTP_HIDDEN_NORM] = {"hnorm.weight", NULL, NULL},
-    [MT_MTP_PROJECTION] = {"eh_proj.weight", NULL, NULL},
-    [MT_MTP_FINAL_NORM] = {"shared_head.norm.weight", NULL, NULL},
-};
-
-/* Where Qwen2-MoE has a name of its own. */
-static const char *const mt_qwen2_moe_names[MT_NUM_ROLES] = {
-    [MT_SHARED_GATE] = "mlp.shared_expert.gate_proj.weight",
-    [MT_SHARED_UP] = "mlp.shared_expert.up_proj.weight",
-    [MT_SHARED_DOWN] = "mlp.shared_expert.down_proj.weight",
-};
-
-/* The name of a role, an expert's with its number. */
-static void mt_param_set_name(const mt_param_table *table, mt_param *param) {
-    const mt_param_name *names = &mt_param_names[param->role];
-    const char *name = table->is_gpt2 ? names->gpt2 : names->llama;
-    if (table->is_mixtral && names->mixtral) name = names->mixtral;
-    if (table->is_qwen2_moe && mt_qwen2_moe_names[param->role]) name = mt_qwen2_moe_names[param->role];
-    char layer[64] = "", expert[32] = "";
-    const char *number = strchr(name, '#');
-    int before = (int)(number ? number - name : (long)strlen(name));
-    if (param->layer >= 0)
-        snprintf(layer, sizeof layer, table->is_gpt2 ? "transformer.h.%lld." : "model.layers.%lld.",
-                 (long long)param->layer);
-    if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
-    snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, before, name, expert,
-             number ? number + 1 : "");
-}
-
-/* Appends a row; `layer` -1 is outside the layers. Returns it so that the caller can say what is special. */
-static mt_param *mt_param_add(mt_param_table *table, mt_role role, int64_t layer, int64_t rows, int64_t cols) {
-    mt_param *param = &table->rows[table->count++];
-    *param = (mt_param){.role = role, .layer = layer, .expert = -1, .rows = rows, .cols = cols, .shard_dim = -1};
-    param->whole_rows = param->rows_stored = param->hf_rows_total = rows;
-    param->whole_cols = cols;
-    param->is_vector = cols == 1;
-    param->weight_decay = !param->is_vector;
-    param->init = param->is_vector ? MT_INIT_ZEROS : MT_INIT_NORMAL;
-    param->init_std = table->options->init_method_std;
-    param->bucket = table->bucket;
-    param->counted = table->partition.tp_rank == 0; // until it is sharded
-    mt_param_set_name(table, param);
-    return param;
-}
-
-/* Leaves of a row what share `index` of `parts` equal ones holds of its dimension `dim`. */
-static mt_param *mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t index) {
-    int64_t *size = dim == 0 ? &param->rows : &param->cols;
-    MT_CHECK(*size % parts == 0);
-    *size /= parts;
-    *(dim == 0 ? &param->first_row : &param->first_col) = index * *size;
-    param->shard_dim = dim;
-    param->counted = true;
-    return param;
-}
-
-/* A row that the tensor group shards. */
-static mt_param *mt_param_add_sharded(mt_param_table *table, mt_role role, int64_t layer, int64_t rows, int64_t cols,
-                                      int dim) {
-    return mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, table->partition.tp,
-                          table->partition.tp_rank);
-}
-
-/* A norm's weight, and its bias for LayerNorm. */
-static void mt_param_add_norm(mt_param_table *table, mt_role role, int64_t layer, int64_t width) {
-    mt_param *param = mt_param_add(table, role, layer, width, 1);
-    param->init = MT_INIT_ONES, param->gradient = MT_GRADIENT_ROWS;
-    if (strcmp(table->options->normalization, "LayerNorm") == 0)
-        mt_param_add(table, (mt_role)(role + 1), layer, width, 1)->gradient = MT_GRADIENT_ROWS;
-}
-
-/* The norm of every query or key head, which all heads share. */
-static void mt_param_add_head_norm(mt_param_table *table, mt_role role, int64_t layer) {
-    mt_param *param = mt_param_add(table, role, layer, table->options->kv_channels, 1);
-    param->init = MT_INIT_ONES, param->gradient = MT_GRADIENT_HEADS;
-}
-
-/* q, k and v: three rows here; GPT-2 stores one tensor that holds them one after another. Ranks share the heads; where
- * there are fewer kv heads than ranks, neighbours hold the same one. */
-static void mt_param_add_qkv(mt_param_table *table, mt_role first_role, int64_t layer, int64_t cols) {
-    const mt_options *o = table->options;
-    int64_t q_rows = o->num_attention_heads * o->kv_channels, kv_rows = o->num_query_groups * o->kv_channels;
-    int64_t rows[3] = {q_rows, kv_rows, kv_rows}, before = 0;
-    int64_t tp = table->partition.tp, tp_rank = table->partition.tp_rank;
-    int64_t kv_parts = mt_min(o->num_query_groups, tp), replicas = tp / kv_parts;
-    for (int i = 0; i < 3; i++) {
-        mt_param *param = mt_param_add(table, (mt_role)(first_role + i), layer, rows[i], cols);
-        if (i == 0) {
-            mt_param_shard(param, 0, tp, tp_rank);
-        } else {
-            mt_param_shard(param, 0, kv_parts, tp_rank / replicas);
-            param->counted = tp_rank % replicas == 0;
-            if (replicas > 1) param->gradient = MT_GRADIENT_REPLICA;
-        }
-        if (!table->is_gpt2) continue;
-        param->hf_row = before;
-        param->hf_rows_total = q_rows + 2 * kv_rows;
-        before += rows[i];
-    }
-}
-
-/* Latent attention: every rank has the way to the latents whole, and of the way from them its heads' part. */
-static void mt_param_add_latent(mt_param_table *table, int64_t layer, int64_t cols) {
-    const mt_options *o = table->options;
-    int64_t heads = o->num_attention_heads, q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank;
-    if (q_rank > 0) mt_param_add(table, MT_Q_A, layer, q_rank, cols)->gradient = MT_GRADIENT_ROWS;
-    mt_param_add(table, MT_KV_A, layer, kv_rank + o->qk_pos_emb_head_dim, cols)->gradient = MT_GRADIENT_ROWS;
-    int64_t q_input = q_rank > 0 ? q_rank : cols;
-    mt_param_add_sharded(table, q_rank > 0 ? MT_Q_B : MT_Q, layer, heads * o->kv_channels, q_input, 0);
-    mt_param_add_sharded(table, MT_KV_B, layer, heads * (o->qk_head_dim + o->v_head_dim), kv_rank, 0);
-}
-
-static double mt_output_std(const mt_options *o) {
-    return o->init_method_std / sqrt(2.0 * (double)o->num_layers);
-}
-
-/* The matrices of an MLP that the tensor group shares: a layer's, or the expert's that every token visits. */
-static void mt_params_add_mlp(mt_param_table *table, int64_t layer, mt_role gate, mt_role up, mt_role down, int64_t F) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size;
-    if (o->swiglu) mt_param_add_sharded(table, gate, layer, F, C, 0);
-    mt_param_add_sharded(table, up, layer, F, C, 0);
-    mt_param_add_sharded(table, down, layer, C, F, 1)->init_std = mt_output_std(o);
-}
-
-static void mt_params_add_expert(mt_param_table *table, mt_role role, int64_t layer, int64_t expert, int64_t rows,
-                                 int64_t cols, int dim) {
-    const mt_partition *at = &table->partition;
-    mt_param *param = mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, at->etp, at->etp_rank);
-    param->expert = expert;
-    if (role == MT_EXPERT_DOWN) param->init_std = mt_output_std(table->options);
-    mt_param_set_name(table, param);
-}
-
-/* This rank's experts of a layer, in a bucket of their own: all their first matrices, then all their second ones, so
- * that each is one operand of a grouped product. */
-static void mt_params_add_experts(mt_param_table *table, int64_t layer) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size, F = o->moe_ffn_hidden_size, count = o->num_experts / table->partition.ep;
-    int64_t first = table->partition.ep_rank * count;
-    for (int64_t e = first; e < first + count; e++) {
-        mt_params_add_expert(table, MT_EXPERT_GATE, layer, e, F, C, 0);
-        mt_params_add_expert(table, MT_EXPERT_UP, layer, e, F, C, 0);
-    }
-    for (int64_t e = first; e < first + count; e++) mt_params_add_expert(table, MT_EXPERT_DOWN, layer, e, C, F, 1);
-}
-
-/* A module of multi-token prediction, whose number is behind the layers', is of the last layer's kind. */
-static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
-    return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
-}
-
-/* None, too, where the first layers alone are made of a model whose others have experts. */
-int64_t mt_num_expert_layers(const mt_options *o) {
-    int64_t layers = 0;
-    for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_has_experts(o, i);
-    return layers;
-}
-
-/* A layer's matrices: attention, then the MLP or what routes tokens to experts. */
-static void mt_params_add_matrices(mt_param_table *table, int64_t layer) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size, attention_width = o->num_attention_heads * mt_value_channels(o);
-    if (o->multi_latent_attention)
-        mt_param_add_latent(table, layer, C);
-    else
-        mt_param_add_qkv(table, MT_Q, layer, C);
-    mt_param_add_sharded(table, MT_O, layer, C, attention_width, 1)->init_std = mt_output_std(o);
-    if (!mt_layer_has_experts(o, layer)) {
-        mt_params_add_mlp(table, layer, MT_GATE, MT_UP, MT_DOWN, o->ffn_hidden_size);
-        return;
-    }
-    if (o->moe_shared_expert_intermediate_size > 0)
-        mt_params_add_mlp(table, layer, MT_SHARED_GATE, MT_SHARED_UP, MT_SHARED_DOWN,
-                          o->moe_shared_expert_intermediate_size);
-    mt_param_add(table, MT_ROUTER, layer, o->num_experts, C)->gradient = MT_GRADIENT_ROWS;
-    if (o->moe_shared_expert_gate) mt_param_add(table, MT_SHARED_EXPERT_GATE, layer, 1, C)->gradient = MT_GRADIENT_ROWS;
-}
-
-static void mt_params_add_layer(mt_param_table *table, int64_t layer) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size, F = o->ffn_hidden_size;
-    bool is_mtp = layer >= o->num_layers;
-    mt_params_add_matrices(table, layer);
-    if (is_mtp) mt_param_add(table, MT_MTP_PROJECTION, layer, C, 2 * C)->gradient = MT_GRADIENT_ROWS;
-    for (mt_role role = MT_MTP_EMBEDDING_NORM; is_mtp && role <= MT_MTP_FINAL_NORM; role++)
-        if (role != MT_MTP_PROJECTION) mt_param_add_norm(table, role, layer, C);
-    mt_param_add_norm(table, MT_INPUT_NORM, layer, C);
-    mt_param_add_norm(table, MT_MLP_NORM, layer, C);
-    if (o->multi_latent_attention && o->q_lora_rank > 0) mt_param_add_norm(table, MT_Q_A_NORM, layer, o->q_lora_rank);
-    if (o->multi_latent_attention) mt_param_add_norm(table, MT_KV_A_NORM, layer, o->kv_lora_rank);
-    if (mt_norms_heads(o)) {
-        mt_param_add_head_norm(table, MT_Q_NORM, layer);
-        mt_param_add_head_norm(table, MT_K_NORM, layer);
-    }
-    if (o->add_qkv_bias) mt_param_add_qkv(table, MT_Q_BIAS, layer, 1);
-    if (o->attention_output_bias) mt_param_add(table, MT_O_BIAS, layer, C, 1);
-    if (o->mlp_bias) {
-        if (o->swiglu) mt_param_add_sharded(table, MT_GATE_BIAS, layer, F, 1, 0);
-        mt_param_add_sharded(table, MT_UP_BIAS, layer, F, 1, 0);
-        mt_param_add(table, MT_DOWN_BIAS, layer, C, 1);
-    }
-    table->bucket++;
-    if (!mt_layer_has_experts(o, layer)) return;
-    mt_params_add_experts(table, layer);
-    table->bucket++;
-}
-
-/* GPT-2's linear layers are stored [in, out]. */
-static bool mt_role_is_linear(mt_role role) {
-    return role == MT_Q || role == MT_K || role == MT_V || role == MT_O || role == MT_UP || role == MT_DOWN;
-}
-
-/* Rows that continue the one before without a gap, so that a fused product sees one matrix. */
-static bool mt_param_continues(const mt_param *param, const mt_param *before) {
-    mt_role role = param->role, last = before->role;
-    return (role == MT_KV_A && last == MT_Q_A) || role == MT_K || role == MT_V || role == MT_K_BIAS ||
-           role == MT_V_BIAS || ((role == MT_UP || role == MT_UP_BIAS) && (int)last == (int)role - 2) ||
-           (role == MT_SHARED_UP && last == MT_SHARED_GATE) || role == MT_EXPERT_UP ||
-           (role == MT_EXPERT_GATE && last == MT_EXPERT_UP) || (role == MT_EXPERT_DOWN && last == MT_EXPERT_DOWN);
-}
-
-bool mt_param_is_trained(const mt_param *param) {
-    return param->role != MT_ROUTER_BIAS;
-}
-
-/* Elements between the starts of parameters: 16-byte loads of bf16 and whole cache lines. */
-enum { MT_PARAM_ALIGNMENT = 64 };
-
-static int64_t mt_align(int64_t value) {
-    return (value + MT_PARAM_ALIGNMENT - 1) / MT_PARAM_ALIGNMENT * MT_PARAM_ALIGNMENT;
-}
-
-/* Gives every row its offset: the table's order within each bucket. */
-static void mt_params_place(mt_param_table *table) {
-    int64_t end = 0;
-    for (int64_t i = 0; i < table->count; i++) {
-        mt_param *param = &table->rows[i], *before = i ? param - 1 : param;
-        bool new_bucket = i == 0 || before->bucket != param->bucket;
-        MT_CHECK(new_bucket ? i == 0 || param->bucket == before->bucket + 1
-                            : before->weight_decay >= param->weight_decay);
-        if (new_bucket) end = 0;
-        param->offset = !new_bucket && mt_param_continues(param, before) ? end : mt_align(end);
-        end = param->offset + param->rows * param->cols;
-        if (table->is_gpt2 && mt_role_is_linear(param->role)) param->hf_transposed = true;
-    }
-}
-
-/* A matrix of the vocabulary, of which Hugging Face has no padding. */
-static mt_param *mt_param_add_vocabulary(mt_param_table *table, mt_role role) {
-    const mt_options *o = table->options;
-    mt_param *param = mt_param_add_sharded(table, role, -1, o->padded_vocab_size, o->hidden_size, 0);
-    param->rows_stored = param->hf_rows_total = o->vocab_size;
-    return param;
-}
-
-/* One chunk's rows, from its first bucket on; the table's next free bucket is the one behind its last. */
-static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size;
-    bool tied = !o->untie_embeddings_and_output_weights;
-    if (stage->embedding) {
-        mt_param_add_vocabulary(table, MT_WORD_EMBEDDING);
-        table->bucket++;
-        if (strcmp(o->position_embedding_type, "learned_absolute") == 0) {
-            mt_param *param = mt_param_add(table, MT_POSITION_EMBEDDING, -1, o->max_position_embeddings, C);
-            param->gradient = MT_GRADIENT_ROWS;
-            table->bucket++;
-        }
-    }
-    for (int64_t i = 0; i < stage->num_layers + stage->num_mtp; i++) mt_params_add_layer(table, stage->first_layer + i);
-    if (!stage->loss) return;
-    if (!has_embedding && (tied || stage->num_mtp > 0)) {
-        mt_param_add_vocabulary(table, MT_WORD_EMBEDDING)->counted = false;
-        table->bucket++;
-    }
-    if (!tied) mt_param_add_vocabulary(table, MT_LM_HEAD);
-    mt_param_add_norm(table, MT_FINAL_NORM, -1, C);
-    table->bucket++;
-}
-
-/* The biases of this rank's routers, in a bucket that is not trained. */
-static void mt_params_add_router_biases(mt_param_table *table) {
-    const mt_options *o = table->options;
-    for (int64_t i = 0; o->moe_router_enable_expert_bias && i < table->partition.num_stages; i++) {
-        const mt_stage *stage = &table->partition.stages[i];
-        int64_t end = stage->first_layer + stage->num_layers + stage->num_mtp;
-        for (int64_t layer = stage->first_layer; layer < end; layer++)
-            if (mt_layer_has_experts(o, layer)) mt_param_add(table, MT_ROUTER_BIAS, layer, o->num_experts, 1);
-    }
-}
-
-int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition) {
-    mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
-    whole_model.num_mtp = options->mtp_num_layers;
-    mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
-    mt_param_table table = {.options = options, .partition = partition ? *partition : whole};
-    table.is_gpt2 = strcmp(options->hf_family, "gpt2") == 0;
-    table.is_mixtral = strcmp(options->hf_family, "mixtral") == 0;
-    table.is_qwen2_moe = strcmp(options->hf_family, "qwen2_moe") == 0;
-    int64_t layers = options->num_layers + options->mtp_num_layers;
-    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 3 * options->num_experts;
-    table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
-    bool has_embedding = false;
-    for (int64_t i = 0; i < table.partition.num_stages; i++) {
-        has_embedding |= table.partition.stages[i].embedding;
-        mt_params_add_stage(&table, &table.partition.stages[i], has_embedding);
-    }
-    mt_params_add_router_biases(&table);
-    mt_params_place(&table);
-    *params = table.rows;
-    return table.count;
-}
-
-int64_t mt_num_parameters(const mt_options *options) {
-    mt_param *params;
-    int64_t count = mt_params_build(&params, options, NULL), total = 0;
-    for (int64_t i = 0; i < count; i++) total += params[i].rows_stored * params[i].whole_cols;
-    free(params);
-    return total;
-}
-
-/* ==== §9 attention, MLP, layer =================================================================================== */
-/* A transformer layer, forward and backward. Invariants: hidden states are [T, C] and never change layout; a backward
- * reads as its forward reversed; gradients of activations are written, those of parameters accumulate in fp32. */
+/* One row per role of a parameter: shape, sharding, gradient, initial values, conditions, names, and the field of the
+ * model's code. mt_params_build expands these rows into a table of parameters. To add a role: append it to mt_role and
+ * add one row here. Invariants: rows stand in the order of a bucket, matrices (which decay) before vectors (which do
+ * not); a fused row continues the row above without a gap, so that one matrix product computes both; names are those of
+ * Hugging Face. */
 
 /* A layer's parameters. Fused matrices are one linear because their rows are neighbours in the bucket. */
 typedef struct mt_layer {
@@ -7060,6 +4531,419 @@ typedef struct mt_layer {
     mt_weight mtp_embedding_norm, mtp_hidden_norm, mtp_final_norm;
     mt_linear mtp_projection; // 2C -> C
 } mt_layer;
+
+/* Parameters outside the layers. With tied embeddings, lm_head is word_embedding. */
+typedef struct mt_outer {
+    mt_weight word_embedding, position_embedding, final_norm, final_norm_bias;
+    mt_linear lm_head; // C -> V
+} mt_outer;
+
+/* Channels of a head's value. */
+static int64_t mt_value_channels(const mt_options *o) {
+    return o->multi_latent_attention ? o->v_head_dim : o->kv_channels;
+}
+
+/* True if query and key heads are normalised (q/k norm). */
+static bool mt_norms_heads(const mt_options *o) {
+    return o->qk_layernorm && !o->multi_latent_attention;
+}
+
+/* A module of multi-token prediction has a number behind the layers' and is of the last layer's kind. */
+static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
+    return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
+}
+
+/* 0, too, for a model with experts that is cut to its first layers, which have none. */
+int64_t mt_num_expert_layers(const mt_options *o) {
+    int64_t layers = 0;
+    for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_has_experts(o, i);
+    return layers;
+}
+
+/* Rows and columns: name, size in the whole model, and the options that decide on it (for messages). */
+#define MT_DIMENSIONS(X)                                                                                               \
+    X(ONE, 1, NULL)                                                                                                    \
+    X(C, o->hidden_size, "--hidden-size")                                                                              \
+    X(2C, 2 * o->hidden_size, "--hidden-size")                                                                         \
+    X(VOCAB, o->padded_vocab_size, "--vocab-size")                                                                     \
+    X(POSITIONS, o->max_position_embeddings, "--max-position-embeddings")                                              \
+    X(D, o->kv_channels, "--kv-channels")                                                                              \
+    X(HD, o->num_attention_heads * o->kv_channels, "--num-attention-heads and --kv-channels")                          \
+    X(GD, o->num_query_groups * o->kv_channels, "--num-query-groups and --kv-channels")                                \
+    X(HDV, o->num_attention_heads *mt_value_channels(o), "--num-attention-heads and --kv-channels")                    \
+    X(Q_LORA, o->q_lora_rank, "--q-lora-rank")                                                                         \
+    X(KV_LORA, o->kv_lora_rank, "--kv-lora-rank")                                                                      \
+    X(KV_LORA_ROPE, o->kv_lora_rank + o->qk_pos_emb_head_dim, "--kv-lora-rank and --qk-pos-emb-head-dim")              \
+    X(H_NOPE_DV, o->num_attention_heads *(o->qk_head_dim + o->v_head_dim), "--qk-head-dim and --v-head-dim")           \
+    X(F, o->ffn_hidden_size, "--ffn-hidden-size")                                                                      \
+    X(SHARED_F, o->moe_shared_expert_intermediate_size, "--moe-shared-expert-intermediate-size")                       \
+    X(EXPERT_F, o->moe_ffn_hidden_size, "--moe-ffn-hidden-size")                                                       \
+    X(E, o->num_experts, "--num-experts")
+
+#define MT_DIMENSION_NAME(name, size, option)   MT_DIM_##name,
+#define MT_DIMENSION_SIZE(name, size, option)   size,
+#define MT_DIMENSION_OPTION(name, size, option) option,
+
+typedef enum mt_dimension { MT_DIMENSIONS(MT_DIMENSION_NAME) MT_NUM_DIMENSIONS } mt_dimension;
+
+static const char *const mt_dimension_option[MT_NUM_DIMENSIONS] = {MT_DIMENSIONS(MT_DIMENSION_OPTION)};
+
+static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
+    const int64_t sizes[MT_NUM_DIMENSIONS] = {MT_DIMENSIONS(MT_DIMENSION_SIZE)};
+    return sizes[dimension];
+}
+
+/* Conditions on which a layer (with layer -1: the model outside its layers) has a parameter, and the option that
+ * decides on each. A message about a parameter with several names the first one's. */
+#define MT_CONDITIONS(X)                                                                                               \
+    X(LEARNED_POSITIONS, strcmp(o->position_embedding_type, "learned_absolute") == 0, "--position-embedding-type")     \
+    X(LM_HEAD, o->untie_embeddings_and_output_weights, "--untie-embeddings-and-output-weights")                        \
+    X(LAYERNORM, strcmp(o->normalization, "LayerNorm") == 0, "--normalization")                                        \
+    X(LATENT, o->multi_latent_attention, "--multi-latent-attention")                                                   \
+    X(Q_LATENT, o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                                      \
+    X(HEAD_NORMS, mt_norms_heads(o), "--qk-layernorm")                                                                 \
+    X(QKV_BIAS, o->add_qkv_bias, "--add-qkv-bias")                                                                     \
+    X(O_BIAS, o->attention_output_bias, "--disable-bias-linear")                                                       \
+    X(MLP_BIAS, o->mlp_bias, "--disable-bias-linear")                                                                  \
+    X(ROUTER, has_experts, "--moe-layer-freq")                                                                         \
+    X(ROUTER_BIAS, has_experts && o->moe_router_enable_expert_bias, "--moe-router-enable-expert-bias")                 \
+    X(EXPERTS, has_experts, "--num-experts")                                                                           \
+    X(SHARED, has_experts && o->moe_shared_expert_intermediate_size > 0, "--moe-shared-expert-intermediate-size")      \
+    X(SHARED_GATE, has_experts && o->moe_shared_expert_gate, "--moe-shared-expert-gate")                               \
+    X(SWIGLU, o->swiglu, "--swiglu")                                                                                   \
+    X(MTP, layer >= o->num_layers, "--mtp-num-layers")
+
+#define MT_CONDITION_NAME(name, test, option)   MT_CONDITION_##name,
+#define MT_CONDITION_BIT(name, test, option)    | (unsigned)(test) << MT_CONDITION_##name
+#define MT_CONDITION_OPTION(name, test, option) option,
+
+enum { MT_CONDITIONS(MT_CONDITION_NAME) MT_NUM_CONDITIONS };
+
+static const char *const mt_condition_option[MT_NUM_CONDITIONS] = {MT_CONDITIONS(MT_CONDITION_OPTION)};
+
+/* A bit for each condition that holds. */
+static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
+    bool has_experts = layer >= 0 && mt_layer_has_experts(o, layer);
+    return 0 MT_CONDITIONS(MT_CONDITION_BIT);
+}
+
+/* Families of Hugging Face with names of their own; all others have Llama's. */
+enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NUM_NAMES };
+
+static int mt_names_of(const mt_options *o) {
+    static const char *const families[MT_NUM_NAMES] = {"", "gpt2", "mixtral", "qwen2_moe"};
+    int family = MT_NUM_NAMES - 1;
+    while (family > MT_NAMES_LLAMA && strcmp(o->hf_family, families[family]) != 0) family--;
+    return family;
+}
+
+/* What tensor-parallel ranks share. If there are fewer kv heads than ranks, neighbours hold the same one. */
+typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS } mt_cut;
+
+typedef struct mt_role_row {
+    mt_role role;
+    mt_unit unit;
+    mt_cut cut;
+    mt_init init;
+    mt_gradient gradient;
+    mt_dimension rows, cols;         // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
+    size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers
+    unsigned when, unless;           // conditions: all of `when` and none of `unless`
+    bool fused;                      // continues the row above, if that exists, and is found by that one's field
+    const char *names[MT_NUM_NAMES]; // after the layer's prefix; # is the expert's number; NULL: as Llama
+} mt_role_row;
+
+/* Kinds of parameters: cut, init, gradient. */
+#define MT_COLUMN         MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE // column-parallel: a share of the outputs
+#define MT_COLUMN_KV      MT_CUT_KV_HEADS, MT_INIT_NORMAL, MT_GRADIENT_REPLICA
+#define MT_COLUMN_BIAS    MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
+#define MT_COLUMN_KV_BIAS MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA
+#define MT_ROW            MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE // row-parallel: a share of the inputs
+#define MT_ROW_BIAS       MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
+#define MT_REPLICATED     MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS
+#define MT_NORM           MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS
+#define MT_NORM_BIAS      MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS
+#define MT_HEAD_NORM      MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS // one weight for all heads
+
+/* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: one outside the layers.
+ */
+#define MT_HAS(name) (1u << MT_CONDITION_##name)
+#define MT_ANY_ROLE(role, unit, kind, rows, cols, field, when, unless, fused, ...)                                     \
+    {                                                                                                                  \
+        MT_##role, MT_UNIT_##unit, MT_##kind, MT_DIM_##rows, MT_DIM_##cols, field, when, unless, fused, {              \
+            __VA_ARGS__                                                                                                \
+        }                                                                                                              \
+    }
+#define MT_ROLE(role, unit, kind, rows, cols, field, when, unless, ...)                                                \
+    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, false, __VA_ARGS__)
+#define MT_FUSED(role, unit, kind, rows, cols, field, when, unless, ...)                                               \
+    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, true, __VA_ARGS__)
+#define MT_OUTSIDE(role, unit, kind, rows, cols, field, when, unless, ...)                                             \
+    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_outer, field), when, unless, false, __VA_ARGS__)
+
+static const mt_role_row mt_role_rows[] = {
+    MT_OUTSIDE(WORD_EMBEDDING, WORDS, COLUMN, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
+               "transformer.wte.weight"),
+    MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
+               0, "model.embed_positions.weight", "transformer.wpe.weight"),
+    /* attention; latent attention without a q latent has q_proj in place of q_b_proj */
+    MT_ROLE(Q_A, LAYER, REPLICATED, Q_LORA, C, latent.weight, MT_HAS(Q_LATENT), 0, "self_attn.q_a_proj.weight"),
+    MT_FUSED(KV_A, LAYER, REPLICATED, KV_LORA_ROPE, C, latent.weight, MT_HAS(LATENT), 0,
+             "self_attn.kv_a_proj_with_mqa.weight"),
+    MT_ROLE(Q_B, LAYER, COLUMN, HD, Q_LORA, q_b.weight, MT_HAS(Q_LATENT), 0, "self_attn.q_b_proj.weight"),
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, q_b.weight, MT_HAS(LATENT), MT_HAS(Q_LATENT), "self_attn.q_proj.weight"),
+    MT_ROLE(KV_B, LAYER, COLUMN, H_NOPE_DV, KV_LORA, kv_b.weight, MT_HAS(LATENT), 0, "self_attn.kv_b_proj.weight"),
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.q_proj.weight", "attn.c_attn.weight"),
+    MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.k_proj.weight",
+             "attn.c_attn.weight"),
+    MT_FUSED(V, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.v_proj.weight",
+             "attn.c_attn.weight"),
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, 0, "self_attn.o_proj.weight", "attn.c_proj.weight"),
+    /* MLP, or shared expert and router */
+    MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(SWIGLU), MT_HAS(EXPERTS), "mlp.gate_proj.weight"),
+    MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(EXPERTS), "mlp.up_proj.weight", "mlp.c_fc.weight"),
+    MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(EXPERTS), "mlp.down_proj.weight", "mlp.c_proj.weight"),
+    MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(SWIGLU), 0,
+            "mlp.shared_experts.gate_proj.weight", NULL, NULL, "mlp.shared_expert.gate_proj.weight"),
+    MT_FUSED(SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.up_proj.weight",
+             NULL, NULL, "mlp.shared_expert.up_proj.weight"),
+    MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
+            NULL, NULL, "mlp.shared_expert.down_proj.weight"),
+    MT_ROLE(ROUTER, LAYER, REPLICATED, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
+            "block_sparse_moe.gate.weight"),
+    MT_ROLE(SHARED_EXPERT_GATE, LAYER, REPLICATED, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
+            "mlp.shared_expert_gate.weight"),
+    /* multi-token prediction; its norms are the first vectors */
+    MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0, "eh_proj.weight"),
+    MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm, MT_HAS(MTP), 0, "enorm.weight"),
+    MT_ROLE(MTP_HIDDEN_NORM, LAYER, NORM, C, ONE, mtp_hidden_norm, MT_HAS(MTP), 0, "hnorm.weight"),
+    MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm, MT_HAS(MTP), 0, "shared_head.norm.weight"),
+    /* vectors */
+    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm, 0, 0, "input_layernorm.weight", "ln_1.weight"),
+    MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm_bias, MT_HAS(LAYERNORM), 0, "input_layernorm.bias",
+            "ln_1.bias"),
+    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm, 0, 0, "post_attention_layernorm.weight", "ln_2.weight"),
+    MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm_bias, MT_HAS(LAYERNORM), 0,
+            "post_attention_layernorm.bias", "ln_2.bias"),
+    MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT), 0, "self_attn.q_a_layernorm.weight"),
+    MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT), 0, "self_attn.kv_a_layernorm.weight"),
+    MT_ROLE(Q_NORM, LAYER, HEAD_NORM, D, ONE, q_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.q_norm.weight"),
+    MT_ROLE(K_NORM, LAYER, HEAD_NORM, D, ONE, k_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.k_norm.weight"),
+    MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.q_proj.bias",
+            "attn.c_attn.bias"),
+    MT_FUSED(K_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.k_proj.bias",
+             "attn.c_attn.bias"),
+    MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
+             "attn.c_attn.bias"),
+    MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0, "self_attn.o_proj.bias", "attn.c_proj.bias"),
+    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(SWIGLU), 0,
+            "mlp.gate_proj.bias"),
+    MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), 0, "mlp.up_proj.bias", "mlp.c_fc.bias"),
+    MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), 0, "mlp.down_proj.bias",
+            "mlp.c_proj.bias"),
+    /* experts: gate and up of each in turn, then down of each, so that each is one operand of a grouped product */
+    MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
+            "mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight"),
+    MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
+             "mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight"),
+    MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
+            "mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight"),
+    /* output */
+    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, lm_head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight"),
+    MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm, 0, 0, "model.norm.weight", "transformer.ln_f.weight"),
+    MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm_bias, MT_HAS(LAYERNORM), 0, "model.norm.bias",
+               "transformer.ln_f.bias"),
+    /* not trained by the optimizer: moved towards equal loads */
+    MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), 0,
+            "mlp.gate.e_score_correction_bias"),
+};
+
+/* The table as it grows, and what every new row needs. */
+typedef struct mt_param_table {
+    mt_param *rows;
+    int64_t count, bucket;
+    const mt_options *options;
+    int names; // MT_NAMES_*
+    mt_partition partition;
+} mt_param_table;
+
+static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
+    const char *name = row->names[table->names] ? row->names[table->names] : row->names[MT_NAMES_LLAMA];
+    const char *number = strchr(name, '#');
+    char layer[64] = "", expert[32] = "";
+    if (param->layer >= 0)
+        snprintf(layer, sizeof layer, table->names == MT_NAMES_GPT2 ? "transformer.h.%lld." : "model.layers.%lld.",
+                 (long long)param->layer);
+    if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
+    snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert,
+             number ? number + 1 : "");
+}
+
+/* Rows with one name are parts of one Hugging Face tensor, one after another: GPT-2's q, k and v. */
+static void mt_param_join_tensor(mt_param_table *table) {
+    mt_param *param = &table->rows[table->count - 1], *before = param;
+    for (; before > table->rows && strcmp(before[-1].hf_name, param->hf_name) == 0; before--)
+        before[-1].hf_rows_total += param->whole_rows;
+    if (before == param) return;
+    param->hf_row = param[-1].hf_row + param[-1].whole_rows;
+    param->hf_rows_total = param[-1].hf_rows_total;
+}
+
+/* Leaves of a parameter the share `index` of `parts` equal ones of its dimension `dim`. */
+static void mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t index) {
+    int64_t *size = dim == 0 ? &param->rows : &param->cols;
+    MT_CHECK(*size % parts == 0);
+    *size /= parts;
+    *(dim == 0 ? &param->first_row : &param->first_col) = index * *size;
+    param->shard_dim = dim;
+    param->counted = true;
+}
+
+static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *param) {
+    const mt_partition *at = &table->partition;
+    int64_t parts = param->expert >= 0 ? at->etp : at->tp, rank = param->expert >= 0 ? at->etp_rank : at->tp_rank;
+    param->counted = at->tp_rank == 0;
+    if (cut == MT_CUT_ROWS) mt_param_shard(param, 0, parts, rank);
+    if (cut == MT_CUT_COLS) mt_param_shard(param, 1, parts, rank);
+    if (cut != MT_CUT_KV_HEADS) return;
+    int64_t kv_parts = mt_min(table->options->num_query_groups, parts), replicas = parts / kv_parts;
+    mt_param_shard(param, 0, kv_parts, rank / replicas);
+    param->counted = rank % replicas == 0;
+    if (replicas == 1) param->gradient = MT_GRADIENT_WHOLE;
+}
+
+/* Appends a row. `continues`: it follows the one before without a gap. */
+static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t layer, int64_t expert, bool continues) {
+    const mt_options *o = table->options;
+    mt_param *param = &table->rows[table->count++];
+    *param = (mt_param){.role = row->role, .unit = row->unit, .layer = layer, .expert = expert, .shard_dim = -1};
+    param->rows = param->whole_rows = mt_dimension_size(o, row->rows);
+    param->cols = param->whole_cols = mt_dimension_size(o, row->cols);
+    param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
+    param->is_vector = row->cols == MT_DIM_ONE;
+    param->weight_decay = !param->is_vector;
+    param->is_embedding = row->unit == MT_UNIT_WORDS || row->unit == MT_UNIT_POSITIONS;
+    param->trained = row->unit != MT_UNIT_UNTRAINED;
+    param->init = row->init;
+    param->init_std = o->init_method_std / (row->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
+    param->gradient = row->gradient;
+    param->rows_option = mt_dimension_option[row->rows];
+    param->cols_option = mt_dimension_option[row->cols];
+    for (int i = MT_NUM_CONDITIONS - 1; i >= 0; i--)
+        if (row->when >> i & 1) param->exists_option = mt_condition_option[i];
+    param->bucket = table->bucket;
+    param->continues = continues;
+    param->field = row->field;
+    mt_param_set_name(table, row, param);
+    param->hf_transposed = table->names == MT_NAMES_GPT2 && layer >= 0 && !param->is_vector;
+    mt_param_join_tensor(table);
+    mt_param_cut(table, row->cut, param);
+}
+
+/* The rows [row, end) of this rank's experts, expert by expert and without a gap. */
+static void mt_params_add_experts(mt_param_table *table, const mt_role_row *row, const mt_role_row *end,
+                                  int64_t layer) {
+    int64_t count = table->options->num_experts / table->partition.ep, first = table->partition.ep_rank * count;
+    for (int64_t expert = first; expert < first + count; expert++)
+        for (const mt_role_row *next = row; next < end; next++)
+            mt_param_add(table, next, layer, expert, expert > first || next > row);
+}
+
+/* Appends the rows of a unit that exist in a layer (-1: outside the layers) and returns their number. */
+static int64_t mt_params_add_unit(mt_param_table *table, mt_unit unit, int64_t layer) {
+    const mt_role_row *end = mt_role_rows + sizeof mt_role_rows / sizeof *mt_role_rows, *before = NULL, *next;
+    unsigned has = mt_layer_conditions(table->options, layer);
+    int64_t count = table->count;
+    for (const mt_role_row *row = mt_role_rows; row < end; row = next) {
+        next = row + 1;
+        if (row->unit != unit || (row->when & ~has) || (row->unless & has)) continue;
+        while (unit == MT_UNIT_EXPERTS && next < end && next->fused) next++;
+        if (unit == MT_UNIT_EXPERTS)
+            mt_params_add_experts(table, row, next, layer);
+        else
+            mt_param_add(table, row, layer, -1, row->fused && before == row - 1);
+        before = row;
+    }
+    return table->count - count;
+}
+
+/* A unit in a bucket of its own. */
+static void mt_params_add_bucket(mt_param_table *table, mt_unit unit, int64_t layer) {
+    if (mt_params_add_unit(table, unit, layer) > 0) table->bucket++;
+}
+
+/* One chunk's rows. */
+static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
+    bool tied = !table->options->untie_embeddings_and_output_weights;
+    if (stage->embedding) {
+        mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
+        mt_params_add_bucket(table, MT_UNIT_POSITIONS, -1);
+    }
+    for (int64_t i = 0; i < stage->num_layers + stage->num_mtp; i++) {
+        mt_params_add_bucket(table, MT_UNIT_LAYER, stage->first_layer + i);
+        mt_params_add_bucket(table, MT_UNIT_EXPERTS, stage->first_layer + i);
+    }
+    if (!stage->loss) return;
+    if (!has_embedding && (tied || stage->num_mtp > 0)) {
+        mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
+        table->rows[table->count - 1].counted = false;
+    }
+    mt_params_add_bucket(table, MT_UNIT_OUTPUT, -1);
+}
+
+/* Elements between the starts of parameters: 16-byte loads of bf16 and whole cache lines. */
+enum { MT_PARAM_ALIGNMENT = 64 };
+
+static int64_t mt_align(int64_t value) {
+    return (value + MT_PARAM_ALIGNMENT - 1) / MT_PARAM_ALIGNMENT * MT_PARAM_ALIGNMENT;
+}
+
+/* Gives every parameter its offset: the table's order within each bucket. */
+static void mt_params_set_offsets(mt_param_table *table) {
+    int64_t end = 0;
+    for (int64_t i = 0; i < table->count; i++) {
+        mt_param *param = &table->rows[i];
+        if (i > 0 && param->bucket != param[-1].bucket) end = 0;
+        MT_CHECK(end == 0 || param[-1].weight_decay >= param->weight_decay);
+        param->offset = param->continues ? end : mt_align(end);
+        end = param->offset + param->rows * param->cols;
+    }
+}
+
+int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition) {
+    mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
+    whole_model.num_mtp = options->mtp_num_layers;
+    mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
+    mt_param_table table = {.options = options, .names = mt_names_of(options)};
+    const mt_partition *at = &table.partition;
+    table.partition = partition ? *partition : whole;
+    int64_t layers = options->num_layers + options->mtp_num_layers;
+    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 3 * options->num_experts;
+    table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
+    bool has_embedding = false;
+    for (int64_t i = 0; i < at->num_stages; i++) {
+        has_embedding |= at->stages[i].embedding;
+        mt_params_add_stage(&table, &at->stages[i], has_embedding);
+    }
+    for (int64_t i = 0; i < at->num_stages; i++) // the untrained of all layers share one bucket
+        for (int64_t k = 0; k < at->stages[i].num_layers + at->stages[i].num_mtp; k++)
+            mt_params_add_unit(&table, MT_UNIT_UNTRAINED, at->stages[i].first_layer + k);
+    mt_params_set_offsets(&table);
+    *params = table.rows;
+    return table.count;
+}
+
+int64_t mt_num_parameters(const mt_options *options) {
+    mt_param *params;
+    int64_t count = mt_params_build(&params, options, NULL), total = 0;
+    for (int64_t i = 0; i < count; i++) total += params[i].rows_stored * params[i].whole_cols;
+    free(params);
+    return total;
+}
+
+/* ==== §9 attention, MLP, layer =================================================================================== */
+/* A transformer layer, forward and backward. Invariants: hidden states are [T, C] and never change layout; a backward
+ * reads as its forward reversed; gradients of activations are written, those of parameters accumulate in fp32. */
 
 /* Rows that come to the experts of this rank, in the order of experts, and what they become. */
 typedef struct mt_expert_rows {
@@ -7344,8 +5228,7 @@ struct mt_model {
     mt_layer *layers;                                                 // [num_layers]
     int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not here
     mt_sharding sharding;
-    mt_weight word_embedding, position_embedding, final_norm, final_norm_bias;
-    mt_linear lm_head;          // C -> V
+    mt_outer outer;
     float *rope_cos, *rope_sin; // [max_position, R / 2]
     int64_t rotary_dim;         // R
     /* memory */
@@ -9461,120 +7344,27 @@ static mt_layer *mt_layer_find(mt_model *m, int64_t number) {
     return layer;
 }
 
-/* Which bucket holds what. */
+/* Finds the bucket of every unit. */
 static void mt_buckets_find(mt_model *m) {
     bool tied = !m->options->untie_embeddings_and_output_weights;
     m->word_bucket = m->position_bucket = m->head_bucket = m->output_bucket = -1;
-    for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        if (param->role == MT_INPUT_NORM) mt_layer_find(m, param->layer)->bucket = param->bucket;
-        if (param->role == MT_EXPERT_DOWN) mt_layer_find(m, param->layer)->expert_bucket = param->bucket;
-        if (param->role == MT_WORD_EMBEDDING)
-            *(m->has_embedding || !tied ? &m->word_bucket : &m->head_bucket) = param->bucket;
-        if (param->role == MT_POSITION_EMBEDDING) m->position_bucket = param->bucket;
-        if (param->role == MT_LM_HEAD) m->head_bucket = param->bucket;
-        if (param->role == MT_FINAL_NORM) m->output_bucket = param->bucket;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        const mt_param *param = &m->params[m->buckets[i].first_param];
+        if (param->unit == MT_UNIT_WORDS) *(m->has_embedding || !tied ? &m->word_bucket : &m->head_bucket) = i;
+        if (param->unit == MT_UNIT_POSITIONS) m->position_bucket = i;
+        if (param->unit == MT_UNIT_LAYER) mt_layer_find(m, param->layer)->bucket = i;
+        if (param->unit == MT_UNIT_EXPERTS) mt_layer_find(m, param->layer)->expert_bucket = i;
+        if (param->unit == MT_UNIT_OUTPUT) m->output_bucket = i;
     }
+    if (!tied) m->head_bucket = m->output_bucket;
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
 }
 
-/* Where it finds one of multi-token prediction. */
-static mt_weight *mt_mtp_weight(mt_layer *layer, mt_role role) {
-    switch (role) {
-    case MT_MTP_EMBEDDING_NORM:
-        return &layer->mtp_embedding_norm;
-    case MT_MTP_HIDDEN_NORM:
-        return &layer->mtp_hidden_norm;
-    case MT_MTP_PROJECTION:
-        return &layer->mtp_projection.weight;
-    case MT_MTP_FINAL_NORM:
-        return &layer->mtp_final_norm;
-    default:
-        return NULL;
-    }
-}
-
-/* Where it finds one of latent attention, of a shared expert's gate, or of multi-token prediction. */
-static mt_weight *mt_latent_weight(const mt_model *m, mt_layer *layer, mt_role role) {
-    switch (role) {
-    case MT_Q_A:
-        return &layer->latent.weight;
-    case MT_KV_A:
-        return m->options->q_lora_rank > 0 ? NULL : &layer->latent.weight; // follows q_a
-    case MT_Q_B:
-        return &layer->q_b.weight;
-    case MT_KV_B:
-        return &layer->kv_b.weight;
-    case MT_Q_A_NORM:
-        return &layer->q_a_norm;
-    case MT_KV_A_NORM:
-        return &layer->kv_a_norm;
-    case MT_SHARED_EXPERT_GATE:
-        return &layer->shared_gate.weight;
-    default:
-        return mt_mtp_weight(layer, role);
-    }
-}
-
-/* Where the model's code finds the parameter of a role: a fused matrix is found by its first row. */
-static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
-    mt_layer *layer = param->layer >= 0 ? mt_layer_find(m, param->layer) : NULL;
-    switch (param->role) {
-    case MT_WORD_EMBEDDING:
-        return m->word_bucket >= 0 ? &m->word_embedding : &m->lm_head.weight;
-    case MT_POSITION_EMBEDDING:
-        return &m->position_embedding;
-    case MT_FINAL_NORM:
-        return &m->final_norm;
-    case MT_FINAL_NORM_BIAS:
-        return &m->final_norm_bias;
-    case MT_LM_HEAD:
-        return &m->lm_head.weight;
-    case MT_ROUTER:
-        return &layer->router.weight;
-    case MT_ROUTER_BIAS:
-        return &layer->router_bias;
-    case MT_EXPERT_GATE: // the first one's begins them all
-        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_fc1.weight : NULL;
-    case MT_EXPERT_DOWN:
-        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_down.weight : NULL;
-    case MT_INPUT_NORM:
-        return &layer->input_norm;
-    case MT_INPUT_NORM_BIAS:
-        return &layer->input_norm_bias;
-    case MT_Q:
-        return m->options->multi_latent_attention ? &layer->q_b.weight : &layer->qkv.weight;
-    case MT_Q_BIAS:
-        return &layer->qkv.bias;
-    case MT_Q_NORM:
-        return &layer->q_norm;
-    case MT_K_NORM:
-        return &layer->k_norm;
-    case MT_O:
-        return &layer->o.weight;
-    case MT_O_BIAS:
-        return &layer->o.bias;
-    case MT_MLP_NORM:
-        return &layer->mlp_norm;
-    case MT_MLP_NORM_BIAS:
-        return &layer->mlp_norm_bias;
-    case MT_GATE:
-    case MT_SHARED_GATE:
-        return &layer->fc1.weight;
-    case MT_GATE_BIAS:
-        return &layer->fc1.bias;
-    case MT_UP:
-        return m->options->swiglu ? NULL : &layer->fc1.weight;
-    case MT_UP_BIAS:
-        return m->options->swiglu ? NULL : &layer->fc1.bias;
-    case MT_DOWN:
-    case MT_SHARED_DOWN:
-        return &layer->down.weight;
-    case MT_DOWN_BIAS:
-        return &layer->down.bias;
-    default:
-        return mt_latent_weight(m, layer, param->role); // k and v follow q
-    }
+/* Where the model's code finds a parameter; NULL if it continues the one before: both are one operand, which the first
+ * one's field points to. */
+static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
+    char *fields = param->layer >= 0 ? (char *)mt_layer_find(m, param->layer) : (char *)&m->outer;
+    return param->continues ? NULL : (mt_weight *)(void *)(fields + param->field);
 }
 
 /* Gives the model's code the pointers into a bucket, NULL where its values are not whole now. */
@@ -9582,12 +7372,12 @@ static void mt_bind_weights(mt_model *m, int64_t bucket) {
     const mt_bucket *b = &m->buckets[bucket];
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
-        mt_weight *weight = mt_model_weight(m, param);
+        mt_weight *weight = mt_param_weight(m, param);
         if (!weight) continue;
         weight->w = mt_inside(b->params, param->offset * mt_dtype_size(b->dtype));
         weight->dw = mt_inside(b->grads, param->offset * 4);
-        if (param->bucket == m->word_bucket && m->word_bucket == m->head_bucket)
-            m->lm_head.weight.w = weight->w, m->lm_head.weight.dw = weight->dw; // tied, and here
+        if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) // tied
+            m->outer.lm_head.weight.w = weight->w, m->outer.lm_head.weight.dw = weight->dw;
     }
 }
 
@@ -9744,7 +7534,7 @@ static mt_linear mt_linear_of(mt_linear_kind kind, int64_t N, int64_t K) {
 static void mt_model_linears(mt_model *m, const mt_options *o) {
     const mt_experts *e = &m->experts;
     int64_t q_input = o->q_lora_rank > 0 ? o->q_lora_rank : m->C, E = o->num_experts;
-    m->lm_head = mt_linear_of(MT_LINEAR_COLUMN, m->V, m->C);
+    m->outer.lm_head = mt_linear_of(MT_LINEAR_COLUMN, m->V, m->C);
     for (int64_t i = 0; i < m->num_layers; i++) {
         mt_layer *w = &m->layers[i];
         w->qkv = mt_linear_of(MT_LINEAR_COLUMN, mt_qkv_width(m), m->C);
@@ -10181,7 +7971,7 @@ static int64_t mt_mtp_word_bucket(const mt_model *m) {
 }
 
 static mt_weight mt_mtp_word_embedding(const mt_model *m) {
-    return m->word_bucket >= 0 ? m->word_embedding : m->lm_head.weight;
+    return m->word_bucket >= 0 ? m->outer.word_embedding : m->outer.lm_head.weight;
 }
 
 /* Which of the chunk's layers module k has, and of this rank's. */
@@ -10260,7 +8050,7 @@ static void mt_mtp_head_forward(mt_model *m, int64_t k) {
     mt_mtp_activations *a = &m->at->mtp[k];
     const mt_batch_block *batch = &m->at->batch;
     mt_bucket_acquire(m, m->head_bucket);
-    mt_linear_forward(&m->tp, &m->lm_head, &(mt_linear_io){.x = a->normed, .y = a->logits});
+    mt_linear_forward(&m->tp, &m->outer.lm_head, &(mt_linear_io){.x = a->normed, .y = a->logits});
     mt_bucket_release(m, m->head_bucket);
     mt_vocab_cross_entropy_forward(&m->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
                                    batch->mtp_labels + k * m->T, m->T, m->V, m->vocab_first, m->vocab_count);
@@ -10283,8 +8073,8 @@ static void mt_mtp_head_backward(mt_model *m, int64_t k) {
                                    m->stream);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
-    mt_linear_backward(&m->tp, &m->lm_head, &(mt_linear_io){.x = a->normed, .dy = a->logits, .dx = m->scratch.normed},
-                       MT_PART_BOTH);
+    mt_linear_backward(&m->tp, &m->outer.lm_head,
+                       &(mt_linear_io){.x = a->normed, .dy = a->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
     if (mt_mtp_word_bucket(m) != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
     mt_bucket_release(m, m->head_bucket);
     if (k + 1 < m->mtp.count) mt_mtp_add_dhidden(m);
@@ -10438,11 +8228,11 @@ static void mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole
 /* x[R, C] = dropout(word + position). */
 static void mt_embed_forward(mt_model *m, void *x) {
     mt_bucket_acquire(m, m->word_bucket);
-    mt_vocab_embedding_forward(&m->tp, x, m->tokens, m->word_embedding, m->C, m->vocab_first, m->V);
+    mt_vocab_embedding_forward(&m->tp, x, m->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
     mt_bucket_release(m, m->word_bucket);
     if (m->position_bucket >= 0) {
         mt_bucket_acquire(m, m->position_bucket);
-        m->ops->embedding_forward(x, m->positions + m->first_row, m->position_embedding.w, m->rows, m->C, 0,
+        m->ops->embedding_forward(x, m->positions + m->first_row, m->outer.position_embedding.w, m->rows, m->C, 0,
                                   m->options->max_position_embeddings, true, m->dtype, m->stream);
         mt_bucket_release(m, m->position_bucket);
     }
@@ -10459,12 +8249,12 @@ static void mt_embed_backward(mt_model *m, void *dx) {
                                      m->stream);
     if (m->position_bucket >= 0) {
         mt_bucket_gradients_acquire(m, m->position_bucket);
-        m->ops->embedding_backward(m->position_embedding.dw, dx, m->positions + m->first_row, m->rows, m->C, 0,
+        m->ops->embedding_backward(m->outer.position_embedding.dw, dx, m->positions + m->first_row, m->rows, m->C, 0,
                                    m->options->max_position_embeddings, m->dtype, m->stream);
         mt_bucket_gradients_release(m, m->position_bucket, m->last_backward);
     }
     mt_bucket_gradients_acquire(m, m->word_bucket);
-    mt_vocab_embedding_backward(&m->tp, dx, m->tokens, m->word_embedding, m->C, m->vocab_first, m->V);
+    mt_vocab_embedding_backward(&m->tp, dx, m->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
     mt_bucket_gradients_release(m, m->word_bucket, m->last_backward);
 }
 
@@ -10473,8 +8263,9 @@ static void mt_output_forward(mt_model *m, const void *x, int64_t rows) {
     mt_micro_batch *at = m->at;
     mt_bucket_acquire(m, m->output_bucket);
     if (m->head_bucket != m->output_bucket) mt_bucket_acquire(m, m->head_bucket);
-    mt_norm_forward(m, at->final_normed, at->final_mean, at->final_rstd, x, m->final_norm, m->final_norm_bias, rows);
-    mt_linear_forward(&m->tp, &m->lm_head, &(mt_linear_io){.x = at->final_normed, .y = at->logits});
+    mt_norm_forward(m, at->final_normed, at->final_mean, at->final_rstd, x, m->outer.final_norm,
+                    m->outer.final_norm_bias, rows);
+    mt_linear_forward(&m->tp, &m->outer.lm_head, &(mt_linear_io){.x = at->final_normed, .y = at->logits});
     if (m->head_bucket != m->output_bucket) mt_bucket_release(m, m->head_bucket);
     mt_bucket_release(m, m->output_bucket);
 }
@@ -10502,11 +8293,11 @@ static void mt_loss_backward(mt_model *m) {
     if (own_head) mt_bucket_acquire(m, m->head_bucket);
     if (own_head) mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
-    mt_linear_backward(&m->tp, &m->lm_head,
+    mt_linear_backward(&m->tp, &m->outer.lm_head,
                        &(mt_linear_io){.x = at->final_normed, .dy = at->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
     if (m->mtp.count > 0) mt_mtp_add_dhidden(m);
     mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->output, at->final_mean, at->final_rstd,
-                     m->final_norm, m->final_norm_bias, m->rows);
+                     m->outer.final_norm, m->outer.final_norm_bias, m->rows);
     mt_bucket_gradients_release(m, m->output_bucket, m->last_backward);
     if (own_head && m->head_bucket != m->word_bucket) mt_bucket_gradients_release(m, m->head_bucket, m->last_backward);
     if (own_head) mt_bucket_release(m, m->head_bucket);
@@ -10960,78 +8751,30 @@ void mt_timeline_free(mt_timeline *t) {
 
 /* ==== §11c layouts =============================================================================================== */
 
-enum { MT_PIPELINE_LAYOUT_LETTERS = 100000 };
-
-/* A layout's letters with repeats written out, to free; NULL with error. Commas only part. */
-static char *mt_pipeline_layout_unfold(const char *layout, mt_error *error) {
-    char *letters = mt_malloc(MT_PIPELINE_LAYOUT_LETTERS + 1);
-    int64_t count = 0, open = -1, last = 0; // where the brackets opened; where what may be repeated begins
-    const char *at = layout, *problem = NULL;
-    for (; *at && !problem; at++) {
-        if (*at == ',') continue;
-        if (*at == '(' && open < 0)
-            open = count;
-        else if (*at == ')' && open >= 0 && at[1] == '*')
-            last = open, open = -1;
-        else if (*at == '*' && at > layout && (strchr("EtL|m", at[-1]) || at[-1] == ')') &&
-                 isdigit((unsigned char)at[1])) {
-            char *end;
-            errno = 0;
-            int64_t times = strtoll(at + 1, &end, 10), length = count - last;
-            if (errno || times < 1 || times > MT_PIPELINE_LAYOUT_LETTERS ||
-                count + (times - 1) * length > MT_PIPELINE_LAYOUT_LETTERS) {
-                problem = "repeats too often, or not at all";
-                break;
-            }
-            for (; times > 1; times--, count += length) memcpy(letters + count, letters + last, (size_t)length);
-            at = end - 1;
-        } else if (strchr("EtmL|", *at) && count < MT_PIPELINE_LAYOUT_LETTERS) {
-            last = count;
-            letters[count++] = *at;
-        } else
-            problem = "not understood";
-        if (problem) break;
-    }
-    if (!problem && open >= 0) problem = "a bracket is not closed";
-    letters[count] = 0;
-    if (!problem) return letters;
-    free(letters);
-    mt_error_set(error,
-                 "--pipeline-model-parallel-layout '%.200s': %s at '%.20s'; letters are E, t, m, L and |, and (tt|)*3 "
-                 "repeats",
-                 layout, problem, at);
-    return NULL;
-}
-
-int64_t mt_pipeline_layout_count(const mt_options *options, mt_error *error) {
-    char *letters = mt_pipeline_layout_unfold(options->pipeline_model_parallel_layout, error);
-    if (!letters) return -1;
+int64_t mt_pipeline_layout_count(const char *letters) {
     int64_t count = 1;
     for (const char *at = letters; *at; at++) count += *at == '|';
-    free(letters);
     return count;
 }
 
 /* Layers by the letters: the embedding first of all, the loss last of all, once each, and before it in its stage the
  * modules of multi-token prediction. */
 static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
-    MT_CHECK(mt_pipeline_layout_count(o, error) <=
+    const char *letters = o->pipeline_letters;
+    MT_CHECK(mt_pipeline_layout_count(letters) <=
              o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
-    char *letters = mt_pipeline_layout_unfold(o->pipeline_model_parallel_layout, error);
-    if (!letters) return -1;
     int64_t layers = 0, stage = 0;
     const char *last = letters + strlen(letters) - (*letters != 0), *mtp = last;
     bool good = *letters == 'E' && *last == 'L';
     while (mtp > letters && mtp[-1] == 'm') mtp--;
     int64_t modules = last - mtp;
     for (const char *at = letters; at < mtp; at++)
-        modules += *at == 'm' ? MT_PIPELINE_LAYOUT_LETTERS : 0; // where they cannot be
+        if (*at == 'm') modules = -1; // one stands where it cannot be
     for (const char *at = letters; *at; at++) {
         if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
         if (*at == 't') stages[stage].num_layers++, layers++;
         stage += *at == '|';
     }
-    free(letters);
     if (!good)
         return mt_error_set(error,
                             "--pipeline-model-parallel-layout '%.200s' must begin with E and end with L, once each",
@@ -11086,7 +8829,7 @@ int mt_pipeline_layout_build(mt_stage *stages, const mt_options *o, mt_error *er
     int64_t count = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank, layer = 0;
     bool embedding = o->account_for_embedding_in_pipeline_split, loss = o->account_for_loss_in_pipeline_split;
     memset(stages, 0, (size_t)count * sizeof *stages);
-    if (o->pipeline_model_parallel_layout) {
+    if (o->pipeline_letters) {
         if (mt_pipeline_layout_read(stages, o, error)) return -1;
     } else if (o->decoder_first_pipeline_num_layers > 0 || o->decoder_last_pipeline_num_layers > 0) {
         if (mt_pipeline_layout_uneven(stages, o, error)) return -1;
@@ -11297,10 +9040,11 @@ static void mt_sharding_open(mt_model *m) {
         const mt_param *param = &m->params[i];
         mt_bucket *b = &m->buckets[param->bucket];
         mt_bucket_kind *kind = &s->progress[param->bucket].kind;
-        if (param->role == MT_WORD_EMBEDDING || param->role == MT_LM_HEAD) *kind = MT_BUCKET_VOCABULARY;
-        if (param->expert >= 0) *kind = MT_BUCKET_EXPERTS;
+        bool has_head = param->unit == MT_UNIT_OUTPUT && m->options->untie_embeddings_and_output_weights;
+        if (param->unit == MT_UNIT_WORDS || has_head) *kind = MT_BUCKET_VOCABULARY;
+        if (param->unit == MT_UNIT_EXPERTS) *kind = MT_BUCKET_EXPERTS;
         b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
-        b->trained = mt_param_is_trained(param);
+        b->trained = param->trained;
         b->dtype = b->trained ? m->dtype : MT_F32;
         b->strategy = b->trained && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
         m->num_trained_buckets = mt_max(m->num_trained_buckets, b->trained ? param->bucket + 1 : 0);
@@ -11468,8 +9212,7 @@ static void mt_params_changed(mt_model *m) {
 
 /* True for a matrix whose gradient comes from a product, or from one before anything else is added to it. */
 static bool mt_gradient_is_written(const mt_model *m, const mt_param *param) {
-    if (param->is_vector || param->role == MT_POSITION_EMBEDDING) return false;
-    return param->role != MT_WORD_EMBEDDING || param->bucket == m->head_bucket;
+    return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
 }
 
 /* Zeroes what is only ever added to, and the padding, which is little; the products write the rest. */
@@ -11488,10 +9231,10 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
 static void mt_bucket_accumulate(mt_model *m, int64_t bucket, bool accumulate) {
     const mt_bucket *b = &m->buckets[bucket];
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
-        mt_weight *weight = mt_model_weight(m, &m->params[i]);
+        mt_weight *weight = mt_param_weight(m, &m->params[i]);
         if (weight) weight->accumulate = accumulate;
     }
-    if (bucket == m->head_bucket) m->lm_head.weight.accumulate = accumulate;
+    if (bucket == m->head_bucket) m->outer.lm_head.weight.accumulate = accumulate;
 }
 
 void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
@@ -11722,9 +9465,8 @@ double mt_weight_decay(const mt_options *options, int64_t consumed_samples) {
 
 int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples) {
     if (options->rampup_batch_size.count == 0) return options->global_batch_size;
-    char **ramp = options->rampup_batch_size.items;
-    int64_t start = strtoll(ramp[0], NULL, 10), increment = strtoll(ramp[1], NULL, 10);
-    int64_t samples = strtoll(ramp[2], NULL, 10), increments = (options->global_batch_size - start) / increment;
+    const int64_t *ramp = options->rampup_batch_size.items, start = ramp[0], increment = ramp[1], samples = ramp[2];
+    int64_t increments = (options->global_batch_size - start) / increment;
     if (consumed_samples > samples || increments == 0) return options->global_batch_size;
     double samples_per_increment = (double)samples / (double)increments;
     return start + (int64_t)((double)consumed_samples / samples_per_increment) * increment;

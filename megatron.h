@@ -47,13 +47,18 @@ void *mt_calloc(int64_t bytes);
 void *mt_realloc(void *memory, int64_t bytes);
 char *mt_strdup(const char *text);
 
+/* Replaces a string by a copy of `text`, which may be NULL or *string itself. */
+void mt_string_set(char **string, const char *text);
+
 /* The smaller and the greater of two; and the number of blocks that cover n >= 0 elements. */
 static inline int64_t mt_min(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
+
 static inline int64_t mt_max(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
+
 static inline int64_t mt_blocks(int64_t n, int64_t block) {
     return (n + block - 1) / block;
 }
@@ -122,8 +127,14 @@ typedef struct mt_strings {
     char **items;
 } mt_strings;
 
-/* Every option by its Megatron name, with underscores. The table in megatron.c §2 gives each its default and its help;
- * mt_options_finish derives what was left at 0 or NULL and checks everything. */
+/* A list of a few numbers: --rampup-batch-size 32 32 100000. */
+enum { MT_MAX_INTS = 3 };
+typedef struct mt_ints {
+    int64_t count, items[MT_MAX_INTS];
+} mt_ints;
+
+/* Every option by its Megatron name, with underscores. The table in data/option_table.c gives each its default and its
+ * help; mt_options_finish derives what was left at 0 or NULL and checks everything. */
 typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
@@ -161,7 +172,7 @@ typedef struct mt_options {
     double mtp_loss_scaling_factor;
     /* training */
     int64_t micro_batch_size, global_batch_size, seq_length, train_iters, train_samples;
-    mt_strings rampup_batch_size; // start, increment, samples
+    mt_ints rampup_batch_size; // start, increment, samples
     double lr, min_lr, lr_warmup_fraction, lr_warmup_init;
     char *lr_decay_style; // constant | linear | cosine | inverse-square-root | WSD
     char *lr_wsd_decay_style;
@@ -187,8 +198,8 @@ typedef struct mt_options {
     int64_t tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size;
     int64_t expert_model_parallel_size, expert_tensor_parallel_size;
     bool sequence_parallel, tp_comm_overlap;
-    char *cp_comm_type;                             // p2p | all_gather | a2a | a2a+p2p
-    mt_strings hierarchical_context_parallel_sizes; // a2a, ring
+    char *cp_comm_type;                          // p2p | all_gather | a2a | a2a+p2p
+    mt_ints hierarchical_context_parallel_sizes; // a2a, ring
     int64_t distributed_timeout_seconds;
     int64_t num_virtual_stages_per_pipeline_rank, num_layers_per_virtual_pipeline_stage;
     int64_t microbatch_group_size_per_virtual_pipeline_stage;
@@ -216,13 +227,14 @@ typedef struct mt_options {
     bool print_tokens;
     double temperature, top_p;
     int64_t top_k, max_new_tokens, max_sequences;
-    uint64_t given[5]; // a bit a row of the table: given by the user, so config.json does not override it
+    uint64_t given[28]; // a bit for every byte above: its option was given, so config.json does not override it
     /* derived by mt_options_finish, or read from a Hugging Face config; not options themselves */
     int64_t data_parallel_size; // ranks / (tensor, pipeline and context sizes)
     int64_t context_a2a_size;   // ranks of the context group that trade tokens for heads; 1: none
     int64_t padded_vocab_size;
     int64_t moe_router_group_best;        // scores of a group of experts that are summed: 2 for deepseek_v3
     char *moe_layers;                     // [num_layers] characters '0' or '1': which layers have experts; NULL: none
+    char *pipeline_letters;               // --pipeline-model-parallel-layout without repeats: E, t, m, L and |; or NULL
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     int64_t mtp_layers_stored;            // modules that weights to be loaded may hold, trained on or not
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
@@ -230,36 +242,21 @@ typedef struct mt_options {
     int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
 
-/* Sets defaults, then reads the --config file that the command line may name, the command line itself, which wins, and
- * with --load or --hf-config the model's shape from config.json. `--help` prints and exits with 0. Nothing is derived
- * or checked across options yet: when it knows the number of ranks, the caller sets vocab_size from its tokenizer if it
- * is still 0 and calls mt_options_finish. Free the options also after an error. */
-int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error);
+/* Derives what was not given and checks every rule between values; data/options.c calls it once what is text has been
+ * checked. `world_size` is the number of ranks. May be called again after a change. Afterwards add_qkv_bias,
+ * attention_output_bias and mlp_bias say which linear layers have biases, whatever option or file asked for them. */
+int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
-/* Derives what was not given and checks every rule, before anything is allocated: the only validator. `world_size` is
- * the number of ranks. May be called again after a change. Afterwards add_qkv_bias, attention_output_bias and mlp_bias
- * say which linear layers have biases, whatever option or file asked for them. */
-int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
+/* The part of it that derives sizes from one another: width of the MLP, channels of a head, groups. */
+void mt_options_derive_sizes(mt_options *options);
 
-/* Sets every option of a struct that holds nothing yet to its default; frees what a struct holds. */
-void mt_options_default(mt_options *options);
-void mt_options_free(mt_options *options);
+/* Whether the user gave the option whose field begins at `offset`. */
+bool mt_options_gave(const mt_options *options, size_t offset);
+#define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_options, field))
 
-/* Reads a YAML text: names with underscores or dashes, flat or in sections, which only group; lists; true and false for
- * flags; null leaves the default. `path` is for messages. Later settings win. */
-int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
-                         mt_error *error);
-
-/* Takes the shape from the text of a Hugging Face config.json, but for options that were given; `path` is for messages.
- */
-int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error);
-
-/* Writes config.json for options->hf_family (finished options), such that transformers (and this program) loads the
- * folder; the family "megatron" is read by this program only. Returns text to free. */
-char *mt_options_write_hf_config(const mt_options *options);
-
-/* Prints the options that differ from their defaults, by group. */
-void mt_options_print(const mt_options *options, mt_program program, FILE *file);
+/* Whether nothing is to be trained, so that there is neither a schedule nor data: --train-iters 0 with --load and
+ * --save. */
+bool mt_options_converts(const mt_options *options);
 
 /* Parameters of the model, and the floating-point operations of forward and backward over `num_sequences` (Megatron's
  * num_floating_point_operations; recomputation is not counted). */
@@ -1055,10 +1052,6 @@ void mt_grid_clear(mt_grid *grid);
 /* Clears the grid and leaves the job. */
 void mt_grid_stop(mt_grid *grid);
 
-/* Fails on every rank, naming the first rank and option that differ from rank 0's. Every rank calls it, after
- * mt_options_finish. */
-int mt_options_agree(const mt_options *options, const mt_group *world, mt_error *error);
-
 /* The backend that --device names, ready for the grid's groups, so after mt_grid_build: cpu, cuda (a GPU for each rank
  * of a host, by the rank's number there, and NCCL between several), or auto, which is cuda where that works for every
  * rank. NULL is an error. */
@@ -1198,7 +1191,8 @@ void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *linear, const m
 /* ==== §8 the parameter table =======================================================================================
  */
 
-/* What a parameter is for. A layer's rows are found by (role, layer). */
+/* What a parameter is for. A role's number is part of random keys, and so of every model's initial weights: new roles
+ * go to the end. */
 typedef enum mt_role {
     MT_WORD_EMBEDDING,
     MT_POSITION_EMBEDDING,
@@ -1247,7 +1241,18 @@ typedef enum mt_role {
     MT_NUM_ROLES
 } mt_role;
 
-typedef enum mt_init { MT_INIT_NORMAL, MT_INIT_ONES, MT_INIT_ZEROS } mt_init;
+/* Parts of the model, each in one bucket. */
+typedef enum mt_unit {
+    MT_UNIT_WORDS,     // the word embedding
+    MT_UNIT_POSITIONS, // learned positions
+    MT_UNIT_LAYER,
+    MT_UNIT_EXPERTS, // of a layer
+    MT_UNIT_OUTPUT,  // final norm and an output layer that is not tied
+    MT_UNIT_UNTRAINED,
+} mt_unit;
+
+/* Initial values; OUTPUT: normal with init_method_std / sqrt(2 num_layers) (Radford et al., GPT-2). */
+typedef enum mt_init { MT_INIT_NORMAL, MT_INIT_OUTPUT, MT_INIT_ONES, MT_INIT_ZEROS } mt_init;
 
 /* What backward leaves in a parameter's gradient on one rank, and so what finishes it. */
 typedef enum mt_gradient {
@@ -1260,6 +1265,7 @@ typedef enum mt_gradient {
 /* One row a parameter: allocation, initialisation, gradient norm, decay and checkpoints read nothing else. */
 typedef struct mt_param {
     mt_role role;
+    mt_unit unit;
     int64_t layer;                  // of the whole model; -1 outside the layers
     int64_t expert;                 // of the layer; -1 if it is no expert's
     char hf_name[160];              // the Hugging Face tensor that holds it
@@ -1270,11 +1276,16 @@ typedef struct mt_param {
     int64_t whole_rows, whole_cols; // shape in the whole model
     int64_t first_row, first_col;   // what lies here begins there
     int64_t rows_stored; // of the whole rows, those that exist in Hugging Face: the vocabulary without its padding
+    const char *rows_option, *cols_option, *exists_option; // for messages: options that decide on these; NULL: none
     bool is_vector;
+    bool is_embedding; // a lookup table: its backward adds to single rows
+    bool trained;      // by the optimizer
     mt_init init;
     double init_std;
     bool weight_decay;
     int64_t bucket, offset; // where it lies: element offset in the bucket
+    bool continues;         // the parameter before it in the bucket, without a gap: both are one operand
+    size_t field;           // private: where the model's code finds it
     int shard_dim;          // dimension that the tensor group, or the experts', shards (0 rows, 1 columns), -1: none
     mt_gradient gradient;
     bool counted; // by this rank in the global norm and in checkpoints: one copy of every element is
@@ -1327,9 +1338,6 @@ typedef struct mt_partition {
  * a tied output layer on another rank than the embedding; final norm and output layer; what is not trained. The word
  * embedding is alone in its bucket so that its two copies lie alike in their shards. */
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition);
-
-/* False for a parameter that the optimizer does not move: it has no gradient and no moments. */
-bool mt_param_is_trained(const mt_param *param);
 
 /* Rows that lie here of a parameter, without the vocabulary's padding. */
 int64_t mt_param_rows_stored(const mt_param *param);
@@ -1569,8 +1577,8 @@ void mt_timeline_draw(const mt_timeline *timeline, FILE *svg, double x, double y
  * number of layers that does not divide, a layout that contradicts the options. */
 int mt_pipeline_layout_build(mt_stage *stages, const mt_options *options, mt_error *error);
 
-/* Number of virtual stages in options->pipeline_model_parallel_layout, or -1 with error for a malformed layout. */
-int64_t mt_pipeline_layout_count(const mt_options *options, mt_error *error);
+/* Number of virtual stages in the letters of a layout. */
+int64_t mt_pipeline_layout_count(const char *letters);
 
 /* The schedule of finished options for training steps of `micro_batches` micro-batches. */
 mt_schedule mt_schedule_of(const mt_options *options, int64_t micro_batches);

@@ -4,6 +4,7 @@
 
 #include "checkpoint.h"
 #include "file.h"
+#include "options.h"
 
 enum {
     MT_TRAINER_VERSION = 2, // of trainer.json; from version 2 on a checkpoint has checksums.json

@@ -47,55 +47,6 @@ static int64_t mt_count_not_finite(const mt_part *part, int64_t at, const float 
     return count;
 }
 
-/* The options that decide on a parameter's rows, its columns, and whether it exists. */
-typedef struct mt_param_options {
-    const char *rows, *cols, *exists;
-} mt_param_options;
-
-static const mt_param_options mt_param_option[MT_NUM_ROLES] = {
-    [MT_WORD_EMBEDDING] = {"--vocab-size", "--hidden-size", NULL},
-    [MT_POSITION_EMBEDDING] = {"--max-position-embeddings", "--hidden-size", "--position-embedding-type"},
-    [MT_INPUT_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_INPUT_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_Q] = {"--num-attention-heads and --kv-channels", "--hidden-size", NULL},
-    [MT_K] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
-    [MT_V] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
-    [MT_Q_BIAS] = {"--num-attention-heads and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_K_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_V_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_Q_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
-    [MT_K_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
-    [MT_O] = {"--hidden-size", "--num-attention-heads and --kv-channels", NULL},
-    [MT_O_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
-    [MT_MLP_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_MLP_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_GATE] = {"--ffn-hidden-size", "--hidden-size", "--swiglu"},
-    [MT_GATE_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
-    [MT_UP] = {"--ffn-hidden-size", "--hidden-size", NULL},
-    [MT_UP_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
-    [MT_DOWN] = {"--hidden-size", "--ffn-hidden-size", NULL},
-    [MT_DOWN_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
-    [MT_FINAL_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_FINAL_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_LM_HEAD] = {"--vocab-size", "--hidden-size", "--untie-embeddings-and-output-weights"},
-    [MT_ROUTER] = {"--num-experts", "--hidden-size", "--moe-layer-freq"},
-    [MT_ROUTER_BIAS] = {"--num-experts", NULL, "--moe-router-enable-expert-bias"},
-    [MT_EXPERT_GATE] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
-    [MT_EXPERT_UP] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
-    [MT_EXPERT_DOWN] = {"--hidden-size", "--moe-ffn-hidden-size", "--num-experts"},
-    [MT_SHARED_GATE] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
-                        "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_UP] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
-                      "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_DOWN] = {"--hidden-size", "--moe-shared-expert-intermediate-size",
-                        "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_EXPERT_GATE] = {"--moe-shared-expert-gate", "--hidden-size", "--moe-shared-expert-gate"},
-    [MT_MTP_EMBEDDING_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-    [MT_MTP_HIDDEN_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-    [MT_MTP_PROJECTION] = {"--hidden-size", "--hidden-size", "--mtp-num-layers"},
-    [MT_MTP_FINAL_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-};
-
 int64_t mt_param_shape(const mt_param *param, int64_t shape[2]) {
     shape[0] = param->hf_transposed ? param->whole_cols : param->hf_rows_total;
     shape[1] = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
@@ -114,7 +65,7 @@ static const char *mt_shape_print(char out[256], const int64_t *shape, int64_t n
 static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, mt_error *error) {
     int64_t shape[2], num_dims = mt_param_shape(param, shape);
     char found[256], expected[256];
-    const mt_param_options *option = &mt_param_option[param->role];
+    const char *rows_option = param->rows_option ? param->rows_option : param->exists_option;
     if (tensor->dtype != MT_F32 && tensor->dtype != MT_BF16 && tensor->dtype != MT_F16 && tensor->dtype != MT_F64)
         return mt_error_set(error,
                             "%s: tensor \"%s\" is %s; weights may be F32, BF16, F16 or F64, so take a checkpoint "
@@ -125,7 +76,7 @@ static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, m
         tensor->num_dims == 2 && num_dims == 2 && tensor->shape[!param->hf_transposed] != param->whole_cols;
     return mt_error_set(error, "%s: tensor \"%s\" is %s and the model's %s; check %s or config.json", tensor->file,
                         tensor->name, mt_shape_print(found, tensor->shape, tensor->num_dims),
-                        mt_shape_print(expected, shape, num_dims), cols_differ ? option->cols : option->rows);
+                        mt_shape_print(expected, shape, num_dims), cols_differ ? param->cols_option : rows_option);
 }
 
 /* The tensor of a name in the table; a model saved without its head has names without their first word. */
@@ -140,7 +91,7 @@ static const mt_tensor_info *mt_safetensors_find_param(const mt_safetensors *fil
 
 static int mt_param_missing(const mt_param *param, const mt_options *options, const char *folder,
                             const mt_safetensors *file, mt_error *error) {
-    const char *option = mt_param_option[param->role].exists;
+    const char *option = param->exists_option;
     if (param->role == MT_LM_HEAD)
         return mt_error_set(error,
                             "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
@@ -691,7 +642,7 @@ static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *
         const mt_param *param = &params[i];
         wanted[i] = (mt_wanted){.param = param, .tensor = mt_safetensors_find_param(file, param->hf_name)};
         wanted[i].weights = mt_bucket_part(m, param->bucket, MT_STATE_WEIGHTS);
-        if (mt_model_dtype(m) != MT_F32 && mt_param_is_trained(param))
+        if (mt_model_dtype(m) != MT_F32 && param->trained)
             wanted[i].floats = mt_bucket_part(m, param->bucket, MT_STATE_MASTER);
     }
     status = mt_safetensors_take(file, m, sums, wanted, num_params, damaged, error);
@@ -858,7 +809,7 @@ static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_param_stat
                               const mt_safetensors *file, mt_error *error) {
     int status = 0;
     for (int64_t i = 0; i < count; i++)
-        for (int state = first; state < MT_NUM_STATES && status == 0 && mt_param_is_trained(&rows[i]); state++) {
+        for (int state = first; state < MT_NUM_STATES && status == 0 && rows[i].trained; state++) {
             const mt_tensor_info *tensor = mt_optimizer_find(file, &rows[i], (mt_param_state)state);
             status = tensor ? mt_param_check(&rows[i], tensor, error)
                             : mt_error_set(error,
@@ -886,7 +837,7 @@ static int mt_optimizer_load(mt_model *m, const char *folder, const mt_checksums
     const mt_param *params = mt_model_params(m, &num_params);
     mt_wanted *wanted = mt_calloc(mt_max(num_params * MT_NUM_STATES, 1) * (int64_t)sizeof *wanted);
     for (int64_t i = 0; i < num_params && status == 0; i++)
-        for (int state = first; state < MT_NUM_STATES && mt_param_is_trained(&params[i]);
+        for (int state = first; state < MT_NUM_STATES && params[i].trained;
              state++) { // an fp32 model's weights are its master weights
             mt_wanted *w = &wanted[num_wanted++];
             *w = (mt_wanted){.param = &params[i], .tensor = mt_optimizer_find(file, &params[i], (mt_param_state)state)};
@@ -983,7 +934,7 @@ static void mt_optimizer_zero(mt_model *m) {
     int64_t num_params;
     const mt_param *params = mt_model_params(m, &num_params);
     for (int64_t i = 0; i < num_params && mt_model_get_plan(m)->train; i++)
-        for (int state = MT_STATE_EXP_AVG; state < MT_NUM_STATES && mt_param_is_trained(&params[i]); state++) {
+        for (int state = MT_STATE_EXP_AVG; state < MT_NUM_STATES && params[i].trained; state++) {
             mt_part part = mt_bucket_part(m, params[i].bucket, (mt_param_state)state);
             mt_part_write(m, &part, params[i].offset, NULL, params[i].rows * params[i].cols);
         }

@@ -55,7 +55,7 @@ static int64_t mt_params_together(const mt_param *rows, int64_t count, int64_t i
 static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_param_state state, mt_dtype dtype) {
     for (int64_t i = 0; i < count; i = mt_params_together(rows, count, i)) {
         const mt_param *param = &rows[i];
-        bool trained = mt_param_is_trained(param); // what is not has no moments, and stays fp32
+        bool trained = param->trained; // what is not has no moments, and stays fp32
         if (!trained && state != MT_STATE_WEIGHTS) continue;
         mt_saved *saved = &set->tensors[set->count++];
         *saved = (mt_saved){.state = state, .dtype = state == MT_STATE_WEIGHTS && trained ? dtype : MT_F32};

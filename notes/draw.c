@@ -7,6 +7,7 @@
  * training step would run. So a picture cannot be wrong without the program being wrong.
  */
 #include "../data/dataset.h"
+#include "../data/options.h"
 #include "../megatron.h"
 
 #include <errno.h>

@@ -12,6 +12,7 @@
  * file leave the cache, for dd as for a load. dd is run through the page cache and around it (oflag=direct,
  * iflag=direct): what is compared is with its better median. */
 #include "../data/checkpoint.h"
+#include "../data/options.h"
 
 #include <dirent.h>
 #include <fcntl.h>

@@ -3,6 +3,7 @@
 #define MT_TESTS_GOLDEN_H
 
 #include "../data/checkpoint.h"
+#include "../data/options.h"
 #include "families.h"
 
 #include <jansson.h>

@@ -1,6 +1,7 @@
 /* Generation: sampling against its definition, the key/value cache against full forwards, greedy continuations against
  * Hugging Face transformers. */
 #include "../data/checkpoint.h"
+#include "../data/options.h"
 
 #include <jansson.h>
 #include <math.h>

@@ -1,5 +1,5 @@
 /* Pipeline schedules: the lists against Megatron's own tables, and against one another. */
-#include "../megatron.h"
+#include "../data/options.h"
 
 #include <jansson.h>
 #include <math.h>
