@@ -3648,124 +3648,120 @@ static void mt_cpu_embedding_backward(float *dw, const void *dout, const int32_t
     }
 }
 
-static void mt_cpu_rmsnorm_forward(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H, int64_t C,
-                                   int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    int64_t T = a->T, H = a->H, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
 #pragma omp parallel for if (T * H * C > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
         int64_t t = r / H, h = r % H;
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * x_stride + h * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        float *out = mt_row_open(slice + 2 * C, y, t * y_stride + h * C, dtype);
+        const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        float *out = mt_row_open(slice + 2 * C, a->y, t * a->y_stride + h * C, dtype);
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c] * in[c];
-        float factor = 1.0f / sqrtf(sum / (float)C + eps);
-        rstd[r] = factor;
+        float factor = 1.0f / sqrtf(sum / (float)C + a->eps);
+        a->rstd[r] = factor;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) out[c] = in[c] * factor * weight[c];
-        mt_row_close(y, t * y_stride + h * C, out, C, dtype);
+        mt_row_close(a->y, t * a->y_stride + h * C, out, C, dtype);
     }
 }
 
 /* dw[C] += sum over rows of dy normalized, and db[C] += that of dy (db may be NULL), where normalized is
  * (x - mean) rstd; mean may be NULL. By columns, so that each sum has one order. */
-static void mt_norm_backward_weight(float *dw, float *db, const void *dy, const void *x, const float *mean,
-                                    const float *rstd, int64_t T, int64_t H, int64_t C, int64_t dy_stride,
-                                    int64_t x_stride, mt_dtype dtype) {
-#pragma omp parallel for if (T * H * C > MT_PARALLEL)
+static void mt_norm_backward_weight(const mt_norm_args *a, int64_t dy_stride, int64_t x_stride, mt_dtype dtype) {
+    int64_t H = a->H, C = a->C, rows = a->T * H;
+#pragma omp parallel for if (rows * C > MT_PARALLEL)
     for (int64_t c = 0; c < C; c += MT_COLUMNS) {
         float dy_scratch[MT_COLUMNS], x_scratch[MT_COLUMNS], w_sums[MT_COLUMNS] = {0}, b_sums[MT_COLUMNS] = {0};
         int64_t width = mt_min(MT_COLUMNS, C - c);
-        for (int64_t r = 0; r < T * H; r++) {
+        for (int64_t r = 0; r < rows; r++) {
             int64_t t = r / H, h = r % H;
-            const float *d = mt_row_load(dy_scratch, dy, t * dy_stride + h * C + c, width, dtype);
-            const float *in = mt_row_load(x_scratch, x, t * x_stride + h * C + c, width, dtype);
-            float center = mean ? mean[r] : 0.0f, factor = rstd[r];
+            const float *d = mt_row_load(dy_scratch, a->dy, t * dy_stride + h * C + c, width, dtype);
+            const float *in = mt_row_load(x_scratch, a->x, t * x_stride + h * C + c, width, dtype);
+            float center = a->mean ? a->mean[r] : 0.0f, factor = a->rstd[r];
 #pragma omp simd
             for (int64_t i = 0; i < width; i++) {
                 w_sums[i] += d[i] * (in[i] - center) * factor;
                 b_sums[i] += d[i];
             }
         }
-        for (int64_t i = 0; i < width; i++) dw[c + i] += w_sums[i];
-        for (int64_t i = 0; i < width && db; i++) db[c + i] += b_sums[i];
+        for (int64_t i = 0; i < width; i++) a->dw[c + i] += w_sums[i];
+        for (int64_t i = 0; i < width && a->db; i++) a->db[c + i] += b_sums[i];
     }
 }
 
 /* With n = x rstd and g = dy w, dx = rstd (g - n mean(g n)). */
-static void mt_cpu_rmsnorm_backward(void *dx, float *dw, const void *dy, const void *dresidual, const void *x,
-                                    const void *w, const float *rstd, int64_t T, int64_t H, int64_t C,
-                                    int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype,
-                                    mt_stream *stream) {
+static void mt_cpu_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_norm_backward_weight(dw, NULL, dy, x, NULL, rstd, T, H, C, dy_stride, x_stride, dtype);
+    int64_t T = a->T, H = a->H, C = a->C, dx_stride = a->dx_stride;
+    mt_norm_backward_weight(a, a->dy_stride, a->x_stride, dtype);
     mt_scratch scratch = mt_scratch_reserve(5 * C);
 #pragma omp parallel for if (T * H * C > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
         int64_t t = r / H, h = r % H;
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * x_stride + h * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        const float *d = mt_row_load(slice + 2 * C, dy, t * dy_stride + h * C, C, dtype);
+        const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        const float *d = mt_row_load(slice + 2 * C, a->dy, t * a->dy_stride + h * C, C, dtype);
         const float *residual = NULL;
-        if (dresidual) residual = mt_row_load(slice + 3 * C, dresidual, t * dx_stride + h * C, C, dtype);
-        float *out = mt_row_open(slice + 4 * C, dx, t * dx_stride + h * C, dtype);
-        float sum = 0, factor = rstd[r];
+        if (a->dresidual) residual = mt_row_load(slice + 3 * C, a->dresidual, t * dx_stride + h * C, C, dtype);
+        float *out = mt_row_open(slice + 4 * C, a->dx, t * dx_stride + h * C, dtype);
+        float sum = 0, factor = a->rstd[r];
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += d[c] * weight[c] * in[c];
         float projection = sum * factor * factor / (float)C;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++)
             out[c] = (residual ? residual[c] : 0.0f) + factor * (d[c] * weight[c] - in[c] * projection);
-        mt_row_close(dx, t * dx_stride + h * C, out, C, dtype);
+        mt_row_close(a->dx, t * dx_stride + h * C, out, C, dtype);
     }
 }
 
-static void mt_cpu_layernorm_forward(void *y, float *mean, float *rstd, const void *x, const void *w, const void *b,
-                                     int64_t T, int64_t C, float eps, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    int64_t T = a->T, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(4 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        const float *bias = mt_row_load(slice + 2 * C, b, 0, C, dtype);
-        float *out = mt_row_open(slice + 3 * C, y, t * C, dtype);
+        const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        const float *bias = mt_row_load(slice + 2 * C, a->b, 0, C, dtype);
+        float *out = mt_row_open(slice + 3 * C, a->y, t * C, dtype);
         float sum = 0, squares = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c];
         float center = sum / (float)C;
 #pragma omp simd reduction(+ : squares)
         for (int64_t c = 0; c < C; c++) squares += (in[c] - center) * (in[c] - center);
-        float factor = 1.0f / sqrtf(squares / (float)C + eps);
-        mean[t] = center;
-        rstd[t] = factor;
+        float factor = 1.0f / sqrtf(squares / (float)C + a->eps);
+        a->mean[t] = center;
+        a->rstd[t] = factor;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) out[c] = (in[c] - center) * factor * weight[c] + bias[c];
-        mt_row_close(y, t * C, out, C, dtype);
+        mt_row_close(a->y, t * C, out, C, dtype);
     }
 }
 
 /* With n = (x - mean) rstd and g = dy w, dx = rstd (g - mean(g) - n mean(g n)). */
-static void mt_cpu_layernorm_backward(void *dx, float *dw, float *db, const void *dy, const void *dresidual,
-                                      const void *x, const void *w, const float *mean, const float *rstd, int64_t T,
-                                      int64_t C, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_layernorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_norm_backward_weight(dw, db, dy, x, mean, rstd, T, 1, C, C, C, dtype);
+    int64_t T = a->T, C = a->C;
+    mt_norm_backward_weight(a, C, C, dtype);
     mt_scratch scratch = mt_scratch_reserve(5 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        const float *d = mt_row_load(slice + 2 * C, dy, t * C, C, dtype);
-        const float *residual = dresidual ? mt_row_load(slice + 3 * C, dresidual, t * C, C, dtype) : NULL;
-        float *out = mt_row_open(slice + 4 * C, dx, t * C, dtype);
-        float center = mean[t], factor = rstd[t], sum = 0, projection = 0;
+        const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        const float *d = mt_row_load(slice + 2 * C, a->dy, t * C, C, dtype);
+        const float *residual = a->dresidual ? mt_row_load(slice + 3 * C, a->dresidual, t * C, C, dtype) : NULL;
+        float *out = mt_row_open(slice + 4 * C, a->dx, t * C, dtype);
+        float center = a->mean[t], factor = a->rstd[t], sum = 0, projection = 0;
 #pragma omp simd reduction(+ : sum, projection)
         for (int64_t c = 0; c < C; c++) {
             sum += d[c] * weight[c];
@@ -3777,13 +3773,13 @@ static void mt_cpu_layernorm_backward(void *dx, float *dw, float *db, const void
         for (int64_t c = 0; c < C; c++)
             out[c] =
                 (residual ? residual[c] : 0.0f) + factor * (d[c] * weight[c] - sum - (in[c] - center) * projection);
-        mt_row_close(dx, t * C, out, C, dtype);
+        mt_row_close(a->dx, t * C, out, C, dtype);
     }
 }
 
 /* ==== §3d rotary positions ======================================================================================= */
 
-/* Turns the `half` pairs of one head by a token's angles; out may be in. */
+/* Rotates the `half` pairs of one head by a token's angles; back when direction is -1. out may be in. */
 static void mt_rope_pairs(float *out, const float *in, const float *token_cos, const float *token_sin, float direction,
                           int64_t half, bool interleaved) {
     int64_t step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
@@ -3795,50 +3791,42 @@ static void mt_rope_pairs(float *out, const float *in, const float *token_cos, c
     }
 }
 
-/* Turns by the angle, or back when direction is -1. */
-static void mt_rope_turn(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
-                         float direction, int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride,
-                         int64_t x_stride, bool interleaved, mt_dtype dtype) {
-    int64_t half = R / 2;
+static void mt_rope_rotate(const mt_rope_args *a, float direction, mt_dtype dtype) {
+    const mt_rotation *rotation = &a->rotation;
+    int64_t T = a->T, H = a->H, D = a->D, half = rotation->R / 2;
     mt_scratch scratch = mt_scratch_reserve(2 * D);
 #pragma omp parallel for if (T * H * D > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
-        int64_t t = r / H, h = r % H;
+        int64_t t = r / H, h = r % H, angle = rotation->positions[t] * half;
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * x_stride + h * D, D, dtype);
-        float *out = mt_row_open(slice + D, y, t * y_stride + h * D, dtype);
-        const float *token_cos = cos + positions[t] * half, *token_sin = sin + positions[t] * half;
-        mt_rope_pairs(out, in, token_cos, token_sin, direction, half, interleaved);
-        for (int64_t i = R; i < D; i++) out[i] = in[i];
-        mt_row_close(y, t * y_stride + h * D, out, D, dtype);
+        const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * D, D, dtype);
+        float *out = mt_row_open(slice + D, a->y, t * a->y_stride + h * D, dtype);
+        mt_rope_pairs(out, in, rotation->cos + angle, rotation->sin + angle, direction, half, rotation->interleaved);
+        for (int64_t i = rotation->R; i < D; i++) out[i] = in[i];
+        mt_row_close(a->y, t * a->y_stride + h * D, out, D, dtype);
     }
 }
 
-static void mt_cpu_rope_forward(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
-                                int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
-                                bool interleaved, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_rope_forward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_rope_turn(y, x, cos, sin, positions, 1.0f, T, H, D, R, y_stride, x_stride, interleaved, dtype);
+    mt_rope_rotate(a, 1.0f, dtype);
 }
 
-static void mt_cpu_rope_backward(void *dx, const void *dy, const float *cos, const float *sin, const int32_t *positions,
-                                 int64_t T, int64_t H, int64_t D, int64_t R, int64_t dx_stride, int64_t dy_stride,
-                                 bool interleaved, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_rope_backward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_rope_turn(dx, dy, cos, sin, positions, -1.0f, T, H, D, R, dx_stride, dy_stride, interleaved, dtype);
+    mt_rope_rotate(a, -1.0f, dtype);
 }
 
-/* Turns the last R of a head's N + R channels of all H heads of x's row t in place. */
-static void mt_latent_turn(void *x, const float *cos, const float *sin, const int32_t *positions, float direction,
-                           int64_t t, int64_t H, int64_t N, int64_t R, bool interleaved, mt_dtype dtype,
-                           mt_scratch scratch) {
-    const float *token_cos = cos + positions[t] * (R / 2), *token_sin = sin + positions[t] * (R / 2);
+/* Rotates the rope channels, the last R of N + R, of all H heads of x's row t in place. */
+static void mt_latent_rotate(void *x, const mt_rotation *rotation, float direction, int64_t t, int64_t H, int64_t N,
+                             mt_dtype dtype, mt_scratch scratch) {
+    int64_t R = rotation->R, angle = rotation->positions[t] * (R / 2);
     float *slice = mt_scratch_slice(scratch);
     for (int64_t h = 0; h < H; h++) {
         int64_t offset = (t * H + h) * (N + R) + N;
         const float *in = mt_row_load(slice, x, offset, R, dtype);
         float *out = mt_row_open(slice + R, x, offset, dtype);
-        mt_rope_pairs(out, in, token_cos, token_sin, direction, R / 2, interleaved);
+        mt_rope_pairs(out, in, rotation->cos + angle, rotation->sin + angle, direction, R / 2, rotation->interleaved);
         mt_row_close(x, offset, out, R, dtype);
     }
 }
@@ -3848,44 +3836,39 @@ static void mt_copy_elements(void *to, int64_t to_at, const void *from, int64_t 
     memcpy((char *)to + to_at * size, (const char *)from + from_at * size, (size_t)(n * size));
 }
 
-static void mt_cpu_latent_heads_forward(void *q, void *k, void *v, const void *kv, const void *k_rope, const float *cos,
-                                        const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t N,
-                                        int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_latent_heads_forward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t size = mt_dtype_size(dtype);
+    int64_t T = a->T, H = a->H, N = a->N, R = a->rotation.R, Dv = a->Dv, size = mt_dtype_size(dtype);
     mt_scratch scratch = mt_scratch_reserve(2 * R);
 #pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        mt_latent_turn(q, cos, sin, positions, 1.0f, t, H, N, R, interleaved, dtype, scratch);
+        mt_latent_rotate(a->q, &a->rotation, 1.0f, t, H, N, dtype, scratch);
         for (int64_t r = t * H; r < (t + 1) * H; r++) {
-            mt_copy_elements(k, r * (N + R), kv, r * (N + Dv), N, size);
-            mt_copy_elements(k, r * (N + R) + N, k_rope, t * R, R, size);
-            mt_copy_elements(v, r * Dv, kv, r * (N + Dv) + N, Dv, size);
+            mt_copy_elements(a->k, r * (N + R), a->kv, r * (N + Dv), N, size);
+            mt_copy_elements(a->k, r * (N + R) + N, a->k_rope, t * R, R, size);
+            mt_copy_elements(a->v, r * Dv, a->kv, r * (N + Dv) + N, Dv, size);
         }
     }
 }
 
-static void mt_cpu_latent_heads_backward(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
-                                         const float *cos, const float *sin, const int32_t *positions, int64_t T,
-                                         int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
-                                         mt_stream *stream) {
+static void mt_cpu_latent_heads_backward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t size = mt_dtype_size(dtype);
+    int64_t T = a->T, H = a->H, N = a->N, R = a->rotation.R, Dv = a->Dv, size = mt_dtype_size(dtype);
     mt_scratch scratch = mt_scratch_reserve(2 * R);
 #pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        mt_latent_turn(dq, cos, sin, positions, -1.0f, t, H, N, R, interleaved, dtype, scratch);
+        mt_latent_rotate(a->dq, &a->rotation, -1.0f, t, H, N, dtype, scratch);
         float *slice = mt_scratch_slice(scratch), *sum = slice + R;
         memset(sum, 0, (size_t)R * 4);
         for (int64_t r = t * H; r < (t + 1) * H; r++) {
-            mt_copy_elements(dkv, r * (N + Dv), dk, r * (N + R), N, size);
-            mt_copy_elements(dkv, r * (N + Dv) + N, dv, r * Dv, Dv, size);
-            const float *part = mt_row_load(slice, dk, r * (N + R) + N, R, dtype);
+            mt_copy_elements(a->dkv, r * (N + Dv), a->dk, r * (N + R), N, size);
+            mt_copy_elements(a->dkv, r * (N + Dv) + N, a->dv, r * Dv, Dv, size);
+            const float *part = mt_row_load(slice, a->dk, r * (N + R) + N, R, dtype);
             for (int64_t i = 0; i < R; i++) sum[i] += part[i];
         }
-        float *out = mt_row_open(sum, dk_rope, t * R, dtype);
+        float *out = mt_row_open(sum, a->dk_rope, t * R, dtype);
         if (out != sum) memcpy(out, sum, (size_t)R * 4);
-        mt_row_close(dk_rope, t * R, out, R, dtype);
+        mt_row_close(a->dk_rope, t * R, out, R, dtype);
     }
 }
 
@@ -3896,11 +3879,9 @@ static void mt_cpu_latent_heads_backward(void *dq, void *dkv, void *dk_rope, con
 
 enum { MT_QUERIES = 64, MT_KEYS = 128 };
 
-/* What every function below works on: the operands, and of them one head of one span. */
+/* One head of one span of an attention call. */
 typedef struct mt_attention_task {
-    const void *q, *k, *v, *out, *dout;
-    float *lse, *row_dot; // [Tq, H]
-    const mt_attention *shape;
+    const mt_attention *call;
     const mt_span *span;
     int64_t head;
     mt_dtype dtype;
@@ -3910,15 +3891,15 @@ typedef struct mt_attention_task {
  * (q_index, head << 48 | k_index / 4), word k_index % 4. */
 static void mt_attention_dropout(float *p, const mt_attention_task *task, int64_t i0, int64_t j0, int64_t rows,
                                  int64_t columns) {
-    const mt_attention *shape = task->shape;
-    const int64_t *q_index = shape->q_index + task->span->q_start + i0;
-    const int64_t *k_index = shape->k_index + task->span->k_start + j0;
-    uint64_t high = (uint64_t)(shape->first_head + task->head) << 48;
+    const mt_attention *call = task->call;
+    const int64_t *q_index = call->q_index + task->span->q_start + i0;
+    const int64_t *k_index = call->k_index + task->span->k_start + j0;
+    uint64_t high = (uint64_t)(call->first_head + task->head) << 48;
     for (int64_t j = 0, run; j < columns; j += run) {
         float factors[MT_KEYS];
         for (run = 1; j + run < columns && k_index[j + run] == k_index[j] + run;) run++; // neighbours share counters
         for (int64_t i = 0; i < rows; i++) {
-            mt_dropout_factors(factors, run, &shape->dropout, (uint64_t)q_index[i], high, k_index[j]);
+            mt_dropout_factors(factors, run, &call->dropout, (uint64_t)q_index[i], high, k_index[j]);
             for (int64_t r = 0; r < run; r++) p[i * columns + j + r] *= factors[r];
         }
     }
@@ -3956,29 +3937,29 @@ static mt_spans_extent mt_spans_measure(const mt_spans *spans) {
 
 /* The blocks of q, k, v of a task's head as floats. */
 static mt_matrix mt_attention_load_q(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
-    const mt_attention *shape = task->shape;
-    int64_t offset = (task->span->q_start + i0) * shape->q_stride + task->head * shape->head_size;
-    return mt_matrix_load(scratch, task->q, offset, rows, shape->head_size, shape->q_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t offset = (task->span->q_start + i0) * call->q_stride + task->head * call->head_size;
+    return mt_matrix_load(scratch, call->q, offset, rows, call->head_size, call->q_stride, task->dtype);
 }
 
 static mt_matrix mt_attention_load_dout(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
-    const mt_attention *shape = task->shape;
-    int64_t offset = (task->span->q_start + i0) * shape->out_stride + task->head * shape->value_size;
-    return mt_matrix_load(scratch, task->dout, offset, rows, shape->value_size, shape->out_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t offset = (task->span->q_start + i0) * call->out_stride + task->head * call->value_size;
+    return mt_matrix_load(scratch, call->dout, offset, rows, call->value_size, call->out_stride, task->dtype);
 }
 
 static mt_matrix mt_attention_load_k(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
-    const mt_attention *shape = task->shape;
-    int64_t group = task->head / (shape->num_heads / shape->num_groups);
-    int64_t offset = (task->span->k_start + j0) * shape->k_stride + group * shape->head_size;
-    return mt_matrix_load(scratch, task->k, offset, columns, shape->head_size, shape->k_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t group = task->head / (call->num_heads / call->num_groups);
+    int64_t offset = (task->span->k_start + j0) * call->k_stride + group * call->head_size;
+    return mt_matrix_load(scratch, call->k, offset, columns, call->head_size, call->k_stride, task->dtype);
 }
 
 static mt_matrix mt_attention_load_v(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
-    const mt_attention *shape = task->shape;
-    int64_t group = task->head / (shape->num_heads / shape->num_groups);
-    int64_t offset = (task->span->k_start + j0) * shape->v_stride + group * shape->value_size;
-    return mt_matrix_load(scratch, task->v, offset, columns, shape->value_size, shape->v_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t group = task->head / (call->num_heads / call->num_groups);
+    int64_t offset = (task->span->k_start + j0) * call->v_stride + group * call->value_size;
+    return mt_matrix_load(scratch, call->v, offset, columns, call->value_size, call->v_stride, task->dtype);
 }
 
 /* Turns a query's scores p[columns], of which it sees [begin, end), into exp(scale score - max) for the greater of the
@@ -4006,10 +3987,10 @@ static float mt_softmax_running(float *p, int64_t columns, int64_t begin, int64_
 }
 
 /* One block of queries of one head: all of its keys, block by block. */
-static void mt_attention_forward_block(void *out, const mt_attention_task *task, int64_t i0, float *scratch) {
-    const mt_attention *shape = task->shape;
+static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0, float *scratch) {
+    const mt_attention *call = task->call;
     const mt_span *span = task->span;
-    int64_t D = shape->head_size, Dv = shape->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
+    int64_t D = call->head_size, Dv = call->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
     float max[MT_QUERIES], sum[MT_QUERIES];
     float *sums = scratch, *p = sums + MT_QUERIES * Dv, *q_scratch = p + MT_QUERIES * MT_KEYS;
     float *k_scratch = q_scratch + MT_QUERIES * D, *v_scratch = k_scratch + MT_KEYS * D;
@@ -4017,49 +3998,45 @@ static void mt_attention_forward_block(void *out, const mt_attention_task *task,
     memset(sums, 0, (size_t)(rows * Dv) * sizeof *sums);
     mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
     int64_t first, last, begin, end;
-    mt_span_keys(span, shape->window, i0, &first, &end);
-    mt_span_keys(span, shape->window, i0 + rows - 1, &begin, &last);
+    mt_span_keys(span, call->window, i0, &first, &end);
+    mt_span_keys(span, call->window, i0 + rows - 1, &begin, &last);
     for (int64_t j0 = first; j0 < last; j0 += MT_KEYS) {
         int64_t columns = mt_min(MT_KEYS, last - j0);
         mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
         mt_matrix v = mt_attention_load_v(v_scratch, task, j0, columns);
         mt_matmul(p, q.data, k.data, rows, columns, D, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED, false);
         for (int64_t i = 0; i < rows; i++) {
-            mt_span_keys(span, shape->window, i0 + i, &begin, &end);
+            mt_span_keys(span, call->window, i0 + i, &begin, &end);
             float factor =
-                mt_softmax_running(p + i * columns, columns, begin - j0, end - j0, shape->scale, &max[i], &sum[i]);
+                mt_softmax_running(p + i * columns, columns, begin - j0, end - j0, call->scale, &max[i], &sum[i]);
             for (int64_t c = 0; c < Dv && factor != 1.0f; c++) sums[i * Dv + c] *= factor;
         }
-        if (shape->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
+        if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
         mt_matmul(sums, p, v.data, rows, Dv, columns, Dv, columns, v.stride, MT_PLAIN, MT_PLAIN, true);
     }
     for (int64_t i = 0; i < rows; i++) {
-        int64_t row = span->q_start + i0 + i, offset = row * shape->out_stride + task->head * Dv;
-        float *target = mt_row_open(p, out, offset, task->dtype);
+        int64_t row = span->q_start + i0 + i, offset = row * call->out_stride + task->head * Dv;
+        float *target = mt_row_open(p, call->out, offset, task->dtype);
         for (int64_t c = 0; c < Dv; c++) target[c] = sum[i] > 0 ? sums[i * Dv + c] / sum[i] : 0.0f;
-        mt_row_close(out, offset, target, Dv, task->dtype);
-        task->lse[row * shape->num_heads + task->head] = max[i] + logf(sum[i]);
+        mt_row_close(call->out, offset, target, Dv, task->dtype);
+        call->lse[row * call->num_heads + task->head] = max[i] + logf(sum[i]);
     }
 }
 
-static void mt_cpu_attention_forward(void *out, float *lse, const void *q, const void *k, const void *v,
-                                     const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                     mt_stream *stream) {
+static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t D = shape->head_size, Dv = shape->value_size, heads = shape->num_heads;
-    mt_spans_extent extent = mt_spans_measure(spans);
+    int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
+    mt_spans_extent extent = mt_spans_measure(&a->spans);
     int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
     mt_scratch scratch =
         mt_scratch_reserve(MT_QUERIES * (D + Dv) + MT_KEYS * (D + Dv) + MT_QUERIES * mt_max(MT_KEYS, Dv));
 #pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
-    for (int64_t s = 0; s < spans->count; s++)
+    for (int64_t s = 0; s < a->spans.count; s++)
         for (int64_t head = 0; head < heads; head++)
             for (int64_t block = 0; block < blocks; block++) {
-                const mt_span *span = &spans->host[s];
-                if (block * MT_QUERIES >= span->q_len) continue;
-                mt_attention_task task = {
-                    .q = q, .k = k, .v = v, .lse = lse, .shape = shape, .span = span, .head = head, .dtype = dtype};
-                mt_attention_forward_block(out, &task, block * MT_QUERIES, mt_scratch_slice(scratch));
+                mt_attention_task task = {.call = a, .span = &a->spans.host[s], .head = head, .dtype = dtype};
+                if (block * MT_QUERIES >= task.span->q_len) continue;
+                mt_attention_forward_block(&task, block * MT_QUERIES, mt_scratch_slice(scratch));
             }
 }
 
@@ -4068,50 +4045,50 @@ static void mt_cpu_attention_forward(void *out, float *lse, const void *q, const
 static void mt_attention_backward_scores(float *p, float *ds, const mt_attention_task *task, mt_matrix q, mt_matrix k,
                                          mt_matrix v, mt_matrix dout, int64_t i0, int64_t j0, int64_t rows,
                                          int64_t columns) {
-    const mt_attention *shape = task->shape;
+    const mt_attention *call = task->call;
     const mt_span *span = task->span;
-    mt_matmul(p, q.data, k.data, rows, columns, shape->head_size, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED,
+    mt_matmul(p, q.data, k.data, rows, columns, call->head_size, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED,
               false);
-    mt_matmul(ds, dout.data, v.data, rows, columns, shape->value_size, columns, dout.stride, v.stride, MT_PLAIN,
+    mt_matmul(ds, dout.data, v.data, rows, columns, call->value_size, columns, dout.stride, v.stride, MT_PLAIN,
               MT_TRANSPOSED, false);
-    if (shape->dropout.p > 0) mt_attention_dropout(ds, task, i0, j0, rows, columns);
+    if (call->dropout.p > 0) mt_attention_dropout(ds, task, i0, j0, rows, columns);
     for (int64_t i = 0; i < rows; i++) {
-        int64_t begin, end, row = (span->q_start + i0 + i) * shape->num_heads + task->head;
-        float *p_row = p + i * columns, *ds_row = ds + i * columns, lse = task->lse[row], dot = task->row_dot[row];
-        mt_span_keys(span, shape->window, i0 + i, &begin, &end);
+        int64_t begin, end, row = (span->q_start + i0 + i) * call->num_heads + task->head;
+        float *p_row = p + i * columns, *ds_row = ds + i * columns, lse = call->lse[row], dot = call->row_dot[row];
+        mt_span_keys(span, call->window, i0 + i, &begin, &end);
         begin = mt_max(0, mt_min(begin - j0, columns));
         end = mt_max(begin, mt_min(end - j0, columns));
         for (int64_t j = 0; j < begin; j++) p_row[j] = ds_row[j] = 0;
 #pragma omp simd
         for (int64_t j = begin; j < end; j++) {
-            p_row[j] = mt_exp(p_row[j] * shape->scale - lse);
-            ds_row[j] = p_row[j] * (ds_row[j] - dot) * shape->scale;
+            p_row[j] = mt_exp(p_row[j] * call->scale - lse);
+            ds_row[j] = p_row[j] * (ds_row[j] - dot) * call->scale;
         }
         for (int64_t j = end; j < columns; j++) p_row[j] = ds_row[j] = 0;
     }
-    if (shape->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
+    if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
 }
 
 /* row_dot = sum(out dout) of a block of queries: what the softmax's gradient subtracts. */
 static void mt_attention_row_dot(const mt_attention_task *task, mt_matrix dout, int64_t i0, int64_t rows,
                                  float *scratch) {
-    const mt_attention *shape = task->shape;
+    const mt_attention *call = task->call;
     for (int64_t i = 0; i < rows; i++) {
-        int64_t row = task->span->q_start + i0 + i, offset = row * shape->out_stride + task->head * shape->value_size;
-        const float *out = mt_row_load(scratch, task->out, offset, shape->value_size, task->dtype);
+        int64_t row = task->span->q_start + i0 + i, offset = row * call->out_stride + task->head * call->value_size;
+        const float *out = mt_row_load(scratch, call->out, offset, call->value_size, task->dtype);
         const float *d = dout.data + i * dout.stride;
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t c = 0; c < shape->value_size; c++) sum += out[c] * d[c];
-        task->row_dot[row * shape->num_heads + task->head] = sum;
+        for (int64_t c = 0; c < call->value_size; c++) sum += out[c] * d[c];
+        call->row_dot[row * call->num_heads + task->head] = sum;
     }
 }
 
 /* First half: dq of one block of queries of one head, and their row_dot. */
-static void mt_attention_backward_queries(void *dq, const mt_attention_task *task, int64_t i0, float *scratch) {
-    const mt_attention *shape = task->shape;
+static void mt_attention_backward_queries(const mt_attention_task *task, int64_t i0, float *scratch) {
+    const mt_attention *call = task->call;
     const mt_span *span = task->span;
-    int64_t D = shape->head_size, Dv = shape->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
+    int64_t D = call->head_size, Dv = call->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
     float *sums = scratch, *p = sums + MT_QUERIES * D, *ds = p + MT_QUERIES * MT_KEYS;
     float *q_scratch = ds + MT_QUERIES * MT_KEYS, *dout_scratch = q_scratch + MT_QUERIES * D;
     float *k_scratch = dout_scratch + MT_QUERIES * Dv, *v_scratch = k_scratch + MT_KEYS * D;
@@ -4120,8 +4097,8 @@ static void mt_attention_backward_queries(void *dq, const mt_attention_task *tas
     mt_attention_row_dot(task, dout, i0, rows, v_scratch);
     memset(sums, 0, (size_t)(rows * D) * sizeof *sums);
     int64_t first, last, ignored;
-    mt_span_keys(span, shape->window, i0, &first, &ignored);
-    mt_span_keys(span, shape->window, i0 + rows - 1, &ignored, &last);
+    mt_span_keys(span, call->window, i0, &first, &ignored);
+    mt_span_keys(span, call->window, i0 + rows - 1, &ignored, &last);
     for (int64_t j0 = first; j0 < last; j0 += MT_KEYS) {
         int64_t columns = mt_min(MT_KEYS, last - j0);
         mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
@@ -4130,23 +4107,23 @@ static void mt_attention_backward_queries(void *dq, const mt_attention_task *tas
         mt_matmul(sums, ds, k.data, rows, D, columns, D, columns, k.stride, MT_PLAIN, MT_PLAIN, true);
     }
     for (int64_t i = 0; i < rows; i++) {
-        int64_t offset = (span->q_start + i0 + i) * shape->q_stride + task->head * D;
-        float *row = mt_row_open(sums + i * D, dq, offset, task->dtype);
+        int64_t offset = (span->q_start + i0 + i) * call->q_stride + task->head * D;
+        float *row = mt_row_open(sums + i * D, call->dq, offset, task->dtype);
         if (task->dtype == MT_F32) memcpy(row, sums + i * D, (size_t)D * sizeof *row);
-        mt_row_close(dq, offset, row, D, task->dtype);
+        mt_row_close(call->dq, offset, row, D, task->dtype);
     }
 }
 
 /* Adds to dk_sums[columns, D] and dv_sums[columns, Dv] what the queries of one span and head give its keys j0... */
 static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_attention_task *task, int64_t j0,
                                        int64_t columns, float *scratch) {
-    const mt_attention *shape = task->shape;
-    int64_t D = shape->head_size, Dv = shape->value_size, begin, end;
+    const mt_attention *call = task->call;
+    int64_t D = call->head_size, Dv = call->value_size, begin, end;
     float *p = scratch, *ds = p + MT_QUERIES * MT_KEYS, *q_scratch = ds + MT_QUERIES * MT_KEYS;
     float *dout_scratch = q_scratch + MT_QUERIES * D, *k_scratch = dout_scratch + MT_QUERIES * Dv;
     mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
     mt_matrix v = mt_attention_load_v(k_scratch + MT_KEYS * D, task, j0, columns);
-    mt_span_queries(task->span, shape->window, j0, j0 + columns, &begin, &end);
+    mt_span_queries(task->span, call->window, j0, j0 + columns, &begin, &end);
     for (int64_t i0 = begin; i0 < end; i0 += MT_QUERIES) {
         int64_t rows = mt_min(MT_QUERIES, end - i0);
         mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
@@ -4159,15 +4136,14 @@ static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_
 
 /* Second half: dk and dv of the key rows [k0, k0 + MT_KEYS) of one group, over every span that has some of them and
  * every head of the group, in order. Rows in no span stay as they are. */
-static void mt_attention_backward_group(void *dk, void *dv, mt_attention_task *task, const mt_spans *spans,
-                                        int64_t group, int64_t k0, float *scratch) {
-    const mt_attention *shape = task->shape;
-    int64_t D = shape->head_size, Dv = shape->value_size, heads = shape->num_heads / shape->num_groups;
+static void mt_attention_backward_group(mt_attention_task *task, int64_t group, int64_t k0, float *scratch) {
+    const mt_attention *call = task->call;
+    int64_t D = call->head_size, Dv = call->value_size, heads = call->num_heads / call->num_groups;
     float *dk_sums = scratch, *dv_sums = dk_sums + MT_KEYS * D;
     bool covered[MT_KEYS] = {false};
     memset(scratch, 0, (size_t)(MT_KEYS * (D + Dv)) * sizeof *scratch);
-    for (int64_t s = 0; s < spans->count; s++) {
-        const mt_span *span = task->span = &spans->host[s];
+    for (int64_t s = 0; s < call->spans.count; s++) {
+        const mt_span *span = task->span = &call->spans.host[s];
         int64_t begin = mt_max(k0, span->k_start), end = mt_min(k0 + MT_KEYS, span->k_start + span->k_len);
         if (begin >= end) continue;
         for (int64_t j = begin; j < end; j++) covered[j - k0] = true;
@@ -4177,49 +4153,35 @@ static void mt_attention_backward_group(void *dk, void *dv, mt_attention_task *t
     }
     for (int64_t j = 0; j < MT_KEYS; j++) {
         if (!covered[j]) continue;
-        int64_t k_offset = (k0 + j) * shape->k_stride + group * D, v_offset = (k0 + j) * shape->v_stride + group * Dv;
+        int64_t k_offset = (k0 + j) * call->k_stride + group * D, v_offset = (k0 + j) * call->v_stride + group * Dv;
         if (task->dtype == MT_F32) {
-            memcpy((float *)dk + k_offset, dk_sums + j * D, (size_t)D * sizeof(float));
-            memcpy((float *)dv + v_offset, dv_sums + j * Dv, (size_t)Dv * sizeof(float));
+            memcpy((float *)call->dk + k_offset, dk_sums + j * D, (size_t)D * sizeof(float));
+            memcpy((float *)call->dv + v_offset, dv_sums + j * Dv, (size_t)Dv * sizeof(float));
         }
-        mt_row_close(dk, k_offset, dk_sums + j * D, D, task->dtype);
-        mt_row_close(dv, v_offset, dv_sums + j * Dv, Dv, task->dtype);
+        mt_row_close(call->dk, k_offset, dk_sums + j * D, D, task->dtype);
+        mt_row_close(call->dv, v_offset, dv_sums + j * Dv, Dv, task->dtype);
     }
 }
 
-static void mt_cpu_attention_backward(void *dq, void *dk, void *dv, float *row_dot, const void *dout, const void *q,
-                                      const void *k, const void *v, const void *out, const float *lse,
-                                      const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                      mt_stream *stream) {
+static void mt_cpu_attention_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t D = shape->head_size, Dv = shape->value_size, heads = shape->num_heads;
-    mt_spans_extent extent = mt_spans_measure(spans);
+    int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
+    mt_spans_extent extent = mt_spans_measure(&a->spans);
     int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
-    mt_attention_task all = {.q = q,
-                             .k = k,
-                             .v = v,
-                             .out = out,
-                             .dout = dout,
-                             .lse = (float *)lse,
-                             .row_dot = row_dot,
-                             .shape = shape,
-                             .dtype = dtype};
     mt_scratch scratch = mt_scratch_reserve((2 * MT_QUERIES + 2 * MT_KEYS) * (D + Dv) + 2 * MT_QUERIES * MT_KEYS);
 #pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
-    for (int64_t s = 0; s < spans->count; s++)
+    for (int64_t s = 0; s < a->spans.count; s++)
         for (int64_t head = 0; head < heads; head++)
             for (int64_t block = 0; block < blocks; block++) {
-                mt_attention_task task = all;
-                task.span = &spans->host[s];
-                task.head = head;
+                mt_attention_task task = {.call = a, .span = &a->spans.host[s], .head = head, .dtype = dtype};
                 if (block * MT_QUERIES >= task.span->q_len) continue;
-                mt_attention_backward_queries(dq, &task, block * MT_QUERIES, mt_scratch_slice(scratch));
+                mt_attention_backward_queries(&task, block * MT_QUERIES, mt_scratch_slice(scratch));
             }
 #pragma omp parallel for collapse(2) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
     for (int64_t k0 = 0; k0 < extent.key_rows; k0 += MT_KEYS)
-        for (int64_t group = 0; group < shape->num_groups; group++) {
-            mt_attention_task task = all;
-            mt_attention_backward_group(dk, dv, &task, spans, group, k0, mt_scratch_slice(scratch));
+        for (int64_t group = 0; group < a->num_groups; group++) {
+            mt_attention_task task = {.call = a, .dtype = dtype};
+            mt_attention_backward_group(&task, group, k0, mt_scratch_slice(scratch));
         }
 }
 
@@ -7508,21 +7470,20 @@ static void *mt_at(const mt_model *model, void *base, int64_t elements) {
 
 static void mt_norm_forward(const mt_model *m, void *y, float *mean, float *rstd, const void *x, mt_weight w,
                             mt_weight b, int64_t T) {
-    float eps = (float)m->options->norm_epsilon;
-    if (mean)
-        m->ops->layernorm_forward(y, mean, rstd, x, w.w, b.w, T, m->C, eps, m->dtype, m->stream);
-    else
-        m->ops->rmsnorm_forward(y, rstd, x, w.w, T, 1, m->C, m->C, m->C, eps, m->dtype, m->stream);
+    mt_norm_args a = {.T = T, .H = 1, .C = m->C, .x = x, .w = w.w, .b = b.w, .y = y, .mean = mean, .rstd = rstd};
+    a.x_stride = a.y_stride = m->C;
+    a.eps = (float)m->options->norm_epsilon;
+    (mean ? m->ops->layernorm_forward : m->ops->rmsnorm_forward)(&a, m->dtype, m->stream);
 }
 
 /* dx = dresidual + the gradient through the norm. */
 static void mt_norm_backward(const mt_model *m, void *dx, const void *dy, const void *dresidual, const void *x,
                              const float *mean, const float *rstd, mt_weight w, mt_weight b, int64_t T) {
-    if (mean)
-        m->ops->layernorm_backward(dx, w.dw, b.dw, dy, dresidual, x, w.w, mean, rstd, T, m->C, m->dtype, m->stream);
-    else
-        m->ops->rmsnorm_backward(dx, w.dw, dy, dresidual, x, w.w, rstd, T, 1, m->C, m->C, m->C, m->C, m->dtype,
-                                 m->stream);
+    mt_norm_args a = {.T = T, .H = 1, .C = m->C, .x = x, .w = w.w, .dy = dy, .dresidual = dresidual, .dx = dx};
+    a.dw = w.dw, a.db = b.dw;
+    a.mean = (float *)mean, a.rstd = (float *)rstd;
+    a.x_stride = a.dx_stride = a.dy_stride = m->C;
+    (mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(&a, m->dtype, m->stream);
 }
 
 /* A norm of the model: its parameters and where its results go. */
@@ -7545,8 +7506,10 @@ static void mt_residual_forward(const mt_model *m, void *out, const void *residu
     const int64_t *index = m->token_index + m->first_row;
     const void *x = m->scratch.hidden;
     if (norm && m->ops->residual_norm_forward) {
-        m->ops->residual_norm_forward(norm->y, norm->mean, norm->rstd, out, x, residual, index, norm->w.w, norm->b.w,
-                                      m->rows, m->C, &dropout, (float)m->options->norm_epsilon, m->dtype, m->stream);
+        mt_norm_args a = {.T = m->rows, .H = 1, .C = m->C, .x = x, .residual = residual, .sum = out, .y = norm->y};
+        a.mean = norm->mean, a.rstd = norm->rstd, a.w = norm->w.w, a.b = norm->b.w;
+        a.token_index = index, a.dropout = dropout, a.eps = (float)m->options->norm_epsilon;
+        m->ops->residual_norm_forward(&a, m->dtype, m->stream);
         return;
     }
     m->ops->dropout_add_forward(out, x, residual, index, m->rows, m->C, 0, &dropout, m->dtype, m->stream);
@@ -7621,15 +7584,23 @@ static float mt_attention_scale(const mt_options *o) {
     return (float)(scale * mscale * mscale);
 }
 
-static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t qk_stride, int64_t v_stride) {
+/* The call of one layer: the operands of the forward, and what both directions share. */
+static mt_attention mt_attention_call(const mt_model *m, int64_t layer, const mt_activations *a) {
+    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
     return (mt_attention){.num_heads = m->H,
                           .num_groups = m->G,
                           .head_size = m->D,
                           .value_size = m->Dv,
-                          .q_stride = qk_stride,
-                          .k_stride = qk_stride,
-                          .v_stride = v_stride,
+                          .q = view.q,
+                          .k = view.k,
+                          .v = view.v,
+                          .out = a->attended,
+                          .lse = a->lse,
+                          .q_stride = view.qk_stride,
+                          .k_stride = view.qk_stride,
+                          .v_stride = view.v_stride,
                           .out_stride = m->H * m->Dv,
+                          .spans = m->spans,
                           .window = m->options->window_size,
                           .scale = mt_attention_scale(m->options),
                           .dropout = mt_model_dropout(m, m->layers[layer].number, MT_DROP_ATTENTION),
@@ -7639,55 +7610,80 @@ static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t
                           .k_index = m->token_index};
 }
 
+/* The rotation of a layer's heads, of tokens from `first_row` on. */
+static mt_rotation mt_model_rotation(const mt_model *m, int64_t first_row) {
+    return (mt_rotation){.cos = m->rope_cos,
+                         .sin = m->rope_sin,
+                         .positions = m->positions + first_row,
+                         .R = m->rotary_dim,
+                         .interleaved = m->options->rotary_interleaved};
+}
+
+/* The operands of both directions, of a layer's fused product `a->qkv`. */
+static mt_qk_args mt_qk_operands(const mt_model *m, const mt_layer *w, const mt_activations *a) {
+    mt_qk_args qk = {.T = m->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_model_rotation(m, 0)};
+    qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = (m->H + 2 * m->G) * m->D;
+    qk.q_w = w->q_norm.w, qk.k_w = w->k_norm.w, qk.q_rstd = a->q_rstd, qk.k_rstd = a->k_rstd;
+    qk.dq_w = w->q_norm.dw, qk.dk_w = w->k_norm.dw;
+    qk.eps = (float)m->options->norm_epsilon;
+    return qk;
+}
+
+/* qk_forward for a backend without it. */
+static void mt_qk_forward_unfused(const mt_model *m, const mt_qk_args *a) {
+    void *heads[] = {a->qk, mt_at(m, a->qk, a->H * a->D)};
+    for (int i = 0; i < 2; i++) {
+        mt_norm_args norm = {.T = a->T, .H = i ? a->G : a->H, .C = a->D, .eps = a->eps, .y = heads[i]};
+        norm.x = mt_at(m, (void *)a->qkv, i * a->H * a->D), norm.w = i ? a->k_w : a->q_w;
+        norm.rstd = i ? a->k_rstd : a->q_rstd, norm.x_stride = a->qkv_stride, norm.y_stride = a->qk_stride;
+        if (norm.w) m->ops->rmsnorm_forward(&norm, m->dtype, m->stream);
+    }
+    for (int i = 0; i < 2 && a->rotation.R > 0; i++) {
+        mt_rope_args rope = {.T = a->T, .H = i ? a->G : a->H, .D = a->D, .x = heads[i], .y = heads[i]};
+        rope.x_stride = rope.y_stride = a->qk_stride, rope.rotation = a->rotation;
+        m->ops->rope_forward(&rope, m->dtype, m->stream);
+    }
+}
+
 /* q/k norm, then rotation: raw fused q and k in, ready q and k out (in place where there is no norm). */
 static void mt_qk_forward(const mt_model *m, const mt_layer *w, mt_activations *a) {
-    int64_t T = m->T, D = m->D, R = m->rotary_dim, raw_stride = (m->H + 2 * m->G) * D;
-    float eps = (float)m->options->norm_epsilon;
-    bool interleaved = m->options->rotary_interleaved;
+    mt_qk_args qk = mt_qk_operands(m, w, a);
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
-    if (R == 0 && !m->options->qk_layernorm) return;
-    if (m->ops->qk_forward) {
-        m->ops->qk_forward(view.q, a->q_rstd, a->k_rstd, a->qkv, w->q_norm.w, w->k_norm.w, m->rope_cos, m->rope_sin,
-                           m->positions, T, m->H, m->G, D, R, view.qk_stride, raw_stride, interleaved, eps, m->dtype,
-                           m->stream);
-        return;
+    if (qk.rotation.R == 0 && !qk.q_w) return;
+    qk.qk = view.q, qk.qk_stride = view.qk_stride;
+    if (m->ops->qk_forward)
+        m->ops->qk_forward(&qk, m->dtype, m->stream);
+    else
+        mt_qk_forward_unfused(m, &qk);
+}
+
+/* qk_backward for a backend without it. */
+static void mt_qk_backward_unfused(const mt_model *m, const mt_qk_args *a) {
+    void *heads[] = {a->dqk, mt_at(m, a->dqk, a->H * a->D)};
+    for (int i = 0; i < 2 && a->rotation.R > 0; i++) {
+        mt_rope_args rope = {.T = a->T, .H = i ? a->G : a->H, .D = a->D, .x = heads[i], .y = heads[i]};
+        rope.x_stride = rope.y_stride = a->dqk_stride, rope.rotation = a->rotation;
+        m->ops->rope_backward(&rope, m->dtype, m->stream);
     }
-    if (m->options->qk_layernorm) {
-        m->ops->rmsnorm_forward(view.q, a->q_rstd, a->qkv, w->q_norm.w, T, m->H, D, view.qk_stride, raw_stride, eps,
-                                m->dtype, m->stream);
-        m->ops->rmsnorm_forward(view.k, a->k_rstd, mt_at(m, a->qkv, m->H * D), w->k_norm.w, T, m->G, D, view.qk_stride,
-                                raw_stride, eps, m->dtype, m->stream);
+    for (int i = 0; i < 2; i++) {
+        mt_norm_args norm = {.T = a->T, .H = i ? a->G : a->H, .C = a->D, .dy = heads[i]};
+        norm.x = mt_at(m, (void *)a->qkv, i * a->H * a->D), norm.dx = mt_at(m, a->dqkv, i * a->H * a->D);
+        norm.w = i ? a->k_w : a->q_w, norm.dw = i ? a->dk_w : a->dq_w, norm.rstd = i ? a->k_rstd : a->q_rstd;
+        norm.x_stride = a->qkv_stride, norm.dy_stride = a->dqk_stride, norm.dx_stride = a->dqkv_stride;
+        if (norm.w) m->ops->rmsnorm_backward(&norm, m->dtype, m->stream);
     }
-    if (R == 0) return;
-    m->ops->rope_forward(view.q, view.q, m->rope_cos, m->rope_sin, m->positions, T, m->H, D, R, view.qk_stride,
-                         view.qk_stride, interleaved, m->dtype, m->stream);
-    m->ops->rope_forward(view.k, view.k, m->rope_cos, m->rope_sin, m->positions, T, m->G, D, R, view.qk_stride,
-                         view.qk_stride, interleaved, m->dtype, m->stream);
 }
 
 /* Gradients of ready q and k (in `dqkv`, or in dqk with q/k norm) to gradients of the fused product, `dqkv`. */
 static void mt_qk_backward(const mt_model *m, mt_layer *w, const mt_activations *a, void *dqkv, void *dqk) {
-    int64_t T = m->T, D = m->D, R = m->rotary_dim, raw_stride = (m->H + 2 * m->G) * D;
-    bool interleaved = m->options->rotary_interleaved;
+    mt_qk_args qk = mt_qk_operands(m, w, a);
     mt_qkv_view d = mt_view_qkv(m, dqkv, dqk);
-    if (R == 0 && !m->options->qk_layernorm) return;
-    if (m->ops->qk_backward) {
-        m->ops->qk_backward(dqkv, w->q_norm.dw, w->k_norm.dw, d.q, a->qkv, w->q_norm.w, w->k_norm.w, a->q_rstd,
-                            a->k_rstd, m->rope_cos, m->rope_sin, m->positions, T, m->H, m->G, D, R, raw_stride,
-                            d.qk_stride, raw_stride, interleaved, m->dtype, m->stream);
-        return;
-    }
-    if (R > 0) {
-        m->ops->rope_backward(d.q, d.q, m->rope_cos, m->rope_sin, m->positions, T, m->H, D, R, d.qk_stride, d.qk_stride,
-                              interleaved, m->dtype, m->stream);
-        m->ops->rope_backward(d.k, d.k, m->rope_cos, m->rope_sin, m->positions, T, m->G, D, R, d.qk_stride, d.qk_stride,
-                              interleaved, m->dtype, m->stream);
-    }
-    if (!m->options->qk_layernorm) return;
-    m->ops->rmsnorm_backward(dqkv, w->q_norm.dw, d.q, NULL, a->qkv, w->q_norm.w, a->q_rstd, T, m->H, D, raw_stride,
-                             d.qk_stride, raw_stride, m->dtype, m->stream);
-    m->ops->rmsnorm_backward(mt_at(m, dqkv, m->H * D), w->k_norm.dw, d.k, NULL, mt_at(m, a->qkv, m->H * D), w->k_norm.w,
-                             a->k_rstd, T, m->G, D, raw_stride, d.qk_stride, raw_stride, m->dtype, m->stream);
+    if (qk.rotation.R == 0 && !qk.q_w) return;
+    qk.dqkv = dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
+    if (m->ops->qk_backward)
+        m->ops->qk_backward(&qk, m->dtype, m->stream);
+    else
+        mt_qk_backward_unfused(m, &qk);
 }
 
 /* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): hidden states shrink to a latent of the queries, one
@@ -7700,15 +7696,28 @@ static const float mt_latent_epsilon = 1e-6f;
 
 static void mt_latent_norm_forward(const mt_model *m, void *y, float *rstd, void *latent, int64_t column, mt_weight w,
                                    int64_t rank) {
-    m->ops->rmsnorm_forward(y, rstd, mt_at(m, latent, column), w.w, m->rows, 1, rank, rank, mt_latent_width(m->options),
-                            mt_latent_epsilon, m->dtype, m->stream);
+    mt_norm_args a = {.T = m->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .y = y, .rstd = rstd};
+    a.x_stride = mt_latent_width(m->options), a.y_stride = rank, a.eps = mt_latent_epsilon;
+    m->ops->rmsnorm_forward(&a, m->dtype, m->stream);
 }
 
-static void mt_latent_norm_backward(const mt_model *m, void *dlatent, const void *dy, const float *rstd, void *latent,
+static void mt_latent_norm_backward(const mt_model *m, void *dlatent, const void *dy, float *rstd, void *latent,
                                     int64_t column, mt_weight w, int64_t rank) {
-    int64_t width = mt_latent_width(m->options);
-    m->ops->rmsnorm_backward(mt_at(m, dlatent, column), w.dw, dy, NULL, mt_at(m, latent, column), w.w, rstd, m->rows, 1,
-                             rank, width, rank, width, m->dtype, m->stream);
+    mt_norm_args a = {.T = m->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .rstd = rstd};
+    a.dy = dy, a.dx = mt_at(m, dlatent, column), a.dw = w.dw;
+    a.x_stride = a.dx_stride = mt_latent_width(m->options), a.dy_stride = rank;
+    m->ops->rmsnorm_backward(&a, m->dtype, m->stream);
+}
+
+/* The rope channels of a token's key, which all heads share; and the heads. */
+static mt_rope_args mt_latent_rope(const mt_model *m) {
+    int64_t R = m->rotary_dim;
+    return (mt_rope_args){.T = m->rows, .H = 1, .D = R, .rotation = mt_model_rotation(m, m->first_row)};
+}
+
+static mt_latent_heads_args mt_latent_heads(const mt_model *m) {
+    return (mt_latent_heads_args){
+        .T = m->T, .H = m->H, .N = m->options->qk_head_dim, .Dv = m->Dv, .rotation = mt_model_rotation(m, 0)};
 }
 
 /* input_normed -> q, k and v, ready. */
@@ -7716,7 +7725,7 @@ static void mt_latent_qkv_forward(const mt_model *m, const mt_layer *w, mt_activ
     const mt_options *o = m->options;
     const mt_ops *ops = m->ops;
     const mt_layer_scratch *s = &m->scratch;
-    int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
+    int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, R = m->rotary_dim;
     int64_t width = mt_latent_width(o);
     mt_qkv_view view = mt_view_qkv(m, a->qkv, NULL);
     mt_linear_forward(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .y = a->latent});
@@ -7724,12 +7733,13 @@ static void mt_latent_qkv_forward(const mt_model *m, const mt_layer *w, mt_activ
     mt_linear_forward(&m->tp, &w->q_b, &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .y = view.q});
     mt_latent_norm_forward(m, a->kv_latent, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm, kv_rank);
     mt_linear_forward(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .y = s->kv});
-    ops->rope_forward(s->k_rope, mt_at(m, a->latent, q_rank + kv_rank), m->rope_cos, m->rope_sin,
-                      m->positions + m->first_row, m->rows, 1, R, R, R, width, o->rotary_interleaved, m->dtype,
-                      m->stream);
-    const void *k_rope = mt_region_enter_forward(&m->tp, s->k_rope, R, m->stream);
-    ops->latent_heads_forward(view.q, view.k, view.v, s->kv, k_rope, m->rope_cos, m->rope_sin, m->positions, m->T, m->H,
-                              N, R, m->Dv, o->rotary_interleaved, m->dtype, m->stream);
+    mt_rope_args rope = mt_latent_rope(m);
+    rope.x = mt_at(m, a->latent, q_rank + kv_rank), rope.x_stride = width, rope.y = s->k_rope, rope.y_stride = R;
+    ops->rope_forward(&rope, m->dtype, m->stream);
+    mt_latent_heads_args heads = mt_latent_heads(m);
+    heads.k_rope = mt_region_enter_forward(&m->tp, s->k_rope, R, m->stream);
+    heads.q = view.q, heads.kv = s->kv, heads.k = view.k, heads.v = view.v;
+    ops->latent_heads_forward(&heads, m->dtype, m->stream);
 }
 
 /* The gradient of the queries, dq, to that of their latent in scratch.dlatent or, where they have none, of input_normed
@@ -7754,12 +7764,14 @@ static void mt_latent_qkv_backward(const mt_model *m, mt_layer *w, mt_activation
     int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
     int64_t width = mt_latent_width(o), kv_width = m->H * (N + m->Dv);
     mt_qkv_view d = mt_view_qkv(m, s->wide, NULL), kept = mt_view_qkv(m, a->qkv, NULL);
-    ops->latent_heads_backward(d.q, s->kv, mt_region_partial(&m->tp, s->k_rope), d.k, d.v, m->rope_cos, m->rope_sin,
-                               m->positions, m->T, m->H, N, R, m->Dv, o->rotary_interleaved, m->dtype, m->stream);
+    mt_latent_heads_args heads = mt_latent_heads(m);
+    heads.dq = d.q, heads.dk = d.k, heads.dv = d.v;
+    heads.dkv = s->kv, heads.dk_rope = mt_region_partial(&m->tp, s->k_rope);
+    ops->latent_heads_backward(&heads, m->dtype, m->stream);
     mt_region_enter_backward(&m->tp, s->k_rope, m->tp.partial, R, m->stream);
-    ops->rope_backward(mt_at(m, s->dlatent, q_rank + kv_rank), s->k_rope, m->rope_cos, m->rope_sin,
-                       m->positions + m->first_row, m->rows, 1, R, R, width, R, o->rotary_interleaved, m->dtype,
-                       m->stream);
+    mt_rope_args rope = mt_latent_rope(m);
+    rope.x = s->k_rope, rope.x_stride = R, rope.y = mt_at(m, s->dlatent, q_rank + kv_rank), rope.y_stride = width;
+    ops->rope_backward(&rope, m->dtype, m->stream);
     mt_linear_backward(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = s->kv, .dx = s->latent_normed},
                        parts);
     mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm,
@@ -7790,15 +7802,14 @@ static void mt_latent_qkv_backward_weight(const mt_model *m, mt_layer *w, const 
 /* ---- the block */
 
 /* Generation: new keys and values go to their cache rows, and attention reads the cache instead. */
-static void mt_cache_update(const mt_model *m, int64_t layer, mt_qkv_view *view, mt_attention *shape) {
+static void mt_cache_update(const mt_model *m, int64_t layer, mt_attention *call) {
     int64_t k_width = m->G * m->D, v_width = m->G * m->Dv;
-    m->ops->scatter_rows(m->k_cache[layer], view->k, m->cache_rows, m->T, k_width, k_width, view->qk_stride, m->dtype,
+    m->ops->scatter_rows(m->k_cache[layer], call->k, m->cache_rows, m->T, k_width, k_width, call->k_stride, m->dtype,
                          m->stream);
-    m->ops->scatter_rows(m->v_cache[layer], view->v, m->cache_rows, m->T, v_width, v_width, view->v_stride, m->dtype,
+    m->ops->scatter_rows(m->v_cache[layer], call->v, m->cache_rows, m->T, v_width, v_width, call->v_stride, m->dtype,
                          m->stream);
-    view->k = m->k_cache[layer];
-    view->v = m->v_cache[layer];
-    shape->k_stride = k_width, shape->v_stride = v_width;
+    call->k = m->k_cache[layer], call->k_stride = k_width;
+    call->v = m->v_cache[layer], call->v_stride = v_width;
 }
 
 /* middle = input + dropout(attention(norm(input))), from input_normed on, to the MLP's norm of it. `decode` attends
@@ -7811,13 +7822,12 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
         mt_linear_forward(&m->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .y = a->qkv});
         mt_qk_forward(m, w, a);
     }
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
-    mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
-    if (decode) mt_cache_update(m, layer, &view, &shape);
+    mt_attention call = mt_attention_call(m, layer, a);
+    if (decode) mt_cache_update(m, layer, &call);
     if (m->context)
-        mt_context_attention_forward(m->context, a->attended, a->lse, view.q, view.k, view.v, &shape, m->stream);
+        mt_context_attention_forward(m->context, &call, m->stream);
     else
-        m->ops->attention_forward(a->attended, a->lse, view.q, view.k, view.v, &m->spans, &shape, m->dtype, m->stream);
+        m->ops->attention_forward(&call, m->dtype, m->stream);
     mt_linear_forward(&m->tp, &w->o, &(mt_linear_io){.x = a->attended, .y = m->scratch.hidden});
     mt_norm mlp_norm = {w->mlp_norm, w->mlp_norm_bias, a->mlp_normed, a->mlp_mean, a->mlp_rstd};
     mt_residual_forward(m, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, &mlp_norm);
@@ -7831,14 +7841,13 @@ static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activatio
     const void *dout = mt_residual_backward(m, w->number, MT_DROP_ATTENTION_OUT);
     mt_linear_backward(&m->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->active}, parts);
 
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk), d = mt_view_qkv(m, s->wide, s->dqk);
-    mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
+    mt_qkv_view d = mt_view_qkv(m, s->wide, s->dqk);
+    mt_attention call = mt_attention_call(m, layer, a);
+    call.dq = d.q, call.dk = d.k, call.dv = d.v, call.row_dot = s->row_dot, call.dout = s->active;
     if (m->context)
-        mt_context_attention_backward(m->context, d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v,
-                                      a->attended, a->lse, &shape, m->stream);
+        mt_context_attention_backward(m->context, &call, m->stream);
     else
-        m->ops->attention_backward(d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v, a->attended, a->lse,
-                                   &m->spans, &shape, m->dtype, m->stream);
+        m->ops->attention_backward(&call, m->dtype, m->stream);
     if (m->options->multi_latent_attention) {
         mt_latent_qkv_backward(m, w, a, parts);
     } else {
@@ -8635,15 +8644,6 @@ struct mt_context {
     float *wide;
 };
 
-/* What attention works on: the operands of attention_forward and attention_backward under their names. */
-typedef struct mt_context_call {
-    void *out, *dq, *dk, *dv;
-    float *lse, *row_dot;
-    const void *q, *k, *v, *dout;
-    mt_attention shape;
-    mt_stream *stream;
-} mt_context_call;
-
 /* A pointer `elements` into a buffer of the plan's type. */
 static void *mt_context_at(const mt_context *c, const void *base, int64_t elements) {
     return (char *)base + elements * mt_dtype_size(c->plan.dtype);
@@ -8833,24 +8833,24 @@ static void mt_context_copy_rows(const mt_context *c, void *to, int64_t to_strid
 }
 
 /* Keys and values of this rank, side by side, as they travel: [M, G D + G Dv]. */
-static void mt_context_pack_kv(const mt_context *c, const mt_context_call *call) {
-    const mt_attention *s = &call->shape;
-    int64_t k_width = s->num_groups * s->head_size, v_width = s->num_groups * s->value_size, kv = k_width + v_width;
-    mt_context_copy_rows(c, c->kv[0], kv, call->k, s->k_stride, c->M, k_width, call->stream);
-    mt_context_copy_rows(c, mt_context_at(c, c->kv[0], k_width), kv, call->v, s->v_stride, c->M, v_width, call->stream);
+static void mt_context_pack_kv(const mt_context *c, const mt_attention *call, mt_stream *stream) {
+    int64_t k_width = call->num_groups * call->head_size, v_width = call->num_groups * call->value_size;
+    int64_t kv = k_width + v_width;
+    mt_context_copy_rows(c, c->kv[0], kv, call->k, call->k_stride, c->M, k_width, stream);
+    mt_context_copy_rows(c, mt_context_at(c, c->kv[0], k_width), kv, call->v, call->v_stride, c->M, v_width, stream);
 }
 
 /* Summed gradients of this rank's keys and values go where the caller wants them. */
-static void mt_context_store_dkv(const mt_context *c, const mt_context_call *call, const float *sum) {
-    const mt_attention *s = &call->shape;
-    int64_t k_width = s->num_groups * s->head_size, v_width = s->num_groups * s->value_size, kv = k_width + v_width;
+static void mt_context_store_dkv(const mt_context *c, const mt_attention *call, const float *sum, mt_stream *stream) {
+    int64_t k_width = call->num_groups * call->head_size, v_width = call->num_groups * call->value_size;
+    int64_t kv = k_width + v_width;
     const void *rounded = sum;
     if (c->plan.dtype != MT_F32) {
-        c->ops->convert(c->dkv_part, c->plan.dtype, sum, MT_F32, c->M * kv, call->stream);
+        c->ops->convert(c->dkv_part, c->plan.dtype, sum, MT_F32, c->M * kv, stream);
         rounded = c->dkv_part;
     }
-    mt_context_copy_rows(c, call->dk, s->k_stride, rounded, kv, c->M, k_width, call->stream);
-    mt_context_copy_rows(c, call->dv, s->v_stride, mt_context_at(c, rounded, k_width), kv, c->M, v_width, call->stream);
+    mt_context_copy_rows(c, call->dk, call->k_stride, rounded, kv, c->M, k_width, stream);
+    mt_context_copy_rows(c, call->dv, call->v_stride, mt_context_at(c, rounded, k_width), kv, c->M, v_width, stream);
 }
 
 /* ---- p2p: keys and values go round the ring (Liu et al., "Ring attention with blockwise transformers"; the zig-zag of
@@ -8869,109 +8869,101 @@ static void mt_ring_shift_end(const mt_context *c, const mt_ring_shift *shift, m
     c->ops->channel_wait(shift->to, shift->sent, stream);
 }
 
-/* The spans of step i, whose keys and values are in kv[i % 2]; `shape` becomes theirs. */
-static const mt_spans *mt_ring_step(const mt_context *c, int64_t i, mt_attention *shape) {
+/* The part of a call that step i of the ring computes: its spans, and keys and values in kv[i % 2]. */
+static mt_attention mt_ring_step(const mt_context *c, int64_t i, const mt_attention *call) {
     int64_t P = c->plan.ring->size, r = c->plan.ring->rank, source = (r + P - i) % P;
-    shape->k_stride = shape->v_stride = shape->num_groups * (shape->head_size + shape->value_size);
-    shape->k_index = c->index + source * c->M;
-    shape->q_index = c->index + r * c->M;
-    return &c->lists[mt_ring_list_of(r, source)];
+    mt_attention step = *call;
+    step.k = c->kv[i % 2], step.v = mt_context_at(c, step.k, call->num_groups * call->head_size);
+    step.k_stride = step.v_stride = call->num_groups * (call->head_size + call->value_size);
+    step.k_index = c->index + source * c->M;
+    step.q_index = c->index + r * c->M;
+    step.spans = c->lists[mt_ring_list_of(r, source)];
+    return step;
 }
 
-static void mt_ring_forward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_ring_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
-    int64_t P = c->plan.ring->size, H = shape.num_heads, Dv = shape.value_size,
-            k_width = shape.num_groups * shape.head_size;
+    int64_t P = c->plan.ring->size, H = call->num_heads, Dv = call->value_size;
     float *sum = dtype == MT_F32 ? call->out : c->sum;
-    MT_CHECK(shape.window == 0 && shape.out_stride == H * Dv);
-    mt_context_pack_kv(c, call);
+    MT_CHECK(call->window == 0 && call->out_stride == H * Dv);
+    mt_context_pack_kv(c, call, stream);
     for (int64_t i = 0; i < P; i++) {
-        const mt_spans *spans = mt_ring_step(c, i, &shape);
-        void *kv = c->kv[i % 2];
+        mt_attention step = mt_ring_step(c, i, call);
+        step.out = c->part, step.lse = c->part_lse;
         if (i + 1 < P)
-            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], kv, c->M * shape.k_stride, dtype, call->stream);
-        c->ops->attention_forward(c->part, c->part_lse, call->q, kv, mt_context_at(c, kv, k_width), spans, &shape,
-                                  dtype, call->stream);
-        c->ops->attention_merge(sum, call->lse, c->part, c->part_lse, spans, H, Dv, i == 0, dtype, call->stream);
-        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, call->stream);
+            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], step.k, c->M * step.k_stride, dtype, stream);
+        c->ops->attention_forward(&step, dtype, stream);
+        c->ops->attention_merge(sum, call->lse, c->part, c->part_lse, &step.spans, H, Dv, i == 0, dtype, stream);
+        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, stream);
     }
-    if (dtype != MT_F32) c->ops->convert(call->out, dtype, sum, MT_F32, c->M * H * Dv, call->stream);
+    if (dtype != MT_F32) c->ops->convert(call->out, dtype, sum, MT_F32, c->M * H * Dv, stream);
 }
 
 /* With the final lse, a block's probabilities are right at once, so each block gives its part of every gradient. The
  * sums of dk and dv travel one step behind their keys and values and end, after P steps, where these began. dq is a
  * block's part until its own sum is stored there. */
-static void mt_ring_backward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_ring_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
-    int64_t P = c->plan.ring->size, q_width = shape.num_heads * shape.head_size;
-    int64_t k_width = shape.num_groups * shape.head_size;
-    mt_context_pack_kv(c, call);
+    int64_t P = c->plan.ring->size, q_width = call->num_heads * call->head_size;
+    mt_context_pack_kv(c, call, stream);
     for (int64_t i = 0; i < P; i++) {
-        const mt_spans *spans = mt_ring_step(c, i, &shape);
-        void *kv = c->kv[i % 2];
+        mt_attention step = mt_ring_step(c, i, call);
+        int64_t kv = step.k_stride;
         float *dkv = c->dkv_sum[i % 2];
-        if (i + 1 < P)
-            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], kv, c->M * shape.k_stride, dtype, call->stream);
-        c->ops->attention_backward(call->dq, c->dkv_part, mt_context_at(c, c->dkv_part, k_width), call->row_dot,
-                                   call->dout, call->q, kv, mt_context_at(c, kv, k_width), call->out, call->lse, spans,
-                                   &shape, dtype, call->stream);
-        c->ops->accumulate_rows(c->sum, call->dq, spans, false, q_width, shape.q_stride, i == 0, dtype, call->stream);
-        if (i > 0) mt_ring_shift_end(c, &c->sum_shift, call->stream);
-        c->ops->accumulate_rows(dkv, c->dkv_part, spans, true, shape.k_stride, shape.k_stride, i == 0, dtype,
-                                call->stream);
-        mt_ring_shift_begin(c, &c->sum_shift, c->dkv_sum[(i + 1) % 2], dkv, c->M * shape.k_stride, MT_F32,
-                            call->stream);
-        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, call->stream);
+        step.dk = c->dkv_part, step.dv = mt_context_at(c, c->dkv_part, call->num_groups * call->head_size);
+        if (i + 1 < P) mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], step.k, c->M * kv, dtype, stream);
+        c->ops->attention_backward(&step, dtype, stream);
+        c->ops->accumulate_rows(c->sum, call->dq, &step.spans, false, q_width, call->q_stride, i == 0, dtype, stream);
+        if (i > 0) mt_ring_shift_end(c, &c->sum_shift, stream);
+        c->ops->accumulate_rows(dkv, c->dkv_part, &step.spans, true, kv, kv, i == 0, dtype, stream);
+        mt_ring_shift_begin(c, &c->sum_shift, c->dkv_sum[(i + 1) % 2], dkv, c->M * kv, MT_F32, stream);
+        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, stream);
     }
-    mt_ring_shift_end(c, &c->sum_shift, call->stream);
-    mt_context_store_dkv(c, call, c->dkv_sum[P % 2]);
+    mt_ring_shift_end(c, &c->sum_shift, stream);
+    mt_context_store_dkv(c, call, c->dkv_sum[P % 2], stream);
     const void *rounded = c->sum;
     if (dtype != MT_F32) {
-        c->ops->convert(c->part, dtype, c->sum, MT_F32, c->M * q_width, call->stream);
+        c->ops->convert(c->part, dtype, c->sum, MT_F32, c->M * q_width, stream);
         rounded = c->part;
     }
-    mt_context_copy_rows(c, call->dq, shape.q_stride, rounded, q_width, c->M, q_width, call->stream);
+    mt_context_copy_rows(c, call->dq, call->q_stride, rounded, q_width, c->M, q_width, stream);
 }
 
 /* ---- all_gather: every rank gets all keys and values (Llama 3's way: Grattafiori et al., "The Llama 3 herd of
  * models") */
 
-/* Keys and values of all ranks in order of position; `shape` becomes theirs. Local queries keep their own index. */
-static void mt_gather_kv(mt_context *c, const mt_context_call *call, mt_attention *shape) {
-    int64_t kv = shape->num_groups * (shape->head_size + shape->value_size);
-    mt_context_pack_kv(c, call);
-    c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, call->stream);
-    c->ops->scatter_rows(c->ordered, c->gathered, c->rows, c->N, kv, kv, kv, c->plan.dtype, call->stream);
-    shape->k_stride = shape->v_stride = kv;
-    shape->k_index = c->index;
+/* The call with the keys and values of all ranks, in order of position. Local queries keep their own index. */
+static mt_attention mt_gather_kv(mt_context *c, const mt_attention *call, mt_stream *stream) {
+    int64_t k_width = call->num_groups * call->head_size, kv = k_width + call->num_groups * call->value_size;
+    mt_context_pack_kv(c, call, stream);
+    c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, stream);
+    c->ops->scatter_rows(c->ordered, c->gathered, c->rows, c->N, kv, kv, kv, c->plan.dtype, stream);
+    mt_attention whole = *call;
+    whole.k = c->ordered, whole.v = mt_context_at(c, c->ordered, k_width);
+    whole.k_stride = whole.v_stride = kv;
+    whole.k_index = c->index;
+    whole.spans = c->lists[MT_CONTEXT_WHOLE];
+    return whole;
 }
 
-static void mt_gather_forward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
-    int64_t k_width = shape.num_groups * shape.head_size;
-    mt_gather_kv(c, call, &shape);
-    c->ops->attention_forward(call->out, call->lse, call->q, c->ordered, mt_context_at(c, c->ordered, k_width),
-                              &c->lists[MT_CONTEXT_WHOLE], &shape, c->plan.dtype, call->stream);
+static void mt_gather_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
+    mt_attention whole = mt_gather_kv(c, call, stream);
+    c->ops->attention_forward(&whole, c->plan.dtype, stream);
 }
 
 /* Every rank has a part of the gradient of every key and value; their sum goes to the rank that owns them. */
-static void mt_gather_backward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_gather_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
-    int64_t k_width = shape.num_groups * shape.head_size;
-    mt_gather_kv(c, call, &shape);
-    int64_t kv = shape.k_stride, all = c->N * kv;
-    c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), call->stream); // late keys are in no span here
-    c->ops->attention_backward(call->dq, c->dkv_ordered, mt_context_at(c, c->dkv_ordered, k_width), call->row_dot,
-                               call->dout, call->q, c->ordered, mt_context_at(c, c->ordered, k_width), call->out,
-                               call->lse, &c->lists[MT_CONTEXT_WHOLE], &shape, dtype, call->stream);
-    c->ops->gather_rows(c->gathered, c->dkv_ordered, c->rows, c->N, kv, kv, kv, dtype, call->stream);
-    if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, call->stream);
+    mt_attention whole = mt_gather_kv(c, call, stream);
+    int64_t kv = whole.k_stride, all = c->N * kv;
+    whole.dk = c->dkv_ordered, whole.dv = mt_context_at(c, c->dkv_ordered, call->num_groups * call->head_size);
+    c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), stream); // late keys are in no span here
+    c->ops->attention_backward(&whole, dtype, stream);
+    c->ops->gather_rows(c->gathered, c->dkv_ordered, c->rows, c->N, kv, kv, kv, dtype, stream);
+    if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, stream);
     c->ops->reduce_scatter(c->dkv_sum[0], dtype == MT_F32 ? c->gathered : c->wide, c->M * kv, MT_F32, c->plan.ring,
-                           call->stream);
-    mt_context_store_dkv(c, call, c->dkv_sum[0]);
+                           stream);
+    mt_context_store_dkv(c, call, c->dkv_sum[0], stream);
 }
 
 /* ---- a2a: tokens for heads, and back (Jacobs et al., "DeepSpeed Ulysses") */
@@ -8999,77 +8991,75 @@ static void mt_a2a_to_tokens(mt_context *c, void *to, int64_t to_stride, const v
                              mt_context_at(c, c->receive, a * c->T * share), share, c->T, share, stream);
 }
 
-/* The call as this rank makes it for its share of the heads, with q, k, v of all tokens of the group. */
-static mt_context_call mt_a2a_begin(mt_context *c, const mt_context_call *call) {
-    const mt_attention *s = &call->shape;
-    int64_t A = c->plan.a2a->size, H = s->num_heads, G = s->num_groups, D = s->head_size, Dv = s->value_size;
-    mt_a2a_to_heads(c, c->q, call->q, s->q_stride, H * D, call->stream);
-    mt_a2a_to_heads(c, c->k, call->k, s->k_stride, G * D, call->stream);
-    mt_a2a_to_heads(c, c->v, call->v, s->v_stride, G * Dv, call->stream);
-    mt_context_call inner = {.out = c->out, .dq = c->dq, .dk = c->dk, .dv = c->dv, .dout = c->dout};
-    inner.lse = call->lse, inner.row_dot = call->row_dot; // M rows of H / A heads are T rows of H
-    inner.q = c->q, inner.k = c->k, inner.v = c->v, inner.stream = call->stream;
-    inner.shape = *s;
-    inner.shape.num_heads = H / A, inner.shape.num_groups = G / A;
-    inner.shape.q_stride = H / A * D, inner.shape.k_stride = G / A * D;
-    inner.shape.v_stride = G / A * Dv, inner.shape.out_stride = H / A * Dv;
-    inner.shape.first_head = s->first_head + c->plan.a2a->rank * (H / A);
+/* The call as this rank makes it for its share of the heads, with q, k, v of all tokens of the group. lse and row_dot
+ * stay where they are: M rows of H / A heads are T rows of H. */
+static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_stream *stream) {
+    int64_t A = c->plan.a2a->size, H = call->num_heads, G = call->num_groups;
+    int64_t D = call->head_size, Dv = call->value_size;
+    mt_a2a_to_heads(c, c->q, call->q, call->q_stride, H * D, stream);
+    mt_a2a_to_heads(c, c->k, call->k, call->k_stride, G * D, stream);
+    mt_a2a_to_heads(c, c->v, call->v, call->v_stride, G * Dv, stream);
+    mt_attention inner = *call;
+    inner.q = c->q, inner.k = c->k, inner.v = c->v, inner.out = c->out;
+    inner.dq = c->dq, inner.dk = c->dk, inner.dv = c->dv, inner.dout = c->dout;
+    inner.num_heads = H / A, inner.num_groups = G / A;
+    inner.q_stride = H / A * D, inner.k_stride = G / A * D;
+    inner.v_stride = G / A * Dv, inner.out_stride = H / A * Dv;
+    inner.first_head = call->first_head + c->plan.a2a->rank * (H / A);
     return inner;
 }
 
 /* ---- the four ways */
 
-static void mt_context_forward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+/* The call where this rank has all tokens of the sequences. */
+static mt_attention mt_context_whole(const mt_context *c, const mt_attention *call) {
+    mt_attention whole = *call;
+    whole.q_index = whole.k_index = c->index;
+    whole.spans = c->lists[MT_CONTEXT_WHOLE];
+    return whole;
+}
+
+static void mt_context_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     if (c->plan.ring->size > 1) {
-        c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_forward(c, call) : mt_ring_forward(c, call);
+        (c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_forward : mt_ring_forward)(c, call, stream);
         return;
     }
-    shape.q_index = shape.k_index = c->index;
-    c->ops->attention_forward(call->out, call->lse, call->q, call->k, call->v, &c->lists[MT_CONTEXT_WHOLE], &shape,
-                              c->plan.dtype, call->stream);
+    mt_attention whole = mt_context_whole(c, call);
+    c->ops->attention_forward(&whole, c->plan.dtype, stream);
 }
 
-static void mt_context_backward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_context_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     if (c->plan.ring->size > 1) {
-        c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_backward(c, call) : mt_ring_backward(c, call);
+        (c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_backward : mt_ring_backward)(c, call, stream);
         return;
     }
-    shape.q_index = shape.k_index = c->index;
-    c->ops->attention_backward(call->dq, call->dk, call->dv, call->row_dot, call->dout, call->q, call->k, call->v,
-                               call->out, call->lse, &c->lists[MT_CONTEXT_WHOLE], &shape, c->plan.dtype, call->stream);
+    mt_attention whole = mt_context_whole(c, call);
+    c->ops->attention_backward(&whole, c->plan.dtype, stream);
 }
 
-void mt_context_attention_forward(mt_context *c, void *out, float *lse, const void *q, const void *k, const void *v,
-                                  const mt_attention *shape, mt_stream *stream) {
-    mt_context_call call = {.out = out, .lse = lse, .q = q, .k = k, .v = v, .shape = *shape, .stream = stream};
+void mt_context_attention_forward(mt_context *c, const mt_attention *a, mt_stream *stream) {
     if (c->plan.a2a->size == 1) {
-        mt_context_forward(c, &call);
+        mt_context_forward(c, a, stream);
         return;
     }
-    mt_context_call inner = mt_a2a_begin(c, &call);
-    mt_context_forward(c, &inner);
-    mt_a2a_to_tokens(c, out, shape->out_stride, c->out, shape->num_heads * shape->value_size, stream);
+    mt_attention inner = mt_a2a_begin(c, a, stream);
+    mt_context_forward(c, &inner, stream);
+    mt_a2a_to_tokens(c, a->out, a->out_stride, c->out, a->num_heads * a->value_size, stream);
 }
 
-void mt_context_attention_backward(mt_context *c, void *dq, void *dk, void *dv, float *row_dot, const void *dout,
-                                   const void *q, const void *k, const void *v, const void *out, const float *lse,
-                                   const mt_attention *shape, mt_stream *stream) {
-    mt_context_call call = {.dq = dq, .dk = dk, .dv = dv, .row_dot = row_dot, .dout = dout, .q = q, .k = k, .v = v};
-    call.out = (void *)out, call.lse = (float *)lse, call.shape = *shape, call.stream = stream;
+void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stream *stream) {
     if (c->plan.a2a->size == 1) {
-        mt_context_backward(c, &call);
+        mt_context_backward(c, a, stream);
         return;
     }
-    int64_t H = shape->num_heads, G = shape->num_groups, D = shape->head_size, Dv = shape->value_size;
-    mt_context_call inner = mt_a2a_begin(c, &call);
-    mt_a2a_to_heads(c, c->out, out, shape->out_stride, H * Dv, stream);
-    mt_a2a_to_heads(c, c->dout, dout, shape->out_stride, H * Dv, stream);
-    mt_context_backward(c, &inner);
-    mt_a2a_to_tokens(c, dq, shape->q_stride, c->dq, H * D, stream);
-    mt_a2a_to_tokens(c, dk, shape->k_stride, c->dk, G * D, stream);
-    mt_a2a_to_tokens(c, dv, shape->v_stride, c->dv, G * Dv, stream);
+    int64_t H = a->num_heads, G = a->num_groups, D = a->head_size, Dv = a->value_size;
+    mt_attention inner = mt_a2a_begin(c, a, stream);
+    mt_a2a_to_heads(c, c->out, a->out, a->out_stride, H * Dv, stream);
+    mt_a2a_to_heads(c, c->dout, a->dout, a->out_stride, H * Dv, stream);
+    mt_context_backward(c, &inner, stream);
+    mt_a2a_to_tokens(c, a->dq, a->q_stride, c->dq, H * D, stream);
+    mt_a2a_to_tokens(c, a->dk, a->k_stride, c->dk, G * D, stream);
+    mt_a2a_to_tokens(c, a->dv, a->v_stride, c->dv, G * Dv, stream);
 }
 
 /* ==== §10 the model ============================================================================================== */
@@ -10217,11 +10207,13 @@ static void mt_mtp_join_forward(mt_model *m, int64_t k, void *out) {
     const mt_layer *w = &m->layers[mt_mtp_layer(m, k)];
     mt_mtp_activations *a = &m->at->mtp[k];
     int64_t R = m->rows, C = m->C;
-    float eps = (float)m->options->norm_epsilon;
-    ops->rmsnorm_forward(a->joined, a->embedded_rstd, a->embedded, w->mtp_embedding_norm.w, R, 1, C, 2 * C, C, eps,
-                         m->dtype, m->stream);
-    ops->rmsnorm_forward(mt_at(m, a->joined, C), a->hidden_rstd, mt_mtp_hidden(m, k), w->mtp_hidden_norm.w, R, 1, C,
-                         2 * C, C, eps, m->dtype, m->stream);
+    mt_norm_args norm = {.T = R, .H = 1, .C = C, .x_stride = C, .y_stride = 2 * C};
+    norm.eps = (float)m->options->norm_epsilon;
+    norm.y = a->joined, norm.rstd = a->embedded_rstd, norm.x = a->embedded, norm.w = w->mtp_embedding_norm.w;
+    ops->rmsnorm_forward(&norm, m->dtype, m->stream);
+    norm.y = mt_at(m, a->joined, C), norm.rstd = a->hidden_rstd, norm.x = mt_mtp_hidden(m, k);
+    norm.w = w->mtp_hidden_norm.w;
+    ops->rmsnorm_forward(&norm, m->dtype, m->stream);
     mt_linear_forward(&m->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .y = out});
 }
 
@@ -10235,10 +10227,13 @@ static void mt_mtp_join_backward(mt_model *m, int64_t k) {
     int64_t R = m->rows, C = m->C;
     mt_linear_backward(&m->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .dy = residual, .dx = joined},
                        MT_PART_BOTH);
-    ops->rmsnorm_backward(m->mtp.dhidden, w->mtp_hidden_norm.dw, mt_at(m, joined, C), NULL, mt_mtp_hidden(m, k),
-                          w->mtp_hidden_norm.w, a->hidden_rstd, R, 1, C, C, 2 * C, C, m->dtype, m->stream);
-    ops->rmsnorm_backward(residual, w->mtp_embedding_norm.dw, joined, NULL, a->embedded, w->mtp_embedding_norm.w,
-                          a->embedded_rstd, R, 1, C, C, 2 * C, C, m->dtype, m->stream);
+    mt_norm_args norm = {.T = R, .H = 1, .C = C, .x_stride = C, .dx_stride = C, .dy_stride = 2 * C};
+    norm.dx = m->mtp.dhidden, norm.dw = w->mtp_hidden_norm.dw, norm.dy = mt_at(m, joined, C);
+    norm.x = mt_mtp_hidden(m, k), norm.w = w->mtp_hidden_norm.w, norm.rstd = a->hidden_rstd;
+    ops->rmsnorm_backward(&norm, m->dtype, m->stream);
+    norm.dx = residual, norm.dw = w->mtp_embedding_norm.dw, norm.dy = joined;
+    norm.x = a->embedded, norm.w = w->mtp_embedding_norm.w, norm.rstd = a->embedded_rstd;
+    ops->rmsnorm_backward(&norm, m->dtype, m->stream);
 }
 
 /* embedded = dropout(word embedding of the token that module k is told). */

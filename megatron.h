@@ -264,71 +264,11 @@ int64_t mt_num_expert_layers(const mt_options *options);
 /* Where work is enqueued. On the CPU operations run at once and the stream is NULL. */
 typedef struct mt_stream mt_stream;
 
-/* A stretch of queries that attends to a stretch of keys. Row i of the queries sees key j of the span if
- * j <= i + (k_len - q_len) when causal, and all keys otherwise. Packed sequences, context parallelism and decoding with
- * a key/value cache are all lists of spans. */
-typedef struct mt_span {
-    int64_t q_start, q_len, k_start, k_len;
-    bool causal;
-} mt_span;
-
-/* The keys [*begin, *end) of the span that its query i sees; window: see mt_attention. */
-void mt_span_keys(const mt_span *span, int64_t window, int64_t i, int64_t *begin, int64_t *end);
-
-/* The spans of one micro-batch: the list on the host and where the device can read it. Query rows of different spans
- * are disjoint; rows in no span are not touched. */
-typedef struct mt_spans {
-    const mt_span *host;
-    const mt_span *device;
-    int64_t count;
-} mt_spans;
-
 /* Dropout decides by coordinate, never by order: `key` names the run, the layer and the place; p == 0 is off. */
 typedef struct mt_dropout {
     double p;
     uint64_t key;
 } mt_dropout;
-
-/* Which implementation of attention runs (--attention-backend): the fastest that serves the call, this project's fused
- * kernels, cuDNN's for spans that are a batch of equally long sequences (else the fused kernels), or the definition. A
- * CPU has one implementation. */
-typedef enum { MT_ATTENTION_AUTO, MT_ATTENTION_FLASH, MT_ATTENTION_CUDNN, MT_ATTENTION_UNFUSED } mt_attention_backend;
-
-/* What attention needs besides its spans. q is [Tq, H, D], k is [Tk, G, D], v is [Tk, G, Dv], out is [Tq, H, Dv];
- * strides between tokens. With a window > 0, row i sees only keys j > i + (k_len - q_len) - window (Mistral's sliding
- * window; 0 is none). The index arrays name tokens globally for dropout and may be NULL without it: the probability of
- * head h, query i and key j is kept when word k_index[j] % 4 of Philox at (q_index[i], (first_head + h) << 48 |
- * k_index[j] / 4) is at least p 2^32. */
-typedef struct mt_attention {
-    int64_t num_heads, num_groups, head_size, value_size;
-    int64_t q_stride, k_stride, v_stride, out_stride;
-    int64_t window;
-    float scale;
-    mt_attention_backend backend;
-    mt_dropout dropout;
-    int64_t first_head;               // number of head 0 in the whole model, where ranks share the heads
-    const int64_t *q_index, *k_index; // [Tq], [Tk]
-} mt_attention;
-
-/* AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization"), with the step's bias corrections. */
-typedef struct mt_adamw {
-    float lr, beta1, beta2, eps, weight_decay;
-    float bias_correction1, bias_correction2; // 1 - beta^step
-} mt_adamw;
-
-/* What makes a step bad: see mt_step_guard_fn. */
-typedef struct mt_guard_rules {
-    bool finite;         // loss and gradient norm must be
-    double spike_factor; // the loss is at most so many times its running average; 0: may be anything
-    int64_t window;      // steps of that average, before which nothing is a spike
-    int64_t copies;      // how often the loss was added up
-} mt_guard_rules;
-
-/* A step's verdict. */
-typedef enum mt_verdict { MT_STEP_IS_GOOD, MT_LOSS_NOT_FINITE, MT_NORM_NOT_FINITE, MT_LOSS_SPIKES } mt_verdict;
-
-/* What a guard keeps from step to step: the verdict on the last one, and the average loss of how many good ones. */
-enum { MT_GUARD_VERDICT, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
 
 /* ---- memory, copies and streams of a device */
 
@@ -389,77 +329,160 @@ typedef void mt_embedding_forward_fn(void *out, const int32_t *ids, const void *
 typedef void mt_embedding_backward_fn(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
                                       int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream);
 
-/* ---- norms over C of x[T, H, C]; H = 1 for hidden states, heads for q/k norm */
+/* ---- norms over the last dimension of x[T, H, C]: H = 1 for hidden states, heads for q/k norm */
 
-/* y = x rstd w, rstd[T, H] = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich, "Root mean square layer normalization"). */
-typedef void mt_rmsnorm_forward_fn(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H, int64_t C,
-                                   int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype, mt_stream *stream);
-/* dx = dresidual + gradient through the norm (dresidual may be NULL, or dx itself; it has dx's stride); dw[C] +=. */
-typedef void mt_rmsnorm_backward_fn(void *dx, float *dw, const void *dy, const void *dresidual, const void *x,
-                                    const void *w, const float *rstd, int64_t T, int64_t H, int64_t C,
-                                    int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype,
-                                    mt_stream *stream);
-/* y[T, C] = (x - mean) rstd w + b (Ba et al., "Layer normalization"); mean, rstd are [T]. */
-typedef void mt_layernorm_forward_fn(void *y, float *mean, float *rstd, const void *x, const void *w, const void *b,
-                                     int64_t T, int64_t C, float eps, mt_dtype dtype, mt_stream *stream);
-/* dx = dresidual + gradient through the norm; dw[C] +=, db[C] +=. */
-typedef void mt_layernorm_backward_fn(void *dx, float *dw, float *db, const void *dy, const void *dresidual,
-                                      const void *x, const void *w, const float *mean, const float *rstd, int64_t T,
-                                      int64_t C, mt_dtype dtype, mt_stream *stream);
+/* The operands of a norm. One that an operation does not have stays zero. */
+typedef struct mt_norm_args {
+    int64_t T, H, C;            // LayerNorm: H = 1
+    const void *x;              // [T, H, C]
+    const void *w, *b;          // [C]; b: LayerNorm only
+    float eps;                  // forward only
+    void *y;                    // [T, H, C]: the forward's result
+    float *mean, *rstd;         // [T, H]: the forward writes them, the backward reads them; mean: LayerNorm only
+    const void *dy;             // [T, H, C]: the gradient of y
+    const void *dresidual;      // [T, H, C], added to the gradient; may be NULL or dx; it has dx's stride
+    void *dx;                   // [T, H, C]: the backward's result
+    float *dw, *db;             // [C] +=; db: LayerNorm only
+    int64_t x_stride, y_stride; // elements between tokens; rmsnorm only, LayerNorm's rows are packed
+    int64_t dx_stride, dy_stride;
+    /* residual_norm_forward only */
+    void *sum;                  // [T, C] = residual + dropout(x), which is normalized; may be x or residual
+    const void *residual;       // [T, C]
+    const int64_t *token_index; // [T]: see dropout_add_forward
+    mt_dropout dropout;
+} mt_norm_args;
 
-/* ---- rotary positions (Su et al., "RoFormer"): turns the first R channels of every head of x[T, H, D] by its token's
- * angle; cos, sin are [max_position, R / 2] in fp32. Pairs are (i, i + R/2), or (2i, 2i + 1) when interleaved. The
- * other channels are copied. y may be x. The backward is the turn back. */
+/* y = x rstd w, rstd = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich, "Root mean square layer normalization"). */
+typedef void mt_rmsnorm_forward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
+/* dx = dresidual + gradient through the norm; dw +=. */
+typedef void mt_rmsnorm_backward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
+/* y = (x - mean) rstd w + b (Ba et al., "Layer normalization"). */
+typedef void mt_layernorm_forward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
+/* dx = dresidual + gradient through the norm; dw +=, db +=. */
+typedef void mt_layernorm_backward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
+/* Fused: sum = residual + dropout(x), then y = LayerNorm(sum), or RMSNorm(sum) where mean is NULL. */
+typedef void mt_residual_norm_forward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
 
-typedef void mt_rope_forward_fn(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
-                                int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
-                                bool interleaved, mt_dtype dtype, mt_stream *stream);
-typedef void mt_rope_backward_fn(void *dx, const void *dy, const float *cos, const float *sin, const int32_t *positions,
-                                 int64_t T, int64_t H, int64_t D, int64_t R, int64_t dx_stride, int64_t dy_stride,
-                                 bool interleaved, mt_dtype dtype, mt_stream *stream);
+/* ---- rotary positions (Su et al., "RoFormer") */
 
-/* Fused, for the H heads of q and then G of k that begin each row of qkv: RMSNorm over D with q_w[D] and k_w[D], unless
- * these and q_rstd[T, H], k_rstd[T, G] are NULL, then the turn. qk has the heads in the same order; it may be qkv where
- * there is no norm. */
-typedef void mt_qk_forward_fn(void *qk, float *q_rstd, float *k_rstd, const void *qkv, const void *q_w, const void *k_w,
-                              const float *cos, const float *sin, const int32_t *positions, int64_t T, int64_t H,
-                              int64_t G, int64_t D, int64_t R, int64_t qk_stride, int64_t qkv_stride, bool interleaved,
-                              float eps, mt_dtype dtype, mt_stream *stream);
-/* The q and k heads of dqkv, which may be dqk where there is no norm; dq_w[D] += and dk_w[D] +=. dqk is scratch
- * afterwards. */
-typedef void mt_qk_backward_fn(void *dqkv, float *dq_w, float *dk_w, void *dqk, const void *qkv, const void *q_w,
-                               const void *k_w, const float *q_rstd, const float *k_rstd, const float *cos,
-                               const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t G, int64_t D,
-                               int64_t R, int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride, bool interleaved,
-                               mt_dtype dtype, mt_stream *stream);
+/* Rotates the first R channels of a head by its token's angle; copies the other channels. */
+typedef struct mt_rotation {
+    const float *cos, *sin;   // [max_position, R / 2]
+    const int32_t *positions; // [T]
+    int64_t R;                // even; 0: no channel rotates
+    bool interleaved;         // pairs are (2i, 2i + 1), else (i, i + R / 2)
+} mt_rotation;
 
-/* ---- heads of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): N channels of a query or key stand still, the
- * R after them turn, and a value has Dv. Every key has the same R channels. */
+/* The operands of rope_forward: y = x rotated. rope_backward rotates back: x is the gradient of the output, y that of
+ * the input. */
+typedef struct mt_rope_args {
+    int64_t T, H, D;
+    const void *x;              // [T, H, D]
+    void *y;                    // [T, H, D]; may be x
+    int64_t x_stride, y_stride; // elements between tokens
+    mt_rotation rotation;
+} mt_rope_args;
 
-/* k[T, H, N + R] and v[T, H, Dv] from kv[T, H, N + Dv], each head's still key and value, and k_rope[T, R], which is
- * turned already; turns the last R channels of every head of q[T, H, N + R] in place, as rope_forward does. */
-typedef void mt_latent_heads_forward_fn(void *q, void *k, void *v, const void *kv, const void *k_rope, const float *cos,
-                                        const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t N,
-                                        int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype, mt_stream *stream);
-/* dkv, and dk_rope[T, R] = the sum over the heads, in fp32 and in their order; turns dq back in place. */
-typedef void mt_latent_heads_backward_fn(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
-                                         const float *cos, const float *sin, const int32_t *positions, int64_t T,
-                                         int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
-                                         mt_stream *stream);
+typedef void mt_rope_forward_fn(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream);
+typedef void mt_rope_backward_fn(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream);
+
+/* The operands of q/k norm with rotation: every row of qkv begins with H heads of q, then G of k. Without the norm, the
+ * weights and rstd are NULL. */
+typedef struct mt_qk_args {
+    int64_t T, H, G, D;
+    const void *qkv;        // [T, (H + G) D ...]: the fused product
+    const void *q_w, *k_w;  // [D]: RMSNorm's weights
+    float *q_rstd, *k_rstd; // [T, H], [T, G]: the forward writes them, the backward reads them
+    float eps;              // forward only
+    mt_rotation rotation;   // after the norm
+    void *qk;               // [T, (H + G) D]: the forward's result; may be qkv without the norm
+    void *dqk;              // [T, (H + G) D]: the gradient of qk; scratch afterwards
+    void *dqkv;             // [T, (H + G) D ...]: the backward's result; may be dqk without the norm
+    float *dq_w, *dk_w;     // [D] +=
+    int64_t qkv_stride;     // elements between tokens
+    int64_t qk_stride, dqk_stride, dqkv_stride;
+} mt_qk_args;
+
+/* Fused: RMSNorm over D of each head, then the rotation. */
+typedef void mt_qk_forward_fn(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream);
+typedef void mt_qk_backward_fn(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream);
+
+/* ---- heads of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2") */
+
+/* A query or key has N nope channels, which do not rotate, then R = rotation.R rope channels; a value has Dv. All heads
+ * of a token share the rope channels of its key. */
+typedef struct mt_latent_heads_args {
+    int64_t T, H, N, Dv;
+    mt_rotation rotation;
+    /* forward */
+    void *q;            // [T, H, N + R]: the rope channels of every head are rotated in place
+    const void *kv;     // [T, H, N + Dv]: each head's nope channels of the key, then its value
+    const void *k_rope; // [T, R], rotated already
+    void *k, *v;        // [T, H, N + R], [T, H, Dv]: results
+    /* backward */
+    void *dq;            // [T, H, N + R]: rotated back in place
+    const void *dk, *dv; // [T, H, N + R], [T, H, Dv]
+    void *dkv, *dk_rope; // [T, H, N + Dv], [T, R]: results; dk_rope is the sum over the heads, in order, in fp32
+} mt_latent_heads_args;
+
+typedef void mt_latent_heads_forward_fn(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream);
+typedef void mt_latent_heads_backward_fn(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream);
 
 /* ---- attention over spans (Dao et al., "FlashAttention", for the saved log-sum-exp and the blockwise backward) */
 
-/* out = softmax(scale q k^T) v per head; lse[Tq, H] = log of the sum of exponentials. A query row of a span that sees
- * no key gets out = 0 and lse = -inf. */
-typedef void mt_attention_forward_fn(void *out, float *lse, const void *q, const void *k, const void *v,
-                                     const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                     mt_stream *stream);
-/* dq, dk, dv (strides of q, k, v) are written for all rows of the spans; key rows of several spans receive the sum.
- * `row_dot` is scratch [Tq, H] for sum(out dout). Rows in no span are not touched. */
-typedef void mt_attention_backward_fn(void *dq, void *dk, void *dv, float *row_dot, const void *dout, const void *q,
-                                      const void *k, const void *v, const void *out, const float *lse,
-                                      const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                      mt_stream *stream);
+/* A stretch of queries that attends to a stretch of keys. Row i of the queries sees key j of the span if
+ * j <= i + (k_len - q_len) when causal, and all keys otherwise. Packed sequences, context parallelism and decoding with
+ * a key/value cache are all lists of spans. */
+typedef struct mt_span {
+    int64_t q_start, q_len, k_start, k_len;
+    bool causal;
+} mt_span;
+
+/* The keys [*begin, *end) of the span that its query i sees; window: see mt_attention. */
+void mt_span_keys(const mt_span *span, int64_t window, int64_t i, int64_t *begin, int64_t *end);
+
+/* The spans of one micro-batch: the list on the host and where the device can read it. Query rows of different spans
+ * are disjoint; rows in no span are not touched. */
+typedef struct mt_spans {
+    const mt_span *host;
+    const mt_span *device;
+    int64_t count;
+} mt_spans;
+
+/* Which implementation of attention runs (--attention-backend): the fastest that serves the call, this project's fused
+ * kernels, cuDNN's for spans that are a batch of equally long sequences (else the fused kernels), or the definition. A
+ * CPU has one implementation. */
+typedef enum { MT_ATTENTION_AUTO, MT_ATTENTION_FLASH, MT_ATTENTION_CUDNN, MT_ATTENTION_UNFUSED } mt_attention_backend;
+
+/* One attention call. With a window > 0, row i sees only keys j > i + (k_len - q_len) - window (Mistral's sliding
+ * window; 0 is none). Dropout keeps the probability of head h, query i and key j when word k_index[j] % 4 of Philox at
+ * (q_index[i], (first_head + h) << 48 | k_index[j] / 4) is at least p 2^32. */
+typedef struct mt_attention {
+    int64_t num_heads, num_groups; // H, G: heads of q, heads of k and v
+    int64_t head_size, value_size; // D, Dv: channels of a head of q and k, of v
+    const void *q, *k, *v;         // [Tq, H, D], [Tk, G, D], [Tk, G, Dv]
+    void *out;                     // [Tq, H, Dv]: the forward writes it, the backward reads it
+    float *lse;                    // [Tq, H]: log of the sum of exponentials, likewise
+    const void *dout;              // [Tq, H, Dv]: gradient of out
+    void *dq, *dk, *dv;            // gradients of q, k, v: the backward's results
+    float *row_dot;                // [Tq, H]: scratch of the backward, sum(out dout)
+    int64_t q_stride, k_stride;    // elements between tokens; a gradient has its operand's stride
+    int64_t v_stride, out_stride;
+    mt_spans spans; // of queries and keys
+    int64_t window;
+    float scale; // of q k^T
+    mt_attention_backend backend;
+    mt_dropout dropout;
+    int64_t first_head;               // number of head 0 in the whole model, where ranks share the heads
+    const int64_t *q_index, *k_index; // [Tq], [Tk]: global token numbers for dropout; NULL without it
+} mt_attention;
+
+/* out = softmax(scale q k^T) v per head, and lse. A query row of a span that sees no key gets out = 0 and lse = -inf.
+ */
+typedef void mt_attention_forward_fn(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
+/* Writes dq, dk, dv for all rows of the spans; a key row of several spans receives the sum. Rows in no span are not
+ * touched. */
+typedef void mt_attention_backward_fn(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
 
 /* ---- attention in parts: context parallelism attends to blocks of keys one after another and adds up what they give
  */
@@ -508,13 +531,6 @@ typedef void mt_dropout_add_forward_fn(void *out, const void *x, const void *res
 typedef void mt_dropout_add_backward_fn(void *dx, const void *dout, const int64_t *token_index, int64_t T, int64_t C,
                                         int64_t first_channel, const mt_dropout *dropout, mt_dtype dtype,
                                         mt_stream *stream);
-
-/* Fused: sum[T, C] = residual + dropout(x) and y, mean, rstd = LayerNorm(sum), or without a mean y, rstd =
- * RMSNorm(sum). sum may be x or residual; b is NULL for RMSNorm. */
-typedef void mt_residual_norm_forward_fn(void *y, float *mean, float *rstd, void *sum, const void *x,
-                                         const void *residual, const int64_t *token_index, const void *w, const void *b,
-                                         int64_t T, int64_t C, const mt_dropout *dropout, float eps, mt_dtype dtype,
-                                         mt_stream *stream);
 
 /* ---- rows: key/value caches, packing, the last tokens of prompts */
 
@@ -671,6 +687,26 @@ typedef void mt_likeliest_fn(int32_t *ids, const void *logits, int64_t T, int64_
                              mt_stream *stream);
 
 /* ---- optimizer, over any stretch of a bucket */
+
+/* AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization"), with the step's bias corrections. */
+typedef struct mt_adamw {
+    float lr, beta1, beta2, eps, weight_decay;
+    float bias_correction1, bias_correction2; // 1 - beta^step
+} mt_adamw;
+
+/* What makes a step bad: see mt_step_guard_fn. */
+typedef struct mt_guard_rules {
+    bool finite;         // loss and gradient norm must be
+    double spike_factor; // the loss is at most so many times its running average; 0: may be anything
+    int64_t window;      // steps of that average, before which nothing is a spike
+    int64_t copies;      // how often the loss was added up
+} mt_guard_rules;
+
+/* A step's verdict. */
+typedef enum mt_verdict { MT_STEP_IS_GOOD, MT_LOSS_NOT_FINITE, MT_NORM_NOT_FINITE, MT_LOSS_SPIKES } mt_verdict;
+
+/* What a guard keeps from step to step: the verdict on the last one, and the average loss of how many good ones. */
+enum { MT_GUARD_VERDICT, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
 
 /* sum[0] += sum of squares. */
 typedef void mt_squared_norm_fn(double *sum, const float *x, int64_t n, mt_stream *stream);
@@ -1372,16 +1408,12 @@ void mt_context_destroy(mt_context *context);
 /* Makes a micro-batch, of which this rank computes its mt_batch_context_shard, the one that the next calls work on. */
 void mt_context_load(mt_context *context, const mt_batch *whole, mt_stream *stream);
 
-/* attention_forward over the whole sequences of the loaded micro-batch, for the T query rows of this rank, whose keys
- * and values, too, are all that it gives. out_stride is H Dv. Without an a2a group lse[T, H] is that of
- * attention_forward; with one it is in the order of mt_context_attention_backward, for which it is. A window needs
- * all_gather or a2a. */
-void mt_context_attention_forward(mt_context *context, void *out, float *lse, const void *q, const void *k,
-                                  const void *v, const mt_attention *shape, mt_stream *stream);
+/* attention_forward over the whole sequences of the loaded micro-batch. q, k and v are the T rows of this rank;
+ * out_stride is H Dv; `spans` and the index arrays are not read. lse[T, H] is that of attention_forward without an a2a
+ * group; with one its order is private to mt_context_attention_backward. A window needs all_gather or a2a. */
+void mt_context_attention_forward(mt_context *context, const mt_attention *a, mt_stream *stream);
 /* attention_backward: dq, dk, dv of this rank's rows, summed over all ranks whose queries saw them. */
-void mt_context_attention_backward(mt_context *context, void *dq, void *dk, void *dv, float *row_dot, const void *dout,
-                                   const void *q, const void *k, const void *v, const void *out, const float *lse,
-                                   const mt_attention *shape, mt_stream *stream);
+void mt_context_attention_backward(mt_context *context, const mt_attention *a, mt_stream *stream);
 
 typedef struct mt_model mt_model;
 

@@ -183,12 +183,13 @@ static void attention_sees(bool *seen, const mt_span *spans, int64_t num_spans, 
     float *zeros = mt_calloc((rows + keys) * HEAD_SIZE * 4), *identity = mt_calloc(keys * keys * 4);
     float *out = mt_calloc(rows * keys * 4), *lse = mt_calloc(rows * 4);
     for (int64_t i = 0; i < keys; i++) identity[i * keys + i] = 1;
-    mt_spans list = {.host = spans, .device = spans, .count = num_spans};
-    mt_attention shape = {.num_heads = 1, .num_groups = 1, .head_size = HEAD_SIZE, .value_size = keys, .scale = 1};
-    shape.q_stride = shape.k_stride = HEAD_SIZE;
-    shape.v_stride = shape.out_stride = keys;
-    shape.window = window;
-    mt_cpu_ops.attention_forward(out, lse, zeros, zeros, identity, &list, &shape, MT_F32, NULL);
+    mt_attention call = {.num_heads = 1, .num_groups = 1, .head_size = HEAD_SIZE, .value_size = keys, .scale = 1};
+    call.q = call.k = zeros, call.v = identity, call.out = out, call.lse = lse;
+    call.q_stride = call.k_stride = HEAD_SIZE;
+    call.v_stride = call.out_stride = keys;
+    call.spans = (mt_spans){.host = spans, .device = spans, .count = num_spans};
+    call.window = window;
+    mt_cpu_ops.attention_forward(&call, MT_F32, NULL);
     for (int64_t i = 0; i < rows * keys; i++) seen[i] = out[i] > 0;
     free(zeros), free(identity), free(out), free(lse);
 }
@@ -1299,19 +1300,15 @@ static void noted_scatter(void *out, const void *in, int64_t count, mt_dtype dty
     noted_collective("reduce_scatter", count, (double)((group->size - 1) * count));
 }
 
-static void noted_norm(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H, int64_t C,
-                       int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype, mt_stream *stream) {
+static void noted_norm(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     acts.norms++;
-    note("rmsnorm", T, C, 0);
-    mt_cpu_ops.rmsnorm_forward(y, rstd, x, w, T, H, C, y_stride, x_stride, eps, dtype, stream);
+    note("rmsnorm", a->T, a->C, 0);
+    mt_cpu_ops.rmsnorm_forward(a, dtype, stream);
 }
 
-static void noted_norm_back(void *dx, float *dw, const void *dy, const void *dresidual, const void *x, const void *w,
-                            const float *rstd, int64_t T, int64_t H, int64_t C, int64_t dx_stride, int64_t dy_stride,
-                            int64_t x_stride, mt_dtype dtype, mt_stream *stream) {
+static void noted_norm_back(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     acts.norms_back++;
-    mt_cpu_ops.rmsnorm_backward(dx, dw, dy, dresidual, x, w, rstd, T, H, C, dx_stride, dy_stride, x_stride, dtype,
-                                stream);
+    mt_cpu_ops.rmsnorm_backward(a, dtype, stream);
 }
 
 static void noted_linear(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
@@ -1320,10 +1317,9 @@ static void noted_linear(void *y, const void *x, const void *w, const void *bias
     mt_cpu_ops.linear_forward(y, x, w, bias, T, N, K, dtype, stream);
 }
 
-static void noted_attention(void *out, float *lse, const void *q, const void *k, const void *v, const mt_spans *spans,
-                            const mt_attention *shape, mt_dtype dtype, mt_stream *stream) {
-    note("attention", TENSOR_TOKENS, shape->num_heads * shape->value_size, 0);
-    mt_cpu_ops.attention_forward(out, lse, q, k, v, spans, shape, dtype, stream);
+static void noted_attention(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    note("attention", TENSOR_TOKENS, a->num_heads * a->value_size, 0);
+    mt_cpu_ops.attention_forward(a, dtype, stream);
 }
 
 static void noted_swiglu(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype, mt_stream *stream) {
