@@ -2,15 +2,11 @@
  *
  * Contents
  *   §1   checks, arenas, random numbers
- *   §2   options and their only validator
- *   §2a  the table
- *   §2b  the command line and YAML
- *   §2c  config.json of Hugging Face
- *   §2d  derivation and checks
- *   §2e  ranks and experts
- *   §2f  schedules and sharding
- *   §2g  checks of a run
- *   §2h  printing
+ *   §2   options: the struct's rules
+ *   §2a  sizes, positions, lengths
+ *   §2b  ranks and experts
+ *   §2c  schedules and sharding
+ *   §2d  checks of a run
  *   §3   kernels in plain C
  *   §3a  threads, elements, memory
  *   §3b  linear layers
@@ -61,6 +57,9 @@
  */
 #include "megatron.h"
 
+#include "data/json.h"
+#include "data/options.h"
+
 #include <ctype.h>
 #include <dirent.h>
 #include <errno.h>
@@ -90,9 +89,6 @@
 #endif
 #ifdef MT_HAVE_OPENMP
 #include <omp.h>
-#endif
-#ifdef MT_HAVE_YAML
-#include <yaml.h>
 #endif
 
 /* ==== §1 checks, arenas, random numbers ========================================================================== */
@@ -154,14 +150,6 @@ void *mt_realloc(void *memory, int64_t bytes) {
 
 char *mt_strdup(const char *text) {
     return strcpy(mt_malloc((int64_t)strlen(text) + 1), text);
-}
-
-static int64_t mt_min(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
-static int64_t mt_max(int64_t a, int64_t b) {
-    return a > b ? a : b;
 }
 
 double mt_time(void) {
@@ -262,1910 +250,30 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
     return (uint64_t)words[0] << 32 | words[1];
 }
 
-/* ==== §2 options and their only validator ======================================================================== */
-/* A run is described by one flat struct and by nothing else. Invariants: the table below is the only place that knows
- * an option's name, type, default and range; command line, YAML file, --help and the printed configuration are loops
- * over it. A value that the user gave is marked in `given`, so that config.json never overrides it. Every rule between
- * options is in mt_options_finish, which allocates nothing that a run needs and can be called again. */
+/* ==== §2 options: the struct's rules ============================================================================= */
+/* A run is described by one flat struct and by nothing else. Text (command line, YAML, config.json, --help) is read and
+ * written by data/options.c; here stands what follows from the values and every rule between them, each error naming
+ * both sides. Invariant: mt_options_derive allocates nothing that a run needs and can be called again. */
 
-/* What earlier parts need from later ones. */
-enum { MT_CONFIG_BYTES = 1 << 22 };
-static int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path,
-                                 bool has_weights, mt_error *error);
-static int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
-static void mt_options_derive_sizes(mt_options *options);
-static void mt_options_help(mt_program program, FILE *file);
+_Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given, "a bit of given for every byte");
 
-/* ==== §2a the table ============================================================================================== */
-/* A row per option, and the few functions that read and write the field that a row points at. */
-
-typedef enum mt_option_type {
-    MT_FLAG,     // --swiglu
-    MT_NO,       // --disable-bias-linear: clears its field, whose default is true
-    MT_INT,      // plain decimals
-    MT_REAL,     // decimals, or with an exponent
-    MT_STRING,   // one word
-    MT_OPTIONAL, // one word, or none, which is "-"
-    MT_CHOICE,   // one of a|b|c
-    MT_LIST,     // one word or more
-} mt_option_type;
-
-/* Where a value may come from besides the user. */
-typedef enum mt_option_origin {
-    MT_OF_RUN,     // from nowhere
-    MT_OF_MODEL,   // the model's config.json, unless the user gave it
-    MT_OF_WEIGHTS, // the same, and weights that are loaded cannot do with another value
-} mt_option_origin;
-
-enum { MT_TRAIN = MT_PROGRAM_TRAIN, MT_INFER = MT_PROGRAM_INFER, MT_BOTH = MT_PROGRAM_TRAIN | MT_PROGRAM_INFER };
-
-/* A row per option. A row without a name opens a group, which `help` names. */
-typedef struct mt_option {
-    const char *name; // as on the command line; with underscores in YAML
-    mt_option_type type;
-    size_t offset; // of the field in mt_options; an alias is a later row with the same one
-    int programs;
-    mt_option_origin origin;
-    const char *fallback; // the default as the user would write it; NULL: none, or derived
-    const char *values;   // numbers: their range; choices: all of them; words: what they are
-    const char *help;
-} mt_option;
-
-#define MT_AT(field) offsetof(mt_options, field)
-
-static const mt_option mt_option_table[] = {
-    {.help = "model"},
-    {"num-layers", MT_INT, MT_AT(num_layers), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,10000]", "transformer layers"},
-    {"hidden-size", MT_INT, MT_AT(hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,1048576]", "width of hidden states"},
-    {"ffn-hidden-size", MT_INT, MT_AT(ffn_hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
-     "width of the MLP; 4 hidden sizes, with --swiglu 8/3 rounded down to 64s, when not given"},
-    {"num-attention-heads", MT_INT, MT_AT(num_attention_heads), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
-     "query heads"},
-    {"group-query-attention", MT_FLAG, MT_AT(group_query_attention), MT_TRAIN, MT_OF_MODEL, NULL, NULL,
-     "several query heads share a key and value head"},
-    {"num-query-groups", MT_INT, MT_AT(num_query_groups), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
-     "key and value heads with --group-query-attention; 1 when not given"},
-    {"kv-channels", MT_INT, MT_AT(kv_channels), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
-     "channels of a head; hidden size / heads when not given"},
-    {"multi-latent-attention", MT_FLAG, MT_AT(multi_latent_attention), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "keys and values of all heads come from one small latent, as in DeepSeek-V2 and V3"},
-    {"q-lora-rank", MT_INT, MT_AT(q_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[0,1048576]",
-     "width of the queries' latent; 0, or not given: queries have none"},
-    {"kv-lora-rank", MT_INT, MT_AT(kv_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,1048576]",
-     "width of the keys' and values' latent"},
-    {"qk-head-dim", MT_INT, MT_AT(qk_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,65536]",
-     "channels of a query and key head that do not turn"},
-    {"qk-pos-emb-head-dim", MT_INT, MT_AT(qk_pos_emb_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "64", "[2,65536]",
-     "channels that do, of which all keys have the same"},
-    {"v-head-dim", MT_INT, MT_AT(v_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,65536]", "channels of a value head"},
-    {"max-position-embeddings", MT_INT, MT_AT(max_position_embeddings), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
-     "positions that a token may have; the sequence length when not given"},
-    {"vocab-size", MT_INT, MT_AT(vocab_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
-     "tokens of the vocabulary; the tokenizer's when not given"},
-    {"make-vocab-size-divisible-by", MT_INT, MT_AT(make_vocab_size_divisible_by), MT_TRAIN, MT_OF_RUN, "128",
-     "[1,1048576]", "the embedding has rows to a multiple of this"},
-    {"normalization", MT_CHOICE, MT_AT(normalization), MT_TRAIN, MT_OF_WEIGHTS, "LayerNorm", "LayerNorm|RMSNorm",
-     "kind of norm"},
-    {"norm-epsilon", MT_REAL, MT_AT(norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)", "epsilon of the norms"},
-    {"layernorm-epsilon", MT_REAL, MT_AT(norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)",
-     "the same by its older name"},
-    {"swiglu", MT_FLAG, MT_AT(swiglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL, "gated MLP with SiLU instead of GELU"},
-    {"openai-gelu", MT_FLAG, MT_AT(openai_gelu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "GELU by its tanh approximation, as GPT-2 has it"},
-    {"qk-layernorm", MT_FLAG, MT_AT(qk_layernorm), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "norm of every query and key head; --multi-latent-attention: of the latents, which always have it"},
-    {"untie-embeddings-and-output-weights", MT_FLAG, MT_AT(untie_embeddings_and_output_weights), MT_TRAIN,
-     MT_OF_WEIGHTS, NULL, NULL, "an output layer of its own"},
-    {"disable-bias-linear", MT_NO, MT_AT(add_bias_linear), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "linear layers without biases"},
-    {"add-qkv-bias", MT_FLAG, MT_AT(add_qkv_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "biases on queries, keys and values all the same"},
-    {"init-method-std", MT_REAL, MT_AT(init_method_std), MT_TRAIN, MT_OF_MODEL, "0.02", "[0,100]",
-     "standard deviation of initial weights"},
-    {"hidden-dropout", MT_REAL, MT_AT(hidden_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
-     "dropout of embeddings and of what a block adds"},
-    {"attention-dropout", MT_REAL, MT_AT(attention_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
-     "dropout of attention probabilities"},
-    {"window-size", MT_INT, MT_AT(window_size), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
-     "sliding window: keys that a query sees, itself included; all when not given"},
-
-    {.help = "positions"},
-    {"position-embedding-type", MT_CHOICE, MT_AT(position_embedding_type), MT_TRAIN, MT_OF_WEIGHTS, "learned_absolute",
-     "learned_absolute|rope|none", "how positions enter"},
-    {"rotary-base", MT_REAL, MT_AT(rotary_base), MT_TRAIN, MT_OF_MODEL, "10000", "(0,1e15]",
-     "base of rotary positions"},
-    {"rotary-percent", MT_REAL, MT_AT(rotary_percent), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1]",
-     "share of a head's channels that turn"},
-    {"rotary-interleaved", MT_FLAG, MT_AT(rotary_interleaved), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "turn channels (2i, 2i + 1) together, not (i, i + half)"},
-    {"rotary-seq-len-interpolation-factor", MT_INT, MT_AT(rotary_seq_len_interpolation_factor), MT_TRAIN, MT_OF_RUN,
-     NULL, "[1,1048576]", "linear scaling of positions by this"},
-    {"use-rope-scaling", MT_FLAG, MT_AT(use_rope_scaling), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "the scaling of Llama 3.1: --rope-scaling-type llama3"},
-    {"rope-scaling-type", MT_CHOICE, MT_AT(rope_scaling_type), MT_TRAIN, MT_OF_MODEL, "none", "none|linear|llama3|yarn",
-     "how rotary positions are stretched"},
-    {"rope-scaling-factor", MT_REAL, MT_AT(rope_scaling_factor), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1048576]",
-     "by how much; 8 for llama3 when not given"},
-    {"rope-low-freq-factor", MT_REAL, MT_AT(rope_low_freq_factor), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
-     "llama3: wavelengths above original / this are stretched"},
-    {"rope-high-freq-factor", MT_REAL, MT_AT(rope_high_freq_factor), MT_TRAIN, MT_OF_MODEL, "4", "(0,1048576]",
-     "llama3: wavelengths below original / this stay"},
-    {"original-max-position-embeddings", MT_INT, MT_AT(original_max_position_embeddings), MT_TRAIN, MT_OF_MODEL, NULL,
-     "[1,1073741824]", "llama3, yarn: positions before the stretch; 8192 for llama3 when not given"},
-    {"yarn-beta-fast", MT_REAL, MT_AT(yarn_beta_fast), MT_TRAIN, MT_OF_MODEL, "32", "(0,1048576]",
-     "yarn: turns above which channels stay"},
-    {"yarn-beta-slow", MT_REAL, MT_AT(yarn_beta_slow), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
-     "yarn: turns below which channels are stretched"},
-    {"yarn-mscale", MT_REAL, MT_AT(yarn_mscale), MT_TRAIN, MT_OF_MODEL, NULL, "[0,1048576]",
-     "yarn: scale of attention is g(mscale) / g(mscale-all-dim), g(m) = 0.1 m ln(factor) + 1"},
-    {"yarn-mscale-all-dim", MT_REAL, MT_AT(yarn_mscale_all_dim), MT_TRAIN, MT_OF_MODEL, NULL, "[0,1048576]",
-     "yarn: see --yarn-mscale"},
-    {"yarn-attention-factor", MT_REAL, MT_AT(yarn_attention_factor), MT_TRAIN, MT_OF_MODEL, NULL, "(0,1048576]",
-     "yarn: that scale itself; g(1) when none is given"},
-
-    {.help = "batches and length of training"},
-    {"micro-batch-size", MT_INT, MT_AT(micro_batch_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
-     "sequences a rank computes at once; infer: with --score"},
-    {"global-batch-size", MT_INT, MT_AT(global_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
-     "sequences of a step; micro batch size x ranks when not given"},
-    {"rampup-batch-size", MT_LIST, MT_AT(rampup_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "START INCREMENT SAMPLES",
-     "grow the global batch from START by INCREMENT over the first SAMPLES"},
-    {"seq-length", MT_INT, MT_AT(seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741824]",
-     "tokens of a sequence; infer: with --score"},
-    {"train-iters", MT_INT, MT_AT(train_iters), MT_TRAIN, MT_OF_RUN, NULL, "[0,1000000000000]",
-     "steps to train; 0 with --load and --save: save what was loaded, in this precision"},
-    {"train-samples", MT_INT, MT_AT(train_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "sequences to train on, instead"},
-    {"exit-duration-in-mins", MT_REAL, MT_AT(exit_duration_in_mins), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
-     "save and stop after so many minutes"},
-    {"exit-signal-handler", MT_FLAG, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, "true", NULL,
-     "SIGTERM, and --exit-signal, save and stop"},
-    {"no-exit-signal-handler", MT_NO, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "they end the run at once"},
-    {"exit-signal", MT_CHOICE, MT_AT(exit_signal), MT_TRAIN, MT_OF_RUN, "SIGTERM", "SIGTERM|SIGINT|SIGUSR1|SIGUSR2",
-     "a signal beside SIGTERM that saves and stops; mpirun passes SIGUSR1 and SIGUSR2 on"},
-    {"bf16", MT_FLAG, MT_AT(bf16), MT_BOTH, MT_OF_RUN, NULL, NULL, "parameters and activations in bf16, else fp32"},
-    {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "auto", "auto|cpu|cuda",
-     "where to compute; auto: on a GPU where one answers"},
-    {"attention-backend", MT_CHOICE, MT_AT(attention_backend), MT_BOTH, MT_OF_RUN, "auto", "auto|flash|cudnn|unfused",
-     "attention on a GPU: fused kernels (flash), cuDNN's where sequences are equally long and flash elsewhere (cudnn), "
-     "the plain kernels (unfused); auto: the faster of flash and cudnn, measured once"},
-    {"deterministic-mode", MT_FLAG, MT_AT(deterministic_mode), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "two runs on a GPU have the same bits: algorithms are not chosen by measuring, and only those that repeat"},
-    {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,9223372036854775807]", "seed of everything drawn"},
-
-    {.help = "mixture of experts"},
-    {"num-experts", MT_INT, MT_AT(num_experts), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
-     "experts of a layer, of which a token visits a few; no experts when not given"},
-    {"moe-layer-freq", MT_STRING, MT_AT(moe_layer_freq), MT_TRAIN, MT_OF_WEIGHTS, "1", "N or '([0]*3+[1]*58)'",
-     "layers with experts: every N-th from the first on, or 0 and 1 for every layer"},
-    {"moe-ffn-hidden-size", MT_INT, MT_AT(moe_ffn_hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
-     "width of an expert; --ffn-hidden-size when not given"},
-    {"moe-shared-expert-intermediate-size", MT_INT, MT_AT(moe_shared_expert_intermediate_size), MT_TRAIN, MT_OF_WEIGHTS,
-     NULL, "[1,16777216]", "width of the expert that every token visits; none when not given"},
-    {"moe-shared-expert-gate", MT_FLAG, MT_AT(moe_shared_expert_gate), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "a sigmoid weighs, token by token, the expert that every token visits"},
-    {"moe-router-topk", MT_INT, MT_AT(moe_router_topk), MT_TRAIN, MT_OF_MODEL, "2", "[1,65536]",
-     "experts that a token visits"},
-    {"moe-router-score-function", MT_CHOICE, MT_AT(moe_router_score_function), MT_TRAIN, MT_OF_MODEL, "softmax",
-     "softmax|sigmoid", "scores from the router's logits"},
-    {"moe-router-pre-softmax", MT_FLAG, MT_AT(moe_router_pre_softmax), MT_TRAIN, MT_OF_MODEL, NULL, NULL,
-     "softmax over all experts before the choice, not over those chosen"},
-    {"moe-router-num-groups", MT_INT, MT_AT(moe_router_num_groups), MT_TRAIN, MT_OF_MODEL, NULL, "[1,65536]",
-     "groups of experts, of which --moe-router-group-topk are chosen first"},
-    {"moe-router-group-topk", MT_INT, MT_AT(moe_router_group_topk), MT_TRAIN, MT_OF_MODEL, NULL, "[1,65536]",
-     "groups that a token's experts may be in"},
-    {"moe-router-topk-scaling-factor", MT_REAL, MT_AT(moe_router_topk_scaling_factor), MT_TRAIN, MT_OF_MODEL, "1",
-     "(0,1e6]", "factor of the probabilities"},
-    {"moe-router-enable-expert-bias", MT_FLAG, MT_AT(moe_router_enable_expert_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL,
-     NULL, "a bias for every expert's score, moved after each step towards equal loads"},
-    {"moe-router-bias-update-rate", MT_REAL, MT_AT(moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3", "[0,1e6]",
-     "how far it moves"},
-    {"moe-router-load-balancing-type", MT_CHOICE, MT_AT(moe_router_load_balancing_type), MT_TRAIN, MT_OF_RUN,
-     "aux_loss", "none|aux_loss|seq_aux_loss|global_aux_loss|sinkhorn",
-     "what --moe-aux-loss-coeff balances: a micro-batch, each sequence, or the global batch so far; or sinkhorn, where "
-     "a "
-     "micro-batch's tokens choose together"},
-    {"moe-aux-loss-coeff", MT_REAL, MT_AT(moe_aux_loss_coeff), MT_TRAIN, MT_OF_MODEL, "0", "[0,1e6]",
-     "weight of the loss that balances the experts' loads"},
-    {"moe-z-loss-coeff", MT_REAL, MT_AT(moe_z_loss_coeff), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
-     "weight of the loss that keeps the router's logits small"},
-    {"moe-expert-capacity-factor", MT_REAL, MT_AT(moe_expert_capacity_factor), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]",
-     "an expert takes so many times its even share of a micro-batch and drops the rest; nothing is dropped when not "
-     "given"},
-    {"moe-token-drop-policy", MT_CHOICE, MT_AT(moe_token_drop_policy), MT_TRAIN, MT_OF_RUN, "probs", "probs|position",
-     "which are dropped: those of the lowest probabilities, or the last ones"},
-    {"moe-pad-expert-input-to-capacity", MT_FLAG, MT_AT(moe_pad_expert_input_to_capacity), MT_TRAIN, MT_OF_RUN, NULL,
-     NULL, "an expert's input always has the rows of its capacity, so that the host need not know the loads"},
-    {"moe-token-dispatcher-type", MT_CHOICE, MT_AT(moe_token_dispatcher_type), MT_BOTH, MT_OF_RUN, "alltoall",
-     "alltoall|allgather", "how tokens reach experts of other ranks: each to those it chose, or all to all ranks"},
-    {"no-moe-grouped-gemm", MT_NO, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "a matrix product for each expert instead of one for all; the host then waits for their loads"},
-    {"moe-grouped-gemm", MT_FLAG, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "one grouped product for all experts; the default"},
-    {"no-moe-permute-fusion", MT_NO, MT_AT(moe_permute_fusion), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "rows are weighed by their probabilities and added up for their tokens in passes of their own"},
-    {"moe-permute-fusion", MT_FLAG, MT_AT(moe_permute_fusion), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "probabilities weigh inside the experts' activation, and one pass adds up a token's rows; the default"},
-
-    {.help = "multi-token prediction"},
-    {"mtp-num-layers", MT_INT, MT_AT(mtp_num_layers), MT_TRAIN, MT_OF_MODEL, "0", "[0,8]",
-     "modules after the last layer, each of which predicts one token further, as DeepSeek-V3 trains them"},
-    {"mtp-loss-scaling-factor", MT_REAL, MT_AT(mtp_loss_scaling_factor), MT_TRAIN, MT_OF_RUN, "0.1", "(0,1e6]",
-     "weight of the mean of their losses"},
-
-    {.help = "parallelism"},
-    {"tensor-model-parallel-size", MT_INT, MT_AT(tensor_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
-     "ranks that share every layer: heads, MLP and vocabulary"},
-    {"pipeline-model-parallel-size", MT_INT, MT_AT(pipeline_model_parallel_size), MT_BOTH, MT_OF_RUN, "1",
-     "[1,1048576]", "ranks that hold the layers one after another"},
-    {"context-parallel-size", MT_INT, MT_AT(context_parallel_size), MT_TRAIN, MT_OF_RUN, "1", "[1,1048576]",
-     "ranks that share every sequence"},
-    {"expert-model-parallel-size", MT_INT, MT_AT(expert_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
-     "ranks that share the experts of a layer, among all that hold it"},
-    {"expert-tensor-parallel-size", MT_INT, MT_AT(expert_tensor_parallel_size), MT_BOTH, MT_OF_RUN, NULL, "[1,1048576]",
-     "ranks that share every expert; --tensor-model-parallel-size when not given"},
-    {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "tensor-parallel ranks share the tokens of norms and dropout"},
-    {"tp-comm-overlap", MT_FLAG, MT_AT(tp_comm_overlap), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "with --sequence-parallel: multiply the rows of one rank while those of the next travel; GPUs of one host"},
-    {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_TRAIN, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
-     "how context-parallel ranks get one another's keys: round a ring, all at once, tokens traded for heads, or both"},
-    {"hierarchical-context-parallel-sizes", MT_LIST, MT_AT(hierarchical_context_parallel_sizes), MT_TRAIN, MT_OF_RUN,
-     NULL, "A2A RING", "with a2a+p2p: neighbours that trade, and how many such groups form a ring"},
-    {"distributed-timeout-seconds", MT_INT, MT_AT(distributed_timeout_seconds), MT_BOTH, MT_OF_RUN, "600",
-     "[1,1000000000]", "end the job when a rank waits so long for another"},
-    {"num-virtual-stages-per-pipeline-rank", MT_INT, MT_AT(num_virtual_stages_per_pipeline_rank), MT_TRAIN, MT_OF_RUN,
-     "1", "[1,10000]", "pieces that a rank's layers are cut into: a shorter bubble, more messages"},
-    {"num-layers-per-virtual-pipeline-stage", MT_INT, MT_AT(num_layers_per_virtual_pipeline_stage), MT_TRAIN, MT_OF_RUN,
-     NULL, "[1,10000]", "the same, by the layers of a piece"},
-    {"microbatch-group-size-per-virtual-pipeline-stage", MT_INT,
-     MT_AT(microbatch_group_size_per_virtual_pipeline_stage), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
-     "micro-batches that pass a piece before the next piece's turn; the pipeline size when not given"},
-    {"decoder-first-pipeline-num-layers", MT_INT, MT_AT(decoder_first_pipeline_num_layers), MT_BOTH, MT_OF_RUN, NULL,
-     "[1,10000]", "layers of the first rank, when it has other than its share"},
-    {"decoder-last-pipeline-num-layers", MT_INT, MT_AT(decoder_last_pipeline_num_layers), MT_BOTH, MT_OF_RUN, NULL,
-     "[1,10000]", "layers of the last rank"},
-    {"account-for-embedding-in-pipeline-split", MT_FLAG, MT_AT(account_for_embedding_in_pipeline_split), MT_TRAIN,
-     MT_OF_RUN, NULL, NULL, "the embedding counts as a layer when layers are shared out"},
-    {"account-for-loss-in-pipeline-split", MT_FLAG, MT_AT(account_for_loss_in_pipeline_split), MT_TRAIN, MT_OF_RUN,
-     NULL, NULL, "the loss counts as a layer too"},
-    {"pipeline-model-parallel-layout", MT_STRING, MT_AT(pipeline_model_parallel_layout), MT_TRAIN, MT_OF_RUN, NULL,
-     "'Et*3|(tt|)*6L'",
-     "the stages in letters: E embedding, t layer, m module of multi-token prediction, L loss, | between stages, *n "
-     "repeats"},
-    {"pipeline-schedule", MT_CHOICE, MT_AT(pipeline_schedule), MT_TRAIN, MT_OF_RUN, NULL, "1f1b|interleaved|zb-h1",
-     "order of forwards and backwards; interleaved where a rank has several stages, else 1f1b, when not given"},
-    {"print-schedule", MT_OPTIONAL, MT_AT(print_schedule), MT_TRAIN, MT_OF_RUN, NULL, "FILE.svg",
-     "print stages and schedule as a picture, or draw it into a file too, and exit; needs no mpirun"},
-    {"use-distributed-optimizer", MT_FLAG, MT_AT(use_distributed_optimizer), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "each rank keeps and updates its part of the optimizer's state: --data-parallel-sharding-strategy optim"},
-    {"data-parallel-sharding-strategy", MT_CHOICE, MT_AT(data_parallel_sharding_strategy), MT_TRAIN, MT_OF_RUN,
-     "no_shard", "no_shard|optim|optim_grads|optim_grads_params", "what data-parallel ranks share out among them"},
-    {"overlap-grad-reduce", MT_FLAG, MT_AT(overlap_grad_reduce), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "sum a layer's gradients over the ranks while the backward goes on"},
-    {"overlap-param-gather", MT_FLAG, MT_AT(overlap_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "gather a layer's parameters while the layer before it computes"},
-
-    {.help = "learning rate and optimizer"},
-    {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "highest learning rate"},
-    {"min-lr", MT_REAL, MT_AT(min_lr), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]", "lowest learning rate after warm-up"},
-    {"lr-decay-style", MT_CHOICE, MT_AT(lr_decay_style), MT_TRAIN, MT_OF_RUN, "linear",
-     "constant|linear|cosine|inverse-square-root|WSD", "how it falls"},
-    {"lr-decay-iters", MT_INT, MT_AT(lr_decay_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "steps until the lowest; --train-iters when not given"},
-    {"lr-decay-samples", MT_INT, MT_AT(lr_decay_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "sequences until the lowest; --train-samples when not given"},
-    {"lr-wsd-decay-style", MT_CHOICE, MT_AT(lr_wsd_decay_style), MT_TRAIN, MT_OF_RUN, "exponential",
-     "exponential|linear|cosine|minus_sqrt", "how WSD falls at its end"},
-    {"lr-wsd-decay-iters", MT_INT, MT_AT(lr_wsd_decay_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "steps of that fall"},
-    {"lr-wsd-decay-samples", MT_INT, MT_AT(lr_wsd_decay_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "sequences of that fall"},
-    {"lr-warmup-iters", MT_INT, MT_AT(lr_warmup_iters), MT_TRAIN, MT_OF_RUN, "0", "[0,1000000000000]",
-     "steps of linear warm-up"},
-    {"lr-warmup-samples", MT_INT, MT_AT(lr_warmup_samples), MT_TRAIN, MT_OF_RUN, "0", "[0,1000000000000]",
-     "sequences of linear warm-up"},
-    {"lr-warmup-fraction", MT_REAL, MT_AT(lr_warmup_fraction), MT_TRAIN, MT_OF_RUN, NULL, "[0,1)",
-     "warm-up as a share of the decay"},
-    {"lr-warmup-init", MT_REAL, MT_AT(lr_warmup_init), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
-     "learning rate that warm-up begins with"},
-    {"weight-decay", MT_REAL, MT_AT(weight_decay), MT_TRAIN, MT_OF_RUN, "0.01", "[0,1e6]",
-     "decay of matrices; vectors have none"},
-    {"start-weight-decay", MT_REAL, MT_AT(start_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
-     "weight decay at the start of its ramp"},
-    {"end-weight-decay", MT_REAL, MT_AT(end_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
-     "weight decay at the end of its ramp"},
-    {"weight-decay-incr-style", MT_CHOICE, MT_AT(weight_decay_incr_style), MT_TRAIN, MT_OF_RUN, "constant",
-     "constant|linear|cosine", "how weight decay ramps"},
-    {"adam-beta1", MT_REAL, MT_AT(adam_beta1), MT_TRAIN, MT_OF_RUN, "0.9", "[0,1)", "decay of the first moment"},
-    {"adam-beta2", MT_REAL, MT_AT(adam_beta2), MT_TRAIN, MT_OF_RUN, "0.999", "[0,1)", "decay of the second moment"},
-    {"adam-eps", MT_REAL, MT_AT(adam_eps), MT_TRAIN, MT_OF_RUN, "1e-8", "(0,1]", "added to its square root"},
-    {"clip-grad", MT_REAL, MT_AT(clip_grad), MT_TRAIN, MT_OF_RUN, "1", "[0,1e30]",
-     "largest norm of the gradient; 0 does not clip"},
-
-    {.help = "steps that go wrong"},
-    {"check-for-nan-in-loss-and-grad", MT_FLAG, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, "true",
-     NULL, "a loss or gradient norm that is not finite makes a step bad"},
-    {"no-check-for-nan-in-loss-and-grad", MT_NO, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "train on with what comes of it"},
-    {"check-for-spiky-loss", MT_FLAG, MT_AT(check_for_spiky_loss), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "a loss far above its running average makes a step bad"},
-    {"loss-spike-factor", MT_REAL, MT_AT(loss_spike_factor), MT_TRAIN, MT_OF_RUN, "10", "(1,1e6]",
-     "times the average that a loss may be"},
-    {"loss-spike-window", MT_INT, MT_AT(loss_spike_window), MT_TRAIN, MT_OF_RUN, "100", "[1,1000000000]",
-     "steps of that average, before which nothing is a spike"},
-    {"bad-step-policy", MT_CHOICE, MT_AT(bad_step_policy), MT_TRAIN, MT_OF_RUN, "stop", "stop|skip|rewind",
-     "end the run; make no update; or go back to the last checkpoint, and skip what is bad again"},
-    {"max-bad-steps-in-a-row", MT_INT, MT_AT(max_bad_steps_in_a_row), MT_TRAIN, MT_OF_RUN, "3", "[1,1000000000]",
-     "steps that may be skipped or rewound for one after another before the run ends"},
-    {"rerun-mode", MT_CHOICE, MT_AT(rerun_mode), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|validate_results",
-     "do a bad step again, to tell a transient fault from one that repeats, and name the rank"},
-
-    {.help = "data"},
-    {"data-path", MT_LIST, MT_AT(data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
-     "indexed datasets, cut by --split: one prefix, several, or weight prefix weight prefix ..."},
-    {"split", MT_STRING, MT_AT(split), MT_TRAIN, MT_OF_RUN, "969,30,1", "A,B,C",
-     "parts of --data-path to train, validate and test on"},
-    {"train-data-path", MT_LIST, MT_AT(train_data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
-     "datasets to train on, instead of --data-path"},
-    {"valid-data-path", MT_LIST, MT_AT(valid_data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
-     "datasets to validate on"},
-    {"test-data-path", MT_LIST, MT_AT(test_data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX", "datasets to test on"},
-    {"mock-data", MT_FLAG, MT_AT(mock_data), MT_TRAIN, MT_OF_RUN, NULL, NULL, "make tokens up"},
-    {"tokens-file", MT_STRING, MT_AT(tokens_file), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
-     "int32 [iterations, global batch, seq + 1], fed in order"},
-    {"tokenizer-type", MT_CHOICE, MT_AT(tokenizer_type), MT_BOTH, MT_OF_RUN, NULL,
-     "HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer|ByteLevel",
-     "kind of tokenizer; found in the --load folder when not given"},
-    {"tokenizer-model", MT_STRING, MT_AT(tokenizer_model), MT_BOTH, MT_OF_RUN, NULL, "PATH", "its file or folder"},
-    {"dataloader-type", MT_CHOICE, MT_AT(dataloader_type), MT_TRAIN, MT_OF_RUN, "single", "single|cyclic",
-     "samples in order, once; or shuffled anew in every epoch"},
-    {"reset-position-ids", MT_FLAG, MT_AT(reset_position_ids), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "positions begin anew after an end of document"},
-    {"reset-attention-mask", MT_FLAG, MT_AT(reset_attention_mask), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "documents of a sample do not see one another"},
-    {"eod-mask-loss", MT_FLAG, MT_AT(eod_mask_loss), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "no loss where the input is an end of document"},
-
-    {.help = "evaluation, checkpoints, reports"},
-    {"eval-interval", MT_INT, MT_AT(eval_interval), MT_TRAIN, MT_OF_RUN, "1000", "[1,1000000000000]",
-     "steps between evaluations"},
-    {"eval-iters", MT_INT, MT_AT(eval_iters), MT_TRAIN, MT_OF_RUN, "100", "[0,1000000000]",
-     "global batches of an evaluation; 0: none"},
-    {"log-interval", MT_INT, MT_AT(log_interval), MT_TRAIN, MT_OF_RUN, "1", "[1,1000000000000]",
-     "steps between printed lines; Megatron prints every 100th"},
-    {"metrics", MT_STRING, MT_AT(metrics), MT_TRAIN, MT_OF_RUN, NULL, "FILE.jsonl", "write an object a step"},
-    {"profile", MT_FLAG, MT_AT(profile), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "time every operation and print, at the end, where a step's time went"},
-    {"tensorboard-dir", MT_STRING, MT_AT(tensorboard_dir), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
-     "write event files for TensorBoard"},
-    {"log-straggler", MT_FLAG, MT_AT(log_straggler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "with every printed line, the slowest and the fastest rank in each part of its step"},
-    {"trace", MT_STRING, MT_AT(trace), MT_TRAIN, MT_OF_RUN, NULL, "FILE.json",
-     "write a timeline of some steps on all ranks, for ui.perfetto.dev or chrome://tracing"},
-    {"trace-first-step", MT_INT, MT_AT(trace_first_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "first step that --trace records, counted from the start of this run; the second when not given"},
-    {"trace-last-step", MT_INT, MT_AT(trace_last_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "last one; the step after the first when not given"},
-    {"load", MT_STRING, MT_AT(load), MT_BOTH, MT_OF_RUN, NULL, "DIR",
-     "a Hugging Face folder, or one that --save wrote: shape and weights"},
-    {"hf-config", MT_STRING, MT_AT(hf_config), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
-     "take the shape from a config.json, weights at random"},
-    {"save", MT_STRING, MT_AT(save), MT_TRAIN, MT_OF_RUN, NULL, "DIR", "write checkpoints here"},
-    {"save-interval", MT_INT, MT_AT(save_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "steps between checkpoints; only at the end when not given"},
-    {"async-save", MT_FLAG, MT_AT(async_save), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "train on while a checkpoint is written: steps wait only until it is copied to host memory, which it takes"},
-    {"keep-checkpoints", MT_INT, MT_AT(keep_checkpoints), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "remove all but so many of the last checkpoints; all stay when not given"},
-    {"save-retain-interval", MT_INT, MT_AT(save_retain_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "steps between checkpoints that stay; others go when they are neither the last nor kept by --keep-checkpoints"},
-    {"finetune", MT_FLAG, MT_AT(finetune), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "load weights only and begin at iteration 0"},
-    {"no-load-optim", MT_FLAG, MT_AT(no_load_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not load optimizer state"},
-    {"no-load-rng", MT_FLAG, MT_AT(no_load_rng), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "go on with another --seed than the run was begun with: dropout and the order of data are drawn by it from here"},
-    {"auto-resume", MT_FLAG, MT_AT(auto_resume), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "go on from the last whole checkpoint in --save; begin as --load says only where there is none"},
-    {"exit-on-missing-checkpoint", MT_FLAG, MT_AT(exit_on_missing_checkpoint), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "end with an error, not begin anew, where a run that goes on from --save finds no checkpoint there"},
-    {"no-save-optim", MT_FLAG, MT_AT(no_save_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not save optimizer state"},
-    {"config", MT_STRING, MT_AT(config), MT_BOTH, MT_OF_RUN, NULL, "FILE.yaml",
-     "read options from a file; the command line wins"},
-
-    {.help = "generation (interactive without --prompt)"},
-    {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
-     "texts to continue, all at once; several are shown in order, a header before each"},
-    {"prompt-tokens", MT_STRING, MT_AT(prompt_tokens), MT_INFER, MT_OF_RUN, NULL, "1,2,3",
-     "tokens to continue; needs no tokenizer"},
-    {"print-tokens", MT_FLAG, MT_AT(print_tokens), MT_INFER, MT_OF_RUN, NULL, NULL,
-     "print the ids of new tokens, a line for each prompt, not text"},
-    {"max-new-tokens", MT_INT, MT_AT(max_new_tokens), MT_INFER, MT_OF_RUN, "256", "[0,1073741824]",
-     "tokens to add to a prompt"},
-    {"temperature", MT_REAL, MT_AT(temperature), MT_INFER, MT_OF_RUN, "1", "[0,1e6]", "0: always the likeliest token"},
-    {"top-k", MT_INT, MT_AT(top_k), MT_INFER, MT_OF_RUN, "0", "[0,16777216]", "draw from the k likeliest; 0: from all"},
-    {"top-p", MT_REAL, MT_AT(top_p), MT_INFER, MT_OF_RUN, "1", "(0,1]",
-     "draw from the likeliest that together have probability p"},
-
-    {.help = "scoring"},
-    {"score", MT_STRING, MT_AT(score), MT_INFER, MT_OF_RUN, NULL, "FILE.i32",
-     "int32 [sequences, seq length + 1] to score, forward only"},
-    {"out", MT_STRING, MT_AT(out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32", "log-probability of every label"},
-    {"entropy-out", MT_STRING, MT_AT(entropy_out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32",
-     "entropy of every distribution"},
-    {"logits-out", MT_STRING, MT_AT(logits_out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32", "all logits"},
-    {"max-sequences", MT_INT, MT_AT(max_sequences), MT_INFER, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "sequences to score; all when not given"},
-};
-
-enum { MT_NUM_OPTIONS = sizeof mt_option_table / sizeof mt_option_table[0] };
-
-_Static_assert(MT_NUM_OPTIONS <= 64 * sizeof((mt_options *)0)->given / sizeof(uint64_t),
-               "a bit of mt_options.given for every row");
-
-/* The first row of a field: aliases share its bit in `given`. */
-static const mt_option *mt_option_of(size_t offset) {
-    const mt_option *row = mt_option_table;
-    while (!row->name || row->offset != offset) row++;
-    return row;
+bool mt_options_gave(const mt_options *options, size_t offset) {
+    return options->given[offset / 64] >> offset % 64 & 1;
 }
 
-static bool mt_option_given(const mt_options *options, size_t offset) {
-    int64_t index = mt_option_of(offset) - mt_option_table;
-    return options->given[index / 64] >> index % 64 & 1;
+bool mt_options_converts(const mt_options *o) {
+    return MT_GIVEN(o, train_iters) && o->train_iters == 0 && o->train_samples == 0 && o->load && o->save;
 }
 
-static void mt_option_mark(mt_options *options, const mt_option *row) {
-    int64_t index = mt_option_of(row->offset) - mt_option_table;
-    options->given[index / 64] |= (uint64_t)1 << index % 64;
-}
-
-static bool *mt_option_bool(const mt_options *options, const mt_option *row) {
-    return (bool *)((char *)options + row->offset);
-}
-
-static int64_t *mt_option_int(const mt_options *options, const mt_option *row) {
-    return (int64_t *)((char *)options + row->offset);
-}
-
-static double *mt_option_real(const mt_options *options, const mt_option *row) {
-    return (double *)((char *)options + row->offset);
-}
-
-static char **mt_option_string(const mt_options *options, const mt_option *row) {
-    return (char **)((char *)options + row->offset);
-}
-
-static mt_strings *mt_option_list(const mt_options *options, const mt_option *row) {
-    return (mt_strings *)((char *)options + row->offset);
-}
-
-static void mt_strings_free(mt_strings *strings) {
-    for (int64_t i = 0; i < strings->count; i++) free(strings->items[i]);
-    free(strings->items);
-    *strings = (mt_strings){0};
-}
-
-static void mt_strings_add(mt_strings *strings, const char *text) {
-    strings->items = mt_realloc(strings->items, (strings->count + 1) * (int64_t)sizeof(char *));
-    strings->items[strings->count++] = mt_strdup(text);
-}
-
-static void mt_string_set(char **string, const char *text) {
+void mt_string_set(char **string, const char *text) {
     char *copy = text ? mt_strdup(text) : NULL; // before the free: text may be *string
     free(*string);
     *string = copy;
 }
 
-/* The fewest digits that read back as the same double. */
-static void mt_real_print(char text[32], double value) {
-    for (int digits = 6; digits <= 17; digits++) {
-        snprintf(text, 32, "%.*g", digits, value);
-        if (strtod(text, NULL) == value) return;
-    }
-}
+/* ==== §2a sizes, positions, lengths ============================================================================== */
 
-/* Layers with experts as --moe-layer-freq writes them: equal neighbours together, ([0]*3+[1]*58). */
-static char *mt_layer_freq_print(const char *layers) {
-    size_t room = 16 * strlen(layers) + 3, used = 1;
-    char *text = mt_calloc((int64_t)room);
-    text[0] = '(';
-    for (const char *at = layers; *at;) {
-        int64_t times = 0;
-        char layer = *at;
-        for (; *at == layer; at++) times++;
-        used += (size_t)snprintf(text + used, room - used, "%s[%c]*%lld", used > 1 ? "+" : "", layer, (long long)times);
-    }
-    text[used] = ')';
-    return text;
-}
-
-/* The value as the user would write it, to free; "" for a value that is not there. */
-static char *mt_option_text(const mt_options *options, const mt_option *row) {
-    char text[32] = "";
-    switch (row->type) {
-    case MT_FLAG:
-    case MT_NO:
-        return mt_strdup(*mt_option_bool(options, row) == (row->type == MT_FLAG) ? "true" : "false");
-    case MT_INT:
-        snprintf(text, sizeof text, "%lld", (long long)*mt_option_int(options, row));
-        return mt_strdup(text);
-    case MT_REAL:
-        mt_real_print(text, *mt_option_real(options, row));
-        return mt_strdup(text);
-    case MT_STRING:
-    case MT_OPTIONAL:
-    case MT_CHOICE:
-        return mt_strdup(*mt_option_string(options, row) ? *mt_option_string(options, row) : "");
-    case MT_LIST:
-        break;
-    }
-    const mt_strings *list = mt_option_list(options, row);
-    int64_t bytes = 1;
-    for (int64_t i = 0; i < list->count; i++) bytes += (int64_t)strlen(list->items[i]) + 1;
-    char *all = mt_calloc(bytes), *end = all;
-    for (int64_t i = 0; i < list->count; i++) end += sprintf(end, i ? " %s" : "%s", list->items[i]);
-    return all;
-}
-
-/* The option's name in files: with underscores. */
-static void mt_option_key(char key[80], const mt_option *row) {
-    snprintf(key, 80, "%s", row->name);
-    for (char *at = key; *at; at++)
-        if (*at == '-') *at = '_';
-}
-
-/* Copies one option's value between structs. */
-static void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row) {
-    switch (row->type) {
-    case MT_FLAG:
-    case MT_NO:
-        *mt_option_bool(to, row) = *mt_option_bool(from, row);
-        break;
-    case MT_INT:
-        *mt_option_int(to, row) = *mt_option_int(from, row);
-        break;
-    case MT_REAL:
-        *mt_option_real(to, row) = *mt_option_real(from, row);
-        break;
-    case MT_STRING:
-    case MT_OPTIONAL:
-    case MT_CHOICE:
-        mt_string_set(mt_option_string(to, row), *mt_option_string(from, row));
-        break;
-    case MT_LIST:
-        mt_strings_free(mt_option_list(to, row));
-        for (int64_t i = 0; i < mt_option_list(from, row)->count; i++)
-            mt_strings_add(mt_option_list(to, row), mt_option_list(from, row)->items[i]);
-        break;
-    }
-}
-
-static void mt_option_set_default(mt_options *options, const mt_option *row);
-
-static bool mt_option_is_default(const mt_options *options, const mt_option *row) {
-    mt_options defaults = {0}; // of numbers; many are asked for, so no text is made
-    const char *text = NULL;
-    bool is_text = row->type == MT_STRING || row->type == MT_OPTIONAL || row->type == MT_CHOICE;
-    if (row->type == MT_LIST) return mt_option_list(options, row)->count == 0;
-    for (const mt_option *other = mt_option_table; other < mt_option_table + MT_NUM_OPTIONS; other++) {
-        if (!other->name || other->offset != row->offset) continue; // an alias may have the default
-        if (other->fallback) text = other->fallback;
-        if (!is_text) mt_option_set_default(&defaults, other);
-    }
-    if (is_text) {
-        const char *value = *mt_option_string(options, row);
-        return value && text ? strcmp(value, text) == 0 : !value && !text;
-    }
-    if (row->type == MT_INT) return *mt_option_int(options, row) == *mt_option_int(&defaults, row);
-    if (row->type == MT_REAL) return *mt_option_real(options, row) == *mt_option_real(&defaults, row);
-    return *mt_option_bool(options, row) == *mt_option_bool(&defaults, row);
-}
-
-/* Whether a number is in the range of the table, "[low,high]" with ( and ) for ends that are not in it. */
-static bool mt_option_in_range(const mt_option *row, double value) {
-    char left, right;
-    double low, high;
-    MT_CHECK(sscanf(row->values, "%c%lf,%lf%c", &left, &low, &high, &right) == 4);
-    return (left == '(' ? value > low : value >= low) && (right == ')' ? value < high : value <= high);
-}
-
-/* Given, and not only to say what is so anyway. */
-static bool mt_option_used(const mt_options *options, size_t offset) {
-    return mt_option_given(options, offset) && !mt_option_is_default(options, mt_option_of(offset));
-}
-
-void mt_options_free(mt_options *options) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name) continue;
-        if (row->type == MT_STRING || row->type == MT_OPTIONAL || row->type == MT_CHOICE)
-            mt_string_set(mt_option_string(options, row), NULL);
-        if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
-    }
-    mt_string_set(&options->hf_family, NULL);
-    mt_string_set(&options->moe_layers, NULL);
-}
-
-/* ==== §2b the command line and YAML ============================================================================== */
-/* Both end in mt_option_set with a row, a text and a place for messages; the rest is finding those three. */
-
-/* A plain decimal: strtoll would also take blanks, and octal or hexadecimal if asked. */
-static bool mt_parse_int(const char *text, int64_t *value) {
-    const char *digits = text + (*text == '-');
-    if (!*digits || strspn(digits, "0123456789") != strlen(digits)) return false;
-    errno = 0;
-    *value = strtoll(text, NULL, 10);
-    return errno == 0;
-}
-
-static bool mt_parse_real(const char *text, double *value) {
-    char *end;
-    if (!*text || strspn(text, "0123456789+-.eE") != strlen(text)) return false; // no inf, nan or hexadecimal
-    *value = strtod(text, &end);
-    return *end == 0 && isfinite(*value);
-}
-
-/* Whether `text` is one of "a|b|c". */
-static bool mt_choice_has(const char *choices, const char *text) {
-    size_t length = strlen(text);
-    for (const char *at = choices; *at; at += strcspn(at, "|"), at += *at == '|')
-        if (strcspn(at, "|") == length && strncmp(at, text, length) == 0) return true;
-    return false;
-}
-
-/* Sets a value from its text and marks it as given; `where` names the option for messages. A list gets one more word.
- */
-static int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where,
-                         mt_error *error) {
-    bool is_true = strcmp(text, "true") == 0;
-    switch (row->type) {
-    case MT_FLAG:
-    case MT_NO:
-        if (!is_true && strcmp(text, "false") != 0)
-            return mt_error_set(error, "%s expects true or false, got '%.100s'", where, text);
-        *mt_option_bool(options, row) = is_true == (row->type == MT_FLAG);
-        break;
-    case MT_INT:
-        if (!mt_parse_int(text, mt_option_int(options, row)))
-            return mt_error_set(error, "%s expects a whole number, got '%.100s'", where, text);
-        break;
-    case MT_REAL:
-        if (!mt_parse_real(text, mt_option_real(options, row)))
-            return mt_error_set(error, "%s expects a number, got '%.100s'", where, text);
-        break;
-    case MT_CHOICE:
-        if (!mt_choice_has(row->values, text))
-            return mt_error_set(error, "%s expects %s, got '%.100s' (%s)", where, row->values, text, row->help);
-        mt_string_set(mt_option_string(options, row), text);
-        break;
-    case MT_STRING:
-        if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
-        mt_string_set(mt_option_string(options, row), text);
-        break;
-    case MT_OPTIONAL: // a file may say true or false
-        if (!*text) return mt_error_set(error, "%s expects %s or nothing at all", where, row->values);
-        mt_string_set(mt_option_string(options, row), is_true ? "-" : strcmp(text, "false") == 0 ? NULL : text);
-        break;
-    case MT_LIST:
-        mt_strings_add(mt_option_list(options, row), text);
-        break;
-    }
-    mt_option_mark(options, row);
-    return 0;
-}
-
-static void mt_option_set_default(mt_options *options, const mt_option *row) {
-    mt_error unused;
-    if (row->type == MT_NO) *mt_option_bool(options, row) = true;
-    if (row->fallback) MT_CHECK(mt_option_set(options, row, row->fallback, row->name, &unused) == 0);
-}
-
-void mt_options_default(mt_options *options) {
-    memset(options, 0, sizeof *options);
-    options->bos_token_id = options->eos_token_id = -1;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
-        if (row->name) mt_option_set_default(options, row);
-    memset(options->given, 0, sizeof options->given);
-}
-
-/* Names are compared with dashes; YAML writes underscores. */
-static bool mt_option_named(const mt_option *row, const char *name, size_t length) {
-    if (!row->name || strlen(row->name) != length) return false;
-    for (size_t i = 0; i < length; i++)
-        if (row->name[i] != (name[i] == '_' ? '-' : name[i])) return false;
-    return true;
-}
-
-static const mt_option *mt_option_find(const char *name, size_t length) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
-        if (mt_option_named(row, name, length)) return row;
-    return NULL;
-}
-
-/* Letters to insert, delete or exchange to get from one name to the other (Levenshtein); long names are cut. */
-static int mt_edit_distance(const char *a, size_t a_length, const char *b) {
-    enum { LONGEST = 64 };
-    int row[LONGEST + 1], b_length = (int)strlen(b) < LONGEST ? (int)strlen(b) : LONGEST;
-    for (int j = 0; j <= b_length; j++) row[j] = j;
-    for (int i = 1; i <= (int)a_length && i <= LONGEST; i++) {
-        int diagonal = row[0];
-        row[0] = i;
-        for (int j = 1; j <= b_length; j++) {
-            int replaced = diagonal + ((a[i - 1] == '_' ? '-' : a[i - 1]) != b[j - 1]);
-            int shorter = (row[j] < row[j - 1] ? row[j] : row[j - 1]) + 1;
-            diagonal = row[j];
-            row[j] = replaced < shorter ? replaced : shorter;
-        }
-    }
-    return row[b_length];
-}
-
-/* The program's option with the nearest name; NULL when none is near. */
-static const mt_option *mt_option_nearest(const char *name, size_t length, int program) {
-    const mt_option *nearest = NULL;
-    int least = length < 6 ? 2 : 2 + (int)length / 4;
-    if (length > 64) return NULL;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name || !(row->programs & program)) continue;
-        int distance = mt_edit_distance(name, length, row->name);
-        if (distance < least) least = distance, nearest = row;
-    }
-    return nearest;
-}
-
-/* Finds an option of the program, or says why there is none. `place` is where a file names it ("run.yaml:3: "), or ""
- * for the command line. */
-static const mt_option *mt_option_lookup(const char *name, size_t length, mt_program program, const char *place,
-                                         mt_error *error) {
-    const mt_option *row = mt_option_find(name, length);
-    if (row && row->programs & (int)program) return row;
-    const mt_option *nearest = row ? NULL : mt_option_nearest(name, length, (int)program);
-    const char *dashes = *place ? "" : "--";
-    char key[80] = "";
-    int shown = length < 100 ? (int)length : 100;
-    if (nearest) mt_option_key(key, nearest);
-    if (row)
-        mt_error_set(error, "%s%s%.*s is an option of %s, not of %s", place, dashes, shown, name,
-                     program == MT_PROGRAM_TRAIN ? "infer" : "train", program == MT_PROGRAM_TRAIN ? "train" : "infer");
-    else if (nearest)
-        mt_error_set(error, "%sunknown option %s%.*s; did you mean %s%s?", place, dashes, shown, name, dashes,
-                     *place ? key : nearest->name);
-    else
-        mt_error_set(error, "%sunknown option %s%.*s; --help lists them all", place, dashes, shown, name);
-    return NULL;
-}
-
-/* What the option expects, for --help and messages. */
-static const char *mt_option_metavar(const mt_option *row) {
-    return row->type == MT_INT ? "a whole number" : row->type == MT_REAL ? "a number" : row->values;
-}
-
-/* Takes the option at arguments[index]; returns the index after its values, or -1. */
-static int mt_options_read_argument(mt_options *options, mt_program program, int index, int count, char **arguments,
-                                    mt_error *error) {
-    const char *argument = arguments[index++];
-    if (strncmp(argument, "--", 2) != 0 || !argument[2])
-        return mt_error_set(error, "unexpected argument '%.100s'; options begin with -- (--help lists them)", argument);
-    const char *equals = strchr(argument, '=');
-    size_t length = equals ? (size_t)(equals - argument - 2) : strlen(argument) - 2;
-    const mt_option *row = mt_option_lookup(argument + 2, length, program, "", error);
-    if (!row) return -1;
-    char where[80];
-    snprintf(where, sizeof where, "--%s", row->name);
-    if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row)); // the last one wins
-    if (equals) return mt_option_set(options, row, equals + 1, where, error) ? -1 : index;
-    if (row->type == MT_FLAG || row->type == MT_NO)
-        return mt_option_set(options, row, "true", where, error) ? -1 : index;
-    int first = index;
-    while (index < count && strncmp(arguments[index], "--", 2) != 0 && (row->type == MT_LIST || index == first))
-        if (mt_option_set(options, row, arguments[index++], where, error)) return -1;
-    if (index == first && row->type == MT_OPTIONAL)
-        return mt_option_set(options, row, "true", where, error) ? -1 : index;
-    if (index == first) return mt_error_set(error, "%s expects %s, got nothing", where, mt_option_metavar(row));
-    return index;
-}
-
-static int mt_options_read_arguments(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
-    for (int index = 1; index < argc;) {
-        index = mt_options_read_argument(options, program, index, argc, argv, error);
-        if (index < 0) return -1;
-    }
-    return 0;
-}
-
-/* Reads a whole text file of at most `limit` bytes; NULL with error when that fails. Returns text to free. */
-static char *mt_options_read_text(const char *path, int64_t limit, int64_t *bytes, mt_error *error) {
-    struct stat status;
-    FILE *file = fopen(path, "rb");
-    if (!file || fstat(fileno(file), &status) != 0 || S_ISDIR(status.st_mode)) {
-        mt_error_set(error, "%s: cannot be read: %s", path, file ? "it is a folder" : strerror(errno));
-        if (file) fclose(file);
-        return NULL;
-    }
-    char *text = mt_malloc(limit + 1);
-    *bytes = (int64_t)fread(text, 1, (size_t)limit + 1, file);
-    bool failed = ferror(file) != 0;
-    fclose(file);
-    if (failed || *bytes > limit) {
-        mt_error_set(error, "%s: %s", path, failed ? strerror(errno) : "is far too large for a configuration");
-        free(text);
-        return NULL;
-    }
-    text[*bytes] = 0;
-    return text;
-}
-
-#ifdef MT_HAVE_YAML
-enum { MT_YAML_DEPTH = 8, MT_YAML_EVENTS = 100000 };
-
-/* A YAML text being read as a stream of events. */
-typedef struct mt_yaml {
-    yaml_parser_t parser;
-    yaml_event_t event;
-    bool has_event;
-    int64_t events;
-    uint64_t seen[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options that this text has named
-    mt_options *options;
-    mt_program program;
-    const char *path;
-    mt_error *error;
-} mt_yaml;
-
-/* Moves to the next event. Anchors are refused, and with them aliases that unfold without end. */
-static int mt_yaml_next(mt_yaml *yaml) {
-    if (yaml->has_event) yaml_event_delete(&yaml->event);
-    yaml->has_event = yaml_parser_parse(&yaml->parser, &yaml->event) != 0;
-    if (!yaml->has_event)
-        return mt_error_set(yaml->error, "%s:%lld: is not YAML: %s", yaml->path,
-                            (long long)yaml->parser.problem_mark.line + 1,
-                            yaml->parser.problem ? yaml->parser.problem : "it cannot be read");
-    const yaml_event_t *event = &yaml->event;
-    long long line = (long long)event->start_mark.line + 1;
-    if (++yaml->events > MT_YAML_EVENTS)
-        return mt_error_set(yaml->error, "%s:%lld: holds more than options could need", yaml->path, line);
-    if (event->type == YAML_ALIAS_EVENT || (event->type == YAML_SCALAR_EVENT && event->data.scalar.anchor) ||
-        (event->type == YAML_SEQUENCE_START_EVENT && event->data.sequence_start.anchor) ||
-        (event->type == YAML_MAPPING_START_EVENT && event->data.mapping_start.anchor))
-        return mt_error_set(yaml->error, "%s:%lld: anchors and aliases are not supported; write the value out",
-                            yaml->path, line);
-    return 0;
-}
-
-/* The event's text. A zero byte inside would cut it short. */
-static int mt_yaml_scalar(mt_yaml *yaml, const char **text) {
-    *text = (const char *)yaml->event.data.scalar.value;
-    if (strlen(*text) == yaml->event.data.scalar.length) return 0;
-    return mt_error_set(yaml->error, "%s:%lld: holds a zero byte", yaml->path,
-                        (long long)yaml->event.start_mark.line + 1);
-}
-
-static bool mt_yaml_is_null(const yaml_event_t *event) {
-    const char *text = (const char *)event->data.scalar.value;
-    return event->type == YAML_SCALAR_EVENT && event->data.scalar.style == YAML_PLAIN_SCALAR_STYLE &&
-           (!*text || strcmp(text, "~") == 0 || strcmp(text, "null") == 0);
-}
-
-/* The value of `row`: the event at hand is a scalar or begins a sequence. */
-static int mt_yaml_read_value(mt_yaml *yaml, const mt_option *row, const char *where) {
-    const char *text;
-    bool is_sequence = yaml->event.type == YAML_SEQUENCE_START_EVENT;
-    if (mt_yaml_is_null(&yaml->event)) return 0;
-    if (is_sequence && row->type != MT_LIST)
-        return mt_error_set(yaml->error, "%s expects %s, not a list", where, mt_option_metavar(row));
-    if (row->type == MT_LIST) mt_strings_free(mt_option_list(yaml->options, row));
-    if (is_sequence && mt_yaml_next(yaml)) return -1;
-    while (yaml->event.type != YAML_SEQUENCE_END_EVENT) {
-        if (yaml->event.type != YAML_SCALAR_EVENT)
-            return mt_error_set(yaml->error, "%s expects plain values in its list", where);
-        if (mt_yaml_scalar(yaml, &text) || mt_option_set(yaml->options, row, text, where, yaml->error)) return -1;
-        if (!is_sequence) return 0;
-        if (mt_yaml_next(yaml)) return -1;
-    }
-    return 0;
-}
-
-/* The option `name`, whose value is at hand; `place` is where the file names it. */
-static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *place) {
-    char where[400];
-    const mt_option *row = mt_option_lookup(name, strlen(name), yaml->program, place, yaml->error);
-    if (!row) return -1;
-    snprintf(where, sizeof where, "%s%.80s", place, name);
-    if (yaml->event.type == YAML_MAPPING_START_EVENT)
-        return mt_error_set(yaml->error, "%s expects %s, not a section", where, mt_option_metavar(row));
-    int64_t index = mt_option_of(row->offset) - mt_option_table;
-    if (yaml->seen[index / 64] >> index % 64 & 1)
-        return mt_error_set(yaml->error, "%s is given twice in this file", where);
-    yaml->seen[index / 64] |= (uint64_t)1 << index % 64;
-    return mt_yaml_read_value(yaml, row, where);
-}
-
-/* The event at hand is a key: reads it and its value, whose last event is then at hand. Where the value is a section,
- * `depth` grows instead; its name is not kept, because sections only group options. */
-static int mt_yaml_read_entry(mt_yaml *yaml, int *depth) {
-    char place[300];
-    const char *key;
-    long long line = (long long)yaml->event.start_mark.line + 1;
-    if (yaml->event.type != YAML_SCALAR_EVENT)
-        return mt_error_set(yaml->error, "%s:%lld: expects the name of an option", yaml->path, line);
-    if (mt_yaml_scalar(yaml, &key)) return -1;
-    char *name = mt_strdup(key); // the event goes when its value comes
-    snprintf(place, sizeof place, "%.250s:%lld: ", yaml->path, line);
-    int result = mt_yaml_next(yaml);
-    bool is_section = yaml->event.type == YAML_MAPPING_START_EVENT && !mt_option_find(name, strlen(name));
-    if (!result && !is_section) result = mt_yaml_read_option(yaml, name, place);
-    if (!result && is_section && ++*depth > MT_YAML_DEPTH)
-        result = mt_error_set(yaml->error, "%s%.80s: sections are nested deeper than %d", place, name, MT_YAML_DEPTH);
-    free(name);
-    return result;
-}
-
-/* One document, a mapping; or nothing at all. */
-static int mt_yaml_read(mt_yaml *yaml) {
-    int depth = 1;
-    do
-        if (mt_yaml_next(yaml)) return -1;
-    while (yaml->event.type == YAML_STREAM_START_EVENT || yaml->event.type == YAML_DOCUMENT_START_EVENT);
-    if (yaml->event.type == YAML_STREAM_END_EVENT || mt_yaml_is_null(&yaml->event)) return 0;
-    if (yaml->event.type != YAML_MAPPING_START_EVENT)
-        return mt_error_set(yaml->error, "%s:%lld: expects lines such as `num_layers: 12`", yaml->path,
-                            (long long)yaml->event.start_mark.line + 1);
-    while (depth > 0) {
-        if (mt_yaml_next(yaml)) return -1;
-        if (yaml->event.type == YAML_MAPPING_END_EVENT)
-            depth--;
-        else if (mt_yaml_read_entry(yaml, &depth))
-            return -1;
-    }
-    if (mt_yaml_next(yaml) || mt_yaml_next(yaml)) return -1;
-    if (yaml->event.type == YAML_STREAM_END_EVENT) return 0;
-    return mt_error_set(yaml->error, "%s:%lld: a second document; options are one", yaml->path,
-                        (long long)yaml->event.start_mark.line + 1);
-}
-
-int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
-                         mt_error *error) {
-    mt_yaml yaml = {.options = options, .program = program, .path = path, .error = error};
-    if (!yaml_parser_initialize(&yaml.parser)) return mt_error_set(error, "%s: no memory to read YAML", path);
-    yaml_parser_set_input_string(&yaml.parser, (const unsigned char *)text, (size_t)bytes);
-    int result = mt_yaml_read(&yaml);
-    if (yaml.has_event) yaml_event_delete(&yaml.event);
-    yaml_parser_delete(&yaml.parser);
-    return result;
-}
-#else
-int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
-                         mt_error *error) {
-    (void)options, (void)program, (void)text, (void)bytes;
-    return mt_error_set(error, "--config %s: built without libyaml; `make deps` installs it", path);
-}
-#endif
-
-/* --train-iters 0: nothing is trained, so there is neither a schedule nor data. */
-static bool mt_options_converts(const mt_options *o) {
-    return mt_option_given(o, MT_AT(train_iters)) && o->train_iters == 0 && o->train_samples == 0 && o->load && o->save;
-}
-
-/* A run that goes on from its own folder: --load is --save, where that has a whole checkpoint, or else as it would be
- * without. What --auto-resume goes on from is all of the run, whatever --load was to give to its beginning. */
-static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
-    bool same = o->load && o->save && strcmp(o->load, o->save) == 0;
-    if (!o->save || (!same && !o->auto_resume)) return 0;
-    if (mt_checkpoint_exists(o->save)) {
-        char *path = mt_checkpoint_resolve_whole(o->save, error);
-        free(path);
-        if (!path) return -1;
-        if (!same) o->finetune = o->no_load_optim = o->no_load_rng = false;
-        mt_string_set(&o->load, o->save);
-        return 0;
-    }
-    if (o->exit_on_missing_checkpoint)
-        return mt_error_set(error,
-                            "%s: holds no checkpoint to go on from; check --save, or leave out "
-                            "--exit-on-missing-checkpoint",
-                            o->save);
-    if (same) mt_string_set(&o->load, NULL);
-    if (mt_launch_rank() == 0) printf("%s holds no checkpoint: the run begins anew\n", o->save);
-    return 0;
-}
-
-/* Takes the model's shape from config.json, where --load or --hf-config says that there is one. */
-static int mt_options_read_shape(mt_options *options, mt_error *error) {
-    if (!options->load && !options->hf_config) return 0;
-    if (options->load && options->hf_config)
-        return mt_error_set(error, "--load and --hf-config exclude each other: the folder %s has a config.json",
-                            options->load);
-    int64_t bytes;
-    char *path = !options->load                   ? mt_strdup(options->hf_config)
-                 : mt_options_falls_back(options) ? mt_checkpoint_resolve_whole(options->load, error)
-                                                  : mt_checkpoint_resolve(options->load, error);
-    if (!path) return -1;
-    if (options->load) path = strcat(mt_realloc(path, (int64_t)strlen(path) + 16), "/config.json");
-    char *json = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
-    int result = json ? mt_options_take_shape(options, json, bytes, path, options->load != NULL, error) : -1;
-    free(json), free(path);
-    return result;
-}
-
-static int mt_options_read_config(mt_options *options, mt_program program, const char *path, mt_error *error) {
-    int64_t bytes;
-    char *text = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
-    int result = text ? mt_options_read_yaml(options, program, text, bytes, path, error) : -1;
-    free(text);
-    if (!result && options->config)
-        return mt_error_set(error, "%s: names another --config; one file is read, from the command line", path);
-    return result;
-}
-
-int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
-    mt_options_default(options);
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-h") != 0) continue;
-        if (mt_launch_rank() == 0) mt_options_help(program, stdout);
-        exit(0);
-    }
-    if (mt_options_read_arguments(options, program, argc, argv, error)) return -1;
-    if (options->config) { // once more, the file first: what comes later wins
-        char *path = mt_strdup(options->config);
-        mt_options_free(options);
-        mt_options_default(options);
-        int result = mt_options_read_config(options, program, path, error);
-        free(path);
-        if (result || mt_options_read_arguments(options, program, argc, argv, error)) return -1;
-    }
-    if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
-    return mt_options_read_shape(options, error);
-}
-
-/* ==== §2c config.json of Hugging Face ============================================================================ */
-/* Families of transformers, and one of our own for what none of them can say. Values are checked against the
- * table, so what is written here can be read here. */
-
-/* A config.json being read. Only the first error is kept, so that a reader can go on to its end. */
-typedef struct mt_config {
-    json_t *root;
-    const char *path;
-    mt_error *error;
-    bool failed;
-} mt_config;
-
-__attribute__((format(printf, 2, 3))) static void mt_config_fail(mt_config *config, const char *format, ...) {
-    char text[800];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
-    va_end(arguments);
-    if (!config->failed) mt_error_set(config->error, "%.200s: %s", config->path, text);
-    config->failed = true;
-}
-
-/* The value of a key; NULL when it is absent or null. */
-static json_t *mt_config_get(const json_t *object, const char *key) {
-    json_t *value = json_object_get(object, key);
-    return json_is_null(value) ? NULL : value;
-}
-
-/* Sets an option from a key, where the object has it; the table says its type and range. */
-static void mt_config_read_option(mt_config *config, const json_t *object, const char *key, mt_options *options,
-                                  size_t offset) {
-    const json_t *value = mt_config_get(object, key);
-    const mt_option *row = mt_option_of(offset);
-    if (!value) return;
-    if (row->type == MT_INT ? !json_is_integer(value) : !json_is_number(value)) {
-        mt_config_fail(config, "\"%s\" must be a %snumber", key, row->type == MT_INT ? "whole " : "");
-        return;
-    }
-    if (row->type == MT_INT)
-        *mt_option_int(options, row) = json_integer_value(value);
-    else
-        *mt_option_real(options, row) = json_number_value(value);
-    if (!mt_option_in_range(row, json_number_value(value)))
-        mt_config_fail(config, "\"%s\" is %g, must be in %s", key, json_number_value(value), row->values);
-}
-
-/* The same for a key that every file of the kind has. */
-static void mt_config_read_size(mt_config *config, const char *key, mt_options *options, size_t offset) {
-    if (!mt_config_get(config->root, key)) mt_config_fail(config, "\"%s\" is missing", key);
-    mt_config_read_option(config, config->root, key, options, offset);
-}
-
-static bool mt_config_bool(mt_config *config, const char *key, bool fallback) {
-    const json_t *value = mt_config_get(config->root, key);
-    if (value && !json_is_boolean(value)) mt_config_fail(config, "\"%s\" must be true or false", key);
-    return json_is_boolean(value) ? json_is_true(value) : fallback;
-}
-
-static const char *mt_config_string(mt_config *config, const json_t *object, const char *key, const char *fallback) {
-    const json_t *value = mt_config_get(object, key);
-    if (value && !json_is_string(value)) mt_config_fail(config, "\"%s\" must be a string", key);
-    return json_is_string(value) ? json_string_value(value) : fallback;
-}
-
-/* A token id, or the first of a list of them; -1 when there is none or the vocabulary does not hold it. */
-static int64_t mt_config_token(mt_config *config, const char *key, int64_t vocab_size) {
-    const json_t *value = mt_config_get(config->root, key);
-    if (json_is_array(value)) value = json_array_get(value, 0);
-    if (!value) return -1;
-    if (!json_is_integer(value)) mt_config_fail(config, "\"%s\" must be a token or a list of tokens", key);
-    int64_t token = json_integer_value(value);
-    return token >= 0 && token < vocab_size ? token : -1;
-}
-
-/* Keys that would change what the model computes, and are not supported when true. */
-static void mt_config_refuse(mt_config *config) {
-    static const char *const keys[] = {"scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
-                                       "add_cross_attention", "is_encoder_decoder", "use_mrope"};
-    for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++)
-        if (mt_config_bool(config, keys[i], false)) mt_config_fail(config, "\"%s\": true is not supported", keys[i]);
-    if (!mt_config_bool(config, "scale_attn_weights", true))
-        mt_config_fail(config, "\"scale_attn_weights\": false is not supported");
-    if (mt_config_get(config->root, "quantization_config"))
-        mt_config_fail(config, "quantized weights (\"quantization_config\") are not supported; load the fp32, bf16 or "
-                               "fp16 model");
-}
-
-/* The stretch of rotary positions, under either of its keys: newer files have rope_parameters with the base inside,
- * older ones rope_scaling beside rope_theta. */
-static void mt_config_read_rope(mt_config *config, mt_options *options) {
-    static const struct {
-        const char *key;
-        size_t offset;
-    } numbers[] = {
-        {"factor", MT_AT(rope_scaling_factor)},
-        {"original_max_position_embeddings", MT_AT(original_max_position_embeddings)},
-        {"low_freq_factor", MT_AT(rope_low_freq_factor)},
-        {"high_freq_factor", MT_AT(rope_high_freq_factor)},
-        {"beta_fast", MT_AT(yarn_beta_fast)},
-        {"beta_slow", MT_AT(yarn_beta_slow)},
-        {"mscale", MT_AT(yarn_mscale)},
-        {"mscale_all_dim", MT_AT(yarn_mscale_all_dim)},
-        {"attention_factor", MT_AT(yarn_attention_factor)},
-    };
-    const json_t *rope = mt_config_get(config->root, "rope_parameters");
-    if (!rope) rope = mt_config_get(config->root, "rope_scaling");
-    if (rope && !json_is_object(rope)) mt_config_fail(config, "the parameters of RoPE must be an object");
-    const json_t *base = mt_config_get(rope, "rope_theta") ? rope : config->root;
-    mt_config_read_option(config, base, "rope_theta", options, MT_AT(rotary_base));
-    const char *older = mt_config_string(config, rope, "type", "default");
-    const char *type = mt_config_string(config, rope, "rope_type", older);
-    if (strcmp(type, "default") == 0) type = "none";
-    if (!mt_choice_has("none|linear|llama3|yarn", type))
-        mt_config_fail(config, "RoPE of type \"%.40s\" is not supported; default, linear, llama3 and yarn are", type);
-    const json_t *partial = mt_config_get(rope, "partial_rotary_factor");
-    if (!partial) partial = mt_config_get(config->root, "partial_rotary_factor");
-    if (partial && json_number_value(partial) != 1)
-        mt_config_fail(config, "\"partial_rotary_factor\" other than 1 is not supported");
-    if (json_is_false(json_object_get(rope, "truncate")))
-        mt_config_fail(config, "RoPE with \"truncate\": false is not supported");
-    mt_string_set(&options->rope_scaling_type, type);
-    if (strcmp(type, "none") == 0) return;
-    if (!mt_config_get(rope, "factor")) mt_config_fail(config, "RoPE of type \"%s\" needs a \"factor\"", type);
-    if (strcmp(type, "linear") != 0) options->original_max_position_embeddings = options->max_position_embeddings;
-    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
-        if (i == 0 || strcmp(type, "linear") != 0)
-            mt_config_read_option(config, rope, numbers[i].key, options, numbers[i].offset);
-}
-
-/* How many of the layers of a Qwen model look through the sliding window: layer_types says, or else those from
- * max_window_layers on. */
-static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
-    const json_t *types = mt_config_get(config->root, "layer_types");
-    int64_t sliding = 0;
-    if (!types) {
-        const json_t *value = mt_config_get(config->root, "max_window_layers");
-        if (value && !json_is_integer(value)) mt_config_fail(config, "\"max_window_layers\" must be a whole number");
-        int64_t first = value ? json_integer_value(value) : 28; // Qwen2Config's default
-        return first >= num_layers ? 0 : first <= 0 ? num_layers : num_layers - first;
-    }
-    if (!json_is_array(types) || (int64_t)json_array_size(types) != num_layers)
-        mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)num_layers);
-    for (size_t i = 0; i < json_array_size(types); i++) {
-        const char *type = json_string_value(json_array_get(types, i));
-        if (!type || !mt_choice_has("full_attention|sliding_attention", type))
-            mt_config_fail(config, "\"layer_types\" holds %.40s; full_attention and sliding_attention are supported",
-                           type ? type : "something else than strings");
-        else
-            sliding += *type == 's';
-    }
-    return sliding;
-}
-
-static void mt_config_read_window(mt_config *config, mt_options *options) {
-    bool is_mistral = mt_choice_has("mistral|mixtral", options->hf_family);
-    if (strcmp(options->hf_family, "llama") == 0) return; // transformers reads no window there
-    if (!is_mistral && !mt_config_bool(config, "use_sliding_window", false)) return;
-    if (!json_is_null(json_object_get(config->root, "sliding_window"))) options->window_size = 4096; // when not given
-    mt_config_read_option(config, config->root, "sliding_window", options, MT_AT(window_size));
-    if (is_mistral || options->window_size == 0) return;
-    int64_t sliding = mt_config_sliding_layers(config, options->num_layers);
-    if (sliding > 0 && sliding < options->num_layers)
-        mt_config_fail(config, "%lld of %lld layers have a sliding window; a mixture is not supported",
-                       (long long)sliding, (long long)options->num_layers);
-    if (sliding == 0) options->window_size = 0;
-}
-
-static void mt_config_read_gpt2(mt_config *config, mt_options *options) {
-    const char *activation = mt_config_string(config, config->root, "activation_function", "gelu_new");
-    mt_config_read_size(config, "n_layer", options, MT_AT(num_layers));
-    mt_config_read_size(config, "n_embd", options, MT_AT(hidden_size));
-    mt_config_read_size(config, "n_head", options, MT_AT(num_attention_heads));
-    mt_config_read_size(config, "n_positions", options, MT_AT(max_position_embeddings));
-    mt_config_read_option(config, config->root, "n_inner", options, MT_AT(ffn_hidden_size));
-    mt_config_read_option(config, config->root, "layer_norm_epsilon", options, MT_AT(norm_epsilon));
-    mt_config_read_option(config, config->root, "embd_pdrop", options, MT_AT(hidden_dropout));
-    double embedding_dropout = options->hidden_dropout;
-    options->hidden_dropout = 0.1; // GPT2Config's default, for all three
-    mt_config_read_option(config, config->root, "resid_pdrop", options, MT_AT(hidden_dropout));
-    mt_config_read_option(config, config->root, "attn_pdrop", options, MT_AT(attention_dropout));
-    if (embedding_dropout != options->hidden_dropout)
-        mt_config_fail(config, "\"embd_pdrop\" and \"resid_pdrop\" differ; one hidden dropout is supported: make them "
-                               "equal");
-    if (!mt_choice_has("gelu_new|gelu|gelu_pytorch_tanh", activation))
-        mt_config_fail(config,
-                       "\"activation_function\" \"%.40s\" is not supported; gelu_new, gelu_pytorch_tanh and gelu are",
-                       activation);
-    options->openai_gelu = strcmp(activation, "gelu") != 0;
-    options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", true);
-}
-
-/* The sizes of Llama, Mistral, Qwen2 and Qwen3. */
-static void mt_config_read_llama_sizes(mt_config *config, mt_options *options) {
-    mt_config_read_size(config, "num_hidden_layers", options, MT_AT(num_layers));
-    mt_config_read_size(config, "hidden_size", options, MT_AT(hidden_size));
-    mt_config_read_size(config, "intermediate_size", options, MT_AT(ffn_hidden_size));
-    mt_config_read_size(config, "num_attention_heads", options, MT_AT(num_attention_heads));
-    mt_config_read_size(config, "max_position_embeddings", options, MT_AT(max_position_embeddings));
-    mt_config_read_option(config, config->root, "num_key_value_heads", options, MT_AT(num_query_groups));
-    if (strcmp(options->hf_family, "llama") != 0 && !json_object_get(config->root, "num_key_value_heads"))
-        mt_config_fail(config, "\"num_key_value_heads\" is missing");
-    if (options->num_query_groups == options->num_attention_heads) options->num_query_groups = 0; // one group a head
-    options->group_query_attention = options->num_query_groups != 0;
-    bool is_qwen3 = strncmp(options->hf_family, "qwen3", 5) == 0;
-    if (is_qwen3 && !json_object_get(config->root, "head_dim")) options->kv_channels = 128; // Qwen3Config's default
-    mt_config_read_option(config, config->root, "head_dim", options, MT_AT(kv_channels));
-}
-
-/* Which layers of Qwen2-MoE, Qwen3-MoE and DeepSeek-V3 have experts. */
-static void mt_config_read_expert_layers(mt_config *config, mt_options *options) {
-    const json_t *dense = mt_config_get(config->root, "mlp_only_layers");
-    const json_t *step = mt_config_get(config->root, "decoder_sparse_step");
-    const json_t *first = mt_config_get(config->root, "first_k_dense_replace");
-    int64_t every = step ? json_integer_value(step) : 1, leading = json_integer_value(first);
-    if (config->failed || options->num_layers == 0) return;
-    if (every < 1) mt_config_fail(config, "\"decoder_sparse_step\" must be a number above 0");
-    if (dense && !json_is_array(dense)) mt_config_fail(config, "\"mlp_only_layers\" must be a list");
-    if (config->failed) return;
-    char *layers = mt_calloc(options->num_layers + 1);
-    for (int64_t i = 0; i < options->num_layers; i++) layers[i] = i >= leading && (i + 1) % every == 0 ? '1' : '0';
-    for (size_t i = 0; i < json_array_size(dense); i++) {
-        int64_t layer = json_integer_value(json_array_get(dense, i));
-        if (layer >= 0 && layer < options->num_layers) layers[layer] = '0';
-    }
-    bool any = strchr(layers, '1') != NULL;
-    char *text = mt_layer_freq_print(layers);
-    mt_string_set(&options->moe_layer_freq, strchr(layers, '0') ? text : "1");
-    if (!any) mt_config_fail(config, "no layer has experts");
-    free(text), free(layers);
-}
-
-/* The experts of Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3. */
-static void mt_config_read_experts(mt_config *config, mt_options *options) {
-    bool is_mixtral = strcmp(options->hf_family, "mixtral") == 0,
-         is_qwen = mt_choice_has("qwen2_moe|qwen3_moe", options->hf_family);
-    const char *names[] = {"num_local_experts", "num_experts", "n_routed_experts"}, *name = NULL;
-    for (size_t i = 0; i < 3; i++)
-        if (mt_config_get(config->root, names[i])) name = names[i];
-    if (!name) mt_config_fail(config, "\"%s\" is missing", names[is_mixtral ? 0 : is_qwen ? 1 : 2]);
-    if (!name) return;
-    mt_config_read_size(config, name, options, MT_AT(num_experts));
-    mt_config_read_size(config, "num_experts_per_tok", options, MT_AT(moe_router_topk));
-    mt_config_read_option(config, config->root, "router_aux_loss_coef", options, MT_AT(moe_aux_loss_coeff));
-    mt_config_read_size(config, is_mixtral ? "intermediate_size" : "moe_intermediate_size", options,
-                        MT_AT(moe_ffn_hidden_size));
-    if (is_mixtral) return;
-    mt_config_read_expert_layers(config, options);
-    bool normalised = mt_config_bool(config, "norm_topk_prob", !is_qwen);
-    if (is_qwen) options->moe_router_pre_softmax = !normalised;
-    options->moe_shared_expert_gate = strcmp(options->hf_family, "qwen2_moe") == 0;
-    if (options->moe_shared_expert_gate)
-        mt_config_read_size(config, "shared_expert_intermediate_size", options,
-                            MT_AT(moe_shared_expert_intermediate_size));
-    if (is_qwen) return;
-    if (!normalised) mt_config_fail(config, "\"norm_topk_prob\": false is not supported for deepseek_v3");
-    mt_string_set(&options->moe_router_score_function, "sigmoid");
-    options->moe_router_enable_expert_bias = true;
-    mt_config_read_option(config, config->root, "n_group", options, MT_AT(moe_router_num_groups));
-    mt_config_read_option(config, config->root, "topk_group", options, MT_AT(moe_router_group_topk));
-    mt_config_read_option(config, config->root, "routed_scaling_factor", options,
-                          MT_AT(moe_router_topk_scaling_factor));
-    mt_config_read_option(config, config->root, "n_shared_experts", options,
-                          MT_AT(moe_shared_expert_intermediate_size));
-    options->moe_shared_expert_intermediate_size *= options->moe_ffn_hidden_size;
-    if (options->moe_router_num_groups == 1 || options->moe_router_num_groups == options->moe_router_group_topk)
-        options->moe_router_num_groups = options->moe_router_group_topk = 0; // all groups: none
-    options->moe_router_group_best = 2;
-}
-
-/* Llama, Mistral, Qwen2 and Qwen3: the same block but for biases, norms of heads and windows. */
-static void mt_config_read_llama(mt_config *config, mt_options *options) {
-    const char *activation = mt_config_string(config, config->root, "hidden_act", "silu");
-    bool is_qwen2 = strcmp(options->hf_family, "qwen2") == 0;
-    bool is_qwen3 = strncmp(options->hf_family, "qwen3", 5) == 0; // qwen3_moe too
-    bool is_llama = strcmp(options->hf_family, "llama") == 0;
-    mt_config_read_llama_sizes(config, options);
-    options->norm_epsilon = 1e-6; // what their classes in transformers have by default
-    options->hidden_dropout = options->attention_dropout = 0;
-    mt_config_read_option(config, config->root, "rms_norm_eps", options, MT_AT(norm_epsilon));
-    mt_config_read_option(config, config->root, "hidden_dropout", options, MT_AT(hidden_dropout));
-    mt_config_read_option(config, config->root, "attention_dropout", options, MT_AT(attention_dropout));
-    if (!mt_choice_has("silu|swish", activation))
-        mt_config_fail(config, "\"hidden_act\" \"%.40s\" is not supported; silu is", activation);
-    options->swiglu = true;
-    options->qk_layernorm = is_qwen3;
-    mt_string_set(&options->normalization, "RMSNorm");
-    mt_string_set(&options->position_embedding_type, "rope");
-    options->attention_output_bias = (is_llama || is_qwen3) && mt_config_bool(config, "attention_bias", false);
-    options->add_qkv_bias = is_qwen2 || options->attention_output_bias;
-    if (strcmp(options->hf_family, "qwen2_moe") == 0) options->add_qkv_bias = mt_config_bool(config, "qkv_bias", true);
-    options->mlp_bias = is_llama && mt_config_bool(config, "mlp_bias", false);
-    options->add_bias_linear = options->attention_output_bias && options->mlp_bias;
-    options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", false);
-    mt_config_read_rope(config, options);
-    mt_config_read_window(config, options);
-    if (mt_choice_has("mixtral|qwen2_moe|qwen3_moe", options->hf_family)) mt_config_read_experts(config, options);
-}
-
-/* The attention of DeepSeek-V3. "head_dim" is that of what turns. */
-static void mt_config_read_latent(mt_config *config, mt_options *options) {
-    int64_t groups = options->num_query_groups;
-    options->multi_latent_attention = true;
-    options->q_lora_rank = json_object_get(config->root, "q_lora_rank") ? 0 : 1536; // DeepseekV3Config's default
-    mt_config_read_option(config, config->root, "q_lora_rank", options, MT_AT(q_lora_rank));
-    mt_config_read_size(config, "kv_lora_rank", options, MT_AT(kv_lora_rank));
-    mt_config_read_size(config, "qk_nope_head_dim", options, MT_AT(qk_head_dim));
-    mt_config_read_size(config, "qk_rope_head_dim", options, MT_AT(qk_pos_emb_head_dim));
-    mt_config_read_size(config, "v_head_dim", options, MT_AT(v_head_dim));
-    options->rotary_interleaved = mt_config_bool(config, "rope_interleave", true);
-    options->kv_channels = 0; // follows from them
-    if (groups != 0)
-        mt_config_fail(config,
-                       "\"num_key_value_heads\" is %lld and \"num_attention_heads\" %lld; with a latent "
-                       "every head has its own key and value: make them equal",
-                       (long long)groups, (long long)options->num_attention_heads);
-    if (mt_config_bool(config, "attention_bias", false))
-        mt_config_fail(config, "\"attention_bias\": true is not supported with latent attention");
-}
-
-/* Llama's block with another attention, and experts in the layers from first_k_dense_replace on. Whether the modules of
- * multi-token prediction are in the folder too is not said: transformers leaves them out and keeps their number. This
- * program says it, under its option's name. */
-static void mt_config_read_deepseek(mt_config *config, mt_options *options) {
-    mt_config_read_llama(config, options);
-    mt_config_read_latent(config, options);
-    options->mtp_layers_stored = json_integer_value(mt_config_get(config->root, "num_nextn_predict_layers"));
-    mt_config_read_option(config, config->root, "mtp_num_layers", options, MT_AT(mtp_num_layers));
-    const json_t *dense = mt_config_get(config->root, "first_k_dense_replace");
-    if (!dense || json_integer_value(dense) < options->num_layers) mt_config_read_experts(config, options);
-}
-
-/* A model that no family of transformers describes: this program's own options, under their names. */
-static void mt_config_read_megatron(mt_config *config, mt_options *options) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        char key[80], where[100], number[32];
-        if (!row->name || row->origin == MT_OF_RUN || mt_option_of(row->offset) != row) continue;
-        mt_option_key(key, row);
-        const json_t *value = mt_config_get(config->root, key);
-        if (!value) continue;
-        snprintf(where, sizeof where, "\"%s\"", key);
-        const char *text = json_is_boolean(value) ? (json_is_true(value) ? "true" : "false") : number;
-        if (json_is_integer(value))
-            snprintf(number, sizeof number, "%lld", (long long)json_integer_value(value));
-        else if (json_is_real(value))
-            mt_real_print(number, json_real_value(value));
-        else if (json_is_string(value))
-            text = json_string_value(value);
-        else if (!json_is_boolean(value))
-            text = "an array or object";
-        mt_error problem;
-        if (mt_option_set(options, row, text, where, &problem)) mt_config_fail(config, "%s", problem.text);
-    }
-    memset(options->given, 0, sizeof options->given);
-    options->mtp_layers_stored = options->mtp_num_layers;
-    options->attention_output_bias = mt_config_bool(config, "attention_output_bias", false);
-    options->mlp_bias = mt_config_bool(config, "mlp_bias", false);
-}
-
-/* Sets `shape`, which holds defaults, to what a file of a supported family says. */
-static void mt_config_read_family(mt_config *config, mt_options *shape, const char *family) {
-    mt_error problem;
-    mt_string_set(&shape->hf_family, family);
-    mt_config_read_size(config, "vocab_size", shape, MT_AT(vocab_size));
-    mt_config_read_option(config, config->root, "initializer_range", shape, MT_AT(init_method_std));
-    shape->bos_token_id = mt_config_token(config, "bos_token_id", shape->vocab_size);
-    shape->eos_token_id = mt_config_token(config, "eos_token_id", shape->vocab_size);
-    mt_config_refuse(config);
-    if (strcmp(family, "megatron") == 0)
-        mt_config_read_megatron(config, shape);
-    else if (strcmp(family, "gpt2") == 0)
-        mt_config_read_gpt2(config, shape);
-    else if (strcmp(family, "deepseek_v3") == 0)
-        mt_config_read_deepseek(config, shape);
-    else
-        mt_config_read_llama(config, shape);
-    if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(config, "%s", problem.text);
-    int64_t heads = shape->num_attention_heads, groups = shape->num_query_groups;
-    if (!config->failed && groups > 0 && heads % groups != 0)
-        mt_config_fail(config, "the %lld heads do not divide into %lld groups", (long long)heads, (long long)groups);
-}
-
-static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, mt_error *error) {
-    json_error_t problem;
-    mt_config config = {.path = path, .error = error};
-    config.root = json_loadb(json, (size_t)bytes, JSON_REJECT_DUPLICATES, &problem);
-    if (!config.root) return mt_error_set(error, "%s:%d: is not JSON: %s", path, problem.line, problem.text);
-    const char *family = mt_config_string(&config, config.root, "model_type", NULL);
-    if (!json_is_object(config.root))
-        mt_config_fail(&config, "must hold a JSON object");
-    else if (!family ||
-             !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|mixtral|qwen2_moe|qwen3_moe|deepseek_v3|megatron", family))
-        mt_config_fail(&config,
-                       "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe and "
-                       "deepseek_v3 are supported",
-                       family ? family : "missing");
-    else
-        mt_config_read_family(&config, shape, family);
-    json_decref(config.root);
-    return config.failed ? -1 : 0;
-}
-
-/* Weights were trained for one value of these: another one that was given is an error. */
-static int mt_options_check_weights(const mt_options *options, const mt_options *shape, const char *path,
-                                    mt_error *error) {
-    bool learned = strcmp(shape->position_embedding_type, "learned_absolute") == 0;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name || !mt_option_given(options, row->offset)) continue;
-        if (row->origin != MT_OF_WEIGHTS && !(learned && row->offset == MT_AT(max_position_embeddings))) continue;
-        char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
-        int result = 0;
-        if (strcmp(given, theirs) != 0)
-            result = mt_error_set(error, "--%s is %.60s, but the weights have %.60s (%.200s); leave the option out",
-                                  row->name, given, theirs, path);
-        free(given), free(theirs);
-        if (result) return result;
-    }
-    return 0;
-}
-
-/* Copies the model that config.json describes into the options that were not given. */
-static int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path,
-                                 bool has_weights, mt_error *error) {
-    mt_options shape;
-    mt_options_default(&shape);
-    int result = mt_config_read(&shape, json, bytes, path, error);
-    if (!result && has_weights) {
-        mt_options_derive_sizes(&shape);
-        result = mt_options_check_weights(options, &shape, path, error);
-    }
-    if (!result) {
-        // Biases that config.json tells apart from --disable-bias-linear stay unless the user said otherwise.
-        bool same_biases =
-            !mt_option_given(options, MT_AT(add_bias_linear)) || options->add_bias_linear == shape.add_bias_linear;
-        options->attention_output_bias = same_biases && shape.attention_output_bias;
-        options->mlp_bias = same_biases && shape.mlp_bias;
-        options->moe_router_group_best = shape.moe_router_group_best;
-        options->mtp_layers_stored = shape.mtp_layers_stored;
-        options->bos_token_id = shape.bos_token_id;
-        options->eos_token_id = shape.eos_token_id;
-        mt_string_set(&options->hf_family, shape.hf_family);
-        for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
-            if (row->name && row->origin != MT_OF_RUN && !mt_option_given(options, row->offset))
-                mt_option_copy(options, &shape, row);
-    }
-    mt_options_free(&shape);
-    return result;
-}
-
-int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error) {
-    return mt_options_take_shape(options, json, bytes, path, false, error);
-}
-
-/* Whether transformers' implementation of a family computes what the options describe. */
-static bool mt_family_fits(const mt_options *o, const char *family) {
-    bool qkv = o->add_qkv_bias, output = o->attention_output_bias, mlp = o->mlp_bias;
-    bool layernorm = strcmp(o->normalization, "LayerNorm") == 0;
-    if (strcmp(family, "gpt2") == 0)
-        return layernorm && !o->multi_latent_attention && strcmp(o->position_embedding_type, "learned_absolute") == 0 &&
-               !o->swiglu && qkv && output && mlp && !o->qk_layernorm && o->window_size == 0 &&
-               o->num_query_groups == o->num_attention_heads &&
-               o->kv_channels * o->num_attention_heads == o->hidden_size;
-    if (layernorm || strcmp(o->position_embedding_type, "rope") != 0 || !o->swiglu || o->rotary_percent != 1)
-        return false;
-    bool has_experts = o->num_experts > 0, softmax = strcmp(o->moe_router_score_function, "softmax") == 0;
-    if (strcmp(family, "deepseek_v3") == 0)
-        return o->multi_latent_attention && !output && !mlp && o->window_size == 0 &&
-               (!has_experts ||
-                (!softmax && o->moe_router_enable_expert_bias && o->moe_shared_expert_intermediate_size > 0 &&
-                 !o->moe_shared_expert_gate && (o->moe_router_num_groups == 0 || o->moe_router_group_best == 2) &&
-                 o->moe_shared_expert_intermediate_size % o->moe_ffn_hidden_size == 0 &&
-                 !strstr(o->moe_layers, "10"))); // experts from some layer on
-    if (strcmp(family, "megatron") == 0) return true;
-    if (o->multi_latent_attention || o->rotary_interleaved || o->mtp_num_layers > 0) return false;
-    if (mt_choice_has("mixtral|qwen2_moe|qwen3_moe", family) != has_experts) return false;
-    if (has_experts && (!softmax || o->moe_router_num_groups > 0 || o->moe_router_topk_scaling_factor != 1 ||
-                        (o->moe_shared_expert_intermediate_size > 0) != (strcmp(family, "qwen2_moe") == 0)))
-        return false;
-    if (strcmp(family, "qwen2_moe") == 0) return o->moe_shared_expert_gate && !o->qk_layernorm && !output && !mlp;
-    if (strcmp(family, "mixtral") == 0)
-        return !o->moe_router_pre_softmax && !strchr(o->moe_layers, '0') && !o->qk_layernorm && !qkv && !output;
-    if (strcmp(family, "qwen3_moe") == 0) return o->qk_layernorm && qkv == output;
-    if (strcmp(family, "llama") == 0) return !o->qk_layernorm && qkv == output && o->window_size == 0;
-    if (strcmp(family, "mistral") == 0) return !o->qk_layernorm && !qkv && !output && !mlp;
-    if (strcmp(family, "qwen2") == 0) return !o->qk_layernorm && qkv && !output && !mlp;
-    if (strcmp(family, "qwen3") == 0) return o->qk_layernorm && qkv == output && !mlp;
-    return strcmp(family, "megatron") == 0;
-}
-
-/* Keeps the family that the shape came from while it fits, else finds one that does. */
-static void mt_options_derive_family(mt_options *options) {
-    static const char *const families[] = {"gpt2",    "llama",     "mistral",   "qwen2",      "qwen3",
-                                           "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"};
-    if (options->hf_family && mt_family_fits(options, options->hf_family)) return;
-    mt_string_set(&options->hf_family, "megatron");
-    for (size_t i = sizeof families / sizeof families[0]; i-- > 0;)
-        if (mt_family_fits(options, families[i])) mt_string_set(&options->hf_family, families[i]);
-}
-
-static void mt_json_set_int(json_t *object, const char *key, int64_t value) {
-    json_object_set_new(object, key, json_integer(value));
-}
-
-static void mt_json_set_real(json_t *object, const char *key, double value) {
-    json_object_set_new(object, key, json_real(value));
-}
-
-static void mt_json_set_bool(json_t *object, const char *key, bool value) {
-    json_object_set_new(object, key, json_boolean(value));
-}
-
-static void mt_json_set_string(json_t *object, const char *key, const char *value) {
-    json_object_set_new(object, key, json_string(value));
-}
-
-static void mt_config_write_gpt2(json_t *root, const mt_options *o) {
-    mt_json_set_int(root, "n_layer", o->num_layers);
-    mt_json_set_int(root, "n_embd", o->hidden_size);
-    mt_json_set_int(root, "n_head", o->num_attention_heads);
-    mt_json_set_int(root, "n_positions", o->max_position_embeddings);
-    mt_json_set_int(root, "n_inner", o->ffn_hidden_size);
-    mt_json_set_string(root, "activation_function", o->openai_gelu ? "gelu_new" : "gelu");
-    mt_json_set_real(root, "layer_norm_epsilon", o->norm_epsilon);
-    mt_json_set_real(root, "embd_pdrop", o->hidden_dropout);
-    mt_json_set_real(root, "resid_pdrop", o->hidden_dropout);
-    mt_json_set_real(root, "attn_pdrop", o->attention_dropout);
-}
-
-/* RoPE's parameters as an object; the newer form holds the base too. */
-static json_t *mt_config_rope(const mt_options *o, bool newer) {
-    json_t *rope = json_object();
-    bool is_llama3 = strcmp(o->rope_scaling_type, "llama3") == 0, is_yarn = strcmp(o->rope_scaling_type, "yarn") == 0;
-    bool is_none = strcmp(o->rope_scaling_type, "none") == 0;
-    mt_json_set_string(rope, "rope_type", is_none ? "default" : o->rope_scaling_type);
-    if (newer) mt_json_set_real(rope, "rope_theta", o->rotary_base);
-    if (!is_none) mt_json_set_real(rope, "factor", o->rope_scaling_factor);
-    if (is_llama3 || is_yarn)
-        mt_json_set_int(rope, "original_max_position_embeddings", o->original_max_position_embeddings);
-    if (is_llama3) {
-        mt_json_set_real(rope, "low_freq_factor", o->rope_low_freq_factor);
-        mt_json_set_real(rope, "high_freq_factor", o->rope_high_freq_factor);
-    }
-    if (is_yarn) {
-        mt_json_set_real(rope, "beta_fast", o->yarn_beta_fast);
-        mt_json_set_real(rope, "beta_slow", o->yarn_beta_slow);
-        mt_json_set_real(rope, "attention_factor", o->yarn_attention_factor);
-        if (o->yarn_mscale > 0) mt_json_set_real(rope, "mscale", o->yarn_mscale);
-        if (o->yarn_mscale_all_dim > 0) mt_json_set_real(rope, "mscale_all_dim", o->yarn_mscale_all_dim);
-    }
-    return rope;
-}
-
-static void mt_config_write_llama(json_t *root, const mt_options *o) {
-    bool is_qwen = strncmp(o->hf_family, "qwen", 4) == 0;
-    mt_json_set_int(root, "num_hidden_layers", o->num_layers);
-    mt_json_set_int(root, "hidden_size", o->hidden_size);
-    mt_json_set_int(root, "intermediate_size", o->ffn_hidden_size);
-    mt_json_set_int(root, "num_attention_heads", o->num_attention_heads);
-    mt_json_set_int(root, "num_key_value_heads", o->num_query_groups);
-    mt_json_set_int(root, "head_dim", o->kv_channels);
-    mt_json_set_int(root, "max_position_embeddings", o->max_position_embeddings);
-    mt_json_set_string(root, "hidden_act", "silu");
-    mt_json_set_real(root, "rms_norm_eps", o->norm_epsilon);
-    mt_json_set_real(root, "attention_dropout", o->attention_dropout);
-    if (o->hidden_dropout > 0) mt_json_set_real(root, "hidden_dropout", o->hidden_dropout); // ours; theirs has none
-    if (strcmp(o->hf_family, "llama") == 0 || strncmp(o->hf_family, "qwen3", 5) == 0)
-        mt_json_set_bool(root, "attention_bias", o->attention_output_bias);
-    if (strcmp(o->hf_family, "llama") == 0) mt_json_set_bool(root, "mlp_bias", o->mlp_bias);
-    json_object_set_new(root, "rope_parameters", mt_config_rope(o, true));
-    mt_json_set_real(root, "rope_theta", o->rotary_base); // this and the next: transformers before 5
-    json_object_set_new(root, "rope_scaling",
-                        strcmp(o->rope_scaling_type, "none") == 0 ? json_null() : mt_config_rope(o, false));
-    if (strcmp(o->hf_family, "llama") == 0 || o->multi_latent_attention) return;
-    json_object_set_new(root, "sliding_window", o->window_size ? json_integer(o->window_size) : json_null());
-    if (!is_qwen) return;
-    json_t *types = json_array();
-    for (int64_t layer = 0; layer < o->num_layers; layer++)
-        json_array_append_new(types, json_string(o->window_size ? "sliding_attention" : "full_attention"));
-    json_object_set_new(root, "layer_types", types);
-    mt_json_set_bool(root, "use_sliding_window", o->window_size > 0);
-    mt_json_set_int(root, "max_window_layers", o->window_size > 0 ? 0 : o->num_layers);
-}
-
-/* The experts of Mixtral, Qwen2-MoE and Qwen3-MoE. */
-static void mt_config_write_experts(json_t *root, const mt_options *o) {
-    bool is_mixtral = strcmp(o->hf_family, "mixtral") == 0;
-    mt_json_set_int(root, "num_local_experts", o->num_experts);
-    mt_json_set_int(root, "num_experts_per_tok", o->moe_router_topk);
-    mt_json_set_real(root, "router_aux_loss_coef", o->moe_aux_loss_coeff);
-    mt_json_set_bool(root, "output_router_logits", false);
-    if (is_mixtral) {
-        mt_json_set_int(root, "intermediate_size", o->moe_ffn_hidden_size);
-        return;
-    }
-    json_t *dense = json_array();
-    for (int64_t i = 0; i < o->num_layers; i++)
-        if (o->moe_layers[i] == '0') json_array_append_new(dense, json_integer(i));
-    mt_json_set_int(root, "num_experts", o->num_experts); // transformers before 5
-    mt_json_set_int(root, "moe_intermediate_size", o->moe_ffn_hidden_size);
-    mt_json_set_bool(root, "norm_topk_prob", !o->moe_router_pre_softmax);
-    mt_json_set_int(root, "decoder_sparse_step", 1);
-    json_object_set_new(root, "mlp_only_layers", dense);
-    if (strcmp(o->hf_family, "qwen3_moe") == 0) return;
-    mt_json_set_int(root, "shared_expert_intermediate_size", o->moe_shared_expert_intermediate_size);
-    mt_json_set_bool(root, "qkv_bias", o->add_qkv_bias);
-}
-
-static void mt_config_write_deepseek(json_t *root, const mt_options *o) {
-    mt_config_write_llama(root, o);
-    mt_json_set_int(root, "head_dim", o->qk_pos_emb_head_dim);
-    json_object_set_new(root, "q_lora_rank", o->q_lora_rank > 0 ? json_integer(o->q_lora_rank) : json_null());
-    mt_json_set_int(root, "kv_lora_rank", o->kv_lora_rank);
-    mt_json_set_int(root, "qk_nope_head_dim", o->qk_head_dim);
-    mt_json_set_int(root, "qk_rope_head_dim", o->qk_pos_emb_head_dim);
-    mt_json_set_int(root, "qk_head_dim", o->qk_head_dim + o->qk_pos_emb_head_dim);
-    mt_json_set_int(root, "v_head_dim", o->v_head_dim);
-    mt_json_set_bool(root, "rope_interleave", o->rotary_interleaved);
-    mt_json_set_bool(root, "attention_bias", false);
-    mt_json_set_int(root, "num_nextn_predict_layers", o->mtp_num_layers);
-    if (o->mtp_num_layers > 0) mt_json_set_int(root, "mtp_num_layers", o->mtp_num_layers);
-    const char *first = o->moe_layers ? strchr(o->moe_layers, '1') : NULL;
-    mt_json_set_int(root, "first_k_dense_replace", first ? first - o->moe_layers : o->num_layers);
-    if (!first) return;
-    mt_json_set_int(root, "n_routed_experts", o->num_experts);
-    mt_json_set_int(root, "num_experts_per_tok", o->moe_router_topk);
-    mt_json_set_int(root, "moe_intermediate_size", o->moe_ffn_hidden_size);
-    mt_json_set_int(root, "n_shared_experts", o->moe_shared_expert_intermediate_size / o->moe_ffn_hidden_size);
-    mt_json_set_int(root, "n_group", mt_max(o->moe_router_num_groups, 1));
-    mt_json_set_int(root, "topk_group", mt_max(o->moe_router_group_topk, 1));
-    mt_json_set_real(root, "routed_scaling_factor", o->moe_router_topk_scaling_factor);
-    mt_json_set_bool(root, "norm_topk_prob", true);
-    mt_json_set_string(root, "scoring_func", "sigmoid");
-    mt_json_set_string(root, "topk_method", "noaux_tc");
-}
-
-static void mt_config_write_megatron(json_t *root, const mt_options *options) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        char key[80];
-        if (!row->name || row->origin == MT_OF_RUN || mt_option_of(row->offset) != row) continue;
-        mt_option_key(key, row);
-        if (row->type == MT_FLAG) mt_json_set_bool(root, key, *mt_option_bool(options, row));
-        if (row->type == MT_NO) mt_json_set_bool(root, key, !*mt_option_bool(options, row));
-        if (row->type == MT_INT) mt_json_set_int(root, key, *mt_option_int(options, row));
-        if (row->type == MT_REAL) mt_json_set_real(root, key, *mt_option_real(options, row));
-        if (row->type == MT_CHOICE || row->type == MT_STRING)
-            mt_json_set_string(root, key, *mt_option_string(options, row));
-    }
-    mt_json_set_bool(root, "attention_output_bias", options->attention_output_bias);
-    mt_json_set_bool(root, "mlp_bias", options->mlp_bias);
-}
-
-/* The text with the fewest digits that reads back as the same numbers: 0.1, not 0.10000000000000001. */
-static char *mt_json_print(const json_t *root) {
-    for (size_t digits = 15;; digits++) {
-        char *text = json_dumps(root, JSON_INDENT(2) | JSON_REAL_PRECISION(digits));
-        json_t *again = json_loads(text, 0, NULL);
-        bool same = json_equal(root, again);
-        json_decref(again);
-        if (same || digits == 17) return text;
-        free(text);
-    }
-}
-
-char *mt_options_write_hf_config(const mt_options *options) {
-    static const char *const classes[][2] = {
-        {"gpt2", "GPT2LMHeadModel"},          {"llama", "LlamaForCausalLM"},
-        {"mistral", "MistralForCausalLM"},    {"qwen2", "Qwen2ForCausalLM"},
-        {"qwen3", "Qwen3ForCausalLM"},        {"deepseek_v3", "DeepseekV3ForCausalLM"},
-        {"mixtral", "MixtralForCausalLM"},    {"qwen3_moe", "Qwen3MoeForCausalLM"},
-        {"qwen2_moe", "Qwen2MoeForCausalLM"}, {"megatron", "MegatronForCausalLM"}};
-    const char *family = options->hf_family, *dtype = options->bf16 ? "bfloat16" : "float32";
-    json_t *root = json_object();
-    for (size_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
-        if (strcmp(family, classes[i][0]) == 0)
-            json_object_set_new(root, "architectures", json_pack("[s]", classes[i][1]));
-    mt_json_set_string(root, "model_type", family);
-    mt_json_set_int(root, "vocab_size", options->vocab_size);
-    mt_json_set_real(root, "initializer_range", options->init_method_std);
-    mt_json_set_bool(root, "tie_word_embeddings", !options->untie_embeddings_and_output_weights);
-    json_object_set_new(root, "bos_token_id",
-                        options->bos_token_id < 0 ? json_null() : json_integer(options->bos_token_id));
-    json_object_set_new(root, "eos_token_id",
-                        options->eos_token_id < 0 ? json_null() : json_integer(options->eos_token_id));
-    mt_json_set_string(root, "dtype", dtype);
-    mt_json_set_string(root, "torch_dtype", dtype); // transformers before 5
-    mt_json_set_bool(root, "use_cache", true);
-    if (strcmp(family, "gpt2") == 0)
-        mt_config_write_gpt2(root, options);
-    else if (strcmp(family, "megatron") == 0)
-        mt_config_write_megatron(root, options);
-    else if (strcmp(family, "deepseek_v3") == 0)
-        mt_config_write_deepseek(root, options);
-    else
-        mt_config_write_llama(root, options);
-    if (mt_choice_has("mixtral|qwen2_moe|qwen3_moe", family)) mt_config_write_experts(root, options);
-    char *text = mt_json_print(root);
-    json_decref(root);
-    return text;
-}
-
-/* ==== §2d derivation and checks ================================================================================== */
-/* What follows from what was given, and every rule between options, each error naming both sides. */
-
-/* Pairs of options: the first says nothing without the second. */
-static const size_t mt_option_needs[][2] = {
-    {MT_AT(q_lora_rank), MT_AT(multi_latent_attention)},
-    {MT_AT(kv_lora_rank), MT_AT(multi_latent_attention)},
-    {MT_AT(qk_head_dim), MT_AT(multi_latent_attention)},
-    {MT_AT(qk_pos_emb_head_dim), MT_AT(multi_latent_attention)},
-    {MT_AT(v_head_dim), MT_AT(multi_latent_attention)},
-    {MT_AT(save_interval), MT_AT(save)},
-    {MT_AT(async_save), MT_AT(save)},
-    {MT_AT(keep_checkpoints), MT_AT(save)},
-    {MT_AT(save_retain_interval), MT_AT(save_interval)},
-    {MT_AT(auto_resume), MT_AT(save)},
-    {MT_AT(no_load_rng), MT_AT(load)},
-    {MT_AT(trace_first_step), MT_AT(trace)},
-    {MT_AT(trace_last_step), MT_AT(trace)},
-    {MT_AT(no_save_optim), MT_AT(save)},
-    {MT_AT(loss_spike_factor), MT_AT(check_for_spiky_loss)},
-    {MT_AT(loss_spike_window), MT_AT(check_for_spiky_loss)},
-    {MT_AT(finetune), MT_AT(load)},
-    {MT_AT(no_load_optim), MT_AT(load)},
-    {MT_AT(tokenizer_model), MT_AT(tokenizer_type)},
-    {MT_AT(split), MT_AT(data_path)},
-    {MT_AT(valid_data_path), MT_AT(train_data_path)},
-    {MT_AT(test_data_path), MT_AT(train_data_path)},
-    {MT_AT(rampup_batch_size), MT_AT(train_samples)},
-    {MT_AT(lr_decay_iters), MT_AT(train_iters)},
-    {MT_AT(lr_decay_samples), MT_AT(train_samples)},
-    {MT_AT(lr_warmup_iters), MT_AT(train_iters)},
-    {MT_AT(lr_warmup_samples), MT_AT(train_samples)},
-    {MT_AT(lr_wsd_decay_iters), MT_AT(train_iters)},
-    {MT_AT(lr_wsd_decay_samples), MT_AT(train_samples)},
-    {MT_AT(out), MT_AT(score)},
-    {MT_AT(entropy_out), MT_AT(score)},
-    {MT_AT(logits_out), MT_AT(score)},
-    {MT_AT(max_sequences), MT_AT(score)},
-    {MT_AT(num_virtual_stages_per_pipeline_rank), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(account_for_embedding_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(account_for_loss_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(mtp_loss_scaling_factor), MT_AT(mtp_num_layers)},
-    {MT_AT(moe_ffn_hidden_size), MT_AT(num_experts)},
-    {MT_AT(moe_layer_freq), MT_AT(num_experts)},
-    {MT_AT(moe_shared_expert_intermediate_size), MT_AT(num_experts)},
-    {MT_AT(moe_shared_expert_gate), MT_AT(moe_shared_expert_intermediate_size)},
-    {MT_AT(moe_router_topk), MT_AT(num_experts)},
-    {MT_AT(moe_router_score_function), MT_AT(num_experts)},
-    {MT_AT(moe_router_pre_softmax), MT_AT(num_experts)},
-    {MT_AT(moe_router_num_groups), MT_AT(num_experts)},
-    {MT_AT(moe_router_topk_scaling_factor), MT_AT(num_experts)},
-    {MT_AT(moe_router_enable_expert_bias), MT_AT(num_experts)},
-    {MT_AT(moe_router_load_balancing_type), MT_AT(num_experts)},
-    {MT_AT(moe_aux_loss_coeff), MT_AT(num_experts)},
-    {MT_AT(moe_z_loss_coeff), MT_AT(num_experts)},
-    {MT_AT(moe_expert_capacity_factor), MT_AT(num_experts)},
-    {MT_AT(moe_token_dispatcher_type), MT_AT(num_experts)},
-    {MT_AT(moe_grouped_gemm), MT_AT(num_experts)},
-    {MT_AT(moe_permute_fusion), MT_AT(num_experts)},
-    {MT_AT(expert_model_parallel_size), MT_AT(num_experts)},
-    {MT_AT(expert_tensor_parallel_size), MT_AT(num_experts)},
-    {MT_AT(moe_router_num_groups), MT_AT(moe_router_group_topk)},
-    {MT_AT(moe_router_group_topk), MT_AT(moe_router_num_groups)},
-    {MT_AT(moe_router_bias_update_rate), MT_AT(moe_router_enable_expert_bias)},
-    {MT_AT(moe_token_drop_policy), MT_AT(moe_expert_capacity_factor)},
-    {MT_AT(moe_pad_expert_input_to_capacity), MT_AT(moe_expert_capacity_factor)},
-};
-
-/* Pairs of options that contradict each other. */
-static const size_t mt_option_excludes[][2] = {
-    {MT_AT(multi_latent_attention), MT_AT(group_query_attention)},
-    {MT_AT(multi_latent_attention), MT_AT(kv_channels)},
-    {MT_AT(multi_latent_attention), MT_AT(rotary_percent)},
-    {MT_AT(multi_latent_attention), MT_AT(add_qkv_bias)},
-    {MT_AT(train_iters), MT_AT(train_samples)},
-    {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_iters)},
-    {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_samples)},
-    {MT_AT(use_rope_scaling), MT_AT(rotary_seq_len_interpolation_factor)},
-    {MT_AT(rope_scaling_factor), MT_AT(rotary_seq_len_interpolation_factor)},
-    {MT_AT(data_path), MT_AT(train_data_path)},
-    {MT_AT(data_path), MT_AT(mock_data)},
-    {MT_AT(data_path), MT_AT(tokens_file)},
-    {MT_AT(train_data_path), MT_AT(mock_data)},
-    {MT_AT(train_data_path), MT_AT(tokens_file)},
-    {MT_AT(mock_data), MT_AT(tokens_file)},
-    {MT_AT(tokens_file), MT_AT(reset_position_ids)},
-    {MT_AT(tokens_file), MT_AT(reset_attention_mask)},
-    {MT_AT(tokens_file), MT_AT(eod_mask_loss)},
-    {MT_AT(tokens_file), MT_AT(dataloader_type)},
-    {MT_AT(prompt), MT_AT(prompt_tokens)},
-    {MT_AT(score), MT_AT(prompt)},
-    {MT_AT(score), MT_AT(prompt_tokens)},
-    {MT_AT(score), MT_AT(print_tokens)},
-    {MT_AT(score), MT_AT(max_new_tokens)},
-    {MT_AT(score), MT_AT(temperature)},
-    {MT_AT(score), MT_AT(top_k)},
-    {MT_AT(score), MT_AT(top_p)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(num_virtual_stages_per_pipeline_rank)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(decoder_first_pipeline_num_layers)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(decoder_last_pipeline_num_layers)},
-    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(account_for_embedding_in_pipeline_split)},
-    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(account_for_loss_in_pipeline_split)},
-    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(account_for_embedding_in_pipeline_split)},
-    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(account_for_loss_in_pipeline_split)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(num_virtual_stages_per_pipeline_rank)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(num_layers_per_virtual_pipeline_stage)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(decoder_first_pipeline_num_layers)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(decoder_last_pipeline_num_layers)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(account_for_embedding_in_pipeline_split)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(account_for_loss_in_pipeline_split)},
-};
-
-static int mt_options_check_pairs(const mt_options *options, mt_error *error) {
-    for (size_t i = 0; i < sizeof mt_option_needs / sizeof mt_option_needs[0]; i++) {
-        const mt_option *row = mt_option_of(mt_option_needs[i][0]), *other = mt_option_of(mt_option_needs[i][1]);
-        if (mt_option_used(options, row->offset) && mt_option_is_default(options, other))
-            return mt_error_set(error, "--%s needs --%s", row->name, other->name);
-    }
-    for (size_t i = 0; i < sizeof mt_option_excludes / sizeof mt_option_excludes[0]; i++) {
-        const mt_option *row = mt_option_of(mt_option_excludes[i][0]), *other = mt_option_of(mt_option_excludes[i][1]);
-        if (mt_option_used(options, row->offset) && mt_option_used(options, other->offset))
-            return mt_error_set(error, "--%s and --%s exclude each other; leave one out", row->name, other->name);
-    }
-    return 0;
-}
-
-/* Numbers against the ranges of the table, choices against their lists. What was neither given nor set is skipped. */
-static int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name || (row->origin == MT_OF_RUN && !(row->programs & (int)program))) continue;
-        if (!mt_option_given(options, row->offset) && mt_option_is_default(options, row)) continue;
-        char *text = mt_option_text(options, row);
-        bool good = row->type != MT_CHOICE || mt_choice_has(row->values, text);
-        if (row->type == MT_INT) good = mt_option_in_range(row, (double)*mt_option_int(options, row));
-        if (row->type == MT_REAL) good = mt_option_in_range(row, *mt_option_real(options, row));
-        if (!good)
-            mt_error_set(error, "--%s must be %s%s, got %.100s", row->name, row->type == MT_CHOICE ? "" : "in ",
-                         row->values, text);
-        free(text);
-        if (!good) return -1;
-    }
-    return 0;
-}
-
-/* Sizes that follow from others, as Megatron has them. */
-static void mt_options_derive_sizes(mt_options *o) {
+void mt_options_derive_sizes(mt_options *o) {
     if (o->ffn_hidden_size == 0)
         o->ffn_hidden_size = o->swiglu ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
     if (o->num_query_groups == 0) o->num_query_groups = o->group_query_attention ? 1 : o->num_attention_heads;
@@ -2176,63 +284,6 @@ static void mt_options_derive_sizes(mt_options *o) {
     if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
 }
 
-/* The layers with experts, from --moe-layer-freq: a number, or a sum of lists that may be repeated, as Python writes
- * it. Returns the layers written to `layers`, which has room for `max`, or -1. */
-static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
-    int64_t count = 0;
-    for (const char *at = text; *at;) {
-        int64_t first = count, times = 1;
-        while (*at == '(' || *at == ' ') at++;
-        if (*at++ != '[') return -1;
-        while (*at != ']') {
-            if ((*at != '0' && *at != '1') || count == max) return -1;
-            layers[count++] = *at++;
-            while (*at == ',' || *at == ' ') at++;
-        }
-        for (at++; *at == ' ';) at++;
-        if (*at == '*') {
-            char *end;
-            times = strtoll(at + 1, &end, 10), at = end;
-        }
-        int64_t listed = count - first;
-        if (times < 0 || times > max || listed == 0) return -1;
-        if (times == 0) count = first;
-        for (int64_t i = listed; i < listed * times; i++) {
-            if (count == max) return -1;
-            layers[count] = layers[count - listed], count++;
-        }
-        while (*at == ' ' || *at == ')') at++;
-        if (*at == '+')
-            at++;
-        else if (*at)
-            return -1;
-    }
-    return count;
-}
-
-static int mt_options_finish_expert_layers(mt_options *o, mt_error *error) {
-    int64_t every = 0;
-    if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
-        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as Megatron does
-    const int64_t most = mt_max(o->num_layers, 4096);
-    mt_string_set(&o->moe_layers, NULL);
-    o->moe_layers = mt_calloc(most + 1);
-    bool is_number = mt_parse_int(o->moe_layer_freq, &every);
-    for (int64_t i = 0; is_number && every > 0 && i < o->num_layers; i++) o->moe_layers[i] = i % every ? '0' : '1';
-    int64_t listed = is_number ? 0 : mt_layer_freq_parse(o->moe_layer_freq, o->moe_layers, most);
-    if (listed > o->num_layers && !mt_option_given(o, MT_AT(moe_layer_freq))) { // config.json's, of a model that is cut
-        o->moe_layers[listed = o->num_layers] = 0;
-        char *text = mt_layer_freq_print(o->moe_layers);
-        mt_string_set(&o->moe_layer_freq, text);
-        free(text);
-    }
-    if (is_number ? every > 0 : listed == o->num_layers) return 0;
-    return mt_error_set(error,
-                        "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
-                        "([0]*1+[1]*%lld), got '%.100s'",
-                        (long long)o->num_layers, (long long)o->num_layers - 1, o->moe_layer_freq);
-}
-
 /* What multi-token prediction asks of the model; generation and scoring do without it. */
 static int mt_options_finish_mtp(mt_options *o, mt_program program, mt_error *error) {
     const char *positions = o->position_embedding_type, *schedule = o->pipeline_schedule;
@@ -2240,7 +291,7 @@ static int mt_options_finish_mtp(mt_options *o, mt_program program, mt_error *er
     if (o->mtp_num_layers == 0) return 0;
     if (strcmp(o->normalization, "RMSNorm") != 0)
         return mt_error_set(error, "--mtp-num-layers needs --normalization RMSNorm, which is %s", o->normalization);
-    if (!mt_choice_has("rope|none", positions))
+    if (strcmp(positions, "rope") != 0 && strcmp(positions, "none") != 0)
         return mt_error_set(error, "--mtp-num-layers needs --position-embedding-type rope or none, which is %s",
                             positions);
     if (schedule && strcmp(schedule, "zb-h1") == 0)
@@ -2284,7 +335,6 @@ static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
                             (long long)o->num_attention_heads, (long long)o->num_query_groups);
     if (o->swiglu && o->openai_gelu)
         return mt_error_set(error, "--swiglu and --openai-gelu exclude each other; leave one out");
-    if (o->num_experts > 0 && mt_options_finish_expert_layers(o, error)) return -1;
     if (o->add_bias_linear) {
         o->attention_output_bias = o->mlp_bias = true;
         o->add_qkv_bias = !o->multi_latent_attention; // Megatron's have none there
@@ -2300,48 +350,8 @@ static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* Options of rotary positions that were given where nothing would read them. */
-static int mt_options_check_rope(const mt_options *o, mt_error *error) {
-    static const size_t rotary[] = {MT_AT(rotary_base), MT_AT(rotary_percent), MT_AT(rotary_interleaved),
-                                    MT_AT(rotary_seq_len_interpolation_factor), MT_AT(use_rope_scaling)};
-    static const struct {
-        size_t offset;
-        const char *types;
-    } scaled[] = {
-        {MT_AT(rope_scaling_factor), "linear|llama3|yarn"},
-        {MT_AT(original_max_position_embeddings), "llama3|yarn"},
-        {MT_AT(rope_low_freq_factor), "llama3"},
-        {MT_AT(rope_high_freq_factor), "llama3"},
-        {MT_AT(yarn_beta_fast), "yarn"},
-        {MT_AT(yarn_beta_slow), "yarn"},
-        {MT_AT(yarn_mscale), "yarn"},
-        {MT_AT(yarn_mscale_all_dim), "yarn"},
-        {MT_AT(yarn_attention_factor), "yarn"},
-    };
-    bool is_rope = strcmp(o->position_embedding_type, "rope") == 0;
-    for (size_t i = 0; i < sizeof rotary / sizeof rotary[0]; i++)
-        if (!is_rope && mt_option_used(o, rotary[i]))
-            return mt_error_set(error, "--%s needs --position-embedding-type rope, which is %s",
-                                mt_option_of(rotary[i])->name, o->position_embedding_type);
-    if (!is_rope && strcmp(o->rope_scaling_type, "none") != 0)
-        return mt_error_set(error, "--rope-scaling-type needs --position-embedding-type rope, which is %s",
-                            o->position_embedding_type);
-    for (size_t i = 0; i < sizeof scaled / sizeof scaled[0]; i++)
-        if (mt_option_used(o, scaled[i].offset) && !mt_choice_has(scaled[i].types, o->rope_scaling_type))
-            return mt_error_set(error, "--%s needs --rope-scaling-type %s, which is %s",
-                                mt_option_of(scaled[i].offset)->name, scaled[i].types, o->rope_scaling_type);
-    return 0;
-}
-
-/* One kind of scaling from the three ways to ask for it, and what that kind needs. */
+/* What each kind of scaling needs. */
 static int mt_options_finish_rope(mt_options *o, mt_error *error) {
-    const char *asked = o->use_rope_scaling ? "llama3" : o->rotary_seq_len_interpolation_factor > 0 ? "linear" : NULL;
-    if (asked && mt_option_given(o, MT_AT(rope_scaling_type)) && strcmp(asked, o->rope_scaling_type) != 0)
-        return mt_error_set(error, "--rope-scaling-type %s and --%s exclude each other; leave one out",
-                            o->rope_scaling_type,
-                            o->use_rope_scaling ? "use-rope-scaling" : "rotary-seq-len-interpolation-factor");
-    if (asked) mt_string_set(&o->rope_scaling_type, asked);
-    if (mt_options_check_rope(o, error)) return -1;
     if (strcmp(o->position_embedding_type, "rope") != 0) return 0;
     if (o->multi_latent_attention && o->qk_pos_emb_head_dim % 2 != 0)
         return mt_error_set(error, "--qk-pos-emb-head-dim %lld must be even", (long long)o->qk_pos_emb_head_dim);
@@ -2391,15 +401,14 @@ static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error
     return 0;
 }
 
-/* ==== §2e ranks and experts ====================================================================================== */
+/* ==== §2b ranks and experts ====================================================================================== */
 /* Who computes what: stages, parts of layers, of sequences and of the batch, and experts. */
 
 /* Virtual stages a rank, by whichever option says it. */
 static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
-    if (o->pipeline_model_parallel_layout) {
-        int64_t count = mt_layout_count(o, error);
-        if (count < 0) return -1;
+    if (o->pipeline_letters) {
+        int64_t count = mt_pipeline_layout_count(o->pipeline_letters);
         if (count % pp != 0)
             return mt_error_set(error,
                                 "--pipeline-model-parallel-layout has %lld stages; they must be a multiple of "
@@ -2417,7 +426,7 @@ static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
                                 layers > o->num_layers ? " with what --account-for-* counts" : "", (long long)pp,
                                 (long long)per_stage);
         o->num_virtual_stages_per_pipeline_rank = layers / (pp * per_stage);
-    } else if (!mt_option_given(o, MT_AT(num_virtual_stages_per_pipeline_rank)))
+    } else if (!MT_GIVEN(o, num_virtual_stages_per_pipeline_rank))
         o->num_virtual_stages_per_pipeline_rank = 1;
     if (pp * o->num_virtual_stages_per_pipeline_rank > 1000000)
         return mt_error_set(error, "--num-virtual-stages-per-pipeline-rank %lld is too many for %lld ranks",
@@ -2429,7 +438,7 @@ static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
 static int mt_options_finish_order(mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
     int64_t *group = &o->microbatch_group_size_per_virtual_pipeline_stage;
-    if (pp > 1 && !mt_option_given(o, MT_AT(pipeline_schedule)))
+    if (pp > 1 && !MT_GIVEN(o, pipeline_schedule))
         mt_string_set(&o->pipeline_schedule, vp > 1 ? "interleaved" : "1f1b");
     const char *schedule = o->pipeline_schedule ? o->pipeline_schedule : "1f1b";
     bool interleaved = strcmp(schedule, "interleaved") == 0;
@@ -2443,7 +452,7 @@ static int mt_options_finish_order(mt_options *o, mt_error *error) {
                             schedule, (long long)vp);
     if (strcmp(schedule, "zb-h1") == 0 && pp == 1)
         return mt_error_set(error, "--pipeline-schedule zb-h1 needs --pipeline-model-parallel-size above 1");
-    if (!mt_option_given(o, MT_AT(microbatch_group_size_per_virtual_pipeline_stage))) *group = vp > 1 ? pp : 0;
+    if (!MT_GIVEN(o, microbatch_group_size_per_virtual_pipeline_stage)) *group = vp > 1 ? pp : 0;
     if (vp == 1 && *group > 0)
         return mt_error_set(error, "--microbatch-group-size-per-virtual-pipeline-stage needs several virtual stages: "
                                    "give --num-virtual-stages-per-pipeline-rank");
@@ -2602,6 +611,8 @@ static int mt_options_check_expert_ranks(const mt_options *o, mt_program program
 static int mt_options_finish_experts(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
     if (o->num_experts == 0) return 0;
     if (o->moe_ffn_hidden_size == 0) o->moe_ffn_hidden_size = o->ffn_hidden_size;
+    if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
+        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as Megatron does
     if (o->expert_tensor_parallel_size == 0) o->expert_tensor_parallel_size = o->tensor_model_parallel_size;
     if (!o->swiglu) return mt_error_set(error, "--num-experts needs --swiglu: experts have gates");
     if (o->mlp_bias) return mt_error_set(error, "--num-experts needs --disable-bias-linear: experts have no biases");
@@ -2611,15 +622,15 @@ static int mt_options_finish_experts(mt_options *o, mt_program program, int64_t 
 
 /* The two sizes of --hierarchical-context-parallel-sizes, which make the context group. */
 static int mt_options_read_hierarchy(mt_options *o, mt_error *error) {
-    const mt_strings *sizes = &o->hierarchical_context_parallel_sizes;
+    const mt_ints *sizes = &o->hierarchical_context_parallel_sizes;
     bool is_hierarchical = strcmp(o->cp_comm_type, "a2a+p2p") == 0;
-    int64_t a2a = 1, ring = 0;
+    int64_t a2a = sizes->items[0], ring = sizes->items[1];
     if (!is_hierarchical && sizes->count > 0)
         return mt_error_set(error, "--hierarchical-context-parallel-sizes needs --cp-comm-type a2a+p2p, which is %s",
                             o->cp_comm_type);
     if (!is_hierarchical || (o->context_parallel_size == 1 && sizes->count == 0)) return 0;
-    bool good = sizes->count == 2 && mt_parse_int(sizes->items[0], &a2a) && mt_parse_int(sizes->items[1], &ring);
-    if (!good || a2a < 1 || ring < 1 || a2a > o->context_parallel_size || a2a * ring != o->context_parallel_size)
+    if (sizes->count != 2 || a2a < 1 || ring < 1 || a2a > o->context_parallel_size ||
+        a2a * ring != o->context_parallel_size)
         return mt_error_set(error,
                             "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A2A RING, two numbers "
                             "whose product is --context-parallel-size %lld",
@@ -2664,14 +675,13 @@ static int mt_options_check_batch(const mt_options *o, const char *name, int64_t
 }
 
 static int mt_options_finish_batches(mt_options *o, mt_error *error) {
-    int64_t ramp[3] = {0};
+    const int64_t *ramp = o->rampup_batch_size.items;
     if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
     if (mt_options_check_batch(o, "--global-batch-size", o->global_batch_size, error)) return -1;
     if (mt_options_check_micro_batches(o, o->global_batch_size, error)) return -1;
     if (o->rampup_batch_size.count == 0) return 0;
     bool good = o->rampup_batch_size.count == 3;
-    for (int i = 0; i < 3 && good; i++)
-        good = mt_parse_int(o->rampup_batch_size.items[i], &ramp[i]) && ramp[i] > 0 && ramp[i] <= 1000000000000;
+    for (int i = 0; i < 3 && good; i++) good = ramp[i] > 0 && ramp[i] <= 1000000000000;
     if (!good) return mt_error_set(error, "--rampup-batch-size expects three numbers: START INCREMENT SAMPLES");
     if (ramp[0] > o->global_batch_size || (o->global_batch_size - ramp[0]) % ramp[1] != 0)
         return mt_error_set(error,
@@ -2694,12 +704,12 @@ static int mt_options_finish_pipeline(mt_options *o, mt_error *error) {
                                    "--load");
     if (mt_options_finish_virtual_stages(o, error) || mt_options_finish_order(o, error)) return -1;
     mt_stage *stages = mt_calloc(pp * o->num_virtual_stages_per_pipeline_rank * (int64_t)sizeof(mt_stage));
-    int status = mt_layout_build(stages, o, error);
+    int status = mt_pipeline_layout_build(stages, o, error);
     free(stages);
     return status ? status : mt_options_finish_batches(o, error);
 }
 
-/* ==== §2f schedules and sharding ================================================================================= */
+/* ==== §2c schedules and sharding ================================================================================= */
 
 /* Lengths of the schedules, in samples. */
 typedef struct mt_durations {
@@ -2723,7 +733,7 @@ static mt_durations mt_options_durations(const mt_options *o) {
 static int64_t mt_options_count_iterations(const mt_options *o) {
     if (o->train_samples == 0) return o->train_iters;
     if (o->rampup_batch_size.count == 0) return o->train_samples / o->global_batch_size;
-    int64_t ramp = strtoll(o->rampup_batch_size.items[2], NULL, 10), iterations = 0, consumed = 0;
+    int64_t ramp = o->rampup_batch_size.items[2], iterations = 0, consumed = 0;
     int64_t end = ramp < o->train_samples ? ramp : o->train_samples;
     while (consumed <= end) {
         int64_t batch = mt_global_batch_size(o, consumed), low = 1, high = (end - consumed) / batch + 1;
@@ -2761,11 +771,10 @@ static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
                             unit, unit);
     if (is_wsd && (d.wsd_decay == 0 || d.wsd_decay > d.decay))
         return mt_error_set(error, "--lr-decay-style WSD needs --lr-wsd-decay-%s, at most --lr-decay-%s", unit, unit);
-    if (!is_wsd && (d.wsd_decay > 0 || mt_option_used(o, MT_AT(lr_wsd_decay_style))))
+    if (!is_wsd && d.wsd_decay > 0)
         return mt_error_set(error, "--lr-wsd-decay-* need --lr-decay-style WSD, which is %s", o->lr_decay_style);
     bool ramps = strcmp(o->weight_decay_incr_style, "constant") != 0;
-    bool has_start = mt_option_given(o, MT_AT(start_weight_decay)),
-         has_end = mt_option_given(o, MT_AT(end_weight_decay));
+    bool has_start = MT_GIVEN(o, start_weight_decay), has_end = MT_GIVEN(o, end_weight_decay);
     if (!ramps && (has_start || has_end))
         return mt_error_set(error, "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear "
                                    "or cosine");
@@ -2782,7 +791,7 @@ static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
 static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
     bool whole = strcmp(o->data_parallel_sharding_strategy, "no_shard") == 0;
     if (whole && o->use_distributed_optimizer) {
-        if (mt_option_given(o, MT_AT(data_parallel_sharding_strategy)))
+        if (MT_GIVEN(o, data_parallel_sharding_strategy))
             return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard "
                                        "exclude each other; leave one out");
         mt_string_set(&o->data_parallel_sharding_strategy, "optim");
@@ -2803,42 +812,7 @@ static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* ==== §2g checks of a run ======================================================================================== */
-
-static int mt_options_finish_trace(mt_options *o, mt_error *error) {
-    if (!o->trace) return 0;
-    if (o->trace_first_step == 0) o->trace_first_step = 2; // the first makes ready
-    if (o->trace_last_step == 0) o->trace_last_step = o->trace_first_step + 1;
-    if (o->trace_last_step < o->trace_first_step)
-        return mt_error_set(error, "--trace-last-step %lld comes before --trace-first-step %lld",
-                            (long long)o->trace_last_step, (long long)o->trace_first_step);
-    return 0;
-}
-
-static int mt_options_check_bad_steps(const mt_options *o, mt_error *error) {
-    bool stops = strcmp(o->bad_step_policy, "stop") == 0, reruns = strcmp(o->rerun_mode, "disabled") != 0;
-    bool checks = o->check_for_nan_in_loss_and_grad || o->check_for_spiky_loss;
-    if (!checks && (!stops || reruns))
-        return mt_error_set(error, "--%s says nothing with --no-check-for-nan-in-loss-and-grad; leave one out",
-                            stops ? "rerun-mode" : "bad-step-policy");
-    if (stops && mt_option_used(o, MT_AT(max_bad_steps_in_a_row)))
-        return mt_error_set(error, "--max-bad-steps-in-a-row needs --bad-step-policy skip or rewind");
-    if (strcmp(o->bad_step_policy, "rewind") == 0 && !o->save)
-        return mt_error_set(error, "--bad-step-policy rewind needs --save, and --save-interval, to go back to");
-    if (!o->exit_signal_handler && mt_option_used(o, MT_AT(exit_signal)))
-        return mt_error_set(error, "--exit-signal and --no-exit-signal-handler exclude each other; leave one out");
-    return 0;
-}
-
-static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
-    if (!o->tokenizer_type) return 0;
-    bool has_file = strcmp(o->tokenizer_type, "ByteLevel") != 0;
-    if (has_file && !o->tokenizer_model)
-        return mt_error_set(error, "--tokenizer-type %s needs --tokenizer-model", o->tokenizer_type);
-    if (!has_file && o->tokenizer_model)
-        return mt_error_set(error, "--tokenizer-type ByteLevel reads no --tokenizer-model; leave one out");
-    return 0;
-}
+/* ==== §2d checks of a run ======================================================================================== */
 
 /* Sequences that cuDNN takes are whole tiles of so many tokens, its heads at most so many channels, but for those of
  * latent attention. */
@@ -2884,50 +858,9 @@ static int mt_options_check_attention(const mt_options *o, mt_program program, m
     return 0;
 }
 
-static int mt_options_check_data(const mt_options *o, mt_error *error) {
-    if (mt_options_converts(o)) return 0;
-    int sources = (o->data_path.count > 0) + (o->train_data_path.count > 0) + o->mock_data + (o->tokens_file != NULL);
-    if (sources != 1)
-        return mt_error_set(error, "give one source of data: --data-path, --train-data-path, --tokens-file or "
-                                   "--mock-data");
-    if ((o->reset_position_ids || o->reset_attention_mask || o->eod_mask_loss) && !o->tokenizer_type && !o->load)
-        return mt_error_set(error, "--%s needs --tokenizer-type, which knows the end of a document",
-                            o->reset_position_ids     ? "reset-position-ids"
-                            : o->reset_attention_mask ? "reset-attention-mask"
-                                                      : "eod-mask-loss");
-    return 0;
-}
-
-/* "1,2,3": tokens of the vocabulary. */
-static int mt_options_check_prompt_tokens(const mt_options *o, mt_error *error) {
-    for (const char *at = o->prompt_tokens; at;) {
-        char *end;
-        errno = 0;
-        long long token = strtoll(at, &end, 10);
-        if (!isdigit((unsigned char)*at) || (*end && *end != ','))
-            return mt_error_set(error, "--prompt-tokens expects numbers with commas between them, got '%.100s'", at);
-        if (errno != 0 || token >= o->vocab_size)
-            return mt_error_set(error, "--prompt-tokens: %lld is outside the vocabulary of %lld", token,
-                                (long long)o->vocab_size);
-        at = *end ? end + 1 : NULL;
-    }
-    return 0;
-}
-
-static int mt_options_check_infer(const mt_options *o, mt_error *error) {
-    if (!o->load) return mt_error_set(error, "--load is missing: the folder of the model to run");
-    if (o->score && !o->out && !o->entropy_out && !o->logits_out)
-        return mt_error_set(error, "--score needs --out, --entropy-out or --logits-out");
-    if (!o->score && mt_option_used(o, MT_AT(micro_batch_size)))
-        return mt_error_set(error, "--micro-batch-size needs --score");
-    if (!o->score && mt_option_used(o, MT_AT(seq_length))) return mt_error_set(error, "--seq-length needs --score");
-    return mt_options_check_prompt_tokens(o, error);
-}
-
-int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
+int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
     options->data_parallel_size = world_size;
-    if (mt_options_check_ranges(options, program, error) || mt_options_check_pairs(options, error)) return -1;
     if (options->print_schedule) { // a picture needs no ranks
         int64_t model = options->tensor_model_parallel_size * options->pipeline_model_parallel_size *
                         options->context_parallel_size;
@@ -2938,14 +871,10 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
         options->data_parallel_size = mt_max(world_size / model, 1);
         return mt_options_finish_pipeline(options, error);
     }
-    if (mt_options_check_tokenizer(options, error)) return -1;
-    if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;
     if (mt_options_finish_sizes(options, error) || mt_options_finish_rope(options, error)) return -1;
     if (mt_options_finish_mtp(options, program, error)) return -1;
-    mt_options_derive_family(options);
     if (mt_options_finish_lengths(options, program, error)) return -1;
     if (mt_options_check_attention(options, program, error)) return -1;
-    if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_finish_parallel(options, world_size, error)) return -1;
     if (mt_options_finish_experts(options, program, world_size, error)) return -1;
     if (mt_options_finish_context(options, error)) return -1;
@@ -2957,8 +886,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
                             (long long)world_size, (long long)options->tensor_model_parallel_size,
                             (long long)options->pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;
-    if (mt_options_finish_sharding(options, error) || mt_options_finish_trace(options, error)) return -1;
-    if (mt_options_check_bad_steps(options, error)) return -1;
+    if (mt_options_finish_sharding(options, error)) return -1;
     return mt_options_finish_schedules(options, error);
 }
 
@@ -2988,84 +916,6 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     double module = 2 * C * C + projections + attention + (sparse ? 3 * C * visited : mlp) + output;
     double per_token = layers + output + (double)o->mtp_num_layers * module;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
-}
-
-/* ==== §2h printing =============================================================================================== */
-
-/* Prints words from `column` on, indented to `indent`, within 100 columns. */
-static void mt_print_wrapped(FILE *file, const char *text, int column, int indent) {
-    enum { WIDTH = 100 };
-    while (*text) {
-        int length = (int)strcspn(text, " ");
-        if (column > indent && column + 1 + length > WIDTH) {
-            fprintf(file, "\n%*s", indent, "");
-            column = indent;
-        } else if (column > indent) {
-            fputc(' ', file);
-            column++;
-        }
-        fprintf(file, "%.*s", length, text);
-        column += length, text += length;
-        text += *text == ' ';
-    }
-    fputc('\n', file);
-}
-
-/* One option: its name and what it takes on the left, then help, choices and default. */
-static void mt_option_help(const mt_option *row, FILE *file) {
-    enum { INDENT = 34 };
-    char left[120], text[600];
-    const char *value = row->type == MT_INT || row->type == MT_REAL ? " N"
-                        : row->type == MT_CHOICE                    ? " NAME"
-                        : row->type == MT_LIST                      ? " ..."
-                                                                    : "";
-    if (row->type == MT_OPTIONAL)
-        snprintf(left, sizeof left, "  --%s [%s]", row->name, row->values);
-    else if (row->type == MT_STRING || row->type == MT_LIST)
-        snprintf(left, sizeof left, "  --%s %s%s", row->name, row->values, value);
-    else
-        snprintf(left, sizeof left, "  --%s%s", row->name, value);
-    snprintf(text, sizeof text, "%s", row->help);
-    size_t end = strlen(text);
-    if (row->type == MT_CHOICE) {
-        int length = snprintf(text + end, sizeof text - end, ": %s", row->values);
-        for (size_t i = end; i < end + (size_t)length; i++)
-            if (text[i] == '|') text[i] = ' ';
-        end += (size_t)length;
-    }
-    if (row->fallback) snprintf(text + end, sizeof text - end, " (default %s)", row->fallback);
-    if (strlen(left) > INDENT - 2)
-        fprintf(file, "%s\n%*s", left, INDENT, "");
-    else
-        fprintf(file, "%-*s", INDENT, left);
-    mt_print_wrapped(file, text, INDENT, INDENT);
-}
-
-static void mt_options_help(mt_program program, FILE *file) {
-    fprintf(file, program == MT_PROGRAM_TRAIN ? "usage: train [options]; trains a GPT-family model\n"
-                                              : "usage: infer --load DIR [options]; runs a GPT-family model\n");
-    const char *group = NULL;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name) group = row->help;
-        if (!row->name || !(row->programs & (int)program)) continue;
-        if (group) fprintf(file, "\n%s\n", group);
-        group = NULL;
-        mt_option_help(row, file);
-    }
-}
-
-void mt_options_print(const mt_options *options, mt_program program, FILE *file) {
-    const char *group = NULL;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name) group = row->help;
-        if (!row->name || !(row->programs & (int)program) || mt_option_of(row->offset) != row) continue;
-        if (mt_option_is_default(options, row)) continue;
-        if (group) fprintf(file, "%s\n", group);
-        group = NULL;
-        char *text = mt_option_text(options, row);
-        fprintf(file, "  %-36s %s\n", row->name, text);
-        free(text);
-    }
 }
 
 /* ==== §3 kernels in plain C ====================================================================================== */
@@ -6130,50 +3980,6 @@ int mt_agree(const mt_group *world, bool failed, mt_error *error) {
     return -1;
 }
 
-/* The values of all options, one after another, each ended by a 0; NULL counts the bytes. */
-static int64_t mt_options_values(const mt_options *options, char *values) {
-    int64_t bytes = 0;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name || mt_option_of(row->offset) != row) continue;
-        char *text = mt_option_text(options, row);
-        int64_t length = (int64_t)strlen(text) + 1;
-        if (values) memcpy(values + bytes, text, (size_t)length);
-        bytes += length;
-        free(text);
-    }
-    return bytes;
-}
-
-/* Compares with the values of rank 0; says where they differ. */
-static bool mt_options_differ(const mt_options *options, const char *values, int64_t bytes, int rank, mt_error *error) {
-    const char *end = values + bytes;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name || mt_option_of(row->offset) != row) continue;
-        const char *theirs = values < end ? values : "";
-        char *ours = mt_option_text(options, row);
-        bool differs = strcmp(ours, theirs) != 0;
-        if (differs)
-            mt_error_set(error, "rank %d has --%s '%.200s' and rank 0 '%.200s'; give every rank the same options", rank,
-                         row->name, ours, theirs);
-        free(ours);
-        if (differs) return true;
-        values += strlen(theirs) + 1;
-    }
-    return false;
-}
-
-int mt_options_agree(const mt_options *options, const mt_group *world, mt_error *error) {
-    if (world->size == 1) return 0;
-    int64_t bytes = mt_options_values(options, NULL);
-    mt_broadcast(world, &bytes, sizeof bytes, 0);
-    char *values = mt_calloc(bytes + 1);
-    if (world->rank == 0) mt_options_values(options, values);
-    mt_broadcast(world, values, bytes, 0);
-    bool differs = mt_options_differ(options, values, bytes, world->rank, error);
-    free(values);
-    return mt_agree(world, differs, error);
-}
-
 /* ---- several channels */
 
 /* Closes a rank's channels, of which some may be NULL, in the order in which all ranks opened theirs: by id, then by
@@ -7232,10 +5038,10 @@ typedef struct mt_mtp {
 } mt_mtp;
 
 /* The graph of a decode step of some number of sequences; captured in the second such step. */
-typedef struct mt_step_graph {
+typedef struct mt_decode_graph {
     bool has_run;
     mt_graph *graph;
-} mt_step_graph;
+} mt_decode_graph;
 
 /* What a training step is judged by, on the device; copied to the host in one piece. */
 typedef struct mt_step_numbers {
@@ -7361,15 +5167,15 @@ struct mt_model {
     mt_mtp mtp;
     mt_link links[MT_NUM_LINKS];
     float *row_stats, *loss, *entropy; // [4, max_logits], [max_logits]
-    mt_step *steps;                    // the schedule
-    int64_t max_steps;
-    void *gathered_logits;      // [tensor ranks, MT_STAGED_ROWS, V]
-    void *staged_logits;        // the same on the host, or [max_logits] token ids
-    int32_t *likeliest;         // [max_logits]
-    mt_step_graph *step_graphs; // [max_logits + 1] by the number of sequences, for decoding
-    mt_span *step_spans;        // [max_logits] bounds of a step's spans
-    void **k_cache, **v_cache;  // a layer: [cache_rows, G D], [cache_rows, G Dv]
-    mt_step_numbers *numbers;   // on the device
+    mt_action *actions;                // of the schedule, for this rank
+    int64_t max_actions;
+    void *gathered_logits;          // [tensor ranks, MT_STAGED_ROWS, V]
+    void *staged_logits;            // the same on the host, or [max_logits] token ids
+    int32_t *likeliest;             // [max_logits]
+    mt_decode_graph *decode_graphs; // [max_logits + 1] by the number of sequences, for decoding
+    mt_span *step_spans;            // [max_logits] bounds of a step's spans
+    void **k_cache, **v_cache;      // a layer: [cache_rows, G D], [cache_rows, G Dv]
+    mt_step_numbers *numbers;       // on the device
     mt_bad_steps bad_steps;
     mt_saver *saving;  // a checkpoint that is still on its way to the disk, or NULL
     mt_stream *copies; // has copies of what is saved that nothing follows yet, or NULL
@@ -9728,7 +7534,7 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
 static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     int64_t pp = m->grid->pipeline.size, vp = o->num_virtual_stages_per_pipeline_rank, rank = m->grid->pipeline.rank;
     mt_stage *all = mt_malloc(pp * vp * (int64_t)sizeof *all);
-    if (mt_layout_build(all, o, error) != 0) {
+    if (mt_pipeline_layout_build(all, o, error) != 0) {
         free(all);
         return -1;
     }
@@ -9792,18 +7598,18 @@ static void mt_model_count_live(const mt_model *m, int64_t *live) {
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) live[chunk] = 1;
     if (!m->plan.train || m->grid->pipeline.size == 1) return;
     mt_schedule schedule = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
-    int64_t count = mt_schedule_steps(NULL, &schedule, m->grid->pipeline.rank);
+    int64_t count = mt_schedule_actions(NULL, &schedule, m->grid->pipeline.rank);
     int64_t *now = mt_calloc(m->num_chunks * 8);
-    mt_step *steps = mt_malloc(count * (int64_t)sizeof *steps);
-    mt_schedule_steps(steps, &schedule, m->grid->pipeline.rank);
+    mt_action *actions = mt_malloc(count * (int64_t)sizeof *actions);
+    mt_schedule_actions(actions, &schedule, m->grid->pipeline.rank);
     for (int64_t i = 0; i < count; i++) {
-        int64_t chunk = steps[i].chunk;
-        if (steps[i].kind == MT_STEP_FORWARD) now[chunk]++;
-        if (steps[i].kind == MT_STEP_BACKWARD || steps[i].kind == MT_STEP_BACKWARD_WEIGHT) now[chunk]--;
+        int64_t chunk = actions[i].chunk;
+        if (actions[i].kind == MT_ACTION_FORWARD) now[chunk]++;
+        if (actions[i].kind == MT_ACTION_BACKWARD || actions[i].kind == MT_ACTION_BACKWARD_WEIGHT) now[chunk]--;
         live[chunk] = mt_max(live[chunk], now[chunk]);
     }
     free(now);
-    free(steps);
+    free(actions);
 }
 
 /* Room for so many micro-batches. */
@@ -9890,7 +7696,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
 /* No span of a step sees more keys than a sequence may have, which bounds the grids that graphs keep. */
 static void mt_decode_create(mt_model *m) {
     int64_t longest = mt_min(m->plan.max_position, m->plan.cache_rows);
-    m->step_graphs = mt_calloc((m->plan.max_logits + 1) * (int64_t)sizeof(mt_step_graph));
+    m->decode_graphs = mt_calloc((m->plan.max_logits + 1) * (int64_t)sizeof(mt_decode_graph));
     m->step_spans = mt_malloc(m->plan.max_logits * (int64_t)sizeof(mt_span));
     for (int64_t i = 0; i < m->plan.max_logits; i++)
         m->step_spans[i] = (mt_span){.q_start = i, .q_len = 1, .k_len = longest, .causal = true};
@@ -10007,8 +7813,8 @@ void mt_model_destroy(mt_model *m) {
     mt_channels_close(m->ops, channels, MT_NUM_LINKS); // before their buffers go
     mt_context_destroy(m->context);
     if (m->arena.base) { // it was created whole
-        for (int64_t i = 0; m->step_graphs && i <= m->plan.max_logits; i++)
-            if (m->step_graphs[i].graph) m->ops->graph_destroy(m->step_graphs[i].graph);
+        for (int64_t i = 0; m->decode_graphs && i <= m->plan.max_logits; i++)
+            if (m->decode_graphs[i].graph) m->ops->graph_destroy(m->decode_graphs[i].graph);
         m->ops->mailbox_close(m->tp.mailbox);
         if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
         mt_experts_close(m);
@@ -10039,10 +7845,10 @@ void mt_model_destroy(mt_model *m) {
     free(m->micro_batches);
     free(m->stages);
     free(m->first_local);
-    free(m->step_graphs);
+    free(m->decode_graphs);
     free(m->step_spans);
     free(m->sharding.progress);
-    free(m->steps);
+    free(m->actions);
     free(m->params);
     free(m->buckets);
     free(m->layers);
@@ -10756,7 +8562,7 @@ static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t 
 static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, int64_t num_rows) {
     int64_t T = batch->num_tokens;
     bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch, num_rows);
-    mt_step_graph *step = is_step ? &m->step_graphs[T] : NULL;
+    mt_decode_graph *step = is_step ? &m->decode_graphs[T] : NULL;
     if (!is_step || !step->has_run) {
         mt_decode_pass(m, num_rows);
         if (is_step) step->has_run = true;
@@ -10803,15 +8609,15 @@ void mt_model_decode_likeliest(mt_model *m, const mt_batch *batch, const int32_t
 
 /* ==== §11a lists ================================================================================================= */
 
-/* A list on its way; with steps == NULL it only counts. */
-typedef struct mt_step_list {
+/* A list under construction; with actions == NULL it only counts. */
+typedef struct mt_action_list {
     const mt_schedule *schedule;
     int64_t rank, count;
-    mt_step *steps;
-} mt_step_list;
+    mt_action *actions;
+} mt_action_list;
 
-static void mt_list_add(mt_step_list *list, mt_step_kind kind, int64_t micro_batch, int64_t chunk, int64_t peer) {
-    if (list->steps) list->steps[list->count] = (mt_step){kind, micro_batch, chunk, (int)peer};
+static void mt_list_add(mt_action_list *list, mt_action_kind kind, int64_t micro_batch, int64_t chunk, int64_t peer) {
+    if (list->actions) list->actions[list->count] = (mt_action){kind, micro_batch, chunk, (int)peer};
     list->count++;
 }
 
@@ -10826,28 +8632,28 @@ static void mt_schedule_order(const mt_schedule *s, int64_t index, int64_t *micr
     *chunk = index / size;
 }
 
-static void mt_list_forward(mt_step_list *list, int64_t index) {
+static void mt_list_forward(mt_action_list *list, int64_t index) {
     const mt_schedule *s = list->schedule;
     int64_t micro_batch, chunk, stage;
     mt_schedule_order(s, index, &micro_batch, &chunk);
     stage = chunk * s->pp + list->rank;
-    if (stage > 0) mt_list_add(list, MT_STEP_RECV_FORWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
-    mt_list_add(list, MT_STEP_FORWARD, micro_batch, chunk, -1);
+    if (stage > 0) mt_list_add(list, MT_ACTION_RECV_FORWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
+    mt_list_add(list, MT_ACTION_FORWARD, micro_batch, chunk, -1);
     if (stage < s->pp * s->vp - 1)
-        mt_list_add(list, MT_STEP_SEND_FORWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
+        mt_list_add(list, MT_ACTION_SEND_FORWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
 }
 
-/* `kind` is MT_STEP_BACKWARD or MT_STEP_BACKWARD_INPUT. */
-static void mt_list_backward(mt_step_list *list, mt_step_kind kind, int64_t index) {
+/* `kind` is MT_ACTION_BACKWARD or MT_ACTION_BACKWARD_INPUT. */
+static void mt_list_backward(mt_action_list *list, mt_action_kind kind, int64_t index) {
     const mt_schedule *s = list->schedule;
     int64_t micro_batch, chunk, stage;
     mt_schedule_order(s, index, &micro_batch, &chunk);
     chunk = s->vp - 1 - chunk;
     stage = chunk * s->pp + list->rank;
     if (stage < s->pp * s->vp - 1)
-        mt_list_add(list, MT_STEP_RECV_BACKWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
+        mt_list_add(list, MT_ACTION_RECV_BACKWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
     mt_list_add(list, kind, micro_batch, chunk, -1);
-    if (stage > 0) mt_list_add(list, MT_STEP_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
+    if (stage > 0) mt_list_add(list, MT_ACTION_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
 }
 
 /* Forwards before the first backward, but for the one that opens the steady part. */
@@ -10865,19 +8671,19 @@ static bool mt_schedule_is_legal(const mt_schedule *s) {
     return s->vp > 1 && s->group >= s->pp && s->group <= s->micro_batches && (rest == 0 || rest >= s->pp);
 }
 
-int64_t mt_schedule_steps(mt_step *steps, const mt_schedule *s, int64_t rank) {
+int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *s, int64_t rank) {
     MT_CHECK(mt_schedule_is_legal(s) && rank >= 0 && rank < s->pp);
-    mt_step_list list = {.schedule = s, .rank = rank, .steps = steps};
+    mt_action_list list = {.schedule = s, .rank = rank, .actions = actions};
     int64_t total = s->micro_batches * s->vp, warmup = mt_schedule_warmup(s, rank), forward = 0, weight = 0;
     bool splits = s->kind == MT_SCHEDULE_ZB_H1;
     while (forward < warmup) mt_list_forward(&list, forward++);
     if (s->kind == MT_SCHEDULE_FORWARD_ONLY) return list.count;
     for (int64_t backward = 0; backward < total; backward++) {
         if (forward < total) mt_list_forward(&list, forward++);
-        mt_list_backward(&list, splits ? MT_STEP_BACKWARD_INPUT : MT_STEP_BACKWARD, backward);
-        if (splits && backward >= rank) mt_list_add(&list, MT_STEP_BACKWARD_WEIGHT, weight++, 0, -1);
+        mt_list_backward(&list, splits ? MT_ACTION_BACKWARD_INPUT : MT_ACTION_BACKWARD, backward);
+        if (splits && backward >= rank) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
     }
-    while (splits && weight < total) mt_list_add(&list, MT_STEP_BACKWARD_WEIGHT, weight++, 0, -1);
+    while (splits && weight < total) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
     return list.count;
 }
 
@@ -10911,56 +8717,56 @@ static bool mt_channel_receive(mt_channels *c, int64_t channel, double *now) {
     return true;
 }
 
-static double mt_step_cost(mt_step_kind kind, const mt_step_costs *costs) {
-    if (kind == MT_STEP_FORWARD) return costs->forward;
-    return (kind != MT_STEP_BACKWARD_WEIGHT ? costs->backward_input : 0) +
-           (kind != MT_STEP_BACKWARD_INPUT ? costs->backward_weight : 0);
+static double mt_action_cost(mt_action_kind kind, const mt_action_costs *costs) {
+    if (kind == MT_ACTION_FORWARD) return costs->forward;
+    return (kind != MT_ACTION_BACKWARD_WEIGHT ? costs->backward_input : 0) +
+           (kind != MT_ACTION_BACKWARD_INPUT ? costs->backward_weight : 0);
 }
 
-/* Runs the step of `rank` at `index`; false if it has to wait for another rank's. */
-static bool mt_timeline_step(mt_timeline *t, mt_channels *channels, const mt_step_costs *costs, int64_t rank,
-                             int64_t index, double *now) {
-    mt_step step = t->steps[index];
-    bool backward = step.kind == MT_STEP_SEND_BACKWARD || step.kind == MT_STEP_RECV_BACKWARD;
+/* Runs the action of `rank` at `index`; false if it must wait for an action of another rank. */
+static bool mt_timeline_act(mt_timeline *t, mt_channels *channels, const mt_action_costs *costs, int64_t rank,
+                            int64_t index, double *now) {
+    mt_action action = t->actions[index];
+    bool backward = action.kind == MT_ACTION_SEND_BACKWARD || action.kind == MT_ACTION_RECV_BACKWARD;
     double start = *now;
-    switch (step.kind) {
-    case MT_STEP_SEND_FORWARD:
-    case MT_STEP_SEND_BACKWARD:
+    switch (action.kind) {
+    case MT_ACTION_SEND_FORWARD:
+    case MT_ACTION_SEND_BACKWARD:
         if (!mt_channel_send(channels, 2 * rank + backward, costs->send, now)) return false;
         break;
-    case MT_STEP_RECV_FORWARD:
-    case MT_STEP_RECV_BACKWARD:
-        if (!mt_channel_receive(channels, 2 * (int64_t)step.peer + backward, now)) return false;
+    case MT_ACTION_RECV_FORWARD:
+    case MT_ACTION_RECV_BACKWARD:
+        if (!mt_channel_receive(channels, 2 * (int64_t)action.peer + backward, now)) return false;
         break;
     default:
-        *now += mt_step_cost(step.kind, costs);
+        *now += mt_action_cost(action.kind, costs);
     }
     t->start[index] = start, t->end[index] = *now;
     return true;
 }
 
 /* Counts on the list of one rank: the work, and the forwards that wait for their backward. */
-static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_step_costs *costs) {
+static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_costs *costs) {
     double work = 0;
     int64_t held = 0;
     for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-        mt_step_kind kind = t->steps[i].kind;
-        if (kind > MT_STEP_BACKWARD_WEIGHT) continue;
-        work += mt_step_cost(kind, costs);
-        if (kind == MT_STEP_BACKWARD || kind == MT_STEP_BACKWARD_WEIGHT) held--;
-        if (kind == MT_STEP_FORWARD && t->schedule.kind != MT_SCHEDULE_FORWARD_ONLY) held++;
+        mt_action_kind kind = t->actions[i].kind;
+        if (kind > MT_ACTION_BACKWARD_WEIGHT) continue;
+        work += mt_action_cost(kind, costs);
+        if (kind == MT_ACTION_BACKWARD || kind == MT_ACTION_BACKWARD_WEIGHT) held--;
+        if (kind == MT_ACTION_FORWARD && t->schedule.kind != MT_SCHEDULE_FORWARD_ONLY) held++;
         if (held > t->live[rank]) t->live[rank] = held;
     }
     return work;
 }
 
-int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_step_costs *costs, int64_t in_flight) {
+int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_action_costs *costs, int64_t in_flight) {
     int64_t pp = schedule->pp, capacity = schedule->micro_batches * schedule->vp, done = 0;
     *t = (mt_timeline){.schedule = *schedule, .first = mt_calloc((pp + 1) * 8), .live = mt_calloc(pp * 8)};
-    for (int64_t r = 0; r < pp; r++) t->first[r + 1] = t->first[r] + mt_schedule_steps(NULL, schedule, r);
-    t->steps = mt_malloc(t->first[pp] * (int64_t)sizeof(mt_step));
+    for (int64_t r = 0; r < pp; r++) t->first[r + 1] = t->first[r] + mt_schedule_actions(NULL, schedule, r);
+    t->actions = mt_malloc(t->first[pp] * (int64_t)sizeof(mt_action));
     t->start = mt_calloc(t->first[pp] * 8), t->end = mt_calloc(t->first[pp] * 8);
-    for (int64_t r = 0; r < pp; r++) mt_schedule_steps(t->steps + t->first[r], schedule, r);
+    for (int64_t r = 0; r < pp; r++) mt_schedule_actions(t->actions + t->first[r], schedule, r);
     int64_t *counters = mt_calloc(5 * pp * 8), *next = counters + 4 * pp;
     double *times = mt_calloc((4 * capacity + 1) * pp * 8), *now = times + 4 * capacity * pp;
     mt_channels channels = {in_flight, capacity, counters, counters + 2 * pp, times, times + 2 * pp * capacity};
@@ -10968,7 +8774,7 @@ int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_ste
         progress = false;
         for (int64_t r = 0; r < pp; r++)
             for (; t->first[r] + next[r] < t->first[r + 1]; next[r]++, done++, progress = true)
-                if (!mt_timeline_step(t, &channels, costs, r, t->first[r] + next[r], &now[r])) break;
+                if (!mt_timeline_act(t, &channels, costs, r, t->first[r] + next[r], &now[r])) break;
     }
     double work = 0;
     for (int64_t r = 0; r < pp; r++) {
@@ -10981,82 +8787,36 @@ int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_ste
 }
 
 void mt_timeline_free(mt_timeline *t) {
-    free(t->first), free(t->steps), free(t->start), free(t->end), free(t->live);
+    free(t->first), free(t->actions), free(t->start), free(t->end), free(t->live);
     *t = (mt_timeline){.first = NULL};
 }
 
 /* ==== §11c layouts =============================================================================================== */
 
-enum { MT_LAYOUT_LETTERS = 100000 };
-
-/* A layout's letters with repeats written out, to free; NULL with error. Commas only part. */
-static char *mt_layout_unfold(const char *layout, mt_error *error) {
-    char *letters = mt_malloc(MT_LAYOUT_LETTERS + 1);
-    int64_t count = 0, open = -1, last = 0; // where the brackets opened; where what may be repeated begins
-    const char *at = layout, *problem = NULL;
-    for (; *at && !problem; at++) {
-        if (*at == ',') continue;
-        if (*at == '(' && open < 0)
-            open = count;
-        else if (*at == ')' && open >= 0 && at[1] == '*')
-            last = open, open = -1;
-        else if (*at == '*' && at > layout && (strchr("EtL|m", at[-1]) || at[-1] == ')') &&
-                 isdigit((unsigned char)at[1])) {
-            char *end;
-            errno = 0;
-            int64_t times = strtoll(at + 1, &end, 10), length = count - last;
-            if (errno || times < 1 || times > MT_LAYOUT_LETTERS || count + (times - 1) * length > MT_LAYOUT_LETTERS) {
-                problem = "repeats too often, or not at all";
-                break;
-            }
-            for (; times > 1; times--, count += length) memcpy(letters + count, letters + last, (size_t)length);
-            at = end - 1;
-        } else if (strchr("EtmL|", *at) && count < MT_LAYOUT_LETTERS) {
-            last = count;
-            letters[count++] = *at;
-        } else
-            problem = "not understood";
-        if (problem) break;
-    }
-    if (!problem && open >= 0) problem = "a bracket is not closed";
-    letters[count] = 0;
-    if (!problem) return letters;
-    free(letters);
-    mt_error_set(error,
-                 "--pipeline-model-parallel-layout '%.200s': %s at '%.20s'; letters are E, t, m, L and |, and (tt|)*3 "
-                 "repeats",
-                 layout, problem, at);
-    return NULL;
-}
-
-int64_t mt_layout_count(const mt_options *options, mt_error *error) {
-    char *letters = mt_layout_unfold(options->pipeline_model_parallel_layout, error);
-    if (!letters) return -1;
+int64_t mt_pipeline_layout_count(const char *letters) {
     int64_t count = 1;
     for (const char *at = letters; *at; at++) count += *at == '|';
-    free(letters);
     return count;
 }
 
 /* Layers by the letters: the embedding first of all, the loss last of all, once each, and before it in its stage the
  * modules of multi-token prediction. */
-static int mt_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
-    MT_CHECK(mt_layout_count(o, error) <= o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
-    char *letters = mt_layout_unfold(o->pipeline_model_parallel_layout, error);
-    if (!letters) return -1;
+static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
+    const char *letters = o->pipeline_letters;
+    MT_CHECK(mt_pipeline_layout_count(letters) <=
+             o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
     int64_t layers = 0, stage = 0;
     const char *last = letters + strlen(letters) - (*letters != 0), *mtp = last;
     bool good = *letters == 'E' && *last == 'L';
     while (mtp > letters && mtp[-1] == 'm') mtp--;
     int64_t modules = last - mtp;
     for (const char *at = letters; at < mtp; at++)
-        modules += *at == 'm' ? MT_LAYOUT_LETTERS : 0; // where they cannot be
+        if (*at == 'm') modules = -1; // one stands where it cannot be
     for (const char *at = letters; *at; at++) {
         if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
         if (*at == 't') stages[stage].num_layers++, layers++;
         stage += *at == '|';
     }
-    free(letters);
     if (!good)
         return mt_error_set(error,
                             "--pipeline-model-parallel-layout '%.200s' must begin with E and end with L, once each",
@@ -11074,7 +8834,8 @@ static int mt_layout_read(mt_stage *stages, const mt_options *o, mt_error *error
 }
 
 /* `layers` in `ranks` equal parts of `vp` equal stages; `what` names the layers for messages. */
-static int64_t mt_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks, mt_error *error) {
+static int64_t mt_pipeline_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks,
+                                        mt_error *error) {
     int64_t vp = o->num_virtual_stages_per_pipeline_rank;
     if (layers >= 0 && layers % (ranks * vp) == 0) return layers / (ranks * vp);
     return mt_error_set(error,
@@ -11084,7 +8845,7 @@ static int64_t mt_layout_share(const mt_options *o, const char *what, int64_t la
 }
 
 /* First and last rank with layers of their own; those between share the rest. */
-static int mt_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *error) {
+static int mt_pipeline_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
     int64_t first = o->decoder_first_pipeline_num_layers, last = o->decoder_last_pipeline_num_layers;
     int64_t middle = pp - (first > 0) - (last > 0), rest = o->num_layers - first - last, share[3] = {0};
@@ -11093,11 +8854,11 @@ static int mt_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *err
                             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, %lld "
                             "together, do not fit --num-layers %lld on %lld ranks",
                             (long long)(first + last), (long long)o->num_layers, (long long)pp);
-    share[0] = mt_layout_share(o, "--decoder-first-pipeline-num-layers", first, 1, error);
+    share[0] = mt_pipeline_layout_share(o, "--decoder-first-pipeline-num-layers", first, 1, error);
     if (share[0] < 0) return -1;
-    share[2] = mt_layout_share(o, "--decoder-last-pipeline-num-layers", last, 1, error);
+    share[2] = mt_pipeline_layout_share(o, "--decoder-last-pipeline-num-layers", last, 1, error);
     if (share[2] < 0) return -1;
-    if (middle > 0) share[1] = mt_layout_share(o, "the layers of the other ranks", rest, middle, error);
+    if (middle > 0) share[1] = mt_pipeline_layout_share(o, "the layers of the other ranks", rest, middle, error);
     if (share[1] < 0) return -1;
     for (int64_t i = 0; i < pp * vp; i++) {
         bool is_first = i % pp == 0 && first > 0, is_last = i % pp == pp - 1 && last > 0;
@@ -11106,18 +8867,18 @@ static int mt_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *err
     return 0;
 }
 
-int mt_layout_build(mt_stage *stages, const mt_options *o, mt_error *error) {
+int mt_pipeline_layout_build(mt_stage *stages, const mt_options *o, mt_error *error) {
     int64_t count = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank, layer = 0;
     bool embedding = o->account_for_embedding_in_pipeline_split, loss = o->account_for_loss_in_pipeline_split;
     memset(stages, 0, (size_t)count * sizeof *stages);
-    if (o->pipeline_model_parallel_layout) {
-        if (mt_layout_read(stages, o, error)) return -1;
+    if (o->pipeline_letters) {
+        if (mt_pipeline_layout_read(stages, o, error)) return -1;
     } else if (o->decoder_first_pipeline_num_layers > 0 || o->decoder_last_pipeline_num_layers > 0) {
-        if (mt_layout_uneven(stages, o, error)) return -1;
+        if (mt_pipeline_layout_uneven(stages, o, error)) return -1;
     } else {
         const char *what = embedding || loss ? "--num-layers with what --account-for-* counts" : "--num-layers";
         int64_t share =
-            mt_layout_share(o, what, o->num_layers + embedding + loss, o->pipeline_model_parallel_size, error);
+            mt_pipeline_layout_share(o, what, o->num_layers + embedding + loss, o->pipeline_model_parallel_size, error);
         if (share < 0) return -1;
         for (int64_t i = 0; i < count; i++) stages[i].num_layers = share;
         stages[0].num_layers -= embedding;
@@ -11142,7 +8903,7 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
 /* ==== §11d pictures ============================================================================================== */
 /* Time in characters, or as SVG. Chunks are letters from a on, or shades. */
 
-static void mt_layout_print(const mt_stage *stages, const mt_schedule *s, FILE *file) {
+static void mt_pipeline_layout_print(const mt_stage *stages, const mt_schedule *s, FILE *file) {
     for (int64_t rank = 0; rank < s->pp; rank++) {
         fprintf(file, "rank %lld:", (long long)rank);
         for (int64_t i = rank; i < s->pp * s->vp; i += s->pp) {
@@ -11166,16 +8927,16 @@ static void mt_timeline_row(const mt_timeline *t, int64_t rank, int width, char 
     for (int64_t i = 0; i < units * width; i++) row[i] = i % width == width - 2 ? '.' : ' ';
     row[units * width] = 0;
     for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-        const mt_step *step = &t->steps[i];
-        if (step->peer >= 0) continue;
-        char label[32], suffix[2] = {t->schedule.vp > 1 ? (char)('a' + step->chunk % 26) : '\0', '\0'};
-        int length = snprintf(label, sizeof label, "%lld%s", (long long)step->micro_batch, suffix);
+        const mt_action *action = &t->actions[i];
+        if (action->peer >= 0) continue;
+        char label[32], suffix[2] = {t->schedule.vp > 1 ? (char)('a' + action->chunk % 26) : '\0', '\0'};
+        int length = snprintf(label, sizeof label, "%lld%s", (long long)action->micro_batch, suffix);
         int64_t from = llround(t->start[i]) * width, to = llround(t->end[i]) * width;
         memset(row + from, ' ', (size_t)(to - from));
-        bool begins = step->kind == MT_STEP_BACKWARD || step->kind == MT_STEP_BACKWARD_INPUT;
+        bool begins = action->kind == MT_ACTION_BACKWARD || action->kind == MT_ACTION_BACKWARD_INPUT;
         memcpy(row + from + (begins ? width : width - 1) - length, label, (size_t)length);
         if (begins) row[from] = '[';
-        if (step->kind == MT_STEP_BACKWARD || step->kind == MT_STEP_BACKWARD_WEIGHT) row[to - 1] = ']';
+        if (action->kind == MT_ACTION_BACKWARD || action->kind == MT_ACTION_BACKWARD_WEIGHT) row[to - 1] = ']';
     }
 }
 
@@ -11202,7 +8963,7 @@ static void mt_timeline_print(const mt_timeline *t, FILE *file) {
 }
 
 void mt_timeline_draw(const mt_timeline *t, FILE *svg, double x, double y, double unit) {
-    static const char *const fills[] = {"#9cc3e6", "#a9d18e", "#a9d18e", "#9fd6cf"}; // by mt_step_kind
+    static const char *const fills[] = {"#9cc3e6", "#a9d18e", "#a9d18e", "#9fd6cf"}; // by mt_action_kind
     const double height = 24;
     for (int64_t rank = 0; rank < t->schedule.pp; rank++) {
         double top = y + height * (double)rank;
@@ -11210,16 +8971,16 @@ void mt_timeline_draw(const mt_timeline *t, FILE *svg, double x, double y, doubl
         fprintf(svg, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"#eceee9\"/>\n", x, top,
                 unit * t->span, height - 2);
         for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-            const mt_step *step = &t->steps[i];
-            if (step->peer >= 0) continue;
+            const mt_action *action = &t->actions[i];
+            if (action->peer >= 0) continue;
             double left = x + unit * t->start[i], width = unit * (t->end[i] - t->start[i]);
-            double opacity = 1 - 0.7 * (double)step->chunk / (double)t->schedule.vp;
+            double opacity = 1 - 0.7 * (double)action->chunk / (double)t->schedule.vp;
             fprintf(svg,
                     "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\" fill-opacity=\"%.2f\" "
                     "stroke=\"#24292f\" stroke-width=\"0.6\"/>\n",
-                    left, top, width, height - 2, fills[step->kind], opacity);
+                    left, top, width, height - 2, fills[action->kind], opacity);
             fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%lld</text>\n", left + width / 2, top + 15,
-                    (long long)step->micro_batch);
+                    (long long)action->micro_batch);
         }
         fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\">%lld</text>\n", x + unit * t->span + 8, top + 15,
                 (long long)t->live[rank]);
@@ -11258,7 +9019,7 @@ static int mt_timeline_save(const mt_timeline *t, const char *path, mt_error *er
 }
 
 int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
-    const mt_step_costs units = {1, 1, 1, 0};
+    const mt_action_costs units = {1, 1, 1, 0};
     mt_schedule s = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
     if (s.pp * s.vp > 1000000 / s.micro_batches)
         return mt_error_set(error, "--print-schedule draws at most a million forwards; lower --global-batch-size, %lld",
@@ -11266,12 +9027,12 @@ int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
     mt_stage *stages = mt_malloc(s.pp * s.vp * (int64_t)sizeof(mt_stage));
     mt_timeline timeline;
     char title[200];
-    int status = mt_layout_build(stages, o, error);
+    int status = mt_pipeline_layout_build(stages, o, error);
     if (status == 0) {
         MT_CHECK(mt_timeline_create(&timeline, &s, &units, 0) == 0);
         mt_schedule_title(&s, title);
         fprintf(file, "%s\n\n", title);
-        mt_layout_print(stages, &s, file);
+        mt_pipeline_layout_print(stages, &s, file);
         fprintf(file, "\n");
         mt_timeline_print(&timeline, file);
         fprintf(file,
@@ -11737,9 +9498,8 @@ double mt_weight_decay(const mt_options *options, int64_t consumed_samples) {
 
 int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples) {
     if (options->rampup_batch_size.count == 0) return options->global_batch_size;
-    char **ramp = options->rampup_batch_size.items;
-    int64_t start = strtoll(ramp[0], NULL, 10), increment = strtoll(ramp[1], NULL, 10);
-    int64_t samples = strtoll(ramp[2], NULL, 10), increments = (options->global_batch_size - start) / increment;
+    const int64_t *ramp = options->rampup_batch_size.items, start = ramp[0], increment = ramp[1], samples = ramp[2];
+    int64_t increments = (options->global_batch_size - start) / increment;
     if (consumed_samples > samples || increments == 0) return options->global_batch_size;
     double samples_per_increment = (double)samples / (double)increments;
     return start + (int64_t)((double)consumed_samples / samples_per_increment) * increment;
@@ -15325,103 +13085,103 @@ typedef struct mt_source {
     bool training; // forwards are part of a step, not of an evaluation
 } mt_source;
 
-/* The live micro-batch of a step. */
-static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_step *step) {
+/* The live micro-batch of an action. */
+static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_action *action) {
     for (int64_t i = 0; i < m->num_micro_batches; i++)
-        if (m->micro_batches[i].chunk == step->chunk && m->micro_batches[i].index == step->micro_batch)
+        if (m->micro_batches[i].chunk == action->chunk && m->micro_batches[i].index == action->micro_batch)
             return &m->micro_batches[i];
     MT_CHECK(!"a backward follows its forward");
     return NULL;
 }
 
-static int mt_step_forward(mt_model *m, const mt_step *step, mt_source *from, mt_error *error) {
-    mt_micro_batch *at = mt_micro_batch_free(m, step->chunk);
+static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *from, mt_error *error) {
+    mt_micro_batch *at = mt_micro_batch_free(m, action->chunk);
     int64_t cp = m->grid->context.size;
     double begin = mt_time();
-    if (from->read(from->context, step->micro_batch, from->batch, error) != 0) return -1;
+    if (from->read(from->context, action->micro_batch, from->batch, error) != 0) return -1;
     m->data_seconds += mt_time() - begin;
     if (cp > 1 && mt_batch_check_context(from->batch, cp, error) != 0) return -1;
-    if (step->chunk == 0) from->tokens += from->batch->num_tokens;
+    if (action->chunk == 0) from->tokens += from->batch->num_tokens;
     mt_pass p = mt_load_batch(m, at, from->batch, from->training);
     p.message_rows = m->max_rows;
-    if (p.training) at->index = step->micro_batch;
+    if (p.training) at->index = action->micro_batch;
     mt_stage_forward(m, &p);
-    if (m->stages[step->chunk].loss) mt_loss_forward(m, &p);
+    if (m->stages[action->chunk].loss) mt_loss_forward(m, &p);
     return 0;
 }
 
 /* `remaining` [num_chunks] counts the micro-batches whose part of the backward is still to come. */
-static void mt_step_backward(mt_model *m, const mt_step *step, int64_t *remaining) {
-    mt_micro_batch *at = mt_micro_batch_find(m, step);
+static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
+    mt_micro_batch *at = mt_micro_batch_find(m, action);
     mt_pass p = mt_pass_begin(m, at);
     p.training = true;
     p.message_rows = m->max_rows;
-    p.parts = step->kind == MT_STEP_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT;
-    p.last = --remaining[step->chunk] == 0;
-    if (step->kind == MT_STEP_BACKWARD_WEIGHT)
+    p.parts = action->kind == MT_ACTION_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT;
+    p.last = --remaining[action->chunk] == 0;
+    if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
         mt_chunk_backward_weight(m, &p);
     else
         mt_stage_backward(m, &p);
-    if (step->kind != MT_STEP_BACKWARD_INPUT) at->index = -1;
+    if (action->kind != MT_ACTION_BACKWARD_INPUT) at->index = -1;
 }
 
-/* Receives what later steps will need, as far as there is room, so that it travels while this step computes, and so
- * that senders find the room that they count on (mt_model_links). next[direction] is the first step not looked at yet.
+/* Starts receives of later actions, as many as have buffers, so that messages arrive while this action computes and
+ * senders find the buffers that they count on (mt_model_links). next[direction] is the first action not examined yet.
  */
-static void mt_receive_ahead(mt_model *m, const mt_step *steps, int64_t count, int64_t now, int64_t next[2]) {
-    static const mt_step_kind kinds[2] = {MT_STEP_RECV_FORWARD, MT_STEP_RECV_BACKWARD};
+static void mt_receive_ahead(mt_model *m, const mt_action *actions, int64_t count, int64_t now, int64_t next[2]) {
+    static const mt_action_kind kinds[2] = {MT_ACTION_RECV_FORWARD, MT_ACTION_RECV_BACKWARD};
     static const int links[2] = {MT_LINK_RECV_FORWARD, MT_LINK_RECV_BACKWARD};
     for (int direction = 0; direction < 2; direction++)
         for (int64_t *at = &next[direction]; *at < count; ++*at) {
-            if (*at < now || steps[*at].kind != kinds[direction]) continue;
+            if (*at < now || actions[*at].kind != kinds[direction]) continue;
             if (!mt_link_start(m, &m->links[links[direction]], m->max_rows)) break;
         }
 }
 
-/* Not in a GPU's first step: kernels are loaded then, which may wait for a receive under way, whose sender may wait for
- * this rank. Groups of micro-batches that are wider than the pipeline count on the room that it makes, though. */
+/* Not in a GPU's first step: loading a kernel may wait for a pending receive, whose sender may wait for this rank.
+ * Groups of more micro-batches than pipeline ranks need the early receives in every step. */
 static bool mt_looks_ahead(const mt_model *m) {
     if (m->grid->pipeline.size == 1) return false;
     bool is_warm = m->num_steps > 0 || strcmp(m->ops->name, "cpu") == 0;
     return is_warm || m->links[MT_LINK_RECV_FORWARD].num_buffers > 2;
 }
 
-/* Writes this rank's list to m->steps and returns its length. */
-static int64_t mt_list_steps(mt_model *m, const mt_schedule *schedule) {
+/* Writes this rank's list to m->actions and returns its length. */
+static int64_t mt_list_actions(mt_model *m, const mt_schedule *schedule) {
     int rank = m->grid->pipeline.rank;
-    int64_t count = mt_schedule_steps(NULL, schedule, rank);
-    if (count > m->max_steps) { // the first step, and where the batch ramp grows
-        m->steps = mt_realloc(m->steps, count * (int64_t)sizeof(mt_step));
-        m->max_steps = count;
+    int64_t count = mt_schedule_actions(NULL, schedule, rank);
+    if (count > m->max_actions) { // the first step, and where the batch ramp grows
+        m->actions = mt_realloc(m->actions, count * (int64_t)sizeof(mt_action));
+        m->max_actions = count;
     }
-    return mt_schedule_steps(m->steps, schedule, rank);
+    return mt_schedule_actions(m->actions, schedule, rank);
 }
 
-/* Does what the schedule lists for this rank. Sends and receives are part of the forwards and backwards: a message
- * leaves as soon as it is computed, and is waited for where it is needed. */
+/* Runs this rank's list. Sends and receives are part of the forwards and backwards: a message is sent as soon as it is
+ * computed, and awaited where it is needed. */
 static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool training, mt_source *from, mt_error *error) {
-    static const char *const phases[] = {[MT_STEP_FORWARD] = "forward",
-                                         [MT_STEP_BACKWARD] = "backward",
-                                         [MT_STEP_BACKWARD_INPUT] = "backward of the input",
-                                         [MT_STEP_BACKWARD_WEIGHT] = "backward of the weights",
-                                         [MT_STEP_RECV_BACKWARD] = NULL};
-    int64_t count = mt_list_steps(m, schedule), ahead[2] = {0};
+    static const char *const phases[] = {[MT_ACTION_FORWARD] = "forward",
+                                         [MT_ACTION_BACKWARD] = "backward",
+                                         [MT_ACTION_BACKWARD_INPUT] = "backward of the input",
+                                         [MT_ACTION_BACKWARD_WEIGHT] = "backward of the weights",
+                                         [MT_ACTION_RECV_BACKWARD] = NULL};
+    int64_t count = mt_list_actions(m, schedule), ahead[2] = {0};
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
     from->training = training;
     bool looks_ahead = mt_looks_ahead(m);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
-        const mt_step *step = &m->steps[i];
-        if (looks_ahead) mt_receive_ahead(m, m->steps, count, i, ahead);
-        if (!phases[step->kind]) continue;
-        mt_phase_begin(m, phases[step->kind], step->micro_batch, step->chunk);
-        if (step->kind == MT_STEP_FORWARD)
-            status = mt_step_forward(m, step, from, error);
-        else if (step->kind == MT_STEP_BACKWARD_WEIGHT)
-            mt_step_backward(m, step, weights);
+        const mt_action *action = &m->actions[i];
+        if (looks_ahead) mt_receive_ahead(m, m->actions, count, i, ahead);
+        if (!phases[action->kind]) continue;
+        mt_phase_begin(m, phases[action->kind], action->micro_batch, action->chunk);
+        if (action->kind == MT_ACTION_FORWARD)
+            status = mt_action_forward(m, action, from, error);
+        else if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
+            mt_action_backward(m, action, weights);
         else
-            mt_step_backward(m, step, inputs);
+            mt_action_backward(m, action, inputs);
         mt_phase_end(m);
     }
     free(inputs);

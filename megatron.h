@@ -47,6 +47,17 @@ void *mt_calloc(int64_t bytes);
 void *mt_realloc(void *memory, int64_t bytes);
 char *mt_strdup(const char *text);
 
+/* Replaces a string by a copy of `text`, which may be NULL or *string itself. */
+void mt_string_set(char **string, const char *text);
+
+static inline int64_t mt_min(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static inline int64_t mt_max(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
 /* Seconds of a monotonic clock. */
 double mt_time(void);
 
@@ -111,8 +122,14 @@ typedef struct mt_strings {
     char **items;
 } mt_strings;
 
-/* Every option by its Megatron name, with underscores. The table in megatron.c §2 gives each its default and its help;
- * mt_options_finish derives what was left at 0 or NULL and checks everything. */
+/* A list of a few numbers: --rampup-batch-size 32 32 100000. */
+enum { MT_MAX_INTS = 3 };
+typedef struct mt_ints {
+    int64_t count, items[MT_MAX_INTS];
+} mt_ints;
+
+/* Every option by its Megatron name, with underscores. The table in data/option_table.c gives each its default and its
+ * help; mt_options_finish derives what was left at 0 or NULL and checks everything. */
 typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
@@ -150,7 +167,7 @@ typedef struct mt_options {
     double mtp_loss_scaling_factor;
     /* training */
     int64_t micro_batch_size, global_batch_size, seq_length, train_iters, train_samples;
-    mt_strings rampup_batch_size; // start, increment, samples
+    mt_ints rampup_batch_size; // start, increment, samples
     double lr, min_lr, lr_warmup_fraction, lr_warmup_init;
     char *lr_decay_style; // constant | linear | cosine | inverse-square-root | WSD
     char *lr_wsd_decay_style;
@@ -176,8 +193,8 @@ typedef struct mt_options {
     int64_t tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size;
     int64_t expert_model_parallel_size, expert_tensor_parallel_size;
     bool sequence_parallel, tp_comm_overlap;
-    char *cp_comm_type;                             // p2p | all_gather | a2a | a2a+p2p
-    mt_strings hierarchical_context_parallel_sizes; // a2a, ring
+    char *cp_comm_type;                          // p2p | all_gather | a2a | a2a+p2p
+    mt_ints hierarchical_context_parallel_sizes; // a2a, ring
     int64_t distributed_timeout_seconds;
     int64_t num_virtual_stages_per_pipeline_rank, num_layers_per_virtual_pipeline_stage;
     int64_t microbatch_group_size_per_virtual_pipeline_stage;
@@ -205,13 +222,14 @@ typedef struct mt_options {
     bool print_tokens;
     double temperature, top_p;
     int64_t top_k, max_new_tokens, max_sequences;
-    uint64_t given[5]; // a bit a row of the table: given by the user, so config.json does not override it
+    uint64_t given[28]; // a bit for every byte above: its option was given, so config.json does not override it
     /* derived by mt_options_finish, or read from a Hugging Face config; not options themselves */
     int64_t data_parallel_size; // ranks / (tensor, pipeline and context sizes)
     int64_t context_a2a_size;   // ranks of the context group that trade tokens for heads; 1: none
     int64_t padded_vocab_size;
     int64_t moe_router_group_best;        // scores of a group of experts that are summed: 2 for deepseek_v3
     char *moe_layers;                     // [num_layers] characters '0' or '1': which layers have experts; NULL: none
+    char *pipeline_letters;               // --pipeline-model-parallel-layout without repeats: E, t, m, L and |; or NULL
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     int64_t mtp_layers_stored;            // modules that weights to be loaded may hold, trained on or not
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
@@ -219,36 +237,21 @@ typedef struct mt_options {
     int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
 
-/* Sets defaults, then reads the --config file that the command line may name, the command line itself, which wins, and
- * with --load or --hf-config the model's shape from config.json. `--help` prints and exits with 0. Nothing is derived
- * or checked across options yet: when it knows the number of ranks, the caller sets vocab_size from its tokenizer if it
- * is still 0 and calls mt_options_finish. Free the options also after an error. */
-int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error);
+/* Derives what was not given and checks every rule between values; data/options.c calls it once what is text has been
+ * checked. `world_size` is the number of ranks. May be called again after a change. Afterwards add_qkv_bias,
+ * attention_output_bias and mlp_bias say which linear layers have biases, whatever option or file asked for them. */
+int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
-/* Derives what was not given and checks every rule, before anything is allocated: the only validator. `world_size` is
- * the number of ranks. May be called again after a change. Afterwards add_qkv_bias, attention_output_bias and mlp_bias
- * say which linear layers have biases, whatever option or file asked for them. */
-int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
+/* The part of it that derives sizes from one another: width of the MLP, channels of a head, groups. */
+void mt_options_derive_sizes(mt_options *options);
 
-/* Sets every option of a struct that holds nothing yet to its default; frees what a struct holds. */
-void mt_options_default(mt_options *options);
-void mt_options_free(mt_options *options);
+/* Whether the user gave the option whose field begins at `offset`. */
+bool mt_options_gave(const mt_options *options, size_t offset);
+#define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_options, field))
 
-/* Reads a YAML text: names with underscores or dashes, flat or in sections, which only group; lists; true and false for
- * flags; null leaves the default. `path` is for messages. Later settings win. */
-int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
-                         mt_error *error);
-
-/* Takes the shape from the text of a Hugging Face config.json, but for options that were given; `path` is for messages.
- */
-int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error);
-
-/* Writes config.json for options->hf_family (finished options), such that transformers (and this program) loads the
- * folder; the family "megatron" is read by this program only. Returns text to free. */
-char *mt_options_write_hf_config(const mt_options *options);
-
-/* Prints the options that differ from their defaults, by group. */
-void mt_options_print(const mt_options *options, mt_program program, FILE *file);
+/* Whether nothing is to be trained, so that there is neither a schedule nor data: --train-iters 0 with --load and
+ * --save. */
+bool mt_options_converts(const mt_options *options);
 
 /* Parameters of the model, and the floating-point operations of forward and backward over `num_sequences` (Megatron's
  * num_floating_point_operations; recomputation is not counted). */
@@ -1080,10 +1083,6 @@ void mt_grid_clear(mt_grid *grid);
 /* Clears the grid and leaves the job. */
 void mt_grid_stop(mt_grid *grid);
 
-/* Fails on every rank, naming the first rank and option that differ from rank 0's. Every rank calls it, after
- * mt_options_finish. */
-int mt_options_agree(const mt_options *options, const mt_group *world, mt_error *error);
-
 /* The backend that --device names, ready for the grid's groups, so after mt_grid_build: cpu, cuda (a GPU for each rank
  * of a host, by the rank's number there, and NCCL between several), or auto, which is cuda where that works for every
  * rank. NULL is an error. */
@@ -1477,25 +1476,25 @@ void mt_model_decode_likeliest(mt_model *model, const mt_batch *batch, const int
 /* ==== §11 schedules ================================================================================================
  */
 
-/* What a rank does next. Forwards and backwards are of one micro-batch on one chunk: a virtual stage of this rank. A
- * backward is whole, or in two parts that a zero-bubble schedule may do apart. */
-typedef enum mt_step_kind {
-    MT_STEP_FORWARD,
-    MT_STEP_BACKWARD,        // gradients of the input and of the weights
-    MT_STEP_BACKWARD_INPUT,  // of the input only; the weights' follow later
-    MT_STEP_BACKWARD_WEIGHT, // of the weights; the micro-batch's activations are free afterwards
-    MT_STEP_SEND_FORWARD,    // starts to send the chunk's output; the buffer is free when that is done
-    MT_STEP_RECV_FORWARD,    // waits for the chunk's input
-    MT_STEP_SEND_BACKWARD,   // starts to send the gradient of the chunk's input
-    MT_STEP_RECV_BACKWARD,   // waits for the gradient of the chunk's output
-} mt_step_kind;
+/* An action of a schedule: what a rank does next. Forwards and backwards process one micro-batch on one chunk (virtual
+ * stage) of this rank. A backward is whole, or in two parts that a zero-bubble schedule may separate. */
+typedef enum mt_action_kind {
+    MT_ACTION_FORWARD,
+    MT_ACTION_BACKWARD,        // gradients of the input and of the weights
+    MT_ACTION_BACKWARD_INPUT,  // gradients of the input only; those of the weights follow later
+    MT_ACTION_BACKWARD_WEIGHT, // gradients of the weights; afterwards the micro-batch's activations are free
+    MT_ACTION_SEND_FORWARD,    // starts to send the chunk's output; the buffer is free when the send completes
+    MT_ACTION_RECV_FORWARD,    // waits for the chunk's input
+    MT_ACTION_SEND_BACKWARD,   // starts to send the gradient of the chunk's input
+    MT_ACTION_RECV_BACKWARD,   // waits for the gradient of the chunk's output
+} mt_action_kind;
 
-typedef struct mt_step {
-    mt_step_kind kind;
+typedef struct mt_action {
+    mt_action_kind kind;
     int64_t micro_batch;
-    int64_t chunk; // of this rank, 0..vp - 1, for sends and receives too
-    int peer;      // pipeline rank to send to or to receive from, else -1
-} mt_step;
+    int64_t chunk; // of this rank, 0..vp - 1; also for sends and receives
+    int peer;      // pipeline rank of a send or receive, else -1
+} mt_action;
 
 typedef enum mt_schedule_kind {
     MT_SCHEDULE_1F1B,
@@ -1504,77 +1503,78 @@ typedef enum mt_schedule_kind {
     MT_SCHEDULE_FORWARD_ONLY
 } mt_schedule_kind;
 
-/* Legal are: 1F1B and ZB-H1 with vp == 1; interleaved with pp > 1, vp > 1, pp <= group <= micro_batches and
- * micro_batches % group 0 or at least pp; forward-only with any, but pp > 1 where vp > 1. */
+/* Legal schedules: 1F1B and ZB-H1 with vp == 1; interleaved with pp > 1, vp > 1, pp <= group <= micro_batches, and
+ * micro_batches % group either 0 or at least pp; forward-only with any of these sizes, but vp > 1 needs pp > 1. */
 typedef struct mt_schedule {
     mt_schedule_kind kind;
     int64_t pp;            // pipeline ranks
-    int64_t vp;            // chunks (virtual stages) a rank
-    int64_t micro_batches; // of a step
-    int64_t group;         // micro-batches that pass a chunk before the next chunk's turn; not read with vp == 1
+    int64_t vp;            // chunks (virtual stages) per rank
+    int64_t micro_batches; // per training step
+    int64_t group;         // consecutive micro-batches on one chunk before the next chunk runs; unused with vp == 1
 } mt_schedule;
 
-/* Writes the list of pipeline rank `rank` and returns its length; `steps` may be NULL to count. A pure function.
+/* Writes the actions of pipeline rank `rank` and returns their number; `actions` may be NULL to count. A pure function.
  *
  * Virtual stage chunk * pp + rank feeds the next one: the same chunk of the next rank, or chunk + 1 of rank 0 after the
- * last rank. A send follows the step that makes the tensor, a receive comes right before the step that needs it. Sends
- * only start and receives are best posted early, by looking ahead in the list: that overlaps them with the steps
- * between. From rank a to rank b, a's sends of one direction (forward: activations; backward: gradients) are in the
- * order of b's receives, so messages need no names. With pp == 2 and vp > 1 both directions run from a to b, and then
- * not in one common order: give each direction a channel of its own (an MPI tag, an NCCL communicator).
+ * last rank. A send follows the action that computes the tensor; a receive precedes the action that needs it. A send
+ * only starts the transfer. A runner posts receives early, by looking ahead in the list, so that transfers overlap with
+ * computation. From rank a to rank b, a's sends of one direction (forward: activations; backward: gradients) are in the
+ * order of b's receives, so messages need no names. With pp == 2 and vp > 1 both directions go from a to b, in
+ * different orders: give each direction a channel of its own (an MPI tag, an NCCL communicator).
  *
- * 1F1B: Narayanan et al., "PipeDream-Flush"; pp - rank - 1 forwards of warm-up, then a forward and a backward in turn,
- * then the rest. Interleaved: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
- * Megatron-LM"; 2 (pp - rank - 1) + (vp - 1) group of warm-up, orders as Megatron's get_schedule_table. ZB-H1: Qi et
- * al., "Zero bubble pipeline parallelism"; as 1F1B, with the weights' gradients `rank` micro-batches late, where they
- * fill what was idle. Forward-only: evaluation. */
-int64_t mt_schedule_steps(mt_step *steps, const mt_schedule *schedule, int64_t rank);
+ * 1F1B: Narayanan et al., "PipeDream-Flush": pp - rank - 1 forwards of warm-up, then one forward and one backward
+ * alternately, then the remaining backwards. Interleaved: Narayanan et al., "Efficient large-scale language model
+ * training on GPU clusters using Megatron-LM": 2 (pp - rank - 1) + (vp - 1) group forwards of warm-up, in the order of
+ * Megatron's get_schedule_table. ZB-H1: Qi et al., "Zero bubble pipeline parallelism": as 1F1B, with the weights'
+ * gradients `rank` micro-batches late, where they fill idle time. Forward-only: evaluation. */
+int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *schedule, int64_t rank);
 
-/* What steps of one chunk take, in any unit of time; `send`: from a send to when its receiver may go on. A whole
- * backward takes both parts. */
-typedef struct mt_step_costs {
+/* Durations of the actions of one chunk, in any unit of time; `send`: from a send to the moment when its receiver may
+ * continue. A whole backward takes both parts. */
+typedef struct mt_action_costs {
     double forward, backward_input, backward_weight, send;
-} mt_step_costs;
+} mt_action_costs;
 
-/* The lists of all ranks run against one another, each step as soon as it can. Rank r's steps are those from first[r]
- * to first[r + 1] - 1. */
+/* A simulation: the lists of all ranks, each action run as early as possible. Rank r has actions [first[r], first[r +
+ * 1]). */
 typedef struct mt_timeline {
     mt_schedule schedule;
     int64_t *first; // [pp + 1]
-    mt_step *steps;
-    double *start, *end; // of each step; a receive lasts while the rank waits, a send no time
-    int64_t *live;       // [pp] micro-batches times chunks whose activations a rank holds at most: from a forward to
-                         // the end of its backward, the weights' part included; 0 for forward-only
-    double span;         // when the last rank is done
-    double bubble;       // idle time as a part of the work, over all ranks
+    mt_action *actions;
+    double *start, *end; // of each action; a receive lasts while the rank waits, a send takes no time
+    int64_t *live;       // [pp] peak number of (micro-batch, chunk) pairs whose activations the rank holds: from the
+                         // forward to the end of the backward, including its weights' part; 0 for forward-only
+    double span;         // end of the last action
+    double bubble;       // idle time divided by work, over all ranks
 } mt_timeline;
 
-/* Simulates a schedule. From one rank in one direction at most `in_flight` messages are sent and not yet received; the
- * next send waits (0: none ever does). Returns -1 if the ranks wait for each other for ever: not with in_flight == 0,
- * nor from group - pp + 1 on (vp > 1), nor from 1 on (vp == 1). So much room must senders' buffers and posted receives
- * have together. Free the timeline in either case. */
-int mt_timeline_create(mt_timeline *timeline, const mt_schedule *schedule, const mt_step_costs *costs,
+/* Simulates a schedule. Each rank has at most `in_flight` messages per direction that are sent and not yet received;
+ * the next send waits (0: no limit). Returns -1 on a deadlock. There is none with in_flight == 0, with in_flight >= 1
+ * (vp == 1), or with in_flight >= group - pp + 1 (vp > 1): senders' buffers and posted receives together must hold that
+ * many messages. Free the timeline in either case. */
+int mt_timeline_create(mt_timeline *timeline, const mt_schedule *schedule, const mt_action_costs *costs,
                        int64_t in_flight);
 void mt_timeline_free(mt_timeline *timeline);
 
-/* Draws a timeline as elements of an SVG file, `unit` pixels a unit of time, its corner at (x, y): a row a rank with
- * its number on the left and live micro-batches on the right. */
+/* Draws a timeline as SVG elements with its corner at (x, y) and `unit` pixels per unit of time: one row per rank, with
+ * the rank on the left and its peak of live micro-batches on the right. */
 void mt_timeline_draw(const mt_timeline *timeline, FILE *svg, double x, double y, double unit);
 
-/* The stages of checked options, stages[chunk * pp + rank]: equal ones; uneven first and last ones; the embedding and
- * the loss counted as layers; or as --pipeline-model-parallel-layout says, in Megatron's letters: E embedding, t layer,
- * L loss, | between stages, x*n and (xyz)*n repeat. Errors: layers that do not divide, a layout that does not fit. */
-int mt_layout_build(mt_stage *stages, const mt_options *options, mt_error *error);
+/* Fills stages[chunk * pp + rank] from checked options: equal stages; first and last stages of other sizes; equal
+ * stages with the embedding and the loss counted as layers; or the stages of --pipeline-model-parallel-layout, in
+ * Megatron's letters: E embedding, t layer, m MTP module, L loss, | between stages, x*n and (xyz)*n repeat. Errors: a
+ * number of layers that does not divide, a layout that contradicts the options. */
+int mt_pipeline_layout_build(mt_stage *stages, const mt_options *options, mt_error *error);
 
-/* The virtual stages that options->pipeline_model_parallel_layout has, or -1 with error: a letter out of place. */
-int64_t mt_layout_count(const mt_options *options, mt_error *error);
+/* Number of virtual stages in the letters of a layout. */
+int64_t mt_pipeline_layout_count(const char *letters);
 
-/* The schedule of finished options for steps of so many micro-batches. */
+/* The schedule of finished options for training steps of `micro_batches` micro-batches. */
 mt_schedule mt_schedule_of(const mt_options *options, int64_t micro_batches);
 
-/* --print-schedule: prints layout, schedule in characters (a row a rank, forward and each part of a backward one unit),
- * peak live micro-batches and bubble of finished options, and draws it into the SVG file that the option may name. An
- * unwritable file is an error. */
+/* --print-schedule: for finished options, prints the pipeline layout, the schedule in characters (one row per rank; a
+ * forward and each part of a backward take one unit), peak live micro-batches and bubble. Draws the schedule into the
+ * option's SVG file unless that is "-". An unwritable file is an error. */
 int mt_schedule_print(const mt_options *options, FILE *file, mt_error *error);
 
 /* ==== §12 gradient buckets =========================================================================================

@@ -4,6 +4,7 @@
 #include "data/dataset.h"
 #include "data/profile.h"
 #include "data/report.h"
+#include "data/options.h"
 #include "data/tokenizer.h"
 
 #include <math.h>

@@ -7,6 +7,7 @@
  * training step would run. So a picture cannot be wrong without the program being wrong.
  */
 #include "../data/dataset.h"
+#include "../data/options.h"
 #include "../megatron.h"
 
 #include <errno.h>
@@ -703,7 +704,7 @@ static void draw_samples(const char *folder) {
 /* One schedule against time, with its bubble. `unit` is the pixels of a stage's forward; its backward takes two. */
 static void draw_timeline(picture *p, double x, double y, double unit, const mt_schedule *schedule, const char *name) {
     const double part = 1 / (double)schedule->vp;
-    const mt_step_costs costs = {part, part, part, 0};
+    const mt_action_costs costs = {part, part, part, 0};
     mt_timeline t;
     MT_CHECK(mt_timeline_create(&t, schedule, &costs, 0) == 0);
     double work = 3 * (double)schedule->micro_batches;
@@ -860,7 +861,7 @@ static void draw_bubbles(const char *folder) {
     static const char *const names[] = {"1F1B", "interleaved, 2 stages a rank", "interleaved, 4 stages a rank",
                                         "ZB-H1"};
     static const char *const strokes[] = {"#5b6470", "#c0561a", "#b8860b", "#2f6db0"};
-    const mt_step_costs costs = {1, 1, 1, 0};
+    const mt_action_costs costs = {1, 1, 1, 0};
     const double x = 70, y = 40, width = 520, height = 200;
     picture p = picture_open(folder, "07-bubbles", "Bubbles of pipeline schedules", 900, 290);
     for (int i = 0; i <= 4; i++) {

@@ -3,7 +3,7 @@
 #ifndef MT_TESTS_CONTEXT_PARALLEL_H
 #define MT_TESTS_CONTEXT_PARALLEL_H
 
-#include "../megatron.h"
+#include "../data/options.h"
 
 #include <math.h>
 #include <setjmp.h>

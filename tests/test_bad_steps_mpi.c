@@ -1,6 +1,6 @@
 /* Steps that go wrong on four ranks: faults are put into the results of operations, and the run that skips, rewinds or
  * repeats is held against one in which they never happened, bit for bit. */
-#include "../megatron.h"
+#include "../data/options.h"
 
 #include <math.h>
 #include <setjmp.h>

@@ -1,4 +1,5 @@
 /* --profile: the timed operations change nothing, count what the model asks for, and account for the step's time. */
+#include "../data/options.h"
 #include "../data/profile.h"
 
 #include <setjmp.h>

@@ -1,4 +1,5 @@
 /* --log-straggler on four ranks: one rank's operations are slowed down, and the report names it and what was slow. */
+#include "../data/options.h"
 #include "../data/profile.h"
 #include "../data/report.h"
 
