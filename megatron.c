@@ -4424,402 +4424,11 @@ static void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, float *
 }
 
 /* ==== §8 the parameter table ===================================================================================== */
-/* A row per parameter, and nothing about a parameter anywhere else. Invariants: rows of one layer lie in one bucket,
- * matrices (which decay) before vectors (which do not); q, k, v and gate, up are neighbours without a gap, so that one
- * matrix product computes them; every name is the one that Hugging Face uses. */
-
-/* Channels of a head's value. */
-static int64_t mt_value_channels(const mt_options *o) {
-    return o->multi_latent_attention ? o->v_head_dim : o->kv_channels;
-}
-
-/* Whether every query and key head is normalised. */
-static bool mt_norms_heads(const mt_options *o) {
-    return o->qk_layernorm && !o->multi_latent_attention;
-}
-
-/* The table as it grows, with what each new row needs to know. */
-typedef struct mt_param_table {
-    mt_param *rows;
-    int64_t count, bucket;
-    const mt_options *options;
-    bool is_gpt2, is_mixtral, is_qwen2_moe;
-    mt_partition partition;
-} mt_param_table;
-
-/* Names of a role within its layer (or of the whole tensor, outside the layers), # for the expert. */
-typedef struct mt_param_name {
-    const char *llama, *gpt2, *mixtral;
-} mt_param_name;
-
-static const mt_param_name mt_param_names[MT_NUM_ROLES] = {
-    [MT_WORD_EMBEDDING] = {"model.embed_tokens.weight", "transformer.wte.weight", NULL},
-    [MT_POSITION_EMBEDDING] = {"model.embed_positions.weight", "transformer.wpe.weight", NULL},
-    [MT_INPUT_NORM] = {"input_layernorm.weight", "ln_1.weight", NULL},
-    [MT_INPUT_NORM_BIAS] = {"input_layernorm.bias", "ln_1.bias", NULL},
-    [MT_Q] = {"self_attn.q_proj.weight", "attn.c_attn.weight", NULL},
-    [MT_K] = {"self_attn.k_proj.weight", "attn.c_attn.weight", NULL},
-    [MT_V] = {"self_attn.v_proj.weight", "attn.c_attn.weight", NULL},
-    [MT_Q_BIAS] = {"self_attn.q_proj.bias", "attn.c_attn.bias", NULL},
-    [MT_K_BIAS] = {"self_attn.k_proj.bias", "attn.c_attn.bias", NULL},
-    [MT_V_BIAS] = {"self_attn.v_proj.bias", "attn.c_attn.bias", NULL},
-    [MT_Q_NORM] = {"self_attn.q_norm.weight", NULL, NULL},
-    [MT_K_NORM] = {"self_attn.k_norm.weight", NULL, NULL},
-    [MT_Q_A] = {"self_attn.q_a_proj.weight", NULL, NULL},
-    [MT_KV_A] = {"self_attn.kv_a_proj_with_mqa.weight", NULL, NULL},
-    [MT_Q_B] = {"self_attn.q_b_proj.weight", NULL, NULL},
-    [MT_KV_B] = {"self_attn.kv_b_proj.weight", NULL, NULL},
-    [MT_Q_A_NORM] = {"self_attn.q_a_layernorm.weight", NULL, NULL},
-    [MT_KV_A_NORM] = {"self_attn.kv_a_layernorm.weight", NULL, NULL},
-    [MT_O] = {"self_attn.o_proj.weight", "attn.c_proj.weight", NULL},
-    [MT_O_BIAS] = {"self_attn.o_proj.bias", "attn.c_proj.bias", NULL},
-    [MT_MLP_NORM] = {"post_attention_layernorm.weight", "ln_2.weight", NULL},
-    [MT_MLP_NORM_BIAS] = {"post_attention_layernorm.bias", "ln_2.bias", NULL},
-    [MT_GATE] = {"mlp.gate_proj.weight", NULL, NULL},
-    [MT_GATE_BIAS] = {"mlp.gate_proj.bias", NULL, NULL},
-    [MT_UP] = {"mlp.up_proj.weight", "mlp.c_fc.weight", NULL},
-    [MT_UP_BIAS] = {"mlp.up_proj.bias", "mlp.c_fc.bias", NULL},
-    [MT_DOWN] = {"mlp.down_proj.weight", "mlp.c_proj.weight", NULL},
-    [MT_DOWN_BIAS] = {"mlp.down_proj.bias", "mlp.c_proj.bias", NULL},
-    [MT_FINAL_NORM] = {"model.norm.weight", "transformer.ln_f.weight", NULL},
-    [MT_FINAL_NORM_BIAS] = {"model.norm.bias", "transformer.ln_f.bias", NULL},
-    [MT_LM_HEAD] = {"lm_head.weight", "lm_head.weight", NULL},
-    [MT_ROUTER] = {"mlp.gate.weight", NULL, "block_sparse_moe.gate.weight"},
-    [MT_ROUTER_BIAS] = {"mlp.gate.e_score_correction_bias", NULL, NULL},
-    [MT_EXPERT_GATE] = {"mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight"},
-    [MT_EXPERT_UP] = {"mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight"},
-    [MT_EXPERT_DOWN] = {"mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight"},
-    [MT_SHARED_GATE] = {"mlp.shared_experts.gate_proj.weight", NULL, NULL},
-    [MT_SHARED_UP] = {"mlp.shared_experts.up_proj.weight", NULL, NULL},
-    [MT_SHARED_DOWN] = {"mlp.shared_experts.down_proj.weight", NULL, NULL},
-    [MT_SHARED_EXPERT_GATE] = {"mlp.shared_expert_gate.weight", NULL, NULL},
-    [MT_MTP_EMBEDDING_NORM] = {"enorm.weight", NULL, NULL},
-    [MT_MTP_HIDDEN_NORM] = {"hnorm.weight", NULL, NULL},
-    [MT_MTP_PROJECTION] = {"eh_proj.weight", NULL, NULL},
-    [MT_MTP_FINAL_NORM] = {"shared_head.norm.weight", NULL, NULL},
-};
-
-/* Where Qwen2-MoE has a name of its own. */
-static const char *const mt_qwen2_moe_names[MT_NUM_ROLES] = {
-    [MT_SHARED_GATE] = "mlp.shared_expert.gate_proj.weight",
-    [MT_SHARED_UP] = "mlp.shared_expert.up_proj.weight",
-    [MT_SHARED_DOWN] = "mlp.shared_expert.down_proj.weight",
-};
-
-/* The name of a role, an expert's with its number. */
-static void mt_param_set_name(const mt_param_table *table, mt_param *param) {
-    const mt_param_name *names = &mt_param_names[param->role];
-    const char *name = table->is_gpt2 ? names->gpt2 : names->llama;
-    if (table->is_mixtral && names->mixtral) name = names->mixtral;
-    if (table->is_qwen2_moe && mt_qwen2_moe_names[param->role]) name = mt_qwen2_moe_names[param->role];
-    char layer[64] = "", expert[32] = "";
-    const char *number = strchr(name, '#');
-    int before = (int)(number ? number - name : (long)strlen(name));
-    if (param->layer >= 0)
-        snprintf(layer, sizeof layer, table->is_gpt2 ? "transformer.h.%lld." : "model.layers.%lld.",
-                 (long long)param->layer);
-    if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
-    snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, before, name, expert,
-             number ? number + 1 : "");
-}
-
-/* Appends a row; `layer` -1 is outside the layers. Returns it so that the caller can say what is special. */
-static mt_param *mt_param_add(mt_param_table *table, mt_role role, int64_t layer, int64_t rows, int64_t cols) {
-    mt_param *param = &table->rows[table->count++];
-    *param = (mt_param){.role = role, .layer = layer, .expert = -1, .rows = rows, .cols = cols, .shard_dim = -1};
-    param->whole_rows = param->rows_stored = param->hf_rows_total = rows;
-    param->whole_cols = cols;
-    param->is_vector = cols == 1;
-    param->weight_decay = !param->is_vector;
-    param->init = param->is_vector ? MT_INIT_ZEROS : MT_INIT_NORMAL;
-    param->init_std = table->options->init_method_std;
-    param->bucket = table->bucket;
-    param->counted = table->partition.tp_rank == 0; // until it is sharded
-    mt_param_set_name(table, param);
-    return param;
-}
-
-/* Leaves of a row what share `index` of `parts` equal ones holds of its dimension `dim`. */
-static mt_param *mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t index) {
-    int64_t *size = dim == 0 ? &param->rows : &param->cols;
-    MT_CHECK(*size % parts == 0);
-    *size /= parts;
-    *(dim == 0 ? &param->first_row : &param->first_col) = index * *size;
-    param->shard_dim = dim;
-    param->counted = true;
-    return param;
-}
-
-/* A row that the tensor group shards. */
-static mt_param *mt_param_add_sharded(mt_param_table *table, mt_role role, int64_t layer, int64_t rows, int64_t cols,
-                                      int dim) {
-    return mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, table->partition.tp,
-                          table->partition.tp_rank);
-}
-
-/* A norm's weight, and its bias for LayerNorm. */
-static void mt_param_add_norm(mt_param_table *table, mt_role role, int64_t layer, int64_t width) {
-    mt_param *param = mt_param_add(table, role, layer, width, 1);
-    param->init = MT_INIT_ONES, param->gradient = MT_GRADIENT_ROWS;
-    if (strcmp(table->options->normalization, "LayerNorm") == 0)
-        mt_param_add(table, (mt_role)(role + 1), layer, width, 1)->gradient = MT_GRADIENT_ROWS;
-}
-
-/* The norm of every query or key head, which all heads share. */
-static void mt_param_add_head_norm(mt_param_table *table, mt_role role, int64_t layer) {
-    mt_param *param = mt_param_add(table, role, layer, table->options->kv_channels, 1);
-    param->init = MT_INIT_ONES, param->gradient = MT_GRADIENT_HEADS;
-}
-
-/* q, k and v: three rows here; GPT-2 stores one tensor that holds them one after another. Ranks share the heads; where
- * there are fewer kv heads than ranks, neighbours hold the same one. */
-static void mt_param_add_qkv(mt_param_table *table, mt_role first_role, int64_t layer, int64_t cols) {
-    const mt_options *o = table->options;
-    int64_t q_rows = o->num_attention_heads * o->kv_channels, kv_rows = o->num_query_groups * o->kv_channels;
-    int64_t rows[3] = {q_rows, kv_rows, kv_rows}, before = 0;
-    int64_t tp = table->partition.tp, tp_rank = table->partition.tp_rank;
-    int64_t kv_parts = mt_min(o->num_query_groups, tp), replicas = tp / kv_parts;
-    for (int i = 0; i < 3; i++) {
-        mt_param *param = mt_param_add(table, (mt_role)(first_role + i), layer, rows[i], cols);
-        if (i == 0) {
-            mt_param_shard(param, 0, tp, tp_rank);
-        } else {
-            mt_param_shard(param, 0, kv_parts, tp_rank / replicas);
-            param->counted = tp_rank % replicas == 0;
-            if (replicas > 1) param->gradient = MT_GRADIENT_REPLICA;
-        }
-        if (!table->is_gpt2) continue;
-        param->hf_row = before;
-        param->hf_rows_total = q_rows + 2 * kv_rows;
-        before += rows[i];
-    }
-}
-
-/* Latent attention: every rank has the way to the latents whole, and of the way from them its heads' part. */
-static void mt_param_add_latent(mt_param_table *table, int64_t layer, int64_t cols) {
-    const mt_options *o = table->options;
-    int64_t heads = o->num_attention_heads, q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank;
-    if (q_rank > 0) mt_param_add(table, MT_Q_A, layer, q_rank, cols)->gradient = MT_GRADIENT_ROWS;
-    mt_param_add(table, MT_KV_A, layer, kv_rank + o->qk_pos_emb_head_dim, cols)->gradient = MT_GRADIENT_ROWS;
-    int64_t q_input = q_rank > 0 ? q_rank : cols;
-    mt_param_add_sharded(table, q_rank > 0 ? MT_Q_B : MT_Q, layer, heads * o->kv_channels, q_input, 0);
-    mt_param_add_sharded(table, MT_KV_B, layer, heads * (o->qk_head_dim + o->v_head_dim), kv_rank, 0);
-}
-
-static double mt_output_std(const mt_options *o) {
-    return o->init_method_std / sqrt(2.0 * (double)o->num_layers);
-}
-
-/* The matrices of an MLP that the tensor group shares: a layer's, or the expert's that every token visits. */
-static void mt_params_add_mlp(mt_param_table *table, int64_t layer, mt_role gate, mt_role up, mt_role down, int64_t F) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size;
-    if (o->swiglu) mt_param_add_sharded(table, gate, layer, F, C, 0);
-    mt_param_add_sharded(table, up, layer, F, C, 0);
-    mt_param_add_sharded(table, down, layer, C, F, 1)->init_std = mt_output_std(o);
-}
-
-static void mt_params_add_expert(mt_param_table *table, mt_role role, int64_t layer, int64_t expert, int64_t rows,
-                                 int64_t cols, int dim) {
-    const mt_partition *at = &table->partition;
-    mt_param *param = mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, at->etp, at->etp_rank);
-    param->expert = expert;
-    if (role == MT_EXPERT_DOWN) param->init_std = mt_output_std(table->options);
-    mt_param_set_name(table, param);
-}
-
-/* This rank's experts of a layer, in a bucket of their own: all their first matrices, then all their second ones, so
- * that each is one operand of a grouped product. */
-static void mt_params_add_experts(mt_param_table *table, int64_t layer) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size, F = o->moe_ffn_hidden_size, count = o->num_experts / table->partition.ep;
-    int64_t first = table->partition.ep_rank * count;
-    for (int64_t e = first; e < first + count; e++) {
-        mt_params_add_expert(table, MT_EXPERT_GATE, layer, e, F, C, 0);
-        mt_params_add_expert(table, MT_EXPERT_UP, layer, e, F, C, 0);
-    }
-    for (int64_t e = first; e < first + count; e++) mt_params_add_expert(table, MT_EXPERT_DOWN, layer, e, C, F, 1);
-}
-
-/* A module of multi-token prediction, whose number is behind the layers', is of the last layer's kind. */
-static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
-    return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
-}
-
-/* None, too, where the first layers alone are made of a model whose others have experts. */
-int64_t mt_num_expert_layers(const mt_options *o) {
-    int64_t layers = 0;
-    for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_has_experts(o, i);
-    return layers;
-}
-
-/* A layer's matrices: attention, then the MLP or what routes tokens to experts. */
-static void mt_params_add_matrices(mt_param_table *table, int64_t layer) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size, attention_width = o->num_attention_heads * mt_value_channels(o);
-    if (o->multi_latent_attention)
-        mt_param_add_latent(table, layer, C);
-    else
-        mt_param_add_qkv(table, MT_Q, layer, C);
-    mt_param_add_sharded(table, MT_O, layer, C, attention_width, 1)->init_std = mt_output_std(o);
-    if (!mt_layer_has_experts(o, layer)) {
-        mt_params_add_mlp(table, layer, MT_GATE, MT_UP, MT_DOWN, o->ffn_hidden_size);
-        return;
-    }
-    if (o->moe_shared_expert_intermediate_size > 0)
-        mt_params_add_mlp(table, layer, MT_SHARED_GATE, MT_SHARED_UP, MT_SHARED_DOWN,
-                          o->moe_shared_expert_intermediate_size);
-    mt_param_add(table, MT_ROUTER, layer, o->num_experts, C)->gradient = MT_GRADIENT_ROWS;
-    if (o->moe_shared_expert_gate) mt_param_add(table, MT_SHARED_EXPERT_GATE, layer, 1, C)->gradient = MT_GRADIENT_ROWS;
-}
-
-static void mt_params_add_layer(mt_param_table *table, int64_t layer) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size, F = o->ffn_hidden_size;
-    bool is_mtp = layer >= o->num_layers;
-    mt_params_add_matrices(table, layer);
-    if (is_mtp) mt_param_add(table, MT_MTP_PROJECTION, layer, C, 2 * C)->gradient = MT_GRADIENT_ROWS;
-    for (mt_role role = MT_MTP_EMBEDDING_NORM; is_mtp && role <= MT_MTP_FINAL_NORM; role++)
-        if (role != MT_MTP_PROJECTION) mt_param_add_norm(table, role, layer, C);
-    mt_param_add_norm(table, MT_INPUT_NORM, layer, C);
-    mt_param_add_norm(table, MT_MLP_NORM, layer, C);
-    if (o->multi_latent_attention && o->q_lora_rank > 0) mt_param_add_norm(table, MT_Q_A_NORM, layer, o->q_lora_rank);
-    if (o->multi_latent_attention) mt_param_add_norm(table, MT_KV_A_NORM, layer, o->kv_lora_rank);
-    if (mt_norms_heads(o)) {
-        mt_param_add_head_norm(table, MT_Q_NORM, layer);
-        mt_param_add_head_norm(table, MT_K_NORM, layer);
-    }
-    if (o->add_qkv_bias) mt_param_add_qkv(table, MT_Q_BIAS, layer, 1);
-    if (o->attention_output_bias) mt_param_add(table, MT_O_BIAS, layer, C, 1);
-    if (o->mlp_bias) {
-        if (o->swiglu) mt_param_add_sharded(table, MT_GATE_BIAS, layer, F, 1, 0);
-        mt_param_add_sharded(table, MT_UP_BIAS, layer, F, 1, 0);
-        mt_param_add(table, MT_DOWN_BIAS, layer, C, 1);
-    }
-    table->bucket++;
-    if (!mt_layer_has_experts(o, layer)) return;
-    mt_params_add_experts(table, layer);
-    table->bucket++;
-}
-
-/* GPT-2's linear layers are stored [in, out]. */
-static bool mt_role_is_linear(mt_role role) {
-    return role == MT_Q || role == MT_K || role == MT_V || role == MT_O || role == MT_UP || role == MT_DOWN;
-}
-
-/* Rows that continue the one before without a gap, so that a fused product sees one matrix. */
-static bool mt_param_continues(const mt_param *param, const mt_param *before) {
-    mt_role role = param->role, last = before->role;
-    return (role == MT_KV_A && last == MT_Q_A) || role == MT_K || role == MT_V || role == MT_K_BIAS ||
-           role == MT_V_BIAS || ((role == MT_UP || role == MT_UP_BIAS) && (int)last == (int)role - 2) ||
-           (role == MT_SHARED_UP && last == MT_SHARED_GATE) || role == MT_EXPERT_UP ||
-           (role == MT_EXPERT_GATE && last == MT_EXPERT_UP) || (role == MT_EXPERT_DOWN && last == MT_EXPERT_DOWN);
-}
-
-/* Whether the optimizer moves it. */
-static bool mt_param_is_trained(const mt_param *param) {
-    return param->role != MT_ROUTER_BIAS;
-}
-
-/* Elements between the starts of parameters: 16-byte loads of bf16 and whole cache lines. */
-enum { MT_PARAM_ALIGNMENT = 64 };
-
-static int64_t mt_align(int64_t value) {
-    return (value + MT_PARAM_ALIGNMENT - 1) / MT_PARAM_ALIGNMENT * MT_PARAM_ALIGNMENT;
-}
-
-/* Gives every row its offset: the table's order within each bucket. */
-static void mt_params_place(mt_param_table *table) {
-    int64_t end = 0;
-    for (int64_t i = 0; i < table->count; i++) {
-        mt_param *param = &table->rows[i], *before = i ? param - 1 : param;
-        bool new_bucket = i == 0 || before->bucket != param->bucket;
-        MT_CHECK(new_bucket ? i == 0 || param->bucket == before->bucket + 1
-                            : before->weight_decay >= param->weight_decay);
-        if (new_bucket) end = 0;
-        param->offset = !new_bucket && mt_param_continues(param, before) ? end : mt_align(end);
-        end = param->offset + param->rows * param->cols;
-        if (table->is_gpt2 && mt_role_is_linear(param->role)) param->hf_transposed = true;
-    }
-}
-
-/* A matrix of the vocabulary, of which Hugging Face has no padding. */
-static mt_param *mt_param_add_vocabulary(mt_param_table *table, mt_role role) {
-    const mt_options *o = table->options;
-    mt_param *param = mt_param_add_sharded(table, role, -1, o->padded_vocab_size, o->hidden_size, 0);
-    param->rows_stored = param->hf_rows_total = o->vocab_size;
-    return param;
-}
-
-/* One chunk's rows, from its first bucket on; the table's next free bucket is the one behind its last. */
-static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size;
-    bool tied = !o->untie_embeddings_and_output_weights;
-    if (stage->embedding) {
-        mt_param_add_vocabulary(table, MT_WORD_EMBEDDING);
-        table->bucket++;
-        if (strcmp(o->position_embedding_type, "learned_absolute") == 0) {
-            mt_param *param = mt_param_add(table, MT_POSITION_EMBEDDING, -1, o->max_position_embeddings, C);
-            param->gradient = MT_GRADIENT_ROWS;
-            table->bucket++;
-        }
-    }
-    for (int64_t i = 0; i < stage->num_layers + stage->num_mtp; i++) mt_params_add_layer(table, stage->first_layer + i);
-    if (!stage->loss) return;
-    if (!has_embedding && (tied || stage->num_mtp > 0)) {
-        mt_param_add_vocabulary(table, MT_WORD_EMBEDDING)->counted = false;
-        table->bucket++;
-    }
-    if (!tied) mt_param_add_vocabulary(table, MT_LM_HEAD);
-    mt_param_add_norm(table, MT_FINAL_NORM, -1, C);
-    table->bucket++;
-}
-
-/* The biases of this rank's routers, in a bucket that is not trained. */
-static void mt_params_add_router_biases(mt_param_table *table) {
-    const mt_options *o = table->options;
-    for (int64_t i = 0; o->moe_router_enable_expert_bias && i < table->partition.num_stages; i++) {
-        const mt_stage *stage = &table->partition.stages[i];
-        int64_t end = stage->first_layer + stage->num_layers + stage->num_mtp;
-        for (int64_t layer = stage->first_layer; layer < end; layer++)
-            if (mt_layer_has_experts(o, layer)) mt_param_add(table, MT_ROUTER_BIAS, layer, o->num_experts, 1);
-    }
-}
-
-int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition) {
-    mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
-    whole_model.num_mtp = options->mtp_num_layers;
-    mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
-    mt_param_table table = {.options = options, .partition = partition ? *partition : whole};
-    table.is_gpt2 = strcmp(options->hf_family, "gpt2") == 0;
-    table.is_mixtral = strcmp(options->hf_family, "mixtral") == 0;
-    table.is_qwen2_moe = strcmp(options->hf_family, "qwen2_moe") == 0;
-    int64_t layers = options->num_layers + options->mtp_num_layers;
-    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 3 * options->num_experts;
-    table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
-    bool has_embedding = false;
-    for (int64_t i = 0; i < table.partition.num_stages; i++) {
-        has_embedding |= table.partition.stages[i].embedding;
-        mt_params_add_stage(&table, &table.partition.stages[i], has_embedding);
-    }
-    mt_params_add_router_biases(&table);
-    mt_params_place(&table);
-    *params = table.rows;
-    return table.count;
-}
-
-int64_t mt_num_parameters(const mt_options *options) {
-    mt_param *params;
-    int64_t count = mt_params_build(&params, options, NULL), total = 0;
-    for (int64_t i = 0; i < count; i++) total += params[i].rows_stored * params[i].whole_cols;
-    free(params);
-    return total;
-}
-
-/* ==== §9 attention, MLP, layer =================================================================================== */
-/* A transformer layer, forward and backward. Invariants: hidden states are [T, C] and never change layout; a backward
- * reads as its forward reversed; gradients of activations are written, those of parameters accumulate in fp32. */
+/* One row per role of a parameter: shape, sharding, gradient, initial values, conditions, names, and the field of the
+ * model's code. mt_params_build expands these rows into a table of parameters. To add a role: append it to mt_role and
+ * add one row here. Invariants: rows stand in the order of a bucket, matrices (which decay) before vectors (which do
+ * not); a fused row continues the row above without a gap, so that one matrix product computes both; names are those of
+ * Hugging Face. */
 
 /* A layer's parameters. Fused matrices are one linear because their rows are neighbours in the bucket. */
 typedef struct mt_layer {
@@ -4844,6 +4453,419 @@ typedef struct mt_layer {
     mt_weight mtp_embedding_norm, mtp_hidden_norm, mtp_final_norm;
     mt_linear mtp_projection; // 2C -> C
 } mt_layer;
+
+/* Parameters outside the layers. With tied embeddings, lm_head is word_embedding. */
+typedef struct mt_outer {
+    mt_weight word_embedding, position_embedding, final_norm, final_norm_bias;
+    mt_linear lm_head; // C -> V
+} mt_outer;
+
+/* Channels of a head's value. */
+static int64_t mt_value_channels(const mt_options *o) {
+    return o->multi_latent_attention ? o->v_head_dim : o->kv_channels;
+}
+
+/* True if query and key heads are normalised (q/k norm). */
+static bool mt_norms_heads(const mt_options *o) {
+    return o->qk_layernorm && !o->multi_latent_attention;
+}
+
+/* A module of multi-token prediction has a number behind the layers' and is of the last layer's kind. */
+static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
+    return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
+}
+
+/* 0, too, for a model with experts that is cut to its first layers, which have none. */
+int64_t mt_num_expert_layers(const mt_options *o) {
+    int64_t layers = 0;
+    for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_has_experts(o, i);
+    return layers;
+}
+
+/* Rows and columns: name, size in the whole model, and the options that decide on it (for messages). */
+#define MT_DIMENSIONS(X)                                                                                               \
+    X(ONE, 1, NULL)                                                                                                    \
+    X(C, o->hidden_size, "--hidden-size")                                                                              \
+    X(2C, 2 * o->hidden_size, "--hidden-size")                                                                         \
+    X(VOCAB, o->padded_vocab_size, "--vocab-size")                                                                     \
+    X(POSITIONS, o->max_position_embeddings, "--max-position-embeddings")                                              \
+    X(D, o->kv_channels, "--kv-channels")                                                                              \
+    X(HD, o->num_attention_heads * o->kv_channels, "--num-attention-heads and --kv-channels")                          \
+    X(GD, o->num_query_groups * o->kv_channels, "--num-query-groups and --kv-channels")                                \
+    X(HDV, o->num_attention_heads *mt_value_channels(o), "--num-attention-heads and --kv-channels")                    \
+    X(Q_LORA, o->q_lora_rank, "--q-lora-rank")                                                                         \
+    X(KV_LORA, o->kv_lora_rank, "--kv-lora-rank")                                                                      \
+    X(KV_LORA_ROPE, o->kv_lora_rank + o->qk_pos_emb_head_dim, "--kv-lora-rank and --qk-pos-emb-head-dim")              \
+    X(H_NOPE_DV, o->num_attention_heads *(o->qk_head_dim + o->v_head_dim), "--qk-head-dim and --v-head-dim")           \
+    X(F, o->ffn_hidden_size, "--ffn-hidden-size")                                                                      \
+    X(SHARED_F, o->moe_shared_expert_intermediate_size, "--moe-shared-expert-intermediate-size")                       \
+    X(EXPERT_F, o->moe_ffn_hidden_size, "--moe-ffn-hidden-size")                                                       \
+    X(E, o->num_experts, "--num-experts")
+
+#define MT_DIMENSION_NAME(name, size, option)   MT_DIM_##name,
+#define MT_DIMENSION_SIZE(name, size, option)   size,
+#define MT_DIMENSION_OPTION(name, size, option) option,
+
+typedef enum mt_dimension { MT_DIMENSIONS(MT_DIMENSION_NAME) MT_NUM_DIMENSIONS } mt_dimension;
+
+static const char *const mt_dimension_option[MT_NUM_DIMENSIONS] = {MT_DIMENSIONS(MT_DIMENSION_OPTION)};
+
+static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
+    const int64_t sizes[MT_NUM_DIMENSIONS] = {MT_DIMENSIONS(MT_DIMENSION_SIZE)};
+    return sizes[dimension];
+}
+
+/* Conditions on which a layer (with layer -1: the model outside its layers) has a parameter, and the option that
+ * decides on each. A message about a parameter with several names the first one's. */
+#define MT_CONDITIONS(X)                                                                                               \
+    X(LEARNED_POSITIONS, strcmp(o->position_embedding_type, "learned_absolute") == 0, "--position-embedding-type")     \
+    X(LM_HEAD, o->untie_embeddings_and_output_weights, "--untie-embeddings-and-output-weights")                        \
+    X(LAYERNORM, strcmp(o->normalization, "LayerNorm") == 0, "--normalization")                                        \
+    X(LATENT, o->multi_latent_attention, "--multi-latent-attention")                                                   \
+    X(Q_LATENT, o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                                      \
+    X(HEAD_NORMS, mt_norms_heads(o), "--qk-layernorm")                                                                 \
+    X(QKV_BIAS, o->add_qkv_bias, "--add-qkv-bias")                                                                     \
+    X(O_BIAS, o->attention_output_bias, "--disable-bias-linear")                                                       \
+    X(MLP_BIAS, o->mlp_bias, "--disable-bias-linear")                                                                  \
+    X(ROUTER, has_experts, "--moe-layer-freq")                                                                         \
+    X(ROUTER_BIAS, has_experts && o->moe_router_enable_expert_bias, "--moe-router-enable-expert-bias")                 \
+    X(EXPERTS, has_experts, "--num-experts")                                                                           \
+    X(SHARED, has_experts && o->moe_shared_expert_intermediate_size > 0, "--moe-shared-expert-intermediate-size")      \
+    X(SHARED_GATE, has_experts && o->moe_shared_expert_gate, "--moe-shared-expert-gate")                               \
+    X(SWIGLU, o->swiglu, "--swiglu")                                                                                   \
+    X(MTP, layer >= o->num_layers, "--mtp-num-layers")
+
+#define MT_CONDITION_NAME(name, test, option)   MT_CONDITION_##name,
+#define MT_CONDITION_BIT(name, test, option)    | (unsigned)(test) << MT_CONDITION_##name
+#define MT_CONDITION_OPTION(name, test, option) option,
+
+enum { MT_CONDITIONS(MT_CONDITION_NAME) MT_NUM_CONDITIONS };
+
+static const char *const mt_condition_option[MT_NUM_CONDITIONS] = {MT_CONDITIONS(MT_CONDITION_OPTION)};
+
+/* A bit for each condition that holds. */
+static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
+    bool has_experts = layer >= 0 && mt_layer_has_experts(o, layer);
+    return 0 MT_CONDITIONS(MT_CONDITION_BIT);
+}
+
+/* Families of Hugging Face with names of their own; all others have Llama's. */
+enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NUM_NAMES };
+
+static int mt_names_of(const mt_options *o) {
+    static const char *const families[MT_NUM_NAMES] = {"", "gpt2", "mixtral", "qwen2_moe"};
+    int family = MT_NUM_NAMES - 1;
+    while (family > MT_NAMES_LLAMA && strcmp(o->hf_family, families[family]) != 0) family--;
+    return family;
+}
+
+/* What tensor-parallel ranks share. If there are fewer kv heads than ranks, neighbours hold the same one. */
+typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS } mt_cut;
+
+typedef struct mt_role_row {
+    mt_role role;
+    mt_unit unit;
+    mt_cut cut;
+    mt_init init;
+    mt_gradient gradient;
+    mt_dimension rows, cols;         // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
+    size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers
+    unsigned when, unless;           // conditions: all of `when` and none of `unless`
+    bool fused;                      // continues the row above, if that exists, and is found by that one's field
+    const char *names[MT_NUM_NAMES]; // after the layer's prefix; # is the expert's number; NULL: as Llama
+} mt_role_row;
+
+/* Kinds of parameters: cut, init, gradient. */
+#define MT_COLUMN         MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE // column-parallel: a share of the outputs
+#define MT_COLUMN_KV      MT_CUT_KV_HEADS, MT_INIT_NORMAL, MT_GRADIENT_REPLICA
+#define MT_COLUMN_BIAS    MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
+#define MT_COLUMN_KV_BIAS MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA
+#define MT_ROW            MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE // row-parallel: a share of the inputs
+#define MT_ROW_BIAS       MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
+#define MT_REPLICATED     MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS
+#define MT_NORM           MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS
+#define MT_NORM_BIAS      MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS
+#define MT_HEAD_NORM      MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS // one weight for all heads
+
+/* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: one outside the layers.
+ */
+#define MT_HAS(name) (1u << MT_CONDITION_##name)
+#define MT_ANY_ROLE(role, unit, kind, rows, cols, field, when, unless, fused, ...)                                     \
+    {                                                                                                                  \
+        MT_##role, MT_UNIT_##unit, MT_##kind, MT_DIM_##rows, MT_DIM_##cols, field, when, unless, fused, {              \
+            __VA_ARGS__                                                                                                \
+        }                                                                                                              \
+    }
+#define MT_ROLE(role, unit, kind, rows, cols, field, when, unless, ...)                                                \
+    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, false, __VA_ARGS__)
+#define MT_FUSED(role, unit, kind, rows, cols, field, when, unless, ...)                                               \
+    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, true, __VA_ARGS__)
+#define MT_OUTSIDE(role, unit, kind, rows, cols, field, when, unless, ...)                                             \
+    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_outer, field), when, unless, false, __VA_ARGS__)
+
+static const mt_role_row mt_role_rows[] = {
+    MT_OUTSIDE(WORD_EMBEDDING, WORDS, COLUMN, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
+               "transformer.wte.weight"),
+    MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
+               0, "model.embed_positions.weight", "transformer.wpe.weight"),
+    /* attention; latent attention without a q latent has q_proj in place of q_b_proj */
+    MT_ROLE(Q_A, LAYER, REPLICATED, Q_LORA, C, latent.weight, MT_HAS(Q_LATENT), 0, "self_attn.q_a_proj.weight"),
+    MT_FUSED(KV_A, LAYER, REPLICATED, KV_LORA_ROPE, C, latent.weight, MT_HAS(LATENT), 0,
+             "self_attn.kv_a_proj_with_mqa.weight"),
+    MT_ROLE(Q_B, LAYER, COLUMN, HD, Q_LORA, q_b.weight, MT_HAS(Q_LATENT), 0, "self_attn.q_b_proj.weight"),
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, q_b.weight, MT_HAS(LATENT), MT_HAS(Q_LATENT), "self_attn.q_proj.weight"),
+    MT_ROLE(KV_B, LAYER, COLUMN, H_NOPE_DV, KV_LORA, kv_b.weight, MT_HAS(LATENT), 0, "self_attn.kv_b_proj.weight"),
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.q_proj.weight", "attn.c_attn.weight"),
+    MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.k_proj.weight",
+             "attn.c_attn.weight"),
+    MT_FUSED(V, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.v_proj.weight",
+             "attn.c_attn.weight"),
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, 0, "self_attn.o_proj.weight", "attn.c_proj.weight"),
+    /* MLP, or shared expert and router */
+    MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(SWIGLU), MT_HAS(EXPERTS), "mlp.gate_proj.weight"),
+    MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(EXPERTS), "mlp.up_proj.weight", "mlp.c_fc.weight"),
+    MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(EXPERTS), "mlp.down_proj.weight", "mlp.c_proj.weight"),
+    MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(SWIGLU), 0,
+            "mlp.shared_experts.gate_proj.weight", NULL, NULL, "mlp.shared_expert.gate_proj.weight"),
+    MT_FUSED(SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.up_proj.weight",
+             NULL, NULL, "mlp.shared_expert.up_proj.weight"),
+    MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
+            NULL, NULL, "mlp.shared_expert.down_proj.weight"),
+    MT_ROLE(ROUTER, LAYER, REPLICATED, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
+            "block_sparse_moe.gate.weight"),
+    MT_ROLE(SHARED_EXPERT_GATE, LAYER, REPLICATED, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
+            "mlp.shared_expert_gate.weight"),
+    /* multi-token prediction; its norms are the first vectors */
+    MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0, "eh_proj.weight"),
+    MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm, MT_HAS(MTP), 0, "enorm.weight"),
+    MT_ROLE(MTP_HIDDEN_NORM, LAYER, NORM, C, ONE, mtp_hidden_norm, MT_HAS(MTP), 0, "hnorm.weight"),
+    MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm, MT_HAS(MTP), 0, "shared_head.norm.weight"),
+    /* vectors */
+    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm, 0, 0, "input_layernorm.weight", "ln_1.weight"),
+    MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm_bias, MT_HAS(LAYERNORM), 0, "input_layernorm.bias",
+            "ln_1.bias"),
+    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm, 0, 0, "post_attention_layernorm.weight", "ln_2.weight"),
+    MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm_bias, MT_HAS(LAYERNORM), 0,
+            "post_attention_layernorm.bias", "ln_2.bias"),
+    MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT), 0, "self_attn.q_a_layernorm.weight"),
+    MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT), 0, "self_attn.kv_a_layernorm.weight"),
+    MT_ROLE(Q_NORM, LAYER, HEAD_NORM, D, ONE, q_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.q_norm.weight"),
+    MT_ROLE(K_NORM, LAYER, HEAD_NORM, D, ONE, k_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.k_norm.weight"),
+    MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.q_proj.bias",
+            "attn.c_attn.bias"),
+    MT_FUSED(K_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.k_proj.bias",
+             "attn.c_attn.bias"),
+    MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
+             "attn.c_attn.bias"),
+    MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0, "self_attn.o_proj.bias", "attn.c_proj.bias"),
+    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(SWIGLU), 0,
+            "mlp.gate_proj.bias"),
+    MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), 0, "mlp.up_proj.bias", "mlp.c_fc.bias"),
+    MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), 0, "mlp.down_proj.bias",
+            "mlp.c_proj.bias"),
+    /* experts: gate and up of each in turn, then down of each, so that each is one operand of a grouped product */
+    MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
+            "mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight"),
+    MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
+             "mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight"),
+    MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
+            "mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight"),
+    /* output */
+    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, lm_head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight"),
+    MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm, 0, 0, "model.norm.weight", "transformer.ln_f.weight"),
+    MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm_bias, MT_HAS(LAYERNORM), 0, "model.norm.bias",
+               "transformer.ln_f.bias"),
+    /* not trained by the optimizer: moved towards equal loads */
+    MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), 0,
+            "mlp.gate.e_score_correction_bias"),
+};
+
+/* The table as it grows, and what every new row needs. */
+typedef struct mt_param_table {
+    mt_param *rows;
+    int64_t count, bucket;
+    const mt_options *options;
+    int names; // MT_NAMES_*
+    mt_partition partition;
+} mt_param_table;
+
+static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
+    const char *name = row->names[table->names] ? row->names[table->names] : row->names[MT_NAMES_LLAMA];
+    const char *number = strchr(name, '#');
+    char layer[64] = "", expert[32] = "";
+    if (param->layer >= 0)
+        snprintf(layer, sizeof layer, table->names == MT_NAMES_GPT2 ? "transformer.h.%lld." : "model.layers.%lld.",
+                 (long long)param->layer);
+    if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
+    snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert,
+             number ? number + 1 : "");
+}
+
+/* Rows with one name are parts of one Hugging Face tensor, one after another: GPT-2's q, k and v. */
+static void mt_param_join_tensor(mt_param_table *table) {
+    mt_param *param = &table->rows[table->count - 1], *before = param;
+    for (; before > table->rows && strcmp(before[-1].hf_name, param->hf_name) == 0; before--)
+        before[-1].hf_rows_total += param->whole_rows;
+    if (before == param) return;
+    param->hf_row = param[-1].hf_row + param[-1].whole_rows;
+    param->hf_rows_total = param[-1].hf_rows_total;
+}
+
+/* Leaves of a parameter the share `index` of `parts` equal ones of its dimension `dim`. */
+static void mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t index) {
+    int64_t *size = dim == 0 ? &param->rows : &param->cols;
+    MT_CHECK(*size % parts == 0);
+    *size /= parts;
+    *(dim == 0 ? &param->first_row : &param->first_col) = index * *size;
+    param->shard_dim = dim;
+    param->counted = true;
+}
+
+static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *param) {
+    const mt_partition *at = &table->partition;
+    int64_t parts = param->expert >= 0 ? at->etp : at->tp, rank = param->expert >= 0 ? at->etp_rank : at->tp_rank;
+    param->counted = at->tp_rank == 0;
+    if (cut == MT_CUT_ROWS) mt_param_shard(param, 0, parts, rank);
+    if (cut == MT_CUT_COLS) mt_param_shard(param, 1, parts, rank);
+    if (cut != MT_CUT_KV_HEADS) return;
+    int64_t kv_parts = mt_min(table->options->num_query_groups, parts), replicas = parts / kv_parts;
+    mt_param_shard(param, 0, kv_parts, rank / replicas);
+    param->counted = rank % replicas == 0;
+    if (replicas == 1) param->gradient = MT_GRADIENT_WHOLE;
+}
+
+/* Appends a row. `continues`: it follows the one before without a gap. */
+static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t layer, int64_t expert, bool continues) {
+    const mt_options *o = table->options;
+    mt_param *param = &table->rows[table->count++];
+    *param = (mt_param){.role = row->role, .unit = row->unit, .layer = layer, .expert = expert, .shard_dim = -1};
+    param->rows = param->whole_rows = mt_dimension_size(o, row->rows);
+    param->cols = param->whole_cols = mt_dimension_size(o, row->cols);
+    param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
+    param->is_vector = row->cols == MT_DIM_ONE;
+    param->weight_decay = !param->is_vector;
+    param->is_embedding = row->unit == MT_UNIT_WORDS || row->unit == MT_UNIT_POSITIONS;
+    param->trained = row->unit != MT_UNIT_UNTRAINED;
+    param->init = row->init;
+    param->init_std = o->init_method_std / (row->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
+    param->gradient = row->gradient;
+    param->rows_option = mt_dimension_option[row->rows];
+    param->cols_option = mt_dimension_option[row->cols];
+    for (int i = MT_NUM_CONDITIONS - 1; i >= 0; i--)
+        if (row->when >> i & 1) param->exists_option = mt_condition_option[i];
+    param->bucket = table->bucket;
+    param->continues = continues;
+    param->field = row->field;
+    mt_param_set_name(table, row, param);
+    param->hf_transposed = table->names == MT_NAMES_GPT2 && layer >= 0 && !param->is_vector;
+    mt_param_join_tensor(table);
+    mt_param_cut(table, row->cut, param);
+}
+
+/* The rows [row, end) of this rank's experts, expert by expert and without a gap. */
+static void mt_params_add_experts(mt_param_table *table, const mt_role_row *row, const mt_role_row *end,
+                                  int64_t layer) {
+    int64_t count = table->options->num_experts / table->partition.ep, first = table->partition.ep_rank * count;
+    for (int64_t expert = first; expert < first + count; expert++)
+        for (const mt_role_row *next = row; next < end; next++)
+            mt_param_add(table, next, layer, expert, expert > first || next > row);
+}
+
+/* Appends the rows of a unit that exist in a layer (-1: outside the layers) and returns their number. */
+static int64_t mt_params_add_unit(mt_param_table *table, mt_unit unit, int64_t layer) {
+    const mt_role_row *end = mt_role_rows + sizeof mt_role_rows / sizeof *mt_role_rows, *before = NULL, *next;
+    unsigned has = mt_layer_conditions(table->options, layer);
+    int64_t count = table->count;
+    for (const mt_role_row *row = mt_role_rows; row < end; row = next) {
+        next = row + 1;
+        if (row->unit != unit || (row->when & ~has) || (row->unless & has)) continue;
+        while (unit == MT_UNIT_EXPERTS && next < end && next->fused) next++;
+        if (unit == MT_UNIT_EXPERTS)
+            mt_params_add_experts(table, row, next, layer);
+        else
+            mt_param_add(table, row, layer, -1, row->fused && before == row - 1);
+        before = row;
+    }
+    return table->count - count;
+}
+
+/* A unit in a bucket of its own. */
+static void mt_params_add_bucket(mt_param_table *table, mt_unit unit, int64_t layer) {
+    if (mt_params_add_unit(table, unit, layer) > 0) table->bucket++;
+}
+
+/* One chunk's rows. */
+static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
+    bool tied = !table->options->untie_embeddings_and_output_weights;
+    if (stage->embedding) {
+        mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
+        mt_params_add_bucket(table, MT_UNIT_POSITIONS, -1);
+    }
+    for (int64_t i = 0; i < stage->num_layers + stage->num_mtp; i++) {
+        mt_params_add_bucket(table, MT_UNIT_LAYER, stage->first_layer + i);
+        mt_params_add_bucket(table, MT_UNIT_EXPERTS, stage->first_layer + i);
+    }
+    if (!stage->loss) return;
+    if (!has_embedding && (tied || stage->num_mtp > 0)) {
+        mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
+        table->rows[table->count - 1].counted = false;
+    }
+    mt_params_add_bucket(table, MT_UNIT_OUTPUT, -1);
+}
+
+/* Elements between the starts of parameters: 16-byte loads of bf16 and whole cache lines. */
+enum { MT_PARAM_ALIGNMENT = 64 };
+
+static int64_t mt_align(int64_t value) {
+    return (value + MT_PARAM_ALIGNMENT - 1) / MT_PARAM_ALIGNMENT * MT_PARAM_ALIGNMENT;
+}
+
+/* Gives every parameter its offset: the table's order within each bucket. */
+static void mt_params_set_offsets(mt_param_table *table) {
+    int64_t end = 0;
+    for (int64_t i = 0; i < table->count; i++) {
+        mt_param *param = &table->rows[i];
+        if (i > 0 && param->bucket != param[-1].bucket) end = 0;
+        MT_CHECK(end == 0 || param[-1].weight_decay >= param->weight_decay);
+        param->offset = param->continues ? end : mt_align(end);
+        end = param->offset + param->rows * param->cols;
+    }
+}
+
+int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition) {
+    mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
+    whole_model.num_mtp = options->mtp_num_layers;
+    mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
+    mt_param_table table = {.options = options, .names = mt_names_of(options)};
+    const mt_partition *at = &table.partition;
+    table.partition = partition ? *partition : whole;
+    int64_t layers = options->num_layers + options->mtp_num_layers;
+    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 3 * options->num_experts;
+    table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
+    bool has_embedding = false;
+    for (int64_t i = 0; i < at->num_stages; i++) {
+        has_embedding |= at->stages[i].embedding;
+        mt_params_add_stage(&table, &at->stages[i], has_embedding);
+    }
+    for (int64_t i = 0; i < at->num_stages; i++) // the untrained of all layers share one bucket
+        for (int64_t k = 0; k < at->stages[i].num_layers + at->stages[i].num_mtp; k++)
+            mt_params_add_unit(&table, MT_UNIT_UNTRAINED, at->stages[i].first_layer + k);
+    mt_params_set_offsets(&table);
+    *params = table.rows;
+    return table.count;
+}
+
+int64_t mt_num_parameters(const mt_options *options) {
+    mt_param *params;
+    int64_t count = mt_params_build(&params, options, NULL), total = 0;
+    for (int64_t i = 0; i < count; i++) total += params[i].rows_stored * params[i].whole_cols;
+    free(params);
+    return total;
+}
+
+/* ==== §9 attention, MLP, layer =================================================================================== */
+/* A transformer layer, forward and backward. Invariants: hidden states are [T, C] and never change layout; a backward
+ * reads as its forward reversed; gradients of activations are written, those of parameters accumulate in fp32. */
 
 /* Rows that come to the experts of this rank, in the order of experts, and what they become. */
 typedef struct mt_expert_rows {
@@ -5145,8 +5167,7 @@ struct mt_model {
     mt_layer *layers;                                                 // [num_layers]
     int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not here
     mt_sharding sharding;
-    mt_weight word_embedding, position_embedding, final_norm, final_norm_bias;
-    mt_linear lm_head;          // C -> V
+    mt_outer outer;
     float *rope_cos, *rope_sin; // [max_position, R / 2]
     int64_t rotary_dim;         // R
     /* memory */
@@ -7290,120 +7311,27 @@ static mt_layer *mt_layer_find(mt_model *m, int64_t number) {
     return layer;
 }
 
-/* Which bucket holds what. */
+/* Finds the bucket of every unit. */
 static void mt_buckets_find(mt_model *m) {
     bool tied = !m->options->untie_embeddings_and_output_weights;
     m->word_bucket = m->position_bucket = m->head_bucket = m->output_bucket = -1;
-    for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        if (param->role == MT_INPUT_NORM) mt_layer_find(m, param->layer)->bucket = param->bucket;
-        if (param->role == MT_EXPERT_DOWN) mt_layer_find(m, param->layer)->expert_bucket = param->bucket;
-        if (param->role == MT_WORD_EMBEDDING)
-            *(m->has_embedding || !tied ? &m->word_bucket : &m->head_bucket) = param->bucket;
-        if (param->role == MT_POSITION_EMBEDDING) m->position_bucket = param->bucket;
-        if (param->role == MT_LM_HEAD) m->head_bucket = param->bucket;
-        if (param->role == MT_FINAL_NORM) m->output_bucket = param->bucket;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        const mt_param *param = &m->params[m->buckets[i].first_param];
+        if (param->unit == MT_UNIT_WORDS) *(m->has_embedding || !tied ? &m->word_bucket : &m->head_bucket) = i;
+        if (param->unit == MT_UNIT_POSITIONS) m->position_bucket = i;
+        if (param->unit == MT_UNIT_LAYER) mt_layer_find(m, param->layer)->bucket = i;
+        if (param->unit == MT_UNIT_EXPERTS) mt_layer_find(m, param->layer)->expert_bucket = i;
+        if (param->unit == MT_UNIT_OUTPUT) m->output_bucket = i;
     }
+    if (!tied) m->head_bucket = m->output_bucket;
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
 }
 
-/* Where it finds one of multi-token prediction. */
-static mt_weight *mt_mtp_weight(mt_layer *layer, mt_role role) {
-    switch (role) {
-    case MT_MTP_EMBEDDING_NORM:
-        return &layer->mtp_embedding_norm;
-    case MT_MTP_HIDDEN_NORM:
-        return &layer->mtp_hidden_norm;
-    case MT_MTP_PROJECTION:
-        return &layer->mtp_projection.weight;
-    case MT_MTP_FINAL_NORM:
-        return &layer->mtp_final_norm;
-    default:
-        return NULL;
-    }
-}
-
-/* Where it finds one of latent attention, of a shared expert's gate, or of multi-token prediction. */
-static mt_weight *mt_latent_weight(const mt_model *m, mt_layer *layer, mt_role role) {
-    switch (role) {
-    case MT_Q_A:
-        return &layer->latent.weight;
-    case MT_KV_A:
-        return m->options->q_lora_rank > 0 ? NULL : &layer->latent.weight; // follows q_a
-    case MT_Q_B:
-        return &layer->q_b.weight;
-    case MT_KV_B:
-        return &layer->kv_b.weight;
-    case MT_Q_A_NORM:
-        return &layer->q_a_norm;
-    case MT_KV_A_NORM:
-        return &layer->kv_a_norm;
-    case MT_SHARED_EXPERT_GATE:
-        return &layer->shared_gate.weight;
-    default:
-        return mt_mtp_weight(layer, role);
-    }
-}
-
-/* Where the model's code finds the parameter of a role: a fused matrix is found by its first row. */
-static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
-    mt_layer *layer = param->layer >= 0 ? mt_layer_find(m, param->layer) : NULL;
-    switch (param->role) {
-    case MT_WORD_EMBEDDING:
-        return m->word_bucket >= 0 ? &m->word_embedding : &m->lm_head.weight;
-    case MT_POSITION_EMBEDDING:
-        return &m->position_embedding;
-    case MT_FINAL_NORM:
-        return &m->final_norm;
-    case MT_FINAL_NORM_BIAS:
-        return &m->final_norm_bias;
-    case MT_LM_HEAD:
-        return &m->lm_head.weight;
-    case MT_ROUTER:
-        return &layer->router.weight;
-    case MT_ROUTER_BIAS:
-        return &layer->router_bias;
-    case MT_EXPERT_GATE: // the first one's begins them all
-        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_fc1.weight : NULL;
-    case MT_EXPERT_DOWN:
-        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_down.weight : NULL;
-    case MT_INPUT_NORM:
-        return &layer->input_norm;
-    case MT_INPUT_NORM_BIAS:
-        return &layer->input_norm_bias;
-    case MT_Q:
-        return m->options->multi_latent_attention ? &layer->q_b.weight : &layer->qkv.weight;
-    case MT_Q_BIAS:
-        return &layer->qkv.bias;
-    case MT_Q_NORM:
-        return &layer->q_norm;
-    case MT_K_NORM:
-        return &layer->k_norm;
-    case MT_O:
-        return &layer->o.weight;
-    case MT_O_BIAS:
-        return &layer->o.bias;
-    case MT_MLP_NORM:
-        return &layer->mlp_norm;
-    case MT_MLP_NORM_BIAS:
-        return &layer->mlp_norm_bias;
-    case MT_GATE:
-    case MT_SHARED_GATE:
-        return &layer->fc1.weight;
-    case MT_GATE_BIAS:
-        return &layer->fc1.bias;
-    case MT_UP:
-        return m->options->swiglu ? NULL : &layer->fc1.weight;
-    case MT_UP_BIAS:
-        return m->options->swiglu ? NULL : &layer->fc1.bias;
-    case MT_DOWN:
-    case MT_SHARED_DOWN:
-        return &layer->down.weight;
-    case MT_DOWN_BIAS:
-        return &layer->down.bias;
-    default:
-        return mt_latent_weight(m, layer, param->role); // k and v follow q
-    }
+/* Where the model's code finds a parameter; NULL if it continues the one before: both are one operand, which the first
+ * one's field points to. */
+static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
+    char *fields = param->layer >= 0 ? (char *)mt_layer_find(m, param->layer) : (char *)&m->outer;
+    return param->continues ? NULL : (mt_weight *)(void *)(fields + param->field);
 }
 
 /* Gives the model's code the pointers into a bucket, NULL where its values are not whole now. */
@@ -7411,12 +7339,12 @@ static void mt_bind_weights(mt_model *m, int64_t bucket) {
     const mt_bucket *b = &m->buckets[bucket];
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
-        mt_weight *weight = mt_model_weight(m, param);
+        mt_weight *weight = mt_param_weight(m, param);
         if (!weight) continue;
         weight->w = mt_inside(b->params, param->offset * mt_dtype_size(b->dtype));
         weight->dw = mt_inside(b->grads, param->offset * 4);
-        if (param->bucket == m->word_bucket && m->word_bucket == m->head_bucket)
-            m->lm_head.weight.w = weight->w, m->lm_head.weight.dw = weight->dw; // tied, and here
+        if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) // tied
+            m->outer.lm_head.weight.w = weight->w, m->outer.lm_head.weight.dw = weight->dw;
     }
 }
 
@@ -7573,7 +7501,7 @@ static mt_linear mt_linear_of(mt_linear_kind kind, int64_t N, int64_t K) {
 static void mt_model_linears(mt_model *m, const mt_options *o) {
     const mt_experts *e = &m->experts;
     int64_t q_input = o->q_lora_rank > 0 ? o->q_lora_rank : m->C, E = o->num_experts;
-    m->lm_head = mt_linear_of(MT_LINEAR_COLUMN, m->V, m->C);
+    m->outer.lm_head = mt_linear_of(MT_LINEAR_COLUMN, m->V, m->C);
     for (int64_t i = 0; i < m->num_layers; i++) {
         mt_layer *w = &m->layers[i];
         w->qkv = mt_linear_of(MT_LINEAR_COLUMN, mt_qkv_width(m), m->C);
@@ -8007,7 +7935,7 @@ static int64_t mt_mtp_word_bucket(const mt_model *m) {
 }
 
 static mt_weight mt_mtp_word_embedding(const mt_model *m) {
-    return m->word_bucket >= 0 ? m->word_embedding : m->lm_head.weight;
+    return m->word_bucket >= 0 ? m->outer.word_embedding : m->outer.lm_head.weight;
 }
 
 /* Which of the chunk's layers module k has, and of this rank's. */
@@ -8091,7 +8019,7 @@ static void mt_mtp_head_forward(mt_model *m, const mt_pass *p, int64_t k) {
     mt_mtp_activations *a = &p->at->mtp[k];
     const mt_batch_block *batch = &p->at->batch;
     mt_bucket_acquire(m, m->head_bucket);
-    mt_linear_forward(&p->tp, &m->lm_head, &(mt_linear_io){.x = a->normed, .y = a->logits});
+    mt_linear_forward(&p->tp, &m->outer.lm_head, &(mt_linear_io){.x = a->normed, .y = a->logits});
     mt_bucket_release(m, m->head_bucket);
     mt_vocab_cross_entropy_forward(&p->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
                                    batch->mtp_labels + k * p->T, p->T, m->V, m->vocab_first, m->vocab_count);
@@ -8114,8 +8042,8 @@ static void mt_mtp_head_backward(mt_model *m, const mt_pass *p, int64_t k) {
                                    p->stream);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
-    mt_linear_backward(&p->tp, &m->lm_head, &(mt_linear_io){.x = a->normed, .dy = a->logits, .dx = m->scratch.normed},
-                       MT_PART_BOTH);
+    mt_linear_backward(&p->tp, &m->outer.lm_head,
+                       &(mt_linear_io){.x = a->normed, .dy = a->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
     if (mt_mtp_word_bucket(m) != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
     mt_bucket_release(m, m->head_bucket);
     if (k + 1 < m->mtp.count) mt_mtp_add_dhidden(m, p);
@@ -8270,12 +8198,12 @@ static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *wh
 /* x[R, C] = dropout(word + position). */
 static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x) {
     mt_bucket_acquire(m, m->word_bucket);
-    mt_vocab_embedding_forward(&p->tp, x, p->batch->tokens, m->word_embedding, m->C, m->vocab_first, m->V);
+    mt_vocab_embedding_forward(&p->tp, x, p->batch->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
     mt_bucket_release(m, m->word_bucket);
     if (m->position_bucket >= 0) {
         mt_bucket_acquire(m, m->position_bucket);
-        m->ops->embedding_forward(x, p->batch->positions + p->first_row, m->position_embedding.w, p->rows, m->C, 0,
-                                  m->options->max_position_embeddings, true, m->dtype, p->stream);
+        m->ops->embedding_forward(x, p->batch->positions + p->first_row, m->outer.position_embedding.w, p->rows, m->C,
+                                  0, m->options->max_position_embeddings, true, m->dtype, p->stream);
         mt_bucket_release(m, m->position_bucket);
     }
     mt_dropout dropout = mt_model_dropout(m, p, -1, MT_DROP_EMBEDDING);
@@ -8291,12 +8219,12 @@ static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx) {
                                      p->stream);
     if (m->position_bucket >= 0) {
         mt_bucket_gradients_acquire(m, m->position_bucket);
-        m->ops->embedding_backward(m->position_embedding.dw, dx, p->batch->positions + p->first_row, p->rows, m->C, 0,
-                                   m->options->max_position_embeddings, m->dtype, p->stream);
+        m->ops->embedding_backward(m->outer.position_embedding.dw, dx, p->batch->positions + p->first_row, p->rows,
+                                   m->C, 0, m->options->max_position_embeddings, m->dtype, p->stream);
         mt_bucket_gradients_release(m, m->position_bucket, p->last);
     }
     mt_bucket_gradients_acquire(m, m->word_bucket);
-    mt_vocab_embedding_backward(&p->tp, dx, p->batch->tokens, m->word_embedding, m->C, m->vocab_first, m->V);
+    mt_vocab_embedding_backward(&p->tp, dx, p->batch->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
     mt_bucket_gradients_release(m, m->word_bucket, p->last);
 }
 
@@ -8305,9 +8233,9 @@ static void mt_output_forward(mt_model *m, const mt_pass *p, const void *x) {
     mt_micro_batch *at = p->at;
     mt_bucket_acquire(m, m->output_bucket);
     if (m->head_bucket != m->output_bucket) mt_bucket_acquire(m, m->head_bucket);
-    mt_norm_forward(m, p, at->final_normed, at->final_mean, at->final_rstd, x, m->final_norm, m->final_norm_bias,
-                    p->rows);
-    mt_linear_forward(&p->tp, &m->lm_head, &(mt_linear_io){.x = at->final_normed, .y = at->logits});
+    mt_norm_forward(m, p, at->final_normed, at->final_mean, at->final_rstd, x, m->outer.final_norm,
+                    m->outer.final_norm_bias, p->rows);
+    mt_linear_forward(&p->tp, &m->outer.lm_head, &(mt_linear_io){.x = at->final_normed, .y = at->logits});
     if (m->head_bucket != m->output_bucket) mt_bucket_release(m, m->head_bucket);
     mt_bucket_release(m, m->output_bucket);
 }
@@ -8334,11 +8262,11 @@ static void mt_loss_backward(mt_model *m, const mt_pass *p) {
     if (own_head) mt_bucket_acquire(m, m->head_bucket);
     if (own_head) mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
-    mt_linear_backward(&p->tp, &m->lm_head,
+    mt_linear_backward(&p->tp, &m->outer.lm_head,
                        &(mt_linear_io){.x = at->final_normed, .dy = at->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
     if (m->mtp.count > 0) mt_mtp_add_dhidden(m, p);
     mt_norm_backward(m, p, m->scratch.residual, m->scratch.normed, NULL, at->output, at->final_mean, at->final_rstd,
-                     m->final_norm, m->final_norm_bias, p->rows);
+                     m->outer.final_norm, m->outer.final_norm_bias, p->rows);
     mt_bucket_gradients_release(m, m->output_bucket, p->last);
     if (own_head && m->head_bucket != m->word_bucket) mt_bucket_gradients_release(m, m->head_bucket, p->last);
     if (own_head) mt_bucket_release(m, m->head_bucket);
@@ -9082,10 +9010,11 @@ static void mt_sharding_open(mt_model *m) {
         const mt_param *param = &m->params[i];
         mt_bucket *b = &m->buckets[param->bucket];
         mt_bucket_kind *kind = &s->progress[param->bucket].kind;
-        if (param->role == MT_WORD_EMBEDDING || param->role == MT_LM_HEAD) *kind = MT_BUCKET_VOCABULARY;
-        if (param->expert >= 0) *kind = MT_BUCKET_EXPERTS;
+        bool has_head = param->unit == MT_UNIT_OUTPUT && m->options->untie_embeddings_and_output_weights;
+        if (param->unit == MT_UNIT_WORDS || has_head) *kind = MT_BUCKET_VOCABULARY;
+        if (param->unit == MT_UNIT_EXPERTS) *kind = MT_BUCKET_EXPERTS;
         b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
-        b->trained = mt_param_is_trained(param);
+        b->trained = param->trained;
         b->dtype = b->trained ? m->dtype : MT_F32;
         b->strategy = b->trained && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
         m->num_trained_buckets = mt_max(m->num_trained_buckets, b->trained ? param->bucket + 1 : 0);
@@ -9248,8 +9177,7 @@ static void mt_params_changed(mt_model *m) {
 
 /* True for a matrix whose gradient comes from a product, or from one before anything else is added to it. */
 static bool mt_gradient_is_written(const mt_model *m, const mt_param *param) {
-    if (param->is_vector || param->role == MT_POSITION_EMBEDDING) return false;
-    return param->role != MT_WORD_EMBEDDING || param->bucket == m->head_bucket;
+    return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
 }
 
 /* Zeroes what is only ever added to, and the padding, which is little; the products write the rest. */
@@ -9268,10 +9196,10 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
 static void mt_bucket_accumulate(mt_model *m, int64_t bucket, bool accumulate) {
     const mt_bucket *b = &m->buckets[bucket];
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
-        mt_weight *weight = mt_model_weight(m, &m->params[i]);
+        mt_weight *weight = mt_param_weight(m, &m->params[i]);
         if (weight) weight->accumulate = accumulate;
     }
-    if (bucket == m->head_bucket) m->lm_head.weight.accumulate = accumulate;
+    if (bucket == m->head_bucket) m->outer.lm_head.weight.accumulate = accumulate;
 }
 
 void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
@@ -10283,55 +10211,6 @@ static int64_t mt_count_not_finite(const mt_part *part, int64_t at, const float 
     return count;
 }
 
-/* The options that decide on a parameter's rows, its columns, and whether it exists. */
-typedef struct mt_param_options {
-    const char *rows, *cols, *exists;
-} mt_param_options;
-
-static const mt_param_options mt_param_option[MT_NUM_ROLES] = {
-    [MT_WORD_EMBEDDING] = {"--vocab-size", "--hidden-size", NULL},
-    [MT_POSITION_EMBEDDING] = {"--max-position-embeddings", "--hidden-size", "--position-embedding-type"},
-    [MT_INPUT_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_INPUT_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_Q] = {"--num-attention-heads and --kv-channels", "--hidden-size", NULL},
-    [MT_K] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
-    [MT_V] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
-    [MT_Q_BIAS] = {"--num-attention-heads and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_K_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_V_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_Q_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
-    [MT_K_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
-    [MT_O] = {"--hidden-size", "--num-attention-heads and --kv-channels", NULL},
-    [MT_O_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
-    [MT_MLP_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_MLP_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_GATE] = {"--ffn-hidden-size", "--hidden-size", "--swiglu"},
-    [MT_GATE_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
-    [MT_UP] = {"--ffn-hidden-size", "--hidden-size", NULL},
-    [MT_UP_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
-    [MT_DOWN] = {"--hidden-size", "--ffn-hidden-size", NULL},
-    [MT_DOWN_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
-    [MT_FINAL_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_FINAL_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_LM_HEAD] = {"--vocab-size", "--hidden-size", "--untie-embeddings-and-output-weights"},
-    [MT_ROUTER] = {"--num-experts", "--hidden-size", "--moe-layer-freq"},
-    [MT_ROUTER_BIAS] = {"--num-experts", NULL, "--moe-router-enable-expert-bias"},
-    [MT_EXPERT_GATE] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
-    [MT_EXPERT_UP] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
-    [MT_EXPERT_DOWN] = {"--hidden-size", "--moe-ffn-hidden-size", "--num-experts"},
-    [MT_SHARED_GATE] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
-                        "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_UP] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
-                      "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_DOWN] = {"--hidden-size", "--moe-shared-expert-intermediate-size",
-                        "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_EXPERT_GATE] = {"--moe-shared-expert-gate", "--hidden-size", "--moe-shared-expert-gate"},
-    [MT_MTP_EMBEDDING_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-    [MT_MTP_HIDDEN_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-    [MT_MTP_PROJECTION] = {"--hidden-size", "--hidden-size", "--mtp-num-layers"},
-    [MT_MTP_FINAL_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-};
-
 /* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
 static int64_t mt_param_shape(const mt_param *param, int64_t shape[2]) {
     shape[0] = param->hf_transposed ? param->whole_cols : param->hf_rows_total;
@@ -10351,7 +10230,7 @@ static const char *mt_shape_print(char out[256], const int64_t *shape, int64_t n
 static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, mt_error *error) {
     int64_t shape[2], num_dims = mt_param_shape(param, shape);
     char found[256], expected[256];
-    const mt_param_options *option = &mt_param_option[param->role];
+    const char *rows_option = param->rows_option ? param->rows_option : param->exists_option;
     if (tensor->dtype != MT_F32 && tensor->dtype != MT_BF16 && tensor->dtype != MT_F16 && tensor->dtype != MT_F64)
         return mt_error_set(error,
                             "%s: tensor \"%s\" is %s; weights may be F32, BF16, F16 or F64, so take a checkpoint "
@@ -10362,7 +10241,7 @@ static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, m
         tensor->num_dims == 2 && num_dims == 2 && tensor->shape[!param->hf_transposed] != param->whole_cols;
     return mt_error_set(error, "%s: tensor \"%s\" is %s and the model's %s; check %s or config.json", tensor->file,
                         tensor->name, mt_shape_print(found, tensor->shape, tensor->num_dims),
-                        mt_shape_print(expected, shape, num_dims), cols_differ ? option->cols : option->rows);
+                        mt_shape_print(expected, shape, num_dims), cols_differ ? param->cols_option : rows_option);
 }
 
 /* The tensor of a name in the table; a model saved without its head has names without their first word. */
@@ -10377,7 +10256,7 @@ static const mt_tensor_info *mt_safetensors_find_param(const mt_safetensors *fil
 
 static int mt_param_missing(const mt_param *param, const mt_options *options, const char *folder,
                             const mt_safetensors *file, mt_error *error) {
-    const char *option = mt_param_option[param->role].exists;
+    const char *option = param->exists_option;
     if (param->role == MT_LM_HEAD)
         return mt_error_set(error,
                             "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
@@ -10956,8 +10835,7 @@ static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *
         const mt_param *param = &m->params[i];
         wanted[i] = (mt_wanted){.param = param, .tensor = mt_safetensors_find_param(file, param->hf_name)};
         wanted[i].weights = mt_bucket_part(m, param->bucket, MT_STATE_WEIGHTS);
-        if (m->dtype != MT_F32 && mt_param_is_trained(param))
-            wanted[i].floats = mt_bucket_part(m, param->bucket, MT_STATE_MASTER);
+        if (m->dtype != MT_F32 && param->trained) wanted[i].floats = mt_bucket_part(m, param->bucket, MT_STATE_MASTER);
     }
     mt_params_changed(m);
     status = mt_safetensors_take(file, m, sums, wanted, m->num_params, damaged, error);
@@ -11014,7 +10892,7 @@ static int64_t mt_params_together(const mt_param *rows, int64_t count, int64_t i
 static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_param_state state, mt_dtype dtype) {
     for (int64_t i = 0; i < count; i = mt_params_together(rows, count, i)) {
         const mt_param *param = &rows[i];
-        bool trained = mt_param_is_trained(param); // what is not has no moments, and stays fp32
+        bool trained = param->trained; // what is not has no moments, and stays fp32
         if (!trained && state != MT_STATE_WEIGHTS) continue;
         mt_saved *saved = &set->tensors[set->count++];
         *saved = (mt_saved){.state = state, .dtype = state == MT_STATE_WEIGHTS && trained ? dtype : MT_F32};
@@ -12341,7 +12219,7 @@ static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_param_stat
                               const mt_safetensors *file, mt_error *error) {
     int status = 0;
     for (int64_t i = 0; i < count; i++)
-        for (int state = first; state < MT_NUM_STATES && status == 0 && mt_param_is_trained(&rows[i]); state++) {
+        for (int state = first; state < MT_NUM_STATES && status == 0 && rows[i].trained; state++) {
             const mt_tensor_info *tensor = mt_optimizer_find(file, &rows[i], (mt_param_state)state);
             status = tensor ? mt_param_check(&rows[i], tensor, error)
                             : mt_error_set(error,
@@ -12367,7 +12245,7 @@ static int mt_optimizer_load(mt_model *m, const char *folder, const mt_checksums
     status = mt_agree(&m->grid->world, status != 0, error);
     mt_wanted *wanted = mt_calloc(mt_max(m->num_params * MT_NUM_STATES, 1) * (int64_t)sizeof *wanted);
     for (int64_t i = 0; i < m->num_params && status == 0; i++)
-        for (int state = first; state < MT_NUM_STATES && mt_param_is_trained(&m->params[i]);
+        for (int state = first; state < MT_NUM_STATES && m->params[i].trained;
              state++) { // an fp32 model's weights are its master weights
             mt_wanted *w = &wanted[num_wanted++];
             *w = (mt_wanted){.param = &m->params[i],

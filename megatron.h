@@ -1210,7 +1210,8 @@ void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *linear, const m
 /* ==== §8 the parameter table =======================================================================================
  */
 
-/* What a parameter is for. A layer's rows are found by (role, layer). */
+/* What a parameter is for. A role's number is part of random keys, and so of every model's initial weights: new roles
+ * go to the end. */
 typedef enum mt_role {
     MT_WORD_EMBEDDING,
     MT_POSITION_EMBEDDING,
@@ -1259,7 +1260,18 @@ typedef enum mt_role {
     MT_NUM_ROLES
 } mt_role;
 
-typedef enum mt_init { MT_INIT_NORMAL, MT_INIT_ONES, MT_INIT_ZEROS } mt_init;
+/* Parts of the model, each in one bucket. */
+typedef enum mt_unit {
+    MT_UNIT_WORDS,     // the word embedding
+    MT_UNIT_POSITIONS, // learned positions
+    MT_UNIT_LAYER,
+    MT_UNIT_EXPERTS, // of a layer
+    MT_UNIT_OUTPUT,  // final norm and an output layer that is not tied
+    MT_UNIT_UNTRAINED,
+} mt_unit;
+
+/* Initial values; OUTPUT: normal with init_method_std / sqrt(2 num_layers) (Radford et al., GPT-2). */
+typedef enum mt_init { MT_INIT_NORMAL, MT_INIT_OUTPUT, MT_INIT_ONES, MT_INIT_ZEROS } mt_init;
 
 /* What backward leaves in a parameter's gradient on one rank, and so what finishes it. */
 typedef enum mt_gradient {
@@ -1272,6 +1284,7 @@ typedef enum mt_gradient {
 /* One row a parameter: allocation, initialisation, gradient norm, decay and checkpoints read nothing else. */
 typedef struct mt_param {
     mt_role role;
+    mt_unit unit;
     int64_t layer;                  // of the whole model; -1 outside the layers
     int64_t expert;                 // of the layer; -1 if it is no expert's
     char hf_name[160];              // the Hugging Face tensor that holds it
@@ -1282,11 +1295,16 @@ typedef struct mt_param {
     int64_t whole_rows, whole_cols; // shape in the whole model
     int64_t first_row, first_col;   // what lies here begins there
     int64_t rows_stored; // of the whole rows, those that exist in Hugging Face: the vocabulary without its padding
+    const char *rows_option, *cols_option, *exists_option; // for messages: options that decide on these; NULL: none
     bool is_vector;
+    bool is_embedding; // a lookup table: its backward adds to single rows
+    bool trained;      // by the optimizer
     mt_init init;
     double init_std;
     bool weight_decay;
     int64_t bucket, offset; // where it lies: element offset in the bucket
+    bool continues;         // the parameter before it in the bucket, without a gap: both are one operand
+    size_t field;           // private: where the model's code finds it
     int shard_dim;          // dimension that the tensor group, or the experts', shards (0 rows, 1 columns), -1: none
     mt_gradient gradient;
     bool counted; // by this rank in the global norm and in checkpoints: one copy of every element is

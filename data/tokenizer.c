@@ -1,4 +1,4 @@
-/* tokenizer.c: opens, saves and closes tokenizers, cuts text at added tokens, and turns ids back into text. */
+/* tokenizer.c: opens, saves and closes tokenizers, and decodes ids to text. */
 #include "tokenizer_internal.h"
 
 #include <errno.h>
@@ -68,7 +68,7 @@ static int write_file(const char *path, const mt_text *content, mt_error *error)
     return written ? 0 : mt_error_set(error, "%s: cannot be written: %s", path, strerror(why));
 }
 
-/* Reads a file and keeps it, under the name by which a model folder knows it. */
+/* Reads a file and keeps it under its name in a model folder. */
 static int keep_file(mt_tokenizer *tokenizer, const char *path, const char *name, mt_error *error) {
     mt_file *file = &tokenizer->files[tokenizer->file_count++];
     file->name = mt_strdup(name);
@@ -82,7 +82,7 @@ mt_tokenizer *mt_tokenizer_new(const char *path) {
     tokenizer->path = mt_strdup(path);
     tokenizer->eod = tokenizer->bos = tokenizer->unknown = -1;
     memset(tokenizer->byte_ids, -1, sizeof tokenizer->byte_ids);
-    mt_text_append(&tokenizer->strings, "", 1); // so that an empty token has an address too
+    mt_text_append(&tokenizer->strings, "", 1); // an empty token has an address too
     return tokenizer;
 }
 
@@ -152,7 +152,7 @@ static int open_vocab_and_merges(mt_tokenizer *tokenizer, const char *vocab, con
                                   error);
 }
 
-/* "VOCAB,MERGES", or VOCAB as .../Xvocab.json with .../Xmerges.txt beside it. */
+/* `path` is "VOCAB,MERGES", or .../Xvocab.json with .../Xmerges.txt beside it. */
 static int open_gpt2(mt_tokenizer *tokenizer, const char *path, mt_error *error) {
     char *vocab = mt_strdup(path), *merges = NULL, *comma = strchr(vocab, ',');
     const char *ending = "vocab.json";
@@ -197,11 +197,12 @@ int mt_tokenizer_open(mt_tokenizer **out, const char *type, const char *path, mt
     bool sentencepiece = !strcmp(type, "SentencePieceTokenizer"), gpt2 = !strcmp(type, "GPT2BPETokenizer");
     if (!bytes && !json && !sentencepiece && !gpt2)
         return mt_error_set(error,
-                            "--tokenizer-type %s: not known; use HuggingFaceTokenizer, SentencePieceTokenizer, "
+                            "--tokenizer-type %s: unknown; use HuggingFaceTokenizer, SentencePieceTokenizer, "
                             "GPT2BPETokenizer or ByteLevel",
                             type);
     if (!bytes && (!path || !*path))
-        return mt_error_set(error, "--tokenizer-type %s: needs --tokenizer-model with the tokenizer's file", type);
+        return mt_error_set(error, "--tokenizer-type %s: needs --tokenizer-model, the tokenizer's file or folder",
+                            type);
     mt_tokenizer *tokenizer = mt_tokenizer_new(bytes ? "ByteLevel" : path);
     bool folder = !bytes && is_folder(path);
     int failed;
@@ -236,8 +237,8 @@ int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *e
     if (exists_in(folder, "vocab.json") && exists_in(folder, "merges.txt"))
         return mt_tokenizer_open(out, "GPT2BPETokenizer", folder, error);
     return mt_error_set(error,
-                        "%s: holds no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt); put "
-                        "one there, or name one",
+                        "%s: holds no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt); copy "
+                        "one there, or name one with --tokenizer-type and --tokenizer-model",
                         folder);
 }
 
@@ -274,9 +275,9 @@ bool mt_tokenizer_is_special(const mt_tokenizer *tokenizer, int32_t id) {
 struct mt_decoder {
     const mt_tokenizer *tokenizer;
     int64_t tokens;  // so far
-    bool started;    // leading space has been dealt with
-    int strip_left;  // leading spaces still to drop
-    mt_text pending; // bytes that do not make a whole character yet
+    bool started;    // the leading space has been removed
+    int strip_left;  // leading spaces still to remove
+    mt_text pending; // bytes of an incomplete character
 };
 
 static void decoder_restart(mt_decoder *decoder) {
@@ -286,8 +287,8 @@ static void decoder_restart(mt_decoder *decoder) {
     decoder->pending.bytes = 0;
 }
 
-/* SentencePiece put a space before the text, so the first piece loses one. With remove_extra_whitespaces the next piece
- * does too as long as nothing has been written (sentencepiece_processor.cc, DecodeSentencePiece). */
+/* SentencePiece puts a space before the text, so the first piece loses one. With remove_extra_whitespaces every piece
+ * loses one until text has been written (sentencepiece_processor.cc, DecodeSentencePiece). */
 static bool drops_space(mt_decoder *decoder, int32_t id) {
     const mt_sentencepiece_rules *rules = &decoder->tokenizer->rules;
     const mt_token *token = &decoder->tokenizer->tokens[id];

@@ -1,11 +1,11 @@
-/* tokenizer_encode.c: text to ids. The text takes this way:
+/* tokenizer_encode.c: text to ids. mt_encode, at the end of the file, calls the sections in this order:
  *
- *   patterns, normalizers      the text is normalized, as the `normalizer` of a tokenizer.json says
- *   SentencePiece's normalizer the same for a SentencePiece model
- *   merging pairs              BPE of one word
- *   words, unigram             a word or a text becomes ids
- *   pre-tokenizers             normalized text is cut into words
- *   added tokens               the text is cut at added tokens first; mt_encode
+ *   added tokens       cut the text at added tokens
+ *   normalizers        of a tokenizer.json, or of a SentencePiece model
+ *   pre-tokenizers     cut normalized text into words
+ *   words              a word becomes ids: BPE, or SentencePiece's unigram
+ *
+ * Regular expressions run on PCRE2 (compiled to machine code where possible), Unicode normalization on utf8proc.
  */
 #include "tokenizer_internal.h"
 
@@ -20,15 +20,15 @@
 #include <utf8proc.h>
 #endif
 
-/* A run of the word that is one token so far; a doubly linked list in an array. */
+/* A part of the word that is one token so far; a doubly linked list in an array. */
 typedef struct symbol {
     int32_t previous, next; // -1: none
-    int32_t start, bytes;   // bytes 0: merged into the one before it
+    int32_t start, bytes;   // bytes 0: merged into the symbol before it
     int32_t id;
     bool frozen; // never merges
 } symbol;
 
-/* Two neighbours that may merge. */
+/* Two adjacent symbols that may merge. */
 typedef struct merge_pair {
     uint64_t order; // lowest first: priority << 32 | left symbol
     int32_t right, bytes, id;
@@ -37,7 +37,7 @@ typedef struct merge_pair {
 /* Unigram: the best path to one position of the text. */
 typedef struct path_node {
     float score;
-    int32_t start, next; // where its last piece starts (-1: no path yet); where the best path goes on
+    int32_t start, next; // start of its last piece (-1: no path yet); end of the next piece on the best path
     int32_t id;
 } path_node;
 
@@ -53,12 +53,12 @@ typedef struct cache_slot {
 
 struct mt_encoder {
     const mt_tokenizer *tokenizer;
-    cache_slot *cache; // [CACHE_SLOTS] the last word that fell into each slot
+    cache_slot *cache; // [CACHE_SLOTS] the last word that hashed to each slot
     symbol *symbols;
     int64_t symbol_capacity;
     merge_pair *heap;
     int64_t heap_count, heap_capacity;
-    int32_t *split_at; // [V] where an UNUSED piece of SentencePiece splits in two again; 0: unknown
+    int32_t *split_at; // [V] bytes of the left part that an UNUSED piece was merged from; 0: unknown
     path_node *path;
     int64_t path_capacity;
     mt_text repaired, normalized[2], prefixed[MT_MAX_STEPS];
@@ -78,17 +78,17 @@ void mt_pattern_literal(mt_pattern *out, const char *text, int64_t bytes) {
 
 #ifdef MT_HAVE_PCRE2
 
-/* tokenizer.json's patterns are written for Oniguruma. Where the same letters mean something else to PCRE2, they are
- * spelled out: \s is Unicode's White_Space (PCRE2 adds U+180E), \w also takes marks and connectors (PCRE2 does not). */
+/* tokenizer.json's patterns are written for Oniguruma. Escapes with another meaning in PCRE2 are spelled out: \s is
+ * Unicode's White_Space (PCRE2 adds U+180E); \w includes marks and connectors (not in PCRE2). */
 #define SPACES "\\t-\\r\\x{85}\\p{Z}"
 #define WORDS  "\\p{L}\\p{M}\\p{Nd}\\p{Nl}\\p{Pc}\\x{24B6}-\\x{24E9}"
 
-/* Translates one escape at source[0] == '\\'; returns its length in the source, or 0 if it cannot be translated. */
+/* Translates the escape at source[0] == '\\'; returns its length in the source, or 0 if it cannot be translated. */
 static int64_t translate_escape(mt_text *out, const char *source, int64_t bytes, bool in_class) {
     char letter = bytes > 1 ? source[1] : 0;
     const char *set = letter == 's' || letter == 'S' ? SPACES : letter == 'w' || letter == 'W' ? WORDS : NULL;
     bool negated = letter == 'S' || letter == 'W';
-    if (letter == 'h' || letter == 'H') return 0; // a hexadecimal digit there, a blank here
+    if (letter == 'h' || letter == 'H') return 0; // Oniguruma: a hexadecimal digit; PCRE2: a blank
     if (set && in_class && !negated) {
         mt_text_append(out, set, (int64_t)strlen(set));
     } else if (set && !in_class) {
@@ -105,7 +105,7 @@ static int64_t translate_escape(mt_text *out, const char *source, int64_t bytes,
     return 2;
 }
 
-/* Appends PCRE2's spelling of an Oniguruma pattern; false if the two differ in a way that is not translated. */
+/* Appends PCRE2's spelling of an Oniguruma pattern; false if the pattern cannot be translated. */
 static bool translate_pattern(mt_text *out, const char *source, int64_t bytes) {
     bool in_class = false;
     for (int64_t i = 0, class_start = 0; i < bytes;) {
@@ -116,11 +116,11 @@ static bool translate_pattern(mt_text *out, const char *source, int64_t bytes) {
             i += length;
             continue;
         }
-        if (!in_class && c == '}' && next == '+') return false; // a{1,3}+ repeats there, is possessive here
-        if (in_class && c == '&' && next == '&') return false;  // intersection of classes
+        if (!in_class && c == '}' && next == '+') return false; // a{1,3}+ is possessive in PCRE2 only
+        if (in_class && c == '&' && next == '&') return false;  // intersection of character classes
         if (in_class && c == '[') {
             const char *end = next == ':' ? memchr(source + i, ']', (size_t)(bytes - i)) : NULL;
-            if (!end) return false; // a class within a class
+            if (!end) return false; // nested character class
             mt_text_append(out, source + i, end + 1 - (source + i));
             i = end + 1 - source;
             continue;
@@ -161,7 +161,7 @@ int mt_pattern_compile(mt_pattern *out, const char *path, const char *regex, int
         return mt_error_set(error, "%s: the pattern '%.*s' does not compile: %s", path,
                             (int)(bytes < 200 ? bytes : 200), regex, (char *)why);
     }
-    pcre2_jit_compile(compiled, PCRE2_JIT_COMPLETE); // where it fails, pcre2_match interprets instead
+    pcre2_jit_compile(compiled, PCRE2_JIT_COMPLETE); // if this fails, pcre2_match interprets the pattern
     mt_pattern_literal(out, regex, bytes);
     out->code = compiled;
     return 0;
@@ -173,11 +173,11 @@ void mt_pattern_free(mt_pattern *pattern) {
     *pattern = (mt_pattern){0};
 }
 
-/* The limit turns a catastrophic pattern into an error; the patterns in use stay far below it on any text. */
+/* The match limit turns catastrophic backtracking into an error; common patterns stay far below it on any text. */
 static void open_patterns(mt_encoder *encoder) {
     encoder->match_data = pcre2_match_data_create(1, NULL);
     encoder->match_context = pcre2_match_context_create(NULL);
-    encoder->jit_stack = pcre2_jit_stack_create(1 << 15, 1 << 23, NULL); // NULL where PCRE2 has no JIT
+    encoder->jit_stack = pcre2_jit_stack_create(1 << 15, 1 << 23, NULL); // NULL if PCRE2 has no JIT
     if (!encoder->match_data || !encoder->match_context) mt_die("out of memory: a pattern's match data");
     pcre2_set_match_limit(encoder->match_context, 20000000);
     if (encoder->jit_stack) pcre2_jit_stack_assign(encoder->match_context, NULL, encoder->jit_stack);
@@ -189,7 +189,7 @@ static void close_patterns(mt_encoder *encoder) {
     pcre2_jit_stack_free(encoder->jit_stack);
 }
 
-/* As pattern_next, for a regular expression. */
+/* pattern_next for a regular expression. */
 static int regex_next(mt_encoder *encoder, const mt_pattern *pattern, const char *text, int64_t bytes, int64_t from,
                       int64_t *start, int64_t *end, mt_error *error) {
     int found = pcre2_match(pattern->code, (PCRE2_SPTR)text, (PCRE2_SIZE)bytes, (PCRE2_SIZE)from, PCRE2_NO_UTF_CHECK,
@@ -198,7 +198,7 @@ static int regex_next(mt_encoder *encoder, const mt_pattern *pattern, const char
     if (found < 0) {
         PCRE2_UCHAR why[160] = "";
         pcre2_get_error_message(found, why, sizeof why);
-        return mt_error_set(error, "%s: the pattern '%.200s' gives up on this text: %s", encoder->tokenizer->path,
+        return mt_error_set(error, "%s: the pattern '%.200s' fails on this text: %s", encoder->tokenizer->path,
                             pattern->source, (char *)why);
     }
     const PCRE2_SIZE *span = pcre2_get_ovector_pointer(encoder->match_data);
@@ -244,7 +244,7 @@ void mt_rule_free(mt_rule *step) {
     free(step->content);
 }
 
-/* Finds the first match at or after `from`: 1 and its span, 0 if there is none, -1 if PCRE2 gives up. */
+/* Finds the first match at or after `from`: 1 and its span, 0 if there is none, -1 if PCRE2 fails. */
 static int pattern_next(mt_encoder *encoder, const mt_pattern *pattern, const char *text, int64_t bytes, int64_t from,
                         int64_t *start, int64_t *end, mt_error *error) {
     if (pattern->code) return regex_next(encoder, pattern, text, bytes, from, start, end, error);
@@ -257,7 +257,7 @@ static int pattern_next(mt_encoder *encoder, const mt_pattern *pattern, const ch
     return 1;
 }
 
-/* Where to search next after a match: past it, and past one more character if it was empty. */
+/* The start of the next search: the end of the match, one character further if the match was empty. */
 static int64_t after_match(const char *text, int64_t bytes, int64_t start, int64_t end) {
     if (end > start || end >= bytes) return end + (end == start);
     mt_utf8_state state;
@@ -274,7 +274,7 @@ static bool is_word(uint32_t c) {
            (c >= 0x24B6 && c <= 0x24E9) || c == 0x200C || c == 0x200D;
 }
 
-/* True if normalizing cannot change the text: below U+0300 NFC changes nothing, in ASCII no form does. */
+/* True if normalization cannot change the text: NFC keeps text below U+0300, every form keeps ASCII. */
 static bool is_normal(mt_unicode_form form, const char *text, int64_t bytes) {
     unsigned char limit = form == MT_NFC ? 0xCC : 0x80;
     for (int64_t i = 0; i < bytes; i++)
@@ -287,16 +287,16 @@ typedef struct mark {
     int32_t combining_class;
 } mark;
 
-/* Appends the marks [count] in the order of their combining classes, equal ones as they come (bucket sort). */
+/* Appends the marks [count] by combining class, in a stable order (bucket sort). */
 static void append_sorted(mt_text *out, const mark *marks, int64_t count) {
     for (int combining_class = 1; count && combining_class < 256; combining_class++)
         for (int64_t i = 0; i < count; i++)
             if (marks[i].combining_class == combining_class) mt_utf8_append(out, (uint32_t)marks[i].codepoint);
 }
 
-/* utf8proc sorts a run of combining marks by swapping neighbours, in quadratic time. Sorting the long ones first, which
- * is the first thing that every normalization form does to them, keeps hostile text linear. Returns false if there are
- * none. */
+/* utf8proc sorts a run of combining marks by bubble sort, in quadratic time. Sorting long runs first keeps hostile text
+ * linear; every normalization form begins with this sort, so the result is the same. False if there are no long runs.
+ */
 static bool sort_long_mark_runs(mt_text *out, const char *text, int64_t bytes) {
     enum { LONG = 64 };
     int64_t run = 0, count = 0;
@@ -352,7 +352,7 @@ static int lowercase(const char *path, mt_text *out, const char *text, int64_t b
     for (int64_t i = 0; i < bytes;) {
         uint32_t c = 0;
         i += mt_utf8_decode(text + i, bytes - i, &c);
-        if (c == 0x130) // the one character whose lower case is two
+        if (c == 0x130) // the only character whose lower case has two characters
             mt_text_append(out, "i\xCC\x87", 3);
         else
             mt_utf8_append(out, (uint32_t)utf8proc_tolower((utf8proc_int32_t)c));
@@ -362,7 +362,7 @@ static int lowercase(const char *path, mt_text *out, const char *text, int64_t b
 
 #else
 
-static bool is_word(uint32_t c) { // not asked for: tokens that need it are refused
+static bool is_word(uint32_t c) { // never called: the loader refuses tokens that need it
     (void)c;
     return false;
 }
@@ -440,11 +440,11 @@ int mt_normalize(mt_encoder *encoder, const char **text, int64_t *bytes, mt_erro
     }
     return 0;
 }
-/* ---- normalization --------------------------------------------------------------------------------------------- */
+/* ---- SentencePiece's normalizer: follows normalizer.cc step by step -------------------------------------------- */
 
-/* The longest rule of the charsmap that the text begins with: its length (0 if none) and its replacement. The units are
- * those of Darts-clone (Yata): bit 8 says that a leaf follows, the low byte is the label, the high bits an offset that
- * is XORed to the position. Every position is checked, since the file may be damaged. */
+/* The longest rule of the charsmap that matches at the start of the text: its length (0 if none) and its replacement.
+ * The units are those of Darts-clone (Yata): bit 8 marks a leaf below, the low byte is the label, the high bits are an
+ * offset that is XORed to the position. Every position is checked because the file may be damaged. */
 static int64_t charsmap_find(const mt_sentencepiece_rules *rules, const char *text, int64_t bytes, const char **out) {
     if (!rules->unit_count) return 0;
     int64_t longest = 0, results = 0;
@@ -467,7 +467,7 @@ static int64_t charsmap_find(const mt_sentencepiece_rules *rules, const char *te
     return longest;
 }
 
-/* Normalizes the longest prefix that a rule covers, or one character; returns its length. */
+/* Normalizes the longest prefix that matches a rule, or one character; returns its length. */
 static int64_t normalize_prefix(const mt_tokenizer *tokenizer, const char *text, int64_t bytes, const char **out,
                                 int64_t *out_bytes) {
     int32_t ignored;
@@ -524,7 +524,15 @@ static void normalize_sentencepiece(const mt_tokenizer *tokenizer, mt_text *out,
     if (rules->add_dummy_prefix && rules->whitespace_as_suffix) append_spaced(tokenizer, out, " ", 1);
 }
 
-/* ---- which pairs merge, and which first ------------------------------------------------------------------------- */
+/* ---- byte-pair encoding ------------------------------------------------------------------------------------------
+ *
+ * Sennrich et al. 2016, "Neural machine translation of rare words with subword units": begin with characters or bytes,
+ * and merge the best pair of adjacent symbols until no pair may merge.
+ *
+ * A heap holds the pairs that may merge, so a word of n symbols takes O(n log n) even if the text is hostile. A pair in
+ * the heap is stale if one side has merged since. Symbols only grow, so a pair is current exactly if both sides exist
+ * and their total length is unchanged.
+ */
 
 /* Maps a score to an integer that is smaller the higher the score is. */
 static uint32_t score_order(float score) {
@@ -534,7 +542,7 @@ static uint32_t score_order(float score) {
     return bits & 0x80000000u ? bits : 0x7FFFFFFFu - bits;
 }
 
-/* The token that two neighbours merge into, and how urgently; false if they do not merge. */
+/* The token that two adjacent symbols merge into, and its priority; false if they do not merge. */
 static bool merged_pair(mt_encoder *encoder, const char *text, int32_t left, uint32_t *priority, int32_t *id) {
     const mt_tokenizer *tokenizer = encoder->tokenizer;
     const symbol *a = &encoder->symbols[left], *b = &encoder->symbols[a->next];
@@ -553,8 +561,6 @@ static bool merged_pair(mt_encoder *encoder, const char *text, int32_t left, uin
     *priority = score_order(token->score);
     return token->type == MT_TOKEN_NORMAL || token->type == MT_TOKEN_USER_DEFINED || token->type == MT_TOKEN_UNUSED;
 }
-
-/* ---- the heap -------------------------------------------------------------------------------------------------- */
 
 static void heap_push(mt_encoder *encoder, merge_pair pair) {
     if (encoder->heap_count == encoder->heap_capacity) {
@@ -579,8 +585,6 @@ static merge_pair heap_pop(mt_encoder *encoder) {
     return top;
 }
 
-/* ---- merging --------------------------------------------------------------------------------------------------- */
-
 static symbol *symbols_reserve(mt_encoder *encoder, int64_t count) {
     if (count > encoder->symbol_capacity) {
         encoder->symbol_capacity = 2 * count;
@@ -589,7 +593,7 @@ static symbol *symbols_reserve(mt_encoder *encoder, int64_t count) {
     return encoder->symbols;
 }
 
-/* Puts the pair of `left` and its next symbol into the heap, if they may merge. */
+/* Pushes the pair of `left` and its next symbol onto the heap if they may merge. */
 static void consider(mt_encoder *encoder, const char *text, int32_t left) {
     if (left < 0 || encoder->symbols[left].next < 0) return;
     int32_t right = encoder->symbols[left].next, id;
@@ -599,6 +603,7 @@ static void consider(mt_encoder *encoder, const char *text, int32_t left) {
     heap_push(encoder, (merge_pair){(uint64_t)priority << 32 | (uint32_t)left, right, bytes, id});
 }
 
+/* Merges the symbols [count] of `text` until no pair may merge. */
 static void merge_symbols(mt_encoder *encoder, const char *text, int64_t count) {
     symbol *symbols = encoder->symbols;
     encoder->heap_count = 0;
@@ -618,7 +623,7 @@ static void merge_symbols(mt_encoder *encoder, const char *text, int64_t count) 
     }
 }
 
-/* ---- words of a tokenizer.json or of GPT-2 ---------------------------------------------------------------------- */
+/* ---- words: BPE of tokenizer.json and GPT-2 -------------------------------------------------------------------- */
 
 static void symbol_push(mt_encoder *encoder, int64_t *count, int32_t id, int32_t start, int32_t bytes) {
     symbol *symbols = encoder->symbols;
@@ -627,7 +632,7 @@ static void symbol_push(mt_encoder *encoder, int64_t *count, int32_t id, int32_t
     if (at > 0) symbols[at - 1].next = at;
 }
 
-/* The tokens <0xXX> that stand for an unknown character; false unless there is one for each of its bytes. */
+/* Pushes the tokens <0xXX> of an unknown character; false unless every byte has one. */
 static bool push_fallback(mt_encoder *encoder, int64_t *count, const char *word, int32_t start, int32_t bytes) {
     const int32_t *byte_ids = encoder->tokenizer->byte_ids;
     for (int32_t i = start; i < start + bytes; i++)
@@ -636,8 +641,8 @@ static bool push_fallback(mt_encoder *encoder, int64_t *count, const char *word,
     return true;
 }
 
-/* Cuts the word into characters (byte-level: bytes) that the vocabulary knows. An unknown one becomes its bytes, or the
- * unknown token (one for a run of them if fuse_unknown), or nothing, in the order in which `tokenizers` emits them. */
+/* Cuts the word into characters (byte-level: bytes) of the vocabulary. An unknown character becomes its bytes, or the
+ * unknown token (one per run if fuse_unknown), or nothing, in the order of `tokenizers`. */
 static int64_t first_symbols(mt_encoder *encoder, const char *word, int32_t bytes) {
     const mt_tokenizer *tokenizer = encoder->tokenizer;
     int64_t count = 0;
@@ -678,15 +683,15 @@ static void encode_new_word(mt_encoder *encoder, const char *word, int32_t bytes
         mt_ids_push(ids, encoder->symbols[at].id);
 }
 
-/* ---- segmentation ---------------------------------------------------------------------------------------------- */
+/* ---- words: SentencePiece's BPE, as in bpe_model.cc ------------------------------------------------------------ */
 
-/* The bytes of the character, as its first byte claims, like sentencepiece's OneCharLen. */
+/* The length of the character according to its first byte (sentencepiece's OneCharLen). */
 static int64_t one_character(const char *text, int64_t bytes) {
     int64_t length = "\1\1\1\1\1\1\1\1\1\1\1\1\2\2\3\4"[(unsigned char)*text >> 4];
     return length < bytes ? length : bytes;
 }
 
-/* Appends a piece of the segmentation. An unknown one becomes its bytes, or one unknown token for a run of them. */
+/* Appends the id of a piece. An unknown piece becomes its bytes; else a run of unknown pieces is one token. */
 static void push_piece(const mt_tokenizer *tokenizer, const char *piece, int64_t bytes, int32_t id, bool *after_unknown,
                        mt_ids *ids) {
     bool unknown = id == tokenizer->unknown;
@@ -698,7 +703,7 @@ static void push_piece(const mt_tokenizer *tokenizer, const char *piece, int64_t
     *after_unknown = unknown;
 }
 
-/* Splits an UNUSED piece into the two that it was merged from, and those again, until all may be used. */
+/* Splits an UNUSED piece into the two parts that it was merged from, recursively. */
 static void push_resegmented(const mt_encoder *encoder, const char *piece, int64_t bytes, bool *after_unknown,
                              mt_ids *ids) {
     const mt_tokenizer *tokenizer = encoder->tokenizer;
@@ -731,6 +736,8 @@ static void encode_sentencepiece_word(mt_encoder *encoder, const char *text, int
         push_resegmented(encoder, text + symbols[at].start, symbols[at].bytes, &after_unknown, ids);
 }
 
+/* ---- words: cache and boundaries ------------------------------------------------------------------------------- */
+
 /* Natural text repeats its words: each slot of the cache keeps the last word that hashed to it. */
 static void encode_word(mt_encoder *encoder, const char *word, int32_t bytes, mt_ids *ids) {
     bool cached = bytes <= CACHE_BYTES && !encoder->tokenizer->has_unused;
@@ -756,7 +763,7 @@ static bool is_space_symbol(const char *text, int64_t bytes) {
     return bytes >= 3 && !memcmp(text, MT_SPACE_SYMBOL, 3);
 }
 
-/* Where the first word of the text ends: before a space symbol that follows something else. */
+/* The end of the first word: before a space symbol that follows another character. */
 static int64_t word_end(const char *text, int64_t bytes) {
     int64_t at = 0;
     while (is_space_symbol(text + at, bytes - at)) at += 3;
@@ -786,16 +793,16 @@ static int encode_words(mt_encoder *encoder, const char *text, int64_t bytes, mt
     return 0;
 }
 
-/* ---- unigram --- */
+/* ---- unigram, as in unigram_model.cc --------------------------------------------------------------------------- */
 
-/* A path to `end` from `start` by a token: kept if it is the first or the best so far. */
+/* Keeps the path to `end` whose last piece begins at `start` if it is the first or the best so far. */
 static void offer_path(path_node *path, int64_t start, int64_t end, int32_t id, float score) {
     if (path[end].start >= 0 && score <= path[end].score) return;
     path[end] = (path_node){score, (int32_t)start, -1, id};
 }
 
-/* Extends the best path to `start` by every piece that begins there, or by an unknown character if none is as long as
- * one. Returns the furthest position that is reached. */
+/* Extends the best path to `start` by every piece that begins there, and by the unknown token if no piece is exactly
+ * one character. Returns the furthest position reached. */
 static int64_t extend_paths(const mt_tokenizer *tokenizer, path_node *path, const char *text, int64_t bytes,
                             int64_t start) {
     const mt_trie *pieces = &tokenizer->pieces;
@@ -817,8 +824,8 @@ static int64_t extend_paths(const mt_tokenizer *tokenizer, path_node *path, cons
     return furthest;
 }
 
-/* Viterbi over the characters. Sums are float, and brought back to zero when they pass -100000, as sentencepiece 0.2
- * does, so that near ties fall the same way in texts of any length. */
+/* The Viterbi algorithm over characters. Sums are float and are rebased to zero below -100000, as in sentencepiece 0.2,
+ * so that near ties are broken alike in texts of any length. */
 static void encode_unigram(mt_encoder *encoder, const char *text, int32_t bytes, mt_ids *ids) {
     const mt_tokenizer *tokenizer = encoder->tokenizer;
     if (bytes + 1 > encoder->path_capacity) {
@@ -857,13 +864,14 @@ static int encode_sentencepiece(mt_encoder *encoder, const char *text, int64_t b
 
 /* ---- pre-tokenizers -------------------------------------------------------------------------------------------- */
 
+/* Applies the pre-tokenizers from `index` on and encodes the words. `first`: the text begins the document. */
 static int pretokenize(mt_encoder *encoder, int index, bool first, const char *text, int64_t bytes, mt_ids *ids,
                        mt_error *error);
 
-/* The piece being put together by a split: the behaviors differ only in what may join it. */
+/* The piece that a split is building: the behaviors differ only in the spans that may join it. */
 typedef struct piece_span {
     int64_t start, end;
-    bool any, is_match; // is_match: whether the last span that joined was a match
+    bool any, is_match; // is_match: the last span that joined was a match
 } piece_span;
 
 static bool may_join(mt_behavior behavior, const piece_span *piece, bool is_match) {
@@ -874,7 +882,7 @@ static bool may_join(mt_behavior behavior, const piece_span *piece, bool is_matc
     return false;
 }
 
-/* Hands a complete piece of step `index` to the next step. */
+/* Passes a complete piece of step `index` to the next step. */
 static int emit_piece(mt_encoder *encoder, int index, bool first, const char *text, const piece_span *piece,
                       mt_ids *ids, mt_error *error) {
     bool removed = piece->is_match && encoder->tokenizer->pretokenizer[index].behavior == MT_REMOVED;
@@ -883,7 +891,7 @@ static int emit_piece(mt_encoder *encoder, int index, bool first, const char *te
                        ids, error);
 }
 
-/* Takes in the next span of a split: it joins the piece, or completes it and begins another. */
+/* The next span of a split joins the piece, or completes it and begins another. */
 static int split_span(mt_encoder *encoder, int index, bool first, const char *text, piece_span span, piece_span *piece,
                       mt_ids *ids, mt_error *error) {
     if (may_join(encoder->tokenizer->pretokenizer[index].behavior, piece, span.is_match)) {
@@ -952,7 +960,7 @@ static int pretokenize(mt_encoder *encoder, int index, bool first, const char *t
     return split(encoder, index, first, text, bytes, ids, error);
 }
 
-/* ---- encoding -------------------------------------------------------------------------------------------------- */
+/* ---- the encoder and added tokens ------------------------------------------------------------------------------ */
 
 mt_encoder *mt_encoder_open(const mt_tokenizer *tokenizer) {
     mt_encoder *encoder = mt_calloc(sizeof *encoder);
@@ -979,7 +987,7 @@ void mt_encoder_close(mt_encoder *encoder) {
     free(encoder);
 }
 
-/* True if the character before text[at] (or the one at text[at], if `after`) exists and is a \w. */
+/* True if the character before text[at] (with `after`: the one at text[at]) exists and is a \w. */
 static bool word_beside(const char *text, int64_t bytes, int64_t at, bool after) {
     uint32_t c = 0;
     int64_t from = at;
@@ -988,7 +996,7 @@ static bool word_beside(const char *text, int64_t bytes, int64_t at, bool after)
     return from >= 0 && from < bytes && mt_utf8_decode(text + from, bytes - from, &c) && is_word(c);
 }
 
-/* Widens the span of an added token over the white space that it strips, to the left as far as `limit`. */
+/* Extends the span of an added token over the white space that it strips; to the left at most to `limit`. */
 static void strip_around(const mt_added_token *added, const char *text, int64_t bytes, int64_t limit, int64_t *start,
                          int64_t *end) {
     uint32_t c;
@@ -1007,7 +1015,7 @@ static void strip_around(const mt_added_token *added, const char *text, int64_t 
 static int encode_parts(mt_encoder *encoder, int pass, bool first, const char *text, int64_t bytes, mt_ids *ids,
                         mt_error *error);
 
-/* Text without added tokens of this pass: after the first it is normalized, after the second cut into words. */
+/* Encodes text without added tokens of this pass: pass 0 normalizes it, pass 1 cuts it into words. */
 static int encode_part(mt_encoder *encoder, int pass, bool first, const char *text, int64_t bytes, mt_ids *ids,
                        mt_error *error) {
     if (pass == 1) return pretokenize(encoder, 0, first, text, bytes, ids, error);
@@ -1015,8 +1023,8 @@ static int encode_part(mt_encoder *encoder, int pass, bool first, const char *te
     return encode_parts(encoder, 1, first, text, bytes, ids, error);
 }
 
-/* Cuts the text at the added tokens of a pass (0 before, 1 after normalization): leftmost first, the longest of
- * several. `first`: the text's first byte is the document's. */
+/* Cuts the text at the added tokens of a pass (0: before normalization, 1: after), the leftmost and longest first.
+ * `first`: the text begins the document. */
 static int encode_parts(mt_encoder *encoder, int pass, bool first, const char *text, int64_t bytes, mt_ids *ids,
                         mt_error *error) {
     const mt_trie *trie = &encoder->tokenizer->added_tries[pass];
@@ -1043,7 +1051,7 @@ static int encode_parts(mt_encoder *encoder, int pass, bool first, const char *t
 static int encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
     const mt_tokenizer *tokenizer = encoder->tokenizer;
     if (bytes > MT_MAX_TEXT)
-        return mt_error_set(error, "a text of %lld bytes is longer than the %lld that are encoded at once; split it",
+        return mt_error_set(error, "a text of %lld bytes is too long (the limit is %lld bytes); split it",
                             (long long)bytes, (long long)MT_MAX_TEXT);
     if (tokenizer->kind == MT_KIND_BYTES) {
         for (int64_t i = 0; i < bytes; i++) mt_ids_push(ids, (unsigned char)text[i]);

@@ -1,4 +1,4 @@
-/* tokenizer_internal.h: what the files of the tokenizer share. Each file calls only those above it in this list:
+/* tokenizer_internal.h: shared by the files of the tokenizer. Each file calls only the files above it in this list:
  *
  *   tokenizer_vocab.c          hash tables, the prefix tree, growable arrays, UTF-8, the vocabulary
  *   tokenizer_encode.c         text to ids: normalizers, pre-tokenizers, BPE, unigram, added tokens
@@ -11,14 +11,14 @@
 
 #include "tokenizer.h"
 
-#define MT_MAX_VOCAB    (1 << 22) // larger ids are taken for damage, so that a small file cannot claim much memory
+#define MT_MAX_VOCAB    (1 << 22) // larger ids are errors, so that a small damaged file cannot claim much memory
 #define MT_MAX_STEPS    16        // steps of a normalizer, a pre-tokenizer or a decoder
 #define MT_MAX_TEXT     ((int64_t)1 << 30)
-#define MT_SPACE_SYMBOL "\xE2\x96\x81" // U+2581, what SentencePiece writes for a space
+#define MT_SPACE_SYMBOL "\xE2\x96\x81" // U+2581, which SentencePiece writes for a space
 
 /* ---- tokenizer_vocab.c ----------------------------------------------------------------------------------------- */
 
-/* uint64 to uint64, open addressing. Keys are below 2^64 - 1. */
+/* A hash table from uint64 to uint64 with open addressing. Keys are below 2^64 - 1. */
 typedef struct mt_map {
     struct mt_map_slot {
         uint64_t key_plus_one, value; // key_plus_one 0: empty
@@ -26,37 +26,32 @@ typedef struct mt_map {
     int64_t count, capacity; // capacity is 0 or a power of two
 } mt_map;
 
-uint64_t *mt_map_find(const mt_map *map, uint64_t key);        // NULL if absent
-bool mt_map_insert(mt_map *map, uint64_t key, uint64_t value); // false, and no change, if present
+uint64_t *mt_map_find(const mt_map *map, uint64_t key);        // the value, or NULL
+bool mt_map_insert(mt_map *map, uint64_t key, uint64_t value); // false if present; no change
 
-/* A prefix tree over byte strings, each with a value of its own. Node 0 is the root. */
+/* A prefix tree (trie) from byte strings to values. Node 0 is the root. */
 typedef struct mt_trie {
     mt_map children; // node << 8 | byte -> node
-    int32_t *values; // [count], -1 where no string ends
+    int32_t *values; // [count]; -1: no string ends here
     int64_t count, capacity;
-    bool starts[256]; // bytes that some string begins with
+    bool starts[256]; // first bytes of the strings
 } mt_trie;
 
-/* Strings to values; a value inserted again replaces the old one. */
+/* Inserts a string or replaces its value; walks one byte; finds the longest string that begins the text. */
 void mt_trie_insert(mt_trie *trie, const char *text, int64_t bytes, int32_t value);
 int64_t mt_trie_step(const mt_trie *trie, int64_t node, char byte);                            // the child, or -1
 int64_t mt_trie_longest(const mt_trie *trie, const char *text, int64_t bytes, int32_t *value); // its length, or 0
 void mt_trie_free(mt_trie *trie);
 
-/* Mixes well for tables of our own; not against an adversary. */
+/* A hash for the tables here; not safe against an adversary. */
 uint64_t mt_hash(const char *text, int64_t bytes);
-
-/* Growing arrays: one id; room for more bytes; bytes. */
-void mt_ids_push(mt_ids *ids, int32_t id);
-void mt_text_reserve(mt_text *text, int64_t more);
-void mt_text_append(mt_text *text, const char *data, int64_t bytes);
 
 typedef enum { MT_UTF8_WHOLE, MT_UTF8_CUT, MT_UTF8_BAD } mt_utf8_state;
 
-/* Looks at the first character of text[bytes > 0] and returns how many bytes belong to it: a whole one, one that the
- * end of the text cuts short, or the longest beginning of one that what follows makes ill-formed. */
+/* The bytes of the first character of text[bytes > 0]: a whole character; one that the end of the text cuts; or the
+ * longest valid prefix of an ill-formed one (Unicode's "maximal subpart"). */
 int mt_utf8_scan(const char *text, int64_t bytes, mt_utf8_state *state);
-int mt_utf8_decode(const char *text, int64_t bytes, uint32_t *codepoint); // the length, or 0 if ill-formed
+int mt_utf8_decode(const char *text, int64_t bytes, uint32_t *codepoint); // its length, or 0 if ill-formed
 void mt_utf8_append(mt_text *text, uint32_t codepoint);
 bool mt_utf8_is_valid(const char *text, int64_t bytes);
 void mt_utf8_repair(mt_text *out, const char *text, int64_t bytes); // appends `text`, ill-formed parts as U+FFFD
@@ -64,7 +59,7 @@ bool mt_is_white_space(uint32_t codepoint);                         // Unicode's
 
 /* ---- the tokenizer --------------------------------------------------------------------------------------------- */
 
-/* Numbered as in SentencePiece's files. Hugging Face's special tokens are CONTROL. */
+/* The numbers of SentencePiece's files. Hugging Face's special tokens are CONTROL. */
 typedef enum {
     MT_TOKEN_ABSENT,
     MT_TOKEN_NORMAL,
@@ -76,7 +71,7 @@ typedef enum {
 } mt_token_type;
 
 typedef struct mt_token {
-    int64_t text, surface; // offsets in mt_tokenizer.strings: what it is encoded from, what it decodes to
+    int64_t text, surface; // offsets in mt_tokenizer.strings: the text it encodes, the text it decodes to
     int32_t text_bytes, surface_bytes;
     float score; // SentencePiece
     uint8_t type;
@@ -105,7 +100,7 @@ typedef enum {
     MT_RULE_SPLIT,      // pattern, behavior, invert
     MT_RULE_BYTE_LEVEL, // prefix
     MT_RULE_METASPACE,  // content (the replacement), prefix
-    // decoders, beside some of the above
+    // decoders; some of the above are decoders too
     MT_RULE_BYTE_FALLBACK,
     MT_RULE_FUSE
 } mt_rule_kind;
@@ -127,12 +122,12 @@ typedef struct mt_rule {
 
 typedef enum {
     MT_KIND_BYTES,
-    MT_KIND_BPE,               // merges by rank, of pairs of ids
-    MT_KIND_SENTENCEPIECE_BPE, // merges by score, of strings
+    MT_KIND_BPE,               // merges pairs of ids by rank
+    MT_KIND_SENTENCEPIECE_BPE, // merges strings by score
     MT_KIND_UNIGRAM            // SentencePiece's most probable segmentation
 } mt_tokenizer_kind;
 
-/* How the surfaces of the tokens join into a text. */
+/* The rule that joins the surfaces of tokens to a text. */
 typedef enum {
     MT_JOIN_PLAIN,
     MT_JOIN_SPACE,     // a space between two tokens: tokenizer.json without a decoder
@@ -145,7 +140,7 @@ typedef struct mt_sentencepiece_rules {
     bool add_dummy_prefix, remove_extra_whitespaces, escape_whitespaces, whitespace_as_suffix;
     uint32_t *units; // [unit_count] the double array of precompiled_charsmap
     int64_t unit_count;
-    char *replacements; // NUL-terminated strings that the double array's values point at
+    char *replacements; // NUL-terminated strings; the values of the double array are offsets into them
     int64_t replacement_bytes;
 } mt_sentencepiece_rules;
 
@@ -163,7 +158,7 @@ struct mt_tokenizer {
     int32_t *lookup; // [lookup_capacity] hash table of ids by text; -1: empty
     int64_t lookup_capacity, lookup_count;
     int32_t eod, bos, unknown; // -1: none
-    int32_t byte_ids[256];     // byte-level: the token of each byte; otherwise its fallback <0xXX>; -1: none
+    int32_t byte_ids[256];     // byte-level: the token of each byte; else its fallback token <0xXX>; -1: none
 
     mt_map merges;   // left << 32 | right -> rank << 32 | merged
     bool byte_level; // words are bytes, not characters
@@ -173,33 +168,33 @@ struct mt_tokenizer {
     int normalizer_steps, pretokenizer_steps;
     mt_added_token *added;
     int64_t added_count;
-    mt_trie added_tries[2]; // values index `added`: matched before, and after, normalization
+    mt_trie added_tries[2]; // matched before and after normalization; values index `added`
 
     mt_sentencepiece_rules rules;
-    mt_trie pieces;       // unigram: every piece that text can become
+    mt_trie pieces;       // unigram: all pieces of normal and user-defined type
     mt_trie user_defined; // values unused
     float min_score, max_score;
     bool has_unused;
 
-    // No token has the space symbol after another character, so that none crosses a word's start: words may be encoded
-    // one by one, and cached, even where the file does not ask for it.
+    // No token has the space symbol after another character, so no token crosses the start of a word: words may be
+    // encoded one by one and cached, even if the file has no pre-tokenizer.
     bool words_at_spaces;
 
     mt_join join;
-    int strip_start; // leading spaces that decoding drops
+    int strip_start; // leading spaces that decoding removes
 
     mt_file files[3];
     int file_count;
 };
 
-/* Adds a token, its text also its surface. Errors: id out of range or taken. */
+/* Adds a token whose surface equals its text. Errors: id out of range or in use. */
 int mt_token_add(mt_tokenizer *tokenizer, int64_t id, const char *text, int64_t bytes, mt_token_type type,
                  mt_error *error);
 const char *mt_token_text(const mt_tokenizer *tokenizer, int32_t id);
-int32_t mt_token_index(mt_tokenizer *tokenizer, int32_t id); // makes it findable by text; the id found if taken
+int32_t mt_token_index(mt_tokenizer *tokenizer, int32_t id); // adds it to `lookup`; returns the id found if taken
 int32_t mt_token_find(const mt_tokenizer *tokenizer, const char *text, int64_t bytes); // -1 if absent
 
-/* Messages quote tokens, which may hold anything: makes line breaks and other control characters '?'. */
+/* Replaces control characters by '?': messages quote tokens, which may hold any byte. */
 void mt_error_one_line(mt_error *error);
 
 /* ---- tokenizer_encode.c ---------------------------------------------------------------------------------------- */
@@ -212,10 +207,10 @@ void mt_pattern_literal(mt_pattern *out, const char *text, int64_t bytes);
 void mt_pattern_free(mt_pattern *pattern);
 void mt_rule_free(mt_rule *rule);
 
-/* Applies all normalizers; *text and *bytes then point at the result, valid until the encoder's next call. */
+/* Applies all normalizers. *text and *bytes become the result, which is valid until the encoder's next call. */
 int mt_normalize(mt_encoder *encoder, const char **text, int64_t *bytes, mt_error *error);
 
-/* Sets words_at_spaces if it holds; called when the vocabulary is complete. */
+/* Sets words_at_spaces where true; call it when the vocabulary is complete. */
 void mt_tokenizer_find_words(mt_tokenizer *tokenizer);
 
 /* ---- tokenizer_json.c, tokenizer_sentencepiece.c --------------------------------------------------------------- */

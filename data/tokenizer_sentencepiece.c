@@ -1,7 +1,5 @@
-/* tokenizer_sentencepiece.c: SentencePiece models (Kudo and Richardson 2018), BPE and unigram. The file is one protobuf
- * message, sentencepiece_model.proto's ModelProto; only what encoding and decoding need is read. Normalization and
- * segmentation follow sentencepiece's normalizer.cc, bpe_model.cc and unigram_model.cc step by step, since ids must
- * agree. */
+/* tokenizer_sentencepiece.c: reads SentencePiece models (Kudo and Richardson 2018), BPE and unigram. The file is one
+ * protobuf message, sentencepiece_model.proto's ModelProto; only the fields for encoding and decoding are read. */
 #include "tokenizer_internal.h"
 
 #include <float.h>
@@ -34,7 +32,7 @@ static bool read_varint(reader *r, uint64_t *value) {
     return false;
 }
 
-/* Reads the next field: 1, or 0 at the end of the message, or -1 if it is damaged. */
+/* Reads the next field: 1; 0 at the end of the message; -1 if it is damaged. */
 static int read_field(reader *r, field *f) {
     uint64_t key;
     *f = (field){0};
@@ -115,7 +113,7 @@ static int read_trainer(loader *l, const field *message) {
     return more < 0 ? damaged(l, "trainer_spec") : 0;
 }
 
-/* precompiled_charsmap: the size of a double array (uint32), its units, then the strings that its values point at. */
+/* precompiled_charsmap: bytes of a double array (uint32), its units, then the strings that its values point at. */
 static int read_charsmap(loader *l, const field *f) {
     mt_sentencepiece_rules *rules = &l->tokenizer->rules;
     if (!f->bytes) return 0;
@@ -160,7 +158,7 @@ static int refuse_denormalizer(loader *l, const field *message) {
     return more < 0 ? damaged(l, "denormalizer_spec") : 0;
 }
 
-/* Byte pieces are called <0x00> to <0xFF>; all of them must be there, or none. */
+/* Byte pieces are named <0x00> to <0xFF>; the model has all of them or none. */
 static int find_byte_pieces(loader *l) {
     mt_tokenizer *tokenizer = l->tokenizer;
     int64_t found = 0;
@@ -182,7 +180,7 @@ static int find_byte_pieces(loader *l) {
     return 0;
 }
 
-/* Gives every piece its surface: the space symbol as a space, control pieces nothing, byte pieces their byte. */
+/* Surfaces: the space symbol becomes a space, a byte piece its byte, a control piece nothing. */
 static void set_surfaces(loader *l) {
     mt_tokenizer *tokenizer = l->tokenizer;
     for (int64_t id = 0; id < tokenizer->vocab_size; id++) {
@@ -208,7 +206,7 @@ static void set_surfaces(loader *l) {
     }
 }
 
-/* Builds what encoding looks up, and finds the special pieces. */
+/* Builds the tables for encoding and finds the special pieces. */
 static int finish(loader *l) {
     mt_tokenizer *tokenizer = l->tokenizer;
     if (l->model_type != 1 && l->model_type != 2)

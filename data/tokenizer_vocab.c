@@ -128,7 +128,7 @@ void mt_text_append(mt_text *text, const char *data, int64_t bytes) {
 
 /* ---- UTF-8 ----------------------------------------------------------------------------------------------------- */
 
-/* The ranges of the Unicode Standard's table 3-7: what may follow each first byte. */
+/* The Unicode Standard, table 3-7: the bytes that may follow each first byte. */
 int mt_utf8_scan(const char *text, int64_t bytes, mt_utf8_state *state) {
     const unsigned char *b = (const unsigned char *)text;
     int need = b[0] < 0x80 ? 1 : b[0] < 0xC2 ? 0 : b[0] < 0xE0 ? 2 : b[0] < 0xF0 ? 3 : b[0] < 0xF5 ? 4 : 0;
@@ -231,7 +231,7 @@ int mt_token_add(mt_tokenizer *tokenizer, int64_t id, const char *text, int64_t 
     return 0;
 }
 
-/* The slot of the token with this text, or the empty one where it would go. */
+/* The slot of the token with this text, or the empty slot for it. */
 static int32_t *lookup_slot(const mt_tokenizer *tokenizer, const char *text, int64_t bytes) {
     int64_t mask = tokenizer->lookup_capacity - 1, at = (int64_t)(mt_hash(text, bytes) & (uint64_t)mask);
     for (;; at = (at + 1) & mask) {
