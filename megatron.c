@@ -5165,6 +5165,23 @@ typedef struct mt_link {
 
 enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LINK_SEND_BACKWARD, MT_NUM_LINKS };
 
+/* What belongs to the micro-batch at hand: built once for each forward or backward, and passed on. */
+typedef struct mt_pass {
+    mt_micro_batch *at;          // its saved activations
+    const mt_batch_block *batch; // its tokens, positions, labels, ... on the device
+    mt_tensor_parallel tp;
+    mt_stream *stream;
+    mt_spans spans;
+    int64_t T;               // tokens
+    int64_t rows, first_row; // of hidden states on this rank, and the first of them among the T tokens
+    int64_t message_rows;    // of a message between pipeline stages
+    bool training;           // dropout is on, and the step's statistics count this forward
+    bool replay;             // a forward done again: it changes activations only
+    bool decode;             // attention reads the KV cache
+    int parts;               // of the backward: MT_PART_*
+    bool last;               // backward of this chunk in this step
+} mt_pass;
+
 struct mt_model {
     const mt_options *options;
     const mt_grid *grid;
@@ -5228,19 +5245,8 @@ struct mt_model {
     double unread_tokens, unread_seconds; // of the steps since metrics were read
     double data_seconds;                  // of this step, in which it waited for samples
     mt_context *context;                  // attention of ranks that share sequences, NULL for one rank
-    /* the micro-batch at hand, on the device */
-    mt_micro_batch *at;
-    const mt_micro_batch *in_context; // the one that `context` was last told
-    int64_t T, num_logits;
-    int64_t rows, first_row; // of hidden states on this rank, of T; the first of them
-    bool training;
-    bool in_schedule;   // of a pipeline, rather than decoding
-    bool last_backward; // of this chunk in this step
-    int32_t *tokens, *labels, *positions, *cache_rows, *logit_rows;
-    float *loss_mask;
-    int64_t *token_index;
-    int32_t *sequence;
-    mt_spans spans;
+    mt_pass last_pass;                    // of the last mt_model_forward
+    const mt_micro_batch *in_context;     // the micro-batch that `context` holds
     /* context parallelism; NULL without */
     void *context_memory;
 };
@@ -5312,10 +5318,10 @@ static void mt_rope_tables(mt_model *model) {
 enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
 enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3 };
 
-static mt_dropout mt_model_dropout(const mt_model *model, int64_t layer, int place) {
-    double p = place == MT_DROP_ATTENTION ? model->options->attention_dropout : model->options->hidden_dropout;
+static mt_dropout mt_model_dropout(const mt_model *model, const mt_pass *p, int64_t layer, int place) {
+    double rate = place == MT_DROP_ATTENTION ? model->options->attention_dropout : model->options->hidden_dropout;
     uint64_t index = (uint64_t)((layer + 1) * MT_NUM_DROPS + place);
-    return (mt_dropout){.p = model->training ? p : 0,
+    return (mt_dropout){.p = p->training ? rate : 0,
                         .key = mt_random_key((uint64_t)model->options->seed, MT_RANDOM_DROPOUT, index)};
 }
 
@@ -5334,22 +5340,22 @@ static void *mt_at(const mt_model *model, void *base, int64_t elements) {
     return (char *)base + elements * mt_dtype_size(model->dtype);
 }
 
-static void mt_norm_forward(const mt_model *m, void *y, float *mean, float *rstd, const void *x, mt_weight w,
-                            mt_weight b, int64_t T) {
+static void mt_norm_forward(const mt_model *m, const mt_pass *p, void *y, float *mean, float *rstd, const void *x,
+                            mt_weight w, mt_weight b, int64_t T) {
     mt_norm_args a = {.T = T, .H = 1, .C = m->C, .x = x, .w = w.w, .b = b.w, .y = y, .mean = mean, .rstd = rstd};
     a.x_stride = a.y_stride = m->C;
     a.eps = (float)m->options->norm_epsilon;
-    (mean ? m->ops->layernorm_forward : m->ops->rmsnorm_forward)(&a, m->dtype, m->stream);
+    (mean ? m->ops->layernorm_forward : m->ops->rmsnorm_forward)(&a, m->dtype, p->stream);
 }
 
 /* dx = dresidual + the gradient through the norm. */
-static void mt_norm_backward(const mt_model *m, void *dx, const void *dy, const void *dresidual, const void *x,
-                             const float *mean, const float *rstd, mt_weight w, mt_weight b, int64_t T) {
+static void mt_norm_backward(const mt_model *m, const mt_pass *p, void *dx, const void *dy, const void *dresidual,
+                             const void *x, const float *mean, const float *rstd, mt_weight w, mt_weight b, int64_t T) {
     mt_norm_args a = {.T = T, .H = 1, .C = m->C, .x = x, .w = w.w, .dy = dy, .dresidual = dresidual, .dx = dx};
     a.dw = w.dw, a.db = b.dw;
     a.mean = (float *)mean, a.rstd = (float *)rstd;
     a.x_stride = a.dx_stride = a.dy_stride = m->C;
-    (mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(&a, m->dtype, m->stream);
+    (mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(&a, m->dtype, p->stream);
 }
 
 /* A norm of the model: its parameters and where its results go. */
@@ -5366,49 +5372,49 @@ static mt_norm mt_input_norm(const mt_model *m, int64_t layer, const mt_activati
 
 /* out = residual + dropout(scratch.hidden), and where a `norm` follows, its results too: in one pass over them if the
  * backend can. */
-static void mt_residual_forward(const mt_model *m, void *out, const void *residual, int64_t number, int place,
-                                const mt_norm *norm) {
-    mt_dropout dropout = mt_model_dropout(m, number, place);
-    const int64_t *index = m->token_index + m->first_row;
+static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, int64_t number,
+                                int place, const mt_norm *norm) {
+    mt_dropout dropout = mt_model_dropout(m, p, number, place);
+    const int64_t *index = p->batch->token_index + p->first_row;
     const void *x = m->scratch.hidden;
     if (norm && m->ops->residual_norm_forward) {
-        mt_norm_args a = {.T = m->rows, .H = 1, .C = m->C, .x = x, .residual = residual, .sum = out, .y = norm->y};
+        mt_norm_args a = {.T = p->rows, .H = 1, .C = m->C, .x = x, .residual = residual, .sum = out, .y = norm->y};
         a.mean = norm->mean, a.rstd = norm->rstd, a.w = norm->w.w, a.b = norm->b.w;
         a.token_index = index, a.dropout = dropout, a.eps = (float)m->options->norm_epsilon;
-        m->ops->residual_norm_forward(&a, m->dtype, m->stream);
+        m->ops->residual_norm_forward(&a, m->dtype, p->stream);
         return;
     }
-    m->ops->dropout_add_forward(out, x, residual, index, m->rows, m->C, 0, &dropout, m->dtype, m->stream);
-    if (norm) mt_norm_forward(m, norm->y, norm->mean, norm->rstd, out, norm->w, norm->b, m->rows);
+    m->ops->dropout_add_forward(out, x, residual, index, p->rows, m->C, 0, &dropout, m->dtype, p->stream);
+    if (norm) mt_norm_forward(m, p, norm->y, norm->mean, norm->rstd, out, norm->w, norm->b, p->rows);
 }
 
 /* The gradient of what was dropped and added: that of the residual stream, or in scratch.hidden. */
-static const void *mt_residual_backward(const mt_model *m, int64_t number, int place) {
+static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int place) {
     const mt_layer_scratch *s = &m->scratch;
-    mt_dropout dropout = mt_model_dropout(m, number, place);
+    mt_dropout dropout = mt_model_dropout(m, p, number, place);
     if (dropout.p == 0) return s->residual;
-    m->ops->dropout_add_backward(s->hidden, s->residual, m->token_index + m->first_row, m->rows, m->C, 0, &dropout,
-                                 m->dtype, m->stream);
+    m->ops->dropout_add_backward(s->hidden, s->residual, p->batch->token_index + p->first_row, p->rows, m->C, 0,
+                                 &dropout, m->dtype, p->stream);
     return s->hidden;
 }
 
 /* Copies `count` elements over an activation that is no longer needed. */
-static void mt_keep(const mt_model *m, void *to, const void *from, int64_t count) {
-    m->ops->memory_copy(to, from, count * mt_dtype_size(m->dtype), m->stream);
+static void mt_keep(const mt_model *m, const mt_pass *p, void *to, const void *from, int64_t count) {
+    m->ops->memory_copy(to, from, count * mt_dtype_size(m->dtype), p->stream);
 }
 
 /* scratch.residual += the gradient through a block's norm, whose input is x. With MT_PART_INPUT alone, x then makes
  * place for `dout`, which the weights' part will need. */
-static void mt_residual_norm_backward(mt_model *m, void *x, const void *dout, const float *mean, const float *rstd,
-                                      mt_weight w, mt_weight b, int parts) {
+static void mt_residual_norm_backward(mt_model *m, const mt_pass *p, void *x, const void *dout, const float *mean,
+                                      const float *rstd, mt_weight w, mt_weight b) {
     mt_layer_scratch *s = &m->scratch;
-    if (parts == MT_PART_BOTH) {
-        mt_norm_backward(m, s->residual, s->normed, s->residual, x, mean, rstd, w, b, m->rows);
+    if (p->parts == MT_PART_BOTH) {
+        mt_norm_backward(m, p, s->residual, s->normed, s->residual, x, mean, rstd, w, b, p->rows);
         return;
     }
     void *old = s->residual;
-    mt_norm_backward(m, s->spare, s->normed, old, x, mean, rstd, w, b, m->rows);
-    mt_keep(m, x, dout, m->rows * m->C);
+    mt_norm_backward(m, p, s->spare, s->normed, old, x, mean, rstd, w, b, p->rows);
+    mt_keep(m, p, x, dout, p->rows * m->C);
     s->residual = s->spare, s->spare = old;
 }
 
@@ -5420,10 +5426,10 @@ typedef struct mt_qkv_view {
 
 /* Without q/k norm, q and k stay in the fused product; with it, they move to `qk` and only v stays. Latent attention
  * has no fused product, so there each of them is by itself. */
-static mt_qkv_view mt_view_qkv(const mt_model *m, void *qkv, void *qk) {
+static mt_qkv_view mt_view_qkv(const mt_model *m, const mt_pass *p, void *qkv, void *qk) {
     int64_t q_width = m->H * m->D, kv_width = m->G * m->D, stride = q_width + 2 * kv_width;
     if (m->options->multi_latent_attention) {
-        int64_t T = m->T;
+        int64_t T = p->T;
         return (mt_qkv_view){qkv, mt_at(m, qkv, T * q_width), mt_at(m, qkv, 2 * T * q_width), q_width, m->H * m->Dv};
     }
     mt_qkv_view view = {.q = qkv, .k = mt_at(m, qkv, q_width), .v = mt_at(m, qkv, q_width + kv_width)};
@@ -5451,8 +5457,8 @@ static float mt_attention_scale(const mt_options *o) {
 }
 
 /* The call of one layer: the operands of the forward, and what both directions share. */
-static mt_attention mt_attention_call(const mt_model *m, int64_t layer, const mt_activations *a) {
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
+static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, int64_t layer, const mt_activations *a) {
+    mt_qkv_view view = mt_view_qkv(m, p, a->qkv, a->qk);
     return (mt_attention){.num_heads = m->H,
                           .num_groups = m->G,
                           .head_size = m->D,
@@ -5466,28 +5472,28 @@ static mt_attention mt_attention_call(const mt_model *m, int64_t layer, const mt
                           .k_stride = view.qk_stride,
                           .v_stride = view.v_stride,
                           .out_stride = m->H * m->Dv,
-                          .spans = m->spans,
+                          .spans = p->spans,
                           .window = m->options->window_size,
                           .scale = mt_attention_scale(m->options),
-                          .dropout = mt_model_dropout(m, m->layers[layer].number, MT_DROP_ATTENTION),
+                          .dropout = mt_model_dropout(m, p, m->layers[layer].number, MT_DROP_ATTENTION),
                           .first_head = m->grid->tensor.rank * m->H,
                           .backend = mt_attention_backend_of(m->options),
-                          .q_index = m->token_index,
-                          .k_index = m->token_index};
+                          .q_index = p->batch->token_index,
+                          .k_index = p->batch->token_index};
 }
 
 /* The rotation of a layer's heads, of tokens from `first_row` on. */
-static mt_rotation mt_model_rotation(const mt_model *m, int64_t first_row) {
+static mt_rotation mt_model_rotation(const mt_model *m, const mt_pass *p, int64_t first_row) {
     return (mt_rotation){.cos = m->rope_cos,
                          .sin = m->rope_sin,
-                         .positions = m->positions + first_row,
+                         .positions = p->batch->positions + first_row,
                          .R = m->rotary_dim,
                          .interleaved = m->options->rotary_interleaved};
 }
 
 /* The operands of both directions, of a layer's fused product `a->qkv`. */
-static mt_qk_args mt_qk_operands(const mt_model *m, const mt_layer *w, const mt_activations *a) {
-    mt_qk_args qk = {.T = m->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_model_rotation(m, 0)};
+static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    mt_qk_args qk = {.T = p->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_model_rotation(m, p, 0)};
     qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = (m->H + 2 * m->G) * m->D;
     qk.q_w = w->q_norm.w, qk.k_w = w->k_norm.w, qk.q_rstd = a->q_rstd, qk.k_rstd = a->k_rstd;
     qk.dq_w = w->q_norm.dw, qk.dk_w = w->k_norm.dw;
@@ -5512,13 +5518,13 @@ static void mt_qk_forward_unfused(const mt_model *m, const mt_qk_args *a) {
 }
 
 /* q/k norm, then rotation: raw fused q and k in, ready q and k out (in place where there is no norm). */
-static void mt_qk_forward(const mt_model *m, const mt_layer *w, mt_activations *a) {
-    mt_qk_args qk = mt_qk_operands(m, w, a);
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
+static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+    mt_qk_args qk = mt_qk_operands(m, p, w, a);
+    mt_qkv_view view = mt_view_qkv(m, p, a->qkv, a->qk);
     if (qk.rotation.R == 0 && !qk.q_w) return;
     qk.qk = view.q, qk.qk_stride = view.qk_stride;
     if (m->ops->qk_forward)
-        m->ops->qk_forward(&qk, m->dtype, m->stream);
+        m->ops->qk_forward(&qk, m->dtype, p->stream);
     else
         mt_qk_forward_unfused(m, &qk);
 }
@@ -5541,13 +5547,14 @@ static void mt_qk_backward_unfused(const mt_model *m, const mt_qk_args *a) {
 }
 
 /* Gradients of ready q and k (in `dqkv`, or in dqk with q/k norm) to gradients of the fused product, `dqkv`. */
-static void mt_qk_backward(const mt_model *m, mt_layer *w, const mt_activations *a, void *dqkv, void *dqk) {
-    mt_qk_args qk = mt_qk_operands(m, w, a);
-    mt_qkv_view d = mt_view_qkv(m, dqkv, dqk);
+static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a, void *dqkv,
+                           void *dqk) {
+    mt_qk_args qk = mt_qk_operands(m, p, w, a);
+    mt_qkv_view d = mt_view_qkv(m, p, dqkv, dqk);
     if (qk.rotation.R == 0 && !qk.q_w) return;
     qk.dqkv = dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
     if (m->ops->qk_backward)
-        m->ops->qk_backward(&qk, m->dtype, m->stream);
+        m->ops->qk_backward(&qk, m->dtype, p->stream);
     else
         mt_qk_backward_unfused(m, &qk);
 }
@@ -5560,170 +5567,170 @@ static void mt_qk_backward(const mt_model *m, mt_layer *w, const mt_activations 
 /* transformers has it here whatever the other norms' epsilon. */
 static const float mt_latent_epsilon = 1e-6f;
 
-static void mt_latent_norm_forward(const mt_model *m, void *y, float *rstd, void *latent, int64_t column, mt_weight w,
-                                   int64_t rank) {
-    mt_norm_args a = {.T = m->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .y = y, .rstd = rstd};
+static void mt_latent_norm_forward(const mt_model *m, const mt_pass *p, void *y, float *rstd, void *latent,
+                                   int64_t column, mt_weight w, int64_t rank) {
+    mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .y = y, .rstd = rstd};
     a.x_stride = mt_latent_width(m->options), a.y_stride = rank, a.eps = mt_latent_epsilon;
-    m->ops->rmsnorm_forward(&a, m->dtype, m->stream);
+    m->ops->rmsnorm_forward(&a, m->dtype, p->stream);
 }
 
-static void mt_latent_norm_backward(const mt_model *m, void *dlatent, const void *dy, float *rstd, void *latent,
-                                    int64_t column, mt_weight w, int64_t rank) {
-    mt_norm_args a = {.T = m->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .rstd = rstd};
+static void mt_latent_norm_backward(const mt_model *m, const mt_pass *p, void *dlatent, const void *dy, float *rstd,
+                                    void *latent, int64_t column, mt_weight w, int64_t rank) {
+    mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .rstd = rstd};
     a.dy = dy, a.dx = mt_at(m, dlatent, column), a.dw = w.dw;
     a.x_stride = a.dx_stride = mt_latent_width(m->options), a.dy_stride = rank;
-    m->ops->rmsnorm_backward(&a, m->dtype, m->stream);
+    m->ops->rmsnorm_backward(&a, m->dtype, p->stream);
 }
 
 /* The rope channels of a token's key, which all heads share; and the heads. */
-static mt_rope_args mt_latent_rope(const mt_model *m) {
+static mt_rope_args mt_latent_rope(const mt_model *m, const mt_pass *p) {
     int64_t R = m->rotary_dim;
-    return (mt_rope_args){.T = m->rows, .H = 1, .D = R, .rotation = mt_model_rotation(m, m->first_row)};
+    return (mt_rope_args){.T = p->rows, .H = 1, .D = R, .rotation = mt_model_rotation(m, p, p->first_row)};
 }
 
-static mt_latent_heads_args mt_latent_heads(const mt_model *m) {
+static mt_latent_heads_args mt_latent_heads(const mt_model *m, const mt_pass *p) {
     return (mt_latent_heads_args){
-        .T = m->T, .H = m->H, .N = m->options->qk_head_dim, .Dv = m->Dv, .rotation = mt_model_rotation(m, 0)};
+        .T = p->T, .H = m->H, .N = m->options->qk_head_dim, .Dv = m->Dv, .rotation = mt_model_rotation(m, p, 0)};
 }
 
 /* input_normed -> q, k and v, ready. */
-static void mt_latent_qkv_forward(const mt_model *m, const mt_layer *w, mt_activations *a) {
+static void mt_latent_qkv_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     const mt_options *o = m->options;
     const mt_ops *ops = m->ops;
     const mt_layer_scratch *s = &m->scratch;
     int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, R = m->rotary_dim;
     int64_t width = mt_latent_width(o);
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, NULL);
-    mt_linear_forward(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .y = a->latent});
-    if (q_rank > 0) mt_latent_norm_forward(m, a->q_latent, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
-    mt_linear_forward(&m->tp, &w->q_b, &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .y = view.q});
-    mt_latent_norm_forward(m, a->kv_latent, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm, kv_rank);
-    mt_linear_forward(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .y = s->kv});
-    mt_rope_args rope = mt_latent_rope(m);
+    mt_qkv_view view = mt_view_qkv(m, p, a->qkv, NULL);
+    mt_linear_forward(&p->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .y = a->latent});
+    if (q_rank > 0) mt_latent_norm_forward(m, p, a->q_latent, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
+    mt_linear_forward(&p->tp, &w->q_b, &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .y = view.q});
+    mt_latent_norm_forward(m, p, a->kv_latent, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm, kv_rank);
+    mt_linear_forward(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .y = s->kv});
+    mt_rope_args rope = mt_latent_rope(m, p);
     rope.x = mt_at(m, a->latent, q_rank + kv_rank), rope.x_stride = width, rope.y = s->k_rope, rope.y_stride = R;
-    ops->rope_forward(&rope, m->dtype, m->stream);
-    mt_latent_heads_args heads = mt_latent_heads(m);
-    heads.k_rope = mt_region_enter_forward(&m->tp, s->k_rope, R, m->stream);
+    ops->rope_forward(&rope, m->dtype, p->stream);
+    mt_latent_heads_args heads = mt_latent_heads(m, p);
+    heads.k_rope = mt_region_enter_forward(&p->tp, s->k_rope, R, p->stream);
     heads.q = view.q, heads.kv = s->kv, heads.k = view.k, heads.v = view.v;
-    ops->latent_heads_forward(&heads, m->dtype, m->stream);
+    ops->latent_heads_forward(&heads, m->dtype, p->stream);
 }
 
 /* The gradient of the queries, dq, to that of their latent in scratch.dlatent or, where they have none, of input_normed
  * in scratch.normed. */
-static void mt_latent_q_backward(const mt_model *m, mt_layer *w, const mt_activations *a, const void *dq, int parts) {
+static void mt_latent_q_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a,
+                                 const void *dq) {
     const mt_layer_scratch *s = &m->scratch;
     int64_t q_rank = m->options->q_lora_rank;
     if (q_rank == 0) {
-        mt_linear_backward(&m->tp, &w->q_b, &(mt_linear_io){.x = a->input_normed, .dy = dq, .dx = s->normed}, parts);
+        mt_linear_backward(&p->tp, &w->q_b, &(mt_linear_io){.x = a->input_normed, .dy = dq, .dx = s->normed}, p->parts);
         return;
     }
-    mt_linear_backward(&m->tp, &w->q_b, &(mt_linear_io){.x = a->q_latent, .dy = dq, .dx = s->latent_normed}, parts);
-    mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
+    mt_linear_backward(&p->tp, &w->q_b, &(mt_linear_io){.x = a->q_latent, .dy = dq, .dx = s->latent_normed}, p->parts);
+    mt_latent_norm_backward(m, p, s->dlatent, s->latent_normed, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
 }
 
 /* Gradients of q, k and v, in scratch.wide, to that of input_normed, scratch.normed. With MT_PART_INPUT alone, the
  * products' output gradients take the places of q, of k and v, and of the latents. */
-static void mt_latent_qkv_backward(const mt_model *m, mt_layer *w, mt_activations *a, int parts) {
+static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
     const mt_options *o = m->options;
     const mt_ops *ops = m->ops;
     const mt_layer_scratch *s = &m->scratch;
     int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
     int64_t width = mt_latent_width(o), kv_width = m->H * (N + m->Dv);
-    mt_qkv_view d = mt_view_qkv(m, s->wide, NULL), kept = mt_view_qkv(m, a->qkv, NULL);
-    mt_latent_heads_args heads = mt_latent_heads(m);
+    mt_qkv_view d = mt_view_qkv(m, p, s->wide, NULL), kept = mt_view_qkv(m, p, a->qkv, NULL);
+    mt_latent_heads_args heads = mt_latent_heads(m, p);
     heads.dq = d.q, heads.dk = d.k, heads.dv = d.v;
-    heads.dkv = s->kv, heads.dk_rope = mt_region_partial(&m->tp, s->k_rope);
-    ops->latent_heads_backward(&heads, m->dtype, m->stream);
-    mt_region_enter_backward(&m->tp, s->k_rope, m->tp.partial, R, m->stream);
-    mt_rope_args rope = mt_latent_rope(m);
+    heads.dkv = s->kv, heads.dk_rope = mt_region_partial(&p->tp, s->k_rope);
+    ops->latent_heads_backward(&heads, m->dtype, p->stream);
+    mt_region_enter_backward(&p->tp, s->k_rope, p->tp.partial, R, p->stream);
+    mt_rope_args rope = mt_latent_rope(m, p);
     rope.x = s->k_rope, rope.x_stride = R, rope.y = mt_at(m, s->dlatent, q_rank + kv_rank), rope.y_stride = width;
-    ops->rope_backward(&rope, m->dtype, m->stream);
-    mt_linear_backward(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = s->kv, .dx = s->latent_normed},
-                       parts);
-    mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm,
+    ops->rope_backward(&rope, m->dtype, p->stream);
+    mt_linear_backward(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = s->kv, .dx = s->latent_normed},
+                       p->parts);
+    mt_latent_norm_backward(m, p, s->dlatent, s->latent_normed, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm,
                             kv_rank);
-    mt_latent_q_backward(m, w, a, d.q, parts);
+    mt_latent_q_backward(m, p, w, a, d.q);
     void *dx = q_rank > 0 ? s->normed : s->active;
-    mt_linear_backward(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = s->dlatent, .dx = dx}, parts);
+    mt_linear_backward(&p->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = s->dlatent, .dx = dx}, p->parts);
     if (q_rank == 0)
-        ops->dropout_add_forward(s->normed, dx, s->normed, m->token_index, m->rows, m->C, 0, &(mt_dropout){0}, m->dtype,
-                                 m->stream);
-    if (parts != MT_PART_INPUT) return;
-    mt_keep(m, kept.q, d.q, m->T * m->H * m->D);
-    mt_keep(m, kept.k, s->kv, m->T * kv_width); // and into v's
-    mt_keep(m, a->latent, s->dlatent, m->rows * width);
+        ops->dropout_add_forward(s->normed, dx, s->normed, p->batch->token_index, p->rows, m->C, 0, &(mt_dropout){0},
+                                 m->dtype, p->stream);
+    if (p->parts != MT_PART_INPUT) return;
+    mt_keep(m, p, kept.q, d.q, p->T * m->H * m->D);
+    mt_keep(m, p, kept.k, s->kv, p->T * kv_width); // and into v's
+    mt_keep(m, p, a->latent, s->dlatent, p->rows * width);
 }
 
 /* The weights' part, where MT_PART_INPUT left what it needs. */
-static void mt_latent_qkv_backward_weight(const mt_model *m, mt_layer *w, const mt_activations *a) {
+static void mt_latent_qkv_backward_weight(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a) {
     const mt_options *o = m->options;
     int64_t q_rank = o->q_lora_rank;
-    mt_qkv_view kept = mt_view_qkv(m, a->qkv, NULL);
-    mt_linear_backward_weight(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = kept.k});
-    mt_linear_backward_weight(&m->tp, &w->q_b,
+    mt_qkv_view kept = mt_view_qkv(m, p, a->qkv, NULL);
+    mt_linear_backward_weight(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = kept.k});
+    mt_linear_backward_weight(&p->tp, &w->q_b,
                               &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .dy = kept.q});
-    mt_linear_backward_weight(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = a->latent});
+    mt_linear_backward_weight(&p->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = a->latent});
 }
 
 /* ---- the block */
 
 /* Generation: new keys and values go to their cache rows, and attention reads the cache instead. */
-static void mt_cache_update(const mt_model *m, int64_t layer, mt_attention *call) {
+static void mt_cache_update(const mt_model *m, const mt_pass *p, int64_t layer, mt_attention *call) {
     int64_t k_width = m->G * m->D, v_width = m->G * m->Dv;
-    m->ops->scatter_rows(m->k_cache[layer], call->k, m->cache_rows, m->T, k_width, k_width, call->k_stride, m->dtype,
-                         m->stream);
-    m->ops->scatter_rows(m->v_cache[layer], call->v, m->cache_rows, m->T, v_width, v_width, call->v_stride, m->dtype,
-                         m->stream);
+    m->ops->scatter_rows(m->k_cache[layer], call->k, p->batch->cache_rows, p->T, k_width, k_width, call->k_stride,
+                         m->dtype, p->stream);
+    m->ops->scatter_rows(m->v_cache[layer], call->v, p->batch->cache_rows, p->T, v_width, v_width, call->v_stride,
+                         m->dtype, p->stream);
     call->k = m->k_cache[layer], call->k_stride = k_width;
     call->v = m->v_cache[layer], call->v_stride = v_width;
 }
 
 /* middle = input + dropout(attention(norm(input))), from input_normed on, to the MLP's norm of it. `decode` attends
  * over the cache. */
-static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activations *a, bool decode) {
+static void mt_attention_block_forward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
     const mt_layer *w = &m->layers[layer];
     if (m->options->multi_latent_attention) {
-        mt_latent_qkv_forward(m, w, a);
+        mt_latent_qkv_forward(m, p, w, a);
     } else {
-        mt_linear_forward(&m->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .y = a->qkv});
-        mt_qk_forward(m, w, a);
+        mt_linear_forward(&p->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .y = a->qkv});
+        mt_qk_forward(m, p, w, a);
     }
-    mt_attention call = mt_attention_call(m, layer, a);
-    if (decode) mt_cache_update(m, layer, &call);
+    mt_attention call = mt_attention_call(m, p, layer, a);
+    if (p->decode) mt_cache_update(m, p, layer, &call);
     if (m->context)
-        mt_context_attention_forward(m->context, &call, m->stream);
+        mt_context_attention_forward(m->context, &call, p->stream);
     else
-        m->ops->attention_forward(&call, m->dtype, m->stream);
-    mt_linear_forward(&m->tp, &w->o, &(mt_linear_io){.x = a->attended, .y = m->scratch.hidden});
+        m->ops->attention_forward(&call, m->dtype, p->stream);
+    mt_linear_forward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .y = m->scratch.hidden});
     mt_norm mlp_norm = {w->mlp_norm, w->mlp_norm_bias, a->mlp_normed, a->mlp_mean, a->mlp_rstd};
-    mt_residual_forward(m, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, &mlp_norm);
+    mt_residual_forward(m, p, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, &mlp_norm);
 }
 
 /* The gradient of the residual stream, scratch.residual, goes from `middle` to `input`. With MT_PART_INPUT alone, what
  * the weights' part will need takes the place of what is no longer needed: see mt_layer_backward_weight. */
-static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
+static void mt_attention_block_backward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
     mt_layer *w = &m->layers[layer];
     mt_layer_scratch *s = &m->scratch;
-    const void *dout = mt_residual_backward(m, w->number, MT_DROP_ATTENTION_OUT);
-    mt_linear_backward(&m->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->active}, parts);
+    const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_ATTENTION_OUT);
+    mt_linear_backward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->active}, p->parts);
 
-    mt_qkv_view d = mt_view_qkv(m, s->wide, s->dqk);
-    mt_attention call = mt_attention_call(m, layer, a);
+    mt_qkv_view d = mt_view_qkv(m, p, s->wide, s->dqk);
+    mt_attention call = mt_attention_call(m, p, layer, a);
     call.dq = d.q, call.dk = d.k, call.dv = d.v, call.row_dot = s->row_dot, call.dout = s->active;
     if (m->context)
-        mt_context_attention_backward(m->context, &call, m->stream);
+        mt_context_attention_backward(m->context, &call, p->stream);
     else
-        m->ops->attention_backward(&call, m->dtype, m->stream);
+        m->ops->attention_backward(&call, m->dtype, p->stream);
     if (m->options->multi_latent_attention) {
-        mt_latent_qkv_backward(m, w, a, parts);
+        mt_latent_qkv_backward(m, p, w, a);
     } else {
-        mt_qk_backward(m, w, a, s->wide, s->dqk);
-        if (parts == MT_PART_INPUT) mt_keep(m, a->qkv, s->wide, m->T * w->qkv.N);
-        mt_linear_backward(&m->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .dy = s->wide, .dx = s->normed},
-                           parts);
+        mt_qk_backward(m, p, w, a, s->wide, s->dqk);
+        if (p->parts == MT_PART_INPUT) mt_keep(m, p, a->qkv, s->wide, p->T * w->qkv.N);
+        mt_linear_backward(&p->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .dy = s->wide, .dx = s->normed},
+                           p->parts);
     }
-    mt_residual_norm_backward(m, a->input, dout, a->input_mean, a->input_rstd, w->input_norm, w->input_norm_bias,
-                              parts);
+    mt_residual_norm_backward(m, p, a->input, dout, a->input_mean, a->input_rstd, w->input_norm, w->input_norm_bias);
 }
 
 /* ==== §9c MLP ==================================================================================================== */
@@ -5739,38 +5746,39 @@ static const float *mt_layer_gates(const mt_model *m, const mt_layer *w, const m
 
 /* scratch.hidden = down(activation(fc1(mlp_normed))). The activation is SwiGLU, GELU, or with --openai-gelu the tanh
  * approximation of GELU, which the linear fuses. */
-static void mt_mlp_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
+static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     const float *gates = mt_layer_gates(m, w, a);
-    mt_linear_forward(&m->tp, &w->fc1,
+    mt_linear_forward(&p->tp, &w->fc1,
                       &(mt_linear_io){.x = a->mlp_normed,
                                       .y = a->mlp_hidden,
                                       .gelu = m->options->openai_gelu ? a->mlp_active : NULL});
     if (gates)
-        m->ops->expert_swiglu_forward(a->mlp_active, a->mlp_hidden, gates, m->T, w->F, m->dtype, m->stream);
+        m->ops->expert_swiglu_forward(a->mlp_active, a->mlp_hidden, gates, p->T, w->F, m->dtype, p->stream);
     else if (m->options->swiglu)
-        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, m->T, w->F, m->dtype, m->stream);
+        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, p->T, w->F, m->dtype, p->stream);
     else if (!m->options->openai_gelu)
-        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, m->T * w->F, false, m->dtype, m->stream);
-    mt_linear_forward(&m->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.hidden});
+        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, p->T * w->F, false, m->dtype, p->stream);
+    mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.hidden});
 }
 
 /* scratch.normed = the gradient of mlp_normed from that of the MLP's output. */
-static void mt_mlp_backward(mt_model *m, mt_layer *w, mt_activations *a, const void *dout, int parts) {
+static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout,
+                            int parts) {
     const float *gates = mt_layer_gates(m, w, a);
     mt_layer_scratch *s = &m->scratch;
     bool fused = m->options->openai_gelu;
     mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = fused ? s->wide : s->active};
     if (fused) down.gelu_input = a->mlp_hidden;
-    mt_linear_backward(&m->tp, &w->down, &down, parts);
+    mt_linear_backward(&p->tp, &w->down, &down, parts);
     if (gates)
-        m->ops->expert_swiglu_backward(s->wide, m->experts.dgates, s->active, a->mlp_hidden, gates, m->T, w->F,
-                                       m->dtype, m->stream);
+        m->ops->expert_swiglu_backward(s->wide, m->experts.dgates, s->active, a->mlp_hidden, gates, p->T, w->F,
+                                       m->dtype, p->stream);
     else if (m->options->swiglu)
-        m->ops->swiglu_backward(s->wide, s->active, a->mlp_hidden, m->T, w->F, m->dtype, m->stream);
+        m->ops->swiglu_backward(s->wide, s->active, a->mlp_hidden, p->T, w->F, m->dtype, p->stream);
     else if (!fused)
-        m->ops->gelu_backward(s->wide, s->active, a->mlp_hidden, m->T * w->F, false, m->dtype, m->stream);
-    if (parts == MT_PART_INPUT) mt_keep(m, a->mlp_hidden, s->wide, m->T * w->fc1.N);
-    mt_linear_backward(&m->tp, &w->fc1, &(mt_linear_io){.x = a->mlp_normed, .dy = s->wide, .dx = s->normed}, parts);
+        m->ops->gelu_backward(s->wide, s->active, a->mlp_hidden, p->T * w->F, false, m->dtype, p->stream);
+    if (parts == MT_PART_INPUT) mt_keep(m, p, a->mlp_hidden, s->wide, p->T * w->fc1.N);
+    mt_linear_backward(&p->tp, &w->fc1, &(mt_linear_io){.x = a->mlp_normed, .dy = s->wide, .dx = s->normed}, parts);
 }
 
 /* ==== §9d mixture of experts ===================================================================================== */
@@ -5786,8 +5794,8 @@ static void mt_mlp_backward(mt_model *m, mt_layer *w, mt_activations *a, const v
 static void mt_follow(const mt_model *m, mt_stream *stream, mt_stream *other);
 
 /* Tokens that the ranks which share a micro-batch's sequences have of it together. */
-static int64_t mt_micro_batch_tokens(const mt_model *m) {
-    return m->rows * m->grid->tensor_context.size;
+static int64_t mt_micro_batch_tokens(const mt_model *m, const mt_pass *p) {
+    return p->rows * m->grid->tensor_context.size;
 }
 
 /* Rows that an expert takes of a micro-batch: ceil(T k / E factor). */
@@ -5846,93 +5854,95 @@ static void mt_expert_rows_free(const mt_model *m, mt_expert_rows *rows) {
 
 /* counts[E] become those of the global batch up to and with this rank's micro-batch, in the order of samples: as one
  * rank counts that computes all micro-batches. */
-static void mt_count_globally(mt_model *m, const mt_layer *w, float *counts) {
+static void mt_count_globally(mt_model *m, const mt_pass *p, const mt_layer *w, float *counts) {
     const mt_experts *e = &m->experts;
     const mt_group *data = &m->grid->data;
     int64_t E = e->router.num_experts;
     float *global = e->global + w->moe_index * E;
-    m->ops->all_gather(e->of_ranks, counts, E, MT_F32, data, m->stream);
-    m->ops->combine_rows(counts, e->of_ranks, e->data_ranks, global, 1, data->rank + 1, E, MT_F32, m->stream);
-    m->ops->combine_rows(global, e->of_ranks, e->data_ranks, global, 1, data->size, E, MT_F32, m->stream);
+    m->ops->all_gather(e->of_ranks, counts, E, MT_F32, data, p->stream);
+    m->ops->combine_rows(counts, e->of_ranks, e->data_ranks, global, 1, data->rank + 1, E, MT_F32, p->stream);
+    m->ops->combine_rows(global, e->of_ranks, e->data_ranks, global, 1, data->size, E, MT_F32, p->stream);
 }
 
 /* Shares and counts of the experts over all ranks that share the sequences. */
-static void mt_balance(mt_model *m, const mt_layer *w, mt_routing *r) {
+static void mt_balance(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = &m->experts;
     const char *type = m->options->moe_router_load_balancing_type;
-    int64_t E = e->router.num_experts, S = strcmp(type, "seq_aux_loss") == 0 ? m->spans.count : 1;
+    int64_t E = e->router.num_experts, S = strcmp(type, "seq_aux_loss") == 0 ? p->spans.count : 1;
     const mt_group *group = &m->grid->tensor_context;
     MT_CHECK(S <= e->sequences);
-    m->ops->balance_forward(r->balance, e->losses + 1, r->logits, S > 1 ? m->sequence + m->first_row : NULL, S, m->rows,
-                            &e->router, m->stream);
-    m->ops->all_reduce(r->balance, 2 * S * E, MT_SUM, MT_F32, group, m->stream);
-    if (e->counts_globally) mt_count_globally(m, w, r->balance + E);
-    if (group->rank == 0) m->ops->balance_loss(e->losses, r->balance, S, E, m->stream);
+    m->ops->balance_forward(r->balance, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL, S,
+                            p->rows, &e->router, p->stream);
+    m->ops->all_reduce(r->balance, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
+    if (e->counts_globally) mt_count_globally(m, p, w, r->balance + E);
+    if (group->rank == 0) m->ops->balance_loss(e->losses, r->balance, S, E, p->stream);
 }
 
 /* Drops what is over the experts' capacity of the whole micro-batch: whichever ranks have its tokens, the same. */
-static void mt_drop(mt_model *m, const mt_layer *w, int32_t *kept, const int32_t *experts, const float *probs) {
+static void mt_drop(mt_model *m, const mt_pass *p, const mt_layer *w, int32_t *kept, const int32_t *experts,
+                    const float *probs) {
     mt_experts *e = &m->experts;
     const mt_group *group = &m->grid->tensor_context;
-    int64_t R = m->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m);
+    int64_t R = p->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m, p);
     bool by_position = strcmp(m->options->moe_token_drop_policy, "position") == 0;
-    const int64_t *index = m->token_index + m->first_row;
+    const int64_t *index = p->batch->token_index + p->first_row;
     if (group->size > 1) {
-        m->ops->all_gather(e->all_experts, experts, R * k, MT_I32, group, m->stream);
-        m->ops->all_gather(e->all_probs, probs, R * k, MT_F32, group, m->stream);
-        m->ops->all_gather(e->all_index, index, R, MT_I64, group, m->stream);
+        m->ops->all_gather(e->all_experts, experts, R * k, MT_I32, group, p->stream);
+        m->ops->all_gather(e->all_probs, probs, R * k, MT_F32, group, p->stream);
+        m->ops->all_gather(e->all_index, index, R, MT_I64, group, p->stream);
         experts = e->all_experts, probs = e->all_probs, index = e->all_index;
     }
     m->ops->drop_tokens(kept, experts, probs, index, tokens, k, group->rank * R, R, mt_expert_capacity(m, tokens),
-                        by_position, m->stream);
-    if (m->training) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, m->stream);
+                        by_position, p->stream);
+    if (p->training) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
 
 /* Where this rank's tokens lie in arrays of N tokens. */
-static int64_t mt_own_choices(const mt_model *m) {
-    return m->experts.gathers ? m->experts.group->rank * m->rows * m->experts.router.topk : 0;
+static int64_t mt_own_choices(const mt_model *m, const mt_pass *p) {
+    return m->experts.gathers ? m->experts.group->rank * p->rows * m->experts.router.topk : 0;
 }
 
 /* Chooses experts for logits[R, E] such that those of the whole micro-batch have even loads. */
-static void mt_route_together(mt_model *m, const mt_layer *w, const mt_routing *r) {
+static void mt_route_together(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
     mt_experts *e = &m->experts;
     const mt_group *group = &m->grid->tensor_context;
-    int64_t R = m->rows, own = mt_own_choices(m);
+    int64_t R = p->rows, own = mt_own_choices(m, p);
     const float *logits = r->logits;
     if (group->size > 1) {
-        m->ops->all_gather(e->all_logits, logits, R * e->router.num_experts, MT_F32, group, m->stream);
+        m->ops->all_gather(e->all_logits, logits, R * e->router.num_experts, MT_F32, group, p->stream);
         logits = e->all_logits;
     }
     m->ops->route_sinkhorn(r->probs + own, r->experts + own, e->invalid + w->moe_index, logits, group->size * R,
-                           group->rank * R, R, &e->router, m->stream);
+                           group->rank * R, R, &e->router, p->stream);
 }
 
 /* Chooses experts for x[R, C]. */
-static void mt_route_forward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
+static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = &m->experts;
-    int64_t R = m->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_choices(m);
-    mt_linear_forward(&m->tp, &w->router, &(mt_linear_io){.x = x, .y = r->logits});
-    if (m->training && e->together)
-        mt_route_together(m, w, r);
+    int64_t R = p->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_choices(m, p);
+    mt_linear_forward(&p->tp, &w->router, &(mt_linear_io){.x = x, .y = r->logits});
+    if (p->training && e->together)
+        mt_route_together(m, p, w, r);
     else
         m->ops->route_forward(r->probs + own, r->experts + own, e->invalid + w->moe_index, r->logits, w->router_bias.w,
-                              R, &e->router, m->stream);
-    if (m->training) m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, m->stream);
-    if (m->training && e->balances) mt_balance(m, w, r);
-    if (e->drops) mt_drop(m, w, r->kept + own, r->experts + own, r->probs + own);
+                              R, &e->router, p->stream);
+    if (p->training) m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, p->stream);
+    if (p->training && e->balances) mt_balance(m, p, w, r);
+    if (e->drops) mt_drop(m, p, w, r->kept + own, r->experts + own, r->probs + own);
 }
 
 /* experts.router_dx = the gradient of x from that of its probabilities, and of what balances the experts. */
-static void mt_route_backward(mt_model *m, mt_layer *w, mt_routing *r, const void *x) {
+static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = &m->experts;
     const mt_options *o = m->options;
-    int64_t R = m->rows, E = e->router.num_experts, own = mt_own_choices(m);
-    int64_t S = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? m->spans.count : 1;
-    m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, m->stream);
+    int64_t R = p->rows, E = e->router.num_experts, own = mt_own_choices(m, p);
+    int64_t S = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? p->spans.count : 1;
+    m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
     if (e->balances)
-        m->ops->balance_backward(e->dlogits, r->logits, r->balance + S * E, S > 1 ? m->sequence + m->first_row : NULL,
-                                 S, R, (float)o->moe_aux_loss_coeff, (float)o->moe_z_loss_coeff, &e->router, m->stream);
-    mt_linear_backward(&m->tp, &w->router,
+        m->ops->balance_backward(e->dlogits, r->logits, r->balance + S * E,
+                                 S > 1 ? p->batch->sequence + p->first_row : NULL, S, R, (float)o->moe_aux_loss_coeff,
+                                 (float)o->moe_z_loss_coeff, &e->router, p->stream);
+    mt_linear_backward(&p->tp, &w->router,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
                        MT_PART_BOTH);
 }
@@ -5944,32 +5954,32 @@ static void mt_route_backward(mt_model *m, mt_layer *w, mt_routing *r, const voi
 static const mt_router mt_one_expert = {.num_experts = 1, .topk = 1, .sigmoid = true, .scaling = 1};
 
 /* Where the gates of this rank's rows are among those of all its tokens. */
-static int64_t mt_first_gate(const mt_model *m) {
-    return m->tp.sequence_parallel ? m->grid->tensor.rank * m->rows : 0;
+static int64_t mt_first_gate(const mt_model *m, const mt_pass *p) {
+    return p->tp.sequence_parallel ? m->grid->tensor.rank * p->rows : 0;
 }
 
 /* routing.gates[T] = sigmoid(x[R, C] w^T) of all rows that the tensor group has. */
-static void mt_shared_gate_forward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
+static void mt_shared_gate_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     const mt_experts *e = &m->experts;
-    float *own = r->gates + mt_first_gate(m);
-    mt_linear_forward(&m->tp, &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
-    m->ops->route_forward(own, e->gate_experts, e->gate_invalid, r->gate_logits, NULL, m->rows, &mt_one_expert,
-                          m->stream);
-    if (m->tp.sequence_parallel) m->ops->all_gather(r->gates, own, m->rows, MT_F32, &m->grid->tensor, m->stream);
+    float *own = r->gates + mt_first_gate(m, p);
+    mt_linear_forward(&p->tp, &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
+    m->ops->route_forward(own, e->gate_experts, e->gate_invalid, r->gate_logits, NULL, p->rows, &mt_one_expert,
+                          p->stream);
+    if (p->tp.sequence_parallel) m->ops->all_gather(r->gates, own, p->rows, MT_F32, &m->grid->tensor, p->stream);
 }
 
 /* scratch.normed[R, C], the gradient of x so far, += that from experts.dgates[T]. */
-static void mt_shared_gate_backward(mt_model *m, mt_layer *w, const mt_routing *r, const void *x) {
+static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r, const void *x) {
     const mt_experts *e = &m->experts;
-    float *own = e->dgates + mt_first_gate(m);
+    float *own = e->dgates + mt_first_gate(m, p);
     mt_dropout none = {0};
-    if (m->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, m->rows, MT_F32, &m->grid->tensor, m->stream);
-    m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, m->rows, &mt_one_expert, m->stream);
-    mt_linear_backward(&m->tp, &w->shared_gate,
+    if (p->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, p->rows, MT_F32, &m->grid->tensor, p->stream);
+    m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, p->rows, &mt_one_expert, p->stream);
+    mt_linear_backward(&p->tp, &w->shared_gate,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
                        MT_PART_BOTH);
-    m->ops->dropout_add_forward(m->scratch.normed, e->router_dx, m->scratch.normed, m->token_index, m->rows, m->C, 0,
-                                &none, m->dtype, m->stream);
+    m->ops->dropout_add_forward(m->scratch.normed, e->router_dx, m->scratch.normed, p->batch->token_index, p->rows,
+                                m->C, 0, &none, m->dtype, p->stream);
 }
 
 /* ---- what a step counts and reports */
@@ -6074,12 +6084,12 @@ static void mt_experts_describe(char text[160], const mt_model *m, const mt_step
 /* ---- the six phases */
 
 /* How many rows go to and come from every rank, which the host must know to exchange them, and each expert's. */
-static void mt_count_exchange(mt_model *m, mt_routing *r) {
+static void mt_count_exchange(mt_model *m, const mt_pass *p, mt_routing *r) {
     mt_experts *e = &m->experts;
     int64_t size = e->group->size, rank = e->group->rank, local = e->local, stride = e->places + 1;
-    m->ops->all_gather(e->all_offsets, r->offsets, stride, MT_I32, e->group, m->stream);
-    m->ops->memory_copy(e->host_offsets, e->all_offsets, size * stride * 4, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->all_gather(e->all_offsets, r->offsets, stride, MT_I32, e->group, p->stream);
+    m->ops->memory_copy(e->host_offsets, e->all_offsets, size * stride * 4, p->stream);
+    m->ops->stream_wait(p->stream);
     r->num_rows = 0;
     for (int64_t other = 0; other < size; other++) {
         const int32_t *here = e->host_offsets + other * stride + rank * local;
@@ -6089,45 +6099,45 @@ static void mt_count_exchange(mt_model *m, mt_routing *r) {
         r->sent[other] = there[local] - there[0];
         r->num_rows += r->received[other];
     }
-    m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, m->stream);
+    m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, p->stream);
 }
 
 /* The same where every expert's input has the rows of its capacity. */
-static void mt_count_padded_exchange(mt_model *m, mt_routing *r, int64_t capacity) {
+static void mt_count_padded_exchange(mt_model *m, const mt_pass *p, mt_routing *r, int64_t capacity) {
     mt_experts *e = &m->experts;
     int64_t size = e->group->size, local = e->local;
     r->num_rows = size * local * capacity;
     for (int64_t other = 0; other < size; other++) r->sent[other] = r->received[other] = local * capacity;
     if (e->host_counts[0] == capacity) return;
-    m->ops->stream_wait(m->stream); // the copy of what was there
+    m->ops->stream_wait(p->stream); // the copy of what was there
     for (int64_t i = 0; i < size * local; i++) e->host_counts[i] = (int32_t)capacity;
-    m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, m->stream);
+    m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, p->stream);
 }
 
 /* Preprocess: the order in which rows leave and come, and how many. */
-static void mt_dispatch_preprocess(mt_model *m, mt_routing *r) {
+static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, mt_routing *r) {
     mt_experts *e = &m->experts;
-    int64_t k = e->router.topk, N = e->gathers ? e->group->size * m->rows : m->rows, own = mt_own_choices(m);
+    int64_t k = e->router.topk, N = e->gathers ? e->group->size * p->rows : p->rows, own = mt_own_choices(m, p);
     mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .local = e->local};
     dispatch.copies = m->grid->expert_tensor.size;
-    if (e->pads) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m));
+    if (e->pads) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m, p));
     if (e->gathers) {
-        m->ops->all_gather(r->kept, r->kept + own, m->rows * k, MT_I32, e->group, m->stream);
-        m->ops->all_gather(r->probs, r->probs + own, m->rows * k, MT_F32, e->group, m->stream);
+        m->ops->all_gather(r->kept, r->kept + own, p->rows * k, MT_I32, e->group, p->stream);
+        m->ops->all_gather(r->probs, r->probs + own, p->rows * k, MT_F32, e->group, p->stream);
         dispatch = (mt_dispatch){.topk = k, .first = m->grid->expert.rank * e->local, .count = e->local, .copies = 1};
         dispatch.local = e->local;
     }
     int64_t places = dispatch.count * dispatch.copies;
     int64_t P = dispatch.capacity > 0 ? places * dispatch.capacity : N * k * dispatch.copies;
-    m->ops->dispatch_plan(r->offsets, r->position, r->choice, r->token, r->kept, N, P, &dispatch, m->stream);
+    m->ops->dispatch_plan(r->offsets, r->position, r->choice, r->token, r->kept, N, P, &dispatch, p->stream);
     r->num_rows = r->num_choices = P;
     if (e->gathers || (e->group->size == 1 && !e->grouped)) {
-        m->ops->memory_copy(e->host_offsets, r->offsets, (places + 1) * 4, m->stream);
-        m->ops->stream_wait(m->stream);
+        m->ops->memory_copy(e->host_offsets, r->offsets, (places + 1) * 4, p->stream);
+        m->ops->stream_wait(p->stream);
         if (e->gathers) r->num_rows = e->host_offsets[places];
         if (!e->grouped) memcpy(r->host_offsets, e->host_offsets, (size_t)(places + 1) * 4);
     } else if (e->group->size > 1) {
-        dispatch.capacity > 0 ? mt_count_padded_exchange(m, r, dispatch.capacity) : mt_count_exchange(m, r);
+        dispatch.capacity > 0 ? mt_count_padded_exchange(m, p, r, dispatch.capacity) : mt_count_exchange(m, p, r);
     }
     int64_t M = mt_max(r->num_rows, e->gathers ? 0 : P);
     mt_expert_rows_reserve(m, &e->rows, M, true);
@@ -6135,7 +6145,7 @@ static void mt_dispatch_preprocess(mt_model *m, mt_routing *r) {
     if (e->group->size == 1 || e->gathers) return;
     mt_expert_rows_reserve(m, &e->travelling, M, false);
     m->ops->exchange_order(r->rows.to_expert, r->rows.from_expert, r->expert_offsets, e->counts, e->group->size,
-                           e->local, r->num_rows, m->stream);
+                           e->local, r->num_rows, p->stream);
     r->host_offsets[0] = 0;
     for (int64_t i = 0; !e->grouped && i < e->local; i++) {
         r->host_offsets[i + 1] = r->host_offsets[i];
@@ -6156,26 +6166,29 @@ static void mt_exchange(mt_model *m, const mt_routing *r, void *to, const void *
     m->ops->all_to_all_v(to, e->out_counts, from, e->in_counts, dtype, e->group, e->comm);
 }
 
-static void mt_gather(const mt_model *m, void *to, const void *from, const int32_t *rows, int64_t count) {
-    m->ops->gather_rows(to, from, rows, count, m->C, m->C, m->C, m->dtype, m->stream);
+static void mt_gather(const mt_model *m, const mt_pass *p, void *to, const void *from, const int32_t *rows,
+                      int64_t count) {
+    m->ops->gather_rows(to, from, rows, count, m->C, m->C, m->C, m->dtype, p->stream);
 }
 
-static void mt_gather_floats(const mt_model *m, float *to, const float *from, const int32_t *rows, int64_t count) {
-    m->ops->gather_rows(to, from, rows, count, 1, 1, 1, MT_F32, m->stream);
+static void mt_gather_floats(const mt_model *m, const mt_pass *p, float *to, const float *from, const int32_t *rows,
+                             int64_t count) {
+    m->ops->gather_rows(to, from, rows, count, 1, 1, 1, MT_F32, p->stream);
 }
 
 /* Exchange: rows of x[R, C], and their weights where `probs` is not NULL, begin to leave for their experts; what the
  * caller does next on its own stream hides that. */
-static void mt_dispatch_exchange(mt_model *m, const mt_routing *r, const void *x, const float *probs) {
+static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x,
+                                 const float *probs) {
     mt_experts *e = &m->experts;
     if (e->group->size == 1) return;
     if (!e->gathers) {
-        mt_gather(m, e->rows.input, x, r->token, r->num_choices);
-        if (probs) mt_gather_floats(m, e->rows.weights, probs, r->choice, r->num_choices);
+        mt_gather(m, p, e->rows.input, x, r->token, r->num_choices);
+        if (probs) mt_gather_floats(m, p, e->rows.weights, probs, r->choice, r->num_choices);
     }
-    mt_follow(m, e->comm, m->stream);
+    mt_follow(m, e->comm, p->stream);
     if (e->gathers) {
-        m->ops->all_gather(e->gathered, x, m->rows * m->C, m->dtype, e->group, e->comm);
+        m->ops->all_gather(e->gathered, x, p->rows * m->C, m->dtype, e->group, e->comm);
         return;
     }
     mt_exchange(m, r, e->travelling.input, e->rows.input, m->C, m->dtype, false);
@@ -6183,15 +6196,15 @@ static void mt_dispatch_exchange(mt_model *m, const mt_routing *r, const void *x
 }
 
 /* Postprocess: rows[M, C] and weights[M] by expert. */
-static void mt_dispatch_postprocess(mt_model *m, const mt_routing *r, void *rows, float *weights, const void *x,
-                                    const float *probs) {
+static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *rows, float *weights,
+                                    const void *x, const float *probs) {
     mt_experts *e = &m->experts;
     bool travelled = e->group->size > 1 && !e->gathers;
-    if (e->group->size > 1) mt_follow(m, m->stream, e->comm);
+    if (e->group->size > 1) mt_follow(m, p->stream, e->comm);
     if (e->gathers) x = e->gathered;
     if (travelled) x = e->travelling.input, probs = probs ? e->travelling.weights : NULL;
-    mt_gather(m, rows, x, travelled ? r->rows.to_expert : r->token, r->num_rows);
-    if (probs) mt_gather_floats(m, weights, probs, travelled ? r->rows.to_expert : r->choice, r->num_rows);
+    mt_gather(m, p, rows, x, travelled ? r->rows.to_expert : r->token, r->num_rows);
+    if (probs) mt_gather_floats(m, p, weights, probs, travelled ? r->rows.to_expert : r->choice, r->num_rows);
 }
 
 /* Where experts put results that are to go back. */
@@ -6201,62 +6214,64 @@ static void *mt_expert_results(const mt_model *m) {
 }
 
 /* The first two phases of the way back: results, which are in mt_expert_results, begin to leave. */
-static void mt_combine_exchange(mt_model *m, const mt_routing *r) {
+static void mt_combine_exchange(mt_model *m, const mt_pass *p, const mt_routing *r) {
     mt_experts *e = &m->experts;
     if (e->group->size == 1 || e->gathers) return;
-    mt_gather(m, e->rows.input, e->travelling.input, r->rows.from_expert, r->num_rows);
-    mt_follow(m, e->comm, m->stream);
+    mt_gather(m, p, e->rows.input, e->travelling.input, r->rows.from_expert, r->num_rows);
+    mt_follow(m, e->comm, p->stream);
     mt_exchange(m, r, e->travelling.input, e->rows.input, m->C, m->dtype, true);
 }
 
 /* out[N, C] = each token's results added up: in one pass, each token its own; or by the book each result to its token,
  * as to a row of zeros that is looked up, for which an embedding's backward keeps to one order as well. */
-static void mt_add_results(mt_model *m, const mt_routing *r, void *out, const void *base, int64_t N) {
+static void mt_add_results(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base, int64_t N) {
     mt_experts *e = &m->experts;
     int64_t n = e->router.topk * (e->gathers ? 1 : m->grid->expert_tensor.size);
     const void *results = mt_expert_results(m);
     if (e->fuses) {
-        m->ops->combine_rows(out, results, r->position, base, N, n, m->C, m->dtype, m->stream);
+        m->ops->combine_rows(out, results, r->position, base, N, n, m->C, m->dtype, p->stream);
         return;
     }
-    m->ops->memory_zero(e->sums, N * m->C * 4, m->stream);
+    m->ops->memory_zero(e->sums, N * m->C * 4, p->stream);
     m->ops->embedding_backward(e->sums, results, r->token, e->gathers ? r->num_rows : r->num_choices, m->C, 0, N,
-                               m->dtype, m->stream);
-    m->ops->convert(out, m->dtype, e->sums, MT_F32, N * m->C, m->stream);
+                               m->dtype, p->stream);
+    m->ops->convert(out, m->dtype, e->sums, MT_F32, N * m->C, p->stream);
 }
 
 /* The last one: out[R, C] = base + each token's results; base may be NULL, or out. */
-static void mt_combine_postprocess(mt_model *m, const mt_routing *r, void *out, const void *base) {
+static void mt_combine_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
     mt_experts *e = &m->experts;
-    int64_t R = m->rows;
+    int64_t R = p->rows;
     void *sum = base && (e->gathers || !e->fuses) ? e->scattered : out;
-    if (e->group->size > 1 && !e->gathers) mt_follow(m, m->stream, e->comm);
-    mt_add_results(m, r, e->gathers ? e->gathered : sum, e->gathers ? NULL : base, e->gathers ? e->group->size * R : R);
-    if (e->gathers) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, m->stream);
+    if (e->group->size > 1 && !e->gathers) mt_follow(m, p->stream, e->comm);
+    mt_add_results(m, p, r, e->gathers ? e->gathered : sum, e->gathers ? NULL : base,
+                   e->gathers ? e->group->size * R : R);
+    if (e->gathers) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, p->stream);
     mt_dropout none = {0};
     if (base && sum != out)
-        m->ops->dropout_add_forward(out, e->scattered, base, m->token_index, R, m->C, 0, &none, m->dtype, m->stream);
+        m->ops->dropout_add_forward(out, e->scattered, base, p->batch->token_index, R, m->C, 0, &none, m->dtype,
+                                    p->stream);
 }
 
 /* dprobs of this rank's tokens from the gradients of weights[M] by expert, which are in rows.weights. */
-static void mt_combine_weights(mt_model *m, const mt_routing *r) {
+static void mt_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
     mt_experts *e = &m->experts;
-    int64_t choices = m->rows * e->router.topk;
-    float *own = e->dprobs + mt_own_choices(m);
+    int64_t choices = p->rows * e->router.topk;
+    float *own = e->dprobs + mt_own_choices(m, p);
     if (e->gathers) {
         m->ops->combine_rows(e->dprobs, e->rows.weights, r->position, NULL, e->group->size * choices, 1, 1, MT_F32,
-                             m->stream);
-        m->ops->reduce_scatter(own, e->dprobs, choices, MT_F32, e->group, m->stream);
+                             p->stream);
+        m->ops->reduce_scatter(own, e->dprobs, choices, MT_F32, e->group, p->stream);
         return;
     }
     if (e->group->size > 1) {
-        mt_gather_floats(m, e->travelling.weights, e->rows.weights, r->rows.from_expert, r->num_rows);
-        mt_follow(m, e->comm, m->stream);
+        mt_gather_floats(m, p, e->travelling.weights, e->rows.weights, r->rows.from_expert, r->num_rows);
+        mt_follow(m, e->comm, p->stream);
         mt_exchange(m, r, e->rows.weights, e->travelling.weights, 1, MT_F32, true);
-        mt_follow(m, m->stream, e->comm);
+        mt_follow(m, p->stream, e->comm);
     }
     m->ops->combine_rows(own, e->rows.weights, r->position, NULL, choices, m->grid->expert_tensor.size, 1, MT_F32,
-                         m->stream);
+                         p->stream);
 }
 
 /* The operands of an expert linear whose rows are those of a routing. */
@@ -6269,134 +6284,135 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
 /* ---- the experts' MLPs, with rows' probabilities in their activation or after them */
 
 /* mt_expert_results = the experts of rows.input, weighed. */
-static void mt_expert_mlp_forward(mt_model *m, const mt_layer *w, const mt_routing *r) {
+static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
     const mt_experts *e = &m->experts;
     const mt_expert_rows *rows = &r->rows;
     int64_t F = e->F, M = r->num_rows;
     mt_linear_io fc1 = mt_expert_io(m, r), down = fc1;
     fc1.x = rows->input, fc1.y = rows->hidden;
     down.x = rows->active, down.y = e->fuses ? mt_expert_results(m) : rows->output;
-    mt_linear_forward(&m->tp, &w->expert_fc1, &fc1);
+    mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
     if (e->fuses)
-        m->ops->expert_swiglu_forward(rows->active, rows->hidden, rows->weights, M, F, m->dtype, m->stream);
+        m->ops->expert_swiglu_forward(rows->active, rows->hidden, rows->weights, M, F, m->dtype, p->stream);
     else
-        m->ops->swiglu_forward(rows->active, rows->hidden, M, F, m->dtype, m->stream);
-    mt_linear_forward(&m->tp, &w->expert_down, &down);
+        m->ops->swiglu_forward(rows->active, rows->hidden, M, F, m->dtype, p->stream);
+    mt_linear_forward(&p->tp, &w->expert_down, &down);
     if (!e->fuses)
-        m->ops->scale_rows_forward(mt_expert_results(m), rows->output, rows->weights, M, m->C, m->dtype, m->stream);
+        m->ops->scale_rows_forward(mt_expert_results(m), rows->output, rows->weights, M, m->C, m->dtype, p->stream);
 }
 
 /* mt_expert_results = the gradient of rows.input from that of the results, which is in experts.rows.input; there too
  * those of rows.hidden and weights. */
-static void mt_expert_mlp_backward(mt_model *m, mt_layer *w, const mt_routing *r) {
+static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r) {
     const mt_expert_rows *rows = &r->rows, *d = &m->experts.rows;
     int64_t F = m->experts.F, M = r->num_rows;
     const void *dout = d->input;
     if (!m->experts.fuses) {
         m->ops->scale_rows_backward(d->output, d->weights, dout, rows->output, rows->weights, M, m->C, m->dtype,
-                                    m->stream);
+                                    p->stream);
         dout = d->output;
     }
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
     down.x = rows->active, down.dy = dout, down.dx = d->active;
-    mt_linear_backward(&m->tp, &w->expert_down, &down, MT_PART_BOTH);
+    mt_linear_backward(&p->tp, &w->expert_down, &down, MT_PART_BOTH);
     if (m->experts.fuses)
         m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, rows->hidden, rows->weights, M, F, m->dtype,
-                                       m->stream);
+                                       p->stream);
     else
-        m->ops->swiglu_backward(d->hidden, d->active, rows->hidden, M, F, m->dtype, m->stream);
+        m->ops->swiglu_backward(d->hidden, d->active, rows->hidden, M, F, m->dtype, p->stream);
     fc1.dy = d->hidden, fc1.dx = mt_expert_results(m);
-    mt_linear_backward_input(&m->tp, &w->expert_fc1, &fc1);
+    mt_linear_backward_input(&p->tp, &w->expert_fc1, &fc1);
 }
 
 /* ---- forward and backward */
 
 /* scratch.hidden = the sum of the experts that each token of mlp_normed[R, C] chose, weighed, and of the one that every
  * token visits, which computes while rows travel. */
-static void mt_experts_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
+static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_routing *r = &a->routing;
-    mt_route_forward(m, w, r, a->mlp_normed);
-    mt_dispatch_preprocess(m, r);
-    mt_dispatch_exchange(m, r, a->mlp_normed, r->probs);
-    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_forward(m, w, r, a->mlp_normed);
-    if (w->F > 0) mt_mlp_forward(m, w, a);
-    mt_dispatch_postprocess(m, r, r->rows.input, r->rows.weights, a->mlp_normed, r->probs);
-    mt_expert_mlp_forward(m, w, r);
-    mt_combine_exchange(m, r);
-    mt_combine_postprocess(m, r, m->scratch.hidden, w->F > 0 ? m->scratch.hidden : NULL);
+    mt_route_forward(m, p, w, r, a->mlp_normed);
+    mt_dispatch_preprocess(m, p, r);
+    mt_dispatch_exchange(m, p, r, a->mlp_normed, r->probs);
+    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_forward(m, p, w, r, a->mlp_normed);
+    if (w->F > 0) mt_mlp_forward(m, p, w, a);
+    mt_dispatch_postprocess(m, p, r, r->rows.input, r->rows.weights, a->mlp_normed, r->probs);
+    mt_expert_mlp_forward(m, p, w, r);
+    mt_combine_exchange(m, p, r);
+    mt_combine_postprocess(m, p, r, m->scratch.hidden, w->F > 0 ? m->scratch.hidden : NULL);
 }
 
 /* scratch.normed = the gradient of mlp_normed from dout[R, C]. A split backward does the weights' part at once, because
  * what that needs is large. */
-static void mt_experts_backward(mt_model *m, mt_layer *w, mt_activations *a, const void *dout) {
+static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout) {
     mt_experts *e = &m->experts;
     mt_routing *r = &a->routing;
-    mt_dispatch_exchange(m, r, dout, NULL);
-    if (w->F > 0) mt_mlp_backward(m, w, a, dout, MT_PART_BOTH);
-    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, w, r, a->mlp_normed);
-    mt_dispatch_postprocess(m, r, e->rows.input, NULL, dout, NULL);
-    mt_expert_mlp_backward(m, w, r);
-    mt_combine_exchange(m, r);
+    mt_dispatch_exchange(m, p, r, dout, NULL);
+    if (w->F > 0) mt_mlp_backward(m, p, w, a, dout, MT_PART_BOTH);
+    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, p, w, r, a->mlp_normed);
+    mt_dispatch_postprocess(m, p, r, e->rows.input, NULL, dout, NULL);
+    mt_expert_mlp_backward(m, p, w, r);
+    mt_combine_exchange(m, p, r);
     mt_linear_io fc1 = mt_expert_io(m, r);
     fc1.x = r->rows.input, fc1.dy = e->rows.hidden;
-    mt_linear_backward_weight(&m->tp, &w->expert_fc1, &fc1);
-    mt_combine_weights(m, r);
-    mt_route_backward(m, w, r, a->mlp_normed);
+    mt_linear_backward_weight(&p->tp, &w->expert_fc1, &fc1);
+    mt_combine_weights(m, p, r);
+    mt_route_backward(m, p, w, r, a->mlp_normed);
     mt_dropout none = {0};
     if (w->F > 0)
-        m->ops->dropout_add_forward(e->router_dx, e->router_dx, m->scratch.normed, m->token_index, m->rows, m->C, 0,
-                                    &none, m->dtype, m->stream);
-    mt_combine_postprocess(m, r, m->scratch.normed, e->router_dx);
+        m->ops->dropout_add_forward(e->router_dx, e->router_dx, m->scratch.normed, p->batch->token_index, p->rows, m->C,
+                                    0, &none, m->dtype, p->stream);
+    mt_combine_postprocess(m, p, r, m->scratch.normed, e->router_dx);
 }
 
 /* ==== §9e layer ================================================================================================== */
 
 /* output = middle + dropout(mlp(norm(middle))), from mlp_normed on, to the norm that follows, if one does. */
-static void mt_mlp_block_forward(mt_model *m, int64_t layer, mt_activations *a, void *output, const mt_norm *next) {
+static void mt_mlp_block_forward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a, void *output,
+                                 const mt_norm *next) {
     const mt_layer *w = &m->layers[layer];
     if (w->expert_bucket >= 0)
-        mt_experts_forward(m, w, a);
+        mt_experts_forward(m, p, w, a);
     else
-        mt_mlp_forward(m, w, a);
-    mt_residual_forward(m, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
+        mt_mlp_forward(m, p, w, a);
+    mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
 }
 
 /* The gradient of the residual stream, scratch.residual, goes from `output` to `middle`. */
-static void mt_mlp_block_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
+static void mt_mlp_block_backward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
     mt_layer *w = &m->layers[layer];
-    const void *dout = mt_residual_backward(m, w->number, MT_DROP_MLP_OUT);
+    const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_MLP_OUT);
     if (w->expert_bucket >= 0)
-        mt_experts_backward(m, w, a, dout);
+        mt_experts_backward(m, p, w, a, dout);
     else
-        mt_mlp_backward(m, w, a, dout, parts);
-    mt_residual_norm_backward(m, a->middle, dout, a->mlp_mean, a->mlp_rstd, w->mlp_norm, w->mlp_norm_bias, parts);
+        mt_mlp_backward(m, p, w, a, dout, p->parts);
+    mt_residual_norm_backward(m, p, a->middle, dout, a->mlp_mean, a->mlp_rstd, w->mlp_norm, w->mlp_norm_bias);
 }
 
 /* From the layer's input and its norm to the output and, if there is one, the `next` layer's norm of it. */
-static void mt_layer_forward(mt_model *m, int64_t layer, mt_activations *a, void *output, const mt_norm *next,
-                             bool decode) {
-    mt_attention_block_forward(m, layer, a, decode);
-    mt_mlp_block_forward(m, layer, a, output, next);
+static void mt_layer_forward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a, void *output,
+                             const mt_norm *next) {
+    mt_attention_block_forward(m, p, layer, a);
+    mt_mlp_block_forward(m, p, layer, a, output, next);
 }
 
-static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
-    mt_mlp_block_backward(m, layer, a, parts);
-    mt_attention_block_backward(m, layer, a, parts);
+static void mt_layer_backward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
+    mt_mlp_block_backward(m, p, layer, a);
+    mt_attention_block_backward(m, p, layer, a);
 }
 
 /* The weights' gradients of a layer whose backward was MT_PART_INPUT. That left each product's output gradient where a
  * value was that only the input's backward reads: of fc1 in mlp_hidden, of qkv in qkv, of down in middle and of o in
  * input. So a split backward needs no memory of its own (Qi et al., "Zero bubble pipeline parallelism"). */
-static void mt_layer_backward_weight(mt_model *m, int64_t layer, mt_activations *a) {
+static void mt_layer_backward_weight(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
     mt_layer *w = &m->layers[layer];
-    const mt_tensor_parallel *tp = &m->tp;
+    const mt_tensor_parallel *tp = &p->tp;
     if (w->expert_bucket < 0) { // experts have done it
         mt_linear_backward_weight(tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .dy = a->middle});
         mt_linear_backward_weight(tp, &w->fc1, &(mt_linear_io){.x = a->mlp_normed, .dy = a->mlp_hidden});
     }
     mt_linear_backward_weight(tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = a->input});
     if (m->options->multi_latent_attention)
-        mt_latent_qkv_backward_weight(m, w, a);
+        mt_latent_qkv_backward_weight(m, p, w, a);
     else
         mt_linear_backward_weight(tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .dy = a->qkv});
 }
@@ -7965,114 +7981,114 @@ static mt_weight mt_mtp_word_embedding(const mt_model *m) {
 }
 
 /* Which of the chunk's layers module k has, and of this rank's. */
-static int64_t mt_mtp_place(const mt_model *m, int64_t k) {
-    return m->stages[m->at->chunk].num_layers + k;
+static int64_t mt_mtp_place(const mt_model *m, const mt_pass *p, int64_t k) {
+    return m->stages[p->at->chunk].num_layers + k;
 }
-static int64_t mt_mtp_layer(const mt_model *m, int64_t k) {
-    return m->first_local[m->at->chunk] + mt_mtp_place(m, k);
+static int64_t mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
+    return m->first_local[p->at->chunk] + mt_mtp_place(m, p, k);
 }
 
 /* What module k takes from the one before. */
-static const void *mt_mtp_hidden(const mt_model *m, int64_t k) {
-    return k > 0 ? m->at->mtp[k - 1].normed : m->at->final_normed;
+static const void *mt_mtp_hidden(const mt_pass *p, int64_t k) {
+    return k > 0 ? p->at->mtp[k - 1].normed : p->at->final_normed;
 }
 
 /* out = eh_proj([norm(embedded); norm(hidden)]). */
-static void mt_mtp_join_forward(mt_model *m, int64_t k, void *out) {
+static void mt_mtp_join_forward(mt_model *m, const mt_pass *p, int64_t k, void *out) {
     const mt_ops *ops = m->ops;
-    const mt_layer *w = &m->layers[mt_mtp_layer(m, k)];
-    mt_mtp_activations *a = &m->at->mtp[k];
-    int64_t R = m->rows, C = m->C;
+    const mt_layer *w = &m->layers[mt_mtp_layer(m, p, k)];
+    mt_mtp_activations *a = &p->at->mtp[k];
+    int64_t R = p->rows, C = m->C;
     mt_norm_args norm = {.T = R, .H = 1, .C = C, .x_stride = C, .y_stride = 2 * C};
     norm.eps = (float)m->options->norm_epsilon;
     norm.y = a->joined, norm.rstd = a->embedded_rstd, norm.x = a->embedded, norm.w = w->mtp_embedding_norm.w;
-    ops->rmsnorm_forward(&norm, m->dtype, m->stream);
-    norm.y = mt_at(m, a->joined, C), norm.rstd = a->hidden_rstd, norm.x = mt_mtp_hidden(m, k);
+    ops->rmsnorm_forward(&norm, m->dtype, p->stream);
+    norm.y = mt_at(m, a->joined, C), norm.rstd = a->hidden_rstd, norm.x = mt_mtp_hidden(p, k);
     norm.w = w->mtp_hidden_norm.w;
-    ops->rmsnorm_forward(&norm, m->dtype, m->stream);
-    mt_linear_forward(&m->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .y = out});
+    ops->rmsnorm_forward(&norm, m->dtype, p->stream);
+    mt_linear_forward(&p->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .y = out});
 }
 
 /* From scratch.residual, the gradient of eh_proj's output, to those of the hidden state in mtp.dhidden and of what was
  * embedded in scratch.residual. */
-static void mt_mtp_join_backward(mt_model *m, int64_t k) {
+static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
     const mt_ops *ops = m->ops;
-    mt_layer *w = &m->layers[mt_mtp_layer(m, k)];
-    const mt_mtp_activations *a = &m->at->mtp[k];
+    mt_layer *w = &m->layers[mt_mtp_layer(m, p, k)];
+    const mt_mtp_activations *a = &p->at->mtp[k];
     void *residual = m->scratch.residual, *joined = m->mtp.djoined;
-    int64_t R = m->rows, C = m->C;
-    mt_linear_backward(&m->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .dy = residual, .dx = joined},
+    int64_t R = p->rows, C = m->C;
+    mt_linear_backward(&p->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .dy = residual, .dx = joined},
                        MT_PART_BOTH);
     mt_norm_args norm = {.T = R, .H = 1, .C = C, .x_stride = C, .dx_stride = C, .dy_stride = 2 * C};
     norm.dx = m->mtp.dhidden, norm.dw = w->mtp_hidden_norm.dw, norm.dy = mt_at(m, joined, C);
-    norm.x = mt_mtp_hidden(m, k), norm.w = w->mtp_hidden_norm.w, norm.rstd = a->hidden_rstd;
-    ops->rmsnorm_backward(&norm, m->dtype, m->stream);
+    norm.x = mt_mtp_hidden(p, k), norm.w = w->mtp_hidden_norm.w, norm.rstd = a->hidden_rstd;
+    ops->rmsnorm_backward(&norm, m->dtype, p->stream);
     norm.dx = residual, norm.dw = w->mtp_embedding_norm.dw, norm.dy = joined;
     norm.x = a->embedded, norm.w = w->mtp_embedding_norm.w, norm.rstd = a->embedded_rstd;
-    ops->rmsnorm_backward(&norm, m->dtype, m->stream);
+    ops->rmsnorm_backward(&norm, m->dtype, p->stream);
 }
 
 /* embedded = dropout(word embedding of the token that module k is told). */
-static void mt_mtp_embed_forward(mt_model *m, int64_t k) {
-    void *x = m->at->mtp[k].embedded;
+static void mt_mtp_embed_forward(mt_model *m, const mt_pass *p, int64_t k) {
+    void *x = p->at->mtp[k].embedded;
     mt_bucket_acquire(m, mt_mtp_word_bucket(m));
-    mt_vocab_embedding_forward(&m->tp, x, m->at->batch.mtp_tokens + k * m->T, mt_mtp_word_embedding(m), m->C,
+    mt_vocab_embedding_forward(&p->tp, x, p->at->batch.mtp_tokens + k * p->T, mt_mtp_word_embedding(m), m->C,
                                m->vocab_first, m->V);
     mt_bucket_release(m, mt_mtp_word_bucket(m));
-    mt_dropout dropout = mt_model_dropout(m, m->layers[mt_mtp_layer(m, k)].number, MT_DROP_EMBEDDING);
+    mt_dropout dropout = mt_model_dropout(m, p, m->layers[mt_mtp_layer(m, p, k)].number, MT_DROP_EMBEDDING);
     if (dropout.p > 0)
-        m->ops->dropout_add_forward(x, x, NULL, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
-                                    m->stream);
+        m->ops->dropout_add_forward(x, x, NULL, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout,
+                                    m->dtype, p->stream);
 }
 
 /* The gradient of what was embedded is in scratch.residual. That of a tied output layer is held since mt_mtp_head. */
-static void mt_mtp_embed_backward(mt_model *m, int64_t k) {
+static void mt_mtp_embed_backward(mt_model *m, const mt_pass *p, int64_t k) {
     void *dx = m->scratch.residual;
     int64_t word = mt_mtp_word_bucket(m);
-    bool is_last = m->last_backward && k == 0 && !m->has_embedding && word != m->head_bucket;
-    mt_dropout dropout = mt_model_dropout(m, m->layers[mt_mtp_layer(m, k)].number, MT_DROP_EMBEDDING);
+    bool is_last = p->last && k == 0 && !m->has_embedding && word != m->head_bucket;
+    mt_dropout dropout = mt_model_dropout(m, p, m->layers[mt_mtp_layer(m, p, k)].number, MT_DROP_EMBEDDING);
     if (dropout.p > 0)
-        m->ops->dropout_add_backward(dx, dx, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
-                                     m->stream);
+        m->ops->dropout_add_backward(dx, dx, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout, m->dtype,
+                                     p->stream);
     if (word != m->head_bucket) mt_bucket_gradients_acquire(m, word);
-    mt_vocab_embedding_backward(&m->tp, dx, m->at->batch.mtp_tokens + k * m->T, mt_mtp_word_embedding(m), m->C,
+    mt_vocab_embedding_backward(&p->tp, dx, p->at->batch.mtp_tokens + k * p->T, mt_mtp_word_embedding(m), m->C,
                                 m->vocab_first, m->V);
     mt_bucket_gradients_release(m, word, is_last);
 }
 
 /* Logits and loss of module k. */
-static void mt_mtp_head_forward(mt_model *m, int64_t k) {
-    mt_mtp_activations *a = &m->at->mtp[k];
-    const mt_batch_block *batch = &m->at->batch;
+static void mt_mtp_head_forward(mt_model *m, const mt_pass *p, int64_t k) {
+    mt_mtp_activations *a = &p->at->mtp[k];
+    const mt_batch_block *batch = &p->at->batch;
     mt_bucket_acquire(m, m->head_bucket);
-    mt_linear_forward(&m->tp, &m->outer.lm_head, &(mt_linear_io){.x = a->normed, .y = a->logits});
+    mt_linear_forward(&p->tp, &m->outer.lm_head, &(mt_linear_io){.x = a->normed, .y = a->logits});
     mt_bucket_release(m, m->head_bucket);
-    mt_vocab_cross_entropy_forward(&m->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
-                                   batch->mtp_labels + k * m->T, m->T, m->V, m->vocab_first, m->vocab_count);
-    m->ops->loss_accumulate(m->numbers->mtp + 2 * k, m->mtp.loss, batch->mtp_weights + k * m->T, m->T, m->stream);
+    mt_vocab_cross_entropy_forward(&p->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
+                                   batch->mtp_labels + k * p->T, p->T, m->V, m->vocab_first, m->vocab_count);
+    m->ops->loss_accumulate(m->numbers->mtp + 2 * k, m->mtp.loss, batch->mtp_weights + k * p->T, p->T, p->stream);
 }
 
 /* scratch.normed += mtp.dhidden, what a later module adds to the gradient of a hidden state. */
-static void mt_mtp_add_dhidden(mt_model *m) {
+static void mt_mtp_add_dhidden(mt_model *m, const mt_pass *p) {
     void *normed = m->scratch.normed;
-    m->ops->dropout_add_forward(normed, m->mtp.dhidden, normed, m->token_index, m->rows, m->C, 0, &(mt_dropout){0},
-                                m->dtype, m->stream);
+    m->ops->dropout_add_forward(normed, m->mtp.dhidden, normed, p->batch->token_index, p->rows, m->C, 0,
+                                &(mt_dropout){0}, m->dtype, p->stream);
 }
 
 /* scratch.normed = the gradient of module k's final norm: of its own loss, and of the module after it. */
-static void mt_mtp_head_backward(mt_model *m, int64_t k) {
-    const mt_mtp_activations *a = &m->at->mtp[k];
-    const mt_batch_block *batch = &m->at->batch;
-    m->ops->cross_entropy_backward(a->logits, a->logits, batch->mtp_labels + k * m->T, a->lse,
-                                   batch->mtp_weights + k * m->T, m->T, m->V, m->vocab_first, m->vocab_count, m->dtype,
-                                   m->stream);
+static void mt_mtp_head_backward(mt_model *m, const mt_pass *p, int64_t k) {
+    const mt_mtp_activations *a = &p->at->mtp[k];
+    const mt_batch_block *batch = &p->at->batch;
+    m->ops->cross_entropy_backward(a->logits, a->logits, batch->mtp_labels + k * p->T, a->lse,
+                                   batch->mtp_weights + k * p->T, p->T, m->V, m->vocab_first, m->vocab_count, m->dtype,
+                                   p->stream);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
-    mt_linear_backward(&m->tp, &m->outer.lm_head,
+    mt_linear_backward(&p->tp, &m->outer.lm_head,
                        &(mt_linear_io){.x = a->normed, .dy = a->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
     if (mt_mtp_word_bucket(m) != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
     mt_bucket_release(m, m->head_bucket);
-    if (k + 1 < m->mtp.count) mt_mtp_add_dhidden(m);
+    if (k + 1 < m->mtp.count) mt_mtp_add_dhidden(m, p);
 }
 
 /* Around a layer's backward, experts first as they are used first; of the weights' part only, where `gradients` alone.
@@ -8085,49 +8101,49 @@ static void mt_layer_acquire(mt_model *m, const mt_layer *w, bool params, bool g
     if (gradients) mt_bucket_gradients_acquire(m, w->bucket);
 }
 
-static void mt_layer_release(mt_model *m, const mt_layer *w, bool params, bool gradients) {
+static void mt_layer_release(mt_model *m, const mt_pass *p, const mt_layer *w, bool params, bool gradients) {
     bool has_experts = w->expert_bucket >= 0;
-    if (gradients && has_experts) mt_bucket_gradients_release(m, w->expert_bucket, m->last_backward);
+    if (gradients && has_experts) mt_bucket_gradients_release(m, w->expert_bucket, p->last);
     if (params && has_experts) mt_bucket_release(m, w->expert_bucket);
-    if (gradients) mt_bucket_gradients_release(m, w->bucket, m->last_backward);
+    if (gradients) mt_bucket_gradients_release(m, w->bucket, p->last);
     if (params) mt_bucket_release(m, w->bucket);
 }
 
 /* All modules of the micro-batch at hand, whose final_normed is there. */
-static void mt_mtp_forward(mt_model *m) {
-    mt_micro_batch *at = m->at;
+static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
+    mt_micro_batch *at = p->at;
     for (int64_t k = 0; k < m->mtp.count; k++) {
-        int64_t layer = mt_mtp_layer(m, k);
+        int64_t layer = mt_mtp_layer(m, p, k);
         const mt_layer *w = &m->layers[layer];
-        mt_activations *a = &at->layers[mt_mtp_place(m, k)];
-        mt_mtp_embed_forward(m, k);
+        mt_activations *a = &at->layers[mt_mtp_place(m, p, k)];
+        mt_mtp_embed_forward(m, p, k);
         mt_bucket_acquire(m, w->bucket);
         mt_norm input = mt_input_norm(m, layer, a);
         mt_norm final = {w->mtp_final_norm, {0}, at->mtp[k].normed, NULL, at->mtp[k].rstd};
-        mt_mtp_join_forward(m, k, a->input);
-        mt_norm_forward(m, input.y, input.mean, input.rstd, a->input, input.w, input.b, m->rows);
+        mt_mtp_join_forward(m, p, k, a->input);
+        mt_norm_forward(m, p, input.y, input.mean, input.rstd, a->input, input.w, input.b, p->rows);
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
-        mt_layer_forward(m, layer, a, at->mtp[k].output, &final, false);
+        mt_layer_forward(m, p, layer, a, at->mtp[k].output, &final);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
-        mt_mtp_head_forward(m, k);
+        mt_mtp_head_forward(m, p, k);
     }
 }
 
 /* mtp.dhidden = what the modules add to the gradient of final_normed. */
-static void mt_mtp_backward(mt_model *m) {
-    mt_micro_batch *at = m->at;
+static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
+    mt_micro_batch *at = p->at;
     for (int64_t k = m->mtp.count - 1; k >= 0; k--) {
-        int64_t layer = mt_mtp_layer(m, k);
+        int64_t layer = mt_mtp_layer(m, p, k);
         mt_layer *w = &m->layers[layer];
-        mt_mtp_head_backward(m, k);
+        mt_mtp_head_backward(m, p, k);
         mt_layer_acquire(m, w, true, true);
-        mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->mtp[k].output, NULL, at->mtp[k].rstd,
-                         w->mtp_final_norm, (mt_weight){0}, m->rows);
-        mt_layer_backward(m, layer, &at->layers[mt_mtp_place(m, k)], MT_PART_BOTH);
-        mt_mtp_join_backward(m, k);
-        mt_layer_release(m, w, true, true);
-        mt_mtp_embed_backward(m, k);
+        mt_norm_backward(m, p, m->scratch.residual, m->scratch.normed, NULL, at->mtp[k].output, NULL, at->mtp[k].rstd,
+                         w->mtp_final_norm, (mt_weight){0}, p->rows);
+        mt_layer_backward(m, p, layer, &at->layers[mt_mtp_place(m, p, k)]);
+        mt_mtp_join_backward(m, p, k);
+        mt_layer_release(m, p, w, true, true);
+        mt_mtp_embed_backward(m, p, k);
     }
 }
 
@@ -8152,18 +8168,17 @@ void mt_batch_free(mt_batch *batch) {
     *batch = (mt_batch){0};
 }
 
-/* Says where operations find a micro-batch: on the device in `at`, while in the host's list of its spans. */
-static void mt_micro_batch_enter(mt_model *m, mt_micro_batch *at) {
-    const mt_batch_block *batch = &at->batch;
-    m->at = at;
-    m->T = m->tp.T = at->T, m->rows = m->tp.rows = at->rows;
-    m->first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * at->rows : 0;
-    m->cache_rows = batch->cache_rows, m->logit_rows = batch->logit_rows;
-    m->tokens = batch->tokens, m->positions = batch->positions, m->labels = batch->labels;
-    m->loss_mask = batch->loss_mask, m->token_index = batch->token_index, m->sequence = batch->sequence;
-    m->spans = (mt_spans){.host = at->host_spans, .device = batch->spans, .count = at->num_spans};
+/* A pass over a micro-batch that is on the device. The caller sets what kind of pass it is. */
+static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *at) {
+    mt_pass p = {.at = at, .batch = &at->batch, .tp = m->tp, .stream = m->stream, .T = at->T, .rows = at->rows};
+    p.tp.T = at->T, p.tp.rows = at->rows;
+    p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * at->rows : 0;
+    p.message_rows = at->rows;
+    p.parts = MT_PART_BOTH;
+    p.spans = (mt_spans){.host = at->host_spans, .device = at->batch.spans, .count = at->num_spans};
     if (m->context && m->in_context != at) mt_context_load(m->context, &at->whole, m->stream);
     m->in_context = at;
+    return p;
 }
 
 /* This rank's part of a batch whose sequences ranks share; keeps what their attention needs to know of the whole. */
@@ -8179,7 +8194,7 @@ static const mt_batch *mt_share_batch(mt_model *m, mt_micro_batch *at, const mt_
     return &m->local_batch;
 }
 
-/* Gives a batch its place on the device, enters it, and returns where it goes in the host's block `staged`. */
+/* Lays out a batch on the device; returns its place in the host's block `staged`. */
 static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch, int staged) {
     int64_t T = batch->num_tokens, num_spans = batch->num_spans;
     MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
@@ -8191,15 +8206,14 @@ static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_b
     MT_CHECK(!m->tp.sequence_parallel || T % m->grid->tensor.size == 0);
     at->num_spans = num_spans;
     memcpy(at->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
-    mt_micro_batch_enter(m, at);
     m->staged = staged;
     m->ops->event_wait(m->copied[staged]); // what was in the host's block has left it
     return mt_layout_batch(m, &on_host, T, num_spans);
 }
 
-/* Enqueues the copy of a micro-batch to where the model's operations read it. The host goes on at once: it may fill
- * `batch` again and hand over the next micro-batch while the device is still busy with this one. */
-static void mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole) {
+/* Enqueues the copy of a micro-batch to the device and begins a pass over it. The caller may fill `whole` again at
+ * once, and hand over the next micro-batch while the device is busy with this one. */
+static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole, bool training) {
     const mt_batch *batch = mt_share_batch(m, at, whole);
     mt_batch_block block = mt_place_batch(m, at, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens;
@@ -8212,193 +8226,189 @@ static void mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole
     memset(block.sequence, 0, T * 4);
     for (int64_t s = 0; s < batch->num_spans; s++)
         for (int64_t i = 0; i < batch->spans[s].q_len; i++) block.sequence[batch->spans[s].q_start + i] = (int32_t)s;
-    if (m->training && m->stages[at->chunk].loss) mt_mtp_load(m, &block, whole);
+    if (training && m->stages[at->chunk].loss) mt_mtp_load(m, &block, whole);
     int64_t bytes = (char *)(block.mtp_weights + (size_t)m->mtp.count * T) - (char *)block.spans;
-    m->ops->memory_copy((void *)m->spans.device, block.spans, bytes, m->stream);
+    m->ops->memory_copy(at->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
+    mt_pass p = mt_pass_begin(m, at);
+    p.training = training;
+    return p;
 }
 
 /* ---- a chunk's parts */
 
 /* x[R, C] = dropout(word + position). */
-static void mt_embed_forward(mt_model *m, void *x) {
+static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x) {
     mt_bucket_acquire(m, m->word_bucket);
-    mt_vocab_embedding_forward(&m->tp, x, m->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
+    mt_vocab_embedding_forward(&p->tp, x, p->batch->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
     mt_bucket_release(m, m->word_bucket);
     if (m->position_bucket >= 0) {
         mt_bucket_acquire(m, m->position_bucket);
-        m->ops->embedding_forward(x, m->positions + m->first_row, m->outer.position_embedding.w, m->rows, m->C, 0,
-                                  m->options->max_position_embeddings, true, m->dtype, m->stream);
+        m->ops->embedding_forward(x, p->batch->positions + p->first_row, m->outer.position_embedding.w, p->rows, m->C,
+                                  0, m->options->max_position_embeddings, true, m->dtype, p->stream);
         mt_bucket_release(m, m->position_bucket);
     }
-    mt_dropout dropout = mt_model_dropout(m, -1, MT_DROP_EMBEDDING);
+    mt_dropout dropout = mt_model_dropout(m, p, -1, MT_DROP_EMBEDDING);
     if (dropout.p > 0)
-        m->ops->dropout_add_forward(x, x, NULL, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
-                                    m->stream);
+        m->ops->dropout_add_forward(x, x, NULL, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout,
+                                    m->dtype, p->stream);
 }
 
-static void mt_embed_backward(mt_model *m, void *dx) {
-    mt_dropout dropout = mt_model_dropout(m, -1, MT_DROP_EMBEDDING);
+static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx) {
+    mt_dropout dropout = mt_model_dropout(m, p, -1, MT_DROP_EMBEDDING);
     if (dropout.p > 0)
-        m->ops->dropout_add_backward(dx, dx, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
-                                     m->stream);
+        m->ops->dropout_add_backward(dx, dx, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout, m->dtype,
+                                     p->stream);
     if (m->position_bucket >= 0) {
         mt_bucket_gradients_acquire(m, m->position_bucket);
-        m->ops->embedding_backward(m->outer.position_embedding.dw, dx, m->positions + m->first_row, m->rows, m->C, 0,
-                                   m->options->max_position_embeddings, m->dtype, m->stream);
-        mt_bucket_gradients_release(m, m->position_bucket, m->last_backward);
+        m->ops->embedding_backward(m->outer.position_embedding.dw, dx, p->batch->positions + p->first_row, p->rows,
+                                   m->C, 0, m->options->max_position_embeddings, m->dtype, p->stream);
+        mt_bucket_gradients_release(m, m->position_bucket, p->last);
     }
     mt_bucket_gradients_acquire(m, m->word_bucket);
-    mt_vocab_embedding_backward(&m->tp, dx, m->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
-    mt_bucket_gradients_release(m, m->word_bucket, m->last_backward);
+    mt_vocab_embedding_backward(&p->tp, dx, p->batch->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
+    mt_bucket_gradients_release(m, m->word_bucket, p->last);
 }
 
-/* Final norm and logits of `rows` rows of x[rows, C]. */
-static void mt_output_forward(mt_model *m, const void *x, int64_t rows) {
-    mt_micro_batch *at = m->at;
+/* Final norm and logits of x[rows, C]. */
+static void mt_output_forward(mt_model *m, const mt_pass *p, const void *x) {
+    mt_micro_batch *at = p->at;
     mt_bucket_acquire(m, m->output_bucket);
     if (m->head_bucket != m->output_bucket) mt_bucket_acquire(m, m->head_bucket);
-    mt_norm_forward(m, at->final_normed, at->final_mean, at->final_rstd, x, m->outer.final_norm,
-                    m->outer.final_norm_bias, rows);
-    mt_linear_forward(&m->tp, &m->outer.lm_head, &(mt_linear_io){.x = at->final_normed, .y = at->logits});
+    mt_norm_forward(m, p, at->final_normed, at->final_mean, at->final_rstd, x, m->outer.final_norm,
+                    m->outer.final_norm_bias, p->rows);
+    mt_linear_forward(&p->tp, &m->outer.lm_head, &(mt_linear_io){.x = at->final_normed, .y = at->logits});
     if (m->head_bucket != m->output_bucket) mt_bucket_release(m, m->head_bucket);
     mt_bucket_release(m, m->output_bucket);
 }
 
 /* Logits and the loss of every token. */
-static void mt_loss_forward(mt_model *m) {
-    MT_CHECK(m->T <= m->plan.max_logits);
-    mt_output_forward(m, m->at->output, m->rows);
-    mt_vocab_cross_entropy_forward(&m->tp, m->loss, m->training ? NULL : m->entropy, m->at->lse, m->row_stats,
-                                   m->at->logits, m->labels, m->T, m->V, m->vocab_first, m->vocab_count);
-    m->ops->loss_accumulate(m->numbers->sums, m->loss, m->loss_mask, m->T, m->stream);
-    m->num_logits = m->T;
-    if (m->training) mt_mtp_forward(m);
+static void mt_loss_forward(mt_model *m, const mt_pass *p) {
+    MT_CHECK(p->T <= m->plan.max_logits);
+    mt_output_forward(m, p, p->at->output);
+    mt_vocab_cross_entropy_forward(&p->tp, m->loss, p->training ? NULL : m->entropy, p->at->lse, m->row_stats,
+                                   p->at->logits, p->batch->labels, p->T, m->V, m->vocab_first, m->vocab_count);
+    m->ops->loss_accumulate(m->numbers->sums, m->loss, p->batch->loss_mask, p->T, p->stream);
+    if (p->training) mt_mtp_forward(m, p);
 }
 
 /* The loss is a sum over unmasked tokens, so its gradient by a token's loss is the mask itself. A tied head's gradient
  * is complete only when the embedding has added its own. */
-static void mt_loss_backward(mt_model *m) {
-    mt_micro_batch *at = m->at;
+static void mt_loss_backward(mt_model *m, const mt_pass *p) {
+    mt_micro_batch *at = p->at;
     bool own_head = m->head_bucket != m->output_bucket;
-    mt_mtp_backward(m);
-    m->ops->cross_entropy_backward(at->logits, at->logits, m->labels, at->lse, m->loss_mask, m->T, m->V, m->vocab_first,
-                                   m->vocab_count, m->dtype, m->stream);
+    mt_mtp_backward(m, p);
+    m->ops->cross_entropy_backward(at->logits, at->logits, p->batch->labels, at->lse, p->batch->loss_mask, p->T, m->V,
+                                   m->vocab_first, m->vocab_count, m->dtype, p->stream);
     mt_bucket_acquire(m, m->output_bucket);
     if (own_head) mt_bucket_acquire(m, m->head_bucket);
     if (own_head) mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
-    mt_linear_backward(&m->tp, &m->outer.lm_head,
+    mt_linear_backward(&p->tp, &m->outer.lm_head,
                        &(mt_linear_io){.x = at->final_normed, .dy = at->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
-    if (m->mtp.count > 0) mt_mtp_add_dhidden(m);
-    mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->output, at->final_mean, at->final_rstd,
-                     m->outer.final_norm, m->outer.final_norm_bias, m->rows);
-    mt_bucket_gradients_release(m, m->output_bucket, m->last_backward);
-    if (own_head && m->head_bucket != m->word_bucket) mt_bucket_gradients_release(m, m->head_bucket, m->last_backward);
+    if (m->mtp.count > 0) mt_mtp_add_dhidden(m, p);
+    mt_norm_backward(m, p, m->scratch.residual, m->scratch.normed, NULL, at->output, at->final_mean, at->final_rstd,
+                     m->outer.final_norm, m->outer.final_norm_bias, p->rows);
+    mt_bucket_gradients_release(m, m->output_bucket, p->last);
+    if (own_head && m->head_bucket != m->word_bucket) mt_bucket_gradients_release(m, m->head_bucket, p->last);
     if (own_head) mt_bucket_release(m, m->head_bucket);
     mt_bucket_release(m, m->output_bucket);
 }
 
 /* The residual stream as it enters the chunk of the micro-batch at hand. */
-static void *mt_chunk_input(const mt_model *m) {
-    return m->stages[m->at->chunk].num_layers > 0 ? m->at->layers[0].input : m->at->output;
+static void *mt_chunk_input(const mt_model *m, const mt_pass *p) {
+    return m->stages[p->at->chunk].num_layers > 0 ? p->at->layers[0].input : p->at->output;
 }
 
 /* Embedding, if it is here, and layers. */
-static void mt_chunk_forward(mt_model *m, bool decode) {
-    mt_micro_batch *at = m->at;
+static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
+    mt_micro_batch *at = p->at;
     const mt_stage *stage = &m->stages[at->chunk];
     int64_t first = m->first_local[at->chunk], n = stage->num_layers;
-    if (stage->embedding) mt_embed_forward(m, mt_chunk_input(m));
+    if (stage->embedding) mt_embed_forward(m, p, mt_chunk_input(m, p));
     for (int64_t i = 0; i < n; i++) {
         bool last = i == n - 1;
         const mt_layer *w = &m->layers[first + i];
         mt_activations *a = &at->layers[m->plan.train ? i : 0], *next = m->plan.train ? a + 1 : a;
         if (i == 0) mt_bucket_acquire(m, w->bucket);
         mt_norm norm = mt_input_norm(m, first + i, a);
-        if (i == 0) mt_norm_forward(m, norm.y, norm.mean, norm.rstd, a->input, norm.w, norm.b, m->rows);
+        if (i == 0) mt_norm_forward(m, p, norm.y, norm.mean, norm.rstd, a->input, norm.w, norm.b, p->rows);
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
         if (!last) mt_bucket_acquire(m, w[1].bucket); // the next layer's norm is fused with the end of this one
         if (!last) norm = mt_input_norm(m, first + i + 1, next);
-        mt_layer_forward(m, first + i, a, last ? at->output : next->input, last ? NULL : &norm, decode);
+        mt_layer_forward(m, p, first + i, a, last ? at->output : next->input, last ? NULL : &norm);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
     }
 }
 
 /* scratch.residual, the gradient of the chunk's output, becomes that of its input. */
-static void mt_chunk_backward(mt_model *m, int parts) {
-    mt_micro_batch *at = m->at;
+static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
+    mt_micro_batch *at = p->at;
     const mt_stage *stage = &m->stages[at->chunk];
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
         int64_t layer = m->first_local[at->chunk] + i;
-        mt_layer_acquire(m, &m->layers[layer], true, parts == MT_PART_BOTH);
-        mt_layer_backward(m, layer, &at->layers[i], parts);
-        mt_layer_release(m, &m->layers[layer], true, parts == MT_PART_BOTH);
+        mt_layer_acquire(m, &m->layers[layer], true, p->parts == MT_PART_BOTH);
+        mt_layer_backward(m, p, layer, &at->layers[i]);
+        mt_layer_release(m, p, &m->layers[layer], true, p->parts == MT_PART_BOTH);
     }
-    if (stage->embedding) mt_embed_backward(m, m->scratch.residual);
+    if (stage->embedding) mt_embed_backward(m, p, m->scratch.residual);
 }
 
-static void mt_chunk_backward_weight(mt_model *m) {
-    const mt_micro_batch *at = m->at;
+static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
+    const mt_micro_batch *at = p->at;
     for (int64_t i = m->stages[at->chunk].num_layers - 1; i >= 0; i--) {
         int64_t layer = m->first_local[at->chunk] + i;
         mt_layer_acquire(m, &m->layers[layer], false, true);
-        mt_layer_backward_weight(m, layer, &at->layers[i]);
-        mt_layer_release(m, &m->layers[layer], false, true);
+        mt_layer_backward_weight(m, p, layer, &at->layers[i]);
+        mt_layer_release(m, p, &m->layers[layer], false, true);
     }
 }
 
 /* ---- between chunks */
 
-/* Elements of a message. In a schedule a rank receives before it knows the batch, and NCCL takes no message that is
- * shorter than it was told: there all are as long as the largest. */
-static int64_t mt_link_count(const mt_model *m) {
-    return (m->in_schedule ? m->max_rows : m->rows) * m->C;
-}
-
-/* Begins to receive the next message of a link, if a buffer is free for it. */
-static bool mt_link_start(mt_model *m, mt_link *link) {
-    int64_t k = link->started % link->num_buffers, count = mt_link_count(m);
+/* Begins to receive the next message of a link, of so many rows, if a buffer is free for it. */
+static bool mt_link_start(mt_model *m, mt_link *link, int64_t rows) {
+    int64_t k = link->started % link->num_buffers;
     if (link->started - link->finished == link->num_buffers) return false;
-    link->tickets[k] = m->ops->channel_recv(link->channel, link->buffers[k], count, m->dtype, m->stream);
+    link->tickets[k] = m->ops->channel_recv(link->channel, link->buffers[k], rows * m->C, m->dtype, m->stream);
     link->started++;
     return true;
 }
 
-/* to[count] = the oldest message that was not taken yet. */
-static void mt_link_take(mt_model *m, mt_link *link, void *to, int64_t count) {
-    if (link->started == link->finished) mt_link_start(m, link);
+/* to[rows, C] = the oldest message that was not taken yet. */
+static void mt_link_take(mt_model *m, const mt_pass *p, mt_link *link, void *to) {
+    if (link->started == link->finished) mt_link_start(m, link, p->message_rows);
     int64_t k = link->finished++ % link->num_buffers;
-    m->ops->channel_wait(link->channel, link->tickets[k], m->stream);
-    m->ops->memory_copy(to, link->buffers[k], count * mt_dtype_size(m->dtype), m->stream);
+    m->ops->channel_wait(link->channel, link->tickets[k], p->stream);
+    m->ops->memory_copy(to, link->buffers[k], p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
 }
 
-/* Sends a copy of from[count], which may then be written again. */
-static void mt_link_send(mt_model *m, mt_link *link, const void *from, int64_t count) {
-    int64_t k = link->started % link->num_buffers;
-    if (link->started >= link->num_buffers) m->ops->channel_wait(link->channel, link->tickets[k], m->stream);
-    m->ops->memory_copy(link->buffers[k], from, count * mt_dtype_size(m->dtype), m->stream);
-    link->tickets[k] = m->ops->channel_send(link->channel, link->buffers[k], mt_link_count(m), m->dtype, m->stream);
+/* Sends a copy of from[rows, C], which may then be written again. */
+static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const void *from) {
+    int64_t k = link->started % link->num_buffers, count = p->message_rows * m->C;
+    if (link->started >= link->num_buffers) m->ops->channel_wait(link->channel, link->tickets[k], p->stream);
+    m->ops->memory_copy(link->buffers[k], from, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+    link->tickets[k] = m->ops->channel_send(link->channel, link->buffers[k], count, m->dtype, p->stream);
     link->started++;
 }
 
 /* Chunks without the embedding take what the stage before sends, chunks without the loss send theirs on. */
-static void mt_stage_forward(mt_model *m, bool decode) {
-    const mt_stage *stage = &m->stages[m->at->chunk];
-    if (!stage->embedding) mt_link_take(m, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m), m->rows * m->C);
-    mt_chunk_forward(m, decode);
-    if (!stage->loss) mt_link_send(m, &m->links[MT_LINK_SEND_FORWARD], m->at->output, m->rows * m->C);
+static void mt_stage_forward(mt_model *m, const mt_pass *p) {
+    const mt_stage *stage = &m->stages[p->at->chunk];
+    if (!stage->embedding) mt_link_take(m, p, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m, p));
+    mt_chunk_forward(m, p);
+    if (!stage->loss) mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD], p->at->output);
 }
 
-static void mt_stage_backward(mt_model *m, int parts) {
-    const mt_stage *stage = &m->stages[m->at->chunk];
+static void mt_stage_backward(mt_model *m, const mt_pass *p) {
+    const mt_stage *stage = &m->stages[p->at->chunk];
     if (stage->loss)
-        mt_loss_backward(m);
+        mt_loss_backward(m, p);
     else
-        mt_link_take(m, &m->links[MT_LINK_RECV_BACKWARD], m->scratch.residual, m->rows * m->C);
-    mt_chunk_backward(m, parts);
-    if (!stage->embedding) mt_link_send(m, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.residual, m->rows * m->C);
+        mt_link_take(m, p, &m->links[MT_LINK_RECV_BACKWARD], m->scratch.residual);
+    mt_chunk_backward(m, p);
+    if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.residual);
 }
 
 /* ---- a whole model's forward, and its backward on one rank */
@@ -8413,17 +8423,16 @@ static mt_micro_batch *mt_micro_batch_free(mt_model *m, int64_t chunk) {
 
 void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
     MT_CHECK(!training || m->grid->pipeline.size == 1);
-    m->training = training;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        mt_load_batch(m, mt_micro_batch_free(m, chunk), batch);
-        mt_stage_forward(m, false);
-        if (m->stages[chunk].loss) mt_loss_forward(m);
+        m->last_pass = mt_load_batch(m, mt_micro_batch_free(m, chunk), batch, training);
+        mt_stage_forward(m, &m->last_pass);
+        if (m->stages[chunk].loss) mt_loss_forward(m, &m->last_pass);
     }
 }
 
 void mt_model_backward(mt_model *m) {
-    MT_CHECK(m->plan.train && m->training && m->grid->pipeline.size == 1);
-    mt_stage_backward(m, MT_PART_BOTH);
+    MT_CHECK(m->plan.train && m->last_pass.training && m->grid->pipeline.size == 1);
+    mt_stage_backward(m, &m->last_pass);
 }
 
 /* What the last pipeline rank has in host memory, to all that its pipeline consists of. */
@@ -8432,12 +8441,12 @@ static void mt_model_share(const mt_model *m, void *buffer, int64_t bytes) {
 }
 
 /* Copies logits to the host as fp32, without the padding columns; every rank gets them. */
-static void mt_read_logits(mt_model *m, float *logits, int64_t rows) {
+static void mt_read_logits(mt_model *m, const mt_micro_batch *at, float *logits, int64_t rows) {
     int64_t V = m->V, vocabulary = m->options->vocab_size, size = mt_dtype_size(m->dtype);
     int ranks = m->grid->tensor.size;
     for (int64_t first = 0; first < rows && m->has_loss; first += MT_STAGED_ROWS) {
         int64_t count = mt_min(rows - first, MT_STAGED_ROWS);
-        const void *shares = mt_at(m, m->at->logits, first * V);
+        const void *shares = mt_at(m, at->logits, first * V);
         if (ranks > 1) {
             m->ops->all_gather(m->gathered_logits, shares, count * V, m->dtype, &m->grid->tensor, m->stream);
             shares = m->gathered_logits;
@@ -8458,16 +8467,16 @@ static void mt_read_logits(mt_model *m, float *logits, int64_t rows) {
 }
 
 void mt_model_read(mt_model *m, float *loss, float *entropy, float *logits) {
-    int64_t T = m->T;
+    int64_t T = m->last_pass.T;
     if (loss && m->has_loss) m->ops->memory_copy(loss, m->loss, T * 4, m->stream);
     if (entropy && m->has_loss) {
-        MT_CHECK(!m->training);
+        MT_CHECK(!m->last_pass.training);
         m->ops->memory_copy(entropy, m->entropy, T * 4, m->stream);
     }
     m->ops->stream_wait(m->stream);
     if (loss) mt_model_share(m, loss, T * 4);
     if (entropy) mt_model_share(m, entropy, T * 4);
-    if (logits) mt_read_logits(m, logits, T);
+    if (logits) mt_read_logits(m, m->last_pass.at, logits, T);
 }
 
 /* Puts what a pass of decoding reads into the host's block: always the same one, because graphs keep its address. */
@@ -8475,8 +8484,6 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
                               int64_t num_rows) {
     size_t T = (size_t)batch->num_tokens;
     MT_CHECK(m->plan.cache_rows > 0 && num_rows <= m->plan.max_logits && num_rows <= batch->num_tokens);
-    m->training = false;
-    m->num_logits = num_rows;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
         mt_batch_block block = mt_place_batch(m, mt_micro_batch_free(m, chunk), batch, 0);
         memcpy(block.cache_rows, cache_rows, T * 4);
@@ -8487,46 +8494,55 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
     }
 }
 
-/* From the host's block to logits; what a graph holds. Its results are waited for, and so is its copy. */
-static void mt_decode_pass(mt_model *m) {
-    int64_t rows = m->num_logits;
-    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        mt_micro_batch_enter(m, mt_micro_batch_free(m, chunk));
-        int64_t bytes = (char *)m->labels - m->at->device_batch;
-        m->ops->memory_copy(m->at->device_batch, m->staged_batch[0], bytes, m->stream);
-        mt_stage_forward(m, true);
-    }
-    if (rows == 0 || !m->has_loss) return; // a piece of a prompt, or another rank's logits
-    m->ops->gather_rows(m->scratch.hidden, m->at->output, m->logit_rows, rows, m->C, m->C, m->C, m->dtype, m->stream);
-    m->tp.T = m->tp.rows = rows;
-    mt_output_forward(m, m->scratch.hidden, rows);
+/* Where the last chunk decodes. */
+static mt_micro_batch *mt_decode_output(mt_model *m) {
+    return mt_micro_batch_free(m, m->num_chunks - 1);
 }
 
-/* Whether a pass adds one token to each of its sequences: then it consists of the same operations on the same memory as
- * every other step of as many sequences, whatever their lengths. Not where the host waits for what experts get. */
-static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch) {
-    if (batch->num_spans != m->T || m->num_logits != m->T || m->grid->world.size > 1) return false;
+/* From the host's block to `rows` rows of logits: the operations that a graph holds. */
+static void mt_decode_pass(mt_model *m, int64_t rows) {
+    mt_pass p;
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
+        mt_micro_batch *at = mt_micro_batch_free(m, chunk);
+        p = mt_pass_begin(m, at);
+        p.decode = true;
+        int64_t bytes = (char *)at->batch.labels - at->device_batch;
+        m->ops->memory_copy(at->device_batch, m->staged_batch[0], bytes, m->stream);
+        mt_stage_forward(m, &p);
+    }
+    if (rows == 0 || !m->has_loss) return; // a piece of a prompt, or another rank has the logits
+    m->ops->gather_rows(m->scratch.hidden, p.at->output, p.batch->logit_rows, rows, m->C, m->C, m->C, m->dtype,
+                        m->stream);
+    p.T = p.tp.T = p.rows = p.tp.rows = rows;
+    mt_output_forward(m, &p, m->scratch.hidden);
+}
+
+/* Whether a pass is a decode step: one token for each sequence. All steps of as many sequences run the same operations
+ * on the same memory, whatever their lengths, unless the host waits for the loads of experts. */
+static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t num_rows) {
+    if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens || m->grid->world.size > 1) return false;
     if (m->experts.num_layers > 0 && !m->experts.grouped) return false;
-    for (int64_t i = 0; i < m->T; i++)
+    for (int64_t i = 0; i < batch->num_tokens; i++)
         if (batch->spans[i].q_len != 1) return false;
     return true;
 }
 
-/* A step is so short that enqueuing its operations one by one would take longer than they do: from the second step on,
- * once they have prepared themselves, a graph enqueues them all. */
-static void mt_decode_enqueue(mt_model *m, const mt_batch *batch) {
-    bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch);
-    mt_decode_graph *step = is_step ? &m->decode_graphs[m->T] : NULL;
+/* Enqueuing a step's operations one by one takes longer than they do. From the second step on, once they have prepared
+ * themselves, one graph holds them all. */
+static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, int64_t num_rows) {
+    int64_t T = batch->num_tokens;
+    bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch, num_rows);
+    mt_decode_graph *step = is_step ? &m->decode_graphs[T] : NULL;
     if (!is_step || !step->has_run) {
-        mt_decode_pass(m);
+        mt_decode_pass(m, num_rows);
         if (is_step) step->has_run = true;
         return;
     }
-    for (int64_t i = 0; i < m->T; i++) MT_CHECK(batch->spans[i].k_len <= m->step_spans[i].k_len);
+    for (int64_t i = 0; i < T; i++) MT_CHECK(batch->spans[i].k_len <= m->step_spans[i].k_len);
     if (!step->graph) {
-        memcpy(m->at->host_spans, m->step_spans, (size_t)m->T * sizeof(mt_span));
+        memcpy(mt_decode_output(m)->host_spans, m->step_spans, (size_t)T * sizeof(mt_span));
         m->ops->graph_begin(m->stream);
-        mt_decode_pass(m);
+        mt_decode_pass(m, num_rows);
         step->graph = m->ops->graph_end(m->stream);
     }
     m->ops->graph_launch(step->graph, m->stream);
@@ -8535,19 +8551,20 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch) {
 void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                      int64_t num_rows, float *logits) {
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
-    mt_decode_enqueue(m, batch);
+    mt_decode_enqueue(m, batch, num_rows);
     if (num_rows == 0)
         m->ops->stream_wait(m->stream);
     else
-        mt_read_logits(m, logits, num_rows);
+        mt_read_logits(m, mt_decode_output(m), logits, num_rows);
 }
 
 void mt_model_decode_likeliest(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                                int64_t num_rows, int32_t *tokens) {
     MT_CHECK(m->grid->world.size == 1);
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
-    mt_decode_enqueue(m, batch);
-    m->ops->likeliest(m->likeliest, m->at->logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
+    mt_decode_enqueue(m, batch, num_rows);
+    const void *logits = mt_decode_output(m)->logits;
+    m->ops->likeliest(m->likeliest, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
     m->ops->memory_copy(m->staged_logits, m->likeliest, num_rows * 4, m->stream);
     m->ops->stream_wait(m->stream);
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
@@ -10032,6 +10049,7 @@ typedef struct mt_source {
     void *context;
     mt_batch *batch;
     int64_t tokens;
+    bool training; // forwards are part of a step, not of an evaluation
 } mt_source;
 
 /* The live micro-batch of an action. */
@@ -10051,22 +10069,26 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
     m->data_seconds += mt_time() - begin;
     if (cp > 1 && mt_batch_check_context(from->batch, cp, error) != 0) return -1;
     if (action->chunk == 0) from->tokens += from->batch->num_tokens;
-    mt_load_batch(m, at, from->batch);
-    if (m->training) at->index = action->micro_batch;
-    mt_stage_forward(m, false);
-    if (m->stages[action->chunk].loss) mt_loss_forward(m);
+    mt_pass p = mt_load_batch(m, at, from->batch, from->training);
+    p.message_rows = m->max_rows;
+    if (p.training) at->index = action->micro_batch;
+    mt_stage_forward(m, &p);
+    if (m->stages[action->chunk].loss) mt_loss_forward(m, &p);
     return 0;
 }
 
 /* `remaining` [num_chunks] counts the micro-batches whose part of the backward is still to come. */
 static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
     mt_micro_batch *at = mt_micro_batch_find(m, action);
-    mt_micro_batch_enter(m, at);
-    m->last_backward = --remaining[action->chunk] == 0;
+    mt_pass p = mt_pass_begin(m, at);
+    p.training = true;
+    p.message_rows = m->max_rows;
+    p.parts = action->kind == MT_ACTION_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT;
+    p.last = --remaining[action->chunk] == 0;
     if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
-        mt_chunk_backward_weight(m);
+        mt_chunk_backward_weight(m, &p);
     else
-        mt_stage_backward(m, action->kind == MT_ACTION_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT);
+        mt_stage_backward(m, &p);
     if (action->kind != MT_ACTION_BACKWARD_INPUT) at->index = -1;
 }
 
@@ -10079,7 +10101,7 @@ static void mt_receive_ahead(mt_model *m, const mt_action *actions, int64_t coun
     for (int direction = 0; direction < 2; direction++)
         for (int64_t *at = &next[direction]; *at < count; ++*at) {
             if (*at < now || actions[*at].kind != kinds[direction]) continue;
-            if (!mt_link_start(m, &m->links[links[direction]])) break;
+            if (!mt_link_start(m, &m->links[links[direction]], m->max_rows)) break;
         }
 }
 
@@ -10113,8 +10135,7 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     int64_t count = mt_list_actions(m, schedule), ahead[2] = {0};
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
-    m->training = training;
-    m->in_schedule = true;
+    from->training = training;
     bool looks_ahead = mt_looks_ahead(m);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
@@ -10130,16 +10151,15 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
             mt_action_backward(m, action, inputs);
         mt_phase_end(m);
     }
-    m->in_schedule = false;
     free(inputs);
     return status;
 }
 
 /* Loss and tokens of the whole job: of all samples and sequences, from the ranks with the loss. */
-static void mt_sums_finish(mt_model *m) {
+static void mt_sums_finish(mt_model *m, bool training) {
     m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
     m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
-    if (m->options->mtp_num_layers == 0 || !m->training) return;
+    if (m->options->mtp_num_layers == 0 || !training) return;
     double *mtp = m->numbers->mtp;
     m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
     m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
@@ -10155,12 +10175,12 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     if (m->options->mtp_num_layers > 0)
         m->ops->memory_zero(m->numbers->mtp, (int64_t)sizeof m->numbers->mtp, m->stream);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
-    mt_source from = {source, context, batch, 0};
+    mt_source from = {.read = source, .context = context, .batch = batch};
     if (mt_run_schedule(m, &schedule, true, &from, error) != 0) return -1;
     *tokens += from.tokens;
     mt_phase_begin(m, "gradients", -1, -1);
     if (m->bad_steps.reruns) m->ops->memory_copy(m->numbers->own, m->numbers->sums, 8, m->stream);
-    mt_sums_finish(m);
+    mt_sums_finish(m, true);
     mt_gradients_finish(m);
     mt_gradients_finish_model(m);
     mt_experts_finish(m);
@@ -10384,9 +10404,9 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
     m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
     schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
-    mt_source from = {source, context, batch, 0};
+    mt_source from = {.read = source, .context = context, .batch = batch};
     if (micro_batches > 0 && mt_run_schedule(m, &schedule, false, &from, error) != 0) return -1;
-    mt_sums_finish(m);
+    mt_sums_finish(m, false);
     m->ops->memory_copy(sums, m->numbers->sums, 2 * 8, m->stream);
     m->ops->stream_wait(m->stream);
     *loss = mt_mean_loss(sums);
