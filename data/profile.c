@@ -1,9 +1,9 @@
-/* profile.c: where the time of a training step goes. The profile is a table of operations that times the real ones. A call
- * becomes a record: a moment before it, a moment after it, and the work that its arguments ask for. Records are read when
- * the step is over. A moment is a clock time on the CPU, and an event in the stream on a GPU, so that the host never
- * waits within a step. Operations have no context argument, so the profile is a static object, for one thread and one run
- * at a time. Invariants: results do not change; nothing is recorded outside of a step. Where a GPU waits for the host, a
- * call's time includes its launch. */
+/* profile.c: where the time of a training step goes. The profile is a table of operations that times the real ones. A
+ * call becomes a record: a moment before it, a moment after it, and the work that its arguments ask for. Records are
+ * read when the step is over. A moment is a clock time on the CPU, and an event in the stream on a GPU, so that the
+ * host never waits within a step. Operations have no context argument, so the profile is a static object, for one
+ * thread and one run at a time. Invariants: results do not change; nothing is recorded outside of a step. Where a GPU
+ * waits for the host, a call's time includes its launch. */
 #include "profile.h"
 
 #include <math.h>
@@ -21,10 +21,10 @@ static struct {
     bool on_gpu, recording, warm;
     mt_moment base; // the begin of the step on a GPU
     mt_profile_step step;
-    mt_profile_call *calls;                   // [max_calls] of this step
-    mt_profile_phase *phases;                 // [max_phases]
-    mt_moment *call_moments, *phase_moments;  // [2 max_calls], [2 max_phases]: begin and end
-    int64_t max_calls, max_phases, phase;     // the current phase, or -1
+    mt_profile_call *calls;                  // [max_calls] of this step
+    mt_profile_phase *phases;                // [max_phases]
+    mt_moment *call_moments, *phase_moments; // [2 max_calls], [2 max_phases]: begin and end
+    int64_t max_calls, max_phases, phase;    // the current phase, or -1
     mt_profile sums;
 } mt_profiler;
 
@@ -75,8 +75,7 @@ static void mt_call_begin(mt_operation operation, mt_work work, mt_stream *strea
     int64_t i = mt_profiler.step.num_calls, old = mt_profiler.max_calls;
     if (i == old) {
         mt_profiler.max_calls = old > 0 ? 2 * old : 1024;
-        mt_profiler.calls =
-            mt_records_grow(mt_profiler.calls, old, mt_profiler.max_calls, sizeof *mt_profiler.calls);
+        mt_profiler.calls = mt_records_grow(mt_profiler.calls, old, mt_profiler.max_calls, sizeof *mt_profiler.calls);
         mt_profiler.call_moments =
             mt_records_grow(mt_profiler.call_moments, 2 * old, 2 * mt_profiler.max_calls, sizeof(mt_moment));
     }

@@ -3,6 +3,7 @@
 
 #include "file.h"
 #include "profile.h"
+#include "safetensors.h"
 
 #include <errno.h>
 #include <math.h>
@@ -21,9 +22,9 @@ typedef struct scalar {
 
 /* ---- TensorBoard
  *
- * An event file is a list of TFRecords (TensorFlow, "TFRecord and tf.train.Example"). Each holds a message of event.proto
- * in the wire format of protocol buffers: a key with field number and kind, then a varint, 4 or 8 bytes, or a length and
- * as many bytes. Few fields are needed, so this code writes them itself. */
+ * An event file is a list of TFRecords (TensorFlow, "TFRecord and tf.train.Example"). Each holds a message of
+ * event.proto in the wire format of protocol buffers: a key with field number and kind, then a varint, 4 or 8 bytes, or
+ * a length and as many bytes. Few fields are needed, so this code writes them itself. */
 
 /* CRC-32C, masked as the format demands. */
 static uint32_t masked_crc(const void *data, int64_t bytes) {
@@ -104,7 +105,7 @@ static int tensorboard_open(mt_report *report, mt_error *error) {
 
 /* Event.summary = 5, Summary.value = 1, Value.tag = 1 and simple_value = 2. */
 static int tensorboard_write(const mt_report *report, int64_t step, const scalar *scalars, int64_t count,
-                                mt_error *error) {
+                             mt_error *error) {
     message event = event_begin(step), summary = {0};
     for (int64_t i = 0; i < count; i++) {
         message value = {0};
@@ -178,8 +179,8 @@ static double mean_mtp_loss(const mt_options *o, const mt_metrics *metrics) {
     return sum / (double)o->mtp_num_layers;
 }
 
-/* The part of the line that only some models have: the loss of multi-token prediction; with experts the auxiliary losses
- * that are on, the balance of the loads, and the dropped tokens. */
+/* The part of the line that only some models have: the loss of multi-token prediction; with experts the auxiliary
+ * losses that are on, the balance of the loads, and the dropped tokens. */
 static void print_parts(char *text, size_t room, const mt_options *o, const mt_metrics *metrics) {
     int length = snprintf(text, room, "%s", "");
     if (o->mtp_num_layers > 0) length += snprintf(text, room, "  mtp loss %.4f", mean_mtp_loss(o, metrics));
@@ -213,8 +214,8 @@ static void add_scalar(scalars *all, const char *tag, const char *key, double va
 }
 
 /* `flops` are those of one rank per second. */
-static void collect_scalars(scalars *all, const mt_report *report, const mt_run_state *state,
-                          const mt_metrics *metrics, double flops) {
+static void collect_scalars(scalars *all, const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
+                            double flops) {
     int64_t bytes = report->device_bytes > 0 ? report->device_bytes : peak_memory();
     all->count = 0;
     add_scalar(all, "lm loss", "lm_loss", metrics->loss);
@@ -287,8 +288,7 @@ int mt_report_evaluation(const mt_report *report, const mt_run_state *state, con
     if (!report->metrics) return 0;
     char text[2][32];
     fprintf(report->metrics, "{\"iteration\": %lld, \"%s_loss\": %s, \"%s_perplexity\": %s",
-            (long long)state->iteration, split, json_number(text[0], loss), split,
-            json_number(text[1], exp(loss)));
+            (long long)state->iteration, split, json_number(text[0], loss), split, json_number(text[1], exp(loss)));
     return end_line(report, error);
 }
 

@@ -8,8 +8,8 @@
 extern "C" {
 #endif
 
-/* Rank 0 reports: one line per reported iteration on standard output; with --metrics one JSON object per line in a file;
- * with --tensorboard-dir events in a TensorBoard file. */
+/* Rank 0 reports: one line per reported iteration on standard output; with --metrics one JSON object per line in a
+ * file; with --tensorboard-dir events in a TensorBoard file. */
 typedef struct mt_report {
     const mt_options *options;
     FILE *metrics, *events;

@@ -11,11 +11,6 @@
 /* The files that are written. A stream is NULL where no file is wanted, and on all ranks but the first. */
 enum { LOG_PROBS, ENTROPY, LOGITS, NUM_OUTPUTS };
 
-static int write_floats(mt_new_file *file, const float *values, int64_t count, mt_error *error) {
-    if (!file->stream || (int64_t)fwrite(values, 4, (size_t)count, file->stream) == count) return 0;
-    return mt_file_write_error(error, file->path, file->option);
-}
-
 /* Opens the sequences to score and counts them. */
 static FILE *open_sequences(const mt_options *o, int64_t *num_sequences, mt_error *error) {
     struct stat status;
@@ -100,9 +95,9 @@ static int score_batches(mt_model *model, FILE *file, int64_t num_sequences, mt_
         mt_model_forward(model, &batch, false);
         mt_model_read(model, loss, entropy, logits);
         for (int64_t t = 0; t < count * T; t++) loss[t] = -loss[t]; // the label's log-probability
-        status = write_floats(&out[LOG_PROBS], loss, count * T, error);
-        if (status == 0) status = write_floats(&out[ENTROPY], entropy, count * T, error);
-        if (status == 0) status = write_floats(&out[LOGITS], logits, count * T * o->vocab_size, error);
+        status = mt_new_file_write(&out[LOG_PROBS], loss, count * T * 4, error);
+        if (status == 0) status = mt_new_file_write(&out[ENTROPY], entropy, count * T * 4, error);
+        if (status == 0) status = mt_new_file_write(&out[LOGITS], logits, count * T * o->vocab_size * 4, error);
         status = mt_agree(world, status != 0, error); // rank 0's disk may be full
     }
     free(row);

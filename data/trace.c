@@ -1,6 +1,6 @@
-/* trace.c: the timeline of some training steps on every rank. Every rank writes its part as text; rank 0 joins the parts
- * in a file. Invariants: boxes of one thread do not overlap, except phases, which lie inside their step; times are those
- * of rank 0's clock. */
+/* trace.c: the timeline of some training steps on every rank. Every rank writes its part as text; rank 0 joins the
+ * parts in a file. Invariants: boxes of one thread do not overlap, except phases, which lie inside their step; times
+ * are those of rank 0's clock. */
 #include "trace.h"
 
 #include "file.h"
@@ -32,10 +32,10 @@ typedef struct trace_lane {
 static struct {
     const char *path; // NULL: no trace is open
     const mt_grid *grid;
-    int64_t iteration;              // of the job, before this run
-    int64_t step, first, last;      // steps of this run, from 1
-    double clock_offset;            // to rank 0's clock
-    trace_lane lanes[TRACE_LANES];  // lane 0 has the phases
+    int64_t iteration;             // of the job, before this run
+    int64_t step, first, last;     // steps of this run, from 1
+    double clock_offset;           // to rank 0's clock
+    trace_lane lanes[TRACE_LANES]; // lane 0 has the phases
     int num_lanes;
     trace_event *events;
     int64_t num_events, max_events;
@@ -180,8 +180,8 @@ static void write_name(FILE *text, int rank, int lane, const char *key, const ch
 }
 
 static void write_order(FILE *text, int rank, int lane, const char *key, int order) {
-    fprintf(text, "{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"%s\",\"args\":{\"sort_index\":%d}},\n", rank, lane, key,
-            order);
+    fprintf(text, "{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"%s\",\"args\":{\"sort_index\":%d}},\n", rank, lane,
+            key, order);
 }
 
 /* Names and order of a rank and its lanes, for viewers. */
@@ -256,7 +256,8 @@ static char *print_part(double origin, size_t *bytes) {
     return memory;
 }
 
-/* On rank 0: writes its own part, then receives and writes the others' parts; receives them also if the disk is full. */
+/* On rank 0: writes its own part, then receives and writes the others' parts; receives them also if the disk is full.
+ */
 static int write_file(const char *text, size_t bytes, mt_error *error) {
     const mt_group *world = &trace.grid->world;
     mt_new_file file;
@@ -272,9 +273,10 @@ static int write_file(const char *text, size_t bytes, mt_error *error) {
         free(part);
     }
     // the last part ends with a comma, so one more item follows: the backend
-    int length = snprintf(end, sizeof end,
-                          "{\"ph\":\"M\",\"pid\":0,\"tid\":0,\"name\":\"process_labels\",\"args\":{\"labels\":\"%s\"}}\n]}\n",
-                          mt_profile_read()->backend);
+    int length =
+        snprintf(end, sizeof end,
+                 "{\"ph\":\"M\",\"pid\":0,\"tid\":0,\"name\":\"process_labels\",\"args\":{\"labels\":\"%s\"}}\n]}\n",
+                 mt_profile_read()->backend);
     if (status == 0) status = mt_new_file_write(&file, end, length, error);
     return mt_new_file_close(&file, status, error);
 }

@@ -1,6 +1,7 @@
 /* trace.h: the timeline of some training steps on every rank, as a file for chrome://tracing and ui.perfetto.dev
- * (Google, "Trace event format"). A rank is a process of the trace. Its threads are the phases of the step, computation,
- * and each kind of communication, with one more thread for each further stream. Times are those of rank 0's clock. */
+ * (Google, "Trace event format"). A rank is a process of the trace. Its threads are the phases of the step,
+ * computation, and each kind of communication, with one more thread for each further stream. Times are those of rank
+ * 0's clock. */
 #ifndef MT_TRACE_H
 #define MT_TRACE_H
 
@@ -11,8 +12,8 @@ extern "C" {
 #endif
 
 /* Begins the trace that options->trace and its steps describe, of the open profile (profile.h); `state` is the start of
- * the run. Errors: an unwritable file, a run that ends before the first step of the trace. Every rank calls it. There is
- * one trace per process. */
+ * the run. Errors: an unwritable file, a run that ends before the first step of the trace. Every rank calls it. There
+ * is one trace per process. */
 int mt_trace_open(const mt_options *options, const mt_grid *grid, const mt_run_state *state, mt_error *error);
 
 /* Around every training step of the run; begin returns true if the profile must record this step: a step of the trace,
