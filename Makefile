@@ -287,8 +287,6 @@ help:
 clean:
 	rm -rf build train infer data/preprocess
 
-endif
-
 # ---- Packages --------------------------------------------------------------------------------------------------------
 
 APT := build-essential pkg-config libopenmpi-dev openmpi-bin libopenblas-openmp-dev libjansson-dev libyaml-dev \
@@ -321,3 +319,5 @@ deps-dev: deps
 	$(call install_packages,clang clang-format $(CLANG:%=libomp-%-dev) \
 		$(if $(shell apt-cache show libclang-rt-$(CLANG)-dev 2>/dev/null),libclang-rt-$(CLANG)-dev),\
 		clang clang-tools-extra compiler-rt libomp-devel,llvm)
+
+endif
