@@ -2,15 +2,11 @@
  *
  * Contents
  *   §1   checks, arenas, random numbers
- *   §2   options and their only validator
- *   §2a  the table
- *   §2b  the command line and YAML
- *   §2c  config.json of Hugging Face
- *   §2d  derivation and checks
- *   §2e  ranks and experts
- *   §2f  schedules and sharding
- *   §2g  checks of a run
- *   §2h  printing
+ *   §2   options: the struct's rules
+ *   §2a  sizes, positions, lengths
+ *   §2b  ranks and experts
+ *   §2c  schedules and sharding
+ *   §2d  checks of a run
  *   §3   kernels in plain C
  *   §3a  threads, elements, memory
  *   §3b  linear layers
@@ -24,7 +20,8 @@
  *   §4   the rank grid and its groups
  *   §5   collectives
  *   §6   conjugate regions
- *   §7   parallel linear layers, embedding, loss
+ *   §7   linear
+ *   §7a  vocabulary-parallel embedding and loss
  *   §8   the parameter table
  *   §9   attention, MLP, layer
  *   §9a  rotary tables
@@ -57,16 +54,11 @@
  *   §14g resuming
  *   §15  generation
  *   §16  the training step
- *   §16b reports
- *   §16c TensorBoard
- *   §17  profile
- *   §17a the timed operations
- *   §17b the ceilings and the table
- *   §17c communication
- *   §17d traces
- *   §17e stragglers
  */
 #include "megatron.h"
+
+#include "data/json.h"
+#include "data/options.h"
 
 #include <ctype.h>
 #include <dirent.h>
@@ -80,7 +72,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <time.h>
@@ -98,9 +89,6 @@
 #endif
 #ifdef MT_HAVE_OPENMP
 #include <omp.h>
-#endif
-#ifdef MT_HAVE_YAML
-#include <yaml.h>
 #endif
 
 /* ==== §1 checks, arenas, random numbers ========================================================================== */
@@ -162,14 +150,6 @@ void *mt_realloc(void *memory, int64_t bytes) {
 
 char *mt_strdup(const char *text) {
     return strcpy(mt_malloc((int64_t)strlen(text) + 1), text);
-}
-
-static int64_t mt_min(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
-static int64_t mt_max(int64_t a, int64_t b) {
-    return a > b ? a : b;
 }
 
 double mt_time(void) {
@@ -270,1910 +250,30 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index) {
     return (uint64_t)words[0] << 32 | words[1];
 }
 
-/* ==== §2 options and their only validator ======================================================================== */
-/* A run is described by one flat struct and by nothing else. Invariants: the table below is the only place that knows
- * an option's name, type, default and range; command line, YAML file, --help and the printed configuration are loops
- * over it. A value that the user gave is marked in `given`, so that config.json never overrides it. Every rule between
- * options is in mt_options_finish, which allocates nothing that a run needs and can be called again. */
+/* ==== §2 options: the struct's rules ============================================================================= */
+/* A run is described by one flat struct and by nothing else. Text (command line, YAML, config.json, --help) is read and
+ * written by data/options.c; here stands what follows from the values and every rule between them, each error naming
+ * both sides. Invariant: mt_options_derive allocates nothing that a run needs and can be called again. */
 
-/* What earlier parts need from later ones. */
-enum { MT_CONFIG_BYTES = 1 << 22 };
-static int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path,
-                                 bool has_weights, mt_error *error);
-static int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
-static void mt_options_derive_sizes(mt_options *options);
-static void mt_options_help(mt_program program, FILE *file);
+_Static_assert(offsetof(mt_options, given) <= 8 * sizeof((mt_options *)0)->given, "a bit of given for every byte");
 
-/* ==== §2a the table ============================================================================================== */
-/* A row per option, and the few functions that read and write the field that a row points at. */
-
-typedef enum mt_option_type {
-    MT_FLAG,     // --swiglu
-    MT_NO,       // --disable-bias-linear: clears its field, whose default is true
-    MT_INT,      // plain decimals
-    MT_REAL,     // decimals, or with an exponent
-    MT_STRING,   // one word
-    MT_OPTIONAL, // one word, or none, which is "-"
-    MT_CHOICE,   // one of a|b|c
-    MT_LIST,     // one word or more
-} mt_option_type;
-
-/* Where a value may come from besides the user. */
-typedef enum mt_option_origin {
-    MT_OF_RUN,     // from nowhere
-    MT_OF_MODEL,   // the model's config.json, unless the user gave it
-    MT_OF_WEIGHTS, // the same, and weights that are loaded cannot do with another value
-} mt_option_origin;
-
-enum { MT_TRAIN = MT_PROGRAM_TRAIN, MT_INFER = MT_PROGRAM_INFER, MT_BOTH = MT_PROGRAM_TRAIN | MT_PROGRAM_INFER };
-
-/* A row per option. A row without a name opens a group, which `help` names. */
-typedef struct mt_option {
-    const char *name; // as on the command line; with underscores in YAML
-    mt_option_type type;
-    size_t offset; // of the field in mt_options; an alias is a later row with the same one
-    int programs;
-    mt_option_origin origin;
-    const char *fallback; // the default as the user would write it; NULL: none, or derived
-    const char *values;   // numbers: their range; choices: all of them; words: what they are
-    const char *help;
-} mt_option;
-
-#define MT_AT(field) offsetof(mt_options, field)
-
-static const mt_option mt_option_table[] = {
-    {.help = "model"},
-    {"num-layers", MT_INT, MT_AT(num_layers), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,10000]", "transformer layers"},
-    {"hidden-size", MT_INT, MT_AT(hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,1048576]", "width of hidden states"},
-    {"ffn-hidden-size", MT_INT, MT_AT(ffn_hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
-     "width of the MLP; 4 hidden sizes, with --swiglu 8/3 rounded down to 64s, when not given"},
-    {"num-attention-heads", MT_INT, MT_AT(num_attention_heads), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
-     "query heads"},
-    {"group-query-attention", MT_FLAG, MT_AT(group_query_attention), MT_TRAIN, MT_OF_MODEL, NULL, NULL,
-     "several query heads share a key and value head"},
-    {"num-query-groups", MT_INT, MT_AT(num_query_groups), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
-     "key and value heads with --group-query-attention; 1 when not given"},
-    {"kv-channels", MT_INT, MT_AT(kv_channels), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
-     "channels of a head; hidden size / heads when not given"},
-    {"multi-latent-attention", MT_FLAG, MT_AT(multi_latent_attention), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "keys and values of all heads come from one small latent, as in DeepSeek-V2 and V3"},
-    {"q-lora-rank", MT_INT, MT_AT(q_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[0,1048576]",
-     "width of the queries' latent; 0, or not given: queries have none"},
-    {"kv-lora-rank", MT_INT, MT_AT(kv_lora_rank), MT_TRAIN, MT_OF_WEIGHTS, "32", "[1,1048576]",
-     "width of the keys' and values' latent"},
-    {"qk-head-dim", MT_INT, MT_AT(qk_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,65536]",
-     "channels of a query and key head that do not turn"},
-    {"qk-pos-emb-head-dim", MT_INT, MT_AT(qk_pos_emb_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "64", "[2,65536]",
-     "channels that do, of which all keys have the same"},
-    {"v-head-dim", MT_INT, MT_AT(v_head_dim), MT_TRAIN, MT_OF_WEIGHTS, "128", "[1,65536]", "channels of a value head"},
-    {"max-position-embeddings", MT_INT, MT_AT(max_position_embeddings), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
-     "positions that a token may have; the sequence length when not given"},
-    {"vocab-size", MT_INT, MT_AT(vocab_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
-     "tokens of the vocabulary; the tokenizer's when not given"},
-    {"make-vocab-size-divisible-by", MT_INT, MT_AT(make_vocab_size_divisible_by), MT_TRAIN, MT_OF_RUN, "128",
-     "[1,1048576]", "the embedding has rows to a multiple of this"},
-    {"normalization", MT_CHOICE, MT_AT(normalization), MT_TRAIN, MT_OF_WEIGHTS, "LayerNorm", "LayerNorm|RMSNorm",
-     "kind of norm"},
-    {"norm-epsilon", MT_REAL, MT_AT(norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)", "epsilon of the norms"},
-    {"layernorm-epsilon", MT_REAL, MT_AT(norm_epsilon), MT_TRAIN, MT_OF_WEIGHTS, "1e-5", "(0,1)",
-     "the same by its older name"},
-    {"swiglu", MT_FLAG, MT_AT(swiglu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL, "gated MLP with SiLU instead of GELU"},
-    {"openai-gelu", MT_FLAG, MT_AT(openai_gelu), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "GELU by its tanh approximation, as GPT-2 has it"},
-    {"qk-layernorm", MT_FLAG, MT_AT(qk_layernorm), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "norm of every query and key head; --multi-latent-attention: of the latents, which always have it"},
-    {"untie-embeddings-and-output-weights", MT_FLAG, MT_AT(untie_embeddings_and_output_weights), MT_TRAIN,
-     MT_OF_WEIGHTS, NULL, NULL, "an output layer of its own"},
-    {"disable-bias-linear", MT_NO, MT_AT(add_bias_linear), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "linear layers without biases"},
-    {"add-qkv-bias", MT_FLAG, MT_AT(add_qkv_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "biases on queries, keys and values all the same"},
-    {"init-method-std", MT_REAL, MT_AT(init_method_std), MT_TRAIN, MT_OF_MODEL, "0.02", "[0,100]",
-     "standard deviation of initial weights"},
-    {"hidden-dropout", MT_REAL, MT_AT(hidden_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
-     "dropout of embeddings and of what a block adds"},
-    {"attention-dropout", MT_REAL, MT_AT(attention_dropout), MT_TRAIN, MT_OF_MODEL, "0.1", "[0,1)",
-     "dropout of attention probabilities"},
-    {"window-size", MT_INT, MT_AT(window_size), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1073741824]",
-     "sliding window: keys that a query sees, itself included; all when not given"},
-
-    {.help = "positions"},
-    {"position-embedding-type", MT_CHOICE, MT_AT(position_embedding_type), MT_TRAIN, MT_OF_WEIGHTS, "learned_absolute",
-     "learned_absolute|rope|none", "how positions enter"},
-    {"rotary-base", MT_REAL, MT_AT(rotary_base), MT_TRAIN, MT_OF_MODEL, "10000", "(0,1e15]",
-     "base of rotary positions"},
-    {"rotary-percent", MT_REAL, MT_AT(rotary_percent), MT_TRAIN, MT_OF_WEIGHTS, "1", "(0,1]",
-     "share of a head's channels that turn"},
-    {"rotary-interleaved", MT_FLAG, MT_AT(rotary_interleaved), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "turn channels (2i, 2i + 1) together, not (i, i + half)"},
-    {"rotary-seq-len-interpolation-factor", MT_INT, MT_AT(rotary_seq_len_interpolation_factor), MT_TRAIN, MT_OF_RUN,
-     NULL, "[1,1048576]", "linear scaling of positions by this"},
-    {"use-rope-scaling", MT_FLAG, MT_AT(use_rope_scaling), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "the scaling of Llama 3.1: --rope-scaling-type llama3"},
-    {"rope-scaling-type", MT_CHOICE, MT_AT(rope_scaling_type), MT_TRAIN, MT_OF_MODEL, "none", "none|linear|llama3|yarn",
-     "how rotary positions are stretched"},
-    {"rope-scaling-factor", MT_REAL, MT_AT(rope_scaling_factor), MT_TRAIN, MT_OF_MODEL, NULL, "[1,1048576]",
-     "by how much; 8 for llama3 when not given"},
-    {"rope-low-freq-factor", MT_REAL, MT_AT(rope_low_freq_factor), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
-     "llama3: wavelengths above original / this are stretched"},
-    {"rope-high-freq-factor", MT_REAL, MT_AT(rope_high_freq_factor), MT_TRAIN, MT_OF_MODEL, "4", "(0,1048576]",
-     "llama3: wavelengths below original / this stay"},
-    {"original-max-position-embeddings", MT_INT, MT_AT(original_max_position_embeddings), MT_TRAIN, MT_OF_MODEL, NULL,
-     "[1,1073741824]", "llama3, yarn: positions before the stretch; 8192 for llama3 when not given"},
-    {"yarn-beta-fast", MT_REAL, MT_AT(yarn_beta_fast), MT_TRAIN, MT_OF_MODEL, "32", "(0,1048576]",
-     "yarn: turns above which channels stay"},
-    {"yarn-beta-slow", MT_REAL, MT_AT(yarn_beta_slow), MT_TRAIN, MT_OF_MODEL, "1", "(0,1048576]",
-     "yarn: turns below which channels are stretched"},
-    {"yarn-mscale", MT_REAL, MT_AT(yarn_mscale), MT_TRAIN, MT_OF_MODEL, NULL, "[0,1048576]",
-     "yarn: scale of attention is g(mscale) / g(mscale-all-dim), g(m) = 0.1 m ln(factor) + 1"},
-    {"yarn-mscale-all-dim", MT_REAL, MT_AT(yarn_mscale_all_dim), MT_TRAIN, MT_OF_MODEL, NULL, "[0,1048576]",
-     "yarn: see --yarn-mscale"},
-    {"yarn-attention-factor", MT_REAL, MT_AT(yarn_attention_factor), MT_TRAIN, MT_OF_MODEL, NULL, "(0,1048576]",
-     "yarn: that scale itself; g(1) when none is given"},
-
-    {.help = "batches and length of training"},
-    {"micro-batch-size", MT_INT, MT_AT(micro_batch_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
-     "sequences a rank computes at once; infer: with --score"},
-    {"global-batch-size", MT_INT, MT_AT(global_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
-     "sequences of a step; micro batch size x ranks when not given"},
-    {"rampup-batch-size", MT_LIST, MT_AT(rampup_batch_size), MT_TRAIN, MT_OF_RUN, NULL, "START INCREMENT SAMPLES",
-     "grow the global batch from START by INCREMENT over the first SAMPLES"},
-    {"seq-length", MT_INT, MT_AT(seq_length), MT_BOTH, MT_OF_RUN, NULL, "[1,1073741824]",
-     "tokens of a sequence; infer: with --score"},
-    {"train-iters", MT_INT, MT_AT(train_iters), MT_TRAIN, MT_OF_RUN, NULL, "[0,1000000000000]",
-     "steps to train; 0 with --load and --save: save what was loaded, in this precision"},
-    {"train-samples", MT_INT, MT_AT(train_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "sequences to train on, instead"},
-    {"exit-duration-in-mins", MT_REAL, MT_AT(exit_duration_in_mins), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e9]",
-     "save and stop after so many minutes"},
-    {"exit-signal-handler", MT_FLAG, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, "true", NULL,
-     "SIGTERM, and --exit-signal, save and stop"},
-    {"no-exit-signal-handler", MT_NO, MT_AT(exit_signal_handler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "they end the run at once"},
-    {"exit-signal", MT_CHOICE, MT_AT(exit_signal), MT_TRAIN, MT_OF_RUN, "SIGTERM", "SIGTERM|SIGINT|SIGUSR1|SIGUSR2",
-     "a signal beside SIGTERM that saves and stops; mpirun passes SIGUSR1 and SIGUSR2 on"},
-    {"bf16", MT_FLAG, MT_AT(bf16), MT_BOTH, MT_OF_RUN, NULL, NULL, "parameters and activations in bf16, else fp32"},
-    {"device", MT_CHOICE, MT_AT(device), MT_BOTH, MT_OF_RUN, "auto", "auto|cpu|cuda",
-     "where to compute; auto: on a GPU where one answers"},
-    {"attention-backend", MT_CHOICE, MT_AT(attention_backend), MT_BOTH, MT_OF_RUN, "auto", "auto|flash|cudnn|unfused",
-     "attention on a GPU: fused kernels (flash), cuDNN's where sequences are equally long and flash elsewhere (cudnn), "
-     "the plain kernels (unfused); auto: the faster of flash and cudnn, measured once"},
-    {"deterministic-mode", MT_FLAG, MT_AT(deterministic_mode), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "two runs on a GPU have the same bits: algorithms are not chosen by measuring, and only those that repeat"},
-    {"seed", MT_INT, MT_AT(seed), MT_BOTH, MT_OF_RUN, "1234", "[0,9223372036854775807]", "seed of everything drawn"},
-
-    {.help = "mixture of experts"},
-    {"num-experts", MT_INT, MT_AT(num_experts), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,65536]",
-     "experts of a layer, of which a token visits a few; no experts when not given"},
-    {"moe-layer-freq", MT_STRING, MT_AT(moe_layer_freq), MT_TRAIN, MT_OF_WEIGHTS, "1", "N or '([0]*3+[1]*58)'",
-     "layers with experts: every N-th from the first on, or 0 and 1 for every layer"},
-    {"moe-ffn-hidden-size", MT_INT, MT_AT(moe_ffn_hidden_size), MT_TRAIN, MT_OF_WEIGHTS, NULL, "[1,16777216]",
-     "width of an expert; --ffn-hidden-size when not given"},
-    {"moe-shared-expert-intermediate-size", MT_INT, MT_AT(moe_shared_expert_intermediate_size), MT_TRAIN, MT_OF_WEIGHTS,
-     NULL, "[1,16777216]", "width of the expert that every token visits; none when not given"},
-    {"moe-shared-expert-gate", MT_FLAG, MT_AT(moe_shared_expert_gate), MT_TRAIN, MT_OF_WEIGHTS, NULL, NULL,
-     "a sigmoid weighs, token by token, the expert that every token visits"},
-    {"moe-router-topk", MT_INT, MT_AT(moe_router_topk), MT_TRAIN, MT_OF_MODEL, "2", "[1,65536]",
-     "experts that a token visits"},
-    {"moe-router-score-function", MT_CHOICE, MT_AT(moe_router_score_function), MT_TRAIN, MT_OF_MODEL, "softmax",
-     "softmax|sigmoid", "scores from the router's logits"},
-    {"moe-router-pre-softmax", MT_FLAG, MT_AT(moe_router_pre_softmax), MT_TRAIN, MT_OF_MODEL, NULL, NULL,
-     "softmax over all experts before the choice, not over those chosen"},
-    {"moe-router-num-groups", MT_INT, MT_AT(moe_router_num_groups), MT_TRAIN, MT_OF_MODEL, NULL, "[1,65536]",
-     "groups of experts, of which --moe-router-group-topk are chosen first"},
-    {"moe-router-group-topk", MT_INT, MT_AT(moe_router_group_topk), MT_TRAIN, MT_OF_MODEL, NULL, "[1,65536]",
-     "groups that a token's experts may be in"},
-    {"moe-router-topk-scaling-factor", MT_REAL, MT_AT(moe_router_topk_scaling_factor), MT_TRAIN, MT_OF_MODEL, "1",
-     "(0,1e6]", "factor of the probabilities"},
-    {"moe-router-enable-expert-bias", MT_FLAG, MT_AT(moe_router_enable_expert_bias), MT_TRAIN, MT_OF_WEIGHTS, NULL,
-     NULL, "a bias for every expert's score, moved after each step towards equal loads"},
-    {"moe-router-bias-update-rate", MT_REAL, MT_AT(moe_router_bias_update_rate), MT_TRAIN, MT_OF_RUN, "1e-3", "[0,1e6]",
-     "how far it moves"},
-    {"moe-router-load-balancing-type", MT_CHOICE, MT_AT(moe_router_load_balancing_type), MT_TRAIN, MT_OF_RUN,
-     "aux_loss", "none|aux_loss|seq_aux_loss|global_aux_loss|sinkhorn",
-     "what --moe-aux-loss-coeff balances: a micro-batch, each sequence, or the global batch so far; or sinkhorn, where "
-     "a "
-     "micro-batch's tokens choose together"},
-    {"moe-aux-loss-coeff", MT_REAL, MT_AT(moe_aux_loss_coeff), MT_TRAIN, MT_OF_MODEL, "0", "[0,1e6]",
-     "weight of the loss that balances the experts' loads"},
-    {"moe-z-loss-coeff", MT_REAL, MT_AT(moe_z_loss_coeff), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
-     "weight of the loss that keeps the router's logits small"},
-    {"moe-expert-capacity-factor", MT_REAL, MT_AT(moe_expert_capacity_factor), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]",
-     "an expert takes so many times its even share of a micro-batch and drops the rest; nothing is dropped when not "
-     "given"},
-    {"moe-token-drop-policy", MT_CHOICE, MT_AT(moe_token_drop_policy), MT_TRAIN, MT_OF_RUN, "probs", "probs|position",
-     "which are dropped: those of the lowest probabilities, or the last ones"},
-    {"moe-pad-expert-input-to-capacity", MT_FLAG, MT_AT(moe_pad_expert_input_to_capacity), MT_TRAIN, MT_OF_RUN, NULL,
-     NULL, "an expert's input always has the rows of its capacity, so that the host need not know the loads"},
-    {"moe-token-dispatcher-type", MT_CHOICE, MT_AT(moe_token_dispatcher_type), MT_BOTH, MT_OF_RUN, "alltoall",
-     "alltoall|allgather", "how tokens reach experts of other ranks: each to those it chose, or all to all ranks"},
-    {"no-moe-grouped-gemm", MT_NO, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "a matrix product for each expert instead of one for all; the host then waits for their loads"},
-    {"moe-grouped-gemm", MT_FLAG, MT_AT(moe_grouped_gemm), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "one grouped product for all experts; the default"},
-    {"no-moe-permute-fusion", MT_NO, MT_AT(moe_permute_fusion), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "rows are weighed by their probabilities and added up for their tokens in passes of their own"},
-    {"moe-permute-fusion", MT_FLAG, MT_AT(moe_permute_fusion), MT_BOTH, MT_OF_RUN, NULL, NULL,
-     "probabilities weigh inside the experts' activation, and one pass adds up a token's rows; the default"},
-
-    {.help = "multi-token prediction"},
-    {"mtp-num-layers", MT_INT, MT_AT(mtp_num_layers), MT_TRAIN, MT_OF_MODEL, "0", "[0,8]",
-     "modules after the last layer, each of which predicts one token further, as DeepSeek-V3 trains them"},
-    {"mtp-loss-scaling-factor", MT_REAL, MT_AT(mtp_loss_scaling_factor), MT_TRAIN, MT_OF_RUN, "0.1", "(0,1e6]",
-     "weight of the mean of their losses"},
-
-    {.help = "parallelism"},
-    {"tensor-model-parallel-size", MT_INT, MT_AT(tensor_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
-     "ranks that share every layer: heads, MLP and vocabulary"},
-    {"pipeline-model-parallel-size", MT_INT, MT_AT(pipeline_model_parallel_size), MT_BOTH, MT_OF_RUN, "1",
-     "[1,1048576]", "ranks that hold the layers one after another"},
-    {"context-parallel-size", MT_INT, MT_AT(context_parallel_size), MT_TRAIN, MT_OF_RUN, "1", "[1,1048576]",
-     "ranks that share every sequence"},
-    {"expert-model-parallel-size", MT_INT, MT_AT(expert_model_parallel_size), MT_BOTH, MT_OF_RUN, "1", "[1,1048576]",
-     "ranks that share the experts of a layer, among all that hold it"},
-    {"expert-tensor-parallel-size", MT_INT, MT_AT(expert_tensor_parallel_size), MT_BOTH, MT_OF_RUN, NULL, "[1,1048576]",
-     "ranks that share every expert; --tensor-model-parallel-size when not given"},
-    {"sequence-parallel", MT_FLAG, MT_AT(sequence_parallel), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "tensor-parallel ranks share the tokens of norms and dropout"},
-    {"tp-comm-overlap", MT_FLAG, MT_AT(tp_comm_overlap), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "with --sequence-parallel: multiply the rows of one rank while those of the next travel; GPUs of one host"},
-    {"cp-comm-type", MT_CHOICE, MT_AT(cp_comm_type), MT_TRAIN, MT_OF_RUN, "p2p", "p2p|all_gather|a2a|a2a+p2p",
-     "how context-parallel ranks get one another's keys: round a ring, all at once, tokens traded for heads, or both"},
-    {"hierarchical-context-parallel-sizes", MT_LIST, MT_AT(hierarchical_context_parallel_sizes), MT_TRAIN, MT_OF_RUN,
-     NULL, "A2A RING", "with a2a+p2p: neighbours that trade, and how many such groups form a ring"},
-    {"distributed-timeout-seconds", MT_INT, MT_AT(distributed_timeout_seconds), MT_BOTH, MT_OF_RUN, "600",
-     "[1,1000000000]", "end the job when a rank waits so long for another"},
-    {"num-virtual-stages-per-pipeline-rank", MT_INT, MT_AT(num_virtual_stages_per_pipeline_rank), MT_TRAIN, MT_OF_RUN,
-     "1", "[1,10000]", "pieces that a rank's layers are cut into: a shorter bubble, more messages"},
-    {"num-layers-per-virtual-pipeline-stage", MT_INT, MT_AT(num_layers_per_virtual_pipeline_stage), MT_TRAIN, MT_OF_RUN,
-     NULL, "[1,10000]", "the same, by the layers of a piece"},
-    {"microbatch-group-size-per-virtual-pipeline-stage", MT_INT,
-     MT_AT(microbatch_group_size_per_virtual_pipeline_stage), MT_TRAIN, MT_OF_RUN, NULL, "[1,1073741824]",
-     "micro-batches that pass a piece before the next piece's turn; the pipeline size when not given"},
-    {"decoder-first-pipeline-num-layers", MT_INT, MT_AT(decoder_first_pipeline_num_layers), MT_BOTH, MT_OF_RUN, NULL,
-     "[1,10000]", "layers of the first rank, when it has other than its share"},
-    {"decoder-last-pipeline-num-layers", MT_INT, MT_AT(decoder_last_pipeline_num_layers), MT_BOTH, MT_OF_RUN, NULL,
-     "[1,10000]", "layers of the last rank"},
-    {"account-for-embedding-in-pipeline-split", MT_FLAG, MT_AT(account_for_embedding_in_pipeline_split), MT_TRAIN,
-     MT_OF_RUN, NULL, NULL, "the embedding counts as a layer when layers are shared out"},
-    {"account-for-loss-in-pipeline-split", MT_FLAG, MT_AT(account_for_loss_in_pipeline_split), MT_TRAIN, MT_OF_RUN,
-     NULL, NULL, "the loss counts as a layer too"},
-    {"pipeline-model-parallel-layout", MT_STRING, MT_AT(pipeline_model_parallel_layout), MT_TRAIN, MT_OF_RUN, NULL,
-     "'Et*3|(tt|)*6L'",
-     "the stages in letters: E embedding, t layer, m module of multi-token prediction, L loss, | between stages, *n "
-     "repeats"},
-    {"pipeline-schedule", MT_CHOICE, MT_AT(pipeline_schedule), MT_TRAIN, MT_OF_RUN, NULL, "1f1b|interleaved|zb-h1",
-     "order of forwards and backwards; interleaved where a rank has several stages, else 1f1b, when not given"},
-    {"print-schedule", MT_OPTIONAL, MT_AT(print_schedule), MT_TRAIN, MT_OF_RUN, NULL, "FILE.svg",
-     "print stages and schedule as a picture, or draw it into a file too, and exit; needs no mpirun"},
-    {"use-distributed-optimizer", MT_FLAG, MT_AT(use_distributed_optimizer), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "each rank keeps and updates its part of the optimizer's state: --data-parallel-sharding-strategy optim"},
-    {"data-parallel-sharding-strategy", MT_CHOICE, MT_AT(data_parallel_sharding_strategy), MT_TRAIN, MT_OF_RUN,
-     "no_shard", "no_shard|optim|optim_grads|optim_grads_params", "what data-parallel ranks share out among them"},
-    {"overlap-grad-reduce", MT_FLAG, MT_AT(overlap_grad_reduce), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "sum a layer's gradients over the ranks while the backward goes on"},
-    {"overlap-param-gather", MT_FLAG, MT_AT(overlap_param_gather), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "gather a layer's parameters while the layer before it computes"},
-
-    {.help = "learning rate and optimizer"},
-    {"lr", MT_REAL, MT_AT(lr), MT_TRAIN, MT_OF_RUN, NULL, "(0,1e6]", "highest learning rate"},
-    {"min-lr", MT_REAL, MT_AT(min_lr), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]", "lowest learning rate after warm-up"},
-    {"lr-decay-style", MT_CHOICE, MT_AT(lr_decay_style), MT_TRAIN, MT_OF_RUN, "linear",
-     "constant|linear|cosine|inverse-square-root|WSD", "how it falls"},
-    {"lr-decay-iters", MT_INT, MT_AT(lr_decay_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "steps until the lowest; --train-iters when not given"},
-    {"lr-decay-samples", MT_INT, MT_AT(lr_decay_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "sequences until the lowest; --train-samples when not given"},
-    {"lr-wsd-decay-style", MT_CHOICE, MT_AT(lr_wsd_decay_style), MT_TRAIN, MT_OF_RUN, "exponential",
-     "exponential|linear|cosine|minus_sqrt", "how WSD falls at its end"},
-    {"lr-wsd-decay-iters", MT_INT, MT_AT(lr_wsd_decay_iters), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "steps of that fall"},
-    {"lr-wsd-decay-samples", MT_INT, MT_AT(lr_wsd_decay_samples), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "sequences of that fall"},
-    {"lr-warmup-iters", MT_INT, MT_AT(lr_warmup_iters), MT_TRAIN, MT_OF_RUN, "0", "[0,1000000000000]",
-     "steps of linear warm-up"},
-    {"lr-warmup-samples", MT_INT, MT_AT(lr_warmup_samples), MT_TRAIN, MT_OF_RUN, "0", "[0,1000000000000]",
-     "sequences of linear warm-up"},
-    {"lr-warmup-fraction", MT_REAL, MT_AT(lr_warmup_fraction), MT_TRAIN, MT_OF_RUN, NULL, "[0,1)",
-     "warm-up as a share of the decay"},
-    {"lr-warmup-init", MT_REAL, MT_AT(lr_warmup_init), MT_TRAIN, MT_OF_RUN, "0", "[0,1e6]",
-     "learning rate that warm-up begins with"},
-    {"weight-decay", MT_REAL, MT_AT(weight_decay), MT_TRAIN, MT_OF_RUN, "0.01", "[0,1e6]",
-     "decay of matrices; vectors have none"},
-    {"start-weight-decay", MT_REAL, MT_AT(start_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
-     "weight decay at the start of its ramp"},
-    {"end-weight-decay", MT_REAL, MT_AT(end_weight_decay), MT_TRAIN, MT_OF_RUN, NULL, "[0,1e6]",
-     "weight decay at the end of its ramp"},
-    {"weight-decay-incr-style", MT_CHOICE, MT_AT(weight_decay_incr_style), MT_TRAIN, MT_OF_RUN, "constant",
-     "constant|linear|cosine", "how weight decay ramps"},
-    {"adam-beta1", MT_REAL, MT_AT(adam_beta1), MT_TRAIN, MT_OF_RUN, "0.9", "[0,1)", "decay of the first moment"},
-    {"adam-beta2", MT_REAL, MT_AT(adam_beta2), MT_TRAIN, MT_OF_RUN, "0.999", "[0,1)", "decay of the second moment"},
-    {"adam-eps", MT_REAL, MT_AT(adam_eps), MT_TRAIN, MT_OF_RUN, "1e-8", "(0,1]", "added to its square root"},
-    {"clip-grad", MT_REAL, MT_AT(clip_grad), MT_TRAIN, MT_OF_RUN, "1", "[0,1e30]",
-     "largest norm of the gradient; 0 does not clip"},
-
-    {.help = "steps that go wrong"},
-    {"check-for-nan-in-loss-and-grad", MT_FLAG, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, "true",
-     NULL, "a loss or gradient norm that is not finite makes a step bad"},
-    {"no-check-for-nan-in-loss-and-grad", MT_NO, MT_AT(check_for_nan_in_loss_and_grad), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "train on with what comes of it"},
-    {"check-for-spiky-loss", MT_FLAG, MT_AT(check_for_spiky_loss), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "a loss far above its running average makes a step bad"},
-    {"loss-spike-factor", MT_REAL, MT_AT(loss_spike_factor), MT_TRAIN, MT_OF_RUN, "10", "(1,1e6]",
-     "times the average that a loss may be"},
-    {"loss-spike-window", MT_INT, MT_AT(loss_spike_window), MT_TRAIN, MT_OF_RUN, "100", "[1,1000000000]",
-     "steps of that average, before which nothing is a spike"},
-    {"bad-step-policy", MT_CHOICE, MT_AT(bad_step_policy), MT_TRAIN, MT_OF_RUN, "stop", "stop|skip|rewind",
-     "end the run; make no update; or go back to the last checkpoint, and skip what is bad again"},
-    {"max-bad-steps-in-a-row", MT_INT, MT_AT(max_bad_steps_in_a_row), MT_TRAIN, MT_OF_RUN, "3", "[1,1000000000]",
-     "steps that may be skipped or rewound for one after another before the run ends"},
-    {"rerun-mode", MT_CHOICE, MT_AT(rerun_mode), MT_TRAIN, MT_OF_RUN, "disabled", "disabled|validate_results",
-     "do a bad step again, to tell a transient fault from one that repeats, and name the rank"},
-
-    {.help = "data"},
-    {"data-path", MT_LIST, MT_AT(data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
-     "indexed datasets, cut by --split: one prefix, several, or weight prefix weight prefix ..."},
-    {"split", MT_STRING, MT_AT(split), MT_TRAIN, MT_OF_RUN, "969,30,1", "A,B,C",
-     "parts of --data-path to train, validate and test on"},
-    {"train-data-path", MT_LIST, MT_AT(train_data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
-     "datasets to train on, instead of --data-path"},
-    {"valid-data-path", MT_LIST, MT_AT(valid_data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX",
-     "datasets to validate on"},
-    {"test-data-path", MT_LIST, MT_AT(test_data_path), MT_TRAIN, MT_OF_RUN, NULL, "PREFIX", "datasets to test on"},
-    {"mock-data", MT_FLAG, MT_AT(mock_data), MT_TRAIN, MT_OF_RUN, NULL, NULL, "make tokens up"},
-    {"tokens-file", MT_STRING, MT_AT(tokens_file), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
-     "int32 [iterations, global batch, seq + 1], fed in order"},
-    {"tokenizer-type", MT_CHOICE, MT_AT(tokenizer_type), MT_BOTH, MT_OF_RUN, NULL,
-     "HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer|ByteLevel",
-     "kind of tokenizer; found in the --load folder when not given"},
-    {"tokenizer-model", MT_STRING, MT_AT(tokenizer_model), MT_BOTH, MT_OF_RUN, NULL, "PATH", "its file or folder"},
-    {"dataloader-type", MT_CHOICE, MT_AT(dataloader_type), MT_TRAIN, MT_OF_RUN, "single", "single|cyclic",
-     "samples in order, once; or shuffled anew in every epoch"},
-    {"reset-position-ids", MT_FLAG, MT_AT(reset_position_ids), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "positions begin anew after an end of document"},
-    {"reset-attention-mask", MT_FLAG, MT_AT(reset_attention_mask), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "documents of a sample do not see one another"},
-    {"eod-mask-loss", MT_FLAG, MT_AT(eod_mask_loss), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "no loss where the input is an end of document"},
-
-    {.help = "evaluation, checkpoints, reports"},
-    {"eval-interval", MT_INT, MT_AT(eval_interval), MT_TRAIN, MT_OF_RUN, "1000", "[1,1000000000000]",
-     "steps between evaluations"},
-    {"eval-iters", MT_INT, MT_AT(eval_iters), MT_TRAIN, MT_OF_RUN, "100", "[0,1000000000]",
-     "global batches of an evaluation; 0: none"},
-    {"log-interval", MT_INT, MT_AT(log_interval), MT_TRAIN, MT_OF_RUN, "1", "[1,1000000000000]",
-     "steps between printed lines; Megatron prints every 100th"},
-    {"metrics", MT_STRING, MT_AT(metrics), MT_TRAIN, MT_OF_RUN, NULL, "FILE.jsonl", "write an object a step"},
-    {"profile", MT_FLAG, MT_AT(profile), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "time every operation and print, at the end, where a step's time went"},
-    {"tensorboard-dir", MT_STRING, MT_AT(tensorboard_dir), MT_TRAIN, MT_OF_RUN, NULL, "DIR",
-     "write event files for TensorBoard"},
-    {"log-straggler", MT_FLAG, MT_AT(log_straggler), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "with every printed line, the slowest and the fastest rank in each part of its step"},
-    {"trace", MT_STRING, MT_AT(trace), MT_TRAIN, MT_OF_RUN, NULL, "FILE.json",
-     "write a timeline of some steps on all ranks, for ui.perfetto.dev or chrome://tracing"},
-    {"trace-first-step", MT_INT, MT_AT(trace_first_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "first step that --trace records, counted from the start of this run; the second when not given"},
-    {"trace-last-step", MT_INT, MT_AT(trace_last_step), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "last one; the step after the first when not given"},
-    {"load", MT_STRING, MT_AT(load), MT_BOTH, MT_OF_RUN, NULL, "DIR",
-     "a Hugging Face folder, or one that --save wrote: shape and weights"},
-    {"hf-config", MT_STRING, MT_AT(hf_config), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
-     "take the shape from a config.json, weights at random"},
-    {"save", MT_STRING, MT_AT(save), MT_TRAIN, MT_OF_RUN, NULL, "DIR", "write checkpoints here"},
-    {"save-interval", MT_INT, MT_AT(save_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "steps between checkpoints; only at the end when not given"},
-    {"async-save", MT_FLAG, MT_AT(async_save), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "train on while a checkpoint is written: steps wait only until it is copied to host memory, which it takes"},
-    {"keep-checkpoints", MT_INT, MT_AT(keep_checkpoints), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "remove all but so many of the last checkpoints; all stay when not given"},
-    {"save-retain-interval", MT_INT, MT_AT(save_retain_interval), MT_TRAIN, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "steps between checkpoints that stay; others go when they are neither the last nor kept by --keep-checkpoints"},
-    {"finetune", MT_FLAG, MT_AT(finetune), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "load weights only and begin at iteration 0"},
-    {"no-load-optim", MT_FLAG, MT_AT(no_load_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not load optimizer state"},
-    {"no-load-rng", MT_FLAG, MT_AT(no_load_rng), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "go on with another --seed than the run was begun with: dropout and the order of data are drawn by it from here"},
-    {"auto-resume", MT_FLAG, MT_AT(auto_resume), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "go on from the last whole checkpoint in --save; begin as --load says only where there is none"},
-    {"exit-on-missing-checkpoint", MT_FLAG, MT_AT(exit_on_missing_checkpoint), MT_TRAIN, MT_OF_RUN, NULL, NULL,
-     "end with an error, not begin anew, where a run that goes on from --save finds no checkpoint there"},
-    {"no-save-optim", MT_FLAG, MT_AT(no_save_optim), MT_TRAIN, MT_OF_RUN, NULL, NULL, "do not save optimizer state"},
-    {"config", MT_STRING, MT_AT(config), MT_BOTH, MT_OF_RUN, NULL, "FILE.yaml",
-     "read options from a file; the command line wins"},
-
-    {.help = "generation (interactive without --prompt)"},
-    {"prompt", MT_LIST, MT_AT(prompt), MT_INFER, MT_OF_RUN, NULL, "TEXT",
-     "texts to continue, all at once; several are shown in order, a header before each"},
-    {"prompt-tokens", MT_STRING, MT_AT(prompt_tokens), MT_INFER, MT_OF_RUN, NULL, "1,2,3",
-     "tokens to continue; needs no tokenizer"},
-    {"print-tokens", MT_FLAG, MT_AT(print_tokens), MT_INFER, MT_OF_RUN, NULL, NULL,
-     "print the ids of new tokens, a line for each prompt, not text"},
-    {"max-new-tokens", MT_INT, MT_AT(max_new_tokens), MT_INFER, MT_OF_RUN, "256", "[0,1073741824]",
-     "tokens to add to a prompt"},
-    {"temperature", MT_REAL, MT_AT(temperature), MT_INFER, MT_OF_RUN, "1", "[0,1e6]", "0: always the likeliest token"},
-    {"top-k", MT_INT, MT_AT(top_k), MT_INFER, MT_OF_RUN, "0", "[0,16777216]", "draw from the k likeliest; 0: from all"},
-    {"top-p", MT_REAL, MT_AT(top_p), MT_INFER, MT_OF_RUN, "1", "(0,1]",
-     "draw from the likeliest that together have probability p"},
-
-    {.help = "scoring"},
-    {"score", MT_STRING, MT_AT(score), MT_INFER, MT_OF_RUN, NULL, "FILE.i32",
-     "int32 [sequences, seq length + 1] to score, forward only"},
-    {"out", MT_STRING, MT_AT(out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32", "log-probability of every label"},
-    {"entropy-out", MT_STRING, MT_AT(entropy_out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32",
-     "entropy of every distribution"},
-    {"logits-out", MT_STRING, MT_AT(logits_out), MT_INFER, MT_OF_RUN, NULL, "FILE.f32", "all logits"},
-    {"max-sequences", MT_INT, MT_AT(max_sequences), MT_INFER, MT_OF_RUN, NULL, "[1,1000000000000]",
-     "sequences to score; all when not given"},
-};
-
-enum { MT_NUM_OPTIONS = sizeof mt_option_table / sizeof mt_option_table[0] };
-
-_Static_assert(MT_NUM_OPTIONS <= 64 * sizeof((mt_options *)0)->given / sizeof(uint64_t),
-               "a bit of mt_options.given for every row");
-
-/* The first row of a field: aliases share its bit in `given`. */
-static const mt_option *mt_option_of(size_t offset) {
-    const mt_option *row = mt_option_table;
-    while (!row->name || row->offset != offset) row++;
-    return row;
+bool mt_options_gave(const mt_options *options, size_t offset) {
+    return options->given[offset / 64] >> offset % 64 & 1;
 }
 
-static bool mt_option_given(const mt_options *options, size_t offset) {
-    int64_t index = mt_option_of(offset) - mt_option_table;
-    return options->given[index / 64] >> index % 64 & 1;
+bool mt_options_converts(const mt_options *o) {
+    return MT_GIVEN(o, train_iters) && o->train_iters == 0 && o->train_samples == 0 && o->load && o->save;
 }
 
-static void mt_option_mark(mt_options *options, const mt_option *row) {
-    int64_t index = mt_option_of(row->offset) - mt_option_table;
-    options->given[index / 64] |= (uint64_t)1 << index % 64;
-}
-
-static bool *mt_option_bool(const mt_options *options, const mt_option *row) {
-    return (bool *)((char *)options + row->offset);
-}
-
-static int64_t *mt_option_int(const mt_options *options, const mt_option *row) {
-    return (int64_t *)((char *)options + row->offset);
-}
-
-static double *mt_option_real(const mt_options *options, const mt_option *row) {
-    return (double *)((char *)options + row->offset);
-}
-
-static char **mt_option_string(const mt_options *options, const mt_option *row) {
-    return (char **)((char *)options + row->offset);
-}
-
-static mt_strings *mt_option_list(const mt_options *options, const mt_option *row) {
-    return (mt_strings *)((char *)options + row->offset);
-}
-
-static void mt_strings_free(mt_strings *strings) {
-    for (int64_t i = 0; i < strings->count; i++) free(strings->items[i]);
-    free(strings->items);
-    *strings = (mt_strings){0};
-}
-
-static void mt_strings_add(mt_strings *strings, const char *text) {
-    strings->items = mt_realloc(strings->items, (strings->count + 1) * (int64_t)sizeof(char *));
-    strings->items[strings->count++] = mt_strdup(text);
-}
-
-static void mt_string_set(char **string, const char *text) {
+void mt_string_set(char **string, const char *text) {
     char *copy = text ? mt_strdup(text) : NULL; // before the free: text may be *string
     free(*string);
     *string = copy;
 }
 
-/* The fewest digits that read back as the same double. */
-static void mt_real_print(char text[32], double value) {
-    for (int digits = 6; digits <= 17; digits++) {
-        snprintf(text, 32, "%.*g", digits, value);
-        if (strtod(text, NULL) == value) return;
-    }
-}
+/* ==== §2a sizes, positions, lengths ============================================================================== */
 
-/* Layers with experts as --moe-layer-freq writes them: equal neighbours together, ([0]*3+[1]*58). */
-static char *mt_layer_freq_print(const char *layers) {
-    size_t room = 16 * strlen(layers) + 3, used = 1;
-    char *text = mt_calloc((int64_t)room);
-    text[0] = '(';
-    for (const char *at = layers; *at;) {
-        int64_t times = 0;
-        char layer = *at;
-        for (; *at == layer; at++) times++;
-        used += (size_t)snprintf(text + used, room - used, "%s[%c]*%lld", used > 1 ? "+" : "", layer, (long long)times);
-    }
-    text[used] = ')';
-    return text;
-}
-
-/* The value as the user would write it, to free; "" for a value that is not there. */
-static char *mt_option_text(const mt_options *options, const mt_option *row) {
-    char text[32] = "";
-    switch (row->type) {
-    case MT_FLAG:
-    case MT_NO:
-        return mt_strdup(*mt_option_bool(options, row) == (row->type == MT_FLAG) ? "true" : "false");
-    case MT_INT:
-        snprintf(text, sizeof text, "%lld", (long long)*mt_option_int(options, row));
-        return mt_strdup(text);
-    case MT_REAL:
-        mt_real_print(text, *mt_option_real(options, row));
-        return mt_strdup(text);
-    case MT_STRING:
-    case MT_OPTIONAL:
-    case MT_CHOICE:
-        return mt_strdup(*mt_option_string(options, row) ? *mt_option_string(options, row) : "");
-    case MT_LIST:
-        break;
-    }
-    const mt_strings *list = mt_option_list(options, row);
-    int64_t bytes = 1;
-    for (int64_t i = 0; i < list->count; i++) bytes += (int64_t)strlen(list->items[i]) + 1;
-    char *all = mt_calloc(bytes), *end = all;
-    for (int64_t i = 0; i < list->count; i++) end += sprintf(end, i ? " %s" : "%s", list->items[i]);
-    return all;
-}
-
-/* The option's name in files: with underscores. */
-static void mt_option_key(char key[80], const mt_option *row) {
-    snprintf(key, 80, "%s", row->name);
-    for (char *at = key; *at; at++)
-        if (*at == '-') *at = '_';
-}
-
-/* Copies one option's value between structs. */
-static void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row) {
-    switch (row->type) {
-    case MT_FLAG:
-    case MT_NO:
-        *mt_option_bool(to, row) = *mt_option_bool(from, row);
-        break;
-    case MT_INT:
-        *mt_option_int(to, row) = *mt_option_int(from, row);
-        break;
-    case MT_REAL:
-        *mt_option_real(to, row) = *mt_option_real(from, row);
-        break;
-    case MT_STRING:
-    case MT_OPTIONAL:
-    case MT_CHOICE:
-        mt_string_set(mt_option_string(to, row), *mt_option_string(from, row));
-        break;
-    case MT_LIST:
-        mt_strings_free(mt_option_list(to, row));
-        for (int64_t i = 0; i < mt_option_list(from, row)->count; i++)
-            mt_strings_add(mt_option_list(to, row), mt_option_list(from, row)->items[i]);
-        break;
-    }
-}
-
-static void mt_option_set_default(mt_options *options, const mt_option *row);
-
-static bool mt_option_is_default(const mt_options *options, const mt_option *row) {
-    mt_options defaults = {0}; // of numbers; many are asked for, so no text is made
-    const char *text = NULL;
-    bool is_text = row->type == MT_STRING || row->type == MT_OPTIONAL || row->type == MT_CHOICE;
-    if (row->type == MT_LIST) return mt_option_list(options, row)->count == 0;
-    for (const mt_option *other = mt_option_table; other < mt_option_table + MT_NUM_OPTIONS; other++) {
-        if (!other->name || other->offset != row->offset) continue; // an alias may have the default
-        if (other->fallback) text = other->fallback;
-        if (!is_text) mt_option_set_default(&defaults, other);
-    }
-    if (is_text) {
-        const char *value = *mt_option_string(options, row);
-        return value && text ? strcmp(value, text) == 0 : !value && !text;
-    }
-    if (row->type == MT_INT) return *mt_option_int(options, row) == *mt_option_int(&defaults, row);
-    if (row->type == MT_REAL) return *mt_option_real(options, row) == *mt_option_real(&defaults, row);
-    return *mt_option_bool(options, row) == *mt_option_bool(&defaults, row);
-}
-
-/* Whether a number is in the range of the table, "[low,high]" with ( and ) for ends that are not in it. */
-static bool mt_option_in_range(const mt_option *row, double value) {
-    char left, right;
-    double low, high;
-    MT_CHECK(sscanf(row->values, "%c%lf,%lf%c", &left, &low, &high, &right) == 4);
-    return (left == '(' ? value > low : value >= low) && (right == ')' ? value < high : value <= high);
-}
-
-/* Given, and not only to say what is so anyway. */
-static bool mt_option_used(const mt_options *options, size_t offset) {
-    return mt_option_given(options, offset) && !mt_option_is_default(options, mt_option_of(offset));
-}
-
-void mt_options_free(mt_options *options) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name) continue;
-        if (row->type == MT_STRING || row->type == MT_OPTIONAL || row->type == MT_CHOICE)
-            mt_string_set(mt_option_string(options, row), NULL);
-        if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
-    }
-    mt_string_set(&options->hf_family, NULL);
-    mt_string_set(&options->moe_layers, NULL);
-}
-
-/* ==== §2b the command line and YAML ============================================================================== */
-/* Both end in mt_option_set with a row, a text and a place for messages; the rest is finding those three. */
-
-/* A plain decimal: strtoll would also take blanks, and octal or hexadecimal if asked. */
-static bool mt_parse_int(const char *text, int64_t *value) {
-    const char *digits = text + (*text == '-');
-    if (!*digits || strspn(digits, "0123456789") != strlen(digits)) return false;
-    errno = 0;
-    *value = strtoll(text, NULL, 10);
-    return errno == 0;
-}
-
-static bool mt_parse_real(const char *text, double *value) {
-    char *end;
-    if (!*text || strspn(text, "0123456789+-.eE") != strlen(text)) return false; // no inf, nan or hexadecimal
-    *value = strtod(text, &end);
-    return *end == 0 && isfinite(*value);
-}
-
-/* Whether `text` is one of "a|b|c". */
-static bool mt_choice_has(const char *choices, const char *text) {
-    size_t length = strlen(text);
-    for (const char *at = choices; *at; at += strcspn(at, "|"), at += *at == '|')
-        if (strcspn(at, "|") == length && strncmp(at, text, length) == 0) return true;
-    return false;
-}
-
-/* Sets a value from its text and marks it as given; `where` names the option for messages. A list gets one more word.
- */
-static int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where,
-                         mt_error *error) {
-    bool is_true = strcmp(text, "true") == 0;
-    switch (row->type) {
-    case MT_FLAG:
-    case MT_NO:
-        if (!is_true && strcmp(text, "false") != 0)
-            return mt_error_set(error, "%s expects true or false, got '%.100s'", where, text);
-        *mt_option_bool(options, row) = is_true == (row->type == MT_FLAG);
-        break;
-    case MT_INT:
-        if (!mt_parse_int(text, mt_option_int(options, row)))
-            return mt_error_set(error, "%s expects a whole number, got '%.100s'", where, text);
-        break;
-    case MT_REAL:
-        if (!mt_parse_real(text, mt_option_real(options, row)))
-            return mt_error_set(error, "%s expects a number, got '%.100s'", where, text);
-        break;
-    case MT_CHOICE:
-        if (!mt_choice_has(row->values, text))
-            return mt_error_set(error, "%s expects %s, got '%.100s' (%s)", where, row->values, text, row->help);
-        mt_string_set(mt_option_string(options, row), text);
-        break;
-    case MT_STRING:
-        if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
-        mt_string_set(mt_option_string(options, row), text);
-        break;
-    case MT_OPTIONAL: // a file may say true or false
-        if (!*text) return mt_error_set(error, "%s expects %s or nothing at all", where, row->values);
-        mt_string_set(mt_option_string(options, row), is_true ? "-" : strcmp(text, "false") == 0 ? NULL : text);
-        break;
-    case MT_LIST:
-        mt_strings_add(mt_option_list(options, row), text);
-        break;
-    }
-    mt_option_mark(options, row);
-    return 0;
-}
-
-static void mt_option_set_default(mt_options *options, const mt_option *row) {
-    mt_error unused;
-    if (row->type == MT_NO) *mt_option_bool(options, row) = true;
-    if (row->fallback) MT_CHECK(mt_option_set(options, row, row->fallback, row->name, &unused) == 0);
-}
-
-void mt_options_default(mt_options *options) {
-    memset(options, 0, sizeof *options);
-    options->bos_token_id = options->eos_token_id = -1;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
-        if (row->name) mt_option_set_default(options, row);
-    memset(options->given, 0, sizeof options->given);
-}
-
-/* Names are compared with dashes; YAML writes underscores. */
-static bool mt_option_named(const mt_option *row, const char *name, size_t length) {
-    if (!row->name || strlen(row->name) != length) return false;
-    for (size_t i = 0; i < length; i++)
-        if (row->name[i] != (name[i] == '_' ? '-' : name[i])) return false;
-    return true;
-}
-
-static const mt_option *mt_option_find(const char *name, size_t length) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
-        if (mt_option_named(row, name, length)) return row;
-    return NULL;
-}
-
-/* Letters to insert, delete or exchange to get from one name to the other (Levenshtein); long names are cut. */
-static int mt_edit_distance(const char *a, size_t a_length, const char *b) {
-    enum { LONGEST = 64 };
-    int row[LONGEST + 1], b_length = (int)strlen(b) < LONGEST ? (int)strlen(b) : LONGEST;
-    for (int j = 0; j <= b_length; j++) row[j] = j;
-    for (int i = 1; i <= (int)a_length && i <= LONGEST; i++) {
-        int diagonal = row[0];
-        row[0] = i;
-        for (int j = 1; j <= b_length; j++) {
-            int replaced = diagonal + ((a[i - 1] == '_' ? '-' : a[i - 1]) != b[j - 1]);
-            int shorter = (row[j] < row[j - 1] ? row[j] : row[j - 1]) + 1;
-            diagonal = row[j];
-            row[j] = replaced < shorter ? replaced : shorter;
-        }
-    }
-    return row[b_length];
-}
-
-/* The program's option with the nearest name; NULL when none is near. */
-static const mt_option *mt_option_nearest(const char *name, size_t length, int program) {
-    const mt_option *nearest = NULL;
-    int least = length < 6 ? 2 : 2 + (int)length / 4;
-    if (length > 64) return NULL;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name || !(row->programs & program)) continue;
-        int distance = mt_edit_distance(name, length, row->name);
-        if (distance < least) least = distance, nearest = row;
-    }
-    return nearest;
-}
-
-/* Finds an option of the program, or says why there is none. `place` is where a file names it ("run.yaml:3: "), or ""
- * for the command line. */
-static const mt_option *mt_option_lookup(const char *name, size_t length, mt_program program, const char *place,
-                                         mt_error *error) {
-    const mt_option *row = mt_option_find(name, length);
-    if (row && row->programs & (int)program) return row;
-    const mt_option *nearest = row ? NULL : mt_option_nearest(name, length, (int)program);
-    const char *dashes = *place ? "" : "--";
-    char key[80] = "";
-    int shown = length < 100 ? (int)length : 100;
-    if (nearest) mt_option_key(key, nearest);
-    if (row)
-        mt_error_set(error, "%s%s%.*s is an option of %s, not of %s", place, dashes, shown, name,
-                     program == MT_PROGRAM_TRAIN ? "infer" : "train", program == MT_PROGRAM_TRAIN ? "train" : "infer");
-    else if (nearest)
-        mt_error_set(error, "%sunknown option %s%.*s; did you mean %s%s?", place, dashes, shown, name, dashes,
-                     *place ? key : nearest->name);
-    else
-        mt_error_set(error, "%sunknown option %s%.*s; --help lists them all", place, dashes, shown, name);
-    return NULL;
-}
-
-/* What the option expects, for --help and messages. */
-static const char *mt_option_metavar(const mt_option *row) {
-    return row->type == MT_INT ? "a whole number" : row->type == MT_REAL ? "a number" : row->values;
-}
-
-/* Takes the option at arguments[index]; returns the index after its values, or -1. */
-static int mt_options_read_argument(mt_options *options, mt_program program, int index, int count, char **arguments,
-                                    mt_error *error) {
-    const char *argument = arguments[index++];
-    if (strncmp(argument, "--", 2) != 0 || !argument[2])
-        return mt_error_set(error, "unexpected argument '%.100s'; options begin with -- (--help lists them)", argument);
-    const char *equals = strchr(argument, '=');
-    size_t length = equals ? (size_t)(equals - argument - 2) : strlen(argument) - 2;
-    const mt_option *row = mt_option_lookup(argument + 2, length, program, "", error);
-    if (!row) return -1;
-    char where[80];
-    snprintf(where, sizeof where, "--%s", row->name);
-    if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row)); // the last one wins
-    if (equals) return mt_option_set(options, row, equals + 1, where, error) ? -1 : index;
-    if (row->type == MT_FLAG || row->type == MT_NO)
-        return mt_option_set(options, row, "true", where, error) ? -1 : index;
-    int first = index;
-    while (index < count && strncmp(arguments[index], "--", 2) != 0 && (row->type == MT_LIST || index == first))
-        if (mt_option_set(options, row, arguments[index++], where, error)) return -1;
-    if (index == first && row->type == MT_OPTIONAL)
-        return mt_option_set(options, row, "true", where, error) ? -1 : index;
-    if (index == first) return mt_error_set(error, "%s expects %s, got nothing", where, mt_option_metavar(row));
-    return index;
-}
-
-static int mt_options_read_arguments(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
-    for (int index = 1; index < argc;) {
-        index = mt_options_read_argument(options, program, index, argc, argv, error);
-        if (index < 0) return -1;
-    }
-    return 0;
-}
-
-/* Reads a whole text file of at most `limit` bytes; NULL with error when that fails. Returns text to free. */
-static char *mt_options_read_text(const char *path, int64_t limit, int64_t *bytes, mt_error *error) {
-    struct stat status;
-    FILE *file = fopen(path, "rb");
-    if (!file || fstat(fileno(file), &status) != 0 || S_ISDIR(status.st_mode)) {
-        mt_error_set(error, "%s: cannot be read: %s", path, file ? "it is a folder" : strerror(errno));
-        if (file) fclose(file);
-        return NULL;
-    }
-    char *text = mt_malloc(limit + 1);
-    *bytes = (int64_t)fread(text, 1, (size_t)limit + 1, file);
-    bool failed = ferror(file) != 0;
-    fclose(file);
-    if (failed || *bytes > limit) {
-        mt_error_set(error, "%s: %s", path, failed ? strerror(errno) : "is far too large for a configuration");
-        free(text);
-        return NULL;
-    }
-    text[*bytes] = 0;
-    return text;
-}
-
-#ifdef MT_HAVE_YAML
-enum { MT_YAML_DEPTH = 8, MT_YAML_EVENTS = 100000 };
-
-/* A YAML text being read as a stream of events. */
-typedef struct mt_yaml {
-    yaml_parser_t parser;
-    yaml_event_t event;
-    bool has_event;
-    int64_t events;
-    uint64_t seen[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options that this text has named
-    mt_options *options;
-    mt_program program;
-    const char *path;
-    mt_error *error;
-} mt_yaml;
-
-/* Moves to the next event. Anchors are refused, and with them aliases that unfold without end. */
-static int mt_yaml_next(mt_yaml *yaml) {
-    if (yaml->has_event) yaml_event_delete(&yaml->event);
-    yaml->has_event = yaml_parser_parse(&yaml->parser, &yaml->event) != 0;
-    if (!yaml->has_event)
-        return mt_error_set(yaml->error, "%s:%lld: is not YAML: %s", yaml->path,
-                            (long long)yaml->parser.problem_mark.line + 1,
-                            yaml->parser.problem ? yaml->parser.problem : "it cannot be read");
-    const yaml_event_t *event = &yaml->event;
-    long long line = (long long)event->start_mark.line + 1;
-    if (++yaml->events > MT_YAML_EVENTS)
-        return mt_error_set(yaml->error, "%s:%lld: holds more than options could need", yaml->path, line);
-    if (event->type == YAML_ALIAS_EVENT || (event->type == YAML_SCALAR_EVENT && event->data.scalar.anchor) ||
-        (event->type == YAML_SEQUENCE_START_EVENT && event->data.sequence_start.anchor) ||
-        (event->type == YAML_MAPPING_START_EVENT && event->data.mapping_start.anchor))
-        return mt_error_set(yaml->error, "%s:%lld: anchors and aliases are not supported; write the value out",
-                            yaml->path, line);
-    return 0;
-}
-
-/* The event's text. A zero byte inside would cut it short. */
-static int mt_yaml_scalar(mt_yaml *yaml, const char **text) {
-    *text = (const char *)yaml->event.data.scalar.value;
-    if (strlen(*text) == yaml->event.data.scalar.length) return 0;
-    return mt_error_set(yaml->error, "%s:%lld: holds a zero byte", yaml->path,
-                        (long long)yaml->event.start_mark.line + 1);
-}
-
-static bool mt_yaml_is_null(const yaml_event_t *event) {
-    const char *text = (const char *)event->data.scalar.value;
-    return event->type == YAML_SCALAR_EVENT && event->data.scalar.style == YAML_PLAIN_SCALAR_STYLE &&
-           (!*text || strcmp(text, "~") == 0 || strcmp(text, "null") == 0);
-}
-
-/* The value of `row`: the event at hand is a scalar or begins a sequence. */
-static int mt_yaml_read_value(mt_yaml *yaml, const mt_option *row, const char *where) {
-    const char *text;
-    bool is_sequence = yaml->event.type == YAML_SEQUENCE_START_EVENT;
-    if (mt_yaml_is_null(&yaml->event)) return 0;
-    if (is_sequence && row->type != MT_LIST)
-        return mt_error_set(yaml->error, "%s expects %s, not a list", where, mt_option_metavar(row));
-    if (row->type == MT_LIST) mt_strings_free(mt_option_list(yaml->options, row));
-    if (is_sequence && mt_yaml_next(yaml)) return -1;
-    while (yaml->event.type != YAML_SEQUENCE_END_EVENT) {
-        if (yaml->event.type != YAML_SCALAR_EVENT)
-            return mt_error_set(yaml->error, "%s expects plain values in its list", where);
-        if (mt_yaml_scalar(yaml, &text) || mt_option_set(yaml->options, row, text, where, yaml->error)) return -1;
-        if (!is_sequence) return 0;
-        if (mt_yaml_next(yaml)) return -1;
-    }
-    return 0;
-}
-
-/* The option `name`, whose value is at hand; `place` is where the file names it. */
-static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *place) {
-    char where[400];
-    const mt_option *row = mt_option_lookup(name, strlen(name), yaml->program, place, yaml->error);
-    if (!row) return -1;
-    snprintf(where, sizeof where, "%s%.80s", place, name);
-    if (yaml->event.type == YAML_MAPPING_START_EVENT)
-        return mt_error_set(yaml->error, "%s expects %s, not a section", where, mt_option_metavar(row));
-    int64_t index = mt_option_of(row->offset) - mt_option_table;
-    if (yaml->seen[index / 64] >> index % 64 & 1)
-        return mt_error_set(yaml->error, "%s is given twice in this file", where);
-    yaml->seen[index / 64] |= (uint64_t)1 << index % 64;
-    return mt_yaml_read_value(yaml, row, where);
-}
-
-/* The event at hand is a key: reads it and its value, whose last event is then at hand. Where the value is a section,
- * `depth` grows instead; its name is not kept, because sections only group options. */
-static int mt_yaml_read_entry(mt_yaml *yaml, int *depth) {
-    char place[300];
-    const char *key;
-    long long line = (long long)yaml->event.start_mark.line + 1;
-    if (yaml->event.type != YAML_SCALAR_EVENT)
-        return mt_error_set(yaml->error, "%s:%lld: expects the name of an option", yaml->path, line);
-    if (mt_yaml_scalar(yaml, &key)) return -1;
-    char *name = mt_strdup(key); // the event goes when its value comes
-    snprintf(place, sizeof place, "%.250s:%lld: ", yaml->path, line);
-    int result = mt_yaml_next(yaml);
-    bool is_section = yaml->event.type == YAML_MAPPING_START_EVENT && !mt_option_find(name, strlen(name));
-    if (!result && !is_section) result = mt_yaml_read_option(yaml, name, place);
-    if (!result && is_section && ++*depth > MT_YAML_DEPTH)
-        result = mt_error_set(yaml->error, "%s%.80s: sections are nested deeper than %d", place, name, MT_YAML_DEPTH);
-    free(name);
-    return result;
-}
-
-/* One document, a mapping; or nothing at all. */
-static int mt_yaml_read(mt_yaml *yaml) {
-    int depth = 1;
-    do
-        if (mt_yaml_next(yaml)) return -1;
-    while (yaml->event.type == YAML_STREAM_START_EVENT || yaml->event.type == YAML_DOCUMENT_START_EVENT);
-    if (yaml->event.type == YAML_STREAM_END_EVENT || mt_yaml_is_null(&yaml->event)) return 0;
-    if (yaml->event.type != YAML_MAPPING_START_EVENT)
-        return mt_error_set(yaml->error, "%s:%lld: expects lines such as `num_layers: 12`", yaml->path,
-                            (long long)yaml->event.start_mark.line + 1);
-    while (depth > 0) {
-        if (mt_yaml_next(yaml)) return -1;
-        if (yaml->event.type == YAML_MAPPING_END_EVENT)
-            depth--;
-        else if (mt_yaml_read_entry(yaml, &depth))
-            return -1;
-    }
-    if (mt_yaml_next(yaml) || mt_yaml_next(yaml)) return -1;
-    if (yaml->event.type == YAML_STREAM_END_EVENT) return 0;
-    return mt_error_set(yaml->error, "%s:%lld: a second document; options are one", yaml->path,
-                        (long long)yaml->event.start_mark.line + 1);
-}
-
-int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
-                         mt_error *error) {
-    mt_yaml yaml = {.options = options, .program = program, .path = path, .error = error};
-    if (!yaml_parser_initialize(&yaml.parser)) return mt_error_set(error, "%s: no memory to read YAML", path);
-    yaml_parser_set_input_string(&yaml.parser, (const unsigned char *)text, (size_t)bytes);
-    int result = mt_yaml_read(&yaml);
-    if (yaml.has_event) yaml_event_delete(&yaml.event);
-    yaml_parser_delete(&yaml.parser);
-    return result;
-}
-#else
-int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
-                         mt_error *error) {
-    (void)options, (void)program, (void)text, (void)bytes;
-    return mt_error_set(error, "--config %s: built without libyaml; `make deps` installs it", path);
-}
-#endif
-
-/* --train-iters 0: nothing is trained, so there is neither a schedule nor data. */
-static bool mt_options_converts(const mt_options *o) {
-    return mt_option_given(o, MT_AT(train_iters)) && o->train_iters == 0 && o->train_samples == 0 && o->load && o->save;
-}
-
-/* A run that goes on from its own folder: --load is --save, where that has a whole checkpoint, or else as it would be
- * without. What --auto-resume goes on from is all of the run, whatever --load was to give to its beginning. */
-static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
-    bool same = o->load && o->save && strcmp(o->load, o->save) == 0;
-    if (!o->save || (!same && !o->auto_resume)) return 0;
-    if (mt_checkpoint_exists(o->save)) {
-        char *path = mt_checkpoint_resolve_whole(o->save, error);
-        free(path);
-        if (!path) return -1;
-        if (!same) o->finetune = o->no_load_optim = o->no_load_rng = false;
-        mt_string_set(&o->load, o->save);
-        return 0;
-    }
-    if (o->exit_on_missing_checkpoint)
-        return mt_error_set(error,
-                            "%s: holds no checkpoint to go on from; check --save, or leave out "
-                            "--exit-on-missing-checkpoint",
-                            o->save);
-    if (same) mt_string_set(&o->load, NULL);
-    if (mt_launch_rank() == 0) printf("%s holds no checkpoint: the run begins anew\n", o->save);
-    return 0;
-}
-
-/* Takes the model's shape from config.json, where --load or --hf-config says that there is one. */
-static int mt_options_read_shape(mt_options *options, mt_error *error) {
-    if (!options->load && !options->hf_config) return 0;
-    if (options->load && options->hf_config)
-        return mt_error_set(error, "--load and --hf-config exclude each other: the folder %s has a config.json",
-                            options->load);
-    int64_t bytes;
-    char *path = !options->load                   ? mt_strdup(options->hf_config)
-                 : mt_options_falls_back(options) ? mt_checkpoint_resolve_whole(options->load, error)
-                                                  : mt_checkpoint_resolve(options->load, error);
-    if (!path) return -1;
-    if (options->load) path = strcat(mt_realloc(path, (int64_t)strlen(path) + 16), "/config.json");
-    char *json = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
-    int result = json ? mt_options_take_shape(options, json, bytes, path, options->load != NULL, error) : -1;
-    free(json), free(path);
-    return result;
-}
-
-static int mt_options_read_config(mt_options *options, mt_program program, const char *path, mt_error *error) {
-    int64_t bytes;
-    char *text = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
-    int result = text ? mt_options_read_yaml(options, program, text, bytes, path, error) : -1;
-    free(text);
-    if (!result && options->config)
-        return mt_error_set(error, "%s: names another --config; one file is read, from the command line", path);
-    return result;
-}
-
-int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
-    mt_options_default(options);
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-h") != 0) continue;
-        if (mt_launch_rank() == 0) mt_options_help(program, stdout);
-        exit(0);
-    }
-    if (mt_options_read_arguments(options, program, argc, argv, error)) return -1;
-    if (options->config) { // once more, the file first: what comes later wins
-        char *path = mt_strdup(options->config);
-        mt_options_free(options);
-        mt_options_default(options);
-        int result = mt_options_read_config(options, program, path, error);
-        free(path);
-        if (result || mt_options_read_arguments(options, program, argc, argv, error)) return -1;
-    }
-    if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
-    return mt_options_read_shape(options, error);
-}
-
-/* ==== §2c config.json of Hugging Face ============================================================================ */
-/* Families of transformers, and one of our own for what none of them can say. Values are checked against the
- * table, so what is written here can be read here. */
-
-/* A config.json being read. Only the first error is kept, so that a reader can go on to its end. */
-typedef struct mt_config {
-    json_t *root;
-    const char *path;
-    mt_error *error;
-    bool failed;
-} mt_config;
-
-__attribute__((format(printf, 2, 3))) static void mt_config_fail(mt_config *config, const char *format, ...) {
-    char text[800];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
-    va_end(arguments);
-    if (!config->failed) mt_error_set(config->error, "%.200s: %s", config->path, text);
-    config->failed = true;
-}
-
-/* The value of a key; NULL when it is absent or null. */
-static json_t *mt_config_get(const json_t *object, const char *key) {
-    json_t *value = json_object_get(object, key);
-    return json_is_null(value) ? NULL : value;
-}
-
-/* Sets an option from a key, where the object has it; the table says its type and range. */
-static void mt_config_read_option(mt_config *config, const json_t *object, const char *key, mt_options *options,
-                                  size_t offset) {
-    const json_t *value = mt_config_get(object, key);
-    const mt_option *row = mt_option_of(offset);
-    if (!value) return;
-    if (row->type == MT_INT ? !json_is_integer(value) : !json_is_number(value)) {
-        mt_config_fail(config, "\"%s\" must be a %snumber", key, row->type == MT_INT ? "whole " : "");
-        return;
-    }
-    if (row->type == MT_INT)
-        *mt_option_int(options, row) = json_integer_value(value);
-    else
-        *mt_option_real(options, row) = json_number_value(value);
-    if (!mt_option_in_range(row, json_number_value(value)))
-        mt_config_fail(config, "\"%s\" is %g, must be in %s", key, json_number_value(value), row->values);
-}
-
-/* The same for a key that every file of the kind has. */
-static void mt_config_read_size(mt_config *config, const char *key, mt_options *options, size_t offset) {
-    if (!mt_config_get(config->root, key)) mt_config_fail(config, "\"%s\" is missing", key);
-    mt_config_read_option(config, config->root, key, options, offset);
-}
-
-static bool mt_config_bool(mt_config *config, const char *key, bool fallback) {
-    const json_t *value = mt_config_get(config->root, key);
-    if (value && !json_is_boolean(value)) mt_config_fail(config, "\"%s\" must be true or false", key);
-    return json_is_boolean(value) ? json_is_true(value) : fallback;
-}
-
-static const char *mt_config_string(mt_config *config, const json_t *object, const char *key, const char *fallback) {
-    const json_t *value = mt_config_get(object, key);
-    if (value && !json_is_string(value)) mt_config_fail(config, "\"%s\" must be a string", key);
-    return json_is_string(value) ? json_string_value(value) : fallback;
-}
-
-/* A token id, or the first of a list of them; -1 when there is none or the vocabulary does not hold it. */
-static int64_t mt_config_token(mt_config *config, const char *key, int64_t vocab_size) {
-    const json_t *value = mt_config_get(config->root, key);
-    if (json_is_array(value)) value = json_array_get(value, 0);
-    if (!value) return -1;
-    if (!json_is_integer(value)) mt_config_fail(config, "\"%s\" must be a token or a list of tokens", key);
-    int64_t token = json_integer_value(value);
-    return token >= 0 && token < vocab_size ? token : -1;
-}
-
-/* Keys that would change what the model computes, and are not supported when true. */
-static void mt_config_refuse(mt_config *config) {
-    static const char *const keys[] = {"scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
-                                       "add_cross_attention", "is_encoder_decoder", "use_mrope"};
-    for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++)
-        if (mt_config_bool(config, keys[i], false)) mt_config_fail(config, "\"%s\": true is not supported", keys[i]);
-    if (!mt_config_bool(config, "scale_attn_weights", true))
-        mt_config_fail(config, "\"scale_attn_weights\": false is not supported");
-    if (mt_config_get(config->root, "quantization_config"))
-        mt_config_fail(config, "quantized weights (\"quantization_config\") are not supported; load the fp32, bf16 or "
-                               "fp16 model");
-}
-
-/* The stretch of rotary positions, under either of its keys: newer files have rope_parameters with the base inside,
- * older ones rope_scaling beside rope_theta. */
-static void mt_config_read_rope(mt_config *config, mt_options *options) {
-    static const struct {
-        const char *key;
-        size_t offset;
-    } numbers[] = {
-        {"factor", MT_AT(rope_scaling_factor)},
-        {"original_max_position_embeddings", MT_AT(original_max_position_embeddings)},
-        {"low_freq_factor", MT_AT(rope_low_freq_factor)},
-        {"high_freq_factor", MT_AT(rope_high_freq_factor)},
-        {"beta_fast", MT_AT(yarn_beta_fast)},
-        {"beta_slow", MT_AT(yarn_beta_slow)},
-        {"mscale", MT_AT(yarn_mscale)},
-        {"mscale_all_dim", MT_AT(yarn_mscale_all_dim)},
-        {"attention_factor", MT_AT(yarn_attention_factor)},
-    };
-    const json_t *rope = mt_config_get(config->root, "rope_parameters");
-    if (!rope) rope = mt_config_get(config->root, "rope_scaling");
-    if (rope && !json_is_object(rope)) mt_config_fail(config, "the parameters of RoPE must be an object");
-    const json_t *base = mt_config_get(rope, "rope_theta") ? rope : config->root;
-    mt_config_read_option(config, base, "rope_theta", options, MT_AT(rotary_base));
-    const char *older = mt_config_string(config, rope, "type", "default");
-    const char *type = mt_config_string(config, rope, "rope_type", older);
-    if (strcmp(type, "default") == 0) type = "none";
-    if (!mt_choice_has("none|linear|llama3|yarn", type))
-        mt_config_fail(config, "RoPE of type \"%.40s\" is not supported; default, linear, llama3 and yarn are", type);
-    const json_t *partial = mt_config_get(rope, "partial_rotary_factor");
-    if (!partial) partial = mt_config_get(config->root, "partial_rotary_factor");
-    if (partial && json_number_value(partial) != 1)
-        mt_config_fail(config, "\"partial_rotary_factor\" other than 1 is not supported");
-    if (json_is_false(json_object_get(rope, "truncate")))
-        mt_config_fail(config, "RoPE with \"truncate\": false is not supported");
-    mt_string_set(&options->rope_scaling_type, type);
-    if (strcmp(type, "none") == 0) return;
-    if (!mt_config_get(rope, "factor")) mt_config_fail(config, "RoPE of type \"%s\" needs a \"factor\"", type);
-    if (strcmp(type, "linear") != 0) options->original_max_position_embeddings = options->max_position_embeddings;
-    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++)
-        if (i == 0 || strcmp(type, "linear") != 0)
-            mt_config_read_option(config, rope, numbers[i].key, options, numbers[i].offset);
-}
-
-/* How many of the layers of a Qwen model look through the sliding window: layer_types says, or else those from
- * max_window_layers on. */
-static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
-    const json_t *types = mt_config_get(config->root, "layer_types");
-    int64_t sliding = 0;
-    if (!types) {
-        const json_t *value = mt_config_get(config->root, "max_window_layers");
-        if (value && !json_is_integer(value)) mt_config_fail(config, "\"max_window_layers\" must be a whole number");
-        int64_t first = value ? json_integer_value(value) : 28; // Qwen2Config's default
-        return first >= num_layers ? 0 : first <= 0 ? num_layers : num_layers - first;
-    }
-    if (!json_is_array(types) || (int64_t)json_array_size(types) != num_layers)
-        mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)num_layers);
-    for (size_t i = 0; i < json_array_size(types); i++) {
-        const char *type = json_string_value(json_array_get(types, i));
-        if (!type || !mt_choice_has("full_attention|sliding_attention", type))
-            mt_config_fail(config, "\"layer_types\" holds %.40s; full_attention and sliding_attention are supported",
-                           type ? type : "something else than strings");
-        else
-            sliding += *type == 's';
-    }
-    return sliding;
-}
-
-static void mt_config_read_window(mt_config *config, mt_options *options) {
-    bool is_mistral = mt_choice_has("mistral|mixtral", options->hf_family);
-    if (strcmp(options->hf_family, "llama") == 0) return; // transformers reads no window there
-    if (!is_mistral && !mt_config_bool(config, "use_sliding_window", false)) return;
-    if (!json_is_null(json_object_get(config->root, "sliding_window"))) options->window_size = 4096; // when not given
-    mt_config_read_option(config, config->root, "sliding_window", options, MT_AT(window_size));
-    if (is_mistral || options->window_size == 0) return;
-    int64_t sliding = mt_config_sliding_layers(config, options->num_layers);
-    if (sliding > 0 && sliding < options->num_layers)
-        mt_config_fail(config, "%lld of %lld layers have a sliding window; a mixture is not supported",
-                       (long long)sliding, (long long)options->num_layers);
-    if (sliding == 0) options->window_size = 0;
-}
-
-static void mt_config_read_gpt2(mt_config *config, mt_options *options) {
-    const char *activation = mt_config_string(config, config->root, "activation_function", "gelu_new");
-    mt_config_read_size(config, "n_layer", options, MT_AT(num_layers));
-    mt_config_read_size(config, "n_embd", options, MT_AT(hidden_size));
-    mt_config_read_size(config, "n_head", options, MT_AT(num_attention_heads));
-    mt_config_read_size(config, "n_positions", options, MT_AT(max_position_embeddings));
-    mt_config_read_option(config, config->root, "n_inner", options, MT_AT(ffn_hidden_size));
-    mt_config_read_option(config, config->root, "layer_norm_epsilon", options, MT_AT(norm_epsilon));
-    mt_config_read_option(config, config->root, "embd_pdrop", options, MT_AT(hidden_dropout));
-    double embedding_dropout = options->hidden_dropout;
-    options->hidden_dropout = 0.1; // GPT2Config's default, for all three
-    mt_config_read_option(config, config->root, "resid_pdrop", options, MT_AT(hidden_dropout));
-    mt_config_read_option(config, config->root, "attn_pdrop", options, MT_AT(attention_dropout));
-    if (embedding_dropout != options->hidden_dropout)
-        mt_config_fail(config, "\"embd_pdrop\" and \"resid_pdrop\" differ; one hidden dropout is supported: make them "
-                               "equal");
-    if (!mt_choice_has("gelu_new|gelu|gelu_pytorch_tanh", activation))
-        mt_config_fail(config,
-                       "\"activation_function\" \"%.40s\" is not supported; gelu_new, gelu_pytorch_tanh and gelu are",
-                       activation);
-    options->openai_gelu = strcmp(activation, "gelu") != 0;
-    options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", true);
-}
-
-/* The sizes of Llama, Mistral, Qwen2 and Qwen3. */
-static void mt_config_read_llama_sizes(mt_config *config, mt_options *options) {
-    mt_config_read_size(config, "num_hidden_layers", options, MT_AT(num_layers));
-    mt_config_read_size(config, "hidden_size", options, MT_AT(hidden_size));
-    mt_config_read_size(config, "intermediate_size", options, MT_AT(ffn_hidden_size));
-    mt_config_read_size(config, "num_attention_heads", options, MT_AT(num_attention_heads));
-    mt_config_read_size(config, "max_position_embeddings", options, MT_AT(max_position_embeddings));
-    mt_config_read_option(config, config->root, "num_key_value_heads", options, MT_AT(num_query_groups));
-    if (strcmp(options->hf_family, "llama") != 0 && !json_object_get(config->root, "num_key_value_heads"))
-        mt_config_fail(config, "\"num_key_value_heads\" is missing");
-    if (options->num_query_groups == options->num_attention_heads) options->num_query_groups = 0; // one group a head
-    options->group_query_attention = options->num_query_groups != 0;
-    bool is_qwen3 = strncmp(options->hf_family, "qwen3", 5) == 0;
-    if (is_qwen3 && !json_object_get(config->root, "head_dim")) options->kv_channels = 128; // Qwen3Config's default
-    mt_config_read_option(config, config->root, "head_dim", options, MT_AT(kv_channels));
-}
-
-/* Which layers of Qwen2-MoE, Qwen3-MoE and DeepSeek-V3 have experts. */
-static void mt_config_read_expert_layers(mt_config *config, mt_options *options) {
-    const json_t *dense = mt_config_get(config->root, "mlp_only_layers");
-    const json_t *step = mt_config_get(config->root, "decoder_sparse_step");
-    const json_t *first = mt_config_get(config->root, "first_k_dense_replace");
-    int64_t every = step ? json_integer_value(step) : 1, leading = json_integer_value(first);
-    if (config->failed || options->num_layers == 0) return;
-    if (every < 1) mt_config_fail(config, "\"decoder_sparse_step\" must be a number above 0");
-    if (dense && !json_is_array(dense)) mt_config_fail(config, "\"mlp_only_layers\" must be a list");
-    if (config->failed) return;
-    char *layers = mt_calloc(options->num_layers + 1);
-    for (int64_t i = 0; i < options->num_layers; i++) layers[i] = i >= leading && (i + 1) % every == 0 ? '1' : '0';
-    for (size_t i = 0; i < json_array_size(dense); i++) {
-        int64_t layer = json_integer_value(json_array_get(dense, i));
-        if (layer >= 0 && layer < options->num_layers) layers[layer] = '0';
-    }
-    bool any = strchr(layers, '1') != NULL;
-    char *text = mt_layer_freq_print(layers);
-    mt_string_set(&options->moe_layer_freq, strchr(layers, '0') ? text : "1");
-    if (!any) mt_config_fail(config, "no layer has experts");
-    free(text), free(layers);
-}
-
-/* The experts of Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3. */
-static void mt_config_read_experts(mt_config *config, mt_options *options) {
-    bool is_mixtral = strcmp(options->hf_family, "mixtral") == 0,
-         is_qwen = mt_choice_has("qwen2_moe|qwen3_moe", options->hf_family);
-    const char *names[] = {"num_local_experts", "num_experts", "n_routed_experts"}, *name = NULL;
-    for (size_t i = 0; i < 3; i++)
-        if (mt_config_get(config->root, names[i])) name = names[i];
-    if (!name) mt_config_fail(config, "\"%s\" is missing", names[is_mixtral ? 0 : is_qwen ? 1 : 2]);
-    if (!name) return;
-    mt_config_read_size(config, name, options, MT_AT(num_experts));
-    mt_config_read_size(config, "num_experts_per_tok", options, MT_AT(moe_router_topk));
-    mt_config_read_option(config, config->root, "router_aux_loss_coef", options, MT_AT(moe_aux_loss_coeff));
-    mt_config_read_size(config, is_mixtral ? "intermediate_size" : "moe_intermediate_size", options,
-                        MT_AT(moe_ffn_hidden_size));
-    if (is_mixtral) return;
-    mt_config_read_expert_layers(config, options);
-    bool normalised = mt_config_bool(config, "norm_topk_prob", !is_qwen);
-    if (is_qwen) options->moe_router_pre_softmax = !normalised;
-    options->moe_shared_expert_gate = strcmp(options->hf_family, "qwen2_moe") == 0;
-    if (options->moe_shared_expert_gate)
-        mt_config_read_size(config, "shared_expert_intermediate_size", options,
-                            MT_AT(moe_shared_expert_intermediate_size));
-    if (is_qwen) return;
-    if (!normalised) mt_config_fail(config, "\"norm_topk_prob\": false is not supported for deepseek_v3");
-    mt_string_set(&options->moe_router_score_function, "sigmoid");
-    options->moe_router_enable_expert_bias = true;
-    mt_config_read_option(config, config->root, "n_group", options, MT_AT(moe_router_num_groups));
-    mt_config_read_option(config, config->root, "topk_group", options, MT_AT(moe_router_group_topk));
-    mt_config_read_option(config, config->root, "routed_scaling_factor", options,
-                          MT_AT(moe_router_topk_scaling_factor));
-    mt_config_read_option(config, config->root, "n_shared_experts", options,
-                          MT_AT(moe_shared_expert_intermediate_size));
-    options->moe_shared_expert_intermediate_size *= options->moe_ffn_hidden_size;
-    if (options->moe_router_num_groups == 1 || options->moe_router_num_groups == options->moe_router_group_topk)
-        options->moe_router_num_groups = options->moe_router_group_topk = 0; // all groups: none
-    options->moe_router_group_best = 2;
-}
-
-/* Llama, Mistral, Qwen2 and Qwen3: the same block but for biases, norms of heads and windows. */
-static void mt_config_read_llama(mt_config *config, mt_options *options) {
-    const char *activation = mt_config_string(config, config->root, "hidden_act", "silu");
-    bool is_qwen2 = strcmp(options->hf_family, "qwen2") == 0;
-    bool is_qwen3 = strncmp(options->hf_family, "qwen3", 5) == 0; // qwen3_moe too
-    bool is_llama = strcmp(options->hf_family, "llama") == 0;
-    mt_config_read_llama_sizes(config, options);
-    options->norm_epsilon = 1e-6; // what their classes in transformers have by default
-    options->hidden_dropout = options->attention_dropout = 0;
-    mt_config_read_option(config, config->root, "rms_norm_eps", options, MT_AT(norm_epsilon));
-    mt_config_read_option(config, config->root, "hidden_dropout", options, MT_AT(hidden_dropout));
-    mt_config_read_option(config, config->root, "attention_dropout", options, MT_AT(attention_dropout));
-    if (!mt_choice_has("silu|swish", activation))
-        mt_config_fail(config, "\"hidden_act\" \"%.40s\" is not supported; silu is", activation);
-    options->swiglu = true;
-    options->qk_layernorm = is_qwen3;
-    mt_string_set(&options->normalization, "RMSNorm");
-    mt_string_set(&options->position_embedding_type, "rope");
-    options->attention_output_bias = (is_llama || is_qwen3) && mt_config_bool(config, "attention_bias", false);
-    options->add_qkv_bias = is_qwen2 || options->attention_output_bias;
-    if (strcmp(options->hf_family, "qwen2_moe") == 0) options->add_qkv_bias = mt_config_bool(config, "qkv_bias", true);
-    options->mlp_bias = is_llama && mt_config_bool(config, "mlp_bias", false);
-    options->add_bias_linear = options->attention_output_bias && options->mlp_bias;
-    options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", false);
-    mt_config_read_rope(config, options);
-    mt_config_read_window(config, options);
-    if (mt_choice_has("mixtral|qwen2_moe|qwen3_moe", options->hf_family)) mt_config_read_experts(config, options);
-}
-
-/* The attention of DeepSeek-V3. "head_dim" is that of what turns. */
-static void mt_config_read_latent(mt_config *config, mt_options *options) {
-    int64_t groups = options->num_query_groups;
-    options->multi_latent_attention = true;
-    options->q_lora_rank = json_object_get(config->root, "q_lora_rank") ? 0 : 1536; // DeepseekV3Config's default
-    mt_config_read_option(config, config->root, "q_lora_rank", options, MT_AT(q_lora_rank));
-    mt_config_read_size(config, "kv_lora_rank", options, MT_AT(kv_lora_rank));
-    mt_config_read_size(config, "qk_nope_head_dim", options, MT_AT(qk_head_dim));
-    mt_config_read_size(config, "qk_rope_head_dim", options, MT_AT(qk_pos_emb_head_dim));
-    mt_config_read_size(config, "v_head_dim", options, MT_AT(v_head_dim));
-    options->rotary_interleaved = mt_config_bool(config, "rope_interleave", true);
-    options->kv_channels = 0; // follows from them
-    if (groups != 0)
-        mt_config_fail(config,
-                       "\"num_key_value_heads\" is %lld and \"num_attention_heads\" %lld; with a latent "
-                       "every head has its own key and value: make them equal",
-                       (long long)groups, (long long)options->num_attention_heads);
-    if (mt_config_bool(config, "attention_bias", false))
-        mt_config_fail(config, "\"attention_bias\": true is not supported with latent attention");
-}
-
-/* Llama's block with another attention, and experts in the layers from first_k_dense_replace on. Whether the modules of
- * multi-token prediction are in the folder too is not said: transformers leaves them out and keeps their number. This
- * program says it, under its option's name. */
-static void mt_config_read_deepseek(mt_config *config, mt_options *options) {
-    mt_config_read_llama(config, options);
-    mt_config_read_latent(config, options);
-    options->mtp_layers_stored = json_integer_value(mt_config_get(config->root, "num_nextn_predict_layers"));
-    mt_config_read_option(config, config->root, "mtp_num_layers", options, MT_AT(mtp_num_layers));
-    const json_t *dense = mt_config_get(config->root, "first_k_dense_replace");
-    if (!dense || json_integer_value(dense) < options->num_layers) mt_config_read_experts(config, options);
-}
-
-/* A model that no family of transformers describes: this program's own options, under their names. */
-static void mt_config_read_megatron(mt_config *config, mt_options *options) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        char key[80], where[100], number[32];
-        if (!row->name || row->origin == MT_OF_RUN || mt_option_of(row->offset) != row) continue;
-        mt_option_key(key, row);
-        const json_t *value = mt_config_get(config->root, key);
-        if (!value) continue;
-        snprintf(where, sizeof where, "\"%s\"", key);
-        const char *text = json_is_boolean(value) ? (json_is_true(value) ? "true" : "false") : number;
-        if (json_is_integer(value))
-            snprintf(number, sizeof number, "%lld", (long long)json_integer_value(value));
-        else if (json_is_real(value))
-            mt_real_print(number, json_real_value(value));
-        else if (json_is_string(value))
-            text = json_string_value(value);
-        else if (!json_is_boolean(value))
-            text = "an array or object";
-        mt_error problem;
-        if (mt_option_set(options, row, text, where, &problem)) mt_config_fail(config, "%s", problem.text);
-    }
-    memset(options->given, 0, sizeof options->given);
-    options->mtp_layers_stored = options->mtp_num_layers;
-    options->attention_output_bias = mt_config_bool(config, "attention_output_bias", false);
-    options->mlp_bias = mt_config_bool(config, "mlp_bias", false);
-}
-
-/* Sets `shape`, which holds defaults, to what a file of a supported family says. */
-static void mt_config_read_family(mt_config *config, mt_options *shape, const char *family) {
-    mt_error problem;
-    mt_string_set(&shape->hf_family, family);
-    mt_config_read_size(config, "vocab_size", shape, MT_AT(vocab_size));
-    mt_config_read_option(config, config->root, "initializer_range", shape, MT_AT(init_method_std));
-    shape->bos_token_id = mt_config_token(config, "bos_token_id", shape->vocab_size);
-    shape->eos_token_id = mt_config_token(config, "eos_token_id", shape->vocab_size);
-    mt_config_refuse(config);
-    if (strcmp(family, "megatron") == 0)
-        mt_config_read_megatron(config, shape);
-    else if (strcmp(family, "gpt2") == 0)
-        mt_config_read_gpt2(config, shape);
-    else if (strcmp(family, "deepseek_v3") == 0)
-        mt_config_read_deepseek(config, shape);
-    else
-        mt_config_read_llama(config, shape);
-    if (mt_options_check_ranges(shape, MT_PROGRAM_TRAIN, &problem)) mt_config_fail(config, "%s", problem.text);
-    int64_t heads = shape->num_attention_heads, groups = shape->num_query_groups;
-    if (!config->failed && groups > 0 && heads % groups != 0)
-        mt_config_fail(config, "the %lld heads do not divide into %lld groups", (long long)heads, (long long)groups);
-}
-
-static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, const char *path, mt_error *error) {
-    json_error_t problem;
-    mt_config config = {.path = path, .error = error};
-    config.root = json_loadb(json, (size_t)bytes, JSON_REJECT_DUPLICATES, &problem);
-    if (!config.root) return mt_error_set(error, "%s:%d: is not JSON: %s", path, problem.line, problem.text);
-    const char *family = mt_config_string(&config, config.root, "model_type", NULL);
-    if (!json_is_object(config.root))
-        mt_config_fail(&config, "must hold a JSON object");
-    else if (!family ||
-             !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|mixtral|qwen2_moe|qwen3_moe|deepseek_v3|megatron", family))
-        mt_config_fail(&config,
-                       "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe and "
-                       "deepseek_v3 are supported",
-                       family ? family : "missing");
-    else
-        mt_config_read_family(&config, shape, family);
-    json_decref(config.root);
-    return config.failed ? -1 : 0;
-}
-
-/* Weights were trained for one value of these: another one that was given is an error. */
-static int mt_options_check_weights(const mt_options *options, const mt_options *shape, const char *path,
-                                    mt_error *error) {
-    bool learned = strcmp(shape->position_embedding_type, "learned_absolute") == 0;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name || !mt_option_given(options, row->offset)) continue;
-        if (row->origin != MT_OF_WEIGHTS && !(learned && row->offset == MT_AT(max_position_embeddings))) continue;
-        char *given = mt_option_text(options, row), *theirs = mt_option_text(shape, row);
-        int result = 0;
-        if (strcmp(given, theirs) != 0)
-            result = mt_error_set(error, "--%s is %.60s, but the weights have %.60s (%.200s); leave the option out",
-                                  row->name, given, theirs, path);
-        free(given), free(theirs);
-        if (result) return result;
-    }
-    return 0;
-}
-
-/* Copies the model that config.json describes into the options that were not given. */
-static int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path,
-                                 bool has_weights, mt_error *error) {
-    mt_options shape;
-    mt_options_default(&shape);
-    int result = mt_config_read(&shape, json, bytes, path, error);
-    if (!result && has_weights) {
-        mt_options_derive_sizes(&shape);
-        result = mt_options_check_weights(options, &shape, path, error);
-    }
-    if (!result) {
-        // Biases that config.json tells apart from --disable-bias-linear stay unless the user said otherwise.
-        bool same_biases =
-            !mt_option_given(options, MT_AT(add_bias_linear)) || options->add_bias_linear == shape.add_bias_linear;
-        options->attention_output_bias = same_biases && shape.attention_output_bias;
-        options->mlp_bias = same_biases && shape.mlp_bias;
-        options->moe_router_group_best = shape.moe_router_group_best;
-        options->mtp_layers_stored = shape.mtp_layers_stored;
-        options->bos_token_id = shape.bos_token_id;
-        options->eos_token_id = shape.eos_token_id;
-        mt_string_set(&options->hf_family, shape.hf_family);
-        for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
-            if (row->name && row->origin != MT_OF_RUN && !mt_option_given(options, row->offset))
-                mt_option_copy(options, &shape, row);
-    }
-    mt_options_free(&shape);
-    return result;
-}
-
-int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error) {
-    return mt_options_take_shape(options, json, bytes, path, false, error);
-}
-
-/* Whether transformers' implementation of a family computes what the options describe. */
-static bool mt_family_fits(const mt_options *o, const char *family) {
-    bool qkv = o->add_qkv_bias, output = o->attention_output_bias, mlp = o->mlp_bias;
-    bool layernorm = strcmp(o->normalization, "LayerNorm") == 0;
-    if (strcmp(family, "gpt2") == 0)
-        return layernorm && !o->multi_latent_attention && strcmp(o->position_embedding_type, "learned_absolute") == 0 &&
-               !o->swiglu && qkv && output && mlp && !o->qk_layernorm && o->window_size == 0 &&
-               o->num_query_groups == o->num_attention_heads &&
-               o->kv_channels * o->num_attention_heads == o->hidden_size;
-    if (layernorm || strcmp(o->position_embedding_type, "rope") != 0 || !o->swiglu || o->rotary_percent != 1)
-        return false;
-    bool has_experts = o->num_experts > 0, softmax = strcmp(o->moe_router_score_function, "softmax") == 0;
-    if (strcmp(family, "deepseek_v3") == 0)
-        return o->multi_latent_attention && !output && !mlp && o->window_size == 0 &&
-               (!has_experts ||
-                (!softmax && o->moe_router_enable_expert_bias && o->moe_shared_expert_intermediate_size > 0 &&
-                 !o->moe_shared_expert_gate && (o->moe_router_num_groups == 0 || o->moe_router_group_best == 2) &&
-                 o->moe_shared_expert_intermediate_size % o->moe_ffn_hidden_size == 0 &&
-                 !strstr(o->moe_layers, "10"))); // experts from some layer on
-    if (strcmp(family, "megatron") == 0) return true;
-    if (o->multi_latent_attention || o->rotary_interleaved || o->mtp_num_layers > 0) return false;
-    if (mt_choice_has("mixtral|qwen2_moe|qwen3_moe", family) != has_experts) return false;
-    if (has_experts && (!softmax || o->moe_router_num_groups > 0 || o->moe_router_topk_scaling_factor != 1 ||
-                        (o->moe_shared_expert_intermediate_size > 0) != (strcmp(family, "qwen2_moe") == 0)))
-        return false;
-    if (strcmp(family, "qwen2_moe") == 0) return o->moe_shared_expert_gate && !o->qk_layernorm && !output && !mlp;
-    if (strcmp(family, "mixtral") == 0)
-        return !o->moe_router_pre_softmax && !strchr(o->moe_layers, '0') && !o->qk_layernorm && !qkv && !output;
-    if (strcmp(family, "qwen3_moe") == 0) return o->qk_layernorm && qkv == output;
-    if (strcmp(family, "llama") == 0) return !o->qk_layernorm && qkv == output && o->window_size == 0;
-    if (strcmp(family, "mistral") == 0) return !o->qk_layernorm && !qkv && !output && !mlp;
-    if (strcmp(family, "qwen2") == 0) return !o->qk_layernorm && qkv && !output && !mlp;
-    if (strcmp(family, "qwen3") == 0) return o->qk_layernorm && qkv == output && !mlp;
-    return strcmp(family, "megatron") == 0;
-}
-
-/* Keeps the family that the shape came from while it fits, else finds one that does. */
-static void mt_options_derive_family(mt_options *options) {
-    static const char *const families[] = {"gpt2",    "llama",     "mistral",   "qwen2",      "qwen3",
-                                           "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"};
-    if (options->hf_family && mt_family_fits(options, options->hf_family)) return;
-    mt_string_set(&options->hf_family, "megatron");
-    for (size_t i = sizeof families / sizeof families[0]; i-- > 0;)
-        if (mt_family_fits(options, families[i])) mt_string_set(&options->hf_family, families[i]);
-}
-
-static void mt_json_set_int(json_t *object, const char *key, int64_t value) {
-    json_object_set_new(object, key, json_integer(value));
-}
-
-static void mt_json_set_real(json_t *object, const char *key, double value) {
-    json_object_set_new(object, key, json_real(value));
-}
-
-static void mt_json_set_bool(json_t *object, const char *key, bool value) {
-    json_object_set_new(object, key, json_boolean(value));
-}
-
-static void mt_json_set_string(json_t *object, const char *key, const char *value) {
-    json_object_set_new(object, key, json_string(value));
-}
-
-static void mt_config_write_gpt2(json_t *root, const mt_options *o) {
-    mt_json_set_int(root, "n_layer", o->num_layers);
-    mt_json_set_int(root, "n_embd", o->hidden_size);
-    mt_json_set_int(root, "n_head", o->num_attention_heads);
-    mt_json_set_int(root, "n_positions", o->max_position_embeddings);
-    mt_json_set_int(root, "n_inner", o->ffn_hidden_size);
-    mt_json_set_string(root, "activation_function", o->openai_gelu ? "gelu_new" : "gelu");
-    mt_json_set_real(root, "layer_norm_epsilon", o->norm_epsilon);
-    mt_json_set_real(root, "embd_pdrop", o->hidden_dropout);
-    mt_json_set_real(root, "resid_pdrop", o->hidden_dropout);
-    mt_json_set_real(root, "attn_pdrop", o->attention_dropout);
-}
-
-/* RoPE's parameters as an object; the newer form holds the base too. */
-static json_t *mt_config_rope(const mt_options *o, bool newer) {
-    json_t *rope = json_object();
-    bool is_llama3 = strcmp(o->rope_scaling_type, "llama3") == 0, is_yarn = strcmp(o->rope_scaling_type, "yarn") == 0;
-    bool is_none = strcmp(o->rope_scaling_type, "none") == 0;
-    mt_json_set_string(rope, "rope_type", is_none ? "default" : o->rope_scaling_type);
-    if (newer) mt_json_set_real(rope, "rope_theta", o->rotary_base);
-    if (!is_none) mt_json_set_real(rope, "factor", o->rope_scaling_factor);
-    if (is_llama3 || is_yarn)
-        mt_json_set_int(rope, "original_max_position_embeddings", o->original_max_position_embeddings);
-    if (is_llama3) {
-        mt_json_set_real(rope, "low_freq_factor", o->rope_low_freq_factor);
-        mt_json_set_real(rope, "high_freq_factor", o->rope_high_freq_factor);
-    }
-    if (is_yarn) {
-        mt_json_set_real(rope, "beta_fast", o->yarn_beta_fast);
-        mt_json_set_real(rope, "beta_slow", o->yarn_beta_slow);
-        mt_json_set_real(rope, "attention_factor", o->yarn_attention_factor);
-        if (o->yarn_mscale > 0) mt_json_set_real(rope, "mscale", o->yarn_mscale);
-        if (o->yarn_mscale_all_dim > 0) mt_json_set_real(rope, "mscale_all_dim", o->yarn_mscale_all_dim);
-    }
-    return rope;
-}
-
-static void mt_config_write_llama(json_t *root, const mt_options *o) {
-    bool is_qwen = strncmp(o->hf_family, "qwen", 4) == 0;
-    mt_json_set_int(root, "num_hidden_layers", o->num_layers);
-    mt_json_set_int(root, "hidden_size", o->hidden_size);
-    mt_json_set_int(root, "intermediate_size", o->ffn_hidden_size);
-    mt_json_set_int(root, "num_attention_heads", o->num_attention_heads);
-    mt_json_set_int(root, "num_key_value_heads", o->num_query_groups);
-    mt_json_set_int(root, "head_dim", o->kv_channels);
-    mt_json_set_int(root, "max_position_embeddings", o->max_position_embeddings);
-    mt_json_set_string(root, "hidden_act", "silu");
-    mt_json_set_real(root, "rms_norm_eps", o->norm_epsilon);
-    mt_json_set_real(root, "attention_dropout", o->attention_dropout);
-    if (o->hidden_dropout > 0) mt_json_set_real(root, "hidden_dropout", o->hidden_dropout); // ours; theirs has none
-    if (strcmp(o->hf_family, "llama") == 0 || strncmp(o->hf_family, "qwen3", 5) == 0)
-        mt_json_set_bool(root, "attention_bias", o->attention_output_bias);
-    if (strcmp(o->hf_family, "llama") == 0) mt_json_set_bool(root, "mlp_bias", o->mlp_bias);
-    json_object_set_new(root, "rope_parameters", mt_config_rope(o, true));
-    mt_json_set_real(root, "rope_theta", o->rotary_base); // this and the next: transformers before 5
-    json_object_set_new(root, "rope_scaling",
-                        strcmp(o->rope_scaling_type, "none") == 0 ? json_null() : mt_config_rope(o, false));
-    if (strcmp(o->hf_family, "llama") == 0 || o->multi_latent_attention) return;
-    json_object_set_new(root, "sliding_window", o->window_size ? json_integer(o->window_size) : json_null());
-    if (!is_qwen) return;
-    json_t *types = json_array();
-    for (int64_t layer = 0; layer < o->num_layers; layer++)
-        json_array_append_new(types, json_string(o->window_size ? "sliding_attention" : "full_attention"));
-    json_object_set_new(root, "layer_types", types);
-    mt_json_set_bool(root, "use_sliding_window", o->window_size > 0);
-    mt_json_set_int(root, "max_window_layers", o->window_size > 0 ? 0 : o->num_layers);
-}
-
-/* The experts of Mixtral, Qwen2-MoE and Qwen3-MoE. */
-static void mt_config_write_experts(json_t *root, const mt_options *o) {
-    bool is_mixtral = strcmp(o->hf_family, "mixtral") == 0;
-    mt_json_set_int(root, "num_local_experts", o->num_experts);
-    mt_json_set_int(root, "num_experts_per_tok", o->moe_router_topk);
-    mt_json_set_real(root, "router_aux_loss_coef", o->moe_aux_loss_coeff);
-    mt_json_set_bool(root, "output_router_logits", false);
-    if (is_mixtral) {
-        mt_json_set_int(root, "intermediate_size", o->moe_ffn_hidden_size);
-        return;
-    }
-    json_t *dense = json_array();
-    for (int64_t i = 0; i < o->num_layers; i++)
-        if (o->moe_layers[i] == '0') json_array_append_new(dense, json_integer(i));
-    mt_json_set_int(root, "num_experts", o->num_experts); // transformers before 5
-    mt_json_set_int(root, "moe_intermediate_size", o->moe_ffn_hidden_size);
-    mt_json_set_bool(root, "norm_topk_prob", !o->moe_router_pre_softmax);
-    mt_json_set_int(root, "decoder_sparse_step", 1);
-    json_object_set_new(root, "mlp_only_layers", dense);
-    if (strcmp(o->hf_family, "qwen3_moe") == 0) return;
-    mt_json_set_int(root, "shared_expert_intermediate_size", o->moe_shared_expert_intermediate_size);
-    mt_json_set_bool(root, "qkv_bias", o->add_qkv_bias);
-}
-
-static void mt_config_write_deepseek(json_t *root, const mt_options *o) {
-    mt_config_write_llama(root, o);
-    mt_json_set_int(root, "head_dim", o->qk_pos_emb_head_dim);
-    json_object_set_new(root, "q_lora_rank", o->q_lora_rank > 0 ? json_integer(o->q_lora_rank) : json_null());
-    mt_json_set_int(root, "kv_lora_rank", o->kv_lora_rank);
-    mt_json_set_int(root, "qk_nope_head_dim", o->qk_head_dim);
-    mt_json_set_int(root, "qk_rope_head_dim", o->qk_pos_emb_head_dim);
-    mt_json_set_int(root, "qk_head_dim", o->qk_head_dim + o->qk_pos_emb_head_dim);
-    mt_json_set_int(root, "v_head_dim", o->v_head_dim);
-    mt_json_set_bool(root, "rope_interleave", o->rotary_interleaved);
-    mt_json_set_bool(root, "attention_bias", false);
-    mt_json_set_int(root, "num_nextn_predict_layers", o->mtp_num_layers);
-    if (o->mtp_num_layers > 0) mt_json_set_int(root, "mtp_num_layers", o->mtp_num_layers);
-    const char *first = o->moe_layers ? strchr(o->moe_layers, '1') : NULL;
-    mt_json_set_int(root, "first_k_dense_replace", first ? first - o->moe_layers : o->num_layers);
-    if (!first) return;
-    mt_json_set_int(root, "n_routed_experts", o->num_experts);
-    mt_json_set_int(root, "num_experts_per_tok", o->moe_router_topk);
-    mt_json_set_int(root, "moe_intermediate_size", o->moe_ffn_hidden_size);
-    mt_json_set_int(root, "n_shared_experts", o->moe_shared_expert_intermediate_size / o->moe_ffn_hidden_size);
-    mt_json_set_int(root, "n_group", mt_max(o->moe_router_num_groups, 1));
-    mt_json_set_int(root, "topk_group", mt_max(o->moe_router_group_topk, 1));
-    mt_json_set_real(root, "routed_scaling_factor", o->moe_router_topk_scaling_factor);
-    mt_json_set_bool(root, "norm_topk_prob", true);
-    mt_json_set_string(root, "scoring_func", "sigmoid");
-    mt_json_set_string(root, "topk_method", "noaux_tc");
-}
-
-static void mt_config_write_megatron(json_t *root, const mt_options *options) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        char key[80];
-        if (!row->name || row->origin == MT_OF_RUN || mt_option_of(row->offset) != row) continue;
-        mt_option_key(key, row);
-        if (row->type == MT_FLAG) mt_json_set_bool(root, key, *mt_option_bool(options, row));
-        if (row->type == MT_NO) mt_json_set_bool(root, key, !*mt_option_bool(options, row));
-        if (row->type == MT_INT) mt_json_set_int(root, key, *mt_option_int(options, row));
-        if (row->type == MT_REAL) mt_json_set_real(root, key, *mt_option_real(options, row));
-        if (row->type == MT_CHOICE || row->type == MT_STRING)
-            mt_json_set_string(root, key, *mt_option_string(options, row));
-    }
-    mt_json_set_bool(root, "attention_output_bias", options->attention_output_bias);
-    mt_json_set_bool(root, "mlp_bias", options->mlp_bias);
-}
-
-/* The text with the fewest digits that reads back as the same numbers: 0.1, not 0.10000000000000001. */
-static char *mt_json_print(const json_t *root) {
-    for (size_t digits = 15;; digits++) {
-        char *text = json_dumps(root, JSON_INDENT(2) | JSON_REAL_PRECISION(digits));
-        json_t *again = json_loads(text, 0, NULL);
-        bool same = json_equal(root, again);
-        json_decref(again);
-        if (same || digits == 17) return text;
-        free(text);
-    }
-}
-
-char *mt_options_write_hf_config(const mt_options *options) {
-    static const char *const classes[][2] = {
-        {"gpt2", "GPT2LMHeadModel"},          {"llama", "LlamaForCausalLM"},
-        {"mistral", "MistralForCausalLM"},    {"qwen2", "Qwen2ForCausalLM"},
-        {"qwen3", "Qwen3ForCausalLM"},        {"deepseek_v3", "DeepseekV3ForCausalLM"},
-        {"mixtral", "MixtralForCausalLM"},    {"qwen3_moe", "Qwen3MoeForCausalLM"},
-        {"qwen2_moe", "Qwen2MoeForCausalLM"}, {"megatron", "MegatronForCausalLM"}};
-    const char *family = options->hf_family, *dtype = options->bf16 ? "bfloat16" : "float32";
-    json_t *root = json_object();
-    for (size_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
-        if (strcmp(family, classes[i][0]) == 0)
-            json_object_set_new(root, "architectures", json_pack("[s]", classes[i][1]));
-    mt_json_set_string(root, "model_type", family);
-    mt_json_set_int(root, "vocab_size", options->vocab_size);
-    mt_json_set_real(root, "initializer_range", options->init_method_std);
-    mt_json_set_bool(root, "tie_word_embeddings", !options->untie_embeddings_and_output_weights);
-    json_object_set_new(root, "bos_token_id",
-                        options->bos_token_id < 0 ? json_null() : json_integer(options->bos_token_id));
-    json_object_set_new(root, "eos_token_id",
-                        options->eos_token_id < 0 ? json_null() : json_integer(options->eos_token_id));
-    mt_json_set_string(root, "dtype", dtype);
-    mt_json_set_string(root, "torch_dtype", dtype); // transformers before 5
-    mt_json_set_bool(root, "use_cache", true);
-    if (strcmp(family, "gpt2") == 0)
-        mt_config_write_gpt2(root, options);
-    else if (strcmp(family, "megatron") == 0)
-        mt_config_write_megatron(root, options);
-    else if (strcmp(family, "deepseek_v3") == 0)
-        mt_config_write_deepseek(root, options);
-    else
-        mt_config_write_llama(root, options);
-    if (mt_choice_has("mixtral|qwen2_moe|qwen3_moe", family)) mt_config_write_experts(root, options);
-    char *text = mt_json_print(root);
-    json_decref(root);
-    return text;
-}
-
-/* ==== §2d derivation and checks ================================================================================== */
-/* What follows from what was given, and every rule between options, each error naming both sides. */
-
-/* Pairs of options: the first says nothing without the second. */
-static const size_t mt_option_needs[][2] = {
-    {MT_AT(q_lora_rank), MT_AT(multi_latent_attention)},
-    {MT_AT(kv_lora_rank), MT_AT(multi_latent_attention)},
-    {MT_AT(qk_head_dim), MT_AT(multi_latent_attention)},
-    {MT_AT(qk_pos_emb_head_dim), MT_AT(multi_latent_attention)},
-    {MT_AT(v_head_dim), MT_AT(multi_latent_attention)},
-    {MT_AT(save_interval), MT_AT(save)},
-    {MT_AT(async_save), MT_AT(save)},
-    {MT_AT(keep_checkpoints), MT_AT(save)},
-    {MT_AT(save_retain_interval), MT_AT(save_interval)},
-    {MT_AT(auto_resume), MT_AT(save)},
-    {MT_AT(no_load_rng), MT_AT(load)},
-    {MT_AT(trace_first_step), MT_AT(trace)},
-    {MT_AT(trace_last_step), MT_AT(trace)},
-    {MT_AT(no_save_optim), MT_AT(save)},
-    {MT_AT(loss_spike_factor), MT_AT(check_for_spiky_loss)},
-    {MT_AT(loss_spike_window), MT_AT(check_for_spiky_loss)},
-    {MT_AT(finetune), MT_AT(load)},
-    {MT_AT(no_load_optim), MT_AT(load)},
-    {MT_AT(tokenizer_model), MT_AT(tokenizer_type)},
-    {MT_AT(split), MT_AT(data_path)},
-    {MT_AT(valid_data_path), MT_AT(train_data_path)},
-    {MT_AT(test_data_path), MT_AT(train_data_path)},
-    {MT_AT(rampup_batch_size), MT_AT(train_samples)},
-    {MT_AT(lr_decay_iters), MT_AT(train_iters)},
-    {MT_AT(lr_decay_samples), MT_AT(train_samples)},
-    {MT_AT(lr_warmup_iters), MT_AT(train_iters)},
-    {MT_AT(lr_warmup_samples), MT_AT(train_samples)},
-    {MT_AT(lr_wsd_decay_iters), MT_AT(train_iters)},
-    {MT_AT(lr_wsd_decay_samples), MT_AT(train_samples)},
-    {MT_AT(out), MT_AT(score)},
-    {MT_AT(entropy_out), MT_AT(score)},
-    {MT_AT(logits_out), MT_AT(score)},
-    {MT_AT(max_sequences), MT_AT(score)},
-    {MT_AT(num_virtual_stages_per_pipeline_rank), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(account_for_embedding_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(account_for_loss_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(pipeline_model_parallel_size)},
-    {MT_AT(mtp_loss_scaling_factor), MT_AT(mtp_num_layers)},
-    {MT_AT(moe_ffn_hidden_size), MT_AT(num_experts)},
-    {MT_AT(moe_layer_freq), MT_AT(num_experts)},
-    {MT_AT(moe_shared_expert_intermediate_size), MT_AT(num_experts)},
-    {MT_AT(moe_shared_expert_gate), MT_AT(moe_shared_expert_intermediate_size)},
-    {MT_AT(moe_router_topk), MT_AT(num_experts)},
-    {MT_AT(moe_router_score_function), MT_AT(num_experts)},
-    {MT_AT(moe_router_pre_softmax), MT_AT(num_experts)},
-    {MT_AT(moe_router_num_groups), MT_AT(num_experts)},
-    {MT_AT(moe_router_topk_scaling_factor), MT_AT(num_experts)},
-    {MT_AT(moe_router_enable_expert_bias), MT_AT(num_experts)},
-    {MT_AT(moe_router_load_balancing_type), MT_AT(num_experts)},
-    {MT_AT(moe_aux_loss_coeff), MT_AT(num_experts)},
-    {MT_AT(moe_z_loss_coeff), MT_AT(num_experts)},
-    {MT_AT(moe_expert_capacity_factor), MT_AT(num_experts)},
-    {MT_AT(moe_token_dispatcher_type), MT_AT(num_experts)},
-    {MT_AT(moe_grouped_gemm), MT_AT(num_experts)},
-    {MT_AT(moe_permute_fusion), MT_AT(num_experts)},
-    {MT_AT(expert_model_parallel_size), MT_AT(num_experts)},
-    {MT_AT(expert_tensor_parallel_size), MT_AT(num_experts)},
-    {MT_AT(moe_router_num_groups), MT_AT(moe_router_group_topk)},
-    {MT_AT(moe_router_group_topk), MT_AT(moe_router_num_groups)},
-    {MT_AT(moe_router_bias_update_rate), MT_AT(moe_router_enable_expert_bias)},
-    {MT_AT(moe_token_drop_policy), MT_AT(moe_expert_capacity_factor)},
-    {MT_AT(moe_pad_expert_input_to_capacity), MT_AT(moe_expert_capacity_factor)},
-};
-
-/* Pairs of options that contradict each other. */
-static const size_t mt_option_excludes[][2] = {
-    {MT_AT(multi_latent_attention), MT_AT(group_query_attention)},
-    {MT_AT(multi_latent_attention), MT_AT(kv_channels)},
-    {MT_AT(multi_latent_attention), MT_AT(rotary_percent)},
-    {MT_AT(multi_latent_attention), MT_AT(add_qkv_bias)},
-    {MT_AT(train_iters), MT_AT(train_samples)},
-    {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_iters)},
-    {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_samples)},
-    {MT_AT(use_rope_scaling), MT_AT(rotary_seq_len_interpolation_factor)},
-    {MT_AT(rope_scaling_factor), MT_AT(rotary_seq_len_interpolation_factor)},
-    {MT_AT(data_path), MT_AT(train_data_path)},
-    {MT_AT(data_path), MT_AT(mock_data)},
-    {MT_AT(data_path), MT_AT(tokens_file)},
-    {MT_AT(train_data_path), MT_AT(mock_data)},
-    {MT_AT(train_data_path), MT_AT(tokens_file)},
-    {MT_AT(mock_data), MT_AT(tokens_file)},
-    {MT_AT(tokens_file), MT_AT(reset_position_ids)},
-    {MT_AT(tokens_file), MT_AT(reset_attention_mask)},
-    {MT_AT(tokens_file), MT_AT(eod_mask_loss)},
-    {MT_AT(tokens_file), MT_AT(dataloader_type)},
-    {MT_AT(prompt), MT_AT(prompt_tokens)},
-    {MT_AT(score), MT_AT(prompt)},
-    {MT_AT(score), MT_AT(prompt_tokens)},
-    {MT_AT(score), MT_AT(print_tokens)},
-    {MT_AT(score), MT_AT(max_new_tokens)},
-    {MT_AT(score), MT_AT(temperature)},
-    {MT_AT(score), MT_AT(top_k)},
-    {MT_AT(score), MT_AT(top_p)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(num_virtual_stages_per_pipeline_rank)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(decoder_first_pipeline_num_layers)},
-    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(decoder_last_pipeline_num_layers)},
-    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(account_for_embedding_in_pipeline_split)},
-    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(account_for_loss_in_pipeline_split)},
-    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(account_for_embedding_in_pipeline_split)},
-    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(account_for_loss_in_pipeline_split)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(num_virtual_stages_per_pipeline_rank)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(num_layers_per_virtual_pipeline_stage)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(decoder_first_pipeline_num_layers)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(decoder_last_pipeline_num_layers)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(account_for_embedding_in_pipeline_split)},
-    {MT_AT(pipeline_model_parallel_layout), MT_AT(account_for_loss_in_pipeline_split)},
-};
-
-static int mt_options_check_pairs(const mt_options *options, mt_error *error) {
-    for (size_t i = 0; i < sizeof mt_option_needs / sizeof mt_option_needs[0]; i++) {
-        const mt_option *row = mt_option_of(mt_option_needs[i][0]), *other = mt_option_of(mt_option_needs[i][1]);
-        if (mt_option_used(options, row->offset) && mt_option_is_default(options, other))
-            return mt_error_set(error, "--%s needs --%s", row->name, other->name);
-    }
-    for (size_t i = 0; i < sizeof mt_option_excludes / sizeof mt_option_excludes[0]; i++) {
-        const mt_option *row = mt_option_of(mt_option_excludes[i][0]), *other = mt_option_of(mt_option_excludes[i][1]);
-        if (mt_option_used(options, row->offset) && mt_option_used(options, other->offset))
-            return mt_error_set(error, "--%s and --%s exclude each other; leave one out", row->name, other->name);
-    }
-    return 0;
-}
-
-/* Numbers against the ranges of the table, choices against their lists. What was neither given nor set is skipped. */
-static int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error) {
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name || (row->origin == MT_OF_RUN && !(row->programs & (int)program))) continue;
-        if (!mt_option_given(options, row->offset) && mt_option_is_default(options, row)) continue;
-        char *text = mt_option_text(options, row);
-        bool good = row->type != MT_CHOICE || mt_choice_has(row->values, text);
-        if (row->type == MT_INT) good = mt_option_in_range(row, (double)*mt_option_int(options, row));
-        if (row->type == MT_REAL) good = mt_option_in_range(row, *mt_option_real(options, row));
-        if (!good)
-            mt_error_set(error, "--%s must be %s%s, got %.100s", row->name, row->type == MT_CHOICE ? "" : "in ",
-                         row->values, text);
-        free(text);
-        if (!good) return -1;
-    }
-    return 0;
-}
-
-/* Sizes that follow from others, as Megatron has them. */
-static void mt_options_derive_sizes(mt_options *o) {
+void mt_options_derive_sizes(mt_options *o) {
     if (o->ffn_hidden_size == 0)
         o->ffn_hidden_size = o->swiglu ? 4 * o->hidden_size * 2 / 3 / 64 * 64 : 4 * o->hidden_size;
     if (o->num_query_groups == 0) o->num_query_groups = o->group_query_attention ? 1 : o->num_attention_heads;
@@ -2184,63 +284,6 @@ static void mt_options_derive_sizes(mt_options *o) {
     if (o->kv_channels == 0 && o->num_attention_heads > 0) o->kv_channels = o->hidden_size / o->num_attention_heads;
 }
 
-/* The layers with experts, from --moe-layer-freq: a number, or a sum of lists that may be repeated, as Python writes
- * it. Returns the layers written to `layers`, which has room for `max`, or -1. */
-static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
-    int64_t count = 0;
-    for (const char *at = text; *at;) {
-        int64_t first = count, times = 1;
-        while (*at == '(' || *at == ' ') at++;
-        if (*at++ != '[') return -1;
-        while (*at != ']') {
-            if ((*at != '0' && *at != '1') || count == max) return -1;
-            layers[count++] = *at++;
-            while (*at == ',' || *at == ' ') at++;
-        }
-        for (at++; *at == ' ';) at++;
-        if (*at == '*') {
-            char *end;
-            times = strtoll(at + 1, &end, 10), at = end;
-        }
-        int64_t listed = count - first;
-        if (times < 0 || times > max || listed == 0) return -1;
-        if (times == 0) count = first;
-        for (int64_t i = listed; i < listed * times; i++) {
-            if (count == max) return -1;
-            layers[count] = layers[count - listed], count++;
-        }
-        while (*at == ' ' || *at == ')') at++;
-        if (*at == '+')
-            at++;
-        else if (*at)
-            return -1;
-    }
-    return count;
-}
-
-static int mt_options_finish_expert_layers(mt_options *o, mt_error *error) {
-    int64_t every = 0;
-    if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
-        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as Megatron does
-    const int64_t most = mt_max(o->num_layers, 4096);
-    mt_string_set(&o->moe_layers, NULL);
-    o->moe_layers = mt_calloc(most + 1);
-    bool is_number = mt_parse_int(o->moe_layer_freq, &every);
-    for (int64_t i = 0; is_number && every > 0 && i < o->num_layers; i++) o->moe_layers[i] = i % every ? '0' : '1';
-    int64_t listed = is_number ? 0 : mt_layer_freq_parse(o->moe_layer_freq, o->moe_layers, most);
-    if (listed > o->num_layers && !mt_option_given(o, MT_AT(moe_layer_freq))) { // config.json's, of a model that is cut
-        o->moe_layers[listed = o->num_layers] = 0;
-        char *text = mt_layer_freq_print(o->moe_layers);
-        mt_string_set(&o->moe_layer_freq, text);
-        free(text);
-    }
-    if (is_number ? every > 0 : listed == o->num_layers) return 0;
-    return mt_error_set(error,
-                        "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
-                        "([0]*1+[1]*%lld), got '%.100s'",
-                        (long long)o->num_layers, (long long)o->num_layers - 1, o->moe_layer_freq);
-}
-
 /* What multi-token prediction asks of the model; generation and scoring do without it. */
 static int mt_options_finish_mtp(mt_options *o, mt_program program, mt_error *error) {
     const char *positions = o->position_embedding_type, *schedule = o->pipeline_schedule;
@@ -2248,7 +291,7 @@ static int mt_options_finish_mtp(mt_options *o, mt_program program, mt_error *er
     if (o->mtp_num_layers == 0) return 0;
     if (strcmp(o->normalization, "RMSNorm") != 0)
         return mt_error_set(error, "--mtp-num-layers needs --normalization RMSNorm, which is %s", o->normalization);
-    if (!mt_choice_has("rope|none", positions))
+    if (strcmp(positions, "rope") != 0 && strcmp(positions, "none") != 0)
         return mt_error_set(error, "--mtp-num-layers needs --position-embedding-type rope or none, which is %s",
                             positions);
     if (schedule && strcmp(schedule, "zb-h1") == 0)
@@ -2292,7 +335,6 @@ static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
                             (long long)o->num_attention_heads, (long long)o->num_query_groups);
     if (o->swiglu && o->openai_gelu)
         return mt_error_set(error, "--swiglu and --openai-gelu exclude each other; leave one out");
-    if (o->num_experts > 0 && mt_options_finish_expert_layers(o, error)) return -1;
     if (o->add_bias_linear) {
         o->attention_output_bias = o->mlp_bias = true;
         o->add_qkv_bias = !o->multi_latent_attention; // Megatron's have none there
@@ -2308,48 +350,8 @@ static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* Options of rotary positions that were given where nothing would read them. */
-static int mt_options_check_rope(const mt_options *o, mt_error *error) {
-    static const size_t rotary[] = {MT_AT(rotary_base), MT_AT(rotary_percent), MT_AT(rotary_interleaved),
-                                    MT_AT(rotary_seq_len_interpolation_factor), MT_AT(use_rope_scaling)};
-    static const struct {
-        size_t offset;
-        const char *types;
-    } scaled[] = {
-        {MT_AT(rope_scaling_factor), "linear|llama3|yarn"},
-        {MT_AT(original_max_position_embeddings), "llama3|yarn"},
-        {MT_AT(rope_low_freq_factor), "llama3"},
-        {MT_AT(rope_high_freq_factor), "llama3"},
-        {MT_AT(yarn_beta_fast), "yarn"},
-        {MT_AT(yarn_beta_slow), "yarn"},
-        {MT_AT(yarn_mscale), "yarn"},
-        {MT_AT(yarn_mscale_all_dim), "yarn"},
-        {MT_AT(yarn_attention_factor), "yarn"},
-    };
-    bool is_rope = strcmp(o->position_embedding_type, "rope") == 0;
-    for (size_t i = 0; i < sizeof rotary / sizeof rotary[0]; i++)
-        if (!is_rope && mt_option_used(o, rotary[i]))
-            return mt_error_set(error, "--%s needs --position-embedding-type rope, which is %s",
-                                mt_option_of(rotary[i])->name, o->position_embedding_type);
-    if (!is_rope && strcmp(o->rope_scaling_type, "none") != 0)
-        return mt_error_set(error, "--rope-scaling-type needs --position-embedding-type rope, which is %s",
-                            o->position_embedding_type);
-    for (size_t i = 0; i < sizeof scaled / sizeof scaled[0]; i++)
-        if (mt_option_used(o, scaled[i].offset) && !mt_choice_has(scaled[i].types, o->rope_scaling_type))
-            return mt_error_set(error, "--%s needs --rope-scaling-type %s, which is %s",
-                                mt_option_of(scaled[i].offset)->name, scaled[i].types, o->rope_scaling_type);
-    return 0;
-}
-
-/* One kind of scaling from the three ways to ask for it, and what that kind needs. */
+/* What each kind of scaling needs. */
 static int mt_options_finish_rope(mt_options *o, mt_error *error) {
-    const char *asked = o->use_rope_scaling ? "llama3" : o->rotary_seq_len_interpolation_factor > 0 ? "linear" : NULL;
-    if (asked && mt_option_given(o, MT_AT(rope_scaling_type)) && strcmp(asked, o->rope_scaling_type) != 0)
-        return mt_error_set(error, "--rope-scaling-type %s and --%s exclude each other; leave one out",
-                            o->rope_scaling_type,
-                            o->use_rope_scaling ? "use-rope-scaling" : "rotary-seq-len-interpolation-factor");
-    if (asked) mt_string_set(&o->rope_scaling_type, asked);
-    if (mt_options_check_rope(o, error)) return -1;
     if (strcmp(o->position_embedding_type, "rope") != 0) return 0;
     if (o->multi_latent_attention && o->qk_pos_emb_head_dim % 2 != 0)
         return mt_error_set(error, "--qk-pos-emb-head-dim %lld must be even", (long long)o->qk_pos_emb_head_dim);
@@ -2399,15 +401,14 @@ static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error
     return 0;
 }
 
-/* ==== §2e ranks and experts ====================================================================================== */
+/* ==== §2b ranks and experts ====================================================================================== */
 /* Who computes what: stages, parts of layers, of sequences and of the batch, and experts. */
 
 /* Virtual stages a rank, by whichever option says it. */
 static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, per_stage = o->num_layers_per_virtual_pipeline_stage;
-    if (o->pipeline_model_parallel_layout) {
-        int64_t count = mt_layout_count(o, error);
-        if (count < 0) return -1;
+    if (o->pipeline_letters) {
+        int64_t count = mt_pipeline_layout_count(o->pipeline_letters);
         if (count % pp != 0)
             return mt_error_set(error,
                                 "--pipeline-model-parallel-layout has %lld stages; they must be a multiple of "
@@ -2425,7 +426,7 @@ static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
                                 layers > o->num_layers ? " with what --account-for-* counts" : "", (long long)pp,
                                 (long long)per_stage);
         o->num_virtual_stages_per_pipeline_rank = layers / (pp * per_stage);
-    } else if (!mt_option_given(o, MT_AT(num_virtual_stages_per_pipeline_rank)))
+    } else if (!MT_GIVEN(o, num_virtual_stages_per_pipeline_rank))
         o->num_virtual_stages_per_pipeline_rank = 1;
     if (pp * o->num_virtual_stages_per_pipeline_rank > 1000000)
         return mt_error_set(error, "--num-virtual-stages-per-pipeline-rank %lld is too many for %lld ranks",
@@ -2437,7 +438,7 @@ static int mt_options_finish_virtual_stages(mt_options *o, mt_error *error) {
 static int mt_options_finish_order(mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
     int64_t *group = &o->microbatch_group_size_per_virtual_pipeline_stage;
-    if (pp > 1 && !mt_option_given(o, MT_AT(pipeline_schedule)))
+    if (pp > 1 && !MT_GIVEN(o, pipeline_schedule))
         mt_string_set(&o->pipeline_schedule, vp > 1 ? "interleaved" : "1f1b");
     const char *schedule = o->pipeline_schedule ? o->pipeline_schedule : "1f1b";
     bool interleaved = strcmp(schedule, "interleaved") == 0;
@@ -2451,7 +452,7 @@ static int mt_options_finish_order(mt_options *o, mt_error *error) {
                             schedule, (long long)vp);
     if (strcmp(schedule, "zb-h1") == 0 && pp == 1)
         return mt_error_set(error, "--pipeline-schedule zb-h1 needs --pipeline-model-parallel-size above 1");
-    if (!mt_option_given(o, MT_AT(microbatch_group_size_per_virtual_pipeline_stage))) *group = vp > 1 ? pp : 0;
+    if (!MT_GIVEN(o, microbatch_group_size_per_virtual_pipeline_stage)) *group = vp > 1 ? pp : 0;
     if (vp == 1 && *group > 0)
         return mt_error_set(error, "--microbatch-group-size-per-virtual-pipeline-stage needs several virtual stages: "
                                    "give --num-virtual-stages-per-pipeline-rank");
@@ -2610,6 +611,8 @@ static int mt_options_check_expert_ranks(const mt_options *o, mt_program program
 static int mt_options_finish_experts(mt_options *o, mt_program program, int64_t world_size, mt_error *error) {
     if (o->num_experts == 0) return 0;
     if (o->moe_ffn_hidden_size == 0) o->moe_ffn_hidden_size = o->ffn_hidden_size;
+    if (o->moe_router_group_best == 0 && o->moe_router_group_topk > 0)
+        o->moe_router_group_best = mt_max(o->moe_router_topk / o->moe_router_group_topk, 1); // as Megatron does
     if (o->expert_tensor_parallel_size == 0) o->expert_tensor_parallel_size = o->tensor_model_parallel_size;
     if (!o->swiglu) return mt_error_set(error, "--num-experts needs --swiglu: experts have gates");
     if (o->mlp_bias) return mt_error_set(error, "--num-experts needs --disable-bias-linear: experts have no biases");
@@ -2619,15 +622,15 @@ static int mt_options_finish_experts(mt_options *o, mt_program program, int64_t 
 
 /* The two sizes of --hierarchical-context-parallel-sizes, which make the context group. */
 static int mt_options_read_hierarchy(mt_options *o, mt_error *error) {
-    const mt_strings *sizes = &o->hierarchical_context_parallel_sizes;
+    const mt_ints *sizes = &o->hierarchical_context_parallel_sizes;
     bool is_hierarchical = strcmp(o->cp_comm_type, "a2a+p2p") == 0;
-    int64_t a2a = 1, ring = 0;
+    int64_t a2a = sizes->items[0], ring = sizes->items[1];
     if (!is_hierarchical && sizes->count > 0)
         return mt_error_set(error, "--hierarchical-context-parallel-sizes needs --cp-comm-type a2a+p2p, which is %s",
                             o->cp_comm_type);
     if (!is_hierarchical || (o->context_parallel_size == 1 && sizes->count == 0)) return 0;
-    bool good = sizes->count == 2 && mt_parse_int(sizes->items[0], &a2a) && mt_parse_int(sizes->items[1], &ring);
-    if (!good || a2a < 1 || ring < 1 || a2a > o->context_parallel_size || a2a * ring != o->context_parallel_size)
+    if (sizes->count != 2 || a2a < 1 || ring < 1 || a2a > o->context_parallel_size ||
+        a2a * ring != o->context_parallel_size)
         return mt_error_set(error,
                             "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A2A RING, two numbers "
                             "whose product is --context-parallel-size %lld",
@@ -2672,14 +675,13 @@ static int mt_options_check_batch(const mt_options *o, const char *name, int64_t
 }
 
 static int mt_options_finish_batches(mt_options *o, mt_error *error) {
-    int64_t ramp[3] = {0};
+    const int64_t *ramp = o->rampup_batch_size.items;
     if (o->global_batch_size == 0) o->global_batch_size = o->micro_batch_size * o->data_parallel_size;
     if (mt_options_check_batch(o, "--global-batch-size", o->global_batch_size, error)) return -1;
     if (mt_options_check_micro_batches(o, o->global_batch_size, error)) return -1;
     if (o->rampup_batch_size.count == 0) return 0;
     bool good = o->rampup_batch_size.count == 3;
-    for (int i = 0; i < 3 && good; i++)
-        good = mt_parse_int(o->rampup_batch_size.items[i], &ramp[i]) && ramp[i] > 0 && ramp[i] <= 1000000000000;
+    for (int i = 0; i < 3 && good; i++) good = ramp[i] > 0 && ramp[i] <= 1000000000000;
     if (!good) return mt_error_set(error, "--rampup-batch-size expects three numbers: START INCREMENT SAMPLES");
     if (ramp[0] > o->global_batch_size || (o->global_batch_size - ramp[0]) % ramp[1] != 0)
         return mt_error_set(error,
@@ -2702,12 +704,12 @@ static int mt_options_finish_pipeline(mt_options *o, mt_error *error) {
                                    "--load");
     if (mt_options_finish_virtual_stages(o, error) || mt_options_finish_order(o, error)) return -1;
     mt_stage *stages = mt_calloc(pp * o->num_virtual_stages_per_pipeline_rank * (int64_t)sizeof(mt_stage));
-    int status = mt_layout_build(stages, o, error);
+    int status = mt_pipeline_layout_build(stages, o, error);
     free(stages);
     return status ? status : mt_options_finish_batches(o, error);
 }
 
-/* ==== §2f schedules and sharding ================================================================================= */
+/* ==== §2c schedules and sharding ================================================================================= */
 
 /* Lengths of the schedules, in samples. */
 typedef struct mt_durations {
@@ -2731,7 +733,7 @@ static mt_durations mt_options_durations(const mt_options *o) {
 static int64_t mt_options_count_iterations(const mt_options *o) {
     if (o->train_samples == 0) return o->train_iters;
     if (o->rampup_batch_size.count == 0) return o->train_samples / o->global_batch_size;
-    int64_t ramp = strtoll(o->rampup_batch_size.items[2], NULL, 10), iterations = 0, consumed = 0;
+    int64_t ramp = o->rampup_batch_size.items[2], iterations = 0, consumed = 0;
     int64_t end = ramp < o->train_samples ? ramp : o->train_samples;
     while (consumed <= end) {
         int64_t batch = mt_global_batch_size(o, consumed), low = 1, high = (end - consumed) / batch + 1;
@@ -2769,11 +771,10 @@ static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
                             unit, unit);
     if (is_wsd && (d.wsd_decay == 0 || d.wsd_decay > d.decay))
         return mt_error_set(error, "--lr-decay-style WSD needs --lr-wsd-decay-%s, at most --lr-decay-%s", unit, unit);
-    if (!is_wsd && (d.wsd_decay > 0 || mt_option_used(o, MT_AT(lr_wsd_decay_style))))
+    if (!is_wsd && d.wsd_decay > 0)
         return mt_error_set(error, "--lr-wsd-decay-* need --lr-decay-style WSD, which is %s", o->lr_decay_style);
     bool ramps = strcmp(o->weight_decay_incr_style, "constant") != 0;
-    bool has_start = mt_option_given(o, MT_AT(start_weight_decay)),
-         has_end = mt_option_given(o, MT_AT(end_weight_decay));
+    bool has_start = MT_GIVEN(o, start_weight_decay), has_end = MT_GIVEN(o, end_weight_decay);
     if (!ramps && (has_start || has_end))
         return mt_error_set(error, "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear "
                                    "or cosine");
@@ -2790,7 +791,7 @@ static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
 static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
     bool whole = strcmp(o->data_parallel_sharding_strategy, "no_shard") == 0;
     if (whole && o->use_distributed_optimizer) {
-        if (mt_option_given(o, MT_AT(data_parallel_sharding_strategy)))
+        if (MT_GIVEN(o, data_parallel_sharding_strategy))
             return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard "
                                        "exclude each other; leave one out");
         mt_string_set(&o->data_parallel_sharding_strategy, "optim");
@@ -2811,42 +812,7 @@ static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
     return 0;
 }
 
-/* ==== §2g checks of a run ======================================================================================== */
-
-static int mt_options_finish_trace(mt_options *o, mt_error *error) {
-    if (!o->trace) return 0;
-    if (o->trace_first_step == 0) o->trace_first_step = 2; // the first makes ready
-    if (o->trace_last_step == 0) o->trace_last_step = o->trace_first_step + 1;
-    if (o->trace_last_step < o->trace_first_step)
-        return mt_error_set(error, "--trace-last-step %lld comes before --trace-first-step %lld",
-                            (long long)o->trace_last_step, (long long)o->trace_first_step);
-    return 0;
-}
-
-static int mt_options_check_bad_steps(const mt_options *o, mt_error *error) {
-    bool stops = strcmp(o->bad_step_policy, "stop") == 0, reruns = strcmp(o->rerun_mode, "disabled") != 0;
-    bool checks = o->check_for_nan_in_loss_and_grad || o->check_for_spiky_loss;
-    if (!checks && (!stops || reruns))
-        return mt_error_set(error, "--%s says nothing with --no-check-for-nan-in-loss-and-grad; leave one out",
-                            stops ? "rerun-mode" : "bad-step-policy");
-    if (stops && mt_option_used(o, MT_AT(max_bad_steps_in_a_row)))
-        return mt_error_set(error, "--max-bad-steps-in-a-row needs --bad-step-policy skip or rewind");
-    if (strcmp(o->bad_step_policy, "rewind") == 0 && !o->save)
-        return mt_error_set(error, "--bad-step-policy rewind needs --save, and --save-interval, to go back to");
-    if (!o->exit_signal_handler && mt_option_used(o, MT_AT(exit_signal)))
-        return mt_error_set(error, "--exit-signal and --no-exit-signal-handler exclude each other; leave one out");
-    return 0;
-}
-
-static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
-    if (!o->tokenizer_type) return 0;
-    bool has_file = strcmp(o->tokenizer_type, "ByteLevel") != 0;
-    if (has_file && !o->tokenizer_model)
-        return mt_error_set(error, "--tokenizer-type %s needs --tokenizer-model", o->tokenizer_type);
-    if (!has_file && o->tokenizer_model)
-        return mt_error_set(error, "--tokenizer-type ByteLevel reads no --tokenizer-model; leave one out");
-    return 0;
-}
+/* ==== §2d checks of a run ======================================================================================== */
 
 /* Sequences that cuDNN takes are whole tiles of so many tokens, its heads at most so many channels, but for those of
  * latent attention. */
@@ -2892,50 +858,9 @@ static int mt_options_check_attention(const mt_options *o, mt_program program, m
     return 0;
 }
 
-static int mt_options_check_data(const mt_options *o, mt_error *error) {
-    if (mt_options_converts(o)) return 0;
-    int sources = (o->data_path.count > 0) + (o->train_data_path.count > 0) + o->mock_data + (o->tokens_file != NULL);
-    if (sources != 1)
-        return mt_error_set(error, "give one source of data: --data-path, --train-data-path, --tokens-file or "
-                                   "--mock-data");
-    if ((o->reset_position_ids || o->reset_attention_mask || o->eod_mask_loss) && !o->tokenizer_type && !o->load)
-        return mt_error_set(error, "--%s needs --tokenizer-type, which knows the end of a document",
-                            o->reset_position_ids     ? "reset-position-ids"
-                            : o->reset_attention_mask ? "reset-attention-mask"
-                                                      : "eod-mask-loss");
-    return 0;
-}
-
-/* "1,2,3": tokens of the vocabulary. */
-static int mt_options_check_prompt_tokens(const mt_options *o, mt_error *error) {
-    for (const char *at = o->prompt_tokens; at;) {
-        char *end;
-        errno = 0;
-        long long token = strtoll(at, &end, 10);
-        if (!isdigit((unsigned char)*at) || (*end && *end != ','))
-            return mt_error_set(error, "--prompt-tokens expects numbers with commas between them, got '%.100s'", at);
-        if (errno != 0 || token >= o->vocab_size)
-            return mt_error_set(error, "--prompt-tokens: %lld is outside the vocabulary of %lld", token,
-                                (long long)o->vocab_size);
-        at = *end ? end + 1 : NULL;
-    }
-    return 0;
-}
-
-static int mt_options_check_infer(const mt_options *o, mt_error *error) {
-    if (!o->load) return mt_error_set(error, "--load is missing: the folder of the model to run");
-    if (o->score && !o->out && !o->entropy_out && !o->logits_out)
-        return mt_error_set(error, "--score needs --out, --entropy-out or --logits-out");
-    if (!o->score && mt_option_used(o, MT_AT(micro_batch_size)))
-        return mt_error_set(error, "--micro-batch-size needs --score");
-    if (!o->score && mt_option_used(o, MT_AT(seq_length))) return mt_error_set(error, "--seq-length needs --score");
-    return mt_options_check_prompt_tokens(o, error);
-}
-
-int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
+int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
     MT_CHECK(world_size >= 1);
     options->data_parallel_size = world_size;
-    if (mt_options_check_ranges(options, program, error) || mt_options_check_pairs(options, error)) return -1;
     if (options->print_schedule) { // a picture needs no ranks
         int64_t model = options->tensor_model_parallel_size * options->pipeline_model_parallel_size *
                         options->context_parallel_size;
@@ -2946,14 +871,10 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
         options->data_parallel_size = mt_max(world_size / model, 1);
         return mt_options_finish_pipeline(options, error);
     }
-    if (mt_options_check_tokenizer(options, error)) return -1;
-    if (program == MT_PROGRAM_INFER && mt_options_check_infer(options, error)) return -1;
     if (mt_options_finish_sizes(options, error) || mt_options_finish_rope(options, error)) return -1;
     if (mt_options_finish_mtp(options, program, error)) return -1;
-    mt_options_derive_family(options);
     if (mt_options_finish_lengths(options, program, error)) return -1;
     if (mt_options_check_attention(options, program, error)) return -1;
-    if (program == MT_PROGRAM_TRAIN && mt_options_check_data(options, error)) return -1;
     if (mt_options_finish_parallel(options, world_size, error)) return -1;
     if (mt_options_finish_experts(options, program, world_size, error)) return -1;
     if (mt_options_finish_context(options, error)) return -1;
@@ -2965,8 +886,7 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
                             (long long)world_size, (long long)options->tensor_model_parallel_size,
                             (long long)options->pipeline_model_parallel_size);
     if (program == MT_PROGRAM_INFER) return 0;
-    if (mt_options_finish_sharding(options, error) || mt_options_finish_trace(options, error)) return -1;
-    if (mt_options_check_bad_steps(options, error)) return -1;
+    if (mt_options_finish_sharding(options, error)) return -1;
     return mt_options_finish_schedules(options, error);
 }
 
@@ -2996,84 +916,6 @@ double mt_flops(const mt_options *o, int64_t num_sequences) {
     double module = 2 * C * C + projections + attention + (sparse ? 3 * C * visited : mlp) + output;
     double per_token = layers + output + (double)o->mtp_num_layers * module;
     return 6 * (double)num_sequences * T * per_token; // forward once, backward twice; a multiply and an add each
-}
-
-/* ==== §2h printing =============================================================================================== */
-
-/* Prints words from `column` on, indented to `indent`, within 100 columns. */
-static void mt_print_wrapped(FILE *file, const char *text, int column, int indent) {
-    enum { WIDTH = 100 };
-    while (*text) {
-        int length = (int)strcspn(text, " ");
-        if (column > indent && column + 1 + length > WIDTH) {
-            fprintf(file, "\n%*s", indent, "");
-            column = indent;
-        } else if (column > indent) {
-            fputc(' ', file);
-            column++;
-        }
-        fprintf(file, "%.*s", length, text);
-        column += length, text += length;
-        text += *text == ' ';
-    }
-    fputc('\n', file);
-}
-
-/* One option: its name and what it takes on the left, then help, choices and default. */
-static void mt_option_help(const mt_option *row, FILE *file) {
-    enum { INDENT = 34 };
-    char left[120], text[600];
-    const char *value = row->type == MT_INT || row->type == MT_REAL ? " N"
-                        : row->type == MT_CHOICE                    ? " NAME"
-                        : row->type == MT_LIST                      ? " ..."
-                                                                    : "";
-    if (row->type == MT_OPTIONAL)
-        snprintf(left, sizeof left, "  --%s [%s]", row->name, row->values);
-    else if (row->type == MT_STRING || row->type == MT_LIST)
-        snprintf(left, sizeof left, "  --%s %s%s", row->name, row->values, value);
-    else
-        snprintf(left, sizeof left, "  --%s%s", row->name, value);
-    snprintf(text, sizeof text, "%s", row->help);
-    size_t end = strlen(text);
-    if (row->type == MT_CHOICE) {
-        int length = snprintf(text + end, sizeof text - end, ": %s", row->values);
-        for (size_t i = end; i < end + (size_t)length; i++)
-            if (text[i] == '|') text[i] = ' ';
-        end += (size_t)length;
-    }
-    if (row->fallback) snprintf(text + end, sizeof text - end, " (default %s)", row->fallback);
-    if (strlen(left) > INDENT - 2)
-        fprintf(file, "%s\n%*s", left, INDENT, "");
-    else
-        fprintf(file, "%-*s", INDENT, left);
-    mt_print_wrapped(file, text, INDENT, INDENT);
-}
-
-static void mt_options_help(mt_program program, FILE *file) {
-    fprintf(file, program == MT_PROGRAM_TRAIN ? "usage: train [options]; trains a GPT-family model\n"
-                                              : "usage: infer --load DIR [options]; runs a GPT-family model\n");
-    const char *group = NULL;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name) group = row->help;
-        if (!row->name || !(row->programs & (int)program)) continue;
-        if (group) fprintf(file, "\n%s\n", group);
-        group = NULL;
-        mt_option_help(row, file);
-    }
-}
-
-void mt_options_print(const mt_options *options, mt_program program, FILE *file) {
-    const char *group = NULL;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name) group = row->help;
-        if (!row->name || !(row->programs & (int)program) || mt_option_of(row->offset) != row) continue;
-        if (mt_option_is_default(options, row)) continue;
-        if (group) fprintf(file, "%s\n", group);
-        group = NULL;
-        char *text = mt_option_text(options, row);
-        fprintf(file, "  %-36s %s\n", row->name, text);
-        free(text);
-    }
 }
 
 /* ==== §3 kernels in plain C ====================================================================================== */
@@ -3656,124 +1498,120 @@ static void mt_cpu_embedding_backward(float *dw, const void *dout, const int32_t
     }
 }
 
-static void mt_cpu_rmsnorm_forward(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H, int64_t C,
-                                   int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    int64_t T = a->T, H = a->H, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
 #pragma omp parallel for if (T * H * C > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
         int64_t t = r / H, h = r % H;
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * x_stride + h * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        float *out = mt_row_open(slice + 2 * C, y, t * y_stride + h * C, dtype);
+        const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        float *out = mt_row_open(slice + 2 * C, a->y, t * a->y_stride + h * C, dtype);
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c] * in[c];
-        float factor = 1.0f / sqrtf(sum / (float)C + eps);
-        rstd[r] = factor;
+        float factor = 1.0f / sqrtf(sum / (float)C + a->eps);
+        a->rstd[r] = factor;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) out[c] = in[c] * factor * weight[c];
-        mt_row_close(y, t * y_stride + h * C, out, C, dtype);
+        mt_row_close(a->y, t * a->y_stride + h * C, out, C, dtype);
     }
 }
 
 /* dw[C] += sum over rows of dy normalized, and db[C] += that of dy (db may be NULL), where normalized is
  * (x - mean) rstd; mean may be NULL. By columns, so that each sum has one order. */
-static void mt_norm_backward_weight(float *dw, float *db, const void *dy, const void *x, const float *mean,
-                                    const float *rstd, int64_t T, int64_t H, int64_t C, int64_t dy_stride,
-                                    int64_t x_stride, mt_dtype dtype) {
-#pragma omp parallel for if (T * H * C > MT_PARALLEL)
+static void mt_norm_backward_weight(const mt_norm_args *a, int64_t dy_stride, int64_t x_stride, mt_dtype dtype) {
+    int64_t H = a->H, C = a->C, rows = a->T * H;
+#pragma omp parallel for if (rows * C > MT_PARALLEL)
     for (int64_t c = 0; c < C; c += MT_COLUMNS) {
         float dy_scratch[MT_COLUMNS], x_scratch[MT_COLUMNS], w_sums[MT_COLUMNS] = {0}, b_sums[MT_COLUMNS] = {0};
         int64_t width = mt_min(MT_COLUMNS, C - c);
-        for (int64_t r = 0; r < T * H; r++) {
+        for (int64_t r = 0; r < rows; r++) {
             int64_t t = r / H, h = r % H;
-            const float *d = mt_row_load(dy_scratch, dy, t * dy_stride + h * C + c, width, dtype);
-            const float *in = mt_row_load(x_scratch, x, t * x_stride + h * C + c, width, dtype);
-            float center = mean ? mean[r] : 0.0f, factor = rstd[r];
+            const float *d = mt_row_load(dy_scratch, a->dy, t * dy_stride + h * C + c, width, dtype);
+            const float *in = mt_row_load(x_scratch, a->x, t * x_stride + h * C + c, width, dtype);
+            float center = a->mean ? a->mean[r] : 0.0f, factor = a->rstd[r];
 #pragma omp simd
             for (int64_t i = 0; i < width; i++) {
                 w_sums[i] += d[i] * (in[i] - center) * factor;
                 b_sums[i] += d[i];
             }
         }
-        for (int64_t i = 0; i < width; i++) dw[c + i] += w_sums[i];
-        for (int64_t i = 0; i < width && db; i++) db[c + i] += b_sums[i];
+        for (int64_t i = 0; i < width; i++) a->dw[c + i] += w_sums[i];
+        for (int64_t i = 0; i < width && a->db; i++) a->db[c + i] += b_sums[i];
     }
 }
 
 /* With n = x rstd and g = dy w, dx = rstd (g - n mean(g n)). */
-static void mt_cpu_rmsnorm_backward(void *dx, float *dw, const void *dy, const void *dresidual, const void *x,
-                                    const void *w, const float *rstd, int64_t T, int64_t H, int64_t C,
-                                    int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype,
-                                    mt_stream *stream) {
+static void mt_cpu_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_norm_backward_weight(dw, NULL, dy, x, NULL, rstd, T, H, C, dy_stride, x_stride, dtype);
+    int64_t T = a->T, H = a->H, C = a->C, dx_stride = a->dx_stride;
+    mt_norm_backward_weight(a, a->dy_stride, a->x_stride, dtype);
     mt_scratch scratch = mt_scratch_reserve(5 * C);
 #pragma omp parallel for if (T * H * C > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
         int64_t t = r / H, h = r % H;
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * x_stride + h * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        const float *d = mt_row_load(slice + 2 * C, dy, t * dy_stride + h * C, C, dtype);
+        const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        const float *d = mt_row_load(slice + 2 * C, a->dy, t * a->dy_stride + h * C, C, dtype);
         const float *residual = NULL;
-        if (dresidual) residual = mt_row_load(slice + 3 * C, dresidual, t * dx_stride + h * C, C, dtype);
-        float *out = mt_row_open(slice + 4 * C, dx, t * dx_stride + h * C, dtype);
-        float sum = 0, factor = rstd[r];
+        if (a->dresidual) residual = mt_row_load(slice + 3 * C, a->dresidual, t * dx_stride + h * C, C, dtype);
+        float *out = mt_row_open(slice + 4 * C, a->dx, t * dx_stride + h * C, dtype);
+        float sum = 0, factor = a->rstd[r];
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += d[c] * weight[c] * in[c];
         float projection = sum * factor * factor / (float)C;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++)
             out[c] = (residual ? residual[c] : 0.0f) + factor * (d[c] * weight[c] - in[c] * projection);
-        mt_row_close(dx, t * dx_stride + h * C, out, C, dtype);
+        mt_row_close(a->dx, t * dx_stride + h * C, out, C, dtype);
     }
 }
 
-static void mt_cpu_layernorm_forward(void *y, float *mean, float *rstd, const void *x, const void *w, const void *b,
-                                     int64_t T, int64_t C, float eps, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    int64_t T = a->T, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(4 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        const float *bias = mt_row_load(slice + 2 * C, b, 0, C, dtype);
-        float *out = mt_row_open(slice + 3 * C, y, t * C, dtype);
+        const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        const float *bias = mt_row_load(slice + 2 * C, a->b, 0, C, dtype);
+        float *out = mt_row_open(slice + 3 * C, a->y, t * C, dtype);
         float sum = 0, squares = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c];
         float center = sum / (float)C;
 #pragma omp simd reduction(+ : squares)
         for (int64_t c = 0; c < C; c++) squares += (in[c] - center) * (in[c] - center);
-        float factor = 1.0f / sqrtf(squares / (float)C + eps);
-        mean[t] = center;
-        rstd[t] = factor;
+        float factor = 1.0f / sqrtf(squares / (float)C + a->eps);
+        a->mean[t] = center;
+        a->rstd[t] = factor;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) out[c] = (in[c] - center) * factor * weight[c] + bias[c];
-        mt_row_close(y, t * C, out, C, dtype);
+        mt_row_close(a->y, t * C, out, C, dtype);
     }
 }
 
 /* With n = (x - mean) rstd and g = dy w, dx = rstd (g - mean(g) - n mean(g n)). */
-static void mt_cpu_layernorm_backward(void *dx, float *dw, float *db, const void *dy, const void *dresidual,
-                                      const void *x, const void *w, const float *mean, const float *rstd, int64_t T,
-                                      int64_t C, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_layernorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_norm_backward_weight(dw, db, dy, x, mean, rstd, T, 1, C, C, C, dtype);
+    int64_t T = a->T, C = a->C;
+    mt_norm_backward_weight(a, C, C, dtype);
     mt_scratch scratch = mt_scratch_reserve(5 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        const float *d = mt_row_load(slice + 2 * C, dy, t * C, C, dtype);
-        const float *residual = dresidual ? mt_row_load(slice + 3 * C, dresidual, t * C, C, dtype) : NULL;
-        float *out = mt_row_open(slice + 4 * C, dx, t * C, dtype);
-        float center = mean[t], factor = rstd[t], sum = 0, projection = 0;
+        const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        const float *d = mt_row_load(slice + 2 * C, a->dy, t * C, C, dtype);
+        const float *residual = a->dresidual ? mt_row_load(slice + 3 * C, a->dresidual, t * C, C, dtype) : NULL;
+        float *out = mt_row_open(slice + 4 * C, a->dx, t * C, dtype);
+        float center = a->mean[t], factor = a->rstd[t], sum = 0, projection = 0;
 #pragma omp simd reduction(+ : sum, projection)
         for (int64_t c = 0; c < C; c++) {
             sum += d[c] * weight[c];
@@ -3785,13 +1623,13 @@ static void mt_cpu_layernorm_backward(void *dx, float *dw, float *db, const void
         for (int64_t c = 0; c < C; c++)
             out[c] =
                 (residual ? residual[c] : 0.0f) + factor * (d[c] * weight[c] - sum - (in[c] - center) * projection);
-        mt_row_close(dx, t * C, out, C, dtype);
+        mt_row_close(a->dx, t * C, out, C, dtype);
     }
 }
 
 /* ==== §3d rotary positions ======================================================================================= */
 
-/* Turns the `half` pairs of one head by a token's angles; out may be in. */
+/* Rotates the `half` pairs of one head by a token's angles; back when direction is -1. out may be in. */
 static void mt_rope_pairs(float *out, const float *in, const float *token_cos, const float *token_sin, float direction,
                           int64_t half, bool interleaved) {
     int64_t step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
@@ -3803,50 +1641,42 @@ static void mt_rope_pairs(float *out, const float *in, const float *token_cos, c
     }
 }
 
-/* Turns by the angle, or back when direction is -1. */
-static void mt_rope_turn(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
-                         float direction, int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride,
-                         int64_t x_stride, bool interleaved, mt_dtype dtype) {
-    int64_t half = R / 2;
+static void mt_rope_rotate(const mt_rope_args *a, float direction, mt_dtype dtype) {
+    const mt_rotation *rotation = &a->rotation;
+    int64_t T = a->T, H = a->H, D = a->D, half = rotation->R / 2;
     mt_scratch scratch = mt_scratch_reserve(2 * D);
 #pragma omp parallel for if (T * H * D > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
-        int64_t t = r / H, h = r % H;
+        int64_t t = r / H, h = r % H, angle = rotation->positions[t] * half;
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * x_stride + h * D, D, dtype);
-        float *out = mt_row_open(slice + D, y, t * y_stride + h * D, dtype);
-        const float *token_cos = cos + positions[t] * half, *token_sin = sin + positions[t] * half;
-        mt_rope_pairs(out, in, token_cos, token_sin, direction, half, interleaved);
-        for (int64_t i = R; i < D; i++) out[i] = in[i];
-        mt_row_close(y, t * y_stride + h * D, out, D, dtype);
+        const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * D, D, dtype);
+        float *out = mt_row_open(slice + D, a->y, t * a->y_stride + h * D, dtype);
+        mt_rope_pairs(out, in, rotation->cos + angle, rotation->sin + angle, direction, half, rotation->interleaved);
+        for (int64_t i = rotation->R; i < D; i++) out[i] = in[i];
+        mt_row_close(a->y, t * a->y_stride + h * D, out, D, dtype);
     }
 }
 
-static void mt_cpu_rope_forward(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
-                                int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
-                                bool interleaved, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_rope_forward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_rope_turn(y, x, cos, sin, positions, 1.0f, T, H, D, R, y_stride, x_stride, interleaved, dtype);
+    mt_rope_rotate(a, 1.0f, dtype);
 }
 
-static void mt_cpu_rope_backward(void *dx, const void *dy, const float *cos, const float *sin, const int32_t *positions,
-                                 int64_t T, int64_t H, int64_t D, int64_t R, int64_t dx_stride, int64_t dy_stride,
-                                 bool interleaved, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_rope_backward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_rope_turn(dx, dy, cos, sin, positions, -1.0f, T, H, D, R, dx_stride, dy_stride, interleaved, dtype);
+    mt_rope_rotate(a, -1.0f, dtype);
 }
 
-/* Turns the last R of a head's N + R channels of all H heads of x's row t in place. */
-static void mt_latent_turn(void *x, const float *cos, const float *sin, const int32_t *positions, float direction,
-                           int64_t t, int64_t H, int64_t N, int64_t R, bool interleaved, mt_dtype dtype,
-                           mt_scratch scratch) {
-    const float *token_cos = cos + positions[t] * (R / 2), *token_sin = sin + positions[t] * (R / 2);
+/* Rotates the rope channels, the last R of N + R, of all H heads of x's row t in place. */
+static void mt_latent_rotate(void *x, const mt_rotation *rotation, float direction, int64_t t, int64_t H, int64_t N,
+                             mt_dtype dtype, mt_scratch scratch) {
+    int64_t R = rotation->R, angle = rotation->positions[t] * (R / 2);
     float *slice = mt_scratch_slice(scratch);
     for (int64_t h = 0; h < H; h++) {
         int64_t offset = (t * H + h) * (N + R) + N;
         const float *in = mt_row_load(slice, x, offset, R, dtype);
         float *out = mt_row_open(slice + R, x, offset, dtype);
-        mt_rope_pairs(out, in, token_cos, token_sin, direction, R / 2, interleaved);
+        mt_rope_pairs(out, in, rotation->cos + angle, rotation->sin + angle, direction, R / 2, rotation->interleaved);
         mt_row_close(x, offset, out, R, dtype);
     }
 }
@@ -3856,44 +1686,39 @@ static void mt_copy_elements(void *to, int64_t to_at, const void *from, int64_t 
     memcpy((char *)to + to_at * size, (const char *)from + from_at * size, (size_t)(n * size));
 }
 
-static void mt_cpu_latent_heads_forward(void *q, void *k, void *v, const void *kv, const void *k_rope, const float *cos,
-                                        const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t N,
-                                        int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_latent_heads_forward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t size = mt_dtype_size(dtype);
+    int64_t T = a->T, H = a->H, N = a->N, R = a->rotation.R, Dv = a->Dv, size = mt_dtype_size(dtype);
     mt_scratch scratch = mt_scratch_reserve(2 * R);
 #pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        mt_latent_turn(q, cos, sin, positions, 1.0f, t, H, N, R, interleaved, dtype, scratch);
+        mt_latent_rotate(a->q, &a->rotation, 1.0f, t, H, N, dtype, scratch);
         for (int64_t r = t * H; r < (t + 1) * H; r++) {
-            mt_copy_elements(k, r * (N + R), kv, r * (N + Dv), N, size);
-            mt_copy_elements(k, r * (N + R) + N, k_rope, t * R, R, size);
-            mt_copy_elements(v, r * Dv, kv, r * (N + Dv) + N, Dv, size);
+            mt_copy_elements(a->k, r * (N + R), a->kv, r * (N + Dv), N, size);
+            mt_copy_elements(a->k, r * (N + R) + N, a->k_rope, t * R, R, size);
+            mt_copy_elements(a->v, r * Dv, a->kv, r * (N + Dv) + N, Dv, size);
         }
     }
 }
 
-static void mt_cpu_latent_heads_backward(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
-                                         const float *cos, const float *sin, const int32_t *positions, int64_t T,
-                                         int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
-                                         mt_stream *stream) {
+static void mt_cpu_latent_heads_backward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t size = mt_dtype_size(dtype);
+    int64_t T = a->T, H = a->H, N = a->N, R = a->rotation.R, Dv = a->Dv, size = mt_dtype_size(dtype);
     mt_scratch scratch = mt_scratch_reserve(2 * R);
 #pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        mt_latent_turn(dq, cos, sin, positions, -1.0f, t, H, N, R, interleaved, dtype, scratch);
+        mt_latent_rotate(a->dq, &a->rotation, -1.0f, t, H, N, dtype, scratch);
         float *slice = mt_scratch_slice(scratch), *sum = slice + R;
         memset(sum, 0, (size_t)R * 4);
         for (int64_t r = t * H; r < (t + 1) * H; r++) {
-            mt_copy_elements(dkv, r * (N + Dv), dk, r * (N + R), N, size);
-            mt_copy_elements(dkv, r * (N + Dv) + N, dv, r * Dv, Dv, size);
-            const float *part = mt_row_load(slice, dk, r * (N + R) + N, R, dtype);
+            mt_copy_elements(a->dkv, r * (N + Dv), a->dk, r * (N + R), N, size);
+            mt_copy_elements(a->dkv, r * (N + Dv) + N, a->dv, r * Dv, Dv, size);
+            const float *part = mt_row_load(slice, a->dk, r * (N + R) + N, R, dtype);
             for (int64_t i = 0; i < R; i++) sum[i] += part[i];
         }
-        float *out = mt_row_open(sum, dk_rope, t * R, dtype);
+        float *out = mt_row_open(sum, a->dk_rope, t * R, dtype);
         if (out != sum) memcpy(out, sum, (size_t)R * 4);
-        mt_row_close(dk_rope, t * R, out, R, dtype);
+        mt_row_close(a->dk_rope, t * R, out, R, dtype);
     }
 }
 
@@ -3904,11 +1729,9 @@ static void mt_cpu_latent_heads_backward(void *dq, void *dkv, void *dk_rope, con
 
 enum { MT_QUERIES = 64, MT_KEYS = 128 };
 
-/* What every function below works on: the operands, and of them one head of one span. */
+/* One head of one span of an attention call. */
 typedef struct mt_attention_task {
-    const void *q, *k, *v, *out, *dout;
-    float *lse, *row_dot; // [Tq, H]
-    const mt_attention *shape;
+    const mt_attention *call;
     const mt_span *span;
     int64_t head;
     mt_dtype dtype;
@@ -3918,22 +1741,21 @@ typedef struct mt_attention_task {
  * (q_index, head << 48 | k_index / 4), word k_index % 4. */
 static void mt_attention_dropout(float *p, const mt_attention_task *task, int64_t i0, int64_t j0, int64_t rows,
                                  int64_t columns) {
-    const mt_attention *shape = task->shape;
-    const int64_t *q_index = shape->q_index + task->span->q_start + i0;
-    const int64_t *k_index = shape->k_index + task->span->k_start + j0;
-    uint64_t high = (uint64_t)(shape->first_head + task->head) << 48;
+    const mt_attention *call = task->call;
+    const int64_t *q_index = call->q_index + task->span->q_start + i0;
+    const int64_t *k_index = call->k_index + task->span->k_start + j0;
+    uint64_t high = (uint64_t)(call->first_head + task->head) << 48;
     for (int64_t j = 0, run; j < columns; j += run) {
         float factors[MT_KEYS];
         for (run = 1; j + run < columns && k_index[j + run] == k_index[j] + run;) run++; // neighbours share counters
         for (int64_t i = 0; i < rows; i++) {
-            mt_dropout_factors(factors, run, &shape->dropout, (uint64_t)q_index[i], high, k_index[j]);
+            mt_dropout_factors(factors, run, &call->dropout, (uint64_t)q_index[i], high, k_index[j]);
             for (int64_t r = 0; r < run; r++) p[i * columns + j + r] *= factors[r];
         }
     }
 }
 
-/* The keys [*begin, *end) of the span that query i sees. */
-static void mt_span_keys(const mt_span *span, int64_t window, int64_t i, int64_t *begin, int64_t *end) {
+void mt_span_keys(const mt_span *span, int64_t window, int64_t i, int64_t *begin, int64_t *end) {
     int64_t last = i + span->k_len - span->q_len;
     *begin = window > 0 ? mt_max(0, last - window + 1) : 0;
     *end = span->causal ? mt_max(0, mt_min(span->k_len, last + 1)) : span->k_len;
@@ -3965,29 +1787,29 @@ static mt_spans_extent mt_spans_measure(const mt_spans *spans) {
 
 /* The blocks of q, k, v of a task's head as floats. */
 static mt_matrix mt_attention_load_q(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
-    const mt_attention *shape = task->shape;
-    int64_t offset = (task->span->q_start + i0) * shape->q_stride + task->head * shape->head_size;
-    return mt_matrix_load(scratch, task->q, offset, rows, shape->head_size, shape->q_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t offset = (task->span->q_start + i0) * call->q_stride + task->head * call->head_size;
+    return mt_matrix_load(scratch, call->q, offset, rows, call->head_size, call->q_stride, task->dtype);
 }
 
 static mt_matrix mt_attention_load_dout(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
-    const mt_attention *shape = task->shape;
-    int64_t offset = (task->span->q_start + i0) * shape->out_stride + task->head * shape->value_size;
-    return mt_matrix_load(scratch, task->dout, offset, rows, shape->value_size, shape->out_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t offset = (task->span->q_start + i0) * call->out_stride + task->head * call->value_size;
+    return mt_matrix_load(scratch, call->dout, offset, rows, call->value_size, call->out_stride, task->dtype);
 }
 
 static mt_matrix mt_attention_load_k(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
-    const mt_attention *shape = task->shape;
-    int64_t group = task->head / (shape->num_heads / shape->num_groups);
-    int64_t offset = (task->span->k_start + j0) * shape->k_stride + group * shape->head_size;
-    return mt_matrix_load(scratch, task->k, offset, columns, shape->head_size, shape->k_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t group = task->head / (call->num_heads / call->num_groups);
+    int64_t offset = (task->span->k_start + j0) * call->k_stride + group * call->head_size;
+    return mt_matrix_load(scratch, call->k, offset, columns, call->head_size, call->k_stride, task->dtype);
 }
 
 static mt_matrix mt_attention_load_v(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
-    const mt_attention *shape = task->shape;
-    int64_t group = task->head / (shape->num_heads / shape->num_groups);
-    int64_t offset = (task->span->k_start + j0) * shape->v_stride + group * shape->value_size;
-    return mt_matrix_load(scratch, task->v, offset, columns, shape->value_size, shape->v_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t group = task->head / (call->num_heads / call->num_groups);
+    int64_t offset = (task->span->k_start + j0) * call->v_stride + group * call->value_size;
+    return mt_matrix_load(scratch, call->v, offset, columns, call->value_size, call->v_stride, task->dtype);
 }
 
 /* Turns a query's scores p[columns], of which it sees [begin, end), into exp(scale score - max) for the greater of the
@@ -4015,10 +1837,10 @@ static float mt_softmax_running(float *p, int64_t columns, int64_t begin, int64_
 }
 
 /* One block of queries of one head: all of its keys, block by block. */
-static void mt_attention_forward_block(void *out, const mt_attention_task *task, int64_t i0, float *scratch) {
-    const mt_attention *shape = task->shape;
+static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0, float *scratch) {
+    const mt_attention *call = task->call;
     const mt_span *span = task->span;
-    int64_t D = shape->head_size, Dv = shape->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
+    int64_t D = call->head_size, Dv = call->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
     float max[MT_QUERIES], sum[MT_QUERIES];
     float *sums = scratch, *p = sums + MT_QUERIES * Dv, *q_scratch = p + MT_QUERIES * MT_KEYS;
     float *k_scratch = q_scratch + MT_QUERIES * D, *v_scratch = k_scratch + MT_KEYS * D;
@@ -4026,49 +1848,45 @@ static void mt_attention_forward_block(void *out, const mt_attention_task *task,
     memset(sums, 0, (size_t)(rows * Dv) * sizeof *sums);
     mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
     int64_t first, last, begin, end;
-    mt_span_keys(span, shape->window, i0, &first, &end);
-    mt_span_keys(span, shape->window, i0 + rows - 1, &begin, &last);
+    mt_span_keys(span, call->window, i0, &first, &end);
+    mt_span_keys(span, call->window, i0 + rows - 1, &begin, &last);
     for (int64_t j0 = first; j0 < last; j0 += MT_KEYS) {
         int64_t columns = mt_min(MT_KEYS, last - j0);
         mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
         mt_matrix v = mt_attention_load_v(v_scratch, task, j0, columns);
         mt_matmul(p, q.data, k.data, rows, columns, D, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED, false);
         for (int64_t i = 0; i < rows; i++) {
-            mt_span_keys(span, shape->window, i0 + i, &begin, &end);
+            mt_span_keys(span, call->window, i0 + i, &begin, &end);
             float factor =
-                mt_softmax_running(p + i * columns, columns, begin - j0, end - j0, shape->scale, &max[i], &sum[i]);
+                mt_softmax_running(p + i * columns, columns, begin - j0, end - j0, call->scale, &max[i], &sum[i]);
             for (int64_t c = 0; c < Dv && factor != 1.0f; c++) sums[i * Dv + c] *= factor;
         }
-        if (shape->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
+        if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
         mt_matmul(sums, p, v.data, rows, Dv, columns, Dv, columns, v.stride, MT_PLAIN, MT_PLAIN, true);
     }
     for (int64_t i = 0; i < rows; i++) {
-        int64_t row = span->q_start + i0 + i, offset = row * shape->out_stride + task->head * Dv;
-        float *target = mt_row_open(p, out, offset, task->dtype);
+        int64_t row = span->q_start + i0 + i, offset = row * call->out_stride + task->head * Dv;
+        float *target = mt_row_open(p, call->out, offset, task->dtype);
         for (int64_t c = 0; c < Dv; c++) target[c] = sum[i] > 0 ? sums[i * Dv + c] / sum[i] : 0.0f;
-        mt_row_close(out, offset, target, Dv, task->dtype);
-        task->lse[row * shape->num_heads + task->head] = max[i] + logf(sum[i]);
+        mt_row_close(call->out, offset, target, Dv, task->dtype);
+        call->lse[row * call->num_heads + task->head] = max[i] + logf(sum[i]);
     }
 }
 
-static void mt_cpu_attention_forward(void *out, float *lse, const void *q, const void *k, const void *v,
-                                     const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                     mt_stream *stream) {
+static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t D = shape->head_size, Dv = shape->value_size, heads = shape->num_heads;
-    mt_spans_extent extent = mt_spans_measure(spans);
+    int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
+    mt_spans_extent extent = mt_spans_measure(&a->spans);
     int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
     mt_scratch scratch =
         mt_scratch_reserve(MT_QUERIES * (D + Dv) + MT_KEYS * (D + Dv) + MT_QUERIES * mt_max(MT_KEYS, Dv));
 #pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
-    for (int64_t s = 0; s < spans->count; s++)
+    for (int64_t s = 0; s < a->spans.count; s++)
         for (int64_t head = 0; head < heads; head++)
             for (int64_t block = 0; block < blocks; block++) {
-                const mt_span *span = &spans->host[s];
-                if (block * MT_QUERIES >= span->q_len) continue;
-                mt_attention_task task = {
-                    .q = q, .k = k, .v = v, .lse = lse, .shape = shape, .span = span, .head = head, .dtype = dtype};
-                mt_attention_forward_block(out, &task, block * MT_QUERIES, mt_scratch_slice(scratch));
+                mt_attention_task task = {.call = a, .span = &a->spans.host[s], .head = head, .dtype = dtype};
+                if (block * MT_QUERIES >= task.span->q_len) continue;
+                mt_attention_forward_block(&task, block * MT_QUERIES, mt_scratch_slice(scratch));
             }
 }
 
@@ -4077,50 +1895,50 @@ static void mt_cpu_attention_forward(void *out, float *lse, const void *q, const
 static void mt_attention_backward_scores(float *p, float *ds, const mt_attention_task *task, mt_matrix q, mt_matrix k,
                                          mt_matrix v, mt_matrix dout, int64_t i0, int64_t j0, int64_t rows,
                                          int64_t columns) {
-    const mt_attention *shape = task->shape;
+    const mt_attention *call = task->call;
     const mt_span *span = task->span;
-    mt_matmul(p, q.data, k.data, rows, columns, shape->head_size, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED,
+    mt_matmul(p, q.data, k.data, rows, columns, call->head_size, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED,
               false);
-    mt_matmul(ds, dout.data, v.data, rows, columns, shape->value_size, columns, dout.stride, v.stride, MT_PLAIN,
+    mt_matmul(ds, dout.data, v.data, rows, columns, call->value_size, columns, dout.stride, v.stride, MT_PLAIN,
               MT_TRANSPOSED, false);
-    if (shape->dropout.p > 0) mt_attention_dropout(ds, task, i0, j0, rows, columns);
+    if (call->dropout.p > 0) mt_attention_dropout(ds, task, i0, j0, rows, columns);
     for (int64_t i = 0; i < rows; i++) {
-        int64_t begin, end, row = (span->q_start + i0 + i) * shape->num_heads + task->head;
-        float *p_row = p + i * columns, *ds_row = ds + i * columns, lse = task->lse[row], dot = task->row_dot[row];
-        mt_span_keys(span, shape->window, i0 + i, &begin, &end);
+        int64_t begin, end, row = (span->q_start + i0 + i) * call->num_heads + task->head;
+        float *p_row = p + i * columns, *ds_row = ds + i * columns, lse = call->lse[row], dot = call->row_dot[row];
+        mt_span_keys(span, call->window, i0 + i, &begin, &end);
         begin = mt_max(0, mt_min(begin - j0, columns));
         end = mt_max(begin, mt_min(end - j0, columns));
         for (int64_t j = 0; j < begin; j++) p_row[j] = ds_row[j] = 0;
 #pragma omp simd
         for (int64_t j = begin; j < end; j++) {
-            p_row[j] = mt_exp(p_row[j] * shape->scale - lse);
-            ds_row[j] = p_row[j] * (ds_row[j] - dot) * shape->scale;
+            p_row[j] = mt_exp(p_row[j] * call->scale - lse);
+            ds_row[j] = p_row[j] * (ds_row[j] - dot) * call->scale;
         }
         for (int64_t j = end; j < columns; j++) p_row[j] = ds_row[j] = 0;
     }
-    if (shape->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
+    if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
 }
 
 /* row_dot = sum(out dout) of a block of queries: what the softmax's gradient subtracts. */
 static void mt_attention_row_dot(const mt_attention_task *task, mt_matrix dout, int64_t i0, int64_t rows,
                                  float *scratch) {
-    const mt_attention *shape = task->shape;
+    const mt_attention *call = task->call;
     for (int64_t i = 0; i < rows; i++) {
-        int64_t row = task->span->q_start + i0 + i, offset = row * shape->out_stride + task->head * shape->value_size;
-        const float *out = mt_row_load(scratch, task->out, offset, shape->value_size, task->dtype);
+        int64_t row = task->span->q_start + i0 + i, offset = row * call->out_stride + task->head * call->value_size;
+        const float *out = mt_row_load(scratch, call->out, offset, call->value_size, task->dtype);
         const float *d = dout.data + i * dout.stride;
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t c = 0; c < shape->value_size; c++) sum += out[c] * d[c];
-        task->row_dot[row * shape->num_heads + task->head] = sum;
+        for (int64_t c = 0; c < call->value_size; c++) sum += out[c] * d[c];
+        call->row_dot[row * call->num_heads + task->head] = sum;
     }
 }
 
 /* First half: dq of one block of queries of one head, and their row_dot. */
-static void mt_attention_backward_queries(void *dq, const mt_attention_task *task, int64_t i0, float *scratch) {
-    const mt_attention *shape = task->shape;
+static void mt_attention_backward_queries(const mt_attention_task *task, int64_t i0, float *scratch) {
+    const mt_attention *call = task->call;
     const mt_span *span = task->span;
-    int64_t D = shape->head_size, Dv = shape->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
+    int64_t D = call->head_size, Dv = call->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
     float *sums = scratch, *p = sums + MT_QUERIES * D, *ds = p + MT_QUERIES * MT_KEYS;
     float *q_scratch = ds + MT_QUERIES * MT_KEYS, *dout_scratch = q_scratch + MT_QUERIES * D;
     float *k_scratch = dout_scratch + MT_QUERIES * Dv, *v_scratch = k_scratch + MT_KEYS * D;
@@ -4129,8 +1947,8 @@ static void mt_attention_backward_queries(void *dq, const mt_attention_task *tas
     mt_attention_row_dot(task, dout, i0, rows, v_scratch);
     memset(sums, 0, (size_t)(rows * D) * sizeof *sums);
     int64_t first, last, ignored;
-    mt_span_keys(span, shape->window, i0, &first, &ignored);
-    mt_span_keys(span, shape->window, i0 + rows - 1, &ignored, &last);
+    mt_span_keys(span, call->window, i0, &first, &ignored);
+    mt_span_keys(span, call->window, i0 + rows - 1, &ignored, &last);
     for (int64_t j0 = first; j0 < last; j0 += MT_KEYS) {
         int64_t columns = mt_min(MT_KEYS, last - j0);
         mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
@@ -4139,23 +1957,23 @@ static void mt_attention_backward_queries(void *dq, const mt_attention_task *tas
         mt_matmul(sums, ds, k.data, rows, D, columns, D, columns, k.stride, MT_PLAIN, MT_PLAIN, true);
     }
     for (int64_t i = 0; i < rows; i++) {
-        int64_t offset = (span->q_start + i0 + i) * shape->q_stride + task->head * D;
-        float *row = mt_row_open(sums + i * D, dq, offset, task->dtype);
+        int64_t offset = (span->q_start + i0 + i) * call->q_stride + task->head * D;
+        float *row = mt_row_open(sums + i * D, call->dq, offset, task->dtype);
         if (task->dtype == MT_F32) memcpy(row, sums + i * D, (size_t)D * sizeof *row);
-        mt_row_close(dq, offset, row, D, task->dtype);
+        mt_row_close(call->dq, offset, row, D, task->dtype);
     }
 }
 
 /* Adds to dk_sums[columns, D] and dv_sums[columns, Dv] what the queries of one span and head give its keys j0... */
 static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_attention_task *task, int64_t j0,
                                        int64_t columns, float *scratch) {
-    const mt_attention *shape = task->shape;
-    int64_t D = shape->head_size, Dv = shape->value_size, begin, end;
+    const mt_attention *call = task->call;
+    int64_t D = call->head_size, Dv = call->value_size, begin, end;
     float *p = scratch, *ds = p + MT_QUERIES * MT_KEYS, *q_scratch = ds + MT_QUERIES * MT_KEYS;
     float *dout_scratch = q_scratch + MT_QUERIES * D, *k_scratch = dout_scratch + MT_QUERIES * Dv;
     mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
     mt_matrix v = mt_attention_load_v(k_scratch + MT_KEYS * D, task, j0, columns);
-    mt_span_queries(task->span, shape->window, j0, j0 + columns, &begin, &end);
+    mt_span_queries(task->span, call->window, j0, j0 + columns, &begin, &end);
     for (int64_t i0 = begin; i0 < end; i0 += MT_QUERIES) {
         int64_t rows = mt_min(MT_QUERIES, end - i0);
         mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
@@ -4168,15 +1986,14 @@ static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_
 
 /* Second half: dk and dv of the key rows [k0, k0 + MT_KEYS) of one group, over every span that has some of them and
  * every head of the group, in order. Rows in no span stay as they are. */
-static void mt_attention_backward_group(void *dk, void *dv, mt_attention_task *task, const mt_spans *spans,
-                                        int64_t group, int64_t k0, float *scratch) {
-    const mt_attention *shape = task->shape;
-    int64_t D = shape->head_size, Dv = shape->value_size, heads = shape->num_heads / shape->num_groups;
+static void mt_attention_backward_group(mt_attention_task *task, int64_t group, int64_t k0, float *scratch) {
+    const mt_attention *call = task->call;
+    int64_t D = call->head_size, Dv = call->value_size, heads = call->num_heads / call->num_groups;
     float *dk_sums = scratch, *dv_sums = dk_sums + MT_KEYS * D;
     bool covered[MT_KEYS] = {false};
     memset(scratch, 0, (size_t)(MT_KEYS * (D + Dv)) * sizeof *scratch);
-    for (int64_t s = 0; s < spans->count; s++) {
-        const mt_span *span = task->span = &spans->host[s];
+    for (int64_t s = 0; s < call->spans.count; s++) {
+        const mt_span *span = task->span = &call->spans.host[s];
         int64_t begin = mt_max(k0, span->k_start), end = mt_min(k0 + MT_KEYS, span->k_start + span->k_len);
         if (begin >= end) continue;
         for (int64_t j = begin; j < end; j++) covered[j - k0] = true;
@@ -4186,49 +2003,35 @@ static void mt_attention_backward_group(void *dk, void *dv, mt_attention_task *t
     }
     for (int64_t j = 0; j < MT_KEYS; j++) {
         if (!covered[j]) continue;
-        int64_t k_offset = (k0 + j) * shape->k_stride + group * D, v_offset = (k0 + j) * shape->v_stride + group * Dv;
+        int64_t k_offset = (k0 + j) * call->k_stride + group * D, v_offset = (k0 + j) * call->v_stride + group * Dv;
         if (task->dtype == MT_F32) {
-            memcpy((float *)dk + k_offset, dk_sums + j * D, (size_t)D * sizeof(float));
-            memcpy((float *)dv + v_offset, dv_sums + j * Dv, (size_t)Dv * sizeof(float));
+            memcpy((float *)call->dk + k_offset, dk_sums + j * D, (size_t)D * sizeof(float));
+            memcpy((float *)call->dv + v_offset, dv_sums + j * Dv, (size_t)Dv * sizeof(float));
         }
-        mt_row_close(dk, k_offset, dk_sums + j * D, D, task->dtype);
-        mt_row_close(dv, v_offset, dv_sums + j * Dv, Dv, task->dtype);
+        mt_row_close(call->dk, k_offset, dk_sums + j * D, D, task->dtype);
+        mt_row_close(call->dv, v_offset, dv_sums + j * Dv, Dv, task->dtype);
     }
 }
 
-static void mt_cpu_attention_backward(void *dq, void *dk, void *dv, float *row_dot, const void *dout, const void *q,
-                                      const void *k, const void *v, const void *out, const float *lse,
-                                      const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                      mt_stream *stream) {
+static void mt_cpu_attention_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t D = shape->head_size, Dv = shape->value_size, heads = shape->num_heads;
-    mt_spans_extent extent = mt_spans_measure(spans);
+    int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
+    mt_spans_extent extent = mt_spans_measure(&a->spans);
     int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
-    mt_attention_task all = {.q = q,
-                             .k = k,
-                             .v = v,
-                             .out = out,
-                             .dout = dout,
-                             .lse = (float *)lse,
-                             .row_dot = row_dot,
-                             .shape = shape,
-                             .dtype = dtype};
     mt_scratch scratch = mt_scratch_reserve((2 * MT_QUERIES + 2 * MT_KEYS) * (D + Dv) + 2 * MT_QUERIES * MT_KEYS);
 #pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
-    for (int64_t s = 0; s < spans->count; s++)
+    for (int64_t s = 0; s < a->spans.count; s++)
         for (int64_t head = 0; head < heads; head++)
             for (int64_t block = 0; block < blocks; block++) {
-                mt_attention_task task = all;
-                task.span = &spans->host[s];
-                task.head = head;
+                mt_attention_task task = {.call = a, .span = &a->spans.host[s], .head = head, .dtype = dtype};
                 if (block * MT_QUERIES >= task.span->q_len) continue;
-                mt_attention_backward_queries(dq, &task, block * MT_QUERIES, mt_scratch_slice(scratch));
+                mt_attention_backward_queries(&task, block * MT_QUERIES, mt_scratch_slice(scratch));
             }
 #pragma omp parallel for collapse(2) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
     for (int64_t k0 = 0; k0 < extent.key_rows; k0 += MT_KEYS)
-        for (int64_t group = 0; group < shape->num_groups; group++) {
-            mt_attention_task task = all;
-            mt_attention_backward_group(dk, dv, &task, spans, group, k0, mt_scratch_slice(scratch));
+        for (int64_t group = 0; group < a->num_groups; group++) {
+            mt_attention_task task = {.call = a, .dtype = dtype};
+            mt_attention_backward_group(&task, group, k0, mt_scratch_slice(scratch));
         }
 }
 
@@ -5655,8 +3458,6 @@ void mt_grid_print(const mt_grid *grid, const mt_options *options, FILE *file) {
     free(members);
 }
 
-static int mt_agree(const mt_group *world, bool failed, mt_error *error);
-
 /* The first kind of group with the same members: such groups share a communicator. */
 static mt_group *mt_grid_same_members(mt_grid *grid, mt_group_kind kind) {
     const mt_group *group = mt_grid_group(grid, kind);
@@ -6171,57 +3972,12 @@ static void mt_cpu_mailbox_close(mt_mailbox *mailbox) {
 
 /* ---- what every rank must agree on */
 
-/* Fails on every rank where one has failed, with the error of the first that has. */
-static int mt_agree(const mt_group *world, bool failed, mt_error *error) {
+int mt_agree(const mt_group *world, bool failed, mt_error *error) {
     double first = failed ? world->size - world->rank : 0; // the largest is that of the lowest rank
     mt_all_reduce_max(world, &first, 1, MT_F64);
     if (first == 0) return 0;
     mt_broadcast(world, error->text, sizeof error->text, world->size - (int)first);
     return -1;
-}
-
-/* The values of all options, one after another, each ended by a 0; NULL counts the bytes. */
-static int64_t mt_options_values(const mt_options *options, char *values) {
-    int64_t bytes = 0;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name || mt_option_of(row->offset) != row) continue;
-        char *text = mt_option_text(options, row);
-        int64_t length = (int64_t)strlen(text) + 1;
-        if (values) memcpy(values + bytes, text, (size_t)length);
-        bytes += length;
-        free(text);
-    }
-    return bytes;
-}
-
-/* Compares with the values of rank 0; says where they differ. */
-static bool mt_options_differ(const mt_options *options, const char *values, int64_t bytes, int rank, mt_error *error) {
-    const char *end = values + bytes;
-    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
-        if (!row->name || mt_option_of(row->offset) != row) continue;
-        const char *theirs = values < end ? values : "";
-        char *ours = mt_option_text(options, row);
-        bool differs = strcmp(ours, theirs) != 0;
-        if (differs)
-            mt_error_set(error, "rank %d has --%s '%.200s' and rank 0 '%.200s'; give every rank the same options", rank,
-                         row->name, ours, theirs);
-        free(ours);
-        if (differs) return true;
-        values += strlen(theirs) + 1;
-    }
-    return false;
-}
-
-int mt_options_agree(const mt_options *options, const mt_group *world, mt_error *error) {
-    if (world->size == 1) return 0;
-    int64_t bytes = mt_options_values(options, NULL);
-    mt_broadcast(world, &bytes, sizeof bytes, 0);
-    char *values = mt_calloc(bytes + 1);
-    if (world->rank == 0) mt_options_values(options, values);
-    mt_broadcast(world, values, bytes, 0);
-    bool differs = mt_options_differ(options, values, bytes, world->rank, error);
-    free(values);
-    return mt_agree(world, differs, error);
 }
 
 /* ---- several channels */
@@ -6257,58 +4013,38 @@ static void mt_channels_close(const mt_ops *ops, mt_channel **channels, int coun
  * by rank, so that products need not wait for all of it. Invariant: what a function returns is complete on its stream.
  */
 
-/* What the regions of a micro-batch need to know. */
-typedef struct mt_tensor_parallel {
-    const mt_ops *ops;
-    const mt_group *group;
-    mt_stream *stream, *comm; // where products run, and where communication runs beside them
-    mt_dtype dtype;
-    bool sequence_parallel;
-    bool overlaps;            // products take the rows of one rank after another, while the next travel
-    bool accumulates;         // gradients of weights are added to, not written
-    int64_t T, rows;          // tokens; and rows of hidden states here: T, or T / group size
-    void *gathered, *partial; // [T, C or wider] under sequence parallelism: a whole operand, and a sum to be scattered
-    mt_mailbox *mailbox;      // `gathered` and after it `parts`, if it overlaps
-    void *parts;              // [group size, max_rows, C or wider]: what other ranks have of the sums of these rows
-    int32_t *part_rows;       // [max_rows, group size]: the rows of `parts` that a row's sum is made of
-    int64_t max_rows, mailbox_bytes;
-    float *loss_parts; // [group size, 4, T], of the vocabulary-parallel loss
-} mt_tensor_parallel;
-
 /* x[T, C], whole -> x; its gradient is a part on every rank -> the sum, in place. */
-static const void *mt_copy_to_tensor_region_forward(const void *x) {
+const void *mt_copy_to_tensor_region_forward(const void *x) {
     return x;
 }
-static void mt_copy_to_tensor_region_backward(const mt_tensor_parallel *tp, void *dx, int64_t C, mt_stream *stream) {
+void mt_copy_to_tensor_region_backward(const mt_tensor_parallel *tp, void *dx, int64_t C, mt_stream *stream) {
     tp->ops->all_reduce(dx, tp->T * C, MT_SUM, tp->dtype, tp->group, stream);
 }
 
 /* x[T, C], a part on every rank -> the sum, in place; its gradient is whole -> itself. */
-static void mt_reduce_from_tensor_region_forward(const mt_tensor_parallel *tp, void *x, int64_t C) {
+void mt_reduce_from_tensor_region_forward(const mt_tensor_parallel *tp, void *x, int64_t C) {
     tp->ops->all_reduce(x, tp->T * C, MT_SUM, tp->dtype, tp->group, tp->stream);
 }
-static const void *mt_reduce_from_tensor_region_backward(const void *dx) {
+const void *mt_reduce_from_tensor_region_backward(const void *dx) {
     return dx;
 }
 
 /* x[T / t, C], this rank's rows -> y[T, C], all rows; dy[T, C] is a part on every rank -> dx[T / t, C], the sum's rows.
  */
-static void mt_gather_from_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C,
-                                                   mt_stream *stream) {
+void mt_gather_from_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C,
+                                            mt_stream *stream) {
     tp->ops->all_gather(y, x, tp->rows * C, tp->dtype, tp->group, stream);
 }
-static void mt_gather_from_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C,
-                                                    mt_stream *stream) {
+void mt_gather_from_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C,
+                                             mt_stream *stream) {
     tp->ops->reduce_scatter(dx, dy, tp->rows * C, tp->dtype, tp->group, stream);
 }
 
 /* x[T, C], a part on every rank -> y[T / t, C], the sum's rows; dy[T / t, C] -> dx[T, C], all rows. */
-static void mt_reduce_scatter_to_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x,
-                                                         int64_t C) {
+void mt_reduce_scatter_to_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C) {
     mt_gather_from_sequence_region_backward(tp, y, x, C, tp->stream);
 }
-static void mt_reduce_scatter_to_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy,
-                                                          int64_t C) {
+void mt_reduce_scatter_to_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C) {
     mt_gather_from_sequence_region_forward(tp, dx, dy, C, tp->stream);
 }
 
@@ -6425,134 +4161,237 @@ static void mt_scatter_end(const mt_tensor_parallel *tp, void *dx, int64_t C) {
         tp->ops->stream_follow(tp->stream, tp->comm);
 }
 
-/* ==== §7 parallel linear layers, embedding, loss ================================================================= */
-/* A weight cut by rows (column parallel, as Megatron calls it after the mathematical transpose) gives every rank some
- * outputs; one cut by columns (row parallel) takes some inputs and gives a part of the sum. With a group of one these
- * are the plain operations. Invariant: gradients of weights need no communication. */
+/* ==== §7 linear ================================================================================================== */
+/* Every matrix product with a parameter. A column-parallel weight is cut by rows [N / t, K]: each rank of the tensor
+ * group computes a share of the outputs. A row-parallel one is cut by columns [N, K / t]: each rank adds a part of the
+ * sum. With a group of one both are plain products. Experts' products are grouped. Communication and its overlap, the
+ * fused GELU, and the choice between writing and adding to a gradient live here; layers know none of them. Invariants:
+ * gradients of weights need no communication; a step's first product writes dw, later ones add to it. */
 
-/* Which half of a backward to do. */
-enum { MT_PART_INPUT = 1, MT_PART_WEIGHT = 2, MT_PART_BOTH = 3 };
+/* ---- the product alone, on T rows */
 
-/* y = x w^T + bias, and active = gelu(y) by its tanh approximation unless it is NULL: in one operation if the backend
- * can. */
-static void mt_product_forward(const mt_tensor_parallel *tp, void *active, void *y, const void *x, mt_weight w,
-                               mt_weight bias, int64_t T, int64_t N, int64_t K) {
+/* y = x w^T + bias; and gelu = GELU(y) by its tanh approximation unless it is NULL, in one operation if the backend has
+ * it. */
+static void mt_product_forward(const mt_tensor_parallel *tp, const mt_linear *l, void *gelu, void *y, const void *x,
+                               const void *bias, int64_t T) {
     const mt_ops *ops = tp->ops;
-    if (active && ops->linear_gelu_forward) {
-        ops->linear_gelu_forward(active, y, x, w.w, bias.w, T, N, K, tp->dtype, tp->stream);
+    if (gelu && ops->linear_gelu_forward) {
+        ops->linear_gelu_forward(gelu, y, x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
         return;
     }
-    ops->linear_forward(y, x, w.w, bias.w, T, N, K, tp->dtype, tp->stream);
-    if (active) ops->gelu_forward(active, y, T * N, true, tp->dtype, tp->stream);
+    ops->linear_forward(y, x, l->weight.w, bias, T, l->N, l->K, tp->dtype, tp->stream);
+    if (gelu) ops->gelu_forward(gelu, y, T * l->N, true, tp->dtype, tp->stream);
 }
 
-/* dx[T, K] = dy w; where x was gelu(pre), the gradient of pre in its place. */
-static void mt_product_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, mt_weight w, const void *pre,
-                                int64_t T, int64_t N, int64_t K) {
+/* dx = dy w. If x was GELU(gelu_input), dx is the gradient of gelu_input instead. */
+static void mt_product_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, void *dx, const void *dy,
+                                      const void *gelu_input, int64_t T) {
     const mt_ops *ops = tp->ops;
-    if (pre && ops->linear_backward_gelu) {
-        ops->linear_backward_gelu(dx, dy, w.w, pre, T, N, K, tp->dtype, tp->stream);
+    if (gelu_input && ops->linear_backward_gelu) {
+        ops->linear_backward_gelu(dx, dy, l->weight.w, gelu_input, T, l->N, l->K, tp->dtype, tp->stream);
         return;
     }
-    ops->linear_backward_input(dx, dy, w.w, T, N, K, tp->dtype, tp->stream);
-    if (pre) ops->gelu_backward(dx, dx, pre, T * K, true, tp->dtype, tp->stream);
+    ops->linear_backward_input(dx, dy, l->weight.w, T, l->N, l->K, tp->dtype, tp->stream);
+    if (gelu_input) ops->gelu_backward(dx, dx, gelu_input, T * l->K, true, tp->dtype, tp->stream);
 }
 
-/* y[T, N] = x w^T + bias for this rank's N outputs, x[rows, K]; and active[T, N] = gelu(y) unless it is NULL. */
-static void mt_column_linear_gelu_forward(const mt_tensor_parallel *tp, void *active, void *y, const void *x,
-                                          mt_weight w, mt_weight bias, int64_t N, int64_t K) {
+/* dw = dy^T x, or += once this step has a gradient; dbias += column sums of dy. */
+static void mt_product_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const void *dy, const void *x,
+                                       int64_t T) {
+    tp->ops->linear_backward_weight(l->weight.dw, l->bias.dw, dy, x, T, l->N, l->K, l->weight.accumulate, tp->dtype,
+                                    tp->stream);
+    l->weight.accumulate = true;
+}
+
+/* ---- column parallel: x[rows, K] -> y[T, N], this rank's outputs */
+
+static void mt_column_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
     if (!tp->overlaps) {
-        x = mt_region_enter_forward(tp, x, K, tp->stream);
-        mt_product_forward(tp, active, y, x, w, bias, tp->T, N, K);
+        const void *x = mt_region_enter_forward(tp, io->x, l->K, tp->stream);
+        mt_product_forward(tp, l, io->gelu, io->y, x, l->bias.w, tp->T);
         return;
     }
-    for (int step = 0, owner; step < tp->group->size; step++) {
-        const void *piece = mt_gather_step(tp, x, K, step, &owner);
-        mt_product_forward(tp, active ? mt_rows_of_rank(tp, active, owner, N) : NULL, mt_rows_of_rank(tp, y, owner, N),
-                           piece, w, bias, tp->rows, N, K);
+    for (int step = 0, owner; step < tp->group->size; step++) { // the rows of one rank while the next rank's travel
+        const void *piece = mt_gather_step(tp, io->x, l->K, step, &owner);
+        mt_product_forward(tp, l, io->gelu ? mt_rows_of_rank(tp, io->gelu, owner, l->N) : NULL,
+                           mt_rows_of_rank(tp, io->y, owner, l->N), piece, l->bias.w, tp->rows);
     }
 }
 
-static void mt_column_linear_forward(const mt_tensor_parallel *tp, void *y, const void *x, mt_weight w, mt_weight bias,
-                                     int64_t N, int64_t K) {
-    mt_column_linear_gelu_forward(tp, NULL, y, x, w, bias, N, K);
-}
-
-/* dx[rows, K], dw and dbias of dy[T, N]. x is gathered while the first product runs, dx reduced during the second. */
-static void mt_column_linear_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, const void *x,
-                                      mt_weight w, mt_weight bias, int64_t N, int64_t K, int parts) {
-    const mt_ops *ops = tp->ops;
-    mt_stream *stream = tp->stream, *comm = tp->comm;
+/* x is gathered during the product of the input's gradient, and dx reduced during the weight's. */
+static void mt_column_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int parts) {
+    const void *x = io->x;
     bool parallel = tp->group->size > 1;
     if (parallel && (parts & MT_PART_WEIGHT)) {
-        ops->stream_follow(comm, stream);
-        x = mt_gather_beside(tp, x, K);
-    }
-    if (parts & MT_PART_INPUT)
-        ops->linear_backward_input(mt_region_partial(tp, dx), dy, w.w, tp->T, N, K, tp->dtype, stream);
-    if (parallel && (parts & MT_PART_WEIGHT)) ops->stream_follow(stream, comm);
-    if (parallel && (parts & MT_PART_INPUT)) mt_scatter_beside(tp, dx, K);
-    if (parts & MT_PART_WEIGHT)
-        ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, stream);
-    if (parallel && (parts & MT_PART_INPUT)) mt_scatter_end(tp, dx, K);
-}
-
-/* The same, of which the part of one rank's rows travels while the next is multiplied; this rank's own comes last. */
-static void mt_row_linear_forward_in_steps(const mt_tensor_parallel *tp, void *out, const void *x, mt_weight w,
-                                           const void *bias, int64_t N, int64_t K) {
-    for (int step = 1; step <= tp->group->size; step++) {
-        int owner = mt_tensor_rank_after(tp, step);
-        tp->ops->linear_forward(mt_rows_of_rank(tp, tp->partial, owner, N), mt_rows_of_rank(tp, x, owner, K), w.w, bias,
-                                tp->rows, N, K, tp->dtype, tp->stream);
-        if (step == tp->group->size) break;
         tp->ops->stream_follow(tp->comm, tp->stream);
-        mt_scatter_step(tp, N, step);
+        x = mt_gather_beside(tp, x, l->K);
     }
-    mt_scatter_sum(tp, out, N);
+    if (parts & MT_PART_INPUT) mt_product_backward_input(tp, l, mt_region_partial(tp, io->dx), io->dy, NULL, tp->T);
+    if (parallel && (parts & MT_PART_WEIGHT)) tp->ops->stream_follow(tp->stream, tp->comm);
+    if (parallel && (parts & MT_PART_INPUT)) mt_scatter_beside(tp, io->dx, l->K);
+    if (parts & MT_PART_WEIGHT) mt_product_backward_weight(tp, l, io->dy, x, tp->T);
+    if (parallel && (parts & MT_PART_INPUT)) mt_scatter_end(tp, io->dx, l->K);
 }
 
-/* out[rows, N] = the sum over ranks of x[T, K] w^T, plus the bias, which the first rank's part carries. */
-static void mt_row_linear_forward(const mt_tensor_parallel *tp, void *out, const void *x, mt_weight w, mt_weight bias,
-                                  int64_t N, int64_t K) {
-    const void *own_bias = tp->group->rank == 0 ? bias.w : NULL;
-    if (tp->overlaps) {
-        mt_row_linear_forward_in_steps(tp, out, x, w, own_bias, N, K);
+/* ---- row parallel: x[T, K], this rank's inputs -> y[rows, N], the sum over ranks */
+
+/* The first rank's part carries the bias. */
+static void mt_row_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    const void *bias = tp->group->rank == 0 ? l->bias.w : NULL;
+    if (!tp->overlaps) {
+        mt_product_forward(tp, l, NULL, mt_region_partial(tp, io->y), io->x, bias, tp->T);
+        mt_region_leave_forward(tp, io->y, l->N);
         return;
     }
-    tp->ops->linear_forward(mt_region_partial(tp, out), x, w.w, own_bias, tp->T, N, K, tp->dtype, tp->stream);
-    mt_region_leave_forward(tp, out, N);
+    for (int step = 1; step <= tp->group->size; step++) { // one rank's part travels during the next product
+        int owner = mt_tensor_rank_after(tp, step);
+        mt_product_forward(tp, l, NULL, mt_rows_of_rank(tp, tp->partial, owner, l->N),
+                           mt_rows_of_rank(tp, io->x, owner, l->K), bias, tp->rows);
+        if (step == tp->group->size) break; // this rank's own
+        tp->ops->stream_follow(tp->comm, tp->stream);
+        mt_scatter_step(tp, l->N, step);
+    }
+    mt_scatter_sum(tp, io->y, l->N);
 }
 
-/* dx[T, K] of dout[rows, N], rank by rank; returns dout of all rows. */
-static const void *mt_row_linear_backward_in_steps(const mt_tensor_parallel *tp, void *dx, const void *dout,
-                                                   mt_weight w, const void *pre, int64_t N, int64_t K) {
+/* dx of dy[rows, N], one rank's rows after another; returns dy of all rows. */
+static const void *mt_row_backward_input_in_steps(const mt_tensor_parallel *tp, const mt_linear *l,
+                                                  const mt_linear_io *io) {
     for (int step = 0, owner; step < tp->group->size; step++) {
-        const void *piece = mt_gather_step(tp, dout, N, step, &owner);
-        mt_product_backward(tp, mt_rows_of_rank(tp, dx, owner, K), piece, w,
-                            pre ? mt_rows_of_rank(tp, pre, owner, K) : NULL, tp->rows, N, K);
+        const void *piece = mt_gather_step(tp, io->dy, l->N, step, &owner);
+        mt_product_backward_input(tp, l, mt_rows_of_rank(tp, io->dx, owner, l->K), piece,
+                                  io->gelu_input ? mt_rows_of_rank(tp, io->gelu_input, owner, l->K) : NULL, tp->rows);
     }
-    const void *dy = mt_gather_own(tp, dout, N);
+    const void *dy = mt_gather_own(tp, io->dy, l->N);
     tp->ops->stream_follow(tp->stream, tp->comm);
     return dy;
 }
 
-/* dx[T, K], dw and dbias of dout[rows, N]; every rank sums the same dbias over all rows. Where x was gelu(pre[T, K]),
- * by its tanh approximation, dx is the gradient of pre; else pre is NULL. */
-static void mt_row_linear_gelu_backward(const mt_tensor_parallel *tp, void *dx, const void *dout, const void *x,
-                                        const void *pre, mt_weight w, mt_weight bias, int64_t N, int64_t K, int parts) {
+/* Every rank computes the same dbias over all rows. */
+static void mt_row_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int parts) {
     bool in_steps = tp->overlaps && (parts & MT_PART_INPUT);
-    const void *dy =
-        in_steps ? mt_row_linear_backward_in_steps(tp, dx, dout, w, pre, N, K) : mt_region_leave_backward(tp, dout, N);
-    if (parts & MT_PART_WEIGHT)
-        tp->ops->linear_backward_weight(w.dw, bias.dw, dy, x, tp->T, N, K, tp->accumulates, tp->dtype, tp->stream);
-    if ((parts & MT_PART_INPUT) && !in_steps) mt_product_backward(tp, dx, dy, w, pre, tp->T, N, K);
+    const void *dy = in_steps ? mt_row_backward_input_in_steps(tp, l, io) : mt_region_leave_backward(tp, io->dy, l->N);
+    if (parts & MT_PART_WEIGHT) mt_product_backward_weight(tp, l, dy, io->x, tp->T);
+    if ((parts & MT_PART_INPUT) && !in_steps) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->T);
 }
 
-static void mt_row_linear_backward(const mt_tensor_parallel *tp, void *dx, const void *dout, const void *x, mt_weight w,
-                                   mt_weight bias, int64_t N, int64_t K, int parts) {
-    mt_row_linear_gelu_backward(tp, dx, dout, x, NULL, w, bias, N, K, parts);
+/* ---- grouped: rows sorted by expert, each expert's with its own w: one operation, or one for each expert */
+
+/* A pointer `elements` into an operand of the products' type. */
+static void *mt_operand(const mt_tensor_parallel *tp, const void *base, int64_t elements) {
+    return base ? (char *)(uintptr_t)base + elements * mt_dtype_size(tp->dtype) : NULL;
 }
 
+/* The part of a grouped product that is expert i's: its rows of each operand, its weight, and how many rows. */
+static mt_linear mt_grouped_expert(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io, int64_t i,
+                                   mt_linear_io *own, int64_t *count) {
+    int64_t first = io->host_offsets[i], size = l->N * l->K;
+    mt_linear expert = {.N = l->N, .K = l->K, .weight.w = mt_operand(tp, l->weight.w, i * size)};
+    if (l->weight.dw) expert.weight.dw = l->weight.dw + i * size;
+    expert.weight.accumulate = l->weight.accumulate;
+    *count = io->host_offsets[i + 1] - first;
+    *own = (mt_linear_io){.x = mt_operand(tp, io->x, first * l->K), .y = mt_operand(tp, io->y, first * l->N)};
+    own->dx = mt_operand(tp, io->dx, first * l->K), own->dy = mt_operand(tp, io->dy, first * l->N);
+    return expert;
+}
+
+static void mt_grouped_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    if (!io->host_offsets) {
+        tp->ops->grouped_linear_forward(io->y, io->x, l->weight.w, io->offsets, io->num_rows, l->N, l->K,
+                                        l->num_experts, tp->dtype, tp->stream);
+        return;
+    }
+    for (int64_t i = 0, count; i < l->num_experts; i++) {
+        mt_linear_io own;
+        mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
+        if (count > 0) mt_product_forward(tp, &expert, NULL, own.y, own.x, NULL, count);
+    }
+}
+
+static void mt_grouped_backward_input(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    if (!io->host_offsets) {
+        tp->ops->grouped_linear_backward_input(io->dx, io->dy, l->weight.w, io->offsets, io->num_rows, l->N, l->K,
+                                               l->num_experts, tp->dtype, tp->stream);
+        return;
+    }
+    for (int64_t i = 0, count; i < l->num_experts; i++) {
+        mt_linear_io own;
+        mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
+        if (count > 0) mt_product_backward_input(tp, &expert, own.dx, own.dy, NULL, count);
+    }
+}
+
+static void mt_grouped_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
+    if (!io->host_offsets)
+        tp->ops->grouped_linear_backward_weight(l->weight.dw, io->dy, io->x, io->offsets, io->num_rows, l->N, l->K,
+                                                l->num_experts, l->weight.accumulate, tp->dtype, tp->stream);
+    for (int64_t i = 0, count; io->host_offsets && i < l->num_experts; i++) {
+        mt_linear_io own;
+        mt_linear expert = mt_grouped_expert(tp, l, io, i, &own, &count);
+        if (count > 0)
+            mt_product_backward_weight(tp, &expert, own.dy, own.x, count);
+        else if (!l->weight.accumulate) // no row visits this expert
+            tp->ops->memory_zero(expert.weight.dw, l->N * l->K * 4, tp->stream);
+    }
+    l->weight.accumulate = true;
+}
+
+/* ---- the three functions */
+
+void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *l, const mt_linear_io *io) {
+    switch (l->kind) {
+    case MT_LINEAR_REPLICATED:
+        mt_product_forward(tp, l, io->gelu, io->y, io->x, l->bias.w, tp->rows);
+        break;
+    case MT_LINEAR_ROUTER:
+        tp->ops->router_logits(io->y, io->x, l->weight.w, tp->rows, l->N, l->K, tp->dtype, tp->stream);
+        break;
+    case MT_LINEAR_COLUMN:
+        mt_column_forward(tp, l, io);
+        break;
+    case MT_LINEAR_ROW:
+        mt_row_forward(tp, l, io);
+        break;
+    case MT_LINEAR_GROUPED:
+        mt_grouped_forward(tp, l, io);
+        break;
+    }
+}
+
+void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io, int parts) {
+    const void *dy = io->dy;
+    switch (l->kind) {
+    case MT_LINEAR_ROUTER: // dy is fp32; the products take the model's type
+        if (tp->dtype != MT_F32) {
+            tp->ops->convert(io->rounded, tp->dtype, dy, MT_F32, tp->rows * l->N, tp->stream);
+            dy = io->rounded;
+        } // fallthrough
+    case MT_LINEAR_REPLICATED:
+        if (parts & MT_PART_INPUT) mt_product_backward_input(tp, l, io->dx, dy, io->gelu_input, tp->rows);
+        if (parts & MT_PART_WEIGHT) mt_product_backward_weight(tp, l, dy, io->x, tp->rows);
+        break;
+    case MT_LINEAR_COLUMN:
+        mt_column_backward(tp, l, io, parts);
+        break;
+    case MT_LINEAR_ROW:
+        mt_row_backward(tp, l, io, parts);
+        break;
+    case MT_LINEAR_GROUPED:
+        if (parts & MT_PART_INPUT) mt_grouped_backward_input(tp, l, io);
+        if (parts & MT_PART_WEIGHT) mt_grouped_backward_weight(tp, l, io);
+        break;
+    }
+}
+
+void mt_linear_backward_input(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
+    mt_linear_backward(tp, l, io, MT_PART_INPUT);
+}
+
+void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *l, const mt_linear_io *io) {
+    mt_linear_backward(tp, l, io, MT_PART_WEIGHT);
+}
+
+/* ==== §7a vocabulary-parallel embedding and loss ================================================================= */
 /* out[rows, C] = the rows of ids[T], of which every rank holds `count` from `first` on. */
 static void mt_vocab_embedding_forward(const mt_tensor_parallel *tp, void *out, const int32_t *ids, mt_weight w,
                                        int64_t C, int64_t first, int64_t count) {
@@ -6585,300 +4424,393 @@ static void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, float *
 }
 
 /* ==== §8 the parameter table ===================================================================================== */
-/* A row per parameter, and nothing about a parameter anywhere else. Invariants: rows of one layer lie in one bucket,
- * matrices (which decay) before vectors (which do not); q, k, v and gate, up are neighbours without a gap, so that one
- * matrix product computes them; every name is the one that Hugging Face uses. */
+/* One row per role of a parameter: shape, sharding, gradient, initial values, conditions, names, and the field of the
+ * model's code. mt_params_build expands these rows into a table of parameters. To add a role: append it to mt_role and
+ * add one row here. Invariants: rows stand in the order of a bucket, matrices (which decay) before vectors (which do
+ * not); a fused row continues the row above without a gap, so that one matrix product computes both; names are those of
+ * Hugging Face. */
+
+/* A layer's parameters. Fused matrices are one linear because their rows are neighbours in the bucket. */
+typedef struct mt_layer {
+    int64_t number; // in the whole model
+    int64_t bucket;
+    int64_t expert_bucket; // -1: an MLP, no experts
+    int64_t moe_index;     // among this rank's layers with experts
+    int64_t F;             // width here of the MLP or the shared expert; 0: none
+    mt_weight input_norm, input_norm_bias;
+    mt_linear qkv; // C -> (H + 2G) D
+    mt_weight q_norm, k_norm;
+    mt_linear latent;              // C -> q_lora_rank + kv_lora_rank + R: q_a_proj, then kv_a_proj_with_mqa
+    mt_weight q_a_norm, kv_a_norm; // [q_lora_rank], [kv_lora_rank]
+    mt_linear q_b, kv_b;           // q_lora_rank (C without a latent) -> H D; kv_lora_rank -> H (D - R + Dv)
+    mt_linear o;                   // H Dv -> C
+    mt_weight mlp_norm, mlp_norm_bias;
+    mt_linear fc1, down; // C -> 2F, gate then up, or F; F -> C; of the MLP or the shared expert
+    mt_linear router;    // C -> E
+    mt_weight router_bias;
+    mt_linear shared_gate;             // C -> 1
+    mt_linear expert_fc1, expert_down; // of the experts here: C -> 2F, F -> C
+    mt_weight mtp_embedding_norm, mtp_hidden_norm, mtp_final_norm;
+    mt_linear mtp_projection; // 2C -> C
+} mt_layer;
+
+/* Parameters outside the layers. With tied embeddings, lm_head is word_embedding. */
+typedef struct mt_outer {
+    mt_weight word_embedding, position_embedding, final_norm, final_norm_bias;
+    mt_linear lm_head; // C -> V
+} mt_outer;
 
 /* Channels of a head's value. */
 static int64_t mt_value_channels(const mt_options *o) {
     return o->multi_latent_attention ? o->v_head_dim : o->kv_channels;
 }
 
-/* Whether every query and key head is normalised. */
+/* True if query and key heads are normalised (q/k norm). */
 static bool mt_norms_heads(const mt_options *o) {
     return o->qk_layernorm && !o->multi_latent_attention;
 }
 
-/* The table as it grows, with what each new row needs to know. */
+/* A module of multi-token prediction has a number behind the layers' and is of the last layer's kind. */
+static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
+    return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
+}
+
+/* 0, too, for a model with experts that is cut to its first layers, which have none. */
+int64_t mt_num_expert_layers(const mt_options *o) {
+    int64_t layers = 0;
+    for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_has_experts(o, i);
+    return layers;
+}
+
+/* Rows and columns: name, size in the whole model, and the options that decide on it (for messages). */
+#define MT_DIMENSIONS(X)                                                                                               \
+    X(ONE, 1, NULL)                                                                                                    \
+    X(C, o->hidden_size, "--hidden-size")                                                                              \
+    X(2C, 2 * o->hidden_size, "--hidden-size")                                                                         \
+    X(VOCAB, o->padded_vocab_size, "--vocab-size")                                                                     \
+    X(POSITIONS, o->max_position_embeddings, "--max-position-embeddings")                                              \
+    X(D, o->kv_channels, "--kv-channels")                                                                              \
+    X(HD, o->num_attention_heads * o->kv_channels, "--num-attention-heads and --kv-channels")                          \
+    X(GD, o->num_query_groups * o->kv_channels, "--num-query-groups and --kv-channels")                                \
+    X(HDV, o->num_attention_heads *mt_value_channels(o), "--num-attention-heads and --kv-channels")                    \
+    X(Q_LORA, o->q_lora_rank, "--q-lora-rank")                                                                         \
+    X(KV_LORA, o->kv_lora_rank, "--kv-lora-rank")                                                                      \
+    X(KV_LORA_ROPE, o->kv_lora_rank + o->qk_pos_emb_head_dim, "--kv-lora-rank and --qk-pos-emb-head-dim")              \
+    X(H_NOPE_DV, o->num_attention_heads *(o->qk_head_dim + o->v_head_dim), "--qk-head-dim and --v-head-dim")           \
+    X(F, o->ffn_hidden_size, "--ffn-hidden-size")                                                                      \
+    X(SHARED_F, o->moe_shared_expert_intermediate_size, "--moe-shared-expert-intermediate-size")                       \
+    X(EXPERT_F, o->moe_ffn_hidden_size, "--moe-ffn-hidden-size")                                                       \
+    X(E, o->num_experts, "--num-experts")
+
+#define MT_DIMENSION_NAME(name, size, option)   MT_DIM_##name,
+#define MT_DIMENSION_SIZE(name, size, option)   size,
+#define MT_DIMENSION_OPTION(name, size, option) option,
+
+typedef enum mt_dimension { MT_DIMENSIONS(MT_DIMENSION_NAME) MT_NUM_DIMENSIONS } mt_dimension;
+
+static const char *const mt_dimension_option[MT_NUM_DIMENSIONS] = {MT_DIMENSIONS(MT_DIMENSION_OPTION)};
+
+static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
+    const int64_t sizes[MT_NUM_DIMENSIONS] = {MT_DIMENSIONS(MT_DIMENSION_SIZE)};
+    return sizes[dimension];
+}
+
+/* Conditions on which a layer (with layer -1: the model outside its layers) has a parameter, and the option that
+ * decides on each. A message about a parameter with several names the first one's. */
+#define MT_CONDITIONS(X)                                                                                               \
+    X(LEARNED_POSITIONS, strcmp(o->position_embedding_type, "learned_absolute") == 0, "--position-embedding-type")     \
+    X(LM_HEAD, o->untie_embeddings_and_output_weights, "--untie-embeddings-and-output-weights")                        \
+    X(LAYERNORM, strcmp(o->normalization, "LayerNorm") == 0, "--normalization")                                        \
+    X(LATENT, o->multi_latent_attention, "--multi-latent-attention")                                                   \
+    X(Q_LATENT, o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                                      \
+    X(HEAD_NORMS, mt_norms_heads(o), "--qk-layernorm")                                                                 \
+    X(QKV_BIAS, o->add_qkv_bias, "--add-qkv-bias")                                                                     \
+    X(O_BIAS, o->attention_output_bias, "--disable-bias-linear")                                                       \
+    X(MLP_BIAS, o->mlp_bias, "--disable-bias-linear")                                                                  \
+    X(ROUTER, has_experts, "--moe-layer-freq")                                                                         \
+    X(ROUTER_BIAS, has_experts && o->moe_router_enable_expert_bias, "--moe-router-enable-expert-bias")                 \
+    X(EXPERTS, has_experts, "--num-experts")                                                                           \
+    X(SHARED, has_experts && o->moe_shared_expert_intermediate_size > 0, "--moe-shared-expert-intermediate-size")      \
+    X(SHARED_GATE, has_experts && o->moe_shared_expert_gate, "--moe-shared-expert-gate")                               \
+    X(SWIGLU, o->swiglu, "--swiglu")                                                                                   \
+    X(MTP, layer >= o->num_layers, "--mtp-num-layers")
+
+#define MT_CONDITION_NAME(name, test, option)   MT_CONDITION_##name,
+#define MT_CONDITION_BIT(name, test, option)    | (unsigned)(test) << MT_CONDITION_##name
+#define MT_CONDITION_OPTION(name, test, option) option,
+
+enum { MT_CONDITIONS(MT_CONDITION_NAME) MT_NUM_CONDITIONS };
+
+static const char *const mt_condition_option[MT_NUM_CONDITIONS] = {MT_CONDITIONS(MT_CONDITION_OPTION)};
+
+/* A bit for each condition that holds. */
+static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
+    bool has_experts = layer >= 0 && mt_layer_has_experts(o, layer);
+    return 0 MT_CONDITIONS(MT_CONDITION_BIT);
+}
+
+/* Families of Hugging Face with names of their own; all others have Llama's. */
+enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NUM_NAMES };
+
+static int mt_names_of(const mt_options *o) {
+    static const char *const families[MT_NUM_NAMES] = {"", "gpt2", "mixtral", "qwen2_moe"};
+    int family = MT_NUM_NAMES - 1;
+    while (family > MT_NAMES_LLAMA && strcmp(o->hf_family, families[family]) != 0) family--;
+    return family;
+}
+
+/* What tensor-parallel ranks share. If there are fewer kv heads than ranks, neighbours hold the same one. */
+typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS } mt_cut;
+
+typedef struct mt_role_row {
+    mt_role role;
+    mt_unit unit;
+    mt_cut cut;
+    mt_init init;
+    mt_gradient gradient;
+    mt_dimension rows, cols;         // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
+    size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers
+    unsigned when, unless;           // conditions: all of `when` and none of `unless`
+    bool fused;                      // continues the row above, if that exists, and is found by that one's field
+    const char *names[MT_NUM_NAMES]; // after the layer's prefix; # is the expert's number; NULL: as Llama
+} mt_role_row;
+
+/* Kinds of parameters: cut, init, gradient. */
+#define MT_COLUMN         MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE // column-parallel: a share of the outputs
+#define MT_COLUMN_KV      MT_CUT_KV_HEADS, MT_INIT_NORMAL, MT_GRADIENT_REPLICA
+#define MT_COLUMN_BIAS    MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
+#define MT_COLUMN_KV_BIAS MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA
+#define MT_ROW            MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE // row-parallel: a share of the inputs
+#define MT_ROW_BIAS       MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
+#define MT_REPLICATED     MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS
+#define MT_NORM           MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS
+#define MT_NORM_BIAS      MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS
+#define MT_HEAD_NORM      MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS // one weight for all heads
+
+/* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: one outside the layers.
+ */
+#define MT_HAS(name) (1u << MT_CONDITION_##name)
+#define MT_ANY_ROLE(role, unit, kind, rows, cols, field, when, unless, fused, ...)                                     \
+    {                                                                                                                  \
+        MT_##role, MT_UNIT_##unit, MT_##kind, MT_DIM_##rows, MT_DIM_##cols, field, when, unless, fused, {              \
+            __VA_ARGS__                                                                                                \
+        }                                                                                                              \
+    }
+#define MT_ROLE(role, unit, kind, rows, cols, field, when, unless, ...)                                                \
+    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, false, __VA_ARGS__)
+#define MT_FUSED(role, unit, kind, rows, cols, field, when, unless, ...)                                               \
+    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, true, __VA_ARGS__)
+#define MT_OUTSIDE(role, unit, kind, rows, cols, field, when, unless, ...)                                             \
+    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_outer, field), when, unless, false, __VA_ARGS__)
+
+static const mt_role_row mt_role_rows[] = {
+    MT_OUTSIDE(WORD_EMBEDDING, WORDS, COLUMN, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
+               "transformer.wte.weight"),
+    MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
+               0, "model.embed_positions.weight", "transformer.wpe.weight"),
+    /* attention; latent attention without a q latent has q_proj in place of q_b_proj */
+    MT_ROLE(Q_A, LAYER, REPLICATED, Q_LORA, C, latent.weight, MT_HAS(Q_LATENT), 0, "self_attn.q_a_proj.weight"),
+    MT_FUSED(KV_A, LAYER, REPLICATED, KV_LORA_ROPE, C, latent.weight, MT_HAS(LATENT), 0,
+             "self_attn.kv_a_proj_with_mqa.weight"),
+    MT_ROLE(Q_B, LAYER, COLUMN, HD, Q_LORA, q_b.weight, MT_HAS(Q_LATENT), 0, "self_attn.q_b_proj.weight"),
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, q_b.weight, MT_HAS(LATENT), MT_HAS(Q_LATENT), "self_attn.q_proj.weight"),
+    MT_ROLE(KV_B, LAYER, COLUMN, H_NOPE_DV, KV_LORA, kv_b.weight, MT_HAS(LATENT), 0, "self_attn.kv_b_proj.weight"),
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.q_proj.weight", "attn.c_attn.weight"),
+    MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.k_proj.weight",
+             "attn.c_attn.weight"),
+    MT_FUSED(V, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.v_proj.weight",
+             "attn.c_attn.weight"),
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, 0, "self_attn.o_proj.weight", "attn.c_proj.weight"),
+    /* MLP, or shared expert and router */
+    MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(SWIGLU), MT_HAS(EXPERTS), "mlp.gate_proj.weight"),
+    MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(EXPERTS), "mlp.up_proj.weight", "mlp.c_fc.weight"),
+    MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(EXPERTS), "mlp.down_proj.weight", "mlp.c_proj.weight"),
+    MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(SWIGLU), 0,
+            "mlp.shared_experts.gate_proj.weight", NULL, NULL, "mlp.shared_expert.gate_proj.weight"),
+    MT_FUSED(SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.up_proj.weight",
+             NULL, NULL, "mlp.shared_expert.up_proj.weight"),
+    MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
+            NULL, NULL, "mlp.shared_expert.down_proj.weight"),
+    MT_ROLE(ROUTER, LAYER, REPLICATED, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
+            "block_sparse_moe.gate.weight"),
+    MT_ROLE(SHARED_EXPERT_GATE, LAYER, REPLICATED, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
+            "mlp.shared_expert_gate.weight"),
+    /* multi-token prediction; its norms are the first vectors */
+    MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0, "eh_proj.weight"),
+    MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm, MT_HAS(MTP), 0, "enorm.weight"),
+    MT_ROLE(MTP_HIDDEN_NORM, LAYER, NORM, C, ONE, mtp_hidden_norm, MT_HAS(MTP), 0, "hnorm.weight"),
+    MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm, MT_HAS(MTP), 0, "shared_head.norm.weight"),
+    /* vectors */
+    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm, 0, 0, "input_layernorm.weight", "ln_1.weight"),
+    MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm_bias, MT_HAS(LAYERNORM), 0, "input_layernorm.bias",
+            "ln_1.bias"),
+    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm, 0, 0, "post_attention_layernorm.weight", "ln_2.weight"),
+    MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm_bias, MT_HAS(LAYERNORM), 0,
+            "post_attention_layernorm.bias", "ln_2.bias"),
+    MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT), 0, "self_attn.q_a_layernorm.weight"),
+    MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT), 0, "self_attn.kv_a_layernorm.weight"),
+    MT_ROLE(Q_NORM, LAYER, HEAD_NORM, D, ONE, q_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.q_norm.weight"),
+    MT_ROLE(K_NORM, LAYER, HEAD_NORM, D, ONE, k_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.k_norm.weight"),
+    MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.q_proj.bias",
+            "attn.c_attn.bias"),
+    MT_FUSED(K_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.k_proj.bias",
+             "attn.c_attn.bias"),
+    MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
+             "attn.c_attn.bias"),
+    MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0, "self_attn.o_proj.bias", "attn.c_proj.bias"),
+    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(SWIGLU), 0,
+            "mlp.gate_proj.bias"),
+    MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), 0, "mlp.up_proj.bias", "mlp.c_fc.bias"),
+    MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), 0, "mlp.down_proj.bias",
+            "mlp.c_proj.bias"),
+    /* experts: gate and up of each in turn, then down of each, so that each is one operand of a grouped product */
+    MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
+            "mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight"),
+    MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
+             "mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight"),
+    MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
+            "mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight"),
+    /* output */
+    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, lm_head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight"),
+    MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm, 0, 0, "model.norm.weight", "transformer.ln_f.weight"),
+    MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm_bias, MT_HAS(LAYERNORM), 0, "model.norm.bias",
+               "transformer.ln_f.bias"),
+    /* not trained by the optimizer: moved towards equal loads */
+    MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), 0,
+            "mlp.gate.e_score_correction_bias"),
+};
+
+/* The table as it grows, and what every new row needs. */
 typedef struct mt_param_table {
     mt_param *rows;
     int64_t count, bucket;
     const mt_options *options;
-    bool is_gpt2, is_mixtral, is_qwen2_moe;
-    mt_place place;
+    int names; // MT_NAMES_*
+    mt_partition partition;
 } mt_param_table;
 
-/* Names of a role within its layer (or of the whole tensor, outside the layers), # for the expert. */
-typedef struct mt_param_name {
-    const char *llama, *gpt2, *mixtral;
-} mt_param_name;
-
-static const mt_param_name mt_param_names[MT_NUM_ROLES] = {
-    [MT_WORD_EMBEDDING] = {"model.embed_tokens.weight", "transformer.wte.weight", NULL},
-    [MT_POSITION_EMBEDDING] = {"model.embed_positions.weight", "transformer.wpe.weight", NULL},
-    [MT_INPUT_NORM] = {"input_layernorm.weight", "ln_1.weight", NULL},
-    [MT_INPUT_NORM_BIAS] = {"input_layernorm.bias", "ln_1.bias", NULL},
-    [MT_Q] = {"self_attn.q_proj.weight", "attn.c_attn.weight", NULL},
-    [MT_K] = {"self_attn.k_proj.weight", "attn.c_attn.weight", NULL},
-    [MT_V] = {"self_attn.v_proj.weight", "attn.c_attn.weight", NULL},
-    [MT_Q_BIAS] = {"self_attn.q_proj.bias", "attn.c_attn.bias", NULL},
-    [MT_K_BIAS] = {"self_attn.k_proj.bias", "attn.c_attn.bias", NULL},
-    [MT_V_BIAS] = {"self_attn.v_proj.bias", "attn.c_attn.bias", NULL},
-    [MT_Q_NORM] = {"self_attn.q_norm.weight", NULL, NULL},
-    [MT_K_NORM] = {"self_attn.k_norm.weight", NULL, NULL},
-    [MT_Q_A] = {"self_attn.q_a_proj.weight", NULL, NULL},
-    [MT_KV_A] = {"self_attn.kv_a_proj_with_mqa.weight", NULL, NULL},
-    [MT_Q_B] = {"self_attn.q_b_proj.weight", NULL, NULL},
-    [MT_KV_B] = {"self_attn.kv_b_proj.weight", NULL, NULL},
-    [MT_Q_A_NORM] = {"self_attn.q_a_layernorm.weight", NULL, NULL},
-    [MT_KV_A_NORM] = {"self_attn.kv_a_layernorm.weight", NULL, NULL},
-    [MT_O] = {"self_attn.o_proj.weight", "attn.c_proj.weight", NULL},
-    [MT_O_BIAS] = {"self_attn.o_proj.bias", "attn.c_proj.bias", NULL},
-    [MT_MLP_NORM] = {"post_attention_layernorm.weight", "ln_2.weight", NULL},
-    [MT_MLP_NORM_BIAS] = {"post_attention_layernorm.bias", "ln_2.bias", NULL},
-    [MT_GATE] = {"mlp.gate_proj.weight", NULL, NULL},
-    [MT_GATE_BIAS] = {"mlp.gate_proj.bias", NULL, NULL},
-    [MT_UP] = {"mlp.up_proj.weight", "mlp.c_fc.weight", NULL},
-    [MT_UP_BIAS] = {"mlp.up_proj.bias", "mlp.c_fc.bias", NULL},
-    [MT_DOWN] = {"mlp.down_proj.weight", "mlp.c_proj.weight", NULL},
-    [MT_DOWN_BIAS] = {"mlp.down_proj.bias", "mlp.c_proj.bias", NULL},
-    [MT_FINAL_NORM] = {"model.norm.weight", "transformer.ln_f.weight", NULL},
-    [MT_FINAL_NORM_BIAS] = {"model.norm.bias", "transformer.ln_f.bias", NULL},
-    [MT_LM_HEAD] = {"lm_head.weight", "lm_head.weight", NULL},
-    [MT_ROUTER] = {"mlp.gate.weight", NULL, "block_sparse_moe.gate.weight"},
-    [MT_ROUTER_BIAS] = {"mlp.gate.e_score_correction_bias", NULL, NULL},
-    [MT_EXPERT_GATE] = {"mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight"},
-    [MT_EXPERT_UP] = {"mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight"},
-    [MT_EXPERT_DOWN] = {"mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight"},
-    [MT_SHARED_GATE] = {"mlp.shared_experts.gate_proj.weight", NULL, NULL},
-    [MT_SHARED_UP] = {"mlp.shared_experts.up_proj.weight", NULL, NULL},
-    [MT_SHARED_DOWN] = {"mlp.shared_experts.down_proj.weight", NULL, NULL},
-    [MT_SHARED_EXPERT_GATE] = {"mlp.shared_expert_gate.weight", NULL, NULL},
-    [MT_MTP_EMBEDDING_NORM] = {"enorm.weight", NULL, NULL},
-    [MT_MTP_HIDDEN_NORM] = {"hnorm.weight", NULL, NULL},
-    [MT_MTP_PROJECTION] = {"eh_proj.weight", NULL, NULL},
-    [MT_MTP_FINAL_NORM] = {"shared_head.norm.weight", NULL, NULL},
-};
-
-/* Where Qwen2-MoE has a name of its own. */
-static const char *const mt_qwen2_moe_names[MT_NUM_ROLES] = {
-    [MT_SHARED_GATE] = "mlp.shared_expert.gate_proj.weight",
-    [MT_SHARED_UP] = "mlp.shared_expert.up_proj.weight",
-    [MT_SHARED_DOWN] = "mlp.shared_expert.down_proj.weight",
-};
-
-/* The name of a role, an expert's with its number. */
-static void mt_param_set_name(const mt_param_table *table, mt_param *param) {
-    const mt_param_name *names = &mt_param_names[param->role];
-    const char *name = table->is_gpt2 ? names->gpt2 : names->llama;
-    if (table->is_mixtral && names->mixtral) name = names->mixtral;
-    if (table->is_qwen2_moe && mt_qwen2_moe_names[param->role]) name = mt_qwen2_moe_names[param->role];
-    char layer[64] = "", expert[32] = "";
+static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
+    const char *name = row->names[table->names] ? row->names[table->names] : row->names[MT_NAMES_LLAMA];
     const char *number = strchr(name, '#');
-    int before = (int)(number ? number - name : (long)strlen(name));
+    char layer[64] = "", expert[32] = "";
     if (param->layer >= 0)
-        snprintf(layer, sizeof layer, table->is_gpt2 ? "transformer.h.%lld." : "model.layers.%lld.",
+        snprintf(layer, sizeof layer, table->names == MT_NAMES_GPT2 ? "transformer.h.%lld." : "model.layers.%lld.",
                  (long long)param->layer);
     if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
-    snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, before, name, expert,
+    snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert,
              number ? number + 1 : "");
 }
 
-/* Appends a row; `layer` -1 is outside the layers. Returns it so that the caller can say what is special. */
-static mt_param *mt_param_add(mt_param_table *table, mt_role role, int64_t layer, int64_t rows, int64_t cols) {
-    mt_param *param = &table->rows[table->count++];
-    *param = (mt_param){.role = role, .layer = layer, .expert = -1, .rows = rows, .cols = cols, .shard_dim = -1};
-    param->whole_rows = param->rows_stored = param->hf_rows_total = rows;
-    param->whole_cols = cols;
-    param->is_vector = cols == 1;
-    param->weight_decay = !param->is_vector;
-    param->init = param->is_vector ? MT_INIT_ZEROS : MT_INIT_NORMAL;
-    param->init_std = table->options->init_method_std;
-    param->bucket = table->bucket;
-    param->counted = table->place.tp_rank == 0; // until it is sharded
-    mt_param_set_name(table, param);
-    return param;
+/* Rows with one name are parts of one Hugging Face tensor, one after another: GPT-2's q, k and v. */
+static void mt_param_join_tensor(mt_param_table *table) {
+    mt_param *param = &table->rows[table->count - 1], *before = param;
+    for (; before > table->rows && strcmp(before[-1].hf_name, param->hf_name) == 0; before--)
+        before[-1].hf_rows_total += param->whole_rows;
+    if (before == param) return;
+    param->hf_row = param[-1].hf_row + param[-1].whole_rows;
+    param->hf_rows_total = param[-1].hf_rows_total;
 }
 
-/* Leaves of a row what share `index` of `parts` equal ones holds of its dimension `dim`. */
-static mt_param *mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t index) {
+/* Leaves of a parameter the share `index` of `parts` equal ones of its dimension `dim`. */
+static void mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t index) {
     int64_t *size = dim == 0 ? &param->rows : &param->cols;
     MT_CHECK(*size % parts == 0);
     *size /= parts;
     *(dim == 0 ? &param->first_row : &param->first_col) = index * *size;
     param->shard_dim = dim;
     param->counted = true;
-    return param;
 }
 
-/* A row that the tensor group shards. */
-static mt_param *mt_param_add_sharded(mt_param_table *table, mt_role role, int64_t layer, int64_t rows, int64_t cols,
-                                      int dim) {
-    return mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, table->place.tp, table->place.tp_rank);
+static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *param) {
+    const mt_partition *at = &table->partition;
+    int64_t parts = param->expert >= 0 ? at->etp : at->tp, rank = param->expert >= 0 ? at->etp_rank : at->tp_rank;
+    param->counted = at->tp_rank == 0;
+    if (cut == MT_CUT_ROWS) mt_param_shard(param, 0, parts, rank);
+    if (cut == MT_CUT_COLS) mt_param_shard(param, 1, parts, rank);
+    if (cut != MT_CUT_KV_HEADS) return;
+    int64_t kv_parts = mt_min(table->options->num_query_groups, parts), replicas = parts / kv_parts;
+    mt_param_shard(param, 0, kv_parts, rank / replicas);
+    param->counted = rank % replicas == 0;
+    if (replicas == 1) param->gradient = MT_GRADIENT_WHOLE;
 }
 
-/* A norm's weight, and its bias for LayerNorm. */
-static void mt_param_add_norm(mt_param_table *table, mt_role role, int64_t layer, int64_t width) {
-    mt_param *param = mt_param_add(table, role, layer, width, 1);
-    param->init = MT_INIT_ONES, param->gradient = MT_GRADIENT_ROWS;
-    if (strcmp(table->options->normalization, "LayerNorm") == 0)
-        mt_param_add(table, (mt_role)(role + 1), layer, width, 1)->gradient = MT_GRADIENT_ROWS;
-}
-
-/* The norm of every query or key head, which all heads share. */
-static void mt_param_add_head_norm(mt_param_table *table, mt_role role, int64_t layer) {
-    mt_param *param = mt_param_add(table, role, layer, table->options->kv_channels, 1);
-    param->init = MT_INIT_ONES, param->gradient = MT_GRADIENT_HEADS;
-}
-
-/* q, k and v: three rows here; GPT-2 stores one tensor that holds them one after another. Ranks share the heads; where
- * there are fewer kv heads than ranks, neighbours hold the same one. */
-static void mt_param_add_qkv(mt_param_table *table, mt_role first_role, int64_t layer, int64_t cols) {
+/* Appends a row. `continues`: it follows the one before without a gap. */
+static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t layer, int64_t expert, bool continues) {
     const mt_options *o = table->options;
-    int64_t q_rows = o->num_attention_heads * o->kv_channels, kv_rows = o->num_query_groups * o->kv_channels;
-    int64_t rows[3] = {q_rows, kv_rows, kv_rows}, before = 0;
-    int64_t tp = table->place.tp, tp_rank = table->place.tp_rank;
-    int64_t kv_parts = mt_min(o->num_query_groups, tp), replicas = tp / kv_parts;
-    for (int i = 0; i < 3; i++) {
-        mt_param *param = mt_param_add(table, (mt_role)(first_role + i), layer, rows[i], cols);
-        if (i == 0) {
-            mt_param_shard(param, 0, tp, tp_rank);
-        } else {
-            mt_param_shard(param, 0, kv_parts, tp_rank / replicas);
-            param->counted = tp_rank % replicas == 0;
-            if (replicas > 1) param->gradient = MT_GRADIENT_REPLICA;
-        }
-        if (!table->is_gpt2) continue;
-        param->hf_row = before;
-        param->hf_rows_total = q_rows + 2 * kv_rows;
-        before += rows[i];
+    mt_param *param = &table->rows[table->count++];
+    *param = (mt_param){.role = row->role, .unit = row->unit, .layer = layer, .expert = expert, .shard_dim = -1};
+    param->rows = param->whole_rows = mt_dimension_size(o, row->rows);
+    param->cols = param->whole_cols = mt_dimension_size(o, row->cols);
+    param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
+    param->is_vector = row->cols == MT_DIM_ONE;
+    param->weight_decay = !param->is_vector;
+    param->is_embedding = row->unit == MT_UNIT_WORDS || row->unit == MT_UNIT_POSITIONS;
+    param->trained = row->unit != MT_UNIT_UNTRAINED;
+    param->init = row->init;
+    param->init_std = o->init_method_std / (row->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
+    param->gradient = row->gradient;
+    param->rows_option = mt_dimension_option[row->rows];
+    param->cols_option = mt_dimension_option[row->cols];
+    for (int i = MT_NUM_CONDITIONS - 1; i >= 0; i--)
+        if (row->when >> i & 1) param->exists_option = mt_condition_option[i];
+    param->bucket = table->bucket;
+    param->continues = continues;
+    param->field = row->field;
+    mt_param_set_name(table, row, param);
+    param->hf_transposed = table->names == MT_NAMES_GPT2 && layer >= 0 && !param->is_vector;
+    mt_param_join_tensor(table);
+    mt_param_cut(table, row->cut, param);
+}
+
+/* The rows [row, end) of this rank's experts, expert by expert and without a gap. */
+static void mt_params_add_experts(mt_param_table *table, const mt_role_row *row, const mt_role_row *end,
+                                  int64_t layer) {
+    int64_t count = table->options->num_experts / table->partition.ep, first = table->partition.ep_rank * count;
+    for (int64_t expert = first; expert < first + count; expert++)
+        for (const mt_role_row *next = row; next < end; next++)
+            mt_param_add(table, next, layer, expert, expert > first || next > row);
+}
+
+/* Appends the rows of a unit that exist in a layer (-1: outside the layers) and returns their number. */
+static int64_t mt_params_add_unit(mt_param_table *table, mt_unit unit, int64_t layer) {
+    const mt_role_row *end = mt_role_rows + sizeof mt_role_rows / sizeof *mt_role_rows, *before = NULL, *next;
+    unsigned has = mt_layer_conditions(table->options, layer);
+    int64_t count = table->count;
+    for (const mt_role_row *row = mt_role_rows; row < end; row = next) {
+        next = row + 1;
+        if (row->unit != unit || (row->when & ~has) || (row->unless & has)) continue;
+        while (unit == MT_UNIT_EXPERTS && next < end && next->fused) next++;
+        if (unit == MT_UNIT_EXPERTS)
+            mt_params_add_experts(table, row, next, layer);
+        else
+            mt_param_add(table, row, layer, -1, row->fused && before == row - 1);
+        before = row;
     }
+    return table->count - count;
 }
 
-/* Latent attention: every rank has the way to the latents whole, and of the way from them its heads' part. */
-static void mt_param_add_latent(mt_param_table *table, int64_t layer, int64_t cols) {
-    const mt_options *o = table->options;
-    int64_t heads = o->num_attention_heads, q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank;
-    if (q_rank > 0) mt_param_add(table, MT_Q_A, layer, q_rank, cols)->gradient = MT_GRADIENT_ROWS;
-    mt_param_add(table, MT_KV_A, layer, kv_rank + o->qk_pos_emb_head_dim, cols)->gradient = MT_GRADIENT_ROWS;
-    int64_t q_input = q_rank > 0 ? q_rank : cols;
-    mt_param_add_sharded(table, q_rank > 0 ? MT_Q_B : MT_Q, layer, heads * o->kv_channels, q_input, 0);
-    mt_param_add_sharded(table, MT_KV_B, layer, heads * (o->qk_head_dim + o->v_head_dim), kv_rank, 0);
+/* A unit in a bucket of its own. */
+static void mt_params_add_bucket(mt_param_table *table, mt_unit unit, int64_t layer) {
+    if (mt_params_add_unit(table, unit, layer) > 0) table->bucket++;
 }
 
-static double mt_output_std(const mt_options *o) {
-    return o->init_method_std / sqrt(2.0 * (double)o->num_layers);
-}
-
-/* The matrices of an MLP that the tensor group shares: a layer's, or the expert's that every token visits. */
-static void mt_params_add_mlp(mt_param_table *table, int64_t layer, mt_role gate, mt_role up, mt_role down, int64_t F) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size;
-    if (o->swiglu) mt_param_add_sharded(table, gate, layer, F, C, 0);
-    mt_param_add_sharded(table, up, layer, F, C, 0);
-    mt_param_add_sharded(table, down, layer, C, F, 1)->init_std = mt_output_std(o);
-}
-
-static void mt_params_add_expert(mt_param_table *table, mt_role role, int64_t layer, int64_t expert, int64_t rows,
-                                 int64_t cols, int dim) {
-    const mt_place *at = &table->place;
-    mt_param *param = mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, at->etp, at->etp_rank);
-    param->expert = expert;
-    if (role == MT_EXPERT_DOWN) param->init_std = mt_output_std(table->options);
-    mt_param_set_name(table, param);
-}
-
-/* This rank's experts of a layer, in a bucket of their own: all their first matrices, then all their second ones, so
- * that each is one operand of a grouped product. */
-static void mt_params_add_experts(mt_param_table *table, int64_t layer) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size, F = o->moe_ffn_hidden_size, count = o->num_experts / table->place.ep;
-    int64_t first = table->place.ep_rank * count;
-    for (int64_t e = first; e < first + count; e++) {
-        mt_params_add_expert(table, MT_EXPERT_GATE, layer, e, F, C, 0);
-        mt_params_add_expert(table, MT_EXPERT_UP, layer, e, F, C, 0);
+/* One chunk's rows. */
+static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
+    bool tied = !table->options->untie_embeddings_and_output_weights;
+    if (stage->embedding) {
+        mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
+        mt_params_add_bucket(table, MT_UNIT_POSITIONS, -1);
     }
-    for (int64_t e = first; e < first + count; e++) mt_params_add_expert(table, MT_EXPERT_DOWN, layer, e, C, F, 1);
-}
-
-/* A module of multi-token prediction, whose number is behind the layers', is of the last layer's kind. */
-static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
-    return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
-}
-
-/* None, too, where the first layers alone are made of a model whose others have experts. */
-static int64_t mt_num_expert_layers(const mt_options *o) {
-    int64_t layers = 0;
-    for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_has_experts(o, i);
-    return layers;
-}
-
-/* A layer's matrices: attention, then the MLP or what routes tokens to experts. */
-static void mt_params_add_matrices(mt_param_table *table, int64_t layer) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size, attention_width = o->num_attention_heads * mt_value_channels(o);
-    if (o->multi_latent_attention)
-        mt_param_add_latent(table, layer, C);
-    else
-        mt_param_add_qkv(table, MT_Q, layer, C);
-    mt_param_add_sharded(table, MT_O, layer, C, attention_width, 1)->init_std = mt_output_std(o);
-    if (!mt_layer_has_experts(o, layer)) {
-        mt_params_add_mlp(table, layer, MT_GATE, MT_UP, MT_DOWN, o->ffn_hidden_size);
-        return;
+    for (int64_t i = 0; i < stage->num_layers + stage->num_mtp; i++) {
+        mt_params_add_bucket(table, MT_UNIT_LAYER, stage->first_layer + i);
+        mt_params_add_bucket(table, MT_UNIT_EXPERTS, stage->first_layer + i);
     }
-    if (o->moe_shared_expert_intermediate_size > 0)
-        mt_params_add_mlp(table, layer, MT_SHARED_GATE, MT_SHARED_UP, MT_SHARED_DOWN,
-                          o->moe_shared_expert_intermediate_size);
-    mt_param_add(table, MT_ROUTER, layer, o->num_experts, C)->gradient = MT_GRADIENT_ROWS;
-    if (o->moe_shared_expert_gate) mt_param_add(table, MT_SHARED_EXPERT_GATE, layer, 1, C)->gradient = MT_GRADIENT_ROWS;
-}
-
-static void mt_params_add_layer(mt_param_table *table, int64_t layer) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size, F = o->ffn_hidden_size;
-    bool is_mtp = layer >= o->num_layers;
-    mt_params_add_matrices(table, layer);
-    if (is_mtp) mt_param_add(table, MT_MTP_PROJECTION, layer, C, 2 * C)->gradient = MT_GRADIENT_ROWS;
-    for (mt_role role = MT_MTP_EMBEDDING_NORM; is_mtp && role <= MT_MTP_FINAL_NORM; role++)
-        if (role != MT_MTP_PROJECTION) mt_param_add_norm(table, role, layer, C);
-    mt_param_add_norm(table, MT_INPUT_NORM, layer, C);
-    mt_param_add_norm(table, MT_MLP_NORM, layer, C);
-    if (o->multi_latent_attention && o->q_lora_rank > 0) mt_param_add_norm(table, MT_Q_A_NORM, layer, o->q_lora_rank);
-    if (o->multi_latent_attention) mt_param_add_norm(table, MT_KV_A_NORM, layer, o->kv_lora_rank);
-    if (mt_norms_heads(o)) {
-        mt_param_add_head_norm(table, MT_Q_NORM, layer);
-        mt_param_add_head_norm(table, MT_K_NORM, layer);
+    if (!stage->loss) return;
+    if (!has_embedding && (tied || stage->num_mtp > 0)) {
+        mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
+        table->rows[table->count - 1].counted = false;
     }
-    if (o->add_qkv_bias) mt_param_add_qkv(table, MT_Q_BIAS, layer, 1);
-    if (o->attention_output_bias) mt_param_add(table, MT_O_BIAS, layer, C, 1);
-    if (o->mlp_bias) {
-        if (o->swiglu) mt_param_add_sharded(table, MT_GATE_BIAS, layer, F, 1, 0);
-        mt_param_add_sharded(table, MT_UP_BIAS, layer, F, 1, 0);
-        mt_param_add(table, MT_DOWN_BIAS, layer, C, 1);
-    }
-    table->bucket++;
-    if (!mt_layer_has_experts(o, layer)) return;
-    mt_params_add_experts(table, layer);
-    table->bucket++;
-}
-
-/* GPT-2's linear layers are stored [in, out]. */
-static bool mt_role_is_linear(mt_role role) {
-    return role == MT_Q || role == MT_K || role == MT_V || role == MT_O || role == MT_UP || role == MT_DOWN;
-}
-
-/* Rows that continue the one before without a gap, so that a fused product sees one matrix. */
-static bool mt_param_continues(const mt_param *param, const mt_param *before) {
-    mt_role role = param->role, last = before->role;
-    return (role == MT_KV_A && last == MT_Q_A) || role == MT_K || role == MT_V || role == MT_K_BIAS ||
-           role == MT_V_BIAS || ((role == MT_UP || role == MT_UP_BIAS) && (int)last == (int)role - 2) ||
-           (role == MT_SHARED_UP && last == MT_SHARED_GATE) || role == MT_EXPERT_UP ||
-           (role == MT_EXPERT_GATE && last == MT_EXPERT_UP) || (role == MT_EXPERT_DOWN && last == MT_EXPERT_DOWN);
-}
-
-/* Whether the optimizer moves it. */
-static bool mt_param_is_trained(const mt_param *param) {
-    return param->role != MT_ROUTER_BIAS;
+    mt_params_add_bucket(table, MT_UNIT_OUTPUT, -1);
 }
 
 /* Elements between the starts of parameters: 16-byte loads of bf16 and whole cache lines. */
@@ -6888,83 +4820,37 @@ static int64_t mt_align(int64_t value) {
     return (value + MT_PARAM_ALIGNMENT - 1) / MT_PARAM_ALIGNMENT * MT_PARAM_ALIGNMENT;
 }
 
-/* Gives every row its offset: the table's order within each bucket. */
-static void mt_params_place(mt_param_table *table) {
+/* Gives every parameter its offset: the table's order within each bucket. */
+static void mt_params_set_offsets(mt_param_table *table) {
     int64_t end = 0;
     for (int64_t i = 0; i < table->count; i++) {
-        mt_param *param = &table->rows[i], *before = i ? param - 1 : param;
-        bool new_bucket = i == 0 || before->bucket != param->bucket;
-        MT_CHECK(new_bucket ? i == 0 || param->bucket == before->bucket + 1
-                            : before->weight_decay >= param->weight_decay);
-        if (new_bucket) end = 0;
-        param->offset = !new_bucket && mt_param_continues(param, before) ? end : mt_align(end);
+        mt_param *param = &table->rows[i];
+        if (i > 0 && param->bucket != param[-1].bucket) end = 0;
+        MT_CHECK(end == 0 || param[-1].weight_decay >= param->weight_decay);
+        param->offset = param->continues ? end : mt_align(end);
         end = param->offset + param->rows * param->cols;
-        if (table->is_gpt2 && mt_role_is_linear(param->role)) param->hf_transposed = true;
     }
 }
 
-/* A matrix of the vocabulary, of which Hugging Face has no padding. */
-static mt_param *mt_param_add_vocabulary(mt_param_table *table, mt_role role) {
-    const mt_options *o = table->options;
-    mt_param *param = mt_param_add_sharded(table, role, -1, o->padded_vocab_size, o->hidden_size, 0);
-    param->rows_stored = param->hf_rows_total = o->vocab_size;
-    return param;
-}
-
-/* One chunk's rows, from its first bucket on; the table's next free bucket is the one behind its last. */
-static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size;
-    bool tied = !o->untie_embeddings_and_output_weights;
-    if (stage->embedding) {
-        mt_param_add_vocabulary(table, MT_WORD_EMBEDDING);
-        table->bucket++;
-        if (strcmp(o->position_embedding_type, "learned_absolute") == 0) {
-            mt_param *param = mt_param_add(table, MT_POSITION_EMBEDDING, -1, o->max_position_embeddings, C);
-            param->gradient = MT_GRADIENT_ROWS;
-            table->bucket++;
-        }
-    }
-    for (int64_t i = 0; i < stage->num_layers + stage->num_mtp; i++) mt_params_add_layer(table, stage->first_layer + i);
-    if (!stage->loss) return;
-    if (!has_embedding && (tied || stage->num_mtp > 0)) {
-        mt_param_add_vocabulary(table, MT_WORD_EMBEDDING)->counted = false;
-        table->bucket++;
-    }
-    if (!tied) mt_param_add_vocabulary(table, MT_LM_HEAD);
-    mt_param_add_norm(table, MT_FINAL_NORM, -1, C);
-    table->bucket++;
-}
-
-/* The biases of this place's routers, in a bucket that is not trained. */
-static void mt_params_add_router_biases(mt_param_table *table) {
-    const mt_options *o = table->options;
-    for (int64_t i = 0; o->moe_router_enable_expert_bias && i < table->place.num_stages; i++) {
-        const mt_stage *stage = &table->place.stages[i];
-        int64_t end = stage->first_layer + stage->num_layers + stage->num_mtp;
-        for (int64_t layer = stage->first_layer; layer < end; layer++)
-            if (mt_layer_has_experts(o, layer)) mt_param_add(table, MT_ROUTER_BIAS, layer, o->num_experts, 1);
-    }
-}
-
-int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_place *place) {
+int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition) {
     mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
     whole_model.num_mtp = options->mtp_num_layers;
-    mt_place whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
-    mt_param_table table = {.options = options, .place = place ? *place : whole};
-    table.is_gpt2 = strcmp(options->hf_family, "gpt2") == 0;
-    table.is_mixtral = strcmp(options->hf_family, "mixtral") == 0;
-    table.is_qwen2_moe = strcmp(options->hf_family, "qwen2_moe") == 0;
+    mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
+    mt_param_table table = {.options = options, .names = mt_names_of(options)};
+    const mt_partition *at = &table.partition;
+    table.partition = partition ? *partition : whole;
     int64_t layers = options->num_layers + options->mtp_num_layers;
     int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 3 * options->num_experts;
     table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
     bool has_embedding = false;
-    for (int64_t i = 0; i < table.place.num_stages; i++) {
-        has_embedding |= table.place.stages[i].embedding;
-        mt_params_add_stage(&table, &table.place.stages[i], has_embedding);
+    for (int64_t i = 0; i < at->num_stages; i++) {
+        has_embedding |= at->stages[i].embedding;
+        mt_params_add_stage(&table, &at->stages[i], has_embedding);
     }
-    mt_params_add_router_biases(&table);
-    mt_params_place(&table);
+    for (int64_t i = 0; i < at->num_stages; i++) // the untrained of all layers share one bucket
+        for (int64_t k = 0; k < at->stages[i].num_layers + at->stages[i].num_mtp; k++)
+            mt_params_add_unit(&table, MT_UNIT_UNTRAINED, at->stages[i].first_layer + k);
+    mt_params_set_offsets(&table);
     *params = table.rows;
     return table.count;
 }
@@ -6980,29 +4866,6 @@ int64_t mt_num_parameters(const mt_options *options) {
 /* ==== §9 attention, MLP, layer =================================================================================== */
 /* A transformer layer, forward and backward. Invariants: hidden states are [T, C] and never change layout; a backward
  * reads as its forward reversed; gradients of activations are written, those of parameters accumulate in fp32. */
-
-/* A layer's parameters; q, k, v and gate, up are each one matrix because their rows are neighbours in the bucket. */
-typedef struct mt_layer {
-    int64_t number; // in the whole model
-    int64_t bucket;
-    int64_t expert_bucket; // -1: an MLP, no experts
-    int64_t place;         // among this rank's layers with experts
-    int64_t F;             // width here of the MLP, or of the expert that every token visits; 0: there is none
-    mt_weight input_norm, input_norm_bias;
-    mt_weight qkv, qkv_bias; // [(H + 2G) D, C], [(H + 2G) D]
-    mt_weight q_norm, k_norm;
-    mt_weight latent;              // [q_lora_rank + kv_lora_rank + R, C] q_a_proj, then kv_a_proj_with_mqa
-    mt_weight q_a_norm, kv_a_norm; // [q_lora_rank], [kv_lora_rank]
-    mt_weight q_b, kv_b;           // [H D, q_lora_rank, or C without], [H (D - R + Dv), kv_lora_rank]
-    mt_weight o, o_bias;           // [C, H D], [C]
-    mt_weight mlp_norm, mlp_norm_bias;
-    mt_weight fc1, fc1_bias; // [2F, C] gate then up, or [F, C]; of the expert that every token visits
-    mt_weight down, down_bias;
-    mt_weight router, router_bias;     // [E, C], [E] fp32
-    mt_weight shared_gate;             // [1, C]
-    mt_weight expert_fc1, expert_down; // of the experts here, [E/ep, 2F, C] and [E/ep, C, F]
-    mt_weight mtp_embedding_norm, mtp_hidden_norm, mtp_projection, mtp_final_norm; // of multi-token prediction
-} mt_layer;
 
 /* Rows that come to the experts of this rank, in the order of experts, and what they become. */
 typedef struct mt_expert_rows {
@@ -7091,7 +4954,6 @@ typedef struct mt_experts {
     bool gathers;          // all tokens go to all ranks
     bool drops, pads, grouped, fuses, balances, counts_globally;
     bool together;                       // tokens choose by Sinkhorn's iteration
-    bool accumulates;                    // as in mt_tensor_parallel
     mt_expert_rows rows;                 // gradients, and rows before they leave
     mt_expert_rows travelling;           // where rows arrive that are exchanged, in the order of their ranks
     void *gathered;                      // [N, C], with `gathers`
@@ -7159,7 +5021,7 @@ typedef struct mt_sharding {
     int64_t travelled, direction; // the last bucket acquired, and to which side
     const mt_slot *reducing;      // whose sum over ranks may still be under way
     int64_t gathered_bucket;      // state that mt_bucket_gather_state has in the gradients' place
-    mt_kept gathered_kept;
+    mt_param_state gathered_state;
 } mt_sharding;
 
 /* Where the arrays of a micro-batch lie in one block of memory. The host's block and the device's are laid out alike,
@@ -7198,10 +5060,10 @@ typedef struct mt_mtp {
 } mt_mtp;
 
 /* The graph of a decode step of some number of sequences; captured in the second such step. */
-typedef struct mt_step_graph {
+typedef struct mt_decode_graph {
     bool has_run;
     mt_graph *graph;
-} mt_step_graph;
+} mt_decode_graph;
 
 /* What a training step is judged by, on the device; copied to the host in one piece. */
 typedef struct mt_step_numbers {
@@ -7288,7 +5150,7 @@ struct mt_model {
     mt_layer *layers;                                                 // [num_layers]
     int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not here
     mt_sharding sharding;
-    mt_weight word_embedding, position_embedding, final_norm, final_norm_bias, lm_head;
+    mt_outer outer;
     float *rope_cos, *rope_sin; // [max_position, R / 2]
     int64_t rotary_dim;         // R
     /* memory */
@@ -7309,15 +5171,15 @@ struct mt_model {
     mt_mtp mtp;
     mt_link links[MT_NUM_LINKS];
     float *row_stats, *loss, *entropy; // [4, max_logits], [max_logits]
-    mt_step *steps;                    // the schedule
-    int64_t max_steps;
-    void *gathered_logits;      // [tensor ranks, MT_STAGED_ROWS, V]
-    void *staged_logits;        // the same on the host, or [max_logits] token ids
-    int32_t *likeliest;         // [max_logits]
-    mt_step_graph *step_graphs; // [max_logits + 1] by the number of sequences, for decoding
-    mt_span *step_spans;        // [max_logits] bounds of a step's spans
-    void **k_cache, **v_cache;  // a layer: [cache_rows, G D], [cache_rows, G Dv]
-    mt_step_numbers *numbers;   // on the device
+    mt_action *actions;                // of the schedule, for this rank
+    int64_t max_actions;
+    void *gathered_logits;          // [tensor ranks, MT_STAGED_ROWS, V]
+    void *staged_logits;            // the same on the host, or [max_logits] token ids
+    int32_t *likeliest;             // [max_logits]
+    mt_decode_graph *decode_graphs; // [max_logits + 1] by the number of sequences, for decoding
+    mt_span *step_spans;            // [max_logits] bounds of a step's spans
+    void **k_cache, **v_cache;      // a layer: [cache_rows, G D], [cache_rows, G Dv]
+    mt_step_numbers *numbers;       // on the device
     mt_bad_steps bad_steps;
     mt_saver *saving;  // a checkpoint that is still on its way to the disk, or NULL
     mt_stream *copies; // has copies of what is saved that nothing follows yet, or NULL
@@ -7435,21 +5297,20 @@ static void *mt_at(const mt_model *model, void *base, int64_t elements) {
 
 static void mt_norm_forward(const mt_model *m, void *y, float *mean, float *rstd, const void *x, mt_weight w,
                             mt_weight b, int64_t T) {
-    float eps = (float)m->options->norm_epsilon;
-    if (mean)
-        m->ops->layernorm_forward(y, mean, rstd, x, w.w, b.w, T, m->C, eps, m->dtype, m->stream);
-    else
-        m->ops->rmsnorm_forward(y, rstd, x, w.w, T, 1, m->C, m->C, m->C, eps, m->dtype, m->stream);
+    mt_norm_args a = {.T = T, .H = 1, .C = m->C, .x = x, .w = w.w, .b = b.w, .y = y, .mean = mean, .rstd = rstd};
+    a.x_stride = a.y_stride = m->C;
+    a.eps = (float)m->options->norm_epsilon;
+    (mean ? m->ops->layernorm_forward : m->ops->rmsnorm_forward)(&a, m->dtype, m->stream);
 }
 
 /* dx = dresidual + the gradient through the norm. */
 static void mt_norm_backward(const mt_model *m, void *dx, const void *dy, const void *dresidual, const void *x,
                              const float *mean, const float *rstd, mt_weight w, mt_weight b, int64_t T) {
-    if (mean)
-        m->ops->layernorm_backward(dx, w.dw, b.dw, dy, dresidual, x, w.w, mean, rstd, T, m->C, m->dtype, m->stream);
-    else
-        m->ops->rmsnorm_backward(dx, w.dw, dy, dresidual, x, w.w, rstd, T, 1, m->C, m->C, m->C, m->C, m->dtype,
-                                 m->stream);
+    mt_norm_args a = {.T = T, .H = 1, .C = m->C, .x = x, .w = w.w, .dy = dy, .dresidual = dresidual, .dx = dx};
+    a.dw = w.dw, a.db = b.dw;
+    a.mean = (float *)mean, a.rstd = (float *)rstd;
+    a.x_stride = a.dx_stride = a.dy_stride = m->C;
+    (mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(&a, m->dtype, m->stream);
 }
 
 /* A norm of the model: its parameters and where its results go. */
@@ -7472,8 +5333,10 @@ static void mt_residual_forward(const mt_model *m, void *out, const void *residu
     const int64_t *index = m->token_index + m->first_row;
     const void *x = m->scratch.hidden;
     if (norm && m->ops->residual_norm_forward) {
-        m->ops->residual_norm_forward(norm->y, norm->mean, norm->rstd, out, x, residual, index, norm->w.w, norm->b.w,
-                                      m->rows, m->C, &dropout, (float)m->options->norm_epsilon, m->dtype, m->stream);
+        mt_norm_args a = {.T = m->rows, .H = 1, .C = m->C, .x = x, .residual = residual, .sum = out, .y = norm->y};
+        a.mean = norm->mean, a.rstd = norm->rstd, a.w = norm->w.w, a.b = norm->b.w;
+        a.token_index = index, a.dropout = dropout, a.eps = (float)m->options->norm_epsilon;
+        m->ops->residual_norm_forward(&a, m->dtype, m->stream);
         return;
     }
     m->ops->dropout_add_forward(out, x, residual, index, m->rows, m->C, 0, &dropout, m->dtype, m->stream);
@@ -7548,15 +5411,23 @@ static float mt_attention_scale(const mt_options *o) {
     return (float)(scale * mscale * mscale);
 }
 
-static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t qk_stride, int64_t v_stride) {
+/* The call of one layer: the operands of the forward, and what both directions share. */
+static mt_attention mt_attention_call(const mt_model *m, int64_t layer, const mt_activations *a) {
+    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
     return (mt_attention){.num_heads = m->H,
                           .num_groups = m->G,
                           .head_size = m->D,
                           .value_size = m->Dv,
-                          .q_stride = qk_stride,
-                          .k_stride = qk_stride,
-                          .v_stride = v_stride,
+                          .q = view.q,
+                          .k = view.k,
+                          .v = view.v,
+                          .out = a->attended,
+                          .lse = a->lse,
+                          .q_stride = view.qk_stride,
+                          .k_stride = view.qk_stride,
+                          .v_stride = view.v_stride,
                           .out_stride = m->H * m->Dv,
+                          .spans = m->spans,
                           .window = m->options->window_size,
                           .scale = mt_attention_scale(m->options),
                           .dropout = mt_model_dropout(m, m->layers[layer].number, MT_DROP_ATTENTION),
@@ -7566,55 +5437,80 @@ static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t
                           .k_index = m->token_index};
 }
 
+/* The rotation of a layer's heads, of tokens from `first_row` on. */
+static mt_rotation mt_model_rotation(const mt_model *m, int64_t first_row) {
+    return (mt_rotation){.cos = m->rope_cos,
+                         .sin = m->rope_sin,
+                         .positions = m->positions + first_row,
+                         .R = m->rotary_dim,
+                         .interleaved = m->options->rotary_interleaved};
+}
+
+/* The operands of both directions, of a layer's fused product `a->qkv`. */
+static mt_qk_args mt_qk_operands(const mt_model *m, const mt_layer *w, const mt_activations *a) {
+    mt_qk_args qk = {.T = m->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_model_rotation(m, 0)};
+    qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = (m->H + 2 * m->G) * m->D;
+    qk.q_w = w->q_norm.w, qk.k_w = w->k_norm.w, qk.q_rstd = a->q_rstd, qk.k_rstd = a->k_rstd;
+    qk.dq_w = w->q_norm.dw, qk.dk_w = w->k_norm.dw;
+    qk.eps = (float)m->options->norm_epsilon;
+    return qk;
+}
+
+/* qk_forward for a backend without it. */
+static void mt_qk_forward_unfused(const mt_model *m, const mt_qk_args *a) {
+    void *heads[] = {a->qk, mt_at(m, a->qk, a->H * a->D)};
+    for (int i = 0; i < 2; i++) {
+        mt_norm_args norm = {.T = a->T, .H = i ? a->G : a->H, .C = a->D, .eps = a->eps, .y = heads[i]};
+        norm.x = mt_at(m, (void *)a->qkv, i * a->H * a->D), norm.w = i ? a->k_w : a->q_w;
+        norm.rstd = i ? a->k_rstd : a->q_rstd, norm.x_stride = a->qkv_stride, norm.y_stride = a->qk_stride;
+        if (norm.w) m->ops->rmsnorm_forward(&norm, m->dtype, m->stream);
+    }
+    for (int i = 0; i < 2 && a->rotation.R > 0; i++) {
+        mt_rope_args rope = {.T = a->T, .H = i ? a->G : a->H, .D = a->D, .x = heads[i], .y = heads[i]};
+        rope.x_stride = rope.y_stride = a->qk_stride, rope.rotation = a->rotation;
+        m->ops->rope_forward(&rope, m->dtype, m->stream);
+    }
+}
+
 /* q/k norm, then rotation: raw fused q and k in, ready q and k out (in place where there is no norm). */
 static void mt_qk_forward(const mt_model *m, const mt_layer *w, mt_activations *a) {
-    int64_t T = m->T, D = m->D, R = m->rotary_dim, raw_stride = (m->H + 2 * m->G) * D;
-    float eps = (float)m->options->norm_epsilon;
-    bool interleaved = m->options->rotary_interleaved;
+    mt_qk_args qk = mt_qk_operands(m, w, a);
     mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
-    if (R == 0 && !m->options->qk_layernorm) return;
-    if (m->ops->qk_forward) {
-        m->ops->qk_forward(view.q, a->q_rstd, a->k_rstd, a->qkv, w->q_norm.w, w->k_norm.w, m->rope_cos, m->rope_sin,
-                           m->positions, T, m->H, m->G, D, R, view.qk_stride, raw_stride, interleaved, eps, m->dtype,
-                           m->stream);
-        return;
+    if (qk.rotation.R == 0 && !qk.q_w) return;
+    qk.qk = view.q, qk.qk_stride = view.qk_stride;
+    if (m->ops->qk_forward)
+        m->ops->qk_forward(&qk, m->dtype, m->stream);
+    else
+        mt_qk_forward_unfused(m, &qk);
+}
+
+/* qk_backward for a backend without it. */
+static void mt_qk_backward_unfused(const mt_model *m, const mt_qk_args *a) {
+    void *heads[] = {a->dqk, mt_at(m, a->dqk, a->H * a->D)};
+    for (int i = 0; i < 2 && a->rotation.R > 0; i++) {
+        mt_rope_args rope = {.T = a->T, .H = i ? a->G : a->H, .D = a->D, .x = heads[i], .y = heads[i]};
+        rope.x_stride = rope.y_stride = a->dqk_stride, rope.rotation = a->rotation;
+        m->ops->rope_backward(&rope, m->dtype, m->stream);
     }
-    if (m->options->qk_layernorm) {
-        m->ops->rmsnorm_forward(view.q, a->q_rstd, a->qkv, w->q_norm.w, T, m->H, D, view.qk_stride, raw_stride, eps,
-                                m->dtype, m->stream);
-        m->ops->rmsnorm_forward(view.k, a->k_rstd, mt_at(m, a->qkv, m->H * D), w->k_norm.w, T, m->G, D, view.qk_stride,
-                                raw_stride, eps, m->dtype, m->stream);
+    for (int i = 0; i < 2; i++) {
+        mt_norm_args norm = {.T = a->T, .H = i ? a->G : a->H, .C = a->D, .dy = heads[i]};
+        norm.x = mt_at(m, (void *)a->qkv, i * a->H * a->D), norm.dx = mt_at(m, a->dqkv, i * a->H * a->D);
+        norm.w = i ? a->k_w : a->q_w, norm.dw = i ? a->dk_w : a->dq_w, norm.rstd = i ? a->k_rstd : a->q_rstd;
+        norm.x_stride = a->qkv_stride, norm.dy_stride = a->dqk_stride, norm.dx_stride = a->dqkv_stride;
+        if (norm.w) m->ops->rmsnorm_backward(&norm, m->dtype, m->stream);
     }
-    if (R == 0) return;
-    m->ops->rope_forward(view.q, view.q, m->rope_cos, m->rope_sin, m->positions, T, m->H, D, R, view.qk_stride,
-                         view.qk_stride, interleaved, m->dtype, m->stream);
-    m->ops->rope_forward(view.k, view.k, m->rope_cos, m->rope_sin, m->positions, T, m->G, D, R, view.qk_stride,
-                         view.qk_stride, interleaved, m->dtype, m->stream);
 }
 
 /* Gradients of ready q and k (in `dqkv`, or in dqk with q/k norm) to gradients of the fused product, `dqkv`. */
-static void mt_qk_backward(const mt_model *m, const mt_layer *w, const mt_activations *a, void *dqkv, void *dqk) {
-    int64_t T = m->T, D = m->D, R = m->rotary_dim, raw_stride = (m->H + 2 * m->G) * D;
-    bool interleaved = m->options->rotary_interleaved;
+static void mt_qk_backward(const mt_model *m, mt_layer *w, const mt_activations *a, void *dqkv, void *dqk) {
+    mt_qk_args qk = mt_qk_operands(m, w, a);
     mt_qkv_view d = mt_view_qkv(m, dqkv, dqk);
-    if (R == 0 && !m->options->qk_layernorm) return;
-    if (m->ops->qk_backward) {
-        m->ops->qk_backward(dqkv, w->q_norm.dw, w->k_norm.dw, d.q, a->qkv, w->q_norm.w, w->k_norm.w, a->q_rstd,
-                            a->k_rstd, m->rope_cos, m->rope_sin, m->positions, T, m->H, m->G, D, R, raw_stride,
-                            d.qk_stride, raw_stride, interleaved, m->dtype, m->stream);
-        return;
-    }
-    if (R > 0) {
-        m->ops->rope_backward(d.q, d.q, m->rope_cos, m->rope_sin, m->positions, T, m->H, D, R, d.qk_stride, d.qk_stride,
-                              interleaved, m->dtype, m->stream);
-        m->ops->rope_backward(d.k, d.k, m->rope_cos, m->rope_sin, m->positions, T, m->G, D, R, d.qk_stride, d.qk_stride,
-                              interleaved, m->dtype, m->stream);
-    }
-    if (!m->options->qk_layernorm) return;
-    m->ops->rmsnorm_backward(dqkv, w->q_norm.dw, d.q, NULL, a->qkv, w->q_norm.w, a->q_rstd, T, m->H, D, raw_stride,
-                             d.qk_stride, raw_stride, m->dtype, m->stream);
-    m->ops->rmsnorm_backward(mt_at(m, dqkv, m->H * D), w->k_norm.dw, d.k, NULL, mt_at(m, a->qkv, m->H * D), w->k_norm.w,
-                             a->k_rstd, T, m->G, D, raw_stride, d.qk_stride, raw_stride, m->dtype, m->stream);
+    if (qk.rotation.R == 0 && !qk.q_w) return;
+    qk.dqkv = dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
+    if (m->ops->qk_backward)
+        m->ops->qk_backward(&qk, m->dtype, m->stream);
+    else
+        mt_qk_backward_unfused(m, &qk);
 }
 
 /* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): hidden states shrink to a latent of the queries, one
@@ -7627,15 +5523,28 @@ static const float mt_latent_epsilon = 1e-6f;
 
 static void mt_latent_norm_forward(const mt_model *m, void *y, float *rstd, void *latent, int64_t column, mt_weight w,
                                    int64_t rank) {
-    m->ops->rmsnorm_forward(y, rstd, mt_at(m, latent, column), w.w, m->rows, 1, rank, rank, mt_latent_width(m->options),
-                            mt_latent_epsilon, m->dtype, m->stream);
+    mt_norm_args a = {.T = m->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .y = y, .rstd = rstd};
+    a.x_stride = mt_latent_width(m->options), a.y_stride = rank, a.eps = mt_latent_epsilon;
+    m->ops->rmsnorm_forward(&a, m->dtype, m->stream);
 }
 
-static void mt_latent_norm_backward(const mt_model *m, void *dlatent, const void *dy, const float *rstd, void *latent,
+static void mt_latent_norm_backward(const mt_model *m, void *dlatent, const void *dy, float *rstd, void *latent,
                                     int64_t column, mt_weight w, int64_t rank) {
-    int64_t width = mt_latent_width(m->options);
-    m->ops->rmsnorm_backward(mt_at(m, dlatent, column), w.dw, dy, NULL, mt_at(m, latent, column), w.w, rstd, m->rows, 1,
-                             rank, width, rank, width, m->dtype, m->stream);
+    mt_norm_args a = {.T = m->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .rstd = rstd};
+    a.dy = dy, a.dx = mt_at(m, dlatent, column), a.dw = w.dw;
+    a.x_stride = a.dx_stride = mt_latent_width(m->options), a.dy_stride = rank;
+    m->ops->rmsnorm_backward(&a, m->dtype, m->stream);
+}
+
+/* The rope channels of a token's key, which all heads share; and the heads. */
+static mt_rope_args mt_latent_rope(const mt_model *m) {
+    int64_t R = m->rotary_dim;
+    return (mt_rope_args){.T = m->rows, .H = 1, .D = R, .rotation = mt_model_rotation(m, m->first_row)};
+}
+
+static mt_latent_heads_args mt_latent_heads(const mt_model *m) {
+    return (mt_latent_heads_args){
+        .T = m->T, .H = m->H, .N = m->options->qk_head_dim, .Dv = m->Dv, .rotation = mt_model_rotation(m, 0)};
 }
 
 /* input_normed -> q, k and v, ready. */
@@ -7643,65 +5552,63 @@ static void mt_latent_qkv_forward(const mt_model *m, const mt_layer *w, mt_activ
     const mt_options *o = m->options;
     const mt_ops *ops = m->ops;
     const mt_layer_scratch *s = &m->scratch;
-    int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
-    int64_t width = mt_latent_width(o), kv_width = m->H * (N + m->Dv);
+    int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, R = m->rotary_dim;
+    int64_t width = mt_latent_width(o);
     mt_qkv_view view = mt_view_qkv(m, a->qkv, NULL);
-    ops->linear_forward(a->latent, a->input_normed, w->latent.w, NULL, m->rows, width, m->C, m->dtype, m->stream);
+    mt_linear_forward(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .y = a->latent});
     if (q_rank > 0) mt_latent_norm_forward(m, a->q_latent, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
-    mt_column_linear_forward(&m->tp, view.q, q_rank > 0 ? a->q_latent : a->input_normed, w->q_b, (mt_weight){0},
-                             m->H * m->D, q_rank > 0 ? q_rank : m->C);
+    mt_linear_forward(&m->tp, &w->q_b, &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .y = view.q});
     mt_latent_norm_forward(m, a->kv_latent, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm, kv_rank);
-    mt_column_linear_forward(&m->tp, s->kv, a->kv_latent, w->kv_b, (mt_weight){0}, kv_width, kv_rank);
-    ops->rope_forward(s->k_rope, mt_at(m, a->latent, q_rank + kv_rank), m->rope_cos, m->rope_sin,
-                      m->positions + m->first_row, m->rows, 1, R, R, R, width, o->rotary_interleaved, m->dtype,
-                      m->stream);
-    const void *k_rope = mt_region_enter_forward(&m->tp, s->k_rope, R, m->stream);
-    ops->latent_heads_forward(view.q, view.k, view.v, s->kv, k_rope, m->rope_cos, m->rope_sin, m->positions, m->T, m->H,
-                              N, R, m->Dv, o->rotary_interleaved, m->dtype, m->stream);
+    mt_linear_forward(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .y = s->kv});
+    mt_rope_args rope = mt_latent_rope(m);
+    rope.x = mt_at(m, a->latent, q_rank + kv_rank), rope.x_stride = width, rope.y = s->k_rope, rope.y_stride = R;
+    ops->rope_forward(&rope, m->dtype, m->stream);
+    mt_latent_heads_args heads = mt_latent_heads(m);
+    heads.k_rope = mt_region_enter_forward(&m->tp, s->k_rope, R, m->stream);
+    heads.q = view.q, heads.kv = s->kv, heads.k = view.k, heads.v = view.v;
+    ops->latent_heads_forward(&heads, m->dtype, m->stream);
 }
 
 /* The gradient of the queries, dq, to that of their latent in scratch.dlatent or, where they have none, of input_normed
  * in scratch.normed. */
-static void mt_latent_q_backward(const mt_model *m, const mt_layer *w, const mt_activations *a, const void *dq,
-                                 int parts) {
+static void mt_latent_q_backward(const mt_model *m, mt_layer *w, const mt_activations *a, const void *dq, int parts) {
     const mt_layer_scratch *s = &m->scratch;
-    int64_t q_rank = m->options->q_lora_rank, width = m->H * m->D;
+    int64_t q_rank = m->options->q_lora_rank;
     if (q_rank == 0) {
-        mt_column_linear_backward(&m->tp, s->normed, dq, a->input_normed, w->q_b, (mt_weight){0}, width, m->C, parts);
+        mt_linear_backward(&m->tp, &w->q_b, &(mt_linear_io){.x = a->input_normed, .dy = dq, .dx = s->normed}, parts);
         return;
     }
-    mt_column_linear_backward(&m->tp, s->latent_normed, dq, a->q_latent, w->q_b, (mt_weight){0}, width, q_rank, parts);
+    mt_linear_backward(&m->tp, &w->q_b, &(mt_linear_io){.x = a->q_latent, .dy = dq, .dx = s->latent_normed}, parts);
     mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
 }
 
 /* Gradients of q, k and v, in scratch.wide, to that of input_normed, scratch.normed. With MT_PART_INPUT alone, the
  * products' output gradients take the places of q, of k and v, and of the latents. */
-static void mt_latent_qkv_backward(const mt_model *m, const mt_layer *w, mt_activations *a, int parts) {
+static void mt_latent_qkv_backward(const mt_model *m, mt_layer *w, mt_activations *a, int parts) {
     const mt_options *o = m->options;
     const mt_ops *ops = m->ops;
     const mt_layer_scratch *s = &m->scratch;
     int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
     int64_t width = mt_latent_width(o), kv_width = m->H * (N + m->Dv);
     mt_qkv_view d = mt_view_qkv(m, s->wide, NULL), kept = mt_view_qkv(m, a->qkv, NULL);
-    ops->latent_heads_backward(d.q, s->kv, mt_region_partial(&m->tp, s->k_rope), d.k, d.v, m->rope_cos, m->rope_sin,
-                               m->positions, m->T, m->H, N, R, m->Dv, o->rotary_interleaved, m->dtype, m->stream);
+    mt_latent_heads_args heads = mt_latent_heads(m);
+    heads.dq = d.q, heads.dk = d.k, heads.dv = d.v;
+    heads.dkv = s->kv, heads.dk_rope = mt_region_partial(&m->tp, s->k_rope);
+    ops->latent_heads_backward(&heads, m->dtype, m->stream);
     mt_region_enter_backward(&m->tp, s->k_rope, m->tp.partial, R, m->stream);
-    ops->rope_backward(mt_at(m, s->dlatent, q_rank + kv_rank), s->k_rope, m->rope_cos, m->rope_sin,
-                       m->positions + m->first_row, m->rows, 1, R, R, width, R, o->rotary_interleaved, m->dtype,
-                       m->stream);
-    mt_column_linear_backward(&m->tp, s->latent_normed, s->kv, a->kv_latent, w->kv_b, (mt_weight){0}, kv_width, kv_rank,
-                              parts);
+    mt_rope_args rope = mt_latent_rope(m);
+    rope.x = s->k_rope, rope.x_stride = R, rope.y = mt_at(m, s->dlatent, q_rank + kv_rank), rope.y_stride = width;
+    ops->rope_backward(&rope, m->dtype, m->stream);
+    mt_linear_backward(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = s->kv, .dx = s->latent_normed},
+                       parts);
     mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm,
                             kv_rank);
     mt_latent_q_backward(m, w, a, d.q, parts);
     void *dx = q_rank > 0 ? s->normed : s->active;
-    ops->linear_backward_input(dx, s->dlatent, w->latent.w, m->rows, width, m->C, m->dtype, m->stream);
+    mt_linear_backward(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = s->dlatent, .dx = dx}, parts);
     if (q_rank == 0)
         ops->dropout_add_forward(s->normed, dx, s->normed, m->token_index, m->rows, m->C, 0, &(mt_dropout){0}, m->dtype,
                                  m->stream);
-    if (parts & MT_PART_WEIGHT)
-        ops->linear_backward_weight(w->latent.dw, NULL, s->dlatent, a->input_normed, m->rows, width, m->C,
-                                    m->tp.accumulates, m->dtype, m->stream);
     if (parts != MT_PART_INPUT) return;
     mt_keep(m, kept.q, d.q, m->T * m->H * m->D);
     mt_keep(m, kept.k, s->kv, m->T * kv_width); // and into v's
@@ -7709,30 +5616,27 @@ static void mt_latent_qkv_backward(const mt_model *m, const mt_layer *w, mt_acti
 }
 
 /* The weights' part, where MT_PART_INPUT left what it needs. */
-static void mt_latent_qkv_backward_weight(const mt_model *m, const mt_layer *w, const mt_activations *a) {
+static void mt_latent_qkv_backward_weight(const mt_model *m, mt_layer *w, const mt_activations *a) {
     const mt_options *o = m->options;
-    int64_t q_rank = o->q_lora_rank, kv_width = m->H * (o->qk_head_dim + m->Dv);
+    int64_t q_rank = o->q_lora_rank;
     mt_qkv_view kept = mt_view_qkv(m, a->qkv, NULL);
-    mt_column_linear_backward(&m->tp, NULL, kept.k, a->kv_latent, w->kv_b, (mt_weight){0}, kv_width, o->kv_lora_rank,
-                              MT_PART_WEIGHT);
-    mt_column_linear_backward(&m->tp, NULL, kept.q, q_rank > 0 ? a->q_latent : a->input_normed, w->q_b, (mt_weight){0},
-                              m->H * m->D, q_rank > 0 ? q_rank : m->C, MT_PART_WEIGHT);
-    m->ops->linear_backward_weight(w->latent.dw, NULL, a->latent, a->input_normed, m->rows, mt_latent_width(o), m->C,
-                                   m->tp.accumulates, m->dtype, m->stream);
+    mt_linear_backward_weight(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = kept.k});
+    mt_linear_backward_weight(&m->tp, &w->q_b,
+                              &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .dy = kept.q});
+    mt_linear_backward_weight(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = a->latent});
 }
 
 /* ---- the block */
 
 /* Generation: new keys and values go to their cache rows, and attention reads the cache instead. */
-static void mt_cache_update(const mt_model *m, int64_t layer, mt_qkv_view *view, mt_attention *shape) {
+static void mt_cache_update(const mt_model *m, int64_t layer, mt_attention *call) {
     int64_t k_width = m->G * m->D, v_width = m->G * m->Dv;
-    m->ops->scatter_rows(m->k_cache[layer], view->k, m->cache_rows, m->T, k_width, k_width, view->qk_stride, m->dtype,
+    m->ops->scatter_rows(m->k_cache[layer], call->k, m->cache_rows, m->T, k_width, k_width, call->k_stride, m->dtype,
                          m->stream);
-    m->ops->scatter_rows(m->v_cache[layer], view->v, m->cache_rows, m->T, v_width, v_width, view->v_stride, m->dtype,
+    m->ops->scatter_rows(m->v_cache[layer], call->v, m->cache_rows, m->T, v_width, v_width, call->v_stride, m->dtype,
                          m->stream);
-    view->k = m->k_cache[layer];
-    view->v = m->v_cache[layer];
-    shape->k_stride = k_width, shape->v_stride = v_width;
+    call->k = m->k_cache[layer], call->k_stride = k_width;
+    call->v = m->v_cache[layer], call->v_stride = v_width;
 }
 
 /* middle = input + dropout(attention(norm(input))), from input_normed on, to the MLP's norm of it. `decode` attends
@@ -7742,17 +5646,16 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
     if (m->options->multi_latent_attention) {
         mt_latent_qkv_forward(m, w, a);
     } else {
-        mt_column_linear_forward(&m->tp, a->qkv, a->input_normed, w->qkv, w->qkv_bias, mt_qkv_width(m), m->C);
+        mt_linear_forward(&m->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .y = a->qkv});
         mt_qk_forward(m, w, a);
     }
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
-    mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
-    if (decode) mt_cache_update(m, layer, &view, &shape);
+    mt_attention call = mt_attention_call(m, layer, a);
+    if (decode) mt_cache_update(m, layer, &call);
     if (m->context)
-        mt_context_attention_forward(m->context, a->attended, a->lse, view.q, view.k, view.v, &shape, m->stream);
+        mt_context_attention_forward(m->context, &call, m->stream);
     else
-        m->ops->attention_forward(a->attended, a->lse, view.q, view.k, view.v, &m->spans, &shape, m->dtype, m->stream);
-    mt_row_linear_forward(&m->tp, m->scratch.hidden, a->attended, w->o, w->o_bias, m->C, m->H * m->Dv);
+        m->ops->attention_forward(&call, m->dtype, m->stream);
+    mt_linear_forward(&m->tp, &w->o, &(mt_linear_io){.x = a->attended, .y = m->scratch.hidden});
     mt_norm mlp_norm = {w->mlp_norm, w->mlp_norm_bias, a->mlp_normed, a->mlp_mean, a->mlp_rstd};
     mt_residual_forward(m, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, &mlp_norm);
 }
@@ -7760,27 +5663,25 @@ static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activation
 /* The gradient of the residual stream, scratch.residual, goes from `middle` to `input`. With MT_PART_INPUT alone, what
  * the weights' part will need takes the place of what is no longer needed: see mt_layer_backward_weight. */
 static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
-    const mt_layer *w = &m->layers[layer];
+    mt_layer *w = &m->layers[layer];
     mt_layer_scratch *s = &m->scratch;
-    int64_t qkv_width = mt_qkv_width(m);
     const void *dout = mt_residual_backward(m, w->number, MT_DROP_ATTENTION_OUT);
-    mt_row_linear_backward(&m->tp, s->active, dout, a->attended, w->o, w->o_bias, m->C, m->H * m->Dv, parts);
+    mt_linear_backward(&m->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->active}, parts);
 
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk), d = mt_view_qkv(m, s->wide, s->dqk);
-    mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
+    mt_qkv_view d = mt_view_qkv(m, s->wide, s->dqk);
+    mt_attention call = mt_attention_call(m, layer, a);
+    call.dq = d.q, call.dk = d.k, call.dv = d.v, call.row_dot = s->row_dot, call.dout = s->active;
     if (m->context)
-        mt_context_attention_backward(m->context, d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v,
-                                      a->attended, a->lse, &shape, m->stream);
+        mt_context_attention_backward(m->context, &call, m->stream);
     else
-        m->ops->attention_backward(d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v, a->attended, a->lse,
-                                   &m->spans, &shape, m->dtype, m->stream);
+        m->ops->attention_backward(&call, m->dtype, m->stream);
     if (m->options->multi_latent_attention) {
         mt_latent_qkv_backward(m, w, a, parts);
     } else {
         mt_qk_backward(m, w, a, s->wide, s->dqk);
-        if (parts == MT_PART_INPUT) mt_keep(m, a->qkv, s->wide, m->T * qkv_width);
-        mt_column_linear_backward(&m->tp, s->normed, s->wide, a->input_normed, w->qkv, w->qkv_bias, qkv_width, m->C,
-                                  parts);
+        if (parts == MT_PART_INPUT) mt_keep(m, a->qkv, s->wide, m->T * w->qkv.N);
+        mt_linear_backward(&m->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .dy = s->wide, .dx = s->normed},
+                           parts);
     }
     mt_residual_norm_backward(m, a->input, dout, a->input_mean, a->input_rstd, w->input_norm, w->input_norm_bias,
                               parts);
@@ -7797,57 +5698,40 @@ static const float *mt_layer_gates(const mt_model *m, const mt_layer *w, const m
     return w->expert_bucket >= 0 && m->options->moe_shared_expert_gate ? a->routing.gates : NULL;
 }
 
-/* The first linear layer and what follows it: SwiGLU or GELU, or with --openai-gelu its approximation, which GPUs can
- * compute in one operation with the product before it and the backward's product behind it. */
-static void mt_mlp_inner_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
+/* scratch.hidden = down(activation(fc1(mlp_normed))). The activation is SwiGLU, GELU, or with --openai-gelu the tanh
+ * approximation of GELU, which the linear fuses. */
+static void mt_mlp_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
     const float *gates = mt_layer_gates(m, w, a);
-    int64_t width = mt_fc1_width(m, w->F);
-    if (m->options->openai_gelu) {
-        mt_column_linear_gelu_forward(&m->tp, a->mlp_active, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, width,
-                                      m->C);
-        return;
-    }
-    mt_column_linear_forward(&m->tp, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, width, m->C);
+    mt_linear_forward(&m->tp, &w->fc1,
+                      &(mt_linear_io){.x = a->mlp_normed,
+                                      .y = a->mlp_hidden,
+                                      .gelu = m->options->openai_gelu ? a->mlp_active : NULL});
     if (gates)
         m->ops->expert_swiglu_forward(a->mlp_active, a->mlp_hidden, gates, m->T, w->F, m->dtype, m->stream);
     else if (m->options->swiglu)
         m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, m->T, w->F, m->dtype, m->stream);
-    else
+    else if (!m->options->openai_gelu)
         m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, m->T * w->F, false, m->dtype, m->stream);
+    mt_linear_forward(&m->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.hidden});
 }
 
-/* scratch.wide = the gradient of mlp_hidden. */
-static void mt_mlp_inner_backward(mt_model *m, const mt_layer *w, mt_activations *a, const void *dout, int parts) {
+/* scratch.normed = the gradient of mlp_normed from that of the MLP's output. */
+static void mt_mlp_backward(mt_model *m, mt_layer *w, mt_activations *a, const void *dout, int parts) {
     const float *gates = mt_layer_gates(m, w, a);
     mt_layer_scratch *s = &m->scratch;
-    if (m->options->openai_gelu) {
-        mt_row_linear_gelu_backward(&m->tp, s->wide, dout, a->mlp_active, a->mlp_hidden, w->down, w->down_bias, m->C,
-                                    w->F, parts);
-        return;
-    }
-    mt_row_linear_backward(&m->tp, s->active, dout, a->mlp_active, w->down, w->down_bias, m->C, w->F, parts);
+    bool fused = m->options->openai_gelu;
+    mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = fused ? s->wide : s->active};
+    if (fused) down.gelu_input = a->mlp_hidden;
+    mt_linear_backward(&m->tp, &w->down, &down, parts);
     if (gates)
         m->ops->expert_swiglu_backward(s->wide, m->experts.dgates, s->active, a->mlp_hidden, gates, m->T, w->F,
                                        m->dtype, m->stream);
     else if (m->options->swiglu)
         m->ops->swiglu_backward(s->wide, s->active, a->mlp_hidden, m->T, w->F, m->dtype, m->stream);
-    else
+    else if (!fused)
         m->ops->gelu_backward(s->wide, s->active, a->mlp_hidden, m->T * w->F, false, m->dtype, m->stream);
-}
-
-/* scratch.hidden = mlp(mlp_normed). */
-static void mt_mlp_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
-    mt_mlp_inner_forward(m, w, a);
-    mt_row_linear_forward(&m->tp, m->scratch.hidden, a->mlp_active, w->down, w->down_bias, m->C, w->F);
-}
-
-/* scratch.normed = the gradient of mlp_normed from that of the MLP's output. */
-static void mt_mlp_backward(mt_model *m, const mt_layer *w, mt_activations *a, const void *dout, int parts) {
-    mt_layer_scratch *s = &m->scratch;
-    int64_t width = mt_fc1_width(m, w->F);
-    mt_mlp_inner_backward(m, w, a, dout, parts);
-    if (parts == MT_PART_INPUT) mt_keep(m, a->mlp_hidden, s->wide, m->T * width);
-    mt_column_linear_backward(&m->tp, s->normed, s->wide, a->mlp_normed, w->fc1, w->fc1_bias, width, m->C, parts);
+    if (parts == MT_PART_INPUT) mt_keep(m, a->mlp_hidden, s->wide, m->T * w->fc1.N);
+    mt_linear_backward(&m->tp, &w->fc1, &(mt_linear_io){.x = a->mlp_normed, .dy = s->wide, .dx = s->normed}, parts);
 }
 
 /* ==== §9d mixture of experts ===================================================================================== */
@@ -7927,7 +5811,7 @@ static void mt_count_globally(mt_model *m, const mt_layer *w, float *counts) {
     const mt_experts *e = &m->experts;
     const mt_group *data = &m->grid->data;
     int64_t E = e->router.num_experts;
-    float *global = e->global + w->place * E;
+    float *global = e->global + w->moe_index * E;
     m->ops->all_gather(e->of_ranks, counts, E, MT_F32, data, m->stream);
     m->ops->combine_rows(counts, e->of_ranks, e->data_ranks, global, 1, data->rank + 1, E, MT_F32, m->stream);
     m->ops->combine_rows(global, e->of_ranks, e->data_ranks, global, 1, data->size, E, MT_F32, m->stream);
@@ -7962,7 +5846,7 @@ static void mt_drop(mt_model *m, const mt_layer *w, int32_t *kept, const int32_t
     }
     m->ops->drop_tokens(kept, experts, probs, index, tokens, k, group->rank * R, R, mt_expert_capacity(m, tokens),
                         by_position, m->stream);
-    if (m->training) m->ops->count_experts(e->kept + w->place * E, kept, R * k, E, m->stream);
+    if (m->training) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, m->stream);
 }
 
 /* Where this rank's tokens lie in arrays of N tokens. */
@@ -7980,7 +5864,7 @@ static void mt_route_together(mt_model *m, const mt_layer *w, const mt_routing *
         m->ops->all_gather(e->all_logits, logits, R * e->router.num_experts, MT_F32, group, m->stream);
         logits = e->all_logits;
     }
-    m->ops->route_sinkhorn(r->probs + own, r->experts + own, e->invalid + w->place, logits, group->size * R,
+    m->ops->route_sinkhorn(r->probs + own, r->experts + own, e->invalid + w->moe_index, logits, group->size * R,
                            group->rank * R, R, &e->router, m->stream);
 }
 
@@ -7988,32 +5872,19 @@ static void mt_route_together(mt_model *m, const mt_layer *w, const mt_routing *
 static void mt_route_forward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = &m->experts;
     int64_t R = m->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_choices(m);
-    m->ops->router_logits(r->logits, x, w->router.w, R, E, m->C, m->dtype, m->stream);
+    mt_linear_forward(&m->tp, &w->router, &(mt_linear_io){.x = x, .y = r->logits});
     if (m->training && e->together)
         mt_route_together(m, w, r);
     else
-        m->ops->route_forward(r->probs + own, r->experts + own, e->invalid + w->place, r->logits, w->router_bias.w, R,
-                              &e->router, m->stream);
-    if (m->training) m->ops->count_experts(e->loads + w->place * E, r->experts + own, R * k, E, m->stream);
+        m->ops->route_forward(r->probs + own, r->experts + own, e->invalid + w->moe_index, r->logits, w->router_bias.w,
+                              R, &e->router, m->stream);
+    if (m->training) m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, m->stream);
     if (m->training && e->balances) mt_balance(m, w, r);
     if (e->drops) mt_drop(m, w, r->kept + own, r->experts + own, r->probs + own);
 }
 
-/* The gradients of a router's weight[E, C] and, in experts.router_dx, of x[R, C], from experts.dlogits[R, E]. */
-static void mt_router_backward(mt_model *m, mt_weight weight, const void *x, int64_t E) {
-    mt_experts *e = &m->experts;
-    const void *dlogits = e->dlogits;
-    if (m->dtype != MT_F32) {
-        m->ops->convert(e->dlogits_rounded, m->dtype, e->dlogits, MT_F32, m->rows * E, m->stream);
-        dlogits = e->dlogits_rounded;
-    }
-    m->ops->linear_backward_weight(weight.dw, NULL, dlogits, x, m->rows, E, m->C, m->tp.accumulates, m->dtype,
-                                   m->stream);
-    m->ops->linear_backward_input(e->router_dx, dlogits, weight.w, m->rows, E, m->C, m->dtype, m->stream);
-}
-
 /* experts.router_dx = the gradient of x from that of its probabilities, and of what balances the experts. */
-static void mt_route_backward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
+static void mt_route_backward(mt_model *m, mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = &m->experts;
     const mt_options *o = m->options;
     int64_t R = m->rows, E = e->router.num_experts, own = mt_own_choices(m);
@@ -8022,7 +5893,9 @@ static void mt_route_backward(mt_model *m, const mt_layer *w, mt_routing *r, con
     if (e->balances)
         m->ops->balance_backward(e->dlogits, r->logits, r->balance + S * E, S > 1 ? m->sequence + m->first_row : NULL,
                                  S, R, (float)o->moe_aux_loss_coeff, (float)o->moe_z_loss_coeff, &e->router, m->stream);
-    mt_router_backward(m, w->router, x, E);
+    mt_linear_backward(&m->tp, &w->router,
+                       &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
+                       MT_PART_BOTH);
 }
 
 /* ---- the gate of the expert that every token visits: a router for one expert, whose probability is a sigmoid and, as
@@ -8040,20 +5913,22 @@ static int64_t mt_first_gate(const mt_model *m) {
 static void mt_shared_gate_forward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
     const mt_experts *e = &m->experts;
     float *own = r->gates + mt_first_gate(m);
-    m->ops->router_logits(r->gate_logits, x, w->shared_gate.w, m->rows, 1, m->C, m->dtype, m->stream);
+    mt_linear_forward(&m->tp, &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
     m->ops->route_forward(own, e->gate_experts, e->gate_invalid, r->gate_logits, NULL, m->rows, &mt_one_expert,
                           m->stream);
     if (m->tp.sequence_parallel) m->ops->all_gather(r->gates, own, m->rows, MT_F32, &m->grid->tensor, m->stream);
 }
 
 /* scratch.normed[R, C], the gradient of x so far, += that from experts.dgates[T]. */
-static void mt_shared_gate_backward(mt_model *m, const mt_layer *w, const mt_routing *r, const void *x) {
+static void mt_shared_gate_backward(mt_model *m, mt_layer *w, const mt_routing *r, const void *x) {
     const mt_experts *e = &m->experts;
     float *own = e->dgates + mt_first_gate(m);
     mt_dropout none = {0};
     if (m->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, m->rows, MT_F32, &m->grid->tensor, m->stream);
     m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, m->rows, &mt_one_expert, m->stream);
-    mt_router_backward(m, w->shared_gate, x, 1);
+    mt_linear_backward(&m->tp, &w->shared_gate,
+                       &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
+                       MT_PART_BOTH);
     m->ops->dropout_add_forward(m->scratch.normed, e->router_dx, m->scratch.normed, m->token_index, m->rows, m->C, 0,
                                 &none, m->dtype, m->stream);
 }
@@ -8091,8 +5966,8 @@ static void mt_experts_move_biases(mt_model *m) {
     for (int64_t i = 0; i < m->num_layers; i++) {
         if (!m->layers[i].router_bias.w) continue;
         mt_saved_changes(m);
-        m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].place * E, &m->numbers->grad_scale,
-                                 E, (float)m->options->moe_router_bias_update_rate, m->stream);
+        m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].moe_index * E,
+                                 &m->numbers->grad_scale, E, (float)m->options->moe_router_bias_update_rate, m->stream);
     }
 }
 
@@ -8143,8 +6018,8 @@ static void mt_experts_describe(char text[160], const mt_model *m, const mt_step
     for (int64_t i = 0; i < m->num_layers; i++) {
         const mt_layer *w = &m->layers[i];
         double key = (double)(w->number * world->size + world->rank);
-        if (w->expert_bucket < 0 || result->invalid[w->place] == 0 || key >= mine) continue;
-        mine = key, count = (double)result->invalid[w->place];
+        if (w->expert_bucket < 0 || result->invalid[w->moe_index] == 0 || key >= mine) continue;
+        mine = key, count = (double)result->invalid[w->moe_index];
     }
     first = -mine;
     mt_all_reduce_max(world, &first, 1, MT_F64);
@@ -8345,53 +6220,11 @@ static void mt_combine_weights(mt_model *m, const mt_routing *r) {
                          m->stream);
 }
 
-/* ---- the experts' linear layers: one grouped product, or one for each */
-
-/* y[M, N] = x[M, K] w^T. */
-static void mt_expert_linear_forward(const mt_model *m, const mt_routing *r, void *y, const void *x, mt_weight w,
-                                     int64_t N, int64_t K) {
-    const mt_experts *e = &m->experts;
-    if (e->grouped)
-        m->ops->grouped_linear_forward(y, x, w.w, r->expert_offsets, r->num_rows, N, K, e->local, m->dtype, m->stream);
-    for (int64_t i = 0; !e->grouped && i < e->local; i++) {
-        int64_t first = r->host_offsets[i], count = r->host_offsets[i + 1] - first;
-        if (count > 0)
-            m->ops->linear_forward(mt_at(m, y, first * N), mt_at(m, (void *)x, first * K), mt_at(m, w.w, i * N * K),
-                                   NULL, count, N, K, m->dtype, m->stream);
-    }
-}
-
-/* dx[M, K] = dy[M, N] w. */
-static void mt_expert_linear_backward_input(const mt_model *m, const mt_routing *r, void *dx, const void *dy,
-                                            mt_weight w, int64_t N, int64_t K) {
-    const mt_experts *e = &m->experts;
-    if (e->grouped)
-        m->ops->grouped_linear_backward_input(dx, dy, w.w, r->expert_offsets, r->num_rows, N, K, e->local, m->dtype,
-                                              m->stream);
-    for (int64_t i = 0; !e->grouped && i < e->local; i++) {
-        int64_t first = r->host_offsets[i], count = r->host_offsets[i + 1] - first;
-        if (count > 0)
-            m->ops->linear_backward_input(mt_at(m, dx, first * K), mt_at(m, (void *)dy, first * N),
-                                          mt_at(m, w.w, i * N * K), count, N, K, m->dtype, m->stream);
-    }
-}
-
-/* dw of every expert, of dy[M, N] and x[M, K]. */
-static void mt_expert_linear_backward_weight(const mt_model *m, const mt_routing *r, mt_weight w, const void *dy,
-                                             const void *x, int64_t N, int64_t K) {
-    const mt_experts *e = &m->experts;
-    if (e->grouped)
-        m->ops->grouped_linear_backward_weight(w.dw, dy, x, r->expert_offsets, r->num_rows, N, K, e->local,
-                                               e->accumulates, m->dtype, m->stream);
-    for (int64_t i = 0; !e->grouped && i < e->local; i++) {
-        int64_t first = r->host_offsets[i], count = r->host_offsets[i + 1] - first;
-        if (count > 0)
-            m->ops->linear_backward_weight(w.dw + i * N * K, NULL, mt_at(m, (void *)dy, first * N),
-                                           mt_at(m, (void *)x, first * K), count, N, K, e->accumulates, m->dtype,
-                                           m->stream);
-        else if (!e->accumulates)
-            m->ops->memory_zero(w.dw + i * N * K, N * K * 4, m->stream);
-    }
+/* The operands of an expert linear whose rows are those of a routing. */
+static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
+    return (mt_linear_io){.offsets = r->expert_offsets,
+                          .host_offsets = m->experts.grouped ? NULL : r->host_offsets,
+                          .num_rows = r->num_rows};
 }
 
 /* ---- the experts' MLPs, with rows' probabilities in their activation or after them */
@@ -8401,20 +6234,22 @@ static void mt_expert_mlp_forward(mt_model *m, const mt_layer *w, const mt_routi
     const mt_experts *e = &m->experts;
     const mt_expert_rows *rows = &r->rows;
     int64_t F = e->F, M = r->num_rows;
-    mt_expert_linear_forward(m, r, rows->hidden, rows->input, w->expert_fc1, 2 * F, m->C);
+    mt_linear_io fc1 = mt_expert_io(m, r), down = fc1;
+    fc1.x = rows->input, fc1.y = rows->hidden;
+    down.x = rows->active, down.y = e->fuses ? mt_expert_results(m) : rows->output;
+    mt_linear_forward(&m->tp, &w->expert_fc1, &fc1);
     if (e->fuses)
         m->ops->expert_swiglu_forward(rows->active, rows->hidden, rows->weights, M, F, m->dtype, m->stream);
     else
         m->ops->swiglu_forward(rows->active, rows->hidden, M, F, m->dtype, m->stream);
-    mt_expert_linear_forward(m, r, e->fuses ? mt_expert_results(m) : rows->output, rows->active, w->expert_down, m->C,
-                             F);
+    mt_linear_forward(&m->tp, &w->expert_down, &down);
     if (!e->fuses)
         m->ops->scale_rows_forward(mt_expert_results(m), rows->output, rows->weights, M, m->C, m->dtype, m->stream);
 }
 
 /* mt_expert_results = the gradient of rows.input from that of the results, which is in experts.rows.input; there too
  * those of rows.hidden and weights. */
-static void mt_expert_mlp_backward(mt_model *m, const mt_layer *w, const mt_routing *r) {
+static void mt_expert_mlp_backward(mt_model *m, mt_layer *w, const mt_routing *r) {
     const mt_expert_rows *rows = &r->rows, *d = &m->experts.rows;
     int64_t F = m->experts.F, M = r->num_rows;
     const void *dout = d->input;
@@ -8423,14 +6258,16 @@ static void mt_expert_mlp_backward(mt_model *m, const mt_layer *w, const mt_rout
                                     m->stream);
         dout = d->output;
     }
-    mt_expert_linear_backward_weight(m, r, w->expert_down, dout, rows->active, m->C, F);
-    mt_expert_linear_backward_input(m, r, d->active, dout, w->expert_down, m->C, F);
+    mt_linear_io down = mt_expert_io(m, r), fc1 = down;
+    down.x = rows->active, down.dy = dout, down.dx = d->active;
+    mt_linear_backward(&m->tp, &w->expert_down, &down, MT_PART_BOTH);
     if (m->experts.fuses)
         m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, rows->hidden, rows->weights, M, F, m->dtype,
                                        m->stream);
     else
         m->ops->swiglu_backward(d->hidden, d->active, rows->hidden, M, F, m->dtype, m->stream);
-    mt_expert_linear_backward_input(m, r, mt_expert_results(m), d->hidden, w->expert_fc1, 2 * F, m->C);
+    fc1.dy = d->hidden, fc1.dx = mt_expert_results(m);
+    mt_linear_backward_input(&m->tp, &w->expert_fc1, &fc1);
 }
 
 /* ---- forward and backward */
@@ -8452,17 +6289,18 @@ static void mt_experts_forward(mt_model *m, const mt_layer *w, mt_activations *a
 
 /* scratch.normed = the gradient of mlp_normed from dout[R, C]. A split backward does the weights' part at once, because
  * what that needs is large. */
-static void mt_experts_backward(mt_model *m, const mt_layer *w, mt_activations *a, const void *dout, int parts) {
+static void mt_experts_backward(mt_model *m, mt_layer *w, mt_activations *a, const void *dout) {
     mt_experts *e = &m->experts;
     mt_routing *r = &a->routing;
-    if (parts == MT_PART_INPUT) m->tp.accumulates = e->accumulates = true; // all gradients began as zeros
     mt_dispatch_exchange(m, r, dout, NULL);
     if (w->F > 0) mt_mlp_backward(m, w, a, dout, MT_PART_BOTH);
     if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, w, r, a->mlp_normed);
     mt_dispatch_postprocess(m, r, e->rows.input, NULL, dout, NULL);
     mt_expert_mlp_backward(m, w, r);
     mt_combine_exchange(m, r);
-    mt_expert_linear_backward_weight(m, r, w->expert_fc1, e->rows.hidden, r->rows.input, 2 * e->F, m->C);
+    mt_linear_io fc1 = mt_expert_io(m, r);
+    fc1.x = r->rows.input, fc1.dy = e->rows.hidden;
+    mt_linear_backward_weight(&m->tp, &w->expert_fc1, &fc1);
     mt_combine_weights(m, r);
     mt_route_backward(m, w, r, a->mlp_normed);
     mt_dropout none = {0};
@@ -8486,10 +6324,10 @@ static void mt_mlp_block_forward(mt_model *m, int64_t layer, mt_activations *a, 
 
 /* The gradient of the residual stream, scratch.residual, goes from `output` to `middle`. */
 static void mt_mlp_block_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
-    const mt_layer *w = &m->layers[layer];
+    mt_layer *w = &m->layers[layer];
     const void *dout = mt_residual_backward(m, w->number, MT_DROP_MLP_OUT);
     if (w->expert_bucket >= 0)
-        mt_experts_backward(m, w, a, dout, parts);
+        mt_experts_backward(m, w, a, dout);
     else
         mt_mlp_backward(m, w, a, dout, parts);
     mt_residual_norm_backward(m, a->middle, dout, a->mlp_mean, a->mlp_rstd, w->mlp_norm, w->mlp_norm_bias, parts);
@@ -8511,19 +6349,17 @@ static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a, int
  * value was that only the input's backward reads: of fc1 in mlp_hidden, of qkv in qkv, of down in middle and of o in
  * input. So a split backward needs no memory of its own (Qi et al., "Zero bubble pipeline parallelism"). */
 static void mt_layer_backward_weight(mt_model *m, int64_t layer, mt_activations *a) {
-    const mt_layer *w = &m->layers[layer];
+    mt_layer *w = &m->layers[layer];
     const mt_tensor_parallel *tp = &m->tp;
     if (w->expert_bucket < 0) { // experts have done it
-        mt_row_linear_backward(tp, NULL, a->middle, a->mlp_active, w->down, w->down_bias, m->C, w->F, MT_PART_WEIGHT);
-        mt_column_linear_backward(tp, NULL, a->mlp_hidden, a->mlp_normed, w->fc1, w->fc1_bias, mt_fc1_width(m, w->F),
-                                  m->C, MT_PART_WEIGHT);
+        mt_linear_backward_weight(tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .dy = a->middle});
+        mt_linear_backward_weight(tp, &w->fc1, &(mt_linear_io){.x = a->mlp_normed, .dy = a->mlp_hidden});
     }
-    mt_row_linear_backward(tp, NULL, a->input, a->attended, w->o, w->o_bias, m->C, m->H * m->Dv, MT_PART_WEIGHT);
+    mt_linear_backward_weight(tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = a->input});
     if (m->options->multi_latent_attention)
         mt_latent_qkv_backward_weight(m, w, a);
     else
-        mt_column_linear_backward(tp, NULL, a->qkv, a->input_normed, w->qkv, w->qkv_bias, mt_qkv_width(m), m->C,
-                                  MT_PART_WEIGHT);
+        mt_linear_backward_weight(tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .dy = a->qkv});
 }
 
 /* ==== §9f context parallelism ==================================================================================== */
@@ -8634,15 +6470,6 @@ struct mt_context {
     void *gathered, *ordered, *dkv_ordered;
     float *wide;
 };
-
-/* What attention works on: the operands of attention_forward and attention_backward under their names. */
-typedef struct mt_context_call {
-    void *out, *dq, *dk, *dv;
-    float *lse, *row_dot;
-    const void *q, *k, *v, *dout;
-    mt_attention shape;
-    mt_stream *stream;
-} mt_context_call;
 
 /* A pointer `elements` into a buffer of the plan's type. */
 static void *mt_context_at(const mt_context *c, const void *base, int64_t elements) {
@@ -8833,24 +6660,24 @@ static void mt_context_copy_rows(const mt_context *c, void *to, int64_t to_strid
 }
 
 /* Keys and values of this rank, side by side, as they travel: [M, G D + G Dv]. */
-static void mt_context_pack_kv(const mt_context *c, const mt_context_call *call) {
-    const mt_attention *s = &call->shape;
-    int64_t k_width = s->num_groups * s->head_size, v_width = s->num_groups * s->value_size, kv = k_width + v_width;
-    mt_context_copy_rows(c, c->kv[0], kv, call->k, s->k_stride, c->M, k_width, call->stream);
-    mt_context_copy_rows(c, mt_context_at(c, c->kv[0], k_width), kv, call->v, s->v_stride, c->M, v_width, call->stream);
+static void mt_context_pack_kv(const mt_context *c, const mt_attention *call, mt_stream *stream) {
+    int64_t k_width = call->num_groups * call->head_size, v_width = call->num_groups * call->value_size;
+    int64_t kv = k_width + v_width;
+    mt_context_copy_rows(c, c->kv[0], kv, call->k, call->k_stride, c->M, k_width, stream);
+    mt_context_copy_rows(c, mt_context_at(c, c->kv[0], k_width), kv, call->v, call->v_stride, c->M, v_width, stream);
 }
 
 /* Summed gradients of this rank's keys and values go where the caller wants them. */
-static void mt_context_store_dkv(const mt_context *c, const mt_context_call *call, const float *sum) {
-    const mt_attention *s = &call->shape;
-    int64_t k_width = s->num_groups * s->head_size, v_width = s->num_groups * s->value_size, kv = k_width + v_width;
+static void mt_context_store_dkv(const mt_context *c, const mt_attention *call, const float *sum, mt_stream *stream) {
+    int64_t k_width = call->num_groups * call->head_size, v_width = call->num_groups * call->value_size;
+    int64_t kv = k_width + v_width;
     const void *rounded = sum;
     if (c->plan.dtype != MT_F32) {
-        c->ops->convert(c->dkv_part, c->plan.dtype, sum, MT_F32, c->M * kv, call->stream);
+        c->ops->convert(c->dkv_part, c->plan.dtype, sum, MT_F32, c->M * kv, stream);
         rounded = c->dkv_part;
     }
-    mt_context_copy_rows(c, call->dk, s->k_stride, rounded, kv, c->M, k_width, call->stream);
-    mt_context_copy_rows(c, call->dv, s->v_stride, mt_context_at(c, rounded, k_width), kv, c->M, v_width, call->stream);
+    mt_context_copy_rows(c, call->dk, call->k_stride, rounded, kv, c->M, k_width, stream);
+    mt_context_copy_rows(c, call->dv, call->v_stride, mt_context_at(c, rounded, k_width), kv, c->M, v_width, stream);
 }
 
 /* ---- p2p: keys and values go round the ring (Liu et al., "Ring attention with blockwise transformers"; the zig-zag of
@@ -8869,109 +6696,101 @@ static void mt_ring_shift_end(const mt_context *c, const mt_ring_shift *shift, m
     c->ops->channel_wait(shift->to, shift->sent, stream);
 }
 
-/* The spans of step i, whose keys and values are in kv[i % 2]; `shape` becomes theirs. */
-static const mt_spans *mt_ring_step(const mt_context *c, int64_t i, mt_attention *shape) {
+/* The part of a call that step i of the ring computes: its spans, and keys and values in kv[i % 2]. */
+static mt_attention mt_ring_step(const mt_context *c, int64_t i, const mt_attention *call) {
     int64_t P = c->plan.ring->size, r = c->plan.ring->rank, source = (r + P - i) % P;
-    shape->k_stride = shape->v_stride = shape->num_groups * (shape->head_size + shape->value_size);
-    shape->k_index = c->index + source * c->M;
-    shape->q_index = c->index + r * c->M;
-    return &c->lists[mt_ring_list_of(r, source)];
+    mt_attention step = *call;
+    step.k = c->kv[i % 2], step.v = mt_context_at(c, step.k, call->num_groups * call->head_size);
+    step.k_stride = step.v_stride = call->num_groups * (call->head_size + call->value_size);
+    step.k_index = c->index + source * c->M;
+    step.q_index = c->index + r * c->M;
+    step.spans = c->lists[mt_ring_list_of(r, source)];
+    return step;
 }
 
-static void mt_ring_forward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_ring_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
-    int64_t P = c->plan.ring->size, H = shape.num_heads, Dv = shape.value_size,
-            k_width = shape.num_groups * shape.head_size;
+    int64_t P = c->plan.ring->size, H = call->num_heads, Dv = call->value_size;
     float *sum = dtype == MT_F32 ? call->out : c->sum;
-    MT_CHECK(shape.window == 0 && shape.out_stride == H * Dv);
-    mt_context_pack_kv(c, call);
+    MT_CHECK(call->window == 0 && call->out_stride == H * Dv);
+    mt_context_pack_kv(c, call, stream);
     for (int64_t i = 0; i < P; i++) {
-        const mt_spans *spans = mt_ring_step(c, i, &shape);
-        void *kv = c->kv[i % 2];
+        mt_attention step = mt_ring_step(c, i, call);
+        step.out = c->part, step.lse = c->part_lse;
         if (i + 1 < P)
-            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], kv, c->M * shape.k_stride, dtype, call->stream);
-        c->ops->attention_forward(c->part, c->part_lse, call->q, kv, mt_context_at(c, kv, k_width), spans, &shape,
-                                  dtype, call->stream);
-        c->ops->attention_merge(sum, call->lse, c->part, c->part_lse, spans, H, Dv, i == 0, dtype, call->stream);
-        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, call->stream);
+            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], step.k, c->M * step.k_stride, dtype, stream);
+        c->ops->attention_forward(&step, dtype, stream);
+        c->ops->attention_merge(sum, call->lse, c->part, c->part_lse, &step.spans, H, Dv, i == 0, dtype, stream);
+        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, stream);
     }
-    if (dtype != MT_F32) c->ops->convert(call->out, dtype, sum, MT_F32, c->M * H * Dv, call->stream);
+    if (dtype != MT_F32) c->ops->convert(call->out, dtype, sum, MT_F32, c->M * H * Dv, stream);
 }
 
 /* With the final lse, a block's probabilities are right at once, so each block gives its part of every gradient. The
  * sums of dk and dv travel one step behind their keys and values and end, after P steps, where these began. dq is a
  * block's part until its own sum is stored there. */
-static void mt_ring_backward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_ring_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
-    int64_t P = c->plan.ring->size, q_width = shape.num_heads * shape.head_size;
-    int64_t k_width = shape.num_groups * shape.head_size;
-    mt_context_pack_kv(c, call);
+    int64_t P = c->plan.ring->size, q_width = call->num_heads * call->head_size;
+    mt_context_pack_kv(c, call, stream);
     for (int64_t i = 0; i < P; i++) {
-        const mt_spans *spans = mt_ring_step(c, i, &shape);
-        void *kv = c->kv[i % 2];
+        mt_attention step = mt_ring_step(c, i, call);
+        int64_t kv = step.k_stride;
         float *dkv = c->dkv_sum[i % 2];
-        if (i + 1 < P)
-            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], kv, c->M * shape.k_stride, dtype, call->stream);
-        c->ops->attention_backward(call->dq, c->dkv_part, mt_context_at(c, c->dkv_part, k_width), call->row_dot,
-                                   call->dout, call->q, kv, mt_context_at(c, kv, k_width), call->out, call->lse, spans,
-                                   &shape, dtype, call->stream);
-        c->ops->accumulate_rows(c->sum, call->dq, spans, false, q_width, shape.q_stride, i == 0, dtype, call->stream);
-        if (i > 0) mt_ring_shift_end(c, &c->sum_shift, call->stream);
-        c->ops->accumulate_rows(dkv, c->dkv_part, spans, true, shape.k_stride, shape.k_stride, i == 0, dtype,
-                                call->stream);
-        mt_ring_shift_begin(c, &c->sum_shift, c->dkv_sum[(i + 1) % 2], dkv, c->M * shape.k_stride, MT_F32,
-                            call->stream);
-        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, call->stream);
+        step.dk = c->dkv_part, step.dv = mt_context_at(c, c->dkv_part, call->num_groups * call->head_size);
+        if (i + 1 < P) mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], step.k, c->M * kv, dtype, stream);
+        c->ops->attention_backward(&step, dtype, stream);
+        c->ops->accumulate_rows(c->sum, call->dq, &step.spans, false, q_width, call->q_stride, i == 0, dtype, stream);
+        if (i > 0) mt_ring_shift_end(c, &c->sum_shift, stream);
+        c->ops->accumulate_rows(dkv, c->dkv_part, &step.spans, true, kv, kv, i == 0, dtype, stream);
+        mt_ring_shift_begin(c, &c->sum_shift, c->dkv_sum[(i + 1) % 2], dkv, c->M * kv, MT_F32, stream);
+        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, stream);
     }
-    mt_ring_shift_end(c, &c->sum_shift, call->stream);
-    mt_context_store_dkv(c, call, c->dkv_sum[P % 2]);
+    mt_ring_shift_end(c, &c->sum_shift, stream);
+    mt_context_store_dkv(c, call, c->dkv_sum[P % 2], stream);
     const void *rounded = c->sum;
     if (dtype != MT_F32) {
-        c->ops->convert(c->part, dtype, c->sum, MT_F32, c->M * q_width, call->stream);
+        c->ops->convert(c->part, dtype, c->sum, MT_F32, c->M * q_width, stream);
         rounded = c->part;
     }
-    mt_context_copy_rows(c, call->dq, shape.q_stride, rounded, q_width, c->M, q_width, call->stream);
+    mt_context_copy_rows(c, call->dq, call->q_stride, rounded, q_width, c->M, q_width, stream);
 }
 
 /* ---- all_gather: every rank gets all keys and values (Llama 3's way: Grattafiori et al., "The Llama 3 herd of
  * models") */
 
-/* Keys and values of all ranks in order of position; `shape` becomes theirs. Local queries keep their own index. */
-static void mt_gather_kv(mt_context *c, const mt_context_call *call, mt_attention *shape) {
-    int64_t kv = shape->num_groups * (shape->head_size + shape->value_size);
-    mt_context_pack_kv(c, call);
-    c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, call->stream);
-    c->ops->scatter_rows(c->ordered, c->gathered, c->rows, c->N, kv, kv, kv, c->plan.dtype, call->stream);
-    shape->k_stride = shape->v_stride = kv;
-    shape->k_index = c->index;
+/* The call with the keys and values of all ranks, in order of position. Local queries keep their own index. */
+static mt_attention mt_gather_kv(mt_context *c, const mt_attention *call, mt_stream *stream) {
+    int64_t k_width = call->num_groups * call->head_size, kv = k_width + call->num_groups * call->value_size;
+    mt_context_pack_kv(c, call, stream);
+    c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, stream);
+    c->ops->scatter_rows(c->ordered, c->gathered, c->rows, c->N, kv, kv, kv, c->plan.dtype, stream);
+    mt_attention whole = *call;
+    whole.k = c->ordered, whole.v = mt_context_at(c, c->ordered, k_width);
+    whole.k_stride = whole.v_stride = kv;
+    whole.k_index = c->index;
+    whole.spans = c->lists[MT_CONTEXT_WHOLE];
+    return whole;
 }
 
-static void mt_gather_forward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
-    int64_t k_width = shape.num_groups * shape.head_size;
-    mt_gather_kv(c, call, &shape);
-    c->ops->attention_forward(call->out, call->lse, call->q, c->ordered, mt_context_at(c, c->ordered, k_width),
-                              &c->lists[MT_CONTEXT_WHOLE], &shape, c->plan.dtype, call->stream);
+static void mt_gather_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
+    mt_attention whole = mt_gather_kv(c, call, stream);
+    c->ops->attention_forward(&whole, c->plan.dtype, stream);
 }
 
 /* Every rank has a part of the gradient of every key and value; their sum goes to the rank that owns them. */
-static void mt_gather_backward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_gather_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
-    int64_t k_width = shape.num_groups * shape.head_size;
-    mt_gather_kv(c, call, &shape);
-    int64_t kv = shape.k_stride, all = c->N * kv;
-    c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), call->stream); // late keys are in no span here
-    c->ops->attention_backward(call->dq, c->dkv_ordered, mt_context_at(c, c->dkv_ordered, k_width), call->row_dot,
-                               call->dout, call->q, c->ordered, mt_context_at(c, c->ordered, k_width), call->out,
-                               call->lse, &c->lists[MT_CONTEXT_WHOLE], &shape, dtype, call->stream);
-    c->ops->gather_rows(c->gathered, c->dkv_ordered, c->rows, c->N, kv, kv, kv, dtype, call->stream);
-    if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, call->stream);
+    mt_attention whole = mt_gather_kv(c, call, stream);
+    int64_t kv = whole.k_stride, all = c->N * kv;
+    whole.dk = c->dkv_ordered, whole.dv = mt_context_at(c, c->dkv_ordered, call->num_groups * call->head_size);
+    c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), stream); // late keys are in no span here
+    c->ops->attention_backward(&whole, dtype, stream);
+    c->ops->gather_rows(c->gathered, c->dkv_ordered, c->rows, c->N, kv, kv, kv, dtype, stream);
+    if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, stream);
     c->ops->reduce_scatter(c->dkv_sum[0], dtype == MT_F32 ? c->gathered : c->wide, c->M * kv, MT_F32, c->plan.ring,
-                           call->stream);
-    mt_context_store_dkv(c, call, c->dkv_sum[0]);
+                           stream);
+    mt_context_store_dkv(c, call, c->dkv_sum[0], stream);
 }
 
 /* ---- a2a: tokens for heads, and back (Jacobs et al., "DeepSpeed Ulysses") */
@@ -8999,77 +6818,75 @@ static void mt_a2a_to_tokens(mt_context *c, void *to, int64_t to_stride, const v
                              mt_context_at(c, c->receive, a * c->T * share), share, c->T, share, stream);
 }
 
-/* The call as this rank makes it for its share of the heads, with q, k, v of all tokens of the group. */
-static mt_context_call mt_a2a_begin(mt_context *c, const mt_context_call *call) {
-    const mt_attention *s = &call->shape;
-    int64_t A = c->plan.a2a->size, H = s->num_heads, G = s->num_groups, D = s->head_size, Dv = s->value_size;
-    mt_a2a_to_heads(c, c->q, call->q, s->q_stride, H * D, call->stream);
-    mt_a2a_to_heads(c, c->k, call->k, s->k_stride, G * D, call->stream);
-    mt_a2a_to_heads(c, c->v, call->v, s->v_stride, G * Dv, call->stream);
-    mt_context_call inner = {.out = c->out, .dq = c->dq, .dk = c->dk, .dv = c->dv, .dout = c->dout};
-    inner.lse = call->lse, inner.row_dot = call->row_dot; // M rows of H / A heads are T rows of H
-    inner.q = c->q, inner.k = c->k, inner.v = c->v, inner.stream = call->stream;
-    inner.shape = *s;
-    inner.shape.num_heads = H / A, inner.shape.num_groups = G / A;
-    inner.shape.q_stride = H / A * D, inner.shape.k_stride = G / A * D;
-    inner.shape.v_stride = G / A * Dv, inner.shape.out_stride = H / A * Dv;
-    inner.shape.first_head = s->first_head + c->plan.a2a->rank * (H / A);
+/* The call as this rank makes it for its share of the heads, with q, k, v of all tokens of the group. lse and row_dot
+ * stay where they are: M rows of H / A heads are T rows of H. */
+static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_stream *stream) {
+    int64_t A = c->plan.a2a->size, H = call->num_heads, G = call->num_groups;
+    int64_t D = call->head_size, Dv = call->value_size;
+    mt_a2a_to_heads(c, c->q, call->q, call->q_stride, H * D, stream);
+    mt_a2a_to_heads(c, c->k, call->k, call->k_stride, G * D, stream);
+    mt_a2a_to_heads(c, c->v, call->v, call->v_stride, G * Dv, stream);
+    mt_attention inner = *call;
+    inner.q = c->q, inner.k = c->k, inner.v = c->v, inner.out = c->out;
+    inner.dq = c->dq, inner.dk = c->dk, inner.dv = c->dv, inner.dout = c->dout;
+    inner.num_heads = H / A, inner.num_groups = G / A;
+    inner.q_stride = H / A * D, inner.k_stride = G / A * D;
+    inner.v_stride = G / A * Dv, inner.out_stride = H / A * Dv;
+    inner.first_head = call->first_head + c->plan.a2a->rank * (H / A);
     return inner;
 }
 
 /* ---- the four ways */
 
-static void mt_context_forward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+/* The call where this rank has all tokens of the sequences. */
+static mt_attention mt_context_whole(const mt_context *c, const mt_attention *call) {
+    mt_attention whole = *call;
+    whole.q_index = whole.k_index = c->index;
+    whole.spans = c->lists[MT_CONTEXT_WHOLE];
+    return whole;
+}
+
+static void mt_context_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     if (c->plan.ring->size > 1) {
-        c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_forward(c, call) : mt_ring_forward(c, call);
+        (c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_forward : mt_ring_forward)(c, call, stream);
         return;
     }
-    shape.q_index = shape.k_index = c->index;
-    c->ops->attention_forward(call->out, call->lse, call->q, call->k, call->v, &c->lists[MT_CONTEXT_WHOLE], &shape,
-                              c->plan.dtype, call->stream);
+    mt_attention whole = mt_context_whole(c, call);
+    c->ops->attention_forward(&whole, c->plan.dtype, stream);
 }
 
-static void mt_context_backward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_context_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     if (c->plan.ring->size > 1) {
-        c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_backward(c, call) : mt_ring_backward(c, call);
+        (c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_backward : mt_ring_backward)(c, call, stream);
         return;
     }
-    shape.q_index = shape.k_index = c->index;
-    c->ops->attention_backward(call->dq, call->dk, call->dv, call->row_dot, call->dout, call->q, call->k, call->v,
-                               call->out, call->lse, &c->lists[MT_CONTEXT_WHOLE], &shape, c->plan.dtype, call->stream);
+    mt_attention whole = mt_context_whole(c, call);
+    c->ops->attention_backward(&whole, c->plan.dtype, stream);
 }
 
-void mt_context_attention_forward(mt_context *c, void *out, float *lse, const void *q, const void *k, const void *v,
-                                  const mt_attention *shape, mt_stream *stream) {
-    mt_context_call call = {.out = out, .lse = lse, .q = q, .k = k, .v = v, .shape = *shape, .stream = stream};
+void mt_context_attention_forward(mt_context *c, const mt_attention *a, mt_stream *stream) {
     if (c->plan.a2a->size == 1) {
-        mt_context_forward(c, &call);
+        mt_context_forward(c, a, stream);
         return;
     }
-    mt_context_call inner = mt_a2a_begin(c, &call);
-    mt_context_forward(c, &inner);
-    mt_a2a_to_tokens(c, out, shape->out_stride, c->out, shape->num_heads * shape->value_size, stream);
+    mt_attention inner = mt_a2a_begin(c, a, stream);
+    mt_context_forward(c, &inner, stream);
+    mt_a2a_to_tokens(c, a->out, a->out_stride, c->out, a->num_heads * a->value_size, stream);
 }
 
-void mt_context_attention_backward(mt_context *c, void *dq, void *dk, void *dv, float *row_dot, const void *dout,
-                                   const void *q, const void *k, const void *v, const void *out, const float *lse,
-                                   const mt_attention *shape, mt_stream *stream) {
-    mt_context_call call = {.dq = dq, .dk = dk, .dv = dv, .row_dot = row_dot, .dout = dout, .q = q, .k = k, .v = v};
-    call.out = (void *)out, call.lse = (float *)lse, call.shape = *shape, call.stream = stream;
+void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stream *stream) {
     if (c->plan.a2a->size == 1) {
-        mt_context_backward(c, &call);
+        mt_context_backward(c, a, stream);
         return;
     }
-    int64_t H = shape->num_heads, G = shape->num_groups, D = shape->head_size, Dv = shape->value_size;
-    mt_context_call inner = mt_a2a_begin(c, &call);
-    mt_a2a_to_heads(c, c->out, out, shape->out_stride, H * Dv, stream);
-    mt_a2a_to_heads(c, c->dout, dout, shape->out_stride, H * Dv, stream);
-    mt_context_backward(c, &inner);
-    mt_a2a_to_tokens(c, dq, shape->q_stride, c->dq, H * D, stream);
-    mt_a2a_to_tokens(c, dk, shape->k_stride, c->dk, G * D, stream);
-    mt_a2a_to_tokens(c, dv, shape->v_stride, c->dv, G * Dv, stream);
+    int64_t H = a->num_heads, G = a->num_groups, D = a->head_size, Dv = a->value_size;
+    mt_attention inner = mt_a2a_begin(c, a, stream);
+    mt_a2a_to_heads(c, c->out, a->out, a->out_stride, H * Dv, stream);
+    mt_a2a_to_heads(c, c->dout, a->dout, a->out_stride, H * Dv, stream);
+    mt_context_backward(c, &inner, stream);
+    mt_a2a_to_tokens(c, a->dq, a->q_stride, c->dq, H * D, stream);
+    mt_a2a_to_tokens(c, a->dk, a->k_stride, c->dk, G * D, stream);
+    mt_a2a_to_tokens(c, a->dv, a->v_stride, c->dv, G * Dv, stream);
 }
 
 /* ==== §10 the model ============================================================================================== */
@@ -9478,120 +7295,27 @@ static mt_layer *mt_layer_find(mt_model *m, int64_t number) {
     return layer;
 }
 
-/* Which bucket holds what. */
+/* Finds the bucket of every unit. */
 static void mt_buckets_find(mt_model *m) {
     bool tied = !m->options->untie_embeddings_and_output_weights;
     m->word_bucket = m->position_bucket = m->head_bucket = m->output_bucket = -1;
-    for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        if (param->role == MT_INPUT_NORM) mt_layer_find(m, param->layer)->bucket = param->bucket;
-        if (param->role == MT_EXPERT_DOWN) mt_layer_find(m, param->layer)->expert_bucket = param->bucket;
-        if (param->role == MT_WORD_EMBEDDING)
-            *(m->has_embedding || !tied ? &m->word_bucket : &m->head_bucket) = param->bucket;
-        if (param->role == MT_POSITION_EMBEDDING) m->position_bucket = param->bucket;
-        if (param->role == MT_LM_HEAD) m->head_bucket = param->bucket;
-        if (param->role == MT_FINAL_NORM) m->output_bucket = param->bucket;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        const mt_param *param = &m->params[m->buckets[i].first_param];
+        if (param->unit == MT_UNIT_WORDS) *(m->has_embedding || !tied ? &m->word_bucket : &m->head_bucket) = i;
+        if (param->unit == MT_UNIT_POSITIONS) m->position_bucket = i;
+        if (param->unit == MT_UNIT_LAYER) mt_layer_find(m, param->layer)->bucket = i;
+        if (param->unit == MT_UNIT_EXPERTS) mt_layer_find(m, param->layer)->expert_bucket = i;
+        if (param->unit == MT_UNIT_OUTPUT) m->output_bucket = i;
     }
+    if (!tied) m->head_bucket = m->output_bucket;
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
 }
 
-/* Where it finds one of multi-token prediction. */
-static mt_weight *mt_mtp_weight(mt_layer *layer, mt_role role) {
-    switch (role) {
-    case MT_MTP_EMBEDDING_NORM:
-        return &layer->mtp_embedding_norm;
-    case MT_MTP_HIDDEN_NORM:
-        return &layer->mtp_hidden_norm;
-    case MT_MTP_PROJECTION:
-        return &layer->mtp_projection;
-    case MT_MTP_FINAL_NORM:
-        return &layer->mtp_final_norm;
-    default:
-        return NULL;
-    }
-}
-
-/* Where it finds one of latent attention, of a shared expert's gate, or of multi-token prediction. */
-static mt_weight *mt_latent_weight(const mt_model *m, mt_layer *layer, mt_role role) {
-    switch (role) {
-    case MT_Q_A:
-        return &layer->latent;
-    case MT_KV_A:
-        return m->options->q_lora_rank > 0 ? NULL : &layer->latent; // follows q_a
-    case MT_Q_B:
-        return &layer->q_b;
-    case MT_KV_B:
-        return &layer->kv_b;
-    case MT_Q_A_NORM:
-        return &layer->q_a_norm;
-    case MT_KV_A_NORM:
-        return &layer->kv_a_norm;
-    case MT_SHARED_EXPERT_GATE:
-        return &layer->shared_gate;
-    default:
-        return mt_mtp_weight(layer, role);
-    }
-}
-
-/* Where the model's code finds the parameter of a role: a fused matrix is found by its first row. */
-static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
-    mt_layer *layer = param->layer >= 0 ? mt_layer_find(m, param->layer) : NULL;
-    switch (param->role) {
-    case MT_WORD_EMBEDDING:
-        return m->word_bucket >= 0 ? &m->word_embedding : &m->lm_head;
-    case MT_POSITION_EMBEDDING:
-        return &m->position_embedding;
-    case MT_FINAL_NORM:
-        return &m->final_norm;
-    case MT_FINAL_NORM_BIAS:
-        return &m->final_norm_bias;
-    case MT_LM_HEAD:
-        return &m->lm_head;
-    case MT_ROUTER:
-        return &layer->router;
-    case MT_ROUTER_BIAS:
-        return &layer->router_bias;
-    case MT_EXPERT_GATE: // the first one's begins them all
-        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_fc1 : NULL;
-    case MT_EXPERT_DOWN:
-        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_down : NULL;
-    case MT_INPUT_NORM:
-        return &layer->input_norm;
-    case MT_INPUT_NORM_BIAS:
-        return &layer->input_norm_bias;
-    case MT_Q:
-        return m->options->multi_latent_attention ? &layer->q_b : &layer->qkv;
-    case MT_Q_BIAS:
-        return &layer->qkv_bias;
-    case MT_Q_NORM:
-        return &layer->q_norm;
-    case MT_K_NORM:
-        return &layer->k_norm;
-    case MT_O:
-        return &layer->o;
-    case MT_O_BIAS:
-        return &layer->o_bias;
-    case MT_MLP_NORM:
-        return &layer->mlp_norm;
-    case MT_MLP_NORM_BIAS:
-        return &layer->mlp_norm_bias;
-    case MT_GATE:
-    case MT_SHARED_GATE:
-        return &layer->fc1;
-    case MT_GATE_BIAS:
-        return &layer->fc1_bias;
-    case MT_UP:
-        return m->options->swiglu ? NULL : &layer->fc1;
-    case MT_UP_BIAS:
-        return m->options->swiglu ? NULL : &layer->fc1_bias;
-    case MT_DOWN:
-    case MT_SHARED_DOWN:
-        return &layer->down;
-    case MT_DOWN_BIAS:
-        return &layer->down_bias;
-    default:
-        return mt_latent_weight(m, layer, param->role); // k and v follow q
-    }
+/* Where the model's code finds a parameter; NULL if it continues the one before: both are one operand, which the first
+ * one's field points to. */
+static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
+    char *fields = param->layer >= 0 ? (char *)mt_layer_find(m, param->layer) : (char *)&m->outer;
+    return param->continues ? NULL : (mt_weight *)(void *)(fields + param->field);
 }
 
 /* Gives the model's code the pointers into a bucket, NULL where its values are not whole now. */
@@ -9599,11 +7323,12 @@ static void mt_bind_weights(mt_model *m, int64_t bucket) {
     const mt_bucket *b = &m->buckets[bucket];
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
-        mt_weight *weight = mt_model_weight(m, param);
+        mt_weight *weight = mt_param_weight(m, param);
         if (!weight) continue;
         weight->w = mt_inside(b->params, param->offset * mt_dtype_size(b->dtype));
         weight->dw = mt_inside(b->grads, param->offset * 4);
-        if (param->bucket == m->word_bucket && m->word_bucket == m->head_bucket) m->lm_head = *weight; // tied, and here
+        if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) // tied
+            m->outer.lm_head.weight.w = weight->w, m->outer.lm_head.weight.dw = weight->dw;
     }
 }
 
@@ -9655,7 +7380,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
         e->num_choices = e->places * (int64_t)ceil(share * o->moe_expert_capacity_factor);
     }
     for (int64_t i = 0; i < m->num_layers; i++)
-        if (mt_layer_has_experts(o, m->layers[i].number)) m->layers[i].place = e->num_layers++;
+        if (mt_layer_has_experts(o, m->layers[i].number)) m->layers[i].moe_index = e->num_layers++;
     int64_t size = e->group->size;
     e->out_counts = mt_calloc(2 * size * 8), e->in_counts = e->out_counts + size;
     for (int64_t i = 0; i < m->num_micro_batches; i++)
@@ -9721,7 +7446,7 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
 static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     int64_t pp = m->grid->pipeline.size, vp = o->num_virtual_stages_per_pipeline_rank, rank = m->grid->pipeline.rank;
     mt_stage *all = mt_malloc(pp * vp * (int64_t)sizeof *all);
-    if (mt_layout_build(all, o, error) != 0) {
+    if (mt_pipeline_layout_build(all, o, error) != 0) {
         free(all);
         return -1;
     }
@@ -9752,24 +7477,51 @@ static int mt_model_stages(mt_model *m, const mt_options *o, mt_error *error) {
     return 0;
 }
 
+static mt_linear mt_linear_of(mt_linear_kind kind, int64_t N, int64_t K) {
+    return (mt_linear){.kind = kind, .N = N, .K = K};
+}
+
+/* The linears of every layer and of the output, with this rank's sizes; weights are bound later (§12). */
+static void mt_model_linears(mt_model *m, const mt_options *o) {
+    const mt_experts *e = &m->experts;
+    int64_t q_input = o->q_lora_rank > 0 ? o->q_lora_rank : m->C, E = o->num_experts;
+    m->outer.lm_head = mt_linear_of(MT_LINEAR_COLUMN, m->V, m->C);
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        mt_layer *w = &m->layers[i];
+        w->qkv = mt_linear_of(MT_LINEAR_COLUMN, mt_qkv_width(m), m->C);
+        w->latent = mt_linear_of(MT_LINEAR_REPLICATED, mt_latent_width(o), m->C);
+        w->q_b = mt_linear_of(MT_LINEAR_COLUMN, m->H * m->D, q_input);
+        w->kv_b = mt_linear_of(MT_LINEAR_COLUMN, m->H * (o->qk_head_dim + m->Dv), o->kv_lora_rank);
+        w->o = mt_linear_of(MT_LINEAR_ROW, m->C, m->H * m->Dv);
+        w->fc1 = mt_linear_of(MT_LINEAR_COLUMN, mt_fc1_width(m, w->F), m->C);
+        w->down = mt_linear_of(MT_LINEAR_ROW, m->C, w->F);
+        w->router = mt_linear_of(MT_LINEAR_ROUTER, E, m->C);
+        w->shared_gate = mt_linear_of(MT_LINEAR_ROUTER, 1, m->C);
+        w->expert_fc1 = mt_linear_of(MT_LINEAR_GROUPED, 2 * e->F, m->C);
+        w->expert_down = mt_linear_of(MT_LINEAR_GROUPED, m->C, e->F);
+        w->expert_fc1.num_experts = w->expert_down.num_experts = e->local;
+        w->mtp_projection = mt_linear_of(MT_LINEAR_REPLICATED, m->C, 2 * m->C);
+    }
+}
+
 /* live[chunk] = how many micro-batches a step's list ever has between forward and backward; at least one. */
 static void mt_model_count_live(const mt_model *m, int64_t *live) {
     const mt_options *o = m->options;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) live[chunk] = 1;
     if (!m->plan.train || m->grid->pipeline.size == 1) return;
     mt_schedule schedule = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
-    int64_t count = mt_schedule_steps(NULL, &schedule, m->grid->pipeline.rank);
+    int64_t count = mt_schedule_actions(NULL, &schedule, m->grid->pipeline.rank);
     int64_t *now = mt_calloc(m->num_chunks * 8);
-    mt_step *steps = mt_malloc(count * (int64_t)sizeof *steps);
-    mt_schedule_steps(steps, &schedule, m->grid->pipeline.rank);
+    mt_action *actions = mt_malloc(count * (int64_t)sizeof *actions);
+    mt_schedule_actions(actions, &schedule, m->grid->pipeline.rank);
     for (int64_t i = 0; i < count; i++) {
-        int64_t chunk = steps[i].chunk;
-        if (steps[i].kind == MT_STEP_FORWARD) now[chunk]++;
-        if (steps[i].kind == MT_STEP_BACKWARD || steps[i].kind == MT_STEP_BACKWARD_WEIGHT) now[chunk]--;
+        int64_t chunk = actions[i].chunk;
+        if (actions[i].kind == MT_ACTION_FORWARD) now[chunk]++;
+        if (actions[i].kind == MT_ACTION_BACKWARD || actions[i].kind == MT_ACTION_BACKWARD_WEIGHT) now[chunk]--;
         live[chunk] = mt_max(live[chunk], now[chunk]);
     }
     free(now);
-    free(steps);
+    free(actions);
 }
 
 /* Room for so many micro-batches. */
@@ -9856,7 +7608,7 @@ static int mt_model_allocate(mt_model *m, mt_error *error) {
 /* No span of a step sees more keys than a sequence may have, which bounds the grids that graphs keep. */
 static void mt_decode_create(mt_model *m) {
     int64_t longest = mt_min(m->plan.max_position, m->plan.cache_rows);
-    m->step_graphs = mt_calloc((m->plan.max_logits + 1) * (int64_t)sizeof(mt_step_graph));
+    m->decode_graphs = mt_calloc((m->plan.max_logits + 1) * (int64_t)sizeof(mt_decode_graph));
     m->step_spans = mt_malloc(m->plan.max_logits * (int64_t)sizeof(mt_span));
     for (int64_t i = 0; i < m->plan.max_logits; i++)
         m->step_spans[i] = (mt_span){.q_start = i, .q_len = 1, .k_len = longest, .causal = true};
@@ -9925,9 +7677,9 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
         mt_model_destroy(m);
         return -1;
     }
-    mt_place place = {m->stages,         m->num_chunks,     grid->tensor.size,        grid->tensor.rank,
-                      grid->expert.size, grid->expert.rank, grid->expert_tensor.size, grid->expert_tensor.rank};
-    m->num_params = mt_params_build(&m->params, options, &place);
+    mt_partition partition = {m->stages,         m->num_chunks,     grid->tensor.size,        grid->tensor.rank,
+                              grid->expert.size, grid->expert.rank, grid->expert_tensor.size, grid->expert_tensor.rank};
+    m->num_params = mt_params_build(&m->params, options, &partition);
     m->num_buckets = m->num_params > 0 ? m->params[m->num_params - 1].bucket + 1 : 0;
     m->buckets = mt_calloc(m->num_buckets * (int64_t)sizeof(mt_bucket));
     mt_sharding_open(m);
@@ -9937,6 +7689,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     m->v_cache = mt_calloc(m->num_layers * (int64_t)sizeof(void *));
     mt_model_micro_batches(m);
     mt_experts_open(m, options);
+    mt_model_linears(m, options);
     mt_model_links(m);
     if (mt_model_allocate(m, error) != 0) {
         mt_model_destroy(m);
@@ -9972,8 +7725,8 @@ void mt_model_destroy(mt_model *m) {
     mt_channels_close(m->ops, channels, MT_NUM_LINKS); // before their buffers go
     mt_context_destroy(m->context);
     if (m->arena.base) { // it was created whole
-        for (int64_t i = 0; m->step_graphs && i <= m->plan.max_logits; i++)
-            if (m->step_graphs[i].graph) m->ops->graph_destroy(m->step_graphs[i].graph);
+        for (int64_t i = 0; m->decode_graphs && i <= m->plan.max_logits; i++)
+            if (m->decode_graphs[i].graph) m->ops->graph_destroy(m->decode_graphs[i].graph);
         m->ops->mailbox_close(m->tp.mailbox);
         if (m->tp.comm != m->stream) m->ops->stream_destroy(m->tp.comm);
         mt_experts_close(m);
@@ -10004,10 +7757,10 @@ void mt_model_destroy(mt_model *m) {
     free(m->micro_batches);
     free(m->stages);
     free(m->first_local);
-    free(m->step_graphs);
+    free(m->decode_graphs);
     free(m->step_spans);
     free(m->sharding.progress);
-    free(m->steps);
+    free(m->actions);
     free(m->params);
     free(m->buckets);
     free(m->layers);
@@ -10035,8 +7788,8 @@ static void mt_run_draw(mt_model *m, const mt_param *param, const mt_part *part,
 
 /* Draws what lies here of a parameter: each value by its index in the whole parameter, so that every layout begins
  * alike. */
-static void mt_param_draw(mt_model *m, const mt_param *param, mt_kept kept) {
-    mt_part part = mt_bucket_part(m, param->bucket, kept);
+static void mt_param_draw(mt_model *m, const mt_param *param, mt_param_state state) {
+    mt_part part = mt_bucket_part(m, param->bucket, state);
     int64_t rows = mt_param_rows_stored(param); // padding rows stay 0, whatever their number
     int64_t first = param->first_row * param->whole_cols + param->first_col;
     if (!part.data) return;
@@ -10052,9 +7805,9 @@ void mt_model_init(mt_model *m) {
     mt_params_changed(m);
     for (int64_t i = 0; i < m->num_params; i++) {
         if (m->params[i].init == MT_INIT_ZEROS) continue;
-        mt_param_draw(m, &m->params[i], MT_KEPT_WEIGHTS);
+        mt_param_draw(m, &m->params[i], MT_STATE_WEIGHTS);
         if (m->dtype != MT_F32) // drawn again rather than widened, so that the master weights are not rounded
-            mt_param_draw(m, &m->params[i], MT_KEPT_MASTER);
+            mt_param_draw(m, &m->params[i], MT_STATE_MASTER);
     }
 }
 
@@ -10084,6 +7837,14 @@ mt_stream *mt_model_stream(const mt_model *m) {
 
 mt_dtype mt_model_dtype(const mt_model *m) {
     return m->dtype;
+}
+
+const mt_grid *mt_model_grid(const mt_model *m) {
+    return m->grid;
+}
+
+int64_t mt_model_bytes(const mt_model *m) {
+    return m->arena.capacity;
 }
 
 /* ==== §10c multi-token prediction ================================================================================ */
@@ -10158,7 +7919,7 @@ static int64_t mt_mtp_word_bucket(const mt_model *m) {
 }
 
 static mt_weight mt_mtp_word_embedding(const mt_model *m) {
-    return m->word_bucket >= 0 ? m->word_embedding : m->lm_head;
+    return m->word_bucket >= 0 ? m->outer.word_embedding : m->outer.lm_head.weight;
 }
 
 /* Which of the chunk's layers module k has, and of this rank's. */
@@ -10180,29 +7941,33 @@ static void mt_mtp_join_forward(mt_model *m, int64_t k, void *out) {
     const mt_layer *w = &m->layers[mt_mtp_layer(m, k)];
     mt_mtp_activations *a = &m->at->mtp[k];
     int64_t R = m->rows, C = m->C;
-    float eps = (float)m->options->norm_epsilon;
-    ops->rmsnorm_forward(a->joined, a->embedded_rstd, a->embedded, w->mtp_embedding_norm.w, R, 1, C, 2 * C, C, eps,
-                         m->dtype, m->stream);
-    ops->rmsnorm_forward(mt_at(m, a->joined, C), a->hidden_rstd, mt_mtp_hidden(m, k), w->mtp_hidden_norm.w, R, 1, C,
-                         2 * C, C, eps, m->dtype, m->stream);
-    ops->linear_forward(out, a->joined, w->mtp_projection.w, NULL, R, C, 2 * C, m->dtype, m->stream);
+    mt_norm_args norm = {.T = R, .H = 1, .C = C, .x_stride = C, .y_stride = 2 * C};
+    norm.eps = (float)m->options->norm_epsilon;
+    norm.y = a->joined, norm.rstd = a->embedded_rstd, norm.x = a->embedded, norm.w = w->mtp_embedding_norm.w;
+    ops->rmsnorm_forward(&norm, m->dtype, m->stream);
+    norm.y = mt_at(m, a->joined, C), norm.rstd = a->hidden_rstd, norm.x = mt_mtp_hidden(m, k);
+    norm.w = w->mtp_hidden_norm.w;
+    ops->rmsnorm_forward(&norm, m->dtype, m->stream);
+    mt_linear_forward(&m->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .y = out});
 }
 
 /* From scratch.residual, the gradient of eh_proj's output, to those of the hidden state in mtp.dhidden and of what was
  * embedded in scratch.residual. */
 static void mt_mtp_join_backward(mt_model *m, int64_t k) {
     const mt_ops *ops = m->ops;
-    const mt_layer *w = &m->layers[mt_mtp_layer(m, k)];
+    mt_layer *w = &m->layers[mt_mtp_layer(m, k)];
     const mt_mtp_activations *a = &m->at->mtp[k];
     void *residual = m->scratch.residual, *joined = m->mtp.djoined;
     int64_t R = m->rows, C = m->C;
-    ops->linear_backward_input(joined, residual, w->mtp_projection.w, R, C, 2 * C, m->dtype, m->stream);
-    ops->linear_backward_weight(w->mtp_projection.dw, NULL, residual, a->joined, R, C, 2 * C, m->tp.accumulates,
-                                m->dtype, m->stream);
-    ops->rmsnorm_backward(m->mtp.dhidden, w->mtp_hidden_norm.dw, mt_at(m, joined, C), NULL, mt_mtp_hidden(m, k),
-                          w->mtp_hidden_norm.w, a->hidden_rstd, R, 1, C, C, 2 * C, C, m->dtype, m->stream);
-    ops->rmsnorm_backward(residual, w->mtp_embedding_norm.dw, joined, NULL, a->embedded, w->mtp_embedding_norm.w,
-                          a->embedded_rstd, R, 1, C, C, 2 * C, C, m->dtype, m->stream);
+    mt_linear_backward(&m->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .dy = residual, .dx = joined},
+                       MT_PART_BOTH);
+    mt_norm_args norm = {.T = R, .H = 1, .C = C, .x_stride = C, .dx_stride = C, .dy_stride = 2 * C};
+    norm.dx = m->mtp.dhidden, norm.dw = w->mtp_hidden_norm.dw, norm.dy = mt_at(m, joined, C);
+    norm.x = mt_mtp_hidden(m, k), norm.w = w->mtp_hidden_norm.w, norm.rstd = a->hidden_rstd;
+    ops->rmsnorm_backward(&norm, m->dtype, m->stream);
+    norm.dx = residual, norm.dw = w->mtp_embedding_norm.dw, norm.dy = joined;
+    norm.x = a->embedded, norm.w = w->mtp_embedding_norm.w, norm.rstd = a->embedded_rstd;
+    ops->rmsnorm_backward(&norm, m->dtype, m->stream);
 }
 
 /* embedded = dropout(word embedding of the token that module k is told). */
@@ -10238,7 +8003,7 @@ static void mt_mtp_head_forward(mt_model *m, int64_t k) {
     mt_mtp_activations *a = &m->at->mtp[k];
     const mt_batch_block *batch = &m->at->batch;
     mt_bucket_acquire(m, m->head_bucket);
-    mt_column_linear_forward(&m->tp, a->logits, a->normed, m->lm_head, (mt_weight){0}, m->V, m->C);
+    mt_linear_forward(&m->tp, &m->outer.lm_head, &(mt_linear_io){.x = a->normed, .y = a->logits});
     mt_bucket_release(m, m->head_bucket);
     mt_vocab_cross_entropy_forward(&m->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
                                    batch->mtp_labels + k * m->T, m->T, m->V, m->vocab_first, m->vocab_count);
@@ -10261,8 +8026,8 @@ static void mt_mtp_head_backward(mt_model *m, int64_t k) {
                                    m->stream);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
-    mt_column_linear_backward(&m->tp, m->scratch.normed, a->logits, a->normed, m->lm_head, (mt_weight){0}, m->V, m->C,
-                              MT_PART_BOTH);
+    mt_linear_backward(&m->tp, &m->outer.lm_head,
+                       &(mt_linear_io){.x = a->normed, .dy = a->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
     if (mt_mtp_word_bucket(m) != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
     mt_bucket_release(m, m->head_bucket);
     if (k + 1 < m->mtp.count) mt_mtp_add_dhidden(m);
@@ -10273,10 +8038,7 @@ static void mt_mtp_head_backward(mt_model *m, int64_t k) {
 static void mt_layer_acquire(mt_model *m, const mt_layer *w, bool params, bool gradients) {
     bool has_experts = w->expert_bucket >= 0;
     if (params && has_experts) mt_bucket_acquire(m, w->expert_bucket);
-    if (gradients && has_experts) {
-        mt_bucket_gradients_acquire(m, w->expert_bucket);
-        m->experts.accumulates = m->tp.accumulates;
-    }
+    if (gradients && has_experts) mt_bucket_gradients_acquire(m, w->expert_bucket);
     if (params) mt_bucket_acquire(m, w->bucket);
     if (gradients) mt_bucket_gradients_acquire(m, w->bucket);
 }
@@ -10315,7 +8077,7 @@ static void mt_mtp_backward(mt_model *m) {
     mt_micro_batch *at = m->at;
     for (int64_t k = m->mtp.count - 1; k >= 0; k--) {
         int64_t layer = mt_mtp_layer(m, k);
-        const mt_layer *w = &m->layers[layer];
+        mt_layer *w = &m->layers[layer];
         mt_mtp_head_backward(m, k);
         mt_layer_acquire(m, w, true, true);
         mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->mtp[k].output, NULL, at->mtp[k].rstd,
@@ -10419,11 +8181,11 @@ static void mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole
 /* x[R, C] = dropout(word + position). */
 static void mt_embed_forward(mt_model *m, void *x) {
     mt_bucket_acquire(m, m->word_bucket);
-    mt_vocab_embedding_forward(&m->tp, x, m->tokens, m->word_embedding, m->C, m->vocab_first, m->V);
+    mt_vocab_embedding_forward(&m->tp, x, m->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
     mt_bucket_release(m, m->word_bucket);
     if (m->position_bucket >= 0) {
         mt_bucket_acquire(m, m->position_bucket);
-        m->ops->embedding_forward(x, m->positions + m->first_row, m->position_embedding.w, m->rows, m->C, 0,
+        m->ops->embedding_forward(x, m->positions + m->first_row, m->outer.position_embedding.w, m->rows, m->C, 0,
                                   m->options->max_position_embeddings, true, m->dtype, m->stream);
         mt_bucket_release(m, m->position_bucket);
     }
@@ -10440,12 +8202,12 @@ static void mt_embed_backward(mt_model *m, void *dx) {
                                      m->stream);
     if (m->position_bucket >= 0) {
         mt_bucket_gradients_acquire(m, m->position_bucket);
-        m->ops->embedding_backward(m->position_embedding.dw, dx, m->positions + m->first_row, m->rows, m->C, 0,
+        m->ops->embedding_backward(m->outer.position_embedding.dw, dx, m->positions + m->first_row, m->rows, m->C, 0,
                                    m->options->max_position_embeddings, m->dtype, m->stream);
         mt_bucket_gradients_release(m, m->position_bucket, m->last_backward);
     }
     mt_bucket_gradients_acquire(m, m->word_bucket);
-    mt_vocab_embedding_backward(&m->tp, dx, m->tokens, m->word_embedding, m->C, m->vocab_first, m->V);
+    mt_vocab_embedding_backward(&m->tp, dx, m->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
     mt_bucket_gradients_release(m, m->word_bucket, m->last_backward);
 }
 
@@ -10454,8 +8216,9 @@ static void mt_output_forward(mt_model *m, const void *x, int64_t rows) {
     mt_micro_batch *at = m->at;
     mt_bucket_acquire(m, m->output_bucket);
     if (m->head_bucket != m->output_bucket) mt_bucket_acquire(m, m->head_bucket);
-    mt_norm_forward(m, at->final_normed, at->final_mean, at->final_rstd, x, m->final_norm, m->final_norm_bias, rows);
-    mt_column_linear_forward(&m->tp, at->logits, at->final_normed, m->lm_head, (mt_weight){0}, m->V, m->C);
+    mt_norm_forward(m, at->final_normed, at->final_mean, at->final_rstd, x, m->outer.final_norm,
+                    m->outer.final_norm_bias, rows);
+    mt_linear_forward(&m->tp, &m->outer.lm_head, &(mt_linear_io){.x = at->final_normed, .y = at->logits});
     if (m->head_bucket != m->output_bucket) mt_bucket_release(m, m->head_bucket);
     mt_bucket_release(m, m->output_bucket);
 }
@@ -10482,14 +8245,12 @@ static void mt_loss_backward(mt_model *m) {
     mt_bucket_acquire(m, m->output_bucket);
     if (own_head) mt_bucket_acquire(m, m->head_bucket);
     if (own_head) mt_bucket_gradients_acquire(m, m->head_bucket);
-    bool accumulates = m->tp.accumulates; // of the head, whose product comes first
     mt_bucket_gradients_acquire(m, m->output_bucket);
-    if (own_head) m->tp.accumulates = accumulates;
-    mt_column_linear_backward(&m->tp, m->scratch.normed, at->logits, at->final_normed, m->lm_head, (mt_weight){0}, m->V,
-                              m->C, MT_PART_BOTH);
+    mt_linear_backward(&m->tp, &m->outer.lm_head,
+                       &(mt_linear_io){.x = at->final_normed, .dy = at->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
     if (m->mtp.count > 0) mt_mtp_add_dhidden(m);
     mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->output, at->final_mean, at->final_rstd,
-                     m->final_norm, m->final_norm_bias, m->rows);
+                     m->outer.final_norm, m->outer.final_norm_bias, m->rows);
     mt_bucket_gradients_release(m, m->output_bucket, m->last_backward);
     if (own_head && m->head_bucket != m->word_bucket) mt_bucket_gradients_release(m, m->head_bucket, m->last_backward);
     if (own_head) mt_bucket_release(m, m->head_bucket);
@@ -10713,7 +8474,7 @@ static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch) {
  * once they have prepared themselves, a graph enqueues them all. */
 static void mt_decode_enqueue(mt_model *m, const mt_batch *batch) {
     bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch);
-    mt_step_graph *step = is_step ? &m->step_graphs[m->T] : NULL;
+    mt_decode_graph *step = is_step ? &m->decode_graphs[m->T] : NULL;
     if (!is_step || !step->has_run) {
         mt_decode_pass(m);
         if (is_step) step->has_run = true;
@@ -10759,15 +8520,15 @@ void mt_model_decode_likeliest(mt_model *m, const mt_batch *batch, const int32_t
 
 /* ==== §11a lists ================================================================================================= */
 
-/* A list on its way; with steps == NULL it only counts. */
-typedef struct mt_step_list {
+/* A list under construction; with actions == NULL it only counts. */
+typedef struct mt_action_list {
     const mt_schedule *schedule;
     int64_t rank, count;
-    mt_step *steps;
-} mt_step_list;
+    mt_action *actions;
+} mt_action_list;
 
-static void mt_list_add(mt_step_list *list, mt_step_kind kind, int64_t micro_batch, int64_t chunk, int64_t peer) {
-    if (list->steps) list->steps[list->count] = (mt_step){kind, micro_batch, chunk, (int)peer};
+static void mt_list_add(mt_action_list *list, mt_action_kind kind, int64_t micro_batch, int64_t chunk, int64_t peer) {
+    if (list->actions) list->actions[list->count] = (mt_action){kind, micro_batch, chunk, (int)peer};
     list->count++;
 }
 
@@ -10782,28 +8543,28 @@ static void mt_schedule_order(const mt_schedule *s, int64_t index, int64_t *micr
     *chunk = index / size;
 }
 
-static void mt_list_forward(mt_step_list *list, int64_t index) {
+static void mt_list_forward(mt_action_list *list, int64_t index) {
     const mt_schedule *s = list->schedule;
     int64_t micro_batch, chunk, stage;
     mt_schedule_order(s, index, &micro_batch, &chunk);
     stage = chunk * s->pp + list->rank;
-    if (stage > 0) mt_list_add(list, MT_STEP_RECV_FORWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
-    mt_list_add(list, MT_STEP_FORWARD, micro_batch, chunk, -1);
+    if (stage > 0) mt_list_add(list, MT_ACTION_RECV_FORWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
+    mt_list_add(list, MT_ACTION_FORWARD, micro_batch, chunk, -1);
     if (stage < s->pp * s->vp - 1)
-        mt_list_add(list, MT_STEP_SEND_FORWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
+        mt_list_add(list, MT_ACTION_SEND_FORWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
 }
 
-/* `kind` is MT_STEP_BACKWARD or MT_STEP_BACKWARD_INPUT. */
-static void mt_list_backward(mt_step_list *list, mt_step_kind kind, int64_t index) {
+/* `kind` is MT_ACTION_BACKWARD or MT_ACTION_BACKWARD_INPUT. */
+static void mt_list_backward(mt_action_list *list, mt_action_kind kind, int64_t index) {
     const mt_schedule *s = list->schedule;
     int64_t micro_batch, chunk, stage;
     mt_schedule_order(s, index, &micro_batch, &chunk);
     chunk = s->vp - 1 - chunk;
     stage = chunk * s->pp + list->rank;
     if (stage < s->pp * s->vp - 1)
-        mt_list_add(list, MT_STEP_RECV_BACKWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
+        mt_list_add(list, MT_ACTION_RECV_BACKWARD, micro_batch, chunk, (list->rank + 1) % s->pp);
     mt_list_add(list, kind, micro_batch, chunk, -1);
-    if (stage > 0) mt_list_add(list, MT_STEP_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
+    if (stage > 0) mt_list_add(list, MT_ACTION_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
 }
 
 /* Forwards before the first backward, but for the one that opens the steady part. */
@@ -10821,19 +8582,19 @@ static bool mt_schedule_is_legal(const mt_schedule *s) {
     return s->vp > 1 && s->group >= s->pp && s->group <= s->micro_batches && (rest == 0 || rest >= s->pp);
 }
 
-int64_t mt_schedule_steps(mt_step *steps, const mt_schedule *s, int64_t rank) {
+int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *s, int64_t rank) {
     MT_CHECK(mt_schedule_is_legal(s) && rank >= 0 && rank < s->pp);
-    mt_step_list list = {.schedule = s, .rank = rank, .steps = steps};
+    mt_action_list list = {.schedule = s, .rank = rank, .actions = actions};
     int64_t total = s->micro_batches * s->vp, warmup = mt_schedule_warmup(s, rank), forward = 0, weight = 0;
     bool splits = s->kind == MT_SCHEDULE_ZB_H1;
     while (forward < warmup) mt_list_forward(&list, forward++);
     if (s->kind == MT_SCHEDULE_FORWARD_ONLY) return list.count;
     for (int64_t backward = 0; backward < total; backward++) {
         if (forward < total) mt_list_forward(&list, forward++);
-        mt_list_backward(&list, splits ? MT_STEP_BACKWARD_INPUT : MT_STEP_BACKWARD, backward);
-        if (splits && backward >= rank) mt_list_add(&list, MT_STEP_BACKWARD_WEIGHT, weight++, 0, -1);
+        mt_list_backward(&list, splits ? MT_ACTION_BACKWARD_INPUT : MT_ACTION_BACKWARD, backward);
+        if (splits && backward >= rank) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
     }
-    while (splits && weight < total) mt_list_add(&list, MT_STEP_BACKWARD_WEIGHT, weight++, 0, -1);
+    while (splits && weight < total) mt_list_add(&list, MT_ACTION_BACKWARD_WEIGHT, weight++, 0, -1);
     return list.count;
 }
 
@@ -10867,56 +8628,56 @@ static bool mt_channel_receive(mt_channels *c, int64_t channel, double *now) {
     return true;
 }
 
-static double mt_step_cost(mt_step_kind kind, const mt_step_costs *costs) {
-    if (kind == MT_STEP_FORWARD) return costs->forward;
-    return (kind != MT_STEP_BACKWARD_WEIGHT ? costs->backward_input : 0) +
-           (kind != MT_STEP_BACKWARD_INPUT ? costs->backward_weight : 0);
+static double mt_action_cost(mt_action_kind kind, const mt_action_costs *costs) {
+    if (kind == MT_ACTION_FORWARD) return costs->forward;
+    return (kind != MT_ACTION_BACKWARD_WEIGHT ? costs->backward_input : 0) +
+           (kind != MT_ACTION_BACKWARD_INPUT ? costs->backward_weight : 0);
 }
 
-/* Runs the step of `rank` at `index`; false if it has to wait for another rank's. */
-static bool mt_timeline_step(mt_timeline *t, mt_channels *channels, const mt_step_costs *costs, int64_t rank,
-                             int64_t index, double *now) {
-    mt_step step = t->steps[index];
-    bool backward = step.kind == MT_STEP_SEND_BACKWARD || step.kind == MT_STEP_RECV_BACKWARD;
+/* Runs the action of `rank` at `index`; false if it must wait for an action of another rank. */
+static bool mt_timeline_act(mt_timeline *t, mt_channels *channels, const mt_action_costs *costs, int64_t rank,
+                            int64_t index, double *now) {
+    mt_action action = t->actions[index];
+    bool backward = action.kind == MT_ACTION_SEND_BACKWARD || action.kind == MT_ACTION_RECV_BACKWARD;
     double start = *now;
-    switch (step.kind) {
-    case MT_STEP_SEND_FORWARD:
-    case MT_STEP_SEND_BACKWARD:
+    switch (action.kind) {
+    case MT_ACTION_SEND_FORWARD:
+    case MT_ACTION_SEND_BACKWARD:
         if (!mt_channel_send(channels, 2 * rank + backward, costs->send, now)) return false;
         break;
-    case MT_STEP_RECV_FORWARD:
-    case MT_STEP_RECV_BACKWARD:
-        if (!mt_channel_receive(channels, 2 * (int64_t)step.peer + backward, now)) return false;
+    case MT_ACTION_RECV_FORWARD:
+    case MT_ACTION_RECV_BACKWARD:
+        if (!mt_channel_receive(channels, 2 * (int64_t)action.peer + backward, now)) return false;
         break;
     default:
-        *now += mt_step_cost(step.kind, costs);
+        *now += mt_action_cost(action.kind, costs);
     }
     t->start[index] = start, t->end[index] = *now;
     return true;
 }
 
 /* Counts on the list of one rank: the work, and the forwards that wait for their backward. */
-static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_step_costs *costs) {
+static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_costs *costs) {
     double work = 0;
     int64_t held = 0;
     for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-        mt_step_kind kind = t->steps[i].kind;
-        if (kind > MT_STEP_BACKWARD_WEIGHT) continue;
-        work += mt_step_cost(kind, costs);
-        if (kind == MT_STEP_BACKWARD || kind == MT_STEP_BACKWARD_WEIGHT) held--;
-        if (kind == MT_STEP_FORWARD && t->schedule.kind != MT_SCHEDULE_FORWARD_ONLY) held++;
+        mt_action_kind kind = t->actions[i].kind;
+        if (kind > MT_ACTION_BACKWARD_WEIGHT) continue;
+        work += mt_action_cost(kind, costs);
+        if (kind == MT_ACTION_BACKWARD || kind == MT_ACTION_BACKWARD_WEIGHT) held--;
+        if (kind == MT_ACTION_FORWARD && t->schedule.kind != MT_SCHEDULE_FORWARD_ONLY) held++;
         if (held > t->live[rank]) t->live[rank] = held;
     }
     return work;
 }
 
-int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_step_costs *costs, int64_t in_flight) {
+int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_action_costs *costs, int64_t in_flight) {
     int64_t pp = schedule->pp, capacity = schedule->micro_batches * schedule->vp, done = 0;
     *t = (mt_timeline){.schedule = *schedule, .first = mt_calloc((pp + 1) * 8), .live = mt_calloc(pp * 8)};
-    for (int64_t r = 0; r < pp; r++) t->first[r + 1] = t->first[r] + mt_schedule_steps(NULL, schedule, r);
-    t->steps = mt_malloc(t->first[pp] * (int64_t)sizeof(mt_step));
+    for (int64_t r = 0; r < pp; r++) t->first[r + 1] = t->first[r] + mt_schedule_actions(NULL, schedule, r);
+    t->actions = mt_malloc(t->first[pp] * (int64_t)sizeof(mt_action));
     t->start = mt_calloc(t->first[pp] * 8), t->end = mt_calloc(t->first[pp] * 8);
-    for (int64_t r = 0; r < pp; r++) mt_schedule_steps(t->steps + t->first[r], schedule, r);
+    for (int64_t r = 0; r < pp; r++) mt_schedule_actions(t->actions + t->first[r], schedule, r);
     int64_t *counters = mt_calloc(5 * pp * 8), *next = counters + 4 * pp;
     double *times = mt_calloc((4 * capacity + 1) * pp * 8), *now = times + 4 * capacity * pp;
     mt_channels channels = {in_flight, capacity, counters, counters + 2 * pp, times, times + 2 * pp * capacity};
@@ -10924,7 +8685,7 @@ int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_ste
         progress = false;
         for (int64_t r = 0; r < pp; r++)
             for (; t->first[r] + next[r] < t->first[r + 1]; next[r]++, done++, progress = true)
-                if (!mt_timeline_step(t, &channels, costs, r, t->first[r] + next[r], &now[r])) break;
+                if (!mt_timeline_act(t, &channels, costs, r, t->first[r] + next[r], &now[r])) break;
     }
     double work = 0;
     for (int64_t r = 0; r < pp; r++) {
@@ -10937,82 +8698,36 @@ int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_ste
 }
 
 void mt_timeline_free(mt_timeline *t) {
-    free(t->first), free(t->steps), free(t->start), free(t->end), free(t->live);
+    free(t->first), free(t->actions), free(t->start), free(t->end), free(t->live);
     *t = (mt_timeline){.first = NULL};
 }
 
 /* ==== §11c layouts =============================================================================================== */
 
-enum { MT_LAYOUT_LETTERS = 100000 };
-
-/* A layout's letters with repeats written out, to free; NULL with error. Commas only part. */
-static char *mt_layout_unfold(const char *layout, mt_error *error) {
-    char *letters = mt_malloc(MT_LAYOUT_LETTERS + 1);
-    int64_t count = 0, open = -1, last = 0; // where the brackets opened; where what may be repeated begins
-    const char *at = layout, *problem = NULL;
-    for (; *at && !problem; at++) {
-        if (*at == ',') continue;
-        if (*at == '(' && open < 0)
-            open = count;
-        else if (*at == ')' && open >= 0 && at[1] == '*')
-            last = open, open = -1;
-        else if (*at == '*' && at > layout && (strchr("EtL|m", at[-1]) || at[-1] == ')') &&
-                 isdigit((unsigned char)at[1])) {
-            char *end;
-            errno = 0;
-            int64_t times = strtoll(at + 1, &end, 10), length = count - last;
-            if (errno || times < 1 || times > MT_LAYOUT_LETTERS || count + (times - 1) * length > MT_LAYOUT_LETTERS) {
-                problem = "repeats too often, or not at all";
-                break;
-            }
-            for (; times > 1; times--, count += length) memcpy(letters + count, letters + last, (size_t)length);
-            at = end - 1;
-        } else if (strchr("EtmL|", *at) && count < MT_LAYOUT_LETTERS) {
-            last = count;
-            letters[count++] = *at;
-        } else
-            problem = "not understood";
-        if (problem) break;
-    }
-    if (!problem && open >= 0) problem = "a bracket is not closed";
-    letters[count] = 0;
-    if (!problem) return letters;
-    free(letters);
-    mt_error_set(error,
-                 "--pipeline-model-parallel-layout '%.200s': %s at '%.20s'; letters are E, t, m, L and |, and (tt|)*3 "
-                 "repeats",
-                 layout, problem, at);
-    return NULL;
-}
-
-int64_t mt_layout_count(const mt_options *options, mt_error *error) {
-    char *letters = mt_layout_unfold(options->pipeline_model_parallel_layout, error);
-    if (!letters) return -1;
+int64_t mt_pipeline_layout_count(const char *letters) {
     int64_t count = 1;
     for (const char *at = letters; *at; at++) count += *at == '|';
-    free(letters);
     return count;
 }
 
 /* Layers by the letters: the embedding first of all, the loss last of all, once each, and before it in its stage the
  * modules of multi-token prediction. */
-static int mt_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
-    MT_CHECK(mt_layout_count(o, error) <= o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
-    char *letters = mt_layout_unfold(o->pipeline_model_parallel_layout, error);
-    if (!letters) return -1;
+static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
+    const char *letters = o->pipeline_letters;
+    MT_CHECK(mt_pipeline_layout_count(letters) <=
+             o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank);
     int64_t layers = 0, stage = 0;
     const char *last = letters + strlen(letters) - (*letters != 0), *mtp = last;
     bool good = *letters == 'E' && *last == 'L';
     while (mtp > letters && mtp[-1] == 'm') mtp--;
     int64_t modules = last - mtp;
     for (const char *at = letters; at < mtp; at++)
-        modules += *at == 'm' ? MT_LAYOUT_LETTERS : 0; // where they cannot be
+        if (*at == 'm') modules = -1; // one stands where it cannot be
     for (const char *at = letters; *at; at++) {
         if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
         if (*at == 't') stages[stage].num_layers++, layers++;
         stage += *at == '|';
     }
-    free(letters);
     if (!good)
         return mt_error_set(error,
                             "--pipeline-model-parallel-layout '%.200s' must begin with E and end with L, once each",
@@ -11030,7 +8745,8 @@ static int mt_layout_read(mt_stage *stages, const mt_options *o, mt_error *error
 }
 
 /* `layers` in `ranks` equal parts of `vp` equal stages; `what` names the layers for messages. */
-static int64_t mt_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks, mt_error *error) {
+static int64_t mt_pipeline_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks,
+                                        mt_error *error) {
     int64_t vp = o->num_virtual_stages_per_pipeline_rank;
     if (layers >= 0 && layers % (ranks * vp) == 0) return layers / (ranks * vp);
     return mt_error_set(error,
@@ -11040,7 +8756,7 @@ static int64_t mt_layout_share(const mt_options *o, const char *what, int64_t la
 }
 
 /* First and last rank with layers of their own; those between share the rest. */
-static int mt_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *error) {
+static int mt_pipeline_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
     int64_t first = o->decoder_first_pipeline_num_layers, last = o->decoder_last_pipeline_num_layers;
     int64_t middle = pp - (first > 0) - (last > 0), rest = o->num_layers - first - last, share[3] = {0};
@@ -11049,11 +8765,11 @@ static int mt_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *err
                             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, %lld "
                             "together, do not fit --num-layers %lld on %lld ranks",
                             (long long)(first + last), (long long)o->num_layers, (long long)pp);
-    share[0] = mt_layout_share(o, "--decoder-first-pipeline-num-layers", first, 1, error);
+    share[0] = mt_pipeline_layout_share(o, "--decoder-first-pipeline-num-layers", first, 1, error);
     if (share[0] < 0) return -1;
-    share[2] = mt_layout_share(o, "--decoder-last-pipeline-num-layers", last, 1, error);
+    share[2] = mt_pipeline_layout_share(o, "--decoder-last-pipeline-num-layers", last, 1, error);
     if (share[2] < 0) return -1;
-    if (middle > 0) share[1] = mt_layout_share(o, "the layers of the other ranks", rest, middle, error);
+    if (middle > 0) share[1] = mt_pipeline_layout_share(o, "the layers of the other ranks", rest, middle, error);
     if (share[1] < 0) return -1;
     for (int64_t i = 0; i < pp * vp; i++) {
         bool is_first = i % pp == 0 && first > 0, is_last = i % pp == pp - 1 && last > 0;
@@ -11062,18 +8778,18 @@ static int mt_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *err
     return 0;
 }
 
-int mt_layout_build(mt_stage *stages, const mt_options *o, mt_error *error) {
+int mt_pipeline_layout_build(mt_stage *stages, const mt_options *o, mt_error *error) {
     int64_t count = o->pipeline_model_parallel_size * o->num_virtual_stages_per_pipeline_rank, layer = 0;
     bool embedding = o->account_for_embedding_in_pipeline_split, loss = o->account_for_loss_in_pipeline_split;
     memset(stages, 0, (size_t)count * sizeof *stages);
-    if (o->pipeline_model_parallel_layout) {
-        if (mt_layout_read(stages, o, error)) return -1;
+    if (o->pipeline_letters) {
+        if (mt_pipeline_layout_read(stages, o, error)) return -1;
     } else if (o->decoder_first_pipeline_num_layers > 0 || o->decoder_last_pipeline_num_layers > 0) {
-        if (mt_layout_uneven(stages, o, error)) return -1;
+        if (mt_pipeline_layout_uneven(stages, o, error)) return -1;
     } else {
         const char *what = embedding || loss ? "--num-layers with what --account-for-* counts" : "--num-layers";
         int64_t share =
-            mt_layout_share(o, what, o->num_layers + embedding + loss, o->pipeline_model_parallel_size, error);
+            mt_pipeline_layout_share(o, what, o->num_layers + embedding + loss, o->pipeline_model_parallel_size, error);
         if (share < 0) return -1;
         for (int64_t i = 0; i < count; i++) stages[i].num_layers = share;
         stages[0].num_layers -= embedding;
@@ -11098,7 +8814,7 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
 /* ==== §11d pictures ============================================================================================== */
 /* Time in characters, or as SVG. Chunks are letters from a on, or shades. */
 
-static void mt_layout_print(const mt_stage *stages, const mt_schedule *s, FILE *file) {
+static void mt_pipeline_layout_print(const mt_stage *stages, const mt_schedule *s, FILE *file) {
     for (int64_t rank = 0; rank < s->pp; rank++) {
         fprintf(file, "rank %lld:", (long long)rank);
         for (int64_t i = rank; i < s->pp * s->vp; i += s->pp) {
@@ -11122,16 +8838,16 @@ static void mt_timeline_row(const mt_timeline *t, int64_t rank, int width, char 
     for (int64_t i = 0; i < units * width; i++) row[i] = i % width == width - 2 ? '.' : ' ';
     row[units * width] = 0;
     for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-        const mt_step *step = &t->steps[i];
-        if (step->peer >= 0) continue;
-        char label[32], suffix[2] = {t->schedule.vp > 1 ? (char)('a' + step->chunk % 26) : '\0', '\0'};
-        int length = snprintf(label, sizeof label, "%lld%s", (long long)step->micro_batch, suffix);
+        const mt_action *action = &t->actions[i];
+        if (action->peer >= 0) continue;
+        char label[32], suffix[2] = {t->schedule.vp > 1 ? (char)('a' + action->chunk % 26) : '\0', '\0'};
+        int length = snprintf(label, sizeof label, "%lld%s", (long long)action->micro_batch, suffix);
         int64_t from = llround(t->start[i]) * width, to = llround(t->end[i]) * width;
         memset(row + from, ' ', (size_t)(to - from));
-        bool begins = step->kind == MT_STEP_BACKWARD || step->kind == MT_STEP_BACKWARD_INPUT;
+        bool begins = action->kind == MT_ACTION_BACKWARD || action->kind == MT_ACTION_BACKWARD_INPUT;
         memcpy(row + from + (begins ? width : width - 1) - length, label, (size_t)length);
         if (begins) row[from] = '[';
-        if (step->kind == MT_STEP_BACKWARD || step->kind == MT_STEP_BACKWARD_WEIGHT) row[to - 1] = ']';
+        if (action->kind == MT_ACTION_BACKWARD || action->kind == MT_ACTION_BACKWARD_WEIGHT) row[to - 1] = ']';
     }
 }
 
@@ -11158,7 +8874,7 @@ static void mt_timeline_print(const mt_timeline *t, FILE *file) {
 }
 
 void mt_timeline_draw(const mt_timeline *t, FILE *svg, double x, double y, double unit) {
-    static const char *const fills[] = {"#9cc3e6", "#a9d18e", "#a9d18e", "#9fd6cf"}; // by mt_step_kind
+    static const char *const fills[] = {"#9cc3e6", "#a9d18e", "#a9d18e", "#9fd6cf"}; // by mt_action_kind
     const double height = 24;
     for (int64_t rank = 0; rank < t->schedule.pp; rank++) {
         double top = y + height * (double)rank;
@@ -11166,16 +8882,16 @@ void mt_timeline_draw(const mt_timeline *t, FILE *svg, double x, double y, doubl
         fprintf(svg, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"#eceee9\"/>\n", x, top,
                 unit * t->span, height - 2);
         for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-            const mt_step *step = &t->steps[i];
-            if (step->peer >= 0) continue;
+            const mt_action *action = &t->actions[i];
+            if (action->peer >= 0) continue;
             double left = x + unit * t->start[i], width = unit * (t->end[i] - t->start[i]);
-            double opacity = 1 - 0.7 * (double)step->chunk / (double)t->schedule.vp;
+            double opacity = 1 - 0.7 * (double)action->chunk / (double)t->schedule.vp;
             fprintf(svg,
                     "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\" fill-opacity=\"%.2f\" "
                     "stroke=\"#24292f\" stroke-width=\"0.6\"/>\n",
-                    left, top, width, height - 2, fills[step->kind], opacity);
+                    left, top, width, height - 2, fills[action->kind], opacity);
             fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%lld</text>\n", left + width / 2, top + 15,
-                    (long long)step->micro_batch);
+                    (long long)action->micro_batch);
         }
         fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\">%lld</text>\n", x + unit * t->span + 8, top + 15,
                 (long long)t->live[rank]);
@@ -11214,7 +8930,7 @@ static int mt_timeline_save(const mt_timeline *t, const char *path, mt_error *er
 }
 
 int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
-    const mt_step_costs units = {1, 1, 1, 0};
+    const mt_action_costs units = {1, 1, 1, 0};
     mt_schedule s = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
     if (s.pp * s.vp > 1000000 / s.micro_batches)
         return mt_error_set(error, "--print-schedule draws at most a million forwards; lower --global-batch-size, %lld",
@@ -11222,12 +8938,12 @@ int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
     mt_stage *stages = mt_malloc(s.pp * s.vp * (int64_t)sizeof(mt_stage));
     mt_timeline timeline;
     char title[200];
-    int status = mt_layout_build(stages, o, error);
+    int status = mt_pipeline_layout_build(stages, o, error);
     if (status == 0) {
         MT_CHECK(mt_timeline_create(&timeline, &s, &units, 0) == 0);
         mt_schedule_title(&s, title);
         fprintf(file, "%s\n\n", title);
-        mt_layout_print(stages, &s, file);
+        mt_pipeline_layout_print(stages, &s, file);
         fprintf(file, "\n");
         mt_timeline_print(&timeline, file);
         fprintf(file,
@@ -11277,10 +8993,11 @@ static void mt_sharding_open(mt_model *m) {
         const mt_param *param = &m->params[i];
         mt_bucket *b = &m->buckets[param->bucket];
         mt_bucket_kind *kind = &s->progress[param->bucket].kind;
-        if (param->role == MT_WORD_EMBEDDING || param->role == MT_LM_HEAD) *kind = MT_BUCKET_VOCABULARY;
-        if (param->expert >= 0) *kind = MT_BUCKET_EXPERTS;
+        bool has_head = param->unit == MT_UNIT_OUTPUT && m->options->untie_embeddings_and_output_weights;
+        if (param->unit == MT_UNIT_WORDS || has_head) *kind = MT_BUCKET_VOCABULARY;
+        if (param->unit == MT_UNIT_EXPERTS) *kind = MT_BUCKET_EXPERTS;
         b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
-        b->trained = mt_param_is_trained(param);
+        b->trained = param->trained;
         b->dtype = b->trained ? m->dtype : MT_F32;
         b->strategy = b->trained && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
         m->num_trained_buckets = mt_max(m->num_trained_buckets, b->trained ? param->bucket + 1 : 0);
@@ -11323,8 +9040,8 @@ static void mt_sharding_start(mt_model *m) {
         mt_bucket *b = &m->buckets[i];
         if (b->params) m->ops->memory_zero(b->params, b->count * mt_dtype_size(b->dtype), m->stream);
         if (b->grads) m->ops->memory_zero(b->grads, b->count * 4, m->stream);
-        for (int kept = 0; kept < MT_NUM_KEPT; kept++) {
-            mt_part part = mt_bucket_part(m, i, (mt_kept)kept);
+        for (int state = 0; state < MT_NUM_STATES; state++) {
+            mt_part part = mt_bucket_part(m, i, (mt_param_state)state);
             if (part.data) mt_part_write(m, &part, 0, NULL, b->count);
         }
         mt_bind_weights(m, i);
@@ -11443,8 +9160,7 @@ static void mt_params_changed(mt_model *m) {
 
 /* True for a matrix whose gradient comes from a product, or from one before anything else is added to it. */
 static bool mt_gradient_is_written(const mt_model *m, const mt_param *param) {
-    if (param->is_vector || param->role == MT_POSITION_EMBEDDING) return false;
-    return param->role != MT_WORD_EMBEDDING || param->bucket == m->head_bucket;
+    return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
 }
 
 /* Zeroes what is only ever added to, and the padding, which is little; the products write the rest. */
@@ -11459,13 +9175,23 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
     if (b->count > start) m->ops->memory_zero(b->grads + start, (b->count - start) * 4, m->stream);
 }
 
+/* Tells products to add to the gradients of a bucket's weights, or to write them. */
+static void mt_bucket_accumulate(mt_model *m, int64_t bucket, bool accumulate) {
+    const mt_bucket *b = &m->buckets[bucket];
+    for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
+        mt_weight *weight = mt_param_weight(m, &m->params[i]);
+        if (weight) weight->accumulate = accumulate;
+    }
+    if (bucket == m->head_bucket) m->outer.lm_head.weight.accumulate = accumulate;
+}
+
 void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
     mt_sharding *s = &m->sharding;
     mt_bucket *b = &m->buckets[bucket];
     mt_bucket_progress *progress = &s->progress[bucket];
     bool begun = progress->holds_gradients;
     progress->holds_gradients = true;
-    m->tp.accumulates = begun || (progress->has_gradients && b->strategy < MT_SHARD_GRADS);
+    bool begins = !begun && (!progress->has_gradients || b->strategy >= MT_SHARD_GRADS);
     if (b->strategy >= MT_SHARD_GRADS && !begun) {
         mt_slot *slot = mt_slot_take(m, s->grad_slots, bucket);
         slot->users++;
@@ -11473,7 +9199,8 @@ void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
         b->grads = slot->memory;
         mt_bind_weights(m, bucket);
     }
-    if (!m->tp.accumulates) mt_bucket_zero_gradients(m, b);
+    if (begins) mt_bucket_zero_gradients(m, b);
+    if (begins) mt_bucket_accumulate(m, bucket, false);
 }
 
 /* Begins the sum over ranks of what this rank has in the bucket's whole gradients. */
@@ -11520,6 +9247,7 @@ static void mt_gradients_begin(mt_model *m) {
         if (!mt_splits_backward(m)) continue;
         // a split backward reaches a bucket's parts in no order, so all of them add
         m->ops->memory_zero(m->buckets[i].grads, m->buckets[i].count * 4, m->stream);
+        mt_bucket_accumulate(m, i, true);
         s->progress[i].has_gradients = true;
     }
 }
@@ -11603,11 +9331,11 @@ static void mt_params_finish(mt_model *m) {
 /* ==== §12b shards and wholes ===================================================================================== */
 /* How initialisation and checkpoints, which think in parameters, reach values of which a rank has a part. */
 
-mt_part mt_bucket_part(const mt_model *m, int64_t bucket, mt_kept kept) {
+mt_part mt_bucket_part(const mt_model *m, int64_t bucket, mt_param_state state) {
     const mt_bucket *b = &m->buckets[bucket];
-    float *floats[MT_NUM_KEPT] = {NULL, b->master, b->m, b->v};
-    if (kept != MT_KEPT_WEIGHTS && (kept != MT_KEPT_MASTER || m->dtype != MT_F32 || !b->trained))
-        return (mt_part){floats[kept], b->shard_first, b->shard_count, MT_F32};
+    float *floats[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
+    if (state != MT_STATE_WEIGHTS && (state != MT_STATE_MASTER || m->dtype != MT_F32 || !b->trained))
+        return (mt_part){floats[state], b->shard_first, b->shard_count, MT_F32};
     if (b->strategy == MT_SHARD_PARAMS) return (mt_part){b->param_shard, b->shard_first, b->shard_count, b->dtype};
     return (mt_part){b->params, 0, b->count, b->dtype};
 }
@@ -11624,11 +9352,11 @@ void mt_part_write(mt_model *m, const mt_part *part, int64_t at, const void *fro
         m->ops->memory_zero(to, (end - begin) * size, m->stream);
 }
 
-const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_kept kept) {
+const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state state) {
     mt_sharding *s = &m->sharding;
     mt_bucket *b = &m->buckets[bucket];
-    mt_part part = mt_bucket_part(m, bucket, kept);
-    if (kept == MT_KEPT_WEIGHTS || (kept == MT_KEPT_MASTER && m->dtype == MT_F32)) {
+    mt_part part = mt_bucket_part(m, bucket, state);
+    if (state == MT_STATE_WEIGHTS || (state == MT_STATE_MASTER && m->dtype == MT_F32)) {
         if (b->strategy != MT_NO_SHARD) mt_bucket_gather(m, bucket);
         mt_follow(m, m->stream, s->param_stream);
         return b->strategy == MT_SHARD_PARAMS ? mt_slot_find(s->param_slots, bucket)->memory : b->params;
@@ -11636,9 +9364,9 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_kept kept) {
     if (b->strategy == MT_NO_SHARD) return part.data;
     int slot = mt_first_slot[s->progress[bucket].kind];
     void *whole = b->strategy >= MT_SHARD_GRADS ? s->grad_slots[slot].memory : b->grads;
-    if (s->gathered_bucket == bucket && s->gathered_kept == kept) return whole;
+    if (s->gathered_bucket == bucket && s->gathered_state == state) return whole;
     m->ops->all_gather(whole, part.data, b->shard_count, MT_F32, b->group, m->stream);
-    s->gathered_bucket = bucket, s->gathered_kept = kept;
+    s->gathered_bucket = bucket, s->gathered_state = state;
     return whole;
 }
 
@@ -11681,9 +9409,8 @@ double mt_weight_decay(const mt_options *options, int64_t consumed_samples) {
 
 int64_t mt_global_batch_size(const mt_options *options, int64_t consumed_samples) {
     if (options->rampup_batch_size.count == 0) return options->global_batch_size;
-    char **ramp = options->rampup_batch_size.items;
-    int64_t start = strtoll(ramp[0], NULL, 10), increment = strtoll(ramp[1], NULL, 10);
-    int64_t samples = strtoll(ramp[2], NULL, 10), increments = (options->global_batch_size - start) / increment;
+    const int64_t *ramp = options->rampup_batch_size.items, start = ramp[0], increment = ramp[1], samples = ramp[2];
+    int64_t increments = (options->global_batch_size - start) / increment;
     if (consumed_samples > samples || increments == 0) return options->global_batch_size;
     double samples_per_increment = (double)samples / (double)increments;
     return start + (int64_t)((double)consumed_samples / samples_per_increment) * increment;
@@ -12458,7 +10185,7 @@ static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_
     }
 }
 
-static const char *const mt_kept_prefix[MT_NUM_KEPT] = {"", "master.", "exp_avg.", "exp_avg_sq."};
+static const char *const mt_param_state_prefix[MT_NUM_STATES] = {"", "master.", "exp_avg.", "exp_avg_sq."};
 
 /* Of values[n], which belong at `at` of a bucket, those in a part that are not finite. */
 static int64_t mt_count_not_finite(const mt_part *part, int64_t at, const float *values, int64_t n) {
@@ -12466,55 +10193,6 @@ static int64_t mt_count_not_finite(const mt_part *part, int64_t at, const float 
     for (int64_t i = mt_max(part->first - at, 0); i < end; i++) count += !isfinite(values[i]);
     return count;
 }
-
-/* The options that decide on a parameter's rows, its columns, and whether it exists. */
-typedef struct mt_param_options {
-    const char *rows, *cols, *exists;
-} mt_param_options;
-
-static const mt_param_options mt_param_option[MT_NUM_ROLES] = {
-    [MT_WORD_EMBEDDING] = {"--vocab-size", "--hidden-size", NULL},
-    [MT_POSITION_EMBEDDING] = {"--max-position-embeddings", "--hidden-size", "--position-embedding-type"},
-    [MT_INPUT_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_INPUT_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_Q] = {"--num-attention-heads and --kv-channels", "--hidden-size", NULL},
-    [MT_K] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
-    [MT_V] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
-    [MT_Q_BIAS] = {"--num-attention-heads and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_K_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_V_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_Q_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
-    [MT_K_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
-    [MT_O] = {"--hidden-size", "--num-attention-heads and --kv-channels", NULL},
-    [MT_O_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
-    [MT_MLP_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_MLP_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_GATE] = {"--ffn-hidden-size", "--hidden-size", "--swiglu"},
-    [MT_GATE_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
-    [MT_UP] = {"--ffn-hidden-size", "--hidden-size", NULL},
-    [MT_UP_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
-    [MT_DOWN] = {"--hidden-size", "--ffn-hidden-size", NULL},
-    [MT_DOWN_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
-    [MT_FINAL_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_FINAL_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_LM_HEAD] = {"--vocab-size", "--hidden-size", "--untie-embeddings-and-output-weights"},
-    [MT_ROUTER] = {"--num-experts", "--hidden-size", "--moe-layer-freq"},
-    [MT_ROUTER_BIAS] = {"--num-experts", NULL, "--moe-router-enable-expert-bias"},
-    [MT_EXPERT_GATE] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
-    [MT_EXPERT_UP] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
-    [MT_EXPERT_DOWN] = {"--hidden-size", "--moe-ffn-hidden-size", "--num-experts"},
-    [MT_SHARED_GATE] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
-                        "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_UP] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
-                      "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_DOWN] = {"--hidden-size", "--moe-shared-expert-intermediate-size",
-                        "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_EXPERT_GATE] = {"--moe-shared-expert-gate", "--hidden-size", "--moe-shared-expert-gate"},
-    [MT_MTP_EMBEDDING_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-    [MT_MTP_HIDDEN_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-    [MT_MTP_PROJECTION] = {"--hidden-size", "--hidden-size", "--mtp-num-layers"},
-    [MT_MTP_FINAL_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-};
 
 /* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
 static int64_t mt_param_shape(const mt_param *param, int64_t shape[2]) {
@@ -12535,7 +10213,7 @@ static const char *mt_shape_print(char out[256], const int64_t *shape, int64_t n
 static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, mt_error *error) {
     int64_t shape[2], num_dims = mt_param_shape(param, shape);
     char found[256], expected[256];
-    const mt_param_options *option = &mt_param_option[param->role];
+    const char *rows_option = param->rows_option ? param->rows_option : param->exists_option;
     if (tensor->dtype != MT_F32 && tensor->dtype != MT_BF16 && tensor->dtype != MT_F16 && tensor->dtype != MT_F64)
         return mt_error_set(error,
                             "%s: tensor \"%s\" is %s; weights may be F32, BF16, F16 or F64, so take a checkpoint "
@@ -12546,7 +10224,7 @@ static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, m
         tensor->num_dims == 2 && num_dims == 2 && tensor->shape[!param->hf_transposed] != param->whole_cols;
     return mt_error_set(error, "%s: tensor \"%s\" is %s and the model's %s; check %s or config.json", tensor->file,
                         tensor->name, mt_shape_print(found, tensor->shape, tensor->num_dims),
-                        mt_shape_print(expected, shape, num_dims), cols_differ ? option->cols : option->rows);
+                        mt_shape_print(expected, shape, num_dims), cols_differ ? param->cols_option : rows_option);
 }
 
 /* The tensor of a name in the table; a model saved without its head has names without their first word. */
@@ -12561,7 +10239,7 @@ static const mt_tensor_info *mt_safetensors_find_param(const mt_safetensors *fil
 
 static int mt_param_missing(const mt_param *param, const mt_options *options, const char *folder,
                             const mt_safetensors *file, mt_error *error) {
-    const char *option = mt_param_option[param->role].exists;
+    const char *option = param->exists_option;
     if (param->role == MT_LM_HEAD)
         return mt_error_set(error,
                             "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
@@ -13139,9 +10817,8 @@ static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *
     for (int64_t i = 0; i < m->num_params; i++) {
         const mt_param *param = &m->params[i];
         wanted[i] = (mt_wanted){.param = param, .tensor = mt_safetensors_find_param(file, param->hf_name)};
-        wanted[i].weights = mt_bucket_part(m, param->bucket, MT_KEPT_WEIGHTS);
-        if (m->dtype != MT_F32 && mt_param_is_trained(param))
-            wanted[i].floats = mt_bucket_part(m, param->bucket, MT_KEPT_MASTER);
+        wanted[i].weights = mt_bucket_part(m, param->bucket, MT_STATE_WEIGHTS);
+        if (m->dtype != MT_F32 && param->trained) wanted[i].floats = mt_bucket_part(m, param->bucket, MT_STATE_MASTER);
     }
     mt_params_changed(m);
     status = mt_safetensors_take(file, m, sums, wanted, m->num_params, damaged, error);
@@ -13170,7 +10847,7 @@ typedef struct mt_saved {
     char name[192];
     const mt_param *params; // rows of this rank's table, NULL: nothing of it lies here
     int64_t num_params;
-    mt_kept kept;
+    mt_param_state state;
     mt_dtype dtype;
     int64_t shape[2], num_dims;
     int64_t shard, offset, bytes; // offset in the shard's data
@@ -13195,28 +10872,28 @@ static int64_t mt_params_together(const mt_param *rows, int64_t count, int64_t i
 }
 
 /* Appends one kind of value of every parameter of the whole model. */
-static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_kept kept, mt_dtype dtype) {
+static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_param_state state, mt_dtype dtype) {
     for (int64_t i = 0; i < count; i = mt_params_together(rows, count, i)) {
         const mt_param *param = &rows[i];
-        bool trained = mt_param_is_trained(param); // what is not has no moments, and stays fp32
-        if (!trained && kept != MT_KEPT_WEIGHTS) continue;
+        bool trained = param->trained; // what is not has no moments, and stays fp32
+        if (!trained && state != MT_STATE_WEIGHTS) continue;
         mt_saved *saved = &set->tensors[set->count++];
-        *saved = (mt_saved){.kept = kept, .dtype = kept == MT_KEPT_WEIGHTS && trained ? dtype : MT_F32};
+        *saved = (mt_saved){.state = state, .dtype = state == MT_STATE_WEIGHTS && trained ? dtype : MT_F32};
         saved->num_dims = mt_param_shape(param, saved->shape);
         saved->bytes = param->hf_rows_total * param->whole_cols * mt_dtype_size(saved->dtype);
-        snprintf(saved->name, sizeof saved->name, "%s%s", mt_kept_prefix[kept], param->hf_name);
+        snprintf(saved->name, sizeof saved->name, "%s%s", mt_param_state_prefix[state], param->hf_name);
     }
 }
 
 /* Finds what lies here of every tensor of a set. */
 static void mt_saved_find_params(mt_saved_set *set, const mt_model *m) {
-    int first = set->tensors[0].kept == MT_KEPT_WEIGHTS ? MT_KEPT_WEIGHTS : MT_KEPT_MASTER;
-    int end = first == MT_KEPT_WEIGHTS ? MT_KEPT_MASTER : MT_NUM_KEPT;
+    int first = set->tensors[0].state == MT_STATE_WEIGHTS ? MT_STATE_WEIGHTS : MT_STATE_MASTER;
+    int end = first == MT_STATE_WEIGHTS ? MT_STATE_MASTER : MT_NUM_STATES;
     for (int64_t i = 0, next; i < m->num_params; i = next) {
         next = mt_params_together(m->params, m->num_params, i);
-        for (int kept = first; kept < end; kept++) {
+        for (int state = first; state < end; state++) {
             mt_saved key;
-            snprintf(key.name, sizeof key.name, "%s%s", mt_kept_prefix[kept], m->params[i].hf_name);
+            snprintf(key.name, sizeof key.name, "%s%s", mt_param_state_prefix[state], m->params[i].hf_name);
             mt_saved *saved = bsearch(&key, set->tensors, (size_t)set->count, sizeof key, mt_saved_compare);
             if (saved) saved->params = &m->params[i], saved->num_params = next - i;
         }
@@ -13229,10 +10906,10 @@ static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem
     int64_t filled = 0, count = mt_params_build(&rows, m->options, NULL);
     bool weights = strcmp(stem, "model") == 0;
     *set = (mt_saved_set){.stem = stem, .num_shards = 1};
-    set->tensors = mt_malloc(MT_NUM_KEPT * count * (int64_t)sizeof(mt_saved));
-    for (int kept = 0; kept < MT_NUM_KEPT; kept++)
-        if (weights == (kept == MT_KEPT_WEIGHTS) && (kept != MT_KEPT_MASTER || m->dtype != MT_F32))
-            mt_saved_add(set, rows, count, (mt_kept)kept, m->dtype);
+    set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof(mt_saved));
+    for (int state = 0; state < MT_NUM_STATES; state++)
+        if (weights == (state == MT_STATE_WEIGHTS) && (state != MT_STATE_MASTER || m->dtype != MT_F32))
+            mt_saved_add(set, rows, count, (mt_param_state)state, m->dtype);
     free(rows);
     qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
     for (int64_t i = 0; i < set->count; i++) {
@@ -13634,11 +11311,11 @@ static int64_t mt_ring_bytes(int64_t total, int64_t largest) {
 /* Elements [*begin, *end) of what lies here of a parameter, in its own order, are this rank's to write: its shard where
  * the data group shares them out, else a part of the rows, or all where rows are the file's columns, whose parts would
  * be short lines. Returns where the first is, or NULL: none is. */
-static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_kept kept, int64_t *begin,
+static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_param_state state, int64_t *begin,
                                   int64_t *end) {
     const mt_bucket *b = &m->buckets[param->bucket];
     const mt_group *group = b->group;
-    mt_part part = mt_bucket_part(m, param->bucket, kept);
+    mt_part part = mt_bucket_part(m, param->bucket, state);
     int64_t rows = mt_param_rows_stored(param), cols = param->cols;
     if (!param->counted) return NULL;
     if (b->strategy == MT_NO_SHARD && param->hf_transposed) { // in turns, so that all get as much of every role
@@ -13766,7 +11443,7 @@ static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, i
             for (int64_t k = 0; k < saved->num_params; k++) {
                 int64_t from, to;
                 const mt_param *param = &saved->params[k];
-                const char *data = mt_param_share(m, param, saved->kept, &from, &to);
+                const char *data = mt_param_share(m, param, saved->state, &from, &to);
                 int64_t most =
                     mt_max(MT_PIECE_BYTES, param->cols * size * (param->hf_transposed ? param->hf_rows_total : 1));
                 if (!data) continue;
@@ -14036,7 +11713,7 @@ static int mt_checkpoint_publish(const char *folder, const char *iteration, int6
 }
 
 /* Creates a folder and those above it. */
-static int mt_folder_create(const char *folder, mt_error *error) {
+int mt_folder_create(const char *folder, mt_error *error) {
     char *path = mt_strdup(folder);
     struct stat status;
     for (char *slash = path + 1; *path && *slash; slash++) {
@@ -14513,48 +12190,50 @@ char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error) {
 }
 
 /* The tensor that keeps one kind of value of a parameter. */
-static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const mt_param *param, mt_kept kept) {
+static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const mt_param *param,
+                                               mt_param_state state) {
     char name[192];
-    snprintf(name, sizeof name, "%s%s", mt_kept_prefix[kept], param->hf_name);
+    snprintf(name, sizeof name, "%s%s", mt_param_state_prefix[state], param->hf_name);
     return mt_safetensors_find(file, name);
 }
 
 /* Whether a folder holds every kind of state from `first` on of every parameter of the model. */
-static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_kept first, const char *folder,
+static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_param_state first, const char *folder,
                               const mt_safetensors *file, mt_error *error) {
     int status = 0;
     for (int64_t i = 0; i < count; i++)
-        for (int kept = first; kept < MT_NUM_KEPT && status == 0 && mt_param_is_trained(&rows[i]); kept++) {
-            const mt_tensor_info *tensor = mt_optimizer_find(file, &rows[i], (mt_kept)kept);
+        for (int state = first; state < MT_NUM_STATES && status == 0 && rows[i].trained; state++) {
+            const mt_tensor_info *tensor = mt_optimizer_find(file, &rows[i], (mt_param_state)state);
             status = tensor ? mt_param_check(&rows[i], tensor, error)
                             : mt_error_set(error,
                                            "%s: the optimizer's state has no tensor \"%s%s\"; go on without it by "
                                            "--no-load-optim, or get the folder again",
-                                           folder, mt_kept_prefix[kept], rows[i].hf_name);
+                                           folder, mt_param_state_prefix[state], rows[i].hf_name);
         }
     return status;
 }
 
-/* Moments and, where they were kept, master weights. A bf16 run may go on in fp32, from its master weights, and an fp32
- * run in bf16, with its weights for master weights. */
+/* Moments and, where they were saved, master weights. A bf16 run may go on in fp32, from its master weights, and an
+ * fp32 run in bf16, with its weights for master weights. */
 static int mt_optimizer_load(mt_model *m, const char *folder, const mt_checksums *sums, bool *damaged,
                              mt_error *error) {
     mt_safetensors *file = NULL;
     mt_param *rows;
-    mt_kept first = MT_KEPT_M;
+    mt_param_state first = MT_STATE_EXP_AVG;
     int64_t count = mt_params_build(&rows, m->options, NULL), num_wanted = 0;
     int status = mt_safetensors_open_folder(&file, folder, "optimizer", error);
-    if (status == 0 && mt_optimizer_find(file, &rows[0], MT_KEPT_MASTER)) first = MT_KEPT_MASTER;
+    if (status == 0 && mt_optimizer_find(file, &rows[0], MT_STATE_MASTER)) first = MT_STATE_MASTER;
     if (status == 0) status = mt_optimizer_check(rows, count, first, folder, file, error);
     free(rows);
     status = mt_agree(&m->grid->world, status != 0, error);
-    mt_wanted *wanted = mt_calloc(mt_max(m->num_params * MT_NUM_KEPT, 1) * (int64_t)sizeof *wanted);
+    mt_wanted *wanted = mt_calloc(mt_max(m->num_params * MT_NUM_STATES, 1) * (int64_t)sizeof *wanted);
     for (int64_t i = 0; i < m->num_params && status == 0; i++)
-        for (int kept = first; kept < MT_NUM_KEPT && mt_param_is_trained(&m->params[i]);
-             kept++) { // an fp32 model's weights are its master weights
+        for (int state = first; state < MT_NUM_STATES && m->params[i].trained;
+             state++) { // an fp32 model's weights are its master weights
             mt_wanted *w = &wanted[num_wanted++];
-            *w = (mt_wanted){.param = &m->params[i], .tensor = mt_optimizer_find(file, &m->params[i], (mt_kept)kept)};
-            w->floats = mt_bucket_part(m, m->params[i].bucket, (mt_kept)kept);
+            *w = (mt_wanted){.param = &m->params[i],
+                             .tensor = mt_optimizer_find(file, &m->params[i], (mt_param_state)state)};
+            w->floats = mt_bucket_part(m, m->params[i].bucket, (mt_param_state)state);
         }
     if (status == 0) status = mt_safetensors_take(file, m, sums, wanted, num_wanted, damaged, error);
     free(wanted);
@@ -14642,8 +12321,8 @@ static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, 
 /* What a checkpoint that turned out to be damaged has left behind in the optimizer. */
 static void mt_optimizer_zero(mt_model *m) {
     for (int64_t i = 0; i < m->num_buckets && m->plan.train; i++)
-        for (int kept = MT_KEPT_M; kept < MT_NUM_KEPT; kept++) {
-            mt_part part = mt_bucket_part(m, i, (mt_kept)kept);
+        for (int state = MT_STATE_EXP_AVG; state < MT_NUM_STATES; state++) {
+            mt_part part = mt_bucket_part(m, i, (mt_param_state)state);
             mt_part_write(m, &part, part.first, NULL, part.count);
         }
 }
@@ -15204,6 +12883,15 @@ int64_t mt_score(mt_model *model, mt_error *error) {
  * change it; the host waits for the device only where it reads the metrics, and so as to stay within two steps of it.
  */
 
+/* A part of the step, for the profile if there is one. */
+static void mt_phase_begin(mt_model *m, const char *name, int64_t micro_batch, int64_t chunk) {
+    if (m->ops->phase_begin) m->ops->phase_begin(name, micro_batch, chunk, m->stream);
+}
+
+static void mt_phase_end(mt_model *m) {
+    if (m->ops->phase_end) m->ops->phase_end(m->stream);
+}
+
 /* Finished gradients' norm and scale, and whether the step may update. */
 static void mt_step_judge(mt_model *m) {
     const mt_options *o = m->options;
@@ -15211,19 +12899,19 @@ static void mt_step_judge(mt_model *m) {
                             .spike_factor = o->check_for_spiky_loss ? o->loss_spike_factor : 0,
                             .window = o->loss_spike_window,
                             .copies = m->grid->world.size};
-    mt_profile_phase_begin("norm", -1, -1, m->stream);
+    mt_phase_begin(m, "norm", -1, -1);
     mt_gradients_norm(m);
     mt_step_numbers *n = m->numbers;
     m->ops->gradient_scale(&n->grad_scale, &n->grad_norm, n->sums + 2, n->sums + 1, (float)o->clip_grad, m->stream);
     m->ops->step_guard(n->guard, &n->grad_scale, n->sums + 3, n->sums + 1, &n->grad_norm, &rules, m->stream);
     mt_experts_move_biases(m);
-    mt_profile_phase_end(m->stream);
+    mt_phase_end(m);
 }
 
 /* The weights' update, where the step was judged good. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
-    mt_profile_phase_begin("optimizer", -1, -1, m->stream);
+    mt_phase_begin(m, "optimizer", -1, -1);
     mt_saved_changes(m);
     double step = (double)(state->optimizer_step + 1);
     mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
@@ -15246,7 +12934,7 @@ static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
         }
     }
     mt_params_finish(m);
-    mt_profile_phase_end(m->stream);
+    mt_phase_end(m);
 }
 
 /* Where micro-batches come from, and the tokens in those that the first stage had. */
@@ -15257,83 +12945,83 @@ typedef struct mt_source {
     int64_t tokens;
 } mt_source;
 
-/* The live micro-batch of a step. */
-static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_step *step) {
+/* The live micro-batch of an action. */
+static mt_micro_batch *mt_micro_batch_find(mt_model *m, const mt_action *action) {
     for (int64_t i = 0; i < m->num_micro_batches; i++)
-        if (m->micro_batches[i].chunk == step->chunk && m->micro_batches[i].index == step->micro_batch)
+        if (m->micro_batches[i].chunk == action->chunk && m->micro_batches[i].index == action->micro_batch)
             return &m->micro_batches[i];
     MT_CHECK(!"a backward follows its forward");
     return NULL;
 }
 
-static int mt_step_forward(mt_model *m, const mt_step *step, mt_source *from, mt_error *error) {
-    mt_micro_batch *at = mt_micro_batch_free(m, step->chunk);
+static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *from, mt_error *error) {
+    mt_micro_batch *at = mt_micro_batch_free(m, action->chunk);
     int64_t cp = m->grid->context.size;
     double begin = mt_time();
-    if (from->read(from->context, step->micro_batch, from->batch, error) != 0) return -1;
+    if (from->read(from->context, action->micro_batch, from->batch, error) != 0) return -1;
     m->data_seconds += mt_time() - begin;
     if (cp > 1 && mt_batch_check_context(from->batch, cp, error) != 0) return -1;
-    if (step->chunk == 0) from->tokens += from->batch->num_tokens;
+    if (action->chunk == 0) from->tokens += from->batch->num_tokens;
     mt_load_batch(m, at, from->batch);
-    if (m->training) at->index = step->micro_batch;
+    if (m->training) at->index = action->micro_batch;
     mt_stage_forward(m, false);
-    if (m->stages[step->chunk].loss) mt_loss_forward(m);
+    if (m->stages[action->chunk].loss) mt_loss_forward(m);
     return 0;
 }
 
 /* `remaining` [num_chunks] counts the micro-batches whose part of the backward is still to come. */
-static void mt_step_backward(mt_model *m, const mt_step *step, int64_t *remaining) {
-    mt_micro_batch *at = mt_micro_batch_find(m, step);
+static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
+    mt_micro_batch *at = mt_micro_batch_find(m, action);
     mt_micro_batch_enter(m, at);
-    m->last_backward = --remaining[step->chunk] == 0;
-    if (step->kind == MT_STEP_BACKWARD_WEIGHT)
+    m->last_backward = --remaining[action->chunk] == 0;
+    if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
         mt_chunk_backward_weight(m);
     else
-        mt_stage_backward(m, step->kind == MT_STEP_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT);
-    if (step->kind != MT_STEP_BACKWARD_INPUT) at->index = -1;
+        mt_stage_backward(m, action->kind == MT_ACTION_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT);
+    if (action->kind != MT_ACTION_BACKWARD_INPUT) at->index = -1;
 }
 
-/* Receives what later steps will need, as far as there is room, so that it travels while this step computes, and so
- * that senders find the room that they count on (mt_model_links). next[direction] is the first step not looked at yet.
+/* Starts receives of later actions, as many as have buffers, so that messages arrive while this action computes and
+ * senders find the buffers that they count on (mt_model_links). next[direction] is the first action not examined yet.
  */
-static void mt_receive_ahead(mt_model *m, const mt_step *steps, int64_t count, int64_t now, int64_t next[2]) {
-    static const mt_step_kind kinds[2] = {MT_STEP_RECV_FORWARD, MT_STEP_RECV_BACKWARD};
+static void mt_receive_ahead(mt_model *m, const mt_action *actions, int64_t count, int64_t now, int64_t next[2]) {
+    static const mt_action_kind kinds[2] = {MT_ACTION_RECV_FORWARD, MT_ACTION_RECV_BACKWARD};
     static const int links[2] = {MT_LINK_RECV_FORWARD, MT_LINK_RECV_BACKWARD};
     for (int direction = 0; direction < 2; direction++)
         for (int64_t *at = &next[direction]; *at < count; ++*at) {
-            if (*at < now || steps[*at].kind != kinds[direction]) continue;
+            if (*at < now || actions[*at].kind != kinds[direction]) continue;
             if (!mt_link_start(m, &m->links[links[direction]])) break;
         }
 }
 
-/* Not in a GPU's first step: kernels are loaded then, which may wait for a receive under way, whose sender may wait for
- * this rank. Groups of micro-batches that are wider than the pipeline count on the room that it makes, though. */
+/* Not in a GPU's first step: loading a kernel may wait for a pending receive, whose sender may wait for this rank.
+ * Groups of more micro-batches than pipeline ranks need the early receives in every step. */
 static bool mt_looks_ahead(const mt_model *m) {
     if (m->grid->pipeline.size == 1) return false;
     bool is_warm = m->num_steps > 0 || strcmp(m->ops->name, "cpu") == 0;
     return is_warm || m->links[MT_LINK_RECV_FORWARD].num_buffers > 2;
 }
 
-/* Writes this rank's list to m->steps and returns its length. */
-static int64_t mt_list_steps(mt_model *m, const mt_schedule *schedule) {
+/* Writes this rank's list to m->actions and returns its length. */
+static int64_t mt_list_actions(mt_model *m, const mt_schedule *schedule) {
     int rank = m->grid->pipeline.rank;
-    int64_t count = mt_schedule_steps(NULL, schedule, rank);
-    if (count > m->max_steps) { // the first step, and where the batch ramp grows
-        m->steps = mt_realloc(m->steps, count * (int64_t)sizeof(mt_step));
-        m->max_steps = count;
+    int64_t count = mt_schedule_actions(NULL, schedule, rank);
+    if (count > m->max_actions) { // the first step, and where the batch ramp grows
+        m->actions = mt_realloc(m->actions, count * (int64_t)sizeof(mt_action));
+        m->max_actions = count;
     }
-    return mt_schedule_steps(m->steps, schedule, rank);
+    return mt_schedule_actions(m->actions, schedule, rank);
 }
 
-/* Does what the schedule lists for this rank. Sends and receives are part of the forwards and backwards: a message
- * leaves as soon as it is computed, and is waited for where it is needed. */
+/* Runs this rank's list. Sends and receives are part of the forwards and backwards: a message is sent as soon as it is
+ * computed, and awaited where it is needed. */
 static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool training, mt_source *from, mt_error *error) {
-    static const char *const phases[] = {[MT_STEP_FORWARD] = "forward",
-                                         [MT_STEP_BACKWARD] = "backward",
-                                         [MT_STEP_BACKWARD_INPUT] = "backward of the input",
-                                         [MT_STEP_BACKWARD_WEIGHT] = "backward of the weights",
-                                         [MT_STEP_RECV_BACKWARD] = NULL};
-    int64_t count = mt_list_steps(m, schedule), ahead[2] = {0};
+    static const char *const phases[] = {[MT_ACTION_FORWARD] = "forward",
+                                         [MT_ACTION_BACKWARD] = "backward",
+                                         [MT_ACTION_BACKWARD_INPUT] = "backward of the input",
+                                         [MT_ACTION_BACKWARD_WEIGHT] = "backward of the weights",
+                                         [MT_ACTION_RECV_BACKWARD] = NULL};
+    int64_t count = mt_list_actions(m, schedule), ahead[2] = {0};
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
     m->training = training;
@@ -15341,17 +13029,17 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     bool looks_ahead = mt_looks_ahead(m);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
-        const mt_step *step = &m->steps[i];
-        if (looks_ahead) mt_receive_ahead(m, m->steps, count, i, ahead);
-        if (!phases[step->kind]) continue;
-        mt_profile_phase_begin(phases[step->kind], step->micro_batch, step->chunk, m->stream);
-        if (step->kind == MT_STEP_FORWARD)
-            status = mt_step_forward(m, step, from, error);
-        else if (step->kind == MT_STEP_BACKWARD_WEIGHT)
-            mt_step_backward(m, step, weights);
+        const mt_action *action = &m->actions[i];
+        if (looks_ahead) mt_receive_ahead(m, m->actions, count, i, ahead);
+        if (!phases[action->kind]) continue;
+        mt_phase_begin(m, phases[action->kind], action->micro_batch, action->chunk);
+        if (action->kind == MT_ACTION_FORWARD)
+            status = mt_action_forward(m, action, from, error);
+        else if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
+            mt_action_backward(m, action, weights);
         else
-            mt_step_backward(m, step, inputs);
-        mt_profile_phase_end(m->stream);
+            mt_action_backward(m, action, inputs);
+        mt_phase_end(m);
     }
     m->in_schedule = false;
     free(inputs);
@@ -15381,13 +13069,13 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     mt_source from = {source, context, batch, 0};
     if (mt_run_schedule(m, &schedule, true, &from, error) != 0) return -1;
     *tokens += from.tokens;
-    mt_profile_phase_begin("gradients", -1, -1, m->stream);
+    mt_phase_begin(m, "gradients", -1, -1);
     if (m->bad_steps.reruns) m->ops->memory_copy(m->numbers->own, m->numbers->sums, 8, m->stream);
     mt_sums_finish(m);
     mt_gradients_finish(m);
     mt_gradients_finish_model(m);
     mt_experts_finish(m);
-    mt_profile_phase_end(m->stream);
+    mt_phase_end(m);
     return 0;
 }
 
@@ -15623,1717 +13311,4 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
     m->ops->stream_wait(m->stream);
     *loss = mt_mean_loss(sums);
     return 0;
-}
-
-/* ==== §16b reports =============================================================================================== */
-
-/* Bytes of memory that this process has held at most. */
-static int64_t mt_peak_memory(void) {
-    struct rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    return (int64_t)usage.ru_maxrss * 1024;
-}
-
-/* A number that is told: to TensorBoard by the tag that Megatron gives it (§16c), in the metrics file by its key. */
-typedef struct mt_scalar {
-    const char *tag, *key; // NULL: not there
-    double value;
-} mt_scalar;
-
-static int mt_tensorboard_open(mt_report *report, mt_error *error);
-static int mt_tensorboard_write(const mt_report *report, int64_t step, const mt_scalar *scalars, int64_t count,
-                                mt_error *error);
-
-int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error) {
-    const mt_options *options = model->options;
-    *report = (mt_report){.options = options, .first_iteration = state->iteration};
-    report->world_size = model->grid->world.size;
-    report->prints = model->grid->world.rank == 0;
-#ifdef MT_HAVE_CUDA
-    if (strcmp(model->ops->name, "cuda") == 0) {
-        report->device_bytes = model->arena.capacity;
-        report->peak_flops = mt_cuda_peak_flops(model->dtype);
-    }
-#endif
-    report->start = mt_time();
-    if (!report->prints) return 0;
-    if (options->tensorboard_dir && mt_tensorboard_open(report, error) != 0) return -1;
-    if (!options->metrics) return 0;
-    report->metrics = fopen(options->metrics, state->iteration > 0 ? "a" : "w"); // a resumed run goes on in its file
-    if (!report->metrics)
-        return mt_error_set(error, "--metrics %s: cannot be written: %s", options->metrics, strerror(errno));
-    return 0;
-}
-
-void mt_report_close(mt_report *report) {
-    if (report->metrics) fclose(report->metrics);
-    if (report->events) fclose(report->events);
-    report->metrics = report->events = NULL;
-}
-
-void mt_report_line(const mt_report *report, const char *format, ...) {
-    if (!report->prints) return;
-    va_list arguments;
-    va_start(arguments, format);
-    vprintf(format, arguments);
-    va_end(arguments);
-    printf("\n");
-    fflush(stdout);
-}
-
-/* Ends a line of the metrics file; each line is whole on the disk before the next step begins. */
-static int mt_report_flush(const mt_report *report, mt_error *error) {
-    if (fflush(report->metrics) == 0 && !ferror(report->metrics)) return 0;
-    return mt_error_set(error, "--metrics %s: cannot be written: %s", report->options->metrics, strerror(errno));
-}
-
-/* JSON has no word for what is not finite but null. */
-static const char *mt_json_number(char text[32], double value) {
-    snprintf(text, 32, "%.17g", value);
-    return isfinite(value) ? text : "null";
-}
-
-bool mt_report_is_due(const mt_report *report, int64_t iteration) {
-    return iteration % report->options->log_interval == 0 || iteration == report->options->num_iterations;
-}
-
-static double mt_mtp_mean_loss(const mt_options *o, const mt_metrics *metrics) {
-    double sum = 0;
-    for (int64_t k = 0; k < o->mtp_num_layers; k++) sum += metrics->mtp_losses[k];
-    return sum / (double)o->mtp_num_layers;
-}
-
-/* Some models say more: the loss of what predicts further tokens; with experts what balances them where that is on, how
- * even they are, and what was dropped. */
-static void mt_report_parts(char *text, size_t room, const mt_options *o, const mt_metrics *metrics) {
-    int length = snprintf(text, room, "%s", "");
-    if (o->mtp_num_layers > 0) length += snprintf(text, room, "  mtp loss %.4f", mt_mtp_mean_loss(o, metrics));
-    if (mt_num_expert_layers(o) == 0) return;
-    if (o->moe_aux_loss_coeff > 0)
-        length += snprintf(text + length, room - (size_t)length, "  balance loss %.3g", metrics->load_balancing_loss);
-    if (o->moe_z_loss_coeff > 0)
-        length += snprintf(text + length, room - (size_t)length, "  z loss %.3g", metrics->z_loss);
-    length += snprintf(text + length, room - (size_t)length, "  load %.2f (worst %.2f)", metrics->imbalance,
-                       metrics->worst_imbalance);
-    if (o->moe_expert_capacity_factor > 0)
-        snprintf(text + length, room - (size_t)length, "  dropped %.1f%%", 100 * metrics->dropped);
-}
-
-/* All that is told of a step. */
-typedef struct mt_scalars {
-    mt_scalar scalars[15 + MT_MAX_MTP_LAYERS];
-    int64_t count;
-    char names[MT_MAX_MTP_LAYERS][2][32];
-} mt_scalars;
-
-static void mt_scalars_add(mt_scalars *all, const char *tag, const char *key, double value) {
-    all->scalars[all->count++] = (mt_scalar){tag, key, value};
-}
-
-/* `flops` are a rank's in a second. */
-static void mt_scalars_of(mt_scalars *all, const mt_report *report, const mt_run_state *state,
-                          const mt_metrics *metrics, double flops) {
-    int64_t bytes = report->device_bytes > 0 ? report->device_bytes : mt_peak_memory();
-    all->count = 0;
-    mt_scalars_add(all, "lm loss", "lm_loss", metrics->loss);
-    for (int64_t k = 0; k < report->options->mtp_num_layers; k++) {
-        snprintf(all->names[k][0], 32, "mtp_%lld loss", (long long)k + 1);
-        snprintf(all->names[k][1], 32, "mtp_%lld_loss", (long long)k + 1);
-        mt_scalars_add(all, all->names[k][0], all->names[k][1], metrics->mtp_losses[k]);
-    }
-    mt_scalars_add(all, "grad-norm", "grad_norm", metrics->grad_norm);
-    mt_scalars_add(all, "learning-rate", "learning_rate", metrics->learning_rate);
-    mt_scalars_add(all, "weight-decay", "weight_decay", metrics->weight_decay);
-    mt_scalars_add(all, "consumed-samples", "consumed_samples", (double)state->consumed_train_samples);
-    mt_scalars_add(all, "tokens-per-second", "tokens_per_second", metrics->tokens / metrics->seconds);
-    mt_scalars_add(all, "throughput", "tflops_per_device", flops * 1e-12);
-    mt_scalars_add(all, "iteration-time-ms", "iteration_ms", 1e3 * metrics->seconds);
-    mt_scalars_add(all, "mem-max-allocated-bytes", "peak_memory_bytes", (double)bytes);
-    mt_scalars_add(all, "skipped-iterations", "skipped_iterations", (double)metrics->skipped);
-    if (mt_num_expert_layers(report->options) == 0) return;
-    mt_scalars_add(all, "load_balancing_loss", "load_balancing_loss", metrics->load_balancing_loss);
-    mt_scalars_add(all, "z_loss", "z_loss", metrics->z_loss);
-    mt_scalars_add(all, "load imbalance", "load_imbalance", metrics->imbalance);
-    mt_scalars_add(all, "worst load imbalance", "worst_load_imbalance", metrics->worst_imbalance);
-    mt_scalars_add(all, "dropped", "dropped", metrics->dropped);
-}
-
-int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
-                        mt_error *error) {
-    const mt_options *o = report->options;
-    int64_t iteration = state->iteration, total = o->num_iterations;
-    if (!report->prints || !mt_report_is_due(report, iteration)) return 0;
-    double rate = metrics->tokens / metrics->seconds;
-    double flops = mt_flops(o, (int64_t)metrics->tokens / o->seq_length) / metrics->seconds / report->world_size;
-    double pace = (mt_time() - report->start) / (double)(iteration - report->first_iteration);
-    int64_t left = (int64_t)(pace * (double)(total - iteration) + 0.5);
-    char speed[64];
-    if (report->peak_flops > 0)
-        snprintf(speed, sizeof speed, "%.1f%% MFU", 100 * flops / report->peak_flops);
-    else
-        snprintf(speed, sizeof speed, "%.1f GFLOP/s", flops * 1e-9);
-    char skipped[40] = "", parts[160];
-    if (metrics->skipped > 0) snprintf(skipped, sizeof skipped, "%lld skipped  ", (long long)metrics->skipped);
-    mt_report_parts(parts, sizeof parts, o, metrics);
-    mt_report_line(report,
-                   "%6lld/%lld %3d%%  loss %.4f%s  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %s%lld:%02lld left",
-                   (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, parts,
-                   metrics->grad_norm, metrics->learning_rate, rate, speed, skipped, (long long)(left / 60),
-                   (long long)(left % 60));
-    mt_scalars all;
-    mt_scalars_of(&all, report, state, metrics, flops);
-    if (report->events && mt_tensorboard_write(report, iteration, all.scalars, all.count, error) != 0) return -1;
-    if (!report->metrics) return 0;
-    fprintf(report->metrics, "{\"iteration\": %lld", (long long)iteration);
-    for (int64_t i = 0; i < all.count; i++) {
-        char number[32];
-        fprintf(report->metrics, ", \"%s\": %s", all.scalars[i].key, mt_json_number(number, all.scalars[i].value));
-    }
-    fprintf(report->metrics, "}\n");
-    return mt_report_flush(report, error);
-}
-
-int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
-                         mt_error *error) {
-    mt_report_line(report, "%6lld  %s loss %.4f  perplexity %.2f", (long long)state->iteration, split, loss, exp(loss));
-    if (report->events) {
-        char tags[2][64];
-        snprintf(tags[0], sizeof tags[0], "lm loss %s", split);
-        snprintf(tags[1], sizeof tags[1], "lm loss %s ppl", split);
-        const mt_scalar scalars[] = {{tags[0], NULL, loss}, {tags[1], NULL, exp(loss)}};
-        if (mt_tensorboard_write(report, state->iteration, scalars, 2, error) != 0) return -1;
-    }
-    if (!report->metrics) return 0;
-    char text[2][32];
-    fprintf(report->metrics, "{\"iteration\": %lld, \"%s_loss\": %s, \"%s_perplexity\": %s}\n",
-            (long long)state->iteration, split, mt_json_number(text[0], loss), split,
-            mt_json_number(text[1], exp(loss)));
-    return mt_report_flush(report, error);
-}
-
-/* ==== §16c TensorBoard =========================================================================================== */
-/* Event files as TensorBoard reads them: TFRecords (TensorFlow, "TFRecord and tf.train.Example"), each a message of
- * event.proto, in protocol buffers' wire format: a key of field number and kind, then a varint, 4 or 8 bytes, or a
- * length and so many bytes. Few fields are needed, so they are written by hand. */
-
-/* CRC-32C, masked because records may hold checksums themselves. */
-static uint32_t mt_event_crc(const void *data, int64_t bytes) {
-    uint32_t crc = mt_crc32c(data, bytes);
-    return (crc >> 15 | crc << 17) + 0xa282ead8u;
-}
-
-/* A message that grows; one event is far smaller than its room. */
-typedef struct mt_message {
-    int64_t bytes;
-    uint8_t data[4096];
-} mt_message;
-
-enum { MT_WIRE_VARINT = 0, MT_WIRE_64 = 1, MT_WIRE_BYTES = 2, MT_WIRE_32 = 5 };
-
-static void mt_message_bytes(mt_message *to, const void *data, int64_t bytes) {
-    MT_CHECK(to->bytes + bytes <= (int64_t)sizeof to->data);
-    memcpy(to->data + to->bytes, data, (size_t)bytes);
-    to->bytes += bytes;
-}
-
-static void mt_message_varint(mt_message *to, uint64_t value) {
-    do {
-        uint8_t byte = (uint8_t)(value & 127) | (uint8_t)(value > 127 ? 128 : 0);
-        mt_message_bytes(to, &byte, 1);
-    } while ((value >>= 7) > 0);
-}
-
-/* A field of fixed size or of bytes; numbers are little-endian, as on the machines that this runs on. */
-static void mt_message_field(mt_message *to, int field, int wire, const void *data, int64_t bytes) {
-    mt_message_varint(to, (uint64_t)(field << 3 | wire));
-    if (wire == MT_WIRE_BYTES) mt_message_varint(to, (uint64_t)bytes);
-    mt_message_bytes(to, data, bytes);
-}
-
-/* Event.wall_time = 1, step = 2. */
-static mt_message mt_event_begin(int64_t step) {
-    mt_message event = {0};
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    double wall_time = (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
-    mt_message_field(&event, 1, MT_WIRE_64, &wall_time, 8);
-    mt_message_varint(&event, 2 << 3 | MT_WIRE_VARINT);
-    mt_message_varint(&event, (uint64_t)step);
-    return event;
-}
-
-/* A record: length, its checksum, the message, its checksum. What is written is on its way to the disk at once. */
-static int mt_event_write(const mt_report *report, const mt_message *event, mt_error *error) {
-    uint64_t length = (uint64_t)event->bytes;
-    uint32_t of_length = mt_event_crc(&length, 8), of_data = mt_event_crc(event->data, event->bytes);
-    FILE *file = report->events;
-    fwrite(&length, 8, 1, file);
-    fwrite(&of_length, 4, 1, file);
-    fwrite(event->data, 1, (size_t)event->bytes, file);
-    fwrite(&of_data, 4, 1, file);
-    if (fflush(file) == 0 && !ferror(file)) return 0;
-    return mt_error_set(error, "--tensorboard-dir %s: cannot be written: %s", report->options->tensorboard_dir,
-                        strerror(errno));
-}
-
-/* A file of its own for every start of a run; TensorBoard puts those of a folder together. */
-static int mt_tensorboard_open(mt_report *report, mt_error *error) {
-    static const char version[] = "brain.Event:2";
-    const char *folder = report->options->tensorboard_dir;
-    char host[64] = "host", path[4096];
-    struct timespec now;
-    gethostname(host, sizeof host - 1);
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (mt_folder_create(folder, error) == 0) {
-        snprintf(path, sizeof path, "%s/events.out.tfevents.%lld.%s.%lld.%09ld", folder, (long long)now.tv_sec, host,
-                 (long long)getpid(), now.tv_nsec);
-        report->events = fopen(path, "wb");
-    }
-    if (!report->events)
-        return mt_error_set(error, "--tensorboard-dir %s: cannot be written: %s", folder, strerror(errno));
-    mt_message event = mt_event_begin(0);
-    mt_message_field(&event, 3, MT_WIRE_BYTES, version, (int64_t)strlen(version)); // Event.file_version
-    return mt_event_write(report, &event, error);
-}
-
-/* Event.summary = 5, Summary.value = 1, Value.tag = 1 and simple_value = 2. */
-static int mt_tensorboard_write(const mt_report *report, int64_t step, const mt_scalar *scalars, int64_t count,
-                                mt_error *error) {
-    mt_message event = mt_event_begin(step), summary = {0};
-    for (int64_t i = 0; i < count; i++) {
-        mt_message value = {0};
-        float number = (float)scalars[i].value;
-        mt_message_field(&value, 1, MT_WIRE_BYTES, scalars[i].tag, (int64_t)strlen(scalars[i].tag));
-        mt_message_field(&value, 2, MT_WIRE_32, &number, 4);
-        mt_message_field(&summary, 1, MT_WIRE_BYTES, value.data, value.bytes);
-    }
-    mt_message_field(&event, 5, MT_WIRE_BYTES, summary.data, summary.bytes);
-    return mt_event_write(report, &event, error);
-}
-
-/* ==== §17 profile ================================================================================================= */
-/* Where a step's time goes: a table of operations that times the real ones. A call becomes a record: a moment before,
- * a moment after, and the work that its arguments ask for; records are read when the step is over. On the CPU a moment
- * is the clock's, on a GPU an event in the stream, so that the host waits for nothing within a step. Operations get no
- * context, so the profile is a static object, for one thread and one run at a time. Invariants: results do not change;
- * nothing is recorded outside of a step. Where a GPU waits for the host, a call's time includes its launch. */
-
-typedef struct mt_moment {
-    double seconds;
-    mt_event *event; // on a GPU; made once, then used again in every step
-} mt_moment;
-
-/* What a call must at least do: floating-point operations of products, or else bytes read and written, or sent. */
-typedef struct mt_work {
-    double flops, bytes;
-    mt_traffic traffic;
-} mt_work;
-
-/* A forward, a backward, the optimizer: what calls belong to. */
-typedef struct mt_phase {
-    const char *name;
-    int64_t micro_batch, chunk; // -1: of none
-    mt_moment begin, end;
-} mt_phase;
-
-typedef struct mt_call {
-    mt_operation operation;
-    mt_work work;
-    int64_t phase;           // -1: none
-    const mt_stream *stream; // where it ended
-    int64_t message;         // of a channel: a number that both ends know; else -1
-    bool sends;
-    mt_moment begin, end;
-    double from, to; // of mt_time(), once the step is over
-} mt_call;
-
-/* A box of the timeline. Its lane is a thread of the trace. */
-typedef struct mt_trace_event {
-    const char *name;
-    int lane;
-    double from, to;
-    int64_t micro_batch, chunk, message, iteration; // -1: none
-    bool sends;
-    double flops, bytes;
-} mt_trace_event;
-
-typedef struct mt_trace_lane {
-    mt_traffic traffic;
-    bool sends;
-    const mt_stream *stream;
-    double until; // the end of its last box
-} mt_trace_lane;
-
-enum { MT_TRACE_LANES = 64 };
-
-typedef struct mt_trace {
-    const char *path; // NULL: there is none, or it is written
-    const mt_grid *grid;
-    bool alone;                          // nothing else asks for times, so other steps have none
-    int64_t iteration;                   // of the job, before this run
-    int64_t step, first, last;           // steps of this run, from 1
-    double clock_offset;                 // to rank 0's clock
-    mt_trace_lane lanes[MT_TRACE_LANES]; // lane 0 has the phases
-    int num_lanes;
-    mt_trace_event *events;
-    int64_t num_events, max_events;
-} mt_trace;
-
-static struct {
-    const mt_ops *ops; // the real operations
-    mt_ops timed;      // the table given out
-    bool on_gpu, recording, warm;
-    double step_begin;
-    mt_moment base; // the same moment on a GPU
-    mt_call *calls; // of this step; their room stays for the next
-    int64_t num_calls, max_calls;
-    mt_phase *phases;
-    int64_t num_phases, max_phases, phase; // the last is the one at hand, -1 between two
-    mt_profile sums;
-    mt_trace trace;
-} mt_profiler;
-
-static void mt_moment_mark(mt_moment *moment, mt_stream *stream) {
-#ifdef MT_HAVE_CUDA
-    if (mt_profiler.on_gpu) {
-        if (!moment->event) moment->event = mt_cuda_event_create();
-        mt_cuda_event_record(moment->event, stream);
-        return;
-    }
-#endif
-    (void)stream;
-    moment->seconds = mt_time();
-}
-
-/* On a GPU waits for the second moment. */
-static double mt_moment_seconds(const mt_moment *from, const mt_moment *to) {
-#ifdef MT_HAVE_CUDA
-    if (mt_profiler.on_gpu) return mt_cuda_event_seconds(from->event, to->event);
-#endif
-    return to->seconds - from->seconds;
-}
-
-/* The clock at a moment of this step. */
-static double mt_moment_time(const mt_moment *moment) {
-    return mt_profiler.on_gpu ? mt_profiler.step_begin + mt_moment_seconds(&mt_profiler.base, moment) : moment->seconds;
-}
-
-static void mt_moment_free(mt_moment *moment) {
-#ifdef MT_HAVE_CUDA
-    if (moment->event) mt_cuda_event_destroy(moment->event);
-#endif
-    *moment = (mt_moment){0};
-}
-
-/* Room for one more record of `size` bytes, zeroed; records keep theirs, with their events, from step to step. It grows
- * in the first step, which is not counted. */
-static void *mt_records_grow(void *records, int64_t count, int64_t *room, size_t size) {
-    if (count < *room) return records;
-    int64_t old = *room;
-    *room = mt_max(1024, 2 * old);
-    records = mt_realloc(records, *room * (int64_t)size);
-    memset((char *)records + (size_t)old * size, 0, (size_t)(*room - old) * size);
-    return records;
-}
-
-static void mt_call_begin(mt_operation operation, mt_work work, mt_stream *stream) {
-    if (!mt_profiler.recording) return;
-    mt_profiler.calls =
-        mt_records_grow(mt_profiler.calls, mt_profiler.num_calls, &mt_profiler.max_calls, sizeof(mt_call));
-    mt_call *call = &mt_profiler.calls[mt_profiler.num_calls];
-    call->operation = operation;
-    call->work = work;
-    call->phase = mt_profiler.phase;
-    call->message = -1, call->sends = false;
-    mt_moment_mark(&call->begin, stream);
-}
-
-static void mt_call_end(mt_stream *stream) {
-    if (!mt_profiler.recording) return;
-    mt_call *call = &mt_profiler.calls[mt_profiler.num_calls++];
-    call->stream = stream;
-    mt_moment_mark(&call->end, stream);
-}
-
-void mt_profile_phase_begin(const char *name, int64_t micro_batch, int64_t chunk, mt_stream *stream) {
-    if (!mt_profiler.recording) return;
-    mt_profiler.phases =
-        mt_records_grow(mt_profiler.phases, mt_profiler.num_phases, &mt_profiler.max_phases, sizeof(mt_phase));
-    mt_profiler.phase = mt_profiler.num_phases++;
-    mt_phase *phase = &mt_profiler.phases[mt_profiler.phase];
-    phase->name = name, phase->micro_batch = micro_batch, phase->chunk = chunk;
-    mt_moment_mark(&phase->begin, stream);
-}
-
-void mt_profile_phase_end(mt_stream *stream) {
-    if (mt_profiler.recording) mt_moment_mark(&mt_profiler.phases[mt_profiler.phase].end, stream);
-    mt_profiler.phase = -1;
-}
-
-static void mt_trace_step(double end);
-static void mt_profile_add_traffic(mt_profile *sums, const mt_call *calls, int64_t count);
-
-/* A trace alone also times the step before its first, which makes room for the records. */
-void mt_profile_step_begin(void) {
-    mt_trace *trace = &mt_profiler.trace;
-    trace->step++;
-    mt_profiler.num_calls = mt_profiler.num_phases = 0;
-    mt_profiler.phase = -1;
-    mt_profiler.recording = !trace->alone || (trace->step >= trace->first - 1 && trace->step <= trace->last);
-    mt_moment_mark(&mt_profiler.base, NULL);
-#ifdef MT_HAVE_CUDA
-    if (mt_profiler.on_gpu) mt_profiler.ops->event_wait(mt_profiler.base.event);
-#endif
-    mt_profiler.step_begin = mt_time();
-}
-
-void mt_profile_step_end(void) {
-    double end = mt_time();
-    if (!mt_profiler.recording) return;
-    mt_profiler.recording = false;
-    for (int64_t i = 0; i < mt_profiler.num_calls; i++) {
-        mt_call *call = &mt_profiler.calls[i];
-        call->from = mt_moment_time(&call->begin);
-        call->to = call->from + mt_moment_seconds(&call->begin, &call->end);
-    }
-    const mt_trace *trace = &mt_profiler.trace;
-    if (trace->path && trace->step >= trace->first && trace->step <= trace->last) mt_trace_step(end);
-    if (!mt_profiler.warm) {
-        mt_profiler.warm = true;
-        return;
-    }
-    mt_profiler.sums.steps++;
-    mt_profiler.sums.seconds += end - mt_profiler.step_begin;
-    for (int64_t i = 0; i < mt_profiler.num_calls; i++) {
-        const mt_call *call = &mt_profiler.calls[i];
-        mt_profile_row *row = &mt_profiler.sums.rows[call->operation];
-        row->calls++;
-        row->seconds += call->to - call->from;
-        row->flops += call->work.flops;
-        row->bytes += call->work.bytes;
-    }
-    mt_profile_add_traffic(&mt_profiler.sums, mt_profiler.calls, mt_profiler.num_calls);
-}
-
-const mt_profile *mt_profile_read(void) {
-    return &mt_profiler.sums;
-}
-
-/* ==== §17a the timed operations ================================================================================== */
-/* One function an operation: the work, then the real call between two moments. Bytes are those that must move: each
- * operand once, without what is small beside the rows (indices, weights of norms, statistics). */
-
-static mt_work mt_work_product(int64_t T, int64_t N, int64_t K) {
-    return (mt_work){.flops = 2.0 * (double)T * (double)N * (double)K};
-}
-
-static mt_work mt_work_bytes(int64_t elements, int64_t bytes_each) {
-    return (mt_work){.bytes = (double)elements * (double)bytes_each};
-}
-
-/* The pairs of a query and a key that it sees take over_d products of D channels (forward q k^T; backward that again,
- * dq and dk) and over_dv of Dv (forward p v; backward dout v^T and dv). */
-static mt_work mt_work_attention(const mt_spans *spans, const mt_attention *shape, int over_d, int over_dv) {
-    int64_t pairs = 0;
-    for (int64_t s = 0; s < spans->count; s++)
-        for (int64_t i = 0, begin, end; i < spans->host[s].q_len; i++) {
-            mt_span_keys(&spans->host[s], shape->window, i, &begin, &end);
-            pairs += end - begin;
-        }
-    int64_t channels = over_d * shape->head_size + over_dv * shape->value_size;
-    return mt_work_product(pairs, shape->num_heads, channels);
-}
-
-#define MT_TIMED(operation, work, ...)                                                                                 \
-    do {                                                                                                               \
-        mt_call_begin(MT_OPERATION_##operation, work, stream);                                                         \
-        mt_profiler.ops->operation(__VA_ARGS__, stream);                                                               \
-        mt_call_end(stream);                                                                                           \
-    } while (0)
-
-static void mt_timed_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
-    MT_TIMED(memory_copy, mt_work_bytes(bytes, 2), to, from, bytes);
-}
-
-static void mt_timed_memory_zero(void *memory, int64_t bytes, mt_stream *stream) {
-    MT_TIMED(memory_zero, mt_work_bytes(bytes, 1), memory, bytes);
-}
-
-static void mt_timed_linear_forward(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N,
-                                    int64_t K, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(linear_forward, mt_work_product(T, N, K), y, x, w, bias, T, N, K, dtype);
-}
-
-static void mt_timed_linear_backward_input(void *dx, const void *dy, const void *w, int64_t T, int64_t N, int64_t K,
-                                           mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(linear_backward_input, mt_work_product(T, N, K), dx, dy, w, T, N, K, dtype);
-}
-
-static void mt_timed_linear_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T,
-                                            int64_t N, int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(linear_backward_weight, mt_work_product(T, N, K), dw, dbias, dy, x, T, N, K, accumulate, dtype);
-}
-
-static void mt_timed_embedding_forward(void *out, const int32_t *ids, const void *w, int64_t T, int64_t C,
-                                       int64_t first, int64_t count, bool accumulate, mt_dtype dtype,
-                                       mt_stream *stream) {
-    MT_TIMED(embedding_forward, mt_work_bytes(T * C, (accumulate ? 3 : 2) * mt_dtype_size(dtype)), out, ids, w, T, C,
-             first, count, accumulate, dtype);
-}
-
-/* Only dout is counted: how many rows of dw occur, which move 8 bytes an element, the host does not know. */
-static void mt_timed_embedding_backward(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
-                                        int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(embedding_backward, mt_work_bytes(T * C, mt_dtype_size(dtype)), dw, dout, ids, T, C, first, count, dtype);
-}
-
-static void mt_timed_rmsnorm_forward(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H,
-                                     int64_t C, int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype,
-                                     mt_stream *stream) {
-    MT_TIMED(rmsnorm_forward, mt_work_bytes(T * H * C, 2 * mt_dtype_size(dtype)), y, rstd, x, w, T, H, C, y_stride,
-             x_stride, eps, dtype);
-}
-
-static void mt_timed_rmsnorm_backward(void *dx, float *dw, const void *dy, const void *dresidual, const void *x,
-                                      const void *w, const float *rstd, int64_t T, int64_t H, int64_t C,
-                                      int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype,
-                                      mt_stream *stream) {
-    MT_TIMED(rmsnorm_backward, mt_work_bytes(T * H * C, (dresidual ? 4 : 3) * mt_dtype_size(dtype)), dx, dw, dy,
-             dresidual, x, w, rstd, T, H, C, dx_stride, dy_stride, x_stride, dtype);
-}
-
-static void mt_timed_layernorm_forward(void *y, float *mean, float *rstd, const void *x, const void *w, const void *b,
-                                       int64_t T, int64_t C, float eps, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(layernorm_forward, mt_work_bytes(T * C, 2 * mt_dtype_size(dtype)), y, mean, rstd, x, w, b, T, C, eps,
-             dtype);
-}
-
-static void mt_timed_layernorm_backward(void *dx, float *dw, float *db, const void *dy, const void *dresidual,
-                                        const void *x, const void *w, const float *mean, const float *rstd, int64_t T,
-                                        int64_t C, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(layernorm_backward, mt_work_bytes(T * C, (dresidual ? 4 : 3) * mt_dtype_size(dtype)), dx, dw, db, dy,
-             dresidual, x, w, mean, rstd, T, C, dtype);
-}
-
-/* In place, the channels that are not turned stay where they are. */
-static void mt_timed_rope_forward(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
-                                  int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
-                                  bool interleaved, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(rope_forward, mt_work_bytes(T * H * (y == x ? R : D), 2 * mt_dtype_size(dtype)), y, x, cos, sin, positions,
-             T, H, D, R, y_stride, x_stride, interleaved, dtype);
-}
-
-static void mt_timed_rope_backward(void *dx, const void *dy, const float *cos, const float *sin,
-                                   const int32_t *positions, int64_t T, int64_t H, int64_t D, int64_t R,
-                                   int64_t dx_stride, int64_t dy_stride, bool interleaved, mt_dtype dtype,
-                                   mt_stream *stream) {
-    MT_TIMED(rope_backward, mt_work_bytes(T * H * (dx == dy ? R : D), 2 * mt_dtype_size(dtype)), dx, dy, cos, sin,
-             positions, T, H, D, R, dx_stride, dy_stride, interleaved, dtype);
-}
-
-static void mt_timed_latent_heads_forward(void *q, void *k, void *v, const void *kv, const void *k_rope,
-                                          const float *cos, const float *sin, const int32_t *positions, int64_t T,
-                                          int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
-                                          mt_stream *stream) {
-    int64_t elements = T * R + T * H * (2 * R + N + Dv + N + R + Dv); // k_rope, q, kv and what is made of them
-    MT_TIMED(latent_heads_forward, mt_work_bytes(elements, mt_dtype_size(dtype)), q, k, v, kv, k_rope, cos, sin,
-             positions, T, H, N, R, Dv, interleaved, dtype);
-}
-
-static void mt_timed_latent_heads_backward(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
-                                           const float *cos, const float *sin, const int32_t *positions, int64_t T,
-                                           int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved,
-                                           mt_dtype dtype, mt_stream *stream) {
-    int64_t elements = T * R + T * H * (2 * R + N + Dv + N + R + Dv);
-    MT_TIMED(latent_heads_backward, mt_work_bytes(elements, mt_dtype_size(dtype)), dq, dkv, dk_rope, dk, dv, cos, sin,
-             positions, T, H, N, R, Dv, interleaved, dtype);
-}
-
-/* In place, as above. */
-static void mt_timed_qk_forward(void *qk, float *q_rstd, float *k_rstd, const void *qkv, const void *q_w,
-                                const void *k_w, const float *cos, const float *sin, const int32_t *positions,
-                                int64_t T, int64_t H, int64_t G, int64_t D, int64_t R, int64_t qk_stride,
-                                int64_t qkv_stride, bool interleaved, float eps, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(qk_forward, mt_work_bytes(T * (H + G) * (qk == qkv ? R : D), 2 * mt_dtype_size(dtype)), qk, q_rstd, k_rstd,
-             qkv, q_w, k_w, cos, sin, positions, T, H, G, D, R, qk_stride, qkv_stride, interleaved, eps, dtype);
-}
-
-static void mt_timed_qk_backward(void *dqkv, float *dq_w, float *dk_w, void *dqk, const void *qkv, const void *q_w,
-                                 const void *k_w, const float *q_rstd, const float *k_rstd, const float *cos,
-                                 const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t G, int64_t D,
-                                 int64_t R, int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride,
-                                 bool interleaved, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(qk_backward, mt_work_bytes(T * (H + G) * (dqkv == dqk ? R : D), (q_w ? 3 : 2) * mt_dtype_size(dtype)),
-             dqkv, dq_w, dk_w, dqk, qkv, q_w, k_w, q_rstd, k_rstd, cos, sin, positions, T, H, G, D, R, dqkv_stride,
-             dqk_stride, qkv_stride, interleaved, dtype);
-}
-
-static void mt_timed_attention_forward(void *out, float *lse, const void *q, const void *k, const void *v,
-                                       const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                       mt_stream *stream) {
-    MT_TIMED(attention_forward, mt_work_attention(spans, shape, 1, 1), out, lse, q, k, v, spans, shape, dtype);
-}
-
-static void mt_timed_attention_backward(void *dq, void *dk, void *dv, float *row_dot, const void *dout, const void *q,
-                                        const void *k, const void *v, const void *out, const float *lse,
-                                        const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                        mt_stream *stream) {
-    MT_TIMED(attention_backward, mt_work_attention(spans, shape, 3, 2), dq, dk, dv, row_dot, dout, q, k, v, out, lse,
-             spans, shape, dtype);
-}
-
-/* Reads the part, reads and writes the sum. */
-static void mt_timed_attention_merge(float *out, float *lse, const void *part, const float *part_lse,
-                                     const mt_spans *spans, int64_t H, int64_t Dv, bool first, mt_dtype dtype,
-                                     mt_stream *stream) {
-    int64_t rows = 0;
-    for (int64_t s = 0; s < spans->count; s++) rows += spans->host[s].q_len;
-    MT_TIMED(attention_merge, mt_work_bytes(rows * H * Dv, (first ? 4 : 8) + mt_dtype_size(dtype)), out, lse, part,
-             part_lse, spans, H, Dv, first, dtype);
-}
-
-static void mt_timed_accumulate_rows(float *sum, const void *x, const mt_spans *spans, bool of_keys, int64_t width,
-                                     int64_t x_stride, bool first, mt_dtype dtype, mt_stream *stream) {
-    int64_t rows = 0;
-    for (int64_t s = 0; s < spans->count; s++) rows += of_keys ? spans->host[s].k_len : spans->host[s].q_len;
-    MT_TIMED(accumulate_rows, mt_work_bytes(rows * width, (first ? 4 : 8) + mt_dtype_size(dtype)), sum, x, spans,
-             of_keys, width, x_stride, first, dtype);
-}
-
-static void mt_timed_gelu_forward(void *y, const void *x, int64_t n, bool tanh_approximation, mt_dtype dtype,
-                                  mt_stream *stream) {
-    MT_TIMED(gelu_forward, mt_work_bytes(n, 2 * mt_dtype_size(dtype)), y, x, n, tanh_approximation, dtype);
-}
-
-static void mt_timed_gelu_backward(void *dx, const void *dy, const void *x, int64_t n, bool tanh_approximation,
-                                   mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(gelu_backward, mt_work_bytes(n, 3 * mt_dtype_size(dtype)), dx, dy, x, n, tanh_approximation, dtype);
-}
-
-static void mt_timed_linear_gelu_forward(void *y, void *pre, const void *x, const void *w, const void *bias, int64_t T,
-                                         int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(linear_gelu_forward, mt_work_product(T, N, K), y, pre, x, w, bias, T, N, K, dtype);
-}
-
-static void mt_timed_linear_backward_gelu(void *dpre, const void *dy, const void *w, const void *pre, int64_t T,
-                                          int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(linear_backward_gelu, mt_work_product(T, N, K), dpre, dy, w, pre, T, N, K, dtype);
-}
-
-static void mt_timed_swiglu_forward(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype,
-                                    mt_stream *stream) {
-    MT_TIMED(swiglu_forward, mt_work_bytes(T * F, 3 * mt_dtype_size(dtype)), y, gate_up, T, F, dtype);
-}
-
-static void mt_timed_swiglu_backward(void *dgate_up, const void *dy, const void *gate_up, int64_t T, int64_t F,
-                                     mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(swiglu_backward, mt_work_bytes(T * F, 5 * mt_dtype_size(dtype)), dgate_up, dy, gate_up, T, F, dtype);
-}
-
-static void mt_timed_dropout_add_forward(void *out, const void *x, const void *residual, const int64_t *token_index,
-                                         int64_t T, int64_t C, int64_t first_channel, const mt_dropout *dropout,
-                                         mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(dropout_add_forward, mt_work_bytes(T * C, (residual ? 3 : 2) * mt_dtype_size(dtype)), out, x, residual,
-             token_index, T, C, first_channel, dropout, dtype);
-}
-
-static void mt_timed_dropout_add_backward(void *dx, const void *dout, const int64_t *token_index, int64_t T, int64_t C,
-                                          int64_t first_channel, const mt_dropout *dropout, mt_dtype dtype,
-                                          mt_stream *stream) {
-    MT_TIMED(dropout_add_backward, mt_work_bytes(T * C, 2 * mt_dtype_size(dtype)), dx, dout, token_index, T, C,
-             first_channel, dropout, dtype);
-}
-
-static void mt_timed_scatter_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
-                                  int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(scatter_rows, mt_work_bytes(T * width, 2 * mt_dtype_size(dtype)), to, from, rows, T, width, to_stride,
-             from_stride, dtype);
-}
-
-static void mt_timed_gather_rows(void *to, const void *from, const int32_t *rows, int64_t T, int64_t width,
-                                 int64_t to_stride, int64_t from_stride, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(gather_rows, mt_work_bytes(T * width, 2 * mt_dtype_size(dtype)), to, from, rows, T, width, to_stride,
-             from_stride, dtype);
-}
-
-static void mt_timed_cross_entropy_forward(float *row_max, float *row_sum, float *row_target, float *row_weighted,
-                                           const void *logits, const int32_t *labels, int64_t T, int64_t stride,
-                                           int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(cross_entropy_forward, mt_work_bytes(T * count, mt_dtype_size(dtype)), row_max, row_sum, row_target,
-             row_weighted, logits, labels, T, stride, first, count, dtype);
-}
-
-static void mt_timed_cross_entropy_combine(float *row_max, float *row_sum, float *row_target, float *row_weighted,
-                                           const float *parts, int64_t n, int64_t T, mt_stream *stream) {
-    MT_TIMED(cross_entropy_combine, mt_work_bytes((n + 1) * T, (row_weighted ? 4 : 3) * 4), row_max, row_sum,
-             row_target, row_weighted, parts, n, T);
-}
-
-static void mt_timed_cross_entropy_loss(float *loss, float *entropy, float *lse, const float *row_max,
-                                        const float *row_sum, const float *row_target, const float *row_weighted,
-                                        int64_t T, mt_stream *stream) {
-    MT_TIMED(cross_entropy_loss, mt_work_bytes(T, (entropy ? 7 : 5) * 4), loss, entropy, lse, row_max, row_sum,
-             row_target, row_weighted, T);
-}
-
-/* Reads the vocabulary's columns and writes the padding's too. */
-static void mt_timed_cross_entropy_backward(void *dlogits, const void *logits, const int32_t *labels, const float *lse,
-                                            const float *dloss, int64_t T, int64_t stride, int64_t first, int64_t count,
-                                            mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(cross_entropy_backward, mt_work_bytes(T * (count + stride), mt_dtype_size(dtype)), dlogits, logits, labels,
-             lse, dloss, T, stride, first, count, dtype);
-}
-
-static void mt_timed_loss_accumulate(double *sums, const float *loss, const float *mask, int64_t T, mt_stream *stream) {
-    MT_TIMED(loss_accumulate, mt_work_bytes(T, 8), sums, loss, mask, T);
-}
-
-static void mt_timed_likeliest(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count,
-                               mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(likeliest, mt_work_bytes(T * count, mt_dtype_size(dtype)), ids, logits, T, stride, count, dtype);
-}
-
-static void mt_timed_accumulate(float *sum, const float *x, int64_t n, mt_stream *stream) {
-    MT_TIMED(accumulate, mt_work_bytes(n, 12), sum, x, n);
-}
-
-static void mt_timed_squared_norm(double *sum, const float *x, int64_t n, mt_stream *stream) {
-    MT_TIMED(squared_norm, mt_work_bytes(n, 4), sum, x, n);
-}
-
-static void mt_timed_gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
-                                    float clip, mt_stream *stream) {
-    MT_TIMED(gradient_scale, mt_work_bytes(1, 24), scale, norm, sum_of_squares, denominator, clip);
-}
-
-static void mt_timed_step_guard(double *guard, float *scale, const double *loss_sum, const double *tokens,
-                                const float *norm, const mt_guard_rules *rules, mt_stream *stream) {
-    MT_TIMED(step_guard, mt_work_bytes(1, 72), guard, scale, loss_sum, tokens, norm, rules);
-}
-
-/* Reads the gradient; reads and writes both moments and the fp32 weights; writes the bf16 copy. */
-static void mt_timed_adamw_step(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
-                                int64_t n, const mt_adamw *adamw, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(adamw_step, mt_work_bytes(n, 28 + (master ? mt_dtype_size(dtype) : 0)), param, master, m, v, grad, scale,
-             n, adamw, dtype);
-}
-
-static void mt_timed_random_normal(void *param, int64_t n, uint64_t key, int64_t first, float mean, float std,
-                                   mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(random_normal, mt_work_bytes(n, mt_dtype_size(dtype)), param, n, key, first, mean, std, dtype);
-}
-
-static void mt_timed_convert(void *to, mt_dtype to_dtype, const void *from, mt_dtype from_dtype, int64_t n,
-                             mt_stream *stream) {
-    MT_TIMED(convert, mt_work_bytes(n, mt_dtype_size(to_dtype) + mt_dtype_size(from_dtype)), to, to_dtype, from,
-             from_dtype, n);
-}
-
-/* Collectives count what each rank sends, and receives, at least. A group of one does nothing and is not recorded. */
-
-/* Sums of doubles are of losses and norms. Groups of replicas exchange gradients and parameters. */
-static mt_work mt_work_sent(mt_operation operation, int64_t elements, mt_dtype dtype, const mt_group *group) {
-    static const struct {
-        const char *group;
-        mt_traffic traffic;
-    } groups[] = {{"tensor", MT_TRAFFIC_TENSOR},     {"tensor-context", MT_TRAFFIC_TENSOR},
-                  {"context", MT_TRAFFIC_CONTEXT},   {"context-a2a", MT_TRAFFIC_CONTEXT},
-                  {"expert", MT_TRAFFIC_EXPERT},     {"context-ring", MT_TRAFFIC_CONTEXT},
-                  {"model", MT_TRAFFIC_SUMS},        {"expert-exchange", MT_TRAFFIC_EXPERT},
-                  {"pipeline", MT_TRAFFIC_PIPELINE}, {"expert-tensor", MT_TRAFFIC_EXPERT}};
-    mt_work work = mt_work_bytes(elements, mt_dtype_size(dtype));
-    work.traffic = operation == MT_OPERATION_all_gather ? MT_TRAFFIC_PARAMETERS : MT_TRAFFIC_GRADIENTS;
-    for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
-        if (strcmp(group->name, groups[i].group) == 0) work.traffic = groups[i].traffic;
-    if (operation == MT_OPERATION_all_reduce && dtype == MT_F64) work.traffic = MT_TRAFFIC_SUMS;
-    return work;
-}
-
-static void mt_timed_all_reduce(void *buffer, int64_t count, mt_reduction reduction, mt_dtype dtype,
-                                const mt_group *group, mt_stream *stream) {
-    if (group->size == 1) return;
-    mt_work work = mt_work_sent(MT_OPERATION_all_reduce, count, dtype, group);
-    work.bytes *= 2.0 * (group->size - 1) / group->size; // in two halves: summed slices, then the slices
-    MT_TIMED(all_reduce, work, buffer, count, reduction, dtype, group);
-}
-
-static void mt_timed_all_gather(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
-                                mt_stream *stream) {
-    if (group->size == 1)
-        mt_profiler.ops->all_gather(out, in, count, dtype, group, stream);
-    else
-        MT_TIMED(all_gather, mt_work_sent(MT_OPERATION_all_gather, (group->size - 1) * count, dtype, group), out, in,
-                 count, dtype, group);
-}
-
-static void mt_timed_reduce_scatter(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
-                                    mt_stream *stream) {
-    if (group->size == 1)
-        mt_profiler.ops->reduce_scatter(out, in, count, dtype, group, stream);
-    else
-        MT_TIMED(reduce_scatter, mt_work_sent(MT_OPERATION_reduce_scatter, (group->size - 1) * count, dtype, group),
-                 out, in, count, dtype, group);
-}
-
-static void mt_timed_all_to_all(void *out, const void *in, int64_t count, mt_dtype dtype, const mt_group *group,
-                                mt_stream *stream) {
-    if (group->size == 1)
-        mt_profiler.ops->all_to_all(out, in, count, dtype, group, stream);
-    else
-        MT_TIMED(all_to_all, mt_work_sent(MT_OPERATION_all_to_all, (group->size - 1) * count, dtype, group), out, in,
-                 count, dtype, group);
-}
-
-static void mt_timed_all_to_all_v(void *out, const int64_t *out_counts, const void *in, const int64_t *in_counts,
-                                  mt_dtype dtype, const mt_group *group, mt_stream *stream) {
-    int64_t sent = mt_sum_before(in_counts, group->size) - in_counts[group->rank];
-    if (group->size == 1)
-        mt_profiler.ops->all_to_all_v(out, out_counts, in, in_counts, dtype, group, stream);
-    else
-        MT_TIMED(all_to_all_v, mt_work_sent(MT_OPERATION_all_to_all_v, sent, dtype, group), out, out_counts, in,
-                 in_counts, dtype, group);
-}
-
-static void mt_timed_broadcast(void *buffer, int64_t count, mt_dtype dtype, int root, const mt_group *group,
-                               mt_stream *stream) {
-    if (group->size == 1) return;
-    MT_TIMED(broadcast, mt_work_sent(MT_OPERATION_broadcast, count, dtype, group), buffer, count, dtype, root, group);
-}
-
-/* Marks the record that was begun as one of a message; both ends give it the same number. */
-static void mt_call_is_message(const mt_channel *channel, int64_t ticket) {
-    if (!mt_profiler.recording) return;
-    const mt_group *group = channel->group;
-    mt_call *call = &mt_profiler.calls[mt_profiler.num_calls];
-    int64_t pair = (int64_t)group->members[channel->from] << 16 ^ group->members[channel->to];
-    call->message = (pair << 4 ^ channel->id) << 16 ^ (ticket & 0xffff);
-    call->sends = group->rank == channel->from;
-}
-
-/* A message that leaves: until it is through where it has a stream of its own, else the time of the call. */
-static int64_t mt_timed_channel_send(mt_channel *channel, const void *buffer, int64_t count, mt_dtype dtype,
-                                     mt_stream *stream) {
-    mt_call_begin(MT_OPERATION_channel_send, mt_work_sent(MT_OPERATION_channel_send, count, dtype, channel->group),
-                  stream);
-    int64_t ticket = mt_profiler.ops->channel_send(channel, buffer, count, dtype, stream);
-    mt_call_is_message(channel, ticket);
-    mt_call_end(channel->stream ? channel->stream : stream);
-    return ticket;
-}
-
-/* The time that a message keeps the stream waiting. */
-static void mt_timed_channel_wait(mt_channel *channel, int64_t ticket, mt_stream *stream) {
-    int64_t bytes = channel->bytes[ticket % MT_CHANNEL_TICKETS];
-    mt_call_begin(MT_OPERATION_channel_wait, mt_work_sent(MT_OPERATION_channel_wait, bytes, MT_U8, channel->group),
-                  stream);
-    mt_profiler.ops->channel_wait(channel, ticket, stream);
-    mt_call_is_message(channel, ticket);
-    mt_call_end(stream);
-}
-
-static void mt_timed_mailbox_trade(mt_mailbox *mailbox, const void *in, int64_t count, int64_t first, int64_t stride,
-                                   mt_dtype dtype, int to, int from, mt_stream *stream) {
-    MT_TIMED(mailbox_trade, mt_work_sent(MT_OPERATION_mailbox_trade, count, dtype, mailbox->group), mailbox, in, count,
-             first, stride, dtype, to, from);
-}
-
-static void mt_timed_residual_norm_forward(void *y, float *mean, float *rstd, void *sum, const void *x,
-                                           const void *residual, const int64_t *token_index, const void *w,
-                                           const void *b, int64_t T, int64_t C, const mt_dropout *dropout, float eps,
-                                           mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(residual_norm_forward, mt_work_bytes(T * C, 4 * mt_dtype_size(dtype)), y, mean, rstd, sum, x, residual,
-             token_index, w, b, T, C, dropout, eps, dtype);
-}
-
-static void mt_timed_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
-                                   mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(router_logits, mt_work_product(T, E, C), logits, x, w, T, E, C, dtype);
-}
-
-static void mt_timed_route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits,
-                                   const float *bias, int64_t T, const mt_router *router, mt_stream *stream) {
-    MT_TIMED(route_forward, mt_work_bytes(T * (router->num_experts + 2 * router->topk), 4), probs, experts, invalid,
-             logits, bias, T, router);
-}
-
-static void mt_timed_route_sinkhorn(float *probs, int32_t *experts, int32_t *invalid, const float *logits, int64_t T,
-                                    int64_t first, int64_t count, const mt_router *router, mt_stream *stream) {
-    MT_TIMED(route_sinkhorn, mt_work_bytes(T * router->num_experts + 2 * count * router->topk, 4), probs, experts,
-             invalid, logits, T, first, count, router);
-}
-
-static void mt_timed_route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
-                                    int64_t T, const mt_router *router, mt_stream *stream) {
-    MT_TIMED(route_backward, mt_work_bytes(T * (router->num_experts + router->topk), 8), dlogits, dprobs, experts,
-             logits, T, router);
-}
-
-static void mt_timed_balance_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence,
-                                     int64_t S, int64_t T, const mt_router *router, mt_stream *stream) {
-    MT_TIMED(balance_forward, mt_work_bytes((T + 2 * S) * router->num_experts, 4), sums, z_sum, logits, sequence, S, T,
-             router);
-}
-
-static void mt_timed_balance_loss(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
-    MT_TIMED(balance_loss, mt_work_bytes(S * E, 8), loss, sums, S, E);
-}
-
-static void mt_timed_balance_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
-                                      int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
-                                      mt_stream *stream) {
-    MT_TIMED(balance_backward, mt_work_bytes(T * router->num_experts, 12), dlogits, logits, counts, sequence, S, T,
-             aux_scale, z_scale, router);
-}
-
-static void mt_timed_count_experts(float *loads, const int32_t *experts, int64_t n, int64_t E, mt_stream *stream) {
-    MT_TIMED(count_experts, mt_work_bytes(n, 4), loads, experts, n, E);
-}
-
-static void mt_timed_drop_tokens(int32_t *kept, const int32_t *experts, const float *probs, const int64_t *token_index,
-                                 int64_t T, int64_t k, int64_t first, int64_t count, int64_t capacity, bool by_position,
-                                 mt_stream *stream) {
-    MT_TIMED(drop_tokens, mt_work_bytes((by_position ? T : 2 * T) * k + 2 * T + count * k, 4), kept, experts, probs,
-             token_index, T, k, first, count, capacity, by_position);
-}
-
-static void mt_timed_dispatch_plan(int32_t *offsets, int32_t *position, int32_t *choice, int32_t *token,
-                                   const int32_t *experts, int64_t T, int64_t M, const mt_dispatch *dispatch,
-                                   mt_stream *stream) {
-    MT_TIMED(dispatch_plan, mt_work_bytes(T * dispatch->topk * (1 + dispatch->copies) + 2 * M, 4), offsets, position,
-             choice, token, experts, T, M, dispatch);
-}
-
-static void mt_timed_exchange_order(int32_t *to_expert, int32_t *from_expert, int32_t *offsets, const int32_t *counts,
-                                    int64_t sources, int64_t local, int64_t M, mt_stream *stream) {
-    MT_TIMED(exchange_order, mt_work_bytes(M, 8), to_expert, from_expert, offsets, counts, sources, local, M);
-}
-
-/* As if every position were a row: how many are, the host does not know. */
-static void mt_timed_combine_rows(void *out, const void *in, const int32_t *position, const void *base, int64_t T,
-                                  int64_t n, int64_t C, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(combine_rows, mt_work_bytes(T * (n + (base ? 2 : 1)) * C, mt_dtype_size(dtype)), out, in, position, base,
-             T, n, C, dtype);
-}
-
-/* As if every row that there is memory for were some expert's: likewise. */
-static void mt_timed_grouped_linear_forward(void *y, const void *x, const void *w, const int32_t *offsets, int64_t M,
-                                            int64_t N, int64_t K, int64_t E, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(grouped_linear_forward, mt_work_product(M, N, K), y, x, w, offsets, M, N, K, E, dtype);
-}
-
-static void mt_timed_grouped_linear_backward_input(void *dx, const void *dy, const void *w, const int32_t *offsets,
-                                                   int64_t M, int64_t N, int64_t K, int64_t E, mt_dtype dtype,
-                                                   mt_stream *stream) {
-    MT_TIMED(grouped_linear_backward_input, mt_work_product(M, N, K), dx, dy, w, offsets, M, N, K, E, dtype);
-}
-
-static void mt_timed_grouped_linear_backward_weight(float *dw, const void *dy, const void *x, const int32_t *offsets,
-                                                    int64_t M, int64_t N, int64_t K, int64_t E, bool accumulate,
-                                                    mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(grouped_linear_backward_weight, mt_work_product(M, N, K), dw, dy, x, offsets, M, N, K, E, accumulate,
-             dtype);
-}
-
-static void mt_timed_expert_swiglu_forward(void *y, const void *gate_up, const float *weights, int64_t M, int64_t F,
-                                           mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(expert_swiglu_forward, mt_work_bytes(M * F, 3 * mt_dtype_size(dtype)), y, gate_up, weights, M, F, dtype);
-}
-
-static void mt_timed_expert_swiglu_backward(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
-                                            const float *weights, int64_t M, int64_t F, mt_dtype dtype,
-                                            mt_stream *stream) {
-    MT_TIMED(expert_swiglu_backward, mt_work_bytes(M * F, 5 * mt_dtype_size(dtype)), dgate_up, dweights, dy, gate_up,
-             weights, M, F, dtype);
-}
-
-static void mt_timed_scale_rows_forward(void *y, const void *x, const float *weights, int64_t M, int64_t C,
-                                        mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(scale_rows_forward, mt_work_bytes(M * C, 2 * mt_dtype_size(dtype)), y, x, weights, M, C, dtype);
-}
-
-static void mt_timed_scale_rows_backward(void *dx, float *dweights, const void *dy, const void *x, const float *weights,
-                                         int64_t M, int64_t C, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(scale_rows_backward, mt_work_bytes(M * C, 3 * mt_dtype_size(dtype)), dx, dweights, dy, x, weights, M, C,
-             dtype);
-}
-
-static void mt_timed_expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate,
-                                      mt_stream *stream) {
-    MT_TIMED(expert_bias_step, mt_work_bytes(E, 12), bias, loads, scale, E, rate);
-}
-
-static void mt_profile_time_experts(mt_ops *timed) {
-    timed->router_logits = mt_timed_router_logits;
-    timed->route_forward = mt_timed_route_forward;
-    timed->route_sinkhorn = mt_timed_route_sinkhorn;
-    timed->route_backward = mt_timed_route_backward;
-    timed->balance_forward = mt_timed_balance_forward;
-    timed->balance_loss = mt_timed_balance_loss;
-    timed->balance_backward = mt_timed_balance_backward;
-    timed->count_experts = mt_timed_count_experts;
-    timed->drop_tokens = mt_timed_drop_tokens;
-    timed->dispatch_plan = mt_timed_dispatch_plan;
-    timed->exchange_order = mt_timed_exchange_order;
-    timed->combine_rows = mt_timed_combine_rows;
-    timed->grouped_linear_forward = mt_timed_grouped_linear_forward;
-    timed->grouped_linear_backward_input = mt_timed_grouped_linear_backward_input;
-    timed->grouped_linear_backward_weight = mt_timed_grouped_linear_backward_weight;
-    timed->expert_swiglu_forward = mt_timed_expert_swiglu_forward;
-    timed->expert_swiglu_backward = mt_timed_expert_swiglu_backward;
-    timed->scale_rows_forward = mt_timed_scale_rows_forward;
-    timed->scale_rows_backward = mt_timed_scale_rows_backward;
-    timed->expert_bias_step = mt_timed_expert_bias_step;
-}
-
-/* Communication, and what a backend may lack, which its profile then lacks too. */
-static void mt_profile_time_others(mt_ops *timed, const mt_ops *ops) {
-    timed->all_reduce = mt_timed_all_reduce;
-    timed->all_gather = mt_timed_all_gather;
-    timed->reduce_scatter = mt_timed_reduce_scatter;
-    timed->all_to_all = mt_timed_all_to_all;
-    timed->all_to_all_v = mt_timed_all_to_all_v;
-    timed->broadcast = mt_timed_broadcast;
-    timed->stream_follow = ops->stream_follow;
-    timed->channel_open = ops->channel_open;
-    timed->channel_send = mt_timed_channel_send;
-    timed->channel_recv = ops->channel_recv;
-    timed->channel_wait = mt_timed_channel_wait;
-    timed->channel_close = ops->channel_close;
-    timed->mailbox_open = ops->mailbox_open;
-    timed->mailbox_trade = mt_timed_mailbox_trade;
-    timed->mailbox_close = ops->mailbox_close;
-    if (ops->qk_forward) timed->qk_forward = mt_timed_qk_forward;
-    if (ops->qk_backward) timed->qk_backward = mt_timed_qk_backward;
-    if (ops->linear_gelu_forward) timed->linear_gelu_forward = mt_timed_linear_gelu_forward;
-    if (ops->linear_backward_gelu) timed->linear_backward_gelu = mt_timed_linear_backward_gelu;
-    if (ops->residual_norm_forward) timed->residual_norm_forward = mt_timed_residual_norm_forward;
-}
-
-/* What gives no work to the device is the real operation itself. Graphs are left out: what they hold has no moments. */
-static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
-    return (mt_ops){
-        .name = ops->name,
-        .memory_available = ops->memory_available,
-        .memory_alloc = ops->memory_alloc,
-        .memory_free = ops->memory_free,
-        .memory_alloc_ordered = ops->memory_alloc_ordered,
-        .memory_free_ordered = ops->memory_free_ordered,
-        .memory_alloc_host = ops->memory_alloc_host,
-        .memory_free_host = ops->memory_free_host,
-        .memory_copy = mt_timed_memory_copy,
-        .memory_zero = mt_timed_memory_zero,
-        .workspace_bytes = ops->workspace_bytes,
-        .stream_create = ops->stream_create,
-        .stream_destroy = ops->stream_destroy,
-        .stream_wait = ops->stream_wait,
-        .event_create = ops->event_create,
-        .event_destroy = ops->event_destroy,
-        .event_record = ops->event_record,
-        .event_wait = ops->event_wait,
-        .linear_forward = mt_timed_linear_forward,
-        .linear_backward_input = mt_timed_linear_backward_input,
-        .linear_backward_weight = mt_timed_linear_backward_weight,
-        .embedding_forward = mt_timed_embedding_forward,
-        .embedding_backward = mt_timed_embedding_backward,
-        .rmsnorm_forward = mt_timed_rmsnorm_forward,
-        .rmsnorm_backward = mt_timed_rmsnorm_backward,
-        .layernorm_forward = mt_timed_layernorm_forward,
-        .layernorm_backward = mt_timed_layernorm_backward,
-        .rope_forward = mt_timed_rope_forward,
-        .rope_backward = mt_timed_rope_backward,
-        .latent_heads_forward = mt_timed_latent_heads_forward,
-        .latent_heads_backward = mt_timed_latent_heads_backward,
-        .attention_forward = mt_timed_attention_forward,
-        .attention_backward = mt_timed_attention_backward,
-        .attention_merge = mt_timed_attention_merge,
-        .accumulate_rows = mt_timed_accumulate_rows,
-        .gelu_forward = mt_timed_gelu_forward,
-        .gelu_backward = mt_timed_gelu_backward,
-        .swiglu_forward = mt_timed_swiglu_forward,
-        .swiglu_backward = mt_timed_swiglu_backward,
-        .dropout_add_forward = mt_timed_dropout_add_forward,
-        .dropout_add_backward = mt_timed_dropout_add_backward,
-        .scatter_rows = mt_timed_scatter_rows,
-        .gather_rows = mt_timed_gather_rows,
-        .cross_entropy_forward = mt_timed_cross_entropy_forward,
-        .cross_entropy_combine = mt_timed_cross_entropy_combine,
-        .cross_entropy_loss = mt_timed_cross_entropy_loss,
-        .cross_entropy_backward = mt_timed_cross_entropy_backward,
-        .loss_accumulate = mt_timed_loss_accumulate,
-        .likeliest = mt_timed_likeliest,
-        .accumulate = mt_timed_accumulate,
-        .squared_norm = mt_timed_squared_norm,
-        .gradient_scale = mt_timed_gradient_scale,
-        .step_guard = mt_timed_step_guard,
-        .adamw_step = mt_timed_adamw_step,
-        .random_normal = mt_timed_random_normal,
-        .convert = mt_timed_convert,
-    };
-}
-
-const mt_ops *mt_profile_open(const mt_ops *ops) {
-#define MT_PROFILE_ROW(operation) {.name = #operation},
-    mt_profiler.sums = (mt_profile){.rows = {MT_ALL_OPERATIONS(MT_PROFILE_ROW)}};
-#undef MT_PROFILE_ROW
-    mt_profiler.ops = ops;
-    mt_profiler.timed = mt_profile_timed_ops(ops);
-    mt_profile_time_experts(&mt_profiler.timed);
-    mt_profile_time_others(&mt_profiler.timed, ops);
-    mt_profiler.on_gpu = strcmp(ops->name, "cuda") == 0;
-    mt_profiler.recording = mt_profiler.warm = false;
-    mt_profiler.trace = (mt_trace){0};
-    return &mt_profiler.timed;
-}
-
-void mt_profile_close(void) {
-    for (int64_t i = 0; i < mt_profiler.max_calls; i++) {
-        mt_moment_free(&mt_profiler.calls[i].begin);
-        mt_moment_free(&mt_profiler.calls[i].end);
-    }
-    for (int64_t i = 0; i < mt_profiler.max_phases; i++) {
-        mt_moment_free(&mt_profiler.phases[i].begin);
-        mt_moment_free(&mt_profiler.phases[i].end);
-    }
-    mt_moment_free(&mt_profiler.base);
-    free(mt_profiler.calls);
-    free(mt_profiler.phases);
-    mt_profiler.calls = NULL, mt_profiler.phases = NULL;
-    mt_profiler.num_calls = mt_profiler.max_calls = mt_profiler.num_phases = mt_profiler.max_phases = 0;
-    free(mt_profiler.trace.events);
-    mt_profiler.trace = (mt_trace){0};
-}
-
-/* ==== §17b the ceilings and the table ============================================================================ */
-
-/* The best of a few batches of a few calls, in seconds a call: a copy of `bytes`, or y = x w^T of n^3 when n > 0. */
-static double mt_profile_best(void *to, const void *from, int64_t bytes, const void *w, int64_t n, mt_dtype dtype,
-                              mt_stream *stream) {
-    enum { BATCHES = 5, CALLS = 4 };
-    const mt_ops *ops = mt_profiler.ops;
-    mt_moment begin = {0}, end = {0};
-    double best = INFINITY;
-    for (int batch = 0; batch <= BATCHES; batch++) { // the first one warms up
-        mt_moment_mark(&begin, stream);
-        for (int i = 0; i < CALLS; i++)
-            if (n > 0)
-                ops->linear_forward(to, from, w, NULL, n, n, n, dtype, stream);
-            else
-                ops->memory_copy(to, from, bytes, stream);
-        mt_moment_mark(&end, stream);
-        double seconds = mt_moment_seconds(&begin, &end) / CALLS;
-        if (batch > 0) best = fmin(best, seconds);
-    }
-    mt_moment_free(&begin);
-    mt_moment_free(&end);
-    return best;
-}
-
-/* Operations a second of a large product of this type, and bytes a second, read and written, of a large copy. */
-static mt_work mt_profile_ceilings(mt_dtype dtype) {
-    const int64_t n = 8192, bytes = n * n * 4;
-    const mt_ops *ops = mt_profiler.ops;
-    int64_t workspace_bytes = ops->workspace_bytes(n, n, 1, 8);
-    void *workspace = workspace_bytes > 0 ? ops->memory_alloc(workspace_bytes) : NULL;
-    mt_stream *stream = ops->stream_create(workspace, workspace_bytes, false);
-    char *memory = ops->memory_alloc(3 * bytes), *x = memory + bytes, *w = x + bytes;
-    ops->memory_zero(memory, 2 * bytes, stream);
-    mt_work rates = {.bytes = 2.0 * (double)bytes / mt_profile_best(memory, x, bytes, NULL, 0, dtype, stream)};
-    if (mt_profiler.on_gpu) {
-        ops->random_normal(x, n * n, 1, 0, 0, 1, dtype, stream);
-        ops->random_normal(w, n * n, 2, 0, 0, 1, dtype, stream);
-        double seconds = mt_profile_best(memory, x, 0, w, n, dtype, stream);
-        rates.flops = 2.0 * (double)n * (double)n * (double)n / seconds;
-    } else
-        rates.flops = mt_cpu_matmul_rate(2048);
-    ops->stream_wait(stream);
-    ops->memory_free(memory);
-    ops->stream_destroy(stream);
-    if (workspace) ops->memory_free(workspace);
-    return rates;
-}
-
-static int mt_profile_by_time(const void *a, const void *b) {
-    double x = ((const mt_profile_row *)a)->seconds, y = ((const mt_profile_row *)b)->seconds;
-    return (x < y) - (x > y);
-}
-
-/* A rate such as "712.1 TFLOP/s" or "31.2 GB/s". */
-static void mt_rate_format(char text[32], double rate, const char *unit) {
-    bool tera = rate >= 1e12;
-    snprintf(text, 32, "%.*f %c%s/s", tera && rate < 1e14 ? 2 : 1, rate * (tera ? 1e-12 : 1e-9), tera ? 'T' : 'G',
-             unit);
-}
-
-static void mt_profile_print_row(const mt_profile_row *row, const mt_profile *sums, const mt_work *ceilings,
-                                 FILE *file) {
-    bool computes = row->flops > 0;
-    double steps = (double)sums->steps, rate = (computes ? row->flops : row->bytes) / row->seconds;
-    char text[32];
-    mt_rate_format(text, rate, computes ? "FLOP" : "B");
-    fprintf(file, "  %-22s %8.6g %11.3f %6.1f%% %15s %11.1f%%\n", row->name, (double)row->calls / steps,
-            1e3 * row->seconds / steps, 100 * row->seconds / sums->seconds, text,
-            100 * rate / (computes ? ceilings->flops : ceilings->bytes));
-}
-
-void mt_profile_print(mt_dtype dtype, FILE *file) {
-    const mt_profile *sums = &mt_profiler.sums;
-    mt_profile_row rows[MT_NUM_OPERATIONS];
-    double steps = (double)sums->steps, rest = sums->seconds;
-    char flops[32], bytes[32];
-    mt_work ceilings = sums->steps > 0 ? mt_profile_ceilings(dtype) : (mt_work){0};
-    if (!file) return;
-    if (sums->steps == 0) {
-        fprintf(file, "profile: no step to show, since the first is not counted; raise --train-iters\n");
-        return;
-    }
-    mt_rate_format(flops, ceilings.flops, "FLOP");
-    mt_rate_format(bytes, ceilings.bytes, "B");
-    memcpy(rows, sums->rows, sizeof rows);
-    qsort(rows, MT_NUM_OPERATIONS, sizeof *rows, mt_profile_by_time);
-    fprintf(file, "profile of %lld steps without the first; ceilings: product %s, copy %s (%s)\n",
-            (long long)sums->steps, flops, bytes, mt_profiler.ops->name);
-    fprintf(file, "  %-22s %8s %11s %7s %15s %12s\n", "operation", "calls", "ms a step", "share", "rate", "of ceiling");
-    for (int i = 0; i < MT_NUM_OPERATIONS; i++) {
-        if (rows[i].calls == 0) continue;
-        mt_profile_print_row(&rows[i], sums, &ceilings, file);
-    }
-    for (int i = 0; i < MT_NUM_TRAFFICS; i++) rest -= sums->traffic[i].exposed; // operations may overlap
-    fprintf(file, "  %-22s %8s %11.3f %6.1f%%\n", "outside of operations", "", 1e3 * rest / steps,
-            100 * rest / sums->seconds);
-    fprintf(file, "  %-22s %8s %11.3f %6.1f%%\n", "a step", "", 1e3 * sums->seconds / steps, 100.0);
-}
-
-/* ==== §17c communication ========================================================================================= */
-/* How much of the communication nothing hides. Invariant: every instant of a step counts once, for what computes, else
- * for one kind of communication, else for none. */
-
-/* An interval begins (change 1) or ends (-1). */
-typedef struct mt_edge {
-    double time;
-    mt_traffic traffic;
-    int change;
-} mt_edge;
-
-static int mt_edge_by_time(const void *a, const void *b) {
-    double x = ((const mt_edge *)a)->time, y = ((const mt_edge *)b)->time;
-    return (x > y) - (x < y);
-}
-
-void mt_traffic_expose(double exposed[MT_NUM_TRAFFICS], const mt_busy *busy, int64_t count) {
-    mt_edge *edges = mt_malloc(2 * count * (int64_t)sizeof *edges + 1);
-    int64_t running[MT_NUM_TRAFFICS] = {0};
-    for (int64_t i = 0; i < count; i++) {
-        edges[2 * i] = (mt_edge){busy[i].from, busy[i].traffic, 1};
-        edges[2 * i + 1] = (mt_edge){busy[i].to, busy[i].traffic, -1};
-    }
-    qsort(edges, (size_t)(2 * count), sizeof *edges, mt_edge_by_time);
-    for (int64_t i = 0; i < 2 * count; i++) {
-        int first = 0;
-        while (first < MT_NUM_TRAFFICS && running[first] == 0) first++;
-        if (first < MT_NUM_TRAFFICS) exposed[first] += edges[i].time - edges[i - 1].time;
-        running[edges[i].traffic] += edges[i].change;
-    }
-    free(edges);
-}
-
-/* Adds a step's calls to the sums by kind. */
-static void mt_profile_add_traffic(mt_profile *sums, const mt_call *calls, int64_t count) {
-    mt_busy *busy = mt_malloc(count * (int64_t)sizeof *busy + 1);
-    double exposed[MT_NUM_TRAFFICS] = {0};
-    for (int64_t i = 0; i < count; i++) {
-        mt_profile_traffic *sum = &sums->traffic[calls[i].work.traffic];
-        busy[i] = (mt_busy){calls[i].from, calls[i].to, calls[i].work.traffic};
-        sum->calls++;
-        sum->seconds += calls[i].to - calls[i].from;
-        if (calls[i].operation != MT_OPERATION_channel_wait) sum->bytes += calls[i].work.bytes; // counted by the send
-    }
-    mt_traffic_expose(exposed, busy, count);
-    for (int i = 0; i < MT_NUM_TRAFFICS; i++) sums->traffic[i].exposed += exposed[i];
-    free(busy);
-}
-
-/* What a rank tells of itself, seconds a step. */
-typedef struct mt_rank_profile {
-    double step, computing;
-    double calls[MT_NUM_TRAFFICS], seconds[MT_NUM_TRAFFICS], exposed[MT_NUM_TRAFFICS], bytes[MT_NUM_TRAFFICS];
-} mt_rank_profile;
-
-static mt_rank_profile mt_rank_profile_of(const mt_profile *sums) {
-    double steps = (double)sums->steps;
-    mt_rank_profile own = {.step = sums->seconds / steps};
-    own.computing = sums->traffic[MT_TRAFFIC_NONE].exposed / steps;
-    for (int i = 0; i < MT_NUM_TRAFFICS; i++) {
-        own.calls[i] = (double)sums->traffic[i].calls / steps;
-        own.seconds[i] = sums->traffic[i].seconds / steps;
-        own.exposed[i] = sums->traffic[i].exposed / steps;
-        own.bytes[i] = sums->traffic[i].bytes / steps;
-    }
-    return own;
-}
-
-static void mt_rank_profile_print(const mt_rank_profile *own, int rank, const char *why, FILE *file) {
-    static const char *const names[MT_NUM_TRAFFICS] = {"computing", "tensor",   "gradients", "parameters",
-                                                       "context",   "pipeline", "experts",   "loss and norm"};
-    double idle = own->step;
-    fprintf(file, "communication of rank %d%s\n", rank, why);
-    fprintf(file, "  %-22s %8s %11s %11s %7s %10s\n", "kind", "calls", "ms a step", "exposed ms", "share", "MiB sent");
-    for (int i = 0; i < MT_NUM_TRAFFICS; i++) {
-        idle -= own->exposed[i];
-        if (own->calls[i] == 0) continue;
-        fprintf(file, "  %-22s %8.6g %11.3f %11.3f %6.1f%%", names[i], own->calls[i], 1e3 * own->seconds[i],
-                1e3 * own->exposed[i], 100 * own->exposed[i] / own->step);
-        if (i != MT_TRAFFIC_NONE) fprintf(file, " %10.3f", own->bytes[i] / 1048576);
-        fprintf(file, "\n");
-    }
-    fprintf(file, "  %-22s %8s %11s %11.3f %6.1f%%\n", "none of these", "", "", 1e3 * idle, 100 * idle / own->step);
-    fprintf(file, "  %-22s %8s %11s %11.3f %6.1f%%\n", "a step", "", "", 1e3 * own->step, 100.0);
-}
-
-void mt_profile_print_communication(const mt_grid *grid, FILE *file) {
-    enum { TAG = 1 };
-    const mt_group *world = &grid->world;
-    if (world->size == 1 || mt_profiler.sums.steps == 0) return;
-    mt_rank_profile own = mt_rank_profile_of(&mt_profiler.sums);
-    if (world->rank > 0) {
-        mt_send(world, &own, sizeof own, 0, TAG);
-        return;
-    }
-    mt_rank_profile slowest = own;
-    double least[2] = {own.step, own.computing}, most[2] = {own.step, own.computing};
-    int slowest_rank = 0;
-    for (int rank = 1; rank < world->size; rank++) {
-        mt_rank_profile other = {0};
-        mt_receive(world, &other, sizeof other, rank, TAG);
-        least[0] = fmin(least[0], other.step), most[0] = fmax(most[0], other.step);
-        least[1] = fmin(least[1], other.computing), most[1] = fmax(most[1], other.computing);
-        if (other.computing > slowest.computing) slowest = other, slowest_rank = rank;
-    }
-    if (!file) return;
-    mt_rank_profile_print(&own, 0, slowest_rank == 0 ? ", the slowest: it computes longest" : "", file);
-    if (slowest_rank > 0) mt_rank_profile_print(&slowest, slowest_rank, ", the slowest: it computes longest", file);
-    fprintf(file, "over %d ranks a step takes %.3f to %.3f ms, of which they compute %.3f to %.3f ms\n", world->size,
-            1e3 * least[0], 1e3 * most[0], 1e3 * least[1], 1e3 * most[1]);
-}
-
-/* ==== §17d traces ================================================================================================ */
-/* Some steps as a timeline. Every rank writes its part as text, and rank 0 puts the parts together. Invariants: boxes
- * of one thread lie beside or, for phases within their step, inside one another; times are those of rank 0's clock. */
-
-double mt_clock_offset(const mt_group *world, double (*clock)(void)) {
-    enum { ROUNDS = 32, TAG = 2 };
-    double offset = 0, quickest = INFINITY;
-    for (int rank = 1; rank < world->size; rank++)
-        for (int round = 0; round < ROUNDS; round++) {
-            double asked, answer = 0;
-            if (world->rank == 0) {
-                mt_receive(world, &asked, sizeof asked, rank, TAG);
-                answer = clock();
-                mt_send(world, &answer, sizeof answer, rank, TAG);
-            } else if (world->rank == rank) {
-                asked = clock();
-                mt_send(world, &asked, sizeof asked, 0, TAG);
-                mt_receive(world, &answer, sizeof answer, 0, TAG);
-                double answered = clock();
-                if (answered - asked >= quickest) continue;
-                quickest = answered - asked;
-                offset = answer - (asked + answered) / 2;
-            }
-        }
-    return offset;
-}
-
-/* Ranks that run on one kernel share its clock. */
-static bool mt_clock_is_shared(const mt_group *world) {
-    char own[64] = "", first[64];
-    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
-    if (file) {
-        if (!fgets(own, sizeof own, file)) own[0] = '\0';
-        fclose(file);
-    }
-    memcpy(first, own, sizeof own);
-    mt_broadcast(world, first, sizeof first, 0);
-    return own[0] && strcmp(own, first) == 0;
-}
-
-static char *mt_trace_temporary(const char *path) {
-    int64_t length = (int64_t)strlen(path) + 32;
-    char *temporary = mt_malloc(length);
-    snprintf(temporary, (size_t)length, "%s.tmp.%ld", path, (long)getpid());
-    return temporary;
-}
-
-/* Whether the file can be written, without a trace of it if not. */
-static int mt_trace_try(const char *path, mt_error *error) {
-    struct stat status;
-    bool is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
-    char *temporary = mt_trace_temporary(path);
-    FILE *file = is_folder ? NULL : fopen(temporary, "w");
-    int problem = is_folder ? EISDIR : errno;
-    if (file) fclose(file), unlink(temporary);
-    free(temporary);
-    return file ? 0 : mt_error_set(error, "--trace %s: cannot be written: %s", path, strerror(problem));
-}
-
-int mt_trace_open(const mt_options *options, const mt_grid *grid, const mt_run_state *state, mt_error *error) {
-    int64_t steps = options->num_iterations - state->iteration;
-    int status = 0;
-    MT_CHECK(mt_profiler.ops && options->trace);
-    if (options->trace_first_step > steps)
-        return mt_error_set(error, "--trace-first-step %lld comes after this run's last step (step %lld)",
-                            (long long)options->trace_first_step, (long long)steps);
-    if (grid->world.rank == 0) status = mt_trace_try(options->trace, error);
-    if (mt_agree(&grid->world, status != 0, error) != 0) return -1;
-    double offset = mt_clock_offset(&grid->world, mt_time);
-    if (mt_clock_is_shared(&grid->world)) offset = 0;
-    mt_profiler.trace = (mt_trace){.path = options->trace,
-                                   .grid = grid,
-                                   .alone = !options->profile && !options->log_straggler,
-                                   .iteration = state->iteration,
-                                   .first = options->trace_first_step,
-                                   .last = mt_min(options->trace_last_step, steps),
-                                   .clock_offset = offset,
-                                   .num_lanes = 1};
-    return 0;
-}
-
-bool mt_trace_is_open(void) {
-    return mt_profiler.trace.path != NULL;
-}
-
-bool mt_trace_is_complete(void) {
-    return mt_trace_is_open() && mt_profiler.trace.step >= mt_profiler.trace.last;
-}
-
-/* The lane of a call: one for each kind on each stream, and apart from it one for what is sent. */
-static int mt_trace_lane_of(mt_trace *trace, const mt_call *call) {
-    mt_trace_lane lane = {call->work.traffic, call->sends, call->stream, 0};
-    for (int i = 1; i < trace->num_lanes; i++) {
-        const mt_trace_lane *other = &trace->lanes[i];
-        if (other->traffic == lane.traffic && other->sends == lane.sends && other->stream == lane.stream) return i;
-    }
-    MT_CHECK(trace->num_lanes < MT_TRACE_LANES);
-    trace->lanes[trace->num_lanes] = lane;
-    return trace->num_lanes++;
-}
-
-static mt_trace_event *mt_trace_add(mt_trace *trace, const char *name, int lane, double from, double to) {
-    trace->events = mt_records_grow(trace->events, trace->num_events, &trace->max_events, sizeof(mt_trace_event));
-    mt_trace_event *event = &trace->events[trace->num_events++];
-    *event = (mt_trace_event){.name = name, .lane = lane};
-    event->from = from + trace->clock_offset, event->to = to + trace->clock_offset;
-    event->micro_batch = event->chunk = event->message = event->iteration = -1;
-    return event;
-}
-
-/* Keeps the step that is over: itself, its phases, its calls. A message waits for those before it on its stream, so its
- * box begins after theirs. */
-static void mt_trace_step(double end) {
-    mt_trace *trace = &mt_profiler.trace;
-    int64_t whole = trace->num_events;
-    double last = end;
-    mt_trace_add(trace, "step", 0, mt_profiler.step_begin, end)->iteration = trace->iteration + trace->step;
-    for (int64_t i = 0; i < mt_profiler.num_phases; i++) {
-        const mt_phase *phase = &mt_profiler.phases[i];
-        double until = mt_moment_time(&phase->end);
-        mt_trace_event *event = mt_trace_add(trace, phase->name, 0, mt_moment_time(&phase->begin), until);
-        event->micro_batch = phase->micro_batch, event->chunk = phase->chunk;
-        last = fmax(last, until);
-    }
-    for (int64_t i = 0; i < mt_profiler.num_calls; i++) {
-        const mt_call *call = &mt_profiler.calls[i];
-        const mt_phase *phase = call->phase >= 0 ? &mt_profiler.phases[call->phase] : NULL;
-        int lane = mt_trace_lane_of(trace, call);
-        double from = fmax(call->from, trace->lanes[lane].until), to = fmax(call->to, from);
-        mt_trace_event *event = mt_trace_add(trace, mt_profiler.sums.rows[call->operation].name, lane, from, to);
-        if (phase) event->micro_batch = phase->micro_batch, event->chunk = phase->chunk;
-        event->message = call->message, event->sends = call->sends;
-        event->flops = call->work.flops, event->bytes = call->work.bytes;
-        trace->lanes[lane].until = to;
-        last = fmax(last, to);
-    }
-    trace->events[whole].to = last + trace->clock_offset; // a GPU's clock may run some microseconds ahead of the host's
-}
-
-static void mt_trace_write_name(FILE *text, int rank, int thread, const char *what, const char *name) {
-    fprintf(text, "{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"%s\",\"args\":{\"name\":\"%s\"}},\n", rank, thread,
-            what, name);
-}
-
-/* The names of a rank and its lanes, by which viewers show them, and their order. */
-static void mt_trace_write_names(const mt_trace *trace, FILE *text) {
-    static const char *const names[MT_NUM_TRAFFICS] = {"compute",          "tensor communication", "gradient reduction",
-                                                       "parameter gather", "context ring",         "pipeline receives",
-                                                       "experts",          "loss and norm"};
-    const mt_grid *grid = trace->grid;
-    int rank = grid->world.rank;
-    char name[128];
-    snprintf(name, sizeof name, "rank %d: tp %d cp %d pp %d dp %d", rank, grid->tensor.rank, grid->context.rank,
-             grid->pipeline.rank, grid->data.rank);
-    mt_trace_write_name(text, rank, 0, "process_name", name);
-    fprintf(text, "{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_sort_index\",\"args\":{\"sort_index\":%d}},\n",
-            rank, rank);
-    mt_trace_write_name(text, rank, 0, "thread_name", "phases");
-    for (int i = 1; i < trace->num_lanes; i++) {
-        const mt_trace_lane *lane = &trace->lanes[i];
-        int number = 1;
-        for (int k = 1; k < i; k++)
-            number += trace->lanes[k].traffic == lane->traffic && trace->lanes[k].sends == lane->sends;
-        bool pipeline = lane->traffic == MT_TRAFFIC_PIPELINE;
-        int length =
-            snprintf(name, sizeof name, "%s%s", lane->sends && pipeline ? "pipeline sends" : names[lane->traffic],
-                     lane->sends && !pipeline ? " (sends)" : "");
-        if (number > 1) snprintf(name + length, sizeof name - (size_t)length, ", stream %d", number);
-        mt_trace_write_name(text, rank, i, "thread_name", name);
-        fprintf(text,
-                "{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"thread_sort_index\",\"args\":{\"sort_index\":%d}},\n",
-                rank, i, 1 + MT_TRACE_LANES * (2 * (int)lane->traffic + lane->sends) + i);
-    }
-}
-
-/* A time in the microseconds of the format, to a nanosecond. */
-static void mt_trace_write_time(FILE *text, const char *key, int64_t nanoseconds) {
-    fprintf(text, ",\"%s\":%lld.%03lld", key, (long long)(nanoseconds / 1000), (long long)(nanoseconds % 1000));
-}
-
-/* A box, and for a message the end of an arrow from the sender's box to the receiver's. */
-static void mt_trace_write_event(const mt_trace_event *event, int rank, double origin, FILE *text) {
-    int64_t from = llround(1e9 * (event->from - origin)), to = llround(1e9 * (event->to - origin));
-    const struct {
-        const char *name;
-        int64_t value;
-    } numbers[] = {{"iteration", event->iteration}, {"micro_batch", event->micro_batch}, {"chunk", event->chunk}};
-    const char *comma = "";
-    fprintf(text, "{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"name\":\"%s\"", rank, event->lane, event->name);
-    mt_trace_write_time(text, "ts", from);
-    mt_trace_write_time(text, "dur", to - from);
-    fprintf(text, ",\"args\":{");
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
-        if (numbers[i].value >= 0)
-            fprintf(text, "%s\"%s\":%lld", comma, numbers[i].name, (long long)numbers[i].value), comma = ",";
-    if (event->flops > 0) fprintf(text, "%s\"flops\":%.17g", comma, event->flops), comma = ",";
-    if (event->bytes > 0) fprintf(text, "%s\"bytes\":%.17g", comma, event->bytes);
-    fprintf(text, "}},\n");
-    bool waits_to_send = event->sends && strcmp(event->name, "channel_wait") == 0;
-    if (event->message < 0 || waits_to_send) return;
-    fprintf(text, "{\"ph\":\"%s\",\"pid\":%d,\"tid\":%d,\"cat\":\"message\",\"name\":\"message\",\"id\":%lld",
-            event->sends ? "s" : "f\",\"bp\":\"e", rank, event->lane, (long long)event->message);
-    mt_trace_write_time(text, "ts", event->sends ? from : mt_max(from, to - 1));
-    fprintf(text, "},\n");
-}
-
-/* This rank's part of the file, to free; rank 0's has the file's beginning. */
-static char *mt_trace_text(const mt_trace *trace, double origin, size_t *bytes) {
-    char *memory;
-    FILE *text = open_memstream(&memory, bytes);
-    if (!text) mt_die("no memory for a trace");
-    if (trace->grid->world.rank == 0) fprintf(text, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
-    mt_trace_write_names(trace, text);
-    for (int64_t i = 0; i < trace->num_events; i++)
-        mt_trace_write_event(&trace->events[i], trace->grid->world.rank, origin, text);
-    if (fclose(text) != 0) mt_die("no memory for a trace");
-    return memory;
-}
-
-/* On rank 0: its own part, then the others' as they come, which are taken even if the disk is full. */
-static int mt_trace_write_file(const mt_trace *trace, const char *text, size_t bytes, mt_error *error) {
-    enum { TAG = 3 };
-    const mt_group *world = &trace->grid->world;
-    char *temporary = mt_trace_temporary(trace->path);
-    FILE *file = fopen(temporary, "w");
-    bool whole = file && fwrite(text, 1, bytes, file) == bytes;
-    int problem = errno;
-    for (int rank = 1; rank < world->size; rank++) {
-        int64_t length = 0;
-        mt_receive(world, &length, sizeof length, rank, TAG);
-        char *part = mt_malloc(length);
-        mt_receive(world, part, length, rank, TAG);
-        if (whole && fwrite(part, 1, (size_t)length, file) != (size_t)length) whole = false, problem = errno;
-        free(part);
-    }
-    // the last box ended with a comma, so one more thing follows: what the numbers are
-    if (whole &&
-        fprintf(file,
-                "{\"ph\":\"M\",\"pid\":0,\"tid\":0,\"name\":\"process_labels\",\"args\":{\"labels\":\"%s\"}}\n]}\n",
-                mt_profiler.ops->name) < 0)
-        whole = false, problem = errno;
-    if (file && fclose(file) != 0 && whole) whole = false, problem = errno;
-    if (whole && rename(temporary, trace->path) != 0) whole = false, problem = errno;
-    if (file && !whole) unlink(temporary);
-    free(temporary);
-    return whole ? 0 : mt_error_set(error, "--trace %s: cannot be written: %s", trace->path, strerror(problem));
-}
-
-int mt_trace_write(mt_error *error) {
-    enum { TAG = 3 };
-    mt_trace *trace = &mt_profiler.trace;
-    const mt_group *world = &trace->grid->world;
-    double first = trace->num_events > 0 ? -trace->events[0].from : -INFINITY;
-    size_t bytes;
-    int status = 0;
-    mt_all_reduce_max(world, &first, 1, MT_F64); // the earliest of all ranks is 0
-    char *text = mt_trace_text(trace, -first, &bytes);
-    int64_t length = (int64_t)bytes;
-    if (world->rank == 0)
-        status = mt_trace_write_file(trace, text, bytes, error);
-    else {
-        mt_send(world, &length, sizeof length, 0, TAG);
-        mt_send(world, text, length, 0, TAG);
-    }
-    free(text);
-    trace->path = NULL; // it is closed
-    return mt_agree(world, status != 0, error);
-}
-
-/* ==== §17e stragglers ============================================================================================ */
-/* Which ranks are slow, and in what. A rank's time in forward and backward would include its waiting for others, so
- * only what computes counts there; what waits is its communication, which is shortest on the rank that others wait for.
- */
-
-enum { MT_PART_DATA, MT_PART_FORWARD, MT_PART_BACKWARD, MT_PART_OPTIMIZER, MT_PART_COMMUNICATION, MT_NUM_PARTS };
-
-/* This rank's seconds in the step that was recorded last. */
-static void mt_profile_parts(double parts[MT_NUM_PARTS]) {
-    for (int64_t i = 0; i < mt_profiler.num_calls; i++) {
-        const mt_call *call = &mt_profiler.calls[i];
-        const char *phase = call->phase >= 0 ? mt_profiler.phases[call->phase].name : "";
-        int part = call->work.traffic != MT_TRAFFIC_NONE ? MT_PART_COMMUNICATION
-                   : strncmp(phase, "forward", 7) == 0   ? MT_PART_FORWARD
-                   : strncmp(phase, "backward", 8) == 0  ? MT_PART_BACKWARD
-                                                         : MT_PART_OPTIMIZER;
-        parts[part] += call->to - call->from;
-    }
-}
-
-int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_run_state *state,
-                         const mt_metrics *metrics, mt_error *error) {
-    static const char *const names[] = {"data", "forward", "backward", "optimizer", "communication"};
-    if (!report->options->log_straggler || !mt_report_is_due(report, state->iteration)) return 0;
-    int size = grid->world.size, length = 0;
-    double *all = mt_calloc((int64_t)size * MT_NUM_PARTS * 8); // [world, parts]
-    double *own = all + (int64_t)grid->world.rank * MT_NUM_PARTS;
-    mt_profile_parts(own);
-    own[MT_PART_DATA] = metrics->data_seconds;
-    mt_all_reduce_sum(&grid->world, all, (int64_t)size * MT_NUM_PARTS, MT_F64);
-    char text[512];
-    if (report->metrics) fprintf(report->metrics, "{\"iteration\": %lld", (long long)state->iteration);
-    for (int part = 0; part < MT_NUM_PARTS; part++) {
-        int slow = 0, fast = 0;
-        for (int rank = 1; rank < size; rank++) {
-            if (all[rank * MT_NUM_PARTS + part] > all[slow * MT_NUM_PARTS + part]) slow = rank;
-            if (all[rank * MT_NUM_PARTS + part] < all[fast * MT_NUM_PARTS + part]) fast = rank;
-        }
-        double most = 1e3 * all[slow * MT_NUM_PARTS + part], least = 1e3 * all[fast * MT_NUM_PARTS + part];
-        length += snprintf(text + length, sizeof text - (size_t)length, "%s%s %.1f ms (rank %d) to %.1f (rank %d)",
-                           part ? ", " : "", names[part], most, slow, least, fast);
-        if (report->metrics)
-            fprintf(report->metrics,
-                    ", \"straggler_%s\": {\"slowest_rank\": %d, \"slowest_ms\": %.6g, \"fastest_rank\": %d, "
-                    "\"fastest_ms\": %.6g}",
-                    names[part], slow, most, fast, least);
-    }
-    free(all);
-    mt_report_line(report, "%6lld  slowest to fastest: %s", (long long)state->iteration, text);
-    if (!report->metrics) return 0;
-    fprintf(report->metrics, "}\n");
-    return mt_report_flush(report, error);
 }

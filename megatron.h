@@ -47,6 +47,17 @@ void *mt_calloc(int64_t bytes);
 void *mt_realloc(void *memory, int64_t bytes);
 char *mt_strdup(const char *text);
 
+/* Replaces a string by a copy of `text`, which may be NULL or *string itself. */
+void mt_string_set(char **string, const char *text);
+
+static inline int64_t mt_min(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static inline int64_t mt_max(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
 /* Seconds of a monotonic clock. */
 double mt_time(void);
 
@@ -111,8 +122,14 @@ typedef struct mt_strings {
     char **items;
 } mt_strings;
 
-/* Every option by its Megatron name, with underscores. The table in megatron.c §2 gives each its default and its help;
- * mt_options_finish derives what was left at 0 or NULL and checks everything. */
+/* A list of a few numbers: --rampup-batch-size 32 32 100000. */
+enum { MT_MAX_INTS = 3 };
+typedef struct mt_ints {
+    int64_t count, items[MT_MAX_INTS];
+} mt_ints;
+
+/* Every option by its Megatron name, with underscores. The table in data/option_table.c gives each its default and its
+ * help; mt_options_finish derives what was left at 0 or NULL and checks everything. */
 typedef struct mt_options {
     /* model */
     int64_t num_layers, hidden_size, ffn_hidden_size, num_attention_heads, num_query_groups, kv_channels;
@@ -150,7 +167,7 @@ typedef struct mt_options {
     double mtp_loss_scaling_factor;
     /* training */
     int64_t micro_batch_size, global_batch_size, seq_length, train_iters, train_samples;
-    mt_strings rampup_batch_size; // start, increment, samples
+    mt_ints rampup_batch_size; // start, increment, samples
     double lr, min_lr, lr_warmup_fraction, lr_warmup_init;
     char *lr_decay_style; // constant | linear | cosine | inverse-square-root | WSD
     char *lr_wsd_decay_style;
@@ -176,8 +193,8 @@ typedef struct mt_options {
     int64_t tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size;
     int64_t expert_model_parallel_size, expert_tensor_parallel_size;
     bool sequence_parallel, tp_comm_overlap;
-    char *cp_comm_type;                             // p2p | all_gather | a2a | a2a+p2p
-    mt_strings hierarchical_context_parallel_sizes; // a2a, ring
+    char *cp_comm_type;                          // p2p | all_gather | a2a | a2a+p2p
+    mt_ints hierarchical_context_parallel_sizes; // a2a, ring
     int64_t distributed_timeout_seconds;
     int64_t num_virtual_stages_per_pipeline_rank, num_layers_per_virtual_pipeline_stage;
     int64_t microbatch_group_size_per_virtual_pipeline_stage;
@@ -205,13 +222,14 @@ typedef struct mt_options {
     bool print_tokens;
     double temperature, top_p;
     int64_t top_k, max_new_tokens, max_sequences;
-    uint64_t given[5]; // a bit a row of the table: given by the user, so config.json does not override it
+    uint64_t given[28]; // a bit for every byte above: its option was given, so config.json does not override it
     /* derived by mt_options_finish, or read from a Hugging Face config; not options themselves */
     int64_t data_parallel_size; // ranks / (tensor, pipeline and context sizes)
     int64_t context_a2a_size;   // ranks of the context group that trade tokens for heads; 1: none
     int64_t padded_vocab_size;
     int64_t moe_router_group_best;        // scores of a group of experts that are summed: 2 for deepseek_v3
     char *moe_layers;                     // [num_layers] characters '0' or '1': which layers have experts; NULL: none
+    char *pipeline_letters;               // --pipeline-model-parallel-layout without repeats: E, t, m, L and |; or NULL
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     int64_t mtp_layers_stored;            // modules that weights to be loaded may hold, trained on or not
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
@@ -219,41 +237,29 @@ typedef struct mt_options {
     int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
 
-/* Sets defaults, then reads the --config file that the command line may name, the command line itself, which wins, and
- * with --load or --hf-config the model's shape from config.json. `--help` prints and exits with 0. Nothing is derived
- * or checked across options yet: when it knows the number of ranks, the caller sets vocab_size from its tokenizer if it
- * is still 0 and calls mt_options_finish. Free the options also after an error. */
-int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error);
+/* Derives what was not given and checks every rule between values; data/options.c calls it once what is text has been
+ * checked. `world_size` is the number of ranks. May be called again after a change. Afterwards add_qkv_bias,
+ * attention_output_bias and mlp_bias say which linear layers have biases, whatever option or file asked for them. */
+int mt_options_derive(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
-/* Derives what was not given and checks every rule, before anything is allocated: the only validator. `world_size` is
- * the number of ranks. May be called again after a change. Afterwards add_qkv_bias, attention_output_bias and mlp_bias
- * say which linear layers have biases, whatever option or file asked for them. */
-int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
+/* The part of it that derives sizes from one another: width of the MLP, channels of a head, groups. */
+void mt_options_derive_sizes(mt_options *options);
 
-/* Sets every option of a struct that holds nothing yet to its default; frees what a struct holds. */
-void mt_options_default(mt_options *options);
-void mt_options_free(mt_options *options);
+/* Whether the user gave the option whose field begins at `offset`. */
+bool mt_options_gave(const mt_options *options, size_t offset);
+#define MT_GIVEN(options, field) mt_options_gave(options, offsetof(mt_options, field))
 
-/* Reads a YAML text: names with underscores or dashes, flat or in sections, which only group; lists; true and false for
- * flags; null leaves the default. `path` is for messages. Later settings win. */
-int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
-                         mt_error *error);
-
-/* Takes the shape from the text of a Hugging Face config.json, but for options that were given; `path` is for messages.
- */
-int mt_options_read_hf_config(mt_options *options, const char *json, int64_t bytes, const char *path, mt_error *error);
-
-/* Writes config.json for options->hf_family (finished options), such that transformers (and this program) loads the
- * folder; the family "megatron" is read by this program only. Returns text to free. */
-char *mt_options_write_hf_config(const mt_options *options);
-
-/* Prints the options that differ from their defaults, by group. */
-void mt_options_print(const mt_options *options, mt_program program, FILE *file);
+/* Whether nothing is to be trained, so that there is neither a schedule nor data: --train-iters 0 with --load and
+ * --save. */
+bool mt_options_converts(const mt_options *options);
 
 /* Parameters of the model, and the floating-point operations of forward and backward over `num_sequences` (Megatron's
  * num_floating_point_operations; recomputation is not counted). */
 int64_t mt_num_parameters(const mt_options *options);
 double mt_flops(const mt_options *options, int64_t num_sequences);
+
+/* Layers with experts. */
+int64_t mt_num_expert_layers(const mt_options *options);
 
 /* ==== §3 kernels: one signature, two backends ======================================================================
  */
@@ -261,68 +267,11 @@ double mt_flops(const mt_options *options, int64_t num_sequences);
 /* Where work is enqueued. On the CPU operations run at once and the stream is NULL. */
 typedef struct mt_stream mt_stream;
 
-/* A stretch of queries that attends to a stretch of keys. Row i of the queries sees key j of the span if
- * j <= i + (k_len - q_len) when causal, and all keys otherwise. Packed sequences, context parallelism and decoding with
- * a key/value cache are all lists of spans. */
-typedef struct mt_span {
-    int64_t q_start, q_len, k_start, k_len;
-    bool causal;
-} mt_span;
-
-/* The spans of one micro-batch: the list on the host and where the device can read it. Query rows of different spans
- * are disjoint; rows in no span are not touched. */
-typedef struct mt_spans {
-    const mt_span *host;
-    const mt_span *device;
-    int64_t count;
-} mt_spans;
-
 /* Dropout decides by coordinate, never by order: `key` names the run, the layer and the place; p == 0 is off. */
 typedef struct mt_dropout {
     double p;
     uint64_t key;
 } mt_dropout;
-
-/* Which implementation of attention runs (--attention-backend): the fastest that serves the call, this project's fused
- * kernels, cuDNN's for spans that are a batch of equally long sequences (else the fused kernels), or the definition. A
- * CPU has one implementation. */
-typedef enum { MT_ATTENTION_AUTO, MT_ATTENTION_FLASH, MT_ATTENTION_CUDNN, MT_ATTENTION_UNFUSED } mt_attention_backend;
-
-/* What attention needs besides its spans. q is [Tq, H, D], k is [Tk, G, D], v is [Tk, G, Dv], out is [Tq, H, Dv];
- * strides between tokens. With a window > 0, row i sees only keys j > i + (k_len - q_len) - window (Mistral's sliding
- * window; 0 is none). The index arrays name tokens globally for dropout and may be NULL without it: the probability of
- * head h, query i and key j is kept when word k_index[j] % 4 of Philox at (q_index[i], (first_head + h) << 48 |
- * k_index[j] / 4) is at least p 2^32. */
-typedef struct mt_attention {
-    int64_t num_heads, num_groups, head_size, value_size;
-    int64_t q_stride, k_stride, v_stride, out_stride;
-    int64_t window;
-    float scale;
-    mt_attention_backend backend;
-    mt_dropout dropout;
-    int64_t first_head;               // number of head 0 in the whole model, where ranks share the heads
-    const int64_t *q_index, *k_index; // [Tq], [Tk]
-} mt_attention;
-
-/* AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization"), with the step's bias corrections. */
-typedef struct mt_adamw {
-    float lr, beta1, beta2, eps, weight_decay;
-    float bias_correction1, bias_correction2; // 1 - beta^step
-} mt_adamw;
-
-/* What makes a step bad: see mt_step_guard_fn. */
-typedef struct mt_guard_rules {
-    bool finite;         // loss and gradient norm must be
-    double spike_factor; // the loss is at most so many times its running average; 0: may be anything
-    int64_t window;      // steps of that average, before which nothing is a spike
-    int64_t copies;      // how often the loss was added up
-} mt_guard_rules;
-
-/* A step's verdict. */
-typedef enum mt_verdict { MT_STEP_IS_GOOD, MT_LOSS_NOT_FINITE, MT_NORM_NOT_FINITE, MT_LOSS_SPIKES } mt_verdict;
-
-/* What a guard keeps from step to step: the verdict on the last one, and the average loss of how many good ones. */
-enum { MT_GUARD_VERDICT, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
 
 /* ---- memory, copies and streams of a device */
 
@@ -383,77 +332,160 @@ typedef void mt_embedding_forward_fn(void *out, const int32_t *ids, const void *
 typedef void mt_embedding_backward_fn(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
                                       int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream);
 
-/* ---- norms over C of x[T, H, C]; H = 1 for hidden states, heads for q/k norm */
+/* ---- norms over the last dimension of x[T, H, C]: H = 1 for hidden states, heads for q/k norm */
 
-/* y = x rstd w, rstd[T, H] = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich, "Root mean square layer normalization"). */
-typedef void mt_rmsnorm_forward_fn(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H, int64_t C,
-                                   int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype, mt_stream *stream);
-/* dx = dresidual + gradient through the norm (dresidual may be NULL, or dx itself; it has dx's stride); dw[C] +=. */
-typedef void mt_rmsnorm_backward_fn(void *dx, float *dw, const void *dy, const void *dresidual, const void *x,
-                                    const void *w, const float *rstd, int64_t T, int64_t H, int64_t C,
-                                    int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype,
-                                    mt_stream *stream);
-/* y[T, C] = (x - mean) rstd w + b (Ba et al., "Layer normalization"); mean, rstd are [T]. */
-typedef void mt_layernorm_forward_fn(void *y, float *mean, float *rstd, const void *x, const void *w, const void *b,
-                                     int64_t T, int64_t C, float eps, mt_dtype dtype, mt_stream *stream);
-/* dx = dresidual + gradient through the norm; dw[C] +=, db[C] +=. */
-typedef void mt_layernorm_backward_fn(void *dx, float *dw, float *db, const void *dy, const void *dresidual,
-                                      const void *x, const void *w, const float *mean, const float *rstd, int64_t T,
-                                      int64_t C, mt_dtype dtype, mt_stream *stream);
+/* The operands of a norm. One that an operation does not have stays zero. */
+typedef struct mt_norm_args {
+    int64_t T, H, C;            // LayerNorm: H = 1
+    const void *x;              // [T, H, C]
+    const void *w, *b;          // [C]; b: LayerNorm only
+    float eps;                  // forward only
+    void *y;                    // [T, H, C]: the forward's result
+    float *mean, *rstd;         // [T, H]: the forward writes them, the backward reads them; mean: LayerNorm only
+    const void *dy;             // [T, H, C]: the gradient of y
+    const void *dresidual;      // [T, H, C], added to the gradient; may be NULL or dx; it has dx's stride
+    void *dx;                   // [T, H, C]: the backward's result
+    float *dw, *db;             // [C] +=; db: LayerNorm only
+    int64_t x_stride, y_stride; // elements between tokens; rmsnorm only, LayerNorm's rows are packed
+    int64_t dx_stride, dy_stride;
+    /* residual_norm_forward only */
+    void *sum;                  // [T, C] = residual + dropout(x), which is normalized; may be x or residual
+    const void *residual;       // [T, C]
+    const int64_t *token_index; // [T]: see dropout_add_forward
+    mt_dropout dropout;
+} mt_norm_args;
 
-/* ---- rotary positions (Su et al., "RoFormer"): turns the first R channels of every head of x[T, H, D] by its token's
- * angle; cos, sin are [max_position, R / 2] in fp32. Pairs are (i, i + R/2), or (2i, 2i + 1) when interleaved. The
- * other channels are copied. y may be x. The backward is the turn back. */
+/* y = x rstd w, rstd = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich, "Root mean square layer normalization"). */
+typedef void mt_rmsnorm_forward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
+/* dx = dresidual + gradient through the norm; dw +=. */
+typedef void mt_rmsnorm_backward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
+/* y = (x - mean) rstd w + b (Ba et al., "Layer normalization"). */
+typedef void mt_layernorm_forward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
+/* dx = dresidual + gradient through the norm; dw +=, db +=. */
+typedef void mt_layernorm_backward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
+/* Fused: sum = residual + dropout(x), then y = LayerNorm(sum), or RMSNorm(sum) where mean is NULL. */
+typedef void mt_residual_norm_forward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
 
-typedef void mt_rope_forward_fn(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
-                                int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
-                                bool interleaved, mt_dtype dtype, mt_stream *stream);
-typedef void mt_rope_backward_fn(void *dx, const void *dy, const float *cos, const float *sin, const int32_t *positions,
-                                 int64_t T, int64_t H, int64_t D, int64_t R, int64_t dx_stride, int64_t dy_stride,
-                                 bool interleaved, mt_dtype dtype, mt_stream *stream);
+/* ---- rotary positions (Su et al., "RoFormer") */
 
-/* Fused, for the H heads of q and then G of k that begin each row of qkv: RMSNorm over D with q_w[D] and k_w[D], unless
- * these and q_rstd[T, H], k_rstd[T, G] are NULL, then the turn. qk has the heads in the same order; it may be qkv where
- * there is no norm. */
-typedef void mt_qk_forward_fn(void *qk, float *q_rstd, float *k_rstd, const void *qkv, const void *q_w, const void *k_w,
-                              const float *cos, const float *sin, const int32_t *positions, int64_t T, int64_t H,
-                              int64_t G, int64_t D, int64_t R, int64_t qk_stride, int64_t qkv_stride, bool interleaved,
-                              float eps, mt_dtype dtype, mt_stream *stream);
-/* The q and k heads of dqkv, which may be dqk where there is no norm; dq_w[D] += and dk_w[D] +=. dqk is scratch
- * afterwards. */
-typedef void mt_qk_backward_fn(void *dqkv, float *dq_w, float *dk_w, void *dqk, const void *qkv, const void *q_w,
-                               const void *k_w, const float *q_rstd, const float *k_rstd, const float *cos,
-                               const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t G, int64_t D,
-                               int64_t R, int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride, bool interleaved,
-                               mt_dtype dtype, mt_stream *stream);
+/* Rotates the first R channels of a head by its token's angle; copies the other channels. */
+typedef struct mt_rotation {
+    const float *cos, *sin;   // [max_position, R / 2]
+    const int32_t *positions; // [T]
+    int64_t R;                // even; 0: no channel rotates
+    bool interleaved;         // pairs are (2i, 2i + 1), else (i, i + R / 2)
+} mt_rotation;
 
-/* ---- heads of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): N channels of a query or key stand still, the
- * R after them turn, and a value has Dv. Every key has the same R channels. */
+/* The operands of rope_forward: y = x rotated. rope_backward rotates back: x is the gradient of the output, y that of
+ * the input. */
+typedef struct mt_rope_args {
+    int64_t T, H, D;
+    const void *x;              // [T, H, D]
+    void *y;                    // [T, H, D]; may be x
+    int64_t x_stride, y_stride; // elements between tokens
+    mt_rotation rotation;
+} mt_rope_args;
 
-/* k[T, H, N + R] and v[T, H, Dv] from kv[T, H, N + Dv], each head's still key and value, and k_rope[T, R], which is
- * turned already; turns the last R channels of every head of q[T, H, N + R] in place, as rope_forward does. */
-typedef void mt_latent_heads_forward_fn(void *q, void *k, void *v, const void *kv, const void *k_rope, const float *cos,
-                                        const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t N,
-                                        int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype, mt_stream *stream);
-/* dkv, and dk_rope[T, R] = the sum over the heads, in fp32 and in their order; turns dq back in place. */
-typedef void mt_latent_heads_backward_fn(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
-                                         const float *cos, const float *sin, const int32_t *positions, int64_t T,
-                                         int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
-                                         mt_stream *stream);
+typedef void mt_rope_forward_fn(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream);
+typedef void mt_rope_backward_fn(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream);
+
+/* The operands of q/k norm with rotation: every row of qkv begins with H heads of q, then G of k. Without the norm, the
+ * weights and rstd are NULL. */
+typedef struct mt_qk_args {
+    int64_t T, H, G, D;
+    const void *qkv;        // [T, (H + G) D ...]: the fused product
+    const void *q_w, *k_w;  // [D]: RMSNorm's weights
+    float *q_rstd, *k_rstd; // [T, H], [T, G]: the forward writes them, the backward reads them
+    float eps;              // forward only
+    mt_rotation rotation;   // after the norm
+    void *qk;               // [T, (H + G) D]: the forward's result; may be qkv without the norm
+    void *dqk;              // [T, (H + G) D]: the gradient of qk; scratch afterwards
+    void *dqkv;             // [T, (H + G) D ...]: the backward's result; may be dqk without the norm
+    float *dq_w, *dk_w;     // [D] +=
+    int64_t qkv_stride;     // elements between tokens
+    int64_t qk_stride, dqk_stride, dqkv_stride;
+} mt_qk_args;
+
+/* Fused: RMSNorm over D of each head, then the rotation. */
+typedef void mt_qk_forward_fn(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream);
+typedef void mt_qk_backward_fn(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream);
+
+/* ---- heads of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2") */
+
+/* A query or key has N nope channels, which do not rotate, then R = rotation.R rope channels; a value has Dv. All heads
+ * of a token share the rope channels of its key. */
+typedef struct mt_latent_heads_args {
+    int64_t T, H, N, Dv;
+    mt_rotation rotation;
+    /* forward */
+    void *q;            // [T, H, N + R]: the rope channels of every head are rotated in place
+    const void *kv;     // [T, H, N + Dv]: each head's nope channels of the key, then its value
+    const void *k_rope; // [T, R], rotated already
+    void *k, *v;        // [T, H, N + R], [T, H, Dv]: results
+    /* backward */
+    void *dq;            // [T, H, N + R]: rotated back in place
+    const void *dk, *dv; // [T, H, N + R], [T, H, Dv]
+    void *dkv, *dk_rope; // [T, H, N + Dv], [T, R]: results; dk_rope is the sum over the heads, in order, in fp32
+} mt_latent_heads_args;
+
+typedef void mt_latent_heads_forward_fn(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream);
+typedef void mt_latent_heads_backward_fn(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream);
 
 /* ---- attention over spans (Dao et al., "FlashAttention", for the saved log-sum-exp and the blockwise backward) */
 
-/* out = softmax(scale q k^T) v per head; lse[Tq, H] = log of the sum of exponentials. A query row of a span that sees
- * no key gets out = 0 and lse = -inf. */
-typedef void mt_attention_forward_fn(void *out, float *lse, const void *q, const void *k, const void *v,
-                                     const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                     mt_stream *stream);
-/* dq, dk, dv (strides of q, k, v) are written for all rows of the spans; key rows of several spans receive the sum.
- * `row_dot` is scratch [Tq, H] for sum(out dout). Rows in no span are not touched. */
-typedef void mt_attention_backward_fn(void *dq, void *dk, void *dv, float *row_dot, const void *dout, const void *q,
-                                      const void *k, const void *v, const void *out, const float *lse,
-                                      const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                      mt_stream *stream);
+/* A stretch of queries that attends to a stretch of keys. Row i of the queries sees key j of the span if
+ * j <= i + (k_len - q_len) when causal, and all keys otherwise. Packed sequences, context parallelism and decoding with
+ * a key/value cache are all lists of spans. */
+typedef struct mt_span {
+    int64_t q_start, q_len, k_start, k_len;
+    bool causal;
+} mt_span;
+
+/* The keys [*begin, *end) of the span that its query i sees; window: see mt_attention. */
+void mt_span_keys(const mt_span *span, int64_t window, int64_t i, int64_t *begin, int64_t *end);
+
+/* The spans of one micro-batch: the list on the host and where the device can read it. Query rows of different spans
+ * are disjoint; rows in no span are not touched. */
+typedef struct mt_spans {
+    const mt_span *host;
+    const mt_span *device;
+    int64_t count;
+} mt_spans;
+
+/* Which implementation of attention runs (--attention-backend): the fastest that serves the call, this project's fused
+ * kernels, cuDNN's for spans that are a batch of equally long sequences (else the fused kernels), or the definition. A
+ * CPU has one implementation. */
+typedef enum { MT_ATTENTION_AUTO, MT_ATTENTION_FLASH, MT_ATTENTION_CUDNN, MT_ATTENTION_UNFUSED } mt_attention_backend;
+
+/* One attention call. With a window > 0, row i sees only keys j > i + (k_len - q_len) - window (Mistral's sliding
+ * window; 0 is none). Dropout keeps the probability of head h, query i and key j when word k_index[j] % 4 of Philox at
+ * (q_index[i], (first_head + h) << 48 | k_index[j] / 4) is at least p 2^32. */
+typedef struct mt_attention {
+    int64_t num_heads, num_groups; // H, G: heads of q, heads of k and v
+    int64_t head_size, value_size; // D, Dv: channels of a head of q and k, of v
+    const void *q, *k, *v;         // [Tq, H, D], [Tk, G, D], [Tk, G, Dv]
+    void *out;                     // [Tq, H, Dv]: the forward writes it, the backward reads it
+    float *lse;                    // [Tq, H]: log of the sum of exponentials, likewise
+    const void *dout;              // [Tq, H, Dv]: gradient of out
+    void *dq, *dk, *dv;            // gradients of q, k, v: the backward's results
+    float *row_dot;                // [Tq, H]: scratch of the backward, sum(out dout)
+    int64_t q_stride, k_stride;    // elements between tokens; a gradient has its operand's stride
+    int64_t v_stride, out_stride;
+    mt_spans spans; // of queries and keys
+    int64_t window;
+    float scale; // of q k^T
+    mt_attention_backend backend;
+    mt_dropout dropout;
+    int64_t first_head;               // number of head 0 in the whole model, where ranks share the heads
+    const int64_t *q_index, *k_index; // [Tq], [Tk]: global token numbers for dropout; NULL without it
+} mt_attention;
+
+/* out = softmax(scale q k^T) v per head, and lse. A query row of a span that sees no key gets out = 0 and lse = -inf.
+ */
+typedef void mt_attention_forward_fn(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
+/* Writes dq, dk, dv for all rows of the spans; a key row of several spans receives the sum. Rows in no span are not
+ * touched. */
+typedef void mt_attention_backward_fn(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
 
 /* ---- attention in parts: context parallelism attends to blocks of keys one after another and adds up what they give
  */
@@ -502,13 +534,6 @@ typedef void mt_dropout_add_forward_fn(void *out, const void *x, const void *res
 typedef void mt_dropout_add_backward_fn(void *dx, const void *dout, const int64_t *token_index, int64_t T, int64_t C,
                                         int64_t first_channel, const mt_dropout *dropout, mt_dtype dtype,
                                         mt_stream *stream);
-
-/* Fused: sum[T, C] = residual + dropout(x) and y, mean, rstd = LayerNorm(sum), or without a mean y, rstd =
- * RMSNorm(sum). sum may be x or residual; b is NULL for RMSNorm. */
-typedef void mt_residual_norm_forward_fn(void *y, float *mean, float *rstd, void *sum, const void *x,
-                                         const void *residual, const int64_t *token_index, const void *w, const void *b,
-                                         int64_t T, int64_t C, const mt_dropout *dropout, float eps, mt_dtype dtype,
-                                         mt_stream *stream);
 
 /* ---- rows: key/value caches, packing, the last tokens of prompts */
 
@@ -666,6 +691,26 @@ typedef void mt_likeliest_fn(int32_t *ids, const void *logits, int64_t T, int64_
 
 /* ---- optimizer, over any stretch of a bucket */
 
+/* AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization"), with the step's bias corrections. */
+typedef struct mt_adamw {
+    float lr, beta1, beta2, eps, weight_decay;
+    float bias_correction1, bias_correction2; // 1 - beta^step
+} mt_adamw;
+
+/* What makes a step bad: see mt_step_guard_fn. */
+typedef struct mt_guard_rules {
+    bool finite;         // loss and gradient norm must be
+    double spike_factor; // the loss is at most so many times its running average; 0: may be anything
+    int64_t window;      // steps of that average, before which nothing is a spike
+    int64_t copies;      // how often the loss was added up
+} mt_guard_rules;
+
+/* A step's verdict. */
+typedef enum mt_verdict { MT_STEP_IS_GOOD, MT_LOSS_NOT_FINITE, MT_NORM_NOT_FINITE, MT_LOSS_SPIKES } mt_verdict;
+
+/* What a guard keeps from step to step: the verdict on the last one, and the average loss of how many good ones. */
+enum { MT_GUARD_VERDICT, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
+
 /* sum[0] += sum of squares. */
 typedef void mt_squared_norm_fn(double *sum, const float *x, int64_t n, mt_stream *stream);
 /* norm[0] = sqrt(sum_of_squares) / denominator, the gradient's norm; scale[0] = what every gradient is multiplied by:
@@ -795,6 +840,12 @@ typedef mt_graph *mt_graph_end_fn(mt_stream *stream);
 typedef void mt_graph_launch_fn(const mt_graph *graph, mt_stream *stream);
 typedef void mt_graph_destroy_fn(mt_graph *graph);
 
+/* ---- phases: the parts of a training step, for a profile. A forward or backward of a micro-batch on a chunk (-1: of
+ * none), the optimizer. `name` is a string literal; `stream` is where the phase computes. Phases do not nest. No
+ * backend has these two: a profile (data/profile.h) puts them into its own table of operations. */
+typedef void mt_phase_begin_fn(const char *name, int64_t micro_batch, int64_t chunk, mt_stream *stream);
+typedef void mt_phase_end_fn(mt_stream *stream);
+
 /* Every operation that a backend must have, once: the struct, the CPU's prototypes and its table are made from this
  * list, so the contracts of two backends cannot drift apart. */
 #define MT_OPERATIONS(OP)                                                                                              \
@@ -915,6 +966,8 @@ typedef struct mt_ops {
 #define MT_OPERATION_FIELD(operation) mt_##operation##_fn *operation;
     MT_ALL_OPERATIONS(MT_OPERATION_FIELD)
 #undef MT_OPERATION_FIELD
+    mt_phase_begin_fn *phase_begin; // NULL, both, where no profile records the step
+    mt_phase_end_fn *phase_end;
 } mt_ops;
 
 /* The plain C backend: the definition of what each operation computes. Needs no start. */
@@ -1030,10 +1083,6 @@ void mt_grid_clear(mt_grid *grid);
 /* Clears the grid and leaves the job. */
 void mt_grid_stop(mt_grid *grid);
 
-/* Fails on every rank, naming the first rank and option that differ from rank 0's. Every rank calls it, after
- * mt_options_finish. */
-int mt_options_agree(const mt_options *options, const mt_group *world, mt_error *error);
-
 /* The backend that --device names, ready for the grid's groups, so after mt_grid_build: cpu, cuda (a GPU for each rank
  * of a host, by the rank's number there, and NCCL between several), or auto, which is cuda where that works for every
  * rank. NULL is an error. */
@@ -1052,6 +1101,8 @@ void mt_all_reduce_sum(const mt_group *group, void *buffer, int64_t count, mt_dt
 void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype);
 void mt_broadcast(const mt_group *group, void *buffer, int64_t bytes, int root);
 void mt_barrier(const mt_group *group);
+/* If any rank failed, fails on every rank with the error of the lowest such rank. Every rank calls it. */
+int mt_agree(const mt_group *world, bool failed, mt_error *error);
 /* One message between two ranks of a group, with a tag under MT_HOST_TAGS; the last is the CUDA backend's. */
 enum { MT_HOST_TAGS = 1000 };
 void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag);
@@ -1064,10 +1115,103 @@ void mt_watch_begin(const char *operation, const char *group);
 void mt_watch_end(void);
 void mt_watch_note(const char *operation, const char *group);
 
+/* ==== §6 conjugate regions; §7 linear ==============================================================================
+ */
+
+/* Tensor parallelism over one micro-batch: T tokens, of which this rank has `rows` rows of hidden states outside the
+ * regions: all T, or with sequence parallelism T / group size. A group of one needs no buffers. */
+typedef struct mt_tensor_parallel {
+    const mt_ops *ops;
+    const mt_group *group;
+    mt_stream *stream, *comm; // products; communication beside them (may be the same stream)
+    mt_dtype dtype;           // of activations and weights
+    bool sequence_parallel;
+    bool overlaps; // --tp-comm-overlap: products take one rank's rows after another while the next travel
+    int64_t T, rows;
+    /* sequence parallelism: [T, C or wider] a whole operand, and a partial sum before it is scattered */
+    void *gathered, *partial;
+    /* overlap only */
+    mt_mailbox *mailbox; // `gathered` and, behind it, `parts`
+    void *parts;         // [group size, max_rows, C or wider] other ranks' parts of the sums of these rows
+    int32_t *part_rows;  // [max_rows, group size] the rows of `parts` that add up to each row's sum
+    int64_t max_rows, mailbox_bytes;
+    float *loss_parts; // [group size, 4, T] for the vocabulary-parallel loss
+} mt_tensor_parallel;
+
+/* The four regions (Shoeybi et al., "Megatron-LM"; Korthikanti et al., "Reducing activation recomputation in large
+ * transformer models"). A backward is its conjugate's forward.
+ *
+ * Copy: x[T, C] is whole on every rank; its gradients are partial sums, reduced in place. */
+const void *mt_copy_to_tensor_region_forward(const void *x);
+void mt_copy_to_tensor_region_backward(const mt_tensor_parallel *tp, void *dx, int64_t C, mt_stream *stream);
+/* Reduce: x[T, C] is a partial sum on every rank, reduced in place; its gradient is whole. */
+void mt_reduce_from_tensor_region_forward(const mt_tensor_parallel *tp, void *x, int64_t C);
+const void *mt_reduce_from_tensor_region_backward(const void *dx);
+/* Gather: x[rows, C] -> y[T, C]; dy[T, C], a partial sum on every rank -> dx[rows, C]. */
+void mt_gather_from_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C,
+                                            mt_stream *stream);
+void mt_gather_from_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C,
+                                             mt_stream *stream);
+/* Reduce-scatter: x[T, C], a partial sum on every rank -> y[rows, C]; dy[rows, C] -> dx[T, C]. */
+void mt_reduce_scatter_to_sequence_region_forward(const mt_tensor_parallel *tp, void *y, const void *x, int64_t C);
+void mt_reduce_scatter_to_sequence_region_backward(const mt_tensor_parallel *tp, void *dx, const void *dy, int64_t C);
+
+/* A parameter as the model's code sees it: its values and their gradient, NULL where the model has none.
+ * `accumulate`: dw holds a gradient of this step, to which products add; else they write it. */
+typedef struct mt_weight {
+    void *w;
+    float *dw;
+    bool accumulate;
+} mt_weight;
+
+/* How ranks share a weight and what its products take. */
+typedef enum mt_linear_kind {
+    MT_LINEAR_REPLICATED, // whole on every rank: x[rows, K] -> y[rows, N]
+    MT_LINEAR_ROUTER,     // the same with fp32 products and outputs
+    MT_LINEAR_COLUMN,     // cut by rows of w: x[rows, K] -> y[T, N]
+    MT_LINEAR_ROW,        // cut by columns of w: x[T, K] -> y[rows, N], the sum over ranks
+    MT_LINEAR_GROUPED,    // one weight per expert: rows sorted by expert
+} mt_linear_kind;
+
+/* y = x w^T + bias. N and K are this rank's sizes. */
+typedef struct mt_linear {
+    mt_weight weight, bias; // [N, K], or [num_experts, N, K] if grouped; [N]
+    int64_t N, K;
+    int64_t num_experts; // grouped
+    mt_linear_kind kind;
+} mt_linear;
+
+/* The operands of one use of a linear; a function reads those it needs. */
+typedef struct mt_linear_io {
+    const void *x;
+    void *y;
+    void *gelu; // forward, not row parallel or grouped: also GELU(y), tanh approximation; NULL: not wanted
+    const void *dy;
+    void *dx;
+    const void *gelu_input; // backward: x is GELU(gelu_input), and dx becomes the gradient of gelu_input; NULL: no
+    void *rounded;          // router: scratch [rows, N] of the model's type, where that is not fp32
+    /* grouped: rows [offsets[e], offsets[e + 1]) are expert e's; on the host too for one product per expert */
+    const int32_t *offsets, *host_offsets;
+    int64_t num_rows;
+} mt_linear_io;
+
+/* The halves of a backward: the gradient of the input, of the weights, or both. */
+enum { MT_PART_INPUT = 1, MT_PART_WEIGHT = 2, MT_PART_BOTH = 3 };
+
+/* y from x. Communication of column- and row-parallel kinds is included: results are complete on tp->stream. */
+void mt_linear_forward(const mt_tensor_parallel *tp, const mt_linear *linear, const mt_linear_io *io);
+/* dx from dy. */
+void mt_linear_backward_input(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io);
+/* dw and dbias from dy and x. */
+void mt_linear_backward_weight(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io);
+/* Both, or the `parts` asked for: communication of one half runs beside the product of the other. */
+void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *linear, const mt_linear_io *io, int parts);
+
 /* ==== §8 the parameter table =======================================================================================
  */
 
-/* What a parameter is for. A layer's rows are found by (role, layer). */
+/* What a parameter is for. A role's number is part of random keys, and so of every model's initial weights: new roles
+ * go to the end. */
 typedef enum mt_role {
     MT_WORD_EMBEDDING,
     MT_POSITION_EMBEDDING,
@@ -1116,7 +1260,18 @@ typedef enum mt_role {
     MT_NUM_ROLES
 } mt_role;
 
-typedef enum mt_init { MT_INIT_NORMAL, MT_INIT_ONES, MT_INIT_ZEROS } mt_init;
+/* Parts of the model, each in one bucket. */
+typedef enum mt_unit {
+    MT_UNIT_WORDS,     // the word embedding
+    MT_UNIT_POSITIONS, // learned positions
+    MT_UNIT_LAYER,
+    MT_UNIT_EXPERTS, // of a layer
+    MT_UNIT_OUTPUT,  // final norm and an output layer that is not tied
+    MT_UNIT_UNTRAINED,
+} mt_unit;
+
+/* Initial values; OUTPUT: normal with init_method_std / sqrt(2 num_layers) (Radford et al., GPT-2). */
+typedef enum mt_init { MT_INIT_NORMAL, MT_INIT_OUTPUT, MT_INIT_ONES, MT_INIT_ZEROS } mt_init;
 
 /* What backward leaves in a parameter's gradient on one rank, and so what finishes it. */
 typedef enum mt_gradient {
@@ -1129,6 +1284,7 @@ typedef enum mt_gradient {
 /* One row a parameter: allocation, initialisation, gradient norm, decay and checkpoints read nothing else. */
 typedef struct mt_param {
     mt_role role;
+    mt_unit unit;
     int64_t layer;                  // of the whole model; -1 outside the layers
     int64_t expert;                 // of the layer; -1 if it is no expert's
     char hf_name[160];              // the Hugging Face tensor that holds it
@@ -1139,11 +1295,16 @@ typedef struct mt_param {
     int64_t whole_rows, whole_cols; // shape in the whole model
     int64_t first_row, first_col;   // what lies here begins there
     int64_t rows_stored; // of the whole rows, those that exist in Hugging Face: the vocabulary without its padding
+    const char *rows_option, *cols_option, *exists_option; // for messages: options that decide on these; NULL: none
     bool is_vector;
+    bool is_embedding; // a lookup table: its backward adds to single rows
+    bool trained;      // by the optimizer
     mt_init init;
     double init_std;
     bool weight_decay;
     int64_t bucket, offset; // where it lies: element offset in the bucket
+    bool continues;         // the parameter before it in the bucket, without a gap: both are one operand
+    size_t field;           // private: where the model's code finds it
     int shard_dim;          // dimension that the tensor group, or the experts', shards (0 rows, 1 columns), -1: none
     mt_gradient gradient;
     bool counted; // by this rank in the global norm and in checkpoints: one copy of every element is
@@ -1174,12 +1335,6 @@ typedef struct mt_bucket {
     bool trained;          // false: no gradients, no moments, MT_F32
 } mt_bucket;
 
-/* A parameter as the model's code sees it: weights and their gradient. Both NULL where the model has none. */
-typedef struct mt_weight {
-    void *w;
-    float *dw;
-} mt_weight;
-
 /* A virtual stage: which part of the model one chunk of a pipeline rank holds. */
 typedef struct mt_stage {
     int64_t first_layer, num_layers;
@@ -1187,21 +1342,21 @@ typedef struct mt_stage {
     int64_t num_mtp;      // modules of multi-token prediction, beside the loss; their layers are numbered on
 } mt_stage;
 
-/* Which part of the model a rank holds: its chunks in order, its share of what the tensor group shards, its experts,
- * and its share of each of those. */
-typedef struct mt_place {
+/* The part of the model that a rank holds: its chunks in order, its share of the tensor-parallel parameters, its
+ * experts, and its share of each expert. */
+typedef struct mt_partition {
     const mt_stage *stages; // [num_stages]
     int64_t num_stages;
     int64_t tp, tp_rank;
     int64_t ep, ep_rank, etp, etp_rank;
-} mt_place;
+} mt_partition;
 
-/* Fills `params` (to free) with the table of what lies at a place, or of the whole model where `place` is NULL; returns
- * the number of rows. Buckets in this order, as far as they are here: the word embedding; learned positions; each
+/* Fills `params` (to free) with the rows of a partition, or of the whole model if `partition` is NULL; returns the
+ * number of rows. Buckets in this order, as far as they are here: the word embedding; learned positions; each
  * layer, and after it its experts, and so the modules of multi-token prediction; the word embedding again for these or
  * a tied output layer on another rank than the embedding; final norm and output layer; what is not trained. The word
  * embedding is alone in its bucket so that its two copies lie alike in their shards. */
-int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_place *place);
+int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition);
 
 /* ==== §9 layer; §10 model ==========================================================================================
  */
@@ -1270,16 +1425,12 @@ void mt_context_destroy(mt_context *context);
 /* Makes a micro-batch, of which this rank computes its mt_batch_context_shard, the one that the next calls work on. */
 void mt_context_load(mt_context *context, const mt_batch *whole, mt_stream *stream);
 
-/* attention_forward over the whole sequences of the loaded micro-batch, for the T query rows of this rank, whose keys
- * and values, too, are all that it gives. out_stride is H Dv. Without an a2a group lse[T, H] is that of
- * attention_forward; with one it is in the order of mt_context_attention_backward, for which it is. A window needs
- * all_gather or a2a. */
-void mt_context_attention_forward(mt_context *context, void *out, float *lse, const void *q, const void *k,
-                                  const void *v, const mt_attention *shape, mt_stream *stream);
+/* attention_forward over the whole sequences of the loaded micro-batch. q, k and v are the T rows of this rank;
+ * out_stride is H Dv; `spans` and the index arrays are not read. lse[T, H] is that of attention_forward without an a2a
+ * group; with one its order is private to mt_context_attention_backward. A window needs all_gather or a2a. */
+void mt_context_attention_forward(mt_context *context, const mt_attention *a, mt_stream *stream);
 /* attention_backward: dq, dk, dv of this rank's rows, summed over all ranks whose queries saw them. */
-void mt_context_attention_backward(mt_context *context, void *dq, void *dk, void *dv, float *row_dot, const void *dout,
-                                   const void *q, const void *k, const void *v, const void *out, const float *lse,
-                                   const mt_attention *shape, mt_stream *stream);
+void mt_context_attention_backward(mt_context *context, const mt_attention *a, mt_stream *stream);
 
 typedef struct mt_model mt_model;
 
@@ -1312,6 +1463,8 @@ const mt_options *mt_model_options(const mt_model *model);
 const mt_ops *mt_model_ops(const mt_model *model);
 mt_stream *mt_model_stream(const mt_model *model);
 mt_dtype mt_model_dtype(const mt_model *model);
+const mt_grid *mt_model_grid(const mt_model *model);
+int64_t mt_model_bytes(const mt_model *model); // of memory that its plan takes on the device
 
 /* Forward over a batch, through the loss; adds to the step's loss sums. `training` turns dropout on. With context
  * parallelism the batch is the whole one, and results are those of this rank's mt_batch_context_shard of it, which must
@@ -1341,25 +1494,25 @@ void mt_model_decode_likeliest(mt_model *model, const mt_batch *batch, const int
 /* ==== §11 schedules ================================================================================================
  */
 
-/* What a rank does next. Forwards and backwards are of one micro-batch on one chunk: a virtual stage of this rank. A
- * backward is whole, or in two parts that a zero-bubble schedule may do apart. */
-typedef enum mt_step_kind {
-    MT_STEP_FORWARD,
-    MT_STEP_BACKWARD,        // gradients of the input and of the weights
-    MT_STEP_BACKWARD_INPUT,  // of the input only; the weights' follow later
-    MT_STEP_BACKWARD_WEIGHT, // of the weights; the micro-batch's activations are free afterwards
-    MT_STEP_SEND_FORWARD,    // starts to send the chunk's output; the buffer is free when that is done
-    MT_STEP_RECV_FORWARD,    // waits for the chunk's input
-    MT_STEP_SEND_BACKWARD,   // starts to send the gradient of the chunk's input
-    MT_STEP_RECV_BACKWARD,   // waits for the gradient of the chunk's output
-} mt_step_kind;
+/* An action of a schedule: what a rank does next. Forwards and backwards process one micro-batch on one chunk (virtual
+ * stage) of this rank. A backward is whole, or in two parts that a zero-bubble schedule may separate. */
+typedef enum mt_action_kind {
+    MT_ACTION_FORWARD,
+    MT_ACTION_BACKWARD,        // gradients of the input and of the weights
+    MT_ACTION_BACKWARD_INPUT,  // gradients of the input only; those of the weights follow later
+    MT_ACTION_BACKWARD_WEIGHT, // gradients of the weights; afterwards the micro-batch's activations are free
+    MT_ACTION_SEND_FORWARD,    // starts to send the chunk's output; the buffer is free when the send completes
+    MT_ACTION_RECV_FORWARD,    // waits for the chunk's input
+    MT_ACTION_SEND_BACKWARD,   // starts to send the gradient of the chunk's input
+    MT_ACTION_RECV_BACKWARD,   // waits for the gradient of the chunk's output
+} mt_action_kind;
 
-typedef struct mt_step {
-    mt_step_kind kind;
+typedef struct mt_action {
+    mt_action_kind kind;
     int64_t micro_batch;
-    int64_t chunk; // of this rank, 0..vp - 1, for sends and receives too
-    int peer;      // pipeline rank to send to or to receive from, else -1
-} mt_step;
+    int64_t chunk; // of this rank, 0..vp - 1; also for sends and receives
+    int peer;      // pipeline rank of a send or receive, else -1
+} mt_action;
 
 typedef enum mt_schedule_kind {
     MT_SCHEDULE_1F1B,
@@ -1368,77 +1521,78 @@ typedef enum mt_schedule_kind {
     MT_SCHEDULE_FORWARD_ONLY
 } mt_schedule_kind;
 
-/* Legal are: 1F1B and ZB-H1 with vp == 1; interleaved with pp > 1, vp > 1, pp <= group <= micro_batches and
- * micro_batches % group 0 or at least pp; forward-only with any, but pp > 1 where vp > 1. */
+/* Legal schedules: 1F1B and ZB-H1 with vp == 1; interleaved with pp > 1, vp > 1, pp <= group <= micro_batches, and
+ * micro_batches % group either 0 or at least pp; forward-only with any of these sizes, but vp > 1 needs pp > 1. */
 typedef struct mt_schedule {
     mt_schedule_kind kind;
     int64_t pp;            // pipeline ranks
-    int64_t vp;            // chunks (virtual stages) a rank
-    int64_t micro_batches; // of a step
-    int64_t group;         // micro-batches that pass a chunk before the next chunk's turn; not read with vp == 1
+    int64_t vp;            // chunks (virtual stages) per rank
+    int64_t micro_batches; // per training step
+    int64_t group;         // consecutive micro-batches on one chunk before the next chunk runs; unused with vp == 1
 } mt_schedule;
 
-/* Writes the list of pipeline rank `rank` and returns its length; `steps` may be NULL to count. A pure function.
+/* Writes the actions of pipeline rank `rank` and returns their number; `actions` may be NULL to count. A pure function.
  *
  * Virtual stage chunk * pp + rank feeds the next one: the same chunk of the next rank, or chunk + 1 of rank 0 after the
- * last rank. A send follows the step that makes the tensor, a receive comes right before the step that needs it. Sends
- * only start and receives are best posted early, by looking ahead in the list: that overlaps them with the steps
- * between. From rank a to rank b, a's sends of one direction (forward: activations; backward: gradients) are in the
- * order of b's receives, so messages need no names. With pp == 2 and vp > 1 both directions run from a to b, and then
- * not in one common order: give each direction a channel of its own (an MPI tag, an NCCL communicator).
+ * last rank. A send follows the action that computes the tensor; a receive precedes the action that needs it. A send
+ * only starts the transfer. A runner posts receives early, by looking ahead in the list, so that transfers overlap with
+ * computation. From rank a to rank b, a's sends of one direction (forward: activations; backward: gradients) are in the
+ * order of b's receives, so messages need no names. With pp == 2 and vp > 1 both directions go from a to b, in
+ * different orders: give each direction a channel of its own (an MPI tag, an NCCL communicator).
  *
- * 1F1B: Narayanan et al., "PipeDream-Flush"; pp - rank - 1 forwards of warm-up, then a forward and a backward in turn,
- * then the rest. Interleaved: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
- * Megatron-LM"; 2 (pp - rank - 1) + (vp - 1) group of warm-up, orders as Megatron's get_schedule_table. ZB-H1: Qi et
- * al., "Zero bubble pipeline parallelism"; as 1F1B, with the weights' gradients `rank` micro-batches late, where they
- * fill what was idle. Forward-only: evaluation. */
-int64_t mt_schedule_steps(mt_step *steps, const mt_schedule *schedule, int64_t rank);
+ * 1F1B: Narayanan et al., "PipeDream-Flush": pp - rank - 1 forwards of warm-up, then one forward and one backward
+ * alternately, then the remaining backwards. Interleaved: Narayanan et al., "Efficient large-scale language model
+ * training on GPU clusters using Megatron-LM": 2 (pp - rank - 1) + (vp - 1) group forwards of warm-up, in the order of
+ * Megatron's get_schedule_table. ZB-H1: Qi et al., "Zero bubble pipeline parallelism": as 1F1B, with the weights'
+ * gradients `rank` micro-batches late, where they fill idle time. Forward-only: evaluation. */
+int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *schedule, int64_t rank);
 
-/* What steps of one chunk take, in any unit of time; `send`: from a send to when its receiver may go on. A whole
- * backward takes both parts. */
-typedef struct mt_step_costs {
+/* Durations of the actions of one chunk, in any unit of time; `send`: from a send to the moment when its receiver may
+ * continue. A whole backward takes both parts. */
+typedef struct mt_action_costs {
     double forward, backward_input, backward_weight, send;
-} mt_step_costs;
+} mt_action_costs;
 
-/* The lists of all ranks run against one another, each step as soon as it can. Rank r's steps are those from first[r]
- * to first[r + 1] - 1. */
+/* A simulation: the lists of all ranks, each action run as early as possible. Rank r has actions [first[r], first[r +
+ * 1]). */
 typedef struct mt_timeline {
     mt_schedule schedule;
     int64_t *first; // [pp + 1]
-    mt_step *steps;
-    double *start, *end; // of each step; a receive lasts while the rank waits, a send no time
-    int64_t *live;       // [pp] micro-batches times chunks whose activations a rank holds at most: from a forward to
-                         // the end of its backward, the weights' part included; 0 for forward-only
-    double span;         // when the last rank is done
-    double bubble;       // idle time as a part of the work, over all ranks
+    mt_action *actions;
+    double *start, *end; // of each action; a receive lasts while the rank waits, a send takes no time
+    int64_t *live;       // [pp] peak number of (micro-batch, chunk) pairs whose activations the rank holds: from the
+                         // forward to the end of the backward, including its weights' part; 0 for forward-only
+    double span;         // end of the last action
+    double bubble;       // idle time divided by work, over all ranks
 } mt_timeline;
 
-/* Simulates a schedule. From one rank in one direction at most `in_flight` messages are sent and not yet received; the
- * next send waits (0: none ever does). Returns -1 if the ranks wait for each other for ever: not with in_flight == 0,
- * nor from group - pp + 1 on (vp > 1), nor from 1 on (vp == 1). So much room must senders' buffers and posted receives
- * have together. Free the timeline in either case. */
-int mt_timeline_create(mt_timeline *timeline, const mt_schedule *schedule, const mt_step_costs *costs,
+/* Simulates a schedule. Each rank has at most `in_flight` messages per direction that are sent and not yet received;
+ * the next send waits (0: no limit). Returns -1 on a deadlock. There is none with in_flight == 0, with in_flight >= 1
+ * (vp == 1), or with in_flight >= group - pp + 1 (vp > 1): senders' buffers and posted receives together must hold that
+ * many messages. Free the timeline in either case. */
+int mt_timeline_create(mt_timeline *timeline, const mt_schedule *schedule, const mt_action_costs *costs,
                        int64_t in_flight);
 void mt_timeline_free(mt_timeline *timeline);
 
-/* Draws a timeline as elements of an SVG file, `unit` pixels a unit of time, its corner at (x, y): a row a rank with
- * its number on the left and live micro-batches on the right. */
+/* Draws a timeline as SVG elements with its corner at (x, y) and `unit` pixels per unit of time: one row per rank, with
+ * the rank on the left and its peak of live micro-batches on the right. */
 void mt_timeline_draw(const mt_timeline *timeline, FILE *svg, double x, double y, double unit);
 
-/* The stages of checked options, stages[chunk * pp + rank]: equal ones; uneven first and last ones; the embedding and
- * the loss counted as layers; or as --pipeline-model-parallel-layout says, in Megatron's letters: E embedding, t layer,
- * L loss, | between stages, x*n and (xyz)*n repeat. Errors: layers that do not divide, a layout that does not fit. */
-int mt_layout_build(mt_stage *stages, const mt_options *options, mt_error *error);
+/* Fills stages[chunk * pp + rank] from checked options: equal stages; first and last stages of other sizes; equal
+ * stages with the embedding and the loss counted as layers; or the stages of --pipeline-model-parallel-layout, in
+ * Megatron's letters: E embedding, t layer, m MTP module, L loss, | between stages, x*n and (xyz)*n repeat. Errors: a
+ * number of layers that does not divide, a layout that contradicts the options. */
+int mt_pipeline_layout_build(mt_stage *stages, const mt_options *options, mt_error *error);
 
-/* The virtual stages that options->pipeline_model_parallel_layout has, or -1 with error: a letter out of place. */
-int64_t mt_layout_count(const mt_options *options, mt_error *error);
+/* Number of virtual stages in the letters of a layout. */
+int64_t mt_pipeline_layout_count(const char *letters);
 
-/* The schedule of finished options for steps of so many micro-batches. */
+/* The schedule of finished options for training steps of `micro_batches` micro-batches. */
 mt_schedule mt_schedule_of(const mt_options *options, int64_t micro_batches);
 
-/* --print-schedule: prints layout, schedule in characters (a row a rank, forward and each part of a backward one unit),
- * peak live micro-batches and bubble of finished options, and draws it into the SVG file that the option may name. An
- * unwritable file is an error. */
+/* --print-schedule: for finished options, prints the pipeline layout, the schedule in characters (one row per rank; a
+ * forward and each part of a backward take one unit), peak live micro-batches and bubble. Draws the schedule into the
+ * option's SVG file unless that is "-". An unwritable file is an error. */
 int mt_schedule_print(const mt_options *options, FILE *file, mt_error *error);
 
 /* ==== §12 gradient buckets =========================================================================================
@@ -1457,13 +1611,19 @@ void mt_bucket_release(mt_model *model, int64_t bucket);
 void mt_bucket_gradients_acquire(mt_model *model, int64_t bucket);
 void mt_bucket_gradients_release(mt_model *model, int64_t bucket, bool last);
 
-/* What is kept of a parameter; the master weights of an fp32 model are its weights. */
-typedef enum mt_kept { MT_KEPT_WEIGHTS, MT_KEPT_MASTER, MT_KEPT_M, MT_KEPT_V, MT_NUM_KEPT } mt_kept;
+/* The states of a parameter. The master weights of an fp32 model are its weights. */
+typedef enum mt_param_state {
+    MT_STATE_WEIGHTS,
+    MT_STATE_MASTER,
+    MT_STATE_EXP_AVG,
+    MT_STATE_EXP_AVG_SQ,
+    MT_NUM_STATES
+} mt_param_state;
 
 /* All `count` elements of one kind of a bucket's values, of the model's type for weights, else fp32, on the device:
  * gathered from the data group, whose ranks all call it, and valid until the next call. Not in a step: it may take the
  * gradients' place. */
-const void *mt_bucket_gather_state(mt_model *model, int64_t bucket, mt_kept kept);
+const void *mt_bucket_gather_state(mt_model *model, int64_t bucket, mt_param_state state);
 
 /* The elements of one kind that this rank has: [first, first + count) of the bucket, at `data` (NULL: it keeps none).
  */
@@ -1472,7 +1632,7 @@ typedef struct mt_part {
     int64_t first, count;
     mt_dtype dtype;
 } mt_part;
-mt_part mt_bucket_part(const mt_model *model, int64_t bucket, mt_kept kept);
+mt_part mt_bucket_part(const mt_model *model, int64_t bucket, mt_param_state state);
 
 /* Sets elements [at, at + n) of the bucket, or those of them that the part has, from host memory of the part's type;
  * NULL: to zero. Enqueued on the model's stream. */
@@ -1553,42 +1713,6 @@ bool mt_train_goes_back(const mt_model *model);
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error);
 
-/* What rank 0 tells: a line an iteration on standard output, with --metrics an object a line in a file, and with
- * --tensorboard-dir events in a file of TensorBoard's. */
-typedef struct mt_report {
-    const mt_options *options;
-    FILE *metrics, *events;
-    bool prints;
-    int world_size;
-    int64_t first_iteration;
-    int64_t device_bytes; // a GPU's memory that the run holds; 0 on the CPU, whose peak is asked for
-    double peak_flops;    // of the device for this type, stated by its maker; 0: not known
-    double start;
-} mt_report;
-
-/* Opens the files; a run that goes on from iteration > 0 appends to its metrics. An unwritable file is an error, here
- * and below. */
-int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error);
-void mt_report_close(mt_report *report);
-
-/* Whether the step that ends at `iteration` is told: every --log-interval iterations, and the last. */
-bool mt_report_is_due(const mt_report *report, int64_t iteration);
-
-/* The step that `state` now counts, if it is due. */
-int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics, mt_error *error);
-
-/* The mean loss of "validation" or "test" after the steps that `state` counts. */
-int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
-                         mt_error *error);
-
-/* --log-straggler, if the step that `state` now counts is due: of the slowest and the fastest rank in each part of the
- * step that the profile (§17) recorded last, and in waiting for samples. Every rank calls it. */
-int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_run_state *state,
-                         const mt_metrics *metrics, mt_error *error);
-
-/* Any other line, on rank 0. */
-void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));
-
 /* ==== §14 checkpoints and Hugging Face =============================================================================
  */
 
@@ -1624,6 +1748,9 @@ const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char
  * and hold no such files. */
 int mt_safetensors_save_folder(mt_model *model, const char *folder, const char *stem, int64_t max_shard_bytes,
                                mt_error *error);
+
+/* Creates a folder and those above it. */
+int mt_folder_create(const char *folder, mt_error *error);
 
 /* Makes `folder` and checks that a checkpoint can be saved there: that it can be written, has the space, and is not a
  * Hugging Face folder of its own. Saving does this itself; a driver does it before training. */
@@ -1780,110 +1907,6 @@ int mt_score_plan(mt_model_plan *plan, const mt_options *options, mt_error *erro
  * N, or -1 with error: a file that cannot be read or is not whole sequences, a token outside the vocabulary, an output
  * that cannot be written (none is then left half-written). Every rank calls it: rank 0 writes, all return the same. */
 int64_t mt_score(mt_model *model, mt_error *error);
-
-/* ==== §17 profile ==================================================================================================
- */
-
-typedef enum mt_operation {
-#define MT_OPERATION_NAME(operation) MT_OPERATION_##operation,
-    MT_ALL_OPERATIONS(MT_OPERATION_NAME)
-#undef MT_OPERATION_NAME
-        MT_NUM_OPERATIONS
-} mt_operation;
-
-/* Sums over the profiled steps for one operation: time on the device, and the least work that the arguments ask for,
- * which is floating-point operations for matrix products and attention and bytes read and written for the others. */
-typedef struct mt_profile_row {
-    const char *name;
-    int64_t calls;
-    double seconds, flops, bytes;
-} mt_profile_row;
-
-/* What communication is for. */
-typedef enum mt_traffic {
-    MT_TRAFFIC_NONE,       // an operation that computes
-    MT_TRAFFIC_TENSOR,     // activations within the tensor group
-    MT_TRAFFIC_GRADIENTS,  // sums over replicas
-    MT_TRAFFIC_PARAMETERS, // shards to wholes
-    MT_TRAFFIC_CONTEXT,    // keys, values and heads within the context group
-    MT_TRAFFIC_PIPELINE,   // messages between stages
-    MT_TRAFFIC_EXPERT,     // tokens to experts
-    MT_TRAFFIC_SUMS,       // losses and norms: a few bytes, and waiting for the slowest rank
-    MT_NUM_TRAFFICS
-} mt_traffic;
-
-/* An operation of some kind, from when to when. */
-typedef struct mt_busy {
-    double from, to;
-    mt_traffic traffic;
-} mt_busy;
-
-/* Adds to each kind the time in which nothing hides it: MT_TRAFFIC_NONE, what computes, hides all the others, and of
- * several kinds at once the first one counts. So no instant is in two kinds. */
-void mt_traffic_expose(double exposed[MT_NUM_TRAFFICS], const mt_busy *busy, int64_t count);
-
-/* Sums for one kind of communication; the row of MT_TRAFFIC_NONE is for what computes. */
-typedef struct mt_profile_traffic {
-    int64_t calls;
-    double seconds, exposed; // of all calls together; of that, what mt_traffic_expose says
-    double bytes;
-} mt_profile_traffic;
-
-typedef struct mt_profile {
-    int64_t steps; // without the first, in which memory is touched and algorithms are chosen
-    double seconds;
-    mt_profile_row rows[MT_NUM_OPERATIONS];      // by mt_operation
-    mt_profile_traffic traffic[MT_NUM_TRAFFICS]; // by mt_traffic
-} mt_profile;
-
-/* A table whose operations are those of `ops` and are timed in the steps of the profile. There is one profile a
- * process, because operations have no context; to open begins it anew. */
-const mt_ops *mt_profile_open(const mt_ops *ops);
-void mt_profile_close(void);
-
-/* Around one training step, at whose end the device is idle. A GPU's times are read only then. */
-void mt_profile_step_begin(void);
-void mt_profile_step_end(void);
-
-/* Around a part of that step: a forward of a micro-batch on a chunk (-1: of none), the optimizer. `name` outlives the
- * trace; `stream` is where it computes. Nothing outside of profiled steps. */
-void mt_profile_phase_begin(const char *name, int64_t micro_batch, int64_t chunk, mt_stream *stream);
-void mt_profile_phase_end(mt_stream *stream);
-
-/* The sums so far. */
-const mt_profile *mt_profile_read(void);
-
-/* Prints the operations by time, with their rates as parts of what a large matrix product of this type and a large copy
- * reach; over 100% works in a cache, or spares a copy's reading of what it overwrites. These are measured now: with
- * several ranks, all call it at once, as they trained at once, and those whose `file` is NULL print nothing. It takes
- * 768 MiB of memory for the moment, so the model is better gone. */
-void mt_profile_print(mt_dtype dtype, FILE *file);
-
-/* Prints how much of the communication of rank 0, and of the rank that computes longest, is exposed, and how far step
- * times differ between ranks. Every rank calls it; those whose `file` is NULL print nothing, and neither does a job of
- * one rank. */
-void mt_profile_print_communication(const mt_grid *grid, FILE *file);
-
-/* ---- a trace: the timeline of some steps on every rank, in the format of chrome://tracing and ui.perfetto.dev
- * (Google, "Trace event format"). A process is a rank; its threads are the step's phases, what computes, and each kind
- * of communication, one more for every further stream. Times are those of rank 0's clock. */
-
-/* Begins the trace that the options ask for of a profile that is open; `state` is where the run starts. Without
- * --profile only the trace's steps, and one to warm up, are timed. Errors: a file that cannot be written, a run that
- * ends before the first step. Every rank calls it. */
-int mt_trace_open(const mt_options *options, const mt_grid *grid, const mt_run_state *state, mt_error *error);
-
-/* Whether steps are still to be recorded or written, so that each goes between mt_profile_step_begin and _end; and
- * whether the last one was recorded. */
-bool mt_trace_is_open(void);
-bool mt_trace_is_complete(void);
-
-/* Writes what was recorded, of all ranks, to the file, which takes its place when it is whole. Every rank calls it. */
-int mt_trace_write(mt_error *error);
-
-/* Seconds to add to this rank's `clock` to have rank 0's, by the quickest of several messages there and back; all ranks
- * call it (Cristian, "Probabilistic clock synchronization"). Wrong by less than half the time of that message. */
-double mt_clock_offset(const mt_group *world, double (*clock)(void));
 
 #ifdef __cplusplus
 }

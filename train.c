@@ -2,6 +2,9 @@
 #include "megatron.h"
 
 #include "data/dataset.h"
+#include "data/profile.h"
+#include "data/report.h"
+#include "data/options.h"
 #include "data/tokenizer.h"
 
 #include <math.h>

@@ -1,9 +1,10 @@
-/* activation.cu: what touches every element once: activations, residual stream, rows, embedding. */
+/* activation.cu: element-wise kernels: activations, dropout with residual, row gather and scatter, embedding,
+ * conversion. */
 #include "vector.cuh"
 
 #include <cub/device/device_radix_sort.cuh>
 
-/* Packs that a thread asks for before it uses the first. */
+/* Packs that a thread loads before it uses the first. */
 static constexpr int packs_per_thread = 4;
 
 /* ---- GELU -------------------------------------------------------------------------------------------------------- */
@@ -12,8 +13,8 @@ __device__ static inline float sigmoid(float x) {
     return __fdividef(1, 1 + mt_exp(-x));
 }
 
-/* The normal distribution function, erfc(-x / sqrt(2)) / 2 by the Chebyshev fit of Press et al., "Numerical recipes"
- * (erfcc), as on the CPU; or its approximation (1 + tanh(u)) / 2 = sigmoid(2 u). */
+/* The standard normal CDF: exactly erfc(-x / sqrt(2)) / 2, by the Chebyshev fit erfcc of Press et al., "Numerical
+ * Recipes", as on the CPU; or the approximation (1 + tanh(u)) / 2 = sigmoid(2 u). */
 template <bool tanh_approximation> __device__ static inline float normal_cdf(float x) {
     if (tanh_approximation) return sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
     float z = fabsf(x) * 0.70710678f, t = __fdividef(1, 1 + 0.5f * z);
@@ -30,7 +31,7 @@ template <bool tanh_approximation> __device__ static inline float normal_cdf(flo
     return x < 0 ? tail : 1 - tail;
 }
 
-/* y = x cdf(x). Reads x, writes y: 4 bytes an element in bf16, 8 in fp32. */
+/* y = x cdf(x). Reads x, writes y: 4 bytes per element in bf16, 8 in fp32. */
 template <class T, int N, bool tanh_approximation>
 __global__ void gelu_forward(T *y, const T *x, int64_t begin, int64_t end) {
     constexpr int K = packs_per_thread;
@@ -49,7 +50,7 @@ __global__ void gelu_forward(T *y, const T *x, int64_t begin, int64_t end) {
     }
 }
 
-/* dx = dy (cdf + x cdf'). Reads dy and x, writes dx: 6 bytes an element in bf16, 12 in fp32. */
+/* dx = dy (cdf + x cdf'). Reads dy and x, writes dx: 6 bytes per element in bf16, 12 in fp32. */
 template <class T, int N, bool tanh_approximation>
 __global__ void gelu_backward(T *dx, const T *dy, const T *x, int64_t begin, int64_t end) {
     constexpr int K = packs_per_thread / 2;
@@ -116,7 +117,7 @@ extern "C" void mt_cuda_gelu_backward(void *dx, const void *dy, const void *x, i
 
 /* ---- SwiGLU ------------------------------------------------------------------------------------------------------ */
 
-/* y = gate sigmoid(gate) up. Reads gate and up, writes y: 6 bytes an element of y in bf16, 12 in fp32. */
+/* y = gate sigmoid(gate) up. Reads gate and up, writes y: 6 bytes per element of y in bf16, 12 in fp32. */
 template <class T, int N> __global__ void swiglu_forward(T *y, const T *gate_up, int F, int blocks_per_row) {
     constexpr int K = packs_per_thread / 2;
     mt_begin_next();
@@ -140,7 +141,7 @@ template <class T, int N> __global__ void swiglu_forward(T *y, const T *gate_up,
 }
 
 /* With s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s)). Reads dy, gate and up, writes dgate and
- * dup: 10 bytes an element of y in bf16, 20 in fp32. */
+ * dup: 10 bytes per element of y in bf16, 20 in fp32. */
 template <class T, int N>
 __global__ void swiglu_backward(T *dgate_up, const T *dy, const T *gate_up, int F, int blocks_per_row) {
     constexpr int K = packs_per_thread / 2;
@@ -196,9 +197,9 @@ extern "C" void mt_cuda_swiglu_backward(void *dgate_up, const void *dy, const vo
     });
 }
 
-/* ---- residual stream --------------------------------------------------------------------------------------------- */
+/* ---- dropout and residual ---------------------------------------------------------------------------------------- */
 
-/* out = residual + dropout(x). Reads x and residual, writes out: 6 bytes an element in bf16, 12 in fp32 (4 and 8
+/* out = residual + dropout(x). Reads x and residual, writes out: 6 bytes per element in bf16, 12 in fp32 (4 and 8
  * without residual). */
 template <class T, int N>
 __global__ void dropout_add(T *out, const T *x, const T *residual, const int64_t *token_index, int64_t rows, int C,
@@ -247,13 +248,14 @@ extern "C" void mt_cuda_dropout_add_backward(void *dx, const void *dout, const i
     mt_cuda_dropout_add_forward(dx, dout, NULL, token_index, T, C, first_channel, dropout, dtype, stream);
 }
 
-/* ---- rows -------------------------------------------------------------------------------------------------------- */
+/* ---- gather and scatter of rows ---------------------------------------------------------------------------------- */
 
-/* Rows that are wide and many are copied a stripe of them abreast of another: what a mixture of experts gathers is
- * sorted by expert and then by token, so that neighbours of one token are copied while caches hold it. */
+/* Many wide rows are copied in an interleaved order: row i of each of `stripes` stripes, then row i + 1 of each. The
+ * rows that a mixture of experts gathers are sorted by expert, then by token. Copies of one token therefore fall into
+ * different stripes, and the interleaving copies them close in time, while the token is in the cache. */
 static constexpr int64_t stripes = 128, striped_rows = 4096, striped_bytes = 1024;
 
-/* As mt_store, for what will not be read soon. */
+/* As mt_store, with a streaming hint: the data will not be read soon. */
 template <class T, int N> __device__ static inline void store_streaming(T *to, const mt_pack<T, N> &pack) {
     if constexpr (sizeof pack == 16) {
         uint4 word;
@@ -264,8 +266,8 @@ template <class T, int N> __device__ static inline void store_streaming(T *to, c
     }
 }
 
-/* to[to_rows[t]] = from[from_rows[t]], where rows that are NULL are t itself, and a negative one of `from` is zeros.
- * Reads and writes each element: 4 bytes in bf16, 8 in fp32. `stripe` rows follow one another in a stripe, or 0. */
+/* to[to_rows[t]] = from[from_rows[t]]. NULL means row t itself; a negative row of `from` is zeros. Reads and writes
+ * each element: 4 bytes in bf16, 8 in fp32. `stripe`: rows per stripe, or 0 for plain order. */
 template <class T, int N>
 __global__ void __launch_bounds__(256, 8)
     copy_rows(T *to, const T *from, const int32_t *to_rows, const int32_t *from_rows, int64_t num_rows, int64_t stripe,
@@ -322,8 +324,8 @@ extern "C" void mt_cuda_gather_rows(void *to, const void *from, const int32_t *r
 
 /* ---- embedding --------------------------------------------------------------------------------------------------- */
 
-/* out[t] (+)= w[ids[t] - first], or 0 for ids outside [first, first + count). Reads w's row, writes out: 4 bytes an
- * element in bf16, 8 in fp32; 6 and 12 when accumulating. */
+/* out[t] (+)= w[ids[t] - first]; ids outside [first, first + count) contribute 0. Reads the row of w, writes out: 4
+ * bytes per element in bf16, 8 in fp32; 6 and 12 when accumulating. */
 template <class T, int N>
 __global__ void embedding_forward(T *out, const int32_t *ids, const T *w, int C, int64_t first_id, int64_t count,
                                   bool accumulate, int blocks_per_row) {
@@ -364,7 +366,7 @@ extern "C" void mt_cuda_embedding_forward(void *out, const int32_t *ids, const v
     });
 }
 
-/* Keys to sort tokens by: the row of dw, or `count` for ids that are not held here. */
+/* Sort keys of the tokens: the row of dw, or `count` if this rank does not hold the id. */
 __global__ void embedding_keys(uint32_t *keys, uint32_t *tokens, const int32_t *ids, int64_t T, int64_t first,
                                int64_t count) {
     int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -374,14 +376,14 @@ __global__ void embedding_keys(uint32_t *keys, uint32_t *tokens, const int32_t *
     tokens[t] = (uint32_t)t;
 }
 
-/* The sorted tokens are cut into pieces of `piece` places, so that a frequent id is shared by many blocks. The tokens
- * of one key in one piece have an owner, the blocks at the first of them, which adds them in their order: to dw's row
- * where the key has no other piece, else into a row of `partial`, where piece p has row 2 p for a key that began before
- * it and row 2 p + 1 for one that begins in it. */
+/* The sorted tokens are cut into pieces of `piece` tokens, so that several blocks share a frequent id. Within a piece,
+ * the blocks at the first token of a key add all tokens of that key, in order. The result goes to the row of dw if the
+ * key lies in one piece only, else to `partial`: row 2 p of piece p if the key began in an earlier piece, row 2 p + 1
+ * if it begins in piece p. */
 static constexpr uint32_t piece = 64;
 
-/* How many of the first `count` of keys[0], keys[stride], ... are `key`; the keys are sorted and the first is `key`.
- * Every thread of a warp calls it. */
+/* Counts the keys equal to `key` among the first `count` of keys[0], keys[stride], ... The keys are sorted and the
+ * first is `key`. Every thread of the warp must call it. */
 __device__ static inline uint32_t count_equal(const uint32_t *keys, uint32_t stride, uint32_t count, uint32_t key) {
     for (uint32_t first = threadIdx.x % 32, found = 0;; first += 32) {
         uint32_t equal = __popc(__ballot_sync(0xffffffff, first < count && keys[first * stride] == key));
@@ -390,46 +392,47 @@ __device__ static inline uint32_t count_equal(const uint32_t *keys, uint32_t str
     }
 }
 
-/* Adds from[of(0)], from[of(1)], ... to `sums`, up to `count` rows; several are on their way together. */
+/* Adds `count` rows from[of(0)], from[of(1)], ... to `sums`, with several loads in flight. */
 template <class T, int N, class Row>
 __device__ static inline void add_rows(mt_pack<float, N> &sums, const T *from, uint32_t count, int C, Row of) {
-    constexpr uint32_t at_once = 8;
-    for (uint32_t first = 0; first < count; first += at_once) {
-        uint32_t rows[at_once];
-        mt_pack<T, N> packs[at_once];
+    constexpr uint32_t in_flight = 8;
+    for (uint32_t first = 0; first < count; first += in_flight) {
+        uint32_t rows[in_flight];
+        mt_pack<T, N> packs[in_flight];
 #pragma unroll
-        for (uint32_t r = 0; r < at_once; r++) rows[r] = of(min(first + r, count - 1));
+        for (uint32_t r = 0; r < in_flight; r++) rows[r] = of(min(first + r, count - 1));
 #pragma unroll
-        for (uint32_t r = 0; r < at_once; r++) packs[r] = mt_load<N>(from + (int64_t)rows[r] * C, first + r < count);
+        for (uint32_t r = 0; r < in_flight; r++) packs[r] = mt_load<N>(from + (int64_t)rows[r] * C, first + r < count);
 #pragma unroll
-        for (uint32_t r = 0; r < at_once; r++) {
+        for (uint32_t r = 0; r < in_flight; r++) {
             mt_pack<float, N> row = mt_to_float(packs[r]);
             for (int i = 0; i < N; i++) sums.value[i] += row.value[i];
         }
     }
 }
 
-/* `keys` and `tokens` are sorted, tokens with one key in their order. Reads dout once, and reads and writes the rows of
- * dw that occur: 2 bytes an element of dout in bf16 (4 in fp32) and 8 an element of those rows. */
+/* `keys` and `tokens` are sorted; tokens of one key keep their order. Reads dout once, and reads and writes the rows of
+ * dw that occur: 2 bytes per element of dout in bf16 (4 in fp32) and 8 per element of those rows. */
 template <class T, int N>
 __global__ void __launch_bounds__(256, 4)
     embedding_backward(float *dw, float *partial, const T *dout, const uint32_t *keys, const uint32_t *tokens,
                        uint32_t num_tokens, uint32_t count, int C, int blocks_per_row) {
-    uint32_t place = blockIdx.x / blocks_per_row, key = keys[place];
+    uint32_t index = blockIdx.x / blocks_per_row, key = keys[index];
     int c = (blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x) * N;
-    bool begins = place == 0 || keys[place - 1] != key;
-    if (key == count || (!begins && place % piece != 0)) return;
-    uint32_t in_piece = min(place / piece * piece + piece, num_tokens) - place;
-    uint32_t rows = count_equal(keys + place, 1, in_piece, key), next = place + rows;
+    bool begins = index == 0 || keys[index - 1] != key;
+    if (key == count || (!begins && index % piece != 0)) return;
+    uint32_t in_piece = min(index / piece * piece + piece, num_tokens) - index;
+    uint32_t rows = count_equal(keys + index, 1, in_piece, key), next = index + rows;
     bool ends = rows < in_piece || next == num_tokens || keys[next] != key;
     if (c >= C) return;
-    float *to = begins && ends ? dw + (int64_t)key * C : partial + (int64_t)(place / piece * 2 + begins) * C;
+    float *to = begins && ends ? dw + (int64_t)key * C : partial + (int64_t)(index / piece * 2 + begins) * C;
     mt_pack<float, N> sums = mt_load<N>(to + c, begins && ends);
-    add_rows(sums, dout + c, rows, C, [&](uint32_t r) { return tokens[place + r]; });
+    add_rows(sums, dout + c, rows, C, [&](uint32_t r) { return tokens[index + r]; });
     mt_store(to + c, sums);
 }
 
-/* The blocks of a piece in which a key begins that goes on after it add that key's pieces in their order. */
+/* For a key that spans several pieces, the blocks of the piece in which it begins add the partial sums of all its
+ * pieces, in order. */
 template <int N>
 __global__ void __launch_bounds__(256, 4)
     embedding_add_pieces(float *dw, const float *partial, const uint32_t *keys, uint32_t num_tokens, uint32_t count,

@@ -1,6 +1,6 @@
-/* comm.cu: the collectives and channels of megatron.c §5 on GPUs, through NCCL, and mailboxes, without. A group's
- * communicator is made from an id that its first rank sends round through MPI. NCCL works on the stream like any
- * kernel, so the host waits only in mt_cuda_comm_wait, which is also where errors of other ranks are seen. */
+/* comm.cu: the collectives and channels of megatron.c on GPUs through NCCL, and mailboxes without NCCL. The first rank
+ * of a group creates a communicator id and broadcasts it through MPI. NCCL operations are enqueued on a stream like
+ * kernels. The host waits only in mt_cuda_comm_wait, which also detects errors of other ranks. */
 #include "cuda.h"
 
 #include <cuda.h>
@@ -18,20 +18,20 @@ static void mt_nccl_check(ncclResult_t status, const char *call, const mt_group 
 }
 #define MT_NCCL(group, call) mt_nccl_check((call), #call, group, __FILE__, __LINE__)
 
-/* ---- communicators, and waiting for them */
+/* ---- communicators, and waiting for them ------------------------------------------------------------------------- */
 
-/* Every communicator that was made. A closed one, whose group is NULL, waits for the next group of the same members:
- * making one takes NCCL a good part of a second. All its ranks open and close in one order, so they agree which one it
- * is, and each closes for itself, at any time. */
+/* All communicators ever created. A closed one has group NULL and is reused for the next group with the same members,
+ * because creating one takes NCCL most of a second. All its ranks open and close communicators in the same order, so
+ * they agree which one to reuse; each closes independently, at any time. */
 typedef struct mt_comm_record {
     ncclComm_t comm;
     const mt_group *group;
-    int *members, size; // of the world; NULL: of this group alone
+    int *members, size; // world ranks; NULL: not reusable by another group
 } mt_comm_record;
 static mt_comm_record *mt_comms;
 static int mt_num_comms, mt_num_open;
 
-/* An idle communicator of these members, now the group's; NULL if there is none. */
+/* Reopens an idle communicator of these members for the group; NULL if there is none. */
 static ncclComm_t mt_comm_reopen(const int *members, int size, const mt_group *group) {
     for (int i = 0; members && i < mt_num_comms; i++) {
         mt_comm_record *record = &mt_comms[i];
@@ -68,7 +68,8 @@ static void mt_comm_close(ncclComm_t comm) {
 
 extern "C" int mt_cuda_group_open(mt_group *group, mt_error *error) {
     if (group->size == 1) return 0;
-    if (!group->comm) return mt_error_set(error, "group %s has no MPI to agree through", group->name);
+    if (!group->comm)
+        return mt_error_set(error, "group %s has no MPI communicator, through which NCCL starts", group->name);
     group->nccl = mt_comm_reopen(group->members, group->size, group);
     if (group->nccl) return 0;
     ncclUniqueId id;
@@ -83,11 +84,11 @@ extern "C" void mt_cuda_group_close(mt_group *group) {
     group->nccl = NULL;
 }
 
-/* In the order in which they were made: NCCL may wait for the other ranks. */
+/* Destroys them in order of creation: NCCL may wait for the other ranks. */
 extern "C" void mt_cuda_groups_end(void) {
     mt_group nobody = {};
-    nobody.name = "of no more use";
-    if (mt_num_open > 0) return; // after an error, in which the others may not close theirs
+    nobody.name = "(closed)";
+    if (mt_num_open > 0) return; // after an error other ranks may not close theirs
     for (int i = 0; i < mt_num_comms; i++) {
         mt_watch_begin("closing a communicator", nobody.name);
         MT_NCCL(&nobody, ncclCommDestroy(mt_comms[i].comm));
@@ -99,7 +100,7 @@ extern "C" void mt_cuda_groups_end(void) {
     mt_num_comms = 0;
 }
 
-/* A peer that fails leaves kernels here that never end; NCCL then says so. */
+/* When a peer fails, kernels here never end; NCCL reports it as an asynchronous error. */
 static void mt_comms_check(void) {
     for (int i = 0; i < mt_num_comms; i++) {
         ncclResult_t state = ncclSuccess;
@@ -114,7 +115,7 @@ bool mt_cuda_comm_is_open(void) {
     return mt_num_open > 0;
 }
 
-/* Waits until query() says that something on the device is done. */
+/* Polls query() until it reports completion on the device. */
 template <class Query> static void mt_comm_wait(const char *what, const char *group, Query query) {
     double checked = mt_time();
     mt_watch_begin(what, group);
@@ -134,7 +135,7 @@ void mt_cuda_comm_wait(cudaStream_t stream) {
 }
 
 static ncclComm_t mt_comm(const mt_group *group) {
-    MT_CHECK(group->nccl); // mt_backend_open made it
+    MT_CHECK(group->nccl); // created by mt_backend_open
     return (ncclComm_t)group->nccl;
 }
 
@@ -163,9 +164,9 @@ void mt_cuda_comm_wait(cudaStream_t stream) {
 }
 #endif
 
-/* ---- collectives */
+/* ---- collectives ------------------------------------------------------------------------------------------------- */
 
-/* What a group of one does: `out` becomes `in`. */
+/* A group of one rank: copies `in` to `out`. */
 static void mt_copy_alone(void *out, const void *in, int64_t bytes, mt_stream *stream) {
     if (out == in || bytes == 0) return;
     MT_CUDA(cudaMemcpyAsync(out, in, (size_t)bytes, cudaMemcpyDeviceToDevice, mt_cuda_stream(stream)));
@@ -256,7 +257,7 @@ extern "C" void mt_cuda_broadcast(void *buffer, int64_t count, mt_dtype dtype, i
 #endif
 }
 
-/* A wait takes the event as it was recorded last when it is enqueued, so one event a stream serves for ever. */
+/* A wait uses the event as last recorded before the wait was enqueued, so one event per stream can be reused. */
 static void mt_follow(cudaStream_t stream, cudaStream_t other, cudaEvent_t event) {
     MT_CUDA(cudaEventRecord(event, other));
     MT_CUDA(cudaStreamWaitEvent(stream, event, 0));
@@ -268,21 +269,23 @@ extern "C" void mt_cuda_stream_follow(mt_stream *stream, mt_stream *other) {
     mt_follow(stream->stream, other->stream, other->followed);
 }
 
-/* ---- channels */
+/* ---- channels ---------------------------------------------------------------------------------------------------- */
 
 #ifdef MT_HAVE_NCCL
-/* Two ranks and one direction: a communicator and a stream of its own, so that nothing else keeps a message waiting. */
+/* Messages from one rank to another. Each channel has its own communicator and stream, so that no other operation
+ * delays a message. */
 typedef struct mt_cuda_channel {
     mt_channel head;
     ncclComm_t comm;
     cudaStream_t stream;
-    mt_stream timed;                      // the same, for head.stream
-    cudaEvent_t ready;                    // what the caller's stream held when a message was asked for
-    cudaEvent_t done[MT_CHANNEL_TICKETS]; // of ticket i at i % MT_CHANNEL_TICKETS
+    mt_stream timed;                      // wraps `stream`, for head.stream
+    cudaEvent_t ready;                    // recorded on the caller's stream when a message is enqueued
+    cudaEvent_t done[MT_CHANNEL_TICKETS]; // ticket i uses entry i % MT_CHANNEL_TICKETS
 } mt_cuda_channel;
 
-/* NCCL connects two ranks when their first message is enqueued, and the host waits for the other end then. A byte sent
- * now does that while both ends are here: later a receive is enqueued long before its sender gets to it. */
+/* NCCL connects two ranks when their first message is enqueued, and blocks the host until the peer does the same.
+ * Sending one byte here connects them while both ranks are in this function. Later, a receive is enqueued long before
+ * its sender reaches the send. */
 static void mt_channel_connect(mt_cuda_channel *channel) {
     const mt_group *group = channel->head.group;
     void *byte;
@@ -311,7 +314,7 @@ extern "C" mt_channel *mt_cuda_channel_open(const mt_group *group, int from, int
             mt_receive(group, &unique, sizeof unique, from, MT_HOST_TAGS - 1);
         channel->comm = mt_comm_open(&unique, group->members ? members : NULL, 2, group->rank == to, group);
     }
-    int least, greatest; // a message goes ahead of the kernels that wait for a place on the device
+    int least, greatest; // messages take precedence over queued kernels
     MT_CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     MT_CUDA(cudaStreamCreateWithPriority(&channel->stream, cudaStreamNonBlocking, greatest));
     channel->timed.stream = channel->stream;
@@ -322,7 +325,7 @@ extern "C" mt_channel *mt_cuda_channel_open(const mt_group *group, int from, int
     return &channel->head;
 }
 
-/* Takes the next ticket, whose place must be free, and makes the channel follow the caller's stream. */
+/* Takes the next ticket, waits until its entry is free, and makes the channel's stream wait for the caller's stream. */
 static int64_t mt_channel_begin(mt_channel *head, int64_t bytes, const char *what, mt_stream *stream) {
     mt_cuda_channel *channel = (mt_cuda_channel *)head;
     int64_t ticket = head->next++, place = ticket % MT_CHANNEL_TICKETS;
@@ -357,7 +360,7 @@ extern "C" int64_t mt_cuda_channel_recv(mt_channel *head, void *buffer, int64_t 
 
 extern "C" void mt_cuda_channel_wait(mt_channel *head, int64_t ticket, mt_stream *stream) {
     MT_CHECK(ticket >= 0 && ticket < head->next);
-    if (ticket + MT_CHANNEL_TICKETS < head->next) return; // its place was needed, so it was waited for then
+    if (ticket + MT_CHANNEL_TICKETS < head->next) return; // its entry was reused, and that waited for it
     cudaEvent_t done = ((mt_cuda_channel *)head)->done[ticket % MT_CHANNEL_TICKETS];
     MT_CUDA(cudaStreamWaitEvent(mt_cuda_stream(stream), done, 0));
 }
@@ -373,7 +376,7 @@ extern "C" void mt_cuda_channel_close(mt_channel *head) {
     free(channel);
 }
 #else
-/* Without NCCL no group has two ranks, so there is nothing to open a channel between. */
+/* Without NCCL no group has two ranks, so there is no pair to connect. */
 extern "C" mt_channel *mt_cuda_channel_open(const mt_group *group, int, int, int) {
     MT_CHECK(group->size > 1);
     return NULL;
@@ -396,27 +399,28 @@ extern "C" void mt_cuda_channel_close(mt_channel *channel) {
 }
 #endif
 
-/* ---- mailboxes */
+/* ---- mailboxes --------------------------------------------------------------------------------------------------- */
 
-/* Each rank maps the memory of all others, and its stream's copies go by the copy engines. Two numbers for each other
- * rank, at the mailbox's end, order them: `ready`, how many times this mailbox has been free for what that rank puts,
- * and `arrived`, how many times it has put it. Others write them, this rank's streams wait for them; no kernel does. */
+/* Each rank maps the memory of all other ranks; its stream copies to them with the copy engines. Two counters per peer,
+ * at the end of the mailbox, order the copies: `ready` counts how often this mailbox has been free for the peer's data,
+ * `arrived` counts how often the data has arrived. The peers write the counters and this rank's streams wait for them;
+ * no kernel is involved. */
 struct mt_cuda_mailbox {
     mt_mailbox head;
-    void *mapped[MT_MAILBOX_RANKS]; // as it was mapped here; NULL for this rank
-    char *memory[MT_MAILBOX_RANKS]; // the mailbox of every rank
+    void *mapped[MT_MAILBOX_RANKS]; // base of the mapping here; NULL for this rank
+    char *memory[MT_MAILBOX_RANKS]; // the mailbox of each rank
     uint32_t sent[MT_MAILBOX_RANKS], received[MT_MAILBOX_RANKS];
 };
 
-/* What a rank tells the others. */
+/* What a rank sends to the others. */
 struct mt_mailbox_export {
     cudaIpcMemHandle_t handle;
-    int64_t offset; // in the allocation that it is in
+    int64_t offset; // of the mailbox in its allocation
     char host[128];
     bool good;
 };
 
-/* The driver's functions, which no library has to be linked for. */
+/* A driver function, looked up at run time so that programs need not link to the driver. */
 template <class Function> static Function mt_driver_function(const char *name) {
     void *function = NULL;
     cudaDriverEntryPointQueryResult found;
@@ -456,8 +460,8 @@ static int mt_mailbox_map(mt_cuda_mailbox *mailbox, int r, const mt_mailbox_expo
     if (status != cudaSuccess) {
         cudaGetLastError();
         mailbox->mapped[r] = NULL;
-        return mt_error_set(error, "the GPU of rank %d of the %s group does not reach that of rank %d: %s", group->rank,
-                            group->name, r, cudaGetErrorString(status));
+        return mt_error_set(error, "the GPU of rank %d of the %s group cannot access the memory of rank %d: %s",
+                            group->rank, group->name, r, cudaGetErrorString(status));
     }
     mailbox->memory[r] = (char *)mailbox->mapped[r] + theirs->offset;
     return 0;
@@ -467,12 +471,12 @@ extern "C" int mt_cuda_mailbox_open(mt_mailbox **out, const mt_group *group, voi
                                     mt_error *error) {
     *out = NULL;
     if (group->size > MT_MAILBOX_RANKS)
-        return mt_error_set(error, "group %s has %d ranks, and %d at most copy into one another's memory", group->name,
-                            group->size, MT_MAILBOX_RANKS);
+        return mt_error_set(error, "group %s has %d ranks; at most %d ranks can copy into each other's memory",
+                            group->name, group->size, MT_MAILBOX_RANKS);
     mt_cuda_mailbox *mailbox = (mt_cuda_mailbox *)mt_calloc(sizeof *mailbox);
     mailbox->head = {group, (char *)memory, bytes};
     MT_CUDA(cudaMemset((char *)memory + bytes - MT_MAILBOX_OWN, 0, MT_MAILBOX_OWN));
-    MT_CUDA(cudaDeviceSynchronize()); // before any rank has what this one is about to tell
+    MT_CUDA(cudaDeviceSynchronize()); // before other ranks learn about this memory
     mt_mailbox_export own = mt_mailbox_describe(memory);
     int status = 0;
     for (int r = 0; r < group->size; r++) {
@@ -487,13 +491,14 @@ extern "C" int mt_cuda_mailbox_open(mt_mailbox **out, const mt_group *group, voi
     return status;
 }
 
-/* The number that rank `of` changes in the mailbox of rank `owner`. */
-static CUdeviceptr mt_mailbox_number(const mt_cuda_mailbox *mailbox, int owner, int of, bool arrived) {
+/* The counter that rank `of` writes in the mailbox of rank `owner`. */
+static CUdeviceptr mt_mailbox_counter(const mt_cuda_mailbox *mailbox, int owner, int of, bool arrived) {
     int64_t own = mailbox->head.bytes - MT_MAILBOX_OWN;
     return (CUdeviceptr)(mailbox->memory[owner] + own + 4 * (arrived ? MT_MAILBOX_RANKS + of : of));
 }
 
-/* A wait returns once the number is at least that, and then sees what was written before it. */
+/* A stream wait returns when the counter is at least the value; writes enqueued before the counter's write are visible
+ * then. */
 extern "C" void mt_cuda_mailbox_trade(mt_mailbox *head, const void *in, int64_t count, int64_t first, int64_t stride,
                                       mt_dtype dtype, int to, int from, mt_stream *stream) {
     static CUresult (*write)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
@@ -509,22 +514,23 @@ extern "C" void mt_cuda_mailbox_trade(mt_mailbox *head, const void *in, int64_t 
     MT_CHECK(to != rank && from != rank && last * width <= head->bytes - MT_MAILBOX_OWN);
     mt_watch_note("mailbox_trade", group->name);
     uint32_t sent = ++mailbox->sent[to], received = ++mailbox->received[from];
-    const char *call = "a stream's numbers";
-    mt_driver_check(write(on, mt_mailbox_number(mailbox, from, rank, false), received, 0), call, group);
-    mt_driver_check(wait(on, mt_mailbox_number(mailbox, rank, to, false), sent, CU_STREAM_WAIT_VALUE_GEQ), call, group);
+    const char *call = "stream memory operation";
+    mt_driver_check(write(on, mt_mailbox_counter(mailbox, from, rank, false), received, 0), call, group);
+    mt_driver_check(wait(on, mt_mailbox_counter(mailbox, rank, to, false), sent, CU_STREAM_WAIT_VALUE_GEQ), call,
+                    group);
     MT_CUDA(cudaMemcpyAsync(mailbox->memory[to] + (first + rank * stride) * width, in, (size_t)(count * width),
                             cudaMemcpyDefault, on));
-    mt_driver_check(write(on, mt_mailbox_number(mailbox, to, rank, true), sent, 0), call, group);
-    mt_driver_check(wait(on, mt_mailbox_number(mailbox, rank, from, true), received, CU_STREAM_WAIT_VALUE_GEQ), call,
+    mt_driver_check(write(on, mt_mailbox_counter(mailbox, to, rank, true), sent, 0), call, group);
+    mt_driver_check(wait(on, mt_mailbox_counter(mailbox, rank, from, true), received, CU_STREAM_WAIT_VALUE_GEQ), call,
                     group);
 }
 
-/* No rank frees what another still maps. */
+/* No rank frees memory that another rank still maps. */
 extern "C" void mt_cuda_mailbox_close(mt_mailbox *head) {
     if (!head) return;
     mt_cuda_mailbox *mailbox = (mt_cuda_mailbox *)head;
     MT_CUDA(cudaDeviceSynchronize());
-    mt_barrier(head->group); // all puts are through
+    mt_barrier(head->group); // all copies are complete
     for (int r = 0; r < head->group->size; r++)
         if (mailbox->mapped[r]) MT_CUDA(cudaIpcCloseMemHandle(mailbox->mapped[r]));
     mt_barrier(head->group);

@@ -1,5 +1,5 @@
-/* cuda.h: what the CUDA companions share. Kernels and thin launchers live in one .cu per family; each operation of the
- * table in megatron.h is mt_cuda_<operation>, and device.cu makes the table of them. */
+/* cuda.h: declarations shared by the CUDA files. Each kernel family has one .cu file with kernels and thin launchers.
+ * The operation `x` of the table in megatron.h is mt_cuda_x; device.cu builds the table. */
 #ifndef MT_CUDA_H
 #define MT_CUDA_H
 
@@ -9,36 +9,37 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-/* A CUDA stream with what operations on it need: a workspace of its own, so that two streams never share one. */
+/* A CUDA stream and the resources of its operations. Each stream has its own workspace; two streams never share one. */
 struct mt_stream {
     cudaStream_t stream;
     cublasLtHandle_t cublas;
-    void *workspace; // the caller's, on the device
+    void *workspace; // device memory, owned by the caller
     int64_t workspace_bytes;
-    bool deterministic;   // choose no algorithm by measuring
+    bool deterministic;   // do not choose algorithms by timing them
     bool capturing;       // between graph_begin and graph_end
-    cudaEvent_t followed; // the moment that another stream waits for
+    cudaEvent_t followed; // recorded when another stream starts to wait for this one
 };
 
-/* Every call is checked: a failure names the call and its place, the operation that made it, the rank and the reason,
- * and ends the job. mt_cuda_fail is that end, for any library. */
+/* Every library call is checked. A failure prints the call and its file and line, the operation that made it, the rank
+ * and the reason, and ends the job. mt_cuda_fail does this for any library. */
 void mt_cuda_fail(const char *library, const char *call, const char *file, int line, const char *reason)
     __attribute__((noreturn));
 void mt_cuda_check(cudaError_t status, const char *call, const char *file, int line);
 void mt_cublas_check(cublasStatus_t status, const char *call, const char *file, int line);
 #define MT_CUDA(call)   mt_cuda_check((call), #call, __FILE__, __LINE__)
 #define MT_CUBLAS(call) mt_cublas_check((call), #call, __FILE__, __LINE__)
-/* After a kernel launch, which returns nothing itself. */
+/* Use after a kernel launch, which returns no status itself. */
 #define MT_CUDA_LAUNCHED() mt_cuda_check(cudaGetLastError(), "kernel launch", __FILE__, __LINE__)
 
-/* The device's properties, read once. */
+/* The properties of the current device, read once. */
 const cudaDeviceProp *mt_cuda_device(void);
 
-/* The architecture that the kernels which this binary has for the device were compiled for: 90 on Hopper, but 80 where
- * the driver makes them there from sm_80's PTX. */
+/* The architecture for which this binary's kernels were compiled, as loaded on this device: 90 on Hopper; 80 on Hopper
+ * if the driver compiled them there from sm_80's PTX. */
 int mt_cuda_kernel_arch(void);
 
-/* Allows a launch to begin early, where that is possible; `attribute` must live as long as the config. */
+/* Sets the programmatic dependent launch attribute where the device supports it. `attribute` must live as long as
+ * `config`. */
 static inline void mt_cuda_launch_early(cudaLaunchConfig_t *config, cudaLaunchAttribute *attribute) {
     if (mt_cuda_kernel_arch() < 90) return;
     attribute->id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -47,23 +48,26 @@ static inline void mt_cuda_launch_early(cudaLaunchConfig_t *config, cudaLaunchAt
     config->numAttrs = 1;
 }
 
-/* The stream's workspace, when it holds at least `bytes`; too small is a broken invariant (mt_cuda_workspace_bytes). */
+/* The stream's workspace. It must hold at least `bytes` (see mt_cuda_workspace_bytes); a smaller one is a bug in the
+ * caller. */
 void *mt_cuda_workspace(mt_stream *stream, int64_t bytes);
 
-/* Whether NCCL works on this device; and waiting for a stream then, such that a peer's failure or the watchdog ends the
- * job rather than that this rank waits for ever. */
+/* mt_cuda_comm_is_open: true while at least one NCCL communicator is open. mt_cuda_comm_wait waits for a stream and
+ * polls NCCL meanwhile, so that the failure of a peer or the watchdog ends the job instead of blocking this rank for
+ * ever. */
 bool mt_cuda_comm_is_open(void);
 void mt_cuda_comm_wait(cudaStream_t stream);
 
-/* The second half of a sum over rows, in a fixed order: to[C] += the sum of the first `blocks` rows of partial[., C],
- * and more[C] += that of the `more_blocks` rows after them (none where it is NULL). */
+/* Second stage of a sum over rows, in a fixed order: to[C] += the sum of the first `blocks` rows of partial[., C];
+ * more[C] += the sum of the following `more_blocks` rows (`more` may be NULL). */
 void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_blocks, const float *partial, int64_t C,
                           mt_stream *stream);
-/* rmsnorm_backward over the heads of a token, where there is a kernel for heads like these; whether there was. */
+/* rmsnorm_backward over the heads of a token. Returns false and enqueues nothing if no kernel serves this head
+ * shape. */
 bool mt_cuda_heads_norm_backward(void *dx, float *dw, const void *dy, const void *x, const void *w, const float *rstd,
                                  int64_t T, int64_t H, int64_t D, int64_t dx_stride, int64_t dy_stride,
                                  int64_t x_stride, mt_dtype dtype, mt_stream *stream);
-/* What attention by cuDNN needs of it for T tokens, H heads of D channels; 0 in a build without cuDNN. */
+/* Workspace bytes of cuDNN attention for T tokens and H heads of D channels; 0 in a build without cuDNN. */
 int64_t mt_attention_cudnn_workspace_bytes(int64_t T, int64_t H, int64_t D);
 
 static inline cudaStream_t mt_cuda_stream(mt_stream *stream) {
@@ -74,18 +78,18 @@ static inline int64_t mt_divide_up(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
-/* Prototypes of the whole table; they are C functions. */
+/* Prototypes of every operation of the table, with C linkage. */
 #define MT_CUDA_PROTOTYPE(operation) extern "C" mt_##operation##_fn mt_cuda_##operation;
 MT_ALL_OPERATIONS(MT_CUDA_PROTOTYPE)
 #undef MT_CUDA_PROTOTYPE
 
-/* y[T, N] = x[T, K] w^T + bias[N] (or NULL) for few rows. Returns whether it serves: up to MT_GEMV_ROWS rows whose
- * operands can be read sixteen bytes at a time; where it does not, nothing was enqueued. */
+/* y[T, N] = x[T, K] w^T + bias[N] for few rows; bias may be NULL. Serves up to MT_GEMV_ROWS rows whose operands allow
+ * 16-byte loads. Otherwise returns false and enqueues nothing. */
 enum { MT_GEMV_ROWS = 8 };
 bool mt_cuda_gemv(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
                   mt_dtype dtype, mt_stream *stream);
 
-/* Calls `function<float>` or `function<__nv_bfloat16>` as `dtype` says. */
+/* Calls function<float> or function<__nv_bfloat16>, depending on `dtype`. */
 #define MT_CUDA_DISPATCH(dtype, function, ...)                                                                         \
     ((dtype) == MT_F32 ? function<float>(__VA_ARGS__) : function<__nv_bfloat16>(__VA_ARGS__))
 
@@ -104,13 +108,13 @@ template <> __device__ inline __nv_bfloat16 mt_from_float<__nv_bfloat16>(float x
     return __float2bfloat16_rn(x);
 }
 
-/* Sixteen bytes of T at once: 4 floats or 8 bf16. */
+/* 16 bytes of T: 4 floats or 8 bf16. */
 template <class T> struct alignas(16) mt_vector {
     static constexpr int size = 16 / sizeof(T);
     T value[size];
 };
 
-/* Philox4x32-10, word for word mt_philox of megatron.c. */
+/* Philox4x32-10; the same function as mt_philox of megatron.c. */
 __device__ static inline uint4 mt_cuda_philox(uint64_t key, uint64_t counter_low, uint64_t counter_high) {
     uint32_t key0 = (uint32_t)key, key1 = (uint32_t)(key >> 32);
     uint4 c = make_uint4((uint32_t)counter_low, (uint32_t)(counter_low >> 32), (uint32_t)counter_high,
@@ -126,9 +130,10 @@ __device__ static inline uint4 mt_cuda_philox(uint64_t key, uint64_t counter_low
     return c;
 }
 
-/* On Hopper and later, a kernel launched with mt_cuda_launch_early may begin before the one ahead of it in the
- * stream is done: when each of its blocks has called mt_begin_next, or ended. What it reads of that kernel's results,
- * and all that it writes, then has to come after mt_wait_for_previous. Elsewhere these do nothing. */
+/* Programmatic dependent launch (Hopper and later). A kernel launched with mt_cuda_launch_early may start before the
+ * preceding kernel of the stream has finished: once each block of that kernel has called mt_begin_next or ended.
+ * Therefore the kernel must call mt_wait_for_previous before it reads the preceding kernel's results and before its
+ * first write. On older GPUs both functions do nothing. */
 __device__ static inline void mt_begin_next(void) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -140,7 +145,7 @@ __device__ static inline void mt_wait_for_previous(void) {
 #endif
 }
 
-/* Sum and maximum over a warp; every lane gets it. */
+/* Sum and maximum over a warp; every lane receives the result. */
 __device__ static inline float mt_warp_sum(float x) {
 #pragma unroll
     for (int lane = 16; lane > 0; lane /= 2) x += __shfl_xor_sync(0xffffffff, x, lane);

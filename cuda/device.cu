@@ -6,7 +6,7 @@
 
 /* ---- failures ---------------------------------------------------------------------------------------------------- */
 
-/* The operation of the table that this thread enqueues, NULL outside of one. */
+/* The operation of the table that this thread is enqueueing; NULL outside of operations. */
 static thread_local const char *operation_at_work;
 
 void mt_cuda_fail(const char *library, const char *call, const char *file, int line, const char *reason) {
@@ -14,21 +14,21 @@ void mt_cuda_fail(const char *library, const char *call, const char *file, int l
            operation_at_work ? operation_at_work : "no operation", mt_launch_rank(), reason);
 }
 
-/* `asked`: bytes, or 0 where the driver or a library asked for memory of its own. */
+/* `asked`: bytes requested, or 0 if the driver or a library allocated memory for itself. */
 static void __attribute__((noreturn)) out_of_memory(const char *call, const char *file, int line, int64_t asked) {
     size_t free_bytes = 0, total = 0;
-    char reason[512], wanted[128] = "memory of its own was";
+    char reason[512], wanted[128] = "internal memory was";
     cudaMemGetInfo(&free_bytes, &total);
     if (asked > 0)
         snprintf(wanted, sizeof wanted, "%lld bytes (%.2f GiB) were", (long long)asked, (double)asked / (1 << 30));
     snprintf(reason, sizeof reason,
-             "out of GPU memory: %s asked for and %.2f of %.2f GiB are free; lower --micro-batch-size or --seq-length, "
-             "take a smaller model, or end what else runs on this GPU",
+             "out of GPU memory: %s requested, %.2f of %.2f GiB are free; lower --micro-batch-size or --seq-length, "
+             "take a smaller model, or end other processes on this GPU",
              wanted, (double)free_bytes / (1 << 30), (double)total / (1 << 30));
     mt_cuda_fail("CUDA", call, file, line, reason);
 }
 
-/* Whether a kernel that was enqueued before may be to blame: such an error is told by whichever call comes next. */
+/* True if a kernel enqueued earlier may be the cause: such an error is returned by whichever call comes next. */
 static bool may_be_older(cudaError_t status) {
     return status == cudaErrorIllegalAddress || status == cudaErrorMisalignedAddress ||
            status == cudaErrorLaunchFailure || status == cudaErrorIllegalInstruction || status == cudaErrorAssert ||
@@ -41,8 +41,9 @@ void mt_cuda_check(cudaError_t status, const char *call, const char *file, int l
     if (status == cudaErrorMemoryAllocation) out_of_memory(call, file, line, 0);
     char reason[512];
     snprintf(reason, sizeof reason, "%s (%s)%s", cudaGetErrorString(status), cudaGetErrorName(status),
-             may_be_older(status) ? "; an operation before it may be at fault, which CUDA_LAUNCH_BLOCKING=1 finds"
-                                  : "");
+             may_be_older(status)
+                 ? "; an earlier operation may be the cause; run with CUDA_LAUNCH_BLOCKING=1 to find it"
+                 : "");
     mt_cuda_fail("CUDA", call, file, line, reason);
 }
 
@@ -140,7 +141,7 @@ extern "C" void mt_cuda_memory_free_host(void *memory) {
 }
 
 extern "C" void mt_cuda_memory_copy(void *to, const void *from, int64_t bytes, mt_stream *stream) {
-    if (mt_cuda_comm_is_open()) { // a copy to pageable host memory waits for the stream; do it where peers are watched
+    if (mt_cuda_comm_is_open()) { // a copy to pageable host memory blocks; wait where peers are watched
         cudaPointerAttributes attributes;
         MT_CUDA(cudaPointerGetAttributes(&attributes, to));
         if (attributes.type == cudaMemoryTypeUnregistered) mt_cuda_comm_wait(mt_cuda_stream(stream));
@@ -157,8 +158,8 @@ extern "C" void mt_cuda_stream_wait(mt_stream *stream) {
     MT_CUDA(cudaStreamSynchronize(mt_cuda_stream(stream)));
 }
 
-/* cuBLASLt runs its best Hopper kernels with 32 MiB; other operations keep partial sums there, the embedding's backward
- * its sorted tokens too, and attention's backward its fp32 gradient of q, or what cuDNN needs. */
+/* cuBLASLt needs 32 MiB for its fastest Hopper kernels. Other operations keep here: partial sums; the embedding's
+ * backward its sorted tokens; attention's backward its fp32 gradient of q, or the workspace of cuDNN. */
 extern "C" int64_t mt_cuda_workspace_bytes(int64_t T, int64_t C, int64_t H, int64_t D) {
     int64_t cublas = 32 << 20, partial_sums = 4ll * mt_cuda_device()->multiProcessorCount * 2 * C * 4;
     int64_t dq = T * H * D * (int64_t)sizeof(float), largest = cublas;
@@ -213,7 +214,7 @@ extern "C" void mt_cuda_event_record(mt_event *event, mt_stream *stream) {
 }
 
 extern "C" void mt_cuda_event_wait(mt_event *event) {
-    MT_CUDA(cudaSetDevice(event->device)); // a thread begins with device 0, on which it would open a context
+    MT_CUDA(cudaSetDevice(event->device)); // a new thread starts on device 0 and would create a context there
     MT_CUDA(cudaEventSynchronize(event->event));
 }
 
@@ -254,9 +255,9 @@ extern "C" void mt_cuda_graph_destroy(mt_graph *graph) {
     free(graph);
 }
 
-/* ---- the table --------------------------------------------------------------------------------------------------- */
+/* ---- the operation table ----------------------------------------------------------------------------------------- */
 
-/* An operation as the table has it: failures within it name it. */
+/* Wraps an operation for the table, so that failures inside it print its name. */
 template <class Function, Function *function, const char *name> struct named;
 template <class Result, class... Arguments, Result (*function)(Arguments...), const char *name>
 struct named<Result(Arguments...), function, name> {
@@ -289,12 +290,12 @@ extern "C" const mt_ops *mt_cuda_open(int device, mt_error *error) {
     int count = 0;
     cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || count == 0) {
-        mt_error_set(error, "no GPU answers: %s", status == cudaSuccess ? "none is there" : cudaGetErrorString(status));
+        mt_error_set(error, "no GPU answers: %s", status == cudaSuccess ? "none found" : cudaGetErrorString(status));
         return NULL;
     }
     if (device >= count) {
         mt_error_set(error,
-                     "this host has %d GPUs and a rank of it asks for GPU %d, counted from 0; start at most one rank "
+                     "this host has %d GPUs, but a rank on it needs GPU %d (counted from 0); start at most one rank "
                      "for each GPU",
                      count, device);
         return NULL;

@@ -1,46 +1,48 @@
-/* gemm.cu: the matrix products of linear layers by cuBLASLt, each shape's algorithm chosen by measuring it once.
+/* gemm.cu: matrix products of linear layers through cuBLASLt. The algorithm of each shape is chosen once, by timing the
+ * candidates.
  *
- * cuBLASLt counts columns first, so a row-major [rows, cols] matrix is its [cols, rows] one, and every product below is
- * written as the transpose of what megatron.h says:
+ * cuBLASLt is column-major: a row-major [rows, cols] matrix is its [cols, rows] matrix. Every product below is
+ * therefore the transpose of the definition in megatron.h:
  *   y^T  [N, T] = w [N, K] x^T [K, T]      stored w is [K, N]: transposed
  *   dx^T [K, T] = w^T [K, N] dy^T [N, T]   both as stored
  *   dw^T [K, N] = x^T [K, T] dy [T, N]     stored dy is [N, T]: transposed
- * fp32 operands are multiplied in fp32 (no TF32); bf16 ones accumulate in fp32. What follows a product element by
- * element is done on its sums before they are stored (an epilogue): the bias always, GELU where that is faster. */
+ * fp32 operands are multiplied in fp32 (no TF32). bf16 operands accumulate in fp32. Epilogues are applied to the sums
+ * before they are stored: the bias always, GELU where the fused product is faster. */
 #include "cuda.h"
 
 #include <stdlib.h>
 
-/* A product D[rows, cols] = epilogue(op(A) op(B) + beta D) in cuBLASLt's order; a bias is added to each row of D. */
+/* A product D[rows, cols] = epilogue(op(A) op(B) + beta D), column-major. A bias is added to each row of D. */
 typedef struct product {
     bool transpose_a, transpose_b, accumulate;
     cublasLtEpilogue_t epilogue;
     int64_t rows, cols, inner;
     mt_dtype dtype, out_dtype;
-    uint32_t alignment; // of all its operands, which plan_for fills in: rows of a larger matrix may begin anywhere
+    uint32_t alignment; // common to all operands, set by plan_for; a slice of a larger matrix may begin at any row
 } product;
 
-/* What a product reads and writes. `aux`, like D, is what GELU was or is to be taken of; NULL without GELU. */
+/* Operands of a product. `aux` has the shape of D: the argument of GELU (output of the forward, input of the backward);
+ * NULL without GELU. */
 typedef struct operands {
     void *d;
     const void *a, *b, *bias;
     void *aux;
 } operands;
 
-/* A shape and what to run for it. The table only grows, while shapes are new: during the first step. */
+/* A shape and its algorithm. The table only grows when a shape is new, that is during the first step. */
 typedef struct plan {
     product shape;
     cublasLtMatmulDesc_t operation;
     cublasLtMatrixLayout_t a, b, d;
     cublasLtMatmulAlgo_t algorithm;
-    float milliseconds; // 0: not measured
-    bool separate;      // GELU takes less time as a kernel of its own, or cuBLASLt does not have this epilogue
+    float milliseconds; // of the fused product; 0: not measured
+    bool unfused;       // a separate GELU kernel is faster, or cuBLASLt does not support this epilogue
     struct plan *next;
 } plan;
 
 static plan *plans;
 
-/* A product with fewer columns than this is decoding: many shapes, each too short to be worth measuring. */
+/* Products with fewer columns are from decoding: many shapes, each too short to be worth measuring. */
 enum { MEASURED_COLUMNS = 256, CANDIDATES = 8, WARM_UPS = 1, TRIALS = 3 };
 
 static cudaDataType_t cuda_type(mt_dtype dtype) {
@@ -71,13 +73,13 @@ static void describe(plan *p) {
     MT_CUBLAS(cublasLtMatrixLayoutCreate(&p->d, cuda_type(s->out_dtype), s->rows, s->cols, s->rows));
 }
 
-/* The largest power of two, up to 256, that divides an address: cuBLASLt's vector loads depend on it. */
+/* The largest power of two, up to 256, that divides the address. cuBLASLt selects its vector loads by it. */
 static uint32_t alignment(const void *pointer) {
     uintptr_t address = (uintptr_t)pointer | 256;
     return (uint32_t)(address & -address);
 }
 
-/* That of all operands, up to the 16 bytes that loads take at once. */
+/* The common alignment of all operands, up to 16 bytes (the widest load). */
 static uint32_t shared_alignment(const operands *o) {
     uintptr_t all = (uintptr_t)o->a | (uintptr_t)o->b | (uintptr_t)o->d | (uintptr_t)o->aux | 16;
     return (uint32_t)(all & -all);
@@ -102,7 +104,7 @@ static void multiply(const plan *p, void *d, const operands *o, const cublasLtMa
                              algorithm, stream->workspace, (size_t)stream->workspace_bytes, stream->stream));
 }
 
-/* Milliseconds of what `enqueue` enqueues. */
+/* Average time of the work that `enqueue` enqueues, in milliseconds. */
 template <class Enqueue> static float measure(Enqueue enqueue, mt_stream *stream) {
     cudaEvent_t start, end;
     float milliseconds = 0;
@@ -119,28 +121,30 @@ template <class Enqueue> static float measure(Enqueue enqueue, mt_stream *stream
     return milliseconds / TRIALS;
 }
 
-/* Runs the candidates on the real operands, into a buffer of its own where the result would accumulate. */
+/* Times the candidates on the real operands and returns the index of the fastest. A product that accumulates writes to
+ * a scratch buffer here. */
 static int fastest(plan *p, const operands *o, const cublasLtMatmulHeuristicResult_t *candidates, int count,
                    mt_stream *stream) {
-    void *own = NULL;
+    void *scratch = NULL;
     size_t bytes = (size_t)(p->shape.rows * p->shape.cols * mt_dtype_size(p->shape.out_dtype));
-    if (p->shape.accumulate && cudaMallocAsync(&own, bytes, stream->stream) != cudaSuccess) {
-        cudaGetLastError(); // no room to measure: the heuristic's first choice has to do
+    if (p->shape.accumulate && cudaMallocAsync(&scratch, bytes, stream->stream) != cudaSuccess) {
+        cudaGetLastError(); // no memory for the measurement: use the heuristic's first choice
         return 0;
     }
-    if (own) MT_CUDA(cudaMemsetAsync(own, 0, bytes, stream->stream));
+    if (scratch) MT_CUDA(cudaMemsetAsync(scratch, 0, bytes, stream->stream));
     int best = 0;
     p->milliseconds = 1e30f;
     for (int i = 0; i < count; i++) {
-        float time = measure([&] { multiply(p, own ? own : o->d, o, &candidates[i].algo, stream); }, stream);
+        float time = measure([&] { multiply(p, scratch ? scratch : o->d, o, &candidates[i].algo, stream); }, stream);
         if (time < p->milliseconds) p->milliseconds = time, best = i;
     }
-    if (own)
-        MT_CUDA(cudaFreeAsync(own, stream->stream)); // cudaFree would wait for messages that others have yet to send
+    if (scratch)
+        MT_CUDA(
+            cudaFreeAsync(scratch, stream->stream)); // cudaFree could wait for messages that peers have not sent yet
     return best;
 }
 
-/* The algorithm of a plan; false where cuBLASLt does not have its GELU. */
+/* Chooses the algorithm of a plan. Returns false if cuBLASLt does not support the GELU epilogue. */
 static bool choose(plan *p, const operands *o, mt_stream *stream) {
     cublasLtMatmulPreference_t preference;
     cublasLtMatmulHeuristicResult_t candidates[CANDIDATES];
@@ -165,14 +169,14 @@ static bool choose(plan *p, const operands *o, mt_stream *stream) {
     if (o->aux && status == CUBLAS_STATUS_NOT_SUPPORTED) return false;
     MT_CUBLAS(status);
     MT_CHECK(count > 0);
-    bool several = count > 1 || o->aux; // ways to do it, one of which is GELU by a kernel of its own
-    bool measures = p->shape.cols >= MEASURED_COLUMNS && several && !stream->deterministic;
-    int best = measures ? fastest(p, o, candidates, count, stream) : 0;
+    bool has_alternatives = count > 1 || o->aux; // several algorithms, or a separate GELU kernel
+    bool timed = p->shape.cols >= MEASURED_COLUMNS && has_alternatives && !stream->deterministic;
+    int best = timed ? fastest(p, o, candidates, count, stream) : 0;
     p->algorithm = candidates[best].algo;
     return true;
 }
 
-/* The plan of a shape, with its pointers set; a new one if there is none. */
+/* The plan of a shape, created if it is new; its operand pointers are set. */
 static plan *plan_for(const product *wanted, const operands *o, bool *is_new, mt_stream *stream) {
     product shape = *wanted;
     shape.alignment = shared_alignment(o);
@@ -187,7 +191,7 @@ static plan *plan_for(const product *wanted, const operands *o, bool *is_new, mt
         describe(p);
     }
     set_pointers(p, o);
-    if (*is_new) p->separate = !choose(p, o, stream);
+    if (*is_new) p->unfused = !choose(p, o, stream);
     return p;
 }
 
@@ -198,15 +202,15 @@ static void run(const product *shape, void *d, const void *a, const void *b, con
     multiply(p, d, &o, &p->algorithm, stream);
 }
 
-/* A product with GELU in its epilogue, or what `separately` enqueues for the same: the faster one where it is measured.
- */
-template <class Separately>
-static void run_gelu(const product *shape, const operands *o, Separately separately, mt_stream *stream) {
+/* Runs a product with a GELU epilogue, or `unfused`, which enqueues the equivalent separate kernels. If measurements
+ * are allowed, the faster one runs. */
+template <class Unfused>
+static void run_gelu(const product *shape, const operands *o, Unfused unfused, mt_stream *stream) {
     bool is_new;
     plan *p = plan_for(shape, o, &is_new, stream);
-    if (is_new && p->milliseconds > 0) p->separate = measure(separately, stream) < p->milliseconds;
-    if (p->separate)
-        separately();
+    if (is_new && p->milliseconds > 0) p->unfused = measure(unfused, stream) < p->milliseconds;
+    if (p->unfused)
+        unfused();
     else
         multiply(p, o->d, o, &p->algorithm, stream);
 }
@@ -227,39 +231,40 @@ extern "C" void mt_cuda_linear_backward_input(void *dx, const void *dy, const vo
     run(&shape, dx, w, dy, NULL, stream);
 }
 
-/* GELU and its gradient as epilogues: of T N elements, forward reads 2 bytes less than a kernel of its own would, and
- * backward writes and reads 4 less. They are rounded once less too. cuBLASLt's GELU is the approximation; fp32 does
- * without, and so do rows that are not whole vectors of 16 bytes, for which its kernels are slow. */
+/* GELU and its gradient as epilogues. Per element of [T, N] in bf16, the fused forward reads 2 bytes less than a
+ * separate kernel; the fused backward saves 4 bytes of reads and writes. The result is also rounded once less. cuBLASLt
+ * implements only the tanh approximation. It has no epilogue for fp32, and its kernels are slow for rows that are not a
+ * multiple of 16 bytes; these cases use separate kernels. */
 static bool gelu_in_epilogue(int64_t N, int64_t K, mt_dtype dtype) {
     return dtype == MT_BF16 && N % 8 == 0 && K % 8 == 0;
 }
 
 extern "C" void mt_cuda_linear_gelu_forward(void *y, void *pre, const void *x, const void *w, const void *bias,
                                             int64_t T, int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
-    auto separately = [&] {
+    auto unfused = [&] {
         mt_cuda_linear_forward(pre, x, w, bias, T, N, K, dtype, stream);
         mt_cuda_gelu_forward(y, pre, T * N, true, dtype, stream);
     };
-    if (T <= MT_GEMV_ROWS || !gelu_in_epilogue(N, K, dtype)) return separately();
+    if (T <= MT_GEMV_ROWS || !gelu_in_epilogue(N, K, dtype)) return unfused();
     cublasLtEpilogue_t epilogue = bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
     product shape = {true, false, false, epilogue, N, T, K, dtype, dtype};
     operands o = {y, w, x, bias, pre};
-    run_gelu(&shape, &o, separately, stream);
+    run_gelu(&shape, &o, unfused, stream);
 }
 
 extern "C" void mt_cuda_linear_backward_gelu(void *dpre, const void *dy, const void *w, const void *pre, int64_t T,
                                              int64_t N, int64_t K, mt_dtype dtype, mt_stream *stream) {
-    auto separately = [&] {
+    auto unfused = [&] {
         mt_cuda_linear_backward_input(dpre, dy, w, T, N, K, dtype, stream);
         mt_cuda_gelu_backward(dpre, dpre, pre, T * K, true, dtype, stream);
     };
-    if (!gelu_in_epilogue(N, K, dtype)) return separately();
+    if (!gelu_in_epilogue(N, K, dtype)) return unfused();
     product shape = {false, false, false, CUBLASLT_EPILOGUE_DGELU, K, T, N, dtype, dtype};
     operands o = {dpre, w, dy, NULL, (void *)pre};
-    run_gelu(&shape, &o, separately, stream);
+    run_gelu(&shape, &o, unfused, stream);
 }
 
-/* Products of bf16 are exact in fp32, so this is fp32 routing whatever the type of x. */
+/* Products of two bf16 are exact in fp32, so routing is fp32 for both types of x. */
 extern "C" void mt_cuda_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,
                                       mt_dtype dtype, mt_stream *stream) {
     if (T == 0) return;
@@ -267,17 +272,17 @@ extern "C" void mt_cuda_router_logits(float *logits, const void *x, const void *
     run(&shape, logits, w, x, NULL, stream);
 }
 
-/* A block sums 32 columns over a stretch of the tokens, 8 tokens at a time; partial is [stretches, N].
- * Moves T N elements in, and stretches N floats out. */
-enum { BIAS_COLUMNS = 32, BIAS_ROWS = 8, BIAS_STRETCHES = 64 };
+/* A block sums 32 columns over a chunk of the tokens, 8 tokens at a time; partial is [chunks, N]. Reads T N elements,
+ * writes chunks N floats. */
+enum { BIAS_COLUMNS = 32, BIAS_ROWS = 8, BIAS_CHUNKS = 64 };
 
 template <class E> __global__ void bias_partial_sums(float *partial, const E *dy, int64_t T, int64_t N) {
     __shared__ float sums[BIAS_ROWS][BIAS_COLUMNS + 1];
-    int64_t column = (int64_t)blockIdx.x * BIAS_COLUMNS + threadIdx.x, stretch = (T + gridDim.y - 1) / gridDim.y;
-    int64_t end = min(T, (blockIdx.y + 1) * stretch);
+    int64_t column = (int64_t)blockIdx.x * BIAS_COLUMNS + threadIdx.x, chunk = (T + gridDim.y - 1) / gridDim.y;
+    int64_t end = min(T, (blockIdx.y + 1) * chunk);
     float sum = 0;
     if (column < N)
-        for (int64_t t = blockIdx.y * stretch + threadIdx.y; t < end; t += BIAS_ROWS)
+        for (int64_t t = blockIdx.y * chunk + threadIdx.y; t < end; t += BIAS_ROWS)
             sum += mt_to_float(dy[t * N + column]);
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
@@ -286,26 +291,26 @@ template <class E> __global__ void bias_partial_sums(float *partial, const E *dy
     partial[blockIdx.y * N + column] = sum;
 }
 
-/* Adds the stretches in order, so that the sum repeats bit for bit. */
-__global__ void bias_add_sums(float *dbias, const float *partial, int64_t stretches, int64_t N) {
+/* Adds the chunks in order, so that the sum is reproducible bit for bit. */
+__global__ void bias_add_sums(float *dbias, const float *partial, int64_t chunks, int64_t N) {
     int64_t column = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (column >= N) return;
     float sum = 0;
-    for (int64_t i = 0; i < stretches; i++) sum += partial[i * N + column];
+    for (int64_t i = 0; i < chunks; i++) sum += partial[i * N + column];
     dbias[column] += sum;
 }
 
 static void bias_backward(float *dbias, const void *dy, int64_t T, int64_t N, mt_dtype dtype, mt_stream *stream) {
-    int64_t stretches = mt_divide_up(T, 64);
-    if (stretches > BIAS_STRETCHES) stretches = BIAS_STRETCHES;
-    float *partial = (float *)mt_cuda_workspace(stream, stretches * N * (int64_t)sizeof(float));
-    dim3 grid((unsigned)mt_divide_up(N, BIAS_COLUMNS), (unsigned)stretches), block(BIAS_COLUMNS, BIAS_ROWS);
+    int64_t chunks = mt_divide_up(T, 64);
+    if (chunks > BIAS_CHUNKS) chunks = BIAS_CHUNKS;
+    float *partial = (float *)mt_cuda_workspace(stream, chunks * N * (int64_t)sizeof(float));
+    dim3 grid((unsigned)mt_divide_up(N, BIAS_COLUMNS), (unsigned)chunks), block(BIAS_COLUMNS, BIAS_ROWS);
     if (dtype == MT_F32)
         bias_partial_sums<<<grid, block, 0, stream->stream>>>(partial, (const float *)dy, T, N);
     else
         bias_partial_sums<<<grid, block, 0, stream->stream>>>(partial, (const __nv_bfloat16 *)dy, T, N);
     MT_CUDA_LAUNCHED();
-    bias_add_sums<<<(unsigned)mt_divide_up(N, 256), 256, 0, stream->stream>>>(dbias, partial, stretches, N);
+    bias_add_sums<<<(unsigned)mt_divide_up(N, 256), 256, 0, stream->stream>>>(dbias, partial, chunks, N);
     MT_CUDA_LAUNCHED();
 }
 

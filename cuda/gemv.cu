@@ -1,14 +1,14 @@
-/* gemv.cu: linear layers of a few rows, as decoding asks for: y[T, N] = x[T, K] w^T with T <= 8.
+/* gemv.cu: linear layers with few rows, as in decoding: y[T, N] = x[T, K] w^T with T <= 8.
  *
- * Such a product is as fast as w can be read, so a warp takes one output column or a few (rows of w), reads them once
- * with sixteen-byte loads and multiplies them by every row of x. A sum is made in the same order whatever T and R are:
- * a row's result does not depend on the rows beside it. In a graph the first loads of w, which no kernel there writes,
- * do not wait for the kernel that writes x. */
+ * The time of such a product is the time to read w. A warp computes one or a few output columns (rows of w): it reads
+ * them once with 16-byte loads and multiplies them by every row of x. The order of summation does not depend on T or R,
+ * so the result of a row does not depend on the other rows of the batch. Inside a CUDA graph (programmatic dependent
+ * launch) the first loads of w do not wait for the kernel that writes x, because no kernel of the graph writes w. */
 #include "vector.cuh"
 
 enum { WARPS = 4 };
 
-/* Sixteen bytes of w: read once, so they do not displace x in the first cache. */
+/* Loads 16 bytes of w, bypassing L1: w is read once and should not evict x. */
 template <class E> __device__ static inline mt_pack<E, 16 / sizeof(E)> load_once(const E *from, bool there) {
     uint4 word = {};
     if (there)
@@ -20,8 +20,8 @@ template <class E> __device__ static inline mt_pack<E, 16 / sizeof(E)> load_once
     return pack;
 }
 
-/* Sums n values (a power of two) over the lanes of a warp: value i ends in sums[0] of lanes i * 32 / n and after. Each
- * lane gives half of its values away in a step, which takes n shuffles instead of 5 n. */
+/* Sums n values (a power of two) over the lanes of a warp. Value i ends in sums[0] of the lanes from i * 32 / n to (i +
+ * 1) * 32 / n - 1. In each step a lane passes on half of its values; this takes n shuffles instead of 5 n. */
 template <int n> __device__ static inline void sum_over_lanes(float (&sums)[n], int lane) {
     int bit = 16;
 #pragma unroll
@@ -36,8 +36,8 @@ template <int n> __device__ static inline void sum_over_lanes(float (&sums)[n], 
     for (; bit > 0; bit /= 2) sums[0] += __shfl_xor_sync(0xffffffff, sums[0], bit);
 }
 
-/* A warp makes R columns of up to `rows` rows of y; U packs of each row of w are on their way together. Reads w once:
- * 2 bytes an element in bf16, 4 in fp32. */
+/* A warp computes R columns of up to `rows` rows of y and keeps U packs of each row of w in flight. Reads w once: 2
+ * bytes per element in bf16, 4 in fp32. */
 template <class E, int rows, int R, int U>
 __global__ void __launch_bounds__(32 * WARPS)
     gemv(E *y, const E *x, const E *w, const E *bias, int T, int64_t N, int64_t K) {
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(32 * WARPS)
     int lane = threadIdx.x % 32;
     int64_t first = ((int64_t)blockIdx.x * WARPS + threadIdx.x / 32) * R;
     if (first >= N) return;
-    const E *columns[R]; // past the last they are the last again, and not stored
+    const E *columns[R]; // beyond column N - 1: that column again, and the result is not stored
 #pragma unroll
     for (int r = 0; r < R; r++) columns[r] = w + min(first + r, N - 1) * K;
     float sums[n] = {};
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(32 * WARPS)
     y[t * N + column] = mt_from_float<E>(sums[0] + (bias ? mt_to_float(bias[column]) : 0));
 }
 
-/* More columns a warp spare reading x again, where there are enough of them to keep every multiprocessor busy. */
+/* With more columns per warp, x is read less often. Used if N is large enough to keep every multiprocessor busy. */
 template <class E, int rows>
 static void launch(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
                    mt_stream *stream) {

@@ -1,36 +1,37 @@
-/* grouped.cu: linear layers grouped by expert, the rungs that run on any GPU.
+/* grouped.cu: linear layers grouped by expert: the implementations that run on any GPU.
  *
- * Experts have as many rows as a router gave them, and only the device knows how many: a host that asked would wait for
- * everything before. So the host launches a block for every tile that there could be (M rows in E experts are no more
- * than M / ROWS + E tiles of rows), each block reads `offsets` to find the expert and the rows that are its own, and
- * those behind the last tile end at once.
+ * The router decides the number of rows of each expert, and only the device knows it: reading it on the host would wait
+ * for all preceding work. Therefore the host launches the largest possible number of tiles (M rows in E experts need at
+ * most M / ROWS + E tiles of rows). Each block reads `offsets` to find its expert and its rows; blocks beyond the last
+ * tile end at once.
  *
- * A tile's rows may reach past its expert's last: those are of another expert, or nobody's and whatever memory held.
- * Every element that is not the expert's is read as 0. For the gradient of weights this is needed for both operands, as
- * 0 times NaN is NaN. */
+ * The rows of a tile may extend past the last row of its expert. Those rows belong to another expert, or to nobody and
+ * hold arbitrary memory. Every element that does not belong to the expert is read as 0. The gradient of the weights
+ * needs this for both operands, because 0 times NaN is NaN. */
 #include "cuda.h"
 #include "grouped.h"
 #include "mma.cuh"
 
 typedef __nv_bfloat16 bf16;
 
-enum { ROWS = 128, COLS = 128, THREADS = 256 }; // of a block's tile of the result, and a block
+enum { ROWS = 128, COLS = 128, THREADS = 256 }; // tile of the result per block; threads of a block
 
-/* ---- who works on which tile ------------------------------------------------------------------------------------- */
+/* ---- mapping of blocks to tiles ---------------------------------------------------------------------------------- */
 
 struct group_task {
     const int32_t *offsets;
     int N, K, E;
-    int rows, cols; // of the result; rows 0: each expert's own
+    int rows, cols; // of the result; rows 0: the rows of each expert
     bool accumulate;
 };
 
-/* Rows [first, first + count) of `expert`, and the corner of the tile in the product of these rows. */
+/* A tile: its corner (row, col) in the product of rows [first, first + count), which belong to `expert`. */
 struct group_tile {
     int expert, first, count, row, col;
 };
 
-/* Finds the expert of tile `index`, counting tiles of ROWS rows over all experts. False behind the last. */
+/* Finds the expert of tile `index`, where tiles of ROWS rows are numbered over all experts. Returns false beyond the
+ * last tile. */
 __device__ static bool find_rows(const group_task &task, int index, group_tile &t) {
     const int lane = threadIdx.x % 32;
     int before = 0;
@@ -67,7 +68,7 @@ template <mt_grouped_kind KIND> __device__ static bool find_tile(const group_tas
     return true;
 }
 
-/* A matrix [rows, cols] as it lies in memory. */
+/* A row-major matrix [rows, cols] in memory. */
 template <class T> struct view {
     const T *data;
     int rows, cols;
@@ -90,7 +91,8 @@ __device__ __forceinline__ view<T> view_of_b(const group_task &task, const group
     return {b + (int64_t)t.expert * task.N * task.K, task.N, task.K};
 }
 
-/* How many elements are summed up, and how many rows the result has, for this tile's expert; and where it begins. */
+/* For this tile's expert: the length of the summed dimension, the first row of the result, and the number of its
+ * rows. */
 template <mt_grouped_kind KIND> __device__ __forceinline__ int inner_of(const group_task &task, const group_tile &t) {
     return KIND == MT_GROUPED_FORWARD ? task.K : KIND == MT_GROUPED_BACKWARD_INPUT ? task.N : t.count;
 }
@@ -103,11 +105,11 @@ __device__ __forceinline__ int rows_of_result(const group_task &task, const grou
     return KIND == MT_GROUPED_BACKWARD_WEIGHT ? task.N : t.count;
 }
 
-/* ---- the definition: fp32 in registers --------------------------------------------------------------------------- */
+/* ---- reference implementation: fp32 in registers ----------------------------------------------------------------- */
 
 enum { INNER = 16, SIDE = 8 }; // a thread holds SIDE x SIDE elements of the result
 
-/* Copies a tile to shared[inner][128], from a matrix that has what is summed over along its rows (transposed: along its
+/* Copies a tile to shared[inner][128]. The summed dimension runs along the rows of the matrix (transposed: along its
  * columns). */
 template <class T, bool TRANSPOSED>
 __device__ __forceinline__ void load_floats(float (&shared)[INNER][128 + 4], const view<T> &from, int row, int inner) {
@@ -156,12 +158,12 @@ __global__ void __launch_bounds__(THREADS) grouped_ffma(Out *out, const T *a, co
 
 /* ---- tensor cores: bf16 ------------------------------------------------------------------------------------------ */
 
-/* Two stages of a tile of `a` and one of `b`, with 64 elements that are summed over. A warp has 64 x 32 of the result.
- */
+/* Two stages, each a tile of `a` and a tile of `b` with 64 elements of the summed dimension. A warp computes 64 x 32 of
+ * the result. */
 enum { DEPTH = 64, TILE = 128 * DEPTH * 2, MMA_BYTES = 4 * TILE };
 
-/* Starts to copy the tile [HEIGHT, WIDTH] at (row, col). Where rows begin at any address, WIDE is false and elements
- * are copied one by one. */
+/* Starts the copy of the tile [HEIGHT, WIDTH] at (row, col). WIDE is false if rows are not aligned to 16 bytes;
+ * elements are copied one by one then. */
 template <int HEIGHT, int WIDTH, bool WIDE>
 __device__ __forceinline__ void load_tile(uint32_t to, const view<bf16> &from, int row, int col) {
 #pragma unroll 4
@@ -181,7 +183,7 @@ __device__ __forceinline__ void load_tile(uint32_t to, const view<bf16> &from, i
     }
 }
 
-/* The operand tile of `a` (or `b`) whose sum begins at `inner`. */
+/* The tile of operand `a` (or `b`) for the part of the sum that begins at `inner`. */
 template <bool TRANSPOSED, bool WIDE>
 __device__ __forceinline__ void load_operand(uint32_t to, const view<bf16> &from, int row, int inner) {
     if (TRANSPOSED)
@@ -190,7 +192,7 @@ __device__ __forceinline__ void load_operand(uint32_t to, const view<bf16> &from
         load_tile<128, DEPTH, WIDE>(to, from, row, inner);
 }
 
-/* c += a b for 64 of what is summed over, for this warp's corner (row, col). */
+/* c += a b over 64 elements of the summed dimension, for this warp's corner (row, col). */
 template <bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ __forceinline__ void multiply_tiles(float (&c)[4][4][4], uint32_t a_tile, uint32_t b_tile, int row,
                                                int col) {
@@ -217,7 +219,8 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[4][4][4], uint32_t a_t
     }
 }
 
-/* Two neighbours of the result; the second exists if the first does, where rows are a multiple of 16 bytes. */
+/* Stores two neighbouring elements, of which `exist` are inside the matrix. If rows are a multiple of 16 bytes, both or
+ * neither are. */
 template <class Out, bool WIDE>
 __device__ __forceinline__ void store_pair(Out *to, float x, float y, int exist, bool accumulate) {
     if (exist > 0 && accumulate) x += mt_to_float(to[0]);
@@ -284,7 +287,7 @@ static group_task task_of(const mt_grouped_call *call) {
             call->accumulate};
 }
 
-/* As many blocks as there could be tiles. */
+/* The largest possible number of tiles. */
 static unsigned blocks_of(const mt_grouped_call *call, const group_task &task) {
     int64_t tiles = task.rows ? call->E * mt_divide_up(task.rows, ROWS) : mt_divide_up(call->M, ROWS) + call->E;
     return (unsigned)(tiles * mt_divide_up(task.cols, COLS));
@@ -329,7 +332,7 @@ extern "C" bool mt_grouped_mma(const mt_grouped_call *call) {
     return wide ? mma<true>(call) : mma<false>(call);
 }
 
-extern "C" bool mt_grouped_hopper(const mt_grouped_call *call); // of grouped_hopper.cu
+extern "C" bool mt_grouped_hopper(const mt_grouped_call *call); // defined in grouped_hopper.cu
 
 extern "C" const mt_grouped_rung mt_grouped_rungs[MT_NUM_GROUPED_RUNGS] = {
     {"definition", mt_grouped_definition}, {"mma", mt_grouped_mma}, {"hopper", mt_grouped_hopper}};

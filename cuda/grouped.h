@@ -1,5 +1,6 @@
-/* grouped.h: the ladder of linear layers that are grouped by expert. Each rung computes the same thing, faster and for
- * less: the definition takes any operands, the rungs above it what their hardware is good at. */
+/* grouped.h: the implementations of linear layers grouped by expert, as a ladder. Each rung computes the same result
+ * faster than the one below it. The first, the definition, takes any operands; the others need certain hardware and
+ * shapes. */
 #ifndef MT_GROUPED_H
 #define MT_GROUPED_H
 
@@ -9,36 +10,36 @@
 extern "C" {
 #endif
 
-/* Each is a product of rows by columns for every expert, out = a b:
- *   forward          y[rows, N] = x[rows, K] w[N, K]^T     for an expert's rows
+/* The three products out = a b, for the rows of each expert:
+ *   forward          y[rows, N] = x[rows, K] w[N, K]^T
  *   backward_input   dx[rows, K] = dy[rows, N] w[N, K]
- *   backward_weight  dw[N, K] = dy[rows, N]^T x[rows, K]   the sum is over an expert's rows */
+ *   backward_weight  dw[N, K] = dy[rows, N]^T x[rows, K]   summed over the expert's rows */
 typedef enum mt_grouped_kind {
     MT_GROUPED_FORWARD,
     MT_GROUPED_BACKWARD_INPUT,
     MT_GROUPED_BACKWARD_WEIGHT
 } mt_grouped_kind;
 
-/* The operands of one of the three operations. */
+/* The operands of one of the three products. */
 typedef struct mt_grouped_call {
     mt_grouped_kind kind;
     void *out;
-    const void *a, *b;      // x and w; dy and w; dy and x
-    const int32_t *offsets; // [E + 1], on the device
+    const void *a, *b;      // forward: x, w; backward_input: dy, w; backward_weight: dy, x
+    const int32_t *offsets; // [E + 1], device memory
     int64_t M, N, K, E;
-    bool accumulate; // backward_weight: out +=
+    bool accumulate; // backward_weight only: add to out
     mt_dtype dtype;
     mt_stream *stream;
 } mt_grouped_call;
 
-/* Returns whether the rung serves these operands on this GPU; where it does not, nothing was enqueued. */
+/* Returns false and enqueues nothing if the rung does not support these operands on this GPU. */
 typedef bool mt_grouped_product(const mt_grouped_call *call);
 typedef struct mt_grouped_rung {
     const char *name;
     mt_grouped_product *product;
 } mt_grouped_rung;
 
-/* From the definition up: the last that serves a call is the fastest. */
+/* Ordered from the definition to the fastest; a call uses the last rung that supports it. */
 enum { MT_NUM_GROUPED_RUNGS = 3 };
 extern const mt_grouped_rung mt_grouped_rungs[MT_NUM_GROUPED_RUNGS];
 

@@ -1,25 +1,25 @@
 /* grouped_hopper.cu: linear layers grouped by expert on the tensor cores of sm_90a.
  *
- * A block stays on its multiprocessor and makes one tile of the result, 128 x 256, after another. One thread asks the
- * memory engine (TMA) for operands, 64 elements of what is summed over at a time, and runs ahead by a few stages, into
- * the next tile too; two warpgroups of 128 threads multiply (wgmma), each 64 rows, and store. They meet at barriers in
- * shared memory, a pair for every stage: "filled" and "free" again.
+ * A persistent, warp-specialised kernel: a block computes one 128 x 256 tile of the result after another. A producer
+ * thread loads the operands with TMA, 64 elements of the summed dimension per stage. It runs several stages ahead, also
+ * into the next tile. Two consumer warpgroups of 128 threads each multiply 64 rows (wgmma) and store them. Each stage
+ * has two barriers in shared memory, "filled" and "free".
  *
- * Operands are read as they lie in memory: wgmma transposes what is summed over along its columns (see
- * mt_wgmma_operand). TMA reads zeros outside of a matrix, so N and K need not be multiples of a tile. Rows past an
- * expert's last are there, though: in the rows of a result they are not stored, and where rows are summed over
- * (backward_weight) they become 0 in shared memory, in both operands: they may be NaN.
+ * Operands keep their layout in memory: wgmma transposes an operand whose summed dimension runs along the columns (see
+ * mt_wgmma_operand). TMA reads zeros outside of a matrix, so N and K need not be multiples of a tile. Rows past the
+ * last row of an expert, however, lie inside the matrix. Rows of the result there are not stored. If the sum is over
+ * the rows (backward_weight), they are set to 0 in shared memory, in both operands, because they may be NaN.
  *
- * Results leave by way of shared memory as well, a slab of 16 rows and 128 bytes a warp: whole slabs by TMA, which also
- * adds where gradients accumulate. Each element is added to once, so runs repeat bit for bit. The second warpgroup
- * starts a tile a few stages after the first, so that one stores while the other multiplies.
+ * The epilogue goes through shared memory too, in slabs of 16 rows and 128 bytes per warp. Whole slabs are stored by
+ * TMA, which also adds to accumulated gradients. Each element is added to once, so runs repeat bit for bit. The second
+ * warpgroup starts a tile a few stages after the first, so that one stores while the other multiplies.
  *
- * On an H200, 128 experts with 1024 rows each on average and 8 with as many do 650 to 730 TFLOP/s forward and for the
- * input's gradient, where cuBLAS does 690 to 820 on one dense product of as many operations; 600 to 625 for the
- * weights' gradient, and 490 to 540 where it is added, which moves twice the bytes. That is between slower products;
- * one fast product after another gets 0 to 15% less. An expert has half a tile of rows too many on average, 6% of 1024.
- * Every stage counts: with three and room for more slabs, or with smaller ones, the weights' gradient is 8 to 20%
- * slower. */
+ * Measured on an H200 with 1024 rows per expert on average, for 8 and for 128 experts: 650 to 730 TFLOP/s for the
+ * forward and the input's gradient (cuBLAS: 690 to 820 for one dense product of the same size); 600 to 625 for the
+ * weights' gradient, and 490 to 540 if it accumulates, which moves twice the bytes. These products alternated with
+ * slower ones; back-to-back fast products run up to 15% slower. On average an expert wastes half a tile of rows, 6% of
+ * 1024. The number of stages matters: with three stages and more slabs, or with smaller stages, the weights' gradient
+ * is 8 to 20% slower. */
 #include "cuda.h"
 #include "grouped.h"
 
@@ -28,19 +28,22 @@
 
 typedef __nv_bfloat16 bf16;
 
-enum { WARPGROUP = 128, WORKERS = 2, THREADS = WARPGROUP * (1 + WORKERS) }; // of a block, WORKERS warpgroups multiply
-enum { ROWS = 64 * WORKERS, DEPTH = 64, PANEL = DEPTH * 128 }; // of a tile; of a stage's sum; 64 columns of a stage
-enum { SLAB = 16 * 128, SLABS = 2, SKEW = 2, SECTION = 16 };
-enum { MAX_EXPERTS = 512 }; // that shared memory has room to count
+/* A block has one producer warpgroup and CONSUMERS warpgroups that multiply. */
+enum { WARPGROUP = 128, CONSUMERS = 2, THREADS = WARPGROUP * (1 + CONSUMERS) };
+/* ROWS of a tile; DEPTH: summed dimension of a stage; PANEL: bytes of 64 columns of a stage. */
+enum { ROWS = 64 * CONSUMERS, DEPTH = 64, PANEL = DEPTH * 128 };
+/* Bytes of a slab; slabs of a warp; stages by which the second warpgroup lags; tile rows per raster group. */
+enum { SLAB = 16 * 128, SLABS = 2, SKEW = 2, RASTER_ROWS = 16 };
+enum { MAX_EXPERTS = 512 }; // limited by the prefix sums in shared memory
 
-/* Which operands are transposed, and a block's shared memory for tiles of COLS columns. */
+/* Which operands are transposed, and the layout of a block's shared memory for tiles of COLS columns. */
 template <mt_grouped_kind KIND, int COLS> struct tile_size {
     static constexpr bool OF_WEIGHT = KIND == MT_GROUPED_BACKWARD_WEIGHT;
     static constexpr bool A_TRANSPOSED = OF_WEIGHT, B_TRANSPOSED = KIND != MT_GROUPED_FORWARD;
     static constexpr int A = ROWS * DEPTH * 2, B = COLS * DEPTH * 2, STAGE = A + B, STAGES = COLS > 128 ? 4 : 6;
-    static constexpr int OUT = STAGES * STAGE, RING = OUT + WORKERS * 4 * SLABS * SLAB,
-                         BEFORE = RING + mt_ring<STAGES>::BYTES;
-    static constexpr int BYTES = BEFORE + (MAX_EXPERTS + 1) * (int)sizeof(int);
+    static constexpr int OUT = STAGES * STAGE, RING = OUT + CONSUMERS * 4 * SLABS * SLAB,
+                         TILE_OFFSETS = RING + mt_ring<STAGES>::BYTES;
+    static constexpr int BYTES = TILE_OFFSETS + (MAX_EXPERTS + 1) * (int)sizeof(int);
 };
 
 struct product_task {
@@ -50,23 +53,23 @@ struct product_task {
     bool accumulate;
 };
 
-/* Matrices [slices, rows, columns]. */
+/* Tensor maps of matrices [slices, rows, columns]. */
 struct product_maps {
     CUtensorMap a, b, out;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-/* ---- who works on which tile ------------------------------------------------------------------------------------- */
+/* ---- mapping of blocks to tiles ---------------------------------------------------------------------------------- */
 
-/* The corner (row, col) of a tile in the product of the rows [first, first + count) of `expert`, and the stages it
- * takes. */
+/* A tile: its corner (row, col) in the product of rows [first, first + count), which belong to `expert`, and its number
+ * of stages. */
 struct product_tile {
     int expert, first, count, row, col, steps;
 };
 
-/* before[e] = the tiles of rows that experts ahead of e have. By one warp. */
-__device__ static void count_tiles(int *before, const product_task &task) {
+/* tile_offsets[e] = the number of row tiles of the experts before e. Computed by one warp. */
+__device__ static void compute_tile_offsets(int *tile_offsets, const product_task &task) {
     const int lane = threadIdx.x;
     int sum = 0;
     for (int e = 0; e < task.E; e += 32) {
@@ -76,41 +79,42 @@ __device__ static void count_tiles(int *before, const product_task &task) {
             const int other = __shfl_up_sync(0xffffffff, up_to, d);
             if (lane >= d) up_to += other;
         }
-        if (e + lane < task.E) before[e + lane + 1] = sum + up_to;
+        if (e + lane < task.E) tile_offsets[e + lane + 1] = sum + up_to;
         sum += __shfl_sync(0xffffffff, up_to, 31);
     }
-    if (lane == 0) before[0] = 0;
+    if (lane == 0) tile_offsets[0] = 0;
 }
 
-/* A block's tiles are those of its number and every gridDim.x-th after it. Tiles in flight together are of the same
- * few rows and columns: of an expert's, SECTION tiles of rows are taken at a time, with one tile of columns after
- * another. */
+/* A block computes the tiles blockIdx.x, blockIdx.x + gridDim.x, ... The order keeps concurrent tiles within a few tile
+ * rows and columns of an expert, for reuse in L2: it takes RASTER_ROWS tile rows at a time, and runs through them one
+ * tile column after another. */
 template <mt_grouped_kind KIND, int COLS> struct tile_list {
     const product_task &task;
-    const int *before;
+    const int *tile_offsets;
     unsigned index;
     int expert;
 
-    __device__ __forceinline__ tile_list(const product_task &task, const int *before)
-        : task(task), before(before), index(blockIdx.x), expert(0) {
+    __device__ __forceinline__ tile_list(const product_task &task, const int *tile_offsets)
+        : task(task), tile_offsets(tile_offsets), index(blockIdx.x), expert(0) {
     }
-    /* The next tile; false behind the last. */
+    /* Advances to the next tile; false beyond the last. */
     __device__ __forceinline__ bool next(product_tile &t) {
         const unsigned cols = (unsigned)((KIND == MT_GROUPED_FORWARD ? task.N : task.K) + COLS - 1) / COLS;
-        unsigned heights, in;
+        unsigned row_tiles, in;
         if (KIND == MT_GROUPED_BACKWARD_WEIGHT) {
-            heights = (unsigned)(task.N + ROWS - 1) / ROWS;
-            expert = (int)(index / (heights * cols)), in = index % (heights * cols);
+            row_tiles = (unsigned)(task.N + ROWS - 1) / ROWS;
+            expert = (int)(index / (row_tiles * cols)), in = index % (row_tiles * cols);
         } else {
-            while (expert < task.E && index >= (unsigned)before[expert + 1] * cols) expert++;
+            while (expert < task.E && index >= (unsigned)tile_offsets[expert + 1] * cols) expert++;
             if (expert >= task.E) return false;
-            heights = (unsigned)(before[expert + 1] - before[expert]), in = index - (unsigned)before[expert] * cols;
+            row_tiles = (unsigned)(tile_offsets[expert + 1] - tile_offsets[expert]),
+            in = index - (unsigned)tile_offsets[expert] * cols;
         }
         if (expert >= task.E) return false;
-        const unsigned section = in / (SECTION * cols), rest = in % (SECTION * cols);
-        const unsigned height = min((unsigned)SECTION, heights - section * SECTION);
+        const unsigned raster = in / (RASTER_ROWS * cols), rest = in % (RASTER_ROWS * cols);
+        const unsigned raster_rows = min((unsigned)RASTER_ROWS, row_tiles - raster * RASTER_ROWS);
         t.expert = expert, t.first = task.offsets[expert], t.count = task.offsets[expert + 1] - t.first;
-        t.row = (int)(section * SECTION + rest % height) * ROWS, t.col = (int)(rest / height) * COLS;
+        t.row = (int)(raster * RASTER_ROWS + rest % raster_rows) * ROWS, t.col = (int)(rest / raster_rows) * COLS;
         const int inner = KIND == MT_GROUPED_FORWARD ? task.K : KIND == MT_GROUPED_BACKWARD_INPUT ? task.N : t.count;
         t.steps = (inner + DEPTH - 1) / DEPTH;
         index += gridDim.x;
@@ -118,9 +122,10 @@ template <mt_grouped_kind KIND, int COLS> struct tile_list {
     }
 };
 
-/* ---- loading ----------------------------------------------------------------------------------------------------- */
+/* ---- producer ---------------------------------------------------------------------------------------------------- */
 
-/* An operand whose sum begins at `inner`: K-major one box, transposed a panel of 64 columns at a time. */
+/* Loads an operand for the part of the sum that begins at `inner`: one box if K-major, one panel of 64 columns at a
+ * time if transposed. */
 template <bool TRANSPOSED, int PANELS>
 __device__ __forceinline__ void load_operand(uint32_t to, const CUtensorMap &map, int slice, int first, int row,
                                              int inner, uint32_t barrier) {
@@ -132,7 +137,7 @@ __device__ __forceinline__ void load_operand(uint32_t to, const CUtensorMap &map
     }
 }
 
-/* A tile of gradients that will be added to comes to the L2 cache meanwhile, some of its rows with each stage. */
+/* Prefetches the tile of gradients that will be accumulated into L2, a few rows with each stage. */
 template <int COLS>
 __device__ __forceinline__ void prefetch_gradients(const product_task &task, const product_tile &t, int step) {
     const int first = step * 8, end = min(step + 1 == t.steps ? ROWS : min(first + 8, (int)ROWS), task.N - t.row);
@@ -142,11 +147,11 @@ __device__ __forceinline__ void prefetch_gradients(const product_task &task, con
 }
 
 template <mt_grouped_kind KIND, int COLS>
-__device__ __forceinline__ void load_tiles(const product_task &task, const product_maps &maps, char *memory) {
+__device__ __forceinline__ void produce_tiles(const product_task &task, const product_maps &maps, char *memory) {
     using size = tile_size<KIND, COLS>;
     const uint32_t at = mt_shared_address(memory);
     const mt_ring<size::STAGES> ring{at + size::RING};
-    tile_list<KIND, COLS> tiles(task, (const int *)(memory + size::BEFORE));
+    tile_list<KIND, COLS> tiles(task, (const int *)(memory + size::TILE_OFFSETS));
     product_tile t;
     int n = 0;
     while (tiles.next(t))
@@ -162,14 +167,14 @@ __device__ __forceinline__ void load_tiles(const product_task &task, const produ
         }
 }
 
-/* ---- products ---------------------------------------------------------------------------------------------------- */
+/* ---- consumers: products ----------------------------------------------------------------------------------------- */
 
-/* Starts c += a b for a stage; `fresh` begins with c = 0. */
+/* Starts c += a b for one stage; `fresh` starts from c = 0. */
 template <mt_grouped_kind KIND, int COLS>
 __device__ __forceinline__ void multiply(float (&c)[COLS / 8][4], uint32_t stage, int group, bool fresh) {
     using size = tile_size<KIND, COLS>;
     constexpr bool A_TRANSPOSED = size::A_TRANSPOSED, B_TRANSPOSED = size::B_TRANSPOSED;
-    const uint64_t a = mt_wgmma_operand(stage + group * (size::A / WORKERS), A_TRANSPOSED ? PANEL : 16);
+    const uint64_t a = mt_wgmma_operand(stage + group * (size::A / CONSUMERS), A_TRANSPOSED ? PANEL : 16);
     const uint64_t b = mt_wgmma_operand(stage + size::A, B_TRANSPOSED ? PANEL : 16);
 #pragma unroll
     for (int k = 0; k < DEPTH / 16; k++)
@@ -178,8 +183,8 @@ __device__ __forceinline__ void multiply(float (&c)[COLS / 8][4], uint32_t stage
     mt_wgmma_commit();
 }
 
-/* Rows [count, DEPTH) of a stage that is summed over become 0: of b, and of this warpgroup's panel of a. Both
- * warpgroups do so for b, and neither waits for the other: they store the same. */
+/* Sets rows [count, DEPTH) of a stage, over whose rows the sum runs, to 0: in b, and in this warpgroup's panel of a.
+ * Both warpgroups clear b without synchronising: they store the same value. */
 template <class Size> __device__ __forceinline__ void clear_tail(uint32_t stage, int group, int count) {
     const int bytes = PANEL - count * 128;
     for (int panel = -1; panel < Size::B / PANEL; panel++) {
@@ -191,18 +196,19 @@ template <class Size> __device__ __forceinline__ void clear_tail(uint32_t stage,
     mt_named_barrier_wait(1 + group, WARPGROUP);
 }
 
-/* ---- storing ----------------------------------------------------------------------------------------------------- */
+/* ---- consumers: epilogue ----------------------------------------------------------------------------------------- */
 
-/* A warp's slabs, and where its 16 rows are: `left` of them are the expert's (or the matrix's). */
+/* A warp's slabs and its 16 rows of the result; the first `valid` of them belong to the expert (or lie inside the
+ * matrix). */
 struct slab_writer {
     uint32_t slabs;
-    int slice, row, left;
+    int slice, row, valid;
 
-    /* Before slab number i of a tile is written: the store that read its memory last has done so. */
+    /* Returns slab number i of a tile, after the last store that reads its memory has completed. */
     __device__ __forceinline__ uint32_t take(int i) const {
         if (threadIdx.x % 32 == 0) {
             if (i == 0)
-                mt_stores_wait_read<0>(); // the tile before may have had any number of slabs
+                mt_stores_wait_read<0>(); // the number of slabs of the previous tile is unknown
             else
                 mt_stores_wait_read<SLABS - 1>();
         }
@@ -217,10 +223,10 @@ struct slab_writer {
             mt_stores_commit();
         }
     }
-    /* The rows of a slab of bf16 that are the expert's, where others follow them. */
+    /* Copies the valid rows of a bf16 slab, where rows of another expert follow. */
     __device__ __forceinline__ void copy(uint32_t slab, bf16 *out, int col, int cols) const {
         __syncwarp();
-        for (int i = threadIdx.x % 32; i < left * 8; i += 32) {
+        for (int i = threadIdx.x % 32; i < valid * 8; i += 32) {
             const int r = i / 8, c = col + i % 8 * 8;
             if (c < cols)
                 *(uint4 *)(out + (int64_t)(row + r) * cols + c) = mt_load_shared16(slab + mt_tile_chunk<16>(r, i % 8));
@@ -229,12 +235,12 @@ struct slab_writer {
     }
 };
 
-/* bf16: 64 columns a slab. */
+/* Stores bf16 results: 64 columns per slab. */
 template <int COLS>
 __device__ __forceinline__ void store_rows(const slab_writer &writer, const product_maps &maps, bf16 *out, int col,
                                            int cols, const float (&c)[COLS / 8][4]) {
     const uint32_t place = mt_lane_down();
-    if (writer.left <= 0) return;
+    if (writer.valid <= 0) return;
 #pragma unroll
     for (int i = 0; i < COLS / 64; i++) {
         if (col + i * 64 >= cols) break;
@@ -246,21 +252,22 @@ __device__ __forceinline__ void store_rows(const slab_writer &writer, const prod
                                    mt_pack_bf16(y[2], y[3])};
             mt_stmatrix(mt_tile_block<16>(slab, place, 0, n * 8), r);
         }
-        if (writer.left >= 16)
+        if (writer.valid >= 16)
             writer.send(slab, maps.out, col + i * 64, false);
         else
             writer.copy(slab, out, col + i * 64, cols);
     }
 }
 
-/* fp32: 32 columns a slab. A lane has two neighbours of every 8 columns in rows g = lane / 4 and g + 8; odd rows take
- * the blocks of 8 in another order, so that the rows of a store meet different banks. */
+/* Stores fp32 results: 32 columns per slab. A lane holds two neighbouring elements of each 8 columns in the rows g and
+ * g + 8, g = lane / 4. Odd rows take the blocks of 8 columns in another order, so that the rows of one store fall into
+ * different banks. */
 template <int COLS>
 __device__ __forceinline__ void store_gradients(const slab_writer &writer, const product_maps &maps, int col, int cols,
                                                 bool accumulate, const float (&c)[COLS / 8][4]) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const bool odd = g % 2;
-    if (writer.left <= 0) return;
+    if (writer.valid <= 0) return;
 #pragma unroll
     for (int i = 0; i < COLS / 32; i++) {
         if (col + i * 32 >= cols) break;
@@ -281,10 +288,10 @@ __device__ __forceinline__ void store_gradients(const slab_writer &writer, const
     }
 }
 
-/* The gradient of an expert without rows. */
+/* Stores the gradient of an expert without rows. */
 template <int COLS>
 __device__ __forceinline__ void store_zeros(const slab_writer &writer, const product_maps &maps, int col, int cols) {
-    if (writer.left <= 0) return;
+    if (writer.valid <= 0) return;
     for (int i = 0; i < COLS / 32 && col + i * 32 < cols; i++) {
         const uint32_t slab = writer.take(i);
         for (int word = threadIdx.x % 32; word < SLAB / 4; word += 32) mt_store_shared(slab + word * 4, 0);
@@ -300,38 +307,38 @@ __device__ __forceinline__ slab_writer writer_of(const product_task &task, char 
     return {slabs, 0, t.first + row, t.count - row};
 }
 
-/* The first warpgroup tells the second when it has started SKEW stages of a tile. Not for tiles that are shorter than
- * the ring: of those it could be two ahead, and the second would miss a word. */
-template <class Size> __device__ __forceinline__ void keep_apart(int group, int step, int steps) {
+/* The first warpgroup signals the second when it has started SKEW stages of a tile. Not used if a tile has fewer stages
+ * than the ring: the first could then be two tiles ahead, and the second would miss a signal. */
+template <class Size> __device__ __forceinline__ void stagger_warpgroups(int group, int step, int steps) {
     if (steps < Size::STAGES) return;
-    if (group == 0 && step == SKEW) mt_named_barrier_arrive(3, WORKERS * WARPGROUP);
-    if (group == 1 && step == 0) mt_named_barrier_wait(3, WORKERS * WARPGROUP);
+    if (group == 0 && step == SKEW) mt_named_barrier_arrive(3, CONSUMERS * WARPGROUP);
+    if (group == 1 && step == 0) mt_named_barrier_wait(3, CONSUMERS * WARPGROUP);
 }
 
 template <mt_grouped_kind KIND, int COLS>
-__device__ __forceinline__ void work_on_tiles(const product_task &task, const product_maps &maps, char *memory) {
+__device__ __forceinline__ void consume_tiles(const product_task &task, const product_maps &maps, char *memory) {
     using size = tile_size<KIND, COLS>;
     const int group = threadIdx.x / WARPGROUP - 1;
     const uint32_t at = mt_shared_address(memory);
     const mt_ring<size::STAGES> ring{at + size::RING};
-    tile_list<KIND, COLS> tiles(task, (const int *)(memory + size::BEFORE));
+    tile_list<KIND, COLS> tiles(task, (const int *)(memory + size::TILE_OFFSETS));
     product_tile t, next;
     float c[COLS / 8][4];
     int n = 0;
     for (bool more = tiles.next(t); more; t = next) {
         for (int step = 0; step < t.steps; step++, n++) {
             const uint32_t stage = at + n % size::STAGES * size::STAGE;
-            const int left = t.count - step * DEPTH;
-            keep_apart<size>(group, step, t.steps);
+            const int remaining = t.count - step * DEPTH;
+            stagger_warpgroups<size>(group, step, t.steps);
             ring.wait_filled(n);
-            if (size::OF_WEIGHT && left < DEPTH) clear_tail<size>(stage, group, left);
+            if (size::OF_WEIGHT && remaining < DEPTH) clear_tail<size>(stage, group, remaining);
             mt_wgmma_hold(c);
             mt_wgmma_fence();
             multiply<KIND, COLS>(c, stage, group, step == 0);
             mt_wgmma_wait<1>();
             if (step > 0) ring.release(n - 1);
         }
-        more = tiles.next(next); // while the last products run
+        more = tiles.next(next); // overlaps with the last products
         mt_wgmma_wait<0>();
         const slab_writer writer = writer_of<size>(task, memory, t);
         if (size::OF_WEIGHT && t.steps == 0) {
@@ -355,25 +362,25 @@ __global__ void __launch_bounds__(THREADS, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using size = tile_size<KIND, COLS>;
     extern __shared__ __align__(1024) char memory[];
-    if (threadIdx.x < 32) count_tiles((int *)(memory + size::BEFORE), task);
+    if (threadIdx.x < 32) compute_tile_offsets((int *)(memory + size::TILE_OFFSETS), task);
     if (threadIdx.x == WARPGROUP) {
-        mt_ring<size::STAGES>{mt_shared_address(memory) + size::RING}.init(1, 4 * WORKERS);
+        mt_ring<size::STAGES>{mt_shared_address(memory) + size::RING}.init(1, 4 * CONSUMERS);
         mt_barriers_ready();
     }
     __syncthreads();
     if (threadIdx.x < WARPGROUP) {
         mt_registers_shrink<40>();
-        if (threadIdx.x == 0) load_tiles<KIND, COLS>(task, maps, memory);
+        if (threadIdx.x == 0) produce_tiles<KIND, COLS>(task, maps, memory);
     } else {
         mt_registers_grow<232>();
-        work_on_tiles<KIND, COLS>(task, maps, memory);
+        consume_tiles<KIND, COLS>(task, maps, memory);
     }
 #endif
 }
 
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 
-/* x[slices, rows, cols], in boxes of `box` rows and 128 bytes. */
+/* The tensor map of x[slices, rows, cols] with boxes of `box` rows and 128 bytes. */
 static CUtensorMap tensor_map(const void *x, mt_dtype dtype, int64_t slices, int64_t rows, int64_t cols, int box) {
     return mt_tensor_map(x, dtype, slices, rows, cols, rows * cols, cols, 1, box);
 }
@@ -392,20 +399,21 @@ template <mt_grouped_kind KIND, int COLS> static product_maps maps_of(const mt_g
 
 template <mt_grouped_kind KIND, int COLS> static void launch(const mt_grouped_call *call) {
     const int64_t N = call->N, K = call->K;
-    int64_t heights =
+    int64_t row_tiles =
         KIND == MT_GROUPED_BACKWARD_WEIGHT ? call->E * mt_divide_up(N, ROWS) : mt_divide_up(call->M, ROWS) + call->E;
-    int64_t blocks = heights * mt_divide_up(KIND == MT_GROUPED_FORWARD ? N : K, COLS);
-    int64_t processors = mt_cuda_device()->multiProcessorCount;
+    int64_t blocks = row_tiles * mt_divide_up(KIND == MT_GROUPED_FORWARD ? N : K, COLS);
+    int64_t multiprocessors = mt_cuda_device()->multiProcessorCount;
     auto kernel = grouped_hopper<KIND, COLS>;
     constexpr int BYTES = tile_size<KIND, COLS>::BYTES;
     product_task task = {call->offsets, call->out, (int)N, (int)K, (int)call->E, call->accumulate};
     MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
-    kernel<<<(unsigned)(blocks < processors ? blocks : processors), THREADS, BYTES, mt_cuda_stream(call->stream)>>>(
-        task, maps_of<KIND, COLS>(call));
+    kernel<<<(unsigned)(blocks < multiprocessors ? blocks : multiprocessors), THREADS, BYTES,
+             mt_cuda_stream(call->stream)>>>(task, maps_of<KIND, COLS>(call));
     MT_CUDA_LAUNCHED();
 }
 
-/* Tiles of 256 columns read less for each product; narrower ones, where those would be mostly empty. */
+/* Tiles of 256 columns load fewer bytes per product. Narrower tiles are used where 256 columns would be mostly
+ * padding. */
 template <mt_grouped_kind KIND> static void launch(const mt_grouped_call *call) {
     const int64_t cols = KIND == MT_GROUPED_FORWARD ? call->N : call->K;
     if (mt_divide_up(cols, 256) * 256 * 5 > mt_divide_up(cols, 128) * 128 * 6)
@@ -414,7 +422,8 @@ template <mt_grouped_kind KIND> static void launch(const mt_grouped_call *call) 
         launch<KIND, 256>(call);
 }
 
-/* sm_90a is Hopper's alone: its code runs on no later GPU. A tensor map needs a tensor, and rows of whole 16 bytes. */
+/* Code for sm_90a runs on Hopper only, not on later GPUs. A tensor map needs a non-empty tensor with rows of a multiple
+ * of 16 bytes. */
 extern "C" bool mt_grouped_hopper(const mt_grouped_call *call) {
     uintptr_t addresses = (uintptr_t)call->out | (uintptr_t)call->a | (uintptr_t)call->b;
     if (mt_cuda_device()->major != 9 || call->dtype != MT_BF16 || addresses % 16 != 0) return false;

@@ -1,9 +1,9 @@
-/* hopper.cuh: what sm_90a adds, a function each: products that a warpgroup starts and waits for later (wgmma), copies
- * of tiles by the memory engine (TMA), and the barriers in shared memory that they meet at (mbarrier).
+/* hopper.cuh: wrappers of the sm_90a instructions: asynchronous warpgroup products (wgmma), bulk tensor copies (TMA),
+ * and the shared-memory barriers that synchronise them (mbarrier).
  *
- * A tile is a matrix of bf16 in shared memory as mma.cuh lays it out, panels of 64 channels with the chunks of 16 bytes
- * of row r at c ^ (r % 8): it is what TMA writes and wgmma reads as the "128-byte swizzle". Tiles begin at multiples of
- * 1024 bytes, and have a multiple of 8 rows.
+ * A tile is a bf16 matrix in shared memory with the layout of mma.cuh: panels of 64 channels, in which the 16-byte
+ * chunk c of row r is stored at c ^ (r % 8). TMA writes and wgmma reads this layout as the "128-byte swizzle". A tile
+ * begins at a multiple of 1024 bytes and has a multiple of 8 rows.
  *
  * See the PTX ISA: "Asynchronous warpgroup level matrix instructions", "Tensor copy", "mbarrier". */
 #ifndef MT_HOPPER_CUH
@@ -16,12 +16,14 @@
 
 /* ---- barriers ---------------------------------------------------------------------------------------------------- */
 
-/* A barrier completes a phase when `count` threads arrived and all bytes that they announced are there. A wait names
- * the parity of the phase (0, 1, 0, ...) that has to be complete; of a fresh barrier, "the one before" (1) is. */
+/* A barrier completes a phase when `count` threads have arrived and all announced bytes have been written. A wait names
+ * the parity of the phase (0, 1, 0, ...) that must be complete. On a fresh barrier a wait for parity 1 returns at
+ * once. */
 __device__ __forceinline__ void mt_barrier_init(uint32_t barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
-/* After the last init, before the __syncthreads that everyone's first use follows: TMA sees the barriers too. */
+/* Makes the initialised barriers visible to TMA. Call it after the last init, before the __syncthreads that precedes
+ * the first use. */
 __device__ __forceinline__ void mt_barriers_ready() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -31,7 +33,8 @@ __device__ __forceinline__ void mt_barrier_arrive(uint32_t barrier) {
 __device__ __forceinline__ void mt_barrier_arrive_expect(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-/* Arrives when the copies (mt_copy4_async) that this thread started are done. The count includes it. */
+/* Arrives when the copies that this thread started with mt_copy4_async are complete. `count` of the barrier includes
+ * this arrival. */
 __device__ __forceinline__ void mt_barrier_arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -46,8 +49,8 @@ __device__ __forceinline__ void mt_barrier_wait(uint32_t barrier, int parity) {
                  : "memory");
 }
 
-/* STAGES buffers that are filled and emptied in turn, with a pair of barriers each; use number n is of buffer
- * n % STAGES. */
+/* A circular buffer of STAGES stages with two barriers per stage: filled (data present) and free (data consumed). Use
+ * number n is stage n % STAGES. */
 template <int STAGES> struct mt_ring {
     uint32_t barriers;
     static constexpr int BYTES = STAGES * 16;
@@ -58,7 +61,7 @@ template <int STAGES> struct mt_ring {
     __device__ __forceinline__ uint32_t free(int n) const {
         return barriers + n % STAGES * 16 + 8;
     }
-    /* `fillers` arrivals (and the announced bytes) fill a buffer, one of each of `warps` frees it. */
+    /* `fillers` arrivals and the announced bytes fill a stage; one arrival of each of `warps` warps frees it. */
     __device__ __forceinline__ void init(int fillers, int warps) const {
         for (int n = 0; n < STAGES; n++) mt_barrier_init(filled(n), fillers), mt_barrier_init(free(n), warps);
     }
@@ -74,7 +77,7 @@ template <int STAGES> struct mt_ring {
     }
 };
 
-/* Hardware barrier `id` (1..15) among `threads` threads: those that wait, and those that only say they were there. */
+/* Hardware barrier `id` (1..15) for `threads` threads in total: threads that wait, and threads that only arrive. */
 __device__ __forceinline__ void mt_named_barrier_wait(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -82,12 +85,13 @@ __device__ __forceinline__ void mt_named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/* What this thread stored to shared memory is visible to wgmma and TMA, of all who pass a barrier after it. */
+/* Makes this thread's stores to shared memory visible to wgmma and TMA instructions issued by any thread after a later
+ * barrier. */
 __device__ __forceinline__ void mt_fence_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Registers that this warpgroup gives back to the others of its block, or takes from what they gave. */
+/* setmaxnreg: this warpgroup returns registers to the block's pool (shrink) or takes registers from it (grow). */
 template <int COUNT> __device__ __forceinline__ void mt_registers_shrink() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
@@ -97,8 +101,8 @@ template <int COUNT> __device__ __forceinline__ void mt_registers_grow() {
 
 /* ---- copies ------------------------------------------------------------------------------------------------------ */
 
-/* Starts the copy of a box of a tensor [slices, rows, columns] whose corner is (slice, row, col); the barrier gets its
- * bytes. What lies outside of the tensor becomes zeros. */
+/* Starts the TMA copy of a box of a tensor [slices, rows, columns] with its corner at (slice, row, col) to shared
+ * memory. Its bytes count towards `barrier`. Elements outside the tensor become zeros. */
 __device__ __forceinline__ void mt_copy_box(uint32_t to, const CUtensorMap &map, int slice, int row, int col,
                                             uint32_t barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
@@ -106,12 +110,13 @@ __device__ __forceinline__ void mt_copy_box(uint32_t to, const CUtensorMap &map,
                  "l"(&map), "r"(col), "r"(row), "r"(slice), "r"(barrier)
                  : "memory");
 }
-/* Brings bytes, a multiple of 16, to the L2 cache. */
+/* Prefetches `bytes`, a multiple of 16, into the L2 cache. */
 __device__ __forceinline__ void mt_prefetch_bytes(const void *from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
-/* Starts the way back of a box: what lies outside of the tensor is not written. Before, whoever stored to `from` called
- * mt_fence_async. `add` adds to what is there, in fp32. The thread's stores since its last commit are a group. */
+/* Starts the TMA store of a box from shared memory. Elements outside the tensor are not written. Every thread that
+ * wrote to `from` must have called mt_fence_async before. `add` adds to the destination in fp32. The stores of this
+ * thread since its last commit form a group. */
 __device__ __forceinline__ void mt_store_box(const CUtensorMap &map, int slice, int row, int col, uint32_t from,
                                              bool add) {
     if (add)
@@ -127,11 +132,11 @@ __device__ __forceinline__ void mt_store_box(const CUtensorMap &map, int slice, 
 __device__ __forceinline__ void mt_stores_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-/* Until shared memory was read by all but the `PENDING` youngest groups of this thread. */
+/* Waits until at most the `PENDING` youngest groups of this thread still have to read shared memory. */
 template <int PENDING> __device__ __forceinline__ void mt_stores_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
-/* The opposite of mt_ldmatrix. */
+/* The inverse of mt_ldmatrix. */
 __device__ __forceinline__ void mt_stmatrix(uint32_t address, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
                  "r"(r[1]), "r"(r[2]), "r"(r[3])
@@ -143,19 +148,20 @@ __device__ __forceinline__ void mt_prefetch_map(const CUtensorMap &map) {
 
 /* ---- products ---------------------------------------------------------------------------------------------------- */
 
-/* Between writing registers that a product reads and starting it. */
+/* Call it between writing registers that a wgmma reads and starting that wgmma. */
 __device__ __forceinline__ void mt_wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
-/* The products started since the last commit are a group; groups finish in order. */
+/* The products started since the last commit form a group; groups complete in order. */
 __device__ __forceinline__ void mt_wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-/* Until all but the `PENDING` youngest groups are done. */
+/* Waits until at most the `PENDING` youngest groups are incomplete. */
 template <int PENDING> __device__ __forceinline__ void mt_wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-/* The compiler thinks that a result is there when a product starts: this keeps it from reading before the wait. */
+/* The compiler assumes that wgmma results are present as soon as the instruction is issued. This prevents it from
+ * moving reads of c ahead of the wait. */
 template <int N> __device__ __forceinline__ void mt_wgmma_hold(float (&c)[N][4]) {
 #pragma unroll
     for (int n = 0; n < N; n++)
@@ -163,19 +169,19 @@ template <int N> __device__ __forceinline__ void mt_wgmma_hold(float (&c)[N][4])
         for (int e = 0; e < 4; e++) asm volatile("" : "+f"(c[n][e])::"memory");
 }
 
-/* Where a product finds an operand. Rows that hold what is summed over (K-major): 16 of these channels are 32 bytes,
- * and 8 rows of a panel 1024. Rows that are summed over (the operand is transposed): 16 of them are 2048 bytes, and
- * `panel_bytes` lead to the next 64 columns. */
+/* The wgmma descriptor of an operand in shared memory. K-major operand (rows contain the summed dimension): 16 channels
+ * are 32 bytes, 8 rows of a panel are 1024 bytes. Transposed operand (the sum is over the rows): 16 rows are 2048
+ * bytes, and the next 64 columns are `panel_bytes` further. */
 __device__ __forceinline__ uint64_t mt_wgmma_operand(uint32_t address, int panel_bytes) {
     return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(panel_bytes >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
            (uint64_t)1 << 62;
 }
-/* The operand `bytes` further on. */
+/* The same descriptor, advanced by `bytes`. */
 __device__ __forceinline__ uint64_t mt_wgmma_moved(uint64_t operand, int bytes) {
     return operand + (uint64_t)(bytes >> 4);
 }
 
-/* How the instruction names c[..][4], its first operands: 32 registers are 8 blocks of columns. */
+/* Operand names of c[..][4], the first operands of the instruction: 32 registers hold 8 blocks of 8 columns. */
 #define MT_WGMMA_NAMES_32                                                                                              \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -194,9 +200,9 @@ __device__ __forceinline__ uint64_t mt_wgmma_moved(uint64_t operand, int bytes) 
 #define MT_WGMMA_BLOCKS_8(n)  MT_WGMMA_BLOCKS_4(n), MT_WGMMA_BLOCKS_4(n + 4)
 #define MT_WGMMA_BLOCKS_16(n) MT_WGMMA_BLOCKS_8(n), MT_WGMMA_BLOCKS_8(n + 8)
 
-/* Start c[64, N] = a[64, 16] b[N, 16]^T, or += with `add`, of operands in shared memory, transposed ones as
- * mt_wgmma_operand says. A warp has 16 of the rows, its lanes the elements that mt_mma names: c[n] is the block of
- * columns 8 n. */
+/* Starts c[64, N] = a[64, 16] b[N, 16]^T, or c += with `add`. Both operands are descriptors of shared memory
+ * (mt_wgmma_operand). Each warp holds 16 rows of c; c[n] is its block of columns 8 n .. 8 n + 7, distributed over the
+ * lanes as in mt_mma. */
 template <bool A_TRANSPOSED = false, bool B_TRANSPOSED = false>
 __device__ __forceinline__ void mt_wgmma(float (&c)[8][4], uint64_t a, uint64_t b, bool add) {
     asm volatile("{\n"
@@ -231,7 +237,7 @@ __device__ __forceinline__ void mt_wgmma(float (&c)[32][4], uint64_t a, uint64_t
                  : "l"(a), "l"(b), "r"((int)add), "n"((int)A_TRANSPOSED), "n"((int)B_TRANSPOSED));
 }
 
-/* The same with a in registers, as mt_mma has it, and b[16, N] as it is stored: the sum is over its rows. */
+/* The same with a in registers, distributed as in mt_mma, and b[16, N] transposed: the sum is over its rows. */
 __device__ __forceinline__ void mt_wgmma(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b, bool add) {
     asm volatile("{\n"
                  ".reg .pred add;\n"
@@ -263,13 +269,14 @@ __device__ __forceinline__ void mt_wgmma(float (&c)[24][4], const uint32_t (&a)[
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
 
-/* ---- tensors ----------------------------------------------------------------------------------------------------- */
+/* ---- tensor maps ------------------------------------------------------------------------------------------------- */
 
 typedef CUresult mt_encode_map_fn(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                                   const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                                   CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-/* The driver's function that makes tensor maps, found at run time so that programs need not link to the driver. */
+/* The driver function that creates tensor maps. It is looked up at run time, so that programs need not link to the
+ * driver. */
 static inline mt_encode_map_fn *mt_tensor_map_encoder(void) {
     static void *encode;
     if (!encode) {
@@ -280,8 +287,8 @@ static inline mt_encode_map_fn *mt_tensor_map_encoder(void) {
     return (mt_encode_map_fn *)encode;
 }
 
-/* x[slices, rows, cols] of bf16 or fp32, its slices and rows so many elements apart, in boxes of `box_slices` slices,
- * `box_rows` rows and 128 bytes. */
+/* The tensor map of x[slices, rows, cols], bf16 or fp32. Strides are in elements. A box has `box_slices` slices,
+ * `box_rows` rows and 128 bytes of columns. */
 static inline CUtensorMap mt_tensor_map(const void *x, mt_dtype dtype, int64_t slices, int64_t rows, int64_t cols,
                                         int64_t slice_stride, int64_t row_stride, int box_slices, int box_rows) {
     CUtensorMap map;

@@ -1,16 +1,15 @@
-/* loss.cu: cross-entropy over logits that are read once forward and rewritten once backward; fp32 logits never exist.
- */
+/* loss.cu: cross-entropy. The forward reads the logits once; the backward reads them and writes the gradient once.
+ * Logits are never stored in fp32. */
 #include "vector.cuh"
 
 #include <cfloat>
 #include <climits>
 
-/* ---- forward: one pass, by a running maximum (Milakov & Gimelshein, "Online normalizer calculation for softmax") --
- */
+/* ---- forward: online softmax (Milakov & Gimelshein, "Online normalizer calculation for softmax") ----------------- */
 
 static constexpr int forward_threads = 256, forward_packs = 4;
 
-/* sum = sum exp(x - max) and weighted = sum exp(x - max) x over the logits seen so far. */
+/* Over the logits seen so far: sum = sum exp(x - max), weighted = sum exp(x - max) x. */
 struct softmax_sums {
     float max, sum, weighted;
 };
@@ -29,11 +28,11 @@ __device__ static inline void add_logits(softmax_sums &sums, const mt_pack<T, N>
     for (int i = 0; i < N; i++) {
         float e = mt_exp(x.value[i] - max);
         sums.sum += e;
-        if (entropy) sums.weighted += e * fmaxf(x.value[i], -FLT_MAX); // a logit of -inf weighs nothing
+        if (entropy) sums.weighted += e * fmaxf(x.value[i], -FLT_MAX); // avoids 0 * -inf = NaN
     }
 }
 
-/* A block a row. Reads each logit: 2 bytes in bf16, 4 in fp32. */
+/* One block per row. Reads each logit once: 2 bytes in bf16, 4 in fp32. */
 template <class T, int N, bool entropy>
 __global__ void __launch_bounds__(forward_threads)
     cross_entropy_forward(float *row_max, float *row_sum, float *row_target, float *row_weighted, const T *logits,
@@ -85,7 +84,8 @@ extern "C" void mt_cuda_cross_entropy_forward(float *row_max, float *row_sum, fl
     });
 }
 
-/* Reads three or four numbers a token and share, and writes as many a token. */
+/* Merges the results of n shares of the vocabulary. Reads three or four numbers per token and share, writes as many per
+ * token. */
 __global__ void cross_entropy_combine(float *row_max, float *row_sum, float *row_target, float *row_weighted,
                                       const float *parts, int64_t n, int64_t T) {
     int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, part = (row_weighted ? 4 : 3) * T;
@@ -95,7 +95,7 @@ __global__ void cross_entropy_combine(float *row_max, float *row_sum, float *row
     for (int64_t i = 0; i < n; i++) max = fmaxf(max, parts[i * part + t]);
     for (int64_t i = 0; i < n; i++) {
         const float *share = parts + i * part + t;
-        double scale = exp((double)share[0] - (double)max); // 0 for a share without any of the vocabulary
+        double scale = exp((double)share[0] - (double)max); // 0 for a share that holds no part of the vocabulary
         sum += scale * share[T];
         target += share[2 * T];
         if (row_weighted) weighted += scale * share[3 * T];
@@ -114,7 +114,7 @@ extern "C" void mt_cuda_cross_entropy_combine(float *row_max, float *row_sum, fl
     MT_CUDA_LAUNCHED();
 }
 
-/* Reads four numbers a token and writes three. */
+/* Reads four numbers per token, writes three. */
 __global__ void cross_entropy_loss(float *loss, float *entropy, float *lse, const float *row_max, const float *row_sum,
                                    const float *row_target, const float *row_weighted, int64_t T) {
     int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -182,10 +182,10 @@ extern "C" void mt_cuda_cross_entropy_backward(void *dlogits, const void *logits
     });
 }
 
-/* ---- the step's sums --------------------------------------------------------------------------------------------- */
+/* ---- loss sums of the step --------------------------------------------------------------------------------------- */
 
-/* One block; every thread sums each blockDim.x-th token, then thread 0 adds the threads' sums in order, a warp's worth
- * at a time. Reads two numbers a token. */
+/* One block. Thread i sums tokens i, i + blockDim.x, ...; each warp reduces its threads, then thread 0 adds the warps
+ * in order. Reads two numbers per token. */
 __global__ void __launch_bounds__(1024) loss_accumulate(double *sums, const float *loss, const float *mask, int64_t T) {
     __shared__ double losses[32], masks[32];
     double loss_sum = 0, mask_sum = 0;
@@ -211,11 +211,11 @@ extern "C" void mt_cuda_loss_accumulate(double *sums, const float *loss, const f
     MT_CUDA_LAUNCHED();
 }
 
-/* ---- the likeliest token ----------------------------------------------------------------------------------------- */
+/* ---- argmax ------------------------------------------------------------------------------------------------------ */
 
 static constexpr int likeliest_threads = 512, likeliest_packs = 4;
 
-/* The greatest logit so far, and the lowest of its columns. */
+/* The greatest logit so far and its column; the lowest column among equals. */
 struct candidate {
     float value;
     int column;
@@ -234,7 +234,7 @@ __device__ static inline candidate warp_best(candidate best) {
     return best;
 }
 
-/* A block a row. Reads each logit: 2 bytes in bf16, 4 in fp32. */
+/* One block per row. Reads each logit once: 2 bytes in bf16, 4 in fp32. */
 template <class T, int N>
 __global__ void __launch_bounds__(likeliest_threads)
     likeliest(int32_t *ids, const T *logits, int64_t stride, int count) {

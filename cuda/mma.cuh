@@ -1,9 +1,9 @@
-/* mma.cuh: the tensor-core instructions of sm_80, one function each, and the layout of the tiles they read.
+/* mma.cuh: wrappers of the sm_80 tensor-core instructions, and the layout of the tiles that they read.
  *
- * A tile is a matrix of bf16 in shared memory, in panels of 64 channels; a row of a panel is 128 bytes, all 32 banks.
- * ldmatrix reads 8 rows of 16 bytes at a time: were rows stored as they are, all eight would lie in the same four
- * banks. So the 16-byte chunk c of row r is stored at chunk c ^ (r % 8): eight rows, eight different places. (It is the
- * 128-byte swizzle of Hopper's TMA and wgmma too.) */
+ * A tile is a bf16 matrix in shared memory, stored in panels of 64 channels. A row of a panel is 128 bytes: all 32
+ * banks once. ldmatrix reads 8 rows of 16 bytes at a time; without a swizzle all eight would fall into the same four
+ * banks. Therefore the 16-byte chunk c of row r is stored at chunk c ^ (r % 8), which gives eight rows eight different
+ * positions. This is also the 128-byte swizzle of Hopper's TMA and wgmma. */
 #ifndef MT_MMA_CUH
 #define MT_MMA_CUH
 
@@ -14,27 +14,27 @@ __device__ __forceinline__ uint32_t mt_shared_address(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-/* Starts a copy of sixteen (or four) bytes from global to shared memory; or of zeros, where `from` does not exist. */
+/* Starts an asynchronous copy of 16 (or 4) bytes from global to shared memory; writes zeros if `exists` is false. */
 __device__ __forceinline__ void mt_copy16_async(uint32_t to, const void *from, bool exists) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void mt_copy4_async(uint32_t to, const void *from, bool exists) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(exists ? 4 : 0) : "memory");
 }
-/* Waits for the copies that this thread started; what others copied takes a __syncthreads too. */
+/* Waits for the copies that this thread started. Copies of other threads also need a __syncthreads. */
 __device__ __forceinline__ void mt_copies_wait() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-/* Four 8 x 8 matrices; lane l names row l % 8 of matrix l / 8, and receives of each the elements (l / 4, 2 (l % 4)) and
- * the one to the right of it, in one register. */
+/* Loads four 8 x 8 matrices. Lane l passes the address of row l % 8 of matrix l / 8. It receives from each matrix the
+ * elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1), in one register. */
 __device__ __forceinline__ void mt_ldmatrix(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address)
                  : "memory");
 }
-/* The same of the matrices' transposes. */
+/* The same for the transposed matrices. */
 __device__ __forceinline__ void mt_ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -42,9 +42,10 @@ __device__ __forceinline__ void mt_ldmatrix_transposed(uint32_t (&r)[4], uint32_
                  : "memory");
 }
 
-/* c[16, 8] += a[16, 16] b[16, 8] in a warp. With g = lane / 4 and t = lane % 4, a lane holds of c the elements
- * (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1); of a the pairs that begin at (g, 2t), (g + 8, 2t), (g, 2t + 8),
- * (g + 8, 2t + 8); of b, pairs along its first index, those that begin at (2t, g) and (2t + 8, g). */
+/* c[16, 8] += a[16, 16] b[16, 8] by one warp. With g = lane / 4 and t = lane % 4, a lane holds
+ *   of c the elements (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1);
+ *   of a the pairs that begin at (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8);
+ *   of b the pairs along the first index that begin at (2t, g) and (2t + 8, g). */
 __device__ __forceinline__ void mt_mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -52,7 +53,7 @@ __device__ __forceinline__ void mt_mma(float (&c)[4], const uint32_t (&a)[4], ui
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* Two floats as a pair of bf16, the first in the low half. */
+/* Converts two floats to a pair of bf16; the first is in the low half. */
 __device__ __forceinline__ uint32_t mt_pack_bf16(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -73,16 +74,17 @@ __device__ __forceinline__ uint4 mt_load_shared16(uint32_t from) {
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------- */
 
-/* Where chunk `chunk` (8 channels) of a row lies in a tile of ROWS rows, in bytes. */
+/* Byte offset of chunk `chunk` (8 channels) of a row in a tile of ROWS rows. */
 template <int ROWS> __device__ __forceinline__ uint32_t mt_tile_chunk(int row, int chunk) {
     return (uint32_t)(chunk / 8 * ROWS * 128 + row * 128 + ((chunk ^ row) % 8) * 16);
 }
 
-/* A 16 x 16 block is four 8 x 8 matrices. ldmatrix gets them in the order top left, bottom left, top right, bottom
- * right (`down`), or top left, top right, bottom left, bottom right (`across`). Which one makes the operand:
- *   a from a[m, k]        down                     b from b[n, k] (two n-blocks of 8)    across
- *   a from a[k, m]        across, transposed       b from b[k, n]                        down, transposed
- * This is the lane's place in the block at the corner of a tile; mt_tile_block moves it to another block. */
+/* A 16 x 16 block consists of four 8 x 8 matrices. ldmatrix loads them in the order top left, bottom left, top right,
+ * bottom right (`down`), or top left, top right, bottom left, bottom right (`across`). The operands need:
+ *   a from a[m, k]   down                  b from b[n, k] (two n-blocks of 8)   across
+ *   a from a[k, m]   across, transposed    b from b[k, n]                       down, transposed
+ * These functions return the lane's offset in the block at the corner of a tile; mt_tile_block moves it to another
+ * block. */
 __device__ __forceinline__ uint32_t mt_lane_down() {
     int lane = threadIdx.x % 32;
     return mt_tile_chunk<16>(lane % 16, lane / 16);
@@ -92,7 +94,7 @@ __device__ __forceinline__ uint32_t mt_lane_across() {
     return mt_tile_chunk<16>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-/* `row` and `col` are multiples of 16; the swizzle of rows row + i is that of rows i. */
+/* `row` and `col` are multiples of 16, so rows row + i have the same swizzle as rows i. */
 template <int ROWS>
 __device__ __forceinline__ uint32_t mt_tile_block(uint32_t tile, uint32_t lane_place, int row, int col) {
     return tile + (uint32_t)(col / 64 * ROWS * 128 + row * 128) + (lane_place ^ (uint32_t)(col % 64 * 2));

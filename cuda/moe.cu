@@ -1,18 +1,18 @@
-/* moe.cu: mixtures of experts but for their matrix products: routing, balancing, the order of rows, their sums and
- * their activation. Nothing here waits for the host, whatever the router chose. Sums are in a fixed order, or of whole
- * numbers, whose order does not matter: every run gives the same bits. */
+/* moe.cu: mixture of experts except its matrix products: routing, auxiliary losses, dispatch order, combination of
+ * rows, and activation. The host never waits for the router's decisions. Every sum has a fixed order, or is a sum of
+ * integers, whose order does not matter; runs therefore repeat bit for bit. */
 #include "vector.cuh"
 
 #include <climits>
 #include <cub/device/device_radix_sort.cuh>
 
-/* ---- a token's experts in a warp --------------------------------------------------------------------------------- */
+/* ---- per-expert values of a token in a warp ---------------------------------------------------------------------- */
 
 static constexpr uint32_t all_lanes = 0xffffffff;
-static constexpr int most_topk = 32;              // a lane for each choice
-static constexpr int64_t most_shared = 48 * 1024; // bytes that a block has without asking
+static constexpr int max_topk = 32;                    // one lane per choice
+static constexpr int64_t max_shared_bytes = 48 * 1024; // shared memory of a block without an opt-in
 
-/* mt_router as kernels use it. */
+/* mt_router in the form that kernels use. */
 struct routing {
     int E, k;
     bool sigmoid, pre_softmax;
@@ -21,7 +21,7 @@ struct routing {
 };
 
 static routing routing_of(const mt_router *router) {
-    MT_CHECK(router->topk <= most_topk && router->topk <= router->num_experts);
+    MT_CHECK(router->topk <= max_topk && router->topk <= router->num_experts);
     int64_t best = router->group_best;
     if (router->num_groups > 0) {
         if (best == 0) best = router->topk / router->group_topk;
@@ -31,8 +31,8 @@ static routing routing_of(const mt_router *router) {
             (int)router->num_groups,  (int)router->group_topk, (int)best,       router->scaling};
 }
 
-/* A number for each of a token's E experts: lane l has those of experts l, l + 32, ... in places 0, 1, ...: V places in
- * registers, or for V = 0 as many as E takes in shared memory. */
+/* One value for each of a token's E experts, distributed over a warp: index v of lane l is expert 32 v + l. V > 0: V
+ * registers per lane; V = 0: shared memory, for any E. */
 template <class X, int V> struct per_expert {
     X value[V];
     __device__ per_expert(void *) {
@@ -50,7 +50,7 @@ template <class X> struct per_expert<X, 0> {
     }
 };
 
-/* body(place, expert) for every expert of this lane. */
+/* Calls body(v, expert) for every expert of this lane. */
 template <int V, class Body> __device__ static inline void each_expert(int E, Body body) {
     int lane = threadIdx.x % 32;
     if constexpr (V > 0) {
@@ -62,16 +62,17 @@ template <int V, class Body> __device__ static inline void each_expert(int E, Bo
     }
 }
 
-/* Numbers that are ordered as finite floats are, and never 0; and the way back. Both zeros are one. */
-__device__ static inline uint32_t key_of(float x) {
+/* sortable_key maps finite floats to non-zero unsigned integers of the same order (-0 and 0 map to one key);
+ * float_of_key is its inverse. */
+__device__ static inline uint32_t sortable_key(float x) {
     uint32_t bits = __float_as_uint(x + 0.0f);
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
-__device__ static inline float value_of(uint32_t key) {
+__device__ static inline float float_of_key(uint32_t key) {
     return __uint_as_float(key & 0x80000000 ? key & 0x7fffffff : ~key);
 }
 
-/* A place in the order by descending key, then ascending number. */
+/* A position in the order by descending key, then ascending index. */
 struct ranked {
     uint32_t key;
     int number;
@@ -83,7 +84,8 @@ __device__ static inline ranked before_all(void) {
     return {0xffffffff, -1};
 }
 
-/* The first of n that comes after `last`, where key(place, number) gives keys and 0 is left out; every lane gets it. */
+/* The first of n entries after `last`. key(v, index) returns the keys; 0 excludes an entry. Every lane receives the
+ * result. */
 template <int V, class Key> __device__ static inline ranked next_after(ranked last, int n, Key key) {
     uint32_t best = 0;
     int number = INT_MAX;
@@ -91,15 +93,15 @@ template <int V, class Key> __device__ static inline ranked next_after(ranked la
         uint32_t candidate = key(v, i);
         if (last.before(candidate, i) && candidate > best) best = candidate, number = i;
     });
-    uint32_t greatest = __reduce_max_sync(all_lanes, best);
-    return {greatest, __reduce_min_sync(all_lanes, best == greatest ? number : INT_MAX)};
+    uint32_t max_key = __reduce_max_sync(all_lanes, best);
+    return {max_key, __reduce_min_sync(all_lanes, best == max_key ? number : INT_MAX)};
 }
 
 __device__ static inline float logistic(float x) {
     return 1 / (1 + expf(-x));
 }
 
-/* What a softmax over a token's logits divides by, and whether they are all finite. */
+/* The maximum and the denominator of a softmax over a token's logits, and whether all of them are finite. */
 struct softmax_of {
     float max, sum;
     bool finite;
@@ -122,8 +124,8 @@ template <int V> __device__ static inline softmax_of read_logits(per_expert<floa
     return softmax;
 }
 
-/* Calls body(V, warps a block, bytes of shared memory): a warp takes `arrays` arrays for E experts there when these are
- * too many for its registers, and `more` bytes. */
+/* Calls body(V, warps per block, bytes of shared memory). If E exceeds the registers, a warp gets `arrays` arrays of E
+ * values in shared memory; it always gets `more` bytes. */
 template <class Body> static void with_places(int64_t E, int64_t arrays, int64_t more, Body body) {
     int64_t bytes = mt_divide_up(E, 32) * 32 * 4 * arrays + more;
     if (E <= 32)
@@ -137,15 +139,15 @@ template <class Body> static void with_places(int64_t E, int64_t arrays, int64_t
     else if (E <= 512)
         body(mt_width<16>(), 8u, (size_t)(8 * more));
     else {
-        MT_CHECK(bytes <= most_shared);
+        MT_CHECK(bytes <= max_shared_bytes);
         body(mt_width<0>(), 1u, (size_t)bytes);
     }
 }
 
 /* ---- routing ----------------------------------------------------------------------------------------------------- */
 
-/* Takes the experts of all but the best groups out of `keys`: a group's key is of the sum of its best experts' scores.
- * `group_keys` is of as many numbers as there are groups, in shared memory. */
+/* Group-limited routing: sets the keys of all experts outside the best groups to 0. The score of a group is the sum of
+ * the scores of its best experts. `group_keys` is in shared memory, one key per group. */
 template <int V, class Score>
 __device__ static inline void limit_groups(per_expert<float, V> &keys, uint32_t *group_keys, const routing &r,
                                            Score score) {
@@ -156,9 +158,9 @@ __device__ static inline void limit_groups(per_expert<float, V> &keys, uint32_t 
         ranked last = before_all();
         for (int i = 0; i < best; i++) {
             last = next_after<V>(last, r.E, [&](int v, int e) { return e / size == g ? key(v, e) : 0; });
-            sum += score(value_of(last.key));
+            sum += score(float_of_key(last.key));
         }
-        if (lane == 0) group_keys[g] = key_of(sum);
+        if (lane == 0) group_keys[g] = sortable_key(sum);
     }
     __syncwarp();
     ranked last = before_all();
@@ -170,14 +172,15 @@ __device__ static inline void limit_groups(per_expert<float, V> &keys, uint32_t 
     });
 }
 
-/* The experts of one token, that of choice j in lane j, and this lane's probability, not scaled yet. */
+/* Chooses the experts of one token. Lane j returns the expert of choice j and its probability, before the scaling
+ * factor. */
 template <int V>
 __device__ static inline int choose(float *prob, per_expert<float, V> &x, const softmax_of &softmax,
                                     const float *logits, const float *bias, uint32_t *group_keys, const routing &r) {
     int lane = threadIdx.x % 32, mine = 0;
     bool biased = r.sigmoid && bias;
-    each_expert<V>(r.E,
-                   [&](int v, int e) { x[v] = __uint_as_float(key_of(biased ? logistic(x[v]) + bias[e] : x[v])); });
+    each_expert<V>(
+        r.E, [&](int v, int e) { x[v] = __uint_as_float(sortable_key(biased ? logistic(x[v]) + bias[e] : x[v])); });
     if (r.groups > 0)
         limit_groups<V>(x, group_keys, r, [&](float value) {
             if (r.sigmoid) return biased ? value : logistic(value);
@@ -201,7 +204,7 @@ __device__ static inline int choose(float *prob, per_expert<float, V> &x, const 
     return mine;
 }
 
-/* A warp has a token. Reads 4 E bytes a token, writes 8 k. */
+/* One warp per token. Reads 4 E bytes per token, writes 8 k. */
 template <int V>
 __global__ void route_forward(float *probs, int32_t *experts, int32_t *invalid, const float *logits, const float *bias,
                               int64_t T, routing r, int shared_per_warp) {
@@ -235,9 +238,9 @@ extern "C" void mt_cuda_route_forward(float *probs, int32_t *experts, int32_t *i
     });
 }
 
-/* Probabilities q over some experts, with gradients g, give their logits q (g - sum(g q)); where they are sigmoids s
- * divided by their sum, times 1 - s; and a sigmoid alone gives g s (1 - s). Reads 4 (E + 2 k) bytes a token, writes
- * 4 E. */
+/* For probabilities q with gradients g, the gradient of the logits is q (g - sum(g q)) for a softmax, the same times 1
+ * - s for sigmoids s divided by their sum, and g s (1 - s) for a single sigmoid. Reads 4 (E + 2 k) bytes per token,
+ * writes 4 E. */
 template <int V>
 __global__ void route_backward(float *dlogits, const float *dprobs, const int32_t *experts, const float *logits,
                                int64_t T, routing r, int shared_per_warp) {
@@ -256,15 +259,15 @@ __global__ void route_backward(float *dlogits, const float *dprobs, const int32_
         softmax = read_logits<V>(x, logits, r.E);
         q = chosen ? softmax(logit) : 0;
     } else {
-        float greatest = mt_warp_max(logit);
-        q = !chosen ? 0 : r.sigmoid ? logistic(logit) : expf(logit - greatest);
+        float max_logit = mt_warp_max(logit);
+        q = !chosen ? 0 : r.sigmoid ? logistic(logit) : expf(logit - max_logit);
     }
     float total = mt_warp_sum(q);
     if (!all && !(r.sigmoid && r.k == 1)) q /= total + (r.sigmoid ? 1e-20f : 0);
     float mean = mt_warp_sum(g * q);
     if (r.sigmoid && r.k == 1) mean = 0;
     each_expert<V>(r.E, [&](int v, int e) { dlogits[e] = all ? -r.scaling * softmax(x[v]) * mean : 0.0f; });
-    __syncwarp(); // the chosen ones are written again
+    __syncwarp(); // the chosen experts are overwritten below
     if (chosen) dlogits[expert] = r.scaling * q * (g - mean) * (r.sigmoid ? logistic(-logit) : 1.0f);
 }
 
@@ -279,9 +282,9 @@ extern "C" void mt_cuda_route_backward(float *dlogits, const float *dprobs, cons
     });
 }
 
-/* ---- balance ----------------------------------------------------------------------------------------------------- */
+/* ---- auxiliary losses -------------------------------------------------------------------------------------------- */
 
-/* Replaces a token's logits by its shares; gives log(sum(exp(logits))). */
+/* Replaces a token's logits by its scores, normalised to sum 1. Returns log(sum(exp(logits))). */
 template <int V>
 __device__ static inline double shares_of(per_expert<float, V> &x, const softmax_of &softmax, const routing &r) {
     float sum = 0;
@@ -294,11 +297,11 @@ __device__ static inline double shares_of(per_expert<float, V> &x, const softmax
     return (double)softmax.max + log((double)softmax.sum);
 }
 
-/* Shares are added up as multiples of 2^-40, exactly down to 2^-16 and in any order. */
+/* Scores are summed as integer multiples of 2^-40: exact for scores down to 2^-16, and independent of the order. */
 static constexpr float share_unit = 0x1p40f;
 
-/* What balance_forward adds up in: shares and counts [S, E], whether a sequence has a share that is not a number, and
- * the z of each warp's tokens. */
+/* Accumulators of the forward: sums of scores and counts [S, E], a flag per sequence that a score was NaN, and the
+ * z-loss sum of each warp. */
 struct balance_sums {
     unsigned long long *shares;
     double *z;
@@ -307,7 +310,7 @@ struct balance_sums {
 
 static constexpr int tokens_per_warp = 8;
 
-/* A warp's sums for one sequence go to `to`, and begin again. */
+/* Adds a warp's sums of one sequence to `to` and resets them. */
 template <int V>
 __device__ static inline void balance_flush(const balance_sums &to, per_expert<unsigned long long, V> &shares,
                                             per_expert<int32_t, V> &counts, int64_t sequence, int E) {
@@ -318,15 +321,16 @@ __device__ static inline void balance_flush(const balance_sums &to, per_expert<u
     });
 }
 
-/* Adds the logits x of a token to a warp's sums; gives log(sum(exp(x))). */
+/* Adds the scores of one token (logits x) to a warp's sums. Returns log(sum(exp(x))). */
 template <int V>
 __device__ static inline double balance_add(per_expert<unsigned long long, V> &shares, per_expert<int32_t, V> &counts,
                                             int32_t *poisoned, per_expert<float, V> &x, const softmax_of &softmax,
                                             const routing &r) {
     ranked last = before_all();
     for (int j = 0; softmax.finite && j < r.k; j++)
-        last = next_after<V>(last, r.E, [&](int v, int) { return key_of(x[v]); });
-    each_expert<V>(r.E, [&](int v, int e) { counts[v] += softmax.finite ? !last.before(key_of(x[v]), e) : e < r.k; });
+        last = next_after<V>(last, r.E, [&](int v, int) { return sortable_key(x[v]); });
+    each_expert<V>(r.E,
+                   [&](int v, int e) { counts[v] += softmax.finite ? !last.before(sortable_key(x[v]), e) : e < r.k; });
     double lse = shares_of<V>(x, softmax, r);
     bool number = true;
     each_expert<V>(r.E, [&](int v, int) {
@@ -337,8 +341,8 @@ __device__ static inline double balance_add(per_expert<unsigned long long, V> &s
     return lse;
 }
 
-/* A warp has up to eight tokens, one after another. Where there is one sequence, a block's warps add up in shared
- * memory first (`together`). Reads 4 E bytes a token. */
+/* A warp processes up to eight consecutive tokens. If valid is only one sequence, the warps of a block first add up in
+ * shared memory (`block_sums`). Reads 4 E bytes per token. */
 template <int V>
 __global__ void balance_forward(balance_sums sums, const float *logits, const int32_t *sequence, int64_t T, routing r,
                                 int shared_per_warp, bool together) {
@@ -372,7 +376,7 @@ __global__ void balance_forward(balance_sums sums, const float *logits, const in
     }
 }
 
-/* The last half: sums[2, S, E] in fp32, and one block adds up z in the order of tokens. */
+/* Second stage: writes sums[2, S, E] in fp32; one block adds up the z-loss of the warps in a fixed order. */
 __global__ void balance_finish(float *sums, double *z_sum, balance_sums from, int64_t S, int64_t E, int64_t warps) {
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < S * E; i += (int64_t)gridDim.x * blockDim.x) {
         sums[i] = from.poisoned[i / E] ? NAN : (float)((double)from.shares[i] / (double)share_unit);
@@ -405,7 +409,7 @@ extern "C" void mt_cuda_balance_forward(float *sums, double *z_sum, const float 
     if (T > 0)
         with_places(r.E, 4, 0, [&](auto places, unsigned in_block, size_t bytes) {
             size_t room = (size_t)r.E * 12;
-            bool together = !sequence && bytes + room <= (size_t)most_shared;
+            bool together = !sequence && bytes + room <= (size_t)max_shared_bytes;
             balance_forward<decltype(places)::value>
                 <<<mt_blocks(warps, in_block), in_block * 32, together ? bytes + room : bytes, on>>>(
                     to, logits, sequence, T, r, (int)(bytes / in_block), together);
@@ -420,7 +424,7 @@ __device__ static inline double warp_sum(double x) {
     return x;
 }
 
-/* One block, whose warps take sequences in turn. */
+/* One block; its warps take the sequences in turn. */
 __global__ void balance_loss(double *loss, const float *sums, int64_t S, int64_t E) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     __shared__ double of_warp[32];
@@ -447,7 +451,7 @@ extern "C" void mt_cuda_balance_loss(double *loss, const float *sums, int64_t S,
     MT_CUDA_LAUNCHED();
 }
 
-/* A warp has a token. Reads 8 E bytes a token and writes 4 E; the counts come from caches. */
+/* One warp per token. Reads 8 E bytes per token and writes 4 E; the counts come from the caches. */
 template <int V>
 __global__ void balance_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
                                  int64_t T, float aux_scale, float z_scale, routing r, int shared_per_warp) {
@@ -485,9 +489,9 @@ extern "C" void mt_cuda_balance_backward(float *dlogits, const float *logits, co
     });
 }
 
-/* ---- loads ------------------------------------------------------------------------------------------------------- */
+/* ---- loads of experts -------------------------------------------------------------------------------------------- */
 
-/* counts[E] += how often each expert is among experts[n], by way of shared memory where all E fit. */
+/* counts[E] += the number of occurrences of each expert in experts[n]. Counts in shared memory first if E fits. */
 __global__ void count_experts(int32_t *counts, const int32_t *experts, int64_t n, int E, bool fits) {
     extern __shared__ int32_t of_block[];
     int32_t *to = fits ? of_block : counts;
@@ -509,7 +513,7 @@ extern "C" void mt_cuda_count_experts(float *loads, const int32_t *experts, int6
     if (n == 0) return;
     cudaStream_t on = mt_cuda_stream(stream);
     int32_t *counts = (int32_t *)mt_cuda_workspace(stream, E * 4);
-    bool fits = E * 4 <= most_shared;
+    bool fits = E * 4 <= max_shared_bytes;
     unsigned blocks = mt_blocks(n, 1024), most = (unsigned)mt_cuda_device()->multiProcessorCount;
     if (blocks > most) blocks = most;
     MT_CUDA(cudaMemsetAsync(counts, 0, (size_t)E * 4, on));
@@ -519,7 +523,7 @@ extern "C" void mt_cuda_count_experts(float *loads, const int32_t *experts, int6
     MT_CUDA_LAUNCHED();
 }
 
-/* One block: the sum is of whole numbers, exact in any order. */
+/* One block. Loads are integers, so their sum is exact in any order. */
 __global__ void expert_bias_step(float *bias, const float *loads, const float *scale, int64_t E, float rate) {
     __shared__ double of_warp[32];
     if (scale[0] < 0) return;
@@ -543,39 +547,40 @@ extern "C" void mt_cuda_expert_bias_step(float *bias, const float *loads, const 
 
 /* ---- capacity ---------------------------------------------------------------------------------------------------- */
 
-/* Keys to sort tokens by. */
+/* Sort keys of the tokens. */
 __global__ void token_keys(uint64_t *keys, int32_t *tokens, const int64_t *token_index, int64_t T) {
     int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (t >= T) return;
-    keys[t] = (uint64_t)token_index[t] ^ (uint64_t)1 << 63; // as signed numbers are ordered
+    keys[t] = (uint64_t)token_index[t] ^ (uint64_t)1 << 63; // order of signed integers
     tokens[t] = (int32_t)t;
 }
 
-/* Keys to sort choices by, given in the order of their tokens: the expert, then the greater probability. No expert is
- * the last one. */
+/* Sort keys of the choices, which are given in token order: by expert, then by descending probability. Choices without
+ * an expert come last. */
 __global__ void choice_keys(uint64_t *keys, int32_t *choices, const int32_t *tokens, const int32_t *experts,
                             const float *probs, int64_t n, int k, bool by_position) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     int64_t choice = (int64_t)tokens[i / k] * k + i % k;
     float prob = by_position ? 0 : probs[choice];
-    uint32_t order = ~key_of(isnan(prob) ? -INFINITY : prob);
+    uint32_t order = ~sortable_key(isnan(prob) ? -INFINITY : prob);
     keys[i] = (uint64_t)(uint32_t)experts[choice] << 32 | order;
     choices[i] = (int32_t)choice;
 }
 
-/* Keeps the first `capacity` of every expert's stretch of the sorted choices. */
+/* Keeps the first `capacity` sorted choices of each expert. */
 __global__ void keep_first(int32_t *kept, const uint64_t *keys, const int32_t *choices, int64_t n, int64_t begin,
                            int64_t end, int64_t capacity) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n || choices[i] < begin || choices[i] >= end) return;
     int32_t expert = (int32_t)(keys[i] >> 32);
-    bool full = i >= capacity && (int32_t)(keys[i - capacity] >> 32) == expert; // as many are before it
+    // True if `capacity` choices of this expert precede this one.
+    bool full = i >= capacity && (int32_t)(keys[i - capacity] >> 32) == expert;
     kept[choices[i] - begin] = full ? -1 : expert;
 }
 
-/* Sorts tokens by their index, then choices in that order by expert and probability, both stably. Sorting moves 12
- * bytes twice for each choice and each eight bits of its key. */
+/* Sorts the tokens by index, then the choices in that order by expert and probability; both sorts are stable. Each
+ * radix pass (8 bits of the key) moves 12 bytes per choice twice. */
 extern "C" void mt_cuda_drop_tokens(int32_t *kept, const int32_t *experts, const float *probs,
                                     const int64_t *token_index, int64_t T, int64_t k, int64_t first, int64_t count,
                                     int64_t capacity, bool by_position, mt_stream *stream) {
@@ -602,9 +607,9 @@ extern "C" void mt_cuda_drop_tokens(int32_t *kept, const int32_t *experts, const
     MT_CUDA_LAUNCHED();
 }
 
-/* ---- the order of rows ------------------------------------------------------------------------------------------- */
+/* ---- order of dispatched tokens ---------------------------------------------------------------------------------- */
 
-/* to(i, of(0) + ... + of(i - 1)) for i <= n, by one block of 1024 threads. */
+/* Calls to(i, of(0) + ... + of(i - 1)) for i <= n. One block of 1024 threads. */
 template <class Of, class To> __device__ static inline void prefix_sums(int64_t n, Of of, To to) {
     __shared__ int32_t of_warp[32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -630,24 +635,24 @@ template <class Of, class To> __device__ static inline void prefix_sums(int64_t 
     }
 }
 
-/* mt_dispatch as kernels use it. A bin is an expert of those that count. */
-struct counting {
-    int64_t n, capacity; // choices
+/* mt_dispatch in the form that kernels use. A bin is an expert of the range that is dispatched. */
+struct dispatch_info {
+    int64_t n, capacity; // n: number of choices
     int topk, first, bins, local, copies;
-    int64_t blocks; // which have `per_warp` choices for each warp
+    int64_t blocks; // each has per_warp choices for each warp
 };
 static constexpr int per_warp = 128;
 
 /* The bin of choice i, or -1. */
-__device__ static inline int bin_of(const int32_t *experts, int64_t i, const counting &s) {
+__device__ static inline int bin_of(const int32_t *experts, int64_t i, const dispatch_info &s) {
     int64_t expert = i < s.n ? experts[i] : -1, bin = expert - s.first;
     return expert >= 0 && bin >= 0 && bin < s.bins ? (int)bin : -1;
 }
 
-/* before[bins, blocks] = how many choices of a block are of a bin. A counting sort in four steps: count, add up each
- * bin's counts over the blocks before, find where bins begin, place. It reads 4 bytes a choice twice and writes 4 for
- * each of its copies and 8 for each row: launches set its time. */
-__global__ void plan_count(int32_t *before, const int32_t *experts, counting s) {
+/* before[bins, blocks] = the number of choices of each bin in each block. First step of a dispatch_info sort:
+ * histogram, prefix sums of each bin over the blocks, offsets of the bins, scatter. The sort reads 4 bytes per choice
+ * twice, writes 4 for each copy of a choice and 8 for each row. Launch latency dominates its time. */
+__global__ void plan_histogram(int32_t *before, const int32_t *experts, dispatch_info s) {
     extern __shared__ int32_t of_block[];
     for (int bin = threadIdx.x; bin < s.bins; bin += blockDim.x) of_block[bin] = 0;
     __syncthreads();
@@ -660,8 +665,8 @@ __global__ void plan_count(int32_t *before, const int32_t *experts, counting s) 
     for (int bin = threadIdx.x; bin < s.bins; bin += blockDim.x) before[bin * s.blocks + blockIdx.x] = of_block[bin];
 }
 
-/* before[bins, blocks] = counts in the blocks before; totals[bins]. A warp has a bin. */
-__global__ void plan_add_up(int32_t *before, int32_t *totals, counting s) {
+/* before[bins, blocks] = exclusive prefix sums over the blocks; totals[bins]. One warp per bin. */
+__global__ void plan_scan(int32_t *before, int32_t *totals, dispatch_info s) {
     int64_t bin = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     int lane = threadIdx.x % 32;
     int32_t total = 0;
@@ -679,8 +684,8 @@ __global__ void plan_add_up(int32_t *before, int32_t *totals, counting s) {
     if (lane == 0) totals[bin] = total;
 }
 
-/* offsets[bins copies + 1]. */
-__global__ void __launch_bounds__(1024) plan_begin(int32_t *offsets, const int32_t *totals, counting s) {
+/* offsets[bins copies + 1]: the first row of each bin. */
+__global__ void __launch_bounds__(1024) plan_offsets(int32_t *offsets, const int32_t *totals, dispatch_info s) {
     prefix_sums((int64_t)s.bins * s.copies,
                 [&](int64_t v) {
                     if (s.capacity > 0) return (int32_t)s.capacity;
@@ -690,21 +695,21 @@ __global__ void __launch_bounds__(1024) plan_begin(int32_t *offsets, const int32
                 [&](int64_t v, int32_t before) { offsets[v] = before; });
 }
 
-/* Writes one choice's rows: `rank` others of its bin are before it. */
-__device__ static inline void place_choice(int32_t *position, int32_t *choice, int32_t *token, const int32_t *offsets,
-                                           int64_t i, int bin, int32_t rank, const counting &s) {
-    bool there = bin >= 0 && (s.capacity == 0 || rank < s.capacity);
+/* Writes the rows of one choice; `rank` choices of its bin precede it. */
+__device__ static inline void write_choice(int32_t *position, int32_t *choice, int32_t *token, const int32_t *offsets,
+                                           int64_t i, int bin, int32_t rank, const dispatch_info &s) {
+    bool valid = bin >= 0 && (s.capacity == 0 || rank < s.capacity);
     for (int copy = 0; copy < s.copies; copy++) {
-        int32_t row = there ? offsets[(bin / s.local * s.copies + copy) * s.local + bin % s.local] + rank : -1;
+        int32_t row = valid ? offsets[(bin / s.local * s.copies + copy) * s.local + bin % s.local] + rank : -1;
         position[i * s.copies + copy] = row;
-        if (there) choice[row] = (int32_t)i, token[row] = (int32_t)(i / s.topk);
+        if (valid) choice[row] = (int32_t)i, token[row] = (int32_t)(i / s.topk);
     }
 }
 
-/* A warp takes its choices 32 at a time, in order; those of one bin find one another by a match. */
-__global__ void plan_place(int32_t *position, int32_t *choice, int32_t *token, const int32_t *offsets,
-                           const int32_t *before, const int32_t *experts, counting s) {
-    extern __shared__ int32_t next[]; // [warps, bins]: choices of the bin that are before a warp's next ones
+/* A warp processes its choices in order, 32 at a time; choices of the same bin are found with __match_any_sync. */
+__global__ void plan_scatter(int32_t *position, int32_t *choice, int32_t *token, const int32_t *offsets,
+                             const int32_t *before, const int32_t *experts, dispatch_info s) {
+    extern __shared__ int32_t next[]; // [warps, bins]: choices of the bin before the warp's current ones
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     int64_t first = ((int64_t)blockIdx.x * warps + warp) * per_warp + lane;
     int32_t *mine = next + warp * s.bins;
@@ -733,7 +738,7 @@ __global__ void plan_place(int32_t *position, int32_t *choice, int32_t *token, c
         __syncwarp();
         if (bin >= 0 && lower == 0) mine[bin] += __popc(same);
         __syncwarp();
-        if (first + i < s.n) place_choice(position, choice, token, offsets, first + i, bin, rank, s);
+        if (first + i < s.n) write_choice(position, choice, token, offsets, first + i, bin, rank, s);
     }
 }
 
@@ -743,34 +748,34 @@ extern "C" void mt_cuda_dispatch_plan(int32_t *offsets, int32_t *position, int32
     cudaStream_t on = mt_cuda_stream(stream);
     int64_t n = T * dispatch->topk, bins = dispatch->count;
     unsigned warps = 8;
-    while (warps > 1 && warps * bins * 4 > most_shared) warps /= 2;
-    MT_CHECK(bins * 4 <= most_shared && n < INT_MAX && M < INT_MAX);
+    while (warps > 1 && warps * bins * 4 > max_shared_bytes) warps /= 2;
+    MT_CHECK(bins * 4 <= max_shared_bytes && n < INT_MAX && M < INT_MAX);
     int64_t blocks = mt_divide_up(n, warps * per_warp);
-    counting s = {n,         dispatch->capacity,   (int)dispatch->topk,   (int)dispatch->first,
-                  (int)bins, (int)dispatch->local, (int)dispatch->copies, blocks};
+    dispatch_info s = {n,         dispatch->capacity,   (int)dispatch->topk,   (int)dispatch->first,
+                       (int)bins, (int)dispatch->local, (int)dispatch->copies, blocks};
     int32_t *before = (int32_t *)mt_cuda_workspace(stream, (blocks + 1) * bins * 4), *totals = before + blocks * bins;
     if (M > 0) {
         MT_CUDA(cudaMemsetAsync(choice, 0xff, (size_t)M * 4, on));
         MT_CUDA(cudaMemsetAsync(token, 0xff, (size_t)M * 4, on));
     }
     if (n > 0) {
-        plan_count<<<(unsigned)blocks, warps * 32, (size_t)bins * 4, on>>>(before, experts, s);
+        plan_histogram<<<(unsigned)blocks, warps * 32, (size_t)bins * 4, on>>>(before, experts, s);
         MT_CUDA_LAUNCHED();
-        plan_add_up<<<mt_blocks(bins, 8), 256, 0, on>>>(before, totals, s);
+        plan_scan<<<mt_blocks(bins, 8), 256, 0, on>>>(before, totals, s);
         MT_CUDA_LAUNCHED();
     }
-    plan_begin<<<1, 1024, 0, on>>>(offsets, totals, s);
+    plan_offsets<<<1, 1024, 0, on>>>(offsets, totals, s);
     MT_CUDA_LAUNCHED();
     if (n == 0) return;
-    plan_place<<<(unsigned)blocks, warps * 32, (size_t)(warps * bins) * 4, on>>>(position, choice, token, offsets,
-                                                                                 before, experts, s);
+    plan_scatter<<<(unsigned)blocks, warps * 32, (size_t)(warps * bins) * 4, on>>>(position, choice, token, offsets,
+                                                                                   before, experts, s);
     MT_CUDA_LAUNCHED();
 }
 
-/* arrived[sources, local + 1 at the end]: the row at which each (source, expert) arrives; sorted[local, sources]: that
- * to which it goes; and where experts begin. One block. */
-__global__ void __launch_bounds__(1024)
-    exchange_begin(int32_t *arrived, int32_t *sorted, int32_t *offsets, const int32_t *counts, int sources, int local) {
+/* arrived[sources, local] + total: the first row of each (source, expert) in order of arrival; sorted[local, sources]:
+ * its first row in order of experts; offsets: the first row of each expert. One block. */
+__global__ void __launch_bounds__(1024) exchange_offsets(int32_t *arrived, int32_t *sorted, int32_t *offsets,
+                                                         const int32_t *counts, int sources, int local) {
     int64_t n = (int64_t)sources * local;
     prefix_sums(
         n, [&](int64_t i) { return counts[i]; }, [&](int64_t i, int32_t before) { arrived[i] = before; });
@@ -782,9 +787,9 @@ __global__ void __launch_bounds__(1024)
         });
 }
 
-/* A thread has a row, whose source and expert it finds by halving. Writes 8 bytes a row. */
-__global__ void exchange_place(int32_t *to_expert, int32_t *from_expert, const int32_t *arrived, const int32_t *sorted,
-                               int sources, int local, int64_t M) {
+/* One thread per row; it finds the source and expert by binary search. Writes 8 bytes per row. */
+__global__ void exchange_scatter(int32_t *to_expert, int32_t *from_expert, const int32_t *arrived,
+                                 const int32_t *sorted, int sources, int local, int64_t M) {
     int64_t m = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     int low = 0, high = sources * local;
     if (m >= M || m >= arrived[high]) return;
@@ -806,36 +811,36 @@ extern "C" void mt_cuda_exchange_order(int32_t *to_expert, int32_t *from_expert,
     cudaStream_t on = mt_cuda_stream(stream);
     int64_t n = sources * local + 1;
     int32_t *arrived = (int32_t *)mt_cuda_workspace(stream, 2 * n * 4), *sorted = arrived + n;
-    exchange_begin<<<1, 1024, 0, on>>>(arrived, sorted, offsets, counts, (int)sources, (int)local);
+    exchange_offsets<<<1, 1024, 0, on>>>(arrived, sorted, offsets, counts, (int)sources, (int)local);
     MT_CUDA_LAUNCHED();
     if (M == 0) return;
-    exchange_place<<<mt_blocks(M, 256), 256, 0, on>>>(to_expert, from_expert, arrived, sorted, (int)sources, (int)local,
-                                                      M);
+    exchange_scatter<<<mt_blocks(M, 256), 256, 0, on>>>(to_expert, from_expert, arrived, sorted, (int)sources,
+                                                        (int)local, M);
     MT_CUDA_LAUNCHED();
 }
 
-/* ---- rows -------------------------------------------------------------------------------------------------------- */
+/* ---- combination of rows ----------------------------------------------------------------------------------------- */
 
-/* A thread adds up one pack of a token's rows, eight of which are on their way together. Reads n rows and writes one:
- * 2 (n + 1) bytes an element of a token in bf16, 4 (n + 1) in fp32, and as much as a row for a base. */
+/* A thread adds up one pack of a token's n rows, with eight loads in flight. Reads n rows and writes one: 2 (n + 1)
+ * bytes per element of a token in bf16, 4 (n + 1) in fp32; a base is one more row to read. */
 template <class T, int N>
 __global__ void __launch_bounds__(256, 4) combine_rows(T *out, const T *in, const int32_t *position, const T *base,
                                                        int64_t num_tokens, int n, int C, int blocks_per_row) {
-    constexpr int at_once = 8;
+    constexpr int in_flight = 8;
     int64_t t = (int64_t)(blockIdx.x / blocks_per_row) * blockDim.y + threadIdx.y;
     int c = (blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x) * N;
     if (t >= num_tokens || c >= C) return;
     position += t * n;
     mt_pack<float, N> sum = mt_to_float(mt_load<N>(base + t * C + c, base != NULL));
-    for (int first = 0; first < n; first += at_once) {
-        int32_t rows[at_once];
-        mt_pack<T, N> packs[at_once];
+    for (int first = 0; first < n; first += in_flight) {
+        int32_t rows[in_flight];
+        mt_pack<T, N> packs[in_flight];
 #pragma unroll
-        for (int i = 0; i < at_once; i++) rows[i] = first + i < n ? position[first + i] : -1;
+        for (int i = 0; i < in_flight; i++) rows[i] = first + i < n ? position[first + i] : -1;
 #pragma unroll
-        for (int i = 0; i < at_once; i++) packs[i] = mt_load<N>(in + (int64_t)max(rows[i], 0) * C + c, rows[i] >= 0);
+        for (int i = 0; i < in_flight; i++) packs[i] = mt_load<N>(in + (int64_t)max(rows[i], 0) * C + c, rows[i] >= 0);
 #pragma unroll
-        for (int i = 0; i < at_once; i++) {
+        for (int i = 0; i < in_flight; i++) {
             mt_pack<float, N> row = mt_to_float(packs[i]);
             for (int j = 0; j < N; j++) sum.value[j] += row.value[j];
         }
@@ -862,8 +867,8 @@ __device__ static inline float fast_sigmoid(float x) {
     return __fdividef(1, 1 + mt_exp(-x));
 }
 
-/* y = weight gate sigmoid(gate) up. Reads gate and up, writes y: 6 bytes an element of y in bf16, 12 in fp32, and 4 a
- * row. */
+/* y = weight gate sigmoid(gate) up. Reads gate and up, writes y: 6 bytes per element of y in bf16, 12 in fp32, and 4
+ * per row. */
 template <class T, int N>
 __global__ void expert_swiglu_forward(T *y, const T *gate_up, const float *weights, int64_t M, int F,
                                       int blocks_per_row) {
@@ -903,19 +908,19 @@ extern "C" void mt_cuda_expert_swiglu_forward(void *y, const void *gate_up, cons
 }
 
 /* As swiglu_backward for weight dy; dweight = sum(dy silu(gate) up). blockDim.x threads share a row. Reads dy, gate and
- * up, writes dgate and dup: 10 bytes an element of y in bf16, 20 in fp32, and 8 a row. */
+ * up, writes dgate and dup: 10 bytes per element of y in bf16, 20 in fp32, and 8 per row. */
 template <class T, int N>
 __global__ void expert_swiglu_backward(T *dgate_up, float *dweights, const T *dy, const T *gate_up,
                                        const float *weights, int64_t M, int F) {
     constexpr int K = 2;
     int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
-    bool there = row < M;
-    if (!there) row = M - 1; // it helps to add up, and writes nothing
+    bool valid = row < M;
+    if (!valid) row = M - 1; // takes part in the reduction, writes nothing
     const T *gate_row = gate_up + row * 2 * F, *up_row = gate_row + F, *dy_row = dy + row * F;
     T *dgate_row = dgate_up + row * 2 * F, *dup_row = dgate_row + F;
     int step = blockDim.x * N;
     float weight = weights[row], dweight[1] = {0};
-    for (int first = threadIdx.x * N; there && first < F; first += K * step) {
+    for (int first = threadIdx.x * N; valid && first < F; first += K * step) {
         mt_pack<T, N> gates[K], ups[K], dys[K];
 #pragma unroll
         for (int k = 0; k < K; k++) {
@@ -939,7 +944,7 @@ __global__ void expert_swiglu_backward(T *dgate_up, float *dweights, const T *dy
         }
     }
     mt_row_sum(dweight, 0);
-    if (there && threadIdx.x == 0) dweights[row] = dweight[0];
+    if (valid && threadIdx.x == 0) dweights[row] = dweight[0];
 }
 
 extern "C" void mt_cuda_expert_swiglu_backward(void *dgate_up, float *dweights, const void *dy, const void *gate_up,
@@ -956,9 +961,9 @@ extern "C" void mt_cuda_expert_swiglu_backward(void *dgate_up, float *dweights, 
     });
 }
 
-/* ---- weights of rows --------------------------------------------------------------------------------------------- */
+/* ---- scaling of rows --------------------------------------------------------------------------------------------- */
 
-/* y = weight x. Reads x, writes y: 4 bytes an element in bf16, 8 in fp32, and 4 a row. */
+/* y = weight x. Reads x, writes y: 4 bytes per element in bf16, 8 in fp32, and 4 per row. */
 template <class T, int N>
 __global__ void scale_rows_forward(T *y, const T *x, const float *weights, int64_t M, int C, int blocks_per_row) {
     int64_t row = (int64_t)(blockIdx.x / blocks_per_row) * blockDim.y + threadIdx.y;
@@ -982,16 +987,16 @@ extern "C" void mt_cuda_scale_rows_forward(void *y, const void *x, const float *
     });
 }
 
-/* dx = weight dy, dweight = sum(dy x). blockDim.x threads share a row. Reads dy and x, writes dx: 6 bytes an element in
- * bf16, 12 in fp32, and 8 a row. */
+/* dx = weight dy, dweight = sum(dy x). blockDim.x threads share a row. Reads dy and x, writes dx: 6 bytes per element
+ * in bf16, 12 in fp32, and 8 per row. */
 template <class T, int N>
 __global__ void scale_rows_backward(T *dx, float *dweights, const T *dy, const T *x, const float *weights, int64_t M,
                                     int C) {
     int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
-    bool there = row < M;
-    if (!there) row = M - 1; // it helps to add up, and writes nothing
+    bool valid = row < M;
+    if (!valid) row = M - 1; // takes part in the reduction, writes nothing
     float weight = weights[row], dweight[1] = {0};
-    for (int c = threadIdx.x * N; there && c < C; c += blockDim.x * N) {
+    for (int c = threadIdx.x * N; valid && c < C; c += blockDim.x * N) {
         mt_pack<float, N> d = mt_to_float(mt_load<N>(dy + row * C + c)), in = mt_to_float(mt_load<N>(x + row * C + c));
         for (int i = 0; i < N; i++) {
             dweight[0] += d.value[i] * in.value[i];
@@ -1000,7 +1005,7 @@ __global__ void scale_rows_backward(T *dx, float *dweights, const T *dy, const T
         mt_store(dx + row * C + c, mt_from_float<T>(d));
     }
     mt_row_sum(dweight, 0);
-    if (there && threadIdx.x == 0) dweights[row] = dweight[0];
+    if (valid && threadIdx.x == 0) dweights[row] = dweight[0];
 }
 
 extern "C" void mt_cuda_scale_rows_backward(void *dx, float *dweights, const void *dy, const void *x,

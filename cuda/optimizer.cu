@@ -1,11 +1,11 @@
-/* optimizer.cu: sums and the norm of gradients, AdamW over any stretch of a bucket, initial parameters. */
+/* optimizer.cu: accumulation and norm of gradients, AdamW over any range of a bucket, initial parameters. */
 #include "vector.cuh"
 
-/* ---- the gradient's norm ----------------------------------------------------------------------------------------- */
+/* ---- gradient norm ----------------------------------------------------------------------------------------------- */
 
 static constexpr int norm_blocks_per_sm = 4, norm_threads = 256;
 
-/* Sum over the 256 threads of a block, for thread 0. */
+/* Sum over the 256 threads of a block; only thread 0 receives it. */
 __device__ static double block_sum(double sum) {
     __shared__ double of_warp[norm_threads / 32];
     for (int lane = 16; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lane);
@@ -16,15 +16,15 @@ __device__ static double block_sum(double sum) {
     return sum;
 }
 
-/* partial[block] = sum of squares of every gridDim.x-th stretch. A pack is summed in fp32, the packs in fp64. As many
- * blocks as run at once, so that none begins when the others are done. Reads x: 4 bytes an element. */
+/* partial[block] = the sum of squares of every gridDim.x-th chunk. A pack is summed in fp32, packs in fp64. The grid
+ * has as many blocks as can be resident at once, so that no block starts late. Reads x: 4 bytes per element. */
 template <int N>
 __global__ void __launch_bounds__(norm_threads, norm_blocks_per_sm)
     squared_norm(double *partial, const float *x, int64_t begin, int64_t end) {
     constexpr int K = 8;
-    int64_t step = blockDim.x * N, stretch = K * step;
+    int64_t step = blockDim.x * N, chunk = K * step;
     double sum = 0;
-    for (int64_t i = begin + blockIdx.x * stretch + threadIdx.x * N; i < end; i += gridDim.x * stretch) {
+    for (int64_t i = begin + blockIdx.x * chunk + threadIdx.x * N; i < end; i += gridDim.x * chunk) {
         mt_pack<float, N> packs[K];
 #pragma unroll
         for (int k = 0; k < K; k++) packs[k] = mt_load<N>(x + i + k * step, i + k * step < end);
@@ -50,8 +50,8 @@ extern "C" void mt_cuda_squared_norm(double *sum, const float *x, int64_t n, mt_
     mt_split<4>(n, mt_wide(MT_F32, {x}, {}), [&](int64_t begin, int64_t end, auto width) {
         constexpr int N = decltype(width)::value;
         int64_t blocks = mt_divide_up(end - begin, norm_threads * N);
-        int64_t at_once = norm_blocks_per_sm * mt_cuda_device()->multiProcessorCount;
-        if (blocks > at_once) blocks = at_once;
+        int64_t resident = norm_blocks_per_sm * mt_cuda_device()->multiProcessorCount;
+        if (blocks > resident) blocks = resident;
         double *partial = (double *)mt_cuda_workspace(stream, blocks * (int64_t)sizeof *partial);
         squared_norm<N><<<(unsigned)blocks, norm_threads, 0, mt_cuda_stream(stream)>>>(partial, x, begin, end);
         MT_CUDA_LAUNCHED();
@@ -60,7 +60,7 @@ extern "C" void mt_cuda_squared_norm(double *sum, const float *x, int64_t n, mt_
     });
 }
 
-/* sum[i] += x[i]. Reads both, writes the sum: 12 bytes an element. */
+/* sum[i] += x[i]. Reads both, writes the sum: 12 bytes per element. */
 template <int N>
 __global__ void __launch_bounds__(256) accumulate(float *sum, const float *x, int64_t begin, int64_t end) {
     constexpr int K = 4;
@@ -90,7 +90,7 @@ extern "C" void mt_cuda_accumulate(float *sum, const float *x, int64_t n, mt_str
 
 __global__ void gradient_scale(float *scale, float *norm, const double *sum_of_squares, const double *denominator,
                                float clip) {
-    double tokens = denominator[0] > 0 ? denominator[0] : 1; // a batch without unmasked tokens has no gradient
+    double tokens = denominator[0] > 0 ? denominator[0] : 1; // a batch in which every token is masked has no gradient
     double size = sqrt(sum_of_squares[0]) / tokens, factor = clip > 0 ? clip / (size + 1e-6) : 1;
     norm[0] = (float)size;
     scale[0] = (float)((factor < 1 ? factor : 1) / tokens);
@@ -130,8 +130,8 @@ extern "C" void mt_cuda_step_guard(double *guard, float *scale, const double *lo
 
 /* ---- AdamW ------------------------------------------------------------------------------------------------------- */
 
-/* Reads grad, m, v and the fp32 weights, writes m, v, the weights and their bf16 copy: 30 bytes an element for bf16
- * parameters, 28 for fp32 ones, whose `copy` is NULL. */
+/* Reads grad, m, v and the fp32 weights; writes m, v, the weights and their bf16 copy: 30 bytes per element for bf16
+ * parameters, 28 for fp32 parameters (`copy` NULL). */
 template <int N>
 __global__ void __launch_bounds__(256)
     adamw_step(float *weights, __nv_bfloat16 *copy, float *m, float *v, const float *grad, const float *scale,
@@ -148,8 +148,8 @@ __global__ void __launch_bounds__(256)
         ws[k] = mt_load<N>(weights + first + k * step);
     }
     float grad_scale = scale[0], rate = adamw.lr / adamw.bias_correction1;
-    if (grad_scale < 0) return; // a bad step; asked once all loads are on their way
-    float shrink = 1 - adamw.lr * adamw.weight_decay, root = 1 / sqrtf(adamw.bias_correction2);
+    if (grad_scale < 0) return; // the step is skipped; tested after all loads have been issued
+    float decay = 1 - adamw.lr * adamw.weight_decay, inv_sqrt_correction2 = 1 / sqrtf(adamw.bias_correction2);
 #pragma unroll
     for (int k = 0; k < K; k++) {
         if (first + k * step >= end) break;
@@ -157,8 +157,8 @@ __global__ void __launch_bounds__(256)
             float g = grads[k].value[i] * grad_scale;
             ms[k].value[i] = adamw.beta1 * ms[k].value[i] + (1 - adamw.beta1) * g;
             vs[k].value[i] = adamw.beta2 * vs[k].value[i] + (1 - adamw.beta2) * g * g;
-            ws[k].value[i] =
-                ws[k].value[i] * shrink - rate * ms[k].value[i] / (sqrtf(vs[k].value[i]) * root + adamw.eps);
+            ws[k].value[i] = ws[k].value[i] * decay -
+                             rate * ms[k].value[i] / (sqrtf(vs[k].value[i]) * inv_sqrt_correction2 + adamw.eps);
         }
         mt_store(m + first + k * step, ms[k]);
         mt_store(v + first + k * step, vs[k]);
@@ -183,7 +183,7 @@ extern "C" void mt_cuda_adamw_step(void *param, float *master, float *m, float *
 
 /* ---- initial parameters ------------------------------------------------------------------------------------------ */
 
-/* Two uniform words give two normal numbers (Box & Muller), as mt_box_muller of megatron.c. */
+/* Converts two uniform words to two normal numbers (Box & Muller), as mt_box_muller of megatron.c. */
 __device__ static float2 box_muller(uint32_t word0, uint32_t word1) {
     double uniform0 = (word0 + 0.5) * 0x1p-32, uniform1 = (word1 + 0.5) * 0x1p-32;
     float radius = sqrtf(-2 * logf((float)uniform0)), angle = (float)(uniform1 * 6.283185307179586), sine, cosine;
@@ -191,8 +191,8 @@ __device__ static float2 box_muller(uint32_t word0, uint32_t word1) {
     return make_float2(radius * cosine, radius * sine);
 }
 
-/* A thread draws the four numbers of one counter, of which the stretch may hold only some. Writes 2 bytes an element in
- * bf16, 4 in fp32; once in a run, so plainly. */
+/* A thread draws the four numbers of one counter; the range may contain only some of them. Writes 2 bytes per element
+ * in bf16, 4 in fp32. Runs once, so the stores are not vectorised. */
 template <class T>
 __global__ void random_normal(T *param, int64_t n, uint64_t key, int64_t first, float mean, float std) {
     int64_t counter = first / 4 + (int64_t)blockIdx.x * blockDim.x + threadIdx.x, start = counter * 4 - first;

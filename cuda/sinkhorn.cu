@@ -1,6 +1,6 @@
-/* sinkhorn.cu: the choice of experts by Sinkhorn's iteration, which is about all tokens at once. The factors of the
- * experts are found by one block, so that the number of rounds is decided on the device; a round reads the logits
- * twice, from the second level's cache. */
+/* sinkhorn.cu: Sinkhorn routing. The iteration balances all tokens and experts at once. One block computes the factors
+ * of the experts, so that the device decides the index of rounds. Each round reads the logits twice, from the L2
+ * cache. */
 #include "cuda.h"
 
 static constexpr int threads = 1024, warps = threads / 32;
@@ -11,8 +11,8 @@ __device__ static inline double warp_sum(double x) {
     return x;
 }
 
-/* A token's greatest logit, or NaN where they are not all finite; every lane gets it. */
-__device__ static inline float greatest_of(const float *x, int E) {
+/* The maximum of a token's logits, or NaN if one of them is not finite; every lane receives it. */
+__device__ static inline float row_maximum(const float *x, int E) {
     float max = -INFINITY;
     bool finite = true;
     for (int e = threadIdx.x % 32; e < E; e += 32) {
@@ -23,11 +23,11 @@ __device__ static inline float greatest_of(const float *x, int E) {
     return __all_sync(all_lanes, finite) ? max : NAN;
 }
 
-/* Factors that give every token's row the sum 1 / tokens: weight[T], one warp after another. */
-__device__ static inline void scale_rows(double *weight, const double *scale, const float *greatest, int tokens,
+/* weight[t] = the factor that makes the sum of token t's row 1 / tokens. One warp per row. */
+__device__ static inline void scale_rows(double *weight, const double *scale, const float *row_max, int tokens,
                                          const float *logits, int64_t T, int E) {
     for (int64_t t = threadIdx.x / 32; t < T; t += warps) {
-        float max = greatest[t];
+        float max = row_max[t];
         double sum = 0;
         for (int e = threadIdx.x % 32; e < E && !isnan(max); e += 32)
             sum += scale[e] * (double)expf(logits[t * E + e] - max);
@@ -37,9 +37,9 @@ __device__ static inline void scale_rows(double *weight, const double *scale, co
     __syncthreads();
 }
 
-/* Factors that give every expert's column the sum 1 / E: a thread adds up a slice of a column. Gives the sum of the
- * changes of this thread's. `parts` is of a number for each thread. */
-__device__ static inline double scale_columns(double *scale, double *parts, const double *weight, const float *greatest,
+/* scale[e] = the factor that makes the sum of expert e's column 1 / E. A thread sums a slice of a column; `parts` holds
+ * one index per thread. Returns the sum of |change| over the columns of this thread. */
+__device__ static inline double scale_columns(double *scale, double *parts, const double *weight, const float *row_max,
                                               const float *logits, int64_t T, int E) {
     int width = min((E + 31) / 32 * 32, threads), slices = threads / width, slice = threadIdx.x / width;
     double change = 0;
@@ -47,7 +47,7 @@ __device__ static inline double scale_columns(double *scale, double *parts, cons
         int e = first + threadIdx.x % width;
         double sum = 0;
         for (int64_t t = slice; t < T && slice < slices && e < E; t += slices)
-            if (!isnan(greatest[t])) sum += weight[t] * (double)expf(logits[t * E + e] - greatest[t]);
+            if (!isnan(row_max[t])) sum += weight[t] * (double)expf(logits[t * E + e] - row_max[t]);
         parts[threadIdx.x] = sum;
         __syncthreads();
         if (slice == 0 && e < E) {
@@ -61,24 +61,24 @@ __device__ static inline double scale_columns(double *scale, double *parts, cons
     return change;
 }
 
-/* One block. scale[E] of all tokens; weight[T] and greatest[T] are scratch, the latter is used again. */
+/* One block. Writes scale[E]. weight[T] is scratch; row_max[T] is used again by `choose`. */
 __global__ void __launch_bounds__(threads)
-    sinkhorn(double *scale, double *weight, float *greatest, const float *logits, int64_t T, int E) {
-    extern __shared__ double own[]; // [E]
+    sinkhorn(double *scale, double *weight, float *row_max, const float *logits, int64_t T, int E) {
+    extern __shared__ double factors[]; // [E]
     __shared__ double parts[threads], mean;
     __shared__ int tokens;
     if (threadIdx.x == 0) tokens = 0;
-    for (int e = threadIdx.x; e < E; e += threads) own[e] = 1;
+    for (int e = threadIdx.x; e < E; e += threads) factors[e] = 1;
     __syncthreads();
     for (int64_t t = threadIdx.x / 32; t < T; t += warps) {
-        float max = greatest_of(logits + t * E, E);
-        if (threadIdx.x % 32 == 0) greatest[t] = max;
+        float max = row_maximum(logits + t * E, E);
+        if (threadIdx.x % 32 == 0) row_max[t] = max;
         if (threadIdx.x % 32 == 0 && !isnan(max)) atomicAdd(&tokens, 1);
     }
     __syncthreads();
     for (int round = 0; round < MT_SINKHORN_ROUNDS && tokens > 0; round++) {
-        scale_rows(weight, own, greatest, tokens, logits, T, E);
-        parts[threadIdx.x] = scale_columns(own, parts, weight, greatest, logits, T, E);
+        scale_rows(weight, factors, row_max, tokens, logits, T, E);
+        parts[threadIdx.x] = scale_columns(factors, parts, weight, row_max, logits, T, E);
         __syncthreads();
         if (threadIdx.x < 32) {
             double sum = 0;
@@ -89,35 +89,36 @@ __global__ void __launch_bounds__(threads)
         __syncthreads();
         if (mean <= 1e-4) break;
     }
-    for (int e = threadIdx.x; e < E; e += threads) scale[e] = own[e];
+    for (int e = threadIdx.x; e < E; e += threads) scale[e] = factors[e];
 }
 
-/* The expert of the greatest scaled exponential after the one of (value, expert), the lowest number among equals. */
+/* Finds the expert that follows (value, expert) in the order by descending scaled exponential, then ascending
+ * index. */
 __device__ static inline void next_after(double *value, int *expert, const float *x, const double *scale, float max,
                                          int E) {
     double best = -1;
-    int number = E;
+    int index = E;
     for (int e = threadIdx.x % 32; e < E; e += 32) {
         double key = scale[e] * (double)expf(x[e] - max);
         bool after = key < *value || (key == *value && e > *expert);
-        if (after && key > best) best = key, number = e;
+        if (after && key > best) best = key, index = e;
     }
     for (int lane = 16; lane > 0; lane /= 2) {
         double other = __shfl_xor_sync(all_lanes, best, lane);
-        int other_number = __shfl_xor_sync(all_lanes, number, lane);
-        if (other > best || (other == best && other_number < number)) best = other, number = other_number;
+        int other_index = __shfl_xor_sync(all_lanes, index, lane);
+        if (other > best || (other == best && other_index < index)) best = other, index = other_index;
     }
-    *value = best, *expert = number;
+    *value = best, *expert = index;
 }
 
-/* A warp has a token; the arrays are those of the first. */
+/* One warp per token; the arrays begin at the first token. */
 __global__ void choose(float *probs, int32_t *experts, int32_t *invalid, const float *logits, const double *scale,
-                       const float *greatest, int64_t count, int E, int k, bool sigmoid, float scaling) {
+                       const float *row_max, int64_t count, int E, int k, bool sigmoid, float scaling) {
     int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     int lane = threadIdx.x % 32, expert = -1;
     if (t >= count) return;
     const float *x = logits + t * E;
-    float max = greatest[t], sum = 0;
+    float max = row_max[t], sum = 0;
     double value = INFINITY;
     for (int e = lane; e < E; e += 32) sum += expf(x[e] - max);
     sum = mt_warp_sum(sum);
@@ -139,14 +140,15 @@ extern "C" void mt_cuda_route_sinkhorn(float *probs, int32_t *experts, int32_t *
     int64_t E = router->num_experts;
     MT_CHECK(router->sigmoid ? router->topk == 1 : router->pre_softmax);
     if (T == 0 || count == 0) return;
-    MT_CHECK(E * 8 + threads * 8 <= 40 * 1024); // what a block has without asking, less the rest
+    // `factors` and `parts` fit in the default 48 KiB of shared memory, with a margin for the rest.
+    MT_CHECK(E * 8 + threads * 8 <= 40 * 1024);
     double *scale = (double *)mt_cuda_workspace(stream, (E + T) * 8 + T * 4), *weight = scale + E;
-    float *greatest = (float *)(weight + T);
+    float *row_max = (float *)(weight + T);
     cudaStream_t on = mt_cuda_stream(stream);
-    sinkhorn<<<1, threads, (size_t)(E * 8), on>>>(scale, weight, greatest, logits, T, (int)E);
+    sinkhorn<<<1, threads, (size_t)(E * 8), on>>>(scale, weight, row_max, logits, T, (int)E);
     MT_CUDA_LAUNCHED();
     choose<<<(unsigned)mt_divide_up(count, 8), 256, 0, on>>>(probs, experts, invalid, logits + first * E, scale,
-                                                             greatest + first, count, (int)E, (int)router->topk,
+                                                             row_max + first, count, (int)E, (int)router->topk,
                                                              router->sigmoid, router->scaling);
     MT_CUDA_LAUNCHED();
 }

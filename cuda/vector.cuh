@@ -1,9 +1,8 @@
-/* vector.cuh: how the memory-bound kernels touch memory.
+/* vector.cuh: memory access of the memory-bound kernels.
  *
- * They are as fast as the memory when each thread asks for sixteen bytes at a time and for several such packs before it
- * uses the first. A kernel is written once for packs of N elements; where addresses or lengths are no multiples of
- * sixteen bytes, the same kernel is launched with N = 1.
- */
+ * These kernels reach memory bandwidth only if each thread loads 16 bytes at a time and issues several such loads
+ * before it uses the first. A kernel is written once for packs of N elements. If an address or a length is not a
+ * multiple of 16 bytes, the same kernel is launched with N = 1. */
 #ifndef MT_CUDA_VECTOR_CUH
 #define MT_CUDA_VECTOR_CUH
 
@@ -13,20 +12,20 @@
 #include <initializer_list>
 #include <type_traits>
 
-/* N elements that are read or written together. bf16 stay in the words they came in: as elements of two bytes they
- * would cost so many instructions to take out and put back that these set a kernel's time, not its bytes. Kernels
- * calculate on mt_to_float(pack) and store mt_from_float<T>(pack). */
+/* N elements that are read or written by one instruction. bf16 elements stay in 32-bit words, two per word: packing and
+ * unpacking 2-byte elements takes so many instructions that they, not the bytes moved, would determine the kernel's
+ * time. Kernels compute on mt_to_float(pack) and store mt_from_float<T>(pack). */
 template <class T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) mt_pack { T value[N]; };
 template <int N> struct alignas(2 * N < 16 ? 2 * N : 16) mt_pack<__nv_bfloat16, N> { uint32_t pairs[N / 2]; };
 template <> struct mt_pack<__nv_bfloat16, 1> { uint16_t bits; };
 
-/* The machine word that carries a pack; without it the compiler may store the elements one by one. */
+/* The machine word used to load and store a pack. Without it the compiler may access the elements one by one. */
 template <int bytes> struct mt_word {
     using type = std::conditional_t<bytes % 16 == 0, uint4, std::conditional_t<bytes == 8, uint2, uint32_t>>;
 };
 template <> struct mt_word<2> { using type = uint16_t; };
 
-/* The pack at `from`, or zeros where it is not `there`. */
+/* Loads the pack at `from`, or returns zeros if `there` is false. */
 template <int N, class T> __device__ static inline mt_pack<T, N> mt_load(const T *from, bool there = true) {
     using word = typename mt_word<sizeof(mt_pack<T, N>)>::type;
     constexpr int count = sizeof(mt_pack<T, N>) / sizeof(word);
@@ -38,7 +37,7 @@ template <int N, class T> __device__ static inline mt_pack<T, N> mt_load(const T
     return pack;
 }
 
-/* A word of memory is written by one instruction; the compiler may split an assignment. */
+/* Stores one word with one instruction; the compiler may split a plain assignment. */
 __device__ static inline void mt_store_word(uint4 *to, uint4 word) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z),
                  "r"(word.w)
@@ -62,8 +61,8 @@ template <class T, int N> __device__ static inline void mt_store(T *to, const mt
     for (int i = 0; i < count; i++) mt_store_word((word *)to + i, words[i]);
 }
 
-/* Begins to copy the pack at `from`, or zeros where it is not `there`, to shared memory; no register holds it on its
- * way. Packs of less than four bytes, which the hardware does not copy so, are copied at once. */
+/* Starts an asynchronous copy (cp.async) of the pack at `from` to shared memory, or of zeros if `there` is false. The
+ * data does not pass through registers. cp.async needs at least 4 bytes; smaller packs are copied synchronously. */
 template <class T, int N>
 __device__ static inline void mt_load_async(mt_pack<T, N> *shared, const T *from, bool there) {
     constexpr int bytes = sizeof(mt_pack<T, N>);
@@ -79,7 +78,8 @@ __device__ static inline void mt_load_async(mt_pack<T, N> *shared, const T *from
         *shared = mt_load<N>(from, there);
 }
 
-/* Ends a group of copies; waits until all but the last `pending` groups of this thread are there. */
+/* commit closes a group of copies; wait<pending> waits until at most the last `pending` groups of this thread are
+ * incomplete. */
 __device__ static inline void mt_load_async_commit(void) {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -87,7 +87,8 @@ template <int pending> __device__ static inline void mt_load_async_wait(void) {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-/* Element i of a pack in fp32, for an i that the compiler knows; and all of them. */
+/* mt_element: element i of a pack in fp32; i must be a compile-time constant after unrolling. mt_to_float: all
+ * elements. */
 template <int N> __device__ static inline float mt_element(const mt_pack<float, N> &pack, int i) {
     return pack.value[i];
 }
@@ -122,13 +123,13 @@ template <class T, int N> __device__ static inline mt_pack<T, N> mt_from_float(c
     }
 }
 
-/* Keeps a bf16 pack as it is between two uses: the compiler would keep its fp32 values, in twice the registers. */
+/* Keeps a bf16 pack packed between two uses. Otherwise the compiler keeps its fp32 values, in twice the registers. */
 template <class T, int N> __device__ static inline void mt_keep_packed(mt_pack<T, N> &pack) {
     if constexpr (!std::is_same_v<T, float> && N > 1)
         for (int i = 0; i < N / 2; i++) asm volatile("" : "+r"(pack.pairs[i]));
 }
 
-/* Whether every address and every length (in elements) is a multiple of sixteen bytes. */
+/* True if every address and every length (in elements) is a multiple of 16 bytes. */
 static inline bool mt_wide(mt_dtype dtype, std::initializer_list<const void *> addresses,
                            std::initializer_list<int64_t> lengths) {
     for (const void *address : addresses)
@@ -140,7 +141,7 @@ static inline bool mt_wide(mt_dtype dtype, std::initializer_list<const void *> a
 
 template <int N> using mt_width = std::integral_constant<int, N>;
 
-/* Calls body(T(), mt_width<N>()) for the type that `dtype` names; N is sixteen bytes' worth where `wide`, else 1. */
+/* Calls body(T(), mt_width<N>()) with T the type of `dtype` and N = 16 / sizeof(T) if `wide`, else N = 1. */
 template <class Body> static void mt_by_type(mt_dtype dtype, bool wide, Body body) {
     if (dtype == MT_F32) {
         if (wide)
@@ -155,22 +156,22 @@ template <class Body> static void mt_by_type(mt_dtype dtype, bool wide, Body bod
     }
 }
 
-/* Calls body(begin, end, mt_width<N>()) for the packs of N elements in [0, n), then with N = 1 for the few that are
- * left, or for all of them where the addresses are not `wide`. */
+/* Calls body(begin, end, mt_width<N>()) for the whole packs of N elements in [0, n), then with N = 1 for the remainder.
+ * If the addresses are not `wide`, N = 1 serves all elements. */
 template <int N, class Body> static void mt_split(int64_t n, bool wide, Body body) {
     int64_t whole = wide ? n / N * N : 0;
     if (whole > 0) body((int64_t)0, whole, mt_width<N>());
     if (whole < n) body(whole, n, mt_width<1>());
 }
 
-/* Blocks that together hold `threads` threads in blocks of `block`. */
+/* The number of blocks of size `block` that hold `threads` threads. */
 static inline unsigned mt_blocks(int64_t threads, int64_t block) {
     return (unsigned)mt_divide_up(threads, block);
 }
 
-/* A grid over rows of `packs` packs each, `k` packs a thread. Blocks never straddle rows, so that a thread finds its
- * row by one division, whatever its packs. `rows`: how many whole rows a kernel that uses blockDim.y may put in a
- * block, where one row alone makes so small a block that a multiprocessor is full of blocks before it is full of
+/* A grid over rows of `packs` packs with `k` packs per thread. A block never spans two rows, so a thread finds its row
+ * with one division. `rows` is the number of rows per block (blockDim.y) for kernels that support it: more than 1 where
+ * a block of one row would be so small that a multiprocessor reaches its limit of blocks before its limit of
  * threads. */
 struct mt_row_grid {
     unsigned blocks_per_row, threads, rows;
@@ -182,7 +183,7 @@ static inline mt_row_grid mt_rows(int64_t packs, int64_t k) {
     return {(unsigned)blocks, (unsigned)threads, blocks == 1 && threads < 128 ? 128 / (unsigned)threads : 1};
 }
 
-/* The same where rows may be short and many: a block holds block.y rows, whose packs block.x threads share. */
+/* The same for many, possibly short rows: a block holds block.y rows; block.x threads share the packs of a row. */
 struct mt_many_row_grid {
     unsigned blocks, blocks_per_row;
     dim3 block;
@@ -191,12 +192,12 @@ struct mt_many_row_grid {
 static inline mt_many_row_grid mt_many_rows(int64_t rows, int64_t packs, int64_t k) {
     mt_row_grid grid = mt_rows(packs, k);
     if (grid.blocks_per_row > 1) return {(unsigned)rows * grid.blocks_per_row, grid.blocks_per_row, grid.threads};
-    unsigned threads = (unsigned)mt_divide_up(packs, k), together = 256 / threads;
-    return {(unsigned)mt_divide_up(rows, together), 1, dim3(threads, together)};
+    unsigned threads = (unsigned)mt_divide_up(packs, k), rows_per_block = 256 / threads;
+    return {(unsigned)mt_divide_up(rows, rows_per_block), 1, dim3(threads, rows_per_block)};
 }
 
-/* A block for rows that are reduced: blockDim.x threads share a row of `packs` packs, `k` each; they are a power of two
- * within a warp, or whole warps up to `largest` threads. Short rows are put together to about `smallest` threads. */
+/* Block shape of a row reduction. blockDim.x threads share a row of `packs` packs, `k` packs each: a power of two up to
+ * 32, or whole warps up to `largest` threads. Several short rows share a block of about `smallest` threads. */
 static inline dim3 mt_reduction_block(int64_t packs, int64_t k, int64_t smallest, int64_t largest) {
     int64_t threads = mt_divide_up(packs, k), width = 1;
     while (width < threads && width < 32) width *= 2;
@@ -205,14 +206,15 @@ static inline dim3 mt_reduction_block(int64_t packs, int64_t k, int64_t smallest
     return dim3((unsigned)width, (unsigned)(width < smallest ? smallest / width : 1));
 }
 
-/* x[m] = its sum over the blockDim.x threads that share a row, the same bits in all of them. Every thread of the block
- * calls it. `turn` is 0 and 1 alternately, so that a sum is not overwritten by the next while it is read. */
+/* x[m] = the sum of x[m] over the blockDim.x threads that share a row; all of them receive the same bits. Every thread
+ * of the block must call it. `turn` must alternate between 0 and 1: it selects the shared-memory buffer, so that the
+ * next sum does not overwrite one that is still being read. */
 template <int M> __device__ static inline void mt_row_sum(float (&x)[M], int turn) {
 #pragma unroll
     for (int lane = 16; lane > 0; lane /= 2)
         for (int m = 0; m < M; m++) {
             float other = __shfl_xor_sync(0xffffffff, x[m], lane);
-            x[m] += lane < blockDim.x ? other : 0; // else it is of another row
+            x[m] += lane < blockDim.x ? other : 0; // otherwise `other` belongs to another row
         }
     if (blockDim.x <= 32) return;
     __shared__ float of_warp[2][M][32];
@@ -223,8 +225,7 @@ template <int M> __device__ static inline void mt_row_sum(float (&x)[M], int tur
     for (int m = 0; m < M; m++) x[m] = mt_warp_sum(lane < warps ? of_warp[turn][m][first + lane] : 0);
 }
 
-/* Launches a kernel all of whose threads call mt_wait_for_previous, so that it may begin before the one ahead of it is
- * done. */
+/* Launches a kernel with programmatic dependent launch. Every thread of the kernel must call mt_wait_for_previous. */
 template <class... P, class... A>
 static void mt_launch_early(void (*kernel)(P...), dim3 grid, dim3 block, int64_t shared, cudaStream_t stream,
                             const A &...arguments) {
@@ -235,8 +236,8 @@ static void mt_launch_early(void (*kernel)(P...), dim3 grid, dim3 block, int64_t
     MT_CUDA(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
-/* mt_dropout as a kernel uses it: an element is kept where its word of Philox is at least `threshold`. For p = 1 that
- * would be 2^32, which 32 bits cannot hold; there `kept` is 0, so that whatever is kept is nothing. */
+/* mt_dropout in the form that kernels use. An element is kept if its Philox word is at least `threshold`. p = 1 would
+ * need the threshold 2^32, which does not fit in 32 bits; the factor `kept` is 0 then. */
 struct mt_masks {
     uint64_t key;
     uint32_t threshold;
@@ -248,23 +249,23 @@ static inline mt_masks mt_dropout_masks(const mt_dropout *dropout) {
     return {dropout->key, p < 1 ? (uint32_t)(p * 4294967296.0) : UINT32_MAX, p < 1 ? (float)(1 / (1 - p)) : 0};
 }
 
-/* residual + dropout(x) for the pack of token `token` at `channel`, a multiple of 4 where N > 1: four neighbours share
- * a counter. */
+/* residual + dropout(x) for the pack at (token, channel). If N > 1, `channel` is a multiple of 4: four neighbouring
+ * channels share one Philox counter. */
 template <int N>
 __device__ static inline mt_pack<float, N> mt_add_dropped(const mt_pack<float, N> &x, mt_pack<float, N> residual,
                                                           const mt_masks &masks, uint64_t token, int64_t channel) {
     uint4 words = make_uint4(0, 0, 0, 0);
     for (int i = 0; i < N; i++) {
         if (i % 4 == 0 && masks.threshold > 0) words = mt_cuda_philox(masks.key, token, (uint64_t)(channel + i) / 4);
-        int place = N == 1 ? channel % 4 : i % 4;
-        uint32_t word = place == 0 ? words.x : place == 1 ? words.y : place == 2 ? words.z : words.w;
+        int word_index = N == 1 ? channel % 4 : i % 4;
+        uint32_t word = word_index == 0 ? words.x : word_index == 1 ? words.y : word_index == 2 ? words.z : words.w;
         residual.value[i] += x.value[i] * (word >= masks.threshold ? masks.kept : 0);
     }
     return residual;
 }
 
-/* 2^x and e^x by the special-function unit, right to a few units in the last place for the x of a softmax or a sigmoid.
- */
+/* 2^x and e^x by the special-function unit (ex2.approx), accurate to a few ulp for the arguments of a softmax or a
+ * sigmoid. */
 __device__ static inline float mt_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

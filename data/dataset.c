@@ -1,20 +1,11 @@
-/* dataset.c: every source of samples behind one question, and the splits of a run. */
+/* dataset.c: the splits of a run; mock data and token files. */
 #include "dataset.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-int mt_dataset_get(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error) {
-    MT_CHECK(index >= 0 && index < dataset->num_samples);
-    return dataset->get(dataset, index, tokens, error);
-}
-
-void mt_dataset_free(mt_dataset *dataset) {
-    if (dataset) dataset->free(dataset);
-}
-
-/* ---- made-up tokens ---------------------------------------------------------------------------------------------- */
+/* ---- mock data --------------------------------------------------------------------------------------------------- */
 
 typedef struct mock_dataset {
     mt_dataset base;
@@ -22,7 +13,7 @@ typedef struct mock_dataset {
     uint64_t key;
 } mock_dataset;
 
-/* Token t of a sample is drawn at the coordinate (sample, t), so any sample can be made at any time. */
+/* Token t is a function of the seed and the coordinate (sample, t). */
 static int mock_dataset_get(const mt_dataset *base, int64_t index, int32_t *tokens, mt_error *error) {
     (void)error;
     const mock_dataset *mock = (const mock_dataset *)base;
@@ -85,8 +76,8 @@ static int tokens_file_check(tokens_file_dataset *dataset, int64_t wanted, mt_er
     int64_t row = dataset->base.seq_length + 1, size = dataset->file.size;
     if (size % (row * 4) != 0)
         return mt_error_set(error,
-                            "--tokens-file %s: %lld bytes are not whole sequences of %lld int32 (--seq-length + 1); "
-                            "change --seq-length or the file",
+                            "--tokens-file %s: %lld bytes are not whole sequences of %lld int32 (--seq-length + "
+                            "1); change --seq-length or the file",
                             dataset->path, (long long)size, (long long)row);
     dataset->base.num_samples = size / (row * 4);
     if (dataset->base.num_samples < wanted)
@@ -114,7 +105,7 @@ static int tokens_file_create(mt_dataset **out, const mt_data_config *config, mt
 struct mt_data {
     mt_dataset *splits[MT_NUM_SPLITS];
     int64_t num_indexed;
-    mt_indexed_dataset **indexed; // what the splits read
+    mt_indexed_dataset **indexed; // the files of the splits
 };
 
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split) {
@@ -129,7 +120,7 @@ void mt_data_close(mt_data *data) {
     free(data);
 }
 
-/* Opens every path of a blend; they are the last blend->count of data->indexed. */
+/* Opens every path of a blend and appends it to data->indexed. */
 static int open_paths(mt_data *data, const mt_blend *blend, mt_error *error) {
     int64_t count = data->num_indexed + blend->count;
     data->indexed = mt_realloc(data->indexed, count * (int64_t)sizeof *data->indexed);
@@ -140,20 +131,20 @@ static int open_paths(mt_data *data, const mt_blend *blend, mt_error *error) {
     return 0;
 }
 
-/* The first sequence beyond a fraction of the whole, rounded as Python rounds (half to even). */
+/* The sequence at a fraction of all sequences, rounded like Python's round (half to even). */
 static int64_t sequence_at(const mt_indexed_dataset *indexed, double fraction) {
     return (int64_t)nearbyint(fraction * (double)mt_indexed_dataset_index(indexed)->num_sequences);
 }
 
-/* One split of one path: its sequences between two fractions of the whole. */
+/* One split of one path: the sequences between two fractions of all. */
 static int create_source(mt_dataset **out, const mt_indexed_dataset *indexed, const double share[2],
                          int64_t num_samples, const mt_data_config *config, mt_error *error) {
     return mt_gpt_dataset_create(out, indexed, sequence_at(indexed, share[0]), sequence_at(indexed, share[1]),
                                  num_samples, config, error);
 }
 
-/* Sources of a weighted blend are asked for their part and a little more; without weights each is read for one epoch
- * and weighs what it holds. Sets `weights` and the blend's `size`. */
+/* With weights, the size of a source is its part of the blend plus Megatron's surplus. Without weights, every source is
+ * read for one epoch and its weight is its number of samples. Sets `weights` and the blend's `size`. */
 static int create_sources(mt_dataset **sources, double *weights, int64_t *size, mt_indexed_dataset *const *indexed,
                           const mt_blend *blend, const double share[2], const mt_data_config *config, mt_error *error) {
     if (blend->weights) mt_weights_normalize(weights, blend->weights, blend->count);
@@ -169,8 +160,8 @@ static int create_sources(mt_dataset **sources, double *weights, int64_t *size, 
     if (!blend->weights && total < wanted && ends)
         return mt_error_set(
             error,
-            "the data paths, of which %s is the first, hold %lld samples in one epoch, but the run needs "
-            "%lld; give a weight before every path, so that they are read more than once",
+            "the data paths (%s and more) hold %lld samples in one epoch, but the run needs %lld; give a weight "
+            "before every path, to read paths more than once",
             blend->paths[0], (long long)total, (long long)wanted);
     *size = blend->weights || total < wanted ? total : wanted;
     return 0;
@@ -190,14 +181,15 @@ static int create_blend(mt_dataset **out, mt_indexed_dataset *const *indexed, co
     return result;
 }
 
-/* Few documents may leave a small share without any, which is no reason not to train on the others. */
+/* With few documents a small share may have none. */
 static bool lacks_documents(mt_indexed_dataset *const *indexed, int64_t count, const double share[2]) {
     for (int64_t i = 0; i < count; i++)
         if (sequence_at(indexed[i], share[0]) == sequence_at(indexed[i], share[1])) return true;
     return false;
 }
 
-/* One split of a blend; a lone path is read directly. `share` is the part of every path that belongs to the split. */
+/* One split of a blend, or, if `direct`, of its only path. `share`: the fractions of every path that bound the split.
+ */
 static int create_split(mt_data *data, mt_split split, const mt_blend *blend, bool direct, const double share[2],
                         const mt_data_config *config, mt_error *error) {
     mt_indexed_dataset *const *indexed = data->indexed + data->num_indexed - blend->count;
@@ -208,7 +200,7 @@ static int create_split(mt_data *data, mt_split split, const mt_blend *blend, bo
     return create_blend(&data->splits[split], indexed, blend, share, size, config, error);
 }
 
-/* --data-path: all splits are cut from the same paths. */
+/* --data-path: all splits share the same paths. */
 static int open_data_path(mt_data *data, const mt_data_config *config, mt_error *error) {
     double edges[MT_NUM_SPLITS + 1];
     mt_blend blend;
@@ -222,7 +214,7 @@ static int open_data_path(mt_data *data, const mt_data_config *config, mt_error 
     return result;
 }
 
-/* --train-data-path and so on: every split has paths of its own. */
+/* --train-data-path and so on: every split has its own paths. */
 static int open_split_data_path(mt_data *data, mt_split split, const mt_data_config *config, mt_error *error) {
     static const char *const options[] = {"--train-data-path", "--valid-data-path", "--test-data-path"};
     static const double whole[2] = {0, 1};
@@ -240,7 +232,7 @@ static int check_config(const mt_data_config *config, mt_error *error) {
     for (int split = 0; split < MT_NUM_SPLITS; split++) {
         split_paths += config->split_data_path[split].count;
         if (config->sizes[split] < 0 || config->sizes[split] >= UINT32_MAX - 1)
-            return mt_error_set(error, "%lld samples are more than can be numbered (%lld); train on fewer",
+            return mt_error_set(error, "%lld samples are more than the limit of %lld; train on fewer",
                                 (long long)config->sizes[split], (long long)UINT32_MAX - 2);
     }
     int sources = (config->data_path.count > 0) + (split_paths > 0) + config->mock_data + (config->tokens_file != NULL);
@@ -250,7 +242,8 @@ static int check_config(const mt_data_config *config, mt_error *error) {
     if (config->seq_length < 1 || config->vocab_size < 1)
         return mt_error_set(error, "--seq-length and the vocabulary size must be at least 1");
     if (config->seed < 0 || config->seed > UINT32_MAX)
-        return mt_error_set(error, "--seed %lld: must lie in [0, 4294967295], as NumPy's", (long long)config->seed);
+        return mt_error_set(error, "--seed %lld: must be in [0, 4294967295], the range of NumPy's seeds",
+                            (long long)config->seed);
     return 0;
 }
 

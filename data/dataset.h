@@ -1,12 +1,12 @@
-/* dataset.h: from files of tokens to batches of tokens.
+/* dataset.h: from files of tokens to batches of tokens. Each file calls only those above it in this list:
  *
- *   indexed_dataset.c   Megatron's pair of files: PREFIX.bin holds tokens, PREFIX.idx says where each sequence lies
- *   gpt_dataset.c       the order in which Megatron-LM visits documents and samples, id for id; blends
- *   dataset.c           any source behind one question: which tokens does sample i hold?
- *   loader.c            which samples a data-parallel rank reads next, and the batch that they make
+ *   indexed_dataset.c   Megatron's pair of files: PREFIX.bin holds tokens, PREFIX.idx the position of each sequence
+ *   gpt_dataset.c       samples by index, in the order in which Megatron-LM visits them, id for id; blends
+ *   dataset.c           the training, validation and test split of a run; mock data and token files
+ *   loader.c            the samples that a data-parallel rank reads next, and the batch that they make
  *
- * The only state of a training run that this part needs is the number of samples consumed so far: every function from
- * a sample's index on is pure, so a resumed run reads exactly what an uninterrupted one would have read.
+ * The only state is the number of samples consumed so far: a sample is a pure function of its index, so a resumed run
+ * reads exactly the same samples as an uninterrupted run.
  */
 #ifndef MT_DATASET_H
 #define MT_DATASET_H
@@ -17,16 +17,15 @@
 extern "C" {
 #endif
 
-/* ---- files ---------------------------------------------------------------------------------------------------------
- */
+/* ---- files ------------------------------------------------------------------------------------------------------- */
 
-/* A regular file mapped read-only; bytes is NULL when it is empty. */
+/* A regular file mapped read-only; `bytes` is NULL if the file is empty. */
 typedef struct mt_mapping {
     const uint8_t *bytes;
     int64_t size;
 } mt_mapping;
 
-/* Maps a file, and gives the map back. */
+/* Map and unmap a file. */
 int mt_mapping_open(mt_mapping *mapping, const char *path, mt_error *error);
 void mt_mapping_close(mt_mapping *mapping);
 
@@ -34,23 +33,22 @@ void mt_mapping_close(mt_mapping *mapping);
  *
  * PREFIX.idx, little-endian: "MMIDIDX\0\0", u64 version 1, u8 token type, u64 sequences, u64 documents + 1, then
  *   i32 length of each sequence in tokens; i64 byte offset of each in the .bin;
- *   i64 document index: document d is made of the sequences from entry d up to entry d + 1.
- * PREFIX.bin: the tokens, nothing else. (Megatron-LM, megatron/core/datasets/indexed_dataset.py)
+ *   i64 document index: document d has the sequences [entry d, entry d + 1).
+ * PREFIX.bin: the tokens only. (Megatron-LM, megatron/core/datasets/indexed_dataset.py)
  */
 
-/* A validated .idx in memory: the three arrays are views into it and may be unaligned. */
+/* A validated .idx in memory. The three arrays point into it and may be unaligned. */
 typedef struct mt_indexed_index {
-    mt_dtype dtype;           // of a token: u8, i8, i16, u16, i32 or i64
-    int64_t num_sequences;    //
-    int64_t num_documents;    //
+    mt_dtype dtype; // of a token: u8, i8, i16, u16, i32 or i64
+    int64_t num_sequences, num_documents;
     const uint8_t *lengths;   // i32 [num_sequences]
     const uint8_t *offsets;   // i64 [num_sequences]
     const uint8_t *documents; // i64 [num_documents + 1]
 } mt_indexed_index;
 
-/* Reads the `size` bytes of an .idx whose .bin has `bin_size` bytes, and checks everything that it says: after success
- * every sequence lies inside the .bin and the document index is monotone within the sequences. `path` is for messages;
- * `bytes` must outlive `index`. */
+/* Parses and validates the `size` bytes of an .idx whose .bin has `bin_size` bytes. After success every sequence lies
+ * inside the .bin and the document index ascends from 0 to num_sequences. `path` is for messages; `bytes` must outlive
+ * `index`. */
 int mt_indexed_index_parse(mt_indexed_index *index, const void *bytes, int64_t size, int64_t bin_size, const char *path,
                            mt_error *error);
 
@@ -60,58 +58,56 @@ typedef struct mt_indexed_dataset mt_indexed_dataset;
 int mt_indexed_dataset_open(mt_indexed_dataset **dataset, const char *prefix, mt_error *error);
 void mt_indexed_dataset_close(mt_indexed_dataset *dataset);
 
-/* What it was opened with. */
+/* The parsed index, and the prefix that it was opened with. */
 const mt_indexed_index *mt_indexed_dataset_index(const mt_indexed_dataset *dataset);
 const char *mt_indexed_dataset_prefix(const mt_indexed_dataset *dataset);
 
-/* Tokens in a sequence. */
+/* Number of tokens of a sequence. */
 int64_t mt_indexed_dataset_length(const mt_indexed_dataset *dataset, int64_t sequence);
 
-/* Copies tokens [offset, offset + count) of a sequence; the range must lie within it. A token outside [0, vocab_size)
- * is an error that names the file, the document and the token. */
+/* Copies tokens [offset, offset + count) of a sequence; the range must lie within the sequence. A token outside
+ * [0, vocab_size) is an error that names the file, the document and the token. */
 int mt_indexed_dataset_get(const mt_indexed_dataset *dataset, int64_t sequence, int64_t offset, int64_t count,
                            int64_t vocab_size, int32_t *tokens, mt_error *error);
 
-/* Writes a pair of files under temporary names. Nothing appears under PREFIX until _publish; an open writer that is
- * closed before leaves nothing behind. The index is held in memory: 4 bytes a sequence and 8 a document. */
+/* Writes a pair of files under temporary names until _publish renames them; a writer closed earlier removes them. The
+ * index is held in memory: 4 bytes per sequence and 8 per document. */
 typedef struct mt_indexed_writer mt_indexed_writer;
 
-/* `dtype` is MT_U16 or MT_I32: u16 where the vocabulary has under 65,500 tokens, as Megatron's tool decides. */
+/* `dtype` is MT_U16 or MT_I32, see mt_indexed_dtype_for_vocab. */
 int mt_indexed_writer_open(mt_indexed_writer **writer, const char *prefix, mt_dtype dtype, mt_error *error);
 
-/* Appends one document of `num_sequences` sequences (possibly none) that lie one after another in `tokens`. */
+/* Appends one document of `num_sequences` (possibly 0) sequences that are contiguous in `tokens`. */
 int mt_indexed_writer_add_document(mt_indexed_writer *writer, const int32_t *tokens, const int32_t *lengths,
                                    int64_t num_sequences, mt_error *error);
 
-/* Writes the index and makes both temporary files durable; a full disk is reported here at the latest. */
+/* Writes the index and syncs both temporary files to the disk; a full disk is reported here at the latest. */
 int mt_indexed_writer_seal(mt_indexed_writer *writer, mt_error *error);
 
 /* Renames the sealed files into place. */
 int mt_indexed_writer_publish(mt_indexed_writer *writer, mt_error *error);
 
-/* Removes what was not published and frees the writer. */
+/* Removes unpublished files and frees the writer. */
 void mt_indexed_writer_close(mt_indexed_writer *writer);
 
-/* MT_U16 or MT_I32, as above. */
+/* MT_U16 if the vocabulary has under 65,500 tokens, else MT_I32 (the rule of Megatron's tool). */
 mt_dtype mt_indexed_dtype_for_vocab(int64_t vocab_size);
 
 /* ---- the random numbers of NumPy and PyTorch ---------------------------------------------------------------------
- * Sample order is part of what a run is, so the two shuffles that Megatron uses are reproduced bit for bit. Both draw
- * from MT19937 (Matsumoto and Nishimura, "Mersenne Twister", 1998).
+ * Megatron's two shuffles, bit for bit, so that the order of samples is the same. Both draw from MT19937 (Matsumoto and
+ * Nishimura, "Mersenne Twister", 1998).
  */
 typedef struct mt_mt19937 {
     uint32_t state[624];
     int position;
 } mt_mt19937;
 
-/* init_genrand and genrand_int32 of the authors' own code; numpy.random.RandomState and torch.Generator use the same.
- */
+/* init_genrand and genrand_int32 of the authors' code, as in numpy.random.RandomState and torch.Generator. */
 void mt_mt19937_seed(mt_mt19937 *random, uint32_t seed);
 uint32_t mt_mt19937_next(mt_mt19937 *random);
 
 /* numpy.random.RandomState.shuffle of a one-dimensional array. */
-void mt_numpy_shuffle_i32(mt_mt19937 *random, int32_t *items, int64_t count);
-void mt_numpy_shuffle_u32(mt_mt19937 *random, uint32_t *items, int64_t count);
+void mt_numpy_shuffle(mt_mt19937 *random, uint32_t *items, int64_t count);
 
 /* torch.randperm(count, generator=torch.Generator().manual_seed(seed)) on the CPU. */
 void mt_torch_randperm(uint32_t *permutation, int64_t count, uint64_t seed);
@@ -120,31 +116,31 @@ void mt_torch_randperm(uint32_t *permutation, int64_t count, uint64_t seed);
 
 typedef enum mt_split { MT_SPLIT_TRAIN, MT_SPLIT_VALID, MT_SPLIT_TEST, MT_NUM_SPLITS } mt_split;
 
-/* What to read, under the names of Megatron's options. Exactly one of data_path, split_data_path, mock_data and
- * tokens_file is given. */
+/* The data options, named as in Megatron. Exactly one of data_path, split_data_path, mock_data and tokens_file is
+ * set. */
 typedef struct mt_data_config {
-    /* --data-path: PREFIX; or several, blended by their sizes; or WEIGHT PREFIX WEIGHT PREFIX ... Cut by `split`. */
+    /* --data-path: PREFIX; or several, blended by size; or WEIGHT PREFIX WEIGHT PREFIX ... Divided by `split`. */
     mt_strings data_path;
-    const char *split; // --split, such as "969,30,1", which NULL means too
-    /* --train-data-path, --valid-data-path, --test-data-path: as data_path, each for a whole split. */
+    const char *split; // --split; NULL: "969,30,1"
+    /* --train-data-path, --valid-data-path, --test-data-path: like data_path, each for one whole split. */
     mt_strings split_data_path[MT_NUM_SPLITS];
-    bool mock_data;          // made-up tokens, see mt_data_open
-    const char *tokens_file; // int32 [iterations, global batch, seq_length + 1], trained on in file order
+    bool mock_data;          // --mock-data: generated tokens, see mt_data_open
+    const char *tokens_file; // --tokens-file: int32 [iterations, global batch, seq_length + 1], in file order
 
     int64_t seq_length;
     int64_t seed;                 // --seed, of the shuffles
-    int64_t sizes[MT_NUM_SPLITS]; // samples wanted of each split over the whole run; 0: the split is not needed
+    int64_t sizes[MT_NUM_SPLITS]; // samples of each split that the whole run needs; 0: no split
     int64_t vocab_size;           // tokens must be below it
     int64_t eod_id;               // end of document; -1: none
-    bool reset_position_ids;      // positions restart after each end of document
+    bool reset_position_ids;      // positions restart at 0 after each EOD
     bool reset_attention_mask;    // attention stays within a document
-    bool eod_mask_loss;           // no loss where the input token is an end of document
-    const char *dataloader_type;  // "single" (in order; also for NULL) or "cyclic" (a new shuffle every epoch)
-    bool no_data_sharding;        // --no-data-sharding, of cyclic: ranks share one shuffle
+    bool eod_mask_loss;           // no loss at positions whose input token is EOD
+    const char *dataloader_type;  // "single" or NULL: in order; "cyclic": a new shuffle every epoch
+    bool no_data_sharding;        // --no-data-sharding, for cyclic: ranks share one shuffle
 } mt_data_config;
 
-/* Samples of seq_length + 1 tokens by index: inputs are the first seq_length, labels the last. Every kind of dataset
- * begins with this struct. */
+/* Samples of seq_length + 1 tokens by index: the first seq_length are inputs, the last seq_length labels. Every kind of
+ * dataset begins with this struct. */
 typedef struct mt_dataset mt_dataset;
 struct mt_dataset {
     int64_t num_samples, seq_length;
@@ -152,63 +148,63 @@ struct mt_dataset {
     void (*free)(mt_dataset *dataset);
 };
 
-/* Tokens [seq_length + 1] of sample `index` in [0, num_samples): always the same for the same index. */
+/* Copies the tokens [seq_length + 1] of sample `index`, in [0, num_samples). A pure function of the index. */
 int mt_dataset_get(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error);
 void mt_dataset_free(mt_dataset *dataset);
 
 /* All splits of a run. */
 typedef struct mt_data mt_data;
 
-/* Opens what `config` names and builds the sample order of every split wanted. Splits have at least the size wanted,
- * and more when the last epoch is not cut. As in Megatron a list of paths without weights is read for one epoch:
- * holding less than is wanted is then an error, unless dataloader_type is cyclic. Validation and test splits are left
- * out where a path is so short that their share of it is no document. Only the training split exists with tokens_file.
+/* Opens the data of `config` and builds the sample order of every split with a nonzero size. A split has at least that
+ * size, and more if its last epoch is whole. As in Megatron, a list of paths without weights is read for one epoch: it
+ * is an error if that is too short, unless dataloader_type is cyclic. The validation or test split is omitted if its
+ * share of some path has no document. tokens_file has a training split only.
  *
- * Mock documents count upwards from a random token; after every token the document ends with probability 1/16, in
- * eod_id or, where there is none, in a jump. What a model can learn is soon learnt: with an end of document the loss
- * falls from log(V) to (log(V) + 16 * 0.234) / 17, where 0.234 is the entropy of that coin. */
+ * Mock documents count upwards from a random token. After every token the document ends with probability 1/16: with
+ * eod_id, or, if eod_id is -1, by a jump to a random token. A model learns this quickly: with eod_id the loss falls
+ * from log(V) to (log(V) + 16 * 0.234) / 17, where 0.234 is the entropy of a coin with probability 1/16. */
 int mt_data_open(mt_data **data, const mt_data_config *config, mt_error *error);
 void mt_data_close(mt_data *data);
 
-/* NULL when the split is not wanted or was left out. */
+/* NULL if the split has size 0 or was omitted. */
 const mt_dataset *mt_data_split(const mt_data *data, mt_split split);
 
-/* ---- the pieces of a GPT dataset, for those who build one by hand -------------------------------------------------
+/* ---- the parts of mt_data_open, for callers that build datasets themselves ----------------------------------------
  * Megatron-LM, megatron/core/datasets/gpt_dataset.py, blended_dataset.py, blended_megatron_dataset_builder.py.
  */
 
-/* Samples of sequences [begin, end) of an indexed dataset that the caller keeps open: whole epochs, as many as
- * num_samples needs, or one when num_samples is negative. `config` gives seq_length, seed and vocab_size. */
+/* Samples of the sequences [begin, end) of an indexed dataset, which must stay open. Has whole epochs: as many as
+ * num_samples needs, or one if num_samples is negative. `config` gives seq_length, seed and vocab_size. */
 int mt_gpt_dataset_create(mt_dataset **dataset, const mt_indexed_dataset *indexed, int64_t begin, int64_t end,
                           int64_t num_samples, const mt_data_config *config, mt_error *error);
 
-/* Draws `size` samples from `sources` [num_sources] in proportion to `weights`. Takes the sources over, also when it
- * fails. */
+/* Draws `size` samples from `sources` [num_sources] in proportion to `weights`. Takes ownership of the sources, even on
+ * error. */
 int mt_blended_dataset_create(mt_dataset **dataset, mt_dataset *const *sources, const double *weights,
                               int64_t num_sources, int64_t size, mt_error *error);
 
-/* Where sample `index` of a blend comes from: which source, and which of its samples. */
+/* The source of sample `index` of a blend, and the index of the sample in that source. */
 void mt_blended_dataset_locate(const mt_dataset *blend, int64_t index, int64_t *source, int64_t *source_index);
 
-/* Samples wanted of a source with normalised weight `weight` in a blend of `size`, and how many its dataset is asked
- * for: Megatron adds half a percent so that rounding never runs it dry. */
+/* Samples that a source of normalized weight `weight` contributes to a blend of `size`; and the size to create its
+ * dataset with: Megatron adds 0.5% so that rounding never exhausts it. */
 int64_t mt_blend_target(double weight, int64_t size);
 int64_t mt_blend_surplus(int64_t target);
 
-/* weights / numpy.sum(weights), to the last bit. */
+/* weights / numpy.sum(weights), bit for bit. */
 void mt_weights_normalize(double *normalized, const double *weights, int64_t count);
 
-/* "969,30,1" to edges as fractions: split i is [edges[i], edges[i + 1]), empty when the two are equal. */
+/* Parses shares such as "969,30,1" to fractions: split i is [edges[i], edges[i + 1]), empty if they are equal. */
 int mt_split_parse(double edges[MT_NUM_SPLITS + 1], const char *split, mt_error *error);
 
-/* A list of paths with or without weights. `paths` point into `words`; has_weights tells whether `weights` is set. */
+/* A list of paths, with or without weights. `paths` point into `words`. */
 typedef struct mt_blend {
     int64_t count;
     const char **paths;
-    double *weights; // NULL: none were given
+    double *weights; // NULL: without weights
 } mt_blend;
 
-/* `option` is the name of the option that `words` were given to, for messages. */
+/* `option` is the name of the option with the value `words`, for messages. */
 int mt_blend_parse(mt_blend *blend, const mt_strings *words, const char *option, mt_error *error);
 void mt_blend_free(mt_blend *blend);
 
@@ -216,19 +212,19 @@ void mt_blend_free(mt_blend *blend);
 
 typedef struct mt_loader mt_loader;
 
-/* Reads one split for one data-parallel rank. The dataset and the strings of `config` must outlive the loader. */
+/* Reads one split for one data-parallel rank. `dataset` and `config` must outlive the loader. */
 int mt_loader_open(mt_loader **loader, const mt_dataset *dataset, const mt_data_config *config,
                    int64_t micro_batch_size, int64_t dp_rank, int64_t dp_size, mt_error *error);
 void mt_loader_close(mt_loader *loader);
 
-/* The dataset's sample that stands in row `row` of this rank's micro-batch, when the job has consumed
- * `consumed_samples` (for `cyclic` a multiple of micro_batch_size * dp_size). `single` refuses to run past the last
- * whole micro-batch; `cyclic` starts the next epoch. */
+/* The index of the sample in row `row` of this rank's micro-batch, after the job has consumed `consumed_samples` (for
+ * `cyclic` a multiple of micro_batch_size * dp_size). After the last whole micro-batch `single` is an error and
+ * `cyclic` starts the next epoch. */
 int mt_loader_sample(mt_loader *loader, int64_t consumed_samples, int64_t row, int64_t *sample, mt_error *error);
 
-/* Fills `batch`, which has room for micro_batch_size * seq_length tokens, one sequence after another. The job's next
- * micro-batch is at consumed_samples + micro_batch_size * dp_size. One span a sequence, or one a document with
- * reset_attention_mask. */
+/* Fills `batch` (room for micro_batch_size * seq_length tokens) with contiguous sequences: one span per sequence, or
+ * per document with reset_attention_mask. The job's next micro-batch is at consumed_samples + micro_batch_size *
+ * dp_size. */
 int mt_loader_fill(mt_loader *loader, int64_t consumed_samples, mt_batch *batch, mt_error *error);
 
 #ifdef __cplusplus

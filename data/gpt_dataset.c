@@ -1,8 +1,8 @@
-/* gpt_dataset.c: the order in which Megatron-LM reads documents, id for id.
+/* gpt_dataset.c: samples of documents in the order of Megatron-LM, id for id; blends.
  *
- * Shuffle the documents of all epochs, lay them end to end, cut the stream into samples of seq_length tokens that each
- * borrow the first token of the next (the last label), shuffle the samples. Sample s of the stream therefore begins at
- * token s * seq_length, and a table of where each document begins is all that is needed to find it.
+ * Shuffle the documents of all epochs and concatenate them; cut this stream into samples of seq_length + 1 tokens that
+ * overlap by one token (the last label); shuffle the samples. Sample s of the stream begins at token s * seq_length, so
+ * a table of the first token of each document is enough to find it.
  */
 #include "dataset.h"
 
@@ -40,7 +40,7 @@ uint32_t mt_mt19937_next(mt_mt19937 *random) {
     return word ^ (word >> 18);
 }
 
-/* NumPy's random_interval: uniform in [0, max], by drawing again whatever the covering mask lets through above max. */
+/* NumPy's random_interval: uniform in [0, max]; draws under the covering bit mask until the value is at most max. */
 static uint32_t numpy_interval(mt_mt19937 *random, uint32_t max) {
     uint32_t mask = max;
     for (int shift = 1; shift < 32; shift *= 2) mask |= mask >> shift;
@@ -50,16 +50,7 @@ static uint32_t numpy_interval(mt_mt19937 *random, uint32_t max) {
     return value;
 }
 
-void mt_numpy_shuffle_i32(mt_mt19937 *random, int32_t *items, int64_t count) {
-    for (int64_t i = count - 1; i > 0; i--) {
-        uint32_t j = numpy_interval(random, (uint32_t)i);
-        int32_t item = items[i];
-        items[i] = items[j];
-        items[j] = item;
-    }
-}
-
-void mt_numpy_shuffle_u32(mt_mt19937 *random, uint32_t *items, int64_t count) {
+void mt_numpy_shuffle(mt_mt19937 *random, uint32_t *items, int64_t count) {
     for (int64_t i = count - 1; i > 0; i--) {
         uint32_t j = numpy_interval(random, (uint32_t)i);
         uint32_t item = items[i];
@@ -81,7 +72,7 @@ void mt_torch_randperm(uint32_t *permutation, int64_t count, uint64_t seed) {
         }
         return;
     }
-    // PyTorch changes the algorithm where 32 random bits would be visibly uneven.
+    // PyTorch uses 64 random bits for large counts, for which 32 bits modulo the count are not uniform enough.
     for (int64_t i = 0; i < count; i++) {
         uint64_t high = mt_mt19937_next(&random), low = mt_mt19937_next(&random);
         int64_t j = (int64_t)((high << 32 | low) % (uint64_t)(i + 1));
@@ -91,26 +82,38 @@ void mt_torch_randperm(uint32_t *permutation, int64_t count, uint64_t seed) {
     }
 }
 
+/* ---- datasets -----------------------------------------------------------------------------------------------------
+ */
+
+int mt_dataset_get(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error) {
+    MT_CHECK(index >= 0 && index < dataset->num_samples);
+    return dataset->get(dataset, index, tokens, error);
+}
+
+void mt_dataset_free(mt_dataset *dataset) {
+    if (dataset) dataset->free(dataset);
+}
+
 /* ---- one dataset ------------------------------------------------------------------------------------------------- */
 
 typedef struct gpt_dataset {
     mt_dataset base;
     const mt_indexed_dataset *indexed;
     int64_t vocab_size;
-    int64_t num_documents;   // over all epochs
-    int32_t *document_index; // [num_documents] which sequence of the indexed dataset stands here
-    int64_t *document_start; // [num_documents + 1] its first token's place in the stream
-    uint32_t *shuffle_index; // [num_samples] the sample of the stream that is read at this place
+    int64_t num_documents;    // over all epochs
+    uint32_t *document_index; // [num_documents] sequence of the indexed dataset
+    int64_t *document_start;  // [num_documents + 1] position of its first token in the stream
+    uint32_t *shuffle_index;  // [num_samples] sample of the stream
 } gpt_dataset;
 
-// How many times the documents are read, and whether the last time is shuffled apart from the others.
+/* The number of epochs; the last epoch may be shuffled separately. */
 typedef struct epoch_plan {
     int64_t tokens_per_epoch, num_epochs;
     int64_t num_samples;          // in all epochs
-    int64_t samples_before_final; // num_samples unless the final epoch is apart
+    int64_t samples_before_final; // num_samples unless the final epoch is separate
 } epoch_plan;
 
-/* A final epoch of which under 80% is used is shuffled apart, so that the samples left out are all its own. */
+/* The final epoch is shuffled separately if under 80% of it is used; the unused samples then all belong to it. */
 static epoch_plan plan_epochs(int64_t tokens_per_epoch, int64_t wanted, int64_t seq_length) {
     epoch_plan plan = {.tokens_per_epoch = tokens_per_epoch, .num_epochs = 1};
     if (wanted >= 0) plan.num_epochs = (wanted * seq_length + 1 + tokens_per_epoch - 1) / tokens_per_epoch;
@@ -127,12 +130,12 @@ static void build_document_index(gpt_dataset *dataset, mt_mt19937 *random, const
                                  int64_t end) {
     int64_t per_epoch = end - begin;
     dataset->num_documents = plan->num_epochs * per_epoch;
-    int32_t *index = mt_malloc(dataset->num_documents * (int64_t)sizeof *index);
-    for (int64_t i = 0; i < dataset->num_documents; i++) index[i] = (int32_t)(begin + i % per_epoch);
-    bool final_apart = plan->samples_before_final < plan->num_samples;
-    int64_t together = final_apart ? dataset->num_documents - per_epoch : dataset->num_documents;
-    mt_numpy_shuffle_i32(random, index, together);
-    mt_numpy_shuffle_i32(random, index + together, dataset->num_documents - together);
+    uint32_t *index = mt_malloc(dataset->num_documents * (int64_t)sizeof *index);
+    for (int64_t i = 0; i < dataset->num_documents; i++) index[i] = (uint32_t)(begin + i % per_epoch);
+    bool separate_final = plan->samples_before_final < plan->num_samples;
+    int64_t before_final = dataset->num_documents - (separate_final ? per_epoch : 0);
+    mt_numpy_shuffle(random, index, before_final);
+    mt_numpy_shuffle(random, index + before_final, dataset->num_documents - before_final);
     dataset->document_index = index;
 }
 
@@ -147,17 +150,17 @@ static void build_document_start(gpt_dataset *dataset) {
 static void build_shuffle_index(gpt_dataset *dataset, mt_mt19937 *random, const epoch_plan *plan) {
     uint32_t *index = mt_malloc(plan->num_samples * (int64_t)sizeof *index);
     for (int64_t i = 0; i < plan->num_samples; i++) index[i] = (uint32_t)i;
-    mt_numpy_shuffle_u32(random, index, plan->samples_before_final);
-    mt_numpy_shuffle_u32(random, index + plan->samples_before_final, plan->num_samples - plan->samples_before_final);
+    mt_numpy_shuffle(random, index, plan->samples_before_final);
+    mt_numpy_shuffle(random, index + plan->samples_before_final, plan->num_samples - plan->samples_before_final);
     dataset->shuffle_index = index;
 }
 
-/* The document in which token `place` of the stream lies; empty documents hold nothing. */
-static int64_t find_document(const gpt_dataset *dataset, int64_t place) {
+/* The document with token `position` of the stream: the last that begins at or before it, which is not empty. */
+static int64_t find_document(const gpt_dataset *dataset, int64_t position) {
     int64_t low = 0, high = dataset->num_documents;
     while (high - low > 1) {
         int64_t middle = low + (high - low) / 2;
-        if (dataset->document_start[middle] <= place)
+        if (dataset->document_start[middle] <= position)
             low = middle;
         else
             high = middle;
@@ -167,16 +170,16 @@ static int64_t find_document(const gpt_dataset *dataset, int64_t place) {
 
 static int gpt_dataset_get(const mt_dataset *base, int64_t index, int32_t *tokens, mt_error *error) {
     const gpt_dataset *dataset = (const gpt_dataset *)base;
-    int64_t place = dataset->shuffle_index[index] * base->seq_length, end = place + base->seq_length + 1;
-    for (int64_t d = find_document(dataset, place); place < end; d++) {
-        int64_t offset = place - dataset->document_start[d];
-        int64_t count = dataset->document_start[d + 1] - place;
-        if (count > end - place) count = end - place;
+    int64_t position = dataset->shuffle_index[index] * base->seq_length, end = position + base->seq_length + 1;
+    for (int64_t d = find_document(dataset, position); position < end; d++) {
+        int64_t offset = position - dataset->document_start[d];
+        int64_t count = dataset->document_start[d + 1] - position;
+        if (count > end - position) count = end - position;
         if (mt_indexed_dataset_get(dataset->indexed, dataset->document_index[d], offset, count, dataset->vocab_size,
                                    tokens, error) != 0)
             return -1;
         tokens += count;
-        place += count;
+        position += count;
     }
     return 0;
 }
@@ -189,7 +192,7 @@ static void gpt_dataset_free(mt_dataset *base) {
     free(dataset);
 }
 
-/* The plan, or an error where there is nothing to cut or too much to number. */
+/* Makes the plan. Errors: no tokens; more samples than 32 bits can number. */
 static int check_plan(epoch_plan *plan, const mt_indexed_dataset *indexed, int64_t begin, int64_t end,
                       int64_t num_samples, int64_t seq_length, mt_error *error) {
     const char *prefix = mt_indexed_dataset_prefix(indexed);
@@ -200,8 +203,8 @@ static int check_plan(epoch_plan *plan, const mt_indexed_dataset *indexed, int64
                             "%s: documents %lld to %lld hold no tokens; choose another --split or give more data",
                             prefix, (long long)begin, (long long)end);
     if (num_samples > UINT32_MAX - 1 || seq_length > INT32_MAX / 2 || end > INT32_MAX || tokens > INT64_MAX / 4)
-        return mt_error_set(error, "%s: %lld samples of %lld tokens are more than can be numbered; train on fewer",
-                            prefix, (long long)num_samples, (long long)seq_length);
+        return mt_error_set(error, "%s: %lld samples of %lld tokens are too many to number; train on fewer", prefix,
+                            (long long)num_samples, (long long)seq_length);
     *plan = plan_epochs(tokens, num_samples, seq_length);
     if (plan->num_samples < 1 || plan->num_samples > UINT32_MAX - 1)
         return mt_error_set(error, "%s: documents %lld to %lld hold %lld tokens, which make %lld samples of %lld; %s",
@@ -220,7 +223,7 @@ int mt_gpt_dataset_create(mt_dataset **out, const mt_indexed_dataset *indexed, i
     dataset->base = (mt_dataset){plan.num_samples, config->seq_length, gpt_dataset_get, gpt_dataset_free};
     dataset->indexed = indexed;
     dataset->vocab_size = config->vocab_size;
-    mt_mt19937 random; // one stream of random numbers: documents first, then samples
+    mt_mt19937 random; // documents and samples draw from one stream, in this order
     mt_mt19937_seed(&random, (uint32_t)config->seed);
     build_document_index(dataset, &random, &plan, begin, end);
     build_document_start(dataset);
@@ -239,7 +242,7 @@ typedef struct blended_dataset {
     uint32_t *source_index; // [num_samples]
 } blended_dataset;
 
-/* NumPy sums eight numbers at a time, in this order; weights must be normalised alike for blends to be alike. */
+/* NumPy's pairwise sum: its order of additions, so that weights and thus blends are the same. */
 static double numpy_sum(const double *x, int64_t n) {
     if (n > 128) {
         int64_t half = n / 2 - n / 2 % 8;
@@ -270,25 +273,25 @@ int64_t mt_blend_surplus(int64_t target) {
     return (int64_t)ceil((double)target * (1 + 0.005));
 }
 
-/* How far a source is behind its share. The product is rounded before the difference: a fused multiply-add would break
- * ties otherwise than Megatron does. */
-static double shortfall(double weight, double place, int64_t taken) {
-    volatile double share = weight * place;
+/* The share of a source minus the samples taken. `volatile` rounds the product before the difference: a fused
+ * multiply-add would break ties unlike Megatron. */
+static double shortfall(double weight, double count, int64_t taken) {
+    volatile double share = weight * count;
     return share - (double)taken;
 }
 
-/* At every step the source furthest behind its share is next, the first of equals. */
+/* Every sample comes from the source with the largest shortfall, the first of equals. */
 static int build_blend(blended_dataset *blend, const double *weights, mt_error *error) {
     int64_t *taken = mt_calloc(blend->num_sources * (int64_t)sizeof *taken);
     int result = 0;
     for (int64_t i = 0; i < blend->base.num_samples && result == 0; i++) {
-        double place = i > 1 ? (double)i : 1;
+        double count = i > 1 ? (double)i : 1;
         int64_t next = 0;
-        double furthest = shortfall(weights[0], place, taken[0]);
+        double largest = shortfall(weights[0], count, taken[0]);
         for (int64_t s = 1; s < blend->num_sources; s++) {
-            double behind = shortfall(weights[s], place, taken[s]);
-            if (behind > furthest) {
-                furthest = behind;
+            double missing = shortfall(weights[s], count, taken[s]);
+            if (missing > largest) {
+                largest = missing;
                 next = s;
             }
         }
@@ -296,8 +299,8 @@ static int build_blend(blended_dataset *blend, const double *weights, mt_error *
         blend->source_index[i] = (uint32_t)taken[next]++;
         if (taken[next] > blend->sources[next]->num_samples)
             result = mt_error_set(error,
-                                  "the blend needs more than the %lld samples of its data path %lld; give weights, "
-                                  "so that it is read more than once, or train on fewer samples",
+                                  "the blend needs more than the %lld samples of its data path %lld; give a weight "
+                                  "before every path, to read paths more than once, or train on fewer samples",
                                   (long long)blend->sources[next]->num_samples, (long long)next + 1);
     }
     free(taken);
@@ -344,7 +347,7 @@ void mt_blended_dataset_locate(const mt_dataset *base, int64_t index, int64_t *s
     *source_index = blend->source_index[index];
 }
 
-/* ---- what the options say ---------------------------------------------------------------------------------------- */
+/* ---- parsing --split and --data-path ----------------------------------------------------------------------------- */
 
 int mt_split_parse(double edges[MT_NUM_SPLITS + 1], const char *split, mt_error *error) {
     double shares[MT_NUM_SPLITS] = {0};
@@ -360,9 +363,7 @@ int mt_split_parse(double edges[MT_NUM_SPLITS + 1], const char *split, mt_error 
     }
     double sum = numpy_sum(shares, MT_NUM_SPLITS);
     if (!good || !(sum > 0) || !isfinite(sum))
-        return mt_error_set(error,
-                            "--split %s: give up to three shares, of training, validation and test, such as "
-                            "969,30,1",
+        return mt_error_set(error, "--split %s: give up to three shares (training, validation, test), such as 969,30,1",
                             split);
     edges[0] = 0;
     for (int i = 0; i < MT_NUM_SPLITS; i++) edges[i + 1] = edges[i] + shares[i] / sum;
@@ -389,7 +390,7 @@ static int check_weights(const mt_blend *blend, const char *option, mt_error *er
     return 0;
 }
 
-/* Megatron's rule: an even number of words whose every other word is a number is a list of weights and paths. */
+/* Megatron's rule: an even number of words with a number in every first place is a list of weights and paths. */
 int mt_blend_parse(mt_blend *blend, const mt_strings *words, const char *option, mt_error *error) {
     *blend = (mt_blend){0};
     int64_t pairs = words->count / 2, numbers = 0;

@@ -1,5 +1,5 @@
-/* indexed_dataset.c: Megatron's .bin/.idx pair, read through a memory map and written atomically. Little-endian hosts,
- * as the format is. */
+/* indexed_dataset.c: Megatron's .bin/.idx pair, read through a memory map and written atomically. For little-endian
+ * hosts: the format is little-endian. */
 #include "dataset.h"
 
 #include <errno.h>
@@ -10,7 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define INDEX_MAGIC        "MMIDIDX\0\0" // nine bytes: the two zeros are written out
+#define INDEX_MAGIC        "MMIDIDX\0\0" // nine bytes with the two zeros
 #define INDEX_MAGIC_BYTES  9
 #define INDEX_HEADER_BYTES (INDEX_MAGIC_BYTES + 8 + 1 + 8 + 8)
 
@@ -20,9 +20,9 @@ static int map_descriptor(mt_mapping *mapping, int descriptor, const char *path,
     struct stat status;
     if (fstat(descriptor, &status) != 0) return mt_error_set(error, "%s: %s", path, strerror(errno));
     if (!S_ISREG(status.st_mode))
-        return mt_error_set(error, "%s: is not a regular file; only a file on disk can be mapped", path);
+        return mt_error_set(error, "%s: is not a regular file, so it cannot be memory-mapped", path);
     mapping->size = status.st_size;
-    if (mapping->size == 0) return 0; // mmap refuses empty files
+    if (mapping->size == 0) return 0; // mmap fails on empty files
     void *bytes = mmap(NULL, (size_t)mapping->size, PROT_READ, MAP_SHARED, descriptor, 0);
     if (bytes == MAP_FAILED) return mt_error_set(error, "%s: cannot be mapped: %s", path, strerror(errno));
     mapping->bytes = bytes;
@@ -104,11 +104,10 @@ static int check_documents(const mt_indexed_index *index, const char *path, mt_e
     for (int64_t d = 0; d <= index->num_documents; d++) {
         int64_t entry = load_i64(index->documents, d);
         if (entry < previous || entry > index->num_sequences || (d == 0 && entry != 0))
-            return mt_error_set(
-                error,
-                "%s: entry %lld of the document index is %lld, which does not ascend from 0 to the %lld "
-                "sequences; the file is damaged",
-                path, (long long)d, (long long)entry, (long long)index->num_sequences);
+            return mt_error_set(error,
+                                "%s: entry %lld of the document index is %lld, but entries ascend from 0 to the %lld "
+                                "sequences; the file is damaged",
+                                path, (long long)d, (long long)entry, (long long)index->num_sequences);
         previous = entry;
     }
     if (previous != index->num_sequences)
@@ -117,14 +116,14 @@ static int check_documents(const mt_indexed_index *index, const char *path, mt_e
     return 0;
 }
 
-/* Finds the three arrays, after making sure that they fill the file exactly. */
+/* Locates the three arrays; they must fill the file exactly. */
 static int locate_arrays(mt_indexed_index *index, const uint8_t *bytes, int64_t size, const char *path,
                          mt_error *error) {
     uint64_t sequences, entries;
     memcpy(&sequences, bytes + 18, 8);
     memcpy(&entries, bytes + 26, 8);
     uint64_t room = (uint64_t)(size - INDEX_HEADER_BYTES);
-    // A sequence takes 12 bytes and a document entry 8: no count beyond this can be true, and no sum below overflows.
+    // A sequence takes 12 bytes and a document entry 8. These bounds also prevent overflow below.
     bool possible = sequences <= room / 12 && entries <= room / 8 && entries >= 1;
     if (!possible || sequences * 12 + entries * 8 != room)
         return mt_error_set(
@@ -146,13 +145,13 @@ int mt_indexed_index_parse(mt_indexed_index *index, const void *bytes, int64_t s
     *index = (mt_indexed_index){0};
     if (size < INDEX_HEADER_BYTES || memcmp(header, INDEX_MAGIC, INDEX_MAGIC_BYTES) != 0)
         return mt_error_set(error,
-                            "%s: is not an index of Megatron (it must begin with MMIDIDX); prepare the data with "
+                            "%s: is not a Megatron index (it must begin with MMIDIDX); prepare the data with "
                             "data/preprocess",
                             path);
     uint64_t version;
     memcpy(&version, header + INDEX_MAGIC_BYTES, 8);
     if (version != 1)
-        return mt_error_set(error, "%s: index version %llu is unknown, only 1 is; prepare the data again", path,
+        return mt_error_set(error, "%s: index version %llu is unknown (1 is supported); prepare the data again", path,
                             (unsigned long long)version);
     if (dtype_from_code(&index->dtype, header[17], path, error) != 0) return -1;
     if (locate_arrays(index, header, size, path, error) != 0) return -1;
@@ -216,7 +215,6 @@ int64_t mt_indexed_dataset_length(const mt_indexed_dataset *dataset, int64_t seq
     return load_i32(dataset->index.lengths, sequence);
 }
 
-/* The token at `bytes`. */
 static int64_t load_token(const uint8_t *bytes, mt_dtype dtype) {
     int64_t value = 0;
     memcpy(&value, bytes, (size_t)dtype_bytes(dtype)); // little-endian: the low bytes come first
@@ -260,7 +258,7 @@ int mt_indexed_dataset_get(const mt_indexed_dataset *dataset, int64_t sequence, 
 
 /* ---- writing ----------------------------------------------------------------------------------------------------- */
 
-// A file that is not there yet: written under a temporary name, then renamed.
+/* A file that is written under a temporary name, then renamed. */
 typedef struct pending_file {
     char *path, *temporary;
     FILE *stream;
@@ -344,7 +342,7 @@ int mt_indexed_writer_open(mt_indexed_writer **out, const char *prefix, mt_dtype
     return -1;
 }
 
-/* u16 files take a narrowed copy of the tokens. */
+/* Converts tokens to u16 where the file has u16. */
 static int write_tokens(mt_indexed_writer *writer, const int32_t *tokens, int64_t count, mt_error *error) {
     if (writer->dtype == MT_I32) return pending_write(&writer->bin, tokens, count * 4, error);
     if (count > writer->narrow_capacity) {

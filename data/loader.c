@@ -1,4 +1,4 @@
-/* loader.c: which samples a data-parallel rank reads next, and the batch that they make.
+/* loader.c: the samples that a data-parallel rank reads next, and the batch that they make.
  *
  * Megatron-LM, megatron/training/datasets/data_samplers.py, and _get_ltor_masks_and_position_ids in gpt_dataset.py.
  */
@@ -12,9 +12,9 @@ struct mt_loader {
     const mt_data_config *config;
     int64_t micro_batch_size, dp_rank, dp_size;
     bool cyclic;
-    int32_t *sample;       // [seq_length + 1] the sample being copied
-    int64_t epoch;         // whose permutation is held, -1: none
-    uint32_t *permutation; // [samples of the epoch that this rank draws from]
+    int32_t *sample;       // [seq_length + 1] scratch
+    int64_t epoch;         // of `permutation`; -1: none
+    uint32_t *permutation; // [samples of an epoch that this rank draws from]
 };
 
 /* ---- samplers ---------------------------------------------------------------------------------------------------- */
@@ -22,11 +22,11 @@ struct mt_loader {
 static int check_loader(const mt_loader *loader, mt_error *error) {
     const char *type = loader->config->dataloader_type;
     if (type && strcmp(type, "single") != 0 && strcmp(type, "cyclic") != 0)
-        return mt_error_set(error, "--dataloader-type %s: only single and cyclic are known", type);
+        return mt_error_set(error, "--dataloader-type %s: unknown; use single or cyclic", type);
     int64_t step = loader->micro_batch_size * loader->dp_size;
     if (loader->dataset->num_samples < step)
         return mt_error_set(error,
-                            "the dataset has %lld samples, but one micro-batch of every data-parallel rank takes %lld; "
+                            "the dataset has %lld samples, but one micro-batch on every data-parallel rank takes %lld; "
                             "give more data or a smaller --micro-batch-size",
                             (long long)loader->dataset->num_samples, (long long)step);
     return 0;
@@ -62,11 +62,11 @@ void mt_loader_close(mt_loader *loader) {
 static int sample_in_order(const mt_loader *loader, int64_t consumed, int64_t row, int64_t *sample, mt_error *error) {
     int64_t step = loader->micro_batch_size * loader->dp_size, have = loader->dataset->num_samples;
     if (consumed + step > have)
-        return mt_error_set(
-            error,
-            "the dataset ends after %lld samples, of which %lld are used and %lld more are needed; train "
-            "on fewer samples or use --dataloader-type cyclic",
-            (long long)have, (long long)consumed, (long long)step);
+        return mt_error_set(error,
+                            "the dataset ends after %lld samples; %lld are used and %lld more are needed; train on "
+                            "fewer samples or use "
+                            "--dataloader-type cyclic",
+                            (long long)have, (long long)consumed, (long long)step);
     *sample = consumed + loader->dp_rank * loader->micro_batch_size + row;
     return 0;
 }
@@ -78,8 +78,8 @@ static void permute_epoch(mt_loader *loader, int64_t epoch, int64_t bucket_size)
     loader->epoch = epoch;
 }
 
-/* An epoch is the whole groups of micro_batch_size * dp_size; a new permutation is drawn for each. With sharding every
- * rank permutes a stretch of its own, without it the ranks deal one permutation out among themselves. */
+/* An epoch has the complete groups of micro_batch_size * dp_size samples and its own permutation. With data sharding
+ * every rank permutes its own contiguous bucket; without it the ranks take turns in one permutation. */
 static int64_t sample_shuffled(mt_loader *loader, int64_t consumed, int64_t row) {
     int64_t step = loader->micro_batch_size * loader->dp_size, have = loader->dataset->num_samples;
     int64_t per_epoch = have / step * step;
@@ -99,8 +99,8 @@ int mt_loader_sample(mt_loader *loader, int64_t consumed_samples, int64_t row, i
     if (!loader->cyclic) return sample_in_order(loader, consumed_samples, row, sample, error);
     if (consumed_samples % step != 0)
         return mt_error_set(error,
-                            "%lld samples consumed so far are not a multiple of %lld (--micro-batch-size times "
-                            "data-parallel ranks), as --dataloader-type cyclic needs; continue with the former sizes",
+                            "--dataloader-type cyclic: the %lld samples consumed so far are not a multiple of %lld "
+                            "(--micro-batch-size times data-parallel ranks); continue with the former sizes",
                             (long long)consumed_samples, (long long)step);
     *sample = sample_shuffled(loader, consumed_samples, row);
     return 0;
@@ -113,7 +113,7 @@ static void add_span(mt_batch *batch, int64_t start, int64_t end) {
         (mt_span){.q_start = start, .q_len = end - start, .k_start = start, .k_len = end - start, .causal = true};
 }
 
-/* Appends one sequence. An end of document belongs to the document that it ends; the next token begins another. */
+/* Appends one sequence. An EOD token belongs to the document that it ends. */
 static void append_sequence(mt_batch *batch, const int32_t *sample, int64_t sample_number, int64_t seq_length,
                             const mt_data_config *config) {
     int64_t first = batch->num_tokens, span_start = first, document_start = first;

@@ -1,8 +1,8 @@
-/* preprocess.c: text to token ids, as Megatron-LM's tools/preprocess_data.py.
+/* preprocess.c: text to token files, like Megatron-LM's tools/preprocess_data.py.
  *
- * One thread reads whole documents in batches and writes what became of them, in the order of the input; the others
- * tokenise. The batches stand in a ring of fixed size, so memory does not grow with the input (but for the index, 12
- * bytes a document).
+ * The main thread reads batches of whole documents and writes the encoded batches in the order of the input; worker
+ * threads tokenize. The batches are in a ring of fixed size, so memory does not grow with the input, except for the
+ * index (12 bytes per document).
  */
 #include "dataset.h"
 #include "text.h"
@@ -40,29 +40,29 @@ typedef struct option {
 
 static const option options[] = {
     {"--input", "FILE", OPTION_WORD, offsetof(settings, input),
-     "X.txt: plain text; any other name: a JSON object a line"},
+     "X.txt is plain text; any other name is JSONL (one JSON object per line)"},
     {"--json-keys", "KEY...", OPTION_WORDS, offsetof(settings, json_keys),
-     "fields that hold the text, each written to files of its own (default: text); a\n"
-     "field may be a list of strings, which become the sequences of one document"},
+     "fields with the text; each field gets its own files (default: text); a field\n"
+     "may be a list of strings, the sequences of one document"},
     {"--documents", "HOW", OPTION_WORD, offsetof(settings, documents),
-     "what a document of X.txt is: paragraphs (default: up to the next blank lines),\n"
-     "lines, or file (all of it); documents put together are the file, byte for byte"},
+     "split X.txt into documents by paragraphs (default; blank lines end one), lines,\n"
+     "or not at all (file); the documents in order are the file, byte for byte"},
     {"--output-prefix", "P", OPTION_WORD, offsetof(settings, output_prefix),
      "write P_KEY_document.bin and .idx (P_text_document for X.txt)"},
     {"--tokenizer-type", "TYPE", OPTION_WORD, offsetof(settings, tokenizer_type),
      "HuggingFaceTokenizer, SentencePieceTokenizer, GPT2BPETokenizer or ByteLevel"},
     {"--tokenizer-model", "PATH", OPTION_WORD, offsetof(settings, tokenizer_model),
-     "tokenizer.json, X.model, or a folder that holds one (none for ByteLevel)"},
+     "tokenizer.json, X.model, or their folder (not for ByteLevel)"},
     {"--vocab-file", "FILE", OPTION_WORD, offsetof(settings, vocab_file), "vocab.json of GPT2BPETokenizer"},
     {"--merge-file", "FILE", OPTION_WORD, offsetof(settings, merge_file), "merges.txt of GPT2BPETokenizer"},
     {"--append-eod", NULL, OPTION_FLAG, offsetof(settings, append_eod),
      "end every document with the end-of-document token"},
     {"--workers", "N", OPTION_WORD, offsetof(settings, workers),
-     "threads that tokenise (default: one a core); the output does not depend on it"},
+     "threads that tokenize (default: one per core); the output is the same for any N"},
     {"--encode", NULL, OPTION_FLAG, offsetof(settings, encode),
-     "print the ids of standard input, adding no token of its own, and write no files"},
+     "print the ids of standard input, without BOS and EOD; write no files"},
     {"--decode", NULL, OPTION_FLAG, offsetof(settings, decode), "print the text of the ids on standard input"},
-    {"--help", NULL, OPTION_FLAG, offsetof(settings, help), "print this"},
+    {"--help", NULL, OPTION_FLAG, offsetof(settings, help), "print this help"},
 };
 #define NUM_OPTIONS ((int64_t)(sizeof options / sizeof *options))
 
@@ -82,8 +82,8 @@ static void print_help(void) {
                 putchar(*c);
         printf("\n");
     }
-    printf("\nA document whose text is empty is kept as a document without tokens. Nothing is written in place of the\n"
-           "output until all of it is complete.\n");
+    printf("\nA document with empty text becomes a document without tokens. The output files appear only when all of\n"
+           "them are complete.\n");
 }
 
 /* Levenshtein's distance, for words shorter than 64 bytes. */
@@ -115,7 +115,7 @@ static int unknown_option(const char *word, mt_error *error) {
         nearest = options[i].name;
     }
     if (nearest) return mt_error_set(error, "%s: unknown option; did you mean %s?", word, nearest);
-    return mt_error_set(error, "%s: unknown option; --help lists those there are", word);
+    return mt_error_set(error, "%s: unknown option; --help lists the options", word);
 }
 
 static const option *find_option(const char *word) {
@@ -124,7 +124,7 @@ static const option *find_option(const char *word) {
     return NULL;
 }
 
-/* Takes the words up to the next option, at least one. */
+/* Takes the words up to the next option; at least one. */
 static int parse_words(mt_strings *words, const option *found, int argc, char **argv, int *next, mt_error *error) {
     words->items = &argv[*next];
     words->count = 0;
@@ -152,7 +152,7 @@ static int parse_option(settings *s, int argc, char **argv, int *next, mt_error 
         return 0;
     }
     if (words.count > 1)
-        return mt_error_set(error, "%s: takes one value, and %s is another", found->name, words.items[1]);
+        return mt_error_set(error, "%s: takes one value, but %s follows it", found->name, words.items[1]);
     *(char **)field = words.items[0];
     return 0;
 }
@@ -167,7 +167,7 @@ static int choose_format(settings *s, mt_error *error) {
     bool plain = has_suffix(s->input, ".txt");
     s->format = plain ? MT_TEXT_PARAGRAPHS : MT_TEXT_JSONL;
     if (s->documents && !plain)
-        return mt_error_set(error, "--documents: is for plain text, and --input %s is not .txt", s->input);
+        return mt_error_set(error, "--documents: is for plain text, but --input %s is not .txt", s->input);
     if (plain && s->json_keys.count > 1)
         return mt_error_set(error, "--json-keys: --input %s is plain text and has no keys", s->input);
     for (int i = 0; s->documents && i < 3; i++)
@@ -189,7 +189,7 @@ static int choose_workers(settings *s, mt_error *error) {
     return 0;
 }
 
-/* The keys name the output, so each may stand once only. */
+/* The keys name the output files, so they must differ. */
 static int choose_keys(settings *s, mt_error *error) {
     static char *text[] = {"text"};
     if (s->json_keys.count == 0) s->json_keys = (mt_strings){1, text};
@@ -209,7 +209,7 @@ static int check_settings(settings *s, mt_error *error) {
     if (s->vocab_file && s->tokenizer_model)
         return mt_error_set(error, "--vocab-file and --tokenizer-model: give one or the other");
     if (s->encode + s->decode + (s->input != NULL) != 1)
-        return mt_error_set(error, "give exactly one of --input, --encode and --decode; --help explains them");
+        return mt_error_set(error, "give exactly one of --input, --encode and --decode (see --help)");
     if (!s->input && (s->output_prefix || s->documents || s->workers || s->append_eod || s->json_keys.count > 0))
         return mt_error_set(error,
                             "--output-prefix, --json-keys, --documents, --append-eod and --workers go with --input, "
@@ -240,8 +240,7 @@ static int open_tokenizer(mt_tokenizer **tokenizer, const settings *s, mt_error 
 static int read_standard_input(mt_text *text, mt_error *error) {
     size_t got;
     do {
-        if (text->capacity - text->bytes < 65536)
-            text->data = mt_realloc(text->data, text->capacity = 2 * text->capacity + 65537);
+        mt_text_reserve(text, 1 << 16);
         got = fread(text->data + text->bytes, 1, (size_t)(text->capacity - text->bytes - 1), stdin);
         text->bytes += (int64_t)got;
     } while (got > 0);
@@ -266,7 +265,7 @@ static int encode_standard_input(const mt_tokenizer *tokenizer, mt_error *error)
     return result == 0 ? flush_standard_output(error) : result;
 }
 
-/* Numbers with white space or commas between them. */
+/* Parses numbers separated by white space or commas. */
 static int parse_ids(mt_ids *ids, const mt_text *text, mt_error *error) {
     const char *separators = " \t\r\n,";
     for (char *at = text->data + strspn(text->data, separators); *at;) {
@@ -274,13 +273,9 @@ static int parse_ids(mt_ids *ids, const mt_text *text, mt_error *error) {
         errno = 0;
         long id = strtol(at, &end, 10);
         if (end == at || (*end && !strchr(separators, *end)) || errno || id < 0 || id > INT32_MAX)
-            return mt_error_set(error, "standard input: %.*s is not a token id; give numbers with spaces between",
+            return mt_error_set(error, "standard input: %.*s is not a token id; give numbers separated by spaces",
                                 (int)strcspn(at, separators), at);
-        if (ids->count == ids->capacity) {
-            ids->capacity = 2 * ids->capacity + 256;
-            ids->data = mt_realloc(ids->data, ids->capacity * (int64_t)sizeof *ids->data);
-        }
-        ids->data[ids->count++] = (int32_t)id;
+        mt_ids_push(ids, (int32_t)id);
         at = end + strspn(end, separators);
     }
     return 0;
@@ -303,7 +298,7 @@ static int decode_standard_input(const mt_tokenizer *tokenizer, mt_error *error)
 
 /* ---- a batch of documents ---------------------------------------------------------------------------------------- */
 
-// What a batch becomes under one key: its tokens, the sequences that they form and the documents that those form.
+/* The encoded batch for one key: tokens in sequences in documents. */
 typedef struct encoded {
     mt_ids tokens;
     mt_ids lengths;       // tokens of each sequence
@@ -319,7 +314,7 @@ typedef struct batch {
     mt_error error;
 } batch;
 
-// One thread's view of the batch that it works on.
+/* One thread and its current batch. */
 typedef struct worker {
     const settings *settings;
     mt_encoder *encoder;
@@ -327,24 +322,16 @@ typedef struct worker {
     batch *batch;
 } worker;
 
-static void append(mt_ids *ids, int32_t id) {
-    if (ids->count == ids->capacity) {
-        ids->capacity = 2 * ids->capacity + 256;
-        ids->data = mt_realloc(ids->data, ids->capacity * (int64_t)sizeof *ids->data);
-    }
-    ids->data[ids->count++] = id;
-}
-
-/* A sequence of the document that is being built. Texts without tokens make none. */
+/* Appends a sequence to the current document; a text without tokens adds none. */
 static int encode_text(void *context, int64_t key, const char *text, int64_t bytes, mt_error *error) {
     worker *w = context;
     encoded *out = &w->batch->keys[key];
     int64_t before = out->tokens.count;
     if (mt_encode(w->encoder, text, bytes, &out->tokens, error) != 0) return -1;
     int64_t length = out->tokens.count - before;
-    if (length >= INT32_MAX) return mt_error_set(error, "has more tokens than one sequence can have; split it");
+    if (length >= INT32_MAX) return mt_error_set(error, "has more than 2^31 - 2 tokens; split it");
     if (length == 0) return 0;
-    append(&out->lengths, (int32_t)length);
+    mt_ids_push(&out->lengths, (int32_t)length);
     out->num_sequences.data[out->num_sequences.count - 1]++;
     return 0;
 }
@@ -353,13 +340,13 @@ static int encode_document(worker *w, const char *text, int64_t bytes, mt_error 
     const settings *s = w->settings;
     bool json = s->format == MT_TEXT_JSONL;
     if (json && mt_text_is_blank(text, bytes)) return 0;
-    for (int64_t key = 0; key < s->json_keys.count; key++) append(&w->batch->keys[key].num_sequences, 0);
+    for (int64_t key = 0; key < s->json_keys.count; key++) mt_ids_push(&w->batch->keys[key].num_sequences, 0);
     int result =
         json ? mt_jsonl_read(text, bytes, &s->json_keys, encode_text, w, error) : encode_text(w, 0, text, bytes, error);
     for (int64_t key = 0; result == 0 && key < s->json_keys.count && w->eod >= 0; key++) {
         encoded *out = &w->batch->keys[key];
         if (out->num_sequences.data[out->num_sequences.count - 1] == 0) continue;
-        append(&out->tokens, w->eod);
+        mt_ids_push(&out->tokens, w->eod);
         out->lengths.data[out->lengths.count - 1]++;
     }
     return result;
@@ -396,13 +383,13 @@ typedef struct reader {
     int descriptor;
     const char *path;
     mt_text_format format;
-    char *rest; // read, but of the next batch
+    char *rest; // read ahead, for the next batch
     int64_t rest_bytes, rest_capacity;
     int64_t line, bytes_read, file_bytes;
     bool ended;
 } reader;
 
-static volatile sig_atomic_t interrupted; // set by a signal, so that temporary files are removed
+static volatile sig_atomic_t interrupted; // set by a signal; the job then removes its temporary files
 
 static void interrupt(int signal_number) {
     (void)signal_number;
@@ -423,7 +410,7 @@ static void reader_close(reader *r) {
     free(r->rest);
 }
 
-/* Makes room, then appends what one read gives. */
+/* Appends the bytes of one read. */
 static int read_more(reader *r, batch *b, mt_error *error) {
     if (b->capacity - b->bytes < BATCH_BYTES)
         b->text = mt_realloc(b->text, b->capacity = 2 * b->capacity + BATCH_BYTES);
@@ -437,7 +424,7 @@ static int read_more(reader *r, batch *b, mt_error *error) {
     return 0;
 }
 
-/* Bytes of the batch that are whole documents. */
+/* Bytes of the whole documents at the start of the batch. */
 static int64_t whole_documents(const reader *r, const batch *b) {
     if (r->ended) return b->bytes;
     const char *text = b->text, *end = b->text + b->bytes;
@@ -445,7 +432,7 @@ static int64_t whole_documents(const reader *r, const batch *b) {
     return text - b->text;
 }
 
-/* Fills a batch with whole documents; it is empty at the end of the file. */
+/* Fills a batch with whole documents; empty at the end of the file. */
 static int read_batch(reader *r, batch *b, mt_error *error) {
     b->bytes = 0;
     if (r->ended && r->rest_bytes == 0) return 0;
@@ -457,7 +444,7 @@ static int read_batch(reader *r, batch *b, mt_error *error) {
         while (b->bytes < enough && !r->ended)
             if (read_more(r, b, error) != 0) return -1;
         whole = whole_documents(r, b);
-        enough = 2 * b->bytes; // a long document: look for its end again when twice as much is there
+        enough = 2 * b->bytes; // a long document: look for its end again after twice as many bytes
     }
     if (r->ended) whole = b->bytes;
     r->rest_bytes = b->bytes - whole;
@@ -514,7 +501,7 @@ typedef struct job {
     pthread_t *threads;
     int64_t num_threads;
 
-    pthread_mutex_t lock; // guards what follows, and `done` of the batches
+    pthread_mutex_t lock; // guards the fields below and `done` of the batches
     pthread_cond_t changed;
     int64_t num_read, num_taken, num_written;
     bool stop; // no more batches will be read
@@ -577,7 +564,7 @@ static int write_oldest(job *j, mt_error *error) {
     return 0;
 }
 
-/* Reads while there is room in the ring, and makes room by writing the oldest batch. */
+/* Reads batches into the ring; writes the oldest batch if the ring is full. */
 static int run_job(job *j, mt_error *error) {
     for (;;) {
         if (j->num_read - j->num_written == j->num_batches && write_oldest(j, error) != 0) return -1;
@@ -598,7 +585,7 @@ static int run_job(job *j, mt_error *error) {
 static void stop_threads(job *j) {
     pthread_mutex_lock(&j->lock);
     j->stop = true;
-    j->num_taken = j->num_read; // what is not begun is not wanted any more
+    j->num_taken = j->num_read; // workers begin no further batch
     pthread_cond_broadcast(&j->changed);
     pthread_mutex_unlock(&j->lock);
     for (int64_t i = 0; i < j->num_threads; i++) pthread_join(j->threads[i], NULL);
@@ -608,13 +595,13 @@ static int start_threads(job *j, mt_error *error) {
     for (; j->num_threads < j->settings->num_workers; j->num_threads++) {
         int code = pthread_create(&j->threads[j->num_threads], NULL, work, j);
         if (code != 0)
-            return mt_error_set(error, "--workers %lld: a thread cannot be started: %s; give fewer",
+            return mt_error_set(error, "--workers %lld: cannot start a thread: %s; give fewer",
                                 (long long)j->settings->num_workers, strerror(code));
     }
     return 0;
 }
 
-/* ---- the whole --------------------------------------------------------------------------------------------------- */
+/* ---- the job ----------------------------------------------------------------------------------------------------- */
 
 static int open_writers(job *j, mt_error *error) {
     const settings *s = j->settings;
@@ -629,7 +616,7 @@ static int open_writers(job *j, mt_error *error) {
     return 0;
 }
 
-/* All files are made whole before the first takes its place. */
+/* Completes all files before the first is renamed into place. */
 static int publish(job *j, mt_error *error) {
     int64_t num_keys = j->settings->json_keys.count;
     if (j->progress.documents == 0)
@@ -706,10 +693,10 @@ static int run(const settings *s, mt_error *error) {
 int main(int argc, char **argv) {
     settings s = {0};
     mt_error error;
-    struct sigaction action = {.sa_handler = interrupt}; // no SA_RESTART: a read that waits is given up
+    struct sigaction action = {.sa_handler = interrupt}; // no SA_RESTART: a signal interrupts a blocked read
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
-    signal(SIGXFSZ, SIG_IGN); // a limit on file sizes is then an error of the write
+    signal(SIGXFSZ, SIG_IGN); // exceeding a file size limit is then a write error
     int result = parse_settings(&s, argc, argv, &error);
     if (result == 0 && s.help)
         print_help();

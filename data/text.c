@@ -1,4 +1,4 @@
-/* text.c: from files of text to documents. */
+/* text.c: splits text files into documents. */
 #include "text.h"
 
 #include <jansson.h>
@@ -10,20 +10,20 @@ bool mt_text_is_blank(const char *text, int64_t bytes) {
     return true;
 }
 
-/* Just past the newline that ends the first line; NULL if there is none. */
+/* The end of the first line, after its newline; NULL if there is no newline. */
 static const char *line_end(const char *text, const char *end) {
     const char *newline = memchr(text, '\n', (size_t)(end - text));
     return newline ? newline + 1 : NULL;
 }
 
-/* A paragraph has a line that is not blank, then one that is, and ends where the next such line begins. */
+/* A paragraph is optional blank lines, lines with text, then blank lines; the next line with text begins another. */
 static const char *paragraph_end(const char *text, const char *end) {
     bool has_text = false, has_gap = false;
     while (text < end) {
         const char *next = line_end(text, end);
         bool blank = mt_text_is_blank(text, (next ? next : end) - text);
         if (!blank && has_gap) return text;
-        if (!next) return NULL; // what is seen of the last line is not all of it
+        if (!next) return NULL; // the last line may continue
         has_text = has_text || !blank;
         has_gap = has_gap || (has_text && blank);
         text = next;
@@ -51,7 +51,7 @@ static int invalid_json(const json_error_t *json_error, mt_error *error) {
                         text);
 }
 
-/* A string, or the strings of a list. */
+/* Visits a string, or the strings of a list. */
 static int visit_field(const json_t *field, int64_t key, const char *name, mt_jsonl_visit *visit, void *context,
                        mt_error *error) {
     bool list = json_is_array(field);
@@ -70,7 +70,7 @@ static int visit_object(const json_t *object, const mt_strings *keys, mt_jsonl_v
     for (int64_t key = 0; key < keys->count; key++) {
         const char *name = keys->items[key];
         const json_t *field = json_object_get(object, name);
-        if (!field) return mt_error_set(error, "has no key \"%s\"; name one that it has with --json-keys", name);
+        if (!field) return mt_error_set(error, "has no key \"%s\"; name an existing key with --json-keys", name);
         if (visit_field(field, key, name, visit, context, error) != 0) return -1;
     }
     return 0;
@@ -79,7 +79,7 @@ static int visit_object(const json_t *object, const mt_strings *keys, mt_jsonl_v
 int mt_jsonl_read(const char *line, int64_t bytes, const mt_strings *keys, mt_jsonl_visit *visit, void *context,
                   mt_error *error) {
     if (mt_text_is_blank(line, bytes)) return 0;
-    // Numbers are not read, so they may be as large as JSON lets them; NUL is a character like any other.
+    // Numbers are unused; reading them as reals accepts integers of any size. NUL is an ordinary character.
     json_error_t json_error;
     json_t *root =
         json_loadb(line, (size_t)bytes, JSON_DECODE_ANY | JSON_DECODE_INT_AS_REAL | JSON_ALLOW_NUL, &json_error);

@@ -1,4 +1,4 @@
-/* tokenizer.c: opens, saves and closes tokenizers, cuts text at added tokens, and turns ids back into text. */
+/* tokenizer.c: opens, saves and closes tokenizers, and decodes ids to text. */
 #include "tokenizer_internal.h"
 
 #include <errno.h>
@@ -9,78 +9,6 @@
 #include <unistd.h>
 
 #define BYTE_LEVEL_MARKER "{\n  \"tokenizer_class\": \"ByteLevel\"\n}\n"
-
-/* ---- the vocabulary -------------------------------------------------------------------------------------------- */
-
-const char *mt_token_text(const mt_tokenizer *tokenizer, int32_t id) {
-    return tokenizer->strings.data + tokenizer->tokens[id].text;
-}
-
-int mt_token_add(mt_tokenizer *tokenizer, int64_t id, const char *text, int64_t bytes, mt_token_type type,
-                 mt_error *error) {
-    if (id < 0 || id >= MT_MAX_VOCAB)
-        return mt_error_set(error, "%s: token '%.*s' has id %lld; ids run from 0 to %d", tokenizer->path,
-                            (int)(bytes < 60 ? bytes : 60), text, (long long)id, MT_MAX_VOCAB - 1);
-    if (id >= tokenizer->token_capacity) {
-        int64_t old = tokenizer->token_capacity, size = sizeof *tokenizer->tokens;
-        tokenizer->token_capacity = 2 * id + 256;
-        tokenizer->tokens = mt_realloc(tokenizer->tokens, tokenizer->token_capacity * size);
-        memset(tokenizer->tokens + old, 0, (size_t)((tokenizer->token_capacity - old) * size));
-    }
-    mt_token *token = &tokenizer->tokens[id];
-    if (token->type != MT_TOKEN_ABSENT)
-        return mt_error_set(error, "%s: tokens '%.*s' and '%.*s' have the same id, %lld", tokenizer->path,
-                            token->text_bytes < 60 ? token->text_bytes : 60, mt_token_text(tokenizer, (int32_t)id),
-                            (int)(bytes < 60 ? bytes : 60), text, (long long)id);
-    if (bytes > INT32_MAX / 2) return mt_error_set(error, "%s: token %lld is too long", tokenizer->path, (long long)id);
-    int64_t at = tokenizer->strings.bytes;
-    *token = (mt_token){.text = at, .surface = at, .text_bytes = (int32_t)bytes, .surface_bytes = (int32_t)bytes};
-    token->type = (uint8_t)type;
-    mt_text_append(&tokenizer->strings, text, bytes);
-    if (id >= tokenizer->vocab_size) tokenizer->vocab_size = id + 1;
-    return 0;
-}
-
-/* The slot of the token with this text, or the empty one where it would go. */
-static int32_t *lookup_slot(const mt_tokenizer *tokenizer, const char *text, int64_t bytes) {
-    int64_t mask = tokenizer->lookup_capacity - 1, at = (int64_t)(mt_hash(text, bytes) & (uint64_t)mask);
-    for (;; at = (at + 1) & mask) {
-        int32_t id = tokenizer->lookup[at];
-        if (id < 0) return &tokenizer->lookup[at];
-        const mt_token *token = &tokenizer->tokens[id];
-        if (token->text_bytes == bytes && !memcmp(tokenizer->strings.data + token->text, text, (size_t)bytes))
-            return &tokenizer->lookup[at];
-    }
-}
-
-static void lookup_grow(mt_tokenizer *tokenizer) {
-    int32_t *old = tokenizer->lookup;
-    int64_t old_capacity = tokenizer->lookup_capacity;
-    tokenizer->lookup_capacity = old_capacity ? 2 * old_capacity : 1024;
-    tokenizer->lookup = mt_malloc(tokenizer->lookup_capacity * (int64_t)sizeof *tokenizer->lookup);
-    memset(tokenizer->lookup, -1, (size_t)tokenizer->lookup_capacity * sizeof *tokenizer->lookup);
-    for (int64_t i = 0; i < old_capacity; i++)
-        if (old[i] >= 0)
-            *lookup_slot(tokenizer, mt_token_text(tokenizer, old[i]), tokenizer->tokens[old[i]].text_bytes) = old[i];
-    free(old);
-}
-
-int32_t mt_token_index(mt_tokenizer *tokenizer, int32_t id) {
-    if (2 * (tokenizer->lookup_count + 1) > tokenizer->lookup_capacity) lookup_grow(tokenizer);
-    int32_t *slot = lookup_slot(tokenizer, mt_token_text(tokenizer, id), tokenizer->tokens[id].text_bytes);
-    if (*slot >= 0) return *slot;
-    tokenizer->lookup_count++;
-    return *slot = id;
-}
-
-int32_t mt_token_find(const mt_tokenizer *tokenizer, const char *text, int64_t bytes) {
-    return tokenizer->lookup_capacity ? *lookup_slot(tokenizer, text, bytes) : -1;
-}
-
-void mt_error_one_line(mt_error *error) {
-    for (char *c = error->text; *c; c++)
-        if ((unsigned char)*c < 0x20 || *c == 0x7F) *c = '?';
-}
 
 /* ---- files ----------------------------------------------------------------------------------------------------- */
 
@@ -140,7 +68,7 @@ static int write_file(const char *path, const mt_text *content, mt_error *error)
     return written ? 0 : mt_error_set(error, "%s: cannot be written: %s", path, strerror(why));
 }
 
-/* Reads a file and keeps it, under the name by which a model folder knows it. */
+/* Reads a file and keeps it under its name in a model folder. */
 static int keep_file(mt_tokenizer *tokenizer, const char *path, const char *name, mt_error *error) {
     mt_file *file = &tokenizer->files[tokenizer->file_count++];
     file->name = mt_strdup(name);
@@ -154,7 +82,7 @@ mt_tokenizer *mt_tokenizer_new(const char *path) {
     tokenizer->path = mt_strdup(path);
     tokenizer->eod = tokenizer->bos = tokenizer->unknown = -1;
     memset(tokenizer->byte_ids, -1, sizeof tokenizer->byte_ids);
-    mt_text_append(&tokenizer->strings, "", 1); // so that an empty token has an address too
+    mt_text_append(&tokenizer->strings, "", 1); // an empty token has an address too
     return tokenizer;
 }
 
@@ -224,7 +152,7 @@ static int open_vocab_and_merges(mt_tokenizer *tokenizer, const char *vocab, con
                                   error);
 }
 
-/* "VOCAB,MERGES", or VOCAB as .../Xvocab.json with .../Xmerges.txt beside it. */
+/* `path` is "VOCAB,MERGES", or .../Xvocab.json with .../Xmerges.txt beside it. */
 static int open_gpt2(mt_tokenizer *tokenizer, const char *path, mt_error *error) {
     char *vocab = mt_strdup(path), *merges = NULL, *comma = strchr(vocab, ',');
     const char *ending = "vocab.json";
@@ -269,11 +197,12 @@ int mt_tokenizer_open(mt_tokenizer **out, const char *type, const char *path, mt
     bool sentencepiece = !strcmp(type, "SentencePieceTokenizer"), gpt2 = !strcmp(type, "GPT2BPETokenizer");
     if (!bytes && !json && !sentencepiece && !gpt2)
         return mt_error_set(error,
-                            "--tokenizer-type %s: not known; use HuggingFaceTokenizer, SentencePieceTokenizer, "
+                            "--tokenizer-type %s: unknown; use HuggingFaceTokenizer, SentencePieceTokenizer, "
                             "GPT2BPETokenizer or ByteLevel",
                             type);
     if (!bytes && (!path || !*path))
-        return mt_error_set(error, "--tokenizer-type %s: needs --tokenizer-model with the tokenizer's file", type);
+        return mt_error_set(error, "--tokenizer-type %s: needs --tokenizer-model, the tokenizer's file or folder",
+                            type);
     mt_tokenizer *tokenizer = mt_tokenizer_new(bytes ? "ByteLevel" : path);
     bool folder = !bytes && is_folder(path);
     int failed;
@@ -308,8 +237,8 @@ int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *e
     if (exists_in(folder, "vocab.json") && exists_in(folder, "merges.txt"))
         return mt_tokenizer_open(out, "GPT2BPETokenizer", folder, error);
     return mt_error_set(error,
-                        "%s: holds no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt); put "
-                        "one there, or name one",
+                        "%s: holds no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt); copy "
+                        "one there, or name one with --tokenizer-type and --tokenizer-model",
                         folder);
 }
 
@@ -341,135 +270,14 @@ bool mt_tokenizer_is_special(const mt_tokenizer *tokenizer, int32_t id) {
     return type == MT_TOKEN_CONTROL || type == MT_TOKEN_UNKNOWN;
 }
 
-/* ---- encoding -------------------------------------------------------------------------------------------------- */
-
-mt_encoder *mt_encoder_open(const mt_tokenizer *tokenizer) {
-    mt_encoder *encoder = mt_calloc(sizeof *encoder);
-    encoder->tokenizer = tokenizer;
-    mt_encoder_open_patterns(encoder);
-    if (tokenizer->kind != MT_KIND_BYTES) encoder->cache = mt_calloc(MT_CACHE_SLOTS * (int64_t)sizeof *encoder->cache);
-    if (tokenizer->has_unused)
-        encoder->split_at = mt_calloc(tokenizer->vocab_size * (int64_t)sizeof *encoder->split_at);
-    return encoder;
-}
-
-void mt_encoder_close(mt_encoder *encoder) {
-    if (!encoder) return;
-    mt_encoder_close_patterns(encoder);
-    for (int i = 0; i < MT_MAX_STEPS; i++) free(encoder->prefixed[i].data);
-    free(encoder->normalized[0].data);
-    free(encoder->normalized[1].data);
-    free(encoder->repaired.data);
-    free(encoder->path);
-    free(encoder->split_at);
-    free(encoder->heap);
-    free(encoder->symbols);
-    free(encoder->cache);
-    free(encoder);
-}
-
-/* True if the character before text[at] (or the one at text[at], if `after`) exists and is a \w. */
-static bool word_beside(const char *text, int64_t bytes, int64_t at, bool after) {
-    uint32_t c = 0;
-    int64_t from = at;
-    if (!after)
-        for (from--; from > 0 && ((unsigned char)text[from] & 0xC0) == 0x80;) from--;
-    return from >= 0 && from < bytes && mt_utf8_decode(text + from, bytes - from, &c) && mt_is_word(c);
-}
-
-/* Widens the span of an added token over the white space that it strips, to the left as far as `limit`. */
-static void strip_around(const mt_added_token *added, const char *text, int64_t bytes, int64_t limit, int64_t *start,
-                         int64_t *end) {
-    uint32_t c;
-    int length;
-    while (added->rstrip && *end < bytes && (length = mt_utf8_decode(text + *end, bytes - *end, &c)) &&
-           mt_is_white_space(c))
-        *end += length;
-    while (added->lstrip && *start > limit) {
-        int64_t at = *start - 1;
-        while (at > limit && ((unsigned char)text[at] & 0xC0) == 0x80) at--;
-        if (!mt_utf8_decode(text + at, *start - at, &c) || !mt_is_white_space(c)) break;
-        *start = at;
-    }
-}
-
-static int encode_parts(mt_encoder *encoder, int pass, bool first, const char *text, int64_t bytes, mt_ids *ids,
-                        mt_error *error);
-
-/* Text without added tokens of this pass: after the first it is normalized, after the second cut into words. */
-static int encode_part(mt_encoder *encoder, int pass, bool first, const char *text, int64_t bytes, mt_ids *ids,
-                       mt_error *error) {
-    if (pass == 1) return mt_pretokenize(encoder, 0, first, text, bytes, ids, error);
-    if (mt_normalize(encoder, &text, &bytes, error)) return -1;
-    return encode_parts(encoder, 1, first, text, bytes, ids, error);
-}
-
-/* Cuts the text at the added tokens of a pass (0 before, 1 after normalization): leftmost first, the longest of
- * several. `first`: the text's first byte is the document's. */
-static int encode_parts(mt_encoder *encoder, int pass, bool first, const char *text, int64_t bytes, mt_ids *ids,
-                        mt_error *error) {
-    const mt_trie *trie = &encoder->tokenizer->added_tries[pass];
-    int64_t done = 0;
-    for (int64_t at = 0; trie->count && at < bytes;) {
-        int32_t index = 0;
-        int64_t length = mt_trie_longest(trie, text + at, bytes - at, &index);
-        int64_t start = at, end = at + length;
-        at += length ? length : 1;
-        if (!length) continue;
-        const mt_added_token *added = &encoder->tokenizer->added[index];
-        if (added->single_word && (word_beside(text, bytes, start, false) || word_beside(text, bytes, end, true)))
-            continue;
-        strip_around(added, text, bytes, done, &start, &end);
-        if (start > done && encode_part(encoder, pass, first && done == 0, text + done, start - done, ids, error))
-            return -1;
-        mt_ids_push(ids, added->id);
-        done = end;
-    }
-    if (done == bytes) return 0;
-    return encode_part(encoder, pass, first && done == 0, text + done, bytes - done, ids, error);
-}
-
-static int encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
-    const mt_tokenizer *tokenizer = encoder->tokenizer;
-    if (bytes > MT_MAX_TEXT)
-        return mt_error_set(error, "a text of %lld bytes is longer than the %lld that are encoded at once; split it",
-                            (long long)bytes, (long long)MT_MAX_TEXT);
-    if (tokenizer->kind == MT_KIND_BYTES) {
-        for (int64_t i = 0; i < bytes; i++) mt_ids_push(ids, (unsigned char)text[i]);
-        return 0;
-    }
-    if (tokenizer->kind != MT_KIND_BPE) return mt_sentencepiece_encode(encoder, text, bytes, ids, error);
-    if (!mt_utf8_is_valid(text, bytes)) {
-        encoder->repaired.bytes = 0;
-        mt_utf8_repair(&encoder->repaired, text, bytes);
-        text = encoder->repaired.data;
-        bytes = encoder->repaired.bytes;
-    }
-    return encode_parts(encoder, 0, true, text, bytes, ids, error);
-}
-
-int mt_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
-    int64_t before = ids->count;
-    if (bytes <= 0 || !encode(encoder, text, bytes, ids, error)) return 0;
-    ids->count = before;
-    return -1;
-}
-
-int mt_tokenizer_encode(const mt_tokenizer *tokenizer, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
-    mt_encoder *encoder = mt_encoder_open(tokenizer);
-    int failed = mt_encode(encoder, text, bytes, ids, error);
-    mt_encoder_close(encoder);
-    return failed;
-}
-
 /* ---- decoding -------------------------------------------------------------------------------------------------- */
 
 struct mt_decoder {
     const mt_tokenizer *tokenizer;
     int64_t tokens;  // so far
-    bool started;    // leading space has been dealt with
-    int strip_left;  // leading spaces still to drop
-    mt_text pending; // bytes that do not make a whole character yet
+    bool started;    // the leading space has been removed
+    int strip_left;  // leading spaces still to remove
+    mt_text pending; // bytes of an incomplete character
 };
 
 static void decoder_restart(mt_decoder *decoder) {
@@ -479,8 +287,8 @@ static void decoder_restart(mt_decoder *decoder) {
     decoder->pending.bytes = 0;
 }
 
-/* SentencePiece put a space before the text, so the first piece loses one. With remove_extra_whitespaces the next piece
- * does too as long as nothing has been written (sentencepiece_processor.cc, DecodeSentencePiece). */
+/* SentencePiece puts a space before the text, so the first piece loses one. With remove_extra_whitespaces every piece
+ * loses one until text has been written (sentencepiece_processor.cc, DecodeSentencePiece). */
 static bool drops_space(mt_decoder *decoder, int32_t id) {
     const mt_sentencepiece_rules *rules = &decoder->tokenizer->rules;
     const mt_token *token = &decoder->tokenizer->tokens[id];

@@ -1,25 +1,24 @@
-/* tokenizer_internal.h: what the files of the tokenizer share. The way of a text through them:
+/* tokenizer_internal.h: shared by the files of the tokenizer. Each file calls only the files above it in this list:
  *
- *   tokenizer.c                the text is cut at added tokens; decoding; opening and saving
- *   pretokenizer.c             each part is normalized and cut into words
- *   tokenizer_bpe.c            each word becomes ids, by merging pairs
- *   tokenizer_sentencepiece.c  SentencePiece: its file, its own normalizer, unigram
- *   tokenizer_json.c           reads tokenizer.json, vocab.json and merges.txt into an mt_tokenizer
- *   tokenizer_lookup.c         hash tables, the prefix tree, UTF-8, growable arrays
+ *   tokenizer_vocab.c          hash tables, the prefix tree, growable arrays, UTF-8, the vocabulary
+ *   tokenizer_encode.c         text to ids: normalizers, pre-tokenizers, BPE, unigram, added tokens
+ *   tokenizer_json.c           reads tokenizer.json, or vocab.json and merges.txt, into an mt_tokenizer
+ *   tokenizer_sentencepiece.c  reads a SentencePiece model into an mt_tokenizer
+ *   tokenizer.c                open, save, decode
  */
 #ifndef MT_TOKENIZER_INTERNAL_H
 #define MT_TOKENIZER_INTERNAL_H
 
 #include "tokenizer.h"
 
-#define MT_MAX_VOCAB    (1 << 22) // larger ids are taken for damage, so that a small file cannot claim much memory
+#define MT_MAX_VOCAB    (1 << 22) // larger ids are errors, so that a small damaged file cannot claim much memory
 #define MT_MAX_STEPS    16        // steps of a normalizer, a pre-tokenizer or a decoder
 #define MT_MAX_TEXT     ((int64_t)1 << 30)
-#define MT_SPACE_SYMBOL "\xE2\x96\x81" // U+2581, what SentencePiece writes for a space
+#define MT_SPACE_SYMBOL "\xE2\x96\x81" // U+2581, which SentencePiece writes for a space
 
-/* ---- tokenizer_lookup.c ---------------------------------------------------------------------------------------- */
+/* ---- tokenizer_vocab.c ----------------------------------------------------------------------------------------- */
 
-/* uint64 to uint64, open addressing. Keys are below 2^64 - 1. */
+/* A hash table from uint64 to uint64 with open addressing. Keys are below 2^64 - 1. */
 typedef struct mt_map {
     struct mt_map_slot {
         uint64_t key_plus_one, value; // key_plus_one 0: empty
@@ -27,37 +26,32 @@ typedef struct mt_map {
     int64_t count, capacity; // capacity is 0 or a power of two
 } mt_map;
 
-uint64_t *mt_map_find(const mt_map *map, uint64_t key);        // NULL if absent
-bool mt_map_insert(mt_map *map, uint64_t key, uint64_t value); // false, and no change, if present
+uint64_t *mt_map_find(const mt_map *map, uint64_t key);        // the value, or NULL
+bool mt_map_insert(mt_map *map, uint64_t key, uint64_t value); // false if present; no change
 
-/* A prefix tree over byte strings, each with a value of its own. Node 0 is the root. */
+/* A prefix tree (trie) from byte strings to values. Node 0 is the root. */
 typedef struct mt_trie {
     mt_map children; // node << 8 | byte -> node
-    int32_t *values; // [count], -1 where no string ends
+    int32_t *values; // [count]; -1: no string ends here
     int64_t count, capacity;
-    bool starts[256]; // bytes that some string begins with
+    bool starts[256]; // first bytes of the strings
 } mt_trie;
 
-/* Strings to values; a value inserted again replaces the old one. */
+/* Inserts a string or replaces its value; walks one byte; finds the longest string that begins the text. */
 void mt_trie_insert(mt_trie *trie, const char *text, int64_t bytes, int32_t value);
 int64_t mt_trie_step(const mt_trie *trie, int64_t node, char byte);                            // the child, or -1
 int64_t mt_trie_longest(const mt_trie *trie, const char *text, int64_t bytes, int32_t *value); // its length, or 0
 void mt_trie_free(mt_trie *trie);
 
-/* Mixes well for tables of our own; not against an adversary. */
+/* A hash for the tables here; not safe against an adversary. */
 uint64_t mt_hash(const char *text, int64_t bytes);
-
-/* Growing arrays: one id; room for more bytes; bytes. */
-void mt_ids_push(mt_ids *ids, int32_t id);
-void mt_text_reserve(mt_text *text, int64_t more);
-void mt_text_append(mt_text *text, const char *data, int64_t bytes);
 
 typedef enum { MT_UTF8_WHOLE, MT_UTF8_CUT, MT_UTF8_BAD } mt_utf8_state;
 
-/* Looks at the first character of text[bytes > 0] and returns how many bytes belong to it: a whole one, one that the
- * end of the text cuts short, or the longest beginning of one that what follows makes ill-formed. */
+/* The bytes of the first character of text[bytes > 0]: a whole character; one that the end of the text cuts; or the
+ * longest valid prefix of an ill-formed one (Unicode's "maximal subpart"). */
 int mt_utf8_scan(const char *text, int64_t bytes, mt_utf8_state *state);
-int mt_utf8_decode(const char *text, int64_t bytes, uint32_t *codepoint); // the length, or 0 if ill-formed
+int mt_utf8_decode(const char *text, int64_t bytes, uint32_t *codepoint); // its length, or 0 if ill-formed
 void mt_utf8_append(mt_text *text, uint32_t codepoint);
 bool mt_utf8_is_valid(const char *text, int64_t bytes);
 void mt_utf8_repair(mt_text *out, const char *text, int64_t bytes); // appends `text`, ill-formed parts as U+FFFD
@@ -65,7 +59,7 @@ bool mt_is_white_space(uint32_t codepoint);                         // Unicode's
 
 /* ---- the tokenizer --------------------------------------------------------------------------------------------- */
 
-/* Numbered as in SentencePiece's files. Hugging Face's special tokens are CONTROL. */
+/* The numbers of SentencePiece's files. Hugging Face's special tokens are CONTROL. */
 typedef enum {
     MT_TOKEN_ABSENT,
     MT_TOKEN_NORMAL,
@@ -77,7 +71,7 @@ typedef enum {
 } mt_token_type;
 
 typedef struct mt_token {
-    int64_t text, surface; // offsets in mt_tokenizer.strings: what it is encoded from, what it decodes to
+    int64_t text, surface; // offsets in mt_tokenizer.strings: the text it encodes, the text it decodes to
     int32_t text_bytes, surface_bytes;
     float score; // SentencePiece
     uint8_t type;
@@ -106,7 +100,7 @@ typedef enum {
     MT_RULE_SPLIT,      // pattern, behavior, invert
     MT_RULE_BYTE_LEVEL, // prefix
     MT_RULE_METASPACE,  // content (the replacement), prefix
-    // decoders, beside some of the above
+    // decoders; some of the above are decoders too
     MT_RULE_BYTE_FALLBACK,
     MT_RULE_FUSE
 } mt_rule_kind;
@@ -128,12 +122,12 @@ typedef struct mt_rule {
 
 typedef enum {
     MT_KIND_BYTES,
-    MT_KIND_BPE,               // merges by rank, of pairs of ids
-    MT_KIND_SENTENCEPIECE_BPE, // merges by score, of strings
+    MT_KIND_BPE,               // merges pairs of ids by rank
+    MT_KIND_SENTENCEPIECE_BPE, // merges strings by score
     MT_KIND_UNIGRAM            // SentencePiece's most probable segmentation
 } mt_tokenizer_kind;
 
-/* How the surfaces of the tokens join into a text. */
+/* The rule that joins the surfaces of tokens to a text. */
 typedef enum {
     MT_JOIN_PLAIN,
     MT_JOIN_SPACE,     // a space between two tokens: tokenizer.json without a decoder
@@ -146,7 +140,7 @@ typedef struct mt_sentencepiece_rules {
     bool add_dummy_prefix, remove_extra_whitespaces, escape_whitespaces, whitespace_as_suffix;
     uint32_t *units; // [unit_count] the double array of precompiled_charsmap
     int64_t unit_count;
-    char *replacements; // NUL-terminated strings that the double array's values point at
+    char *replacements; // NUL-terminated strings; the values of the double array are offsets into them
     int64_t replacement_bytes;
 } mt_sentencepiece_rules;
 
@@ -164,7 +158,7 @@ struct mt_tokenizer {
     int32_t *lookup; // [lookup_capacity] hash table of ids by text; -1: empty
     int64_t lookup_capacity, lookup_count;
     int32_t eod, bos, unknown; // -1: none
-    int32_t byte_ids[256];     // byte-level: the token of each byte; otherwise its fallback <0xXX>; -1: none
+    int32_t byte_ids[256];     // byte-level: the token of each byte; else its fallback token <0xXX>; -1: none
 
     mt_map merges;   // left << 32 | right -> rank << 32 | merged
     bool byte_level; // words are bytes, not characters
@@ -174,131 +168,63 @@ struct mt_tokenizer {
     int normalizer_steps, pretokenizer_steps;
     mt_added_token *added;
     int64_t added_count;
-    mt_trie added_tries[2]; // values index `added`: matched before, and after, normalization
+    mt_trie added_tries[2]; // matched before and after normalization; values index `added`
 
     mt_sentencepiece_rules rules;
-    mt_trie pieces;       // unigram: every piece that text can become
+    mt_trie pieces;       // unigram: all pieces of normal and user-defined type
     mt_trie user_defined; // values unused
     float min_score, max_score;
     bool has_unused;
 
-    // No token has the space symbol after another character, so that none crosses a word's start: words may be encoded
-    // one by one, and cached, even where the file does not ask for it.
+    // No token has the space symbol after another character, so no token crosses the start of a word: words may be
+    // encoded one by one and cached, even if the file has no pre-tokenizer.
     bool words_at_spaces;
 
     mt_join join;
-    int strip_start; // leading spaces that decoding drops
+    int strip_start; // leading spaces that decoding removes
 
     mt_file files[3];
     int file_count;
 };
 
-/* Adds a token, its text also its surface. Errors: id out of range or taken. */
+/* Adds a token whose surface equals its text. Errors: id out of range or in use. */
 int mt_token_add(mt_tokenizer *tokenizer, int64_t id, const char *text, int64_t bytes, mt_token_type type,
                  mt_error *error);
 const char *mt_token_text(const mt_tokenizer *tokenizer, int32_t id);
-int32_t mt_token_index(mt_tokenizer *tokenizer, int32_t id); // makes it findable by text; the id found if taken
+int32_t mt_token_index(mt_tokenizer *tokenizer, int32_t id); // adds it to `lookup`; returns the id found if taken
 int32_t mt_token_find(const mt_tokenizer *tokenizer, const char *text, int64_t bytes); // -1 if absent
 
-/* Messages quote tokens, which may hold anything: makes line breaks and other control characters '?'. */
+/* Replaces control characters by '?': messages quote tokens, which may hold any byte. */
 void mt_error_one_line(mt_error *error);
 
-/* ---- the encoder ----------------------------------------------------------------------------------------------- */
-
-/* A run of the word that is one token so far; a doubly linked list in an array. */
-typedef struct mt_symbol {
-    int32_t previous, next; // -1: none
-    int32_t start, bytes;   // bytes 0: merged into the one before it
-    int32_t id;
-    bool frozen; // never merges
-} mt_symbol;
-
-/* Two neighbours that may merge. */
-typedef struct mt_candidate {
-    uint64_t order; // lowest first: priority << 32 | left symbol
-    int32_t right, bytes, id;
-} mt_candidate;
-
-/* Unigram: the best path to one position of the text. */
-typedef struct mt_path_node {
-    float score;
-    int32_t start, next; // where its last piece starts (-1: no path yet); where the best path goes on
-    int32_t id;
-} mt_path_node;
-
-#define MT_CACHE_SLOTS (1 << 16)
-#define MT_CACHE_BYTES 22
-#define MT_CACHE_IDS   6
-
-typedef struct mt_cache_slot {
-    uint8_t bytes, count; // bytes 0: empty
-    char word[MT_CACHE_BYTES];
-    int32_t ids[MT_CACHE_IDS];
-} mt_cache_slot;
-
-struct mt_encoder {
-    const mt_tokenizer *tokenizer;
-    mt_cache_slot *cache; // [MT_CACHE_SLOTS] the last word that fell into each slot
-    mt_symbol *symbols;
-    int64_t symbol_capacity;
-    mt_candidate *heap;
-    int64_t heap_count, heap_capacity;
-    int32_t *split_at; // [V] where an UNUSED piece of SentencePiece splits in two again; 0: unknown
-    mt_path_node *path;
-    int64_t path_capacity;
-    mt_text repaired, normalized[2], prefixed[MT_MAX_STEPS];
-    void *match_data, *match_context, *jit_stack; // pcre2
-};
-
-/* ---- pretokenizer.c -------------------------------------------------------------------------------------------- */
+/* ---- tokenizer_encode.c ---------------------------------------------------------------------------------------- */
 
 extern const char mt_gpt2_pattern[];
 
-/* A regular expression (refused without PCRE2), or a text to find as it is. */
+/* A regular expression (refused without PCRE2), or a literal string. */
 int mt_pattern_compile(mt_pattern *out, const char *path, const char *regex, int64_t bytes, mt_error *error);
 void mt_pattern_literal(mt_pattern *out, const char *text, int64_t bytes);
 void mt_pattern_free(mt_pattern *pattern);
 void mt_rule_free(mt_rule *rule);
 
-/* What PCRE2 needs for each thread. */
-void mt_encoder_open_patterns(mt_encoder *encoder);
-void mt_encoder_close_patterns(mt_encoder *encoder);
-
-/* Applies all normalizers; *text and *bytes then point at the result, valid until the encoder's next call. */
+/* Applies all normalizers. *text and *bytes become the result, which is valid until the encoder's next call. */
 int mt_normalize(mt_encoder *encoder, const char **text, int64_t *bytes, mt_error *error);
 
-/* Applies the pre-tokenizers from `step` on and encodes the words. `first`: the text begins here. */
-int mt_pretokenize(mt_encoder *encoder, int step, bool first, const char *text, int64_t bytes, mt_ids *ids,
-                   mt_error *error);
+/* Sets words_at_spaces where true; call it when the vocabulary is complete. */
+void mt_tokenizer_find_words(mt_tokenizer *tokenizer);
 
-bool mt_is_word(uint32_t codepoint); // \w
+/* ---- tokenizer_json.c, tokenizer_sentencepiece.c --------------------------------------------------------------- */
 
-/* ---- tokenizer_bpe.c ------------------------------------------------------------------------------------------- */
-
-/* A rule that pair (left, right) becomes `merged`; then encoding one word by such rules. */
-void mt_merge_add(mt_tokenizer *tokenizer, int32_t left, int32_t right, int32_t merged, int64_t rank);
-int mt_bpe_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error);
-
-/* Sets words_at_spaces if it holds; called when the vocabulary is complete. */
-void mt_bpe_find_words(mt_tokenizer *tokenizer);
-
-/* Merges the symbols [count] of `text` (of the kind's own rules) until no pair may merge any more. */
-void mt_bpe_merge(mt_encoder *encoder, const char *text, int64_t count);
-mt_symbol *mt_symbols_reserve(mt_encoder *encoder, int64_t count);
-
-/* ---- the loaders: fill a zeroed tokenizer from memory; `path` is for messages ------------------------------------ */
-
-/* Each refuses by name what it does not know. */
+/* The loaders fill a zeroed tokenizer from memory and refuse unknown parts by name; `path` is for messages. */
 int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_text *json, const mt_text *config,
                            mt_error *error);
 int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, const mt_text *vocab,
                            const char *merges_path, const mt_text *merges, mt_error *error);
 int mt_tokenizer_load_sentencepiece(mt_tokenizer *tokenizer, const char *path, const mt_text *model, mt_error *error);
-/* An empty one, which remembers where it comes from. */
-mt_tokenizer *mt_tokenizer_new(const char *path);
 
-/* One word, or a whole text, by SentencePiece's rules. */
-void mt_sentencepiece_encode_word(mt_encoder *encoder, const char *text, int32_t bytes, mt_ids *ids);
-int mt_sentencepiece_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error);
+/* ---- tokenizer.c ----------------------------------------------------------------------------------------------- */
+
+/* An empty tokenizer for a loader; `path` is for messages. */
+mt_tokenizer *mt_tokenizer_new(const char *path);
 
 #endif

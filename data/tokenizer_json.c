@@ -1,5 +1,5 @@
-/* tokenizer_json.c: reads Hugging Face's tokenizer.json, and GPT-2's vocab.json with merges.txt. Every component that
- * the file names is either done exactly or refused by name; unknown keys are ignored, as `tokenizers` does. */
+/* tokenizer_json.c: reads Hugging Face's tokenizer.json, and GPT-2's vocab.json with merges.txt. Every component of the
+ * file is either implemented exactly or refused by name; unknown keys are ignored, as by `tokenizers`. */
 #include "tokenizer_internal.h"
 
 #include <jansson.h>
@@ -10,8 +10,7 @@ typedef struct loader {
     mt_tokenizer *tokenizer;
     const char *path;
     mt_error *error;
-    const char *
-        *keys; // [key_count] each token as the file spells it, borrowed from the JSON; NULL: not in the vocabulary
+    const char **keys; // [key_count] tokens as spelled in the file, borrowed from the JSON; NULL: not in the vocabulary
     int64_t key_count;
     bool fused; // the decoders read so far include Fuse
 } loader;
@@ -36,7 +35,7 @@ static bool get_bool(const json_t *object, const char *key, bool otherwise) {
     return json_is_boolean(value) ? json_is_true(value) : otherwise;
 }
 
-/* The string at `key`, "" if there is none. */
+/* The string at `key`, or "". */
 static mt_text get_text(const json_t *object, const char *key) {
     const json_t *value = json_object_get(object, key);
     if (!json_is_string(value)) return (mt_text){"", 0, 0};
@@ -51,7 +50,6 @@ static bool equals(mt_text text, const char *name) {
     return text.bytes == (int64_t)strlen(name) && !memcmp(text.data, name, (size_t)text.bytes);
 }
 
-/* "FILE: PART of type 'X' is not supported ..." */
 static int refuse(loader *l, const char *part, mt_text type) {
     return mt_error_set(l->error, "%s: a %s of type '%.60s' is not supported; use a tokenizer without it", l->path,
                         part, type.data);
@@ -59,8 +57,8 @@ static int refuse(loader *l, const char *part, mt_text type) {
 
 /* ---- byte-level vocabularies ----------------------------------------------------------------------------------- */
 
-/* GPT-2 spells each byte as a printable character: itself where it is one, else the next of U+0100, U+0101, ... The
- * byte of a character, or -1. */
+/* GPT-2 spells each byte as a printable character: itself if printable, else the next of U+0100, U+0101, ... Returns
+ * the byte of a character, or -1. */
 static int byte_of_character(uint32_t c) {
     if ((c >= 33 && c <= 126) || (c >= 161 && c <= 172) || (c >= 174 && c <= 255)) return (int)c;
     if (c < 256 || c > 323) return -1;
@@ -68,7 +66,7 @@ static int byte_of_character(uint32_t c) {
     return n < 33 ? n : n < 67 ? 127 + n - 33 : 173;
 }
 
-/* Appends the bytes that the token spells; false if it has a character that spells none. */
+/* Appends the bytes that the token spells; false if a character spells no byte. */
 static bool append_spelled_bytes(mt_text *out, const char *text, int64_t bytes) {
     for (int64_t i = 0; i < bytes;) {
         uint32_t c = 0;
@@ -208,7 +206,7 @@ static int read_pretokenizer(loader *l, mt_rule *step, const json_t *object) {
 
 typedef int step_reader(loader *l, mt_rule *step, const json_t *object);
 
-/* Reads a component into steps[*count]; a Sequence, whose members are at `members`, becomes several. */
+/* Reads a component into steps[*count]; a Sequence, with its members at `members`, becomes several steps. */
 static int read_steps(loader *l, const json_t *object, const char *members, step_reader *read, mt_rule *steps,
                       int *count, int depth) {
     if (is_missing(object)) return 0;
@@ -239,8 +237,8 @@ static void remember_key(loader *l, int64_t id, const char *key) {
     l->keys[id] = key;
 }
 
-/* Adds every token of the object {token: id}. Byte-level tokens are kept as the bytes that they spell; one that spells
- * none cannot come from text and is only decoded. */
+/* Adds every token of the object {token: id}. Byte-level tokens are stored as the bytes that they spell; a token that
+ * spells no bytes cannot come from text and is only decoded. */
 static int read_vocabulary(loader *l, json_t *vocabulary) {
     const char *key;
     json_t *value;
@@ -267,12 +265,18 @@ static int read_vocabulary(loader *l, json_t *vocabulary) {
     return failed;
 }
 
-/* The token that a side of a merge names; -1 if there is none. */
+/* The token of this spelling, or -1. */
 static int32_t find_spelled(loader *l, mt_text *scratch, const char *text, int64_t bytes) {
     if (!l->tokenizer->byte_level) return mt_token_find(l->tokenizer, text, bytes);
     scratch->bytes = 0;
     if (!append_spelled_bytes(scratch, text, bytes)) return -1;
     return mt_token_find(l->tokenizer, bytes ? scratch->data : "", scratch->bytes);
+}
+
+static void merge_add(mt_tokenizer *tokenizer, int32_t left, int32_t right, int32_t merged, int64_t rank) {
+    uint64_t key = (uint64_t)left << 32 | (uint32_t)right, value = (uint64_t)rank << 32 | (uint32_t)merged;
+    if (!mt_map_insert(&tokenizer->merges, key, value))
+        *mt_map_find(&tokenizer->merges, key) = value; // the last of equal merges counts, as in `tokenizers`
 }
 
 static int add_merge(loader *l, mt_text *scratch, int64_t rank, mt_text left, mt_text right) {
@@ -283,14 +287,14 @@ static int add_merge(loader *l, mt_text *scratch, int64_t rank, mt_text left, mt
     int32_t merged = both.bytes ? find_spelled(l, scratch, both.data, both.bytes) : -1;
     free(both.data);
     if (a < 0 || b < 0 || merged < 0)
-        return mt_error_set(l->error, "%s: merge %lld, '%.*s' with '%.*s', names a token that the vocabulary lacks",
+        return mt_error_set(l->error, "%s: merge %lld, '%.*s' with '%.*s', needs a token that the vocabulary lacks",
                             l->path, (long long)rank, (int)(left.bytes < 60 ? left.bytes : 60), left.data,
                             (int)(right.bytes < 60 ? right.bytes : 60), right.data);
-    mt_merge_add(l->tokenizer, a, b, merged, rank);
+    merge_add(l->tokenizer, a, b, merged, rank);
     return 0;
 }
 
-/* "a b" */
+/* `line` is "LEFT RIGHT". */
 static int add_merge_line(loader *l, mt_text *scratch, int64_t rank, const char *line, int64_t bytes) {
     const char *space = memchr(line, ' ', (size_t)bytes);
     if (!space || memchr(space + 1, ' ', (size_t)(line + bytes - space - 1)))
@@ -359,7 +363,7 @@ static int read_model(loader *l, const json_t *model) {
 
 /* ---- added tokens ---------------------------------------------------------------------------------------------- */
 
-/* A token that normalization applies to is looked for as normalization leaves it. */
+/* A token of `normalized` kind is matched in normalized text, so its content is normalized too. */
 static int insert_added(mt_encoder *encoder, mt_tokenizer *tokenizer, int32_t index, mt_text content, mt_error *error) {
     bool normalized = tokenizer->added[index].normalized;
     const char *text = content.data;
@@ -380,8 +384,8 @@ static int read_added_token(loader *l, mt_encoder *encoder, const json_t *object
     if (!key) {
         if (mt_token_add(tokenizer, id, content.data, content.bytes, MT_TOKEN_USER_DEFINED, l->error)) return -1;
     } else if (!equals(content, key)) {
-        return mt_error_set(l->error, "%s: added token '%.60s' has id %lld, which is that of '%.60s'", l->path,
-                            content.data, (long long)id, key);
+        return mt_error_set(l->error, "%s: added token '%.60s' has id %lld, the id of '%.60s'", l->path, content.data,
+                            (long long)id, key);
     }
     mt_token *token = &tokenizer->tokens[id];
     token->type = get_bool(object, "special", false) ? MT_TOKEN_CONTROL : MT_TOKEN_USER_DEFINED;
@@ -416,7 +420,7 @@ static int read_decoder(loader *l, mt_rule *step, const json_t *object) {
     mt_tokenizer *tokenizer = l->tokenizer;
     mt_text type = get_text(object, "type"), content = get_text(object, "content");
     const json_t *pattern = json_object_get(object, "pattern");
-    step->kind = MT_RULE_FUSE; // also of steps that act on the whole text only
+    step->kind = MT_RULE_FUSE; // also for steps that act on the whole text only
     if (equals(type, "Fuse")) {
         l->fused = true;
     } else if (equals(type, "Strip") && l->fused) {
@@ -443,7 +447,7 @@ static int read_decoder(loader *l, mt_rule *step, const json_t *object) {
     return 0;
 }
 
-/* <0xXX>: its byte, otherwise -1. */
+/* The byte of <0xXX>, or -1. */
 static int fallback_byte(const mt_text *token) {
     if (token->bytes != 6 || memcmp(token->data, "<0x", 3) || token->data[5] != '>') return -1;
     static const char digits[] = "0123456789abcdef";
@@ -462,7 +466,7 @@ static void replace_literal(mt_text *out, const mt_text *text, const mt_rule *st
     mt_text_append(out, from, end - from);
 }
 
-/* Replaces token[0] by what one decoder makes of it; token[1] is scratch. */
+/* Applies one decoder to token[0]; token[1] is scratch. */
 static void decode_token(mt_text token[2], const mt_rule *step, bool added) {
     token[1].bytes = 0;
     int byte = step->kind == MT_RULE_BYTE_FALLBACK ? fallback_byte(&token[0]) : -1;
@@ -478,7 +482,7 @@ static void decode_token(mt_text token[2], const mt_rule *step, bool added) {
     token[1] = swap;
 }
 
-/* Runs every token through the decoders once, so that decoding only has to join what they left. */
+/* Applies the decoders to every token once, so that decoding only joins the surfaces. */
 static void set_surfaces(loader *l, const mt_rule *steps, int count) {
     mt_tokenizer *tokenizer = l->tokenizer;
     mt_text text[2] = {{0}, {0}};
@@ -518,7 +522,7 @@ static int read_decoders(loader *l, const json_t *decoder) {
     return failed;
 }
 
-/* ---- the tokens that begin and end a text ----------------------------------------------------------------------- */
+/* ---- BOS and EOD ------------------------------------------------------------------------------------------------- */
 
 static int32_t find_added(const mt_tokenizer *tokenizer, const char *content) {
     int64_t bytes = (int64_t)strlen(content);
@@ -530,7 +534,7 @@ static int32_t find_added(const mt_tokenizer *tokenizer, const char *content) {
     return -1;
 }
 
-/* The token that tokenizer_config.json gives at `key`, as a string or as an object with its content; -1 if none. */
+/* The token at `key` of tokenizer_config.json (a string, or an object with `content`), or -1. */
 static int32_t configured_token(const mt_tokenizer *tokenizer, const json_t *config, const char *key) {
     const json_t *value = json_object_get(config, key);
     mt_text content = json_is_object(value) ? get_text(value, "content") : get_text(config, key);
@@ -563,7 +567,7 @@ static int load_json(loader *l, const json_t *root, const json_t *config) {
     if (read_model(l, json_object_get(root, "model"))) return -1;
     if (read_added_tokens(l, json_object_get(root, "added_tokens"))) return -1;
     if (read_decoders(l, json_object_get(root, "decoder"))) return -1;
-    mt_bpe_find_words(tokenizer);
+    mt_tokenizer_find_words(tokenizer);
     find_ends(tokenizer, config);
     return 0;
 }
@@ -585,7 +589,7 @@ int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_t
     return failed;
 }
 
-/* One merge a line, best first; a line that begins with #version is a comment. */
+/* One merge per line, best first; a line that begins with #version is a comment. */
 static int read_merges_file(loader *l, const mt_text *merges) {
     mt_text scratch = {0};
     int64_t rank = 0;

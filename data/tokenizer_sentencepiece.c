@@ -1,7 +1,5 @@
-/* tokenizer_sentencepiece.c: SentencePiece models (Kudo and Richardson 2018), BPE and unigram. The file is one protobuf
- * message, sentencepiece_model.proto's ModelProto; only what encoding and decoding need is read. Normalization and
- * segmentation follow sentencepiece's normalizer.cc, bpe_model.cc and unigram_model.cc step by step, since ids must
- * agree. */
+/* tokenizer_sentencepiece.c: reads SentencePiece models (Kudo and Richardson 2018), BPE and unigram. The file is one
+ * protobuf message, sentencepiece_model.proto's ModelProto; only the fields for encoding and decoding are read. */
 #include "tokenizer_internal.h"
 
 #include <float.h>
@@ -34,7 +32,7 @@ static bool read_varint(reader *r, uint64_t *value) {
     return false;
 }
 
-/* Reads the next field: 1, or 0 at the end of the message, or -1 if it is damaged. */
+/* Reads the next field: 1; 0 at the end of the message; -1 if it is damaged. */
 static int read_field(reader *r, field *f) {
     uint64_t key;
     *f = (field){0};
@@ -115,7 +113,7 @@ static int read_trainer(loader *l, const field *message) {
     return more < 0 ? damaged(l, "trainer_spec") : 0;
 }
 
-/* precompiled_charsmap: the size of a double array (uint32), its units, then the strings that its values point at. */
+/* precompiled_charsmap: bytes of a double array (uint32), its units, then the strings that its values point at. */
 static int read_charsmap(loader *l, const field *f) {
     mt_sentencepiece_rules *rules = &l->tokenizer->rules;
     if (!f->bytes) return 0;
@@ -160,7 +158,7 @@ static int refuse_denormalizer(loader *l, const field *message) {
     return more < 0 ? damaged(l, "denormalizer_spec") : 0;
 }
 
-/* Byte pieces are called <0x00> to <0xFF>; all of them must be there, or none. */
+/* Byte pieces are named <0x00> to <0xFF>; the model has all of them or none. */
 static int find_byte_pieces(loader *l) {
     mt_tokenizer *tokenizer = l->tokenizer;
     int64_t found = 0;
@@ -182,7 +180,7 @@ static int find_byte_pieces(loader *l) {
     return 0;
 }
 
-/* Gives every piece its surface: the space symbol as a space, control pieces nothing, byte pieces their byte. */
+/* Surfaces: the space symbol becomes a space, a byte piece its byte, a control piece nothing. */
 static void set_surfaces(loader *l) {
     mt_tokenizer *tokenizer = l->tokenizer;
     for (int64_t id = 0; id < tokenizer->vocab_size; id++) {
@@ -208,7 +206,7 @@ static void set_surfaces(loader *l) {
     }
 }
 
-/* Builds what encoding looks up, and finds the special pieces. */
+/* Builds the tables for encoding and finds the special pieces. */
 static int finish(loader *l) {
     mt_tokenizer *tokenizer = l->tokenizer;
     if (l->model_type != 1 && l->model_type != 2)
@@ -239,7 +237,7 @@ static int finish(loader *l) {
     if (tokenizer->unknown < 0) return mt_error_set(l->error, "%s: has no unknown piece", l->path);
     if (find_byte_pieces(l)) return -1;
     set_surfaces(l);
-    mt_bpe_find_words(tokenizer);
+    mt_tokenizer_find_words(tokenizer);
     tokenizer->bos = mt_token_find(tokenizer, l->bos.data, l->bos.bytes);
     tokenizer->eod = mt_token_find(tokenizer, l->eos.data, l->eos.bytes);
     return 0;
@@ -274,208 +272,4 @@ int mt_tokenizer_load_sentencepiece(mt_tokenizer *tokenizer, const char *path, c
     if (!load_model(&l, model)) return 0;
     mt_error_one_line(error);
     return -1;
-}
-
-/* ---- normalization --------------------------------------------------------------------------------------------- */
-
-/* The longest rule of the charsmap that the text begins with: its length (0 if none) and its replacement. The units are
- * those of Darts-clone (Yata): bit 8 says that a leaf follows, the low byte is the label, the high bits an offset that
- * is XORed to the position. Every position is checked, since the file may be damaged. */
-static int64_t charsmap_find(const mt_sentencepiece_rules *rules, const char *text, int64_t bytes, const char **out) {
-    if (!rules->unit_count) return 0;
-    int64_t longest = 0, results = 0;
-    uint32_t at = 0, unit = rules->units[0];
-    for (int64_t i = 0; i < bytes && results < 32; i++) { // sentencepiece keeps 32 results
-        at ^= (unit >> 10) << ((unit & 0x200) >> 6);
-        at ^= (unsigned char)text[i];
-        if (at >= rules->unit_count) break;
-        unit = rules->units[at];
-        if ((unit & 0x800000FFu) != (unsigned char)text[i]) break;
-        if (!(unit & 0x100)) continue;
-        uint32_t leaf = at ^ ((unit >> 10) << ((unit & 0x200) >> 6));
-        if (leaf >= rules->unit_count) break;
-        uint32_t value = rules->units[leaf] & 0x7FFFFFFFu;
-        if (value >= rules->replacement_bytes) break;
-        *out = rules->replacements + value;
-        longest = i + 1;
-        results++;
-    }
-    return longest;
-}
-
-/* Normalizes the longest prefix that a rule covers, or one character; returns its length. */
-static int64_t normalize_prefix(const mt_tokenizer *tokenizer, const char *text, int64_t bytes, const char **out,
-                                int64_t *out_bytes) {
-    int32_t ignored;
-    int64_t length = mt_trie_longest(&tokenizer->user_defined, text, bytes, &ignored);
-    *out = text;
-    *out_bytes = length;
-    if (length) return length;
-    length = charsmap_find(&tokenizer->rules, text, bytes, out);
-    if (length) {
-        *out_bytes = (int64_t)strlen(*out);
-        return length;
-    }
-    uint32_t codepoint;
-    length = mt_utf8_decode(text, bytes, &codepoint);
-    *out = length ? text : "\xEF\xBF\xBD";
-    *out_bytes = length ? length : 3;
-    return length ? length : 1;
-}
-
-static void append_spaced(const mt_tokenizer *tokenizer, mt_text *out, const char *text, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i++) {
-        if (text[i] == ' ' && tokenizer->rules.escape_whitespaces)
-            mt_text_append(out, MT_SPACE_SYMBOL, 3);
-        else
-            mt_text_append(out, text + i, 1);
-    }
-}
-
-static void normalize(const mt_tokenizer *tokenizer, mt_text *out, const char *text, int64_t bytes) {
-    const mt_sentencepiece_rules *rules = &tokenizer->rules;
-    const char *part, *end = text + bytes;
-    int64_t part_bytes;
-    out->bytes = 0;
-    while (rules->remove_extra_whitespaces && text < end) {
-        int64_t length = normalize_prefix(tokenizer, text, end - text, &part, &part_bytes);
-        if (part_bytes != 1 || *part != ' ') break;
-        text += length;
-    }
-    if (text == end) return;
-    bool after_space = rules->remove_extra_whitespaces;
-    if (rules->add_dummy_prefix && !rules->whitespace_as_suffix) append_spaced(tokenizer, out, " ", 1);
-    while (text < end) {
-        text += normalize_prefix(tokenizer, text, end - text, &part, &part_bytes);
-        for (; after_space && part_bytes && *part == ' '; part++) part_bytes--;
-        append_spaced(tokenizer, out, part, part_bytes);
-        if (part_bytes) after_space = part[part_bytes - 1] == ' ';
-        if (!rules->remove_extra_whitespaces) after_space = false;
-    }
-    const char *space = rules->escape_whitespaces ? MT_SPACE_SYMBOL : " ";
-    int64_t space_bytes = (int64_t)strlen(space);
-    while (rules->remove_extra_whitespaces && out->bytes >= space_bytes &&
-           !memcmp(out->data + out->bytes - space_bytes, space, (size_t)space_bytes))
-        out->bytes -= space_bytes;
-    if (rules->add_dummy_prefix && rules->whitespace_as_suffix) append_spaced(tokenizer, out, " ", 1);
-}
-
-/* ---- segmentation ---------------------------------------------------------------------------------------------- */
-
-/* The bytes of the character, as its first byte claims, like sentencepiece's OneCharLen. */
-static int64_t one_character(const char *text, int64_t bytes) {
-    int64_t length = "\1\1\1\1\1\1\1\1\1\1\1\1\2\2\3\4"[(unsigned char)*text >> 4];
-    return length < bytes ? length : bytes;
-}
-
-/* Appends a piece of the segmentation. An unknown one becomes its bytes, or one unknown token for a run of them. */
-static void push_piece(const mt_tokenizer *tokenizer, const char *piece, int64_t bytes, int32_t id, bool *after_unknown,
-                       mt_ids *ids) {
-    bool unknown = id == tokenizer->unknown;
-    if (unknown && tokenizer->byte_fallback) {
-        for (int64_t i = 0; i < bytes; i++) mt_ids_push(ids, tokenizer->byte_ids[(unsigned char)piece[i]]);
-    } else if (!unknown || !*after_unknown) {
-        mt_ids_push(ids, id);
-    }
-    *after_unknown = unknown;
-}
-
-/* Splits an UNUSED piece into the two that it was merged from, and those again, until all may be used. */
-static void push_resegmented(const mt_encoder *encoder, const char *piece, int64_t bytes, bool *after_unknown,
-                             mt_ids *ids) {
-    const mt_tokenizer *tokenizer = encoder->tokenizer;
-    int32_t id = mt_token_find(tokenizer, piece, bytes);
-    if (id < 0) id = tokenizer->unknown;
-    int32_t left = tokenizer->tokens[id].type == MT_TOKEN_UNUSED ? encoder->split_at[id] : 0;
-    if (!left) {
-        push_piece(tokenizer, piece, bytes, id, after_unknown, ids);
-        return;
-    }
-    push_resegmented(encoder, piece, left, after_unknown, ids);
-    push_resegmented(encoder, piece + left, bytes - left, after_unknown, ids);
-}
-
-void mt_sentencepiece_encode_word(mt_encoder *encoder, const char *text, int32_t bytes, mt_ids *ids) {
-    const mt_tokenizer *tokenizer = encoder->tokenizer;
-    mt_symbol *symbols = mt_symbols_reserve(encoder, bytes);
-    int32_t count = 0, ignored;
-    for (int32_t at = 0; at < bytes; count++) {
-        int64_t defined = mt_trie_longest(&tokenizer->user_defined, text + at, bytes - at, &ignored);
-        int32_t length = (int32_t)(defined ? defined : one_character(text + at, bytes - at));
-        symbols[count] = (mt_symbol){count - 1, count + 1, at, length, -1, defined > 0};
-        at += length;
-    }
-    symbols[count - 1].next = -1;
-    if (tokenizer->has_unused) memset(encoder->split_at, 0, (size_t)tokenizer->vocab_size * sizeof *encoder->split_at);
-    mt_bpe_merge(encoder, text, count);
-    bool after_unknown = false;
-    for (int32_t at = 0; at >= 0; at = symbols[at].next)
-        push_resegmented(encoder, text + symbols[at].start, symbols[at].bytes, &after_unknown, ids);
-}
-
-/* A path to `end` from `start` by a token: kept if it is the first or the best so far. */
-static void offer_path(mt_path_node *path, int64_t start, int64_t end, int32_t id, float score) {
-    if (path[end].start >= 0 && score <= path[end].score) return;
-    path[end] = (mt_path_node){score, (int32_t)start, -1, id};
-}
-
-/* Extends the best path to `start` by every piece that begins there, or by an unknown character if none is as long as
- * one. Returns the furthest position that is reached. */
-static int64_t extend_paths(const mt_tokenizer *tokenizer, mt_path_node *path, const char *text, int64_t bytes,
-                            int64_t start) {
-    const mt_trie *pieces = &tokenizer->pieces;
-    int64_t character = one_character(text + start, bytes - start), furthest = start + character;
-    bool single = false;
-    int64_t node = pieces->count ? 0 : -1;
-    for (int64_t end = start; end < bytes && node >= 0;) {
-        node = mt_trie_step(pieces, node, text[end++]);
-        if (node < 0 || pieces->values[node] < 0) continue;
-        const mt_token *token = &tokenizer->tokens[pieces->values[node]];
-        float score = token->score;
-        if (token->type == MT_TOKEN_USER_DEFINED) score = (float)(end - start) * tokenizer->max_score - 0.1f;
-        offer_path(path, start, end, pieces->values[node], score + path[start].score);
-        if (end - start == character) single = true;
-        if (end > furthest) furthest = end;
-    }
-    float unknown_score = tokenizer->min_score - 10.0f;
-    if (!single) offer_path(path, start, start + character, tokenizer->unknown, unknown_score + path[start].score);
-    return furthest;
-}
-
-/* Viterbi over the characters. Sums are float, and brought back to zero when they pass -100000, as sentencepiece 0.2
- * does, so that near ties fall the same way in texts of any length. */
-static void encode_unigram(mt_encoder *encoder, const char *text, int32_t bytes, mt_ids *ids) {
-    const mt_tokenizer *tokenizer = encoder->tokenizer;
-    if (bytes + 1 > encoder->path_capacity) {
-        encoder->path_capacity = 2 * ((int64_t)bytes + 1);
-        encoder->path = mt_realloc(encoder->path, encoder->path_capacity * (int64_t)sizeof *encoder->path);
-    }
-    mt_path_node *path = encoder->path;
-    for (int32_t i = 0; i <= bytes; i++) path[i] = (mt_path_node){0, -1, -1, -1};
-    int64_t furthest = 0;
-    for (int64_t start = 0; start < bytes; start += one_character(text + start, bytes - start)) {
-        float base = path[start].score;
-        for (int64_t i = start; base < -100000.0f && i <= furthest; i++)
-            if (path[i].start >= 0) path[i].score -= base;
-        int64_t reached = extend_paths(tokenizer, path, text, bytes, start);
-        if (reached > furthest) furthest = reached;
-    }
-    for (int32_t end = bytes; end > 0; end = path[end].start) path[path[end].start].next = end;
-    bool after_unknown = false;
-    for (int32_t at = 0, end; at < bytes; at = end) {
-        end = path[at].next;
-        push_piece(tokenizer, text + at, end - at, path[end].id, &after_unknown, ids);
-    }
-}
-
-int mt_sentencepiece_encode(mt_encoder *encoder, const char *text, int64_t bytes, mt_ids *ids, mt_error *error) {
-    mt_text *normal = &encoder->normalized[0];
-    normalize(encoder->tokenizer, normal, text, bytes);
-    if (encoder->tokenizer->kind == MT_KIND_SENTENCEPIECE_BPE)
-        return mt_bpe_encode(encoder, normal->data, normal->bytes, ids, error);
-    if (normal->bytes > INT32_MAX / 2)
-        return mt_error_set(error, "%s: a text of %lld bytes is too long; split it", encoder->tokenizer->path,
-                            (long long)normal->bytes);
-    if (normal->bytes) encode_unigram(encoder, normal->data, (int32_t)normal->bytes, ids);
-    return 0;
 }

@@ -4,7 +4,7 @@
  *
  *   usage: bench_decode [OPTIONS OF train, such as --bf16, --device cuda or another --hf-config]
  */
-#include "../megatron.h"
+#include "../data/options.h"
 
 #include <stdlib.h>
 #include <string.h>

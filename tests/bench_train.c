@@ -3,7 +3,7 @@
  *
  *   usage: bench_train [OPTIONS OF train, such as --bf16 or another --hf-config]
  */
-#include "../megatron.h"
+#include "../data/options.h"
 
 #include <stdlib.h>
 

@@ -1,5 +1,5 @@
 /* Any bytes as config.json: read or refused, and what is read can be written and read again. */
-#include "../megatron.h"
+#include "../data/options.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,4 +1,5 @@
-/* The .idx parser on arbitrary bytes. The first eight are the size of the .bin; what it accepts must then be true. */
+/* fuzz_indexed.c: the .idx parser on arbitrary bytes. The first eight bytes are the size of the .bin; every sequence of
+ * an accepted index must lie inside it. */
 #include "data/dataset.h"
 
 #include <string.h>

@@ -1,4 +1,4 @@
-/* Text to documents on arbitrary bytes: JSONL lines, and the cutting of plain text. The first byte picks the format. */
+/* fuzz_jsonl.c: splitting of arbitrary bytes into documents, JSONL or plain text. The first byte selects the format. */
 #include "data/text.h"
 
 #include <string.h>
@@ -6,7 +6,7 @@
 static int add_up(void *context, int64_t key, const char *text, int64_t bytes, mt_error *error) {
     (void)error;
     MT_CHECK(key >= 0 && key < 2 && text[bytes] == '\0');
-    int64_t *sum = context; // reads every byte that was promised
+    int64_t *sum = context; // reads every byte of the text
     for (int64_t i = 0; i < bytes; i++) *sum += (unsigned char)text[i];
     return 0;
 }

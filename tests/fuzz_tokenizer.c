@@ -1,5 +1,5 @@
-/* fuzz_tokenizer.c: libFuzzer target for the tokenizer's files. The first byte picks the format, the rest is the file.
- * What opens must encode and decode a text without a fault, within the memory and time that libFuzzer allows.
+/* fuzz_tokenizer.c: libFuzzer target for tokenizer files. The first byte selects the format, the rest is the file. A
+ * tokenizer that opens must encode and decode a text without a fault, within libFuzzer's limits of memory and time.
  *
  * clang -fsanitize=fuzzer,address,undefined ... tests/fuzz_tokenizer.c, then ./fuzz_tokenizer CORPUS */
 #include "../data/tokenizer_internal.h"
@@ -49,7 +49,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (!load(tokenizer, data[0] % 4, &file, &error))
         use(tokenizer);
     else
-        MT_CHECK(error.text[0] && !strchr(error.text, '\n')); // a reason, on one line
+        MT_CHECK(error.text[0] && !strchr(error.text, '\n')); // a message of one line
     mt_tokenizer_close(tokenizer);
     free(file.data);
     return 0;

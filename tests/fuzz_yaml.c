@@ -1,5 +1,5 @@
 /* Any bytes as a YAML file of options: read or refused, and never past the validator with a value out of range. */
-#include "../megatron.h"
+#include "../data/options.h"
 
 #include <stdlib.h>
 #include <string.h>

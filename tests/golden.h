@@ -2,7 +2,7 @@
 #ifndef MT_TESTS_GOLDEN_H
 #define MT_TESTS_GOLDEN_H
 
-#include "../megatron.h"
+#include "../data/options.h"
 #include "families.h"
 
 #include <jansson.h>

@@ -311,7 +311,8 @@ static float *bucket_weights(mt_model *model, int64_t bucket, const mt_bucket *b
     int64_t size = mt_dtype_size(b->dtype), count = b->count;
     char *raw = mt_malloc(count * size);
     float *values = mt_malloc(count * 4);
-    ops->memory_copy(raw, mt_bucket_gather_state(model, bucket, MT_KEPT_WEIGHTS), count * size, mt_model_stream(model));
+    ops->memory_copy(raw, mt_bucket_gather_state(model, bucket, MT_STATE_WEIGHTS), count * size,
+                     mt_model_stream(model));
     ops->stream_wait(mt_model_stream(model));
     for (int64_t i = 0; i < count; i++)
         values[i] = size == 4 ? ((float *)(void *)raw)[i] : mt_bf16_to_f32(((uint16_t *)(void *)raw)[i]);

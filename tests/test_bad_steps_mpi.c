@@ -1,6 +1,6 @@
 /* Steps that go wrong on four ranks: faults are put into the results of operations, and the run that skips, rewinds or
  * repeats is held against one in which they never happened, bit for bit. */
-#include "../megatron.h"
+#include "../data/options.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -131,8 +131,8 @@ static char *snapshot(trainee *t, int64_t *bytes) {
     char *all = NULL;
     *bytes = 0;
     for (int64_t i = 0; i < num_buckets; i++)
-        for (int kept = 0; kept < MT_NUM_KEPT; kept++) {
-            mt_part part = mt_bucket_part(t->model, i, (mt_kept)kept);
+        for (int state = 0; state < MT_NUM_STATES; state++) {
+            mt_part part = mt_bucket_part(t->model, i, (mt_param_state)state);
             int64_t size = part.data ? part.count * mt_dtype_size(part.dtype) : 0;
             all = mt_realloc(all, *bytes + size + 1);
             if (size > 0) memcpy(all + *bytes, part.data, (size_t)size);

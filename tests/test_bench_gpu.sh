@@ -36,7 +36,7 @@ echo "error: no GPU" >&2
 exit 1
 END
 program bench_cuda <<'END'
-echo "bench_cuda: skipped: no GPU answers: none is there"
+echo "bench_cuda: skipped: no GPU answers: none found"
 END
 program bench_cuda_attention </dev/null
 expect without_a_gpu_it_says_so_and_fails 1 'nothing was measured: no GPU answers'

@@ -123,15 +123,15 @@ static mt_metrics train_one_step(trainee *t, int64_t micro_batches) {
 }
 
 /* One kind of all values of the model, whole, as floats in the table's order; `count` of them. To free. */
-static float *whole_state(mt_model *model, mt_kept kept, int64_t *count) {
+static float *whole_state(mt_model *model, mt_param_state state, int64_t *count) {
     int64_t num_params;
     const mt_param *params = mt_model_params(model, &num_params);
-    bool is_bf16 = kept == MT_KEPT_WEIGHTS && mt_model_dtype(model) == MT_BF16;
+    bool is_bf16 = state == MT_STATE_WEIGHTS && mt_model_dtype(model) == MT_BF16;
     float *values = NULL;
     *count = 0;
     for (int64_t i = 0; i < num_params; i++) {
         int64_t n = params[i].rows * params[i].cols;
-        const char *bucket = mt_bucket_gather_state(model, params[i].bucket, kept);
+        const char *bucket = mt_bucket_gather_state(model, params[i].bucket, state);
         values = mt_realloc(values, (*count + n) * 4);
         for (int64_t k = 0; k < n; k++) {
             int64_t at = params[i].offset + k;
@@ -159,7 +159,7 @@ static outcome ten_steps(const mt_grid *ranks, const char *words, int strategy, 
         mt_metrics metrics = train_one_step(&t, micro_batches);
         o.losses[step] = metrics.loss, o.norms[step] = metrics.grad_norm;
     }
-    o.weights = whole_state(t.model, MT_KEPT_WEIGHTS, &o.count);
+    o.weights = whole_state(t.model, MT_STATE_WEIGHTS, &o.count);
     trainee_close(&t);
     return o;
 }
@@ -435,7 +435,7 @@ static void initial_weights_do_not_depend_on_the_strategy(void **state) {
         for (int i = 0; i < 2; i++) {
             trainee_open(&t[i], i ? &grid : &alone, tied, i ? strategy : 0, false);
             mt_model_init(t[i].model);
-            weights[i] = whole_state(t[i].model, MT_KEPT_WEIGHTS, &count[i]);
+            weights[i] = whole_state(t[i].model, MT_STATE_WEIGHTS, &count[i]);
             trainee_close(&t[i]);
         }
         assert_int_equal(count[0], count[1]);
@@ -503,10 +503,10 @@ static void remove_checkpoint(void) {
 }
 
 static void assert_same_state(trainee *a, trainee *b) {
-    for (int kept = 0; kept < MT_NUM_KEPT; kept++) {
+    for (int state = 0; state < MT_NUM_STATES; state++) {
         int64_t count_a, count_b;
-        float *values_a = whole_state(a->model, (mt_kept)kept, &count_a);
-        float *values_b = whole_state(b->model, (mt_kept)kept, &count_b);
+        float *values_a = whole_state(a->model, (mt_param_state)state, &count_a);
+        float *values_b = whole_state(b->model, (mt_param_state)state, &count_b);
         assert_int_equal(count_a, count_b);
         assert_memory_equal(values_a, values_b, (size_t)count_a * 4);
         free(values_a), free(values_b);

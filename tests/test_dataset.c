@@ -1,4 +1,4 @@
-/* Indexed datasets, Megatron's sample order, samplers and batches. */
+/* test_dataset.c: indexed datasets, Megatron's order of samples, samplers and batches. */
 #include "data/dataset.h"
 
 #include <jansson.h>
@@ -15,7 +15,7 @@
 
 /* ---- helpers ----------------------------------------------------------------------------------------------------- */
 
-// A directory for a test's files, removed with what is in it.
+/* A temporary directory for the files of a test. */
 typedef struct scratch {
     char path[64];
 } scratch;
@@ -89,29 +89,28 @@ static void mt19937_is_the_published_generator(void **state) {
     mt_mt19937_seed(&random, 1234); // numpy.random.RandomState(1234).randint(0, 2**32, dtype=uint32)
     const uint32_t numpy[] = {822569775, 2137449171, 2671936806, 3512589365};
     for (int i = 0; i < 4; i++) assert_int_equal(mt_mt19937_next(&random), numpy[i]);
-    mt_mt19937_seed(&random, 5489); // the 10,000th number of std::mt19937, as the C++ standard requires
+    mt_mt19937_seed(&random, 5489); // the C++ standard gives the 10,000th number of std::mt19937
     for (int i = 0; i < 9999; i++) mt_mt19937_next(&random);
     assert_int_equal(mt_mt19937_next(&random), 4123659995u);
 }
 
 static void shuffle_equals_numpy_random_state(void **state) {
     (void)state;
-    const int32_t expected[] = {3, 13, 2, 16, 14, 5, 4, 0, 8, 18, 17, 11, 10, 9, 7, 1, 19, 12, 6, 15};
+    const uint32_t expected[] = {3, 13, 2, 16, 14, 5, 4, 0, 8, 18, 17, 11, 10, 9, 7, 1, 19, 12, 6, 15};
     const uint32_t expected_next[] = {6, 4, 1, 5, 3, 0, 2};
-    int32_t items[20];
-    uint32_t next[7], *many = mt_malloc(70000 * (int64_t)sizeof *many);
-    for (int i = 0; i < 20; i++) items[i] = i;
+    uint32_t items[20], next[7], *many = mt_malloc(70000 * (int64_t)sizeof *many);
+    for (uint32_t i = 0; i < 20; i++) items[i] = i;
     for (uint32_t i = 0; i < 7; i++) next[i] = i;
     mt_mt19937 random;
     mt_mt19937_seed(&random, 1234);
-    mt_numpy_shuffle_i32(&random, items, 20);
-    mt_numpy_shuffle_u32(&random, next, 7);
+    mt_numpy_shuffle(&random, items, 20);
+    mt_numpy_shuffle(&random, next, 7);
     assert_memory_equal(items, expected, sizeof items);
     assert_memory_equal(next, expected_next, sizeof next);
 
     for (uint32_t i = 0; i < 70000; i++) many[i] = i;
     mt_mt19937_seed(&random, 42);
-    mt_numpy_shuffle_u32(&random, many, 70000);
+    mt_numpy_shuffle(&random, many, 70000);
     uint64_t sum = 0;
     for (uint64_t i = 0; i < 70000; i++) sum += many[i] * i % 1000003;
     assert_int_equal(many[0], 46730);
@@ -130,7 +129,7 @@ static void randperm_equals_torch(void **state) {
     assert_memory_equal(permutation, seed_42, sizeof seed_42);
 }
 
-static void weights_are_normalised_in_numpys_order_of_summation(void **state) {
+static void weights_are_normalized_in_numpys_order_of_summation(void **state) {
     (void)state;
     double weights[300], normalized[300];
     for (int i = 0; i < 300; i++) weights[i] = 0.1 + 1.0 / (3 + i);
@@ -253,7 +252,7 @@ static void paths_without_weights_are_read_once_in_proportion_to_their_size(void
     mt_data_close(data);
 }
 
-static void splits_may_have_paths_of_their_own(void **state) {
+static void splits_may_have_their_own_paths(void **state) {
     (void)state;
     char *train_words[] = {GOLDEN "alpha"}, *valid_words[] = {"0.5", GOLDEN "beta"};
     mt_data_config config = golden_config();
@@ -298,7 +297,7 @@ static void splits_and_blends_are_parsed_as_megatron_does(void **state) {
     assert_refused(mt_blend_parse(&blend, &(mt_strings){2, negative}, "--data-path", &error), &error, "positive");
 }
 
-static void only_training_must_have_documents(void **state) {
+static void only_the_training_split_must_have_documents(void **state) {
     (void)state;
     char *words[] = {GOLDEN "beta"};
     mt_data_config config = golden_config();
@@ -368,7 +367,7 @@ static void rewritten_u16_and_i32_files_are_megatrons_byte_for_byte(void **state
     check_rewritten(GOLDEN "beta");
 }
 
-static void a_dataset_of_megatrons_tool_is_read_and_rewritten(void **state) {
+static void a_dataset_written_by_megatron_is_read_and_rewritten(void **state) {
     (void)state;
     const char *shared = getenv("MT_SHARED") ? getenv("MT_SHARED") : "../shared";
     char prefix[512], path[600];
@@ -437,7 +436,7 @@ static void an_unpublished_writer_leaves_nothing_behind(void **state) {
     assert_ok(mt_indexed_writer_add_document(writer, tokens, lengths, 1, &error), &error);
     assert_ok(mt_indexed_writer_seal(writer, &error), &error);
     mt_indexed_writer_close(writer);
-    assert_int_equal(rmdir(directory.path), 0); // works on an empty directory only
+    assert_int_equal(rmdir(directory.path), 0); // fails unless the directory is empty
     assert_refused(mt_indexed_writer_open(&writer, prefix, MT_U16, &error), &error, "cannot be created");
     free(prefix);
 }
@@ -462,7 +461,7 @@ static void hostile_indices_are_refused_in_one_line(void **state) {
         {17, 0, 1, "token type"},
         {17, 9, 1, "token type"},
         {17, 6, 1, "floating-point"},
-        {17, 5, 1, "outside the .bin"}, // i64 would need four times the bytes
+        {17, 5, 1, "outside the .bin"}, // i64 needs four times the bytes of the .bin
         {18, 58, 8, "cannot hold"},
         {18, UINT64_MAX, 8, "cannot hold"},
         {18, UINT64_MAX / 12 + 2, 8, "cannot hold"},
@@ -505,7 +504,7 @@ static void absent_files_are_named(void **state) {
 
 /* ---- samplers and batches ---------------------------------------------------------------------------------------- */
 
-// A dataset whose sample i is i, i, i ... for tests of samplers.
+/* A dataset for tests of samplers: sample i has the tokens i, i, i, ... */
 static int counting_get(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error) {
     (void)error;
     for (int64_t i = 0; i <= dataset->seq_length; i++) tokens[i] = (int32_t)index;
@@ -520,7 +519,7 @@ static mt_dataset counting_dataset(int64_t num_samples) {
     return (mt_dataset){num_samples, 4, counting_get, counting_free};
 }
 
-/* Reads an epoch on every rank; counts how often each sample was read. */
+/* Reads an epoch on every rank and counts the reads of each sample. */
 static void read_epoch(const mt_dataset *dataset, const mt_data_config *config, int64_t mbs, int64_t dp_size,
                        int64_t epoch, int *count) {
     int64_t step = mbs * dp_size, per_epoch = dataset->num_samples / step * step;
@@ -577,7 +576,7 @@ static void single_takes_rows_of_each_group_in_order(void **state) {
     mt_loader_close(loader);
 }
 
-/* Expected by torch.randperm(8, generator=Generator().manual_seed(epoch)), worked by hand through the sampler. */
+/* Expected values: torch.randperm(8, generator=Generator().manual_seed(epoch)) and the sampler by hand. */
 static void cyclic_follows_megatrons_random_sampler(void **state) {
     (void)state;
     mt_dataset dataset = counting_dataset(19);
@@ -586,7 +585,7 @@ static void cyclic_follows_megatrons_random_sampler(void **state) {
     mt_error error;
     for (int64_t epoch = 0; epoch < 3; epoch++)
         for (int64_t rank = 0; rank < 2; rank++) {
-            mt_loader *loader; // 19 samples in groups of 4: 16 an epoch, 8 a rank
+            mt_loader *loader; // 19 samples in groups of 4: 16 per epoch, 8 per rank
             assert_ok(mt_loader_open(&loader, &dataset, &config, 2, rank, 2, &error), &error);
             mt_torch_randperm(permutation, 8, (uint64_t)epoch);
             for (int64_t i = 0; i < 8; i++) {
@@ -596,7 +595,7 @@ static void cyclic_follows_megatrons_random_sampler(void **state) {
             }
             mt_loader_close(loader);
         }
-    config.no_data_sharding = true; // 18 samples permuted, dealt out in turn
+    config.no_data_sharding = true; // 18 samples permuted; the ranks take turns
     mt_loader *loader;
     int64_t sample;
     assert_ok(mt_loader_open(&loader, &dataset, &config, 2, 1, 2, &error), &error);
@@ -611,7 +610,7 @@ static void cyclic_follows_megatrons_random_sampler(void **state) {
     assert_refused(mt_loader_open(&loader, &dataset, &config, 10, 1, 2, &error), &error, "--micro-batch-size");
 }
 
-// One sample by hand: tokens 5 9 6 7 9 9 8 and the last label 3; 9 ends documents.
+/* One sample by hand: tokens 5 9 6 7 9 9 8 and the last label 3; 9 is EOD. */
 static int handmade_get(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error) {
     (void)dataset;
     (void)error;
@@ -678,7 +677,7 @@ static void ends_of_documents_reset_positions_attention_and_loss(void **state) {
     mt_batch_free(&batch);
 }
 
-static void each_reset_works_alone(void **state) {
+static void each_reset_option_works_alone(void **state) {
     (void)state;
     mt_data_config config = {.eod_id = 9, .reset_attention_mask = true};
     mt_batch batch;
@@ -695,7 +694,7 @@ static void each_reset_works_alone(void **state) {
     mt_batch_free(&batch);
 }
 
-static void a_resumed_loader_reads_what_an_unbroken_one_reads(void **state) {
+static void a_resumed_loader_reads_the_samples_of_an_uninterrupted_one(void **state) {
     (void)state;
     const char *types[] = {"single", "cyclic"};
     for (int type = 0; type < 2; type++) {
@@ -725,7 +724,7 @@ static void a_resumed_loader_reads_what_an_unbroken_one_reads(void **state) {
 
 /* ---- other sources ----------------------------------------------------------------------------------------------- */
 
-static void mock_data_counts_upwards_and_repeats(void **state) {
+static void mock_data_counts_upwards_and_is_reproducible(void **state) {
     (void)state;
     mt_data_config config = {
         .mock_data = true, .seq_length = 1000, .vocab_size = 50, .eod_id = 7, .seed = 3, .sizes = {9, 9, 0}};
@@ -790,17 +789,17 @@ int main(void) {
         cmocka_unit_test(mt19937_is_the_published_generator),
         cmocka_unit_test(shuffle_equals_numpy_random_state),
         cmocka_unit_test(randperm_equals_torch),
-        cmocka_unit_test(weights_are_normalised_in_numpys_order_of_summation),
+        cmocka_unit_test(weights_are_normalized_in_numpys_order_of_summation),
         cmocka_unit_test(several_epochs_equal_megatrons_order),
         cmocka_unit_test(a_partial_epoch_equals_megatrons_order),
         cmocka_unit_test(a_weighted_blend_equals_megatrons_order),
         cmocka_unit_test(paths_without_weights_are_read_once_in_proportion_to_their_size),
-        cmocka_unit_test(splits_may_have_paths_of_their_own),
+        cmocka_unit_test(splits_may_have_their_own_paths),
         cmocka_unit_test(splits_and_blends_are_parsed_as_megatron_does),
-        cmocka_unit_test(only_training_must_have_documents),
+        cmocka_unit_test(only_the_training_split_must_have_documents),
         cmocka_unit_test(exactly_one_source_must_be_named),
         cmocka_unit_test(rewritten_u16_and_i32_files_are_megatrons_byte_for_byte),
-        cmocka_unit_test(a_dataset_of_megatrons_tool_is_read_and_rewritten),
+        cmocka_unit_test(a_dataset_written_by_megatron_is_read_and_rewritten),
         cmocka_unit_test(documents_may_have_several_sequences_or_none),
         cmocka_unit_test(u16_is_chosen_below_65500),
         cmocka_unit_test(an_unpublished_writer_leaves_nothing_behind),
@@ -811,9 +810,9 @@ int main(void) {
         cmocka_unit_test(cyclic_follows_megatrons_random_sampler),
         cmocka_unit_test(a_plain_batch_is_two_whole_sequences),
         cmocka_unit_test(ends_of_documents_reset_positions_attention_and_loss),
-        cmocka_unit_test(each_reset_works_alone),
-        cmocka_unit_test(a_resumed_loader_reads_what_an_unbroken_one_reads),
-        cmocka_unit_test(mock_data_counts_upwards_and_repeats),
+        cmocka_unit_test(each_reset_option_works_alone),
+        cmocka_unit_test(a_resumed_loader_reads_the_samples_of_an_uninterrupted_one),
+        cmocka_unit_test(mock_data_counts_upwards_and_is_reproducible),
         cmocka_unit_test(a_tokens_file_is_read_in_order_and_checked),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

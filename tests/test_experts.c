@@ -1,6 +1,6 @@
 /* The CPU's operations of mixtures of experts: against Megatron's own numbers, references in float64, finite
  * differences of those, and the contracts taken word by word over every choice. */
-#include "../megatron.h"
+#include "../data/profile.h"
 
 #include <jansson.h>
 #include <math.h>

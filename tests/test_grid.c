@@ -1,5 +1,5 @@
 /* The rank grid: which ranks make a group, against coordinates counted out one by one and Megatron-LM's own example. */
-#include "../megatron.h"
+#include "../data/options.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

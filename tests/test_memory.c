@@ -1,5 +1,5 @@
 /* The memory plan: the logits lie over scratch that holds nothing while they live. */
-#include "../megatron.h"
+#include "../data/options.h"
 
 #include <math.h>
 #include <setjmp.h>

@@ -1,5 +1,5 @@
 /* Options: command line, YAML, config.json, derivation and every class of bad input. */
-#include "../megatron.h"
+#include "../data/options.h"
 
 #include <math.h>
 #include <setjmp.h>

@@ -1,5 +1,5 @@
 /* Pipeline schedules: the lists against Megatron's own tables, and against one another. */
-#include "../megatron.h"
+#include "../data/options.h"
 
 #include <jansson.h>
 #include <math.h>
@@ -11,7 +11,7 @@
 
 #include <cmocka.h>
 
-enum { MAX_PP = 8, MAX_VP = 4, MAX_MICRO_BATCHES = 25, MAX_STEPS = 6 * MAX_VP * MAX_MICRO_BATCHES };
+enum { MAX_PP = 8, MAX_VP = 4, MAX_MICRO_BATCHES = 25, MAX_ACTIONS = 6 * MAX_VP * MAX_MICRO_BATCHES };
 
 static json_t *read_golden(const char *path) {
     json_t *root = json_load_file(path, 0, NULL);
@@ -23,13 +23,13 @@ static int64_t number(const json_t *object, const char *key) {
     return (int64_t)json_integer_value(json_object_get(object, key));
 }
 
-/* The steps that compute. Returns how many. */
-static int64_t computing_steps(mt_step *steps, const mt_schedule *schedule, int64_t rank) {
-    mt_step all[MAX_STEPS];
-    int64_t count = mt_schedule_steps(all, schedule, rank), kept = 0;
-    assert_int_equal(mt_schedule_steps(NULL, schedule, rank), count);
+/* The actions that compute. Returns how many. */
+static int64_t computing_actions(mt_action *actions, const mt_schedule *schedule, int64_t rank) {
+    mt_action all[MAX_ACTIONS];
+    int64_t count = mt_schedule_actions(all, schedule, rank), kept = 0;
+    assert_int_equal(mt_schedule_actions(NULL, schedule, rank), count);
     for (int64_t i = 0; i < count; i++)
-        if (all[i].kind <= MT_STEP_BACKWARD_WEIGHT) steps[kept++] = all[i];
+        if (all[i].kind <= MT_ACTION_BACKWARD_WEIGHT) actions[kept++] = all[i];
     return kept;
 }
 
@@ -37,23 +37,23 @@ static int64_t computing_steps(mt_step *steps, const mt_schedule *schedule, int6
  * backward in turn, then backwards, whose chunks count from the last. */
 static void assert_as_megatron(const mt_schedule *schedule, int64_t rank, const json_t *table, int64_t warmup,
                                int64_t remaining) {
-    mt_step steps[MAX_STEPS];
+    mt_action actions[MAX_ACTIONS];
     int64_t total = schedule->micro_batches * schedule->vp, at = 0, forward = 0;
-    assert_int_equal(computing_steps(steps, schedule, rank), 2 * total);
+    assert_int_equal(computing_actions(actions, schedule, rank), 2 * total);
     assert_int_equal(json_array_size(table), total);
     assert_int_equal(warmup + remaining, total);
     for (int64_t backward = -warmup; backward < total; backward++) {
         if (forward < total) {
             const json_t *entry = json_array_get(table, (size_t)forward++);
-            assert_int_equal(steps[at].kind, MT_STEP_FORWARD);
-            assert_int_equal(steps[at].micro_batch, json_integer_value(json_array_get(entry, 0)));
-            assert_int_equal(steps[at++].chunk, json_integer_value(json_array_get(entry, 1)));
+            assert_int_equal(actions[at].kind, MT_ACTION_FORWARD);
+            assert_int_equal(actions[at].micro_batch, json_integer_value(json_array_get(entry, 0)));
+            assert_int_equal(actions[at++].chunk, json_integer_value(json_array_get(entry, 1)));
         }
         if (backward < 0) continue;
         const json_t *entry = json_array_get(table, (size_t)backward);
-        assert_int_equal(steps[at].kind, MT_STEP_BACKWARD);
-        assert_int_equal(steps[at].micro_batch, json_integer_value(json_array_get(entry, 0)));
-        assert_int_equal(steps[at++].chunk, schedule->vp - 1 - json_integer_value(json_array_get(entry, 1)));
+        assert_int_equal(actions[at].kind, MT_ACTION_BACKWARD);
+        assert_int_equal(actions[at].micro_batch, json_integer_value(json_array_get(entry, 0)));
+        assert_int_equal(actions[at++].chunk, schedule->vp - 1 - json_integer_value(json_array_get(entry, 1)));
     }
     assert_int_equal(at, 2 * total);
 }
@@ -109,26 +109,26 @@ static void describe(const mt_schedule *s, const char *what) {
 
 /* How often each virtual stage did what to each micro-batch, and which messages are on their way. */
 typedef struct progress {
-    int done[4][MAX_PP * MAX_VP][MAX_MICRO_BATCHES]; // by mt_step_kind
+    int done[4][MAX_PP * MAX_VP][MAX_MICRO_BATCHES]; // by mt_action_kind
     int sent[2][MAX_PP * MAX_VP][MAX_MICRO_BATCHES]; // by direction and the virtual stage that sent
     int received[2][MAX_PP * MAX_VP][MAX_MICRO_BATCHES];
 } progress;
 
-/* Does one step, asserting all that it needs; false if it is a receive whose message is not sent yet. Messages are
+/* Runs one action, asserting all that it needs; false if it is a receive whose message is not sent yet. Messages are
  * found by name: virtual stage and micro-batch. */
-static bool take_step(progress *p, const mt_schedule *s, int64_t rank, const mt_step *step) {
-    int64_t stage = step->chunk * s->pp + rank, last = s->pp * s->vp - 1, m = step->micro_batch;
-    assert_true(step->chunk >= 0 && step->chunk < s->vp && m >= 0 && m < s->micro_batches);
-    if (step->kind > MT_STEP_BACKWARD_WEIGHT) {
-        bool backward = step->kind == MT_STEP_SEND_BACKWARD || step->kind == MT_STEP_RECV_BACKWARD;
-        bool sends = step->kind == MT_STEP_SEND_FORWARD || step->kind == MT_STEP_SEND_BACKWARD;
+static bool take_action(progress *p, const mt_schedule *s, int64_t rank, const mt_action *action) {
+    int64_t stage = action->chunk * s->pp + rank, last = s->pp * s->vp - 1, m = action->micro_batch;
+    assert_true(action->chunk >= 0 && action->chunk < s->vp && m >= 0 && m < s->micro_batches);
+    if (action->kind > MT_ACTION_BACKWARD_WEIGHT) {
+        bool backward = action->kind == MT_ACTION_SEND_BACKWARD || action->kind == MT_ACTION_RECV_BACKWARD;
+        bool sends = action->kind == MT_ACTION_SEND_FORWARD || action->kind == MT_ACTION_SEND_BACKWARD;
         int64_t other = stage + (sends != backward ? 1 : -1); // the virtual stage at the other end
         assert_true(other >= 0 && other <= last);
-        assert_int_equal(step->peer, other % s->pp);
-        assert_int_not_equal(step->peer, rank);
+        assert_int_equal(action->peer, other % s->pp);
+        assert_int_not_equal(action->peer, rank);
         if (sends) {
-            int made = backward ? p->done[MT_STEP_BACKWARD][stage][m] + p->done[MT_STEP_BACKWARD_INPUT][stage][m]
-                                : p->done[MT_STEP_FORWARD][stage][m];
+            int made = backward ? p->done[MT_ACTION_BACKWARD][stage][m] + p->done[MT_ACTION_BACKWARD_INPUT][stage][m]
+                                : p->done[MT_ACTION_FORWARD][stage][m];
             assert_int_equal(made, 1);
             assert_int_equal(p->sent[backward][stage][m]++, 0);
             return true;
@@ -137,14 +137,14 @@ static bool take_step(progress *p, const mt_schedule *s, int64_t rank, const mt_
         assert_int_equal(p->received[backward][stage][m]++, 0);
         return true;
     }
-    assert_int_equal(step->peer, -1);
-    assert_int_equal(p->done[step->kind][stage][m]++, 0);
-    if (step->kind == MT_STEP_FORWARD && stage > 0) assert_int_equal(p->received[0][stage][m], 1);
-    if (step->kind == MT_STEP_BACKWARD || step->kind == MT_STEP_BACKWARD_INPUT) {
-        assert_int_equal(p->done[MT_STEP_FORWARD][stage][m], 1);
+    assert_int_equal(action->peer, -1);
+    assert_int_equal(p->done[action->kind][stage][m]++, 0);
+    if (action->kind == MT_ACTION_FORWARD && stage > 0) assert_int_equal(p->received[0][stage][m], 1);
+    if (action->kind == MT_ACTION_BACKWARD || action->kind == MT_ACTION_BACKWARD_INPUT) {
+        assert_int_equal(p->done[MT_ACTION_FORWARD][stage][m], 1);
         if (stage < last) assert_int_equal(p->received[1][stage][m], 1);
     }
-    if (step->kind == MT_STEP_BACKWARD_WEIGHT) assert_int_equal(p->done[MT_STEP_BACKWARD_INPUT][stage][m], 1);
+    if (action->kind == MT_ACTION_BACKWARD_WEIGHT) assert_int_equal(p->done[MT_ACTION_BACKWARD_INPUT][stage][m], 1);
     return true;
 }
 
@@ -154,10 +154,10 @@ static void assert_complete(const progress *p, const mt_schedule *s) {
     int64_t last = s->pp * s->vp - 1;
     for (int64_t stage = 0; stage <= last; stage++)
         for (int64_t m = 0; m < s->micro_batches; m++) {
-            assert_int_equal(p->done[MT_STEP_FORWARD][stage][m], 1);
-            assert_int_equal(p->done[MT_STEP_BACKWARD][stage][m], trains && !splits);
-            assert_int_equal(p->done[MT_STEP_BACKWARD_INPUT][stage][m], splits);
-            assert_int_equal(p->done[MT_STEP_BACKWARD_WEIGHT][stage][m], splits);
+            assert_int_equal(p->done[MT_ACTION_FORWARD][stage][m], 1);
+            assert_int_equal(p->done[MT_ACTION_BACKWARD][stage][m], trains && !splits);
+            assert_int_equal(p->done[MT_ACTION_BACKWARD_INPUT][stage][m], splits);
+            assert_int_equal(p->done[MT_ACTION_BACKWARD_WEIGHT][stage][m], splits);
             assert_int_equal(p->sent[0][stage][m], stage < last);
             assert_int_equal(p->received[0][stage][m], stage > 0);
             assert_int_equal(p->sent[1][stage][m], trains && stage > 0);
@@ -166,15 +166,15 @@ static void assert_complete(const progress *p, const mt_schedule *s) {
 }
 
 static void check_dependencies(const mt_schedule *s) {
-    static mt_step steps[MAX_PP][MAX_STEPS];
+    static mt_action actions[MAX_PP][MAX_ACTIONS];
     static progress p;
     int64_t count[MAX_PP], next[MAX_PP] = {0}, left = 0;
     memset(&p, 0, sizeof p);
-    for (int64_t r = 0; r < s->pp; r++) left += count[r] = mt_schedule_steps(steps[r], s, r);
+    for (int64_t r = 0; r < s->pp; r++) left += count[r] = mt_schedule_actions(actions[r], s, r);
     for (bool moves = true; moves;) {
         moves = false;
         for (int64_t r = 0; r < s->pp; r++)
-            for (; next[r] < count[r] && take_step(&p, s, r, &steps[r][next[r]]); left--) next[r]++, moves = true;
+            for (; next[r] < count[r] && take_action(&p, s, r, &actions[r][next[r]]); left--) next[r]++, moves = true;
     }
     if (left > 0) describe(s, "the ranks wait for one another for ever");
     assert_complete(&p, s);
@@ -186,23 +186,23 @@ static void every_stage_computes_every_micro_batch_once_from_what_it_was_sent(vo
 }
 
 /* The messages of one rank in one direction, by the virtual stage that sends and the micro-batch. */
-static int64_t messages(int64_t *names, const mt_schedule *s, int64_t rank, mt_step_kind kind, int64_t to_sender) {
-    mt_step steps[MAX_STEPS];
-    int64_t count = mt_schedule_steps(steps, s, rank), kept = 0;
+static int64_t messages(int64_t *names, const mt_schedule *s, int64_t rank, mt_action_kind kind, int64_t to_sender) {
+    mt_action actions[MAX_ACTIONS];
+    int64_t count = mt_schedule_actions(actions, s, rank), kept = 0;
     for (int64_t i = 0; i < count; i++)
-        if (steps[i].kind == kind)
-            names[kept++] = (steps[i].chunk * s->pp + rank + to_sender) * MAX_MICRO_BATCHES + steps[i].micro_batch;
+        if (actions[i].kind == kind)
+            names[kept++] = (actions[i].chunk * s->pp + rank + to_sender) * MAX_MICRO_BATCHES + actions[i].micro_batch;
     return kept;
 }
 
 static void check_message_order(const mt_schedule *s) {
-    int64_t sent[MAX_STEPS], received[MAX_STEPS];
+    int64_t sent[MAX_ACTIONS], received[MAX_ACTIONS];
     for (int64_t a = 0; a < s->pp && s->pp > 1; a++)
         for (int backward = 0; backward < 2; backward++) {
             int64_t b = (a + (backward ? s->pp - 1 : 1)) % s->pp;
-            int64_t count = messages(sent, s, a, backward ? MT_STEP_SEND_BACKWARD : MT_STEP_SEND_FORWARD, 0);
-            int64_t other =
-                messages(received, s, b, backward ? MT_STEP_RECV_BACKWARD : MT_STEP_RECV_FORWARD, backward ? 1 : -1);
+            int64_t count = messages(sent, s, a, backward ? MT_ACTION_SEND_BACKWARD : MT_ACTION_SEND_FORWARD, 0);
+            int64_t other = messages(received, s, b, backward ? MT_ACTION_RECV_BACKWARD : MT_ACTION_RECV_FORWARD,
+                                     backward ? 1 : -1);
             if (count != other || memcmp(sent, received, (size_t)count * sizeof *sent) != 0)
                 describe(s, "receives are in another order than sends");
         }
@@ -213,11 +213,11 @@ static void messages_of_a_direction_are_received_in_the_order_of_their_sends(voi
     for_every_schedule(check_message_order);
 }
 
-static const mt_step_costs units = {1, 1, 1, 0};
+static const mt_action_costs units = {1, 1, 1, 0};
 
 /* With unlimited room, with the least that the contract names, and with slow messages. */
 static void check_room(const mt_schedule *s) {
-    const mt_step_costs slow = {1, 1, 1, 7};
+    const mt_action_costs slow = {1, 1, 1, 7};
     int64_t least = s->vp > 1 ? s->group - s->pp + 1 : 1;
     for (int64_t in_flight = 0; in_flight <= least; in_flight += least) {
         mt_timeline timeline;
@@ -249,8 +249,8 @@ static int64_t least_of(int64_t a, int64_t b) {
 static int64_t in_backward_of_input(const mt_timeline *t, int64_t rank) {
     int64_t held = 0, most = 0;
     for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-        held += t->steps[i].kind == MT_STEP_FORWARD;
-        held -= t->steps[i].kind == MT_STEP_BACKWARD || t->steps[i].kind == MT_STEP_BACKWARD_INPUT;
+        held += t->actions[i].kind == MT_ACTION_FORWARD;
+        held -= t->actions[i].kind == MT_ACTION_BACKWARD || t->actions[i].kind == MT_ACTION_BACKWARD_INPUT;
         if (held > most) most = held;
     }
     return most;
@@ -280,7 +280,7 @@ static void peak_live_micro_batches_are_as_theory_says(void **state) {
 
 /* ---- time */
 
-static double span_of(const mt_schedule *s, const mt_step_costs *costs) {
+static double span_of(const mt_schedule *s, const mt_action_costs *costs) {
     mt_timeline t;
     assert_int_equal(mt_timeline_create(&t, s, costs, 0), 0);
     double span = t.span, step = costs->forward + costs->backward_input + costs->backward_weight;
@@ -312,7 +312,7 @@ static void bubbles_of_equal_costs_are_as_theory_says(void **state) {
  * forward and a backward of the input take the same time. */
 static void bubbles_follow_the_costs(void **state) {
     (void)state;
-    const mt_step_costs costs = {2, 2, 1, 0}, part = {1, 1, 0.5, 0}, sends = {1, 1, 1, 0.25};
+    const mt_action_costs costs = {2, 2, 1, 0}, part = {1, 1, 0.5, 0}, sends = {1, 1, 1, 0.25};
     const mt_schedule plain = {MT_SCHEDULE_1F1B, 4, 1, 12, 0}, interleaved = {MT_SCHEDULE_INTERLEAVED, 4, 2, 12, 4},
                       zero_bubble = {MT_SCHEDULE_ZB_H1, 4, 1, 12, 0}, forward = {MT_SCHEDULE_FORWARD_ONLY, 4, 1, 12, 0};
     assert_true(span_of(&plain, &costs) == 12 * 5 + 3 * (2 + 2 + 1));
@@ -324,12 +324,12 @@ static void bubbles_follow_the_costs(void **state) {
 static void one_rank_alternates_forward_and_backward(void **state) {
     (void)state;
     const mt_schedule schedule = {MT_SCHEDULE_1F1B, 1, 1, 4, 0};
-    mt_step steps[8];
-    assert_int_equal(mt_schedule_steps(steps, &schedule, 0), 8);
+    mt_action actions[8];
+    assert_int_equal(mt_schedule_actions(actions, &schedule, 0), 8);
     for (int64_t i = 0; i < 8; i++) {
-        assert_int_equal(steps[i].kind, i % 2 ? MT_STEP_BACKWARD : MT_STEP_FORWARD);
-        assert_int_equal(steps[i].micro_batch, i / 2);
-        assert_int_equal(steps[i].peer, -1);
+        assert_int_equal(actions[i].kind, i % 2 ? MT_ACTION_BACKWARD : MT_ACTION_FORWARD);
+        assert_int_equal(actions[i].micro_batch, i / 2);
+        assert_int_equal(actions[i].peer, -1);
     }
 }
 
@@ -353,7 +353,7 @@ static void assert_layout(const char *line, const char *expected) {
     char text[512] = "", *end = text;
     if (open_pipeline(&options, line, &error)) fail_msg("%s: %s", line, error.text);
     int64_t count = options.pipeline_model_parallel_size * options.num_virtual_stages_per_pipeline_rank;
-    assert_int_equal(mt_layout_build(stages, &options, &error), 0);
+    assert_int_equal(mt_pipeline_layout_build(stages, &options, &error), 0);
     for (int64_t i = 0; i < count; i++) {
         end += sprintf(end, "%s%s", i ? "|" : "", stages[i].embedding ? "E" : "");
         for (int64_t l = 0; l < stages[i].num_layers; l++)
@@ -445,7 +445,7 @@ static void layout_strings_equal_megatron(void **state) {
         }
         if (open_pipeline(&options, line, &error)) fail_msg("%s: %s", line, error.text);
         assert_int_equal(options.num_virtual_stages_per_pipeline_rank, vp);
-        assert_int_equal(mt_layout_build(stages, &options, &error), 0);
+        assert_int_equal(mt_pipeline_layout_build(stages, &options, &error), 0);
         for (int64_t i = 0; i < pp * vp; i++) {
             const json_t *stage = json_array_get(json_array_get(expected, (size_t)(i % pp)), (size_t)(i / pp));
             assert_int_equal(stages[i].num_layers, entries(stage, "decoder"));

@@ -1,12 +1,12 @@
 #!/bin/sh
-# data/preprocess from its command line. Prints "ok NAME" or "not ok NAME" for each test.
+# Tests of the program data/preprocess. Prints "ok NAME" or "not ok NAME" for each test.
 program=${MT_BIN:-.}/data/preprocess
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 bytes='--tokenizer-type ByteLevel'
 status=0
 
-# check NAME: the commands in $scratch/test must all succeed. (`set -e` has no effect in the condition of an `if`.)
+# check NAME: all commands in $scratch/test must succeed. (`set -e` has no effect in the condition of an `if`.)
 check() {
     (
         set -e
@@ -21,10 +21,10 @@ check() {
     fi
 }
 
-# numbers TYPE FILE [SKIP BYTES]: the numbers of a binary file on one line.
+# numbers TYPE FILE [SKIP BYTES]: prints the numbers of a binary file on one line.
 numbers() { od -An -v -t "$1" -w1000000 ${3:+-j "$3"} ${4:+-N "$4"} "$2" | sed 's/^ *//; s/  */ /g'; }
 same() { [ "$1" = "$2" ] || { echo "got '$1', expected '$2'"; false; }; }
-# refused WORDS COMMAND...: the command fails with one line that has these words.
+# refused WORDS COMMAND...: the command must fail with one line that has these words.
 refused() {
     words=$1
     shift
@@ -57,7 +57,7 @@ same "$(numbers u2 "$scratch/k_other_document.bin")" "120 121 122 256"
 same "$(numbers d4 "$scratch/k_other_document.idx" 34 8)" "1 3"
 same "$(numbers d8 "$scratch/k_other_document.idx" 58)" "0 2 2"
 END
-check every_key_gets_files_of_its_own_and_lists_become_sequences
+check every_key_has_its_own_files_and_lists_become_sequences
 
 cat >"$scratch/test" <<'END'
 printf '\none\ntwo\n \n\nthree\n\nfour' >"$scratch/p.txt"
@@ -71,9 +71,9 @@ for p in p l f; do
     same "$(numbers u2 "$scratch/${p}_text_document.bin")" "$(numbers u1 "$scratch/p.txt")"
 done
 END
-check documents_of_plain_text_put_together_are_the_file
+check the_documents_of_plain_text_in_order_are_the_file
 
-# Long lines, many lines, and lines that are longer than a batch.
+# Long lines, many lines, and lines longer than a batch.
 cat >"$scratch/test" <<'END'
 awk 'BEGIN { srand(1); for (i = 0; i < 20000; i++) { n = int(rand() * 200); if (i % 5000 == 7) n = 900000
     s = sprintf("%d ", i); while (length(s) < n) s = s s; printf "{\"text\": \"%s\"}\n", s } }' >"$scratch/w.jsonl"
@@ -102,7 +102,7 @@ for line in '{"text":1}' '{"tex":"a"}' '["text"]' '{"text":"a"' '{"text":"a"} b'
 done
 same $i 9
 END
-check a_bad_line_stops_the_job_and_touches_no_output
+check a_bad_line_stops_the_job_and_leaves_the_output_unchanged
 
 cat >"$scratch/test" <<'END'
 refused "did you mean --input?" $program --inptu x
@@ -142,14 +142,14 @@ END
 if (mkdir "$scratch/probe" && mount -t tmpfs tmpfs "$scratch/probe" && umount "$scratch/probe") 2>/dev/null; then
     check a_full_disk_is_reported_and_leaves_nothing
 else
-    echo "skipped: a_full_disk_is_reported_and_leaves_nothing: a small disk cannot be mounted here"
+    echo "skipped: a_full_disk_is_reported_and_leaves_nothing: no permission to mount a small disk"
 fi
 
 cat >"$scratch/test" <<'END'
 mkfifo "$scratch/pipe.jsonl"
 $program --input "$scratch/pipe.jsonl" --output-prefix "$scratch/n" $bytes 2>"$scratch/err" &
 pid=$!
-exec 3<>"$scratch/pipe.jsonl" # both ways, so that it opens even if nobody reads
+exec 3<>"$scratch/pipe.jsonl" # read and write, so that open does not block
 head -c 3000 "$scratch/w.jsonl" >&3
 tries=0
 until [ -n "$(find "$scratch" -name "n_*")" ] || [ $tries = 100 ]; do sleep 0.1 && tries=$((tries + 1)); done

@@ -1,6 +1,6 @@
 /* Learning rate, weight decay, batch ramp, operation counts and pipeline schedules against Megatron-LM's own answers.
  */
-#include "../megatron.h"
+#include "../data/options.h"
 
 #include <math.h>
 #include <setjmp.h>

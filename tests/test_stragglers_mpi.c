@@ -1,5 +1,7 @@
 /* --log-straggler on four ranks: one rank's operations are slowed down, and the report names it and what was slow. */
-#include "../megatron.h"
+#include "../data/options.h"
+#include "../data/profile.h"
+#include "../data/report.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

@@ -1,5 +1,4 @@
-/* test_tokenizer.c: ids and texts equal those of the reference libraries; damaged tokenizer files are refused in one
- * line. */
+/* test_tokenizer.c: ids and texts equal those of the reference libraries; damaged files give an error of one line. */
 #include "../data/tokenizer_internal.h"
 
 #include <jansson.h>
@@ -41,12 +40,12 @@ static mt_text read_whole(const char *path) {
         got = fread(text.data + text.bytes, 1, 1 << 16, file);
     }
     fclose(file);
-    mt_text_append(&text, "", 1); // so that it is a C string too
+    mt_text_append(&text, "", 1); // NUL-terminated
     text.bytes--;
     return text;
 }
 
-/* The path of a file beside the repository, or NULL if it is not there. */
+/* The path of a file beside the repository, or NULL if it does not exist. */
 static const char *shared(const char *name) {
     static char path[512];
     const char *folder = getenv("MT_SHARED");
@@ -92,7 +91,7 @@ static void decode_in_stream(const mt_tokenizer *tokenizer, const mt_ids *ids, m
     mt_decoder_close(decoder);
 }
 
-/* Every string of strings.json becomes the ids of NAME_expected.json, and those its text. */
+/* Encodes every string of strings.json and decodes the ids; compares both with NAME_expected.json. */
 static void check_golden(const char *type, const char *file, const char *name) {
     char path[256];
     snprintf(path, sizeof path, GOLDEN "%s_expected.json", name);
@@ -127,7 +126,7 @@ static void check_golden(const char *type, const char *file, const char *name) {
     json_decref(expected);
 }
 
-/* ---- the reference libraries' answers --------------------------------------------------------------------------- */
+/* ---- comparison with the reference libraries -------------------------------------------------------------------- */
 
 static void byte_level_json_matches_tokenizers(void **state) {
     (void)state;
@@ -169,8 +168,7 @@ static void sentencepiece_bpe_matches_sentencepiece(void **state) {
     check_golden("SentencePieceTokenizer", "bpe.model", "bpe_model");
 }
 
-/* In the .inp file a line __ggml_vocab_test__ follows each text, the last one too; the .out file a line of ids for
- * each. */
+/* In the .inp file a line __ggml_vocab_test__ follows every text; the .out file has a line of ids per text. */
 static void check_vectors(const char *name, const char *type, const char *file) {
     const char *separator = "\n__ggml_vocab_test__\n";
     char path[256];
@@ -199,7 +197,7 @@ static void check_vectors(const char *name, const char *type, const char *file) 
             if (id != ids.data[i]) fail_msg("%s: '%.*s': id %d, not %ld", name, (int)bytes, text, ids.data[i], id);
             line = after;
         }
-        assert_int_equal(strspn(line, " "), strlen(line)); // no more ids were expected
+        assert_int_equal(strspn(line, " "), strlen(line)); // no further ids expected
         line = line_end + 1;
         free(ids.data);
     }
@@ -245,7 +243,7 @@ static void check_corpus(const json_t *row, mt_tokenizer *tokenizer) {
     assert_int_equal(ids.count, json_integer_value(json_object_get(row, "count")));
     assert_string_equal(hash, json_string_value(json_object_get(row, "fnv1a")));
     assert_int_equal(mt_tokenizer_decode(tokenizer, ids.data, ids.count, &decoded, &error), 0);
-    assert_int_equal(decoded.bytes, text.bytes); // these four lose nothing
+    assert_int_equal(decoded.bytes, text.bytes); // these four tokenizers are lossless
     assert_memory_equal(decoded.data, text.data, (size_t)text.bytes);
     free(decoded.data);
     free(ids.data);
@@ -327,7 +325,7 @@ static void streamed_bytes_come_out_as_whole_characters(void **state) {
     assert_int_equal(out.bytes, 0);
     mt_decode_next(decoder, llama[3], &out, &error);
     assert_int_equal(out.bytes, 4);
-    mt_decode_next(decoder, 0xE2, &out, &error); // cut short by what follows, then by the end
+    mt_decode_next(decoder, 0xE2, &out, &error); // cut by the next byte, then by the end
     mt_decode_next(decoder, 'x', &out, &error);
     mt_decode_next(decoder, 0xE2, &out, &error);
     mt_decode_end(decoder, &out);
@@ -356,7 +354,7 @@ static void ids_outside_the_vocabulary_are_refused(void **state) {
     mt_tokenizer_close(tokenizer);
 }
 
-static void documents_end_with_the_usual_or_the_configured_token(void **state) {
+static void eod_is_the_configured_token_or_has_a_usual_name(void **state) {
     (void)state;
     mt_tokenizer *tokenizer = open_or_fail("HuggingFaceTokenizer", GOLDEN "metaspace.json");
     assert_int_equal(mt_tokenizer_bos(tokenizer), 1);
@@ -393,7 +391,7 @@ static void check_save(const char *type, const char *path) {
     assert_memory_equal(before.data, after.data, (size_t)before.count * sizeof *before.data);
     snprintf(command, sizeof command, "rm -r %s", folder);
     assert_int_equal(system(command), 0);
-    assert_int_equal(mt_tokenizer_save(tokenizer, folder, &error), -1); // the folder is gone
+    assert_int_equal(mt_tokenizer_save(tokenizer, folder, &error), -1); // the folder does not exist any more
     assert_non_null(strstr(error.text, "cannot be written"));
     free(before.data);
     free(after.data);
@@ -490,7 +488,7 @@ static void damaged_or_unsupported_json_is_refused_by_name(void **state) {
     "{" MODEL ",\"pre_tokenizer\":{\"type\":\"Split\",\"behavior\":\"Isolated\",\"pattern\":{\"Regex\":\"" regex "\"}" \
     "}}"
 
-static void bad_patterns_are_refused_and_catastrophic_ones_give_up(void **state) {
+static void bad_patterns_are_refused_and_catastrophic_ones_fail(void **state) {
     (void)state;
     skip_without_libraries();
     check_refused_json(SPLIT("(a"), "does not compile");
@@ -504,13 +502,13 @@ static void bad_patterns_are_refused_and_catastrophic_ones_give_up(void **state)
     memset(text, 'a', sizeof text);
     assert_int_equal(mt_tokenizer_load_json(tokenizer, "t.json", &json, NULL, &error), 0);
     assert_int_equal(mt_tokenizer_encode(tokenizer, text, sizeof text, &ids, &error), -1);
-    assert_non_null(strstr(error.text, "gives up"));
+    assert_non_null(strstr(error.text, "fails on this text"));
     assert_int_equal(ids.count, 0);
     free(ids.data);
     mt_tokenizer_close(tokenizer);
 }
 
-/* Every prefix of a model must be refused or usable; with a flipped byte likewise. The sanitizers watch. */
+/* Every prefix of a model, and the model with a flipped byte, must be refused or usable. For sanitizers. */
 static void truncated_and_corrupted_models_never_crash(void **state) {
     (void)state;
     static const char *const files[] = {GOLDEN "unigram.model", GOLDEN "bpe.model"};
@@ -565,7 +563,7 @@ static void a_megabyte_without_a_space_takes_no_quadratic_time(void **state) {
         mt_error error;
         clock_t start = clock();
         assert_int_equal(mt_tokenizer_encode(tokenizer, text.data, text.bytes, &ids, &error), 0);
-        assert_true((double)(clock() - start) / CLOCKS_PER_SEC < 60); // quadratic time would be hours
+        assert_true((double)(clock() - start) / CLOCKS_PER_SEC < 60); // quadratic time would take hours
         free(ids.data);
         mt_tokenizer_close(tokenizer);
     }
@@ -589,7 +587,7 @@ int main(void) {
         cmocka_unit_test(sentencepiece_bpe_matches_sentencepiece),
         cmocka_unit_test(bytes_are_their_own_ids),
         cmocka_unit_test(streamed_bytes_come_out_as_whole_characters),
-        cmocka_unit_test(documents_end_with_the_usual_or_the_configured_token),
+        cmocka_unit_test(eod_is_the_configured_token_or_has_a_usual_name),
         cmocka_unit_test(damaged_or_unsupported_json_is_refused_by_name),
         cmocka_unit_test(truncated_and_corrupted_models_never_crash),
         cmocka_unit_test(missing_files_and_unknown_types_are_named),
@@ -598,7 +596,7 @@ int main(void) {
         cmocka_unit_test(gpt2_vocab_and_merges_match_tokenizers),
         cmocka_unit_test(encode_matches_reference_vectors_of_gpt2),
         cmocka_unit_test(encode_matches_reference_vectors_of_llama3),
-        cmocka_unit_test(bad_patterns_are_refused_and_catastrophic_ones_give_up),
+        cmocka_unit_test(bad_patterns_are_refused_and_catastrophic_ones_fail),
         cmocka_unit_test(byte_level_json_matches_tokenizers),
         cmocka_unit_test(normalizers_and_splits_match_tokenizers),
         cmocka_unit_test(encode_matches_reference_vectors_of_qwen2),

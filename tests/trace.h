@@ -2,6 +2,7 @@
 #ifndef MT_TESTS_TRACE_H
 #define MT_TESTS_TRACE_H
 
+#include "../data/profile.h"
 #include "golden.h"
 
 #include <mpi.h>

@@ -1,4 +1,4 @@
-/* tokenizer_lookup.c: hash tables, the prefix tree, growable arrays and UTF-8 for the tokenizer. */
+/* tokenizer_vocab.c: hash tables, the prefix tree, growable arrays, UTF-8 and the vocabulary of a tokenizer. */
 #include "tokenizer_internal.h"
 
 #include <stdlib.h>
@@ -128,7 +128,7 @@ void mt_text_append(mt_text *text, const char *data, int64_t bytes) {
 
 /* ---- UTF-8 ----------------------------------------------------------------------------------------------------- */
 
-/* The ranges of the Unicode Standard's table 3-7: what may follow each first byte. */
+/* The Unicode Standard, table 3-7: the bytes that may follow each first byte. */
 int mt_utf8_scan(const char *text, int64_t bytes, mt_utf8_state *state) {
     const unsigned char *b = (const unsigned char *)text;
     int need = b[0] < 0x80 ? 1 : b[0] < 0xC2 ? 0 : b[0] < 0xE0 ? 2 : b[0] < 0xF0 ? 3 : b[0] < 0xF5 ? 4 : 0;
@@ -198,4 +198,76 @@ void mt_utf8_repair(mt_text *out, const char *text, int64_t bytes) {
 bool mt_is_white_space(uint32_t c) {
     return (c >= 0x09 && c <= 0x0D) || c == 0x20 || c == 0x85 || c == 0xA0 || c == 0x1680 ||
            (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
+}
+
+/* ---- the vocabulary -------------------------------------------------------------------------------------------- */
+
+const char *mt_token_text(const mt_tokenizer *tokenizer, int32_t id) {
+    return tokenizer->strings.data + tokenizer->tokens[id].text;
+}
+
+int mt_token_add(mt_tokenizer *tokenizer, int64_t id, const char *text, int64_t bytes, mt_token_type type,
+                 mt_error *error) {
+    if (id < 0 || id >= MT_MAX_VOCAB)
+        return mt_error_set(error, "%s: token '%.*s' has id %lld; ids run from 0 to %d", tokenizer->path,
+                            (int)(bytes < 60 ? bytes : 60), text, (long long)id, MT_MAX_VOCAB - 1);
+    if (id >= tokenizer->token_capacity) {
+        int64_t old = tokenizer->token_capacity, size = sizeof *tokenizer->tokens;
+        tokenizer->token_capacity = 2 * id + 256;
+        tokenizer->tokens = mt_realloc(tokenizer->tokens, tokenizer->token_capacity * size);
+        memset(tokenizer->tokens + old, 0, (size_t)((tokenizer->token_capacity - old) * size));
+    }
+    mt_token *token = &tokenizer->tokens[id];
+    if (token->type != MT_TOKEN_ABSENT)
+        return mt_error_set(error, "%s: tokens '%.*s' and '%.*s' have the same id, %lld", tokenizer->path,
+                            token->text_bytes < 60 ? token->text_bytes : 60, mt_token_text(tokenizer, (int32_t)id),
+                            (int)(bytes < 60 ? bytes : 60), text, (long long)id);
+    if (bytes > INT32_MAX / 2) return mt_error_set(error, "%s: token %lld is too long", tokenizer->path, (long long)id);
+    int64_t at = tokenizer->strings.bytes;
+    *token = (mt_token){.text = at, .surface = at, .text_bytes = (int32_t)bytes, .surface_bytes = (int32_t)bytes};
+    token->type = (uint8_t)type;
+    mt_text_append(&tokenizer->strings, text, bytes);
+    if (id >= tokenizer->vocab_size) tokenizer->vocab_size = id + 1;
+    return 0;
+}
+
+/* The slot of the token with this text, or the empty slot for it. */
+static int32_t *lookup_slot(const mt_tokenizer *tokenizer, const char *text, int64_t bytes) {
+    int64_t mask = tokenizer->lookup_capacity - 1, at = (int64_t)(mt_hash(text, bytes) & (uint64_t)mask);
+    for (;; at = (at + 1) & mask) {
+        int32_t id = tokenizer->lookup[at];
+        if (id < 0) return &tokenizer->lookup[at];
+        const mt_token *token = &tokenizer->tokens[id];
+        if (token->text_bytes == bytes && !memcmp(tokenizer->strings.data + token->text, text, (size_t)bytes))
+            return &tokenizer->lookup[at];
+    }
+}
+
+static void lookup_grow(mt_tokenizer *tokenizer) {
+    int32_t *old = tokenizer->lookup;
+    int64_t old_capacity = tokenizer->lookup_capacity;
+    tokenizer->lookup_capacity = old_capacity ? 2 * old_capacity : 1024;
+    tokenizer->lookup = mt_malloc(tokenizer->lookup_capacity * (int64_t)sizeof *tokenizer->lookup);
+    memset(tokenizer->lookup, -1, (size_t)tokenizer->lookup_capacity * sizeof *tokenizer->lookup);
+    for (int64_t i = 0; i < old_capacity; i++)
+        if (old[i] >= 0)
+            *lookup_slot(tokenizer, mt_token_text(tokenizer, old[i]), tokenizer->tokens[old[i]].text_bytes) = old[i];
+    free(old);
+}
+
+int32_t mt_token_index(mt_tokenizer *tokenizer, int32_t id) {
+    if (2 * (tokenizer->lookup_count + 1) > tokenizer->lookup_capacity) lookup_grow(tokenizer);
+    int32_t *slot = lookup_slot(tokenizer, mt_token_text(tokenizer, id), tokenizer->tokens[id].text_bytes);
+    if (*slot >= 0) return *slot;
+    tokenizer->lookup_count++;
+    return *slot = id;
+}
+
+int32_t mt_token_find(const mt_tokenizer *tokenizer, const char *text, int64_t bytes) {
+    return tokenizer->lookup_capacity ? *lookup_slot(tokenizer, text, bytes) : -1;
+}
+
+void mt_error_one_line(mt_error *error) {
+    for (char *c = error->text; *c; c++)
+        if ((unsigned char)*c < 0x20 || *c == 0x7F) *c = '?';
 }

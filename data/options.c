@@ -1,0 +1,1132 @@
+/* options.c: the options of a run, as text. */
+#include "options.h"
+
+#include "json.h"
+
+#include <ctype.h>
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef MT_HAVE_YAML
+#include <yaml.h>
+#endif
+
+enum { MT_CONFIG_BYTES = 1 << 22 }; // at most so large are config.json and a YAML file
+
+static void mt_option_set_default(mt_options *options, const mt_option *row);
+static void mt_options_help(mt_program program, FILE *file);
+
+/* ---- fields */
+
+/* The first row of a field: aliases share its bit in `given`. */
+const mt_option *mt_option_of(size_t offset) {
+    const mt_option *row = mt_option_table;
+    while (!row->name || row->offset != offset) row++;
+    return row;
+}
+
+bool *mt_option_bool(const mt_options *options, const mt_option *row) {
+    return (bool *)((char *)options + row->offset);
+}
+
+int64_t *mt_option_int(const mt_options *options, const mt_option *row) {
+    return (int64_t *)((char *)options + row->offset);
+}
+
+double *mt_option_real(const mt_options *options, const mt_option *row) {
+    return (double *)((char *)options + row->offset);
+}
+
+char **mt_option_string(const mt_options *options, const mt_option *row) {
+    return (char **)((char *)options + row->offset);
+}
+
+static mt_strings *mt_option_list(const mt_options *options, const mt_option *row) {
+    return (mt_strings *)((char *)options + row->offset);
+}
+
+static mt_ints *mt_option_ints(const mt_options *options, const mt_option *row) {
+    return (mt_ints *)((char *)options + row->offset);
+}
+
+static bool mt_option_is_list(const mt_option *row) {
+    return row->type == MT_LIST || row->type == MT_INTS;
+}
+
+static void mt_strings_free(mt_strings *strings) {
+    for (int64_t i = 0; i < strings->count; i++) free(strings->items[i]);
+    free(strings->items);
+    *strings = (mt_strings){0};
+}
+
+/* Forgets the words or numbers of a list. */
+static void mt_option_clear(mt_options *options, const mt_option *row) {
+    if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
+    if (row->type == MT_INTS) *mt_option_ints(options, row) = (mt_ints){0};
+}
+
+static void mt_strings_add(mt_strings *strings, const char *text) {
+    strings->items = mt_realloc(strings->items, (strings->count + 1) * (int64_t)sizeof(char *));
+    strings->items[strings->count++] = mt_strdup(text);
+}
+
+/* The fewest digits that read back as the same double. */
+void mt_real_print(char text[32], double value) {
+    for (int digits = 6; digits <= 17; digits++) {
+        snprintf(text, 32, "%.*g", digits, value);
+        if (strtod(text, NULL) == value) return;
+    }
+}
+
+/* Layers with experts as --moe-layer-freq writes them: equal neighbours together, ([0]*3+[1]*58). */
+char *mt_layer_freq_print(const char *layers) {
+    size_t room = 16 * strlen(layers) + 3, used = 1;
+    char *text = mt_calloc((int64_t)room);
+    text[0] = '(';
+    for (const char *at = layers; *at;) {
+        int64_t times = 0;
+        char layer = *at;
+        for (; *at == layer; at++) times++;
+        used += (size_t)snprintf(text + used, room - used, "%s[%c]*%lld", used > 1 ? "+" : "", layer, (long long)times);
+    }
+    text[used] = ')';
+    return text;
+}
+
+/* The value as the user would write it, to free; "" for a value that is not there. */
+char *mt_option_text(const mt_options *options, const mt_option *row) {
+    char text[32] = "";
+    switch (row->type) {
+    case MT_FLAG:
+    case MT_NO:
+        return mt_strdup(*mt_option_bool(options, row) == (row->type == MT_FLAG) ? "true" : "false");
+    case MT_INT:
+        snprintf(text, sizeof text, "%lld", (long long)*mt_option_int(options, row));
+        return mt_strdup(text);
+    case MT_REAL:
+        mt_real_print(text, *mt_option_real(options, row));
+        return mt_strdup(text);
+    case MT_STRING:
+    case MT_OPTIONAL:
+    case MT_CHOICE:
+        return mt_strdup(*mt_option_string(options, row) ? *mt_option_string(options, row) : "");
+    case MT_INTS:
+    case MT_LIST:
+        break;
+    }
+    if (row->type == MT_INTS) {
+        const mt_ints *ints = mt_option_ints(options, row);
+        char all[24 * MT_MAX_INTS] = "";
+        for (int64_t i = 0, end = 0; i < ints->count; i++)
+            end += sprintf(all + end, i ? " %lld" : "%lld", (long long)ints->items[i]);
+        return mt_strdup(all);
+    }
+    const mt_strings *list = mt_option_list(options, row);
+    int64_t bytes = 1;
+    for (int64_t i = 0; i < list->count; i++) bytes += (int64_t)strlen(list->items[i]) + 1;
+    char *all = mt_calloc(bytes), *end = all;
+    for (int64_t i = 0; i < list->count; i++) end += sprintf(end, i ? " %s" : "%s", list->items[i]);
+    return all;
+}
+
+/* The option's name in files: with underscores. */
+void mt_option_key(char key[80], const mt_option *row) {
+    snprintf(key, 80, "%s", row->name);
+    for (char *at = key; *at; at++)
+        if (*at == '-') *at = '_';
+}
+
+/* Copies one option's value between structs. */
+void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row) {
+    switch (row->type) {
+    case MT_FLAG:
+    case MT_NO:
+        *mt_option_bool(to, row) = *mt_option_bool(from, row);
+        break;
+    case MT_INT:
+        *mt_option_int(to, row) = *mt_option_int(from, row);
+        break;
+    case MT_REAL:
+        *mt_option_real(to, row) = *mt_option_real(from, row);
+        break;
+    case MT_STRING:
+    case MT_OPTIONAL:
+    case MT_CHOICE:
+        mt_string_set(mt_option_string(to, row), *mt_option_string(from, row));
+        break;
+    case MT_INTS:
+        *mt_option_ints(to, row) = *mt_option_ints(from, row);
+        break;
+    case MT_LIST:
+        mt_strings_free(mt_option_list(to, row));
+        for (int64_t i = 0; i < mt_option_list(from, row)->count; i++)
+            mt_strings_add(mt_option_list(to, row), mt_option_list(from, row)->items[i]);
+        break;
+    }
+}
+
+static bool mt_option_is_default(const mt_options *options, const mt_option *row) {
+    mt_options defaults = {0}; // of numbers; many are asked for, so no text is made
+    const char *text = NULL;
+    bool is_text = row->type == MT_STRING || row->type == MT_OPTIONAL || row->type == MT_CHOICE;
+    if (row->type == MT_LIST) return mt_option_list(options, row)->count == 0;
+    if (row->type == MT_INTS) return mt_option_ints(options, row)->count == 0;
+    for (const mt_option *other = mt_option_table; other < mt_option_table + MT_NUM_OPTIONS; other++) {
+        if (!other->name || other->offset != row->offset) continue; // an alias may have the default
+        if (other->fallback) text = other->fallback;
+        if (!is_text) mt_option_set_default(&defaults, other);
+    }
+    if (is_text) {
+        const char *value = *mt_option_string(options, row);
+        return value && text ? strcmp(value, text) == 0 : !value && !text;
+    }
+    if (row->type == MT_INT) return *mt_option_int(options, row) == *mt_option_int(&defaults, row);
+    if (row->type == MT_REAL) return *mt_option_real(options, row) == *mt_option_real(&defaults, row);
+    return *mt_option_bool(options, row) == *mt_option_bool(&defaults, row);
+}
+
+/* Whether a number is in the range of the table, "[low,high]" with ( and ) for ends that are not in it. */
+bool mt_option_in_range(const mt_option *row, double value) {
+    char left, right;
+    double low, high;
+    MT_CHECK(sscanf(row->values, "%c%lf,%lf%c", &left, &low, &high, &right) == 4);
+    return (left == '(' ? value > low : value >= low) && (right == ')' ? value < high : value <= high);
+}
+
+/* Given, and not only to say what is so anyway. */
+static bool mt_option_used(const mt_options *options, size_t offset) {
+    return mt_options_gave(options, offset) && !mt_option_is_default(options, mt_option_of(offset));
+}
+
+void mt_options_free(mt_options *options) {
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name) continue;
+        if (row->type == MT_STRING || row->type == MT_OPTIONAL || row->type == MT_CHOICE)
+            mt_string_set(mt_option_string(options, row), NULL);
+        if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
+    }
+    mt_string_set(&options->hf_family, NULL);
+    mt_string_set(&options->moe_layers, NULL);
+    mt_string_set(&options->pipeline_letters, NULL);
+}
+/* ---- the command line and YAML. Both end in mt_option_set with a row, a text and a place for messages; the rest is
+ * finding those three. */
+
+/* A plain decimal: strtoll would also take blanks, and octal or hexadecimal if asked. */
+static bool mt_parse_int(const char *text, int64_t *value) {
+    const char *digits = text + (*text == '-');
+    if (!*digits || strspn(digits, "0123456789") != strlen(digits)) return false;
+    errno = 0;
+    *value = strtoll(text, NULL, 10);
+    return errno == 0;
+}
+
+static bool mt_parse_real(const char *text, double *value) {
+    char *end;
+    if (!*text || strspn(text, "0123456789+-.eE") != strlen(text)) return false; // no inf, nan or hexadecimal
+    *value = strtod(text, &end);
+    return *end == 0 && isfinite(*value);
+}
+
+/* Whether `text` is one of "a|b|c". */
+bool mt_choice_has(const char *choices, const char *text) {
+    size_t length = strlen(text);
+    for (const char *at = choices; *at; at += strcspn(at, "|"), at += *at == '|')
+        if (strcspn(at, "|") == length && strncmp(at, text, length) == 0) return true;
+    return false;
+}
+
+/* Sets a value from its text and marks it as given; `where` names the option for messages. A list gets one more word.
+ */
+int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error) {
+    bool is_true = strcmp(text, "true") == 0;
+    mt_ints *ints = mt_option_ints(options, row);
+    switch (row->type) {
+    case MT_FLAG:
+    case MT_NO:
+        if (!is_true && strcmp(text, "false") != 0)
+            return mt_error_set(error, "%s expects true or false, got '%.100s'", where, text);
+        *mt_option_bool(options, row) = is_true == (row->type == MT_FLAG);
+        break;
+    case MT_INT:
+        if (!mt_parse_int(text, mt_option_int(options, row)))
+            return mt_error_set(error, "%s expects a whole number, got '%.100s'", where, text);
+        break;
+    case MT_REAL:
+        if (!mt_parse_real(text, mt_option_real(options, row)))
+            return mt_error_set(error, "%s expects a number, got '%.100s'", where, text);
+        break;
+    case MT_CHOICE:
+        if (!mt_choice_has(row->values, text))
+            return mt_error_set(error, "%s expects %s, got '%.100s' (%s)", where, row->values, text, row->help);
+        mt_string_set(mt_option_string(options, row), text);
+        break;
+    case MT_STRING:
+        if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
+        mt_string_set(mt_option_string(options, row), text);
+        break;
+    case MT_OPTIONAL: // a file may say true or false
+        if (!*text) return mt_error_set(error, "%s expects %s or nothing at all", where, row->values);
+        mt_string_set(mt_option_string(options, row), is_true ? "-" : strcmp(text, "false") == 0 ? NULL : text);
+        break;
+    case MT_LIST:
+        mt_strings_add(mt_option_list(options, row), text);
+        break;
+    case MT_INTS:
+        if (ints->count == MT_MAX_INTS || !mt_parse_int(text, &ints->items[ints->count]))
+            return mt_error_set(error, "%s expects %s, whole numbers, got '%.100s'", where, row->values, text);
+        ints->count++;
+        break;
+    }
+    options->given[row->offset / 64] |= (uint64_t)1 << row->offset % 64;
+    return 0;
+}
+
+static void mt_option_set_default(mt_options *options, const mt_option *row) {
+    mt_error unused;
+    if (row->type == MT_NO) *mt_option_bool(options, row) = true;
+    if (row->fallback) MT_CHECK(mt_option_set(options, row, row->fallback, row->name, &unused) == 0);
+}
+
+void mt_options_default(mt_options *options) {
+    memset(options, 0, sizeof *options);
+    options->bos_token_id = options->eos_token_id = -1;
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
+        if (row->name) mt_option_set_default(options, row);
+    memset(options->given, 0, sizeof options->given);
+}
+
+/* Names are compared with dashes; YAML writes underscores. */
+static bool mt_option_named(const mt_option *row, const char *name, size_t length) {
+    if (!row->name || strlen(row->name) != length) return false;
+    for (size_t i = 0; i < length; i++)
+        if (row->name[i] != (name[i] == '_' ? '-' : name[i])) return false;
+    return true;
+}
+
+static const mt_option *mt_option_find(const char *name, size_t length) {
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
+        if (mt_option_named(row, name, length)) return row;
+    return NULL;
+}
+
+/* Letters to insert, delete or exchange to get from one name to the other (Levenshtein); long names are cut. */
+static int mt_edit_distance(const char *a, size_t a_length, const char *b) {
+    enum { LONGEST = 64 };
+    int row[LONGEST + 1], b_length = (int)strlen(b) < LONGEST ? (int)strlen(b) : LONGEST;
+    for (int j = 0; j <= b_length; j++) row[j] = j;
+    for (int i = 1; i <= (int)a_length && i <= LONGEST; i++) {
+        int diagonal = row[0];
+        row[0] = i;
+        for (int j = 1; j <= b_length; j++) {
+            int replaced = diagonal + ((a[i - 1] == '_' ? '-' : a[i - 1]) != b[j - 1]);
+            int shorter = (row[j] < row[j - 1] ? row[j] : row[j - 1]) + 1;
+            diagonal = row[j];
+            row[j] = replaced < shorter ? replaced : shorter;
+        }
+    }
+    return row[b_length];
+}
+
+/* The program's option with the nearest name; NULL when none is near. */
+static const mt_option *mt_option_nearest(const char *name, size_t length, int program) {
+    const mt_option *nearest = NULL;
+    int least = length < 6 ? 2 : 2 + (int)length / 4;
+    if (length > 64) return NULL;
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name || !(row->programs & program)) continue;
+        int distance = mt_edit_distance(name, length, row->name);
+        if (distance < least) least = distance, nearest = row;
+    }
+    return nearest;
+}
+
+/* Finds an option of the program, or says why there is none. `place` is where a file names it ("run.yaml:3: "), or ""
+ * for the command line. */
+static const mt_option *mt_option_lookup(const char *name, size_t length, mt_program program, const char *place,
+                                         mt_error *error) {
+    const mt_option *row = mt_option_find(name, length);
+    if (row && row->programs & (int)program) return row;
+    const mt_option *nearest = row ? NULL : mt_option_nearest(name, length, (int)program);
+    const char *dashes = *place ? "" : "--";
+    char key[80] = "";
+    int shown = length < 100 ? (int)length : 100;
+    if (nearest) mt_option_key(key, nearest);
+    if (row)
+        mt_error_set(error, "%s%s%.*s is an option of %s, not of %s", place, dashes, shown, name,
+                     program == MT_PROGRAM_TRAIN ? "infer" : "train", program == MT_PROGRAM_TRAIN ? "train" : "infer");
+    else if (nearest)
+        mt_error_set(error, "%sunknown option %s%.*s; did you mean %s%s?", place, dashes, shown, name, dashes,
+                     *place ? key : nearest->name);
+    else
+        mt_error_set(error, "%sunknown option %s%.*s; --help lists them all", place, dashes, shown, name);
+    return NULL;
+}
+
+/* What the option expects, for --help and messages. */
+static const char *mt_option_metavar(const mt_option *row) {
+    return row->type == MT_INT ? "a whole number" : row->type == MT_REAL ? "a number" : row->values;
+}
+
+/* Takes the option at arguments[index]; returns the index after its values, or -1. */
+static int mt_options_read_argument(mt_options *options, mt_program program, int index, int count, char **arguments,
+                                    mt_error *error) {
+    const char *argument = arguments[index++];
+    if (strncmp(argument, "--", 2) != 0 || !argument[2])
+        return mt_error_set(error, "unexpected argument '%.100s'; options begin with -- (--help lists them)", argument);
+    const char *equals = strchr(argument, '=');
+    size_t length = equals ? (size_t)(equals - argument - 2) : strlen(argument) - 2;
+    const mt_option *row = mt_option_lookup(argument + 2, length, program, "", error);
+    if (!row) return -1;
+    char where[80];
+    snprintf(where, sizeof where, "--%s", row->name);
+    mt_option_clear(options, row); // the last one wins
+    if (equals) return mt_option_set(options, row, equals + 1, where, error) ? -1 : index;
+    if (row->type == MT_FLAG || row->type == MT_NO)
+        return mt_option_set(options, row, "true", where, error) ? -1 : index;
+    int first = index;
+    while (index < count && strncmp(arguments[index], "--", 2) != 0 && (mt_option_is_list(row) || index == first))
+        if (mt_option_set(options, row, arguments[index++], where, error)) return -1;
+    if (index == first && row->type == MT_OPTIONAL)
+        return mt_option_set(options, row, "true", where, error) ? -1 : index;
+    if (index == first) return mt_error_set(error, "%s expects %s, got nothing", where, mt_option_metavar(row));
+    return index;
+}
+
+static int mt_options_read_arguments(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
+    for (int index = 1; index < argc;) {
+        index = mt_options_read_argument(options, program, index, argc, argv, error);
+        if (index < 0) return -1;
+    }
+    return 0;
+}
+
+#ifdef MT_HAVE_YAML
+enum { MT_YAML_DEPTH = 8, MT_YAML_EVENTS = 100000 };
+
+/* A YAML text being read as a stream of events. */
+typedef struct mt_yaml {
+    yaml_parser_t parser;
+    yaml_event_t event;
+    bool has_event;
+    int64_t events;
+    uint64_t seen[sizeof((mt_options *)0)->given / sizeof(uint64_t)]; // options that this text has named
+    mt_options *options;
+    mt_program program;
+    const char *path;
+    mt_error *error;
+} mt_yaml;
+
+/* Moves to the next event. Anchors are refused, and with them aliases that unfold without end. */
+static int mt_yaml_next(mt_yaml *yaml) {
+    if (yaml->has_event) yaml_event_delete(&yaml->event);
+    yaml->has_event = yaml_parser_parse(&yaml->parser, &yaml->event) != 0;
+    if (!yaml->has_event)
+        return mt_error_set(yaml->error, "%s:%lld: is not YAML: %s", yaml->path,
+                            (long long)yaml->parser.problem_mark.line + 1,
+                            yaml->parser.problem ? yaml->parser.problem : "it cannot be read");
+    const yaml_event_t *event = &yaml->event;
+    long long line = (long long)event->start_mark.line + 1;
+    if (++yaml->events > MT_YAML_EVENTS)
+        return mt_error_set(yaml->error, "%s:%lld: holds more than options could need", yaml->path, line);
+    if (event->type == YAML_ALIAS_EVENT || (event->type == YAML_SCALAR_EVENT && event->data.scalar.anchor) ||
+        (event->type == YAML_SEQUENCE_START_EVENT && event->data.sequence_start.anchor) ||
+        (event->type == YAML_MAPPING_START_EVENT && event->data.mapping_start.anchor))
+        return mt_error_set(yaml->error, "%s:%lld: anchors and aliases are not supported; write the value out",
+                            yaml->path, line);
+    return 0;
+}
+
+/* The event's text. A zero byte inside would cut it short. */
+static int mt_yaml_scalar(mt_yaml *yaml, const char **text) {
+    *text = (const char *)yaml->event.data.scalar.value;
+    if (strlen(*text) == yaml->event.data.scalar.length) return 0;
+    return mt_error_set(yaml->error, "%s:%lld: holds a zero byte", yaml->path,
+                        (long long)yaml->event.start_mark.line + 1);
+}
+
+static bool mt_yaml_is_null(const yaml_event_t *event) {
+    const char *text = (const char *)event->data.scalar.value;
+    return event->type == YAML_SCALAR_EVENT && event->data.scalar.style == YAML_PLAIN_SCALAR_STYLE &&
+           (!*text || strcmp(text, "~") == 0 || strcmp(text, "null") == 0);
+}
+
+/* The value of `row`: the event at hand is a scalar or begins a sequence. */
+static int mt_yaml_read_value(mt_yaml *yaml, const mt_option *row, const char *where) {
+    const char *text;
+    bool is_sequence = yaml->event.type == YAML_SEQUENCE_START_EVENT;
+    if (mt_yaml_is_null(&yaml->event)) return 0;
+    if (is_sequence && !mt_option_is_list(row))
+        return mt_error_set(yaml->error, "%s expects %s, not a list", where, mt_option_metavar(row));
+    mt_option_clear(yaml->options, row);
+    if (is_sequence && mt_yaml_next(yaml)) return -1;
+    while (yaml->event.type != YAML_SEQUENCE_END_EVENT) {
+        if (yaml->event.type != YAML_SCALAR_EVENT)
+            return mt_error_set(yaml->error, "%s expects plain values in its list", where);
+        if (mt_yaml_scalar(yaml, &text) || mt_option_set(yaml->options, row, text, where, yaml->error)) return -1;
+        if (!is_sequence) return 0;
+        if (mt_yaml_next(yaml)) return -1;
+    }
+    return 0;
+}
+
+/* The option `name`, whose value is at hand; `place` is where the file names it. */
+static int mt_yaml_read_option(mt_yaml *yaml, const char *name, const char *place) {
+    char where[400];
+    const mt_option *row = mt_option_lookup(name, strlen(name), yaml->program, place, yaml->error);
+    if (!row) return -1;
+    snprintf(where, sizeof where, "%s%.80s", place, name);
+    if (yaml->event.type == YAML_MAPPING_START_EVENT)
+        return mt_error_set(yaml->error, "%s expects %s, not a section", where, mt_option_metavar(row));
+    if (yaml->seen[row->offset / 64] >> row->offset % 64 & 1)
+        return mt_error_set(yaml->error, "%s is given twice in this file", where);
+    yaml->seen[row->offset / 64] |= (uint64_t)1 << row->offset % 64;
+    return mt_yaml_read_value(yaml, row, where);
+}
+
+/* The event at hand is a key: reads it and its value, whose last event is then at hand. Where the value is a section,
+ * `depth` grows instead; its name is not kept, because sections only group options. */
+static int mt_yaml_read_entry(mt_yaml *yaml, int *depth) {
+    char place[300];
+    const char *key;
+    long long line = (long long)yaml->event.start_mark.line + 1;
+    if (yaml->event.type != YAML_SCALAR_EVENT)
+        return mt_error_set(yaml->error, "%s:%lld: expects the name of an option", yaml->path, line);
+    if (mt_yaml_scalar(yaml, &key)) return -1;
+    char *name = mt_strdup(key); // the event goes when its value comes
+    snprintf(place, sizeof place, "%.250s:%lld: ", yaml->path, line);
+    int result = mt_yaml_next(yaml);
+    bool is_section = yaml->event.type == YAML_MAPPING_START_EVENT && !mt_option_find(name, strlen(name));
+    if (!result && !is_section) result = mt_yaml_read_option(yaml, name, place);
+    if (!result && is_section && ++*depth > MT_YAML_DEPTH)
+        result = mt_error_set(yaml->error, "%s%.80s: sections are nested deeper than %d", place, name, MT_YAML_DEPTH);
+    free(name);
+    return result;
+}
+
+/* One document, a mapping; or nothing at all. */
+static int mt_yaml_read(mt_yaml *yaml) {
+    int depth = 1;
+    do
+        if (mt_yaml_next(yaml)) return -1;
+    while (yaml->event.type == YAML_STREAM_START_EVENT || yaml->event.type == YAML_DOCUMENT_START_EVENT);
+    if (yaml->event.type == YAML_STREAM_END_EVENT || mt_yaml_is_null(&yaml->event)) return 0;
+    if (yaml->event.type != YAML_MAPPING_START_EVENT)
+        return mt_error_set(yaml->error, "%s:%lld: expects lines such as `num_layers: 12`", yaml->path,
+                            (long long)yaml->event.start_mark.line + 1);
+    while (depth > 0) {
+        if (mt_yaml_next(yaml)) return -1;
+        if (yaml->event.type == YAML_MAPPING_END_EVENT)
+            depth--;
+        else if (mt_yaml_read_entry(yaml, &depth))
+            return -1;
+    }
+    if (mt_yaml_next(yaml) || mt_yaml_next(yaml)) return -1;
+    if (yaml->event.type == YAML_STREAM_END_EVENT) return 0;
+    return mt_error_set(yaml->error, "%s:%lld: a second document; options are one", yaml->path,
+                        (long long)yaml->event.start_mark.line + 1);
+}
+
+int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
+                         mt_error *error) {
+    mt_yaml yaml = {.options = options, .program = program, .path = path, .error = error};
+    if (!yaml_parser_initialize(&yaml.parser)) return mt_error_set(error, "%s: no memory to read YAML", path);
+    yaml_parser_set_input_string(&yaml.parser, (const unsigned char *)text, (size_t)bytes);
+    int result = mt_yaml_read(&yaml);
+    if (yaml.has_event) yaml_event_delete(&yaml.event);
+    yaml_parser_delete(&yaml.parser);
+    return result;
+}
+#else
+int mt_options_read_yaml(mt_options *options, mt_program program, const char *text, int64_t bytes, const char *path,
+                         mt_error *error) {
+    (void)options, (void)program, (void)text, (void)bytes;
+    return mt_error_set(error, "--config %s: built without libyaml; `make deps` installs it", path);
+}
+#endif
+
+/* A run that goes on from its own folder: --load is --save, where that has a whole checkpoint, or else as it would be
+ * without. What --auto-resume goes on from is all of the run, whatever --load was to give to its beginning. */
+static int mt_options_find_checkpoint(mt_options *o, mt_error *error) {
+    bool same = o->load && o->save && strcmp(o->load, o->save) == 0;
+    if (!o->save || (!same && !o->auto_resume)) return 0;
+    if (mt_checkpoint_exists(o->save)) {
+        char *path = mt_checkpoint_resolve_whole(o->save, error);
+        free(path);
+        if (!path) return -1;
+        if (!same) o->finetune = o->no_load_optim = o->no_load_rng = false;
+        mt_string_set(&o->load, o->save);
+        return 0;
+    }
+    if (o->exit_on_missing_checkpoint)
+        return mt_error_set(error,
+                            "%s: holds no checkpoint to go on from; check --save, or leave out "
+                            "--exit-on-missing-checkpoint",
+                            o->save);
+    if (same) mt_string_set(&o->load, NULL);
+    if (mt_launch_rank() == 0) printf("%s holds no checkpoint: the run begins anew\n", o->save);
+    return 0;
+}
+
+/* Takes the model's shape from config.json, where --load or --hf-config says that there is one. */
+static int mt_options_read_shape(mt_options *options, mt_error *error) {
+    if (!options->load && !options->hf_config) return 0;
+    if (options->load && options->hf_config)
+        return mt_error_set(error, "--load and --hf-config exclude each other: the folder %s has a config.json",
+                            options->load);
+    int64_t bytes;
+    char *path = !options->load                   ? mt_strdup(options->hf_config)
+                 : mt_options_falls_back(options) ? mt_checkpoint_resolve_whole(options->load, error)
+                                                  : mt_checkpoint_resolve(options->load, error);
+    if (!path) return -1;
+    if (options->load) path = strcat(mt_realloc(path, (int64_t)strlen(path) + 16), "/config.json");
+    char *json = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
+    int result = json ? mt_options_take_shape(options, json, bytes, path, options->load != NULL, error) : -1;
+    free(json), free(path);
+    return result;
+}
+
+static int mt_options_read_config(mt_options *options, mt_program program, const char *path, mt_error *error) {
+    int64_t bytes;
+    char *text = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
+    int result = text ? mt_options_read_yaml(options, program, text, bytes, path, error) : -1;
+    free(text);
+    if (!result && options->config)
+        return mt_error_set(error, "%s: names another --config; one file is read, from the command line", path);
+    return result;
+}
+
+int mt_options_parse(mt_options *options, mt_program program, int argc, char **argv, mt_error *error) {
+    mt_options_default(options);
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--help") != 0 && strcmp(argv[i], "-h") != 0) continue;
+        if (mt_launch_rank() == 0) mt_options_help(program, stdout);
+        exit(0);
+    }
+    if (mt_options_read_arguments(options, program, argc, argv, error)) return -1;
+    if (options->config) { // once more, the file first: what comes later wins
+        char *path = mt_strdup(options->config);
+        mt_options_free(options);
+        mt_options_default(options);
+        int result = mt_options_read_config(options, program, path, error);
+        free(path);
+        if (result || mt_options_read_arguments(options, program, argc, argv, error)) return -1;
+    }
+    if (program == MT_PROGRAM_TRAIN && mt_options_find_checkpoint(options, error) != 0) return -1;
+    return mt_options_read_shape(options, error);
+}
+/* ---- rules between options, and what is parsed for the struct */
+
+/* Pairs of options: the first says nothing without the second. */
+static const size_t mt_option_needs[][2] = {
+    {MT_AT(q_lora_rank), MT_AT(multi_latent_attention)},
+    {MT_AT(kv_lora_rank), MT_AT(multi_latent_attention)},
+    {MT_AT(qk_head_dim), MT_AT(multi_latent_attention)},
+    {MT_AT(qk_pos_emb_head_dim), MT_AT(multi_latent_attention)},
+    {MT_AT(v_head_dim), MT_AT(multi_latent_attention)},
+    {MT_AT(save_interval), MT_AT(save)},
+    {MT_AT(async_save), MT_AT(save)},
+    {MT_AT(keep_checkpoints), MT_AT(save)},
+    {MT_AT(save_retain_interval), MT_AT(save_interval)},
+    {MT_AT(auto_resume), MT_AT(save)},
+    {MT_AT(no_load_rng), MT_AT(load)},
+    {MT_AT(trace_first_step), MT_AT(trace)},
+    {MT_AT(trace_last_step), MT_AT(trace)},
+    {MT_AT(no_save_optim), MT_AT(save)},
+    {MT_AT(loss_spike_factor), MT_AT(check_for_spiky_loss)},
+    {MT_AT(loss_spike_window), MT_AT(check_for_spiky_loss)},
+    {MT_AT(finetune), MT_AT(load)},
+    {MT_AT(no_load_optim), MT_AT(load)},
+    {MT_AT(tokenizer_model), MT_AT(tokenizer_type)},
+    {MT_AT(split), MT_AT(data_path)},
+    {MT_AT(valid_data_path), MT_AT(train_data_path)},
+    {MT_AT(test_data_path), MT_AT(train_data_path)},
+    {MT_AT(rampup_batch_size), MT_AT(train_samples)},
+    {MT_AT(lr_decay_iters), MT_AT(train_iters)},
+    {MT_AT(lr_decay_samples), MT_AT(train_samples)},
+    {MT_AT(lr_warmup_iters), MT_AT(train_iters)},
+    {MT_AT(lr_warmup_samples), MT_AT(train_samples)},
+    {MT_AT(lr_wsd_decay_iters), MT_AT(train_iters)},
+    {MT_AT(lr_wsd_decay_samples), MT_AT(train_samples)},
+    {MT_AT(out), MT_AT(score)},
+    {MT_AT(entropy_out), MT_AT(score)},
+    {MT_AT(logits_out), MT_AT(score)},
+    {MT_AT(max_sequences), MT_AT(score)},
+    {MT_AT(num_virtual_stages_per_pipeline_rank), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(account_for_embedding_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(account_for_loss_in_pipeline_split), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(pipeline_model_parallel_layout), MT_AT(pipeline_model_parallel_size)},
+    {MT_AT(mtp_loss_scaling_factor), MT_AT(mtp_num_layers)},
+    {MT_AT(moe_ffn_hidden_size), MT_AT(num_experts)},
+    {MT_AT(moe_layer_freq), MT_AT(num_experts)},
+    {MT_AT(moe_shared_expert_intermediate_size), MT_AT(num_experts)},
+    {MT_AT(moe_shared_expert_gate), MT_AT(moe_shared_expert_intermediate_size)},
+    {MT_AT(moe_router_topk), MT_AT(num_experts)},
+    {MT_AT(moe_router_score_function), MT_AT(num_experts)},
+    {MT_AT(moe_router_pre_softmax), MT_AT(num_experts)},
+    {MT_AT(moe_router_num_groups), MT_AT(num_experts)},
+    {MT_AT(moe_router_topk_scaling_factor), MT_AT(num_experts)},
+    {MT_AT(moe_router_enable_expert_bias), MT_AT(num_experts)},
+    {MT_AT(moe_router_load_balancing_type), MT_AT(num_experts)},
+    {MT_AT(moe_aux_loss_coeff), MT_AT(num_experts)},
+    {MT_AT(moe_z_loss_coeff), MT_AT(num_experts)},
+    {MT_AT(moe_expert_capacity_factor), MT_AT(num_experts)},
+    {MT_AT(moe_token_dispatcher_type), MT_AT(num_experts)},
+    {MT_AT(moe_grouped_gemm), MT_AT(num_experts)},
+    {MT_AT(moe_permute_fusion), MT_AT(num_experts)},
+    {MT_AT(expert_model_parallel_size), MT_AT(num_experts)},
+    {MT_AT(expert_tensor_parallel_size), MT_AT(num_experts)},
+    {MT_AT(moe_router_num_groups), MT_AT(moe_router_group_topk)},
+    {MT_AT(moe_router_group_topk), MT_AT(moe_router_num_groups)},
+    {MT_AT(moe_router_bias_update_rate), MT_AT(moe_router_enable_expert_bias)},
+    {MT_AT(moe_token_drop_policy), MT_AT(moe_expert_capacity_factor)},
+    {MT_AT(moe_pad_expert_input_to_capacity), MT_AT(moe_expert_capacity_factor)},
+};
+
+/* Pairs of options that contradict each other. */
+static const size_t mt_option_excludes[][2] = {
+    {MT_AT(multi_latent_attention), MT_AT(group_query_attention)},
+    {MT_AT(multi_latent_attention), MT_AT(kv_channels)},
+    {MT_AT(multi_latent_attention), MT_AT(rotary_percent)},
+    {MT_AT(multi_latent_attention), MT_AT(add_qkv_bias)},
+    {MT_AT(train_iters), MT_AT(train_samples)},
+    {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_iters)},
+    {MT_AT(lr_warmup_fraction), MT_AT(lr_warmup_samples)},
+    {MT_AT(use_rope_scaling), MT_AT(rotary_seq_len_interpolation_factor)},
+    {MT_AT(rope_scaling_factor), MT_AT(rotary_seq_len_interpolation_factor)},
+    {MT_AT(data_path), MT_AT(train_data_path)},
+    {MT_AT(data_path), MT_AT(mock_data)},
+    {MT_AT(data_path), MT_AT(tokens_file)},
+    {MT_AT(train_data_path), MT_AT(mock_data)},
+    {MT_AT(train_data_path), MT_AT(tokens_file)},
+    {MT_AT(mock_data), MT_AT(tokens_file)},
+    {MT_AT(tokens_file), MT_AT(reset_position_ids)},
+    {MT_AT(tokens_file), MT_AT(reset_attention_mask)},
+    {MT_AT(tokens_file), MT_AT(eod_mask_loss)},
+    {MT_AT(tokens_file), MT_AT(dataloader_type)},
+    {MT_AT(prompt), MT_AT(prompt_tokens)},
+    {MT_AT(score), MT_AT(prompt)},
+    {MT_AT(score), MT_AT(prompt_tokens)},
+    {MT_AT(score), MT_AT(print_tokens)},
+    {MT_AT(score), MT_AT(max_new_tokens)},
+    {MT_AT(score), MT_AT(temperature)},
+    {MT_AT(score), MT_AT(top_k)},
+    {MT_AT(score), MT_AT(top_p)},
+    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(num_virtual_stages_per_pipeline_rank)},
+    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(decoder_first_pipeline_num_layers)},
+    {MT_AT(num_layers_per_virtual_pipeline_stage), MT_AT(decoder_last_pipeline_num_layers)},
+    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(account_for_embedding_in_pipeline_split)},
+    {MT_AT(decoder_first_pipeline_num_layers), MT_AT(account_for_loss_in_pipeline_split)},
+    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(account_for_embedding_in_pipeline_split)},
+    {MT_AT(decoder_last_pipeline_num_layers), MT_AT(account_for_loss_in_pipeline_split)},
+    {MT_AT(pipeline_model_parallel_layout), MT_AT(num_virtual_stages_per_pipeline_rank)},
+    {MT_AT(pipeline_model_parallel_layout), MT_AT(num_layers_per_virtual_pipeline_stage)},
+    {MT_AT(pipeline_model_parallel_layout), MT_AT(decoder_first_pipeline_num_layers)},
+    {MT_AT(pipeline_model_parallel_layout), MT_AT(decoder_last_pipeline_num_layers)},
+    {MT_AT(pipeline_model_parallel_layout), MT_AT(account_for_embedding_in_pipeline_split)},
+    {MT_AT(pipeline_model_parallel_layout), MT_AT(account_for_loss_in_pipeline_split)},
+};
+
+static int mt_options_check_pairs(const mt_options *options, mt_error *error) {
+    for (size_t i = 0; i < sizeof mt_option_needs / sizeof mt_option_needs[0]; i++) {
+        const mt_option *row = mt_option_of(mt_option_needs[i][0]), *other = mt_option_of(mt_option_needs[i][1]);
+        if (mt_option_used(options, row->offset) && mt_option_is_default(options, other))
+            return mt_error_set(error, "--%s needs --%s", row->name, other->name);
+    }
+    for (size_t i = 0; i < sizeof mt_option_excludes / sizeof mt_option_excludes[0]; i++) {
+        const mt_option *row = mt_option_of(mt_option_excludes[i][0]), *other = mt_option_of(mt_option_excludes[i][1]);
+        if (mt_option_used(options, row->offset) && mt_option_used(options, other->offset))
+            return mt_error_set(error, "--%s and --%s exclude each other; leave one out", row->name, other->name);
+    }
+    return 0;
+}
+
+/* Numbers against the ranges of the table, choices against their lists. What was neither given nor set is skipped. */
+int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error) {
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name || (row->origin == MT_OF_RUN && !(row->programs & (int)program))) continue;
+        if (!mt_options_gave(options, row->offset) && mt_option_is_default(options, row)) continue;
+        char *text = mt_option_text(options, row);
+        bool good = row->type != MT_CHOICE || mt_choice_has(row->values, text);
+        if (row->type == MT_INT) good = mt_option_in_range(row, (double)*mt_option_int(options, row));
+        if (row->type == MT_REAL) good = mt_option_in_range(row, *mt_option_real(options, row));
+        if (!good)
+            mt_error_set(error, "--%s must be %s%s, got %.100s", row->name, row->type == MT_CHOICE ? "" : "in ",
+                         row->values, text);
+        free(text);
+        if (!good) return -1;
+    }
+    return 0;
+}
+
+/* The layers with experts, from --moe-layer-freq: a number, or a sum of lists that may be repeated, as Python writes
+ * it. Returns the layers written to `layers`, which has room for `max`, or -1. */
+static int64_t mt_layer_freq_parse(const char *text, char *layers, int64_t max) {
+    int64_t count = 0;
+    for (const char *at = text; *at;) {
+        int64_t first = count, times = 1;
+        while (*at == '(' || *at == ' ') at++;
+        if (*at++ != '[') return -1;
+        while (*at != ']') {
+            if ((*at != '0' && *at != '1') || count == max) return -1;
+            layers[count++] = *at++;
+            while (*at == ',' || *at == ' ') at++;
+        }
+        for (at++; *at == ' ';) at++;
+        if (*at == '*') {
+            char *end;
+            times = strtoll(at + 1, &end, 10), at = end;
+        }
+        int64_t listed = count - first;
+        if (times < 0 || times > max || listed == 0) return -1;
+        if (times == 0) count = first;
+        for (int64_t i = listed; i < listed * times; i++) {
+            if (count == max) return -1;
+            layers[count] = layers[count - listed], count++;
+        }
+        while (*at == ' ' || *at == ')') at++;
+        if (*at == '+')
+            at++;
+        else if (*at)
+            return -1;
+    }
+    return count;
+}
+
+static int mt_options_finish_expert_layers(mt_options *o, mt_error *error) {
+    int64_t every = 0;
+    const int64_t most = mt_max(o->num_layers, 4096);
+    mt_string_set(&o->moe_layers, NULL);
+    o->moe_layers = mt_calloc(most + 1);
+    bool is_number = mt_parse_int(o->moe_layer_freq, &every);
+    for (int64_t i = 0; is_number && every > 0 && i < o->num_layers; i++) o->moe_layers[i] = i % every ? '0' : '1';
+    int64_t listed = is_number ? 0 : mt_layer_freq_parse(o->moe_layer_freq, o->moe_layers, most);
+    if (listed > o->num_layers && !mt_options_gave(o, MT_AT(moe_layer_freq))) { // config.json's, of a model that is cut
+        o->moe_layers[listed = o->num_layers] = 0;
+        char *text = mt_layer_freq_print(o->moe_layers);
+        mt_string_set(&o->moe_layer_freq, text);
+        free(text);
+    }
+    if (is_number ? every > 0 : listed == o->num_layers) return 0;
+    return mt_error_set(error,
+                        "--moe-layer-freq expects a number, or 0 or 1 for each of the %lld layers such as "
+                        "([0]*1+[1]*%lld), got '%.100s'",
+                        (long long)o->num_layers, (long long)o->num_layers - 1, o->moe_layer_freq);
+}
+
+/* Options of rotary positions that were given where nothing would read them. */
+static int mt_options_check_rope(const mt_options *o, mt_error *error) {
+    static const size_t rotary[] = {MT_AT(rotary_base), MT_AT(rotary_percent), MT_AT(rotary_interleaved),
+                                    MT_AT(rotary_seq_len_interpolation_factor), MT_AT(use_rope_scaling)};
+    static const struct {
+        size_t offset;
+        const char *types;
+    } scaled[] = {
+        {MT_AT(rope_scaling_factor), "linear|llama3|yarn"},
+        {MT_AT(original_max_position_embeddings), "llama3|yarn"},
+        {MT_AT(rope_low_freq_factor), "llama3"},
+        {MT_AT(rope_high_freq_factor), "llama3"},
+        {MT_AT(yarn_beta_fast), "yarn"},
+        {MT_AT(yarn_beta_slow), "yarn"},
+        {MT_AT(yarn_mscale), "yarn"},
+        {MT_AT(yarn_mscale_all_dim), "yarn"},
+        {MT_AT(yarn_attention_factor), "yarn"},
+    };
+    bool is_rope = strcmp(o->position_embedding_type, "rope") == 0;
+    for (size_t i = 0; i < sizeof rotary / sizeof rotary[0]; i++)
+        if (!is_rope && mt_option_used(o, rotary[i]))
+            return mt_error_set(error, "--%s needs --position-embedding-type rope, which is %s",
+                                mt_option_of(rotary[i])->name, o->position_embedding_type);
+    if (!is_rope && strcmp(o->rope_scaling_type, "none") != 0)
+        return mt_error_set(error, "--rope-scaling-type needs --position-embedding-type rope, which is %s",
+                            o->position_embedding_type);
+    for (size_t i = 0; i < sizeof scaled / sizeof scaled[0]; i++)
+        if (mt_option_used(o, scaled[i].offset) && !mt_choice_has(scaled[i].types, o->rope_scaling_type))
+            return mt_error_set(error, "--%s needs --rope-scaling-type %s, which is %s",
+                                mt_option_of(scaled[i].offset)->name, scaled[i].types, o->rope_scaling_type);
+    return 0;
+}
+
+static int mt_options_finish_trace(mt_options *o, mt_error *error) {
+    if (!o->trace) return 0;
+    if (o->trace_first_step == 0) o->trace_first_step = 2; // the first makes ready
+    if (o->trace_last_step == 0) o->trace_last_step = o->trace_first_step + 1;
+    if (o->trace_last_step < o->trace_first_step)
+        return mt_error_set(error, "--trace-last-step %lld comes before --trace-first-step %lld",
+                            (long long)o->trace_last_step, (long long)o->trace_first_step);
+    return 0;
+}
+
+static int mt_options_check_bad_steps(const mt_options *o, mt_error *error) {
+    bool stops = strcmp(o->bad_step_policy, "stop") == 0, reruns = strcmp(o->rerun_mode, "disabled") != 0;
+    bool checks = o->check_for_nan_in_loss_and_grad || o->check_for_spiky_loss;
+    if (!checks && (!stops || reruns))
+        return mt_error_set(error, "--%s says nothing with --no-check-for-nan-in-loss-and-grad; leave one out",
+                            stops ? "rerun-mode" : "bad-step-policy");
+    if (stops && mt_option_used(o, MT_AT(max_bad_steps_in_a_row)))
+        return mt_error_set(error, "--max-bad-steps-in-a-row needs --bad-step-policy skip or rewind");
+    if (mt_option_used(o, MT_AT(lr_wsd_decay_style)) && strcmp(o->lr_decay_style, "WSD") != 0)
+        return mt_error_set(error, "--lr-wsd-decay-style needs --lr-decay-style WSD, which is %s", o->lr_decay_style);
+    if (strcmp(o->bad_step_policy, "rewind") == 0 && !o->save)
+        return mt_error_set(error, "--bad-step-policy rewind needs --save, and --save-interval, to go back to");
+    if (!o->exit_signal_handler && mt_option_used(o, MT_AT(exit_signal)))
+        return mt_error_set(error, "--exit-signal and --no-exit-signal-handler exclude each other; leave one out");
+    return 0;
+}
+
+static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
+    if (!o->tokenizer_type) return 0;
+    bool has_file = strcmp(o->tokenizer_type, "ByteLevel") != 0;
+    if (has_file && !o->tokenizer_model)
+        return mt_error_set(error, "--tokenizer-type %s needs --tokenizer-model", o->tokenizer_type);
+    if (!has_file && o->tokenizer_model)
+        return mt_error_set(error, "--tokenizer-type ByteLevel reads no --tokenizer-model; leave one out");
+    return 0;
+}
+
+static int mt_options_check_data(const mt_options *o, mt_error *error) {
+    if (mt_options_converts(o)) return 0;
+    int sources = (o->data_path.count > 0) + (o->train_data_path.count > 0) + o->mock_data + (o->tokens_file != NULL);
+    if (sources != 1)
+        return mt_error_set(error, "give one source of data: --data-path, --train-data-path, --tokens-file or "
+                                   "--mock-data");
+    if ((o->reset_position_ids || o->reset_attention_mask || o->eod_mask_loss) && !o->tokenizer_type && !o->load)
+        return mt_error_set(error, "--%s needs --tokenizer-type, which knows the end of a document",
+                            o->reset_position_ids     ? "reset-position-ids"
+                            : o->reset_attention_mask ? "reset-attention-mask"
+                                                      : "eod-mask-loss");
+    return 0;
+}
+
+/* "1,2,3": tokens of the vocabulary. */
+static int mt_options_check_prompt_tokens(const mt_options *o, mt_error *error) {
+    for (const char *at = o->prompt_tokens; at;) {
+        char *end;
+        errno = 0;
+        long long token = strtoll(at, &end, 10);
+        if (!isdigit((unsigned char)*at) || (*end && *end != ','))
+            return mt_error_set(error, "--prompt-tokens expects numbers with commas between them, got '%.100s'", at);
+        if (errno != 0 || token >= o->vocab_size)
+            return mt_error_set(error, "--prompt-tokens: %lld is outside the vocabulary of %lld", token,
+                                (long long)o->vocab_size);
+        at = *end ? end + 1 : NULL;
+    }
+    return 0;
+}
+
+static int mt_options_check_infer(const mt_options *o, mt_error *error) {
+    if (!o->load) return mt_error_set(error, "--load is missing: the folder of the model to run");
+    if (o->score && !o->out && !o->entropy_out && !o->logits_out)
+        return mt_error_set(error, "--score needs --out, --entropy-out or --logits-out");
+    if (!o->score && mt_option_used(o, MT_AT(micro_batch_size)))
+        return mt_error_set(error, "--micro-batch-size needs --score");
+    if (!o->score && mt_option_used(o, MT_AT(seq_length))) return mt_error_set(error, "--seq-length needs --score");
+    return 0;
+}
+
+enum { MT_PIPELINE_LETTERS = 100000 };
+
+/* A layout's letters with repeats written out, to free; NULL with error. Commas only part. */
+static char *mt_pipeline_layout_unfold(const char *layout, mt_error *error) {
+    char *letters = mt_malloc(MT_PIPELINE_LETTERS + 1);
+    int64_t count = 0, open = -1, last = 0; // where the brackets opened; where what may be repeated begins
+    const char *at = layout, *problem = NULL;
+    for (; *at && !problem; at++) {
+        if (*at == ',') continue;
+        if (*at == '(' && open < 0)
+            open = count;
+        else if (*at == ')' && open >= 0 && at[1] == '*')
+            last = open, open = -1;
+        else if (*at == '*' && at > layout && (strchr("EtL|m", at[-1]) || at[-1] == ')') &&
+                 isdigit((unsigned char)at[1])) {
+            char *end;
+            errno = 0;
+            int64_t times = strtoll(at + 1, &end, 10), length = count - last;
+            if (errno || times < 1 || times > MT_PIPELINE_LETTERS ||
+                count + (times - 1) * length > MT_PIPELINE_LETTERS) {
+                problem = "repeats too often, or not at all";
+                break;
+            }
+            for (; times > 1; times--, count += length) memcpy(letters + count, letters + last, (size_t)length);
+            at = end - 1;
+        } else if (strchr("EtmL|", *at) && count < MT_PIPELINE_LETTERS) {
+            last = count;
+            letters[count++] = *at;
+        } else
+            problem = "not understood";
+        if (problem) break;
+    }
+    if (!problem && open >= 0) problem = "a bracket is not closed";
+    letters[count] = 0;
+    if (!problem) return letters;
+    free(letters);
+    mt_error_set(error,
+                 "--pipeline-model-parallel-layout '%.200s': %s at '%.20s'; letters are E, t, m, L and |, and (tt|)*3 "
+                 "repeats",
+                 layout, problem, at);
+    return NULL;
+}
+
+static int mt_options_unfold_layout(mt_options *o, mt_error *error) {
+    free(o->pipeline_letters);
+    o->pipeline_letters = NULL;
+    if (!o->pipeline_model_parallel_layout) return 0;
+    o->pipeline_letters = mt_pipeline_layout_unfold(o->pipeline_model_parallel_layout, error);
+    return o->pipeline_letters ? 0 : -1;
+}
+
+/* One kind of scaling from the three ways to ask for it. */
+static int mt_options_resolve_rope(mt_options *o, mt_error *error) {
+    const char *asked = o->use_rope_scaling ? "llama3" : o->rotary_seq_len_interpolation_factor > 0 ? "linear" : NULL;
+    if (asked && mt_options_gave(o, MT_AT(rope_scaling_type)) && strcmp(asked, o->rope_scaling_type) != 0)
+        return mt_error_set(error, "--rope-scaling-type %s and --%s exclude each other; leave one out",
+                            o->rope_scaling_type,
+                            o->use_rope_scaling ? "use-rope-scaling" : "rotary-seq-len-interpolation-factor");
+    if (asked) mt_string_set(&o->rope_scaling_type, asked);
+    return mt_options_check_rope(o, error);
+}
+
+/* The layers with experts and the stages in letters are parsed here; the struct's rules (megatron.c) check the rest. */
+int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error) {
+    bool trains = program == MT_PROGRAM_TRAIN;
+    if (mt_options_check_ranges(options, program, error) || mt_options_check_pairs(options, error)) return -1;
+    if (mt_options_unfold_layout(options, error)) return -1;
+    if (options->print_schedule) return mt_options_derive(options, program, world_size, error);
+    if (mt_options_check_tokenizer(options, error) || mt_options_resolve_rope(options, error)) return -1;
+    if (!trains && mt_options_check_infer(options, error)) return -1;
+    if (options->num_experts > 0 && options->num_layers > 0 && mt_options_finish_expert_layers(options, error))
+        return -1;
+    if (trains && mt_options_check_data(options, error)) return -1;
+    if (mt_options_derive(options, program, world_size, error)) return -1;
+    mt_options_derive_family(options);
+    if (!trains) return mt_options_check_prompt_tokens(options, error);
+    return mt_options_finish_trace(options, error) || mt_options_check_bad_steps(options, error) ? -1 : 0;
+}
+
+/* ---- printing */
+
+/* Prints words from `column` on, indented to `indent`, within 100 columns. */
+static void mt_print_wrapped(FILE *file, const char *text, int column, int indent) {
+    enum { WIDTH = 100 };
+    while (*text) {
+        int length = (int)strcspn(text, " ");
+        if (column > indent && column + 1 + length > WIDTH) {
+            fprintf(file, "\n%*s", indent, "");
+            column = indent;
+        } else if (column > indent) {
+            fputc(' ', file);
+            column++;
+        }
+        fprintf(file, "%.*s", length, text);
+        column += length, text += length;
+        text += *text == ' ';
+    }
+    fputc('\n', file);
+}
+
+/* One option: its name and what it takes on the left, then help, choices and default. */
+static void mt_option_help(const mt_option *row, FILE *file) {
+    enum { INDENT = 34 };
+    char left[120], text[600];
+    const char *value = row->type == MT_INT || row->type == MT_REAL ? " N"
+                        : row->type == MT_CHOICE                    ? " NAME"
+                        : mt_option_is_list(row)                    ? " ..."
+                                                                    : "";
+    if (row->type == MT_OPTIONAL)
+        snprintf(left, sizeof left, "  --%s [%s]", row->name, row->values);
+    else if (row->type == MT_STRING || mt_option_is_list(row))
+        snprintf(left, sizeof left, "  --%s %s%s", row->name, row->values, value);
+    else
+        snprintf(left, sizeof left, "  --%s%s", row->name, value);
+    snprintf(text, sizeof text, "%s", row->help);
+    size_t end = strlen(text);
+    if (row->type == MT_CHOICE) {
+        int length = snprintf(text + end, sizeof text - end, ": %s", row->values);
+        for (size_t i = end; i < end + (size_t)length; i++)
+            if (text[i] == '|') text[i] = ' ';
+        end += (size_t)length;
+    }
+    if (row->fallback) snprintf(text + end, sizeof text - end, " (default %s)", row->fallback);
+    if (strlen(left) > INDENT - 2)
+        fprintf(file, "%s\n%*s", left, INDENT, "");
+    else
+        fprintf(file, "%-*s", INDENT, left);
+    mt_print_wrapped(file, text, INDENT, INDENT);
+}
+
+static void mt_options_help(mt_program program, FILE *file) {
+    fprintf(file, program == MT_PROGRAM_TRAIN ? "usage: train [options]; trains a GPT-family model\n"
+                                              : "usage: infer --load DIR [options]; runs a GPT-family model\n");
+    const char *group = NULL;
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name) group = row->help;
+        if (!row->name || !(row->programs & (int)program)) continue;
+        if (group) fprintf(file, "\n%s\n", group);
+        group = NULL;
+        mt_option_help(row, file);
+    }
+}
+
+void mt_options_print(const mt_options *options, mt_program program, FILE *file) {
+    const char *group = NULL;
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name) group = row->help;
+        if (!row->name || !(row->programs & (int)program) || mt_option_of(row->offset) != row) continue;
+        if (mt_option_is_default(options, row)) continue;
+        if (group) fprintf(file, "%s\n", group);
+        group = NULL;
+        char *text = mt_option_text(options, row);
+        fprintf(file, "  %-36s %s\n", row->name, text);
+        free(text);
+    }
+}
+
+/* ---- what every rank must agree on */
+
+/* The values of all options, one after another, each ended by a 0; NULL counts the bytes. */
+static int64_t mt_options_values(const mt_options *options, char *values) {
+    int64_t bytes = 0;
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name || mt_option_of(row->offset) != row) continue;
+        char *text = mt_option_text(options, row);
+        int64_t length = (int64_t)strlen(text) + 1;
+        if (values) memcpy(values + bytes, text, (size_t)length);
+        bytes += length;
+        free(text);
+    }
+    return bytes;
+}
+
+/* Compares with the values of rank 0; says where they differ. */
+static bool mt_options_differ(const mt_options *options, const char *values, int64_t bytes, int rank, mt_error *error) {
+    const char *end = values + bytes;
+    for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
+        if (!row->name || mt_option_of(row->offset) != row) continue;
+        const char *theirs = values < end ? values : "";
+        char *ours = mt_option_text(options, row);
+        bool differs = strcmp(ours, theirs) != 0;
+        if (differs)
+            mt_error_set(error, "rank %d has --%s '%.200s' and rank 0 '%.200s'; give every rank the same options", rank,
+                         row->name, ours, theirs);
+        free(ours);
+        if (differs) return true;
+        values += strlen(theirs) + 1;
+    }
+    return false;
+}
+
+int mt_options_agree(const mt_options *options, const mt_group *world, mt_error *error) {
+    if (world->size == 1) return 0;
+    int64_t bytes = mt_options_values(options, NULL);
+    mt_broadcast(world, &bytes, sizeof bytes, 0);
+    char *values = mt_calloc(bytes + 1);
+    if (world->rank == 0) mt_options_values(options, values);
+    mt_broadcast(world, values, bytes, 0);
+    bool differs = mt_options_differ(options, values, bytes, world->rank, error);
+    free(values);
+    return mt_agree(world, differs, error);
+}

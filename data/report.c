@@ -1,0 +1,339 @@
+/* report.c: what a run tells of its steps: on the terminal, in a metrics file, to TensorBoard. */
+#include "report.h"
+
+#include "profile.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+
+/* ==== reports =============================================================================================== */
+
+/* Bytes of memory that this process has held at most. */
+static int64_t mt_peak_memory(void) {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return (int64_t)usage.ru_maxrss * 1024;
+}
+
+/* A number that is told: to TensorBoard by the tag that Megatron gives it (below), in the metrics file by its key. */
+typedef struct mt_scalar {
+    const char *tag, *key; // NULL: not there
+    double value;
+} mt_scalar;
+
+static int mt_tensorboard_open(mt_report *report, mt_error *error);
+static int mt_tensorboard_write(const mt_report *report, int64_t step, const mt_scalar *scalars, int64_t count,
+                                mt_error *error);
+
+int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error) {
+    const mt_options *options = mt_model_options(model);
+    const mt_group *world = &mt_model_grid(model)->world;
+    *report = (mt_report){.options = options, .first_iteration = state->iteration};
+    report->world_size = world->size;
+    report->prints = world->rank == 0;
+#ifdef MT_HAVE_CUDA
+    if (strcmp(mt_model_ops(model)->name, "cuda") == 0) {
+        report->device_bytes = mt_model_bytes(model);
+        report->peak_flops = mt_cuda_peak_flops(mt_model_dtype(model));
+    }
+#endif
+    report->start = mt_time();
+    if (!report->prints) return 0;
+    if (options->tensorboard_dir && mt_tensorboard_open(report, error) != 0) return -1;
+    if (!options->metrics) return 0;
+    report->metrics = fopen(options->metrics, state->iteration > 0 ? "a" : "w"); // a resumed run goes on in its file
+    if (!report->metrics)
+        return mt_error_set(error, "--metrics %s: cannot be written: %s", options->metrics, strerror(errno));
+    return 0;
+}
+
+void mt_report_close(mt_report *report) {
+    if (report->metrics) fclose(report->metrics);
+    if (report->events) fclose(report->events);
+    report->metrics = report->events = NULL;
+}
+
+void mt_report_line(const mt_report *report, const char *format, ...) {
+    if (!report->prints) return;
+    va_list arguments;
+    va_start(arguments, format);
+    vprintf(format, arguments);
+    va_end(arguments);
+    printf("\n");
+    fflush(stdout);
+}
+
+/* Ends a line of the metrics file; each line is whole on the disk before the next step begins. */
+static int mt_report_flush(const mt_report *report, mt_error *error) {
+    if (fflush(report->metrics) == 0 && !ferror(report->metrics)) return 0;
+    return mt_error_set(error, "--metrics %s: cannot be written: %s", report->options->metrics, strerror(errno));
+}
+
+/* JSON has no word for what is not finite but null. */
+static const char *mt_json_number(char text[32], double value) {
+    snprintf(text, 32, "%.17g", value);
+    return isfinite(value) ? text : "null";
+}
+
+bool mt_report_is_due(const mt_report *report, int64_t iteration) {
+    return iteration % report->options->log_interval == 0 || iteration == report->options->num_iterations;
+}
+
+static double mt_mtp_mean_loss(const mt_options *o, const mt_metrics *metrics) {
+    double sum = 0;
+    for (int64_t k = 0; k < o->mtp_num_layers; k++) sum += metrics->mtp_losses[k];
+    return sum / (double)o->mtp_num_layers;
+}
+
+/* Some models say more: the loss of what predicts further tokens; with experts what balances them where that is on, how
+ * even they are, and what was dropped. */
+static void mt_report_parts(char *text, size_t room, const mt_options *o, const mt_metrics *metrics) {
+    int length = snprintf(text, room, "%s", "");
+    if (o->mtp_num_layers > 0) length += snprintf(text, room, "  mtp loss %.4f", mt_mtp_mean_loss(o, metrics));
+    if (mt_num_expert_layers(o) == 0) return;
+    if (o->moe_aux_loss_coeff > 0)
+        length += snprintf(text + length, room - (size_t)length, "  balance loss %.3g", metrics->load_balancing_loss);
+    if (o->moe_z_loss_coeff > 0)
+        length += snprintf(text + length, room - (size_t)length, "  z loss %.3g", metrics->z_loss);
+    length += snprintf(text + length, room - (size_t)length, "  load %.2f (worst %.2f)", metrics->imbalance,
+                       metrics->worst_imbalance);
+    if (o->moe_expert_capacity_factor > 0)
+        snprintf(text + length, room - (size_t)length, "  dropped %.1f%%", 100 * metrics->dropped);
+}
+
+/* All that is told of a step. */
+typedef struct mt_scalars {
+    mt_scalar scalars[15 + MT_MAX_MTP_LAYERS];
+    int64_t count;
+    char names[MT_MAX_MTP_LAYERS][2][32];
+} mt_scalars;
+
+static void mt_scalars_add(mt_scalars *all, const char *tag, const char *key, double value) {
+    all->scalars[all->count++] = (mt_scalar){tag, key, value};
+}
+
+/* `flops` are a rank's in a second. */
+static void mt_scalars_of(mt_scalars *all, const mt_report *report, const mt_run_state *state,
+                          const mt_metrics *metrics, double flops) {
+    int64_t bytes = report->device_bytes > 0 ? report->device_bytes : mt_peak_memory();
+    all->count = 0;
+    mt_scalars_add(all, "lm loss", "lm_loss", metrics->loss);
+    for (int64_t k = 0; k < report->options->mtp_num_layers; k++) {
+        snprintf(all->names[k][0], 32, "mtp_%lld loss", (long long)k + 1);
+        snprintf(all->names[k][1], 32, "mtp_%lld_loss", (long long)k + 1);
+        mt_scalars_add(all, all->names[k][0], all->names[k][1], metrics->mtp_losses[k]);
+    }
+    mt_scalars_add(all, "grad-norm", "grad_norm", metrics->grad_norm);
+    mt_scalars_add(all, "learning-rate", "learning_rate", metrics->learning_rate);
+    mt_scalars_add(all, "weight-decay", "weight_decay", metrics->weight_decay);
+    mt_scalars_add(all, "consumed-samples", "consumed_samples", (double)state->consumed_train_samples);
+    mt_scalars_add(all, "tokens-per-second", "tokens_per_second", metrics->tokens / metrics->seconds);
+    mt_scalars_add(all, "throughput", "tflops_per_device", flops * 1e-12);
+    mt_scalars_add(all, "iteration-time-ms", "iteration_ms", 1e3 * metrics->seconds);
+    mt_scalars_add(all, "mem-max-allocated-bytes", "peak_memory_bytes", (double)bytes);
+    mt_scalars_add(all, "skipped-iterations", "skipped_iterations", (double)metrics->skipped);
+    if (mt_num_expert_layers(report->options) == 0) return;
+    mt_scalars_add(all, "load_balancing_loss", "load_balancing_loss", metrics->load_balancing_loss);
+    mt_scalars_add(all, "z_loss", "z_loss", metrics->z_loss);
+    mt_scalars_add(all, "load imbalance", "load_imbalance", metrics->imbalance);
+    mt_scalars_add(all, "worst load imbalance", "worst_load_imbalance", metrics->worst_imbalance);
+    mt_scalars_add(all, "dropped", "dropped", metrics->dropped);
+}
+
+int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
+                        mt_error *error) {
+    const mt_options *o = report->options;
+    int64_t iteration = state->iteration, total = o->num_iterations;
+    if (!report->prints || !mt_report_is_due(report, iteration)) return 0;
+    double rate = metrics->tokens / metrics->seconds;
+    double flops = mt_flops(o, (int64_t)metrics->tokens / o->seq_length) / metrics->seconds / report->world_size;
+    double pace = (mt_time() - report->start) / (double)(iteration - report->first_iteration);
+    int64_t left = (int64_t)(pace * (double)(total - iteration) + 0.5);
+    char speed[64];
+    if (report->peak_flops > 0)
+        snprintf(speed, sizeof speed, "%.1f%% MFU", 100 * flops / report->peak_flops);
+    else
+        snprintf(speed, sizeof speed, "%.1f GFLOP/s", flops * 1e-9);
+    char skipped[40] = "", parts[160];
+    if (metrics->skipped > 0) snprintf(skipped, sizeof skipped, "%lld skipped  ", (long long)metrics->skipped);
+    mt_report_parts(parts, sizeof parts, o, metrics);
+    mt_report_line(report,
+                   "%6lld/%lld %3d%%  loss %.4f%s  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %s%lld:%02lld left",
+                   (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, parts,
+                   metrics->grad_norm, metrics->learning_rate, rate, speed, skipped, (long long)(left / 60),
+                   (long long)(left % 60));
+    mt_scalars all;
+    mt_scalars_of(&all, report, state, metrics, flops);
+    if (report->events && mt_tensorboard_write(report, iteration, all.scalars, all.count, error) != 0) return -1;
+    if (!report->metrics) return 0;
+    fprintf(report->metrics, "{\"iteration\": %lld", (long long)iteration);
+    for (int64_t i = 0; i < all.count; i++) {
+        char number[32];
+        fprintf(report->metrics, ", \"%s\": %s", all.scalars[i].key, mt_json_number(number, all.scalars[i].value));
+    }
+    fprintf(report->metrics, "}\n");
+    return mt_report_flush(report, error);
+}
+
+int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
+                         mt_error *error) {
+    mt_report_line(report, "%6lld  %s loss %.4f  perplexity %.2f", (long long)state->iteration, split, loss, exp(loss));
+    if (report->events) {
+        char tags[2][64];
+        snprintf(tags[0], sizeof tags[0], "lm loss %s", split);
+        snprintf(tags[1], sizeof tags[1], "lm loss %s ppl", split);
+        const mt_scalar scalars[] = {{tags[0], NULL, loss}, {tags[1], NULL, exp(loss)}};
+        if (mt_tensorboard_write(report, state->iteration, scalars, 2, error) != 0) return -1;
+    }
+    if (!report->metrics) return 0;
+    char text[2][32];
+    fprintf(report->metrics, "{\"iteration\": %lld, \"%s_loss\": %s, \"%s_perplexity\": %s}\n",
+            (long long)state->iteration, split, mt_json_number(text[0], loss), split,
+            mt_json_number(text[1], exp(loss)));
+    return mt_report_flush(report, error);
+}
+
+/* ==== TensorBoard =========================================================================================== */
+/* Event files as TensorBoard reads them: TFRecords (TensorFlow, "TFRecord and tf.train.Example"), each a message of
+ * event.proto, in protocol buffers' wire format: a key of field number and kind, then a varint, 4 or 8 bytes, or a
+ * length and so many bytes. Few fields are needed, so they are written by hand. */
+
+/* CRC-32C, masked because records may hold checksums themselves. */
+static uint32_t mt_event_crc(const void *data, int64_t bytes) {
+    uint32_t crc = mt_crc32c(data, bytes);
+    return (crc >> 15 | crc << 17) + 0xa282ead8u;
+}
+
+/* A message that grows; one event is far smaller than its room. */
+typedef struct mt_message {
+    int64_t bytes;
+    uint8_t data[4096];
+} mt_message;
+
+enum { MT_WIRE_VARINT = 0, MT_WIRE_64 = 1, MT_WIRE_BYTES = 2, MT_WIRE_32 = 5 };
+
+static void mt_message_bytes(mt_message *to, const void *data, int64_t bytes) {
+    MT_CHECK(to->bytes + bytes <= (int64_t)sizeof to->data);
+    memcpy(to->data + to->bytes, data, (size_t)bytes);
+    to->bytes += bytes;
+}
+
+static void mt_message_varint(mt_message *to, uint64_t value) {
+    do {
+        uint8_t byte = (uint8_t)(value & 127) | (uint8_t)(value > 127 ? 128 : 0);
+        mt_message_bytes(to, &byte, 1);
+    } while ((value >>= 7) > 0);
+}
+
+/* A field of fixed size or of bytes; numbers are little-endian, as on the machines that this runs on. */
+static void mt_message_field(mt_message *to, int field, int wire, const void *data, int64_t bytes) {
+    mt_message_varint(to, (uint64_t)(field << 3 | wire));
+    if (wire == MT_WIRE_BYTES) mt_message_varint(to, (uint64_t)bytes);
+    mt_message_bytes(to, data, bytes);
+}
+
+/* Event.wall_time = 1, step = 2. */
+static mt_message mt_event_begin(int64_t step) {
+    mt_message event = {0};
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    double wall_time = (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+    mt_message_field(&event, 1, MT_WIRE_64, &wall_time, 8);
+    mt_message_varint(&event, 2 << 3 | MT_WIRE_VARINT);
+    mt_message_varint(&event, (uint64_t)step);
+    return event;
+}
+
+/* A record: length, its checksum, the message, its checksum. What is written is on its way to the disk at once. */
+static int mt_event_write(const mt_report *report, const mt_message *event, mt_error *error) {
+    uint64_t length = (uint64_t)event->bytes;
+    uint32_t of_length = mt_event_crc(&length, 8), of_data = mt_event_crc(event->data, event->bytes);
+    FILE *file = report->events;
+    fwrite(&length, 8, 1, file);
+    fwrite(&of_length, 4, 1, file);
+    fwrite(event->data, 1, (size_t)event->bytes, file);
+    fwrite(&of_data, 4, 1, file);
+    if (fflush(file) == 0 && !ferror(file)) return 0;
+    return mt_error_set(error, "--tensorboard-dir %s: cannot be written: %s", report->options->tensorboard_dir,
+                        strerror(errno));
+}
+
+/* A file of its own for every start of a run; TensorBoard puts those of a folder together. */
+static int mt_tensorboard_open(mt_report *report, mt_error *error) {
+    static const char version[] = "brain.Event:2";
+    const char *folder = report->options->tensorboard_dir;
+    char host[64] = "host", path[4096];
+    struct timespec now;
+    gethostname(host, sizeof host - 1);
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (mt_folder_create(folder, error) == 0) {
+        snprintf(path, sizeof path, "%s/events.out.tfevents.%lld.%s.%lld.%09ld", folder, (long long)now.tv_sec, host,
+                 (long long)getpid(), now.tv_nsec);
+        report->events = fopen(path, "wb");
+    }
+    if (!report->events)
+        return mt_error_set(error, "--tensorboard-dir %s: cannot be written: %s", folder, strerror(errno));
+    mt_message event = mt_event_begin(0);
+    mt_message_field(&event, 3, MT_WIRE_BYTES, version, (int64_t)strlen(version)); // Event.file_version
+    return mt_event_write(report, &event, error);
+}
+
+/* Event.summary = 5, Summary.value = 1, Value.tag = 1 and simple_value = 2. */
+static int mt_tensorboard_write(const mt_report *report, int64_t step, const mt_scalar *scalars, int64_t count,
+                                mt_error *error) {
+    mt_message event = mt_event_begin(step), summary = {0};
+    for (int64_t i = 0; i < count; i++) {
+        mt_message value = {0};
+        float number = (float)scalars[i].value;
+        mt_message_field(&value, 1, MT_WIRE_BYTES, scalars[i].tag, (int64_t)strlen(scalars[i].tag));
+        mt_message_field(&value, 2, MT_WIRE_32, &number, 4);
+        mt_message_field(&summary, 1, MT_WIRE_BYTES, value.data, value.bytes);
+    }
+    mt_message_field(&event, 5, MT_WIRE_BYTES, summary.data, summary.bytes);
+    return mt_event_write(report, &event, error);
+}
+
+/* ==== stragglers ============================================================================================ */
+/* Which ranks are slow, and in what. A rank's time in forward and backward would include its waiting for others, so
+ * only what computes counts there; what waits is its communication, which is shortest on the rank that others wait for.
+ */
+
+int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_run_state *state,
+                         const mt_metrics *metrics, mt_error *error) {
+    static const char *const names[] = {"data", "forward", "backward", "optimizer", "communication"};
+    if (!report->options->log_straggler || !mt_report_is_due(report, state->iteration)) return 0;
+    int size = grid->world.size, length = 0;
+    double *all = mt_calloc((int64_t)size * MT_NUM_PARTS * 8); // [world, parts]
+    double *own = all + (int64_t)grid->world.rank * MT_NUM_PARTS;
+    mt_profile_parts(own);
+    own[MT_PART_DATA] = metrics->data_seconds;
+    mt_all_reduce_sum(&grid->world, all, (int64_t)size * MT_NUM_PARTS, MT_F64);
+    char text[512];
+    if (report->metrics) fprintf(report->metrics, "{\"iteration\": %lld", (long long)state->iteration);
+    for (int part = 0; part < MT_NUM_PARTS; part++) {
+        int slow = 0, fast = 0;
+        for (int rank = 1; rank < size; rank++) {
+            if (all[rank * MT_NUM_PARTS + part] > all[slow * MT_NUM_PARTS + part]) slow = rank;
+            if (all[rank * MT_NUM_PARTS + part] < all[fast * MT_NUM_PARTS + part]) fast = rank;
+        }
+        double most = 1e3 * all[slow * MT_NUM_PARTS + part], least = 1e3 * all[fast * MT_NUM_PARTS + part];
+        length += snprintf(text + length, sizeof text - (size_t)length, "%s%s %.1f ms (rank %d) to %.1f (rank %d)",
+                           part ? ", " : "", names[part], most, slow, least, fast);
+        if (report->metrics)
+            fprintf(report->metrics,
+                    ", \"straggler_%s\": {\"slowest_rank\": %d, \"slowest_ms\": %.6g, \"fastest_rank\": %d, "
+                    "\"fastest_ms\": %.6g}",
+                    names[part], slow, most, fast, least);
+    }
+    free(all);
+    mt_report_line(report, "%6lld  slowest to fastest: %s", (long long)state->iteration, text);
+    if (!report->metrics) return 0;
+    fprintf(report->metrics, "}\n");
+    return mt_report_flush(report, error);
+}
