@@ -1,13 +1,12 @@
 /* attention_cudnn.cu: attention by cuDNN, beside the ladder.
  *
- * cuDNN is told what to compute, as a graph of small operations on tensors that mostly exist in name only (virtual): it
- * recognises the pattern and runs one fused kernel of its own. The graphs below are those that NVIDIA's cudnn-frontend
- * builds for scaled dot-product attention, written with the C interface. A graph becomes a plan once a shape, and plans
- * are kept.
+ * cuDNN gets the computation as a graph of small operations on tensors, most of them virtual (not in memory). It
+ * recognises the pattern and runs one fused kernel. The graphs below are those that NVIDIA's cudnn-frontend builds for
+ * scaled dot-product attention, written with the C interface. Each shape gets one plan, which is kept.
  *
- * A call is served when its spans are a batch: equally long, equally far apart, of one kind. cuDNN keeps its
- * log-sum-exp as [B, H, S]; a small kernel transposes it to our [T, H] and back. Its backward adds up the gradient of q in
- * fp32 in the order in which its blocks happen to come, so two runs differ in the last bits. */
+ * A call is served when its spans are a batch: of one length, one distance and one kind. cuDNN keeps its log-sum-exp as
+ * [B, H, S]; a small kernel transposes it to our [T, H] and back. Its backward sums the gradient of q in fp32 in the
+ * order in which its blocks finish, so two runs differ in the last bits. */
 #include "attention.cuh"
 
 #include <math.h>
