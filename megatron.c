@@ -44,20 +44,12 @@
  *   §12a buckets that move
  *   §12b shards and wholes
  *   §13  optimizer
- *   §14  checkpoints and Hugging Face
- *   §14a safetensors
- *   §14b checksums
- *   §14c Hugging Face folders
- *   §14d reading a folder's files
- *   §14e writing tensors
- *   §14f saving
- *   §14g resuming
  *   §15  generation
  *   §16  the training step
  */
 #include "megatron.h"
 
-#include "data/json.h"
+#include "data/file.h"
 #include "data/options.h"
 
 #include <ctype.h>
@@ -948,10 +940,6 @@ enum {
     MT_PARALLEL = 1 << 14 // elements from which waking the other threads pays
 };
 
-static int64_t mt_blocks(int64_t n, int64_t block) {
-    return (n + block - 1) / block;
-}
-
 /* Scratch of the calling thread: it grows to the largest that was asked for and stays, so that a training step in its
  * stride allocates nothing. The next call may move it. */
 static float *mt_scratch_grow(int64_t floats) {
@@ -1498,124 +1486,120 @@ static void mt_cpu_embedding_backward(float *dw, const void *dout, const int32_t
     }
 }
 
-static void mt_cpu_rmsnorm_forward(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H, int64_t C,
-                                   int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    int64_t T = a->T, H = a->H, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(3 * C);
 #pragma omp parallel for if (T * H * C > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
         int64_t t = r / H, h = r % H;
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * x_stride + h * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        float *out = mt_row_open(slice + 2 * C, y, t * y_stride + h * C, dtype);
+        const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        float *out = mt_row_open(slice + 2 * C, a->y, t * a->y_stride + h * C, dtype);
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c] * in[c];
-        float factor = 1.0f / sqrtf(sum / (float)C + eps);
-        rstd[r] = factor;
+        float factor = 1.0f / sqrtf(sum / (float)C + a->eps);
+        a->rstd[r] = factor;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) out[c] = in[c] * factor * weight[c];
-        mt_row_close(y, t * y_stride + h * C, out, C, dtype);
+        mt_row_close(a->y, t * a->y_stride + h * C, out, C, dtype);
     }
 }
 
 /* dw[C] += sum over rows of dy normalized, and db[C] += that of dy (db may be NULL), where normalized is
  * (x - mean) rstd; mean may be NULL. By columns, so that each sum has one order. */
-static void mt_norm_backward_weight(float *dw, float *db, const void *dy, const void *x, const float *mean,
-                                    const float *rstd, int64_t T, int64_t H, int64_t C, int64_t dy_stride,
-                                    int64_t x_stride, mt_dtype dtype) {
-#pragma omp parallel for if (T * H * C > MT_PARALLEL)
+static void mt_norm_backward_weight(const mt_norm_args *a, int64_t dy_stride, int64_t x_stride, mt_dtype dtype) {
+    int64_t H = a->H, C = a->C, rows = a->T * H;
+#pragma omp parallel for if (rows * C > MT_PARALLEL)
     for (int64_t c = 0; c < C; c += MT_COLUMNS) {
         float dy_scratch[MT_COLUMNS], x_scratch[MT_COLUMNS], w_sums[MT_COLUMNS] = {0}, b_sums[MT_COLUMNS] = {0};
         int64_t width = mt_min(MT_COLUMNS, C - c);
-        for (int64_t r = 0; r < T * H; r++) {
+        for (int64_t r = 0; r < rows; r++) {
             int64_t t = r / H, h = r % H;
-            const float *d = mt_row_load(dy_scratch, dy, t * dy_stride + h * C + c, width, dtype);
-            const float *in = mt_row_load(x_scratch, x, t * x_stride + h * C + c, width, dtype);
-            float center = mean ? mean[r] : 0.0f, factor = rstd[r];
+            const float *d = mt_row_load(dy_scratch, a->dy, t * dy_stride + h * C + c, width, dtype);
+            const float *in = mt_row_load(x_scratch, a->x, t * x_stride + h * C + c, width, dtype);
+            float center = a->mean ? a->mean[r] : 0.0f, factor = a->rstd[r];
 #pragma omp simd
             for (int64_t i = 0; i < width; i++) {
                 w_sums[i] += d[i] * (in[i] - center) * factor;
                 b_sums[i] += d[i];
             }
         }
-        for (int64_t i = 0; i < width; i++) dw[c + i] += w_sums[i];
-        for (int64_t i = 0; i < width && db; i++) db[c + i] += b_sums[i];
+        for (int64_t i = 0; i < width; i++) a->dw[c + i] += w_sums[i];
+        for (int64_t i = 0; i < width && a->db; i++) a->db[c + i] += b_sums[i];
     }
 }
 
 /* With n = x rstd and g = dy w, dx = rstd (g - n mean(g n)). */
-static void mt_cpu_rmsnorm_backward(void *dx, float *dw, const void *dy, const void *dresidual, const void *x,
-                                    const void *w, const float *rstd, int64_t T, int64_t H, int64_t C,
-                                    int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype,
-                                    mt_stream *stream) {
+static void mt_cpu_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_norm_backward_weight(dw, NULL, dy, x, NULL, rstd, T, H, C, dy_stride, x_stride, dtype);
+    int64_t T = a->T, H = a->H, C = a->C, dx_stride = a->dx_stride;
+    mt_norm_backward_weight(a, a->dy_stride, a->x_stride, dtype);
     mt_scratch scratch = mt_scratch_reserve(5 * C);
 #pragma omp parallel for if (T * H * C > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
         int64_t t = r / H, h = r % H;
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * x_stride + h * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        const float *d = mt_row_load(slice + 2 * C, dy, t * dy_stride + h * C, C, dtype);
+        const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        const float *d = mt_row_load(slice + 2 * C, a->dy, t * a->dy_stride + h * C, C, dtype);
         const float *residual = NULL;
-        if (dresidual) residual = mt_row_load(slice + 3 * C, dresidual, t * dx_stride + h * C, C, dtype);
-        float *out = mt_row_open(slice + 4 * C, dx, t * dx_stride + h * C, dtype);
-        float sum = 0, factor = rstd[r];
+        if (a->dresidual) residual = mt_row_load(slice + 3 * C, a->dresidual, t * dx_stride + h * C, C, dtype);
+        float *out = mt_row_open(slice + 4 * C, a->dx, t * dx_stride + h * C, dtype);
+        float sum = 0, factor = a->rstd[r];
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += d[c] * weight[c] * in[c];
         float projection = sum * factor * factor / (float)C;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++)
             out[c] = (residual ? residual[c] : 0.0f) + factor * (d[c] * weight[c] - in[c] * projection);
-        mt_row_close(dx, t * dx_stride + h * C, out, C, dtype);
+        mt_row_close(a->dx, t * dx_stride + h * C, out, C, dtype);
     }
 }
 
-static void mt_cpu_layernorm_forward(void *y, float *mean, float *rstd, const void *x, const void *w, const void *b,
-                                     int64_t T, int64_t C, float eps, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
+    int64_t T = a->T, C = a->C;
     mt_scratch scratch = mt_scratch_reserve(4 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        const float *bias = mt_row_load(slice + 2 * C, b, 0, C, dtype);
-        float *out = mt_row_open(slice + 3 * C, y, t * C, dtype);
+        const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        const float *bias = mt_row_load(slice + 2 * C, a->b, 0, C, dtype);
+        float *out = mt_row_open(slice + 3 * C, a->y, t * C, dtype);
         float sum = 0, squares = 0;
 #pragma omp simd reduction(+ : sum)
         for (int64_t c = 0; c < C; c++) sum += in[c];
         float center = sum / (float)C;
 #pragma omp simd reduction(+ : squares)
         for (int64_t c = 0; c < C; c++) squares += (in[c] - center) * (in[c] - center);
-        float factor = 1.0f / sqrtf(squares / (float)C + eps);
-        mean[t] = center;
-        rstd[t] = factor;
+        float factor = 1.0f / sqrtf(squares / (float)C + a->eps);
+        a->mean[t] = center;
+        a->rstd[t] = factor;
 #pragma omp simd
         for (int64_t c = 0; c < C; c++) out[c] = (in[c] - center) * factor * weight[c] + bias[c];
-        mt_row_close(y, t * C, out, C, dtype);
+        mt_row_close(a->y, t * C, out, C, dtype);
     }
 }
 
 /* With n = (x - mean) rstd and g = dy w, dx = rstd (g - mean(g) - n mean(g n)). */
-static void mt_cpu_layernorm_backward(void *dx, float *dw, float *db, const void *dy, const void *dresidual,
-                                      const void *x, const void *w, const float *mean, const float *rstd, int64_t T,
-                                      int64_t C, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_layernorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_norm_backward_weight(dw, db, dy, x, mean, rstd, T, 1, C, C, C, dtype);
+    int64_t T = a->T, C = a->C;
+    mt_norm_backward_weight(a, C, C, dtype);
     mt_scratch scratch = mt_scratch_reserve(5 * C);
 #pragma omp parallel for if (T * C > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * C, C, dtype);
-        const float *weight = mt_row_load(slice + C, w, 0, C, dtype);
-        const float *d = mt_row_load(slice + 2 * C, dy, t * C, C, dtype);
-        const float *residual = dresidual ? mt_row_load(slice + 3 * C, dresidual, t * C, C, dtype) : NULL;
-        float *out = mt_row_open(slice + 4 * C, dx, t * C, dtype);
-        float center = mean[t], factor = rstd[t], sum = 0, projection = 0;
+        const float *in = mt_row_load(slice, a->x, t * C, C, dtype);
+        const float *weight = mt_row_load(slice + C, a->w, 0, C, dtype);
+        const float *d = mt_row_load(slice + 2 * C, a->dy, t * C, C, dtype);
+        const float *residual = a->dresidual ? mt_row_load(slice + 3 * C, a->dresidual, t * C, C, dtype) : NULL;
+        float *out = mt_row_open(slice + 4 * C, a->dx, t * C, dtype);
+        float center = a->mean[t], factor = a->rstd[t], sum = 0, projection = 0;
 #pragma omp simd reduction(+ : sum, projection)
         for (int64_t c = 0; c < C; c++) {
             sum += d[c] * weight[c];
@@ -1627,13 +1611,13 @@ static void mt_cpu_layernorm_backward(void *dx, float *dw, float *db, const void
         for (int64_t c = 0; c < C; c++)
             out[c] =
                 (residual ? residual[c] : 0.0f) + factor * (d[c] * weight[c] - sum - (in[c] - center) * projection);
-        mt_row_close(dx, t * C, out, C, dtype);
+        mt_row_close(a->dx, t * C, out, C, dtype);
     }
 }
 
 /* ==== §3d rotary positions ======================================================================================= */
 
-/* Turns the `half` pairs of one head by a token's angles; out may be in. */
+/* Rotates the `half` pairs of one head by a token's angles; back when direction is -1. out may be in. */
 static void mt_rope_pairs(float *out, const float *in, const float *token_cos, const float *token_sin, float direction,
                           int64_t half, bool interleaved) {
     int64_t step = interleaved ? 2 : 1, partner = interleaved ? 1 : half;
@@ -1645,50 +1629,42 @@ static void mt_rope_pairs(float *out, const float *in, const float *token_cos, c
     }
 }
 
-/* Turns by the angle, or back when direction is -1. */
-static void mt_rope_turn(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
-                         float direction, int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride,
-                         int64_t x_stride, bool interleaved, mt_dtype dtype) {
-    int64_t half = R / 2;
+static void mt_rope_rotate(const mt_rope_args *a, float direction, mt_dtype dtype) {
+    const mt_rotation *rotation = &a->rotation;
+    int64_t T = a->T, H = a->H, D = a->D, half = rotation->R / 2;
     mt_scratch scratch = mt_scratch_reserve(2 * D);
 #pragma omp parallel for if (T * H * D > MT_PARALLEL)
     for (int64_t r = 0; r < T * H; r++) {
-        int64_t t = r / H, h = r % H;
+        int64_t t = r / H, h = r % H, angle = rotation->positions[t] * half;
         float *slice = mt_scratch_slice(scratch);
-        const float *in = mt_row_load(slice, x, t * x_stride + h * D, D, dtype);
-        float *out = mt_row_open(slice + D, y, t * y_stride + h * D, dtype);
-        const float *token_cos = cos + positions[t] * half, *token_sin = sin + positions[t] * half;
-        mt_rope_pairs(out, in, token_cos, token_sin, direction, half, interleaved);
-        for (int64_t i = R; i < D; i++) out[i] = in[i];
-        mt_row_close(y, t * y_stride + h * D, out, D, dtype);
+        const float *in = mt_row_load(slice, a->x, t * a->x_stride + h * D, D, dtype);
+        float *out = mt_row_open(slice + D, a->y, t * a->y_stride + h * D, dtype);
+        mt_rope_pairs(out, in, rotation->cos + angle, rotation->sin + angle, direction, half, rotation->interleaved);
+        for (int64_t i = rotation->R; i < D; i++) out[i] = in[i];
+        mt_row_close(a->y, t * a->y_stride + h * D, out, D, dtype);
     }
 }
 
-static void mt_cpu_rope_forward(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
-                                int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
-                                bool interleaved, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_rope_forward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_rope_turn(y, x, cos, sin, positions, 1.0f, T, H, D, R, y_stride, x_stride, interleaved, dtype);
+    mt_rope_rotate(a, 1.0f, dtype);
 }
 
-static void mt_cpu_rope_backward(void *dx, const void *dy, const float *cos, const float *sin, const int32_t *positions,
-                                 int64_t T, int64_t H, int64_t D, int64_t R, int64_t dx_stride, int64_t dy_stride,
-                                 bool interleaved, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_rope_backward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    mt_rope_turn(dx, dy, cos, sin, positions, -1.0f, T, H, D, R, dx_stride, dy_stride, interleaved, dtype);
+    mt_rope_rotate(a, -1.0f, dtype);
 }
 
-/* Turns the last R of a head's N + R channels of all H heads of x's row t in place. */
-static void mt_latent_turn(void *x, const float *cos, const float *sin, const int32_t *positions, float direction,
-                           int64_t t, int64_t H, int64_t N, int64_t R, bool interleaved, mt_dtype dtype,
-                           mt_scratch scratch) {
-    const float *token_cos = cos + positions[t] * (R / 2), *token_sin = sin + positions[t] * (R / 2);
+/* Rotates the rope channels, the last R of N + R, of all H heads of x's row t in place. */
+static void mt_latent_rotate(void *x, const mt_rotation *rotation, float direction, int64_t t, int64_t H, int64_t N,
+                             mt_dtype dtype, mt_scratch scratch) {
+    int64_t R = rotation->R, angle = rotation->positions[t] * (R / 2);
     float *slice = mt_scratch_slice(scratch);
     for (int64_t h = 0; h < H; h++) {
         int64_t offset = (t * H + h) * (N + R) + N;
         const float *in = mt_row_load(slice, x, offset, R, dtype);
         float *out = mt_row_open(slice + R, x, offset, dtype);
-        mt_rope_pairs(out, in, token_cos, token_sin, direction, R / 2, interleaved);
+        mt_rope_pairs(out, in, rotation->cos + angle, rotation->sin + angle, direction, R / 2, rotation->interleaved);
         mt_row_close(x, offset, out, R, dtype);
     }
 }
@@ -1698,44 +1674,39 @@ static void mt_copy_elements(void *to, int64_t to_at, const void *from, int64_t 
     memcpy((char *)to + to_at * size, (const char *)from + from_at * size, (size_t)(n * size));
 }
 
-static void mt_cpu_latent_heads_forward(void *q, void *k, void *v, const void *kv, const void *k_rope, const float *cos,
-                                        const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t N,
-                                        int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype, mt_stream *stream) {
+static void mt_cpu_latent_heads_forward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t size = mt_dtype_size(dtype);
+    int64_t T = a->T, H = a->H, N = a->N, R = a->rotation.R, Dv = a->Dv, size = mt_dtype_size(dtype);
     mt_scratch scratch = mt_scratch_reserve(2 * R);
 #pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        mt_latent_turn(q, cos, sin, positions, 1.0f, t, H, N, R, interleaved, dtype, scratch);
+        mt_latent_rotate(a->q, &a->rotation, 1.0f, t, H, N, dtype, scratch);
         for (int64_t r = t * H; r < (t + 1) * H; r++) {
-            mt_copy_elements(k, r * (N + R), kv, r * (N + Dv), N, size);
-            mt_copy_elements(k, r * (N + R) + N, k_rope, t * R, R, size);
-            mt_copy_elements(v, r * Dv, kv, r * (N + Dv) + N, Dv, size);
+            mt_copy_elements(a->k, r * (N + R), a->kv, r * (N + Dv), N, size);
+            mt_copy_elements(a->k, r * (N + R) + N, a->k_rope, t * R, R, size);
+            mt_copy_elements(a->v, r * Dv, a->kv, r * (N + Dv) + N, Dv, size);
         }
     }
 }
 
-static void mt_cpu_latent_heads_backward(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
-                                         const float *cos, const float *sin, const int32_t *positions, int64_t T,
-                                         int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
-                                         mt_stream *stream) {
+static void mt_cpu_latent_heads_backward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t size = mt_dtype_size(dtype);
+    int64_t T = a->T, H = a->H, N = a->N, R = a->rotation.R, Dv = a->Dv, size = mt_dtype_size(dtype);
     mt_scratch scratch = mt_scratch_reserve(2 * R);
 #pragma omp parallel for if (T * H * (N + R) > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++) {
-        mt_latent_turn(dq, cos, sin, positions, -1.0f, t, H, N, R, interleaved, dtype, scratch);
+        mt_latent_rotate(a->dq, &a->rotation, -1.0f, t, H, N, dtype, scratch);
         float *slice = mt_scratch_slice(scratch), *sum = slice + R;
         memset(sum, 0, (size_t)R * 4);
         for (int64_t r = t * H; r < (t + 1) * H; r++) {
-            mt_copy_elements(dkv, r * (N + Dv), dk, r * (N + R), N, size);
-            mt_copy_elements(dkv, r * (N + Dv) + N, dv, r * Dv, Dv, size);
-            const float *part = mt_row_load(slice, dk, r * (N + R) + N, R, dtype);
+            mt_copy_elements(a->dkv, r * (N + Dv), a->dk, r * (N + R), N, size);
+            mt_copy_elements(a->dkv, r * (N + Dv) + N, a->dv, r * Dv, Dv, size);
+            const float *part = mt_row_load(slice, a->dk, r * (N + R) + N, R, dtype);
             for (int64_t i = 0; i < R; i++) sum[i] += part[i];
         }
-        float *out = mt_row_open(sum, dk_rope, t * R, dtype);
+        float *out = mt_row_open(sum, a->dk_rope, t * R, dtype);
         if (out != sum) memcpy(out, sum, (size_t)R * 4);
-        mt_row_close(dk_rope, t * R, out, R, dtype);
+        mt_row_close(a->dk_rope, t * R, out, R, dtype);
     }
 }
 
@@ -1746,11 +1717,9 @@ static void mt_cpu_latent_heads_backward(void *dq, void *dkv, void *dk_rope, con
 
 enum { MT_QUERIES = 64, MT_KEYS = 128 };
 
-/* What every function below works on: the operands, and of them one head of one span. */
+/* One head of one span of an attention call. */
 typedef struct mt_attention_task {
-    const void *q, *k, *v, *out, *dout;
-    float *lse, *row_dot; // [Tq, H]
-    const mt_attention *shape;
+    const mt_attention *call;
     const mt_span *span;
     int64_t head;
     mt_dtype dtype;
@@ -1760,15 +1729,15 @@ typedef struct mt_attention_task {
  * (q_index, head << 48 | k_index / 4), word k_index % 4. */
 static void mt_attention_dropout(float *p, const mt_attention_task *task, int64_t i0, int64_t j0, int64_t rows,
                                  int64_t columns) {
-    const mt_attention *shape = task->shape;
-    const int64_t *q_index = shape->q_index + task->span->q_start + i0;
-    const int64_t *k_index = shape->k_index + task->span->k_start + j0;
-    uint64_t high = (uint64_t)(shape->first_head + task->head) << 48;
+    const mt_attention *call = task->call;
+    const int64_t *q_index = call->q_index + task->span->q_start + i0;
+    const int64_t *k_index = call->k_index + task->span->k_start + j0;
+    uint64_t high = (uint64_t)(call->first_head + task->head) << 48;
     for (int64_t j = 0, run; j < columns; j += run) {
         float factors[MT_KEYS];
         for (run = 1; j + run < columns && k_index[j + run] == k_index[j] + run;) run++; // neighbours share counters
         for (int64_t i = 0; i < rows; i++) {
-            mt_dropout_factors(factors, run, &shape->dropout, (uint64_t)q_index[i], high, k_index[j]);
+            mt_dropout_factors(factors, run, &call->dropout, (uint64_t)q_index[i], high, k_index[j]);
             for (int64_t r = 0; r < run; r++) p[i * columns + j + r] *= factors[r];
         }
     }
@@ -1806,29 +1775,29 @@ static mt_spans_extent mt_spans_measure(const mt_spans *spans) {
 
 /* The blocks of q, k, v of a task's head as floats. */
 static mt_matrix mt_attention_load_q(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
-    const mt_attention *shape = task->shape;
-    int64_t offset = (task->span->q_start + i0) * shape->q_stride + task->head * shape->head_size;
-    return mt_matrix_load(scratch, task->q, offset, rows, shape->head_size, shape->q_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t offset = (task->span->q_start + i0) * call->q_stride + task->head * call->head_size;
+    return mt_matrix_load(scratch, call->q, offset, rows, call->head_size, call->q_stride, task->dtype);
 }
 
 static mt_matrix mt_attention_load_dout(float *scratch, const mt_attention_task *task, int64_t i0, int64_t rows) {
-    const mt_attention *shape = task->shape;
-    int64_t offset = (task->span->q_start + i0) * shape->out_stride + task->head * shape->value_size;
-    return mt_matrix_load(scratch, task->dout, offset, rows, shape->value_size, shape->out_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t offset = (task->span->q_start + i0) * call->out_stride + task->head * call->value_size;
+    return mt_matrix_load(scratch, call->dout, offset, rows, call->value_size, call->out_stride, task->dtype);
 }
 
 static mt_matrix mt_attention_load_k(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
-    const mt_attention *shape = task->shape;
-    int64_t group = task->head / (shape->num_heads / shape->num_groups);
-    int64_t offset = (task->span->k_start + j0) * shape->k_stride + group * shape->head_size;
-    return mt_matrix_load(scratch, task->k, offset, columns, shape->head_size, shape->k_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t group = task->head / (call->num_heads / call->num_groups);
+    int64_t offset = (task->span->k_start + j0) * call->k_stride + group * call->head_size;
+    return mt_matrix_load(scratch, call->k, offset, columns, call->head_size, call->k_stride, task->dtype);
 }
 
 static mt_matrix mt_attention_load_v(float *scratch, const mt_attention_task *task, int64_t j0, int64_t columns) {
-    const mt_attention *shape = task->shape;
-    int64_t group = task->head / (shape->num_heads / shape->num_groups);
-    int64_t offset = (task->span->k_start + j0) * shape->v_stride + group * shape->value_size;
-    return mt_matrix_load(scratch, task->v, offset, columns, shape->value_size, shape->v_stride, task->dtype);
+    const mt_attention *call = task->call;
+    int64_t group = task->head / (call->num_heads / call->num_groups);
+    int64_t offset = (task->span->k_start + j0) * call->v_stride + group * call->value_size;
+    return mt_matrix_load(scratch, call->v, offset, columns, call->value_size, call->v_stride, task->dtype);
 }
 
 /* Turns a query's scores p[columns], of which it sees [begin, end), into exp(scale score - max) for the greater of the
@@ -1856,10 +1825,10 @@ static float mt_softmax_running(float *p, int64_t columns, int64_t begin, int64_
 }
 
 /* One block of queries of one head: all of its keys, block by block. */
-static void mt_attention_forward_block(void *out, const mt_attention_task *task, int64_t i0, float *scratch) {
-    const mt_attention *shape = task->shape;
+static void mt_attention_forward_block(const mt_attention_task *task, int64_t i0, float *scratch) {
+    const mt_attention *call = task->call;
     const mt_span *span = task->span;
-    int64_t D = shape->head_size, Dv = shape->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
+    int64_t D = call->head_size, Dv = call->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
     float max[MT_QUERIES], sum[MT_QUERIES];
     float *sums = scratch, *p = sums + MT_QUERIES * Dv, *q_scratch = p + MT_QUERIES * MT_KEYS;
     float *k_scratch = q_scratch + MT_QUERIES * D, *v_scratch = k_scratch + MT_KEYS * D;
@@ -1867,49 +1836,45 @@ static void mt_attention_forward_block(void *out, const mt_attention_task *task,
     memset(sums, 0, (size_t)(rows * Dv) * sizeof *sums);
     mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
     int64_t first, last, begin, end;
-    mt_span_keys(span, shape->window, i0, &first, &end);
-    mt_span_keys(span, shape->window, i0 + rows - 1, &begin, &last);
+    mt_span_keys(span, call->window, i0, &first, &end);
+    mt_span_keys(span, call->window, i0 + rows - 1, &begin, &last);
     for (int64_t j0 = first; j0 < last; j0 += MT_KEYS) {
         int64_t columns = mt_min(MT_KEYS, last - j0);
         mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
         mt_matrix v = mt_attention_load_v(v_scratch, task, j0, columns);
         mt_matmul(p, q.data, k.data, rows, columns, D, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED, false);
         for (int64_t i = 0; i < rows; i++) {
-            mt_span_keys(span, shape->window, i0 + i, &begin, &end);
+            mt_span_keys(span, call->window, i0 + i, &begin, &end);
             float factor =
-                mt_softmax_running(p + i * columns, columns, begin - j0, end - j0, shape->scale, &max[i], &sum[i]);
+                mt_softmax_running(p + i * columns, columns, begin - j0, end - j0, call->scale, &max[i], &sum[i]);
             for (int64_t c = 0; c < Dv && factor != 1.0f; c++) sums[i * Dv + c] *= factor;
         }
-        if (shape->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
+        if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
         mt_matmul(sums, p, v.data, rows, Dv, columns, Dv, columns, v.stride, MT_PLAIN, MT_PLAIN, true);
     }
     for (int64_t i = 0; i < rows; i++) {
-        int64_t row = span->q_start + i0 + i, offset = row * shape->out_stride + task->head * Dv;
-        float *target = mt_row_open(p, out, offset, task->dtype);
+        int64_t row = span->q_start + i0 + i, offset = row * call->out_stride + task->head * Dv;
+        float *target = mt_row_open(p, call->out, offset, task->dtype);
         for (int64_t c = 0; c < Dv; c++) target[c] = sum[i] > 0 ? sums[i * Dv + c] / sum[i] : 0.0f;
-        mt_row_close(out, offset, target, Dv, task->dtype);
-        task->lse[row * shape->num_heads + task->head] = max[i] + logf(sum[i]);
+        mt_row_close(call->out, offset, target, Dv, task->dtype);
+        call->lse[row * call->num_heads + task->head] = max[i] + logf(sum[i]);
     }
 }
 
-static void mt_cpu_attention_forward(void *out, float *lse, const void *q, const void *k, const void *v,
-                                     const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                     mt_stream *stream) {
+static void mt_cpu_attention_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t D = shape->head_size, Dv = shape->value_size, heads = shape->num_heads;
-    mt_spans_extent extent = mt_spans_measure(spans);
+    int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
+    mt_spans_extent extent = mt_spans_measure(&a->spans);
     int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
     mt_scratch scratch =
         mt_scratch_reserve(MT_QUERIES * (D + Dv) + MT_KEYS * (D + Dv) + MT_QUERIES * mt_max(MT_KEYS, Dv));
 #pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
-    for (int64_t s = 0; s < spans->count; s++)
+    for (int64_t s = 0; s < a->spans.count; s++)
         for (int64_t head = 0; head < heads; head++)
             for (int64_t block = 0; block < blocks; block++) {
-                const mt_span *span = &spans->host[s];
-                if (block * MT_QUERIES >= span->q_len) continue;
-                mt_attention_task task = {
-                    .q = q, .k = k, .v = v, .lse = lse, .shape = shape, .span = span, .head = head, .dtype = dtype};
-                mt_attention_forward_block(out, &task, block * MT_QUERIES, mt_scratch_slice(scratch));
+                mt_attention_task task = {.call = a, .span = &a->spans.host[s], .head = head, .dtype = dtype};
+                if (block * MT_QUERIES >= task.span->q_len) continue;
+                mt_attention_forward_block(&task, block * MT_QUERIES, mt_scratch_slice(scratch));
             }
 }
 
@@ -1918,50 +1883,50 @@ static void mt_cpu_attention_forward(void *out, float *lse, const void *q, const
 static void mt_attention_backward_scores(float *p, float *ds, const mt_attention_task *task, mt_matrix q, mt_matrix k,
                                          mt_matrix v, mt_matrix dout, int64_t i0, int64_t j0, int64_t rows,
                                          int64_t columns) {
-    const mt_attention *shape = task->shape;
+    const mt_attention *call = task->call;
     const mt_span *span = task->span;
-    mt_matmul(p, q.data, k.data, rows, columns, shape->head_size, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED,
+    mt_matmul(p, q.data, k.data, rows, columns, call->head_size, columns, q.stride, k.stride, MT_PLAIN, MT_TRANSPOSED,
               false);
-    mt_matmul(ds, dout.data, v.data, rows, columns, shape->value_size, columns, dout.stride, v.stride, MT_PLAIN,
+    mt_matmul(ds, dout.data, v.data, rows, columns, call->value_size, columns, dout.stride, v.stride, MT_PLAIN,
               MT_TRANSPOSED, false);
-    if (shape->dropout.p > 0) mt_attention_dropout(ds, task, i0, j0, rows, columns);
+    if (call->dropout.p > 0) mt_attention_dropout(ds, task, i0, j0, rows, columns);
     for (int64_t i = 0; i < rows; i++) {
-        int64_t begin, end, row = (span->q_start + i0 + i) * shape->num_heads + task->head;
-        float *p_row = p + i * columns, *ds_row = ds + i * columns, lse = task->lse[row], dot = task->row_dot[row];
-        mt_span_keys(span, shape->window, i0 + i, &begin, &end);
+        int64_t begin, end, row = (span->q_start + i0 + i) * call->num_heads + task->head;
+        float *p_row = p + i * columns, *ds_row = ds + i * columns, lse = call->lse[row], dot = call->row_dot[row];
+        mt_span_keys(span, call->window, i0 + i, &begin, &end);
         begin = mt_max(0, mt_min(begin - j0, columns));
         end = mt_max(begin, mt_min(end - j0, columns));
         for (int64_t j = 0; j < begin; j++) p_row[j] = ds_row[j] = 0;
 #pragma omp simd
         for (int64_t j = begin; j < end; j++) {
-            p_row[j] = mt_exp(p_row[j] * shape->scale - lse);
-            ds_row[j] = p_row[j] * (ds_row[j] - dot) * shape->scale;
+            p_row[j] = mt_exp(p_row[j] * call->scale - lse);
+            ds_row[j] = p_row[j] * (ds_row[j] - dot) * call->scale;
         }
         for (int64_t j = end; j < columns; j++) p_row[j] = ds_row[j] = 0;
     }
-    if (shape->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
+    if (call->dropout.p > 0) mt_attention_dropout(p, task, i0, j0, rows, columns);
 }
 
 /* row_dot = sum(out dout) of a block of queries: what the softmax's gradient subtracts. */
 static void mt_attention_row_dot(const mt_attention_task *task, mt_matrix dout, int64_t i0, int64_t rows,
                                  float *scratch) {
-    const mt_attention *shape = task->shape;
+    const mt_attention *call = task->call;
     for (int64_t i = 0; i < rows; i++) {
-        int64_t row = task->span->q_start + i0 + i, offset = row * shape->out_stride + task->head * shape->value_size;
-        const float *out = mt_row_load(scratch, task->out, offset, shape->value_size, task->dtype);
+        int64_t row = task->span->q_start + i0 + i, offset = row * call->out_stride + task->head * call->value_size;
+        const float *out = mt_row_load(scratch, call->out, offset, call->value_size, task->dtype);
         const float *d = dout.data + i * dout.stride;
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t c = 0; c < shape->value_size; c++) sum += out[c] * d[c];
-        task->row_dot[row * shape->num_heads + task->head] = sum;
+        for (int64_t c = 0; c < call->value_size; c++) sum += out[c] * d[c];
+        call->row_dot[row * call->num_heads + task->head] = sum;
     }
 }
 
 /* First half: dq of one block of queries of one head, and their row_dot. */
-static void mt_attention_backward_queries(void *dq, const mt_attention_task *task, int64_t i0, float *scratch) {
-    const mt_attention *shape = task->shape;
+static void mt_attention_backward_queries(const mt_attention_task *task, int64_t i0, float *scratch) {
+    const mt_attention *call = task->call;
     const mt_span *span = task->span;
-    int64_t D = shape->head_size, Dv = shape->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
+    int64_t D = call->head_size, Dv = call->value_size, rows = mt_min(MT_QUERIES, span->q_len - i0);
     float *sums = scratch, *p = sums + MT_QUERIES * D, *ds = p + MT_QUERIES * MT_KEYS;
     float *q_scratch = ds + MT_QUERIES * MT_KEYS, *dout_scratch = q_scratch + MT_QUERIES * D;
     float *k_scratch = dout_scratch + MT_QUERIES * Dv, *v_scratch = k_scratch + MT_KEYS * D;
@@ -1970,8 +1935,8 @@ static void mt_attention_backward_queries(void *dq, const mt_attention_task *tas
     mt_attention_row_dot(task, dout, i0, rows, v_scratch);
     memset(sums, 0, (size_t)(rows * D) * sizeof *sums);
     int64_t first, last, ignored;
-    mt_span_keys(span, shape->window, i0, &first, &ignored);
-    mt_span_keys(span, shape->window, i0 + rows - 1, &ignored, &last);
+    mt_span_keys(span, call->window, i0, &first, &ignored);
+    mt_span_keys(span, call->window, i0 + rows - 1, &ignored, &last);
     for (int64_t j0 = first; j0 < last; j0 += MT_KEYS) {
         int64_t columns = mt_min(MT_KEYS, last - j0);
         mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
@@ -1980,23 +1945,23 @@ static void mt_attention_backward_queries(void *dq, const mt_attention_task *tas
         mt_matmul(sums, ds, k.data, rows, D, columns, D, columns, k.stride, MT_PLAIN, MT_PLAIN, true);
     }
     for (int64_t i = 0; i < rows; i++) {
-        int64_t offset = (span->q_start + i0 + i) * shape->q_stride + task->head * D;
-        float *row = mt_row_open(sums + i * D, dq, offset, task->dtype);
+        int64_t offset = (span->q_start + i0 + i) * call->q_stride + task->head * D;
+        float *row = mt_row_open(sums + i * D, call->dq, offset, task->dtype);
         if (task->dtype == MT_F32) memcpy(row, sums + i * D, (size_t)D * sizeof *row);
-        mt_row_close(dq, offset, row, D, task->dtype);
+        mt_row_close(call->dq, offset, row, D, task->dtype);
     }
 }
 
 /* Adds to dk_sums[columns, D] and dv_sums[columns, Dv] what the queries of one span and head give its keys j0... */
 static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_attention_task *task, int64_t j0,
                                        int64_t columns, float *scratch) {
-    const mt_attention *shape = task->shape;
-    int64_t D = shape->head_size, Dv = shape->value_size, begin, end;
+    const mt_attention *call = task->call;
+    int64_t D = call->head_size, Dv = call->value_size, begin, end;
     float *p = scratch, *ds = p + MT_QUERIES * MT_KEYS, *q_scratch = ds + MT_QUERIES * MT_KEYS;
     float *dout_scratch = q_scratch + MT_QUERIES * D, *k_scratch = dout_scratch + MT_QUERIES * Dv;
     mt_matrix k = mt_attention_load_k(k_scratch, task, j0, columns);
     mt_matrix v = mt_attention_load_v(k_scratch + MT_KEYS * D, task, j0, columns);
-    mt_span_queries(task->span, shape->window, j0, j0 + columns, &begin, &end);
+    mt_span_queries(task->span, call->window, j0, j0 + columns, &begin, &end);
     for (int64_t i0 = begin; i0 < end; i0 += MT_QUERIES) {
         int64_t rows = mt_min(MT_QUERIES, end - i0);
         mt_matrix q = mt_attention_load_q(q_scratch, task, i0, rows);
@@ -2009,15 +1974,14 @@ static void mt_attention_backward_keys(float *dk_sums, float *dv_sums, const mt_
 
 /* Second half: dk and dv of the key rows [k0, k0 + MT_KEYS) of one group, over every span that has some of them and
  * every head of the group, in order. Rows in no span stay as they are. */
-static void mt_attention_backward_group(void *dk, void *dv, mt_attention_task *task, const mt_spans *spans,
-                                        int64_t group, int64_t k0, float *scratch) {
-    const mt_attention *shape = task->shape;
-    int64_t D = shape->head_size, Dv = shape->value_size, heads = shape->num_heads / shape->num_groups;
+static void mt_attention_backward_group(mt_attention_task *task, int64_t group, int64_t k0, float *scratch) {
+    const mt_attention *call = task->call;
+    int64_t D = call->head_size, Dv = call->value_size, heads = call->num_heads / call->num_groups;
     float *dk_sums = scratch, *dv_sums = dk_sums + MT_KEYS * D;
     bool covered[MT_KEYS] = {false};
     memset(scratch, 0, (size_t)(MT_KEYS * (D + Dv)) * sizeof *scratch);
-    for (int64_t s = 0; s < spans->count; s++) {
-        const mt_span *span = task->span = &spans->host[s];
+    for (int64_t s = 0; s < call->spans.count; s++) {
+        const mt_span *span = task->span = &call->spans.host[s];
         int64_t begin = mt_max(k0, span->k_start), end = mt_min(k0 + MT_KEYS, span->k_start + span->k_len);
         if (begin >= end) continue;
         for (int64_t j = begin; j < end; j++) covered[j - k0] = true;
@@ -2027,49 +1991,35 @@ static void mt_attention_backward_group(void *dk, void *dv, mt_attention_task *t
     }
     for (int64_t j = 0; j < MT_KEYS; j++) {
         if (!covered[j]) continue;
-        int64_t k_offset = (k0 + j) * shape->k_stride + group * D, v_offset = (k0 + j) * shape->v_stride + group * Dv;
+        int64_t k_offset = (k0 + j) * call->k_stride + group * D, v_offset = (k0 + j) * call->v_stride + group * Dv;
         if (task->dtype == MT_F32) {
-            memcpy((float *)dk + k_offset, dk_sums + j * D, (size_t)D * sizeof(float));
-            memcpy((float *)dv + v_offset, dv_sums + j * Dv, (size_t)Dv * sizeof(float));
+            memcpy((float *)call->dk + k_offset, dk_sums + j * D, (size_t)D * sizeof(float));
+            memcpy((float *)call->dv + v_offset, dv_sums + j * Dv, (size_t)Dv * sizeof(float));
         }
-        mt_row_close(dk, k_offset, dk_sums + j * D, D, task->dtype);
-        mt_row_close(dv, v_offset, dv_sums + j * Dv, Dv, task->dtype);
+        mt_row_close(call->dk, k_offset, dk_sums + j * D, D, task->dtype);
+        mt_row_close(call->dv, v_offset, dv_sums + j * Dv, Dv, task->dtype);
     }
 }
 
-static void mt_cpu_attention_backward(void *dq, void *dk, void *dv, float *row_dot, const void *dout, const void *q,
-                                      const void *k, const void *v, const void *out, const float *lse,
-                                      const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                      mt_stream *stream) {
+static void mt_cpu_attention_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
     (void)stream;
-    int64_t D = shape->head_size, Dv = shape->value_size, heads = shape->num_heads;
-    mt_spans_extent extent = mt_spans_measure(spans);
+    int64_t D = a->head_size, Dv = a->value_size, heads = a->num_heads;
+    mt_spans_extent extent = mt_spans_measure(&a->spans);
     int64_t blocks = mt_blocks(extent.max_queries, MT_QUERIES);
-    mt_attention_task all = {.q = q,
-                             .k = k,
-                             .v = v,
-                             .out = out,
-                             .dout = dout,
-                             .lse = (float *)lse,
-                             .row_dot = row_dot,
-                             .shape = shape,
-                             .dtype = dtype};
     mt_scratch scratch = mt_scratch_reserve((2 * MT_QUERIES + 2 * MT_KEYS) * (D + Dv) + 2 * MT_QUERIES * MT_KEYS);
 #pragma omp parallel for collapse(3) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
-    for (int64_t s = 0; s < spans->count; s++)
+    for (int64_t s = 0; s < a->spans.count; s++)
         for (int64_t head = 0; head < heads; head++)
             for (int64_t block = 0; block < blocks; block++) {
-                mt_attention_task task = all;
-                task.span = &spans->host[s];
-                task.head = head;
+                mt_attention_task task = {.call = a, .span = &a->spans.host[s], .head = head, .dtype = dtype};
                 if (block * MT_QUERIES >= task.span->q_len) continue;
-                mt_attention_backward_queries(dq, &task, block * MT_QUERIES, mt_scratch_slice(scratch));
+                mt_attention_backward_queries(&task, block * MT_QUERIES, mt_scratch_slice(scratch));
             }
 #pragma omp parallel for collapse(2) schedule(dynamic) if (extent.products * heads * D > MT_PARALLEL)
     for (int64_t k0 = 0; k0 < extent.key_rows; k0 += MT_KEYS)
-        for (int64_t group = 0; group < shape->num_groups; group++) {
-            mt_attention_task task = all;
-            mt_attention_backward_group(dk, dv, &task, spans, group, k0, mt_scratch_slice(scratch));
+        for (int64_t group = 0; group < a->num_groups; group++) {
+            mt_attention_task task = {.call = a, .dtype = dtype};
+            mt_attention_backward_group(&task, group, k0, mt_scratch_slice(scratch));
         }
 }
 
@@ -4008,6 +3958,58 @@ static void mt_cpu_mailbox_close(mt_mailbox *mailbox) {
     free(mailbox);
 }
 
+/* ---- memory that the ranks of a host share */
+
+void mt_host_memory_open(mt_host_memory *shared, const mt_group *world, int64_t bytes) {
+    *shared = (mt_host_memory){.host = {.name = "host", .size = 1}};
+#ifdef MT_HAVE_MPI
+    if (world->size > 1) {
+        MPI_Comm *comm = mt_malloc(sizeof *comm);
+        MPI_Comm_split_type(mt_mpi_comm(world), MPI_COMM_TYPE_SHARED, world->rank, MPI_INFO_NULL, comm);
+        MPI_Comm_size(*comm, &shared->host.size);
+        MPI_Comm_rank(*comm, &shared->host.rank);
+        shared->host.comm = comm;
+    }
+    if (shared->host.size > 1) {
+        MPI_Aint size;
+        int unit;
+        MPI_Win *window = mt_malloc(sizeof *window);
+        mt_mpi_check(MPI_Win_allocate_shared(shared->host.rank == 0 ? (MPI_Aint)bytes : 0, 1, MPI_INFO_NULL,
+                                             mt_mpi_comm(&shared->host), &shared->memory, window),
+                     "MPI_Win_allocate_shared", &shared->host);
+        MPI_Win_shared_query(*window, 0, &size, &unit, &shared->memory);
+        MPI_Win_lock_all(MPI_MODE_NOCHECK, *window);
+        shared->window = window;
+    }
+#else
+    (void)world;
+#endif
+    if (shared->host.size == 1) shared->memory = mt_cpu_memory_alloc(bytes);
+}
+
+void mt_host_memory_barrier(mt_host_memory *shared) {
+#ifdef MT_HAVE_MPI
+    if (shared->window) MPI_Win_sync(*(MPI_Win *)shared->window);
+    mt_barrier(&shared->host);
+    if (shared->window) MPI_Win_sync(*(MPI_Win *)shared->window);
+#else
+    (void)shared;
+#endif
+}
+
+void mt_host_memory_close(mt_host_memory *shared) {
+    if (shared->host.size == 1) mt_cpu_memory_free(shared->memory);
+#ifdef MT_HAVE_MPI
+    if (shared->window) {
+        MPI_Win_unlock_all(*(MPI_Win *)shared->window);
+        MPI_Win_free(shared->window);
+    }
+    if (shared->host.comm) MPI_Comm_free(shared->host.comm);
+    free(shared->window);
+    free(shared->host.comm);
+#endif
+}
+
 /* ---- what every rank must agree on */
 
 int mt_agree(const mt_group *world, bool failed, mt_error *error) {
@@ -4462,402 +4464,11 @@ static void mt_vocab_cross_entropy_forward(const mt_tensor_parallel *tp, float *
 }
 
 /* ==== §8 the parameter table ===================================================================================== */
-/* A row per parameter, and nothing about a parameter anywhere else. Invariants: rows of one layer lie in one bucket,
- * matrices (which decay) before vectors (which do not); q, k, v and gate, up are neighbours without a gap, so that one
- * matrix product computes them; every name is the one that Hugging Face uses. */
-
-/* Channels of a head's value. */
-static int64_t mt_value_channels(const mt_options *o) {
-    return o->multi_latent_attention ? o->v_head_dim : o->kv_channels;
-}
-
-/* Whether every query and key head is normalised. */
-static bool mt_norms_heads(const mt_options *o) {
-    return o->qk_layernorm && !o->multi_latent_attention;
-}
-
-/* The table as it grows, with what each new row needs to know. */
-typedef struct mt_param_table {
-    mt_param *rows;
-    int64_t count, bucket;
-    const mt_options *options;
-    bool is_gpt2, is_mixtral, is_qwen2_moe;
-    mt_partition partition;
-} mt_param_table;
-
-/* Names of a role within its layer (or of the whole tensor, outside the layers), # for the expert. */
-typedef struct mt_param_name {
-    const char *llama, *gpt2, *mixtral;
-} mt_param_name;
-
-static const mt_param_name mt_param_names[MT_NUM_ROLES] = {
-    [MT_WORD_EMBEDDING] = {"model.embed_tokens.weight", "transformer.wte.weight", NULL},
-    [MT_POSITION_EMBEDDING] = {"model.embed_positions.weight", "transformer.wpe.weight", NULL},
-    [MT_INPUT_NORM] = {"input_layernorm.weight", "ln_1.weight", NULL},
-    [MT_INPUT_NORM_BIAS] = {"input_layernorm.bias", "ln_1.bias", NULL},
-    [MT_Q] = {"self_attn.q_proj.weight", "attn.c_attn.weight", NULL},
-    [MT_K] = {"self_attn.k_proj.weight", "attn.c_attn.weight", NULL},
-    [MT_V] = {"self_attn.v_proj.weight", "attn.c_attn.weight", NULL},
-    [MT_Q_BIAS] = {"self_attn.q_proj.bias", "attn.c_attn.bias", NULL},
-    [MT_K_BIAS] = {"self_attn.k_proj.bias", "attn.c_attn.bias", NULL},
-    [MT_V_BIAS] = {"self_attn.v_proj.bias", "attn.c_attn.bias", NULL},
-    [MT_Q_NORM] = {"self_attn.q_norm.weight", NULL, NULL},
-    [MT_K_NORM] = {"self_attn.k_norm.weight", NULL, NULL},
-    [MT_Q_A] = {"self_attn.q_a_proj.weight", NULL, NULL},
-    [MT_KV_A] = {"self_attn.kv_a_proj_with_mqa.weight", NULL, NULL},
-    [MT_Q_B] = {"self_attn.q_b_proj.weight", NULL, NULL},
-    [MT_KV_B] = {"self_attn.kv_b_proj.weight", NULL, NULL},
-    [MT_Q_A_NORM] = {"self_attn.q_a_layernorm.weight", NULL, NULL},
-    [MT_KV_A_NORM] = {"self_attn.kv_a_layernorm.weight", NULL, NULL},
-    [MT_O] = {"self_attn.o_proj.weight", "attn.c_proj.weight", NULL},
-    [MT_O_BIAS] = {"self_attn.o_proj.bias", "attn.c_proj.bias", NULL},
-    [MT_MLP_NORM] = {"post_attention_layernorm.weight", "ln_2.weight", NULL},
-    [MT_MLP_NORM_BIAS] = {"post_attention_layernorm.bias", "ln_2.bias", NULL},
-    [MT_GATE] = {"mlp.gate_proj.weight", NULL, NULL},
-    [MT_GATE_BIAS] = {"mlp.gate_proj.bias", NULL, NULL},
-    [MT_UP] = {"mlp.up_proj.weight", "mlp.c_fc.weight", NULL},
-    [MT_UP_BIAS] = {"mlp.up_proj.bias", "mlp.c_fc.bias", NULL},
-    [MT_DOWN] = {"mlp.down_proj.weight", "mlp.c_proj.weight", NULL},
-    [MT_DOWN_BIAS] = {"mlp.down_proj.bias", "mlp.c_proj.bias", NULL},
-    [MT_FINAL_NORM] = {"model.norm.weight", "transformer.ln_f.weight", NULL},
-    [MT_FINAL_NORM_BIAS] = {"model.norm.bias", "transformer.ln_f.bias", NULL},
-    [MT_LM_HEAD] = {"lm_head.weight", "lm_head.weight", NULL},
-    [MT_ROUTER] = {"mlp.gate.weight", NULL, "block_sparse_moe.gate.weight"},
-    [MT_ROUTER_BIAS] = {"mlp.gate.e_score_correction_bias", NULL, NULL},
-    [MT_EXPERT_GATE] = {"mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight"},
-    [MT_EXPERT_UP] = {"mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight"},
-    [MT_EXPERT_DOWN] = {"mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight"},
-    [MT_SHARED_GATE] = {"mlp.shared_experts.gate_proj.weight", NULL, NULL},
-    [MT_SHARED_UP] = {"mlp.shared_experts.up_proj.weight", NULL, NULL},
-    [MT_SHARED_DOWN] = {"mlp.shared_experts.down_proj.weight", NULL, NULL},
-    [MT_SHARED_EXPERT_GATE] = {"mlp.shared_expert_gate.weight", NULL, NULL},
-    [MT_MTP_EMBEDDING_NORM] = {"enorm.weight", NULL, NULL},
-    [MT_MTP_HIDDEN_NORM] = {"hnorm.weight", NULL, NULL},
-    [MT_MTP_PROJECTION] = {"eh_proj.weight", NULL, NULL},
-    [MT_MTP_FINAL_NORM] = {"shared_head.norm.weight", NULL, NULL},
-};
-
-/* Where Qwen2-MoE has a name of its own. */
-static const char *const mt_qwen2_moe_names[MT_NUM_ROLES] = {
-    [MT_SHARED_GATE] = "mlp.shared_expert.gate_proj.weight",
-    [MT_SHARED_UP] = "mlp.shared_expert.up_proj.weight",
-    [MT_SHARED_DOWN] = "mlp.shared_expert.down_proj.weight",
-};
-
-/* The name of a role, an expert's with its number. */
-static void mt_param_set_name(const mt_param_table *table, mt_param *param) {
-    const mt_param_name *names = &mt_param_names[param->role];
-    const char *name = table->is_gpt2 ? names->gpt2 : names->llama;
-    if (table->is_mixtral && names->mixtral) name = names->mixtral;
-    if (table->is_qwen2_moe && mt_qwen2_moe_names[param->role]) name = mt_qwen2_moe_names[param->role];
-    char layer[64] = "", expert[32] = "";
-    const char *number = strchr(name, '#');
-    int before = (int)(number ? number - name : (long)strlen(name));
-    if (param->layer >= 0)
-        snprintf(layer, sizeof layer, table->is_gpt2 ? "transformer.h.%lld." : "model.layers.%lld.",
-                 (long long)param->layer);
-    if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
-    snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, before, name, expert,
-             number ? number + 1 : "");
-}
-
-/* Appends a row; `layer` -1 is outside the layers. Returns it so that the caller can say what is special. */
-static mt_param *mt_param_add(mt_param_table *table, mt_role role, int64_t layer, int64_t rows, int64_t cols) {
-    mt_param *param = &table->rows[table->count++];
-    *param = (mt_param){.role = role, .layer = layer, .expert = -1, .rows = rows, .cols = cols, .shard_dim = -1};
-    param->whole_rows = param->rows_stored = param->hf_rows_total = rows;
-    param->whole_cols = cols;
-    param->is_vector = cols == 1;
-    param->weight_decay = !param->is_vector;
-    param->init = param->is_vector ? MT_INIT_ZEROS : MT_INIT_NORMAL;
-    param->init_std = table->options->init_method_std;
-    param->bucket = table->bucket;
-    param->counted = table->partition.tp_rank == 0; // until it is sharded
-    mt_param_set_name(table, param);
-    return param;
-}
-
-/* Leaves of a row what share `index` of `parts` equal ones holds of its dimension `dim`. */
-static mt_param *mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t index) {
-    int64_t *size = dim == 0 ? &param->rows : &param->cols;
-    MT_CHECK(*size % parts == 0);
-    *size /= parts;
-    *(dim == 0 ? &param->first_row : &param->first_col) = index * *size;
-    param->shard_dim = dim;
-    param->counted = true;
-    return param;
-}
-
-/* A row that the tensor group shards. */
-static mt_param *mt_param_add_sharded(mt_param_table *table, mt_role role, int64_t layer, int64_t rows, int64_t cols,
-                                      int dim) {
-    return mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, table->partition.tp,
-                          table->partition.tp_rank);
-}
-
-/* A norm's weight, and its bias for LayerNorm. */
-static void mt_param_add_norm(mt_param_table *table, mt_role role, int64_t layer, int64_t width) {
-    mt_param *param = mt_param_add(table, role, layer, width, 1);
-    param->init = MT_INIT_ONES, param->gradient = MT_GRADIENT_ROWS;
-    if (strcmp(table->options->normalization, "LayerNorm") == 0)
-        mt_param_add(table, (mt_role)(role + 1), layer, width, 1)->gradient = MT_GRADIENT_ROWS;
-}
-
-/* The norm of every query or key head, which all heads share. */
-static void mt_param_add_head_norm(mt_param_table *table, mt_role role, int64_t layer) {
-    mt_param *param = mt_param_add(table, role, layer, table->options->kv_channels, 1);
-    param->init = MT_INIT_ONES, param->gradient = MT_GRADIENT_HEADS;
-}
-
-/* q, k and v: three rows here; GPT-2 stores one tensor that holds them one after another. Ranks share the heads; where
- * there are fewer kv heads than ranks, neighbours hold the same one. */
-static void mt_param_add_qkv(mt_param_table *table, mt_role first_role, int64_t layer, int64_t cols) {
-    const mt_options *o = table->options;
-    int64_t q_rows = o->num_attention_heads * o->kv_channels, kv_rows = o->num_query_groups * o->kv_channels;
-    int64_t rows[3] = {q_rows, kv_rows, kv_rows}, before = 0;
-    int64_t tp = table->partition.tp, tp_rank = table->partition.tp_rank;
-    int64_t kv_parts = mt_min(o->num_query_groups, tp), replicas = tp / kv_parts;
-    for (int i = 0; i < 3; i++) {
-        mt_param *param = mt_param_add(table, (mt_role)(first_role + i), layer, rows[i], cols);
-        if (i == 0) {
-            mt_param_shard(param, 0, tp, tp_rank);
-        } else {
-            mt_param_shard(param, 0, kv_parts, tp_rank / replicas);
-            param->counted = tp_rank % replicas == 0;
-            if (replicas > 1) param->gradient = MT_GRADIENT_REPLICA;
-        }
-        if (!table->is_gpt2) continue;
-        param->hf_row = before;
-        param->hf_rows_total = q_rows + 2 * kv_rows;
-        before += rows[i];
-    }
-}
-
-/* Latent attention: every rank has the way to the latents whole, and of the way from them its heads' part. */
-static void mt_param_add_latent(mt_param_table *table, int64_t layer, int64_t cols) {
-    const mt_options *o = table->options;
-    int64_t heads = o->num_attention_heads, q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank;
-    if (q_rank > 0) mt_param_add(table, MT_Q_A, layer, q_rank, cols)->gradient = MT_GRADIENT_ROWS;
-    mt_param_add(table, MT_KV_A, layer, kv_rank + o->qk_pos_emb_head_dim, cols)->gradient = MT_GRADIENT_ROWS;
-    int64_t q_input = q_rank > 0 ? q_rank : cols;
-    mt_param_add_sharded(table, q_rank > 0 ? MT_Q_B : MT_Q, layer, heads * o->kv_channels, q_input, 0);
-    mt_param_add_sharded(table, MT_KV_B, layer, heads * (o->qk_head_dim + o->v_head_dim), kv_rank, 0);
-}
-
-static double mt_output_std(const mt_options *o) {
-    return o->init_method_std / sqrt(2.0 * (double)o->num_layers);
-}
-
-/* The matrices of an MLP that the tensor group shares: a layer's, or the expert's that every token visits. */
-static void mt_params_add_mlp(mt_param_table *table, int64_t layer, mt_role gate, mt_role up, mt_role down, int64_t F) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size;
-    if (o->swiglu) mt_param_add_sharded(table, gate, layer, F, C, 0);
-    mt_param_add_sharded(table, up, layer, F, C, 0);
-    mt_param_add_sharded(table, down, layer, C, F, 1)->init_std = mt_output_std(o);
-}
-
-static void mt_params_add_expert(mt_param_table *table, mt_role role, int64_t layer, int64_t expert, int64_t rows,
-                                 int64_t cols, int dim) {
-    const mt_partition *at = &table->partition;
-    mt_param *param = mt_param_shard(mt_param_add(table, role, layer, rows, cols), dim, at->etp, at->etp_rank);
-    param->expert = expert;
-    if (role == MT_EXPERT_DOWN) param->init_std = mt_output_std(table->options);
-    mt_param_set_name(table, param);
-}
-
-/* This rank's experts of a layer, in a bucket of their own: all their first matrices, then all their second ones, so
- * that each is one operand of a grouped product. */
-static void mt_params_add_experts(mt_param_table *table, int64_t layer) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size, F = o->moe_ffn_hidden_size, count = o->num_experts / table->partition.ep;
-    int64_t first = table->partition.ep_rank * count;
-    for (int64_t e = first; e < first + count; e++) {
-        mt_params_add_expert(table, MT_EXPERT_GATE, layer, e, F, C, 0);
-        mt_params_add_expert(table, MT_EXPERT_UP, layer, e, F, C, 0);
-    }
-    for (int64_t e = first; e < first + count; e++) mt_params_add_expert(table, MT_EXPERT_DOWN, layer, e, C, F, 1);
-}
-
-/* A module of multi-token prediction, whose number is behind the layers', is of the last layer's kind. */
-static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
-    return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
-}
-
-/* None, too, where the first layers alone are made of a model whose others have experts. */
-int64_t mt_num_expert_layers(const mt_options *o) {
-    int64_t layers = 0;
-    for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_has_experts(o, i);
-    return layers;
-}
-
-/* A layer's matrices: attention, then the MLP or what routes tokens to experts. */
-static void mt_params_add_matrices(mt_param_table *table, int64_t layer) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size, attention_width = o->num_attention_heads * mt_value_channels(o);
-    if (o->multi_latent_attention)
-        mt_param_add_latent(table, layer, C);
-    else
-        mt_param_add_qkv(table, MT_Q, layer, C);
-    mt_param_add_sharded(table, MT_O, layer, C, attention_width, 1)->init_std = mt_output_std(o);
-    if (!mt_layer_has_experts(o, layer)) {
-        mt_params_add_mlp(table, layer, MT_GATE, MT_UP, MT_DOWN, o->ffn_hidden_size);
-        return;
-    }
-    if (o->moe_shared_expert_intermediate_size > 0)
-        mt_params_add_mlp(table, layer, MT_SHARED_GATE, MT_SHARED_UP, MT_SHARED_DOWN,
-                          o->moe_shared_expert_intermediate_size);
-    mt_param_add(table, MT_ROUTER, layer, o->num_experts, C)->gradient = MT_GRADIENT_ROWS;
-    if (o->moe_shared_expert_gate) mt_param_add(table, MT_SHARED_EXPERT_GATE, layer, 1, C)->gradient = MT_GRADIENT_ROWS;
-}
-
-static void mt_params_add_layer(mt_param_table *table, int64_t layer) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size, F = o->ffn_hidden_size;
-    bool is_mtp = layer >= o->num_layers;
-    mt_params_add_matrices(table, layer);
-    if (is_mtp) mt_param_add(table, MT_MTP_PROJECTION, layer, C, 2 * C)->gradient = MT_GRADIENT_ROWS;
-    for (mt_role role = MT_MTP_EMBEDDING_NORM; is_mtp && role <= MT_MTP_FINAL_NORM; role++)
-        if (role != MT_MTP_PROJECTION) mt_param_add_norm(table, role, layer, C);
-    mt_param_add_norm(table, MT_INPUT_NORM, layer, C);
-    mt_param_add_norm(table, MT_MLP_NORM, layer, C);
-    if (o->multi_latent_attention && o->q_lora_rank > 0) mt_param_add_norm(table, MT_Q_A_NORM, layer, o->q_lora_rank);
-    if (o->multi_latent_attention) mt_param_add_norm(table, MT_KV_A_NORM, layer, o->kv_lora_rank);
-    if (mt_norms_heads(o)) {
-        mt_param_add_head_norm(table, MT_Q_NORM, layer);
-        mt_param_add_head_norm(table, MT_K_NORM, layer);
-    }
-    if (o->add_qkv_bias) mt_param_add_qkv(table, MT_Q_BIAS, layer, 1);
-    if (o->attention_output_bias) mt_param_add(table, MT_O_BIAS, layer, C, 1);
-    if (o->mlp_bias) {
-        if (o->swiglu) mt_param_add_sharded(table, MT_GATE_BIAS, layer, F, 1, 0);
-        mt_param_add_sharded(table, MT_UP_BIAS, layer, F, 1, 0);
-        mt_param_add(table, MT_DOWN_BIAS, layer, C, 1);
-    }
-    table->bucket++;
-    if (!mt_layer_has_experts(o, layer)) return;
-    mt_params_add_experts(table, layer);
-    table->bucket++;
-}
-
-/* GPT-2's linear layers are stored [in, out]. */
-static bool mt_role_is_linear(mt_role role) {
-    return role == MT_Q || role == MT_K || role == MT_V || role == MT_O || role == MT_UP || role == MT_DOWN;
-}
-
-/* Rows that continue the one before without a gap, so that a fused product sees one matrix. */
-static bool mt_param_continues(const mt_param *param, const mt_param *before) {
-    mt_role role = param->role, last = before->role;
-    return (role == MT_KV_A && last == MT_Q_A) || role == MT_K || role == MT_V || role == MT_K_BIAS ||
-           role == MT_V_BIAS || ((role == MT_UP || role == MT_UP_BIAS) && (int)last == (int)role - 2) ||
-           (role == MT_SHARED_UP && last == MT_SHARED_GATE) || role == MT_EXPERT_UP ||
-           (role == MT_EXPERT_GATE && last == MT_EXPERT_UP) || (role == MT_EXPERT_DOWN && last == MT_EXPERT_DOWN);
-}
-
-/* Whether the optimizer moves it. */
-static bool mt_param_is_trained(const mt_param *param) {
-    return param->role != MT_ROUTER_BIAS;
-}
-
-/* Elements between the starts of parameters: 16-byte loads of bf16 and whole cache lines. */
-enum { MT_PARAM_ALIGNMENT = 64 };
-
-static int64_t mt_align(int64_t value) {
-    return (value + MT_PARAM_ALIGNMENT - 1) / MT_PARAM_ALIGNMENT * MT_PARAM_ALIGNMENT;
-}
-
-/* Gives every row its offset: the table's order within each bucket. */
-static void mt_params_place(mt_param_table *table) {
-    int64_t end = 0;
-    for (int64_t i = 0; i < table->count; i++) {
-        mt_param *param = &table->rows[i], *before = i ? param - 1 : param;
-        bool new_bucket = i == 0 || before->bucket != param->bucket;
-        MT_CHECK(new_bucket ? i == 0 || param->bucket == before->bucket + 1
-                            : before->weight_decay >= param->weight_decay);
-        if (new_bucket) end = 0;
-        param->offset = !new_bucket && mt_param_continues(param, before) ? end : mt_align(end);
-        end = param->offset + param->rows * param->cols;
-        if (table->is_gpt2 && mt_role_is_linear(param->role)) param->hf_transposed = true;
-    }
-}
-
-/* A matrix of the vocabulary, of which Hugging Face has no padding. */
-static mt_param *mt_param_add_vocabulary(mt_param_table *table, mt_role role) {
-    const mt_options *o = table->options;
-    mt_param *param = mt_param_add_sharded(table, role, -1, o->padded_vocab_size, o->hidden_size, 0);
-    param->rows_stored = param->hf_rows_total = o->vocab_size;
-    return param;
-}
-
-/* One chunk's rows, from its first bucket on; the table's next free bucket is the one behind its last. */
-static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
-    const mt_options *o = table->options;
-    int64_t C = o->hidden_size;
-    bool tied = !o->untie_embeddings_and_output_weights;
-    if (stage->embedding) {
-        mt_param_add_vocabulary(table, MT_WORD_EMBEDDING);
-        table->bucket++;
-        if (strcmp(o->position_embedding_type, "learned_absolute") == 0) {
-            mt_param *param = mt_param_add(table, MT_POSITION_EMBEDDING, -1, o->max_position_embeddings, C);
-            param->gradient = MT_GRADIENT_ROWS;
-            table->bucket++;
-        }
-    }
-    for (int64_t i = 0; i < stage->num_layers + stage->num_mtp; i++) mt_params_add_layer(table, stage->first_layer + i);
-    if (!stage->loss) return;
-    if (!has_embedding && (tied || stage->num_mtp > 0)) {
-        mt_param_add_vocabulary(table, MT_WORD_EMBEDDING)->counted = false;
-        table->bucket++;
-    }
-    if (!tied) mt_param_add_vocabulary(table, MT_LM_HEAD);
-    mt_param_add_norm(table, MT_FINAL_NORM, -1, C);
-    table->bucket++;
-}
-
-/* The biases of this rank's routers, in a bucket that is not trained. */
-static void mt_params_add_router_biases(mt_param_table *table) {
-    const mt_options *o = table->options;
-    for (int64_t i = 0; o->moe_router_enable_expert_bias && i < table->partition.num_stages; i++) {
-        const mt_stage *stage = &table->partition.stages[i];
-        int64_t end = stage->first_layer + stage->num_layers + stage->num_mtp;
-        for (int64_t layer = stage->first_layer; layer < end; layer++)
-            if (mt_layer_has_experts(o, layer)) mt_param_add(table, MT_ROUTER_BIAS, layer, o->num_experts, 1);
-    }
-}
-
-int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition) {
-    mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
-    whole_model.num_mtp = options->mtp_num_layers;
-    mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
-    mt_param_table table = {.options = options, .partition = partition ? *partition : whole};
-    table.is_gpt2 = strcmp(options->hf_family, "gpt2") == 0;
-    table.is_mixtral = strcmp(options->hf_family, "mixtral") == 0;
-    table.is_qwen2_moe = strcmp(options->hf_family, "qwen2_moe") == 0;
-    int64_t layers = options->num_layers + options->mtp_num_layers;
-    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 3 * options->num_experts;
-    table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
-    bool has_embedding = false;
-    for (int64_t i = 0; i < table.partition.num_stages; i++) {
-        has_embedding |= table.partition.stages[i].embedding;
-        mt_params_add_stage(&table, &table.partition.stages[i], has_embedding);
-    }
-    mt_params_add_router_biases(&table);
-    mt_params_place(&table);
-    *params = table.rows;
-    return table.count;
-}
-
-int64_t mt_num_parameters(const mt_options *options) {
-    mt_param *params;
-    int64_t count = mt_params_build(&params, options, NULL), total = 0;
-    for (int64_t i = 0; i < count; i++) total += params[i].rows_stored * params[i].whole_cols;
-    free(params);
-    return total;
-}
-
-/* ==== §9 attention, MLP, layer =================================================================================== */
-/* A transformer layer, forward and backward. Invariants: hidden states are [T, C] and never change layout; a backward
- * reads as its forward reversed; gradients of activations are written, those of parameters accumulate in fp32. */
+/* One row per role of a parameter: shape, sharding, gradient, initial values, conditions, names, and the field of the
+ * model's code. mt_params_build expands these rows into a table of parameters. To add a role: append it to mt_role and
+ * add one row here. Invariants: rows stand in the order of a bucket, matrices (which decay) before vectors (which do
+ * not); a fused row continues the row above without a gap, so that one matrix product computes both; names are those of
+ * Hugging Face. */
 
 /* A layer's parameters. Fused matrices are one linear because their rows are neighbours in the bucket. */
 typedef struct mt_layer {
@@ -4882,6 +4493,419 @@ typedef struct mt_layer {
     mt_weight mtp_embedding_norm, mtp_hidden_norm, mtp_final_norm;
     mt_linear mtp_projection; // 2C -> C
 } mt_layer;
+
+/* Parameters outside the layers. With tied embeddings, lm_head is word_embedding. */
+typedef struct mt_outer {
+    mt_weight word_embedding, position_embedding, final_norm, final_norm_bias;
+    mt_linear lm_head; // C -> V
+} mt_outer;
+
+/* Channels of a head's value. */
+static int64_t mt_value_channels(const mt_options *o) {
+    return o->multi_latent_attention ? o->v_head_dim : o->kv_channels;
+}
+
+/* True if query and key heads are normalised (q/k norm). */
+static bool mt_norms_heads(const mt_options *o) {
+    return o->qk_layernorm && !o->multi_latent_attention;
+}
+
+/* A module of multi-token prediction has a number behind the layers' and is of the last layer's kind. */
+static bool mt_layer_has_experts(const mt_options *o, int64_t layer) {
+    return o->moe_layers && o->moe_layers[mt_min(layer, o->num_layers - 1)] == '1';
+}
+
+/* 0, too, for a model with experts that is cut to its first layers, which have none. */
+int64_t mt_num_expert_layers(const mt_options *o) {
+    int64_t layers = 0;
+    for (int64_t i = 0; i < o->num_layers; i++) layers += mt_layer_has_experts(o, i);
+    return layers;
+}
+
+/* Rows and columns: name, size in the whole model, and the options that decide on it (for messages). */
+#define MT_DIMENSIONS(X)                                                                                               \
+    X(ONE, 1, NULL)                                                                                                    \
+    X(C, o->hidden_size, "--hidden-size")                                                                              \
+    X(2C, 2 * o->hidden_size, "--hidden-size")                                                                         \
+    X(VOCAB, o->padded_vocab_size, "--vocab-size")                                                                     \
+    X(POSITIONS, o->max_position_embeddings, "--max-position-embeddings")                                              \
+    X(D, o->kv_channels, "--kv-channels")                                                                              \
+    X(HD, o->num_attention_heads * o->kv_channels, "--num-attention-heads and --kv-channels")                          \
+    X(GD, o->num_query_groups * o->kv_channels, "--num-query-groups and --kv-channels")                                \
+    X(HDV, o->num_attention_heads *mt_value_channels(o), "--num-attention-heads and --kv-channels")                    \
+    X(Q_LORA, o->q_lora_rank, "--q-lora-rank")                                                                         \
+    X(KV_LORA, o->kv_lora_rank, "--kv-lora-rank")                                                                      \
+    X(KV_LORA_ROPE, o->kv_lora_rank + o->qk_pos_emb_head_dim, "--kv-lora-rank and --qk-pos-emb-head-dim")              \
+    X(H_NOPE_DV, o->num_attention_heads *(o->qk_head_dim + o->v_head_dim), "--qk-head-dim and --v-head-dim")           \
+    X(F, o->ffn_hidden_size, "--ffn-hidden-size")                                                                      \
+    X(SHARED_F, o->moe_shared_expert_intermediate_size, "--moe-shared-expert-intermediate-size")                       \
+    X(EXPERT_F, o->moe_ffn_hidden_size, "--moe-ffn-hidden-size")                                                       \
+    X(E, o->num_experts, "--num-experts")
+
+#define MT_DIMENSION_NAME(name, size, option)   MT_DIM_##name,
+#define MT_DIMENSION_SIZE(name, size, option)   size,
+#define MT_DIMENSION_OPTION(name, size, option) option,
+
+typedef enum mt_dimension { MT_DIMENSIONS(MT_DIMENSION_NAME) MT_NUM_DIMENSIONS } mt_dimension;
+
+static const char *const mt_dimension_option[MT_NUM_DIMENSIONS] = {MT_DIMENSIONS(MT_DIMENSION_OPTION)};
+
+static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
+    const int64_t sizes[MT_NUM_DIMENSIONS] = {MT_DIMENSIONS(MT_DIMENSION_SIZE)};
+    return sizes[dimension];
+}
+
+/* Conditions on which a layer (with layer -1: the model outside its layers) has a parameter, and the option that
+ * decides on each. A message about a parameter with several names the first one's. */
+#define MT_CONDITIONS(X)                                                                                               \
+    X(LEARNED_POSITIONS, strcmp(o->position_embedding_type, "learned_absolute") == 0, "--position-embedding-type")     \
+    X(LM_HEAD, o->untie_embeddings_and_output_weights, "--untie-embeddings-and-output-weights")                        \
+    X(LAYERNORM, strcmp(o->normalization, "LayerNorm") == 0, "--normalization")                                        \
+    X(LATENT, o->multi_latent_attention, "--multi-latent-attention")                                                   \
+    X(Q_LATENT, o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                                      \
+    X(HEAD_NORMS, mt_norms_heads(o), "--qk-layernorm")                                                                 \
+    X(QKV_BIAS, o->add_qkv_bias, "--add-qkv-bias")                                                                     \
+    X(O_BIAS, o->attention_output_bias, "--disable-bias-linear")                                                       \
+    X(MLP_BIAS, o->mlp_bias, "--disable-bias-linear")                                                                  \
+    X(ROUTER, has_experts, "--moe-layer-freq")                                                                         \
+    X(ROUTER_BIAS, has_experts && o->moe_router_enable_expert_bias, "--moe-router-enable-expert-bias")                 \
+    X(EXPERTS, has_experts, "--num-experts")                                                                           \
+    X(SHARED, has_experts && o->moe_shared_expert_intermediate_size > 0, "--moe-shared-expert-intermediate-size")      \
+    X(SHARED_GATE, has_experts && o->moe_shared_expert_gate, "--moe-shared-expert-gate")                               \
+    X(SWIGLU, o->swiglu, "--swiglu")                                                                                   \
+    X(MTP, layer >= o->num_layers, "--mtp-num-layers")
+
+#define MT_CONDITION_NAME(name, test, option)   MT_CONDITION_##name,
+#define MT_CONDITION_BIT(name, test, option)    | (unsigned)(test) << MT_CONDITION_##name
+#define MT_CONDITION_OPTION(name, test, option) option,
+
+enum { MT_CONDITIONS(MT_CONDITION_NAME) MT_NUM_CONDITIONS };
+
+static const char *const mt_condition_option[MT_NUM_CONDITIONS] = {MT_CONDITIONS(MT_CONDITION_OPTION)};
+
+/* A bit for each condition that holds. */
+static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
+    bool has_experts = layer >= 0 && mt_layer_has_experts(o, layer);
+    return 0 MT_CONDITIONS(MT_CONDITION_BIT);
+}
+
+/* Families of Hugging Face with names of their own; all others have Llama's. */
+enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NUM_NAMES };
+
+static int mt_names_of(const mt_options *o) {
+    static const char *const families[MT_NUM_NAMES] = {"", "gpt2", "mixtral", "qwen2_moe"};
+    int family = MT_NUM_NAMES - 1;
+    while (family > MT_NAMES_LLAMA && strcmp(o->hf_family, families[family]) != 0) family--;
+    return family;
+}
+
+/* What tensor-parallel ranks share. If there are fewer kv heads than ranks, neighbours hold the same one. */
+typedef enum mt_cut { MT_CUT_NONE, MT_CUT_ROWS, MT_CUT_COLS, MT_CUT_KV_HEADS } mt_cut;
+
+typedef struct mt_role_row {
+    mt_role role;
+    mt_unit unit;
+    mt_cut cut;
+    mt_init init;
+    mt_gradient gradient;
+    mt_dimension rows, cols;         // in the whole model; cols MT_DIM_ONE: a vector, which does not decay
+    size_t field;                    // of its mt_weight in mt_layer, or in mt_outer for units outside the layers
+    unsigned when, unless;           // conditions: all of `when` and none of `unless`
+    bool fused;                      // continues the row above, if that exists, and is found by that one's field
+    const char *names[MT_NUM_NAMES]; // after the layer's prefix; # is the expert's number; NULL: as Llama
+} mt_role_row;
+
+/* Kinds of parameters: cut, init, gradient. */
+#define MT_COLUMN         MT_CUT_ROWS, MT_INIT_NORMAL, MT_GRADIENT_WHOLE // column-parallel: a share of the outputs
+#define MT_COLUMN_KV      MT_CUT_KV_HEADS, MT_INIT_NORMAL, MT_GRADIENT_REPLICA
+#define MT_COLUMN_BIAS    MT_CUT_ROWS, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
+#define MT_COLUMN_KV_BIAS MT_CUT_KV_HEADS, MT_INIT_ZEROS, MT_GRADIENT_REPLICA
+#define MT_ROW            MT_CUT_COLS, MT_INIT_OUTPUT, MT_GRADIENT_WHOLE // row-parallel: a share of the inputs
+#define MT_ROW_BIAS       MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_WHOLE
+#define MT_REPLICATED     MT_CUT_NONE, MT_INIT_NORMAL, MT_GRADIENT_ROWS
+#define MT_NORM           MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_ROWS
+#define MT_NORM_BIAS      MT_CUT_NONE, MT_INIT_ZEROS, MT_GRADIENT_ROWS
+#define MT_HEAD_NORM      MT_CUT_NONE, MT_INIT_ONES, MT_GRADIENT_HEADS // one weight for all heads
+
+/* MT_ROLE: a parameter of a layer; MT_FUSED: one that may continue the row above; MT_OUTSIDE: one outside the layers.
+ */
+#define MT_HAS(name) (1u << MT_CONDITION_##name)
+#define MT_ANY_ROLE(role, unit, kind, rows, cols, field, when, unless, fused, ...)                                     \
+    {                                                                                                                  \
+        MT_##role, MT_UNIT_##unit, MT_##kind, MT_DIM_##rows, MT_DIM_##cols, field, when, unless, fused, {              \
+            __VA_ARGS__                                                                                                \
+        }                                                                                                              \
+    }
+#define MT_ROLE(role, unit, kind, rows, cols, field, when, unless, ...)                                                \
+    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, false, __VA_ARGS__)
+#define MT_FUSED(role, unit, kind, rows, cols, field, when, unless, ...)                                               \
+    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_layer, field), when, unless, true, __VA_ARGS__)
+#define MT_OUTSIDE(role, unit, kind, rows, cols, field, when, unless, ...)                                             \
+    MT_ANY_ROLE(role, unit, kind, rows, cols, offsetof(mt_outer, field), when, unless, false, __VA_ARGS__)
+
+static const mt_role_row mt_role_rows[] = {
+    MT_OUTSIDE(WORD_EMBEDDING, WORDS, COLUMN, VOCAB, C, word_embedding, 0, 0, "model.embed_tokens.weight",
+               "transformer.wte.weight"),
+    MT_OUTSIDE(POSITION_EMBEDDING, POSITIONS, REPLICATED, POSITIONS, C, position_embedding, MT_HAS(LEARNED_POSITIONS),
+               0, "model.embed_positions.weight", "transformer.wpe.weight"),
+    /* attention; latent attention without a q latent has q_proj in place of q_b_proj */
+    MT_ROLE(Q_A, LAYER, REPLICATED, Q_LORA, C, latent.weight, MT_HAS(Q_LATENT), 0, "self_attn.q_a_proj.weight"),
+    MT_FUSED(KV_A, LAYER, REPLICATED, KV_LORA_ROPE, C, latent.weight, MT_HAS(LATENT), 0,
+             "self_attn.kv_a_proj_with_mqa.weight"),
+    MT_ROLE(Q_B, LAYER, COLUMN, HD, Q_LORA, q_b.weight, MT_HAS(Q_LATENT), 0, "self_attn.q_b_proj.weight"),
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, q_b.weight, MT_HAS(LATENT), MT_HAS(Q_LATENT), "self_attn.q_proj.weight"),
+    MT_ROLE(KV_B, LAYER, COLUMN, H_NOPE_DV, KV_LORA, kv_b.weight, MT_HAS(LATENT), 0, "self_attn.kv_b_proj.weight"),
+    MT_ROLE(Q, LAYER, COLUMN, HD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.q_proj.weight", "attn.c_attn.weight"),
+    MT_FUSED(K, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.k_proj.weight",
+             "attn.c_attn.weight"),
+    MT_FUSED(V, LAYER, COLUMN_KV, GD, C, qkv.weight, 0, MT_HAS(LATENT), "self_attn.v_proj.weight",
+             "attn.c_attn.weight"),
+    MT_ROLE(O, LAYER, ROW, C, HDV, o.weight, 0, 0, "self_attn.o_proj.weight", "attn.c_proj.weight"),
+    /* MLP, or shared expert and router */
+    MT_ROLE(GATE, LAYER, COLUMN, F, C, fc1.weight, MT_HAS(SWIGLU), MT_HAS(EXPERTS), "mlp.gate_proj.weight"),
+    MT_FUSED(UP, LAYER, COLUMN, F, C, fc1.weight, 0, MT_HAS(EXPERTS), "mlp.up_proj.weight", "mlp.c_fc.weight"),
+    MT_ROLE(DOWN, LAYER, ROW, C, F, down.weight, 0, MT_HAS(EXPERTS), "mlp.down_proj.weight", "mlp.c_proj.weight"),
+    MT_ROLE(SHARED_GATE, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED) | MT_HAS(SWIGLU), 0,
+            "mlp.shared_experts.gate_proj.weight", NULL, NULL, "mlp.shared_expert.gate_proj.weight"),
+    MT_FUSED(SHARED_UP, LAYER, COLUMN, SHARED_F, C, fc1.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.up_proj.weight",
+             NULL, NULL, "mlp.shared_expert.up_proj.weight"),
+    MT_ROLE(SHARED_DOWN, LAYER, ROW, C, SHARED_F, down.weight, MT_HAS(SHARED), 0, "mlp.shared_experts.down_proj.weight",
+            NULL, NULL, "mlp.shared_expert.down_proj.weight"),
+    MT_ROLE(ROUTER, LAYER, REPLICATED, E, C, router.weight, MT_HAS(ROUTER), 0, "mlp.gate.weight", NULL,
+            "block_sparse_moe.gate.weight"),
+    MT_ROLE(SHARED_EXPERT_GATE, LAYER, REPLICATED, ONE, C, shared_gate.weight, MT_HAS(SHARED_GATE), 0,
+            "mlp.shared_expert_gate.weight"),
+    /* multi-token prediction; its norms are the first vectors */
+    MT_ROLE(MTP_PROJECTION, LAYER, REPLICATED, C, 2C, mtp_projection.weight, MT_HAS(MTP), 0, "eh_proj.weight"),
+    MT_ROLE(MTP_EMBEDDING_NORM, LAYER, NORM, C, ONE, mtp_embedding_norm, MT_HAS(MTP), 0, "enorm.weight"),
+    MT_ROLE(MTP_HIDDEN_NORM, LAYER, NORM, C, ONE, mtp_hidden_norm, MT_HAS(MTP), 0, "hnorm.weight"),
+    MT_ROLE(MTP_FINAL_NORM, LAYER, NORM, C, ONE, mtp_final_norm, MT_HAS(MTP), 0, "shared_head.norm.weight"),
+    /* vectors */
+    MT_ROLE(INPUT_NORM, LAYER, NORM, C, ONE, input_norm, 0, 0, "input_layernorm.weight", "ln_1.weight"),
+    MT_ROLE(INPUT_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, input_norm_bias, MT_HAS(LAYERNORM), 0, "input_layernorm.bias",
+            "ln_1.bias"),
+    MT_ROLE(MLP_NORM, LAYER, NORM, C, ONE, mlp_norm, 0, 0, "post_attention_layernorm.weight", "ln_2.weight"),
+    MT_ROLE(MLP_NORM_BIAS, LAYER, NORM_BIAS, C, ONE, mlp_norm_bias, MT_HAS(LAYERNORM), 0,
+            "post_attention_layernorm.bias", "ln_2.bias"),
+    MT_ROLE(Q_A_NORM, LAYER, NORM, Q_LORA, ONE, q_a_norm, MT_HAS(Q_LATENT), 0, "self_attn.q_a_layernorm.weight"),
+    MT_ROLE(KV_A_NORM, LAYER, NORM, KV_LORA, ONE, kv_a_norm, MT_HAS(LATENT), 0, "self_attn.kv_a_layernorm.weight"),
+    MT_ROLE(Q_NORM, LAYER, HEAD_NORM, D, ONE, q_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.q_norm.weight"),
+    MT_ROLE(K_NORM, LAYER, HEAD_NORM, D, ONE, k_norm, MT_HAS(HEAD_NORMS), 0, "self_attn.k_norm.weight"),
+    MT_ROLE(Q_BIAS, LAYER, COLUMN_BIAS, HD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.q_proj.bias",
+            "attn.c_attn.bias"),
+    MT_FUSED(K_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.k_proj.bias",
+             "attn.c_attn.bias"),
+    MT_FUSED(V_BIAS, LAYER, COLUMN_KV_BIAS, GD, ONE, qkv.bias, MT_HAS(QKV_BIAS), 0, "self_attn.v_proj.bias",
+             "attn.c_attn.bias"),
+    MT_ROLE(O_BIAS, LAYER, ROW_BIAS, C, ONE, o.bias, MT_HAS(O_BIAS), 0, "self_attn.o_proj.bias", "attn.c_proj.bias"),
+    MT_ROLE(GATE_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS) | MT_HAS(SWIGLU), 0,
+            "mlp.gate_proj.bias"),
+    MT_FUSED(UP_BIAS, LAYER, COLUMN_BIAS, F, ONE, fc1.bias, MT_HAS(MLP_BIAS), 0, "mlp.up_proj.bias", "mlp.c_fc.bias"),
+    MT_ROLE(DOWN_BIAS, LAYER, ROW_BIAS, C, ONE, down.bias, MT_HAS(MLP_BIAS), 0, "mlp.down_proj.bias",
+            "mlp.c_proj.bias"),
+    /* experts: gate and up of each in turn, then down of each, so that each is one operand of a grouped product */
+    MT_ROLE(EXPERT_GATE, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
+            "mlp.experts.#.gate_proj.weight", NULL, "block_sparse_moe.experts.#.w1.weight"),
+    MT_FUSED(EXPERT_UP, EXPERTS, COLUMN, EXPERT_F, C, expert_fc1.weight, MT_HAS(EXPERTS), 0,
+             "mlp.experts.#.up_proj.weight", NULL, "block_sparse_moe.experts.#.w3.weight"),
+    MT_ROLE(EXPERT_DOWN, EXPERTS, ROW, C, EXPERT_F, expert_down.weight, MT_HAS(EXPERTS), 0,
+            "mlp.experts.#.down_proj.weight", NULL, "block_sparse_moe.experts.#.w2.weight"),
+    /* output */
+    MT_OUTSIDE(LM_HEAD, OUTPUT, COLUMN, VOCAB, C, lm_head.weight, MT_HAS(LM_HEAD), 0, "lm_head.weight"),
+    MT_OUTSIDE(FINAL_NORM, OUTPUT, NORM, C, ONE, final_norm, 0, 0, "model.norm.weight", "transformer.ln_f.weight"),
+    MT_OUTSIDE(FINAL_NORM_BIAS, OUTPUT, NORM_BIAS, C, ONE, final_norm_bias, MT_HAS(LAYERNORM), 0, "model.norm.bias",
+               "transformer.ln_f.bias"),
+    /* not trained by the optimizer: moved towards equal loads */
+    MT_ROLE(ROUTER_BIAS, UNTRAINED, ROW_BIAS, E, ONE, router_bias, MT_HAS(ROUTER_BIAS), 0,
+            "mlp.gate.e_score_correction_bias"),
+};
+
+/* The table as it grows, and what every new row needs. */
+typedef struct mt_param_table {
+    mt_param *rows;
+    int64_t count, bucket;
+    const mt_options *options;
+    int names; // MT_NAMES_*
+    mt_partition partition;
+} mt_param_table;
+
+static void mt_param_set_name(const mt_param_table *table, const mt_role_row *row, mt_param *param) {
+    const char *name = row->names[table->names] ? row->names[table->names] : row->names[MT_NAMES_LLAMA];
+    const char *number = strchr(name, '#');
+    char layer[64] = "", expert[32] = "";
+    if (param->layer >= 0)
+        snprintf(layer, sizeof layer, table->names == MT_NAMES_GPT2 ? "transformer.h.%lld." : "model.layers.%lld.",
+                 (long long)param->layer);
+    if (number) snprintf(expert, sizeof expert, "%lld", (long long)param->expert);
+    snprintf(param->hf_name, sizeof param->hf_name, "%s%.*s%s%s", layer, (int)strcspn(name, "#"), name, expert,
+             number ? number + 1 : "");
+}
+
+/* Rows with one name are parts of one Hugging Face tensor, one after another: GPT-2's q, k and v. */
+static void mt_param_join_tensor(mt_param_table *table) {
+    mt_param *param = &table->rows[table->count - 1], *before = param;
+    for (; before > table->rows && strcmp(before[-1].hf_name, param->hf_name) == 0; before--)
+        before[-1].hf_rows_total += param->whole_rows;
+    if (before == param) return;
+    param->hf_row = param[-1].hf_row + param[-1].whole_rows;
+    param->hf_rows_total = param[-1].hf_rows_total;
+}
+
+/* Leaves of a parameter the share `index` of `parts` equal ones of its dimension `dim`. */
+static void mt_param_shard(mt_param *param, int dim, int64_t parts, int64_t index) {
+    int64_t *size = dim == 0 ? &param->rows : &param->cols;
+    MT_CHECK(*size % parts == 0);
+    *size /= parts;
+    *(dim == 0 ? &param->first_row : &param->first_col) = index * *size;
+    param->shard_dim = dim;
+    param->counted = true;
+}
+
+static void mt_param_cut(const mt_param_table *table, mt_cut cut, mt_param *param) {
+    const mt_partition *at = &table->partition;
+    int64_t parts = param->expert >= 0 ? at->etp : at->tp, rank = param->expert >= 0 ? at->etp_rank : at->tp_rank;
+    param->counted = at->tp_rank == 0;
+    if (cut == MT_CUT_ROWS) mt_param_shard(param, 0, parts, rank);
+    if (cut == MT_CUT_COLS) mt_param_shard(param, 1, parts, rank);
+    if (cut != MT_CUT_KV_HEADS) return;
+    int64_t kv_parts = mt_min(table->options->num_query_groups, parts), replicas = parts / kv_parts;
+    mt_param_shard(param, 0, kv_parts, rank / replicas);
+    param->counted = rank % replicas == 0;
+    if (replicas == 1) param->gradient = MT_GRADIENT_WHOLE;
+}
+
+/* Appends a row. `continues`: it follows the one before without a gap. */
+static void mt_param_add(mt_param_table *table, const mt_role_row *row, int64_t layer, int64_t expert, bool continues) {
+    const mt_options *o = table->options;
+    mt_param *param = &table->rows[table->count++];
+    *param = (mt_param){.role = row->role, .unit = row->unit, .layer = layer, .expert = expert, .shard_dim = -1};
+    param->rows = param->whole_rows = mt_dimension_size(o, row->rows);
+    param->cols = param->whole_cols = mt_dimension_size(o, row->cols);
+    param->rows_stored = param->hf_rows_total = row->rows == MT_DIM_VOCAB ? o->vocab_size : param->rows;
+    param->is_vector = row->cols == MT_DIM_ONE;
+    param->weight_decay = !param->is_vector;
+    param->is_embedding = row->unit == MT_UNIT_WORDS || row->unit == MT_UNIT_POSITIONS;
+    param->trained = row->unit != MT_UNIT_UNTRAINED;
+    param->init = row->init;
+    param->init_std = o->init_method_std / (row->init == MT_INIT_OUTPUT ? sqrt(2.0 * (double)o->num_layers) : 1);
+    param->gradient = row->gradient;
+    param->rows_option = mt_dimension_option[row->rows];
+    param->cols_option = mt_dimension_option[row->cols];
+    for (int i = MT_NUM_CONDITIONS - 1; i >= 0; i--)
+        if (row->when >> i & 1) param->exists_option = mt_condition_option[i];
+    param->bucket = table->bucket;
+    param->continues = continues;
+    param->field = row->field;
+    mt_param_set_name(table, row, param);
+    param->hf_transposed = table->names == MT_NAMES_GPT2 && layer >= 0 && !param->is_vector;
+    mt_param_join_tensor(table);
+    mt_param_cut(table, row->cut, param);
+}
+
+/* The rows [row, end) of this rank's experts, expert by expert and without a gap. */
+static void mt_params_add_experts(mt_param_table *table, const mt_role_row *row, const mt_role_row *end,
+                                  int64_t layer) {
+    int64_t count = table->options->num_experts / table->partition.ep, first = table->partition.ep_rank * count;
+    for (int64_t expert = first; expert < first + count; expert++)
+        for (const mt_role_row *next = row; next < end; next++)
+            mt_param_add(table, next, layer, expert, expert > first || next > row);
+}
+
+/* Appends the rows of a unit that exist in a layer (-1: outside the layers) and returns their number. */
+static int64_t mt_params_add_unit(mt_param_table *table, mt_unit unit, int64_t layer) {
+    const mt_role_row *end = mt_role_rows + sizeof mt_role_rows / sizeof *mt_role_rows, *before = NULL, *next;
+    unsigned has = mt_layer_conditions(table->options, layer);
+    int64_t count = table->count;
+    for (const mt_role_row *row = mt_role_rows; row < end; row = next) {
+        next = row + 1;
+        if (row->unit != unit || (row->when & ~has) || (row->unless & has)) continue;
+        while (unit == MT_UNIT_EXPERTS && next < end && next->fused) next++;
+        if (unit == MT_UNIT_EXPERTS)
+            mt_params_add_experts(table, row, next, layer);
+        else
+            mt_param_add(table, row, layer, -1, row->fused && before == row - 1);
+        before = row;
+    }
+    return table->count - count;
+}
+
+/* A unit in a bucket of its own. */
+static void mt_params_add_bucket(mt_param_table *table, mt_unit unit, int64_t layer) {
+    if (mt_params_add_unit(table, unit, layer) > 0) table->bucket++;
+}
+
+/* One chunk's rows. */
+static void mt_params_add_stage(mt_param_table *table, const mt_stage *stage, bool has_embedding) {
+    bool tied = !table->options->untie_embeddings_and_output_weights;
+    if (stage->embedding) {
+        mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
+        mt_params_add_bucket(table, MT_UNIT_POSITIONS, -1);
+    }
+    for (int64_t i = 0; i < stage->num_layers + stage->num_mtp; i++) {
+        mt_params_add_bucket(table, MT_UNIT_LAYER, stage->first_layer + i);
+        mt_params_add_bucket(table, MT_UNIT_EXPERTS, stage->first_layer + i);
+    }
+    if (!stage->loss) return;
+    if (!has_embedding && (tied || stage->num_mtp > 0)) {
+        mt_params_add_bucket(table, MT_UNIT_WORDS, -1);
+        table->rows[table->count - 1].counted = false;
+    }
+    mt_params_add_bucket(table, MT_UNIT_OUTPUT, -1);
+}
+
+/* Elements between the starts of parameters: 16-byte loads of bf16 and whole cache lines. */
+enum { MT_PARAM_ALIGNMENT = 64 };
+
+static int64_t mt_align(int64_t value) {
+    return (value + MT_PARAM_ALIGNMENT - 1) / MT_PARAM_ALIGNMENT * MT_PARAM_ALIGNMENT;
+}
+
+/* Gives every parameter its offset: the table's order within each bucket. */
+static void mt_params_set_offsets(mt_param_table *table) {
+    int64_t end = 0;
+    for (int64_t i = 0; i < table->count; i++) {
+        mt_param *param = &table->rows[i];
+        if (i > 0 && param->bucket != param[-1].bucket) end = 0;
+        MT_CHECK(end == 0 || param[-1].weight_decay >= param->weight_decay);
+        param->offset = param->continues ? end : mt_align(end);
+        end = param->offset + param->rows * param->cols;
+    }
+}
+
+int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition) {
+    mt_stage whole_model = {.num_layers = options->num_layers, .embedding = true, .loss = true};
+    whole_model.num_mtp = options->mtp_num_layers;
+    mt_partition whole = {.stages = &whole_model, .num_stages = 1, .tp = 1, .ep = 1, .etp = 1};
+    mt_param_table table = {.options = options, .names = mt_names_of(options)};
+    const mt_partition *at = &table.partition;
+    table.partition = partition ? *partition : whole;
+    int64_t layers = options->num_layers + options->mtp_num_layers;
+    int64_t rows = (layers + 2) * MT_NUM_ROLES + layers * 3 * options->num_experts;
+    table.rows = mt_calloc(rows * (int64_t)sizeof(mt_param));
+    bool has_embedding = false;
+    for (int64_t i = 0; i < at->num_stages; i++) {
+        has_embedding |= at->stages[i].embedding;
+        mt_params_add_stage(&table, &at->stages[i], has_embedding);
+    }
+    for (int64_t i = 0; i < at->num_stages; i++) // the untrained of all layers share one bucket
+        for (int64_t k = 0; k < at->stages[i].num_layers + at->stages[i].num_mtp; k++)
+            mt_params_add_unit(&table, MT_UNIT_UNTRAINED, at->stages[i].first_layer + k);
+    mt_params_set_offsets(&table);
+    *params = table.rows;
+    return table.count;
+}
+
+int64_t mt_num_parameters(const mt_options *options) {
+    mt_param *params;
+    int64_t count = mt_params_build(&params, options, NULL), total = 0;
+    for (int64_t i = 0; i < count; i++) total += params[i].rows_stored * params[i].whole_cols;
+    free(params);
+    return total;
+}
+
+/* ==== §9 attention, MLP, layer =================================================================================== */
+/* A transformer layer, forward and backward. Invariants: hidden states are [T, C] and never change layout; a backward
+ * reads as its forward reversed; gradients of activations are written, those of parameters accumulate in fp32. */
 
 /* Rows that come to the experts of this rank, in the order of experts, and what they become. */
 typedef struct mt_expert_rows {
@@ -5141,6 +5165,23 @@ typedef struct mt_link {
 
 enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LINK_SEND_BACKWARD, MT_NUM_LINKS };
 
+/* What belongs to the micro-batch at hand: built once for each forward or backward, and passed on. */
+typedef struct mt_pass {
+    mt_micro_batch *at;          // its saved activations
+    const mt_batch_block *batch; // its tokens, positions, labels, ... on the device
+    mt_tensor_parallel tp;
+    mt_stream *stream;
+    mt_spans spans;
+    int64_t T;               // tokens
+    int64_t rows, first_row; // of hidden states on this rank, and the first of them among the T tokens
+    int64_t message_rows;    // of a message between pipeline stages
+    bool training;           // dropout is on, and the step's statistics count this forward
+    bool replay;             // a forward done again: it changes activations only
+    bool decode;             // attention reads the KV cache
+    int parts;               // of the backward: MT_PART_*
+    bool last;               // backward of this chunk in this step
+} mt_pass;
+
 struct mt_model {
     const mt_options *options;
     const mt_grid *grid;
@@ -5166,8 +5207,7 @@ struct mt_model {
     mt_layer *layers;                                                 // [num_layers]
     int64_t word_bucket, position_bucket, head_bucket, output_bucket; // -1: not here
     mt_sharding sharding;
-    mt_weight word_embedding, position_embedding, final_norm, final_norm_bias;
-    mt_linear lm_head;          // C -> V
+    mt_outer outer;
     float *rope_cos, *rope_sin; // [max_position, R / 2]
     int64_t rotary_dim;         // R
     /* memory */
@@ -5198,27 +5238,15 @@ struct mt_model {
     void **k_cache, **v_cache;      // a layer: [cache_rows, G D], [cache_rows, G Dv]
     mt_step_numbers *numbers;       // on the device
     mt_bad_steps bad_steps;
-    mt_saver *saving;  // a checkpoint that is still on its way to the disk, or NULL
-    mt_stream *copies; // has copies of what is saved that nothing follows yet, or NULL
+    mt_stream *reader; // mt_model_set_reader
     int64_t num_steps; // training steps so far; what is pending of a step is numbered by it
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were read
     double data_seconds;                  // of this step, in which it waited for samples
     mt_context *context;                  // attention of ranks that share sequences, NULL for one rank
-    /* the micro-batch at hand, on the device */
-    mt_micro_batch *at;
-    const mt_micro_batch *in_context; // the one that `context` was last told
-    int64_t T, num_logits;
-    int64_t rows, first_row; // of hidden states on this rank, of T; the first of them
-    bool training;
-    bool in_schedule;   // of a pipeline, rather than decoding
-    bool last_backward; // of this chunk in this step
-    int32_t *tokens, *labels, *positions, *cache_rows, *logit_rows;
-    float *loss_mask;
-    int64_t *token_index;
-    int32_t *sequence;
-    mt_spans spans;
+    mt_pass last_pass;                    // of the last mt_model_forward
+    const mt_micro_batch *in_context;     // the micro-batch that `context` holds
     /* context parallelism; NULL without */
     void *context_memory;
 };
@@ -5290,10 +5318,10 @@ static void mt_rope_tables(mt_model *model) {
 enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
 enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3 };
 
-static mt_dropout mt_model_dropout(const mt_model *model, int64_t layer, int place) {
-    double p = place == MT_DROP_ATTENTION ? model->options->attention_dropout : model->options->hidden_dropout;
+static mt_dropout mt_model_dropout(const mt_model *model, const mt_pass *p, int64_t layer, int place) {
+    double rate = place == MT_DROP_ATTENTION ? model->options->attention_dropout : model->options->hidden_dropout;
     uint64_t index = (uint64_t)((layer + 1) * MT_NUM_DROPS + place);
-    return (mt_dropout){.p = model->training ? p : 0,
+    return (mt_dropout){.p = p->training ? rate : 0,
                         .key = mt_random_key((uint64_t)model->options->seed, MT_RANDOM_DROPOUT, index)};
 }
 
@@ -5312,23 +5340,22 @@ static void *mt_at(const mt_model *model, void *base, int64_t elements) {
     return (char *)base + elements * mt_dtype_size(model->dtype);
 }
 
-static void mt_norm_forward(const mt_model *m, void *y, float *mean, float *rstd, const void *x, mt_weight w,
-                            mt_weight b, int64_t T) {
-    float eps = (float)m->options->norm_epsilon;
-    if (mean)
-        m->ops->layernorm_forward(y, mean, rstd, x, w.w, b.w, T, m->C, eps, m->dtype, m->stream);
-    else
-        m->ops->rmsnorm_forward(y, rstd, x, w.w, T, 1, m->C, m->C, m->C, eps, m->dtype, m->stream);
+static void mt_norm_forward(const mt_model *m, const mt_pass *p, void *y, float *mean, float *rstd, const void *x,
+                            mt_weight w, mt_weight b, int64_t T) {
+    mt_norm_args a = {.T = T, .H = 1, .C = m->C, .x = x, .w = w.w, .b = b.w, .y = y, .mean = mean, .rstd = rstd};
+    a.x_stride = a.y_stride = m->C;
+    a.eps = (float)m->options->norm_epsilon;
+    (mean ? m->ops->layernorm_forward : m->ops->rmsnorm_forward)(&a, m->dtype, p->stream);
 }
 
 /* dx = dresidual + the gradient through the norm. */
-static void mt_norm_backward(const mt_model *m, void *dx, const void *dy, const void *dresidual, const void *x,
-                             const float *mean, const float *rstd, mt_weight w, mt_weight b, int64_t T) {
-    if (mean)
-        m->ops->layernorm_backward(dx, w.dw, b.dw, dy, dresidual, x, w.w, mean, rstd, T, m->C, m->dtype, m->stream);
-    else
-        m->ops->rmsnorm_backward(dx, w.dw, dy, dresidual, x, w.w, rstd, T, 1, m->C, m->C, m->C, m->C, m->dtype,
-                                 m->stream);
+static void mt_norm_backward(const mt_model *m, const mt_pass *p, void *dx, const void *dy, const void *dresidual,
+                             const void *x, const float *mean, const float *rstd, mt_weight w, mt_weight b, int64_t T) {
+    mt_norm_args a = {.T = T, .H = 1, .C = m->C, .x = x, .w = w.w, .dy = dy, .dresidual = dresidual, .dx = dx};
+    a.dw = w.dw, a.db = b.dw;
+    a.mean = (float *)mean, a.rstd = (float *)rstd;
+    a.x_stride = a.dx_stride = a.dy_stride = m->C;
+    (mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(&a, m->dtype, p->stream);
 }
 
 /* A norm of the model: its parameters and where its results go. */
@@ -5345,47 +5372,49 @@ static mt_norm mt_input_norm(const mt_model *m, int64_t layer, const mt_activati
 
 /* out = residual + dropout(scratch.hidden), and where a `norm` follows, its results too: in one pass over them if the
  * backend can. */
-static void mt_residual_forward(const mt_model *m, void *out, const void *residual, int64_t number, int place,
-                                const mt_norm *norm) {
-    mt_dropout dropout = mt_model_dropout(m, number, place);
-    const int64_t *index = m->token_index + m->first_row;
+static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, int64_t number,
+                                int place, const mt_norm *norm) {
+    mt_dropout dropout = mt_model_dropout(m, p, number, place);
+    const int64_t *index = p->batch->token_index + p->first_row;
     const void *x = m->scratch.hidden;
     if (norm && m->ops->residual_norm_forward) {
-        m->ops->residual_norm_forward(norm->y, norm->mean, norm->rstd, out, x, residual, index, norm->w.w, norm->b.w,
-                                      m->rows, m->C, &dropout, (float)m->options->norm_epsilon, m->dtype, m->stream);
+        mt_norm_args a = {.T = p->rows, .H = 1, .C = m->C, .x = x, .residual = residual, .sum = out, .y = norm->y};
+        a.mean = norm->mean, a.rstd = norm->rstd, a.w = norm->w.w, a.b = norm->b.w;
+        a.token_index = index, a.dropout = dropout, a.eps = (float)m->options->norm_epsilon;
+        m->ops->residual_norm_forward(&a, m->dtype, p->stream);
         return;
     }
-    m->ops->dropout_add_forward(out, x, residual, index, m->rows, m->C, 0, &dropout, m->dtype, m->stream);
-    if (norm) mt_norm_forward(m, norm->y, norm->mean, norm->rstd, out, norm->w, norm->b, m->rows);
+    m->ops->dropout_add_forward(out, x, residual, index, p->rows, m->C, 0, &dropout, m->dtype, p->stream);
+    if (norm) mt_norm_forward(m, p, norm->y, norm->mean, norm->rstd, out, norm->w, norm->b, p->rows);
 }
 
 /* The gradient of what was dropped and added: that of the residual stream, or in scratch.hidden. */
-static const void *mt_residual_backward(const mt_model *m, int64_t number, int place) {
+static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int place) {
     const mt_layer_scratch *s = &m->scratch;
-    mt_dropout dropout = mt_model_dropout(m, number, place);
+    mt_dropout dropout = mt_model_dropout(m, p, number, place);
     if (dropout.p == 0) return s->residual;
-    m->ops->dropout_add_backward(s->hidden, s->residual, m->token_index + m->first_row, m->rows, m->C, 0, &dropout,
-                                 m->dtype, m->stream);
+    m->ops->dropout_add_backward(s->hidden, s->residual, p->batch->token_index + p->first_row, p->rows, m->C, 0,
+                                 &dropout, m->dtype, p->stream);
     return s->hidden;
 }
 
 /* Copies `count` elements over an activation that is no longer needed. */
-static void mt_keep(const mt_model *m, void *to, const void *from, int64_t count) {
-    m->ops->memory_copy(to, from, count * mt_dtype_size(m->dtype), m->stream);
+static void mt_keep(const mt_model *m, const mt_pass *p, void *to, const void *from, int64_t count) {
+    m->ops->memory_copy(to, from, count * mt_dtype_size(m->dtype), p->stream);
 }
 
 /* scratch.residual += the gradient through a block's norm, whose input is x. With MT_PART_INPUT alone, x then makes
  * place for `dout`, which the weights' part will need. */
-static void mt_residual_norm_backward(mt_model *m, void *x, const void *dout, const float *mean, const float *rstd,
-                                      mt_weight w, mt_weight b, int parts) {
+static void mt_residual_norm_backward(mt_model *m, const mt_pass *p, void *x, const void *dout, const float *mean,
+                                      const float *rstd, mt_weight w, mt_weight b) {
     mt_layer_scratch *s = &m->scratch;
-    if (parts == MT_PART_BOTH) {
-        mt_norm_backward(m, s->residual, s->normed, s->residual, x, mean, rstd, w, b, m->rows);
+    if (p->parts == MT_PART_BOTH) {
+        mt_norm_backward(m, p, s->residual, s->normed, s->residual, x, mean, rstd, w, b, p->rows);
         return;
     }
     void *old = s->residual;
-    mt_norm_backward(m, s->spare, s->normed, old, x, mean, rstd, w, b, m->rows);
-    mt_keep(m, x, dout, m->rows * m->C);
+    mt_norm_backward(m, p, s->spare, s->normed, old, x, mean, rstd, w, b, p->rows);
+    mt_keep(m, p, x, dout, p->rows * m->C);
     s->residual = s->spare, s->spare = old;
 }
 
@@ -5397,10 +5426,10 @@ typedef struct mt_qkv_view {
 
 /* Without q/k norm, q and k stay in the fused product; with it, they move to `qk` and only v stays. Latent attention
  * has no fused product, so there each of them is by itself. */
-static mt_qkv_view mt_view_qkv(const mt_model *m, void *qkv, void *qk) {
+static mt_qkv_view mt_view_qkv(const mt_model *m, const mt_pass *p, void *qkv, void *qk) {
     int64_t q_width = m->H * m->D, kv_width = m->G * m->D, stride = q_width + 2 * kv_width;
     if (m->options->multi_latent_attention) {
-        int64_t T = m->T;
+        int64_t T = p->T;
         return (mt_qkv_view){qkv, mt_at(m, qkv, T * q_width), mt_at(m, qkv, 2 * T * q_width), q_width, m->H * m->Dv};
     }
     mt_qkv_view view = {.q = qkv, .k = mt_at(m, qkv, q_width), .v = mt_at(m, qkv, q_width + kv_width)};
@@ -5427,73 +5456,107 @@ static float mt_attention_scale(const mt_options *o) {
     return (float)(scale * mscale * mscale);
 }
 
-static mt_attention mt_attention_shape(const mt_model *m, int64_t layer, int64_t qk_stride, int64_t v_stride) {
+/* The call of one layer: the operands of the forward, and what both directions share. */
+static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, int64_t layer, const mt_activations *a) {
+    mt_qkv_view view = mt_view_qkv(m, p, a->qkv, a->qk);
     return (mt_attention){.num_heads = m->H,
                           .num_groups = m->G,
                           .head_size = m->D,
                           .value_size = m->Dv,
-                          .q_stride = qk_stride,
-                          .k_stride = qk_stride,
-                          .v_stride = v_stride,
+                          .q = view.q,
+                          .k = view.k,
+                          .v = view.v,
+                          .out = a->attended,
+                          .lse = a->lse,
+                          .q_stride = view.qk_stride,
+                          .k_stride = view.qk_stride,
+                          .v_stride = view.v_stride,
                           .out_stride = m->H * m->Dv,
+                          .spans = p->spans,
                           .window = m->options->window_size,
                           .scale = mt_attention_scale(m->options),
-                          .dropout = mt_model_dropout(m, m->layers[layer].number, MT_DROP_ATTENTION),
+                          .dropout = mt_model_dropout(m, p, m->layers[layer].number, MT_DROP_ATTENTION),
                           .first_head = m->grid->tensor.rank * m->H,
                           .backend = mt_attention_backend_of(m->options),
-                          .q_index = m->token_index,
-                          .k_index = m->token_index};
+                          .q_index = p->batch->token_index,
+                          .k_index = p->batch->token_index};
+}
+
+/* The rotation of a layer's heads, of tokens from `first_row` on. */
+static mt_rotation mt_model_rotation(const mt_model *m, const mt_pass *p, int64_t first_row) {
+    return (mt_rotation){.cos = m->rope_cos,
+                         .sin = m->rope_sin,
+                         .positions = p->batch->positions + first_row,
+                         .R = m->rotary_dim,
+                         .interleaved = m->options->rotary_interleaved};
+}
+
+/* The operands of both directions, of a layer's fused product `a->qkv`. */
+static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    mt_qk_args qk = {.T = p->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_model_rotation(m, p, 0)};
+    qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = (m->H + 2 * m->G) * m->D;
+    qk.q_w = w->q_norm.w, qk.k_w = w->k_norm.w, qk.q_rstd = a->q_rstd, qk.k_rstd = a->k_rstd;
+    qk.dq_w = w->q_norm.dw, qk.dk_w = w->k_norm.dw;
+    qk.eps = (float)m->options->norm_epsilon;
+    return qk;
+}
+
+/* qk_forward for a backend without it. */
+static void mt_qk_forward_unfused(const mt_model *m, const mt_qk_args *a) {
+    void *heads[] = {a->qk, mt_at(m, a->qk, a->H * a->D)};
+    for (int i = 0; i < 2; i++) {
+        mt_norm_args norm = {.T = a->T, .H = i ? a->G : a->H, .C = a->D, .eps = a->eps, .y = heads[i]};
+        norm.x = mt_at(m, (void *)a->qkv, i * a->H * a->D), norm.w = i ? a->k_w : a->q_w;
+        norm.rstd = i ? a->k_rstd : a->q_rstd, norm.x_stride = a->qkv_stride, norm.y_stride = a->qk_stride;
+        if (norm.w) m->ops->rmsnorm_forward(&norm, m->dtype, m->stream);
+    }
+    for (int i = 0; i < 2 && a->rotation.R > 0; i++) {
+        mt_rope_args rope = {.T = a->T, .H = i ? a->G : a->H, .D = a->D, .x = heads[i], .y = heads[i]};
+        rope.x_stride = rope.y_stride = a->qk_stride, rope.rotation = a->rotation;
+        m->ops->rope_forward(&rope, m->dtype, m->stream);
+    }
 }
 
 /* q/k norm, then rotation: raw fused q and k in, ready q and k out (in place where there is no norm). */
-static void mt_qk_forward(const mt_model *m, const mt_layer *w, mt_activations *a) {
-    int64_t T = m->T, D = m->D, R = m->rotary_dim, raw_stride = (m->H + 2 * m->G) * D;
-    float eps = (float)m->options->norm_epsilon;
-    bool interleaved = m->options->rotary_interleaved;
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
-    if (R == 0 && !m->options->qk_layernorm) return;
-    if (m->ops->qk_forward) {
-        m->ops->qk_forward(view.q, a->q_rstd, a->k_rstd, a->qkv, w->q_norm.w, w->k_norm.w, m->rope_cos, m->rope_sin,
-                           m->positions, T, m->H, m->G, D, R, view.qk_stride, raw_stride, interleaved, eps, m->dtype,
-                           m->stream);
-        return;
+static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+    mt_qk_args qk = mt_qk_operands(m, p, w, a);
+    mt_qkv_view view = mt_view_qkv(m, p, a->qkv, a->qk);
+    if (qk.rotation.R == 0 && !qk.q_w) return;
+    qk.qk = view.q, qk.qk_stride = view.qk_stride;
+    if (m->ops->qk_forward)
+        m->ops->qk_forward(&qk, m->dtype, p->stream);
+    else
+        mt_qk_forward_unfused(m, &qk);
+}
+
+/* qk_backward for a backend without it. */
+static void mt_qk_backward_unfused(const mt_model *m, const mt_qk_args *a) {
+    void *heads[] = {a->dqk, mt_at(m, a->dqk, a->H * a->D)};
+    for (int i = 0; i < 2 && a->rotation.R > 0; i++) {
+        mt_rope_args rope = {.T = a->T, .H = i ? a->G : a->H, .D = a->D, .x = heads[i], .y = heads[i]};
+        rope.x_stride = rope.y_stride = a->dqk_stride, rope.rotation = a->rotation;
+        m->ops->rope_backward(&rope, m->dtype, m->stream);
     }
-    if (m->options->qk_layernorm) {
-        m->ops->rmsnorm_forward(view.q, a->q_rstd, a->qkv, w->q_norm.w, T, m->H, D, view.qk_stride, raw_stride, eps,
-                                m->dtype, m->stream);
-        m->ops->rmsnorm_forward(view.k, a->k_rstd, mt_at(m, a->qkv, m->H * D), w->k_norm.w, T, m->G, D, view.qk_stride,
-                                raw_stride, eps, m->dtype, m->stream);
+    for (int i = 0; i < 2; i++) {
+        mt_norm_args norm = {.T = a->T, .H = i ? a->G : a->H, .C = a->D, .dy = heads[i]};
+        norm.x = mt_at(m, (void *)a->qkv, i * a->H * a->D), norm.dx = mt_at(m, a->dqkv, i * a->H * a->D);
+        norm.w = i ? a->k_w : a->q_w, norm.dw = i ? a->dk_w : a->dq_w, norm.rstd = i ? a->k_rstd : a->q_rstd;
+        norm.x_stride = a->qkv_stride, norm.dy_stride = a->dqk_stride, norm.dx_stride = a->dqkv_stride;
+        if (norm.w) m->ops->rmsnorm_backward(&norm, m->dtype, m->stream);
     }
-    if (R == 0) return;
-    m->ops->rope_forward(view.q, view.q, m->rope_cos, m->rope_sin, m->positions, T, m->H, D, R, view.qk_stride,
-                         view.qk_stride, interleaved, m->dtype, m->stream);
-    m->ops->rope_forward(view.k, view.k, m->rope_cos, m->rope_sin, m->positions, T, m->G, D, R, view.qk_stride,
-                         view.qk_stride, interleaved, m->dtype, m->stream);
 }
 
 /* Gradients of ready q and k (in `dqkv`, or in dqk with q/k norm) to gradients of the fused product, `dqkv`. */
-static void mt_qk_backward(const mt_model *m, mt_layer *w, const mt_activations *a, void *dqkv, void *dqk) {
-    int64_t T = m->T, D = m->D, R = m->rotary_dim, raw_stride = (m->H + 2 * m->G) * D;
-    bool interleaved = m->options->rotary_interleaved;
-    mt_qkv_view d = mt_view_qkv(m, dqkv, dqk);
-    if (R == 0 && !m->options->qk_layernorm) return;
-    if (m->ops->qk_backward) {
-        m->ops->qk_backward(dqkv, w->q_norm.dw, w->k_norm.dw, d.q, a->qkv, w->q_norm.w, w->k_norm.w, a->q_rstd,
-                            a->k_rstd, m->rope_cos, m->rope_sin, m->positions, T, m->H, m->G, D, R, raw_stride,
-                            d.qk_stride, raw_stride, interleaved, m->dtype, m->stream);
-        return;
-    }
-    if (R > 0) {
-        m->ops->rope_backward(d.q, d.q, m->rope_cos, m->rope_sin, m->positions, T, m->H, D, R, d.qk_stride, d.qk_stride,
-                              interleaved, m->dtype, m->stream);
-        m->ops->rope_backward(d.k, d.k, m->rope_cos, m->rope_sin, m->positions, T, m->G, D, R, d.qk_stride, d.qk_stride,
-                              interleaved, m->dtype, m->stream);
-    }
-    if (!m->options->qk_layernorm) return;
-    m->ops->rmsnorm_backward(dqkv, w->q_norm.dw, d.q, NULL, a->qkv, w->q_norm.w, a->q_rstd, T, m->H, D, raw_stride,
-                             d.qk_stride, raw_stride, m->dtype, m->stream);
-    m->ops->rmsnorm_backward(mt_at(m, dqkv, m->H * D), w->k_norm.dw, d.k, NULL, mt_at(m, a->qkv, m->H * D), w->k_norm.w,
-                             a->k_rstd, T, m->G, D, raw_stride, d.qk_stride, raw_stride, m->dtype, m->stream);
+static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a, void *dqkv,
+                           void *dqk) {
+    mt_qk_args qk = mt_qk_operands(m, p, w, a);
+    mt_qkv_view d = mt_view_qkv(m, p, dqkv, dqk);
+    if (qk.rotation.R == 0 && !qk.q_w) return;
+    qk.dqkv = dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
+    if (m->ops->qk_backward)
+        m->ops->qk_backward(&qk, m->dtype, p->stream);
+    else
+        mt_qk_backward_unfused(m, &qk);
 }
 
 /* ---- multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): hidden states shrink to a latent of the queries, one
@@ -5504,157 +5567,170 @@ static void mt_qk_backward(const mt_model *m, mt_layer *w, const mt_activations 
 /* transformers has it here whatever the other norms' epsilon. */
 static const float mt_latent_epsilon = 1e-6f;
 
-static void mt_latent_norm_forward(const mt_model *m, void *y, float *rstd, void *latent, int64_t column, mt_weight w,
-                                   int64_t rank) {
-    m->ops->rmsnorm_forward(y, rstd, mt_at(m, latent, column), w.w, m->rows, 1, rank, rank, mt_latent_width(m->options),
-                            mt_latent_epsilon, m->dtype, m->stream);
+static void mt_latent_norm_forward(const mt_model *m, const mt_pass *p, void *y, float *rstd, void *latent,
+                                   int64_t column, mt_weight w, int64_t rank) {
+    mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .y = y, .rstd = rstd};
+    a.x_stride = mt_latent_width(m->options), a.y_stride = rank, a.eps = mt_latent_epsilon;
+    m->ops->rmsnorm_forward(&a, m->dtype, p->stream);
 }
 
-static void mt_latent_norm_backward(const mt_model *m, void *dlatent, const void *dy, const float *rstd, void *latent,
-                                    int64_t column, mt_weight w, int64_t rank) {
-    int64_t width = mt_latent_width(m->options);
-    m->ops->rmsnorm_backward(mt_at(m, dlatent, column), w.dw, dy, NULL, mt_at(m, latent, column), w.w, rstd, m->rows, 1,
-                             rank, width, rank, width, m->dtype, m->stream);
+static void mt_latent_norm_backward(const mt_model *m, const mt_pass *p, void *dlatent, const void *dy, float *rstd,
+                                    void *latent, int64_t column, mt_weight w, int64_t rank) {
+    mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .rstd = rstd};
+    a.dy = dy, a.dx = mt_at(m, dlatent, column), a.dw = w.dw;
+    a.x_stride = a.dx_stride = mt_latent_width(m->options), a.dy_stride = rank;
+    m->ops->rmsnorm_backward(&a, m->dtype, p->stream);
+}
+
+/* The rope channels of a token's key, which all heads share; and the heads. */
+static mt_rope_args mt_latent_rope(const mt_model *m, const mt_pass *p) {
+    int64_t R = m->rotary_dim;
+    return (mt_rope_args){.T = p->rows, .H = 1, .D = R, .rotation = mt_model_rotation(m, p, p->first_row)};
+}
+
+static mt_latent_heads_args mt_latent_heads(const mt_model *m, const mt_pass *p) {
+    return (mt_latent_heads_args){
+        .T = p->T, .H = m->H, .N = m->options->qk_head_dim, .Dv = m->Dv, .rotation = mt_model_rotation(m, p, 0)};
 }
 
 /* input_normed -> q, k and v, ready. */
-static void mt_latent_qkv_forward(const mt_model *m, const mt_layer *w, mt_activations *a) {
+static void mt_latent_qkv_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     const mt_options *o = m->options;
     const mt_ops *ops = m->ops;
     const mt_layer_scratch *s = &m->scratch;
-    int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
+    int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, R = m->rotary_dim;
     int64_t width = mt_latent_width(o);
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, NULL);
-    mt_linear_forward(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .y = a->latent});
-    if (q_rank > 0) mt_latent_norm_forward(m, a->q_latent, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
-    mt_linear_forward(&m->tp, &w->q_b, &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .y = view.q});
-    mt_latent_norm_forward(m, a->kv_latent, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm, kv_rank);
-    mt_linear_forward(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .y = s->kv});
-    ops->rope_forward(s->k_rope, mt_at(m, a->latent, q_rank + kv_rank), m->rope_cos, m->rope_sin,
-                      m->positions + m->first_row, m->rows, 1, R, R, R, width, o->rotary_interleaved, m->dtype,
-                      m->stream);
-    const void *k_rope = mt_region_enter_forward(&m->tp, s->k_rope, R, m->stream);
-    ops->latent_heads_forward(view.q, view.k, view.v, s->kv, k_rope, m->rope_cos, m->rope_sin, m->positions, m->T, m->H,
-                              N, R, m->Dv, o->rotary_interleaved, m->dtype, m->stream);
+    mt_qkv_view view = mt_view_qkv(m, p, a->qkv, NULL);
+    mt_linear_forward(&p->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .y = a->latent});
+    if (q_rank > 0) mt_latent_norm_forward(m, p, a->q_latent, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
+    mt_linear_forward(&p->tp, &w->q_b, &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .y = view.q});
+    mt_latent_norm_forward(m, p, a->kv_latent, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm, kv_rank);
+    mt_linear_forward(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .y = s->kv});
+    mt_rope_args rope = mt_latent_rope(m, p);
+    rope.x = mt_at(m, a->latent, q_rank + kv_rank), rope.x_stride = width, rope.y = s->k_rope, rope.y_stride = R;
+    ops->rope_forward(&rope, m->dtype, p->stream);
+    mt_latent_heads_args heads = mt_latent_heads(m, p);
+    heads.k_rope = mt_region_enter_forward(&p->tp, s->k_rope, R, p->stream);
+    heads.q = view.q, heads.kv = s->kv, heads.k = view.k, heads.v = view.v;
+    ops->latent_heads_forward(&heads, m->dtype, p->stream);
 }
 
 /* The gradient of the queries, dq, to that of their latent in scratch.dlatent or, where they have none, of input_normed
  * in scratch.normed. */
-static void mt_latent_q_backward(const mt_model *m, mt_layer *w, const mt_activations *a, const void *dq, int parts) {
+static void mt_latent_q_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a,
+                                 const void *dq) {
     const mt_layer_scratch *s = &m->scratch;
     int64_t q_rank = m->options->q_lora_rank;
     if (q_rank == 0) {
-        mt_linear_backward(&m->tp, &w->q_b, &(mt_linear_io){.x = a->input_normed, .dy = dq, .dx = s->normed}, parts);
+        mt_linear_backward(&p->tp, &w->q_b, &(mt_linear_io){.x = a->input_normed, .dy = dq, .dx = s->normed}, p->parts);
         return;
     }
-    mt_linear_backward(&m->tp, &w->q_b, &(mt_linear_io){.x = a->q_latent, .dy = dq, .dx = s->latent_normed}, parts);
-    mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
+    mt_linear_backward(&p->tp, &w->q_b, &(mt_linear_io){.x = a->q_latent, .dy = dq, .dx = s->latent_normed}, p->parts);
+    mt_latent_norm_backward(m, p, s->dlatent, s->latent_normed, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
 }
 
 /* Gradients of q, k and v, in scratch.wide, to that of input_normed, scratch.normed. With MT_PART_INPUT alone, the
  * products' output gradients take the places of q, of k and v, and of the latents. */
-static void mt_latent_qkv_backward(const mt_model *m, mt_layer *w, mt_activations *a, int parts) {
+static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
     const mt_options *o = m->options;
     const mt_ops *ops = m->ops;
     const mt_layer_scratch *s = &m->scratch;
     int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
     int64_t width = mt_latent_width(o), kv_width = m->H * (N + m->Dv);
-    mt_qkv_view d = mt_view_qkv(m, s->wide, NULL), kept = mt_view_qkv(m, a->qkv, NULL);
-    ops->latent_heads_backward(d.q, s->kv, mt_region_partial(&m->tp, s->k_rope), d.k, d.v, m->rope_cos, m->rope_sin,
-                               m->positions, m->T, m->H, N, R, m->Dv, o->rotary_interleaved, m->dtype, m->stream);
-    mt_region_enter_backward(&m->tp, s->k_rope, m->tp.partial, R, m->stream);
-    ops->rope_backward(mt_at(m, s->dlatent, q_rank + kv_rank), s->k_rope, m->rope_cos, m->rope_sin,
-                       m->positions + m->first_row, m->rows, 1, R, R, width, R, o->rotary_interleaved, m->dtype,
-                       m->stream);
-    mt_linear_backward(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = s->kv, .dx = s->latent_normed},
-                       parts);
-    mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm,
+    mt_qkv_view d = mt_view_qkv(m, p, s->wide, NULL), kept = mt_view_qkv(m, p, a->qkv, NULL);
+    mt_latent_heads_args heads = mt_latent_heads(m, p);
+    heads.dq = d.q, heads.dk = d.k, heads.dv = d.v;
+    heads.dkv = s->kv, heads.dk_rope = mt_region_partial(&p->tp, s->k_rope);
+    ops->latent_heads_backward(&heads, m->dtype, p->stream);
+    mt_region_enter_backward(&p->tp, s->k_rope, p->tp.partial, R, p->stream);
+    mt_rope_args rope = mt_latent_rope(m, p);
+    rope.x = s->k_rope, rope.x_stride = R, rope.y = mt_at(m, s->dlatent, q_rank + kv_rank), rope.y_stride = width;
+    ops->rope_backward(&rope, m->dtype, p->stream);
+    mt_linear_backward(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = s->kv, .dx = s->latent_normed},
+                       p->parts);
+    mt_latent_norm_backward(m, p, s->dlatent, s->latent_normed, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm,
                             kv_rank);
-    mt_latent_q_backward(m, w, a, d.q, parts);
+    mt_latent_q_backward(m, p, w, a, d.q);
     void *dx = q_rank > 0 ? s->normed : s->active;
-    mt_linear_backward(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = s->dlatent, .dx = dx}, parts);
+    mt_linear_backward(&p->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = s->dlatent, .dx = dx}, p->parts);
     if (q_rank == 0)
-        ops->dropout_add_forward(s->normed, dx, s->normed, m->token_index, m->rows, m->C, 0, &(mt_dropout){0}, m->dtype,
-                                 m->stream);
-    if (parts != MT_PART_INPUT) return;
-    mt_keep(m, kept.q, d.q, m->T * m->H * m->D);
-    mt_keep(m, kept.k, s->kv, m->T * kv_width); // and into v's
-    mt_keep(m, a->latent, s->dlatent, m->rows * width);
+        ops->dropout_add_forward(s->normed, dx, s->normed, p->batch->token_index, p->rows, m->C, 0, &(mt_dropout){0},
+                                 m->dtype, p->stream);
+    if (p->parts != MT_PART_INPUT) return;
+    mt_keep(m, p, kept.q, d.q, p->T * m->H * m->D);
+    mt_keep(m, p, kept.k, s->kv, p->T * kv_width); // and into v's
+    mt_keep(m, p, a->latent, s->dlatent, p->rows * width);
 }
 
 /* The weights' part, where MT_PART_INPUT left what it needs. */
-static void mt_latent_qkv_backward_weight(const mt_model *m, mt_layer *w, const mt_activations *a) {
+static void mt_latent_qkv_backward_weight(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a) {
     const mt_options *o = m->options;
     int64_t q_rank = o->q_lora_rank;
-    mt_qkv_view kept = mt_view_qkv(m, a->qkv, NULL);
-    mt_linear_backward_weight(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = kept.k});
-    mt_linear_backward_weight(&m->tp, &w->q_b,
+    mt_qkv_view kept = mt_view_qkv(m, p, a->qkv, NULL);
+    mt_linear_backward_weight(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = kept.k});
+    mt_linear_backward_weight(&p->tp, &w->q_b,
                               &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .dy = kept.q});
-    mt_linear_backward_weight(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = a->latent});
+    mt_linear_backward_weight(&p->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = a->latent});
 }
 
 /* ---- the block */
 
 /* Generation: new keys and values go to their cache rows, and attention reads the cache instead. */
-static void mt_cache_update(const mt_model *m, int64_t layer, mt_qkv_view *view, mt_attention *shape) {
+static void mt_cache_update(const mt_model *m, const mt_pass *p, int64_t layer, mt_attention *call) {
     int64_t k_width = m->G * m->D, v_width = m->G * m->Dv;
-    m->ops->scatter_rows(m->k_cache[layer], view->k, m->cache_rows, m->T, k_width, k_width, view->qk_stride, m->dtype,
-                         m->stream);
-    m->ops->scatter_rows(m->v_cache[layer], view->v, m->cache_rows, m->T, v_width, v_width, view->v_stride, m->dtype,
-                         m->stream);
-    view->k = m->k_cache[layer];
-    view->v = m->v_cache[layer];
-    shape->k_stride = k_width, shape->v_stride = v_width;
+    m->ops->scatter_rows(m->k_cache[layer], call->k, p->batch->cache_rows, p->T, k_width, k_width, call->k_stride,
+                         m->dtype, p->stream);
+    m->ops->scatter_rows(m->v_cache[layer], call->v, p->batch->cache_rows, p->T, v_width, v_width, call->v_stride,
+                         m->dtype, p->stream);
+    call->k = m->k_cache[layer], call->k_stride = k_width;
+    call->v = m->v_cache[layer], call->v_stride = v_width;
 }
 
 /* middle = input + dropout(attention(norm(input))), from input_normed on, to the MLP's norm of it. `decode` attends
  * over the cache. */
-static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activations *a, bool decode) {
+static void mt_attention_block_forward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
     const mt_layer *w = &m->layers[layer];
     if (m->options->multi_latent_attention) {
-        mt_latent_qkv_forward(m, w, a);
+        mt_latent_qkv_forward(m, p, w, a);
     } else {
-        mt_linear_forward(&m->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .y = a->qkv});
-        mt_qk_forward(m, w, a);
+        mt_linear_forward(&p->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .y = a->qkv});
+        mt_qk_forward(m, p, w, a);
     }
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
-    mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
-    if (decode) mt_cache_update(m, layer, &view, &shape);
+    mt_attention call = mt_attention_call(m, p, layer, a);
+    if (p->decode) mt_cache_update(m, p, layer, &call);
     if (m->context)
-        mt_context_attention_forward(m->context, a->attended, a->lse, view.q, view.k, view.v, &shape, m->stream);
+        mt_context_attention_forward(m->context, &call, p->stream);
     else
-        m->ops->attention_forward(a->attended, a->lse, view.q, view.k, view.v, &m->spans, &shape, m->dtype, m->stream);
-    mt_linear_forward(&m->tp, &w->o, &(mt_linear_io){.x = a->attended, .y = m->scratch.hidden});
+        m->ops->attention_forward(&call, m->dtype, p->stream);
+    mt_linear_forward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .y = m->scratch.hidden});
     mt_norm mlp_norm = {w->mlp_norm, w->mlp_norm_bias, a->mlp_normed, a->mlp_mean, a->mlp_rstd};
-    mt_residual_forward(m, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, &mlp_norm);
+    mt_residual_forward(m, p, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, &mlp_norm);
 }
 
 /* The gradient of the residual stream, scratch.residual, goes from `middle` to `input`. With MT_PART_INPUT alone, what
  * the weights' part will need takes the place of what is no longer needed: see mt_layer_backward_weight. */
-static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
+static void mt_attention_block_backward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
     mt_layer *w = &m->layers[layer];
     mt_layer_scratch *s = &m->scratch;
-    const void *dout = mt_residual_backward(m, w->number, MT_DROP_ATTENTION_OUT);
-    mt_linear_backward(&m->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->active}, parts);
+    const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_ATTENTION_OUT);
+    mt_linear_backward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->active}, p->parts);
 
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk), d = mt_view_qkv(m, s->wide, s->dqk);
-    mt_attention shape = mt_attention_shape(m, layer, view.qk_stride, view.v_stride);
+    mt_qkv_view d = mt_view_qkv(m, p, s->wide, s->dqk);
+    mt_attention call = mt_attention_call(m, p, layer, a);
+    call.dq = d.q, call.dk = d.k, call.dv = d.v, call.row_dot = s->row_dot, call.dout = s->active;
     if (m->context)
-        mt_context_attention_backward(m->context, d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v,
-                                      a->attended, a->lse, &shape, m->stream);
+        mt_context_attention_backward(m->context, &call, p->stream);
     else
-        m->ops->attention_backward(d.q, d.k, d.v, s->row_dot, s->active, view.q, view.k, view.v, a->attended, a->lse,
-                                   &m->spans, &shape, m->dtype, m->stream);
+        m->ops->attention_backward(&call, m->dtype, p->stream);
     if (m->options->multi_latent_attention) {
-        mt_latent_qkv_backward(m, w, a, parts);
+        mt_latent_qkv_backward(m, p, w, a);
     } else {
-        mt_qk_backward(m, w, a, s->wide, s->dqk);
-        if (parts == MT_PART_INPUT) mt_keep(m, a->qkv, s->wide, m->T * w->qkv.N);
-        mt_linear_backward(&m->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .dy = s->wide, .dx = s->normed},
-                           parts);
+        mt_qk_backward(m, p, w, a, s->wide, s->dqk);
+        if (p->parts == MT_PART_INPUT) mt_keep(m, p, a->qkv, s->wide, p->T * w->qkv.N);
+        mt_linear_backward(&p->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .dy = s->wide, .dx = s->normed},
+                           p->parts);
     }
-    mt_residual_norm_backward(m, a->input, dout, a->input_mean, a->input_rstd, w->input_norm, w->input_norm_bias,
-                              parts);
+    mt_residual_norm_backward(m, p, a->input, dout, a->input_mean, a->input_rstd, w->input_norm, w->input_norm_bias);
 }
 
 /* ==== §9c MLP ==================================================================================================== */
@@ -5670,38 +5746,39 @@ static const float *mt_layer_gates(const mt_model *m, const mt_layer *w, const m
 
 /* scratch.hidden = down(activation(fc1(mlp_normed))). The activation is SwiGLU, GELU, or with --openai-gelu the tanh
  * approximation of GELU, which the linear fuses. */
-static void mt_mlp_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
+static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     const float *gates = mt_layer_gates(m, w, a);
-    mt_linear_forward(&m->tp, &w->fc1,
+    mt_linear_forward(&p->tp, &w->fc1,
                       &(mt_linear_io){.x = a->mlp_normed,
                                       .y = a->mlp_hidden,
                                       .gelu = m->options->openai_gelu ? a->mlp_active : NULL});
     if (gates)
-        m->ops->expert_swiglu_forward(a->mlp_active, a->mlp_hidden, gates, m->T, w->F, m->dtype, m->stream);
+        m->ops->expert_swiglu_forward(a->mlp_active, a->mlp_hidden, gates, p->T, w->F, m->dtype, p->stream);
     else if (m->options->swiglu)
-        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, m->T, w->F, m->dtype, m->stream);
+        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, p->T, w->F, m->dtype, p->stream);
     else if (!m->options->openai_gelu)
-        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, m->T * w->F, false, m->dtype, m->stream);
-    mt_linear_forward(&m->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.hidden});
+        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, p->T * w->F, false, m->dtype, p->stream);
+    mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.hidden});
 }
 
 /* scratch.normed = the gradient of mlp_normed from that of the MLP's output. */
-static void mt_mlp_backward(mt_model *m, mt_layer *w, mt_activations *a, const void *dout, int parts) {
+static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout,
+                            int parts) {
     const float *gates = mt_layer_gates(m, w, a);
     mt_layer_scratch *s = &m->scratch;
     bool fused = m->options->openai_gelu;
     mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = fused ? s->wide : s->active};
     if (fused) down.gelu_input = a->mlp_hidden;
-    mt_linear_backward(&m->tp, &w->down, &down, parts);
+    mt_linear_backward(&p->tp, &w->down, &down, parts);
     if (gates)
-        m->ops->expert_swiglu_backward(s->wide, m->experts.dgates, s->active, a->mlp_hidden, gates, m->T, w->F,
-                                       m->dtype, m->stream);
+        m->ops->expert_swiglu_backward(s->wide, m->experts.dgates, s->active, a->mlp_hidden, gates, p->T, w->F,
+                                       m->dtype, p->stream);
     else if (m->options->swiglu)
-        m->ops->swiglu_backward(s->wide, s->active, a->mlp_hidden, m->T, w->F, m->dtype, m->stream);
+        m->ops->swiglu_backward(s->wide, s->active, a->mlp_hidden, p->T, w->F, m->dtype, p->stream);
     else if (!fused)
-        m->ops->gelu_backward(s->wide, s->active, a->mlp_hidden, m->T * w->F, false, m->dtype, m->stream);
-    if (parts == MT_PART_INPUT) mt_keep(m, a->mlp_hidden, s->wide, m->T * w->fc1.N);
-    mt_linear_backward(&m->tp, &w->fc1, &(mt_linear_io){.x = a->mlp_normed, .dy = s->wide, .dx = s->normed}, parts);
+        m->ops->gelu_backward(s->wide, s->active, a->mlp_hidden, p->T * w->F, false, m->dtype, p->stream);
+    if (parts == MT_PART_INPUT) mt_keep(m, p, a->mlp_hidden, s->wide, p->T * w->fc1.N);
+    mt_linear_backward(&p->tp, &w->fc1, &(mt_linear_io){.x = a->mlp_normed, .dy = s->wide, .dx = s->normed}, parts);
 }
 
 /* ==== §9d mixture of experts ===================================================================================== */
@@ -5717,8 +5794,8 @@ static void mt_mlp_backward(mt_model *m, mt_layer *w, mt_activations *a, const v
 static void mt_follow(const mt_model *m, mt_stream *stream, mt_stream *other);
 
 /* Tokens that the ranks which share a micro-batch's sequences have of it together. */
-static int64_t mt_micro_batch_tokens(const mt_model *m) {
-    return m->rows * m->grid->tensor_context.size;
+static int64_t mt_micro_batch_tokens(const mt_model *m, const mt_pass *p) {
+    return p->rows * m->grid->tensor_context.size;
 }
 
 /* Rows that an expert takes of a micro-batch: ceil(T k / E factor). */
@@ -5777,93 +5854,95 @@ static void mt_expert_rows_free(const mt_model *m, mt_expert_rows *rows) {
 
 /* counts[E] become those of the global batch up to and with this rank's micro-batch, in the order of samples: as one
  * rank counts that computes all micro-batches. */
-static void mt_count_globally(mt_model *m, const mt_layer *w, float *counts) {
+static void mt_count_globally(mt_model *m, const mt_pass *p, const mt_layer *w, float *counts) {
     const mt_experts *e = &m->experts;
     const mt_group *data = &m->grid->data;
     int64_t E = e->router.num_experts;
     float *global = e->global + w->moe_index * E;
-    m->ops->all_gather(e->of_ranks, counts, E, MT_F32, data, m->stream);
-    m->ops->combine_rows(counts, e->of_ranks, e->data_ranks, global, 1, data->rank + 1, E, MT_F32, m->stream);
-    m->ops->combine_rows(global, e->of_ranks, e->data_ranks, global, 1, data->size, E, MT_F32, m->stream);
+    m->ops->all_gather(e->of_ranks, counts, E, MT_F32, data, p->stream);
+    m->ops->combine_rows(counts, e->of_ranks, e->data_ranks, global, 1, data->rank + 1, E, MT_F32, p->stream);
+    m->ops->combine_rows(global, e->of_ranks, e->data_ranks, global, 1, data->size, E, MT_F32, p->stream);
 }
 
 /* Shares and counts of the experts over all ranks that share the sequences. */
-static void mt_balance(mt_model *m, const mt_layer *w, mt_routing *r) {
+static void mt_balance(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = &m->experts;
     const char *type = m->options->moe_router_load_balancing_type;
-    int64_t E = e->router.num_experts, S = strcmp(type, "seq_aux_loss") == 0 ? m->spans.count : 1;
+    int64_t E = e->router.num_experts, S = strcmp(type, "seq_aux_loss") == 0 ? p->spans.count : 1;
     const mt_group *group = &m->grid->tensor_context;
     MT_CHECK(S <= e->sequences);
-    m->ops->balance_forward(r->balance, e->losses + 1, r->logits, S > 1 ? m->sequence + m->first_row : NULL, S, m->rows,
-                            &e->router, m->stream);
-    m->ops->all_reduce(r->balance, 2 * S * E, MT_SUM, MT_F32, group, m->stream);
-    if (e->counts_globally) mt_count_globally(m, w, r->balance + E);
-    if (group->rank == 0) m->ops->balance_loss(e->losses, r->balance, S, E, m->stream);
+    m->ops->balance_forward(r->balance, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL, S,
+                            p->rows, &e->router, p->stream);
+    m->ops->all_reduce(r->balance, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
+    if (e->counts_globally) mt_count_globally(m, p, w, r->balance + E);
+    if (group->rank == 0) m->ops->balance_loss(e->losses, r->balance, S, E, p->stream);
 }
 
 /* Drops what is over the experts' capacity of the whole micro-batch: whichever ranks have its tokens, the same. */
-static void mt_drop(mt_model *m, const mt_layer *w, int32_t *kept, const int32_t *experts, const float *probs) {
+static void mt_drop(mt_model *m, const mt_pass *p, const mt_layer *w, int32_t *kept, const int32_t *experts,
+                    const float *probs) {
     mt_experts *e = &m->experts;
     const mt_group *group = &m->grid->tensor_context;
-    int64_t R = m->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m);
+    int64_t R = p->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m, p);
     bool by_position = strcmp(m->options->moe_token_drop_policy, "position") == 0;
-    const int64_t *index = m->token_index + m->first_row;
+    const int64_t *index = p->batch->token_index + p->first_row;
     if (group->size > 1) {
-        m->ops->all_gather(e->all_experts, experts, R * k, MT_I32, group, m->stream);
-        m->ops->all_gather(e->all_probs, probs, R * k, MT_F32, group, m->stream);
-        m->ops->all_gather(e->all_index, index, R, MT_I64, group, m->stream);
+        m->ops->all_gather(e->all_experts, experts, R * k, MT_I32, group, p->stream);
+        m->ops->all_gather(e->all_probs, probs, R * k, MT_F32, group, p->stream);
+        m->ops->all_gather(e->all_index, index, R, MT_I64, group, p->stream);
         experts = e->all_experts, probs = e->all_probs, index = e->all_index;
     }
     m->ops->drop_tokens(kept, experts, probs, index, tokens, k, group->rank * R, R, mt_expert_capacity(m, tokens),
-                        by_position, m->stream);
-    if (m->training) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, m->stream);
+                        by_position, p->stream);
+    if (p->training) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
 
 /* Where this rank's tokens lie in arrays of N tokens. */
-static int64_t mt_own_choices(const mt_model *m) {
-    return m->experts.gathers ? m->experts.group->rank * m->rows * m->experts.router.topk : 0;
+static int64_t mt_own_choices(const mt_model *m, const mt_pass *p) {
+    return m->experts.gathers ? m->experts.group->rank * p->rows * m->experts.router.topk : 0;
 }
 
 /* Chooses experts for logits[R, E] such that those of the whole micro-batch have even loads. */
-static void mt_route_together(mt_model *m, const mt_layer *w, const mt_routing *r) {
+static void mt_route_together(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
     mt_experts *e = &m->experts;
     const mt_group *group = &m->grid->tensor_context;
-    int64_t R = m->rows, own = mt_own_choices(m);
+    int64_t R = p->rows, own = mt_own_choices(m, p);
     const float *logits = r->logits;
     if (group->size > 1) {
-        m->ops->all_gather(e->all_logits, logits, R * e->router.num_experts, MT_F32, group, m->stream);
+        m->ops->all_gather(e->all_logits, logits, R * e->router.num_experts, MT_F32, group, p->stream);
         logits = e->all_logits;
     }
     m->ops->route_sinkhorn(r->probs + own, r->experts + own, e->invalid + w->moe_index, logits, group->size * R,
-                           group->rank * R, R, &e->router, m->stream);
+                           group->rank * R, R, &e->router, p->stream);
 }
 
 /* Chooses experts for x[R, C]. */
-static void mt_route_forward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
+static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = &m->experts;
-    int64_t R = m->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_choices(m);
-    mt_linear_forward(&m->tp, &w->router, &(mt_linear_io){.x = x, .y = r->logits});
-    if (m->training && e->together)
-        mt_route_together(m, w, r);
+    int64_t R = p->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_choices(m, p);
+    mt_linear_forward(&p->tp, &w->router, &(mt_linear_io){.x = x, .y = r->logits});
+    if (p->training && e->together)
+        mt_route_together(m, p, w, r);
     else
         m->ops->route_forward(r->probs + own, r->experts + own, e->invalid + w->moe_index, r->logits, w->router_bias.w,
-                              R, &e->router, m->stream);
-    if (m->training) m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, m->stream);
-    if (m->training && e->balances) mt_balance(m, w, r);
-    if (e->drops) mt_drop(m, w, r->kept + own, r->experts + own, r->probs + own);
+                              R, &e->router, p->stream);
+    if (p->training) m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, p->stream);
+    if (p->training && e->balances) mt_balance(m, p, w, r);
+    if (e->drops) mt_drop(m, p, w, r->kept + own, r->experts + own, r->probs + own);
 }
 
 /* experts.router_dx = the gradient of x from that of its probabilities, and of what balances the experts. */
-static void mt_route_backward(mt_model *m, mt_layer *w, mt_routing *r, const void *x) {
+static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = &m->experts;
     const mt_options *o = m->options;
-    int64_t R = m->rows, E = e->router.num_experts, own = mt_own_choices(m);
-    int64_t S = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? m->spans.count : 1;
-    m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, m->stream);
+    int64_t R = p->rows, E = e->router.num_experts, own = mt_own_choices(m, p);
+    int64_t S = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? p->spans.count : 1;
+    m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
     if (e->balances)
-        m->ops->balance_backward(e->dlogits, r->logits, r->balance + S * E, S > 1 ? m->sequence + m->first_row : NULL,
-                                 S, R, (float)o->moe_aux_loss_coeff, (float)o->moe_z_loss_coeff, &e->router, m->stream);
-    mt_linear_backward(&m->tp, &w->router,
+        m->ops->balance_backward(e->dlogits, r->logits, r->balance + S * E,
+                                 S > 1 ? p->batch->sequence + p->first_row : NULL, S, R, (float)o->moe_aux_loss_coeff,
+                                 (float)o->moe_z_loss_coeff, &e->router, p->stream);
+    mt_linear_backward(&p->tp, &w->router,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
                        MT_PART_BOTH);
 }
@@ -5875,32 +5954,32 @@ static void mt_route_backward(mt_model *m, mt_layer *w, mt_routing *r, const voi
 static const mt_router mt_one_expert = {.num_experts = 1, .topk = 1, .sigmoid = true, .scaling = 1};
 
 /* Where the gates of this rank's rows are among those of all its tokens. */
-static int64_t mt_first_gate(const mt_model *m) {
-    return m->tp.sequence_parallel ? m->grid->tensor.rank * m->rows : 0;
+static int64_t mt_first_gate(const mt_model *m, const mt_pass *p) {
+    return p->tp.sequence_parallel ? m->grid->tensor.rank * p->rows : 0;
 }
 
 /* routing.gates[T] = sigmoid(x[R, C] w^T) of all rows that the tensor group has. */
-static void mt_shared_gate_forward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
+static void mt_shared_gate_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     const mt_experts *e = &m->experts;
-    float *own = r->gates + mt_first_gate(m);
-    mt_linear_forward(&m->tp, &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
-    m->ops->route_forward(own, e->gate_experts, e->gate_invalid, r->gate_logits, NULL, m->rows, &mt_one_expert,
-                          m->stream);
-    if (m->tp.sequence_parallel) m->ops->all_gather(r->gates, own, m->rows, MT_F32, &m->grid->tensor, m->stream);
+    float *own = r->gates + mt_first_gate(m, p);
+    mt_linear_forward(&p->tp, &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
+    m->ops->route_forward(own, e->gate_experts, e->gate_invalid, r->gate_logits, NULL, p->rows, &mt_one_expert,
+                          p->stream);
+    if (p->tp.sequence_parallel) m->ops->all_gather(r->gates, own, p->rows, MT_F32, &m->grid->tensor, p->stream);
 }
 
 /* scratch.normed[R, C], the gradient of x so far, += that from experts.dgates[T]. */
-static void mt_shared_gate_backward(mt_model *m, mt_layer *w, const mt_routing *r, const void *x) {
+static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r, const void *x) {
     const mt_experts *e = &m->experts;
-    float *own = e->dgates + mt_first_gate(m);
+    float *own = e->dgates + mt_first_gate(m, p);
     mt_dropout none = {0};
-    if (m->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, m->rows, MT_F32, &m->grid->tensor, m->stream);
-    m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, m->rows, &mt_one_expert, m->stream);
-    mt_linear_backward(&m->tp, &w->shared_gate,
+    if (p->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, p->rows, MT_F32, &m->grid->tensor, p->stream);
+    m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, p->rows, &mt_one_expert, p->stream);
+    mt_linear_backward(&p->tp, &w->shared_gate,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
                        MT_PART_BOTH);
-    m->ops->dropout_add_forward(m->scratch.normed, e->router_dx, m->scratch.normed, m->token_index, m->rows, m->C, 0,
-                                &none, m->dtype, m->stream);
+    m->ops->dropout_add_forward(m->scratch.normed, e->router_dx, m->scratch.normed, p->batch->token_index, p->rows,
+                                m->C, 0, &none, m->dtype, p->stream);
 }
 
 /* ---- what a step counts and reports */
@@ -5927,7 +6006,7 @@ static void mt_experts_finish(mt_model *m) {
     m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->data, m->stream);
 }
 
-static void mt_saved_changes(mt_model *m); // §12a
+static void mt_follow_reader(mt_model *m); // §12a
 
 /* After the step was judged: the biases follow the loads, unless it was bad. */
 static void mt_experts_move_biases(mt_model *m) {
@@ -5935,7 +6014,7 @@ static void mt_experts_move_biases(mt_model *m) {
     int64_t E = e->router.num_experts;
     for (int64_t i = 0; i < m->num_layers; i++) {
         if (!m->layers[i].router_bias.w) continue;
-        mt_saved_changes(m);
+        mt_follow_reader(m);
         m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].moe_index * E,
                                  &m->numbers->grad_scale, E, (float)m->options->moe_router_bias_update_rate, m->stream);
     }
@@ -6005,12 +6084,12 @@ static void mt_experts_describe(char text[160], const mt_model *m, const mt_step
 /* ---- the six phases */
 
 /* How many rows go to and come from every rank, which the host must know to exchange them, and each expert's. */
-static void mt_count_exchange(mt_model *m, mt_routing *r) {
+static void mt_count_exchange(mt_model *m, const mt_pass *p, mt_routing *r) {
     mt_experts *e = &m->experts;
     int64_t size = e->group->size, rank = e->group->rank, local = e->local, stride = e->places + 1;
-    m->ops->all_gather(e->all_offsets, r->offsets, stride, MT_I32, e->group, m->stream);
-    m->ops->memory_copy(e->host_offsets, e->all_offsets, size * stride * 4, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->all_gather(e->all_offsets, r->offsets, stride, MT_I32, e->group, p->stream);
+    m->ops->memory_copy(e->host_offsets, e->all_offsets, size * stride * 4, p->stream);
+    m->ops->stream_wait(p->stream);
     r->num_rows = 0;
     for (int64_t other = 0; other < size; other++) {
         const int32_t *here = e->host_offsets + other * stride + rank * local;
@@ -6020,45 +6099,45 @@ static void mt_count_exchange(mt_model *m, mt_routing *r) {
         r->sent[other] = there[local] - there[0];
         r->num_rows += r->received[other];
     }
-    m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, m->stream);
+    m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, p->stream);
 }
 
 /* The same where every expert's input has the rows of its capacity. */
-static void mt_count_padded_exchange(mt_model *m, mt_routing *r, int64_t capacity) {
+static void mt_count_padded_exchange(mt_model *m, const mt_pass *p, mt_routing *r, int64_t capacity) {
     mt_experts *e = &m->experts;
     int64_t size = e->group->size, local = e->local;
     r->num_rows = size * local * capacity;
     for (int64_t other = 0; other < size; other++) r->sent[other] = r->received[other] = local * capacity;
     if (e->host_counts[0] == capacity) return;
-    m->ops->stream_wait(m->stream); // the copy of what was there
+    m->ops->stream_wait(p->stream); // the copy of what was there
     for (int64_t i = 0; i < size * local; i++) e->host_counts[i] = (int32_t)capacity;
-    m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, m->stream);
+    m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, p->stream);
 }
 
 /* Preprocess: the order in which rows leave and come, and how many. */
-static void mt_dispatch_preprocess(mt_model *m, mt_routing *r) {
+static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, mt_routing *r) {
     mt_experts *e = &m->experts;
-    int64_t k = e->router.topk, N = e->gathers ? e->group->size * m->rows : m->rows, own = mt_own_choices(m);
+    int64_t k = e->router.topk, N = e->gathers ? e->group->size * p->rows : p->rows, own = mt_own_choices(m, p);
     mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .local = e->local};
     dispatch.copies = m->grid->expert_tensor.size;
-    if (e->pads) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m));
+    if (e->pads) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m, p));
     if (e->gathers) {
-        m->ops->all_gather(r->kept, r->kept + own, m->rows * k, MT_I32, e->group, m->stream);
-        m->ops->all_gather(r->probs, r->probs + own, m->rows * k, MT_F32, e->group, m->stream);
+        m->ops->all_gather(r->kept, r->kept + own, p->rows * k, MT_I32, e->group, p->stream);
+        m->ops->all_gather(r->probs, r->probs + own, p->rows * k, MT_F32, e->group, p->stream);
         dispatch = (mt_dispatch){.topk = k, .first = m->grid->expert.rank * e->local, .count = e->local, .copies = 1};
         dispatch.local = e->local;
     }
     int64_t places = dispatch.count * dispatch.copies;
     int64_t P = dispatch.capacity > 0 ? places * dispatch.capacity : N * k * dispatch.copies;
-    m->ops->dispatch_plan(r->offsets, r->position, r->choice, r->token, r->kept, N, P, &dispatch, m->stream);
+    m->ops->dispatch_plan(r->offsets, r->position, r->choice, r->token, r->kept, N, P, &dispatch, p->stream);
     r->num_rows = r->num_choices = P;
     if (e->gathers || (e->group->size == 1 && !e->grouped)) {
-        m->ops->memory_copy(e->host_offsets, r->offsets, (places + 1) * 4, m->stream);
-        m->ops->stream_wait(m->stream);
+        m->ops->memory_copy(e->host_offsets, r->offsets, (places + 1) * 4, p->stream);
+        m->ops->stream_wait(p->stream);
         if (e->gathers) r->num_rows = e->host_offsets[places];
         if (!e->grouped) memcpy(r->host_offsets, e->host_offsets, (size_t)(places + 1) * 4);
     } else if (e->group->size > 1) {
-        dispatch.capacity > 0 ? mt_count_padded_exchange(m, r, dispatch.capacity) : mt_count_exchange(m, r);
+        dispatch.capacity > 0 ? mt_count_padded_exchange(m, p, r, dispatch.capacity) : mt_count_exchange(m, p, r);
     }
     int64_t M = mt_max(r->num_rows, e->gathers ? 0 : P);
     mt_expert_rows_reserve(m, &e->rows, M, true);
@@ -6066,7 +6145,7 @@ static void mt_dispatch_preprocess(mt_model *m, mt_routing *r) {
     if (e->group->size == 1 || e->gathers) return;
     mt_expert_rows_reserve(m, &e->travelling, M, false);
     m->ops->exchange_order(r->rows.to_expert, r->rows.from_expert, r->expert_offsets, e->counts, e->group->size,
-                           e->local, r->num_rows, m->stream);
+                           e->local, r->num_rows, p->stream);
     r->host_offsets[0] = 0;
     for (int64_t i = 0; !e->grouped && i < e->local; i++) {
         r->host_offsets[i + 1] = r->host_offsets[i];
@@ -6087,26 +6166,29 @@ static void mt_exchange(mt_model *m, const mt_routing *r, void *to, const void *
     m->ops->all_to_all_v(to, e->out_counts, from, e->in_counts, dtype, e->group, e->comm);
 }
 
-static void mt_gather(const mt_model *m, void *to, const void *from, const int32_t *rows, int64_t count) {
-    m->ops->gather_rows(to, from, rows, count, m->C, m->C, m->C, m->dtype, m->stream);
+static void mt_gather(const mt_model *m, const mt_pass *p, void *to, const void *from, const int32_t *rows,
+                      int64_t count) {
+    m->ops->gather_rows(to, from, rows, count, m->C, m->C, m->C, m->dtype, p->stream);
 }
 
-static void mt_gather_floats(const mt_model *m, float *to, const float *from, const int32_t *rows, int64_t count) {
-    m->ops->gather_rows(to, from, rows, count, 1, 1, 1, MT_F32, m->stream);
+static void mt_gather_floats(const mt_model *m, const mt_pass *p, float *to, const float *from, const int32_t *rows,
+                             int64_t count) {
+    m->ops->gather_rows(to, from, rows, count, 1, 1, 1, MT_F32, p->stream);
 }
 
 /* Exchange: rows of x[R, C], and their weights where `probs` is not NULL, begin to leave for their experts; what the
  * caller does next on its own stream hides that. */
-static void mt_dispatch_exchange(mt_model *m, const mt_routing *r, const void *x, const float *probs) {
+static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x,
+                                 const float *probs) {
     mt_experts *e = &m->experts;
     if (e->group->size == 1) return;
     if (!e->gathers) {
-        mt_gather(m, e->rows.input, x, r->token, r->num_choices);
-        if (probs) mt_gather_floats(m, e->rows.weights, probs, r->choice, r->num_choices);
+        mt_gather(m, p, e->rows.input, x, r->token, r->num_choices);
+        if (probs) mt_gather_floats(m, p, e->rows.weights, probs, r->choice, r->num_choices);
     }
-    mt_follow(m, e->comm, m->stream);
+    mt_follow(m, e->comm, p->stream);
     if (e->gathers) {
-        m->ops->all_gather(e->gathered, x, m->rows * m->C, m->dtype, e->group, e->comm);
+        m->ops->all_gather(e->gathered, x, p->rows * m->C, m->dtype, e->group, e->comm);
         return;
     }
     mt_exchange(m, r, e->travelling.input, e->rows.input, m->C, m->dtype, false);
@@ -6114,15 +6196,15 @@ static void mt_dispatch_exchange(mt_model *m, const mt_routing *r, const void *x
 }
 
 /* Postprocess: rows[M, C] and weights[M] by expert. */
-static void mt_dispatch_postprocess(mt_model *m, const mt_routing *r, void *rows, float *weights, const void *x,
-                                    const float *probs) {
+static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *rows, float *weights,
+                                    const void *x, const float *probs) {
     mt_experts *e = &m->experts;
     bool travelled = e->group->size > 1 && !e->gathers;
-    if (e->group->size > 1) mt_follow(m, m->stream, e->comm);
+    if (e->group->size > 1) mt_follow(m, p->stream, e->comm);
     if (e->gathers) x = e->gathered;
     if (travelled) x = e->travelling.input, probs = probs ? e->travelling.weights : NULL;
-    mt_gather(m, rows, x, travelled ? r->rows.to_expert : r->token, r->num_rows);
-    if (probs) mt_gather_floats(m, weights, probs, travelled ? r->rows.to_expert : r->choice, r->num_rows);
+    mt_gather(m, p, rows, x, travelled ? r->rows.to_expert : r->token, r->num_rows);
+    if (probs) mt_gather_floats(m, p, weights, probs, travelled ? r->rows.to_expert : r->choice, r->num_rows);
 }
 
 /* Where experts put results that are to go back. */
@@ -6132,62 +6214,64 @@ static void *mt_expert_results(const mt_model *m) {
 }
 
 /* The first two phases of the way back: results, which are in mt_expert_results, begin to leave. */
-static void mt_combine_exchange(mt_model *m, const mt_routing *r) {
+static void mt_combine_exchange(mt_model *m, const mt_pass *p, const mt_routing *r) {
     mt_experts *e = &m->experts;
     if (e->group->size == 1 || e->gathers) return;
-    mt_gather(m, e->rows.input, e->travelling.input, r->rows.from_expert, r->num_rows);
-    mt_follow(m, e->comm, m->stream);
+    mt_gather(m, p, e->rows.input, e->travelling.input, r->rows.from_expert, r->num_rows);
+    mt_follow(m, e->comm, p->stream);
     mt_exchange(m, r, e->travelling.input, e->rows.input, m->C, m->dtype, true);
 }
 
 /* out[N, C] = each token's results added up: in one pass, each token its own; or by the book each result to its token,
  * as to a row of zeros that is looked up, for which an embedding's backward keeps to one order as well. */
-static void mt_add_results(mt_model *m, const mt_routing *r, void *out, const void *base, int64_t N) {
+static void mt_add_results(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base, int64_t N) {
     mt_experts *e = &m->experts;
     int64_t n = e->router.topk * (e->gathers ? 1 : m->grid->expert_tensor.size);
     const void *results = mt_expert_results(m);
     if (e->fuses) {
-        m->ops->combine_rows(out, results, r->position, base, N, n, m->C, m->dtype, m->stream);
+        m->ops->combine_rows(out, results, r->position, base, N, n, m->C, m->dtype, p->stream);
         return;
     }
-    m->ops->memory_zero(e->sums, N * m->C * 4, m->stream);
+    m->ops->memory_zero(e->sums, N * m->C * 4, p->stream);
     m->ops->embedding_backward(e->sums, results, r->token, e->gathers ? r->num_rows : r->num_choices, m->C, 0, N,
-                               m->dtype, m->stream);
-    m->ops->convert(out, m->dtype, e->sums, MT_F32, N * m->C, m->stream);
+                               m->dtype, p->stream);
+    m->ops->convert(out, m->dtype, e->sums, MT_F32, N * m->C, p->stream);
 }
 
 /* The last one: out[R, C] = base + each token's results; base may be NULL, or out. */
-static void mt_combine_postprocess(mt_model *m, const mt_routing *r, void *out, const void *base) {
+static void mt_combine_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
     mt_experts *e = &m->experts;
-    int64_t R = m->rows;
+    int64_t R = p->rows;
     void *sum = base && (e->gathers || !e->fuses) ? e->scattered : out;
-    if (e->group->size > 1 && !e->gathers) mt_follow(m, m->stream, e->comm);
-    mt_add_results(m, r, e->gathers ? e->gathered : sum, e->gathers ? NULL : base, e->gathers ? e->group->size * R : R);
-    if (e->gathers) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, m->stream);
+    if (e->group->size > 1 && !e->gathers) mt_follow(m, p->stream, e->comm);
+    mt_add_results(m, p, r, e->gathers ? e->gathered : sum, e->gathers ? NULL : base,
+                   e->gathers ? e->group->size * R : R);
+    if (e->gathers) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, p->stream);
     mt_dropout none = {0};
     if (base && sum != out)
-        m->ops->dropout_add_forward(out, e->scattered, base, m->token_index, R, m->C, 0, &none, m->dtype, m->stream);
+        m->ops->dropout_add_forward(out, e->scattered, base, p->batch->token_index, R, m->C, 0, &none, m->dtype,
+                                    p->stream);
 }
 
 /* dprobs of this rank's tokens from the gradients of weights[M] by expert, which are in rows.weights. */
-static void mt_combine_weights(mt_model *m, const mt_routing *r) {
+static void mt_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
     mt_experts *e = &m->experts;
-    int64_t choices = m->rows * e->router.topk;
-    float *own = e->dprobs + mt_own_choices(m);
+    int64_t choices = p->rows * e->router.topk;
+    float *own = e->dprobs + mt_own_choices(m, p);
     if (e->gathers) {
         m->ops->combine_rows(e->dprobs, e->rows.weights, r->position, NULL, e->group->size * choices, 1, 1, MT_F32,
-                             m->stream);
-        m->ops->reduce_scatter(own, e->dprobs, choices, MT_F32, e->group, m->stream);
+                             p->stream);
+        m->ops->reduce_scatter(own, e->dprobs, choices, MT_F32, e->group, p->stream);
         return;
     }
     if (e->group->size > 1) {
-        mt_gather_floats(m, e->travelling.weights, e->rows.weights, r->rows.from_expert, r->num_rows);
-        mt_follow(m, e->comm, m->stream);
+        mt_gather_floats(m, p, e->travelling.weights, e->rows.weights, r->rows.from_expert, r->num_rows);
+        mt_follow(m, e->comm, p->stream);
         mt_exchange(m, r, e->rows.weights, e->travelling.weights, 1, MT_F32, true);
-        mt_follow(m, m->stream, e->comm);
+        mt_follow(m, p->stream, e->comm);
     }
     m->ops->combine_rows(own, e->rows.weights, r->position, NULL, choices, m->grid->expert_tensor.size, 1, MT_F32,
-                         m->stream);
+                         p->stream);
 }
 
 /* The operands of an expert linear whose rows are those of a routing. */
@@ -6200,134 +6284,135 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
 /* ---- the experts' MLPs, with rows' probabilities in their activation or after them */
 
 /* mt_expert_results = the experts of rows.input, weighed. */
-static void mt_expert_mlp_forward(mt_model *m, const mt_layer *w, const mt_routing *r) {
+static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
     const mt_experts *e = &m->experts;
     const mt_expert_rows *rows = &r->rows;
     int64_t F = e->F, M = r->num_rows;
     mt_linear_io fc1 = mt_expert_io(m, r), down = fc1;
     fc1.x = rows->input, fc1.y = rows->hidden;
     down.x = rows->active, down.y = e->fuses ? mt_expert_results(m) : rows->output;
-    mt_linear_forward(&m->tp, &w->expert_fc1, &fc1);
+    mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
     if (e->fuses)
-        m->ops->expert_swiglu_forward(rows->active, rows->hidden, rows->weights, M, F, m->dtype, m->stream);
+        m->ops->expert_swiglu_forward(rows->active, rows->hidden, rows->weights, M, F, m->dtype, p->stream);
     else
-        m->ops->swiglu_forward(rows->active, rows->hidden, M, F, m->dtype, m->stream);
-    mt_linear_forward(&m->tp, &w->expert_down, &down);
+        m->ops->swiglu_forward(rows->active, rows->hidden, M, F, m->dtype, p->stream);
+    mt_linear_forward(&p->tp, &w->expert_down, &down);
     if (!e->fuses)
-        m->ops->scale_rows_forward(mt_expert_results(m), rows->output, rows->weights, M, m->C, m->dtype, m->stream);
+        m->ops->scale_rows_forward(mt_expert_results(m), rows->output, rows->weights, M, m->C, m->dtype, p->stream);
 }
 
 /* mt_expert_results = the gradient of rows.input from that of the results, which is in experts.rows.input; there too
  * those of rows.hidden and weights. */
-static void mt_expert_mlp_backward(mt_model *m, mt_layer *w, const mt_routing *r) {
+static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r) {
     const mt_expert_rows *rows = &r->rows, *d = &m->experts.rows;
     int64_t F = m->experts.F, M = r->num_rows;
     const void *dout = d->input;
     if (!m->experts.fuses) {
         m->ops->scale_rows_backward(d->output, d->weights, dout, rows->output, rows->weights, M, m->C, m->dtype,
-                                    m->stream);
+                                    p->stream);
         dout = d->output;
     }
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
     down.x = rows->active, down.dy = dout, down.dx = d->active;
-    mt_linear_backward(&m->tp, &w->expert_down, &down, MT_PART_BOTH);
+    mt_linear_backward(&p->tp, &w->expert_down, &down, MT_PART_BOTH);
     if (m->experts.fuses)
         m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, rows->hidden, rows->weights, M, F, m->dtype,
-                                       m->stream);
+                                       p->stream);
     else
-        m->ops->swiglu_backward(d->hidden, d->active, rows->hidden, M, F, m->dtype, m->stream);
+        m->ops->swiglu_backward(d->hidden, d->active, rows->hidden, M, F, m->dtype, p->stream);
     fc1.dy = d->hidden, fc1.dx = mt_expert_results(m);
-    mt_linear_backward_input(&m->tp, &w->expert_fc1, &fc1);
+    mt_linear_backward_input(&p->tp, &w->expert_fc1, &fc1);
 }
 
 /* ---- forward and backward */
 
 /* scratch.hidden = the sum of the experts that each token of mlp_normed[R, C] chose, weighed, and of the one that every
  * token visits, which computes while rows travel. */
-static void mt_experts_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
+static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_routing *r = &a->routing;
-    mt_route_forward(m, w, r, a->mlp_normed);
-    mt_dispatch_preprocess(m, r);
-    mt_dispatch_exchange(m, r, a->mlp_normed, r->probs);
-    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_forward(m, w, r, a->mlp_normed);
-    if (w->F > 0) mt_mlp_forward(m, w, a);
-    mt_dispatch_postprocess(m, r, r->rows.input, r->rows.weights, a->mlp_normed, r->probs);
-    mt_expert_mlp_forward(m, w, r);
-    mt_combine_exchange(m, r);
-    mt_combine_postprocess(m, r, m->scratch.hidden, w->F > 0 ? m->scratch.hidden : NULL);
+    mt_route_forward(m, p, w, r, a->mlp_normed);
+    mt_dispatch_preprocess(m, p, r);
+    mt_dispatch_exchange(m, p, r, a->mlp_normed, r->probs);
+    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_forward(m, p, w, r, a->mlp_normed);
+    if (w->F > 0) mt_mlp_forward(m, p, w, a);
+    mt_dispatch_postprocess(m, p, r, r->rows.input, r->rows.weights, a->mlp_normed, r->probs);
+    mt_expert_mlp_forward(m, p, w, r);
+    mt_combine_exchange(m, p, r);
+    mt_combine_postprocess(m, p, r, m->scratch.hidden, w->F > 0 ? m->scratch.hidden : NULL);
 }
 
 /* scratch.normed = the gradient of mlp_normed from dout[R, C]. A split backward does the weights' part at once, because
  * what that needs is large. */
-static void mt_experts_backward(mt_model *m, mt_layer *w, mt_activations *a, const void *dout) {
+static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout) {
     mt_experts *e = &m->experts;
     mt_routing *r = &a->routing;
-    mt_dispatch_exchange(m, r, dout, NULL);
-    if (w->F > 0) mt_mlp_backward(m, w, a, dout, MT_PART_BOTH);
-    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, w, r, a->mlp_normed);
-    mt_dispatch_postprocess(m, r, e->rows.input, NULL, dout, NULL);
-    mt_expert_mlp_backward(m, w, r);
-    mt_combine_exchange(m, r);
+    mt_dispatch_exchange(m, p, r, dout, NULL);
+    if (w->F > 0) mt_mlp_backward(m, p, w, a, dout, MT_PART_BOTH);
+    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, p, w, r, a->mlp_normed);
+    mt_dispatch_postprocess(m, p, r, e->rows.input, NULL, dout, NULL);
+    mt_expert_mlp_backward(m, p, w, r);
+    mt_combine_exchange(m, p, r);
     mt_linear_io fc1 = mt_expert_io(m, r);
     fc1.x = r->rows.input, fc1.dy = e->rows.hidden;
-    mt_linear_backward_weight(&m->tp, &w->expert_fc1, &fc1);
-    mt_combine_weights(m, r);
-    mt_route_backward(m, w, r, a->mlp_normed);
+    mt_linear_backward_weight(&p->tp, &w->expert_fc1, &fc1);
+    mt_combine_weights(m, p, r);
+    mt_route_backward(m, p, w, r, a->mlp_normed);
     mt_dropout none = {0};
     if (w->F > 0)
-        m->ops->dropout_add_forward(e->router_dx, e->router_dx, m->scratch.normed, m->token_index, m->rows, m->C, 0,
-                                    &none, m->dtype, m->stream);
-    mt_combine_postprocess(m, r, m->scratch.normed, e->router_dx);
+        m->ops->dropout_add_forward(e->router_dx, e->router_dx, m->scratch.normed, p->batch->token_index, p->rows, m->C,
+                                    0, &none, m->dtype, p->stream);
+    mt_combine_postprocess(m, p, r, m->scratch.normed, e->router_dx);
 }
 
 /* ==== §9e layer ================================================================================================== */
 
 /* output = middle + dropout(mlp(norm(middle))), from mlp_normed on, to the norm that follows, if one does. */
-static void mt_mlp_block_forward(mt_model *m, int64_t layer, mt_activations *a, void *output, const mt_norm *next) {
+static void mt_mlp_block_forward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a, void *output,
+                                 const mt_norm *next) {
     const mt_layer *w = &m->layers[layer];
     if (w->expert_bucket >= 0)
-        mt_experts_forward(m, w, a);
+        mt_experts_forward(m, p, w, a);
     else
-        mt_mlp_forward(m, w, a);
-    mt_residual_forward(m, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
+        mt_mlp_forward(m, p, w, a);
+    mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
 }
 
 /* The gradient of the residual stream, scratch.residual, goes from `output` to `middle`. */
-static void mt_mlp_block_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
+static void mt_mlp_block_backward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
     mt_layer *w = &m->layers[layer];
-    const void *dout = mt_residual_backward(m, w->number, MT_DROP_MLP_OUT);
+    const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_MLP_OUT);
     if (w->expert_bucket >= 0)
-        mt_experts_backward(m, w, a, dout);
+        mt_experts_backward(m, p, w, a, dout);
     else
-        mt_mlp_backward(m, w, a, dout, parts);
-    mt_residual_norm_backward(m, a->middle, dout, a->mlp_mean, a->mlp_rstd, w->mlp_norm, w->mlp_norm_bias, parts);
+        mt_mlp_backward(m, p, w, a, dout, p->parts);
+    mt_residual_norm_backward(m, p, a->middle, dout, a->mlp_mean, a->mlp_rstd, w->mlp_norm, w->mlp_norm_bias);
 }
 
 /* From the layer's input and its norm to the output and, if there is one, the `next` layer's norm of it. */
-static void mt_layer_forward(mt_model *m, int64_t layer, mt_activations *a, void *output, const mt_norm *next,
-                             bool decode) {
-    mt_attention_block_forward(m, layer, a, decode);
-    mt_mlp_block_forward(m, layer, a, output, next);
+static void mt_layer_forward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a, void *output,
+                             const mt_norm *next) {
+    mt_attention_block_forward(m, p, layer, a);
+    mt_mlp_block_forward(m, p, layer, a, output, next);
 }
 
-static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
-    mt_mlp_block_backward(m, layer, a, parts);
-    mt_attention_block_backward(m, layer, a, parts);
+static void mt_layer_backward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
+    mt_mlp_block_backward(m, p, layer, a);
+    mt_attention_block_backward(m, p, layer, a);
 }
 
 /* The weights' gradients of a layer whose backward was MT_PART_INPUT. That left each product's output gradient where a
  * value was that only the input's backward reads: of fc1 in mlp_hidden, of qkv in qkv, of down in middle and of o in
  * input. So a split backward needs no memory of its own (Qi et al., "Zero bubble pipeline parallelism"). */
-static void mt_layer_backward_weight(mt_model *m, int64_t layer, mt_activations *a) {
+static void mt_layer_backward_weight(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
     mt_layer *w = &m->layers[layer];
-    const mt_tensor_parallel *tp = &m->tp;
+    const mt_tensor_parallel *tp = &p->tp;
     if (w->expert_bucket < 0) { // experts have done it
         mt_linear_backward_weight(tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .dy = a->middle});
         mt_linear_backward_weight(tp, &w->fc1, &(mt_linear_io){.x = a->mlp_normed, .dy = a->mlp_hidden});
     }
     mt_linear_backward_weight(tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = a->input});
     if (m->options->multi_latent_attention)
-        mt_latent_qkv_backward_weight(m, w, a);
+        mt_latent_qkv_backward_weight(m, p, w, a);
     else
         mt_linear_backward_weight(tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .dy = a->qkv});
 }
@@ -6440,15 +6525,6 @@ struct mt_context {
     void *gathered, *ordered, *dkv_ordered;
     float *wide;
 };
-
-/* What attention works on: the operands of attention_forward and attention_backward under their names. */
-typedef struct mt_context_call {
-    void *out, *dq, *dk, *dv;
-    float *lse, *row_dot;
-    const void *q, *k, *v, *dout;
-    mt_attention shape;
-    mt_stream *stream;
-} mt_context_call;
 
 /* A pointer `elements` into a buffer of the plan's type. */
 static void *mt_context_at(const mt_context *c, const void *base, int64_t elements) {
@@ -6639,24 +6715,24 @@ static void mt_context_copy_rows(const mt_context *c, void *to, int64_t to_strid
 }
 
 /* Keys and values of this rank, side by side, as they travel: [M, G D + G Dv]. */
-static void mt_context_pack_kv(const mt_context *c, const mt_context_call *call) {
-    const mt_attention *s = &call->shape;
-    int64_t k_width = s->num_groups * s->head_size, v_width = s->num_groups * s->value_size, kv = k_width + v_width;
-    mt_context_copy_rows(c, c->kv[0], kv, call->k, s->k_stride, c->M, k_width, call->stream);
-    mt_context_copy_rows(c, mt_context_at(c, c->kv[0], k_width), kv, call->v, s->v_stride, c->M, v_width, call->stream);
+static void mt_context_pack_kv(const mt_context *c, const mt_attention *call, mt_stream *stream) {
+    int64_t k_width = call->num_groups * call->head_size, v_width = call->num_groups * call->value_size;
+    int64_t kv = k_width + v_width;
+    mt_context_copy_rows(c, c->kv[0], kv, call->k, call->k_stride, c->M, k_width, stream);
+    mt_context_copy_rows(c, mt_context_at(c, c->kv[0], k_width), kv, call->v, call->v_stride, c->M, v_width, stream);
 }
 
 /* Summed gradients of this rank's keys and values go where the caller wants them. */
-static void mt_context_store_dkv(const mt_context *c, const mt_context_call *call, const float *sum) {
-    const mt_attention *s = &call->shape;
-    int64_t k_width = s->num_groups * s->head_size, v_width = s->num_groups * s->value_size, kv = k_width + v_width;
+static void mt_context_store_dkv(const mt_context *c, const mt_attention *call, const float *sum, mt_stream *stream) {
+    int64_t k_width = call->num_groups * call->head_size, v_width = call->num_groups * call->value_size;
+    int64_t kv = k_width + v_width;
     const void *rounded = sum;
     if (c->plan.dtype != MT_F32) {
-        c->ops->convert(c->dkv_part, c->plan.dtype, sum, MT_F32, c->M * kv, call->stream);
+        c->ops->convert(c->dkv_part, c->plan.dtype, sum, MT_F32, c->M * kv, stream);
         rounded = c->dkv_part;
     }
-    mt_context_copy_rows(c, call->dk, s->k_stride, rounded, kv, c->M, k_width, call->stream);
-    mt_context_copy_rows(c, call->dv, s->v_stride, mt_context_at(c, rounded, k_width), kv, c->M, v_width, call->stream);
+    mt_context_copy_rows(c, call->dk, call->k_stride, rounded, kv, c->M, k_width, stream);
+    mt_context_copy_rows(c, call->dv, call->v_stride, mt_context_at(c, rounded, k_width), kv, c->M, v_width, stream);
 }
 
 /* ---- p2p: keys and values go round the ring (Liu et al., "Ring attention with blockwise transformers"; the zig-zag of
@@ -6675,109 +6751,101 @@ static void mt_ring_shift_end(const mt_context *c, const mt_ring_shift *shift, m
     c->ops->channel_wait(shift->to, shift->sent, stream);
 }
 
-/* The spans of step i, whose keys and values are in kv[i % 2]; `shape` becomes theirs. */
-static const mt_spans *mt_ring_step(const mt_context *c, int64_t i, mt_attention *shape) {
+/* The part of a call that step i of the ring computes: its spans, and keys and values in kv[i % 2]. */
+static mt_attention mt_ring_step(const mt_context *c, int64_t i, const mt_attention *call) {
     int64_t P = c->plan.ring->size, r = c->plan.ring->rank, source = (r + P - i) % P;
-    shape->k_stride = shape->v_stride = shape->num_groups * (shape->head_size + shape->value_size);
-    shape->k_index = c->index + source * c->M;
-    shape->q_index = c->index + r * c->M;
-    return &c->lists[mt_ring_list_of(r, source)];
+    mt_attention step = *call;
+    step.k = c->kv[i % 2], step.v = mt_context_at(c, step.k, call->num_groups * call->head_size);
+    step.k_stride = step.v_stride = call->num_groups * (call->head_size + call->value_size);
+    step.k_index = c->index + source * c->M;
+    step.q_index = c->index + r * c->M;
+    step.spans = c->lists[mt_ring_list_of(r, source)];
+    return step;
 }
 
-static void mt_ring_forward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_ring_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
-    int64_t P = c->plan.ring->size, H = shape.num_heads, Dv = shape.value_size,
-            k_width = shape.num_groups * shape.head_size;
+    int64_t P = c->plan.ring->size, H = call->num_heads, Dv = call->value_size;
     float *sum = dtype == MT_F32 ? call->out : c->sum;
-    MT_CHECK(shape.window == 0 && shape.out_stride == H * Dv);
-    mt_context_pack_kv(c, call);
+    MT_CHECK(call->window == 0 && call->out_stride == H * Dv);
+    mt_context_pack_kv(c, call, stream);
     for (int64_t i = 0; i < P; i++) {
-        const mt_spans *spans = mt_ring_step(c, i, &shape);
-        void *kv = c->kv[i % 2];
+        mt_attention step = mt_ring_step(c, i, call);
+        step.out = c->part, step.lse = c->part_lse;
         if (i + 1 < P)
-            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], kv, c->M * shape.k_stride, dtype, call->stream);
-        c->ops->attention_forward(c->part, c->part_lse, call->q, kv, mt_context_at(c, kv, k_width), spans, &shape,
-                                  dtype, call->stream);
-        c->ops->attention_merge(sum, call->lse, c->part, c->part_lse, spans, H, Dv, i == 0, dtype, call->stream);
-        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, call->stream);
+            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], step.k, c->M * step.k_stride, dtype, stream);
+        c->ops->attention_forward(&step, dtype, stream);
+        c->ops->attention_merge(sum, call->lse, c->part, c->part_lse, &step.spans, H, Dv, i == 0, dtype, stream);
+        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, stream);
     }
-    if (dtype != MT_F32) c->ops->convert(call->out, dtype, sum, MT_F32, c->M * H * Dv, call->stream);
+    if (dtype != MT_F32) c->ops->convert(call->out, dtype, sum, MT_F32, c->M * H * Dv, stream);
 }
 
 /* With the final lse, a block's probabilities are right at once, so each block gives its part of every gradient. The
  * sums of dk and dv travel one step behind their keys and values and end, after P steps, where these began. dq is a
  * block's part until its own sum is stored there. */
-static void mt_ring_backward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_ring_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
-    int64_t P = c->plan.ring->size, q_width = shape.num_heads * shape.head_size;
-    int64_t k_width = shape.num_groups * shape.head_size;
-    mt_context_pack_kv(c, call);
+    int64_t P = c->plan.ring->size, q_width = call->num_heads * call->head_size;
+    mt_context_pack_kv(c, call, stream);
     for (int64_t i = 0; i < P; i++) {
-        const mt_spans *spans = mt_ring_step(c, i, &shape);
-        void *kv = c->kv[i % 2];
+        mt_attention step = mt_ring_step(c, i, call);
+        int64_t kv = step.k_stride;
         float *dkv = c->dkv_sum[i % 2];
-        if (i + 1 < P)
-            mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], kv, c->M * shape.k_stride, dtype, call->stream);
-        c->ops->attention_backward(call->dq, c->dkv_part, mt_context_at(c, c->dkv_part, k_width), call->row_dot,
-                                   call->dout, call->q, kv, mt_context_at(c, kv, k_width), call->out, call->lse, spans,
-                                   &shape, dtype, call->stream);
-        c->ops->accumulate_rows(c->sum, call->dq, spans, false, q_width, shape.q_stride, i == 0, dtype, call->stream);
-        if (i > 0) mt_ring_shift_end(c, &c->sum_shift, call->stream);
-        c->ops->accumulate_rows(dkv, c->dkv_part, spans, true, shape.k_stride, shape.k_stride, i == 0, dtype,
-                                call->stream);
-        mt_ring_shift_begin(c, &c->sum_shift, c->dkv_sum[(i + 1) % 2], dkv, c->M * shape.k_stride, MT_F32,
-                            call->stream);
-        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, call->stream);
+        step.dk = c->dkv_part, step.dv = mt_context_at(c, c->dkv_part, call->num_groups * call->head_size);
+        if (i + 1 < P) mt_ring_shift_begin(c, &c->kv_shift, c->kv[(i + 1) % 2], step.k, c->M * kv, dtype, stream);
+        c->ops->attention_backward(&step, dtype, stream);
+        c->ops->accumulate_rows(c->sum, call->dq, &step.spans, false, q_width, call->q_stride, i == 0, dtype, stream);
+        if (i > 0) mt_ring_shift_end(c, &c->sum_shift, stream);
+        c->ops->accumulate_rows(dkv, c->dkv_part, &step.spans, true, kv, kv, i == 0, dtype, stream);
+        mt_ring_shift_begin(c, &c->sum_shift, c->dkv_sum[(i + 1) % 2], dkv, c->M * kv, MT_F32, stream);
+        if (i + 1 < P) mt_ring_shift_end(c, &c->kv_shift, stream);
     }
-    mt_ring_shift_end(c, &c->sum_shift, call->stream);
-    mt_context_store_dkv(c, call, c->dkv_sum[P % 2]);
+    mt_ring_shift_end(c, &c->sum_shift, stream);
+    mt_context_store_dkv(c, call, c->dkv_sum[P % 2], stream);
     const void *rounded = c->sum;
     if (dtype != MT_F32) {
-        c->ops->convert(c->part, dtype, c->sum, MT_F32, c->M * q_width, call->stream);
+        c->ops->convert(c->part, dtype, c->sum, MT_F32, c->M * q_width, stream);
         rounded = c->part;
     }
-    mt_context_copy_rows(c, call->dq, shape.q_stride, rounded, q_width, c->M, q_width, call->stream);
+    mt_context_copy_rows(c, call->dq, call->q_stride, rounded, q_width, c->M, q_width, stream);
 }
 
 /* ---- all_gather: every rank gets all keys and values (Llama 3's way: Grattafiori et al., "The Llama 3 herd of
  * models") */
 
-/* Keys and values of all ranks in order of position; `shape` becomes theirs. Local queries keep their own index. */
-static void mt_gather_kv(mt_context *c, const mt_context_call *call, mt_attention *shape) {
-    int64_t kv = shape->num_groups * (shape->head_size + shape->value_size);
-    mt_context_pack_kv(c, call);
-    c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, call->stream);
-    c->ops->scatter_rows(c->ordered, c->gathered, c->rows, c->N, kv, kv, kv, c->plan.dtype, call->stream);
-    shape->k_stride = shape->v_stride = kv;
-    shape->k_index = c->index;
+/* The call with the keys and values of all ranks, in order of position. Local queries keep their own index. */
+static mt_attention mt_gather_kv(mt_context *c, const mt_attention *call, mt_stream *stream) {
+    int64_t k_width = call->num_groups * call->head_size, kv = k_width + call->num_groups * call->value_size;
+    mt_context_pack_kv(c, call, stream);
+    c->ops->all_gather(c->gathered, c->kv[0], c->M * kv, c->plan.dtype, c->plan.ring, stream);
+    c->ops->scatter_rows(c->ordered, c->gathered, c->rows, c->N, kv, kv, kv, c->plan.dtype, stream);
+    mt_attention whole = *call;
+    whole.k = c->ordered, whole.v = mt_context_at(c, c->ordered, k_width);
+    whole.k_stride = whole.v_stride = kv;
+    whole.k_index = c->index;
+    whole.spans = c->lists[MT_CONTEXT_WHOLE];
+    return whole;
 }
 
-static void mt_gather_forward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
-    int64_t k_width = shape.num_groups * shape.head_size;
-    mt_gather_kv(c, call, &shape);
-    c->ops->attention_forward(call->out, call->lse, call->q, c->ordered, mt_context_at(c, c->ordered, k_width),
-                              &c->lists[MT_CONTEXT_WHOLE], &shape, c->plan.dtype, call->stream);
+static void mt_gather_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
+    mt_attention whole = mt_gather_kv(c, call, stream);
+    c->ops->attention_forward(&whole, c->plan.dtype, stream);
 }
 
 /* Every rank has a part of the gradient of every key and value; their sum goes to the rank that owns them. */
-static void mt_gather_backward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_gather_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     mt_dtype dtype = c->plan.dtype;
-    int64_t k_width = shape.num_groups * shape.head_size;
-    mt_gather_kv(c, call, &shape);
-    int64_t kv = shape.k_stride, all = c->N * kv;
-    c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), call->stream); // late keys are in no span here
-    c->ops->attention_backward(call->dq, c->dkv_ordered, mt_context_at(c, c->dkv_ordered, k_width), call->row_dot,
-                               call->dout, call->q, c->ordered, mt_context_at(c, c->ordered, k_width), call->out,
-                               call->lse, &c->lists[MT_CONTEXT_WHOLE], &shape, dtype, call->stream);
-    c->ops->gather_rows(c->gathered, c->dkv_ordered, c->rows, c->N, kv, kv, kv, dtype, call->stream);
-    if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, call->stream);
+    mt_attention whole = mt_gather_kv(c, call, stream);
+    int64_t kv = whole.k_stride, all = c->N * kv;
+    whole.dk = c->dkv_ordered, whole.dv = mt_context_at(c, c->dkv_ordered, call->num_groups * call->head_size);
+    c->ops->memory_zero(c->dkv_ordered, all * mt_dtype_size(dtype), stream); // late keys are in no span here
+    c->ops->attention_backward(&whole, dtype, stream);
+    c->ops->gather_rows(c->gathered, c->dkv_ordered, c->rows, c->N, kv, kv, kv, dtype, stream);
+    if (dtype != MT_F32) c->ops->convert(c->wide, MT_F32, c->gathered, dtype, all, stream);
     c->ops->reduce_scatter(c->dkv_sum[0], dtype == MT_F32 ? c->gathered : c->wide, c->M * kv, MT_F32, c->plan.ring,
-                           call->stream);
-    mt_context_store_dkv(c, call, c->dkv_sum[0]);
+                           stream);
+    mt_context_store_dkv(c, call, c->dkv_sum[0], stream);
 }
 
 /* ---- a2a: tokens for heads, and back (Jacobs et al., "DeepSpeed Ulysses") */
@@ -6805,77 +6873,75 @@ static void mt_a2a_to_tokens(mt_context *c, void *to, int64_t to_stride, const v
                              mt_context_at(c, c->receive, a * c->T * share), share, c->T, share, stream);
 }
 
-/* The call as this rank makes it for its share of the heads, with q, k, v of all tokens of the group. */
-static mt_context_call mt_a2a_begin(mt_context *c, const mt_context_call *call) {
-    const mt_attention *s = &call->shape;
-    int64_t A = c->plan.a2a->size, H = s->num_heads, G = s->num_groups, D = s->head_size, Dv = s->value_size;
-    mt_a2a_to_heads(c, c->q, call->q, s->q_stride, H * D, call->stream);
-    mt_a2a_to_heads(c, c->k, call->k, s->k_stride, G * D, call->stream);
-    mt_a2a_to_heads(c, c->v, call->v, s->v_stride, G * Dv, call->stream);
-    mt_context_call inner = {.out = c->out, .dq = c->dq, .dk = c->dk, .dv = c->dv, .dout = c->dout};
-    inner.lse = call->lse, inner.row_dot = call->row_dot; // M rows of H / A heads are T rows of H
-    inner.q = c->q, inner.k = c->k, inner.v = c->v, inner.stream = call->stream;
-    inner.shape = *s;
-    inner.shape.num_heads = H / A, inner.shape.num_groups = G / A;
-    inner.shape.q_stride = H / A * D, inner.shape.k_stride = G / A * D;
-    inner.shape.v_stride = G / A * Dv, inner.shape.out_stride = H / A * Dv;
-    inner.shape.first_head = s->first_head + c->plan.a2a->rank * (H / A);
+/* The call as this rank makes it for its share of the heads, with q, k, v of all tokens of the group. lse and row_dot
+ * stay where they are: M rows of H / A heads are T rows of H. */
+static mt_attention mt_a2a_begin(mt_context *c, const mt_attention *call, mt_stream *stream) {
+    int64_t A = c->plan.a2a->size, H = call->num_heads, G = call->num_groups;
+    int64_t D = call->head_size, Dv = call->value_size;
+    mt_a2a_to_heads(c, c->q, call->q, call->q_stride, H * D, stream);
+    mt_a2a_to_heads(c, c->k, call->k, call->k_stride, G * D, stream);
+    mt_a2a_to_heads(c, c->v, call->v, call->v_stride, G * Dv, stream);
+    mt_attention inner = *call;
+    inner.q = c->q, inner.k = c->k, inner.v = c->v, inner.out = c->out;
+    inner.dq = c->dq, inner.dk = c->dk, inner.dv = c->dv, inner.dout = c->dout;
+    inner.num_heads = H / A, inner.num_groups = G / A;
+    inner.q_stride = H / A * D, inner.k_stride = G / A * D;
+    inner.v_stride = G / A * Dv, inner.out_stride = H / A * Dv;
+    inner.first_head = call->first_head + c->plan.a2a->rank * (H / A);
     return inner;
 }
 
 /* ---- the four ways */
 
-static void mt_context_forward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+/* The call where this rank has all tokens of the sequences. */
+static mt_attention mt_context_whole(const mt_context *c, const mt_attention *call) {
+    mt_attention whole = *call;
+    whole.q_index = whole.k_index = c->index;
+    whole.spans = c->lists[MT_CONTEXT_WHOLE];
+    return whole;
+}
+
+static void mt_context_forward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     if (c->plan.ring->size > 1) {
-        c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_forward(c, call) : mt_ring_forward(c, call);
+        (c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_forward : mt_ring_forward)(c, call, stream);
         return;
     }
-    shape.q_index = shape.k_index = c->index;
-    c->ops->attention_forward(call->out, call->lse, call->q, call->k, call->v, &c->lists[MT_CONTEXT_WHOLE], &shape,
-                              c->plan.dtype, call->stream);
+    mt_attention whole = mt_context_whole(c, call);
+    c->ops->attention_forward(&whole, c->plan.dtype, stream);
 }
 
-static void mt_context_backward(mt_context *c, const mt_context_call *call) {
-    mt_attention shape = call->shape;
+static void mt_context_backward(mt_context *c, const mt_attention *call, mt_stream *stream) {
     if (c->plan.ring->size > 1) {
-        c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_backward(c, call) : mt_ring_backward(c, call);
+        (c->plan.comm_type == MT_CP_ALL_GATHER ? mt_gather_backward : mt_ring_backward)(c, call, stream);
         return;
     }
-    shape.q_index = shape.k_index = c->index;
-    c->ops->attention_backward(call->dq, call->dk, call->dv, call->row_dot, call->dout, call->q, call->k, call->v,
-                               call->out, call->lse, &c->lists[MT_CONTEXT_WHOLE], &shape, c->plan.dtype, call->stream);
+    mt_attention whole = mt_context_whole(c, call);
+    c->ops->attention_backward(&whole, c->plan.dtype, stream);
 }
 
-void mt_context_attention_forward(mt_context *c, void *out, float *lse, const void *q, const void *k, const void *v,
-                                  const mt_attention *shape, mt_stream *stream) {
-    mt_context_call call = {.out = out, .lse = lse, .q = q, .k = k, .v = v, .shape = *shape, .stream = stream};
+void mt_context_attention_forward(mt_context *c, const mt_attention *a, mt_stream *stream) {
     if (c->plan.a2a->size == 1) {
-        mt_context_forward(c, &call);
+        mt_context_forward(c, a, stream);
         return;
     }
-    mt_context_call inner = mt_a2a_begin(c, &call);
-    mt_context_forward(c, &inner);
-    mt_a2a_to_tokens(c, out, shape->out_stride, c->out, shape->num_heads * shape->value_size, stream);
+    mt_attention inner = mt_a2a_begin(c, a, stream);
+    mt_context_forward(c, &inner, stream);
+    mt_a2a_to_tokens(c, a->out, a->out_stride, c->out, a->num_heads * a->value_size, stream);
 }
 
-void mt_context_attention_backward(mt_context *c, void *dq, void *dk, void *dv, float *row_dot, const void *dout,
-                                   const void *q, const void *k, const void *v, const void *out, const float *lse,
-                                   const mt_attention *shape, mt_stream *stream) {
-    mt_context_call call = {.dq = dq, .dk = dk, .dv = dv, .row_dot = row_dot, .dout = dout, .q = q, .k = k, .v = v};
-    call.out = (void *)out, call.lse = (float *)lse, call.shape = *shape, call.stream = stream;
+void mt_context_attention_backward(mt_context *c, const mt_attention *a, mt_stream *stream) {
     if (c->plan.a2a->size == 1) {
-        mt_context_backward(c, &call);
+        mt_context_backward(c, a, stream);
         return;
     }
-    int64_t H = shape->num_heads, G = shape->num_groups, D = shape->head_size, Dv = shape->value_size;
-    mt_context_call inner = mt_a2a_begin(c, &call);
-    mt_a2a_to_heads(c, c->out, out, shape->out_stride, H * Dv, stream);
-    mt_a2a_to_heads(c, c->dout, dout, shape->out_stride, H * Dv, stream);
-    mt_context_backward(c, &inner);
-    mt_a2a_to_tokens(c, dq, shape->q_stride, c->dq, H * D, stream);
-    mt_a2a_to_tokens(c, dk, shape->k_stride, c->dk, G * D, stream);
-    mt_a2a_to_tokens(c, dv, shape->v_stride, c->dv, G * Dv, stream);
+    int64_t H = a->num_heads, G = a->num_groups, D = a->head_size, Dv = a->value_size;
+    mt_attention inner = mt_a2a_begin(c, a, stream);
+    mt_a2a_to_heads(c, c->out, a->out, a->out_stride, H * Dv, stream);
+    mt_a2a_to_heads(c, c->dout, a->dout, a->out_stride, H * Dv, stream);
+    mt_context_backward(c, &inner, stream);
+    mt_a2a_to_tokens(c, a->dq, a->q_stride, c->dq, H * D, stream);
+    mt_a2a_to_tokens(c, a->dk, a->k_stride, c->dk, G * D, stream);
+    mt_a2a_to_tokens(c, a->dv, a->v_stride, c->dv, G * Dv, stream);
 }
 
 /* ==== §10 the model ============================================================================================== */
@@ -7284,120 +7350,27 @@ static mt_layer *mt_layer_find(mt_model *m, int64_t number) {
     return layer;
 }
 
-/* Which bucket holds what. */
+/* Finds the bucket of every unit. */
 static void mt_buckets_find(mt_model *m) {
     bool tied = !m->options->untie_embeddings_and_output_weights;
     m->word_bucket = m->position_bucket = m->head_bucket = m->output_bucket = -1;
-    for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        if (param->role == MT_INPUT_NORM) mt_layer_find(m, param->layer)->bucket = param->bucket;
-        if (param->role == MT_EXPERT_DOWN) mt_layer_find(m, param->layer)->expert_bucket = param->bucket;
-        if (param->role == MT_WORD_EMBEDDING)
-            *(m->has_embedding || !tied ? &m->word_bucket : &m->head_bucket) = param->bucket;
-        if (param->role == MT_POSITION_EMBEDDING) m->position_bucket = param->bucket;
-        if (param->role == MT_LM_HEAD) m->head_bucket = param->bucket;
-        if (param->role == MT_FINAL_NORM) m->output_bucket = param->bucket;
+    for (int64_t i = 0; i < m->num_buckets; i++) {
+        const mt_param *param = &m->params[m->buckets[i].first_param];
+        if (param->unit == MT_UNIT_WORDS) *(m->has_embedding || !tied ? &m->word_bucket : &m->head_bucket) = i;
+        if (param->unit == MT_UNIT_POSITIONS) m->position_bucket = i;
+        if (param->unit == MT_UNIT_LAYER) mt_layer_find(m, param->layer)->bucket = i;
+        if (param->unit == MT_UNIT_EXPERTS) mt_layer_find(m, param->layer)->expert_bucket = i;
+        if (param->unit == MT_UNIT_OUTPUT) m->output_bucket = i;
     }
+    if (!tied) m->head_bucket = m->output_bucket;
     if (tied && m->has_embedding && m->has_loss) m->head_bucket = m->word_bucket;
 }
 
-/* Where it finds one of multi-token prediction. */
-static mt_weight *mt_mtp_weight(mt_layer *layer, mt_role role) {
-    switch (role) {
-    case MT_MTP_EMBEDDING_NORM:
-        return &layer->mtp_embedding_norm;
-    case MT_MTP_HIDDEN_NORM:
-        return &layer->mtp_hidden_norm;
-    case MT_MTP_PROJECTION:
-        return &layer->mtp_projection.weight;
-    case MT_MTP_FINAL_NORM:
-        return &layer->mtp_final_norm;
-    default:
-        return NULL;
-    }
-}
-
-/* Where it finds one of latent attention, of a shared expert's gate, or of multi-token prediction. */
-static mt_weight *mt_latent_weight(const mt_model *m, mt_layer *layer, mt_role role) {
-    switch (role) {
-    case MT_Q_A:
-        return &layer->latent.weight;
-    case MT_KV_A:
-        return m->options->q_lora_rank > 0 ? NULL : &layer->latent.weight; // follows q_a
-    case MT_Q_B:
-        return &layer->q_b.weight;
-    case MT_KV_B:
-        return &layer->kv_b.weight;
-    case MT_Q_A_NORM:
-        return &layer->q_a_norm;
-    case MT_KV_A_NORM:
-        return &layer->kv_a_norm;
-    case MT_SHARED_EXPERT_GATE:
-        return &layer->shared_gate.weight;
-    default:
-        return mt_mtp_weight(layer, role);
-    }
-}
-
-/* Where the model's code finds the parameter of a role: a fused matrix is found by its first row. */
-static mt_weight *mt_model_weight(mt_model *m, const mt_param *param) {
-    mt_layer *layer = param->layer >= 0 ? mt_layer_find(m, param->layer) : NULL;
-    switch (param->role) {
-    case MT_WORD_EMBEDDING:
-        return m->word_bucket >= 0 ? &m->word_embedding : &m->lm_head.weight;
-    case MT_POSITION_EMBEDDING:
-        return &m->position_embedding;
-    case MT_FINAL_NORM:
-        return &m->final_norm;
-    case MT_FINAL_NORM_BIAS:
-        return &m->final_norm_bias;
-    case MT_LM_HEAD:
-        return &m->lm_head.weight;
-    case MT_ROUTER:
-        return &layer->router.weight;
-    case MT_ROUTER_BIAS:
-        return &layer->router_bias;
-    case MT_EXPERT_GATE: // the first one's begins them all
-        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_fc1.weight : NULL;
-    case MT_EXPERT_DOWN:
-        return param->expert == m->grid->expert.rank * m->experts.local ? &layer->expert_down.weight : NULL;
-    case MT_INPUT_NORM:
-        return &layer->input_norm;
-    case MT_INPUT_NORM_BIAS:
-        return &layer->input_norm_bias;
-    case MT_Q:
-        return m->options->multi_latent_attention ? &layer->q_b.weight : &layer->qkv.weight;
-    case MT_Q_BIAS:
-        return &layer->qkv.bias;
-    case MT_Q_NORM:
-        return &layer->q_norm;
-    case MT_K_NORM:
-        return &layer->k_norm;
-    case MT_O:
-        return &layer->o.weight;
-    case MT_O_BIAS:
-        return &layer->o.bias;
-    case MT_MLP_NORM:
-        return &layer->mlp_norm;
-    case MT_MLP_NORM_BIAS:
-        return &layer->mlp_norm_bias;
-    case MT_GATE:
-    case MT_SHARED_GATE:
-        return &layer->fc1.weight;
-    case MT_GATE_BIAS:
-        return &layer->fc1.bias;
-    case MT_UP:
-        return m->options->swiglu ? NULL : &layer->fc1.weight;
-    case MT_UP_BIAS:
-        return m->options->swiglu ? NULL : &layer->fc1.bias;
-    case MT_DOWN:
-    case MT_SHARED_DOWN:
-        return &layer->down.weight;
-    case MT_DOWN_BIAS:
-        return &layer->down.bias;
-    default:
-        return mt_latent_weight(m, layer, param->role); // k and v follow q
-    }
+/* Where the model's code finds a parameter; NULL if it continues the one before: both are one operand, which the first
+ * one's field points to. */
+static mt_weight *mt_param_weight(mt_model *m, const mt_param *param) {
+    char *fields = param->layer >= 0 ? (char *)mt_layer_find(m, param->layer) : (char *)&m->outer;
+    return param->continues ? NULL : (mt_weight *)(void *)(fields + param->field);
 }
 
 /* Gives the model's code the pointers into a bucket, NULL where its values are not whole now. */
@@ -7405,12 +7378,12 @@ static void mt_bind_weights(mt_model *m, int64_t bucket) {
     const mt_bucket *b = &m->buckets[bucket];
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
         const mt_param *param = &m->params[i];
-        mt_weight *weight = mt_model_weight(m, param);
+        mt_weight *weight = mt_param_weight(m, param);
         if (!weight) continue;
         weight->w = mt_inside(b->params, param->offset * mt_dtype_size(b->dtype));
         weight->dw = mt_inside(b->grads, param->offset * 4);
-        if (param->bucket == m->word_bucket && m->word_bucket == m->head_bucket)
-            m->lm_head.weight.w = weight->w, m->lm_head.weight.dw = weight->dw; // tied, and here
+        if (param->unit == MT_UNIT_WORDS && bucket == m->head_bucket) // tied
+            m->outer.lm_head.weight.w = weight->w, m->outer.lm_head.weight.dw = weight->dw;
     }
 }
 
@@ -7567,7 +7540,7 @@ static mt_linear mt_linear_of(mt_linear_kind kind, int64_t N, int64_t K) {
 static void mt_model_linears(mt_model *m, const mt_options *o) {
     const mt_experts *e = &m->experts;
     int64_t q_input = o->q_lora_rank > 0 ? o->q_lora_rank : m->C, E = o->num_experts;
-    m->lm_head = mt_linear_of(MT_LINEAR_COLUMN, m->V, m->C);
+    m->outer.lm_head = mt_linear_of(MT_LINEAR_COLUMN, m->V, m->C);
     for (int64_t i = 0; i < m->num_layers; i++) {
         mt_layer *w = &m->layers[i];
         w->qkv = mt_linear_of(MT_LINEAR_COLUMN, mt_qkv_width(m), m->C);
@@ -7851,8 +7824,7 @@ void mt_model_destroy(mt_model *m) {
     free(m);
 }
 
-/* Rows of what lies here of a parameter that are no padding. */
-static int64_t mt_param_rows_stored(const mt_param *param) {
+int64_t mt_param_rows_stored(const mt_param *param) {
     return mt_max(mt_min(param->rows_stored - param->first_row, param->rows), 0);
 }
 
@@ -7899,7 +7871,7 @@ const mt_param *mt_model_params(const mt_model *m, int64_t *count) {
 }
 
 mt_bucket *mt_model_buckets(mt_model *m, int64_t *count) {
-    mt_saved_changes(m); // the caller may
+    mt_follow_reader(m); // the caller may
     mt_params_settle(m);
     *count = m->num_buckets;
     return m->buckets;
@@ -7907,6 +7879,10 @@ mt_bucket *mt_model_buckets(mt_model *m, int64_t *count) {
 
 const mt_options *mt_model_options(const mt_model *m) {
     return m->options;
+}
+
+const mt_model_plan *mt_model_get_plan(const mt_model *m) {
+    return &m->plan;
 }
 
 const mt_ops *mt_model_ops(const mt_model *m) {
@@ -8001,113 +7977,118 @@ static int64_t mt_mtp_word_bucket(const mt_model *m) {
 }
 
 static mt_weight mt_mtp_word_embedding(const mt_model *m) {
-    return m->word_bucket >= 0 ? m->word_embedding : m->lm_head.weight;
+    return m->word_bucket >= 0 ? m->outer.word_embedding : m->outer.lm_head.weight;
 }
 
 /* Which of the chunk's layers module k has, and of this rank's. */
-static int64_t mt_mtp_place(const mt_model *m, int64_t k) {
-    return m->stages[m->at->chunk].num_layers + k;
+static int64_t mt_mtp_place(const mt_model *m, const mt_pass *p, int64_t k) {
+    return m->stages[p->at->chunk].num_layers + k;
 }
-static int64_t mt_mtp_layer(const mt_model *m, int64_t k) {
-    return m->first_local[m->at->chunk] + mt_mtp_place(m, k);
+static int64_t mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
+    return m->first_local[p->at->chunk] + mt_mtp_place(m, p, k);
 }
 
 /* What module k takes from the one before. */
-static const void *mt_mtp_hidden(const mt_model *m, int64_t k) {
-    return k > 0 ? m->at->mtp[k - 1].normed : m->at->final_normed;
+static const void *mt_mtp_hidden(const mt_pass *p, int64_t k) {
+    return k > 0 ? p->at->mtp[k - 1].normed : p->at->final_normed;
 }
 
 /* out = eh_proj([norm(embedded); norm(hidden)]). */
-static void mt_mtp_join_forward(mt_model *m, int64_t k, void *out) {
+static void mt_mtp_join_forward(mt_model *m, const mt_pass *p, int64_t k, void *out) {
     const mt_ops *ops = m->ops;
-    const mt_layer *w = &m->layers[mt_mtp_layer(m, k)];
-    mt_mtp_activations *a = &m->at->mtp[k];
-    int64_t R = m->rows, C = m->C;
-    float eps = (float)m->options->norm_epsilon;
-    ops->rmsnorm_forward(a->joined, a->embedded_rstd, a->embedded, w->mtp_embedding_norm.w, R, 1, C, 2 * C, C, eps,
-                         m->dtype, m->stream);
-    ops->rmsnorm_forward(mt_at(m, a->joined, C), a->hidden_rstd, mt_mtp_hidden(m, k), w->mtp_hidden_norm.w, R, 1, C,
-                         2 * C, C, eps, m->dtype, m->stream);
-    mt_linear_forward(&m->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .y = out});
+    const mt_layer *w = &m->layers[mt_mtp_layer(m, p, k)];
+    mt_mtp_activations *a = &p->at->mtp[k];
+    int64_t R = p->rows, C = m->C;
+    mt_norm_args norm = {.T = R, .H = 1, .C = C, .x_stride = C, .y_stride = 2 * C};
+    norm.eps = (float)m->options->norm_epsilon;
+    norm.y = a->joined, norm.rstd = a->embedded_rstd, norm.x = a->embedded, norm.w = w->mtp_embedding_norm.w;
+    ops->rmsnorm_forward(&norm, m->dtype, p->stream);
+    norm.y = mt_at(m, a->joined, C), norm.rstd = a->hidden_rstd, norm.x = mt_mtp_hidden(p, k);
+    norm.w = w->mtp_hidden_norm.w;
+    ops->rmsnorm_forward(&norm, m->dtype, p->stream);
+    mt_linear_forward(&p->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .y = out});
 }
 
 /* From scratch.residual, the gradient of eh_proj's output, to those of the hidden state in mtp.dhidden and of what was
  * embedded in scratch.residual. */
-static void mt_mtp_join_backward(mt_model *m, int64_t k) {
+static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
     const mt_ops *ops = m->ops;
-    mt_layer *w = &m->layers[mt_mtp_layer(m, k)];
-    const mt_mtp_activations *a = &m->at->mtp[k];
+    mt_layer *w = &m->layers[mt_mtp_layer(m, p, k)];
+    const mt_mtp_activations *a = &p->at->mtp[k];
     void *residual = m->scratch.residual, *joined = m->mtp.djoined;
-    int64_t R = m->rows, C = m->C;
-    mt_linear_backward(&m->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .dy = residual, .dx = joined},
+    int64_t R = p->rows, C = m->C;
+    mt_linear_backward(&p->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .dy = residual, .dx = joined},
                        MT_PART_BOTH);
-    ops->rmsnorm_backward(m->mtp.dhidden, w->mtp_hidden_norm.dw, mt_at(m, joined, C), NULL, mt_mtp_hidden(m, k),
-                          w->mtp_hidden_norm.w, a->hidden_rstd, R, 1, C, C, 2 * C, C, m->dtype, m->stream);
-    ops->rmsnorm_backward(residual, w->mtp_embedding_norm.dw, joined, NULL, a->embedded, w->mtp_embedding_norm.w,
-                          a->embedded_rstd, R, 1, C, C, 2 * C, C, m->dtype, m->stream);
+    mt_norm_args norm = {.T = R, .H = 1, .C = C, .x_stride = C, .dx_stride = C, .dy_stride = 2 * C};
+    norm.dx = m->mtp.dhidden, norm.dw = w->mtp_hidden_norm.dw, norm.dy = mt_at(m, joined, C);
+    norm.x = mt_mtp_hidden(p, k), norm.w = w->mtp_hidden_norm.w, norm.rstd = a->hidden_rstd;
+    ops->rmsnorm_backward(&norm, m->dtype, p->stream);
+    norm.dx = residual, norm.dw = w->mtp_embedding_norm.dw, norm.dy = joined;
+    norm.x = a->embedded, norm.w = w->mtp_embedding_norm.w, norm.rstd = a->embedded_rstd;
+    ops->rmsnorm_backward(&norm, m->dtype, p->stream);
 }
 
 /* embedded = dropout(word embedding of the token that module k is told). */
-static void mt_mtp_embed_forward(mt_model *m, int64_t k) {
-    void *x = m->at->mtp[k].embedded;
+static void mt_mtp_embed_forward(mt_model *m, const mt_pass *p, int64_t k) {
+    void *x = p->at->mtp[k].embedded;
     mt_bucket_acquire(m, mt_mtp_word_bucket(m));
-    mt_vocab_embedding_forward(&m->tp, x, m->at->batch.mtp_tokens + k * m->T, mt_mtp_word_embedding(m), m->C,
+    mt_vocab_embedding_forward(&p->tp, x, p->at->batch.mtp_tokens + k * p->T, mt_mtp_word_embedding(m), m->C,
                                m->vocab_first, m->V);
     mt_bucket_release(m, mt_mtp_word_bucket(m));
-    mt_dropout dropout = mt_model_dropout(m, m->layers[mt_mtp_layer(m, k)].number, MT_DROP_EMBEDDING);
+    mt_dropout dropout = mt_model_dropout(m, p, m->layers[mt_mtp_layer(m, p, k)].number, MT_DROP_EMBEDDING);
     if (dropout.p > 0)
-        m->ops->dropout_add_forward(x, x, NULL, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
-                                    m->stream);
+        m->ops->dropout_add_forward(x, x, NULL, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout,
+                                    m->dtype, p->stream);
 }
 
 /* The gradient of what was embedded is in scratch.residual. That of a tied output layer is held since mt_mtp_head. */
-static void mt_mtp_embed_backward(mt_model *m, int64_t k) {
+static void mt_mtp_embed_backward(mt_model *m, const mt_pass *p, int64_t k) {
     void *dx = m->scratch.residual;
     int64_t word = mt_mtp_word_bucket(m);
-    bool is_last = m->last_backward && k == 0 && !m->has_embedding && word != m->head_bucket;
-    mt_dropout dropout = mt_model_dropout(m, m->layers[mt_mtp_layer(m, k)].number, MT_DROP_EMBEDDING);
+    bool is_last = p->last && k == 0 && !m->has_embedding && word != m->head_bucket;
+    mt_dropout dropout = mt_model_dropout(m, p, m->layers[mt_mtp_layer(m, p, k)].number, MT_DROP_EMBEDDING);
     if (dropout.p > 0)
-        m->ops->dropout_add_backward(dx, dx, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
-                                     m->stream);
+        m->ops->dropout_add_backward(dx, dx, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout, m->dtype,
+                                     p->stream);
     if (word != m->head_bucket) mt_bucket_gradients_acquire(m, word);
-    mt_vocab_embedding_backward(&m->tp, dx, m->at->batch.mtp_tokens + k * m->T, mt_mtp_word_embedding(m), m->C,
+    mt_vocab_embedding_backward(&p->tp, dx, p->at->batch.mtp_tokens + k * p->T, mt_mtp_word_embedding(m), m->C,
                                 m->vocab_first, m->V);
     mt_bucket_gradients_release(m, word, is_last);
 }
 
 /* Logits and loss of module k. */
-static void mt_mtp_head_forward(mt_model *m, int64_t k) {
-    mt_mtp_activations *a = &m->at->mtp[k];
-    const mt_batch_block *batch = &m->at->batch;
+static void mt_mtp_head_forward(mt_model *m, const mt_pass *p, int64_t k) {
+    mt_mtp_activations *a = &p->at->mtp[k];
+    const mt_batch_block *batch = &p->at->batch;
     mt_bucket_acquire(m, m->head_bucket);
-    mt_linear_forward(&m->tp, &m->lm_head, &(mt_linear_io){.x = a->normed, .y = a->logits});
+    mt_linear_forward(&p->tp, &m->outer.lm_head, &(mt_linear_io){.x = a->normed, .y = a->logits});
     mt_bucket_release(m, m->head_bucket);
-    mt_vocab_cross_entropy_forward(&m->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
-                                   batch->mtp_labels + k * m->T, m->T, m->V, m->vocab_first, m->vocab_count);
-    m->ops->loss_accumulate(m->numbers->mtp + 2 * k, m->mtp.loss, batch->mtp_weights + k * m->T, m->T, m->stream);
+    mt_vocab_cross_entropy_forward(&p->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
+                                   batch->mtp_labels + k * p->T, p->T, m->V, m->vocab_first, m->vocab_count);
+    m->ops->loss_accumulate(m->numbers->mtp + 2 * k, m->mtp.loss, batch->mtp_weights + k * p->T, p->T, p->stream);
 }
 
 /* scratch.normed += mtp.dhidden, what a later module adds to the gradient of a hidden state. */
-static void mt_mtp_add_dhidden(mt_model *m) {
+static void mt_mtp_add_dhidden(mt_model *m, const mt_pass *p) {
     void *normed = m->scratch.normed;
-    m->ops->dropout_add_forward(normed, m->mtp.dhidden, normed, m->token_index, m->rows, m->C, 0, &(mt_dropout){0},
-                                m->dtype, m->stream);
+    m->ops->dropout_add_forward(normed, m->mtp.dhidden, normed, p->batch->token_index, p->rows, m->C, 0,
+                                &(mt_dropout){0}, m->dtype, p->stream);
 }
 
 /* scratch.normed = the gradient of module k's final norm: of its own loss, and of the module after it. */
-static void mt_mtp_head_backward(mt_model *m, int64_t k) {
-    const mt_mtp_activations *a = &m->at->mtp[k];
-    const mt_batch_block *batch = &m->at->batch;
-    m->ops->cross_entropy_backward(a->logits, a->logits, batch->mtp_labels + k * m->T, a->lse,
-                                   batch->mtp_weights + k * m->T, m->T, m->V, m->vocab_first, m->vocab_count, m->dtype,
-                                   m->stream);
+static void mt_mtp_head_backward(mt_model *m, const mt_pass *p, int64_t k) {
+    const mt_mtp_activations *a = &p->at->mtp[k];
+    const mt_batch_block *batch = &p->at->batch;
+    m->ops->cross_entropy_backward(a->logits, a->logits, batch->mtp_labels + k * p->T, a->lse,
+                                   batch->mtp_weights + k * p->T, p->T, m->V, m->vocab_first, m->vocab_count, m->dtype,
+                                   p->stream);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
-    mt_linear_backward(&m->tp, &m->lm_head, &(mt_linear_io){.x = a->normed, .dy = a->logits, .dx = m->scratch.normed},
-                       MT_PART_BOTH);
+    mt_linear_backward(&p->tp, &m->outer.lm_head,
+                       &(mt_linear_io){.x = a->normed, .dy = a->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
     if (mt_mtp_word_bucket(m) != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
     mt_bucket_release(m, m->head_bucket);
-    if (k + 1 < m->mtp.count) mt_mtp_add_dhidden(m);
+    if (k + 1 < m->mtp.count) mt_mtp_add_dhidden(m, p);
 }
 
 /* Around a layer's backward, experts first as they are used first; of the weights' part only, where `gradients` alone.
@@ -8120,49 +8101,49 @@ static void mt_layer_acquire(mt_model *m, const mt_layer *w, bool params, bool g
     if (gradients) mt_bucket_gradients_acquire(m, w->bucket);
 }
 
-static void mt_layer_release(mt_model *m, const mt_layer *w, bool params, bool gradients) {
+static void mt_layer_release(mt_model *m, const mt_pass *p, const mt_layer *w, bool params, bool gradients) {
     bool has_experts = w->expert_bucket >= 0;
-    if (gradients && has_experts) mt_bucket_gradients_release(m, w->expert_bucket, m->last_backward);
+    if (gradients && has_experts) mt_bucket_gradients_release(m, w->expert_bucket, p->last);
     if (params && has_experts) mt_bucket_release(m, w->expert_bucket);
-    if (gradients) mt_bucket_gradients_release(m, w->bucket, m->last_backward);
+    if (gradients) mt_bucket_gradients_release(m, w->bucket, p->last);
     if (params) mt_bucket_release(m, w->bucket);
 }
 
 /* All modules of the micro-batch at hand, whose final_normed is there. */
-static void mt_mtp_forward(mt_model *m) {
-    mt_micro_batch *at = m->at;
+static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
+    mt_micro_batch *at = p->at;
     for (int64_t k = 0; k < m->mtp.count; k++) {
-        int64_t layer = mt_mtp_layer(m, k);
+        int64_t layer = mt_mtp_layer(m, p, k);
         const mt_layer *w = &m->layers[layer];
-        mt_activations *a = &at->layers[mt_mtp_place(m, k)];
-        mt_mtp_embed_forward(m, k);
+        mt_activations *a = &at->layers[mt_mtp_place(m, p, k)];
+        mt_mtp_embed_forward(m, p, k);
         mt_bucket_acquire(m, w->bucket);
         mt_norm input = mt_input_norm(m, layer, a);
         mt_norm final = {w->mtp_final_norm, {0}, at->mtp[k].normed, NULL, at->mtp[k].rstd};
-        mt_mtp_join_forward(m, k, a->input);
-        mt_norm_forward(m, input.y, input.mean, input.rstd, a->input, input.w, input.b, m->rows);
+        mt_mtp_join_forward(m, p, k, a->input);
+        mt_norm_forward(m, p, input.y, input.mean, input.rstd, a->input, input.w, input.b, p->rows);
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
-        mt_layer_forward(m, layer, a, at->mtp[k].output, &final, false);
+        mt_layer_forward(m, p, layer, a, at->mtp[k].output, &final);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
-        mt_mtp_head_forward(m, k);
+        mt_mtp_head_forward(m, p, k);
     }
 }
 
 /* mtp.dhidden = what the modules add to the gradient of final_normed. */
-static void mt_mtp_backward(mt_model *m) {
-    mt_micro_batch *at = m->at;
+static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
+    mt_micro_batch *at = p->at;
     for (int64_t k = m->mtp.count - 1; k >= 0; k--) {
-        int64_t layer = mt_mtp_layer(m, k);
+        int64_t layer = mt_mtp_layer(m, p, k);
         mt_layer *w = &m->layers[layer];
-        mt_mtp_head_backward(m, k);
+        mt_mtp_head_backward(m, p, k);
         mt_layer_acquire(m, w, true, true);
-        mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->mtp[k].output, NULL, at->mtp[k].rstd,
-                         w->mtp_final_norm, (mt_weight){0}, m->rows);
-        mt_layer_backward(m, layer, &at->layers[mt_mtp_place(m, k)], MT_PART_BOTH);
-        mt_mtp_join_backward(m, k);
-        mt_layer_release(m, w, true, true);
-        mt_mtp_embed_backward(m, k);
+        mt_norm_backward(m, p, m->scratch.residual, m->scratch.normed, NULL, at->mtp[k].output, NULL, at->mtp[k].rstd,
+                         w->mtp_final_norm, (mt_weight){0}, p->rows);
+        mt_layer_backward(m, p, layer, &at->layers[mt_mtp_place(m, p, k)]);
+        mt_mtp_join_backward(m, p, k);
+        mt_layer_release(m, p, w, true, true);
+        mt_mtp_embed_backward(m, p, k);
     }
 }
 
@@ -8187,18 +8168,17 @@ void mt_batch_free(mt_batch *batch) {
     *batch = (mt_batch){0};
 }
 
-/* Says where operations find a micro-batch: on the device in `at`, while in the host's list of its spans. */
-static void mt_micro_batch_enter(mt_model *m, mt_micro_batch *at) {
-    const mt_batch_block *batch = &at->batch;
-    m->at = at;
-    m->T = m->tp.T = at->T, m->rows = m->tp.rows = at->rows;
-    m->first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * at->rows : 0;
-    m->cache_rows = batch->cache_rows, m->logit_rows = batch->logit_rows;
-    m->tokens = batch->tokens, m->positions = batch->positions, m->labels = batch->labels;
-    m->loss_mask = batch->loss_mask, m->token_index = batch->token_index, m->sequence = batch->sequence;
-    m->spans = (mt_spans){.host = at->host_spans, .device = batch->spans, .count = at->num_spans};
+/* A pass over a micro-batch that is on the device. The caller sets what kind of pass it is. */
+static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *at) {
+    mt_pass p = {.at = at, .batch = &at->batch, .tp = m->tp, .stream = m->stream, .T = at->T, .rows = at->rows};
+    p.tp.T = at->T, p.tp.rows = at->rows;
+    p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * at->rows : 0;
+    p.message_rows = at->rows;
+    p.parts = MT_PART_BOTH;
+    p.spans = (mt_spans){.host = at->host_spans, .device = at->batch.spans, .count = at->num_spans};
     if (m->context && m->in_context != at) mt_context_load(m->context, &at->whole, m->stream);
     m->in_context = at;
+    return p;
 }
 
 /* This rank's part of a batch whose sequences ranks share; keeps what their attention needs to know of the whole. */
@@ -8214,7 +8194,7 @@ static const mt_batch *mt_share_batch(mt_model *m, mt_micro_batch *at, const mt_
     return &m->local_batch;
 }
 
-/* Gives a batch its place on the device, enters it, and returns where it goes in the host's block `staged`. */
+/* Lays out a batch on the device; returns its place in the host's block `staged`. */
 static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch, int staged) {
     int64_t T = batch->num_tokens, num_spans = batch->num_spans;
     MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
@@ -8226,15 +8206,14 @@ static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_b
     MT_CHECK(!m->tp.sequence_parallel || T % m->grid->tensor.size == 0);
     at->num_spans = num_spans;
     memcpy(at->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
-    mt_micro_batch_enter(m, at);
     m->staged = staged;
     m->ops->event_wait(m->copied[staged]); // what was in the host's block has left it
     return mt_layout_batch(m, &on_host, T, num_spans);
 }
 
-/* Enqueues the copy of a micro-batch to where the model's operations read it. The host goes on at once: it may fill
- * `batch` again and hand over the next micro-batch while the device is still busy with this one. */
-static void mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole) {
+/* Enqueues the copy of a micro-batch to the device and begins a pass over it. The caller may fill `whole` again at
+ * once, and hand over the next micro-batch while the device is busy with this one. */
+static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole, bool training) {
     const mt_batch *batch = mt_share_batch(m, at, whole);
     mt_batch_block block = mt_place_batch(m, at, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens;
@@ -8247,192 +8226,189 @@ static void mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole
     memset(block.sequence, 0, T * 4);
     for (int64_t s = 0; s < batch->num_spans; s++)
         for (int64_t i = 0; i < batch->spans[s].q_len; i++) block.sequence[batch->spans[s].q_start + i] = (int32_t)s;
-    if (m->training && m->stages[at->chunk].loss) mt_mtp_load(m, &block, whole);
+    if (training && m->stages[at->chunk].loss) mt_mtp_load(m, &block, whole);
     int64_t bytes = (char *)(block.mtp_weights + (size_t)m->mtp.count * T) - (char *)block.spans;
-    m->ops->memory_copy((void *)m->spans.device, block.spans, bytes, m->stream);
+    m->ops->memory_copy(at->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
+    mt_pass p = mt_pass_begin(m, at);
+    p.training = training;
+    return p;
 }
 
 /* ---- a chunk's parts */
 
 /* x[R, C] = dropout(word + position). */
-static void mt_embed_forward(mt_model *m, void *x) {
+static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x) {
     mt_bucket_acquire(m, m->word_bucket);
-    mt_vocab_embedding_forward(&m->tp, x, m->tokens, m->word_embedding, m->C, m->vocab_first, m->V);
+    mt_vocab_embedding_forward(&p->tp, x, p->batch->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
     mt_bucket_release(m, m->word_bucket);
     if (m->position_bucket >= 0) {
         mt_bucket_acquire(m, m->position_bucket);
-        m->ops->embedding_forward(x, m->positions + m->first_row, m->position_embedding.w, m->rows, m->C, 0,
-                                  m->options->max_position_embeddings, true, m->dtype, m->stream);
+        m->ops->embedding_forward(x, p->batch->positions + p->first_row, m->outer.position_embedding.w, p->rows, m->C,
+                                  0, m->options->max_position_embeddings, true, m->dtype, p->stream);
         mt_bucket_release(m, m->position_bucket);
     }
-    mt_dropout dropout = mt_model_dropout(m, -1, MT_DROP_EMBEDDING);
+    mt_dropout dropout = mt_model_dropout(m, p, -1, MT_DROP_EMBEDDING);
     if (dropout.p > 0)
-        m->ops->dropout_add_forward(x, x, NULL, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
-                                    m->stream);
+        m->ops->dropout_add_forward(x, x, NULL, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout,
+                                    m->dtype, p->stream);
 }
 
-static void mt_embed_backward(mt_model *m, void *dx) {
-    mt_dropout dropout = mt_model_dropout(m, -1, MT_DROP_EMBEDDING);
+static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx) {
+    mt_dropout dropout = mt_model_dropout(m, p, -1, MT_DROP_EMBEDDING);
     if (dropout.p > 0)
-        m->ops->dropout_add_backward(dx, dx, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
-                                     m->stream);
+        m->ops->dropout_add_backward(dx, dx, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout, m->dtype,
+                                     p->stream);
     if (m->position_bucket >= 0) {
         mt_bucket_gradients_acquire(m, m->position_bucket);
-        m->ops->embedding_backward(m->position_embedding.dw, dx, m->positions + m->first_row, m->rows, m->C, 0,
-                                   m->options->max_position_embeddings, m->dtype, m->stream);
-        mt_bucket_gradients_release(m, m->position_bucket, m->last_backward);
+        m->ops->embedding_backward(m->outer.position_embedding.dw, dx, p->batch->positions + p->first_row, p->rows,
+                                   m->C, 0, m->options->max_position_embeddings, m->dtype, p->stream);
+        mt_bucket_gradients_release(m, m->position_bucket, p->last);
     }
     mt_bucket_gradients_acquire(m, m->word_bucket);
-    mt_vocab_embedding_backward(&m->tp, dx, m->tokens, m->word_embedding, m->C, m->vocab_first, m->V);
-    mt_bucket_gradients_release(m, m->word_bucket, m->last_backward);
+    mt_vocab_embedding_backward(&p->tp, dx, p->batch->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
+    mt_bucket_gradients_release(m, m->word_bucket, p->last);
 }
 
-/* Final norm and logits of `rows` rows of x[rows, C]. */
-static void mt_output_forward(mt_model *m, const void *x, int64_t rows) {
-    mt_micro_batch *at = m->at;
+/* Final norm and logits of x[rows, C]. */
+static void mt_output_forward(mt_model *m, const mt_pass *p, const void *x) {
+    mt_micro_batch *at = p->at;
     mt_bucket_acquire(m, m->output_bucket);
     if (m->head_bucket != m->output_bucket) mt_bucket_acquire(m, m->head_bucket);
-    mt_norm_forward(m, at->final_normed, at->final_mean, at->final_rstd, x, m->final_norm, m->final_norm_bias, rows);
-    mt_linear_forward(&m->tp, &m->lm_head, &(mt_linear_io){.x = at->final_normed, .y = at->logits});
+    mt_norm_forward(m, p, at->final_normed, at->final_mean, at->final_rstd, x, m->outer.final_norm,
+                    m->outer.final_norm_bias, p->rows);
+    mt_linear_forward(&p->tp, &m->outer.lm_head, &(mt_linear_io){.x = at->final_normed, .y = at->logits});
     if (m->head_bucket != m->output_bucket) mt_bucket_release(m, m->head_bucket);
     mt_bucket_release(m, m->output_bucket);
 }
 
 /* Logits and the loss of every token. */
-static void mt_loss_forward(mt_model *m) {
-    MT_CHECK(m->T <= m->plan.max_logits);
-    mt_output_forward(m, m->at->output, m->rows);
-    mt_vocab_cross_entropy_forward(&m->tp, m->loss, m->training ? NULL : m->entropy, m->at->lse, m->row_stats,
-                                   m->at->logits, m->labels, m->T, m->V, m->vocab_first, m->vocab_count);
-    m->ops->loss_accumulate(m->numbers->sums, m->loss, m->loss_mask, m->T, m->stream);
-    m->num_logits = m->T;
-    if (m->training) mt_mtp_forward(m);
+static void mt_loss_forward(mt_model *m, const mt_pass *p) {
+    MT_CHECK(p->T <= m->plan.max_logits);
+    mt_output_forward(m, p, p->at->output);
+    mt_vocab_cross_entropy_forward(&p->tp, m->loss, p->training ? NULL : m->entropy, p->at->lse, m->row_stats,
+                                   p->at->logits, p->batch->labels, p->T, m->V, m->vocab_first, m->vocab_count);
+    m->ops->loss_accumulate(m->numbers->sums, m->loss, p->batch->loss_mask, p->T, p->stream);
+    if (p->training) mt_mtp_forward(m, p);
 }
 
 /* The loss is a sum over unmasked tokens, so its gradient by a token's loss is the mask itself. A tied head's gradient
  * is complete only when the embedding has added its own. */
-static void mt_loss_backward(mt_model *m) {
-    mt_micro_batch *at = m->at;
+static void mt_loss_backward(mt_model *m, const mt_pass *p) {
+    mt_micro_batch *at = p->at;
     bool own_head = m->head_bucket != m->output_bucket;
-    mt_mtp_backward(m);
-    m->ops->cross_entropy_backward(at->logits, at->logits, m->labels, at->lse, m->loss_mask, m->T, m->V, m->vocab_first,
-                                   m->vocab_count, m->dtype, m->stream);
+    mt_mtp_backward(m, p);
+    m->ops->cross_entropy_backward(at->logits, at->logits, p->batch->labels, at->lse, p->batch->loss_mask, p->T, m->V,
+                                   m->vocab_first, m->vocab_count, m->dtype, p->stream);
     mt_bucket_acquire(m, m->output_bucket);
     if (own_head) mt_bucket_acquire(m, m->head_bucket);
     if (own_head) mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
-    mt_linear_backward(&m->tp, &m->lm_head,
+    mt_linear_backward(&p->tp, &m->outer.lm_head,
                        &(mt_linear_io){.x = at->final_normed, .dy = at->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
-    if (m->mtp.count > 0) mt_mtp_add_dhidden(m);
-    mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->output, at->final_mean, at->final_rstd,
-                     m->final_norm, m->final_norm_bias, m->rows);
-    mt_bucket_gradients_release(m, m->output_bucket, m->last_backward);
-    if (own_head && m->head_bucket != m->word_bucket) mt_bucket_gradients_release(m, m->head_bucket, m->last_backward);
+    if (m->mtp.count > 0) mt_mtp_add_dhidden(m, p);
+    mt_norm_backward(m, p, m->scratch.residual, m->scratch.normed, NULL, at->output, at->final_mean, at->final_rstd,
+                     m->outer.final_norm, m->outer.final_norm_bias, p->rows);
+    mt_bucket_gradients_release(m, m->output_bucket, p->last);
+    if (own_head && m->head_bucket != m->word_bucket) mt_bucket_gradients_release(m, m->head_bucket, p->last);
     if (own_head) mt_bucket_release(m, m->head_bucket);
     mt_bucket_release(m, m->output_bucket);
 }
 
 /* The residual stream as it enters the chunk of the micro-batch at hand. */
-static void *mt_chunk_input(const mt_model *m) {
-    return m->stages[m->at->chunk].num_layers > 0 ? m->at->layers[0].input : m->at->output;
+static void *mt_chunk_input(const mt_model *m, const mt_pass *p) {
+    return m->stages[p->at->chunk].num_layers > 0 ? p->at->layers[0].input : p->at->output;
 }
 
 /* Embedding, if it is here, and layers. */
-static void mt_chunk_forward(mt_model *m, bool decode) {
-    mt_micro_batch *at = m->at;
+static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
+    mt_micro_batch *at = p->at;
     const mt_stage *stage = &m->stages[at->chunk];
     int64_t first = m->first_local[at->chunk], n = stage->num_layers;
-    if (stage->embedding) mt_embed_forward(m, mt_chunk_input(m));
+    if (stage->embedding) mt_embed_forward(m, p, mt_chunk_input(m, p));
     for (int64_t i = 0; i < n; i++) {
         bool last = i == n - 1;
         const mt_layer *w = &m->layers[first + i];
         mt_activations *a = &at->layers[m->plan.train ? i : 0], *next = m->plan.train ? a + 1 : a;
         if (i == 0) mt_bucket_acquire(m, w->bucket);
         mt_norm norm = mt_input_norm(m, first + i, a);
-        if (i == 0) mt_norm_forward(m, norm.y, norm.mean, norm.rstd, a->input, norm.w, norm.b, m->rows);
+        if (i == 0) mt_norm_forward(m, p, norm.y, norm.mean, norm.rstd, a->input, norm.w, norm.b, p->rows);
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
         if (!last) mt_bucket_acquire(m, w[1].bucket); // the next layer's norm is fused with the end of this one
         if (!last) norm = mt_input_norm(m, first + i + 1, next);
-        mt_layer_forward(m, first + i, a, last ? at->output : next->input, last ? NULL : &norm, decode);
+        mt_layer_forward(m, p, first + i, a, last ? at->output : next->input, last ? NULL : &norm);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
     }
 }
 
 /* scratch.residual, the gradient of the chunk's output, becomes that of its input. */
-static void mt_chunk_backward(mt_model *m, int parts) {
-    mt_micro_batch *at = m->at;
+static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
+    mt_micro_batch *at = p->at;
     const mt_stage *stage = &m->stages[at->chunk];
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
         int64_t layer = m->first_local[at->chunk] + i;
-        mt_layer_acquire(m, &m->layers[layer], true, parts == MT_PART_BOTH);
-        mt_layer_backward(m, layer, &at->layers[i], parts);
-        mt_layer_release(m, &m->layers[layer], true, parts == MT_PART_BOTH);
+        mt_layer_acquire(m, &m->layers[layer], true, p->parts == MT_PART_BOTH);
+        mt_layer_backward(m, p, layer, &at->layers[i]);
+        mt_layer_release(m, p, &m->layers[layer], true, p->parts == MT_PART_BOTH);
     }
-    if (stage->embedding) mt_embed_backward(m, m->scratch.residual);
+    if (stage->embedding) mt_embed_backward(m, p, m->scratch.residual);
 }
 
-static void mt_chunk_backward_weight(mt_model *m) {
-    const mt_micro_batch *at = m->at;
+static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
+    const mt_micro_batch *at = p->at;
     for (int64_t i = m->stages[at->chunk].num_layers - 1; i >= 0; i--) {
         int64_t layer = m->first_local[at->chunk] + i;
         mt_layer_acquire(m, &m->layers[layer], false, true);
-        mt_layer_backward_weight(m, layer, &at->layers[i]);
-        mt_layer_release(m, &m->layers[layer], false, true);
+        mt_layer_backward_weight(m, p, layer, &at->layers[i]);
+        mt_layer_release(m, p, &m->layers[layer], false, true);
     }
 }
 
 /* ---- between chunks */
 
-/* Elements of a message. In a schedule a rank receives before it knows the batch, and NCCL takes no message that is
- * shorter than it was told: there all are as long as the largest. */
-static int64_t mt_link_count(const mt_model *m) {
-    return (m->in_schedule ? m->max_rows : m->rows) * m->C;
-}
-
-/* Begins to receive the next message of a link, if a buffer is free for it. */
-static bool mt_link_start(mt_model *m, mt_link *link) {
-    int64_t k = link->started % link->num_buffers, count = mt_link_count(m);
+/* Begins to receive the next message of a link, of so many rows, if a buffer is free for it. */
+static bool mt_link_start(mt_model *m, mt_link *link, int64_t rows) {
+    int64_t k = link->started % link->num_buffers;
     if (link->started - link->finished == link->num_buffers) return false;
-    link->tickets[k] = m->ops->channel_recv(link->channel, link->buffers[k], count, m->dtype, m->stream);
+    link->tickets[k] = m->ops->channel_recv(link->channel, link->buffers[k], rows * m->C, m->dtype, m->stream);
     link->started++;
     return true;
 }
 
-/* to[count] = the oldest message that was not taken yet. */
-static void mt_link_take(mt_model *m, mt_link *link, void *to, int64_t count) {
-    if (link->started == link->finished) mt_link_start(m, link);
+/* to[rows, C] = the oldest message that was not taken yet. */
+static void mt_link_take(mt_model *m, const mt_pass *p, mt_link *link, void *to) {
+    if (link->started == link->finished) mt_link_start(m, link, p->message_rows);
     int64_t k = link->finished++ % link->num_buffers;
-    m->ops->channel_wait(link->channel, link->tickets[k], m->stream);
-    m->ops->memory_copy(to, link->buffers[k], count * mt_dtype_size(m->dtype), m->stream);
+    m->ops->channel_wait(link->channel, link->tickets[k], p->stream);
+    m->ops->memory_copy(to, link->buffers[k], p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
 }
 
-/* Sends a copy of from[count], which may then be written again. */
-static void mt_link_send(mt_model *m, mt_link *link, const void *from, int64_t count) {
-    int64_t k = link->started % link->num_buffers;
-    if (link->started >= link->num_buffers) m->ops->channel_wait(link->channel, link->tickets[k], m->stream);
-    m->ops->memory_copy(link->buffers[k], from, count * mt_dtype_size(m->dtype), m->stream);
-    link->tickets[k] = m->ops->channel_send(link->channel, link->buffers[k], mt_link_count(m), m->dtype, m->stream);
+/* Sends a copy of from[rows, C], which may then be written again. */
+static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const void *from) {
+    int64_t k = link->started % link->num_buffers, count = p->message_rows * m->C;
+    if (link->started >= link->num_buffers) m->ops->channel_wait(link->channel, link->tickets[k], p->stream);
+    m->ops->memory_copy(link->buffers[k], from, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+    link->tickets[k] = m->ops->channel_send(link->channel, link->buffers[k], count, m->dtype, p->stream);
     link->started++;
 }
 
 /* Chunks without the embedding take what the stage before sends, chunks without the loss send theirs on. */
-static void mt_stage_forward(mt_model *m, bool decode) {
-    const mt_stage *stage = &m->stages[m->at->chunk];
-    if (!stage->embedding) mt_link_take(m, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m), m->rows * m->C);
-    mt_chunk_forward(m, decode);
-    if (!stage->loss) mt_link_send(m, &m->links[MT_LINK_SEND_FORWARD], m->at->output, m->rows * m->C);
+static void mt_stage_forward(mt_model *m, const mt_pass *p) {
+    const mt_stage *stage = &m->stages[p->at->chunk];
+    if (!stage->embedding) mt_link_take(m, p, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m, p));
+    mt_chunk_forward(m, p);
+    if (!stage->loss) mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD], p->at->output);
 }
 
-static void mt_stage_backward(mt_model *m, int parts) {
-    const mt_stage *stage = &m->stages[m->at->chunk];
+static void mt_stage_backward(mt_model *m, const mt_pass *p) {
+    const mt_stage *stage = &m->stages[p->at->chunk];
     if (stage->loss)
-        mt_loss_backward(m);
+        mt_loss_backward(m, p);
     else
-        mt_link_take(m, &m->links[MT_LINK_RECV_BACKWARD], m->scratch.residual, m->rows * m->C);
-    mt_chunk_backward(m, parts);
-    if (!stage->embedding) mt_link_send(m, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.residual, m->rows * m->C);
+        mt_link_take(m, p, &m->links[MT_LINK_RECV_BACKWARD], m->scratch.residual);
+    mt_chunk_backward(m, p);
+    if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.residual);
 }
 
 /* ---- a whole model's forward, and its backward on one rank */
@@ -8447,17 +8423,16 @@ static mt_micro_batch *mt_micro_batch_free(mt_model *m, int64_t chunk) {
 
 void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
     MT_CHECK(!training || m->grid->pipeline.size == 1);
-    m->training = training;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        mt_load_batch(m, mt_micro_batch_free(m, chunk), batch);
-        mt_stage_forward(m, false);
-        if (m->stages[chunk].loss) mt_loss_forward(m);
+        m->last_pass = mt_load_batch(m, mt_micro_batch_free(m, chunk), batch, training);
+        mt_stage_forward(m, &m->last_pass);
+        if (m->stages[chunk].loss) mt_loss_forward(m, &m->last_pass);
     }
 }
 
 void mt_model_backward(mt_model *m) {
-    MT_CHECK(m->plan.train && m->training && m->grid->pipeline.size == 1);
-    mt_stage_backward(m, MT_PART_BOTH);
+    MT_CHECK(m->plan.train && m->last_pass.training && m->grid->pipeline.size == 1);
+    mt_stage_backward(m, &m->last_pass);
 }
 
 /* What the last pipeline rank has in host memory, to all that its pipeline consists of. */
@@ -8466,12 +8441,12 @@ static void mt_model_share(const mt_model *m, void *buffer, int64_t bytes) {
 }
 
 /* Copies logits to the host as fp32, without the padding columns; every rank gets them. */
-static void mt_read_logits(mt_model *m, float *logits, int64_t rows) {
+static void mt_read_logits(mt_model *m, const mt_micro_batch *at, float *logits, int64_t rows) {
     int64_t V = m->V, vocabulary = m->options->vocab_size, size = mt_dtype_size(m->dtype);
     int ranks = m->grid->tensor.size;
     for (int64_t first = 0; first < rows && m->has_loss; first += MT_STAGED_ROWS) {
         int64_t count = mt_min(rows - first, MT_STAGED_ROWS);
-        const void *shares = mt_at(m, m->at->logits, first * V);
+        const void *shares = mt_at(m, at->logits, first * V);
         if (ranks > 1) {
             m->ops->all_gather(m->gathered_logits, shares, count * V, m->dtype, &m->grid->tensor, m->stream);
             shares = m->gathered_logits;
@@ -8492,16 +8467,16 @@ static void mt_read_logits(mt_model *m, float *logits, int64_t rows) {
 }
 
 void mt_model_read(mt_model *m, float *loss, float *entropy, float *logits) {
-    int64_t T = m->T;
+    int64_t T = m->last_pass.T;
     if (loss && m->has_loss) m->ops->memory_copy(loss, m->loss, T * 4, m->stream);
     if (entropy && m->has_loss) {
-        MT_CHECK(!m->training);
+        MT_CHECK(!m->last_pass.training);
         m->ops->memory_copy(entropy, m->entropy, T * 4, m->stream);
     }
     m->ops->stream_wait(m->stream);
     if (loss) mt_model_share(m, loss, T * 4);
     if (entropy) mt_model_share(m, entropy, T * 4);
-    if (logits) mt_read_logits(m, logits, T);
+    if (logits) mt_read_logits(m, m->last_pass.at, logits, T);
 }
 
 /* Puts what a pass of decoding reads into the host's block: always the same one, because graphs keep its address. */
@@ -8509,8 +8484,6 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
                               int64_t num_rows) {
     size_t T = (size_t)batch->num_tokens;
     MT_CHECK(m->plan.cache_rows > 0 && num_rows <= m->plan.max_logits && num_rows <= batch->num_tokens);
-    m->training = false;
-    m->num_logits = num_rows;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
         mt_batch_block block = mt_place_batch(m, mt_micro_batch_free(m, chunk), batch, 0);
         memcpy(block.cache_rows, cache_rows, T * 4);
@@ -8521,46 +8494,55 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
     }
 }
 
-/* From the host's block to logits; what a graph holds. Its results are waited for, and so is its copy. */
-static void mt_decode_pass(mt_model *m) {
-    int64_t rows = m->num_logits;
-    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        mt_micro_batch_enter(m, mt_micro_batch_free(m, chunk));
-        int64_t bytes = (char *)m->labels - m->at->device_batch;
-        m->ops->memory_copy(m->at->device_batch, m->staged_batch[0], bytes, m->stream);
-        mt_stage_forward(m, true);
-    }
-    if (rows == 0 || !m->has_loss) return; // a piece of a prompt, or another rank's logits
-    m->ops->gather_rows(m->scratch.hidden, m->at->output, m->logit_rows, rows, m->C, m->C, m->C, m->dtype, m->stream);
-    m->tp.T = m->tp.rows = rows;
-    mt_output_forward(m, m->scratch.hidden, rows);
+/* Where the last chunk decodes. */
+static mt_micro_batch *mt_decode_output(mt_model *m) {
+    return mt_micro_batch_free(m, m->num_chunks - 1);
 }
 
-/* Whether a pass adds one token to each of its sequences: then it consists of the same operations on the same memory as
- * every other step of as many sequences, whatever their lengths. Not where the host waits for what experts get. */
-static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch) {
-    if (batch->num_spans != m->T || m->num_logits != m->T || m->grid->world.size > 1) return false;
+/* From the host's block to `rows` rows of logits: the operations that a graph holds. */
+static void mt_decode_pass(mt_model *m, int64_t rows) {
+    mt_pass p;
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
+        mt_micro_batch *at = mt_micro_batch_free(m, chunk);
+        p = mt_pass_begin(m, at);
+        p.decode = true;
+        int64_t bytes = (char *)at->batch.labels - at->device_batch;
+        m->ops->memory_copy(at->device_batch, m->staged_batch[0], bytes, m->stream);
+        mt_stage_forward(m, &p);
+    }
+    if (rows == 0 || !m->has_loss) return; // a piece of a prompt, or another rank has the logits
+    m->ops->gather_rows(m->scratch.hidden, p.at->output, p.batch->logit_rows, rows, m->C, m->C, m->C, m->dtype,
+                        m->stream);
+    p.T = p.tp.T = p.rows = p.tp.rows = rows;
+    mt_output_forward(m, &p, m->scratch.hidden);
+}
+
+/* Whether a pass is a decode step: one token for each sequence. All steps of as many sequences run the same operations
+ * on the same memory, whatever their lengths, unless the host waits for the loads of experts. */
+static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t num_rows) {
+    if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens || m->grid->world.size > 1) return false;
     if (m->experts.num_layers > 0 && !m->experts.grouped) return false;
-    for (int64_t i = 0; i < m->T; i++)
+    for (int64_t i = 0; i < batch->num_tokens; i++)
         if (batch->spans[i].q_len != 1) return false;
     return true;
 }
 
-/* A step is so short that enqueuing its operations one by one would take longer than they do: from the second step on,
- * once they have prepared themselves, a graph enqueues them all. */
-static void mt_decode_enqueue(mt_model *m, const mt_batch *batch) {
-    bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch);
-    mt_decode_graph *step = is_step ? &m->decode_graphs[m->T] : NULL;
+/* Enqueuing a step's operations one by one takes longer than they do. From the second step on, once they have prepared
+ * themselves, one graph holds them all. */
+static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, int64_t num_rows) {
+    int64_t T = batch->num_tokens;
+    bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch, num_rows);
+    mt_decode_graph *step = is_step ? &m->decode_graphs[T] : NULL;
     if (!is_step || !step->has_run) {
-        mt_decode_pass(m);
+        mt_decode_pass(m, num_rows);
         if (is_step) step->has_run = true;
         return;
     }
-    for (int64_t i = 0; i < m->T; i++) MT_CHECK(batch->spans[i].k_len <= m->step_spans[i].k_len);
+    for (int64_t i = 0; i < T; i++) MT_CHECK(batch->spans[i].k_len <= m->step_spans[i].k_len);
     if (!step->graph) {
-        memcpy(m->at->host_spans, m->step_spans, (size_t)m->T * sizeof(mt_span));
+        memcpy(mt_decode_output(m)->host_spans, m->step_spans, (size_t)T * sizeof(mt_span));
         m->ops->graph_begin(m->stream);
-        mt_decode_pass(m);
+        mt_decode_pass(m, num_rows);
         step->graph = m->ops->graph_end(m->stream);
     }
     m->ops->graph_launch(step->graph, m->stream);
@@ -8569,19 +8551,20 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch) {
 void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                      int64_t num_rows, float *logits) {
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
-    mt_decode_enqueue(m, batch);
+    mt_decode_enqueue(m, batch, num_rows);
     if (num_rows == 0)
         m->ops->stream_wait(m->stream);
     else
-        mt_read_logits(m, logits, num_rows);
+        mt_read_logits(m, mt_decode_output(m), logits, num_rows);
 }
 
 void mt_model_decode_likeliest(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                                int64_t num_rows, int32_t *tokens) {
     MT_CHECK(m->grid->world.size == 1);
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
-    mt_decode_enqueue(m, batch);
-    m->ops->likeliest(m->likeliest, m->at->logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
+    mt_decode_enqueue(m, batch, num_rows);
+    const void *logits = mt_decode_output(m)->logits;
+    m->ops->likeliest(m->likeliest, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
     m->ops->memory_copy(m->staged_logits, m->likeliest, num_rows * 4, m->stream);
     m->ops->stream_wait(m->stream);
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
@@ -9069,10 +9052,11 @@ static void mt_sharding_open(mt_model *m) {
         const mt_param *param = &m->params[i];
         mt_bucket *b = &m->buckets[param->bucket];
         mt_bucket_kind *kind = &s->progress[param->bucket].kind;
-        if (param->role == MT_WORD_EMBEDDING || param->role == MT_LM_HEAD) *kind = MT_BUCKET_VOCABULARY;
-        if (param->expert >= 0) *kind = MT_BUCKET_EXPERTS;
+        bool has_head = param->unit == MT_UNIT_OUTPUT && m->options->untie_embeddings_and_output_weights;
+        if (param->unit == MT_UNIT_WORDS || has_head) *kind = MT_BUCKET_VOCABULARY;
+        if (param->unit == MT_UNIT_EXPERTS) *kind = MT_BUCKET_EXPERTS;
         b->group = *kind == MT_BUCKET_EXPERTS ? &m->grid->expert_data : &m->grid->data_context;
-        b->trained = mt_param_is_trained(param);
+        b->trained = param->trained;
         b->dtype = b->trained ? m->dtype : MT_F32;
         b->strategy = b->trained && b->group->size > 1 ? s->strategy : MT_NO_SHARD;
         m->num_trained_buckets = mt_max(m->num_trained_buckets, b->trained ? param->bucket + 1 : 0);
@@ -9215,17 +9199,22 @@ static void mt_params_settle(mt_model *m) {
     mt_follow(m, m->stream, m->sharding.param_stream);
 }
 
-/* Before anything is written that a checkpoint holds: what a save copies of it meanwhile (§14f) comes first. All that
- * is written is so on m->stream: a gather leaves this rank's own shard as it is, and others are not its to save. */
-static void mt_saved_changes(mt_model *m) {
-    if (m->copies) mt_follow(m, m->stream, m->copies);
-    m->copies = NULL;
+/* Before parameters or optimizer state are written, which always happens on m->stream: the reader's work comes first. A
+ * gather does not count: it leaves this rank's own shard as it is. */
+static void mt_follow_reader(mt_model *m) {
+    if (m->reader) mt_follow(m, m->stream, m->reader);
+    m->reader = NULL;
+}
+
+void mt_model_set_reader(mt_model *m, mt_stream *reader) {
+    if (reader) mt_follow_reader(m); // one that was set before
+    m->reader = reader;
 }
 
 /* Before parameters are set, or after they were updated: what was gathered of them is void. */
 static void mt_params_changed(mt_model *m) {
     mt_sharding *s = &m->sharding;
-    mt_saved_changes(m);
+    mt_follow_reader(m);
     mt_follow(m, m->stream, s->param_stream);
     for (int i = 0; i < MT_NUM_SLOTS; i++) s->param_slots[i].bucket = -1;
     s->gathered_bucket = -1;
@@ -9235,8 +9224,7 @@ static void mt_params_changed(mt_model *m) {
 
 /* True for a matrix whose gradient comes from a product, or from one before anything else is added to it. */
 static bool mt_gradient_is_written(const mt_model *m, const mt_param *param) {
-    if (param->is_vector || param->role == MT_POSITION_EMBEDDING) return false;
-    return param->role != MT_WORD_EMBEDDING || param->bucket == m->head_bucket;
+    return !param->is_vector && (!param->is_embedding || param->bucket == m->head_bucket);
 }
 
 /* Zeroes what is only ever added to, and the padding, which is little; the products write the rest. */
@@ -9255,10 +9243,10 @@ static void mt_bucket_zero_gradients(mt_model *m, const mt_bucket *b) {
 static void mt_bucket_accumulate(mt_model *m, int64_t bucket, bool accumulate) {
     const mt_bucket *b = &m->buckets[bucket];
     for (int64_t i = b->first_param; i < b->first_param + b->num_params; i++) {
-        mt_weight *weight = mt_model_weight(m, &m->params[i]);
+        mt_weight *weight = mt_param_weight(m, &m->params[i]);
         if (weight) weight->accumulate = accumulate;
     }
-    if (bucket == m->head_bucket) m->lm_head.weight.accumulate = accumulate;
+    if (bucket == m->head_bucket) m->outer.lm_head.weight.accumulate = accumulate;
 }
 
 void mt_bucket_gradients_acquire(mt_model *m, int64_t bucket) {
@@ -9407,6 +9395,10 @@ static void mt_params_finish(mt_model *m) {
 /* ==== §12b shards and wholes ===================================================================================== */
 /* How initialisation and checkpoints, which think in parameters, reach values of which a rank has a part. */
 
+const mt_bucket *mt_bucket_get(const mt_model *m, int64_t bucket) {
+    return &m->buckets[bucket];
+}
+
 mt_part mt_bucket_part(const mt_model *m, int64_t bucket, mt_param_state state) {
     const mt_bucket *b = &m->buckets[bucket];
     float *floats[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
@@ -9420,7 +9412,7 @@ void mt_part_write(mt_model *m, const mt_part *part, int64_t at, const void *fro
     int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
     int64_t size = mt_dtype_size(part->dtype);
     if (begin >= end) return;
-    mt_saved_changes(m);
+    mt_params_changed(m);
     void *to = (char *)part->data + (begin - part->first) * size;
     if (from)
         m->ops->memory_copy(to, (const char *)from + (begin - at) * size, (end - begin) * size, m->stream);
@@ -9500,3018 +9492,6 @@ int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
         consumed += batch;
     }
     return consumed;
-}
-
-/* ==== §14 checkpoints and Hugging Face =========================================================================== */
-/* A checkpoint is a Hugging Face folder: config.json and safetensors under Hugging Face names with whole tensors, and
- * beside them the optimizer's state in the same form and trainer.json. Invariants: what a file claims is checked before
- * it is believed; every tensor is read and written through its row of the parameter table (§8), so any layout loads
- * what any other saved; nothing half-written ever stands where something good stood. */
-
-/* ==== §14a safetensors =========================================================================================== */
-/* A file is the header's length in 8 bytes, the header in JSON, then the data, little-endian as this program's hosts
- * are. The rules are those of the upstream implementation (huggingface/safetensors, safetensors/src/tensor.rs). */
-
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors data is used where it lies: little-endian");
-
-enum { MT_MAX_HEADER_BYTES = 100000000, MT_MAX_DIMS = 8 };
-
-typedef struct mt_image {
-    char *path; // its file, or what the caller calls it
-    const unsigned char *base;
-    int64_t bytes;
-    bool mapped; // else it is the caller's
-} mt_image;
-
-struct mt_safetensors {
-    int64_t num_images, count;
-    mt_image *images;
-    mt_tensor_info *tensors; // by name
-};
-
-/* What a file says may go into a message of one line: without control characters, and cut where it is long. */
-static const char *mt_printable(char out[128], const char *text) {
-    size_t length = strlen(text), kept = length < 120 ? length : 120;
-    for (size_t i = 0; i < kept; i++) out[i] = iscntrl((unsigned char)text[i]) ? '?' : text[i];
-    strcpy(out + kept, kept < length ? "..." : "");
-    return out;
-}
-
-static int mt_image_error(mt_error *error, const char *path, const char *what) {
-    return mt_error_set(error, "%s: not a whole safetensors file: %s; get it again", path, what);
-}
-
-static int mt_tensor_error(mt_error *error, const mt_tensor_info *tensor, const char *what) {
-    char name[128];
-    return mt_error_set(error, "%s: not a valid safetensors file: tensor \"%s\" %s; get it again", tensor->file,
-                        mt_printable(name, tensor->name), what);
-}
-
-/* Parses JSON that must be an object; NULL with error. Duplicate keys are refused, since readers would disagree. */
-static json_t *mt_json_parse(const char *text, int64_t bytes, const char *path, mt_error *error) {
-    json_error_t detail;
-    char reason[128];
-    json_t *json = json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, &detail);
-    if (json && json_is_object(json)) return json;
-    if (json)
-        mt_error_set(error, "%s: its JSON must be an object, between { and }; get the file again", path);
-    else
-        mt_error_set(error, "%s: bad JSON in line %d, column %d: %s; get the file again", path, detail.line,
-                     detail.column, mt_printable(reason, detail.text));
-    json_decref(json);
-    return NULL;
-}
-
-/* Opens a regular file for reading; -1 with error. */
-static int mt_file_open(const char *path, int64_t *bytes, mt_error *error) {
-    struct stat status;
-    *bytes = 0;
-    if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) // opening a pipe would wait for its writer
-        return mt_error_set(error, "%s: is no regular file; check the path", path);
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
-    if (descriptor < 0)
-        return mt_error_set(error, "%s: cannot be read: %s; check the path and its permissions", path, strerror(errno));
-    MT_CHECK(fstat(descriptor, &status) == 0);
-    *bytes = status.st_size;
-    return descriptor;
-}
-
-/* Reads a JSON file that must be an object; NULL with error. */
-static json_t *mt_json_read(const char *path, mt_error *error) {
-    int64_t bytes;
-    char *text = mt_options_read_text(path, MT_MAX_HEADER_BYTES, &bytes, error);
-    json_t *json = text ? mt_json_parse(text, bytes, path, error) : NULL;
-    free(text);
-    return json;
-}
-
-/* Product of a shape in bytes, or -1 when it does not fit 63 bits. Zeros do not excuse an overflow (as upstream). */
-static int64_t mt_shape_bytes(const mt_tensor_info *tensor) {
-    int64_t bytes = mt_dtype_size(tensor->dtype), elements = 1;
-    for (int64_t i = 0; i < tensor->num_dims; i++)
-        if (__builtin_mul_overflow(elements, tensor->shape[i], &elements)) return -1;
-    return __builtin_mul_overflow(bytes, elements, &bytes) ? -1 : bytes;
-}
-
-/* Reads an array of whole numbers >= 0 into out[max]; returns how many, or -1. */
-static int64_t mt_json_integers(const json_t *array, int64_t *out, int64_t max) {
-    int64_t count = (int64_t)json_array_size(array);
-    if (!json_is_array(array) || count > max) return -1;
-    for (int64_t i = 0; i < count; i++) {
-        const json_t *item = json_array_get(array, (size_t)i);
-        out[i] = json_integer_value(item);
-        if (!json_is_integer(item) || out[i] < 0) return -1;
-    }
-    return count;
-}
-
-/* One entry of the header; tensor->name and ->file are set. `data` holds `bytes` bytes. */
-static int mt_tensor_parse(mt_tensor_info *tensor, const json_t *entry, const unsigned char *data, int64_t bytes,
-                           mt_error *error) {
-    const char *dtype = json_string_value(json_object_get(entry, "dtype"));
-    const json_t *shape = json_object_get(entry, "shape");
-    int64_t offsets[2];
-    if (!dtype) return mt_tensor_error(error, tensor, "has no dtype");
-    int parsed = mt_dtype_parse(dtype);
-    if (parsed < 0) {
-        char what[160], name[128];
-        snprintf(what, sizeof what, "has dtype \"%s\", which is not known", mt_printable(name, dtype));
-        return mt_tensor_error(error, tensor, what);
-    }
-    tensor->dtype = (mt_dtype)parsed;
-    if (json_array_size(shape) > MT_MAX_DIMS) return mt_tensor_error(error, tensor, "has more than 8 dimensions");
-    tensor->num_dims = mt_json_integers(shape, tensor->shape, MT_MAX_DIMS);
-    if (tensor->num_dims < 0) return mt_tensor_error(error, tensor, "has no shape of whole numbers from 0 on");
-    tensor->bytes = mt_shape_bytes(tensor);
-    if (tensor->bytes < 0) return mt_tensor_error(error, tensor, "has a shape whose size overflows");
-    if (mt_json_integers(json_object_get(entry, "data_offsets"), offsets, 2) != 2)
-        return mt_tensor_error(error, tensor, "has no data_offsets of two whole numbers from 0 on");
-    if (offsets[0] > offsets[1] || offsets[1] > bytes)
-        return mt_tensor_error(error, tensor, "lies outside the file's data: the file is cut short or damaged");
-    if (offsets[1] - offsets[0] != tensor->bytes)
-        return mt_tensor_error(error, tensor, "has data_offsets that do not fit its dtype and shape");
-    tensor->data = data + offsets[0];
-    return 0;
-}
-
-static int mt_tensor_by_place(const void *a, const void *b) {
-    const mt_tensor_info *x = a, *y = b;
-    const char *x_start = x->data, *y_start = y->data;
-    if (x_start != y_start) return x_start < y_start ? -1 : 1;
-    return (x->bytes > y->bytes) - (x->bytes < y->bytes);
-}
-
-static int mt_tensor_by_name(const void *a, const void *b) {
-    return strcmp(((const mt_tensor_info *)a)->name, ((const mt_tensor_info *)b)->name);
-}
-
-/* Tensors must follow one another from the first byte of the data to the last: what lies in no tensor, or in two, could
- * be anything. */
-static int mt_tensors_tile(mt_tensor_info *tensors, int64_t count, const unsigned char *data, int64_t bytes,
-                           const char *path, mt_error *error) {
-    const unsigned char *end = data;
-    qsort(tensors, (size_t)count, sizeof *tensors, mt_tensor_by_place);
-    for (int64_t i = 0; i < count; i++) {
-        if (tensors[i].data != end)
-            return mt_tensor_error(error, &tensors[i], "does not begin where the one before it ends");
-        end += tensors[i].bytes;
-    }
-    if (end != data + bytes) return mt_image_error(error, path, "there are bytes after the last tensor");
-    return 0;
-}
-
-/* A tensor's entry takes three brackets and at least 48 bytes. Where brackets are denser there is no tensor, but each
- * would cost hundreds of bytes once parsed. */
-static bool mt_header_is_dense(const char *text, int64_t bytes) {
-    int64_t brackets = 0;
-    bool in_string = false;
-    for (int64_t i = 0; i < bytes; i++) {
-        if (text[i] == '"') in_string = !in_string;
-        if (text[i] == '\\' && in_string) i++;
-        if (!in_string && (text[i] == '{' || text[i] == '[')) brackets++;
-    }
-    return brackets * 16 > bytes + 64;
-}
-
-/* Length and text of the header; -1 where it is no safetensors file. */
-static int64_t mt_header_length(const mt_image *image, mt_error *error) {
-    static const char lfs[] = "version https://git-lfs";
-    uint64_t length;
-    if (image->bytes >= (int64_t)sizeof lfs && memcmp(image->base, lfs, sizeof lfs - 1) == 0)
-        return mt_error_set(error, "%s: only a git-lfs pointer to the file; fetch it: git lfs pull", image->path);
-    if (image->bytes < (int64_t)sizeof length) return mt_image_error(error, image->path, "it is under 8 bytes long");
-    memcpy(&length, image->base, sizeof length);
-    if (length > MT_MAX_HEADER_BYTES)
-        return mt_image_error(error, image->path, "its first 8 bytes claim a header of over 100,000,000 bytes");
-    if (length > (uint64_t)image->bytes - sizeof length)
-        return mt_image_error(error, image->path, "it ends inside its header");
-    if (length == 0) return mt_image_error(error, image->path, "its header is empty");
-    if (mt_header_is_dense((const char *)image->base + sizeof length, (int64_t)length))
-        return mt_image_error(error, image->path, "its header has too many brackets for its length");
-    return (int64_t)length;
-}
-
-/* `__metadata__` maps strings to strings. */
-static int mt_metadata_check(const json_t *metadata, const char *path, mt_error *error) {
-    const char *key;
-    json_t *value;
-    if (!json_is_object(metadata)) return mt_image_error(error, path, "its __metadata__ is no object");
-    json_object_foreach((json_t *)metadata, key, value) {
-        if (!json_is_string(value)) return mt_image_error(error, path, "its __metadata__ holds more than strings");
-    }
-    return 0;
-}
-
-/* Appends the tensors of a parsed header; the new ones are not yet in order. */
-static int mt_header_read(mt_safetensors *file, const mt_image *image, int64_t header_bytes, json_t *header,
-                          mt_error *error) {
-    const unsigned char *data = image->base + 8 + header_bytes;
-    int64_t first = file->count, bytes = image->bytes - 8 - header_bytes;
-    int64_t capacity = first + (int64_t)json_object_size(header);
-    const char *name;
-    json_t *entry;
-    file->tensors = mt_realloc(file->tensors, capacity * (int64_t)sizeof(mt_tensor_info));
-    json_object_foreach(header, name, entry) {
-        if (strcmp(name, "__metadata__") == 0) {
-            if (mt_metadata_check(entry, image->path, error) != 0) return -1;
-            continue;
-        }
-        mt_tensor_info *tensor = &file->tensors[file->count++];
-        *tensor = (mt_tensor_info){.name = mt_strdup(name), .file = image->path};
-        if (mt_tensor_parse(tensor, entry, data, bytes, error) != 0) return -1;
-    }
-    return mt_tensors_tile(file->tensors + first, file->count - first, data, bytes, image->path, error);
-}
-
-/* Takes one more image into `file`, which owns it from then on, also when this fails. */
-static int mt_safetensors_add(mt_safetensors *file, mt_image image, mt_error *error) {
-    file->images = mt_realloc(file->images, (file->num_images + 1) * (int64_t)sizeof image);
-    file->images[file->num_images++] = image;
-    int64_t header_bytes = mt_header_length(&image, error);
-    if (header_bytes < 0) return -1;
-    json_t *header = mt_json_parse((const char *)image.base + 8, header_bytes, image.path, error);
-    if (!header) return -1;
-    int status = mt_header_read(file, &image, header_bytes, header, error);
-    json_decref(header);
-    return status;
-}
-
-static int mt_safetensors_map(mt_safetensors *file, const char *path, mt_error *error) {
-    int64_t bytes;
-    int descriptor = mt_file_open(path, &bytes, error);
-    if (descriptor < 0) return -1;
-    mt_image image = {.path = mt_strdup(path), .bytes = bytes};
-    if (bytes > 0) {
-        void *base = mmap(NULL, (size_t)bytes, PROT_READ, MAP_PRIVATE, descriptor, 0);
-        image.mapped = base != MAP_FAILED;
-        image.base = base;
-    }
-    close(descriptor);
-    if (bytes > 0 && !image.mapped) {
-        free(image.path);
-        return mt_error_set(error, "%s: cannot be mapped: %s", path, strerror(errno));
-    }
-    return mt_safetensors_add(file, image, error);
-}
-
-static void mt_safetensors_sort(mt_safetensors *file) {
-    if (file->count > 0) qsort(file->tensors, (size_t)file->count, sizeof *file->tensors, mt_tensor_by_name);
-}
-
-/* Puts what was read in order and gives it out, or closes it when reading failed. */
-static int mt_safetensors_finish(mt_safetensors **out, mt_safetensors *file, int status) {
-    if (status != 0) {
-        mt_safetensors_close(file);
-        return -1;
-    }
-    mt_safetensors_sort(file);
-    *out = file;
-    return 0;
-}
-
-int mt_safetensors_open(mt_safetensors **file, const char *path, mt_error *error) {
-    mt_safetensors *opened = mt_calloc(sizeof *opened);
-    return mt_safetensors_finish(file, opened, mt_safetensors_map(opened, path, error));
-}
-
-int mt_safetensors_open_memory(mt_safetensors **file, const void *data, int64_t bytes, const char *name,
-                               mt_error *error) {
-    mt_safetensors *opened = mt_calloc(sizeof *opened);
-    mt_image image = {.path = mt_strdup(name), .base = data, .bytes = bytes};
-    return mt_safetensors_finish(file, opened, mt_safetensors_add(opened, image, error));
-}
-
-void mt_safetensors_close(mt_safetensors *file) {
-    if (!file) return;
-    for (int64_t i = 0; i < file->count; i++) free((char *)file->tensors[i].name);
-    for (int64_t i = 0; i < file->num_images; i++) {
-        if (file->images[i].mapped) munmap((void *)file->images[i].base, (size_t)file->images[i].bytes);
-        free(file->images[i].path);
-    }
-    free(file->tensors);
-    free(file->images);
-    free(file);
-}
-
-int64_t mt_safetensors_count(const mt_safetensors *file) {
-    return file->count;
-}
-
-const mt_tensor_info *mt_safetensors_get(const mt_safetensors *file, int64_t index) {
-    MT_CHECK(index >= 0 && index < file->count);
-    return &file->tensors[index];
-}
-
-const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char *name) {
-    mt_tensor_info key = {.name = name};
-    if (file->count == 0) return NULL;
-    return bsearch(&key, file->tensors, (size_t)file->count, sizeof key, mt_tensor_by_name);
-}
-
-/* ==== §14b checksums ============================================================================================= */
-/* checksums.json names every other file of a checkpoint with its size and the CRC-32C of each of its blocks (Castagnoli
- * et al., "Optimization of cyclic redundancy-check codes with 24 and 32 parity bits"; RFC 3720, appendix B.4). Blocks
- * are of files, not of tensors, so headers count too and a reader checks the block it has without the rest. A CRC is
- * linear, so ranks that write parts of one block each sum their own, and the exclusive or of these is the block's. */
-
-enum { MT_SUM_BLOCK = 1 << 20, MT_TRAINER_VERSION = 2 }; // from version 2 on there are sums
-
-/* "FOLDER/NAME" to free. */
-static char *mt_path_join(const char *folder, const char *name) {
-    char *path = mt_malloc((int64_t)(strlen(folder) + strlen(name)) + 2);
-    sprintf(path, "%s/%s", folder, name);
-    return path;
-}
-
-/* "FOLDER/STEM SUFFIX" to free. */
-static char *mt_path_stem(const char *folder, const char *stem, const char *suffix) {
-    char *name = mt_malloc((int64_t)(strlen(stem) + strlen(suffix)) + 1);
-    sprintf(name, "%s%s", stem, suffix);
-    char *path = mt_path_join(folder, name);
-    free(name);
-    return path;
-}
-
-static bool mt_folder_has(const char *folder, const char *name) {
-    char *path = mt_path_join(folder, name);
-    bool exists = access(path, F_OK) == 0;
-    free(path);
-    return exists;
-}
-
-/* A name in an index must be a file's in the folder itself. */
-static bool mt_is_plain_name(const char *name) {
-    if (!name || !*name || strchr(name, '/') || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) return false;
-    while (*name && !iscntrl((unsigned char)*name)) name++;
-    return *name == 0;
-}
-
-static bool mt_ends_with(const char *text, const char *end) {
-    size_t length = strlen(text), end_length = strlen(end);
-    return length >= end_length && strcmp(text + length - end_length, end) == 0;
-}
-
-/* Around the page cache, the disk takes and gives bytes that nobody copies, where place, length and memory are aligned
- * to this. A fresh page of the cache costs more than all else that is done with its bytes. */
-enum { MT_DIRECT = 4096 };
-
-static char *mt_align_direct(char *memory) {
-    return memory + (-(uintptr_t)memory & (MT_DIRECT - 1));
-}
-
-/* Opens a file so; -1 where the file system or the system cannot. */
-static int mt_open_direct(const char *path, int flags) {
-#ifdef O_DIRECT
-    return open(path, flags | O_DIRECT | O_CLOEXEC);
-#else
-    (void)path, (void)flags;
-    return -1;
-#endif
-}
-
-/* Reads exactly so many bytes of a file; -1 with errno. */
-static int mt_read_at(int descriptor, void *to, int64_t bytes, int64_t offset) {
-    for (int64_t done = 0; done < bytes;) {
-        ssize_t got = pread(descriptor, (char *)to + done, (size_t)(bytes - done), offset + done);
-        if (got < 0 && errno == EINTR) continue;
-        if (got == 0) errno = EIO; // the file has become shorter
-        if (got <= 0) return -1;
-        done += got;
-    }
-    return 0;
-}
-
-/* One file's sums, or what one rank wrote of them. */
-typedef struct mt_file_checksums {
-    char name[256];
-    int64_t bytes, count; // of the file; blocks
-    uint32_t *sums;       // [count]
-} mt_file_checksums;
-
-/* Those of a folder. */
-typedef struct mt_checksums {
-    mt_file_checksums *files;
-    int64_t count;
-} mt_checksums;
-
-static const uint32_t mt_crc_polynomial = 0x82f63b78; // x^31 is its lowest bit
-
-/* The CRC's state after eight more bytes, which are a little-endian word. */
-static inline uint32_t mt_crc_word(uint32_t state, uint64_t word) {
-#if defined(__SSE4_2__)
-    return (uint32_t)__builtin_ia32_crc32di(state, word);
-#elif defined(__ARM_FEATURE_CRC32)
-    return __builtin_aarch64_crc32cx(state, word);
-#else
-    static const uint32_t of_nibble[16] = {0x00000000, 0x105ec76f, 0x20bd8ede, 0x30e349b1, 0x417b1dbc, 0x5125dad3,
-                                           0x61c69362, 0x7198540d, 0x82f63b78, 0x92a8fc17, 0xa24bb5a6, 0xb21572c9,
-                                           0xc38d26c4, 0xd3d3e1ab, 0xe330a81a, 0xf36e6f75};
-    for (int i = 0; i < 16; i++, word >>= 4) state = (state >> 4) ^ of_nibble[(state ^ word) & 15];
-    return state;
-#endif
-}
-
-static uint32_t mt_crc_byte(uint32_t state, unsigned char byte) {
-    state ^= byte;
-    for (int i = 0; i < 8; i++) state = (state >> 1) ^ (state & 1 ? mt_crc_polynomial : 0);
-    return state;
-}
-
-/* The product of two polynomials modulo the CRC's. */
-static uint32_t mt_crc_multiply(uint32_t a, uint32_t b) {
-    uint32_t product = 0;
-    for (; a; a <<= 1) {
-        if (a >> 31) product ^= b;
-        b = (b >> 1) ^ (b & 1 ? mt_crc_polynomial : 0);
-    }
-    return product;
-}
-
-/* The state after `bytes` zeros more. */
-static uint32_t mt_crc_zeros(uint32_t state, int64_t bytes) {
-    for (uint32_t power = 1u << 23; bytes > 0; bytes >>= 1) { // x^8, squared again and again
-        if (bytes & 1) state = mt_crc_multiply(state, power);
-        power = mt_crc_multiply(power, power);
-    }
-    return state;
-}
-
-/* The state after some bytes more. Three stretches at once, because an instruction waits for the one before it. */
-static uint32_t mt_crc_update(uint32_t state, const void *data, int64_t bytes) {
-    enum { STRETCH = 16384 };
-    const unsigned char *from = data;
-    uint32_t once = bytes >= 3 * STRETCH ? mt_crc_zeros(1u << 31, STRETCH) : 0, twice = mt_crc_multiply(once, once);
-    uint64_t word[3];
-    for (; bytes >= 3 * STRETCH; bytes -= 3 * STRETCH, from += 3 * STRETCH) {
-        uint32_t second = 0, third = 0;
-        for (int64_t i = 0; i < STRETCH; i += 8) {
-            for (int k = 0; k < 3; k++) memcpy(&word[k], from + k * STRETCH + i, 8);
-            state = mt_crc_word(state, word[0]);
-            second = mt_crc_word(second, word[1]);
-            third = mt_crc_word(third, word[2]);
-        }
-        state = mt_crc_multiply(state, twice) ^ mt_crc_multiply(second, once) ^ third;
-    }
-    for (; bytes >= 8; bytes -= 8, from += 8) {
-        memcpy(word, from, 8);
-        state = mt_crc_word(state, word[0]);
-    }
-    while (bytes-- > 0) state = mt_crc_byte(state, *from++);
-    return state;
-}
-
-uint32_t mt_crc32c(const void *data, int64_t bytes) {
-    return ~mt_crc_update(~0u, data, bytes);
-}
-
-/* Adds what bytes [offset, offset + bytes) of a file give to the sums of their blocks; several threads may. */
-static void mt_checksums_add(mt_file_checksums *file, int64_t offset, const void *data, int64_t bytes) {
-    const char *from = data;
-    MT_CHECK(offset + bytes <= file->bytes);
-    for (int64_t block = offset / MT_SUM_BLOCK, n; bytes > 0; block++, offset += n, from += n, bytes -= n) {
-        int64_t end = mt_min((block + 1) * MT_SUM_BLOCK, file->bytes);
-        n = mt_min(bytes, end - offset);
-        uint32_t sum = mt_crc_zeros(mt_crc_update(0, from, n), end - offset - n);
-        __atomic_fetch_xor(&file->sums[block], sum, __ATOMIC_RELAXED);
-    }
-}
-
-/* mt_checksums_add for lines that begin `pitch` bytes apart in the file and lie one after another in memory. The sums
- * of a block's lines move on together, by the same number of bytes from line to line. */
-static void mt_checksums_add_lines(mt_file_checksums *file, int64_t offset, int64_t pitch, const char *data,
-                                   int64_t bytes, int64_t lines) {
-    uint32_t step = mt_crc_zeros(1u << 31, pitch);
-    for (int64_t i = 0; i < lines;) {
-        int64_t at = offset + i * pitch, block = at / MT_SUM_BLOCK;
-        int64_t end = mt_min((block + 1) * MT_SUM_BLOCK, file->bytes);
-        int64_t count = at + bytes > end ? 0 : mt_min((end - at - bytes) / pitch + 1, lines - i); // lie in the block
-        if (count < 2) {
-            mt_checksums_add(file, at, data + i++ * bytes, bytes);
-            continue;
-        }
-        uint32_t sum = 0;
-        for (int64_t k = 0; k < count; k++, i++)
-            sum = mt_crc_multiply(sum, step) ^ mt_crc_update(0, data + i * bytes, bytes);
-        sum = mt_crc_zeros(sum, end - (at + (count - 1) * pitch + bytes));
-        __atomic_fetch_xor(&file->sums[block], sum, __ATOMIC_RELAXED);
-    }
-}
-
-/* Once all bytes are in: from the linear part to the CRC itself, which begins and ends with ones. */
-static void mt_checksums_finish(mt_file_checksums *file) {
-    for (int64_t block = 0; block < file->count; block++)
-        file->sums[block] ^= ~mt_crc_zeros(~0u, mt_min(MT_SUM_BLOCK, file->bytes - block * MT_SUM_BLOCK));
-}
-
-/* One more file, with no bytes in yet. */
-static mt_file_checksums *mt_checksums_append(mt_checksums *sums, const char *name, int64_t bytes) {
-    sums->files = mt_realloc(sums->files, (sums->count + 1) * (int64_t)sizeof(mt_file_checksums));
-    mt_file_checksums *file = &sums->files[sums->count++];
-    *file = (mt_file_checksums){.bytes = bytes, .count = (bytes + MT_SUM_BLOCK - 1) / MT_SUM_BLOCK};
-    snprintf(file->name, sizeof file->name, "%s", name);
-    file->sums = mt_calloc(mt_max(file->count, 1) * 4);
-    return file;
-}
-
-static void mt_checksums_free(mt_checksums *sums) {
-    for (int64_t i = 0; i < sums->count; i++) free(sums->files[i].sums);
-    free(sums->files);
-    *sums = (mt_checksums){0};
-}
-
-static const mt_file_checksums *mt_checksums_find(const mt_checksums *sums, const char *name) {
-    for (int64_t i = 0; i < sums->count; i++)
-        if (strcmp(sums->files[i].name, name) == 0) return &sums->files[i];
-    return NULL;
-}
-
-/* checksums.json, to free. Its own last line is the sum of the text before. */
-static char *mt_checksums_print(const mt_checksums *sums) {
-    int64_t room = 256, used;
-    for (int64_t i = 0; i < sums->count; i++) room += 400 + 12 * sums->files[i].count;
-    char *text = mt_malloc(room);
-    used = sprintf(text, "{\"algorithm\": \"CRC-32C\", \"block_bytes\": %d, \"files\": {", MT_SUM_BLOCK);
-    for (int64_t i = 0; i < sums->count; i++) {
-        const mt_file_checksums *file = &sums->files[i];
-        used += sprintf(text + used, "%s\n\"%s\": {\"bytes\": %lld, \"blocks\": [", i > 0 ? "," : "", file->name,
-                        (long long)file->bytes);
-        for (int64_t block = 0; block < file->count; block++)
-            used += sprintf(text + used, "%s\"%08x\"", block > 0 ? "," : "", file->sums[block]);
-        used += sprintf(text + used, "]}");
-    }
-    used += sprintf(text + used, "},\n");
-    sprintf(text + used, "\"before_this_line\": \"%08x\"}\n", mt_crc32c(text, used));
-    return text;
-}
-
-/* A sum of eight hexadecimal digits; false where there is none. */
-static bool mt_sum_parse(const json_t *item, uint32_t *sum) {
-    const char *text = json_string_value(item);
-    if (!text || strlen(text) != 8 || strspn(text, "0123456789abcdef") != 8) return false;
-    *sum = (uint32_t)strtoul(text, NULL, 16);
-    return true;
-}
-
-static int mt_checksums_parse(mt_checksums *sums, const json_t *json, const char *path, mt_error *error) {
-    const char *name;
-    json_t *entry;
-    bool good = json_integer_value(json_object_get(json, "block_bytes")) == MT_SUM_BLOCK;
-    json_object_foreach(json_object_get(json, "files"), name, entry) {
-        const json_t *blocks = json_object_get(entry, "blocks");
-        int64_t bytes = json_integer_value(json_object_get(entry, "bytes"));
-        good = good && mt_is_plain_name(name) && strlen(name) < 256 && bytes >= 0 &&
-               (int64_t)json_array_size(blocks) == (bytes + MT_SUM_BLOCK - 1) / MT_SUM_BLOCK;
-        if (!good) break;
-        mt_file_checksums *file = mt_checksums_append(sums, name, bytes);
-        for (int64_t block = 0; block < file->count; block++)
-            good = mt_sum_parse(json_array_get(blocks, (size_t)block), &file->sums[block]) && good;
-    }
-    if (good && sums->count > 0) return 0;
-    mt_checksums_free(sums);
-    return mt_error_set(error, "%s: damaged: no sums of blocks are in it; take another checkpoint", path);
-}
-
-/* Reads checksums.json; a folder without one gives no files. A damaged one is an error. */
-static int mt_checksums_read(mt_checksums *sums, const char *folder, mt_error *error) {
-    *sums = (mt_checksums){0};
-    if (!mt_folder_has(folder, "checksums.json")) return 0;
-    int64_t bytes;
-    uint32_t sum = 0;
-    char *path = mt_path_join(folder, "checksums.json");
-    char *text = mt_options_read_text(path, MT_MAX_HEADER_BYTES, &bytes, error);
-    json_t *json = text ? json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, NULL) : NULL;
-    const char *last = json ? strstr(text, "\n\"before_this_line\"") : NULL;
-    bool good = last && text + bytes - (last + 1) == (int64_t)sizeof "\"before_this_line\": \"00000000\"}\n" - 1 &&
-                mt_sum_parse(json_object_get(json, "before_this_line"), &sum) &&
-                sum == mt_crc32c(text, last + 1 - text);
-    int status = !text ? -1
-                 : good
-                     ? mt_checksums_parse(sums, json, path, error)
-                     : mt_error_set(error, "%s: damaged: its own checksum does not fit; take another checkpoint", path);
-    json_decref(json);
-    free(text);
-    free(path);
-    return status;
-}
-
-static int mt_checksums_damaged(mt_error *error, const char *folder, const char *name, int64_t block, int64_t bytes) {
-    int64_t first = block * MT_SUM_BLOCK;
-    return mt_error_set(error,
-                        "%s/%s: damaged: bytes %lld to %lld are not those that were saved (CRC-32C); take another "
-                        "checkpoint",
-                        folder, name, (long long)first, (long long)mt_min(first + MT_SUM_BLOCK, bytes) - 1);
-}
-
-/* Every file is there and has its size; those without tensors, or all when `whole`, have their sums too. */
-static int mt_checksums_verify(const mt_checksums *sums, const char *folder, bool whole, mt_error *error) {
-    char *buffer = mt_malloc(MT_SUM_BLOCK);
-    int status = 0;
-    for (int64_t i = 0; i < sums->count && status == 0; i++) {
-        const mt_file_checksums *file = &sums->files[i];
-        char *path = mt_path_join(folder, file->name);
-        int64_t bytes;
-        int descriptor = mt_file_open(path, &bytes, error);
-        if (descriptor < 0)
-            status = mt_error_set(error, "%s: damaged: %s was saved, but %s; take another checkpoint", folder,
-                                  file->name, mt_folder_has(folder, file->name) ? "cannot be read" : "is not there");
-        else if (bytes != file->bytes)
-            status =
-                mt_error_set(error, "%s: damaged: it is %lld bytes long, and %lld were saved; take another checkpoint",
-                             path, (long long)bytes, (long long)file->bytes);
-        bool reads = whole || !mt_ends_with(file->name, ".safetensors");
-        for (int64_t block = 0; block < file->count && reads && status == 0; block++) {
-            int64_t first = block * MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
-            if (mt_read_at(descriptor, buffer, n, first) != 0 || mt_crc32c(buffer, n) != file->sums[block])
-                status = mt_checksums_damaged(error, folder, file->name, block, bytes);
-        }
-        if (descriptor >= 0) close(descriptor);
-        free(path);
-    }
-    free(buffer);
-    return status;
-}
-
-int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error) {
-    mt_checksums sums;
-    if (mt_checksums_read(&sums, folder, error) != 0) return -1;
-    int status = sums.count > 0 ? mt_checksums_verify(&sums, folder, whole, error) : 0;
-    bool has_sums = sums.count > 0;
-    mt_checksums_free(&sums);
-    if (status != 0 || has_sums || !mt_folder_has(folder, "trainer.json")) return status;
-    char *path = mt_path_join(folder, "trainer.json");
-    json_t *json = mt_json_read(path, error);
-    if (!json || json_integer_value(json_object_get(json, "version")) >= MT_TRAINER_VERSION)
-        status = mt_error_set(error, "%s: damaged: %s; take another checkpoint", json ? folder : path,
-                              json ? "its checksums.json is not there" : "it is no JSON");
-    json_decref(json);
-    free(path);
-    return status;
-}
-
-/* ==== §14c Hugging Face folders ================================================================================== */
-/* From a folder's tensors into the model's buckets. Each row of the parameter table says which rows of which tensor it
- * is; what no row wants is refused unless it is known to carry nothing. */
-
-/* The image of `path` in a set that is being opened, or NULL. */
-static const mt_image *mt_safetensors_image(const mt_safetensors *file, const char *path) {
-    for (int64_t i = 0; i < file->num_images; i++)
-        if (strcmp(file->images[i].path, path) == 0) return &file->images[i];
-    return NULL;
-}
-
-/* Opens every file that the index names, each once. */
-static int mt_index_open_files(mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
-                               mt_error *error) {
-    const char *name;
-    json_t *value;
-    json_object_foreach(map, name, value) {
-        const char *part = json_string_value(value);
-        char printable[128];
-        if (!mt_is_plain_name(part))
-            return mt_error_set(error, "%s: weight_map gives tensor \"%s\" no plain file name; get it again",
-                                index_path, mt_printable(printable, name));
-        char *path = mt_path_join(folder, part);
-        int status = mt_safetensors_image(file, path) ? 0 : mt_safetensors_map(file, path, error);
-        free(path);
-        if (status != 0) return -1;
-    }
-    return 0;
-}
-
-/* The index and the files must name the same tensors in the same places. */
-static int mt_index_check(const mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
-                          mt_error *error) {
-    size_t prefix = strlen(folder) + 1;
-    char printable[128];
-    for (int64_t i = 0; i < file->count; i++) {
-        const mt_tensor_info *tensor = &file->tensors[i];
-        const char *part = json_string_value(json_object_get(map, tensor->name));
-        if (!part || strcmp(part, tensor->file + prefix) != 0)
-            return mt_error_set(error, "%s: holds tensor \"%s\", which %s places %s%s; get both files again",
-                                tensor->file, mt_printable(printable, tensor->name), index_path,
-                                part ? "in " : "nowhere", part ? part : "");
-    }
-    if ((int64_t)json_object_size(map) == file->count) return 0;
-    const char *name;
-    json_t *value;
-    json_object_foreach(map, name, value) {
-        if (mt_safetensors_find(file, name)) continue;
-        return mt_error_set(error, "%s: places tensor \"%s\" in %s, which does not hold it; get both files again",
-                            index_path, mt_printable(printable, name), json_string_value(value));
-    }
-    return 0;
-}
-
-static int mt_index_read(mt_safetensors *file, const char *folder, const char *index_path, mt_error *error) {
-    json_t *index = mt_json_read(index_path, error);
-    if (!index) return -1;
-    json_t *map = json_object_get(index, "weight_map");
-    int status = json_is_object(map)
-                     ? mt_index_open_files(file, folder, index_path, map, error)
-                     : mt_error_set(error, "%s: has no object weight_map; get the file again", index_path);
-    mt_safetensors_sort(file); // for mt_safetensors_find
-    if (status == 0) status = mt_index_check(file, folder, index_path, map, error);
-    json_decref(index);
-    return status;
-}
-
-int mt_safetensors_open_folder(mt_safetensors **file, const char *folder, const char *stem, mt_error *error) {
-    char *whole = mt_path_stem(folder, stem, ".safetensors");
-    char *index = mt_path_stem(folder, stem, ".safetensors.index.json");
-    mt_safetensors *opened = mt_calloc(sizeof *opened);
-    int status;
-    if (access(whole, F_OK) == 0) // before an index, as transformers does
-        status = mt_safetensors_map(opened, whole, error);
-    else if (access(index, F_OK) == 0)
-        status = mt_index_read(opened, folder, index, error);
-    else if (mt_folder_has(folder, "pytorch_model.bin") || mt_folder_has(folder, "pytorch_model.bin.index.json"))
-        status = mt_error_set(error,
-                              "%s: holds its weights as pytorch_model.bin only; save them as safetensors first "
-                              "(save_pretrained of transformers does)",
-                              folder);
-    else
-        status = mt_error_set(
-            error, "%s: has neither %s.safetensors nor %s.safetensors.index.json; get the folder again, whole", folder,
-            stem, stem);
-    free(whole);
-    free(index);
-    return mt_safetensors_finish(file, opened, status);
-}
-
-/* out[i * out_stride] = element i of stored numbers, i < n; `in` need not be aligned. */
-static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_dtype dtype, int64_t n) {
-    const char *from = in;
-    if (dtype == MT_F32 && out_stride == 1) {
-        memcpy(out, in, (size_t)n * sizeof *out);
-        return;
-    }
-    for (int64_t i = 0; i < n; i++) {
-        uint16_t bits;
-        double wide;
-        float *to = &out[i * out_stride];
-        if (dtype == MT_F32) {
-            memcpy(to, from + i * 4, sizeof *to);
-        } else if (dtype == MT_F64) {
-            memcpy(&wide, from + i * 8, sizeof wide);
-            *to = (float)wide;
-        } else {
-            memcpy(&bits, from + i * 2, sizeof bits);
-            *to = dtype == MT_BF16 ? mt_bf16_to_f32(bits) : mt_f16_to_f32(bits);
-        }
-    }
-}
-
-static const char *const mt_param_state_prefix[MT_NUM_STATES] = {"", "master.", "exp_avg.", "exp_avg_sq."};
-
-/* Of values[n], which belong at `at` of a bucket, those in a part that are not finite. */
-static int64_t mt_count_not_finite(const mt_part *part, int64_t at, const float *values, int64_t n) {
-    int64_t count = 0, end = mt_min(n, part->first + part->count - at);
-    for (int64_t i = mt_max(part->first - at, 0); i < end; i++) count += !isfinite(values[i]);
-    return count;
-}
-
-/* The options that decide on a parameter's rows, its columns, and whether it exists. */
-typedef struct mt_param_options {
-    const char *rows, *cols, *exists;
-} mt_param_options;
-
-static const mt_param_options mt_param_option[MT_NUM_ROLES] = {
-    [MT_WORD_EMBEDDING] = {"--vocab-size", "--hidden-size", NULL},
-    [MT_POSITION_EMBEDDING] = {"--max-position-embeddings", "--hidden-size", "--position-embedding-type"},
-    [MT_INPUT_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_INPUT_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_Q] = {"--num-attention-heads and --kv-channels", "--hidden-size", NULL},
-    [MT_K] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
-    [MT_V] = {"--num-query-groups and --kv-channels", "--hidden-size", NULL},
-    [MT_Q_BIAS] = {"--num-attention-heads and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_K_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_V_BIAS] = {"--num-query-groups and --kv-channels", NULL, "--add-qkv-bias"},
-    [MT_Q_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
-    [MT_K_NORM] = {"--kv-channels", NULL, "--qk-layernorm"},
-    [MT_O] = {"--hidden-size", "--num-attention-heads and --kv-channels", NULL},
-    [MT_O_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
-    [MT_MLP_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_MLP_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_GATE] = {"--ffn-hidden-size", "--hidden-size", "--swiglu"},
-    [MT_GATE_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
-    [MT_UP] = {"--ffn-hidden-size", "--hidden-size", NULL},
-    [MT_UP_BIAS] = {"--ffn-hidden-size", NULL, "--disable-bias-linear"},
-    [MT_DOWN] = {"--hidden-size", "--ffn-hidden-size", NULL},
-    [MT_DOWN_BIAS] = {"--hidden-size", NULL, "--disable-bias-linear"},
-    [MT_FINAL_NORM] = {"--hidden-size", NULL, NULL},
-    [MT_FINAL_NORM_BIAS] = {"--hidden-size", NULL, "--normalization"},
-    [MT_LM_HEAD] = {"--vocab-size", "--hidden-size", "--untie-embeddings-and-output-weights"},
-    [MT_ROUTER] = {"--num-experts", "--hidden-size", "--moe-layer-freq"},
-    [MT_ROUTER_BIAS] = {"--num-experts", NULL, "--moe-router-enable-expert-bias"},
-    [MT_EXPERT_GATE] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
-    [MT_EXPERT_UP] = {"--moe-ffn-hidden-size", "--hidden-size", "--num-experts"},
-    [MT_EXPERT_DOWN] = {"--hidden-size", "--moe-ffn-hidden-size", "--num-experts"},
-    [MT_SHARED_GATE] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
-                        "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_UP] = {"--moe-shared-expert-intermediate-size", "--hidden-size",
-                      "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_DOWN] = {"--hidden-size", "--moe-shared-expert-intermediate-size",
-                        "--moe-shared-expert-intermediate-size"},
-    [MT_SHARED_EXPERT_GATE] = {"--moe-shared-expert-gate", "--hidden-size", "--moe-shared-expert-gate"},
-    [MT_MTP_EMBEDDING_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-    [MT_MTP_HIDDEN_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-    [MT_MTP_PROJECTION] = {"--hidden-size", "--hidden-size", "--mtp-num-layers"},
-    [MT_MTP_FINAL_NORM] = {"--hidden-size", NULL, "--mtp-num-layers"},
-};
-
-/* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
-static int64_t mt_param_shape(const mt_param *param, int64_t shape[2]) {
-    shape[0] = param->hf_transposed ? param->whole_cols : param->hf_rows_total;
-    shape[1] = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
-    return param->is_vector ? 1 : 2;
-}
-
-static const char *mt_shape_print(char out[256], const int64_t *shape, int64_t num_dims) {
-    int used = snprintf(out, 256, "[");
-    for (int64_t i = 0; i < num_dims; i++)
-        used += snprintf(out + used, 256 - (size_t)used, "%s%lld", i ? ", " : "", (long long)shape[i]);
-    snprintf(out + used, 256 - (size_t)used, "]");
-    return out;
-}
-
-/* A tensor that a parameter is to be read from must have its shape and be of floating point. */
-static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, mt_error *error) {
-    int64_t shape[2], num_dims = mt_param_shape(param, shape);
-    char found[256], expected[256];
-    const mt_param_options *option = &mt_param_option[param->role];
-    if (tensor->dtype != MT_F32 && tensor->dtype != MT_BF16 && tensor->dtype != MT_F16 && tensor->dtype != MT_F64)
-        return mt_error_set(error,
-                            "%s: tensor \"%s\" is %s; weights may be F32, BF16, F16 or F64, so take a checkpoint "
-                            "that is not quantized",
-                            tensor->file, tensor->name, mt_dtype_name(tensor->dtype));
-    if (tensor->num_dims == num_dims && memcmp(shape, tensor->shape, (size_t)num_dims * sizeof *shape) == 0) return 0;
-    bool cols_differ =
-        tensor->num_dims == 2 && num_dims == 2 && tensor->shape[!param->hf_transposed] != param->whole_cols;
-    return mt_error_set(error, "%s: tensor \"%s\" is %s and the model's %s; check %s or config.json", tensor->file,
-                        tensor->name, mt_shape_print(found, tensor->shape, tensor->num_dims),
-                        mt_shape_print(expected, shape, num_dims), cols_differ ? option->cols : option->rows);
-}
-
-/* The tensor of a name in the table; a model saved without its head has names without their first word. */
-static const mt_tensor_info *mt_safetensors_find_param(const mt_safetensors *file, const char *name) {
-    static const char *const prefixes[] = {"model.", "transformer."};
-    const mt_tensor_info *tensor = mt_safetensors_find(file, name);
-    for (int i = 0; !tensor && i < 2; i++)
-        if (strncmp(name, prefixes[i], strlen(prefixes[i])) == 0)
-            tensor = mt_safetensors_find(file, name + strlen(prefixes[i]));
-    return tensor;
-}
-
-static int mt_param_missing(const mt_param *param, const mt_options *options, const char *folder,
-                            const mt_safetensors *file, mt_error *error) {
-    const char *option = mt_param_option[param->role].exists;
-    if (param->role == MT_LM_HEAD)
-        return mt_error_set(error,
-                            "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
-                            "true, or leave out %s",
-                            folder, param->hf_name, option);
-    if (param->layer >= options->num_layers)
-        return mt_error_set(error,
-                            "%s: has no tensor \"%s\" of a module of multi-token prediction among its %lld; lower "
-                            "--mtp-num-layers to the modules that it holds, perhaps 0",
-                            folder, param->hf_name, (long long)mt_safetensors_count(file));
-    return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json, --num-layers%s%s", folder,
-                        param->hf_name, (long long)mt_safetensors_count(file), option ? " and " : "",
-                        option ? option : "");
-}
-
-/* The number of a tensor's layer, or -1; `rest` is what follows it in the name. */
-static int64_t mt_tensor_layer(const char *name, const char **rest) {
-    char *end;
-    if (strncmp(name, "model.", 6) == 0) name += 6;
-    if (strncmp(name, "layers.", 7) != 0 || !isdigit((unsigned char)name[7])) return -1;
-    errno = 0;
-    int64_t layer = strtoll(name + 7, &end, 10);
-    *rest = end + (*end == '.');
-    return *end == '.' && errno == 0 ? layer : -1;
-}
-
-/* DeepSeek's folders have the embedding and the output layer again in every module of multi-token prediction, which
- * shares them with the model: the name of what such a tensor repeats, or NULL. */
-static const char *mt_tensor_repeats(const mt_options *options, const char *name) {
-    const char *rest;
-    int64_t module = mt_tensor_layer(name, &rest) - options->num_layers;
-    if (module < 0 || module >= options->mtp_num_layers) return NULL;
-    if (strcmp(rest, "embed_tokens.weight") == 0) return "model.embed_tokens.weight";
-    if (strcmp(rest, "shared_head.head.weight") != 0) return NULL;
-    return options->untie_embeddings_and_output_weights ? "lm_head.weight" : "model.embed_tokens.weight";
-}
-
-/* It must be the same, or training would lose it. */
-static int mt_tensor_check_repeated(const mt_options *options, const mt_safetensors *file, const mt_tensor_info *tensor,
-                                    mt_error *error) {
-    const char *name = mt_tensor_repeats(options, tensor->name);
-    const mt_tensor_info *shared = name ? mt_safetensors_find_param(file, name) : NULL;
-    if (!shared) return 0;
-    if (shared->dtype == tensor->dtype && shared->bytes == tensor->bytes &&
-        memcmp(shared->data, tensor->data, (size_t)tensor->bytes) == 0)
-        return 0;
-    return mt_error_set(error,
-                        "%s: tensor \"%s\" is not the same as \"%s\", which modules of multi-token prediction share; "
-                        "load with --mtp-num-layers 0",
-                        tensor->file, tensor->name, shared->name);
-}
-
-/* Tensors that old checkpoints carry and that hold no weights: tables that are computed, masks, the tied head; and
- * modules of multi-token prediction that the model does without. */
-static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
-    const char *rest;
-    int64_t layer = mt_tensor_layer(name, &rest), end = options->num_layers + options->mtp_layers_stored;
-    if (layer >= options->num_layers + options->mtp_num_layers && layer < end) return true;
-    if (mt_tensor_repeats(options, name)) return true;
-    if (mt_ends_with(name, "rotary_emb.inv_freq") || mt_ends_with(name, ".attn.masked_bias")) return true;
-    if (strcmp(options->hf_family, "gpt2") == 0 && mt_ends_with(name, ".attn.bias")) return true;
-    return !options->untie_embeddings_and_output_weights && strcmp(name, "lm_head.weight") == 0;
-}
-
-static int mt_tensor_pointer_compare(const void *a, const void *b) {
-    const mt_tensor_info *x = *(const mt_tensor_info *const *)a, *y = *(const mt_tensor_info *const *)b;
-    return (x > y) - (x < y);
-}
-
-/* Every tensor must be wanted by a row: a weight that is silently left out would give another model. */
-static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt_options *options,
-                                   const mt_safetensors *file, mt_error *error) {
-    const mt_tensor_info **used = mt_malloc(count * (int64_t)sizeof *used), *unused = NULL;
-    for (int64_t i = 0; i < count; i++) used[i] = mt_safetensors_find_param(file, rows[i].hf_name);
-    qsort(used, (size_t)count, sizeof *used, mt_tensor_pointer_compare);
-    for (int64_t i = 0; i < file->count && !unused; i++) {
-        const mt_tensor_info *tensor = &file->tensors[i];
-        if (mt_tensor_is_harmless(options, tensor->name)) continue;
-        if (!bsearch(&tensor, used, (size_t)count, sizeof *used, mt_tensor_pointer_compare)) unused = tensor;
-    }
-    free(used);
-    if (!unused) return 0;
-    char name[128];
-    return mt_error_set(error,
-                        "%s: tensor \"%s\" has no place in the model that the options describe; check "
-                        "config.json, --num-layers and the options for biases and norms",
-                        unused->file, mt_printable(name, unused->name));
-}
-
-/* A folder's tensors against the whole model's table, so that every rank finds the same. */
-static int mt_weights_check(const mt_options *options, const char *folder, const mt_safetensors *file,
-                            mt_error *error) {
-    mt_param *rows;
-    int64_t count = mt_params_build(&rows, options, NULL);
-    int status = 0;
-    for (int64_t i = 0; i < count && status == 0; i++) {
-        const mt_tensor_info *tensor = mt_safetensors_find_param(file, rows[i].hf_name);
-        status =
-            tensor ? mt_param_check(&rows[i], tensor, error) : mt_param_missing(&rows[i], options, folder, file, error);
-    }
-    if (status == 0) status = mt_weights_check_unused(rows, count, options, file, error);
-    for (int64_t i = 0; i < file->count && status == 0; i++)
-        status = mt_tensor_check_repeated(options, file, &file->tensors[i], error);
-    free(rows);
-    return status;
-}
-
-/* ==== §14d reading a folder's files =============================================================================== */
-/* Each byte once for all ranks of a host, and checked against its sum. */
-
-/* What a parameter takes from a tensor: into the parts of its bucket, of the model's type and of floats, either of
- * which may have no data. */
-typedef struct mt_wanted {
-    const mt_param *param;
-    const mt_tensor_info *tensor;
-    mt_part weights, floats;
-    float *turned;      // all that lies here, while a transposed tensor passes by
-    int64_t not_finite; // of the weights
-} mt_wanted;
-
-/* Files pass by in stretches, through slots of memory that all ranks of a host share. Threads of all ranks read the
- * next stretch, whoever is free; a slot is free again when every rank has taken from it what it wants. Who waits
- * sleeps: cores may be fewer than ranks and their threads. */
-enum { MT_STRETCH = 2 << 20, MT_SLOTS = 12, MT_READERS = 4, MT_STAGED = 1 << 18, MT_SPARES = 8 };
-
-/* At the start of the shared memory. */
-typedef struct mt_slots {
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-    int64_t claimed;         // stretches of the file that a thread has gone for
-    int64_t ready[MT_SLOTS]; // 1 + the stretch that lies there
-    int64_t taken[MT_SLOTS]; // ranks that are done with it
-    int64_t uses[MT_SLOTS];  // stretches that all ranks are done with
-} mt_slots;
-
-typedef struct mt_reader {
-    mt_model *model;
-    const mt_checksums *sums; // what they are checked against; NULL: nothing
-    mt_group host;            // ranks that share the memory
-    char *memory, *window;    // [MT_SLOTS, MT_STRETCH]
-    mt_slots *slots;
-#ifdef MT_HAVE_MPI
-    MPI_Win shared;
-#endif
-    float *spare[MT_SPARES]; // what tensors were turned in
-    int64_t spare_bytes[MT_SPARES];
-    unsigned next_spare;
-    float *staged; // numbers on their way into a bucket
-    uint16_t *halves;
-    int64_t room;          // of them
-    const mt_image *image; // the file
-    const mt_file_checksums *file_sums;
-    int descriptor, direct; // the second may be -1
-    int status;             // under the slots' lock, as what follows
-    bool damaged;           // a sum was another
-    mt_error error;
-} mt_reader;
-
-static void mt_slots_init(mt_slots *slots) {
-    pthread_mutexattr_t lock;
-    pthread_condattr_t changed;
-    memset(slots, 0, sizeof *slots);
-    pthread_mutexattr_init(&lock);
-    pthread_condattr_init(&changed);
-    pthread_mutexattr_setpshared(&lock, PTHREAD_PROCESS_SHARED);
-    pthread_condattr_setpshared(&changed, PTHREAD_PROCESS_SHARED);
-    pthread_mutex_init(&slots->lock, &lock);
-    pthread_cond_init(&slots->changed, &changed);
-    pthread_mutexattr_destroy(&lock);
-    pthread_condattr_destroy(&changed);
-}
-
-/* All ranks of the host have come here. */
-static void mt_reader_barrier(mt_reader *r) {
-#ifdef MT_HAVE_MPI
-    if (r->host.size > 1) MPI_Win_sync(r->shared);
-    mt_barrier(&r->host);
-    if (r->host.size > 1) MPI_Win_sync(r->shared);
-#else
-    (void)r;
-#endif
-}
-
-static void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) {
-    const int64_t bytes = 2 * MT_DIRECT + (int64_t)MT_SLOTS * MT_STRETCH;
-    _Static_assert(sizeof(mt_slots) <= MT_DIRECT && MT_STRETCH % MT_SUM_BLOCK == 0, "places in the shared memory");
-    *r = (mt_reader){.model = m, .sums = sums, .host = {.name = "host", .size = 1}, .descriptor = -1, .direct = -1};
-    r->room = MT_STAGED, r->staged = mt_malloc(MT_STAGED * 4), r->halves = mt_malloc(MT_STAGED * 2);
-#ifdef MT_HAVE_MPI
-    const mt_group *world = &m->grid->world;
-    if (world->size > 1) {
-        MPI_Comm *comm = mt_malloc(sizeof *comm);
-        MPI_Comm_split_type(mt_mpi_comm(world), MPI_COMM_TYPE_SHARED, world->rank, MPI_INFO_NULL, comm);
-        MPI_Comm_size(*comm, &r->host.size);
-        MPI_Comm_rank(*comm, &r->host.rank);
-        r->host.comm = comm;
-    }
-    if (r->host.size > 1) {
-        MPI_Aint size;
-        int unit;
-        mt_mpi_check(MPI_Win_allocate_shared(r->host.rank == 0 ? (MPI_Aint)bytes : 0, 1, MPI_INFO_NULL,
-                                             *(MPI_Comm *)r->host.comm, &r->memory, &r->shared),
-                     "MPI_Win_allocate_shared", &r->host);
-        MPI_Win_shared_query(r->shared, 0, &size, &unit, &r->memory);
-        MPI_Win_lock_all(MPI_MODE_NOCHECK, r->shared);
-    }
-#endif
-    if (r->host.size == 1) r->memory = mt_cpu_memory_alloc(bytes);
-    r->slots = (mt_slots *)mt_align_direct(r->memory); // it is mapped by pages, so this is the same place for all
-    r->window = (char *)r->slots + MT_DIRECT;
-    if (r->host.rank == 0) mt_slots_init(r->slots);
-    mt_reader_barrier(r);
-}
-
-static void mt_reader_close(mt_reader *r) {
-    for (int i = 0; i < MT_SPARES; i++) free(r->spare[i]);
-    free(r->staged);
-    free(r->halves);
-    mt_reader_barrier(r);
-    if (r->host.rank == 0) {
-        pthread_mutex_destroy(&r->slots->lock);
-        pthread_cond_destroy(&r->slots->changed);
-    }
-    if (r->host.size == 1) mt_cpu_memory_free(r->memory);
-#ifdef MT_HAVE_MPI
-    if (r->host.size > 1) {
-        MPI_Win_unlock_all(r->shared);
-        MPI_Win_free(&r->shared);
-    }
-    if (r->host.comm) MPI_Comm_free(r->host.comm);
-    free(r->host.comm);
-#endif
-}
-
-static void mt_reader_fail(mt_reader *r, const mt_error *error, bool damaged) {
-    pthread_mutex_lock(&r->slots->lock);
-    if (r->status == 0) r->status = -1, r->error = *error;
-    r->damaged = r->damaged || damaged;
-    pthread_mutex_unlock(&r->slots->lock);
-}
-
-/* The next stretch of the file, once its slot is free; -1: there is none. */
-static int64_t mt_reader_claim(mt_reader *r) {
-    mt_slots *slots = r->slots;
-    int64_t count = mt_blocks(r->image->bytes, MT_STRETCH);
-    pthread_mutex_lock(&slots->lock);
-    while (slots->claimed < count && slots->uses[slots->claimed % MT_SLOTS] != slots->claimed / MT_SLOTS)
-        pthread_cond_wait(&slots->changed, &slots->lock);
-    int64_t i = slots->claimed < count ? slots->claimed++ : -1;
-    pthread_mutex_unlock(&slots->lock);
-    return i;
-}
-
-/* Reads bytes [offset, offset + bytes) of the file to an aligned place, whole pages where that can be. */
-static int mt_reader_read(const mt_reader *r, char *to, int64_t offset, int64_t bytes) {
-    ssize_t got = -1;
-    if (r->direct >= 0) got = pread(r->direct, to, (size_t)(mt_blocks(bytes, MT_DIRECT) * MT_DIRECT), offset);
-    int64_t done = mt_max(got, 0);
-    return done >= bytes ? 0 : mt_read_at(r->descriptor, to + done, bytes - done, offset + done);
-}
-
-/* Reads stretch i into its slot, by way of `own` memory where that is not NULL, and checks its blocks. */
-static void mt_reader_fill(mt_reader *r, int64_t i, char *own) {
-    int64_t offset = i * MT_STRETCH, bytes = mt_min(MT_STRETCH, r->image->bytes - offset);
-    char *slot = r->window + i % MT_SLOTS * MT_STRETCH;
-    const char *from = own ? own : slot;
-    mt_error error;
-    if (mt_reader_read(r, own ? own : slot, offset, bytes) != 0) {
-        mt_error_set(&error, "%s: cannot be read: %s; check the disk", r->image->path, strerror(errno));
-        mt_reader_fail(r, &error, false);
-        return;
-    }
-    for (int64_t first = 0; first < bytes; first += MT_SUM_BLOCK) {
-        int64_t block = (offset + first) / MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
-        if (own) memcpy(slot + first, own + first, (size_t)n);
-        if (!r->file_sums) continue;
-        if (block < r->file_sums->count && mt_crc32c(from + first, n) == r->file_sums->sums[block]) continue;
-        char *folder = mt_strdup(r->image->path), *slash = strrchr(folder, '/');
-        if (slash) *slash = 0;
-        mt_checksums_damaged(&error, folder, r->file_sums->name, block, r->image->bytes);
-        mt_reader_fail(r, &error, true);
-        free(folder);
-        return;
-    }
-}
-
-/* A thread: reads stretches until there are no more. What cannot be read passes by too, so that no rank waits for it.
- * Memory that processes share has small pages, one by one for the disk, which then is slower than by one more copy. */
-static void *mt_reader_run(void *context) {
-    mt_reader *r = context;
-    char *own = r->host.size > 1 ? mt_cpu_memory_alloc(MT_STRETCH) : NULL;
-    for (int64_t i; (i = mt_reader_claim(r)) >= 0;) {
-        if (r->descriptor >= 0) mt_reader_fill(r, i, own);
-        pthread_mutex_lock(&r->slots->lock);
-        r->slots->ready[i % MT_SLOTS] = i + 1;
-        pthread_cond_broadcast(&r->slots->changed);
-        pthread_mutex_unlock(&r->slots->lock);
-    }
-    if (own) mt_cpu_memory_free(own);
-    return NULL;
-}
-
-/* Waits for stretch i, which any rank may read: one that never does is named as in a collective. */
-static const char *mt_reader_get(mt_reader *r, int64_t i) {
-    mt_watch_begin("reading a checkpoint", r->host.name);
-    pthread_mutex_lock(&r->slots->lock);
-    while (r->slots->ready[i % MT_SLOTS] != i + 1) pthread_cond_wait(&r->slots->changed, &r->slots->lock);
-    pthread_mutex_unlock(&r->slots->lock);
-    mt_watch_end();
-    return r->window + i % MT_SLOTS * MT_STRETCH;
-}
-
-/* This rank is done with it. */
-static void mt_reader_give_back(mt_reader *r, int64_t i) {
-    mt_slots *slots = r->slots;
-    int64_t slot = i % MT_SLOTS;
-    pthread_mutex_lock(&slots->lock);
-    if (++slots->taken[slot] == r->host.size) {
-        slots->taken[slot] = 0, slots->uses[slot]++;
-        pthread_cond_broadcast(&slots->changed);
-    }
-    pthread_mutex_unlock(&slots->lock);
-}
-
-/* Puts n elements at a place of the whole parameter that lies here into its bucket. */
-static void mt_wanted_put(mt_reader *r, mt_wanted *w, int64_t at, const float *values, int64_t n) {
-    mt_model *m = r->model;
-    bool halves = w->weights.data && w->weights.dtype == MT_BF16;
-    at += w->param->offset;
-    for (int64_t done = 0, count; done < n; done += count) {
-        count = mt_min(n - done, r->room);
-        if (w->weights.data) w->not_finite += mt_count_not_finite(&w->weights, at + done, values + done, count);
-        for (int64_t i = 0; halves && i < count; i++) r->halves[i] = mt_f32_to_bf16(values[done + i]);
-        if (w->floats.data) mt_part_write(m, &w->floats, at + done, values + done, count);
-        if (w->weights.data)
-            mt_part_write(m, &w->weights, at + done, halves ? (const void *)r->halves : values + done, count);
-        m->ops->stream_wait(m->stream); // before the buffers are filled again
-    }
-}
-
-/* Rows [row, row + rows) and columns [col, col + cols) of a matrix. */
-typedef struct mt_window {
-    int64_t row, rows, col, cols;
-} mt_window;
-
-static mt_window mt_window_meet(mt_window a, mt_window b) {
-    int64_t row = mt_max(a.row, b.row), col = mt_max(a.col, b.col);
-    int64_t rows = mt_min(a.row + a.rows, b.row + b.rows) - row, cols = mt_min(a.col + a.cols, b.col + b.cols) - col;
-    return (mt_window){row, mt_max(rows, 0), col, mt_max(cols, 0)};
-}
-
-/* Rows [*first, *end) of what lies here of a parameter, of which the parts that are wanted have something: not all,
- * where a data group shares them out. */
-static void mt_wanted_rows(const mt_wanted *w, int64_t *first, int64_t *end) {
-    const mt_part *parts[] = {&w->weights, &w->floats};
-    int64_t cols = w->param->cols, count = mt_param_rows_stored(w->param) * cols;
-    *first = count, *end = 0;
-    for (int i = 0; i < 2; i++) {
-        int64_t begin = mt_max(parts[i]->first - w->param->offset, 0);
-        int64_t last = mt_min(parts[i]->first + parts[i]->count - w->param->offset, count);
-        if (!parts[i]->data || begin >= last) continue;
-        *first = mt_min(*first, begin / cols), *end = mt_max(*end, mt_blocks(last, cols));
-    }
-    if (*end == 0) *first = 0;
-}
-
-/* What is wanted of a parameter, as rows and columns of its tensor. */
-static mt_window mt_wanted_window(const mt_wanted *w) {
-    const mt_param *param = w->param;
-    mt_window own = {param->hf_row + param->first_row, mt_param_rows_stored(param), param->first_col, param->cols};
-    if (!param->hf_transposed) return own;
-    int64_t first, end;
-    mt_wanted_rows(w, &first, &end);
-    return (mt_window){own.col, own.cols, own.row + first, end - first};
-}
-
-/* Memory for a tensor to turn in, which comes back: pages that are new would cost more than what is done in them. */
-static float *mt_reader_borrow(mt_reader *r, int64_t bytes) {
-    for (int i = 0; i < MT_SPARES; i++)
-        if (r->spare[i] && r->spare_bytes[i] == bytes) {
-            float *memory = r->spare[i];
-            r->spare[i] = NULL;
-            return memory;
-        }
-    return mt_malloc(bytes);
-}
-
-static void mt_reader_lay_by(mt_reader *r, float *memory, int64_t bytes) {
-    int at = r->next_spare++ % MT_SPARES; // the oldest goes
-    for (int i = 0; i < MT_SPARES; i++)
-        if (!r->spare[i]) at = i;
-    free(r->spare[at]);
-    r->spare[at] = memory, r->spare_bytes[at] = bytes;
-}
-
-/* The same for n stored numbers, which become floats first unless they are. */
-static void mt_wanted_put_stored(mt_reader *r, mt_wanted *w, int64_t at, const char *from, int64_t n) {
-    mt_dtype dtype = w->tensor->dtype;
-    if (dtype == MT_F32 && (uintptr_t)from % sizeof(float) == 0) {
-        mt_wanted_put(r, w, at, (const float *)(const void *)from, n);
-        return;
-    }
-    for (int64_t done = 0, count; done < n; done += count) {
-        count = mt_min(n - done, r->room);
-        mt_stored_to_f32(r->staged, 1, from + done * mt_dtype_size(dtype), dtype, count);
-        mt_wanted_put(r, w, at + done, r->staged, count);
-    }
-}
-
-/* to[n, m] with rows of `pitch` numbers = from[m, n] with rows of `width` stored ones, turned; 16 lines of `to` at a
- * time stay in the cache. */
-static void mt_stored_turn(float *to, int64_t pitch, const char *from, int64_t width, mt_dtype dtype, int64_t m,
-                           int64_t n) {
-    int64_t size = mt_dtype_size(dtype);
-    for (int64_t first = 0, lines; first < n; first += lines) {
-        lines = mt_min(n - first, 16);
-        for (int64_t row = 0; row < m; row++)
-            mt_stored_to_f32(to + first * pitch + row, pitch, from + (row * width + first) * size, dtype, lines);
-    }
-}
-
-/* Takes what is wanted of a window of the tensor, whose elements lie at `data` row after row. */
-static void mt_wanted_take(mt_reader *r, mt_wanted *w, mt_window given, const char *data) {
-    const mt_param *param = w->param;
-    mt_dtype dtype = w->tensor->dtype;
-    mt_window own = mt_wanted_window(w), part = mt_window_meet(given, own);
-    int64_t size = mt_dtype_size(dtype), cols = param->cols;
-    if (part.rows == 0 || part.cols == 0) return;
-    if (param->hf_transposed) {
-        if (!w->turned) w->turned = mt_reader_borrow(r, own.rows * own.cols * 4);
-        mt_stored_turn(w->turned + (part.col - own.col) * cols + part.row - own.row, cols,
-                       data + ((part.row - given.row) * given.cols + part.col - given.col) * size, given.cols, dtype,
-                       part.rows, part.cols);
-        return;
-    }
-    bool together = part.cols == given.cols && part.cols == cols; // whole rows on both sides
-    for (int64_t row = 0, rows = together ? part.rows : 1; row < part.rows; row += rows) {
-        const char *from = data + ((part.row + row - given.row) * given.cols + part.col - given.col) * size;
-        int64_t to_row = part.row + row - own.row, to_col = part.col - own.col;
-        mt_wanted_put_stored(r, w, to_row * cols + to_col, from, rows * part.cols);
-    }
-}
-
-/* Takes what is wanted of elements [begin, end) of a tensor: a row in part, whole rows, a row in part. */
-static void mt_wanted_take_elements(mt_reader *r, mt_wanted *w, int64_t begin, int64_t end, const char *data) {
-    const mt_param *param = w->param;
-    int64_t width = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
-    int64_t size = mt_dtype_size(w->tensor->dtype);
-    while (begin < end) {
-        mt_window given = {begin / width, (end - begin) / width, 0, width};
-        if (begin % width > 0 || given.rows == 0)
-            given = (mt_window){begin / width, 1, begin % width, mt_min(width - begin % width, end - begin)};
-        mt_wanted_take(r, w, given, data);
-        begin += given.rows * given.cols, data += given.rows * given.cols * size;
-    }
-}
-
-/* The tensor has passed by: what had to be turned goes into the bucket, and padding rows become 0. */
-static void mt_wanted_finish(mt_reader *r, mt_wanted *w) {
-    const mt_param *param = w->param;
-    int64_t stored = mt_param_rows_stored(param) * param->cols, padding = param->rows * param->cols - stored;
-    if (w->turned) {
-        mt_window own = mt_wanted_window(w);
-        mt_wanted_put(r, w, (own.col - param->hf_row - param->first_row) * param->cols, w->turned, own.rows * own.cols);
-        mt_reader_lay_by(r, w->turned, own.rows * own.cols * 4);
-        w->turned = NULL;
-    }
-    if (w->floats.data) mt_part_write(r->model, &w->floats, param->offset + stored, NULL, padding);
-    if (w->weights.data) mt_part_write(r->model, &w->weights, param->offset + stored, NULL, padding);
-}
-
-/* Takes what is wanted of bytes [begin, end) of the file, which lie at `data`. An element that is cut by an end comes
- * from the mapped file, with the bytes behind it. */
-static void mt_reader_take(mt_reader *r, mt_wanted *w, int64_t begin, int64_t end, const char *data) {
-    const mt_tensor_info *tensor = w->tensor;
-    int64_t start = (const unsigned char *)tensor->data - r->image->base, size = mt_dtype_size(tensor->dtype);
-    int64_t count = tensor->bytes / size;
-    if (start >= end || start + tensor->bytes <= begin) return;
-    int64_t first = begin <= start ? 0 : (begin - start + size - 1) / size, last = mt_min((end - start) / size, count);
-    if (begin > start && (begin - start) % size != 0)
-        mt_wanted_take_elements(r, w, first - 1, first, (const char *)tensor->data + (first - 1) * size);
-    if (first < last) mt_wanted_take_elements(r, w, first, last, data + start + first * size - begin);
-    if (start + tensor->bytes <= end) mt_wanted_finish(r, w);
-}
-
-/* Begins a file: its slots are empty, its threads read. Returns how many. */
-static int mt_reader_begin(mt_reader *r, const mt_image *image, pthread_t threads[MT_READERS]) {
-    const char *slash = strrchr(image->path, '/');
-    int count = (int)mt_max(MT_READERS / r->host.size, 1);
-    mt_error error;
-    r->image = image;
-    r->file_sums = r->sums ? mt_checksums_find(r->sums, slash ? slash + 1 : image->path) : NULL;
-    r->descriptor = open(image->path, O_RDONLY | O_CLOEXEC);
-    r->direct = mt_open_direct(image->path, O_RDONLY);
-    if (r->descriptor < 0) {
-        mt_error_set(&error, "%s: cannot be read: %s; check the disk", image->path, strerror(errno));
-        mt_reader_fail(r, &error, false);
-    }
-    mt_reader_barrier(r); // all are done with the file before
-    if (r->host.rank == 0) {
-        mt_slots *slots = r->slots;
-        slots->claimed = 0;
-        memset(slots->ready, 0, sizeof slots->ready);
-        memset(slots->taken, 0, sizeof slots->taken);
-        memset(slots->uses, 0, sizeof slots->uses);
-    }
-    mt_reader_barrier(r);
-    for (int i = 0; i < count; i++)
-        if (pthread_create(&threads[i], NULL, mt_reader_run, r) != 0) mt_die("cannot start a thread; raise ulimit -u");
-    return count;
-}
-
-/* Reads one file and takes wanted[count], which are its tensors in their order. Every rank of the host calls it. */
-static void mt_reader_pass(mt_reader *r, const mt_image *image, mt_wanted *wanted, int64_t count) {
-    pthread_t threads[MT_READERS];
-    int num_threads = mt_reader_begin(r, image, threads);
-    int64_t first = 0;
-    for (int64_t begin = 0; begin < image->bytes; begin += MT_STRETCH) {
-        int64_t end = mt_min(begin + MT_STRETCH, image->bytes);
-        const char *data = mt_reader_get(r, begin / MT_STRETCH);
-        for (int64_t i = first; i < count; i++) {
-            int64_t start = (const unsigned char *)wanted[i].tensor->data - image->base;
-            if (start >= end) break;
-            mt_reader_take(r, &wanted[i], begin, end, data);
-            if (i == first && start + wanted[i].tensor->bytes <= end) first++;
-        }
-        mt_reader_give_back(r, begin / MT_STRETCH);
-    }
-    for (int i = 0; i < num_threads; i++) pthread_join(threads[i], NULL);
-    if (r->descriptor >= 0) close(r->descriptor);
-    if (r->direct >= 0) close(r->direct);
-}
-
-static int mt_wanted_by_place(const void *a, const void *b) {
-    const mt_wanted *x = a, *y = b;
-    int order = strcmp(x->tensor->file, y->tensor->file);
-    if (order != 0) return order;
-    return (x->tensor->data > y->tensor->data) - (x->tensor->data < y->tensor->data);
-}
-
-/* Reads all files of a set and takes wanted[count] from them. Every rank calls it and returns the same; *damaged: for
- * what a sum says. */
-static int mt_safetensors_take(mt_safetensors *file, mt_model *m, const mt_checksums *sums, mt_wanted *wanted,
-                               int64_t count, bool *damaged, mt_error *error) {
-    mt_reader r;
-    mt_reader_open(&r, m, sums);
-    if (count > 0) qsort(wanted, (size_t)count, sizeof *wanted, mt_wanted_by_place);
-    for (int64_t i = 0; i < file->num_images; i++) {
-        int64_t first = 0, end;
-        while (first < count && wanted[first].tensor->file != file->images[i].path) first++;
-        for (end = first; end < count && wanted[end].tensor->file == file->images[i].path;) end++;
-        mt_reader_pass(&r, &file->images[i], wanted + first, end - first);
-    }
-    double bad = r.damaged;
-    mt_all_reduce_max(&m->grid->world, &bad, 1, MT_F64);
-    if (bad > 0) *damaged = true;
-    if (r.status != 0) *error = r.error;
-    int status = mt_agree(&m->grid->world, r.status != 0, error);
-    mt_reader_close(&r);
-    return status;
-}
-
-/* Weights, and for bf16 the master weights, which keep what was stored. Everything is checked, by every rank, before
- * anything is set. */
-static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *sums, bool *damaged, mt_error *error) {
-    mt_safetensors *file = NULL;
-    int status = mt_safetensors_open_folder(&file, folder, "model", error);
-    if (status == 0) status = mt_weights_check(m->options, folder, file, error);
-    status = mt_agree(&m->grid->world, status != 0, error);
-    if (status != 0) {
-        mt_safetensors_close(file);
-        return status;
-    }
-    mt_wanted *wanted = mt_calloc(mt_max(m->num_params, 1) * (int64_t)sizeof *wanted);
-    for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        wanted[i] = (mt_wanted){.param = param, .tensor = mt_safetensors_find_param(file, param->hf_name)};
-        wanted[i].weights = mt_bucket_part(m, param->bucket, MT_STATE_WEIGHTS);
-        if (m->dtype != MT_F32 && mt_param_is_trained(param))
-            wanted[i].floats = mt_bucket_part(m, param->bucket, MT_STATE_MASTER);
-    }
-    mt_params_changed(m);
-    status = mt_safetensors_take(file, m, sums, wanted, m->num_params, damaged, error);
-    for (int64_t i = 0; i < m->num_params && status == 0; i++) {
-        const mt_param *param = wanted[i].param;
-        const mt_bucket *b = &m->buckets[param->bucket];
-        bool tells = param->counted && (b->group->rank == 0 || b->strategy == MT_SHARD_PARAMS);
-        if (wanted[i].not_finite > 0 && tells)
-            fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", wanted[i].tensor->file,
-                    (long long)wanted[i].not_finite, wanted[i].tensor->name);
-    }
-    free(wanted);
-    mt_safetensors_close(file);
-    return status;
-}
-
-/* ==== §14e writing tensors ======================================================================================= */
-/* The place of every byte follows from the whole model's table before the first is written, so every rank knows it:
- * rank 0 writes the headers, each rank its own share at computed offsets, and no rank waits for another. What is
- * written passes through host memory, from which threads of its own take it: a small ring when training waits, or room
- * for all of it, so that training goes on while it is written, and on a GPU while it is copied too. The threads call no
- * MPI, and of the device nothing but the wait for the copies. */
-
-/* A Hugging Face tensor that is to be written: one parameter, or several that it holds one after another. */
-typedef struct mt_saved {
-    char name[192];
-    const mt_param *params; // rows of this rank's table, NULL: nothing of it lies here
-    int64_t num_params;
-    mt_param_state state;
-    mt_dtype dtype;
-    int64_t shape[2], num_dims;
-    int64_t shard, offset, bytes; // offset in the shard's data
-} mt_saved;
-
-/* All tensors of a stem, in order, and the files they go to. */
-typedef struct mt_saved_set {
-    mt_saved *tensors;
-    int64_t count, num_shards, bytes;
-    const char *stem;
-} mt_saved_set;
-
-static int mt_saved_compare(const void *a, const void *b) {
-    return strcmp(((const mt_saved *)a)->name, ((const mt_saved *)b)->name);
-}
-
-/* The rows of a table from i on that one tensor holds: the first row behind them. */
-static int64_t mt_params_together(const mt_param *rows, int64_t count, int64_t i) {
-    int64_t next = i + 1;
-    while (next < count && strcmp(rows[next].hf_name, rows[i].hf_name) == 0) next++;
-    return next;
-}
-
-/* Appends one kind of value of every parameter of the whole model. */
-static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_param_state state, mt_dtype dtype) {
-    for (int64_t i = 0; i < count; i = mt_params_together(rows, count, i)) {
-        const mt_param *param = &rows[i];
-        bool trained = mt_param_is_trained(param); // what is not has no moments, and stays fp32
-        if (!trained && state != MT_STATE_WEIGHTS) continue;
-        mt_saved *saved = &set->tensors[set->count++];
-        *saved = (mt_saved){.state = state, .dtype = state == MT_STATE_WEIGHTS && trained ? dtype : MT_F32};
-        saved->num_dims = mt_param_shape(param, saved->shape);
-        saved->bytes = param->hf_rows_total * param->whole_cols * mt_dtype_size(saved->dtype);
-        snprintf(saved->name, sizeof saved->name, "%s%s", mt_param_state_prefix[state], param->hf_name);
-    }
-}
-
-/* Finds what lies here of every tensor of a set. */
-static void mt_saved_find_params(mt_saved_set *set, const mt_model *m) {
-    int first = set->tensors[0].state == MT_STATE_WEIGHTS ? MT_STATE_WEIGHTS : MT_STATE_MASTER;
-    int end = first == MT_STATE_WEIGHTS ? MT_STATE_MASTER : MT_NUM_STATES;
-    for (int64_t i = 0, next; i < m->num_params; i = next) {
-        next = mt_params_together(m->params, m->num_params, i);
-        for (int state = first; state < end; state++) {
-            mt_saved key;
-            snprintf(key.name, sizeof key.name, "%s%s", mt_param_state_prefix[state], m->params[i].hf_name);
-            mt_saved *saved = bsearch(&key, set->tensors, (size_t)set->count, sizeof key, mt_saved_compare);
-            if (saved) saved->params = &m->params[i], saved->num_params = next - i;
-        }
-    }
-}
-
-/* What a stem holds, in the order of names as upstream writes it, cut into files of at most max_shard_bytes. */
-static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem, int64_t max_shard_bytes) {
-    mt_param *rows;
-    int64_t filled = 0, count = mt_params_build(&rows, m->options, NULL);
-    bool weights = strcmp(stem, "model") == 0;
-    *set = (mt_saved_set){.stem = stem, .num_shards = 1};
-    set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof(mt_saved));
-    for (int state = 0; state < MT_NUM_STATES; state++)
-        if (weights == (state == MT_STATE_WEIGHTS) && (state != MT_STATE_MASTER || m->dtype != MT_F32))
-            mt_saved_add(set, rows, count, (mt_param_state)state, m->dtype);
-    free(rows);
-    qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
-    for (int64_t i = 0; i < set->count; i++) {
-        mt_saved *saved = &set->tensors[i];
-        if (filled > 0 && filled + saved->bytes > max_shard_bytes) set->num_shards++, filled = 0;
-        saved->shard = set->num_shards - 1, saved->offset = filled;
-        filled += saved->bytes, set->bytes += saved->bytes;
-    }
-    mt_saved_find_params(set, m);
-}
-
-/* "model.safetensors", or "model-00001-of-00002.safetensors". */
-static void mt_shard_name(char name[64], const mt_saved_set *set, int64_t shard) {
-    if (set->num_shards == 1)
-        snprintf(name, 64, "%s.safetensors", set->stem);
-    else
-        snprintf(name, 64, "%s-%05lld-of-%05lld.safetensors", set->stem, (long long)shard + 1,
-                 (long long)set->num_shards);
-}
-
-/* ---- files */
-
-/* A file being written, around the page cache too where `direct` is not -1, and where its errors go. */
-typedef struct mt_output {
-    int descriptor, direct;
-    const char *path;
-    mt_error *error;
-} mt_output;
-
-static int mt_write_error(mt_error *error, const char *path) {
-    if (errno == ENOSPC || errno == EDQUOT)
-        return mt_error_set(error, "%s: no space left on the disk; free some or choose another --save", path);
-    if (errno == EFBIG)
-        return mt_error_set(error, "%s: too large for the limit on file sizes; raise it (ulimit -f)", path);
-    return mt_error_set(error, "%s: cannot be written: %s; choose another --save", path, strerror(errno));
-}
-
-static int mt_output_open(mt_output *out, const char *path, mt_error *error) {
-    *out = (mt_output){.path = path, .error = error, .direct = -1};
-    out->descriptor = open(path, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666);
-    return out->descriptor < 0 ? mt_write_error(error, path) : 0;
-}
-
-/* The same for a file that others write too: who comes first makes it. */
-static int mt_output_join(mt_output *out, const char *path, mt_error *error) {
-    *out = (mt_output){.path = path, .error = error, .direct = -1};
-    out->descriptor = open(path, O_CREAT | O_WRONLY | O_CLOEXEC, 0666);
-    if (out->descriptor < 0 && errno == ENOENT)
-        return mt_error_set(
-            error, "%s: rank 0 made its folder, which is not here; choose a --save that every host sees", path);
-    if (out->descriptor < 0) return mt_write_error(error, path);
-    out->direct = mt_open_direct(path, O_WRONLY);
-    return 0;
-}
-
-static int mt_output_write_by(const mt_output *out, int descriptor, int64_t offset, const char *data, int64_t bytes) {
-    for (int64_t done = 0; done < bytes;) {
-        ssize_t wrote = pwrite(descriptor, data + done, (size_t)(bytes - done), offset + done);
-        if (wrote < 0 && errno == EINTR) continue;
-        if (wrote < 0 && errno == EINVAL && descriptor != out->descriptor) { // it wants other places after all
-            descriptor = out->descriptor;
-            continue;
-        }
-        if (wrote < 0) return mt_write_error(out->error, out->path);
-        done += wrote;
-    }
-    return 0;
-}
-
-/* Long stretches go around the page cache if memory and file are aligned alike, their ends through it: the rest of
- * those pages may be another rank's. */
-static int mt_output_write(const mt_output *out, int64_t offset, const void *data, int64_t bytes) {
-    enum { LONG = 64 << 10 };
-    const char *from = data;
-    int64_t head = -offset & (MT_DIRECT - 1), tail = (offset + bytes) & (MT_DIRECT - 1);
-    if (out->direct >= 0 && bytes >= LONG && (uintptr_t)(from + head) % MT_DIRECT == 0) {
-        if (mt_output_write_by(out, out->descriptor, offset, from, head) != 0) return -1;
-        if (mt_output_write_by(out, out->direct, offset + head, from + head, bytes - head - tail) != 0) return -1;
-        offset += bytes - tail, from += bytes - tail, bytes = tail;
-    }
-    return mt_output_write_by(out, out->descriptor, offset, from, bytes);
-}
-
-/* Closes the file, whole and on disk when `status` was 0 and this returns 0. */
-static int mt_output_close(const mt_output *out, int status) {
-    if (status == 0 && fsync(out->descriptor) != 0) status = mt_write_error(out->error, out->path);
-    if (close(out->descriptor) != 0 && status == 0) status = mt_write_error(out->error, out->path);
-    if (out->direct >= 0) close(out->direct);
-    return status;
-}
-
-/* Not yet on disk: what comes after brings it there together with all else. */
-static int mt_text_write(const char *folder, const char *name, const char *text, mt_error *error) {
-    mt_output out;
-    char *path = mt_path_join(folder, name);
-    int status = mt_output_open(&out, path, error);
-    if (status == 0) status = mt_output_write(&out, 0, text, (int64_t)strlen(text));
-    if (out.descriptor >= 0 && close(out.descriptor) != 0 && status == 0) status = mt_write_error(error, path);
-    free(path);
-    return status;
-}
-
-static int mt_json_write(const char *folder, const char *name, const json_t *json, mt_error *error) {
-    char *text = mt_json_print(json);
-    text = mt_realloc(text, (int64_t)strlen(text) + 2);
-    int status = mt_text_write(folder, name, strcat(text, "\n"), error);
-    free(text);
-    return status;
-}
-
-/* ---- tensors */
-
-/* Length, JSON and padding of a file's header, to free; tensors[count] are the file's. */
-static char *mt_saved_header(const mt_saved *tensors, int64_t count, int64_t *bytes) {
-    char *text = mt_malloc(128 + count * 384);
-    int64_t used = 8 + sprintf(text + 8, "{\"__metadata__\":{\"format\":\"pt\"}"), length;
-    for (int64_t i = 0; i < count; i++) {
-        const mt_saved *saved = &tensors[i];
-        used += sprintf(text + used, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", saved->name,
-                        mt_dtype_name(saved->dtype), (long long)saved->shape[0]);
-        if (saved->num_dims == 2) used += sprintf(text + used, ",%lld", (long long)saved->shape[1]);
-        used += sprintf(text + used, "],\"data_offsets\":[%lld,%lld]}", (long long)saved->offset,
-                        (long long)(saved->offset + saved->bytes));
-    }
-    text[used++] = '}';
-    while (used % 8) text[used++] = ' '; // the data then begins aligned
-    length = used - 8;
-    memcpy(text, &length, 8);
-    *bytes = used;
-    return text;
-}
-
-/* ---- the writer */
-
-/* Numbers in host memory on their way to a file: a rectangle [rows, cols] of a matrix whose lines lie `pitch` bytes
- * apart there; a turned one is stored as [cols, rows]. */
-typedef struct mt_piece {
-    int64_t file, offset, pitch; // of the first line
-    int64_t rows, cols, size;    // bytes of an element
-    bool turned;
-    const char *data;
-    int64_t end; // of its place among all bytes that passed through the memory
-    bool done;
-} mt_piece;
-
-/* Pieces of so many bytes, and as many of them in the ring. */
-enum { MT_PIECE_BYTES = 8 << 20, MT_RING_PIECES = 4, MT_WRITERS = 2 };
-
-/* A copy that is still to be made. */
-typedef struct mt_copy {
-    char *to;
-    const char *from;
-    int64_t bytes;
-} mt_copy;
-
-typedef struct mt_writer {
-    const mt_ops *ops;
-    char *block, *memory;                 // as it was allocated; aligned
-    int64_t capacity, reserved, released; // bytes that were ever given out and came back: a ring
-    mt_piece *pieces;
-    int64_t num_pieces, room; // submitted so far
-    int64_t next, held;       // the first piece that no thread has taken; that still has its memory
-    mt_copy *copies;
-    int64_t num_copies, copy_room;
-    bool closed;        // no more will come
-    bool holds_all;     // everything is copied at once, for which the threads wait
-    mt_stream *stream;  // the copies, where it holds all; NULL on the CPU
-    mt_event *copied;   // the moment when they are made
-    bool runs;          // threads were started
-    int busy;           // of them, those that have something left to do
-    const char *folder; // they write into the files of `sums`
-    mt_checksums sums;
-    int status; // of the threads
-    mt_error error;
-    pthread_t threads[MT_WRITERS];
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-} mt_writer;
-
-/* The most that a piece takes of the ring, where it lies as aligned as in its file. */
-static int64_t mt_piece_bytes(int64_t bytes) {
-    return mt_blocks(bytes, MT_DIRECT) * MT_DIRECT + MT_DIRECT;
-}
-
-static void mt_writer_open(mt_writer *w, const mt_ops *ops, int64_t capacity, bool holds_all) {
-    *w = (mt_writer){.ops = ops, .capacity = mt_blocks(capacity, MT_DIRECT) * MT_DIRECT, .holds_all = holds_all};
-    if (holds_all) w->stream = ops->stream_create(NULL, 0, false), w->copied = ops->event_create();
-    w->block = ops->memory_alloc_host(w->capacity + MT_DIRECT);
-    w->memory = mt_align_direct(w->block);
-    memset(w->memory, 0, (size_t)w->capacity); // the system gives pages when they are touched: now, not in training
-    pthread_mutex_init(&w->lock, NULL);
-    pthread_cond_init(&w->changed, NULL);
-}
-
-static void mt_writer_close(mt_writer *w) {
-    if (!w->block) return;
-    if (w->holds_all) w->ops->stream_destroy(w->stream), w->ops->event_destroy(w->copied);
-    w->ops->memory_free_host(w->block);
-    mt_checksums_free(&w->sums);
-    free(w->pieces);
-    free(w->copies);
-    pthread_mutex_destroy(&w->lock);
-    pthread_cond_destroy(&w->changed);
-    *w = (mt_writer){0};
-}
-
-/* Host memory for a piece that goes to a place of a file, aligned like it; waits until the ring has room. */
-static char *mt_writer_reserve(mt_writer *w, int64_t offset, int64_t bytes) {
-    int64_t at = w->reserved + ((offset - w->reserved) & (MT_DIRECT - 1));
-    MT_CHECK(mt_piece_bytes(bytes) <= w->capacity);
-    if (at % w->capacity + bytes > w->capacity) // a piece is not cut in two
-        at = mt_blocks(at, w->capacity) * w->capacity + (offset & (MT_DIRECT - 1));
-    pthread_mutex_lock(&w->lock);
-    while (at + bytes - w->released > w->capacity) pthread_cond_wait(&w->changed, &w->lock);
-    pthread_mutex_unlock(&w->lock);
-    w->reserved = at + bytes;
-    return w->memory + at % w->capacity;
-}
-
-/* Whether `next` only makes a piece longer, in memory and in the file. */
-static bool mt_piece_continues(const mt_piece *piece, const mt_piece *next) {
-    int64_t bytes = piece->rows * piece->cols * piece->size, more = next->rows * next->cols * next->size;
-    bool lines = piece->cols * piece->size != piece->pitch || next->cols * next->size != next->pitch;
-    return !piece->turned && !next->turned && !lines && piece->file == next->file && bytes + more <= MT_PIECE_BYTES &&
-           piece->offset + bytes == next->offset && piece->data + bytes == next->data;
-}
-
-static void mt_writer_submit(mt_writer *w, mt_piece piece) {
-    piece.end = w->reserved;
-    pthread_mutex_lock(&w->lock);
-    mt_piece *last = w->num_pieces > w->next ? &w->pieces[w->num_pieces - 1] : NULL;
-    if (last && mt_piece_continues(last, &piece)) {
-        int64_t bytes = last->rows * last->cols * last->size + piece.rows * piece.cols * piece.size;
-        last->rows = 1, last->cols = bytes, last->size = 1, last->pitch = bytes, last->end = piece.end;
-    } else {
-        if (w->num_pieces == w->room) {
-            w->room = mt_max(2 * w->room, 256);
-            w->pieces = mt_realloc(w->pieces, w->room * (int64_t)sizeof piece);
-        }
-        w->pieces[w->num_pieces++] = piece;
-    }
-    pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->lock);
-}
-
-static void mt_writer_end(mt_writer *w) {
-    pthread_mutex_lock(&w->lock);
-    w->closed = true;
-    pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->lock);
-}
-
-/* to[cols, rows] = from[rows, cols] transposed, elements of 2 or 4 bytes; 64 rows at a time stay in the cache. */
-static void mt_transpose(void *to, const void *from, int64_t rows, int64_t cols, int64_t size) {
-    for (int64_t first = 0; first < rows; first += 64)
-        for (int64_t c = 0; c < cols; c++)
-            for (int64_t r = first; r < rows && r < first + 64; r++)
-                if (size == 4)
-                    ((uint32_t *)to)[c * rows + r] = ((const uint32_t *)from)[r * cols + c];
-                else
-                    ((uint16_t *)to)[c * rows + r] = ((const uint16_t *)from)[r * cols + c];
-}
-
-/* Memory of a thread for a turned piece, with a place in it that is aligned like the piece's in the file. */
-typedef struct mt_turned {
-    char *memory;
-    int64_t bytes;
-} mt_turned;
-
-static char *mt_turned_at(mt_turned *room, int64_t bytes, int64_t offset) {
-    if (room->bytes < bytes) {
-        free(room->memory);
-        room->memory = mt_malloc(bytes + 2 * MT_DIRECT), room->bytes = bytes;
-    }
-    return mt_align_direct(room->memory) + (offset & (MT_DIRECT - 1));
-}
-
-static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *piece, mt_turned *room) {
-    int64_t lines = piece->turned ? piece->cols : piece->rows;
-    int64_t bytes = piece->rows * piece->cols * piece->size, line = bytes / lines;
-    const char *data = piece->data;
-    if (piece->turned) {
-        char *turned = mt_turned_at(room, bytes, piece->offset);
-        mt_transpose(turned, piece->data, piece->rows, piece->cols, piece->size);
-        data = turned;
-    }
-    if (line == piece->pitch) lines = 1, line = bytes;
-    int64_t end = piece->offset + (lines - 1) * piece->pitch + line;
-    int status = 0;
-    mt_checksums_add_lines(&w->sums.files[piece->file], piece->offset, piece->pitch, data, line, lines);
-    for (int64_t i = 0; i < lines && status == 0; i++)
-        status = mt_output_write(out, piece->offset + i * piece->pitch, data + i * line, line);
-#ifdef SYNC_FILE_RANGE_WRITE // what is in the page cache begins its way to the disk now, not when all is there
-    if (status == 0 && bytes >= MT_SUM_BLOCK && (lines > 1 || out->direct < 0))
-        (void)!sync_file_range(out->descriptor, piece->offset, end - piece->offset, SYNC_FILE_RANGE_WRITE);
-#else
-    (void)end;
-#endif
-    return status;
-}
-
-/* The number of the next piece, or -1 when there will be none; *status: whether anything has failed. */
-static int64_t mt_writer_next(mt_writer *w, mt_piece *piece, int *status) {
-    pthread_mutex_lock(&w->lock);
-    while (w->next == w->num_pieces && !w->closed) pthread_cond_wait(&w->changed, &w->lock);
-    int64_t number = w->next < w->num_pieces ? w->next++ : -1;
-    if (number >= 0) *piece = w->pieces[number];
-    *status = w->status;
-    pthread_mutex_unlock(&w->lock);
-    return number;
-}
-
-/* A piece is written, or failed: memory comes back in the order in which it was given. */
-static void mt_writer_release(mt_writer *w, int64_t number, int status, const mt_error *error) {
-    pthread_mutex_lock(&w->lock);
-    if (status != 0 && w->status == 0) w->status = status, w->error = *error;
-    w->pieces[number].done = true;
-    while (w->held < w->next && w->pieces[w->held].done) w->released = w->pieces[w->held++].end;
-    pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->lock);
-}
-
-/* Nothing that was copied for a writer that holds all is under way any more. */
-static void mt_copies_wait(const mt_writer *w) {
-    if (w->holds_all) w->ops->event_wait(w->copied);
-}
-
-/* A thread: pieces in their order, file after file, each of which is brought to disk when its last piece is in. */
-static void *mt_writer_run(void *context) {
-    mt_writer *w = context;
-    mt_error error;
-    mt_output out = {.descriptor = -1};
-    mt_turned room = {0};
-    mt_piece piece;
-    char *path = NULL;
-    int64_t open = -1, number;
-    int status;
-    mt_copies_wait(w);
-    while ((number = mt_writer_next(w, &piece, &status)) >= 0) {
-        if (status == 0 && piece.file != open) {
-            if (out.descriptor >= 0) status = mt_output_close(&out, 0);
-            free(path);
-            path = mt_path_join(w->folder, w->sums.files[open = piece.file].name);
-            out.descriptor = -1;
-            if (status == 0) status = mt_output_join(&out, path, &error);
-        }
-        if (status == 0) status = mt_piece_write(w, &out, &piece, &room);
-        mt_writer_release(w, number, status, &error); // after an error too: the copy waits for room
-    }
-    if (out.descriptor >= 0) status = mt_output_close(&out, status);
-    free(path);
-    free(room.memory);
-    pthread_mutex_lock(&w->lock);
-    if (status != 0 && w->status == 0) w->status = status, w->error = error;
-    w->busy--;
-    pthread_mutex_unlock(&w->lock);
-    return NULL;
-}
-
-/* Before the first piece. */
-static void mt_writer_begin(mt_writer *w) {
-    w->status = 0, w->num_pieces = w->next = w->held = 0;
-    w->reserved = w->released = 0;
-    w->closed = false;
-}
-
-/* Starts threads that write into the files of a folder, of which w->sums has the names and sizes. */
-static void mt_writer_start(mt_writer *w, const char *folder) {
-    w->folder = folder, w->runs = true, w->busy = MT_WRITERS;
-    for (int i = 0; i < MT_WRITERS; i++)
-        if (pthread_create(&w->threads[i], NULL, mt_writer_run, w) != 0)
-            mt_die("cannot start a thread; raise ulimit -u");
-}
-
-/* Waits for the threads; their status, with their error. */
-static int mt_writer_wait(mt_writer *w, mt_error *error) {
-    if (!w->runs) return 0;
-    for (int i = 0; i < MT_WRITERS; i++) pthread_join(w->threads[i], NULL);
-    w->runs = false;
-    if (w->status != 0) *error = w->error;
-    return w->status;
-}
-
-static bool mt_writer_is_done(mt_writer *w) {
-    pthread_mutex_lock(&w->lock);
-    bool done = !w->runs || w->busy == 0;
-    pthread_mutex_unlock(&w->lock);
-    return done;
-}
-
-/* A ring in which the largest piece finds room wherever the one before it ends, or all of it where that is less. */
-static int64_t mt_ring_bytes(int64_t total, int64_t largest) {
-    int64_t most = mt_max(MT_RING_PIECES * mt_piece_bytes(MT_PIECE_BYTES), 2 * mt_piece_bytes(largest));
-    return mt_max(mt_min(total, most), mt_piece_bytes(0));
-}
-
-/* ---- this rank's share */
-
-/* Elements [*begin, *end) of what lies here of a parameter, in its own order, are this rank's to write: its shard where
- * the data group shares them out, else a part of the rows, or all where rows are the file's columns, whose parts would
- * be short lines. Returns where the first is, or NULL: none is. */
-static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_param_state state, int64_t *begin,
-                                  int64_t *end) {
-    const mt_bucket *b = &m->buckets[param->bucket];
-    const mt_group *group = b->group;
-    mt_part part = mt_bucket_part(m, param->bucket, state);
-    int64_t rows = mt_param_rows_stored(param), cols = param->cols;
-    if (!param->counted) return NULL;
-    if (b->strategy == MT_NO_SHARD && param->hf_transposed) { // in turns, so that all get as much of every role
-        *begin = 0, *end = (param->role + param->layer) % group->size == group->rank ? rows * cols : 0;
-    } else if (b->strategy == MT_NO_SHARD) {
-        *begin = rows * group->rank / group->size * cols, *end = rows * (group->rank + 1) / group->size * cols;
-    } else {
-        *begin = mt_max(b->shard_first - param->offset, 0);
-        *end = mt_min(b->shard_first + b->shard_count - param->offset, rows * cols);
-    }
-    if (*begin >= *end) return NULL;
-    return (const char *)part.data + (param->offset + *begin - part.first) * mt_dtype_size(part.dtype);
-}
-
-/* memcpy past the caches: what is read again only much later need not be fetched before it is written. The C library
- * does so too, but for far longer copies than a parameter's. */
-static void mt_copy_past_cache(char *to, const char *from, int64_t bytes) {
-    int64_t done = 0;
-#ifdef __SSE2__
-    done = mt_min((int64_t)(-(uintptr_t)to & 15), bytes);
-    memcpy(to, from, (size_t)done);
-    for (; done + 64 <= bytes; done += 64)
-        for (int64_t i = done; i < done + 64; i += 16)
-            _mm_stream_si128((__m128i *)(void *)(to + i), _mm_loadu_si128((const __m128i *)(const void *)(from + i)));
-    _mm_sfence();
-#endif
-    memcpy(to + done, from + done, (size_t)(bytes - done));
-}
-
-/* To the writer's memory. Copies for a writer that holds all are made together, later: on a processor, threads that
- * meet after each of many small copies cost more than they bring. */
-static void mt_copy_to_host(mt_model *m, mt_writer *w, char *to, const char *from, int64_t bytes) {
-    if (w->holds_all) {
-        if (w->num_copies == w->copy_room) {
-            w->copy_room = mt_max(2 * w->copy_room, 256);
-            w->copies = mt_realloc(w->copies, w->copy_room * (int64_t)sizeof *w->copies);
-        }
-        w->copies[w->num_copies++] = (mt_copy){to, from, bytes};
-    } else if (strcmp(m->ops->name, "cpu") == 0) {
-        memcpy(to, from, (size_t)bytes);
-    } else {
-        m->ops->memory_copy(to, from, bytes, m->stream);
-        m->ops->stream_wait(m->stream);
-    }
-}
-
-/* The bytes of the first of these copies with those that go on where it ends, *count in all: a GPU takes only so many
- * operations before the host waits for it. Not all of them, as other copies to the host wait for one under way. */
-static int64_t mt_copies_together(const mt_copy *copies, int64_t num_copies, int64_t *count) {
-    enum { MOST = 32 << 20 };
-    int64_t bytes = copies->bytes, i = 1;
-    for (; i < num_copies && bytes + copies[i].bytes <= MOST; bytes += copies[i++].bytes)
-        if (copies[i].to != copies->to + bytes || copies[i].from != copies->from + bytes) break;
-    *count = i;
-    return bytes;
-}
-
-/* Makes a processor's copies, by all threads. A GPU's are enqueued on a stream of their own, after all that was
- * computed so far: what comes next runs beside them, up to mt_saved_changes. */
-static void mt_copies_begin(mt_model *m, mt_writer *w) {
-    const mt_copy *copies = w->copies;
-    if (strcmp(m->ops->name, "cpu") == 0) {
-#pragma omp parallel for schedule(dynamic)
-        for (int64_t i = 0; i < w->num_copies; i++) mt_copy_past_cache(copies[i].to, copies[i].from, copies[i].bytes);
-    } else {
-        mt_follow(m, w->stream, m->stream);
-        for (int64_t i = 0, count; i < w->num_copies; i += count) {
-            int64_t bytes = mt_copies_together(copies + i, w->num_copies - i, &count);
-            m->ops->memory_copy(copies[i].to, copies[i].from, bytes, w->stream);
-        }
-        m->ops->event_record(w->copied, w->stream);
-        m->copies = w->stream;
-    }
-    w->num_copies = 0;
-}
-
-/* Copies elements [begin, end) of a parameter to host memory and hands them on, in rectangles; `start` is where its
- * tensor's data begins in the file. Without a writer it only counts the host memory that this takes. */
-static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, int64_t file, int64_t start,
-                             int64_t size, const char *from, int64_t begin, int64_t end) {
-    int64_t cols = param->cols, taken = 0;
-    int64_t most = mt_max(MT_PIECE_BYTES / (cols * size), 1);
-    if (param->hf_transposed) most = mt_max(most, param->hf_rows_total); // whole lines, where all rows lie here
-    while (begin < end) {
-        int64_t row = begin / cols, col = begin % cols, rows = mt_min((end - begin) / cols, most), width = cols;
-        if (col > 0 || rows == 0) rows = 1, width = mt_min(cols - col, end - begin);
-        int64_t bytes = rows * width * size;
-        int64_t to_row = param->hf_row + param->first_row + row, to_col = param->first_col + col;
-        mt_piece piece = {.file = file, .rows = rows, .cols = width, .size = size, .turned = param->hf_transposed};
-        piece.pitch = (piece.turned ? param->hf_rows_total : param->whole_cols) * size;
-        piece.offset =
-            start + (piece.turned ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
-        if (w) {
-            char *to = mt_writer_reserve(w, piece.offset, bytes);
-            mt_copy_to_host(m, w, to, from, bytes);
-            piece.data = to;
-            mt_writer_submit(w, piece);
-        }
-        taken += mt_piece_bytes(bytes);
-        from += bytes, begin += rows * width;
-    }
-    return taken;
-}
-
-/* Tensors [*first, the result) of a set go to a file. */
-static int64_t mt_shard_tensors(const mt_saved_set *set, int64_t shard, int64_t *first) {
-    int64_t end = 0;
-    while (set->tensors[end].shard < shard) end++;
-    *first = end;
-    while (end < set->count && set->tensors[end].shard == shard) end++;
-    return end;
-}
-
-/* Hands on what this rank has of a set, whose first file has a number; returns the host memory that this takes, of
- * which *largest is one piece's. Without a writer it only counts. */
-static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, int64_t file, int64_t *largest) {
-    int64_t taken = 0;
-    *largest = 0;
-    for (int64_t shard = 0; shard < set->num_shards; shard++) {
-        int64_t first, header_bytes, end = mt_shard_tensors(set, shard, &first);
-        free(mt_saved_header(set->tensors + first, end - first, &header_bytes));
-        for (int64_t i = first; i < end; i++) {
-            const mt_saved *saved = &set->tensors[i];
-            int64_t size = mt_dtype_size(saved->dtype);
-            for (int64_t k = 0; k < saved->num_params; k++) {
-                int64_t from, to;
-                const mt_param *param = &saved->params[k];
-                const char *data = mt_param_share(m, param, saved->state, &from, &to);
-                int64_t most =
-                    mt_max(MT_PIECE_BYTES, param->cols * size * (param->hf_transposed ? param->hf_rows_total : 1));
-                if (!data) continue;
-                *largest = mt_max(*largest, mt_min(most, mt_piece_bytes((to - from) * size)));
-                taken += mt_share_copy(m, w, param, file + shard, header_bytes + saved->offset, size, data, from, to);
-            }
-        }
-    }
-    return taken;
-}
-
-/* Writes a file's header, and makes room for all that is written into it at any place in any order. `alone`: no other
- * rank writes yet, so that a file which is there is somebody's. */
-static int mt_shard_begin(const char *header, int64_t header_bytes, int64_t bytes, const char *path, bool alone,
-                          mt_error *error) {
-    mt_output out;
-    if ((alone ? mt_output_open : mt_output_join)(&out, path, error) != 0) return -1;
-    int status = mt_output_write_by(&out, out.descriptor, 0, header, header_bytes);
-#ifdef FALLOC_FL_KEEP_SIZE // a file system that has no such thing makes room as it goes
-    if (status == 0 && fallocate(out.descriptor, 0, 0, bytes) != 0 && (errno == ENOSPC || errno == EFBIG))
-        status = mt_write_error(error, path);
-#else
-    (void)bytes;
-#endif
-    if (close(out.descriptor) != 0 && status == 0) status = mt_write_error(error, path);
-    if (out.direct >= 0) close(out.direct);
-    return status;
-}
-
-/* Written for a single file too: loaders that take every *.safetensors of a folder then know the model's. */
-static int mt_saved_write_index(const mt_saved_set *set, const char *folder, mt_error *error) {
-    char name[64];
-    json_t *map = json_object();
-    for (int64_t i = 0; i < set->count; i++) {
-        mt_shard_name(name, set, set->tensors[i].shard);
-        mt_json_set_string(map, set->tensors[i].name, name);
-    }
-    json_t *index = json_pack("{s:{s:I}, s:o}", "metadata", "total_size", (json_int_t)set->bytes, "weight_map", map);
-    snprintf(name, sizeof name, "%s.safetensors.index.json", set->stem);
-    int status = mt_json_write(folder, name, index, error);
-    json_decref(index);
-    return status;
-}
-
-/* A file's name and bytes; returns its header, to free. */
-static char *mt_saved_file(const mt_saved_set *set, int64_t shard, char *name, int64_t *header_bytes, int64_t *bytes) {
-    int64_t first, end = mt_shard_tensors(set, shard, &first);
-    char *header = mt_saved_header(set->tensors + first, end - first, header_bytes);
-    mt_shard_name(name, set, shard);
-    *bytes = *header_bytes + set->tensors[end - 1].offset + set->tensors[end - 1].bytes;
-    return header;
-}
-
-/* Adds a set's files to `sums`, with the sums of their headers where this rank is to write these. */
-static void mt_saved_note(const mt_saved_set *set, bool begins, mt_checksums *sums) {
-    for (int64_t shard = 0, header_bytes, bytes; shard < set->num_shards; shard++) {
-        char name[64], *header = mt_saved_file(set, shard, name, &header_bytes, &bytes);
-        mt_file_checksums *file = mt_checksums_append(sums, name, bytes);
-        if (begins) mt_checksums_add(file, 0, header, header_bytes);
-        free(header);
-    }
-}
-
-/* Begins a set's files, and writes their index. */
-static int mt_saved_begin(const mt_saved_set *set, const char *folder, bool alone, mt_error *error) {
-    int status = 0;
-    for (int64_t shard = 0, header_bytes, bytes; shard < set->num_shards && status == 0; shard++) {
-        char name[64], *header = mt_saved_file(set, shard, name, &header_bytes, &bytes);
-        char *path = mt_path_join(folder, name);
-        status = mt_shard_begin(header, header_bytes, bytes, path, alone, error);
-        free(path);
-        free(header);
-    }
-    return status == 0 ? mt_saved_write_index(set, folder, error) : status;
-}
-
-/* What became of it on any rank becomes every rank's status and error. */
-static int mt_ranks_agree(const mt_model *m, int status, mt_error *error) {
-    return mt_agree(&m->grid->world, status != 0, error);
-}
-
-/* ==== §14f saving ================================================================================================ */
-/* Everything is written into a folder of a temporary name beside its place, brought to disk, and renamed. */
-
-/* ---- folders */
-
-static const int64_t mt_max_shard_bytes = 5000000000; // as save_pretrained's default was for long
-
-/* Where the run stands, and what it was begun with. */
-static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const char *folder, mt_error *error) {
-    const mt_options *o = m->options;
-    json_t *json = json_object();
-    mt_json_set_int(json, "version", MT_TRAINER_VERSION);
-    mt_json_set_int(json, "iteration", state->iteration);
-    mt_json_set_int(json, "consumed_train_samples", state->consumed_train_samples);
-    mt_json_set_int(json, "consumed_valid_samples", state->consumed_valid_samples);
-    mt_json_set_int(json, "optimizer_step", state->optimizer_step);
-    mt_json_set_int(json, "seed", o->seed);
-    mt_json_set_int(json, "seq_length", o->seq_length);
-    mt_json_set_int(json, "global_batch_size", o->global_batch_size);
-    mt_json_set_int(json, "micro_batch_size", o->micro_batch_size);
-    mt_json_set_int(json, "world_size", m->grid->world.size);
-    mt_json_set_string(json, "dtype", mt_dtype_name(m->dtype));
-    mt_json_set_real(json, "learning_rate", o->lr > 0 ? mt_learning_rate(o, state->consumed_train_samples) : 0);
-    int status = mt_json_write(folder, "trainer.json", json, error);
-    json_decref(json);
-    return status;
-}
-
-static int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error) {
-    if (options->bos_token_id < 0 && options->eos_token_id < 0) return 0;
-    json_t *json = json_object();
-    if (options->bos_token_id >= 0) mt_json_set_int(json, "bos_token_id", options->bos_token_id);
-    if (options->eos_token_id >= 0) mt_json_set_int(json, "eos_token_id", options->eos_token_id);
-    int status = mt_json_write(folder, "generation_config.json", json, error);
-    json_decref(json);
-    return status;
-}
-
-/* Calls `visit` with every name in a folder, until one returns other than 0. */
-static int mt_folder_visit(const char *folder, int (*visit)(const char *folder, const char *name, void *context),
-                           void *context) {
-    DIR *directory = opendir(folder);
-    int status = 0;
-    if (!directory) return 0;
-    for (struct dirent *entry; status == 0 && (entry = readdir(directory));)
-        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
-            status = visit(folder, entry->d_name, context);
-    closedir(directory);
-    return status;
-}
-
-static int mt_remove_entry(const char *path, const struct stat *status, int type, struct FTW *walk) {
-    (void)status, (void)type, (void)walk;
-    return remove(path);
-}
-
-static void mt_folder_remove(const char *folder) {
-    nftw(folder, mt_remove_entry, 16, FTW_DEPTH | FTW_PHYS);
-}
-
-/* What a run that was killed while it saved left behind. */
-static int mt_remove_leftover(const char *folder, const char *name, void *context) {
-    static const char *const patterns[] = {"iter_%*[0-9].tmp-%*[0-9]%n", "latest.tmp-%*[0-9]%n",
-                                           "latest_checkpointed_iteration.txt.tmp-%*[0-9]%n"};
-    (void)context;
-    for (size_t i = 0; i < sizeof patterns / sizeof *patterns; i++) {
-        int length = 0;
-        sscanf(name, patterns[i], &length);
-        if (length == 0 || name[length]) continue;
-        char *path = mt_path_join(folder, name);
-        mt_folder_remove(path);
-        free(path);
-    }
-    return 0;
-}
-
-static int mt_fsync_path(const char *path, mt_error *error) {
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
-    int status = descriptor >= 0 && (fsync(descriptor) == 0 || errno == EINVAL) ? 0 : mt_write_error(error, path);
-    if (descriptor >= 0) close(descriptor);
-    return status;
-}
-
-static int mt_fsync_entry(const char *folder, const char *name, void *error) {
-    char *path = mt_path_join(folder, name);
-    int status = mt_fsync_path(path, error);
-    free(path);
-    return status;
-}
-
-/* Exchanges two folders at once where the system can do that, else by way of a third name. */
-static int mt_folder_exchange(const char *a, const char *b) {
-#ifdef RENAME_EXCHANGE
-    if (renameat2(AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE) == 0) return 0;
-    if (errno != EINVAL && errno != ENOSYS) return -1;
-#endif
-    char *aside = mt_malloc((int64_t)strlen(b) + 8);
-    sprintf(aside, "%s.old", b);
-    int status = rename(b, aside);
-    if (status == 0 && (status = rename(a, b)) != 0) rename(aside, b);
-    if (status == 0) status = rename(aside, a);
-    free(aside);
-    return status;
-}
-
-/* Puts the whole folder `fresh` in its place; what was there goes only then. */
-static int mt_folder_place(const char *fresh, const char *place, mt_error *error) {
-    bool exists = access(place, F_OK) == 0;
-    int status = exists ? mt_folder_exchange(fresh, place) : rename(fresh, place);
-    if (status != 0) return mt_write_error(error, place);
-    if (exists) mt_folder_remove(fresh);
-    return 0;
-}
-
-/* Replaces folder/name by a text or by a link, all at once. */
-static int mt_file_replace(const char *folder, const char *name, const char *text, bool link, mt_error *error) {
-    char temporary[300];
-    snprintf(temporary, sizeof temporary, "%s.tmp-%lld", name, (long long)getpid());
-    char *from = mt_path_join(folder, temporary), *to = mt_path_join(folder, name);
-    unlink(from);
-    int status = link ? symlink(text, from) : mt_text_write(folder, temporary, text, error);
-    if (link && status != 0) mt_write_error(error, to);
-    if (!link && status == 0) status = mt_fsync_path(from, error);
-    if (status == 0 && rename(from, to) != 0) {
-        status = mt_write_error(error, to);
-        unlink(from);
-    }
-    free(from);
-    free(to);
-    return status;
-}
-
-/* Whether folder/name is one of the links that lead into the latest iteration. */
-static bool mt_is_own_link(const char *folder, const char *name) {
-    static const char start[] = "latest/";
-    char target[sizeof start - 1];
-    char *path = mt_path_join(folder, name);
-    ssize_t length = readlink(path, target, sizeof target);
-    free(path);
-    return length == (ssize_t)sizeof target && memcmp(target, start, sizeof target) == 0;
-}
-
-static bool mt_path_exists(const char *folder, const char *name) {
-    struct stat status;
-    char *path = mt_path_join(folder, name);
-    bool exists = lstat(path, &status) == 0;
-    free(path);
-    return exists;
-}
-
-/* Links a file of the iteration from the folder above, unless it is our own affair or something else has the name. */
-static int mt_link_file(const char *iteration, const char *name, void *folder) {
-    char target[300];
-    mt_error ignored;
-    (void)iteration;
-    if (strncmp(name, "optimizer", 9) == 0 || strcmp(name, "trainer.json") == 0 || strcmp(name, "checksums.json") == 0)
-        return 0;
-    if (mt_path_exists(folder, name) || strlen(name) > 255) return 0;
-    snprintf(target, sizeof target, "latest/%s", name);
-    mt_file_replace(folder, name, target, true, &ignored);
-    return 0;
-}
-
-/* Removes links whose file the latest iteration does not have under their name. */
-static int mt_unlink_stale(const char *folder, const char *name, void *iteration) {
-    if (!mt_is_own_link(folder, name) || mt_path_exists(iteration, name)) return 0;
-    char *path = mt_path_join(folder, name);
-    unlink(path);
-    free(path);
-    return 0;
-}
-
-/* The folder's latest is `iteration`. Links are a service to other loaders: a file system without them is no error. */
-static int mt_checkpoint_publish(const char *folder, const char *iteration, int64_t number, mt_error *error) {
-    char text[32];
-    mt_error ignored;
-    snprintf(text, sizeof text, "%lld\n", (long long)number);
-    if (mt_file_replace(folder, "latest_checkpointed_iteration.txt", text, false, error) != 0) return -1;
-    if (mt_file_replace(folder, "latest", iteration, true, &ignored) == 0) {
-        char *path = mt_path_join(folder, iteration);
-        mt_folder_visit(folder, mt_unlink_stale, path);
-        mt_folder_visit(path, mt_link_file, (void *)folder);
-        free(path);
-    }
-    return mt_fsync_path(folder, error);
-}
-
-/* Creates a folder and those above it. */
-int mt_folder_create(const char *folder, mt_error *error) {
-    char *path = mt_strdup(folder);
-    struct stat status;
-    for (char *slash = path + 1; *path && *slash; slash++) {
-        if (*slash != '/') continue;
-        *slash = 0;
-        mkdir(path, 0777); // the last one tells
-        *slash = '/';
-    }
-    int made = mkdir(path, 0777), reason = errno;
-    bool is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
-    free(path);
-    if (made == 0 || is_folder) return 0;
-    return mt_error_set(error, "%s: the folder cannot be made: %s; choose another --save", folder, strerror(reason));
-}
-
-/* Bytes of the safetensors of a checkpoint. */
-static int64_t mt_checkpoint_bytes(const mt_model *m) {
-    int64_t each = mt_dtype_size(m->dtype);
-    if (m->plan.train && !m->options->no_save_optim) each += m->dtype == MT_F32 ? 8 : 12;
-    return mt_num_parameters(m->options) * each;
-}
-
-/* Refuses a folder that is a model of its own, and one that cannot take `bytes`. */
-static int mt_checkpoint_check_folder(const char *folder, int64_t bytes, mt_error *error) {
-    static const char *const names[] = {"config.json", "model.safetensors", "model.safetensors.index.json"};
-    struct statvfs disk;
-    char target[8];
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (mt_path_exists(folder, names[i]) && !mt_is_own_link(folder, names[i]))
-            return mt_error_set(error,
-                                "%s: is a model's own folder (its %s was not put there by --save); choose another "
-                                "--save",
-                                folder, names[i]);
-    char *latest = mt_path_join(folder, "latest");
-    bool taken = mt_path_exists(folder, "latest") && readlink(latest, target, sizeof target) < 0;
-    free(latest);
-    if (taken) return mt_error_set(error, "%s/latest: is not a link of --save; choose another --save", folder);
-    if (access(folder, W_OK) != 0) return mt_write_error(error, folder);
-    if (statvfs(folder, &disk) != 0 || disk.f_blocks == 0) return 0; // the disk does not tell: writing will
-    double room = (double)disk.f_bavail * (double)disk.f_frsize;
-    if (room >= (double)bytes) return 0;
-    return mt_error_set(error,
-                        "%s: a checkpoint takes %.1f MB and the disk has %.1f MB left; free some or choose another "
-                        "--save",
-                        folder, (double)bytes / 1e6, room / 1e6);
-}
-
-int mt_checkpoint_prepare(const mt_model *m, const char *folder, mt_error *error) {
-    if (mt_folder_create(folder, error) != 0) return -1;
-    mt_folder_visit(folder, mt_remove_leftover, NULL);
-    return mt_checkpoint_check_folder(folder, mt_checkpoint_bytes(m), error);
-}
-
-/* ---- which checkpoints stay */
-
-/* The number of iter_NNNNNNN, or -1 for any other name. */
-static int64_t mt_iteration_of(const char *name) {
-    if (strncmp(name, "iter_", 5) != 0 || strlen(name) < 12 || strlen(name) > 14) return -1;
-    if (strspn(name + 5, "0123456789") != strlen(name + 5)) return -1;
-    return strtoll(name + 5, NULL, 10);
-}
-
-/* Numbers of the checkpoints that are in a folder. */
-typedef struct mt_iterations {
-    int64_t *numbers, count;
-} mt_iterations;
-
-static int mt_iterations_add(const char *folder, const char *name, void *context) {
-    mt_iterations *found = context;
-    int64_t number = mt_iteration_of(name);
-    (void)folder;
-    if (number < 0) return 0;
-    found->numbers = mt_realloc(found->numbers, (found->count + 1) * 8);
-    found->numbers[found->count++] = number;
-    return 0;
-}
-
-static int mt_number_descending(const void *a, const void *b) {
-    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
-    return (x < y) - (x > y);
-}
-
-/* The last first; free the numbers. */
-static mt_iterations mt_iterations_list(const char *folder) {
-    mt_iterations found = {0};
-    mt_folder_visit(folder, mt_iterations_add, &found);
-    if (found.count > 0) qsort(found.numbers, (size_t)found.count, 8, mt_number_descending);
-    return found;
-}
-
-/* "FOLDER/iter_NNNNNNN" to free. */
-static char *mt_iteration_path(const char *folder, int64_t number) {
-    char name[64];
-    snprintf(name, sizeof name, "iter_%07lld", (long long)number);
-    return mt_path_join(folder, name);
-}
-
-/* Once `latest` is whole: removes those before it that are neither among the last --keep-checkpoints nor at a multiple
- * of --save-retain-interval. Under another name first, so that none is ever there in part. */
-static void mt_checkpoint_retain(const mt_options *o, const char *folder, int64_t latest) {
-    int64_t keep = o->keep_checkpoints > 0       ? o->keep_checkpoints
-                   : o->save_retain_interval > 0 ? 1
-                                                 : INT64_MAX,
-            kept = 0;
-    mt_iterations found = mt_iterations_list(folder);
-    for (int64_t i = 0; i < found.count; i++) {
-        int64_t number = found.numbers[i];
-        if (number > latest || kept++ < keep) continue;
-        if (o->save_retain_interval > 0 && number % o->save_retain_interval == 0) continue;
-        char *path = mt_iteration_path(folder, number);
-        char *aside = mt_malloc((int64_t)strlen(path) + 32);
-        sprintf(aside, "%s.tmp-%lld", path, (long long)getpid());
-        if (rename(path, aside) == 0) mt_folder_remove(aside);
-        free(aside);
-        free(path);
-    }
-    free(found.numbers);
-}
-
-/* ---- saving, at once or in the background */
-
-enum { MT_NUM_STEMS = 2 };
-
-struct mt_saver {
-    mt_model *model;
-    const char *folder;
-    mt_checkpoint_extra *extra;
-    void *context;
-    bool async;
-    mt_saved_set sets[MT_NUM_STEMS];
-    int64_t num_sets;
-    mt_writer writer;
-    char *temporary;    // the folder being written; NULL: none is
-    char name[64];      // what it will be called
-    mt_run_state state; // of the one being written
-    int64_t in_place;   // the iteration of the last one that took its place, or -1
-    bool places;        // all is written, and rank 0 puts the folder in its place; before, it writes what is small
-    bool worked;        // the thread of rank 0 that does either is done, with
-    int work_status;
-    mt_error work_error;
-    pthread_t worker;
-    pthread_mutex_t lock; // of worked
-};
-
-void mt_saver_open(mt_saver **out, mt_model *m, const char *folder, mt_checkpoint_extra *extra, void *context,
-                   bool async) {
-    static const char *const stems[MT_NUM_STEMS] = {"model", "optimizer"};
-    mt_saver *s = mt_calloc(sizeof *s);
-    int64_t total = 0, largest = 0, one = 0;
-    *s = (mt_saver){.model = m, .folder = folder, .extra = extra, .context = context, .async = async, .in_place = -1};
-    s->num_sets = m->plan.train && !m->options->no_save_optim ? 2 : 1;
-    for (int64_t i = 0; i < s->num_sets; i++) {
-        mt_saved_plan(&s->sets[i], m, stems[i], mt_max_shard_bytes);
-        total += mt_set_copy(&s->sets[i], m, NULL, 0, &one);
-        largest = mt_max(largest, one);
-    }
-    total = async ? mt_max(total, mt_piece_bytes(0)) : mt_ring_bytes(total, largest);
-    mt_writer_open(&s->writer, m->ops, total, async);
-    pthread_mutex_init(&s->lock, NULL);
-    *out = s;
-}
-
-void mt_saver_close(mt_saver *s) {
-    if (!s) return;
-    MT_CHECK(!s->temporary); // mt_saver_finish
-    mt_writer_close(&s->writer);
-    for (int64_t i = 0; i < s->num_sets; i++) free(s->sets[i].tensors);
-    pthread_mutex_destroy(&s->lock);
-    free(s);
-}
-
-/* Everything on rank 0 that is small. */
-static int mt_saver_write_small(mt_saver *s, mt_error *error) {
-    const mt_model *m = s->model;
-    char *config = mt_options_write_hf_config(m->options);
-    int status = mt_text_write(s->temporary, "config.json", config, error);
-    free(config);
-    if (status == 0) status = mt_generation_config_write(m->options, s->temporary, error);
-    if (status == 0) status = mt_trainer_write(m, &s->state, s->temporary, error);
-    if (status == 0 && s->extra) status = s->extra(s->context, s->temporary, error);
-    return status;
-}
-
-/* A thread of rank 0 is at its end. */
-static void *mt_saver_worked(mt_saver *s, int status) {
-    pthread_mutex_lock(&s->lock);
-    s->work_status = status, s->worked = true;
-    pthread_mutex_unlock(&s->lock);
-    return NULL;
-}
-
-/* Rank 0's first steps, while all write tensors: the headers of their files, and all that is small. */
-static void *mt_saver_begin(void *context) {
-    mt_saver *s = context;
-    int status = 0;
-    for (int64_t i = 0; i < s->num_sets && status == 0; i++)
-        status = mt_saved_begin(&s->sets[i], s->temporary, false, &s->work_error);
-    if (status == 0) status = mt_saver_write_small(s, &s->work_error);
-    return mt_saver_worked(s, status);
-}
-
-/* Rank 0's sums become those of what all ranks wrote. */
-static void mt_saver_collect_sums(mt_saver *s) {
-    const mt_group *world = &s->model->grid->world;
-    for (int64_t i = 0; i < s->writer.sums.count; i++) {
-        mt_file_checksums *file = &s->writer.sums.files[i];
-        if (world->rank != 0) mt_send(world, file->sums, file->count * 4, 0, 0);
-        uint32_t *theirs = world->rank == 0 ? mt_malloc(file->count * 4) : NULL;
-        for (int rank = 1; rank < world->size && theirs; rank++) {
-            mt_receive(world, theirs, file->count * 4, rank, 0);
-            for (int64_t block = 0; block < file->count; block++) file->sums[block] ^= theirs[block];
-        }
-        free(theirs);
-        mt_checksums_finish(file);
-    }
-}
-
-/* Adds a file of the folder that has no sums yet. */
-static int mt_checksums_add_file(const char *folder, const char *name, void *context) {
-    mt_saver *s = context;
-    int64_t bytes;
-    if (mt_checksums_find(&s->writer.sums, name)) return 0;
-    char *path = mt_path_join(folder, name);
-    int descriptor = mt_file_open(path, &bytes, &s->work_error);
-    free(path);
-    if (descriptor < 0) return -1;
-    mt_file_checksums *file = mt_checksums_append(&s->writer.sums, name, bytes);
-    char *buffer = mt_malloc(MT_SUM_BLOCK);
-    int status = 0;
-    for (int64_t first = 0, n; first < bytes && status == 0; first += n) {
-        n = mt_min(MT_SUM_BLOCK, bytes - first);
-        status = mt_read_at(descriptor, buffer, n, first);
-        if (status == 0) mt_checksums_add(file, first, buffer, n);
-    }
-    mt_checksums_finish(file);
-    free(buffer);
-    close(descriptor);
-    return status == 0 ? 0
-                       : mt_error_set(&s->work_error, "%s/%s: cannot be read again: %s", folder, name, strerror(errno));
-}
-
-static int mt_checksums_compare(const void *a, const void *b) {
-    return strcmp(((const mt_file_checksums *)a)->name, ((const mt_file_checksums *)b)->name);
-}
-
-/* Rank 0's last steps: a folder that is whole and on disk takes its place, becomes the latest, and others go. */
-static void *mt_saver_place(void *context) {
-    mt_saver *s = context;
-    mt_error *error = &s->work_error;
-    char *place = mt_path_join(s->folder, s->name);
-    int status = mt_folder_visit(s->temporary, mt_checksums_add_file, s);
-    qsort(s->writer.sums.files, (size_t)s->writer.sums.count, sizeof *s->writer.sums.files, mt_checksums_compare);
-    char *text = mt_checksums_print(&s->writer.sums);
-    if (status == 0) status = mt_text_write(s->temporary, "checksums.json", text, error);
-    if (status == 0) status = mt_folder_visit(s->temporary, mt_fsync_entry, error);
-    if (status == 0) status = mt_fsync_path(s->temporary, error);
-    if (status == 0) status = mt_folder_place(s->temporary, place, error);
-    if (status == 0) status = mt_checkpoint_publish(s->folder, s->name, s->state.iteration, error);
-    if (status == 0) mt_checkpoint_retain(s->model->options, s->folder, s->state.iteration);
-    free(text);
-    free(place);
-    return mt_saver_worked(s, status);
-}
-
-/* Nothing is under way any more. */
-static int mt_saver_end(mt_saver *s, int status) {
-    s->model->copies = NULL;
-    if (status != 0 && s->model->grid->world.rank == 0) mt_folder_remove(s->temporary);
-    if (status == 0) s->in_place = s->state.iteration;
-    free(s->temporary);
-    s->temporary = NULL;
-    s->model->saving = NULL;
-    mt_checksums_free(&s->writer.sums);
-    return status;
-}
-
-/* Begins what is rank 0's to do, in a thread. */
-static void mt_saver_work(mt_saver *s, bool places, void *(*work)(void *)) {
-    bool works = s->model->grid->world.rank == 0;
-    s->places = places, s->worked = !works, s->work_status = 0;
-    if (works && pthread_create(&s->worker, NULL, work, s) != 0) mt_die("cannot start a thread; raise ulimit -u");
-}
-
-/* Waits for the threads of this rank, and tells every rank what became of all of them. */
-static int mt_saver_wait(mt_saver *s, mt_error *error) {
-    mt_copies_wait(&s->writer);
-    int status = mt_writer_wait(&s->writer, error);
-    if (s->model->grid->world.rank == 0) pthread_join(s->worker, NULL);
-    if (s->work_status != 0) status = s->work_status, *error = s->work_error;
-    return mt_ranks_agree(s->model, status, error);
-}
-
-/* Goes on from the threads' work, for which it waits: to the folder's place, and from there to the end. */
-static int mt_saver_advance(mt_saver *s, mt_error *error) {
-    int status = mt_saver_wait(s, error);
-    if (status != 0 || s->places) return mt_saver_end(s, status);
-    mt_saver_collect_sums(s);
-    mt_saver_work(s, true, mt_saver_place);
-    return 0;
-}
-
-int mt_saver_poll(mt_saver *s, mt_error *error) {
-    if (!s || !s->temporary) return 0;
-    pthread_mutex_lock(&s->lock);
-    double busy = !s->worked || !mt_writer_is_done(&s->writer);
-    pthread_mutex_unlock(&s->lock);
-    mt_all_reduce_max(&s->model->grid->world, &busy, 1, MT_F64);
-    return busy > 0 ? 0 : mt_saver_advance(s, error);
-}
-
-int64_t mt_saver_in_place(const mt_saver *s) {
-    return s ? s->in_place : -1;
-}
-
-int mt_saver_finish(mt_saver *s, mt_error *error) {
-    int status = 0;
-    while (s && s->temporary && status == 0) status = mt_saver_advance(s, error);
-    return status;
-}
-
-/* Hands on what this rank has of all sets. */
-static void mt_saver_copy(mt_saver *s) {
-    int64_t file = 0, largest;
-    for (int64_t i = 0; i < s->num_sets; file += s->sets[i++].num_shards)
-        mt_set_copy(&s->sets[i], s->model, &s->writer, file, &largest);
-    if (s->async) mt_copies_begin(s->model, &s->writer);
-    mt_writer_end(&s->writer);
-}
-
-/* Rank 0's folder, in which all ranks then make files. */
-static int mt_saver_make_folder(mt_saver *s, mt_error *error) {
-    if (s->model->grid->world.rank != 0) return 0;
-    if (mt_checkpoint_prepare(s->model, s->folder, error) != 0) return -1;
-    return mt_folder_create(s->temporary, error);
-}
-
-/* In the background nothing is waited for but a processor's copies, and a checkpoint before. */
-int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
-    char temporary_name[128];
-    mt_model *m = s->model;
-    if (mt_saver_finish(m->saving, error) != 0) return -1; // the one before
-    m->saving = s;
-    s->state = *state;
-    snprintf(s->name, sizeof s->name, "iter_%07lld", (long long)state->iteration);
-    snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", s->name, (long long)getpid());
-    mt_broadcast(&m->grid->world, temporary_name, sizeof temporary_name, 0);
-    s->temporary = mt_path_join(s->folder, temporary_name);
-    mt_writer_begin(&s->writer);
-    int status = mt_ranks_agree(m, mt_saver_make_folder(s, error), error);
-    if (status != 0) return mt_saver_end(s, status);
-    for (int64_t i = 0; i < s->num_sets; i++) mt_saved_note(&s->sets[i], m->grid->world.rank == 0, &s->writer.sums);
-    mt_saver_work(s, false, mt_saver_begin);
-    if (!s->async) mt_writer_start(&s->writer, s->temporary); // which make room for what is copied next
-    mt_saver_copy(s);
-    if (s->async) mt_writer_start(&s->writer, s->temporary); // which wait for what is copied
-    return s->async ? 0 : mt_saver_finish(s, error);
-}
-
-int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
-                       void *context, mt_error *error) {
-    mt_saver *s;
-    mt_saver_open(&s, m, folder, extra, context, false);
-    int status = mt_saver_save(s, state, error);
-    mt_saver_close(s);
-    return status;
-}
-
-int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem, int64_t max_shard_bytes,
-                               mt_error *error) {
-    mt_saved_set set;
-    mt_writer w;
-    int64_t largest = 0;
-    bool begins = m->grid->world.rank == 0;
-    MT_CHECK(strcmp(stem, "model") == 0 || (strcmp(stem, "optimizer") == 0 && m->plan.train));
-    mt_saved_plan(&set, m, stem, max_shard_bytes);
-    mt_writer_open(&w, m->ops, mt_ring_bytes(mt_set_copy(&set, m, NULL, 0, &largest), largest), false);
-    mt_saved_note(&set, begins, &w.sums);
-    int status = mt_ranks_agree(m, begins ? mt_saved_begin(&set, folder, true, error) : 0, error);
-    if (status == 0) {
-        mt_writer_begin(&w);
-        mt_writer_start(&w, folder);
-        mt_set_copy(&set, m, &w, 0, &largest);
-        mt_writer_end(&w);
-        status = mt_ranks_agree(m, mt_writer_wait(&w, error), error);
-    }
-    mt_writer_close(&w);
-    free(set.tensors);
-    return status;
-}
-
-/* ==== §14g resuming ============================================================================================== */
-/* Where a run left off, so that it goes on bit for bit. */
-
-/* The iteration that latest_checkpointed_iteration.txt names, or -1 with error. */
-static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
-    int64_t bytes;
-    char *text = mt_options_read_text(path, 64, &bytes, error);
-    if (!text) return -1;
-    char *end = text;
-    long long iteration = isdigit((unsigned char)*text) ? strtoll(text, &end, 10) : -1;
-    while (isspace((unsigned char)*end)) end++;
-    bool is_number = iteration >= 0 && iteration <= 999999999 && end == text + bytes;
-    free(text);
-    if (is_number) return iteration;
-    return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it", path);
-}
-
-char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
-    struct stat status;
-    char name[64];
-    bool found = stat(folder, &status) == 0;
-    if (!found || !S_ISDIR(status.st_mode)) {
-        mt_error_set(error, "%s: %s; name a folder that holds config.json, or one that --save wrote", folder,
-                     found ? "is a file, not a folder" : strerror(errno));
-        return NULL;
-    }
-    if (!mt_folder_has(folder, "latest_checkpointed_iteration.txt")) {
-        if (mt_folder_has(folder, "config.json")) return mt_strdup(folder);
-        mt_error_set(error,
-                     "%s: holds neither config.json nor latest_checkpointed_iteration.txt; name a Hugging Face "
-                     "folder, or one that --save wrote",
-                     folder);
-        return NULL;
-    }
-    char *path = mt_path_join(folder, "latest_checkpointed_iteration.txt");
-    int64_t iteration = mt_checkpoint_latest(path, error);
-    free(path);
-    if (iteration < 0) return NULL;
-    snprintf(name, sizeof name, "iter_%07lld", (long long)iteration);
-    path = mt_path_join(folder, name);
-    if (mt_folder_has(path, "config.json")) return path;
-    mt_error_set(error,
-                 "%s: has no config.json, but latest_checkpointed_iteration.txt beside it names iteration %lld; "
-                 "write the number of a whole iter_NNNNNNN in it",
-                 path, (long long)iteration);
-    free(path);
-    return NULL;
-}
-
-/* The last checkpoint of a folder before iteration `before` whose small files are whole and whose others have their
- * sizes; of those that latest_checkpointed_iteration.txt does not name too early. -1: there is none, with the error of
- * the last one that is not whole, or of their absence. */
-static int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error) {
-    mt_iterations found = mt_iterations_list(folder);
-    int64_t number = -1;
-    mt_error_set(error, "%s: holds no checkpoint; begin anew, or name another folder", folder);
-    for (int64_t i = 0; i < found.count && number < 0; i++) {
-        if (found.numbers[i] >= before) continue;
-        char *path = mt_iteration_path(folder, found.numbers[i]);
-        if (mt_folder_has(path, "config.json") && mt_checkpoint_verify(path, false, error) == 0)
-            number = found.numbers[i];
-        free(path);
-    }
-    free(found.numbers);
-    return number;
-}
-
-bool mt_checkpoint_exists(const char *folder) {
-    mt_iterations found = mt_iterations_list(folder);
-    free(found.numbers);
-    return found.count > 0 || mt_folder_has(folder, "latest_checkpointed_iteration.txt") ||
-           mt_folder_has(folder, "config.json");
-}
-
-char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error) {
-    mt_error damage;
-    char *path = mt_checkpoint_resolve(folder, &damage);
-    if (path && mt_checkpoint_verify(path, false, &damage) == 0) return path;
-    int64_t number = path && strrchr(path, '/') ? mt_iteration_of(strrchr(path, '/') + 1) : INT64_MAX;
-    free(path);
-    number = mt_checkpoint_whole_before(folder, number < 0 ? INT64_MAX : number, error);
-    if (number < 0) *error = damage;
-    return number < 0 ? NULL : mt_iteration_path(folder, number);
-}
-
-/* The tensor that keeps one kind of value of a parameter. */
-static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const mt_param *param,
-                                               mt_param_state state) {
-    char name[192];
-    snprintf(name, sizeof name, "%s%s", mt_param_state_prefix[state], param->hf_name);
-    return mt_safetensors_find(file, name);
-}
-
-/* Whether a folder holds every kind of state from `first` on of every parameter of the model. */
-static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_param_state first, const char *folder,
-                              const mt_safetensors *file, mt_error *error) {
-    int status = 0;
-    for (int64_t i = 0; i < count; i++)
-        for (int state = first; state < MT_NUM_STATES && status == 0 && mt_param_is_trained(&rows[i]); state++) {
-            const mt_tensor_info *tensor = mt_optimizer_find(file, &rows[i], (mt_param_state)state);
-            status = tensor ? mt_param_check(&rows[i], tensor, error)
-                            : mt_error_set(error,
-                                           "%s: the optimizer's state has no tensor \"%s%s\"; go on without it by "
-                                           "--no-load-optim, or get the folder again",
-                                           folder, mt_param_state_prefix[state], rows[i].hf_name);
-        }
-    return status;
-}
-
-/* Moments and, where they were saved, master weights. A bf16 run may go on in fp32, from its master weights, and an
- * fp32 run in bf16, with its weights for master weights. */
-static int mt_optimizer_load(mt_model *m, const char *folder, const mt_checksums *sums, bool *damaged,
-                             mt_error *error) {
-    mt_safetensors *file = NULL;
-    mt_param *rows;
-    mt_param_state first = MT_STATE_EXP_AVG;
-    int64_t count = mt_params_build(&rows, m->options, NULL), num_wanted = 0;
-    int status = mt_safetensors_open_folder(&file, folder, "optimizer", error);
-    if (status == 0 && mt_optimizer_find(file, &rows[0], MT_STATE_MASTER)) first = MT_STATE_MASTER;
-    if (status == 0) status = mt_optimizer_check(rows, count, first, folder, file, error);
-    free(rows);
-    status = mt_agree(&m->grid->world, status != 0, error);
-    mt_wanted *wanted = mt_calloc(mt_max(m->num_params * MT_NUM_STATES, 1) * (int64_t)sizeof *wanted);
-    for (int64_t i = 0; i < m->num_params && status == 0; i++)
-        for (int state = first; state < MT_NUM_STATES && mt_param_is_trained(&m->params[i]);
-             state++) { // an fp32 model's weights are its master weights
-            mt_wanted *w = &wanted[num_wanted++];
-            *w = (mt_wanted){.param = &m->params[i],
-                             .tensor = mt_optimizer_find(file, &m->params[i], (mt_param_state)state)};
-            w->floats = mt_bucket_part(m, m->params[i].bucket, (mt_param_state)state);
-        }
-    if (status == 0) status = mt_safetensors_take(file, m, sums, wanted, num_wanted, damaged, error);
-    free(wanted);
-    mt_safetensors_close(file);
-    return status;
-}
-
-/* A whole number >= 0 of trainer.json. */
-static int mt_trainer_int(const json_t *json, const char *key, const char *path, int64_t *value, mt_error *error) {
-    const json_t *item = json_object_get(json, key);
-    *value = json_integer_value(item);
-    if (json_is_integer(item) && *value >= 0) return 0;
-    return mt_error_set(error, "%s: has no whole number \"%s\"; begin anew from these weights by --finetune", path,
-                        key);
-}
-
-/* Samples are counted and drawn in terms of these, so a run goes on with what it was begun with. */
-static int mt_trainer_agrees(const char *path, const char *option, int64_t then, int64_t now, mt_error *error) {
-    if (then == now) return 0;
-    return mt_error_set(error, "%s: the run was begun with %s %lld, not %lld; give that, or begin anew by --finetune",
-                        path, option, (long long)then, (long long)now);
-}
-
-static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *path, mt_error *error) {
-    int64_t version, seed, seq_length;
-    const struct {
-        const char *key;
-        int64_t *value;
-    } fields[] = {{"version", &version},
-                  {"iteration", &state->iteration},
-                  {"consumed_train_samples", &state->consumed_train_samples},
-                  {"consumed_valid_samples", &state->consumed_valid_samples},
-                  {"optimizer_step", &state->optimizer_step},
-                  {"seed", &seed},
-                  {"seq_length", &seq_length}};
-    json_t *json = mt_json_read(path, error);
-    int status = json ? 0 : -1;
-    for (size_t i = 0; i < sizeof fields / sizeof *fields && status == 0; i++)
-        status = mt_trainer_int(json, fields[i].key, path, fields[i].value, error);
-    json_decref(json);
-    if (status != 0) return -1;
-    if (version > MT_TRAINER_VERSION)
-        return mt_error_set(error, "%s: version %lld was written by a later version of this program; update it", path,
-                            (long long)version);
-    if (!m->options->no_load_rng && mt_trainer_agrees(path, "--seed", seed, m->options->seed, error) != 0) return -1;
-    return mt_trainer_agrees(path, "--seq-length", seq_length, m->options->seq_length, error);
-}
-
-/* The optimizer and the place in the run; `folder` is one iteration's. */
-static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, const mt_checksums *sums, bool *damaged,
-                       mt_error *error) {
-    bool has_optimizer =
-        mt_folder_has(folder, "optimizer.safetensors") || mt_folder_has(folder, "optimizer.safetensors.index.json");
-    bool continues = mt_folder_has(folder, "trainer.json") && (has_optimizer || m->options->no_load_optim);
-    mt_broadcast(&m->grid->world, &continues, sizeof continues, 0); // all do what rank 0's folder says
-    if (!m->plan.train || m->options->finetune || !continues) return 0;
-    char *path = mt_path_join(folder, "trainer.json");
-    int status = mt_agree(&m->grid->world, mt_trainer_read(m, state, path, error) != 0, error);
-    free(path);
-    if (status == 0 && m->options->no_load_optim) state->optimizer_step = 0; // the moments begin at 0 too
-    return status == 0 && !m->options->no_load_optim ? mt_optimizer_load(m, folder, sums, damaged, error) : status;
-}
-
-/* Loads one folder. *damaged: it is not what was saved, by its sums. Where reading it fails in any other way, such as a
- * tensor of another name, rank 0 looks through all of it for damage first. */
-static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, bool *damaged, mt_error *error) {
-    const mt_group *world = &m->grid->world;
-    mt_checksums sums = {0};
-    *damaged = world->rank == 0 && mt_checkpoint_verify(folder, false, error) != 0;
-    int status = mt_agree(world, *damaged, error);
-    if (status == 0) status = mt_agree(world, mt_checksums_read(&sums, folder, error) != 0, error);
-    if (status == 0) status = mt_weights_load(m, folder, sums.count > 0 ? &sums : NULL, damaged, error);
-    if (status == 0) status = mt_run_load(m, state, folder, sums.count > 0 ? &sums : NULL, damaged, error);
-    if (status != 0 && sums.count > 0) {
-        mt_error found;
-        if (world->rank == 0 && !*damaged && mt_checkpoint_verify(folder, true, &found) != 0)
-            *damaged = true, *error = found;
-        mt_broadcast(world, error, sizeof *error, 0);
-    }
-    mt_broadcast(world, damaged, sizeof *damaged, 0);
-    mt_checksums_free(&sums);
-    return status;
-}
-
-/* What a checkpoint that turned out to be damaged has left behind in the optimizer. */
-static void mt_optimizer_zero(mt_model *m) {
-    for (int64_t i = 0; i < m->num_buckets && m->plan.train; i++)
-        for (int state = MT_STATE_EXP_AVG; state < MT_NUM_STATES; state++) {
-            mt_part part = mt_bucket_part(m, i, (mt_param_state)state);
-            mt_part_write(m, &part, part.first, NULL, part.count);
-        }
-}
-
-/* Tells what is wrong with a checkpoint and returns the one before it, the same on every rank, or -1. */
-static int64_t mt_checkpoint_fall_back(const mt_group *world, const char *folder, int64_t from,
-                                       const mt_error *damage) {
-    int64_t number = -1;
-    mt_error ignored;
-    if (world->rank == 0) {
-        number = mt_checkpoint_whole_before(folder, from, &ignored);
-        if (number >= 0)
-            fprintf(stderr, "warning: %s; going on from iteration %lld\n", damage->text, (long long)number);
-    }
-    mt_broadcast(world, &number, sizeof number, 0);
-    return number;
-}
-
-bool mt_options_falls_back(const mt_options *options) {
-    return options->load && options->save && strcmp(options->load, options->save) == 0;
-}
-
-/* What mt_checkpoint_resolve says on rank 0, for all ranks: while they ask one after another, a save may put another
- * checkpoint in the place of the latest. *number: the iteration, or -1 for a folder that is no checkpoint's. */
-static int mt_checkpoint_choose(const mt_group *world, const char *folder, char **path, int64_t *number,
-                                mt_error *error) {
-    char *found = world->rank == 0 ? mt_checkpoint_resolve(folder, error) : NULL;
-    bool is_latest = found && strcmp(found, folder) != 0; // rather than the folder itself
-    *number = found && strrchr(found, '/') ? mt_iteration_of(strrchr(found, '/') + 1) : -1;
-    *path = NULL;
-    free(found);
-    if (mt_agree(world, world->rank == 0 && !found, error) != 0) return -1;
-    mt_broadcast(world, &is_latest, sizeof is_latest, 0);
-    mt_broadcast(world, number, sizeof *number, 0);
-    *path = is_latest ? mt_iteration_path(folder, *number) : mt_strdup(folder);
-    bool sees = mt_folder_has(*path, "config.json");
-    if (!sees)
-        mt_error_set(error, "%s: rank 0 sees it, rank %d does not; on several hosts it must be a folder of all", *path,
-                     world->rank);
-    return mt_agree(world, !sees, error);
-}
-
-int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
-    const mt_group *world = &m->grid->world;
-    const char *loads = m->options->load;
-    bool falls_back = mt_options_falls_back(m->options) && loads && strcmp(folder, loads) == 0, damaged = false;
-    char *path;
-    int64_t number;
-    int status = mt_checkpoint_choose(world, folder, &path, &number, error);
-    *state = (mt_run_state){0};
-    if (status != 0 && falls_back) number = INT64_MAX, damaged = true;
-    if (status == 0) status = mt_folder_load(m, state, path, &damaged, error);
-    while (status != 0 && damaged && falls_back && number >= 0) {
-        number = mt_checkpoint_fall_back(world, folder, number, error);
-        if (number < 0) break;
-        free(path);
-        path = mt_iteration_path(folder, number);
-        *state = (mt_run_state){0};
-        mt_optimizer_zero(m);
-        status = mt_folder_load(m, state, path, &damaged, error);
-    }
-    free(path);
-    return status;
 }
 
 /* ==== §15 generation ============================================================================================= */
@@ -12843,12 +9823,12 @@ int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error) {
     *begins = json_is_true(add_bos);
     json_decref(config);
     if (is_said) return 0;
-    if (mt_ends_with(json_path, ".json") && access(json_path, F_OK) == 0) {
+    if (mt_text_ends_with(json_path, ".json") && access(json_path, F_OK) == 0) {
         if (mt_json_read_optional(&tokenizer, json_path, error) != 0) return -1;
         *begins = mt_processor_adds_bos(json_object_get(tokenizer, "post_processor"));
         json_decref(tokenizer);
     } else {
-        *begins = mt_ends_with(model_path, ".model") && access(model_path, F_OK) == 0; // Llama's
+        *begins = mt_text_ends_with(model_path, ".model") && access(model_path, F_OK) == 0; // Llama's
     }
     return 0;
 }
@@ -12969,7 +9949,7 @@ static int mt_score_batches(mt_model *m, FILE *file, int64_t num_sequences, mt_f
     int status = 0;
     for (int64_t first = 0; first < num_sequences && status == 0; first += at_once) {
         int64_t count = num_sequences - first < at_once ? num_sequences - first : at_once;
-        status = mt_ranks_agree(m, mt_score_read(&batch, file, first, count, row, o, error), error);
+        status = mt_agree(&m->grid->world, mt_score_read(&batch, file, first, count, row, o, error) != 0, error);
         if (status != 0) break;
         mt_model_forward(m, &batch, false);
         mt_model_read(m, loss, entropy, logits);
@@ -12977,7 +9957,7 @@ static int mt_score_batches(mt_model *m, FILE *file, int64_t num_sequences, mt_f
         status = mt_float_file_write(&out[0], loss, count * T, error);
         if (status == 0) status = mt_float_file_write(&out[1], entropy, count * T, error);
         if (status == 0) status = mt_float_file_write(&out[2], logits, count * T * o->vocab_size, error);
-        status = mt_ranks_agree(m, status, error); // who writes may have no room left
+        status = mt_agree(&m->grid->world, status != 0, error); // who writes may have no room left
     }
     free(row);
     free(loss);
@@ -12996,11 +9976,11 @@ int64_t mt_score(mt_model *model, mt_error *error) {
     FILE *file = mt_score_open(o, &num_sequences, error);
     int status = file ? 0 : -1;
     for (int i = 0; i < 3 && status == 0 && writes; i++) status = mt_float_file_open(&out[i], paths[i], error);
-    status = mt_ranks_agree(model, status, error);
+    status = mt_agree(&model->grid->world, status != 0, error);
     if (status == 0) status = mt_score_batches(model, file, num_sequences, out, error);
     for (int i = 0; i < 3; i++) status = mt_float_file_close(&out[i], status, error);
     if (file) fclose(file);
-    return mt_ranks_agree(model, status, error) == 0 ? num_sequences : -1;
+    return mt_agree(&model->grid->world, status != 0, error) == 0 ? num_sequences : -1;
 }
 
 /* ==== §16 the training step ====================================================================================== */
@@ -13038,7 +10018,7 @@ static void mt_step_judge(mt_model *m) {
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
     mt_phase_begin(m, "optimizer", -1, -1);
-    mt_saved_changes(m);
+    mt_follow_reader(m);
     double step = (double)(state->optimizer_step + 1);
     mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
                       .beta1 = (float)o->adam_beta1,
@@ -13069,6 +10049,7 @@ typedef struct mt_source {
     void *context;
     mt_batch *batch;
     int64_t tokens;
+    bool training; // forwards are part of a step, not of an evaluation
 } mt_source;
 
 /* The live micro-batch of an action. */
@@ -13088,22 +10069,26 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
     m->data_seconds += mt_time() - begin;
     if (cp > 1 && mt_batch_check_context(from->batch, cp, error) != 0) return -1;
     if (action->chunk == 0) from->tokens += from->batch->num_tokens;
-    mt_load_batch(m, at, from->batch);
-    if (m->training) at->index = action->micro_batch;
-    mt_stage_forward(m, false);
-    if (m->stages[action->chunk].loss) mt_loss_forward(m);
+    mt_pass p = mt_load_batch(m, at, from->batch, from->training);
+    p.message_rows = m->max_rows;
+    if (p.training) at->index = action->micro_batch;
+    mt_stage_forward(m, &p);
+    if (m->stages[action->chunk].loss) mt_loss_forward(m, &p);
     return 0;
 }
 
 /* `remaining` [num_chunks] counts the micro-batches whose part of the backward is still to come. */
 static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
     mt_micro_batch *at = mt_micro_batch_find(m, action);
-    mt_micro_batch_enter(m, at);
-    m->last_backward = --remaining[action->chunk] == 0;
+    mt_pass p = mt_pass_begin(m, at);
+    p.training = true;
+    p.message_rows = m->max_rows;
+    p.parts = action->kind == MT_ACTION_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT;
+    p.last = --remaining[action->chunk] == 0;
     if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
-        mt_chunk_backward_weight(m);
+        mt_chunk_backward_weight(m, &p);
     else
-        mt_stage_backward(m, action->kind == MT_ACTION_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT);
+        mt_stage_backward(m, &p);
     if (action->kind != MT_ACTION_BACKWARD_INPUT) at->index = -1;
 }
 
@@ -13116,7 +10101,7 @@ static void mt_receive_ahead(mt_model *m, const mt_action *actions, int64_t coun
     for (int direction = 0; direction < 2; direction++)
         for (int64_t *at = &next[direction]; *at < count; ++*at) {
             if (*at < now || actions[*at].kind != kinds[direction]) continue;
-            if (!mt_link_start(m, &m->links[links[direction]])) break;
+            if (!mt_link_start(m, &m->links[links[direction]], m->max_rows)) break;
         }
 }
 
@@ -13150,8 +10135,7 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     int64_t count = mt_list_actions(m, schedule), ahead[2] = {0};
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
-    m->training = training;
-    m->in_schedule = true;
+    from->training = training;
     bool looks_ahead = mt_looks_ahead(m);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
@@ -13167,16 +10151,15 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
             mt_action_backward(m, action, inputs);
         mt_phase_end(m);
     }
-    m->in_schedule = false;
     free(inputs);
     return status;
 }
 
 /* Loss and tokens of the whole job: of all samples and sequences, from the ranks with the loss. */
-static void mt_sums_finish(mt_model *m) {
+static void mt_sums_finish(mt_model *m, bool training) {
     m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
     m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
-    if (m->options->mtp_num_layers == 0 || !m->training) return;
+    if (m->options->mtp_num_layers == 0 || !training) return;
     double *mtp = m->numbers->mtp;
     m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
     m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
@@ -13192,12 +10175,12 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     if (m->options->mtp_num_layers > 0)
         m->ops->memory_zero(m->numbers->mtp, (int64_t)sizeof m->numbers->mtp, m->stream);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
-    mt_source from = {source, context, batch, 0};
+    mt_source from = {.read = source, .context = context, .batch = batch};
     if (mt_run_schedule(m, &schedule, true, &from, error) != 0) return -1;
     *tokens += from.tokens;
     mt_phase_begin(m, "gradients", -1, -1);
     if (m->bad_steps.reruns) m->ops->memory_copy(m->numbers->own, m->numbers->sums, 8, m->stream);
-    mt_sums_finish(m);
+    mt_sums_finish(m, true);
     mt_gradients_finish(m);
     mt_gradients_finish_model(m);
     mt_experts_finish(m);
@@ -13285,26 +10268,21 @@ static int mt_steps_check(mt_model *m, mt_error *error) {
     return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
 }
 
-/* Loads the last checkpoint, in place of the steps since. One that is still on its way to the disk is the last too: it
- * is waited for, and must not take the place of the one that is loaded, or remove it, meanwhile. */
-static int mt_step_rewind(mt_model *m, mt_run_state *state, mt_error *error) {
-    const mt_options *o = m->options;
-    mt_bad_steps *bad = &m->bad_steps;
+/* A step is bad that the caller is to go back for: nothing is under way when it does. */
+static int mt_step_rewind(mt_model *m, mt_error *error) {
     if (mt_steps_check(m, error) != 0) return -1;
-    if (mt_saver_finish(m->saving, error) != 0) return -1;
-    bool saved = mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
-    mt_broadcast(&m->grid->world, &saved, sizeof saved, 0);
-    if (!saved && !o->load)
-        return mt_error_set(error,
-                            "--bad-step-policy rewind: iteration %lld is bad, and there is no checkpoint yet to "
-                            "go back to; lower --save-interval",
-                            (long long)bad->rewind);
     m->ops->stream_wait(m->stream);
-    if (mt_checkpoint_load(m, state, saved ? o->save : o->load, error) != 0) return -1;
+    return MT_REWIND;
+}
+
+int64_t mt_train_bad_iteration(const mt_model *m) {
+    return m->bad_steps.rewind;
+}
+
+void mt_train_rewound(mt_model *m) {
+    mt_bad_steps *bad = &m->bad_steps;
     m->ops->memory_zero(m->numbers->guard, MT_GUARD_NUMBERS * 8, m->stream);
     bad->rewound = bad->rewind, bad->rewind = 0;
-    mt_step_warn(m, "went back to iteration %lld", (long long)state->iteration);
-    return MT_REWOUND;
 }
 
 /* ---- a bad step once more */
@@ -13364,10 +10342,6 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     return status;
 }
 
-bool mt_train_goes_back(const mt_model *m) {
-    return m->bad_steps.rewind > 0;
-}
-
 /* Gradients and the verdict on them. With --rerun-mode validate_results a bad step is done again, from the same
  * parameters and samples, and its second result takes the place of the first. */
 static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
@@ -13393,7 +10367,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     int64_t tokens;
     m->data_seconds = 0;
     if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last: its slot is taken now
-    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, state, error);
+    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
     mt_optimizer_step(m, state);
     mt_step_report(m, slot, state->iteration + 1);
@@ -13402,7 +10376,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
         if (mt_steps_check(m, error) != 0) return -1;
     m->unread_tokens += (double)(tokens * m->grid->data.size);
     m->unread_seconds += mt_time() - begin;
-    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, state, error);
+    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (metrics) {
         const mt_step_result *result = &m->results[slot];
         *metrics = (mt_metrics){.loss = mt_mean_loss(result->numbers.sums),
@@ -13430,9 +10404,9 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
     m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
     schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
-    mt_source from = {source, context, batch, 0};
+    mt_source from = {.read = source, .context = context, .batch = batch};
     if (micro_batches > 0 && mt_run_schedule(m, &schedule, false, &from, error) != 0) return -1;
-    mt_sums_finish(m);
+    mt_sums_finish(m, false);
     m->ops->memory_copy(sums, m->numbers->sums, 2 * 8, m->stream);
     m->ops->stream_wait(m->stream);
     *loss = mt_mean_loss(sums);

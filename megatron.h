@@ -50,12 +50,17 @@ char *mt_strdup(const char *text);
 /* Replaces a string by a copy of `text`, which may be NULL or *string itself. */
 void mt_string_set(char **string, const char *text);
 
+/* The smaller and the greater of two; and the number of blocks that cover n >= 0 elements. */
 static inline int64_t mt_min(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
 static inline int64_t mt_max(int64_t a, int64_t b) {
     return a > b ? a : b;
+}
+
+static inline int64_t mt_blocks(int64_t n, int64_t block) {
+    return (n + block - 1) / block;
 }
 
 /* Seconds of a monotonic clock. */
@@ -267,71 +272,11 @@ int64_t mt_num_expert_layers(const mt_options *options);
 /* Where work is enqueued. On the CPU operations run at once and the stream is NULL. */
 typedef struct mt_stream mt_stream;
 
-/* A stretch of queries that attends to a stretch of keys. Row i of the queries sees key j of the span if
- * j <= i + (k_len - q_len) when causal, and all keys otherwise. Packed sequences, context parallelism and decoding with
- * a key/value cache are all lists of spans. */
-typedef struct mt_span {
-    int64_t q_start, q_len, k_start, k_len;
-    bool causal;
-} mt_span;
-
-/* The keys [*begin, *end) of the span that its query i sees; window: see mt_attention. */
-void mt_span_keys(const mt_span *span, int64_t window, int64_t i, int64_t *begin, int64_t *end);
-
-/* The spans of one micro-batch: the list on the host and where the device can read it. Query rows of different spans
- * are disjoint; rows in no span are not touched. */
-typedef struct mt_spans {
-    const mt_span *host;
-    const mt_span *device;
-    int64_t count;
-} mt_spans;
-
 /* Dropout decides by coordinate, never by order: `key` names the run, the layer and the place; p == 0 is off. */
 typedef struct mt_dropout {
     double p;
     uint64_t key;
 } mt_dropout;
-
-/* Which implementation of attention runs (--attention-backend): the fastest that serves the call, this project's fused
- * kernels, cuDNN's for spans that are a batch of equally long sequences (else the fused kernels), or the definition. A
- * CPU has one implementation. */
-typedef enum { MT_ATTENTION_AUTO, MT_ATTENTION_FLASH, MT_ATTENTION_CUDNN, MT_ATTENTION_UNFUSED } mt_attention_backend;
-
-/* What attention needs besides its spans. q is [Tq, H, D], k is [Tk, G, D], v is [Tk, G, Dv], out is [Tq, H, Dv];
- * strides between tokens. With a window > 0, row i sees only keys j > i + (k_len - q_len) - window (Mistral's sliding
- * window; 0 is none). The index arrays name tokens globally for dropout and may be NULL without it: the probability of
- * head h, query i and key j is kept when word k_index[j] % 4 of Philox at (q_index[i], (first_head + h) << 48 |
- * k_index[j] / 4) is at least p 2^32. */
-typedef struct mt_attention {
-    int64_t num_heads, num_groups, head_size, value_size;
-    int64_t q_stride, k_stride, v_stride, out_stride;
-    int64_t window;
-    float scale;
-    mt_attention_backend backend;
-    mt_dropout dropout;
-    int64_t first_head;               // number of head 0 in the whole model, where ranks share the heads
-    const int64_t *q_index, *k_index; // [Tq], [Tk]
-} mt_attention;
-
-/* AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization"), with the step's bias corrections. */
-typedef struct mt_adamw {
-    float lr, beta1, beta2, eps, weight_decay;
-    float bias_correction1, bias_correction2; // 1 - beta^step
-} mt_adamw;
-
-/* What makes a step bad: see mt_step_guard_fn. */
-typedef struct mt_guard_rules {
-    bool finite;         // loss and gradient norm must be
-    double spike_factor; // the loss is at most so many times its running average; 0: may be anything
-    int64_t window;      // steps of that average, before which nothing is a spike
-    int64_t copies;      // how often the loss was added up
-} mt_guard_rules;
-
-/* A step's verdict. */
-typedef enum mt_verdict { MT_STEP_IS_GOOD, MT_LOSS_NOT_FINITE, MT_NORM_NOT_FINITE, MT_LOSS_SPIKES } mt_verdict;
-
-/* What a guard keeps from step to step: the verdict on the last one, and the average loss of how many good ones. */
-enum { MT_GUARD_VERDICT, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
 
 /* ---- memory, copies and streams of a device */
 
@@ -392,77 +337,160 @@ typedef void mt_embedding_forward_fn(void *out, const int32_t *ids, const void *
 typedef void mt_embedding_backward_fn(float *dw, const void *dout, const int32_t *ids, int64_t T, int64_t C,
                                       int64_t first, int64_t count, mt_dtype dtype, mt_stream *stream);
 
-/* ---- norms over C of x[T, H, C]; H = 1 for hidden states, heads for q/k norm */
+/* ---- norms over the last dimension of x[T, H, C]: H = 1 for hidden states, heads for q/k norm */
 
-/* y = x rstd w, rstd[T, H] = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich, "Root mean square layer normalization"). */
-typedef void mt_rmsnorm_forward_fn(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H, int64_t C,
-                                   int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype, mt_stream *stream);
-/* dx = dresidual + gradient through the norm (dresidual may be NULL, or dx itself; it has dx's stride); dw[C] +=. */
-typedef void mt_rmsnorm_backward_fn(void *dx, float *dw, const void *dy, const void *dresidual, const void *x,
-                                    const void *w, const float *rstd, int64_t T, int64_t H, int64_t C,
-                                    int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype,
-                                    mt_stream *stream);
-/* y[T, C] = (x - mean) rstd w + b (Ba et al., "Layer normalization"); mean, rstd are [T]. */
-typedef void mt_layernorm_forward_fn(void *y, float *mean, float *rstd, const void *x, const void *w, const void *b,
-                                     int64_t T, int64_t C, float eps, mt_dtype dtype, mt_stream *stream);
-/* dx = dresidual + gradient through the norm; dw[C] +=, db[C] +=. */
-typedef void mt_layernorm_backward_fn(void *dx, float *dw, float *db, const void *dy, const void *dresidual,
-                                      const void *x, const void *w, const float *mean, const float *rstd, int64_t T,
-                                      int64_t C, mt_dtype dtype, mt_stream *stream);
+/* The operands of a norm. One that an operation does not have stays zero. */
+typedef struct mt_norm_args {
+    int64_t T, H, C;            // LayerNorm: H = 1
+    const void *x;              // [T, H, C]
+    const void *w, *b;          // [C]; b: LayerNorm only
+    float eps;                  // forward only
+    void *y;                    // [T, H, C]: the forward's result
+    float *mean, *rstd;         // [T, H]: the forward writes them, the backward reads them; mean: LayerNorm only
+    const void *dy;             // [T, H, C]: the gradient of y
+    const void *dresidual;      // [T, H, C], added to the gradient; may be NULL or dx; it has dx's stride
+    void *dx;                   // [T, H, C]: the backward's result
+    float *dw, *db;             // [C] +=; db: LayerNorm only
+    int64_t x_stride, y_stride; // elements between tokens; rmsnorm only, LayerNorm's rows are packed
+    int64_t dx_stride, dy_stride;
+    /* residual_norm_forward only */
+    void *sum;                  // [T, C] = residual + dropout(x), which is normalized; may be x or residual
+    const void *residual;       // [T, C]
+    const int64_t *token_index; // [T]: see dropout_add_forward
+    mt_dropout dropout;
+} mt_norm_args;
 
-/* ---- rotary positions (Su et al., "RoFormer"): turns the first R channels of every head of x[T, H, D] by its token's
- * angle; cos, sin are [max_position, R / 2] in fp32. Pairs are (i, i + R/2), or (2i, 2i + 1) when interleaved. The
- * other channels are copied. y may be x. The backward is the turn back. */
+/* y = x rstd w, rstd = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich, "Root mean square layer normalization"). */
+typedef void mt_rmsnorm_forward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
+/* dx = dresidual + gradient through the norm; dw +=. */
+typedef void mt_rmsnorm_backward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
+/* y = (x - mean) rstd w + b (Ba et al., "Layer normalization"). */
+typedef void mt_layernorm_forward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
+/* dx = dresidual + gradient through the norm; dw +=, db +=. */
+typedef void mt_layernorm_backward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
+/* Fused: sum = residual + dropout(x), then y = LayerNorm(sum), or RMSNorm(sum) where mean is NULL. */
+typedef void mt_residual_norm_forward_fn(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
 
-typedef void mt_rope_forward_fn(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
-                                int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
-                                bool interleaved, mt_dtype dtype, mt_stream *stream);
-typedef void mt_rope_backward_fn(void *dx, const void *dy, const float *cos, const float *sin, const int32_t *positions,
-                                 int64_t T, int64_t H, int64_t D, int64_t R, int64_t dx_stride, int64_t dy_stride,
-                                 bool interleaved, mt_dtype dtype, mt_stream *stream);
+/* ---- rotary positions (Su et al., "RoFormer") */
 
-/* Fused, for the H heads of q and then G of k that begin each row of qkv: RMSNorm over D with q_w[D] and k_w[D], unless
- * these and q_rstd[T, H], k_rstd[T, G] are NULL, then the turn. qk has the heads in the same order; it may be qkv where
- * there is no norm. */
-typedef void mt_qk_forward_fn(void *qk, float *q_rstd, float *k_rstd, const void *qkv, const void *q_w, const void *k_w,
-                              const float *cos, const float *sin, const int32_t *positions, int64_t T, int64_t H,
-                              int64_t G, int64_t D, int64_t R, int64_t qk_stride, int64_t qkv_stride, bool interleaved,
-                              float eps, mt_dtype dtype, mt_stream *stream);
-/* The q and k heads of dqkv, which may be dqk where there is no norm; dq_w[D] += and dk_w[D] +=. dqk is scratch
- * afterwards. */
-typedef void mt_qk_backward_fn(void *dqkv, float *dq_w, float *dk_w, void *dqk, const void *qkv, const void *q_w,
-                               const void *k_w, const float *q_rstd, const float *k_rstd, const float *cos,
-                               const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t G, int64_t D,
-                               int64_t R, int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride, bool interleaved,
-                               mt_dtype dtype, mt_stream *stream);
+/* Rotates the first R channels of a head by its token's angle; copies the other channels. */
+typedef struct mt_rotation {
+    const float *cos, *sin;   // [max_position, R / 2]
+    const int32_t *positions; // [T]
+    int64_t R;                // even; 0: no channel rotates
+    bool interleaved;         // pairs are (2i, 2i + 1), else (i, i + R / 2)
+} mt_rotation;
 
-/* ---- heads of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2"): N channels of a query or key stand still, the
- * R after them turn, and a value has Dv. Every key has the same R channels. */
+/* The operands of rope_forward: y = x rotated. rope_backward rotates back: x is the gradient of the output, y that of
+ * the input. */
+typedef struct mt_rope_args {
+    int64_t T, H, D;
+    const void *x;              // [T, H, D]
+    void *y;                    // [T, H, D]; may be x
+    int64_t x_stride, y_stride; // elements between tokens
+    mt_rotation rotation;
+} mt_rope_args;
 
-/* k[T, H, N + R] and v[T, H, Dv] from kv[T, H, N + Dv], each head's still key and value, and k_rope[T, R], which is
- * turned already; turns the last R channels of every head of q[T, H, N + R] in place, as rope_forward does. */
-typedef void mt_latent_heads_forward_fn(void *q, void *k, void *v, const void *kv, const void *k_rope, const float *cos,
-                                        const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t N,
-                                        int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype, mt_stream *stream);
-/* dkv, and dk_rope[T, R] = the sum over the heads, in fp32 and in their order; turns dq back in place. */
-typedef void mt_latent_heads_backward_fn(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
-                                         const float *cos, const float *sin, const int32_t *positions, int64_t T,
-                                         int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
-                                         mt_stream *stream);
+typedef void mt_rope_forward_fn(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream);
+typedef void mt_rope_backward_fn(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream);
+
+/* The operands of q/k norm with rotation: every row of qkv begins with H heads of q, then G of k. Without the norm, the
+ * weights and rstd are NULL. */
+typedef struct mt_qk_args {
+    int64_t T, H, G, D;
+    const void *qkv;        // [T, (H + G) D ...]: the fused product
+    const void *q_w, *k_w;  // [D]: RMSNorm's weights
+    float *q_rstd, *k_rstd; // [T, H], [T, G]: the forward writes them, the backward reads them
+    float eps;              // forward only
+    mt_rotation rotation;   // after the norm
+    void *qk;               // [T, (H + G) D]: the forward's result; may be qkv without the norm
+    void *dqk;              // [T, (H + G) D]: the gradient of qk; scratch afterwards
+    void *dqkv;             // [T, (H + G) D ...]: the backward's result; may be dqk without the norm
+    float *dq_w, *dk_w;     // [D] +=
+    int64_t qkv_stride;     // elements between tokens
+    int64_t qk_stride, dqk_stride, dqkv_stride;
+} mt_qk_args;
+
+/* Fused: RMSNorm over D of each head, then the rotation. */
+typedef void mt_qk_forward_fn(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream);
+typedef void mt_qk_backward_fn(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream);
+
+/* ---- heads of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2") */
+
+/* A query or key has N nope channels, which do not rotate, then R = rotation.R rope channels; a value has Dv. All heads
+ * of a token share the rope channels of its key. */
+typedef struct mt_latent_heads_args {
+    int64_t T, H, N, Dv;
+    mt_rotation rotation;
+    /* forward */
+    void *q;            // [T, H, N + R]: the rope channels of every head are rotated in place
+    const void *kv;     // [T, H, N + Dv]: each head's nope channels of the key, then its value
+    const void *k_rope; // [T, R], rotated already
+    void *k, *v;        // [T, H, N + R], [T, H, Dv]: results
+    /* backward */
+    void *dq;            // [T, H, N + R]: rotated back in place
+    const void *dk, *dv; // [T, H, N + R], [T, H, Dv]
+    void *dkv, *dk_rope; // [T, H, N + Dv], [T, R]: results; dk_rope is the sum over the heads, in order, in fp32
+} mt_latent_heads_args;
+
+typedef void mt_latent_heads_forward_fn(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream);
+typedef void mt_latent_heads_backward_fn(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream);
 
 /* ---- attention over spans (Dao et al., "FlashAttention", for the saved log-sum-exp and the blockwise backward) */
 
-/* out = softmax(scale q k^T) v per head; lse[Tq, H] = log of the sum of exponentials. A query row of a span that sees
- * no key gets out = 0 and lse = -inf. */
-typedef void mt_attention_forward_fn(void *out, float *lse, const void *q, const void *k, const void *v,
-                                     const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                     mt_stream *stream);
-/* dq, dk, dv (strides of q, k, v) are written for all rows of the spans; key rows of several spans receive the sum.
- * `row_dot` is scratch [Tq, H] for sum(out dout). Rows in no span are not touched. */
-typedef void mt_attention_backward_fn(void *dq, void *dk, void *dv, float *row_dot, const void *dout, const void *q,
-                                      const void *k, const void *v, const void *out, const float *lse,
-                                      const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                      mt_stream *stream);
+/* A stretch of queries that attends to a stretch of keys. Row i of the queries sees key j of the span if
+ * j <= i + (k_len - q_len) when causal, and all keys otherwise. Packed sequences, context parallelism and decoding with
+ * a key/value cache are all lists of spans. */
+typedef struct mt_span {
+    int64_t q_start, q_len, k_start, k_len;
+    bool causal;
+} mt_span;
+
+/* The keys [*begin, *end) of the span that its query i sees; window: see mt_attention. */
+void mt_span_keys(const mt_span *span, int64_t window, int64_t i, int64_t *begin, int64_t *end);
+
+/* The spans of one micro-batch: the list on the host and where the device can read it. Query rows of different spans
+ * are disjoint; rows in no span are not touched. */
+typedef struct mt_spans {
+    const mt_span *host;
+    const mt_span *device;
+    int64_t count;
+} mt_spans;
+
+/* Which implementation of attention runs (--attention-backend): the fastest that serves the call, this project's fused
+ * kernels, cuDNN's for spans that are a batch of equally long sequences (else the fused kernels), or the definition. A
+ * CPU has one implementation. */
+typedef enum { MT_ATTENTION_AUTO, MT_ATTENTION_FLASH, MT_ATTENTION_CUDNN, MT_ATTENTION_UNFUSED } mt_attention_backend;
+
+/* One attention call. With a window > 0, row i sees only keys j > i + (k_len - q_len) - window (Mistral's sliding
+ * window; 0 is none). Dropout keeps the probability of head h, query i and key j when word k_index[j] % 4 of Philox at
+ * (q_index[i], (first_head + h) << 48 | k_index[j] / 4) is at least p 2^32. */
+typedef struct mt_attention {
+    int64_t num_heads, num_groups; // H, G: heads of q, heads of k and v
+    int64_t head_size, value_size; // D, Dv: channels of a head of q and k, of v
+    const void *q, *k, *v;         // [Tq, H, D], [Tk, G, D], [Tk, G, Dv]
+    void *out;                     // [Tq, H, Dv]: the forward writes it, the backward reads it
+    float *lse;                    // [Tq, H]: log of the sum of exponentials, likewise
+    const void *dout;              // [Tq, H, Dv]: gradient of out
+    void *dq, *dk, *dv;            // gradients of q, k, v: the backward's results
+    float *row_dot;                // [Tq, H]: scratch of the backward, sum(out dout)
+    int64_t q_stride, k_stride;    // elements between tokens; a gradient has its operand's stride
+    int64_t v_stride, out_stride;
+    mt_spans spans; // of queries and keys
+    int64_t window;
+    float scale; // of q k^T
+    mt_attention_backend backend;
+    mt_dropout dropout;
+    int64_t first_head;               // number of head 0 in the whole model, where ranks share the heads
+    const int64_t *q_index, *k_index; // [Tq], [Tk]: global token numbers for dropout; NULL without it
+} mt_attention;
+
+/* out = softmax(scale q k^T) v per head, and lse. A query row of a span that sees no key gets out = 0 and lse = -inf.
+ */
+typedef void mt_attention_forward_fn(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
+/* Writes dq, dk, dv for all rows of the spans; a key row of several spans receives the sum. Rows in no span are not
+ * touched. */
+typedef void mt_attention_backward_fn(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
 
 /* ---- attention in parts: context parallelism attends to blocks of keys one after another and adds up what they give
  */
@@ -511,13 +539,6 @@ typedef void mt_dropout_add_forward_fn(void *out, const void *x, const void *res
 typedef void mt_dropout_add_backward_fn(void *dx, const void *dout, const int64_t *token_index, int64_t T, int64_t C,
                                         int64_t first_channel, const mt_dropout *dropout, mt_dtype dtype,
                                         mt_stream *stream);
-
-/* Fused: sum[T, C] = residual + dropout(x) and y, mean, rstd = LayerNorm(sum), or without a mean y, rstd =
- * RMSNorm(sum). sum may be x or residual; b is NULL for RMSNorm. */
-typedef void mt_residual_norm_forward_fn(void *y, float *mean, float *rstd, void *sum, const void *x,
-                                         const void *residual, const int64_t *token_index, const void *w, const void *b,
-                                         int64_t T, int64_t C, const mt_dropout *dropout, float eps, mt_dtype dtype,
-                                         mt_stream *stream);
 
 /* ---- rows: key/value caches, packing, the last tokens of prompts */
 
@@ -674,6 +695,26 @@ typedef void mt_likeliest_fn(int32_t *ids, const void *logits, int64_t T, int64_
                              mt_stream *stream);
 
 /* ---- optimizer, over any stretch of a bucket */
+
+/* AdamW (Loshchilov & Hutter, "Decoupled weight decay regularization"), with the step's bias corrections. */
+typedef struct mt_adamw {
+    float lr, beta1, beta2, eps, weight_decay;
+    float bias_correction1, bias_correction2; // 1 - beta^step
+} mt_adamw;
+
+/* What makes a step bad: see mt_step_guard_fn. */
+typedef struct mt_guard_rules {
+    bool finite;         // loss and gradient norm must be
+    double spike_factor; // the loss is at most so many times its running average; 0: may be anything
+    int64_t window;      // steps of that average, before which nothing is a spike
+    int64_t copies;      // how often the loss was added up
+} mt_guard_rules;
+
+/* A step's verdict. */
+typedef enum mt_verdict { MT_STEP_IS_GOOD, MT_LOSS_NOT_FINITE, MT_NORM_NOT_FINITE, MT_LOSS_SPIKES } mt_verdict;
+
+/* What a guard keeps from step to step: the verdict on the last one, and the average loss of how many good ones. */
+enum { MT_GUARD_VERDICT, MT_GUARD_AVERAGE, MT_GUARD_STEPS, MT_GUARD_NUMBERS };
 
 /* sum[0] += sum of squares. */
 typedef void mt_squared_norm_fn(double *sum, const float *x, int64_t n, mt_stream *stream);
@@ -1065,12 +1106,24 @@ void mt_all_reduce_sum(const mt_group *group, void *buffer, int64_t count, mt_dt
 void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype);
 void mt_broadcast(const mt_group *group, void *buffer, int64_t bytes, int root);
 void mt_barrier(const mt_group *group);
-/* If any rank failed, fails on every rank with the error of the lowest such rank. Every rank calls it. */
+/* If any rank failed, fails on every rank with the error of the lowest such rank; else returns 0. Every rank calls it.
+ */
 int mt_agree(const mt_group *world, bool failed, mt_error *error);
 /* One message between two ranks of a group, with a tag under MT_HOST_TAGS; the last is the CUDA backend's. */
 enum { MT_HOST_TAGS = 1000 };
 void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag);
 void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from, int tag);
+
+/* Memory that all ranks of one host share, on the CPU; `host` is their group. Every rank of `world` calls these; writes
+ * before a barrier are seen by all ranks after it. */
+typedef struct mt_host_memory {
+    mt_group host;
+    char *memory; // [bytes]
+    void *window; // of MPI; NULL for one rank
+} mt_host_memory;
+void mt_host_memory_open(mt_host_memory *shared, const mt_group *world, int64_t bytes);
+void mt_host_memory_barrier(mt_host_memory *shared);
+void mt_host_memory_close(mt_host_memory *shared);
 
 /* Around what may wait for other ranks: the watchdog looks at the operation and group (NULL: none) between begin and
  * end, one pair at a time. mt_watch_note remembers what was enqueued last on a device, where the host does not wait;
@@ -1174,7 +1227,8 @@ void mt_linear_backward(const mt_tensor_parallel *tp, mt_linear *linear, const m
 /* ==== §8 the parameter table =======================================================================================
  */
 
-/* What a parameter is for. A layer's rows are found by (role, layer). */
+/* What a parameter is for. A role's number is part of random keys, and so of every model's initial weights: new roles
+ * go to the end. */
 typedef enum mt_role {
     MT_WORD_EMBEDDING,
     MT_POSITION_EMBEDDING,
@@ -1223,7 +1277,18 @@ typedef enum mt_role {
     MT_NUM_ROLES
 } mt_role;
 
-typedef enum mt_init { MT_INIT_NORMAL, MT_INIT_ONES, MT_INIT_ZEROS } mt_init;
+/* Parts of the model, each in one bucket. */
+typedef enum mt_unit {
+    MT_UNIT_WORDS,     // the word embedding
+    MT_UNIT_POSITIONS, // learned positions
+    MT_UNIT_LAYER,
+    MT_UNIT_EXPERTS, // of a layer
+    MT_UNIT_OUTPUT,  // final norm and an output layer that is not tied
+    MT_UNIT_UNTRAINED,
+} mt_unit;
+
+/* Initial values; OUTPUT: normal with init_method_std / sqrt(2 num_layers) (Radford et al., GPT-2). */
+typedef enum mt_init { MT_INIT_NORMAL, MT_INIT_OUTPUT, MT_INIT_ONES, MT_INIT_ZEROS } mt_init;
 
 /* What backward leaves in a parameter's gradient on one rank, and so what finishes it. */
 typedef enum mt_gradient {
@@ -1236,6 +1301,7 @@ typedef enum mt_gradient {
 /* One row a parameter: allocation, initialisation, gradient norm, decay and checkpoints read nothing else. */
 typedef struct mt_param {
     mt_role role;
+    mt_unit unit;
     int64_t layer;                  // of the whole model; -1 outside the layers
     int64_t expert;                 // of the layer; -1 if it is no expert's
     char hf_name[160];              // the Hugging Face tensor that holds it
@@ -1246,11 +1312,16 @@ typedef struct mt_param {
     int64_t whole_rows, whole_cols; // shape in the whole model
     int64_t first_row, first_col;   // what lies here begins there
     int64_t rows_stored; // of the whole rows, those that exist in Hugging Face: the vocabulary without its padding
+    const char *rows_option, *cols_option, *exists_option; // for messages: options that decide on these; NULL: none
     bool is_vector;
+    bool is_embedding; // a lookup table: its backward adds to single rows
+    bool trained;      // by the optimizer
     mt_init init;
     double init_std;
     bool weight_decay;
     int64_t bucket, offset; // where it lies: element offset in the bucket
+    bool continues;         // the parameter before it in the bucket, without a gap: both are one operand
+    size_t field;           // private: where the model's code finds it
     int shard_dim;          // dimension that the tensor group, or the experts', shards (0 rows, 1 columns), -1: none
     mt_gradient gradient;
     bool counted; // by this rank in the global norm and in checkpoints: one copy of every element is
@@ -1303,6 +1374,9 @@ typedef struct mt_partition {
  * a tied output layer on another rank than the embedding; final norm and output layer; what is not trained. The word
  * embedding is alone in its bucket so that its two copies lie alike in their shards. */
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition);
+
+/* Rows that lie here of a parameter, without the vocabulary's padding. */
+int64_t mt_param_rows_stored(const mt_param *param);
 
 /* ==== §9 layer; §10 model ==========================================================================================
  */
@@ -1371,16 +1445,12 @@ void mt_context_destroy(mt_context *context);
 /* Makes a micro-batch, of which this rank computes its mt_batch_context_shard, the one that the next calls work on. */
 void mt_context_load(mt_context *context, const mt_batch *whole, mt_stream *stream);
 
-/* attention_forward over the whole sequences of the loaded micro-batch, for the T query rows of this rank, whose keys
- * and values, too, are all that it gives. out_stride is H Dv. Without an a2a group lse[T, H] is that of
- * attention_forward; with one it is in the order of mt_context_attention_backward, for which it is. A window needs
- * all_gather or a2a. */
-void mt_context_attention_forward(mt_context *context, void *out, float *lse, const void *q, const void *k,
-                                  const void *v, const mt_attention *shape, mt_stream *stream);
+/* attention_forward over the whole sequences of the loaded micro-batch. q, k and v are the T rows of this rank;
+ * out_stride is H Dv; `spans` and the index arrays are not read. lse[T, H] is that of attention_forward without an a2a
+ * group; with one its order is private to mt_context_attention_backward. A window needs all_gather or a2a. */
+void mt_context_attention_forward(mt_context *context, const mt_attention *a, mt_stream *stream);
 /* attention_backward: dq, dk, dv of this rank's rows, summed over all ranks whose queries saw them. */
-void mt_context_attention_backward(mt_context *context, void *dq, void *dk, void *dv, float *row_dot, const void *dout,
-                                   const void *q, const void *k, const void *v, const void *out, const float *lse,
-                                   const mt_attention *shape, mt_stream *stream);
+void mt_context_attention_backward(mt_context *context, const mt_attention *a, mt_stream *stream);
 
 typedef struct mt_model mt_model;
 
@@ -1405,16 +1475,21 @@ void mt_model_print_plan(const mt_model *model, FILE *file);
 void mt_model_init(mt_model *model);
 
 /* The tables, for checkpoints and tests. Buckets whose parameters are still to be gathered after an optimizer step are
- * gathered first, so every rank of the data group asks for them; what the model's stream is given then comes after the
- * copies of a save, as it may change them. */
+ * gathered first, so every rank of the data group asks for them; the caller may change them, so the model's stream
+ * follows a reader (mt_model_set_reader). */
 const mt_param *mt_model_params(const mt_model *model, int64_t *count);
 mt_bucket *mt_model_buckets(mt_model *model, int64_t *count);
 const mt_options *mt_model_options(const mt_model *model);
+const mt_model_plan *mt_model_get_plan(const mt_model *model);
 const mt_ops *mt_model_ops(const mt_model *model);
 mt_stream *mt_model_stream(const mt_model *model);
 mt_dtype mt_model_dtype(const mt_model *model);
 const mt_grid *mt_model_grid(const mt_model *model);
 int64_t mt_model_bytes(const mt_model *model); // of memory that its plan takes on the device
+
+/* Sets a stream whose work enqueued so far still reads parameters or optimizer state, such as the copies of a save: the
+ * next change of them follows it (stream_follow). NULL: nothing reads any more. */
+void mt_model_set_reader(mt_model *model, mt_stream *reader);
 
 /* Forward over a batch, through the loss; adds to the step's loss sums. `training` turns dropout on. With context
  * parallelism the batch is the whole one, and results are those of this rank's mt_batch_context_shard of it, which must
@@ -1575,6 +1650,9 @@ typedef enum mt_param_state {
  * gradients' place. */
 const void *mt_bucket_gather_state(mt_model *model, int64_t bucket, mt_param_state state);
 
+/* A bucket as it is now, for its layout: shard, group, strategy. Unlike mt_model_buckets it gathers nothing. */
+const mt_bucket *mt_bucket_get(const mt_model *model, int64_t bucket);
+
 /* The elements of one kind that this rank has: [first, first + count) of the bucket, at `data` (NULL: it keeps none).
  */
 typedef struct mt_part {
@@ -1585,7 +1663,7 @@ typedef struct mt_part {
 mt_part mt_bucket_part(const mt_model *model, int64_t bucket, mt_param_state state);
 
 /* Sets elements [at, at + n) of the bucket, or those of them that the part has, from host memory of the part's type;
- * NULL: to zero. Enqueued on the model's stream. */
+ * NULL: to zero. Enqueued on the model's stream; all that was gathered before is void. */
 void mt_part_write(mt_model *model, const mt_part *part, int64_t at, const void *from, int64_t n);
 
 /* ==== §13 optimizer and §16 the training step ======================================================================
@@ -1642,132 +1720,31 @@ typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_er
  * layer. With options->bad_step_policy "stop" it is an error of
  * this call or, where metrics are not read, of one of the next two or of mt_train_finish; with "skip" a warning of
  * these, and an error only where more than options->max_bad_steps_in_a_row follow one another; with "rewind" one of
- * these calls of mt_train_step loads the last checkpoint of options->save (or else options->load), sets `state` back
- * and returns MT_REWOUND. A step that is bad again after it was rewound for is skipped, and so are those before it.
+ * these calls of mt_train_step returns MT_REWIND: the device is idle, and the caller sets parameters, optimizer and
+ * `state` back to a checkpoint and calls mt_train_rewound (mt_checkpoint_rewind of data/checkpoint.h does both). Until
+ * then every call returns MT_REWIND. A step that is bad again after it was rewound for is skipped, and so are those
+ * before it.
  *
  * With options->rerun_mode "validate_results" the host waits for every step, and one that is bad is done again from the
  * same parameters: another result on some rank is a transient fault, which is named, and what counts is the second
  * result; the same result on all ranks is repeatable. */
-enum { MT_REWOUND = 1 };
+enum { MT_REWIND = 1 };
 int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error);
 
 /* Waits for the steps that were enqueued, and checks them: before what they made is saved, evaluated or timed. */
 int mt_train_finish(mt_model *model, mt_error *error);
 
-/* Whether, of the steps checked so far, one was bad that the next mt_train_step goes back for ("rewind"): until then
- * there is nothing that is worth saving or evaluating. The same on every rank. */
-bool mt_train_goes_back(const mt_model *model);
+/* The iteration of the first bad step that the next mt_train_step returns MT_REWIND for; 0: none. While it is not 0
+ * there is nothing worth saving or evaluating. The same on every rank. */
+int64_t mt_train_bad_iteration(const mt_model *model);
+
+/* After MT_REWIND, once parameters, optimizer and state were set back. */
+void mt_train_rewound(mt_model *model);
 
 /* Mean loss of `micro_batches` micro-batches a rank without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error);
-
-/* ==== §14 checkpoints and Hugging Face =============================================================================
- */
-
-/* A tensor of a safetensors file: where it is and what it looks like. */
-typedef struct mt_tensor_info {
-    const char *name;
-    const char *file; // path of the file that holds it
-    mt_dtype dtype;
-    int64_t num_dims; // 0 for a scalar
-    int64_t shape[8];
-    const void *data; // in the mapped file; need not be aligned
-    int64_t bytes;
-} mt_tensor_info;
-
-/* One safetensors file, or a folder of them with an index, mapped read-only. The header is validated whole: length,
- * JSON, dtypes, shapes, offsets that tile the data without holes or overlaps. It must not shrink while it is open. */
-typedef struct mt_safetensors mt_safetensors;
-int mt_safetensors_open(mt_safetensors **file, const char *path, mt_error *error);
-/* Validates an image in memory that the caller keeps; for tests and fuzzing. */
-int mt_safetensors_open_memory(mt_safetensors **file, const void *data, int64_t bytes, const char *name,
-                               mt_error *error);
-/* Opens DIR/model.safetensors, or every file of DIR/model.safetensors.index.json; `stem` is "model" or "optimizer". */
-int mt_safetensors_open_folder(mt_safetensors **file, const char *folder, const char *stem, mt_error *error);
-void mt_safetensors_close(mt_safetensors *file);
-int64_t mt_safetensors_count(const mt_safetensors *file);
-const mt_tensor_info *mt_safetensors_get(const mt_safetensors *file, int64_t index);
-/* NULL when there is no such tensor. */
-const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char *name);
-
-/* Writes the model's weights (stem "model") or its optimizer state ("optimizer": fp32 master weights of bf16 ones,
- * exp_avg and exp_avg_sq, as master.NAME, exp_avg.NAME, exp_avg_sq.NAME) into a folder: whole tensors under Hugging
- * Face names, in files of at most max_shard_bytes unless one tensor is larger, and their index. The folder must exist
- * and hold no such files. */
-int mt_safetensors_save_folder(mt_model *model, const char *folder, const char *stem, int64_t max_shard_bytes,
-                               mt_error *error);
-
-/* Creates a folder and those above it. */
-int mt_folder_create(const char *folder, mt_error *error);
-
-/* Makes `folder` and checks that a checkpoint can be saved there: that it can be written, has the space, and is not a
- * Hugging Face folder of its own. Saving does this itself; a driver does it before training. */
-int mt_checkpoint_prepare(const mt_model *model, const char *folder, mt_error *error);
-
-/* Adds the caller's own files, such as the tokenizer's, to a checkpoint that is being written into `folder`. Rank 0
- * calls it in a thread of its own, while training goes on where a saver is asynchronous: it reads only what stays. */
-typedef int mt_checkpoint_extra(void *context, const char *folder, mt_error *error);
-
-/* Saves folder/iter_NNNNNNN: config.json, safetensors, optimizer state (unless options->no_save_optim), trainer.json,
- * and what `extra` adds when it is not NULL. Then makes it the latest: latest_checkpointed_iteration.txt names it, the
- * link `latest` leads to it, and links beside that make `folder` itself a Hugging Face folder. Nothing that was good
- * before is touched until the new one is whole and on disk. An error is: a full disk, a folder that cannot be written,
- * or one that is a Hugging Face folder of its own. Every rank calls it, writes what only it has into files that rank 0
- * made, and returns the same; so on several hosts the folder must be one that all of them see. */
-int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
-                       void *context, mt_error *error);
-
-/* Saves a run's checkpoints one after another, as mt_checkpoint_save does. With `async`, all is copied to host memory,
- * which is allocated here for this rank's share of the checkpoint, and threads write it while training goes on. On the
- * CPU saving returns when it is copied; on a GPU the copies, to pinned memory, go on beside what the model's stream is
- * given next, and only what changes weights or optimizer waits for them, on the device. Every rank calls all of these.
- */
-typedef struct mt_saver mt_saver;
-void mt_saver_open(mt_saver **saver, mt_model *model, const char *folder, mt_checkpoint_extra *extra, void *context,
-                   bool async);
-/* Begins a checkpoint; first waits for the one before. With `async` what its files meet is an error of the calls below.
- */
-int mt_saver_save(mt_saver *saver, const mt_run_state *state, mt_error *error);
-/* Between steps: takes its next step once every rank's thread is done. What went wrong since is an error of this call.
- * Nothing where nothing is under way, or where saver is NULL. */
-int mt_saver_poll(mt_saver *saver, mt_error *error);
-/* Waits until the checkpoint that is under way is in its place. */
-int mt_saver_finish(mt_saver *saver, mt_error *error);
-/* The iteration of the last checkpoint that took its place; -1: none yet. */
-int64_t mt_saver_in_place(const mt_saver *saver);
-void mt_saver_close(mt_saver *saver);
-
-/* Loads weights from a Hugging Face folder or from one that mt_checkpoint_save wrote (its latest). A model made for
- * training also gets its optimizer and `state` from it, and then continues bit for bit, unless options->finetune says
- * to begin at iteration 0, or trainer.json or the optimizer's files are not there; with options->no_load_optim `state`
- * continues with a fresh optimizer. Weights may be F32, BF16, F16 or F64. A missing tensor, one without a place in the
- * model, a wrong shape, and a run that was begun with another seed or sequence length are errors; values that are not
- * finite are reported on standard error. Every rank calls it, reads what it holds of each tensor, whatever layout saved
- * them, and returns the same. */
-int mt_checkpoint_load(mt_model *model, mt_run_state *state, const char *folder, mt_error *error);
-
-/* CRC-32C of some bytes (RFC 3720, appendix B.4). */
-uint32_t mt_crc32c(const void *data, int64_t bytes);
-
-/* Compares one checkpoint's folder, an iter_NNNNNNN, with its checksums.json: that every file is there, the sizes of
- * all, and the sums of those without tensors, or with `whole` of all. 0 too where there are no sums, in a Hugging Face
- * folder or one of an older version. */
-int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error);
-
-/* Whether a run that loads from its own --save, which goes on from an older checkpoint where the last is damaged. */
-bool mt_options_falls_back(const mt_options *options);
-
-/* Whether a folder holds a checkpoint, damaged or not. */
-bool mt_checkpoint_exists(const char *folder);
-
-/* mt_checkpoint_resolve for a folder of --save; where what it would name is damaged as far as mt_checkpoint_verify
- * sees without reading tensors, the one before. An error names what is wrong with the last. */
-char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error);
-
-/* The folder that holds config.json: `folder` itself, or its latest iter_NNNNNNN. Returns text to free. */
-char *mt_checkpoint_resolve(const char *folder, mt_error *error);
 
 /* ==== §15 generation ===============================================================================================
  */

@@ -9,22 +9,8 @@
 extern "C" {
 #endif
 
-/* The operands of attention_forward or attention_backward under the names of their prototypes; those that a direction
- * lacks are NULL. */
-typedef struct mt_attention_call {
-    void *out; // read by the backward
-    float *lse;
-    void *dq, *dk, *dv;
-    float *row_dot;
-    const void *dout, *q, *k, *v;
-    const mt_spans *spans;
-    const mt_attention *shape;
-    mt_dtype dtype;
-    mt_stream *stream;
-} mt_attention_call;
-
 /* Each returns whether the rung serves these operands on this GPU; where it does not, nothing was enqueued. */
-typedef bool mt_attention_direction(const mt_attention_call *call);
+typedef bool mt_attention_direction(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
 typedef struct mt_attention_rung {
     const char *name;
     mt_attention_direction *forward, *backward;

@@ -242,15 +242,14 @@ static mt_work mt_work_bytes(int64_t elements, int64_t bytes_each) {
 
 /* The pairs of a query and a key that it sees take over_d products of D channels (forward q k^T; backward that again,
  * dq and dk) and over_dv of Dv (forward p v; backward dout v^T and dv). */
-static mt_work mt_work_attention(const mt_spans *spans, const mt_attention *shape, int over_d, int over_dv) {
+static mt_work mt_work_attention(const mt_attention *a, int over_d, int over_dv) {
     int64_t pairs = 0;
-    for (int64_t s = 0; s < spans->count; s++)
-        for (int64_t i = 0, begin, end; i < spans->host[s].q_len; i++) {
-            mt_span_keys(&spans->host[s], shape->window, i, &begin, &end);
+    for (int64_t s = 0; s < a->spans.count; s++)
+        for (int64_t i = 0, begin, end; i < a->spans.host[s].q_len; i++) {
+            mt_span_keys(&a->spans.host[s], a->window, i, &begin, &end);
             pairs += end - begin;
         }
-    int64_t channels = over_d * shape->head_size + over_dv * shape->value_size;
-    return mt_work_product(pairs, shape->num_heads, channels);
+    return mt_work_product(pairs, a->num_heads, over_d * a->head_size + over_dv * a->value_size);
 }
 
 #define MT_TIMED(operation, work, ...)                                                                                 \
@@ -296,99 +295,68 @@ static void mt_timed_embedding_backward(float *dw, const void *dout, const int32
     MT_TIMED(embedding_backward, mt_work_bytes(T * C, mt_dtype_size(dtype)), dw, dout, ids, T, C, first, count, dtype);
 }
 
-static void mt_timed_rmsnorm_forward(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H,
-                                     int64_t C, int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype,
-                                     mt_stream *stream) {
-    MT_TIMED(rmsnorm_forward, mt_work_bytes(T * H * C, 2 * mt_dtype_size(dtype)), y, rstd, x, w, T, H, C, y_stride,
-             x_stride, eps, dtype);
+static void mt_timed_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(rmsnorm_forward, mt_work_bytes(a->T * a->H * a->C, 2 * mt_dtype_size(dtype)), a, dtype);
 }
 
-static void mt_timed_rmsnorm_backward(void *dx, float *dw, const void *dy, const void *dresidual, const void *x,
-                                      const void *w, const float *rstd, int64_t T, int64_t H, int64_t C,
-                                      int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype,
-                                      mt_stream *stream) {
-    MT_TIMED(rmsnorm_backward, mt_work_bytes(T * H * C, (dresidual ? 4 : 3) * mt_dtype_size(dtype)), dx, dw, dy,
-             dresidual, x, w, rstd, T, H, C, dx_stride, dy_stride, x_stride, dtype);
-}
-
-static void mt_timed_layernorm_forward(void *y, float *mean, float *rstd, const void *x, const void *w, const void *b,
-                                       int64_t T, int64_t C, float eps, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(layernorm_forward, mt_work_bytes(T * C, 2 * mt_dtype_size(dtype)), y, mean, rstd, x, w, b, T, C, eps,
+static void mt_timed_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(rmsnorm_backward, mt_work_bytes(a->T * a->H * a->C, (a->dresidual ? 4 : 3) * mt_dtype_size(dtype)), a,
              dtype);
 }
 
-static void mt_timed_layernorm_backward(void *dx, float *dw, float *db, const void *dy, const void *dresidual,
-                                        const void *x, const void *w, const float *mean, const float *rstd, int64_t T,
-                                        int64_t C, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(layernorm_backward, mt_work_bytes(T * C, (dresidual ? 4 : 3) * mt_dtype_size(dtype)), dx, dw, db, dy,
-             dresidual, x, w, mean, rstd, T, C, dtype);
+static void mt_timed_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(layernorm_forward, mt_work_bytes(a->T * a->C, 2 * mt_dtype_size(dtype)), a, dtype);
 }
 
-/* In place, the channels that are not turned stay where they are. */
-static void mt_timed_rope_forward(void *y, const void *x, const float *cos, const float *sin, const int32_t *positions,
-                                  int64_t T, int64_t H, int64_t D, int64_t R, int64_t y_stride, int64_t x_stride,
-                                  bool interleaved, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(rope_forward, mt_work_bytes(T * H * (y == x ? R : D), 2 * mt_dtype_size(dtype)), y, x, cos, sin, positions,
-             T, H, D, R, y_stride, x_stride, interleaved, dtype);
+static void mt_timed_layernorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(layernorm_backward, mt_work_bytes(a->T * a->C, (a->dresidual ? 4 : 3) * mt_dtype_size(dtype)), a, dtype);
 }
 
-static void mt_timed_rope_backward(void *dx, const void *dy, const float *cos, const float *sin,
-                                   const int32_t *positions, int64_t T, int64_t H, int64_t D, int64_t R,
-                                   int64_t dx_stride, int64_t dy_stride, bool interleaved, mt_dtype dtype,
-                                   mt_stream *stream) {
-    MT_TIMED(rope_backward, mt_work_bytes(T * H * (dx == dy ? R : D), 2 * mt_dtype_size(dtype)), dx, dy, cos, sin,
-             positions, T, H, D, R, dx_stride, dy_stride, interleaved, dtype);
+/* In place, the channels that do not rotate stay where they are. */
+static void mt_timed_rope_forward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(rope_forward, mt_work_bytes(a->T * a->H * (a->y == a->x ? a->rotation.R : a->D), 2 * mt_dtype_size(dtype)),
+             a, dtype);
 }
 
-static void mt_timed_latent_heads_forward(void *q, void *k, void *v, const void *kv, const void *k_rope,
-                                          const float *cos, const float *sin, const int32_t *positions, int64_t T,
-                                          int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved, mt_dtype dtype,
-                                          mt_stream *stream) {
-    int64_t elements = T * R + T * H * (2 * R + N + Dv + N + R + Dv); // k_rope, q, kv and what is made of them
-    MT_TIMED(latent_heads_forward, mt_work_bytes(elements, mt_dtype_size(dtype)), q, k, v, kv, k_rope, cos, sin,
-             positions, T, H, N, R, Dv, interleaved, dtype);
+static void mt_timed_rope_backward(const mt_rope_args *a, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(rope_backward,
+             mt_work_bytes(a->T * a->H * (a->y == a->x ? a->rotation.R : a->D), 2 * mt_dtype_size(dtype)), a, dtype);
 }
 
-static void mt_timed_latent_heads_backward(void *dq, void *dkv, void *dk_rope, const void *dk, const void *dv,
-                                           const float *cos, const float *sin, const int32_t *positions, int64_t T,
-                                           int64_t H, int64_t N, int64_t R, int64_t Dv, bool interleaved,
-                                           mt_dtype dtype, mt_stream *stream) {
-    int64_t elements = T * R + T * H * (2 * R + N + Dv + N + R + Dv);
-    MT_TIMED(latent_heads_backward, mt_work_bytes(elements, mt_dtype_size(dtype)), dq, dkv, dk_rope, dk, dv, cos, sin,
-             positions, T, H, N, R, Dv, interleaved, dtype);
+/* k_rope, q, kv and what is made of them. */
+static mt_work mt_work_latent_heads(const mt_latent_heads_args *a, mt_dtype dtype) {
+    int64_t R = a->rotation.R, elements = a->T * R + a->T * a->H * (2 * R + a->N + a->Dv + a->N + R + a->Dv);
+    return mt_work_bytes(elements, mt_dtype_size(dtype));
+}
+
+static void mt_timed_latent_heads_forward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(latent_heads_forward, mt_work_latent_heads(a, dtype), a, dtype);
+}
+
+static void mt_timed_latent_heads_backward(const mt_latent_heads_args *a, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(latent_heads_backward, mt_work_latent_heads(a, dtype), a, dtype);
 }
 
 /* In place, as above. */
-static void mt_timed_qk_forward(void *qk, float *q_rstd, float *k_rstd, const void *qkv, const void *q_w,
-                                const void *k_w, const float *cos, const float *sin, const int32_t *positions,
-                                int64_t T, int64_t H, int64_t G, int64_t D, int64_t R, int64_t qk_stride,
-                                int64_t qkv_stride, bool interleaved, float eps, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(qk_forward, mt_work_bytes(T * (H + G) * (qk == qkv ? R : D), 2 * mt_dtype_size(dtype)), qk, q_rstd, k_rstd,
-             qkv, q_w, k_w, cos, sin, positions, T, H, G, D, R, qk_stride, qkv_stride, interleaved, eps, dtype);
+static void mt_timed_qk_forward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(qk_forward,
+             mt_work_bytes(a->T * (a->H + a->G) * (a->qk == a->qkv ? a->rotation.R : a->D), 2 * mt_dtype_size(dtype)),
+             a, dtype);
 }
 
-static void mt_timed_qk_backward(void *dqkv, float *dq_w, float *dk_w, void *dqk, const void *qkv, const void *q_w,
-                                 const void *k_w, const float *q_rstd, const float *k_rstd, const float *cos,
-                                 const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t G, int64_t D,
-                                 int64_t R, int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride,
-                                 bool interleaved, mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(qk_backward, mt_work_bytes(T * (H + G) * (dqkv == dqk ? R : D), (q_w ? 3 : 2) * mt_dtype_size(dtype)),
-             dqkv, dq_w, dk_w, dqk, qkv, q_w, k_w, q_rstd, k_rstd, cos, sin, positions, T, H, G, D, R, dqkv_stride,
-             dqk_stride, qkv_stride, interleaved, dtype);
+static void mt_timed_qk_backward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(qk_backward,
+             mt_work_bytes(a->T * (a->H + a->G) * (a->dqkv == a->dqk ? a->rotation.R : a->D),
+                           (a->q_w ? 3 : 2) * mt_dtype_size(dtype)),
+             a, dtype);
 }
 
-static void mt_timed_attention_forward(void *out, float *lse, const void *q, const void *k, const void *v,
-                                       const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                       mt_stream *stream) {
-    MT_TIMED(attention_forward, mt_work_attention(spans, shape, 1, 1), out, lse, q, k, v, spans, shape, dtype);
+static void mt_timed_attention_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(attention_forward, mt_work_attention(a, 1, 1), a, dtype);
 }
 
-static void mt_timed_attention_backward(void *dq, void *dk, void *dv, float *row_dot, const void *dout, const void *q,
-                                        const void *k, const void *v, const void *out, const float *lse,
-                                        const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                        mt_stream *stream) {
-    MT_TIMED(attention_backward, mt_work_attention(spans, shape, 3, 2), dq, dk, dv, row_dot, dout, q, k, v, out, lse,
-             spans, shape, dtype);
+static void mt_timed_attention_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(attention_backward, mt_work_attention(a, 3, 2), a, dtype);
 }
 
 /* Reads the part, reads and writes the sum. */
@@ -647,12 +615,8 @@ static void mt_timed_mailbox_trade(mt_mailbox *mailbox, const void *in, int64_t 
              first, stride, dtype, to, from);
 }
 
-static void mt_timed_residual_norm_forward(void *y, float *mean, float *rstd, void *sum, const void *x,
-                                           const void *residual, const int64_t *token_index, const void *w,
-                                           const void *b, int64_t T, int64_t C, const mt_dropout *dropout, float eps,
-                                           mt_dtype dtype, mt_stream *stream) {
-    MT_TIMED(residual_norm_forward, mt_work_bytes(T * C, 4 * mt_dtype_size(dtype)), y, mean, rstd, sum, x, residual,
-             token_index, w, b, T, C, dropout, eps, dtype);
+static void mt_timed_residual_norm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
+    MT_TIMED(residual_norm_forward, mt_work_bytes(a->T * a->C, 4 * mt_dtype_size(dtype)), a, dtype);
 }
 
 static void mt_timed_router_logits(float *logits, const void *x, const void *w, int64_t T, int64_t E, int64_t C,

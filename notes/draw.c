@@ -1,11 +1,10 @@
-/* draw.c: draws the pictures of the notes, from the program's own data structures.
+/* draw.c: draws the pictures of the notes from the program's own data structures.
  *
  *   usage: draw FOLDER        (make pictures: draw notes)
  *
- * Run in the root of the project, because it reads data/configs. Each picture asks the functions that training calls:
- * a mask is what attention lets through, a bucket is what the parameter table says, a schedule is the list that the
- * training step would run. So a picture cannot be wrong without the program being wrong.
- */
+ * Run it in the root of the project, because it reads data/configs. Each picture calls the functions that training
+ * calls: a mask is computed by attention, a bucket by the parameter table, a schedule is the list that the training
+ * step runs. A picture is therefore wrong only if the program is wrong. */
 #include "../data/dataset.h"
 #include "../data/options.h"
 #include "../megatron.h"
@@ -19,30 +18,30 @@
 
 /* ---- SVG --------------------------------------------------------------------------------------------------------- */
 
-/* Every picture is an opaque light sheet, so that it reads the same on a light and on a dark page. */
+/* Every picture has an opaque light background, so that it looks the same on a light and on a dark page. */
 #define SHEET "#fdfdfb"
 #define INK   "#24292f"
 #define FAINT "#8a9199"
 #define GRID  "#d8dcd6"
 
-/* Fills that differ in lightness too, for readers and printers without colours. */
+/* Fills that also differ in lightness, for readers and printers without colours. */
 static const char *const fills[] = {"#9cc3e6", "#f4b183", "#a9d18e", "#f2d675", "#c9b3de", "#e59a9a", "#9fd6cf"};
 enum { BLUE, ORANGE, GREEN, YELLOW, PURPLE, RED, TEAL, NUM_FILLS };
 
-/* An SVG file on its way. Lengths are in pixels. */
+/* An SVG file being written. Lengths are in pixels. */
 typedef struct picture {
     FILE *file;
     char path[1024], temporary[1100];
 } picture;
 
-/* Where a text is held: by its start, its middle or its end. */
+/* Anchor of a text: its start, middle or end. */
 typedef enum anchor { START, MIDDLE, END } anchor;
 
 static void check(int status, const mt_error *error) {
     if (status != 0) mt_die("%s", error->text);
 }
 
-/* `name` is also the picture's title, which screen readers read. */
+/* `name` is also the title of the picture, for screen readers. */
 static picture picture_open(const char *folder, const char *name, const char *title, int width, int height) {
     picture p;
     snprintf(p.path, sizeof p.path, "%s/%s.svg", folder, name);
@@ -73,7 +72,7 @@ static void box(picture *p, double x, double y, double width, double height, con
             fill);
 }
 
-/* A box with an outline, drawn inside its edges. */
+/* A box with an outline inside its edges. */
 static void frame(picture *p, double x, double y, double width, double height, const char *fill) {
     fprintf(p->file,
             "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\" stroke=\"%s\" "
@@ -87,7 +86,7 @@ static void line(picture *p, double x1, double y1, double x2, double y2, const c
             x2, y2, stroke, width);
 }
 
-/* A bracket above [x1, x2], open downwards. */
+/* A bracket above [x1, x2], open at the bottom. */
 static void bracket(picture *p, double x1, double x2, double y) {
     fprintf(p->file, "<path d=\"M%.1f %.1fv-5H%.1fv5\" fill=\"none\" stroke=\"%s\"/>\n", x1 + 1, y, x2 - 1, INK);
 }
@@ -121,7 +120,7 @@ static void text(picture *p, double x, double y, anchor anchor, const char *form
     text_in(p, INK, x, y, anchor, words);
 }
 
-/* A count with its thousands apart: 15,730,944. Returns `buffer`. */
+/* Formats a count with thousands separators: 15,730,944. Returns `buffer`. */
 static const char *grouped(int64_t value, char buffer[32]) {
     char digits[24];
     int count = snprintf(digits, sizeof digits, "%lld", (long long)value), used = 0;
@@ -133,7 +132,7 @@ static const char *grouped(int64_t value, char buffer[32]) {
     return buffer;
 }
 
-/* The options of a training run on made-up tokens, as the command line would give them. */
+/* The options of a training run on mock data, as the command line would set them. */
 static void parse_options(mt_options *options, const char *const *words, int count) {
     static const char *const common[] = {"train", "--mock-data", "--seq-length", "64", "--micro-batch-size", "4"};
     enum { COMMON = sizeof common / sizeof *common };
@@ -145,16 +144,16 @@ static void parse_options(mt_options *options, const char *const *words, int cou
     check(mt_options_finish(options, MT_PROGRAM_TRAIN, 1, &error), &error);
 }
 
-/* A model's shape from data/configs. */
+/* Loads a model shape from data/configs. */
 static void open_shape(mt_options *options, const char *config) {
     const char *const words[] = {"--hf-config", config, "--global-batch-size", "4", "--train-iters", "1",
                                  "--lr",        "1e-3"};
     parse_options(options, words, sizeof words / sizeof *words);
 }
 
-/* ---- 1: who sees whom -------------------------------------------------------------------------------------------- */
+/* ---- 1: attention masks ------------------------------------------------------------------------------------------ */
 
-/* A stream of letters as a dataset; a full stop ends a document. */
+/* A string of letters as a dataset; a full stop ends a document. */
 #define LETTERS "we.eat.the.sun.up"
 
 static int letters_get(const mt_dataset *dataset, int64_t index, int32_t *tokens, mt_error *error) {
@@ -163,7 +162,7 @@ static int letters_get(const mt_dataset *dataset, int64_t index, int32_t *tokens
     return 0;
 }
 
-/* The loader's batch of all 16 letters. */
+/* The batch of all 16 letters, made by the loader. */
 static void letters_batch(mt_batch *batch, int64_t seq_length, bool reset_attention_mask) {
     mt_dataset dataset = {.num_samples = 16 / seq_length, .seq_length = seq_length, .get = letters_get};
     mt_data_config config = {.seq_length = seq_length, .vocab_size = 128, .eod_id = '.'};
@@ -176,26 +175,27 @@ static void letters_batch(mt_batch *batch, int64_t seq_length, bool reset_attent
     mt_loader_close(loader);
 }
 
-/* seen[rows, keys]: which keys attention lets each query see. Queries and keys are all zero, so a query weighs the keys
- * that it sees alike, and values are the rows of the identity, so the output is the weights themselves. */
+/* Computes seen[rows, keys]: the keys that each query attends to. Queries and keys are zero, so a query weights all
+ * visible keys equally. Values are the identity matrix, so the output is the matrix of weights. */
 static void attention_sees(bool *seen, const mt_span *spans, int64_t num_spans, int64_t rows, int64_t keys,
                            int64_t window) {
     enum { HEAD_SIZE = 8 };
     float *zeros = mt_calloc((rows + keys) * HEAD_SIZE * 4), *identity = mt_calloc(keys * keys * 4);
     float *out = mt_calloc(rows * keys * 4), *lse = mt_calloc(rows * 4);
     for (int64_t i = 0; i < keys; i++) identity[i * keys + i] = 1;
-    mt_spans list = {.host = spans, .device = spans, .count = num_spans};
-    mt_attention shape = {.num_heads = 1, .num_groups = 1, .head_size = HEAD_SIZE, .value_size = keys, .scale = 1};
-    shape.q_stride = shape.k_stride = HEAD_SIZE;
-    shape.v_stride = shape.out_stride = keys;
-    shape.window = window;
-    mt_cpu_ops.attention_forward(out, lse, zeros, zeros, identity, &list, &shape, MT_F32, NULL);
+    mt_attention call = {.num_heads = 1, .num_groups = 1, .head_size = HEAD_SIZE, .value_size = keys, .scale = 1};
+    call.q = call.k = zeros, call.v = identity, call.out = out, call.lse = lse;
+    call.q_stride = call.k_stride = HEAD_SIZE;
+    call.v_stride = call.out_stride = keys;
+    call.spans = (mt_spans){.host = spans, .device = spans, .count = num_spans};
+    call.window = window;
+    mt_cpu_ops.attention_forward(&call, MT_F32, NULL);
     for (int64_t i = 0; i < rows * keys; i++) seen[i] = out[i] > 0;
     free(zeros), free(identity), free(out), free(lse);
 }
 
-/* A mask as a grid, query rows downwards and key rows rightwards, in its span's colour; a stretch of keys is one box.
- */
+/* Draws a mask as a grid in the colour of each span: query rows downwards, keys to the right. Consecutive keys form one
+ * box. */
 static void draw_mask(picture *p, double x, double y, double cell, const mt_span *spans, int64_t num_spans,
                       int64_t rows, int64_t keys, int64_t window) {
     bool *seen = mt_calloc(rows * keys);
@@ -216,7 +216,7 @@ static void draw_mask(picture *p, double x, double y, double cell, const mt_span
     free(seen);
 }
 
-/* A batch of letters: its mask between the letters, and its spans below. */
+/* Draws a batch of letters: its mask, and its spans below. */
 static void draw_batch(picture *p, double x, double y, const char *title, const mt_batch *batch, int64_t window) {
     const double cell = 15;
     text(p, x, y - 24, START, "%s", title);
@@ -234,7 +234,7 @@ static void draw_batch(picture *p, double x, double y, const char *title, const 
     }
 }
 
-/* Decoding: two sequences go on by one token each, between them a third reads its prompt of four. */
+/* Draws decoding: two sequences continue by one token each; a third, between them, reads its prompt of four tokens. */
 static void draw_decoding(picture *p, double x, double y) {
     const double cell = 15;
     static const mt_span spans[] = {{0, 1, 0, 6, true}, {1, 4, 8, 4, true}, {5, 1, 16, 8, true}};
@@ -271,7 +271,7 @@ static void draw_masks(const char *folder) {
 
 /* ---- 2: a layer's bucket ----------------------------------------------------------------------------------------- */
 
-/* The table of a model, with the elements that each bucket holds. */
+/* The parameter table of a model and the number of elements of each bucket. */
 typedef struct table {
     mt_param *rows;
     int64_t count, num_buckets;
@@ -299,7 +299,7 @@ static const mt_param *table_find(const table *t, mt_role role) {
     return NULL;
 }
 
-/* A tensor's name without the model, the layer and the kind: "self_attn.q_proj". */
+/* The part of a tensor's name between the layer and the kind: "self_attn.q_proj". */
 static const char *short_name(const mt_param *param, char *name, size_t size) {
     const char *start = strstr(param->hf_name, "layers.0.");
     snprintf(name, size, "%s", start ? start + 9 : param->hf_name);
@@ -309,7 +309,7 @@ static const char *short_name(const mt_param *param, char *name, size_t size) {
     return dot ? dot + 1 : name;
 }
 
-/* The rows of bucket 1 from element `first` to `last`, to scale in [x, x + width]. */
+/* Draws the rows of bucket 1 from element `first` to `last`, to scale in [x, x + width]. */
 static void draw_stretch(picture *p, const table *t, int64_t first, int64_t last, double x, double y, double width) {
     double scale = width / (double)(last - first);
     int colour = 0;
@@ -331,7 +331,7 @@ static void draw_stretch(picture *p, const table *t, int64_t first, int64_t last
     }
 }
 
-/* A bracket over neighbours that one matrix product reads as one matrix. */
+/* A bracket over adjacent parameters that one matrix product reads as one matrix. */
 static void draw_fused(picture *p, const table *t, mt_role first, mt_role last, double x, double y, double scale) {
     const mt_param *a = table_find(t, first), *b = table_find(t, last);
     int64_t end = b->offset + b->rows * b->cols;
@@ -341,7 +341,7 @@ static void draw_fused(picture *p, const table *t, mt_role first, mt_role last, 
          (long long)a->cols);
 }
 
-/* Bytes that one parameter takes, one box an array of the bucket. */
+/* Draws the bytes of one parameter: one box per array of the bucket. */
 static void draw_bytes(picture *p, double x, double y, const char *title, const char *const *names, const int *bytes,
                        int count) {
     const double per_byte = 21;
@@ -354,7 +354,7 @@ static void draw_bytes(picture *p, double x, double y, const char *title, const 
     text(p, x, y - 7, START, "%s: %d bytes a parameter", title, total);
 }
 
-/* All buckets of the model side by side, to scale. */
+/* Draws all buckets of the model side by side, to scale. */
 static void draw_buckets(picture *p, const table *t, double x, double y, double width) {
     int64_t total = 0, before = 0;
     for (int64_t b = 0; b < t->num_buckets; b++) total += t->sizes[b];
@@ -368,7 +368,7 @@ static void draw_buckets(picture *p, const table *t, double x, double y, double 
     text(p, x + width, y - 7, END, "%lld: final norm", (long long)t->num_buckets - 1);
 }
 
-/* The same stretch of memory in two rows, the second enlarged. */
+/* Draws the same memory in two rows, the second enlarged. */
 static void draw_lens(picture *p, double x1, double x2, double y1, double left, double right, double y2) {
     line(p, x1, y1, left, y2, FAINT, 0.6);
     line(p, x2, y1, right, y2, FAINT, 0.6);
@@ -411,15 +411,15 @@ static void draw_bucket(const char *folder) {
 
 /* ---- 3: the data flow of a layer --------------------------------------------------------------------------------- */
 
-/* A tensor of a layer's forward, what makes it, and what makes its gradient. */
+/* A tensor of a layer's forward, the operation that writes it, and the operation that writes its gradient. */
 typedef struct flow {
     const char *forward, *tensor;
-    int64_t width; // elements a token
+    int64_t width; // elements per token
     bool saved;
     const char *backward;
 } flow;
 
-/* The rows of a layer of a model with RMSNorm, q/k norm and SwiGLU; widths are those of the table's matrices. */
+/* The tensors of a layer with RMSNorm, q/k norm and SwiGLU. Widths are those of the matrices in the parameter table. */
 static int layer_flow(flow *flows, const table *t) {
     int64_t C = table_find(t, MT_O)->rows, q = table_find(t, MT_Q)->rows, k = table_find(t, MT_K)->rows;
     int64_t v = table_find(t, MT_V)->rows, gate = table_find(t, MT_GATE)->rows, up = table_find(t, MT_UP)->rows;
@@ -441,7 +441,7 @@ static int layer_flow(flow *flows, const table *t) {
     return (int)(sizeof rows / sizeof *rows);
 }
 
-/* The residual stream passes by the operations: from one row's bar to another's, left of all. */
+/* The residual stream bypasses the operations: a line at the left edge from one row's bar to another's. */
 static void draw_residual(picture *p, double x, double side, double y1, double y2) {
     fprintf(p->file,
             "<path d=\"M%.1f %.1fH%.1fV%.1fH%.1fm-5 -3l5 3l-5 3\" fill=\"none\" stroke=\"%s\" "
@@ -487,7 +487,7 @@ static void draw_layer(const char *folder) {
 
 /* ---- 4: bytes and samples ---------------------------------------------------------------------------------------- */
 
-/* A pair of dataset files that exists for as long as it is drawn. */
+/* A temporary pair of dataset files. */
 typedef struct small_data {
     char prefix[1024];
     mt_indexed_dataset *indexed;
@@ -506,7 +506,7 @@ static uint8_t *read_whole(const char *path, int64_t *size) {
     return bytes;
 }
 
-/* Writes documents that lie one after another in `tokens`, one sequence each, then opens them as training does. */
+/* Writes the documents, which are consecutive in `tokens`, one sequence each; then opens them as training does. */
 static void small_data_open(small_data *data, const char *folder, const int32_t *tokens, const int32_t *lengths,
                             int count) {
     mt_indexed_writer *writer;
@@ -522,7 +522,7 @@ static void small_data_open(small_data *data, const char *folder, const int32_t 
     snprintf(path, sizeof path, "%s.idx", data->prefix);
     data->idx = read_whole(path, &data->idx_size);
     int status = mt_indexed_dataset_open(&data->indexed, data->prefix, &error);
-    unlink(path); // what is open stays readable
+    unlink(path); // an open file stays readable
     snprintf(path, sizeof path, "%s.bin", data->prefix);
     data->bin = read_whole(path, &data->bin_size);
     unlink(path);
@@ -535,7 +535,7 @@ static void small_data_close(small_data *data) {
     free(data->bin);
 }
 
-/* A stretch of bytes with a meaning. */
+/* A byte range and its meaning. */
 typedef struct field {
     int64_t size;
     const char *name;
@@ -553,7 +553,7 @@ static void list_items(field *f, const uint8_t *items, int64_t count, int64_t it
     }
 }
 
-/* The fields of an .idx file, in their order; returns their number. */
+/* The fields of an .idx file in order; returns their number. */
 static int index_fields(field *fields, const mt_indexed_index *index) {
     int64_t n = index->num_sequences;
     field header[] = {{9, "magic", "MMIDIDX\\0\\0"},
@@ -574,7 +574,8 @@ static int index_fields(field *fields, const mt_indexed_index *index) {
     return (int)(sizeof header / sizeof *header);
 }
 
-/* Bytes in rows of 16, each in the colour of its field, and beside them what the fields say. Returns the height. */
+/* Draws bytes in rows of 16, each in the colour of its field, with the fields' values beside them. Returns the
+ * height. */
 static double draw_hex(picture *p, double x, double y, const uint8_t *bytes, const field *fields, int count) {
     const double cell = 25, height = 19;
     int64_t at = 0;
@@ -625,7 +626,7 @@ static void draw_index(const char *folder) {
 enum { DOCUMENTS = 6, SEQ_LENGTH = 8, MAX_SAMPLES = 16 };
 static const int32_t document_lengths[DOCUMENTS] = {9, 5, 12, 4, 7, 8};
 
-/* The documents' tokens say where they stand: 32 times the document plus the place in it. */
+/* A token encodes its position: 32 times the document plus the position in it. */
 static int64_t numbered_documents(int32_t *tokens) {
     int64_t count = 0;
     for (int d = 0; d < DOCUMENTS; d++)
@@ -633,7 +634,7 @@ static int64_t numbered_documents(int32_t *tokens) {
     return count;
 }
 
-/* Cells of tokens, each with its place in its document, in the document's colour. */
+/* Draws a cell per token, in the colour of its document, with its position in the document. */
 static void draw_tokens(picture *p, double x, double y, double cell, const int32_t *tokens, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         box(p, x + cell * (double)i, y, cell - 1, 20, fills[tokens[i] / 32 % NUM_FILLS]);
@@ -641,9 +642,9 @@ static void draw_tokens(picture *p, double x, double y, double cell, const int32
     }
 }
 
-/* Puts the samples of one epoch in the order of the stream: each begins with the last token of the one before. */
+/* Sorts the samples of one epoch into stream order: each begins with the last token of the preceding one. */
 static void stream_order(int *order, int32_t samples[][SEQ_LENGTH + 1], int count) {
-    for (int i = 0; i < count; i++) { // the first: no other sample ends with its first token
+    for (int i = 0; i < count; i++) { // finds the first: no other sample ends with its first token
         bool follows = false;
         for (int j = 0; j < count; j++) follows |= samples[j][SEQ_LENGTH] == samples[i][0];
         if (!follows) order[0] = i;
@@ -700,7 +701,8 @@ static void draw_samples(const char *folder) {
 
 /* ---- 5: schedules ------------------------------------------------------------------------------------------------ */
 
-/* One schedule against time, with its bubble. `unit` is the pixels of a stage's forward; its backward takes two. */
+/* Draws one schedule over time, with its bubble. `unit` is the width of a stage's forward in pixels; a backward is
+ * twice as wide. */
 static void draw_timeline(picture *p, double x, double y, double unit, const mt_schedule *schedule, const char *name) {
     const double part = 1 / (double)schedule->vp;
     const mt_action_costs costs = {part, part, part, 0};
@@ -731,7 +733,7 @@ static void draw_schedule(const char *folder) {
 
 enum { ITERATIONS = 100 };
 
-/* A run of 100 iterations that warms up for 10. */
+/* A run of 100 iterations with a warm-up of 10. */
 static void open_rates(mt_options *options, const char *style) {
     // clang-format off
     const char *const words[] = {
@@ -782,9 +784,9 @@ static void draw_rates(const char *folder) {
     picture_close(&p);
 }
 
-/* ---- 6: where the operations go ---------------------------------------------------------------------------------- */
+/* ---- 6: floating-point operations of a step ---------------------------------------------------------------------- */
 
-/* A bar of a step's floating-point operations: forward, and twice that in the backward. */
+/* A bar of a step's floating-point operations: the forward, and twice as many in the backward. */
 static void draw_flops(picture *p, double y, double scale, const char *name, double flops, double total) {
     const double x = 250;
     for (int part = 0; part < 3; part++)
@@ -796,7 +798,7 @@ static void draw_flops(picture *p, double y, double scale, const char *name, dou
     text(p, x + scale * flops + 8, y + 14, START, "%.1f GFLOP, %.1f%%", flops * 1e-9, 100 * flops / total);
 }
 
-/* 6 operations a weight and a token: multiply and add, in the forward and for each of two gradients. */
+/* 6 operations per weight and token: a multiplication and an addition, in the forward and for each of two gradients. */
 static double matrix_flops(const table *t, mt_role first, mt_role last, int64_t tokens, int64_t layers) {
     double elements = 0;
     for (int role = (int)first; role <= (int)last; role++) {
@@ -850,7 +852,7 @@ static void draw_pipelines(const char *folder) {
     picture_close(&p);
 }
 
-/* The idle share of the work by micro-batches: what the lists take when they run. */
+/* The bubble fraction over the number of micro-batches, obtained by simulating the lists. */
 static void draw_bubbles(const char *folder) {
     enum { PP = 8, MOST = 64 };
     static const mt_schedule kinds[] = {{MT_SCHEDULE_1F1B, PP, 1, 0, 0},
@@ -887,13 +889,13 @@ static void draw_bubbles(const char *folder) {
     picture_close(&p);
 }
 
-/* ---- 9: what a data-parallel rank keeps, and when it talks ---------------------------------------------------------
- */
+/* ---- 9: data parallelism: memory of a rank and its communication ------------------------------------------------- */
 
 enum { SHARING_RANKS = 4, SHARING_RANK = 1, NUM_STRATEGIES = 4 };
 static const char *const strategies[NUM_STRATEGIES] = {"no_shard", "optim", "optim_grads", "optim_grads_params"};
 
-/* A small model on one rank of four; nobody answers the others' calls, so none is made but to draw it. */
+/* A small model on one rank of four. The other ranks do not exist: collectives are recorded for the drawing, not
+ * executed. */
 typedef struct sharer {
     mt_options options;
     mt_grid grid;
@@ -931,7 +933,7 @@ static void sharer_close(sharer *s) {
     mt_options_free(&s->options);
 }
 
-/* One array of a bucket: what of it the rank always has is filled. Returns the bytes. */
+/* Draws one array of a bucket; the part that the rank keeps permanently is filled. Returns the bytes of that part. */
 static int64_t draw_array(picture *p, double x, double y, double width, const mt_bucket *b, bool whole, int64_t size,
                           const char *fill) {
     double scale = width / (double)b->count;
@@ -960,19 +962,19 @@ static void draw_strategy(picture *p, double y, const char *strategy) {
     sharer_close(&s);
 }
 
-/* A stretch of time on a stream, for a bucket. */
+/* A piece of work for a bucket on a stream. */
 typedef struct stretch {
     int stream;
     double begin, end;
     int64_t bucket;
 } stretch;
 
-/* What a backend would do, and when: matrix products and collectives take a time by their size and do nothing else. */
+/* A simulated backend: matrix products and collectives advance the time by their size and do nothing else. */
 enum { MAX_STRETCHES = 512, COMPUTE = 0, NUM_LANES = 3 };
 static struct {
     stretch stretches[MAX_STRETCHES];
     int count, streams;
-    double now[NUM_LANES]; // when a stream is through with what it has
+    double now[NUM_LANES]; // when each stream has finished its work
     const mt_bucket *buckets;
     int64_t num_buckets;
 } recorder;
@@ -981,7 +983,7 @@ static int lane_of(mt_stream *stream) {
     return (int)((double *)(void *)stream - recorder.now);
 }
 
-/* Whose values lie at `values`. */
+/* The bucket that holds the address `values`. */
 static int64_t bucket_at(const void *values) {
     for (int64_t i = 0; i < recorder.num_buckets; i++) {
         const mt_bucket *b = &recorder.buckets[i];
@@ -1051,7 +1053,7 @@ static void recorded_destroy(mt_stream *stream) {
     recorder.streams--;
 }
 
-/* A forward and a backward: a row a stream, a box a piece of work, one colour a bucket. */
+/* Draws a forward and a backward: one row per stream, one box per piece of work, one colour per bucket. */
 static void draw_talk(picture *p, double y, bool overlaps, double scale) {
     static const char *const lanes[2][NUM_LANES] = {{"one stream"}, {"compute", "gradients", "parameters"}};
     mt_ops ops = mt_cpu_ops;
@@ -1093,12 +1095,12 @@ static void draw_sharing(const char *folder) {
     picture_close(&p);
 }
 
-/* ---- 8: a sequence over several ranks ---------------------------------------------------------------------------- */
+/* ---- 8: context parallelism -------------------------------------------------------------------------------------- */
 
 enum { RING = 4, RING_TOKENS = 32, RING_CHUNK = RING_TOKENS / (2 * RING) };
 
-/* step[q, k]: in which step of the ring the owner of query q meets key k, plus one; 0: never. Also the pairs that each
- * rank computes in each step. */
+/* step[q, k]: the step of the ring in which the owner of query q meets key k, plus one; 0: never. Also counts the pairs
+ * that each rank computes in each step. */
 static void ring_steps(int step[RING_TOKENS][RING_TOKENS], int64_t pairs[RING][RING]) {
     const mt_span sequence = {0, RING_TOKENS, 0, RING_TOKENS, true};
     mt_batch whole, local[RING];
@@ -1132,7 +1134,7 @@ static void ring_steps(int step[RING_TOKENS][RING_TOKENS], int64_t pairs[RING][R
     mt_batch_free(&whole);
 }
 
-/* Rows in [first, first + count) of a causal sequence see so many keys in all. */
+/* The number of keys that rows [first, first + count) of a causal sequence attend to in total. */
 static int64_t causal_pairs(int64_t first, int64_t count) {
     return (first + 1 + first + count) * count / 2;
 }
@@ -1143,7 +1145,7 @@ static void draw_ring_mask(picture *p, double x, double y, double cell, int step
     for (int q = 0; q < RING_TOKENS; q++)
         for (int k = 0, end; k < RING_TOKENS; k = end) {
             for (end = k + 1; end < RING_TOKENS && step[q][end] == step[q][k];) end++;
-            MT_CHECK((step[q][k] > 0) == (k <= q)); // the pairs are those of the causal mask
+            MT_CHECK((step[q][k] > 0) == (k <= q)); // the pairs are exactly those of the causal mask
             if (step[q][k] > 0) box(p, x + cell * k, y + cell * q, cell * (end - k), cell, fills[step[q][k] - 1]);
         }
     for (int c = 0; c <= 2 * RING; c++) {
@@ -1196,8 +1198,8 @@ static void draw_context(const char *folder) {
 
 /* ---- 10: the grid of ranks --------------------------------------------------------------------------------------- */
 
-/* The same 16 ranks once for every kind of group: ranks of one colour work together. Across: tp, then dp; down: cp,
- * then pp. */
+/* Draws the same 16 ranks once for every kind of group: ranks of one colour form a group. To the right: tp, then dp;
+ * downwards: cp, then pp. */
 static void draw_groups(picture *p, double x, double y, const mt_grid_shape *shape, mt_group_kind kind) {
     enum { RANKS = 16, NUMBER_OF_COLOURS = NUM_FILLS + 1 };
     const double cell = 36;
@@ -1247,17 +1249,18 @@ static void draw_grid(const char *folder) {
 
 enum { TENSOR_RANKS = 2, TENSOR_TOKENS = 16, MAX_ACTS = 64 };
 
-/* Takes this rank's inputs, gives all outputs, of which the other ranks have the rest of the sum. */
+/* A collective that takes this rank's input and returns the full output, without the parts of the sum that the other
+ * ranks would add. */
 static const char partial[] = "row-parallel linear";
 
-/* An operation of the layer's forward: what it gives on this rank, [rows, columns]. */
+/* An operation of the layer's forward: its result on this rank, [rows, columns]. */
 typedef struct act {
     const char *name;
     int64_t rows, columns;
-    double sent; // elements, of a collective
+    double sent; // elements, for a collective
 } act;
 
-/* What a layer's forward calls, and what its backward sends. */
+/* The operations of a layer's forward, and the elements that its backward sends. */
 static struct {
     act acts[MAX_ACTS];
     int count, norms, sums, norms_back;
@@ -1266,7 +1269,7 @@ static struct {
     int calls_back;
 } acts;
 
-/* From the layer's first norm to its second sum with the residual stream. */
+/* Records from the first norm of the layer to its second addition to the residual stream. */
 static void note(const char *name, int64_t rows, int64_t columns, double sent) {
     if (acts.norms == 0 || acts.sums == 2) return;
     MT_CHECK(acts.count < MAX_ACTS);
@@ -1275,7 +1278,7 @@ static void note(const char *name, int64_t rows, int64_t columns, double sent) {
 
 static void noted_collective(const char *name, int64_t count, double sent) {
     note(name, count / acts.hidden, acts.hidden, sent);
-    if (acts.norms_back < 1 || acts.norms_back > 2) return; // between the final norm's backward and the input norm's
+    if (acts.norms_back < 1 || acts.norms_back > 2) return; // only between the final and input norms
     acts.sent_back += sent;
     acts.calls_back++;
 }
@@ -1300,19 +1303,15 @@ static void noted_scatter(void *out, const void *in, int64_t count, mt_dtype dty
     noted_collective("reduce_scatter", count, (double)((group->size - 1) * count));
 }
 
-static void noted_norm(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H, int64_t C,
-                       int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype, mt_stream *stream) {
+static void noted_norm(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     acts.norms++;
-    note("rmsnorm", T, C, 0);
-    mt_cpu_ops.rmsnorm_forward(y, rstd, x, w, T, H, C, y_stride, x_stride, eps, dtype, stream);
+    note("rmsnorm", a->T, a->C, 0);
+    mt_cpu_ops.rmsnorm_forward(a, dtype, stream);
 }
 
-static void noted_norm_back(void *dx, float *dw, const void *dy, const void *dresidual, const void *x, const void *w,
-                            const float *rstd, int64_t T, int64_t H, int64_t C, int64_t dx_stride, int64_t dy_stride,
-                            int64_t x_stride, mt_dtype dtype, mt_stream *stream) {
+static void noted_norm_back(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
     acts.norms_back++;
-    mt_cpu_ops.rmsnorm_backward(dx, dw, dy, dresidual, x, w, rstd, T, H, C, dx_stride, dy_stride, x_stride, dtype,
-                                stream);
+    mt_cpu_ops.rmsnorm_backward(a, dtype, stream);
 }
 
 static void noted_linear(void *y, const void *x, const void *w, const void *bias, int64_t T, int64_t N, int64_t K,
@@ -1321,10 +1320,9 @@ static void noted_linear(void *y, const void *x, const void *w, const void *bias
     mt_cpu_ops.linear_forward(y, x, w, bias, T, N, K, dtype, stream);
 }
 
-static void noted_attention(void *out, float *lse, const void *q, const void *k, const void *v, const mt_spans *spans,
-                            const mt_attention *shape, mt_dtype dtype, mt_stream *stream) {
-    note("attention", TENSOR_TOKENS, shape->num_heads * shape->value_size, 0);
-    mt_cpu_ops.attention_forward(out, lse, q, k, v, spans, shape, dtype, stream);
+static void noted_attention(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    note("attention", TENSOR_TOKENS, a->num_heads * a->value_size, 0);
+    mt_cpu_ops.attention_forward(a, dtype, stream);
 }
 
 static void noted_swiglu(void *y, const void *gate_up, int64_t T, int64_t F, mt_dtype dtype, mt_stream *stream) {
@@ -1339,8 +1337,7 @@ static void noted_sum(void *out, const void *x, const void *residual, const int6
     mt_cpu_ops.dropout_add_forward(out, x, residual, token_index, T, C, first_channel, dropout, dtype, stream);
 }
 
-/* A forward and a backward of one layer on the first of two ranks; the other does not answer, and nobody needs it to.
- */
+/* Runs the forward and backward of one layer on the first of two ranks. The second does not exist and is not needed. */
 static void note_layer(bool sequence_parallel) {
     const char *const words[] = {"--num-layers",
                                  "1",
@@ -1392,8 +1389,8 @@ static void note_layer(bool sequence_parallel) {
     mt_options_free(&options);
 }
 
-/* The noted layer downwards: the region between entering and leaving it is shaded, and an operation's result is drawn
- * as the share of [T, channels] that this rank has. */
+/* Draws the recorded layer from top to bottom. The region between entering and leaving tensor parallelism is shaded.
+ * The result of an operation is drawn as this rank's share of [T, channels]. */
 static void draw_region(picture *p, double x, double y, const char *title) {
     const double step = 36, width = 420, scale = 0.5, height = 24;
     const char *fill;
@@ -1443,11 +1440,11 @@ static void draw_tensor(const char *folder) {
     picture_close(&p);
 }
 
-/* ---- 15: four ways to choose experts ----------------------------------------------------------------------------- */
+/* ---- 14: routing ------------------------------------------------------------------------------------------------- */
 
 enum { ROUTED = 32, EXPERTS = 8, CHOICES = 2, BIAS_STEPS = 200 };
 
-/* Logits of which the first two experts' are higher for every token. */
+/* Logits that are higher for the first two experts, for every token. */
 static void routed_logits(float logits[ROUTED * EXPERTS]) {
     for (int i = 0; i < ROUTED * EXPERTS; i++) {
         uint32_t words[4];
@@ -1456,8 +1453,8 @@ static void routed_logits(float logits[ROUTED * EXPERTS]) {
     }
 }
 
-/* A token a row, an expert a column; choices that are not kept are outlined. The loads of those that are stand below.
- */
+/* Draws one token per row and one expert per column. Dropped choices are outlined. The loads of the kept choices are
+ * below. */
 static void draw_routing(picture *p, double x, const char *title, const int32_t *experts, const int32_t *kept) {
     const double y = 76, cell = 9, width = 22;
     float loads[EXPERTS] = {0};
@@ -1504,7 +1501,7 @@ static void draw_routers(const char *folder) {
     picture_close(&p);
 }
 
-/* ---- 16: two grids over the same ranks --------------------------------------------------------------------------- */
+/* ---- 15: two grids over the same ranks --------------------------------------------------------------------------- */
 
 static void draw_folding(const char *folder) {
     static const mt_group_kind kinds[] = {MT_GROUP_TENSOR,      MT_GROUP_CONTEXT, MT_GROUP_DATA_CONTEXT,

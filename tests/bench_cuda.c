@@ -55,64 +55,79 @@ static double size(const bench *b) {
 
 static double rmsnorm_forward(bench *b, const int64_t *n) { // T, H, C
     int64_t width = n[1] * n[2];
-    void *y = elements(b, n[0] * width), *x = elements(b, n[0] * width), *w = elements(b, n[2]);
-    float *rstd = floats(b, n[0] * n[1]);
-    ENQUEUE(rmsnorm_forward, y, rstd, x, w, n[0], n[1], n[2], width, width, 1e-5f, b->dtype);
+    mt_norm_args a = {.T = n[0], .H = n[1], .C = n[2], .x_stride = width, .y_stride = width, .eps = 1e-5f};
+    a.y = elements(b, n[0] * width), a.x = elements(b, n[0] * width), a.w = elements(b, n[2]);
+    a.rstd = floats(b, n[0] * n[1]);
+    ENQUEUE(rmsnorm_forward, &a, b->dtype);
     return 2 * size(b) * (double)(n[0] * width);
 }
 
 static double rmsnorm_backward(bench *b, const int64_t *n) { // and the residual's gradient, for H = 1
     int64_t width = n[1] * n[2];
-    void *dx = elements(b, n[0] * width), *dy = elements(b, n[0] * width), *x = elements(b, n[0] * width);
-    void *w = elements(b, n[2]);
-    float *dw = floats(b, n[2]), *rstd = floats(b, n[0] * n[1]);
-    ENQUEUE(rmsnorm_backward, dx, dw, dy, n[1] == 1 ? dx : NULL, x, w, rstd, n[0], n[1], n[2], width, width, width,
-            b->dtype);
+    mt_norm_args a = {.T = n[0], .H = n[1], .C = n[2], .dx_stride = width, .dy_stride = width, .x_stride = width};
+    a.dx = elements(b, n[0] * width), a.dy = elements(b, n[0] * width), a.x = elements(b, n[0] * width);
+    a.dresidual = n[1] == 1 ? a.dx : NULL, a.w = elements(b, n[2]);
+    a.dw = floats(b, n[2]), a.rstd = floats(b, n[0] * n[1]);
+    ENQUEUE(rmsnorm_backward, &a, b->dtype);
     return (n[1] == 1 ? 4 : 3) * size(b) * (double)(n[0] * width);
 }
 
 static double layernorm_forward(bench *b, const int64_t *n) { // T, C
-    void *y = elements(b, n[0] * n[1]), *x = elements(b, n[0] * n[1]), *w = elements(b, n[1]),
-         *bias = elements(b, n[1]);
-    float *mean = floats(b, n[0]), *rstd = floats(b, n[0]);
-    ENQUEUE(layernorm_forward, y, mean, rstd, x, w, bias, n[0], n[1], 1e-5f, b->dtype);
+    mt_norm_args a = {.T = n[0], .H = 1, .C = n[1], .eps = 1e-5f};
+    a.y = elements(b, n[0] * n[1]), a.x = elements(b, n[0] * n[1]), a.w = elements(b, n[1]), a.b = elements(b, n[1]);
+    a.mean = floats(b, n[0]), a.rstd = floats(b, n[0]);
+    ENQUEUE(layernorm_forward, &a, b->dtype);
     return 2 * size(b) * (double)(n[0] * n[1]);
 }
 
 static double layernorm_backward(bench *b, const int64_t *n) {
-    void *dx = elements(b, n[0] * n[1]), *dy = elements(b, n[0] * n[1]), *x = elements(b, n[0] * n[1]);
-    void *w = elements(b, n[1]);
-    float *dw = floats(b, n[1]), *db = floats(b, n[1]), *mean = floats(b, n[0]), *rstd = floats(b, n[0]);
-    ENQUEUE(layernorm_backward, dx, dw, db, dy, dx, x, w, mean, rstd, n[0], n[1], b->dtype);
+    mt_norm_args a = {.T = n[0], .H = 1, .C = n[1]};
+    void *dx = elements(b, n[0] * n[1]);
+    a.dx = dx, a.dresidual = dx, a.dy = elements(b, n[0] * n[1]), a.x = elements(b, n[0] * n[1]);
+    a.w = elements(b, n[1]);
+    a.dw = floats(b, n[1]), a.db = floats(b, n[1]), a.mean = floats(b, n[0]), a.rstd = floats(b, n[0]);
+    ENQUEUE(layernorm_backward, &a, b->dtype);
     return 4 * size(b) * (double)(n[0] * n[1]);
 }
 
+/* D channels, all of which rotate. */
+static mt_rotation rotation(bench *b, int64_t D) {
+    mt_rotation rotation = {.positions = b->positions, .R = D};
+    rotation.cos = floats(b, 1024 * D / 2), rotation.sin = floats(b, 1024 * D / 2);
+    return rotation;
+}
+
 static double rope_forward(bench *b, const int64_t *n) { // T, H, D, the fused product's width; in place
-    void *x = elements(b, n[0] * n[3]);
-    float *cos = floats(b, 1024 * n[2] / 2), *sin = floats(b, 1024 * n[2] / 2);
-    ENQUEUE(rope_forward, x, x, cos, sin, b->positions, n[0], n[1], n[2], n[2], n[3], n[3], false, b->dtype);
+    mt_rope_args a = {.T = n[0], .H = n[1], .D = n[2], .x_stride = n[3], .y_stride = n[3]};
+    a.x = a.y = elements(b, n[0] * n[3]), a.rotation = rotation(b, n[2]);
+    ENQUEUE(rope_forward, &a, b->dtype);
     return 2 * size(b) * (double)(n[0] * n[1] * n[2]);
 }
 
-static double qk_forward(bench *b, const int64_t *n) { // T, H, G, norm; D = 128
-    int64_t D = 128, width = (n[1] + 2 * n[2]) * D, qk_width = (n[1] + n[2]) * D;
-    void *qkv = elements(b, n[0] * width), *qk = n[3] ? elements(b, n[0] * qk_width) : qkv, *w = elements(b, D);
-    float *cos = floats(b, 1024 * D / 2), *sin = floats(b, 1024 * D / 2), *rstd = floats(b, n[0] * (n[1] + n[2]));
-    ENQUEUE(qk_forward, qk, n[3] ? rstd : NULL, n[3] ? rstd + n[0] * n[1] : NULL, qkv, n[3] ? w : NULL, n[3] ? w : NULL,
-            cos, sin, b->positions, n[0], n[1], n[2], D, D, n[3] ? qk_width : width, width, false, 1e-5f, b->dtype);
-    return 2 * size(b) * (double)(n[0] * qk_width);
+/* The operands of both directions. */
+static mt_qk_args qk_of(bench *b, const int64_t *n) { // T, H, G, norm; D = 128
+    mt_qk_args a = {.T = n[0], .H = n[1], .G = n[2], .D = 128, .eps = 1e-5f};
+    a.qkv_stride = a.dqkv_stride = (a.H + 2 * a.G) * a.D;
+    a.qk_stride = a.dqk_stride = n[3] ? (a.H + a.G) * a.D : a.qkv_stride;
+    a.rotation = rotation(b, a.D);
+    if (n[3]) a.q_w = a.k_w = elements(b, a.D), a.q_rstd = floats(b, a.T * a.H), a.k_rstd = floats(b, a.T * a.G);
+    return a;
+}
+
+static double qk_forward(bench *b, const int64_t *n) {
+    mt_qk_args a = qk_of(b, n);
+    void *qkv = elements(b, a.T * a.qkv_stride);
+    a.qkv = qkv, a.qk = n[3] ? elements(b, a.T * a.qk_stride) : qkv;
+    ENQUEUE(qk_forward, &a, b->dtype);
+    return 2 * size(b) * (double)(a.T * (a.H + a.G) * a.D);
 }
 
 static double qk_backward(bench *b, const int64_t *n) {
-    int64_t D = 128, width = (n[1] + 2 * n[2]) * D, qk_width = (n[1] + n[2]) * D;
-    void *dqkv = elements(b, n[0] * width), *dqk = n[3] ? elements(b, n[0] * qk_width) : dqkv, *w = elements(b, D);
-    void *qkv = n[3] ? elements(b, n[0] * width) : NULL;
-    float *cos = floats(b, 1024 * D / 2), *sin = floats(b, 1024 * D / 2), *rstd = floats(b, n[0] * (n[1] + n[2]));
-    float *dw = floats(b, 2 * D);
-    ENQUEUE(qk_backward, dqkv, n[3] ? dw : NULL, n[3] ? dw + D : NULL, dqk, qkv, n[3] ? w : NULL, n[3] ? w : NULL,
-            n[3] ? rstd : NULL, n[3] ? rstd + n[0] * n[1] : NULL, cos, sin, b->positions, n[0], n[1], n[2], D, D, width,
-            n[3] ? qk_width : width, width, false, b->dtype);
-    return (n[3] ? 3 : 2) * size(b) * (double)(n[0] * qk_width);
+    mt_qk_args a = qk_of(b, n);
+    a.dqkv = elements(b, a.T * a.qkv_stride), a.dqk = n[3] ? elements(b, a.T * a.qk_stride) : a.dqkv;
+    if (n[3]) a.qkv = elements(b, a.T * a.qkv_stride), a.dq_w = floats(b, a.D), a.dk_w = floats(b, a.D);
+    ENQUEUE(qk_backward, &a, b->dtype);
+    return (n[3] ? 3 : 2) * size(b) * (double)(a.T * (a.H + a.G) * a.D);
 }
 
 static double gelu_forward(bench *b, const int64_t *n) { // elements, tanh
@@ -147,12 +162,12 @@ static double dropout_add(bench *b, const int64_t *n) { // T, C, p in percent
 }
 
 static double residual_norm(bench *b, const int64_t *n) { // T, C, p in percent, LayerNorm
-    mt_dropout dropout = {(double)n[2] / 100, 7};
-    void *y = elements(b, n[0] * n[1]), *sum = elements(b, n[0] * n[1]), *x = elements(b, n[0] * n[1]);
-    void *residual = elements(b, n[0] * n[1]), *w = elements(b, n[1]), *bias = elements(b, n[1]);
-    float *mean = floats(b, n[0]), *rstd = floats(b, n[0]);
-    ENQUEUE(residual_norm_forward, y, n[3] ? mean : NULL, rstd, sum, x, residual, b->names, w, n[3] ? bias : NULL, n[0],
-            n[1], &dropout, 1e-5f, b->dtype);
+    mt_norm_args a = {.T = n[0], .H = 1, .C = n[1], .eps = 1e-5f, .dropout = {(double)n[2] / 100, 7}};
+    a.y = elements(b, n[0] * n[1]), a.sum = elements(b, n[0] * n[1]), a.x = elements(b, n[0] * n[1]);
+    a.residual = elements(b, n[0] * n[1]), a.w = elements(b, n[1]), a.rstd = floats(b, n[0]);
+    if (n[3]) a.b = elements(b, n[1]), a.mean = floats(b, n[0]);
+    a.token_index = b->names;
+    ENQUEUE(residual_norm_forward, &a, b->dtype);
     return 4 * size(b) * (double)(n[0] * n[1]);
 }
 

@@ -37,13 +37,13 @@ static void *random_bf16(int64_t n) {
 }
 
 /* The median of some runs in milliseconds after a warm-up, or a negative number where the rung does not serve. */
-static float measure(bool (*direction)(const mt_attention_call *), const mt_attention_call *call, int rounds) {
+static float measure(mt_attention_direction *direction, const mt_attention *call, int rounds) {
     float times[ROUNDS];
-    if (!direction(call)) return -1;
+    if (!direction(call, MT_BF16, stream)) return -1;
     mt_event *start = mt_cuda_event_create(), *end = mt_cuda_event_create();
     for (int i = 0; i < rounds; i++) {
         mt_cuda_event_record(start, stream);
-        direction(call);
+        direction(call, MT_BF16, stream);
         mt_cuda_event_record(end, stream);
         times[i] = (float)(1e3 * mt_cuda_event_seconds(start, end));
         for (int j = i; j > 0 && times[j] < times[j - 1]; j--) {
@@ -62,27 +62,23 @@ static void bench(const bench_shape *s, const char *only) {
     for (int64_t i = 0; i < s->sequences; i++) host[i] = (mt_span){i * s->T, s->T, i * s->T, s->T, true};
     mt_span *device = ops->memory_alloc(s->sequences * (int64_t)sizeof *host);
     ops->memory_copy(device, host, s->sequences * (int64_t)sizeof *host, stream);
-    mt_spans spans = {.host = host, .device = device, .count = s->sequences};
-    mt_attention shape = {.num_heads = s->H,
-                          .num_groups = s->G,
-                          .head_size = s->D,
-                          .value_size = s->Dv,
-                          .q_stride = width,
-                          .k_stride = width,
-                          .v_stride = width,
-                          .out_stride = out_width,
-                          .scale = 0.088f};
     uint16_t *qkv = random_bf16(rows * width), *dqkv = ops->memory_alloc(rows * width * 2);
-    mt_attention_call forward = {.out = ops->memory_alloc(rows * out_width * 2),
-                                 .lse = ops->memory_alloc(rows * s->H * 4),
-                                 .q = qkv,
-                                 .k = qkv + k,
-                                 .v = qkv + v,
-                                 .spans = &spans,
-                                 .shape = &shape,
-                                 .dtype = MT_BF16,
-                                 .stream = stream};
-    mt_attention_call backward = forward;
+    mt_attention forward = {.num_heads = s->H,
+                            .num_groups = s->G,
+                            .head_size = s->D,
+                            .value_size = s->Dv,
+                            .q = qkv,
+                            .k = qkv + k,
+                            .v = qkv + v,
+                            .out = ops->memory_alloc(rows * out_width * 2),
+                            .lse = ops->memory_alloc(rows * s->H * 4),
+                            .q_stride = width,
+                            .k_stride = width,
+                            .v_stride = width,
+                            .out_stride = out_width,
+                            .spans = {.host = host, .device = device, .count = s->sequences},
+                            .scale = 0.088f};
+    mt_attention backward = forward;
     backward.dq = dqkv, backward.dk = dqkv + k, backward.dv = dqkv + v;
     backward.row_dot = ops->memory_alloc(rows * s->H * 4);
     backward.dout = random_bf16(rows * out_width);

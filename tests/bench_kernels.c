@@ -56,43 +56,56 @@ static void embedding_forward(void) {
 static void embedding_backward(void) {
     ops->embedding_backward(buffers[0], buffers[1], ids, T, C, 0, V, dtype, NULL);
 }
+/* The operands of the norms: a LayerNorm has a mean and biases too. */
+static mt_norm_args norm_of(bool layer) {
+    mt_norm_args a = {.T = T, .H = 1, .C = C, .x = buffers[1], .w = buffers[2], .eps = 1e-5f, .y = buffers[0]};
+    a.x_stride = a.y_stride = C, a.rstd = stats[1];
+    if (layer) a.b = buffers[3], a.mean = stats[0];
+    return a;
+}
+static mt_norm_args norm_backward_of(bool layer) {
+    mt_norm_args a = {.T = T, .H = 1, .C = C, .x = buffers[2], .w = buffers[3], .dy = buffers[1], .dx = buffers[0]};
+    a.x_stride = a.dy_stride = a.dx_stride = C, a.rstd = stats[1], a.dresidual = buffers[6], a.dw = buffers[4];
+    if (layer) a.db = buffers[5], a.mean = stats[0];
+    return a;
+}
 static void layernorm_forward(void) {
-    ops->layernorm_forward(buffers[0], stats[0], stats[1], buffers[1], buffers[2], buffers[3], T, C, 1e-5f, dtype,
-                           NULL);
+    mt_norm_args a = norm_of(true);
+    ops->layernorm_forward(&a, dtype, NULL);
 }
 static void layernorm_backward(void) {
-    ops->layernorm_backward(buffers[0], buffers[4], buffers[5], buffers[1], buffers[6], buffers[2], buffers[3],
-                            stats[0], stats[1], T, C, dtype, NULL);
+    mt_norm_args a = norm_backward_of(true);
+    ops->layernorm_backward(&a, dtype, NULL);
 }
 static void rmsnorm_forward(void) {
-    ops->rmsnorm_forward(buffers[0], stats[1], buffers[1], buffers[2], T, 1, C, C, C, 1e-5f, dtype, NULL);
+    mt_norm_args a = norm_of(false);
+    ops->rmsnorm_forward(&a, dtype, NULL);
 }
 static void rmsnorm_backward(void) {
-    ops->rmsnorm_backward(buffers[0], buffers[4], buffers[1], buffers[6], buffers[2], buffers[3], stats[1], T, 1, C, C,
-                          C, C, dtype, NULL);
+    mt_norm_args a = norm_backward_of(false);
+    ops->rmsnorm_backward(&a, dtype, NULL);
 }
 static void rope_forward(void) {
-    ops->rope_forward(buffers[0], buffers[0], stats[2], stats[3], positions, T, H, D, D, 3 * C, 3 * C, false, dtype,
-                      NULL);
+    mt_rope_args a = {.T = T, .H = H, .D = D, .x = buffers[0], .y = buffers[0], .x_stride = 3 * C, .y_stride = 3 * C};
+    a.rotation = (mt_rotation){.cos = stats[2], .sin = stats[3], .positions = positions, .R = D};
+    ops->rope_forward(&a, dtype, NULL);
 }
 
-static const mt_attention attention = {.num_heads = H,
-                                       .num_groups = H,
-                                       .head_size = D,
-                                       .value_size = D,
-                                       .q_stride = 3 * C,
-                                       .k_stride = 3 * C,
-                                       .v_stride = 3 * C,
-                                       .out_stride = C,
-                                       .scale = 0.125f,
-                                       .q_index = names,
-                                       .k_index = names};
+static mt_attention attention_of(mt_spans list) {
+    mt_attention a = {.num_heads = H, .num_groups = H, .head_size = D, .value_size = D, .spans = list};
+    a.q_stride = a.k_stride = a.v_stride = 3 * C, a.out_stride = C;
+    a.q = buffers[1], a.k = buffers[2], a.v = buffers[3], a.out = buffers[0], a.lse = stats[0];
+    a.dq = buffers[4], a.dk = buffers[5], a.dv = buffers[6], a.dout = buffers[7], a.row_dot = stats[1];
+    a.scale = 0.125f, a.q_index = a.k_index = names;
+    return a;
+}
 static void attention_forward(void) {
-    ops->attention_forward(buffers[0], stats[0], buffers[1], buffers[2], buffers[3], &spans, &attention, dtype, NULL);
+    mt_attention a = attention_of(spans);
+    ops->attention_forward(&a, dtype, NULL);
 }
 static void attention_backward(void) {
-    ops->attention_backward(buffers[4], buffers[5], buffers[6], stats[1], buffers[7], buffers[1], buffers[2],
-                            buffers[3], buffers[0], stats[0], &spans, &attention, dtype, NULL);
+    mt_attention a = attention_of(spans);
+    ops->attention_backward(&a, dtype, NULL);
 }
 static void gelu_forward(void) {
     ops->gelu_forward(buffers[0], buffers[1], T * F, true, dtype, NULL);
@@ -153,10 +166,9 @@ static void decode_token(void) { // the linear layers of one token, dim 768, hid
 }
 static void decode_attention(void) { // one query of every sequence against 1024 cached keys a layer
     mt_span span = {0, 1, 0, 1024, true};
-    mt_spans one = {&span, &span, 1};
-    mt_attention shape = attention;
-    shape.k_stride = shape.v_stride = C;
-    ops->attention_forward(buffers[0], stats[0], buffers[1], buffers[2], buffers[3], &one, &shape, dtype, NULL);
+    mt_attention one = attention_of((mt_spans){&span, &span, 1});
+    one.k_stride = one.v_stride = C;
+    ops->attention_forward(&one, dtype, NULL);
 }
 static void copy_memory(void) {
     ops->memory_copy(buffers[0], buffers[1], (int64_t)PARAMS * 4, NULL);

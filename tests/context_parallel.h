@@ -86,7 +86,7 @@ typedef struct operands {
     mt_dtype dtype;
     void *qkv, *dqkv, *out, *dout;
     float *lse, *row_dot;
-    mt_attention shape;
+    mt_attention call;
 } operands;
 
 static void *at(void *base, int64_t elements, mt_dtype dtype) {
@@ -117,20 +117,20 @@ static operands operands_new(const attention_case *c, const mt_batch *batch, con
             mt_cpu_ops.convert(at(o.dout, t * out + i, dtype), dtype, &value, MT_F32, 1, NULL);
         }
     }
-    o.shape = (mt_attention){.num_heads = c->H,
-                             .num_groups = c->G,
-                             .head_size = c->D,
-                             .value_size = c->Dv,
-                             .q_stride = o.width,
-                             .k_stride = o.width,
-                             .v_stride = o.width,
-                             .out_stride = out,
-                             .window = c->window,
-                             .scale = 2 / sqrtf((float)c->D),
-                             .dropout = {c->dropout, 0xfeed},
-                             .first_head = 5,
-                             .q_index = batch->token_index,
-                             .k_index = batch->token_index};
+    o.call = (mt_attention){.num_heads = c->H,
+                            .num_groups = c->G,
+                            .head_size = c->D,
+                            .value_size = c->Dv,
+                            .q_stride = o.width,
+                            .k_stride = o.width,
+                            .v_stride = o.width,
+                            .out_stride = out,
+                            .window = c->window,
+                            .scale = 2 / sqrtf((float)c->D),
+                            .dropout = {c->dropout, 0xfeed},
+                            .first_head = 5,
+                            .q_index = batch->token_index,
+                            .k_index = batch->token_index};
     return o;
 }
 
@@ -138,18 +138,25 @@ static void operands_free(operands *o) {
     free(o->qkv), free(o->dqkv), free(o->out), free(o->dout), free(o->lse), free(o->row_dot);
 }
 
+/* The call with q, k, v and their gradients as columns of qkv and dqkv. */
+static mt_attention call_on(const attention_case *c, const mt_attention *from, mt_dtype dtype, void *qkv, void *dqkv) {
+    int64_t k = c->H * c->D, v = k + c->G * c->D;
+    mt_attention call = *from;
+    call.q = qkv, call.k = at(qkv, k, dtype), call.v = at(qkv, v, dtype);
+    call.dq = dqkv, call.dk = at(dqkv, k, dtype), call.dv = at(dqkv, v, dtype);
+    return call;
+}
+
 /* The CPU operation on the whole sequences on one rank. */
 static operands run_reference(const attention_case *c, const mt_batch *batch, mt_dtype dtype) {
     int64_t rows[MAX_TOKENS];
     for (int64_t t = 0; t < batch->num_tokens; t++) rows[t] = t;
     operands o = operands_new(c, batch, rows, dtype);
-    mt_spans spans = {batch->spans, batch->spans, batch->num_spans};
-    int64_t k = c->H * c->D, v = k + c->G * c->D;
-    mt_cpu_ops.attention_forward(o.out, o.lse, o.qkv, at(o.qkv, k, dtype), at(o.qkv, v, dtype), &spans, &o.shape, dtype,
-                                 NULL);
-    mt_cpu_ops.attention_backward(o.dqkv, at(o.dqkv, k, dtype), at(o.dqkv, v, dtype), o.row_dot, o.dout, o.qkv,
-                                  at(o.qkv, k, dtype), at(o.qkv, v, dtype), o.out, o.lse, &spans, &o.shape, dtype,
-                                  NULL);
+    o.call.spans = (mt_spans){batch->spans, batch->spans, batch->num_spans};
+    mt_attention call = call_on(c, &o.call, dtype, o.qkv, o.dqkv);
+    call.out = o.out, call.lse = o.lse, call.dout = o.dout, call.row_dot = o.row_dot;
+    mt_cpu_ops.attention_forward(&call, dtype, NULL);
+    mt_cpu_ops.attention_backward(&call, dtype, NULL);
     return o;
 }
 
@@ -217,15 +224,14 @@ static void download(void *data, void *memory, int64_t bytes) {
 static void run_context(mt_context *context, const attention_case *c, const operands *o) {
     mt_dtype dtype = o->dtype;
     int64_t T = o->rows, size = mt_dtype_size(dtype), wide = T * o->width * size, out_bytes = T * c->H * c->Dv * size;
-    int64_t k = c->H * c->D, v = k + c->G * c->D;
-    mt_attention shape = o->shape;
-    void *index = upload(shape.q_index, T * 8), *qkv = upload(o->qkv, wide), *dqkv = upload(o->dqkv, wide);
+    void *index = upload(o->call.q_index, T * 8), *qkv = upload(o->qkv, wide), *dqkv = upload(o->dqkv, wide);
     void *out = upload(o->out, out_bytes), *dout = upload(o->dout, out_bytes);
     float *lse = upload(o->lse, T * c->H * 4), *row_dot = upload(o->row_dot, T * c->H * 4);
-    shape.q_index = shape.k_index = index;
-    mt_context_attention_forward(context, out, lse, qkv, at(qkv, k, dtype), at(qkv, v, dtype), &shape, ops_stream);
-    mt_context_attention_backward(context, dqkv, at(dqkv, k, dtype), at(dqkv, v, dtype), row_dot, dout, qkv,
-                                  at(qkv, k, dtype), at(qkv, v, dtype), out, lse, &shape, ops_stream);
+    mt_attention call = call_on(c, &o->call, dtype, qkv, dqkv);
+    call.out = out, call.lse = lse, call.dout = dout, call.row_dot = row_dot;
+    call.q_index = call.k_index = index;
+    mt_context_attention_forward(context, &call, ops_stream);
+    mt_context_attention_backward(context, &call, ops_stream);
     download(o->out, out, out_bytes), download(o->dqkv, dqkv, wide);
     download(NULL, qkv, 0), download(NULL, dout, 0), download(NULL, index, 0);
     download(NULL, lse, 0), download(NULL, row_dot, 0);

@@ -1,5 +1,6 @@
 /* test_bad_steps_mpi.c: bad steps on four ranks. Injects faults into the results of operations, and compares runs that
  * skip, rewind or rerun the step bit for bit with a run without the fault. */
+#include "../data/checkpoint.h"
 #include "../data/options.h"
 
 #include <math.h>
@@ -55,6 +56,7 @@ static void faulty_adamw_step(void *param, float *master, float *m, float *v, co
 typedef struct trainee {
     mt_options options;
     mt_model *model;
+    mt_saver *saver;
     mt_batch batch;
     mt_run_state state;
 } trainee;
@@ -119,9 +121,13 @@ static void trainee_close(trainee *t) {
     mt_grid_clear(&grid);
 }
 
+/* One step as in train.c; returns MT_REWIND after a rewind. */
 static int step(trainee *t, mt_metrics *metrics, mt_error *error) {
     tiny_source from = {t->state.consumed_train_samples + grid.data.rank, grid.data.size};
-    return mt_train_step(t->model, &t->state, BATCH / grid.data.size, tiny_batch, &from, &t->batch, metrics, error);
+    int status =
+        mt_train_step(t->model, &t->state, BATCH / grid.data.size, tiny_batch, &from, &t->batch, metrics, error);
+    if (status == MT_REWIND && mt_checkpoint_rewind(t->model, &t->state, t->saver, error) != 0) return -1;
+    return status;
 }
 
 /* The bits of this rank's weights, master weights and moments; free them. */
@@ -377,25 +383,24 @@ static void rewinding_waits_for_an_unfinished_save(void **state) {
         for (int first = 0; first < 2; first++) { // the save is the first one, or replaces an older one
             trainee t;
             mt_error error;
-            mt_saver *saver;
             mt_metrics metrics = {0};
             char folder[64], words[160], text[4096];
             int64_t bytes, plain_bytes;
             make_folder(folder);
             snprintf(words, sizeof words, "--bad-step-policy rewind --keep-checkpoints 1 --save %s", folder);
             trainee_open(&t, layouts[k], words);
-            mt_saver_open(&saver, t.model, folder, NULL, NULL, true);
+            mt_saver_open(&t.saver, t.model, folder, NULL, NULL, true);
             for (int i = 0; i < 4; i++) {
                 if (step(&t, NULL, &error) != 0 || mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
                 if (i != 3 && (first || i != 1)) continue;
-                if (mt_saver_save(saver, &t.state, &error) != 0) fail_msg("%s", error.text);
+                if (mt_saver_save(t.saver, &t.state, &error) != 0) fail_msg("%s", error.text);
             }
             capture_start();
             char *got = train(&t, 6, k % 2, NAN, false, &metrics, &bytes);
             capture_end(text);
             assert_printed(text, "went back to iteration 4");
-            assert_int_equal(mt_saver_in_place(saver), 4);
-            mt_saver_close(saver);
+            assert_int_equal(mt_saver_in_place(t.saver), 4);
+            mt_saver_close(t.saver);
             trainee_close(&t);
             assert_same(layouts[k], got, bytes, train_without(layouts[k], 0, &plain_bytes), bytes, true);
             remove_folder(folder);
@@ -458,17 +463,17 @@ static void a_bad_step_found_late_is_reported_before_a_save(void **state) {
     trainee_open(&t, layouts[3], words);
     for (int i = 0; i < 3; i++) assert_int_equal(step(&t, NULL, &error), 0);
     assert_int_equal(mt_train_finish(t.model, &error), 0);
-    assert_false(mt_train_goes_back(t.model));
+    assert_int_equal(mt_train_bad_iteration(t.model), 0);
     if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
     capture_start();
     arm(true, NAN, 3, 1);
     assert_int_equal(step(&t, NULL, &error), 0); // its result is not yet read
     assert_int_equal(step(&t, NULL, &error), 0);
     assert_int_equal(mt_train_finish(t.model, &error), 0);
-    bool goes_back = mt_train_goes_back(t.model);
-    assert_int_equal(step(&t, NULL, &error), MT_REWOUND);
+    bool goes_back = mt_train_bad_iteration(t.model) == 4;
+    assert_int_equal(step(&t, NULL, &error), MT_REWIND);
     capture_end(text);
-    assert_true(goes_back && !mt_train_goes_back(t.model));
+    assert_true(goes_back && mt_train_bad_iteration(t.model) == 0);
     assert_printed(text, "went back to iteration 3");
     char *got = train(&t, 0, true, 0, false, &metrics, &bytes);
     trainee_close(&t);

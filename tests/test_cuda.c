@@ -163,46 +163,57 @@ static void embedding_backward(run *r, const int64_t *n) {
 }
 
 static void rmsnorm_forward(run *r, const int64_t *n) { // T, H, C, y's gap, x's gap, dresidual (0 none, 1, 2 in dx)
-    int64_t y_stride = n[1] * n[2] + n[3], x_stride = n[1] * n[2] + n[4];
-    void *y = output(r, n[0] * y_stride), *x = input(r, n[0] * x_stride), *w = input(r, n[2]);
-    float *rstd = float_output(r, n[0] * n[1]);
-    r->ops->rmsnorm_forward(y, rstd, x, w, n[0], n[1], n[2], y_stride, x_stride, 1e-5f, r->dtype, r->stream);
+    mt_norm_args a = {.T = n[0], .H = n[1], .C = n[2], .eps = 1e-5f};
+    a.y_stride = n[1] * n[2] + n[3], a.x_stride = n[1] * n[2] + n[4];
+    a.y = output(r, n[0] * a.y_stride), a.x = input(r, n[0] * a.x_stride), a.w = input(r, n[2]);
+    a.rstd = float_output(r, n[0] * n[1]);
+    r->ops->rmsnorm_forward(&a, r->dtype, r->stream);
 }
 
 static void rmsnorm_backward(run *r, const int64_t *n) {
-    int64_t stride = n[1] * n[2] + n[3], x_stride = n[1] * n[2] + n[4];
-    void *dx = n[5] == 2 ? changed(r, n[0] * stride) : output(r, n[0] * stride);
-    void *dresidual = n[5] == 2 ? dx : n[5] == 1 ? input(r, n[0] * stride) : NULL;
-    void *dy = input(r, n[0] * x_stride), *x = input(r, n[0] * x_stride), *w = input(r, n[2]);
-    float *dw = float_changed(r, n[2], NORMAL), *rstd = float_input(r, n[0] * n[1], POSITIVE);
-    r->ops->rmsnorm_backward(dx, dw, dy, dresidual, x, w, rstd, n[0], n[1], n[2], stride, x_stride, x_stride, r->dtype,
-                             r->stream);
+    mt_norm_args a = {.T = n[0], .H = n[1], .C = n[2]};
+    a.dx_stride = n[1] * n[2] + n[3], a.x_stride = a.dy_stride = n[1] * n[2] + n[4];
+    a.dx = n[5] == 2 ? changed(r, n[0] * a.dx_stride) : output(r, n[0] * a.dx_stride);
+    a.dresidual = n[5] == 2 ? a.dx : n[5] == 1 ? input(r, n[0] * a.dx_stride) : NULL;
+    a.dy = input(r, n[0] * a.x_stride), a.x = input(r, n[0] * a.x_stride), a.w = input(r, n[2]);
+    a.dw = float_changed(r, n[2], NORMAL), a.rstd = float_input(r, n[0] * n[1], POSITIVE);
+    r->ops->rmsnorm_backward(&a, r->dtype, r->stream);
 }
 
 static void layernorm_forward(run *r, const int64_t *n) {
     int64_t T = n[0] * n[1], C = n[2];
-    void *y = output(r, T * C), *x = input(r, T * C), *w = input(r, C), *b = input(r, C);
-    float *mean = float_output(r, T), *rstd = float_output(r, T);
-    r->ops->layernorm_forward(y, mean, rstd, x, w, b, T, C, 1e-5f, r->dtype, r->stream);
+    mt_norm_args a = {.T = T, .H = 1, .C = C, .eps = 1e-5f};
+    a.y = output(r, T * C), a.x = input(r, T * C), a.w = input(r, C), a.b = input(r, C);
+    a.mean = float_output(r, T), a.rstd = float_output(r, T);
+    r->ops->layernorm_forward(&a, r->dtype, r->stream);
 }
 
 static void layernorm_backward(run *r, const int64_t *n) {
     int64_t T = n[0] * n[1], C = n[2];
-    void *dx = n[5] == 2 ? changed(r, T * C) : output(r, T * C);
-    void *dresidual = n[5] == 2 ? dx : n[5] == 1 ? input(r, T * C) : NULL;
-    void *dy = input(r, T * C), *x = input(r, T * C), *w = input(r, C);
-    float *dw = float_changed(r, C, NORMAL), *db = float_changed(r, C, NORMAL);
-    float *mean = float_input(r, T, NORMAL), *rstd = float_input(r, T, POSITIVE);
-    r->ops->layernorm_backward(dx, dw, db, dy, dresidual, x, w, mean, rstd, T, C, r->dtype, r->stream);
+    mt_norm_args a = {.T = T, .H = 1, .C = C};
+    a.dx = n[5] == 2 ? changed(r, T * C) : output(r, T * C);
+    a.dresidual = n[5] == 2 ? a.dx : n[5] == 1 ? input(r, T * C) : NULL;
+    a.dy = input(r, T * C), a.x = input(r, T * C), a.w = input(r, C);
+    a.dw = float_changed(r, C, NORMAL), a.db = float_changed(r, C, NORMAL);
+    a.mean = float_input(r, T, NORMAL), a.rstd = float_input(r, T, POSITIVE);
+    r->ops->layernorm_backward(&a, r->dtype, r->stream);
 }
 
-static void rope(run *r, const int64_t *n, mt_rope_forward_fn *turn) { // T, H, D, R, y's gap, x's gap, interleaved
-    int64_t y_stride = n[1] * n[2] + n[4], x_stride = n[1] * n[2] + n[5];
-    void *x = n[5] < 0 ? NULL : input(r, n[0] * x_stride), *y = x ? output(r, n[0] * y_stride) : NULL;
-    if (!x) x = y = changed(r, n[0] * y_stride), x_stride = y_stride; // in place
-    float *cos = float_input(r, 50 * n[3] / 2, NORMAL), *sin = float_input(r, 50 * n[3] / 2, NORMAL);
-    int32_t *positions = integers(r, n[0], 0, 50, false);
-    turn(y, x, cos, sin, positions, n[0], n[1], n[2], n[3], y_stride, x_stride, n[6], r->dtype, r->stream);
+/* Angles of R channels, for 50 positions. */
+static mt_rotation rotation(run *r, int64_t T, int64_t R, bool interleaved) {
+    mt_rotation rotation = {.R = R, .interleaved = interleaved};
+    rotation.cos = float_input(r, 50 * R / 2 + 1, NORMAL), rotation.sin = float_input(r, 50 * R / 2 + 1, NORMAL);
+    rotation.positions = integers(r, T, 0, 50, false);
+    return rotation;
+}
+
+static void rope(run *r, const int64_t *n, mt_rope_forward_fn *rotate) { // T, H, D, R, y's gap, x's gap, interleaved
+    mt_rope_args a = {.T = n[0], .H = n[1], .D = n[2]};
+    a.y_stride = n[1] * n[2] + n[4], a.x_stride = n[1] * n[2] + n[5];
+    a.x = n[5] < 0 ? NULL : input(r, n[0] * a.x_stride), a.y = a.x ? output(r, n[0] * a.y_stride) : NULL;
+    if (!a.x) a.x = a.y = changed(r, n[0] * a.y_stride), a.x_stride = a.y_stride; // in place
+    a.rotation = rotation(r, n[0], n[3], n[6]);
+    rotate(&a, r->dtype, r->stream);
 }
 static void rope_forward(run *r, const int64_t *n) {
     rope(r, n, r->ops->rope_forward);
@@ -213,96 +224,92 @@ static void rope_backward(run *r, const int64_t *n) {
 
 static void latent_heads_forward(run *r, const int64_t *n) { // T, H, N, R, Dv, interleaved
     int64_t heads = n[0] * n[1], width = n[2] + n[3];
-    void *q = changed(r, heads * width), *k = output(r, heads * width), *v = output(r, heads * n[4]);
-    void *kv = input(r, heads * (n[2] + n[4])), *k_rope = input(r, n[0] * n[3]);
-    float *cos = float_input(r, 50 * n[3] / 2, NORMAL), *sin = float_input(r, 50 * n[3] / 2, NORMAL);
-    int32_t *positions = integers(r, n[0], 0, 50, false);
-    r->ops->latent_heads_forward(q, k, v, kv, k_rope, cos, sin, positions, n[0], n[1], n[2], n[3], n[4], n[5], r->dtype,
-                                 r->stream);
+    mt_latent_heads_args a = {.T = n[0], .H = n[1], .N = n[2], .Dv = n[4]};
+    a.q = changed(r, heads * width), a.k = output(r, heads * width), a.v = output(r, heads * n[4]);
+    a.kv = input(r, heads * (n[2] + n[4])), a.k_rope = input(r, n[0] * n[3]);
+    a.rotation = rotation(r, n[0], n[3], n[5]);
+    r->ops->latent_heads_forward(&a, r->dtype, r->stream);
 }
 
 static void latent_heads_backward(run *r, const int64_t *n) {
     int64_t heads = n[0] * n[1], width = n[2] + n[3];
-    void *dq = changed(r, heads * width), *dkv = output(r, heads * (n[2] + n[4])), *dk_rope = output(r, n[0] * n[3]);
-    void *dk = input(r, heads * width), *dv = input(r, heads * n[4]);
-    float *cos = float_input(r, 50 * n[3] / 2, NORMAL), *sin = float_input(r, 50 * n[3] / 2, NORMAL);
-    int32_t *positions = integers(r, n[0], 0, 50, false);
-    r->ops->latent_heads_backward(dq, dkv, dk_rope, dk, dv, cos, sin, positions, n[0], n[1], n[2], n[3], n[4], n[5],
-                                  r->dtype, r->stream);
+    mt_latent_heads_args a = {.T = n[0], .H = n[1], .N = n[2], .Dv = n[4]};
+    a.dq = changed(r, heads * width), a.dkv = output(r, heads * (n[2] + n[4])), a.dk_rope = output(r, n[0] * n[3]);
+    a.dk = input(r, heads * width), a.dv = input(r, heads * n[4]);
+    a.rotation = rotation(r, n[0], n[3], n[5]);
+    r->ops->latent_heads_backward(&a, r->dtype, r->stream);
 }
 
 /* T, H, G, D, R, norm, interleaved, gap between rows; without norm and gap in place. Where there is no fused operation,
  * as megatron.h defines it by others. */
-typedef struct qk_case {
-    int64_t T, H, G, D, R, qkv_stride, qk_stride;
-    bool norm, interleaved;
-    float *cos, *sin, *q_rstd, *k_rstd;
-    int32_t *positions;
-    void *q_w, *k_w;
-} qk_case;
-
-static qk_case make_qk(run *r, const int64_t *n) {
-    qk_case c = {.T = n[0], .H = n[1], .G = n[2], .D = n[3], .R = n[4], .norm = n[5], .interleaved = n[6]};
-    c.qkv_stride = (c.H + 2 * c.G) * c.D + n[7];
-    c.qk_stride = c.norm || n[7] ? (c.H + c.G) * c.D + 2 * n[7] : c.qkv_stride;
-    c.cos = float_input(r, 50 * c.R / 2 + 1, NORMAL), c.sin = float_input(r, 50 * c.R / 2 + 1, NORMAL);
-    c.positions = integers(r, c.T, 0, 50, false);
-    if (c.norm) c.q_w = input(r, c.D), c.k_w = input(r, c.D);
-    return c;
+static mt_qk_args make_qk(run *r, const int64_t *n) {
+    mt_qk_args a = {.T = n[0], .H = n[1], .G = n[2], .D = n[3], .eps = 1e-5f};
+    a.qkv_stride = a.dqkv_stride = (a.H + 2 * a.G) * a.D + n[7];
+    a.qk_stride = a.dqk_stride = n[5] || n[7] ? (a.H + a.G) * a.D + 2 * n[7] : a.qkv_stride;
+    a.rotation = rotation(r, n[0], n[4], n[6]);
+    if (n[5]) a.q_w = input(r, a.D), a.k_w = input(r, a.D);
+    return a;
 }
 
-static void *k_of(const run *r, const qk_case *c, void *row) {
-    return (char *)row + c->H * c->D * mt_dtype_size(r->dtype);
+/* The operands of q, or those of k, which begin H heads into a row. */
+static mt_norm_args norm_of(const run *r, const mt_qk_args *a, bool k) {
+    int64_t skip = k ? a->H * a->D * mt_dtype_size(r->dtype) : 0;
+    mt_norm_args norm = {.T = a->T, .H = k ? a->G : a->H, .C = a->D, .eps = a->eps, .x = (char *)a->qkv + skip};
+    norm.w = k ? a->k_w : a->q_w, norm.rstd = k ? a->k_rstd : a->q_rstd, norm.x_stride = a->qkv_stride;
+    if (a->qk) norm.y = (char *)a->qk + skip, norm.y_stride = a->qk_stride;
+    if (!a->dqk) return norm;
+    norm.dy = (char *)a->dqk + skip, norm.dx = (char *)a->dqkv + skip, norm.dw = k ? a->dk_w : a->dq_w;
+    norm.dy_stride = a->dqk_stride, norm.dx_stride = a->dqkv_stride;
+    return norm;
+}
+
+/* Rotates q and k of each row of x into y. */
+static void rotate_qk(const run *r, const mt_qk_args *a, mt_rope_forward_fn *rotate, void *y, int64_t y_stride,
+                      const void *x, int64_t x_stride) {
+    for (int k = 0; k < 2; k++) {
+        int64_t skip = k ? a->H * a->D * mt_dtype_size(r->dtype) : 0;
+        mt_rope_args rope = {.T = a->T, .H = k ? a->G : a->H, .D = a->D, .x_stride = x_stride, .y_stride = y_stride};
+        rope.x = (const char *)x + skip, rope.y = (char *)y + skip, rope.rotation = a->rotation;
+        rotate(&rope, r->dtype, r->stream);
+    }
 }
 
 static void qk_forward(run *r, const int64_t *n) {
-    qk_case c = make_qk(r, n);
-    bool in_place = c.qk_stride == c.qkv_stride && !c.norm;
-    void *qkv = in_place ? changed(r, c.T * c.qkv_stride) : input(r, c.T * c.qkv_stride);
-    void *qk = in_place ? qkv : output(r, c.T * c.qk_stride), *from = c.norm ? qk : qkv;
-    int64_t from_stride = c.norm ? c.qk_stride : c.qkv_stride;
-    if (c.norm) c.q_rstd = float_output(r, c.T * c.H), c.k_rstd = float_output(r, c.T * c.G);
+    mt_qk_args a = make_qk(r, n);
+    bool in_place = a.qk_stride == a.qkv_stride && !a.q_w;
+    if (in_place)
+        a.qkv = a.qk = changed(r, a.T * a.qkv_stride);
+    else
+        a.qkv = input(r, a.T * a.qkv_stride), a.qk = output(r, a.T * a.qk_stride);
+    if (a.q_w) a.q_rstd = float_output(r, a.T * a.H), a.k_rstd = float_output(r, a.T * a.G);
     if (r->ops->qk_forward) {
-        r->ops->qk_forward(qk, c.q_rstd, c.k_rstd, qkv, c.q_w, c.k_w, c.cos, c.sin, c.positions, c.T, c.H, c.G, c.D,
-                           c.R, c.qk_stride, c.qkv_stride, c.interleaved, 1e-5f, r->dtype, r->stream);
+        r->ops->qk_forward(&a, r->dtype, r->stream);
         return;
     }
-    if (c.norm) {
-        r->ops->rmsnorm_forward(qk, c.q_rstd, qkv, c.q_w, c.T, c.H, c.D, c.qk_stride, c.qkv_stride, 1e-5f, r->dtype,
-                                r->stream);
-        r->ops->rmsnorm_forward(k_of(r, &c, qk), c.k_rstd, k_of(r, &c, qkv), c.k_w, c.T, c.G, c.D, c.qk_stride,
-                                c.qkv_stride, 1e-5f, r->dtype, r->stream);
+    for (int k = 0; k < 2 && a.q_w; k++) {
+        mt_norm_args norm = norm_of(r, &a, k);
+        r->ops->rmsnorm_forward(&norm, r->dtype, r->stream);
     }
-    r->ops->rope_forward(qk, from, c.cos, c.sin, c.positions, c.T, c.H, c.D, c.R, c.qk_stride, from_stride,
-                         c.interleaved, r->dtype, r->stream);
-    r->ops->rope_forward(k_of(r, &c, qk), k_of(r, &c, from), c.cos, c.sin, c.positions, c.T, c.G, c.D, c.R, c.qk_stride,
-                         from_stride, c.interleaved, r->dtype, r->stream);
+    rotate_qk(r, &a, r->ops->rope_forward, a.qk, a.qk_stride, a.q_w ? a.qk : a.qkv, a.q_w ? a.qk_stride : a.qkv_stride);
 }
 
 static void qk_backward(run *r, const int64_t *n) {
-    qk_case c = make_qk(r, n);
-    bool in_place = c.qk_stride == c.qkv_stride && !c.norm;
-    void *dqk = in_place ? changed(r, c.T * c.qk_stride) : input(r, c.T * c.qk_stride);
-    void *dqkv = in_place ? dqk : output(r, c.T * c.qkv_stride), *qkv = input(r, c.T * c.qkv_stride);
-    void *turned = c.norm ? dqk : dqkv;
-    int64_t turned_stride = c.norm ? c.qk_stride : c.qkv_stride;
-    float *dq_w = c.norm ? float_changed(r, c.D, NORMAL) : NULL, *dk_w = c.norm ? float_changed(r, c.D, NORMAL) : NULL;
-    if (c.norm) c.q_rstd = float_input(r, c.T * c.H, POSITIVE), c.k_rstd = float_input(r, c.T * c.G, POSITIVE);
+    mt_qk_args a = make_qk(r, n);
+    bool in_place = a.qk_stride == a.qkv_stride && !a.q_w;
+    a.dqk = in_place ? changed(r, a.T * a.qk_stride) : input(r, a.T * a.qk_stride);
+    a.dqkv = in_place ? a.dqk : output(r, a.T * a.qkv_stride), a.qkv = input(r, a.T * a.qkv_stride);
+    if (a.q_w) a.dq_w = float_changed(r, a.D, NORMAL), a.dk_w = float_changed(r, a.D, NORMAL);
+    if (a.q_w) a.q_rstd = float_input(r, a.T * a.H, POSITIVE), a.k_rstd = float_input(r, a.T * a.G, POSITIVE);
     if (r->ops->qk_backward) {
-        r->ops->qk_backward(dqkv, dq_w, dk_w, dqk, qkv, c.q_w, c.k_w, c.q_rstd, c.k_rstd, c.cos, c.sin, c.positions,
-                            c.T, c.H, c.G, c.D, c.R, c.qkv_stride, c.qk_stride, c.qkv_stride, c.interleaved, r->dtype,
-                            r->stream);
+        r->ops->qk_backward(&a, r->dtype, r->stream);
         return;
     }
-    r->ops->rope_backward(turned, dqk, c.cos, c.sin, c.positions, c.T, c.H, c.D, c.R, turned_stride, c.qk_stride,
-                          c.interleaved, r->dtype, r->stream);
-    r->ops->rope_backward(k_of(r, &c, turned), k_of(r, &c, dqk), c.cos, c.sin, c.positions, c.T, c.G, c.D, c.R,
-                          turned_stride, c.qk_stride, c.interleaved, r->dtype, r->stream);
-    if (!c.norm) return;
-    r->ops->rmsnorm_backward(dqkv, dq_w, turned, NULL, qkv, c.q_w, c.q_rstd, c.T, c.H, c.D, c.qkv_stride, c.qk_stride,
-                             c.qkv_stride, r->dtype, r->stream);
-    r->ops->rmsnorm_backward(k_of(r, &c, dqkv), dk_w, k_of(r, &c, turned), NULL, k_of(r, &c, qkv), c.k_w, c.k_rstd, c.T,
-                             c.G, c.D, c.qkv_stride, c.qk_stride, c.qkv_stride, r->dtype, r->stream);
+    rotate_qk(r, &a, r->ops->rope_backward, a.q_w ? a.dqk : a.dqkv, a.q_w ? a.dqk_stride : a.dqkv_stride, a.dqk,
+              a.dqk_stride);
+    for (int k = 0; k < 2 && a.q_w; k++) {
+        mt_norm_args norm = norm_of(r, &a, k);
+        r->ops->rmsnorm_backward(&norm, r->dtype, r->stream);
+    }
 }
 
 static void gelu_forward(run *r, const int64_t *n) { // elements, elements before the first, tanh
@@ -366,23 +373,22 @@ static void dropout_add_backward(run *r, const int64_t *n) {
 /* T, C, p in percent, sum (0 new, 1 in residual, 2 in x), LayerNorm; by the operations that it stands for if there is
  * no fused one. */
 static void residual_norm_forward(run *r, const int64_t *n) {
-    mt_dropout dropout = {(double)n[2] / 100, 0x123456789abcdefull};
-    int64_t T = n[0], C = n[1], *names = token_names(r, T);
+    int64_t T = n[0], C = n[1];
+    mt_norm_args a = {.T = T, .H = 1, .C = C, .eps = 1e-5f, .x_stride = C, .y_stride = C};
     void *x = n[3] == 2 ? changed(r, T * C) : input(r, T * C);
     void *residual = n[3] == 1 ? changed(r, T * C) : input(r, T * C);
-    void *sum = n[3] == 2 ? x : n[3] == 1 ? residual : output(r, T * C), *y = output(r, T * C);
-    void *w = input(r, C), *b = n[4] ? input(r, C) : NULL;
-    float *mean = n[4] ? float_output(r, T) : NULL, *rstd = float_output(r, T);
+    a.dropout = (mt_dropout){(double)n[2] / 100, 0x123456789abcdefull}, a.token_index = token_names(r, T);
+    a.x = x, a.residual = residual;
+    a.sum = n[3] == 2 ? x : n[3] == 1 ? residual : output(r, T * C), a.y = output(r, T * C);
+    a.w = input(r, C), a.b = n[4] ? input(r, C) : NULL;
+    a.mean = n[4] ? float_output(r, T) : NULL, a.rstd = float_output(r, T);
     if (r->ops->residual_norm_forward) {
-        r->ops->residual_norm_forward(y, mean, rstd, sum, x, residual, names, w, b, T, C, &dropout, 1e-5f, r->dtype,
-                                      r->stream);
+        r->ops->residual_norm_forward(&a, r->dtype, r->stream);
         return;
     }
-    r->ops->dropout_add_forward(sum, x, residual, names, T, C, 0, &dropout, r->dtype, r->stream);
-    if (n[4])
-        r->ops->layernorm_forward(y, mean, rstd, sum, w, b, T, C, 1e-5f, r->dtype, r->stream);
-    else
-        r->ops->rmsnorm_forward(y, rstd, sum, w, T, 1, C, C, C, 1e-5f, r->dtype, r->stream);
+    r->ops->dropout_add_forward(a.sum, x, residual, a.token_index, T, C, 0, &a.dropout, r->dtype, r->stream);
+    a.x = a.sum;
+    (a.mean ? r->ops->layernorm_forward : r->ops->rmsnorm_forward)(&a, r->dtype, r->stream);
 }
 
 static void scatter_rows(run *r, const int64_t *n) { // T, width, to's gap, from's gap
@@ -723,9 +729,7 @@ static int64_t make_spans(mt_span *spans, span_kind kind, int64_t T, int64_t *qu
 /* Sizes: T, heads, groups, D, Dv, window, spans, dropout in percent. */
 typedef struct attention_case {
     mt_span spans[64];
-    mt_spans list;
-    mt_attention shape;
-    void *q, *k, *v;
+    mt_attention call;
     int64_t queries, keys;
 } attention_case;
 
@@ -735,51 +739,53 @@ static void make_attention(attention_case *a, run *r, const int64_t *n) {
     mt_span *spans = r->ops->memory_alloc(count * (int64_t)sizeof *spans);
     r->ops->memory_copy(spans, a->spans, count * (int64_t)sizeof *spans, r->stream);
     r->buffers[r->num_buffers++] = (buffer){spans, 0, MT_U8, false};
-    a->list = (mt_spans){a->spans, spans, count};
     bool fused = D == Dv && a->queries == a->keys; // one buffer of q, k and v, as the layer has it
     int64_t width = (H + 2 * G) * D, size = mt_dtype_size(r->dtype);
-    a->shape = (mt_attention){.num_heads = H,
-                              .num_groups = G,
-                              .head_size = D,
-                              .value_size = Dv,
-                              .q_stride = fused ? width : H * D,
-                              .k_stride = fused ? width : G * D,
-                              .v_stride = fused ? width : G * Dv,
-                              .out_stride = H * Dv,
-                              .window = n[5],
-                              .scale = 1 / sqrtf((float)D),
-                              .dropout = {(double)n[7] / 100, 0xabcdef0123ull}};
+    a->call = (mt_attention){.num_heads = H,
+                             .num_groups = G,
+                             .head_size = D,
+                             .value_size = Dv,
+                             .q_stride = fused ? width : H * D,
+                             .k_stride = fused ? width : G * D,
+                             .v_stride = fused ? width : G * Dv,
+                             .out_stride = H * Dv,
+                             .window = n[5],
+                             .spans = {a->spans, spans, count},
+                             .scale = 1 / sqrtf((float)D),
+                             .dropout = {(double)n[7] / 100, 0xabcdef0123ull}};
     if (n[7] > 0) {
-        a->shape.q_index = token_names(r, a->queries);
-        a->shape.k_index = token_names(r, a->keys);
-        a->shape.first_head = 3;
+        a->call.q_index = token_names(r, a->queries);
+        a->call.k_index = token_names(r, a->keys);
+        a->call.first_head = 3;
     }
-    a->q = input(r, fused ? a->queries * width : a->queries * H * D);
-    a->k = fused ? (char *)a->q + H * D * size : input(r, a->keys * G * D);
-    a->v = fused ? (char *)a->q + (H + G) * D * size : input(r, a->keys * G * Dv);
+    a->call.q = input(r, fused ? a->queries * width : a->queries * H * D);
+    a->call.k = fused ? (const char *)a->call.q + H * D * size : input(r, a->keys * G * D);
+    a->call.v = fused ? (const char *)a->call.q + (H + G) * D * size : input(r, a->keys * G * Dv);
 }
 
 static void attention_forward(run *r, const int64_t *n) {
     attention_case a;
     make_attention(&a, r, n);
-    void *out = output(r, a.queries * n[1] * n[4]);
-    float *lse = float_output(r, a.queries * n[1]);
-    r->ops->attention_forward(out, lse, a.q, a.k, a.v, &a.list, &a.shape, r->dtype, r->stream);
+    a.call.out = output(r, a.queries * n[1] * n[4]);
+    a.call.lse = float_output(r, a.queries * n[1]);
+    r->ops->attention_forward(&a.call, r->dtype, r->stream);
 }
 
 static void attention_backward(run *r, const int64_t *n) {
     attention_case a;
     make_attention(&a, r, n);
-    void *out = numbers(r, r->dtype, a.queries * n[1] * n[4], POISON, false), *dout = input(r, a.queries * n[1] * n[4]);
-    float *lse = numbers(r, MT_F32, a.queries * n[1], POISON, false),
-          *row_dot = float_input(r, a.queries * n[1], NORMAL);
-    int64_t size = mt_dtype_size(r->dtype), q_stride = a.shape.q_stride, fused = q_stride != n[1] * n[3];
-    char *dq = output(r, a.queries * q_stride);
-    void *dk = fused ? dq + n[1] * n[3] * size : output(r, a.keys * a.shape.k_stride);
-    void *dv = fused ? dq + (n[1] + n[2]) * n[3] * size : output(r, a.keys * a.shape.v_stride);
-    r->ops->attention_forward(out, lse, a.q, a.k, a.v, &a.list, &a.shape, r->dtype, r->stream);
-    r->ops->attention_backward(dq, dk, dv, row_dot, dout, a.q, a.k, a.v, out, lse, &a.list, &a.shape, r->dtype,
-                               r->stream);
+    mt_attention *c = &a.call;
+    c->out = numbers(r, r->dtype, a.queries * n[1] * n[4], POISON, false);
+    c->dout = input(r, a.queries * n[1] * n[4]);
+    c->lse = numbers(r, MT_F32, a.queries * n[1], POISON, false);
+    c->row_dot = float_input(r, a.queries * n[1], NORMAL);
+    int64_t size = mt_dtype_size(r->dtype);
+    bool fused = c->q_stride != n[1] * n[3];
+    char *dq = c->dq = output(r, a.queries * c->q_stride);
+    c->dk = fused ? dq + n[1] * n[3] * size : output(r, a.keys * c->k_stride);
+    c->dv = fused ? dq + (n[1] + n[2]) * n[3] * size : output(r, a.keys * c->v_stride);
+    r->ops->attention_forward(c, r->dtype, r->stream);
+    r->ops->attention_backward(c, r->dtype, r->stream);
 }
 
 /* Sizes: T, heads, first, -, Dv, -, spans, stride beyond the width. */

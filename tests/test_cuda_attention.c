@@ -103,6 +103,7 @@ static operands operands_new(const problem *p) {
     return o;
 }
 
+/* What a call has beside its operands. */
 static mt_attention shape_of(const problem *p, const operands *o) {
     return (mt_attention){.num_heads = p->H,
                           .num_groups = p->G,
@@ -112,6 +113,7 @@ static mt_attention shape_of(const problem *p, const operands *o) {
                           .k_stride = o->stride,
                           .v_stride = o->stride,
                           .out_stride = o->out_stride,
+                          .spans = {.host = p->spans, .device = p->spans, .count = p->count},
                           .window = p->window,
                           .backend = p->backend,
                           .scale = 2.5f / sqrtf((float)p->D)};
@@ -124,8 +126,7 @@ typedef struct answer {
 } answer;
 
 static answer answer_of(const problem *p, const operands *given) {
-    mt_attention shape = shape_of(p, given);
-    mt_spans spans = {.host = p->spans, .device = p->spans, .count = p->count};
+    mt_attention call = shape_of(p, given);
     float *qkv = as_floats(given->qkv, given->num_qkv), *k = qkv + k_at(p), *v = qkv + v_at(p);
     float *dout = as_floats(given->dout, given->num_out), *out = as_floats(given->out, given->num_out);
     uint16_t *untouched_out = new_poisoned(given->num_out), *untouched = new_poisoned(given->num_qkv);
@@ -133,46 +134,40 @@ static answer answer_of(const problem *p, const operands *given) {
     float *row_dot = mt_malloc(given->num_lse * 4), *dk = a.dqkv + k_at(p), *dv = a.dqkv + v_at(p);
     a.lse = mt_malloc(given->num_lse * 4);
     for (int64_t i = 0; i < given->num_lse; i++) a.lse[i] = NO_LSE;
-    mt_cpu_ops.attention_forward(a.out, a.lse, qkv, k, v, &spans, &shape, MT_F32, NULL);
-    mt_cpu_ops.attention_backward(a.dqkv, dk, dv, row_dot, dout, qkv, k, v, out, given->lse, &spans, &shape, MT_F32,
-                                  NULL);
+    call.q = qkv, call.k = k, call.v = v, call.out = a.out, call.lse = a.lse;
+    mt_cpu_ops.attention_forward(&call, MT_F32, NULL);
+    call.dq = a.dqkv, call.dk = dk, call.dv = dv, call.row_dot = row_dot, call.dout = dout;
+    call.out = out, call.lse = given->lse;
+    mt_cpu_ops.attention_backward(&call, MT_F32, NULL);
     free(qkv), free(dout), free(out), free(row_dot), free(untouched_out), free(untouched);
     return a;
 }
 
 /* The operations of the table, which choose an implementation themselves, in the form of a rung. */
-static bool table_forward(const mt_attention_call *c) {
-    gpu->attention_forward(c->out, c->lse, c->q, c->k, c->v, c->spans, c->shape, c->dtype, c->stream);
+static bool table_forward(const mt_attention *a, mt_dtype dtype, mt_stream *on) {
+    gpu->attention_forward(a, dtype, on);
     return true;
 }
-static bool table_backward(const mt_attention_call *c) {
-    gpu->attention_backward(c->dq, c->dk, c->dv, c->row_dot, c->dout, c->q, c->k, c->v, c->out, c->lse, c->spans,
-                            c->shape, c->dtype, c->stream);
+static bool table_backward(const mt_attention *a, mt_dtype dtype, mt_stream *on) {
+    gpu->attention_backward(a, dtype, on);
     return true;
 }
 static const mt_attention_rung table = {"the table", table_forward, table_backward};
 
 /* Runs a rung over `o`, whose outputs it fills. False where the rung does not serve the problem. */
 static bool run_rung(const mt_attention_rung *rung, const problem *p, operands *o, mt_stream *on) {
-    mt_attention shape = shape_of(p, o);
+    mt_attention call = shape_of(p, o);
     mt_span *device_spans = to_gpu(p->spans, (p->count + 1) * (int64_t)sizeof(mt_span));
-    mt_spans spans = {.host = p->spans, .device = device_spans, .count = p->count};
     uint16_t *qkv = to_gpu(o->qkv, o->num_qkv * 2), *dqkv = to_gpu(o->dqkv, o->num_qkv * 2);
     float *row_dot = to_gpu(o->lse, o->num_lse * 4);
     int64_t k = k_at(p), v = v_at(p);
-    mt_attention_call call = {.out = to_gpu(o->out, o->num_out * 2),
-                              .lse = to_gpu(o->lse, o->num_lse * 4),
-                              .q = qkv,
-                              .k = qkv + k,
-                              .v = qkv + v,
-                              .spans = &spans,
-                              .shape = &shape,
-                              .dtype = MT_BF16,
-                              .stream = on};
-    bool served = rung->forward(&call);
+    call.spans.device = device_spans;
+    call.q = qkv, call.k = qkv + k, call.v = qkv + v;
+    call.out = to_gpu(o->out, o->num_out * 2), call.lse = to_gpu(o->lse, o->num_lse * 4);
+    bool served = rung->forward(&call, MT_BF16, on);
     call.dq = dqkv, call.dk = dqkv + k, call.dv = dqkv + v, call.row_dot = row_dot;
     call.dout = to_gpu(o->dout, o->num_out * 2);
-    if (served) served = rung->backward(&call);
+    if (served) served = rung->backward(&call, MT_BF16, on);
     gpu->stream_wait(on);
     from_gpu(o->out, call.out, o->num_out * 2);
     from_gpu(o->lse, call.lse, o->num_lse * 4);

@@ -7,6 +7,7 @@
 
 #ifdef MT_HAVE_CUDA
 #include "../cuda/attention.h"
+#include "../data/checkpoint.h"
 #include "../data/options.h"
 #include "families.h"
 
@@ -108,21 +109,15 @@ static const mt_attention_rung *rung_named(const char *name) {
 
 /* Runs a rung. `bound`: the host's list says that every span has so many keys (0: what is true). */
 static void run_rung(const char *name, const problem *p, operands *o, int64_t bound) {
-    mt_span told[MAX_SPANS], *device = to_gpu(p->spans, sizeof told);
-    mt_attention shape = shape_of(p);
-    memcpy(told, p->spans, sizeof told);
-    for (int64_t i = 0; bound > 0 && i < p->count; i++) told[i].k_len = bound;
-    mt_spans spans = {.host = told, .device = device, .count = p->count};
-    mt_attention_call call = {.out = o->out.device,
-                              .lse = o->lse.device,
-                              .q = o->q.device,
-                              .k = o->k.device,
-                              .v = o->v.device,
-                              .spans = &spans,
-                              .shape = &shape,
-                              .dtype = o->q.dtype,
-                              .stream = deterministic_stream};
-    if (!rung_named(name)->forward(&call)) fail_msg("%s does not serve D %d", name, (int)p->D);
+    mt_span host[MAX_SPANS], *device = to_gpu(p->spans, sizeof host);
+    mt_attention call = shape_of(p);
+    memcpy(host, p->spans, sizeof host);
+    for (int64_t i = 0; bound > 0 && i < p->count; i++) host[i].k_len = bound;
+    call.spans = (mt_spans){.host = host, .device = device, .count = p->count};
+    call.q = o->q.device, call.k = o->k.device, call.v = o->v.device;
+    call.out = o->out.device, call.lse = o->lse.device;
+    if (!rung_named(name)->forward(&call, o->q.dtype, deterministic_stream))
+        fail_msg("%s does not serve D %d", name, (int)p->D);
     fetch(&o->out), fetch(&o->lse);
     gpu->memory_free(device);
 }
@@ -286,14 +281,13 @@ static void what_decoding_does_not_ask_for_is_left_to_other_rungs(void **state) 
     (void)state;
     if (!gpu) skip();
     problem p = one_span(2, 1, 64, 9, 100, true, 0); // too many queries
-    mt_spans spans = {.host = p.spans, .device = NULL, .count = 1};
-    mt_attention shape = shape_of(&p);
-    mt_attention_call call = {.spans = &spans, .shape = &shape, .dtype = MT_BF16, .stream = deterministic_stream};
-    assert_false(rung_named("split")->forward(&call));
+    mt_attention call = shape_of(&p);
+    call.spans = (mt_spans){.host = p.spans, .device = NULL, .count = 1};
+    assert_false(rung_named("split")->forward(&call, MT_BF16, deterministic_stream));
     p.spans[0].q_len = 1;
-    shape.dropout.p = 0.1;
-    assert_false(rung_named("split")->forward(&call));
-    assert_false(rung_named("split")->backward(&call));
+    call.dropout.p = 0.1;
+    assert_false(rung_named("split")->forward(&call, MT_BF16, deterministic_stream));
+    assert_false(rung_named("split")->backward(&call, MT_BF16, deterministic_stream));
 }
 
 /* ==== linear layers ============================================================================================== */

@@ -480,16 +480,17 @@ static void check_norm(const norm_shape *s, mt_dtype dtype) {
     matrix residual = matrix_from(res, T, width, s->x_stride, dtype);
     if (s->residual == 2) matrix_write(&dx, res);
     const void *r = s->residual == 0 ? NULL : s->residual == 1 ? residual.data : dx.data;
+    mt_norm_args norm = {.T = T, .H = H, .C = C, .x = x.data, .w = w.data, .b = b.data, .eps = 1e-5f, .y = y_m.data};
+    norm.rstd = (float *)rstd.data, norm.dy = dy_m.data, norm.dresidual = r, norm.dx = dx.data;
+    norm.dw = (float *)dw.data;
+    norm.x_stride = norm.dx_stride = s->x_stride, norm.y_stride = norm.dy_stride = s->y_stride;
     if (s->layer) {
-        ops->layernorm_forward(y_m.data, (float *)mean.data, (float *)rstd.data, x.data, w.data, b.data, T, C, 1e-5f,
-                               dtype, NULL);
-        ops->layernorm_backward(dx.data, (float *)dw.data, (float *)db.data, dy_m.data, r, x.data, w.data,
-                                (float *)mean.data, (float *)rstd.data, T, C, dtype, NULL);
+        norm.mean = (float *)mean.data, norm.db = (float *)db.data;
+        ops->layernorm_forward(&norm, dtype, NULL);
+        ops->layernorm_backward(&norm, dtype, NULL);
     } else {
-        ops->rmsnorm_forward(y_m.data, (float *)rstd.data, x.data, w.data, T, H, C, s->y_stride, s->x_stride, 1e-5f,
-                             dtype, NULL);
-        ops->rmsnorm_backward(dx.data, (float *)dw.data, dy_m.data, r, x.data, w.data, (float *)rstd.data, T, H, C,
-                              s->x_stride, s->y_stride, s->x_stride, dtype, NULL);
+        ops->rmsnorm_forward(&norm, dtype, NULL);
+        ops->rmsnorm_backward(&norm, dtype, NULL);
     }
     matrix_take(&y_m, y);
     norm_reference(want, in, s);
@@ -557,14 +558,16 @@ static void rope_matches_float64_and_finite_differences(void **state) {
         double *x = random_values(n), *dy = random_values(n), *y = zeros(n), *want = zeros(n), *dx = zeros(n);
         matrix x_m = matrix_from(x, s->T, width, stride, dtype), y_m = matrix_new(s->T, width, stride, dtype);
         if (s->in_place) matrix_write(&y_m, x);
-        ops->rope_forward(y_m.data, s->in_place ? y_m.data : x_m.data, cosines, sines, positions, s->T, s->H, s->D,
-                          s->R, stride, stride, s->interleaved, dtype, NULL);
+        mt_rope_args rope = {.T = s->T, .H = s->H, .D = s->D, .x_stride = stride, .y_stride = stride};
+        rope.rotation = (mt_rotation){cosines, sines, positions, s->R, s->interleaved};
+        rope.x = s->in_place ? y_m.data : x_m.data, rope.y = y_m.data;
+        ops->rope_forward(&rope, dtype, NULL);
         matrix_take(&y_m, y);
         rope_reference(want, x, s);
         assert_forward("rope", y, want, n, dtype);
         matrix dy_m = matrix_from(dy, s->T, width, stride, dtype), dx_m = matrix_new(s->T, width, width, dtype);
-        ops->rope_backward(dx_m.data, dy_m.data, cosines, sines, positions, s->T, s->H, s->D, s->R, width, stride,
-                           s->interleaved, dtype, NULL);
+        rope.x = dy_m.data, rope.y = dx_m.data, rope.y_stride = width;
+        ops->rope_backward(&rope, dtype, NULL);
         matrix_take(&dx_m, dx);
         assert_gradient("rope", dx, rope_reference, s, x, n, dy, n, dtype);
         matrix_take(&x_m, NULL), matrix_take(&dy_m, NULL);
@@ -615,16 +618,18 @@ static void check_latent_heads(const latent_shape *s, mt_dtype dtype) {
     matrix q = matrix_from(in, 1, n_q, n_q, dtype), kv = matrix_from(in + n_q, 1, n_kv, n_kv, dtype);
     matrix k_rope = matrix_from(in + n_q + n_kv, 1, n_rope, n_rope, dtype);
     matrix k = matrix_new(1, n_q, n_q, dtype), v = matrix_new(1, n_v, n_v, dtype);
-    ops->latent_heads_forward(q.data, k.data, v.data, kv.data, k_rope.data, cosines, sines, positions, s->T, s->H, s->N,
-                              s->R, s->Dv, s->interleaved, dtype, NULL);
+    mt_latent_heads_args args = {.T = s->T, .H = s->H, .N = s->N, .Dv = s->Dv};
+    args.rotation = (mt_rotation){cosines, sines, positions, s->R, s->interleaved};
+    args.q = q.data, args.k = k.data, args.v = v.data, args.kv = kv.data, args.k_rope = k_rope.data;
+    ops->latent_heads_forward(&args, dtype, NULL);
     matrix_take(&q, out), matrix_take(&k, out + n_q), matrix_take(&v, out + 2 * n_q);
     latent_reference(want, in, s);
     assert_forward("heads of latent attention", out, want, n_out, dtype);
     matrix dq = matrix_from(dout, 1, n_q, n_q, dtype), dk = matrix_from(dout + n_q, 1, n_q, n_q, dtype);
     matrix dv = matrix_from(dout + 2 * n_q, 1, n_v, n_v, dtype);
     matrix dkv = matrix_new(1, n_kv, n_kv, dtype), dk_rope = matrix_new(1, n_rope, n_rope, dtype);
-    ops->latent_heads_backward(dq.data, dkv.data, dk_rope.data, dk.data, dv.data, cosines, sines, positions, s->T, s->H,
-                               s->N, s->R, s->Dv, s->interleaved, dtype, NULL);
+    args.dq = dq.data, args.dkv = dkv.data, args.dk_rope = dk_rope.data, args.dk = dk.data, args.dv = dv.data;
+    ops->latent_heads_backward(&args, dtype, NULL);
     matrix_take(&dq, grad), matrix_take(&dkv, grad + n_q), matrix_take(&dk_rope, grad + n_q + n_kv);
     assert_gradient("heads of latent attention", grad, latent_reference, s, in, n_in, dout, n_out, dtype);
     matrix_take(&kv, NULL), matrix_take(&k_rope, NULL), matrix_take(&dk, NULL), matrix_take(&dv, NULL);
@@ -725,32 +730,34 @@ static void check_attention(const attention_shape *s, mt_dtype dtype) {
     attention_rows(s, queries, keys);
     for (int64_t i = 0; i < s->Tq; i++) names[i] = query_name(i);
     for (int64_t j = 0; j < s->Tk; j++) names[s->Tq + j] = key_name(j);
-    mt_attention shape = {.num_heads = s->H,
-                          .window = s->window,
-                          .num_groups = s->G,
-                          .head_size = s->D,
-                          .value_size = s->Dv,
-                          .q_stride = s->H * s->D + 3,
-                          .k_stride = s->G * s->D + 8,
-                          .v_stride = s->G * s->Dv + 1,
-                          .out_stride = s->H * s->Dv + 2,
-                          .scale = 0.3f,
-                          .dropout = {s->dropout, 99},
-                          .first_head = s->first_head,
-                          .q_index = names,
-                          .k_index = names + s->Tq};
-    mt_spans spans = {s->spans, s->spans, s->num_spans};
-    matrix q = matrix_from(in, s->Tq, s->H * s->D, shape.q_stride, dtype);
-    matrix k = matrix_from(in + n_q, s->Tk, s->G * s->D, shape.k_stride, dtype);
-    matrix v = matrix_from(in + n_q + n_k, s->Tk, s->G * s->Dv, shape.v_stride, dtype);
-    matrix out = matrix_new(s->Tq, s->H * s->Dv, shape.out_stride, dtype), lse = matrix_new(s->Tq, s->H, s->H, MT_F32);
-    ops->attention_forward(out.data, (float *)lse.data, q.data, k.data, v.data, &spans, &shape, dtype, NULL);
-    matrix dout_m = matrix_from(dout, s->Tq, s->H * s->Dv, shape.out_stride, dtype);
-    matrix dq = matrix_new(s->Tq, s->H * s->D, shape.q_stride, dtype);
-    matrix dk = matrix_new(s->Tk, s->G * s->D, shape.k_stride, dtype);
-    matrix dv = matrix_new(s->Tk, s->G * s->Dv, shape.v_stride, dtype), row_dot = matrix_new(s->Tq, s->H, s->H, MT_F32);
-    ops->attention_backward(dq.data, dk.data, dv.data, (float *)row_dot.data, dout_m.data, q.data, k.data, v.data,
-                            out.data, (float *)lse.data, &spans, &shape, dtype, NULL);
+    mt_attention call = {.num_heads = s->H,
+                         .window = s->window,
+                         .num_groups = s->G,
+                         .head_size = s->D,
+                         .value_size = s->Dv,
+                         .q_stride = s->H * s->D + 3,
+                         .k_stride = s->G * s->D + 8,
+                         .v_stride = s->G * s->Dv + 1,
+                         .out_stride = s->H * s->Dv + 2,
+                         .spans = {s->spans, s->spans, s->num_spans},
+                         .scale = 0.3f,
+                         .dropout = {s->dropout, 99},
+                         .first_head = s->first_head,
+                         .q_index = names,
+                         .k_index = names + s->Tq};
+    matrix q = matrix_from(in, s->Tq, s->H * s->D, call.q_stride, dtype);
+    matrix k = matrix_from(in + n_q, s->Tk, s->G * s->D, call.k_stride, dtype);
+    matrix v = matrix_from(in + n_q + n_k, s->Tk, s->G * s->Dv, call.v_stride, dtype);
+    matrix out = matrix_new(s->Tq, s->H * s->Dv, call.out_stride, dtype), lse = matrix_new(s->Tq, s->H, s->H, MT_F32);
+    call.q = q.data, call.k = k.data, call.v = v.data, call.out = out.data, call.lse = (float *)lse.data;
+    ops->attention_forward(&call, dtype, NULL);
+    matrix dout_m = matrix_from(dout, s->Tq, s->H * s->Dv, call.out_stride, dtype);
+    matrix dq = matrix_new(s->Tq, s->H * s->D, call.q_stride, dtype);
+    matrix dk = matrix_new(s->Tk, s->G * s->D, call.k_stride, dtype);
+    matrix dv = matrix_new(s->Tk, s->G * s->Dv, call.v_stride, dtype), row_dot = matrix_new(s->Tq, s->H, s->H, MT_F32);
+    call.dq = dq.data, call.dk = dk.data, call.dv = dv.data, call.dout = dout_m.data;
+    call.row_dot = (float *)row_dot.data;
+    ops->attention_backward(&call, dtype, NULL);
     attention_reference(want, in, s);
     matrix_take_rows(&out, got, queries);
     assert_forward("out", got, want, n_out, dtype);
@@ -1356,12 +1363,16 @@ static uint64_t hash_rows(mt_dtype dtype) {
     operands_fill(&o, dtype);
     ops->embedding_forward(o.out[0], o.ids, o.in[0], T, C, 0, 100, false, dtype, NULL);
     ops->embedding_backward(o.grads[0], o.in[1], o.ids, T, C, 0, 100, dtype, NULL);
-    ops->layernorm_forward(o.out[1], o.stats[0], o.stats[1], o.in[0], o.in[1], o.in[2], T, C, 1e-5f, dtype, NULL);
-    ops->layernorm_backward(o.out[2], o.grads[1], o.grads[2], o.in[3], o.in[4], o.in[0], o.in[1], o.stats[0],
-                            o.stats[1], T, C, dtype, NULL);
-    ops->rmsnorm_forward(o.out[3], o.stats[2], o.in[0], o.in[1], T, 3, C / 3, C, C, 1e-5f, dtype, NULL);
-    ops->rmsnorm_backward(o.out[4], o.grads[2], o.in[3], NULL, o.in[0], o.in[1], o.stats[2], T, 3, C / 3, C, C, C,
-                          dtype, NULL);
+    mt_norm_args layer = {.T = T, .H = 1, .C = C, .x = o.in[0], .w = o.in[1], .b = o.in[2], .eps = 1e-5f};
+    layer.y = o.out[1], layer.mean = o.stats[0], layer.rstd = o.stats[1];
+    layer.dy = o.in[3], layer.dresidual = o.in[4], layer.dx = o.out[2], layer.dw = o.grads[1], layer.db = o.grads[2];
+    ops->layernorm_forward(&layer, dtype, NULL);
+    ops->layernorm_backward(&layer, dtype, NULL);
+    mt_norm_args rms = {.T = T, .H = 3, .C = C / 3, .x = o.in[0], .w = o.in[1], .eps = 1e-5f, .y = o.out[3]};
+    rms.rstd = o.stats[2], rms.dy = o.in[3], rms.dx = o.out[4], rms.dw = o.grads[2];
+    rms.x_stride = rms.y_stride = rms.dx_stride = rms.dy_stride = C;
+    ops->rmsnorm_forward(&rms, dtype, NULL);
+    ops->rmsnorm_backward(&rms, dtype, NULL);
     ops->dropout_add_forward(o.out[5], o.in[0], o.in[1], o.names, T, C, 0, &dropout, dtype, NULL);
     return operands_take(&o, 2);
 }
@@ -1370,24 +1381,25 @@ static uint64_t hash_attention(mt_dtype dtype) {
     operands o;
     int64_t C = REPEAT_C;
     mt_span list[3] = {{0, 150, 0, 150, true}, {150, 30, 100, 130, false}, {200, 100, 200, 100, true}};
-    mt_spans spans = {list, list, 3};
     operands_fill(&o, dtype);
-    mt_attention shape = {.num_heads = 6,
-                          .window = 90,
-                          .num_groups = 2,
-                          .head_size = 32,
-                          .value_size = 32,
-                          .q_stride = C,
-                          .k_stride = C,
-                          .v_stride = C,
-                          .out_stride = C,
-                          .scale = 0.2f,
-                          .dropout = {0.1, 3},
-                          .q_index = o.names,
-                          .k_index = o.names};
-    ops->attention_forward(o.out[0], o.stats[0], o.in[0], o.in[1], o.in[2], &spans, &shape, dtype, NULL);
-    ops->attention_backward(o.out[1], o.out[2], o.out[3], o.stats[1], o.in[3], o.in[0], o.in[1], o.in[2], o.out[0],
-                            o.stats[0], &spans, &shape, dtype, NULL);
+    mt_attention call = {.num_heads = 6,
+                         .window = 90,
+                         .num_groups = 2,
+                         .head_size = 32,
+                         .value_size = 32,
+                         .q_stride = C,
+                         .k_stride = C,
+                         .v_stride = C,
+                         .out_stride = C,
+                         .spans = {list, list, 3},
+                         .scale = 0.2f,
+                         .dropout = {0.1, 3},
+                         .q_index = o.names,
+                         .k_index = o.names};
+    call.q = o.in[0], call.k = o.in[1], call.v = o.in[2], call.out = o.out[0], call.lse = o.stats[0];
+    call.dq = o.out[1], call.dk = o.out[2], call.dv = o.out[3], call.dout = o.in[3], call.row_dot = o.stats[1];
+    ops->attention_forward(&call, dtype, NULL);
+    ops->attention_backward(&call, dtype, NULL);
     return operands_take(&o, 3);
 }
 

@@ -106,44 +106,34 @@ static void train(const mt_ops *ops, bool profiled, mt_metrics *metrics) {
 }
 
 /* A fused operation as its contract defines it, for a backend that has it. */
-static void residual_norm_forward(void *y, float *mean, float *rstd, void *sum, const void *x, const void *residual,
-                                  const int64_t *token_index, const void *w, const void *b, int64_t T, int64_t C,
-                                  const mt_dropout *dropout, float eps, mt_dtype dtype, mt_stream *stream) {
-    mt_cpu_ops.dropout_add_forward(sum, x, residual, token_index, T, C, 0, dropout, dtype, stream);
-    if (mean)
-        mt_cpu_ops.layernorm_forward(y, mean, rstd, sum, w, b, T, C, eps, dtype, stream);
-    else
-        mt_cpu_ops.rmsnorm_forward(y, rstd, sum, w, T, 1, C, C, C, eps, dtype, stream);
+static void residual_norm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
+    mt_norm_args norm = *a;
+    mt_cpu_ops.dropout_add_forward(a->sum, a->x, a->residual, a->token_index, a->T, a->C, 0, &a->dropout, dtype,
+                                   stream);
+    norm.x = a->sum, norm.x_stride = norm.y_stride = a->C;
+    (a->mean ? mt_cpu_ops.layernorm_forward : mt_cpu_ops.rmsnorm_forward)(&norm, dtype, stream);
 }
 
-static char *at(void *row, int64_t elements, mt_dtype dtype) {
-    return (char *)row + elements * mt_dtype_size(dtype);
+/* Rotates the heads of q, then those of k, in place. */
+static void rotate(const mt_qk_args *a, char *qk, int64_t stride, mt_rope_forward_fn *rope, mt_dtype dtype,
+                   mt_stream *stream) {
+    mt_rope_args q = {.T = a->T, .H = a->H, .D = a->D, .x = qk, .y = qk, .x_stride = stride, .y_stride = stride};
+    q.rotation = a->rotation;
+    mt_rope_args k = q;
+    k.x = k.y = qk + a->H * a->D * mt_dtype_size(dtype), k.H = a->G;
+    rope(&q, dtype, stream);
+    rope(&k, dtype, stream);
 }
 
 /* The model here has no q/k norm. */
-static void qk_forward(void *qk, float *q_rstd, float *k_rstd, const void *qkv, const void *q_w, const void *k_w,
-                       const float *cos, const float *sin, const int32_t *positions, int64_t T, int64_t H, int64_t G,
-                       int64_t D, int64_t R, int64_t qk_stride, int64_t qkv_stride, bool interleaved, float eps,
-                       mt_dtype dtype, mt_stream *stream) {
-    (void)q_rstd, (void)k_rstd, (void)eps;
-    assert_true(!q_w && !k_w && qk == qkv && qk_stride == qkv_stride);
-    void *k = at(qk, H * D, dtype);
-    mt_cpu_ops.rope_forward(qk, qk, cos, sin, positions, T, H, D, R, qk_stride, qk_stride, interleaved, dtype, stream);
-    mt_cpu_ops.rope_forward(k, k, cos, sin, positions, T, G, D, R, qk_stride, qk_stride, interleaved, dtype, stream);
+static void qk_forward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
+    assert_true(!a->q_w && !a->k_w && a->qk == a->qkv && a->qk_stride == a->qkv_stride);
+    rotate(a, a->qk, a->qk_stride, mt_cpu_ops.rope_forward, dtype, stream);
 }
 
-static void qk_backward(void *dqkv, float *dq_w, float *dk_w, void *dqk, const void *qkv, const void *q_w,
-                        const void *k_w, const float *q_rstd, const float *k_rstd, const float *cos, const float *sin,
-                        const int32_t *positions, int64_t T, int64_t H, int64_t G, int64_t D, int64_t R,
-                        int64_t dqkv_stride, int64_t dqk_stride, int64_t qkv_stride, bool interleaved, mt_dtype dtype,
-                        mt_stream *stream) {
-    (void)qkv, (void)q_rstd, (void)k_rstd, (void)qkv_stride;
-    assert_true(!q_w && !k_w && !dq_w && !dk_w && dqkv == dqk && dqkv_stride == dqk_stride);
-    void *dk = at(dqk, H * D, dtype);
-    mt_cpu_ops.rope_backward(dqk, dqk, cos, sin, positions, T, H, D, R, dqk_stride, dqk_stride, interleaved, dtype,
-                             stream);
-    mt_cpu_ops.rope_backward(dk, dk, cos, sin, positions, T, G, D, R, dqk_stride, dqk_stride, interleaved, dtype,
-                             stream);
+static void qk_backward(const mt_qk_args *a, mt_dtype dtype, mt_stream *stream) {
+    assert_true(!a->q_w && !a->k_w && !a->dq_w && !a->dk_w && a->dqkv == a->dqk && a->dqkv_stride == a->dqk_stride);
+    rotate(a, a->dqk, a->dqk_stride, mt_cpu_ops.rope_backward, dtype, stream);
 }
 
 static void linear_gelu_forward(void *y, void *pre, const void *x, const void *w, const void *bias, int64_t T,
