@@ -8538,7 +8538,7 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
 }
 
 void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
-                               int64_t num_rows, int32_t *tokens) {
+                            int64_t num_rows, int32_t *tokens) {
     MT_CHECK(m->grid->world.size == 1);
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
     mt_decode_enqueue(m, batch, num_rows);
