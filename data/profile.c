@@ -1066,12 +1066,11 @@ static void mt_rank_profile_print(const mt_rank_profile *own, int rank, const ch
 }
 
 void mt_profile_print_communication(const mt_grid *grid, FILE *file) {
-    enum { TAG = 1 };
     const mt_group *world = &grid->world;
     if (world->size == 1 || mt_profiler.sums.steps == 0) return;
     mt_rank_profile own = mt_rank_profile_of(&mt_profiler.sums);
     if (world->rank > 0) {
-        mt_send(world, &own, sizeof own, 0, TAG);
+        mt_send(world, &own, sizeof own, 0);
         return;
     }
     mt_rank_profile slowest = own;
@@ -1079,7 +1078,7 @@ void mt_profile_print_communication(const mt_grid *grid, FILE *file) {
     int slowest_rank = 0;
     for (int rank = 1; rank < world->size; rank++) {
         mt_rank_profile other = {0};
-        mt_receive(world, &other, sizeof other, rank, TAG);
+        mt_receive(world, &other, sizeof other, rank);
         least[0] = fmin(least[0], other.step), most[0] = fmax(most[0], other.step);
         least[1] = fmin(least[1], other.computing), most[1] = fmax(most[1], other.computing);
         if (other.computing > slowest.computing) slowest = other, slowest_rank = rank;
@@ -1096,19 +1095,19 @@ void mt_profile_print_communication(const mt_grid *grid, FILE *file) {
  * of one thread lie beside or, for phases within their step, inside one another; times are those of rank 0's clock. */
 
 double mt_clock_offset(const mt_group *world, double (*clock)(void)) {
-    enum { ROUNDS = 32, TAG = 2 };
+    enum { ROUNDS = 32 };
     double offset = 0, quickest = INFINITY;
     for (int rank = 1; rank < world->size; rank++)
         for (int round = 0; round < ROUNDS; round++) {
             double asked, answer = 0;
             if (world->rank == 0) {
-                mt_receive(world, &asked, sizeof asked, rank, TAG);
+                mt_receive(world, &asked, sizeof asked, rank);
                 answer = clock();
-                mt_send(world, &answer, sizeof answer, rank, TAG);
+                mt_send(world, &answer, sizeof answer, rank);
             } else if (world->rank == rank) {
                 asked = clock();
-                mt_send(world, &asked, sizeof asked, 0, TAG);
-                mt_receive(world, &answer, sizeof answer, 0, TAG);
+                mt_send(world, &asked, sizeof asked, 0);
+                mt_receive(world, &answer, sizeof answer, 0);
                 double answered = clock();
                 if (answered - asked >= quickest) continue;
                 quickest = answered - asked;
@@ -1312,7 +1311,6 @@ static char *mt_trace_text(const mt_trace *trace, double origin, size_t *bytes) 
 
 /* On rank 0: its own part, then the others' as they come, which are taken even if the disk is full. */
 static int mt_trace_write_file(const mt_trace *trace, const char *text, size_t bytes, mt_error *error) {
-    enum { TAG = 3 };
     const mt_group *world = &trace->grid->world;
     char *temporary = mt_trace_temporary(trace->path);
     FILE *file = fopen(temporary, "w");
@@ -1320,9 +1318,9 @@ static int mt_trace_write_file(const mt_trace *trace, const char *text, size_t b
     int problem = errno;
     for (int rank = 1; rank < world->size; rank++) {
         int64_t length = 0;
-        mt_receive(world, &length, sizeof length, rank, TAG);
+        mt_receive(world, &length, sizeof length, rank);
         char *part = mt_malloc(length);
-        mt_receive(world, part, length, rank, TAG);
+        mt_receive(world, part, length, rank);
         if (whole && fwrite(part, 1, (size_t)length, file) != (size_t)length) whole = false, problem = errno;
         free(part);
     }
@@ -1340,7 +1338,6 @@ static int mt_trace_write_file(const mt_trace *trace, const char *text, size_t b
 }
 
 int mt_trace_write(mt_error *error) {
-    enum { TAG = 3 };
     mt_trace *trace = &mt_profiler.trace;
     const mt_group *world = &trace->grid->world;
     double first = trace->num_events > 0 ? -trace->events[0].from : -INFINITY;
@@ -1352,8 +1349,8 @@ int mt_trace_write(mt_error *error) {
     if (world->rank == 0)
         status = mt_trace_write_file(trace, text, bytes, error);
     else {
-        mt_send(world, &length, sizeof length, 0, TAG);
-        mt_send(world, text, length, 0, TAG);
+        mt_send(world, &length, sizeof length, 0);
+        mt_send(world, text, length, 0);
     }
     free(text);
     trace->path = NULL; // it is closed

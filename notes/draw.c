@@ -921,7 +921,7 @@ static void sharer_open(sharer *s, const char *strategy, bool overlaps, const mt
                            "--overlap-grad-reduce",
                            "--overlap-param-gather"};
     mt_error error;
-    *s = (sharer){.grid = MT_GRID_OF_ONE};
+    *s = (sharer){.grid = mt_grid_of_one};
     s->grid.data_context.size = SHARING_RANKS, s->grid.data_context.rank = SHARING_RANK;
     parse_options(&s->options, words, (int)(sizeof words / sizeof *words) - (overlaps ? 0 : 2));
     mt_model_plan plan = {.max_tokens = 16, .max_logits = 16, .max_position = 64, .train = true};
@@ -1203,7 +1203,7 @@ static void draw_context(const char *folder) {
 static void draw_groups(picture *p, double x, double y, const mt_grid_shape *shape, mt_group_kind kind) {
     enum { RANKS = 16, NUMBER_OF_COLOURS = NUM_FILLS + 1 };
     const double cell = 36;
-    mt_grid grid = MT_GRID_OF_ONE;
+    mt_grid grid = mt_grid_of_one;
     int colour_of[RANKS], groups = 0, largest = 1;
     for (int rank = 0; rank < RANKS; rank++) {
         int members[RANKS], count = mt_grid_members(members, shape, kind, rank);
@@ -1366,7 +1366,7 @@ static void note_layer(bool sequence_parallel) {
                                  "1"};
     mt_ops ops = mt_cpu_ops;
     mt_options options;
-    mt_grid grid = MT_GRID_OF_ONE;
+    mt_grid grid = mt_grid_of_one;
     mt_model *model;
     mt_batch batch;
     mt_error error;
