@@ -2,6 +2,7 @@
  * generated is in megatron.c §15. Several ranks hold the model together and do the same; rank 0 reads and prints. */
 #include "megatron.h"
 
+#include "data/checkpoint.h"
 #include "data/options.h"
 #include "data/tokenizer.h"
 

@@ -44,20 +44,12 @@
  *   §12a buckets that move
  *   §12b shards and wholes
  *   §13  optimizer
- *   §14  checkpoints and Hugging Face
- *   §14a safetensors
- *   §14b checksums
- *   §14c Hugging Face folders
- *   §14d reading a folder's files
- *   §14e writing tensors
- *   §14f saving
- *   §14g resuming
  *   §15  generation
  *   §16  the training step
  */
 #include "megatron.h"
 
-#include "data/json.h"
+#include "data/file.h"
 #include "data/options.h"
 
 #include <ctype.h>
@@ -947,10 +939,6 @@ enum {
     MT_COLUMNS = 64,      // columns of one task of a reduction over rows
     MT_PARALLEL = 1 << 14 // elements from which waking the other threads pays
 };
-
-static int64_t mt_blocks(int64_t n, int64_t block) {
-    return (n + block - 1) / block;
-}
 
 /* Scratch of the calling thread: it grows to the largest that was asked for and stays, so that a training step in its
  * stride allocates nothing. The next call may move it. */
@@ -3970,6 +3958,58 @@ static void mt_cpu_mailbox_close(mt_mailbox *mailbox) {
     free(mailbox);
 }
 
+/* ---- memory that the ranks of a host share */
+
+void mt_host_memory_open(mt_host_memory *shared, const mt_group *world, int64_t bytes) {
+    *shared = (mt_host_memory){.host = {.name = "host", .size = 1}};
+#ifdef MT_HAVE_MPI
+    if (world->size > 1) {
+        MPI_Comm *comm = mt_malloc(sizeof *comm);
+        MPI_Comm_split_type(mt_mpi_comm(world), MPI_COMM_TYPE_SHARED, world->rank, MPI_INFO_NULL, comm);
+        MPI_Comm_size(*comm, &shared->host.size);
+        MPI_Comm_rank(*comm, &shared->host.rank);
+        shared->host.comm = comm;
+    }
+    if (shared->host.size > 1) {
+        MPI_Aint size;
+        int unit;
+        MPI_Win *window = mt_malloc(sizeof *window);
+        mt_mpi_check(MPI_Win_allocate_shared(shared->host.rank == 0 ? (MPI_Aint)bytes : 0, 1, MPI_INFO_NULL,
+                                             mt_mpi_comm(&shared->host), &shared->memory, window),
+                     "MPI_Win_allocate_shared", &shared->host);
+        MPI_Win_shared_query(*window, 0, &size, &unit, &shared->memory);
+        MPI_Win_lock_all(MPI_MODE_NOCHECK, *window);
+        shared->window = window;
+    }
+#else
+    (void)world;
+#endif
+    if (shared->host.size == 1) shared->memory = mt_cpu_memory_alloc(bytes);
+}
+
+void mt_host_memory_barrier(mt_host_memory *shared) {
+#ifdef MT_HAVE_MPI
+    if (shared->window) MPI_Win_sync(*(MPI_Win *)shared->window);
+    mt_barrier(&shared->host);
+    if (shared->window) MPI_Win_sync(*(MPI_Win *)shared->window);
+#else
+    (void)shared;
+#endif
+}
+
+void mt_host_memory_close(mt_host_memory *shared) {
+    if (shared->host.size == 1) mt_cpu_memory_free(shared->memory);
+#ifdef MT_HAVE_MPI
+    if (shared->window) {
+        MPI_Win_unlock_all(*(MPI_Win *)shared->window);
+        MPI_Win_free(shared->window);
+    }
+    if (shared->host.comm) MPI_Comm_free(shared->host.comm);
+    free(shared->window);
+    free(shared->host.comm);
+#endif
+}
+
 /* ---- agreement on errors */
 
 int mt_agree(const mt_group *world, bool failed, mt_error *error) {
@@ -5125,6 +5165,23 @@ typedef struct mt_link {
 
 enum { MT_LINK_RECV_FORWARD, MT_LINK_SEND_FORWARD, MT_LINK_RECV_BACKWARD, MT_LINK_SEND_BACKWARD, MT_NUM_LINKS };
 
+/* What belongs to the micro-batch at hand: built once for each forward or backward, and passed on. */
+typedef struct mt_pass {
+    mt_micro_batch *at;          // its saved activations
+    const mt_batch_block *batch; // its tokens, positions, labels, ... on the device
+    mt_tensor_parallel tp;
+    mt_stream *stream;
+    mt_spans spans;
+    int64_t T;               // tokens
+    int64_t rows, first_row; // of hidden states on this rank, and the first of them among the T tokens
+    int64_t message_rows;    // of a message between pipeline stages
+    bool training;           // dropout is on, and the step's statistics count this forward
+    bool replay;             // a forward done again: it changes activations only
+    bool decode;             // attention reads the KV cache
+    int parts;               // of the backward: MT_PART_*
+    bool last;               // backward of this chunk in this step
+} mt_pass;
+
 struct mt_model {
     const mt_options *options;
     const mt_grid *grid;
@@ -5181,27 +5238,15 @@ struct mt_model {
     void **k_cache, **v_cache;      // a layer: [cache_rows, G D], [cache_rows, G Dv]
     mt_step_numbers *numbers;       // on the device
     mt_bad_steps bad_steps;
-    mt_saver *saving;  // a checkpoint that is still on its way to the disk, or NULL
-    mt_stream *copies; // has copies of what is saved that nothing follows yet, or NULL
+    mt_stream *reader; // mt_model_set_reader
     int64_t num_steps; // training steps so far; what is pending of a step is numbered by it
     mt_pending_step pending[2];
     mt_step_result *results;              // [2] in host memory
     double unread_tokens, unread_seconds; // of the steps since metrics were read
     double data_seconds;                  // of this step, in which it waited for samples
     mt_context *context;                  // attention of ranks that share sequences, NULL for one rank
-    /* the micro-batch at hand, on the device */
-    mt_micro_batch *at;
-    const mt_micro_batch *in_context; // the one that `context` was last told
-    int64_t T, num_logits;
-    int64_t rows, first_row; // of hidden states on this rank, of T; the first of them
-    bool training;
-    bool in_schedule;   // of a pipeline, rather than decoding
-    bool last_backward; // of this chunk in this step
-    int32_t *tokens, *labels, *positions, *cache_rows, *logit_rows;
-    float *loss_mask;
-    int64_t *token_index;
-    int32_t *sequence;
-    mt_spans spans;
+    mt_pass last_pass;                    // of the last mt_model_forward
+    const mt_micro_batch *in_context;     // the micro-batch that `context` holds
     /* context parallelism; NULL without */
     void *context_memory;
 };
@@ -5273,10 +5318,10 @@ static void mt_rope_tables(mt_model *model) {
 enum { MT_DROP_EMBEDDING, MT_DROP_ATTENTION, MT_DROP_ATTENTION_OUT, MT_DROP_MLP_OUT, MT_NUM_DROPS };
 enum { MT_RANDOM_PARAMETER = 1, MT_RANDOM_DROPOUT = 2, MT_RANDOM_SAMPLE = 3 };
 
-static mt_dropout mt_model_dropout(const mt_model *model, int64_t layer, int place) {
-    double p = place == MT_DROP_ATTENTION ? model->options->attention_dropout : model->options->hidden_dropout;
+static mt_dropout mt_model_dropout(const mt_model *model, const mt_pass *p, int64_t layer, int place) {
+    double rate = place == MT_DROP_ATTENTION ? model->options->attention_dropout : model->options->hidden_dropout;
     uint64_t index = (uint64_t)((layer + 1) * MT_NUM_DROPS + place);
-    return (mt_dropout){.p = model->training ? p : 0,
+    return (mt_dropout){.p = p->training ? rate : 0,
                         .key = mt_random_key((uint64_t)model->options->seed, MT_RANDOM_DROPOUT, index)};
 }
 
@@ -5295,22 +5340,22 @@ static void *mt_at(const mt_model *model, void *base, int64_t elements) {
     return (char *)base + elements * mt_dtype_size(model->dtype);
 }
 
-static void mt_norm_forward(const mt_model *m, void *y, float *mean, float *rstd, const void *x, mt_weight w,
-                            mt_weight b, int64_t T) {
+static void mt_norm_forward(const mt_model *m, const mt_pass *p, void *y, float *mean, float *rstd, const void *x,
+                            mt_weight w, mt_weight b, int64_t T) {
     mt_norm_args a = {.T = T, .H = 1, .C = m->C, .x = x, .w = w.w, .b = b.w, .y = y, .mean = mean, .rstd = rstd};
     a.x_stride = a.y_stride = m->C;
     a.eps = (float)m->options->norm_epsilon;
-    (mean ? m->ops->layernorm_forward : m->ops->rmsnorm_forward)(&a, m->dtype, m->stream);
+    (mean ? m->ops->layernorm_forward : m->ops->rmsnorm_forward)(&a, m->dtype, p->stream);
 }
 
 /* dx = dresidual + the gradient through the norm. */
-static void mt_norm_backward(const mt_model *m, void *dx, const void *dy, const void *dresidual, const void *x,
-                             const float *mean, const float *rstd, mt_weight w, mt_weight b, int64_t T) {
+static void mt_norm_backward(const mt_model *m, const mt_pass *p, void *dx, const void *dy, const void *dresidual,
+                             const void *x, const float *mean, const float *rstd, mt_weight w, mt_weight b, int64_t T) {
     mt_norm_args a = {.T = T, .H = 1, .C = m->C, .x = x, .w = w.w, .dy = dy, .dresidual = dresidual, .dx = dx};
     a.dw = w.dw, a.db = b.dw;
     a.mean = (float *)mean, a.rstd = (float *)rstd;
     a.x_stride = a.dx_stride = a.dy_stride = m->C;
-    (mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(&a, m->dtype, m->stream);
+    (mean ? m->ops->layernorm_backward : m->ops->rmsnorm_backward)(&a, m->dtype, p->stream);
 }
 
 /* A norm of the model: its parameters and where its results go. */
@@ -5327,49 +5372,49 @@ static mt_norm mt_input_norm(const mt_model *m, int64_t layer, const mt_activati
 
 /* out = residual + dropout(scratch.hidden), and where a `norm` follows, its results too: in one pass over them if the
  * backend can. */
-static void mt_residual_forward(const mt_model *m, void *out, const void *residual, int64_t number, int place,
-                                const mt_norm *norm) {
-    mt_dropout dropout = mt_model_dropout(m, number, place);
-    const int64_t *index = m->token_index + m->first_row;
+static void mt_residual_forward(const mt_model *m, const mt_pass *p, void *out, const void *residual, int64_t number,
+                                int place, const mt_norm *norm) {
+    mt_dropout dropout = mt_model_dropout(m, p, number, place);
+    const int64_t *index = p->batch->token_index + p->first_row;
     const void *x = m->scratch.hidden;
     if (norm && m->ops->residual_norm_forward) {
-        mt_norm_args a = {.T = m->rows, .H = 1, .C = m->C, .x = x, .residual = residual, .sum = out, .y = norm->y};
+        mt_norm_args a = {.T = p->rows, .H = 1, .C = m->C, .x = x, .residual = residual, .sum = out, .y = norm->y};
         a.mean = norm->mean, a.rstd = norm->rstd, a.w = norm->w.w, a.b = norm->b.w;
         a.token_index = index, a.dropout = dropout, a.eps = (float)m->options->norm_epsilon;
-        m->ops->residual_norm_forward(&a, m->dtype, m->stream);
+        m->ops->residual_norm_forward(&a, m->dtype, p->stream);
         return;
     }
-    m->ops->dropout_add_forward(out, x, residual, index, m->rows, m->C, 0, &dropout, m->dtype, m->stream);
-    if (norm) mt_norm_forward(m, norm->y, norm->mean, norm->rstd, out, norm->w, norm->b, m->rows);
+    m->ops->dropout_add_forward(out, x, residual, index, p->rows, m->C, 0, &dropout, m->dtype, p->stream);
+    if (norm) mt_norm_forward(m, p, norm->y, norm->mean, norm->rstd, out, norm->w, norm->b, p->rows);
 }
 
 /* The gradient of what was dropped and added: that of the residual stream, or in scratch.hidden. */
-static const void *mt_residual_backward(const mt_model *m, int64_t number, int place) {
+static const void *mt_residual_backward(const mt_model *m, const mt_pass *p, int64_t number, int place) {
     const mt_layer_scratch *s = &m->scratch;
-    mt_dropout dropout = mt_model_dropout(m, number, place);
+    mt_dropout dropout = mt_model_dropout(m, p, number, place);
     if (dropout.p == 0) return s->residual;
-    m->ops->dropout_add_backward(s->hidden, s->residual, m->token_index + m->first_row, m->rows, m->C, 0, &dropout,
-                                 m->dtype, m->stream);
+    m->ops->dropout_add_backward(s->hidden, s->residual, p->batch->token_index + p->first_row, p->rows, m->C, 0,
+                                 &dropout, m->dtype, p->stream);
     return s->hidden;
 }
 
 /* Copies `count` elements over an activation that is no longer needed. */
-static void mt_keep(const mt_model *m, void *to, const void *from, int64_t count) {
-    m->ops->memory_copy(to, from, count * mt_dtype_size(m->dtype), m->stream);
+static void mt_keep(const mt_model *m, const mt_pass *p, void *to, const void *from, int64_t count) {
+    m->ops->memory_copy(to, from, count * mt_dtype_size(m->dtype), p->stream);
 }
 
 /* scratch.residual += the gradient through a block's norm, whose input is x. With MT_PART_INPUT alone, x then makes
  * place for `dout`, which the weights' part will need. */
-static void mt_residual_norm_backward(mt_model *m, void *x, const void *dout, const float *mean, const float *rstd,
-                                      mt_weight w, mt_weight b, int parts) {
+static void mt_residual_norm_backward(mt_model *m, const mt_pass *p, void *x, const void *dout, const float *mean,
+                                      const float *rstd, mt_weight w, mt_weight b) {
     mt_layer_scratch *s = &m->scratch;
-    if (parts == MT_PART_BOTH) {
-        mt_norm_backward(m, s->residual, s->normed, s->residual, x, mean, rstd, w, b, m->rows);
+    if (p->parts == MT_PART_BOTH) {
+        mt_norm_backward(m, p, s->residual, s->normed, s->residual, x, mean, rstd, w, b, p->rows);
         return;
     }
     void *old = s->residual;
-    mt_norm_backward(m, s->spare, s->normed, old, x, mean, rstd, w, b, m->rows);
-    mt_keep(m, x, dout, m->rows * m->C);
+    mt_norm_backward(m, p, s->spare, s->normed, old, x, mean, rstd, w, b, p->rows);
+    mt_keep(m, p, x, dout, p->rows * m->C);
     s->residual = s->spare, s->spare = old;
 }
 
@@ -5381,10 +5426,10 @@ typedef struct mt_qkv_view {
 
 /* Without q/k norm, q and k stay in the fused product; with it, they move to `qk` and only v stays. Latent attention
  * has no fused product, so there each of them is by itself. */
-static mt_qkv_view mt_view_qkv(const mt_model *m, void *qkv, void *qk) {
+static mt_qkv_view mt_view_qkv(const mt_model *m, const mt_pass *p, void *qkv, void *qk) {
     int64_t q_width = m->H * m->D, kv_width = m->G * m->D, stride = q_width + 2 * kv_width;
     if (m->options->multi_latent_attention) {
-        int64_t T = m->T;
+        int64_t T = p->T;
         return (mt_qkv_view){qkv, mt_at(m, qkv, T * q_width), mt_at(m, qkv, 2 * T * q_width), q_width, m->H * m->Dv};
     }
     mt_qkv_view view = {.q = qkv, .k = mt_at(m, qkv, q_width), .v = mt_at(m, qkv, q_width + kv_width)};
@@ -5412,8 +5457,8 @@ static float mt_attention_scale(const mt_options *o) {
 }
 
 /* The call of one layer: the operands of the forward, and what both directions share. */
-static mt_attention mt_attention_call(const mt_model *m, int64_t layer, const mt_activations *a) {
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
+static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, int64_t layer, const mt_activations *a) {
+    mt_qkv_view view = mt_view_qkv(m, p, a->qkv, a->qk);
     return (mt_attention){.num_heads = m->H,
                           .num_groups = m->G,
                           .head_size = m->D,
@@ -5427,28 +5472,28 @@ static mt_attention mt_attention_call(const mt_model *m, int64_t layer, const mt
                           .k_stride = view.qk_stride,
                           .v_stride = view.v_stride,
                           .out_stride = m->H * m->Dv,
-                          .spans = m->spans,
+                          .spans = p->spans,
                           .window = m->options->window_size,
                           .scale = mt_attention_scale(m->options),
-                          .dropout = mt_model_dropout(m, m->layers[layer].number, MT_DROP_ATTENTION),
+                          .dropout = mt_model_dropout(m, p, m->layers[layer].number, MT_DROP_ATTENTION),
                           .first_head = m->grid->tensor.rank * m->H,
                           .backend = mt_attention_backend_of(m->options),
-                          .q_index = m->token_index,
-                          .k_index = m->token_index};
+                          .q_index = p->batch->token_index,
+                          .k_index = p->batch->token_index};
 }
 
 /* The rotation of a layer's heads, of tokens from `first_row` on. */
-static mt_rotation mt_model_rotation(const mt_model *m, int64_t first_row) {
+static mt_rotation mt_model_rotation(const mt_model *m, const mt_pass *p, int64_t first_row) {
     return (mt_rotation){.cos = m->rope_cos,
                          .sin = m->rope_sin,
-                         .positions = m->positions + first_row,
+                         .positions = p->batch->positions + first_row,
                          .R = m->rotary_dim,
                          .interleaved = m->options->rotary_interleaved};
 }
 
 /* The operands of both directions, of a layer's fused product `a->qkv`. */
-static mt_qk_args mt_qk_operands(const mt_model *m, const mt_layer *w, const mt_activations *a) {
-    mt_qk_args qk = {.T = m->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_model_rotation(m, 0)};
+static mt_qk_args mt_qk_operands(const mt_model *m, const mt_pass *p, const mt_layer *w, const mt_activations *a) {
+    mt_qk_args qk = {.T = p->T, .H = m->H, .G = m->G, .D = m->D, .rotation = mt_model_rotation(m, p, 0)};
     qk.qkv = a->qkv, qk.qkv_stride = qk.dqkv_stride = (m->H + 2 * m->G) * m->D;
     qk.q_w = w->q_norm.w, qk.k_w = w->k_norm.w, qk.q_rstd = a->q_rstd, qk.k_rstd = a->k_rstd;
     qk.dq_w = w->q_norm.dw, qk.dk_w = w->k_norm.dw;
@@ -5473,13 +5518,13 @@ static void mt_qk_forward_unfused(const mt_model *m, const mt_qk_args *a) {
 }
 
 /* q/k norm, then rotation: raw fused q and k in, ready q and k out (in place where there is no norm). */
-static void mt_qk_forward(const mt_model *m, const mt_layer *w, mt_activations *a) {
-    mt_qk_args qk = mt_qk_operands(m, w, a);
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, a->qk);
+static void mt_qk_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
+    mt_qk_args qk = mt_qk_operands(m, p, w, a);
+    mt_qkv_view view = mt_view_qkv(m, p, a->qkv, a->qk);
     if (qk.rotation.R == 0 && !qk.q_w) return;
     qk.qk = view.q, qk.qk_stride = view.qk_stride;
     if (m->ops->qk_forward)
-        m->ops->qk_forward(&qk, m->dtype, m->stream);
+        m->ops->qk_forward(&qk, m->dtype, p->stream);
     else
         mt_qk_forward_unfused(m, &qk);
 }
@@ -5502,13 +5547,14 @@ static void mt_qk_backward_unfused(const mt_model *m, const mt_qk_args *a) {
 }
 
 /* Gradients of ready q and k (in `dqkv`, or in dqk with q/k norm) to gradients of the fused product, `dqkv`. */
-static void mt_qk_backward(const mt_model *m, mt_layer *w, const mt_activations *a, void *dqkv, void *dqk) {
-    mt_qk_args qk = mt_qk_operands(m, w, a);
-    mt_qkv_view d = mt_view_qkv(m, dqkv, dqk);
+static void mt_qk_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a, void *dqkv,
+                           void *dqk) {
+    mt_qk_args qk = mt_qk_operands(m, p, w, a);
+    mt_qkv_view d = mt_view_qkv(m, p, dqkv, dqk);
     if (qk.rotation.R == 0 && !qk.q_w) return;
     qk.dqkv = dqkv, qk.dqk = d.q, qk.dqk_stride = d.qk_stride;
     if (m->ops->qk_backward)
-        m->ops->qk_backward(&qk, m->dtype, m->stream);
+        m->ops->qk_backward(&qk, m->dtype, p->stream);
     else
         mt_qk_backward_unfused(m, &qk);
 }
@@ -5521,170 +5567,170 @@ static void mt_qk_backward(const mt_model *m, mt_layer *w, const mt_activations 
 /* transformers has it here whatever the other norms' epsilon. */
 static const float mt_latent_epsilon = 1e-6f;
 
-static void mt_latent_norm_forward(const mt_model *m, void *y, float *rstd, void *latent, int64_t column, mt_weight w,
-                                   int64_t rank) {
-    mt_norm_args a = {.T = m->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .y = y, .rstd = rstd};
+static void mt_latent_norm_forward(const mt_model *m, const mt_pass *p, void *y, float *rstd, void *latent,
+                                   int64_t column, mt_weight w, int64_t rank) {
+    mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .y = y, .rstd = rstd};
     a.x_stride = mt_latent_width(m->options), a.y_stride = rank, a.eps = mt_latent_epsilon;
-    m->ops->rmsnorm_forward(&a, m->dtype, m->stream);
+    m->ops->rmsnorm_forward(&a, m->dtype, p->stream);
 }
 
-static void mt_latent_norm_backward(const mt_model *m, void *dlatent, const void *dy, float *rstd, void *latent,
-                                    int64_t column, mt_weight w, int64_t rank) {
-    mt_norm_args a = {.T = m->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .rstd = rstd};
+static void mt_latent_norm_backward(const mt_model *m, const mt_pass *p, void *dlatent, const void *dy, float *rstd,
+                                    void *latent, int64_t column, mt_weight w, int64_t rank) {
+    mt_norm_args a = {.T = p->rows, .H = 1, .C = rank, .x = mt_at(m, latent, column), .w = w.w, .rstd = rstd};
     a.dy = dy, a.dx = mt_at(m, dlatent, column), a.dw = w.dw;
     a.x_stride = a.dx_stride = mt_latent_width(m->options), a.dy_stride = rank;
-    m->ops->rmsnorm_backward(&a, m->dtype, m->stream);
+    m->ops->rmsnorm_backward(&a, m->dtype, p->stream);
 }
 
 /* The rope channels of a token's key, which all heads share; and the heads. */
-static mt_rope_args mt_latent_rope(const mt_model *m) {
+static mt_rope_args mt_latent_rope(const mt_model *m, const mt_pass *p) {
     int64_t R = m->rotary_dim;
-    return (mt_rope_args){.T = m->rows, .H = 1, .D = R, .rotation = mt_model_rotation(m, m->first_row)};
+    return (mt_rope_args){.T = p->rows, .H = 1, .D = R, .rotation = mt_model_rotation(m, p, p->first_row)};
 }
 
-static mt_latent_heads_args mt_latent_heads(const mt_model *m) {
+static mt_latent_heads_args mt_latent_heads(const mt_model *m, const mt_pass *p) {
     return (mt_latent_heads_args){
-        .T = m->T, .H = m->H, .N = m->options->qk_head_dim, .Dv = m->Dv, .rotation = mt_model_rotation(m, 0)};
+        .T = p->T, .H = m->H, .N = m->options->qk_head_dim, .Dv = m->Dv, .rotation = mt_model_rotation(m, p, 0)};
 }
 
 /* input_normed -> q, k and v, ready. */
-static void mt_latent_qkv_forward(const mt_model *m, const mt_layer *w, mt_activations *a) {
+static void mt_latent_qkv_forward(const mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     const mt_options *o = m->options;
     const mt_ops *ops = m->ops;
     const mt_layer_scratch *s = &m->scratch;
     int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, R = m->rotary_dim;
     int64_t width = mt_latent_width(o);
-    mt_qkv_view view = mt_view_qkv(m, a->qkv, NULL);
-    mt_linear_forward(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .y = a->latent});
-    if (q_rank > 0) mt_latent_norm_forward(m, a->q_latent, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
-    mt_linear_forward(&m->tp, &w->q_b, &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .y = view.q});
-    mt_latent_norm_forward(m, a->kv_latent, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm, kv_rank);
-    mt_linear_forward(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .y = s->kv});
-    mt_rope_args rope = mt_latent_rope(m);
+    mt_qkv_view view = mt_view_qkv(m, p, a->qkv, NULL);
+    mt_linear_forward(&p->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .y = a->latent});
+    if (q_rank > 0) mt_latent_norm_forward(m, p, a->q_latent, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
+    mt_linear_forward(&p->tp, &w->q_b, &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .y = view.q});
+    mt_latent_norm_forward(m, p, a->kv_latent, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm, kv_rank);
+    mt_linear_forward(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .y = s->kv});
+    mt_rope_args rope = mt_latent_rope(m, p);
     rope.x = mt_at(m, a->latent, q_rank + kv_rank), rope.x_stride = width, rope.y = s->k_rope, rope.y_stride = R;
-    ops->rope_forward(&rope, m->dtype, m->stream);
-    mt_latent_heads_args heads = mt_latent_heads(m);
-    heads.k_rope = mt_region_enter_forward(&m->tp, s->k_rope, R, m->stream);
+    ops->rope_forward(&rope, m->dtype, p->stream);
+    mt_latent_heads_args heads = mt_latent_heads(m, p);
+    heads.k_rope = mt_region_enter_forward(&p->tp, s->k_rope, R, p->stream);
     heads.q = view.q, heads.kv = s->kv, heads.k = view.k, heads.v = view.v;
-    ops->latent_heads_forward(&heads, m->dtype, m->stream);
+    ops->latent_heads_forward(&heads, m->dtype, p->stream);
 }
 
 /* The gradient of the queries, dq, to that of their latent in scratch.dlatent or, where they have none, of input_normed
  * in scratch.normed. */
-static void mt_latent_q_backward(const mt_model *m, mt_layer *w, const mt_activations *a, const void *dq, int parts) {
+static void mt_latent_q_backward(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a,
+                                 const void *dq) {
     const mt_layer_scratch *s = &m->scratch;
     int64_t q_rank = m->options->q_lora_rank;
     if (q_rank == 0) {
-        mt_linear_backward(&m->tp, &w->q_b, &(mt_linear_io){.x = a->input_normed, .dy = dq, .dx = s->normed}, parts);
+        mt_linear_backward(&p->tp, &w->q_b, &(mt_linear_io){.x = a->input_normed, .dy = dq, .dx = s->normed}, p->parts);
         return;
     }
-    mt_linear_backward(&m->tp, &w->q_b, &(mt_linear_io){.x = a->q_latent, .dy = dq, .dx = s->latent_normed}, parts);
-    mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
+    mt_linear_backward(&p->tp, &w->q_b, &(mt_linear_io){.x = a->q_latent, .dy = dq, .dx = s->latent_normed}, p->parts);
+    mt_latent_norm_backward(m, p, s->dlatent, s->latent_normed, a->q_latent_rstd, a->latent, 0, w->q_a_norm, q_rank);
 }
 
 /* Gradients of q, k and v, in scratch.wide, to that of input_normed, scratch.normed. With MT_PART_INPUT alone, the
  * products' output gradients take the places of q, of k and v, and of the latents. */
-static void mt_latent_qkv_backward(const mt_model *m, mt_layer *w, mt_activations *a, int parts) {
+static void mt_latent_qkv_backward(const mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a) {
     const mt_options *o = m->options;
     const mt_ops *ops = m->ops;
     const mt_layer_scratch *s = &m->scratch;
     int64_t q_rank = o->q_lora_rank, kv_rank = o->kv_lora_rank, N = o->qk_head_dim, R = m->rotary_dim;
     int64_t width = mt_latent_width(o), kv_width = m->H * (N + m->Dv);
-    mt_qkv_view d = mt_view_qkv(m, s->wide, NULL), kept = mt_view_qkv(m, a->qkv, NULL);
-    mt_latent_heads_args heads = mt_latent_heads(m);
+    mt_qkv_view d = mt_view_qkv(m, p, s->wide, NULL), kept = mt_view_qkv(m, p, a->qkv, NULL);
+    mt_latent_heads_args heads = mt_latent_heads(m, p);
     heads.dq = d.q, heads.dk = d.k, heads.dv = d.v;
-    heads.dkv = s->kv, heads.dk_rope = mt_region_partial(&m->tp, s->k_rope);
-    ops->latent_heads_backward(&heads, m->dtype, m->stream);
-    mt_region_enter_backward(&m->tp, s->k_rope, m->tp.partial, R, m->stream);
-    mt_rope_args rope = mt_latent_rope(m);
+    heads.dkv = s->kv, heads.dk_rope = mt_region_partial(&p->tp, s->k_rope);
+    ops->latent_heads_backward(&heads, m->dtype, p->stream);
+    mt_region_enter_backward(&p->tp, s->k_rope, p->tp.partial, R, p->stream);
+    mt_rope_args rope = mt_latent_rope(m, p);
     rope.x = s->k_rope, rope.x_stride = R, rope.y = mt_at(m, s->dlatent, q_rank + kv_rank), rope.y_stride = width;
-    ops->rope_backward(&rope, m->dtype, m->stream);
-    mt_linear_backward(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = s->kv, .dx = s->latent_normed},
-                       parts);
-    mt_latent_norm_backward(m, s->dlatent, s->latent_normed, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm,
+    ops->rope_backward(&rope, m->dtype, p->stream);
+    mt_linear_backward(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = s->kv, .dx = s->latent_normed},
+                       p->parts);
+    mt_latent_norm_backward(m, p, s->dlatent, s->latent_normed, a->kv_latent_rstd, a->latent, q_rank, w->kv_a_norm,
                             kv_rank);
-    mt_latent_q_backward(m, w, a, d.q, parts);
+    mt_latent_q_backward(m, p, w, a, d.q);
     void *dx = q_rank > 0 ? s->normed : s->active;
-    mt_linear_backward(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = s->dlatent, .dx = dx}, parts);
+    mt_linear_backward(&p->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = s->dlatent, .dx = dx}, p->parts);
     if (q_rank == 0)
-        ops->dropout_add_forward(s->normed, dx, s->normed, m->token_index, m->rows, m->C, 0, &(mt_dropout){0}, m->dtype,
-                                 m->stream);
-    if (parts != MT_PART_INPUT) return;
-    mt_keep(m, kept.q, d.q, m->T * m->H * m->D);
-    mt_keep(m, kept.k, s->kv, m->T * kv_width); // and into v's
-    mt_keep(m, a->latent, s->dlatent, m->rows * width);
+        ops->dropout_add_forward(s->normed, dx, s->normed, p->batch->token_index, p->rows, m->C, 0, &(mt_dropout){0},
+                                 m->dtype, p->stream);
+    if (p->parts != MT_PART_INPUT) return;
+    mt_keep(m, p, kept.q, d.q, p->T * m->H * m->D);
+    mt_keep(m, p, kept.k, s->kv, p->T * kv_width); // and into v's
+    mt_keep(m, p, a->latent, s->dlatent, p->rows * width);
 }
 
 /* The weights' part, where MT_PART_INPUT left what it needs. */
-static void mt_latent_qkv_backward_weight(const mt_model *m, mt_layer *w, const mt_activations *a) {
+static void mt_latent_qkv_backward_weight(const mt_model *m, const mt_pass *p, mt_layer *w, const mt_activations *a) {
     const mt_options *o = m->options;
     int64_t q_rank = o->q_lora_rank;
-    mt_qkv_view kept = mt_view_qkv(m, a->qkv, NULL);
-    mt_linear_backward_weight(&m->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = kept.k});
-    mt_linear_backward_weight(&m->tp, &w->q_b,
+    mt_qkv_view kept = mt_view_qkv(m, p, a->qkv, NULL);
+    mt_linear_backward_weight(&p->tp, &w->kv_b, &(mt_linear_io){.x = a->kv_latent, .dy = kept.k});
+    mt_linear_backward_weight(&p->tp, &w->q_b,
                               &(mt_linear_io){.x = q_rank > 0 ? a->q_latent : a->input_normed, .dy = kept.q});
-    mt_linear_backward_weight(&m->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = a->latent});
+    mt_linear_backward_weight(&p->tp, &w->latent, &(mt_linear_io){.x = a->input_normed, .dy = a->latent});
 }
 
 /* ---- the block */
 
 /* Generation: new keys and values go to their cache rows, and attention reads the cache instead. */
-static void mt_cache_update(const mt_model *m, int64_t layer, mt_attention *call) {
+static void mt_cache_update(const mt_model *m, const mt_pass *p, int64_t layer, mt_attention *call) {
     int64_t k_width = m->G * m->D, v_width = m->G * m->Dv;
-    m->ops->scatter_rows(m->k_cache[layer], call->k, m->cache_rows, m->T, k_width, k_width, call->k_stride, m->dtype,
-                         m->stream);
-    m->ops->scatter_rows(m->v_cache[layer], call->v, m->cache_rows, m->T, v_width, v_width, call->v_stride, m->dtype,
-                         m->stream);
+    m->ops->scatter_rows(m->k_cache[layer], call->k, p->batch->cache_rows, p->T, k_width, k_width, call->k_stride,
+                         m->dtype, p->stream);
+    m->ops->scatter_rows(m->v_cache[layer], call->v, p->batch->cache_rows, p->T, v_width, v_width, call->v_stride,
+                         m->dtype, p->stream);
     call->k = m->k_cache[layer], call->k_stride = k_width;
     call->v = m->v_cache[layer], call->v_stride = v_width;
 }
 
 /* middle = input + dropout(attention(norm(input))), from input_normed on, to the MLP's norm of it. `decode` attends
  * over the cache. */
-static void mt_attention_block_forward(mt_model *m, int64_t layer, mt_activations *a, bool decode) {
+static void mt_attention_block_forward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
     const mt_layer *w = &m->layers[layer];
     if (m->options->multi_latent_attention) {
-        mt_latent_qkv_forward(m, w, a);
+        mt_latent_qkv_forward(m, p, w, a);
     } else {
-        mt_linear_forward(&m->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .y = a->qkv});
-        mt_qk_forward(m, w, a);
+        mt_linear_forward(&p->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .y = a->qkv});
+        mt_qk_forward(m, p, w, a);
     }
-    mt_attention call = mt_attention_call(m, layer, a);
-    if (decode) mt_cache_update(m, layer, &call);
+    mt_attention call = mt_attention_call(m, p, layer, a);
+    if (p->decode) mt_cache_update(m, p, layer, &call);
     if (m->context)
-        mt_context_attention_forward(m->context, &call, m->stream);
+        mt_context_attention_forward(m->context, &call, p->stream);
     else
-        m->ops->attention_forward(&call, m->dtype, m->stream);
-    mt_linear_forward(&m->tp, &w->o, &(mt_linear_io){.x = a->attended, .y = m->scratch.hidden});
+        m->ops->attention_forward(&call, m->dtype, p->stream);
+    mt_linear_forward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .y = m->scratch.hidden});
     mt_norm mlp_norm = {w->mlp_norm, w->mlp_norm_bias, a->mlp_normed, a->mlp_mean, a->mlp_rstd};
-    mt_residual_forward(m, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, &mlp_norm);
+    mt_residual_forward(m, p, a->middle, a->input, w->number, MT_DROP_ATTENTION_OUT, &mlp_norm);
 }
 
 /* The gradient of the residual stream, scratch.residual, goes from `middle` to `input`. With MT_PART_INPUT alone, what
  * the weights' part will need takes the place of what is no longer needed: see mt_layer_backward_weight. */
-static void mt_attention_block_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
+static void mt_attention_block_backward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
     mt_layer *w = &m->layers[layer];
     mt_layer_scratch *s = &m->scratch;
-    const void *dout = mt_residual_backward(m, w->number, MT_DROP_ATTENTION_OUT);
-    mt_linear_backward(&m->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->active}, parts);
+    const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_ATTENTION_OUT);
+    mt_linear_backward(&p->tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = dout, .dx = s->active}, p->parts);
 
-    mt_qkv_view d = mt_view_qkv(m, s->wide, s->dqk);
-    mt_attention call = mt_attention_call(m, layer, a);
+    mt_qkv_view d = mt_view_qkv(m, p, s->wide, s->dqk);
+    mt_attention call = mt_attention_call(m, p, layer, a);
     call.dq = d.q, call.dk = d.k, call.dv = d.v, call.row_dot = s->row_dot, call.dout = s->active;
     if (m->context)
-        mt_context_attention_backward(m->context, &call, m->stream);
+        mt_context_attention_backward(m->context, &call, p->stream);
     else
-        m->ops->attention_backward(&call, m->dtype, m->stream);
+        m->ops->attention_backward(&call, m->dtype, p->stream);
     if (m->options->multi_latent_attention) {
-        mt_latent_qkv_backward(m, w, a, parts);
+        mt_latent_qkv_backward(m, p, w, a);
     } else {
-        mt_qk_backward(m, w, a, s->wide, s->dqk);
-        if (parts == MT_PART_INPUT) mt_keep(m, a->qkv, s->wide, m->T * w->qkv.N);
-        mt_linear_backward(&m->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .dy = s->wide, .dx = s->normed},
-                           parts);
+        mt_qk_backward(m, p, w, a, s->wide, s->dqk);
+        if (p->parts == MT_PART_INPUT) mt_keep(m, p, a->qkv, s->wide, p->T * w->qkv.N);
+        mt_linear_backward(&p->tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .dy = s->wide, .dx = s->normed},
+                           p->parts);
     }
-    mt_residual_norm_backward(m, a->input, dout, a->input_mean, a->input_rstd, w->input_norm, w->input_norm_bias,
-                              parts);
+    mt_residual_norm_backward(m, p, a->input, dout, a->input_mean, a->input_rstd, w->input_norm, w->input_norm_bias);
 }
 
 /* ==== §9c MLP ==================================================================================================== */
@@ -5700,38 +5746,39 @@ static const float *mt_layer_gates(const mt_model *m, const mt_layer *w, const m
 
 /* scratch.hidden = down(activation(fc1(mlp_normed))). The activation is SwiGLU, GELU, or with --openai-gelu the tanh
  * approximation of GELU, which the linear fuses. */
-static void mt_mlp_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
+static void mt_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     const float *gates = mt_layer_gates(m, w, a);
-    mt_linear_forward(&m->tp, &w->fc1,
+    mt_linear_forward(&p->tp, &w->fc1,
                       &(mt_linear_io){.x = a->mlp_normed,
                                       .y = a->mlp_hidden,
                                       .gelu = m->options->openai_gelu ? a->mlp_active : NULL});
     if (gates)
-        m->ops->expert_swiglu_forward(a->mlp_active, a->mlp_hidden, gates, m->T, w->F, m->dtype, m->stream);
+        m->ops->expert_swiglu_forward(a->mlp_active, a->mlp_hidden, gates, p->T, w->F, m->dtype, p->stream);
     else if (m->options->swiglu)
-        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, m->T, w->F, m->dtype, m->stream);
+        m->ops->swiglu_forward(a->mlp_active, a->mlp_hidden, p->T, w->F, m->dtype, p->stream);
     else if (!m->options->openai_gelu)
-        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, m->T * w->F, false, m->dtype, m->stream);
-    mt_linear_forward(&m->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.hidden});
+        m->ops->gelu_forward(a->mlp_active, a->mlp_hidden, p->T * w->F, false, m->dtype, p->stream);
+    mt_linear_forward(&p->tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .y = m->scratch.hidden});
 }
 
 /* scratch.normed = the gradient of mlp_normed from that of the MLP's output. */
-static void mt_mlp_backward(mt_model *m, mt_layer *w, mt_activations *a, const void *dout, int parts) {
+static void mt_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout,
+                            int parts) {
     const float *gates = mt_layer_gates(m, w, a);
     mt_layer_scratch *s = &m->scratch;
     bool fused = m->options->openai_gelu;
     mt_linear_io down = {.x = a->mlp_active, .dy = dout, .dx = fused ? s->wide : s->active};
     if (fused) down.gelu_input = a->mlp_hidden;
-    mt_linear_backward(&m->tp, &w->down, &down, parts);
+    mt_linear_backward(&p->tp, &w->down, &down, parts);
     if (gates)
-        m->ops->expert_swiglu_backward(s->wide, m->experts.dgates, s->active, a->mlp_hidden, gates, m->T, w->F,
-                                       m->dtype, m->stream);
+        m->ops->expert_swiglu_backward(s->wide, m->experts.dgates, s->active, a->mlp_hidden, gates, p->T, w->F,
+                                       m->dtype, p->stream);
     else if (m->options->swiglu)
-        m->ops->swiglu_backward(s->wide, s->active, a->mlp_hidden, m->T, w->F, m->dtype, m->stream);
+        m->ops->swiglu_backward(s->wide, s->active, a->mlp_hidden, p->T, w->F, m->dtype, p->stream);
     else if (!fused)
-        m->ops->gelu_backward(s->wide, s->active, a->mlp_hidden, m->T * w->F, false, m->dtype, m->stream);
-    if (parts == MT_PART_INPUT) mt_keep(m, a->mlp_hidden, s->wide, m->T * w->fc1.N);
-    mt_linear_backward(&m->tp, &w->fc1, &(mt_linear_io){.x = a->mlp_normed, .dy = s->wide, .dx = s->normed}, parts);
+        m->ops->gelu_backward(s->wide, s->active, a->mlp_hidden, p->T * w->F, false, m->dtype, p->stream);
+    if (parts == MT_PART_INPUT) mt_keep(m, p, a->mlp_hidden, s->wide, p->T * w->fc1.N);
+    mt_linear_backward(&p->tp, &w->fc1, &(mt_linear_io){.x = a->mlp_normed, .dy = s->wide, .dx = s->normed}, parts);
 }
 
 /* ==== §9d mixture of experts ===================================================================================== */
@@ -5747,8 +5794,8 @@ static void mt_mlp_backward(mt_model *m, mt_layer *w, mt_activations *a, const v
 static void mt_follow(const mt_model *m, mt_stream *stream, mt_stream *other);
 
 /* Tokens that the ranks which share a micro-batch's sequences have of it together. */
-static int64_t mt_micro_batch_tokens(const mt_model *m) {
-    return m->rows * m->grid->tensor_context.size;
+static int64_t mt_micro_batch_tokens(const mt_model *m, const mt_pass *p) {
+    return p->rows * m->grid->tensor_context.size;
 }
 
 /* Rows that an expert takes of a micro-batch: ceil(T k / E factor). */
@@ -5807,93 +5854,95 @@ static void mt_expert_rows_free(const mt_model *m, mt_expert_rows *rows) {
 
 /* counts[E] become those of the global batch up to and with this rank's micro-batch, in the order of samples: as one
  * rank counts that computes all micro-batches. */
-static void mt_count_globally(mt_model *m, const mt_layer *w, float *counts) {
+static void mt_count_globally(mt_model *m, const mt_pass *p, const mt_layer *w, float *counts) {
     const mt_experts *e = &m->experts;
     const mt_group *data = &m->grid->data;
     int64_t E = e->router.num_experts;
     float *global = e->global + w->moe_index * E;
-    m->ops->all_gather(e->of_ranks, counts, E, MT_F32, data, m->stream);
-    m->ops->combine_rows(counts, e->of_ranks, e->data_ranks, global, 1, data->rank + 1, E, MT_F32, m->stream);
-    m->ops->combine_rows(global, e->of_ranks, e->data_ranks, global, 1, data->size, E, MT_F32, m->stream);
+    m->ops->all_gather(e->of_ranks, counts, E, MT_F32, data, p->stream);
+    m->ops->combine_rows(counts, e->of_ranks, e->data_ranks, global, 1, data->rank + 1, E, MT_F32, p->stream);
+    m->ops->combine_rows(global, e->of_ranks, e->data_ranks, global, 1, data->size, E, MT_F32, p->stream);
 }
 
 /* Shares and counts of the experts over all ranks that share the sequences. */
-static void mt_balance(mt_model *m, const mt_layer *w, mt_routing *r) {
+static void mt_balance(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = &m->experts;
     const char *type = m->options->moe_router_load_balancing_type;
-    int64_t E = e->router.num_experts, S = strcmp(type, "seq_aux_loss") == 0 ? m->spans.count : 1;
+    int64_t E = e->router.num_experts, S = strcmp(type, "seq_aux_loss") == 0 ? p->spans.count : 1;
     const mt_group *group = &m->grid->tensor_context;
     MT_CHECK(S <= e->sequences);
-    m->ops->balance_forward(r->balance, e->losses + 1, r->logits, S > 1 ? m->sequence + m->first_row : NULL, S, m->rows,
-                            &e->router, m->stream);
-    m->ops->all_reduce(r->balance, 2 * S * E, MT_SUM, MT_F32, group, m->stream);
-    if (e->counts_globally) mt_count_globally(m, w, r->balance + E);
-    if (group->rank == 0) m->ops->balance_loss(e->losses, r->balance, S, E, m->stream);
+    m->ops->balance_forward(r->balance, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL, S,
+                            p->rows, &e->router, p->stream);
+    m->ops->all_reduce(r->balance, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
+    if (e->counts_globally) mt_count_globally(m, p, w, r->balance + E);
+    if (group->rank == 0) m->ops->balance_loss(e->losses, r->balance, S, E, p->stream);
 }
 
 /* Drops what is over the experts' capacity of the whole micro-batch: whichever ranks have its tokens, the same. */
-static void mt_drop(mt_model *m, const mt_layer *w, int32_t *kept, const int32_t *experts, const float *probs) {
+static void mt_drop(mt_model *m, const mt_pass *p, const mt_layer *w, int32_t *kept, const int32_t *experts,
+                    const float *probs) {
     mt_experts *e = &m->experts;
     const mt_group *group = &m->grid->tensor_context;
-    int64_t R = m->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m);
+    int64_t R = p->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m, p);
     bool by_position = strcmp(m->options->moe_token_drop_policy, "position") == 0;
-    const int64_t *index = m->token_index + m->first_row;
+    const int64_t *index = p->batch->token_index + p->first_row;
     if (group->size > 1) {
-        m->ops->all_gather(e->all_experts, experts, R * k, MT_I32, group, m->stream);
-        m->ops->all_gather(e->all_probs, probs, R * k, MT_F32, group, m->stream);
-        m->ops->all_gather(e->all_index, index, R, MT_I64, group, m->stream);
+        m->ops->all_gather(e->all_experts, experts, R * k, MT_I32, group, p->stream);
+        m->ops->all_gather(e->all_probs, probs, R * k, MT_F32, group, p->stream);
+        m->ops->all_gather(e->all_index, index, R, MT_I64, group, p->stream);
         experts = e->all_experts, probs = e->all_probs, index = e->all_index;
     }
     m->ops->drop_tokens(kept, experts, probs, index, tokens, k, group->rank * R, R, mt_expert_capacity(m, tokens),
-                        by_position, m->stream);
-    if (m->training) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, m->stream);
+                        by_position, p->stream);
+    if (p->training) m->ops->count_experts(e->kept + w->moe_index * E, kept, R * k, E, p->stream);
 }
 
 /* Where this rank's tokens lie in arrays of N tokens. */
-static int64_t mt_own_choices(const mt_model *m) {
-    return m->experts.gathers ? m->experts.group->rank * m->rows * m->experts.router.topk : 0;
+static int64_t mt_own_choices(const mt_model *m, const mt_pass *p) {
+    return m->experts.gathers ? m->experts.group->rank * p->rows * m->experts.router.topk : 0;
 }
 
 /* Chooses experts for logits[R, E] such that those of the whole micro-batch have even loads. */
-static void mt_route_together(mt_model *m, const mt_layer *w, const mt_routing *r) {
+static void mt_route_together(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
     mt_experts *e = &m->experts;
     const mt_group *group = &m->grid->tensor_context;
-    int64_t R = m->rows, own = mt_own_choices(m);
+    int64_t R = p->rows, own = mt_own_choices(m, p);
     const float *logits = r->logits;
     if (group->size > 1) {
-        m->ops->all_gather(e->all_logits, logits, R * e->router.num_experts, MT_F32, group, m->stream);
+        m->ops->all_gather(e->all_logits, logits, R * e->router.num_experts, MT_F32, group, p->stream);
         logits = e->all_logits;
     }
     m->ops->route_sinkhorn(r->probs + own, r->experts + own, e->invalid + w->moe_index, logits, group->size * R,
-                           group->rank * R, R, &e->router, m->stream);
+                           group->rank * R, R, &e->router, p->stream);
 }
 
 /* Chooses experts for x[R, C]. */
-static void mt_route_forward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
+static void mt_route_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = &m->experts;
-    int64_t R = m->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_choices(m);
-    mt_linear_forward(&m->tp, &w->router, &(mt_linear_io){.x = x, .y = r->logits});
-    if (m->training && e->together)
-        mt_route_together(m, w, r);
+    int64_t R = p->rows, E = e->router.num_experts, k = e->router.topk, own = mt_own_choices(m, p);
+    mt_linear_forward(&p->tp, &w->router, &(mt_linear_io){.x = x, .y = r->logits});
+    if (p->training && e->together)
+        mt_route_together(m, p, w, r);
     else
         m->ops->route_forward(r->probs + own, r->experts + own, e->invalid + w->moe_index, r->logits, w->router_bias.w,
-                              R, &e->router, m->stream);
-    if (m->training) m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, m->stream);
-    if (m->training && e->balances) mt_balance(m, w, r);
-    if (e->drops) mt_drop(m, w, r->kept + own, r->experts + own, r->probs + own);
+                              R, &e->router, p->stream);
+    if (p->training) m->ops->count_experts(e->loads + w->moe_index * E, r->experts + own, R * k, E, p->stream);
+    if (p->training && e->balances) mt_balance(m, p, w, r);
+    if (e->drops) mt_drop(m, p, w, r->kept + own, r->experts + own, r->probs + own);
 }
 
 /* experts.router_dx = the gradient of x from that of its probabilities, and of what balances the experts. */
-static void mt_route_backward(mt_model *m, mt_layer *w, mt_routing *r, const void *x) {
+static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_routing *r, const void *x) {
     mt_experts *e = &m->experts;
     const mt_options *o = m->options;
-    int64_t R = m->rows, E = e->router.num_experts, own = mt_own_choices(m);
-    int64_t S = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? m->spans.count : 1;
-    m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, m->stream);
+    int64_t R = p->rows, E = e->router.num_experts, own = mt_own_choices(m, p);
+    int64_t S = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? p->spans.count : 1;
+    m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
     if (e->balances)
-        m->ops->balance_backward(e->dlogits, r->logits, r->balance + S * E, S > 1 ? m->sequence + m->first_row : NULL,
-                                 S, R, (float)o->moe_aux_loss_coeff, (float)o->moe_z_loss_coeff, &e->router, m->stream);
-    mt_linear_backward(&m->tp, &w->router,
+        m->ops->balance_backward(e->dlogits, r->logits, r->balance + S * E,
+                                 S > 1 ? p->batch->sequence + p->first_row : NULL, S, R, (float)o->moe_aux_loss_coeff,
+                                 (float)o->moe_z_loss_coeff, &e->router, p->stream);
+    mt_linear_backward(&p->tp, &w->router,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
                        MT_PART_BOTH);
 }
@@ -5905,32 +5954,32 @@ static void mt_route_backward(mt_model *m, mt_layer *w, mt_routing *r, const voi
 static const mt_router mt_one_expert = {.num_experts = 1, .topk = 1, .sigmoid = true, .scaling = 1};
 
 /* Where the gates of this rank's rows are among those of all its tokens. */
-static int64_t mt_first_gate(const mt_model *m) {
-    return m->tp.sequence_parallel ? m->grid->tensor.rank * m->rows : 0;
+static int64_t mt_first_gate(const mt_model *m, const mt_pass *p) {
+    return p->tp.sequence_parallel ? m->grid->tensor.rank * p->rows : 0;
 }
 
 /* routing.gates[T] = sigmoid(x[R, C] w^T) of all rows that the tensor group has. */
-static void mt_shared_gate_forward(mt_model *m, const mt_layer *w, mt_routing *r, const void *x) {
+static void mt_shared_gate_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r, const void *x) {
     const mt_experts *e = &m->experts;
-    float *own = r->gates + mt_first_gate(m);
-    mt_linear_forward(&m->tp, &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
-    m->ops->route_forward(own, e->gate_experts, e->gate_invalid, r->gate_logits, NULL, m->rows, &mt_one_expert,
-                          m->stream);
-    if (m->tp.sequence_parallel) m->ops->all_gather(r->gates, own, m->rows, MT_F32, &m->grid->tensor, m->stream);
+    float *own = r->gates + mt_first_gate(m, p);
+    mt_linear_forward(&p->tp, &w->shared_gate, &(mt_linear_io){.x = x, .y = r->gate_logits});
+    m->ops->route_forward(own, e->gate_experts, e->gate_invalid, r->gate_logits, NULL, p->rows, &mt_one_expert,
+                          p->stream);
+    if (p->tp.sequence_parallel) m->ops->all_gather(r->gates, own, p->rows, MT_F32, &m->grid->tensor, p->stream);
 }
 
 /* scratch.normed[R, C], the gradient of x so far, += that from experts.dgates[T]. */
-static void mt_shared_gate_backward(mt_model *m, mt_layer *w, const mt_routing *r, const void *x) {
+static void mt_shared_gate_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r, const void *x) {
     const mt_experts *e = &m->experts;
-    float *own = e->dgates + mt_first_gate(m);
+    float *own = e->dgates + mt_first_gate(m, p);
     mt_dropout none = {0};
-    if (m->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, m->rows, MT_F32, &m->grid->tensor, m->stream);
-    m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, m->rows, &mt_one_expert, m->stream);
-    mt_linear_backward(&m->tp, &w->shared_gate,
+    if (p->tp.sequence_parallel) m->ops->reduce_scatter(own, e->dgates, p->rows, MT_F32, &m->grid->tensor, p->stream);
+    m->ops->route_backward(e->dlogits, own, e->gate_experts, r->gate_logits, p->rows, &mt_one_expert, p->stream);
+    mt_linear_backward(&p->tp, &w->shared_gate,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
                        MT_PART_BOTH);
-    m->ops->dropout_add_forward(m->scratch.normed, e->router_dx, m->scratch.normed, m->token_index, m->rows, m->C, 0,
-                                &none, m->dtype, m->stream);
+    m->ops->dropout_add_forward(m->scratch.normed, e->router_dx, m->scratch.normed, p->batch->token_index, p->rows,
+                                m->C, 0, &none, m->dtype, p->stream);
 }
 
 /* ---- what a step counts and reports */
@@ -5957,7 +6006,7 @@ static void mt_experts_finish(mt_model *m) {
     m->ops->all_reduce(e->loads, loads, MT_SUM, MT_F32, &m->grid->data, m->stream);
 }
 
-static void mt_saved_changes(mt_model *m); // §12a
+static void mt_follow_reader(mt_model *m); // §12a
 
 /* After the step was judged: the biases follow the loads, unless it was bad. */
 static void mt_experts_move_biases(mt_model *m) {
@@ -5965,7 +6014,7 @@ static void mt_experts_move_biases(mt_model *m) {
     int64_t E = e->router.num_experts;
     for (int64_t i = 0; i < m->num_layers; i++) {
         if (!m->layers[i].router_bias.w) continue;
-        mt_saved_changes(m);
+        mt_follow_reader(m);
         m->ops->expert_bias_step(m->layers[i].router_bias.w, e->loads + m->layers[i].moe_index * E,
                                  &m->numbers->grad_scale, E, (float)m->options->moe_router_bias_update_rate, m->stream);
     }
@@ -6035,12 +6084,12 @@ static void mt_experts_describe(char text[160], const mt_model *m, const mt_step
 /* ---- the six phases */
 
 /* How many rows go to and come from every rank, which the host must know to exchange them, and each expert's. */
-static void mt_count_exchange(mt_model *m, mt_routing *r) {
+static void mt_count_exchange(mt_model *m, const mt_pass *p, mt_routing *r) {
     mt_experts *e = &m->experts;
     int64_t size = e->group->size, rank = e->group->rank, local = e->local, stride = e->places + 1;
-    m->ops->all_gather(e->all_offsets, r->offsets, stride, MT_I32, e->group, m->stream);
-    m->ops->memory_copy(e->host_offsets, e->all_offsets, size * stride * 4, m->stream);
-    m->ops->stream_wait(m->stream);
+    m->ops->all_gather(e->all_offsets, r->offsets, stride, MT_I32, e->group, p->stream);
+    m->ops->memory_copy(e->host_offsets, e->all_offsets, size * stride * 4, p->stream);
+    m->ops->stream_wait(p->stream);
     r->num_rows = 0;
     for (int64_t other = 0; other < size; other++) {
         const int32_t *here = e->host_offsets + other * stride + rank * local;
@@ -6050,45 +6099,45 @@ static void mt_count_exchange(mt_model *m, mt_routing *r) {
         r->sent[other] = there[local] - there[0];
         r->num_rows += r->received[other];
     }
-    m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, m->stream);
+    m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, p->stream);
 }
 
 /* The same where every expert's input has the rows of its capacity. */
-static void mt_count_padded_exchange(mt_model *m, mt_routing *r, int64_t capacity) {
+static void mt_count_padded_exchange(mt_model *m, const mt_pass *p, mt_routing *r, int64_t capacity) {
     mt_experts *e = &m->experts;
     int64_t size = e->group->size, local = e->local;
     r->num_rows = size * local * capacity;
     for (int64_t other = 0; other < size; other++) r->sent[other] = r->received[other] = local * capacity;
     if (e->host_counts[0] == capacity) return;
-    m->ops->stream_wait(m->stream); // the copy of what was there
+    m->ops->stream_wait(p->stream); // the copy of what was there
     for (int64_t i = 0; i < size * local; i++) e->host_counts[i] = (int32_t)capacity;
-    m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, m->stream);
+    m->ops->memory_copy(e->counts, e->host_counts, size * local * 4, p->stream);
 }
 
 /* Preprocess: the order in which rows leave and come, and how many. */
-static void mt_dispatch_preprocess(mt_model *m, mt_routing *r) {
+static void mt_dispatch_preprocess(mt_model *m, const mt_pass *p, mt_routing *r) {
     mt_experts *e = &m->experts;
-    int64_t k = e->router.topk, N = e->gathers ? e->group->size * m->rows : m->rows, own = mt_own_choices(m);
+    int64_t k = e->router.topk, N = e->gathers ? e->group->size * p->rows : p->rows, own = mt_own_choices(m, p);
     mt_dispatch dispatch = {.topk = k, .count = e->router.num_experts, .local = e->local};
     dispatch.copies = m->grid->expert_tensor.size;
-    if (e->pads) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m));
+    if (e->pads) dispatch.capacity = mt_expert_capacity(m, mt_micro_batch_tokens(m, p));
     if (e->gathers) {
-        m->ops->all_gather(r->kept, r->kept + own, m->rows * k, MT_I32, e->group, m->stream);
-        m->ops->all_gather(r->probs, r->probs + own, m->rows * k, MT_F32, e->group, m->stream);
+        m->ops->all_gather(r->kept, r->kept + own, p->rows * k, MT_I32, e->group, p->stream);
+        m->ops->all_gather(r->probs, r->probs + own, p->rows * k, MT_F32, e->group, p->stream);
         dispatch = (mt_dispatch){.topk = k, .first = m->grid->expert.rank * e->local, .count = e->local, .copies = 1};
         dispatch.local = e->local;
     }
     int64_t places = dispatch.count * dispatch.copies;
     int64_t P = dispatch.capacity > 0 ? places * dispatch.capacity : N * k * dispatch.copies;
-    m->ops->dispatch_plan(r->offsets, r->position, r->choice, r->token, r->kept, N, P, &dispatch, m->stream);
+    m->ops->dispatch_plan(r->offsets, r->position, r->choice, r->token, r->kept, N, P, &dispatch, p->stream);
     r->num_rows = r->num_choices = P;
     if (e->gathers || (e->group->size == 1 && !e->grouped)) {
-        m->ops->memory_copy(e->host_offsets, r->offsets, (places + 1) * 4, m->stream);
-        m->ops->stream_wait(m->stream);
+        m->ops->memory_copy(e->host_offsets, r->offsets, (places + 1) * 4, p->stream);
+        m->ops->stream_wait(p->stream);
         if (e->gathers) r->num_rows = e->host_offsets[places];
         if (!e->grouped) memcpy(r->host_offsets, e->host_offsets, (size_t)(places + 1) * 4);
     } else if (e->group->size > 1) {
-        dispatch.capacity > 0 ? mt_count_padded_exchange(m, r, dispatch.capacity) : mt_count_exchange(m, r);
+        dispatch.capacity > 0 ? mt_count_padded_exchange(m, p, r, dispatch.capacity) : mt_count_exchange(m, p, r);
     }
     int64_t M = mt_max(r->num_rows, e->gathers ? 0 : P);
     mt_expert_rows_reserve(m, &e->rows, M, true);
@@ -6096,7 +6145,7 @@ static void mt_dispatch_preprocess(mt_model *m, mt_routing *r) {
     if (e->group->size == 1 || e->gathers) return;
     mt_expert_rows_reserve(m, &e->travelling, M, false);
     m->ops->exchange_order(r->rows.to_expert, r->rows.from_expert, r->expert_offsets, e->counts, e->group->size,
-                           e->local, r->num_rows, m->stream);
+                           e->local, r->num_rows, p->stream);
     r->host_offsets[0] = 0;
     for (int64_t i = 0; !e->grouped && i < e->local; i++) {
         r->host_offsets[i + 1] = r->host_offsets[i];
@@ -6117,26 +6166,29 @@ static void mt_exchange(mt_model *m, const mt_routing *r, void *to, const void *
     m->ops->all_to_all_v(to, e->out_counts, from, e->in_counts, dtype, e->group, e->comm);
 }
 
-static void mt_gather(const mt_model *m, void *to, const void *from, const int32_t *rows, int64_t count) {
-    m->ops->gather_rows(to, from, rows, count, m->C, m->C, m->C, m->dtype, m->stream);
+static void mt_gather(const mt_model *m, const mt_pass *p, void *to, const void *from, const int32_t *rows,
+                      int64_t count) {
+    m->ops->gather_rows(to, from, rows, count, m->C, m->C, m->C, m->dtype, p->stream);
 }
 
-static void mt_gather_floats(const mt_model *m, float *to, const float *from, const int32_t *rows, int64_t count) {
-    m->ops->gather_rows(to, from, rows, count, 1, 1, 1, MT_F32, m->stream);
+static void mt_gather_floats(const mt_model *m, const mt_pass *p, float *to, const float *from, const int32_t *rows,
+                             int64_t count) {
+    m->ops->gather_rows(to, from, rows, count, 1, 1, 1, MT_F32, p->stream);
 }
 
 /* Exchange: rows of x[R, C], and their weights where `probs` is not NULL, begin to leave for their experts; what the
  * caller does next on its own stream hides that. */
-static void mt_dispatch_exchange(mt_model *m, const mt_routing *r, const void *x, const float *probs) {
+static void mt_dispatch_exchange(mt_model *m, const mt_pass *p, const mt_routing *r, const void *x,
+                                 const float *probs) {
     mt_experts *e = &m->experts;
     if (e->group->size == 1) return;
     if (!e->gathers) {
-        mt_gather(m, e->rows.input, x, r->token, r->num_choices);
-        if (probs) mt_gather_floats(m, e->rows.weights, probs, r->choice, r->num_choices);
+        mt_gather(m, p, e->rows.input, x, r->token, r->num_choices);
+        if (probs) mt_gather_floats(m, p, e->rows.weights, probs, r->choice, r->num_choices);
     }
-    mt_follow(m, e->comm, m->stream);
+    mt_follow(m, e->comm, p->stream);
     if (e->gathers) {
-        m->ops->all_gather(e->gathered, x, m->rows * m->C, m->dtype, e->group, e->comm);
+        m->ops->all_gather(e->gathered, x, p->rows * m->C, m->dtype, e->group, e->comm);
         return;
     }
     mt_exchange(m, r, e->travelling.input, e->rows.input, m->C, m->dtype, false);
@@ -6144,15 +6196,15 @@ static void mt_dispatch_exchange(mt_model *m, const mt_routing *r, const void *x
 }
 
 /* Postprocess: rows[M, C] and weights[M] by expert. */
-static void mt_dispatch_postprocess(mt_model *m, const mt_routing *r, void *rows, float *weights, const void *x,
-                                    const float *probs) {
+static void mt_dispatch_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *rows, float *weights,
+                                    const void *x, const float *probs) {
     mt_experts *e = &m->experts;
     bool travelled = e->group->size > 1 && !e->gathers;
-    if (e->group->size > 1) mt_follow(m, m->stream, e->comm);
+    if (e->group->size > 1) mt_follow(m, p->stream, e->comm);
     if (e->gathers) x = e->gathered;
     if (travelled) x = e->travelling.input, probs = probs ? e->travelling.weights : NULL;
-    mt_gather(m, rows, x, travelled ? r->rows.to_expert : r->token, r->num_rows);
-    if (probs) mt_gather_floats(m, weights, probs, travelled ? r->rows.to_expert : r->choice, r->num_rows);
+    mt_gather(m, p, rows, x, travelled ? r->rows.to_expert : r->token, r->num_rows);
+    if (probs) mt_gather_floats(m, p, weights, probs, travelled ? r->rows.to_expert : r->choice, r->num_rows);
 }
 
 /* Where experts put results that are to go back. */
@@ -6162,62 +6214,64 @@ static void *mt_expert_results(const mt_model *m) {
 }
 
 /* The first two phases of the way back: results, which are in mt_expert_results, begin to leave. */
-static void mt_combine_exchange(mt_model *m, const mt_routing *r) {
+static void mt_combine_exchange(mt_model *m, const mt_pass *p, const mt_routing *r) {
     mt_experts *e = &m->experts;
     if (e->group->size == 1 || e->gathers) return;
-    mt_gather(m, e->rows.input, e->travelling.input, r->rows.from_expert, r->num_rows);
-    mt_follow(m, e->comm, m->stream);
+    mt_gather(m, p, e->rows.input, e->travelling.input, r->rows.from_expert, r->num_rows);
+    mt_follow(m, e->comm, p->stream);
     mt_exchange(m, r, e->travelling.input, e->rows.input, m->C, m->dtype, true);
 }
 
 /* out[N, C] = each token's results added up: in one pass, each token its own; or by the book each result to its token,
  * as to a row of zeros that is looked up, for which an embedding's backward keeps to one order as well. */
-static void mt_add_results(mt_model *m, const mt_routing *r, void *out, const void *base, int64_t N) {
+static void mt_add_results(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base, int64_t N) {
     mt_experts *e = &m->experts;
     int64_t n = e->router.topk * (e->gathers ? 1 : m->grid->expert_tensor.size);
     const void *results = mt_expert_results(m);
     if (e->fuses) {
-        m->ops->combine_rows(out, results, r->position, base, N, n, m->C, m->dtype, m->stream);
+        m->ops->combine_rows(out, results, r->position, base, N, n, m->C, m->dtype, p->stream);
         return;
     }
-    m->ops->memory_zero(e->sums, N * m->C * 4, m->stream);
+    m->ops->memory_zero(e->sums, N * m->C * 4, p->stream);
     m->ops->embedding_backward(e->sums, results, r->token, e->gathers ? r->num_rows : r->num_choices, m->C, 0, N,
-                               m->dtype, m->stream);
-    m->ops->convert(out, m->dtype, e->sums, MT_F32, N * m->C, m->stream);
+                               m->dtype, p->stream);
+    m->ops->convert(out, m->dtype, e->sums, MT_F32, N * m->C, p->stream);
 }
 
 /* The last one: out[R, C] = base + each token's results; base may be NULL, or out. */
-static void mt_combine_postprocess(mt_model *m, const mt_routing *r, void *out, const void *base) {
+static void mt_combine_postprocess(mt_model *m, const mt_pass *p, const mt_routing *r, void *out, const void *base) {
     mt_experts *e = &m->experts;
-    int64_t R = m->rows;
+    int64_t R = p->rows;
     void *sum = base && (e->gathers || !e->fuses) ? e->scattered : out;
-    if (e->group->size > 1 && !e->gathers) mt_follow(m, m->stream, e->comm);
-    mt_add_results(m, r, e->gathers ? e->gathered : sum, e->gathers ? NULL : base, e->gathers ? e->group->size * R : R);
-    if (e->gathers) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, m->stream);
+    if (e->group->size > 1 && !e->gathers) mt_follow(m, p->stream, e->comm);
+    mt_add_results(m, p, r, e->gathers ? e->gathered : sum, e->gathers ? NULL : base,
+                   e->gathers ? e->group->size * R : R);
+    if (e->gathers) m->ops->reduce_scatter(sum, e->gathered, R * m->C, m->dtype, e->group, p->stream);
     mt_dropout none = {0};
     if (base && sum != out)
-        m->ops->dropout_add_forward(out, e->scattered, base, m->token_index, R, m->C, 0, &none, m->dtype, m->stream);
+        m->ops->dropout_add_forward(out, e->scattered, base, p->batch->token_index, R, m->C, 0, &none, m->dtype,
+                                    p->stream);
 }
 
 /* dprobs of this rank's tokens from the gradients of weights[M] by expert, which are in rows.weights. */
-static void mt_combine_weights(mt_model *m, const mt_routing *r) {
+static void mt_combine_weights(mt_model *m, const mt_pass *p, const mt_routing *r) {
     mt_experts *e = &m->experts;
-    int64_t choices = m->rows * e->router.topk;
-    float *own = e->dprobs + mt_own_choices(m);
+    int64_t choices = p->rows * e->router.topk;
+    float *own = e->dprobs + mt_own_choices(m, p);
     if (e->gathers) {
         m->ops->combine_rows(e->dprobs, e->rows.weights, r->position, NULL, e->group->size * choices, 1, 1, MT_F32,
-                             m->stream);
-        m->ops->reduce_scatter(own, e->dprobs, choices, MT_F32, e->group, m->stream);
+                             p->stream);
+        m->ops->reduce_scatter(own, e->dprobs, choices, MT_F32, e->group, p->stream);
         return;
     }
     if (e->group->size > 1) {
-        mt_gather_floats(m, e->travelling.weights, e->rows.weights, r->rows.from_expert, r->num_rows);
-        mt_follow(m, e->comm, m->stream);
+        mt_gather_floats(m, p, e->travelling.weights, e->rows.weights, r->rows.from_expert, r->num_rows);
+        mt_follow(m, e->comm, p->stream);
         mt_exchange(m, r, e->rows.weights, e->travelling.weights, 1, MT_F32, true);
-        mt_follow(m, m->stream, e->comm);
+        mt_follow(m, p->stream, e->comm);
     }
     m->ops->combine_rows(own, e->rows.weights, r->position, NULL, choices, m->grid->expert_tensor.size, 1, MT_F32,
-                         m->stream);
+                         p->stream);
 }
 
 /* The operands of an expert linear whose rows are those of a routing. */
@@ -6230,134 +6284,135 @@ static mt_linear_io mt_expert_io(const mt_model *m, const mt_routing *r) {
 /* ---- the experts' MLPs, with rows' probabilities in their activation or after them */
 
 /* mt_expert_results = the experts of rows.input, weighed. */
-static void mt_expert_mlp_forward(mt_model *m, const mt_layer *w, const mt_routing *r) {
+static void mt_expert_mlp_forward(mt_model *m, const mt_pass *p, const mt_layer *w, const mt_routing *r) {
     const mt_experts *e = &m->experts;
     const mt_expert_rows *rows = &r->rows;
     int64_t F = e->F, M = r->num_rows;
     mt_linear_io fc1 = mt_expert_io(m, r), down = fc1;
     fc1.x = rows->input, fc1.y = rows->hidden;
     down.x = rows->active, down.y = e->fuses ? mt_expert_results(m) : rows->output;
-    mt_linear_forward(&m->tp, &w->expert_fc1, &fc1);
+    mt_linear_forward(&p->tp, &w->expert_fc1, &fc1);
     if (e->fuses)
-        m->ops->expert_swiglu_forward(rows->active, rows->hidden, rows->weights, M, F, m->dtype, m->stream);
+        m->ops->expert_swiglu_forward(rows->active, rows->hidden, rows->weights, M, F, m->dtype, p->stream);
     else
-        m->ops->swiglu_forward(rows->active, rows->hidden, M, F, m->dtype, m->stream);
-    mt_linear_forward(&m->tp, &w->expert_down, &down);
+        m->ops->swiglu_forward(rows->active, rows->hidden, M, F, m->dtype, p->stream);
+    mt_linear_forward(&p->tp, &w->expert_down, &down);
     if (!e->fuses)
-        m->ops->scale_rows_forward(mt_expert_results(m), rows->output, rows->weights, M, m->C, m->dtype, m->stream);
+        m->ops->scale_rows_forward(mt_expert_results(m), rows->output, rows->weights, M, m->C, m->dtype, p->stream);
 }
 
 /* mt_expert_results = the gradient of rows.input from that of the results, which is in experts.rows.input; there too
  * those of rows.hidden and weights. */
-static void mt_expert_mlp_backward(mt_model *m, mt_layer *w, const mt_routing *r) {
+static void mt_expert_mlp_backward(mt_model *m, const mt_pass *p, mt_layer *w, const mt_routing *r) {
     const mt_expert_rows *rows = &r->rows, *d = &m->experts.rows;
     int64_t F = m->experts.F, M = r->num_rows;
     const void *dout = d->input;
     if (!m->experts.fuses) {
         m->ops->scale_rows_backward(d->output, d->weights, dout, rows->output, rows->weights, M, m->C, m->dtype,
-                                    m->stream);
+                                    p->stream);
         dout = d->output;
     }
     mt_linear_io down = mt_expert_io(m, r), fc1 = down;
     down.x = rows->active, down.dy = dout, down.dx = d->active;
-    mt_linear_backward(&m->tp, &w->expert_down, &down, MT_PART_BOTH);
+    mt_linear_backward(&p->tp, &w->expert_down, &down, MT_PART_BOTH);
     if (m->experts.fuses)
         m->ops->expert_swiglu_backward(d->hidden, d->weights, d->active, rows->hidden, rows->weights, M, F, m->dtype,
-                                       m->stream);
+                                       p->stream);
     else
-        m->ops->swiglu_backward(d->hidden, d->active, rows->hidden, M, F, m->dtype, m->stream);
+        m->ops->swiglu_backward(d->hidden, d->active, rows->hidden, M, F, m->dtype, p->stream);
     fc1.dy = d->hidden, fc1.dx = mt_expert_results(m);
-    mt_linear_backward_input(&m->tp, &w->expert_fc1, &fc1);
+    mt_linear_backward_input(&p->tp, &w->expert_fc1, &fc1);
 }
 
 /* ---- forward and backward */
 
 /* scratch.hidden = the sum of the experts that each token of mlp_normed[R, C] chose, weighed, and of the one that every
  * token visits, which computes while rows travel. */
-static void mt_experts_forward(mt_model *m, const mt_layer *w, mt_activations *a) {
+static void mt_experts_forward(mt_model *m, const mt_pass *p, const mt_layer *w, mt_activations *a) {
     mt_routing *r = &a->routing;
-    mt_route_forward(m, w, r, a->mlp_normed);
-    mt_dispatch_preprocess(m, r);
-    mt_dispatch_exchange(m, r, a->mlp_normed, r->probs);
-    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_forward(m, w, r, a->mlp_normed);
-    if (w->F > 0) mt_mlp_forward(m, w, a);
-    mt_dispatch_postprocess(m, r, r->rows.input, r->rows.weights, a->mlp_normed, r->probs);
-    mt_expert_mlp_forward(m, w, r);
-    mt_combine_exchange(m, r);
-    mt_combine_postprocess(m, r, m->scratch.hidden, w->F > 0 ? m->scratch.hidden : NULL);
+    mt_route_forward(m, p, w, r, a->mlp_normed);
+    mt_dispatch_preprocess(m, p, r);
+    mt_dispatch_exchange(m, p, r, a->mlp_normed, r->probs);
+    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_forward(m, p, w, r, a->mlp_normed);
+    if (w->F > 0) mt_mlp_forward(m, p, w, a);
+    mt_dispatch_postprocess(m, p, r, r->rows.input, r->rows.weights, a->mlp_normed, r->probs);
+    mt_expert_mlp_forward(m, p, w, r);
+    mt_combine_exchange(m, p, r);
+    mt_combine_postprocess(m, p, r, m->scratch.hidden, w->F > 0 ? m->scratch.hidden : NULL);
 }
 
 /* scratch.normed = the gradient of mlp_normed from dout[R, C]. A split backward does the weights' part at once, because
  * what that needs is large. */
-static void mt_experts_backward(mt_model *m, mt_layer *w, mt_activations *a, const void *dout) {
+static void mt_experts_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_activations *a, const void *dout) {
     mt_experts *e = &m->experts;
     mt_routing *r = &a->routing;
-    mt_dispatch_exchange(m, r, dout, NULL);
-    if (w->F > 0) mt_mlp_backward(m, w, a, dout, MT_PART_BOTH);
-    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, w, r, a->mlp_normed);
-    mt_dispatch_postprocess(m, r, e->rows.input, NULL, dout, NULL);
-    mt_expert_mlp_backward(m, w, r);
-    mt_combine_exchange(m, r);
+    mt_dispatch_exchange(m, p, r, dout, NULL);
+    if (w->F > 0) mt_mlp_backward(m, p, w, a, dout, MT_PART_BOTH);
+    if (w->F > 0 && m->options->moe_shared_expert_gate) mt_shared_gate_backward(m, p, w, r, a->mlp_normed);
+    mt_dispatch_postprocess(m, p, r, e->rows.input, NULL, dout, NULL);
+    mt_expert_mlp_backward(m, p, w, r);
+    mt_combine_exchange(m, p, r);
     mt_linear_io fc1 = mt_expert_io(m, r);
     fc1.x = r->rows.input, fc1.dy = e->rows.hidden;
-    mt_linear_backward_weight(&m->tp, &w->expert_fc1, &fc1);
-    mt_combine_weights(m, r);
-    mt_route_backward(m, w, r, a->mlp_normed);
+    mt_linear_backward_weight(&p->tp, &w->expert_fc1, &fc1);
+    mt_combine_weights(m, p, r);
+    mt_route_backward(m, p, w, r, a->mlp_normed);
     mt_dropout none = {0};
     if (w->F > 0)
-        m->ops->dropout_add_forward(e->router_dx, e->router_dx, m->scratch.normed, m->token_index, m->rows, m->C, 0,
-                                    &none, m->dtype, m->stream);
-    mt_combine_postprocess(m, r, m->scratch.normed, e->router_dx);
+        m->ops->dropout_add_forward(e->router_dx, e->router_dx, m->scratch.normed, p->batch->token_index, p->rows, m->C,
+                                    0, &none, m->dtype, p->stream);
+    mt_combine_postprocess(m, p, r, m->scratch.normed, e->router_dx);
 }
 
 /* ==== §9e layer ================================================================================================== */
 
 /* output = middle + dropout(mlp(norm(middle))), from mlp_normed on, to the norm that follows, if one does. */
-static void mt_mlp_block_forward(mt_model *m, int64_t layer, mt_activations *a, void *output, const mt_norm *next) {
+static void mt_mlp_block_forward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a, void *output,
+                                 const mt_norm *next) {
     const mt_layer *w = &m->layers[layer];
     if (w->expert_bucket >= 0)
-        mt_experts_forward(m, w, a);
+        mt_experts_forward(m, p, w, a);
     else
-        mt_mlp_forward(m, w, a);
-    mt_residual_forward(m, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
+        mt_mlp_forward(m, p, w, a);
+    mt_residual_forward(m, p, output, a->middle, w->number, MT_DROP_MLP_OUT, next);
 }
 
 /* The gradient of the residual stream, scratch.residual, goes from `output` to `middle`. */
-static void mt_mlp_block_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
+static void mt_mlp_block_backward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
     mt_layer *w = &m->layers[layer];
-    const void *dout = mt_residual_backward(m, w->number, MT_DROP_MLP_OUT);
+    const void *dout = mt_residual_backward(m, p, w->number, MT_DROP_MLP_OUT);
     if (w->expert_bucket >= 0)
-        mt_experts_backward(m, w, a, dout);
+        mt_experts_backward(m, p, w, a, dout);
     else
-        mt_mlp_backward(m, w, a, dout, parts);
-    mt_residual_norm_backward(m, a->middle, dout, a->mlp_mean, a->mlp_rstd, w->mlp_norm, w->mlp_norm_bias, parts);
+        mt_mlp_backward(m, p, w, a, dout, p->parts);
+    mt_residual_norm_backward(m, p, a->middle, dout, a->mlp_mean, a->mlp_rstd, w->mlp_norm, w->mlp_norm_bias);
 }
 
 /* From the layer's input and its norm to the output and, if there is one, the `next` layer's norm of it. */
-static void mt_layer_forward(mt_model *m, int64_t layer, mt_activations *a, void *output, const mt_norm *next,
-                             bool decode) {
-    mt_attention_block_forward(m, layer, a, decode);
-    mt_mlp_block_forward(m, layer, a, output, next);
+static void mt_layer_forward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a, void *output,
+                             const mt_norm *next) {
+    mt_attention_block_forward(m, p, layer, a);
+    mt_mlp_block_forward(m, p, layer, a, output, next);
 }
 
-static void mt_layer_backward(mt_model *m, int64_t layer, mt_activations *a, int parts) {
-    mt_mlp_block_backward(m, layer, a, parts);
-    mt_attention_block_backward(m, layer, a, parts);
+static void mt_layer_backward(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
+    mt_mlp_block_backward(m, p, layer, a);
+    mt_attention_block_backward(m, p, layer, a);
 }
 
 /* The weights' gradients of a layer whose backward was MT_PART_INPUT. That left each product's output gradient where a
  * value was that only the input's backward reads: of fc1 in mlp_hidden, of qkv in qkv, of down in middle and of o in
  * input. So a split backward needs no memory of its own (Qi et al., "Zero bubble pipeline parallelism"). */
-static void mt_layer_backward_weight(mt_model *m, int64_t layer, mt_activations *a) {
+static void mt_layer_backward_weight(mt_model *m, const mt_pass *p, int64_t layer, mt_activations *a) {
     mt_layer *w = &m->layers[layer];
-    const mt_tensor_parallel *tp = &m->tp;
+    const mt_tensor_parallel *tp = &p->tp;
     if (w->expert_bucket < 0) { // experts have done it
         mt_linear_backward_weight(tp, &w->down, &(mt_linear_io){.x = a->mlp_active, .dy = a->middle});
         mt_linear_backward_weight(tp, &w->fc1, &(mt_linear_io){.x = a->mlp_normed, .dy = a->mlp_hidden});
     }
     mt_linear_backward_weight(tp, &w->o, &(mt_linear_io){.x = a->attended, .dy = a->input});
     if (m->options->multi_latent_attention)
-        mt_latent_qkv_backward_weight(m, w, a);
+        mt_latent_qkv_backward_weight(m, p, w, a);
     else
         mt_linear_backward_weight(tp, &w->qkv, &(mt_linear_io){.x = a->input_normed, .dy = a->qkv});
 }
@@ -7769,8 +7824,7 @@ void mt_model_destroy(mt_model *m) {
     free(m);
 }
 
-/* Rows of what lies here of a parameter that are no padding. */
-static int64_t mt_param_rows_stored(const mt_param *param) {
+int64_t mt_param_rows_stored(const mt_param *param) {
     return mt_max(mt_min(param->rows_stored - param->first_row, param->rows), 0);
 }
 
@@ -7817,7 +7871,7 @@ const mt_param *mt_model_params(const mt_model *m, int64_t *count) {
 }
 
 mt_bucket *mt_model_buckets(mt_model *m, int64_t *count) {
-    mt_saved_changes(m); // the caller may
+    mt_follow_reader(m); // the caller may
     mt_params_settle(m);
     *count = m->num_buckets;
     return m->buckets;
@@ -7825,6 +7879,10 @@ mt_bucket *mt_model_buckets(mt_model *m, int64_t *count) {
 
 const mt_options *mt_model_options(const mt_model *m) {
     return m->options;
+}
+
+const mt_model_plan *mt_model_get_plan(const mt_model *m) {
+    return &m->plan;
 }
 
 const mt_ops *mt_model_ops(const mt_model *m) {
@@ -7923,114 +7981,114 @@ static mt_weight mt_mtp_word_embedding(const mt_model *m) {
 }
 
 /* Which of the chunk's layers module k has, and of this rank's. */
-static int64_t mt_mtp_place(const mt_model *m, int64_t k) {
-    return m->stages[m->at->chunk].num_layers + k;
+static int64_t mt_mtp_place(const mt_model *m, const mt_pass *p, int64_t k) {
+    return m->stages[p->at->chunk].num_layers + k;
 }
-static int64_t mt_mtp_layer(const mt_model *m, int64_t k) {
-    return m->first_local[m->at->chunk] + mt_mtp_place(m, k);
+static int64_t mt_mtp_layer(const mt_model *m, const mt_pass *p, int64_t k) {
+    return m->first_local[p->at->chunk] + mt_mtp_place(m, p, k);
 }
 
 /* What module k takes from the one before. */
-static const void *mt_mtp_hidden(const mt_model *m, int64_t k) {
-    return k > 0 ? m->at->mtp[k - 1].normed : m->at->final_normed;
+static const void *mt_mtp_hidden(const mt_pass *p, int64_t k) {
+    return k > 0 ? p->at->mtp[k - 1].normed : p->at->final_normed;
 }
 
 /* out = eh_proj([norm(embedded); norm(hidden)]). */
-static void mt_mtp_join_forward(mt_model *m, int64_t k, void *out) {
+static void mt_mtp_join_forward(mt_model *m, const mt_pass *p, int64_t k, void *out) {
     const mt_ops *ops = m->ops;
-    const mt_layer *w = &m->layers[mt_mtp_layer(m, k)];
-    mt_mtp_activations *a = &m->at->mtp[k];
-    int64_t R = m->rows, C = m->C;
+    const mt_layer *w = &m->layers[mt_mtp_layer(m, p, k)];
+    mt_mtp_activations *a = &p->at->mtp[k];
+    int64_t R = p->rows, C = m->C;
     mt_norm_args norm = {.T = R, .H = 1, .C = C, .x_stride = C, .y_stride = 2 * C};
     norm.eps = (float)m->options->norm_epsilon;
     norm.y = a->joined, norm.rstd = a->embedded_rstd, norm.x = a->embedded, norm.w = w->mtp_embedding_norm.w;
-    ops->rmsnorm_forward(&norm, m->dtype, m->stream);
-    norm.y = mt_at(m, a->joined, C), norm.rstd = a->hidden_rstd, norm.x = mt_mtp_hidden(m, k);
+    ops->rmsnorm_forward(&norm, m->dtype, p->stream);
+    norm.y = mt_at(m, a->joined, C), norm.rstd = a->hidden_rstd, norm.x = mt_mtp_hidden(p, k);
     norm.w = w->mtp_hidden_norm.w;
-    ops->rmsnorm_forward(&norm, m->dtype, m->stream);
-    mt_linear_forward(&m->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .y = out});
+    ops->rmsnorm_forward(&norm, m->dtype, p->stream);
+    mt_linear_forward(&p->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .y = out});
 }
 
 /* From scratch.residual, the gradient of eh_proj's output, to those of the hidden state in mtp.dhidden and of what was
  * embedded in scratch.residual. */
-static void mt_mtp_join_backward(mt_model *m, int64_t k) {
+static void mt_mtp_join_backward(mt_model *m, const mt_pass *p, int64_t k) {
     const mt_ops *ops = m->ops;
-    mt_layer *w = &m->layers[mt_mtp_layer(m, k)];
-    const mt_mtp_activations *a = &m->at->mtp[k];
+    mt_layer *w = &m->layers[mt_mtp_layer(m, p, k)];
+    const mt_mtp_activations *a = &p->at->mtp[k];
     void *residual = m->scratch.residual, *joined = m->mtp.djoined;
-    int64_t R = m->rows, C = m->C;
-    mt_linear_backward(&m->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .dy = residual, .dx = joined},
+    int64_t R = p->rows, C = m->C;
+    mt_linear_backward(&p->tp, &w->mtp_projection, &(mt_linear_io){.x = a->joined, .dy = residual, .dx = joined},
                        MT_PART_BOTH);
     mt_norm_args norm = {.T = R, .H = 1, .C = C, .x_stride = C, .dx_stride = C, .dy_stride = 2 * C};
     norm.dx = m->mtp.dhidden, norm.dw = w->mtp_hidden_norm.dw, norm.dy = mt_at(m, joined, C);
-    norm.x = mt_mtp_hidden(m, k), norm.w = w->mtp_hidden_norm.w, norm.rstd = a->hidden_rstd;
-    ops->rmsnorm_backward(&norm, m->dtype, m->stream);
+    norm.x = mt_mtp_hidden(p, k), norm.w = w->mtp_hidden_norm.w, norm.rstd = a->hidden_rstd;
+    ops->rmsnorm_backward(&norm, m->dtype, p->stream);
     norm.dx = residual, norm.dw = w->mtp_embedding_norm.dw, norm.dy = joined;
     norm.x = a->embedded, norm.w = w->mtp_embedding_norm.w, norm.rstd = a->embedded_rstd;
-    ops->rmsnorm_backward(&norm, m->dtype, m->stream);
+    ops->rmsnorm_backward(&norm, m->dtype, p->stream);
 }
 
 /* embedded = dropout(word embedding of the token that module k is told). */
-static void mt_mtp_embed_forward(mt_model *m, int64_t k) {
-    void *x = m->at->mtp[k].embedded;
+static void mt_mtp_embed_forward(mt_model *m, const mt_pass *p, int64_t k) {
+    void *x = p->at->mtp[k].embedded;
     mt_bucket_acquire(m, mt_mtp_word_bucket(m));
-    mt_vocab_embedding_forward(&m->tp, x, m->at->batch.mtp_tokens + k * m->T, mt_mtp_word_embedding(m), m->C,
+    mt_vocab_embedding_forward(&p->tp, x, p->at->batch.mtp_tokens + k * p->T, mt_mtp_word_embedding(m), m->C,
                                m->vocab_first, m->V);
     mt_bucket_release(m, mt_mtp_word_bucket(m));
-    mt_dropout dropout = mt_model_dropout(m, m->layers[mt_mtp_layer(m, k)].number, MT_DROP_EMBEDDING);
+    mt_dropout dropout = mt_model_dropout(m, p, m->layers[mt_mtp_layer(m, p, k)].number, MT_DROP_EMBEDDING);
     if (dropout.p > 0)
-        m->ops->dropout_add_forward(x, x, NULL, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
-                                    m->stream);
+        m->ops->dropout_add_forward(x, x, NULL, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout,
+                                    m->dtype, p->stream);
 }
 
 /* The gradient of what was embedded is in scratch.residual. That of a tied output layer is held since mt_mtp_head. */
-static void mt_mtp_embed_backward(mt_model *m, int64_t k) {
+static void mt_mtp_embed_backward(mt_model *m, const mt_pass *p, int64_t k) {
     void *dx = m->scratch.residual;
     int64_t word = mt_mtp_word_bucket(m);
-    bool is_last = m->last_backward && k == 0 && !m->has_embedding && word != m->head_bucket;
-    mt_dropout dropout = mt_model_dropout(m, m->layers[mt_mtp_layer(m, k)].number, MT_DROP_EMBEDDING);
+    bool is_last = p->last && k == 0 && !m->has_embedding && word != m->head_bucket;
+    mt_dropout dropout = mt_model_dropout(m, p, m->layers[mt_mtp_layer(m, p, k)].number, MT_DROP_EMBEDDING);
     if (dropout.p > 0)
-        m->ops->dropout_add_backward(dx, dx, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
-                                     m->stream);
+        m->ops->dropout_add_backward(dx, dx, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout, m->dtype,
+                                     p->stream);
     if (word != m->head_bucket) mt_bucket_gradients_acquire(m, word);
-    mt_vocab_embedding_backward(&m->tp, dx, m->at->batch.mtp_tokens + k * m->T, mt_mtp_word_embedding(m), m->C,
+    mt_vocab_embedding_backward(&p->tp, dx, p->at->batch.mtp_tokens + k * p->T, mt_mtp_word_embedding(m), m->C,
                                 m->vocab_first, m->V);
     mt_bucket_gradients_release(m, word, is_last);
 }
 
 /* Logits and loss of module k. */
-static void mt_mtp_head_forward(mt_model *m, int64_t k) {
-    mt_mtp_activations *a = &m->at->mtp[k];
-    const mt_batch_block *batch = &m->at->batch;
+static void mt_mtp_head_forward(mt_model *m, const mt_pass *p, int64_t k) {
+    mt_mtp_activations *a = &p->at->mtp[k];
+    const mt_batch_block *batch = &p->at->batch;
     mt_bucket_acquire(m, m->head_bucket);
-    mt_linear_forward(&m->tp, &m->outer.lm_head, &(mt_linear_io){.x = a->normed, .y = a->logits});
+    mt_linear_forward(&p->tp, &m->outer.lm_head, &(mt_linear_io){.x = a->normed, .y = a->logits});
     mt_bucket_release(m, m->head_bucket);
-    mt_vocab_cross_entropy_forward(&m->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
-                                   batch->mtp_labels + k * m->T, m->T, m->V, m->vocab_first, m->vocab_count);
-    m->ops->loss_accumulate(m->numbers->mtp + 2 * k, m->mtp.loss, batch->mtp_weights + k * m->T, m->T, m->stream);
+    mt_vocab_cross_entropy_forward(&p->tp, m->mtp.loss, NULL, a->lse, m->row_stats, a->logits,
+                                   batch->mtp_labels + k * p->T, p->T, m->V, m->vocab_first, m->vocab_count);
+    m->ops->loss_accumulate(m->numbers->mtp + 2 * k, m->mtp.loss, batch->mtp_weights + k * p->T, p->T, p->stream);
 }
 
 /* scratch.normed += mtp.dhidden, what a later module adds to the gradient of a hidden state. */
-static void mt_mtp_add_dhidden(mt_model *m) {
+static void mt_mtp_add_dhidden(mt_model *m, const mt_pass *p) {
     void *normed = m->scratch.normed;
-    m->ops->dropout_add_forward(normed, m->mtp.dhidden, normed, m->token_index, m->rows, m->C, 0, &(mt_dropout){0},
-                                m->dtype, m->stream);
+    m->ops->dropout_add_forward(normed, m->mtp.dhidden, normed, p->batch->token_index, p->rows, m->C, 0,
+                                &(mt_dropout){0}, m->dtype, p->stream);
 }
 
 /* scratch.normed = the gradient of module k's final norm: of its own loss, and of the module after it. */
-static void mt_mtp_head_backward(mt_model *m, int64_t k) {
-    const mt_mtp_activations *a = &m->at->mtp[k];
-    const mt_batch_block *batch = &m->at->batch;
-    m->ops->cross_entropy_backward(a->logits, a->logits, batch->mtp_labels + k * m->T, a->lse,
-                                   batch->mtp_weights + k * m->T, m->T, m->V, m->vocab_first, m->vocab_count, m->dtype,
-                                   m->stream);
+static void mt_mtp_head_backward(mt_model *m, const mt_pass *p, int64_t k) {
+    const mt_mtp_activations *a = &p->at->mtp[k];
+    const mt_batch_block *batch = &p->at->batch;
+    m->ops->cross_entropy_backward(a->logits, a->logits, batch->mtp_labels + k * p->T, a->lse,
+                                   batch->mtp_weights + k * p->T, p->T, m->V, m->vocab_first, m->vocab_count, m->dtype,
+                                   p->stream);
     mt_bucket_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->head_bucket);
-    mt_linear_backward(&m->tp, &m->outer.lm_head,
+    mt_linear_backward(&p->tp, &m->outer.lm_head,
                        &(mt_linear_io){.x = a->normed, .dy = a->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
     if (mt_mtp_word_bucket(m) != m->head_bucket) mt_bucket_gradients_release(m, m->head_bucket, false);
     mt_bucket_release(m, m->head_bucket);
-    if (k + 1 < m->mtp.count) mt_mtp_add_dhidden(m);
+    if (k + 1 < m->mtp.count) mt_mtp_add_dhidden(m, p);
 }
 
 /* Around a layer's backward, experts first as they are used first; of the weights' part only, where `gradients` alone.
@@ -8043,49 +8101,49 @@ static void mt_layer_acquire(mt_model *m, const mt_layer *w, bool params, bool g
     if (gradients) mt_bucket_gradients_acquire(m, w->bucket);
 }
 
-static void mt_layer_release(mt_model *m, const mt_layer *w, bool params, bool gradients) {
+static void mt_layer_release(mt_model *m, const mt_pass *p, const mt_layer *w, bool params, bool gradients) {
     bool has_experts = w->expert_bucket >= 0;
-    if (gradients && has_experts) mt_bucket_gradients_release(m, w->expert_bucket, m->last_backward);
+    if (gradients && has_experts) mt_bucket_gradients_release(m, w->expert_bucket, p->last);
     if (params && has_experts) mt_bucket_release(m, w->expert_bucket);
-    if (gradients) mt_bucket_gradients_release(m, w->bucket, m->last_backward);
+    if (gradients) mt_bucket_gradients_release(m, w->bucket, p->last);
     if (params) mt_bucket_release(m, w->bucket);
 }
 
 /* All modules of the micro-batch at hand, whose final_normed is there. */
-static void mt_mtp_forward(mt_model *m) {
-    mt_micro_batch *at = m->at;
+static void mt_mtp_forward(mt_model *m, const mt_pass *p) {
+    mt_micro_batch *at = p->at;
     for (int64_t k = 0; k < m->mtp.count; k++) {
-        int64_t layer = mt_mtp_layer(m, k);
+        int64_t layer = mt_mtp_layer(m, p, k);
         const mt_layer *w = &m->layers[layer];
-        mt_activations *a = &at->layers[mt_mtp_place(m, k)];
-        mt_mtp_embed_forward(m, k);
+        mt_activations *a = &at->layers[mt_mtp_place(m, p, k)];
+        mt_mtp_embed_forward(m, p, k);
         mt_bucket_acquire(m, w->bucket);
         mt_norm input = mt_input_norm(m, layer, a);
         mt_norm final = {w->mtp_final_norm, {0}, at->mtp[k].normed, NULL, at->mtp[k].rstd};
-        mt_mtp_join_forward(m, k, a->input);
-        mt_norm_forward(m, input.y, input.mean, input.rstd, a->input, input.w, input.b, m->rows);
+        mt_mtp_join_forward(m, p, k, a->input);
+        mt_norm_forward(m, p, input.y, input.mean, input.rstd, a->input, input.w, input.b, p->rows);
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
-        mt_layer_forward(m, layer, a, at->mtp[k].output, &final, false);
+        mt_layer_forward(m, p, layer, a, at->mtp[k].output, &final);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
-        mt_mtp_head_forward(m, k);
+        mt_mtp_head_forward(m, p, k);
     }
 }
 
 /* mtp.dhidden = what the modules add to the gradient of final_normed. */
-static void mt_mtp_backward(mt_model *m) {
-    mt_micro_batch *at = m->at;
+static void mt_mtp_backward(mt_model *m, const mt_pass *p) {
+    mt_micro_batch *at = p->at;
     for (int64_t k = m->mtp.count - 1; k >= 0; k--) {
-        int64_t layer = mt_mtp_layer(m, k);
+        int64_t layer = mt_mtp_layer(m, p, k);
         mt_layer *w = &m->layers[layer];
-        mt_mtp_head_backward(m, k);
+        mt_mtp_head_backward(m, p, k);
         mt_layer_acquire(m, w, true, true);
-        mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->mtp[k].output, NULL, at->mtp[k].rstd,
-                         w->mtp_final_norm, (mt_weight){0}, m->rows);
-        mt_layer_backward(m, layer, &at->layers[mt_mtp_place(m, k)], MT_PART_BOTH);
-        mt_mtp_join_backward(m, k);
-        mt_layer_release(m, w, true, true);
-        mt_mtp_embed_backward(m, k);
+        mt_norm_backward(m, p, m->scratch.residual, m->scratch.normed, NULL, at->mtp[k].output, NULL, at->mtp[k].rstd,
+                         w->mtp_final_norm, (mt_weight){0}, p->rows);
+        mt_layer_backward(m, p, layer, &at->layers[mt_mtp_place(m, p, k)]);
+        mt_mtp_join_backward(m, p, k);
+        mt_layer_release(m, p, w, true, true);
+        mt_mtp_embed_backward(m, p, k);
     }
 }
 
@@ -8110,18 +8168,17 @@ void mt_batch_free(mt_batch *batch) {
     *batch = (mt_batch){0};
 }
 
-/* Says where operations find a micro-batch: on the device in `at`, while in the host's list of its spans. */
-static void mt_micro_batch_enter(mt_model *m, mt_micro_batch *at) {
-    const mt_batch_block *batch = &at->batch;
-    m->at = at;
-    m->T = m->tp.T = at->T, m->rows = m->tp.rows = at->rows;
-    m->first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * at->rows : 0;
-    m->cache_rows = batch->cache_rows, m->logit_rows = batch->logit_rows;
-    m->tokens = batch->tokens, m->positions = batch->positions, m->labels = batch->labels;
-    m->loss_mask = batch->loss_mask, m->token_index = batch->token_index, m->sequence = batch->sequence;
-    m->spans = (mt_spans){.host = at->host_spans, .device = batch->spans, .count = at->num_spans};
+/* A pass over a micro-batch that is on the device. The caller sets what kind of pass it is. */
+static mt_pass mt_pass_begin(mt_model *m, mt_micro_batch *at) {
+    mt_pass p = {.at = at, .batch = &at->batch, .tp = m->tp, .stream = m->stream, .T = at->T, .rows = at->rows};
+    p.tp.T = at->T, p.tp.rows = at->rows;
+    p.first_row = m->tp.sequence_parallel ? m->grid->tensor.rank * at->rows : 0;
+    p.message_rows = at->rows;
+    p.parts = MT_PART_BOTH;
+    p.spans = (mt_spans){.host = at->host_spans, .device = at->batch.spans, .count = at->num_spans};
     if (m->context && m->in_context != at) mt_context_load(m->context, &at->whole, m->stream);
     m->in_context = at;
+    return p;
 }
 
 /* This rank's part of a batch whose sequences ranks share; keeps what their attention needs to know of the whole. */
@@ -8137,7 +8194,7 @@ static const mt_batch *mt_share_batch(mt_model *m, mt_micro_batch *at, const mt_
     return &m->local_batch;
 }
 
-/* Gives a batch its place on the device, enters it, and returns where it goes in the host's block `staged`. */
+/* Lays out a batch on the device; returns its place in the host's block `staged`. */
 static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_batch *batch, int staged) {
     int64_t T = batch->num_tokens, num_spans = batch->num_spans;
     MT_CHECK(T <= m->plan.max_tokens && num_spans <= T);
@@ -8149,15 +8206,14 @@ static mt_batch_block mt_place_batch(mt_model *m, mt_micro_batch *at, const mt_b
     MT_CHECK(!m->tp.sequence_parallel || T % m->grid->tensor.size == 0);
     at->num_spans = num_spans;
     memcpy(at->host_spans, batch->spans, (size_t)num_spans * sizeof(mt_span));
-    mt_micro_batch_enter(m, at);
     m->staged = staged;
     m->ops->event_wait(m->copied[staged]); // what was in the host's block has left it
     return mt_layout_batch(m, &on_host, T, num_spans);
 }
 
-/* Enqueues the copy of a micro-batch to where the model's operations read it. The host goes on at once: it may fill
- * `batch` again and hand over the next micro-batch while the device is still busy with this one. */
-static void mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole) {
+/* Enqueues the copy of a micro-batch to the device and begins a pass over it. The caller may fill `whole` again at
+ * once, and hand over the next micro-batch while the device is busy with this one. */
+static mt_pass mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole, bool training) {
     const mt_batch *batch = mt_share_batch(m, at, whole);
     mt_batch_block block = mt_place_batch(m, at, batch, !m->staged);
     size_t T = (size_t)batch->num_tokens;
@@ -8170,193 +8226,189 @@ static void mt_load_batch(mt_model *m, mt_micro_batch *at, const mt_batch *whole
     memset(block.sequence, 0, T * 4);
     for (int64_t s = 0; s < batch->num_spans; s++)
         for (int64_t i = 0; i < batch->spans[s].q_len; i++) block.sequence[batch->spans[s].q_start + i] = (int32_t)s;
-    if (m->training && m->stages[at->chunk].loss) mt_mtp_load(m, &block, whole);
+    if (training && m->stages[at->chunk].loss) mt_mtp_load(m, &block, whole);
     int64_t bytes = (char *)(block.mtp_weights + (size_t)m->mtp.count * T) - (char *)block.spans;
-    m->ops->memory_copy((void *)m->spans.device, block.spans, bytes, m->stream);
+    m->ops->memory_copy(at->batch.spans, block.spans, bytes, m->stream);
     m->ops->event_record(m->copied[m->staged], m->stream);
+    mt_pass p = mt_pass_begin(m, at);
+    p.training = training;
+    return p;
 }
 
 /* ---- a chunk's parts */
 
 /* x[R, C] = dropout(word + position). */
-static void mt_embed_forward(mt_model *m, void *x) {
+static void mt_embed_forward(mt_model *m, const mt_pass *p, void *x) {
     mt_bucket_acquire(m, m->word_bucket);
-    mt_vocab_embedding_forward(&m->tp, x, m->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
+    mt_vocab_embedding_forward(&p->tp, x, p->batch->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
     mt_bucket_release(m, m->word_bucket);
     if (m->position_bucket >= 0) {
         mt_bucket_acquire(m, m->position_bucket);
-        m->ops->embedding_forward(x, m->positions + m->first_row, m->outer.position_embedding.w, m->rows, m->C, 0,
-                                  m->options->max_position_embeddings, true, m->dtype, m->stream);
+        m->ops->embedding_forward(x, p->batch->positions + p->first_row, m->outer.position_embedding.w, p->rows, m->C,
+                                  0, m->options->max_position_embeddings, true, m->dtype, p->stream);
         mt_bucket_release(m, m->position_bucket);
     }
-    mt_dropout dropout = mt_model_dropout(m, -1, MT_DROP_EMBEDDING);
+    mt_dropout dropout = mt_model_dropout(m, p, -1, MT_DROP_EMBEDDING);
     if (dropout.p > 0)
-        m->ops->dropout_add_forward(x, x, NULL, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
-                                    m->stream);
+        m->ops->dropout_add_forward(x, x, NULL, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout,
+                                    m->dtype, p->stream);
 }
 
-static void mt_embed_backward(mt_model *m, void *dx) {
-    mt_dropout dropout = mt_model_dropout(m, -1, MT_DROP_EMBEDDING);
+static void mt_embed_backward(mt_model *m, const mt_pass *p, void *dx) {
+    mt_dropout dropout = mt_model_dropout(m, p, -1, MT_DROP_EMBEDDING);
     if (dropout.p > 0)
-        m->ops->dropout_add_backward(dx, dx, m->token_index + m->first_row, m->rows, m->C, 0, &dropout, m->dtype,
-                                     m->stream);
+        m->ops->dropout_add_backward(dx, dx, p->batch->token_index + p->first_row, p->rows, m->C, 0, &dropout, m->dtype,
+                                     p->stream);
     if (m->position_bucket >= 0) {
         mt_bucket_gradients_acquire(m, m->position_bucket);
-        m->ops->embedding_backward(m->outer.position_embedding.dw, dx, m->positions + m->first_row, m->rows, m->C, 0,
-                                   m->options->max_position_embeddings, m->dtype, m->stream);
-        mt_bucket_gradients_release(m, m->position_bucket, m->last_backward);
+        m->ops->embedding_backward(m->outer.position_embedding.dw, dx, p->batch->positions + p->first_row, p->rows,
+                                   m->C, 0, m->options->max_position_embeddings, m->dtype, p->stream);
+        mt_bucket_gradients_release(m, m->position_bucket, p->last);
     }
     mt_bucket_gradients_acquire(m, m->word_bucket);
-    mt_vocab_embedding_backward(&m->tp, dx, m->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
-    mt_bucket_gradients_release(m, m->word_bucket, m->last_backward);
+    mt_vocab_embedding_backward(&p->tp, dx, p->batch->tokens, m->outer.word_embedding, m->C, m->vocab_first, m->V);
+    mt_bucket_gradients_release(m, m->word_bucket, p->last);
 }
 
-/* Final norm and logits of `rows` rows of x[rows, C]. */
-static void mt_output_forward(mt_model *m, const void *x, int64_t rows) {
-    mt_micro_batch *at = m->at;
+/* Final norm and logits of x[rows, C]. */
+static void mt_output_forward(mt_model *m, const mt_pass *p, const void *x) {
+    mt_micro_batch *at = p->at;
     mt_bucket_acquire(m, m->output_bucket);
     if (m->head_bucket != m->output_bucket) mt_bucket_acquire(m, m->head_bucket);
-    mt_norm_forward(m, at->final_normed, at->final_mean, at->final_rstd, x, m->outer.final_norm,
-                    m->outer.final_norm_bias, rows);
-    mt_linear_forward(&m->tp, &m->outer.lm_head, &(mt_linear_io){.x = at->final_normed, .y = at->logits});
+    mt_norm_forward(m, p, at->final_normed, at->final_mean, at->final_rstd, x, m->outer.final_norm,
+                    m->outer.final_norm_bias, p->rows);
+    mt_linear_forward(&p->tp, &m->outer.lm_head, &(mt_linear_io){.x = at->final_normed, .y = at->logits});
     if (m->head_bucket != m->output_bucket) mt_bucket_release(m, m->head_bucket);
     mt_bucket_release(m, m->output_bucket);
 }
 
 /* Logits and the loss of every token. */
-static void mt_loss_forward(mt_model *m) {
-    MT_CHECK(m->T <= m->plan.max_logits);
-    mt_output_forward(m, m->at->output, m->rows);
-    mt_vocab_cross_entropy_forward(&m->tp, m->loss, m->training ? NULL : m->entropy, m->at->lse, m->row_stats,
-                                   m->at->logits, m->labels, m->T, m->V, m->vocab_first, m->vocab_count);
-    m->ops->loss_accumulate(m->numbers->sums, m->loss, m->loss_mask, m->T, m->stream);
-    m->num_logits = m->T;
-    if (m->training) mt_mtp_forward(m);
+static void mt_loss_forward(mt_model *m, const mt_pass *p) {
+    MT_CHECK(p->T <= m->plan.max_logits);
+    mt_output_forward(m, p, p->at->output);
+    mt_vocab_cross_entropy_forward(&p->tp, m->loss, p->training ? NULL : m->entropy, p->at->lse, m->row_stats,
+                                   p->at->logits, p->batch->labels, p->T, m->V, m->vocab_first, m->vocab_count);
+    m->ops->loss_accumulate(m->numbers->sums, m->loss, p->batch->loss_mask, p->T, p->stream);
+    if (p->training) mt_mtp_forward(m, p);
 }
 
 /* The loss is a sum over unmasked tokens, so its gradient by a token's loss is the mask itself. A tied head's gradient
  * is complete only when the embedding has added its own. */
-static void mt_loss_backward(mt_model *m) {
-    mt_micro_batch *at = m->at;
+static void mt_loss_backward(mt_model *m, const mt_pass *p) {
+    mt_micro_batch *at = p->at;
     bool own_head = m->head_bucket != m->output_bucket;
-    mt_mtp_backward(m);
-    m->ops->cross_entropy_backward(at->logits, at->logits, m->labels, at->lse, m->loss_mask, m->T, m->V, m->vocab_first,
-                                   m->vocab_count, m->dtype, m->stream);
+    mt_mtp_backward(m, p);
+    m->ops->cross_entropy_backward(at->logits, at->logits, p->batch->labels, at->lse, p->batch->loss_mask, p->T, m->V,
+                                   m->vocab_first, m->vocab_count, m->dtype, p->stream);
     mt_bucket_acquire(m, m->output_bucket);
     if (own_head) mt_bucket_acquire(m, m->head_bucket);
     if (own_head) mt_bucket_gradients_acquire(m, m->head_bucket);
     mt_bucket_gradients_acquire(m, m->output_bucket);
-    mt_linear_backward(&m->tp, &m->outer.lm_head,
+    mt_linear_backward(&p->tp, &m->outer.lm_head,
                        &(mt_linear_io){.x = at->final_normed, .dy = at->logits, .dx = m->scratch.normed}, MT_PART_BOTH);
-    if (m->mtp.count > 0) mt_mtp_add_dhidden(m);
-    mt_norm_backward(m, m->scratch.residual, m->scratch.normed, NULL, at->output, at->final_mean, at->final_rstd,
-                     m->outer.final_norm, m->outer.final_norm_bias, m->rows);
-    mt_bucket_gradients_release(m, m->output_bucket, m->last_backward);
-    if (own_head && m->head_bucket != m->word_bucket) mt_bucket_gradients_release(m, m->head_bucket, m->last_backward);
+    if (m->mtp.count > 0) mt_mtp_add_dhidden(m, p);
+    mt_norm_backward(m, p, m->scratch.residual, m->scratch.normed, NULL, at->output, at->final_mean, at->final_rstd,
+                     m->outer.final_norm, m->outer.final_norm_bias, p->rows);
+    mt_bucket_gradients_release(m, m->output_bucket, p->last);
+    if (own_head && m->head_bucket != m->word_bucket) mt_bucket_gradients_release(m, m->head_bucket, p->last);
     if (own_head) mt_bucket_release(m, m->head_bucket);
     mt_bucket_release(m, m->output_bucket);
 }
 
 /* The residual stream as it enters the chunk of the micro-batch at hand. */
-static void *mt_chunk_input(const mt_model *m) {
-    return m->stages[m->at->chunk].num_layers > 0 ? m->at->layers[0].input : m->at->output;
+static void *mt_chunk_input(const mt_model *m, const mt_pass *p) {
+    return m->stages[p->at->chunk].num_layers > 0 ? p->at->layers[0].input : p->at->output;
 }
 
 /* Embedding, if it is here, and layers. */
-static void mt_chunk_forward(mt_model *m, bool decode) {
-    mt_micro_batch *at = m->at;
+static void mt_chunk_forward(mt_model *m, const mt_pass *p) {
+    mt_micro_batch *at = p->at;
     const mt_stage *stage = &m->stages[at->chunk];
     int64_t first = m->first_local[at->chunk], n = stage->num_layers;
-    if (stage->embedding) mt_embed_forward(m, mt_chunk_input(m));
+    if (stage->embedding) mt_embed_forward(m, p, mt_chunk_input(m, p));
     for (int64_t i = 0; i < n; i++) {
         bool last = i == n - 1;
         const mt_layer *w = &m->layers[first + i];
         mt_activations *a = &at->layers[m->plan.train ? i : 0], *next = m->plan.train ? a + 1 : a;
         if (i == 0) mt_bucket_acquire(m, w->bucket);
         mt_norm norm = mt_input_norm(m, first + i, a);
-        if (i == 0) mt_norm_forward(m, norm.y, norm.mean, norm.rstd, a->input, norm.w, norm.b, m->rows);
+        if (i == 0) mt_norm_forward(m, p, norm.y, norm.mean, norm.rstd, a->input, norm.w, norm.b, p->rows);
         if (w->expert_bucket >= 0) mt_bucket_acquire(m, w->expert_bucket);
         if (!last) mt_bucket_acquire(m, w[1].bucket); // the next layer's norm is fused with the end of this one
         if (!last) norm = mt_input_norm(m, first + i + 1, next);
-        mt_layer_forward(m, first + i, a, last ? at->output : next->input, last ? NULL : &norm, decode);
+        mt_layer_forward(m, p, first + i, a, last ? at->output : next->input, last ? NULL : &norm);
         if (w->expert_bucket >= 0) mt_bucket_release(m, w->expert_bucket);
         mt_bucket_release(m, w->bucket);
     }
 }
 
 /* scratch.residual, the gradient of the chunk's output, becomes that of its input. */
-static void mt_chunk_backward(mt_model *m, int parts) {
-    mt_micro_batch *at = m->at;
+static void mt_chunk_backward(mt_model *m, const mt_pass *p) {
+    mt_micro_batch *at = p->at;
     const mt_stage *stage = &m->stages[at->chunk];
     for (int64_t i = stage->num_layers - 1; i >= 0; i--) {
         int64_t layer = m->first_local[at->chunk] + i;
-        mt_layer_acquire(m, &m->layers[layer], true, parts == MT_PART_BOTH);
-        mt_layer_backward(m, layer, &at->layers[i], parts);
-        mt_layer_release(m, &m->layers[layer], true, parts == MT_PART_BOTH);
+        mt_layer_acquire(m, &m->layers[layer], true, p->parts == MT_PART_BOTH);
+        mt_layer_backward(m, p, layer, &at->layers[i]);
+        mt_layer_release(m, p, &m->layers[layer], true, p->parts == MT_PART_BOTH);
     }
-    if (stage->embedding) mt_embed_backward(m, m->scratch.residual);
+    if (stage->embedding) mt_embed_backward(m, p, m->scratch.residual);
 }
 
-static void mt_chunk_backward_weight(mt_model *m) {
-    const mt_micro_batch *at = m->at;
+static void mt_chunk_backward_weight(mt_model *m, const mt_pass *p) {
+    const mt_micro_batch *at = p->at;
     for (int64_t i = m->stages[at->chunk].num_layers - 1; i >= 0; i--) {
         int64_t layer = m->first_local[at->chunk] + i;
         mt_layer_acquire(m, &m->layers[layer], false, true);
-        mt_layer_backward_weight(m, layer, &at->layers[i]);
-        mt_layer_release(m, &m->layers[layer], false, true);
+        mt_layer_backward_weight(m, p, layer, &at->layers[i]);
+        mt_layer_release(m, p, &m->layers[layer], false, true);
     }
 }
 
 /* ---- between chunks */
 
-/* Elements of a message. In a schedule a rank receives before it knows the batch, and NCCL takes no message that is
- * shorter than it was told: there all are as long as the largest. */
-static int64_t mt_link_count(const mt_model *m) {
-    return (m->in_schedule ? m->max_rows : m->rows) * m->C;
-}
-
-/* Begins to receive the next message of a link, if a buffer is free for it. */
-static bool mt_link_start(mt_model *m, mt_link *link) {
-    int64_t k = link->started % link->num_buffers, count = mt_link_count(m);
+/* Begins to receive the next message of a link, of so many rows, if a buffer is free for it. */
+static bool mt_link_start(mt_model *m, mt_link *link, int64_t rows) {
+    int64_t k = link->started % link->num_buffers;
     if (link->started - link->finished == link->num_buffers) return false;
-    link->tickets[k] = m->ops->channel_recv(link->channel, link->buffers[k], count, m->dtype, m->stream);
+    link->tickets[k] = m->ops->channel_recv(link->channel, link->buffers[k], rows * m->C, m->dtype, m->stream);
     link->started++;
     return true;
 }
 
-/* to[count] = the oldest message that was not taken yet. */
-static void mt_link_take(mt_model *m, mt_link *link, void *to, int64_t count) {
-    if (link->started == link->finished) mt_link_start(m, link);
+/* to[rows, C] = the oldest message that was not taken yet. */
+static void mt_link_take(mt_model *m, const mt_pass *p, mt_link *link, void *to) {
+    if (link->started == link->finished) mt_link_start(m, link, p->message_rows);
     int64_t k = link->finished++ % link->num_buffers;
-    m->ops->channel_wait(link->channel, link->tickets[k], m->stream);
-    m->ops->memory_copy(to, link->buffers[k], count * mt_dtype_size(m->dtype), m->stream);
+    m->ops->channel_wait(link->channel, link->tickets[k], p->stream);
+    m->ops->memory_copy(to, link->buffers[k], p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
 }
 
-/* Sends a copy of from[count], which may then be written again. */
-static void mt_link_send(mt_model *m, mt_link *link, const void *from, int64_t count) {
-    int64_t k = link->started % link->num_buffers;
-    if (link->started >= link->num_buffers) m->ops->channel_wait(link->channel, link->tickets[k], m->stream);
-    m->ops->memory_copy(link->buffers[k], from, count * mt_dtype_size(m->dtype), m->stream);
-    link->tickets[k] = m->ops->channel_send(link->channel, link->buffers[k], mt_link_count(m), m->dtype, m->stream);
+/* Sends a copy of from[rows, C], which may then be written again. */
+static void mt_link_send(mt_model *m, const mt_pass *p, mt_link *link, const void *from) {
+    int64_t k = link->started % link->num_buffers, count = p->message_rows * m->C;
+    if (link->started >= link->num_buffers) m->ops->channel_wait(link->channel, link->tickets[k], p->stream);
+    m->ops->memory_copy(link->buffers[k], from, p->rows * m->C * mt_dtype_size(m->dtype), p->stream);
+    link->tickets[k] = m->ops->channel_send(link->channel, link->buffers[k], count, m->dtype, p->stream);
     link->started++;
 }
 
 /* Chunks without the embedding take what the stage before sends, chunks without the loss send theirs on. */
-static void mt_stage_forward(mt_model *m, bool decode) {
-    const mt_stage *stage = &m->stages[m->at->chunk];
-    if (!stage->embedding) mt_link_take(m, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m), m->rows * m->C);
-    mt_chunk_forward(m, decode);
-    if (!stage->loss) mt_link_send(m, &m->links[MT_LINK_SEND_FORWARD], m->at->output, m->rows * m->C);
+static void mt_stage_forward(mt_model *m, const mt_pass *p) {
+    const mt_stage *stage = &m->stages[p->at->chunk];
+    if (!stage->embedding) mt_link_take(m, p, &m->links[MT_LINK_RECV_FORWARD], mt_chunk_input(m, p));
+    mt_chunk_forward(m, p);
+    if (!stage->loss) mt_link_send(m, p, &m->links[MT_LINK_SEND_FORWARD], p->at->output);
 }
 
-static void mt_stage_backward(mt_model *m, int parts) {
-    const mt_stage *stage = &m->stages[m->at->chunk];
+static void mt_stage_backward(mt_model *m, const mt_pass *p) {
+    const mt_stage *stage = &m->stages[p->at->chunk];
     if (stage->loss)
-        mt_loss_backward(m);
+        mt_loss_backward(m, p);
     else
-        mt_link_take(m, &m->links[MT_LINK_RECV_BACKWARD], m->scratch.residual, m->rows * m->C);
-    mt_chunk_backward(m, parts);
-    if (!stage->embedding) mt_link_send(m, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.residual, m->rows * m->C);
+        mt_link_take(m, p, &m->links[MT_LINK_RECV_BACKWARD], m->scratch.residual);
+    mt_chunk_backward(m, p);
+    if (!stage->embedding) mt_link_send(m, p, &m->links[MT_LINK_SEND_BACKWARD], m->scratch.residual);
 }
 
 /* ---- a whole model's forward, and its backward on one rank */
@@ -8371,17 +8423,16 @@ static mt_micro_batch *mt_micro_batch_free(mt_model *m, int64_t chunk) {
 
 void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
     MT_CHECK(!training || m->grid->pipeline.size == 1);
-    m->training = training;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        mt_load_batch(m, mt_micro_batch_free(m, chunk), batch);
-        mt_stage_forward(m, false);
-        if (m->stages[chunk].loss) mt_loss_forward(m);
+        m->last_pass = mt_load_batch(m, mt_micro_batch_free(m, chunk), batch, training);
+        mt_stage_forward(m, &m->last_pass);
+        if (m->stages[chunk].loss) mt_loss_forward(m, &m->last_pass);
     }
 }
 
 void mt_model_backward(mt_model *m) {
-    MT_CHECK(m->plan.train && m->training && m->grid->pipeline.size == 1);
-    mt_stage_backward(m, MT_PART_BOTH);
+    MT_CHECK(m->plan.train && m->last_pass.training && m->grid->pipeline.size == 1);
+    mt_stage_backward(m, &m->last_pass);
 }
 
 /* What the last pipeline rank has in host memory, to all that its pipeline consists of. */
@@ -8390,12 +8441,12 @@ static void mt_model_share(const mt_model *m, void *buffer, int64_t bytes) {
 }
 
 /* Copies logits to the host as fp32, without the padding columns; every rank gets them. */
-static void mt_read_logits(mt_model *m, float *logits, int64_t rows) {
+static void mt_read_logits(mt_model *m, const mt_micro_batch *at, float *logits, int64_t rows) {
     int64_t V = m->V, vocabulary = m->options->vocab_size, size = mt_dtype_size(m->dtype);
     int ranks = m->grid->tensor.size;
     for (int64_t first = 0; first < rows && m->has_loss; first += MT_STAGED_ROWS) {
         int64_t count = mt_min(rows - first, MT_STAGED_ROWS);
-        const void *shares = mt_at(m, m->at->logits, first * V);
+        const void *shares = mt_at(m, at->logits, first * V);
         if (ranks > 1) {
             m->ops->all_gather(m->gathered_logits, shares, count * V, m->dtype, &m->grid->tensor, m->stream);
             shares = m->gathered_logits;
@@ -8416,16 +8467,16 @@ static void mt_read_logits(mt_model *m, float *logits, int64_t rows) {
 }
 
 void mt_model_read(mt_model *m, float *loss, float *entropy, float *logits) {
-    int64_t T = m->T;
+    int64_t T = m->last_pass.T;
     if (loss && m->has_loss) m->ops->memory_copy(loss, m->loss, T * 4, m->stream);
     if (entropy && m->has_loss) {
-        MT_CHECK(!m->training);
+        MT_CHECK(!m->last_pass.training);
         m->ops->memory_copy(entropy, m->entropy, T * 4, m->stream);
     }
     m->ops->stream_wait(m->stream);
     if (loss) mt_model_share(m, loss, T * 4);
     if (entropy) mt_model_share(m, entropy, T * 4);
-    if (logits) mt_read_logits(m, logits, T);
+    if (logits) mt_read_logits(m, m->last_pass.at, logits, T);
 }
 
 /* Puts what a pass of decoding reads into the host's block: always the same one, because graphs keep its address. */
@@ -8433,8 +8484,6 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
                               int64_t num_rows) {
     size_t T = (size_t)batch->num_tokens;
     MT_CHECK(m->plan.cache_rows > 0 && num_rows <= m->plan.max_logits && num_rows <= batch->num_tokens);
-    m->training = false;
-    m->num_logits = num_rows;
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
         mt_batch_block block = mt_place_batch(m, mt_micro_batch_free(m, chunk), batch, 0);
         memcpy(block.cache_rows, cache_rows, T * 4);
@@ -8445,46 +8494,55 @@ static void mt_decode_prepare(mt_model *m, const mt_batch *batch, const int32_t 
     }
 }
 
-/* From the host's block to logits; what a graph holds. Its results are waited for, and so is its copy. */
-static void mt_decode_pass(mt_model *m) {
-    int64_t rows = m->num_logits;
-    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        mt_micro_batch_enter(m, mt_micro_batch_free(m, chunk));
-        int64_t bytes = (char *)m->labels - m->at->device_batch;
-        m->ops->memory_copy(m->at->device_batch, m->staged_batch[0], bytes, m->stream);
-        mt_stage_forward(m, true);
-    }
-    if (rows == 0 || !m->has_loss) return; // a piece of a prompt, or another rank's logits
-    m->ops->gather_rows(m->scratch.hidden, m->at->output, m->logit_rows, rows, m->C, m->C, m->C, m->dtype, m->stream);
-    m->tp.T = m->tp.rows = rows;
-    mt_output_forward(m, m->scratch.hidden, rows);
+/* Where the last chunk decodes. */
+static mt_micro_batch *mt_decode_output(mt_model *m) {
+    return mt_micro_batch_free(m, m->num_chunks - 1);
 }
 
-/* Whether a pass adds one token to each of its sequences: then it consists of the same operations on the same memory as
- * every other step of as many sequences, whatever their lengths. Not where the host waits for what experts get. */
-static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch) {
-    if (batch->num_spans != m->T || m->num_logits != m->T || m->grid->world.size > 1) return false;
+/* From the host's block to `rows` rows of logits: the operations that a graph holds. */
+static void mt_decode_pass(mt_model *m, int64_t rows) {
+    mt_pass p;
+    for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
+        mt_micro_batch *at = mt_micro_batch_free(m, chunk);
+        p = mt_pass_begin(m, at);
+        p.decode = true;
+        int64_t bytes = (char *)at->batch.labels - at->device_batch;
+        m->ops->memory_copy(at->device_batch, m->staged_batch[0], bytes, m->stream);
+        mt_stage_forward(m, &p);
+    }
+    if (rows == 0 || !m->has_loss) return; // a piece of a prompt, or another rank has the logits
+    m->ops->gather_rows(m->scratch.hidden, p.at->output, p.batch->logit_rows, rows, m->C, m->C, m->C, m->dtype,
+                        m->stream);
+    p.T = p.tp.T = p.rows = p.tp.rows = rows;
+    mt_output_forward(m, &p, m->scratch.hidden);
+}
+
+/* Whether a pass is a decode step: one token for each sequence. All steps of as many sequences run the same operations
+ * on the same memory, whatever their lengths, unless the host waits for the loads of experts. */
+static bool mt_decode_is_step(const mt_model *m, const mt_batch *batch, int64_t num_rows) {
+    if (batch->num_spans != batch->num_tokens || num_rows != batch->num_tokens || m->grid->world.size > 1) return false;
     if (m->experts.num_layers > 0 && !m->experts.grouped) return false;
-    for (int64_t i = 0; i < m->T; i++)
+    for (int64_t i = 0; i < batch->num_tokens; i++)
         if (batch->spans[i].q_len != 1) return false;
     return true;
 }
 
-/* A step is so short that enqueuing its operations one by one would take longer than they do: from the second step on,
- * once they have prepared themselves, a graph enqueues them all. */
-static void mt_decode_enqueue(mt_model *m, const mt_batch *batch) {
-    bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch);
-    mt_decode_graph *step = is_step ? &m->decode_graphs[m->T] : NULL;
+/* Enqueuing a step's operations one by one takes longer than they do. From the second step on, once they have prepared
+ * themselves, one graph holds them all. */
+static void mt_decode_enqueue(mt_model *m, const mt_batch *batch, int64_t num_rows) {
+    int64_t T = batch->num_tokens;
+    bool is_step = m->ops->graph_begin && mt_decode_is_step(m, batch, num_rows);
+    mt_decode_graph *step = is_step ? &m->decode_graphs[T] : NULL;
     if (!is_step || !step->has_run) {
-        mt_decode_pass(m);
+        mt_decode_pass(m, num_rows);
         if (is_step) step->has_run = true;
         return;
     }
-    for (int64_t i = 0; i < m->T; i++) MT_CHECK(batch->spans[i].k_len <= m->step_spans[i].k_len);
+    for (int64_t i = 0; i < T; i++) MT_CHECK(batch->spans[i].k_len <= m->step_spans[i].k_len);
     if (!step->graph) {
-        memcpy(m->at->host_spans, m->step_spans, (size_t)m->T * sizeof(mt_span));
+        memcpy(mt_decode_output(m)->host_spans, m->step_spans, (size_t)T * sizeof(mt_span));
         m->ops->graph_begin(m->stream);
-        mt_decode_pass(m);
+        mt_decode_pass(m, num_rows);
         step->graph = m->ops->graph_end(m->stream);
     }
     m->ops->graph_launch(step->graph, m->stream);
@@ -8493,19 +8551,20 @@ static void mt_decode_enqueue(mt_model *m, const mt_batch *batch) {
 void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                      int64_t num_rows, float *logits) {
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
-    mt_decode_enqueue(m, batch);
+    mt_decode_enqueue(m, batch, num_rows);
     if (num_rows == 0)
         m->ops->stream_wait(m->stream);
     else
-        mt_read_logits(m, logits, num_rows);
+        mt_read_logits(m, mt_decode_output(m), logits, num_rows);
 }
 
 void mt_model_decode_likeliest(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
                                int64_t num_rows, int32_t *tokens) {
     MT_CHECK(m->grid->world.size == 1);
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
-    mt_decode_enqueue(m, batch);
-    m->ops->likeliest(m->likeliest, m->at->logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
+    mt_decode_enqueue(m, batch, num_rows);
+    const void *logits = mt_decode_output(m)->logits;
+    m->ops->likeliest(m->likeliest, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
     m->ops->memory_copy(m->staged_logits, m->likeliest, num_rows * 4, m->stream);
     m->ops->stream_wait(m->stream);
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
@@ -9140,17 +9199,22 @@ static void mt_params_settle(mt_model *m) {
     mt_follow(m, m->stream, m->sharding.param_stream);
 }
 
-/* Before anything is written that a checkpoint holds: what a save copies of it meanwhile (§14f) comes first. All that
- * is written is so on m->stream: a gather leaves this rank's own shard as it is, and others are not its to save. */
-static void mt_saved_changes(mt_model *m) {
-    if (m->copies) mt_follow(m, m->stream, m->copies);
-    m->copies = NULL;
+/* Before parameters or optimizer state are written, which always happens on m->stream: the reader's work comes first. A
+ * gather does not count: it leaves this rank's own shard as it is. */
+static void mt_follow_reader(mt_model *m) {
+    if (m->reader) mt_follow(m, m->stream, m->reader);
+    m->reader = NULL;
+}
+
+void mt_model_set_reader(mt_model *m, mt_stream *reader) {
+    if (reader) mt_follow_reader(m); // one that was set before
+    m->reader = reader;
 }
 
 /* Before parameters are set, or after they were updated: what was gathered of them is void. */
 static void mt_params_changed(mt_model *m) {
     mt_sharding *s = &m->sharding;
-    mt_saved_changes(m);
+    mt_follow_reader(m);
     mt_follow(m, m->stream, s->param_stream);
     for (int i = 0; i < MT_NUM_SLOTS; i++) s->param_slots[i].bucket = -1;
     s->gathered_bucket = -1;
@@ -9331,6 +9395,10 @@ static void mt_params_finish(mt_model *m) {
 /* ==== §12b shards and wholes ===================================================================================== */
 /* How initialisation and checkpoints, which think in parameters, reach values of which a rank has a part. */
 
+const mt_bucket *mt_bucket_get(const mt_model *m, int64_t bucket) {
+    return &m->buckets[bucket];
+}
+
 mt_part mt_bucket_part(const mt_model *m, int64_t bucket, mt_param_state state) {
     const mt_bucket *b = &m->buckets[bucket];
     float *floats[MT_NUM_STATES] = {NULL, b->master, b->m, b->v};
@@ -9344,7 +9412,7 @@ void mt_part_write(mt_model *m, const mt_part *part, int64_t at, const void *fro
     int64_t begin = mt_max(at, part->first), end = mt_min(at + n, part->first + part->count);
     int64_t size = mt_dtype_size(part->dtype);
     if (begin >= end) return;
-    mt_saved_changes(m);
+    mt_params_changed(m);
     void *to = (char *)part->data + (begin - part->first) * size;
     if (from)
         m->ops->memory_copy(to, (const char *)from + (begin - at) * size, (end - begin) * size, m->stream);
@@ -9424,2968 +9492,6 @@ int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
         consumed += batch;
     }
     return consumed;
-}
-
-/* ==== §14 checkpoints and Hugging Face =========================================================================== */
-/* A checkpoint is a Hugging Face folder: config.json and safetensors under Hugging Face names with whole tensors, and
- * beside them the optimizer's state in the same form and trainer.json. Invariants: what a file claims is checked before
- * it is believed; every tensor is read and written through its row of the parameter table (§8), so any layout loads
- * what any other saved; nothing half-written ever stands where something good stood. */
-
-/* ==== §14a safetensors =========================================================================================== */
-/* A file is the header's length in 8 bytes, the header in JSON, then the data, little-endian as this program's hosts
- * are. The rules are those of the upstream implementation (huggingface/safetensors, safetensors/src/tensor.rs). */
-
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors data is used where it lies: little-endian");
-
-enum { MT_MAX_HEADER_BYTES = 100000000, MT_MAX_DIMS = 8 };
-
-typedef struct mt_image {
-    char *path; // its file, or what the caller calls it
-    const unsigned char *base;
-    int64_t bytes;
-    bool mapped; // else it is the caller's
-} mt_image;
-
-struct mt_safetensors {
-    int64_t num_images, count;
-    mt_image *images;
-    mt_tensor_info *tensors; // by name
-};
-
-/* What a file says may go into a message of one line: without control characters, and cut where it is long. */
-static const char *mt_printable(char out[128], const char *text) {
-    size_t length = strlen(text), kept = length < 120 ? length : 120;
-    for (size_t i = 0; i < kept; i++) out[i] = iscntrl((unsigned char)text[i]) ? '?' : text[i];
-    strcpy(out + kept, kept < length ? "..." : "");
-    return out;
-}
-
-static int mt_image_error(mt_error *error, const char *path, const char *what) {
-    return mt_error_set(error, "%s: not a whole safetensors file: %s; get it again", path, what);
-}
-
-static int mt_tensor_error(mt_error *error, const mt_tensor_info *tensor, const char *what) {
-    char name[128];
-    return mt_error_set(error, "%s: not a valid safetensors file: tensor \"%s\" %s; get it again", tensor->file,
-                        mt_printable(name, tensor->name), what);
-}
-
-/* Parses JSON that must be an object; NULL with error. Duplicate keys are refused, since readers would disagree. */
-static json_t *mt_json_parse(const char *text, int64_t bytes, const char *path, mt_error *error) {
-    json_error_t detail;
-    char reason[128];
-    json_t *json = json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, &detail);
-    if (json && json_is_object(json)) return json;
-    if (json)
-        mt_error_set(error, "%s: its JSON must be an object, between { and }; get the file again", path);
-    else
-        mt_error_set(error, "%s: bad JSON in line %d, column %d: %s; get the file again", path, detail.line,
-                     detail.column, mt_printable(reason, detail.text));
-    json_decref(json);
-    return NULL;
-}
-
-/* Opens a regular file for reading; -1 with error. */
-static int mt_file_open(const char *path, int64_t *bytes, mt_error *error) {
-    struct stat status;
-    *bytes = 0;
-    if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) // opening a pipe would wait for its writer
-        return mt_error_set(error, "%s: is no regular file; check the path", path);
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
-    if (descriptor < 0)
-        return mt_error_set(error, "%s: cannot be read: %s; check the path and its permissions", path, strerror(errno));
-    MT_CHECK(fstat(descriptor, &status) == 0);
-    *bytes = status.st_size;
-    return descriptor;
-}
-
-/* Reads a JSON file that must be an object; NULL with error. */
-static json_t *mt_json_read(const char *path, mt_error *error) {
-    int64_t bytes;
-    char *text = mt_options_read_text(path, MT_MAX_HEADER_BYTES, &bytes, error);
-    json_t *json = text ? mt_json_parse(text, bytes, path, error) : NULL;
-    free(text);
-    return json;
-}
-
-/* Product of a shape in bytes, or -1 when it does not fit 63 bits. Zeros do not excuse an overflow (as upstream). */
-static int64_t mt_shape_bytes(const mt_tensor_info *tensor) {
-    int64_t bytes = mt_dtype_size(tensor->dtype), elements = 1;
-    for (int64_t i = 0; i < tensor->num_dims; i++)
-        if (__builtin_mul_overflow(elements, tensor->shape[i], &elements)) return -1;
-    return __builtin_mul_overflow(bytes, elements, &bytes) ? -1 : bytes;
-}
-
-/* Reads an array of whole numbers >= 0 into out[max]; returns how many, or -1. */
-static int64_t mt_json_integers(const json_t *array, int64_t *out, int64_t max) {
-    int64_t count = (int64_t)json_array_size(array);
-    if (!json_is_array(array) || count > max) return -1;
-    for (int64_t i = 0; i < count; i++) {
-        const json_t *item = json_array_get(array, (size_t)i);
-        out[i] = json_integer_value(item);
-        if (!json_is_integer(item) || out[i] < 0) return -1;
-    }
-    return count;
-}
-
-/* One entry of the header; tensor->name and ->file are set. `data` holds `bytes` bytes. */
-static int mt_tensor_parse(mt_tensor_info *tensor, const json_t *entry, const unsigned char *data, int64_t bytes,
-                           mt_error *error) {
-    const char *dtype = json_string_value(json_object_get(entry, "dtype"));
-    const json_t *shape = json_object_get(entry, "shape");
-    int64_t offsets[2];
-    if (!dtype) return mt_tensor_error(error, tensor, "has no dtype");
-    int parsed = mt_dtype_parse(dtype);
-    if (parsed < 0) {
-        char what[160], name[128];
-        snprintf(what, sizeof what, "has dtype \"%s\", which is not known", mt_printable(name, dtype));
-        return mt_tensor_error(error, tensor, what);
-    }
-    tensor->dtype = (mt_dtype)parsed;
-    if (json_array_size(shape) > MT_MAX_DIMS) return mt_tensor_error(error, tensor, "has more than 8 dimensions");
-    tensor->num_dims = mt_json_integers(shape, tensor->shape, MT_MAX_DIMS);
-    if (tensor->num_dims < 0) return mt_tensor_error(error, tensor, "has no shape of whole numbers from 0 on");
-    tensor->bytes = mt_shape_bytes(tensor);
-    if (tensor->bytes < 0) return mt_tensor_error(error, tensor, "has a shape whose size overflows");
-    if (mt_json_integers(json_object_get(entry, "data_offsets"), offsets, 2) != 2)
-        return mt_tensor_error(error, tensor, "has no data_offsets of two whole numbers from 0 on");
-    if (offsets[0] > offsets[1] || offsets[1] > bytes)
-        return mt_tensor_error(error, tensor, "lies outside the file's data: the file is cut short or damaged");
-    if (offsets[1] - offsets[0] != tensor->bytes)
-        return mt_tensor_error(error, tensor, "has data_offsets that do not fit its dtype and shape");
-    tensor->data = data + offsets[0];
-    return 0;
-}
-
-static int mt_tensor_by_place(const void *a, const void *b) {
-    const mt_tensor_info *x = a, *y = b;
-    const char *x_start = x->data, *y_start = y->data;
-    if (x_start != y_start) return x_start < y_start ? -1 : 1;
-    return (x->bytes > y->bytes) - (x->bytes < y->bytes);
-}
-
-static int mt_tensor_by_name(const void *a, const void *b) {
-    return strcmp(((const mt_tensor_info *)a)->name, ((const mt_tensor_info *)b)->name);
-}
-
-/* Tensors must follow one another from the first byte of the data to the last: what lies in no tensor, or in two, could
- * be anything. */
-static int mt_tensors_tile(mt_tensor_info *tensors, int64_t count, const unsigned char *data, int64_t bytes,
-                           const char *path, mt_error *error) {
-    const unsigned char *end = data;
-    qsort(tensors, (size_t)count, sizeof *tensors, mt_tensor_by_place);
-    for (int64_t i = 0; i < count; i++) {
-        if (tensors[i].data != end)
-            return mt_tensor_error(error, &tensors[i], "does not begin where the one before it ends");
-        end += tensors[i].bytes;
-    }
-    if (end != data + bytes) return mt_image_error(error, path, "there are bytes after the last tensor");
-    return 0;
-}
-
-/* A tensor's entry takes three brackets and at least 48 bytes. Where brackets are denser there is no tensor, but each
- * would cost hundreds of bytes once parsed. */
-static bool mt_header_is_dense(const char *text, int64_t bytes) {
-    int64_t brackets = 0;
-    bool in_string = false;
-    for (int64_t i = 0; i < bytes; i++) {
-        if (text[i] == '"') in_string = !in_string;
-        if (text[i] == '\\' && in_string) i++;
-        if (!in_string && (text[i] == '{' || text[i] == '[')) brackets++;
-    }
-    return brackets * 16 > bytes + 64;
-}
-
-/* Length and text of the header; -1 where it is no safetensors file. */
-static int64_t mt_header_length(const mt_image *image, mt_error *error) {
-    static const char lfs[] = "version https://git-lfs";
-    uint64_t length;
-    if (image->bytes >= (int64_t)sizeof lfs && memcmp(image->base, lfs, sizeof lfs - 1) == 0)
-        return mt_error_set(error, "%s: only a git-lfs pointer to the file; fetch it: git lfs pull", image->path);
-    if (image->bytes < (int64_t)sizeof length) return mt_image_error(error, image->path, "it is under 8 bytes long");
-    memcpy(&length, image->base, sizeof length);
-    if (length > MT_MAX_HEADER_BYTES)
-        return mt_image_error(error, image->path, "its first 8 bytes claim a header of over 100,000,000 bytes");
-    if (length > (uint64_t)image->bytes - sizeof length)
-        return mt_image_error(error, image->path, "it ends inside its header");
-    if (length == 0) return mt_image_error(error, image->path, "its header is empty");
-    if (mt_header_is_dense((const char *)image->base + sizeof length, (int64_t)length))
-        return mt_image_error(error, image->path, "its header has too many brackets for its length");
-    return (int64_t)length;
-}
-
-/* `__metadata__` maps strings to strings. */
-static int mt_metadata_check(const json_t *metadata, const char *path, mt_error *error) {
-    const char *key;
-    json_t *value;
-    if (!json_is_object(metadata)) return mt_image_error(error, path, "its __metadata__ is no object");
-    json_object_foreach((json_t *)metadata, key, value) {
-        if (!json_is_string(value)) return mt_image_error(error, path, "its __metadata__ holds more than strings");
-    }
-    return 0;
-}
-
-/* Appends the tensors of a parsed header; the new ones are not yet in order. */
-static int mt_header_read(mt_safetensors *file, const mt_image *image, int64_t header_bytes, json_t *header,
-                          mt_error *error) {
-    const unsigned char *data = image->base + 8 + header_bytes;
-    int64_t first = file->count, bytes = image->bytes - 8 - header_bytes;
-    int64_t capacity = first + (int64_t)json_object_size(header);
-    const char *name;
-    json_t *entry;
-    file->tensors = mt_realloc(file->tensors, capacity * (int64_t)sizeof(mt_tensor_info));
-    json_object_foreach(header, name, entry) {
-        if (strcmp(name, "__metadata__") == 0) {
-            if (mt_metadata_check(entry, image->path, error) != 0) return -1;
-            continue;
-        }
-        mt_tensor_info *tensor = &file->tensors[file->count++];
-        *tensor = (mt_tensor_info){.name = mt_strdup(name), .file = image->path};
-        if (mt_tensor_parse(tensor, entry, data, bytes, error) != 0) return -1;
-    }
-    return mt_tensors_tile(file->tensors + first, file->count - first, data, bytes, image->path, error);
-}
-
-/* Takes one more image into `file`, which owns it from then on, also when this fails. */
-static int mt_safetensors_add(mt_safetensors *file, mt_image image, mt_error *error) {
-    file->images = mt_realloc(file->images, (file->num_images + 1) * (int64_t)sizeof image);
-    file->images[file->num_images++] = image;
-    int64_t header_bytes = mt_header_length(&image, error);
-    if (header_bytes < 0) return -1;
-    json_t *header = mt_json_parse((const char *)image.base + 8, header_bytes, image.path, error);
-    if (!header) return -1;
-    int status = mt_header_read(file, &image, header_bytes, header, error);
-    json_decref(header);
-    return status;
-}
-
-static int mt_safetensors_map(mt_safetensors *file, const char *path, mt_error *error) {
-    int64_t bytes;
-    int descriptor = mt_file_open(path, &bytes, error);
-    if (descriptor < 0) return -1;
-    mt_image image = {.path = mt_strdup(path), .bytes = bytes};
-    if (bytes > 0) {
-        void *base = mmap(NULL, (size_t)bytes, PROT_READ, MAP_PRIVATE, descriptor, 0);
-        image.mapped = base != MAP_FAILED;
-        image.base = base;
-    }
-    close(descriptor);
-    if (bytes > 0 && !image.mapped) {
-        free(image.path);
-        return mt_error_set(error, "%s: cannot be mapped: %s", path, strerror(errno));
-    }
-    return mt_safetensors_add(file, image, error);
-}
-
-static void mt_safetensors_sort(mt_safetensors *file) {
-    if (file->count > 0) qsort(file->tensors, (size_t)file->count, sizeof *file->tensors, mt_tensor_by_name);
-}
-
-/* Puts what was read in order and gives it out, or closes it when reading failed. */
-static int mt_safetensors_finish(mt_safetensors **out, mt_safetensors *file, int status) {
-    if (status != 0) {
-        mt_safetensors_close(file);
-        return -1;
-    }
-    mt_safetensors_sort(file);
-    *out = file;
-    return 0;
-}
-
-int mt_safetensors_open(mt_safetensors **file, const char *path, mt_error *error) {
-    mt_safetensors *opened = mt_calloc(sizeof *opened);
-    return mt_safetensors_finish(file, opened, mt_safetensors_map(opened, path, error));
-}
-
-int mt_safetensors_open_memory(mt_safetensors **file, const void *data, int64_t bytes, const char *name,
-                               mt_error *error) {
-    mt_safetensors *opened = mt_calloc(sizeof *opened);
-    mt_image image = {.path = mt_strdup(name), .base = data, .bytes = bytes};
-    return mt_safetensors_finish(file, opened, mt_safetensors_add(opened, image, error));
-}
-
-void mt_safetensors_close(mt_safetensors *file) {
-    if (!file) return;
-    for (int64_t i = 0; i < file->count; i++) free((char *)file->tensors[i].name);
-    for (int64_t i = 0; i < file->num_images; i++) {
-        if (file->images[i].mapped) munmap((void *)file->images[i].base, (size_t)file->images[i].bytes);
-        free(file->images[i].path);
-    }
-    free(file->tensors);
-    free(file->images);
-    free(file);
-}
-
-int64_t mt_safetensors_count(const mt_safetensors *file) {
-    return file->count;
-}
-
-const mt_tensor_info *mt_safetensors_get(const mt_safetensors *file, int64_t index) {
-    MT_CHECK(index >= 0 && index < file->count);
-    return &file->tensors[index];
-}
-
-const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char *name) {
-    mt_tensor_info key = {.name = name};
-    if (file->count == 0) return NULL;
-    return bsearch(&key, file->tensors, (size_t)file->count, sizeof key, mt_tensor_by_name);
-}
-
-/* ==== §14b checksums ============================================================================================= */
-/* checksums.json names every other file of a checkpoint with its size and the CRC-32C of each of its blocks (Castagnoli
- * et al., "Optimization of cyclic redundancy-check codes with 24 and 32 parity bits"; RFC 3720, appendix B.4). Blocks
- * are of files, not of tensors, so headers count too and a reader checks the block it has without the rest. A CRC is
- * linear, so ranks that write parts of one block each sum their own, and the exclusive or of these is the block's. */
-
-enum { MT_SUM_BLOCK = 1 << 20, MT_TRAINER_VERSION = 2 }; // from version 2 on there are sums
-
-/* "FOLDER/NAME" to free. */
-static char *mt_path_join(const char *folder, const char *name) {
-    char *path = mt_malloc((int64_t)(strlen(folder) + strlen(name)) + 2);
-    sprintf(path, "%s/%s", folder, name);
-    return path;
-}
-
-/* "FOLDER/STEM SUFFIX" to free. */
-static char *mt_path_stem(const char *folder, const char *stem, const char *suffix) {
-    char *name = mt_malloc((int64_t)(strlen(stem) + strlen(suffix)) + 1);
-    sprintf(name, "%s%s", stem, suffix);
-    char *path = mt_path_join(folder, name);
-    free(name);
-    return path;
-}
-
-static bool mt_folder_has(const char *folder, const char *name) {
-    char *path = mt_path_join(folder, name);
-    bool exists = access(path, F_OK) == 0;
-    free(path);
-    return exists;
-}
-
-/* A name in an index must be a file's in the folder itself. */
-static bool mt_is_plain_name(const char *name) {
-    if (!name || !*name || strchr(name, '/') || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) return false;
-    while (*name && !iscntrl((unsigned char)*name)) name++;
-    return *name == 0;
-}
-
-static bool mt_ends_with(const char *text, const char *end) {
-    size_t length = strlen(text), end_length = strlen(end);
-    return length >= end_length && strcmp(text + length - end_length, end) == 0;
-}
-
-/* Around the page cache, the disk takes and gives bytes that nobody copies, where place, length and memory are aligned
- * to this. A fresh page of the cache costs more than all else that is done with its bytes. */
-enum { MT_DIRECT = 4096 };
-
-static char *mt_align_direct(char *memory) {
-    return memory + (-(uintptr_t)memory & (MT_DIRECT - 1));
-}
-
-/* Opens a file so; -1 where the file system or the system cannot. */
-static int mt_open_direct(const char *path, int flags) {
-#ifdef O_DIRECT
-    return open(path, flags | O_DIRECT | O_CLOEXEC);
-#else
-    (void)path, (void)flags;
-    return -1;
-#endif
-}
-
-/* Reads exactly so many bytes of a file; -1 with errno. */
-static int mt_read_at(int descriptor, void *to, int64_t bytes, int64_t offset) {
-    for (int64_t done = 0; done < bytes;) {
-        ssize_t got = pread(descriptor, (char *)to + done, (size_t)(bytes - done), offset + done);
-        if (got < 0 && errno == EINTR) continue;
-        if (got == 0) errno = EIO; // the file has become shorter
-        if (got <= 0) return -1;
-        done += got;
-    }
-    return 0;
-}
-
-/* One file's sums, or what one rank wrote of them. */
-typedef struct mt_file_checksums {
-    char name[256];
-    int64_t bytes, count; // of the file; blocks
-    uint32_t *sums;       // [count]
-} mt_file_checksums;
-
-/* Those of a folder. */
-typedef struct mt_checksums {
-    mt_file_checksums *files;
-    int64_t count;
-} mt_checksums;
-
-static const uint32_t mt_crc_polynomial = 0x82f63b78; // x^31 is its lowest bit
-
-/* The CRC's state after eight more bytes, which are a little-endian word. */
-static inline uint32_t mt_crc_word(uint32_t state, uint64_t word) {
-#if defined(__SSE4_2__)
-    return (uint32_t)__builtin_ia32_crc32di(state, word);
-#elif defined(__ARM_FEATURE_CRC32)
-    return __builtin_aarch64_crc32cx(state, word);
-#else
-    static const uint32_t of_nibble[16] = {0x00000000, 0x105ec76f, 0x20bd8ede, 0x30e349b1, 0x417b1dbc, 0x5125dad3,
-                                           0x61c69362, 0x7198540d, 0x82f63b78, 0x92a8fc17, 0xa24bb5a6, 0xb21572c9,
-                                           0xc38d26c4, 0xd3d3e1ab, 0xe330a81a, 0xf36e6f75};
-    for (int i = 0; i < 16; i++, word >>= 4) state = (state >> 4) ^ of_nibble[(state ^ word) & 15];
-    return state;
-#endif
-}
-
-static uint32_t mt_crc_byte(uint32_t state, unsigned char byte) {
-    state ^= byte;
-    for (int i = 0; i < 8; i++) state = (state >> 1) ^ (state & 1 ? mt_crc_polynomial : 0);
-    return state;
-}
-
-/* The product of two polynomials modulo the CRC's. */
-static uint32_t mt_crc_multiply(uint32_t a, uint32_t b) {
-    uint32_t product = 0;
-    for (; a; a <<= 1) {
-        if (a >> 31) product ^= b;
-        b = (b >> 1) ^ (b & 1 ? mt_crc_polynomial : 0);
-    }
-    return product;
-}
-
-/* The state after `bytes` zeros more. */
-static uint32_t mt_crc_zeros(uint32_t state, int64_t bytes) {
-    for (uint32_t power = 1u << 23; bytes > 0; bytes >>= 1) { // x^8, squared again and again
-        if (bytes & 1) state = mt_crc_multiply(state, power);
-        power = mt_crc_multiply(power, power);
-    }
-    return state;
-}
-
-/* The state after some bytes more. Three stretches at once, because an instruction waits for the one before it. */
-static uint32_t mt_crc_update(uint32_t state, const void *data, int64_t bytes) {
-    enum { STRETCH = 16384 };
-    const unsigned char *from = data;
-    uint32_t once = bytes >= 3 * STRETCH ? mt_crc_zeros(1u << 31, STRETCH) : 0, twice = mt_crc_multiply(once, once);
-    uint64_t word[3];
-    for (; bytes >= 3 * STRETCH; bytes -= 3 * STRETCH, from += 3 * STRETCH) {
-        uint32_t second = 0, third = 0;
-        for (int64_t i = 0; i < STRETCH; i += 8) {
-            for (int k = 0; k < 3; k++) memcpy(&word[k], from + k * STRETCH + i, 8);
-            state = mt_crc_word(state, word[0]);
-            second = mt_crc_word(second, word[1]);
-            third = mt_crc_word(third, word[2]);
-        }
-        state = mt_crc_multiply(state, twice) ^ mt_crc_multiply(second, once) ^ third;
-    }
-    for (; bytes >= 8; bytes -= 8, from += 8) {
-        memcpy(word, from, 8);
-        state = mt_crc_word(state, word[0]);
-    }
-    while (bytes-- > 0) state = mt_crc_byte(state, *from++);
-    return state;
-}
-
-uint32_t mt_crc32c(const void *data, int64_t bytes) {
-    return ~mt_crc_update(~0u, data, bytes);
-}
-
-/* Adds what bytes [offset, offset + bytes) of a file give to the sums of their blocks; several threads may. */
-static void mt_checksums_add(mt_file_checksums *file, int64_t offset, const void *data, int64_t bytes) {
-    const char *from = data;
-    MT_CHECK(offset + bytes <= file->bytes);
-    for (int64_t block = offset / MT_SUM_BLOCK, n; bytes > 0; block++, offset += n, from += n, bytes -= n) {
-        int64_t end = mt_min((block + 1) * MT_SUM_BLOCK, file->bytes);
-        n = mt_min(bytes, end - offset);
-        uint32_t sum = mt_crc_zeros(mt_crc_update(0, from, n), end - offset - n);
-        __atomic_fetch_xor(&file->sums[block], sum, __ATOMIC_RELAXED);
-    }
-}
-
-/* mt_checksums_add for lines that begin `pitch` bytes apart in the file and lie one after another in memory. The sums
- * of a block's lines move on together, by the same number of bytes from line to line. */
-static void mt_checksums_add_lines(mt_file_checksums *file, int64_t offset, int64_t pitch, const char *data,
-                                   int64_t bytes, int64_t lines) {
-    uint32_t step = mt_crc_zeros(1u << 31, pitch);
-    for (int64_t i = 0; i < lines;) {
-        int64_t at = offset + i * pitch, block = at / MT_SUM_BLOCK;
-        int64_t end = mt_min((block + 1) * MT_SUM_BLOCK, file->bytes);
-        int64_t count = at + bytes > end ? 0 : mt_min((end - at - bytes) / pitch + 1, lines - i); // lie in the block
-        if (count < 2) {
-            mt_checksums_add(file, at, data + i++ * bytes, bytes);
-            continue;
-        }
-        uint32_t sum = 0;
-        for (int64_t k = 0; k < count; k++, i++)
-            sum = mt_crc_multiply(sum, step) ^ mt_crc_update(0, data + i * bytes, bytes);
-        sum = mt_crc_zeros(sum, end - (at + (count - 1) * pitch + bytes));
-        __atomic_fetch_xor(&file->sums[block], sum, __ATOMIC_RELAXED);
-    }
-}
-
-/* Once all bytes are in: from the linear part to the CRC itself, which begins and ends with ones. */
-static void mt_checksums_finish(mt_file_checksums *file) {
-    for (int64_t block = 0; block < file->count; block++)
-        file->sums[block] ^= ~mt_crc_zeros(~0u, mt_min(MT_SUM_BLOCK, file->bytes - block * MT_SUM_BLOCK));
-}
-
-/* One more file, with no bytes in yet. */
-static mt_file_checksums *mt_checksums_append(mt_checksums *sums, const char *name, int64_t bytes) {
-    sums->files = mt_realloc(sums->files, (sums->count + 1) * (int64_t)sizeof(mt_file_checksums));
-    mt_file_checksums *file = &sums->files[sums->count++];
-    *file = (mt_file_checksums){.bytes = bytes, .count = (bytes + MT_SUM_BLOCK - 1) / MT_SUM_BLOCK};
-    snprintf(file->name, sizeof file->name, "%s", name);
-    file->sums = mt_calloc(mt_max(file->count, 1) * 4);
-    return file;
-}
-
-static void mt_checksums_free(mt_checksums *sums) {
-    for (int64_t i = 0; i < sums->count; i++) free(sums->files[i].sums);
-    free(sums->files);
-    *sums = (mt_checksums){0};
-}
-
-static const mt_file_checksums *mt_checksums_find(const mt_checksums *sums, const char *name) {
-    for (int64_t i = 0; i < sums->count; i++)
-        if (strcmp(sums->files[i].name, name) == 0) return &sums->files[i];
-    return NULL;
-}
-
-/* checksums.json, to free. Its own last line is the sum of the text before. */
-static char *mt_checksums_print(const mt_checksums *sums) {
-    int64_t room = 256, used;
-    for (int64_t i = 0; i < sums->count; i++) room += 400 + 12 * sums->files[i].count;
-    char *text = mt_malloc(room);
-    used = sprintf(text, "{\"algorithm\": \"CRC-32C\", \"block_bytes\": %d, \"files\": {", MT_SUM_BLOCK);
-    for (int64_t i = 0; i < sums->count; i++) {
-        const mt_file_checksums *file = &sums->files[i];
-        used += sprintf(text + used, "%s\n\"%s\": {\"bytes\": %lld, \"blocks\": [", i > 0 ? "," : "", file->name,
-                        (long long)file->bytes);
-        for (int64_t block = 0; block < file->count; block++)
-            used += sprintf(text + used, "%s\"%08x\"", block > 0 ? "," : "", file->sums[block]);
-        used += sprintf(text + used, "]}");
-    }
-    used += sprintf(text + used, "},\n");
-    sprintf(text + used, "\"before_this_line\": \"%08x\"}\n", mt_crc32c(text, used));
-    return text;
-}
-
-/* A sum of eight hexadecimal digits; false where there is none. */
-static bool mt_sum_parse(const json_t *item, uint32_t *sum) {
-    const char *text = json_string_value(item);
-    if (!text || strlen(text) != 8 || strspn(text, "0123456789abcdef") != 8) return false;
-    *sum = (uint32_t)strtoul(text, NULL, 16);
-    return true;
-}
-
-static int mt_checksums_parse(mt_checksums *sums, const json_t *json, const char *path, mt_error *error) {
-    const char *name;
-    json_t *entry;
-    bool good = json_integer_value(json_object_get(json, "block_bytes")) == MT_SUM_BLOCK;
-    json_object_foreach(json_object_get(json, "files"), name, entry) {
-        const json_t *blocks = json_object_get(entry, "blocks");
-        int64_t bytes = json_integer_value(json_object_get(entry, "bytes"));
-        good = good && mt_is_plain_name(name) && strlen(name) < 256 && bytes >= 0 &&
-               (int64_t)json_array_size(blocks) == (bytes + MT_SUM_BLOCK - 1) / MT_SUM_BLOCK;
-        if (!good) break;
-        mt_file_checksums *file = mt_checksums_append(sums, name, bytes);
-        for (int64_t block = 0; block < file->count; block++)
-            good = mt_sum_parse(json_array_get(blocks, (size_t)block), &file->sums[block]) && good;
-    }
-    if (good && sums->count > 0) return 0;
-    mt_checksums_free(sums);
-    return mt_error_set(error, "%s: damaged: no sums of blocks are in it; take another checkpoint", path);
-}
-
-/* Reads checksums.json; a folder without one gives no files. A damaged one is an error. */
-static int mt_checksums_read(mt_checksums *sums, const char *folder, mt_error *error) {
-    *sums = (mt_checksums){0};
-    if (!mt_folder_has(folder, "checksums.json")) return 0;
-    int64_t bytes;
-    uint32_t sum = 0;
-    char *path = mt_path_join(folder, "checksums.json");
-    char *text = mt_options_read_text(path, MT_MAX_HEADER_BYTES, &bytes, error);
-    json_t *json = text ? json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, NULL) : NULL;
-    const char *last = json ? strstr(text, "\n\"before_this_line\"") : NULL;
-    bool good = last && text + bytes - (last + 1) == (int64_t)sizeof "\"before_this_line\": \"00000000\"}\n" - 1 &&
-                mt_sum_parse(json_object_get(json, "before_this_line"), &sum) &&
-                sum == mt_crc32c(text, last + 1 - text);
-    int status = !text ? -1
-                 : good
-                     ? mt_checksums_parse(sums, json, path, error)
-                     : mt_error_set(error, "%s: damaged: its own checksum does not fit; take another checkpoint", path);
-    json_decref(json);
-    free(text);
-    free(path);
-    return status;
-}
-
-static int mt_checksums_damaged(mt_error *error, const char *folder, const char *name, int64_t block, int64_t bytes) {
-    int64_t first = block * MT_SUM_BLOCK;
-    return mt_error_set(error,
-                        "%s/%s: damaged: bytes %lld to %lld are not those that were saved (CRC-32C); take another "
-                        "checkpoint",
-                        folder, name, (long long)first, (long long)mt_min(first + MT_SUM_BLOCK, bytes) - 1);
-}
-
-/* Every file is there and has its size; those without tensors, or all when `whole`, have their sums too. */
-static int mt_checksums_verify(const mt_checksums *sums, const char *folder, bool whole, mt_error *error) {
-    char *buffer = mt_malloc(MT_SUM_BLOCK);
-    int status = 0;
-    for (int64_t i = 0; i < sums->count && status == 0; i++) {
-        const mt_file_checksums *file = &sums->files[i];
-        char *path = mt_path_join(folder, file->name);
-        int64_t bytes;
-        int descriptor = mt_file_open(path, &bytes, error);
-        if (descriptor < 0)
-            status = mt_error_set(error, "%s: damaged: %s was saved, but %s; take another checkpoint", folder,
-                                  file->name, mt_folder_has(folder, file->name) ? "cannot be read" : "is not there");
-        else if (bytes != file->bytes)
-            status =
-                mt_error_set(error, "%s: damaged: it is %lld bytes long, and %lld were saved; take another checkpoint",
-                             path, (long long)bytes, (long long)file->bytes);
-        bool reads = whole || !mt_ends_with(file->name, ".safetensors");
-        for (int64_t block = 0; block < file->count && reads && status == 0; block++) {
-            int64_t first = block * MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
-            if (mt_read_at(descriptor, buffer, n, first) != 0 || mt_crc32c(buffer, n) != file->sums[block])
-                status = mt_checksums_damaged(error, folder, file->name, block, bytes);
-        }
-        if (descriptor >= 0) close(descriptor);
-        free(path);
-    }
-    free(buffer);
-    return status;
-}
-
-int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error) {
-    mt_checksums sums;
-    if (mt_checksums_read(&sums, folder, error) != 0) return -1;
-    int status = sums.count > 0 ? mt_checksums_verify(&sums, folder, whole, error) : 0;
-    bool has_sums = sums.count > 0;
-    mt_checksums_free(&sums);
-    if (status != 0 || has_sums || !mt_folder_has(folder, "trainer.json")) return status;
-    char *path = mt_path_join(folder, "trainer.json");
-    json_t *json = mt_json_read(path, error);
-    if (!json || json_integer_value(json_object_get(json, "version")) >= MT_TRAINER_VERSION)
-        status = mt_error_set(error, "%s: damaged: %s; take another checkpoint", json ? folder : path,
-                              json ? "its checksums.json is not there" : "it is no JSON");
-    json_decref(json);
-    free(path);
-    return status;
-}
-
-/* ==== §14c Hugging Face folders ================================================================================== */
-/* From a folder's tensors into the model's buckets. Each row of the parameter table says which rows of which tensor it
- * is; what no row wants is refused unless it is known to carry nothing. */
-
-/* The image of `path` in a set that is being opened, or NULL. */
-static const mt_image *mt_safetensors_image(const mt_safetensors *file, const char *path) {
-    for (int64_t i = 0; i < file->num_images; i++)
-        if (strcmp(file->images[i].path, path) == 0) return &file->images[i];
-    return NULL;
-}
-
-/* Opens every file that the index names, each once. */
-static int mt_index_open_files(mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
-                               mt_error *error) {
-    const char *name;
-    json_t *value;
-    json_object_foreach(map, name, value) {
-        const char *part = json_string_value(value);
-        char printable[128];
-        if (!mt_is_plain_name(part))
-            return mt_error_set(error, "%s: weight_map gives tensor \"%s\" no plain file name; get it again",
-                                index_path, mt_printable(printable, name));
-        char *path = mt_path_join(folder, part);
-        int status = mt_safetensors_image(file, path) ? 0 : mt_safetensors_map(file, path, error);
-        free(path);
-        if (status != 0) return -1;
-    }
-    return 0;
-}
-
-/* The index and the files must name the same tensors in the same places. */
-static int mt_index_check(const mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
-                          mt_error *error) {
-    size_t prefix = strlen(folder) + 1;
-    char printable[128];
-    for (int64_t i = 0; i < file->count; i++) {
-        const mt_tensor_info *tensor = &file->tensors[i];
-        const char *part = json_string_value(json_object_get(map, tensor->name));
-        if (!part || strcmp(part, tensor->file + prefix) != 0)
-            return mt_error_set(error, "%s: holds tensor \"%s\", which %s places %s%s; get both files again",
-                                tensor->file, mt_printable(printable, tensor->name), index_path,
-                                part ? "in " : "nowhere", part ? part : "");
-    }
-    if ((int64_t)json_object_size(map) == file->count) return 0;
-    const char *name;
-    json_t *value;
-    json_object_foreach(map, name, value) {
-        if (mt_safetensors_find(file, name)) continue;
-        return mt_error_set(error, "%s: places tensor \"%s\" in %s, which does not hold it; get both files again",
-                            index_path, mt_printable(printable, name), json_string_value(value));
-    }
-    return 0;
-}
-
-static int mt_index_read(mt_safetensors *file, const char *folder, const char *index_path, mt_error *error) {
-    json_t *index = mt_json_read(index_path, error);
-    if (!index) return -1;
-    json_t *map = json_object_get(index, "weight_map");
-    int status = json_is_object(map)
-                     ? mt_index_open_files(file, folder, index_path, map, error)
-                     : mt_error_set(error, "%s: has no object weight_map; get the file again", index_path);
-    mt_safetensors_sort(file); // for mt_safetensors_find
-    if (status == 0) status = mt_index_check(file, folder, index_path, map, error);
-    json_decref(index);
-    return status;
-}
-
-int mt_safetensors_open_folder(mt_safetensors **file, const char *folder, const char *stem, mt_error *error) {
-    char *whole = mt_path_stem(folder, stem, ".safetensors");
-    char *index = mt_path_stem(folder, stem, ".safetensors.index.json");
-    mt_safetensors *opened = mt_calloc(sizeof *opened);
-    int status;
-    if (access(whole, F_OK) == 0) // before an index, as transformers does
-        status = mt_safetensors_map(opened, whole, error);
-    else if (access(index, F_OK) == 0)
-        status = mt_index_read(opened, folder, index, error);
-    else if (mt_folder_has(folder, "pytorch_model.bin") || mt_folder_has(folder, "pytorch_model.bin.index.json"))
-        status = mt_error_set(error,
-                              "%s: holds its weights as pytorch_model.bin only; save them as safetensors first "
-                              "(save_pretrained of transformers does)",
-                              folder);
-    else
-        status = mt_error_set(
-            error, "%s: has neither %s.safetensors nor %s.safetensors.index.json; get the folder again, whole", folder,
-            stem, stem);
-    free(whole);
-    free(index);
-    return mt_safetensors_finish(file, opened, status);
-}
-
-/* out[i * out_stride] = element i of stored numbers, i < n; `in` need not be aligned. */
-static void mt_stored_to_f32(float *out, int64_t out_stride, const void *in, mt_dtype dtype, int64_t n) {
-    const char *from = in;
-    if (dtype == MT_F32 && out_stride == 1) {
-        memcpy(out, in, (size_t)n * sizeof *out);
-        return;
-    }
-    for (int64_t i = 0; i < n; i++) {
-        uint16_t bits;
-        double wide;
-        float *to = &out[i * out_stride];
-        if (dtype == MT_F32) {
-            memcpy(to, from + i * 4, sizeof *to);
-        } else if (dtype == MT_F64) {
-            memcpy(&wide, from + i * 8, sizeof wide);
-            *to = (float)wide;
-        } else {
-            memcpy(&bits, from + i * 2, sizeof bits);
-            *to = dtype == MT_BF16 ? mt_bf16_to_f32(bits) : mt_f16_to_f32(bits);
-        }
-    }
-}
-
-static const char *const mt_param_state_prefix[MT_NUM_STATES] = {"", "master.", "exp_avg.", "exp_avg_sq."};
-
-/* Of values[n], which belong at `at` of a bucket, those in a part that are not finite. */
-static int64_t mt_count_not_finite(const mt_part *part, int64_t at, const float *values, int64_t n) {
-    int64_t count = 0, end = mt_min(n, part->first + part->count - at);
-    for (int64_t i = mt_max(part->first - at, 0); i < end; i++) count += !isfinite(values[i]);
-    return count;
-}
-
-/* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
-static int64_t mt_param_shape(const mt_param *param, int64_t shape[2]) {
-    shape[0] = param->hf_transposed ? param->whole_cols : param->hf_rows_total;
-    shape[1] = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
-    return param->is_vector ? 1 : 2;
-}
-
-static const char *mt_shape_print(char out[256], const int64_t *shape, int64_t num_dims) {
-    int used = snprintf(out, 256, "[");
-    for (int64_t i = 0; i < num_dims; i++)
-        used += snprintf(out + used, 256 - (size_t)used, "%s%lld", i ? ", " : "", (long long)shape[i]);
-    snprintf(out + used, 256 - (size_t)used, "]");
-    return out;
-}
-
-/* A tensor that a parameter is to be read from must have its shape and be of floating point. */
-static int mt_param_check(const mt_param *param, const mt_tensor_info *tensor, mt_error *error) {
-    int64_t shape[2], num_dims = mt_param_shape(param, shape);
-    char found[256], expected[256];
-    const char *rows_option = param->rows_option ? param->rows_option : param->exists_option;
-    if (tensor->dtype != MT_F32 && tensor->dtype != MT_BF16 && tensor->dtype != MT_F16 && tensor->dtype != MT_F64)
-        return mt_error_set(error,
-                            "%s: tensor \"%s\" is %s; weights may be F32, BF16, F16 or F64, so take a checkpoint "
-                            "that is not quantized",
-                            tensor->file, tensor->name, mt_dtype_name(tensor->dtype));
-    if (tensor->num_dims == num_dims && memcmp(shape, tensor->shape, (size_t)num_dims * sizeof *shape) == 0) return 0;
-    bool cols_differ =
-        tensor->num_dims == 2 && num_dims == 2 && tensor->shape[!param->hf_transposed] != param->whole_cols;
-    return mt_error_set(error, "%s: tensor \"%s\" is %s and the model's %s; check %s or config.json", tensor->file,
-                        tensor->name, mt_shape_print(found, tensor->shape, tensor->num_dims),
-                        mt_shape_print(expected, shape, num_dims), cols_differ ? param->cols_option : rows_option);
-}
-
-/* The tensor of a name in the table; a model saved without its head has names without their first word. */
-static const mt_tensor_info *mt_safetensors_find_param(const mt_safetensors *file, const char *name) {
-    static const char *const prefixes[] = {"model.", "transformer."};
-    const mt_tensor_info *tensor = mt_safetensors_find(file, name);
-    for (int i = 0; !tensor && i < 2; i++)
-        if (strncmp(name, prefixes[i], strlen(prefixes[i])) == 0)
-            tensor = mt_safetensors_find(file, name + strlen(prefixes[i]));
-    return tensor;
-}
-
-static int mt_param_missing(const mt_param *param, const mt_options *options, const char *folder,
-                            const mt_safetensors *file, mt_error *error) {
-    const char *option = param->exists_option;
-    if (param->role == MT_LM_HEAD)
-        return mt_error_set(error,
-                            "%s: has no tensor \"%s\"; if the model is tied, set tie_word_embeddings in config.json to "
-                            "true, or leave out %s",
-                            folder, param->hf_name, option);
-    if (param->layer >= options->num_layers)
-        return mt_error_set(error,
-                            "%s: has no tensor \"%s\" of a module of multi-token prediction among its %lld; lower "
-                            "--mtp-num-layers to the modules that it holds, perhaps 0",
-                            folder, param->hf_name, (long long)mt_safetensors_count(file));
-    return mt_error_set(error, "%s: has no tensor \"%s\" among its %lld; check config.json, --num-layers%s%s", folder,
-                        param->hf_name, (long long)mt_safetensors_count(file), option ? " and " : "",
-                        option ? option : "");
-}
-
-/* The number of a tensor's layer, or -1; `rest` is what follows it in the name. */
-static int64_t mt_tensor_layer(const char *name, const char **rest) {
-    char *end;
-    if (strncmp(name, "model.", 6) == 0) name += 6;
-    if (strncmp(name, "layers.", 7) != 0 || !isdigit((unsigned char)name[7])) return -1;
-    errno = 0;
-    int64_t layer = strtoll(name + 7, &end, 10);
-    *rest = end + (*end == '.');
-    return *end == '.' && errno == 0 ? layer : -1;
-}
-
-/* DeepSeek's folders have the embedding and the output layer again in every module of multi-token prediction, which
- * shares them with the model: the name of what such a tensor repeats, or NULL. */
-static const char *mt_tensor_repeats(const mt_options *options, const char *name) {
-    const char *rest;
-    int64_t module = mt_tensor_layer(name, &rest) - options->num_layers;
-    if (module < 0 || module >= options->mtp_num_layers) return NULL;
-    if (strcmp(rest, "embed_tokens.weight") == 0) return "model.embed_tokens.weight";
-    if (strcmp(rest, "shared_head.head.weight") != 0) return NULL;
-    return options->untie_embeddings_and_output_weights ? "lm_head.weight" : "model.embed_tokens.weight";
-}
-
-/* It must be the same, or training would lose it. */
-static int mt_tensor_check_repeated(const mt_options *options, const mt_safetensors *file, const mt_tensor_info *tensor,
-                                    mt_error *error) {
-    const char *name = mt_tensor_repeats(options, tensor->name);
-    const mt_tensor_info *shared = name ? mt_safetensors_find_param(file, name) : NULL;
-    if (!shared) return 0;
-    if (shared->dtype == tensor->dtype && shared->bytes == tensor->bytes &&
-        memcmp(shared->data, tensor->data, (size_t)tensor->bytes) == 0)
-        return 0;
-    return mt_error_set(error,
-                        "%s: tensor \"%s\" is not the same as \"%s\", which modules of multi-token prediction share; "
-                        "load with --mtp-num-layers 0",
-                        tensor->file, tensor->name, shared->name);
-}
-
-/* Tensors that old checkpoints carry and that hold no weights: tables that are computed, masks, the tied head; and
- * modules of multi-token prediction that the model does without. */
-static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
-    const char *rest;
-    int64_t layer = mt_tensor_layer(name, &rest), end = options->num_layers + options->mtp_layers_stored;
-    if (layer >= options->num_layers + options->mtp_num_layers && layer < end) return true;
-    if (mt_tensor_repeats(options, name)) return true;
-    if (mt_ends_with(name, "rotary_emb.inv_freq") || mt_ends_with(name, ".attn.masked_bias")) return true;
-    if (strcmp(options->hf_family, "gpt2") == 0 && mt_ends_with(name, ".attn.bias")) return true;
-    return !options->untie_embeddings_and_output_weights && strcmp(name, "lm_head.weight") == 0;
-}
-
-static int mt_tensor_pointer_compare(const void *a, const void *b) {
-    const mt_tensor_info *x = *(const mt_tensor_info *const *)a, *y = *(const mt_tensor_info *const *)b;
-    return (x > y) - (x < y);
-}
-
-/* Every tensor must be wanted by a row: a weight that is silently left out would give another model. */
-static int mt_weights_check_unused(const mt_param *rows, int64_t count, const mt_options *options,
-                                   const mt_safetensors *file, mt_error *error) {
-    const mt_tensor_info **used = mt_malloc(count * (int64_t)sizeof *used), *unused = NULL;
-    for (int64_t i = 0; i < count; i++) used[i] = mt_safetensors_find_param(file, rows[i].hf_name);
-    qsort(used, (size_t)count, sizeof *used, mt_tensor_pointer_compare);
-    for (int64_t i = 0; i < file->count && !unused; i++) {
-        const mt_tensor_info *tensor = &file->tensors[i];
-        if (mt_tensor_is_harmless(options, tensor->name)) continue;
-        if (!bsearch(&tensor, used, (size_t)count, sizeof *used, mt_tensor_pointer_compare)) unused = tensor;
-    }
-    free(used);
-    if (!unused) return 0;
-    char name[128];
-    return mt_error_set(error,
-                        "%s: tensor \"%s\" has no place in the model that the options describe; check "
-                        "config.json, --num-layers and the options for biases and norms",
-                        unused->file, mt_printable(name, unused->name));
-}
-
-/* A folder's tensors against the whole model's table, so that every rank finds the same. */
-static int mt_weights_check(const mt_options *options, const char *folder, const mt_safetensors *file,
-                            mt_error *error) {
-    mt_param *rows;
-    int64_t count = mt_params_build(&rows, options, NULL);
-    int status = 0;
-    for (int64_t i = 0; i < count && status == 0; i++) {
-        const mt_tensor_info *tensor = mt_safetensors_find_param(file, rows[i].hf_name);
-        status =
-            tensor ? mt_param_check(&rows[i], tensor, error) : mt_param_missing(&rows[i], options, folder, file, error);
-    }
-    if (status == 0) status = mt_weights_check_unused(rows, count, options, file, error);
-    for (int64_t i = 0; i < file->count && status == 0; i++)
-        status = mt_tensor_check_repeated(options, file, &file->tensors[i], error);
-    free(rows);
-    return status;
-}
-
-/* ==== §14d reading a folder's files =============================================================================== */
-/* Each byte once for all ranks of a host, and checked against its sum. */
-
-/* What a parameter takes from a tensor: into the parts of its bucket, of the model's type and of floats, either of
- * which may have no data. */
-typedef struct mt_wanted {
-    const mt_param *param;
-    const mt_tensor_info *tensor;
-    mt_part weights, floats;
-    float *turned;      // all that lies here, while a transposed tensor passes by
-    int64_t not_finite; // of the weights
-} mt_wanted;
-
-/* Files pass by in stretches, through slots of memory that all ranks of a host share. Threads of all ranks read the
- * next stretch, whoever is free; a slot is free again when every rank has taken from it what it wants. Who waits
- * sleeps: cores may be fewer than ranks and their threads. */
-enum { MT_STRETCH = 2 << 20, MT_SLOTS = 12, MT_READERS = 4, MT_STAGED = 1 << 18, MT_SPARES = 8 };
-
-/* At the start of the shared memory. */
-typedef struct mt_slots {
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-    int64_t claimed;         // stretches of the file that a thread has gone for
-    int64_t ready[MT_SLOTS]; // 1 + the stretch that lies there
-    int64_t taken[MT_SLOTS]; // ranks that are done with it
-    int64_t uses[MT_SLOTS];  // stretches that all ranks are done with
-} mt_slots;
-
-typedef struct mt_reader {
-    mt_model *model;
-    const mt_checksums *sums; // what they are checked against; NULL: nothing
-    mt_group host;            // ranks that share the memory
-    char *memory, *window;    // [MT_SLOTS, MT_STRETCH]
-    mt_slots *slots;
-#ifdef MT_HAVE_MPI
-    MPI_Win shared;
-#endif
-    float *spare[MT_SPARES]; // what tensors were turned in
-    int64_t spare_bytes[MT_SPARES];
-    unsigned next_spare;
-    float *staged; // numbers on their way into a bucket
-    uint16_t *halves;
-    int64_t room;          // of them
-    const mt_image *image; // the file
-    const mt_file_checksums *file_sums;
-    int descriptor, direct; // the second may be -1
-    int status;             // under the slots' lock, as what follows
-    bool damaged;           // a sum was another
-    mt_error error;
-} mt_reader;
-
-static void mt_slots_init(mt_slots *slots) {
-    pthread_mutexattr_t lock;
-    pthread_condattr_t changed;
-    memset(slots, 0, sizeof *slots);
-    pthread_mutexattr_init(&lock);
-    pthread_condattr_init(&changed);
-    pthread_mutexattr_setpshared(&lock, PTHREAD_PROCESS_SHARED);
-    pthread_condattr_setpshared(&changed, PTHREAD_PROCESS_SHARED);
-    pthread_mutex_init(&slots->lock, &lock);
-    pthread_cond_init(&slots->changed, &changed);
-    pthread_mutexattr_destroy(&lock);
-    pthread_condattr_destroy(&changed);
-}
-
-/* All ranks of the host have come here. */
-static void mt_reader_barrier(mt_reader *r) {
-#ifdef MT_HAVE_MPI
-    if (r->host.size > 1) MPI_Win_sync(r->shared);
-    mt_barrier(&r->host);
-    if (r->host.size > 1) MPI_Win_sync(r->shared);
-#else
-    (void)r;
-#endif
-}
-
-static void mt_reader_open(mt_reader *r, mt_model *m, const mt_checksums *sums) {
-    const int64_t bytes = 2 * MT_DIRECT + (int64_t)MT_SLOTS * MT_STRETCH;
-    _Static_assert(sizeof(mt_slots) <= MT_DIRECT && MT_STRETCH % MT_SUM_BLOCK == 0, "places in the shared memory");
-    *r = (mt_reader){.model = m, .sums = sums, .host = {.name = "host", .size = 1}, .descriptor = -1, .direct = -1};
-    r->room = MT_STAGED, r->staged = mt_malloc(MT_STAGED * 4), r->halves = mt_malloc(MT_STAGED * 2);
-#ifdef MT_HAVE_MPI
-    const mt_group *world = &m->grid->world;
-    if (world->size > 1) {
-        MPI_Comm *comm = mt_malloc(sizeof *comm);
-        MPI_Comm_split_type(mt_mpi_comm(world), MPI_COMM_TYPE_SHARED, world->rank, MPI_INFO_NULL, comm);
-        MPI_Comm_size(*comm, &r->host.size);
-        MPI_Comm_rank(*comm, &r->host.rank);
-        r->host.comm = comm;
-    }
-    if (r->host.size > 1) {
-        MPI_Aint size;
-        int unit;
-        mt_mpi_check(MPI_Win_allocate_shared(r->host.rank == 0 ? (MPI_Aint)bytes : 0, 1, MPI_INFO_NULL,
-                                             *(MPI_Comm *)r->host.comm, &r->memory, &r->shared),
-                     "MPI_Win_allocate_shared", &r->host);
-        MPI_Win_shared_query(r->shared, 0, &size, &unit, &r->memory);
-        MPI_Win_lock_all(MPI_MODE_NOCHECK, r->shared);
-    }
-#endif
-    if (r->host.size == 1) r->memory = mt_cpu_memory_alloc(bytes);
-    r->slots = (mt_slots *)mt_align_direct(r->memory); // it is mapped by pages, so this is the same place for all
-    r->window = (char *)r->slots + MT_DIRECT;
-    if (r->host.rank == 0) mt_slots_init(r->slots);
-    mt_reader_barrier(r);
-}
-
-static void mt_reader_close(mt_reader *r) {
-    for (int i = 0; i < MT_SPARES; i++) free(r->spare[i]);
-    free(r->staged);
-    free(r->halves);
-    mt_reader_barrier(r);
-    if (r->host.rank == 0) {
-        pthread_mutex_destroy(&r->slots->lock);
-        pthread_cond_destroy(&r->slots->changed);
-    }
-    if (r->host.size == 1) mt_cpu_memory_free(r->memory);
-#ifdef MT_HAVE_MPI
-    if (r->host.size > 1) {
-        MPI_Win_unlock_all(r->shared);
-        MPI_Win_free(&r->shared);
-    }
-    if (r->host.comm) MPI_Comm_free(r->host.comm);
-    free(r->host.comm);
-#endif
-}
-
-static void mt_reader_fail(mt_reader *r, const mt_error *error, bool damaged) {
-    pthread_mutex_lock(&r->slots->lock);
-    if (r->status == 0) r->status = -1, r->error = *error;
-    r->damaged = r->damaged || damaged;
-    pthread_mutex_unlock(&r->slots->lock);
-}
-
-/* The next stretch of the file, once its slot is free; -1: there is none. */
-static int64_t mt_reader_claim(mt_reader *r) {
-    mt_slots *slots = r->slots;
-    int64_t count = mt_blocks(r->image->bytes, MT_STRETCH);
-    pthread_mutex_lock(&slots->lock);
-    while (slots->claimed < count && slots->uses[slots->claimed % MT_SLOTS] != slots->claimed / MT_SLOTS)
-        pthread_cond_wait(&slots->changed, &slots->lock);
-    int64_t i = slots->claimed < count ? slots->claimed++ : -1;
-    pthread_mutex_unlock(&slots->lock);
-    return i;
-}
-
-/* Reads bytes [offset, offset + bytes) of the file to an aligned place, whole pages where that can be. */
-static int mt_reader_read(const mt_reader *r, char *to, int64_t offset, int64_t bytes) {
-    ssize_t got = -1;
-    if (r->direct >= 0) got = pread(r->direct, to, (size_t)(mt_blocks(bytes, MT_DIRECT) * MT_DIRECT), offset);
-    int64_t done = mt_max(got, 0);
-    return done >= bytes ? 0 : mt_read_at(r->descriptor, to + done, bytes - done, offset + done);
-}
-
-/* Reads stretch i into its slot, by way of `own` memory where that is not NULL, and checks its blocks. */
-static void mt_reader_fill(mt_reader *r, int64_t i, char *own) {
-    int64_t offset = i * MT_STRETCH, bytes = mt_min(MT_STRETCH, r->image->bytes - offset);
-    char *slot = r->window + i % MT_SLOTS * MT_STRETCH;
-    const char *from = own ? own : slot;
-    mt_error error;
-    if (mt_reader_read(r, own ? own : slot, offset, bytes) != 0) {
-        mt_error_set(&error, "%s: cannot be read: %s; check the disk", r->image->path, strerror(errno));
-        mt_reader_fail(r, &error, false);
-        return;
-    }
-    for (int64_t first = 0; first < bytes; first += MT_SUM_BLOCK) {
-        int64_t block = (offset + first) / MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
-        if (own) memcpy(slot + first, own + first, (size_t)n);
-        if (!r->file_sums) continue;
-        if (block < r->file_sums->count && mt_crc32c(from + first, n) == r->file_sums->sums[block]) continue;
-        char *folder = mt_strdup(r->image->path), *slash = strrchr(folder, '/');
-        if (slash) *slash = 0;
-        mt_checksums_damaged(&error, folder, r->file_sums->name, block, r->image->bytes);
-        mt_reader_fail(r, &error, true);
-        free(folder);
-        return;
-    }
-}
-
-/* A thread: reads stretches until there are no more. What cannot be read passes by too, so that no rank waits for it.
- * Memory that processes share has small pages, one by one for the disk, which then is slower than by one more copy. */
-static void *mt_reader_run(void *context) {
-    mt_reader *r = context;
-    char *own = r->host.size > 1 ? mt_cpu_memory_alloc(MT_STRETCH) : NULL;
-    for (int64_t i; (i = mt_reader_claim(r)) >= 0;) {
-        if (r->descriptor >= 0) mt_reader_fill(r, i, own);
-        pthread_mutex_lock(&r->slots->lock);
-        r->slots->ready[i % MT_SLOTS] = i + 1;
-        pthread_cond_broadcast(&r->slots->changed);
-        pthread_mutex_unlock(&r->slots->lock);
-    }
-    if (own) mt_cpu_memory_free(own);
-    return NULL;
-}
-
-/* Waits for stretch i, which any rank may read: one that never does is named as in a collective. */
-static const char *mt_reader_get(mt_reader *r, int64_t i) {
-    mt_watch_begin("reading a checkpoint", r->host.name);
-    pthread_mutex_lock(&r->slots->lock);
-    while (r->slots->ready[i % MT_SLOTS] != i + 1) pthread_cond_wait(&r->slots->changed, &r->slots->lock);
-    pthread_mutex_unlock(&r->slots->lock);
-    mt_watch_end();
-    return r->window + i % MT_SLOTS * MT_STRETCH;
-}
-
-/* This rank is done with it. */
-static void mt_reader_give_back(mt_reader *r, int64_t i) {
-    mt_slots *slots = r->slots;
-    int64_t slot = i % MT_SLOTS;
-    pthread_mutex_lock(&slots->lock);
-    if (++slots->taken[slot] == r->host.size) {
-        slots->taken[slot] = 0, slots->uses[slot]++;
-        pthread_cond_broadcast(&slots->changed);
-    }
-    pthread_mutex_unlock(&slots->lock);
-}
-
-/* Puts n elements at a place of the whole parameter that lies here into its bucket. */
-static void mt_wanted_put(mt_reader *r, mt_wanted *w, int64_t at, const float *values, int64_t n) {
-    mt_model *m = r->model;
-    bool halves = w->weights.data && w->weights.dtype == MT_BF16;
-    at += w->param->offset;
-    for (int64_t done = 0, count; done < n; done += count) {
-        count = mt_min(n - done, r->room);
-        if (w->weights.data) w->not_finite += mt_count_not_finite(&w->weights, at + done, values + done, count);
-        for (int64_t i = 0; halves && i < count; i++) r->halves[i] = mt_f32_to_bf16(values[done + i]);
-        if (w->floats.data) mt_part_write(m, &w->floats, at + done, values + done, count);
-        if (w->weights.data)
-            mt_part_write(m, &w->weights, at + done, halves ? (const void *)r->halves : values + done, count);
-        m->ops->stream_wait(m->stream); // before the buffers are filled again
-    }
-}
-
-/* Rows [row, row + rows) and columns [col, col + cols) of a matrix. */
-typedef struct mt_window {
-    int64_t row, rows, col, cols;
-} mt_window;
-
-static mt_window mt_window_meet(mt_window a, mt_window b) {
-    int64_t row = mt_max(a.row, b.row), col = mt_max(a.col, b.col);
-    int64_t rows = mt_min(a.row + a.rows, b.row + b.rows) - row, cols = mt_min(a.col + a.cols, b.col + b.cols) - col;
-    return (mt_window){row, mt_max(rows, 0), col, mt_max(cols, 0)};
-}
-
-/* Rows [*first, *end) of what lies here of a parameter, of which the parts that are wanted have something: not all,
- * where a data group shares them out. */
-static void mt_wanted_rows(const mt_wanted *w, int64_t *first, int64_t *end) {
-    const mt_part *parts[] = {&w->weights, &w->floats};
-    int64_t cols = w->param->cols, count = mt_param_rows_stored(w->param) * cols;
-    *first = count, *end = 0;
-    for (int i = 0; i < 2; i++) {
-        int64_t begin = mt_max(parts[i]->first - w->param->offset, 0);
-        int64_t last = mt_min(parts[i]->first + parts[i]->count - w->param->offset, count);
-        if (!parts[i]->data || begin >= last) continue;
-        *first = mt_min(*first, begin / cols), *end = mt_max(*end, mt_blocks(last, cols));
-    }
-    if (*end == 0) *first = 0;
-}
-
-/* What is wanted of a parameter, as rows and columns of its tensor. */
-static mt_window mt_wanted_window(const mt_wanted *w) {
-    const mt_param *param = w->param;
-    mt_window own = {param->hf_row + param->first_row, mt_param_rows_stored(param), param->first_col, param->cols};
-    if (!param->hf_transposed) return own;
-    int64_t first, end;
-    mt_wanted_rows(w, &first, &end);
-    return (mt_window){own.col, own.cols, own.row + first, end - first};
-}
-
-/* Memory for a tensor to turn in, which comes back: pages that are new would cost more than what is done in them. */
-static float *mt_reader_borrow(mt_reader *r, int64_t bytes) {
-    for (int i = 0; i < MT_SPARES; i++)
-        if (r->spare[i] && r->spare_bytes[i] == bytes) {
-            float *memory = r->spare[i];
-            r->spare[i] = NULL;
-            return memory;
-        }
-    return mt_malloc(bytes);
-}
-
-static void mt_reader_lay_by(mt_reader *r, float *memory, int64_t bytes) {
-    int at = r->next_spare++ % MT_SPARES; // the oldest goes
-    for (int i = 0; i < MT_SPARES; i++)
-        if (!r->spare[i]) at = i;
-    free(r->spare[at]);
-    r->spare[at] = memory, r->spare_bytes[at] = bytes;
-}
-
-/* The same for n stored numbers, which become floats first unless they are. */
-static void mt_wanted_put_stored(mt_reader *r, mt_wanted *w, int64_t at, const char *from, int64_t n) {
-    mt_dtype dtype = w->tensor->dtype;
-    if (dtype == MT_F32 && (uintptr_t)from % sizeof(float) == 0) {
-        mt_wanted_put(r, w, at, (const float *)(const void *)from, n);
-        return;
-    }
-    for (int64_t done = 0, count; done < n; done += count) {
-        count = mt_min(n - done, r->room);
-        mt_stored_to_f32(r->staged, 1, from + done * mt_dtype_size(dtype), dtype, count);
-        mt_wanted_put(r, w, at + done, r->staged, count);
-    }
-}
-
-/* to[n, m] with rows of `pitch` numbers = from[m, n] with rows of `width` stored ones, turned; 16 lines of `to` at a
- * time stay in the cache. */
-static void mt_stored_turn(float *to, int64_t pitch, const char *from, int64_t width, mt_dtype dtype, int64_t m,
-                           int64_t n) {
-    int64_t size = mt_dtype_size(dtype);
-    for (int64_t first = 0, lines; first < n; first += lines) {
-        lines = mt_min(n - first, 16);
-        for (int64_t row = 0; row < m; row++)
-            mt_stored_to_f32(to + first * pitch + row, pitch, from + (row * width + first) * size, dtype, lines);
-    }
-}
-
-/* Takes what is wanted of a window of the tensor, whose elements lie at `data` row after row. */
-static void mt_wanted_take(mt_reader *r, mt_wanted *w, mt_window given, const char *data) {
-    const mt_param *param = w->param;
-    mt_dtype dtype = w->tensor->dtype;
-    mt_window own = mt_wanted_window(w), part = mt_window_meet(given, own);
-    int64_t size = mt_dtype_size(dtype), cols = param->cols;
-    if (part.rows == 0 || part.cols == 0) return;
-    if (param->hf_transposed) {
-        if (!w->turned) w->turned = mt_reader_borrow(r, own.rows * own.cols * 4);
-        mt_stored_turn(w->turned + (part.col - own.col) * cols + part.row - own.row, cols,
-                       data + ((part.row - given.row) * given.cols + part.col - given.col) * size, given.cols, dtype,
-                       part.rows, part.cols);
-        return;
-    }
-    bool together = part.cols == given.cols && part.cols == cols; // whole rows on both sides
-    for (int64_t row = 0, rows = together ? part.rows : 1; row < part.rows; row += rows) {
-        const char *from = data + ((part.row + row - given.row) * given.cols + part.col - given.col) * size;
-        int64_t to_row = part.row + row - own.row, to_col = part.col - own.col;
-        mt_wanted_put_stored(r, w, to_row * cols + to_col, from, rows * part.cols);
-    }
-}
-
-/* Takes what is wanted of elements [begin, end) of a tensor: a row in part, whole rows, a row in part. */
-static void mt_wanted_take_elements(mt_reader *r, mt_wanted *w, int64_t begin, int64_t end, const char *data) {
-    const mt_param *param = w->param;
-    int64_t width = param->hf_transposed ? param->hf_rows_total : param->whole_cols;
-    int64_t size = mt_dtype_size(w->tensor->dtype);
-    while (begin < end) {
-        mt_window given = {begin / width, (end - begin) / width, 0, width};
-        if (begin % width > 0 || given.rows == 0)
-            given = (mt_window){begin / width, 1, begin % width, mt_min(width - begin % width, end - begin)};
-        mt_wanted_take(r, w, given, data);
-        begin += given.rows * given.cols, data += given.rows * given.cols * size;
-    }
-}
-
-/* The tensor has passed by: what had to be turned goes into the bucket, and padding rows become 0. */
-static void mt_wanted_finish(mt_reader *r, mt_wanted *w) {
-    const mt_param *param = w->param;
-    int64_t stored = mt_param_rows_stored(param) * param->cols, padding = param->rows * param->cols - stored;
-    if (w->turned) {
-        mt_window own = mt_wanted_window(w);
-        mt_wanted_put(r, w, (own.col - param->hf_row - param->first_row) * param->cols, w->turned, own.rows * own.cols);
-        mt_reader_lay_by(r, w->turned, own.rows * own.cols * 4);
-        w->turned = NULL;
-    }
-    if (w->floats.data) mt_part_write(r->model, &w->floats, param->offset + stored, NULL, padding);
-    if (w->weights.data) mt_part_write(r->model, &w->weights, param->offset + stored, NULL, padding);
-}
-
-/* Takes what is wanted of bytes [begin, end) of the file, which lie at `data`. An element that is cut by an end comes
- * from the mapped file, with the bytes behind it. */
-static void mt_reader_take(mt_reader *r, mt_wanted *w, int64_t begin, int64_t end, const char *data) {
-    const mt_tensor_info *tensor = w->tensor;
-    int64_t start = (const unsigned char *)tensor->data - r->image->base, size = mt_dtype_size(tensor->dtype);
-    int64_t count = tensor->bytes / size;
-    if (start >= end || start + tensor->bytes <= begin) return;
-    int64_t first = begin <= start ? 0 : (begin - start + size - 1) / size, last = mt_min((end - start) / size, count);
-    if (begin > start && (begin - start) % size != 0)
-        mt_wanted_take_elements(r, w, first - 1, first, (const char *)tensor->data + (first - 1) * size);
-    if (first < last) mt_wanted_take_elements(r, w, first, last, data + start + first * size - begin);
-    if (start + tensor->bytes <= end) mt_wanted_finish(r, w);
-}
-
-/* Begins a file: its slots are empty, its threads read. Returns how many. */
-static int mt_reader_begin(mt_reader *r, const mt_image *image, pthread_t threads[MT_READERS]) {
-    const char *slash = strrchr(image->path, '/');
-    int count = (int)mt_max(MT_READERS / r->host.size, 1);
-    mt_error error;
-    r->image = image;
-    r->file_sums = r->sums ? mt_checksums_find(r->sums, slash ? slash + 1 : image->path) : NULL;
-    r->descriptor = open(image->path, O_RDONLY | O_CLOEXEC);
-    r->direct = mt_open_direct(image->path, O_RDONLY);
-    if (r->descriptor < 0) {
-        mt_error_set(&error, "%s: cannot be read: %s; check the disk", image->path, strerror(errno));
-        mt_reader_fail(r, &error, false);
-    }
-    mt_reader_barrier(r); // all are done with the file before
-    if (r->host.rank == 0) {
-        mt_slots *slots = r->slots;
-        slots->claimed = 0;
-        memset(slots->ready, 0, sizeof slots->ready);
-        memset(slots->taken, 0, sizeof slots->taken);
-        memset(slots->uses, 0, sizeof slots->uses);
-    }
-    mt_reader_barrier(r);
-    for (int i = 0; i < count; i++)
-        if (pthread_create(&threads[i], NULL, mt_reader_run, r) != 0) mt_die("cannot start a thread; raise ulimit -u");
-    return count;
-}
-
-/* Reads one file and takes wanted[count], which are its tensors in their order. Every rank of the host calls it. */
-static void mt_reader_pass(mt_reader *r, const mt_image *image, mt_wanted *wanted, int64_t count) {
-    pthread_t threads[MT_READERS];
-    int num_threads = mt_reader_begin(r, image, threads);
-    int64_t first = 0;
-    for (int64_t begin = 0; begin < image->bytes; begin += MT_STRETCH) {
-        int64_t end = mt_min(begin + MT_STRETCH, image->bytes);
-        const char *data = mt_reader_get(r, begin / MT_STRETCH);
-        for (int64_t i = first; i < count; i++) {
-            int64_t start = (const unsigned char *)wanted[i].tensor->data - image->base;
-            if (start >= end) break;
-            mt_reader_take(r, &wanted[i], begin, end, data);
-            if (i == first && start + wanted[i].tensor->bytes <= end) first++;
-        }
-        mt_reader_give_back(r, begin / MT_STRETCH);
-    }
-    for (int i = 0; i < num_threads; i++) pthread_join(threads[i], NULL);
-    if (r->descriptor >= 0) close(r->descriptor);
-    if (r->direct >= 0) close(r->direct);
-}
-
-static int mt_wanted_by_place(const void *a, const void *b) {
-    const mt_wanted *x = a, *y = b;
-    int order = strcmp(x->tensor->file, y->tensor->file);
-    if (order != 0) return order;
-    return (x->tensor->data > y->tensor->data) - (x->tensor->data < y->tensor->data);
-}
-
-/* Reads all files of a set and takes wanted[count] from them. Every rank calls it and returns the same; *damaged: for
- * what a sum says. */
-static int mt_safetensors_take(mt_safetensors *file, mt_model *m, const mt_checksums *sums, mt_wanted *wanted,
-                               int64_t count, bool *damaged, mt_error *error) {
-    mt_reader r;
-    mt_reader_open(&r, m, sums);
-    if (count > 0) qsort(wanted, (size_t)count, sizeof *wanted, mt_wanted_by_place);
-    for (int64_t i = 0; i < file->num_images; i++) {
-        int64_t first = 0, end;
-        while (first < count && wanted[first].tensor->file != file->images[i].path) first++;
-        for (end = first; end < count && wanted[end].tensor->file == file->images[i].path;) end++;
-        mt_reader_pass(&r, &file->images[i], wanted + first, end - first);
-    }
-    double bad = r.damaged;
-    mt_all_reduce_max(&m->grid->world, &bad, 1, MT_F64);
-    if (bad > 0) *damaged = true;
-    if (r.status != 0) *error = r.error;
-    int status = mt_agree(&m->grid->world, r.status != 0, error);
-    mt_reader_close(&r);
-    return status;
-}
-
-/* Weights, and for bf16 the master weights, which keep what was stored. Everything is checked, by every rank, before
- * anything is set. */
-static int mt_weights_load(mt_model *m, const char *folder, const mt_checksums *sums, bool *damaged, mt_error *error) {
-    mt_safetensors *file = NULL;
-    int status = mt_safetensors_open_folder(&file, folder, "model", error);
-    if (status == 0) status = mt_weights_check(m->options, folder, file, error);
-    status = mt_agree(&m->grid->world, status != 0, error);
-    if (status != 0) {
-        mt_safetensors_close(file);
-        return status;
-    }
-    mt_wanted *wanted = mt_calloc(mt_max(m->num_params, 1) * (int64_t)sizeof *wanted);
-    for (int64_t i = 0; i < m->num_params; i++) {
-        const mt_param *param = &m->params[i];
-        wanted[i] = (mt_wanted){.param = param, .tensor = mt_safetensors_find_param(file, param->hf_name)};
-        wanted[i].weights = mt_bucket_part(m, param->bucket, MT_STATE_WEIGHTS);
-        if (m->dtype != MT_F32 && param->trained) wanted[i].floats = mt_bucket_part(m, param->bucket, MT_STATE_MASTER);
-    }
-    mt_params_changed(m);
-    status = mt_safetensors_take(file, m, sums, wanted, m->num_params, damaged, error);
-    for (int64_t i = 0; i < m->num_params && status == 0; i++) {
-        const mt_param *param = wanted[i].param;
-        const mt_bucket *b = &m->buckets[param->bucket];
-        bool tells = param->counted && (b->group->rank == 0 || b->strategy == MT_SHARD_PARAMS);
-        if (wanted[i].not_finite > 0 && tells)
-            fprintf(stderr, "warning: %s: %lld values of tensor \"%s\" are not finite\n", wanted[i].tensor->file,
-                    (long long)wanted[i].not_finite, wanted[i].tensor->name);
-    }
-    free(wanted);
-    mt_safetensors_close(file);
-    return status;
-}
-
-/* ==== §14e writing tensors ======================================================================================= */
-/* The place of every byte follows from the whole model's table before the first is written, so every rank knows it:
- * rank 0 writes the headers, each rank its own share at computed offsets, and no rank waits for another. What is
- * written passes through host memory, from which threads of its own take it: a small ring when training waits, or room
- * for all of it, so that training goes on while it is written, and on a GPU while it is copied too. The threads call no
- * MPI, and of the device nothing but the wait for the copies. */
-
-/* A Hugging Face tensor that is to be written: one parameter, or several that it holds one after another. */
-typedef struct mt_saved {
-    char name[192];
-    const mt_param *params; // rows of this rank's table, NULL: nothing of it lies here
-    int64_t num_params;
-    mt_param_state state;
-    mt_dtype dtype;
-    int64_t shape[2], num_dims;
-    int64_t shard, offset, bytes; // offset in the shard's data
-} mt_saved;
-
-/* All tensors of a stem, in order, and the files they go to. */
-typedef struct mt_saved_set {
-    mt_saved *tensors;
-    int64_t count, num_shards, bytes;
-    const char *stem;
-} mt_saved_set;
-
-static int mt_saved_compare(const void *a, const void *b) {
-    return strcmp(((const mt_saved *)a)->name, ((const mt_saved *)b)->name);
-}
-
-/* The rows of a table from i on that one tensor holds: the first row behind them. */
-static int64_t mt_params_together(const mt_param *rows, int64_t count, int64_t i) {
-    int64_t next = i + 1;
-    while (next < count && strcmp(rows[next].hf_name, rows[i].hf_name) == 0) next++;
-    return next;
-}
-
-/* Appends one kind of value of every parameter of the whole model. */
-static void mt_saved_add(mt_saved_set *set, const mt_param *rows, int64_t count, mt_param_state state, mt_dtype dtype) {
-    for (int64_t i = 0; i < count; i = mt_params_together(rows, count, i)) {
-        const mt_param *param = &rows[i];
-        bool trained = param->trained; // what is not has no moments, and stays fp32
-        if (!trained && state != MT_STATE_WEIGHTS) continue;
-        mt_saved *saved = &set->tensors[set->count++];
-        *saved = (mt_saved){.state = state, .dtype = state == MT_STATE_WEIGHTS && trained ? dtype : MT_F32};
-        saved->num_dims = mt_param_shape(param, saved->shape);
-        saved->bytes = param->hf_rows_total * param->whole_cols * mt_dtype_size(saved->dtype);
-        snprintf(saved->name, sizeof saved->name, "%s%s", mt_param_state_prefix[state], param->hf_name);
-    }
-}
-
-/* Finds what lies here of every tensor of a set. */
-static void mt_saved_find_params(mt_saved_set *set, const mt_model *m) {
-    int first = set->tensors[0].state == MT_STATE_WEIGHTS ? MT_STATE_WEIGHTS : MT_STATE_MASTER;
-    int end = first == MT_STATE_WEIGHTS ? MT_STATE_MASTER : MT_NUM_STATES;
-    for (int64_t i = 0, next; i < m->num_params; i = next) {
-        next = mt_params_together(m->params, m->num_params, i);
-        for (int state = first; state < end; state++) {
-            mt_saved key;
-            snprintf(key.name, sizeof key.name, "%s%s", mt_param_state_prefix[state], m->params[i].hf_name);
-            mt_saved *saved = bsearch(&key, set->tensors, (size_t)set->count, sizeof key, mt_saved_compare);
-            if (saved) saved->params = &m->params[i], saved->num_params = next - i;
-        }
-    }
-}
-
-/* What a stem holds, in the order of names as upstream writes it, cut into files of at most max_shard_bytes. */
-static void mt_saved_plan(mt_saved_set *set, const mt_model *m, const char *stem, int64_t max_shard_bytes) {
-    mt_param *rows;
-    int64_t filled = 0, count = mt_params_build(&rows, m->options, NULL);
-    bool weights = strcmp(stem, "model") == 0;
-    *set = (mt_saved_set){.stem = stem, .num_shards = 1};
-    set->tensors = mt_malloc(MT_NUM_STATES * count * (int64_t)sizeof(mt_saved));
-    for (int state = 0; state < MT_NUM_STATES; state++)
-        if (weights == (state == MT_STATE_WEIGHTS) && (state != MT_STATE_MASTER || m->dtype != MT_F32))
-            mt_saved_add(set, rows, count, (mt_param_state)state, m->dtype);
-    free(rows);
-    qsort(set->tensors, (size_t)set->count, sizeof *set->tensors, mt_saved_compare);
-    for (int64_t i = 0; i < set->count; i++) {
-        mt_saved *saved = &set->tensors[i];
-        if (filled > 0 && filled + saved->bytes > max_shard_bytes) set->num_shards++, filled = 0;
-        saved->shard = set->num_shards - 1, saved->offset = filled;
-        filled += saved->bytes, set->bytes += saved->bytes;
-    }
-    mt_saved_find_params(set, m);
-}
-
-/* "model.safetensors", or "model-00001-of-00002.safetensors". */
-static void mt_shard_name(char name[64], const mt_saved_set *set, int64_t shard) {
-    if (set->num_shards == 1)
-        snprintf(name, 64, "%s.safetensors", set->stem);
-    else
-        snprintf(name, 64, "%s-%05lld-of-%05lld.safetensors", set->stem, (long long)shard + 1,
-                 (long long)set->num_shards);
-}
-
-/* ---- files */
-
-/* A file being written, around the page cache too where `direct` is not -1, and where its errors go. */
-typedef struct mt_output {
-    int descriptor, direct;
-    const char *path;
-    mt_error *error;
-} mt_output;
-
-static int mt_write_error(mt_error *error, const char *path) {
-    if (errno == ENOSPC || errno == EDQUOT)
-        return mt_error_set(error, "%s: no space left on the disk; free some or choose another --save", path);
-    if (errno == EFBIG)
-        return mt_error_set(error, "%s: too large for the limit on file sizes; raise it (ulimit -f)", path);
-    return mt_error_set(error, "%s: cannot be written: %s; choose another --save", path, strerror(errno));
-}
-
-static int mt_output_open(mt_output *out, const char *path, mt_error *error) {
-    *out = (mt_output){.path = path, .error = error, .direct = -1};
-    out->descriptor = open(path, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666);
-    return out->descriptor < 0 ? mt_write_error(error, path) : 0;
-}
-
-/* The same for a file that others write too: who comes first makes it. */
-static int mt_output_join(mt_output *out, const char *path, mt_error *error) {
-    *out = (mt_output){.path = path, .error = error, .direct = -1};
-    out->descriptor = open(path, O_CREAT | O_WRONLY | O_CLOEXEC, 0666);
-    if (out->descriptor < 0 && errno == ENOENT)
-        return mt_error_set(
-            error, "%s: rank 0 made its folder, which is not here; choose a --save that every host sees", path);
-    if (out->descriptor < 0) return mt_write_error(error, path);
-    out->direct = mt_open_direct(path, O_WRONLY);
-    return 0;
-}
-
-static int mt_output_write_by(const mt_output *out, int descriptor, int64_t offset, const char *data, int64_t bytes) {
-    for (int64_t done = 0; done < bytes;) {
-        ssize_t wrote = pwrite(descriptor, data + done, (size_t)(bytes - done), offset + done);
-        if (wrote < 0 && errno == EINTR) continue;
-        if (wrote < 0 && errno == EINVAL && descriptor != out->descriptor) { // it wants other places after all
-            descriptor = out->descriptor;
-            continue;
-        }
-        if (wrote < 0) return mt_write_error(out->error, out->path);
-        done += wrote;
-    }
-    return 0;
-}
-
-/* Long stretches go around the page cache if memory and file are aligned alike, their ends through it: the rest of
- * those pages may be another rank's. */
-static int mt_output_write(const mt_output *out, int64_t offset, const void *data, int64_t bytes) {
-    enum { LONG = 64 << 10 };
-    const char *from = data;
-    int64_t head = -offset & (MT_DIRECT - 1), tail = (offset + bytes) & (MT_DIRECT - 1);
-    if (out->direct >= 0 && bytes >= LONG && (uintptr_t)(from + head) % MT_DIRECT == 0) {
-        if (mt_output_write_by(out, out->descriptor, offset, from, head) != 0) return -1;
-        if (mt_output_write_by(out, out->direct, offset + head, from + head, bytes - head - tail) != 0) return -1;
-        offset += bytes - tail, from += bytes - tail, bytes = tail;
-    }
-    return mt_output_write_by(out, out->descriptor, offset, from, bytes);
-}
-
-/* Closes the file, whole and on disk when `status` was 0 and this returns 0. */
-static int mt_output_close(const mt_output *out, int status) {
-    if (status == 0 && fsync(out->descriptor) != 0) status = mt_write_error(out->error, out->path);
-    if (close(out->descriptor) != 0 && status == 0) status = mt_write_error(out->error, out->path);
-    if (out->direct >= 0) close(out->direct);
-    return status;
-}
-
-/* Not yet on disk: what comes after brings it there together with all else. */
-static int mt_text_write(const char *folder, const char *name, const char *text, mt_error *error) {
-    mt_output out;
-    char *path = mt_path_join(folder, name);
-    int status = mt_output_open(&out, path, error);
-    if (status == 0) status = mt_output_write(&out, 0, text, (int64_t)strlen(text));
-    if (out.descriptor >= 0 && close(out.descriptor) != 0 && status == 0) status = mt_write_error(error, path);
-    free(path);
-    return status;
-}
-
-static int mt_json_write(const char *folder, const char *name, const json_t *json, mt_error *error) {
-    char *text = mt_json_print(json);
-    text = mt_realloc(text, (int64_t)strlen(text) + 2);
-    int status = mt_text_write(folder, name, strcat(text, "\n"), error);
-    free(text);
-    return status;
-}
-
-/* ---- tensors */
-
-/* Length, JSON and padding of a file's header, to free; tensors[count] are the file's. */
-static char *mt_saved_header(const mt_saved *tensors, int64_t count, int64_t *bytes) {
-    char *text = mt_malloc(128 + count * 384);
-    int64_t used = 8 + sprintf(text + 8, "{\"__metadata__\":{\"format\":\"pt\"}"), length;
-    for (int64_t i = 0; i < count; i++) {
-        const mt_saved *saved = &tensors[i];
-        used += sprintf(text + used, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[%lld", saved->name,
-                        mt_dtype_name(saved->dtype), (long long)saved->shape[0]);
-        if (saved->num_dims == 2) used += sprintf(text + used, ",%lld", (long long)saved->shape[1]);
-        used += sprintf(text + used, "],\"data_offsets\":[%lld,%lld]}", (long long)saved->offset,
-                        (long long)(saved->offset + saved->bytes));
-    }
-    text[used++] = '}';
-    while (used % 8) text[used++] = ' '; // the data then begins aligned
-    length = used - 8;
-    memcpy(text, &length, 8);
-    *bytes = used;
-    return text;
-}
-
-/* ---- the writer */
-
-/* Numbers in host memory on their way to a file: a rectangle [rows, cols] of a matrix whose lines lie `pitch` bytes
- * apart there; a turned one is stored as [cols, rows]. */
-typedef struct mt_piece {
-    int64_t file, offset, pitch; // of the first line
-    int64_t rows, cols, size;    // bytes of an element
-    bool turned;
-    const char *data;
-    int64_t end; // of its place among all bytes that passed through the memory
-    bool done;
-} mt_piece;
-
-/* Pieces of so many bytes, and as many of them in the ring. */
-enum { MT_PIECE_BYTES = 8 << 20, MT_RING_PIECES = 4, MT_WRITERS = 2 };
-
-/* A copy that is still to be made. */
-typedef struct mt_copy {
-    char *to;
-    const char *from;
-    int64_t bytes;
-} mt_copy;
-
-typedef struct mt_writer {
-    const mt_ops *ops;
-    char *block, *memory;                 // as it was allocated; aligned
-    int64_t capacity, reserved, released; // bytes that were ever given out and came back: a ring
-    mt_piece *pieces;
-    int64_t num_pieces, room; // submitted so far
-    int64_t next, held;       // the first piece that no thread has taken; that still has its memory
-    mt_copy *copies;
-    int64_t num_copies, copy_room;
-    bool closed;        // no more will come
-    bool holds_all;     // everything is copied at once, for which the threads wait
-    mt_stream *stream;  // the copies, where it holds all; NULL on the CPU
-    mt_event *copied;   // the moment when they are made
-    bool runs;          // threads were started
-    int busy;           // of them, those that have something left to do
-    const char *folder; // they write into the files of `sums`
-    mt_checksums sums;
-    int status; // of the threads
-    mt_error error;
-    pthread_t threads[MT_WRITERS];
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-} mt_writer;
-
-/* The most that a piece takes of the ring, where it lies as aligned as in its file. */
-static int64_t mt_piece_bytes(int64_t bytes) {
-    return mt_blocks(bytes, MT_DIRECT) * MT_DIRECT + MT_DIRECT;
-}
-
-static void mt_writer_open(mt_writer *w, const mt_ops *ops, int64_t capacity, bool holds_all) {
-    *w = (mt_writer){.ops = ops, .capacity = mt_blocks(capacity, MT_DIRECT) * MT_DIRECT, .holds_all = holds_all};
-    if (holds_all) w->stream = ops->stream_create(NULL, 0, false), w->copied = ops->event_create();
-    w->block = ops->memory_alloc_host(w->capacity + MT_DIRECT);
-    w->memory = mt_align_direct(w->block);
-    memset(w->memory, 0, (size_t)w->capacity); // the system gives pages when they are touched: now, not in training
-    pthread_mutex_init(&w->lock, NULL);
-    pthread_cond_init(&w->changed, NULL);
-}
-
-static void mt_writer_close(mt_writer *w) {
-    if (!w->block) return;
-    if (w->holds_all) w->ops->stream_destroy(w->stream), w->ops->event_destroy(w->copied);
-    w->ops->memory_free_host(w->block);
-    mt_checksums_free(&w->sums);
-    free(w->pieces);
-    free(w->copies);
-    pthread_mutex_destroy(&w->lock);
-    pthread_cond_destroy(&w->changed);
-    *w = (mt_writer){0};
-}
-
-/* Host memory for a piece that goes to a place of a file, aligned like it; waits until the ring has room. */
-static char *mt_writer_reserve(mt_writer *w, int64_t offset, int64_t bytes) {
-    int64_t at = w->reserved + ((offset - w->reserved) & (MT_DIRECT - 1));
-    MT_CHECK(mt_piece_bytes(bytes) <= w->capacity);
-    if (at % w->capacity + bytes > w->capacity) // a piece is not cut in two
-        at = mt_blocks(at, w->capacity) * w->capacity + (offset & (MT_DIRECT - 1));
-    pthread_mutex_lock(&w->lock);
-    while (at + bytes - w->released > w->capacity) pthread_cond_wait(&w->changed, &w->lock);
-    pthread_mutex_unlock(&w->lock);
-    w->reserved = at + bytes;
-    return w->memory + at % w->capacity;
-}
-
-/* Whether `next` only makes a piece longer, in memory and in the file. */
-static bool mt_piece_continues(const mt_piece *piece, const mt_piece *next) {
-    int64_t bytes = piece->rows * piece->cols * piece->size, more = next->rows * next->cols * next->size;
-    bool lines = piece->cols * piece->size != piece->pitch || next->cols * next->size != next->pitch;
-    return !piece->turned && !next->turned && !lines && piece->file == next->file && bytes + more <= MT_PIECE_BYTES &&
-           piece->offset + bytes == next->offset && piece->data + bytes == next->data;
-}
-
-static void mt_writer_submit(mt_writer *w, mt_piece piece) {
-    piece.end = w->reserved;
-    pthread_mutex_lock(&w->lock);
-    mt_piece *last = w->num_pieces > w->next ? &w->pieces[w->num_pieces - 1] : NULL;
-    if (last && mt_piece_continues(last, &piece)) {
-        int64_t bytes = last->rows * last->cols * last->size + piece.rows * piece.cols * piece.size;
-        last->rows = 1, last->cols = bytes, last->size = 1, last->pitch = bytes, last->end = piece.end;
-    } else {
-        if (w->num_pieces == w->room) {
-            w->room = mt_max(2 * w->room, 256);
-            w->pieces = mt_realloc(w->pieces, w->room * (int64_t)sizeof piece);
-        }
-        w->pieces[w->num_pieces++] = piece;
-    }
-    pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->lock);
-}
-
-static void mt_writer_end(mt_writer *w) {
-    pthread_mutex_lock(&w->lock);
-    w->closed = true;
-    pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->lock);
-}
-
-/* to[cols, rows] = from[rows, cols] transposed, elements of 2 or 4 bytes; 64 rows at a time stay in the cache. */
-static void mt_transpose(void *to, const void *from, int64_t rows, int64_t cols, int64_t size) {
-    for (int64_t first = 0; first < rows; first += 64)
-        for (int64_t c = 0; c < cols; c++)
-            for (int64_t r = first; r < rows && r < first + 64; r++)
-                if (size == 4)
-                    ((uint32_t *)to)[c * rows + r] = ((const uint32_t *)from)[r * cols + c];
-                else
-                    ((uint16_t *)to)[c * rows + r] = ((const uint16_t *)from)[r * cols + c];
-}
-
-/* Memory of a thread for a turned piece, with a place in it that is aligned like the piece's in the file. */
-typedef struct mt_turned {
-    char *memory;
-    int64_t bytes;
-} mt_turned;
-
-static char *mt_turned_at(mt_turned *room, int64_t bytes, int64_t offset) {
-    if (room->bytes < bytes) {
-        free(room->memory);
-        room->memory = mt_malloc(bytes + 2 * MT_DIRECT), room->bytes = bytes;
-    }
-    return mt_align_direct(room->memory) + (offset & (MT_DIRECT - 1));
-}
-
-static int mt_piece_write(mt_writer *w, const mt_output *out, const mt_piece *piece, mt_turned *room) {
-    int64_t lines = piece->turned ? piece->cols : piece->rows;
-    int64_t bytes = piece->rows * piece->cols * piece->size, line = bytes / lines;
-    const char *data = piece->data;
-    if (piece->turned) {
-        char *turned = mt_turned_at(room, bytes, piece->offset);
-        mt_transpose(turned, piece->data, piece->rows, piece->cols, piece->size);
-        data = turned;
-    }
-    if (line == piece->pitch) lines = 1, line = bytes;
-    int64_t end = piece->offset + (lines - 1) * piece->pitch + line;
-    int status = 0;
-    mt_checksums_add_lines(&w->sums.files[piece->file], piece->offset, piece->pitch, data, line, lines);
-    for (int64_t i = 0; i < lines && status == 0; i++)
-        status = mt_output_write(out, piece->offset + i * piece->pitch, data + i * line, line);
-#ifdef SYNC_FILE_RANGE_WRITE // what is in the page cache begins its way to the disk now, not when all is there
-    if (status == 0 && bytes >= MT_SUM_BLOCK && (lines > 1 || out->direct < 0))
-        (void)!sync_file_range(out->descriptor, piece->offset, end - piece->offset, SYNC_FILE_RANGE_WRITE);
-#else
-    (void)end;
-#endif
-    return status;
-}
-
-/* The number of the next piece, or -1 when there will be none; *status: whether anything has failed. */
-static int64_t mt_writer_next(mt_writer *w, mt_piece *piece, int *status) {
-    pthread_mutex_lock(&w->lock);
-    while (w->next == w->num_pieces && !w->closed) pthread_cond_wait(&w->changed, &w->lock);
-    int64_t number = w->next < w->num_pieces ? w->next++ : -1;
-    if (number >= 0) *piece = w->pieces[number];
-    *status = w->status;
-    pthread_mutex_unlock(&w->lock);
-    return number;
-}
-
-/* A piece is written, or failed: memory comes back in the order in which it was given. */
-static void mt_writer_release(mt_writer *w, int64_t number, int status, const mt_error *error) {
-    pthread_mutex_lock(&w->lock);
-    if (status != 0 && w->status == 0) w->status = status, w->error = *error;
-    w->pieces[number].done = true;
-    while (w->held < w->next && w->pieces[w->held].done) w->released = w->pieces[w->held++].end;
-    pthread_cond_broadcast(&w->changed);
-    pthread_mutex_unlock(&w->lock);
-}
-
-/* Nothing that was copied for a writer that holds all is under way any more. */
-static void mt_copies_wait(const mt_writer *w) {
-    if (w->holds_all) w->ops->event_wait(w->copied);
-}
-
-/* A thread: pieces in their order, file after file, each of which is brought to disk when its last piece is in. */
-static void *mt_writer_run(void *context) {
-    mt_writer *w = context;
-    mt_error error;
-    mt_output out = {.descriptor = -1};
-    mt_turned room = {0};
-    mt_piece piece;
-    char *path = NULL;
-    int64_t open = -1, number;
-    int status;
-    mt_copies_wait(w);
-    while ((number = mt_writer_next(w, &piece, &status)) >= 0) {
-        if (status == 0 && piece.file != open) {
-            if (out.descriptor >= 0) status = mt_output_close(&out, 0);
-            free(path);
-            path = mt_path_join(w->folder, w->sums.files[open = piece.file].name);
-            out.descriptor = -1;
-            if (status == 0) status = mt_output_join(&out, path, &error);
-        }
-        if (status == 0) status = mt_piece_write(w, &out, &piece, &room);
-        mt_writer_release(w, number, status, &error); // after an error too: the copy waits for room
-    }
-    if (out.descriptor >= 0) status = mt_output_close(&out, status);
-    free(path);
-    free(room.memory);
-    pthread_mutex_lock(&w->lock);
-    if (status != 0 && w->status == 0) w->status = status, w->error = error;
-    w->busy--;
-    pthread_mutex_unlock(&w->lock);
-    return NULL;
-}
-
-/* Before the first piece. */
-static void mt_writer_begin(mt_writer *w) {
-    w->status = 0, w->num_pieces = w->next = w->held = 0;
-    w->reserved = w->released = 0;
-    w->closed = false;
-}
-
-/* Starts threads that write into the files of a folder, of which w->sums has the names and sizes. */
-static void mt_writer_start(mt_writer *w, const char *folder) {
-    w->folder = folder, w->runs = true, w->busy = MT_WRITERS;
-    for (int i = 0; i < MT_WRITERS; i++)
-        if (pthread_create(&w->threads[i], NULL, mt_writer_run, w) != 0)
-            mt_die("cannot start a thread; raise ulimit -u");
-}
-
-/* Waits for the threads; their status, with their error. */
-static int mt_writer_wait(mt_writer *w, mt_error *error) {
-    if (!w->runs) return 0;
-    for (int i = 0; i < MT_WRITERS; i++) pthread_join(w->threads[i], NULL);
-    w->runs = false;
-    if (w->status != 0) *error = w->error;
-    return w->status;
-}
-
-static bool mt_writer_is_done(mt_writer *w) {
-    pthread_mutex_lock(&w->lock);
-    bool done = !w->runs || w->busy == 0;
-    pthread_mutex_unlock(&w->lock);
-    return done;
-}
-
-/* A ring in which the largest piece finds room wherever the one before it ends, or all of it where that is less. */
-static int64_t mt_ring_bytes(int64_t total, int64_t largest) {
-    int64_t most = mt_max(MT_RING_PIECES * mt_piece_bytes(MT_PIECE_BYTES), 2 * mt_piece_bytes(largest));
-    return mt_max(mt_min(total, most), mt_piece_bytes(0));
-}
-
-/* ---- this rank's share */
-
-/* Elements [*begin, *end) of what lies here of a parameter, in its own order, are this rank's to write: its shard where
- * the data group shares them out, else a part of the rows, or all where rows are the file's columns, whose parts would
- * be short lines. Returns where the first is, or NULL: none is. */
-static const char *mt_param_share(const mt_model *m, const mt_param *param, mt_param_state state, int64_t *begin,
-                                  int64_t *end) {
-    const mt_bucket *b = &m->buckets[param->bucket];
-    const mt_group *group = b->group;
-    mt_part part = mt_bucket_part(m, param->bucket, state);
-    int64_t rows = mt_param_rows_stored(param), cols = param->cols;
-    if (!param->counted) return NULL;
-    if (b->strategy == MT_NO_SHARD && param->hf_transposed) { // in turns, so that all get as much of every role
-        *begin = 0, *end = (param->role + param->layer) % group->size == group->rank ? rows * cols : 0;
-    } else if (b->strategy == MT_NO_SHARD) {
-        *begin = rows * group->rank / group->size * cols, *end = rows * (group->rank + 1) / group->size * cols;
-    } else {
-        *begin = mt_max(b->shard_first - param->offset, 0);
-        *end = mt_min(b->shard_first + b->shard_count - param->offset, rows * cols);
-    }
-    if (*begin >= *end) return NULL;
-    return (const char *)part.data + (param->offset + *begin - part.first) * mt_dtype_size(part.dtype);
-}
-
-/* memcpy past the caches: what is read again only much later need not be fetched before it is written. The C library
- * does so too, but for far longer copies than a parameter's. */
-static void mt_copy_past_cache(char *to, const char *from, int64_t bytes) {
-    int64_t done = 0;
-#ifdef __SSE2__
-    done = mt_min((int64_t)(-(uintptr_t)to & 15), bytes);
-    memcpy(to, from, (size_t)done);
-    for (; done + 64 <= bytes; done += 64)
-        for (int64_t i = done; i < done + 64; i += 16)
-            _mm_stream_si128((__m128i *)(void *)(to + i), _mm_loadu_si128((const __m128i *)(const void *)(from + i)));
-    _mm_sfence();
-#endif
-    memcpy(to + done, from + done, (size_t)(bytes - done));
-}
-
-/* To the writer's memory. Copies for a writer that holds all are made together, later: on a processor, threads that
- * meet after each of many small copies cost more than they bring. */
-static void mt_copy_to_host(mt_model *m, mt_writer *w, char *to, const char *from, int64_t bytes) {
-    if (w->holds_all) {
-        if (w->num_copies == w->copy_room) {
-            w->copy_room = mt_max(2 * w->copy_room, 256);
-            w->copies = mt_realloc(w->copies, w->copy_room * (int64_t)sizeof *w->copies);
-        }
-        w->copies[w->num_copies++] = (mt_copy){to, from, bytes};
-    } else if (strcmp(m->ops->name, "cpu") == 0) {
-        memcpy(to, from, (size_t)bytes);
-    } else {
-        m->ops->memory_copy(to, from, bytes, m->stream);
-        m->ops->stream_wait(m->stream);
-    }
-}
-
-/* The bytes of the first of these copies with those that go on where it ends, *count in all: a GPU takes only so many
- * operations before the host waits for it. Not all of them, as other copies to the host wait for one under way. */
-static int64_t mt_copies_together(const mt_copy *copies, int64_t num_copies, int64_t *count) {
-    enum { MOST = 32 << 20 };
-    int64_t bytes = copies->bytes, i = 1;
-    for (; i < num_copies && bytes + copies[i].bytes <= MOST; bytes += copies[i++].bytes)
-        if (copies[i].to != copies->to + bytes || copies[i].from != copies->from + bytes) break;
-    *count = i;
-    return bytes;
-}
-
-/* Makes a processor's copies, by all threads. A GPU's are enqueued on a stream of their own, after all that was
- * computed so far: what comes next runs beside them, up to mt_saved_changes. */
-static void mt_copies_begin(mt_model *m, mt_writer *w) {
-    const mt_copy *copies = w->copies;
-    if (strcmp(m->ops->name, "cpu") == 0) {
-#pragma omp parallel for schedule(dynamic)
-        for (int64_t i = 0; i < w->num_copies; i++) mt_copy_past_cache(copies[i].to, copies[i].from, copies[i].bytes);
-    } else {
-        mt_follow(m, w->stream, m->stream);
-        for (int64_t i = 0, count; i < w->num_copies; i += count) {
-            int64_t bytes = mt_copies_together(copies + i, w->num_copies - i, &count);
-            m->ops->memory_copy(copies[i].to, copies[i].from, bytes, w->stream);
-        }
-        m->ops->event_record(w->copied, w->stream);
-        m->copies = w->stream;
-    }
-    w->num_copies = 0;
-}
-
-/* Copies elements [begin, end) of a parameter to host memory and hands them on, in rectangles; `start` is where its
- * tensor's data begins in the file. Without a writer it only counts the host memory that this takes. */
-static int64_t mt_share_copy(mt_model *m, mt_writer *w, const mt_param *param, int64_t file, int64_t start,
-                             int64_t size, const char *from, int64_t begin, int64_t end) {
-    int64_t cols = param->cols, taken = 0;
-    int64_t most = mt_max(MT_PIECE_BYTES / (cols * size), 1);
-    if (param->hf_transposed) most = mt_max(most, param->hf_rows_total); // whole lines, where all rows lie here
-    while (begin < end) {
-        int64_t row = begin / cols, col = begin % cols, rows = mt_min((end - begin) / cols, most), width = cols;
-        if (col > 0 || rows == 0) rows = 1, width = mt_min(cols - col, end - begin);
-        int64_t bytes = rows * width * size;
-        int64_t to_row = param->hf_row + param->first_row + row, to_col = param->first_col + col;
-        mt_piece piece = {.file = file, .rows = rows, .cols = width, .size = size, .turned = param->hf_transposed};
-        piece.pitch = (piece.turned ? param->hf_rows_total : param->whole_cols) * size;
-        piece.offset =
-            start + (piece.turned ? to_col * piece.pitch + to_row * size : to_row * piece.pitch + to_col * size);
-        if (w) {
-            char *to = mt_writer_reserve(w, piece.offset, bytes);
-            mt_copy_to_host(m, w, to, from, bytes);
-            piece.data = to;
-            mt_writer_submit(w, piece);
-        }
-        taken += mt_piece_bytes(bytes);
-        from += bytes, begin += rows * width;
-    }
-    return taken;
-}
-
-/* Tensors [*first, the result) of a set go to a file. */
-static int64_t mt_shard_tensors(const mt_saved_set *set, int64_t shard, int64_t *first) {
-    int64_t end = 0;
-    while (set->tensors[end].shard < shard) end++;
-    *first = end;
-    while (end < set->count && set->tensors[end].shard == shard) end++;
-    return end;
-}
-
-/* Hands on what this rank has of a set, whose first file has a number; returns the host memory that this takes, of
- * which *largest is one piece's. Without a writer it only counts. */
-static int64_t mt_set_copy(const mt_saved_set *set, mt_model *m, mt_writer *w, int64_t file, int64_t *largest) {
-    int64_t taken = 0;
-    *largest = 0;
-    for (int64_t shard = 0; shard < set->num_shards; shard++) {
-        int64_t first, header_bytes, end = mt_shard_tensors(set, shard, &first);
-        free(mt_saved_header(set->tensors + first, end - first, &header_bytes));
-        for (int64_t i = first; i < end; i++) {
-            const mt_saved *saved = &set->tensors[i];
-            int64_t size = mt_dtype_size(saved->dtype);
-            for (int64_t k = 0; k < saved->num_params; k++) {
-                int64_t from, to;
-                const mt_param *param = &saved->params[k];
-                const char *data = mt_param_share(m, param, saved->state, &from, &to);
-                int64_t most =
-                    mt_max(MT_PIECE_BYTES, param->cols * size * (param->hf_transposed ? param->hf_rows_total : 1));
-                if (!data) continue;
-                *largest = mt_max(*largest, mt_min(most, mt_piece_bytes((to - from) * size)));
-                taken += mt_share_copy(m, w, param, file + shard, header_bytes + saved->offset, size, data, from, to);
-            }
-        }
-    }
-    return taken;
-}
-
-/* Writes a file's header, and makes room for all that is written into it at any place in any order. `alone`: no other
- * rank writes yet, so that a file which is there is somebody's. */
-static int mt_shard_begin(const char *header, int64_t header_bytes, int64_t bytes, const char *path, bool alone,
-                          mt_error *error) {
-    mt_output out;
-    if ((alone ? mt_output_open : mt_output_join)(&out, path, error) != 0) return -1;
-    int status = mt_output_write_by(&out, out.descriptor, 0, header, header_bytes);
-#ifdef FALLOC_FL_KEEP_SIZE // a file system that has no such thing makes room as it goes
-    if (status == 0 && fallocate(out.descriptor, 0, 0, bytes) != 0 && (errno == ENOSPC || errno == EFBIG))
-        status = mt_write_error(error, path);
-#else
-    (void)bytes;
-#endif
-    if (close(out.descriptor) != 0 && status == 0) status = mt_write_error(error, path);
-    if (out.direct >= 0) close(out.direct);
-    return status;
-}
-
-/* Written for a single file too: loaders that take every *.safetensors of a folder then know the model's. */
-static int mt_saved_write_index(const mt_saved_set *set, const char *folder, mt_error *error) {
-    char name[64];
-    json_t *map = json_object();
-    for (int64_t i = 0; i < set->count; i++) {
-        mt_shard_name(name, set, set->tensors[i].shard);
-        mt_json_set_string(map, set->tensors[i].name, name);
-    }
-    json_t *index = json_pack("{s:{s:I}, s:o}", "metadata", "total_size", (json_int_t)set->bytes, "weight_map", map);
-    snprintf(name, sizeof name, "%s.safetensors.index.json", set->stem);
-    int status = mt_json_write(folder, name, index, error);
-    json_decref(index);
-    return status;
-}
-
-/* A file's name and bytes; returns its header, to free. */
-static char *mt_saved_file(const mt_saved_set *set, int64_t shard, char *name, int64_t *header_bytes, int64_t *bytes) {
-    int64_t first, end = mt_shard_tensors(set, shard, &first);
-    char *header = mt_saved_header(set->tensors + first, end - first, header_bytes);
-    mt_shard_name(name, set, shard);
-    *bytes = *header_bytes + set->tensors[end - 1].offset + set->tensors[end - 1].bytes;
-    return header;
-}
-
-/* Adds a set's files to `sums`, with the sums of their headers where this rank is to write these. */
-static void mt_saved_note(const mt_saved_set *set, bool begins, mt_checksums *sums) {
-    for (int64_t shard = 0, header_bytes, bytes; shard < set->num_shards; shard++) {
-        char name[64], *header = mt_saved_file(set, shard, name, &header_bytes, &bytes);
-        mt_file_checksums *file = mt_checksums_append(sums, name, bytes);
-        if (begins) mt_checksums_add(file, 0, header, header_bytes);
-        free(header);
-    }
-}
-
-/* Begins a set's files, and writes their index. */
-static int mt_saved_begin(const mt_saved_set *set, const char *folder, bool alone, mt_error *error) {
-    int status = 0;
-    for (int64_t shard = 0, header_bytes, bytes; shard < set->num_shards && status == 0; shard++) {
-        char name[64], *header = mt_saved_file(set, shard, name, &header_bytes, &bytes);
-        char *path = mt_path_join(folder, name);
-        status = mt_shard_begin(header, header_bytes, bytes, path, alone, error);
-        free(path);
-        free(header);
-    }
-    return status == 0 ? mt_saved_write_index(set, folder, error) : status;
-}
-
-/* What became of it on any rank becomes every rank's status and error. */
-static int mt_ranks_agree(const mt_model *m, int status, mt_error *error) {
-    return mt_agree(&m->grid->world, status != 0, error);
-}
-
-/* ==== §14f saving ================================================================================================ */
-/* Everything is written into a folder of a temporary name beside its place, brought to disk, and renamed. */
-
-/* ---- folders */
-
-static const int64_t mt_max_shard_bytes = 5000000000; // as save_pretrained's default was for long
-
-/* Where the run stands, and what it was begun with. */
-static int mt_trainer_write(const mt_model *m, const mt_run_state *state, const char *folder, mt_error *error) {
-    const mt_options *o = m->options;
-    json_t *json = json_object();
-    mt_json_set_int(json, "version", MT_TRAINER_VERSION);
-    mt_json_set_int(json, "iteration", state->iteration);
-    mt_json_set_int(json, "consumed_train_samples", state->consumed_train_samples);
-    mt_json_set_int(json, "consumed_valid_samples", state->consumed_valid_samples);
-    mt_json_set_int(json, "optimizer_step", state->optimizer_step);
-    mt_json_set_int(json, "seed", o->seed);
-    mt_json_set_int(json, "seq_length", o->seq_length);
-    mt_json_set_int(json, "global_batch_size", o->global_batch_size);
-    mt_json_set_int(json, "micro_batch_size", o->micro_batch_size);
-    mt_json_set_int(json, "world_size", m->grid->world.size);
-    mt_json_set_string(json, "dtype", mt_dtype_name(m->dtype));
-    mt_json_set_real(json, "learning_rate", o->lr > 0 ? mt_learning_rate(o, state->consumed_train_samples) : 0);
-    int status = mt_json_write(folder, "trainer.json", json, error);
-    json_decref(json);
-    return status;
-}
-
-static int mt_generation_config_write(const mt_options *options, const char *folder, mt_error *error) {
-    if (options->bos_token_id < 0 && options->eos_token_id < 0) return 0;
-    json_t *json = json_object();
-    if (options->bos_token_id >= 0) mt_json_set_int(json, "bos_token_id", options->bos_token_id);
-    if (options->eos_token_id >= 0) mt_json_set_int(json, "eos_token_id", options->eos_token_id);
-    int status = mt_json_write(folder, "generation_config.json", json, error);
-    json_decref(json);
-    return status;
-}
-
-/* Calls `visit` with every name in a folder, until one returns other than 0. */
-static int mt_folder_visit(const char *folder, int (*visit)(const char *folder, const char *name, void *context),
-                           void *context) {
-    DIR *directory = opendir(folder);
-    int status = 0;
-    if (!directory) return 0;
-    for (struct dirent *entry; status == 0 && (entry = readdir(directory));)
-        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
-            status = visit(folder, entry->d_name, context);
-    closedir(directory);
-    return status;
-}
-
-static int mt_remove_entry(const char *path, const struct stat *status, int type, struct FTW *walk) {
-    (void)status, (void)type, (void)walk;
-    return remove(path);
-}
-
-static void mt_folder_remove(const char *folder) {
-    nftw(folder, mt_remove_entry, 16, FTW_DEPTH | FTW_PHYS);
-}
-
-/* What a run that was killed while it saved left behind. */
-static int mt_remove_leftover(const char *folder, const char *name, void *context) {
-    static const char *const patterns[] = {"iter_%*[0-9].tmp-%*[0-9]%n", "latest.tmp-%*[0-9]%n",
-                                           "latest_checkpointed_iteration.txt.tmp-%*[0-9]%n"};
-    (void)context;
-    for (size_t i = 0; i < sizeof patterns / sizeof *patterns; i++) {
-        int length = 0;
-        sscanf(name, patterns[i], &length);
-        if (length == 0 || name[length]) continue;
-        char *path = mt_path_join(folder, name);
-        mt_folder_remove(path);
-        free(path);
-    }
-    return 0;
-}
-
-static int mt_fsync_path(const char *path, mt_error *error) {
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
-    int status = descriptor >= 0 && (fsync(descriptor) == 0 || errno == EINVAL) ? 0 : mt_write_error(error, path);
-    if (descriptor >= 0) close(descriptor);
-    return status;
-}
-
-static int mt_fsync_entry(const char *folder, const char *name, void *error) {
-    char *path = mt_path_join(folder, name);
-    int status = mt_fsync_path(path, error);
-    free(path);
-    return status;
-}
-
-/* Exchanges two folders at once where the system can do that, else by way of a third name. */
-static int mt_folder_exchange(const char *a, const char *b) {
-#ifdef RENAME_EXCHANGE
-    if (renameat2(AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE) == 0) return 0;
-    if (errno != EINVAL && errno != ENOSYS) return -1;
-#endif
-    char *aside = mt_malloc((int64_t)strlen(b) + 8);
-    sprintf(aside, "%s.old", b);
-    int status = rename(b, aside);
-    if (status == 0 && (status = rename(a, b)) != 0) rename(aside, b);
-    if (status == 0) status = rename(aside, a);
-    free(aside);
-    return status;
-}
-
-/* Puts the whole folder `fresh` in its place; what was there goes only then. */
-static int mt_folder_place(const char *fresh, const char *place, mt_error *error) {
-    bool exists = access(place, F_OK) == 0;
-    int status = exists ? mt_folder_exchange(fresh, place) : rename(fresh, place);
-    if (status != 0) return mt_write_error(error, place);
-    if (exists) mt_folder_remove(fresh);
-    return 0;
-}
-
-/* Replaces folder/name by a text or by a link, all at once. */
-static int mt_file_replace(const char *folder, const char *name, const char *text, bool link, mt_error *error) {
-    char temporary[300];
-    snprintf(temporary, sizeof temporary, "%s.tmp-%lld", name, (long long)getpid());
-    char *from = mt_path_join(folder, temporary), *to = mt_path_join(folder, name);
-    unlink(from);
-    int status = link ? symlink(text, from) : mt_text_write(folder, temporary, text, error);
-    if (link && status != 0) mt_write_error(error, to);
-    if (!link && status == 0) status = mt_fsync_path(from, error);
-    if (status == 0 && rename(from, to) != 0) {
-        status = mt_write_error(error, to);
-        unlink(from);
-    }
-    free(from);
-    free(to);
-    return status;
-}
-
-/* Whether folder/name is one of the links that lead into the latest iteration. */
-static bool mt_is_own_link(const char *folder, const char *name) {
-    static const char start[] = "latest/";
-    char target[sizeof start - 1];
-    char *path = mt_path_join(folder, name);
-    ssize_t length = readlink(path, target, sizeof target);
-    free(path);
-    return length == (ssize_t)sizeof target && memcmp(target, start, sizeof target) == 0;
-}
-
-static bool mt_path_exists(const char *folder, const char *name) {
-    struct stat status;
-    char *path = mt_path_join(folder, name);
-    bool exists = lstat(path, &status) == 0;
-    free(path);
-    return exists;
-}
-
-/* Links a file of the iteration from the folder above, unless it is our own affair or something else has the name. */
-static int mt_link_file(const char *iteration, const char *name, void *folder) {
-    char target[300];
-    mt_error ignored;
-    (void)iteration;
-    if (strncmp(name, "optimizer", 9) == 0 || strcmp(name, "trainer.json") == 0 || strcmp(name, "checksums.json") == 0)
-        return 0;
-    if (mt_path_exists(folder, name) || strlen(name) > 255) return 0;
-    snprintf(target, sizeof target, "latest/%s", name);
-    mt_file_replace(folder, name, target, true, &ignored);
-    return 0;
-}
-
-/* Removes links whose file the latest iteration does not have under their name. */
-static int mt_unlink_stale(const char *folder, const char *name, void *iteration) {
-    if (!mt_is_own_link(folder, name) || mt_path_exists(iteration, name)) return 0;
-    char *path = mt_path_join(folder, name);
-    unlink(path);
-    free(path);
-    return 0;
-}
-
-/* The folder's latest is `iteration`. Links are a service to other loaders: a file system without them is no error. */
-static int mt_checkpoint_publish(const char *folder, const char *iteration, int64_t number, mt_error *error) {
-    char text[32];
-    mt_error ignored;
-    snprintf(text, sizeof text, "%lld\n", (long long)number);
-    if (mt_file_replace(folder, "latest_checkpointed_iteration.txt", text, false, error) != 0) return -1;
-    if (mt_file_replace(folder, "latest", iteration, true, &ignored) == 0) {
-        char *path = mt_path_join(folder, iteration);
-        mt_folder_visit(folder, mt_unlink_stale, path);
-        mt_folder_visit(path, mt_link_file, (void *)folder);
-        free(path);
-    }
-    return mt_fsync_path(folder, error);
-}
-
-/* Creates a folder and those above it. */
-int mt_folder_create(const char *folder, mt_error *error) {
-    char *path = mt_strdup(folder);
-    struct stat status;
-    for (char *slash = path + 1; *path && *slash; slash++) {
-        if (*slash != '/') continue;
-        *slash = 0;
-        mkdir(path, 0777); // the last one tells
-        *slash = '/';
-    }
-    int made = mkdir(path, 0777), reason = errno;
-    bool is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
-    free(path);
-    if (made == 0 || is_folder) return 0;
-    return mt_error_set(error, "%s: the folder cannot be made: %s; choose another --save", folder, strerror(reason));
-}
-
-/* Bytes of the safetensors of a checkpoint. */
-static int64_t mt_checkpoint_bytes(const mt_model *m) {
-    int64_t each = mt_dtype_size(m->dtype);
-    if (m->plan.train && !m->options->no_save_optim) each += m->dtype == MT_F32 ? 8 : 12;
-    return mt_num_parameters(m->options) * each;
-}
-
-/* Refuses a folder that is a model of its own, and one that cannot take `bytes`. */
-static int mt_checkpoint_check_folder(const char *folder, int64_t bytes, mt_error *error) {
-    static const char *const names[] = {"config.json", "model.safetensors", "model.safetensors.index.json"};
-    struct statvfs disk;
-    char target[8];
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (mt_path_exists(folder, names[i]) && !mt_is_own_link(folder, names[i]))
-            return mt_error_set(error,
-                                "%s: is a model's own folder (its %s was not put there by --save); choose another "
-                                "--save",
-                                folder, names[i]);
-    char *latest = mt_path_join(folder, "latest");
-    bool taken = mt_path_exists(folder, "latest") && readlink(latest, target, sizeof target) < 0;
-    free(latest);
-    if (taken) return mt_error_set(error, "%s/latest: is not a link of --save; choose another --save", folder);
-    if (access(folder, W_OK) != 0) return mt_write_error(error, folder);
-    if (statvfs(folder, &disk) != 0 || disk.f_blocks == 0) return 0; // the disk does not tell: writing will
-    double room = (double)disk.f_bavail * (double)disk.f_frsize;
-    if (room >= (double)bytes) return 0;
-    return mt_error_set(error,
-                        "%s: a checkpoint takes %.1f MB and the disk has %.1f MB left; free some or choose another "
-                        "--save",
-                        folder, (double)bytes / 1e6, room / 1e6);
-}
-
-int mt_checkpoint_prepare(const mt_model *m, const char *folder, mt_error *error) {
-    if (mt_folder_create(folder, error) != 0) return -1;
-    mt_folder_visit(folder, mt_remove_leftover, NULL);
-    return mt_checkpoint_check_folder(folder, mt_checkpoint_bytes(m), error);
-}
-
-/* ---- which checkpoints stay */
-
-/* The number of iter_NNNNNNN, or -1 for any other name. */
-static int64_t mt_iteration_of(const char *name) {
-    if (strncmp(name, "iter_", 5) != 0 || strlen(name) < 12 || strlen(name) > 14) return -1;
-    if (strspn(name + 5, "0123456789") != strlen(name + 5)) return -1;
-    return strtoll(name + 5, NULL, 10);
-}
-
-/* Numbers of the checkpoints that are in a folder. */
-typedef struct mt_iterations {
-    int64_t *numbers, count;
-} mt_iterations;
-
-static int mt_iterations_add(const char *folder, const char *name, void *context) {
-    mt_iterations *found = context;
-    int64_t number = mt_iteration_of(name);
-    (void)folder;
-    if (number < 0) return 0;
-    found->numbers = mt_realloc(found->numbers, (found->count + 1) * 8);
-    found->numbers[found->count++] = number;
-    return 0;
-}
-
-static int mt_number_descending(const void *a, const void *b) {
-    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
-    return (x < y) - (x > y);
-}
-
-/* The last first; free the numbers. */
-static mt_iterations mt_iterations_list(const char *folder) {
-    mt_iterations found = {0};
-    mt_folder_visit(folder, mt_iterations_add, &found);
-    if (found.count > 0) qsort(found.numbers, (size_t)found.count, 8, mt_number_descending);
-    return found;
-}
-
-/* "FOLDER/iter_NNNNNNN" to free. */
-static char *mt_iteration_path(const char *folder, int64_t number) {
-    char name[64];
-    snprintf(name, sizeof name, "iter_%07lld", (long long)number);
-    return mt_path_join(folder, name);
-}
-
-/* Once `latest` is whole: removes those before it that are neither among the last --keep-checkpoints nor at a multiple
- * of --save-retain-interval. Under another name first, so that none is ever there in part. */
-static void mt_checkpoint_retain(const mt_options *o, const char *folder, int64_t latest) {
-    int64_t keep = o->keep_checkpoints > 0       ? o->keep_checkpoints
-                   : o->save_retain_interval > 0 ? 1
-                                                 : INT64_MAX,
-            kept = 0;
-    mt_iterations found = mt_iterations_list(folder);
-    for (int64_t i = 0; i < found.count; i++) {
-        int64_t number = found.numbers[i];
-        if (number > latest || kept++ < keep) continue;
-        if (o->save_retain_interval > 0 && number % o->save_retain_interval == 0) continue;
-        char *path = mt_iteration_path(folder, number);
-        char *aside = mt_malloc((int64_t)strlen(path) + 32);
-        sprintf(aside, "%s.tmp-%lld", path, (long long)getpid());
-        if (rename(path, aside) == 0) mt_folder_remove(aside);
-        free(aside);
-        free(path);
-    }
-    free(found.numbers);
-}
-
-/* ---- saving, at once or in the background */
-
-enum { MT_NUM_STEMS = 2 };
-
-struct mt_saver {
-    mt_model *model;
-    const char *folder;
-    mt_checkpoint_extra *extra;
-    void *context;
-    bool async;
-    mt_saved_set sets[MT_NUM_STEMS];
-    int64_t num_sets;
-    mt_writer writer;
-    char *temporary;    // the folder being written; NULL: none is
-    char name[64];      // what it will be called
-    mt_run_state state; // of the one being written
-    int64_t in_place;   // the iteration of the last one that took its place, or -1
-    bool places;        // all is written, and rank 0 puts the folder in its place; before, it writes what is small
-    bool worked;        // the thread of rank 0 that does either is done, with
-    int work_status;
-    mt_error work_error;
-    pthread_t worker;
-    pthread_mutex_t lock; // of worked
-};
-
-void mt_saver_open(mt_saver **out, mt_model *m, const char *folder, mt_checkpoint_extra *extra, void *context,
-                   bool async) {
-    static const char *const stems[MT_NUM_STEMS] = {"model", "optimizer"};
-    mt_saver *s = mt_calloc(sizeof *s);
-    int64_t total = 0, largest = 0, one = 0;
-    *s = (mt_saver){.model = m, .folder = folder, .extra = extra, .context = context, .async = async, .in_place = -1};
-    s->num_sets = m->plan.train && !m->options->no_save_optim ? 2 : 1;
-    for (int64_t i = 0; i < s->num_sets; i++) {
-        mt_saved_plan(&s->sets[i], m, stems[i], mt_max_shard_bytes);
-        total += mt_set_copy(&s->sets[i], m, NULL, 0, &one);
-        largest = mt_max(largest, one);
-    }
-    total = async ? mt_max(total, mt_piece_bytes(0)) : mt_ring_bytes(total, largest);
-    mt_writer_open(&s->writer, m->ops, total, async);
-    pthread_mutex_init(&s->lock, NULL);
-    *out = s;
-}
-
-void mt_saver_close(mt_saver *s) {
-    if (!s) return;
-    MT_CHECK(!s->temporary); // mt_saver_finish
-    mt_writer_close(&s->writer);
-    for (int64_t i = 0; i < s->num_sets; i++) free(s->sets[i].tensors);
-    pthread_mutex_destroy(&s->lock);
-    free(s);
-}
-
-/* Everything on rank 0 that is small. */
-static int mt_saver_write_small(mt_saver *s, mt_error *error) {
-    const mt_model *m = s->model;
-    char *config = mt_options_write_hf_config(m->options);
-    int status = mt_text_write(s->temporary, "config.json", config, error);
-    free(config);
-    if (status == 0) status = mt_generation_config_write(m->options, s->temporary, error);
-    if (status == 0) status = mt_trainer_write(m, &s->state, s->temporary, error);
-    if (status == 0 && s->extra) status = s->extra(s->context, s->temporary, error);
-    return status;
-}
-
-/* A thread of rank 0 is at its end. */
-static void *mt_saver_worked(mt_saver *s, int status) {
-    pthread_mutex_lock(&s->lock);
-    s->work_status = status, s->worked = true;
-    pthread_mutex_unlock(&s->lock);
-    return NULL;
-}
-
-/* Rank 0's first steps, while all write tensors: the headers of their files, and all that is small. */
-static void *mt_saver_begin(void *context) {
-    mt_saver *s = context;
-    int status = 0;
-    for (int64_t i = 0; i < s->num_sets && status == 0; i++)
-        status = mt_saved_begin(&s->sets[i], s->temporary, false, &s->work_error);
-    if (status == 0) status = mt_saver_write_small(s, &s->work_error);
-    return mt_saver_worked(s, status);
-}
-
-/* Rank 0's sums become those of what all ranks wrote. */
-static void mt_saver_collect_sums(mt_saver *s) {
-    const mt_group *world = &s->model->grid->world;
-    for (int64_t i = 0; i < s->writer.sums.count; i++) {
-        mt_file_checksums *file = &s->writer.sums.files[i];
-        if (world->rank != 0) mt_send(world, file->sums, file->count * 4, 0);
-        uint32_t *theirs = world->rank == 0 ? mt_malloc(file->count * 4) : NULL;
-        for (int rank = 1; rank < world->size && theirs; rank++) {
-            mt_receive(world, theirs, file->count * 4, rank);
-            for (int64_t block = 0; block < file->count; block++) file->sums[block] ^= theirs[block];
-        }
-        free(theirs);
-        mt_checksums_finish(file);
-    }
-}
-
-/* Adds a file of the folder that has no sums yet. */
-static int mt_checksums_add_file(const char *folder, const char *name, void *context) {
-    mt_saver *s = context;
-    int64_t bytes;
-    if (mt_checksums_find(&s->writer.sums, name)) return 0;
-    char *path = mt_path_join(folder, name);
-    int descriptor = mt_file_open(path, &bytes, &s->work_error);
-    free(path);
-    if (descriptor < 0) return -1;
-    mt_file_checksums *file = mt_checksums_append(&s->writer.sums, name, bytes);
-    char *buffer = mt_malloc(MT_SUM_BLOCK);
-    int status = 0;
-    for (int64_t first = 0, n; first < bytes && status == 0; first += n) {
-        n = mt_min(MT_SUM_BLOCK, bytes - first);
-        status = mt_read_at(descriptor, buffer, n, first);
-        if (status == 0) mt_checksums_add(file, first, buffer, n);
-    }
-    mt_checksums_finish(file);
-    free(buffer);
-    close(descriptor);
-    return status == 0 ? 0
-                       : mt_error_set(&s->work_error, "%s/%s: cannot be read again: %s", folder, name, strerror(errno));
-}
-
-static int mt_checksums_compare(const void *a, const void *b) {
-    return strcmp(((const mt_file_checksums *)a)->name, ((const mt_file_checksums *)b)->name);
-}
-
-/* Rank 0's last steps: a folder that is whole and on disk takes its place, becomes the latest, and others go. */
-static void *mt_saver_place(void *context) {
-    mt_saver *s = context;
-    mt_error *error = &s->work_error;
-    char *place = mt_path_join(s->folder, s->name);
-    int status = mt_folder_visit(s->temporary, mt_checksums_add_file, s);
-    qsort(s->writer.sums.files, (size_t)s->writer.sums.count, sizeof *s->writer.sums.files, mt_checksums_compare);
-    char *text = mt_checksums_print(&s->writer.sums);
-    if (status == 0) status = mt_text_write(s->temporary, "checksums.json", text, error);
-    if (status == 0) status = mt_folder_visit(s->temporary, mt_fsync_entry, error);
-    if (status == 0) status = mt_fsync_path(s->temporary, error);
-    if (status == 0) status = mt_folder_place(s->temporary, place, error);
-    if (status == 0) status = mt_checkpoint_publish(s->folder, s->name, s->state.iteration, error);
-    if (status == 0) mt_checkpoint_retain(s->model->options, s->folder, s->state.iteration);
-    free(text);
-    free(place);
-    return mt_saver_worked(s, status);
-}
-
-/* Nothing is under way any more. */
-static int mt_saver_end(mt_saver *s, int status) {
-    s->model->copies = NULL;
-    if (status != 0 && s->model->grid->world.rank == 0) mt_folder_remove(s->temporary);
-    if (status == 0) s->in_place = s->state.iteration;
-    free(s->temporary);
-    s->temporary = NULL;
-    s->model->saving = NULL;
-    mt_checksums_free(&s->writer.sums);
-    return status;
-}
-
-/* Begins what is rank 0's to do, in a thread. */
-static void mt_saver_work(mt_saver *s, bool places, void *(*work)(void *)) {
-    bool works = s->model->grid->world.rank == 0;
-    s->places = places, s->worked = !works, s->work_status = 0;
-    if (works && pthread_create(&s->worker, NULL, work, s) != 0) mt_die("cannot start a thread; raise ulimit -u");
-}
-
-/* Waits for the threads of this rank, and tells every rank what became of all of them. */
-static int mt_saver_wait(mt_saver *s, mt_error *error) {
-    mt_copies_wait(&s->writer);
-    int status = mt_writer_wait(&s->writer, error);
-    if (s->model->grid->world.rank == 0) pthread_join(s->worker, NULL);
-    if (s->work_status != 0) status = s->work_status, *error = s->work_error;
-    return mt_ranks_agree(s->model, status, error);
-}
-
-/* Goes on from the threads' work, for which it waits: to the folder's place, and from there to the end. */
-static int mt_saver_advance(mt_saver *s, mt_error *error) {
-    int status = mt_saver_wait(s, error);
-    if (status != 0 || s->places) return mt_saver_end(s, status);
-    mt_saver_collect_sums(s);
-    mt_saver_work(s, true, mt_saver_place);
-    return 0;
-}
-
-int mt_saver_poll(mt_saver *s, mt_error *error) {
-    if (!s || !s->temporary) return 0;
-    pthread_mutex_lock(&s->lock);
-    double busy = !s->worked || !mt_writer_is_done(&s->writer);
-    pthread_mutex_unlock(&s->lock);
-    mt_all_reduce_max(&s->model->grid->world, &busy, 1, MT_F64);
-    return busy > 0 ? 0 : mt_saver_advance(s, error);
-}
-
-int64_t mt_saver_in_place(const mt_saver *s) {
-    return s ? s->in_place : -1;
-}
-
-int mt_saver_finish(mt_saver *s, mt_error *error) {
-    int status = 0;
-    while (s && s->temporary && status == 0) status = mt_saver_advance(s, error);
-    return status;
-}
-
-/* Hands on what this rank has of all sets. */
-static void mt_saver_copy(mt_saver *s) {
-    int64_t file = 0, largest;
-    for (int64_t i = 0; i < s->num_sets; file += s->sets[i++].num_shards)
-        mt_set_copy(&s->sets[i], s->model, &s->writer, file, &largest);
-    if (s->async) mt_copies_begin(s->model, &s->writer);
-    mt_writer_end(&s->writer);
-}
-
-/* Rank 0's folder, in which all ranks then make files. */
-static int mt_saver_make_folder(mt_saver *s, mt_error *error) {
-    if (s->model->grid->world.rank != 0) return 0;
-    if (mt_checkpoint_prepare(s->model, s->folder, error) != 0) return -1;
-    return mt_folder_create(s->temporary, error);
-}
-
-/* In the background nothing is waited for but a processor's copies, and a checkpoint before. */
-int mt_saver_save(mt_saver *s, const mt_run_state *state, mt_error *error) {
-    char temporary_name[128];
-    mt_model *m = s->model;
-    if (mt_saver_finish(m->saving, error) != 0) return -1; // the one before
-    m->saving = s;
-    s->state = *state;
-    snprintf(s->name, sizeof s->name, "iter_%07lld", (long long)state->iteration);
-    snprintf(temporary_name, sizeof temporary_name, "%s.tmp-%lld", s->name, (long long)getpid());
-    mt_broadcast(&m->grid->world, temporary_name, sizeof temporary_name, 0);
-    s->temporary = mt_path_join(s->folder, temporary_name);
-    mt_writer_begin(&s->writer);
-    int status = mt_ranks_agree(m, mt_saver_make_folder(s, error), error);
-    if (status != 0) return mt_saver_end(s, status);
-    for (int64_t i = 0; i < s->num_sets; i++) mt_saved_note(&s->sets[i], m->grid->world.rank == 0, &s->writer.sums);
-    mt_saver_work(s, false, mt_saver_begin);
-    if (!s->async) mt_writer_start(&s->writer, s->temporary); // which make room for what is copied next
-    mt_saver_copy(s);
-    if (s->async) mt_writer_start(&s->writer, s->temporary); // which wait for what is copied
-    return s->async ? 0 : mt_saver_finish(s, error);
-}
-
-int mt_checkpoint_save(mt_model *m, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
-                       void *context, mt_error *error) {
-    mt_saver *s;
-    mt_saver_open(&s, m, folder, extra, context, false);
-    int status = mt_saver_save(s, state, error);
-    mt_saver_close(s);
-    return status;
-}
-
-int mt_safetensors_save_folder(mt_model *m, const char *folder, const char *stem, int64_t max_shard_bytes,
-                               mt_error *error) {
-    mt_saved_set set;
-    mt_writer w;
-    int64_t largest = 0;
-    bool begins = m->grid->world.rank == 0;
-    MT_CHECK(strcmp(stem, "model") == 0 || (strcmp(stem, "optimizer") == 0 && m->plan.train));
-    mt_saved_plan(&set, m, stem, max_shard_bytes);
-    mt_writer_open(&w, m->ops, mt_ring_bytes(mt_set_copy(&set, m, NULL, 0, &largest), largest), false);
-    mt_saved_note(&set, begins, &w.sums);
-    int status = mt_ranks_agree(m, begins ? mt_saved_begin(&set, folder, true, error) : 0, error);
-    if (status == 0) {
-        mt_writer_begin(&w);
-        mt_writer_start(&w, folder);
-        mt_set_copy(&set, m, &w, 0, &largest);
-        mt_writer_end(&w);
-        status = mt_ranks_agree(m, mt_writer_wait(&w, error), error);
-    }
-    mt_writer_close(&w);
-    free(set.tensors);
-    return status;
-}
-
-/* ==== §14g resuming ============================================================================================== */
-/* Where a run left off, so that it goes on bit for bit. */
-
-/* The iteration that latest_checkpointed_iteration.txt names, or -1 with error. */
-static int64_t mt_checkpoint_latest(const char *path, mt_error *error) {
-    int64_t bytes;
-    char *text = mt_options_read_text(path, 64, &bytes, error);
-    if (!text) return -1;
-    char *end = text;
-    long long iteration = isdigit((unsigned char)*text) ? strtoll(text, &end, 10) : -1;
-    while (isspace((unsigned char)*end)) end++;
-    bool is_number = iteration >= 0 && iteration <= 999999999 && end == text + bytes;
-    free(text);
-    if (is_number) return iteration;
-    return mt_error_set(error, "%s: holds no iteration number; write the number of a folder iter_NNNNNNN in it", path);
-}
-
-char *mt_checkpoint_resolve(const char *folder, mt_error *error) {
-    struct stat status;
-    char name[64];
-    bool found = stat(folder, &status) == 0;
-    if (!found || !S_ISDIR(status.st_mode)) {
-        mt_error_set(error, "%s: %s; name a folder that holds config.json, or one that --save wrote", folder,
-                     found ? "is a file, not a folder" : strerror(errno));
-        return NULL;
-    }
-    if (!mt_folder_has(folder, "latest_checkpointed_iteration.txt")) {
-        if (mt_folder_has(folder, "config.json")) return mt_strdup(folder);
-        mt_error_set(error,
-                     "%s: holds neither config.json nor latest_checkpointed_iteration.txt; name a Hugging Face "
-                     "folder, or one that --save wrote",
-                     folder);
-        return NULL;
-    }
-    char *path = mt_path_join(folder, "latest_checkpointed_iteration.txt");
-    int64_t iteration = mt_checkpoint_latest(path, error);
-    free(path);
-    if (iteration < 0) return NULL;
-    snprintf(name, sizeof name, "iter_%07lld", (long long)iteration);
-    path = mt_path_join(folder, name);
-    if (mt_folder_has(path, "config.json")) return path;
-    mt_error_set(error,
-                 "%s: has no config.json, but latest_checkpointed_iteration.txt beside it names iteration %lld; "
-                 "write the number of a whole iter_NNNNNNN in it",
-                 path, (long long)iteration);
-    free(path);
-    return NULL;
-}
-
-/* The last checkpoint of a folder before iteration `before` whose small files are whole and whose others have their
- * sizes; of those that latest_checkpointed_iteration.txt does not name too early. -1: there is none, with the error of
- * the last one that is not whole, or of their absence. */
-static int64_t mt_checkpoint_whole_before(const char *folder, int64_t before, mt_error *error) {
-    mt_iterations found = mt_iterations_list(folder);
-    int64_t number = -1;
-    mt_error_set(error, "%s: holds no checkpoint; begin anew, or name another folder", folder);
-    for (int64_t i = 0; i < found.count && number < 0; i++) {
-        if (found.numbers[i] >= before) continue;
-        char *path = mt_iteration_path(folder, found.numbers[i]);
-        if (mt_folder_has(path, "config.json") && mt_checkpoint_verify(path, false, error) == 0)
-            number = found.numbers[i];
-        free(path);
-    }
-    free(found.numbers);
-    return number;
-}
-
-bool mt_checkpoint_exists(const char *folder) {
-    mt_iterations found = mt_iterations_list(folder);
-    free(found.numbers);
-    return found.count > 0 || mt_folder_has(folder, "latest_checkpointed_iteration.txt") ||
-           mt_folder_has(folder, "config.json");
-}
-
-char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error) {
-    mt_error damage;
-    char *path = mt_checkpoint_resolve(folder, &damage);
-    if (path && mt_checkpoint_verify(path, false, &damage) == 0) return path;
-    int64_t number = path && strrchr(path, '/') ? mt_iteration_of(strrchr(path, '/') + 1) : INT64_MAX;
-    free(path);
-    number = mt_checkpoint_whole_before(folder, number < 0 ? INT64_MAX : number, error);
-    if (number < 0) *error = damage;
-    return number < 0 ? NULL : mt_iteration_path(folder, number);
-}
-
-/* The tensor that keeps one kind of value of a parameter. */
-static const mt_tensor_info *mt_optimizer_find(const mt_safetensors *file, const mt_param *param,
-                                               mt_param_state state) {
-    char name[192];
-    snprintf(name, sizeof name, "%s%s", mt_param_state_prefix[state], param->hf_name);
-    return mt_safetensors_find(file, name);
-}
-
-/* Whether a folder holds every kind of state from `first` on of every parameter of the model. */
-static int mt_optimizer_check(const mt_param *rows, int64_t count, mt_param_state first, const char *folder,
-                              const mt_safetensors *file, mt_error *error) {
-    int status = 0;
-    for (int64_t i = 0; i < count; i++)
-        for (int state = first; state < MT_NUM_STATES && status == 0 && rows[i].trained; state++) {
-            const mt_tensor_info *tensor = mt_optimizer_find(file, &rows[i], (mt_param_state)state);
-            status = tensor ? mt_param_check(&rows[i], tensor, error)
-                            : mt_error_set(error,
-                                           "%s: the optimizer's state has no tensor \"%s%s\"; go on without it by "
-                                           "--no-load-optim, or get the folder again",
-                                           folder, mt_param_state_prefix[state], rows[i].hf_name);
-        }
-    return status;
-}
-
-/* Moments and, where they were saved, master weights. A bf16 run may go on in fp32, from its master weights, and an
- * fp32 run in bf16, with its weights for master weights. */
-static int mt_optimizer_load(mt_model *m, const char *folder, const mt_checksums *sums, bool *damaged,
-                             mt_error *error) {
-    mt_safetensors *file = NULL;
-    mt_param *rows;
-    mt_param_state first = MT_STATE_EXP_AVG;
-    int64_t count = mt_params_build(&rows, m->options, NULL), num_wanted = 0;
-    int status = mt_safetensors_open_folder(&file, folder, "optimizer", error);
-    if (status == 0 && mt_optimizer_find(file, &rows[0], MT_STATE_MASTER)) first = MT_STATE_MASTER;
-    if (status == 0) status = mt_optimizer_check(rows, count, first, folder, file, error);
-    free(rows);
-    status = mt_agree(&m->grid->world, status != 0, error);
-    mt_wanted *wanted = mt_calloc(mt_max(m->num_params * MT_NUM_STATES, 1) * (int64_t)sizeof *wanted);
-    for (int64_t i = 0; i < m->num_params && status == 0; i++)
-        for (int state = first; state < MT_NUM_STATES && m->params[i].trained;
-             state++) { // an fp32 model's weights are its master weights
-            mt_wanted *w = &wanted[num_wanted++];
-            *w = (mt_wanted){.param = &m->params[i],
-                             .tensor = mt_optimizer_find(file, &m->params[i], (mt_param_state)state)};
-            w->floats = mt_bucket_part(m, m->params[i].bucket, (mt_param_state)state);
-        }
-    if (status == 0) status = mt_safetensors_take(file, m, sums, wanted, num_wanted, damaged, error);
-    free(wanted);
-    mt_safetensors_close(file);
-    return status;
-}
-
-/* A whole number >= 0 of trainer.json. */
-static int mt_trainer_int(const json_t *json, const char *key, const char *path, int64_t *value, mt_error *error) {
-    const json_t *item = json_object_get(json, key);
-    *value = json_integer_value(item);
-    if (json_is_integer(item) && *value >= 0) return 0;
-    return mt_error_set(error, "%s: has no whole number \"%s\"; begin anew from these weights by --finetune", path,
-                        key);
-}
-
-/* Samples are counted and drawn in terms of these, so a run goes on with what it was begun with. */
-static int mt_trainer_agrees(const char *path, const char *option, int64_t then, int64_t now, mt_error *error) {
-    if (then == now) return 0;
-    return mt_error_set(error, "%s: the run was begun with %s %lld, not %lld; give that, or begin anew by --finetune",
-                        path, option, (long long)then, (long long)now);
-}
-
-static int mt_trainer_read(const mt_model *m, mt_run_state *state, const char *path, mt_error *error) {
-    int64_t version, seed, seq_length;
-    const struct {
-        const char *key;
-        int64_t *value;
-    } fields[] = {{"version", &version},
-                  {"iteration", &state->iteration},
-                  {"consumed_train_samples", &state->consumed_train_samples},
-                  {"consumed_valid_samples", &state->consumed_valid_samples},
-                  {"optimizer_step", &state->optimizer_step},
-                  {"seed", &seed},
-                  {"seq_length", &seq_length}};
-    json_t *json = mt_json_read(path, error);
-    int status = json ? 0 : -1;
-    for (size_t i = 0; i < sizeof fields / sizeof *fields && status == 0; i++)
-        status = mt_trainer_int(json, fields[i].key, path, fields[i].value, error);
-    json_decref(json);
-    if (status != 0) return -1;
-    if (version > MT_TRAINER_VERSION)
-        return mt_error_set(error, "%s: version %lld was written by a later version of this program; update it", path,
-                            (long long)version);
-    if (!m->options->no_load_rng && mt_trainer_agrees(path, "--seed", seed, m->options->seed, error) != 0) return -1;
-    return mt_trainer_agrees(path, "--seq-length", seq_length, m->options->seq_length, error);
-}
-
-/* The optimizer and the place in the run; `folder` is one iteration's. */
-static int mt_run_load(mt_model *m, mt_run_state *state, const char *folder, const mt_checksums *sums, bool *damaged,
-                       mt_error *error) {
-    bool has_optimizer =
-        mt_folder_has(folder, "optimizer.safetensors") || mt_folder_has(folder, "optimizer.safetensors.index.json");
-    bool continues = mt_folder_has(folder, "trainer.json") && (has_optimizer || m->options->no_load_optim);
-    mt_broadcast(&m->grid->world, &continues, sizeof continues, 0); // all do what rank 0's folder says
-    if (!m->plan.train || m->options->finetune || !continues) return 0;
-    char *path = mt_path_join(folder, "trainer.json");
-    int status = mt_agree(&m->grid->world, mt_trainer_read(m, state, path, error) != 0, error);
-    free(path);
-    if (status == 0 && m->options->no_load_optim) state->optimizer_step = 0; // the moments begin at 0 too
-    return status == 0 && !m->options->no_load_optim ? mt_optimizer_load(m, folder, sums, damaged, error) : status;
-}
-
-/* Loads one folder. *damaged: it is not what was saved, by its sums. Where reading it fails in any other way, such as a
- * tensor of another name, rank 0 looks through all of it for damage first. */
-static int mt_folder_load(mt_model *m, mt_run_state *state, const char *folder, bool *damaged, mt_error *error) {
-    const mt_group *world = &m->grid->world;
-    mt_checksums sums = {0};
-    *damaged = world->rank == 0 && mt_checkpoint_verify(folder, false, error) != 0;
-    int status = mt_agree(world, *damaged, error);
-    if (status == 0) status = mt_agree(world, mt_checksums_read(&sums, folder, error) != 0, error);
-    if (status == 0) status = mt_weights_load(m, folder, sums.count > 0 ? &sums : NULL, damaged, error);
-    if (status == 0) status = mt_run_load(m, state, folder, sums.count > 0 ? &sums : NULL, damaged, error);
-    if (status != 0 && sums.count > 0) {
-        mt_error found;
-        if (world->rank == 0 && !*damaged && mt_checkpoint_verify(folder, true, &found) != 0)
-            *damaged = true, *error = found;
-        mt_broadcast(world, error, sizeof *error, 0);
-    }
-    mt_broadcast(world, damaged, sizeof *damaged, 0);
-    mt_checksums_free(&sums);
-    return status;
-}
-
-/* What a checkpoint that turned out to be damaged has left behind in the optimizer. */
-static void mt_optimizer_zero(mt_model *m) {
-    for (int64_t i = 0; i < m->num_buckets && m->plan.train; i++)
-        for (int state = MT_STATE_EXP_AVG; state < MT_NUM_STATES; state++) {
-            mt_part part = mt_bucket_part(m, i, (mt_param_state)state);
-            mt_part_write(m, &part, part.first, NULL, part.count);
-        }
-}
-
-/* Tells what is wrong with a checkpoint and returns the one before it, the same on every rank, or -1. */
-static int64_t mt_checkpoint_fall_back(const mt_group *world, const char *folder, int64_t from,
-                                       const mt_error *damage) {
-    int64_t number = -1;
-    mt_error ignored;
-    if (world->rank == 0) {
-        number = mt_checkpoint_whole_before(folder, from, &ignored);
-        if (number >= 0)
-            fprintf(stderr, "warning: %s; going on from iteration %lld\n", damage->text, (long long)number);
-    }
-    mt_broadcast(world, &number, sizeof number, 0);
-    return number;
-}
-
-bool mt_options_falls_back(const mt_options *options) {
-    return options->load && options->save && strcmp(options->load, options->save) == 0;
-}
-
-/* What mt_checkpoint_resolve says on rank 0, for all ranks: while they ask one after another, a save may put another
- * checkpoint in the place of the latest. *number: the iteration, or -1 for a folder that is no checkpoint's. */
-static int mt_checkpoint_choose(const mt_group *world, const char *folder, char **path, int64_t *number,
-                                mt_error *error) {
-    char *found = world->rank == 0 ? mt_checkpoint_resolve(folder, error) : NULL;
-    bool is_latest = found && strcmp(found, folder) != 0; // rather than the folder itself
-    *number = found && strrchr(found, '/') ? mt_iteration_of(strrchr(found, '/') + 1) : -1;
-    *path = NULL;
-    free(found);
-    if (mt_agree(world, world->rank == 0 && !found, error) != 0) return -1;
-    mt_broadcast(world, &is_latest, sizeof is_latest, 0);
-    mt_broadcast(world, number, sizeof *number, 0);
-    *path = is_latest ? mt_iteration_path(folder, *number) : mt_strdup(folder);
-    bool sees = mt_folder_has(*path, "config.json");
-    if (!sees)
-        mt_error_set(error, "%s: rank 0 sees it, rank %d does not; on several hosts it must be a folder of all", *path,
-                     world->rank);
-    return mt_agree(world, !sees, error);
-}
-
-int mt_checkpoint_load(mt_model *m, mt_run_state *state, const char *folder, mt_error *error) {
-    const mt_group *world = &m->grid->world;
-    const char *loads = m->options->load;
-    bool falls_back = mt_options_falls_back(m->options) && loads && strcmp(folder, loads) == 0, damaged = false;
-    char *path;
-    int64_t number;
-    int status = mt_checkpoint_choose(world, folder, &path, &number, error);
-    *state = (mt_run_state){0};
-    if (status != 0 && falls_back) number = INT64_MAX, damaged = true;
-    if (status == 0) status = mt_folder_load(m, state, path, &damaged, error);
-    while (status != 0 && damaged && falls_back && number >= 0) {
-        number = mt_checkpoint_fall_back(world, folder, number, error);
-        if (number < 0) break;
-        free(path);
-        path = mt_iteration_path(folder, number);
-        *state = (mt_run_state){0};
-        mt_optimizer_zero(m);
-        status = mt_folder_load(m, state, path, &damaged, error);
-    }
-    free(path);
-    return status;
 }
 
 /* ==== §15 generation ============================================================================================= */
@@ -12717,12 +9823,12 @@ int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error) {
     *begins = json_is_true(add_bos);
     json_decref(config);
     if (is_said) return 0;
-    if (mt_ends_with(json_path, ".json") && access(json_path, F_OK) == 0) {
+    if (mt_text_ends_with(json_path, ".json") && access(json_path, F_OK) == 0) {
         if (mt_json_read_optional(&tokenizer, json_path, error) != 0) return -1;
         *begins = mt_processor_adds_bos(json_object_get(tokenizer, "post_processor"));
         json_decref(tokenizer);
     } else {
-        *begins = mt_ends_with(model_path, ".model") && access(model_path, F_OK) == 0; // Llama's
+        *begins = mt_text_ends_with(model_path, ".model") && access(model_path, F_OK) == 0; // Llama's
     }
     return 0;
 }
@@ -12843,7 +9949,7 @@ static int mt_score_batches(mt_model *m, FILE *file, int64_t num_sequences, mt_f
     int status = 0;
     for (int64_t first = 0; first < num_sequences && status == 0; first += at_once) {
         int64_t count = num_sequences - first < at_once ? num_sequences - first : at_once;
-        status = mt_ranks_agree(m, mt_score_read(&batch, file, first, count, row, o, error), error);
+        status = mt_agree(&m->grid->world, mt_score_read(&batch, file, first, count, row, o, error) != 0, error);
         if (status != 0) break;
         mt_model_forward(m, &batch, false);
         mt_model_read(m, loss, entropy, logits);
@@ -12851,7 +9957,7 @@ static int mt_score_batches(mt_model *m, FILE *file, int64_t num_sequences, mt_f
         status = mt_float_file_write(&out[0], loss, count * T, error);
         if (status == 0) status = mt_float_file_write(&out[1], entropy, count * T, error);
         if (status == 0) status = mt_float_file_write(&out[2], logits, count * T * o->vocab_size, error);
-        status = mt_ranks_agree(m, status, error); // who writes may have no room left
+        status = mt_agree(&m->grid->world, status != 0, error); // who writes may have no room left
     }
     free(row);
     free(loss);
@@ -12870,11 +9976,11 @@ int64_t mt_score(mt_model *model, mt_error *error) {
     FILE *file = mt_score_open(o, &num_sequences, error);
     int status = file ? 0 : -1;
     for (int i = 0; i < 3 && status == 0 && writes; i++) status = mt_float_file_open(&out[i], paths[i], error);
-    status = mt_ranks_agree(model, status, error);
+    status = mt_agree(&model->grid->world, status != 0, error);
     if (status == 0) status = mt_score_batches(model, file, num_sequences, out, error);
     for (int i = 0; i < 3; i++) status = mt_float_file_close(&out[i], status, error);
     if (file) fclose(file);
-    return mt_ranks_agree(model, status, error) == 0 ? num_sequences : -1;
+    return mt_agree(&model->grid->world, status != 0, error) == 0 ? num_sequences : -1;
 }
 
 /* ==== §16 the training step ====================================================================================== */
@@ -12912,7 +10018,7 @@ static void mt_step_judge(mt_model *m) {
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
     mt_phase_begin(m, "optimizer", -1, -1);
-    mt_saved_changes(m);
+    mt_follow_reader(m);
     double step = (double)(state->optimizer_step + 1);
     mt_adamw adamw = {.lr = (float)mt_learning_rate(o, state->consumed_train_samples),
                       .beta1 = (float)o->adam_beta1,
@@ -12943,6 +10049,7 @@ typedef struct mt_source {
     void *context;
     mt_batch *batch;
     int64_t tokens;
+    bool training; // forwards are part of a step, not of an evaluation
 } mt_source;
 
 /* The live micro-batch of an action. */
@@ -12962,22 +10069,26 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
     m->data_seconds += mt_time() - begin;
     if (cp > 1 && mt_batch_check_context(from->batch, cp, error) != 0) return -1;
     if (action->chunk == 0) from->tokens += from->batch->num_tokens;
-    mt_load_batch(m, at, from->batch);
-    if (m->training) at->index = action->micro_batch;
-    mt_stage_forward(m, false);
-    if (m->stages[action->chunk].loss) mt_loss_forward(m);
+    mt_pass p = mt_load_batch(m, at, from->batch, from->training);
+    p.message_rows = m->max_rows;
+    if (p.training) at->index = action->micro_batch;
+    mt_stage_forward(m, &p);
+    if (m->stages[action->chunk].loss) mt_loss_forward(m, &p);
     return 0;
 }
 
 /* `remaining` [num_chunks] counts the micro-batches whose part of the backward is still to come. */
 static void mt_action_backward(mt_model *m, const mt_action *action, int64_t *remaining) {
     mt_micro_batch *at = mt_micro_batch_find(m, action);
-    mt_micro_batch_enter(m, at);
-    m->last_backward = --remaining[action->chunk] == 0;
+    mt_pass p = mt_pass_begin(m, at);
+    p.training = true;
+    p.message_rows = m->max_rows;
+    p.parts = action->kind == MT_ACTION_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT;
+    p.last = --remaining[action->chunk] == 0;
     if (action->kind == MT_ACTION_BACKWARD_WEIGHT)
-        mt_chunk_backward_weight(m);
+        mt_chunk_backward_weight(m, &p);
     else
-        mt_stage_backward(m, action->kind == MT_ACTION_BACKWARD ? MT_PART_BOTH : MT_PART_INPUT);
+        mt_stage_backward(m, &p);
     if (action->kind != MT_ACTION_BACKWARD_INPUT) at->index = -1;
 }
 
@@ -12990,7 +10101,7 @@ static void mt_receive_ahead(mt_model *m, const mt_action *actions, int64_t coun
     for (int direction = 0; direction < 2; direction++)
         for (int64_t *at = &next[direction]; *at < count; ++*at) {
             if (*at < now || actions[*at].kind != kinds[direction]) continue;
-            if (!mt_link_start(m, &m->links[links[direction]])) break;
+            if (!mt_link_start(m, &m->links[links[direction]], m->max_rows)) break;
         }
 }
 
@@ -13024,8 +10135,7 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
     int64_t count = mt_list_actions(m, schedule), ahead[2] = {0};
     int64_t *inputs = mt_malloc(2 * m->num_chunks * 8), *weights = inputs + m->num_chunks;
     for (int64_t i = 0; i < m->num_chunks; i++) inputs[i] = weights[i] = schedule->micro_batches;
-    m->training = training;
-    m->in_schedule = true;
+    from->training = training;
     bool looks_ahead = mt_looks_ahead(m);
     int status = 0;
     for (int64_t i = 0; i < count && status == 0; i++) {
@@ -13041,16 +10151,15 @@ static int mt_run_schedule(mt_model *m, const mt_schedule *schedule, bool traini
             mt_action_backward(m, action, inputs);
         mt_phase_end(m);
     }
-    m->in_schedule = false;
     free(inputs);
     return status;
 }
 
 /* Loss and tokens of the whole job: of all samples and sequences, from the ranks with the loss. */
-static void mt_sums_finish(mt_model *m) {
+static void mt_sums_finish(mt_model *m, bool training) {
     m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
     m->ops->all_reduce(m->numbers->sums, 2, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
-    if (m->options->mtp_num_layers == 0 || !m->training) return;
+    if (m->options->mtp_num_layers == 0 || !training) return;
     double *mtp = m->numbers->mtp;
     m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->data_context, m->stream);
     m->ops->all_reduce(mtp, 2 * m->options->mtp_num_layers, MT_SUM, MT_F64, &m->grid->pipeline, m->stream);
@@ -13066,12 +10175,12 @@ static int mt_step_gradients(mt_model *m, int64_t micro_batches, mt_batch_source
     if (m->options->mtp_num_layers > 0)
         m->ops->memory_zero(m->numbers->mtp, (int64_t)sizeof m->numbers->mtp, m->stream);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
-    mt_source from = {source, context, batch, 0};
+    mt_source from = {.read = source, .context = context, .batch = batch};
     if (mt_run_schedule(m, &schedule, true, &from, error) != 0) return -1;
     *tokens += from.tokens;
     mt_phase_begin(m, "gradients", -1, -1);
     if (m->bad_steps.reruns) m->ops->memory_copy(m->numbers->own, m->numbers->sums, 8, m->stream);
-    mt_sums_finish(m);
+    mt_sums_finish(m, true);
     mt_gradients_finish(m);
     mt_gradients_finish_model(m);
     mt_experts_finish(m);
@@ -13159,26 +10268,21 @@ static int mt_steps_check(mt_model *m, mt_error *error) {
     return mt_step_check(m, older, error) != 0 ? -1 : mt_step_check(m, !older, error);
 }
 
-/* Loads the last checkpoint, in place of the steps since. One that is still on its way to the disk is the last too: it
- * is waited for, and must not take the place of the one that is loaded, or remove it, meanwhile. */
-static int mt_step_rewind(mt_model *m, mt_run_state *state, mt_error *error) {
-    const mt_options *o = m->options;
-    mt_bad_steps *bad = &m->bad_steps;
+/* A step is bad that the caller is to go back for: nothing is under way when it does. */
+static int mt_step_rewind(mt_model *m, mt_error *error) {
     if (mt_steps_check(m, error) != 0) return -1;
-    if (mt_saver_finish(m->saving, error) != 0) return -1;
-    bool saved = mt_folder_has(o->save, "latest_checkpointed_iteration.txt");
-    mt_broadcast(&m->grid->world, &saved, sizeof saved, 0);
-    if (!saved && !o->load)
-        return mt_error_set(error,
-                            "--bad-step-policy rewind: iteration %lld is bad, and there is no checkpoint yet to "
-                            "go back to; lower --save-interval",
-                            (long long)bad->rewind);
     m->ops->stream_wait(m->stream);
-    if (mt_checkpoint_load(m, state, saved ? o->save : o->load, error) != 0) return -1;
+    return MT_REWIND;
+}
+
+int64_t mt_train_bad_iteration(const mt_model *m) {
+    return m->bad_steps.rewind;
+}
+
+void mt_train_rewound(mt_model *m) {
+    mt_bad_steps *bad = &m->bad_steps;
     m->ops->memory_zero(m->numbers->guard, MT_GUARD_NUMBERS * 8, m->stream);
     bad->rewound = bad->rewind, bad->rewind = 0;
-    mt_step_warn(m, "went back to iteration %lld", (long long)state->iteration);
-    return MT_REWOUND;
 }
 
 /* ---- a bad step once more */
@@ -13238,10 +10342,6 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     return status;
 }
 
-bool mt_train_goes_back(const mt_model *m) {
-    return m->bad_steps.rewind > 0;
-}
-
 /* Gradients and the verdict on them. With --rerun-mode validate_results a bad step is done again, from the same
  * parameters and samples, and its second result takes the place of the first. */
 static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
@@ -13267,7 +10367,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
     int64_t tokens;
     m->data_seconds = 0;
     if (mt_step_check(m, slot, error) != 0) return -1; // the step before the last: its slot is taken now
-    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, state, error);
+    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (mt_step_try(m, state->iteration + 1, micro_batches, source, context, batch, &tokens, error) != 0) return -1;
     mt_optimizer_step(m, state);
     mt_step_report(m, slot, state->iteration + 1);
@@ -13276,7 +10376,7 @@ int mt_train_step(mt_model *m, mt_run_state *state, int64_t micro_batches, mt_ba
         if (mt_steps_check(m, error) != 0) return -1;
     m->unread_tokens += (double)(tokens * m->grid->data.size);
     m->unread_seconds += mt_time() - begin;
-    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, state, error);
+    if (m->bad_steps.rewind > 0) return mt_step_rewind(m, error);
     if (metrics) {
         const mt_step_result *result = &m->results[slot];
         *metrics = (mt_metrics){.loss = mt_mean_loss(result->numbers.sums),
@@ -13304,9 +10404,9 @@ int mt_evaluate(mt_model *m, int64_t micro_batches, mt_batch_source *source, voi
     m->ops->memory_zero(m->numbers->sums, 3 * 8, m->stream);
     mt_schedule schedule = mt_schedule_of(m->options, micro_batches);
     schedule.kind = MT_SCHEDULE_FORWARD_ONLY;
-    mt_source from = {source, context, batch, 0};
+    mt_source from = {.read = source, .context = context, .batch = batch};
     if (micro_batches > 0 && mt_run_schedule(m, &schedule, false, &from, error) != 0) return -1;
-    mt_sums_finish(m);
+    mt_sums_finish(m, false);
     m->ops->memory_copy(sums, m->numbers->sums, 2 * 8, m->stream);
     m->ops->stream_wait(m->stream);
     *loss = mt_mean_loss(sums);

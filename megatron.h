@@ -50,12 +50,17 @@ char *mt_strdup(const char *text);
 /* Replaces a string by a copy of `text`, which may be NULL or *string itself. */
 void mt_string_set(char **string, const char *text);
 
+/* The smaller and the greater of two; and the number of blocks that cover n >= 0 elements. */
 static inline int64_t mt_min(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
 static inline int64_t mt_max(int64_t a, int64_t b) {
     return a > b ? a : b;
+}
+
+static inline int64_t mt_blocks(int64_t n, int64_t block) {
+    return (n + block - 1) / block;
 }
 
 /* Seconds of a monotonic clock. */
@@ -1089,12 +1094,24 @@ void mt_all_reduce_sum(const mt_group *group, void *buffer, int64_t count, mt_dt
 void mt_all_reduce_max(const mt_group *group, void *buffer, int64_t count, mt_dtype dtype);
 void mt_broadcast(const mt_group *group, void *buffer, int64_t bytes, int root);
 void mt_barrier(const mt_group *group);
-/* If any rank failed, fails on every rank with the error of the lowest such rank. Every rank calls it. */
+/* If any rank failed, fails on every rank with the error of the lowest such rank; else returns 0. Every rank calls it.
+ */
 int mt_agree(const mt_group *world, bool failed, mt_error *error);
 /* One message between two ranks of a group, in host memory. Messages from one rank to another arrive in order. Data on
  * a device goes by channels, or to ranks of one host by mailboxes (§3). */
 void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to);
 void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from);
+
+/* Memory that all ranks of one host share, on the CPU; `host` is their group. Every rank of `world` calls these; writes
+ * before a barrier are seen by all ranks after it. */
+typedef struct mt_host_memory {
+    mt_group host;
+    char *memory; // [bytes]
+    void *window; // of MPI; NULL for one rank
+} mt_host_memory;
+void mt_host_memory_open(mt_host_memory *shared, const mt_group *world, int64_t bytes);
+void mt_host_memory_barrier(mt_host_memory *shared);
+void mt_host_memory_close(mt_host_memory *shared);
 
 /* Around what may wait for other ranks: the watchdog looks at the operation and group (NULL: none) between begin and
  * end, one pair at a time. mt_watch_note remembers what was enqueued last on a device, where the host does not wait;
@@ -1346,6 +1363,9 @@ typedef struct mt_partition {
  * embedding is alone in its bucket so that its two copies lie alike in their shards. */
 int64_t mt_params_build(mt_param **params, const mt_options *options, const mt_partition *partition);
 
+/* Rows that lie here of a parameter, without the vocabulary's padding. */
+int64_t mt_param_rows_stored(const mt_param *param);
+
 /* ==== §9 layer; §10 model ==========================================================================================
  */
 
@@ -1443,16 +1463,21 @@ void mt_model_print_plan(const mt_model *model, FILE *file);
 void mt_model_init(mt_model *model);
 
 /* The tables, for checkpoints and tests. Buckets whose parameters are still to be gathered after an optimizer step are
- * gathered first, so every rank of the data group asks for them; what the model's stream is given then comes after the
- * copies of a save, as it may change them. */
+ * gathered first, so every rank of the data group asks for them; the caller may change them, so the model's stream
+ * follows a reader (mt_model_set_reader). */
 const mt_param *mt_model_params(const mt_model *model, int64_t *count);
 mt_bucket *mt_model_buckets(mt_model *model, int64_t *count);
 const mt_options *mt_model_options(const mt_model *model);
+const mt_model_plan *mt_model_get_plan(const mt_model *model);
 const mt_ops *mt_model_ops(const mt_model *model);
 mt_stream *mt_model_stream(const mt_model *model);
 mt_dtype mt_model_dtype(const mt_model *model);
 const mt_grid *mt_model_grid(const mt_model *model);
 int64_t mt_model_bytes(const mt_model *model); // of memory that its plan takes on the device
+
+/* Sets a stream whose work enqueued so far still reads parameters or optimizer state, such as the copies of a save: the
+ * next change of them follows it (stream_follow). NULL: nothing reads any more. */
+void mt_model_set_reader(mt_model *model, mt_stream *reader);
 
 /* Forward over a batch, through the loss; adds to the step's loss sums. `training` turns dropout on. With context
  * parallelism the batch is the whole one, and results are those of this rank's mt_batch_context_shard of it, which must
@@ -1613,6 +1638,9 @@ typedef enum mt_param_state {
  * gradients' place. */
 const void *mt_bucket_gather_state(mt_model *model, int64_t bucket, mt_param_state state);
 
+/* A bucket as it is now, for its layout: shard, group, strategy. Unlike mt_model_buckets it gathers nothing. */
+const mt_bucket *mt_bucket_get(const mt_model *model, int64_t bucket);
+
 /* The elements of one kind that this rank has: [first, first + count) of the bucket, at `data` (NULL: it keeps none).
  */
 typedef struct mt_part {
@@ -1623,7 +1651,7 @@ typedef struct mt_part {
 mt_part mt_bucket_part(const mt_model *model, int64_t bucket, mt_param_state state);
 
 /* Sets elements [at, at + n) of the bucket, or those of them that the part has, from host memory of the part's type;
- * NULL: to zero. Enqueued on the model's stream. */
+ * NULL: to zero. Enqueued on the model's stream; all that was gathered before is void. */
 void mt_part_write(mt_model *model, const mt_part *part, int64_t at, const void *from, int64_t n);
 
 /* ==== §13 optimizer and §16 the training step ======================================================================
@@ -1680,132 +1708,31 @@ typedef int mt_batch_source(void *context, int64_t index, mt_batch *batch, mt_er
  * layer. With options->bad_step_policy "stop" it is an error of
  * this call or, where metrics are not read, of one of the next two or of mt_train_finish; with "skip" a warning of
  * these, and an error only where more than options->max_bad_steps_in_a_row follow one another; with "rewind" one of
- * these calls of mt_train_step loads the last checkpoint of options->save (or else options->load), sets `state` back
- * and returns MT_REWOUND. A step that is bad again after it was rewound for is skipped, and so are those before it.
+ * these calls of mt_train_step returns MT_REWIND: the device is idle, and the caller sets parameters, optimizer and
+ * `state` back to a checkpoint and calls mt_train_rewound (mt_checkpoint_rewind of data/checkpoint.h does both). Until
+ * then every call returns MT_REWIND. A step that is bad again after it was rewound for is skipped, and so are those
+ * before it.
  *
  * With options->rerun_mode "validate_results" the host waits for every step, and one that is bad is done again from the
  * same parameters: another result on some rank is a transient fault, which is named, and what counts is the second
  * result; the same result on all ranks is repeatable. */
-enum { MT_REWOUND = 1 };
+enum { MT_REWIND = 1 };
 int mt_train_step(mt_model *model, mt_run_state *state, int64_t micro_batches, mt_batch_source *source, void *context,
                   mt_batch *batch, mt_metrics *metrics, mt_error *error);
 
 /* Waits for the steps that were enqueued, and checks them: before what they made is saved, evaluated or timed. */
 int mt_train_finish(mt_model *model, mt_error *error);
 
-/* Whether, of the steps checked so far, one was bad that the next mt_train_step goes back for ("rewind"): until then
- * there is nothing that is worth saving or evaluating. The same on every rank. */
-bool mt_train_goes_back(const mt_model *model);
+/* The iteration of the first bad step that the next mt_train_step returns MT_REWIND for; 0: none. While it is not 0
+ * there is nothing worth saving or evaluating. The same on every rank. */
+int64_t mt_train_bad_iteration(const mt_model *model);
+
+/* After MT_REWIND, once parameters, optimizer and state were set back. */
+void mt_train_rewound(mt_model *model);
 
 /* Mean loss of `micro_batches` micro-batches a rank without training. */
 int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source, void *context, mt_batch *batch,
                 double *loss, mt_error *error);
-
-/* ==== §14 checkpoints and Hugging Face =============================================================================
- */
-
-/* A tensor of a safetensors file: where it is and what it looks like. */
-typedef struct mt_tensor_info {
-    const char *name;
-    const char *file; // path of the file that holds it
-    mt_dtype dtype;
-    int64_t num_dims; // 0 for a scalar
-    int64_t shape[8];
-    const void *data; // in the mapped file; need not be aligned
-    int64_t bytes;
-} mt_tensor_info;
-
-/* One safetensors file, or a folder of them with an index, mapped read-only. The header is validated whole: length,
- * JSON, dtypes, shapes, offsets that tile the data without holes or overlaps. It must not shrink while it is open. */
-typedef struct mt_safetensors mt_safetensors;
-int mt_safetensors_open(mt_safetensors **file, const char *path, mt_error *error);
-/* Validates an image in memory that the caller keeps; for tests and fuzzing. */
-int mt_safetensors_open_memory(mt_safetensors **file, const void *data, int64_t bytes, const char *name,
-                               mt_error *error);
-/* Opens DIR/model.safetensors, or every file of DIR/model.safetensors.index.json; `stem` is "model" or "optimizer". */
-int mt_safetensors_open_folder(mt_safetensors **file, const char *folder, const char *stem, mt_error *error);
-void mt_safetensors_close(mt_safetensors *file);
-int64_t mt_safetensors_count(const mt_safetensors *file);
-const mt_tensor_info *mt_safetensors_get(const mt_safetensors *file, int64_t index);
-/* NULL when there is no such tensor. */
-const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char *name);
-
-/* Writes the model's weights (stem "model") or its optimizer state ("optimizer": fp32 master weights of bf16 ones,
- * exp_avg and exp_avg_sq, as master.NAME, exp_avg.NAME, exp_avg_sq.NAME) into a folder: whole tensors under Hugging
- * Face names, in files of at most max_shard_bytes unless one tensor is larger, and their index. The folder must exist
- * and hold no such files. */
-int mt_safetensors_save_folder(mt_model *model, const char *folder, const char *stem, int64_t max_shard_bytes,
-                               mt_error *error);
-
-/* Creates a folder and those above it. */
-int mt_folder_create(const char *folder, mt_error *error);
-
-/* Makes `folder` and checks that a checkpoint can be saved there: that it can be written, has the space, and is not a
- * Hugging Face folder of its own. Saving does this itself; a driver does it before training. */
-int mt_checkpoint_prepare(const mt_model *model, const char *folder, mt_error *error);
-
-/* Adds the caller's own files, such as the tokenizer's, to a checkpoint that is being written into `folder`. Rank 0
- * calls it in a thread of its own, while training goes on where a saver is asynchronous: it reads only what stays. */
-typedef int mt_checkpoint_extra(void *context, const char *folder, mt_error *error);
-
-/* Saves folder/iter_NNNNNNN: config.json, safetensors, optimizer state (unless options->no_save_optim), trainer.json,
- * and what `extra` adds when it is not NULL. Then makes it the latest: latest_checkpointed_iteration.txt names it, the
- * link `latest` leads to it, and links beside that make `folder` itself a Hugging Face folder. Nothing that was good
- * before is touched until the new one is whole and on disk. An error is: a full disk, a folder that cannot be written,
- * or one that is a Hugging Face folder of its own. Every rank calls it, writes what only it has into files that rank 0
- * made, and returns the same; so on several hosts the folder must be one that all of them see. */
-int mt_checkpoint_save(mt_model *model, const mt_run_state *state, const char *folder, mt_checkpoint_extra *extra,
-                       void *context, mt_error *error);
-
-/* Saves a run's checkpoints one after another, as mt_checkpoint_save does. With `async`, all is copied to host memory,
- * which is allocated here for this rank's share of the checkpoint, and threads write it while training goes on. On the
- * CPU saving returns when it is copied; on a GPU the copies, to pinned memory, go on beside what the model's stream is
- * given next, and only what changes weights or optimizer waits for them, on the device. Every rank calls all of these.
- */
-typedef struct mt_saver mt_saver;
-void mt_saver_open(mt_saver **saver, mt_model *model, const char *folder, mt_checkpoint_extra *extra, void *context,
-                   bool async);
-/* Begins a checkpoint; first waits for the one before. With `async` what its files meet is an error of the calls below.
- */
-int mt_saver_save(mt_saver *saver, const mt_run_state *state, mt_error *error);
-/* Between steps: takes its next step once every rank's thread is done. What went wrong since is an error of this call.
- * Nothing where nothing is under way, or where saver is NULL. */
-int mt_saver_poll(mt_saver *saver, mt_error *error);
-/* Waits until the checkpoint that is under way is in its place. */
-int mt_saver_finish(mt_saver *saver, mt_error *error);
-/* The iteration of the last checkpoint that took its place; -1: none yet. */
-int64_t mt_saver_in_place(const mt_saver *saver);
-void mt_saver_close(mt_saver *saver);
-
-/* Loads weights from a Hugging Face folder or from one that mt_checkpoint_save wrote (its latest). A model made for
- * training also gets its optimizer and `state` from it, and then continues bit for bit, unless options->finetune says
- * to begin at iteration 0, or trainer.json or the optimizer's files are not there; with options->no_load_optim `state`
- * continues with a fresh optimizer. Weights may be F32, BF16, F16 or F64. A missing tensor, one without a place in the
- * model, a wrong shape, and a run that was begun with another seed or sequence length are errors; values that are not
- * finite are reported on standard error. Every rank calls it, reads what it holds of each tensor, whatever layout saved
- * them, and returns the same. */
-int mt_checkpoint_load(mt_model *model, mt_run_state *state, const char *folder, mt_error *error);
-
-/* CRC-32C of some bytes (RFC 3720, appendix B.4). */
-uint32_t mt_crc32c(const void *data, int64_t bytes);
-
-/* Compares one checkpoint's folder, an iter_NNNNNNN, with its checksums.json: that every file is there, the sizes of
- * all, and the sums of those without tensors, or with `whole` of all. 0 too where there are no sums, in a Hugging Face
- * folder or one of an older version. */
-int mt_checkpoint_verify(const char *folder, bool whole, mt_error *error);
-
-/* Whether a run that loads from its own --save, which goes on from an older checkpoint where the last is damaged. */
-bool mt_options_falls_back(const mt_options *options);
-
-/* Whether a folder holds a checkpoint, damaged or not. */
-bool mt_checkpoint_exists(const char *folder);
-
-/* mt_checkpoint_resolve for a folder of --save; where what it would name is damaged as far as mt_checkpoint_verify
- * sees without reading tensors, the one before. An error names what is wrong with the last. */
-char *mt_checkpoint_resolve_whole(const char *folder, mt_error *error);
-
-/* The folder that holds config.json: `folder` itself, or its latest iter_NNNNNNN. Returns text to free. */
-char *mt_checkpoint_resolve(const char *folder, mt_error *error);
 
 /* ==== §15 generation ===============================================================================================
  */

@@ -1,6 +1,7 @@
 /* train.c: trains a GPT-family model. Options: ./train --help. What a step does is in megatron.c §16. */
 #include "megatron.h"
 
+#include "data/checkpoint.h"
 #include "data/dataset.h"
 #include "data/profile.h"
 #include "data/report.h"
@@ -151,7 +152,7 @@ static void evaluate(run *r, mt_split split, const char *name, int64_t *consumed
     double loss;
     if (!r->loaders[split] || o->eval_iters == 0) return;
     check(mt_train_finish(r->model, &error), &error);
-    if (mt_train_goes_back(r->model)) return;
+    if (mt_train_bad_iteration(r->model) > 0) return;
     feed from = {r->loaders[split], *consumed, o->micro_batch_size * r->grid.data.size};
     int64_t micro_batches = o->eval_iters * o->global_batch_size / from.stride;
     check(mt_evaluate(r->model, micro_batches, next_micro_batch, &from, &r->batch, &loss, &error), &error);
@@ -172,7 +173,7 @@ static bool save(run *r) {
     mt_error error;
     if (!r->options.save) return true;
     check(mt_train_finish(r->model, &error), &error);
-    if (mt_train_goes_back(r->model)) return false;
+    if (mt_train_bad_iteration(r->model) > 0) return false;
     tell_saved(r, mt_saver_save(r->saver, &r->state, &error), &error);
     return true;
 }
@@ -198,7 +199,7 @@ static void train(run *r) {
     mt_metrics metrics;
     int64_t saved = -1, validated = r->state.iteration, test_samples = 0; // without a step: converts
     bool stop = false;
-    while ((r->state.iteration < o->num_iterations && !stop) || mt_train_goes_back(r->model)) {
+    while ((r->state.iteration < o->num_iterations && !stop) || mt_train_bad_iteration(r->model) > 0) {
         tell_saved(r, mt_saver_poll(r->saver, &error), &error);
         feed from = {r->loaders[MT_SPLIT_TRAIN], r->state.consumed_train_samples,
                      o->micro_batch_size * r->grid.data.size};
@@ -210,7 +211,10 @@ static void train(run *r) {
         int status = mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch,
                                    told ? &metrics : NULL, &error);
         if (timed) mt_profile_step_end();
-        if (status == MT_REWOUND) continue; // the state is that of a checkpoint
+        if (status == MT_REWIND) {
+            tell_saved(r, mt_checkpoint_rewind(r->model, &r->state, r->saver, &error), &error);
+            continue;
+        }
         check(status, &error);
         if (mt_trace_is_complete()) write_trace(r);
         if (told) check(mt_report_iteration(&r->report, &r->state, &metrics, &error), &error);

@@ -1,6 +1,6 @@
 /* hf_config.c: config.json of Hugging Face: families of transformers, and one of our own for what none of them can say.
  * Values are checked against the table of options, so what is written here can be read here. */
-#include "json.h"
+#include "file.h"
 #include "options.h"
 
 #include <stdarg.h>

@@ -1,7 +1,8 @@
 /* options.c: the options of a run, as text. */
 #include "options.h"
 
-#include "json.h"
+#include "checkpoint.h"
+#include "file.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -581,7 +582,7 @@ static int mt_options_read_shape(mt_options *options, mt_error *error) {
                                                   : mt_checkpoint_resolve(options->load, error);
     if (!path) return -1;
     if (options->load) path = strcat(mt_realloc(path, (int64_t)strlen(path) + 16), "/config.json");
-    char *json = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
+    char *json = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
     int result = json ? mt_options_take_shape(options, json, bytes, path, options->load != NULL, error) : -1;
     free(json), free(path);
     return result;
@@ -589,7 +590,7 @@ static int mt_options_read_shape(mt_options *options, mt_error *error) {
 
 static int mt_options_read_config(mt_options *options, mt_program program, const char *path, mt_error *error) {
     int64_t bytes;
-    char *text = mt_options_read_text(path, MT_CONFIG_BYTES, &bytes, error);
+    char *text = mt_file_read(path, MT_CONFIG_BYTES, &bytes, error);
     int result = text ? mt_options_read_yaml(options, program, text, bytes, path, error) : -1;
     free(text);
     if (!result && options->config)

@@ -1,7 +1,9 @@
 /* report.c: what a run tells of its steps: on the terminal, in a metrics file, to TensorBoard. */
 #include "report.h"
 
+#include "file.h"
 #include "profile.h"
+#include "safetensors.h"
 
 #include <errno.h>
 #include <math.h>
@@ -272,7 +274,7 @@ static int mt_tensorboard_open(mt_report *report, mt_error *error) {
     struct timespec now;
     gethostname(host, sizeof host - 1);
     clock_gettime(CLOCK_REALTIME, &now);
-    if (mt_folder_create(folder, error) == 0) {
+    if (mt_folder_create(folder, "--tensorboard-dir", error) == 0) {
         snprintf(path, sizeof path, "%s/events.out.tfevents.%lld.%s.%lld.%09ld", folder, (long long)now.tv_sec, host,
                  (long long)getpid(), now.tv_nsec);
         report->events = fopen(path, "wb");

@@ -11,6 +11,7 @@
  * of all processors (user and system). Writing ends with fsync, for dd as for a save; before reading, the pages of the
  * file leave the cache, for dd as for a load. dd is run through the page cache and around it (oflag=direct,
  * iflag=direct): what is compared is with its better median. */
+#include "../data/checkpoint.h"
 #include "../data/options.h"
 
 #include <dirent.h>

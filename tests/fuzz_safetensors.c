@@ -1,5 +1,5 @@
 /* Fuzzes the safetensors reader: whatever the bytes, it refuses in one line or gives tensors that can be read whole. */
-#include "../megatron.h"
+#include "../data/checkpoint.h"
 
 #include <stdlib.h>
 #include <string.h>

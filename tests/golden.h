@@ -2,6 +2,7 @@
 #ifndef MT_TESTS_GOLDEN_H
 #define MT_TESTS_GOLDEN_H
 
+#include "../data/checkpoint.h"
 #include "../data/options.h"
 #include "families.h"
 

@@ -1,5 +1,6 @@
 /* Steps that go wrong on four ranks: faults are put into the results of operations, and the run that skips, rewinds or
  * repeats is held against one in which they never happened, bit for bit. */
+#include "../data/checkpoint.h"
 #include "../data/options.h"
 
 #include <math.h>
@@ -55,6 +56,7 @@ static void faulty_adamw_step(void *param, float *master, float *m, float *v, co
 typedef struct trainee {
     mt_options options;
     mt_model *model;
+    mt_saver *saver;
     mt_batch batch;
     mt_run_state state;
 } trainee;
@@ -119,9 +121,13 @@ static void trainee_close(trainee *t) {
     mt_grid_clear(&grid);
 }
 
+/* One step, as train.c makes it: MT_REWIND after the model went back. */
 static int step(trainee *t, mt_metrics *metrics, mt_error *error) {
     tiny_source from = {t->state.consumed_train_samples + grid.data.rank, grid.data.size};
-    return mt_train_step(t->model, &t->state, BATCH / grid.data.size, tiny_batch, &from, &t->batch, metrics, error);
+    int status =
+        mt_train_step(t->model, &t->state, BATCH / grid.data.size, tiny_batch, &from, &t->batch, metrics, error);
+    if (status == MT_REWIND && mt_checkpoint_rewind(t->model, &t->state, t->saver, error) != 0) return -1;
+    return status;
 }
 
 /* This rank's weights, master weights and moments, to the bit. To free. */
@@ -378,25 +384,24 @@ static void going_back_waits_for_a_save_that_is_under_way(void **state) {
         for (int first = 0; first < 2; first++) { // it is the first, or removes the one before it
             trainee t;
             mt_error error;
-            mt_saver *saver;
             mt_metrics metrics = {0};
             char folder[64], words[160], text[4096];
             int64_t bytes, plain_bytes;
             make_folder(folder);
             snprintf(words, sizeof words, "--bad-step-policy rewind --keep-checkpoints 1 --save %s", folder);
             trainee_open(&t, layouts[k], words);
-            mt_saver_open(&saver, t.model, folder, NULL, NULL, true);
+            mt_saver_open(&t.saver, t.model, folder, NULL, NULL, true);
             for (int i = 0; i < 4; i++) {
                 if (step(&t, NULL, &error) != 0 || mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
                 if (i != 3 && (first || i != 1)) continue;
-                if (mt_saver_save(saver, &t.state, &error) != 0) fail_msg("%s", error.text);
+                if (mt_saver_save(t.saver, &t.state, &error) != 0) fail_msg("%s", error.text);
             }
             listen();
             char *got = train(&t, 6, k % 2, NAN, false, &metrics, &bytes);
             heard(text);
             assert_heard(text, "went back to iteration 4");
-            assert_int_equal(mt_saver_in_place(saver), 4);
-            mt_saver_close(saver);
+            assert_int_equal(mt_saver_in_place(t.saver), 4);
+            mt_saver_close(t.saver);
             trainee_close(&t);
             assert_same(layouts[k], got, bytes, train_without(layouts[k], 0, &plain_bytes), bytes, true);
             remove_folder(folder);
@@ -459,17 +464,17 @@ static void a_bad_step_that_is_found_late_is_told_before_anything_is_saved(void 
     trainee_open(&t, layouts[3], words);
     for (int i = 0; i < 3; i++) assert_int_equal(step(&t, NULL, &error), 0);
     assert_int_equal(mt_train_finish(t.model, &error), 0);
-    assert_false(mt_train_goes_back(t.model));
+    assert_int_equal(mt_train_bad_iteration(t.model), 0);
     if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
     listen();
     arm(true, NAN, 3, 1);
     assert_int_equal(step(&t, NULL, &error), 0); // nobody has looked at its result
     assert_int_equal(step(&t, NULL, &error), 0);
     assert_int_equal(mt_train_finish(t.model, &error), 0);
-    bool goes_back = mt_train_goes_back(t.model);
-    assert_int_equal(step(&t, NULL, &error), MT_REWOUND);
+    bool goes_back = mt_train_bad_iteration(t.model) == 4;
+    assert_int_equal(step(&t, NULL, &error), MT_REWIND);
     heard(text);
-    assert_true(goes_back && !mt_train_goes_back(t.model));
+    assert_true(goes_back && mt_train_bad_iteration(t.model) == 0);
     assert_heard(text, "went back to iteration 3");
     char *got = train(&t, 0, true, 0, false, &metrics, &bytes);
     trainee_close(&t);

@@ -7,6 +7,7 @@
 
 #ifdef MT_HAVE_CUDA
 #include "../cuda/attention.h"
+#include "../data/checkpoint.h"
 #include "../data/options.h"
 #include "families.h"
 

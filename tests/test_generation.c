@@ -1,5 +1,6 @@
 /* Generation: sampling against its definition, the key/value cache against full forwards, greedy continuations against
  * Hugging Face transformers. */
+#include "../data/checkpoint.h"
 #include "../data/options.h"
 
 #include <jansson.h>

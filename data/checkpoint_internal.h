@@ -1,0 +1,40 @@
+/* checkpoint_internal.h: what checkpoint_load.c and checkpoint_save.c share. */
+#ifndef MT_CHECKPOINT_INTERNAL_H
+#define MT_CHECKPOINT_INTERNAL_H
+
+#include "checkpoint.h"
+#include "file.h"
+#include "options.h"
+
+enum {
+    MT_TRAINER_VERSION = 2, // of trainer.json; from version 2 on a checkpoint has checksums.json
+    MT_DIRECT = 4096        // alignment of memory, offsets and lengths for reads and writes past the page cache
+};
+
+/* The first aligned address from `memory` on. */
+char *mt_align_direct(char *memory);
+
+/* Opens a file for reads or writes past the page cache (O_DIRECT): the disk then transfers bytes that nobody copies. A
+ * fresh page of the cache costs more than all other work on its bytes. -1 where the file system or the system cannot.
+ */
+int mt_open_direct(const char *path, int flags);
+
+/* What precedes a parameter's name in its tensor's: "", "master.", "exp_avg.", "exp_avg_sq.". */
+extern const char *const mt_state_prefix[MT_NUM_STATES];
+
+/* The shape of the whole Hugging Face tensor that holds a parameter; returns the number of dimensions. */
+int64_t mt_param_shape(const mt_param *param, int64_t shape[2]);
+
+/* The number of a name iter_NNNNNNN, or -1 for any other name. */
+int64_t mt_iteration_of(const char *name);
+
+/* "FOLDER/iter_NNNNNNN" to free. */
+char *mt_iteration_path(const char *folder, int64_t number);
+
+/* Numbers of the checkpoints in a folder, in descending order; free the numbers. */
+typedef struct mt_iterations {
+    int64_t *numbers, count;
+} mt_iterations;
+mt_iterations mt_iterations_list(const char *folder);
+
+#endif

@@ -1,0 +1,242 @@
+/* file.c: reading and writing whole files, folders, and JSON. */
+#include "file.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* ---- paths and folders */
+
+char *mt_path_join(const char *folder, const char *name) {
+    char *path = mt_malloc((int64_t)(strlen(folder) + strlen(name)) + 2);
+    sprintf(path, "%s/%s", folder, name);
+    return path;
+}
+
+bool mt_folder_has(const char *folder, const char *name) {
+    char *path = mt_path_join(folder, name);
+    bool exists = access(path, F_OK) == 0;
+    free(path);
+    return exists;
+}
+
+int mt_folder_create(const char *folder, const char *option, mt_error *error) {
+    char *path = mt_strdup(folder);
+    struct stat status;
+    for (char *slash = path + 1; *path && *slash; slash++) {
+        if (*slash != '/') continue;
+        *slash = 0;
+        mkdir(path, 0777); // the last mkdir reports a failure of these
+        *slash = '/';
+    }
+    int made = mkdir(path, 0777), reason = errno;
+    bool is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
+    free(path);
+    if (made == 0 || is_folder) return 0;
+    return mt_error_set(error, "%s: the folder cannot be made: %s; choose another%s%s", folder, strerror(reason),
+                        option ? " " : "", option ? option : "");
+}
+
+int mt_folder_visit(const char *folder, mt_folder_visitor *visit, void *context) {
+    DIR *directory = opendir(folder);
+    int status = 0;
+    if (!directory) return 0;
+    for (struct dirent *entry; status == 0 && (entry = readdir(directory));)
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
+            status = visit(folder, entry->d_name, context);
+    closedir(directory);
+    return status;
+}
+
+bool mt_text_ends_with(const char *text, const char *end) {
+    size_t length = strlen(text), end_length = strlen(end);
+    return length >= end_length && strcmp(text + length - end_length, end) == 0;
+}
+
+/* ---- reading */
+
+int mt_file_open(const char *path, int64_t *bytes, mt_error *error) {
+    struct stat status;
+    *bytes = 0;
+    if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) // opening a pipe would wait for its writer
+        return mt_error_set(error, "%s: is no regular file; check the path", path);
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    if (descriptor < 0)
+        return mt_error_set(error, "%s: cannot be read: %s; check the path and its permissions", path, strerror(errno));
+    MT_CHECK(fstat(descriptor, &status) == 0);
+    *bytes = status.st_size;
+    return descriptor;
+}
+
+int mt_file_read_at(int descriptor, void *to, int64_t bytes, int64_t offset) {
+    for (int64_t done = 0; done < bytes;) {
+        ssize_t got = pread(descriptor, (char *)to + done, (size_t)(bytes - done), offset + done);
+        if (got < 0 && errno == EINTR) continue;
+        if (got == 0) errno = EIO; // the file became shorter
+        if (got <= 0) return -1;
+        done += got;
+    }
+    return 0;
+}
+
+char *mt_file_read(const char *path, int64_t limit, int64_t *bytes, mt_error *error) {
+    enum { PIECE = 1 << 16 };
+    struct stat status;
+    FILE *file = fopen(path, "rb");
+    if (!file || fstat(fileno(file), &status) != 0 || S_ISDIR(status.st_mode)) {
+        mt_error_set(error, "%s: cannot be read: %s", path, file ? "it is a folder" : strerror(errno));
+        if (file) fclose(file);
+        return NULL;
+    }
+    int64_t capacity = (S_ISREG(status.st_mode) && status.st_size < limit ? status.st_size : 0) + PIECE, used = 0;
+    char *text = mt_malloc(capacity + 1);
+    for (size_t got = 1; got > 0 && used <= limit; used += (int64_t)got) {
+        if (used == capacity) text = mt_realloc(text, (capacity *= 2) + 1);
+        got = fread(text + used, 1, (size_t)(capacity - used), file);
+    }
+    bool failed = ferror(file) != 0;
+    int reason = errno;
+    fclose(file);
+    if (failed || used > limit) {
+        if (failed)
+            mt_error_set(error, "%s: cannot be read: %s", path, strerror(reason));
+        else
+            mt_error_set(error, "%s: is far too large, over %lld bytes; check the path", path, (long long)limit);
+        free(text);
+        return NULL;
+    }
+    text[used] = 0;
+    *bytes = used;
+    return text;
+}
+
+/* ---- writing */
+
+int mt_file_write_error(mt_error *error, const char *path, const char *option) {
+    int reason = errno;
+    const char *space = option ? " " : "";
+    option = option ? option : "";
+    if (reason == ENOSPC || reason == EDQUOT)
+        return mt_error_set(error, "%s: cannot be written: no space left on the disk; free some or choose another%s%s",
+                            path, space, option);
+    if (reason == EFBIG)
+        return mt_error_set(error, "%s: cannot be written: too large for the limit on file sizes; raise it (ulimit -f)",
+                            path);
+    return mt_error_set(error, "%s: cannot be written: %s; choose another%s%s", path, strerror(reason), space, option);
+}
+
+int mt_file_sync(const char *path, const char *option, mt_error *error) {
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    bool good = descriptor >= 0 && (fsync(descriptor) == 0 || errno == EINVAL); // EINVAL: nothing to bring to a disk
+    int status = good ? 0 : mt_file_write_error(error, path, option);
+    if (descriptor >= 0) close(descriptor);
+    return status;
+}
+
+static void mt_new_file_free(mt_new_file *file) {
+    free(file->path);
+    free(file->temporary);
+    *file = (mt_new_file){0};
+}
+
+int mt_new_file_open(mt_new_file *file, const char *path, const char *option, mt_error *error) {
+    struct stat status;
+    int64_t length = (int64_t)strlen(path) + 32;
+    *file = (mt_new_file){.path = mt_strdup(path), .temporary = mt_malloc(length), .option = option};
+    snprintf(file->temporary, (size_t)length, "%s.tmp-%lld", path, (long long)getpid());
+    errno = EISDIR;
+    if (stat(path, &status) != 0 || !S_ISDIR(status.st_mode)) file->stream = fopen(file->temporary, "wb");
+    if (file->stream) return 0;
+    mt_file_write_error(error, path, option);
+    mt_new_file_free(file);
+    return -1;
+}
+
+/* Syncs the folder that a path is in, so that the path's new entry survives a crash. */
+static int mt_file_sync_folder(const char *path, const char *option, mt_error *error) {
+    const char *slash = strrchr(path, '/');
+    char *folder = mt_strdup(slash ? path : ".");
+    if (slash) folder[slash == path ? 1 : slash - path] = 0;
+    int status = mt_file_sync(folder, option, error);
+    free(folder);
+    return status;
+}
+
+int mt_new_file_close(mt_new_file *file, int status, mt_error *error) {
+    if (!file->stream) return status;
+    int reason = errno; // of a write that failed before, where all that stdio kept can be written now
+    bool whole = status == 0 && fflush(file->stream) == 0 && fsync(fileno(file->stream)) == 0;
+    if (!whole) reason = errno;
+    if (ferror(file->stream)) whole = false;
+    if (fclose(file->stream) != 0 && whole) whole = false, reason = errno;
+    if (whole && rename(file->temporary, file->path) != 0) whole = false, reason = errno;
+    if (!whole) unlink(file->temporary);
+    errno = reason;
+    if (whole)
+        status = mt_file_sync_folder(file->path, file->option, error);
+    else if (status == 0)
+        status = mt_file_write_error(error, file->path, file->option);
+    mt_new_file_free(file);
+    return status;
+}
+
+int mt_file_write(const char *path, const void *data, int64_t bytes, const char *option, mt_error *error) {
+    mt_new_file file;
+    if (mt_new_file_open(&file, path, option, error) != 0) return -1;
+    bool written = bytes == 0 || fwrite(data, 1, (size_t)bytes, file.stream) == (size_t)bytes;
+    return mt_new_file_close(&file, written ? 0 : mt_file_write_error(error, path, option), error);
+}
+
+/* ---- JSON */
+
+json_t *mt_json_parse(const char *text, int64_t bytes, const char *path, mt_error *error) {
+    json_error_t detail;
+    json_t *json = json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, &detail);
+    if (json && json_is_object(json)) return json;
+    if (json)
+        mt_error_set(error, "%s: its JSON must be an object, between { and }; get the file again", path);
+    else
+        mt_error_set(error, "%s: bad JSON in line %d, column %d: %s; get the file again", path, detail.line,
+                     detail.column, detail.text);
+    json_decref(json);
+    return NULL;
+}
+
+json_t *mt_json_read(const char *path, mt_error *error) {
+    int64_t bytes;
+    char *text = mt_file_read(path, 100000000, &bytes, error);
+    json_t *json = text ? mt_json_parse(text, bytes, path, error) : NULL;
+    free(text);
+    return json;
+}
+
+void mt_json_set_int(json_t *object, const char *key, int64_t value) {
+    json_object_set_new(object, key, json_integer(value));
+}
+
+void mt_json_set_real(json_t *object, const char *key, double value) {
+    json_object_set_new(object, key, json_real(value));
+}
+
+void mt_json_set_bool(json_t *object, const char *key, bool value) {
+    json_object_set_new(object, key, json_boolean(value));
+}
+
+void mt_json_set_string(json_t *object, const char *key, const char *value) {
+    json_object_set_new(object, key, json_string(value));
+}
+
+char *mt_json_print(const json_t *root) {
+    for (size_t digits = 15;; digits++) {
+        char *text = json_dumps(root, JSON_INDENT(2) | JSON_REAL_PRECISION(digits));
+        json_t *again = json_loads(text, 0, NULL);
+        bool same = json_equal(root, again);
+        json_decref(again);
+        if (same || digits == 17) return text;
+        free(text);
+    }
+}

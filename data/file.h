@@ -1,0 +1,93 @@
+/* file.h: reading and writing whole files, folders, and JSON. Every other file of data/ that needs one of these calls
+ * it here. */
+#ifndef MT_FILE_H
+#define MT_FILE_H
+
+#include "../megatron.h"
+
+#include <jansson.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- paths and folders */
+
+/* "FOLDER/NAME"; free it. */
+char *mt_path_join(const char *folder, const char *name);
+
+/* True when folder/name exists; links are followed. */
+bool mt_folder_has(const char *folder, const char *name);
+
+/* Creates a folder and its parents; no error if it exists. `option` (such as "--save", or NULL) named the folder. */
+int mt_folder_create(const char *folder, const char *option, mt_error *error);
+
+/* Calls `visit` with every name in a folder, in no order, until a call returns other than 0; returns that status. */
+typedef int mt_folder_visitor(const char *folder, const char *name, void *context);
+int mt_folder_visit(const char *folder, mt_folder_visitor *visit, void *context);
+
+/* True when `text` ends with `end`. */
+bool mt_text_ends_with(const char *text, const char *end);
+
+/* ---- reading */
+
+/* Opens a regular file for reading and gets its size; returns a descriptor, or -1 with error. A pipe or a folder is an
+ * error. */
+int mt_file_open(const char *path, int64_t *bytes, mt_error *error);
+
+/* Reads exactly `bytes` bytes from `offset`; -1 with errno (EIO where the file ends early). */
+int mt_file_read_at(int descriptor, void *to, int64_t bytes, int64_t offset);
+
+/* Reads a whole file of at most `limit` bytes, a pipe too; returns it with a 0 behind its end, to free, or NULL with
+ * error. */
+char *mt_file_read(const char *path, int64_t limit, int64_t *bytes, mt_error *error);
+
+/* ---- writing */
+
+/* Sets the error of a file that cannot be written, from errno; returns -1. `option` (such as "--save", or NULL) named
+ * the file. */
+int mt_file_write_error(mt_error *error, const char *path, const char *option);
+
+/* Brings a file or a folder's entries to the disk. */
+int mt_file_sync(const char *path, const char *option, mt_error *error);
+
+/* A file that takes its place only when it is whole and on the disk. Write to `stream`; stdio remembers its errors. */
+typedef struct mt_new_file {
+    FILE *stream; // NULL: not open
+    char *path, *temporary;
+    const char *option;
+} mt_new_file;
+
+/* Opens PATH.tmp-PID. */
+int mt_new_file_open(mt_new_file *file, const char *path, const char *option, mt_error *error);
+
+/* With status 0: flushes, syncs and renames the file to its path, then syncs the folder. Else, or where one of these
+ * fails: removes the temporary file, and an older file at the path stays. Returns the status, or -1 with error. Nothing
+ * happens to a file that is not open. */
+int mt_new_file_close(mt_new_file *file, int status, mt_error *error);
+
+/* Writes a whole file by these two. */
+int mt_file_write(const char *path, const void *data, int64_t bytes, const char *option, mt_error *error);
+
+/* ---- JSON */
+
+/* Parses JSON that must be an object without duplicate keys, on which readers would disagree; NULL with error, which
+ * names the file, line and column. */
+json_t *mt_json_parse(const char *text, int64_t bytes, const char *path, mt_error *error);
+
+/* The same for a file of at most 100,000,000 bytes. */
+json_t *mt_json_read(const char *path, mt_error *error);
+
+/* Sets object[key]. */
+void mt_json_set_int(json_t *object, const char *key, int64_t value);
+void mt_json_set_real(json_t *object, const char *key, double value);
+void mt_json_set_bool(json_t *object, const char *key, bool value);
+void mt_json_set_string(json_t *object, const char *key, const char *value);
+
+/* Indented text, to free, with the fewest digits that read back as the same numbers: 0.1, not 0.10000000000000001. */
+char *mt_json_print(const json_t *root);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,608 @@
+/* safetensors.c: reads files of tensors, and the checksums of a folder's files. Invariant: nothing that a file says is
+ * used before it was checked. The rules of the format are those of its own implementation (huggingface/safetensors,
+ * safetensors/src/tensor.rs). */
+#include "safetensors.h"
+
+#include "file.h"
+
+#include <ctype.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+/* ---- headers: a file is the header's length in 8 bytes, the header in JSON, then the data, little-endian */
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors data is used where it lies: little-endian");
+
+enum { MT_MAX_HEADER_BYTES = 100000000, MT_MAX_DIMS = 8 };
+
+struct mt_safetensors {
+    int64_t num_files, count;
+    mt_safetensors_file *files;
+    mt_tensor_info *tensors; // by name
+};
+
+static int mt_format_error(mt_error *error, const char *path, const char *what) {
+    return mt_error_set(error, "%s: not a whole safetensors file: %s; get it again", path, what);
+}
+
+static int mt_tensor_error(mt_error *error, const mt_tensor_info *tensor, const char *what) {
+    return mt_error_set(error, "%s: not a valid safetensors file: tensor \"%.120s\" %s; get it again", tensor->file,
+                        tensor->name, what);
+}
+
+/* Product of a shape in bytes, or -1 when it does not fit 63 bits. Zeros do not excuse an overflow (as upstream). */
+static int64_t mt_shape_bytes(const mt_tensor_info *tensor) {
+    int64_t bytes = mt_dtype_size(tensor->dtype), elements = 1;
+    for (int64_t i = 0; i < tensor->num_dims; i++)
+        if (__builtin_mul_overflow(elements, tensor->shape[i], &elements)) return -1;
+    return __builtin_mul_overflow(bytes, elements, &bytes) ? -1 : bytes;
+}
+
+/* Reads an array of whole numbers >= 0 into out[max]; returns how many, or -1. */
+static int64_t mt_json_integers(const json_t *array, int64_t *out, int64_t max) {
+    int64_t count = (int64_t)json_array_size(array);
+    if (!json_is_array(array) || count > max) return -1;
+    for (int64_t i = 0; i < count; i++) {
+        const json_t *item = json_array_get(array, (size_t)i);
+        out[i] = json_integer_value(item);
+        if (!json_is_integer(item) || out[i] < 0) return -1;
+    }
+    return count;
+}
+
+/* One entry of the header; tensor->name and ->file are set. `data` holds `bytes` bytes. */
+static int mt_tensor_parse(mt_tensor_info *tensor, const json_t *entry, const unsigned char *data, int64_t bytes,
+                           mt_error *error) {
+    const char *dtype = json_string_value(json_object_get(entry, "dtype"));
+    const json_t *shape = json_object_get(entry, "shape");
+    int64_t offsets[2];
+    if (!dtype) return mt_tensor_error(error, tensor, "has no dtype");
+    int parsed = mt_dtype_parse(dtype);
+    if (parsed < 0) {
+        char what[160];
+        snprintf(what, sizeof what, "has dtype \"%.120s\", which is not known", dtype);
+        return mt_tensor_error(error, tensor, what);
+    }
+    tensor->dtype = (mt_dtype)parsed;
+    if (json_array_size(shape) > MT_MAX_DIMS) return mt_tensor_error(error, tensor, "has more than 8 dimensions");
+    tensor->num_dims = mt_json_integers(shape, tensor->shape, MT_MAX_DIMS);
+    if (tensor->num_dims < 0) return mt_tensor_error(error, tensor, "has no shape of whole numbers from 0 on");
+    tensor->bytes = mt_shape_bytes(tensor);
+    if (tensor->bytes < 0) return mt_tensor_error(error, tensor, "has a shape whose size overflows");
+    if (mt_json_integers(json_object_get(entry, "data_offsets"), offsets, 2) != 2)
+        return mt_tensor_error(error, tensor, "has no data_offsets of two whole numbers from 0 on");
+    if (offsets[0] > offsets[1] || offsets[1] > bytes)
+        return mt_tensor_error(error, tensor, "lies outside the file's data: the file is cut short or damaged");
+    if (offsets[1] - offsets[0] != tensor->bytes)
+        return mt_tensor_error(error, tensor, "has data_offsets that do not fit its dtype and shape");
+    tensor->data = data + offsets[0];
+    return 0;
+}
+
+static int mt_tensor_by_place(const void *a, const void *b) {
+    const mt_tensor_info *x = a, *y = b;
+    const char *x_start = x->data, *y_start = y->data;
+    if (x_start != y_start) return x_start < y_start ? -1 : 1;
+    return (x->bytes > y->bytes) - (x->bytes < y->bytes);
+}
+
+static int mt_tensor_by_name(const void *a, const void *b) {
+    return strcmp(((const mt_tensor_info *)a)->name, ((const mt_tensor_info *)b)->name);
+}
+
+/* Tensors must follow one another from the first byte of the data to the last: what lies in no tensor, or in two, could
+ * be anything. */
+static int mt_tensors_tile(mt_tensor_info *tensors, int64_t count, const unsigned char *data, int64_t bytes,
+                           const char *path, mt_error *error) {
+    const unsigned char *end = data;
+    qsort(tensors, (size_t)count, sizeof *tensors, mt_tensor_by_place);
+    for (int64_t i = 0; i < count; i++) {
+        if (tensors[i].data != end)
+            return mt_tensor_error(error, &tensors[i], "does not begin where the one before it ends");
+        end += tensors[i].bytes;
+    }
+    if (end != data + bytes) return mt_format_error(error, path, "there are bytes after the last tensor");
+    return 0;
+}
+
+/* A tensor's entry takes three brackets and at least 48 bytes. Where brackets are denser there is no tensor, but each
+ * would cost hundreds of bytes once parsed. */
+static bool mt_header_is_dense(const char *text, int64_t bytes) {
+    int64_t brackets = 0;
+    bool in_string = false;
+    for (int64_t i = 0; i < bytes; i++) {
+        if (text[i] == '"') in_string = !in_string;
+        if (text[i] == '\\' && in_string) i++;
+        if (!in_string && (text[i] == '{' || text[i] == '[')) brackets++;
+    }
+    return brackets * 16 > bytes + 64;
+}
+
+/* Length and text of the header; -1 where it is no safetensors file. */
+static int64_t mt_header_length(const mt_safetensors_file *image, mt_error *error) {
+    static const char lfs[] = "version https://git-lfs";
+    uint64_t length;
+    if (image->bytes >= (int64_t)sizeof lfs && memcmp(image->base, lfs, sizeof lfs - 1) == 0)
+        return mt_error_set(error, "%s: only a git-lfs pointer to the file; fetch it: git lfs pull", image->path);
+    if (image->bytes < (int64_t)sizeof length) return mt_format_error(error, image->path, "it is under 8 bytes long");
+    memcpy(&length, image->base, sizeof length);
+    if (length > MT_MAX_HEADER_BYTES)
+        return mt_format_error(error, image->path, "its first 8 bytes claim a header of over 100,000,000 bytes");
+    if (length > (uint64_t)image->bytes - sizeof length)
+        return mt_format_error(error, image->path, "it ends inside its header");
+    if (length == 0) return mt_format_error(error, image->path, "its header is empty");
+    if (mt_header_is_dense((const char *)image->base + sizeof length, (int64_t)length))
+        return mt_format_error(error, image->path, "its header has too many brackets for its length");
+    return (int64_t)length;
+}
+
+/* `__metadata__` maps strings to strings. */
+static int mt_metadata_check(const json_t *metadata, const char *path, mt_error *error) {
+    const char *key;
+    json_t *value;
+    if (!json_is_object(metadata)) return mt_format_error(error, path, "its __metadata__ is no object");
+    json_object_foreach((json_t *)metadata, key, value) {
+        if (!json_is_string(value)) return mt_format_error(error, path, "its __metadata__ holds more than strings");
+    }
+    return 0;
+}
+
+/* Appends the tensors of a parsed header; the new ones are not yet in order. */
+static int mt_header_read(mt_safetensors *file, const mt_safetensors_file *image, int64_t header_bytes, json_t *header,
+                          mt_error *error) {
+    const unsigned char *data = image->base + 8 + header_bytes;
+    int64_t first = file->count, bytes = image->bytes - 8 - header_bytes;
+    int64_t capacity = first + (int64_t)json_object_size(header);
+    const char *name;
+    json_t *entry;
+    file->tensors = mt_realloc(file->tensors, capacity * (int64_t)sizeof(mt_tensor_info));
+    json_object_foreach(header, name, entry) {
+        if (strcmp(name, "__metadata__") == 0) {
+            if (mt_metadata_check(entry, image->path, error) != 0) return -1;
+            continue;
+        }
+        mt_tensor_info *tensor = &file->tensors[file->count++];
+        *tensor = (mt_tensor_info){.name = mt_strdup(name), .file = image->path};
+        if (mt_tensor_parse(tensor, entry, data, bytes, error) != 0) return -1;
+    }
+    return mt_tensors_tile(file->tensors + first, file->count - first, data, bytes, image->path, error);
+}
+
+/* Takes one more image into `file`, which owns it from then on, also when this fails. */
+static int mt_safetensors_add(mt_safetensors *file, mt_safetensors_file image, mt_error *error) {
+    file->files = mt_realloc(file->files, (file->num_files + 1) * (int64_t)sizeof image);
+    file->files[file->num_files++] = image;
+    int64_t header_bytes = mt_header_length(&image, error);
+    if (header_bytes < 0) return -1;
+    json_t *header = mt_json_parse((const char *)image.base + 8, header_bytes, image.path, error);
+    if (!header) return -1;
+    int status = mt_header_read(file, &image, header_bytes, header, error);
+    json_decref(header);
+    return status;
+}
+
+static int mt_safetensors_map(mt_safetensors *file, const char *path, mt_error *error) {
+    int64_t bytes;
+    int descriptor = mt_file_open(path, &bytes, error);
+    if (descriptor < 0) return -1;
+    mt_safetensors_file image = {.path = mt_strdup(path), .bytes = bytes};
+    if (bytes > 0) {
+        void *base = mmap(NULL, (size_t)bytes, PROT_READ, MAP_PRIVATE, descriptor, 0);
+        image.mapped = base != MAP_FAILED;
+        image.base = base;
+    }
+    close(descriptor);
+    if (bytes > 0 && !image.mapped) {
+        free(image.path);
+        return mt_error_set(error, "%s: cannot be mapped: %s", path, strerror(errno));
+    }
+    return mt_safetensors_add(file, image, error);
+}
+
+static void mt_safetensors_sort(mt_safetensors *file) {
+    if (file->count > 0) qsort(file->tensors, (size_t)file->count, sizeof *file->tensors, mt_tensor_by_name);
+}
+
+/* Puts what was read in order and gives it out, or closes it when reading failed. */
+static int mt_safetensors_finish(mt_safetensors **out, mt_safetensors *file, int status) {
+    if (status != 0) {
+        mt_safetensors_close(file);
+        return -1;
+    }
+    mt_safetensors_sort(file);
+    *out = file;
+    return 0;
+}
+
+int mt_safetensors_open(mt_safetensors **file, const char *path, mt_error *error) {
+    mt_safetensors *opened = mt_calloc(sizeof *opened);
+    return mt_safetensors_finish(file, opened, mt_safetensors_map(opened, path, error));
+}
+
+int mt_safetensors_open_memory(mt_safetensors **file, const void *data, int64_t bytes, const char *name,
+                               mt_error *error) {
+    mt_safetensors *opened = mt_calloc(sizeof *opened);
+    mt_safetensors_file image = {.path = mt_strdup(name), .base = data, .bytes = bytes};
+    return mt_safetensors_finish(file, opened, mt_safetensors_add(opened, image, error));
+}
+
+void mt_safetensors_close(mt_safetensors *file) {
+    if (!file) return;
+    for (int64_t i = 0; i < file->count; i++) free((char *)file->tensors[i].name);
+    for (int64_t i = 0; i < file->num_files; i++) {
+        if (file->files[i].mapped) munmap((void *)file->files[i].base, (size_t)file->files[i].bytes);
+        free(file->files[i].path);
+    }
+    free(file->tensors);
+    free(file->files);
+    free(file);
+}
+
+int64_t mt_safetensors_count(const mt_safetensors *file) {
+    return file->count;
+}
+
+const mt_tensor_info *mt_safetensors_get(const mt_safetensors *file, int64_t index) {
+    MT_CHECK(index >= 0 && index < file->count);
+    return &file->tensors[index];
+}
+
+int64_t mt_safetensors_num_files(const mt_safetensors *set) {
+    return set->num_files;
+}
+
+const mt_safetensors_file *mt_safetensors_get_file(const mt_safetensors *set, int64_t index) {
+    MT_CHECK(index >= 0 && index < set->num_files);
+    return &set->files[index];
+}
+
+const mt_tensor_info *mt_safetensors_find(const mt_safetensors *file, const char *name) {
+    mt_tensor_info key = {.name = name};
+    if (file->count == 0) return NULL;
+    return bsearch(&key, file->tensors, (size_t)file->count, sizeof key, mt_tensor_by_name);
+}
+
+/* ---- folders */
+
+/* A name in an index must be a file's in the folder itself. */
+static bool mt_is_plain_name(const char *name) {
+    if (!name || !*name || strchr(name, '/') || strcmp(name, ".") == 0 || strcmp(name, "..") == 0) return false;
+    while (*name && !iscntrl((unsigned char)*name)) name++;
+    return *name == 0;
+}
+
+/* "FOLDER/STEM SUFFIX" to free. */
+static char *mt_path_stem(const char *folder, const char *stem, const char *suffix) {
+    char *name = mt_malloc((int64_t)(strlen(stem) + strlen(suffix)) + 1);
+    sprintf(name, "%s%s", stem, suffix);
+    char *path = mt_path_join(folder, name);
+    free(name);
+    return path;
+}
+
+/* The image of `path` in a set that is being opened, or NULL. */
+static const mt_safetensors_file *mt_safetensors_has_file(const mt_safetensors *file, const char *path) {
+    for (int64_t i = 0; i < file->num_files; i++)
+        if (strcmp(file->files[i].path, path) == 0) return &file->files[i];
+    return NULL;
+}
+
+/* Opens every file that the index names, each once. */
+static int mt_index_open_files(mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
+                               mt_error *error) {
+    const char *name;
+    json_t *value;
+    json_object_foreach(map, name, value) {
+        const char *part = json_string_value(value);
+        if (!mt_is_plain_name(part))
+            return mt_error_set(error, "%s: weight_map gives tensor \"%.120s\" no plain file name; get it again",
+                                index_path, name);
+        char *path = mt_path_join(folder, part);
+        int status = mt_safetensors_has_file(file, path) ? 0 : mt_safetensors_map(file, path, error);
+        free(path);
+        if (status != 0) return -1;
+    }
+    return 0;
+}
+
+/* The index and the files must name the same tensors in the same places. */
+static int mt_index_check(const mt_safetensors *file, const char *folder, const char *index_path, json_t *map,
+                          mt_error *error) {
+    size_t prefix = strlen(folder) + 1;
+    for (int64_t i = 0; i < file->count; i++) {
+        const mt_tensor_info *tensor = &file->tensors[i];
+        const char *part = json_string_value(json_object_get(map, tensor->name));
+        if (!part || strcmp(part, tensor->file + prefix) != 0)
+            return mt_error_set(error, "%s: holds tensor \"%.120s\", which %s places %s%s; get both files again",
+                                tensor->file, tensor->name, index_path, part ? "in " : "nowhere", part ? part : "");
+    }
+    if ((int64_t)json_object_size(map) == file->count) return 0;
+    const char *name;
+    json_t *value;
+    json_object_foreach(map, name, value) {
+        if (mt_safetensors_find(file, name)) continue;
+        return mt_error_set(error, "%s: places tensor \"%.120s\" in %s, which does not hold it; get both files again",
+                            index_path, name, json_string_value(value));
+    }
+    return 0;
+}
+
+static int mt_index_read(mt_safetensors *file, const char *folder, const char *index_path, mt_error *error) {
+    json_t *index = mt_json_read(index_path, error);
+    if (!index) return -1;
+    json_t *map = json_object_get(index, "weight_map");
+    int status = json_is_object(map)
+                     ? mt_index_open_files(file, folder, index_path, map, error)
+                     : mt_error_set(error, "%s: has no object weight_map; get the file again", index_path);
+    mt_safetensors_sort(file); // for mt_safetensors_find
+    if (status == 0) status = mt_index_check(file, folder, index_path, map, error);
+    json_decref(index);
+    return status;
+}
+
+int mt_safetensors_open_folder(mt_safetensors **file, const char *folder, const char *stem, mt_error *error) {
+    char *whole = mt_path_stem(folder, stem, ".safetensors");
+    char *index = mt_path_stem(folder, stem, ".safetensors.index.json");
+    mt_safetensors *opened = mt_calloc(sizeof *opened);
+    int status;
+    if (access(whole, F_OK) == 0) // before an index, as transformers does
+        status = mt_safetensors_map(opened, whole, error);
+    else if (access(index, F_OK) == 0)
+        status = mt_index_read(opened, folder, index, error);
+    else if (mt_folder_has(folder, "pytorch_model.bin") || mt_folder_has(folder, "pytorch_model.bin.index.json"))
+        status = mt_error_set(error,
+                              "%s: holds its weights as pytorch_model.bin only; save them as safetensors first "
+                              "(save_pretrained of transformers does)",
+                              folder);
+    else
+        status = mt_error_set(
+            error, "%s: has neither %s.safetensors nor %s.safetensors.index.json; get the folder again, whole", folder,
+            stem, stem);
+    free(whole);
+    free(index);
+    return mt_safetensors_finish(file, opened, status);
+}
+
+/* ---- checksums: CRC-32C (Castagnoli et al., "Optimization of cyclic redundancy-check codes with 24 and 32 parity
+ * bits"; RFC 3720, appendix B.4). Blocks are of files, not of tensors, so headers count too and a reader checks the
+ * block it has without the rest. A CRC is linear, so ranks that write parts of one block each sum their own. */
+
+static const uint32_t mt_crc_polynomial = 0x82f63b78; // x^31 is its lowest bit
+
+/* The CRC's state after eight more bytes, which are a little-endian word. */
+static inline uint32_t mt_crc_word(uint32_t state, uint64_t word) {
+#if defined(__SSE4_2__)
+    return (uint32_t)__builtin_ia32_crc32di(state, word);
+#elif defined(__ARM_FEATURE_CRC32)
+    return __builtin_aarch64_crc32cx(state, word);
+#else
+    static const uint32_t of_nibble[16] = {0x00000000, 0x105ec76f, 0x20bd8ede, 0x30e349b1, 0x417b1dbc, 0x5125dad3,
+                                           0x61c69362, 0x7198540d, 0x82f63b78, 0x92a8fc17, 0xa24bb5a6, 0xb21572c9,
+                                           0xc38d26c4, 0xd3d3e1ab, 0xe330a81a, 0xf36e6f75};
+    for (int i = 0; i < 16; i++, word >>= 4) state = (state >> 4) ^ of_nibble[(state ^ word) & 15];
+    return state;
+#endif
+}
+
+static uint32_t mt_crc_byte(uint32_t state, unsigned char byte) {
+    state ^= byte;
+    for (int i = 0; i < 8; i++) state = (state >> 1) ^ (state & 1 ? mt_crc_polynomial : 0);
+    return state;
+}
+
+/* The product of two polynomials modulo the CRC's. */
+static uint32_t mt_crc_multiply(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (; a; a <<= 1) {
+        if (a >> 31) product ^= b;
+        b = (b >> 1) ^ (b & 1 ? mt_crc_polynomial : 0);
+    }
+    return product;
+}
+
+/* The state after `bytes` zeros more. */
+static uint32_t mt_crc_zeros(uint32_t state, int64_t bytes) {
+    for (uint32_t power = 1u << 23; bytes > 0; bytes >>= 1) { // x^8, squared again and again
+        if (bytes & 1) state = mt_crc_multiply(state, power);
+        power = mt_crc_multiply(power, power);
+    }
+    return state;
+}
+
+/* The state after some bytes more. Three stretches at once, because an instruction waits for the one before it. */
+static uint32_t mt_crc_update(uint32_t state, const void *data, int64_t bytes) {
+    enum { STRETCH = 16384 };
+    const unsigned char *from = data;
+    uint32_t once = bytes >= 3 * STRETCH ? mt_crc_zeros(1u << 31, STRETCH) : 0, twice = mt_crc_multiply(once, once);
+    uint64_t word[3];
+    for (; bytes >= 3 * STRETCH; bytes -= 3 * STRETCH, from += 3 * STRETCH) {
+        uint32_t second = 0, third = 0;
+        for (int64_t i = 0; i < STRETCH; i += 8) {
+            for (int k = 0; k < 3; k++) memcpy(&word[k], from + k * STRETCH + i, 8);
+            state = mt_crc_word(state, word[0]);
+            second = mt_crc_word(second, word[1]);
+            third = mt_crc_word(third, word[2]);
+        }
+        state = mt_crc_multiply(state, twice) ^ mt_crc_multiply(second, once) ^ third;
+    }
+    for (; bytes >= 8; bytes -= 8, from += 8) {
+        memcpy(word, from, 8);
+        state = mt_crc_word(state, word[0]);
+    }
+    while (bytes-- > 0) state = mt_crc_byte(state, *from++);
+    return state;
+}
+
+uint32_t mt_crc32c(const void *data, int64_t bytes) {
+    return ~mt_crc_update(~0u, data, bytes);
+}
+
+/* Adds what bytes [offset, offset + bytes) of a file give to the sums of their blocks; several threads may. */
+void mt_checksums_add(mt_file_checksums *file, int64_t offset, const void *data, int64_t bytes) {
+    const char *from = data;
+    MT_CHECK(offset + bytes <= file->bytes);
+    for (int64_t block = offset / MT_SUM_BLOCK, n; bytes > 0; block++, offset += n, from += n, bytes -= n) {
+        int64_t end = mt_min((block + 1) * MT_SUM_BLOCK, file->bytes);
+        n = mt_min(bytes, end - offset);
+        uint32_t sum = mt_crc_zeros(mt_crc_update(0, from, n), end - offset - n);
+        __atomic_fetch_xor(&file->sums[block], sum, __ATOMIC_RELAXED);
+    }
+}
+
+/* mt_checksums_add for lines that begin `pitch` bytes apart in the file and lie one after another in memory. The sums
+ * of a block's lines move on together, by the same number of bytes from line to line. */
+void mt_checksums_add_lines(mt_file_checksums *file, int64_t offset, int64_t pitch, const char *data, int64_t bytes,
+                            int64_t lines) {
+    uint32_t step = mt_crc_zeros(1u << 31, pitch);
+    for (int64_t i = 0; i < lines;) {
+        int64_t at = offset + i * pitch, block = at / MT_SUM_BLOCK;
+        int64_t end = mt_min((block + 1) * MT_SUM_BLOCK, file->bytes);
+        int64_t count = at + bytes > end ? 0 : mt_min((end - at - bytes) / pitch + 1, lines - i); // lie in the block
+        if (count < 2) {
+            mt_checksums_add(file, at, data + i++ * bytes, bytes);
+            continue;
+        }
+        uint32_t sum = 0;
+        for (int64_t k = 0; k < count; k++, i++)
+            sum = mt_crc_multiply(sum, step) ^ mt_crc_update(0, data + i * bytes, bytes);
+        sum = mt_crc_zeros(sum, end - (at + (count - 1) * pitch + bytes));
+        __atomic_fetch_xor(&file->sums[block], sum, __ATOMIC_RELAXED);
+    }
+}
+
+/* Once all bytes are in: from the linear part to the CRC itself, which begins and ends with ones. */
+void mt_checksums_finish(mt_file_checksums *file) {
+    for (int64_t block = 0; block < file->count; block++)
+        file->sums[block] ^= ~mt_crc_zeros(~0u, mt_min(MT_SUM_BLOCK, file->bytes - block * MT_SUM_BLOCK));
+}
+
+/* One more file, with no bytes in yet. */
+mt_file_checksums *mt_checksums_append(mt_checksums *sums, const char *name, int64_t bytes) {
+    sums->files = mt_realloc(sums->files, (sums->count + 1) * (int64_t)sizeof(mt_file_checksums));
+    mt_file_checksums *file = &sums->files[sums->count++];
+    *file = (mt_file_checksums){.bytes = bytes, .count = (bytes + MT_SUM_BLOCK - 1) / MT_SUM_BLOCK};
+    snprintf(file->name, sizeof file->name, "%s", name);
+    file->sums = mt_calloc(mt_max(file->count, 1) * 4);
+    return file;
+}
+
+void mt_checksums_free(mt_checksums *sums) {
+    for (int64_t i = 0; i < sums->count; i++) free(sums->files[i].sums);
+    free(sums->files);
+    *sums = (mt_checksums){0};
+}
+
+const mt_file_checksums *mt_checksums_find(const mt_checksums *sums, const char *name) {
+    for (int64_t i = 0; i < sums->count; i++)
+        if (strcmp(sums->files[i].name, name) == 0) return &sums->files[i];
+    return NULL;
+}
+
+/* checksums.json, to free. Its own last line is the sum of the text before. */
+char *mt_checksums_print(const mt_checksums *sums) {
+    int64_t room = 256, used;
+    for (int64_t i = 0; i < sums->count; i++) room += 400 + 12 * sums->files[i].count;
+    char *text = mt_malloc(room);
+    used = sprintf(text, "{\"algorithm\": \"CRC-32C\", \"block_bytes\": %d, \"files\": {", MT_SUM_BLOCK);
+    for (int64_t i = 0; i < sums->count; i++) {
+        const mt_file_checksums *file = &sums->files[i];
+        used += sprintf(text + used, "%s\n\"%s\": {\"bytes\": %lld, \"blocks\": [", i > 0 ? "," : "", file->name,
+                        (long long)file->bytes);
+        for (int64_t block = 0; block < file->count; block++)
+            used += sprintf(text + used, "%s\"%08x\"", block > 0 ? "," : "", file->sums[block]);
+        used += sprintf(text + used, "]}");
+    }
+    used += sprintf(text + used, "},\n");
+    sprintf(text + used, "\"before_this_line\": \"%08x\"}\n", mt_crc32c(text, used));
+    return text;
+}
+
+/* A sum of eight hexadecimal digits; false where there is none. */
+static bool mt_sum_parse(const json_t *item, uint32_t *sum) {
+    const char *text = json_string_value(item);
+    if (!text || strlen(text) != 8 || strspn(text, "0123456789abcdef") != 8) return false;
+    *sum = (uint32_t)strtoul(text, NULL, 16);
+    return true;
+}
+
+static int mt_checksums_parse(mt_checksums *sums, const json_t *json, const char *path, mt_error *error) {
+    const char *name;
+    json_t *entry;
+    bool good = json_integer_value(json_object_get(json, "block_bytes")) == MT_SUM_BLOCK;
+    json_object_foreach(json_object_get(json, "files"), name, entry) {
+        const json_t *blocks = json_object_get(entry, "blocks");
+        int64_t bytes = json_integer_value(json_object_get(entry, "bytes"));
+        good = good && mt_is_plain_name(name) && strlen(name) < 256 && bytes >= 0 &&
+               (int64_t)json_array_size(blocks) == (bytes + MT_SUM_BLOCK - 1) / MT_SUM_BLOCK;
+        if (!good) break;
+        mt_file_checksums *file = mt_checksums_append(sums, name, bytes);
+        for (int64_t block = 0; block < file->count; block++)
+            good = mt_sum_parse(json_array_get(blocks, (size_t)block), &file->sums[block]) && good;
+    }
+    if (good && sums->count > 0) return 0;
+    mt_checksums_free(sums);
+    return mt_error_set(error, "%s: damaged: no sums of blocks are in it; take another checkpoint", path);
+}
+
+/* Reads checksums.json; a folder without one gives no files. A damaged one is an error. */
+int mt_checksums_read(mt_checksums *sums, const char *folder, mt_error *error) {
+    *sums = (mt_checksums){0};
+    if (!mt_folder_has(folder, "checksums.json")) return 0;
+    int64_t bytes;
+    uint32_t sum = 0;
+    char *path = mt_path_join(folder, "checksums.json");
+    char *text = mt_file_read(path, MT_MAX_HEADER_BYTES, &bytes, error);
+    json_t *json = text ? json_loadb(text, (size_t)bytes, JSON_REJECT_DUPLICATES, NULL) : NULL;
+    const char *last = json ? strstr(text, "\n\"before_this_line\"") : NULL;
+    bool good = last && text + bytes - (last + 1) == (int64_t)sizeof "\"before_this_line\": \"00000000\"}\n" - 1 &&
+                mt_sum_parse(json_object_get(json, "before_this_line"), &sum) &&
+                sum == mt_crc32c(text, last + 1 - text);
+    int status = !text ? -1
+                 : good
+                     ? mt_checksums_parse(sums, json, path, error)
+                     : mt_error_set(error, "%s: damaged: its own checksum does not fit; take another checkpoint", path);
+    json_decref(json);
+    free(text);
+    free(path);
+    return status;
+}
+
+int mt_checksums_damaged(mt_error *error, const char *folder, const char *name, int64_t block, int64_t bytes) {
+    int64_t first = block * MT_SUM_BLOCK;
+    return mt_error_set(error,
+                        "%s/%s: damaged: bytes %lld to %lld are not those that were saved (CRC-32C); take another "
+                        "checkpoint",
+                        folder, name, (long long)first, (long long)mt_min(first + MT_SUM_BLOCK, bytes) - 1);
+}
+
+/* Every file is there and has its size; those without tensors, or all when `whole`, have their sums too. */
+int mt_checksums_verify(const mt_checksums *sums, const char *folder, bool whole, mt_error *error) {
+    char *buffer = mt_malloc(MT_SUM_BLOCK);
+    int status = 0;
+    for (int64_t i = 0; i < sums->count && status == 0; i++) {
+        const mt_file_checksums *file = &sums->files[i];
+        char *path = mt_path_join(folder, file->name);
+        int64_t bytes;
+        int descriptor = mt_file_open(path, &bytes, error);
+        if (descriptor < 0)
+            status = mt_error_set(error, "%s: damaged: %s was saved, but %s; take another checkpoint", folder,
+                                  file->name, mt_folder_has(folder, file->name) ? "cannot be read" : "is not there");
+        else if (bytes != file->bytes)
+            status =
+                mt_error_set(error, "%s: damaged: it is %lld bytes long, and %lld were saved; take another checkpoint",
+                             path, (long long)bytes, (long long)file->bytes);
+        bool reads = whole || !mt_text_ends_with(file->name, ".safetensors");
+        for (int64_t block = 0; block < file->count && reads && status == 0; block++) {
+            int64_t first = block * MT_SUM_BLOCK, n = mt_min(MT_SUM_BLOCK, bytes - first);
+            if (mt_file_read_at(descriptor, buffer, n, first) != 0 || mt_crc32c(buffer, n) != file->sums[block])
+                status = mt_checksums_damaged(error, folder, file->name, block, bytes);
+        }
+        if (descriptor >= 0) close(descriptor);
+        free(path);
+    }
+    free(buffer);
+    return status;
+}
