@@ -1,11 +1,11 @@
 /* profile.c: where the time of a training step goes, as a table and as a timeline. */
 #include "profile.h"
 
-#include <errno.h>
+#include "file.h"
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 /* ==== profile ================================================================================================= */
@@ -1131,23 +1131,13 @@ static bool mt_clock_is_shared(const mt_group *world) {
     return own[0] && strcmp(own, first) == 0;
 }
 
-static char *mt_trace_temporary(const char *path) {
-    int64_t length = (int64_t)strlen(path) + 32;
-    char *temporary = mt_malloc(length);
-    snprintf(temporary, (size_t)length, "%s.tmp.%ld", path, (long)getpid());
-    return temporary;
-}
-
-/* Whether the file can be written, without a trace of it if not. */
+/* An error if the file cannot be written; leaves no file behind. */
 static int mt_trace_try(const char *path, mt_error *error) {
-    struct stat status;
-    bool is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
-    char *temporary = mt_trace_temporary(path);
-    FILE *file = is_folder ? NULL : fopen(temporary, "w");
-    int problem = is_folder ? EISDIR : errno;
-    if (file) fclose(file), unlink(temporary);
-    free(temporary);
-    return file ? 0 : mt_error_set(error, "--trace %s: cannot be written: %s", path, strerror(problem));
+    mt_new_file file;
+    if (mt_new_file_open(&file, path, "--trace", error) != 0) return -1;
+    mt_error ignored;
+    mt_new_file_close(&file, -1, &ignored);
+    return 0;
 }
 
 int mt_trace_open(const mt_options *options, const mt_grid *grid, const mt_run_state *state, mt_error *error) {
@@ -1310,33 +1300,28 @@ static char *mt_trace_text(const mt_trace *trace, double origin, size_t *bytes) 
     return memory;
 }
 
-/* On rank 0: its own part, then the others' as they come, which are taken even if the disk is full. */
+/* On rank 0: its own part, then the others' as they come, which are received even if the disk is full. */
 static int mt_trace_write_file(const mt_trace *trace, const char *text, size_t bytes, mt_error *error) {
     enum { TAG = 3 };
     const mt_group *world = &trace->grid->world;
-    char *temporary = mt_trace_temporary(trace->path);
-    FILE *file = fopen(temporary, "w");
-    bool whole = file && fwrite(text, 1, bytes, file) == bytes;
-    int problem = errno;
+    mt_new_file file;
+    int status = mt_new_file_open(&file, trace->path, "--trace", error);
+    if (status == 0) fwrite(text, 1, bytes, file.stream);
     for (int rank = 1; rank < world->size; rank++) {
         int64_t length = 0;
         mt_receive(world, &length, sizeof length, rank, TAG);
         char *part = mt_malloc(length);
         mt_receive(world, part, length, rank, TAG);
-        if (whole && fwrite(part, 1, (size_t)length, file) != (size_t)length) whole = false, problem = errno;
+        if (status == 0 && fwrite(part, 1, (size_t)length, file.stream) != (size_t)length)
+            status = mt_file_write_error(error, trace->path, "--trace");
         free(part);
     }
-    // the last box ended with a comma, so one more thing follows: what the numbers are
-    if (whole &&
-        fprintf(file,
+    // the last box ended with a comma, so one more event follows: the backend's name
+    if (status == 0)
+        fprintf(file.stream,
                 "{\"ph\":\"M\",\"pid\":0,\"tid\":0,\"name\":\"process_labels\",\"args\":{\"labels\":\"%s\"}}\n]}\n",
-                mt_profiler.ops->name) < 0)
-        whole = false, problem = errno;
-    if (file && fclose(file) != 0 && whole) whole = false, problem = errno;
-    if (whole && rename(temporary, trace->path) != 0) whole = false, problem = errno;
-    if (file && !whole) unlink(temporary);
-    free(temporary);
-    return whole ? 0 : mt_error_set(error, "--trace %s: cannot be written: %s", trace->path, strerror(problem));
+                mt_profiler.ops->name);
+    return mt_new_file_close(&file, status, error);
 }
 
 int mt_trace_write(mt_error *error) {

@@ -220,7 +220,7 @@ a_trace_of_a_run_that_stops_early_holds_what_was_done() {
 
 a_trace_is_refused_before_training() {
     # shellcheck disable=SC2086
-    refuses "--trace $work/none/t.json: cannot be written: No such" $small --train-iters 3 \
+    refuses "$work/none/t.json: cannot be written: No such file or directory; choose another --trace" $small --train-iters 3 \
         --trace "$work/none/t.json" &&
         ! grep -q loss "$work/out" &&
         refuses "$work: cannot be written: Is a directory" $small --train-iters 3 --trace "$work" &&
