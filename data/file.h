@@ -61,6 +61,9 @@ typedef struct mt_new_file {
 /* Opens PATH.tmp-PID. */
 int mt_new_file_open(mt_new_file *file, const char *path, const char *option, mt_error *error);
 
+/* Writes to an open file; does nothing for a file that is not open. */
+int mt_new_file_write(mt_new_file *file, const void *data, int64_t bytes, mt_error *error);
+
 /* Optional, where several files take their places together: brings the file to the disk and closes `stream`, so that
  * mt_new_file_close only renames it. */
 int mt_new_file_seal(mt_new_file *file, mt_error *error);

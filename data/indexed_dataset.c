@@ -282,11 +282,6 @@ static int open_new(mt_new_file *file, const char *prefix, const char *suffix, m
     return status;
 }
 
-static int write_new(mt_new_file *file, const void *data, int64_t bytes, mt_error *error) {
-    if (bytes == 0 || fwrite(data, 1, (size_t)bytes, file->stream) == (size_t)bytes) return 0;
-    return mt_file_write_error(error, file->path, file->option);
-}
-
 int mt_indexed_writer_open(mt_indexed_writer **out, const char *prefix, mt_dtype dtype, mt_error *error) {
     MT_CHECK(dtype == MT_U16 || dtype == MT_I32);
     mt_indexed_writer *writer = mt_calloc(sizeof *writer);
@@ -304,7 +299,7 @@ int mt_indexed_writer_open(mt_indexed_writer **out, const char *prefix, mt_dtype
 
 /* Converts tokens to u16 where the file has u16. */
 static int write_tokens(mt_indexed_writer *writer, const int32_t *tokens, int64_t count, mt_error *error) {
-    if (writer->dtype == MT_I32) return write_new(&writer->bin, tokens, count * 4, error);
+    if (writer->dtype == MT_I32) return mt_new_file_write(&writer->bin, tokens, count * 4, error);
     if (count > writer->narrow_capacity) {
         writer->narrow_capacity = count;
         writer->narrow = mt_realloc(writer->narrow, count * 2);
@@ -313,7 +308,7 @@ static int write_tokens(mt_indexed_writer *writer, const int32_t *tokens, int64_
         MT_CHECK(tokens[i] >= 0 && tokens[i] <= UINT16_MAX);
         writer->narrow[i] = (uint16_t)tokens[i];
     }
-    return write_new(&writer->bin, writer->narrow, count * 2, error);
+    return mt_new_file_write(&writer->bin, writer->narrow, count * 2, error);
 }
 
 int mt_indexed_writer_add_document(mt_indexed_writer *writer, const int32_t *tokens, const int32_t *lengths,
@@ -344,14 +339,14 @@ static int write_index(mt_indexed_writer *writer, mt_error *error) {
     memcpy(header + 18, &sequences, 8);
     memcpy(header + 26, &entries, 8);
     mt_new_file *idx = &writer->idx;
-    if (write_new(idx, header, sizeof header, error) != 0) return -1;
-    if (write_new(idx, writer->lengths, writer->num_sequences * 4, error) != 0) return -1;
+    if (mt_new_file_write(idx, header, sizeof header, error) != 0) return -1;
+    if (mt_new_file_write(idx, writer->lengths, writer->num_sequences * 4, error) != 0) return -1;
     int64_t offset = 0;
     for (int64_t i = 0; i < writer->num_sequences; i++) {
-        if (write_new(idx, &offset, 8, error) != 0) return -1;
+        if (mt_new_file_write(idx, &offset, 8, error) != 0) return -1;
         offset += writer->lengths[i] * dtype_bytes(writer->dtype);
     }
-    return write_new(idx, writer->documents, (writer->num_documents + 1) * 8, error);
+    return mt_new_file_write(idx, writer->documents, (writer->num_documents + 1) * 8, error);
 }
 
 int mt_indexed_writer_seal(mt_indexed_writer *writer, mt_error *error) {
