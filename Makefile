@@ -1,27 +1,35 @@
-# megatron.c: `make deps demo` shows it at work, `make help` lists what else there is.
+# megatron.c: `make deps demo` shows it at work, `make help` lists the targets.
 #
 ## make               build train, infer and data/preprocess (the first time: look for libraries)
 ## make deps          install the distribution's packages that it uses
-## make demo          prepare text, train a small Llama on it, draw its loss and let it write
+## make demo          prepare text, train a small Llama on it, draw its loss and generate text
 ## make test          run the tests; SUITES="tokenizer options" runs some
-## make bench         run the benchmarks
-## make bench-gpu     measure the GPU at real shapes, training included, beside what others reach; takes minutes
-## make plot RUN=F    draw the curves of a metrics file, or several (RUN=a.jsonl,b.jsonl), as a.svg or OUT=FILE.svg|.png
-## make bench-experts  a layer of experts on the GPU against the floor of its products
-## make bench-checkpoint  saving and loading against dd, on 1 and 4 ranks and on a GPU; FOLDER=build/checkpoint
+## make install       PREFIX=/usr/local DESTDIR=: install programs, headers, libraries, megatron.pc;  make uninstall
+## make plot RUN=F    draw the curves of metrics files (RUN=a.jsonl,b.jsonl) as a.svg or OUT=FILE.svg|.png
 ## make pictures      draw the pictures of the notes
+## make bench         run the benchmarks
+## make bench-gpu     measure the GPU's operations, attention and training beside other programs; takes minutes
+## make bench-experts  measure a layer of experts on the GPU against its matrix products alone
+## make bench-checkpoint  saving and loading against dd, on 1 and 4 ranks and on a GPU; FOLDER=build/checkpoint
 ## make fuzz          look for crashes in the parsers; FUZZ_SECONDS=600 TARGET=name
-## make lint          check the rules of the house;  make format: lay the code out;  make format-check
+## make lint          check the project's rules;  make format: format the code;  make format-check: check its format
 ## make probe         look for libraries again
 ## make clean         remove what was built
 ##
 ## Settings: OPT="-O2" CC=clang WITHOUT="mpi blas" (do without libraries) SANITIZE=1 (check memory) WERROR=1 V=1
+## CUDA is compiled for the GPU of this machine; CUDA_ARCH=90a or CUDA_ARCH="80 90a" compiles it where there is none.
+## All cores compile, unless -j says otherwise.
 
 ifeq ($(origin CC),default)
 CC := $(if $(shell command -v gcc),gcc,cc)
 endif
 DEFAULT_CC := $(if $(filter gcc cc,$(notdir $(CC))),,$(notdir $(lastword $(CC))))
 Q := $(if $(V),,@)
+
+# All cores compile. A make that is started by another one shares that one's jobs.
+ifeq ($(MAKELEVEL)$(filter -j% --jobs%,$(MAKEFLAGS)),0)
+MAKEFLAGS += -j$(or $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null),1)
+endif
 
 # ---- One directory for each configuration, so that objects of different builds never meet ----------------------------
 
@@ -50,6 +58,7 @@ PROGRAMS := $(MAINS:%.c=$(BIN)%)
 TEST_PROGRAMS = $(TESTS:%.c=$(B)/%)
 BENCH_PROGRAMS := $(BENCHES:%.c=$(B)/%)
 FUZZ_PROGRAMS := $(FUZZERS:%.c=$(B)/%)
+EXAMPLE_PROGRAMS := $(patsubst %.c,$(B)/%,$(wildcard notes/examples/*.c))
 DRAW := $(if $(wildcard notes/draw.c),$(B)/notes/draw)
 OBJECTS := $(LIBRARY:%.c=$(B)/%.o) $(if $(SANITIZE)$(FUZZER),$(B)/tests/never_unload.o)
 
@@ -62,62 +71,77 @@ CHECKS := $(if $(FUZZER),-fsanitize=fuzzer-no-link) \
 # Floating point: no errno and no traps, and a*b+c may be one instruction. Nothing that reorders sums (-ffast-math).
 MATHS := -fno-math-errno -fno-trapping-math -ffp-contract=fast -fopenmp-simd
 
-.PHONY: all help everything test bench bench-gpu bench-experts bench-checkpoint fuzz fuzz-programs plot pictures demo
-.PHONY: deps deps-dev probe lint format format-check clean FORCE
+.PHONY: all help everything library install uninstall test bench bench-gpu bench-experts bench-checkpoint fuzz
+.PHONY: fuzz-programs plot pictures demo deps deps-dev probe lint format format-check clean FORCE
 all:
 
-# `make deps test` must look for libraries only once they are installed, so what follows deps is made by a second make.
-ifneq ($(filter deps deps-dev,$(MAKECMDGOALS)),)
-REST := $(filter-out deps deps-dev,$(MAKECMDGOALS))
-.PHONY: $(REST)
-$(firstword $(REST)): $(filter deps deps-dev,$(MAKECMDGOALS))
-	+@$(MAKE) --no-print-directory $(REST)
-$(wordlist 2,99,$(REST)): $(firstword $(REST))
+# Several goals are made one after another, each by a make of its own: `make deps test` looks for libraries after they
+# are installed, and `make clean all` builds after it has removed.
+ifneq ($(word 2,$(MAKECMDGOALS)),)
+.PHONY: $(MAKECMDGOALS)
+$(firstword $(MAKECMDGOALS)):
+	+@for goal in $(MAKECMDGOALS); do $(MAKE) --no-print-directory $$goal || exit 1; done
+$(filter-out $(firstword $(MAKECMDGOALS)),$(MAKECMDGOALS)): $(firstword $(MAKECMDGOALS))
 	@:
 else
 
-# ---- What the machine has (probe.sh), unless nothing is going to be compiled -----------------------------------------
+# ---- What the machine has (data/probe.sh), unless nothing is compiled ------------------------------------------------
 
-ifneq ($(filter-out help clean lint format format-check plot probe fuzz,$(or $(MAKECMDGOALS),all)),)
+COMPILES := $(filter-out help clean deps deps-dev lint format format-check plot probe fuzz uninstall,\
+	$(or $(MAKECMDGOALS),all))
+ifneq ($(COMPILES),)
 include $(B)/config.mk
 endif
 
+# CUDA is compiled for the GPU that answers here, or for CUDA_ARCH. To 80 belongs its PTX, from which the driver makes
+# code for newer GPUs. wgmma and TMA need 90a.
 ifneq ($(and $(HAVE_CUDA),$(wildcard cuda/*.cu)),)
+GPU_ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | \
+	grep -x '[0-9]*' | sort -u)
+ARCHS := $(patsubst 90,90a,$(or $(CUDA_ARCH),$(GPU_ARCH)))
+else ifneq ($(and $(CUDA_ARCH),$(COMPILES),$(wildcard $(B)/config.mk)),)
+$(if $(filter cuda,$(WITHOUT)),,$(error CUDA_ARCH=$(CUDA_ARCH): nvcc was not found; NVCC=... or CUDA_HOME=... \
+	names its place; then make probe))
+endif
+ifneq ($(ARCHS),)
 OBJECTS += $(patsubst %.cu,$(B)/%.cu.o,$(wildcard cuda/*.cu))
-# The architecture of the GPU here, or both of sm_80 and Hopper where there is none. With 80 go the kernels' PTX, from
-# which the driver makes code for whatever is newer.
-GPU_ARCH := $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u))
-CUDA_ARCH ?= $(patsubst 90,90a,$(or $(GPU_ARCH),80 90))
-CUDA_DEFINES := -DMT_HAVE_CUDA $(if $(filter 90a,$(CUDA_ARCH)),-DMT_HAVE_SM90A) \
+CUDA_DEFINES := -DMT_HAVE_CUDA $(if $(filter 90a,$(ARCHS)),-DMT_HAVE_SM90A) \
 	$(if $(HAVE_NCCL),-DMT_HAVE_NCCL) $(if $(HAVE_CUDNN),-DMT_HAVE_CUDNN)
 CUDA_LINK := $(NCCL_LIBS) $(CUDNN_LIBS) $(CUDA_LIBS)
 endif
 
 ALL_CFLAGS := -std=c11 -D_GNU_SOURCE -pthread -I. $(OPT) -g $(WARNINGS) $(MATHS) $(CHECKS) $(FOUND_CFLAGS) \
 	$(if $(CUDA_DEFINES),$(CUDA_CFLAGS) $(CUDA_DEFINES)) $(CFLAGS)
-ALL_NVCCFLAGS := -std=c++17 -O3 -lineinfo $(foreach a,$(CUDA_ARCH),-gencode=arch=compute_$a,code=sm_$a) \
-	$(if $(filter 80,$(CUDA_ARCH)),-gencode=arch=compute_80$(comma)code=compute_80) -I. \
+ALL_NVCCFLAGS := -std=c++17 -O3 -lineinfo -Xcompiler -fPIC $(foreach a,$(ARCHS),-gencode=arch=compute_$a,code=sm_$a) \
+	$(if $(filter 80,$(ARCHS)),-gencode=arch=compute_80$(comma)code=compute_80) -I. \
 	$(CUDA_DEFINES) $(if $(WERROR),-Werror all-warnings) $(NVCCFLAGS)
 ALL_FLAGS = $(ALL_CFLAGS) $(ALL_NVCCFLAGS) $(ALL_LIBS)
 ALL_LIBS := $(CHECKS) $(if $(CHECKS),-rdynamic) $(LDFLAGS) $(FOUND_LIBS) $(CUDA_LINK) -pthread -lm
 
-# These two files change when what they hold changes, and then what was built with them is built again.
+# These two files change when their contents change; then everything that was built with them is built again. The + has
+# a dry run write them too: it counts what is built (below).
 $(B)/compiler: FORCE
-	@mkdir -p $(@D)
-	@$(CC) --version 2>&1 | head -n 1 | cmp -s - $@ || $(CC) --version 2>&1 | head -n 1 >$@
+	+@mkdir -p $(@D); $(CC) --version 2>&1 | head -n 1 >$@.new; cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 $(B)/flags: FORCE
-	@mkdir -p $(@D)
-	@echo '$(ALL_FLAGS)' | cmp -s - $@ || echo '$(ALL_FLAGS)' >$@
-$(B)/config.mk: Makefile probe.sh $(B)/compiler
-	@CC='$(CC)' WITHOUT='$(WITHOUT)' ./probe.sh $@
+	+@mkdir -p $(@D); echo '$(ALL_FLAGS)' >$@.new; cmp -s $@.new $@ && rm $@.new || mv $@.new $@
+$(B)/config.mk: Makefile data/probe.sh $(B)/compiler
+	@CC='$(CC)' WITHOUT='$(WITHOUT)' CUDA_ARCH='$(CUDA_ARCH)' data/probe.sh $@
+
+# A line for each file that is built: "[3/25] CC train.c". A dry run counts them first.
+ifeq ($(V)$(COUNTING),)
+ifneq ($(and $(COMPILES),$(wildcard $(B)/config.mk)),)
+TOTAL := $(shell MAKEFLAGS='$(MAKEFLAGS)' $(MAKE) -n COUNTING=1 $(MAKECMDGOALS) 2>/dev/null | grep -c 'echo "\[')
+endif
+endif
+progress = $(if $(V),:,$(eval BUILT += x)echo "[$(words $(BUILT))$(TOTAL:%=/%)] $1")
 
 # ---- Programs --------------------------------------------------------------------------------------------------------
 
-all: $(PROGRAMS) $(OBJECTS)
-everything: all $(TEST_PROGRAMS) $(BENCH_PROGRAMS) $(DRAW)
+all: $(OBJECTS) $(PROGRAMS)
+everything: all $(TEST_PROGRAMS) $(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW)
 
 define link_program
-@mkdir -p $(@D); $(if $(V),,echo "  LD  $@")
+@mkdir -p $(@D); $(call progress,LD $@)
 $(Q)$(CC) $(filter %.o,$^) -o $@ $1 $(ALL_LIBS)
 endef
 
@@ -125,19 +149,75 @@ $(PROGRAMS): $(BIN)%: $(B)/%.o $(OBJECTS) $(B)/flags
 	$(call link_program)
 $(TEST_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
 	$(call link_program,$(CMOCKA_LIBS))
-$(BENCH_PROGRAMS) $(DRAW): %: %.o $(OBJECTS) $(B)/flags
+$(BENCH_PROGRAMS) $(EXAMPLE_PROGRAMS) $(DRAW): %: %.o $(OBJECTS) $(B)/flags
 	$(call link_program)
 $(FUZZ_PROGRAMS): %: %.o $(OBJECTS) $(B)/flags
 	$(call link_program,-fsanitize=fuzzer)
 
 $(B)/%.o: %.c $(B)/flags
-	@mkdir -p $(@D); $(if $(V),,echo "  CC  $<")
+	@mkdir -p $(@D); $(call progress,CC $<)
 	$(Q)$(CC) $(ALL_CFLAGS) $(if $(filter tests/%,$<),$(CMOCKA_CFLAGS)) -MMD -MP -c $< -o $@
 $(B)/%.cu.o: %.cu $(B)/flags
-	@mkdir -p $(@D); $(if $(V),,echo "  NVCC $<")
+	@mkdir -p $(@D); $(call progress,NVCC $<)
 	$(Q)$(NVCC) $(ALL_NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 .SECONDARY:
--include $(wildcard $(B)/*.d $(B)/*/*.d)
+
+# ---- The library -----------------------------------------------------------------------------------------------------
+
+# libmegatron holds megatron.c and what lives in data/, compiled once more as position-independent code. -march=native
+# ties it, as the programs, to machines like this one: OPT="-O3 -march=x86-64-v3" builds for others.
+VERSION = $(shell sed -n 's/^\#define MT_VERSION "\(.*\)"/\1/p' megatron.h)
+SONAME = libmegatron.so.$(firstword $(subst ., ,$(VERSION)))
+LIBRARY_OBJECTS := $(patsubst $(B)/%.o,$(B)/pic/%.o,$(filter-out %.cu.o,$(OBJECTS))) $(filter %.cu.o,$(OBJECTS))
+LIBRARIES_BUILT := $(B)/libmegatron.a $(B)/libmegatron.so
+HEADERS := megatron.h $(filter-out %_internal.h,$(wildcard data/*.h))
+
+library: $(LIBRARIES_BUILT)
+$(B)/libmegatron.a: $(LIBRARY_OBJECTS)
+	@$(call progress,AR $@); rm -f $@
+	$(Q)ar rcs $@ $^
+$(B)/libmegatron.so: $(LIBRARY_OBJECTS)
+	@$(call progress,LD $@)
+	$(Q)$(CC) -shared -Wl,-soname,$(SONAME) -o $@ $^ $(ALL_LIBS)
+$(B)/pic/%.o: %.c $(B)/flags
+	@mkdir -p $(@D); $(call progress,CC $< (for the library))
+	$(Q)$(CC) $(ALL_CFLAGS) -fPIC -fno-semantic-interposition -MMD -MP -c $< -o $@
+
+PREFIX ?= /usr/local
+BINDIR ?= $(PREFIX)/bin
+LIBDIR ?= $(PREFIX)/lib
+INCLUDEDIR ?= $(PREFIX)/include/megatron
+
+define PC_FILE
+prefix=$(PREFIX)
+libdir=$(LIBDIR)
+includedir=$(INCLUDEDIR)
+
+Name: megatron
+Description: trains and runs GPT-family transformers
+Version: $(VERSION)
+Cflags: -I$${includedir}
+Libs: -L$${libdir} -lmegatron
+Libs.private: $(strip $(ALL_LIBS))
+endef
+export PC_FILE
+
+install: all library
+	install -d $(addprefix $(DESTDIR),$(BINDIR) $(LIBDIR)/pkgconfig $(INCLUDEDIR)/data)
+	$(foreach p,$(PROGRAMS),install $p $(DESTDIR)$(BINDIR)/megatron-$(notdir $p) &&) :
+	install -m 644 megatron.h $(DESTDIR)$(INCLUDEDIR)
+	install -m 644 $(filter data/%,$(HEADERS)) $(DESTDIR)$(INCLUDEDIR)/data
+	install -m 644 $(B)/libmegatron.a $(DESTDIR)$(LIBDIR)
+	install $(B)/libmegatron.so $(DESTDIR)$(LIBDIR)/libmegatron.so.$(VERSION)
+	ln -sf libmegatron.so.$(VERSION) $(DESTDIR)$(LIBDIR)/$(SONAME)
+	ln -sf $(SONAME) $(DESTDIR)$(LIBDIR)/libmegatron.so
+	echo "$$PC_FILE" >$(DESTDIR)$(LIBDIR)/pkgconfig/megatron.pc
+
+uninstall:
+	rm -f $(foreach p,$(MAINS:%.c=%),$(DESTDIR)$(BINDIR)/megatron-$(notdir $p))
+	rm -f $(DESTDIR)$(LIBDIR)/libmegatron.* $(DESTDIR)$(LIBDIR)/pkgconfig/megatron.pc
+	rm -rf $(DESTDIR)$(INCLUDEDIR)
+-include $(wildcard $(B)/*.d $(B)/*/*.d $(B)/*/*/*.d)
 
 # ---- Running it ------------------------------------------------------------------------------------------------------
 
@@ -207,8 +287,6 @@ help:
 clean:
 	rm -rf build train infer data/preprocess
 
-endif
-
 # ---- Packages --------------------------------------------------------------------------------------------------------
 
 APT := build-essential pkg-config libopenmpi-dev openmpi-bin libopenblas-openmp-dev libjansson-dev libyaml-dev \
@@ -241,3 +319,5 @@ deps-dev: deps
 	$(call install_packages,clang clang-format $(CLANG:%=libomp-%-dev) \
 		$(if $(shell apt-cache show libclang-rt-$(CLANG)-dev 2>/dev/null),libclang-rt-$(CLANG)-dev),\
 		clang clang-tools-extra compiler-rt libomp-devel,llvm)
+
+endif

@@ -59,7 +59,7 @@ metrics_name_everything() {
     for key in lm_loss load_balancing_loss z_loss load_imbalance worst_load_imbalance dropped peak_memory_bytes; do
         [ "$(metric "$work/m.jsonl" $key | wc -l)" = 10 ] || return 1
     done
-    grep -q 'balance loss .*  z loss .*  load .* (worst ' "$work/out" || return 1
+    grep -q 'aux loss .*  z loss .*  load .* (worst ' "$work/out" || return 1
     # of a model whose first layer has no experts, cut to that layer
     "$train" --hf-config "$golden/deepseek_v3/config.json" --num-layers 1 --mtp-num-layers 0 --mock-data \
         --seq-length 16 --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 \
@@ -220,7 +220,7 @@ a_trace_of_a_run_that_stops_early_holds_what_was_done() {
 
 a_trace_is_refused_before_training() {
     # shellcheck disable=SC2086
-    refuses "--trace $work/none/t.json: cannot be written: No such" $small --train-iters 3 \
+    refuses "$work/none/t.json: cannot be written: No such" $small --train-iters 3 \
         --trace "$work/none/t.json" &&
         ! grep -q loss "$work/out" &&
         refuses "$work: cannot be written: Is a directory" $small --train-iters 3 --trace "$work" &&

@@ -1,11 +1,12 @@
 #!/bin/sh
-# Finds what this machine has by compiling and linking a small program with each library, prints a line for each with
-# what is done without it, and writes the flags to FILE, which the Makefile includes.
+# Finds libraries by compiling and linking a small program with each. Prints a line for each library: its use, or the
+# effect of its absence. Writes the flags to FILE, which the Makefile includes.
 #
-#   usage: CC=gcc WITHOUT="mpi blas" ./probe.sh FILE
+#   usage: CC=gcc WITHOUT="mpi blas" data/probe.sh FILE      from the root of the project
 #
-# WITHOUT names libraries to leave out although they are here. NVCC and CUDA_HOME say where CUDA is, if not in its usual
-# place.
+# WITHOUT names libraries to leave out. NVCC and CUDA_HOME say where CUDA is, unless it is in the PATH or in
+# /usr/local/cuda. CUDA_ARCH names the architectures that the user asked for; without it, CUDA is compiled only where a
+# GPU answers.
 set -u
 config=$1
 CC=${CC:-cc}
@@ -17,26 +18,26 @@ cflags='' libs=''
 mkdir -p "$work"
 trap 'rm -rf "$work"' EXIT
 
-# What pkg-config knows of a package, as CFLAGS|LIBS.
+# package NAME: the flags of a package by pkg-config, as CFLAGS|LIBS.
 package() {
     printf '%s|%s' "$(pkg-config --cflags "$1" 2>/dev/null)" "$(pkg-config --libs "$1" 2>/dev/null)"
 }
 
-# The words of a compiler's command line that compiling needs.
+# compile_words WORDS...: the words of a compiler's command line that the preprocessor and the compiler need.
 compile_words() {
     for word in "$@"; do
         case $word in -I* | -D* | -pthread) printf '%s ' "$word" ;; esac
     done
 }
 
-# program HEADERS STATEMENT: the next program to try.
+# program HEADERS STATEMENT: writes the next program to try.
 program() {
     for header in $1; do echo "#include <$header>"; done >"$work/probe.c"
     echo "int main(void) { $2 }" >>"$work/probe.c"
 }
 
-# links CFLAGS|LIBS...: whether the program compiles and links with one of the candidates, which is then in found_cflags
-# and found_libs. Headers of libraries are system headers: their warnings are not ours.
+# links CFLAGS|LIBS...: succeeds if the program compiles and links with one of the candidates, and leaves that one in
+# found_cflags and found_libs. Headers of libraries become system headers, so that they give no warnings.
 links() {
     for candidate in "$@"; do
         found_cflags=$(echo "${candidate%%|*}" | sed 's/-I */-isystem /g')
@@ -56,13 +57,13 @@ wanted() {
 lower() { echo "$1" | tr '[:upper:]' '[:lower:]'; }
 upper() { echo "$1" | tr '[:lower:]' '[:upper:]'; }
 yes_line() { printf '  ✓ %-9s %s\n' "$1" "$2"; }
-# no_line NAME WHAT_IS_DONE_WITHOUT [REMEDY]
+# no_line NAME EFFECT [REMEDY]
 no_line() {
     if wanted "$(lower "$1")"; then remedy=${3:+; $3}; else remedy=" (switched off)"; fi
     printf '  ✗ %-9s %s%s\n' "$1" "$2" "$remedy"
 }
 
-# look NAME IF_FOUND IF_NOT CANDIDATE...: tries the program, prints the line and remembers the flags.
+# look NAME IF_FOUND IF_NOT CANDIDATE...: tries the program, prints the line and writes HAVE_NAME.
 look() {
     name=$1 if_found=$2 if_not=$3
     shift 3
@@ -75,7 +76,7 @@ look() {
     return 1
 }
 
-# keep MACRO: the library just found becomes part of every program.
+# keep MACRO: compiles and links every program with the library that was found last.
 keep() {
     cflags="$cflags $found_cflags ${1:+-D$1}"
     libs="$libs $found_libs"
@@ -88,7 +89,7 @@ if ! links '|'; then
     exit 1
 fi
 echo "What this machine has ($CC; make probe looks again):"
-echo "# Written by probe.sh" >"$work/config"
+echo "# Written by data/probe.sh" >"$work/config"
 
 advice='make deps installs it'
 program mpi.h 'return MPI_Init(0, 0);'
@@ -133,29 +134,23 @@ if look cmocka 'make test' 'make test is refused' '|-lcmocka' "$(package cmocka)
     echo "CMOCKA_CFLAGS = $found_cflags" >>"$work/config"
 fi
 
-# CUDA: nvcc compiles a kernel and links it with the matrix library; then its companions, as C libraries beside it.
+# CUDA: nvcc compiles a kernel and links it with cuBLAS. NCCL and cuDNN are C libraries.
 nvcc=${NVCC:-$(command -v nvcc || echo "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc")}
 cuda=$(dirname "$(dirname "$nvcc")")
 cuda_libs="-L$cuda/lib64 -Wl,-rpath,$cuda/lib64 -lcublasLt -lcublas -lcudart"
 advice=''
-backend=no
-for source in cuda/*.cu; do [ -e "$source" ] && backend=yes; done
 cat >"$work/probe.cu" <<'CUDA'
 #include <cublas_v2.h>
 __global__ void kernel(float *x) { *x = 1; }
 int main(void) { cublasHandle_t handle; kernel<<<1, 1>>>(0); return cublasCreate(&handle); }
 CUDA
-if [ $backend = yes ]; then
-    cuda_used='--device cuda' cuda_missing='--device cuda is refused: everything runs on the CPU'
-    nccl_used='several GPUs' nccl_missing='one GPU only'
-    cudnn_used="cuDNN's attention" cudnn_missing='our own attention kernels'
+if [ -n "${CUDA_ARCH:-}" ] || nvidia-smi -L >/dev/null 2>&1; then
+    compiled=''
 else
-    cuda_used='found, not used: this version has no CUDA backend yet'
-    cuda_missing='nothing lost: this version has no CUDA backend yet'
-    nccl_used=$cuda_used nccl_missing=$cuda_missing cudnn_used=$cuda_used cudnn_missing=$cuda_missing
+    compiled='no GPU answers, so it is not compiled; make CUDA_ARCH=90a compiles it'
 fi
 if wanted cuda && "$nvcc" "$work/probe.cu" -o "$work/probe" -lcublasLt -lcublas >"$work/log" 2>&1; then
-    yes_line CUDA "$cuda_used"
+    yes_line CUDA "${compiled:---device cuda}"
     {
         echo "HAVE_CUDA = 1"
         echo "NVCC = $nvcc"
@@ -163,15 +158,16 @@ if wanted cuda && "$nvcc" "$work/probe.cu" -o "$work/probe" -lcublasLt -lcublas 
         echo "CUDA_LIBS = $cuda_libs -lstdc++"
     } >>"$work/config"
     program nccl.h 'int v; return ncclGetVersion(&v);'
-    look NCCL "$nccl_used" "$nccl_missing" "-I$cuda/include|-lnccl $cuda_libs" &&
+    look NCCL "${compiled:+with CUDA: }several GPUs" 'one GPU only' "-I$cuda/include|-lnccl $cuda_libs" &&
         echo "NCCL_LIBS = $found_libs" >>"$work/config"
     program cudnn.h '_Static_assert(CUDNN_VERSION >= 91000, "9.10 or later"); return cudnnGetVersion() == 0;'
-    look cuDNN "$cudnn_used" "$cudnn_missing" "-I$cuda/include|-lcudnn $cuda_libs" &&
+    look cuDNN "${compiled:+with CUDA: }attention by cuDNN" 'the attention kernels of cuda/' \
+        "-I$cuda/include|-lcudnn $cuda_libs" &&
         echo "CUDNN_LIBS = $found_libs" >>"$work/config"
 else
-    no_line CUDA "$cuda_missing"
-    no_line NCCL "$nccl_missing"
-    no_line cuDNN "$cudnn_missing"
+    no_line CUDA '--device cuda is refused: everything runs on the CPU'
+    no_line NCCL 'one GPU only'
+    no_line cuDNN 'the attention kernels of cuda/'
 fi
 
 if wanted gnuplot && gnuplot -e 'set terminal svg; set terminal dumb' >/dev/null 2>&1; then
