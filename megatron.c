@@ -5277,8 +5277,8 @@ struct mt_model {
     double unread_tokens, unread_seconds; // of the steps since metrics were read
     double data_seconds;                  // of this step, in which it waited for samples
     mt_context *context;                  // attention of ranks that share sequences, NULL for one rank
-    mt_pass last_pass;                    // of the last mt_model_forward
-    const mt_micro_batch *in_context;     // the micro-batch that `context` holds
+    mt_pass last_forward;
+    const mt_micro_batch *in_context; // the micro-batch that `context` holds
     /* context parallelism; NULL without */
     void *context_memory;
 };
@@ -8071,7 +8071,7 @@ static void mt_head_loss(mt_model *m, const mt_pass *p, const mt_output *out, co
                          const float *weights, double *sums, float *loss, float *entropy) {
     mt_vocab_cross_entropy_forward(&p->tp, loss, entropy, out->lse, m->row_stats, out->logits, labels, p->T, m->V,
                                    m->vocab_first, m->vocab_count);
-    m->ops->loss_accumulate(sums, loss, weights, p->T, p->stream);
+    if (!p->replay) m->ops->loss_accumulate(sums, loss, weights, p->T, p->stream);
 }
 
 /* scratch.dnormed = the gradient of the normalised hidden states. The head's gradients stay acquired. */
@@ -8490,15 +8490,23 @@ static mt_micro_batch *mt_micro_batch_free(mt_model *m, int64_t chunk) {
 void mt_model_forward(mt_model *m, const mt_batch *batch, bool training) {
     MT_CHECK(!training || m->grid->pipeline.size == 1);
     for (int64_t chunk = 0; chunk < m->num_chunks; chunk++) {
-        m->last_pass = mt_load_batch(m, mt_micro_batch_free(m, chunk), batch, training);
-        mt_stage_forward(m, &m->last_pass);
-        if (m->stages[chunk].loss) mt_loss_forward(m, &m->last_pass);
+        m->last_forward = mt_load_batch(m, mt_micro_batch_free(m, chunk), batch, training);
+        mt_stage_forward(m, &m->last_forward);
+        if (m->stages[chunk].loss) mt_loss_forward(m, &m->last_forward);
     }
 }
 
+void mt_model_replay(mt_model *m) {
+    mt_pass p = m->last_forward;
+    MT_CHECK(m->plan.train && m->grid->pipeline.size == 1);
+    p.replay = true;
+    mt_stage_forward(m, &p);
+    mt_loss_forward(m, &p);
+}
+
 void mt_model_backward(mt_model *m) {
-    MT_CHECK(m->plan.train && m->last_pass.training && m->grid->pipeline.size == 1);
-    mt_stage_backward(m, &m->last_pass);
+    MT_CHECK(m->plan.train && m->last_forward.training && m->grid->pipeline.size == 1);
+    mt_stage_backward(m, &m->last_forward);
 }
 
 /* What the last pipeline rank has in host memory, to all that its pipeline consists of. */
@@ -8533,16 +8541,16 @@ static void mt_read_logits(mt_model *m, const mt_micro_batch *at, float *logits,
 }
 
 void mt_model_read(mt_model *m, float *loss, float *entropy, float *logits) {
-    int64_t T = m->last_pass.T;
+    int64_t T = m->last_forward.T;
     if (loss && m->has_loss) m->ops->memory_copy(loss, m->loss, T * 4, m->stream);
     if (entropy && m->has_loss) {
-        MT_CHECK(!m->last_pass.training);
+        MT_CHECK(!m->last_forward.training);
         m->ops->memory_copy(entropy, m->entropy, T * 4, m->stream);
     }
     m->ops->stream_wait(m->stream);
     if (loss) mt_model_share(m, loss, T * 4);
     if (entropy) mt_model_share(m, entropy, T * 4);
-    if (logits) mt_read_logits(m, m->last_pass.at, logits, T);
+    if (logits) mt_read_logits(m, m->last_forward.at, logits, T);
 }
 
 /* Puts what a pass of decoding reads into the host's block: always the same one, because graphs keep its address. */
@@ -9775,6 +9783,7 @@ static int mt_action_forward(mt_model *m, const mt_action *action, mt_source *fr
     if (p.training) at->index = action->micro_batch;
     mt_stage_forward(m, &p);
     if (m->stages[action->chunk].loss) mt_loss_forward(m, &p);
+    m->last_forward = p;
     return 0;
 }
 

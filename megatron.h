@@ -1496,6 +1496,11 @@ void mt_model_set_reader(mt_model *model, mt_stream *reader);
  * be possible. Every rank of a pipeline calls it, and none with `training`: mt_train_step runs its schedule. */
 void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
 
+/* Does the last forward of a model on one pipeline rank again, from the same batch: writes the same activations and
+ * changes nothing else; no loss, load, auxiliary loss or gradient counts twice. Recomputation replays layers this way.
+ * Between a forward and its backward. */
+void mt_model_replay(mt_model *model);
+
 /* Backward of the last forward: parameter gradients accumulate, for a loss that is the sum over unmasked tokens, and
  * what multi-token prediction adds to it. */
 void mt_model_backward(mt_model *model);
