@@ -8612,8 +8612,8 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
         mt_read_logits(m, mt_decode_output(m), logits, num_rows);
 }
 
-void mt_model_decode_likeliest(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
-                               int64_t num_rows, int32_t *tokens) {
+void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                            int64_t num_rows, int32_t *tokens) {
     MT_CHECK(m->grid->world.size == 1);
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
     mt_decode_enqueue(m, batch, num_rows);
@@ -8626,10 +8626,9 @@ void mt_model_decode_likeliest(mt_model *m, const mt_batch *batch, const int32_t
 
 /* ==== §11 schedules ============================================================================================== */
 
-/* Who holds which layers and who computes what when. Invariants: everything here is a pure function of options and
- * rank; every micro-batch's every chunk is in a list once forward and, but for evaluation, once backward; the lists of
- * all ranks run against one another without deadlock; what is said about them (time, memory) is counted on the lists.
- */
+/* The layers of each rank, and the order of its work. Invariants: everything here is a pure function of options and
+ * rank; a list has one forward and, except for evaluation, one backward of every micro-batch on every chunk; the lists
+ * of all ranks run without deadlock; statements about them (time, memory) are counted on the lists. */
 
 /* ==== §11a lists ================================================================================================= */
 
@@ -8645,8 +8644,9 @@ static void mt_list_add(mt_action_list *list, mt_action_kind kind, int64_t micro
     list->count++;
 }
 
-/* The `index`-th forward of a rank, the same on all: group by group, chunk by chunk, micro-batch by micro-batch. Only
- * the last group may be smaller. Backwards have the same order with chunks counted from the last. */
+/* Micro-batch and chunk of the `index`-th forward, the same on all ranks: group by group, within it chunk by chunk,
+ * within it micro-batch by micro-batch. Only the last group may be smaller. Backwards have the same order, with chunks
+ * counted from the last. */
 static void mt_schedule_order(const mt_schedule *s, int64_t index, int64_t *micro_batch, int64_t *chunk) {
     int64_t group = s->vp == 1 ? s->micro_batches : s->group;
     int64_t first = index / (group * s->vp) * group, size = s->micro_batches - first;
@@ -8680,7 +8680,7 @@ static void mt_list_backward(mt_action_list *list, mt_action_kind kind, int64_t 
     if (stage > 0) mt_list_add(list, MT_ACTION_SEND_BACKWARD, micro_batch, chunk, (list->rank + s->pp - 1) % s->pp);
 }
 
-/* Forwards before the first backward, but for the one that opens the steady part. */
+/* Forwards of warm-up: those before the first pair of a forward and a backward. */
 static int64_t mt_schedule_warmup(const mt_schedule *s, int64_t rank) {
     int64_t total = s->micro_batches * s->vp, ahead = s->pp - rank - 1;
     if (s->kind == MT_SCHEDULE_INTERLEAVED) ahead = 2 * ahead + (s->vp - 1) * s->group;
@@ -8712,32 +8712,32 @@ int64_t mt_schedule_actions(mt_action *actions, const mt_schedule *s, int64_t ra
 }
 
 /* ==== §11b simulated time ======================================================================================== */
-/* Invariant: messages of one rank in one direction are received in the order in which they were sent, so a channel is
- * two counters and the times at which they moved. */
+/* Invariant: messages of one rank in one direction are received in the order in which they were sent, so a queue is two
+ * counters and the times at which they moved. */
 
-/* Channel 2 * rank holds what a rank sends forward, 2 * rank + 1 what it sends backward. */
-typedef struct mt_channels {
+/* Queue 2 * rank holds the messages that a rank sends forward, 2 * rank + 1 those that it sends backward. */
+typedef struct mt_queues {
     int64_t in_flight, capacity;
-    int64_t *sent, *taken;      // [2 pp]
+    int64_t *sent, *received;   // [2 pp]
     double *ready_at, *free_at; // [2 pp, capacity]
-} mt_channels;
+} mt_queues;
 
-/* Sends at `now`, or when there is room; false while that is not known. */
-static bool mt_channel_send(mt_channels *c, int64_t channel, double cost, double *now) {
-    int64_t index = c->sent[channel], before = index - c->in_flight;
-    if (c->in_flight > 0 && before >= c->taken[channel]) return false;
-    if (c->in_flight > 0 && before >= 0) *now = fmax(*now, c->free_at[channel * c->capacity + before]);
-    c->ready_at[channel * c->capacity + index] = *now + cost;
-    c->sent[channel]++;
+/* Sends at `now`, or as soon as there is room; false while that time is unknown. */
+static bool mt_queue_send(mt_queues *q, int64_t queue, double cost, double *now) {
+    int64_t index = q->sent[queue], before = index - q->in_flight;
+    if (q->in_flight > 0 && before >= q->received[queue]) return false;
+    if (q->in_flight > 0 && before >= 0) *now = fmax(*now, q->free_at[queue * q->capacity + before]);
+    q->ready_at[queue * q->capacity + index] = *now + cost;
+    q->sent[queue]++;
     return true;
 }
 
-static bool mt_channel_receive(mt_channels *c, int64_t channel, double *now) {
-    int64_t index = c->taken[channel];
-    if (index == c->sent[channel]) return false;
-    *now = fmax(*now, c->ready_at[channel * c->capacity + index]);
-    c->free_at[channel * c->capacity + index] = *now;
-    c->taken[channel]++;
+static bool mt_queue_receive(mt_queues *q, int64_t queue, double *now) {
+    int64_t index = q->received[queue];
+    if (index == q->sent[queue]) return false;
+    *now = fmax(*now, q->ready_at[queue * q->capacity + index]);
+    q->free_at[queue * q->capacity + index] = *now;
+    q->received[queue]++;
     return true;
 }
 
@@ -8748,7 +8748,7 @@ static double mt_action_cost(mt_action_kind kind, const mt_action_costs *costs) 
 }
 
 /* Runs the action of `rank` at `index`; false if it must wait for an action of another rank. */
-static bool mt_timeline_act(mt_timeline *t, mt_channels *channels, const mt_action_costs *costs, int64_t rank,
+static bool mt_timeline_act(mt_timeline *t, mt_queues *queues, const mt_action_costs *costs, int64_t rank,
                             int64_t index, double *now) {
     mt_action action = t->actions[index];
     bool backward = action.kind == MT_ACTION_SEND_BACKWARD || action.kind == MT_ACTION_RECV_BACKWARD;
@@ -8756,11 +8756,11 @@ static bool mt_timeline_act(mt_timeline *t, mt_channels *channels, const mt_acti
     switch (action.kind) {
     case MT_ACTION_SEND_FORWARD:
     case MT_ACTION_SEND_BACKWARD:
-        if (!mt_channel_send(channels, 2 * rank + backward, costs->send, now)) return false;
+        if (!mt_queue_send(queues, 2 * rank + backward, costs->send, now)) return false;
         break;
     case MT_ACTION_RECV_FORWARD:
     case MT_ACTION_RECV_BACKWARD:
-        if (!mt_channel_receive(channels, 2 * (int64_t)action.peer + backward, now)) return false;
+        if (!mt_queue_receive(queues, 2 * (int64_t)action.peer + backward, now)) return false;
         break;
     default:
         *now += mt_action_cost(action.kind, costs);
@@ -8769,7 +8769,7 @@ static bool mt_timeline_act(mt_timeline *t, mt_channels *channels, const mt_acti
     return true;
 }
 
-/* Counts on the list of one rank: the work, and the forwards that wait for their backward. */
+/* Returns the work on the list of one rank, and sets its peak of forwards without their backward. */
 static double mt_timeline_count(mt_timeline *t, int64_t rank, const mt_action_costs *costs) {
     double work = 0;
     int64_t held = 0;
@@ -8793,12 +8793,12 @@ int mt_timeline_create(mt_timeline *t, const mt_schedule *schedule, const mt_act
     for (int64_t r = 0; r < pp; r++) mt_schedule_actions(t->actions + t->first[r], schedule, r);
     int64_t *counters = mt_calloc(5 * pp * 8), *next = counters + 4 * pp;
     double *times = mt_calloc((4 * capacity + 1) * pp * 8), *now = times + 4 * capacity * pp;
-    mt_channels channels = {in_flight, capacity, counters, counters + 2 * pp, times, times + 2 * pp * capacity};
+    mt_queues queues = {in_flight, capacity, counters, counters + 2 * pp, times, times + 2 * pp * capacity};
     for (bool progress = true; progress;) {
         progress = false;
         for (int64_t r = 0; r < pp; r++)
             for (; t->first[r] + next[r] < t->first[r + 1]; next[r]++, done++, progress = true)
-                if (!mt_timeline_act(t, &channels, costs, r, t->first[r] + next[r], &now[r])) break;
+                if (!mt_timeline_act(t, &queues, costs, r, t->first[r] + next[r], &now[r])) break;
     }
     double work = 0;
     for (int64_t r = 0; r < pp; r++) {
@@ -8823,8 +8823,8 @@ int64_t mt_pipeline_layout_count(const char *letters) {
     return count;
 }
 
-/* Layers by the letters: the embedding first of all, the loss last of all, once each, and before it in its stage the
- * modules of multi-token prediction. */
+/* Layers from the letters of the layout: E first and L last, once each; the MTP modules right before L, in its stage.
+ */
 static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_error *error) {
     const char *letters = o->pipeline_letters;
     MT_CHECK(mt_pipeline_layout_count(letters) <=
@@ -8835,7 +8835,7 @@ static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_err
     while (mtp > letters && mtp[-1] == 'm') mtp--;
     int64_t modules = last - mtp;
     for (const char *at = letters; at < mtp; at++)
-        if (*at == 'm') modules = -1; // one stands where it cannot be
+        if (*at == 'm') modules = -1; // a module before other letters
     for (const char *at = letters; *at; at++) {
         if ((*at == 'E' && at != letters) || (*at == 'L' && at != last)) good = false;
         if (*at == 't') stages[stage].num_layers++, layers++;
@@ -8857,7 +8857,7 @@ static int mt_pipeline_layout_read(mt_stage *stages, const mt_options *o, mt_err
     return 0;
 }
 
-/* `layers` in `ranks` equal parts of `vp` equal stages; `what` names the layers for messages. */
+/* Layers per stage where `ranks` ranks share `layers` equally; `what` names the layers in the error. */
 static int64_t mt_pipeline_layout_share(const mt_options *o, const char *what, int64_t layers, int64_t ranks,
                                         mt_error *error) {
     int64_t vp = o->num_virtual_stages_per_pipeline_rank;
@@ -8868,7 +8868,7 @@ static int64_t mt_pipeline_layout_share(const mt_options *o, const char *what, i
                         what, (long long)layers, (long long)ranks, (long long)vp);
 }
 
-/* First and last rank with layers of their own; those between share the rest. */
+/* Numbers of layers for the first and the last rank; the other ranks share the rest equally. */
 static int mt_pipeline_layout_uneven(mt_stage *stages, const mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
     int64_t first = o->decoder_first_pipeline_num_layers, last = o->decoder_last_pipeline_num_layers;
@@ -8900,7 +8900,8 @@ int mt_pipeline_layout_build(mt_stage *stages, const mt_options *o, mt_error *er
     } else if (o->decoder_first_pipeline_num_layers > 0 || o->decoder_last_pipeline_num_layers > 0) {
         if (mt_pipeline_layout_uneven(stages, o, error)) return -1;
     } else {
-        const char *what = embedding || loss ? "--num-layers with what --account-for-* counts" : "--num-layers";
+        const char *what =
+            embedding || loss ? "--num-layers plus the layers that --account-for-* adds" : "--num-layers";
         int64_t share =
             mt_pipeline_layout_share(o, what, o->num_layers + embedding + loss, o->pipeline_model_parallel_size, error);
         if (share < 0) return -1;
@@ -9615,7 +9616,7 @@ static int mt_generator_advance(mt_generator *g, mt_sequence *sequences, int64_t
             if (!sequences[next].finished && !mt_generator_add(g, &sequences[next], next)) break;
         if (g->batch.num_tokens == 0) break;
         if (g->argmax)
-            mt_model_decode_likeliest(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->argmax);
+            mt_model_decode_argmax(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->argmax);
         else
             mt_model_decode(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->logits);
         for (int64_t row = 0; row < g->num_logits; row++)

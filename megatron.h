@@ -1590,8 +1590,8 @@ void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cach
 
 /* The same with the likeliest token of each of these rows, tokens[num_rows], instead of the logits: the lowest id among
  * equals, -1 where the logits are not all numbers. */
-void mt_model_decode_likeliest(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
-                               int64_t num_rows, int32_t *tokens);
+void mt_model_decode_argmax(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                            int64_t num_rows, int32_t *tokens);
 
 /* ==== §11 schedules ================================================================================================
  */
