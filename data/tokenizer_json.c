@@ -574,7 +574,6 @@ int mt_tokenizer_load_json(mt_tokenizer *tokenizer, const char *path, const mt_t
     }
     json_t *root = parse_json(path, json, error);
     int failed = root ? load_json(&l, root, config) : -1;
-    if (failed) mt_error_one_line(error);
     free(l.keys);
     json_decref(root);
     json_decref(config);
@@ -626,7 +625,6 @@ int mt_tokenizer_load_gpt2(mt_tokenizer *tokenizer, const char *vocab_path, cons
     loader l = {.tokenizer = tokenizer, .path = vocab_path, .error = error};
     json_t *root = parse_json(vocab_path, vocab, error);
     int failed = root ? load_gpt2(&l, root, merges_path, merges) : -1;
-    if (failed) mt_error_one_line(error);
     free(l.keys);
     json_decref(root);
     return failed;
