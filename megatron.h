@@ -1556,6 +1556,11 @@ void mt_model_set_reader(mt_model *model, mt_stream *reader);
  * be possible. Every rank of a pipeline calls it, and none with `training`: mt_train_step runs its schedule. */
 void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
 
+/* Does the last forward of a model on one pipeline rank again, from the same batch: writes the same activations and
+ * changes nothing else; no loss, load, auxiliary loss or gradient counts twice. Recomputation replays layers this way.
+ * Between a forward and its backward. */
+void mt_model_replay(mt_model *model);
+
 /* Backward of the last forward: parameter gradients accumulate, for a loss that is the sum over unmasked tokens, and
  * what multi-token prediction adds to it. */
 void mt_model_backward(mt_model *model);
@@ -1573,8 +1578,8 @@ void mt_model_decode(mt_model *model, const mt_batch *batch, const int32_t *cach
 
 /* The same with the likeliest token of each of these rows, tokens[num_rows], instead of the logits: the lowest id among
  * equals, -1 where the logits are not all numbers. */
-void mt_model_decode_likeliest(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
-                               int64_t num_rows, int32_t *tokens);
+void mt_model_decode_argmax(mt_model *model, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                            int64_t num_rows, int32_t *tokens);
 
 /* ==== §11 schedules ================================================================================================
  */

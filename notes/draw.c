@@ -6,11 +6,11 @@
  * calls: a mask is computed by attention, a bucket by the parameter table, a schedule is the list that the training
  * step runs. A picture is therefore wrong only if the program is wrong. */
 #include "../data/dataset.h"
+#include "../data/file.h"
 #include "../data/options.h"
 #include "../data/schedule_print.h"
 #include "../megatron.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -31,8 +31,8 @@ enum { BLUE, ORANGE, GREEN, YELLOW, PURPLE, RED, TEAL, NUM_FILLS };
 
 /* An SVG file being written. Lengths are in pixels. */
 typedef struct picture {
-    FILE *file;
-    char path[1024], temporary[1100];
+    FILE *file; // of `out`
+    mt_new_file out;
 } picture;
 
 /* Anchor of a text: its start, middle or end. */
@@ -45,10 +45,11 @@ static void check(int status, const mt_error *error) {
 /* `name` is also the title of the picture, for screen readers. */
 static picture picture_open(const char *folder, const char *name, const char *title, int width, int height) {
     picture p;
-    snprintf(p.path, sizeof p.path, "%s/%s.svg", folder, name);
-    snprintf(p.temporary, sizeof p.temporary, "%s.part", p.path);
-    p.file = fopen(p.temporary, "w");
-    if (!p.file) mt_die("%s: cannot be written: %s; name an existing folder", p.temporary, strerror(errno));
+    char path[1024];
+    mt_error error;
+    snprintf(path, sizeof path, "%s/%s.svg", folder, name);
+    check(mt_new_file_open(&p.out, path, "folder", &error), &error);
+    p.file = p.out.stream;
     fprintf(p.file, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\"\n",
             width, height, width, height);
     fprintf(p.file,
@@ -59,13 +60,9 @@ static picture picture_open(const char *folder, const char *name, const char *ti
 }
 
 static void picture_close(picture *p) {
+    mt_error error;
     fprintf(p->file, "</svg>\n");
-    bool failed = ferror(p->file) || fflush(p->file) != 0;
-    if (fclose(p->file) != 0 || failed || rename(p->temporary, p->path) != 0) {
-        int reason = errno;
-        unlink(p->temporary);
-        mt_die("%s: cannot be written: %s", p->path, strerror(reason));
-    }
+    check(mt_new_file_close(&p->out, 0, &error), &error);
 }
 
 static void box(picture *p, double x, double y, double width, double height, const char *fill) {
