@@ -47,6 +47,9 @@
  *   §15  generation
  *   §16  the training step
  */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE // clock_gettime, madvise
+#endif
 #include "megatron.h"
 
 #include "data/file.h"
@@ -86,6 +89,10 @@
 /* ==== §1 checks, arenas, random numbers ========================================================================== */
 /* What everything else stands on. Invariants: library code never exits on the user's input, memory is asked for here
  * and nowhere else, and a random number is a pure function of what it is for. */
+
+const char *mt_version(void) {
+    return MT_VERSION;
+}
 
 int mt_error_set(mt_error *error, const char *format, ...) {
     va_list arguments;
@@ -3072,7 +3079,8 @@ const mt_ops mt_cpu_ops = {.name = "cpu", MT_OPERATIONS(MT_CPU_ENTRY)};
 #ifndef MT_HAVE_CUDA
 const mt_ops *mt_cuda_open(int device, mt_error *error) {
     (void)device;
-    mt_error_set(error, "this build has no CUDA; install the CUDA toolkit and run make again, or take --device cpu");
+    mt_error_set(error, "this build has no CUDA; make compiles it for the GPU that it finds, or for CUDA_ARCH=90a; "
+                        "or take --device cpu");
     return NULL;
 }
 
