@@ -4,6 +4,8 @@
 
 #include "data/checkpoint.h"
 #include "data/options.h"
+#include "data/prompts.h"
+#include "data/score.h"
 #include "data/tokenizer.h"
 
 #include <errno.h>
@@ -194,6 +196,13 @@ static bool answer_lines(run *r) {
     return all;
 }
 
+static void print_rates(const mt_generator *generator) {
+    mt_generator_totals t = mt_generator_read_totals(generator);
+    fprintf(stderr, "read %lld tokens, %.1f tokens/s; then wrote %lld, %.1f tokens/s\n", (long long)t.prefill_tokens,
+            t.prefill_tokens ? (double)t.prefill_tokens / t.prefill_seconds : 0, (long long)t.decode_tokens,
+            t.decode_tokens ? (double)t.decode_tokens / t.decode_seconds : 0);
+}
+
 static void score(run *r) {
     mt_error error;
     mt_model_plan plan;
@@ -229,7 +238,7 @@ int main(int argc, char **argv) {
             answer_prompts(&r);
         else
             all = answer_lines(&r);
-        if (r.is_first) mt_generator_print_rates(r.generator, stderr);
+        if (r.is_first) print_rates(r.generator);
     }
     mt_generator_destroy(r.generator);
     mt_model_destroy(r.model);

@@ -39,7 +39,6 @@
  *   §11a lists
  *   §11b simulated time
  *   §11c layouts
- *   §11d pictures
  *   §12  gradient buckets
  *   §12a buckets that move
  *   §12b shards and wholes
@@ -8878,156 +8877,6 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
     return s;
 }
 
-/* ==== §11d pictures ============================================================================================== */
-/* Time in characters, or as SVG. Chunks are letters from a on, or shades. */
-
-static void mt_pipeline_layout_print(const mt_stage *stages, const mt_schedule *s, FILE *file) {
-    for (int64_t rank = 0; rank < s->pp; rank++) {
-        fprintf(file, "rank %lld:", (long long)rank);
-        for (int64_t i = rank; i < s->pp * s->vp; i += s->pp) {
-            const mt_stage *stage = &stages[i];
-            if (s->vp > 1) fprintf(file, "%s %c", i == rank ? "" : ";", (char)('a' + i / s->pp % 26));
-            fprintf(file, "%s", stage->embedding ? " embedding" : "");
-            if (stage->num_layers == 1) fprintf(file, " layer %lld", (long long)stage->first_layer);
-            if (stage->num_layers > 1)
-                fprintf(file, " layers %lld-%lld", (long long)stage->first_layer,
-                        (long long)(stage->first_layer + stage->num_layers - 1));
-            if (stage->num_mtp > 0) fprintf(file, " mtp x %lld", (long long)stage->num_mtp);
-            fprintf(file, "%s", stage->loss ? " loss" : stage->num_layers == 0 && !stage->embedding ? " empty" : "");
-        }
-        fprintf(file, "\n");
-    }
-}
-
-/* One rank's row: `width` characters a unit. Forward "3 ", backward "[3 ]", its parts "[3" and "3]". */
-static void mt_timeline_row(const mt_timeline *t, int64_t rank, int width, char *row) {
-    int64_t units = llround(t->span);
-    for (int64_t i = 0; i < units * width; i++) row[i] = i % width == width - 2 ? '.' : ' ';
-    row[units * width] = 0;
-    for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-        const mt_action *action = &t->actions[i];
-        if (action->peer >= 0) continue;
-        char label[32], suffix[2] = {t->schedule.vp > 1 ? (char)('a' + action->chunk % 26) : '\0', '\0'};
-        int length = snprintf(label, sizeof label, "%lld%s", (long long)action->micro_batch, suffix);
-        int64_t from = llround(t->start[i]) * width, to = llround(t->end[i]) * width;
-        memset(row + from, ' ', (size_t)(to - from));
-        bool begins = action->kind == MT_ACTION_BACKWARD || action->kind == MT_ACTION_BACKWARD_INPUT;
-        memcpy(row + from + (begins ? width : width - 1) - length, label, (size_t)length);
-        if (begins) row[from] = '[';
-        if (action->kind == MT_ACTION_BACKWARD || action->kind == MT_ACTION_BACKWARD_WEIGHT) row[to - 1] = ']';
-    }
-}
-
-/* All rows, in strips of at most 100 columns. */
-static void mt_timeline_print(const mt_timeline *t, FILE *file) {
-    char text[32];
-    int width = snprintf(text, sizeof text, "%lld", (long long)(t->schedule.micro_batches - 1)) + 1;
-    int margin = snprintf(text, sizeof text, "rank %lld  ", (long long)(t->schedule.pp - 1));
-    if (t->schedule.vp > 1 || t->schedule.kind == MT_SCHEDULE_ZB_H1) width++;
-    int64_t units = llround(t->span), strip = (100 - margin - 12) / width;
-    char *row = mt_malloc(units * width + 1);
-    for (int64_t first = 0; first < units; first += strip) {
-        int64_t shown = first + strip < units ? strip : units - first;
-        if (first > 0) fprintf(file, "\n");
-        for (int64_t rank = 0; rank < t->schedule.pp; rank++) {
-            mt_timeline_row(t, rank, width, row);
-            snprintf(text, sizeof text, "rank %lld", (long long)rank);
-            fprintf(file, "%-*s%.*s", margin, text, (int)shown * width, row + first * width);
-            if (first + strip >= units) fprintf(file, "  peak %lld", (long long)t->live[rank]);
-            fprintf(file, "\n");
-        }
-    }
-    free(row);
-}
-
-void mt_timeline_draw(const mt_timeline *t, FILE *svg, double x, double y, double unit) {
-    static const char *const fills[] = {"#9cc3e6", "#a9d18e", "#a9d18e", "#9fd6cf"}; // by mt_action_kind
-    const double height = 24;
-    for (int64_t rank = 0; rank < t->schedule.pp; rank++) {
-        double top = y + height * (double)rank;
-        fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\">%lld</text>\n", x - 8, top + 15, (long long)rank);
-        fprintf(svg, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"#eceee9\"/>\n", x, top,
-                unit * t->span, height - 2);
-        for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
-            const mt_action *action = &t->actions[i];
-            if (action->peer >= 0) continue;
-            double left = x + unit * t->start[i], width = unit * (t->end[i] - t->start[i]);
-            double opacity = 1 - 0.7 * (double)action->chunk / (double)t->schedule.vp;
-            fprintf(svg,
-                    "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\" fill-opacity=\"%.2f\" "
-                    "stroke=\"#24292f\" stroke-width=\"0.6\"/>\n",
-                    left, top, width, height - 2, fills[action->kind], opacity);
-            fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%lld</text>\n", left + width / 2, top + 15,
-                    (long long)action->micro_batch);
-        }
-        fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\">%lld</text>\n", x + unit * t->span + 8, top + 15,
-                (long long)t->live[rank]);
-    }
-}
-
-/* "interleaved schedule: 4 ranks of 2 stages, 8 micro-batches" */
-static void mt_schedule_title(const mt_schedule *s, char title[200]) {
-    static const char *const names[] = {"1F1B", "interleaved", "ZB-H1", "forward-only"};
-    snprintf(title, 200, "%s schedule: %lld ranks of %lld stage%s, %lld micro-batches", names[s->kind],
-             (long long)s->pp, (long long)s->vp, s->vp > 1 ? "s" : "", (long long)s->micro_batches);
-}
-
-static int mt_timeline_save(const mt_timeline *t, const char *path, mt_error *error) {
-    const double unit = 24;
-    char title[200];
-    mt_schedule_title(&t->schedule, title);
-    double width = fmax(60 + unit * t->span + 60, 640), height = 90 + 24 * (double)t->schedule.pp;
-    FILE *svg = fopen(path, "w");
-    if (!svg) return mt_error_set(error, "--print-schedule %s: cannot be written: %s", path, strerror(errno));
-    fprintf(svg,
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %.0f %.0f\" width=\"%.0f\" height=\"%.0f\" "
-            "font-family=\"monospace\" font-size=\"11\" fill=\"#24292f\">\n<title>%s</title>\n"
-            "<rect width=\"%.0f\" height=\"%.0f\" rx=\"8\" fill=\"#fdfdfb\"/>\n",
-            width, height, width, height, title, width, height);
-    fprintf(svg,
-            "<text x=\"40\" y=\"24\">%s: bubble %.1f%% of the work</text>\n<text x=\"40\" y=\"44\">blue: forward, "
-            "green: backward, teal: its weights' part; lighter: later stages; right: live micro-batches</text>\n",
-            title, 100 * t->bubble);
-    mt_timeline_draw(t, svg, 40, 64, unit);
-    fprintf(svg, "</svg>\n");
-    bool failed = ferror(svg) != 0;
-    if (fclose(svg) != 0 || failed)
-        return mt_error_set(error, "--print-schedule %s: cannot be written: %s", path, strerror(errno));
-    return 0;
-}
-
-int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
-    const mt_action_costs units = {1, 1, 1, 0};
-    mt_schedule s = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
-    if (s.pp * s.vp > 1000000 / s.micro_batches)
-        return mt_error_set(error, "--print-schedule draws at most a million forwards; lower --global-batch-size, %lld",
-                            (long long)o->global_batch_size);
-    mt_stage *stages = mt_malloc(s.pp * s.vp * (int64_t)sizeof(mt_stage));
-    mt_timeline timeline;
-    char title[200];
-    int status = mt_pipeline_layout_build(stages, o, error);
-    if (status == 0) {
-        MT_CHECK(mt_timeline_create(&timeline, &s, &units, 0) == 0);
-        mt_schedule_title(&s, title);
-        fprintf(file, "%s\n\n", title);
-        mt_pipeline_layout_print(stages, &s, file);
-        fprintf(file, "\n");
-        mt_timeline_print(&timeline, file);
-        fprintf(file,
-                "\n3 is a forward of micro-batch 3%s, %s; forward = 1 unit, backward = 2.\n"
-                "peak: live micro-batches%s. Bubble: %lld of %lld units, %.1f%% of the work.\n",
-                s.vp > 1 ? " (a, b, ...: of which stage)" : "",
-                s.kind == MT_SCHEDULE_ZB_H1 ? "[3 the backward of its input, 3] of the weights" : "[3 ] its backward",
-                s.vp > 1 ? " x stages" : "",
-                (long long)llround(timeline.span * timeline.bubble / (1 + timeline.bubble)),
-                (long long)llround(timeline.span), 100 * timeline.bubble);
-        if (strcmp(o->print_schedule, "-") != 0) status = mt_timeline_save(&timeline, o->print_schedule, error);
-        mt_timeline_free(&timeline);
-    }
-    free(stages);
-    return status;
-}
-
 /* ==== §12 gradient buckets ======================================================================================= */
 /* Data parallelism: every rank of the data group computes its own micro-batches, and then all make one update. Per
  * bucket, an all-reduce does that; or a reduce-scatter of gradients, an update of one shard a rank, and an all-gather
@@ -9503,23 +9352,23 @@ int64_t mt_consumed_samples(const mt_options *options, int64_t iterations) {
 }
 
 /* ==== §15 generation ============================================================================================= */
-/* From logits to new tokens, and from tokens to their log-probabilities. Invariants: what a sequence draws depends on
- * the seed, its id and the position, never on its neighbours in the batch; reading a prompt and adding a token are one
- * and the same: a pass over the tokens that the cache does not hold yet. */
+/* From logits to new tokens. Invariants: a sequence's random draws depend on the seed, its id and the position, never
+ * on the other sequences of the batch; a prefill and a decode step are the same operation, a forward of the tokens that
+ * are not in the key/value cache yet. */
 
-/* ---- choosing a token */
+/* ---- sampling */
 
-/* Softmax weight of a token, relative to the likeliest. */
+/* Unnormalised softmax weight of a token; 1 for `best`, the argmax. */
 static double mt_token_weight(const float *logits, int32_t token, int32_t best, double temperature) {
     return exp(((double)logits[token] - (double)logits[best]) / temperature);
 }
 
-/* Of two tokens, whether `a` comes first: the likelier, or the lower id. */
+/* True if token `a` comes before `b`: higher logit first, then lower id. */
 static bool mt_token_before(const float *logits, int32_t a, int32_t b) {
     return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
 }
 
-/* Restores a heap of tokens (a parent comes before its children) whose element i may be too low. */
+/* Restores a heap of tokens (a parent comes before its children) in which element i may belong further down. */
 static void mt_token_heap_sift(int32_t *heap, int64_t count, int64_t i, const float *logits) {
     int32_t token = heap[i];
     for (int64_t child; (child = 2 * i + 1) < count; i = child) {
@@ -9530,7 +9379,7 @@ static void mt_token_heap_sift(int32_t *heap, int64_t count, int64_t i, const fl
     heap[i] = token;
 }
 
-/* Takes the first token out of the heap order[0, count) and puts it at order[count - 1]. */
+/* Moves the first token of the heap order[0, count) to order[count - 1]. */
 static int32_t mt_token_heap_pop(int32_t *order, int64_t count, const float *logits) {
     int32_t first = order[0];
     order[0] = order[count - 1];
@@ -9539,8 +9388,8 @@ static int32_t mt_token_heap_pop(int32_t *order, int64_t count, const float *log
     return first;
 }
 
-/* Sorts the tokens that may be chosen to the end of order[V], likeliest last, and no others: a heap is built in O(V),
- * and few tokens leave it. Returns their number, and in `total` their weight. */
+/* Moves the tokens that top-k and top-p keep to the end of order[V], in ascending order. Returns their number, and in
+ * `total` the sum of their weights. Building the heap is O(V); usually few tokens are popped. */
 static int64_t mt_tokens_keep(int32_t *order, int64_t V, const float *logits, int32_t best, const mt_sampling *sampling,
                               double *total) {
     double t = sampling->temperature, all = 0, sum = 0;
@@ -9582,10 +9431,11 @@ int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sa
 
 /* ---- prompts */
 
-int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
-                      const mt_options *o, mt_error *error) {
+/* Checks prompt `id`, of a sequence of at most `context` tokens. */
+static int mt_prompt_check(int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context, const mt_options *o,
+                           mt_error *error) {
     long long number = id + 1;
-    if (num_prompt == 0) return mt_error_set(error, "prompt %lld is empty; give it at least one token", number);
+    if (num_prompt <= 0) return mt_error_set(error, "prompt %lld is empty; give it at least one token", number);
     if (num_prompt >= context)
         return mt_error_set(error,
                             "prompt %lld has %lld tokens, which leaves no room for a new one in a context of %lld; "
@@ -9597,32 +9447,19 @@ int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, 
                                 "prompt %lld: token %d is outside the model's vocabulary of %lld; take the model's own "
                                 "tokenizer",
                                 number, prompt[i], (long long)o->vocab_size);
-    int64_t room = context - num_prompt, new_tokens = o->max_new_tokens < room ? o->max_new_tokens : room;
+    return 0;
+}
+
+int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
+                      const mt_options *o, mt_error *error) {
+    if (mt_prompt_check(id, prompt, num_prompt, context, o, error) != 0) return -1;
+    int64_t new_tokens = mt_min(o->max_new_tokens, context - num_prompt);
     *sequence = (mt_sequence){.id = id, .num_prompt = num_prompt, .num_tokens = num_prompt};
     sequence->max_tokens = num_prompt + new_tokens;
     sequence->finished = new_tokens == 0;
     sequence->tokens = mt_malloc(sequence->max_tokens * 4);
     memcpy(sequence->tokens, prompt, (size_t)(num_prompt * 4));
     return 0;
-}
-
-int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, const mt_options *options,
-                      mt_error *error) {
-    int32_t *ids = mt_malloc((int64_t)strlen(text) * 4 + 4);
-    int64_t count = 0;
-    int status = 0;
-    for (const char *from = text; from && status == 0;) {
-        char *end;
-        errno = 0;
-        long long token = strtoll(from, &end, 10);
-        if (end == from || errno != 0 || token < 0 || token > INT32_MAX || (*end != ',' && *end != '\0'))
-            status = mt_error_set(error, "\"%.20s\" is no token id; give whole numbers with commas between them", from);
-        ids[count++] = (int32_t)token;
-        from = *end ? end + 1 : NULL;
-    }
-    if (status == 0) status = mt_sequence_begin(sequence, id, ids, count, context, options, error);
-    free(ids);
-    return status;
 }
 
 int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count) {
@@ -9633,7 +9470,7 @@ int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count) {
 
 /* ---- sequences in a batch */
 
-enum { MT_PREFILL_TOKENS = 512 }; // a piece of a prompt: long enough for fast matrix products, short enough for memory
+enum { MT_PREFILL_TOKENS = 512 }; // tokens of a prefill's forward: enough for fast matrix products, little memory
 
 struct mt_generator {
     mt_model *model;
@@ -9642,19 +9479,17 @@ struct mt_generator {
     int64_t max_sequences, rows_per_sequence; // sequence s owns cache rows [s, s + 1) * rows_per_sequence
     mt_batch batch;
     int32_t *cache_rows;  // [max_tokens] of the batch's tokens
-    int32_t *logit_rows;  // [max_sequences] batch rows whose logits are wanted
-    int64_t *logit_owner; // [max_sequences] and the sequences that they belong to
+    int32_t *logit_rows;  // [max_sequences] batch rows whose logits are needed
+    int64_t *logit_owner; // [max_sequences] the sequence of each of these rows
     int64_t num_logits;
-    float *logits;                      // [max_sequences, vocab_size], unless the likeliest token is chosen
-    int32_t *likeliest;                 // [max_sequences] then
-    int32_t *order;                     // [vocab_size], for mt_sample
-    int64_t read, written;              // tokens: of prompts, and added since
-    double read_seconds, write_seconds; // in steps that read prompts, and in the others
+    float *logits;   // [max_sequences, vocab_size]; NULL if the device computes the argmax
+    int32_t *argmax; // [max_sequences] in that case, else NULL
+    int32_t *order;  // [vocab_size], for mt_sample
+    mt_generator_totals totals;
 };
 
 mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens) {
-    int64_t piece = prompt_tokens < MT_PREFILL_TOKENS ? prompt_tokens : MT_PREFILL_TOKENS;
-    return (mt_model_plan){.max_tokens = mt_max(piece, count),
+    return (mt_model_plan){.max_tokens = mt_max(mt_min(prompt_tokens, MT_PREFILL_TOKENS), count),
                            .max_logits = count,
                            .cache_rows = count * max_tokens,
                            .max_position = max_tokens};
@@ -9671,8 +9506,8 @@ mt_generator *mt_generator_create(mt_model *model, int64_t max_sequences, const 
     g->cache_rows = mt_malloc(tokens * 4);
     g->logit_rows = mt_malloc(max_sequences * 4);
     g->logit_owner = mt_malloc(max_sequences * 8);
-    if (sampling->temperature == 0 && model->grid->world.size == 1) // one rank has whole logits on its device
-        g->likeliest = mt_malloc(max_sequences * 4);
+    if (sampling->temperature == 0 && model->grid->world.size == 1) // one rank has all logits on its device
+        g->argmax = mt_malloc(max_sequences * 4);
     else
         g->logits = mt_malloc(max_sequences * vocabulary * 4);
     g->order = mt_malloc(vocabulary * 4);
@@ -9686,17 +9521,17 @@ void mt_generator_destroy(mt_generator *g) {
     free(g->logit_rows);
     free(g->logit_owner);
     free(g->logits);
-    free(g->likeliest);
+    free(g->argmax);
     free(g->order);
     free(g);
 }
 
-/* Adds the next tokens of sequence s that are not cached, as many as fit, as one span. Returns whether they all did. */
+/* Adds the uncached tokens of sequence s to the batch, as many as fit, as one span. Returns true if all fit. */
 static bool mt_generator_add(mt_generator *g, mt_sequence *sequence, int64_t s) {
     mt_batch *batch = &g->batch;
     int64_t start = batch->num_tokens, first_row = s * g->rows_per_sequence, cached = sequence->num_cached;
     int64_t wanted = sequence->num_tokens - cached, room = g->model->plan.max_tokens - start;
-    int64_t count = wanted < room ? wanted : room;
+    int64_t count = mt_min(wanted, room);
     if (count == 0) return false;
     for (int64_t i = 0; i < count; i++) {
         batch->tokens[start + i] = sequence->tokens[cached + i];
@@ -9712,12 +9547,12 @@ static bool mt_generator_add(mt_generator *g, mt_sequence *sequence, int64_t s) 
     return true;
 }
 
-/* Appends the token that the logits of row `row` of the last pass give. */
+/* Appends the token sampled from row `row` of the last forward. */
 static int mt_generator_append(mt_generator *g, mt_sequence *sequence, int64_t row, mt_error *error) {
     int64_t vocabulary = g->model->options->vocab_size;
-    int32_t token = g->likeliest ? g->likeliest[row]
-                                 : mt_sample(g->logits + row * vocabulary, vocabulary, &g->sampling, sequence->id,
-                                             sequence->num_tokens, g->order);
+    int32_t token = g->argmax ? g->argmax[row]
+                              : mt_sample(g->logits + row * vocabulary, vocabulary, &g->sampling, sequence->id,
+                                          sequence->num_tokens, g->order);
     if (token < 0)
         return mt_error_set(error,
                             "the model's logits after token %lld are not all numbers; its weights are damaged, or too "
@@ -9729,8 +9564,7 @@ static int mt_generator_append(mt_generator *g, mt_sequence *sequence, int64_t r
     return 0;
 }
 
-/* Passes over the model until every unfinished sequence has its next token: one, unless prompts are longer than a
- * batch. */
+/* Runs forwards until every unfinished sequence has its next token: one, or several if the prompts exceed a batch. */
 static int mt_generator_advance(mt_generator *g, mt_sequence *sequences, int64_t count, mt_error *error) {
     int64_t next = 0;
     while (next < count) {
@@ -9738,8 +9572,8 @@ static int mt_generator_advance(mt_generator *g, mt_sequence *sequences, int64_t
         for (; next < count; next++)
             if (!sequences[next].finished && !mt_generator_add(g, &sequences[next], next)) break;
         if (g->batch.num_tokens == 0) break;
-        if (g->likeliest)
-            mt_model_decode_likeliest(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->likeliest);
+        if (g->argmax)
+            mt_model_decode_likeliest(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->argmax);
         else
             mt_model_decode(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->logits);
         for (int64_t row = 0; row < g->num_logits; row++)
@@ -9757,238 +9591,37 @@ int64_t mt_generator_step(mt_generator *g, mt_sequence *sequences, int64_t count
         if (sequences[s].num_cached == 0 && !sequences[s].finished) read += sequences[s].num_tokens;
     }
     if (mt_generator_advance(g, sequences, count, error) != 0) return -1;
-    g->read += read;
-    g->written += read ? 0 : unfinished;
-    *(read ? &g->read_seconds : &g->write_seconds) += mt_time() - start;
+    mt_generator_totals *totals = &g->totals;
+    totals->prefill_tokens += read;
+    totals->decode_tokens += read ? 0 : unfinished;
+    *(read ? &totals->prefill_seconds : &totals->decode_seconds) += mt_time() - start;
     return mt_sequences_unfinished(sequences, count);
 }
 
-void mt_generator_print_rates(const mt_generator *g, FILE *file) {
-    fprintf(file, "read %lld tokens, %.1f tokens/s; then wrote %lld, %.1f tokens/s\n", (long long)g->read,
-            g->read ? (double)g->read / g->read_seconds : 0, (long long)g->written,
-            g->written ? (double)g->written / g->write_seconds : 0);
+mt_generator_totals mt_generator_read_totals(const mt_generator *g) {
+    return g->totals;
 }
 
-/* ---- where texts begin and end */
-
-/* Reads a JSON object from a file that may be absent (then *json is NULL). */
-static int mt_json_read_optional(json_t **json, const char *path, mt_error *error) {
-    json_error_t problem;
-    *json = NULL;
-    if (access(path, F_OK) != 0) return 0;
-    *json = json_load_file(path, 0, &problem);
-    if (json_is_object(*json)) return 0;
-    bool is_json = *json != NULL;
-    json_decref(*json);
-    *json = NULL;
-    if (is_json) return mt_error_set(error, "%s: not a JSON object; mend the file or remove it", path);
-    return mt_error_set(error, "%s:%d: %s; mend the file or remove it", path, problem.line, problem.text);
-}
-
-static void mt_stops_add(mt_stops *stops, int64_t id) {
-    if (id >= 0 && id <= INT32_MAX && stops->count < MT_MAX_STOPS) stops->ids[stops->count++] = (int32_t)id;
-}
-
-int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options, mt_error *error) {
-    char path[4096];
-    json_t *config, *item;
-    size_t i;
-    stops->count = 0;
-    snprintf(path, sizeof path, "%s/generation_config.json", folder);
-    if (mt_json_read_optional(&config, path, error) != 0) return -1;
-    json_t *eos = json_object_get(config, "eos_token_id");
-    if (json_is_integer(eos)) mt_stops_add(stops, json_integer_value(eos));
-    json_array_foreach(eos, i, item) if (json_is_integer(item)) mt_stops_add(stops, json_integer_value(item));
-    if (stops->count == 0) mt_stops_add(stops, options->eos_token_id);
-    json_decref(config);
-    return 0;
-}
-
-/* Whether tokenizer.json's post-processor puts a special token before a text (Llama 3's does, GPT-2's does not). */
-static bool mt_processor_adds_bos(const json_t *processor) {
-    json_t *item, *single = json_object_get(processor, "single");
-    size_t i;
-    if (json_object_get(json_array_get(single, 0), "SpecialToken")) return true;
-    bool found = false;
-    json_array_foreach(json_object_get(processor, "processors"), i, item) found |= mt_processor_adds_bos(item);
-    return found;
-}
-
-int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error) {
-    char config_path[4096], json_path[4096], model_path[4096];
-    struct stat status;
-    json_t *config, *tokenizer;
-    bool is_file = stat(path, &status) == 0 && S_ISREG(status.st_mode);
-    int folder = (int)strlen(path); // bytes of its name
-    while (is_file && folder > 0 && path[folder - 1] != '/') folder--;
-    snprintf(config_path, sizeof config_path, "%.*s%stokenizer_config.json", folder, path, is_file ? "" : "/");
-    snprintf(json_path, sizeof json_path, "%s%s", path, is_file ? "" : "/tokenizer.json");
-    snprintf(model_path, sizeof model_path, "%s%s", path, is_file ? "" : "/tokenizer.model");
-
-    if (mt_json_read_optional(&config, config_path, error) != 0) return -1;
-    json_t *add_bos = json_object_get(config, "add_bos_token");
-    bool is_said = json_is_boolean(add_bos);
-    *begins = json_is_true(add_bos);
-    json_decref(config);
-    if (is_said) return 0;
-    if (mt_text_ends_with(json_path, ".json") && access(json_path, F_OK) == 0) {
-        if (mt_json_read_optional(&tokenizer, json_path, error) != 0) return -1;
-        *begins = mt_processor_adds_bos(json_object_get(tokenizer, "post_processor"));
-        json_decref(tokenizer);
-    } else {
-        *begins = mt_text_ends_with(model_path, ".model") && access(model_path, F_OK) == 0; // Llama's
-    }
-    return 0;
-}
-
-/* ---- log-probabilities of given tokens */
-
-/* A file of floats that takes its place only when it is whole. */
-typedef struct mt_float_file {
-    const char *path; // NULL: not wanted
-    char *temporary;
-    FILE *file;
-} mt_float_file;
-
-static int mt_float_file_open(mt_float_file *out, const char *path, mt_error *error) {
-    *out = (mt_float_file){.path = path};
-    if (!path) return 0;
-    int64_t length = (int64_t)strlen(path) + 32;
-    out->temporary = mt_malloc(length);
-    snprintf(out->temporary, (size_t)length, "%s.tmp.%ld", path, (long)getpid());
-    out->file = fopen(out->temporary, "wb");
-    if (out->file) return 0;
-    int status = mt_error_set(error, "%s: cannot be written: %s", path, strerror(errno));
-    free(out->temporary);
-    *out = (mt_float_file){0};
-    return status;
-}
-
-static int mt_float_file_write(mt_float_file *out, const float *values, int64_t count, mt_error *error) {
-    if (!out->path || (int64_t)fwrite(values, 4, (size_t)count, out->file) == count) return 0;
-    return mt_error_set(error, "%s: cannot be written: %s", out->path, strerror(errno));
-}
-
-/* Puts the file in its place if all went well so far, and otherwise removes it. Returns the status, or -1. */
-static int mt_float_file_close(mt_float_file *out, int status, mt_error *error) {
-    if (!out->path) return status;
-    bool whole = status == 0 && fflush(out->file) == 0 && fsync(fileno(out->file)) == 0;
-    int problem = errno;
-    if (fclose(out->file) != 0 && whole) whole = false, problem = errno;
-    if (whole && rename(out->temporary, out->path) != 0) whole = false, problem = errno;
-    if (!whole) unlink(out->temporary);
-    if (!whole && status == 0) status = mt_error_set(error, "%s: cannot be written: %s", out->path, strerror(problem));
-    free(out->temporary);
-    *out = (mt_float_file){0};
-    return status;
-}
-
-/* Opens the sequences to score and counts them. */
-static FILE *mt_score_open(const mt_options *o, int64_t *num_sequences, mt_error *error) {
-    struct stat status;
-    FILE *file = fopen(o->score, "rb");
-    if (!file || fstat(fileno(file), &status) != 0) {
-        mt_error_set(error, "%s: cannot be read: %s", o->score, strerror(errno));
-        if (file) fclose(file);
-        return NULL;
-    }
-    int64_t bytes = S_ISREG(status.st_mode) ? status.st_size : 0, bytes_each = (o->seq_length + 1) * 4;
-    *num_sequences = bytes / bytes_each;
-    if (bytes == 0 || bytes % bytes_each != 0) {
-        mt_error_set(error,
-                     "%s: %lld bytes are not whole sequences of --seq-length %lld + 1 int32 tokens (%lld bytes each); "
-                     "give the length that the file was made for",
-                     o->score, (long long)bytes, (long long)o->seq_length, (long long)bytes_each);
-        fclose(file);
-        return NULL;
-    }
-    if (o->max_sequences > 0 && o->max_sequences < *num_sequences) *num_sequences = o->max_sequences;
-    return file;
-}
-
-int mt_score_plan(mt_model_plan *plan, const mt_options *o, mt_error *error) {
-    int64_t num_sequences;
-    FILE *file = mt_score_open(o, &num_sequences, error);
-    if (!file) return -1;
-    fclose(file);
-    int64_t at_once = o->micro_batch_size < num_sequences ? o->micro_batch_size : num_sequences;
-    int64_t tokens = at_once * o->seq_length;
-    *plan = (mt_model_plan){.max_tokens = tokens, .max_logits = tokens, .max_position = o->seq_length};
-    return 0;
-}
-
-/* Reads `count` sequences, of which `first` is the first, into a batch. `row` is room for one. */
-static int mt_score_read(mt_batch *batch, FILE *file, int64_t first, int64_t count, int32_t *row, const mt_options *o,
-                         mt_error *error) {
-    int64_t T = o->seq_length;
-    for (int64_t s = 0; s < count; s++) {
-        if ((int64_t)fread(row, 4, (size_t)(T + 1), file) != T + 1)
-            return mt_error_set(error, "%s: cannot be read: %s", o->score,
-                                ferror(file) ? strerror(errno) : "it became shorter while it was read");
-        for (int64_t i = 0; i <= T; i++)
-            if (row[i] < 0 || row[i] >= o->vocab_size)
-                return mt_error_set(error,
-                                    "%s: token %d at position %lld of sequence %lld is outside the model's vocabulary "
-                                    "of %lld",
-                                    o->score, row[i], (long long)i, (long long)(first + s), (long long)o->vocab_size);
-        for (int64_t i = 0, t = s * T; i < T; i++, t++) {
-            batch->tokens[t] = row[i];
-            batch->labels[t] = row[i + 1];
-            batch->loss_mask[t] = 1;
-            batch->positions[t] = (int32_t)i;
-            batch->token_index[t] = (first + s) * T + i;
-        }
-        batch->spans[s] = (mt_span){s * T, T, s * T, T, true};
-    }
-    batch->num_tokens = count * T;
-    batch->num_spans = count;
-    return 0;
-}
-
-/* Scores the open file, a micro-batch at a time, into the open outputs. */
-static int mt_score_batches(mt_model *m, FILE *file, int64_t num_sequences, mt_float_file out[3], mt_error *error) {
-    const mt_options *o = m->options;
-    int64_t T = o->seq_length, tokens = m->plan.max_tokens, at_once = tokens / T;
-    mt_batch batch;
-    mt_batch_alloc(&batch, tokens);
-    int32_t *row = mt_malloc((T + 1) * 4);
-    float *loss = mt_malloc(tokens * 4), *entropy = mt_malloc(tokens * 4);
-    float *logits = o->logits_out ? mt_malloc(tokens * o->vocab_size * 4) : NULL; // wanted by one rank, made by all
+int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t count, int64_t max_tokens,
+                const mt_sampling *sampling, const mt_stops *stops, mt_error *error) {
+    static const mt_sampling greedy = {.top_p = 1};
+    static const mt_stops none = {.count = 0};
+    mt_sequence *sequences = mt_calloc(count * (int64_t)sizeof *sequences);
     int status = 0;
-    for (int64_t first = 0; first < num_sequences && status == 0; first += at_once) {
-        int64_t count = num_sequences - first < at_once ? num_sequences - first : at_once;
-        status = mt_agree(&m->grid->world, mt_score_read(&batch, file, first, count, row, o, error) != 0, error);
-        if (status != 0) break;
-        mt_model_forward(m, &batch, false);
-        mt_model_read(m, loss, entropy, logits);
-        for (int64_t t = 0; t < count * T; t++) loss[t] = -loss[t]; // the label's log-probability
-        status = mt_float_file_write(&out[0], loss, count * T, error);
-        if (status == 0) status = mt_float_file_write(&out[1], entropy, count * T, error);
-        if (status == 0) status = mt_float_file_write(&out[2], logits, count * T * o->vocab_size, error);
-        status = mt_agree(&m->grid->world, status != 0, error); // who writes may have no room left
+    for (int64_t s = 0; s < count && status == 0; s++) {
+        int32_t *row = tokens + s * max_tokens; // sequence s generates in place
+        sequences[s] = (mt_sequence){s, row, num_tokens[s], num_tokens[s], 0, max_tokens, false};
+        status = mt_prompt_check(s, row, num_tokens[s], max_tokens, model->options, error);
     }
-    free(row);
-    free(loss);
-    free(entropy);
-    free(logits);
-    mt_batch_free(&batch);
+    if (status == 0) {
+        mt_generator *g = mt_generator_create(model, count, sampling ? sampling : &greedy, stops ? stops : &none);
+        for (int64_t unfinished = count; unfinished > 0;)
+            unfinished = status = (int)mt_generator_step(g, sequences, count, error);
+        mt_generator_destroy(g);
+    }
+    for (int64_t s = 0; s < count; s++) num_tokens[s] = status == 0 ? sequences[s].num_tokens : num_tokens[s];
+    free(sequences);
     return status;
-}
-
-int64_t mt_score(mt_model *model, mt_error *error) {
-    const mt_options *o = model->options;
-    const char *paths[3] = {o->out, o->entropy_out, o->logits_out};
-    mt_float_file out[3] = {{0}};
-    int64_t num_sequences = 0;
-    bool writes = model->grid->world.rank == 0;
-    FILE *file = mt_score_open(o, &num_sequences, error);
-    int status = file ? 0 : -1;
-    for (int i = 0; i < 3 && status == 0 && writes; i++) status = mt_float_file_open(&out[i], paths[i], error);
-    status = mt_agree(&model->grid->world, status != 0, error);
-    if (status == 0) status = mt_score_batches(model, file, num_sequences, out, error);
-    for (int i = 0; i < 3; i++) status = mt_float_file_close(&out[i], status, error);
-    if (file) fclose(file);
-    return mt_agree(&model->grid->world, status != 0, error) == 0 ? num_sequences : -1;
 }
 
 /* ==== §16 the training step ====================================================================================== */

@@ -1625,10 +1625,6 @@ int mt_timeline_create(mt_timeline *timeline, const mt_schedule *schedule, const
                        int64_t in_flight);
 void mt_timeline_free(mt_timeline *timeline);
 
-/* Draws a timeline as SVG elements with its corner at (x, y) and `unit` pixels per unit of time: one row per rank, with
- * the rank on the left and its peak of live micro-batches on the right. */
-void mt_timeline_draw(const mt_timeline *timeline, FILE *svg, double x, double y, double unit);
-
 /* Fills stages[chunk * pp + rank] from checked options: equal stages; first and last stages of other sizes; equal
  * stages with the embedding and the loss counted as layers; or the stages of --pipeline-model-parallel-layout, in
  * Megatron's letters: E embedding, t layer, m MTP module, L loss, | between stages, x*n and (xyz)*n repeat. Errors: a
@@ -1640,11 +1636,6 @@ int64_t mt_pipeline_layout_count(const char *letters);
 
 /* The schedule of finished options for training steps of `micro_batches` micro-batches. */
 mt_schedule mt_schedule_of(const mt_options *options, int64_t micro_batches);
-
-/* --print-schedule: for finished options, prints the pipeline layout, the schedule in characters (one row per rank; a
- * forward and each part of a backward take one unit), peak live micro-batches and bubble. Draws the schedule into the
- * option's SVG file unless that is "-". An unwritable file is an error. */
-int mt_schedule_print(const mt_options *options, FILE *file, mt_error *error);
 
 /* ==== §12 gradient buckets =========================================================================================
  */
@@ -1775,18 +1766,18 @@ int mt_evaluate(mt_model *model, int64_t micro_batches, mt_batch_source *source,
 /* ==== §15 generation ===============================================================================================
  */
 
-/* How the next token is chosen: temperature 0 is greedy, top_k 0 and top_p 1 keep every token. */
+/* How a token is sampled: temperature 0 is greedy; top_k 0 and top_p 1 keep every token. */
 typedef struct mt_sampling {
     double temperature, top_p;
     int64_t top_k;
     uint64_t seed;
 } mt_sampling;
 
-/* Chooses a token by logits[vocab_size]: the likeliest at temperature 0 (the lowest id among equals); else one drawn
- * from softmax(logits / temperature), cut to the top_k likeliest and then to the fewest of these that hold top_p of
- * their probability (Holtzman et al., "The curious case of neural text degeneration"; as Hugging Face does). Drawn by
- * Philox at (sequence, position): the same draw whatever else is in the batch. `order` is scratch [vocab_size].
- * Returns -1 if the logits are not all numbers. */
+/* Samples a token from logits[vocab_size]. Temperature 0: the argmax, the lowest id among equals. Else a draw from
+ * softmax(logits / temperature), restricted to the top_k most probable tokens, then to the smallest set of these that
+ * holds top_p of their probability (Holtzman et al., "The curious case of neural text degeneration"; as Hugging Face).
+ * Philox at (sequence, position) gives the random number, so the draw does not depend on the rest of the batch. `order`
+ * is scratch [vocab_size]. Returns -1 if a logit is not a number or the largest is not finite. */
 int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, int64_t sequence,
                   int64_t position, int32_t *order);
 
@@ -1797,69 +1788,60 @@ typedef struct mt_stops {
     int64_t count;
 } mt_stops;
 
-/* Reads a model folder's end tokens: those of generation_config.json, which may list several, or else that of
- * config.json (options->eos_token_id); perhaps none. A damaged file is an error. */
-int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options, mt_error *error);
+/* The memory plan of a model that generates `count` sequences of at most max_tokens tokens as one batch, from prompts
+ * of prompt_tokens tokens in all. */
+mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens);
 
-/* Whether the tokenizer at `path`, a folder or a file, begins a text with its BOS token when Hugging Face encodes one:
- * as the folder's tokenizer_config.json says (add_bos_token), else tokenizer.json's post-processor, else true for
- * SentencePiece's .model. A damaged file is an error. */
-int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error);
+/* Continues `count` >= 1 prompts as one batch until each ends at a stop token, which it includes, or at max_tokens.
+ * tokens[count, max_tokens] holds prompt s in the first num_tokens[s] elements of row s; afterwards num_tokens[s]
+ * counts the generated tokens too. `sampling` NULL: greedy; `stops` NULL: none. The model was created with
+ * mt_generator_plan(count, max_tokens, ...). Errors: a prompt that is empty, fills its row or has a token outside the
+ * vocabulary; logits that are not finite. Every rank of the model calls it and gets the same tokens. */
+int mt_generate(mt_model *model, int32_t *tokens, int64_t *num_tokens, int64_t count, int64_t max_tokens,
+                const mt_sampling *sampling, const mt_stops *stops, mt_error *error);
 
-/* One sequence being generated. */
+/* ---- the same, one token at a time */
+
+/* A sequence being generated. */
 typedef struct mt_sequence {
-    int64_t id;         // names it in random draws
-    int32_t *tokens;    // the prompt, then what was generated; room for max_tokens; free it
+    int64_t id;         // part of the key of its random draws
+    int32_t *tokens;    // [max_tokens] the prompt, then the generated tokens; free it
     int64_t num_prompt; // tokens of the prompt, at least one
-    int64_t num_tokens; // with those generated so far
-    int64_t num_cached; // of these, with keys and values in the cache; 0 to begin
-    int64_t max_tokens; // where it ends at the latest
+    int64_t num_tokens; // of prompt and generated tokens so far
+    int64_t num_cached; // leading tokens whose keys and values are in the cache; 0 to begin
+    int64_t max_tokens; // the sequence ends at this length
     bool finished;
 } mt_sequence;
 
-/* Begins a sequence of prompt[num_prompt] tokens and up to options->max_new_tokens more, `context` in all. Errors: an
- * empty prompt, one that fills the context, a token outside the vocabulary. */
+/* Begins a sequence from prompt[num_prompt], with up to options->max_new_tokens more tokens and `context` tokens in
+ * all. Errors: an empty prompt, a prompt that fills the context, a token outside the vocabulary. */
 int mt_sequence_begin(mt_sequence *sequence, int64_t id, const int32_t *prompt, int64_t num_prompt, int64_t context,
                       const mt_options *options, mt_error *error);
 
-/* mt_sequence_begin from a text such as "1,2,3"; one that is not ids is an error too. */
-int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, const mt_options *options,
-                      mt_error *error);
-
-/* How many are not finished. */
+/* Number of unfinished sequences. */
 int64_t mt_sequences_unfinished(const mt_sequence *sequences, int64_t count);
 
 /* Generates sequences as one batch with a key/value cache. */
 typedef struct mt_generator mt_generator;
 
-/* The memory plan of a model that generates up to `count` sequences of at most max_tokens tokens at once, from prompts
- * of prompt_tokens tokens in all. */
-mt_model_plan mt_generator_plan(int64_t count, int64_t max_tokens, int64_t prompt_tokens);
-
-/* A generator for a model that was created by mt_generator_plan(max_sequences, ...). It keeps no sequences: a sequence
- * that begins again with num_cached = 0 in the place of another is a new one. */
+/* A generator for a model that was created with mt_generator_plan(max_sequences, ...). Sequence s of each call owns the
+ * s-th part of the cache; a new sequence (num_cached = 0) may take the place of a finished one. */
 mt_generator *mt_generator_create(mt_model *model, int64_t max_sequences, const mt_sampling *sampling,
                                   const mt_stops *stops);
 void mt_generator_destroy(mt_generator *generator);
 
-/* Advances every unfinished sequence by one token; the first call reads the prompts, in pieces where they are longer
- * than the plan's max_tokens. A sequence keeps its place in `sequences` [count] from call to call; it ends at a stop
- * token, which it then includes, or at max_tokens. Returns how many are unfinished, or -1 with error if the model's
- * logits are not numbers. */
+/* Advances every unfinished sequence of sequences[count] by one token. The first call also computes the prompts
+ * (prefill), in several forwards if they exceed the plan's max_tokens. A sequence ends at a stop token, which it
+ * includes, or at its max_tokens. Returns the number of unfinished sequences, or -1 with error if the logits are not
+ * finite. */
 int64_t mt_generator_step(mt_generator *generator, mt_sequence *sequences, int64_t count, mt_error *error);
 
-/* Prints how many tokens of prompts were read and how many tokens were then written, with their rates. */
-void mt_generator_print_rates(const mt_generator *generator, FILE *file);
-
-/* The memory plan for mt_score: a micro-batch, or the whole file if that is less. Errors: those of reading it. */
-int mt_score_plan(mt_model_plan *plan, const mt_options *options, mt_error *error);
-
-/* Scores the first options->max_sequences (0: all) sequences of options->score, int32 [N, seq_length + 1]: writes fp32
- * files of each label's log-probability [N, seq_length] to options->out, its distribution's entropy in nats [N,
- * seq_length] to entropy_out and the logits [N, seq_length, vocab_size] to logits_out, where these are given. Returns
- * N, or -1 with error: a file that cannot be read or is not whole sequences, a token outside the vocabulary, an output
- * that cannot be written (none is then left half-written). Every rank calls it: rank 0 writes, all return the same. */
-int64_t mt_score(mt_model *model, mt_error *error);
+/* Totals of a generator: a step that computes prompts is a prefill, any other a decode step. */
+typedef struct mt_generator_totals {
+    int64_t prefill_tokens, decode_tokens; // tokens of prompts; tokens generated by decode steps
+    double prefill_seconds, decode_seconds;
+} mt_generator_totals;
+mt_generator_totals mt_generator_read_totals(const mt_generator *generator);
 
 #ifdef __cplusplus
 }

@@ -3,10 +3,12 @@
 
 #include "data/checkpoint.h"
 #include "data/dataset.h"
+#include "data/options.h"
 #include "data/profile.h"
 #include "data/report.h"
-#include "data/options.h"
+#include "data/schedule_print.h"
 #include "data/tokenizer.h"
+#include "data/trace.h"
 
 #include <math.h>
 #include <signal.h>
@@ -205,12 +207,13 @@ static void train(run *r) {
                      o->micro_batch_size * r->grid.data.size};
         int64_t micro_batches = mt_global_batch_size(o, from.consumed) / from.stride;
         bool due = mt_report_is_due(&r->report, r->state.iteration + 1);
-        bool timed = o->profile || mt_trace_is_open() || (o->log_straggler && due);
+        bool traced = mt_trace_step_begin(), timed = o->profile || traced || (o->log_straggler && due);
         bool told = timed || due; // then the device is idle when the step ends
         if (timed) mt_profile_step_begin();
         int status = mt_train_step(r->model, &r->state, micro_batches, next_micro_batch, &from, &r->batch,
                                    told ? &metrics : NULL, &error);
         if (timed) mt_profile_step_end();
+        if (traced) mt_trace_step_end();
         if (status == MT_REWIND) {
             tell_saved(r, mt_checkpoint_rewind(r->model, &r->state, r->saver, &error), &error);
             continue;

@@ -168,17 +168,15 @@ template <class E> __global__ void zero_rows(E *x, const mt_span *spans, int64_t
             x[(span.k_start + j) * stride + c] = mt_from_float<E>(0);
 }
 
-template <class E> static void clear_keys(const mt_attention_call *c) {
-    const mt_attention *s = c->shape;
-    cudaStream_t stream = mt_cuda_stream(c->stream);
-    dim3 rows((unsigned)c->spans->count, 256);
-    zero_rows<E><<<rows, 128, 0, stream>>>((E *)c->dk, c->spans->device, s->k_stride, s->num_groups * s->head_size);
-    zero_rows<E><<<rows, 128, 0, stream>>>((E *)c->dv, c->spans->device, s->v_stride, s->num_groups * s->value_size);
+template <class E> static void clear_keys(const mt_attention *a, cudaStream_t stream) {
+    dim3 rows((unsigned)a->spans.count, 256);
+    zero_rows<E><<<rows, 128, 0, stream>>>((E *)a->dk, a->spans.device, a->k_stride, a->num_groups * a->head_size);
+    zero_rows<E><<<rows, 128, 0, stream>>>((E *)a->dv, a->spans.device, a->v_stride, a->num_groups * a->value_size);
     MT_CUDA_LAUNCHED();
 }
 
-void mt_attention_clear_keys(const mt_attention_call *call) {
-    MT_CUDA_DISPATCH(call->dtype, clear_keys, call);
+void mt_attention_clear_keys(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    MT_CUDA_DISPATCH(dtype, clear_keys, a, mt_cuda_stream(stream));
 }
 
 static dim3 naive_grid(const mt_spans *spans, int64_t count, int64_t heads, bool over_keys) {
@@ -191,40 +189,39 @@ static dim3 naive_grid(const mt_spans *spans, int64_t count, int64_t heads, bool
     return dim3((unsigned)count, (unsigned)heads, (unsigned)(blocks < 1024 ? blocks : 1024));
 }
 
-template <class E> static void forward(const mt_attention_call *c) {
-    dim3 grid = naive_grid(c->spans, c->spans->count, c->shape->num_heads, false), block(32, WARPS);
-    naive_forward<E><<<grid, block, 0, mt_cuda_stream(c->stream)>>>(
-        (E *)c->out, c->lse, (const E *)c->q, (const E *)c->k, (const E *)c->v, c->spans->device, *c->shape);
+template <class E> static void forward(const mt_attention *a, cudaStream_t stream) {
+    dim3 grid = naive_grid(&a->spans, a->spans.count, a->num_heads, false), block(32, WARPS);
+    naive_forward<E><<<grid, block, 0, stream>>>((E *)a->out, a->lse, (const E *)a->q, (const E *)a->k, (const E *)a->v,
+                                                 a->spans.device, *a);
     MT_CUDA_LAUNCHED();
 }
 
-template <class E> static void backward(const mt_attention_call *c) {
-    const E *dout = (const E *)c->dout, *q = (const E *)c->q, *k = (const E *)c->k, *v = (const E *)c->v;
-    const mt_spans *spans = c->spans;
-    cudaStream_t stream = mt_cuda_stream(c->stream);
-    dim3 grid = naive_grid(spans, spans->count, c->shape->num_heads, false), block(32, WARPS);
-    naive_backward_q<E><<<grid, block, 0, stream>>>((E *)c->dq, c->row_dot, dout, q, k, v, (const E *)c->out, c->lse,
-                                                    spans->device, *c->shape);
+template <class E> static void backward(const mt_attention *a, cudaStream_t stream) {
+    const E *dout = (const E *)a->dout, *q = (const E *)a->q, *k = (const E *)a->k, *v = (const E *)a->v;
+    const mt_spans *spans = &a->spans;
+    dim3 grid = naive_grid(spans, spans->count, a->num_heads, false), block(32, WARPS);
+    naive_backward_q<E><<<grid, block, 0, stream>>>((E *)a->dq, a->row_dot, dout, q, k, v, (const E *)a->out, a->lse,
+                                                    spans->device, *a);
     MT_CUDA_LAUNCHED();
-    clear_keys<E>(c);
+    clear_keys<E>(a, stream);
     int64_t together = spans_share_keys(spans) ? 1 : spans->count;
     for (int64_t first = 0; first < spans->count; first += together) {
-        dim3 kv_grid = naive_grid(spans, together, c->shape->num_groups, true);
-        naive_backward_kv<E><<<kv_grid, block, 0, stream>>>((E *)c->dk, (E *)c->dv, c->row_dot, dout, q, k, v, c->lse,
-                                                            spans->device, first, *c->shape);
+        dim3 kv_grid = naive_grid(spans, together, a->num_groups, true);
+        naive_backward_kv<E><<<kv_grid, block, 0, stream>>>((E *)a->dk, (E *)a->dv, a->row_dot, dout, q, k, v, a->lse,
+                                                            spans->device, first, *a);
         MT_CUDA_LAUNCHED();
     }
 }
 
-extern "C" bool mt_attention_naive_forward(const mt_attention_call *call) {
-    if (call->shape->head_size > MAX_CHANNELS || call->shape->value_size > MAX_CHANNELS) return false;
-    MT_CUDA_DISPATCH(call->dtype, forward, call);
+extern "C" bool mt_attention_naive_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->head_size > MAX_CHANNELS || a->value_size > MAX_CHANNELS) return false;
+    MT_CUDA_DISPATCH(dtype, forward, a, mt_cuda_stream(stream));
     return true;
 }
 
-extern "C" bool mt_attention_naive_backward(const mt_attention_call *call) {
-    if (call->shape->head_size > MAX_CHANNELS || call->shape->value_size > MAX_CHANNELS) return false;
-    MT_CUDA_DISPATCH(call->dtype, backward, call);
+extern "C" bool mt_attention_naive_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->head_size > MAX_CHANNELS || a->value_size > MAX_CHANNELS) return false;
+    MT_CUDA_DISPATCH(dtype, backward, a, mt_cuda_stream(stream));
     return true;
 }
 
@@ -238,40 +235,28 @@ extern "C" const mt_attention_rung mt_attention_rungs[MT_NUM_ATTENTION_RUNGS] = 
 };
 
 /* The rung to try first: `unfused` is the definition. */
-static int top_rung(const mt_attention_call *call) {
-    return call->shape->backend == MT_ATTENTION_UNFUSED ? 0 : MT_NUM_ATTENTION_RUNGS - 1;
+static int top_rung(const mt_attention *a) {
+    return a->backend == MT_ATTENTION_UNFUSED ? 0 : MT_NUM_ATTENTION_RUNGS - 1;
 }
 
-static bool climb_forward(const mt_attention_call *call) {
-    int rung = top_rung(call);
-    while (rung >= 0 && !mt_attention_rungs[rung].forward(call)) rung--;
+static bool climb_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    int rung = top_rung(a);
+    while (rung >= 0 && !mt_attention_rungs[rung].forward(a, dtype, stream)) rung--;
     return rung >= 0;
 }
 
-static bool climb_backward(const mt_attention_call *call) {
-    int rung = top_rung(call);
-    while (rung >= 0 && !mt_attention_rungs[rung].backward(call)) rung--;
+static bool climb_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    int rung = top_rung(a);
+    while (rung >= 0 && !mt_attention_rungs[rung].backward(a, dtype, stream)) rung--;
     return rung >= 0;
 }
 
-extern "C" void mt_cuda_attention_forward(void *out, float *lse, const void *q, const void *k, const void *v,
-                                          const mt_spans *spans, const mt_attention *shape, mt_dtype dtype,
-                                          mt_stream *stream) {
-    mt_attention_call call = {};
-    call.out = out, call.lse = lse, call.q = q, call.k = k, call.v = v;
-    call.spans = spans, call.shape = shape, call.dtype = dtype, call.stream = stream;
-    if (spans->count == 0) return;
-    MT_CHECK(mt_attention_run(&call, false, climb_forward));
+extern "C" void mt_cuda_attention_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->spans.count == 0) return;
+    MT_CHECK(mt_attention_run(a, dtype, stream, false, climb_forward));
 }
 
-extern "C" void mt_cuda_attention_backward(void *dq, void *dk, void *dv, float *row_dot, const void *dout,
-                                           const void *q, const void *k, const void *v, const void *out,
-                                           const float *lse, const mt_spans *spans, const mt_attention *shape,
-                                           mt_dtype dtype, mt_stream *stream) {
-    mt_attention_call call = {};
-    call.dq = dq, call.dk = dk, call.dv = dv, call.row_dot = row_dot, call.dout = dout;
-    call.q = q, call.k = k, call.v = v, call.out = (void *)out, call.lse = (float *)lse;
-    call.spans = spans, call.shape = shape, call.dtype = dtype, call.stream = stream;
-    if (spans->count == 0) return;
-    MT_CHECK(mt_attention_run(&call, true, climb_backward));
+extern "C" void mt_cuda_attention_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->spans.count == 0) return;
+    MT_CHECK(mt_attention_run(a, dtype, stream, true, climb_backward));
 }

@@ -11,16 +11,17 @@
 typedef __nv_bfloat16 bf16;
 
 /* The rungs above the definition, fields of mt_attention_rungs. */
-extern "C" bool mt_attention_mma_forward(const mt_attention_call *call);
-extern "C" bool mt_attention_mma_backward(const mt_attention_call *call);
-extern "C" bool mt_attention_hopper_forward(const mt_attention_call *call);
-extern "C" bool mt_attention_hopper_backward(const mt_attention_call *call);
-extern "C" bool mt_attention_split_forward(const mt_attention_call *call);
-extern "C" bool mt_attention_split_backward(const mt_attention_call *call);
+extern "C" mt_attention_direction mt_attention_mma_forward;
+extern "C" mt_attention_direction mt_attention_mma_backward;
+extern "C" mt_attention_direction mt_attention_hopper_forward;
+extern "C" mt_attention_direction mt_attention_hopper_backward;
+extern "C" mt_attention_direction mt_attention_split_forward;
+extern "C" mt_attention_direction mt_attention_split_backward;
 
-/* Runs the call on cuDNN where its shape's backend says so, under `auto` where cuDNN was faster than `ours`, and by
+/* Runs the call on cuDNN where its backend says so, under `auto` where cuDNN was faster than `ours`, and by
  * `ours` otherwise (attention_cudnn.cu). */
-bool mt_attention_run(const mt_attention_call *call, bool backward, mt_attention_direction *ours);
+bool mt_attention_run(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward,
+                      mt_attention_direction *ours);
 
 /* What a kernel gets, by value. */
 struct flash_task {
@@ -360,25 +361,25 @@ static inline int tile_count(const mt_spans *spans, bool of_keys, int size) {
 
 /* The most heads (a divisor of `heads`, of which `per_group` share keys) whose keys and values of the longest span fill
  * no more than half of L2. */
-static inline int heads_in_section(const mt_attention_call *call, int64_t heads, int64_t per_group) {
+static inline int heads_in_section(const mt_attention *a, int64_t heads, int64_t per_group) {
     int64_t longest = 1, best = per_group;
-    for (int64_t i = 0; i < call->spans->count; i++)
-        if (call->spans->host[i].k_len > longest) longest = call->spans->host[i].k_len;
-    int64_t group_bytes = longest * (call->shape->head_size + call->shape->value_size) * (int64_t)sizeof(bf16);
+    for (int64_t i = 0; i < a->spans.count; i++)
+        if (a->spans.host[i].k_len > longest) longest = a->spans.host[i].k_len;
+    int64_t group_bytes = longest * (a->head_size + a->value_size) * (int64_t)sizeof(bf16);
     for (int64_t together = per_group; together <= heads; together += per_group)
         if (heads % together == 0 && together / per_group * group_bytes <= mt_cuda_device()->l2CacheSize / 2)
             best = together;
     return (int)best;
 }
 
-static inline flash_task flash_task_of(const mt_attention_call *call) {
+static inline flash_task flash_task_of(const mt_attention *a) {
     flash_task task = {};
-    task.q = (const bf16 *)call->q, task.k = (const bf16 *)call->k, task.v = (const bf16 *)call->v;
-    task.dout = (const bf16 *)call->dout, task.out = (bf16 *)call->out;
-    task.dq = (bf16 *)call->dq, task.dk = (bf16 *)call->dk, task.dv = (bf16 *)call->dv;
-    task.lse = call->lse, task.row_dot = call->row_dot;
-    task.spans = call->spans->device, task.num_spans = (int)call->spans->count;
-    task.shape = *call->shape;
+    task.q = (const bf16 *)a->q, task.k = (const bf16 *)a->k, task.v = (const bf16 *)a->v;
+    task.dout = (const bf16 *)a->dout, task.out = (bf16 *)a->out;
+    task.dq = (bf16 *)a->dq, task.dk = (bf16 *)a->dk, task.dv = (bf16 *)a->dv;
+    task.lse = a->lse, task.row_dot = a->row_dot;
+    task.spans = a->spans.device, task.num_spans = (int)a->spans.count;
+    task.shape = *a;
     return task;
 }
 
@@ -392,37 +393,36 @@ static inline bool spans_share_keys(const mt_spans *spans) {
 }
 
 /* Zeroes dk and dv of all keys of the spans, for gradients that are added. */
-void mt_attention_clear_keys(const mt_attention_call *call);
+void mt_attention_clear_keys(const mt_attention *a, mt_dtype dtype, mt_stream *stream);
 
-/* Has dk and dv made for all spans at once, or added up a span at a time where spans share keys. */
-static inline void over_disjoint_keys(const mt_attention_call *call,
-                                      void (*launch)(const flash_task &task, const mt_attention_call *call)) {
-    if (!spans_share_keys(call->spans)) return launch(flash_task_of(call), call);
-    mt_attention_clear_keys(call);
-    for (int64_t i = 0; i < call->spans->count; i++) {
-        mt_spans one = {call->spans->host + i, call->spans->device + i, 1};
-        mt_attention_call part = *call;
-        part.spans = &one;
+/* Computes dk and dv for all spans at once, or one span after another, added up, where spans share keys. */
+static inline void over_disjoint_keys(const mt_attention *a, mt_stream *stream,
+                                      void (*launch)(const flash_task &task, const mt_attention *a,
+                                                     mt_stream *stream)) {
+    if (!spans_share_keys(&a->spans)) return launch(flash_task_of(a), a, stream);
+    mt_attention_clear_keys(a, MT_BF16, stream);
+    for (int64_t i = 0; i < a->spans.count; i++) {
+        mt_attention part = *a;
+        part.spans = {a->spans.host + i, a->spans.device + i, 1};
         flash_task task = flash_task_of(&part);
         task.accumulate = true;
-        launch(task, &part);
+        launch(task, &part, stream);
     }
 }
 
 /* row_dot = sum(out dout) for every query and head, which both passes of a backward need. */
-void mt_attention_row_dots(const mt_attention_call *call);
+void mt_attention_row_dots(const mt_attention *a, mt_stream *stream);
 
-/* What the flash rungs take, each for the head sizes that it has: bf16 in rows that sixteen-byte loads can read, no
- * dropout. */
-static inline bool flash_serves(const mt_attention_call *call) {
-    const mt_attention *s = call->shape;
-    const void *operands[] = {call->out, call->dq, call->dk, call->dv, call->dout, call->q, call->k, call->v};
+/* The operands that the flash rungs serve, each rung for its head sizes: bf16 in rows that sixteen-byte loads can read,
+ * no dropout. */
+static inline bool flash_serves(const mt_attention *a, mt_dtype dtype) {
+    const void *operands[] = {a->out, a->dq, a->dk, a->dv, a->dout, a->q, a->k, a->v};
     for (const void *operand : operands)
         if ((uintptr_t)operand % 16 != 0) return false;
-    int64_t sizes[] = {s->head_size, s->value_size, s->q_stride, s->k_stride, s->v_stride, s->out_stride};
+    int64_t sizes[] = {a->head_size, a->value_size, a->q_stride, a->k_stride, a->v_stride, a->out_stride};
     for (int64_t size : sizes)
         if (size <= 0 || size % 8 != 0) return false;
-    return call->dtype == MT_BF16 && s->dropout.p <= 0 && s->scale > 0;
+    return dtype == MT_BF16 && a->dropout.p <= 0 && a->scale > 0;
 }
 
 #endif

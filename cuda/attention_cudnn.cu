@@ -1,13 +1,12 @@
 /* attention_cudnn.cu: attention by cuDNN, beside the ladder.
  *
- * cuDNN is told what to compute, as a graph of small operations on tensors that mostly exist in name only (virtual): it
- * recognises the pattern and runs one fused kernel of its own. The graphs below are those that NVIDIA's cudnn-frontend
- * builds for scaled dot-product attention, written with the C interface. A graph becomes a plan once a shape, and plans
- * are kept.
+ * cuDNN gets the computation as a graph of small operations on tensors, most of them virtual (not in memory). It
+ * recognises the pattern and runs one fused kernel. The graphs below are those that NVIDIA's cudnn-frontend builds for
+ * scaled dot-product attention, written with the C interface. Each shape gets one plan, which is kept.
  *
- * A call is served when its spans are a batch: equally long, equally far apart, of one kind. cuDNN keeps its
- * log-sum-exp as [B, H, S]; a small kernel turns it into our [T, H] and back. Its backward adds up the gradient of q in
- * fp32 in the order in which its blocks happen to come, so two runs differ in the last bits. */
+ * A call is served when its spans are a batch: of one length, one distance and one kind. cuDNN keeps its log-sum-exp as
+ * [B, H, S]; a small kernel transposes it to our [T, H] and back. Its backward sums the gradient of q in fp32 in the
+ * order in which its blocks finish, so two runs differ in the last bits. */
 #include "attention.cuh"
 
 #include <math.h>
@@ -44,12 +43,11 @@ static bool batch_of(const mt_spans *spans, batch *b) {
 
 /* Whole tiles only (backwards of other lengths want padding masks), and the causal mask from the first key on. Latent
  * attention's heads, which share no keys, are served from Hopper on: on older GPUs no engine makes a plan. */
-static bool cudnn_serves(const mt_attention_call *call, batch *b) {
-    const mt_attention *s = call->shape;
-    bool latent = s->head_size == LATENT_CHANNELS && s->value_size == MAX_CUDNN_CHANNELS;
+static bool cudnn_serves(const mt_attention *a, mt_dtype dtype, mt_stream *stream, batch *b) {
+    bool latent = a->head_size == LATENT_CHANNELS && a->value_size == MAX_CUDNN_CHANNELS;
     bool sizes =
-        s->head_size == s->value_size ? s->head_size <= MAX_CUDNN_CHANNELS : latent && s->num_heads == s->num_groups;
-    return call->stream && flash_serves(call) && sizes && s->window == 0 && batch_of(call->spans, b) && b->Sq > 0 &&
+        a->head_size == a->value_size ? a->head_size <= MAX_CUDNN_CHANNELS : latent && a->num_heads == a->num_groups;
+    return stream && flash_serves(a, dtype) && sizes && a->window == 0 && batch_of(&a->spans, b) && b->Sq > 0 &&
            b->Sk > 0 && b->Sq % LENGTH_MULTIPLE == 0 && b->Sk % LENGTH_MULTIPLE == 0 && (!b->causal || b->Sq == b->Sk);
 }
 
@@ -364,23 +362,22 @@ static int64_t dq_sum_bytes(const plan_key *key) {
     return key->backward ? key->B * key->H * key->Sq * key->D * (int64_t)sizeof(float) : 0;
 }
 
-static plan *plan_of(const mt_attention_call *call, const batch *b, bool backward) {
-    const mt_attention *s = call->shape;
+static plan *plan_of(const mt_attention *a, mt_stream *stream, const batch *b, bool backward) {
     plan_key key;
     memset(&key, 0, sizeof key);
-    key = {b->B,      s->num_heads, s->num_groups, b->Sq,       b->Sk,         s->head_size, s->value_size, b->step_q,
-           b->step_k, s->q_stride,  s->k_stride,   s->v_stride, s->out_stride, b->causal,    backward};
+    key = {b->B,      a->num_heads, a->num_groups, b->Sq,       b->Sk,         a->head_size, a->value_size, b->step_q,
+           b->step_k, a->q_stride,  a->k_stride,   a->v_stride, a->out_stride, b->causal,    backward};
     for (plan *p = plans; p; p = p->next)
         if (memcmp(&p->key, &key, sizeof key) == 0) return p;
     plan *p = (plan *)mt_calloc(sizeof *p);
-    p->key = key, p->g.b = *b, p->g.shape = *s;
+    p->key = key, p->g.b = *b, p->g.shape = *a;
     p->next = plans, plans = p;
     if (!cudnn_handle()) return p;
     if (backward)
         describe_backward(&p->g);
     else
         describe_forward(&p->g);
-    choose_engine(p, call->stream->workspace_bytes - stats_bytes(&key) - dq_sum_bytes(&key));
+    choose_engine(p, stream->workspace_bytes - stats_bytes(&key) - dq_sum_bytes(&key));
     if (!p->execution) graph_free(&p->g);
     return p;
 }
@@ -394,10 +391,10 @@ static void check(cudnnStatus_t status) {
     mt_die("cuDNN: attention: %s: %s", cudnnGetErrorString(status), reason);
 }
 
-/* lse[T, H] from cuDNN's stats[B, H, S], or the other way; a block turns 32 x 32 of them. */
+/* lse[T, H] from cuDNN's stats[B, H, S], or the other way; a block transposes 32 x 32 of them. */
 enum { SIDE = 32, SIDE_ROWS = 8 };
 template <bool TO_LSE>
-__global__ void turn_stats(float *lse, float *stats, int64_t H, int64_t S, int64_t first, int64_t step) {
+__global__ void transpose_stats(float *lse, float *stats, int64_t H, int64_t S, int64_t first, int64_t step) {
     __shared__ float block[SIDE][SIDE + 1];
     int64_t s0 = (int64_t)blockIdx.x * SIDE, h0 = (int64_t)blockIdx.y * SIDE, b = blockIdx.z;
     lse += (first + b * step + s0) * H + h0, stats += (b * H + h0) * S + s0;
@@ -413,11 +410,10 @@ __global__ void turn_stats(float *lse, float *stats, int64_t H, int64_t S, int64
     }
 }
 
-template <bool TO_LSE> static void turn(const mt_attention_call *call, const batch *b, float *stats) {
-    int64_t H = call->shape->num_heads;
+template <bool TO_LSE> static void transpose(const mt_attention *a, const batch *b, float *stats, cudaStream_t stream) {
+    int64_t H = a->num_heads;
     dim3 grid((unsigned)mt_divide_up(b->Sq, SIDE), (unsigned)mt_divide_up(H, SIDE), (unsigned)b->B);
-    turn_stats<TO_LSE>
-        <<<grid, dim3(SIDE, SIDE_ROWS), 0, call->stream->stream>>>(call->lse, stats, H, b->Sq, b->first_q, b->step_q);
+    transpose_stats<TO_LSE><<<grid, dim3(SIDE, SIDE_ROWS), 0, stream>>>(a->lse, stats, H, b->Sq, b->first_q, b->step_q);
     MT_CUDA_LAUNCHED();
 }
 
@@ -443,36 +439,35 @@ static void *at(const void *operand, int64_t first, int64_t stride) {
     return (bf16 *)operand + first * stride;
 }
 
-static void run(const plan *p, const mt_attention_call *call, const batch *b) {
-    const mt_attention *s = call->shape;
+static void run(const plan *p, const mt_attention *a, mt_stream *stream, const batch *b) {
     const bool backward = p->key.backward;
-    float scale = s->scale, one = 1, lowest = -INFINITY;
+    float scale = a->scale, one = 1, lowest = -INFINITY;
     int64_t own = stats_bytes(&p->key) + dq_sum_bytes(&p->key);
-    char *workspace = (char *)mt_cuda_workspace(call->stream, own + p->workspace_bytes);
+    char *workspace = (char *)mt_cuda_workspace(stream, own + p->workspace_bytes);
     float *stats = (float *)workspace;
     void *data[FIRST_VIRTUAL] = {};
-    data[Q] = at(call->q, b->first_q, s->q_stride), data[OUT] = at(call->out, b->first_q, s->out_stride);
-    data[K] = at(call->k, b->first_k, s->k_stride), data[V] = at(call->v, b->first_k, s->v_stride);
+    data[Q] = at(a->q, b->first_q, a->q_stride), data[OUT] = at(a->out, b->first_q, a->out_stride);
+    data[K] = at(a->k, b->first_k, a->k_stride), data[V] = at(a->v, b->first_k, a->v_stride);
     data[STATS] = stats, data[SCALE] = &scale;
     if (b->causal) data[LOWEST] = &lowest;
     if (backward) {
-        data[DOUT] = at(call->dout, b->first_q, s->out_stride), data[DQ] = at(call->dq, b->first_q, s->q_stride);
-        data[DK] = at(call->dk, b->first_k, s->k_stride), data[DV] = at(call->dv, b->first_k, s->v_stride);
-        data[ROW_DOT] = call->row_dot + b->first_q * s->num_heads, data[ONE] = &one;
+        data[DOUT] = at(a->dout, b->first_q, a->out_stride), data[DQ] = at(a->dq, b->first_q, a->q_stride);
+        data[DK] = at(a->dk, b->first_k, a->k_stride), data[DV] = at(a->dv, b->first_k, a->v_stride);
+        data[ROW_DOT] = a->row_dot + b->first_q * a->num_heads, data[ONE] = &one;
         data[DQ_SUM] = workspace + stats_bytes(&p->key);
-        turn<false>(call, b, stats);
+        transpose<false>(a, b, stats, stream->stream);
     }
-    execute(p, data, workspace + own, call->stream);
-    if (!backward) turn<true>(call, b, stats);
+    execute(p, data, workspace + own, stream);
+    if (!backward) transpose<true>(a, b, stats, stream->stream);
 }
 
-static bool run_cudnn(const mt_attention_call *call, bool backward) {
+static bool run_cudnn(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward) {
     batch b;
-    if (!cudnn_serves(call, &b)) return false;
-    const plan *p = plan_of(call, &b, backward);
+    if (!cudnn_serves(a, dtype, stream, &b)) return false;
+    const plan *p = plan_of(a, stream, &b, backward);
     if (p->execution) {
-        run(p, call, &b);
-    } else if (call->shape->backend == MT_ATTENTION_CUDNN) {
+        run(p, a, stream, &b);
+    } else if (a->backend == MT_ATTENTION_CUDNN) {
         mt_die(
             "cuDNN %lld has no attention for %lld sequences of %lld tokens, heads %lld/%lld, %lld channels and %lld of "
             "values on this GPU; use --attention-backend flash",
@@ -487,15 +482,15 @@ static bool run_cudnn(const mt_attention_call *call, bool backward) {
 /* Shorter sequences are not worth a plan. */
 enum { MEASURED_LENGTH = 512, WARM_UPS = 1, TRIALS = 3 };
 
-static float measure(const mt_attention_call *call, mt_attention_direction *direction) {
+static float measure(const mt_attention *a, mt_dtype dtype, mt_stream *stream, mt_attention_direction *direction) {
     float milliseconds = 0;
     cudaEvent_t start, end;
     MT_CUDA(cudaEventCreate(&start));
     MT_CUDA(cudaEventCreate(&end));
-    for (int i = 0; i < WARM_UPS; i++) direction(call);
-    MT_CUDA(cudaEventRecord(start, call->stream->stream));
-    for (int i = 0; i < TRIALS; i++) direction(call);
-    MT_CUDA(cudaEventRecord(end, call->stream->stream));
+    for (int i = 0; i < WARM_UPS; i++) direction(a, dtype, stream);
+    MT_CUDA(cudaEventRecord(start, stream->stream));
+    for (int i = 0; i < TRIALS; i++) direction(a, dtype, stream);
+    MT_CUDA(cudaEventRecord(end, stream->stream));
     MT_CUDA(cudaEventSynchronize(end));
     MT_CUDA(cudaEventElapsedTime(&milliseconds, start, end));
     MT_CUDA(cudaEventDestroy(start));
@@ -505,14 +500,16 @@ static float measure(const mt_attention_call *call, mt_attention_direction *dire
 
 /* The first call of a shape runs both on its operands, which costs no more than those runs: outputs are written, not
  * added to. What is chosen by measuring does not repeat, and neither does cuDNN's backward. */
-static bool cudnn_is_faster(const mt_attention_call *call, bool backward, mt_attention_direction *ours) {
+static bool cudnn_is_faster(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward,
+                            mt_attention_direction *ours) {
     batch b;
-    if (!call->stream || call->stream->deterministic || !cudnn_serves(call, &b) || b.Sq < MEASURED_LENGTH) return false;
-    plan *p = plan_of(call, &b, backward);
+    if (!stream || stream->deterministic || !cudnn_serves(a, dtype, stream, &b) || b.Sq < MEASURED_LENGTH) return false;
+    plan *p = plan_of(a, stream, &b, backward);
     if (!p->execution) return false;
     mt_attention_direction *cudnn = backward ? mt_attention_cudnn.backward : mt_attention_cudnn.forward;
     if (p->choice == NOT_MEASURED)
-        p->choice = measure(call, cudnn) < measure(call, ours) ? CUDNN_IS_FASTER : OURS_IS_FASTER;
+        p->choice =
+            measure(a, dtype, stream, cudnn) < measure(a, dtype, stream, ours) ? CUDNN_IS_FASTER : OURS_IS_FASTER;
     return p->choice == CUDNN_IS_FASTER;
 }
 
@@ -526,13 +523,14 @@ int64_t mt_attention_cudnn_workspace_bytes(int64_t T, int64_t H, int64_t D) {
 
 #else
 
-static bool run_cudnn(const mt_attention_call *call, bool backward) {
-    (void)call, (void)backward;
+static bool run_cudnn(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward) {
+    (void)a, (void)dtype, (void)stream, (void)backward;
     return false;
 }
 
-static bool cudnn_is_faster(const mt_attention_call *call, bool backward, mt_attention_direction *ours) {
-    (void)call, (void)backward, (void)ours;
+static bool cudnn_is_faster(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward,
+                            mt_attention_direction *ours) {
+    (void)a, (void)dtype, (void)stream, (void)backward, (void)ours;
     return false;
 }
 
@@ -542,19 +540,19 @@ int64_t mt_attention_cudnn_workspace_bytes(int64_t T, int64_t H, int64_t D) {
 }
 #endif
 
-static bool cudnn_forward(const mt_attention_call *call) {
-    return run_cudnn(call, false);
+static bool cudnn_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    return run_cudnn(a, dtype, stream, false);
 }
 
-static bool cudnn_backward(const mt_attention_call *call) {
-    return run_cudnn(call, true);
+static bool cudnn_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    return run_cudnn(a, dtype, stream, true);
 }
 
 extern "C" const mt_attention_rung mt_attention_cudnn = {"cudnn", cudnn_forward, cudnn_backward};
 
-bool mt_attention_run(const mt_attention_call *call, bool backward, mt_attention_direction *ours) {
-    mt_attention_backend backend = call->shape->backend;
-    bool asks =
-        backend == MT_ATTENTION_CUDNN || (backend == MT_ATTENTION_AUTO && cudnn_is_faster(call, backward, ours));
-    return (asks && run_cudnn(call, backward)) || ours(call);
+bool mt_attention_run(const mt_attention *a, mt_dtype dtype, mt_stream *stream, bool backward,
+                      mt_attention_direction *ours) {
+    bool asks = a->backend == MT_ATTENTION_CUDNN ||
+                (a->backend == MT_ATTENTION_AUTO && cudnn_is_faster(a, dtype, stream, backward, ours));
+    return (asks && run_cudnn(a, dtype, stream, backward)) || ours(a, dtype, stream);
 }

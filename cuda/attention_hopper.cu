@@ -706,91 +706,90 @@ static CUtensorMap tensor_map(const void *x, int64_t rows, int64_t stride, int64
     return mt_tensor_map(x, MT_BF16, heads * D / 64, rows, 64, 64, stride, (int)(D / 64), box);
 }
 
-/* Maps of what the spans cover, in tiles of so many queries and keys. */
-static tensor_maps maps_of(const mt_attention_call *call, int queries, int keys) {
-    const mt_attention *s = call->shape;
-    int64_t H = s->num_heads, G = s->num_groups, D = s->head_size, DV = s->value_size, q_rows = 1, k_rows = 1;
-    for (int64_t i = 0; i < call->spans->count; i++) {
-        const mt_span *span = &call->spans->host[i];
+/* Maps of the rows that the spans cover, in tiles of so many queries and keys. */
+static tensor_maps maps_of(const mt_attention *a, int queries, int keys) {
+    int64_t H = a->num_heads, G = a->num_groups, D = a->head_size, DV = a->value_size, q_rows = 1, k_rows = 1;
+    for (int64_t i = 0; i < a->spans.count; i++) {
+        const mt_span *span = &a->spans.host[i];
         if (span->q_len > 0 && span->q_start + span->q_len > q_rows) q_rows = span->q_start + span->q_len;
         if (span->k_len > 0 && span->k_start + span->k_len > k_rows) k_rows = span->k_start + span->k_len;
     }
     tensor_maps maps = {};
-    maps.q = tensor_map(call->q, q_rows, s->q_stride, H, D, queries);
-    if (call->dout) maps.dout = tensor_map(call->dout, q_rows, s->out_stride, H, DV, queries);
-    maps.k = tensor_map(call->k, k_rows, s->k_stride, G, D, keys);
-    maps.v = tensor_map(call->v, k_rows, s->v_stride, G, DV, keys);
+    maps.q = tensor_map(a->q, q_rows, a->q_stride, H, D, queries);
+    if (a->dout) maps.dout = tensor_map(a->dout, q_rows, a->out_stride, H, DV, queries);
+    maps.k = tensor_map(a->k, k_rows, a->k_stride, G, D, keys);
+    maps.v = tensor_map(a->v, k_rows, a->v_stride, G, DV, keys);
     return maps;
 }
 
 /* For every tile of queries, or of keys, and every one of `heads` heads (groups for keys). Blocks fill the GPU once and
- * take tiles from a counter in the stream's workspace; without one there are as many as tiles. */
+ * take tiles from a counter in the stream's workspace; without one there are as many blocks as tiles. */
 template <class Size>
-static void launch(void (*kernel)(flash_task, tensor_maps), flash_task task, const mt_attention_call *call,
-                   bool of_keys) {
-    const mt_attention *shape = call->shape;
-    int64_t heads = of_keys ? shape->num_groups : shape->num_heads;
-    task.num_tiles = tile_count(call->spans, of_keys, of_keys ? Size::KEYS : Size::QUERIES);
-    task.heads_together = heads_in_section(call, heads, heads / shape->num_groups);
+static void launch(void (*kernel)(flash_task, tensor_maps), flash_task task, const mt_attention *a, bool of_keys,
+                   mt_stream *stream) {
+    int64_t heads = of_keys ? a->num_groups : a->num_heads;
+    task.num_tiles = tile_count(&a->spans, of_keys, of_keys ? Size::KEYS : Size::QUERIES);
+    task.heads_together = heads_in_section(a, heads, heads / a->num_groups);
     if (task.num_tiles == 0) return;
     int64_t blocks = task.num_tiles * heads, processors = mt_cuda_device()->multiProcessorCount;
-    if (call->stream && blocks > processors) {
+    if (stream && blocks > processors) {
         blocks = processors;
-        task.counter = (int *)mt_cuda_workspace(call->stream, sizeof *task.counter);
-        MT_CUDA(cudaMemsetAsync(task.counter, 0, sizeof *task.counter, call->stream->stream));
+        task.counter = (int *)mt_cuda_workspace(stream, sizeof *task.counter);
+        MT_CUDA(cudaMemsetAsync(task.counter, 0, sizeof *task.counter, stream->stream));
     }
     MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Size::BYTES));
-    tensor_maps maps = maps_of(call, Size::QUERIES, Size::KEYS);
-    kernel<<<(unsigned)blocks, THREADS, Size::BYTES, mt_cuda_stream(call->stream)>>>(task, maps);
+    tensor_maps maps = maps_of(a, Size::QUERIES, Size::KEYS);
+    kernel<<<(unsigned)blocks, THREADS, Size::BYTES, mt_cuda_stream(stream)>>>(task, maps);
     MT_CUDA_LAUNCHED();
 }
 
-template <int D, int DV> static void forward(const mt_attention_call *call) {
-    launch<forward_size<D, DV>>(hopper_forward<D, DV>, flash_task_of(call), call, false);
+template <int D, int DV> static void forward(const mt_attention *a, mt_stream *stream) {
+    launch<forward_size<D, DV>>(hopper_forward<D, DV>, flash_task_of(a), a, false, stream);
 }
 
-template <int D, int DV> static void launch_backward_kv(const flash_task &task, const mt_attention_call *call) {
-    launch<backward_kv_size<D, DV>>(hopper_backward_kv<D, DV>, task, call, true);
+template <int D, int DV>
+static void launch_backward_kv(const flash_task &task, const mt_attention *a, mt_stream *stream) {
+    launch<backward_kv_size<D, DV>>(hopper_backward_kv<D, DV>, task, a, true, stream);
 }
 
-template <int D, int DV> static void backward(const mt_attention_call *call) {
-    mt_attention_row_dots(call);
-    launch<backward_q_size<D, DV>>(hopper_backward_q<D, DV>, flash_task_of(call), call, false);
-    over_disjoint_keys(call, launch_backward_kv<D, DV>);
+template <int D, int DV> static void backward(const mt_attention *a, mt_stream *stream) {
+    mt_attention_row_dots(a, stream);
+    launch<backward_q_size<D, DV>>(hopper_backward_q<D, DV>, flash_task_of(a), a, false, stream);
+    over_disjoint_keys(a, stream, launch_backward_kv<D, DV>);
 }
 
-/* Heads of the usual sizes, and DeepSeek's latent attention's. sm_90a is Hopper's alone: its code runs on no later GPU.
- * A tensor map needs a tensor, if only of no rows. */
-static bool hopper_serves(const mt_attention_call *call) {
-    int64_t D = call->shape->head_size, DV = call->shape->value_size;
+/* Heads of the usual sizes, and of DeepSeek's latent attention. sm_90a is Hopper's alone: its code runs on no later
+ * GPU. A tensor map needs a tensor, even one without rows. */
+static bool hopper_serves(const mt_attention *a, mt_dtype dtype) {
+    int64_t D = a->head_size, DV = a->value_size;
     if (mt_cuda_device()->major != 9 || mt_cuda_kernel_arch() != 90) return false;
     bool sizes = (D == 64 && DV == 64) || (D == 128 && DV == 128) || (D == 192 && DV == 128);
-    return flash_serves(call) && sizes && call->q && call->k && call->v;
+    return flash_serves(a, dtype) && sizes && a->q && a->k && a->v;
 }
 
-extern "C" bool mt_attention_hopper_forward(const mt_attention_call *call) {
-    int64_t D = call->shape->head_size;
-    if (!hopper_serves(call)) return false;
-    D == 64 ? forward<64, 64>(call) : D == 128 ? forward<128, 128>(call) : forward<192, 128>(call);
+extern "C" bool mt_attention_hopper_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t D = a->head_size;
+    if (!hopper_serves(a, dtype)) return false;
+    D == 64 ? forward<64, 64>(a, stream) : D == 128 ? forward<128, 128>(a, stream) : forward<192, 128>(a, stream);
     return true;
 }
 
-extern "C" bool mt_attention_hopper_backward(const mt_attention_call *call) {
-    int64_t D = call->shape->head_size;
-    if (!hopper_serves(call)) return false;
-    D == 64 ? backward<64, 64>(call) : D == 128 ? backward<128, 128>(call) : backward<192, 128>(call);
+extern "C" bool mt_attention_hopper_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t D = a->head_size;
+    if (!hopper_serves(a, dtype)) return false;
+    D == 64 ? backward<64, 64>(a, stream) : D == 128 ? backward<128, 128>(a, stream) : backward<192, 128>(a, stream);
     return true;
 }
 
 #else
 
-extern "C" bool mt_attention_hopper_forward(const mt_attention_call *call) {
-    (void)call;
+extern "C" bool mt_attention_hopper_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    (void)a, (void)dtype, (void)stream;
     return false;
 }
 
-extern "C" bool mt_attention_hopper_backward(const mt_attention_call *call) {
-    (void)call;
+extern "C" bool mt_attention_hopper_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    (void)a, (void)dtype, (void)stream;
     return false;
 }
 

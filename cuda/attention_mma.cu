@@ -376,70 +376,70 @@ __global__ void __launch_bounds__(THREADS, D > 128 ? 1 : 2) mma_backward_kv(cons
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 
 /* A block for every tile of `rows` queries or keys and every one of `heads` heads (groups for keys). */
-static void launch(void (*kernel)(flash_task), flash_task task, const mt_attention_call *call, bool of_keys, int rows,
-                   int bytes) {
-    const mt_attention *shape = call->shape;
-    int64_t heads = of_keys ? shape->num_groups : shape->num_heads;
-    task.num_tiles = tile_count(call->spans, of_keys, rows);
-    task.heads_together = heads_in_section(call, heads, heads / shape->num_groups);
+static void launch(void (*kernel)(flash_task), flash_task task, const mt_attention *a, bool of_keys, int rows,
+                   int bytes, mt_stream *stream) {
+    int64_t heads = of_keys ? a->num_groups : a->num_heads;
+    task.num_tiles = tile_count(&a->spans, of_keys, rows);
+    task.heads_together = heads_in_section(a, heads, heads / a->num_groups);
     if (task.num_tiles == 0) return;
     MT_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    kernel<<<(unsigned)(task.num_tiles * heads), THREADS, bytes, mt_cuda_stream(call->stream)>>>(task);
+    kernel<<<(unsigned)(task.num_tiles * heads), THREADS, bytes, mt_cuda_stream(stream)>>>(task);
     MT_CUDA_LAUNCHED();
 }
 
-template <int D, int DV> static bool forward(const mt_attention_call *call) {
+template <int D, int DV> static bool forward(const mt_attention *a, mt_stream *stream) {
     using size = forward_size<D, DV>;
     if (size::BYTES > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
-    launch(mma_forward<D, DV>, flash_task_of(call), call, false, size::QUERIES, size::BYTES);
+    launch(mma_forward<D, DV>, flash_task_of(a), a, false, size::QUERIES, size::BYTES, stream);
     return true;
 }
 
-template <int D, int DV> static void launch_backward_kv(const flash_task &task, const mt_attention_call *call) {
+template <int D, int DV>
+static void launch_backward_kv(const flash_task &task, const mt_attention *a, mt_stream *stream) {
     using size = backward_kv_size<D, DV>;
     if constexpr (DV <= 128) {
-        launch(mma_backward_kv<D, DV, true, true>, task, call, true, size::KEYS, size::BYTES);
+        launch(mma_backward_kv<D, DV, true, true>, task, a, true, size::KEYS, size::BYTES, stream);
     } else {
-        launch(mma_backward_kv<D, DV, true, false>, task, call, true, size::KEYS, size::BYTES);
-        launch(mma_backward_kv<D, DV, false, true>, task, call, true, size::KEYS, size::BYTES);
+        launch(mma_backward_kv<D, DV, true, false>, task, a, true, size::KEYS, size::BYTES, stream);
+        launch(mma_backward_kv<D, DV, false, true>, task, a, true, size::KEYS, size::BYTES, stream);
     }
 }
 
-template <int DV> static void row_dots(const mt_attention_call *call) {
-    int blocks = tile_count(call->spans, false, ROW_DOT_QUERIES);
+template <int DV> static void row_dots(const mt_attention *a, mt_stream *stream) {
+    int blocks = tile_count(&a->spans, false, ROW_DOT_QUERIES);
     if (blocks == 0) return;
-    mma_row_dots<DV><<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(call->stream)>>>(flash_task_of(call));
+    mma_row_dots<DV><<<(unsigned)blocks, THREADS, 0, mt_cuda_stream(stream)>>>(flash_task_of(a));
     MT_CUDA_LAUNCHED();
 }
 
-void mt_attention_row_dots(const mt_attention_call *call) {
-    int64_t DV = call->shape->value_size;
-    return DV <= 64 ? row_dots<64>(call) : DV <= 128 ? row_dots<128>(call) : row_dots<256>(call);
+void mt_attention_row_dots(const mt_attention *a, mt_stream *stream) {
+    int64_t DV = a->value_size;
+    return DV <= 64 ? row_dots<64>(a, stream) : DV <= 128 ? row_dots<128>(a, stream) : row_dots<256>(a, stream);
 }
 
-template <int D, int DV> static bool backward(const mt_attention_call *call) {
+template <int D, int DV> static bool backward(const mt_attention *a, mt_stream *stream) {
     using size = backward_q_size<D, DV>;
     int bytes = size::BYTES > backward_kv_size<D, DV>::BYTES ? size::BYTES : backward_kv_size<D, DV>::BYTES;
     if (bytes > (int)mt_cuda_device()->sharedMemPerBlockOptin) return false;
-    mt_attention_row_dots(call);
-    launch(mma_backward_q<D, DV>, flash_task_of(call), call, false, size::QUERIES, size::BYTES);
-    over_disjoint_keys(call, launch_backward_kv<D, DV>);
+    mt_attention_row_dots(a, stream);
+    launch(mma_backward_q<D, DV>, flash_task_of(a), a, false, size::QUERIES, size::BYTES, stream);
+    over_disjoint_keys(a, stream, launch_backward_kv<D, DV>);
     return true;
 }
 
-/* The tiles' channels are the first of these that a head fits in; the rest of them is 0. */
-extern "C" bool mt_attention_mma_forward(const mt_attention_call *call) {
-    int64_t D = call->shape->head_size, DV = call->shape->value_size;
-    if (!flash_serves(call) || D > 256 || DV > 256) return false;
-    if (D <= 64 && DV <= 64) return forward<64, 64>(call);
-    if (D <= 128 && DV <= 128) return forward<128, 128>(call);
-    return D <= 192 && DV <= 128 ? forward<192, 128>(call) : forward<256, 256>(call);
+/* A tile has the first of these channel counts that a head fits in; the channels past the head's are 0. */
+extern "C" bool mt_attention_mma_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t D = a->head_size, DV = a->value_size;
+    if (!flash_serves(a, dtype) || D > 256 || DV > 256) return false;
+    if (D <= 64 && DV <= 64) return forward<64, 64>(a, stream);
+    if (D <= 128 && DV <= 128) return forward<128, 128>(a, stream);
+    return D <= 192 && DV <= 128 ? forward<192, 128>(a, stream) : forward<256, 256>(a, stream);
 }
 
-extern "C" bool mt_attention_mma_backward(const mt_attention_call *call) {
-    int64_t D = call->shape->head_size, DV = call->shape->value_size;
-    if (!flash_serves(call) || D > 256 || DV > 256) return false;
-    if (D <= 64 && DV <= 64) return backward<64, 64>(call);
-    if (D <= 128 && DV <= 128) return backward<128, 128>(call);
-    return D <= 192 && DV <= 128 ? backward<192, 128>(call) : backward<256, 256>(call);
+extern "C" bool mt_attention_mma_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    int64_t D = a->head_size, DV = a->value_size;
+    if (!flash_serves(a, dtype) || D > 256 || DV > 256) return false;
+    if (D <= 64 && DV <= 64) return backward<64, 64>(a, stream);
+    if (D <= 128 && DV <= 128) return backward<128, 128>(a, stream);
+    return D <= 192 && DV <= 128 ? backward<192, 128>(a, stream) : backward<256, 256>(a, stream);
 }

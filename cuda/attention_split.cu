@@ -306,39 +306,36 @@ template <class E> static void launch(const split_task &task, dim3 grid, cudaStr
 }
 
 /* Rows that sixteen-byte loads can read, no dropout. */
-static bool operands_serve(const mt_attention_call *call) {
-    const mt_attention *s = call->shape;
-    for (int64_t size : {s->head_size, s->value_size})
+static bool operands_serve(const mt_attention *a, mt_dtype dtype) {
+    for (int64_t size : {a->head_size, a->value_size})
         if (size <= 0 || size > MAX_CHANNELS || size % 8 != 0) return false;
-    return s->dropout.p <= 0 &&
-           mt_wide(call->dtype, {call->q, call->k, call->v}, {s->q_stride, s->k_stride, s->v_stride});
+    return a->dropout.p <= 0 && mt_wide(dtype, {a->q, a->k, a->v}, {a->q_stride, a->k_stride, a->v_stride});
 }
 
-extern "C" bool mt_attention_split_forward(const mt_attention_call *call) {
-    const mt_attention *s = call->shape;
-    const mt_spans *spans = call->spans;
+extern "C" bool mt_attention_split_forward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    const mt_spans *spans = &a->spans;
     int64_t queries = 0, keys = 0;
     for (int64_t i = 0; i < spans->count; i++) {
         if (spans->host[i].q_len > queries) queries = spans->host[i].q_len;
         if (spans->host[i].k_len > keys) keys = spans->host[i].k_len;
     }
-    if (queries < 1 || queries > MAX_QUERIES || spans->count > 65535 || !call->stream || !operands_serve(call))
+    if (queries < 1 || queries > MAX_QUERIES || spans->count > 65535 || !stream || !operands_serve(a, dtype))
         return false;
-    int64_t rows = spans->count * queries * s->num_heads, row_bytes = (s->value_size + 2) * (int64_t)sizeof(float);
-    int64_t splits = call->stream->workspace_bytes / (rows * row_bytes);
+    int64_t rows = spans->count * queries * a->num_heads, row_bytes = (a->value_size + 2) * (int64_t)sizeof(float);
+    int64_t splits = stream->workspace_bytes / (rows * row_bytes);
     if (splits > MAX_SPLITS) splits = MAX_SPLITS;
     if (splits < 1) return false;
-    split_task task = {call->q, call->k, call->v, call->out, call->lse, spans->device};
-    task.sums = (float *)mt_cuda_workspace(call->stream, splits * rows * row_bytes);
-    task.maxima = (float2 *)(task.sums + splits * rows * s->value_size);
-    task.max_queries = (int)queries, task.max_splits = (int)splits, task.shape = *s;
+    split_task task = {a->q, a->k, a->v, a->out, a->lse, spans->device};
+    task.sums = (float *)mt_cuda_workspace(stream, splits * rows * row_bytes);
+    task.maxima = (float2 *)(task.sums + splits * rows * a->value_size);
+    task.max_queries = (int)queries, task.max_splits = (int)splits, task.shape = *a;
     int64_t used = mt_divide_up(keys, LEAST_KEYS);
     dim3 grid((unsigned)(used < 1 ? 1 : used < splits ? used : splits), 1, (unsigned)spans->count);
-    MT_CUDA_DISPATCH(call->dtype, launch, task, grid, call->stream->stream);
+    MT_CUDA_DISPATCH(dtype, launch, task, grid, stream->stream);
     return true;
 }
 
-extern "C" bool mt_attention_split_backward(const mt_attention_call *call) {
-    (void)call; // decoding has none
+extern "C" bool mt_attention_split_backward(const mt_attention *a, mt_dtype dtype, mt_stream *stream) {
+    (void)a, (void)dtype, (void)stream; // decoding has none
     return false;
 }

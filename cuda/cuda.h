@@ -64,9 +64,7 @@ void mt_cuda_add_partials(float *to, int64_t blocks, float *more, int64_t more_b
                           mt_stream *stream);
 /* rmsnorm_backward over the heads of a token. Returns false and enqueues nothing if no kernel serves this head
  * shape. */
-bool mt_cuda_heads_norm_backward(void *dx, float *dw, const void *dy, const void *x, const void *w, const float *rstd,
-                                 int64_t T, int64_t H, int64_t D, int64_t dx_stride, int64_t dy_stride,
-                                 int64_t x_stride, mt_dtype dtype, mt_stream *stream);
+bool mt_cuda_heads_norm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream);
 /* Workspace bytes of cuDNN attention for T tokens and H heads of D channels; 0 in a build without cuDNN. */
 int64_t mt_attention_cudnn_workspace_bytes(int64_t T, int64_t H, int64_t D);
 

@@ -341,7 +341,7 @@ __device__ static inline double balance_add(per_expert<unsigned long long, V> &s
     return lse;
 }
 
-/* A warp processes up to eight consecutive tokens. If valid is only one sequence, the warps of a block first add up in
+/* A warp processes up to eight consecutive tokens. If there is only one sequence, the warps of a block first add up in
  * shared memory (`block_sums`). Reads 4 E bytes per token. */
 template <int V>
 __global__ void balance_forward(balance_sums sums, const float *logits, const int32_t *sequence, int64_t T, routing r,
@@ -649,7 +649,7 @@ __device__ static inline int bin_of(const int32_t *experts, int64_t i, const dis
     return expert >= 0 && bin >= 0 && bin < s.bins ? (int)bin : -1;
 }
 
-/* before[bins, blocks] = the number of choices of each bin in each block. First step of a dispatch_info sort:
+/* before[bins, blocks] = the number of choices of each bin in each block. First step of a counting sort:
  * histogram, prefix sums of each bin over the blocks, offsets of the bins, scatter. The sort reads 4 bytes per choice
  * twice, writes 4 for each copy of a choice and 8 for each row. Launch latency dominates its time. */
 __global__ void plan_histogram(int32_t *before, const int32_t *experts, dispatch_info s) {

@@ -232,42 +232,40 @@ static void launch_forward(const forward_task<T> &task, cudaStream_t stream) {
     launch_forward_rows<layernorm, adds, false, at_use, T, N>(task, stream);
 }
 
-extern "C" void mt_cuda_rmsnorm_forward(void *y, float *rstd, const void *x, const void *w, int64_t T, int64_t H,
-                                        int64_t C, int64_t y_stride, int64_t x_stride, float eps, mt_dtype dtype,
-                                        mt_stream *stream) {
-    if (T == 0) return;
-    mt_by_type(dtype, mt_wide(dtype, {y, x, w}, {C, y_stride, x_stride}), [&](auto type, auto width) {
+/* For rows x_stride and y_stride apart. */
+template <class E>
+static forward_task<E> forward_task_of(const mt_norm_args *a, int64_t H, int64_t x_stride, int64_t y_stride) {
+    return {(E *)a->y,   a->mean,   a->rstd,  (const E *)a->x, (const E *)a->w, (const E *)a->b, (unsigned)(a->T * H),
+            (unsigned)H, (int)a->C, y_stride, x_stride,        a->eps};
+}
+
+extern "C" void mt_cuda_rmsnorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->T == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {a->y, a->x, a->w}, {a->C, a->y_stride, a->x_stride}), [&](auto type, auto width) {
         using E = decltype(type);
-        forward_task<E> task = {(E *)y,      NULL,   rstd,     (const E *)x, (const E *)w, NULL, (unsigned)(T * H),
-                                (unsigned)H, (int)C, y_stride, x_stride,     eps};
+        forward_task<E> task = forward_task_of<E>(a, a->H, a->x_stride, a->y_stride);
         launch_forward<false, false, E, decltype(width)::value>(task, mt_cuda_stream(stream));
     });
 }
 
-extern "C" void mt_cuda_layernorm_forward(void *y, float *mean, float *rstd, const void *x, const void *w,
-                                          const void *b, int64_t T, int64_t C, float eps, mt_dtype dtype,
-                                          mt_stream *stream) {
-    if (T == 0) return;
-    mt_by_type(dtype, mt_wide(dtype, {y, x, w, b}, {C}), [&](auto type, auto width) {
+extern "C" void mt_cuda_layernorm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->T == 0) return;
+    mt_by_type(dtype, mt_wide(dtype, {a->y, a->x, a->w, a->b}, {a->C}), [&](auto type, auto width) {
         using E = decltype(type);
-        forward_task<E> task = {(E *)y, mean, rstd, (const E *)x, (const E *)w, (const E *)b, (unsigned)T, 1,
-                                (int)C, C,    C,    eps};
-        launch_forward<true, false, E, decltype(width)::value>(task, mt_cuda_stream(stream));
+        launch_forward<true, false, E, decltype(width)::value>(forward_task_of<E>(a, 1, a->C, a->C),
+                                                               mt_cuda_stream(stream));
     });
 }
 
-extern "C" void mt_cuda_residual_norm_forward(void *y, float *mean, float *rstd, void *sum, const void *x,
-                                              const void *residual, const int64_t *token_index, const void *w,
-                                              const void *b, int64_t T, int64_t C, const mt_dropout *dropout, float eps,
-                                              mt_dtype dtype, mt_stream *stream) {
-    if (T == 0) return;
-    mt_by_type(dtype, mt_wide(dtype, {y, sum, x, residual, w, b}, {C}), [&](auto type, auto width) {
+extern "C" void mt_cuda_residual_norm_forward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->T == 0) return;
+    bool wide = mt_wide(dtype, {a->y, a->sum, a->x, a->residual, a->w, a->b}, {a->C});
+    mt_by_type(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
-        forward_task<E> task = {(E *)y, mean, rstd, (const E *)x, (const E *)w, (const E *)b, (unsigned)T, 1,
-                                (int)C, C,    C,    eps};
-        task.sum = (E *)sum, task.residual = (const E *)residual, task.token_index = token_index;
-        task.masks = mt_dropout_masks(dropout);
-        if (mean)
+        forward_task<E> task = forward_task_of<E>(a, 1, a->C, a->C);
+        task.sum = (E *)a->sum, task.residual = (const E *)a->residual, task.token_index = a->token_index;
+        task.masks = mt_dropout_masks(&a->dropout);
+        if (a->mean)
             launch_forward<true, true, E, decltype(width)::value>(task, mt_cuda_stream(stream));
         else
             launch_forward<false, true, E, decltype(width)::value>(task, mt_cuda_stream(stream));
@@ -695,38 +693,40 @@ static int64_t launch_rows(const backward_task<T> &task, cudaStream_t stream) {
     return blocks;
 }
 
+/* For rows so far apart. */
 template <bool layernorm>
-static void launch_backward(void *dx, float *dw, float *db, const void *dy, const void *dresidual, const void *x,
-                            const void *w, const float *mean, const float *rstd, int64_t T, int64_t H, int64_t C,
-                            int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype, mt_stream *stream) {
-    if (T == 0) return;
-    bool wide = mt_wide(dtype, {dx, dy, dresidual, x, w}, {C, dx_stride, dy_stride, x_stride});
-    int64_t sums = most_backward_blocks(C) * C * (layernorm ? 2 : 1);
+static void launch_backward(const mt_norm_args *a, int64_t H, int64_t dx_stride, int64_t dy_stride, int64_t x_stride,
+                            mt_dtype dtype, mt_stream *stream) {
+    if (a->T == 0) return;
+    bool wide = mt_wide(dtype, {a->dx, a->dy, a->dresidual, a->x, a->w}, {a->C, dx_stride, dy_stride, x_stride});
+    int64_t C = a->C, sums = most_backward_blocks(C) * C * (layernorm ? 2 : 1);
     float *partial = (float *)mt_cuda_workspace(stream, sums * (int64_t)sizeof(float));
     mt_by_type(dtype, wide, [&](auto type, auto width) {
         using E = decltype(type);
-        backward_task<E> task = {(E *)dx,           partial,      (const E *)dy, (const E *)dresidual,
-                                 (const E *)x,      (const E *)w, mean,          rstd,
-                                 (unsigned)(T * H), (unsigned)H,  (int)C,        dx_stride,
-                                 dy_stride,         x_stride};
+        backward_task<E> task = {(E *)a->dx,
+                                 partial,
+                                 (const E *)a->dy,
+                                 (const E *)a->dresidual,
+                                 (const E *)a->x,
+                                 (const E *)a->w,
+                                 a->mean,
+                                 a->rstd,
+                                 (unsigned)(a->T * H),
+                                 (unsigned)H,
+                                 (int)C,
+                                 dx_stride,
+                                 dy_stride,
+                                 x_stride};
         int64_t blocks = launch_rows<E, decltype(width)::value, layernorm>(task, mt_cuda_stream(stream));
-        mt_cuda_add_partials(dw, blocks, db, blocks, partial, C, stream);
+        mt_cuda_add_partials(a->dw, blocks, layernorm ? a->db : NULL, blocks, partial, C, stream);
     });
 }
 
-extern "C" void mt_cuda_rmsnorm_backward(void *dx, float *dw, const void *dy, const void *dresidual, const void *x,
-                                         const void *w, const float *rstd, int64_t T, int64_t H, int64_t C,
-                                         int64_t dx_stride, int64_t dy_stride, int64_t x_stride, mt_dtype dtype,
-                                         mt_stream *stream) {
-    if (H > 1 && !dresidual &&
-        mt_cuda_heads_norm_backward(dx, dw, dy, x, w, rstd, T, H, C, dx_stride, dy_stride, x_stride, dtype, stream))
-        return;
-    launch_backward<false>(dx, dw, NULL, dy, dresidual, x, w, NULL, rstd, T, H, C, dx_stride, dy_stride, x_stride,
-                           dtype, stream);
+extern "C" void mt_cuda_rmsnorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
+    if (a->H > 1 && !a->dresidual && mt_cuda_heads_norm_backward(a, dtype, stream)) return;
+    launch_backward<false>(a, a->H, a->dx_stride, a->dy_stride, a->x_stride, dtype, stream);
 }
 
-extern "C" void mt_cuda_layernorm_backward(void *dx, float *dw, float *db, const void *dy, const void *dresidual,
-                                           const void *x, const void *w, const float *mean, const float *rstd,
-                                           int64_t T, int64_t C, mt_dtype dtype, mt_stream *stream) {
-    launch_backward<true>(dx, dw, db, dy, dresidual, x, w, mean, rstd, T, 1, C, C, C, C, dtype, stream);
+extern "C" void mt_cuda_layernorm_backward(const mt_norm_args *a, mt_dtype dtype, mt_stream *stream) {
+    launch_backward<true>(a, 1, a->C, a->C, a->C, dtype, stream);
 }

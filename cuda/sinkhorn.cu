@@ -1,5 +1,5 @@
 /* sinkhorn.cu: Sinkhorn routing. The iteration balances all tokens and experts at once. One block computes the factors
- * of the experts, so that the device decides the index of rounds. Each round reads the logits twice, from the L2
+ * of the experts, so that the device decides the number of rounds. Each round reads the logits twice, from the L2
  * cache. */
 #include "cuda.h"
 
@@ -38,7 +38,7 @@ __device__ static inline void scale_rows(double *weight, const double *scale, co
 }
 
 /* scale[e] = the factor that makes the sum of expert e's column 1 / E. A thread sums a slice of a column; `parts` holds
- * one index per thread. Returns the sum of |change| over the columns of this thread. */
+ * one number per thread. Returns the sum of |change| over the columns of this thread. */
 __device__ static inline double scale_columns(double *scale, double *parts, const double *weight, const float *row_max,
                                               const float *logits, int64_t T, int E) {
     int width = min((E + 31) / 32 * 32, threads), slices = threads / width, slice = threadIdx.x / width;

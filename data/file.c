@@ -166,6 +166,11 @@ static int mt_file_sync_folder(const char *path, const char *option, mt_error *e
     return status;
 }
 
+int mt_new_file_write(mt_new_file *file, const void *data, int64_t bytes, mt_error *error) {
+    if (!file->stream || bytes == 0 || fwrite(data, 1, (size_t)bytes, file->stream) == (size_t)bytes) return 0;
+    return mt_file_write_error(error, file->path, file->option);
+}
+
 int mt_new_file_close(mt_new_file *file, int status, mt_error *error) {
     if (!file->stream) return status;
     int reason = errno; // of a write that failed before, where all that stdio kept can be written now
@@ -187,8 +192,7 @@ int mt_new_file_close(mt_new_file *file, int status, mt_error *error) {
 int mt_file_write(const char *path, const void *data, int64_t bytes, const char *option, mt_error *error) {
     mt_new_file file;
     if (mt_new_file_open(&file, path, option, error) != 0) return -1;
-    bool written = bytes == 0 || fwrite(data, 1, (size_t)bytes, file.stream) == (size_t)bytes;
-    return mt_new_file_close(&file, written ? 0 : mt_file_write_error(error, path, option), error);
+    return mt_new_file_close(&file, mt_new_file_write(&file, data, bytes, error), error);
 }
 
 /* ---- JSON */

@@ -61,6 +61,9 @@ typedef struct mt_new_file {
 /* Opens PATH.tmp-PID. */
 int mt_new_file_open(mt_new_file *file, const char *path, const char *option, mt_error *error);
 
+/* Writes to an open file; nothing where it is not open. A failed write is an error. */
+int mt_new_file_write(mt_new_file *file, const void *data, int64_t bytes, mt_error *error);
+
 /* With status 0: flushes, syncs and renames the file to its path, then syncs the folder. Else, or where one of these
  * fails: removes the temporary file, and an older file at the path stays. Returns the status, or -1 with error. Nothing
  * happens to a file that is not open. */

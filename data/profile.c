@@ -1,93 +1,31 @@
-/* profile.c: where the time of a training step goes, as a table and as a timeline. */
+/* profile.c: where the time of a training step goes. The profile is a table of operations that times the real ones. A
+ * call becomes a record: a moment before it, a moment after it, and the work that its arguments ask for. Records are
+ * read when the step is over. A moment is a clock time on the CPU, and an event in the stream on a GPU, so that the
+ * host never waits within a step. Operations have no context argument, so the profile is a static object, for one
+ * thread and one run at a time. Invariants: results do not change; nothing is recorded outside of a step. Where a GPU
+ * waits for the host, a call's time includes its launch. */
 #include "profile.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-/* ==== profile ================================================================================================= */
-/* Where a step's time goes: a table of operations that times the real ones. A call becomes a record: a moment before,
- * a moment after, and the work that its arguments ask for; records are read when the step is over. On the CPU a moment
- * is the clock's, on a GPU an event in the stream, so that the host waits for nothing within a step. Operations get no
- * context, so the profile is a static object, for one thread and one run at a time. Invariants: results do not change;
- * nothing is recorded outside of a step. Where a GPU waits for the host, a call's time includes its launch. */
 
 typedef struct mt_moment {
     double seconds;
-    mt_event *event; // on a GPU; made once, then used again in every step
+    mt_event *event; // on a GPU; created once and reused in every step
 } mt_moment;
-
-/* What a call must at least do: floating-point operations of products, or else bytes read and written, or sent. */
-typedef struct mt_work {
-    double flops, bytes;
-    mt_traffic traffic;
-} mt_work;
-
-/* A forward, a backward, the optimizer: what calls belong to. */
-typedef struct mt_phase {
-    const char *name;
-    int64_t micro_batch, chunk; // -1: of none
-    mt_moment begin, end;
-} mt_phase;
-
-typedef struct mt_call {
-    mt_operation operation;
-    mt_work work;
-    int64_t phase;           // -1: none
-    const mt_stream *stream; // where it ended
-    int64_t message;         // of a channel: a number that both ends know; else -1
-    bool sends;
-    mt_moment begin, end;
-    double from, to; // of mt_time(), once the step is over
-} mt_call;
-
-/* A box of the timeline. Its lane is a thread of the trace. */
-typedef struct mt_trace_event {
-    const char *name;
-    int lane;
-    double from, to;
-    int64_t micro_batch, chunk, message, iteration; // -1: none
-    bool sends;
-    double flops, bytes;
-} mt_trace_event;
-
-typedef struct mt_trace_lane {
-    mt_traffic traffic;
-    bool sends;
-    const mt_stream *stream;
-    double until; // the end of its last box
-} mt_trace_lane;
-
-enum { MT_TRACE_LANES = 64 };
-
-typedef struct mt_trace {
-    const char *path; // NULL: there is none, or it is written
-    const mt_grid *grid;
-    bool alone;                          // nothing else asks for times, so other steps have none
-    int64_t iteration;                   // of the job, before this run
-    int64_t step, first, last;           // steps of this run, from 1
-    double clock_offset;                 // to rank 0's clock
-    mt_trace_lane lanes[MT_TRACE_LANES]; // lane 0 has the phases
-    int num_lanes;
-    mt_trace_event *events;
-    int64_t num_events, max_events;
-} mt_trace;
 
 static struct {
     const mt_ops *ops; // the real operations
-    mt_ops timed;      // the table given out
+    mt_ops timed;      // the table that mt_profile_open returns
     bool on_gpu, recording, warm;
-    double step_begin;
-    mt_moment base; // the same moment on a GPU
-    mt_call *calls; // of this step; their room stays for the next
-    int64_t num_calls, max_calls;
-    mt_phase *phases;
-    int64_t num_phases, max_phases, phase; // the last is the one at hand, -1 between two
+    mt_moment base; // the begin of the step on a GPU
+    mt_profile_step step;
+    mt_profile_call *calls;                  // [max_calls] of this step
+    mt_profile_phase *phases;                // [max_phases]
+    mt_moment *call_moments, *phase_moments; // [2 max_calls], [2 max_phases]: begin and end
+    int64_t max_calls, max_phases, phase;    // the current phase, or -1
     mt_profile sums;
-    mt_trace trace;
 } mt_profiler;
 
 static void mt_moment_mark(mt_moment *moment, mt_stream *stream) {
@@ -110,118 +48,117 @@ static double mt_moment_seconds(const mt_moment *from, const mt_moment *to) {
     return to->seconds - from->seconds;
 }
 
-/* The clock at a moment of this step. */
+/* The time of mt_time() at a moment of this step. */
 static double mt_moment_time(const mt_moment *moment) {
-    return mt_profiler.on_gpu ? mt_profiler.step_begin + mt_moment_seconds(&mt_profiler.base, moment) : moment->seconds;
+    if (!mt_profiler.on_gpu) return moment->seconds;
+    return mt_profiler.step.begin + mt_moment_seconds(&mt_profiler.base, moment);
 }
 
-static void mt_moment_free(mt_moment *moment) {
+static void mt_moments_free(mt_moment *moments, int64_t count) {
 #ifdef MT_HAVE_CUDA
-    if (moment->event) mt_cuda_event_destroy(moment->event);
+    for (int64_t i = 0; i < count; i++)
+        if (moments[i].event) mt_cuda_event_destroy(moments[i].event);
 #endif
-    *moment = (mt_moment){0};
+    (void)count;
+    free(moments);
 }
 
-/* Room for one more record of `size` bytes, zeroed; records keep theirs, with their events, from step to step. It grows
- * in the first step, which is not counted. */
-static void *mt_records_grow(void *records, int64_t count, int64_t *room, size_t size) {
-    if (count < *room) return records;
-    int64_t old = *room;
-    *room = old > 0 ? 2 * old : 1024;
-    records = mt_realloc(records, *room * (int64_t)size);
-    memset((char *)records + (size_t)old * size, 0, (size_t)(*room - old) * size);
+/* Grows an array from `old` to `count` zeroed elements. Arrays grow in the first step, which the sums leave out. */
+static void *mt_records_grow(void *records, int64_t old, int64_t count, size_t size) {
+    records = mt_realloc(records, count * (int64_t)size);
+    memset((char *)records + (size_t)old * size, 0, (size_t)(count - old) * size);
     return records;
 }
 
 static void mt_call_begin(mt_operation operation, mt_work work, mt_stream *stream) {
     if (!mt_profiler.recording) return;
-    mt_profiler.calls =
-        mt_records_grow(mt_profiler.calls, mt_profiler.num_calls, &mt_profiler.max_calls, sizeof(mt_call));
-    mt_call *call = &mt_profiler.calls[mt_profiler.num_calls];
-    call->operation = operation;
-    call->work = work;
-    call->phase = mt_profiler.phase;
-    call->message = -1, call->sends = false;
-    mt_moment_mark(&call->begin, stream);
+    int64_t i = mt_profiler.step.num_calls, old = mt_profiler.max_calls;
+    if (i == old) {
+        mt_profiler.max_calls = old > 0 ? 2 * old : 1024;
+        mt_profiler.calls = mt_records_grow(mt_profiler.calls, old, mt_profiler.max_calls, sizeof *mt_profiler.calls);
+        mt_profiler.call_moments =
+            mt_records_grow(mt_profiler.call_moments, 2 * old, 2 * mt_profiler.max_calls, sizeof(mt_moment));
+    }
+    mt_profiler.calls[i] =
+        (mt_profile_call){.operation = operation, .work = work, .phase = mt_profiler.phase, .message = -1};
+    mt_moment_mark(&mt_profiler.call_moments[2 * i], stream);
 }
 
 static void mt_call_end(mt_stream *stream) {
     if (!mt_profiler.recording) return;
-    mt_call *call = &mt_profiler.calls[mt_profiler.num_calls++];
-    call->stream = stream;
-    mt_moment_mark(&call->end, stream);
+    int64_t i = mt_profiler.step.num_calls++;
+    mt_profiler.calls[i].stream = stream;
+    mt_moment_mark(&mt_profiler.call_moments[2 * i + 1], stream);
 }
 
 static void mt_profile_phase_begin(const char *name, int64_t micro_batch, int64_t chunk, mt_stream *stream) {
     if (!mt_profiler.recording) return;
-    mt_profiler.phases =
-        mt_records_grow(mt_profiler.phases, mt_profiler.num_phases, &mt_profiler.max_phases, sizeof(mt_phase));
-    mt_profiler.phase = mt_profiler.num_phases++;
-    mt_phase *phase = &mt_profiler.phases[mt_profiler.phase];
-    phase->name = name, phase->micro_batch = micro_batch, phase->chunk = chunk;
-    mt_moment_mark(&phase->begin, stream);
+    int64_t i = mt_profiler.step.num_phases++, old = mt_profiler.max_phases;
+    if (i == old) {
+        mt_profiler.max_phases = old > 0 ? 2 * old : 256;
+        mt_profiler.phases =
+            mt_records_grow(mt_profiler.phases, old, mt_profiler.max_phases, sizeof *mt_profiler.phases);
+        mt_profiler.phase_moments =
+            mt_records_grow(mt_profiler.phase_moments, 2 * old, 2 * mt_profiler.max_phases, sizeof(mt_moment));
+    }
+    mt_profiler.phases[i] = (mt_profile_phase){.name = name, .micro_batch = micro_batch, .chunk = chunk};
+    mt_profiler.phase = i;
+    mt_moment_mark(&mt_profiler.phase_moments[2 * i], stream);
 }
 
 static void mt_profile_phase_end(mt_stream *stream) {
-    if (mt_profiler.recording) mt_moment_mark(&mt_profiler.phases[mt_profiler.phase].end, stream);
+    if (mt_profiler.recording) mt_moment_mark(&mt_profiler.phase_moments[2 * mt_profiler.phase + 1], stream);
     mt_profiler.phase = -1;
 }
 
-static void mt_trace_step(double end);
-static void mt_profile_add_traffic(mt_profile *sums, const mt_call *calls, int64_t count);
+static void mt_profile_add_traffic(mt_profile *sums, const mt_profile_step *step);
 
-/* A trace alone also times the step before its first, which makes room for the records. */
 void mt_profile_step_begin(void) {
-    mt_trace *trace = &mt_profiler.trace;
-    trace->step++;
-    mt_profiler.num_calls = mt_profiler.num_phases = 0;
+    mt_profiler.step = (mt_profile_step){0};
     mt_profiler.phase = -1;
-    mt_profiler.recording = !trace->alone || (trace->step >= trace->first - 1 && trace->step <= trace->last);
+    mt_profiler.recording = true;
     mt_moment_mark(&mt_profiler.base, NULL);
 #ifdef MT_HAVE_CUDA
     if (mt_profiler.on_gpu) mt_profiler.ops->event_wait(mt_profiler.base.event);
 #endif
-    mt_profiler.step_begin = mt_time();
+    mt_profiler.step.begin = mt_time();
 }
 
 void mt_profile_step_end(void) {
-    double end = mt_time();
-    if (!mt_profiler.recording) return;
+    mt_profile_step *step = &mt_profiler.step;
+    step->end = mt_time();
+    step->calls = mt_profiler.calls, step->phases = mt_profiler.phases;
     mt_profiler.recording = false;
-    for (int64_t i = 0; i < mt_profiler.num_calls; i++) {
-        mt_call *call = &mt_profiler.calls[i];
-        call->from = mt_moment_time(&call->begin);
-        call->to = call->from + mt_moment_seconds(&call->begin, &call->end);
+    for (int64_t i = 0; i < step->num_phases; i++) {
+        const mt_moment *moments = &mt_profiler.phase_moments[2 * i];
+        mt_profiler.phases[i].from = mt_moment_time(&moments[0]);
+        mt_profiler.phases[i].to = mt_moment_time(&moments[1]);
     }
-    const mt_trace *trace = &mt_profiler.trace;
-    if (trace->path && trace->step >= trace->first && trace->step <= trace->last) mt_trace_step(end);
+    for (int64_t i = 0; i < step->num_calls; i++) {
+        const mt_moment *moments = &mt_profiler.call_moments[2 * i];
+        mt_profiler.calls[i].from = mt_moment_time(&moments[0]);
+        mt_profiler.calls[i].to = mt_profiler.calls[i].from + mt_moment_seconds(&moments[0], &moments[1]);
+    }
     if (!mt_profiler.warm) {
         mt_profiler.warm = true;
         return;
     }
-    mt_profiler.sums.steps++;
-    mt_profiler.sums.seconds += end - mt_profiler.step_begin;
-    for (int64_t i = 0; i < mt_profiler.num_calls; i++) {
-        const mt_call *call = &mt_profiler.calls[i];
-        mt_profile_row *row = &mt_profiler.sums.rows[call->operation];
+    mt_profile *sums = &mt_profiler.sums;
+    sums->steps++;
+    sums->seconds += step->end - step->begin;
+    for (int64_t i = 0; i < step->num_calls; i++) {
+        const mt_profile_call *call = &step->calls[i];
+        mt_profile_row *row = &sums->rows[call->operation];
         row->calls++;
         row->seconds += call->to - call->from;
         row->flops += call->work.flops;
         row->bytes += call->work.bytes;
     }
-    mt_profile_add_traffic(&mt_profiler.sums, mt_profiler.calls, mt_profiler.num_calls);
+    mt_profile_add_traffic(sums, step);
 }
 
-void mt_profile_parts(double parts[MT_NUM_PARTS]) {
-    for (int64_t i = 0; i < mt_profiler.num_calls; i++) {
-        const mt_call *call = &mt_profiler.calls[i];
-        const char *phase = call->phase >= 0 ? mt_profiler.phases[call->phase].name : "";
-        int part = call->work.traffic != MT_TRAFFIC_NONE ? MT_PART_COMMUNICATION
-                   : strncmp(phase, "forward", 7) == 0   ? MT_PART_FORWARD
-                   : strncmp(phase, "backward", 8) == 0  ? MT_PART_BACKWARD
-                                                         : MT_PART_OPTIMIZER;
-        parts[part] += call->to - call->from;
-    }
+const mt_profile_step *mt_profile_last_step(void) {
+    return &mt_profiler.step;
 }
 
 const mt_profile *mt_profile_read(void) {
@@ -582,7 +519,7 @@ static void mt_timed_broadcast(void *buffer, int64_t count, mt_dtype dtype, int 
 static void mt_call_is_message(const mt_channel *channel, int64_t ticket) {
     if (!mt_profiler.recording) return;
     const mt_group *group = channel->group;
-    mt_call *call = &mt_profiler.calls[mt_profiler.num_calls];
+    mt_profile_call *call = &mt_profiler.calls[mt_profiler.step.num_calls];
     int64_t pair = (int64_t)group->members[channel->from] << 16 ^ group->members[channel->to];
     call->message = (pair << 4 ^ channel->id) << 16 ^ (ticket & 0xffff);
     call->sends = group->rank == channel->from;
@@ -847,7 +784,7 @@ static mt_ops mt_profile_timed_ops(const mt_ops *ops) {
 
 const mt_ops *mt_profile_open(const mt_ops *ops) {
 #define MT_PROFILE_ROW(operation) {.name = #operation},
-    mt_profiler.sums = (mt_profile){.rows = {MT_ALL_OPERATIONS(MT_PROFILE_ROW)}};
+    mt_profiler.sums = (mt_profile){.backend = ops->name, .rows = {MT_ALL_OPERATIONS(MT_PROFILE_ROW)}};
 #undef MT_PROFILE_ROW
     mt_profiler.ops = ops;
     mt_profiler.timed = mt_profile_timed_ops(ops);
@@ -857,54 +794,49 @@ const mt_ops *mt_profile_open(const mt_ops *ops) {
     mt_profiler.timed.phase_end = mt_profile_phase_end;
     mt_profiler.on_gpu = strcmp(ops->name, "cuda") == 0;
     mt_profiler.recording = mt_profiler.warm = false;
-    mt_profiler.trace = (mt_trace){0};
     return &mt_profiler.timed;
 }
 
 void mt_profile_close(void) {
-    for (int64_t i = 0; i < mt_profiler.max_calls; i++) {
-        mt_moment_free(&mt_profiler.calls[i].begin);
-        mt_moment_free(&mt_profiler.calls[i].end);
-    }
-    for (int64_t i = 0; i < mt_profiler.max_phases; i++) {
-        mt_moment_free(&mt_profiler.phases[i].begin);
-        mt_moment_free(&mt_profiler.phases[i].end);
-    }
-    mt_moment_free(&mt_profiler.base);
+    mt_moments_free(mt_profiler.call_moments, 2 * mt_profiler.max_calls);
+    mt_moments_free(mt_profiler.phase_moments, 2 * mt_profiler.max_phases);
     free(mt_profiler.calls);
     free(mt_profiler.phases);
+#ifdef MT_HAVE_CUDA
+    if (mt_profiler.base.event) mt_cuda_event_destroy(mt_profiler.base.event);
+#endif
+    mt_profiler.call_moments = mt_profiler.phase_moments = NULL;
     mt_profiler.calls = NULL, mt_profiler.phases = NULL;
-    mt_profiler.num_calls = mt_profiler.max_calls = mt_profiler.num_phases = mt_profiler.max_phases = 0;
-    free(mt_profiler.trace.events);
-    mt_profiler.trace = (mt_trace){0};
+    mt_profiler.max_calls = mt_profiler.max_phases = 0;
+    mt_profiler.base = (mt_moment){0};
+    mt_profiler.step = (mt_profile_step){0};
 }
 
-/* ==== the ceilings and the table ============================================================================ */
+/* ==== the table and its ceilings ================================================================================= */
 
-/* The best of a few batches of a few calls, in seconds a call: a copy of `bytes`, or y = x w^T of n^3 when n > 0. */
+/* Seconds per call, the best of several batches: of a copy of `bytes`, or with n > 0 of y = x w^T of size n^3. */
 static double mt_profile_best(void *to, const void *from, int64_t bytes, const void *w, int64_t n, mt_dtype dtype,
                               mt_stream *stream) {
     enum { BATCHES = 5, CALLS = 4 };
     const mt_ops *ops = mt_profiler.ops;
-    mt_moment begin = {0}, end = {0};
+    mt_moment *moments = mt_calloc(2 * (int64_t)sizeof *moments);
     double best = INFINITY;
-    for (int batch = 0; batch <= BATCHES; batch++) { // the first one warms up
-        mt_moment_mark(&begin, stream);
+    for (int batch = 0; batch <= BATCHES; batch++) { // the first batch is warm-up
+        mt_moment_mark(&moments[0], stream);
         for (int i = 0; i < CALLS; i++)
             if (n > 0)
                 ops->linear_forward(to, from, w, NULL, n, n, n, dtype, stream);
             else
                 ops->memory_copy(to, from, bytes, stream);
-        mt_moment_mark(&end, stream);
-        double seconds = mt_moment_seconds(&begin, &end) / CALLS;
+        mt_moment_mark(&moments[1], stream);
+        double seconds = mt_moment_seconds(&moments[0], &moments[1]) / CALLS;
         if (batch > 0) best = fmin(best, seconds);
     }
-    mt_moment_free(&begin);
-    mt_moment_free(&end);
+    mt_moments_free(moments, 2);
     return best;
 }
 
-/* Operations a second of a large product of this type, and bytes a second, read and written, of a large copy. */
+/* Rates per second: operations of a large product of this type, bytes (read and written) of a large copy. */
 static mt_work mt_profile_ceilings(mt_dtype dtype) {
     const int64_t n = 8192, bytes = n * n * 4;
     const mt_ops *ops = mt_profiler.ops;
@@ -933,7 +865,7 @@ static int mt_profile_by_time(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* A rate such as "712.1 TFLOP/s" or "31.2 GB/s". */
+/* Such as "712.1 TFLOP/s" or "31.2 GB/s". */
 static void mt_rate_format(char text[32], double rate, const char *unit) {
     bool tera = rate >= 1e12;
     snprintf(text, 32, "%.*f %c%s/s", tera && rate < 1e14 ? 2 : 1, rate * (tera ? 1e-12 : 1e-9), tera ? 'T' : 'G',
@@ -959,7 +891,7 @@ void mt_profile_print(mt_dtype dtype, FILE *file) {
     mt_work ceilings = sums->steps > 0 ? mt_profile_ceilings(dtype) : (mt_work){0};
     if (!file) return;
     if (sums->steps == 0) {
-        fprintf(file, "profile: no step to show, since the first is not counted; raise --train-iters\n");
+        fprintf(file, "profile: no step to show: the first step is not counted; raise --train-iters\n");
         return;
     }
     mt_rate_format(flops, ceilings.flops, "FLOP");
@@ -973,17 +905,17 @@ void mt_profile_print(mt_dtype dtype, FILE *file) {
         if (rows[i].calls == 0) continue;
         mt_profile_print_row(&rows[i], sums, &ceilings, file);
     }
-    for (int i = 0; i < MT_NUM_TRAFFICS; i++) rest -= sums->traffic[i].exposed; // operations may overlap
+    for (int i = 0; i < MT_NUM_TRAFFICS; i++) rest -= sums->traffic[i].exposed; // not their seconds: they may overlap
     fprintf(file, "  %-22s %8s %11.3f %6.1f%%\n", "outside of operations", "", 1e3 * rest / steps,
             100 * rest / sums->seconds);
     fprintf(file, "  %-22s %8s %11.3f %6.1f%%\n", "a step", "", 1e3 * sums->seconds / steps, 100.0);
 }
 
-/* ==== communication ========================================================================================= */
-/* How much of the communication nothing hides. Invariant: every instant of a step counts once, for what computes, else
- * for one kind of communication, else for none. */
+/* ==== communication ============================================================================================== */
+/* Exposed communication: the part that no computation overlaps. Invariant: every instant of a step counts once: as
+ * computation, else as one kind of communication, else as neither. */
 
-/* An interval begins (change 1) or ends (-1). */
+/* The begin (change 1) or end (-1) of an interval. */
 typedef struct mt_edge {
     double time;
     mt_traffic traffic;
@@ -1012,8 +944,10 @@ void mt_traffic_expose(double exposed[MT_NUM_TRAFFICS], const mt_busy *busy, int
     free(edges);
 }
 
-/* Adds a step's calls to the sums by kind. */
-static void mt_profile_add_traffic(mt_profile *sums, const mt_call *calls, int64_t count) {
+/* Adds the calls of a step to the sums of their kinds of communication. */
+static void mt_profile_add_traffic(mt_profile *sums, const mt_profile_step *step) {
+    const mt_profile_call *calls = step->calls;
+    int64_t count = step->num_calls;
     mt_busy *busy = mt_malloc(count * (int64_t)sizeof *busy + 1);
     double exposed[MT_NUM_TRAFFICS] = {0};
     for (int64_t i = 0; i < count; i++) {
@@ -1021,14 +955,14 @@ static void mt_profile_add_traffic(mt_profile *sums, const mt_call *calls, int64
         busy[i] = (mt_busy){calls[i].from, calls[i].to, calls[i].work.traffic};
         sum->calls++;
         sum->seconds += calls[i].to - calls[i].from;
-        if (calls[i].operation != MT_OPERATION_channel_wait) sum->bytes += calls[i].work.bytes; // counted by the send
+        if (calls[i].operation != MT_OPERATION_channel_wait) sum->bytes += calls[i].work.bytes; // the send counted them
     }
     mt_traffic_expose(exposed, busy, count);
     for (int i = 0; i < MT_NUM_TRAFFICS; i++) sums->traffic[i].exposed += exposed[i];
     free(busy);
 }
 
-/* What a rank tells of itself, seconds a step. */
+/* The averages that a rank reports; times in seconds per step. */
 typedef struct mt_rank_profile {
     double step, computing;
     double calls[MT_NUM_TRAFFICS], seconds[MT_NUM_TRAFFICS], exposed[MT_NUM_TRAFFICS], bytes[MT_NUM_TRAFFICS];
@@ -1089,273 +1023,4 @@ void mt_profile_print_communication(const mt_grid *grid, FILE *file) {
     if (slowest_rank > 0) mt_rank_profile_print(&slowest, slowest_rank, ", the slowest: it computes longest", file);
     fprintf(file, "over %d ranks a step takes %.3f to %.3f ms, of which they compute %.3f to %.3f ms\n", world->size,
             1e3 * least[0], 1e3 * most[0], 1e3 * least[1], 1e3 * most[1]);
-}
-
-/* ==== traces ================================================================================================ */
-/* Some steps as a timeline. Every rank writes its part as text, and rank 0 puts the parts together. Invariants: boxes
- * of one thread lie beside or, for phases within their step, inside one another; times are those of rank 0's clock. */
-
-double mt_clock_offset(const mt_group *world, double (*clock)(void)) {
-    enum { ROUNDS = 32, TAG = 2 };
-    double offset = 0, quickest = INFINITY;
-    for (int rank = 1; rank < world->size; rank++)
-        for (int round = 0; round < ROUNDS; round++) {
-            double asked, answer = 0;
-            if (world->rank == 0) {
-                mt_receive(world, &asked, sizeof asked, rank, TAG);
-                answer = clock();
-                mt_send(world, &answer, sizeof answer, rank, TAG);
-            } else if (world->rank == rank) {
-                asked = clock();
-                mt_send(world, &asked, sizeof asked, 0, TAG);
-                mt_receive(world, &answer, sizeof answer, 0, TAG);
-                double answered = clock();
-                if (answered - asked >= quickest) continue;
-                quickest = answered - asked;
-                offset = answer - (asked + answered) / 2;
-            }
-        }
-    return offset;
-}
-
-/* Ranks that run on one kernel share its clock. */
-static bool mt_clock_is_shared(const mt_group *world) {
-    char own[64] = "", first[64];
-    FILE *file = fopen("/proc/sys/kernel/random/boot_id", "r");
-    if (file) {
-        if (!fgets(own, sizeof own, file)) own[0] = '\0';
-        fclose(file);
-    }
-    memcpy(first, own, sizeof own);
-    mt_broadcast(world, first, sizeof first, 0);
-    return own[0] && strcmp(own, first) == 0;
-}
-
-static char *mt_trace_temporary(const char *path) {
-    int64_t length = (int64_t)strlen(path) + 32;
-    char *temporary = mt_malloc(length);
-    snprintf(temporary, (size_t)length, "%s.tmp.%ld", path, (long)getpid());
-    return temporary;
-}
-
-/* Whether the file can be written, without a trace of it if not. */
-static int mt_trace_try(const char *path, mt_error *error) {
-    struct stat status;
-    bool is_folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
-    char *temporary = mt_trace_temporary(path);
-    FILE *file = is_folder ? NULL : fopen(temporary, "w");
-    int problem = is_folder ? EISDIR : errno;
-    if (file) fclose(file), unlink(temporary);
-    free(temporary);
-    return file ? 0 : mt_error_set(error, "--trace %s: cannot be written: %s", path, strerror(problem));
-}
-
-int mt_trace_open(const mt_options *options, const mt_grid *grid, const mt_run_state *state, mt_error *error) {
-    int64_t steps = options->num_iterations - state->iteration;
-    int status = 0;
-    MT_CHECK(mt_profiler.ops && options->trace);
-    if (options->trace_first_step > steps)
-        return mt_error_set(error, "--trace-first-step %lld comes after this run's last step (step %lld)",
-                            (long long)options->trace_first_step, (long long)steps);
-    if (grid->world.rank == 0) status = mt_trace_try(options->trace, error);
-    if (mt_agree(&grid->world, status != 0, error) != 0) return -1;
-    double offset = mt_clock_offset(&grid->world, mt_time);
-    if (mt_clock_is_shared(&grid->world)) offset = 0;
-    mt_profiler.trace = (mt_trace){.path = options->trace,
-                                   .grid = grid,
-                                   .alone = !options->profile && !options->log_straggler,
-                                   .iteration = state->iteration,
-                                   .first = options->trace_first_step,
-                                   .last = options->trace_last_step < steps ? options->trace_last_step : steps,
-                                   .clock_offset = offset,
-                                   .num_lanes = 1};
-    return 0;
-}
-
-bool mt_trace_is_open(void) {
-    return mt_profiler.trace.path != NULL;
-}
-
-bool mt_trace_is_complete(void) {
-    return mt_trace_is_open() && mt_profiler.trace.step >= mt_profiler.trace.last;
-}
-
-/* The lane of a call: one for each kind on each stream, and apart from it one for what is sent. */
-static int mt_trace_lane_of(mt_trace *trace, const mt_call *call) {
-    mt_trace_lane lane = {call->work.traffic, call->sends, call->stream, 0};
-    for (int i = 1; i < trace->num_lanes; i++) {
-        const mt_trace_lane *other = &trace->lanes[i];
-        if (other->traffic == lane.traffic && other->sends == lane.sends && other->stream == lane.stream) return i;
-    }
-    MT_CHECK(trace->num_lanes < MT_TRACE_LANES);
-    trace->lanes[trace->num_lanes] = lane;
-    return trace->num_lanes++;
-}
-
-static mt_trace_event *mt_trace_add(mt_trace *trace, const char *name, int lane, double from, double to) {
-    trace->events = mt_records_grow(trace->events, trace->num_events, &trace->max_events, sizeof(mt_trace_event));
-    mt_trace_event *event = &trace->events[trace->num_events++];
-    *event = (mt_trace_event){.name = name, .lane = lane};
-    event->from = from + trace->clock_offset, event->to = to + trace->clock_offset;
-    event->micro_batch = event->chunk = event->message = event->iteration = -1;
-    return event;
-}
-
-/* Keeps the step that is over: itself, its phases, its calls. A message waits for those before it on its stream, so its
- * box begins after theirs. */
-static void mt_trace_step(double end) {
-    mt_trace *trace = &mt_profiler.trace;
-    int64_t whole = trace->num_events;
-    double last = end;
-    mt_trace_add(trace, "step", 0, mt_profiler.step_begin, end)->iteration = trace->iteration + trace->step;
-    for (int64_t i = 0; i < mt_profiler.num_phases; i++) {
-        const mt_phase *phase = &mt_profiler.phases[i];
-        double until = mt_moment_time(&phase->end);
-        mt_trace_event *event = mt_trace_add(trace, phase->name, 0, mt_moment_time(&phase->begin), until);
-        event->micro_batch = phase->micro_batch, event->chunk = phase->chunk;
-        last = fmax(last, until);
-    }
-    for (int64_t i = 0; i < mt_profiler.num_calls; i++) {
-        const mt_call *call = &mt_profiler.calls[i];
-        const mt_phase *phase = call->phase >= 0 ? &mt_profiler.phases[call->phase] : NULL;
-        int lane = mt_trace_lane_of(trace, call);
-        double from = fmax(call->from, trace->lanes[lane].until), to = fmax(call->to, from);
-        mt_trace_event *event = mt_trace_add(trace, mt_profiler.sums.rows[call->operation].name, lane, from, to);
-        if (phase) event->micro_batch = phase->micro_batch, event->chunk = phase->chunk;
-        event->message = call->message, event->sends = call->sends;
-        event->flops = call->work.flops, event->bytes = call->work.bytes;
-        trace->lanes[lane].until = to;
-        last = fmax(last, to);
-    }
-    trace->events[whole].to = last + trace->clock_offset; // a GPU's clock may run some microseconds ahead of the host's
-}
-
-static void mt_trace_write_name(FILE *text, int rank, int thread, const char *what, const char *name) {
-    fprintf(text, "{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"%s\",\"args\":{\"name\":\"%s\"}},\n", rank, thread,
-            what, name);
-}
-
-/* The names of a rank and its lanes, by which viewers show them, and their order. */
-static void mt_trace_write_names(const mt_trace *trace, FILE *text) {
-    static const char *const names[MT_NUM_TRAFFICS] = {"compute",          "tensor communication", "gradient reduction",
-                                                       "parameter gather", "context ring",         "pipeline receives",
-                                                       "experts",          "loss and norm"};
-    const mt_grid *grid = trace->grid;
-    int rank = grid->world.rank;
-    char name[128];
-    snprintf(name, sizeof name, "rank %d: tp %d cp %d pp %d dp %d", rank, grid->tensor.rank, grid->context.rank,
-             grid->pipeline.rank, grid->data.rank);
-    mt_trace_write_name(text, rank, 0, "process_name", name);
-    fprintf(text, "{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_sort_index\",\"args\":{\"sort_index\":%d}},\n",
-            rank, rank);
-    mt_trace_write_name(text, rank, 0, "thread_name", "phases");
-    for (int i = 1; i < trace->num_lanes; i++) {
-        const mt_trace_lane *lane = &trace->lanes[i];
-        int number = 1;
-        for (int k = 1; k < i; k++)
-            number += trace->lanes[k].traffic == lane->traffic && trace->lanes[k].sends == lane->sends;
-        bool pipeline = lane->traffic == MT_TRAFFIC_PIPELINE;
-        int length =
-            snprintf(name, sizeof name, "%s%s", lane->sends && pipeline ? "pipeline sends" : names[lane->traffic],
-                     lane->sends && !pipeline ? " (sends)" : "");
-        if (number > 1) snprintf(name + length, sizeof name - (size_t)length, ", stream %d", number);
-        mt_trace_write_name(text, rank, i, "thread_name", name);
-        fprintf(text,
-                "{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"thread_sort_index\",\"args\":{\"sort_index\":%d}},\n",
-                rank, i, 1 + MT_TRACE_LANES * (2 * (int)lane->traffic + lane->sends) + i);
-    }
-}
-
-/* A time in the microseconds of the format, to a nanosecond. */
-static void mt_trace_write_time(FILE *text, const char *key, int64_t nanoseconds) {
-    fprintf(text, ",\"%s\":%lld.%03lld", key, (long long)(nanoseconds / 1000), (long long)(nanoseconds % 1000));
-}
-
-/* A box, and for a message the end of an arrow from the sender's box to the receiver's. */
-static void mt_trace_write_event(const mt_trace_event *event, int rank, double origin, FILE *text) {
-    int64_t from = llround(1e9 * (event->from - origin)), to = llround(1e9 * (event->to - origin));
-    const struct {
-        const char *name;
-        int64_t value;
-    } numbers[] = {{"iteration", event->iteration}, {"micro_batch", event->micro_batch}, {"chunk", event->chunk}};
-    const char *comma = "";
-    fprintf(text, "{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"name\":\"%s\"", rank, event->lane, event->name);
-    mt_trace_write_time(text, "ts", from);
-    mt_trace_write_time(text, "dur", to - from);
-    fprintf(text, ",\"args\":{");
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
-        if (numbers[i].value >= 0)
-            fprintf(text, "%s\"%s\":%lld", comma, numbers[i].name, (long long)numbers[i].value), comma = ",";
-    if (event->flops > 0) fprintf(text, "%s\"flops\":%.17g", comma, event->flops), comma = ",";
-    if (event->bytes > 0) fprintf(text, "%s\"bytes\":%.17g", comma, event->bytes);
-    fprintf(text, "}},\n");
-    bool waits_to_send = event->sends && strcmp(event->name, "channel_wait") == 0;
-    if (event->message < 0 || waits_to_send) return;
-    fprintf(text, "{\"ph\":\"%s\",\"pid\":%d,\"tid\":%d,\"cat\":\"message\",\"name\":\"message\",\"id\":%lld",
-            event->sends ? "s" : "f\",\"bp\":\"e", rank, event->lane, (long long)event->message);
-    mt_trace_write_time(text, "ts", event->sends ? from : from > to - 1 ? from : to - 1);
-    fprintf(text, "},\n");
-}
-
-/* This rank's part of the file, to free; rank 0's has the file's beginning. */
-static char *mt_trace_text(const mt_trace *trace, double origin, size_t *bytes) {
-    char *memory;
-    FILE *text = open_memstream(&memory, bytes);
-    if (!text) mt_die("no memory for a trace");
-    if (trace->grid->world.rank == 0) fprintf(text, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
-    mt_trace_write_names(trace, text);
-    for (int64_t i = 0; i < trace->num_events; i++)
-        mt_trace_write_event(&trace->events[i], trace->grid->world.rank, origin, text);
-    if (fclose(text) != 0) mt_die("no memory for a trace");
-    return memory;
-}
-
-/* On rank 0: its own part, then the others' as they come, which are taken even if the disk is full. */
-static int mt_trace_write_file(const mt_trace *trace, const char *text, size_t bytes, mt_error *error) {
-    enum { TAG = 3 };
-    const mt_group *world = &trace->grid->world;
-    char *temporary = mt_trace_temporary(trace->path);
-    FILE *file = fopen(temporary, "w");
-    bool whole = file && fwrite(text, 1, bytes, file) == bytes;
-    int problem = errno;
-    for (int rank = 1; rank < world->size; rank++) {
-        int64_t length = 0;
-        mt_receive(world, &length, sizeof length, rank, TAG);
-        char *part = mt_malloc(length);
-        mt_receive(world, part, length, rank, TAG);
-        if (whole && fwrite(part, 1, (size_t)length, file) != (size_t)length) whole = false, problem = errno;
-        free(part);
-    }
-    // the last box ended with a comma, so one more thing follows: what the numbers are
-    if (whole &&
-        fprintf(file,
-                "{\"ph\":\"M\",\"pid\":0,\"tid\":0,\"name\":\"process_labels\",\"args\":{\"labels\":\"%s\"}}\n]}\n",
-                mt_profiler.ops->name) < 0)
-        whole = false, problem = errno;
-    if (file && fclose(file) != 0 && whole) whole = false, problem = errno;
-    if (whole && rename(temporary, trace->path) != 0) whole = false, problem = errno;
-    if (file && !whole) unlink(temporary);
-    free(temporary);
-    return whole ? 0 : mt_error_set(error, "--trace %s: cannot be written: %s", trace->path, strerror(problem));
-}
-
-int mt_trace_write(mt_error *error) {
-    enum { TAG = 3 };
-    mt_trace *trace = &mt_profiler.trace;
-    const mt_group *world = &trace->grid->world;
-    double first = trace->num_events > 0 ? -trace->events[0].from : -INFINITY;
-    size_t bytes;
-    int status = 0;
-    mt_all_reduce_max(world, &first, 1, MT_F64); // the earliest of all ranks is 0
-    char *text = mt_trace_text(trace, -first, &bytes);
-    int64_t length = (int64_t)bytes;
-    if (world->rank == 0)
-        status = mt_trace_write_file(trace, text, bytes, error);
-    else {
-        mt_send(world, &length, sizeof length, 0, TAG);
-        mt_send(world, text, length, 0, TAG);
-    }
-    free(text);
-    trace->path = NULL; // it is closed
-    return mt_agree(world, status != 0, error);
 }

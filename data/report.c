@@ -1,4 +1,4 @@
-/* report.c: what a run tells of its steps: on the terminal, in a metrics file, to TensorBoard. */
+/* report.c: reports of a training run: lines on the terminal, a metrics file, event files for TensorBoard. */
 #include "report.h"
 
 #include "file.h"
@@ -14,24 +14,111 @@
 #include <time.h>
 #include <unistd.h>
 
-/* ==== reports =============================================================================================== */
+/* A number of a report, with its TensorBoard tag, as Megatron names it, and its key in the metrics file. */
+typedef struct scalar {
+    const char *tag, *key; // NULL: not written there
+    double value;
+} scalar;
 
-/* Bytes of memory that this process has held at most. */
-static int64_t mt_peak_memory(void) {
-    struct rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    return (int64_t)usage.ru_maxrss * 1024;
+/* ---- TensorBoard
+ *
+ * An event file is a list of TFRecords (TensorFlow, "TFRecord and tf.train.Example"). Each holds a message of
+ * event.proto in the wire format of protocol buffers: a key with field number and kind, then a varint, 4 or 8 bytes, or
+ * a length and as many bytes. Few fields are needed, so this code writes them itself. */
+
+/* CRC-32C, masked as the format demands. */
+static uint32_t masked_crc(const void *data, int64_t bytes) {
+    uint32_t crc = mt_crc32c(data, bytes);
+    return (crc >> 15 | crc << 17) + 0xa282ead8u;
 }
 
-/* A number that is told: to TensorBoard by the tag that Megatron gives it (below), in the metrics file by its key. */
-typedef struct mt_scalar {
-    const char *tag, *key; // NULL: not there
-    double value;
-} mt_scalar;
+/* A message under construction; an event takes much less than 4096 bytes. */
+typedef struct message {
+    int64_t bytes;
+    uint8_t data[4096];
+} message;
 
-static int mt_tensorboard_open(mt_report *report, mt_error *error);
-static int mt_tensorboard_write(const mt_report *report, int64_t step, const mt_scalar *scalars, int64_t count,
-                                mt_error *error);
+enum { WIRE_VARINT = 0, WIRE_64 = 1, WIRE_BYTES = 2, WIRE_32 = 5 };
+
+static void message_bytes(message *to, const void *data, int64_t bytes) {
+    MT_CHECK(to->bytes + bytes <= (int64_t)sizeof to->data);
+    memcpy(to->data + to->bytes, data, (size_t)bytes);
+    to->bytes += bytes;
+}
+
+static void message_varint(message *to, uint64_t value) {
+    do {
+        uint8_t byte = (uint8_t)(value & 127) | (uint8_t)(value > 127 ? 128 : 0);
+        message_bytes(to, &byte, 1);
+    } while ((value >>= 7) > 0);
+}
+
+/* A field of fixed size or of bytes. Numbers are little-endian, as are the machines that this runs on. */
+static void message_field(message *to, int field, int wire, const void *data, int64_t bytes) {
+    message_varint(to, (uint64_t)(field << 3 | wire));
+    if (wire == WIRE_BYTES) message_varint(to, (uint64_t)bytes);
+    message_bytes(to, data, bytes);
+}
+
+/* Event.wall_time = 1, step = 2. */
+static message event_begin(int64_t step) {
+    message event = {0};
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    double wall_time = (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+    message_field(&event, 1, WIRE_64, &wall_time, 8);
+    message_varint(&event, 2 << 3 | WIRE_VARINT);
+    message_varint(&event, (uint64_t)step);
+    return event;
+}
+
+/* Writes a record: length, its checksum, message, its checksum; flushed at once, for a TensorBoard that runs beside. */
+static int event_write(const mt_report *report, const message *event, mt_error *error) {
+    uint64_t length = (uint64_t)event->bytes;
+    uint32_t of_length = masked_crc(&length, 8), of_data = masked_crc(event->data, event->bytes);
+    FILE *file = report->events;
+    fwrite(&length, 8, 1, file);
+    fwrite(&of_length, 4, 1, file);
+    fwrite(event->data, 1, (size_t)event->bytes, file);
+    fwrite(&of_data, 4, 1, file);
+    if (fflush(file) == 0 && !ferror(file)) return 0;
+    return mt_file_write_error(error, report->options->tensorboard_dir, "--tensorboard-dir");
+}
+
+/* Every start of a run has a file of its own; TensorBoard joins the files of a folder. */
+static int tensorboard_open(mt_report *report, mt_error *error) {
+    static const char version[] = "brain.Event:2";
+    const char *folder = report->options->tensorboard_dir;
+    char host[64] = "host", path[4096];
+    struct timespec now;
+    gethostname(host, sizeof host - 1);
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (mt_folder_create(folder, "--tensorboard-dir", error) != 0) return -1;
+    snprintf(path, sizeof path, "%s/events.out.tfevents.%lld.%s.%lld.%09ld", folder, (long long)now.tv_sec, host,
+             (long long)getpid(), now.tv_nsec);
+    report->events = fopen(path, "wb");
+    if (!report->events) return mt_file_write_error(error, folder, "--tensorboard-dir");
+    message event = event_begin(0);
+    message_field(&event, 3, WIRE_BYTES, version, (int64_t)strlen(version)); // Event.file_version
+    return event_write(report, &event, error);
+}
+
+/* Event.summary = 5, Summary.value = 1, Value.tag = 1 and simple_value = 2. */
+static int tensorboard_write(const mt_report *report, int64_t step, const scalar *scalars, int64_t count,
+                             mt_error *error) {
+    message event = event_begin(step), summary = {0};
+    for (int64_t i = 0; i < count; i++) {
+        message value = {0};
+        float number = (float)scalars[i].value;
+        message_field(&value, 1, WIRE_BYTES, scalars[i].tag, (int64_t)strlen(scalars[i].tag));
+        message_field(&value, 2, WIRE_32, &number, 4);
+        message_field(&summary, 1, WIRE_BYTES, value.data, value.bytes);
+    }
+    message_field(&event, 5, WIRE_BYTES, summary.data, summary.bytes);
+    return event_write(report, &event, error);
+}
+
+/* ---- iterations and evaluations */
 
 int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error) {
     const mt_options *options = mt_model_options(model);
@@ -47,12 +134,10 @@ int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state 
 #endif
     report->start = mt_time();
     if (!report->prints) return 0;
-    if (options->tensorboard_dir && mt_tensorboard_open(report, error) != 0) return -1;
+    if (options->tensorboard_dir && tensorboard_open(report, error) != 0) return -1;
     if (!options->metrics) return 0;
-    report->metrics = fopen(options->metrics, state->iteration > 0 ? "a" : "w"); // a resumed run goes on in its file
-    if (!report->metrics)
-        return mt_error_set(error, "--metrics %s: cannot be written: %s", options->metrics, strerror(errno));
-    return 0;
+    report->metrics = fopen(options->metrics, state->iteration > 0 ? "a" : "w"); // a resumed run appends
+    return report->metrics ? 0 : mt_file_write_error(error, options->metrics, "--metrics");
 }
 
 void mt_report_close(mt_report *report) {
@@ -71,14 +156,15 @@ void mt_report_line(const mt_report *report, const char *format, ...) {
     fflush(stdout);
 }
 
-/* Ends a line of the metrics file; each line is whole on the disk before the next step begins. */
-static int mt_report_flush(const mt_report *report, mt_error *error) {
+/* Ends a line of the metrics file. Each line leaves this process before the next step begins. */
+static int end_line(const mt_report *report, mt_error *error) {
+    fprintf(report->metrics, "}\n");
     if (fflush(report->metrics) == 0 && !ferror(report->metrics)) return 0;
-    return mt_error_set(error, "--metrics %s: cannot be written: %s", report->options->metrics, strerror(errno));
+    return mt_file_write_error(error, report->options->metrics, "--metrics");
 }
 
-/* JSON has no word for what is not finite but null. */
-static const char *mt_json_number(char text[32], double value) {
+/* A number as JSON, which writes null for one that is not finite. */
+static const char *json_number(char text[32], double value) {
     snprintf(text, 32, "%.17g", value);
     return isfinite(value) ? text : "null";
 }
@@ -87,20 +173,20 @@ bool mt_report_is_due(const mt_report *report, int64_t iteration) {
     return iteration % report->options->log_interval == 0 || iteration == report->options->num_iterations;
 }
 
-static double mt_mtp_mean_loss(const mt_options *o, const mt_metrics *metrics) {
+static double mean_mtp_loss(const mt_options *o, const mt_metrics *metrics) {
     double sum = 0;
     for (int64_t k = 0; k < o->mtp_num_layers; k++) sum += metrics->mtp_losses[k];
     return sum / (double)o->mtp_num_layers;
 }
 
-/* Some models say more: the loss of what predicts further tokens; with experts what balances them where that is on, how
- * even they are, and what was dropped. */
-static void mt_report_parts(char *text, size_t room, const mt_options *o, const mt_metrics *metrics) {
+/* The part of the line that only some models have: the loss of multi-token prediction; with experts the auxiliary
+ * losses that are on, the balance of the loads, and the dropped tokens. */
+static void print_parts(char *text, size_t room, const mt_options *o, const mt_metrics *metrics) {
     int length = snprintf(text, room, "%s", "");
-    if (o->mtp_num_layers > 0) length += snprintf(text, room, "  mtp loss %.4f", mt_mtp_mean_loss(o, metrics));
+    if (o->mtp_num_layers > 0) length += snprintf(text, room, "  mtp loss %.4f", mean_mtp_loss(o, metrics));
     if (mt_num_expert_layers(o) == 0) return;
     if (o->moe_aux_loss_coeff > 0)
-        length += snprintf(text + length, room - (size_t)length, "  balance loss %.3g", metrics->load_balancing_loss);
+        length += snprintf(text + length, room - (size_t)length, "  aux loss %.3g", metrics->load_balancing_loss);
     if (o->moe_z_loss_coeff > 0)
         length += snprintf(text + length, room - (size_t)length, "  z loss %.3g", metrics->z_loss);
     length += snprintf(text + length, room - (size_t)length, "  load %.2f (worst %.2f)", metrics->imbalance,
@@ -109,43 +195,50 @@ static void mt_report_parts(char *text, size_t room, const mt_options *o, const 
         snprintf(text + length, room - (size_t)length, "  dropped %.1f%%", 100 * metrics->dropped);
 }
 
-/* All that is told of a step. */
-typedef struct mt_scalars {
-    mt_scalar scalars[15 + MT_MAX_MTP_LAYERS];
-    int64_t count;
-    char names[MT_MAX_MTP_LAYERS][2][32];
-} mt_scalars;
-
-static void mt_scalars_add(mt_scalars *all, const char *tag, const char *key, double value) {
-    all->scalars[all->count++] = (mt_scalar){tag, key, value};
+/* Peak memory of this process, in bytes. */
+static int64_t peak_memory(void) {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return (int64_t)usage.ru_maxrss * 1024;
 }
 
-/* `flops` are a rank's in a second. */
-static void mt_scalars_of(mt_scalars *all, const mt_report *report, const mt_run_state *state,
-                          const mt_metrics *metrics, double flops) {
-    int64_t bytes = report->device_bytes > 0 ? report->device_bytes : mt_peak_memory();
+/* All numbers of a step. */
+typedef struct scalars {
+    scalar scalars[15 + MT_MAX_MTP_LAYERS];
+    int64_t count;
+    char names[MT_MAX_MTP_LAYERS][2][32];
+} scalars;
+
+static void add_scalar(scalars *all, const char *tag, const char *key, double value) {
+    all->scalars[all->count++] = (scalar){tag, key, value};
+}
+
+/* `flops` are those of one rank per second. */
+static void collect_scalars(scalars *all, const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
+                            double flops) {
+    int64_t bytes = report->device_bytes > 0 ? report->device_bytes : peak_memory();
     all->count = 0;
-    mt_scalars_add(all, "lm loss", "lm_loss", metrics->loss);
+    add_scalar(all, "lm loss", "lm_loss", metrics->loss);
     for (int64_t k = 0; k < report->options->mtp_num_layers; k++) {
         snprintf(all->names[k][0], 32, "mtp_%lld loss", (long long)k + 1);
         snprintf(all->names[k][1], 32, "mtp_%lld_loss", (long long)k + 1);
-        mt_scalars_add(all, all->names[k][0], all->names[k][1], metrics->mtp_losses[k]);
+        add_scalar(all, all->names[k][0], all->names[k][1], metrics->mtp_losses[k]);
     }
-    mt_scalars_add(all, "grad-norm", "grad_norm", metrics->grad_norm);
-    mt_scalars_add(all, "learning-rate", "learning_rate", metrics->learning_rate);
-    mt_scalars_add(all, "weight-decay", "weight_decay", metrics->weight_decay);
-    mt_scalars_add(all, "consumed-samples", "consumed_samples", (double)state->consumed_train_samples);
-    mt_scalars_add(all, "tokens-per-second", "tokens_per_second", metrics->tokens / metrics->seconds);
-    mt_scalars_add(all, "throughput", "tflops_per_device", flops * 1e-12);
-    mt_scalars_add(all, "iteration-time-ms", "iteration_ms", 1e3 * metrics->seconds);
-    mt_scalars_add(all, "mem-max-allocated-bytes", "peak_memory_bytes", (double)bytes);
-    mt_scalars_add(all, "skipped-iterations", "skipped_iterations", (double)metrics->skipped);
+    add_scalar(all, "grad-norm", "grad_norm", metrics->grad_norm);
+    add_scalar(all, "learning-rate", "learning_rate", metrics->learning_rate);
+    add_scalar(all, "weight-decay", "weight_decay", metrics->weight_decay);
+    add_scalar(all, "consumed-samples", "consumed_samples", (double)state->consumed_train_samples);
+    add_scalar(all, "tokens-per-second", "tokens_per_second", metrics->tokens / metrics->seconds);
+    add_scalar(all, "throughput", "tflops_per_device", flops * 1e-12);
+    add_scalar(all, "iteration-time-ms", "iteration_ms", 1e3 * metrics->seconds);
+    add_scalar(all, "mem-max-allocated-bytes", "peak_memory_bytes", (double)bytes);
+    add_scalar(all, "skipped-iterations", "skipped_iterations", (double)metrics->skipped);
     if (mt_num_expert_layers(report->options) == 0) return;
-    mt_scalars_add(all, "load_balancing_loss", "load_balancing_loss", metrics->load_balancing_loss);
-    mt_scalars_add(all, "z_loss", "z_loss", metrics->z_loss);
-    mt_scalars_add(all, "load imbalance", "load_imbalance", metrics->imbalance);
-    mt_scalars_add(all, "worst load imbalance", "worst_load_imbalance", metrics->worst_imbalance);
-    mt_scalars_add(all, "dropped", "dropped", metrics->dropped);
+    add_scalar(all, "load_balancing_loss", "load_balancing_loss", metrics->load_balancing_loss);
+    add_scalar(all, "z_loss", "z_loss", metrics->z_loss);
+    add_scalar(all, "load imbalance", "load_imbalance", metrics->imbalance);
+    add_scalar(all, "worst load imbalance", "worst_load_imbalance", metrics->worst_imbalance);
+    add_scalar(all, "dropped", "dropped", metrics->dropped);
 }
 
 int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics,
@@ -164,23 +257,22 @@ int mt_report_iteration(const mt_report *report, const mt_run_state *state, cons
         snprintf(speed, sizeof speed, "%.1f GFLOP/s", flops * 1e-9);
     char skipped[40] = "", parts[160];
     if (metrics->skipped > 0) snprintf(skipped, sizeof skipped, "%lld skipped  ", (long long)metrics->skipped);
-    mt_report_parts(parts, sizeof parts, o, metrics);
+    print_parts(parts, sizeof parts, o, metrics);
     mt_report_line(report,
                    "%6lld/%lld %3d%%  loss %.4f%s  grad norm %.3f  lr %.2e  %.0f tokens/s  %s  %s%lld:%02lld left",
                    (long long)iteration, (long long)total, (int)(100 * iteration / total), metrics->loss, parts,
                    metrics->grad_norm, metrics->learning_rate, rate, speed, skipped, (long long)(left / 60),
                    (long long)(left % 60));
-    mt_scalars all;
-    mt_scalars_of(&all, report, state, metrics, flops);
-    if (report->events && mt_tensorboard_write(report, iteration, all.scalars, all.count, error) != 0) return -1;
+    scalars all;
+    collect_scalars(&all, report, state, metrics, flops);
+    if (report->events && tensorboard_write(report, iteration, all.scalars, all.count, error) != 0) return -1;
     if (!report->metrics) return 0;
     fprintf(report->metrics, "{\"iteration\": %lld", (long long)iteration);
     for (int64_t i = 0; i < all.count; i++) {
         char number[32];
-        fprintf(report->metrics, ", \"%s\": %s", all.scalars[i].key, mt_json_number(number, all.scalars[i].value));
+        fprintf(report->metrics, ", \"%s\": %s", all.scalars[i].key, json_number(number, all.scalars[i].value));
     }
-    fprintf(report->metrics, "}\n");
-    return mt_report_flush(report, error);
+    return end_line(report, error);
 }
 
 int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
@@ -190,141 +282,56 @@ int mt_report_evaluation(const mt_report *report, const mt_run_state *state, con
         char tags[2][64];
         snprintf(tags[0], sizeof tags[0], "lm loss %s", split);
         snprintf(tags[1], sizeof tags[1], "lm loss %s ppl", split);
-        const mt_scalar scalars[] = {{tags[0], NULL, loss}, {tags[1], NULL, exp(loss)}};
-        if (mt_tensorboard_write(report, state->iteration, scalars, 2, error) != 0) return -1;
+        const scalar scalars[] = {{tags[0], NULL, loss}, {tags[1], NULL, exp(loss)}};
+        if (tensorboard_write(report, state->iteration, scalars, 2, error) != 0) return -1;
     }
     if (!report->metrics) return 0;
     char text[2][32];
-    fprintf(report->metrics, "{\"iteration\": %lld, \"%s_loss\": %s, \"%s_perplexity\": %s}\n",
-            (long long)state->iteration, split, mt_json_number(text[0], loss), split,
-            mt_json_number(text[1], exp(loss)));
-    return mt_report_flush(report, error);
+    fprintf(report->metrics, "{\"iteration\": %lld, \"%s_loss\": %s, \"%s_perplexity\": %s",
+            (long long)state->iteration, split, json_number(text[0], loss), split, json_number(text[1], exp(loss)));
+    return end_line(report, error);
 }
 
-/* ==== TensorBoard =========================================================================================== */
-/* Event files as TensorBoard reads them: TFRecords (TensorFlow, "TFRecord and tf.train.Example"), each a message of
- * event.proto, in protocol buffers' wire format: a key of field number and kind, then a varint, 4 or 8 bytes, or a
- * length and so many bytes. Few fields are needed, so they are written by hand. */
+/* ---- stragglers: the ranks that are slow, and the part of the step in which they are
+ *
+ * Forward and backward count only operations that compute, because communication includes waiting for other ranks: its
+ * time is shortest on the rank that the others wait for. */
 
-/* CRC-32C, masked because records may hold checksums themselves. */
-static uint32_t mt_event_crc(const void *data, int64_t bytes) {
-    uint32_t crc = mt_crc32c(data, bytes);
-    return (crc >> 15 | crc << 17) + 0xa282ead8u;
-}
+enum { PART_DATA, PART_FORWARD, PART_BACKWARD, PART_OPTIMIZER, PART_COMMUNICATION, NUM_PARTS };
 
-/* A message that grows; one event is far smaller than its room. */
-typedef struct mt_message {
-    int64_t bytes;
-    uint8_t data[4096];
-} mt_message;
-
-enum { MT_WIRE_VARINT = 0, MT_WIRE_64 = 1, MT_WIRE_BYTES = 2, MT_WIRE_32 = 5 };
-
-static void mt_message_bytes(mt_message *to, const void *data, int64_t bytes) {
-    MT_CHECK(to->bytes + bytes <= (int64_t)sizeof to->data);
-    memcpy(to->data + to->bytes, data, (size_t)bytes);
-    to->bytes += bytes;
-}
-
-static void mt_message_varint(mt_message *to, uint64_t value) {
-    do {
-        uint8_t byte = (uint8_t)(value & 127) | (uint8_t)(value > 127 ? 128 : 0);
-        mt_message_bytes(to, &byte, 1);
-    } while ((value >>= 7) > 0);
-}
-
-/* A field of fixed size or of bytes; numbers are little-endian, as on the machines that this runs on. */
-static void mt_message_field(mt_message *to, int field, int wire, const void *data, int64_t bytes) {
-    mt_message_varint(to, (uint64_t)(field << 3 | wire));
-    if (wire == MT_WIRE_BYTES) mt_message_varint(to, (uint64_t)bytes);
-    mt_message_bytes(to, data, bytes);
-}
-
-/* Event.wall_time = 1, step = 2. */
-static mt_message mt_event_begin(int64_t step) {
-    mt_message event = {0};
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    double wall_time = (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
-    mt_message_field(&event, 1, MT_WIRE_64, &wall_time, 8);
-    mt_message_varint(&event, 2 << 3 | MT_WIRE_VARINT);
-    mt_message_varint(&event, (uint64_t)step);
-    return event;
-}
-
-/* A record: length, its checksum, the message, its checksum. What is written is on its way to the disk at once. */
-static int mt_event_write(const mt_report *report, const mt_message *event, mt_error *error) {
-    uint64_t length = (uint64_t)event->bytes;
-    uint32_t of_length = mt_event_crc(&length, 8), of_data = mt_event_crc(event->data, event->bytes);
-    FILE *file = report->events;
-    fwrite(&length, 8, 1, file);
-    fwrite(&of_length, 4, 1, file);
-    fwrite(event->data, 1, (size_t)event->bytes, file);
-    fwrite(&of_data, 4, 1, file);
-    if (fflush(file) == 0 && !ferror(file)) return 0;
-    return mt_error_set(error, "--tensorboard-dir %s: cannot be written: %s", report->options->tensorboard_dir,
-                        strerror(errno));
-}
-
-/* A file of its own for every start of a run; TensorBoard puts those of a folder together. */
-static int mt_tensorboard_open(mt_report *report, mt_error *error) {
-    static const char version[] = "brain.Event:2";
-    const char *folder = report->options->tensorboard_dir;
-    char host[64] = "host", path[4096];
-    struct timespec now;
-    gethostname(host, sizeof host - 1);
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (mt_folder_create(folder, "--tensorboard-dir", error) == 0) {
-        snprintf(path, sizeof path, "%s/events.out.tfevents.%lld.%s.%lld.%09ld", folder, (long long)now.tv_sec, host,
-                 (long long)getpid(), now.tv_nsec);
-        report->events = fopen(path, "wb");
+/* Adds this rank's seconds in the step that was recorded last. */
+static void add_part_seconds(double parts[NUM_PARTS]) {
+    const mt_profile_step *step = mt_profile_last_step();
+    for (int64_t i = 0; i < step->num_calls; i++) {
+        const mt_profile_call *call = &step->calls[i];
+        const char *phase = call->phase >= 0 ? step->phases[call->phase].name : "";
+        int part = call->work.traffic != MT_TRAFFIC_NONE ? PART_COMMUNICATION
+                   : strncmp(phase, "forward", 7) == 0   ? PART_FORWARD
+                   : strncmp(phase, "backward", 8) == 0  ? PART_BACKWARD
+                                                         : PART_OPTIMIZER;
+        parts[part] += call->to - call->from;
     }
-    if (!report->events)
-        return mt_error_set(error, "--tensorboard-dir %s: cannot be written: %s", folder, strerror(errno));
-    mt_message event = mt_event_begin(0);
-    mt_message_field(&event, 3, MT_WIRE_BYTES, version, (int64_t)strlen(version)); // Event.file_version
-    return mt_event_write(report, &event, error);
 }
-
-/* Event.summary = 5, Summary.value = 1, Value.tag = 1 and simple_value = 2. */
-static int mt_tensorboard_write(const mt_report *report, int64_t step, const mt_scalar *scalars, int64_t count,
-                                mt_error *error) {
-    mt_message event = mt_event_begin(step), summary = {0};
-    for (int64_t i = 0; i < count; i++) {
-        mt_message value = {0};
-        float number = (float)scalars[i].value;
-        mt_message_field(&value, 1, MT_WIRE_BYTES, scalars[i].tag, (int64_t)strlen(scalars[i].tag));
-        mt_message_field(&value, 2, MT_WIRE_32, &number, 4);
-        mt_message_field(&summary, 1, MT_WIRE_BYTES, value.data, value.bytes);
-    }
-    mt_message_field(&event, 5, MT_WIRE_BYTES, summary.data, summary.bytes);
-    return mt_event_write(report, &event, error);
-}
-
-/* ==== stragglers ============================================================================================ */
-/* Which ranks are slow, and in what. A rank's time in forward and backward would include its waiting for others, so
- * only what computes counts there; what waits is its communication, which is shortest on the rank that others wait for.
- */
 
 int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_run_state *state,
                          const mt_metrics *metrics, mt_error *error) {
     static const char *const names[] = {"data", "forward", "backward", "optimizer", "communication"};
     if (!report->options->log_straggler || !mt_report_is_due(report, state->iteration)) return 0;
     int size = grid->world.size, length = 0;
-    double *all = mt_calloc((int64_t)size * MT_NUM_PARTS * 8); // [world, parts]
-    double *own = all + (int64_t)grid->world.rank * MT_NUM_PARTS;
-    mt_profile_parts(own);
-    own[MT_PART_DATA] = metrics->data_seconds;
-    mt_all_reduce_sum(&grid->world, all, (int64_t)size * MT_NUM_PARTS, MT_F64);
+    double *all = mt_calloc((int64_t)size * NUM_PARTS * 8); // [world, parts]
+    double *own = all + (int64_t)grid->world.rank * NUM_PARTS;
+    add_part_seconds(own);
+    own[PART_DATA] = metrics->data_seconds;
+    mt_all_reduce_sum(&grid->world, all, (int64_t)size * NUM_PARTS, MT_F64);
     char text[512];
     if (report->metrics) fprintf(report->metrics, "{\"iteration\": %lld", (long long)state->iteration);
-    for (int part = 0; part < MT_NUM_PARTS; part++) {
+    for (int part = 0; part < NUM_PARTS; part++) {
         int slow = 0, fast = 0;
         for (int rank = 1; rank < size; rank++) {
-            if (all[rank * MT_NUM_PARTS + part] > all[slow * MT_NUM_PARTS + part]) slow = rank;
-            if (all[rank * MT_NUM_PARTS + part] < all[fast * MT_NUM_PARTS + part]) fast = rank;
+            if (all[rank * NUM_PARTS + part] > all[slow * NUM_PARTS + part]) slow = rank;
+            if (all[rank * NUM_PARTS + part] < all[fast * NUM_PARTS + part]) fast = rank;
         }
-        double most = 1e3 * all[slow * MT_NUM_PARTS + part], least = 1e3 * all[fast * MT_NUM_PARTS + part];
+        double most = 1e3 * all[slow * NUM_PARTS + part], least = 1e3 * all[fast * NUM_PARTS + part];
         length += snprintf(text + length, sizeof text - (size_t)length, "%s%s %.1f ms (rank %d) to %.1f (rank %d)",
                            part ? ", " : "", names[part], most, slow, least, fast);
         if (report->metrics)
@@ -335,7 +342,5 @@ int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_
     }
     free(all);
     mt_report_line(report, "%6lld  slowest to fastest: %s", (long long)state->iteration, text);
-    if (!report->metrics) return 0;
-    fprintf(report->metrics, "}\n");
-    return mt_report_flush(report, error);
+    return report->metrics ? end_line(report, error) : 0;
 }

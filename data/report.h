@@ -1,4 +1,4 @@
-/* report.h: what a run tells of its steps: on the terminal, in a metrics file, to TensorBoard. */
+/* report.h: reports of a training run: lines on the terminal, a metrics file, event files for TensorBoard. */
 #ifndef MT_REPORT_H
 #define MT_REPORT_H
 
@@ -8,40 +8,40 @@
 extern "C" {
 #endif
 
-/* What rank 0 tells: a line an iteration on standard output, with --metrics an object a line in a file, and with
- * --tensorboard-dir events in a file of TensorBoard's. */
+/* Rank 0 reports: one line per reported iteration on standard output; with --metrics one JSON object per line in a
+ * file; with --tensorboard-dir events in a TensorBoard file. */
 typedef struct mt_report {
     const mt_options *options;
     FILE *metrics, *events;
-    bool prints;
+    bool prints; // rank 0
     int world_size;
     int64_t first_iteration;
-    int64_t device_bytes; // a GPU's memory that the run holds; 0 on the CPU, whose peak is asked for
-    double peak_flops;    // of the device for this type, stated by its maker; 0: not known
+    int64_t device_bytes; // GPU memory that the model holds; 0 on the CPU, which reports the peak of the process
+    double peak_flops;    // of the device for the model's type, as its maker states; 0: unknown
     double start;
 } mt_report;
 
-/* Opens the files; a run that goes on from iteration > 0 appends to its metrics. An unwritable file is an error, here
- * and below. */
+/* Opens the files; a run that continues from iteration > 0 appends to its metrics file. An unwritable file is an error,
+ * here and below. */
 int mt_report_open(mt_report *report, const mt_model *model, const mt_run_state *state, mt_error *error);
 void mt_report_close(mt_report *report);
 
-/* Whether the step that ends at `iteration` is told: every --log-interval iterations, and the last. */
+/* True if the step that ends at `iteration` is reported: every --log-interval iterations, and the last one. */
 bool mt_report_is_due(const mt_report *report, int64_t iteration);
 
-/* The step that `state` now counts, if it is due. */
+/* Reports the step that `state` counts as the last, if it is due. */
 int mt_report_iteration(const mt_report *report, const mt_run_state *state, const mt_metrics *metrics, mt_error *error);
 
-/* The mean loss of "validation" or "test" after the steps that `state` counts. */
+/* Reports the mean loss of "validation" or "test" after the steps that `state` counts. */
 int mt_report_evaluation(const mt_report *report, const mt_run_state *state, const char *split, double loss,
                          mt_error *error);
 
-/* --log-straggler, if the step that `state` now counts is due: of the slowest and the fastest rank in each part of the
- * step that the profile (profile.h) recorded last, and in waiting for samples. Every rank calls it. */
+/* --log-straggler: if the step that `state` counts as the last is due, reports the slowest and the fastest rank in each
+ * part of the step that the profile (profile.h) recorded last, and in waiting for samples. Every rank calls it. */
 int mt_report_stragglers(const mt_report *report, const mt_grid *grid, const mt_run_state *state,
                          const mt_metrics *metrics, mt_error *error);
 
-/* Any other line, on rank 0. */
+/* Prints a line on rank 0. */
 void mt_report_line(const mt_report *report, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 #ifdef __cplusplus

@@ -7,6 +7,7 @@
  * step runs. A picture is therefore wrong only if the program is wrong. */
 #include "../data/dataset.h"
 #include "../data/options.h"
+#include "../data/schedule_print.h"
 #include "../megatron.h"
 
 #include <errno.h>

@@ -21,8 +21,8 @@ int main(int argc, char **argv) {
     void *workspace = ops->memory_alloc(bytes);
     ops_stream = ops->stream_create(workspace, bytes, false);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_way_is_attention_of_one_rank),
-        cmocka_unit_test(every_way_is_attention_of_one_rank_to_the_rounding_of_bf16),
+        cmocka_unit_test(every_comm_type_equals_attention_on_one_rank),
+        cmocka_unit_test(every_comm_type_equals_attention_on_one_rank_to_bf16_rounding),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     ops->stream_destroy(ops_stream);

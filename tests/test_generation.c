@@ -2,6 +2,7 @@
  * Hugging Face transformers. */
 #include "../data/checkpoint.h"
 #include "../data/options.h"
+#include "../data/prompts.h"
 
 #include <jansson.h>
 #include <math.h>
@@ -343,12 +344,12 @@ static void decoding_gives_the_logits_of_a_full_forward(void **state) {
 enum { NUM_PROMPTS = 5 };
 
 /* Prompts of 1, 8, 15, 22 and 29 tokens. */
-static void begin_prompts(const mt_options *options, mt_sequence *sequences) {
+static void begin_prompts(const mt_options *options, int64_t context, mt_sequence *sequences) {
     for (int64_t s = 0; s < NUM_PROMPTS; s++) {
         int32_t prompt[64];
         int64_t count = 1 + 7 * s;
         for (int32_t i = 0; i < count; i++) prompt[i] = (i * 31 + 7 * (int32_t)s) % (int32_t)options->vocab_size;
-        sequences[s] = begin(options, s, prompt, count, 64);
+        sequences[s] = begin(options, s, prompt, count, context);
     }
 }
 
@@ -362,8 +363,8 @@ static void a_batch_of_unequal_prompts_equals_single_runs(void **state) {
     for (int k = 0; k < NUM_FAMILIES; k++) {
         mt_options options = read_family(k);
         mt_sequence together[NUM_PROMPTS], alone[NUM_PROMPTS];
-        begin_prompts(&options, together);
-        begin_prompts(&options, alone);
+        begin_prompts(&options, 64, together);
+        begin_prompts(&options, 64, alone);
         run(&options, together, NUM_PROMPTS, 0, &drawn, &no_stops);
         for (int64_t s = 0; s < NUM_PROMPTS; s++) {
             run(&options, &alone[s], 1, 0, &drawn, &no_stops);
@@ -380,15 +381,58 @@ static void prompts_read_in_pieces_equal_prompts_read_at_once(void **state) {
     const int64_t pieces[] = {1, 3, 7, 64};
     mt_options options = read_family(1);
     mt_sequence whole[NUM_PROMPTS], cut[NUM_PROMPTS];
-    begin_prompts(&options, whole);
+    begin_prompts(&options, 64, whole);
     run(&options, whole, NUM_PROMPTS, 0, &drawn, &no_stops);
     for (int i = 0; i < 4; i++) {
-        begin_prompts(&options, cut);
+        begin_prompts(&options, 64, cut);
         run(&options, cut, NUM_PROMPTS, pieces[i], &drawn, &no_stops);
         for (int64_t s = 0; s < NUM_PROMPTS; s++) assert_same_tokens(&cut[s], &whole[s]);
         free_prompts(cut);
     }
     free_prompts(whole);
+    mt_options_free(&options);
+}
+
+/* mt_generate, greedy and sampled, with a stop token that some sequence meets. */
+static void one_call_generates_what_single_steps_do(void **state) {
+    (void)state;
+    enum { ROW = 40 };
+    const mt_sampling drawn = {.temperature = 1, .top_p = 0.9, .seed = 5};
+    mt_options options = read_family(1);
+    options.max_new_tokens = ROW;
+    mt_model_plan plan = mt_generator_plan(NUM_PROMPTS, ROW, 75);
+    mt_model *model = create_model(&options, &plan);
+    mt_error error = {{0}};
+    for (int i = 0; i < 2; i++) {
+        const mt_sampling *sampling = i ? &drawn : &greedy;
+        mt_sequence sequences[NUM_PROMPTS];
+        int32_t tokens[NUM_PROMPTS][ROW];
+        int64_t num_tokens[NUM_PROMPTS];
+        begin_prompts(&options, ROW, sequences);
+        run(&options, sequences, NUM_PROMPTS, 0, sampling, &no_stops);
+        const mt_stops stops = {.ids = {sequences[2].tokens[sequences[2].num_prompt + 2]}, .count = 1};
+        free_prompts(sequences);
+        begin_prompts(&options, ROW, sequences);
+        for (int s = 0; s < NUM_PROMPTS; s++) {
+            num_tokens[s] = sequences[s].num_prompt;
+            memcpy(tokens[s], sequences[s].tokens, (size_t)num_tokens[s] * 4);
+        }
+        run(&options, sequences, NUM_PROMPTS, 0, sampling, &stops);
+        assert_int_equal(mt_generate(model, tokens[0], num_tokens, NUM_PROMPTS, ROW, i ? &drawn : NULL, &stops, &error),
+                         0);
+        for (int s = 0; s < NUM_PROMPTS; s++) {
+            mt_sequence one = {.id = s, .tokens = tokens[s], .num_tokens = num_tokens[s]};
+            assert_same_tokens(&one, &sequences[s]);
+        }
+        assert_true(num_tokens[2] <= sequences[2].num_prompt + 3);
+        free_prompts(sequences);
+    }
+    int32_t tokens[2][ROW] = {{1, 2}, {3}};
+    int64_t num_tokens[2] = {2, 0};
+    assert_int_equal(mt_generate(model, tokens[0], num_tokens, 2, ROW, NULL, NULL, &error), -1);
+    assert_non_null(strstr(error.text, "prompt 2 is empty"));
+    assert_int_equal(num_tokens[0], 2);
+    mt_model_destroy(model);
     mt_options_free(&options);
 }
 
@@ -602,6 +646,7 @@ int main(void) {
         cmocka_unit_test(decoding_gives_the_logits_of_a_full_forward),
         cmocka_unit_test(a_batch_of_unequal_prompts_equals_single_runs),
         cmocka_unit_test(prompts_read_in_pieces_equal_prompts_read_at_once),
+        cmocka_unit_test(one_call_generates_what_single_steps_do),
         cmocka_unit_test(a_sequence_ends_at_a_stop_token_or_at_its_length),
         cmocka_unit_test(damaged_weights_end_generation_with_a_message),
         cmocka_unit_test(prompts_that_cannot_be_continued_are_refused),

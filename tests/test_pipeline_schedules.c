@@ -1,5 +1,6 @@
 /* Pipeline schedules: the lists against Megatron's own tables, and against one another. */
 #include "../data/options.h"
+#include "../data/schedule_print.h"
 
 #include <jansson.h>
 #include <math.h>
@@ -567,7 +568,7 @@ static void schedule_prints_as_drawn_by_hand(void **state) {
     options.print_schedule = mt_strdup("/nonexistent/schedule.svg");
     file = tmpfile();
     assert_int_equal(mt_schedule_print(&options, file, &error), -1);
-    assert_non_null(strstr(error.text, "--print-schedule /nonexistent/schedule.svg: cannot be written: No such"));
+    assert_non_null(strstr(error.text, "/nonexistent/schedule.svg: cannot be written: No such"));
     fclose(file);
     options.global_batch_size = 1 << 30;
     assert_int_equal(mt_schedule_print(&options, stdout, &error), -1);

@@ -18,7 +18,7 @@ static void expect_refusal(const char *more, const char *words) {
 static void traces_that_cannot_be_written_are_refused_on_every_rank(void **state) {
     (void)state;
     expect_refusal("--trace tests/no-such-folder/trace.json", "tests/no-such-folder/trace.json: cannot be written");
-    expect_refusal("--trace tests", "--trace tests: cannot be written: Is a directory");
+    expect_refusal("--trace tests", "tests: cannot be written: Is a directory; choose another --trace");
     expect_refusal("--trace t.json --trace-first-step 11", "comes after this run's last step (step 10)");
     assert_int_equal(access("t.json", F_OK), -1);
 }

@@ -3,6 +3,7 @@
 #define MT_TESTS_TRACE_H
 
 #include "../data/profile.h"
+#include "../data/trace.h"
 #include "golden.h"
 
 #include <mpi.h>
@@ -88,11 +89,13 @@ static void train_layout(const layout *way, const char *more, mt_metrics metrics
     if (f.options.trace && mt_trace_open(&f.options, &built, &run, &error) != 0) fail_msg("%s", error.text);
     for (int step = 0; step < RUN_STEPS; step++) {
         source from = {&f, step, 1, built.data.rank, built.data.size};
+        bool traced = mt_trace_step_begin();
         if (timed) mt_profile_step_begin();
         if (mt_train_step(f.model, &run, SEQUENCES / built.data.size, next_micro_batch, &from, &f.batch, &metrics[step],
                           &error))
             fail_msg("%s", error.text);
         if (timed) mt_profile_step_end();
+        if (traced) mt_trace_step_end();
         assert_int_equal(mt_trace_is_complete(), f.options.trace && step + 1 == LAST);
         if (mt_trace_is_complete() && mt_trace_write(&error) != 0) fail_msg("%s", error.text);
     }

@@ -1,0 +1,93 @@
+/* prompts.c: prompts as text, and the tokens that begin and end a model's texts. */
+#include "prompts.h"
+
+#include "file.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, const mt_options *options,
+                      mt_error *error) {
+    int32_t *ids = mt_malloc((int64_t)strlen(text) * 4 + 4);
+    int64_t count = 0;
+    int status = 0;
+    for (const char *from = text; from && status == 0;) {
+        char *end;
+        errno = 0;
+        long long token = strtoll(from, &end, 10);
+        if (end == from || errno != 0 || token < 0 || token > INT32_MAX || (*end != ',' && *end != '\0'))
+            status = mt_error_set(error, "\"%.20s\" is no token id; give whole numbers with commas between them", from);
+        ids[count++] = (int32_t)token;
+        from = *end ? end + 1 : NULL;
+    }
+    if (status == 0) status = mt_sequence_begin(sequence, id, ids, count, context, options, error);
+    free(ids);
+    return status;
+}
+
+/* Reads a JSON object; *json is NULL where there is no such file. */
+static int read_optional(json_t **json, const char *path, mt_error *error) {
+    bool exists = access(path, F_OK) == 0;
+    *json = exists ? mt_json_read(path, error) : NULL;
+    return exists && !*json ? -1 : 0;
+}
+
+static void add_stop(mt_stops *stops, int64_t id) {
+    if (id >= 0 && id <= INT32_MAX && stops->count < MT_MAX_STOPS) stops->ids[stops->count++] = (int32_t)id;
+}
+
+int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options, mt_error *error) {
+    char *path = mt_path_join(folder, "generation_config.json");
+    json_t *config, *item;
+    size_t i;
+    stops->count = 0;
+    int status = read_optional(&config, path, error);
+    free(path);
+    if (status != 0) return -1;
+    json_t *eos = json_object_get(config, "eos_token_id");
+    if (json_is_integer(eos)) add_stop(stops, json_integer_value(eos));
+    json_array_foreach(eos, i, item) if (json_is_integer(item)) add_stop(stops, json_integer_value(item));
+    if (stops->count == 0) add_stop(stops, options->eos_token_id);
+    json_decref(config);
+    return 0;
+}
+
+/* True if this post-processor of tokenizer.json puts a special token before a text (Llama 3: yes, GPT-2: no). */
+static bool adds_bos(const json_t *processor) {
+    json_t *item, *single = json_object_get(processor, "single");
+    size_t i;
+    if (json_object_get(json_array_get(single, 0), "SpecialToken")) return true;
+    bool found = false;
+    json_array_foreach(json_object_get(processor, "processors"), i, item) found |= adds_bos(item);
+    return found;
+}
+
+int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error) {
+    char config_path[4096], json_path[4096], model_path[4096];
+    struct stat status;
+    json_t *config, *tokenizer;
+    bool is_file = stat(path, &status) == 0 && S_ISREG(status.st_mode);
+    int folder = (int)strlen(path); // length of the folder's part of the path
+    while (is_file && folder > 0 && path[folder - 1] != '/') folder--;
+    snprintf(config_path, sizeof config_path, "%.*s%stokenizer_config.json", folder, path, is_file ? "" : "/");
+    snprintf(json_path, sizeof json_path, "%s%s", path, is_file ? "" : "/tokenizer.json");
+    snprintf(model_path, sizeof model_path, "%s%s", path, is_file ? "" : "/tokenizer.model");
+
+    if (read_optional(&config, config_path, error) != 0) return -1;
+    json_t *add_bos = json_object_get(config, "add_bos_token");
+    bool decides = json_is_boolean(add_bos);
+    *begins = json_is_true(add_bos);
+    json_decref(config);
+    if (decides) return 0;
+    if (mt_text_ends_with(json_path, ".json") && access(json_path, F_OK) == 0) {
+        if (read_optional(&tokenizer, json_path, error) != 0) return -1;
+        *begins = adds_bos(json_object_get(tokenizer, "post_processor"));
+        json_decref(tokenizer);
+    } else {
+        *begins = mt_text_ends_with(model_path, ".model") && access(model_path, F_OK) == 0;
+    }
+    return 0;
+}

@@ -1,0 +1,27 @@
+/* prompts.h: prompts as text, and the tokens that begin and end a model's texts. */
+#ifndef MT_PROMPTS_H
+#define MT_PROMPTS_H
+
+#include "../megatron.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Reads the end tokens of a model folder: those of generation_config.json, which may list several; without any there,
+ * options->eos_token_id; perhaps none. A damaged file is an error. */
+int mt_stops_read(mt_stops *stops, const char *folder, const mt_options *options, mt_error *error);
+
+/* Sets *begins to true if Hugging Face's tokenizer at `path`, a folder or a file, puts its BOS token before a text. The
+ * first of these that exists decides: add_bos_token of the folder's tokenizer_config.json; tokenizer.json's
+ * post-processor; true for SentencePiece's .model. A damaged file is an error. */
+int mt_prompt_begins_with_bos(const char *path, bool *begins, mt_error *error);
+
+/* mt_sequence_begin from token ids as text, such as "1,2,3"; any other text is an error. */
+int mt_sequence_parse(mt_sequence *sequence, int64_t id, const char *text, int64_t context, const mt_options *options,
+                      mt_error *error);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

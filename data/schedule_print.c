@@ -1,0 +1,154 @@
+/* schedule_print.c: pipeline schedules as text and as pictures. */
+#include "schedule_print.h"
+
+#include "file.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+static void print_layout(const mt_stage *stages, const mt_schedule *s, FILE *file) {
+    for (int64_t rank = 0; rank < s->pp; rank++) {
+        fprintf(file, "rank %lld:", (long long)rank);
+        for (int64_t i = rank; i < s->pp * s->vp; i += s->pp) {
+            const mt_stage *stage = &stages[i];
+            if (s->vp > 1) fprintf(file, "%s %c", i == rank ? "" : ";", (char)('a' + i / s->pp % 26));
+            fprintf(file, "%s", stage->embedding ? " embedding" : "");
+            if (stage->num_layers == 1) fprintf(file, " layer %lld", (long long)stage->first_layer);
+            if (stage->num_layers > 1)
+                fprintf(file, " layers %lld-%lld", (long long)stage->first_layer,
+                        (long long)(stage->first_layer + stage->num_layers - 1));
+            if (stage->num_mtp > 0) fprintf(file, " mtp x %lld", (long long)stage->num_mtp);
+            fprintf(file, "%s", stage->loss ? " loss" : stage->num_layers == 0 && !stage->embedding ? " empty" : "");
+        }
+        fprintf(file, "\n");
+    }
+}
+
+/* Fills one rank's row, `width` characters per unit: a forward "3 ", a backward "[3 ]", its parts "[3" and "3]", idle
+ * time ".". With several chunks a letter follows the number: "3a". */
+static void fill_row(const mt_timeline *t, int64_t rank, int width, char *row) {
+    int64_t units = llround(t->span);
+    for (int64_t i = 0; i < units * width; i++) row[i] = i % width == width - 2 ? '.' : ' ';
+    row[units * width] = 0;
+    for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
+        const mt_action *action = &t->actions[i];
+        if (action->peer >= 0) continue;
+        char label[32], suffix[2] = {t->schedule.vp > 1 ? (char)('a' + action->chunk % 26) : '\0', '\0'};
+        int length = snprintf(label, sizeof label, "%lld%s", (long long)action->micro_batch, suffix);
+        int64_t from = llround(t->start[i]) * width, to = llround(t->end[i]) * width;
+        memset(row + from, ' ', (size_t)(to - from));
+        bool begins = action->kind == MT_ACTION_BACKWARD || action->kind == MT_ACTION_BACKWARD_INPUT;
+        memcpy(row + from + (begins ? width : width - 1) - length, label, (size_t)length);
+        if (begins) row[from] = '[';
+        if (action->kind == MT_ACTION_BACKWARD || action->kind == MT_ACTION_BACKWARD_WEIGHT) row[to - 1] = ']';
+    }
+}
+
+/* Prints all rows, in strips of at most 100 columns. */
+static void print_timeline(const mt_timeline *t, FILE *file) {
+    char text[32];
+    int width = snprintf(text, sizeof text, "%lld", (long long)(t->schedule.micro_batches - 1)) + 1;
+    int margin = snprintf(text, sizeof text, "rank %lld  ", (long long)(t->schedule.pp - 1));
+    if (t->schedule.vp > 1 || t->schedule.kind == MT_SCHEDULE_ZB_H1) width++;
+    int64_t units = llround(t->span), strip = (100 - margin - 12) / width;
+    char *row = mt_malloc(units * width + 1);
+    for (int64_t first = 0; first < units; first += strip) {
+        int64_t shown = first + strip < units ? strip : units - first;
+        if (first > 0) fprintf(file, "\n");
+        for (int64_t rank = 0; rank < t->schedule.pp; rank++) {
+            fill_row(t, rank, width, row);
+            snprintf(text, sizeof text, "rank %lld", (long long)rank);
+            fprintf(file, "%-*s%.*s", margin, text, (int)shown * width, row + first * width);
+            if (first + strip >= units) fprintf(file, "  peak %lld", (long long)t->live[rank]);
+            fprintf(file, "\n");
+        }
+    }
+    free(row);
+}
+
+void mt_timeline_draw(const mt_timeline *t, FILE *svg, double x, double y, double unit) {
+    static const char *const fills[] = {"#9cc3e6", "#a9d18e", "#a9d18e", "#9fd6cf"}; // by mt_action_kind
+    const double height = 24;
+    for (int64_t rank = 0; rank < t->schedule.pp; rank++) {
+        double top = y + height * (double)rank;
+        fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"end\">%lld</text>\n", x - 8, top + 15, (long long)rank);
+        fprintf(svg, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"#eceee9\"/>\n", x, top,
+                unit * t->span, height - 2);
+        for (int64_t i = t->first[rank]; i < t->first[rank + 1]; i++) {
+            const mt_action *action = &t->actions[i];
+            if (action->peer >= 0) continue;
+            double left = x + unit * t->start[i], width = unit * (t->end[i] - t->start[i]);
+            double opacity = 1 - 0.7 * (double)action->chunk / (double)t->schedule.vp;
+            fprintf(svg,
+                    "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\" fill=\"%s\" fill-opacity=\"%.2f\" "
+                    "stroke=\"#24292f\" stroke-width=\"0.6\"/>\n",
+                    left, top, width, height - 2, fills[action->kind], opacity);
+            fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%lld</text>\n", left + width / 2, top + 15,
+                    (long long)action->micro_batch);
+        }
+        fprintf(svg, "<text x=\"%.1f\" y=\"%.1f\">%lld</text>\n", x + unit * t->span + 8, top + 15,
+                (long long)t->live[rank]);
+    }
+}
+
+/* Such as "interleaved schedule: 4 ranks of 2 stages, 8 micro-batches". */
+static void write_title(const mt_schedule *s, char title[200]) {
+    static const char *const names[] = {"1F1B", "interleaved", "ZB-H1", "forward-only"};
+    snprintf(title, 200, "%s schedule: %lld ranks of %lld stage%s, %lld micro-batches", names[s->kind],
+             (long long)s->pp, (long long)s->vp, s->vp > 1 ? "s" : "", (long long)s->micro_batches);
+}
+
+static int save_timeline(const mt_timeline *t, const char *path, mt_error *error) {
+    const double unit = 24;
+    char title[200];
+    write_title(&t->schedule, title);
+    double width = fmax(60 + unit * t->span + 60, 640), height = 90 + 24 * (double)t->schedule.pp;
+    mt_new_file file;
+    if (mt_new_file_open(&file, path, "--print-schedule", error) != 0) return -1;
+    FILE *svg = file.stream;
+    fprintf(svg,
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %.0f %.0f\" width=\"%.0f\" height=\"%.0f\" "
+            "font-family=\"monospace\" font-size=\"11\" fill=\"#24292f\">\n<title>%s</title>\n"
+            "<rect width=\"%.0f\" height=\"%.0f\" rx=\"8\" fill=\"#fdfdfb\"/>\n",
+            width, height, width, height, title, width, height);
+    fprintf(svg,
+            "<text x=\"40\" y=\"24\">%s: bubble %.1f%% of the work</text>\n<text x=\"40\" y=\"44\">blue: forward, "
+            "green: backward, teal: its weights' part; lighter: later stages; right: peak live micro-batches</text>\n",
+            title, 100 * t->bubble);
+    mt_timeline_draw(t, svg, 40, 64, unit);
+    fprintf(svg, "</svg>\n");
+    return mt_new_file_close(&file, 0, error);
+}
+
+int mt_schedule_print(const mt_options *o, FILE *file, mt_error *error) {
+    const mt_action_costs units = {1, 1, 1, 0};
+    mt_schedule s = mt_schedule_of(o, o->global_batch_size / (o->micro_batch_size * o->data_parallel_size));
+    if (s.pp * s.vp > 1000000 / s.micro_batches)
+        return mt_error_set(error, "--print-schedule draws at most a million forwards; lower --global-batch-size, %lld",
+                            (long long)o->global_batch_size);
+    mt_stage *stages = mt_malloc(s.pp * s.vp * (int64_t)sizeof(mt_stage));
+    mt_timeline timeline;
+    char title[200];
+    int status = mt_pipeline_layout_build(stages, o, error);
+    if (status == 0) {
+        MT_CHECK(mt_timeline_create(&timeline, &s, &units, 0) == 0);
+        write_title(&s, title);
+        fprintf(file, "%s\n\n", title);
+        print_layout(stages, &s, file);
+        fprintf(file, "\n");
+        print_timeline(&timeline, file);
+        fprintf(file,
+                "\n3 is a forward of micro-batch 3%s, %s; forward = 1 unit, backward = 2.\n"
+                "peak: live micro-batches%s. Bubble: %lld of %lld units, %.1f%% of the work.\n",
+                s.vp > 1 ? " (a, b, ...: the stage)" : "",
+                s.kind == MT_SCHEDULE_ZB_H1 ? "[3 the backward of its input, 3] of its weights" : "[3 ] its backward",
+                s.vp > 1 ? " x stages" : "",
+                (long long)llround(timeline.span * timeline.bubble / (1 + timeline.bubble)),
+                (long long)llround(timeline.span), 100 * timeline.bubble);
+        if (strcmp(o->print_schedule, "-") != 0) status = save_timeline(&timeline, o->print_schedule, error);
+        mt_timeline_free(&timeline);
+    }
+    free(stages);
+    return status;
+}
