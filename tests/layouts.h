@@ -755,7 +755,7 @@ static void run_family(const family_layout *row) {
     more_options = "";
     mt_grid grid = grid_of_job(row->ranks);
     if (mt_grid_build(&grid, &f.options, &error) != 0) mt_die("%s: %s", words, error.text);
-    backend = mt_backend_open(backend_name, &grid, &error);
+    backend = mt_backend_open(f.options.device, &grid, &error);
     if (backend) {
         if (train_family(&f, &grid, losses, norms, &error) == 0)
             compare_family(&v, row->family, losses, norms);

@@ -381,8 +381,7 @@ static void streams_wait_for_their_inputs(void **state) {
 /* ---- the golden families */
 
 static void set_strategy(mt_options *options, int strategy) {
-    free(options->data_parallel_sharding_strategy);
-    options->data_parallel_sharding_strategy = mt_strdup(strategies[strategy]);
+    options->data_parallel_sharding_strategy = (mt_strategy)strategy;
     options->overlap_grad_reduce = options->overlap_param_gather = strategy > 0;
 }
 

@@ -390,7 +390,7 @@ static void the_number_of_modules_is_read_from_the_folder(void **state) {
         mt_error error;
         open_with_modules(&f, subjects[k], "--mtp-num-layers 2");
         save_model(&f, at(subjects[k]));
-        assert_string_equal(f.options.hf_family, k == 0 ? "deepseek_v3" : "megatron");
+        assert_int_equal(f.options.hf_family, k == 0 ? MT_HF_DEEPSEEK_V3 : MT_HF_MEGATRON);
         parse_load(&o, MT_PROGRAM_TRAIN, at(subjects[k]), TRAIN);
         assert_int_equal(o.mtp_num_layers, 2);
         if (load_folder(&o, at(subjects[k]), true, &error) != 0) fail_msg("%s", error.text);
