@@ -33,7 +33,7 @@
 #define MT_VERSION_MAJOR 1
 #define MT_VERSION_MINOR 0
 #define MT_VERSION_PATCH 0
-#define MT_VERSION "1.0.0"
+#define MT_VERSION       "1.0.0"
 
 #include <stdbool.h>
 #include <stddef.h>
