@@ -1,7 +1,6 @@
 /* Replay: a forward that is done again before its backward changes nothing that a step reports or learns. */
 #include "golden.h"
 
-
 /* The model whose forward is replayed twice at the first operation of each backward; NULL: none. */
 static mt_model *replayed;
 static int64_t replays;
