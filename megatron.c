@@ -2328,7 +2328,7 @@ static void mt_cpu_loss_accumulate(double *sums, const float *loss, const float 
 }
 
 /* The column of the greatest of x[n], the lowest among equals; -1 if one is not a number or the greatest not finite. */
-static int32_t mt_row_likeliest(const float *x, int64_t n) {
+static int32_t mt_row_argmax(const float *x, int64_t n) {
     int32_t best = 0;
     bool numbers = true;
     for (int32_t i = 0; i < n; i++) {
@@ -2338,13 +2338,13 @@ static int32_t mt_row_likeliest(const float *x, int64_t n) {
     return numbers && isfinite(x[best]) ? best : -1;
 }
 
-static void mt_cpu_likeliest(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
-                             mt_stream *stream) {
+static void mt_cpu_argmax(int32_t *ids, const void *logits, int64_t T, int64_t stride, int64_t count, mt_dtype dtype,
+                          mt_stream *stream) {
     (void)stream;
     mt_scratch scratch = mt_scratch_reserve(count);
 #pragma omp parallel for if (T * count > MT_PARALLEL)
     for (int64_t t = 0; t < T; t++)
-        ids[t] = mt_row_likeliest(mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype), count);
+        ids[t] = mt_row_argmax(mt_row_load(mt_scratch_slice(scratch), logits, t * stride, count, dtype), count);
 }
 
 /* ==== §3h mixture of experts ===================================================================================== */
@@ -2598,8 +2598,8 @@ static void mt_route_pick(float *picked, const float *logits, int64_t E, int64_t
     for (int64_t e = 0; e < E; e++) picked[e] = (finite ? picked[e] == -INFINITY : e < k) ? 1.0f : 0.0f;
 }
 
-static void mt_cpu_balance_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
-                                   int64_t T, const mt_router *router, mt_stream *stream) {
+static void mt_cpu_aux_loss_forward(float *sums, double *z_sum, const float *logits, const int32_t *sequence, int64_t S,
+                                    int64_t T, const mt_router *router, mt_stream *stream) {
     (void)stream;
     enum { TOKENS = 512 }; // whose rows are kept between the two passes
     int64_t E = router->num_experts, k = router->topk;
@@ -2628,7 +2628,7 @@ static void mt_cpu_balance_forward(float *sums, double *z_sum, const float *logi
     for (int64_t i = 0; i < 2 * S * E; i++) sums[i] = (float)totals[i];
 }
 
-static void mt_cpu_balance_loss(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
+static void mt_cpu_aux_loss_value(double *loss, const float *sums, int64_t S, int64_t E, mt_stream *stream) {
     (void)stream;
     for (int64_t s = 0; s < S; s++) {
         const float *shares = sums + s * E, *counts = shares + S * E;
@@ -2642,9 +2642,9 @@ static void mt_cpu_balance_loss(double *loss, const float *sums, int64_t S, int6
 }
 
 /* The loss is a sum of shares times E counts / sum(counts): see route_backward. */
-static void mt_cpu_balance_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
-                                    int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
-                                    mt_stream *stream) {
+static void mt_cpu_aux_loss_backward(float *dlogits, const float *logits, const float *counts, const int32_t *sequence,
+                                     int64_t S, int64_t T, float aux_scale, float z_scale, const mt_router *router,
+                                     mt_stream *stream) {
     (void)stream, (void)S;
     int64_t E = router->num_experts;
     mt_scratch scratch = mt_scratch_reserve(E);
@@ -2981,15 +2981,15 @@ static void mt_cpu_step_guard(double *guard, float *scale, const double *loss_su
     (void)stream;
     double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1.0) * (double)rules->copies);
     double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules->window;
-    mt_verdict verdict = MT_STEP_IS_GOOD;
+    mt_guard_check check = MT_STEP_PASSED;
     if (rules->finite && !isfinite(loss))
-        verdict = MT_LOSS_NOT_FINITE;
+        check = MT_LOSS_NOT_FINITE;
     else if (rules->finite && !isfinite(norm[0]))
-        verdict = MT_NORM_NOT_FINITE;
+        check = MT_NORM_NOT_FINITE;
     else if (rules->spike_factor > 0 && steps >= window && loss > rules->spike_factor * average)
-        verdict = MT_LOSS_SPIKES;
-    guard[MT_GUARD_VERDICT] = verdict;
-    if (verdict != MT_STEP_IS_GOOD) {
+        check = MT_LOSS_SPIKES;
+    guard[MT_GUARD_CHECK] = check;
+    if (check != MT_STEP_PASSED) {
         scale[0] = -1;
     } else if (isfinite(loss)) {
         guard[MT_GUARD_AVERAGE] = average + (loss - average) / (steps + 1 < window ? steps + 1 : window);
@@ -5104,7 +5104,7 @@ typedef struct mt_decode_graph {
     mt_graph *graph;
 } mt_decode_graph;
 
-/* What a training step is judged by, on the device; copied to the host in one piece. */
+/* The numbers that decide about a training step, on the device; copied to the host in one piece. */
 typedef struct mt_step_numbers {
     double sums[4]; // loss, unmasked tokens, squared norm, the loss once more
     double guard[MT_GUARD_NUMBERS];
@@ -5231,7 +5231,7 @@ struct mt_model {
     int64_t max_actions;
     void *gathered_logits;          // [tensor ranks, MT_STAGED_ROWS, V]
     void *staged_logits;            // the same on the host, or [max_logits] token ids
-    int32_t *likeliest;             // [max_logits]
+    int32_t *argmax;                // [max_logits]
     mt_decode_graph *decode_graphs; // [max_logits + 1] by the number of sequences, for decoding
     mt_span *step_spans;            // [max_logits] bounds of a step's spans
     void **k_cache, **v_cache;      // a layer: [cache_rows, G D], [cache_rows, G Dv]
@@ -5870,11 +5870,11 @@ static void mt_balance(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rout
     int64_t E = e->router.num_experts, S = strcmp(type, "seq_aux_loss") == 0 ? p->spans.count : 1;
     const mt_group *group = &m->grid->tensor_context;
     MT_CHECK(S <= e->sequences);
-    m->ops->balance_forward(r->balance, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL, S,
-                            p->rows, &e->router, p->stream);
+    m->ops->aux_loss_forward(r->balance, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL, S,
+                             p->rows, &e->router, p->stream);
     m->ops->all_reduce(r->balance, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
     if (e->counts_globally) mt_count_globally(m, p, w, r->balance + E);
-    if (group->rank == 0) m->ops->balance_loss(e->losses, r->balance, S, E, p->stream);
+    if (group->rank == 0) m->ops->aux_loss_value(e->losses, r->balance, S, E, p->stream);
 }
 
 /* Drops what is over the experts' capacity of the whole micro-batch: whichever ranks have its tokens, the same. */
@@ -5938,9 +5938,9 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
     int64_t S = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? p->spans.count : 1;
     m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
     if (e->balances)
-        m->ops->balance_backward(e->dlogits, r->logits, r->balance + S * E,
-                                 S > 1 ? p->batch->sequence + p->first_row : NULL, S, R, (float)o->moe_aux_loss_coeff,
-                                 (float)o->moe_z_loss_coeff, &e->router, p->stream);
+        m->ops->aux_loss_backward(e->dlogits, r->logits, r->balance + S * E,
+                                  S > 1 ? p->batch->sequence + p->first_row : NULL, S, R, (float)o->moe_aux_loss_coeff,
+                                  (float)o->moe_z_loss_coeff, &e->router, p->stream);
     mt_linear_backward(&p->tp, &w->router,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
                        MT_PART_BOTH);
@@ -6007,7 +6007,7 @@ static void mt_experts_finish(mt_model *m) {
 
 static void mt_follow_reader(mt_model *m); // §12a
 
-/* After the step was judged: the biases follow the loads, unless it was bad. */
+/* After the step's check: the biases follow the loads, unless the step was bad. */
 static void mt_experts_move_biases(mt_model *m) {
     mt_experts *e = &m->experts;
     int64_t E = e->router.num_experts;
@@ -7281,7 +7281,7 @@ static void mt_layout_workspace(mt_model *m, mt_arena *arena) {
         m->mtp.dhidden = mt_arena_alloc(arena, m->max_rows * m->C * mt_dtype_size(m->dtype));
         m->mtp.djoined = mt_arena_alloc(arena, m->max_rows * 2 * m->C * mt_dtype_size(m->dtype));
     }
-    m->likeliest = mt_arena_alloc(arena, rows * 4);
+    m->argmax = mt_arena_alloc(arena, rows * 4);
     mt_layout_scratch(m, arena);
     mt_layout_experts(m, arena);
     if (m->grid->context.size > 1) {
@@ -8557,14 +8557,14 @@ void mt_model_decode(mt_model *m, const mt_batch *batch, const int32_t *cache_ro
         mt_read_logits(m, mt_decode_output(m), logits, num_rows);
 }
 
-void mt_model_decode_likeliest(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
-                               int64_t num_rows, int32_t *tokens) {
+void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *cache_rows, const int32_t *rows,
+                            int64_t num_rows, int32_t *tokens) {
     MT_CHECK(m->grid->world.size == 1);
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
     mt_decode_enqueue(m, batch, num_rows);
     const void *logits = mt_decode_output(m)->logits;
-    m->ops->likeliest(m->likeliest, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
-    m->ops->memory_copy(m->staged_logits, m->likeliest, num_rows * 4, m->stream);
+    m->ops->argmax(m->argmax, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
+    m->ops->memory_copy(m->staged_logits, m->argmax, num_rows * 4, m->stream);
     m->ops->stream_wait(m->stream);
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
 }
@@ -9213,7 +9213,7 @@ static void mt_gradients_finish_model(mt_model *m) {
 }
 
 /* sums[2] = the squared norm of all gradients, each element counted once: of what several ranks have alike, by the
- * first of them. sums[3] = the loss, added up over all ranks: so what any rank has reaches all of them, and they judge
+ * first of them. sums[3] = the loss, added up over all ranks: so what any rank has reaches all of them, and they check
  * the step alike. */
 static void mt_gradients_norm(mt_model *m) {
     m->ops->memory_copy(m->numbers->sums + 3, m->numbers->sums, 8, m->stream);
@@ -9402,7 +9402,7 @@ static int64_t mt_tokens_keep(int32_t *order, int64_t V, const float *logits, in
 int32_t mt_sample(const float *logits, int64_t vocab_size, const mt_sampling *sampling, int64_t sequence,
                   int64_t position, int32_t *order) {
     int64_t V = vocab_size, kept = V;
-    int32_t best = mt_row_likeliest(logits, V);
+    int32_t best = mt_row_argmax(logits, V);
     if (best < 0 || sampling->temperature == 0) return best;
     for (int32_t i = 0; i < V; i++) order[i] = i;
     double total = 0, sum = 0, t = sampling->temperature;
@@ -9565,7 +9565,7 @@ static int mt_generator_advance(mt_generator *g, mt_sequence *sequences, int64_t
             if (!sequences[next].finished && !mt_generator_add(g, &sequences[next], next)) break;
         if (g->batch.num_tokens == 0) break;
         if (g->argmax)
-            mt_model_decode_likeliest(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->argmax);
+            mt_model_decode_argmax(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->argmax);
         else
             mt_model_decode(g->model, &g->batch, g->cache_rows, g->logit_rows, g->num_logits, g->logits);
         for (int64_t row = 0; row < g->num_logits; row++)
@@ -9632,7 +9632,7 @@ static void mt_phase_end(mt_model *m) {
 }
 
 /* Finished gradients' norm and scale, and whether the step may update. */
-static void mt_step_judge(mt_model *m) {
+static void mt_step_check_gradients(mt_model *m) {
     const mt_options *o = m->options;
     mt_guard_rules rules = {.finite = o->check_for_nan_in_loss_and_grad,
                             .spike_factor = o->check_for_spiky_loss ? o->loss_spike_factor : 0,
@@ -9647,7 +9647,7 @@ static void mt_step_judge(mt_model *m) {
     mt_phase_end(m);
 }
 
-/* The weights' update, where the step was judged good. */
+/* The weights' update, where the step passed its check. */
 static void mt_optimizer_step(mt_model *m, const mt_run_state *state) {
     const mt_options *o = m->options;
     mt_phase_begin(m, "optimizer", -1, -1);
@@ -9852,10 +9852,10 @@ static double mt_mean_loss(const double sums[2]) {
 static void mt_step_describe(char text[160], int64_t iteration, const mt_step_result *result) {
     const mt_step_numbers *n = &result->numbers;
     double loss = mt_mean_loss(n->sums);
-    if (n->guard[MT_GUARD_VERDICT] == MT_LOSS_SPIKES)
+    if (n->guard[MT_GUARD_CHECK] == MT_LOSS_SPIKES)
         snprintf(text, 160, "iteration %lld: the loss is %.4g, %.1f times its average", (long long)iteration, loss,
                  loss / n->guard[MT_GUARD_AVERAGE]);
-    else if (n->guard[MT_GUARD_VERDICT] == MT_NORM_NOT_FINITE)
+    else if (n->guard[MT_GUARD_CHECK] == MT_NORM_NOT_FINITE)
         snprintf(text, 160, "iteration %lld: the gradient norm is %g", (long long)iteration, (double)n->grad_norm);
     else
         snprintf(text, 160, "iteration %lld: the loss is %g", (long long)iteration, loss);
@@ -9867,7 +9867,7 @@ static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *
     mt_bad_steps *bad = &m->bad_steps;
     char what[160];
     mt_step_describe(what, iteration, result);
-    if (result->numbers.guard[MT_GUARD_VERDICT] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
+    if (result->numbers.guard[MT_GUARD_CHECK] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
     if (strcmp(o->bad_step_policy, "stop") == 0)
         return mt_error_set(error, "%s; lower --lr or look at the data (nothing was saved since)", what);
     bad->skipped++;
@@ -9890,7 +9890,7 @@ static int mt_step_check(mt_model *m, int slot, mt_error *error) {
     m->ops->event_wait(m->pending[slot].done);
     m->pending[slot].iteration = 0;
     if (m->bad_steps.rewind > 0) return 0; // it will be done again
-    if (result->numbers.guard[MT_GUARD_VERDICT] != MT_STEP_IS_GOOD) return mt_step_is_bad(m, iteration, result, error);
+    if (result->numbers.guard[MT_GUARD_CHECK] != MT_STEP_PASSED) return mt_step_is_bad(m, iteration, result, error);
     m->bad_steps.in_a_row = 0;
     return 0;
 }
@@ -9958,7 +9958,7 @@ static void mt_rerun_report(const mt_model *m, int64_t iteration, const mt_step_
     if (mt_ranks_print(names, differs, world->size) > 0)
         mt_step_warn(m, "iteration %lld was done again: a transient fault, %s got another result; %s",
                      (long long)iteration, names,
-                     second->guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD ? "the second one counts" : "it is bad too");
+                     second->guard[MT_GUARD_CHECK] == MT_STEP_PASSED ? "the second one counts" : "it is bad too");
     else if (mt_ranks_print(names, not_finite, world->size) > 0)
         mt_step_warn(m, "iteration %lld was done again: a repeatable fault, every rank got the same; not finite: %s",
                      (long long)iteration, names);
@@ -9975,19 +9975,19 @@ int mt_train_finish(mt_model *m, mt_error *error) {
     return status;
 }
 
-/* Gradients and the verdict on them. With --rerun-mode validate_results a bad step is done again, from the same
+/* Gradients and their check. With --rerun-mode validate_results a bad step is done again, from the same
  * parameters and samples, and its second result takes the place of the first. */
 static int mt_step_try(mt_model *m, int64_t iteration, int64_t micro_batches, mt_batch_source *source, void *context,
                        mt_batch *batch, int64_t *tokens, mt_error *error) {
     *tokens = 0;
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
-    mt_step_judge(m);
+    mt_step_check_gradients(m);
     if (!m->bad_steps.reruns) return 0;
     mt_step_numbers first = mt_step_numbers_read(m), second;
-    if (first.guard[MT_GUARD_VERDICT] == MT_STEP_IS_GOOD) return 0;
+    if (first.guard[MT_GUARD_CHECK] == MT_STEP_PASSED) return 0;
     *tokens = 0;
     if (mt_step_gradients(m, micro_batches, source, context, batch, tokens, error) != 0) return -1;
-    mt_step_judge(m);
+    mt_step_check_gradients(m);
     second = mt_step_numbers_read(m);
     mt_rerun_report(m, iteration, &first, &second);
     return 0;

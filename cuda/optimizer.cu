@@ -106,15 +106,15 @@ __global__ void step_guard(double *guard, float *scale, const double *loss_sum, 
                            mt_guard_rules rules) {
     double loss = loss_sum[0] / ((tokens[0] > 0 ? tokens[0] : 1) * (double)rules.copies);
     double average = guard[MT_GUARD_AVERAGE], steps = guard[MT_GUARD_STEPS], window = (double)rules.window;
-    mt_verdict verdict = MT_STEP_IS_GOOD;
+    mt_guard_check check = MT_STEP_PASSED;
     if (rules.finite && !isfinite(loss))
-        verdict = MT_LOSS_NOT_FINITE;
+        check = MT_LOSS_NOT_FINITE;
     else if (rules.finite && !isfinite(norm[0]))
-        verdict = MT_NORM_NOT_FINITE;
+        check = MT_NORM_NOT_FINITE;
     else if (rules.spike_factor > 0 && steps >= window && loss > rules.spike_factor * average)
-        verdict = MT_LOSS_SPIKES;
-    guard[MT_GUARD_VERDICT] = verdict;
-    if (verdict != MT_STEP_IS_GOOD) {
+        check = MT_LOSS_SPIKES;
+    guard[MT_GUARD_CHECK] = check;
+    if (check != MT_STEP_PASSED) {
         scale[0] = -1;
     } else if (isfinite(loss)) {
         guard[MT_GUARD_AVERAGE] = average + (loss - average) / (steps + 1 < window ? steps + 1 : window);

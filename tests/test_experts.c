@@ -188,17 +188,17 @@ static void assert_balance(const json_t *c, const mt_router *router, const float
     double *want_scores = json_numbers(json_object_get(c, "aux_scores"), T * E);
     double *want_map = json_numbers(json_object_get(c, "aux_map"), T * E);
     for (int64_t t = 0; t < T; t++) sequence[t] = (int32_t)t;
-    ops->balance_forward(sums, &z_sum, logits, sequence, T, T, router, NULL);
+    ops->aux_loss_forward(sums, &z_sum, logits, sequence, T, T, router, NULL);
     double *got = load(sums, 2 * T * E, MT_F32);
     assert_near("aux_scores", got, want_scores, T * E, 1e-6);
     assert_memory_equal(got + T * E, want_map, T * E * 8);
     double z = z_sum / (double)T * 1e-3;
     assert_near("z loss", &z, &want_z, 1, 1e-6);
     z_sum = 5;
-    ops->balance_forward(sums, &z_sum, logits, NULL, 1, T, router, NULL);
+    ops->aux_loss_forward(sums, &z_sum, logits, NULL, 1, T, router, NULL);
     z = (z_sum - 5) / (double)T * 1e-3;
     assert_near("z loss of one sequence", &z, &want_z, 1, 1e-6);
-    ops->balance_loss(&aux, sums, 1, E, NULL);
+    ops->aux_loss_value(&aux, sums, 1, E, NULL);
     aux *= 1e-2 / (double)T;
     assert_near("auxiliary loss", &aux, &want_aux, 1, 1e-6);
     free(sums), free(sequence), free(want_scores), free(want_map), free(got);
@@ -362,7 +362,7 @@ static void logits_that_are_no_numbers_are_counted_and_spoil_their_token_alone(v
                 assert_int_equal(experts[at], t % 2 ? j : clean_experts[at]);
                 assert_true(t % 2 ? isnan(probs[at]) : probs[at] == clean[at]);
             }
-        ops->balance_forward(sums, &z_sum, logits, sequence, 2, T, r, NULL);
+        ops->aux_loss_forward(sums, &z_sum, logits, sequence, 2, T, r, NULL);
         assert_true(isnan(z_sum) || isinf(z_sum));
         float counted = 0, wrong = 0;
         for (int64_t e = 0; e < E; e++) {
@@ -495,16 +495,16 @@ static void sinkhorn_leaves_out_tokens_that_are_not_finite_and_ends_for_any_othe
 
 /* ==== balance ==================================================================================================== */
 
-typedef struct balance_shape {
+typedef struct aux_loss_shape {
     int64_t S, T;
     const mt_router *router;
     const int32_t *sequence;
     const double *counts;
-} balance_shape;
+} aux_loss_shape;
 
 /* out = auxiliary losses and sum of logsumexp^2 of in = logits[T, E], for counts as constants. */
-static void balance_reference(double *out, const double *in, const void *shape) {
-    const balance_shape *s = shape;
+static void aux_loss_reference(double *out, const double *in, const void *shape) {
+    const aux_loss_shape *s = shape;
     int64_t E = s->router->num_experts;
     out[0] = out[1] = 0;
     for (int64_t t = 0; t < s->T; t++) {
@@ -527,7 +527,7 @@ static double *reference_counts(const double *logits, const int32_t *sequence, i
     return counts;
 }
 
-static void balance_matches_float64_and_finite_differences(void **state) {
+static void aux_loss_matches_float64_and_finite_differences(void **state) {
     (void)state;
     enum { S = 4, T = 37 };
     int32_t sequence[T]; // in pieces, and one without tokens
@@ -538,16 +538,16 @@ static void balance_matches_float64_and_finite_differences(void **state) {
         double *logits = random_logits(n), *before = random_values(n), scales[2] = {0.75, 0.125}, want[2], got[2] = {0};
         double *counts = reference_counts(logits, sequence, S, T, E, r->topk);
         float *x = store(logits, n, MT_F32), *dx = store(before, n, MT_F32), *sums = not_numbers(2 * S * E, MT_F32);
-        balance_shape shape = {S, T, r, sequence, counts};
-        balance_reference(want, logits, &shape);
-        ops->balance_forward(sums, &got[1], x, sequence, S, T, r, NULL);
-        ops->balance_loss(&got[0], sums, S, E, NULL);
+        aux_loss_shape shape = {S, T, r, sequence, counts};
+        aux_loss_reference(want, logits, &shape);
+        ops->aux_loss_forward(sums, &got[1], x, sequence, S, T, r, NULL);
+        ops->aux_loss_value(&got[0], sums, S, E, NULL);
         assert_near("losses", got, want, 2, 1e-6);
         for (int64_t j = 0; j < S * E; j++) assert_true((double)sums[S * E + j] == counts[j]);
-        ops->balance_backward(dx, x, sums + S * E, sequence, S, T, 0.75f, 0.125f, r, NULL);
+        ops->aux_loss_backward(dx, x, sums + S * E, sequence, S, T, 0.75f, 0.125f, r, NULL);
         double *slope = load(dx, n, MT_F32);
         for (int64_t j = 0; j < n; j++) slope[j] -= before[j];
-        assert_gradient("dlogits", slope, balance_reference, &shape, logits, n, scales, 2, MT_F32);
+        assert_gradient("dlogits", slope, aux_loss_reference, &shape, logits, n, scales, 2, MT_F32);
         free(logits), free(before), free(counts), free(x), free(dx), free(sums), free(slope);
     }
 }
@@ -560,16 +560,16 @@ static void sequences_balance_alone_and_a_batch_as_one(void **state) {
     float *x = store(logits, T * E, MT_F32), sums[2 * S * E], part[2 * E];
     int32_t sequence[T];
     for (int t = 0; t < T; t++) sequence[t] = t / (T / S);
-    ops->balance_forward(sums, &z_sum, x, sequence, S, T, r, NULL);
-    ops->balance_loss(&loss, sums, S, E, NULL);
+    ops->aux_loss_forward(sums, &z_sum, x, sequence, S, T, r, NULL);
+    ops->aux_loss_value(&loss, sums, S, E, NULL);
     for (int s = 0; s < S; s++) {
-        ops->balance_forward(part, &z_parts, x + s * (T / S) * E, NULL, 1, T / S, r, NULL);
-        ops->balance_loss(&parts, part, 1, E, NULL);
+        ops->aux_loss_forward(part, &z_parts, x + s * (T / S) * E, NULL, 1, T / S, r, NULL);
+        ops->aux_loss_value(&parts, part, 1, E, NULL);
         assert_memory_equal(part, sums + s * E, E * 4);
         assert_memory_equal(part + E, sums + (S + s) * E, E * 4);
     }
     assert_true(loss == parts && z_sum == z_parts);
-    ops->balance_forward(part, &z_parts, x, NULL, 1, T, r, NULL);
+    ops->aux_loss_forward(part, &z_parts, x, NULL, 1, T, r, NULL);
     for (int i = 0; i < 2 * E; i++) {
         float sum = 0;
         for (int s = 0; s < S; s++) sum += sums[(i / E * S + s) * E + i % E];
@@ -1172,8 +1172,8 @@ static uint64_t hash_routing(mt_dtype dtype) {
         if (router.num_groups) router.num_groups = 4;
         ops->route_forward(probs, experts, &invalid, logits, NULL, T, &router, NULL);
         ops->route_backward(dlogits, probs, experts, logits, T, &router, NULL);
-        ops->balance_forward(sums, &z_sum, logits, sequence, S, T, &router, NULL);
-        ops->balance_backward(dlogits, logits, sums + S * E, sequence, S, T, 0.5f, 0.25f, &router, NULL);
+        ops->aux_loss_forward(sums, &z_sum, logits, sequence, S, T, &router, NULL);
+        ops->aux_loss_backward(dlogits, logits, sums + S * E, sequence, S, T, 0.5f, 0.25f, &router, NULL);
         hash = hash_bytes(hash, probs, T * router.topk * 4);
         router = together[i % 2], router.num_experts = E;
         ops->route_sinkhorn(probs, experts, &invalid, logits, T, 0, T, &router, NULL);
@@ -1255,7 +1255,7 @@ int main(void) {
         cmocka_unit_test(sinkhorn_leaves_out_tokens_that_are_not_finite_and_ends_for_any_others),
         cmocka_unit_test(among_equal_scores_the_lowest_number_wins),
         cmocka_unit_test(logits_that_are_no_numbers_are_counted_and_spoil_their_token_alone),
-        cmocka_unit_test(balance_matches_float64_and_finite_differences),
+        cmocka_unit_test(aux_loss_matches_float64_and_finite_differences),
         cmocka_unit_test(sequences_balance_alone_and_a_batch_as_one),
         cmocka_unit_test(expert_bias_moves_towards_the_mean_load),
         cmocka_unit_test(router_logits_are_fp32_and_depend_on_no_other_row),

@@ -163,7 +163,7 @@ static void draws_follow_the_softmax_at_any_temperature(void **state) {
     }
 }
 
-static void top_k_draws_from_the_k_likeliest_in_proportion(void **state) {
+static void top_k_draws_from_the_top_k_in_proportion(void **state) {
     (void)state;
     const int32_t by_rank[CHOICES] = {2, 5, 7, 0, 3, 4, 1, 6}; // 0 before 3: equal logits, lower id
     for (int64_t k = 1; k <= CHOICES; k++) {
@@ -636,7 +636,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_model_on_the_cpu_has_no_backend_of_a_gpu),
         cmocka_unit_test(draws_follow_the_softmax_at_any_temperature),
-        cmocka_unit_test(top_k_draws_from_the_k_likeliest_in_proportion),
+        cmocka_unit_test(top_k_draws_from_the_top_k_in_proportion),
         cmocka_unit_test(top_p_draws_from_the_fewest_that_hold_p),
         cmocka_unit_test(top_k_and_top_p_keep_what_sorting_would),
         cmocka_unit_test(greedy_takes_the_lowest_id_among_equals),
