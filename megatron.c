@@ -256,12 +256,6 @@ bool mt_options_converts(const mt_options *o) {
     return MT_GIVEN(o, train_iters) && o->train_iters == 0 && o->train_samples == 0 && o->load && o->save;
 }
 
-void mt_string_set(char **string, const char *text) {
-    char *copy = text ? mt_strdup(text) : NULL; // before the free: text may be *string
-    free(*string);
-    *string = copy;
-}
-
 /* ==== §2a sizes, positions, lengths ============================================================================== */
 
 void mt_options_derive_sizes(mt_options *o) {
@@ -277,15 +271,13 @@ void mt_options_derive_sizes(mt_options *o) {
 
 /* What multi-token prediction asks of the model; generation and scoring do without it. */
 static int mt_options_finish_mtp(mt_options *o, mt_program program, mt_error *error) {
-    const char *positions = o->position_embedding_type, *schedule = o->pipeline_schedule;
     if (program == MT_PROGRAM_INFER) o->mtp_num_layers = 0;
     if (o->mtp_num_layers == 0) return 0;
-    if (strcmp(o->normalization, "RMSNorm") != 0)
-        return mt_error_set(error, "--mtp-num-layers needs --normalization RMSNorm, which is %s", o->normalization);
-    if (strcmp(positions, "rope") != 0 && strcmp(positions, "none") != 0)
-        return mt_error_set(error, "--mtp-num-layers needs --position-embedding-type rope or none, which is %s",
-                            positions);
-    if (schedule && strcmp(schedule, "zb-h1") == 0)
+    if (o->normalization != MT_RMSNORM) return mt_error_set(error, "--mtp-num-layers needs --normalization RMSNorm");
+    if (o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE)
+        return mt_error_set(error, "--mtp-num-layers needs --position-embedding-type rope or none, which is "
+                                   "learned_absolute");
+    if (o->pipeline_schedule == MT_SCHEDULE_ZB_H1)
         return mt_error_set(error, "--mtp-num-layers does not split its backward: leave out --pipeline-schedule zb-h1");
     if (o->seq_length > 0 && o->seq_length <= o->mtp_num_layers)
         return mt_error_set(error, "--mtp-num-layers %lld must be less than --seq-length %lld",
@@ -307,12 +299,9 @@ static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
     if (!o->group_query_attention && o->num_query_groups > 0 && o->num_query_groups != o->num_attention_heads)
         return mt_error_set(error, "--num-query-groups %lld needs --group-query-attention",
                             (long long)o->num_query_groups);
-    if (o->multi_latent_attention &&
-        (strcmp(o->normalization, "RMSNorm") != 0 || strcmp(o->position_embedding_type, "rope") != 0))
-        return mt_error_set(error,
-                            "--multi-latent-attention needs --normalization RMSNorm and "
-                            "--position-embedding-type rope, which are %s and %s",
-                            o->normalization, o->position_embedding_type);
+    if (o->multi_latent_attention && (o->normalization != MT_RMSNORM || o->position_embedding_type != MT_POSITION_ROPE))
+        return mt_error_set(error, "--multi-latent-attention needs --normalization RMSNorm and "
+                                   "--position-embedding-type rope");
     if (o->kv_channels == 0 && !o->multi_latent_attention && o->hidden_size % o->num_attention_heads != 0)
         return mt_error_set(
             error, "--hidden-size %lld must be a multiple of --num-attention-heads %lld, or --kv-channels given",
@@ -343,7 +332,7 @@ static int mt_options_finish_sizes(mt_options *o, mt_error *error) {
 
 /* What each kind of scaling needs. */
 static int mt_options_finish_rope(mt_options *o, mt_error *error) {
-    if (strcmp(o->position_embedding_type, "rope") != 0) return 0;
+    if (o->position_embedding_type != MT_POSITION_ROPE) return 0;
     if (o->multi_latent_attention && o->qk_pos_emb_head_dim % 2 != 0)
         return mt_error_set(error, "--qk-pos-emb-head-dim %lld must be even", (long long)o->qk_pos_emb_head_dim);
     int64_t turning = (int64_t)((double)o->kv_channels * o->rotary_percent);
@@ -351,13 +340,14 @@ static int mt_options_finish_rope(mt_options *o, mt_error *error) {
     if (turning < 2 || turning % 2 != 0)
         return mt_error_set(error, "--kv-channels %lld times --rotary-percent %g must be even for rotary positions",
                             (long long)o->kv_channels, o->rotary_percent);
-    bool is_llama3 = strcmp(o->rope_scaling_type, "llama3") == 0, is_yarn = strcmp(o->rope_scaling_type, "yarn") == 0;
+    bool is_llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3,
+         is_yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN;
     if (o->rotary_seq_len_interpolation_factor > 0)
         o->rope_scaling_factor = (double)o->rotary_seq_len_interpolation_factor;
     if (is_llama3 && o->rope_scaling_factor == 0) o->rope_scaling_factor = 8;
     if (is_llama3 && o->original_max_position_embeddings == 0) o->original_max_position_embeddings = 8192;
-    if (strcmp(o->rope_scaling_type, "none") != 0 && o->rope_scaling_factor == 0)
-        return mt_error_set(error, "--rope-scaling-type %s needs --rope-scaling-factor", o->rope_scaling_type);
+    if (o->rope_scaling_type != MT_ROPE_SCALING_NONE && o->rope_scaling_factor == 0)
+        return mt_error_set(error, "--rope-scaling-type %s needs --rope-scaling-factor", is_yarn ? "yarn" : "linear");
     if (is_yarn && o->original_max_position_embeddings == 0)
         return mt_error_set(error, "--rope-scaling-type yarn needs --original-max-position-embeddings");
     if (is_llama3 && o->rope_low_freq_factor >= o->rope_high_freq_factor)
@@ -374,7 +364,7 @@ static int mt_options_finish_rope(mt_options *o, mt_error *error) {
 
 /* Vocabulary, positions and the length of a sequence. */
 static int mt_options_finish_lengths(mt_options *o, mt_program program, mt_error *error) {
-    bool learned = strcmp(o->position_embedding_type, "learned_absolute") == 0;
+    bool learned = o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
     if (o->vocab_size == 0)
         return mt_error_set(error, "the vocabulary is unknown: give --vocab-size, or --tokenizer-type and "
                                    "--tokenizer-model");
@@ -430,9 +420,9 @@ static int mt_options_finish_order(mt_options *o, mt_error *error) {
     int64_t pp = o->pipeline_model_parallel_size, vp = o->num_virtual_stages_per_pipeline_rank;
     int64_t *group = &o->microbatch_group_size_per_virtual_pipeline_stage;
     if (pp > 1 && !MT_GIVEN(o, pipeline_schedule))
-        mt_string_set(&o->pipeline_schedule, vp > 1 ? "interleaved" : "1f1b");
-    const char *schedule = o->pipeline_schedule ? o->pipeline_schedule : "1f1b";
-    bool interleaved = strcmp(schedule, "interleaved") == 0;
+        o->pipeline_schedule = vp > 1 ? MT_SCHEDULE_INTERLEAVED : MT_SCHEDULE_1F1B;
+    bool interleaved = o->pipeline_schedule == MT_SCHEDULE_INTERLEAVED;
+    bool zero_bubble = o->pipeline_schedule == MT_SCHEDULE_ZB_H1;
     if (interleaved && vp == 1)
         return mt_error_set(error, "--pipeline-schedule interleaved needs several virtual stages: give "
                                    "--num-virtual-stages-per-pipeline-rank");
@@ -440,8 +430,8 @@ static int mt_options_finish_order(mt_options *o, mt_error *error) {
         return mt_error_set(error,
                             "--pipeline-schedule %s has one stage a rank, but there are %lld: leave it out, or "
                             "--num-virtual-stages-per-pipeline-rank and what else makes them",
-                            schedule, (long long)vp);
-    if (strcmp(schedule, "zb-h1") == 0 && pp == 1)
+                            zero_bubble ? "zb-h1" : "1f1b", (long long)vp);
+    if (zero_bubble && pp == 1)
         return mt_error_set(error, "--pipeline-schedule zb-h1 needs --pipeline-model-parallel-size above 1");
     if (!MT_GIVEN(o, microbatch_group_size_per_virtual_pipeline_stage)) *group = vp > 1 ? pp : 0;
     if (vp == 1 && *group > 0)
@@ -521,8 +511,8 @@ static int mt_options_finish_parallel(mt_options *o, int64_t world_size, mt_erro
 /* What Sinkhorn's choice goes with: as Megatron's, it has probabilities of its own. */
 static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
     const char *type = "--moe-router-load-balancing-type sinkhorn";
-    bool sigmoid = strcmp(o->moe_router_score_function, "sigmoid") == 0;
-    if (strcmp(o->moe_router_load_balancing_type, "sinkhorn") != 0) return 0;
+    bool sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
+    if (o->moe_router_load_balancing_type != MT_BALANCING_SINKHORN) return 0;
     if (o->moe_aux_loss_coeff > 0)
         return mt_error_set(error, "%s needs --moe-aux-loss-coeff 0: loads are even without a loss", type);
     if (o->moe_router_topk == 1 && !sigmoid)
@@ -541,7 +531,7 @@ static int mt_options_check_sinkhorn(const mt_options *o, mt_error *error) {
 /* How experts are chosen. */
 static int mt_options_check_router(const mt_options *o, mt_error *error) {
     int64_t E = o->num_experts, k = o->moe_router_topk, groups = o->moe_router_num_groups;
-    bool sigmoid = strcmp(o->moe_router_score_function, "sigmoid") == 0;
+    bool sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID;
     if (k > E)
         return mt_error_set(error, "--moe-router-topk %lld must be at most --num-experts %lld", (long long)k,
                             (long long)E);
@@ -564,7 +554,7 @@ static int mt_options_check_router(const mt_options *o, mt_error *error) {
                             "groups; raise it or lower --moe-router-num-groups",
                             (long long)k, (long long)(E / groups * o->moe_router_group_topk),
                             (long long)o->moe_router_group_topk);
-    if (o->moe_aux_loss_coeff > 0 && strcmp(o->moe_router_load_balancing_type, "none") == 0)
+    if (o->moe_aux_loss_coeff > 0 && o->moe_router_load_balancing_type == MT_BALANCING_NONE)
         return mt_error_set(error, "--moe-aux-loss-coeff %g needs a --moe-router-load-balancing-type other than none",
                             o->moe_aux_loss_coeff);
     return mt_options_check_sinkhorn(o, error);
@@ -614,11 +604,10 @@ static int mt_options_finish_experts(mt_options *o, mt_program program, int64_t 
 /* The two sizes of --hierarchical-context-parallel-sizes, which make the context group. */
 static int mt_options_read_hierarchy(mt_options *o, mt_error *error) {
     const mt_ints *sizes = &o->hierarchical_context_parallel_sizes;
-    bool is_hierarchical = strcmp(o->cp_comm_type, "a2a+p2p") == 0;
+    bool is_hierarchical = o->cp_comm_type == MT_CP_A2A_P2P;
     int64_t a2a = sizes->items[0], ring = sizes->items[1];
     if (!is_hierarchical && sizes->count > 0)
-        return mt_error_set(error, "--hierarchical-context-parallel-sizes needs --cp-comm-type a2a+p2p, which is %s",
-                            o->cp_comm_type);
+        return mt_error_set(error, "--hierarchical-context-parallel-sizes needs --cp-comm-type a2a+p2p");
     if (!is_hierarchical || (o->context_parallel_size == 1 && sizes->count == 0)) return 0;
     if (sizes->count != 2 || a2a < 1 || ring < 1 || a2a > o->context_parallel_size ||
         a2a * ring != o->context_parallel_size)
@@ -634,8 +623,8 @@ static int mt_options_read_hierarchy(mt_options *o, mt_error *error) {
 static int mt_options_finish_context(mt_options *o, mt_error *error) {
     int64_t tp = o->tensor_model_parallel_size, cp = o->context_parallel_size;
     int64_t heads = o->num_attention_heads / tp, groups = o->num_query_groups < tp ? 1 : o->num_query_groups / tp;
-    bool gather = strcmp(o->cp_comm_type, "all_gather") == 0;
-    o->context_a2a_size = strcmp(o->cp_comm_type, "a2a") == 0 ? cp : 1;
+    bool gather = o->cp_comm_type == MT_CP_ALL_GATHER;
+    o->context_a2a_size = o->cp_comm_type == MT_CP_A2A ? cp : 1;
     if (mt_options_read_hierarchy(o, error)) return -1;
     int64_t a2a = o->context_a2a_size;
     if (heads % a2a != 0 || groups % a2a != 0)
@@ -643,12 +632,13 @@ static int mt_options_finish_context(mt_options *o, mt_error *error) {
                             "--cp-comm-type %s shares the heads of a rank among %lld: %lld query heads and %lld key "
                             "and value heads (--num-attention-heads and --num-query-groups over "
                             "--tensor-model-parallel-size) must be multiples of it; take p2p or all_gather",
-                            o->cp_comm_type, (long long)a2a, (long long)heads, (long long)groups);
+                            o->cp_comm_type == MT_CP_A2A ? "a2a" : "a2a+p2p", (long long)a2a, (long long)heads,
+                            (long long)groups);
     if (o->window_size > 0 && cp > a2a && !gather)
         return mt_error_set(error,
                             "--window-size %lld does not work with --cp-comm-type %s, whose blocks of keys are far "
                             "apart; take all_gather or a2a",
-                            (long long)o->window_size, o->cp_comm_type);
+                            (long long)o->window_size, o->cp_comm_type == MT_CP_P2P ? "p2p" : "a2a+p2p");
     return 0;
 }
 
@@ -742,7 +732,7 @@ static int64_t mt_options_count_iterations(const mt_options *o) {
 }
 
 static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
-    bool is_wsd = strcmp(o->lr_decay_style, "WSD") == 0;
+    bool is_wsd = o->lr_decay_style == MT_LR_WSD;
     o->num_iterations = 0;
     if (mt_options_converts(o)) return 0;
     if ((o->train_iters > 0) == (o->train_samples > 0))
@@ -762,9 +752,8 @@ static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
                             unit, unit);
     if (is_wsd && (d.wsd_decay == 0 || d.wsd_decay > d.decay))
         return mt_error_set(error, "--lr-decay-style WSD needs --lr-wsd-decay-%s, at most --lr-decay-%s", unit, unit);
-    if (!is_wsd && d.wsd_decay > 0)
-        return mt_error_set(error, "--lr-wsd-decay-* need --lr-decay-style WSD, which is %s", o->lr_decay_style);
-    bool ramps = strcmp(o->weight_decay_incr_style, "constant") != 0;
+    if (!is_wsd && d.wsd_decay > 0) return mt_error_set(error, "--lr-wsd-decay-%s needs --lr-decay-style WSD", unit);
+    bool ramps = o->weight_decay_incr_style != MT_WEIGHT_DECAY_CONSTANT;
     bool has_start = MT_GIVEN(o, start_weight_decay), has_end = MT_GIVEN(o, end_weight_decay);
     if (!ramps && (has_start || has_end))
         return mt_error_set(error, "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear "
@@ -774,18 +763,18 @@ static int mt_options_finish_schedules(mt_options *o, mt_error *error) {
         return mt_error_set(error,
                             "--weight-decay-incr-style %s needs --start-weight-decay and --end-weight-decay, the "
                             "first at most the second",
-                            o->weight_decay_incr_style);
+                            o->weight_decay_incr_style == MT_WEIGHT_DECAY_LINEAR ? "linear" : "cosine");
     return 0;
 }
 
 /* The distributed optimizer is a strategy's older name; the strategy alone is read afterwards. */
 static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
-    bool whole = strcmp(o->data_parallel_sharding_strategy, "no_shard") == 0;
+    bool whole = o->data_parallel_sharding_strategy == MT_NO_SHARD;
     if (whole && o->use_distributed_optimizer) {
         if (MT_GIVEN(o, data_parallel_sharding_strategy))
             return mt_error_set(error, "--use-distributed-optimizer and --data-parallel-sharding-strategy no_shard "
                                        "exclude each other; leave one out");
-        mt_string_set(&o->data_parallel_sharding_strategy, "optim");
+        o->data_parallel_sharding_strategy = MT_SHARD_OPTIM;
         whole = false;
     }
     if (o->overlap_param_gather && whole)
@@ -794,12 +783,12 @@ static int mt_options_finish_sharding(mt_options *o, mt_error *error) {
                                    "all parameters");
     if (o->overlap_param_gather && !o->overlap_grad_reduce)
         return mt_error_set(error, "--overlap-param-gather needs --overlap-grad-reduce");
-    bool shards_gradients = strncmp(o->data_parallel_sharding_strategy, "optim_grads", 11) == 0;
-    if (shards_gradients && o->pipeline_schedule && strcmp(o->pipeline_schedule, "zb-h1") == 0)
+    if (o->data_parallel_sharding_strategy >= MT_SHARD_GRADS && o->pipeline_schedule == MT_SCHEDULE_ZB_H1)
         return mt_error_set(error,
                             "--pipeline-schedule zb-h1 adds to gradients in two parts, which must stay whole between "
                             "them: take --data-parallel-sharding-strategy optim rather than %s, or another schedule",
-                            o->data_parallel_sharding_strategy);
+                            o->data_parallel_sharding_strategy == MT_SHARD_GRADS ? "optim_grads"
+                                                                                 : "optim_grads_params");
     return 0;
 }
 
@@ -811,10 +800,10 @@ enum { MT_CUDNN_TOKENS = 128, MT_CUDNN_CHANNELS = 128, MT_CUDNN_LATENT_CHANNELS 
 
 /* What cuDNN's attention cannot do, and the CPU, which has one implementation. */
 static int mt_options_check_attention(const mt_options *o, mt_program program, mt_error *error) {
-    const char *backend = o->attention_backend;
-    bool is_cudnn = strcmp(backend, "cudnn") == 0, trains = program == MT_PROGRAM_TRAIN;
-    if ((is_cudnn || strcmp(backend, "unfused") == 0) && strcmp(o->device, "cpu") == 0)
-        return mt_error_set(error, "--attention-backend %s needs --device cuda; leave it out", backend);
+    bool is_cudnn = o->attention_backend == MT_ATTENTION_CUDNN, trains = program == MT_PROGRAM_TRAIN;
+    if ((is_cudnn || o->attention_backend == MT_ATTENTION_UNFUSED) && o->device == MT_DEVICE_CPU)
+        return mt_error_set(error, "--attention-backend %s needs --device cuda; leave it out",
+                            is_cudnn ? "cudnn" : "unfused");
     if (!is_cudnn) return 0;
     if (!o->bf16) return mt_error_set(error, "--attention-backend cudnn needs --bf16");
     if (trains && o->attention_dropout > 0)
@@ -3456,8 +3445,8 @@ static mt_group *mt_grid_same_members(mt_grid *grid, mt_group_kind kind) {
     return NULL;
 }
 
-const mt_ops *mt_backend_open(const char *device, mt_grid *grid, mt_error *error) {
-    if (strcmp(device, "cpu") == 0) return &mt_cpu_ops;
+const mt_ops *mt_backend_open(mt_device device, mt_grid *grid, mt_error *error) {
+    if (device == MT_DEVICE_CPU) return &mt_cpu_ops;
     int local_rank, local_ranks;
     mt_host_ranks(&grid->world, &local_rank, &local_ranks);
     const mt_ops *ops = mt_cuda_open(local_rank, error);
@@ -3469,7 +3458,7 @@ const mt_ops *mt_backend_open(const char *device, mt_grid *grid, mt_error *error
     }
 #endif
     if (mt_agree(&grid->world, ops == NULL, error) != 0) // a GPU for every rank, or for none
-        return strcmp(device, "auto") == 0 ? &mt_cpu_ops : NULL;
+        return device == MT_DEVICE_AUTO ? &mt_cpu_ops : NULL;
     for (int kind = 0; ops && kind < MT_NUM_GROUP_KINDS; kind++) {
         mt_group *group = mt_grid_group(grid, kind);
         if (group->size == 1 || group->nccl) continue;
@@ -4557,9 +4546,9 @@ static int64_t mt_dimension_size(const mt_options *o, mt_dimension dimension) {
 /* Conditions on which a layer (with layer -1: the model outside its layers) has a parameter, and the option that
  * decides on each. A message about a parameter with several names the first one's. */
 #define MT_CONDITIONS(X)                                                                                               \
-    X(LEARNED_POSITIONS, strcmp(o->position_embedding_type, "learned_absolute") == 0, "--position-embedding-type")     \
+    X(LEARNED_POSITIONS, o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE, "--position-embedding-type")      \
     X(LM_HEAD, o->untie_embeddings_and_output_weights, "--untie-embeddings-and-output-weights")                        \
-    X(LAYERNORM, strcmp(o->normalization, "LayerNorm") == 0, "--normalization")                                        \
+    X(LAYERNORM, o->normalization == MT_LAYERNORM, "--normalization")                                                  \
     X(LATENT, o->multi_latent_attention, "--multi-latent-attention")                                                   \
     X(Q_LATENT, o->multi_latent_attention && o->q_lora_rank > 0, "--q-lora-rank")                                      \
     X(HEAD_NORMS, mt_norms_heads(o), "--qk-layernorm")                                                                 \
@@ -4592,10 +4581,10 @@ static unsigned mt_layer_conditions(const mt_options *o, int64_t layer) {
 enum { MT_NAMES_LLAMA, MT_NAMES_GPT2, MT_NAMES_MIXTRAL, MT_NAMES_QWEN2_MOE, MT_NUM_NAMES };
 
 static int mt_names_of(const mt_options *o) {
-    static const char *const families[MT_NUM_NAMES] = {"", "gpt2", "mixtral", "qwen2_moe"};
-    int family = MT_NUM_NAMES - 1;
-    while (family > MT_NAMES_LLAMA && strcmp(o->hf_family, families[family]) != 0) family--;
-    return family;
+    return o->hf_family == MT_HF_GPT2        ? MT_NAMES_GPT2
+           : o->hf_family == MT_HF_MIXTRAL   ? MT_NAMES_MIXTRAL
+           : o->hf_family == MT_HF_QWEN2_MOE ? MT_NAMES_QWEN2_MOE
+                                             : MT_NAMES_LLAMA;
 }
 
 /* What tensor-parallel ranks share. If there are fewer kv heads than ranks, neighbours hold the same one. */
@@ -5261,14 +5250,14 @@ static double mt_yarn_pair(const mt_options *o, double rotations, int64_t R) {
 /* Frequency of channel pair i of R rotary channels, after the model's scaling; as Hugging Face computes it. */
 static double mt_rope_frequency(const mt_options *o, int64_t i, int64_t R) {
     double frequency = pow(o->rotary_base, -2.0 * (double)i / (double)R), factor = o->rope_scaling_factor;
-    if (strcmp(o->rope_scaling_type, "linear") == 0) return frequency / factor;
-    if (strcmp(o->rope_scaling_type, "llama3") == 0) {
+    if (o->rope_scaling_type == MT_ROPE_SCALING_LINEAR) return frequency / factor;
+    if (o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3) {
         double turns = (double)o->original_max_position_embeddings * frequency / (2 * M_PI);
         double low = o->rope_low_freq_factor, high = o->rope_high_freq_factor;
         double smooth = fmin(fmax((turns - low) / (high - low), 0), 1); // 0: long waves, stretched; 1: short, kept
         return (1 - smooth) * frequency / factor + smooth * frequency;
     }
-    if (strcmp(o->rope_scaling_type, "yarn") == 0) {
+    if (o->rope_scaling_type == MT_ROPE_SCALING_YARN) {
         double low = fmax(floor(mt_yarn_pair(o, o->yarn_beta_fast, R)), 0);
         double high = fmin(ceil(mt_yarn_pair(o, o->yarn_beta_slow, R)), (double)R - 1);
         if (low == high) high += 0.001;
@@ -5284,7 +5273,7 @@ static double mt_yarn_mscale(double factor, double mscale) {
 
 /* YaRN also makes attention a little sharper, by scaling cos and sin. */
 static double mt_rope_amplitude(const mt_options *o) {
-    if (strcmp(o->rope_scaling_type, "yarn") != 0) return 1;
+    if (o->rope_scaling_type != MT_ROPE_SCALING_YARN) return 1;
     if (o->yarn_attention_factor > 0) return o->yarn_attention_factor;
     double factor = o->rope_scaling_factor;
     if (o->yarn_mscale > 0 && o->yarn_mscale_all_dim > 0)
@@ -5440,16 +5429,10 @@ static mt_qkv_view mt_view_qkv(const mt_model *m, const mt_pass *p, void *qkv, v
     return view;
 }
 
-static mt_attention_backend mt_attention_backend_of(const mt_options *o) {
-    if (strcmp(o->attention_backend, "flash") == 0) return MT_ATTENTION_FLASH;
-    if (strcmp(o->attention_backend, "cudnn") == 0) return MT_ATTENTION_CUDNN;
-    return strcmp(o->attention_backend, "unfused") == 0 ? MT_ATTENTION_UNFUSED : MT_ATTENTION_AUTO;
-}
-
 /* 1 / sqrt(D); DeepSeek's YaRN sharpens attention here rather than by cos and sin. */
 static float mt_attention_scale(const mt_options *o) {
     double scale = 1 / sqrt((double)o->kv_channels);
-    bool sharpens = o->multi_latent_attention && strcmp(o->rope_scaling_type, "yarn") == 0;
+    bool sharpens = o->multi_latent_attention && o->rope_scaling_type == MT_ROPE_SCALING_YARN;
     if (!sharpens || o->yarn_mscale_all_dim == 0) return (float)scale;
     double mscale = mt_yarn_mscale(o->rope_scaling_factor, o->yarn_mscale_all_dim);
     return (float)(scale * mscale * mscale);
@@ -5476,7 +5459,7 @@ static mt_attention mt_attention_call(const mt_model *m, const mt_pass *p, int64
                           .scale = mt_attention_scale(m->options),
                           .dropout = mt_model_dropout(m, p, m->layers[layer].number, MT_DROP_ATTENTION),
                           .first_head = m->grid->tensor.rank * m->H,
-                          .backend = mt_attention_backend_of(m->options),
+                          .backend = m->options->attention_backend,
                           .q_index = p->batch->token_index,
                           .k_index = p->batch->token_index};
 }
@@ -5866,8 +5849,8 @@ static void mt_count_globally(mt_model *m, const mt_pass *p, const mt_layer *w, 
 /* Shares and counts of the experts over all ranks that share the sequences. */
 static void mt_balance(mt_model *m, const mt_pass *p, const mt_layer *w, mt_routing *r) {
     mt_experts *e = &m->experts;
-    const char *type = m->options->moe_router_load_balancing_type;
-    int64_t E = e->router.num_experts, S = strcmp(type, "seq_aux_loss") == 0 ? p->spans.count : 1;
+    bool by_sequence = m->options->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS;
+    int64_t E = e->router.num_experts, S = by_sequence ? p->spans.count : 1;
     const mt_group *group = &m->grid->tensor_context;
     MT_CHECK(S <= e->sequences);
     m->ops->aux_loss_forward(r->balance, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL, S,
@@ -5883,7 +5866,7 @@ static void mt_drop(mt_model *m, const mt_pass *p, const mt_layer *w, int32_t *k
     mt_experts *e = &m->experts;
     const mt_group *group = &m->grid->tensor_context;
     int64_t R = p->rows, k = e->router.topk, E = e->router.num_experts, tokens = mt_micro_batch_tokens(m, p);
-    bool by_position = strcmp(m->options->moe_token_drop_policy, "position") == 0;
+    bool by_position = m->options->moe_token_drop_policy == MT_DROP_POSITION;
     const int64_t *index = p->batch->token_index + p->first_row;
     if (group->size > 1) {
         m->ops->all_gather(e->all_experts, experts, R * k, MT_I32, group, p->stream);
@@ -5935,7 +5918,7 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
     mt_experts *e = &m->experts;
     const mt_options *o = m->options;
     int64_t R = p->rows, E = e->router.num_experts, own = mt_own_choices(m, p);
-    int64_t S = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? p->spans.count : 1;
+    int64_t S = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? p->spans.count : 1;
     m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
     if (e->balances)
         m->ops->aux_loss_backward(e->dlogits, r->logits, r->balance + S * E,
@@ -7023,7 +7006,7 @@ static bool mt_logits_overlap(const mt_model *m) {
 }
 
 static bool mt_uses_layernorm(const mt_model *m) {
-    return strcmp(m->options->normalization, "LayerNorm") == 0;
+    return m->options->normalization == MT_LAYERNORM;
 }
 
 /* What routing keeps of one micro-batch in one layer. */
@@ -7135,10 +7118,7 @@ static void mt_layout_layer(const mt_model *m, int64_t layer, mt_activations *a,
 
 /* What context parallelism's attention is made for. */
 static mt_context_plan mt_model_context_plan(const mt_model *m) {
-    static const char *const types[] = {"p2p", "all_gather", "a2a", "a2a+p2p"}; // mt_cp_comm_type
-    int type = 0;
-    while (strcmp(types[type], m->options->cp_comm_type) != 0) type++;
-    return (mt_context_plan){.comm_type = (mt_cp_comm_type)type,
+    return (mt_context_plan){.comm_type = m->options->cp_comm_type,
                              .a2a = &m->grid->context_a2a,
                              .ring = &m->grid->context_ring,
                              .max_tokens = m->plan.max_tokens,
@@ -7411,7 +7391,7 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
     int64_t k = o->moe_router_topk;
     e->router = (mt_router){.num_experts = o->num_experts,
                             .topk = k,
-                            .sigmoid = strcmp(o->moe_router_score_function, "sigmoid") == 0,
+                            .sigmoid = o->moe_router_score_function == MT_SCORE_SIGMOID,
                             .pre_softmax = o->moe_router_pre_softmax,
                             .num_groups = o->moe_router_num_groups,
                             .group_topk = o->moe_router_group_topk,
@@ -7419,13 +7399,13 @@ static void mt_experts_open(mt_model *m, const mt_options *o) {
                             .scaling = (float)o->moe_router_topk_scaling_factor};
     e->local = o->num_experts / grid->expert.size;
     e->F = o->moe_ffn_hidden_size / grid->expert_tensor.size;
-    e->gathers = e->group->size > 1 && strcmp(o->moe_token_dispatcher_type, "allgather") == 0;
+    e->gathers = e->group->size > 1 && o->moe_token_dispatcher_type == MT_DISPATCHER_ALLGATHER;
     e->drops = o->moe_expert_capacity_factor > 0, e->pads = o->moe_pad_expert_input_to_capacity && !e->gathers;
     e->grouped = o->moe_grouped_gemm, e->fuses = o->moe_permute_fusion;
     e->balances = m->plan.train && (o->moe_aux_loss_coeff > 0 || o->moe_z_loss_coeff > 0);
-    e->counts_globally = e->balances && strcmp(o->moe_router_load_balancing_type, "global_aux_loss") == 0;
-    e->together = m->plan.train && strcmp(o->moe_router_load_balancing_type, "sinkhorn") == 0;
-    e->sequences = strcmp(o->moe_router_load_balancing_type, "seq_aux_loss") == 0 ? m->plan.max_tokens : 1;
+    e->counts_globally = e->balances && o->moe_router_load_balancing_type == MT_BALANCING_GLOBAL_AUX_LOSS;
+    e->together = m->plan.train && o->moe_router_load_balancing_type == MT_BALANCING_SINKHORN;
+    e->sequences = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? m->plan.max_tokens : 1;
     e->tokens = e->gathers ? e->group->size * m->max_rows : m->max_rows;
     e->places = e->gathers ? e->local : o->num_experts * grid->expert_tensor.size;
     e->num_choices = e->tokens * k * (e->gathers ? 1 : grid->expert_tensor.size);
@@ -7487,7 +7467,7 @@ static void mt_model_shape(mt_model *m, const mt_options *o) {
     m->vocab_first = rank * m->V;
     m->vocab_count = mt_max(mt_min(o->vocab_size - m->vocab_first, m->V), 0);
     m->rotary_dim = 0;
-    if (strcmp(o->position_embedding_type, "rope") == 0)
+    if (o->position_embedding_type == MT_POSITION_ROPE)
         m->rotary_dim = (int64_t)((double)m->D * o->rotary_percent) / 2 * 2;
     if (o->multi_latent_attention) m->rotary_dim = o->qk_pos_emb_head_dim;
     m->tp = (mt_tensor_parallel){.ops = m->ops, .group = &m->grid->tensor, .dtype = m->dtype};
@@ -7713,10 +7693,10 @@ enum { MT_CUDA_CHANNELS = 256 };
 
 int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *grid, const mt_ops *ops,
                     const mt_model_plan *plan, mt_error *error) {
-    mt_attention_backend backend = mt_attention_backend_of(options);
+    mt_attention_backend backend = options->attention_backend;
     if (strcmp(ops->name, "cpu") == 0 && (backend == MT_ATTENTION_CUDNN || backend == MT_ATTENTION_UNFUSED))
         return mt_error_set(error, "--attention-backend %s needs a GPU, and this run is on the CPU; leave it out",
-                            options->attention_backend);
+                            backend == MT_ATTENTION_CUDNN ? "cudnn" : "unfused");
     int64_t widest_head = mt_max(options->kv_channels, mt_value_channels(options));
     if (strcmp(ops->name, "cuda") == 0 && widest_head > MT_CUDA_CHANNELS)
         return mt_error_set(error, "attention on a GPU takes heads of at most %d channels, and these have %lld (%s)",
@@ -7762,7 +7742,7 @@ int mt_model_create(mt_model **out, const mt_options *options, const mt_grid *gr
     mt_model_share_sequences(m);
     mt_mtp_open(m);
     ops->memory_zero(m->numbers, (int64_t)sizeof *m->numbers, m->stream);
-    m->bad_steps.reruns = plan->train && strcmp(options->rerun_mode, "validate_results") == 0;
+    m->bad_steps.reruns = plan->train && options->rerun_mode == MT_RERUN_VALIDATE_RESULTS;
     if (m->rotary_dim > 0) mt_rope_tables(m);
     if (mt_tensor_open(m, error) != 0) {
         mt_model_destroy(m);
@@ -8864,8 +8844,7 @@ mt_schedule mt_schedule_of(const mt_options *o, int64_t micro_batches) {
                      .vp = o->num_virtual_stages_per_pipeline_rank,
                      .micro_batches = micro_batches,
                      .group = o->microbatch_group_size_per_virtual_pipeline_stage};
-    bool is_zb_h1 = o->pipeline_schedule && strcmp(o->pipeline_schedule, "zb-h1") == 0;
-    s.kind = s.vp > 1 ? MT_SCHEDULE_INTERLEAVED : is_zb_h1 ? MT_SCHEDULE_ZB_H1 : MT_SCHEDULE_1F1B;
+    s.kind = s.vp > 1 ? MT_SCHEDULE_INTERLEAVED : o->pipeline_schedule;
     return s;
 }
 
@@ -8885,11 +8864,7 @@ static void mt_follow(const mt_model *m, mt_stream *stream, mt_stream *other) {
 
 /* The strategy that the options ask for, where there is something to train. */
 static mt_strategy mt_strategy_of(const mt_model *m) {
-    static const char *const names[] = {"no_shard", "optim", "optim_grads", "optim_grads_params"};
-    int strategy = MT_NO_SHARD;
-    if (!m->plan.train) return MT_NO_SHARD;
-    while (strcmp(names[strategy], m->options->data_parallel_sharding_strategy) != 0) strategy++;
-    return (mt_strategy)strategy;
+    return m->plan.train ? m->options->data_parallel_sharding_strategy : MT_NO_SHARD;
 }
 
 /* Before buckets have sizes: what is in them, who has the same, and what these ranks share out. */
@@ -9290,26 +9265,25 @@ const void *mt_bucket_gather_state(mt_model *m, int64_t bucket, mt_param_state s
 /* ==== §13 optimizer ============================================================================================== */
 
 /* The share of the way from the lowest learning rate to the highest that is left at the end of a WSD schedule. */
-static double mt_wsd_coefficient(const char *style, double ratio) {
-    if (strcmp(style, "linear") == 0) return 1 - ratio;
-    if (strcmp(style, "cosine") == 0) return 0.5 * (cos(M_PI * ratio) + 1);
-    if (strcmp(style, "minus_sqrt") == 0) return 1 - sqrt(ratio);
+static double mt_wsd_coefficient(mt_wsd_decay_style style, double ratio) {
+    if (style == MT_WSD_LINEAR) return 1 - ratio;
+    if (style == MT_WSD_COSINE) return 0.5 * (cos(M_PI * ratio) + 1);
+    if (style == MT_WSD_MINUS_SQRT) return 1 - sqrt(ratio);
     return 2 * pow(0.5, ratio) - 1; // exponential
 }
 
 double mt_learning_rate(const mt_options *options, int64_t consumed_samples) {
-    const char *style = options->lr_decay_style;
+    mt_lr_decay_style style = options->lr_decay_style;
     double lr = options->lr, min_lr = options->min_lr, init = options->lr_warmup_init, at = (double)consumed_samples;
     mt_durations d = mt_options_durations(options);
     if (d.warmup > 0 && at <= d.warmup) return init + (lr - init) * at / d.warmup;
-    if (strcmp(style, "constant") == 0) return lr;
+    if (style == MT_LR_CONSTANT) return lr;
     if (at > d.decay) return min_lr;
-    if (strcmp(style, "inverse-square-root") == 0)
-        return fmax(min_lr, lr * sqrt(fmax(d.warmup, 1)) / sqrt(fmax(at, 1)));
+    if (style == MT_LR_INVERSE_SQUARE_ROOT) return fmax(min_lr, lr * sqrt(fmax(d.warmup, 1)) / sqrt(fmax(at, 1)));
     double ratio = (at - d.warmup) / (d.decay - d.warmup), stable = d.decay - d.wsd_decay, coefficient;
-    if (strcmp(style, "linear") == 0)
+    if (style == MT_LR_LINEAR)
         coefficient = 1 - ratio;
-    else if (strcmp(style, "cosine") == 0)
+    else if (style == MT_LR_COSINE)
         coefficient = 0.5 * (cos(M_PI * ratio) + 1);
     else // WSD: warm-up, stable, decay (Hu et al., "MiniCPM")
         coefficient = at <= stable ? 1 : mt_wsd_coefficient(options->lr_wsd_decay_style, (at - stable) / d.wsd_decay);
@@ -9319,8 +9293,8 @@ double mt_learning_rate(const mt_options *options, int64_t consumed_samples) {
 double mt_weight_decay(const mt_options *options, int64_t consumed_samples) {
     double start = options->start_weight_decay, end = options->end_weight_decay;
     double ratio = (double)consumed_samples / mt_options_durations(options).total;
-    if (ratio > 1 || strcmp(options->weight_decay_incr_style, "constant") == 0) return end;
-    if (strcmp(options->weight_decay_incr_style, "cosine") == 0) ratio = 0.5 * (cos(M_PI * (1 - ratio)) + 1);
+    if (ratio > 1 || options->weight_decay_incr_style == MT_WEIGHT_DECAY_CONSTANT) return end;
+    if (options->weight_decay_incr_style == MT_WEIGHT_DECAY_COSINE) ratio = 0.5 * (cos(M_PI * (1 - ratio)) + 1);
     return start + ratio * (end - start);
 }
 
@@ -9868,7 +9842,7 @@ static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *
     char what[160];
     mt_step_describe(what, iteration, result);
     if (result->numbers.guard[MT_GUARD_CHECK] != MT_LOSS_SPIKES) mt_experts_describe(what, m, result, iteration);
-    if (strcmp(o->bad_step_policy, "stop") == 0)
+    if (o->bad_step_policy == MT_BAD_STEP_STOP)
         return mt_error_set(error, "%s; lower --lr or look at the data (nothing was saved since)", what);
     bad->skipped++;
     if (++bad->in_a_row > o->max_bad_steps_in_a_row)
@@ -9876,7 +9850,7 @@ static int mt_step_is_bad(mt_model *m, int64_t iteration, const mt_step_result *
                             "%s, after %lld bad steps in a row (--max-bad-steps-in-a-row); lower --lr or look "
                             "at the data",
                             what, (long long)o->max_bad_steps_in_a_row);
-    bool goes_back = strcmp(o->bad_step_policy, "rewind") == 0 && iteration > bad->rewound;
+    bool goes_back = o->bad_step_policy == MT_BAD_STEP_REWIND && iteration > bad->rewound;
     if (goes_back && bad->rewind == 0) bad->rewind = iteration;
     mt_step_warn(m, "%s; %s", what, goes_back ? "going back to the last checkpoint" : "this step makes no update");
     return 0;

@@ -47,9 +47,6 @@ void *mt_calloc(int64_t bytes);
 void *mt_realloc(void *memory, int64_t bytes);
 char *mt_strdup(const char *text);
 
-/* Replaces a string by a copy of `text`, which may be NULL or *string itself. */
-void mt_string_set(char **string, const char *text);
-
 /* The smaller and the greater of two; and the number of blocks that cover n >= 0 elements. */
 static inline int64_t mt_min(int64_t a, int64_t b) {
     return a < b ? a : b;
@@ -119,7 +116,8 @@ uint64_t mt_random_key(uint64_t seed, uint64_t purpose, uint64_t index);
 
 /* ==== §2 options ================================================================================================== */
 
-typedef enum mt_program { MT_PROGRAM_TRAIN = 1, MT_PROGRAM_INFER = 2 } mt_program;
+/* For whom options are checked. LIBRARY: a program that trains on data of its own, and may have any option. */
+typedef enum mt_program { MT_PROGRAM_TRAIN = 1, MT_PROGRAM_INFER = 2, MT_PROGRAM_LIBRARY = 3 } mt_program;
 
 /* A list of words: --data-path a b c. */
 typedef struct mt_strings {
@@ -133,6 +131,95 @@ typedef struct mt_ints {
     int64_t count, items[MT_MAX_INTS];
 } mt_ints;
 
+/* Choices: an enum's values stand in the order of the choices in the option's row (data/option_table.c). */
+typedef enum mt_normalization { MT_LAYERNORM, MT_RMSNORM } mt_normalization;
+typedef enum mt_position_embedding {
+    MT_POSITION_LEARNED_ABSOLUTE,
+    MT_POSITION_ROPE,
+    MT_POSITION_NONE
+} mt_position_embedding;
+typedef enum mt_rope_scaling {
+    MT_ROPE_SCALING_NONE,
+    MT_ROPE_SCALING_LINEAR,
+    MT_ROPE_SCALING_LLAMA3,
+    MT_ROPE_SCALING_YARN
+} mt_rope_scaling;
+typedef enum mt_score_function { MT_SCORE_SOFTMAX, MT_SCORE_SIGMOID } mt_score_function;
+typedef enum mt_load_balancing {
+    MT_BALANCING_NONE,
+    MT_BALANCING_AUX_LOSS,        // over a micro-batch
+    MT_BALANCING_SEQ_AUX_LOSS,    // over each sequence
+    MT_BALANCING_GLOBAL_AUX_LOSS, // over the micro-batches of the global batch so far
+    MT_BALANCING_SINKHORN         // by the choice itself, without a loss
+} mt_load_balancing;
+typedef enum mt_token_dispatcher { MT_DISPATCHER_ALLTOALL, MT_DISPATCHER_ALLGATHER } mt_token_dispatcher;
+typedef enum mt_token_drop_policy { MT_DROP_PROBS, MT_DROP_POSITION } mt_token_drop_policy;
+typedef enum mt_lr_decay_style {
+    MT_LR_CONSTANT,
+    MT_LR_LINEAR,
+    MT_LR_COSINE,
+    MT_LR_INVERSE_SQUARE_ROOT,
+    MT_LR_WSD
+} mt_lr_decay_style;
+typedef enum mt_wsd_decay_style {
+    MT_WSD_EXPONENTIAL,
+    MT_WSD_LINEAR,
+    MT_WSD_COSINE,
+    MT_WSD_MINUS_SQRT
+} mt_wsd_decay_style;
+typedef enum mt_weight_decay_style {
+    MT_WEIGHT_DECAY_CONSTANT,
+    MT_WEIGHT_DECAY_LINEAR,
+    MT_WEIGHT_DECAY_COSINE
+} mt_weight_decay_style;
+typedef enum mt_exit_signal { MT_EXIT_SIGTERM, MT_EXIT_SIGINT, MT_EXIT_SIGUSR1, MT_EXIT_SIGUSR2 } mt_exit_signal;
+typedef enum mt_bad_step_policy { MT_BAD_STEP_STOP, MT_BAD_STEP_SKIP, MT_BAD_STEP_REWIND } mt_bad_step_policy;
+typedef enum mt_rerun_mode { MT_RERUN_DISABLED, MT_RERUN_VALIDATE_RESULTS } mt_rerun_mode;
+typedef enum mt_device { MT_DEVICE_AUTO, MT_DEVICE_CPU, MT_DEVICE_CUDA } mt_device;
+/* Which implementation of attention runs (--attention-backend): the fastest that serves the call, this project's fused
+ * kernels, cuDNN's for spans that are a batch of equally long sequences (else the fused kernels), or the definition. A
+ * CPU has one implementation. */
+typedef enum { MT_ATTENTION_AUTO, MT_ATTENTION_FLASH, MT_ATTENTION_CUDNN, MT_ATTENTION_UNFUSED } mt_attention_backend;
+typedef enum mt_cp_comm_type {
+    MT_CP_P2P,        // keys go round a ring, hidden behind the attention to those before
+    MT_CP_ALL_GATHER, // every rank gets all keys
+    MT_CP_A2A,        // ranks trade tokens for heads
+    MT_CP_A2A_P2P     // a2a within groups of neighbours, a ring across them
+} mt_cp_comm_type;
+typedef enum mt_schedule_kind {
+    MT_SCHEDULE_1F1B,
+    MT_SCHEDULE_INTERLEAVED,
+    MT_SCHEDULE_ZB_H1,
+    MT_SCHEDULE_FORWARD_ONLY // not an option: scoring and generation
+} mt_schedule_kind;
+/* What data-parallel ranks share out: nothing; the optimizer's state; also gradients; also parameters (Rajbhandari et
+ * al., "ZeRO", stages 0 to 3). */
+typedef enum mt_strategy { MT_NO_SHARD, MT_SHARD_OPTIM, MT_SHARD_GRADS, MT_SHARD_PARAMS } mt_strategy;
+typedef enum mt_tokenizer_type {
+    MT_TOKENIZER_AUTO, // the one in the --load folder
+    MT_TOKENIZER_HUGGINGFACE,
+    MT_TOKENIZER_SENTENCEPIECE,
+    MT_TOKENIZER_GPT2_BPE,
+    MT_TOKENIZER_BYTE_LEVEL
+} mt_tokenizer_type;
+typedef enum mt_dataloader_type { MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC } mt_dataloader_type;
+
+/* Families of Hugging Face transformers ("model_type" of config.json). MEGATRON: none of them computes this model. */
+typedef enum mt_hf_family {
+    MT_HF_UNKNOWN,
+    MT_HF_GPT2,
+    MT_HF_LLAMA,
+    MT_HF_MISTRAL,
+    MT_HF_QWEN2,
+    MT_HF_QWEN3,
+    MT_HF_MIXTRAL,
+    MT_HF_QWEN2_MOE,
+    MT_HF_QWEN3_MOE,
+    MT_HF_DEEPSEEK_V3,
+    MT_HF_MEGATRON,
+    MT_NUM_HF_FAMILIES
+} mt_hf_family;
+
 /* Every option by its Megatron name, with underscores. The table in data/option_table.c gives each its default and its
  * help; mt_options_finish derives what was left at 0 or NULL and checks everything. */
 typedef struct mt_options {
@@ -144,25 +231,25 @@ typedef struct mt_options {
     bool multi_latent_attention;
     int64_t q_lora_rank, kv_lora_rank;                    // of the latents; 0: queries have none
     int64_t qk_head_dim, qk_pos_emb_head_dim, v_head_dim; // channels of a head: still, turning, of values
-    char *normalization;                                  // LayerNorm | RMSNorm
-    char *position_embedding_type;                        // learned_absolute | rope | none
+    mt_normalization normalization;
+    mt_position_embedding position_embedding_type;
     double norm_epsilon, init_method_std, hidden_dropout, attention_dropout;
     int64_t window_size; // sliding-window attention: keys a query sees, itself included; 0 = all
     double rotary_base, rotary_percent;
     bool rotary_interleaved, use_rope_scaling;
     int64_t rotary_seq_len_interpolation_factor;
-    char *rope_scaling_type; // none | linear | llama3 | yarn
+    mt_rope_scaling rope_scaling_type;
     double rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, yarn_beta_fast, yarn_beta_slow;
     double yarn_mscale, yarn_mscale_all_dim, yarn_attention_factor;
     int64_t original_max_position_embeddings;
     /* mixture of experts; num_experts 0: none */
     int64_t num_experts, moe_router_topk, moe_router_num_groups, moe_router_group_topk;
     int64_t moe_ffn_hidden_size, moe_shared_expert_intermediate_size;
-    char *moe_layer_freq;                 // N: every N-th layer; or 0 and 1 for every layer, ([0]*3+[1]*58)
-    char *moe_router_score_function;      // softmax | sigmoid
-    char *moe_router_load_balancing_type; // none | aux_loss | seq_aux_loss | global_aux_loss | sinkhorn
-    char *moe_token_dispatcher_type;      // alltoall | allgather
-    char *moe_token_drop_policy;          // probs | position
+    char *moe_layer_freq; // N: every N-th layer; or 0 and 1 for every layer, ([0]*3+[1]*58)
+    mt_score_function moe_router_score_function;
+    mt_load_balancing moe_router_load_balancing_type;
+    mt_token_dispatcher moe_token_dispatcher_type;
+    mt_token_drop_policy moe_token_drop_policy;
     bool moe_router_pre_softmax, moe_router_enable_expert_bias, moe_pad_expert_input_to_capacity, moe_grouped_gemm;
     bool moe_permute_fusion, moe_shared_expert_gate;
     double moe_router_topk_scaling_factor, moe_router_bias_update_rate, moe_aux_loss_coeff, moe_z_loss_coeff;
@@ -174,31 +261,31 @@ typedef struct mt_options {
     int64_t micro_batch_size, global_batch_size, seq_length, train_iters, train_samples;
     mt_ints rampup_batch_size; // start, increment, samples
     double lr, min_lr, lr_warmup_fraction, lr_warmup_init;
-    char *lr_decay_style; // constant | linear | cosine | inverse-square-root | WSD
-    char *lr_wsd_decay_style;
+    mt_lr_decay_style lr_decay_style;
+    mt_wsd_decay_style lr_wsd_decay_style;
     int64_t lr_decay_iters, lr_decay_samples, lr_warmup_iters, lr_warmup_samples, lr_wsd_decay_iters,
         lr_wsd_decay_samples;
     double weight_decay, start_weight_decay, end_weight_decay, adam_beta1, adam_beta2, adam_eps, clip_grad;
-    char *weight_decay_incr_style; // constant | linear | cosine
+    mt_weight_decay_style weight_decay_incr_style;
     int64_t eval_interval, eval_iters, log_interval, seed;
     double exit_duration_in_mins;
-    char *exit_signal; // SIGTERM | SIGINT | SIGUSR1 | SIGUSR2
+    mt_exit_signal exit_signal;
     bool exit_signal_handler;
     /* steps that go wrong */
     bool check_for_nan_in_loss_and_grad, check_for_spiky_loss;
     double loss_spike_factor;
     int64_t loss_spike_window, max_bad_steps_in_a_row;
-    char *bad_step_policy; // stop | skip | rewind
-    char *rerun_mode;      // disabled | validate_results
+    mt_bad_step_policy bad_step_policy;
+    mt_rerun_mode rerun_mode;
     bool log_straggler;
     bool bf16, deterministic_mode;
-    char *device;            // auto | cpu | cuda
-    char *attention_backend; // auto | flash | cudnn | unfused
+    mt_device device;
+    mt_attention_backend attention_backend;
     /* parallelism */
     int64_t tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size;
     int64_t expert_model_parallel_size, expert_tensor_parallel_size;
     bool sequence_parallel, tp_comm_overlap;
-    char *cp_comm_type;                          // p2p | all_gather | a2a | a2a+p2p
+    mt_cp_comm_type cp_comm_type;
     mt_ints hierarchical_context_parallel_sizes; // a2a, ring
     int64_t distributed_timeout_seconds;
     int64_t num_virtual_stages_per_pipeline_rank, num_layers_per_virtual_pipeline_stage;
@@ -206,13 +293,15 @@ typedef struct mt_options {
     int64_t decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers;
     bool account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split;
     char *pipeline_model_parallel_layout;
-    char *pipeline_schedule; // 1f1b | interleaved | zb-h1
-    char *print_schedule;    // an SVG file, or "-": only on the terminal
+    mt_schedule_kind pipeline_schedule;
+    char *print_schedule; // an SVG file, or "-": only on the terminal
     bool use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather;
-    char *data_parallel_sharding_strategy; // no_shard | optim | optim_grads | optim_grads_params
+    mt_strategy data_parallel_sharding_strategy;
     /* data */
     mt_strings data_path, train_data_path, valid_data_path, test_data_path;
-    char *split, *tokenizer_type, *tokenizer_model, *dataloader_type, *tokens_file;
+    char *split, *tokenizer_model, *tokens_file;
+    mt_tokenizer_type tokenizer_type;
+    mt_dataloader_type dataloader_type;
     bool reset_position_ids, reset_attention_mask, eod_mask_loss, mock_data;
     /* checkpoints and reports */
     char *load, *save, *hf_config, *metrics, *tensorboard_dir, *config;
@@ -238,7 +327,7 @@ typedef struct mt_options {
     int64_t num_iterations;               // steps of the run: train_iters, or what train_samples make
     int64_t mtp_layers_stored;            // modules that weights to be loaded may hold, trained on or not
     bool attention_output_bias, mlp_bias; // biases of o_proj / c_proj and of the two MLP linears
-    char *hf_family;                      // "model_type" of config.json; megatron: none fits
+    mt_hf_family hf_family;               // which config.json describes the model
     int64_t bos_token_id, eos_token_id;   // -1: none
 } mt_options;
 
@@ -456,11 +545,6 @@ typedef struct mt_spans {
     const mt_span *device;
     int64_t count;
 } mt_spans;
-
-/* Which implementation of attention runs (--attention-backend): the fastest that serves the call, this project's fused
- * kernels, cuDNN's for spans that are a batch of equally long sequences (else the fused kernels), or the definition. A
- * CPU has one implementation. */
-typedef enum { MT_ATTENTION_AUTO, MT_ATTENTION_FLASH, MT_ATTENTION_CUDNN, MT_ATTENTION_UNFUSED } mt_attention_backend;
 
 /* One attention call. With a window > 0, row i sees only keys j > i + (k_len - q_len) - window (Mistral's sliding
  * window; 0 is none). Dropout keeps the probability of head h, query i and key j when word k_index[j] % 4 of Philox at
@@ -1091,7 +1175,7 @@ void mt_grid_stop(mt_grid *grid);
 /* The backend that --device names, ready for the grid's groups, so after mt_grid_build: cpu, cuda (a GPU for each rank
  * of a host, by the rank's number there, and NCCL between several), or auto, which is cuda where that works for every
  * rank. NULL is an error. */
-const mt_ops *mt_backend_open(const char *device, mt_grid *grid, mt_error *error);
+const mt_ops *mt_backend_open(mt_device device, mt_grid *grid, mt_error *error);
 
 /* The CUDA backend's communicator for a group of several ranks, which all call it, and its end; mt_backend_open and
  * mt_grid_clear do that for the groups of a grid. Groups with the same members may share one. Those that were closed
@@ -1327,10 +1411,6 @@ typedef struct mt_param {
     bool counted; // by this rank in the global norm and in checkpoints: one copy of every element is
 } mt_param;
 
-/* What data-parallel ranks share out: nothing; AdamW's state; also gradients; also parameters (Rajbhandari et al.,
- * "ZeRO", stages 0 to 3). */
-typedef enum mt_strategy { MT_NO_SHARD, MT_SHARD_OPTIM, MT_SHARD_GRADS, MT_SHARD_PARAMS } mt_strategy;
-
 /* A layer's parameters in one flat stretch, its experts' in a second one: matrices that decay first, then vectors that
  * do not. Where data-parallel ranks share something out (--data-parallel-sharding-strategy), this rank's shard is the
  * elements [shard_first, shard_first + shard_count); else it is the whole. */
@@ -1410,14 +1490,6 @@ int mt_batch_context_shard(mt_batch *local, const mt_batch *whole, int64_t cp, i
  * key that it sees once, and every rank has the same work in every step. */
 int64_t mt_ring_spans(mt_span *spans, const mt_span *whole, int64_t num_spans, int64_t ranks, int64_t rank,
                       int64_t source);
-
-/* How attention gets the keys that other ranks hold; Megatron's --cp-comm-type. */
-typedef enum mt_cp_comm_type {
-    MT_CP_P2P,        // they go round a ring, hidden behind the attention to those before
-    MT_CP_ALL_GATHER, // every rank gets all
-    MT_CP_A2A,        // ranks trade tokens for heads
-    MT_CP_A2A_P2P,    // trade within groups of neighbours, ring across them
-} mt_cp_comm_type;
 
 /* What the attention of a rank is made for. The context group is a2a->size x ring->size ranks, neighbours in a2a: for
  * p2p and all_gather `a2a` is a group of one and `ring` the context group, for a2a it is the other way round. Both
@@ -1538,13 +1610,6 @@ typedef struct mt_action {
     int64_t chunk; // of this rank, 0..vp - 1; also for sends and receives
     int peer;      // pipeline rank of a send or receive, else -1
 } mt_action;
-
-typedef enum mt_schedule_kind {
-    MT_SCHEDULE_1F1B,
-    MT_SCHEDULE_INTERLEAVED,
-    MT_SCHEDULE_ZB_H1,
-    MT_SCHEDULE_FORWARD_ONLY
-} mt_schedule_kind;
 
 /* Legal schedules: 1F1B and ZB-H1 with vp == 1; interleaved with pp > 1, vp > 1, pp <= group <= micro_batches, and
  * micro_batches % group either 0 or at least pp; forward-only with any of these sizes, but vp > 1 needs pp > 1. */

@@ -47,13 +47,14 @@ static void request_stop(int signal) {
 
 /* SIGTERM and --exit-signal save and stop. */
 static void catch_signals(const mt_options *o) {
-    static const struct {
-        const char *name;
-        int number;
-    } signals[] = {{"SIGTERM", SIGTERM}, {"SIGINT", SIGINT}, {"SIGUSR1", SIGUSR1}, {"SIGUSR2", SIGUSR2}};
+    static const int signals[] = {[MT_EXIT_SIGTERM] = SIGTERM,
+                                  [MT_EXIT_SIGINT] = SIGINT,
+                                  [MT_EXIT_SIGUSR1] = SIGUSR1,
+                                  [MT_EXIT_SIGUSR2] = SIGUSR2};
     struct sigaction action = {.sa_handler = request_stop};
-    for (size_t i = 0; o->exit_signal_handler && i < sizeof signals / sizeof *signals; i++)
-        if (i == 0 || strcmp(o->exit_signal, signals[i].name) == 0) sigaction(signals[i].number, &action, NULL);
+    if (!o->exit_signal_handler) return;
+    sigaction(SIGTERM, &action, NULL);
+    sigaction(signals[o->exit_signal], &action, NULL);
 }
 
 /* Functions that fail fill an error; here is where it ends the program. */

@@ -109,8 +109,8 @@ __global__ void cross_entropy_combine(float *row_max, float *row_sum, float *row
 extern "C" void mt_cuda_cross_entropy_combine(float *row_max, float *row_sum, float *row_target, float *row_weighted,
                                               const float *parts, int64_t n, int64_t T, mt_stream *stream) {
     if (T == 0) return;
-    cross_entropy_combine<<<mt_blocks(T, 128), 128, 0, mt_cuda_stream(stream)>>>(row_max, row_sum, row_target,
-                                                                                 row_weighted, parts, n, T);
+    cross_entropy_combine<<<mt_grid_size(T, 128), 128, 0, mt_cuda_stream(stream)>>>(row_max, row_sum, row_target,
+                                                                                    row_weighted, parts, n, T);
     MT_CUDA_LAUNCHED();
 }
 
@@ -129,8 +129,8 @@ extern "C" void mt_cuda_cross_entropy_loss(float *loss, float *entropy, float *l
                                            const float *row_sum, const float *row_target, const float *row_weighted,
                                            int64_t T, mt_stream *stream) {
     if (T == 0) return;
-    cross_entropy_loss<<<mt_blocks(T, 128), 128, 0, mt_cuda_stream(stream)>>>(loss, entropy, lse, row_max, row_sum,
-                                                                              row_target, row_weighted, T);
+    cross_entropy_loss<<<mt_grid_size(T, 128), 128, 0, mt_cuda_stream(stream)>>>(loss, entropy, lse, row_max, row_sum,
+                                                                                 row_target, row_weighted, T);
     MT_CUDA_LAUNCHED();
 }
 

@@ -232,7 +232,7 @@ extern "C" void mt_cuda_route_forward(float *probs, int32_t *experts, int32_t *i
     if (T == 0) return;
     routing r = routing_of(router);
     with_places(r.E, 1, mt_divide_up(r.groups, 32) * 128, [&](auto places, unsigned warps, size_t bytes) {
-        route_forward<decltype(places)::value><<<mt_blocks(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
+        route_forward<decltype(places)::value><<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
             probs, experts, invalid, logits, bias, T, r, (int)(bytes / warps));
         MT_CUDA_LAUNCHED();
     });
@@ -276,7 +276,7 @@ extern "C" void mt_cuda_route_backward(float *dlogits, const float *dprobs, cons
     if (T == 0) return;
     routing r = routing_of(router);
     with_places(r.E, 1, 0, [&](auto places, unsigned warps, size_t bytes) {
-        route_backward<decltype(places)::value><<<mt_blocks(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
+        route_backward<decltype(places)::value><<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
             dlogits, dprobs, experts, logits, T, r, (int)(bytes / warps));
         MT_CUDA_LAUNCHED();
     });
@@ -411,11 +411,11 @@ extern "C" void mt_cuda_aux_loss_forward(float *sums, double *z_sum, const float
             size_t room = (size_t)r.E * 12;
             bool together = !sequence && bytes + room <= (size_t)max_shared_bytes;
             aux_loss_forward<decltype(places)::value>
-                <<<mt_blocks(warps, in_block), in_block * 32, together ? bytes + room : bytes, on>>>(
+                <<<mt_grid_size(warps, in_block), in_block * 32, together ? bytes + room : bytes, on>>>(
                     to, logits, sequence, T, r, (int)(bytes / in_block), together);
             MT_CUDA_LAUNCHED();
         });
-    aux_loss_finish<<<mt_blocks(S * r.E, 1024), 256, 0, on>>>(sums, z_sum, to, S, r.E, warps);
+    aux_loss_finish<<<mt_grid_size(S * r.E, 1024), 256, 0, on>>>(sums, z_sum, to, S, r.E, warps);
     MT_CUDA_LAUNCHED();
 }
 
@@ -483,8 +483,9 @@ extern "C" void mt_cuda_aux_loss_backward(float *dlogits, const float *logits, c
     if (T == 0) return;
     routing r = routing_of(router);
     with_places(r.E, 1, 0, [&](auto places, unsigned warps, size_t bytes) {
-        aux_loss_backward<decltype(places)::value><<<mt_blocks(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
-            dlogits, logits, counts, sequence, T, aux_scale, z_scale, r, (int)(bytes / warps));
+        aux_loss_backward<decltype(places)::value>
+            <<<mt_grid_size(T, warps), warps * 32, bytes, mt_cuda_stream(stream)>>>(
+                dlogits, logits, counts, sequence, T, aux_scale, z_scale, r, (int)(bytes / warps));
         MT_CUDA_LAUNCHED();
     });
 }
@@ -514,12 +515,12 @@ extern "C" void mt_cuda_count_experts(float *loads, const int32_t *experts, int6
     cudaStream_t on = mt_cuda_stream(stream);
     int32_t *counts = (int32_t *)mt_cuda_workspace(stream, E * 4);
     bool fits = E * 4 <= max_shared_bytes;
-    unsigned blocks = mt_blocks(n, 1024), most = (unsigned)mt_cuda_device()->multiProcessorCount;
+    unsigned blocks = mt_grid_size(n, 1024), most = (unsigned)mt_cuda_device()->multiProcessorCount;
     if (blocks > most) blocks = most;
     MT_CUDA(cudaMemsetAsync(counts, 0, (size_t)E * 4, on));
     count_experts<<<blocks, 256, fits ? (size_t)E * 4 : 0, on>>>(counts, experts, n, (int)E, fits);
     MT_CUDA_LAUNCHED();
-    add_counts<<<mt_blocks(E, 256), 256, 0, on>>>(loads, counts, E);
+    add_counts<<<mt_grid_size(E, 256), 256, 0, on>>>(loads, counts, E);
     MT_CUDA_LAUNCHED();
 }
 
@@ -595,15 +596,15 @@ extern "C" void mt_cuda_drop_tokens(int32_t *kept, const int32_t *experts, const
     uint64_t *keys = (uint64_t *)workspace, *sorted_keys = keys + room;
     int32_t *values = (int32_t *)(sorted_keys + room), *sorted_values = values + room, *tokens = sorted_values + room;
     void *spare = tokens + room;
-    token_keys<<<mt_blocks(T, 256), 256, 0, on>>>(keys, values, token_index, T);
+    token_keys<<<mt_grid_size(T, 256), 256, 0, on>>>(keys, values, token_index, T);
     MT_CUDA_LAUNCHED();
     MT_CUDA(cub::DeviceRadixSort::SortPairs(spare, sort_bytes, keys, sorted_keys, values, tokens, (int)T, 0, 64, on));
-    choice_keys<<<mt_blocks(n, 256), 256, 0, on>>>(keys, values, tokens, experts, probs, n, (int)k, by_position);
+    choice_keys<<<mt_grid_size(n, 256), 256, 0, on>>>(keys, values, tokens, experts, probs, n, (int)k, by_position);
     MT_CUDA_LAUNCHED();
     MT_CUDA(cub::DeviceRadixSort::SortPairs(spare, sort_bytes, keys, sorted_keys, values, sorted_values, (int)n,
                                             by_position ? 32 : 0, 64, on));
-    keep_first<<<mt_blocks(n, 256), 256, 0, on>>>(kept, sorted_keys, sorted_values, n, first * k, (first + count) * k,
-                                                  capacity);
+    keep_first<<<mt_grid_size(n, 256), 256, 0, on>>>(kept, sorted_keys, sorted_values, n, first * k,
+                                                     (first + count) * k, capacity);
     MT_CUDA_LAUNCHED();
 }
 
@@ -761,7 +762,7 @@ extern "C" void mt_cuda_dispatch_plan(int32_t *offsets, int32_t *position, int32
     if (n > 0) {
         plan_histogram<<<(unsigned)blocks, warps * 32, (size_t)bins * 4, on>>>(before, experts, s);
         MT_CUDA_LAUNCHED();
-        plan_scan<<<mt_blocks(bins, 8), 256, 0, on>>>(before, totals, s);
+        plan_scan<<<mt_grid_size(bins, 8), 256, 0, on>>>(before, totals, s);
         MT_CUDA_LAUNCHED();
     }
     plan_offsets<<<1, 1024, 0, on>>>(offsets, totals, s);
@@ -814,8 +815,8 @@ extern "C" void mt_cuda_exchange_order(int32_t *to_expert, int32_t *from_expert,
     exchange_offsets<<<1, 1024, 0, on>>>(arrived, sorted, offsets, counts, (int)sources, (int)local);
     MT_CUDA_LAUNCHED();
     if (M == 0) return;
-    exchange_scatter<<<mt_blocks(M, 256), 256, 0, on>>>(to_expert, from_expert, arrived, sorted, (int)sources,
-                                                        (int)local, M);
+    exchange_scatter<<<mt_grid_size(M, 256), 256, 0, on>>>(to_expert, from_expert, arrived, sorted, (int)sources,
+                                                           (int)local, M);
     MT_CUDA_LAUNCHED();
 }
 
@@ -955,7 +956,7 @@ extern "C" void mt_cuda_expert_swiglu_backward(void *dgate_up, float *dweights, 
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         dim3 block = mt_reduction_block(mt_divide_up(F, N), 3, 256, 512);
-        expert_swiglu_backward<E, N><<<mt_blocks(M, block.y), block, 0, mt_cuda_stream(stream)>>>(
+        expert_swiglu_backward<E, N><<<mt_grid_size(M, block.y), block, 0, mt_cuda_stream(stream)>>>(
             (E *)dgate_up, dweights, (const E *)dy, (const E *)gate_up, weights, M, (int)F);
         MT_CUDA_LAUNCHED();
     });
@@ -1016,7 +1017,7 @@ extern "C" void mt_cuda_scale_rows_backward(void *dx, float *dweights, const voi
         using E = decltype(type);
         constexpr int N = decltype(width)::value;
         dim3 block = mt_reduction_block(mt_divide_up(C, N), 3, 256, 512);
-        scale_rows_backward<E, N><<<mt_blocks(M, block.y), block, 0, mt_cuda_stream(stream)>>>(
+        scale_rows_backward<E, N><<<mt_grid_size(M, block.y), block, 0, mt_cuda_stream(stream)>>>(
             (E *)dx, dweights, (const E *)dy, (const E *)x, weights, M, (int)C);
         MT_CUDA_LAUNCHED();
     });

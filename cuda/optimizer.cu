@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(256) accumulate(float *sum, const float *x, in
 extern "C" void mt_cuda_accumulate(float *sum, const float *x, int64_t n, mt_stream *stream) {
     mt_split<4>(n, mt_wide(MT_F32, {sum, x}, {}), [&](int64_t begin, int64_t end, auto width) {
         constexpr int N = decltype(width)::value;
-        accumulate<N><<<mt_blocks(end - begin, 256 * 4 * N), 256, 0, mt_cuda_stream(stream)>>>(sum, x, begin, end);
+        accumulate<N><<<mt_grid_size(end - begin, 256 * 4 * N), 256, 0, mt_cuda_stream(stream)>>>(sum, x, begin, end);
         MT_CUDA_LAUNCHED();
     });
 }
@@ -175,7 +175,7 @@ extern "C" void mt_cuda_adamw_step(void *param, float *master, float *m, float *
     bool wide = mt_wide(MT_F32, {weights, m, v, grad}, {}) && (uintptr_t)copy % 8 == 0;
     mt_split<4>(n, wide, [&](int64_t begin, int64_t end, auto width) {
         constexpr int N = decltype(width)::value;
-        adamw_step<N><<<mt_blocks(end - begin, 256 * 2 * N), 256, 0, mt_cuda_stream(stream)>>>(
+        adamw_step<N><<<mt_grid_size(end - begin, 256 * 2 * N), 256, 0, mt_cuda_stream(stream)>>>(
             weights, copy, m, v, grad, scale, begin, end, *adamw);
         MT_CUDA_LAUNCHED();
     });
@@ -211,8 +211,8 @@ extern "C" void mt_cuda_random_normal(void *param, int64_t n, uint64_t key, int6
     mt_by_type(dtype, false, [&](auto type, auto) {
         using E = decltype(type);
         int64_t counters = (first + n - 1) / 4 - first / 4 + 1;
-        random_normal<<<mt_blocks(counters, 256), 256, 0, mt_cuda_stream(stream)>>>((E *)param, n, key, first, mean,
-                                                                                    std);
+        random_normal<<<mt_grid_size(counters, 256), 256, 0, mt_cuda_stream(stream)>>>((E *)param, n, key, first, mean,
+                                                                                       std);
         MT_CUDA_LAUNCHED();
     });
 }

@@ -152,7 +152,7 @@ static bool mt_tensor_is_harmless(const mt_options *options, const char *name) {
     if (layer >= options->num_layers + options->mtp_num_layers && layer < end) return true;
     if (mt_tensor_repeats(options, name)) return true;
     if (mt_text_ends_with(name, "rotary_emb.inv_freq") || mt_text_ends_with(name, ".attn.masked_bias")) return true;
-    if (strcmp(options->hf_family, "gpt2") == 0 && mt_text_ends_with(name, ".attn.bias")) return true;
+    if (options->hf_family == MT_HF_GPT2 && mt_text_ends_with(name, ".attn.bias")) return true;
     return !options->untie_embeddings_and_output_weights && strcmp(name, "lm_head.weight") == 0;
 }
 

@@ -156,7 +156,7 @@ static int create_sources(mt_dataset **sources, double *weights, int64_t *size, 
         if (!blend->weights) weights[i] = (double)sources[i]->num_samples;
         total += blend->weights ? target : sources[i]->num_samples;
     }
-    bool ends = !config->dataloader_type || strcmp(config->dataloader_type, "single") == 0;
+    bool ends = config->dataloader_type == MT_DATALOADER_SINGLE;
     if (!blend->weights && total < wanted && ends)
         return mt_error_set(
             error,

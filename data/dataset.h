@@ -128,15 +128,15 @@ typedef struct mt_data_config {
     const char *tokens_file; // --tokens-file: int32 [iterations, global batch, seq_length + 1], in file order
 
     int64_t seq_length;
-    int64_t seed;                 // --seed, of the shuffles
-    int64_t sizes[MT_NUM_SPLITS]; // samples of each split that the whole run needs; 0: no split
-    int64_t vocab_size;           // tokens must be below it
-    int64_t eod_id;               // end of document; -1: none
-    bool reset_position_ids;      // positions restart at 0 after each EOD
-    bool reset_attention_mask;    // attention stays within a document
-    bool eod_mask_loss;           // no loss at positions whose input token is EOD
-    const char *dataloader_type;  // "single" or NULL: in order; "cyclic": a new shuffle every epoch
-    bool no_data_sharding;        // --no-data-sharding, for cyclic: ranks share one shuffle
+    int64_t seed;                       // --seed, of the shuffles
+    int64_t sizes[MT_NUM_SPLITS];       // samples of each split that the whole run needs; 0: no split
+    int64_t vocab_size;                 // tokens must be below it
+    int64_t eod_id;                     // end of document; -1: none
+    bool reset_position_ids;            // positions restart at 0 after each EOD
+    bool reset_attention_mask;          // attention stays within a document
+    bool eod_mask_loss;                 // no loss at positions whose input token is EOD
+    mt_dataloader_type dataloader_type; // single: in order; cyclic: a new shuffle every epoch
+    bool no_data_sharding;              // --no-data-sharding, for cyclic: ranks share one shuffle
 } mt_data_config;
 
 /* Samples of seq_length + 1 tokens by index: the first seq_length are inputs, the last seq_length labels. Every kind of

@@ -7,6 +7,23 @@
 #include <stdlib.h>
 #include <string.h>
 
+static const char *const mt_hf_families[MT_NUM_HF_FAMILIES] = {
+    "", "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "megatron"};
+
+const char *mt_hf_family_name(mt_hf_family family) {
+    return mt_hf_families[family];
+}
+
+mt_hf_family mt_hf_family_find(const char *name) {
+    int family = MT_NUM_HF_FAMILIES - 1;
+    while (family > 0 && strcmp(name, mt_hf_families[family]) != 0) family--;
+    return (mt_hf_family)family;
+}
+
+static bool mt_has(const char *choices, const char *text) {
+    return mt_choice_index(choices, text) >= 0;
+}
+
 /* A config.json being read. Only the first error is kept, so that a reader can go on to its end. */
 typedef struct mt_config {
     json_t *root;
@@ -115,7 +132,7 @@ static void mt_config_read_rope(mt_config *config, mt_options *options) {
     const char *older = mt_config_string(config, rope, "type", "default");
     const char *type = mt_config_string(config, rope, "rope_type", older);
     if (strcmp(type, "default") == 0) type = "none";
-    if (!mt_choice_has("none|linear|llama3|yarn", type))
+    if (!mt_has("none|linear|llama3|yarn", type))
         mt_config_fail(config, "RoPE of type \"%.40s\" is not supported; default, linear, llama3 and yarn are", type);
     const json_t *partial = mt_config_get(rope, "partial_rotary_factor");
     if (!partial) partial = mt_config_get(config->root, "partial_rotary_factor");
@@ -123,7 +140,7 @@ static void mt_config_read_rope(mt_config *config, mt_options *options) {
         mt_config_fail(config, "\"partial_rotary_factor\" other than 1 is not supported");
     if (json_is_false(json_object_get(rope, "truncate")))
         mt_config_fail(config, "RoPE with \"truncate\": false is not supported");
-    mt_string_set(&options->rope_scaling_type, type);
+    options->rope_scaling_type = (mt_rope_scaling)mt_choice_index("none|linear|llama3|yarn", type);
     if (strcmp(type, "none") == 0) return;
     if (!mt_config_get(rope, "factor")) mt_config_fail(config, "RoPE of type \"%s\" needs a \"factor\"", type);
     if (strcmp(type, "linear") != 0) options->original_max_position_embeddings = options->max_position_embeddings;
@@ -147,7 +164,7 @@ static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
         mt_config_fail(config, "\"layer_types\" must list %lld layers", (long long)num_layers);
     for (size_t i = 0; i < json_array_size(types); i++) {
         const char *type = json_string_value(json_array_get(types, i));
-        if (!type || !mt_choice_has("full_attention|sliding_attention", type))
+        if (!type || !mt_has("full_attention|sliding_attention", type))
             mt_config_fail(config, "\"layer_types\" holds %.40s; full_attention and sliding_attention are supported",
                            type ? type : "something else than strings");
         else
@@ -157,8 +174,8 @@ static int64_t mt_config_sliding_layers(mt_config *config, int64_t num_layers) {
 }
 
 static void mt_config_read_window(mt_config *config, mt_options *options) {
-    bool is_mistral = mt_choice_has("mistral|mixtral", options->hf_family);
-    if (strcmp(options->hf_family, "llama") == 0) return; // transformers reads no window there
+    bool is_mistral = mt_has("mistral|mixtral", mt_hf_family_name(options->hf_family));
+    if (strcmp(mt_hf_family_name(options->hf_family), "llama") == 0) return; // transformers reads no window there
     if (!is_mistral && !mt_config_bool(config, "use_sliding_window", false)) return;
     if (!json_is_null(json_object_get(config->root, "sliding_window"))) options->window_size = 4096; // when not given
     mt_config_read_option(config, config->root, "sliding_window", options, MT_AT(window_size));
@@ -186,7 +203,7 @@ static void mt_config_read_gpt2(mt_config *config, mt_options *options) {
     if (embedding_dropout != options->hidden_dropout)
         mt_config_fail(config, "\"embd_pdrop\" and \"resid_pdrop\" differ; one hidden dropout is supported: make them "
                                "equal");
-    if (!mt_choice_has("gelu_new|gelu|gelu_pytorch_tanh", activation))
+    if (!mt_has("gelu_new|gelu|gelu_pytorch_tanh", activation))
         mt_config_fail(config,
                        "\"activation_function\" \"%.40s\" is not supported; gelu_new, gelu_pytorch_tanh and gelu are",
                        activation);
@@ -202,11 +219,12 @@ static void mt_config_read_llama_sizes(mt_config *config, mt_options *options) {
     mt_config_read_size(config, "num_attention_heads", options, MT_AT(num_attention_heads));
     mt_config_read_size(config, "max_position_embeddings", options, MT_AT(max_position_embeddings));
     mt_config_read_option(config, config->root, "num_key_value_heads", options, MT_AT(num_query_groups));
-    if (strcmp(options->hf_family, "llama") != 0 && !json_object_get(config->root, "num_key_value_heads"))
+    if (strcmp(mt_hf_family_name(options->hf_family), "llama") != 0 &&
+        !json_object_get(config->root, "num_key_value_heads"))
         mt_config_fail(config, "\"num_key_value_heads\" is missing");
     if (options->num_query_groups == options->num_attention_heads) options->num_query_groups = 0; // one group a head
     options->group_query_attention = options->num_query_groups != 0;
-    bool is_qwen3 = strncmp(options->hf_family, "qwen3", 5) == 0;
+    bool is_qwen3 = strncmp(mt_hf_family_name(options->hf_family), "qwen3", 5) == 0;
     if (is_qwen3 && !json_object_get(config->root, "head_dim")) options->kv_channels = 128; // Qwen3Config's default
     mt_config_read_option(config, config->root, "head_dim", options, MT_AT(kv_channels));
 }
@@ -229,15 +247,16 @@ static void mt_config_read_expert_layers(mt_config *config, mt_options *options)
     }
     bool any = strchr(layers, '1') != NULL;
     char *text = mt_layer_freq_print(layers);
-    mt_string_set(&options->moe_layer_freq, strchr(layers, '0') ? text : "1");
+    free(options->moe_layer_freq);
+    options->moe_layer_freq = mt_strdup(strchr(layers, '0') ? text : "1");
     if (!any) mt_config_fail(config, "no layer has experts");
     free(text), free(layers);
 }
 
 /* The experts of Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek-V3. */
 static void mt_config_read_experts(mt_config *config, mt_options *options) {
-    bool is_mixtral = strcmp(options->hf_family, "mixtral") == 0,
-         is_qwen = mt_choice_has("qwen2_moe|qwen3_moe", options->hf_family);
+    bool is_mixtral = strcmp(mt_hf_family_name(options->hf_family), "mixtral") == 0,
+         is_qwen = mt_has("qwen2_moe|qwen3_moe", mt_hf_family_name(options->hf_family));
     const char *names[] = {"num_local_experts", "num_experts", "n_routed_experts"}, *name = NULL;
     for (size_t i = 0; i < 3; i++)
         if (mt_config_get(config->root, names[i])) name = names[i];
@@ -252,13 +271,13 @@ static void mt_config_read_experts(mt_config *config, mt_options *options) {
     mt_config_read_expert_layers(config, options);
     bool normalised = mt_config_bool(config, "norm_topk_prob", !is_qwen);
     if (is_qwen) options->moe_router_pre_softmax = !normalised;
-    options->moe_shared_expert_gate = strcmp(options->hf_family, "qwen2_moe") == 0;
+    options->moe_shared_expert_gate = strcmp(mt_hf_family_name(options->hf_family), "qwen2_moe") == 0;
     if (options->moe_shared_expert_gate)
         mt_config_read_size(config, "shared_expert_intermediate_size", options,
                             MT_AT(moe_shared_expert_intermediate_size));
     if (is_qwen) return;
     if (!normalised) mt_config_fail(config, "\"norm_topk_prob\": false is not supported for deepseek_v3");
-    mt_string_set(&options->moe_router_score_function, "sigmoid");
+    options->moe_router_score_function = MT_SCORE_SIGMOID;
     options->moe_router_enable_expert_bias = true;
     mt_config_read_option(config, config->root, "n_group", options, MT_AT(moe_router_num_groups));
     mt_config_read_option(config, config->root, "topk_group", options, MT_AT(moe_router_group_topk));
@@ -275,30 +294,32 @@ static void mt_config_read_experts(mt_config *config, mt_options *options) {
 /* Llama, Mistral, Qwen2 and Qwen3: the same block but for biases, norms of heads and windows. */
 static void mt_config_read_llama(mt_config *config, mt_options *options) {
     const char *activation = mt_config_string(config, config->root, "hidden_act", "silu");
-    bool is_qwen2 = strcmp(options->hf_family, "qwen2") == 0;
-    bool is_qwen3 = strncmp(options->hf_family, "qwen3", 5) == 0; // qwen3_moe too
-    bool is_llama = strcmp(options->hf_family, "llama") == 0;
+    bool is_qwen2 = strcmp(mt_hf_family_name(options->hf_family), "qwen2") == 0;
+    bool is_qwen3 = strncmp(mt_hf_family_name(options->hf_family), "qwen3", 5) == 0; // qwen3_moe too
+    bool is_llama = strcmp(mt_hf_family_name(options->hf_family), "llama") == 0;
     mt_config_read_llama_sizes(config, options);
     options->norm_epsilon = 1e-6; // what their classes in transformers have by default
     options->hidden_dropout = options->attention_dropout = 0;
     mt_config_read_option(config, config->root, "rms_norm_eps", options, MT_AT(norm_epsilon));
     mt_config_read_option(config, config->root, "hidden_dropout", options, MT_AT(hidden_dropout));
     mt_config_read_option(config, config->root, "attention_dropout", options, MT_AT(attention_dropout));
-    if (!mt_choice_has("silu|swish", activation))
+    if (!mt_has("silu|swish", activation))
         mt_config_fail(config, "\"hidden_act\" \"%.40s\" is not supported; silu is", activation);
     options->swiglu = true;
     options->qk_layernorm = is_qwen3;
-    mt_string_set(&options->normalization, "RMSNorm");
-    mt_string_set(&options->position_embedding_type, "rope");
+    options->normalization = MT_RMSNORM;
+    options->position_embedding_type = MT_POSITION_ROPE;
     options->attention_output_bias = (is_llama || is_qwen3) && mt_config_bool(config, "attention_bias", false);
     options->add_qkv_bias = is_qwen2 || options->attention_output_bias;
-    if (strcmp(options->hf_family, "qwen2_moe") == 0) options->add_qkv_bias = mt_config_bool(config, "qkv_bias", true);
+    if (strcmp(mt_hf_family_name(options->hf_family), "qwen2_moe") == 0)
+        options->add_qkv_bias = mt_config_bool(config, "qkv_bias", true);
     options->mlp_bias = is_llama && mt_config_bool(config, "mlp_bias", false);
     options->add_bias_linear = options->attention_output_bias && options->mlp_bias;
     options->untie_embeddings_and_output_weights = !mt_config_bool(config, "tie_word_embeddings", false);
     mt_config_read_rope(config, options);
     mt_config_read_window(config, options);
-    if (mt_choice_has("mixtral|qwen2_moe|qwen3_moe", options->hf_family)) mt_config_read_experts(config, options);
+    if (mt_has("mixtral|qwen2_moe|qwen3_moe", mt_hf_family_name(options->hf_family)))
+        mt_config_read_experts(config, options);
 }
 
 /* The attention of DeepSeek-V3. "head_dim" is that of what turns. */
@@ -364,7 +385,7 @@ static void mt_config_read_megatron(mt_config *config, mt_options *options) {
 /* Sets `shape`, which holds defaults, to what a file of a supported family says. */
 static void mt_config_read_family(mt_config *config, mt_options *shape, const char *family) {
     mt_error problem;
-    mt_string_set(&shape->hf_family, family);
+    shape->hf_family = mt_hf_family_find(family);
     mt_config_read_size(config, "vocab_size", shape, MT_AT(vocab_size));
     mt_config_read_option(config, config->root, "initializer_range", shape, MT_AT(init_method_std));
     shape->bos_token_id = mt_config_token(config, "bos_token_id", shape->vocab_size);
@@ -393,7 +414,7 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
     if (!json_is_object(config.root))
         mt_config_fail(&config, "must hold a JSON object");
     else if (!family ||
-             !mt_choice_has("gpt2|llama|mistral|qwen2|qwen3|mixtral|qwen2_moe|qwen3_moe|deepseek_v3|megatron", family))
+             !mt_has("gpt2|llama|mistral|qwen2|qwen3|mixtral|qwen2_moe|qwen3_moe|deepseek_v3|megatron", family))
         mt_config_fail(&config,
                        "\"model_type\" is %.60s; gpt2, llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe and "
                        "deepseek_v3 are supported",
@@ -407,7 +428,7 @@ static int mt_config_read(mt_options *shape, const char *json, int64_t bytes, co
 /* Weights were trained for one value of these: another one that was given is an error. */
 static int mt_options_check_weights(const mt_options *options, const mt_options *shape, const char *path,
                                     mt_error *error) {
-    bool learned = strcmp(shape->position_embedding_type, "learned_absolute") == 0;
+    bool learned = shape->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE;
     for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
         if (!row->name || !mt_options_gave(options, row->offset)) continue;
         if (row->origin != MT_OF_WEIGHTS && !(learned && row->offset == MT_AT(max_position_embeddings))) continue;
@@ -442,7 +463,7 @@ int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, 
         options->mtp_layers_stored = shape.mtp_layers_stored;
         options->bos_token_id = shape.bos_token_id;
         options->eos_token_id = shape.eos_token_id;
-        mt_string_set(&options->hf_family, shape.hf_family);
+        options->hf_family = shape.hf_family;
         for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++)
             if (row->name && row->origin != MT_OF_RUN && !mt_options_gave(options, row->offset))
                 mt_option_copy(options, &shape, row);
@@ -458,15 +479,15 @@ int mt_options_read_hf_config(mt_options *options, const char *json, int64_t byt
 /* Whether transformers' implementation of a family computes what the options describe. */
 static bool mt_family_fits(const mt_options *o, const char *family) {
     bool qkv = o->add_qkv_bias, output = o->attention_output_bias, mlp = o->mlp_bias;
-    bool layernorm = strcmp(o->normalization, "LayerNorm") == 0;
+    bool layernorm = o->normalization == MT_LAYERNORM;
     if (strcmp(family, "gpt2") == 0)
-        return layernorm && !o->multi_latent_attention && strcmp(o->position_embedding_type, "learned_absolute") == 0 &&
+        return layernorm && !o->multi_latent_attention && o->position_embedding_type == MT_POSITION_LEARNED_ABSOLUTE &&
                !o->swiglu && qkv && output && mlp && !o->qk_layernorm && o->window_size == 0 &&
                o->num_query_groups == o->num_attention_heads &&
                o->kv_channels * o->num_attention_heads == o->hidden_size;
-    if (layernorm || strcmp(o->position_embedding_type, "rope") != 0 || !o->swiglu || o->rotary_percent != 1)
+    if (layernorm || o->position_embedding_type != MT_POSITION_ROPE || !o->swiglu || o->rotary_percent != 1)
         return false;
-    bool has_experts = o->num_experts > 0, softmax = strcmp(o->moe_router_score_function, "softmax") == 0;
+    bool has_experts = o->num_experts > 0, softmax = o->moe_router_score_function == MT_SCORE_SOFTMAX;
     if (strcmp(family, "deepseek_v3") == 0)
         return o->multi_latent_attention && !output && !mlp && o->window_size == 0 &&
                (!has_experts ||
@@ -476,7 +497,7 @@ static bool mt_family_fits(const mt_options *o, const char *family) {
                  !strstr(o->moe_layers, "10"))); // experts from some layer on
     if (strcmp(family, "megatron") == 0) return true;
     if (o->multi_latent_attention || o->rotary_interleaved || o->mtp_num_layers > 0) return false;
-    if (mt_choice_has("mixtral|qwen2_moe|qwen3_moe", family) != has_experts) return false;
+    if (mt_has("mixtral|qwen2_moe|qwen3_moe", family) != has_experts) return false;
     if (has_experts && (!softmax || o->moe_router_num_groups > 0 || o->moe_router_topk_scaling_factor != 1 ||
                         (o->moe_shared_expert_intermediate_size > 0) != (strcmp(family, "qwen2_moe") == 0)))
         return false;
@@ -495,10 +516,10 @@ static bool mt_family_fits(const mt_options *o, const char *family) {
 void mt_options_derive_family(mt_options *options) {
     static const char *const families[] = {"gpt2",    "llama",     "mistral",   "qwen2",      "qwen3",
                                            "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"};
-    if (options->hf_family && mt_family_fits(options, options->hf_family)) return;
-    mt_string_set(&options->hf_family, "megatron");
+    if (options->hf_family && mt_family_fits(options, mt_hf_family_name(options->hf_family))) return;
+    options->hf_family = MT_HF_MEGATRON;
     for (size_t i = sizeof families / sizeof families[0]; i-- > 0;)
-        if (mt_family_fits(options, families[i])) mt_string_set(&options->hf_family, families[i]);
+        if (mt_family_fits(options, families[i])) options->hf_family = mt_hf_family_find(families[i]);
 }
 
 static void mt_config_write_gpt2(json_t *root, const mt_options *o) {
@@ -517,9 +538,10 @@ static void mt_config_write_gpt2(json_t *root, const mt_options *o) {
 /* RoPE's parameters as an object; the newer form holds the base too. */
 static json_t *mt_config_rope(const mt_options *o, bool newer) {
     json_t *rope = json_object();
-    bool is_llama3 = strcmp(o->rope_scaling_type, "llama3") == 0, is_yarn = strcmp(o->rope_scaling_type, "yarn") == 0;
-    bool is_none = strcmp(o->rope_scaling_type, "none") == 0;
-    mt_json_set_string(rope, "rope_type", is_none ? "default" : o->rope_scaling_type);
+    bool is_llama3 = o->rope_scaling_type == MT_ROPE_SCALING_LLAMA3,
+         is_yarn = o->rope_scaling_type == MT_ROPE_SCALING_YARN;
+    bool is_none = o->rope_scaling_type == MT_ROPE_SCALING_NONE;
+    mt_json_set_string(rope, "rope_type", is_none ? "default" : is_llama3 ? "llama3" : is_yarn ? "yarn" : "linear");
     if (newer) mt_json_set_real(rope, "rope_theta", o->rotary_base);
     if (!is_none) mt_json_set_real(rope, "factor", o->rope_scaling_factor);
     if (is_llama3 || is_yarn)
@@ -539,7 +561,7 @@ static json_t *mt_config_rope(const mt_options *o, bool newer) {
 }
 
 static void mt_config_write_llama(json_t *root, const mt_options *o) {
-    bool is_qwen = strncmp(o->hf_family, "qwen", 4) == 0;
+    bool is_qwen = strncmp(mt_hf_family_name(o->hf_family), "qwen", 4) == 0;
     mt_json_set_int(root, "num_hidden_layers", o->num_layers);
     mt_json_set_int(root, "hidden_size", o->hidden_size);
     mt_json_set_int(root, "intermediate_size", o->ffn_hidden_size);
@@ -551,14 +573,15 @@ static void mt_config_write_llama(json_t *root, const mt_options *o) {
     mt_json_set_real(root, "rms_norm_eps", o->norm_epsilon);
     mt_json_set_real(root, "attention_dropout", o->attention_dropout);
     if (o->hidden_dropout > 0) mt_json_set_real(root, "hidden_dropout", o->hidden_dropout); // ours; theirs has none
-    if (strcmp(o->hf_family, "llama") == 0 || strncmp(o->hf_family, "qwen3", 5) == 0)
+    if (strcmp(mt_hf_family_name(o->hf_family), "llama") == 0 ||
+        strncmp(mt_hf_family_name(o->hf_family), "qwen3", 5) == 0)
         mt_json_set_bool(root, "attention_bias", o->attention_output_bias);
-    if (strcmp(o->hf_family, "llama") == 0) mt_json_set_bool(root, "mlp_bias", o->mlp_bias);
+    if (strcmp(mt_hf_family_name(o->hf_family), "llama") == 0) mt_json_set_bool(root, "mlp_bias", o->mlp_bias);
     json_object_set_new(root, "rope_parameters", mt_config_rope(o, true));
     mt_json_set_real(root, "rope_theta", o->rotary_base); // this and the next: transformers before 5
     json_object_set_new(root, "rope_scaling",
-                        strcmp(o->rope_scaling_type, "none") == 0 ? json_null() : mt_config_rope(o, false));
-    if (strcmp(o->hf_family, "llama") == 0 || o->multi_latent_attention) return;
+                        o->rope_scaling_type == MT_ROPE_SCALING_NONE ? json_null() : mt_config_rope(o, false));
+    if (strcmp(mt_hf_family_name(o->hf_family), "llama") == 0 || o->multi_latent_attention) return;
     json_object_set_new(root, "sliding_window", o->window_size ? json_integer(o->window_size) : json_null());
     if (!is_qwen) return;
     json_t *types = json_array();
@@ -571,7 +594,7 @@ static void mt_config_write_llama(json_t *root, const mt_options *o) {
 
 /* The experts of Mixtral, Qwen2-MoE and Qwen3-MoE. */
 static void mt_config_write_experts(json_t *root, const mt_options *o) {
-    bool is_mixtral = strcmp(o->hf_family, "mixtral") == 0;
+    bool is_mixtral = strcmp(mt_hf_family_name(o->hf_family), "mixtral") == 0;
     mt_json_set_int(root, "num_local_experts", o->num_experts);
     mt_json_set_int(root, "num_experts_per_tok", o->moe_router_topk);
     mt_json_set_real(root, "router_aux_loss_coef", o->moe_aux_loss_coeff);
@@ -588,7 +611,7 @@ static void mt_config_write_experts(json_t *root, const mt_options *o) {
     mt_json_set_bool(root, "norm_topk_prob", !o->moe_router_pre_softmax);
     mt_json_set_int(root, "decoder_sparse_step", 1);
     json_object_set_new(root, "mlp_only_layers", dense);
-    if (strcmp(o->hf_family, "qwen3_moe") == 0) return;
+    if (strcmp(mt_hf_family_name(o->hf_family), "qwen3_moe") == 0) return;
     mt_json_set_int(root, "shared_expert_intermediate_size", o->moe_shared_expert_intermediate_size);
     mt_json_set_bool(root, "qkv_bias", o->add_qkv_bias);
 }
@@ -630,8 +653,11 @@ static void mt_config_write_megatron(json_t *root, const mt_options *options) {
         if (row->type == MT_NO) mt_json_set_bool(root, key, !*mt_option_bool(options, row));
         if (row->type == MT_INT) mt_json_set_int(root, key, *mt_option_int(options, row));
         if (row->type == MT_REAL) mt_json_set_real(root, key, *mt_option_real(options, row));
-        if (row->type == MT_CHOICE || row->type == MT_STRING)
-            mt_json_set_string(root, key, *mt_option_string(options, row));
+        if (row->type == MT_CHOICE || row->type == MT_STRING) {
+            char *text = mt_option_text(options, row);
+            mt_json_set_string(root, key, text);
+            free(text);
+        }
     }
     mt_json_set_bool(root, "attention_output_bias", options->attention_output_bias);
     mt_json_set_bool(root, "mlp_bias", options->mlp_bias);
@@ -644,7 +670,7 @@ char *mt_options_write_hf_config(const mt_options *options) {
         {"qwen3", "Qwen3ForCausalLM"},        {"deepseek_v3", "DeepseekV3ForCausalLM"},
         {"mixtral", "MixtralForCausalLM"},    {"qwen3_moe", "Qwen3MoeForCausalLM"},
         {"qwen2_moe", "Qwen2MoeForCausalLM"}, {"megatron", "MegatronForCausalLM"}};
-    const char *family = options->hf_family, *dtype = options->bf16 ? "bfloat16" : "float32";
+    const char *family = mt_hf_family_name(options->hf_family), *dtype = options->bf16 ? "bfloat16" : "float32";
     json_t *root = json_object();
     for (size_t i = 0; i < sizeof classes / sizeof classes[0]; i++)
         if (strcmp(family, classes[i][0]) == 0)
@@ -668,7 +694,7 @@ char *mt_options_write_hf_config(const mt_options *options) {
         mt_config_write_deepseek(root, options);
     else
         mt_config_write_llama(root, options);
-    if (mt_choice_has("mixtral|qwen2_moe|qwen3_moe", family)) mt_config_write_experts(root, options);
+    if (mt_has("mixtral|qwen2_moe|qwen3_moe", family)) mt_config_write_experts(root, options);
     char *text = mt_json_print(root);
     json_decref(root);
     return text;

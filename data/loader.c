@@ -20,9 +20,6 @@ struct mt_loader {
 /* ---- samplers ---------------------------------------------------------------------------------------------------- */
 
 static int check_loader(const mt_loader *loader, mt_error *error) {
-    const char *type = loader->config->dataloader_type;
-    if (type && strcmp(type, "single") != 0 && strcmp(type, "cyclic") != 0)
-        return mt_error_set(error, "--dataloader-type %s: unknown; use single or cyclic", type);
     int64_t step = loader->micro_batch_size * loader->dp_size;
     if (loader->dataset->num_samples < step)
         return mt_error_set(error,
@@ -41,7 +38,7 @@ int mt_loader_open(mt_loader **out, const mt_dataset *dataset, const mt_data_con
                           .micro_batch_size = micro_batch_size,
                           .dp_rank = dp_rank,
                           .dp_size = dp_size,
-                          .cyclic = config->dataloader_type && strcmp(config->dataloader_type, "cyclic") == 0,
+                          .cyclic = config->dataloader_type == MT_DATALOADER_CYCLIC,
                           .sample = mt_malloc((dataset->seq_length + 1) * 4),
                           .epoch = -1};
     *out = loader;

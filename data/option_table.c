@@ -1,5 +1,6 @@
 /* option_table.c: a row for every option. */
 #include "options.h"
+#include "tokenizer.h"
 
 const mt_option mt_option_table[] = {
     {.help = "model"},
@@ -303,9 +304,8 @@ const mt_option mt_option_table[] = {
     {"mock-data", MT_FLAG, MT_AT(mock_data), MT_TRAIN, MT_OF_RUN, NULL, NULL, "make tokens up"},
     {"tokens-file", MT_STRING, MT_AT(tokens_file), MT_TRAIN, MT_OF_RUN, NULL, "FILE",
      "int32 [iterations, global batch, seq + 1], fed in order"},
-    {"tokenizer-type", MT_CHOICE, MT_AT(tokenizer_type), MT_BOTH, MT_OF_RUN, NULL,
-     "HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer|ByteLevel",
-     "kind of tokenizer; found in the --load folder when not given"},
+    {"tokenizer-type", MT_CHOICE, MT_AT(tokenizer_type), MT_BOTH, MT_OF_RUN, "auto", MT_TOKENIZER_TYPES,
+     "kind of tokenizer; auto: found in the --load folder"},
     {"tokenizer-model", MT_STRING, MT_AT(tokenizer_model), MT_BOTH, MT_OF_RUN, NULL, "PATH", "its file or folder"},
     {"dataloader-type", MT_CHOICE, MT_AT(dataloader_type), MT_TRAIN, MT_OF_RUN, "single", "single|cyclic",
      "samples in order, once; or shuffled anew in every epoch"},

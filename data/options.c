@@ -43,6 +43,11 @@ char **mt_option_string(const mt_options *options, const mt_option *row) {
     return (char **)((char *)options + row->offset);
 }
 
+/* Any choice's field is an enum, as large as an unsigned int. */
+unsigned *mt_option_choice(const mt_options *options, const mt_option *row) {
+    return (unsigned *)((char *)options + row->offset);
+}
+
 static mt_strings *mt_option_list(const mt_options *options, const mt_option *row) {
     return (mt_strings *)((char *)options + row->offset);
 }
@@ -72,6 +77,12 @@ static void mt_strings_add(mt_strings *strings, const char *text) {
     strings->items[strings->count++] = mt_strdup(text);
 }
 
+static void mt_string_set(char **string, const char *text) {
+    char *copy = text ? mt_strdup(text) : NULL; // before the free: text may be *string
+    free(*string);
+    *string = copy;
+}
+
 /* The fewest digits that read back as the same double. */
 void mt_real_print(char text[32], double value) {
     for (int digits = 6; digits <= 17; digits++) {
@@ -95,6 +106,23 @@ char *mt_layer_freq_print(const char *layers) {
     return text;
 }
 
+/* The place of `text` in "a|b|c", or -1. */
+int mt_choice_index(const char *choices, const char *text) {
+    size_t length = strlen(text);
+    int index = 0;
+    for (const char *at = choices; *at; at += strcspn(at, "|"), at += *at == '|', index++)
+        if (strcspn(at, "|") == length && strncmp(at, text, length) == 0) return index;
+    return -1;
+}
+
+/* The word at a place of "a|b|c", to free; "" where there is none. */
+static char *mt_choice_text(const char *choices, unsigned index) {
+    for (; index > 0 && *choices; index--) choices += strcspn(choices, "|"), choices += *choices == '|';
+    char *text = mt_strdup(choices);
+    text[strcspn(text, "|")] = 0;
+    return text;
+}
+
 /* The value as the user would write it, to free; "" for a value that is not there. */
 char *mt_option_text(const mt_options *options, const mt_option *row) {
     char text[32] = "";
@@ -110,8 +138,9 @@ char *mt_option_text(const mt_options *options, const mt_option *row) {
         return mt_strdup(text);
     case MT_STRING:
     case MT_OPTIONAL:
-    case MT_CHOICE:
         return mt_strdup(*mt_option_string(options, row) ? *mt_option_string(options, row) : "");
+    case MT_CHOICE:
+        return mt_choice_text(row->values, *mt_option_choice(options, row));
     case MT_INTS:
     case MT_LIST:
         break;
@@ -153,8 +182,10 @@ void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row
         break;
     case MT_STRING:
     case MT_OPTIONAL:
-    case MT_CHOICE:
         mt_string_set(mt_option_string(to, row), *mt_option_string(from, row));
+        break;
+    case MT_CHOICE:
+        *mt_option_choice(to, row) = *mt_option_choice(from, row);
         break;
     case MT_INTS:
         *mt_option_ints(to, row) = *mt_option_ints(from, row);
@@ -170,7 +201,7 @@ void mt_option_copy(mt_options *to, const mt_options *from, const mt_option *row
 static bool mt_option_is_default(const mt_options *options, const mt_option *row) {
     mt_options defaults = {0}; // of numbers; many are asked for, so no text is made
     const char *text = NULL;
-    bool is_text = row->type == MT_STRING || row->type == MT_OPTIONAL || row->type == MT_CHOICE;
+    bool is_text = row->type == MT_STRING || row->type == MT_OPTIONAL;
     if (row->type == MT_LIST) return mt_option_list(options, row)->count == 0;
     if (row->type == MT_INTS) return mt_option_ints(options, row)->count == 0;
     for (const mt_option *other = mt_option_table; other < mt_option_table + MT_NUM_OPTIONS; other++) {
@@ -184,6 +215,7 @@ static bool mt_option_is_default(const mt_options *options, const mt_option *row
     }
     if (row->type == MT_INT) return *mt_option_int(options, row) == *mt_option_int(&defaults, row);
     if (row->type == MT_REAL) return *mt_option_real(options, row) == *mt_option_real(&defaults, row);
+    if (row->type == MT_CHOICE) return *mt_option_choice(options, row) == *mt_option_choice(&defaults, row);
     return *mt_option_bool(options, row) == *mt_option_bool(&defaults, row);
 }
 
@@ -203,11 +235,9 @@ static bool mt_option_used(const mt_options *options, size_t offset) {
 void mt_options_free(mt_options *options) {
     for (const mt_option *row = mt_option_table; row < mt_option_table + MT_NUM_OPTIONS; row++) {
         if (!row->name) continue;
-        if (row->type == MT_STRING || row->type == MT_OPTIONAL || row->type == MT_CHOICE)
-            mt_string_set(mt_option_string(options, row), NULL);
+        if (row->type == MT_STRING || row->type == MT_OPTIONAL) mt_string_set(mt_option_string(options, row), NULL);
         if (row->type == MT_LIST) mt_strings_free(mt_option_list(options, row));
     }
-    mt_string_set(&options->hf_family, NULL);
     mt_string_set(&options->moe_layers, NULL);
     mt_string_set(&options->pipeline_letters, NULL);
 }
@@ -230,18 +260,11 @@ static bool mt_parse_real(const char *text, double *value) {
     return *end == 0 && isfinite(*value);
 }
 
-/* Whether `text` is one of "a|b|c". */
-bool mt_choice_has(const char *choices, const char *text) {
-    size_t length = strlen(text);
-    for (const char *at = choices; *at; at += strcspn(at, "|"), at += *at == '|')
-        if (strcspn(at, "|") == length && strncmp(at, text, length) == 0) return true;
-    return false;
-}
-
 /* Sets a value from its text and marks it as given; `where` names the option for messages. A list gets one more word.
  */
 int mt_option_set(mt_options *options, const mt_option *row, const char *text, const char *where, mt_error *error) {
     bool is_true = strcmp(text, "true") == 0;
+    int choice = row->type == MT_CHOICE ? mt_choice_index(row->values, text) : 0;
     mt_ints *ints = mt_option_ints(options, row);
     switch (row->type) {
     case MT_FLAG:
@@ -259,9 +282,9 @@ int mt_option_set(mt_options *options, const mt_option *row, const char *text, c
             return mt_error_set(error, "%s expects a number, got '%.100s'", where, text);
         break;
     case MT_CHOICE:
-        if (!mt_choice_has(row->values, text))
+        if (choice < 0)
             return mt_error_set(error, "%s expects %s, got '%.100s' (%s)", where, row->values, text, row->help);
-        mt_string_set(mt_option_string(options, row), text);
+        *mt_option_choice(options, row) = (unsigned)choice;
         break;
     case MT_STRING:
         if (!*text) return mt_error_set(error, "%s expects %s, got nothing", where, row->values);
@@ -368,6 +391,21 @@ static const mt_option *mt_option_lookup(const char *name, size_t length, mt_pro
 /* What the option expects, for --help and messages. */
 static const char *mt_option_metavar(const mt_option *row) {
     return row->type == MT_INT ? "a whole number" : row->type == MT_REAL ? "a number" : row->values;
+}
+
+int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error) {
+    char where[80];
+    const mt_option *row = mt_option_lookup(name, strlen(name), MT_PROGRAM_LIBRARY, "", error);
+    if (!row) return -1;
+    snprintf(where, sizeof where, "--%s", row->name);
+    mt_option_clear(options, row);
+    if (!mt_option_is_list(row)) return mt_option_set(options, row, value, where, error);
+    char *words = mt_strdup(value), *rest = NULL;
+    int status = 0;
+    for (char *word = strtok_r(words, " ", &rest); word && !status; word = strtok_r(NULL, " ", &rest))
+        status = mt_option_set(options, row, word, where, error);
+    free(words);
+    return status;
 }
 
 /* Takes the option at arguments[index]; returns the index after its values, or -1. */
@@ -752,7 +790,7 @@ int mt_options_check_ranges(const mt_options *options, mt_program program, mt_er
         if (!row->name || (row->origin == MT_OF_RUN && !(row->programs & (int)program))) continue;
         if (!mt_options_gave(options, row->offset) && mt_option_is_default(options, row)) continue;
         char *text = mt_option_text(options, row);
-        bool good = row->type != MT_CHOICE || mt_choice_has(row->values, text);
+        bool good = row->type != MT_CHOICE || *text;
         if (row->type == MT_INT) good = mt_option_in_range(row, (double)*mt_option_int(options, row));
         if (row->type == MT_REAL) good = mt_option_in_range(row, *mt_option_real(options, row));
         if (!good)
@@ -837,18 +875,18 @@ static int mt_options_check_rope(const mt_options *o, mt_error *error) {
         {MT_AT(yarn_mscale_all_dim), "yarn"},
         {MT_AT(yarn_attention_factor), "yarn"},
     };
-    bool is_rope = strcmp(o->position_embedding_type, "rope") == 0;
+    static const char *const types[] = {"none", "linear", "llama3", "yarn"};
+    const char *type = types[o->rope_scaling_type];
+    bool is_rope = o->position_embedding_type == MT_POSITION_ROPE;
     for (size_t i = 0; i < sizeof rotary / sizeof rotary[0]; i++)
         if (!is_rope && mt_option_used(o, rotary[i]))
-            return mt_error_set(error, "--%s needs --position-embedding-type rope, which is %s",
-                                mt_option_of(rotary[i])->name, o->position_embedding_type);
-    if (!is_rope && strcmp(o->rope_scaling_type, "none") != 0)
-        return mt_error_set(error, "--rope-scaling-type needs --position-embedding-type rope, which is %s",
-                            o->position_embedding_type);
+            return mt_error_set(error, "--%s needs --position-embedding-type rope", mt_option_of(rotary[i])->name);
+    if (!is_rope && o->rope_scaling_type != MT_ROPE_SCALING_NONE)
+        return mt_error_set(error, "--rope-scaling-type needs --position-embedding-type rope");
     for (size_t i = 0; i < sizeof scaled / sizeof scaled[0]; i++)
-        if (mt_option_used(o, scaled[i].offset) && !mt_choice_has(scaled[i].types, o->rope_scaling_type))
+        if (mt_option_used(o, scaled[i].offset) && mt_choice_index(scaled[i].types, type) < 0)
             return mt_error_set(error, "--%s needs --rope-scaling-type %s, which is %s",
-                                mt_option_of(scaled[i].offset)->name, scaled[i].types, o->rope_scaling_type);
+                                mt_option_of(scaled[i].offset)->name, scaled[i].types, type);
     return 0;
 }
 
@@ -863,16 +901,16 @@ static int mt_options_finish_trace(mt_options *o, mt_error *error) {
 }
 
 static int mt_options_check_bad_steps(const mt_options *o, mt_error *error) {
-    bool stops = strcmp(o->bad_step_policy, "stop") == 0, reruns = strcmp(o->rerun_mode, "disabled") != 0;
+    bool stops = o->bad_step_policy == MT_BAD_STEP_STOP, reruns = o->rerun_mode != MT_RERUN_DISABLED;
     bool checks = o->check_for_nan_in_loss_and_grad || o->check_for_spiky_loss;
     if (!checks && (!stops || reruns))
         return mt_error_set(error, "--%s says nothing with --no-check-for-nan-in-loss-and-grad; leave one out",
                             stops ? "rerun-mode" : "bad-step-policy");
     if (stops && mt_option_used(o, MT_AT(max_bad_steps_in_a_row)))
         return mt_error_set(error, "--max-bad-steps-in-a-row needs --bad-step-policy skip or rewind");
-    if (mt_option_used(o, MT_AT(lr_wsd_decay_style)) && strcmp(o->lr_decay_style, "WSD") != 0)
-        return mt_error_set(error, "--lr-wsd-decay-style needs --lr-decay-style WSD, which is %s", o->lr_decay_style);
-    if (strcmp(o->bad_step_policy, "rewind") == 0 && !o->save)
+    if (mt_option_used(o, MT_AT(lr_wsd_decay_style)) && o->lr_decay_style != MT_LR_WSD)
+        return mt_error_set(error, "--lr-wsd-decay-style needs --lr-decay-style WSD");
+    if (o->bad_step_policy == MT_BAD_STEP_REWIND && !o->save)
         return mt_error_set(error, "--bad-step-policy rewind needs --save, and --save-interval, to go back to");
     if (!o->exit_signal_handler && mt_option_used(o, MT_AT(exit_signal)))
         return mt_error_set(error, "--exit-signal and --no-exit-signal-handler exclude each other; leave one out");
@@ -881,9 +919,9 @@ static int mt_options_check_bad_steps(const mt_options *o, mt_error *error) {
 
 static int mt_options_check_tokenizer(const mt_options *o, mt_error *error) {
     if (!o->tokenizer_type) return 0;
-    bool has_file = strcmp(o->tokenizer_type, "ByteLevel") != 0;
+    bool has_file = o->tokenizer_type != MT_TOKENIZER_BYTE_LEVEL;
     if (has_file && !o->tokenizer_model)
-        return mt_error_set(error, "--tokenizer-type %s needs --tokenizer-model", o->tokenizer_type);
+        return mt_error_set(error, "--tokenizer-type needs --tokenizer-model unless it is ByteLevel");
     if (!has_file && o->tokenizer_model)
         return mt_error_set(error, "--tokenizer-type ByteLevel reads no --tokenizer-model; leave one out");
     return 0;
@@ -982,12 +1020,13 @@ static int mt_options_unfold_layout(mt_options *o, mt_error *error) {
 
 /* One kind of scaling from the three ways to ask for it. */
 static int mt_options_resolve_rope(mt_options *o, mt_error *error) {
-    const char *asked = o->use_rope_scaling ? "llama3" : o->rotary_seq_len_interpolation_factor > 0 ? "linear" : NULL;
-    if (asked && mt_options_gave(o, MT_AT(rope_scaling_type)) && strcmp(asked, o->rope_scaling_type) != 0)
-        return mt_error_set(error, "--rope-scaling-type %s and --%s exclude each other; leave one out",
-                            o->rope_scaling_type,
+    mt_rope_scaling asked = o->use_rope_scaling                          ? MT_ROPE_SCALING_LLAMA3
+                            : o->rotary_seq_len_interpolation_factor > 0 ? MT_ROPE_SCALING_LINEAR
+                                                                         : MT_ROPE_SCALING_NONE;
+    if (asked && mt_options_gave(o, MT_AT(rope_scaling_type)) && asked != o->rope_scaling_type)
+        return mt_error_set(error, "--rope-scaling-type and --%s exclude each other; leave one out",
                             o->use_rope_scaling ? "use-rope-scaling" : "rotary-seq-len-interpolation-factor");
-    if (asked) mt_string_set(&o->rope_scaling_type, asked);
+    if (asked) o->rope_scaling_type = asked;
     return mt_options_check_rope(o, error);
 }
 

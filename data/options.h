@@ -18,6 +18,10 @@ int mt_options_parse(mt_options *options, mt_program program, int argc, char **a
  * the number of ranks. May be called again after a change. See mt_options_derive. */
 int mt_options_finish(mt_options *options, mt_program program, int64_t world_size, mt_error *error);
 
+/* Sets one option by its name ("lr" or "micro_batch_size"), as the command line would: `value` is one word, or the
+ * words of a list with blanks between them; "true" or "false" for a flag. */
+int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error);
+
 /* Sets every option of a struct that holds nothing yet to its default; frees what a struct holds. */
 void mt_options_default(mt_options *options);
 void mt_options_free(mt_options *options);
@@ -51,7 +55,7 @@ typedef enum mt_option_type {
     MT_REAL,     // decimals, or with an exponent
     MT_STRING,   // one word
     MT_OPTIONAL, // one word, or none, which is "-"
-    MT_CHOICE,   // one of a|b|c
+    MT_CHOICE,   // one of a|b|c; the field is an enum of these, in this order
     MT_INTS,     // whole numbers
     MT_LIST,     // one word or more
 } mt_option_type;
@@ -90,6 +94,7 @@ bool *mt_option_bool(const mt_options *options, const mt_option *row);
 int64_t *mt_option_int(const mt_options *options, const mt_option *row);
 double *mt_option_real(const mt_options *options, const mt_option *row);
 char **mt_option_string(const mt_options *options, const mt_option *row);
+unsigned *mt_option_choice(const mt_options *options, const mt_option *row);
 
 /* Sets a value from its text and marks it as given; `where` names the option for messages. A list gets one more word.
  */
@@ -110,8 +115,8 @@ bool mt_option_in_range(const mt_option *row, double value);
 /* Numbers against the ranges of the table, choices against their lists. What was neither given nor set is skipped. */
 int mt_options_check_ranges(const mt_options *options, mt_program program, mt_error *error);
 
-/* Whether `text` is one of "a|b|c". */
-bool mt_choice_has(const char *choices, const char *text);
+/* The place of `text` in "a|b|c", or -1. */
+int mt_choice_index(const char *choices, const char *text);
 
 /* The fewest digits that read back as the same double. */
 void mt_real_print(char text[32], double value);
@@ -125,6 +130,10 @@ char *mt_layer_freq_print(const char *layers);
  * was given for one of their sizes is an error. */
 int mt_options_take_shape(mt_options *options, const char *json, int64_t bytes, const char *path, bool has_weights,
                           mt_error *error);
+
+/* The "model_type" of a family; and the family of a name, or MT_HF_UNKNOWN. */
+const char *mt_hf_family_name(mt_hf_family family);
+mt_hf_family mt_hf_family_find(const char *name);
 
 /* Keeps the family that the shape came from while it fits, else finds one that does. */
 void mt_options_derive_family(mt_options *options);

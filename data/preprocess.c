@@ -5,6 +5,7 @@
  * index (12 bytes per document).
  */
 #include "dataset.h"
+#include "options.h"
 #include "text.h"
 #include "tokenizer.h"
 
@@ -204,6 +205,11 @@ static int check_settings(settings *s, mt_error *error) {
     if (!s->tokenizer_type)
         return mt_error_set(error, "--tokenizer-type: is needed; give HuggingFaceTokenizer, SentencePieceTokenizer, "
                                    "GPT2BPETokenizer or ByteLevel");
+    if (mt_choice_index(MT_TOKENIZER_TYPES, s->tokenizer_type) <= MT_TOKENIZER_AUTO)
+        return mt_error_set(error,
+                            "--tokenizer-type %s: unknown; use HuggingFaceTokenizer, SentencePieceTokenizer, "
+                            "GPT2BPETokenizer or ByteLevel",
+                            s->tokenizer_type);
     if (!s->vocab_file != !s->merge_file)
         return mt_error_set(error, "--vocab-file and --merge-file: give both or neither");
     if (s->vocab_file && s->tokenizer_model)
@@ -227,10 +233,11 @@ static int parse_settings(settings *s, int argc, char **argv, mt_error *error) {
 }
 
 static int open_tokenizer(mt_tokenizer **tokenizer, const settings *s, mt_error *error) {
-    if (!s->vocab_file) return mt_tokenizer_open(tokenizer, s->tokenizer_type, s->tokenizer_model, error);
+    mt_tokenizer_type type = (mt_tokenizer_type)mt_choice_index(MT_TOKENIZER_TYPES, s->tokenizer_type);
+    if (!s->vocab_file) return mt_tokenizer_open(tokenizer, type, s->tokenizer_model, error);
     char *both = mt_malloc((int64_t)(strlen(s->vocab_file) + strlen(s->merge_file)) + 2);
     sprintf(both, "%s,%s", s->vocab_file, s->merge_file);
-    int result = mt_tokenizer_open(tokenizer, s->tokenizer_type, both, error);
+    int result = mt_tokenizer_open(tokenizer, type, both, error);
     free(both);
     return result;
 }

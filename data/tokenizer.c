@@ -191,27 +191,22 @@ static int finish_open(mt_tokenizer **out, mt_tokenizer *tokenizer, int failed) 
     return failed ? -1 : 0;
 }
 
-int mt_tokenizer_open(mt_tokenizer **out, const char *type, const char *path, mt_error *error) {
+int mt_tokenizer_open(mt_tokenizer **out, mt_tokenizer_type type, const char *path, mt_error *error) {
     *out = NULL;
-    bool bytes = !strcmp(type, "ByteLevel"), json = !strcmp(type, "HuggingFaceTokenizer");
-    bool sentencepiece = !strcmp(type, "SentencePieceTokenizer"), gpt2 = !strcmp(type, "GPT2BPETokenizer");
-    if (!bytes && !json && !sentencepiece && !gpt2)
-        return mt_error_set(error,
-                            "--tokenizer-type %s: unknown; use HuggingFaceTokenizer, SentencePieceTokenizer, "
-                            "GPT2BPETokenizer or ByteLevel",
-                            type);
+    bool bytes = type == MT_TOKENIZER_BYTE_LEVEL;
+    if (type == MT_TOKENIZER_AUTO) return mt_tokenizer_open_folder(out, path, error);
     if (!bytes && (!path || !*path))
-        return mt_error_set(error, "--tokenizer-type %s: needs --tokenizer-model, the tokenizer's file or folder",
-                            type);
+        return mt_error_set(error, "--tokenizer-type needs --tokenizer-model, the tokenizer's file or folder, unless "
+                                   "it is ByteLevel");
     mt_tokenizer *tokenizer = mt_tokenizer_new(bytes ? "ByteLevel" : path);
     bool folder = !bytes && is_folder(path);
     int failed;
     if (bytes)
         failed = open_bytes(tokenizer);
-    else if (json)
+    else if (type == MT_TOKENIZER_HUGGINGFACE)
         failed =
             folder ? open_in(tokenizer, path, "tokenizer.json", open_json, error) : open_json(tokenizer, path, error);
-    else if (sentencepiece)
+    else if (type == MT_TOKENIZER_SENTENCEPIECE)
         failed = folder ? open_in(tokenizer, path, "tokenizer.model", open_sentencepiece, error)
                         : open_sentencepiece(tokenizer, path, error);
     else
@@ -231,11 +226,11 @@ static bool has_byte_level_marker(const char *folder) {
 
 int mt_tokenizer_open_folder(mt_tokenizer **out, const char *folder, mt_error *error) {
     *out = NULL;
-    if (has_byte_level_marker(folder)) return mt_tokenizer_open(out, "ByteLevel", NULL, error);
-    if (exists_in(folder, "tokenizer.json")) return mt_tokenizer_open(out, "HuggingFaceTokenizer", folder, error);
-    if (exists_in(folder, "tokenizer.model")) return mt_tokenizer_open(out, "SentencePieceTokenizer", folder, error);
+    if (has_byte_level_marker(folder)) return mt_tokenizer_open(out, MT_TOKENIZER_BYTE_LEVEL, NULL, error);
+    if (exists_in(folder, "tokenizer.json")) return mt_tokenizer_open(out, MT_TOKENIZER_HUGGINGFACE, folder, error);
+    if (exists_in(folder, "tokenizer.model")) return mt_tokenizer_open(out, MT_TOKENIZER_SENTENCEPIECE, folder, error);
     if (exists_in(folder, "vocab.json") && exists_in(folder, "merges.txt"))
-        return mt_tokenizer_open(out, "GPT2BPETokenizer", folder, error);
+        return mt_tokenizer_open(out, MT_TOKENIZER_GPT2_BPE, folder, error);
     return mt_error_set(error,
                         "%s: holds no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt); copy "
                         "one there, or name one with --tokenizer-type and --tokenizer-model",

@@ -38,6 +38,9 @@ void mt_ids_push(mt_ids *ids, int32_t id);
 void mt_text_reserve(mt_text *text, int64_t more);
 void mt_text_append(mt_text *text, const char *data, int64_t bytes);
 
+/* The names of mt_tokenizer_type, in its order. */
+#define MT_TOKENIZER_TYPES "auto|HuggingFaceTokenizer|SentencePieceTokenizer|GPT2BPETokenizer|ByteLevel"
+
 /* Opens a tokenizer. `type` and `path`:
  *   HuggingFaceTokenizer    tokenizer.json, or a folder that holds one
  *   SentencePieceTokenizer  a .model file, or a folder that holds tokenizer.model
@@ -46,7 +49,7 @@ void mt_text_append(mt_text *text, const char *data, int64_t bytes);
  *   ByteLevel               no path: ids 0..255 are bytes, 256 ends a document
  *
  * A missing, damaged or unsupported file is an error. */
-int mt_tokenizer_open(mt_tokenizer **out, const char *type, const char *path, mt_error *error);
+int mt_tokenizer_open(mt_tokenizer **out, mt_tokenizer_type type, const char *path, mt_error *error);
 
 /* Opens the tokenizer of a model folder. Looks, in this order, for: the ByteLevel marker that mt_tokenizer_save writes,
  * tokenizer.json, tokenizer.model, vocab.json with merges.txt. A folder with none of them is an error. */

@@ -1,6 +1,6 @@
-/* How fast texts are generated, against what the memory allows: a new token needs every weight once, so bytes of
- * weights over the read bandwidth is a floor of its time. The shape is llama2.c's 110M model, with random weights. On a
- * GPU the bandwidth is that of a large copy, and batches of texts and steps without graphs are measured too.
+/* bench_decode.c: the speed of generation relative to the limit of memory. A new token reads every weight once, so the
+ * floor of its time is bytes of weights / read bandwidth. The model is llama2.c's 110M shape with random weights. On a
+ * GPU the bandwidth is that of a large copy, and batches of texts and steps without CUDA graphs are measured too.
  *
  *   usage: bench_decode [OPTIONS OF train, such as --bf16, --device cuda or another --hf-config]
  */
@@ -11,7 +11,7 @@
 #ifdef MT_HAVE_OPENMP
 #include <omp.h>
 #else
-#pragma GCC diagnostic ignored "-Wunknown-pragmas" // one thread then does it all
+#pragma GCC diagnostic ignored "-Wunknown-pragmas" // one thread
 #endif
 
 enum { PROMPT = 4, NEW_TOKENS = 64, ROUNDS = 5, MAX_TEXTS = 64, MAX_ARGUMENTS = 64 };
@@ -24,9 +24,9 @@ static int num_threads(void) {
 #endif
 }
 
-/* Bytes a second at which all threads together read a buffer that no cache holds: the best of some rounds. */
+/* Read bandwidth (bytes per second) of all threads on a buffer larger than the caches; the best of ROUNDS. */
 static double read_bandwidth(void) {
-    const int64_t count = (int64_t)1 << 27, lanes = 64; // 512 MiB; 64 sums that do not wait for one another
+    const int64_t count = (int64_t)1 << 27, lanes = 64; // 512 MiB; 64 independent sums
     float *buffer = mt_malloc(count * 4), total = 0;
     double best = 0;
 #pragma omp parallel for schedule(static)
@@ -43,12 +43,12 @@ static double read_bandwidth(void) {
         double rate = (double)count * 4 / (mt_time() - start);
         if (rate > best) best = rate;
     }
-    if (total == 0) mt_die("nothing was read");
+    if (total == 0) mt_die("the sum of the buffer is zero");
     free(buffer);
     return best;
 }
 
-/* Bytes a second that a GPU's large copy reads and writes together. */
+/* Bandwidth (bytes read and written per second) of a large copy on a GPU. */
 static double copy_bandwidth(const mt_ops *ops) {
     const int64_t bytes = (int64_t)1 << 30, calls = 8;
     char *memory = ops->memory_alloc(2 * bytes);
@@ -66,14 +66,14 @@ static double copy_bandwidth(const mt_ops *ops) {
     return best;
 }
 
-/* Bytes of the weights that a step needs: all but an embedding table that is not the output layer's too. */
+/* Bytes of the weights that a step reads: all except an embedding table that is not tied to the output layer. */
 static double bytes_per_step(const mt_options *o) {
     double weights = (double)mt_num_parameters(o);
     if (o->untie_embeddings_and_output_weights) weights -= (double)o->vocab_size * (double)o->hidden_size;
     return weights * (o->bf16 ? 2 : 4);
 }
 
-/* Steps a second after the prompts: the best of some rounds. */
+/* Steps per second after the prompts; the best of ROUNDS. */
 static double decode_rate(mt_generator *generator, const mt_options *options, int64_t texts) {
     const int32_t prompt[PROMPT] = {1, 9, 5, 7};
     mt_sequence sequences[MAX_TEXTS];
@@ -94,7 +94,7 @@ static double decode_rate(mt_generator *generator, const mt_options *options, in
     return best;
 }
 
-/* Measures and prints the rate of `texts` texts at once. */
+/* Measures and prints the speed with `texts` texts at once. */
 static void bench(const mt_options *options, const mt_ops *ops, int64_t texts, double bandwidth) {
     const mt_grid grid = MT_GRID_OF_ONE;
     const mt_sampling greedy = {.temperature = 0, .top_p = 1};
@@ -116,7 +116,7 @@ static void bench(const mt_options *options, const mt_ops *ops, int64_t texts, d
         printf("%d threads", num_threads());
     else
         printf("%s", ops->graph_begin ? "GPU with graphs" : "GPU without graphs");
-    printf(": %.1f tokens/s, %.3f ms a step; reading %.0f MB a step at %.1f GB/s would give %.1f, so %.0f%%\n",
+    printf(": %.1f tokens/s, %.3f ms per step; limit: %.0f MB per step at %.1f GB/s, %.1f tokens/s; reached %.0f%%\n",
            rate * (double)texts, 1e3 / rate, bytes / 1e6, bandwidth / 1e9, bandwidth / bytes * (double)texts,
            100 * rate * bytes / bandwidth);
     fflush(stdout);

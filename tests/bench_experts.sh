@@ -1,17 +1,16 @@
 #!/bin/sh
-# One layer of Mixtral's experts (8 of width 14336, of which a token visits 2, C 4096; 4,096 tokens a rank) against the
-# floor of its matrix products: what permuting, exchanging, products and routing take in a training step, and how much
-# of that their floors are.
+# Measures one layer of Mixtral's experts (8 experts of width 14336, top-2, hidden size 4096; 4,096 tokens per rank) in
+# a training step: the time of products, permutation, exchange, activation and routing, and the floor of each.
 #
 #   usage: tests/bench_experts.sh DIR      from the root of the project; `make bench-experts` does so
 #
-# Runs train with --profile on one GPU and, where there are four and mpirun, on four with the experts shared. DIR keeps
-# the logs. An operation's floor is its time at the ceiling that the same profile measured: a large matrix product, or a
-# copy; of what has none, such as messages, nothing is subtracted. Exits with 1 where nothing could be measured.
+# Runs train with --profile on one GPU and, if there are four GPUs and mpirun, on four with expert parallelism. DIR gets
+# the logs. The floor of an operation is its time at the ceiling measured by the same profile: a large matrix product or
+# a copy. Operations without a ceiling, such as messages, have no floor. Exits with 1 if nothing could be measured.
 set -u
 directory=$1 bin=${MT_BIN:-.}
 
-# layer NAME LAUNCH OPTIONS...: a table of one run.
+# layer NAME LAUNCH OPTIONS...: prints the table of one run.
 layer() {
     name=$1 launch=$2 log=$directory/bench_experts_$(echo "$1" | tr -c 'a-z0-9\n' _)
     shift 2
@@ -43,15 +42,15 @@ layer() {
             count = split("grouped products;permute and combine;exchange;activation;router", names, ";")
             for (i = 1; i <= count; i++)
                 if (ms[names[i]] > 0)
-                    printf "  %-22s %8.3f ms a step   floor %8.3f ms\n", names[i], ms[names[i]], floor[names[i]]
-            if (floor["grouped products"] == 0) { print "  nothing was profiled"; exit 1 }
-            printf "  %-22s %8.3f ms a step   %.2f times the floor of its products\n", "together", all,
+                    printf "  %-22s %8.3f ms per step   floor %8.3f ms\n", names[i], ms[names[i]], floor[names[i]]
+            if (floor["grouped products"] == 0) { print "  no operation was profiled"; exit 1 }
+            printf "  %-22s %8.3f ms per step   %.2f times the floor of the products\n", "all", all,
                 all / floor["grouped products"]
         }' "$log.log"
 }
 
 if [ ! -x "$bin/train" ]; then
-    echo "bench-experts: $bin/train is not there; make bench-experts builds it" >&2
+    echo "bench-experts: $bin/train does not exist; make bench-experts builds it" >&2
     exit 1
 fi
 layer "one GPU" "" || exit 1

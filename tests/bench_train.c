@@ -1,5 +1,5 @@
-/* A training step of GPT-2 124M on 4 x 64 tokens in fp32, against what its matrix products alone need at the rate that
- * one large product reaches in the same run.
+/* bench_train.c: the time of a training step of GPT-2 124M on 4 x 64 tokens in fp32, relative to the time of its matrix
+ * products at the rate of one large product in the same run.
  *
  *   usage: bench_train [OPTIONS OF train, such as --bf16 or another --hf-config]
  */
@@ -33,7 +33,7 @@ static int by_value(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* The matrix products of a step: 6 operations a weight of the linear layers and a token. */
+/* FLOPs of the matrix products of a step: 6 per weight of the linear layers and token. */
 static double product_flops(const mt_options *o) {
     mt_param *params;
     int64_t count = mt_params_build(&params, o, NULL);
@@ -87,7 +87,7 @@ int main(int argc, char **argv) {
     if (mt_model_create(&model, &options, &grid, &mt_cpu_ops, &plan, &error) != 0) mt_die("%s", error.text);
     mt_model_init(model);
     mt_batch_alloc(&batch, tokens);
-    for (int i = -1; i < STEPS; i++) { // the first step touches every page and is not counted
+    for (int i = -1; i < STEPS; i++) { // the first step touches every page: not timed
         if (mt_train_step(model, &state, 1, random_micro_batch, &options, &batch, &metrics, &error) != 0)
             mt_die("%s", error.text);
         if (i >= 0) seconds[i] = metrics.seconds;
@@ -97,8 +97,8 @@ int main(int argc, char **argv) {
     printf("training step, %d x %d tokens, %s\n", SEQUENCES, SEQ_LENGTH, options.bf16 ? "bf16" : "fp32");
     printf("  sgemm at 2048^3                %8.1f GFLOP/s\n", rate * 1e-9);
     printf("  matrix products of a step      %8.1f GFLOP, %.3f s at that rate\n", flops * 1e-9, flops / rate);
-    printf("  a step: median, best           %8.3f s, %.3f s\n", seconds[STEPS / 2], seconds[0]);
-    printf("  a step over its products       %8.2f times, best %.2f\n", seconds[STEPS / 2] * rate / flops,
+    printf("  step: median, best             %8.3f s, %.3f s\n", seconds[STEPS / 2], seconds[0]);
+    printf("  step / its products            %8.2f times, best %.2f\n", seconds[STEPS / 2] * rate / flops,
            seconds[0] * rate / flops);
     mt_batch_free(&batch);
     mt_model_destroy(model);

@@ -1,5 +1,5 @@
-/* context_parallel.h: attention of sequences that lie over several ranks is that of one rank, whichever way the ranks
- * get one another's keys; for the CPU's backend and for GPUs. */
+/* context_parallel.h: attention with context parallelism equals attention on one rank, for every communication type, on
+ * the CPU and on GPUs. */
 #ifndef MT_TESTS_CONTEXT_PARALLEL_H
 #define MT_TESTS_CONTEXT_PARALLEL_H
 
@@ -20,7 +20,7 @@ static mt_stream *ops_stream;
 
 /* ---- groups ------------------------------------------------------------------------------------------------------ */
 
-/* The ranks of the world that have this one's `color`. */
+/* The group of the ranks with the same `color`. */
 static mt_group group_split(int color) {
     mt_group group = {.name = "test", .comm = mt_malloc(sizeof(MPI_Comm))};
     MPI_Comm_split(MPI_COMM_WORLD, color, grid.world.rank, group.comm);
@@ -44,13 +44,13 @@ static void group_free(mt_group *group) {
 
 enum { MAX_TOKENS = 512 };
 
-/* A kind of attention: heads, groups, channels and what else it has. */
+/* One attention: heads H, query groups G, channels D of keys and Dv of values, window, dropout. */
 typedef struct attention_case {
     int64_t H, G, D, Dv, window;
     double dropout;
 } attention_case;
 
-/* How ranks are grouped: `a2a` neighbours trade, `ring` such groups have the other keys. */
+/* `a2a` adjacent ranks exchange heads; `ring` such groups pass keys around. */
 typedef struct layout {
     mt_cp_comm_type type;
     int a2a, ring;
@@ -59,10 +59,10 @@ typedef struct layout {
 static float random_number(uint64_t key, int64_t i) {
     uint32_t words[4];
     mt_philox(words, key, (uint64_t)i, 7);
-    return mt_bf16_to_f32(mt_f32_to_bf16((float)words[0] * 0x1p-31f - 1)); // so that both types hold it
+    return mt_bf16_to_f32(mt_f32_to_bf16((float)words[0] * 0x1p-31f - 1)); // exact in both types
 }
 
-/* Sequences of 9, 1, 2 and 5 times 2 cp tokens, with indices far apart. */
+/* Sequences of 9, 1, 2 and 5 times 2 * cp tokens, with distant token indices. */
 static void fill_whole_batch(mt_batch *batch, int64_t cp) {
     static const int64_t lengths[] = {9, 1, 2, 5};
     batch->num_tokens = 0;
@@ -80,7 +80,7 @@ static void fill_whole_batch(mt_batch *batch, int64_t cp) {
     assert_true(batch->num_tokens <= MAX_TOKENS);
 }
 
-/* Operands and results for some rows, q, k and v side by side, elements of one type. */
+/* Operands and results of some rows; q, k and v are columns of one matrix. */
 typedef struct operands {
     int64_t rows, width;
     mt_dtype dtype;
@@ -97,10 +97,10 @@ static double element(const void *base, int64_t i, mt_dtype dtype) {
     return dtype == MT_F32 ? ((const float *)base)[i] : mt_bf16_to_f32(((const uint16_t *)base)[i]);
 }
 
-/* Rows of these numbers in the whole batch; gradients begin as NaN, so that rows that nothing wrote show. */
+/* Operands of `rows` of the whole batch. Results begin as NaN, which exposes unwritten rows. */
 static operands operands_new(const attention_case *c, const mt_batch *batch, const int64_t *rows, mt_dtype dtype) {
     int64_t T = batch->num_tokens, q = c->H * c->D, kv = c->G * (c->D + c->Dv), out = c->H * c->Dv;
-    operands o = {.rows = T, .width = q + kv + 3, .dtype = dtype}; // rows are further apart than they are wide
+    operands o = {.rows = T, .width = q + kv + 3, .dtype = dtype}; // the row stride exceeds the row width
     int64_t size = mt_dtype_size(dtype);
     o.qkv = mt_malloc(T * o.width * size), o.dqkv = mt_malloc(T * o.width * size);
     o.out = mt_malloc(T * out * size), o.dout = mt_malloc(T * out * size);
@@ -138,7 +138,7 @@ static void operands_free(operands *o) {
     free(o->qkv), free(o->dqkv), free(o->out), free(o->dout), free(o->lse), free(o->row_dot);
 }
 
-/* The call with q, k, v and their gradients where each row of qkv and dqkv has them. */
+/* The call with q, k, v and their gradients as columns of qkv and dqkv. */
 static mt_attention call_on(const attention_case *c, const mt_attention *from, mt_dtype dtype, void *qkv, void *dqkv) {
     int64_t k = c->H * c->D, v = k + c->G * c->D;
     mt_attention call = *from;
@@ -147,7 +147,7 @@ static mt_attention call_on(const attention_case *c, const mt_attention *from, m
     return call;
 }
 
-/* The CPU's one-rank operation on the whole sequences. */
+/* The CPU operation on the whole sequences on one rank. */
 static operands run_reference(const attention_case *c, const mt_batch *batch, mt_dtype dtype) {
     int64_t rows[MAX_TOKENS];
     for (int64_t t = 0; t < batch->num_tokens; t++) rows[t] = t;
@@ -182,11 +182,11 @@ static double worst_difference(const void *actual, const operands *o, const void
 
 static const char *const type_names[] = {"p2p", "all_gather", "a2a", "a2a+p2p"};
 
-/* Fails unless this rank's rows of every result are those of the whole. */
+/* Fails unless this rank's rows of every result equal those of the reference. */
 static void compare(const attention_case *c, const layout *l, const operands *o, const operands *whole,
                     const int64_t *rows) {
     int64_t q = c->H * c->D, k = c->G * c->D, v = c->G * c->Dv, n = whole->rows;
-    double tolerance = o->dtype == MT_F32 ? 1e-5 : 1.0 / 64; // bf16: a few roundings of 1/256 of the largest
+    double tolerance = o->dtype == MT_F32 ? 1e-5 : 1.0 / 64; // bf16: a few roundings of 1/256 relative to the largest
     struct {
         const char *name;
         double error;
@@ -201,11 +201,11 @@ static void compare(const attention_case *c, const layout *l, const operands *o,
             fail_msg("%s over %d x %d ranks, %lld heads, window %lld, dropout %g: %s is off by %g on rank %d",
                      type_names[l->type], l->a2a, l->ring, (long long)c->H, (long long)c->window, c->dropout,
                      results[i].name, results[i].error, grid.world.rank);
-    for (int64_t t = 0; t < o->rows; t++) // between the rows nothing was written
+    for (int64_t t = 0; t < o->rows; t++) // nothing is written between the rows
         for (int64_t i = q + k + v; i < o->width; i++) assert_true(isnan(element(o->dqkv, t * o->width + i, o->dtype)));
 }
 
-/* A copy of `bytes` of the host in memory of the operations, to free. */
+/* Copies host data to memory of the backend; free it with download. */
 static void *upload(const void *data, int64_t bytes) {
     void *memory = ops->memory_alloc(bytes);
     ops->memory_copy(memory, data, bytes, ops_stream);
@@ -213,14 +213,14 @@ static void *upload(const void *data, int64_t bytes) {
     return memory;
 }
 
-/* Copies back what an upload has become, and frees it. */
+/* Copies backend memory to the host (unless `data` is NULL) and frees it. */
 static void download(void *data, void *memory, int64_t bytes) {
     if (data) ops->memory_copy(data, memory, bytes, ops_stream);
     ops->stream_wait(ops_stream);
     ops->memory_free(memory);
 }
 
-/* Forward and backward of the operands, which lie on the host, through a context that has loaded their batch. */
+/* Forward and backward of host operands through a context that has loaded their batch. */
 static void run_context(mt_context *context, const attention_case *c, const operands *o) {
     mt_dtype dtype = o->dtype;
     int64_t T = o->rows, size = mt_dtype_size(dtype), wide = T * o->width * size, out_bytes = T * c->H * c->Dv * size;
@@ -237,13 +237,13 @@ static void run_context(mt_context *context, const attention_case *c, const oper
     download(NULL, lse, 0), download(NULL, row_dot, 0);
 }
 
-/* One micro-batch, whose sequences are cut over `cp` ranks, through a context. */
+/* One micro-batch, with sequences sharded over `cp` ranks, through a context. */
 static void check_batch(mt_context *context, const attention_case *c, const layout *l, mt_batch *whole, mt_batch *local,
                         mt_dtype dtype) {
     int64_t cp = l->a2a * l->ring, rows[MAX_TOKENS];
     mt_error error;
     if (mt_batch_context_shard(local, whole, cp, grid.world.rank % cp, &error) != 0) fail_msg("%s", error.text);
-    for (int64_t t = 0; t < local->num_tokens; t++) // the row of the whole batch by its index, which no other has
+    for (int64_t t = 0; t < local->num_tokens; t++) // find the row of the whole batch by its unique index
         for (int64_t from = 0; from < whole->num_tokens; from++)
             if (whole->token_index[from] == local->token_index[t]) rows[t] = from;
     operands o = operands_new(c, local, rows, dtype), expected = run_reference(c, whole, MT_F32);
@@ -273,7 +273,7 @@ static void check_layout(const layout *l, const attention_case *c, mt_dtype dtyp
                             .train = true};
     int64_t bytes = mt_context_bytes(&plan);
     unsigned char *poison = mt_malloc(bytes + 64);
-    memset(poison, 0xff, (size_t)bytes + 64); // NaN, and guards behind
+    memset(poison, 0xff, (size_t)bytes + 64); // NaN, and guard bytes at the end
     void *memory = upload(poison, bytes + 64);
     mt_context *context = mt_context_create(&plan, ops, memory, ops_stream);
     int64_t all = whole.num_spans, tokens = whole.num_tokens;
@@ -290,7 +290,7 @@ static void check_layout(const layout *l, const attention_case *c, mt_dtype dtyp
     group_free(&a2a), group_free(&ring);
 }
 
-/* Every way in which up to `world` ranks can share a sequence, and one rank alone. */
+/* Every communication type on every number of ranks up to the world's, and one rank alone. */
 static int64_t all_layouts(layout *layouts) {
     int64_t count = 0;
     layouts[count++] = (layout){MT_CP_P2P, 1, 1};
@@ -303,7 +303,7 @@ static int64_t all_layouts(layout *layouts) {
     return count;
 }
 
-/* Awkward heads where heads are not shared out; else as many as eight ranks can share. */
+/* Odd numbers of heads if heads stay whole on a rank; else multiples of 8, to exchange over up to 8 ranks. */
 static void check_every_layout(mt_dtype dtype) {
     static const attention_case whole_heads[] = {{4, 2, 24, 16, 0, 0},
                                                  {3, 1, 40, 40, 0, 0.3},
@@ -321,18 +321,19 @@ static void check_every_layout(mt_dtype dtype) {
         for (int k = 0; k < 5; k++) {
             const attention_case *c = layouts[i].a2a > 1 ? &shared_heads[k] : &whole_heads[k];
             bool ring = layouts[i].ring > 1 && layouts[i].type != MT_CP_ALL_GATHER;
-            if (ring && c->window > 0) continue;                       // refused by mt_options_finish
-            if (dtype == MT_F32 ? k == 4 : k == 2 || k == 3) continue; // heads for GPUs in bf16; time
+            if (ring && c->window > 0) continue; // an error in mt_options_finish
+            if (dtype == MT_F32 ? k == 4 : k == 2 || k == 3)
+                continue; // bf16: head sizes of the GPU kernels; saves time
             check_layout(&layouts[i], c, dtype, dtype == MT_F32 && k == 0);
         }
 }
 
-static void every_way_is_attention_of_one_rank(void **state) {
+static void every_comm_type_equals_attention_on_one_rank(void **state) {
     (void)state;
     check_every_layout(MT_F32);
 }
 
-static void every_way_is_attention_of_one_rank_to_the_rounding_of_bf16(void **state) {
+static void every_comm_type_equals_attention_on_one_rank_to_bf16_rounding(void **state) {
     (void)state;
     check_every_layout(MT_BF16);
 }

@@ -1,4 +1,4 @@
-/* families.h: the folders of tests/golden/hf, each a tiny model with what Hugging Face transformers says of it. */
+/* families.h: the folders of tests/golden/hf: tiny models with reference outputs of Hugging Face transformers. */
 #ifndef MT_TEST_FAMILIES_H
 #define MT_TEST_FAMILIES_H
 

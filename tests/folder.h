@@ -1,5 +1,5 @@
-/* folder.h: an empty folder for every test that asks for one, by cmocka's setup and teardown: in memory where that is
- * possible, since every save waits for the disk. */
+/* folder.h: setup and teardown for cmocka that give a test an empty folder. The folder is in memory if possible, since
+ * every save waits for the disk. */
 #ifndef MT_TEST_FOLDER_H
 #define MT_TEST_FOLDER_H
 

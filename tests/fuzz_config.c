@@ -22,7 +22,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
             again.seq_length = again.train_iters = 1;
             again.lr = 1;
             if (mt_options_finish(&again, MT_PROGRAM_TRAIN, 1, &error)) abort();
-            if (strcmp(options.hf_family, again.hf_family) != 0) abort();
+            if (options.hf_family != again.hf_family) abort();
             if (mt_flops(&options, 1) != mt_flops(&again, 1)) abort();
             free(text);
         }

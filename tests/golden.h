@@ -1,4 +1,4 @@
-/* golden.h: the families of tests/golden/hf opened as `train` would open them; for the tests that train them. */
+/* golden.h: opens and trains the families of tests/golden/hf with the options of `train`. */
 #ifndef MT_TESTS_GOLDEN_H
 #define MT_TESTS_GOLDEN_H
 
@@ -20,10 +20,10 @@ enum { STEPS = 10, SEQUENCES = 4, SEQ_LENGTH = 32, TOKENS = SEQUENCES * SEQ_LENG
 /* The backend that models are created on. */
 static const mt_ops *backend = &mt_cpu_ops;
 
-/* Added to the command line of `train`. */
+/* Appended to the command line of `train`. */
 static const char *more_options = "";
 
-/* A family's folder opened as `train` would open it. */
+/* A family opened with the options of `train`. */
 typedef struct fixture {
     char folder[256];
     mt_options options;
@@ -96,7 +96,7 @@ static void fill_batch(const fixture *f, int64_t step, int64_t first, int64_t se
 
 typedef struct source {
     const fixture *fixture;
-    int64_t step, micro_batch_size, first, stride; // stride: sequences that all ranks take together
+    int64_t step, micro_batch_size, first, stride; // stride: sequences of one micro-batch over all ranks
 } source;
 
 static int next_micro_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
@@ -126,7 +126,7 @@ __attribute__((unused)) static void train_ten_steps(const char *family, const mt
     close_family(&f);
 }
 
-/* Fails unless losses and norms are those of expected.json to 1e-5. */
+/* Fails unless losses and norms equal expected.json to 1e-5 relative. */
 __attribute__((unused)) static void assert_expected(const char *family, const double losses[STEPS],
                                                     const double norms[STEPS]) {
     char path[512];

@@ -1,5 +1,5 @@
-/* layouts.h: layouts of ranks, and the proof that each trains like one rank: losses, gradient norms, final weights and
- * evaluations of the same seed, with dropout. Jobs of 2 and 4 ranks run beside one another in a world of more. */
+/* layouts.h: trains on layouts of ranks and compares each with one rank: losses, gradient norms, final weights and
+ * evaluations with the same seed, with dropout. In a larger world several jobs of 2 or 4 ranks run at the same time. */
 #ifndef MT_TESTS_LAYOUTS_H
 #define MT_TESTS_LAYOUTS_H
 
@@ -8,7 +8,7 @@
 #include <mpi.h>
 #include <unistd.h>
 
-/* The command lines of layouts, in words short enough for a table. */
+/* Short names of the options of layouts. */
 #define TP       " --tensor-model-parallel-size "
 #define SP       " --sequence-parallel"
 #define STEPWISE " --sequence-parallel --tp-comm-overlap"
@@ -30,50 +30,50 @@
 #define ETP      " --expert-tensor-parallel-size "
 #define GATHER   " --moe-token-dispatcher-type allgather"
 #define PLAIN    " --no-moe-permute-fusion"
-#define ON_CPU   " --device cpu" // on GPUs too, instead of the backend that is tested
+#define ON_CPU   " --device cpu" // even if the tested backend is the GPU
 #define SAME     " --deterministic-mode"
 
 enum {
     ROW_LENGTH = 16,
     VOCABULARY = 61,
-    MAX_EVALUATED = 5,  // micro-batches a rank
+    MAX_EVALUATED = 5,  // micro-batches per rank
     EVALUATIONS = 40,   // sequences of the largest evaluation
     EVALUATE_AFTER = 5, // steps
     EVALUATION_FIRST = 1000
 };
 
-/* ---- models that layouts train; 8 heads of 8 channels, so that attention is wider than the model */
+/* ---- models; 8 heads of 8 channels, so attention is wider than the model */
 
 typedef enum subject {
     LLAMA,
-    LLAMA_5, // sequences a step
-    QWEN,    // tied, fewer kv heads than many layouts have tensor ranks, biases of q, k and v
+    LLAMA_5, // 5 sequences per step
+    QWEN,    // tied, fewer kv heads than tensor ranks on many layouts, biases of q, k and v
     QWEN_6,
-    GPT2, // of the family itself: heads as wide as the model, one tensor for q, k and v
+    GPT2, // heads as wide as the model, one tensor for q, k and v
     GPT2_12,
-    BIASED, // biases of gates, learned positions, an output layer of its own
-    SIX,    // layers
+    BIASED, // biases of gates, learned positions, untied output layer
+    SIX,    // 6 layers
     DEEP,   // 8 layers, one kv head, tied
     DEEP_9,
     WINDOW,         // sliding window
-    PACKED,         // two sequences in each row of the batch
-    EXPERTS,        // 8, of which a token visits 2, balanced over a micro-batch
-    EXPERTS_12,     // sequences a step
-    EXPERTS_PACKED, // balanced over each of two sequences
-    EXPERTS_GLOBAL, // over the global batch so far
-    SHARED,         // after a dense layer; sigmoids, groups, a moving bias, an expert that every token visits
-    GATED,          // after a dense layer; an expert that every token visits, weighed by its gate, as Qwen2-MoE's
-    DROPPED,        // what is over an expert's capacity, by probability
-    PADDED,         // the same by position, with inputs as long as the capacity
-    SINKHORN,       // whose tokens choose together
-    SINKHORN_1,     // one expert each
-    LATENT,         // multi-head latent attention, with latents of queries; heads narrower than the model
+    PACKED,         // two sequences per row of the batch
+    EXPERTS,        // 8, top-2, auxiliary loss over a micro-batch
+    EXPERTS_12,     // 12 sequences per step, top-1
+    EXPERTS_PACKED, // auxiliary loss over each of two sequences
+    EXPERTS_GLOBAL, // auxiliary loss over the global batch so far
+    SHARED,         // after a dense layer; sigmoid scores, groups, expert bias, shared expert
+    GATED,          // after a dense layer; shared expert with a gate, as in Qwen2-MoE
+    DROPPED,        // tokens over an expert's capacity are dropped by probability
+    PADDED,         // dropped by position; inputs padded to the capacity
+    SINKHORN,       // Sinkhorn routing
+    SINKHORN_1,     // Sinkhorn routing, top-1
+    LATENT,         // multi-head latent attention with q latents; heads narrower than the model
     NO_Q_LATENT,
     LATENT_PACKED,
     MTP, // two modules of multi-token prediction
     MTP_TIED,
     MTP_PACKED,
-    MTP_LATENT, // and experts, as DeepSeek-V3 has them
+    MTP_LATENT, // with experts, as in DeepSeek-V3
     NUM_SUBJECTS
 } subject;
 
@@ -134,7 +134,7 @@ static const struct {
     [SINKHORN_1] = {EXPERTS_LIKE " --moe-aux-loss-coeff 0 --moe-router-load-balancing-type sinkhorn"
                                  " --moe-router-topk 1 --moe-router-score-function sigmoid --global-batch-size 8",
                     1},
-    [LATENT] = {LATENT_LIKE " --q-lora-rank 40", 1}, // more than the model is wide
+    [LATENT] = {LATENT_LIKE " --q-lora-rank 40", 1}, // wider than the model
     [NO_Q_LATENT] = {LATENT_LIKE, 1},
     [LATENT_PACKED] = {LATENT_LIKE " --q-lora-rank 10", 2},
     [MTP] = {LLAMA_LIKE " --num-layers 4 --num-query-groups 4 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3"
@@ -152,15 +152,15 @@ typedef struct layout {
     const char *words;
 } layout;
 
-/* ---- the job: this world, of which `backend_name` has a device for every rank, or for some */
+/* ---- jobs: groups of ranks of the world; `backend_name` may have fewer devices than ranks */
 
 static mt_grid world;
 static const char *backend_name = "cpu";
 
-/* The world of a job of `size` neighbours; MPI_COMM_NULL where this rank is in none. */
+/* [size] the communicator of this rank's job of `size` adjacent ranks; MPI_COMM_NULL if it is in none. */
 static MPI_Comm job_comms[9];
 
-/* On GPUs only the first ranks work, each of them on its own; else as many jobs run at once as there is room for. */
+/* Jobs of `size` ranks at the same time: one on GPUs (a device per rank), else as many as fit. */
 static int num_jobs(int size) {
     return strcmp(backend_name, "cuda") == 0 ? 1 : world.world.size / size;
 }
@@ -174,7 +174,7 @@ static void jobs_open(void) {
     }
 }
 
-/* A grid that is still to be built; its world goes with grid_close. */
+/* A grid to build on the world of a job; free it with grid_close. */
 static mt_grid grid_of_job(int size) {
     mt_grid grid = MT_GRID_OF_ONE;
     if (size == 1) return grid;
@@ -193,8 +193,7 @@ static void grid_close(mt_grid *grid) {
     free(grid->world.members);
 }
 
-/* ---- training -----------------------------------------------------------------------------------------------------
- */
+/* ---- training ---------------------------------------------------------------------------------------------------- */
 
 typedef struct trainee {
     mt_options options;
@@ -205,12 +204,12 @@ typedef struct trainee {
     int sequences; // in each row of the batch
 } trainee;
 
-/* Sequences of the run, each a function of its number alone. */
+/* Generates the sequences of the run; each is a function of its number. */
 typedef struct sequence_source {
-    int64_t first, stride; // this rank's first, and what all ranks take in one micro-batch
-    int64_t rows;          // of a micro-batch
-    int sequences;         // in each row
-    bool evaluates;        // others, of which all labels count
+    int64_t first, stride; // this rank's first row; rows of one micro-batch over all ranks
+    int64_t rows;          // per micro-batch
+    int sequences;         // per row
+    bool evaluates;        // evaluation sequences: others, without a loss mask
 } sequence_source;
 
 static int make_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
@@ -236,8 +235,8 @@ static sequence_source source_of(const trainee *t, int64_t first, bool evaluates
     return (sequence_source){first + t->grid.data.rank * rows, t->grid.data.size * rows, rows, t->sequences, evaluates};
 }
 
-/* A large epsilon, because gradients that are zero but for rounding, such as those of keys' biases without rotation,
- * would be divided by their own size. bf16 has a small rate, so that few weights round the other way. */
+/* The large epsilon: AdamW would divide gradients that are zero except for rounding (biases of k without RoPE) by their
+ * own magnitude. The small bf16 learning rate: few weights then round differently. */
 static int trainee_parse(mt_options *options, subject subject, const char *words, bool bf16, int64_t ranks,
                          mt_error *error) {
     char line[2048], *arguments[128];
@@ -256,7 +255,7 @@ static int trainee_parse(mt_options *options, subject subject, const char *words
     return mt_options_finish(options, MT_PROGRAM_TRAIN, ranks, error);
 }
 
-/* 1: there are not enough GPUs, as the error says. The options are parsed. */
+/* Opens the model of the parsed options. Returns 1, with an error, if there are too few GPUs. */
 static int trainee_open(trainee *t, mt_error *error) {
     const mt_options *o = &t->options;
     if (mt_grid_build(&t->grid, o, error) != 0) return -1;
@@ -283,14 +282,13 @@ static int train_one_step(trainee *t, mt_metrics *metrics, mt_error *error) {
     return mt_train_step(t->model, &t->state, micro_batches, make_batch, &from, &t->batch, metrics, error);
 }
 
-/* Evaluates so many micro-batches a rank from a sequence on. */
+/* Evaluates `micro_batches` per rank, from sequence `first` on. */
 static int evaluate(trainee *t, int64_t first, int64_t micro_batches, double *loss, mt_error *error) {
     sequence_source from = source_of(t, EVALUATION_FIRST + first, true);
     return mt_evaluate(t->model, micro_batches, make_batch, &from, &t->batch, loss, error);
 }
 
-/* ---- one rank, which all are compared with ------------------------------------------------------------------------
- */
+/* ---- the reference: one rank ------------------------------------------------------------------------------------- */
 
 typedef struct reference {
     bool is_made;
@@ -299,13 +297,13 @@ typedef struct reference {
     mt_options options;
     mt_param *params; // of the whole model
     int64_t num_params;
-    int64_t *first; // of each parameter in weights
+    int64_t *first; // offset of each parameter in `weights`
     float *weights; // after the last step
 } reference;
 
-static reference references[NUM_SUBJECTS][2]; // of fp32, of bf16
+static reference references[NUM_SUBJECTS][2]; // fp32, bf16
 
-/* A bucket's weights as floats; to free. All ranks of the data group call it. */
+/* A bucket's weights as floats; free them. Collective over the data group. */
 static float *bucket_weights(mt_model *model, int64_t bucket, const mt_bucket *b) {
     const mt_ops *ops = mt_model_ops(model);
     int64_t size = mt_dtype_size(b->dtype), count = b->count;
@@ -341,7 +339,7 @@ static int reference_train(reference *r, subject subject, trainee *t, mt_error *
     return 0;
 }
 
-/* Ranks make references for one another, on GPUs the first rank makes all; then every rank has them. */
+/* Rank `owner` trains the reference; the other ranks receive it in references_make. */
 static void reference_make(subject subject, bool bf16, int owner) {
     reference *r = &references[subject][bf16];
     mt_error error;
@@ -390,17 +388,16 @@ static void references_free(void) {
         }
 }
 
-/* ---- comparing ----------------------------------------------------------------------------------------------------
- */
+/* ---- comparing --------------------------------------------------------------------------------------------------- */
 
-/* What a layout's numbers are held against, how far off they were at most, and what was too far off. */
-typedef struct verdict {
+/* The comparison of a layout with one rank: the tolerance, the largest relative error, the first error beyond it. */
+typedef struct comparison {
     double tolerance, worst;
     char worst_of[200], failure[512]; // empty: none
-} verdict;
+} comparison;
 
-/* `what`, of step `step`, is so far off. */
-static bool is_close(verdict *v, const char *what, int step, double off) {
+/* Records the relative error `off` of `what` in step `step`; false for the first error beyond the tolerance. */
+static bool is_close(comparison *v, const char *what, int step, double off) {
     if (!(off <= v->worst)) {
         v->worst = off;
         snprintf(v->worst_of, sizeof v->worst_of, "%s in step %d", what, step);
@@ -408,14 +405,14 @@ static bool is_close(verdict *v, const char *what, int step, double off) {
     return off <= v->tolerance || *v->failure;
 }
 
-static void compare(verdict *v, const char *what, int step, double actual, double expected) {
+static void compare(comparison *v, const char *what, int step, double actual, double expected) {
     if (is_close(v, what, step, fabs(actual - expected) / fabs(expected))) return;
     snprintf(v->failure, sizeof v->failure, "step %d: %s is %.9g, on one rank %.9g", step, what, actual, expected);
 }
 
-/* A slice of a parameter against the same of the whole one. The distance counts in parts of the slice's norm, or of how
- * far one step may move it where that is more: values that stay near zero have no norm of their own. */
-static void compare_param(verdict *v, const mt_param *param, const float *values, const reference *r) {
+/* Compares a shard of a parameter with the same part of the whole parameter. The distance is relative to the shard's
+ * norm, in which every value counts at least as the learning rate: values near zero have no norm of their own. */
+static void compare_param(comparison *v, const mt_param *param, const float *values, const reference *r) {
     int64_t k = 0;
     while (k < r->num_params && (r->params[k].role != param->role || r->params[k].layer != param->layer ||
                                  r->params[k].expert != param->expert))
@@ -434,7 +431,7 @@ static void compare_param(verdict *v, const mt_param *param, const float *values
              param->hf_name, (int)param->first_row, (int)param->first_col, off);
 }
 
-static void compare_weights(verdict *v, mt_model *model, const reference *r) {
+static void compare_weights(comparison *v, mt_model *model, const reference *r) {
     int64_t num_params, num_buckets;
     const mt_param *params = mt_model_params(model, &num_params);
     const mt_bucket *buckets = mt_model_buckets(model, &num_buckets);
@@ -446,14 +443,14 @@ static void compare_weights(verdict *v, mt_model *model, const reference *r) {
     }
 }
 
-/* From one to so many micro-batches, legal for training or not. */
-static int compare_evaluations(verdict *v, trainee *t, const reference *r, mt_error *error) {
-    int64_t together = t->grid.data.size * t->options.micro_batch_size;
+/* Evaluates 1 to MAX_EVALUATED micro-batches, including numbers that are invalid for training. */
+static int compare_evaluations(comparison *v, trainee *t, const reference *r, mt_error *error) {
+    int64_t sequences = t->grid.data.size * t->options.micro_batch_size;
     for (int64_t micro_batches = 1; micro_batches <= MAX_EVALUATED; micro_batches++) {
         char what[64];
         double loss, expected = 0;
-        for (int64_t i = 0; i < micro_batches * together; i++)
-            expected += r->evaluations[i] / (double)(micro_batches * together);
+        for (int64_t i = 0; i < micro_batches * sequences; i++)
+            expected += r->evaluations[i] / (double)(micro_batches * sequences);
         if (evaluate(t, 0, micro_batches, &loss, error) != 0) return -1;
         snprintf(what, sizeof what, "the evaluation of %d micro-batches", (int)micro_batches);
         compare(v, what, EVALUATE_AFTER, loss, expected);
@@ -461,8 +458,8 @@ static int compare_evaluations(verdict *v, trainee *t, const reference *r, mt_er
     return 0;
 }
 
-/* What a step reports. Loads are whole numbers, but a token whose scores rounding changes may go elsewhere. */
-static void compare_metrics(verdict *v, int step, const mt_metrics *metrics, const mt_metrics *one, bool bf16) {
+/* Compares the metrics of a step. Not the loads in bf16: rounding of scores may route a token to another expert. */
+static void compare_metrics(comparison *v, int step, const mt_metrics *metrics, const mt_metrics *one, bool bf16) {
     compare(v, "the loss", step, metrics->loss, one->loss);
     compare(v, "the gradient norm", step, metrics->grad_norm, one->grad_norm);
     for (int k = 0; k < MT_MAX_MTP_LAYERS && one->mtp_losses[k] > 0; k++)
@@ -474,10 +471,10 @@ static void compare_metrics(verdict *v, int step, const mt_metrics *metrics, con
     if (bf16) return;
     compare(v, "the experts' imbalance", step, metrics->imbalance, one->imbalance);
     compare(v, "their worst imbalance", step, metrics->worst_imbalance, one->worst_imbalance);
-    compare(v, "the part that was kept", step, 1 - metrics->dropped, 1 - one->dropped);
+    compare(v, "the fraction of kept tokens", step, 1 - metrics->dropped, 1 - one->dropped);
 }
 
-static int train_and_compare(verdict *v, trainee *t, const reference *r, bool bf16, mt_error *error) {
+static int train_and_compare(comparison *v, trainee *t, const reference *r, bool bf16, mt_error *error) {
     for (int step = 0; step < STEPS; step++) {
         mt_metrics metrics;
         if (train_one_step(t, &metrics, error) != 0) return -1;
@@ -488,10 +485,9 @@ static int train_and_compare(verdict *v, trainee *t, const reference *r, bool bf
     return 0;
 }
 
-/* ---- rows ---------------------------------------------------------------------------------------------------------
- */
+/* ---- rows of a table --------------------------------------------------------------------------------------------- */
 
-/* What a rank has to say at the end of a table. */
+/* Failures that this rank reports at the end of a table. */
 static struct {
     char text[16384];
     int64_t length, rows, skipped;
@@ -503,8 +499,8 @@ static void report_row(int ranks, const char *words, const char *what) {
     if (wrote < room) report.length += wrote;
 }
 
-/* The job's ranks take the failure of the first that has one, whose rank 0 reports it. */
-static void verdict_report(const mt_group *job, const verdict *v, int ranks, const char *words) {
+/* Rank 0 of the job reports the failure of the first rank with one. */
+static void comparison_report(const mt_group *job, const comparison *v, int ranks, const char *words) {
     double first = *v->failure ? job->size - job->rank : 0;
     char failure[sizeof v->failure];
     memcpy(failure, v->failure, sizeof failure);
@@ -525,7 +521,7 @@ static void report_skipped(const mt_group *job, int ranks, const char *words, co
 
 /* Trains one layout in this rank's job. */
 static void run_layout(const layout *row, bool bf16, double tolerance) {
-    verdict v = {.tolerance = tolerance};
+    comparison v = {.tolerance = tolerance};
     mt_error error;
     char words[1024];
     snprintf(words, sizeof words, "%s%s%s", subjects[row->subject].words, bf16 ? " --bf16" : "", row->words);
@@ -537,11 +533,11 @@ static void run_layout(const layout *row, bool bf16, double tolerance) {
     if (status > 0)
         report_skipped(&t.grid.world, row->ranks, words, &error);
     else
-        verdict_report(&t.grid.world, &v, row->ranks, words);
+        comparison_report(&t.grid.world, &v, row->ranks, words);
     trainee_close(&t);
 }
 
-/* Fails on every rank with what any of them reported; skips where no row could be tried. */
+/* Fails on every rank if any rank reported a failure; skips the test if every row was skipped. */
 static void report_finish(void) {
     double rows = (double)report.rows, failed = 0;
     mt_all_reduce_sum(&world.world, &rows, 1, MT_F64);
@@ -552,14 +548,14 @@ static void report_finish(void) {
         memcpy(text, report.text, sizeof text);
         mt_broadcast(&world.world, text, sizeof text, rank);
         if (*text) failed++;
-        fputs(text, stdout); // not print_message, which keeps 1024 characters
+        fputs(text, stdout); // print_message cuts after 1024 characters
     }
     memset(&report, 0, sizeof report);
     if (failed > 0) fail_msg("the layouts above do not train like one rank");
     if (rows == skipped) skip();
 }
 
-/* Whether this rank is in the job whose turn it is. */
+/* True if this rank is in the job of this turn. */
 static bool turn_is_mine(int ranks, const char *words, int *turn) {
     if (ranks > world.world.size) {
         report.rows++, report.skipped++;
@@ -582,34 +578,34 @@ static void run_rows(const layout *rows, int count, bool bf16, double tolerance)
 
 #define RUN_ROWS(rows, bf16, tolerance) run_rows(rows, (int)(sizeof(rows) / sizeof *(rows)), bf16, tolerance)
 
-/* ---- from layout to layout ----------------------------------------------------------------------------------------
- */
+/* ---- from layout to layout --------------------------------------------------------------------------------------- */
 
-/* Half of a run: where it trains, and in which precision. */
+/* One half of a run: its layout and precision. */
 typedef struct half {
     int ranks;
     const char *words;
     bool bf16;
 } half;
 
-/* A run that is saved by one half and goes on by the other, with the losses of one rank that was never stopped; where
- * both halves are the same, bit for bit with those of the one that saved. */
+/* A run that one half saves and the other half continues, with the losses of one uninterrupted rank. If both halves are
+ * the same, the losses equal those of the saving half bit for bit. */
 typedef struct pair {
     subject subject;
     half saves, loads;
 } pair;
 
 enum { SAVED_AFTER = 4, MAX_PAIRS = 128 };
-static double went_on[MAX_PAIRS][STEPS]; // losses of those that saved and were not stopped
-static double is_saved[MAX_PAIRS];       // else there were not enough GPUs, or an error was told
+static double went_on[MAX_PAIRS][STEPS]; // losses of the saving halves that continued
+static double is_saved[MAX_PAIRS];       // 0: too few GPUs, or an error
 
 static bool pair_is_of_one_layout(const pair *p) {
     return p->saves.ranks == p->loads.ranks && p->saves.bf16 == p->loads.bf16 &&
            strcmp(p->saves.words, p->loads.words) == 0;
 }
 
-/* Trains to the end of the run, comparing with one rank and, unless it is NULL, with `same`. */
-static int train_on(verdict *v, trainee *t, const reference *r, const double *same, double *losses, mt_error *error) {
+/* Trains to the end of the run; compares losses with one rank and, unless NULL, bit for bit with `same`. */
+static int train_on(comparison *v, trainee *t, const reference *r, const double *same, double *losses,
+                    mt_error *error) {
     while (t->state.iteration < STEPS) {
         mt_metrics metrics;
         int64_t step = t->state.iteration;
@@ -617,15 +613,15 @@ static int train_on(verdict *v, trainee *t, const reference *r, const double *sa
         compare(v, "the loss", (int)step + 1, metrics.loss, r->metrics[step].loss);
         compare(v, "the gradient norm", (int)step + 1, metrics.grad_norm, r->metrics[step].grad_norm);
         if (same && metrics.loss != same[step] && !*v->failure)
-            snprintf(v->failure, sizeof v->failure, "step %d: the loss is %.17g, and was %.17g without a stop",
+            snprintf(v->failure, sizeof v->failure, "step %d: the loss is %.17g, but %.17g without a restart",
                      (int)step + 1, metrics.loss, same[step]);
         if (losses) losses[step] = metrics.loss;
     }
     return 0;
 }
 
-/* Saves, in the background where the pair's number is odd, while training goes on if both halves are the same. */
-static int half_save(verdict *v, trainee *t, const pair *p, const reference *r, int number, const char *folder,
+/* Saves (asynchronously if the pair's number is odd); continues to train if both halves are the same. */
+static int half_save(comparison *v, trainee *t, const pair *p, const reference *r, int number, const char *folder,
                      mt_error *error) {
     mt_saver *saver;
     mt_error late;
@@ -638,14 +634,14 @@ static int half_save(verdict *v, trainee *t, const pair *p, const reference *r, 
     return status != 0 ? status : finished;
 }
 
-static int half_load(verdict *v, trainee *t, const pair *p, const reference *r, int number, const char *folder,
+static int half_load(comparison *v, trainee *t, const pair *p, const reference *r, int number, const char *folder,
                      mt_error *error) {
     if (mt_checkpoint_load(t->model, &t->state, folder, error) != 0) return -1;
-    if (t->state.iteration != SAVED_AFTER) return mt_error_set(error, "the run goes on elsewhere");
+    if (t->state.iteration != SAVED_AFTER) return mt_error_set(error, "the run continues at another iteration");
     return train_on(v, t, r, pair_is_of_one_layout(p) ? went_on[number] : NULL, NULL, error);
 }
 
-static int half_run(verdict *v, trainee *t, const pair *p, const half *h, int number, const char *folder,
+static int half_run(comparison *v, trainee *t, const pair *p, const half *h, int number, const char *folder,
                     mt_error *error) {
     const reference *r = &references[p->subject][p->saves.bf16 || p->loads.bf16];
     int status = trainee_parse(&t->options, p->subject, h->words, h->bf16, h->ranks, error);
@@ -660,7 +656,7 @@ static int half_run(verdict *v, trainee *t, const pair *p, const half *h, int nu
 }
 
 static void run_half(const pair *p, const half *h, int number, const char *root) {
-    verdict v = {.tolerance = p->saves.bf16 || p->loads.bf16 ? 0.02 : 1e-5};
+    comparison v = {.tolerance = p->saves.bf16 || p->loads.bf16 ? 0.02 : 1e-5};
     mt_error error;
     char words[1024], folder[512];
     snprintf(words, sizeof words, "%s%s%s, %s %d ranks,%s%s", subjects[p->subject].words, h->words,
@@ -674,11 +670,11 @@ static void run_half(const pair *p, const half *h, int number, const char *root)
     if (status > 0)
         report_skipped(&t.grid.world, h->ranks, words, &error);
     else
-        verdict_report(&t.grid.world, &v, h->ranks, words);
+        comparison_report(&t.grid.world, &v, h->ranks, words);
     trainee_close(&t);
 }
 
-/* First all that save, side by side, then all that load. */
+/* Runs all saving halves, then all loading halves. */
 static void run_pairs(const pair *pairs, int count) {
     char root[128], command[256];
     layout needed[2 * MAX_PAIRS];
@@ -704,12 +700,11 @@ static void run_pairs(const pair *pairs, int count) {
         mt_all_reduce_max(&world.world, is_saved, MAX_PAIRS, MT_F64);
     }
     snprintf(command, sizeof command, "rm -rf %s", root);
-    if (world.world.rank == 0 && system(command) != 0) printf("%s stays\n", root);
+    if (world.world.rank == 0 && system(command) != 0) printf("%s cannot be removed\n", root);
     report_finish();
 }
 
-/* ---- the golden families ------------------------------------------------------------------------------------------
- */
+/* ---- the golden families ----------------------------------------------------------------------------------------- */
 
 typedef struct family_layout {
     int ranks;
@@ -718,11 +713,11 @@ typedef struct family_layout {
     const char *words;
 } family_layout;
 
-static void compare_family(verdict *v, const char *family, const double *losses, const double *norms) {
+static void compare_family(comparison *v, const char *family, const double *losses, const double *norms) {
     char path[512];
     snprintf(path, sizeof path, "tests/golden/hf/%s/expected.json", family);
     json_t *expected = json_load_file(path, 0, NULL);
-    if (!expected) mt_die("%s is not there", path);
+    if (!expected) mt_die("%s does not exist", path);
     for (int i = 0; i < STEPS; i++) {
         const json_t *loss = json_array_get(json_object_get(expected, "losses"), (size_t)i);
         const json_t *norm = json_array_get(json_object_get(expected, "grad_norms"), (size_t)i);
@@ -732,7 +727,7 @@ static void compare_family(verdict *v, const char *family, const double *losses,
     json_decref(expected);
 }
 
-/* As train_ten_steps, but an error is returned: a rank that left the test would keep the others waiting. */
+/* train_ten_steps, but returns errors: a rank that leaves the test would block the others. */
 static int train_family(fixture *f, const mt_grid *grid, double *losses, double *norms, mt_error *error) {
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
     mt_run_state run = {0};
@@ -750,7 +745,7 @@ static int train_family(fixture *f, const mt_grid *grid, double *losses, double 
 }
 
 static void run_family(const family_layout *row) {
-    verdict v = {.tolerance = 1e-5};
+    comparison v = {.tolerance = 1e-5};
     double losses[STEPS], norms[STEPS];
     mt_error error;
     char words[512];
@@ -760,21 +755,20 @@ static void run_family(const family_layout *row) {
     more_options = "";
     mt_grid grid = grid_of_job(row->ranks);
     if (mt_grid_build(&grid, &f.options, &error) != 0) mt_die("%s: %s", words, error.text);
-    backend = mt_backend_open(backend_name, &grid, &error);
+    backend = mt_backend_open(f.options.device, &grid, &error);
     if (backend) {
         if (train_family(&f, &grid, losses, norms, &error) == 0)
             compare_family(&v, row->family, losses, norms);
         else
             snprintf(v.failure, sizeof v.failure, "%.500s", error.text);
-        verdict_report(&grid.world, &v, row->ranks, words);
+        comparison_report(&grid.world, &v, row->ranks, words);
     } else
         report_skipped(&grid.world, row->ranks, words, &error);
     close_family(&f);
     grid_close(&grid);
 }
 
-/* ---- the tables ---------------------------------------------------------------------------------------------------
- */
+/* ---- the tables -------------------------------------------------------------------------------------------------- */
 
 /* Each parallelism on its own. */
 static const layout alone[] = {
@@ -875,7 +869,7 @@ static const layout with_multi_token_prediction[] = {
     {8, MTP_LATENT, TP "2" SP PP "2" EP "4" ETP "1" SHARD "optim" PREFETCH},
 };
 
-/* Two ranks with more about them. */
+/* Two ranks with further options. */
 static const layout of_2_ranks[] = {
     {2, LLAMA, TP "2" SP MICRO "4"},
     {2, PACKED, TP "2" SP MICRO "2"},
@@ -953,7 +947,7 @@ static const layout of_8_ranks[] = {
     {8, BIASED, SHARD "optim_grads_params" PREFETCH},
 };
 
-/* Experts, on ranks that are counted twice: tensor x context x data, and expert tensor x expert x expert data. */
+/* Experts. The ranks are tensor x context x data, and expert tensor x expert x expert data. */
 static const layout with_experts[] = {
     {2, EXPERTS, EP "2"},
     {2, EXPERTS, EP "2" GATHER},
@@ -998,7 +992,7 @@ static const layout with_experts[] = {
     {2, SINKHORN_1, TP "2" SP ETP "1" EP "2" GATHER},
     {4, SINKHORN, TP "2" SP CP "2" EP "2"},
     {4, SINKHORN_1, PP "2" ZB CP "2" SHARD "optim" OVERLAP},
-    {4, SHARED, PP "4"}, // whose first stage has no experts
+    {4, SHARED, PP "4"}, // the first stage has no experts
     {4, SHARED, PP "2" VP "2" EP "2" SHARD "optim_grads_params" PREFETCH},
     {4, EXPERTS, CP "4" EP "4"},
     {4, DROPPED, TP "2" SP EP "2" SHARD "optim_grads"},
@@ -1065,8 +1059,8 @@ static const family_layout families_on_layouts[] = {
     {8, "qwen2", 2, TP "2" SP PP "2" SHARD "optim" OVERLAP},
 };
 
-/* One row a pair: a model, the layout that saves and the one that loads. Every kind of layout is on both sides. On GPUs
- * all halves train there but those that say ON_CPU. */
+/* Pairs: a model, the layout that saves, the layout that loads. Every kind of layout is on both sides. On GPUs, halves
+ * with ON_CPU train on the CPU. */
 static const pair pairs[] = {
     {LLAMA, {1, "", false}, {8, TP "2" SP PP "2" CP "2", false}},
     {LLAMA, {8, TP "2" SP PP "2" VP "2" SHARD "optim_grads_params" PREFETCH, false}, {1, "", false}},
@@ -1095,7 +1089,7 @@ static const pair pairs[] = {
     {BIASED, {4, TP "2" SHARD "optim_grads_params" PREFETCH, false}, {2, SHARD "optim_grads", false}},
     {WINDOW, {4, CP "4" BY "all_gather", false}, {2, CP "2" BY "a2a", false}},
     {PACKED, {4, TP "2" SP CP "2" BY "all_gather" MICRO "2", false}, {2, CP "2" MICRO "2", false}},
-    // the precision changes; fp32 then has the learning rate of bf16
+    // the precision changes; fp32 has the learning rate of bf16
     {LLAMA, {4, TP "2" SP PP "2 --lr 2e-3", false}, {4, SHARD "optim_grads_params" PREFETCH, true}},
     {LLAMA, {4, CP "2" SHARD "optim" PREFETCH, true}, {2, TP "2 --lr 2e-3", false}},
     {GPT2, {2, TP "2" SP, true}, {4, PP "2" SHARD "optim_grads" OVERLAP, true}},
@@ -1119,7 +1113,7 @@ static const pair pairs[] = {
     {EXPERTS, {1, "", true}, {2, EP "2" ON_CPU, true}},
     {LLAMA, {1, "", true}, {2, TP "2 --lr 2e-3" ON_CPU, false}},
     {LLAMA, {2, SHARD "optim_grads --lr 2e-3" ON_CPU, false}, {1, "", true}},
-    // and with several
+    // the backend changes: with several GPUs
     {LLAMA, {2, TP "2" SP, false}, {2, PP "2" ON_CPU, false}},
     {LLAMA, {4, SHARD "optim_grads_params" PREFETCH ON_CPU, false}, {4, TP "2" SP PP "2" ZB, false}},
     {GPT2, {4, CP "2" SHARD "optim" PREFETCH, false}, {1, ON_CPU, false}},
@@ -1129,7 +1123,7 @@ static const pair pairs[] = {
     {SHARED, {4, PP "2" VP "2" EP "2" SHARD "optim_grads_params" PREFETCH, false}, {2, TP "2" SP ON_CPU, false}},
     {MTP_LATENT, {2, PP "2" ON_CPU, false}, {4, TP "2" SP EP "2" ETP "1" SHARD "optim", false}},
     {SHARED, {4, TP "2" SP EP "4" ETP "1", true}, {2, EP "2" ON_CPU, true}},
-    // experts, on other ranks
+    // experts move to other ranks
     {EXPERTS, {4, EP "2" ETP "2", false}, {4, PP "2" EP "2", false}},
     {EXPERTS, {4, CP "4" EP "4", false}, {2, EP "2 --no-moe-grouped-gemm", false}},
     {SHARED, {4, TP "2" SP ETP "1" EP "4" SHARD "optim" PREFETCH, false}, {2, EP "2" GATHER, false}},
@@ -1149,8 +1143,7 @@ static const pair pairs[] = {
     {MTP_LATENT, {1, SAME, true}, {1, SAME, true}},
 };
 
-/* ---- the tests ----------------------------------------------------------------------------------------------------
- */
+/* ---- the tests --------------------------------------------------------------------------------------------------- */
 
 static void each_parallelism_alone_trains_like_one_rank(void **state) {
     (void)state;
@@ -1187,7 +1180,7 @@ static void layouts_with_experts_train_like_one_rank(void **state) {
     RUN_ROWS(with_experts, false, 1e-5);
 }
 
-/* The first `count` weights of a layer's router, or of every layer's (-1), become `value` on this rank; 0: all. */
+/* Sets the first `count` weights (0: all) of the router of a layer (-1: of every layer) on this rank to `value`. */
 static void set_router(mt_model *model, int64_t layer, int64_t count, float value) {
     const mt_ops *ops = mt_model_ops(model);
     int64_t num_params, num_buckets;
@@ -1202,11 +1195,11 @@ static void set_router(mt_model *model, int64_t layer, int64_t count, float valu
     ops->stream_wait(mt_model_stream(model));
 }
 
-/* A router of zeros gives every expert the same score, so that all tokens choose the first two of the eight: the
- * auxiliary loss is that of even shares, 1; logsumexp is log(8); and capacities hold a quarter of what comes. */
+/* A router of zeros gives every expert the same score, so all tokens choose the first two of the eight experts. In
+ * theory the auxiliary loss is 1 (that of even shares), logsumexp is log(8), and 3/4 of the choices are dropped. */
 static void train_with_a_router_of_zeros(const layout *row) {
     trainee t = {.grid = grid_of_job(row->ranks), .sequences = 1};
-    verdict v = {.tolerance = 1e-6};
+    comparison v = {.tolerance = 1e-6};
     mt_error error;
     mt_metrics metrics, theory = {.imbalance = 4, .worst_imbalance = 4, .dropped = 0.75};
     int status = trainee_parse(&t.options, row->subject, row->words, false, row->ranks, &error);
@@ -1217,11 +1210,11 @@ static void train_with_a_router_of_zeros(const layout *row) {
     theory.loss = metrics.loss, theory.grad_norm = metrics.grad_norm;
     theory.load_balancing_loss = 1e-2, theory.z_loss = 1e-3 * log(8) * log(8);
     compare_metrics(&v, 1, &metrics, &theory, false);
-    verdict_report(&t.grid.world, &v, row->ranks, row->words);
+    comparison_report(&t.grid.world, &v, row->ranks, row->words);
     trainee_close(&t);
 }
 
-/* Layers 2 and 3 are those of ranks 2 and 3, which have 4 of the 8 sequences each; metrics are read or not. */
+/* Ranks 2 and 3 have layers 2 and 3 and 4 of the 8 sequences each. `reads`: metrics are read. */
 static void train_with_a_poisoned_router(bool reads) {
     trainee t = {.grid = grid_of_job(4), .sequences = 1};
     mt_error error;
@@ -1236,11 +1229,11 @@ static void train_with_a_poisoned_router(bool reads) {
     }
     if (status == 0 || strcmp(error.text, "iteration 2: rank 3: the router of layer 2 had 64 tokens whose logits are "
                                           "not finite; lower --lr or look at the data (nothing was saved since)") != 0)
-        report_row(4, PP "2" EP "2", status == 0 ? "the router is not found" : error.text);
+        report_row(4, PP "2" EP "2", status == 0 ? "no error names the router" : error.text);
     trainee_close(&t);
 }
 
-static void a_router_of_zeros_reports_what_theory_says(void **state) {
+static void a_router_of_zeros_reports_the_metrics_of_theory(void **state) {
     (void)state;
     static const layout rows[] = {{1, DROPPED, ""}, {4, DROPPED, PP "2" EP "2"}, {4, DROPPED, TP "2" SP CP "2" EP "2"}};
     if (strcmp(backend_name, "cpu") != 0 || world.world.size < 4) skip();
@@ -1262,7 +1255,7 @@ static void layouts_train_in_bf16_to_within_two_percent_of_one_rank(void **state
     RUN_ROWS(in_bf16, true, 0.02);
 }
 
-static void a_run_goes_on_on_any_other_layout(void **state) {
+static void a_run_continues_on_any_other_layout(void **state) {
     (void)state;
     run_pairs(pairs, sizeof pairs / sizeof *pairs);
 }
@@ -1287,11 +1280,11 @@ static int run_layout_tests(void) {
         cmocka_unit_test(layouts_of_4_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_of_8_ranks_train_like_one_rank),
         cmocka_unit_test(layouts_with_experts_train_like_one_rank),
-        cmocka_unit_test(a_router_of_zeros_reports_what_theory_says),
+        cmocka_unit_test(a_router_of_zeros_reports_the_metrics_of_theory),
         cmocka_unit_test(every_rank_names_the_layer_and_rank_of_a_router_that_is_not_finite),
         cmocka_unit_test(layouts_train_in_bf16_to_within_two_percent_of_one_rank),
         cmocka_unit_test(golden_families_train_like_pytorch_on_layouts),
-        cmocka_unit_test(a_run_goes_on_on_any_other_layout),
+        cmocka_unit_test(a_run_continues_on_any_other_layout),
     };
     jobs_open();
     if (getenv("LAYOUTS")) cmocka_set_test_filter(getenv("LAYOUTS")); // such as *experts*

@@ -1,6 +1,6 @@
-# What the shell suites share, which source this: the programs, a folder of the suite's own in $work, and verdicts.
+# Sourced by the shell suites: the programs, a temporary folder in $work, and functions that check.
 #
-#   . tests/suite.sh       from the root of the project; TMPDIR, if it is exported, says where $work is to be
+#   . tests/suite.sh       from the root of the project; $work is created in TMPDIR
 #
 # MT_BIN is the folder of the programs. A suite ends with `exit $failed`.
 train=$(cd "${MT_BIN:-.}" && pwd)/train infer=$(cd "${MT_BIN:-.}" && pwd)/infer
@@ -10,12 +10,12 @@ failed=0
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_mpi_yield_when_idle=1
 export OMPI_MCA_btl_vader_single_copy_mechanism=none
 
-# tidy: after each test; a suite may have its own.
+# tidy: runs after each test; a suite may redefine it.
 tidy() {
     :
 }
 
-# verdict NAME COMMAND...: the command is the test. Where it fails, what its last program said is shown.
+# verdict NAME COMMAND...: runs a test; if it fails, prints the output of its last program.
 verdict() {
     name=$1
     shift
@@ -29,7 +29,7 @@ verdict() {
     tidy
 }
 
-# refused PATTERN PROGRAM ARGUMENTS...: it fails with one line on standard error, which holds the pattern.
+# refused PATTERN PROGRAM ARGUMENTS...: the program must fail with one line on standard error that has PATTERN.
 refused() {
     pattern=$1
     shift
@@ -38,19 +38,19 @@ refused() {
         return 1
     fi
     if [ "$(wc -l <"$work/err")" = 1 ] && grep -q "^error: .*$pattern" "$work/err"; then return 0; fi
-    echo "wanted \"$pattern\" from $*, got:"
+    echo "expected \"$pattern\" from $*, got:"
     cat "$work/err"
     return 1
 }
 
-# says PATTERN FILE...
+# says PATTERN FILE...: a file must have a line with PATTERN.
 says() {
     grep -q -- "$@" && return 0
-    echo "nothing says \"$1\""
+    echo "no line has \"$1\""
     return 1
 }
 
-# mpirun, with more ranks than cores where it asks for a word.
+# Prints the mpirun command; Open MPI needs an option for more ranks than cores.
 mpirun_here() {
     if mpirun --version 2>/dev/null | grep -qi 'open.mpi\|openrte'; then
         echo 'mpirun --oversubscribe'
@@ -59,7 +59,7 @@ mpirun_here() {
     fi
 }
 
-# needs_mpi: ends a suite that is nothing without it.
+# needs_mpi: skips the suite if MPI is absent.
 needs_mpi() {
     [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null && return
     echo "skipped: MPI is absent"

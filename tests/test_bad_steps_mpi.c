@@ -1,5 +1,5 @@
-/* Steps that go wrong on four ranks: faults are put into the results of operations, and the run that skips, rewinds or
- * repeats is held against one in which they never happened, bit for bit. */
+/* test_bad_steps_mpi.c: bad steps on four ranks. Injects faults into the results of operations, and compares runs that
+ * skip, rewind or rerun the step bit for bit with a run without the fault. */
 #include "../data/checkpoint.h"
 #include "../data/options.h"
 
@@ -18,18 +18,18 @@ static mt_grid grid;
 
 /* ---- faults */
 
-static mt_ops ops; // the CPU's, some of which go wrong
+static mt_ops ops; // the CPU backend with faulty operations
 
 static struct {
-    bool gradient, loss; // which operation
-    float value;         // what becomes of one of its results
-    int rank;            // where
-    int64_t times;       // so often
+    bool gradient, loss; // the faulty operation
+    float value;         // replaces (gradient) or is added to (loss) one result
+    int rank;            // the faulty rank
+    int64_t times;       // faulty calls left
     bool no_update;      // AdamW does nothing
 } fault;
 
-/* Only the next call goes wrong: one of the step's. */
-static bool strikes(bool here) {
+/* True if this call is faulty; counts it. */
+static bool is_faulty(bool here) {
     if (!here || fault.rank != grid.world.rank || fault.times == 0) return false;
     fault.times--;
     return true;
@@ -38,12 +38,12 @@ static bool strikes(bool here) {
 static void faulty_backward_weight(float *dw, float *dbias, const void *dy, const void *x, int64_t T, int64_t N,
                                    int64_t K, bool accumulate, mt_dtype dtype, mt_stream *stream) {
     mt_cpu_ops.linear_backward_weight(dw, dbias, dy, x, T, N, K, accumulate, dtype, stream);
-    if (strikes(fault.gradient)) dw[K / 2] = fault.value;
+    if (is_faulty(fault.gradient)) dw[K / 2] = fault.value;
 }
 
 static void faulty_loss_accumulate(double *sums, const float *loss, const float *mask, int64_t T, mt_stream *stream) {
     mt_cpu_ops.loss_accumulate(sums, loss, mask, T, stream);
-    if (strikes(fault.loss)) sums[0] += (double)fault.value;
+    if (is_faulty(fault.loss)) sums[0] += (double)fault.value;
 }
 
 static void faulty_adamw_step(void *param, float *master, float *m, float *v, const float *grad, const float *scale,
@@ -65,7 +65,7 @@ typedef struct tiny_source {
     int64_t first, stride;
 } tiny_source;
 
-/* Sequence `number` of the run depends on nothing else. */
+/* A sequence is a function of its number only. */
 static int tiny_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
     (void)error;
     const tiny_source *from = context;
@@ -121,7 +121,7 @@ static void trainee_close(trainee *t) {
     mt_grid_clear(&grid);
 }
 
-/* One step, as train.c makes it: MT_REWIND after the model went back. */
+/* One step as in train.c; returns MT_REWIND after a rewind. */
 static int step(trainee *t, mt_metrics *metrics, mt_error *error) {
     tiny_source from = {t->state.consumed_train_samples + grid.data.rank, grid.data.size};
     int status =
@@ -130,7 +130,7 @@ static int step(trainee *t, mt_metrics *metrics, mt_error *error) {
     return status;
 }
 
-/* This rank's weights, master weights and moments, to the bit. To free. */
+/* The bits of this rank's weights, master weights and moments; free them. */
 static char *snapshot(trainee *t, int64_t *bytes) {
     int64_t num_buckets;
     mt_model_buckets(t->model, &num_buckets);
@@ -147,12 +147,12 @@ static char *snapshot(trainee *t, int64_t *bytes) {
     return all;
 }
 
-/* The last rank of the last stage has the loss on every layout. */
+/* Arms a fault. Rank 3 is in the last stage, so it has the loss, on every layout. */
 static void arm(bool loss, float value, int rank, int64_t times) {
     fault.loss = loss, fault.gradient = !loss, fault.value = value, fault.rank = rank, fault.times = times;
 }
 
-/* Trains to the end, going wrong in step `bad` (from 1), each time when `always`; returns the snapshot. */
+/* Trains to the end with a fault in step `bad` (from 1), once or `always`; returns the snapshot. */
 static char *train(trainee *t, int64_t bad, bool loss, float value, bool always, mt_metrics *metrics, int64_t *bytes) {
     mt_error error;
     bool struck = false;
@@ -167,7 +167,7 @@ static char *train(trainee *t, int64_t bad, bool loss, float value, bool always,
     return snapshot(t, bytes);
 }
 
-/* The same where step `without` (0: none) makes no update. */
+/* Trains to the end without faults; step `without` (0: none) makes no update. Returns the snapshot. */
 static char *train_without(const char *layout, int64_t without, int64_t *bytes) {
     trainee t;
     mt_error error;
@@ -185,39 +185,39 @@ static char *train_without(const char *layout, int64_t without, int64_t *bytes) 
 static void assert_same(const char *what, char *got, int64_t got_bytes, char *want, int64_t want_bytes, bool same) {
     assert_int_equal(got_bytes, want_bytes);
     if ((memcmp(got, want, (size_t)got_bytes) == 0) != same)
-        fail_msg("'%s': the state after the run is %s", what, same ? "another" : "the same");
+        fail_msg("'%s': the state after the run is %s", what, same ? "different" : "the same");
     free(got), free(want);
 }
 
-/* ---- what rank 0 says on standard error */
+/* ---- messages of rank 0 on standard error */
 
-static int real_stderr;
-static FILE *said;
+static int saved_stderr;
+static FILE *captured;
 
-static void listen(void) {
+static void capture_start(void) {
     fflush(stderr);
-    real_stderr = dup(2);
-    said = tmpfile();
-    assert_non_null(said);
-    dup2(fileno(said), 2);
+    saved_stderr = dup(2);
+    captured = tmpfile();
+    assert_non_null(captured);
+    dup2(fileno(captured), 2);
 }
 
-static void heard(char text[4096]) {
+static void capture_end(char text[4096]) {
     fflush(stderr);
-    dup2(real_stderr, 2);
-    close(real_stderr);
-    rewind(said);
-    text[fread(text, 1, 4095, said)] = 0;
-    fclose(said);
+    dup2(saved_stderr, 2);
+    close(saved_stderr);
+    rewind(captured);
+    text[fread(text, 1, 4095, captured)] = 0;
+    fclose(captured);
 }
 
-static void assert_heard(const char *text, const char *words) {
-    if (grid.world.rank == 0 && !strstr(text, words)) fail_msg("rank 0 said '%s', and not '%s'", text, words);
+static void assert_printed(const char *text, const char *words) {
+    if (grid.world.rank == 0 && !strstr(text, words)) fail_msg("rank 0 printed '%s', without '%s'", text, words);
 }
 
 /* ---- tests */
 
-static void a_skipped_step_is_one_without_an_update_on_every_layout(void **state) {
+static void a_skipped_step_makes_no_update_on_every_layout(void **state) {
     (void)state;
     static const struct {
         bool loss;
@@ -243,7 +243,7 @@ static void a_skipped_step_is_one_without_an_update_on_every_layout(void **state
     }
 }
 
-static void a_step_is_stopped_at_by_every_rank_and_harms_nothing(void **state) {
+static void every_rank_stops_at_a_bad_step_and_the_state_is_unchanged(void **state) {
     (void)state;
     for (int k = 0; k < NUM_LAYOUTS; k++) {
         trainee t;
@@ -263,7 +263,7 @@ static void a_step_is_stopped_at_by_every_rank_and_harms_nothing(void **state) {
     }
 }
 
-static void without_the_check_what_is_not_finite_spreads(void **state) {
+static void without_the_check_non_finite_values_spread(void **state) {
     (void)state;
     trainee t;
     mt_error error;
@@ -276,7 +276,7 @@ static void without_the_check_what_is_not_finite_spreads(void **state) {
     trainee_close(&t);
 }
 
-static void more_bad_steps_in_a_row_than_allowed_end_the_run(void **state) {
+static void too_many_bad_steps_in_a_row_end_the_run(void **state) {
     (void)state;
     for (int reads = 0; reads < 2; reads++) {
         trainee t;
@@ -286,25 +286,25 @@ static void more_bad_steps_in_a_row_than_allowed_end_the_run(void **state) {
         int64_t steps = 0;
         trainee_open(&t, "", "--bad-step-policy skip --max-bad-steps-in-a-row 2");
         for (; steps < 12 && status == 0; steps++) {
-            bool bad = steps == 0 || steps == 1 || steps >= 4; // two, and then no end
+            bool bad = steps == 0 || steps == 1 || steps >= 4; // two bad steps, two good steps, then only bad steps
             arm(true, bad ? NAN : 0, 1, 1);
             status = step(&t, reads ? &metrics : NULL, &error);
         }
         assert_int_equal(status, -1);
-        assert_int_equal(steps, 7); // the third in a row of those from the fifth on: a CPU is never ahead
+        assert_int_equal(steps, 7); // the third bad step in a row; the CPU runs no step ahead
         assert_non_null(strstr(error.text, "iteration 7: the loss is"));
         assert_non_null(strstr(error.text, "after 2 bad steps in a row"));
         trainee_close(&t);
     }
 }
 
-static void a_loss_that_spikes_is_skipped_alike_on_every_layout(void **state) {
+static void a_loss_spike_is_skipped_on_every_layout(void **state) {
     (void)state;
     for (int k = 0; k < NUM_LAYOUTS; k++)
-        for (int64_t bad = 2; bad <= 5; bad += 3) { // before there is an average, and after
+        for (int64_t bad = 2; bad <= 5; bad += 3) { // before and after there is an average
             trainee t;
             mt_metrics metrics = {0};
-            int64_t bytes, without_bytes; // with tensor parallelism, only one of two that have the loss goes wrong
+            int64_t bytes, without_bytes; // with tensor parallelism only one of the two ranks with the loss is faulty
             trainee_open(&t, layouts[k],
                          "--bad-step-policy skip --check-for-spiky-loss --loss-spike-factor 3 --loss-spike-window 3");
             char *got = train(&t, bad, true, 4 * 6 * BATCH * LENGTH, true, &metrics, &bytes);
@@ -315,10 +315,10 @@ static void a_loss_that_spikes_is_skipped_alike_on_every_layout(void **state) {
         }
 }
 
-/* Makes a folder that all ranks know. */
+/* Creates a folder and tells all ranks its name. */
 static void make_folder(char folder[64]) {
     snprintf(folder, 64, "%s", access("/dev/shm", W_OK) == 0 ? "/dev/shm/mt-bad-XXXXXX" : "/tmp/mt-bad-XXXXXX");
-    if (grid.world.rank == 0 && !mkdtemp(folder)) mt_die("%s: cannot be made", folder);
+    if (grid.world.rank == 0 && !mkdtemp(folder)) mt_die("%s: cannot be created", folder);
     mt_broadcast(&grid.world, folder, 64, 0);
 }
 
@@ -329,9 +329,8 @@ static void remove_folder(const char *folder) {
     if (grid.world.rank == 0) assert_int_equal(system(command), 0);
 }
 
-/* Saves after step 3 and goes wrong in step 6. A fault that comes once leaves no trace; one that is there again costs
- * one update. */
-static void a_run_that_goes_back_ends_as_if_nothing_had_happened(void **state) {
+/* Saves after step 3; step 6 is faulty. A fault that occurs once leaves no trace; a repeated fault costs one update. */
+static void a_run_that_rewinds_ends_as_without_the_fault(void **state) {
     (void)state;
     for (int k = 0; k < NUM_LAYOUTS; k++)
         for (int always = 0; always < 2; always++) {
@@ -346,11 +345,11 @@ static void a_run_that_goes_back_ends_as_if_nothing_had_happened(void **state) {
             for (int i = 0; i < 3; i++) assert_int_equal(step(&t, NULL, &error), 0);
             if (mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
             if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
-            listen();
+            capture_start();
             char *got = train(&t, 6, k % 2, NAN, always, &metrics, &bytes);
-            heard(text);
-            assert_heard(text, "going back to the last checkpoint");
-            assert_heard(text, "went back to iteration 3");
+            capture_end(text);
+            assert_printed(text, "going back to the last checkpoint");
+            assert_printed(text, "went back to iteration 3");
             assert_int_equal(metrics.skipped, 1 + always);
             trainee_close(&t);
             assert_same(layouts[k], got, bytes, train_without(layouts[k], always ? 6 : 0, &without_bytes), bytes, true);
@@ -358,7 +357,7 @@ static void a_run_that_goes_back_ends_as_if_nothing_had_happened(void **state) {
         }
 }
 
-static void going_back_before_the_first_checkpoint_is_an_error(void **state) {
+static void rewinding_before_the_first_checkpoint_is_an_error(void **state) {
     (void)state;
     trainee t;
     mt_metrics metrics;
@@ -367,21 +366,21 @@ static void going_back_before_the_first_checkpoint_is_an_error(void **state) {
     make_folder(folder);
     snprintf(words, sizeof words, "--bad-step-policy rewind --save %s", folder);
     trainee_open(&t, "", words);
-    listen();
+    capture_start();
     arm(true, NAN, 3, 1);
     int status = step(&t, &metrics, &error);
-    heard(text);
+    capture_end(text);
     assert_int_equal(status, -1);
     assert_non_null(strstr(error.text, "no checkpoint yet"));
     trainee_close(&t);
     remove_folder(folder);
 }
 
-/* Nobody polls the saver, so that at the time of the bad step nothing of the last save has taken its place. */
-static void going_back_waits_for_a_save_that_is_under_way(void **state) {
+/* The saver is not polled, so at the bad step the last save is not yet in place. */
+static void rewinding_waits_for_an_unfinished_save(void **state) {
     (void)state;
     for (int k = 0; k < NUM_LAYOUTS; k++)
-        for (int first = 0; first < 2; first++) { // it is the first, or removes the one before it
+        for (int first = 0; first < 2; first++) { // the save is the first one, or replaces an older one
             trainee t;
             mt_error error;
             mt_metrics metrics = {0};
@@ -396,10 +395,10 @@ static void going_back_waits_for_a_save_that_is_under_way(void **state) {
                 if (i != 3 && (first || i != 1)) continue;
                 if (mt_saver_save(t.saver, &t.state, &error) != 0) fail_msg("%s", error.text);
             }
-            listen();
+            capture_start();
             char *got = train(&t, 6, k % 2, NAN, false, &metrics, &bytes);
-            heard(text);
-            assert_heard(text, "went back to iteration 4");
+            capture_end(text);
+            assert_printed(text, "went back to iteration 4");
             assert_int_equal(mt_saver_in_place(t.saver), 4);
             mt_saver_close(t.saver);
             trainee_close(&t);
@@ -408,7 +407,7 @@ static void going_back_waits_for_a_save_that_is_under_way(void **state) {
         }
 }
 
-/* A host that hears late of what another has written: ranks are given folders that name different checkpoints. */
+/* A host may see files of another host late: odd ranks get a folder that names an older checkpoint. */
 static void every_rank_loads_the_checkpoint_that_rank_0_finds(void **state) {
     (void)state;
     for (int k = 0; k < NUM_LAYOUTS; k++) {
@@ -447,9 +446,9 @@ static void no_event(mt_event *event) {
     (void)event;
 }
 
-/* With events, as a device has them, steps are enqueued ahead, and a bad one may be found only when something else
- * waits for it, such as a save of what came after it. */
-static void a_bad_step_that_is_found_late_is_told_before_anything_is_saved(void **state) {
+/* With events, as on a GPU, steps are enqueued ahead, and a bad step may be found only when something else waits for
+ * it, such as a save of a later step. */
+static void a_bad_step_found_late_is_reported_before_a_save(void **state) {
     (void)state;
     trainee t;
     mt_error error;
@@ -466,16 +465,16 @@ static void a_bad_step_that_is_found_late_is_told_before_anything_is_saved(void 
     assert_int_equal(mt_train_finish(t.model, &error), 0);
     assert_int_equal(mt_train_bad_iteration(t.model), 0);
     if (mt_checkpoint_save(t.model, &t.state, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
-    listen();
+    capture_start();
     arm(true, NAN, 3, 1);
-    assert_int_equal(step(&t, NULL, &error), 0); // nobody has looked at its result
+    assert_int_equal(step(&t, NULL, &error), 0); // its result is not yet read
     assert_int_equal(step(&t, NULL, &error), 0);
     assert_int_equal(mt_train_finish(t.model, &error), 0);
     bool goes_back = mt_train_bad_iteration(t.model) == 4;
     assert_int_equal(step(&t, NULL, &error), MT_REWIND);
-    heard(text);
+    capture_end(text);
     assert_true(goes_back && mt_train_bad_iteration(t.model) == 0);
-    assert_heard(text, "went back to iteration 3");
+    assert_printed(text, "went back to iteration 3");
     char *got = train(&t, 0, true, 0, false, &metrics, &bytes);
     trainee_close(&t);
     ops = waiting;
@@ -496,14 +495,14 @@ static void a_transient_fault_is_repaired_and_its_rank_named(void **state) {
             char text[4096];
             int64_t bytes, plain_bytes;
             trainee_open(&t, shared[k], "--rerun-mode validate_results --log-interval 1");
-            listen();
+            capture_start();
             for (int i = 0; i < STEPS; i++) {
                 if (i == 4) arm(loss, NAN, 2, 1);
                 if (step(&t, &metrics, &error) != 0) mt_die("%s", error.text);
             }
-            heard(text);
-            assert_heard(text, "iteration 5 was done again: a transient fault, rank 2 got another result; the second "
-                               "one counts");
+            capture_end(text);
+            assert_printed(text, "iteration 5 was done again: a transient fault, rank 2 got another result; the second "
+                                 "one counts");
             assert_int_equal(metrics.skipped, 0);
             char *got = snapshot(&t, &bytes);
             trainee_close(&t);
@@ -511,8 +510,8 @@ static void a_transient_fault_is_repaired_and_its_rank_named(void **state) {
         }
 }
 
-/* With spikes too, which are finite; every rank has the loss here. */
-static void a_fault_that_repeats_is_named_so_and_left_to_the_policy(void **state) {
+/* Also with spikes, which are finite. Every rank has the loss here. */
+static void a_repeatable_fault_is_reported_and_left_to_the_policy(void **state) {
     (void)state;
     for (int spikes = 0; spikes < 2; spikes++) {
         trainee t;
@@ -523,15 +522,15 @@ static void a_fault_that_repeats_is_named_so_and_left_to_the_policy(void **state
             &t, "",
             "--rerun-mode validate_results --bad-step-policy skip --check-for-spiky-loss --loss-spike-factor 2 "
             "--loss-spike-window 2");
-        listen();
+        capture_start();
         for (int i = 0; i < STEPS; i++) {
             arm(true, spikes ? 1e6f : NAN, 1, i == 4 ? 4 : 0); // both micro-batches, twice
             if (step(&t, &metrics, &error) != 0) mt_die("%s", error.text);
         }
-        heard(text);
-        assert_heard(text, "iteration 5 was done again: a repeatable fault, every rank got the same");
-        if (!spikes) assert_heard(text, "not finite: rank 1\n");
-        assert_heard(text, "this step makes no update");
+        capture_end(text);
+        assert_printed(text, "iteration 5 was done again: a repeatable fault, every rank got the same");
+        if (!spikes) assert_printed(text, "not finite: rank 1\n");
+        assert_printed(text, "this step makes no update");
         assert_int_equal(metrics.skipped, 1);
         trainee_close(&t);
     }
@@ -544,18 +543,18 @@ int main(int argc, char **argv) {
     ops.adamw_step = faulty_adamw_step;
     mt_grid_start(&grid, &argc, &argv);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_skipped_step_is_one_without_an_update_on_every_layout),
-        cmocka_unit_test(a_step_is_stopped_at_by_every_rank_and_harms_nothing),
-        cmocka_unit_test(without_the_check_what_is_not_finite_spreads),
-        cmocka_unit_test(more_bad_steps_in_a_row_than_allowed_end_the_run),
-        cmocka_unit_test(a_loss_that_spikes_is_skipped_alike_on_every_layout),
-        cmocka_unit_test(a_run_that_goes_back_ends_as_if_nothing_had_happened),
-        cmocka_unit_test(going_back_before_the_first_checkpoint_is_an_error),
-        cmocka_unit_test(going_back_waits_for_a_save_that_is_under_way),
+        cmocka_unit_test(a_skipped_step_makes_no_update_on_every_layout),
+        cmocka_unit_test(every_rank_stops_at_a_bad_step_and_the_state_is_unchanged),
+        cmocka_unit_test(without_the_check_non_finite_values_spread),
+        cmocka_unit_test(too_many_bad_steps_in_a_row_end_the_run),
+        cmocka_unit_test(a_loss_spike_is_skipped_on_every_layout),
+        cmocka_unit_test(a_run_that_rewinds_ends_as_without_the_fault),
+        cmocka_unit_test(rewinding_before_the_first_checkpoint_is_an_error),
+        cmocka_unit_test(rewinding_waits_for_an_unfinished_save),
         cmocka_unit_test(every_rank_loads_the_checkpoint_that_rank_0_finds),
-        cmocka_unit_test(a_bad_step_that_is_found_late_is_told_before_anything_is_saved),
+        cmocka_unit_test(a_bad_step_found_late_is_reported_before_a_save),
         cmocka_unit_test(a_transient_fault_is_repaired_and_its_rank_named),
-        cmocka_unit_test(a_fault_that_repeats_is_named_so_and_left_to_the_policy),
+        cmocka_unit_test(a_repeatable_fault_is_reported_and_left_to_the_policy),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     mt_grid_stop(&grid);

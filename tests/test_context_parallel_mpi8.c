@@ -1,13 +1,12 @@
-/* Context parallelism: attention of sequences that lie over several ranks is that of one rank, whichever way the ranks
- * get one another's keys, and so is training. Run by mpirun on a power of two of ranks, which form groups of every size
- * up to their number. */
+/* test_context_parallel_mpi8.c: attention and training with context parallelism equal those of one rank, for every
+ * communication type. Run by mpirun on a power of two of ranks; tests groups of every size up to the world's. */
 #include "context_parallel.h"
 
 #include "golden.h"
 
 /* ---- batches ----------------------------------------------------------------------------------------------------- */
 
-static void shards_hold_every_token_once_in_order(void **state) {
+static void shards_have_every_token_once_in_order(void **state) {
     (void)state;
     mt_batch whole, local;
     mt_batch_alloc(&whole, MAX_TOKENS), mt_batch_alloc(&local, MAX_TOKENS);
@@ -42,7 +41,7 @@ static void shards_hold_every_token_once_in_order(void **state) {
     mt_batch_free(&whole), mt_batch_free(&local);
 }
 
-static void sequences_that_cannot_be_shared_out_are_refused(void **state) {
+static void sequences_that_cannot_be_sharded_are_refused(void **state) {
     (void)state;
     mt_batch whole, local;
     mt_error error;
@@ -63,13 +62,13 @@ static void sequences_that_cannot_be_shared_out_are_refused(void **state) {
 
 /* ---- training ---------------------------------------------------------------------------------------------------- */
 
-/* Ten steps of a family over 2 x 4, 4 x 2 or 8 x 1 context and data ranks are PyTorch's on one. */
+/* Ten steps of a family on 2 x 4, 4 x 2 or 8 x 1 context x data ranks equal PyTorch's on one. */
 static void train_over(const char *family, int cp, const char *type) {
     char text[200];
     snprintf(text, sizeof text, "--context-parallel-size %d --cp-comm-type %s", cp, type);
     more_options = text;
     fixture f = open_family(family, 1, grid.world.size, false);
-    mt_grid built = grid; // the world alone is shared
+    mt_grid built = grid; // a new grid on the same world
     mt_error error;
     double losses[STEPS], norms[STEPS];
     if (mt_grid_build(&built, &f.options, &error) != 0) fail_msg("%s", error.text);
@@ -81,7 +80,7 @@ static void train_over(const char *family, int cp, const char *type) {
     more_options = "";
 }
 
-static void every_way_trains_like_pytorch_on_one_rank(void **state) {
+static void every_comm_type_trains_like_pytorch_on_one_rank(void **state) {
     (void)state;
     if (grid.world.size != 8) skip();
     for (int k = 0; k < NUM_FAMILIES; k++) train_over(families[k], 4, "p2p");
@@ -104,8 +103,8 @@ static int batch_of_odd_length(void *context, int64_t index, mt_batch *batch, mt
     return 0;
 }
 
-/* A document of 15 tokens over 8 ranks stops training in words. */
-static void training_names_a_sequence_that_cannot_be_shared_out(void **state) {
+/* A document of 15 tokens on 8 ranks ends training with an error. */
+static void training_names_a_sequence_that_cannot_be_sharded(void **state) {
     (void)state;
     if (grid.world.size != 8) skip();
     more_options = "--context-parallel-size 8";
@@ -128,12 +127,12 @@ int main(int argc, char **argv) {
     if (!grid.world.comm) mt_die("start me with mpirun");
     ops = &mt_cpu_ops;
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(shards_hold_every_token_once_in_order),
-        cmocka_unit_test(sequences_that_cannot_be_shared_out_are_refused),
-        cmocka_unit_test(every_way_is_attention_of_one_rank),
-        cmocka_unit_test(every_way_is_attention_of_one_rank_to_the_rounding_of_bf16),
-        cmocka_unit_test(every_way_trains_like_pytorch_on_one_rank),
-        cmocka_unit_test(training_names_a_sequence_that_cannot_be_shared_out),
+        cmocka_unit_test(shards_have_every_token_once_in_order),
+        cmocka_unit_test(sequences_that_cannot_be_sharded_are_refused),
+        cmocka_unit_test(every_comm_type_equals_attention_on_one_rank),
+        cmocka_unit_test(every_comm_type_equals_attention_on_one_rank_to_bf16_rounding),
+        cmocka_unit_test(every_comm_type_trains_like_pytorch_on_one_rank),
+        cmocka_unit_test(training_names_a_sequence_that_cannot_be_sharded),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     mt_grid_stop(&grid);

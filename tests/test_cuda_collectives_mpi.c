@@ -77,7 +77,7 @@ int main(int argc, char **argv) {
     options.tensor_model_parallel_size = grid.world.size; // all others are then groups of one, or the same
     if (mt_grid_build(&grid, &options, &error) != 0) mt_die("%s", error.text);
     mt_options_free(&options);
-    ops = mt_backend_open("cuda", &grid, &error);
+    ops = mt_backend_open(MT_DEVICE_CUDA, &grid, &error);
     if (!ops) {
         printf("skipped: %s\n", error.text);
         mt_grid_stop(&grid);

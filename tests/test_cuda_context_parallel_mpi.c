@@ -11,7 +11,7 @@ int main(int argc, char **argv) {
     options.context_parallel_size = grid.world.size; // all others are then groups of one, or the same
     if (mt_grid_build(&grid, &options, &error) != 0) mt_die("%s", error.text);
     mt_options_free(&options);
-    ops = mt_backend_open("cuda", &grid, &error);
+    ops = mt_backend_open(MT_DEVICE_CUDA, &grid, &error);
     if (!ops) {
         printf("skipped: %s\n", error.text);
         mt_grid_stop(&grid);
@@ -21,8 +21,8 @@ int main(int argc, char **argv) {
     void *workspace = ops->memory_alloc(bytes);
     ops_stream = ops->stream_create(workspace, bytes, false);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_way_is_attention_of_one_rank),
-        cmocka_unit_test(every_way_is_attention_of_one_rank_to_the_rounding_of_bf16),
+        cmocka_unit_test(every_comm_type_equals_attention_on_one_rank),
+        cmocka_unit_test(every_comm_type_equals_attention_on_one_rank_to_bf16_rounding),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     ops->stream_destroy(ops_stream);

@@ -10,7 +10,7 @@ int main(int argc, char **argv) {
     mt_grid built = grid;
     mt_options_default(&options);
     if (mt_grid_build(&built, &options, &error) != 0) mt_die("%s", error.text);
-    real_ops = mt_backend_open("cuda", &built, &error);
+    real_ops = mt_backend_open(MT_DEVICE_CUDA, &built, &error);
     if (!real_ops) printf("skipped: %s\n", error.text);
     mt_grid_clear(&built);
     mt_options_free(&options);

@@ -1,5 +1,4 @@
-/* Data parallelism: ranks that each take their share of the batch train like one rank, whatever they share out among
- * them. Run by mpirun. */
+/* test_data_parallel_mpi.c: data parallelism with every sharding strategy trains like one rank. Run by mpirun. */
 #include "golden.h"
 
 #include <mpi.h>
@@ -13,9 +12,9 @@ static const char *const strategies[NUM_STRATEGIES] = {"no_shard", "optim", "opt
 static mt_grid grid;
 static const mt_grid alone = MT_GRID_OF_ONE;
 
-/* ---- grids of the first ranks of the job */
+/* ---- grids of the first ranks of the world */
 
-static mt_grid first_ranks[MAX_RANKS + 1]; // of so many; a rank that is not among them has size 0, but one is any rank
+static mt_grid first_ranks[MAX_RANKS + 1]; // [size]; size 0 on ranks outside; [1] is this rank alone
 static MPI_Comm communicators[MAX_RANKS + 1];
 static int members[MAX_RANKS] = {0, 1, 2, 3};
 
@@ -39,11 +38,11 @@ static void open_grids(void) {
     }
 }
 
-static bool takes_part(int size) {
+static bool is_in_grid(int size) {
     return size <= grid.world.size && first_ranks[size].world.size > 0;
 }
 
-/* ---- a tiny model and what it learns from */
+/* ---- a tiny model and its data */
 
 typedef struct trainee {
     mt_options options;
@@ -54,10 +53,10 @@ typedef struct trainee {
 } trainee;
 
 typedef struct tiny_source {
-    int64_t first, stride; // sequences: this rank's first, and what all ranks take together
+    int64_t first, stride; // this rank's first sequence; sequences of one micro-batch over all ranks
 } tiny_source;
 
-/* Sequence `number` of the run, one of four to learn: it depends on nothing else. */
+/* A sequence is a function of its number only: one of four, plus a loss mask. */
 static int tiny_batch(void *context, int64_t index, mt_batch *batch, mt_error *error) {
     (void)error;
     const tiny_source *from = context;
@@ -73,8 +72,8 @@ static int tiny_batch(void *context, int64_t index, mt_batch *batch, mt_error *e
     return 0;
 }
 
-/* Sizes that leave gaps between parameters and cut shards in the middle of them. A large epsilon, because the gradient
- * of keys' biases is zero but for rounding, which AdamW would divide by its own size. */
+/* The sizes leave gaps between parameters, and shards end inside parameters. The large epsilon: AdamW would divide the
+ * gradient of the biases of k, which is zero except for rounding, by its own magnitude. */
 static void trainee_options(mt_options *options, int64_t ranks, const char *words) {
     char line[1024], *arguments[64];
     int count = 0;
@@ -122,7 +121,7 @@ static mt_metrics train_one_step(trainee *t, int64_t micro_batches) {
     return metrics;
 }
 
-/* One kind of all values of the model, whole, as floats in the table's order; `count` of them. To free. */
+/* One state of all parameters, unsharded, as `count` floats in the order of the table; free them. */
 static float *whole_state(mt_model *model, mt_param_state state, int64_t *count) {
     int64_t num_params;
     const mt_param *params = mt_model_params(model, &num_params);
@@ -143,7 +142,7 @@ static float *whole_state(mt_model *model, mt_param_state state, int64_t *count)
     return values;
 }
 
-/* What ten steps give: losses, norms, final weights. */
+/* The results of ten steps. */
 typedef struct outcome {
     double losses[STEPS], norms[STEPS];
     float *weights;
@@ -187,9 +186,9 @@ static void assert_same_outcome(const outcome *o, const outcome *expected, doubl
 static void every_strategy_trains_like_one_rank(const char *words, double tolerance) {
     for (int64_t micro_batches = 1; micro_batches <= 3; micro_batches += 2)
         for (int ranks = 1; ranks <= MAX_RANKS; ranks++) {
-            if (!takes_part(ranks)) continue;
+            if (!is_in_grid(ranks)) continue;
             outcome expected = ten_steps(&alone, words, 0, false, ranks * micro_batches);
-            assert_true(expected.losses[STEPS - 1] < 0.9 * expected.losses[0]); // it learns
+            assert_true(expected.losses[STEPS - 1] < 0.9 * expected.losses[0]); // the model learns
             for (int variant = 0; variant < 2 * NUM_STRATEGIES; variant++) {
                 char what[160];
                 snprintf(what, sizeof what, "%s%s, %d ranks, %d micro-batches", strategies[variant / 2],
@@ -215,7 +214,7 @@ static void every_strategy_trains_untied_models_like_one_rank(void **state) {
 static void every_strategy_trains_in_bf16_to_within_two_percent(void **state) {
     (void)state;
     char words[512];
-    snprintf(words, sizeof words, "%s --bf16 --lr 2e-3", untied); // few weights then round the other way
+    snprintf(words, sizeof words, "%s --bf16 --lr 2e-3", untied); // few weights then round differently
     for (int strategy = 0; strategy < NUM_STRATEGIES; strategy++) {
         outcome expected = ten_steps(&alone, words, 0, false, 3 * grid.world.size);
         outcome o = ten_steps(&grid, words, strategy, true, 3);
@@ -226,9 +225,9 @@ static void every_strategy_trains_in_bf16_to_within_two_percent(void **state) {
 
 /* ---- streams */
 
-/* A backend whose streams but the first do nothing before another stream follows them, or the test's own thread waits
- * for an event of theirs: the latest that a GPU may be. What is not waited for is then missing, and what is overwritten
- * too early is lost. */
+/* A backend with late streams: all but the first run their calls only when another stream follows them, or when the
+ * main thread waits for an event, as late as a GPU may. A missing wait then gives missing data, an early overwrite lost
+ * data. */
 typedef struct late_call {
     void (*run)(const struct late_call *call);
     void *out;
@@ -245,7 +244,7 @@ typedef struct late_stream {
 } late_stream;
 static late_stream late_streams[MAX_STREAMS];
 static int num_streams, most_late_calls;
-static pthread_mutex_t late_lock = PTHREAD_MUTEX_INITIALIZER; // threads of a saver wait for events
+static pthread_mutex_t late_lock = PTHREAD_MUTEX_INITIALIZER; // the threads of a saver wait for events
 static pthread_t own_thread;
 
 static void run_all_reduce(const late_call *c) {
@@ -266,7 +265,7 @@ static void run_accumulate(const late_call *c) {
 
 static void call_late(mt_stream *stream, late_call call) {
     late_stream *to = (late_stream *)(void *)stream;
-    if (to == &late_streams[0]) { // the model's own stream: at once
+    if (to == &late_streams[0]) { // the model's stream runs at once
         call.run(&call);
         return;
     }
@@ -320,7 +319,7 @@ static void late_destroy(mt_stream *stream) {
     num_streams--;
 }
 
-/* An event is the stream on which it was recorded last. */
+/* An event is the stream that it was recorded on last. */
 static mt_event *late_event_create(void) {
     return mt_calloc(sizeof(mt_stream *));
 }
@@ -355,7 +354,7 @@ static void late_memory_copy(void *to, const void *from, int64_t bytes, mt_strea
 static mt_ops late_ops(void) {
     mt_ops late = mt_cpu_ops;
     own_thread = pthread_self();
-    late.name = "late"; // nothing is done as for the CPU
+    late.name = "late"; // disables special cases for the CPU
     late.all_reduce = late_all_reduce, late.all_gather = late_all_gather, late.reduce_scatter = late_reduce_scatter;
     late.accumulate = late_accumulate, late.stream_follow = late_follow, late.memory_copy = late_memory_copy;
     late.stream_create = late_create, late.stream_destroy = late_destroy;
@@ -364,7 +363,7 @@ static mt_ops late_ops(void) {
     return late;
 }
 
-static void streams_wait_for_what_they_need(void **state) {
+static void streams_wait_for_their_inputs(void **state) {
     (void)state;
     mt_ops late = late_ops();
     for (int variant = 0; variant < 2 * NUM_STRATEGIES; variant++) {
@@ -374,7 +373,7 @@ static void streams_wait_for_what_they_need(void **state) {
         outcome o = ten_steps(&grid, words, variant / 2, true, 2);
         backend = &mt_cpu_ops;
         assert_same_outcome(&o, &expected, 1e-5, strategies[variant / 2]);
-        assert_true(most_late_calls > 0); // else nothing would overlap
+        assert_true(most_late_calls > 0); // otherwise nothing overlaps
         free(o.weights), free(expected.weights);
     }
 }
@@ -382,8 +381,7 @@ static void streams_wait_for_what_they_need(void **state) {
 /* ---- the golden families */
 
 static void set_strategy(mt_options *options, int strategy) {
-    free(options->data_parallel_sharding_strategy);
-    options->data_parallel_sharding_strategy = mt_strdup(strategies[strategy]);
+    options->data_parallel_sharding_strategy = (mt_strategy)strategy;
     options->overlap_grad_reduce = options->overlap_param_gather = strategy > 0;
 }
 
@@ -411,7 +409,7 @@ static void every_strategy_trains_every_family_like_pytorch_on_one(void **state)
     for (int k = 0; k < NUM_FAMILIES; k++)
         for (int strategy = 0; strategy < NUM_STRATEGIES; strategy++)
             for (int ranks = 2; ranks <= MAX_RANKS; ranks += 2)
-                if (takes_part(ranks)) train_family(families[k], &first_ranks[ranks], strategy);
+                if (is_in_grid(ranks)) train_family(families[k], &first_ranks[ranks], strategy);
 }
 
 static void every_rank_ends_with_the_same_weights(void **state) {
@@ -446,7 +444,7 @@ static void initial_weights_do_not_depend_on_the_strategy(void **state) {
 
 /* ---- memory */
 
-/* "bytes a parameter" of a row of the printed plan; 0 if there is none. */
+/* Bytes per parameter in a row of the printed plan; 0 if there is no such row. */
 static double plan_bytes(const mt_model *model, const char *row) {
     char *text, *at;
     size_t length;
@@ -459,7 +457,7 @@ static double plan_bytes(const mt_model *model, const char *row) {
     return bytes;
 }
 
-static void memory_is_what_the_formula_says(void **state) {
+static void memory_is_that_of_the_formula(void **state) {
     (void)state;
     static const char shape[] = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 256 "
                                 "--vocab-size 1024 --disable-bias-linear --normalization RMSNorm "
@@ -477,7 +475,7 @@ static void memory_is_what_the_formula_says(void **state) {
         assert_true(fabs(plan_bytes(t.model, "weights") - weights) <= 0.02);
         assert_true(fabs(plan_bytes(t.model, "gradients") - gradients) <= 0.02);
         assert_true(fabs(plan_bytes(t.model, "optimizer state") - optimizer) <= 0.02);
-        /* whole buckets: two layers and the embedding, of four layers and the embedding */
+        /* two layers and the embedding are whole, of four layers and the embedding */
         double layer = 64 * (4 * 64 + 2 * 256) + 2 * 64, embedding = 1024 * 64, all = 4 * layer + embedding + 64;
         double slots = (2 * layer + embedding) / all * ((strategy >= 2 ? 4 : 0) + (strategy >= 3 ? size : 0));
         assert_true(fabs(plan_bytes(t.model, "whole buckets") - slots) <= 0.02);
@@ -513,7 +511,7 @@ static void assert_same_state(trainee *a, trainee *b) {
     }
 }
 
-/* Three steps, a checkpoint, then three more by the one that saved it and by one that loads it. */
+/* Three steps, a checkpoint, then three steps by the model that saved it and by a model that loads it. */
 static void save_and_resume(int saves, int loads, bool is_bf16) {
     char words[512];
     mt_error error;
@@ -545,7 +543,7 @@ static void a_run_resumes_under_any_strategy(void **state) {
         for (int loads = 0; loads < NUM_STRATEGIES; loads++) save_and_resume(saves, loads, saves % 2 == loads % 2);
 }
 
-static void many_ranks_save_what_one_rank_loads(void **state) {
+static void one_rank_loads_the_checkpoint_of_many(void **state) {
     (void)state;
     mt_error error;
     checkpoint_folder();
@@ -564,10 +562,10 @@ static void many_ranks_save_what_one_rank_loads(void **state) {
     }
 }
 
-/* ---- saves in the background */
+/* ---- asynchronous saves */
 
-/* Saves after each of four steps, the last three not before the one before is in its place; then again, and loads the
- * first before anything of that is copied. */
+/* Saves after each of four steps; the last three saves wait until the previous one is in place. Then saves again, and
+ * loads the first checkpoint before the copies of the last save are made. */
 static void train_and_save(const char *words, int strategy, const char *into, bool async) {
     trainee t;
     mt_saver *saver;
@@ -580,11 +578,11 @@ static void train_and_save(const char *words, int strategy, const char *into, bo
     const late_stream *copies = async ? &late_streams[num_streams - 1] : NULL;
     for (int i = 0; i < 5; i++) {
         if (i < 4) train_one_step(&t, 2);
-        if (i < 4 && async) assert_int_equal(copies->count, 0); // the step has waited for them
+        if (i < 4 && async) assert_int_equal(copies->count, 0); // the step waited for the copies
         t.state.iteration = i + 1;
         if (mt_train_finish(t.model, &error) != 0) fail_msg("%s", error.text);
         if (mt_saver_save(saver, &t.state, &error) != 0) fail_msg("%s", error.text);
-        if (async) assert_true(copies->count > 0); // and the save has not
+        if (async) assert_true(copies->count > 0); // the save did not
     }
     snprintf(first, sizeof first, "%s/iter_0000001", into);
     if (mt_checkpoint_load(t.model, &of_first, first, &error) != 0) fail_msg("%s", error.text);
@@ -599,7 +597,7 @@ static const char experts[] = "--num-experts 4 --moe-router-topk 2 --moe-router-
                               "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
                               "--untie-embeddings-and-output-weights --hidden-dropout 0 --bf16";
 
-static void what_is_copied_late_is_what_was_there_when_it_was_saved(void **state) {
+static void late_copies_have_the_values_at_the_time_of_the_save(void **state) {
     (void)state;
     const char *const variants[] = {tied, untied, experts};
     mt_ops late = late_ops();
@@ -615,7 +613,7 @@ static void what_is_copied_late_is_what_was_there_when_it_was_saved(void **state
         }
         backend = &mt_cpu_ops;
         double differs = 0;
-        for (int i = 1; i <= 5 && grid.world.rank == 0; i++) { // sums of all files, so all of them are the same
+        for (int i = 1; i <= 5 && grid.world.rank == 0; i++) { // equal checksums: equal files
             snprintf(command, sizeof command, "cmp '%s/iter_000000%d/checksums.json' '%s/iter_000000%d/checksums.json'",
                      into[0], i, into[1], i);
             differs += system(command) != 0;
@@ -626,12 +624,12 @@ static void what_is_copied_late_is_what_was_there_when_it_was_saved(void **state
     }
 }
 
-static void every_rank_hears_that_a_checkpoint_cannot_be_saved(void **state) {
+static void a_failed_save_is_an_error_on_every_rank(void **state) {
     (void)state;
     mt_error error = {{0}};
     trainee t;
     checkpoint_folder();
-    if (grid.world.rank == 0) { // a file where the folder should be
+    if (grid.world.rank == 0) { // a file at the path of the folder
         FILE *file = fopen(folder, "w");
         assert_non_null(file);
         fclose(file);
@@ -651,7 +649,7 @@ static void every_rank_hears_that_a_checkpoint_cannot_be_saved(void **state) {
     assert_non_null(strstr(error.text, folder));
     assert_int_equal(mt_saver_finish(saver, &error), 0);
     assert_int_equal(mt_saver_in_place(saver), -1);
-    mt_saver_close(saver); // nothing is under way
+    mt_saver_close(saver); // without an unfinished save
     trainee_close(&t);
     backend = &mt_cpu_ops;
     remove_checkpoint();
@@ -669,15 +667,15 @@ int main(int argc, char **argv) {
         cmocka_unit_test(every_strategy_trains_tied_models_like_one_rank),
         cmocka_unit_test(every_strategy_trains_untied_models_like_one_rank),
         cmocka_unit_test(every_strategy_trains_in_bf16_to_within_two_percent),
-        cmocka_unit_test(streams_wait_for_what_they_need),
+        cmocka_unit_test(streams_wait_for_their_inputs),
         cmocka_unit_test(every_strategy_trains_every_family_like_pytorch_on_one),
         cmocka_unit_test(every_rank_ends_with_the_same_weights),
         cmocka_unit_test(initial_weights_do_not_depend_on_the_strategy),
-        cmocka_unit_test(memory_is_what_the_formula_says),
+        cmocka_unit_test(memory_is_that_of_the_formula),
         cmocka_unit_test(a_run_resumes_under_any_strategy),
-        cmocka_unit_test(many_ranks_save_what_one_rank_loads),
-        cmocka_unit_test(what_is_copied_late_is_what_was_there_when_it_was_saved),
-        cmocka_unit_test(every_rank_hears_that_a_checkpoint_cannot_be_saved),
+        cmocka_unit_test(one_rank_loads_the_checkpoint_of_many),
+        cmocka_unit_test(late_copies_have_the_values_at_the_time_of_the_save),
+        cmocka_unit_test(a_failed_save_is_an_error_on_every_rank),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     mt_grid_stop(&grid);

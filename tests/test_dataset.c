@@ -238,7 +238,7 @@ static void paths_without_weights_are_read_once_in_proportion_to_their_size(void
     mt_data *data;
     mt_error error;
     assert_refused(mt_data_open(&data, &config, &error), &error, "hold 211 samples");
-    config.dataloader_type = "cyclic";
+    config.dataloader_type = MT_DATALOADER_CYCLIC;
     assert_ok(mt_data_open(&data, &config, &error), &error);
     const mt_dataset *train = mt_data_split(data, MT_SPLIT_TRAIN);
     int64_t taken[3] = {0}, source, index;
@@ -541,9 +541,9 @@ static void read_epoch(const mt_dataset *dataset, const mt_data_config *config, 
 
 static void ranks_partition_the_samples_under_every_sampler(void **state) {
     (void)state;
-    const mt_data_config configs[] = {{.dataloader_type = "single"},
-                                      {.dataloader_type = "cyclic"},
-                                      {.dataloader_type = "cyclic", .no_data_sharding = true}};
+    const mt_data_config configs[] = {{.dataloader_type = MT_DATALOADER_SINGLE},
+                                      {.dataloader_type = MT_DATALOADER_CYCLIC},
+                                      {.dataloader_type = MT_DATALOADER_CYCLIC, .no_data_sharding = true}};
     mt_dataset dataset = counting_dataset(101);
     int count[101];
     for (int c = 0; c < 3; c++)
@@ -580,7 +580,7 @@ static void single_takes_rows_of_each_group_in_order(void **state) {
 static void cyclic_follows_megatrons_random_sampler(void **state) {
     (void)state;
     mt_dataset dataset = counting_dataset(19);
-    mt_data_config config = {.dataloader_type = "cyclic"};
+    mt_data_config config = {.dataloader_type = MT_DATALOADER_CYCLIC};
     uint32_t permutation[18];
     mt_error error;
     for (int64_t epoch = 0; epoch < 3; epoch++)
@@ -604,9 +604,7 @@ static void cyclic_follows_megatrons_random_sampler(void **state) {
     assert_int_equal(sample, permutation[4 + 3]);
     assert_refused(mt_loader_sample(loader, 3, 0, &sample, &error), &error, "multiple of 4");
     mt_loader_close(loader);
-    config.dataloader_type = "external";
-    assert_refused(mt_loader_open(&loader, &dataset, &config, 2, 1, 2, &error), &error, "external");
-    config.dataloader_type = NULL;
+    config.dataloader_type = MT_DATALOADER_SINGLE;
     assert_refused(mt_loader_open(&loader, &dataset, &config, 10, 1, 2, &error), &error, "--micro-batch-size");
 }
 
@@ -696,7 +694,7 @@ static void each_reset_option_works_alone(void **state) {
 
 static void a_resumed_loader_reads_the_samples_of_an_uninterrupted_one(void **state) {
     (void)state;
-    const char *types[] = {"single", "cyclic"};
+    const mt_dataloader_type types[] = {MT_DATALOADER_SINGLE, MT_DATALOADER_CYCLIC};
     for (int type = 0; type < 2; type++) {
         mt_dataset dataset = counting_dataset(64);
         mt_data_config config = {.dataloader_type = types[type], .eod_id = -1};

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The demo runs from text to a sample, with very few iterations, and leaves behind what it promises.
+# The demo runs with few iterations, from text to generated text, and leaves its files.
 set -u
 for program in train infer data/preprocess; do
     if ! [ -x "$MT_BIN/$program" ]; then

@@ -1,5 +1,5 @@
-/* The CPU's operations of mixtures of experts: against Megatron's own numbers, references in float64, finite
- * differences of those, and the contracts taken word by word over every choice. */
+/* test_experts.c: the CPU's operations of mixtures of experts against Megatron's numbers, references in float64, finite
+ * differences of the references, and direct implementations of the contracts. */
 #include "../data/profile.h"
 
 #include <jansson.h>
@@ -28,7 +28,7 @@ static uint64_t random_word(void) {
     return random_state >> 8;
 }
 
-static int64_t least(int64_t a, int64_t b) {
+static int64_t smaller(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
@@ -36,7 +36,7 @@ static int64_t random_below(int64_t n) {
     return (int64_t)(random_word() % (uint64_t)n);
 }
 
-/* In [-1, 1), rounded to bf16, so that every element type holds it exactly. */
+/* In [-1, 1), rounded to bf16: exact in every element type. */
 static double *random_values(int64_t n) {
     double *values = mt_malloc((n + 1) * 8);
     for (int64_t i = 0; i < n; i++)
@@ -44,14 +44,14 @@ static double *random_values(int64_t n) {
     return values;
 }
 
-/* Logits as a router makes them; all differ. */
+/* Distinct random logits. */
 static double *random_logits(int64_t n) {
     double *values = mt_malloc((n + 1) * 8);
     for (int64_t i = 0; i < n; i++) values[i] = (float)(random_below(1 << 22)) / (1 << 19) - 4.0f;
     return values;
 }
 
-/* values[n] as elements of a type, in memory of exactly that size, so that sanitizers see what is written past it. */
+/* values[n] as elements of a type, in memory of exactly that size, so that sanitizers detect writes past the end. */
 static void *store(const double *values, int64_t n, mt_dtype dtype) {
     char *memory = mt_malloc(n * mt_dtype_size(dtype));
     for (int64_t i = 0; i < n; i++)
@@ -69,19 +69,19 @@ static double *load(const void *x, int64_t n, mt_dtype dtype) {
     return values;
 }
 
-/* n elements that are not numbers: what was not written must not be read, and shows. */
-static void *not_numbers(int64_t n, mt_dtype dtype) {
+/* n elements that are NaN: exposes unwritten elements and reads of them. */
+static void *nans(int64_t n, mt_dtype dtype) {
     int64_t bytes = n * mt_dtype_size(dtype);
     void *memory = mt_malloc(bytes);
     memset(memory, 0xff, (size_t)bytes);
     return memory;
 }
 
-static void assert_not_numbers(const void *x, int64_t n, mt_dtype dtype) {
+static void assert_nans(const void *x, int64_t n, mt_dtype dtype) {
     for (int64_t i = 0; i < n * mt_dtype_size(dtype); i++) assert_int_equal(((const unsigned char *)x)[i], 0xff);
 }
 
-/* |got - want| <= tolerance |want| as vectors. */
+/* Fails unless |got - want| <= tolerance * |want| (norms of vectors). */
 static void assert_near(const char *what, const double *got, const double *want, int64_t n, double tolerance) {
     double size = 0, error = 0;
     for (int64_t i = 0; i < n; i++) size += want[i] * want[i], error += (got[i] - want[i]) * (got[i] - want[i]);
@@ -89,7 +89,7 @@ static void assert_near(const char *what, const double *got, const double *want,
         fail_msg("%s: error %g of norm %g", what, sqrt(error), sqrt(size));
 }
 
-/* fp32 to a few roundings; bf16 to one rounding of each element. */
+/* Tolerance: fp32 a few roundings; bf16 one rounding per element. */
 static void assert_rounded(const char *what, const double *got, const double *want, int64_t n, mt_dtype dtype) {
     if (dtype == MT_F32) {
         assert_near(what, got, want, n, 1e-6);
@@ -100,13 +100,13 @@ static void assert_rounded(const char *what, const double *got, const double *wa
     double scale = sqrt(sum / (double)(n > 0 ? n : 1));
     for (int64_t i = 0; i < n; i++)
         if (!(fabs(got[i] - want[i]) <= fabs(want[i]) / 256 * 1.001 + 1e-6 * scale))
-            fail_msg("%s[%lld] in bf16: %.9g, should be %.9g", what, (long long)i, got[i], want[i]);
+            fail_msg("%s[%lld] in bf16: %.9g, expected %.9g", what, (long long)i, got[i], want[i]);
 }
 
-/* out[n_out] of in[n_in], in float64. */
+/* Computes out[n_out] from in[n_in] in float64. */
 typedef void reference_fn(double *out, const double *in, const void *shape);
 
-/* got[n_in] against central differences of sum(dout out). */
+/* Compares got[n_in] with central differences of sum(dout * out). */
 static void assert_gradient(const char *what, const double *got, reference_fn *reference, const void *shape,
                             const double *in, int64_t n_in, const double *dout, int64_t n_out, mt_dtype dtype) {
     const double h = 1e-4;
@@ -156,7 +156,7 @@ static mt_router json_router(const json_t *c) {
                        .scaling = json_is_null(scaling) ? 1 : (float)json_number_value(scaling)};
 }
 
-/* Choices and probabilities as a matrix of tokens and experts, as Megatron keeps them. */
+/* Compares choices and probabilities as matrices [T, E], Megatron's form. */
 static void assert_routes(const json_t *c, const mt_router *router, const float *logits, int64_t T) {
     int64_t E = router->num_experts, k = router->topk;
     const json_t *bias_json = json_object_get(c, "bias");
@@ -178,8 +178,8 @@ static void assert_routes(const json_t *c, const mt_router *router, const float 
     free(experts);
 }
 
-/* With every token a sequence of its own, the sums are the tokens' shares; with one sequence they give the losses. */
-static void assert_balance(const json_t *c, const mt_router *router, const float *logits, int64_t T) {
+/* With one sequence per token the sums are the scores of the tokens; with one sequence in all they give the losses. */
+static void assert_aux_losses(const json_t *c, const mt_router *router, const float *logits, int64_t T) {
     int64_t E = router->num_experts;
     float *sums = mt_malloc(2 * T * E * 4);
     int32_t *sequence = mt_malloc(T * 4);
@@ -204,7 +204,7 @@ static void assert_balance(const json_t *c, const mt_router *router, const float
     free(sums), free(sequence), free(want_scores), free(want_map), free(got);
 }
 
-static void routers_choose_weigh_and_balance_as_megatron(void **state) {
+static void routers_and_auxiliary_losses_equal_megatrons(void **state) {
     (void)state;
     json_t *cases = json_load_file("tests/golden/megatron/router.json", 0, NULL), *c;
     size_t i;
@@ -215,7 +215,7 @@ static void routers_choose_weigh_and_balance_as_megatron(void **state) {
         double *values = json_numbers(json_object_get(c, "logits"), T * router.num_experts);
         float *logits = store(values, T * router.num_experts, MT_F32);
         assert_routes(c, &router, logits, T);
-        assert_balance(c, &router, logits, T);
+        assert_aux_losses(c, &router, logits, T);
         free(values), free(logits);
     }
     json_decref(cases);
@@ -236,7 +236,7 @@ static const mt_router routers[] = {
 };
 enum { NUM_ROUTERS = sizeof routers / sizeof *routers };
 
-/* scores[E] by which a token's experts are chosen. */
+/* scores[E] that select a token's experts. */
 static void reference_scores(double *scores, const double *x, const double *bias, const mt_router *r) {
     double sum = 0;
     for (int64_t e = 0; e < r->num_experts; e++) sum += exp(x[e]);
@@ -247,25 +247,25 @@ static void reference_scores(double *scores, const double *x, const double *bias
             scores[e] = r->pre_softmax ? exp(x[e]) / sum : x[e];
 }
 
-/* How many of x[n] come before x[i]. */
-static int64_t place_of(const double *x, int64_t n, int64_t i) {
-    int64_t place = 0;
-    for (int64_t j = 0; j < n; j++) place += x[j] > x[i] || (x[j] == x[i] && j < i);
-    return place;
+/* The rank of x[i] among x[n], the largest first, ties by index. */
+static int64_t rank_of(const double *x, int64_t n, int64_t i) {
+    int64_t rank = 0;
+    for (int64_t j = 0; j < n; j++) rank += x[j] > x[i] || (x[j] == x[i] && j < i);
+    return rank;
 }
 
-/* chosen[k], by everyone's place among the others. */
+/* chosen[k] by the ranks of all scores. */
 static void reference_choice(int32_t *chosen, const double *x, const double *bias, const mt_router *r) {
     double scores[128], sums[128] = {0};
     int64_t E = r->num_experts, groups = r->num_groups, size = groups ? E / groups : E;
     reference_scores(scores, x, bias, r);
     for (int64_t e = 0; e < E && groups; e++)
-        if (place_of(scores + e / size * size, size, e % size) < r->topk / r->group_topk) sums[e / size] += scores[e];
+        if (rank_of(scores + e / size * size, size, e % size) < r->topk / r->group_topk) sums[e / size] += scores[e];
     for (int64_t e = 0; e < E && groups; e++)
-        if (place_of(sums, groups, e / size) >= r->group_topk) scores[e] = -INFINITY;
+        if (rank_of(sums, groups, e / size) >= r->group_topk) scores[e] = -INFINITY;
     for (int64_t e = 0; e < E; e++) {
-        int64_t place = place_of(scores, E, e);
-        if (place < r->topk) chosen[place] = (int32_t)e;
+        int64_t rank = rank_of(scores, E, e);
+        if (rank < r->topk) chosen[rank] = (int32_t)e;
     }
 }
 
@@ -275,7 +275,7 @@ typedef struct route_shape {
     const int32_t *experts;
 } route_shape;
 
-/* out = probs[T, k] of in = logits[T, E]. */
+/* out: probs[T, k]; in: logits[T, E]. */
 static void route_reference(double *out, const double *in, const void *shape) {
     const route_shape *s = shape;
     const mt_router *r = s->router;
@@ -304,7 +304,7 @@ static void routes_match_float64_and_finite_differences(void **state) {
         double *want = mt_malloc(T * k * 8);
         for (int64_t e = 0; bias && e < E; e++) bias[e] /= 16;
         float *x = store(logits, n, MT_F32), *b = bias ? store(bias, E, MT_F32) : NULL, *p = mt_malloc(T * k * 4);
-        float *dp = store(dprobs, T * k, MT_F32), *dx = not_numbers(n, MT_F32);
+        float *dp = store(dprobs, T * k, MT_F32), *dx = nans(n, MT_F32);
         int32_t *experts = mt_malloc(T * k * 4), *chosen = mt_malloc(T * k * 4), invalid = 0;
         ops->route_forward(p, experts, &invalid, x, b, T, r, NULL);
         ops->route_backward(dx, dp, experts, x, T, r, NULL);
@@ -323,10 +323,10 @@ static void routes_match_float64_and_finite_differences(void **state) {
     }
 }
 
-static void among_equal_scores_the_lowest_number_wins(void **state) {
+static void equal_scores_choose_the_lowest_expert(void **state) {
     (void)state;
     static const float logits[2][8] = {{1, 2, 2, 0, 2, 2, 1, 2}, {40, 41, 40, 43, 42, 40, 44, 40}};
-    static const int32_t plain[6] = {1, 2, 4, 6, 3, 4}; // no sigmoid of the second token is told from 1 in fp32
+    static const int32_t plain[6] = {1, 2, 4, 6, 3, 4}; // the sigmoids of the second token all round to 1 in fp32
     mt_router router = {.num_experts = 8, .topk = 3, .sigmoid = true, .scaling = 1};
     float probs[6], bias[8] = {0};
     int32_t experts[6], invalid = 0;
@@ -341,7 +341,7 @@ static void among_equal_scores_the_lowest_number_wins(void **state) {
     assert_true(experts[0] == 4 && experts[1] == 5);
 }
 
-static void logits_that_are_no_numbers_are_counted_and_spoil_their_token_alone(void **state) {
+static void non_finite_logits_are_counted_and_affect_their_token_only(void **state) {
     (void)state;
     enum { T = 7 };
     for (int i = 0; i < NUM_ROUTERS; i++) {
@@ -374,9 +374,9 @@ static void logits_that_are_no_numbers_are_counted_and_spoil_their_token_alone(v
     }
 }
 
-/* ==== Sinkhorn's choice ========================================================================================== */
+/* ==== Sinkhorn routing =========================================================================================== */
 
-/* scaled[T, E] as Megatron's sinkhorn has it, line by line; gives how many rounds it took. */
+/* Megatron's sinkhorn, line by line: scaled[T, E]; returns the number of iterations. */
 static int sinkhorn_reference(double *scaled, const double *logits, int64_t T, int64_t E) {
     double *d0 = mt_malloc((T + 2 * E) * 8), *d1 = d0 + T, *old = d1 + E, error = 1e9;
     int rounds = 0;
@@ -402,33 +402,33 @@ static int sinkhorn_reference(double *scaled, const double *logits, int64_t T, i
     return rounds;
 }
 
-/* Logits of which the first experts are liked by all. */
+/* Logits that are higher for the first two experts. */
 static double *uneven_logits(int64_t T, int64_t E) {
     double *logits = random_logits(T * E);
     for (int64_t i = 0; i < T * E; i++) logits[i] = (double)(float)(logits[i] / 2 + (i % E < 2 ? 3 : 0) - i / E % 7);
     return logits;
 }
 
-static const mt_router together[] = {
+static const mt_router sinkhorn_routers[] = {
     {.num_experts = 8, .topk = 2, .pre_softmax = true, .scaling = 1},
     {.num_experts = 8, .topk = 1, .sigmoid = true, .scaling = 2},
     {.num_experts = 70, .topk = 6, .pre_softmax = true, .scaling = 1.5f},
 };
 
-/* All tokens at once, then in two parts, as two ranks do it. */
-static void sinkhorn_chooses_and_weighs_as_megatron_in_float64(void **state) {
+/* All tokens at once, then in two parts as on two ranks. */
+static void sinkhorn_routing_equals_megatrons_in_float64(void **state) {
     (void)state;
     enum { T = 211, FIRST = 60 };
     for (int i = 0; i < 3; i++) {
-        const mt_router *r = &together[i];
+        const mt_router *r = &sinkhorn_routers[i];
         int64_t E = r->num_experts, k = r->topk;
         double *logits = uneven_logits(T, E), *scaled = mt_malloc(T * E * 8), *want = mt_malloc(T * k * 8);
         float *x = store(logits, T * E, MT_F32), *p = mt_malloc(T * k * 4);
         int32_t *experts = mt_malloc(2 * T * k * 4), *chosen = experts + T * k, invalid = 5;
         assert_true(sinkhorn_reference(scaled, logits, T, E) >= 3);
         for (int64_t j = 0; j < T * E; j++) {
-            int64_t place = place_of(scaled + j / E * E, E, j % E);
-            if (place < k) chosen[j / E * k + place] = (int32_t)(j % E);
+            int64_t rank = rank_of(scaled + j / E * E, E, j % E);
+            if (rank < k) chosen[j / E * k + rank] = (int32_t)(j % E);
         }
         ops->route_sinkhorn(p, experts, &invalid, x, T, 0, T, r, NULL);
         assert_memory_equal(experts, chosen, T * k * 4);
@@ -437,7 +437,7 @@ static void sinkhorn_chooses_and_weighs_as_megatron_in_float64(void **state) {
         double *got = load(p, T * k, MT_F32);
         assert_near("probs", got, want, T * k, 1e-6);
         memset(experts, 0xff, T * k * 4);
-        float *parts = not_numbers(T * k, MT_F32);
+        float *parts = nans(T * k, MT_F32);
         ops->route_sinkhorn(parts, experts, &invalid, x, T, 0, FIRST, r, NULL);
         ops->route_sinkhorn(parts + FIRST * k, experts + FIRST * k, &invalid, x, T, FIRST, T - FIRST, r, NULL);
         assert_memory_equal(experts, chosen, T * k * 4);
@@ -455,10 +455,10 @@ static float greatest_load(const int32_t *experts, int64_t n, int64_t E) {
     return greatest;
 }
 
-static void sinkhorn_evens_loads_that_the_greatest_logits_do_not(void **state) {
+static void sinkhorn_evens_loads_that_topk_does_not(void **state) {
     (void)state;
     enum { T = 1600, E = 8 };
-    const mt_router *r = &together[1];
+    const mt_router *r = &sinkhorn_routers[1];
     double *logits = uneven_logits(T, E);
     float *x = store(logits, T * E, MT_F32), *p = mt_malloc(T * 4);
     int32_t *experts = mt_malloc(T * 4), invalid = 0;
@@ -469,10 +469,10 @@ static void sinkhorn_evens_loads_that_the_greatest_logits_do_not(void **state) {
     free(logits), free(x), free(p), free(experts);
 }
 
-static void sinkhorn_leaves_out_tokens_that_are_not_finite_and_ends_for_any_others(void **state) {
+static void sinkhorn_ignores_non_finite_tokens_and_ends_for_all_others(void **state) {
     (void)state;
     enum { T = 40, E = 8, K = 2 };
-    const mt_router *r = &together[0];
+    const mt_router *r = &sinkhorn_routers[0];
     double *logits = uneven_logits(T, E);
     float *x = store(logits, T * E, MT_F32), p[T * K], clean[T * K];
     int32_t experts[T * K], others[T * K], invalid = 0;
@@ -493,7 +493,7 @@ static void sinkhorn_leaves_out_tokens_that_are_not_finite_and_ends_for_any_othe
     free(logits), free(x);
 }
 
-/* ==== balance ==================================================================================================== */
+/* ==== auxiliary loss ============================================================================================= */
 
 typedef struct aux_loss_shape {
     int64_t S, T;
@@ -502,7 +502,7 @@ typedef struct aux_loss_shape {
     const double *counts;
 } aux_loss_shape;
 
-/* out = auxiliary losses and sum of logsumexp^2 of in = logits[T, E], for counts as constants. */
+/* out: auxiliary loss and sum of logsumexp^2; in: logits[T, E]; counts are constants. */
 static void aux_loss_reference(double *out, const double *in, const void *shape) {
     const aux_loss_shape *s = shape;
     int64_t E = s->router->num_experts;
@@ -518,26 +518,26 @@ static void aux_loss_reference(double *out, const double *in, const void *shape)
     }
 }
 
-/* counts[S, E] by everyone's place among the others. */
+/* counts[S, E] by the ranks of all scores. */
 static double *reference_counts(const double *logits, const int32_t *sequence, int64_t S, int64_t T, int64_t E,
                                 int64_t k) {
     double *counts = mt_calloc(S * E * 8);
     for (int64_t i = 0; i < T * E; i++)
-        counts[sequence[i / E] * E + i % E] += place_of(logits + i / E * E, E, i % E) < k;
+        counts[sequence[i / E] * E + i % E] += rank_of(logits + i / E * E, E, i % E) < k;
     return counts;
 }
 
 static void aux_loss_matches_float64_and_finite_differences(void **state) {
     (void)state;
     enum { S = 4, T = 37 };
-    int32_t sequence[T]; // in pieces, and one without tokens
+    int32_t sequence[T]; // not contiguous; one sequence has no tokens
     for (int t = 0; t < T; t++) sequence[t] = t % 5 == 0 ? 3 : t / 20;
     for (int i = 0; i < NUM_ROUTERS; i++) {
         const mt_router *r = &routers[i];
         int64_t E = r->num_experts, n = T * E;
         double *logits = random_logits(n), *before = random_values(n), scales[2] = {0.75, 0.125}, want[2], got[2] = {0};
         double *counts = reference_counts(logits, sequence, S, T, E, r->topk);
-        float *x = store(logits, n, MT_F32), *dx = store(before, n, MT_F32), *sums = not_numbers(2 * S * E, MT_F32);
+        float *x = store(logits, n, MT_F32), *dx = store(before, n, MT_F32), *sums = nans(2 * S * E, MT_F32);
         aux_loss_shape shape = {S, T, r, sequence, counts};
         aux_loss_reference(want, logits, &shape);
         ops->aux_loss_forward(sums, &got[1], x, sequence, S, T, r, NULL);
@@ -552,9 +552,9 @@ static void aux_loss_matches_float64_and_finite_differences(void **state) {
     }
 }
 
-static void sequences_balance_alone_and_a_batch_as_one(void **state) {
+static void aux_loss_is_per_sequence_or_over_the_batch(void **state) {
     (void)state;
-    enum { S = 3, T = 1500, E = 8 }; // past the rows that are kept at once
+    enum { S = 3, T = 1500, E = 8 }; // more rows than one block
     const mt_router *r = &routers[0];
     double *logits = random_logits(T * E), z_sum = 0, z_parts = 0, loss = 0, parts = 0;
     float *x = store(logits, T * E, MT_F32), sums[2 * S * E], part[2 * E];
@@ -596,18 +596,18 @@ static void expert_bias_moves_towards_the_mean_load(void **state) {
     assert_memory_equal(bias, before, sizeof bias);
     ops->expert_bias_step(bias, loads, &good, 5, 0.25f, NULL);
     assert_memory_equal(bias, want, sizeof bias);
-    memset(loads, 0, sizeof loads); // all loads equal
+    memset(loads, 0, sizeof loads); // equal loads
     ops->expert_bias_step(bias, loads, &good, 5, 0.25f, NULL);
     assert_memory_equal(bias, want, sizeof bias);
 }
 
-static void router_logits_are_fp32_and_depend_on_no_other_row(void **state) {
+static void router_logits_are_fp32_and_independent_of_other_rows(void **state) {
     (void)state;
     enum { T = 37, E = 10, C = 83 };
     for (int d = 0; d < 2; d++) {
         double *x = random_values(T * C), *w = random_values(E * C), *want = mt_calloc(T * E * 8);
         void *xs = store(x, T * C, both[d]), *ws = store(w, E * C, both[d]);
-        float *logits = not_numbers(T * E, MT_F32), alone[E];
+        float *logits = nans(T * E, MT_F32), alone[E];
         for (int64_t i = 0; i < T * E; i++)
             for (int64_t c = 0; c < C; c++) want[i] += x[i / E * C + c] * w[i % E * C + c];
         ops->router_logits(logits, xs, ws, T, E, C, both[d], NULL);
@@ -621,16 +621,16 @@ static void router_logits_are_fp32_and_depend_on_no_other_row(void **state) {
     }
 }
 
-/* ==== who goes where ============================================================================================= */
+/* ==== dispatch =================================================================================================== */
 
-/* k different experts of E for each token, some choices dropped; with `skew` mostly the first ones. */
+/* k distinct experts of E per token. `drop`: some choices are -1; `skew`: mostly the first experts. */
 static int32_t *random_choices(int64_t T, int64_t k, int64_t E, bool skew, bool drop) {
     int32_t *experts = mt_malloc(T * k * 4);
     for (int64_t t = 0; t < T; t++)
         for (int64_t j = 0; j < k; j++) {
             bool taken = true;
             while (taken) {
-                experts[t * k + j] = (int32_t)random_below(skew && random_below(4) ? least(E, k + 1) : E);
+                experts[t * k + j] = (int32_t)random_below(skew && random_below(4) ? smaller(E, k + 1) : E);
                 taken = false;
                 for (int64_t i = 0; i < j; i++) taken |= experts[t * k + i] == experts[t * k + j];
             }
@@ -640,17 +640,18 @@ static int32_t *random_choices(int64_t T, int64_t k, int64_t E, bool skew, bool 
     return experts;
 }
 
-static void dropped_tokens_are_those_behind_in_the_queue_of_their_expert(void **state) {
+static void tokens_beyond_the_capacity_are_dropped_in_order(void **state) {
     (void)state;
     for (int round = 0; round < 60; round++) {
-        int64_t T = round == 0 ? 1 : 1 + random_below(60), E = 1 + random_below(12), k = 1 + random_below(least(E, 4));
+        int64_t T = round == 0 ? 1 : 1 + random_below(60), E = 1 + random_below(12),
+                k = 1 + random_below(smaller(E, 4));
         int64_t capacity = random_below(T + 2), first = random_below(T), count = random_below(T - first + 1);
         bool by_position = round % 2;
         int32_t *experts = random_choices(T, k, E, round % 3 == 0, round % 5 == 0);
-        int32_t *kept = not_numbers(count * k, MT_F32);
+        int32_t *kept = nans(count * k, MT_F32);
         float *probs = mt_malloc(T * k * 4);
         int64_t *token_index = mt_malloc(T * 8);
-        for (int64_t i = 0; i < T * k; i++) probs[i] = (float)random_below(8) / 8; // with equals
+        for (int64_t i = 0; i < T * k; i++) probs[i] = (float)random_below(8) / 8; // with ties
         for (int64_t t = 0; t < T; t++) token_index[t] = random_below(T);
         ops->drop_tokens(kept, experts, by_position ? NULL : probs, token_index, T, k, first, count, capacity,
                          by_position, NULL);
@@ -672,15 +673,15 @@ static void dropped_tokens_are_those_behind_in_the_queue_of_their_expert(void **
 
 typedef struct plan {
     int32_t *offsets, *position, *choice, *token;
-    int64_t places, rows;
+    int64_t slots, rows;
 } plan;
 
 static plan make_plan(const int32_t *experts, int64_t T, int64_t spare, const mt_dispatch *d) {
-    plan p = {.places = d->count * d->copies};
+    plan p = {.slots = d->count * d->copies};
     for (int64_t i = 0; i < T * d->topk; i++) p.rows += experts[i] >= d->first && experts[i] < d->first + d->count;
-    p.rows = d->capacity > 0 ? p.places * d->capacity : p.rows * d->copies + spare;
-    p.offsets = not_numbers(p.places + 1, MT_F32), p.position = not_numbers(T * d->topk * d->copies, MT_F32);
-    p.choice = not_numbers(p.rows, MT_F32), p.token = not_numbers(p.rows, MT_F32);
+    p.rows = d->capacity > 0 ? p.slots * d->capacity : p.rows * d->copies + spare;
+    p.offsets = nans(p.slots + 1, MT_F32), p.position = nans(T * d->topk * d->copies, MT_F32);
+    p.choice = nans(p.rows, MT_F32), p.token = nans(p.rows, MT_F32);
     for (int64_t m = 0; m < p.rows; m++) p.choice[m] = p.token[m] = 12345;
     ops->dispatch_plan(p.offsets, p.position, p.choice, p.token, experts, T, p.rows, d, NULL);
     return p;
@@ -690,10 +691,10 @@ static void free_plan(plan *p) {
     free(p->offsets), free(p->position), free(p->choice), free(p->token);
 }
 
-/* The plan against the contract: each v in its turn takes the choices that belong to it, in the order of tokens. */
+/* Compares the plan with its contract: slot v has the choices of its expert, in the order of tokens. */
 static void assert_plan(const plan *p, const int32_t *experts, int64_t T, const mt_dispatch *d) {
     int64_t row = 0, k = d->topk, expected = 0, positions = 0;
-    for (int64_t v = 0; v < p->places; v++) {
+    for (int64_t v = 0; v < p->slots; v++) {
         if (d->capacity > 0) row = v * d->capacity;
         assert_int_equal(p->offsets[v], row);
         for (int64_t i = 0; i < T * k; i++)
@@ -708,7 +709,7 @@ static void assert_plan(const plan *p, const int32_t *experts, int64_t T, const 
             }
     }
     if (d->capacity > 0) row = p->rows;
-    assert_int_equal(p->offsets[p->places], row);
+    assert_int_equal(p->offsets[p->slots], row);
     for (int64_t m = 0; m < p->rows; m++) {
         expected -= p->token[m] >= 0;
         if (p->token[m] < 0) assert_true(p->token[m] == -1 && p->choice[m] == -1);
@@ -727,8 +728,8 @@ static void dispatch_plans_follow_their_contract(void **state) {
         mt_dispatch d = {.local = 1 + random_below(4), .copies = 1 + random_below(3)};
         d.count = d.local * (1 + random_below(4)), d.first = random_below(5);
         int64_t E = d.first + d.count + random_below(4), T = round % 7 ? 1 + random_below(40) : 1;
-        d.topk = 1 + random_below(least(E, 4));
-        d.capacity = round % 2 ? T + random_below(3) : 0; // a token chooses an expert once
+        d.topk = 1 + random_below(smaller(E, 4));
+        d.capacity = round % 2 ? T + random_below(3) : 0; // a token chooses an expert at most once
         int32_t *experts = random_choices(T, d.topk, E, round % 3 == 0, round % 4 == 0);
         plan p = make_plan(experts, T, random_below(6), &d);
         assert_plan(&p, experts, T, &d);
@@ -754,7 +755,7 @@ static void exchanged_rows_are_sorted_by_expert_then_source(void **state) {
         int64_t sources = 1 + random_below(6), local = 1 + random_below(5), M = 0, row = 0;
         int32_t counts[30], offsets[6];
         for (int64_t i = 0; i < sources * local; i++) M += counts[i] = (int32_t)random_below(round % 3 ? 6 : 2);
-        int32_t *to_expert = not_numbers(M, MT_F32), *from_expert = not_numbers(M, MT_F32);
+        int32_t *to_expert = nans(M, MT_F32), *from_expert = nans(M, MT_F32);
         ops->exchange_order(to_expert, from_expert, offsets, counts, sources, local, M, NULL);
         for (int64_t e = 0; e < local; e++) {
             assert_int_equal(offsets[e], row);
@@ -774,19 +775,19 @@ static void exchanged_rows_are_sorted_by_expert_then_source(void **state) {
 
 /* ==== rows ======================================================================================================= */
 
-static void rows_that_are_none_gather_zeros_and_combine_nothing(void **state) {
+static void missing_rows_gather_zeros_and_are_not_combined(void **state) {
     (void)state;
     enum { FROM = 5, T = 9, C = 7 };
     static const int32_t rows[T] = {4, -1, 0, 0, 3, -1, -1, 2, 4};
     for (int d = 0; d < 2; d++) {
         double *x = random_values(FROM * C);
-        char *from = store(x, FROM * C, both[d]), *to = not_numbers(T * (C + 2), both[d]);
+        char *from = store(x, FROM * C, both[d]), *to = nans(T * (C + 2), both[d]);
         int64_t size = mt_dtype_size(both[d]);
         ops->gather_rows(to, from, rows, T, C, C + 2, C, both[d], NULL);
         for (int64_t t = 0; t < T; t++) {
             double *row = load(to + t * (C + 2) * size, C, both[d]);
             for (int64_t c = 0; c < C; c++) assert_true(row[c] == (rows[t] < 0 ? 0 : x[rows[t] * C + c]));
-            assert_not_numbers(to + (t * (C + 2) + C) * size, 2, both[d]);
+            assert_nans(to + (t * (C + 2) + C) * size, 2, both[d]);
             free(row);
         }
         free(x), free(from), free(to);
@@ -808,7 +809,7 @@ static void combine_adds_rows_in_their_order_to_the_base(void **state) {
                 want[i] = both[d] == MT_F32 ? (double)sum : (double)mt_bf16_to_f32(mt_f32_to_bf16(sum));
             }
             void *rows = store(in, M * C, both[d]), *added = store(base, T * C, both[d]);
-            void *out = not_numbers(T * C, both[d]);
+            void *out = nans(T * C, both[d]);
             ops->combine_rows(out, rows, position, with_base ? added : NULL, T, N, C, both[d], NULL);
             double *got = load(out, T * C, both[d]);
             assert_memory_equal(got, want, T * C * 8);
@@ -819,7 +820,7 @@ static void combine_adds_rows_in_their_order_to_the_base(void **state) {
         }
 }
 
-/* <gather(x), y> = <x, combine(y)>, exactly: the numbers are whole. */
+/* <gather(x), y> = <x, combine(y)>, exactly: all values are integers. */
 static void gather_and_combine_are_each_others_backward(void **state) {
     (void)state;
     enum { C = 20 };
@@ -829,8 +830,8 @@ static void gather_and_combine_are_each_others_backward(void **state) {
         d.capacity = round % 3 ? 0 : T;
         int32_t *experts = random_choices(T, 2, 6, false, true);
         plan p = make_plan(experts, T, 3, &d);
-        float *x = mt_malloc(T * C * 4), *y = mt_malloc(p.rows * C * 4), *gathered = not_numbers(p.rows * C, MT_F32);
-        float *combined = not_numbers(T * C, MT_F32);
+        float *x = mt_malloc(T * C * 4), *y = mt_malloc(p.rows * C * 4), *gathered = nans(p.rows * C, MT_F32);
+        float *combined = nans(T * C, MT_F32);
         double left = 0, right = 0;
         for (int64_t i = 0; i < T * C; i++) x[i] = (float)random_below(64) - 32;
         for (int64_t i = 0; i < p.rows * C; i++) y[i] = (float)random_below(64) - 32;
@@ -846,11 +847,11 @@ static void gather_and_combine_are_each_others_backward(void **state) {
 /* ==== grouped linear layers and the activation =================================================================== */
 
 typedef struct grouped_shape {
-    int64_t M, N, K, E; // M rows of memory
+    int64_t M, N, K, E; // M allocated rows
     const int32_t *offsets;
 } grouped_shape;
 
-/* out = y of in = x[M, K] and w[E, N, K]; rows that are no expert's give 0. */
+/* out: y[M, N]; in: x[M, K] and w[E, N, K]. Rows of no expert are 0. */
 static void grouped_reference(double *y, const double *in, const void *shape) {
     const grouped_shape *s = shape;
     const double *x = in, *w = in + s->M * s->K;
@@ -861,7 +862,7 @@ static void grouped_reference(double *y, const double *in, const void *shape) {
                 for (int64_t k = 0; k < s->K; k++) y[m * s->N + n] += x[m * s->K + k] * w[(e * s->N + n) * s->K + k];
 }
 
-/* Puts what is not a number into the rows from `used` on. */
+/* Stores x with NaN in the rows from `used` on. */
 static void *store_rows(const double *x, int64_t used, int64_t M, int64_t width, mt_dtype dtype) {
     char *memory = store(x, M * width, dtype);
     int64_t size = mt_dtype_size(dtype);
@@ -875,14 +876,14 @@ static void grouped_case(const grouped_shape *s, mt_dtype dtype) {
     double *slopes = mt_malloc((nx + nw) * 8);
     for (int64_t i = used * s->N; i < ny; i++) dy[i] = 0;
     void *x = store_rows(in, used, s->M, s->K, dtype), *w = store(in + nx, nw, dtype);
-    void *dys = store_rows(dy, used, s->M, s->N, dtype), *y = not_numbers(ny, dtype), *dx = not_numbers(nx, dtype);
-    float *dw = not_numbers(nw, MT_F32);
+    void *dys = store_rows(dy, used, s->M, s->N, dtype), *y = nans(ny, dtype), *dx = nans(nx, dtype);
+    float *dw = nans(nw, MT_F32);
     int64_t size = mt_dtype_size(dtype);
     ops->grouped_linear_forward(y, x, w, s->offsets, s->M, s->N, s->K, s->E, dtype, NULL);
     ops->grouped_linear_backward_input(dx, dys, w, s->offsets, s->M, s->N, s->K, s->E, dtype, NULL);
     ops->grouped_linear_backward_weight(dw, dys, x, s->offsets, s->M, s->N, s->K, s->E, false, dtype, NULL);
-    assert_not_numbers((char *)y + used * s->N * size, (s->M - used) * s->N, dtype);
-    assert_not_numbers((char *)dx + used * s->K * size, (s->M - used) * s->K, dtype);
+    assert_nans((char *)y + used * s->N * size, (s->M - used) * s->N, dtype);
+    assert_nans((char *)dx + used * s->K * size, (s->M - used) * s->K, dtype);
     double *got = load(y, ny, dtype), *got_dx = load(dx, nx, dtype), *got_dw = load(dw, nw, MT_F32);
     grouped_reference(want, in, s);
     assert_rounded("y", got, want, used * s->N, dtype);
@@ -909,7 +910,7 @@ static void grouped_linears_match_float64_and_finite_differences(void **state) {
         }
 }
 
-/* Past every block of rows and features; whole numbers, whose sums fp32 holds, so every bit must be right. */
+/* More rows and features than one block; integers, with sums exact in fp32, so every bit must be right. */
 static void grouped_linears_are_exact_on_integers_past_every_block(void **state) {
     (void)state;
     enum { M = 700, N = 1100, K = 40, E = 3 };
@@ -918,11 +919,11 @@ static void grouped_linears_are_exact_on_integers_past_every_block(void **state)
         double *x = mt_malloc(M * K * 8), *w = mt_malloc(E * N * K * 8), *dy = mt_calloc(M * N * 8);
         for (int64_t i = 0; i < M * K; i++) x[i] = (double)random_below(3) - 1;
         for (int64_t i = 0; i < E * N * K; i++) w[i] = (double)random_below(3) - 1;
-        for (int64_t i = 0; i < M * N; i++) dy[i] = (double)(random_below(40) == 0); // sparse: sums that bf16 holds
+        for (int64_t i = 0; i < M * N; i++) dy[i] = (double)(random_below(40) == 0); // sparse: sums are exact in bf16
         void *xs = store_rows(x, 690, M, K, both[d]), *ws = store(w, E * N * K, both[d]);
-        void *dys = store_rows(dy, 690, M, N, both[d]), *y = not_numbers(M * N, both[d]);
-        void *dx = not_numbers(M * K, both[d]);
-        float *dw = not_numbers(E * N * K, MT_F32);
+        void *dys = store_rows(dy, 690, M, N, both[d]), *y = nans(M * N, both[d]);
+        void *dx = nans(M * K, both[d]);
+        float *dw = nans(E * N * K, MT_F32);
         ops->grouped_linear_forward(y, xs, ws, offsets, M, N, K, E, both[d], NULL);
         ops->grouped_linear_backward_input(dx, dys, ws, offsets, M, N, K, E, both[d], NULL);
         ops->grouped_linear_backward_weight(dw, dys, xs, offsets, M, N, K, E, false, both[d], NULL);
@@ -947,7 +948,7 @@ typedef struct activation_shape {
     int64_t M, F;
 } activation_shape;
 
-/* out = y[M, F] of in = gate_up[M, 2F] and weights[M]. */
+/* out: y[M, F]; in: gate_up[M, 2F] and weights[M]. */
 static void activation_reference(double *y, const double *in, const void *shape) {
     const activation_shape *s = shape;
     for (int64_t i = 0; i < s->M * s->F; i++) {
@@ -965,9 +966,9 @@ static void expert_swiglu_matches_float64_and_finite_differences(void **state) {
         mt_dtype dtype = both[i % 2];
         int64_t n = s->M * s->F;
         double *in = random_values(2 * n + s->M), *dy = random_values(n), *want = mt_malloc(n * 8);
-        void *gate_up = store(in, 2 * n, dtype), *y = not_numbers(n, dtype), *dgate_up = not_numbers(2 * n, dtype);
+        void *gate_up = store(in, 2 * n, dtype), *y = nans(n, dtype), *dgate_up = nans(2 * n, dtype);
         void *dys = store(dy, n, dtype);
-        float *weights = store(in + 2 * n, s->M, MT_F32), *dweights = not_numbers(s->M, MT_F32);
+        float *weights = store(in + 2 * n, s->M, MT_F32), *dweights = nans(s->M, MT_F32);
         ops->expert_swiglu_forward(y, gate_up, weights, s->M, s->F, dtype, NULL);
         ops->expert_swiglu_backward(dgate_up, dweights, dys, gate_up, weights, s->M, s->F, dtype, NULL);
         activation_reference(want, in, s);
@@ -976,7 +977,7 @@ static void expert_swiglu_matches_float64_and_finite_differences(void **state) {
         slopes = realloc(slopes, (size_t)(2 * n + s->M) * 8);
         memcpy(slopes + 2 * n, dw, (size_t)s->M * 8);
         assert_gradient("dgate_up and dweights", slopes, activation_reference, s, in, 2 * n + s->M, dy, n, dtype);
-        float *again = not_numbers(s->M, MT_F32);
+        float *again = nans(s->M, MT_F32);
         ops->expert_swiglu_backward(gate_up, again, dys, gate_up, weights, s->M, s->F, dtype, NULL); // in place
         assert_memory_equal(gate_up, dgate_up, 2 * n * mt_dtype_size(dtype));
         assert_memory_equal(again, dweights, s->M * 4);
@@ -985,7 +986,7 @@ static void expert_swiglu_matches_float64_and_finite_differences(void **state) {
     }
 }
 
-/* out = y[M, F] of in = x[M, F] and weights[M]. */
+/* out: y[M, F]; in: x[M, F] and weights[M]. */
 static void scaling_reference(double *y, const double *in, const void *shape) {
     const activation_shape *s = shape;
     for (int64_t i = 0; i < s->M * s->F; i++) y[i] = in[s->M * s->F + i / s->F] * in[i];
@@ -999,9 +1000,9 @@ static void scaled_rows_match_float64_and_finite_differences(void **state) {
         mt_dtype dtype = both[i % 2];
         int64_t n = s->M * s->F;
         double *in = random_values(n + s->M), *dy = random_values(n), *want = mt_malloc(n * 8);
-        void *x = store(in, n, dtype), *dys = store(dy, n, dtype), *y = not_numbers(n, dtype);
-        void *dx = not_numbers(n, dtype);
-        float *weights = store(in + n, s->M, MT_F32), *dweights = not_numbers(s->M, MT_F32);
+        void *x = store(in, n, dtype), *dys = store(dy, n, dtype), *y = nans(n, dtype);
+        void *dx = nans(n, dtype);
+        float *weights = store(in + n, s->M, MT_F32), *dweights = nans(s->M, MT_F32);
         ops->scale_rows_forward(y, x, weights, s->M, s->F, dtype, NULL);
         ops->scale_rows_backward(dx, dweights, dys, x, weights, s->M, s->F, dtype, NULL);
         scaling_reference(want, in, s);
@@ -1021,7 +1022,7 @@ static void scaled_rows_match_float64_and_finite_differences(void **state) {
 
 enum { GATED_T = 5, GATED_C = 7, GATED_F = 6, GATED_INPUTS = GATED_T * GATED_C + GATED_C + GATED_T * 2 * GATED_F };
 
-/* out = y[T, F] = sigmoid(x w) silu(gate) up of in = x[T, C], w[C] and gate_up[T, 2F]. */
+/* out: y[T, F] = sigmoid(x w) silu(gate) up; in: x[T, C], w[C] and gate_up[T, 2F]. */
 static void gated_reference(double *y, const double *in, const void *shape) {
     enum { T = GATED_T, C = GATED_C, F = GATED_F };
     const double *w = in + T * C, *gate_up = w + C;
@@ -1036,7 +1037,7 @@ static void gated_reference(double *y, const double *in, const void *shape) {
     }
 }
 
-static void the_gate_of_a_shared_expert_is_a_router_for_one(void **state) {
+static void a_shared_experts_gate_is_a_router_with_one_expert(void **state) {
     (void)state;
     enum { T = GATED_T, C = GATED_C, F = GATED_F };
     const mt_router one = {.num_experts = 1, .topk = 1, .sigmoid = true, .scaling = 1};
@@ -1076,17 +1077,17 @@ static void expert_swiglu_sums_long_rows_to_fp32(void **state) {
 
 enum { LAYER_T = 23, LAYER_C = 12, LAYER_F = 8, LAYER_E = 6, LAYER_K = 2 };
 
-/* What a layer's operations give for x[T, C] and w1[E, 2F, C], w2[E, C, F], through `spare` rows more than needed;
- * fused with probabilities and sums, or one step after another. */
+/* The operations of a layer on x[T, C], w1[E, 2F, C] and w2[E, C, F], with `spare` extra rows. `fused`: probabilities
+ * in the activation and combine_rows; else separate operations. */
 static void layer_forward(void *out, const void *x, const void *w1, const void *w2, const float *probs,
                           const int32_t *experts, int64_t capacity, int64_t spare, bool fused, mt_dtype dtype) {
     enum { C = LAYER_C, F = LAYER_F, E = LAYER_E, K = LAYER_K };
     mt_dispatch d = {.topk = K, .count = E, .local = E, .copies = 1, .capacity = capacity};
     plan p = make_plan(experts, LAYER_T, spare, &d);
     int64_t M = p.rows, used = p.offsets[E], size = mt_dtype_size(dtype);
-    char *rows = not_numbers(M * C, dtype), *gate_up = not_numbers(M * 2 * F, dtype), *y = not_numbers(M * F, dtype);
-    char *back = not_numbers(M * C, dtype);
-    float *weights = not_numbers(M, MT_F32);
+    char *rows = nans(M * C, dtype), *gate_up = nans(M * 2 * F, dtype), *y = nans(M * F, dtype);
+    char *back = nans(M * C, dtype);
+    float *weights = nans(M, MT_F32);
     ops->gather_rows(rows, x, p.token, M, C, C, C, dtype, NULL);
     ops->gather_rows(weights, probs, p.choice, M, 1, 1, 1, MT_F32, NULL);
     memset(rows + used * C * size, 0xff, (size_t)((M - used) * C * size));
@@ -1107,7 +1108,7 @@ static void layer_forward(void *out, const void *x, const void *w1, const void *
     free_plan(&p), free(rows), free(gate_up), free(y), free(back), free(weights), free(sums);
 }
 
-/* The same for each token through each of its experts. */
+/* The same layer, one token and expert at a time. */
 static double *layer_reference(const double *x, const double *w1, const double *w2, const float *probs,
                                const int32_t *experts) {
     enum { C = LAYER_C, F = LAYER_F, K = LAYER_K };
@@ -1125,7 +1126,7 @@ static double *layer_reference(const double *x, const double *w1, const double *
     return out;
 }
 
-static void layers_give_each_token_its_experts_whatever_the_spare_rows_hold(void **state) {
+static void layers_match_the_reference_with_any_data_in_spare_rows(void **state) {
     (void)state;
     enum { C = LAYER_C, F = LAYER_F, E = LAYER_E, N = LAYER_T * LAYER_K };
     for (int round = 0; round < 16; round++) {
@@ -1133,11 +1134,12 @@ static void layers_give_each_token_its_experts_whatever_the_spare_rows_hold(void
         mt_dtype dtype = both[round / 2 % 2];
         bool fused = round < 8;
         double *x = random_values(LAYER_T * C), *w1 = random_values(E * 2 * F * C), *w2 = random_values(E * C * F);
-        int32_t *experts = random_choices(LAYER_T, LAYER_K, E - 1, round % 3 == 0, round % 8 >= 4); // one has no token
+        int32_t *experts =
+            random_choices(LAYER_T, LAYER_K, E - 1, round % 3 == 0, round % 8 >= 4); // the last expert has no token
         float probs[N];
         for (int i = 0; i < N; i++) probs[i] = (float)random_below(100) / 100;
         void *xs = store(x, LAYER_T * C, dtype), *w1s = store(w1, E * 2 * F * C, dtype);
-        void *w2s = store(w2, E * C * F, dtype), *out = not_numbers(LAYER_T * C, dtype);
+        void *w2s = store(w2, E * C * F, dtype), *out = nans(LAYER_T * C, dtype);
         layer_forward(out, xs, w1s, w2s, probs, experts, capacity, round * 5, fused, dtype);
         double *want = layer_reference(x, w1, w2, probs, experts), *got = load(out, LAYER_T * C, dtype);
         assert_near("layer", got, want, LAYER_T * C, dtype == MT_F32 ? 1e-6 : 1.0 / 128); // bf16 rounds four times
@@ -1145,7 +1147,7 @@ static void layers_give_each_token_its_experts_whatever_the_spare_rows_hold(void
     }
 }
 
-/* ==== bits ======================================================================================================= */
+/* ==== bit for bit ================================================================================================ */
 
 static uint64_t hash_bytes(uint64_t hash, const void *memory, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i++) hash = (hash ^ ((const unsigned char *)memory)[i]) * 1099511628211ull;
@@ -1168,14 +1170,14 @@ static uint64_t hash_routing(mt_dtype dtype) {
     ops->router_logits(logits, xs, ws, T, E, C, dtype, NULL);
     for (int i = 0; i < NUM_ROUTERS; i++) {
         mt_router router = routers[i];
-        router.num_experts = E, router.topk = least(router.topk, 4);
+        router.num_experts = E, router.topk = smaller(router.topk, 4);
         if (router.num_groups) router.num_groups = 4;
         ops->route_forward(probs, experts, &invalid, logits, NULL, T, &router, NULL);
         ops->route_backward(dlogits, probs, experts, logits, T, &router, NULL);
         ops->aux_loss_forward(sums, &z_sum, logits, sequence, S, T, &router, NULL);
         ops->aux_loss_backward(dlogits, logits, sums + S * E, sequence, S, T, 0.5f, 0.25f, &router, NULL);
         hash = hash_bytes(hash, probs, T * router.topk * 4);
-        router = together[i % 2], router.num_experts = E;
+        router = sinkhorn_routers[i % 2], router.num_experts = E;
         ops->route_sinkhorn(probs, experts, &invalid, logits, T, 0, T, &router, NULL);
         hash = hash_bytes(hash, experts, T * router.topk * 4);
         hash = hash_bytes(hash, dlogits, sizeof dlogits);
@@ -1221,7 +1223,7 @@ static void runs_repeat_bit_for_bit_on_any_number_of_threads(void **state) {
             assert_true(parts[part](both[d]) == want);
 #ifdef MT_HAVE_OPENMP
             int threads = omp_get_max_threads();
-            for (int n = 1; n <= 8; n = n < 3 ? n + 1 : n + 5) { // 8: more than experts are taken apart for
+            for (int n = 1; n <= 8; n = n < 3 ? n + 1 : n + 5) { // 8 threads: more than experts are split over
                 omp_set_num_threads(n);
                 if (parts[part](both[d]) != want) fail_msg("part %d differs on %d threads", part, n);
             }
@@ -1230,7 +1232,7 @@ static void runs_repeat_bit_for_bit_on_any_number_of_threads(void **state) {
         }
 }
 
-/* The profile takes the place of every operation of the backend. */
+/* The profile wraps every operation of the backend. */
 static void the_profile_times_every_operation(void **state) {
     (void)state;
     const mt_ops *timed = mt_profile_open(ops);
@@ -1248,31 +1250,31 @@ static void the_profile_times_every_operation(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(routers_choose_weigh_and_balance_as_megatron),
+        cmocka_unit_test(routers_and_auxiliary_losses_equal_megatrons),
         cmocka_unit_test(routes_match_float64_and_finite_differences),
-        cmocka_unit_test(sinkhorn_chooses_and_weighs_as_megatron_in_float64),
-        cmocka_unit_test(sinkhorn_evens_loads_that_the_greatest_logits_do_not),
-        cmocka_unit_test(sinkhorn_leaves_out_tokens_that_are_not_finite_and_ends_for_any_others),
-        cmocka_unit_test(among_equal_scores_the_lowest_number_wins),
-        cmocka_unit_test(logits_that_are_no_numbers_are_counted_and_spoil_their_token_alone),
+        cmocka_unit_test(sinkhorn_routing_equals_megatrons_in_float64),
+        cmocka_unit_test(sinkhorn_evens_loads_that_topk_does_not),
+        cmocka_unit_test(sinkhorn_ignores_non_finite_tokens_and_ends_for_all_others),
+        cmocka_unit_test(equal_scores_choose_the_lowest_expert),
+        cmocka_unit_test(non_finite_logits_are_counted_and_affect_their_token_only),
         cmocka_unit_test(aux_loss_matches_float64_and_finite_differences),
-        cmocka_unit_test(sequences_balance_alone_and_a_batch_as_one),
+        cmocka_unit_test(aux_loss_is_per_sequence_or_over_the_batch),
         cmocka_unit_test(expert_bias_moves_towards_the_mean_load),
-        cmocka_unit_test(router_logits_are_fp32_and_depend_on_no_other_row),
-        cmocka_unit_test(dropped_tokens_are_those_behind_in_the_queue_of_their_expert),
+        cmocka_unit_test(router_logits_are_fp32_and_independent_of_other_rows),
+        cmocka_unit_test(tokens_beyond_the_capacity_are_dropped_in_order),
         cmocka_unit_test(dispatch_plans_follow_their_contract),
         cmocka_unit_test(choices_beyond_the_capacity_have_no_row),
         cmocka_unit_test(exchanged_rows_are_sorted_by_expert_then_source),
-        cmocka_unit_test(rows_that_are_none_gather_zeros_and_combine_nothing),
+        cmocka_unit_test(missing_rows_gather_zeros_and_are_not_combined),
         cmocka_unit_test(combine_adds_rows_in_their_order_to_the_base),
         cmocka_unit_test(gather_and_combine_are_each_others_backward),
         cmocka_unit_test(grouped_linears_match_float64_and_finite_differences),
         cmocka_unit_test(grouped_linears_are_exact_on_integers_past_every_block),
         cmocka_unit_test(expert_swiglu_matches_float64_and_finite_differences),
         cmocka_unit_test(scaled_rows_match_float64_and_finite_differences),
-        cmocka_unit_test(the_gate_of_a_shared_expert_is_a_router_for_one),
+        cmocka_unit_test(a_shared_experts_gate_is_a_router_with_one_expert),
         cmocka_unit_test(expert_swiglu_sums_long_rows_to_fp32),
-        cmocka_unit_test(layers_give_each_token_its_experts_whatever_the_spare_rows_hold),
+        cmocka_unit_test(layers_match_the_reference_with_any_data_in_spare_rows),
         cmocka_unit_test(runs_repeat_bit_for_bit_on_any_number_of_threads),
         cmocka_unit_test(the_profile_times_every_operation),
     };

@@ -1,8 +1,9 @@
 #!/bin/sh
-# A rank that hangs, dies or disagrees ends the job soon, with words that say which; MT_DEVICE=cuda: on three GPUs.
+# A rank that hangs, dies or has other options ends the job soon, with an error that names it. MT_DEVICE=cuda: on three
+# GPUs.
 set -u
 device=${MT_DEVICE:-cpu} patience=2
-[ "$device" = cpu ] || patience=20 # NCCL's start takes seconds
+[ "$device" = cpu ] || patience=20 # starting NCCL takes seconds
 . tests/suite.sh
 export OMP_NUM_THREADS=1
 needs_mpi
@@ -12,8 +13,8 @@ options='--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 50
     --global-batch-size 12 --train-iters 100000000 --eval-iters 0'
 options="$options --device $device"
 
-# start COUNT ARGUMENTS...: trains in the background, beyond the first steps when this returns. Every rank writes down
-# its process, so that it can be stopped or killed; job is that of mpirun.
+# start COUNT ARGUMENTS...: trains in the background and returns after the first steps. Every rank writes its process id
+# to a file, to be stopped or killed; job is the process id of mpirun.
 start() {
     count=$1
     shift
@@ -36,12 +37,12 @@ start() {
     done
 }
 
-# ends LIMIT: the job is over, with an error, within so many seconds.
+# ends LIMIT: the job must end with an error within LIMIT seconds.
 ends() {
     waited=0
     while kill -0 "$job" 2>/dev/null; do
         if [ $waited -ge $(($1 * 10)) ]; then
-            echo "the job goes on after $1 seconds"
+            echo "the job still runs after $1 seconds"
             kill -KILL "$job"
             return 1
         fi
@@ -51,11 +52,11 @@ ends() {
     wait "$job"
     status=$?
     [ $status != 0 ] && return 0
-    echo "the job ended as if all were well"
+    echo "the job ended with status 0"
     return 1
 }
 
-a_rank_that_hangs_ends_the_job_and_the_others_say_so() {
+a_hanging_rank_ends_the_job_and_the_others_report_it() {
     start 3 --distributed-timeout-seconds $patience || return 1
     kill -STOP "$(cat "$work/rank.1")"
     ends $((patience + 18))
@@ -73,8 +74,8 @@ a_rank_that_dies_ends_the_job() {
     ends 20
 }
 
-# The timeout is for one wait, not for the run.
-a_run_longer_than_the_timeout_goes_on() {
+# The timeout limits one wait, not the run.
+a_run_may_be_longer_than_the_timeout() {
     start 2 --distributed-timeout-seconds $((patience / 2)) || return 1
     sleep $((patience + 2))
     kill -0 "$job" || return 1
@@ -82,7 +83,7 @@ a_run_longer_than_the_timeout_goes_on() {
     wait "$job"
 }
 
-ranks_with_other_options_are_named() {
+ranks_with_different_options_are_named() {
     # shellcheck disable=SC2086
     $mpirun -np 2 "$train" $options : -np 1 "$train" $options --clip-grad 0.5 \
         >"$work/out" 2>"$work/err" </dev/null &
@@ -102,9 +103,9 @@ sizes_that_do_not_fit_the_ranks_are_refused() {
     [ "$(grep -c '^error: ' "$work/err")" = 1 ]
 }
 
-verdict "a rank that hangs ends the job and the others say so" a_rank_that_hangs_ends_the_job_and_the_others_say_so
+verdict "a hanging rank ends the job and the others report it" a_hanging_rank_ends_the_job_and_the_others_report_it
 verdict "a rank that dies ends the job" a_rank_that_dies_ends_the_job
-verdict "a run longer than the timeout goes on" a_run_longer_than_the_timeout_goes_on
-verdict "ranks with other options are named" ranks_with_other_options_are_named
+verdict "a run may be longer than the timeout" a_run_may_be_longer_than_the_timeout
+verdict "ranks with different options are named" ranks_with_different_options_are_named
 verdict "sizes that do not fit the ranks are refused" sizes_that_do_not_fit_the_ranks_are_refused
 exit $failed

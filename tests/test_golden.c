@@ -1,5 +1,5 @@
-/* Families of tiny models against Hugging Face transformers in float64: logits, losses, every gradient, ten steps.
- */
+/* test_golden.c: tiny models of every family equal Hugging Face transformers in float64: logits, losses, every
+ * gradient, ten training steps. */
 #include "golden.h"
 
 static const mt_grid grid = MT_GRID_OF_ONE;
@@ -32,11 +32,11 @@ static void logits_logprobs_and_entropy_equal_transformers(void **state) {
     }
 }
 
-/* Adds one parameter's squared distance from the reference gradient, and the reference's squared norm. */
+/* Adds the squared distance of one parameter's gradient from the reference, and the squared norm of the reference. */
 static void add_gradient_error(const mt_model *model, const mt_param *param, const float *grads, const float *expected,
                                double *distance, double *norm) {
     int64_t bytes = param->rows_stored * param->cols * 4;
-    float *grad = mt_malloc(bytes); // the bucket may lie on a GPU
+    float *grad = mt_malloc(bytes); // the bucket may be on a GPU
     mt_model_ops(model)->memory_copy(grad, grads + param->offset, bytes, mt_model_stream(model));
     mt_model_ops(model)->stream_wait(mt_model_stream(model));
     for (int64_t row = 0; row < param->rows_stored; row++)
@@ -102,7 +102,7 @@ static void bf16_trains_to_within_two_percent_of_fp32(void **state) {
         for (int i = 0; i < STEPS; i++)
             if (!(fabs(losses[i] - reference[i]) <= 0.02 * reference[i]))
                 fail_msg("%s step %d: loss %g in bf16, %g in fp32", families[k], i + 1, losses[i], reference[i]);
-        assert_true(losses[STEPS - 1] != reference[STEPS - 1]); // else bf16 rounds nothing
+        assert_true(losses[STEPS - 1] != reference[STEPS - 1]); // bf16 does round
     }
 }
 
@@ -127,7 +127,7 @@ static int train_step(fixture *f, mt_run_state *run, mt_metrics *metrics, mt_err
     return mt_train_step(f->model, run, SEQUENCES, next_micro_batch, &from, &f->batch, metrics, error);
 }
 
-static void metrics_that_are_not_read_change_nothing(void **state) {
+static void unread_metrics_change_nothing(void **state) {
     (void)state;
     double losses[STEPS], norms[STEPS];
     train_ten_steps("llama", &grid, 1, false, losses, norms);
@@ -144,7 +144,8 @@ static void metrics_that_are_not_read_change_nothing(void **state) {
         if (!read) continue;
         assert_true(metrics.loss == losses[step] && metrics.grad_norm == norms[step]);
         assert_true(metrics.tokens == TOKENS && metrics.seconds > 0);
-        seconds += metrics.seconds * (double)(step + 1 - last); // of all steps since the last reading
+        seconds +=
+            metrics.seconds * (double)(step + 1 - last); // `seconds` is the mean over the steps since the last read
         last = step + 1;
     }
     double elapsed = mt_time() - begin;
@@ -154,20 +155,20 @@ static void metrics_that_are_not_read_change_nothing(void **state) {
     close_family(&f);
 }
 
-/* A weight becomes NaN. */
+/* Sets one weight to NaN. */
 static void poison(mt_model *model) {
     const mt_ops *ops = mt_model_ops(model);
     const float nan = NAN;
     int64_t count;
     mt_bucket *last = mt_model_buckets(model, &count);
-    last += count - 1; // the final norm is in it
+    last += count - 1; // with the final norm
     ops->memory_copy((float *)last->params + last->decay_count, &nan, 4, mt_model_stream(model));
     ops->stream_wait(mt_model_stream(model));
 }
 
-static void a_loss_that_is_not_finite_is_told_of_its_step_by_the_next_two(void **state) {
+static void a_non_finite_loss_is_reported_with_its_step_within_two_steps(void **state) {
     (void)state;
-    for (int64_t more = 0; more <= 3; more++) { // steps after the bad one
+    for (int64_t more = 0; more <= 3; more++) { // steps after the bad step
         fixture f = open_family("llama", 1, 1, false);
         create_model(&f, &grid);
         mt_run_state run = {0};
@@ -187,7 +188,7 @@ static void a_loss_that_is_not_finite_is_told_of_its_step_by_the_next_two(void *
     }
 }
 
-static void no_gpu_answers(void **state) {
+static void without_a_gpu(void **state) {
     (void)state;
     mt_error error;
     mt_cuda_open(0, &error);
@@ -202,10 +203,10 @@ int main(void) {
         cmocka_unit_test(ten_steps_equal_pytorch_for_any_micro_batch_size),
         cmocka_unit_test(bf16_trains_to_within_two_percent_of_fp32),
         cmocka_unit_test(two_runs_repeat_bit_for_bit),
-        cmocka_unit_test(metrics_that_are_not_read_change_nothing),
-        cmocka_unit_test(a_loss_that_is_not_finite_is_told_of_its_step_by_the_next_two),
+        cmocka_unit_test(unread_metrics_change_nothing),
+        cmocka_unit_test(a_non_finite_loss_is_reported_with_its_step_within_two_steps),
     };
-    const struct CMUnitTest none[] = {cmocka_unit_test(no_gpu_answers)};
+    const struct CMUnitTest none[] = {cmocka_unit_test(without_a_gpu)};
     mt_error error;
     int failures = cmocka_run_group_tests_name("cpu", tests, NULL, NULL);
     backend = mt_cuda_open(0, &error);

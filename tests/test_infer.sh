@@ -1,5 +1,5 @@
 #!/bin/sh
-# The infer program: golden continuations and scores, prompts and lines of text, and what it says to bad input.
+# The infer program: golden continuations and scores, prompts, lines of text, and errors.
 set -u
 . tests/suite.sh
 golden=tests/golden/hf
@@ -13,7 +13,7 @@ refuses() {
     refused "$pattern" "$infer" "$@"
 }
 
-# close A B TOLERANCE: two files of floats are as long as each other and differ by at most that.
+# close A B TOLERANCE: two files of floats have the same length and differ by at most TOLERANCE.
 close() {
     [ -s "$1" ] && [ "$(wc -c <"$1")" = "$(wc -c <"$2")" ] || return 1
     od -An -v -tf4 -w4 "$1" >"$work/a"
@@ -59,7 +59,7 @@ runs_in_bf16() {
         2>"$work/err" && [ "$(wc -w <"$work/out")" = 9 ]
 }
 
-# --seed repeats a draw; another seed gives another.
+# The same --seed gives the same text, another seed another text.
 repeats_by_seed() {
     for seed in 1 1 2; do
         "$infer" --load $golden/llama --prompt-tokens 5,6,7 --print-tokens --max-new-tokens 20 --seed $seed \
@@ -68,7 +68,7 @@ repeats_by_seed() {
     [ "$(sort "$work/seeds" | uniq | wc -l)" = 2 ] && [ "$(sed -n 1p "$work/seeds")" = "$(sed -n 2p "$work/seeds")" ]
 }
 
-# Several texts at once give what each gives alone, under a header each. (Greedy: draws depend on a prompt's place.)
+# Several prompts give the same texts as each alone, with headers. (Greedy: random draws depend on the prompt's index.)
 answers_several_prompts() {
     for text in 'Hello' 'a longer text' 'x'; do
         "$infer" --load $golden/gpt2 --tokenizer-type ByteLevel --temperature 0 --max-new-tokens 12 --prompt "$text" \
@@ -80,7 +80,7 @@ answers_several_prompts() {
     [ "$(grep -av '^== . of 3 ==$' "$work/together" | grep -av '^$')" = "$(grep -av '^$' "$work/alone")" ]
 }
 
-# Without --prompt each line is continued; a line that cannot be is reported, and the others are answered.
+# Without --prompt every line is continued; a line that is too long is an error, and the others are answered.
 answers_lines() {
     printf 'Hello\n\nworld' | "$infer" --load $golden/llama --tokenizer-type ByteLevel --print-tokens \
         --max-new-tokens 5 >"$work/out" 2>"$work/err" || return 1
@@ -91,7 +91,7 @@ answers_lines() {
     [ "$(wc -w <"$work/out")" = 5 ] && grep -q '^error: .*70 tokens' "$work/err"
 }
 
-# The context of these models is 64 tokens: generation stops there.
+# Generation stops at the context of these models, 64 tokens.
 stops_at_the_context() {
     "$infer" --load $golden/llama --prompt-tokens 5,6,7 --print-tokens --max-new-tokens 1000 --temperature 0 \
         >"$work/out" 2>"$work/err" && [ "$(wc -w <"$work/out")" = 61 ] && grep -q 'context of 64' "$work/err"
@@ -113,7 +113,7 @@ refuses_bad_prompts() {
         refuses 'nowhere' --load "$work/nowhere" --prompt-tokens 1 --print-tokens
 }
 
-# After each, nothing new lies where the output was to be.
+# An error leaves the output file unchanged and no temporary file.
 refuses_bad_scores() {
     tokens=$golden/llama/tokens.i32
     head -c 130 $tokens >"$work/odd.i32"
@@ -130,7 +130,7 @@ refuses_bad_scores() {
         [ "$(cat "$work/kept")" = good ] && [ "$(find "$work" -name '*.tmp*')" = '' ]
 }
 
-# A limit on the size of files stands for the full disk.
+# A limit on the size of files simulates a full disk.
 reports_a_full_disk() {
     echo good >"$work/kept"
     (
@@ -144,7 +144,7 @@ reports_a_full_disk() {
     grep -q 'standard output' "$work/err"
 }
 
-# shared TENSOR PIPELINE ARGUMENTS...: infer on so many ranks.
+# shared TENSOR PIPELINE ARGUMENTS...: infer on TENSOR x PIPELINE ranks.
 shared() {
     tensor=$1 pipeline=$2
     shift 2
@@ -152,7 +152,7 @@ shared() {
         --tensor-model-parallel-size "$tensor" --pipeline-model-parallel-size "$pipeline" "$@"
 }
 
-# The same tokens as transformers, greedily, and as one rank where they are drawn.
+# Greedy tokens equal those of transformers, sampled tokens those of one rank.
 ranks_continue_as_one() {
     for layout in '2 1' '1 2' '2 2' '4 1'; do
         for family in gpt2 llama qwen2 qwen3; do
@@ -185,7 +185,7 @@ ranks_score_as_one() {
     grep -c '^scored 7 sequences' "$work/err" | grep -qx 1 && [ "$(find "$work" -name '*.tmp*')" = '' ]
 }
 
-# Lines reach every rank; the one that cannot be answered is reported once.
+# Lines reach every rank; a line that is too long is reported once.
 ranks_answer_lines() {
     long=$(printf '%070d' 0)
     printf 'Hello\n\n%s\nworld' "$long" >"$work/lines"
@@ -197,7 +197,7 @@ ranks_answer_lines() {
         [ "$(cat "$work/out")" = "$(sed -n 1p "$work/alone")" ]
 }
 
-# Each is told once, and the job ends.
+# Every error is printed once, and the job ends.
 ranks_refuse_together() {
     for bad in "2 1 --prompt-tokens 5,160 --print-tokens" "1 2 --score $work/absent --seq-length 32 --out $work/x" \
         "2 2 --score $golden/llama/tokens.i32 --seq-length 32 --out $work/nowhere/x"; do
@@ -210,7 +210,7 @@ ranks_refuse_together() {
     [ "$(grep -c 'error: infer shares one model: 2 ranks' "$work/out")" = 1 ]
 }
 
-# Five layers on two ranks.
+# Five layers on two pipeline stages.
 ranks_tell_its_story() {
     set -- --load "$story" --prompt 'Once upon a time' --temperature 0 --max-new-tokens 60
     "$infer" "$@" >"$work/alone" 2>"$work/err" || return 1
@@ -229,7 +229,7 @@ tells_its_story() {
     [ "Once upon a time$(cat "$work/line")" = "$(cat "$work/out")" ]
 }
 
-# That model has 512 tokens, the bytes are 257: the others show as U+FFFD.
+# The model has 512 tokens, the ByteLevel tokenizer 257: the others are shown as U+FFFD.
 shows_tokens_that_the_tokenizer_lacks() {
     "$infer" --load "$story" --tokenizer-type ByteLevel --prompt 'Once' --temperature 5 --max-new-tokens 40 \
         >"$work/out" 2>"$work/err" && grep -aq "^Once.*$(printf '\357\277\275')" "$work/out"
@@ -240,13 +240,13 @@ verdict scores_entropies_and_logits_equal_transformers scores_as_transformers
 verdict score_takes_the_whole_file_by_default scores_whole_file
 verdict bf16_weights_generate runs_in_bf16
 verdict a_seed_repeats_a_text repeats_by_seed
-verdict several_prompts_are_answered_as_each_alone answers_several_prompts
+verdict several_prompts_are_answered_like_each_alone answers_several_prompts
 verdict each_line_of_standard_input_is_answered answers_lines
 verdict generation_stops_at_the_context_with_a_note stops_at_the_context
-verdict standard_output_holds_the_text_alone writes_only_text_to_standard_output
-verdict bad_prompts_are_refused_in_a_line refuses_bad_prompts
-verdict bad_scores_are_refused_and_leave_nothing refuses_bad_scores
-verdict a_full_disk_is_reported_and_keeps_what_was_there reports_a_full_disk
+verdict standard_output_has_only_the_text writes_only_text_to_standard_output
+verdict bad_prompts_are_refused_in_one_line refuses_bad_prompts
+verdict bad_scores_are_refused_and_leave_no_files refuses_bad_scores
+verdict a_full_disk_is_reported_and_keeps_the_old_file reports_a_full_disk
 if [ -n "${HAVE_MPI:-}" ] && command -v mpirun >/dev/null; then
     verdict ranks_continue_as_transformers_and_one_rank ranks_continue_as_one
     verdict ranks_score_as_one_rank ranks_score_as_one

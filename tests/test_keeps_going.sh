@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs under mpirun that are told to end, lose a rank or a host, and go on.
+# Runs under mpirun: signals, time limits, bad steps, and restarts by launch.sh after losing ranks or hosts.
 set -u
 . tests/suite.sh
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
@@ -14,7 +14,7 @@ tidy() {
     rm -rf "$work/save" "$work"/*.jsonl
 }
 
-# begin COMMAND...: in the background, and beyond the first steps when this returns; job is its process.
+# begin COMMAND...: trains in the background and returns after the first steps; job is its process id.
 begin() {
     rm -f "$work/m.jsonl"
     "$@" >"$work/out" 2>"$work/err" </dev/null &
@@ -30,23 +30,23 @@ begin() {
     done
 }
 
-# The run ended at its last step, and saved it.
-saved_where_it_ended() {
+# The run stopped early and saved its last step.
+saved_its_last_step() {
     iteration=$(cat "$work/save/latest_checkpointed_iteration.txt") && [ "$iteration" -gt 3 ] &&
         grep -q "stopped early after iteration $iteration\$" "$work/out" &&
         [ "$(tail -n 1 "$work/m.jsonl" | sed 's/.*"iteration": \([0-9]*\).*/\1/')" = "$iteration" ]
 }
 
-mpirun_passes_the_exit_signal_on_and_the_run_is_saved() {
+mpirun_forwards_the_exit_signal_and_the_run_is_saved() {
     # shellcheck disable=SC2086
     begin $MPIRUN -np 2 "$train" $small --train-iters 100000000 --save "$work/save" --metrics "$work/m.jsonl" \
         --exit-signal SIGUSR1 || return 1
     kill -USR1 $job
-    wait $job && saved_where_it_ended
+    wait $job && saved_its_last_step
 }
 
-# As a batch system may; mpirun then grants ranks a moment, here of seconds because the machine may be busy, and no
-# longer passes on what they print.
+# A batch system may signal mpirun. mpirun then kills the ranks after a short time (here 4 s, for a busy machine) and no
+# longer forwards their output.
 a_sigterm_to_mpirun_saves_the_run() {
     # shellcheck disable=SC2086
     begin env OMPI_MCA_odls_base_sigkill_timeout=4 $MPIRUN -np 2 "$train" $small --train-iters 100000000 \
@@ -65,23 +65,23 @@ without_the_handler_a_signal_ends_the_run_at_once() {
     ! wait $job && ! [ -e "$work/save/latest_checkpointed_iteration.txt" ]
 }
 
-a_run_whose_time_is_over_is_saved_on_all_ranks() {
+a_run_at_its_time_limit_is_saved_on_all_ranks() {
     : >"$work/err"
     # shellcheck disable=SC2086
     $MPIRUN -np 3 "$train" $small --global-batch-size 6 --train-iters 100000000 --save "$work/save" \
         --exit-duration-in-mins 0.02 --metrics "$work/m.jsonl" >"$work/out" 2>"$work/err" </dev/null &&
-        saved_where_it_ended || return 1
-    # and goes on from there
+        saved_its_last_step || return 1
+    # the run continues from there
     iteration=$(cat "$work/save/latest_checkpointed_iteration.txt")
     # shellcheck disable=SC2086
     $MPIRUN -np 3 "$train" $small --global-batch-size 6 --train-iters $((iteration + 2)) --load "$work/save" \
         >"$work/out" 2>"$work/err" </dev/null && grep -q "$((iteration + 2))/$((iteration + 2)) 100%" "$work/out"
 }
 
-# A learning rate that ends in numbers that are not finite. The steps are the same when they are done again.
+# A learning rate that leads to non-finite numbers. Rerunning a step gives the same result.
 wild='--train-iters 50 --lr 1e6 --clip-grad 0 --init-method-std 30'
 
-steps_that_stay_bad_are_done_again_skipped_and_then_end_the_run() {
+repeatable_bad_steps_are_rerun_and_skipped_and_then_end_the_run() {
     # shellcheck disable=SC2086
     $MPIRUN -np 2 "$train" $small $wild --bad-step-policy skip --rerun-mode validate_results >"$work/out" \
         2>"$work/err" </dev/null && return 1
@@ -90,11 +90,11 @@ steps_that_stay_bad_are_done_again_skipped_and_then_end_the_run() {
         [ "$(grep -c '^error: .*after 3 bad steps in a row' "$work/err")" -ge 1 ] && ! grep -q transient "$work/err"
 }
 
-a_run_goes_back_to_its_checkpoint_and_skips_what_is_bad_again() {
+a_run_rewinds_to_its_checkpoint_and_skips_a_repeated_bad_step() {
     # shellcheck disable=SC2086
     $MPIRUN -np 2 "$train" $small $wild --bad-step-policy rewind --save "$work/save" --save-interval 1 \
         >"$work/out" 2>"$work/err" </dev/null && return 1
-    # the first bad step is made twice, from the checkpoint before it
+    # the first bad step runs twice, from the checkpoint before it
     bad=$(sed -n 's/^warning: iteration \([0-9]*\): .*; going back to the last checkpoint$/\1/p' "$work/err" |
         head -n 1)
     [ -n "$bad" ] && grep -q "^warning: went back to iteration $((bad - 1))\$" "$work/err" &&
@@ -104,7 +104,7 @@ a_run_goes_back_to_its_checkpoint_and_skips_what_is_bad_again() {
 
 # ---- the launcher
 
-# A train whose last rank kills itself once there is a checkpoint that it has not died of yet; with $work/sick, always.
+# Runs train; rank 3 of 4 kills itself once after every new checkpoint, or, if $work/sick exists, always.
 cat >"$work/faulty" <<'SH'
 #!/bin/sh
 rank=${OMPI_COMM_WORLD_RANK:-$PMI_RANK} size=${OMPI_COMM_WORLD_SIZE:-$PMI_SIZE}
@@ -126,7 +126,7 @@ exec "$train" "$@"
 SH
 chmod +x "$work/faulty"
 
-# same_losses A B: every iteration of A has the loss that it has in B, to 1e-5.
+# same_losses A B: A and B have the same loss in every iteration, to 1e-5.
 same_losses() {
     for file in "$1" "$2"; do
         sed -n 's/.*"iteration": \([0-9]*\), "lm_loss": \([-+.0-9e]*\).*/\1 \2/p' "$file" >"$file.losses"
@@ -136,14 +136,14 @@ same_losses() {
         END { for (i in want) if (!(i in seen)) { print "no iteration " i; exit 1 } }' "$2.losses" "$1.losses"
 }
 
-# What launched runs are compared with; as long as it takes to die a few times on the way.
+# The reference for launched runs, long enough for several failures.
 long_run() {
     [ -e "$work/plain" ] && return
     # shellcheck disable=SC2086
     $MPIRUN -np 4 "$train" $small --train-iters 200 --metrics "$work/plain" >"$work/out" 2>"$work/err" </dev/null
 }
 
-a_run_that_loses_ranks_again_and_again_ends_as_if_it_had_not() {
+a_run_that_loses_ranks_repeatedly_has_the_same_losses() {
     long_run || return 1
     rm -f "$work"/died.* "$work/sick"
     # shellcheck disable=SC2086
@@ -155,7 +155,7 @@ a_run_that_loses_ranks_again_and_again_ends_as_if_it_had_not() {
         same_losses "$work/m.jsonl" "$work/plain"
 }
 
-a_rank_that_always_fails_is_done_without() {
+a_rank_that_always_fails_is_left_out() {
     long_run || return 1
     rm -f "$work"/died.*
     : >"$work/sick"
@@ -168,8 +168,8 @@ a_rank_that_always_fails_is_done_without() {
         same_losses "$work/m.jsonl" "$work/plain"
 }
 
-# "gone" is a host that ssh does not reach; 3 ranks do not divide the batch of 8.
-a_host_that_is_gone_is_left_out() {
+# ssh does not reach the host "gone"; 3 ranks do not divide the batch of 8.
+an_unreachable_host_is_left_out() {
     mkdir -p "$work/bin"
     printf '#!/bin/sh\nexit 255\n' >"$work/bin/ssh"
     chmod +x "$work/bin/ssh"
@@ -181,20 +181,20 @@ a_host_that_is_gone_is_left_out() {
         [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = 5 ]
 }
 
-restarts_without_progress_come_to_an_end() {
+restarts_without_progress_end() {
     # shellcheck disable=SC2086
     ./launch.sh -n 2 --pause 0 --max-restarts 2 "$train" $small --train-iters 5 --save "$work/save" --lr nonsense \
         >"$work/out" 2>"$work/err" </dev/null && return 1
     [ "$(grep -c 'launch: starting' "$work/err")" = 3 ] && grep -q 'giving up' "$work/err"
 }
 
-# And what goes on does so from its own checkpoint, not from the folder or the shape that it began with.
+# A restart continues from the checkpoint of the run, not from --load or --hf-config.
 a_signal_to_the_launcher_saves_and_ends_the_run() {
     # shellcheck disable=SC2086
     begin ./launch.sh -n 2 --pause 0 "$train" $small --train-iters 100000000 --save "$work/save" \
         --metrics "$work/m.jsonl" || return 1
     kill -TERM $job
-    wait $job && saved_where_it_ended || return 1
+    wait $job && saved_its_last_step || return 1
     iteration=$(cat "$work/save/latest_checkpointed_iteration.txt")
     # shellcheck disable=SC2086
     ./launch.sh -n 2 "$train" $small --train-iters $((iteration + 2)) --save "$work/save" --load tests/golden/none \
@@ -203,7 +203,7 @@ a_signal_to_the_launcher_saves_and_ends_the_run() {
         [ "$(cat "$work/save/latest_checkpointed_iteration.txt")" = $((iteration + 2)) ]
 }
 
-the_launcher_refuses_what_it_could_not_start_again() {
+the_launcher_refuses_runs_that_it_cannot_restart() {
     # shellcheck disable=SC2086
     ! ./launch.sh -n 2 "$train" $small --train-iters 5 >"$work/out" 2>"$work/err" &&
         grep -q 'needs --save' "$work/err" &&
@@ -212,13 +212,13 @@ the_launcher_refuses_what_it_could_not_start_again() {
         grep -q 'room for 2 ranks, and no number of them' "$work/err"
 }
 
-for name in mpirun_passes_the_exit_signal_on_and_the_run_is_saved a_sigterm_to_mpirun_saves_the_run \
-    without_the_handler_a_signal_ends_the_run_at_once a_run_whose_time_is_over_is_saved_on_all_ranks \
-    steps_that_stay_bad_are_done_again_skipped_and_then_end_the_run \
-    a_run_goes_back_to_its_checkpoint_and_skips_what_is_bad_again \
-    a_run_that_loses_ranks_again_and_again_ends_as_if_it_had_not a_rank_that_always_fails_is_done_without \
-    a_host_that_is_gone_is_left_out restarts_without_progress_come_to_an_end \
-    a_signal_to_the_launcher_saves_and_ends_the_run the_launcher_refuses_what_it_could_not_start_again; do
+for name in mpirun_forwards_the_exit_signal_and_the_run_is_saved a_sigterm_to_mpirun_saves_the_run \
+    without_the_handler_a_signal_ends_the_run_at_once a_run_at_its_time_limit_is_saved_on_all_ranks \
+    repeatable_bad_steps_are_rerun_and_skipped_and_then_end_the_run \
+    a_run_rewinds_to_its_checkpoint_and_skips_a_repeated_bad_step \
+    a_run_that_loses_ranks_repeatedly_has_the_same_losses a_rank_that_always_fails_is_left_out \
+    an_unreachable_host_is_left_out restarts_without_progress_end \
+    a_signal_to_the_launcher_saves_and_ends_the_run the_launcher_refuses_runs_that_it_cannot_restart; do
     verdict $name $name
 done
 exit $failed

@@ -1,5 +1,5 @@
-/* Checkpoints on every layout: what one saves every other loads, to the bit, and a run goes on where it was. Run by
- * mpirun as four ranks. */
+/* test_layouts_mpi.c: checkpoints on every layout. Any layout loads the checkpoint of any other, bit for bit, and
+ * continues the run. Run by mpirun on four ranks. */
 #include "golden.h"
 
 #include <mpi.h>
@@ -10,7 +10,7 @@
 
 enum { NUM_RANKS = 4, SAVED_STEPS = 2, RESUMED_STEPS = 3 };
 
-/* How ranks share the model and the batch; `is_alone`: rank 0 has all of both. */
+/* A layout of four ranks; `is_alone`: rank 0 has the whole model and batch. */
 typedef struct layout {
     const char *words;
     bool is_alone;
@@ -37,14 +37,14 @@ static const layout layouts[] = {
 enum { NUM_LAYOUTS = sizeof layouts / sizeof *layouts };
 
 static mt_grid world;
-static char root[256];                  // for all ranks
-static int64_t max_tokens = SEQ_LENGTH; // that models are planned for
+static char root[256];                  // the same on all ranks
+static int64_t max_tokens = SEQ_LENGTH; // of the plan of models
 
-static bool takes_part(const layout *l) {
+static bool is_in_layout(const layout *l) {
     return !l->is_alone || world.world.rank == 0;
 }
 
-/* A family's model with the weights and, if there is one, the run of `folder`. */
+/* A model of a family on a layout, and its run. */
 typedef struct trainee {
     fixture f;
     const layout *layout;
@@ -57,7 +57,8 @@ static void open_trainee(trainee *t, const char *family, const layout *l, const 
     mt_error error = {{0}};
     mt_model_plan plan = {max_tokens, max_tokens, 0, SEQ_LENGTH, true};
     bool has_experts = strcmp(family, "mixtral") == 0 || strstr(family, "_moe") || strcmp(family, "deepseek_v3") == 0;
-    bool cuts_rows = strstr(l->words, "tensor") && !strstr(l->words, "sequence"); // experts need what dense layers may
+    bool cuts_rows = strstr(l->words, "tensor") &&
+                     !strstr(l->words, "sequence"); // experts need sequence parallelism with tensor parallelism
     const char *rows = has_experts && cuts_rows ? " --sequence-parallel" : "";
     const char *shares = has_experts && !l->is_alone && !strstr(l->words, "pipeline-model-parallel-size 4")
                              ? " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
@@ -104,11 +105,11 @@ static void train(trainee *t, int64_t steps, double *losses) {
         if (mt_train_step(t->f.model, &t->state, SEQUENCES / data->size, next_micro_batch, &from, &t->f.batch, &metrics,
                           &error) != 0)
             fail_msg("%s: %s", t->layout->words, error.text);
-        if (losses) losses[i] = metrics.loss + metrics.mtp_losses[0]; // 0 without multi-token prediction
+        if (losses) losses[i] = metrics.loss + metrics.mtp_losses[0]; // mtp_losses: 0 without multi-token prediction
     }
 }
 
-/* PyTorch's losses of steps [first, first + count) of a family. */
+/* Fails unless the losses of steps [first, first + count) equal PyTorch's. */
 static void assert_pytorch(const char *what, const char *family, const double *losses, int64_t first, int64_t count) {
     char path[512];
     snprintf(path, sizeof path, "tests/golden/hf/%s/expected.json", family);
@@ -123,7 +124,7 @@ static void assert_pytorch(const char *what, const char *family, const double *l
     json_decref(expected);
 }
 
-/* Rank 0 runs a shell command, which must succeed, while the others wait. */
+/* Rank 0 runs a shell command, which must succeed; the other ranks wait. */
 static void rank_0_runs(const char *format, const char *a, const char *b) {
     char command[1200];
     int status = 0;
@@ -139,16 +140,16 @@ static const char *in_root(char path[512], const char *name) {
     return path;
 }
 
-/* ---- every layout to every other */
+/* ---- from layout to layout */
 
-/* Two steps on one layout, a checkpoint, three on another, with PyTorch's losses throughout. */
+/* Two steps on one layout, a checkpoint, three steps on another layout; all losses equal PyTorch's. */
 static void save_and_resume(const char *family, const layout *saves, const layout *loads) {
     char folder[512], what[600];
     double losses[SAVED_STEPS + RESUMED_STEPS];
     trainee first, second;
     in_root(folder, "run");
     snprintf(what, sizeof what, "from '%s' to '%s'", saves->words, loads->words);
-    if (takes_part(saves)) {
+    if (is_in_layout(saves)) {
         char golden[512];
         snprintf(golden, sizeof golden, "tests/golden/hf/%s", family);
         open_trainee(&first, family, saves, "");
@@ -159,7 +160,7 @@ static void save_and_resume(const char *family, const layout *saves, const layou
         close_trainee(&first);
     }
     mt_barrier(&world.world);
-    if (takes_part(loads)) {
+    if (is_in_layout(loads)) {
         open_trainee(&second, family, loads, "");
         load(&second, folder);
         assert_int_equal(second.state.iteration, SAVED_STEPS);
@@ -170,16 +171,16 @@ static void save_and_resume(const char *family, const layout *saves, const layou
     rank_0_runs("rm -r '%s'%s", folder, "");
 }
 
-static void a_run_goes_on_from_any_layout_on_any_other(void **state) {
+static void a_run_continues_from_any_layout_on_any_other(void **state) {
     (void)state;
     for (int k = 0; k < NUM_FAMILIES; k++)
-        for (int i = k % 2; i < NUM_LAYOUTS; i += 2) { // every layout saves and loads, 46 pairs in all
+        for (int i = k % 2; i < NUM_LAYOUTS; i += 2) { // every layout saves and loads; 46 pairs
             const layout *loads = &layouts[(i + 1 + 2 * k) % NUM_LAYOUTS];
             save_and_resume(families[k], &layouts[i], loads);
         }
 }
 
-/* A family with a module of multi-token prediction, which is drawn, against one rank. */
+/* Opens a family with a randomly initialized module of multi-token prediction. */
 static void open_with_module(trainee *t, const layout *l) {
     open_trainee(t, "deepseek_v3", l, "--mtp-num-layers 1");
     mt_model_init(t->f.model);
@@ -191,7 +192,7 @@ static void assert_losses(const layout *l, const double *losses, const double *e
             fail_msg("%s: loss %.9f, on one rank %.9f", l->words, losses[i], expected[i]);
 }
 
-static void a_run_with_multi_token_prediction_goes_on_from_any_layout_on_any_other(void **state) {
+static void a_run_with_multi_token_prediction_continues_from_any_layout_on_any_other(void **state) {
     (void)state;
     char folder[512];
     double expected[SAVED_STEPS + RESUMED_STEPS], losses[SAVED_STEPS + RESUMED_STEPS];
@@ -205,8 +206,9 @@ static void a_run_with_multi_token_prediction_goes_on_from_any_layout_on_any_oth
     mt_broadcast(&world.world, expected, sizeof expected, 0);
     for (int i = 0; i < NUM_LAYOUTS; i++) {
         const layout *saves = &layouts[i], *loads = &layouts[(i + 5) % NUM_LAYOUTS];
-        if (strstr(saves->words, "zb-h1") || strstr(loads->words, "zb-h1")) continue; // splits backwards
-        if (takes_part(saves)) {
+        if (strstr(saves->words, "zb-h1") || strstr(loads->words, "zb-h1"))
+            continue; // zb-h1 splits the backward, which MTP does not support
+        if (is_in_layout(saves)) {
             open_with_module(&t, saves);
             train(&t, SAVED_STEPS, losses);
             assert_losses(saves, losses, expected, SAVED_STEPS);
@@ -214,7 +216,7 @@ static void a_run_with_multi_token_prediction_goes_on_from_any_layout_on_any_oth
             close_trainee(&t);
         }
         mt_barrier(&world.world);
-        if (takes_part(loads)) {
+        if (is_in_layout(loads)) {
             open_with_module(&t, loads);
             load(&t, folder);
             assert_int_equal(t.state.iteration, SAVED_STEPS);
@@ -226,14 +228,14 @@ static void a_run_with_multi_token_prediction_goes_on_from_any_layout_on_any_oth
     }
 }
 
-static void the_same_layout_goes_on_bit_for_bit(void **state) {
+static void the_same_layout_continues_bit_for_bit(void **state) {
     (void)state;
     char folder[512];
     in_root(folder, "run");
     for (int i = 0; i < NUM_LAYOUTS; i++) {
         const char *words = i % 2 ? "--bf16" : "";
         trainee first, second;
-        if (takes_part(&layouts[i])) {
+        if (is_in_layout(&layouts[i])) {
             double losses[RESUMED_STEPS], resumed[RESUMED_STEPS];
             char golden[512];
             snprintf(golden, sizeof golden, "tests/golden/hf/%s", families[i % NUM_FAMILIES]);
@@ -253,9 +255,9 @@ static void the_same_layout_goes_on_bit_for_bit(void **state) {
     }
 }
 
-/* ---- the files themselves */
+/* ---- the bytes of the files */
 
-/* What one rank saved, loaded and saved again on every layout: the same bytes in every file but trainer.json. */
+/* Every layout loads the checkpoint of one rank and saves it again: the same bytes, except for trainer.json. */
 static void every_layout_saves_the_same_bytes(const char *family, const char *words) {
     char reference[512], folder[512], golden[512];
     trainee t;
@@ -270,7 +272,7 @@ static void every_layout_saves_the_same_bytes(const char *family, const char *wo
     }
     mt_barrier(&world.world);
     for (int i = 0; i < NUM_LAYOUTS; i++) {
-        if (takes_part(&layouts[i])) {
+        if (is_in_layout(&layouts[i])) {
             open_trainee(&t, family, &layouts[i], words);
             load(&t, reference);
             save(&t, folder);
@@ -287,8 +289,8 @@ static void every_layout_saves_the_bytes_of_one_rank(void **state) {
     for (int k = 0; k < NUM_FAMILIES; k++) every_layout_saves_the_same_bytes(families[k], k % 2 ? "--bf16" : "");
 }
 
-/* Small files, of which a rank may have nothing to write. */
-static void small_files_hold_the_same_bytes(void **state) {
+/* Files so small that some ranks have nothing to write. */
+static void small_files_have_the_same_bytes(void **state) {
     (void)state;
     char reference[512], folder[512];
     mt_error error;
@@ -296,7 +298,7 @@ static void small_files_hold_the_same_bytes(void **state) {
     for (int i = 0; i < NUM_LAYOUTS; i++) {
         const char *to = i == 0 ? reference : folder;
         rank_0_runs("mkdir '%s'%s", to, "");
-        if (takes_part(&layouts[i])) {
+        if (is_in_layout(&layouts[i])) {
             trainee t;
             open_trainee(&t, "gpt2", &layouts[i], "");
             load(&t, "tests/golden/hf/gpt2");
@@ -312,8 +314,8 @@ static void small_files_hold_the_same_bytes(void **state) {
 
 /* ---- errors */
 
-/* What only one stage would miss. */
-static void every_rank_hears_of_a_tensor_that_is_missing(void **state) {
+/* Only one stage needs the missing tensor. */
+static void a_missing_tensor_is_an_error_on_every_rank(void **state) {
     (void)state;
     for (int i = 1; i < NUM_LAYOUTS; i++) {
         trainee t;
@@ -325,8 +327,8 @@ static void every_rank_hears_of_a_tensor_that_is_missing(void **state) {
     }
 }
 
-/* A limit on the size of files stands for the full disk, on the last rank only. */
-static void every_rank_hears_that_one_cannot_write(void **state) {
+/* A limit on the size of files, on the last rank only, simulates a full disk. */
+static void a_failed_write_is_an_error_on_every_rank(void **state) {
     (void)state;
     char folder[512];
     struct rlimit old, small;
@@ -348,7 +350,7 @@ static void every_rank_hears_that_one_cannot_write(void **state) {
         assert_int_equal(status, -1);
         if (!strstr(error.text, "ulimit")) fail_msg("%s", error.text);
         rank_0_runs("ls '%s' | grep -c iter_ | grep -qx 1 && [ -f '%s'/iter_0000001/model.safetensors ]", folder,
-                    folder); // the one before is whole, and nothing is left of this one
+                    folder); // the previous checkpoint is intact, the failed one removed
         load(&t, folder);
         assert_int_equal(t.state.iteration, 1);
         close_trainee(&t);
@@ -374,8 +376,8 @@ static void recorded_close(mt_channel *channel) {
     mt_cpu_ops.channel_close(channel);
 }
 
-/* A GPU waits for the other end in both, so that another order could keep a ring of ranks waiting for one another. */
-static void channels_close_in_the_order_in_which_they_opened(void **state) {
+/* On a GPU, open and close wait for the other end, so another order could deadlock a ring of ranks. */
+static void channels_close_in_the_order_of_opening(void **state) {
     (void)state;
     static const layout rings[] = {
         {.words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"},
@@ -409,8 +411,8 @@ static int64_t counted_recv(mt_channel *channel, void *buffer, int64_t count, mt
     return mt_cpu_ops.channel_recv(channel, buffer, count, dtype, stream);
 }
 
-/* NCCL waits for ever for the rest of a message that is shorter than its receiver asked for, as MPI does not. */
-static void messages_are_as_long_as_their_receivers_asked_for(void **state) {
+/* Unlike MPI, NCCL hangs if a message is shorter than its receive. */
+static void every_message_has_the_length_of_its_receive(void **state) {
     (void)state;
     static const layout pipelines[] = {
         {.words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"},
@@ -422,7 +424,7 @@ static void messages_are_as_long_as_their_receivers_asked_for(void **state) {
     for (size_t i = 0; i < sizeof pipelines / sizeof *pipelines; i++) {
         trainee t;
         sent_minus_received = num_received = 0;
-        backend = &counting, max_tokens = 3 * SEQ_LENGTH; // more than a micro-batch has
+        backend = &counting, max_tokens = 3 * SEQ_LENGTH; // more than the tokens of a micro-batch
         open_trainee(&t, "llama", &pipelines[i], "");
         mt_model_init(t.f.model);
         train(&t, 2, NULL);
@@ -440,7 +442,7 @@ static int half_open(mt_mailbox **mailbox, const mt_group *group, void *memory, 
     return group->rank == 1 ? mt_error_set(error, "rank 1 sees nobody") : status;
 }
 
-static void every_rank_hears_that_one_cannot_reach_the_others(void **state) {
+static void a_failed_mailbox_is_an_error_on_every_rank(void **state) {
     (void)state;
     mt_ops closed = *backend;
     mt_error error = {{0}};
@@ -461,25 +463,25 @@ int main(int argc, char **argv) {
     mt_options options;
     mt_error error;
     mt_grid_start(&world, &argc, &argv);
-    if (world.world.size != NUM_RANKS) mt_die("run it as %d ranks", NUM_RANKS);
+    if (world.world.size != NUM_RANKS) mt_die("run it on %d ranks", NUM_RANKS);
     mt_options_default(&options);
     if (mt_grid_build(&world, &options, &error) != 0) mt_die("%s", error.text);
     mt_options_free(&options);
     snprintf(root, sizeof root, "/tmp/mt_layouts_%d", (int)getpid());
     mt_broadcast(&world.world, root, sizeof root, 0);
-    if (world.world.rank == 0 && mkdir(root, 0777) != 0) mt_die("%s: cannot be made", root);
+    if (world.world.rank == 0 && mkdir(root, 0777) != 0) mt_die("%s: cannot be created", root);
     mt_barrier(&world.world);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(channels_close_in_the_order_in_which_they_opened),
-        cmocka_unit_test(messages_are_as_long_as_their_receivers_asked_for),
-        cmocka_unit_test(every_rank_hears_that_one_cannot_reach_the_others),
-        cmocka_unit_test(a_run_goes_on_from_any_layout_on_any_other),
-        cmocka_unit_test(a_run_with_multi_token_prediction_goes_on_from_any_layout_on_any_other),
-        cmocka_unit_test(the_same_layout_goes_on_bit_for_bit),
+        cmocka_unit_test(channels_close_in_the_order_of_opening),
+        cmocka_unit_test(every_message_has_the_length_of_its_receive),
+        cmocka_unit_test(a_failed_mailbox_is_an_error_on_every_rank),
+        cmocka_unit_test(a_run_continues_from_any_layout_on_any_other),
+        cmocka_unit_test(a_run_with_multi_token_prediction_continues_from_any_layout_on_any_other),
+        cmocka_unit_test(the_same_layout_continues_bit_for_bit),
         cmocka_unit_test(every_layout_saves_the_bytes_of_one_rank),
-        cmocka_unit_test(small_files_hold_the_same_bytes),
-        cmocka_unit_test(every_rank_hears_of_a_tensor_that_is_missing),
-        cmocka_unit_test(every_rank_hears_that_one_cannot_write),
+        cmocka_unit_test(small_files_have_the_same_bytes),
+        cmocka_unit_test(a_missing_tensor_is_an_error_on_every_rank),
+        cmocka_unit_test(a_failed_write_is_an_error_on_every_rank),
     };
     int failures = cmocka_run_group_tests(tests, NULL, NULL);
     if (world.world.rank == 0) rmdir(root);

@@ -1,8 +1,8 @@
-/* The equivalence matrix on the CPU: tests/layouts.h. Run by mpirun. */
+/* test_layouts_mpi8.c: the layouts of tests/layouts.h on the CPU. Run by mpirun. */
 #include "layouts.h"
 
 int main(int argc, char **argv) {
-    // Messages wait for their receivers, as large ones do, so that a schedule with too little room for them hangs.
+    // Every message waits for its receiver (rendezvous), as large ones do, so a schedule with too few buffers hangs.
     setenv("OMPI_MCA_btl_vader_eager_limit", "256", 1);
     mt_grid_start(&world, &argc, &argv);
     if (!world.world.comm) mt_die("start me with mpirun");

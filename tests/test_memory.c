@@ -1,4 +1,4 @@
-/* The memory plan: the logits lie over scratch that holds nothing while they live. */
+/* test_memory.c: the memory plan. The logits share memory with scratch that is unused while they exist. */
 #include "../data/options.h"
 
 #include <math.h>
@@ -11,7 +11,7 @@
 
 enum { TOKENS = 256, HIDDEN = 64, FFN = 256 };
 
-/* KiB of activations in the printed plan of a model for training with this many rows of vocabulary. */
+/* KiB of activations in the printed plan for training a model with this vocabulary size. */
 static double planned_activations(const char *vocab_size) {
     static const mt_grid grid = MT_GRID_OF_ONE;
     char *arguments[] = {"train",
@@ -61,9 +61,9 @@ static double planned_activations(const char *vocab_size) {
     return 1024 * mebibytes;
 }
 
-static void logits_take_no_memory_until_they_are_larger_than_the_scratch_below_them(void **state) {
+static void logits_add_memory_only_beyond_the_size_of_the_scratch_they_share(void **state) {
     (void)state;
-    const double scratch_channels = HIDDEN + FFN + FFN + 4; // of a token: hidden, wide, active, row_dot
+    const double scratch_channels = HIDDEN + FFN + FFN + 4; // per token: hidden, wide, active, row_dot
     double small = planned_activations("16"), fitting = planned_activations("560");
     double large = planned_activations("4096"), larger = planned_activations("8192");
     assert_true(small == fitting);
@@ -73,7 +73,7 @@ static void logits_take_no_memory_until_they_are_larger_than_the_scratch_below_t
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(logits_take_no_memory_until_they_are_larger_than_the_scratch_below_them),
+        cmocka_unit_test(logits_add_memory_only_beyond_the_size_of_the_scratch_they_share),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,5 +1,5 @@
-/* Multi-token prediction: losses and gradients against a model written down in double here, one sequence and one
- * module after another; folders with modules in and out; what is refused. */
+/* test_mtp.c: multi-token prediction. Losses and gradients equal those of a reference model in double, written below
+ * for one sequence and one module at a time; loading and saving folders with modules; errors. */
 #include "folder.h"
 #include "golden.h"
 
@@ -8,7 +8,7 @@
 
 static const mt_grid grid = MT_GRID_OF_ONE;
 
-/* ---- the batch: sequences of different lengths with labels that do not count */
+/* ---- the batch: sequences of different lengths with masked labels */
 
 enum { LENGTH = 20, NUM_SPANS = 3, VOCABULARY = 23, MODULES = 2, CHANNELS = 12, HEADS = 2, D = 6, F = 16 };
 static const int64_t span_lengths[NUM_SPANS] = {9, 3, 8};
@@ -22,13 +22,14 @@ static int make_batch(void *context, int64_t index, mt_batch *batch, mt_error *e
             batch->tokens[t] = (int32_t)((s * 7 + i * i * 3 + 1) % VOCABULARY);
             batch->labels[t] = (int32_t)((s * 7 + (i + 1) * (i + 1) * 3 + 1) % VOCABULARY);
             batch->positions[t] = (int32_t)i, batch->token_index[t] = t;
-            batch->loss_mask[t] = s == 1 ? i == 0 : (s + i) % 4 != 1; // of the second, no module has a label
+            batch->loss_mask[t] =
+                s == 1 ? i == 0 : (s + i) % 4 != 1; // in the second sequence only the main model has a label
         }
     }
     return 0;
 }
 
-/* ---- the reference: values[i] are those of row i of the whole model's table */
+/* ---- the reference; values[i]: row i of the whole model's parameter table */
 
 typedef struct reference {
     const mt_param *params;
@@ -40,7 +41,7 @@ typedef struct reference {
 static const double *weight(const reference *r, mt_role role, int64_t layer) {
     for (int64_t i = 0; i < r->num_params; i++)
         if (r->params[i].role == role && r->params[i].layer == layer) return r->values[i];
-    fail_msg("there is no row of role %d in layer %d", (int)role, (int)layer);
+    fail_msg("no row of role %d in layer %d", (int)role, (int)layer);
     return NULL;
 }
 
@@ -52,7 +53,7 @@ static void multiply(double *y, const double *w, const double *x, int64_t n, int
     }
 }
 
-static void normalise(double *y, const double *x, const double *w, double epsilon) {
+static void normalize(double *y, const double *x, const double *w, double epsilon) {
     double square = 0;
     for (int64_t i = 0; i < CHANNELS; i++) square += x[i] * x[i] / CHANNELS;
     for (int64_t i = 0; i < CHANNELS; i++) y[i] = x[i] / sqrt(square + epsilon) * w[i];
@@ -67,12 +68,12 @@ static void turn(double *x, int64_t position) {
         }
 }
 
-/* x[n][CHANNELS] through one transformer layer, at positions 0 to n - 1. */
+/* One transformer layer on x[n][CHANNELS], in place, at positions 0 to n - 1. */
 static void layer_forward(const reference *r, int64_t layer, double (*x)[CHANNELS], int64_t n) {
     double q[LENGTH][CHANNELS], k[LENGTH][CHANNELS], v[LENGTH][CHANNELS], y[CHANNELS], z[CHANNELS];
     double gate[F], up[F], epsilon = r->options->norm_epsilon;
     for (int64_t t = 0; t < n; t++) {
-        normalise(y, x[t], weight(r, MT_INPUT_NORM, layer), epsilon);
+        normalize(y, x[t], weight(r, MT_INPUT_NORM, layer), epsilon);
         multiply(q[t], weight(r, MT_Q, layer), y, CHANNELS, CHANNELS);
         multiply(k[t], weight(r, MT_K, layer), y, CHANNELS, CHANNELS);
         multiply(v[t], weight(r, MT_V, layer), y, CHANNELS, CHANNELS);
@@ -93,7 +94,7 @@ static void layer_forward(const reference *r, int64_t layer, double (*x)[CHANNEL
         }
         multiply(z, weight(r, MT_O, layer), y, CHANNELS, CHANNELS);
         for (int64_t i = 0; i < CHANNELS; i++) x[t][i] += z[i];
-        normalise(y, x[t], weight(r, MT_MLP_NORM, layer), epsilon);
+        normalize(y, x[t], weight(r, MT_MLP_NORM, layer), epsilon);
         multiply(gate, weight(r, MT_GATE, layer), y, F, CHANNELS);
         multiply(up, weight(r, MT_UP, layer), y, F, CHANNELS);
         for (int64_t i = 0; i < F; i++) up[i] *= gate[i] / (1 + exp(-gate[i]));
@@ -111,38 +112,38 @@ static double token_loss(const reference *r, const double *hidden, int32_t label
     return log(sum) - logits[label];
 }
 
-/* Sums over a batch: of the main model, then of each module, where a sequence's mean counts as often as it has labels
- * in the main model. */
+/* Sums over a batch, of the main model and of each module. The weight of a module's mean over a sequence is the number
+ * of labels of the sequence in the main model. */
 typedef struct losses {
     double sum[1 + MODULES], count[1 + MODULES];
 } losses;
 
-/* One sequence: module k sees position t where there is a token t + k, and counts where the label there does. */
+/* One sequence: module k has position t if there is a token t + k, and counts it if that label is unmasked. */
 static void sequence_losses(const reference *r, const mt_batch *batch, const mt_span *span, losses *total) {
     const double *embedding = weight(r, MT_WORD_EMBEDDING, -1);
     double x[LENGTH][CHANNELS], hidden[LENGTH][CHANNELS], joined[2 * CHANNELS], epsilon = r->options->norm_epsilon;
     int64_t first = span->q_start, L = r->options->num_layers, labels = 0;
     for (int64_t t = 0; t < span->q_len; t++) labels += batch->loss_mask[first + t] > 0;
     for (int64_t k = 0; k <= MODULES; k++) {
-        int64_t n = span->q_len - k, left = 0;
+        int64_t n = span->q_len - k, unmasked = 0;
         double sum = 0;
         for (int64_t t = 0; t < n; t++) {
             const double *token = embedding + batch->tokens[first + t + k] * CHANNELS;
             if (k == 0) memcpy(x[t], token, sizeof x[t]);
             if (k == 0) continue;
-            normalise(joined, token, weight(r, MT_MTP_EMBEDDING_NORM, L + k - 1), epsilon);
-            normalise(joined + CHANNELS, hidden[t], weight(r, MT_MTP_HIDDEN_NORM, L + k - 1), epsilon);
+            normalize(joined, token, weight(r, MT_MTP_EMBEDDING_NORM, L + k - 1), epsilon);
+            normalize(joined + CHANNELS, hidden[t], weight(r, MT_MTP_HIDDEN_NORM, L + k - 1), epsilon);
             multiply(x[t], weight(r, MT_MTP_PROJECTION, L + k - 1), joined, CHANNELS, 2 * CHANNELS);
         }
         for (int64_t layer = k ? L + k - 1 : 0; layer < L + k; layer++) layer_forward(r, layer, x, n);
         for (int64_t t = 0; t < n; t++) {
-            normalise(hidden[t], x[t], weight(r, k ? MT_MTP_FINAL_NORM : MT_FINAL_NORM, k ? L + k - 1 : -1), epsilon);
+            normalize(hidden[t], x[t], weight(r, k ? MT_MTP_FINAL_NORM : MT_FINAL_NORM, k ? L + k - 1 : -1), epsilon);
             if (batch->loss_mask[first + t + k] == 0) continue;
             sum += token_loss(r, hidden[t], batch->labels[first + t + k]);
-            left++;
+            unmasked++;
         }
-        if (left == 0) continue;
-        total->sum[k] += sum / (double)left * (double)labels;
+        if (unmasked == 0) continue;
+        total->sum[k] += sum / (double)unmasked * (double)labels;
         total->count[k] += (double)labels;
     }
 }
@@ -153,7 +154,7 @@ static losses batch_losses(const reference *r, const mt_batch *batch) {
     return total;
 }
 
-/* What training descends, before it is divided by the number of labels. */
+/* The objective of training, before the division by the number of labels. */
 static double objective(const reference *r, const mt_batch *batch) {
     losses l = batch_losses(r, batch);
     double sum = l.sum[0];
@@ -204,7 +205,7 @@ static void close_subject(subject *s) {
     mt_options_free(&s->options);
 }
 
-/* Norms are moved away from one, so that each weighs. The reference's copy of all weights. */
+/* Changes the weights of norms from one, so that they matter; returns a copy of all weights for the reference. */
 static reference copy_weights(subject *s) {
     reference r = {s->params, s->num_params, mt_calloc(s->num_params * 8), &s->options};
     for (int64_t i = 0; i < s->num_params; i++) {
@@ -224,7 +225,7 @@ static void free_weights(reference *r) {
     free(r->values);
 }
 
-/* Gradients of a parameter against central differences of the reference, in parts of the largest one. */
+/* Compares gradients of a parameter with central differences of the reference, relative to the largest. */
 static void assert_gradients(const subject *s, reference *r, int64_t i) {
     const mt_param *param = &s->params[i];
     const float *gradients = s->buckets[param->bucket].grads + param->offset;
@@ -252,7 +253,7 @@ static void check_step(const char *words) {
     reference r = copy_weights(&s);
     if (mt_train_step(s.model, &run, 1, make_batch, NULL, &s.batch, &metrics, &error) != 0) fail_msg("%s", error.text);
     losses l = batch_losses(&r, &s.batch);
-    assert_true(l.count[1] < l.count[0]); // the second sequence has labels, and none for modules
+    assert_true(l.count[1] < l.count[0]); // the second sequence has labels for the main model only
     assert_true(fabs(metrics.loss - l.sum[0] / l.count[0]) <= 1e-6 * metrics.loss);
     for (int k = 1; k <= MODULES; k++) {
         double expected = l.sum[k] / l.count[k], actual = metrics.mtp_losses[k - 1];
@@ -263,14 +264,14 @@ static void check_step(const char *words) {
     close_subject(&s);
 }
 
-static void losses_and_gradients_are_those_of_a_reference_in_double(void **state) {
+static void losses_and_gradients_equal_a_reference_in_double(void **state) {
     (void)state;
     check_step("--untie-embeddings-and-output-weights --mtp-num-layers 2 --mtp-loss-scaling-factor 0.7");
     check_step("--mtp-num-layers 2 --mtp-loss-scaling-factor 1.5");
 }
 
-/* The main loss of the modules' model is the model's without them; so are its logits where nothing trains. */
-static void evaluation_does_without_modules(void **state) {
+/* The evaluation loss of a model with modules equals that of the model without them. */
+static void evaluation_ignores_modules(void **state) {
     (void)state;
     subject with, without;
     mt_error error;
@@ -293,7 +294,7 @@ static void evaluation_does_without_modules(void **state) {
 
 /* ---- folders */
 
-/* A golden family with modules, drawn anew. */
+/* Opens a golden family with modules and random weights. */
 static void open_with_modules(fixture *f, const char *family, const char *words) {
     mt_model_plan plan = {.max_tokens = TOKENS, .max_logits = TOKENS, .max_position = SEQ_LENGTH, .train = true};
     mt_error error;
@@ -310,7 +311,7 @@ static void save_model(fixture *f, const char *folder) {
     if (mt_checkpoint_save(f->model, &run, folder, NULL, NULL, &error) != 0) fail_msg("%s", error.text);
 }
 
-/* A folder as another program writes it: weights and config.json. */
+/* Saves weights and config.json only, like other programs. */
 static void save_weights(fixture *f, const char *folder) {
     char path[512], *config = mt_options_write_hf_config(&f->options);
     mt_error error;
@@ -335,7 +336,7 @@ static void train_steps(fixture *f, mt_run_state *run, int64_t count, double *lo
     loss[0] = metrics.loss, loss[1] = metrics.mtp_losses[0];
 }
 
-static void a_run_with_modules_goes_on_bit_for_bit(void **state) {
+static void a_run_with_modules_continues_bit_for_bit(void **state) {
     (void)state;
     static const char *const subjects[] = {"deepseek_v3", "qwen3", "mixtral"};
     for (int k = 0; k < 3; k++) {
@@ -357,7 +358,7 @@ static void a_run_with_modules_goes_on_bit_for_bit(void **state) {
     }
 }
 
-/* Words of `train` or `infer` for a folder; its options. */
+/* Parses the options of `train` or `infer` with --load. */
 static void parse_load(mt_options *options, mt_program program, const char *folder, const char *words) {
     char line[512], *arguments[32];
     int count = 0;
@@ -380,7 +381,7 @@ static int load_folder(const mt_options *options, const char *folder, bool train
 
 #define TRAIN "--mock-data --seq-length 32 --train-iters 1 --lr 1 "
 
-static void a_folder_says_whether_it_holds_modules(void **state) {
+static void the_number_of_modules_is_read_from_the_folder(void **state) {
     (void)state;
     static const char *const subjects[] = {"deepseek_v3", "qwen3"};
     for (int k = 0; k < 2; k++) {
@@ -389,7 +390,7 @@ static void a_folder_says_whether_it_holds_modules(void **state) {
         mt_error error;
         open_with_modules(&f, subjects[k], "--mtp-num-layers 2");
         save_model(&f, at(subjects[k]));
-        assert_string_equal(f.options.hf_family, k == 0 ? "deepseek_v3" : "megatron");
+        assert_int_equal(f.options.hf_family, k == 0 ? MT_HF_DEEPSEEK_V3 : MT_HF_MEGATRON);
         parse_load(&o, MT_PROGRAM_TRAIN, at(subjects[k]), TRAIN);
         assert_int_equal(o.mtp_num_layers, 2);
         if (load_folder(&o, at(subjects[k]), true, &error) != 0) fail_msg("%s", error.text);
@@ -401,7 +402,8 @@ static void a_folder_says_whether_it_holds_modules(void **state) {
         assert_int_equal(o.mtp_num_layers, 0);
         if (load_folder(&o, at(subjects[k]), false, &error) != 0) fail_msg("%s", error.text);
         mt_options_free(&o);
-        parse_load(&o, MT_PROGRAM_TRAIN, f.folder, TRAIN "--mtp-num-layers 1"); // as transformers leaves it
+        parse_load(&o, MT_PROGRAM_TRAIN, f.folder,
+                   TRAIN "--mtp-num-layers 1"); // saved by transformers: without modules
         assert_int_equal(load_folder(&o, f.folder, true, &error), -1);
         if (!strstr(error.text, "--mtp-num-layers")) fail_msg("%s", error.text);
         mt_options_free(&o);
@@ -409,7 +411,7 @@ static void a_folder_says_whether_it_holds_modules(void **state) {
     }
 }
 
-/* folder/model.safetensors again with a copy of a tensor under another name, one byte of it changed or not. */
+/* Adds to folder/model.safetensors a copy of a tensor under another name, with one byte changed if `changed`. */
 static void add_copy(const char *folder, const char *name, const char *copied, bool changed) {
     char path[512];
     struct stat status;
@@ -437,7 +439,7 @@ static void add_copy(const char *folder, const char *name, const char *copied, b
     free(text), free(file);
 }
 
-static void what_modules_share_may_be_stored_again_if_it_is_the_same(void **state) {
+static void a_stored_copy_of_a_shared_tensor_must_be_equal(void **state) {
     (void)state;
     fixture f;
     mt_options o;
@@ -461,7 +463,7 @@ static void what_modules_share_may_be_stored_again_if_it_is_the_same(void **stat
 
 /* ---- options */
 
-static void what_modules_cannot_do_is_refused(void **state) {
+static void unsupported_options_with_modules_are_refused(void **state) {
     (void)state;
     static const char *const cases[][2] = {
         {"--mtp-num-layers 9", "--mtp-num-layers must be in [0,8]"},
@@ -484,13 +486,12 @@ static void what_modules_cannot_do_is_refused(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(losses_and_gradients_are_those_of_a_reference_in_double),
-        cmocka_unit_test(evaluation_does_without_modules),
-        cmocka_unit_test_setup_teardown(a_run_with_modules_goes_on_bit_for_bit, make_root, remove_root),
-        cmocka_unit_test_setup_teardown(a_folder_says_whether_it_holds_modules, make_root, remove_root),
-        cmocka_unit_test_setup_teardown(what_modules_share_may_be_stored_again_if_it_is_the_same, make_root,
-                                        remove_root),
-        cmocka_unit_test(what_modules_cannot_do_is_refused),
+        cmocka_unit_test(losses_and_gradients_equal_a_reference_in_double),
+        cmocka_unit_test(evaluation_ignores_modules),
+        cmocka_unit_test_setup_teardown(a_run_with_modules_continues_bit_for_bit, make_root, remove_root),
+        cmocka_unit_test_setup_teardown(the_number_of_modules_is_read_from_the_folder, make_root, remove_root),
+        cmocka_unit_test_setup_teardown(a_stored_copy_of_a_shared_tensor_must_be_equal, make_root, remove_root),
+        cmocka_unit_test(unsupported_options_with_modules_are_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -539,7 +539,7 @@ static void schedules_that_cannot_be_are_refused(void **state) {
     mt_schedule schedule = mt_schedule_of(&options, 8);
     assert_int_equal(schedule.kind, MT_SCHEDULE_INTERLEAVED);
     assert_true(schedule.pp == 4 && schedule.vp == 2 && schedule.micro_batches == 8 && schedule.group == 4);
-    assert_string_equal(options.pipeline_schedule, "interleaved");
+    assert_int_equal(options.pipeline_schedule, MT_SCHEDULE_INTERLEAVED);
     mt_options_free(&options);
 }
 

@@ -22,9 +22,9 @@ static double number(const json_t *object, const char *key) {
     return json_number_value(json_object_get(object, key));
 }
 
-static void set_text(char **field, const char *text) {
-    free(*field);
-    *field = mt_strdup(text);
+static void set_option(mt_options *options, const char *name, const json_t *value) {
+    mt_error error;
+    if (mt_options_set(options, name, json_string_value(value), &error)) fail_msg("%s", error.text);
 }
 
 static void assert_near(double value, double expected, double tolerance) {
@@ -50,10 +50,10 @@ static void learning_rate_and_weight_decay_equal_megatron(void **state) {
         options.train_samples = (int64_t)number(args, "wd_incr_steps");
         options.start_weight_decay = number(args, "start_wd");
         options.end_weight_decay = number(args, "end_wd");
-        set_text(&options.lr_decay_style, json_string_value(json_object_get(args, "lr_decay_style")));
-        set_text(&options.weight_decay_incr_style, json_string_value(json_object_get(args, "wd_incr_style")));
+        set_option(&options, "lr_decay_style", json_object_get(args, "lr_decay_style"));
+        set_option(&options, "weight_decay_incr_style", json_object_get(args, "wd_incr_style"));
         if (json_is_string(json_object_get(item, "wsd")))
-            set_text(&options.lr_wsd_decay_style, json_string_value(json_object_get(item, "wsd")));
+            set_option(&options, "lr_wsd_decay_style", json_object_get(item, "wsd"));
         assert_int_equal(json_array_size(json_object_get(item, "lr")), 221);
         json_array_foreach(json_object_get(item, "lr"), step, value)
             assert_near(mt_learning_rate(&options, (int64_t)step), json_number_value(value), 1e-12);

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The train program: golden losses, resuming, stopping early, metrics, YAML, and what it says to bad input.
+# The train program: golden losses, resuming, stopping early, metrics, YAML, traces, and errors.
 set -u
 . tests/suite.sh
 golden=tests/golden/hf
@@ -12,7 +12,7 @@ refuses() {
     refused "$pattern" "$train" "$@"
 }
 
-# metric FILE NAME: its values, a line for each iteration.
+# metric FILE NAME: prints the values of a metric, one line per iteration.
 metric() {
     sed -n "s/.*\"$2\": \([-+.0-9e]*\).*/\1/p" "$1"
 }
@@ -20,7 +20,7 @@ metric() {
 optimizer='--lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --lr-warmup-iters 0 --adam-beta1 0.9 --adam-beta2 0.95
     --adam-eps 1e-8 --weight-decay 0.1 --clip-grad 1.0 --device cpu'
 
-# golden_run FAMILY ARGUMENTS...: ten steps on the family's own tokens.
+# golden_run FAMILY ARGUMENTS...: ten steps on the family's tokens.
 golden_run() {
     family=$1
     shift
@@ -32,7 +32,7 @@ golden_run() {
     }
 }
 
-losses_and_norms_are_those_of_expected_json() {
+losses_and_norms_equal_expected_json() {
     for family in gpt2 llama llama3_rope_tied qwen2 qwen3; do
         golden_run "$family" --metrics "$work/m.jsonl" || return 1
         for pair in losses:lm_loss grad_norms:grad_norm; do
@@ -47,7 +47,7 @@ losses_and_norms_are_those_of_expected_json() {
     done
 }
 
-metrics_name_everything() {
+metrics_have_every_key() {
     golden_run llama --metrics "$work/m.jsonl" || return 1
     for key in iteration lm_loss grad_norm learning_rate tokens_per_second tflops_per_device iteration_ms \
         peak_memory_bytes; do
@@ -60,15 +60,15 @@ metrics_name_everything() {
         [ "$(metric "$work/m.jsonl" $key | wc -l)" = 10 ] || return 1
     done
     grep -q 'aux loss .*  z loss .*  load .* (worst ' "$work/out" || return 1
-    # of a model whose first layer has no experts, cut to that layer
+    # a model cut to its first layer, which has no experts
     "$train" --hf-config "$golden/deepseek_v3/config.json" --num-layers 1 --mtp-num-layers 0 --mock-data \
         --seq-length 16 --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 \
         --eval-iters 0 --device cpu --metrics "$work/dense.jsonl" >"$work/out" 2>"$work/err" || return 1
     [ "$(metric "$work/dense.jsonl" lm_loss | wc -l)" = 2 ] && ! grep -q 'load' "$work/dense.jsonl" "$work/out"
 }
 
-# Mixtral's folder with a NaN in the router of its second layer.
-a_router_that_is_not_finite_is_named() {
+# Mixtral with a NaN in the router of its second layer.
+a_non_finite_router_is_named() {
     mkdir "$work/poisoned" && cp "$golden/mixtral/config.json" "$golden/mixtral/model.safetensors" "$work/poisoned" &&
         chmod u+w "$work/poisoned"/* || return 1
     header=$(od -An -tu8 -N8 "$work/poisoned/model.safetensors" | tr -d ' ')
@@ -80,13 +80,13 @@ a_router_that_is_not_finite_is_named() {
         --global-batch-size 4 --train-iters 10 --lr 1e-3 --device cpu >"$work/out" 2>"$work/err"; then
         return 1
     fi
-    said='^error: iteration 1: rank 0: the router of layer 1 had 128 tokens whose logits are not finite'
-    grep -q "$said" "$work/err" && return 0
+    expected='^error: iteration 1: rank 0: the router of layer 1 had 128 tokens whose logits are not finite'
+    grep -q "$expected" "$work/err" && return 0
     cat "$work/err"
     return 1
 }
 
-steps_that_are_not_told_change_nothing() {
+unreported_steps_change_nothing() {
     golden_run qwen3 --metrics "$work/all.jsonl" && golden_run qwen3 --log-interval 4 --metrics "$work/some.jsonl" ||
         return 1
     for key in iteration lm_loss grad_norm learning_rate consumed_samples; do
@@ -100,7 +100,7 @@ small='--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-em
     --vocab-size 96 --mock-data --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-style cosine
     --eval-iters 1 --eval-interval 4 --device cpu'
 
-# small_run ARGUMENTS...: a small GPT with dropout, on made-up tokens.
+# small_run ARGUMENTS...: trains a small GPT with dropout on mock data.
 small_run() {
     # shellcheck disable=SC2086
     "$train" $small "$@" >"$work/out" 2>"$work/err" || {
@@ -128,7 +128,7 @@ a_resumed_run_repeats_bit_for_bit() {
     done
 }
 
-sigterm_saves_and_ends_well() {
+sigterm_saves_and_ends_the_run() {
     # shellcheck disable=SC2086
     "$train" $small --train-iters 100000000 --save "$work/stopped" --metrics "$work/m.jsonl" >"$work/out" 2>&1 &
     process=$!
@@ -142,12 +142,12 @@ sigterm_saves_and_ends_well() {
         grep -q "stopped early after iteration $iteration" "$work/out"
 }
 
-time_over_saves_and_ends_well() {
+the_time_limit_saves_and_ends_the_run() {
     small_run --train-iters 100000000 --exit-duration-in-mins 0.01 --save "$work/timed" &&
         [ "$(cat "$work/timed/latest_checkpointed_iteration.txt")" -gt 0 ]
 }
 
-yaml_says_what_the_command_line_says() {
+yaml_equals_the_command_line() {
     cat >"$work/run.yaml" <<END
 model:
   num_layers: 2
@@ -167,7 +167,7 @@ train_iters: 3
 END
     small_run --train-iters 3 --metrics "$work/line.jsonl" || return 1
     if ! "$train" --config "$work/run.yaml" --lr 1e-2 --metrics "$work/yaml.jsonl" >"$work/out" 2>"$work/err"; then
-        grep -q 'without libyaml' "$work/err" # and then this test has nothing more to say
+        grep -q 'without libyaml' "$work/err" # the only valid error
         return
     fi
     metric "$work/line.jsonl" lm_loss >"$work/a"
@@ -175,7 +175,7 @@ END
     [ -s "$work/a" ] && cmp "$work/a" "$work/b"
 }
 
-the_loss_falls_to_what_the_data_allow() {
+the_loss_falls_on_mock_data() {
     small_run --train-iters 200 --hidden-dropout 0 --attention-dropout 0 --lr-warmup-iters 20 \
         --metrics "$work/m.jsonl" &&
         metric "$work/m.jsonl" lm_loss | awk 'NR == 1 { first = $1 } { last = $1 } END { exit !(last < 0.6 * first) }'
@@ -187,25 +187,25 @@ a_bad_folder_is_refused_before_training() {
     refuses "$work/file" $small --train-iters 3 --save "$work/file/under"
 }
 
-a_full_disk_is_told() {
+a_full_disk_is_reported() {
     [ -w /dev/full ] || return 0
     # shellcheck disable=SC2086
     refuses "/dev/full" $small --train-iters 3 --metrics /dev/full
 }
 
-# steps_of FILE: the iterations that a trace holds.
+# steps_of FILE: prints the iterations of a trace.
 steps_of() {
     sed -n 's/.*"name":"step".*"iteration":\([0-9]*\).*/\1/p' "$1" | tr '\n' ' '
 }
 
-a_trace_holds_the_steps_that_are_asked_for_and_changes_no_loss() {
+a_trace_has_the_requested_steps_and_changes_no_loss() {
     small_run --train-iters 8 --save "$work/eight" --metrics "$work/plain.jsonl" &&
         small_run --train-iters 8 --metrics "$work/traced.jsonl" --trace "$work/t.json" || return 1
     metric "$work/plain.jsonl" lm_loss >"$work/want"
     metric "$work/traced.jsonl" lm_loss >"$work/got"
     [ -s "$work/got" ] && cmp "$work/want" "$work/got" && [ "$(steps_of "$work/t.json")" = '2 3 ' ] || return 1
     grep -q 'profile of' "$work/out" && return 1
-    # of a run that goes on, steps count from where it does; it ends before the last one that is asked for
+    # in a resumed run, steps count from its first; here the run ends before --trace-last-step
     small_run --train-iters 12 --load "$work/eight" --trace "$work/t.json" --trace-first-step 3 --trace-last-step 9 &&
         [ "$(steps_of "$work/t.json")" = '11 12 ' ] && [ "$(echo "$work"/t.json*)" = "$work/t.json" ]
     status=$?
@@ -213,12 +213,12 @@ a_trace_holds_the_steps_that_are_asked_for_and_changes_no_loss() {
     return $status
 }
 
-a_trace_of_a_run_that_stops_early_holds_what_was_done() {
+a_trace_of_a_run_that_stops_early_has_its_steps() {
     small_run --train-iters 100000000 --exit-duration-in-mins 0.01 --trace "$work/t.json" --trace-first-step 1 \
         --trace-last-step 90000000 && [ "$(steps_of "$work/t.json" | cut -c1-4)" = '1 2 ' ]
 }
 
-a_trace_is_refused_before_training() {
+a_bad_trace_is_refused_before_training() {
     # shellcheck disable=SC2086
     refuses "$work/none/t.json: cannot be written: No such" $small --train-iters 3 \
         --trace "$work/none/t.json" &&
@@ -231,20 +231,20 @@ a_trace_is_refused_before_training() {
         refuses 'trace-first-step needs --trace' $small --train-iters 3 --trace-first-step 2
 }
 
-verdict losses_and_norms_are_those_of_expected_json losses_and_norms_are_those_of_expected_json
-verdict metrics_name_everything metrics_name_everything
-verdict a_router_that_is_not_finite_is_named a_router_that_is_not_finite_is_named
-verdict steps_that_are_not_told_change_nothing steps_that_are_not_told_change_nothing
+verdict losses_and_norms_equal_expected_json losses_and_norms_equal_expected_json
+verdict metrics_have_every_key metrics_have_every_key
+verdict a_non_finite_router_is_named a_non_finite_router_is_named
+verdict unreported_steps_change_nothing unreported_steps_change_nothing
 verdict a_resumed_run_repeats_bit_for_bit a_resumed_run_repeats_bit_for_bit
-verdict sigterm_saves_and_ends_well sigterm_saves_and_ends_well
-verdict time_over_saves_and_ends_well time_over_saves_and_ends_well
-verdict yaml_says_what_the_command_line_says yaml_says_what_the_command_line_says
-verdict the_loss_falls_to_what_the_data_allow the_loss_falls_to_what_the_data_allow
+verdict sigterm_saves_and_ends_the_run sigterm_saves_and_ends_the_run
+verdict the_time_limit_saves_and_ends_the_run the_time_limit_saves_and_ends_the_run
+verdict yaml_equals_the_command_line yaml_equals_the_command_line
+verdict the_loss_falls_on_mock_data the_loss_falls_on_mock_data
 verdict a_bad_folder_is_refused_before_training a_bad_folder_is_refused_before_training
-verdict a_full_disk_is_told a_full_disk_is_told
-verdict a_trace_holds_the_steps_that_are_asked_for a_trace_holds_the_steps_that_are_asked_for_and_changes_no_loss
-verdict a_trace_of_a_run_that_stops_early_holds_what_was_done a_trace_of_a_run_that_stops_early_holds_what_was_done
-verdict a_trace_is_refused_before_training a_trace_is_refused_before_training
+verdict a_full_disk_is_reported a_full_disk_is_reported
+verdict a_trace_has_the_requested_steps a_trace_has_the_requested_steps_and_changes_no_loss
+verdict a_trace_of_a_run_that_stops_early_has_its_steps a_trace_of_a_run_that_stops_early_has_its_steps
+verdict a_bad_trace_is_refused_before_training a_bad_trace_is_refused_before_training
 # shellcheck disable=SC2086
 verdict an_unknown_option_names_the_nearest refuses 'did you mean --num-layers' --num-layer 3
 verdict two_sources_of_data_are_refused refuses 'mock-data' --mock-data --data-path x $small --train-iters 1
