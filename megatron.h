@@ -1120,20 +1120,8 @@ typedef struct mt_grid {
         kv_replicas; // ranks of the tensor group with the same key and value head, where heads are fewer than ranks
 } mt_grid;
 
-/* A job of one rank without a launcher: `static const mt_grid grid = MT_GRID_OF_ONE`. */
-#define MT_GROUP_OF_ONE(its_name)                                                                                      \
-    { .name = its_name, .size = 1 }
-#define MT_GRID_OF_ONE                                                                                                 \
-    {                                                                                                                  \
-        .world = MT_GROUP_OF_ONE("world"), .tensor = MT_GROUP_OF_ONE("tensor"), .context = MT_GROUP_OF_ONE("context"), \
-        .data = MT_GROUP_OF_ONE("data"), .data_context = MT_GROUP_OF_ONE("data-context"),                              \
-        .pipeline = MT_GROUP_OF_ONE("pipeline"), .embedding = MT_GROUP_OF_ONE("embedding"),                            \
-        .model = MT_GROUP_OF_ONE("model"), .tensor_context = MT_GROUP_OF_ONE("tensor-context"),                        \
-        .expert = MT_GROUP_OF_ONE("expert"), .expert_tensor = MT_GROUP_OF_ONE("expert-tensor"),                        \
-        .expert_data = MT_GROUP_OF_ONE("expert-data"), .expert_exchange = MT_GROUP_OF_ONE("expert-exchange"),          \
-        .kv_replicas = MT_GROUP_OF_ONE("kv-replicas"), .context_a2a = MT_GROUP_OF_ONE("context-a2a"),                  \
-        .context_ring = MT_GROUP_OF_ONE("context-ring")                                                                \
-    }
+/* The grid of a job of one rank without a launcher. */
+extern const mt_grid mt_grid_of_one;
 
 /* The sizes that groups follow from. world = tensor context data pipeline = expert_tensor expert expert_data pipeline.
  */
@@ -1193,10 +1181,10 @@ void mt_barrier(const mt_group *group);
 /* If any rank failed, fails on every rank with the error of the lowest such rank; else returns 0. Every rank calls it.
  */
 int mt_agree(const mt_group *world, bool failed, mt_error *error);
-/* One message between two ranks of a group, with a tag under MT_HOST_TAGS; the last is the CUDA backend's. */
-enum { MT_HOST_TAGS = 1000 };
-void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to, int tag);
-void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from, int tag);
+/* One message between two ranks of a group, in host memory. Messages from one rank to another arrive in order. Data on
+ * a device goes by channels, or to ranks of one host by mailboxes (§3). */
+void mt_send(const mt_group *group, const void *buffer, int64_t bytes, int to);
+void mt_receive(const mt_group *group, void *buffer, int64_t bytes, int from);
 
 /* Memory that all ranks of one host share, on the CPU; `host` is their group. Every rank of `world` calls these; writes
  * before a barrier are seen by all ranks after it. */
@@ -1567,6 +1555,11 @@ void mt_model_set_reader(mt_model *model, mt_stream *reader);
  * parallelism the batch is the whole one, and results are those of this rank's mt_batch_context_shard of it, which must
  * be possible. Every rank of a pipeline calls it, and none with `training`: mt_train_step runs its schedule. */
 void mt_model_forward(mt_model *model, const mt_batch *batch, bool training);
+
+/* Does the last forward of a model on one pipeline rank again, from the same batch: writes the same activations and
+ * changes nothing else; no loss, load, auxiliary loss or gradient counts twice. Recomputation replays layers this way.
+ * Between a forward and its backward. */
+void mt_model_replay(mt_model *model);
 
 /* Backward of the last forward: parameter gradients accumulate, for a loss that is the sum over unmasked tokens, and
  * what multi-token prediction adds to it. */

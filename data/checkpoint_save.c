@@ -1010,10 +1010,10 @@ static void mt_saver_collect_sums(mt_saver *s) {
     const mt_group *world = &mt_model_grid(s->model)->world;
     for (int64_t i = 0; i < s->writer.sums.count; i++) {
         mt_file_checksums *file = &s->writer.sums.files[i];
-        if (world->rank != 0) mt_send(world, file->sums, file->count * 4, 0, 0);
+        if (world->rank != 0) mt_send(world, file->sums, file->count * 4, 0);
         uint32_t *theirs = world->rank == 0 ? mt_malloc(file->count * 4) : NULL;
         for (int rank = 1; rank < world->size && theirs; rank++) {
-            mt_receive(world, theirs, file->count * 4, rank, 0);
+            mt_receive(world, theirs, file->count * 4, rank);
             for (int64_t block = 0; block < file->count; block++) file->sums[block] ^= theirs[block];
         }
         free(theirs);

@@ -335,8 +335,7 @@ static const mt_option *mt_option_find(const char *name, size_t length) {
     return NULL;
 }
 
-/* Letters to insert, delete or exchange to get from one name to the other (Levenshtein); long names are cut. */
-static int mt_edit_distance(const char *a, size_t a_length, const char *b) {
+int mt_edit_distance(const char *a, size_t a_length, const char *b) {
     enum { LONGEST = 64 };
     int row[LONGEST + 1], b_length = (int)strlen(b) < LONGEST ? (int)strlen(b) : LONGEST;
     for (int j = 0; j <= b_length; j++) row[j] = j;

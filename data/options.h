@@ -22,6 +22,9 @@ int mt_options_finish(mt_options *options, mt_program program, int64_t world_siz
  * words of a list with blanks between them; "true" or "false" for a flag. */
 int mt_options_set(mt_options *options, const char *name, const char *value, mt_error *error);
 
+/* The Levenshtein distance of two names, for "did you mean": '_' in `a` equals '-'; names are cut after 64 letters. */
+int mt_edit_distance(const char *a, size_t a_length, const char *b);
+
 /* Sets every option of a struct that holds nothing yet to its default; frees what a struct holds. */
 void mt_options_default(mt_options *options);
 void mt_options_free(mt_options *options);
