@@ -5994,19 +5994,11 @@ static void mt_aux_loss(mt_model *m, const mt_pass *p, const mt_layer *w, mt_rou
     int64_t E = e->router.num_experts, S = by_sequence ? p->spans.count : 1;
     const mt_group *group = &m->grid->tensor_context;
     MT_CHECK(S <= e->sequences);
-<<<<<<< HEAD
-    m->ops->aux_loss_forward(r->balance, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL, S,
-                             p->rows, &e->router, p->stream);
-    m->ops->all_reduce(r->balance, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
-    if (e->counts_globally) mt_count_globally(m, p, w, r->balance + E);
-    if (group->rank == 0) m->ops->aux_loss_value(e->losses, r->balance, S, E, p->stream);
-=======
-    m->ops->balance_forward(r->aux_stats, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL, S,
-                            p->rows, &e->router, p->stream);
+    m->ops->aux_loss_forward(r->aux_stats, e->losses + 1, r->logits, S > 1 ? p->batch->sequence + p->first_row : NULL,
+                             S, p->rows, &e->router, p->stream);
     m->ops->all_reduce(r->aux_stats, 2 * S * E, MT_SUM, MT_F32, group, p->stream);
     if (e->counts_globally) mt_count_globally(m, p, w, r->aux_stats + E);
-    if (group->rank == 0) m->ops->balance_loss(e->losses, r->aux_stats, S, E, p->stream);
->>>>>>> main
+    if (group->rank == 0) m->ops->aux_loss_value(e->losses, r->aux_stats, S, E, p->stream);
 }
 
 /* Drops what is over the experts' capacity of the whole micro-batch: whichever ranks have its tokens, the same. */
@@ -6070,17 +6062,10 @@ static void mt_route_backward(mt_model *m, const mt_pass *p, mt_layer *w, mt_rou
     int64_t R = p->rows, E = e->router.num_experts, own = mt_own_choices(m, p);
     int64_t S = o->moe_router_load_balancing_type == MT_BALANCING_SEQ_AUX_LOSS ? p->spans.count : 1;
     m->ops->route_backward(e->dlogits, e->dprobs + own, r->experts + own, r->logits, R, &e->router, p->stream);
-<<<<<<< HEAD
-    if (e->balances)
-        m->ops->aux_loss_backward(e->dlogits, r->logits, r->balance + S * E,
+    if (e->has_aux_loss)
+        m->ops->aux_loss_backward(e->dlogits, r->logits, r->aux_stats + S * E,
                                   S > 1 ? p->batch->sequence + p->first_row : NULL, S, R, (float)o->moe_aux_loss_coeff,
                                   (float)o->moe_z_loss_coeff, &e->router, p->stream);
-=======
-    if (e->has_aux_loss)
-        m->ops->balance_backward(e->dlogits, r->logits, r->aux_stats + S * E,
-                                 S > 1 ? p->batch->sequence + p->first_row : NULL, S, R, (float)o->moe_aux_loss_coeff,
-                                 (float)o->moe_z_loss_coeff, &e->router, p->stream);
->>>>>>> main
     mt_linear_backward(&p->tp, &w->router,
                        &(mt_linear_io){.x = x, .dy = e->dlogits, .dx = e->router_dx, .rounded = e->dlogits_rounded},
                        MT_PART_BOTH);
@@ -8632,15 +8617,9 @@ void mt_model_decode_argmax(mt_model *m, const mt_batch *batch, const int32_t *c
     MT_CHECK(m->grid->world.size == 1);
     mt_decode_prepare(m, batch, cache_rows, rows, num_rows);
     mt_decode_enqueue(m, batch, num_rows);
-<<<<<<< HEAD
-    const void *logits = mt_decode_output(m)->logits;
+    const void *logits = mt_decode_output(m)->outputs[0].logits;
     m->ops->argmax(m->argmax, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
     m->ops->memory_copy(m->staged_logits, m->argmax, num_rows * 4, m->stream);
-=======
-    const void *logits = mt_decode_output(m)->outputs[0].logits;
-    m->ops->likeliest(m->likeliest, logits, num_rows, m->V, m->options->vocab_size, m->dtype, m->stream);
-    m->ops->memory_copy(m->staged_logits, m->likeliest, num_rows * 4, m->stream);
->>>>>>> main
     m->ops->stream_wait(m->stream);
     memcpy(tokens, m->staged_logits, (size_t)num_rows * 4);
 }
