@@ -1386,8 +1386,9 @@ typedef struct mt_param {
     int64_t rows_stored; // of the whole rows, those that exist in Hugging Face: the vocabulary without its padding
     const char *rows_option, *cols_option, *exists_option; // for messages: options that decide on these; NULL: none
     bool is_vector;
-    bool is_embedding; // a lookup table: its backward adds to single rows
-    bool trained;      // by the optimizer
+    bool is_embedding;     // a lookup table: its backward adds to single rows
+    bool trained;          // by the optimizer
+    mt_linear_kind linear; // of a matrix
     mt_init init;
     double init_std;
     bool weight_decay;
